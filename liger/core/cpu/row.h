@@ -1,0 +1,175 @@
+#pragma once
+#include <ATen/Parallel.h>
+#include <ATen/cpu/vec/vec.h>
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+#include <type_traits>
+#include "liger/core/cpu/isa.h"
+#include "liger/core/kernel.h"
+#include "liger/core/math.h"
+
+namespace LIGER_CPU {
+
+inline constexpr Backend kBackend = kCPU;
+using Vec = at::vec::Vectorized<float>;
+inline constexpr int64_t kLanes = Vec::size();
+
+template <class F>
+void dispatch(DType t, F&& f) {
+  switch (t) {
+    case DType::F32: return f.template operator()<float>();
+    case DType::F16: return f.template operator()<c10::Half>();
+    case DType::BF16: return f.template operator()<c10::BFloat16>();
+  }
+}
+
+/// As dispatch, for a weight that has x's dtype or is float.
+template <class F>
+void dispatch_weighted(DType x, DType w, F&& f) {
+  dispatch(x, [&]<class T>() { w == DType::F32 ? f.template operator()<T, float>() : f.template operator()<T, T>(); });
+}
+
+template <class T> const T* row_of(const void* m, int64_t row, int64_t cols) { return static_cast<const T*>(m) + row * cols; }
+template <class T> T* row_of(void* m, int64_t row, int64_t cols) { return static_cast<T*>(m) + row * cols; }
+
+/// The first n of p as floats, the rest 0.
+template <class T>
+Vec read(const T* p, int64_t n = kLanes) {
+  if constexpr (std::is_same_v<T, float>) return n == kLanes ? Vec::loadu(p) : Vec::loadu(p, n);
+#if defined(CPU_CAPABILITY_AVX2) || defined(CPU_CAPABILITY_AVX512)
+  if (n == kLanes) {
+    Vec v;
+    if constexpr (std::is_same_v<T, c10::BFloat16>) at::vec::load_fp32_from_bf16(p, v);
+    if constexpr (std::is_same_v<T, c10::Half>) at::vec::load_fp32_from_fp16(p, v);
+    return v;
+  }
+#endif
+  float f[kLanes] = {};
+  for (int64_t i = 0; i < n; ++i) f[i] = float(p[i]);
+  return Vec::loadu(f);
+}
+
+template <class T>
+void write(const Vec& v, T* p, int64_t n = kLanes) {
+  if constexpr (std::is_same_v<T, float>) return n == kLanes ? v.store(p) : v.store(p, n);
+#if defined(CPU_CAPABILITY_AVX2) || defined(CPU_CAPABILITY_AVX512)
+  if (n == kLanes) {
+    const auto half = [&] {
+      if constexpr (std::is_same_v<T, c10::Half>) return at::vec::cvtfp32_fp16(v);
+      else return at::vec::cvtfp32_bf16(v);
+    }();
+    std::memcpy(p, &half, sizeof(half));
+    return;
+  }
+#endif
+  float f[kLanes];
+  v.store(f);
+  for (int64_t i = 0; i < n; ++i) p[i] = T(f[i]);
+}
+
+template <class T>
+Vec round_to(const Vec& v) {
+  if constexpr (std::is_same_v<T, float>) return v;
+  alignas(64) T t[kLanes];
+  write(v, t);
+  return read(t);
+}
+
+template <class T>
+float round_to(float v) { return float(T(v)); }
+
+/// eˣ within 1 unit in the last place, inline: 2ⁿ · eʳ with r = x − n ln 2 and a Taylor polynomial in |r| <= ½ ln 2; 0 where the
+/// result would be subnormal.
+inline Vec exp(const Vec& x) {
+  const Vec low(-87.3365f), n = (at::vec::minimum(at::vec::maximum(x, low), Vec(88.7228f)) * Vec(1.4426950408889634f)).round();
+  const Vec r = at::vec::fmadd(n, Vec(2.12194440e-4f), at::vec::fmadd(n, Vec(-0.693359375f), x));
+  Vec p(1.f / 5040);
+  for (const float c : {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, 0.5f, 1.f, 1.f}) p = at::vec::fmadd(p, r, Vec(c));
+  // 2ⁿ in two steps, because n reaches 128.
+  const auto exponent = at::vec::convert_to_int_of_same_size(n);
+  using Int = std::decay_t<decltype(exponent)>;
+  const Int half = exponent >> Int(1);
+  const auto power = [](const Int& e) { return at::vec::cast<float>((e + Int(127)) << Int(23)); };
+  return Vec::blendv(p * power(half) * power(exponent - half), Vec(0.f), x < low);
+}
+
+/// The functions behind liger/core/math.h.
+struct Math {
+  static Vec exp(const Vec& x) { return cpu::exp(x); }
+  static Vec tanh(const Vec& x) { return x.tanh(); }
+  static Vec erf(const Vec& x) { return x.erf(); }
+  static Vec div(const Vec& a, const Vec& b) { return a / b; }
+  static Vec max(const Vec& a, const Vec& b) { return at::vec::maximum(a, b); }
+};
+
+/// f(column, n) for each vector of a row.
+template <class F>
+void for_each(int64_t cols, F f) {
+  int64_t c = 0;
+  for (; c + kLanes <= cols; c += kLanes) f(c, kLanes);
+  if (c < cols) f(c, cols - c);
+}
+
+template <class Op>
+float reduce_lanes(const Vec& v, Op op) {
+  float lanes[kLanes];
+  v.store(lanes);
+  for (int64_t width = kLanes / 2; width > 0; width /= 2)
+    for (int64_t i = 0; i < width; ++i) lanes[i] = op(lanes[i], lanes[i + width]);
+  return lanes[0];
+}
+
+/// Op over f(a, b, …) along a row, from `identity`; four chains, so that one's latency hides behind the others.
+/// What f makes of zeros past the end must be the identity.
+template <class Op, class F, class... In>
+float row_reduce(int64_t cols, float identity, Op op, F f, const In*... in) {
+  Vec acc[4] = {Vec(identity), Vec(identity), Vec(identity), Vec(identity)};
+  int64_t c = 0;
+  for (; c + 4 * kLanes <= cols; c += 4 * kLanes)
+    for (int i = 0; i < 4; ++i) acc[i] = op(acc[i], f(read(in + c + i * kLanes)...));
+  for (; c + kLanes <= cols; c += kLanes) acc[0] = op(acc[0], f(read(in + c)...));
+  const Vec all = op(op(acc[0], acc[1]), op(acc[2], acc[3]));
+  float tail = identity;
+  if (c < cols) {
+    float lanes[kLanes];
+    f(read(in + c, cols - c)...).store(lanes);
+    for (int64_t i = 0; i < cols - c; ++i) tail = op(tail, lanes[i]);
+  }
+  return op(reduce_lanes(all, op), tail);
+}
+
+struct Plus {
+  template <class V> V operator()(const V& a, const V& b) const { return a + b; }
+};
+struct Max {
+  Vec operator()(const Vec& a, const Vec& b) const { return at::vec::maximum(a, b); }
+  float operator()(float a, float b) const { return a > b || std::isnan(a) ? a : b; }
+};
+
+/// Σ f(a, b, …) along a row.
+template <class F, class... In>
+float row_sum(int64_t cols, F f, const In*... in) { return row_reduce(cols, 0.f, Plus{}, f, in...); }
+
+/// out = f(a, b, …) along a row.
+template <class Out, class F, class... In>
+void row_map(int64_t cols, Out* out, F f, const In*... in) {
+  for_each(cols, [&](int64_t c, int64_t n) { write(f(read(in + c, n)...), out + c, n); });
+}
+
+/// f(begin, end) over runs of rows, in parallel; a row is worth `cost` elements of work.
+template <class F>
+void for_runs(int64_t rows, int64_t cost, F f) {
+  at::parallel_for(0, rows, std::max<int64_t>(1, 32768 / std::max<int64_t>(cost, 1)), f);
+}
+
+/// f(row) for all rows, in parallel.
+template <class F>
+void for_rows(int64_t rows, int64_t cost, F f) {
+  for_runs(rows, cost, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) f(r);
+  });
+}
+
+}  // namespace LIGER_CPU

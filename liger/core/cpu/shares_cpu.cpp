@@ -1,0 +1,37 @@
+#include "liger/core/cpu/row.h"
+#include "liger/core/shares.h"
+
+namespace LIGER_CPU::shares {
+
+// 64 rows summed in sequence, then the shares: the error stays near eager's for any number of rows.
+LIGER_REGISTER(row_shares, [](const RowShares& a, Stream) { *a.count = std::max<int64_t>(1, (a.rows + 63) / 64); });
+
+LIGER_REGISTER(stream_capturing, [](const StreamCapturing& a, Stream) { *a.yes = false; });
+
+LIGER_REGISTER(sum_shares, [](const SumShares& a, Stream) {
+  dispatch(a.dtype, [&]<class T>() {
+    // Columns in blocks, so that a block's sums stay in registers and the first-level cache.
+    constexpr int64_t kBlock = 16 * kLanes;
+    for_rows((a.cols + kBlock - 1) / kBlock, kBlock * a.shares, [&](int64_t block) {
+      const int64_t begin = block * kBlock, n = std::min(kBlock, a.cols - begin);
+      float sum[kBlock] = {};
+      for (int64_t s = 0; s < a.shares; ++s)
+        row_map(n, sum, [](Vec sum, Vec part) { return sum + part; }, sum, a.part + s * a.cols + begin);
+      row_map(n, static_cast<T*>(a.out) + begin, [](Vec sum) { return sum; }, sum);
+    });
+  });
+});
+
+LIGER_REGISTER(scale_rows, [](const ScaleRows& a, Stream) {
+  if (!a.per_row && a.g[0] == 1) return;
+  dispatch(a.dtype, [&]<class T>() {
+    for_rows(a.rows, a.cols, [&](int64_t r) {
+      const float g = a.g[a.per_row ? r : 0];
+      if (g == 1) return;
+      T* x = row_of<T>(a.x, r, a.cols);
+      row_map(a.cols, x, [&](Vec x) { return x * Vec(g); }, x);
+    });
+  });
+});
+
+}  // namespace LIGER_CPU::shares

@@ -1,0 +1,22 @@
+#pragma once
+#include "liger/core/cuda/launch.h"
+
+namespace liger::cuda {
+
+/// Calls f.operator()<T>() with the CUDA type of `t`.
+template <class F>
+void dispatch(DType t, F&& f) {
+  switch (t) {
+    case DType::F32: return f.template operator()<float>();
+    case DType::F16: return f.template operator()<half>();
+    case DType::BF16: return f.template operator()<bfloat16>();
+  }
+}
+
+/// As dispatch, for a weight that has x's dtype or is float.
+template <class F>
+void dispatch_weighted(DType x, DType w, F&& f) {
+  dispatch(x, [&]<class T>() { w == DType::F32 ? f.template operator()<T, float>() : f.template operator()<T, T>(); });
+}
+
+}  // namespace liger::cuda

@@ -1,0 +1,121 @@
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include "liger/core/kernel.h"
+
+extern "C" __device__ void __assertfail(const char* message, const char* file, unsigned line, const char* function, size_t char_size);
+
+namespace liger::cuda {
+
+inline constexpr Backend kBackend = kCUDA;
+inline int rank() { return 0; }
+
+using half = __half;
+using bfloat16 = __nv_bfloat16;
+
+inline void check(cudaError_t e) {
+  if (e != cudaSuccess) throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(e));
+}
+
+/// What a launch asks of the device. threads.x threads work on a row, threads.y rows a block.
+struct Grid {
+  int64_t blocks;
+  dim3 threads;
+  int shared_bytes = 0;
+  int cluster = 1;         // neighbouring blocks that share a row (compute capability 9.0 and newer)
+};
+
+inline constexpr int kMaxDevices = 64;
+
+inline int current_device() {
+  int device;
+  check(cudaGetDevice(&device));
+  return device;
+}
+
+/// An attribute of a device, asked for once.
+template <cudaDeviceAttr kAttribute>
+int attribute(int device = current_device()) {
+  static int known[kMaxDevices];
+  int& value = known[device];
+  if (value == 0) check(cudaDeviceGetAttribute(&value, kAttribute, device));
+  return value;
+}
+
+inline int multiprocessors(int device) { return attribute<cudaDevAttrMultiProcessorCount>(device); }
+inline bool has_clusters() { return attribute<cudaDevAttrComputeCapabilityMajor>() >= 9; }
+
+inline bool capturing(Stream s) {
+  cudaStreamCaptureStatus status;
+  check(cudaStreamIsCapturing(cudaStream_t(s), &status));
+  return status != cudaStreamCaptureStatusNone;
+}
+
+template <class... P>
+void launch(void (*kernel)(P...), const Grid& grid, Stream s, const P&... args) {
+  if (grid.blocks == 0) return;
+  if (grid.blocks > 2147483647) throw std::runtime_error("liger: more blocks than one launch can have");
+  if (grid.shared_bytes > 48 * 1024) {
+    // Raised once per kernel and device: a block gets no more than 48 KiB unasked.
+    static bool raised[kMaxDevices];
+    if (bool& done = raised[current_device()]; !done) {
+      check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>()));
+      done = true;
+    }
+  }
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(unsigned(grid.blocks));
+  config.blockDim = grid.threads;
+  config.dynamicSmemBytes = grid.shared_bytes;
+  config.stream = cudaStream_t(s);
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {unsigned(grid.cluster), 1, 1};
+  config.attrs = &cluster;
+  config.numAttrs = grid.cluster > 1;
+  check(cudaLaunchKernelEx(&config, kernel, args...));
+}
+
+extern __shared__ float4 dynamic_shared[];
+
+/// The block's dynamic shared memory.
+template <class T>
+__device__ T* shared_memory() { return reinterpret_cast<T*>(dynamic_shared); }
+
+/// This block's place among the blocks that share its row.
+__device__ inline int cluster_rank() {
+#if __CUDA_ARCH__ >= 900
+  unsigned r;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+  return int(r);
+#else
+  return 0;
+#endif
+}
+
+__device__ inline void cluster_sync() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+
+/// `p`, a shared variable of this block, as block `rank` of the cluster has it.
+template <class T>
+__device__ const T* of_block(const T* p, int rank) {
+#if __CUDA_ARCH__ >= 900
+  uint64_t remote;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(remote) : "l"(p), "r"(rank));
+  return reinterpret_cast<const T*>(remote);
+#else
+  return p;
+#endif
+}
+
+/// A device assertion with a message, as torch's own kernels raise it on a bad index.
+__device__ inline void fail_label(int64_t label, int64_t classes) {
+  printf("liger: label %lld is outside [0, %lld) and not ignore_index\n", (long long)label, (long long)classes);
+  __assertfail("label is in range or ignore_index", __FILE__, __LINE__, "fail_label", 1);
+}
+
+}  // namespace liger::cuda

@@ -1,0 +1,37 @@
+#pragma once
+#include "liger/core/cuda/launch.h"
+#include "liger/core/math.h"
+
+namespace liger::cuda {
+
+inline constexpr float kLog2e = 1.4426950408889634f;
+
+/// The functions behind liger/core/math.h. Results that are rounded to 16 bits take the hardware's approximations, whose error
+/// (2 units in the last place of a float) disappears in that rounding; float results take the accurate forms.
+template <class T>
+struct Math {
+  static constexpr bool kFast = sizeof(T) == 2;
+  static __device__ float exp(float x) { return kFast ? __expf(x) : expf(x); }
+  static __device__ float div(float a, float b) { return kFast ? __fdividef(a, b) : a / b; }
+  static __device__ float max(float a, float b) { return fmaxf(a, b); }
+  static __device__ float erf(float x) { return erff(x); }
+  /// tanh.approx has a relative error of 2^-11, which bf16 would show: this form keeps that of exp.
+  static __device__ float tanh(float x) {
+    if constexpr (!kFast) return tanhf(x);
+    const float e = __expf(-2 * fabsf(x));
+    return copysignf(__fdividef(1 - e, 1 + e), x);
+  }
+};
+
+/// 2^x in one instruction, 0 where the result would be subnormal.
+__device__ inline float exp2_approx(float x) {
+#ifdef __CUDA_ARCH__
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return exp2f(x);
+#endif
+}
+
+}  // namespace liger::cuda

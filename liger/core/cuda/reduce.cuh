@@ -1,0 +1,35 @@
+#pragma once
+#include "liger/core/cuda/launch.h"
+
+namespace liger::cuda {
+
+struct Sum {
+  using Value = float;
+  static __device__ Value identity() { return 0; }
+  __device__ Value operator()(Value a, Value b) const { return a + b; }
+  __device__ static Value shuffle(Value v, int lane) { return __shfl_xor_sync(~0u, v, lane); }
+};
+
+/// Reduces over the threads of a row (threadIdx.x); every one of them gets the result. blockDim.x is a power of two up to 32 or a
+/// multiple of 32. Two sets of slots take turns, so that one barrier a call is enough.
+template <class Op>
+struct RowReduce {
+  int turn = 0;
+
+  __device__ typename Op::Value operator()(typename Op::Value v, Op op = {}) {
+    const int threads = blockDim.x;
+    for (int lane = (threads < 32 ? threads : 32) / 2; lane > 0; lane /= 2) v = op(v, Op::shuffle(v, lane));
+    if (threads <= 32) return v;
+    __shared__ typename Op::Value slots[2][32];
+    const int warps = threads / 32, lane = threadIdx.x % 32, first = threadIdx.y * warps;
+    auto* partial = slots[turn];
+    turn ^= 1;
+    if (lane == 0) partial[first + threadIdx.x / 32] = v;
+    __syncthreads();
+    v = lane < warps ? partial[first + lane] : Op::identity();
+    for (int other = 16; other > 0; other /= 2) v = op(v, Op::shuffle(v, other));
+    return v;
+  }
+};
+
+}  // namespace liger::cuda

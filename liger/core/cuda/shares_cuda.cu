@@ -1,0 +1,55 @@
+#include <algorithm>
+#include "liger/core/cuda/stream.cuh"
+#include "liger/core/shares.h"
+
+namespace liger::cuda::shares {
+namespace {
+
+/// 32 columns a block; threadIdx.y walks the shares, then the 32 partial sums meet in shared memory.
+template <class T>
+__global__ void __launch_bounds__(1024) sum_shares_kernel(SumShares a) {
+  __shared__ float partial[32][33];
+  const int64_t c = int64_t(blockIdx.x) * 32 + threadIdx.x;
+  float sum = 0;
+  if (c < a.cols)
+    for (int64_t s = threadIdx.y; s < a.shares; s += 32) sum += a.part[s * a.cols + c];
+  partial[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  float total = partial[threadIdx.x][threadIdx.y];
+  for (int lane = 16; lane > 0; lane /= 2) total += __shfl_xor_sync(~0u, total, lane);
+  const int64_t out = int64_t(blockIdx.x) * 32 + threadIdx.y;
+  if (threadIdx.x == 0 && out < a.cols) static_cast<T*>(a.out)[out] = T(total);
+}
+
+template <class T>
+__global__ void __launch_bounds__(256) scale_rows_kernel(ScaleRows a, Pieces<T, 8> pieces) {
+  const float g = a.g[a.per_row ? pieces.row() : 0];
+  if (g == 1) return;
+  const Row<T> x = pieces.of(a.x, a.cols);
+  for_each_pack<4>(x, 0, x.packs(), T(0), [&](int k, auto pack) {
+#pragma unroll
+    for (auto& v : pack.v) v = T(float(v) * g);
+    x.store(k, pack, x);
+  });
+}
+
+}  // namespace
+
+// As many blocks as an SM holds of 512 threads: their loads hide each other's latency.
+LIGER_REGISTER(row_shares, [](const RowShares& a, Stream) {
+  *a.count = std::clamp<int64_t>(a.rows, 1, (a.cols > 4096 ? 1 : 2) * multiprocessors(a.device));
+});
+LIGER_REGISTER(stream_capturing, [](const StreamCapturing& a, Stream s) { *a.yes = capturing(s); });
+LIGER_REGISTER(sum_shares, [](const SumShares& a, Stream s) {
+  dispatch(a.dtype, [&]<class T>() { launch(sum_shares_kernel<T>, {.blocks = (a.cols + 31) / 32, .threads = {32, 32}}, s, a); });
+});
+LIGER_REGISTER(scale_rows, [](const ScaleRows& whole, Stream s) {
+  ScaleRows a = whole;
+  if (!a.per_row) a.cols *= a.rows, a.rows = a.cols > 0;
+  dispatch(a.dtype, [&]<class T>() {
+    const Pieces<T, 8> pieces(a.rows, a.cols);
+    launch(scale_rows_kernel<T>, pieces.grid(), s, a, pieces);
+  });
+});
+
+}  // namespace liger::cuda::shares

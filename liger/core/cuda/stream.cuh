@@ -1,0 +1,83 @@
+#pragma once
+#include "liger/core/cuda/tile.cuh"
+
+namespace liger::cuda {
+
+/// A row of n elements too long for a tile, seen as the 16-byte packs of memory that it touches: rows of any alignment are read
+/// and written in whole packs but for the first and the last.
+template <class T>
+struct Row {
+  static constexpr int kWidth = 16 / sizeof(T);
+  using Pack = cuda::Pack<T, kWidth>;
+  T* first;                // where the first pack would begin
+  int shift, n;            // elements of that pack before the row
+
+  __device__ Row(const void* matrix, int64_t row, int64_t stride, int64_t cols) {
+    T* p = static_cast<T*>(const_cast<void*>(matrix)) + row * stride;
+    shift = int(reinterpret_cast<uintptr_t>(p) % 16 / sizeof(T));
+    first = p - shift;
+    n = int(cols);
+  }
+
+  __device__ int packs() const { return (shift + n + kWidth - 1) / kWidth; }
+  /// The column of pack k's first element; negative where that lies before the row.
+  __device__ int column(int k) const { return k * kWidth - shift; }
+  __device__ bool whole(int k) const { return column(k) >= 0 && column(k) + kWidth <= n; }
+
+  __device__ Pack load(int k, T outside) const { return load(k, outside, *this); }
+
+  /// What lies in this row at the columns of pack k of the row `like`, whose alignment may be another.
+  __device__ Pack load(int k, T outside, const Row& like) const {
+    if (shift == like.shift && whole(k)) return *reinterpret_cast<const Pack*>(first + k * kWidth);
+    Pack pack;
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      const int c = like.column(k) + j;
+      pack.v[j] = c >= 0 && c < n ? first[shift + c] : outside;
+    }
+    return pack;
+  }
+
+  /// Writes pack k of the row `like` to this row.
+  __device__ void store(int k, const Pack& pack, const Row& like) const {
+    if (shift == like.shift && whole(k)) {
+      *reinterpret_cast<Pack*>(first + k * kWidth) = pack;
+      return;
+    }
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j)
+      if (const int c = like.column(k) + j; c >= 0 && c < n) first[shift + c] = pack.v[j];
+  }
+};
+
+/// f(k, pack) for packs [begin, end) of a row, kUnroll loads of a thread in flight at once. `outside` stands for what is not the row's.
+template <int kUnroll, class T, class F>
+__device__ void for_each_pack(const Row<T>& row, int begin, int end, T outside, F f) {
+  int k = begin + threadIdx.x;
+  for (; k + (kUnroll - 1) * int(blockDim.x) < end; k += kUnroll * blockDim.x) {
+    typename Row<T>::Pack packs[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) packs[u] = row.load(k + u * blockDim.x, outside);
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) f(k + u * int(blockDim.x), packs[u]);
+  }
+  for (; k < end; k += blockDim.x) f(k, row.load(k, outside));
+}
+
+/// A matrix whose rows a grid of blocks shares out in pieces of kPackElements · kUnroll a thread.
+template <class T, int kUnroll>
+struct Pieces {
+  static constexpr int kThreads = 256, kElements = kThreads * kUnroll * Row<T>::kWidth;
+  int64_t rows, cols, a_row;  // pieces
+
+  Pieces(int64_t rows, int64_t cols) : rows(rows), cols(cols), a_row((cols + kElements - 1) / kElements) {}
+  Grid grid() const { return {.blocks = rows * a_row, .threads = kThreads}; }
+  __device__ int64_t row() const { return blockIdx.x / a_row; }
+  __device__ int64_t begin() const { return blockIdx.x % a_row * kElements; }
+  /// This block's piece of a matrix.
+  __device__ Row<T> of(const void* matrix, int64_t stride) const {
+    return Row<T>(static_cast<const T*>(matrix) + begin(), row(), stride, min(int64_t(kElements), cols - begin()));
+  }
+};
+
+}  // namespace liger::cuda

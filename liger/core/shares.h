@@ -1,0 +1,39 @@
+#pragma once
+#include "liger/core/kernel.h"
+
+namespace liger {
+
+/// Into how many fixed shares a backend splits the rows of a sum over rows. It depends on the sizes and the device alone, never on
+/// the number of threads, so that results repeat bit for bit.
+struct RowShares {
+  int device;
+  int64_t rows, cols;
+  int64_t* count;
+};
+inline constinit Kernel<RowShares> row_shares{"row_shares"};
+
+/// out = Σ_shares part, in a fixed order.
+struct SumShares {
+  const float* part;       // [shares, cols]
+  void* out;               // [cols]
+  int64_t shares, cols;
+  DType dtype;             // of out
+};
+inline constinit Kernel<SumShares> sum_shares{"sum_shares"};
+
+/// x ← x · g in place, with g one number or one a row. Rows whose factor is 1 are not touched, so that the usual
+/// upstream gradient of a loss costs nothing, without asking the host.
+struct ScaleRows {
+  void* x;                 // [rows, cols]
+  const float* g;          // [1] or [rows]
+  int64_t rows, cols;
+  bool per_row;
+  DType dtype;
+};
+inline constinit Kernel<ScaleRows> scale_rows{"scale_rows"};
+
+/// Whether the stream records a graph instead of running.
+struct StreamCapturing { bool* yes; };
+inline constinit Kernel<StreamCapturing> stream_capturing{"stream_capturing"};
+
+}  // namespace liger

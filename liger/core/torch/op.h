@@ -1,0 +1,102 @@
+#pragma once
+#include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/library.h>
+#include "liger/core/kernel.h"
+#include "liger/core/shares.h"
+
+namespace liger {
+
+using at::Tensor;
+using OptTensor = std::optional<Tensor>;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+inline DType dtype_of(const Tensor& t) {
+  switch (t.scalar_type()) {
+    case at::kFloat: return DType::F32;
+    case at::kHalf: return DType::F16;
+    case at::kBFloat16: return DType::BF16;
+    default: TORCH_CHECK_TYPE(false, "liger: expected float, half or bfloat16, got ", t.scalar_type());
+  }
+}
+
+/// Runs a kernel on t's device, on its current stream.
+template <class Args>
+void run(const Kernel<Args>& kernel, const Tensor& t, const Args& args) {
+  if (t.is_cpu()) return kernel(kCPU, args, nullptr);
+  const auto device = t.device();
+  TORCH_CHECK_NOT_IMPLEMENTED(kernel.has(Backend(device.type())), "liger: ", kernel.name, " was not built for ", device.type());
+  const c10::DeviceGuard guard(device);
+  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  kernel(Backend(device.type()), args, reinterpret_cast<Stream>(stream.native_handle()));
+}
+
+inline int64_t cols(const Tensor& t) { return t.size(-1); }
+inline int64_t rows(const Tensor& t) { return t.numel() / std::max<int64_t>(cols(t), 1); }
+
+inline Tensor value_or_undefined(const OptTensor& t) { return t.value_or(Tensor()); }
+inline OptTensor optional(const Tensor& t) { return t.defined() ? OptTensor(t) : std::nullopt; }
+inline Tensor contiguous(const OptTensor& t) { return t && t->defined() ? t->contiguous() : Tensor(); }
+inline const void* data(const Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; }
+template <class T> T* data(const Tensor& t) { return t.defined() ? static_cast<T*>(t.data_ptr()) : nullptr; }
+
+/// A result that a kernel will fill. Fresh memory on the CPU costs more in page faults than in work: large results ask for large pages.
+Tensor output(Tensor t);
+
+/// t as a matrix whose rows lie `stride` elements apart; a copy only where no single stride describes it.
+struct Rows {
+  Tensor tensor;
+  int64_t stride;
+  explicit Rows(const Tensor& t);
+};
+
+/// One float per row of x.
+inline Tensor empty_stat(const Tensor& x) {
+  return at::empty_symint(x.sym_sizes().slice(0, x.dim() - 1), x.options().dtype(at::kFloat));
+}
+
+/// The column sums of x's rows, in shares (RowShares), and their total.
+Tensor empty_shares(const Tensor& x);
+Tensor total(const Tensor& shares, at::ScalarType dtype);
+
+/// A gradient that forward saved, times the upstream gradient g: one number, or one a row. In place where nobody can see it: where
+/// autograd will not run this node again and nothing traces.
+Tensor scaled(const Tensor& saved, const Tensor& g);
+
+// What a kernel relies on is checked here, before anything is allocated.
+
+/// x is made of rows.
+void check_rows(const char* op, const Tensor& x);
+/// v is one row of x's width, on its device, in its dtype or float.
+void check_row_vector(const char* what, const Tensor& v, const Tensor& x);
+/// t has x's shape, dtype and device.
+void check_like(const char* what, const Tensor& t, const Tensor& x);
+
+inline bool wants_grad(const Tensor& t) { return t.defined() && t.requires_grad(); }
+inline bool wants_grad(const OptTensor& t) { return t && wants_grad(*t); }
+
+/// Whether a call has anything to differentiate; ops go straight to their kernels where not.
+template <class... T>
+bool differentiable(const T&... inputs) { return at::GradMode::is_enabled() && (wants_grad(inputs) || ...); }
+
+/// The typed dispatcher handle of a schema with the signature of f.
+template <class F>
+auto typed_op(const char* name, F&) { return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<F>(); }
+
+/// Registers one set of functions for CPU, CUDA and Meta: allocation is the shape function, `run` the rest. A second derivative is
+/// an error, not a zero: every schema that ends in _forward or _backward gets autograd's refusal.
+#define LIGER_IMPL(stem, m)                                       \
+  static void stem##_impl(torch::Library&);                       \
+  TORCH_LIBRARY_IMPL(liger, CPU, lib) { stem##_impl(lib); }       \
+  TORCH_LIBRARY_IMPL(liger, CUDA, lib) { stem##_impl(lib); }      \
+  TORCH_LIBRARY_IMPL(liger, Meta, lib) { stem##_impl(lib); }      \
+  static void stem##_impl(torch::Library& m)
+
+}  // namespace liger

@@ -1,0 +1,50 @@
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <optional>
+#include <tuple>
+#include "liger/ops/activation/gated.h"
+#include "liger/ops/loss/options.h"
+#include "liger/ops/norm/rms_norm.h"
+
+/// The operators as C++ functions, differentiable. A light header: no torch/nn.h.
+namespace liger {
+
+/// y = x / rms(x) · (weight + offset) over the last dimension of x [..., n] (Zhang & Sennrich 2019, arXiv:1910.07467).
+/// weight [n] in x's dtype or float, or none; the result has x's dtype. casting says where the model that is matched rounds.
+at::Tensor rms_norm(const at::Tensor& x, const std::optional<at::Tensor>& weight, double eps = 1e-6, double offset = 0,
+                    Casting casting = Casting::Llama);
+
+/// act(gate_multiplier · a) · b for a, b of one shape and dtype: SwiGLU and its relatives (Shazeer 2020, arXiv:2002.05202).
+at::Tensor gated(const at::Tensor& a, const at::Tensor& b, Activation activation = Activation::SiLU, double gate_multiplier = 1);
+
+/// The same for a fused product y [..., 2F] whose first half is the gate; the result is [..., F].
+at::Tensor gated_packed(const at::Tensor& y, Activation activation = Activation::SiLU, double gate_multiplier = 1);
+
+/// Rotary position embedding (Su et al. 2021, arXiv:2104.09864) of q [batch, heads, seq, dim] and k [batch, k_heads, seq, dim], with
+/// any strides. cos, sin [seq, d], [1, seq, d] or [batch, seq, d], d <= dim: the leading d columns of a head are rotated, as the two
+/// halves that Hugging Face's models have. inverse turns back. Fresh results, laid out as [batch, seq, heads, dim].
+std::tuple<at::Tensor, at::Tensor> rope(const at::Tensor& q, const at::Tensor& k, const at::Tensor& cos, const at::Tensor& sin,
+                                        bool inverse = false);
+
+/// What cross_entropy and fused_linear_cross_entropy return. Only the loss is differentiable.
+struct CrossEntropyResult {
+  at::Tensor loss;       // a scalar, or [rows] without reduction
+  at::Tensor z_loss;     // the part of it that lse_square_scale adds
+  at::Tensor accuracy;   // as loss; empty unless asked for
+  at::Tensor predicted;  // [rows], int64; empty unless asked for
+};
+
+/// Cross entropy of logits x [rows, classes] with labels target [rows]; class_weight [classes]. The gradient is made in the same pass.
+/// A label that is neither a class nor ignore_index is an error: c10::IndexError on the CPU, a device assertion on CUDA.
+CrossEntropyResult cross_entropy(const at::Tensor& x, const at::Tensor& target, const CrossEntropyOptions& options = {},
+                                 const std::optional<at::Tensor>& class_weight = {});
+
+/// Cross entropy of the logits hidden weightᵀ + bias, which are never held in full: hidden [tokens, width], weight [classes, width].
+/// The loss and the gradients are those of cross_entropy on the logits; the weight's gradient is summed in float. Tokens that are
+/// ignored cost nothing. With `normalizer`, one number on the device, the losses are summed and divided by it. Under autocast the
+/// GEMMs run in its dtype and the gradients come back in the parameters'. The loss is float.
+CrossEntropyResult fused_linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target, const HeadOptions& options = {},
+                                              const std::optional<at::Tensor>& bias = {}, const std::optional<at::Tensor>& class_weight = {},
+                                              const std::optional<at::Tensor>& normalizer = {});
+
+}  // namespace liger

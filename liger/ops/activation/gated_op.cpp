@@ -1,0 +1,157 @@
+#include "liger/ops/activation/gated.h"
+#include "liger/core/torch/op.h"
+#include "liger/ops.h"
+
+namespace liger {
+namespace op::gated {
+
+Activation parse(int64_t activation) {
+  TORCH_CHECK_VALUE(activation >= 0 && activation <= 3,
+                    "gated: activation is 0 (silu), 1 (gelu tanh), 2 (gelu erf) or 3 (relu squared), not ", activation);
+  return Activation(activation);
+}
+
+Tensor forward(const Tensor& a_, const Tensor& b_, int64_t activation, double gate_multiplier) {
+  check_rows("gated", a_);
+  check_like("gated: b", b_, a_);
+  const Activation act = parse(activation);
+  const Tensor c = output(at::empty_symint(a_.sym_sizes(), a_.options()));
+  if (c.is_meta()) return c;
+  const Rows a(a_), b(b_);
+  run(gated_forward, c,
+      {.a = data(a.tensor), .b = data(b.tensor), .c = c.data_ptr(), .rows = rows(c), .cols = cols(c), .a_stride = a.stride, .b_stride = b.stride,
+       .dtype = dtype_of(c), .activation = act, .gate_multiplier = float(gate_multiplier)});
+  return c;
+}
+
+void run_backward(const Tensor& dc_, const Tensor& a_, const Tensor& b_, const Tensor& da, const Tensor& db, int64_t d_stride,
+                  int64_t activation, double gate_multiplier) {
+  const Tensor dc = dc_.contiguous();
+  const Rows a(a_), b(b_);
+  run(gated_backward, dc,
+      {.dc = data(dc), .a = data(a.tensor), .b = data(b.tensor), .da = da.data_ptr(), .db = db.data_ptr(), .rows = rows(dc), .cols = cols(dc),
+       .a_stride = a.stride, .b_stride = b.stride, .d_stride = d_stride, .dtype = dtype_of(dc), .activation = parse(activation),
+       .gate_multiplier = float(gate_multiplier)});
+}
+
+std::tuple<Tensor, Tensor> backward(const Tensor& dc, const Tensor& a, const Tensor& b, int64_t activation, double gate_multiplier) {
+  check_like("gated: the gradient", dc, a);
+  const Tensor da = output(at::empty_symint(a.sym_sizes(), a.options())), db = output(at::empty_symint(a.sym_sizes(), a.options()));
+  if (!da.is_meta()) run_backward(dc, a, b, da, db, cols(a), activation, gate_multiplier);
+  return {da, db};
+}
+
+void check_packed(const Tensor& y) {
+  check_rows("gated_packed", y);
+  TORCH_CHECK_VALUE(y.sym_size(-1) % 2 == 0, "gated_packed: the last dimension holds gate and up and must be even, got ", y.sym_size(-1));
+}
+
+Tensor packed_forward(const Tensor& y, int64_t activation, double gate_multiplier) {
+  check_packed(y);
+  const auto halves = y.chunk(2, -1);
+  return forward(halves[0], halves[1], activation, gate_multiplier);
+}
+
+Tensor packed_backward(const Tensor& dc, const Tensor& y, int64_t activation, double gate_multiplier) {
+  check_packed(y);
+  const Tensor dy = output(at::empty_symint(y.sym_sizes(), y.options()));
+  const auto in = y.chunk(2, -1), out = dy.chunk(2, -1);
+  check_like("gated_packed: the gradient", dc, in[0]);
+  if (!dy.is_meta()) run_backward(dc, in[0], in[1], out[0], out[1], cols(y), activation, gate_multiplier);
+  return dy;
+}
+
+/// Writes the gradient over y.
+void packed_backward_(const Tensor& dc, const Tensor& y, int64_t activation, double gate_multiplier) {
+  check_packed(y);
+  const auto halves = y.chunk(2, -1);
+  check_like("gated_packed: the gradient", dc, halves[0]);
+  TORCH_CHECK(y.is_meta() || y.is_contiguous(), "gated_packed: to be overwritten, the input must be contiguous");
+  if (!y.is_meta()) run_backward(dc, halves[0], halves[1], halves[0], halves[1], cols(y), activation, gate_multiplier);
+}
+
+const auto& public_op() { static const auto op = typed_op("liger::gated", forward); return op; }
+const auto& forward_op() { static const auto op = typed_op("liger::gated_forward", forward); return op; }
+const auto& backward_op() { static const auto op = typed_op("liger::gated_backward", backward); return op; }
+const auto& packed_public_op() { static const auto op = typed_op("liger::gated_packed", packed_forward); return op; }
+const auto& packed_forward_op() { static const auto op = typed_op("liger::gated_packed_forward", packed_forward); return op; }
+const auto& packed_backward_op() { static const auto op = typed_op("liger::gated_packed_backward", packed_backward); return op; }
+
+struct Autograd : torch::autograd::Function<Autograd> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b, int64_t activation, double gate_multiplier) {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    ctx->save_for_backward({a, b});
+    ctx->saved_data["attrs"] = std::make_tuple(activation, gate_multiplier);
+    return forward_op().call(a, b, activation, gate_multiplier);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const auto saved = ctx->get_saved_variables();
+    const auto [activation, gate_multiplier] = ctx->saved_data["attrs"].to<std::tuple<int64_t, double>>();
+    auto [da, db] = backward_op().call(grads[0], saved[0], saved[1], activation, gate_multiplier);
+    return {da, db, {}, {}};
+  }
+};
+
+struct PackedAutograd : torch::autograd::Function<PackedAutograd> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& y, int64_t activation, double gate_multiplier) {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    ctx->save_for_backward({y});
+    ctx->saved_data["attrs"] = std::make_tuple(activation, gate_multiplier);
+    return packed_forward_op().call(y, activation, gate_multiplier);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const auto [activation, gate_multiplier] = ctx->saved_data["attrs"].to<std::tuple<int64_t, double>>();
+    return {packed_backward_op().call(grads[0], ctx->get_saved_variables()[0], activation, gate_multiplier), {}, {}};
+  }
+};
+
+Tensor autograd(const Tensor& a, const Tensor& b, int64_t activation, double gate_multiplier) {
+  if (differentiable(a, b)) return Autograd::apply(a, b, activation, gate_multiplier);
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return public_op().call(a, b, activation, gate_multiplier);
+}
+
+Tensor packed_autograd(const Tensor& y, int64_t activation, double gate_multiplier) {
+  if (differentiable(y)) return PackedAutograd::apply(y, activation, gate_multiplier);
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return packed_public_op().call(y, activation, gate_multiplier);
+}
+
+}  // namespace op::gated
+
+Tensor gated(const Tensor& a, const Tensor& b, Activation activation, double gate_multiplier) {
+  return op::gated::public_op().call(a, b, int64_t(activation), gate_multiplier);
+}
+
+Tensor gated_packed(const Tensor& y, Activation activation, double gate_multiplier) {
+  return op::gated::packed_public_op().call(y, int64_t(activation), gate_multiplier);
+}
+
+TORCH_LIBRARY_FRAGMENT(liger, m) {
+  m.def("gated(Tensor a, Tensor b, int activation, float gate_multiplier) -> Tensor");
+  m.def("gated_forward(Tensor a, Tensor b, int activation, float gate_multiplier) -> Tensor");
+  m.def("gated_backward(Tensor dc, Tensor a, Tensor b, int activation, float gate_multiplier) -> (Tensor da, Tensor db)");
+  m.def("gated_packed(Tensor y, int activation, float gate_multiplier) -> Tensor");
+  m.def("gated_packed_forward(Tensor y, int activation, float gate_multiplier) -> Tensor");
+  m.def("gated_packed_backward(Tensor dc, Tensor y, int activation, float gate_multiplier) -> Tensor");
+  m.def("gated_packed_backward_(Tensor dc, Tensor(a!) y, int activation, float gate_multiplier) -> ()");
+}
+LIGER_IMPL(gated, m) {
+  m.impl("gated", op::gated::forward);
+  m.impl("gated_forward", op::gated::forward);
+  m.impl("gated_backward", op::gated::backward);
+  m.impl("gated_packed", op::gated::packed_forward);
+  m.impl("gated_packed_forward", op::gated::packed_forward);
+  m.impl("gated_packed_backward", op::gated::packed_backward);
+  m.impl("gated_packed_backward_", op::gated::packed_backward_);
+}
+TORCH_LIBRARY_IMPL(liger, Autograd, m) {
+  m.impl("gated", op::gated::autograd);
+  m.impl("gated_packed", op::gated::packed_autograd);
+  for (auto name : {"gated_forward", "gated_backward", "gated_packed_forward", "gated_packed_backward"})
+    m.impl(name, torch::autograd::autogradNotImplementedFallback());
+}
+
+}  // namespace liger

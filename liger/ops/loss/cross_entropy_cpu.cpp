@@ -1,0 +1,121 @@
+#include "liger/core/cpu/row.h"
+#include "liger/ops/loss/cross_entropy.h"
+
+namespace LIGER_CPU::cross_entropy {
+namespace {
+
+void norm(const CrossEntropyNorm& a) {
+  double n = 0, weight = 0, all = 0;
+  for (int64_t r = 0; r < a.rows; ++r) {
+    const int64_t y = a.target[r];
+    if (y == a.ignore_index) continue;
+    if (y < 0 || y >= a.cols) return void(*a.bad_label = y);
+    n += 1;
+    weight += a.class_weight ? a.class_weight[y] : 1;
+  }
+  for (int64_t c = 0; a.class_weight && c < a.cols; ++c) all += a.class_weight[c];
+  a.norm[0] = float(a.normalizer ? *a.normalizer : a.mean ? weight : 1);
+  a.norm[1] = float(a.normalizer ? *a.normalizer : a.mean ? n : 1);
+  a.norm[2] = float(a.class_weight ? all : a.cols);
+  a.norm[3] = float(n);
+}
+
+template <class T>
+void row(const CrossEntropy& a, int64_t r, float* exps) {
+  const T* x = static_cast<const T*>(a.x) + r * a.x_stride;
+  T* dx = a.dx ? static_cast<T*>(a.dx) + r * a.dx_stride : nullptr;
+  const int64_t y = a.target[r], n = a.cols;
+  if (y == a.ignore_index) {
+    if (dx) std::fill_n(dx, n, T(0));
+    a.loss[r] = a.z_loss[r] = 0;
+    if (a.correct) a.correct[r] = 0;
+    if (a.predicted) a.predicted[r] = -1;
+    return;
+  }
+  const Vec cap(a.softcap), inverse_cap(a.softcap == 0 ? 0 : 1 / a.softcap);
+  const bool capped = a.softcap != 0;
+  const auto logit = [&](Vec v) { return capped ? cap * Math::tanh(v * inverse_cap) : v; };
+  const auto logit_at = [&](int64_t c) { return capped ? a.softcap * std::tanh(float(x[c]) / a.softcap) : float(x[c]); };
+
+  // What the vector form of tanh makes of the row is what argmax compares.
+  const float max = row_reduce(n, -INFINITY, Max{}, logit, x);
+  if (a.correct || a.predicted) {
+    float lanes[kLanes];
+    int64_t best = n;
+    for_each(n, [&](int64_t c, int64_t k) {
+      if (best < n) return;
+      logit(read(x + c, k)).store(lanes);
+      if (const int64_t at = std::find(lanes, lanes + k, max) - lanes; at < k) best = c + at;
+    });
+    if (a.correct) a.correct[r] = best == y;
+    if (a.predicted) a.predicted[r] = best;
+  }
+  const float z_y = logit_at(y);
+  float sum = 0;
+  const auto exp_of = [&](Vec v) { return Math::exp(logit(v) - Vec(max)); };
+  if (exps) row_map(n, exps, exp_of, x), sum = row_sum(n, [](Vec e) { return e; }, exps);
+  else sum = row_sum(n, exp_of, x);
+  const float lse = max + std::log(sum), p_y = std::exp(z_y - lse);
+
+  const auto weight = [&](int64_t c) { return a.class_weight ? a.class_weight[c] : 1; };
+  const float by_0 = a.norm[0] > 0 ? 1 / a.norm[0] : 0, by_1 = a.norm[1] > 0 ? 1 / a.norm[1] : 0;
+  const float smooth = a.label_smoothing / n, w_y = (1 - a.label_smoothing) * weight(y), scale = a.token_scaling ? p_y : 1;
+  float smoothing = 0;
+  if (smooth > 0) {
+    const float weighted = a.class_weight ? row_sum(n, [&](Vec v, Vec w) { return logit(v) * w; }, x, a.class_weight) : row_sum(n, logit, x);
+    smoothing = smooth * (lse * a.norm[2] - weighted);
+  }
+  const float z_loss = a.lse_square_scale * lse * lse * by_1 * scale;
+  a.loss[r] = (w_y * (lse - z_y) + smoothing) * by_0 * scale + z_loss;
+  a.z_loss[r] = z_loss;
+  if (!dx) return;
+
+  const float s = scale * (a.upstream ? a.upstream[r] : 1);
+  const float all = s * ((w_y + smooth * a.norm[2]) * by_0 + 2 * a.lse_square_scale * lse * by_1), label = s * w_y * by_0;
+  const Vec each(s * smooth * by_0);
+  const auto chain = [&](Vec v) {  // dz/dx
+    const Vec t = logit(v) * inverse_cap;
+    return Vec(1.f) - t * t;
+  };
+  const float d_y = (all * p_y - s * smooth * by_0 * weight(y) - label) * (capped ? 1 - (z_y / a.softcap) * (z_y / a.softcap) : 1);
+  if (exps && !capped && smooth == 0) {
+    const Vec by(all / sum);
+    row_map(n, dx, [&](Vec e) { return e * by; }, exps);
+  } else {
+    const Vec by(all), shift(lse);
+    for_each(n, [&](int64_t c, int64_t k) {
+      const Vec v = read(x + c, k);
+      Vec d = by * Math::exp(logit(v) - shift);
+      if (smooth > 0) d = d - each * (a.class_weight ? read(a.class_weight + c, k) : Vec(1.f));
+      write(capped ? d * chain(v) : d, dx + c, k);
+    });
+  }
+  dx[y] = T(d_y);
+}
+
+}  // namespace
+
+LIGER_REGISTER(cross_entropy_norm, [](const CrossEntropyNorm& a, Stream) { norm(a); });
+
+LIGER_REGISTER(cross_entropy_rows, [](const CrossEntropy& a, Stream) {
+  dispatch(a.dtype, [&]<class T>() {
+    for_runs(a.rows, a.cols * 8, [&](int64_t begin, int64_t end) {
+      // A float row's exponentials wait in dx for the second pass, unless x is still needed there.
+      const bool reuse = std::is_same_v<T, float> && a.dx && a.softcap == 0 && a.label_smoothing == 0;
+      for (int64_t r = begin; r < end; ++r)
+        row<T>(a, r, reuse ? static_cast<float*>(a.dx) + r * a.dx_stride : nullptr);
+    });
+  });
+});
+
+LIGER_REGISTER(cross_entropy_total, [](const CrossEntropyTotal& a, Stream) {
+  double loss = 0, z_loss = 0, correct = 0;
+  for (int64_t r = 0; r < a.rows; ++r) loss += a.loss[r], z_loss += a.z_loss[r], correct += a.correct ? a.correct[r] : 0;
+  dispatch(a.dtype, [&]<class T>() {
+    *static_cast<T*>(a.loss_total) = T(float(loss));
+    *static_cast<T*>(a.z_loss_total) = T(float(z_loss));
+  });
+  if (a.accuracy) *a.accuracy = float(correct / a.norm[3]);
+});
+
+}  // namespace LIGER_CPU::cross_entropy

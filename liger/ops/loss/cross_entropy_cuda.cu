@@ -1,0 +1,182 @@
+#include "liger/core/cuda/softmax.cuh"
+#include "liger/core/cuda/stream.cuh"
+#include "liger/ops/loss/cross_entropy.h"
+
+namespace liger::cuda::cross_entropy {
+namespace {
+
+__global__ void __launch_bounds__(1024) norm_kernel(CrossEntropyNorm a) {
+  RowReduce<Sum> reduce;
+  float n = 0, weight = 0, all = 0;
+  for (int64_t r = threadIdx.x; r < a.rows; r += blockDim.x) {
+    const int64_t y = a.target[r];
+    if (y == a.ignore_index) continue;
+    if (y < 0 || y >= a.cols) fail_label(y, a.cols);
+    n += 1;
+    weight += a.class_weight ? a.class_weight[y] : 1;
+  }
+  if (a.class_weight)
+    for (int64_t c = threadIdx.x; c < a.cols; c += blockDim.x) all += a.class_weight[c];
+  n = reduce(n), weight = reduce(weight), all = reduce(all);
+  if (threadIdx.x > 0) return;
+  a.norm[0] = a.normalizer ? *a.normalizer : a.mean ? weight : 1;
+  a.norm[1] = a.normalizer ? *a.normalizer : a.mean ? n : 1;
+  a.norm[2] = a.class_weight ? all : float(a.cols);
+  a.norm[3] = n;
+}
+
+/// What a row's blocks tell each other.
+struct Part {
+  float max, sum, weighted;
+  ArgMax::Value best;
+};
+
+inline constexpr int kThreads = 512, kBlocks = 3;      // three blocks an SM: one loads while another reduces and a third stores
+inline constexpr int kResidentBytes = 64 * 1024;       // of a row that one block keeps in shared memory
+
+/// A row of logits is read once: its blocks (a cluster) keep it in shared memory between the two passes. Where it is too long for
+/// that, the second pass reads it again. kPlain: no class weight, smoothing, softcap or argmax.
+template <class T, bool kPlain>
+__global__ void __launch_bounds__(kThreads, kBlocks) rows_kernel(CrossEntropy a, int cluster, bool resident) {
+  using Softmax = OnlineSoftmax<T>;
+  constexpr int kWidth = Row<T>::kWidth;
+  const int64_t row = blockIdx.x / cluster, y = a.target[row];
+  const Row<T> x(a.x, row, a.x_stride, a.cols), dx(a.dx ? a.dx : a.x, row, a.dx ? a.dx_stride : a.x_stride, a.cols);
+  const int rank = cluster > 1 ? cluster_rank() : 0, share = (x.packs() + cluster - 1) / cluster;
+  const int begin = min(rank * share, x.packs()), end = min(begin + share, x.packs());
+  const bool first = rank == 0 && threadIdx.x == 0;
+
+  if (y == a.ignore_index) {
+    if (a.dx)
+      for (int k = begin + threadIdx.x; k < end; k += kThreads) dx.store(k, {}, x);
+    if (first) {
+      a.loss[row] = a.z_loss[row] = 0;
+      if (a.correct) a.correct[row] = 0;
+      if (a.predicted) a.predicted[row] = -1;
+    }
+    return;
+  }
+
+  const float inverse_cap = kPlain || a.softcap == 0 ? 0 : 1 / a.softcap;
+  const auto logit = [&](float v) { return kPlain || a.softcap == 0 ? v : a.softcap * Math<float>::tanh(v * inverse_cap); };
+  const auto weight = [&](int c) { return a.class_weight ? a.class_weight[c] : 1; };
+  const float z_y = logit(float(x.first[x.shift + y]));
+
+  auto* kept = shared_memory<typename Row<T>::Pack>();
+  typename Softmax::Value sum = Softmax::identity();
+  ArgMax::Value best = ArgMax::identity();
+  float weighted = 0;
+  for_each_pack<4>(x, begin, end, T(-INFINITY), [&](int k, const auto& pack) {
+    if (resident) kept[k - begin] = pack;
+    float z[kWidth];
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) z[j] = logit(float(pack.v[j]));
+    Softmax::push(sum, z);
+    if constexpr (!kPlain) {
+      for (int j = 0; j < kWidth; ++j) {
+        const int c = x.column(k) + j;
+        if (c < 0 || c >= x.n) continue;
+        if (a.label_smoothing > 0) weighted += weight(c) * z[j];
+        if (z[j] > best.max) best = {z[j], c};
+      }
+    }
+  });
+  sum = RowReduce<Softmax>()(sum);
+  if constexpr (!kPlain) best = RowReduce<ArgMax>()(best), weighted = RowReduce<Sum>()(weighted);
+  if (cluster > 1) {
+    __shared__ Part part;
+    if (threadIdx.x == 0) part = {sum.max, sum.sum, weighted, best};
+    cluster_sync();
+    sum = Softmax::identity(), best = ArgMax::identity(), weighted = 0;
+    for (int other = 0; other < cluster; ++other) {
+      const Part p = *of_block(&part, other);
+      sum = Softmax()(sum, {p.max, p.sum});
+      if constexpr (!kPlain) best = ArgMax()(best, p.best), weighted += p.weighted;
+    }
+    cluster_sync();  // a block's shared memory stays until all have read it
+  }
+
+  const float lse = Softmax::lse(sum), p_y = expf(z_y - lse);
+  const float by_0 = a.norm[0] > 0 ? 1 / a.norm[0] : 0, by_1 = a.norm[1] > 0 ? 1 / a.norm[1] : 0;
+  const float smooth = kPlain ? 0 : a.label_smoothing / a.cols;
+  const float w_y = (1 - (kPlain ? 0 : a.label_smoothing)) * (kPlain ? 1 : weight(int(y)));
+  const float scale = a.token_scaling ? p_y : 1;
+  if (first) {
+    const float z_loss = a.lse_square_scale * lse * lse * by_1 * scale;
+    const float smoothing = smooth > 0 ? smooth * (lse * a.norm[2] - weighted) : 0;
+    a.loss[row] = (w_y * (lse - z_y) + smoothing) * by_0 * scale + z_loss;
+    a.z_loss[row] = z_loss;
+    if (a.correct) a.correct[row] = best.at == y;
+    if (a.predicted) a.predicted[row] = best.at;
+  }
+  if (!a.dx) return;
+
+  const float s = scale * (a.upstream ? a.upstream[row] : 1);
+  const float all = s * ((w_y + smooth * (kPlain ? 0 : a.norm[2])) * by_0 + 2 * a.lse_square_scale * lse * by_1);
+  const float each = s * smooth * by_0, label = s * w_y * by_0;
+  const auto gradient = [&](float v, int c, float p) {
+    float d = all * p;
+    if constexpr (!kPlain) {
+      if (each != 0) d -= each * weight(c);
+    }
+    if (c == y) d -= label;
+    if constexpr (!kPlain) {
+      const float t = logit(v) * inverse_cap;
+      d *= 1 - t * t;
+    }
+    return d;
+  };
+  const auto second = [&](int k, auto pack) {
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      const int c = x.column(k) + j;
+      if constexpr (!kPlain)
+        if (c < 0 || c >= x.n) continue;
+      const float v = float(pack.v[j]);
+      pack.v[j] = T(gradient(v, c, Softmax::exp(logit(v), lse)));
+    }
+    dx.store(k, pack, x);
+  };
+  if (resident)
+    for (int k = begin + threadIdx.x; k < end; k += kThreads) second(k, kept[k - begin]);
+  else
+    for_each_pack<2>(x, begin, end, T(-INFINITY), second);
+}
+
+template <class T>
+__global__ void __launch_bounds__(1024) total_kernel(CrossEntropyTotal a) {
+  RowReduce<Sum> reduce;
+  float loss = 0, z_loss = 0, correct = 0;
+  for (int64_t r = threadIdx.x; r < a.rows; r += blockDim.x) {
+    loss += a.loss[r], z_loss += a.z_loss[r];
+    if (a.correct) correct += a.correct[r];
+  }
+  loss = reduce(loss), z_loss = reduce(z_loss), correct = reduce(correct);
+  if (threadIdx.x > 0) return;
+  *static_cast<T*>(a.loss_total) = T(loss);
+  *static_cast<T*>(a.z_loss_total) = T(z_loss);
+  if (a.accuracy) *a.accuracy = correct / a.norm[3];
+}
+
+}  // namespace
+
+LIGER_REGISTER(cross_entropy_norm, [](const CrossEntropyNorm& a, Stream s) { launch(norm_kernel, {.blocks = 1, .threads = 1024}, s, a); });
+
+LIGER_REGISTER(cross_entropy_rows, [](const CrossEntropy& a, Stream s) {
+  dispatch(a.dtype, [&]<class T>() {
+    const int64_t packs = a.cols / Row<T>::kWidth + 2;  // as many as a row of any alignment touches
+    int cluster = 1;
+    while (has_clusters() && cluster < 8 && packs * 16 > int64_t(cluster) * kResidentBytes) cluster *= 2;
+    const int64_t share = (packs + cluster - 1) / cluster;
+    const bool resident = a.dx && share * 16 <= kResidentBytes;
+    const bool plain = !a.class_weight && a.label_smoothing == 0 && a.softcap == 0 && !a.correct && !a.predicted;
+    launch(plain ? rows_kernel<T, true> : rows_kernel<T, false>,
+           {.blocks = a.rows * cluster, .threads = kThreads, .shared_bytes = resident ? int(share * 16) : 0, .cluster = cluster}, s, a, cluster, resident);
+  });
+});
+
+LIGER_REGISTER(cross_entropy_total, [](const CrossEntropyTotal& a, Stream s) {
+  dispatch(a.dtype, [&]<class T>() { launch(total_kernel<T>, {.blocks = 1, .threads = 1024}, s, a); });
+});
+
+}  // namespace liger::cuda::cross_entropy

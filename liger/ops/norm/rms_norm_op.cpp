@@ -1,0 +1,95 @@
+#include "liger/ops/norm/rms_norm.h"
+#include "liger/core/torch/op.h"
+#include "liger/ops.h"
+
+namespace liger {
+namespace op::rms_norm {
+
+Casting parse(int64_t casting) {
+  TORCH_CHECK_VALUE(casting >= -1 && casting <= 1, "rms_norm: casting is -1 (none), 0 (llama) or 1 (gemma), not ", casting);
+  return Casting(casting);
+}
+
+std::tuple<Tensor, Tensor> forward(const Tensor& x_, const OptTensor& w_, double eps, double offset, int64_t casting) {
+  check_rows("rms_norm", x_);
+  if (w_) check_row_vector("rms_norm: weight", *w_, x_);
+  const Casting where = parse(casting);
+  const Tensor x = x_.contiguous(), w = contiguous(w_);
+  Tensor y = output(at::empty_like(x)), rstd = empty_stat(x);
+  if (!x.is_meta())
+    run(rms_norm_forward, x,
+        {.x = data(x), .w = data(w), .y = y.data_ptr(), .rstd = data<float>(rstd), .rows = rows(x), .cols = cols(x),
+         .dtype = dtype_of(x), .w_dtype = dtype_of(w.defined() ? w : x), .eps = float(eps), .offset = float(offset), .casting = where});
+  return {y, rstd};
+}
+
+/// (dx, dw); what is not asked for is undefined.
+std::tuple<Tensor, Tensor> backward(const Tensor& dy_, const Tensor& x_, const OptTensor& w_, const Tensor& rstd,
+                                    double offset, int64_t casting, bool with_dx, bool with_dw) {
+  check_like("rms_norm: the gradient", dy_, x_);
+  const Tensor dy = dy_.contiguous(), x = x_.contiguous(), w = contiguous(w_);
+  const Tensor dx = with_dx ? output(at::empty_like(x)) : Tensor();
+  if (x.is_meta() || rows(x) == 0) return {dx, with_dw ? at::zeros_like(w) : Tensor()};
+  const Tensor dw = empty_shares(x);
+  run(rms_norm_backward, x,
+      {.dy = data(dy), .x = data(x), .w = data(w), .rstd = data<float>(rstd), .dx = data<void>(dx), .dw = with_dw ? data<float>(dw) : nullptr,
+       .rows = rows(x), .cols = cols(x), .shares = dw.size(0), .dtype = dtype_of(x), .w_dtype = dtype_of(w.defined() ? w : x),
+       .offset = float(offset), .casting = parse(casting)});
+  return {dx, with_dw ? total(dw, w.scalar_type()) : Tensor()};
+}
+
+Tensor inference(const Tensor& x, const OptTensor& w, double eps, double offset, int64_t casting) {
+  return std::get<0>(forward(x, w, eps, offset, casting));
+}
+
+const auto& public_op() { static const auto op = typed_op("liger::rms_norm", inference); return op; }
+const auto& forward_op() { static const auto op = typed_op("liger::rms_norm_forward", forward); return op; }
+const auto& backward_op() { static const auto op = typed_op("liger::rms_norm_backward", backward); return op; }
+
+struct Autograd : torch::autograd::Function<Autograd> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& w, double eps, double offset, int64_t casting) {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    auto [y, rstd] = forward_op().call(x, optional(w), eps, offset, casting);
+    ctx->save_for_backward({x, w, rstd});
+    ctx->saved_data["attrs"] = std::make_tuple(offset, casting, wants_grad(x), wants_grad(w));
+    return y;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const auto saved = ctx->get_saved_variables();
+    const auto [offset, casting, with_dx, with_dw] = ctx->saved_data["attrs"].to<std::tuple<double, int64_t, bool, bool>>();
+    auto [dx, dw] = backward_op().call(grads[0], saved[0], optional(saved[1]), saved[2], offset, casting, with_dx, with_dw);
+    return {dx, dw, {}, {}, {}};
+  }
+};
+
+Tensor autograd(const Tensor& x, const OptTensor& w, double eps, double offset, int64_t casting) {
+  if (differentiable(x, w)) return Autograd::apply(x, value_or_undefined(w), eps, offset, casting);
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return public_op().call(x, w, eps, offset, casting);
+}
+
+}  // namespace op::rms_norm
+
+Tensor rms_norm(const Tensor& x, const OptTensor& w, double eps, double offset, Casting casting) {
+  return op::rms_norm::public_op().call(x, w, eps, offset, int64_t(casting));
+}
+
+TORCH_LIBRARY_FRAGMENT(liger, m) {
+  m.def("rms_norm(Tensor x, Tensor? weight, float eps, float offset, int casting) -> Tensor");
+  m.def("rms_norm_forward(Tensor x, Tensor? weight, float eps, float offset, int casting) -> (Tensor y, Tensor rstd)");
+  m.def("rms_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, float offset, int casting, bool with_dx, bool with_dw) "
+        "-> (Tensor dx, Tensor dw)");
+}
+LIGER_IMPL(rms_norm, m) {
+  m.impl("rms_norm", op::rms_norm::inference);
+  m.impl("rms_norm_forward", op::rms_norm::forward);
+  m.impl("rms_norm_backward", op::rms_norm::backward);
+}
+TORCH_LIBRARY_IMPL(liger, Autograd, m) {
+  m.impl("rms_norm", op::rms_norm::autograd);
+  m.impl("rms_norm_forward", torch::autograd::autogradNotImplementedFallback());
+  m.impl("rms_norm_backward", torch::autograd::autogradNotImplementedFallback());
+}
+
+}  // namespace liger

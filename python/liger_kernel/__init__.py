@@ -1,0 +1,34 @@
+"""Fused training operators for large language models: a thin layer over libliger, a C++20/CUDA library.
+
+Importing this package imports no torch; importing an operator (`liger_kernel.ops`, `liger_kernel.transformers`) does.
+"""
+
+import os
+
+__version__ = "1.0.0+cpp"
+
+#: For CMake: `find_package(liger)` works with this on CMAKE_PREFIX_PATH.
+cmake_prefix_path = os.path.dirname(os.path.abspath(__file__))
+
+
+def _check_distribution():
+    """Names another distribution that has written into this package's folder, which would mix two libraries."""
+    import re
+    import warnings
+    from importlib import metadata
+
+    for distribution in metadata.distributions():
+        name = distribution.metadata["Name"] or ""
+        if not name.lower().startswith("liger"):
+            continue
+        same = re.sub(r"[-_.]+", "-", name).lower() == "liger-kernel"
+        files = () if same else (distribution.files or ())
+        if (same and distribution.version != __version__) or any(f.parts[:1] == ("liger_kernel",) for f in files):
+            warnings.warn(
+                f"{name} {distribution.version} has installed its own liger_kernel in the folder of liger-kernel {__version__}; the two "
+                f"overwrite each other's files. Run: pip uninstall -y {name} liger-kernel, then install the one that you want.",
+                stacklevel=3,
+            )
+
+
+_check_distribution()

@@ -1,0 +1,79 @@
+"""Cross entropy of `input @ weight.T + bias` without the logits; formulas in liger/ops/loss/cross_entropy.h."""
+
+import torch
+
+from liger_kernel._library import ops
+from liger_kernel.ops.cross_entropy import loss_options, only_wanted
+
+
+def _present(gradient):
+    return gradient if gradient.numel() > 0 else None
+
+
+def _autocast_dtype(device_type):
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+def fused_linear_cross_entropy_forward(_input, weight, target, ce_weight=None, bias=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0,
+                                       reduction="mean", softcap=None, return_z_loss=False, accum_dtype=None, use_token_scaling=False,
+                                       return_token_accuracy=False, return_predicted_tokens=False, token_grad_output=None, compute_gradients=None,
+                                       weight_requires_grad=None):
+    """(loss, z_loss, token_accuracy, predicted_tokens, grad_input, grad_weight, grad_bias), without autograd; None for what is not wanted.
+
+    The gradients are made here for a mean or a sum, and for single losses where token_grad_output [tokens] is given.
+    """
+    flags, scales = loss_options(ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_token_accuracy, return_predicted_tokens,
+                                 use_token_scaling)
+    wants = [t is not None and t.requires_grad for t in (_input, weight, bias)]
+    if weight_requires_grad is not None:
+        wants[1] = weight_requires_grad
+    if compute_gradients is False or (compute_gradients is None and reduction == "none"):
+        wants = [False] * 3
+    dtype = _autocast_dtype(_input.device.type)
+    tensors = [t if t is None else t.detach() for t in (_input, weight, bias)]
+    deferred = token_grad_output is not None
+    *results, grad_input, grad_weight, grad_bias, divisor = ops.fused_linear_cross_entropy_forward(
+        *tensors, target, ce_weight, None, flags, scales, -1, 0, dtype, *([False] * 3 if deferred else wants))
+    gradients = grad_input, grad_weight, grad_bias
+    if deferred:
+        gradients = ops.fused_linear_cross_entropy_backward(token_grad_output, *tensors, target, ce_weight, flags, scales, 0, dtype, *wants)
+    elif (dtype or _input.dtype) == torch.float16:
+        gradients = [g / divisor.to(g.dtype) for g in gradients]
+    return *only_wanted(results, return_z_loss, return_token_accuracy, return_predicted_tokens), *map(_present, gradients)
+
+
+def fused_linear_cross_entropy_backward(grad_output, grad_input, grad_weight, grad_bias):
+    """The three gradients times the scalar grad_output, in fresh memory."""
+    return tuple(g if g is None else (g * grad_output).to(g.dtype) for g in (grad_input, grad_weight, grad_bias))
+
+
+class LigerFusedLinearCrossEntropyFunction(torch.autograd.Function):
+    """The operator by way of the two functions above, which others replace; `functional` calls libliger's operator itself."""
+
+    @staticmethod
+    def forward(ctx, _input, weight, target, bias=None, ce_weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0, reduction="mean",
+                softcap=None, return_z_loss=False, accum_dtype=None, use_token_scaling=False, return_token_accuracy=False, return_predicted_tokens=False):
+        options = dict(ce_weight=ce_weight, ignore_index=ignore_index, lse_square_scale=lse_square_scale, label_smoothing=label_smoothing,
+                       reduction=reduction, softcap=softcap, accum_dtype=accum_dtype, use_token_scaling=use_token_scaling)
+        *results, grad_input, grad_weight, grad_bias = fused_linear_cross_entropy_forward(
+            _input, weight, target, bias=bias, **options, return_z_loss=return_z_loss, return_token_accuracy=return_token_accuracy,
+            return_predicted_tokens=return_predicted_tokens)
+        ctx.deferred = reduction == "none"
+        ctx.options = options
+        ctx.autocast = _autocast_dtype(_input.device.type)
+        ctx.save_for_backward(*((_input, weight, target, bias) if ctx.deferred else (grad_input, grad_weight, grad_bias)))
+        ctx.mark_non_differentiable(*(r for r in results[1:] if r is not None))
+        return tuple(results)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_output, *ignored):
+        if ctx.deferred:
+            _input, weight, target, bias = ctx.saved_tensors
+            device = _input.device.type
+            with torch.autocast(device, dtype=ctx.autocast, enabled=ctx.autocast is not None):
+                *_, grad_input, grad_weight, grad_bias = fused_linear_cross_entropy_forward(
+                    _input, weight, target, bias=bias, **ctx.options, token_grad_output=grad_output, compute_gradients=True)
+        else:
+            grad_input, grad_weight, grad_bias = fused_linear_cross_entropy_backward(grad_output, *ctx.saved_tensors)
+        return grad_input, grad_weight, None, grad_bias, *[None] * 11

@@ -1,0 +1,23 @@
+"""GeGLU: gelu(a) · b with the tanh form of gelu (Shazeer 2020, arXiv:2002.05202)."""
+
+from liger_kernel._library import ops
+from liger_kernel.ops.swiglu import GELU_TANH
+
+
+class LigerGELUMulFunction:
+    @staticmethod
+    def apply(a, b):
+        """gelu(a) · b for a, b of one shape and dtype; neither is changed."""
+        return ops.gated(a, b, GELU_TANH, 1.0)
+
+
+def geglu_forward(a, b):
+    """(a, b, c) with a and b as rows, without autograd."""
+    a, b = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
+    return a, b, ops.gated_forward(a, b, GELU_TANH, 1.0)
+
+
+def geglu_backward(a, b, dc):
+    """(da, db), in fresh memory, in dc's shape."""
+    da, db = ops.gated_backward(dc.reshape(a.shape), a, b, GELU_TANH, 1.0)
+    return da.reshape(dc.shape), db.reshape(dc.shape)

@@ -1,0 +1,102 @@
+"""The operators as functions."""
+
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+
+from liger_kernel._library import ops
+from liger_kernel.ops import LigerCrossEntropyFunction, LigerGELUMulFunction, LigerRMSNormFunction, LigerRopeFunction, LigerSiLUMulFunction
+from liger_kernel.ops.cross_entropy import loss_options, only_wanted
+
+
+@dataclass
+class CrossEntropyOutput:
+    """A loss and what was asked for beside it."""
+
+    loss: torch.Tensor
+    z_loss: Optional[torch.Tensor] = None
+    token_accuracy: Optional[torch.Tensor] = None
+    predicted_tokens: Optional[torch.Tensor] = None
+
+
+def _output(loss, *others):
+    return loss if all(other is None for other in others) else CrossEntropyOutput(loss, *others)
+
+
+def liger_rms_norm(X, W, eps, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True):
+    """X / rms(X) · (W + offset) over the last dimension; see LigerRMSNormFunction."""
+    return LigerRMSNormFunction.apply(X, W, eps, offset, casting_mode, in_place)
+
+
+def liger_swiglu(a, b):
+    """silu(a) · b."""
+    return LigerSiLUMulFunction.apply(a, b)
+
+
+def liger_geglu(a, b):
+    """gelu(a) · b, gelu in its tanh form."""
+    return LigerGELUMulFunction.apply(a, b)
+
+
+def liger_rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+    """(q, k) rotated; see LigerRopeFunction."""
+    return LigerRopeFunction.apply(q, k, cos, sin, position_ids, unsqueeze_dim)
+
+
+def liger_cross_entropy(
+    input,
+    target,
+    weight=None,
+    size_average=None,
+    ignore_index: int = -100,
+    reduce=None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    softcap: Optional[float] = None,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+):
+    """As torch.nn.functional.cross_entropy for logits [rows, classes]; size_average and reduce are not used.
+
+    Returns the loss, or a CrossEntropyOutput where one of the return flags is set.
+    """
+    return _output(*LigerCrossEntropyFunction.apply(
+        input, target, weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, return_token_accuracy,
+        return_predicted_tokens))
+
+
+def liger_fused_linear_cross_entropy(
+    input,
+    weight,
+    target,
+    bias=None,
+    ce_weight=None,
+    ignore_index: int = -100,
+    lse_square_scale: float = 0.0,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    softcap: Optional[float] = None,
+    return_z_loss: bool = False,
+    accum_dtype: Optional[torch.dtype] = None,
+    use_token_scaling: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    valid_count: Optional[int] = None,
+    normalizer: Optional[torch.Tensor] = None,
+    max_bytes: int = 0,
+):
+    """Cross entropy of the logits `input @ weight.T + bias`, which are never held in full.
+
+    input [tokens, width], weight [classes, width], target [tokens], bias and ce_weight [classes]. Gradients of the weight are always
+    summed in float, so accum_dtype is not used. valid_count is the number of labels that are not ignored, where the host knows it
+    already; normalizer a number (on the device) that divides the sum of the losses; max_bytes bounds the logits held at once.
+    Returns the float loss, or a CrossEntropyOutput where one of the return flags is set.
+    """
+    flags, scales = loss_options(ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_token_accuracy, return_predicted_tokens,
+                                 use_token_scaling)
+    results = ops.fused_linear_cross_entropy(input, weight, bias, target, ce_weight, normalizer, flags, scales,
+                                             -1 if valid_count is None else valid_count, max_bytes, None)
+    return _output(*only_wanted(results, return_z_loss, return_token_accuracy, return_predicted_tokens))

@@ -1,0 +1,82 @@
+"""SwiGLU MLPs. A forward uses its projections alone: it is also bound to other models' modules."""
+
+from torch import nn
+
+from liger_kernel.ops import LigerFusedGateUpSiLUMulFunction, LigerSiLUMulFunction
+
+
+def _check_activation(config):
+    if config.hidden_act not in ("silu", "swish"):
+        raise ValueError(f"SwiGLU needs hidden_act 'silu' or 'swish', got {config.hidden_act!r}")
+
+
+class LigerSwiGLUMLP(nn.Module):
+    """down_proj(silu(gate_proj(x)) · up_proj(x)). Raises ValueError where config.hidden_act is not silu."""
+
+    def __init__(self, config, intermediate_size=None):
+        super().__init__()
+        _check_activation(config)
+        self.config = config
+        self.hidden_size = config.hidden_size
+        self.intermediate_size = config.intermediate_size if intermediate_size is None else intermediate_size
+        bias = getattr(config, "mlp_bias", False)
+        self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=bias)
+
+    def forward(self, x):
+        return self.down_proj(LigerSiLUMulFunction.apply(self.gate_proj(x), self.up_proj(x)))
+
+
+class LigerQwen3MoeSwiGLUMLP(LigerSwiGLUMLP):
+    """LigerSwiGLUMLP, whose width may differ from the config's."""
+
+
+class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
+    """LigerSwiGLUMLP that knows its layer."""
+
+    def __init__(self, config, layer_idx=None, is_shared_mlp=False):
+        super().__init__(config)
+        self.layer_idx = layer_idx
+
+
+class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
+    """LigerSwiGLUMLP with config.mlp_multipliers on the gate and on the result."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.gate_multiplier, self.down_multiplier = config.mlp_multipliers
+
+    def forward(self, x):
+        y = LigerSiLUMulFunction.apply(self.gate_proj(x), self.up_proj(x), self.gate_multiplier)
+        return self.down_proj(y) * self.down_multiplier
+
+
+class LigerBlockSparseTop2MLP(nn.Module):
+    """An expert: w2(silu(w1(x)) · w3(x)). Raises ValueError where config.hidden_act is not silu."""
+
+    def __init__(self, config):
+        super().__init__()
+        _check_activation(config)
+        self.ffn_dim, self.hidden_dim = config.intermediate_size, config.hidden_size
+        self.w1 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
+        self.w2 = nn.Linear(self.ffn_dim, self.hidden_dim, bias=False)
+        self.w3 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
+
+    def forward(self, x):
+        return self.w2(LigerSiLUMulFunction.apply(self.w1(x), self.w3(x)))
+
+
+class LigerPhi3SwiGLUMLP(nn.Module):
+    """down_proj(silu(gate) · up) with gate and up the halves of one projection. Raises ValueError where config.hidden_act is not silu."""
+
+    def __init__(self, config):
+        super().__init__()
+        _check_activation(config)
+        self.config = config
+        self.hidden_size, self.intermediate_size = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = nn.Linear(self.hidden_size, 2 * self.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(LigerFusedGateUpSiLUMulFunction.apply(self.gate_up_proj(x)))

@@ -1,0 +1,57 @@
+"""One case per operator: inputs and a plain-torch reference. tests/test_ops.py and benchmarks/bench.py run over all of them."""
+
+import importlib
+import pkgutil
+from dataclasses import dataclass, field
+from typing import Callable
+
+import torch
+
+
+@dataclass
+class Case:
+    """An operator and what it is compared with.
+
+    op and reference take the same inputs and options; reference computes in the dtype that it is given, as eager torch would, so that
+    float64 inputs give the exact result. make(shape, options) gives float inputs on the CPU: floating ones that are `differentiable`
+    (by position) get gradients. keep names positions that stay in float when the others are in a lower precision.
+    """
+
+    name: str
+    op: Callable
+    reference: Callable
+    make: Callable
+    shapes: list                                        # [...] with the columns last: the least that shows an edge each
+    options: list = field(default_factory=lambda: [{}])
+    differentiable: tuple = (0,)
+    keep: tuple = ()
+    schema: Callable = None                             # (inputs, options) -> (torch operator, its arguments), for opcheck
+    errors: list = field(default_factory=list)          # (call, exception, text)
+    linear: bool = False                                # has a second derivative
+    many_rows: tuple = None                             # a shape with more than 65,535 rows
+    bench: list = field(default_factory=list)           # (shape, options) to be timed
+    rivals: Callable = None                             # (inputs, options) -> {name: function}
+    bytes: Callable = None                              # (shape, options, element size) -> (forward, backward) bytes of the floor
+    flops: Callable = None                              # (shape, options) -> (forward, backward) FLOP of the GEMMs
+    dtypes: tuple = (torch.float32, torch.bfloat16, torch.float16)
+
+    def inputs(self, shape, options, dtype=torch.float32, device="cpu", seed=0):
+        torch.manual_seed(seed)
+
+        def cast(i, t):
+            if t is None or not t.is_floating_point():
+                return t if t is None else t.to(device)
+            return t.to(device, torch.float32 if i in self.keep and dtype != torch.float64 else dtype)
+
+        tensors = [cast(i, t) for i, t in enumerate(self.make(shape, options))]
+        return [t.requires_grad_() if t is not None and i in self.differentiable else t for i, t in enumerate(tensors)]
+
+
+def rounded(inputs, dtype=torch.float64):
+    """The same numbers in another dtype, with gradients of their own."""
+    return [t if t is None or not t.is_floating_point() else t.detach().to(dtype).requires_grad_(t.requires_grad) for t in inputs]
+
+
+def all_cases():
+    modules = [importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)]
+    return {case.name: case for module in modules for case in module.CASES}

@@ -1,0 +1,221 @@
+#pragma once
+// Stands in for liger/core/cuda/launch.h, so that a .cu file can be compiled as C++ and checked where there is no GPU. A block is
+// a set of fibers on one thread, switched at barriers; the blocks of a cluster run on a thread each.
+#include <ucontext.h>
+#include <algorithm>
+#include <barrier>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <initializer_list>
+#include <memory>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+#include "liger/core/kernel.h"
+
+#define __global__
+#define __device__
+#define __host__
+#define __shared__ static thread_local
+#define __launch_bounds__(...)
+
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+  dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+struct float4 { float x, y, z, w; };
+inline thread_local dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+using std::max;
+using std::min;
+inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
+inline float __expf(float x) { return std::exp(x); }
+inline float __logf(float x) { return std::log(x); }
+inline float __fdividef(float a, float b) { return a / b; }
+
+namespace liger::emulation {
+
+/// A barrier among fibers of one thread: whoever comes early lets the others run.
+struct Barrier {
+  int expected = 0, arrived = 0;
+  uint64_t generation = 0;
+  void wait();
+};
+
+struct Fiber {
+  ucontext_t context;
+  dim3 thread;
+  bool done = false;
+  std::unique_ptr<char[]> stack;
+};
+
+inline constexpr size_t kStack = 128 * 1024;
+
+struct Block {
+  ucontext_t scheduler;
+  std::vector<Fiber> fibers;
+  Fiber* current = nullptr;
+  Barrier all;
+  std::vector<Barrier> warps;
+  std::vector<uint64_t> lanes;  // what each thread of the block shows to its warp
+  std::vector<float4> shared;   // dynamic shared memory
+  void (*entry)(void*) = nullptr;
+  void* closure = nullptr;
+};
+inline thread_local Block* block;
+
+inline void switch_away() {
+  Fiber* self = block->current;
+  swapcontext(&self->context, &block->scheduler);
+}
+
+inline void Barrier::wait() {
+  const uint64_t mine = generation;
+  if (++arrived == expected) arrived = 0, ++generation;
+  while (generation == mine) switch_away();
+}
+
+inline int linear_thread() { return int(threadIdx.y * blockDim.x + threadIdx.x); }
+
+inline void fiber_main() {
+  Block* b = block;
+  b->entry(b->closure);
+  b->current->done = true;
+  swapcontext(&b->current->context, &b->scheduler);
+}
+
+/// Runs one block of the grid on this thread.
+template <class F>
+void run_block(F body, dim3 index, dim3 grid, dim3 threads, int shared_bytes) {
+  Block b;
+  const int n = int(threads.x * threads.y);
+  b.fibers.resize(n);
+  b.all.expected = n;
+  b.warps.resize((n + 31) / 32);
+  for (int i = 0; i < n; ++i) ++b.warps[i / 32].expected;
+  b.lanes.resize(n);
+  b.shared.resize((shared_bytes + 15) / 16);
+  std::memset(b.shared.data(), 0x7f, b.shared.size() * 16);  // a read before a write shows
+  b.entry = [](void* f) { (*static_cast<F*>(f))(); };
+  b.closure = &body;
+  block = &b;
+  blockIdx = index, gridDim = grid, blockDim = threads;
+  static thread_local std::vector<std::unique_ptr<char[]>> stacks;
+  while (int(stacks.size()) < n) stacks.push_back(std::make_unique<char[]>(kStack));
+  for (int i = 0; i < n; ++i) {
+    auto& f = b.fibers[i];
+    f.thread = dim3(i % threads.x, i / threads.x);
+    getcontext(&f.context);
+    f.context.uc_stack.ss_sp = stacks[i].get();
+    f.context.uc_stack.ss_size = kStack;
+    f.context.uc_link = nullptr;
+    makecontext(&f.context, fiber_main, 0);
+  }
+  for (int alive = n; alive > 0;) {
+    alive = 0;
+    for (auto& f : b.fibers) {
+      if (f.done) continue;
+      b.current = &f;
+      threadIdx = f.thread;
+      swapcontext(&b.scheduler, &f.context);
+      alive += !f.done;
+    }
+  }
+  block = nullptr;
+}
+
+/// The blocks of the cluster that runs now, for barriers and for each other's shared memory.
+struct Cluster {
+  std::barrier<> barrier;
+  std::vector<char*> bases;  // the address of each thread's `base`
+  explicit Cluster(int n) : barrier(n), bases(n) {}
+};
+inline thread_local char base;
+inline thread_local Cluster* cluster;
+inline thread_local int cluster_rank;
+
+}  // namespace liger::emulation
+
+inline void __syncthreads() { liger::emulation::block->all.wait(); }
+
+template <class V>
+V __shfl_xor_sync(unsigned, V v, int mask) {
+  static_assert(sizeof(V) <= 8);
+  auto& b = *liger::emulation::block;
+  const int self = liger::emulation::linear_thread();
+  std::memcpy(&b.lanes[self], &v, sizeof(V));
+  b.warps[self / 32].wait();
+  V other;
+  std::memcpy(&other, &b.lanes[self ^ mask], sizeof(V));
+  b.warps[self / 32].wait();
+  return other;
+}
+
+namespace liger::cuda {
+
+inline constexpr Backend kBackend = kCPU;  // this library's CPU tensors run these kernels
+inline int rank() { return 9; }
+
+using half = c10::Half;
+using bfloat16 = c10::BFloat16;
+
+struct Grid {
+  int64_t blocks;
+  dim3 threads;
+  int shared_bytes = 0;
+  int cluster = 1;
+};
+
+inline int multiprocessors(int) { return 2; }
+inline bool has_clusters() { return true; }
+inline bool capturing(Stream) { return false; }
+
+template <class... P>
+void launch(void (*kernel)(P...), const Grid& grid, Stream, const P&... args) {
+  if (grid.threads.x * grid.threads.y % 32 != 0) throw std::runtime_error("emulation: a block of half a warp");
+  if (grid.blocks % grid.cluster != 0) throw std::runtime_error("emulation: a grid of half a cluster");
+  const auto body = [&] { kernel(args...); };
+  const dim3 blocks(unsigned(grid.blocks));
+  for (int64_t first = 0; first < grid.blocks; first += grid.cluster) {
+    emulation::Cluster cluster(grid.cluster);
+    const auto run = [&](int rank) {
+      emulation::cluster = &cluster, emulation::cluster_rank = rank;
+      cluster.bases[rank] = &emulation::base;
+      emulation::run_block(body, dim3(unsigned(first + rank)), blocks, grid.threads, grid.shared_bytes);
+    };
+    if (grid.cluster == 1) {
+      run(0);
+      continue;
+    }
+    std::vector<std::thread> pool;
+    for (int rank = 0; rank < grid.cluster; ++rank) pool.emplace_back(run, rank);
+    for (auto& t : pool) t.join();
+  }
+}
+
+template <class T>
+T* shared_memory() { return reinterpret_cast<T*>(emulation::block->shared.data()); }
+
+inline int cluster_rank() { return emulation::cluster_rank; }
+
+inline void cluster_sync() {
+  __syncthreads();
+  if (emulation::linear_thread() == 0) emulation::cluster->barrier.arrive_and_wait();
+  __syncthreads();
+}
+
+/// A static shared variable lies at the same distance from `base` on every thread.
+template <class T>
+const T* of_block(const T* p, int rank) {
+  return reinterpret_cast<const T*>(reinterpret_cast<const char*>(p) - &emulation::base + emulation::cluster->bases[rank]);
+}
+
+[[noreturn]] inline void fail_label(int64_t label, int64_t classes) {
+  std::fprintf(stderr, "liger: label %lld is outside [0, %lld) and not ignore_index\n", (long long)label, (long long)classes);
+  std::abort();
+}
+
+}  // namespace liger::cuda

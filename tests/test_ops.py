@@ -1,0 +1,273 @@
+"""What every operator promises, over the cases in tests/cases."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from cases import all_cases, rounded
+from conftest import EMULATED
+
+CASES = all_cases()
+each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+not_emulated = pytest.mark.skipif(EMULATED, reason="says nothing about the kernels that the emulation shares")
+
+
+def as_tuple(result):
+    return result if isinstance(result, tuple) else (result,)
+
+
+def run(f, inputs, options, upstream=None, **backward):
+    """Results and gradients; the upstream gradients are drawn once and given to all that are compared."""
+    out = as_tuple(f(*inputs, **options))
+    if upstream is None:
+        upstream = [torch.randn(o.shape, dtype=torch.float64) for o in out]
+    if any(t is not None and t.requires_grad for t in inputs):
+        torch.autograd.backward(out, [g.to(o) for g, o in zip(upstream, out)], **backward)
+    grads = [t.grad for t in inputs if t is not None and t.requires_grad]
+    return [*out, *grads], upstream
+
+
+def rms(t):
+    return t.double().square().mean().sqrt().item() if t.numel() else 0.0
+
+
+def check(ours, eager, exact, dtype, what):
+    """RMS error at most 1.1 times that of eager torch in the same dtype, the largest at most twice. An error that small is where the
+    two happen to round: a quarter of the dtype's unit of rounding is free, a whole one for the largest and for the mean of few values."""
+    assert ours.shape == exact.shape and ours.dtype == eager.dtype, what
+    exact = exact.to(ours.device)
+    unit = torch.finfo(dtype).eps
+    e, t = ours.double() - exact, eager.double() - exact
+    free = unit / 4 if exact.numel() >= 1000 else unit
+    assert rms(e) <= 1.1 * rms(t) + free * rms(exact), f"{what}: RMS error {rms(e):.3g}, eager {rms(t):.3g}, values {rms(exact):.3g}"
+    if exact.numel():
+        most = exact.abs().max().item()
+        assert e.abs().max().item() <= 2 * t.abs().max().item() + unit * most, f"{what}: error {e.abs().max():.3g}, eager {t.abs().max():.3g}, values {most:.3g}"
+
+
+def compare(case, inputs, options, dtype):
+    exact, upstream = run(case.reference, rounded(inputs), options)
+    eager = run(case.reference, [same(t) for t in inputs], options, upstream)[0]
+    ours = run(case.op, inputs, options, upstream)[0]
+    for i, (a, b, c) in enumerate(zip(ours, eager, exact)):
+        check(a, b, c, dtype, f"{case.name} {options} {[tuple(t.shape) for t in inputs if t is not None]} result {i}")
+
+
+def same(t):
+    return t if t is None or not t.is_floating_point() else t.detach().clone().requires_grad_(t.requires_grad)
+
+
+def small(case):
+    return [s for s in case.shapes if math.prod(s) <= 20000] if EMULATED else case.shapes
+
+
+PRECISION = [(c, d) for c in CASES.values() for d in c.dtypes]
+
+
+@pytest.mark.parametrize("case,dtype", PRECISION, ids=[f"{c.name}-{str(d)[6:]}" for c, d in PRECISION])
+def test_exact(case, dtype, device):
+    for shape in small(case):
+        for options in case.options if dtype == torch.float32 or math.prod(shape) < 5000 else case.options[:2]:
+            compare(case, case.inputs(shape, options, dtype, device), options, dtype)
+
+
+@each_case
+def test_layouts(case, device):
+    """Misaligned, transposed and expanded inputs give what contiguous ones do, and no input changes."""
+    options, shape = case.options[0], case.shapes[2]
+    inputs = case.inputs(shape, options, case.dtypes[0], device)
+    expected, upstream = run(case.op, inputs, options)
+
+    def misaligned(t):
+        return torch.empty(t.numel() + 1, dtype=t.dtype, device=device)[1:].view(t.shape).copy_(t)
+
+    def transposed(t):
+        return t.transpose(0, -1).contiguous().transpose(0, -1) if t.dim() > 1 else t.repeat_interleave(2)[::2]
+
+    for change in (misaligned, transposed):
+        changed = [t if t is None else change(t.detach()) for t in inputs]
+        before = [t if t is None else t.clone() for t in changed]
+        leaves = [t if t is None or not t.is_floating_point() else t.requires_grad_(i in case.differentiable) for i, t in enumerate(changed)]
+        got, _ = run(case.op, leaves, options, upstream)
+        for a, b in zip(got, expected):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        for a, b in zip(changed, before):
+            assert a is None or torch.equal(a, b)
+
+
+@each_case
+def test_expanded_gradient(case, device):
+    options = case.options[0]
+    inputs = case.inputs(case.shapes[1], options, case.dtypes[0], device)
+    out = as_tuple(case.op(*inputs, **options))
+    torch.stack([o.float().sum() for o in out]).sum().backward()
+    exact = rounded(inputs)
+    torch.stack([o.sum() for o in as_tuple(case.reference(*exact, **options))]).sum().backward()
+    for a, b in zip(inputs, exact):
+        if a is not None and a.requires_grad:
+            torch.testing.assert_close(a.grad.double(), b.grad, rtol=2e-2 if case.dtypes[0] != torch.float32 else 1e-4, atol=1e-2 if case.dtypes[0] != torch.float32 else 1e-5)
+
+
+@each_case
+def test_empty(case, device):
+    for options in case.options[:3]:
+        inputs = case.inputs((0, *case.shapes[1][1:]), options, case.dtypes[0], device)
+        got, _ = run(case.op, inputs, options)
+        for t, grad in zip([t for t in inputs if t is not None and t.requires_grad], got[-sum(t is not None and t.requires_grad for t in inputs):]):
+            assert grad.shape == t.shape and not grad.any()
+
+
+@each_case
+def test_many_rows(case, device):
+    """More rows than a grid's y and z dimensions hold, against slices of the reference."""
+    if case.many_rows is None or EMULATED:
+        return
+    options = dict(case.options[0], **({"reduction": "none"} if "cross_entropy" in case.name else {}))
+    inputs = [t.detach() if t is not None else t for t in case.inputs(case.many_rows, options, torch.float32, device)]
+    for a, b in zip(as_tuple(case.op(*inputs, **options)), as_tuple(case.reference(*inputs, **options))):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@not_emulated
+@each_case
+def test_opcheck(case, device):
+    for options in case.options[:2]:
+        op, args = case.schema(case.inputs(case.shapes[1], options, case.dtypes[0], device), options)
+        torch.library.opcheck(op, args)
+
+
+@not_emulated
+@each_case
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile(case, device, backend):
+    options = case.options[0]
+    shapes = [case.shapes[1], (case.shapes[1][0] + 3, *case.shapes[1][1:])]
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *inputs: case.op(*inputs, **options), fullgraph=True, backend=backend, dynamic=True)
+    for shape in shapes:
+        inputs = case.inputs(shape, options, case.dtypes[0], device)
+        expected, upstream = run(case.op, [same(t) for t in inputs], options)
+        got, _ = run(compiled, inputs, options, upstream)
+        for a, b in zip(got, expected):
+            assert torch.equal(a, b) if backend == "aot_eager" else torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@each_case
+def test_backward_twice(case, device):
+    for options in case.options[:3]:
+        inputs = case.inputs(case.shapes[1], options, case.dtypes[0], device)
+        wanted = [t for t in inputs if t is not None and t.requires_grad]
+        out = as_tuple(case.op(*inputs, **options))
+        upstream = [torch.full_like(o, 0.75) for o in out]
+        twice = [torch.autograd.grad(out, wanted, upstream, retain_graph=keep) for keep in (True, True, False)]
+        for a, b, c in zip(*twice):
+            assert torch.equal(a, b)
+            torch.testing.assert_close(b, c, rtol=1e-2 if a.dtype != torch.float32 else 1e-6, atol=1e-7)
+
+
+@each_case
+def test_second_derivative(case, device):
+    options = case.options[0]
+    inputs = case.inputs(case.shapes[1], options, case.dtypes[0], device)
+    out = as_tuple(case.op(*inputs, **options))
+    (first,) = torch.autograd.grad([o.float().pow(2).sum() for o in out], inputs[:1], create_graph=True)
+    if case.linear:
+        first.pow(2).sum().backward()
+        return
+    with pytest.raises(RuntimeError, match="not implemented"):
+        first.float().pow(2).sum().backward()
+
+
+@each_case
+def test_frozen_inputs(case, device):
+    """Each differentiable input alone gets the gradient that it gets beside the others, and nothing else does."""
+    options = case.options[0]
+    inputs = case.inputs(case.shapes[1], options, case.dtypes[0], device)
+    present = [i for i in case.differentiable if inputs[i] is not None]
+    expected, upstream = run(case.op, inputs, options)
+    grads = dict(zip(present, expected[-len(present):]))
+    for i in present:
+        alone = [t.detach().requires_grad_(j == i) if t is not None and j in present else t for j, t in enumerate(inputs)]
+        run(case.op, alone, options, upstream)
+        torch.testing.assert_close(alone[i].grad, grads[i], rtol=0, atol=0)
+        assert all(alone[j].grad is None for j in present if j != i)
+    with torch.no_grad():
+        assert not any(o.requires_grad for o in as_tuple(case.op(*inputs, **options)))
+
+
+@each_case
+def test_deterministic(case, device):
+    options, shape = case.options[0], case.shapes[2]
+    threads = torch.get_num_threads()
+    results, upstream = [], None
+    for n in (1, 2, 2):
+        torch.set_num_threads(n)
+        got, upstream = run(case.op, case.inputs(shape, options, case.dtypes[0], device), options, upstream)
+        results.append(got)
+    torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other))
+
+
+@each_case
+def test_errors(case, device):
+    for call, exception, text in case.errors:
+        with pytest.raises(exception, match=text):
+            call(device)
+
+
+@not_emulated
+def test_label_out_of_range(device):
+    """An IndexError on the CPU; on CUDA a device assertion, which ends the process's use of the device: a process of its own."""
+    code = f"""
+import torch
+from liger_kernel.transformers.functional import liger_cross_entropy
+x = torch.randn(4, 5, device="{device}")
+loss = liger_cross_entropy(x, torch.tensor([0, 1, 5, 2], device="{device}"))
+print(loss.item())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "IndexError" in done.stderr if device == "cpu" else "device-side assert" in done.stderr and "label 5" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "fused_linear_cross_entropy"])
+def test_only_ignored_labels(name, device):
+    """Loss 0 and gradients 0, where eager torch gives NaN."""
+    case = CASES[name]
+    for options in (dict(ignored=1.1), dict(ignored=1.1, reduction="none"), dict(ignored=1.1, weighted=True)):
+        inputs = case.inputs(case.shapes[1], options, torch.float32, device)
+        got, _ = run(case.op, inputs, options)
+        assert all(not t.any() for t in got)
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "fused_linear_cross_entropy"])
+def test_accuracy_and_predictions(name, device):
+    case = CASES[name]
+    for softcap in (None, 5.0):
+        inputs = case.inputs(case.shapes[2], {}, torch.float32, device)
+        y = inputs[-2]
+        out = case.op(*inputs, return_token_accuracy=True, return_predicted_tokens=True, return_z_loss=True, lse_square_scale=1e-2, softcap=softcap)
+        logits = inputs[0] if name == "cross_entropy" else inputs[0] @ inputs[1].T
+        z = softcap * torch.tanh(logits / softcap) if softcap else logits
+        valid = y != -100
+        assert torch.equal(out.predicted_tokens, torch.where(valid, z.argmax(-1), -1))
+        torch.testing.assert_close(out.token_accuracy, (z.argmax(-1) == y).float().sum() / valid.sum())
+        torch.testing.assert_close(out.z_loss, (1e-2 * torch.logsumexp(z, -1).square())[valid].mean())
+        assert not out.token_accuracy.requires_grad and not out.z_loss.requires_grad
+
+
+def test_confident_logits(device):
+    """The label's gradient is formed in float before it is rounded: p − 1 keeps its leading digits where p is nearly 1."""
+    for dtype in (torch.bfloat16, torch.float16):
+        x = torch.zeros(4, 100, device=device, dtype=dtype)
+        x[torch.arange(4), torch.arange(4)] = torch.tensor([4.0, 8.0, 10.0, 12.0], device=device, dtype=dtype)
+        x.requires_grad_()
+        from liger_kernel.transformers.functional import liger_cross_entropy
+
+        liger_cross_entropy(x, torch.arange(4, device=device), reduction="sum").backward()
+        exact = x.detach().double().requires_grad_()
+        torch.nn.functional.cross_entropy(exact, torch.arange(4, device=device), reduction="sum").backward()
+        torch.testing.assert_close(x.grad.double(), exact.grad, rtol=torch.finfo(dtype).eps, atol=1e-7)
