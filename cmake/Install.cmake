@@ -1,0 +1,24 @@
+# `cmake --install` and the wheel lay out the same tree: lib/, include/ and lib/cmake/liger/ under one prefix, which in a wheel is the
+# package's folder (liger_kernel.cmake_prefix_path).
+include(CMakePackageConfigHelpers)
+set(prefix ${LIGER_PACKAGE_DIR})
+if(prefix)
+  string(APPEND prefix /)
+endif()
+# torch is loaded before the library in Python; a C++ program finds it beside.
+set_target_properties(liger PROPERTIES INSTALL_RPATH "$ORIGIN;$ORIGIN/../../torch/lib")
+install(TARGETS liger liger_torch EXPORT liger LIBRARY DESTINATION ${prefix}lib)
+# The public headers: the functions, the modules, and what these include.
+foreach(header ops.h nn/activation.h nn/loss.h nn/norm.h nn/rope.h ops/activation/gated.h ops/loss/options.h ops/norm/rms_norm.h core/kernel.h core/math.h)
+  get_filename_component(folder ${header} DIRECTORY)
+  install(FILES liger/${header} DESTINATION ${prefix}include/liger/${folder})
+endforeach()
+install(EXPORT liger NAMESPACE liger:: FILE ligerTargets.cmake DESTINATION ${prefix}lib/cmake/liger)
+configure_package_config_file(cmake/ligerConfig.cmake.in ${PROJECT_BINARY_DIR}/ligerConfig.cmake INSTALL_DESTINATION ${prefix}lib/cmake/liger)
+write_basic_package_version_file(${PROJECT_BINARY_DIR}/ligerConfigVersion.cmake COMPATIBILITY SameMajorVersion)
+install(FILES ${PROJECT_BINARY_DIR}/ligerConfig.cmake ${PROJECT_BINARY_DIR}/ligerConfigVersion.cmake cmake/Torch.cmake
+        DESTINATION ${prefix}lib/cmake/liger)
+if(LIGER_PACKAGE_DIR)
+  file(WRITE ${PROJECT_BINARY_DIR}/_build.py "TORCH_VERSION = \"${LIGER_TORCH_VERSION}\"\nCUDA = \"${cuda_built}\"\n")
+  install(FILES ${PROJECT_BINARY_DIR}/_build.py DESTINATION ${LIGER_PACKAGE_DIR})
+endif()

@@ -22,7 +22,9 @@ def run(f, inputs, options, upstream=None, **backward):
     """Results and gradients; the upstream gradients are drawn once and given to all that are compared."""
     out = as_tuple(f(*inputs, **options))
     if upstream is None:
+        # Powers of two: a loss makes its gradient in forward, and any other factor costs a second rounding (test_scaled_gradient).
         upstream = [torch.randn(o.shape, dtype=torch.float64) for o in out]
+        upstream = [g.sign() * g.abs().log2().round().exp2() if o.dim() <= 1 else g for g, o in zip(upstream, out)]
     if any(t is not None and t.requires_grad for t in inputs):
         torch.autograd.backward(out, [g.to(o) for g, o in zip(upstream, out)], **backward)
     grads = [t.grad for t in inputs if t is not None and t.requires_grad]
@@ -33,18 +35,20 @@ def rms(t):
     return t.double().square().mean().sqrt().item() if t.numel() else 0.0
 
 
-def check(ours, eager, exact, dtype, what):
+def check(ours, eager, exact, dtype, what, gemm=False):
     """RMS error at most 1.1 times that of eager torch in the same dtype, the largest at most twice. An error that small is where the
-    two happen to round: a quarter of the dtype's unit of rounding is free, a whole one for the largest and for the mean of few values."""
+    two happen to round: a quarter of the dtype's unit of rounding is free, a whole one for the largest. Of few values the RMS is luck:
+    there a whole unit is free, and the ratio is 3. A library's GEMM sums in an order that changes with the chunk: twice as much."""
     assert ours.shape == exact.shape and ours.dtype == eager.dtype, what
     exact = exact.to(ours.device)
     unit = torch.finfo(dtype).eps
     e, t = ours.double() - exact, eager.double() - exact
-    free = unit / 4 if exact.numel() >= 1000 else unit
-    assert rms(e) <= 1.1 * rms(t) + free * rms(exact), f"{what}: RMS error {rms(e):.3g}, eager {rms(t):.3g}, values {rms(exact):.3g}"
+    ratio, free = (1.1, unit / 4) if exact.numel() >= 1000 else (3, unit)
+    ratio, most_ratio = (2 * ratio, 4) if gemm else (ratio, 2)
+    assert rms(e) <= ratio * rms(t) + free * rms(exact), f"{what}: RMS error {rms(e):.3g}, eager {rms(t):.3g}, values {rms(exact):.3g}"
     if exact.numel():
         most = exact.abs().max().item()
-        assert e.abs().max().item() <= 2 * t.abs().max().item() + unit * most, f"{what}: error {e.abs().max():.3g}, eager {t.abs().max():.3g}, values {most:.3g}"
+        assert e.abs().max().item() <= most_ratio * t.abs().max().item() + unit * most, f"{what}: error {e.abs().max():.3g}, eager {t.abs().max():.3g}, values {most:.3g}"
 
 
 def compare(case, inputs, options, dtype):
@@ -52,7 +56,7 @@ def compare(case, inputs, options, dtype):
     eager = run(case.reference, [same(t) for t in inputs], options, upstream)[0]
     ours = run(case.op, inputs, options, upstream)[0]
     for i, (a, b, c) in enumerate(zip(ours, eager, exact)):
-        check(a, b, c, dtype, f"{case.name} {options} {[tuple(t.shape) for t in inputs if t is not None]} result {i}")
+        check(a, b, c, dtype, f"{case.name} {options} {[tuple(t.shape) for t in inputs if t is not None]} result {i}", gemm=case.flops is not None and dtype == torch.float32)
 
 
 def same(t):
@@ -76,7 +80,7 @@ def test_exact(case, dtype, device):
 @each_case
 def test_layouts(case, device):
     """Misaligned, transposed and expanded inputs give what contiguous ones do, and no input changes."""
-    options, shape = case.options[0], case.shapes[2]
+    options, shape = case.options[0], case.shapes[-2]
     inputs = case.inputs(shape, options, case.dtypes[0], device)
     expected, upstream = run(case.op, inputs, options)
 
@@ -149,7 +153,7 @@ def test_compile(case, device, backend):
     for shape in shapes:
         inputs = case.inputs(shape, options, case.dtypes[0], device)
         expected, upstream = run(case.op, [same(t) for t in inputs], options)
-        got, _ = run(compiled, inputs, options, upstream)
+        got, _ = run(compiled, inputs, {}, upstream)
         for a, b in zip(got, expected):
             assert torch.equal(a, b) if backend == "aot_eager" else torch.allclose(a, b, rtol=1e-5, atol=1e-6)
 
@@ -199,7 +203,7 @@ def test_frozen_inputs(case, device):
 
 @each_case
 def test_deterministic(case, device):
-    options, shape = case.options[0], case.shapes[2]
+    options, shape = case.options[0], case.shapes[-2]
     threads = torch.get_num_threads()
     results, upstream = [], None
     for n in (1, 2, 2):
@@ -247,7 +251,7 @@ def test_only_ignored_labels(name, device):
 def test_accuracy_and_predictions(name, device):
     case = CASES[name]
     for softcap in (None, 5.0):
-        inputs = case.inputs(case.shapes[2], {}, torch.float32, device)
+        inputs = case.inputs(case.shapes[-2], {}, torch.float32, device)
         y = inputs[-2]
         out = case.op(*inputs, return_token_accuracy=True, return_predicted_tokens=True, return_z_loss=True, lse_square_scale=1e-2, softcap=softcap)
         logits = inputs[0] if name == "cross_entropy" else inputs[0] @ inputs[1].T
@@ -257,6 +261,20 @@ def test_accuracy_and_predictions(name, device):
         torch.testing.assert_close(out.token_accuracy, (z.argmax(-1) == y).float().sum() / valid.sum())
         torch.testing.assert_close(out.z_loss, (1e-2 * torch.logsumexp(z, -1).square())[valid].mean())
         assert not out.token_accuracy.requires_grad and not out.z_loss.requires_grad
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "fused_linear_cross_entropy"])
+def test_scaled_gradient(name, device):
+    """The saved gradient times an upstream one that is no power of two: two roundings instead of one, √2 times the error."""
+    case = CASES[name]
+    for dtype in case.dtypes:
+        inputs = case.inputs(case.shapes[-2], {}, dtype, device)
+        exact, eager = rounded(inputs), [same(t) for t in inputs]
+        for f, given in ((case.op, inputs), (case.reference, exact), (case.reference, eager)):
+            (f(*given) * 0.3).backward()
+        for a, b, c in zip(inputs, exact, eager):
+            if a is not None and a.requires_grad:
+                assert rms(a.grad.double() - b.grad) <= 1.5 * rms(c.grad.double() - b.grad) + torch.finfo(dtype).eps * rms(b.grad)
 
 
 def test_confident_logits(device):

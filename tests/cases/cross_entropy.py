@@ -39,7 +39,7 @@ def rows_reference(x, y, w=None, reduction="mean", label_smoothing=0.0, lse_squa
 
 def split(options):
     """The options that the function takes, without those of the inputs."""
-    return {name: value for name, value in options.items() if name not in ("weighted", "ignored", "bias")}
+    return {name: value for name, value in options.items() if name not in ("weighted", "ignored", "with_bias")}
 
 
 def op(x, y, w, **options):
@@ -59,7 +59,7 @@ def schema(inputs, options):
 def head_make(shape, options):
     tokens, width, classes = shape
     hidden, weight = torch.randn(tokens, width), torch.randn(classes, width) * width**-0.5 * 2
-    bias = torch.randn(classes) if options.get("bias") else None
+    bias = torch.randn(classes) if options.get("with_bias") else None
     return hidden, weight, bias, labels(tokens, classes, options.get("ignored", 0.25)), torch.rand(classes) + 0.5 if options.get("weighted") else None
 
 
@@ -108,7 +108,7 @@ CASES = [
     ),
     Case(
         name="fused_linear_cross_entropy", op=head_op, reference=head_reference, make=head_make, keep=(4,), differentiable=(0, 1, 2),
-        options=OPTIONS + [dict(bias=True), dict(use_token_scaling=True), dict(max_bytes=4096), dict(max_bytes=4096, reduction="none", bias=True)],
+        options=OPTIONS + [dict(with_bias=True), dict(use_token_scaling=True), dict(max_bytes=40000), dict(max_bytes=40000, reduction="none", with_bias=True)],
         shapes=[(1, 4, 3), (33, 16, 101), (40, 64, 1000)], many_rows=(70000, 4, 8),
         schema=lambda inputs, options: (ops.fused_linear_cross_entropy, (*inputs, None, *schema((), options)[1], -1, 0, None)),
         bench=[((8192, 4096, V), dict(ignored=0.0)), ((16384, 4096, V), dict(ignored=0.0)), ((8192, 4096, V), dict(ignored=0.5)),

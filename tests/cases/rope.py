@@ -11,7 +11,7 @@ def make(shape, options):
     tables = options.get("tables", 1)
     # As projections give them: [batch, seq, heads, dim] seen as [batch, heads, seq, dim].
     q, k = (torch.randn(batch, seq, h, dim).transpose(1, 2) for h in (heads, max(1, heads // options.get("groups", 2))))
-    angles = torch.rand(tables if tables != "batch" else batch, seq, rotary // 2) * 6
+    angles = torch.rand(batch if tables == "batch" else 1, seq, rotary // 2) * 6
     angles = torch.cat((angles, angles), -1)
     return q, k, *((angles.cos(), angles.sin()) if tables else (angles.cos()[0], angles.sin()[0]))
 

@@ -2,6 +2,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#include <type_traits>
 #include "liger/core/kernel.h"
 
 extern "C" __device__ void __assertfail(const char* message, const char* file, unsigned line, const char* function, size_t char_size);
@@ -60,7 +61,10 @@ void launch(void (*kernel)(P...), const Grid& grid, Stream s, const P&... args) 
     // Raised once per kernel and device: a block gets no more than 48 KiB unasked.
     static bool raised[kMaxDevices];
     if (bool& done = raised[current_device()]; !done) {
-      check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>()));
+      cudaFuncAttributes of{};
+      check(cudaFuncGetAttributes(&of, kernel));
+      check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() - int(of.sharedSizeBytes)));
       done = true;
     }
   }
@@ -110,6 +114,22 @@ __device__ const T* of_block(const T* p, int rank) {
 #else
   return p;
 #endif
+}
+
+/// Two neighbours of a row in one register. They stay so until the arithmetic: an array of 16-bit values would take a register each.
+template <class T>
+__device__ inline float2 to_floats(unsigned word) {
+  if constexpr (std::is_same_v<T, bfloat16>) return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
+  else return __half22float2(*reinterpret_cast<const __half2*>(&word));
+}
+
+template <class T>
+__device__ inline unsigned to_word(float low, float high) {
+  const auto pair = [&] {
+    if constexpr (std::is_same_v<T, bfloat16>) return __floats2bfloat162_rn(low, high);
+    else return __floats2half2_rn(low, high);
+  }();
+  return *reinterpret_cast<const unsigned*>(&pair);
 }
 
 /// A device assertion with a message, as torch's own kernels raise it on a bad index.

@@ -26,10 +26,11 @@ __global__ void __launch_bounds__(256) scale_rows_kernel(ScaleRows a, Pieces<T, 
   const float g = a.g[a.per_row ? pieces.row() : 0];
   if (g == 1) return;
   const Row<T> x = pieces.of(a.x, a.cols);
-  for_each_pack<4>(x, 0, x.packs(), T(0), [&](int k, auto pack) {
-#pragma unroll
-    for (auto& v : pack.v) v = T(float(v) * g);
-    x.store(k, pack, x);
+  for_each_pack<4>(x, 0, x.packs(), T(0), [&](int k, const auto& pack) {
+    float f[Row<T>::kWidth];
+    pack.to_float(f);
+    for (float& v : f) v *= g;
+    x.store(k, f, x);
   });
 }
 

@@ -9,13 +9,11 @@ namespace liger::cuda {
 template <class T>
 struct OnlineSoftmax {
   struct Value { float max, sum; };
-  static constexpr float kLowest = -1e38f;  // finite, so that −inf − max is no NaN
-
-  __device__ static Value identity() { return {kLowest, 0}; }
+  __device__ static Value identity() { return {-3.402823466e38f, 0}; }  // finite, so that −inf − max is no NaN
 
   /// exp(z − max).
   __device__ static float exp(float z, float max) {
-    if constexpr (sizeof(T) == 2) return exp2_approx(fmaf(z, kLog2e, -max * kLog2e));
+    if constexpr (sizeof(T) == 2) return exp2_approx((z - max) * kLog2e);
     return expf(z - max);
   }
 

@@ -29,24 +29,24 @@ struct Row {
   /// What lies in this row at the columns of pack k of the row `like`, whose alignment may be another.
   __device__ Pack load(int k, T outside, const Row& like) const {
     if (shift == like.shift && whole(k)) return *reinterpret_cast<const Pack*>(first + k * kWidth);
-    Pack pack;
+    float f[kWidth];
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
       const int c = like.column(k) + j;
-      pack.v[j] = c >= 0 && c < n ? first[shift + c] : outside;
+      f[j] = float(c >= 0 && c < n ? first[shift + c] : outside);
     }
-    return pack;
+    return Pack::from_float(f);
   }
 
   /// Writes pack k of the row `like` to this row.
-  __device__ void store(int k, const Pack& pack, const Row& like) const {
+  __device__ void store(int k, const float* f, const Row& like) const {
     if (shift == like.shift && whole(k)) {
-      *reinterpret_cast<Pack*>(first + k * kWidth) = pack;
+      *reinterpret_cast<Pack*>(first + k * kWidth) = Pack::from_float(f);
       return;
     }
 #pragma unroll
     for (int j = 0; j < kWidth; ++j)
-      if (const int c = like.column(k) + j; c >= 0 && c < n) first[shift + c] = pack.v[j];
+      if (const int c = like.column(k) + j; c >= 0 && c < n) first[shift + c] = T(f[j]);
   }
 };
 

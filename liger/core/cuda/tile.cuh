@@ -5,9 +5,37 @@
 
 namespace liger::cuda {
 
-/// kWidth neighbours of a row, read and written in one access.
+/// kWidth neighbours of a row, read and written in one access, in registers of as many bytes.
 template <class T, int kWidth>
-struct alignas(sizeof(T) * kWidth < 16 ? sizeof(T) * kWidth : 16) Pack { T v[kWidth]; };
+struct alignas(sizeof(T) * kWidth < 16 ? sizeof(T) * kWidth : 16) Pack {
+  static constexpr bool kPairs = sizeof(T) == 2 && kWidth > 1;
+  std::conditional_t<kPairs, unsigned, T> words[kPairs ? kWidth / 2 : kWidth];
+
+  __device__ void to_float(float* f) const {
+    if constexpr (kPairs) {
+#pragma unroll
+      for (int j = 0; j < kWidth; j += 2) {
+        const float2 pair = to_floats<T>(words[j / 2]);
+        f[j] = pair.x, f[j + 1] = pair.y;
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) f[j] = float(words[j]);
+    }
+  }
+
+  __device__ static Pack from_float(const float* f) {
+    Pack p;
+    if constexpr (kPairs) {
+#pragma unroll
+      for (int j = 0; j < kWidth; j += 2) p.words[j / 2] = to_word<T>(f[j], f[j + 1]);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) p.words[j] = T(f[j]);
+    }
+    return p;
+  }
+};
 
 /// A row held in registers by threadIdx.x, kItems floats a thread; columns past the end are 0.
 template <int kItems_, int kWidth_>
@@ -53,7 +81,7 @@ template <class T, class Tile>
 __device__ Tile unpack(const Raw<T, Tile>& raw) {
   Tile t;
 #pragma unroll
-  for (int i = 0; i < Tile::kItems; ++i) t.v[i] = float(raw.packs[i / Tile::kWidth].v[i % Tile::kWidth]);
+  for (int i = 0; i < Tile::kItems; i += Tile::kWidth) raw.packs[i / Tile::kWidth].to_float(t.v + i);
   return t;
 }
 
@@ -68,12 +96,7 @@ __device__ void store(const Tile& t, void* matrix, int64_t row, int64_t rows, in
   T* p = static_cast<T*>(matrix) + row * cols;
 #pragma unroll
   for (int i = 0; i < Tile::kItems; i += kWidth)
-    if (const int c = Tile::column(i); c < cols && row < rows) {
-      Pack<T, kWidth> pack;
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) pack.v[j] = T(t.v[i + j]);
-      *reinterpret_cast<Pack<T, kWidth>*>(p + c) = pack;
-    }
+    if (const int c = Tile::column(i); c < cols && row < rows) *reinterpret_cast<Pack<T, kWidth>*>(p + c) = Pack<T, kWidth>::from_float(t.v + i);
 }
 
 template <class T>
@@ -81,7 +104,10 @@ __device__ float round_to(float v) { return float(T(v)); }
 
 template <class T, class Tile>
 __device__ Tile round_to(const Tile& t) {
-  return Tile::map([](float v) { return float(T(v)); }, t);
+  Tile rounded;
+#pragma unroll
+  for (int i = 0; i < Tile::kItems; i += Tile::kWidth) Pack<T, Tile::kWidth>::from_float(t.v + i).to_float(rounded.v + i);
+  return rounded;
 }
 
 /// Σ over the row, known to every thread of the row.

@@ -18,10 +18,11 @@ __global__ void __launch_bounds__(256) forward_kernel(GatedForward g, Pieces<T, 
 #pragma unroll
   for (int u = 0; u <= kForward; ++u)
     if (const int k = u * blockDim.x + threadIdx.x; k < packs) {
+      float gate[Row<T>::kWidth], up[Row<T>::kWidth];
+      pa[u].to_float(gate), pb[u].to_float(up);
 #pragma unroll
-      for (int j = 0; j < Row<T>::kWidth; ++j)
-        pa[u].v[j] = T(round_to<T>(Act::template value<Math<T>>(g.gate_multiplier * float(pa[u].v[j]))) * float(pb[u].v[j]));
-      c.store(k, pa[u], c);
+      for (int j = 0; j < Row<T>::kWidth; ++j) gate[j] = round_to<T>(Act::template value<Math<T>>(g.gate_multiplier * gate[j])) * up[j];
+      c.store(k, gate, c);
     }
 }
 
@@ -38,14 +39,16 @@ __global__ void __launch_bounds__(256) backward_kernel(GatedBackward g, Pieces<T
 #pragma unroll
   for (int u = 0; u <= kBackward; ++u)
     if (const int k = u * blockDim.x + threadIdx.x; k < packs) {
+      float gate[Row<T>::kWidth], up[Row<T>::kWidth], d[Row<T>::kWidth];
+      pa[u].to_float(gate), pb[u].to_float(up), pc[u].to_float(d);
 #pragma unroll
       for (int j = 0; j < Row<T>::kWidth; ++j) {
-        const float x = g.gate_multiplier * float(pa[u].v[j]), up = float(pb[u].v[j]), d = float(pc[u].v[j]);
-        pa[u].v[j] = T(round_to<T>(d * up) * Act::template derivative<Math<T>>(x) * g.gate_multiplier);
-        pb[u].v[j] = T(d * round_to<T>(Act::template value<Math<T>>(x)));
+        const float x = g.gate_multiplier * gate[j];
+        gate[j] = round_to<T>(d[j] * up[j]) * Act::template derivative<Math<T>>(x) * g.gate_multiplier;
+        up[j] = d[j] * round_to<T>(Act::template value<Math<T>>(x));
       }
-      da.store(k, pa[u], da);
-      db.store(k, pb[u], da);
+      da.store(k, gate, da);
+      db.store(k, up, da);
     }
 }
 

@@ -22,7 +22,7 @@ int64_t chunk_tokens(int64_t tokens, const Tensor& hidden, const Tensor& weight,
   if (max_bytes > 0) chunk = std::max<int64_t>(1, max_bytes / a_token);
   else if (hidden.is_cpu()) chunk = std::max(kHostBytes / a_token, kHostChunk);
   else if (trains_weight && tokens <= std::max(chunk + width, 2 * width)) chunk = tokens;
-  const int64_t chunks = std::max<int64_t>(1, (tokens + chunk - 1) / chunk);
+  const int64_t chunks = std::max<int64_t>(1, (tokens + chunk - 1) / std::max<int64_t>(1, chunk));
   return (tokens + chunks - 1) / chunks;
 }
 
@@ -85,8 +85,9 @@ Tensor kept_tokens(const Tensor& target, const Tensor& weight, int64_t ignore_in
   return kept.size(0) <= worthwhile ? kept : Tensor();
 }
 
+/// Values of the kept tokens among `fill` for the others.
 Tensor scatter(const Tensor& kept, const Tensor& values, int64_t tokens, double fill) {
-  if (!kept.defined() || values.dim() == 0 || values.size(0) != kept.size(0) || values.numel() == 0) return values;
+  if (!kept.defined()) return values;
   auto shape = values.sizes().vec();
   shape[0] = tokens;
   return at::full(shape, fill, values.options()).index_copy_(0, kept, values);
@@ -139,7 +140,12 @@ Forward forward(const Tensor& hidden_, const Tensor& weight_, const OptTensor& b
   auto d = pass(hidden, weight, bias, batch, undivided ? divisor.expand({target.size(0)}).contiguous() : Tensor(),
                 {with_dhidden, with_dweight, with_dbias && bias.defined()}, weight_.scalar_type(), max_bytes);
   auto [loss, z_loss, accuracy, predicted] = batch.results(at::kFloat, dtype);
-  return {scatter(kept, loss, tokens, 0), scatter(kept, z_loss, tokens, 0), scatter(kept, accuracy, tokens, 0), scatter(kept, predicted, tokens, -1),
+  if (options.predicted) predicted = scatter(kept, predicted, tokens, -1);
+  if (options.reduction == Reduction::None) {
+    loss = scatter(kept, loss, tokens, 0), z_loss = scatter(kept, z_loss, tokens, 0);
+    if (options.accuracy) accuracy = scatter(kept, accuracy, tokens, 0);
+  }
+  return {loss, z_loss, accuracy, predicted,
           d.hidden.defined() ? scatter(kept, d.hidden.to(hidden_.scalar_type()), tokens, 0) : empty(hidden_), d.weight.defined() ? d.weight : empty(weight_),
           d.bias.defined() ? d.bias.to(bias_->scalar_type()) : empty(hidden_), divisor};
 }
@@ -175,17 +181,17 @@ const auto& backward_op() { static const auto op = typed_op("liger::fused_linear
 struct Autograd : torch::autograd::Function<Autograd> {
   using Attributes = std::tuple<std::vector<int64_t>, std::vector<double>, int64_t, std::optional<int64_t>, bool, bool, bool>;
 
-  static variable_list forward(AutogradContext* ctx, const Tensor& hidden, const Tensor& weight, const Tensor& bias, const Tensor& target,
+  static variable_list forward(AutogradContext* ctx, const Tensor& hidden, const Tensor& weight, const OptTensor& bias, const Tensor& target,
                                const OptTensor& class_weight, const OptTensor& normalizer, const std::vector<int64_t>& flags,
                                const std::vector<double>& scales, int64_t valid_count, int64_t max_bytes, std::optional<at::ScalarType> dtype) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     const bool reduced = Reduction(flags.at(1)) != Reduction::None;
     const bool dh = wants_grad(hidden), dw = wants_grad(weight), db = wants_grad(bias);
     auto [loss, z_loss, accuracy, predicted, dhidden, dweight, dbias, divisor] =
-        forward_op().call(hidden, weight, optional(bias), target, class_weight, normalizer, flags, scales, valid_count, max_bytes, dtype,
+        forward_op().call(hidden, weight, bias, target, class_weight, normalizer, flags, scales, valid_count, max_bytes, dtype,
                           dh && reduced, dw && reduced, db && reduced);
     if (reduced) ctx->save_for_backward({dhidden, dweight, dbias, divisor});
-    else ctx->save_for_backward({hidden, weight, bias, target, value_or_undefined(class_weight)});
+    else ctx->save_for_backward({hidden, weight, value_or_undefined(bias), target, value_or_undefined(class_weight)});
     ctx->saved_data["attrs"] = Attributes(flags, scales, max_bytes, dtype ? std::optional<int64_t>(int64_t(*dtype)) : std::nullopt, dh, dw, db);
     ctx->saved_data["divided"] = !(dtype == at::kHalf || (!dtype && hidden.scalar_type() == at::kHalf));
     ctx->mark_non_differentiable({z_loss, accuracy, predicted});
@@ -216,7 +222,7 @@ Results autograd(const Tensor& hidden, const Tensor& weight, const OptTensor& bi
                  const OptTensor& normalizer, at::IntArrayRef flags, at::ArrayRef<double> scales, int64_t valid_count, int64_t max_bytes,
                  std::optional<at::ScalarType> dtype) {
   if (differentiable(hidden, weight, bias)) {
-    const auto out = Autograd::apply(hidden, weight, value_or_undefined(bias), target, class_weight, normalizer, flags.vec(), scales.vec(),
+    const auto out = Autograd::apply(hidden, weight, bias, target, class_weight, normalizer, flags.vec(), scales.vec(),
                                      valid_count, max_bytes, dtype);
     return {out[0], out[1], out[2], out[3]};
   }

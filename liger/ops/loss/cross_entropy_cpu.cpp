@@ -55,34 +55,36 @@ void row(const CrossEntropy& a, int64_t r, float* exps) {
   const auto exp_of = [&](Vec v) { return Math::exp(logit(v) - Vec(max)); };
   if (exps) row_map(n, exps, exp_of, x), sum = row_sum(n, [](Vec e) { return e; }, exps);
   else sum = row_sum(n, exp_of, x);
-  const float lse = max + std::log(sum), p_y = std::exp(z_y - lse);
+  // A row's own numbers in double: the label's gradient, p − 1 in essence, is then rounded once.
+  const double lse = max + std::log(double(sum)), p_y = std::exp(double(z_y) - max) / sum;
 
   const auto weight = [&](int64_t c) { return a.class_weight ? a.class_weight[c] : 1; };
-  const float by_0 = a.norm[0] > 0 ? 1 / a.norm[0] : 0, by_1 = a.norm[1] > 0 ? 1 / a.norm[1] : 0;
-  const float smooth = a.label_smoothing / n, w_y = (1 - a.label_smoothing) * weight(y), scale = a.token_scaling ? p_y : 1;
-  float smoothing = 0;
+  const double by_0 = a.norm[0] > 0 ? 1. / a.norm[0] : 0, by_1 = a.norm[1] > 0 ? 1. / a.norm[1] : 0;
+  const double smooth = double(a.label_smoothing) / n, w_y = (1. - a.label_smoothing) * weight(y), scale = a.token_scaling ? p_y : 1;
+  double smoothing = 0;
   if (smooth > 0) {
     const float weighted = a.class_weight ? row_sum(n, [&](Vec v, Vec w) { return logit(v) * w; }, x, a.class_weight) : row_sum(n, logit, x);
     smoothing = smooth * (lse * a.norm[2] - weighted);
   }
-  const float z_loss = a.lse_square_scale * lse * lse * by_1 * scale;
-  a.loss[r] = (w_y * (lse - z_y) + smoothing) * by_0 * scale + z_loss;
-  a.z_loss[r] = z_loss;
+  const double z_loss = a.lse_square_scale * lse * lse * by_1 * scale;
+  a.loss[r] = float((w_y * (lse - z_y) + smoothing) * by_0 * scale + z_loss);
+  a.z_loss[r] = float(z_loss);
   if (!dx) return;
 
-  const float s = scale * (a.upstream ? a.upstream[r] : 1);
-  const float all = s * ((w_y + smooth * a.norm[2]) * by_0 + 2 * a.lse_square_scale * lse * by_1), label = s * w_y * by_0;
-  const Vec each(s * smooth * by_0);
+  const double s = scale * (a.upstream ? a.upstream[r] : 1);
+  const double all = s * ((w_y + smooth * a.norm[2]) * by_0 + 2 * a.lse_square_scale * lse * by_1), label = s * w_y * by_0;
+  const Vec each{float(s * smooth * by_0)};
   const auto chain = [&](Vec v) {  // dz/dx
     const Vec t = logit(v) * inverse_cap;
     return Vec(1.f) - t * t;
   };
-  const float d_y = (all * p_y - s * smooth * by_0 * weight(y) - label) * (capped ? 1 - (z_y / a.softcap) * (z_y / a.softcap) : 1);
+  const double t_y = capped ? double(z_y) / a.softcap : 0;
+  const double d_y = (all * p_y - s * smooth * by_0 * weight(y) - label) * (1 - t_y * t_y);
   if (exps && !capped && smooth == 0) {
-    const Vec by(all / sum);
+    const Vec by{float(all / sum)};
     row_map(n, dx, [&](Vec e) { return e * by; }, exps);
   } else {
-    const Vec by(all), shift(lse);
+    const Vec by{float(all / sum)}, shift(max);
     for_each(n, [&](int64_t c, int64_t k) {
       const Vec v = read(x + c, k);
       Vec d = by * Math::exp(logit(v) - shift);
@@ -90,7 +92,7 @@ void row(const CrossEntropy& a, int64_t r, float* exps) {
       write(capped ? d * chain(v) : d, dx + c, k);
     });
   }
-  dx[y] = T(d_y);
+  dx[y] = T(float(d_y));
 }
 
 }  // namespace

@@ -31,8 +31,9 @@ struct Part {
   ArgMax::Value best;
 };
 
-inline constexpr int kThreads = 512, kBlocks = 3;      // three blocks an SM: one loads while another reduces and a third stores
+inline constexpr int kThreads = 384, kBlocks = 3;      // three blocks an SM: one loads while another reduces and a third stores
 inline constexpr int kResidentBytes = 64 * 1024;       // of a row that one block keeps in shared memory
+inline constexpr int kResidentCluster = 4, kCluster = 8;  // blocks on a row: beyond 4 a second read costs less than the waiting
 
 /// A row of logits is read once: its blocks (a cluster) keep it in shared memory between the two passes. Where it is too long for
 /// that, the second pass reads it again. kPlain: no class weight, smoothing, softcap or argmax.
@@ -47,8 +48,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks) rows_kernel(CrossEntropy a,
   const bool first = rank == 0 && threadIdx.x == 0;
 
   if (y == a.ignore_index) {
+    constexpr float zeros[kWidth] = {};
     if (a.dx)
-      for (int k = begin + threadIdx.x; k < end; k += kThreads) dx.store(k, {}, x);
+      for (int k = begin + threadIdx.x; k < end; k += kThreads) dx.store(k, zeros, x);
     if (first) {
       a.loss[row] = a.z_loss[row] = 0;
       if (a.correct) a.correct[row] = 0;
@@ -69,17 +71,17 @@ __global__ void __launch_bounds__(kThreads, kBlocks) rows_kernel(CrossEntropy a,
   for_each_pack<4>(x, begin, end, T(-INFINITY), [&](int k, const auto& pack) {
     if (resident) kept[k - begin] = pack;
     float z[kWidth];
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) z[j] = logit(float(pack.v[j]));
-    Softmax::push(sum, z);
+    pack.to_float(z);
     if constexpr (!kPlain) {
       for (int j = 0; j < kWidth; ++j) {
         const int c = x.column(k) + j;
-        if (c < 0 || c >= x.n) continue;
+        if (c < 0 || c >= x.n) continue;  // stays −inf, which a softcap would lift
+        z[j] = logit(z[j]);
         if (a.label_smoothing > 0) weighted += weight(c) * z[j];
         if (z[j] > best.max) best = {z[j], c};
       }
     }
+    Softmax::push(sum, z);
   });
   sum = RowReduce<Softmax>()(sum);
   if constexpr (!kPlain) best = RowReduce<ArgMax>()(best), weighted = RowReduce<Sum>()(weighted);
@@ -96,26 +98,28 @@ __global__ void __launch_bounds__(kThreads, kBlocks) rows_kernel(CrossEntropy a,
     cluster_sync();  // a block's shared memory stays until all have read it
   }
 
-  const float lse = Softmax::lse(sum), p_y = expf(z_y - lse);
-  const float by_0 = a.norm[0] > 0 ? 1 / a.norm[0] : 0, by_1 = a.norm[1] > 0 ? 1 / a.norm[1] : 0;
-  const float smooth = kPlain ? 0 : a.label_smoothing / a.cols;
-  const float w_y = (1 - (kPlain ? 0 : a.label_smoothing)) * (kPlain ? 1 : weight(int(y)));
-  const float scale = a.token_scaling ? p_y : 1;
+  // A row's own numbers are long products: where that shows they are rounded once, at the end.
+  using Scalar = std::conditional_t<kPlain && sizeof(T) == 2, float, double>;
+  const float lse = Softmax::lse(sum);
+  const Scalar p_y = expf(z_y - sum.max) / Scalar(sum.sum), by_0 = a.norm[0] > 0 ? 1 / Scalar(a.norm[0]) : 0, by_1 = a.norm[1] > 0 ? 1 / Scalar(a.norm[1]) : 0;
+  const Scalar smooth = kPlain ? 0 : a.label_smoothing / Scalar(a.cols);
+  const Scalar w_y = kPlain ? 1 : (1 - Scalar(a.label_smoothing)) * weight(int(y)), scale = a.token_scaling ? p_y : 1;
   if (first) {
-    const float z_loss = a.lse_square_scale * lse * lse * by_1 * scale;
-    const float smoothing = smooth > 0 ? smooth * (lse * a.norm[2] - weighted) : 0;
-    a.loss[row] = (w_y * (lse - z_y) + smoothing) * by_0 * scale + z_loss;
-    a.z_loss[row] = z_loss;
+    const Scalar z_loss = Scalar(a.lse_square_scale) * lse * lse * by_1 * scale;
+    const Scalar smoothing = smooth > 0 ? smooth * (Scalar(lse) * a.norm[2] - weighted) : 0;
+    a.loss[row] = float((w_y * (lse - z_y) + smoothing) * by_0 * scale + z_loss);
+    a.z_loss[row] = float(z_loss);
     if (a.correct) a.correct[row] = best.at == y;
     if (a.predicted) a.predicted[row] = best.at;
   }
   if (!a.dx) return;
 
-  const float s = scale * (a.upstream ? a.upstream[row] : 1);
-  const float all = s * ((w_y + smooth * (kPlain ? 0 : a.norm[2])) * by_0 + 2 * a.lse_square_scale * lse * by_1);
-  const float each = s * smooth * by_0, label = s * w_y * by_0;
-  const auto gradient = [&](float v, int c, float p) {
-    float d = all * p;
+  const Scalar s = scale * (a.upstream ? a.upstream[row] : 1);
+  // exp(z − max) / Σ instead of exp(z − lse): the rounding of lse would be in every p.
+  const float all = float(s / sum.sum * ((w_y + smooth * (kPlain ? 0 : a.norm[2])) * by_0 + 2 * a.lse_square_scale * lse * by_1));
+  const float each = float(s * smooth * by_0), label = float(s * w_y * by_0);
+  const auto gradient = [&](float v, int c, float e) {
+    float d = all * e;
     if constexpr (!kPlain) {
       if (each != 0) d -= each * weight(c);
     }
@@ -126,16 +130,15 @@ __global__ void __launch_bounds__(kThreads, kBlocks) rows_kernel(CrossEntropy a,
     }
     return d;
   };
-  const auto second = [&](int k, auto pack) {
+  const auto second = [&](int k, const auto& pack) {
+    float f[kWidth];
+    pack.to_float(f);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
       const int c = x.column(k) + j;
-      if constexpr (!kPlain)
-        if (c < 0 || c >= x.n) continue;
-      const float v = float(pack.v[j]);
-      pack.v[j] = T(gradient(v, c, Softmax::exp(logit(v), lse)));
+      if (kPlain || (c >= 0 && c < x.n)) f[j] = gradient(f[j], c, Softmax::exp(logit(f[j]), sum.max));
     }
-    dx.store(k, pack, x);
+    dx.store(k, f, x);
   };
   if (resident)
     for (int k = begin + threadIdx.x; k < end; k += kThreads) second(k, kept[k - begin]);
@@ -166,9 +169,9 @@ LIGER_REGISTER(cross_entropy_rows, [](const CrossEntropy& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
     const int64_t packs = a.cols / Row<T>::kWidth + 2;  // as many as a row of any alignment touches
     int cluster = 1;
-    while (has_clusters() && cluster < 8 && packs * 16 > int64_t(cluster) * kResidentBytes) cluster *= 2;
+    while (has_clusters() && cluster < kCluster && packs * 16 > int64_t(cluster) * kResidentBytes) cluster *= 2;
     const int64_t share = (packs + cluster - 1) / cluster;
-    const bool resident = a.dx && share * 16 <= kResidentBytes;
+    const bool resident = a.dx && cluster <= kResidentCluster && share * 16 <= kResidentBytes;
     const bool plain = !a.class_weight && a.label_smoothing == 0 && a.softcap == 0 && !a.correct && !a.predicted;
     launch(plain ? rows_kernel<T, true> : rows_kernel<T, false>,
            {.blocks = a.rows * cluster, .threads = kThreads, .shared_bytes = resident ? int(share * 16) : 0, .cluster = cluster}, s, a, cluster, resident);

@@ -17,29 +17,27 @@ __device__ float inverse_rms(float sum, int64_t cols, float eps, Casting casting
   return casting == Casting::None ? round_to<T>(rstd) : rstd;
 }
 
-/// The weight of every row of a block; 1 where there is none.
-template <class W, class Tile>
-__device__ Tile load_weight(const void* w, float offset, int64_t cols) {
-  return w ? load<W, Tile>(w, 0, 1, cols) + offset : Tile() + 1.f;
-}
-
+/// Few registers, so that enough blocks share an SM: one loads while another reduces and a third stores.
 template <class T, class W, class Tile>
-__global__ void __launch_bounds__(kTileThreads) forward_kernel(RmsNormForward a) {
+__global__ void __maxnreg__(40) forward_kernel(RmsNormForward a) {
   const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   RowReduce<Sum> reduce;
-  const Tile x = load<T, Tile>(a.x, row, a.rows, a.cols);
-  Tile w = load_weight<W, Tile>(a.w, a.offset, a.cols);
-  if (a.casting == Casting::None) w = round_to<T>(w);
+  const auto raw_x = fetch<T, Tile>(a.x, row, a.rows, a.cols);
+  const auto raw_w = fetch<W, Tile>(a.w, 0, a.w ? 1 : 0, a.cols);
+  const Tile x = unpack(raw_x);
   const float rstd = inverse_rms<T>(row_sum(x * x, reduce), a.cols, a.eps, a.casting);
-  const Casting casting = a.casting;
-  store<T>(Tile::map([=](float x, float w) { return normalise<T>(x, rstd, casting) * w; }, x, w), a.y, row, a.rows, a.cols);
+  Tile xhat = x * rstd, w = unpack(raw_w) + (a.w ? a.offset : 1);
+  if (a.casting != Casting::Gemma) xhat = round_to<T>(xhat);
+  if (a.casting == Casting::None) w = round_to<T>(w);
+  store<T>(xhat * w, a.y, row, a.rows, a.cols);
   if (threadIdx.x == 0 && row < a.rows) a.rstd[row] = rstd;
 }
 
 /// Each block walks every gridDim-th group of rows, fetches the next one while it works, and keeps its part of dw in registers.
 template <class T, class W, class Tile>
 __global__ void __launch_bounds__(kTileThreads) backward_kernel(RmsNormBackward a) {
-  const Tile w = load_weight<W, Tile>(a.w, a.offset, a.cols);
+  const auto raw_w = fetch<W, Tile>(a.w, 0, a.w ? 1 : 0, a.cols);
+  const float plus = a.w ? a.offset : 1;
   const int64_t step = int64_t(gridDim.x) * blockDim.y;
   const Casting casting = a.casting;
   RowReduce<Sum> reduce;
@@ -53,9 +51,10 @@ __global__ void __launch_bounds__(kTileThreads) backward_kernel(RmsNormBackward 
     next_x = fetch<T, Tile>(a.x, row + step, a.rows, a.cols);
     next_dy = fetch<T, Tile>(a.dy, row + step, a.rows, a.cols);
     const float rstd = row < a.rows ? a.rstd[row] : 0;
-    const float mean = row_sum(Tile::map([=](float dy, float w, float x) { return dy * w * (x * rstd); }, dy, w, x), reduce) / a.cols;
-    if (a.dx) store<T>(Tile::map([=](float dy, float w, float x) { return rstd * (dy * w - x * rstd * mean); }, dy, w, x), a.dx, row, a.rows, a.cols);
-    dw = Tile::map([=](float dw, float dy, float x) { return dw + dy * normalise<T>(x, rstd, casting); }, dw, dy, x);
+    const Tile g = dy * (unpack(raw_w) + plus), xhat = x * rstd;
+    dw = dw + dy * (casting == Casting::Gemma ? xhat : round_to<T>(xhat));
+    const float mean = row_sum(g * xhat, reduce) / a.cols;
+    if (a.dx) store<T>(Tile::map([=](float g, float xhat) { return rstd * (g - xhat * mean); }, g, xhat), a.dx, row, a.rows, a.cols);
   }
   if (!a.dw) return;
   // The rows of a block are added in turn, so that a block is one share.
@@ -76,17 +75,21 @@ __global__ void __launch_bounds__(1024) forward_long_kernel(RmsNormForward a) {
   RowReduce<Sum> reduce;
   float sum = 0;
   for_each_pack<4>(x, 0, x.packs(), T(0), [&](int, const auto& pack) {
-    for (const T v : pack.v) sum += float(v) * float(v);
+    float f[Row<T>::kWidth];
+    pack.to_float(f);
+    for (const float v : f) sum += v * v;
   });
   const float rstd = inverse_rms<T>(reduce(sum), a.cols, a.eps, a.casting);
-  for_each_pack<4>(x, 0, x.packs(), T(0), [&](int k, auto pack) {
+  for_each_pack<4>(x, 0, x.packs(), T(0), [&](int k, const auto& pack) {
+    float f[Row<T>::kWidth];
+    pack.to_float(f);
 #pragma unroll
     for (int j = 0; j < Row<T>::kWidth; ++j) {
       const int c = x.column(k) + j;
       const float w = a.w && c >= 0 && c < x.n ? weight<T>(float(static_cast<const W*>(a.w)[c]), a) : 1;
-      pack.v[j] = T(normalise<T>(float(pack.v[j]), rstd, a.casting) * w);
+      f[j] = normalise<T>(f[j], rstd, a.casting) * w;
     }
-    y.store(k, pack, x);
+    y.store(k, f, x);
   });
   if (threadIdx.x == 0) a.rstd[blockIdx.x] = rstd;
 }
@@ -124,10 +127,13 @@ LIGER_REGISTER(rms_norm_forward, [](const RmsNormForward& a, Stream s) {
 LIGER_REGISTER(rms_norm_backward, [](const RmsNormBackward& a, Stream s) {
   if (a.rows == 0) return;
   dispatch_weighted(a.dtype, a.w_dtype, [&]<class T, class W>() {
-    if (!dispatch_tile<T, 8>(a.cols, 512, {a.dy, a.x, a.w, a.dx, a.dw}, [&]<class Tile>(dim3 threads) {
-          launch(backward_kernel<T, W, Tile>,
-                 {.blocks = a.shares, .threads = threads, .shared_bytes = threads.y > 1 ? int(a.cols * sizeof(float)) : 0}, s, a);
-        }))
+    const auto in_registers = [&]<class Tile>(dim3 threads) {
+      launch(backward_kernel<T, W, Tile>,
+             {.blocks = a.shares, .threads = threads, .shared_bytes = threads.y > 1 ? int(a.cols * sizeof(float)) : 0}, s, a);
+    };
+    // One pack a thread leaves room to fetch the next row ahead.
+    if (!dispatch_tile<T, 16 / sizeof(T)>(a.cols, 512, {a.dy, a.x, a.w, a.dx, a.dw}, in_registers) &&
+        !dispatch_tile<T, 8>(a.cols, 512, {a.dy, a.x, a.w, a.dx, a.dw}, in_registers))
       launch(backward_long_kernel<T, W>, {.blocks = a.shares, .threads = 1024}, s, a);
   });
 });

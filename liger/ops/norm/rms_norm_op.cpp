@@ -47,10 +47,10 @@ const auto& forward_op() { static const auto op = typed_op("liger::rms_norm_forw
 const auto& backward_op() { static const auto op = typed_op("liger::rms_norm_backward", backward); return op; }
 
 struct Autograd : torch::autograd::Function<Autograd> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& w, double eps, double offset, int64_t casting) {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptTensor& w, double eps, double offset, int64_t casting) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [y, rstd] = forward_op().call(x, optional(w), eps, offset, casting);
-    ctx->save_for_backward({x, w, rstd});
+    auto [y, rstd] = forward_op().call(x, w, eps, offset, casting);
+    ctx->save_for_backward({x, value_or_undefined(w), rstd});
     ctx->saved_data["attrs"] = std::make_tuple(offset, casting, wants_grad(x), wants_grad(w));
     return y;
   }
@@ -64,7 +64,7 @@ struct Autograd : torch::autograd::Function<Autograd> {
 };
 
 Tensor autograd(const Tensor& x, const OptTensor& w, double eps, double offset, int64_t casting) {
-  if (differentiable(x, w)) return Autograd::apply(x, value_or_undefined(w), eps, offset, casting);
+  if (differentiable(x, w)) return Autograd::apply(x, w, eps, offset, casting);
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   return public_op().call(x, w, eps, offset, casting);
 }

@@ -27,15 +27,16 @@ __global__ void __launch_bounds__(1024) rotate_kernel(Rope a) {
     const Values x1 = *reinterpret_cast<const Values*>(in), x2 = *reinterpret_cast<const Values*>(in + half);
     const Angles cos = *reinterpret_cast<const Angles*>(static_cast<const Table*>(a.cos) + table + c);
     const Angles sin = *reinterpret_cast<const Angles*>(static_cast<const Table*>(a.sin) + table + c);
-    Values o1, o2;
+    float u[kWidth], v[kWidth], co[kWidth], si[kWidth];
+    x1.to_float(u), x2.to_float(v), cos.to_float(co), sin.to_float(si);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
-      const float u = float(x1.v[j]), v = float(x2.v[j]), co = float(cos.v[j]), si = float(sin.v[j]) * a.direction;
-      o1.v[j] = T(u * co - v * si);
-      o2.v[j] = T(v * co + u * si);
+      const float c1 = u[j] * co[j] - v[j] * si[j] * a.direction;
+      v[j] = v[j] * co[j] + u[j] * si[j] * a.direction;
+      u[j] = c1;
     }
-    *reinterpret_cast<Values*>(out) = o1;
-    *reinterpret_cast<Values*>(out + half) = o2;
+    *reinterpret_cast<Values*>(out) = Values::from_float(u);
+    *reinterpret_cast<Values*>(out + half) = Values::from_float(v);
   }
   const int rest = int(a.dim) - 2 * half;
   for (int i = threadIdx.x; i < heads * rest; i += blockDim.x) {

@@ -50,9 +50,6 @@ def get_amp_custom_fwd_bwd():
     return functools.partial(torch.amp.custom_fwd, device_type=device), functools.partial(torch.amp.custom_bwd, device_type=device)
 
 
-amp_custom_fwd, amp_custom_bwd = get_amp_custom_fwd_bwd()
-
-
 def full_tensor(x):
     """A DTensor's whole value; anything else as it is."""
     dtensor = getattr(getattr(torch.distributed, "tensor", None), "DTensor", None)
@@ -60,6 +57,8 @@ def full_tensor(x):
 
 
 def __getattr__(name):
+    if name in ("amp_custom_fwd", "amp_custom_bwd"):  # asking for the device may import transformers
+        return get_amp_custom_fwd_bwd()[name == "amp_custom_bwd"]
     if name == "torch_to_triton_dtype":  # indexed by kernels of others, where Triton is installed
         import triton.language as tl
 

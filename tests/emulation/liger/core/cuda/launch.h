@@ -21,11 +21,13 @@
 #define __host__
 #define __shared__ static thread_local
 #define __launch_bounds__(...)
+#define __maxnreg__(...)
 
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
   dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
+struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 inline thread_local dim3 threadIdx, blockIdx, blockDim, gridDim;
 
@@ -211,6 +213,21 @@ inline void cluster_sync() {
 template <class T>
 const T* of_block(const T* p, int rank) {
   return reinterpret_cast<const T*>(reinterpret_cast<const char*>(p) - &emulation::base + emulation::cluster->bases[rank]);
+}
+
+template <class T>
+float2 to_floats(unsigned word) {
+  T pair[2];
+  std::memcpy(pair, &word, 4);
+  return {float(pair[0]), float(pair[1])};
+}
+
+template <class T>
+unsigned to_word(float low, float high) {
+  const T pair[2] = {T(low), T(high)};
+  unsigned word;
+  std::memcpy(&word, pair, 4);
+  return word;
 }
 
 [[noreturn]] inline void fail_label(int64_t label, int64_t classes) {

@@ -1,0 +1,50 @@
+# `make help` lists the targets. VENV= uses the Python that is on the path, where nothing can be fetched.
+VENV ?= .venv
+PYTHON ?= python3
+ARGS ?=
+
+ifeq ($(VENV),)
+py := $(PYTHON)
+ready := build/system.ready
+else
+py := $(VENV)/bin/python
+ready := $(VENV)/ready
+endif
+sources := $(shell find liger python cmake -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' -o -name '*.cmake' -o -name '*.in' -o -name '*.py') \
+           CMakeLists.txt pyproject.toml
+
+.PHONY: help train test bench install clean
+.DEFAULT_GOAL := help
+
+help:  ## what there is
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## */\t/' | expand -t 10
+
+train: $(ready)  ## train a Llama on real text twice, plain and patched, and compare; ARGS="--help" lists its options
+	$(py) examples/train.py $(ARGS)
+
+test: $(ready)  ## everything: the C++ API, every operator, the CUDA kernels (emulated without a GPU), Hugging Face, the layers
+	PYTHON=$(py) bash tests/run.sh
+
+bench: $(ready)  ## time every operator against its rivals; ARGS="--help" lists the options
+	$(py) benchmarks/bench.py $(ARGS)
+
+install: $(ready)  ## build the package and install it into $(VENV)
+
+clean:  ## remove what was built
+	rm -rf build out $(VENV)
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch first, for the build to find; then the package, built against it. With a GPU and no nvcc the compiler comes from the package index.
+.venv/ready $(VENV)/ready: $(VENV)/bin/python requirements.txt $(sources)
+	$(py) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	if command -v nvidia-smi >/dev/null && ! command -v nvcc >/dev/null && [ ! -x /usr/local/cuda/bin/nvcc ]; then \
+	  $(py) -m pip install --quiet --disable-pip-version-check -r requirements-cuda.txt; fi
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(py) -m pip install --disable-pip-version-check --no-build-isolation --no-deps -v . 2>&1 | sed -nE '/liger 1|rror|CMake Warning/p'
+	$(py) -c "import liger_kernel.ops" && touch $(VENV)/ready
+
+# Nothing is installed into the system's Python: the library is built beside, and the sources are used where they stand.
+build/system.ready: $(sources)
+	cmake -S . -B build/system -G Ninja -DPython_EXECUTABLE=$$(command -v $(PYTHON)) | sed -n '/liger 1/p'
+	cmake --build build/system --target liger && touch $@

@@ -1,0 +1,326 @@
+"""Times the operators against their rivals, in turns, in one process, over the cases of tests/cases.
+
+    python benchmarks/bench.py                                  every operator at its shapes, on the GPU if there is one
+    python benchmarks/bench.py --op rms_norm --shape 4096,4096 --dtype float32 --device cpu
+    python benchmarks/bench.py --compare docs/performance.json  what changed since that run
+
+Rivals: eager torch, torch.compile of the plain operator, torch's own fused operator where there is one, and, where they can be
+imported, quack, cut_cross_entropy and liger_kernel with Triton (--triton-liger DIR: a folder that holds that package, which has our name).
+
+Per shape and rival, forward / forward and backward:
+  gpu    time of a CUDA graph's replay, inputs rotating over more than twice the L2 cache (ms)
+  eager  wall time of a call, the device awaited only at the end of a run of calls (ms)
+  host   time until a call returns, on inputs too small to matter (us)
+  peak   memory beyond the inputs (MiB)
+  rate   bytes of the floor over the time, as a fraction of a copy of the first input in the same run; for operators made of GEMMs the
+         time of the bare GEMMs over the operator's
+"""
+
+import argparse
+import importlib
+import json
+import os
+import statistics
+import sys
+import time
+from datetime import date
+
+import torch
+from tabulate import tabulate
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "tests"))
+
+from cases import all_cases  # noqa: E402
+
+MODES = ("forward", "forward+backward")
+
+
+def triton_liger(folder):
+    """The functional module of the package in `folder` that has our name: ours steps aside while it is imported."""
+    ours = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "liger_kernel"}
+    sys.path.insert(0, folder)
+    try:
+        return importlib.import_module("liger_kernel.transformers.functional")
+    finally:
+        sys.path.remove(folder)
+        for name in [name for name in sys.modules if name.split(".")[0] == "liger_kernel"]:
+            del sys.modules[name]
+        sys.modules.update(ours)
+
+
+def triton_call(case, functional, inputs, options):
+    if case.name == "rms_norm":
+        return lambda: functional.liger_rms_norm(*inputs, 1e-6, in_place=False)
+    if case.name == "gated":
+        return lambda: {"silu": functional.liger_swiglu, "gelu_tanh": functional.liger_geglu}[options["activation"]](*inputs)
+    if case.name == "rope":
+        return lambda: functional.liger_rope(*inputs)
+    if case.name == "cross_entropy":
+        return lambda: functional.liger_cross_entropy(inputs[0], inputs[1])
+    if case.name == "fused_linear_cross_entropy":
+        return lambda: functional.liger_fused_linear_cross_entropy(inputs[0], inputs[1], inputs[3])
+
+
+class Contestant:
+    """One implementation on several sets of inputs."""
+
+    def __init__(self, name, calls, sets, upstream):
+        self.name, self.calls, self.sets, self.upstream = name, calls, sets, upstream
+
+    def run(self, mode, i):
+        if mode == "forward":
+            with torch.no_grad():
+                return self.calls[i]()
+        out = self.calls[i]()
+        out = out if isinstance(out, tuple) else (out,)
+        wanted = [t for t in self.sets[i] if t is not None and t.requires_grad]
+        return torch.autograd.grad(out, wanted, self.upstream)
+
+
+def synchronize(device):
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def timed(f, device, seconds, least=3):
+    """The median time of f in ms; each sample is a run of calls long enough for the clock."""
+    f()
+    synchronize(device)
+    start = time.perf_counter()
+    f()
+    synchronize(device)
+    once = time.perf_counter() - start
+    calls = max(1, int(0.01 / max(once, 1e-6)))
+    samples, end = [], time.perf_counter() + seconds
+    while len(samples) < least or time.perf_counter() < end:
+        start = time.perf_counter()
+        for _ in range(calls):
+            f()
+        synchronize(device)
+        samples.append((time.perf_counter() - start) / calls)
+    return statistics.median(samples) * 1e3
+
+
+def graph_of(contestant, mode):
+    """A replay of all sets in turn, or None where the implementation cannot be captured."""
+    try:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                contestant.run(mode, 0)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for i in range(len(contestant.sets)):
+                contestant.run(mode, i)
+        return graph
+    except Exception:
+        torch.cuda.synchronize()
+        return None
+
+
+def gpu_time(graphs, rounds):
+    """Median time per contestant of a replay in ms, in turns."""
+    samples = {name: [] for name in graphs}
+    for r in range(rounds + 1):
+        for name, graph in graphs.items():
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if r:
+                samples[name].append(begin.elapsed_time(end))
+    return {name: statistics.median(s) for name, s in samples.items()}
+
+
+def peak_memory(contestant, mode):
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = contestant.run(mode, 0)
+    del result
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def host_time(contestant, mode, device):
+    """Time until a call returns, in us: a short burst that the device's queue swallows."""
+    for _ in range(20):
+        contestant.run(mode, 0)
+    synchronize(device)
+    samples = []
+    for _ in range(10):
+        start = time.perf_counter()
+        for _ in range(50):
+            contestant.run(mode, 0)
+        samples.append((time.perf_counter() - start) / 50)
+        synchronize(device)
+    return statistics.median(samples) * 1e6
+
+
+def contestants(case, shape, options, args, sets_wanted):
+    sets = [case.inputs(shape, options, args.dtype, args.device, seed=i) for i in range(sets_wanted)]
+    out = case.op(*sets[0], **options)
+    torch.manual_seed(0)
+    upstream = [torch.randn_like(o) if o.dim() else torch.ones_like(o) for o in (out if isinstance(out, tuple) else (out,))]
+    del out
+    compiled = torch.compile(lambda *inputs: case.reference(*inputs, **options), dynamic=False)
+    # Bound early: each closure has its own inputs.
+    makers = {
+        "ours": lambda s: lambda: case.op(*s, **options),
+        "torch": lambda s: lambda: case.reference(*s, **options),
+        "compile": lambda s: lambda: compiled(*s),
+    }
+    found = {name: [make(s) for s in sets] for name, make in makers.items()}
+    if case.rivals:
+        each = [case.rivals(s, options) for s in sets]
+        found.update({name: [e[name] for e in each] for name in each[0]})
+    if args.functional:
+        calls = [triton_call(case, args.functional, s, options) for s in sets]
+        if calls[0]:
+            found["liger (Triton)"] = calls
+    wanted = None if args.rivals is None else ["ours", *args.rivals.split(",")]
+    chosen = []
+    for name, calls in found.items():
+        if wanted and name not in wanted:
+            continue
+        contestant = Contestant(name, calls, sets, upstream)
+        try:
+            contestant.run(MODES[1], 0)
+        except Exception as error:
+            print(f"  {name} left out: {str(error).splitlines()[0] if str(error) else type(error).__name__}", file=sys.stderr)
+            continue
+        chosen.append(contestant)
+    return chosen
+
+
+def floor_time(case, shape, options, args):
+    """(forward, forward+backward) in ms of the floor: a copy's rate for the bytes, or the bare GEMMs."""
+    if case.flops:
+        hidden, weight = case.inputs(shape, options, args.dtype, args.device)[:2]
+        hidden, weight = hidden.detach(), weight.detach()
+        logits, dx, dw = hidden @ weight.T, torch.empty_like(hidden), torch.empty_like(weight)
+        gemms = [lambda: torch.mm(hidden, weight.T, out=logits), lambda: torch.mm(logits, weight, out=dx), lambda: torch.mm(logits.T, hidden, out=dw)]
+        each = [timed(g, args.device, args.seconds) for g in gemms]
+        return each[0], sum(each)
+    if not case.bytes:
+        return None
+    first = case.inputs(shape, options, args.dtype, args.device)[0].detach()
+    second = torch.empty_like(first)
+    rate = 2 * first.numel() * first.element_size() / timed(lambda: second.copy_(first), args.device, args.seconds)
+    forward, backward = case.bytes(shape, options, first.element_size())
+    return forward / rate, (forward + backward) / rate
+
+
+def measure(case, shape, options, args):
+    rotate = 1
+    if args.device == "cuda":
+        size = sum(t.nbytes for t in case.inputs(shape, options, args.dtype, args.device) if t is not None)
+        rotate = max(1, min(8, -(-2 * torch.cuda.get_device_properties(0).L2_cache_size // size)))
+    field = contestants(case, shape, options, args, rotate)
+    rows = {c.name: {"case": case.name, "shape": shape, "options": options, "rival": c.name} for c in field}
+    floor = floor_time(case, shape, options, args)
+    for m, mode in enumerate(MODES):
+        if args.device == "cuda":
+            graphs = {c.name: g for c in field if (g := graph_of(c, mode))}
+            for name, ms in gpu_time(graphs, args.rounds).items():
+                rows[name][f"gpu {mode}"] = ms / rotate
+            del graphs
+            torch.cuda.empty_cache()
+        # In turns: every contestant is timed in each of three rounds, and its median counts.
+        eager = {c.name: [] for c in field}
+        for _ in range(3):
+            for c in field:
+                eager[c.name].append(timed(lambda: c.run(mode, 0), args.device, args.seconds / 3))
+        for c in field:
+            row = rows[c.name]
+            row[f"eager {mode}"] = statistics.median(eager[c.name])
+            if args.device == "cuda":
+                row[f"peak {mode}"] = peak_memory(c, mode)
+            if floor:
+                row[f"rate {mode}"] = floor[m] / row.get(f"gpu {mode}", row[f"eager {mode}"])
+    return list(rows.values())
+
+
+def measure_host(case, options, args):
+    """Host time at the case's second test shape, where the work is next to nothing."""
+    rows = []
+    for c in contestants(case, case.shapes[1], options, args, 1):
+        row = {"case": case.name, "shape": case.shapes[1], "options": options, "rival": c.name}
+        rows.append(row | {f"host {mode}": host_time(c, mode, args.device) for mode in MODES})
+    return rows
+
+
+def key(row):
+    return json.dumps([row["case"], list(row["shape"]), row["options"], row["rival"]])
+
+
+def pair(row, what, digits=".3f"):
+    values = [row.get(f"{what} {mode}") for mode in MODES]
+    return " / ".join("-" if v is None else format(v, digits) for v in values) if any(v is not None for v in values) else ""
+
+
+def table(rows, old):
+    lines = []
+    for row in rows:
+        options = " ".join(f"{k}={v}" for k, v in row["options"].items())
+        line = [f"{row['case']} {'x'.join(map(str, row['shape']))} {options}".strip(), row["rival"], pair(row, "gpu"), pair(row, "eager"), pair(row, "host", ".1f"),
+                pair(row, "peak", ".0f"), pair(row, "rate", ".2f")]
+        if old is not None:
+            before = old.get(key(row), {})
+            what = next((w for w in ("gpu", "eager", "host") if f"{w} {MODES[1]}" in row), None)
+            then = before.get(f"{what} {MODES[1]}")
+            line.append(f"{row[f'{what} {MODES[1]}'] / then:.2f}" if then else "new")
+        lines.append(line)
+    headers = ["case", "rival", "gpu ms", "eager ms", "host us", "peak MiB", "rate"] + (["time / old"] if old is not None else [])
+    return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
+
+
+def machine(args):
+    name = torch.cuda.get_device_name() if args.device == "cuda" else next(
+        (line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "CPU") if os.path.exists("/proc/cpuinfo") else "CPU"
+    return {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__, "cuda": torch.version.cuda, "dtype": str(args.dtype)[6:], "date": str(date.today())}
+
+
+def main():
+    cases = {name: case for name, case in all_cases().items() if case.bench}
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--op", help=f"operators, separated by commas: {', '.join(cases)}")
+    p.add_argument("--shape", help="one shape, numbers separated by commas, instead of the case's")
+    p.add_argument("--dtype", default=None, help="bfloat16 (the default on a GPU), float32 (the default on a CPU) or float16")
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--rivals", help="only these, separated by commas: torch, compile, ...")
+    p.add_argument("--triton-liger", help="the folder of a liger_kernel with Triton")
+    p.add_argument("--seconds", type=float, default=0.3, help="time for each measurement")
+    p.add_argument("--rounds", type=int, default=20, help="graph replays in turns")
+    p.add_argument("--host", action="store_true", help="host time only")
+    p.add_argument("--out", help="write the rows as JSON")
+    p.add_argument("--compare", help="an earlier --out")
+    args = p.parse_args()
+    args.dtype = getattr(torch, args.dtype or ("bfloat16" if args.device == "cuda" else "float32"))
+    args.functional = triton_liger(args.triton_liger) if args.triton_liger else None
+    old = {key(row): row for row in json.load(open(args.compare))["rows"]} if args.compare else None
+    rows = []
+    for name in args.op.split(",") if args.op else cases:
+        case = cases[name]
+        benches = [(tuple(map(int, args.shape.split(","))), case.bench[0][1])] if args.shape else case.bench
+        for shape, options in [] if args.host else benches:
+            print(f"{name} {shape} {options}", file=sys.stderr)
+            found = measure(case, shape, options, args)
+            print(table(found, old), flush=True)
+            rows += found
+            torch._dynamo.reset()
+            if args.device == "cuda":
+                torch.cuda.empty_cache()
+        if args.host or args.device == "cuda":
+            rows += measure_host(case, benches[0][1], args)
+            torch._dynamo.reset()
+    print(table(rows, old))
+    if args.out:
+        with open(args.out, "w") as f:
+            json.dump({"machine": machine(args), "rows": rows}, f, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+#pragma once
+#include <torch/nn.h>
+#include "liger/ops.h"
+
+namespace liger::nn {
+
+struct GatedMLPOptions {
+  GatedMLPOptions(int64_t hidden_size, int64_t intermediate_size) : hidden_size_(hidden_size), intermediate_size_(intermediate_size) {}
+  TORCH_ARG(int64_t, hidden_size);
+  TORCH_ARG(int64_t, intermediate_size);
+  TORCH_ARG(bool, bias) = false;
+  TORCH_ARG(Activation, activation) = Activation::SiLU;
+};
+
+/// down_proj(act(gate_proj(x)) · up_proj(x)): SwiGLU, GeGLU and their relatives.
+struct GatedMLPImpl : torch::nn::Cloneable<GatedMLPImpl> {
+  explicit GatedMLPImpl(GatedMLPOptions o) : options(std::move(o)) { reset(); }
+
+  void reset() override {
+    const auto linear = [&](const char* name, int64_t in, int64_t out) {
+      return register_module(name, torch::nn::Linear(torch::nn::LinearOptions(in, out).bias(options.bias())));
+    };
+    gate_proj = linear("gate_proj", options.hidden_size(), options.intermediate_size());
+    up_proj = linear("up_proj", options.hidden_size(), options.intermediate_size());
+    down_proj = linear("down_proj", options.intermediate_size(), options.hidden_size());
+  }
+
+  at::Tensor forward(const at::Tensor& x) { return down_proj(gated(gate_proj(x), up_proj(x), options.activation())); }
+
+  GatedMLPOptions options;
+  torch::nn::Linear gate_proj{nullptr}, up_proj{nullptr}, down_proj{nullptr};
+};
+TORCH_MODULE(GatedMLP);
+
+}  // namespace liger::nn

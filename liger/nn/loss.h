@@ -1,0 +1,48 @@
+#pragma once
+#include <torch/nn.h>
+#include "liger/ops.h"
+
+namespace liger::nn {
+
+/// liger::cross_entropy with its options; returns the loss.
+struct CrossEntropyLossImpl : torch::nn::Cloneable<CrossEntropyLossImpl> {
+  explicit CrossEntropyLossImpl(CrossEntropyOptions o = {}, std::optional<at::Tensor> class_weight = {}) : options(o), class_weight(std::move(class_weight)) {}
+  void reset() override {}
+
+  at::Tensor forward(const at::Tensor& logits, const at::Tensor& target) { return cross_entropy(logits, target, options, class_weight).loss; }
+
+  CrossEntropyOptions options;
+  std::optional<at::Tensor> class_weight;
+};
+TORCH_MODULE(CrossEntropyLoss);
+
+struct LinearCrossEntropyOptions {
+  LinearCrossEntropyOptions(int64_t hidden_size, int64_t classes) : hidden_size_(hidden_size), classes_(classes) {}
+  TORCH_ARG(int64_t, hidden_size);
+  TORCH_ARG(int64_t, classes);
+  TORCH_ARG(bool, bias) = false;
+  TORCH_ARG(HeadOptions, loss);
+};
+
+/// A language model's head and its loss in one: holds the weight, and gives the logits or, with labels, the loss without them.
+struct LinearCrossEntropyImpl : torch::nn::Cloneable<LinearCrossEntropyImpl> {
+  explicit LinearCrossEntropyImpl(LinearCrossEntropyOptions o) : options(std::move(o)) { reset(); }
+
+  void reset() override {
+    linear = register_module("linear", torch::nn::Linear(torch::nn::LinearOptions(options.hidden_size(), options.classes()).bias(options.bias())));
+  }
+
+  at::Tensor forward(const at::Tensor& hidden) { return linear(hidden); }
+
+  /// hidden [..., hidden_size], target [...].
+  at::Tensor forward(const at::Tensor& hidden, const at::Tensor& target) {
+    const auto bias = linear->bias.defined() ? std::optional(linear->bias) : std::nullopt;
+    return fused_linear_cross_entropy(hidden.reshape({-1, hidden.size(-1)}), linear->weight, target.reshape({-1}), options.loss(), bias).loss;
+  }
+
+  LinearCrossEntropyOptions options;
+  torch::nn::Linear linear{nullptr};
+};
+TORCH_MODULE(LinearCrossEntropy);
+
+}  // namespace liger::nn

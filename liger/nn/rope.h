@@ -1,0 +1,34 @@
+#pragma once
+#include <torch/nn.h>
+#include "liger/ops.h"
+
+namespace liger::nn {
+
+struct RotaryEmbeddingOptions {
+  RotaryEmbeddingOptions(int64_t dim) : dim_(dim) {}
+  TORCH_ARG(int64_t, dim);                          // columns of a head that are rotated
+  TORCH_ARG(double, base) = 10000;
+};
+
+/// liger::rope for tokens at positions first, first + 1, …; angle of column pair i: position · base^(−2i/dim).
+struct RotaryEmbeddingImpl : torch::nn::Cloneable<RotaryEmbeddingImpl> {
+  explicit RotaryEmbeddingImpl(RotaryEmbeddingOptions o) : options(std::move(o)) { reset(); }
+
+  void reset() override {
+    const auto exponent = torch::arange(0, options.dim(), 2, torch::kFloat) / double(options.dim());
+    inv_freq = register_buffer("inv_freq", torch::pow(options.base(), -exponent));
+  }
+
+  /// q [batch, heads, seq, ≥ dim], k likewise.
+  std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& q, const at::Tensor& k, int64_t first = 0) {
+    const auto positions = torch::arange(first, first + q.size(2), inv_freq.options());
+    const auto half = torch::outer(positions, inv_freq), angles = torch::cat({half, half}, -1);
+    return rope(q, k, angles.cos(), angles.sin());
+  }
+
+  RotaryEmbeddingOptions options;
+  at::Tensor inv_freq;
+};
+TORCH_MODULE(RotaryEmbedding);
+
+}  // namespace liger::nn

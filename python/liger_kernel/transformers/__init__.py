@@ -1,0 +1,58 @@
+"""Drop-in modules, losses and functions, and patches for Hugging Face models.
+
+Only the patches import transformers, when they are first asked for.
+"""
+
+import importlib
+import importlib.util
+
+from liger_kernel.transformers import functional  # noqa: F401
+from liger_kernel.transformers.cross_entropy import LigerCrossEntropyLoss
+from liger_kernel.transformers.families import FAMILIES
+from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
+from liger_kernel.transformers.geglu import LigerGEGLUMLP
+from liger_kernel.transformers.rms_norm import LigerRMSNorm
+from liger_kernel.transformers.rope import liger_rotary_pos_emb
+from liger_kernel.transformers.swiglu import (
+    LigerBlockSparseTop2MLP,
+    LigerFalconH1SwiGLUMLP,
+    LigerPhi3SwiGLUMLP,
+    LigerQwen3MoeSwiGLUMLP,
+    LigerSwiGLUMLP,
+)
+
+_LAZY = {
+    "AutoLigerKernelForCausalLM": "auto_model",
+    **dict.fromkeys(("_apply_liger_kernel", "_apply_liger_kernel_to_instance"), "monkey_patch"),
+    **{f"apply_liger_kernel_to_{name}": "monkey_patch" for name in FAMILIES},
+}
+
+
+def is_transformers_available() -> bool:
+    """Whether transformers is installed."""
+    return importlib.util.find_spec("transformers") is not None
+
+
+def __getattr__(name):
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if not is_transformers_available():
+        raise ImportError(f"{name} needs the transformers library: run `pip install transformers`")
+    return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+
+
+__all__ = [
+    "is_transformers_available",
+    "LigerBlockSparseTop2MLP",
+    "LigerCrossEntropyLoss",
+    "LigerFalconH1SwiGLUMLP",
+    "LigerFusedLinearCrossEntropyLoss",
+    "LigerGEGLUMLP",
+    "LigerPhi3SwiGLUMLP",
+    "LigerQwen3MoeSwiGLUMLP",
+    "LigerRMSNorm",
+    "LigerSwiGLUMLP",
+    "liger_rotary_pos_emb",
+]
+if is_transformers_available():
+    __all__ += _LAZY

@@ -1,0 +1,27 @@
+"""Fused-loss forwards and losses; `model.<family>.lce_forward` is made from the family's row when it is asked for."""
+
+import sys
+import types
+
+from liger_kernel.transformers.families import FAMILIES
+
+
+def _family_module(row):
+    """The module `model.<family>`, whose `lce_forward` stands for the forward of the family's causal language model."""
+    module = types.ModuleType(f"{__name__}.{row.name}", f"The fused-loss forward of {row.name}.")
+
+    def __getattr__(name):
+        if name != "lce_forward":
+            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+        from liger_kernel.transformers import causal_lm
+
+        class_name, spec = next(iter(row.loss.items()))
+        return causal_lm.fused_forward(causal_lm.original_forward(getattr(row.namespace(), class_name)), spec)
+
+    module.__getattr__ = __getattr__
+    return module
+
+
+for _row in FAMILIES.values():
+    if _row.loss:
+        globals()[_row.name] = sys.modules[f"{__name__}.{_row.name}"] = _family_module(_row)

@@ -1,0 +1,141 @@
+"""`apply_liger_kernel_to_<family>` and the other patching functions, made from the table of families."""
+
+import inspect
+import logging
+import types
+
+import transformers
+from packaging import version
+from torch import nn
+from transformers import PreTrainedModel
+
+from liger_kernel.transformers.cross_entropy import LigerCrossEntropyLoss  # noqa: F401
+from liger_kernel.transformers.families import FAMILIES, MODEL_TYPES, SWITCHES
+from liger_kernel.transformers.functional import liger_cross_entropy  # noqa: F401
+from liger_kernel.transformers.geglu import LigerGEGLUMLP
+from liger_kernel.transformers.graft import Edits, become
+from liger_kernel.transformers.rms_norm import LigerRMSNorm
+from liger_kernel.transformers.rope import liger_rotary_pos_emb  # noqa: F401
+from liger_kernel.transformers.swiglu import (  # noqa: F401
+    LigerBlockSparseTop2MLP,
+    LigerPhi3SwiGLUMLP,
+    LigerSwiGLUMLP,
+)
+from liger_kernel.utils import PEFT_AVAILABLE  # noqa: F401
+
+transformer_version = version.parse(transformers.__version__)
+MIN_SUPPORTED_TRANSFORMERS_VERSION = version.parse("4.52.0")
+IS_TRANSFORMERS_V5_OR_LATER = transformer_version >= version.parse("5.0.0")
+
+if transformer_version < MIN_SUPPORTED_TRANSFORMERS_VERSION:
+    raise ImportError(
+        f"liger_kernel patches models of transformers >= {MIN_SUPPORTED_TRANSFORMERS_VERSION}; "
+        f"{transformers.__version__} is installed. Run `pip install -U transformers`."
+    )
+
+from liger_kernel.transformers.patch import Report, norm_attributes, patch  # noqa: E402
+
+logger = logging.getLogger(__name__)
+
+
+def _apply_function(row):
+    """The function `apply_liger_kernel_to_<row.name>`."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [
+        inspect.Parameter(name, kind, default=default, annotation=bool) for name, default in row.switches.items()
+    ]
+    parameters.append(inspect.Parameter("model", kind, default=None, annotation=PreTrainedModel))
+    names = [parameter.name for parameter in parameters]
+
+    def apply(*args, **kwargs):
+        if args and isinstance(args[0], nn.Module):
+            args, kwargs = args[1:], {**kwargs, "model": args[0]}
+        if len(args) > len(names):
+            raise TypeError(f"{apply.__name__} takes at most {len(names)} arguments, got {len(args)}")
+        given = dict(zip(names, args))
+        if twice := given.keys() & kwargs.keys():
+            raise TypeError(f"{apply.__name__} got {', '.join(sorted(twice))} twice")
+        return patch(row, **given, **kwargs)
+
+    lines = [f"        {name}: {SWITCHES[name]}; {default} by default." for name, default in row.switches.items()]
+    apply.__doc__ = "\n".join(
+        [
+            f"Patch the {row.name} models of transformers, or the one given as `model`, and return a Report.",
+            "",
+            "    Args:",
+            *lines,
+            "        model: patch this model only; it may also come first. Without it, models made later are patched.",
+            "",
+            "    Raises TypeError for an unknown keyword or a model of another family, and AssertionError if both",
+            "    cross_entropy and fused_linear_cross_entropy are on.",
+            "    ",
+        ]
+    )
+    apply.__name__ = apply.__qualname__ = f"apply_liger_kernel_to_{row.name}"
+    apply.__signature__ = inspect.Signature(parameters, return_annotation=Report)
+    return apply
+
+
+_functions = {row.name: _apply_function(row) for row in FAMILIES.values()}
+globals().update({function.__name__: function for function in _functions.values()})
+
+MODEL_TYPE_TO_APPLY_LIGER_FN = {model_type: _functions[row.name] for model_type, row in MODEL_TYPES.items()}
+
+
+def _apply(model_type, found, kwargs):
+    apply = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
+    if apply is None:
+        logger.info("no Liger kernels for model type %r", model_type)
+        return None
+    known = inspect.signature(apply).parameters
+    kept = {name: value for name, value in kwargs.items() if name in known}
+    if dropped := kwargs.keys() - kept.keys():
+        logger.info("%s has no %s", model_type, ", ".join(sorted(dropped)))
+    logger.info("applying Liger kernels to model type %r with %s", model_type, kept)
+    return apply(**found, **kept)
+
+
+def _apply_liger_kernel(model_type: str, **kwargs) -> Report | None:
+    """Patch the classes of a model type, for models created afterwards; an unknown type is only logged.
+
+    Args:
+        model_type: `config.model_type`.
+        kwargs: switches; those that the family does not have are dropped.
+    """
+    return _apply(model_type, {}, kwargs)
+
+
+def _apply_liger_kernel_to_instance(model: PreTrainedModel, **kwargs) -> Report | None:
+    """Patch one model; a model of an unknown type is only logged.
+
+    Args:
+        model: the model, with a `config.model_type`.
+        kwargs: switches; those that the family does not have are dropped.
+    """
+    return _apply(getattr(getattr(model, "config", None), "model_type", None), {"model": model}, kwargs)
+
+
+def _bind_method_to_module(module, method_name: str, new_method) -> None:
+    """Bind a function to one module, under `method_name`."""
+    module.__dict__[method_name] = types.MethodType(new_method, module)
+
+
+def _patch_rms_norm_module(module, offset=0.0, eps=1e-6, casting_mode="llama", in_place=True, row_mode=None) -> None:
+    """Make one RMSNorm module compute as LigerRMSNorm does; of a PEFT wrapper, both copies of the module."""
+    if type(module).__name__ == "ModulesToSaveWrapper":
+        parts = [*module.modules_to_save.values(), module.original_module]
+    else:
+        parts = [module]
+    preset = types.SimpleNamespace(offset=offset, casting_mode=casting_mode, in_place=in_place, row_mode=row_mode)
+    for part in parts:
+        become(part, LigerRMSNorm, Edits(), **norm_attributes(part, preset, eps))
+
+
+def _patch_swiglu_module(module, liger_module) -> None:
+    """Make one gated feed-forward module compute as `liger_module`, a class, does."""
+    become(module, liger_module, Edits())
+
+
+def _patch_geglu_module(module) -> None:
+    """Make one gated feed-forward module compute as LigerGEGLUMLP does."""
+    become(module, LigerGEGLUMLP, Edits())

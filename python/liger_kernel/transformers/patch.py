@@ -1,0 +1,267 @@
+"""The engine that applies a row of the table of families to Hugging Face's classes or to one model."""
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from liger_kernel.transformers.causal_lm import (
+    FSDPModule,
+    FusedLoss,
+    _kernels_cover,
+    describe,
+    fused_forward,
+    has_own_loss,
+    is_fused,
+    original_forward,
+    prepare_head,
+    preparing_head,
+)
+from liger_kernel.transformers.families import FAMILIES, MODEL_TYPES, Family
+from liger_kernel.transformers.graft import Edits, become, has_replaced_forward
+from liger_kernel.transformers.model import loss_utils
+
+_LOSSES = {"cross_entropy", "fused_linear_cross_entropy"}
+_CLASS_LOSS = staticmethod(loss_utils.causal_lm_loss)
+_MISSING = "the installed transformers has none"
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """What stands in for `name`; `count` is the number of modules, None for a class or a function."""
+
+    switch: str
+    name: str
+    by: str
+    count: int | None = None
+
+    def __str__(self):
+        where = "" if self.count is None else f" ({self.count} module{'s' * (self.count != 1)})"
+        return f"{self.switch}: {self.name} -> {self.by}{where}"
+
+
+@dataclass(frozen=True)
+class Skip:
+    """What was asked for and not done, and why."""
+
+    switch: str
+    name: str
+    reason: str
+
+    def __str__(self):
+        return f"{self.switch}: {self.name} skipped: {self.reason}"
+
+
+@dataclass
+class Report:
+    """What a patch did; `replaced` includes what an earlier patch had replaced already."""
+
+    family: str
+    replaced: list[Replacement] = field(default_factory=list)
+    skipped: list[Skip] = field(default_factory=list)
+    edits: Edits = field(default_factory=Edits, repr=False)
+
+    def undo(self) -> None:
+        """Restore everything that this patch has replaced."""
+        self.edits.undo()
+
+    def __str__(self):
+        lines = [f"liger_kernel: {self.family}"]
+        lines += [f"  {entry}" for entry in (*self.replaced, *self.skipped)]
+        return "\n".join(lines)
+
+
+def patch(family: str | Family, model: nn.Module | None = None, strict: bool = False, **switches) -> Report:
+    """Replace the parts of a model family by the operators of this package.
+
+    Without a model, names of the family's modeling module are rebound, for models that are created afterwards. With a
+    model, only its modules are changed, and the module's functions (rope), which all its models share.
+
+    Args:
+        family: a key of FAMILIES or a row of the caller's own.
+        model: a model of that family, or a module that holds one.
+        strict: raise RuntimeError, with everything undone, if something that was asked for had to be skipped.
+        switches: the family's switches; None means off.
+
+    Raises ValueError for an unknown family, TypeError for an unknown switch or a model of another family, and
+    AssertionError if both `cross_entropy` and `fused_linear_cross_entropy` are on.
+    """
+    row = family if isinstance(family, Family) else FAMILIES.get(family)
+    if row is None:
+        raise ValueError(f"unknown model family {family!r}; known are {', '.join(FAMILIES)}")
+    on = _enabled(row, switches)
+    if model is not None:
+        _check_family(row, model)
+    report = Report(row.name)
+    try:
+        _Patcher(row, model, on, report).run()
+        if strict and report.skipped:
+            raise RuntimeError(str(report))
+    except BaseException:
+        report.undo()
+        raise
+    return report
+
+
+def _enabled(row, switches):
+    unknown = [name for name in switches if name not in row.switches]
+    if unknown:
+        raise TypeError(
+            f"unexpected keyword {', '.join(map(repr, unknown))} for {row.name}; "
+            f"valid are {', '.join(row.switches)} and model"
+        )
+    on = {name for name, value in {**row.switches, **switches}.items() if value}
+    assert not {"cross_entropy", "fused_linear_cross_entropy"} <= on, (
+        "cross_entropy and fused_linear_cross_entropy cannot both be True: choose fused_linear_cross_entropy, which "
+        "does not materialise the logits, unless you need them during training"
+    )
+    return on
+
+
+def _check_family(row, model):
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}, not a torch.nn.Module")
+    if any(_classes(row, module) for module in model.modules()):
+        return
+    own = MODEL_TYPES.get(getattr(getattr(model, "config", None), "model_type", None))
+    advice = f"use apply_liger_kernel_to_{own.name}" if own else "its type is not supported"
+    raise TypeError(f"apply_liger_kernel_to_{row.name} got a {type(model).__name__}: {advice}")
+
+
+def _classes(row, module):
+    """The family's classes that a module derives from, by name: names survive a reload of the modeling module."""
+    return {cls.__name__: cls for cls in type(module).__mro__ if cls.__module__ == row.module}
+
+
+class _Patcher:
+    def __init__(self, row, model, on, report):
+        self.row, self.model, self.on, self.report, self.edits = row, model, on, report, report.edits
+        self.namespace = row.namespace()
+        self.modules = [] if model is None else list(model.modules())
+
+    def run(self):
+        if reason := self._uncovered():
+            for switch in self.row.switches:
+                if switch in self.on:
+                    self._skip(switch, self.row.name, reason)
+            return
+        for name, swap in self.row.swaps.items():
+            if swap.switch in self.on:
+                part = swap.load()
+                if self.model is None or not isinstance(part, type):
+                    self._rebind(swap.switch, name, part)
+                else:
+                    self._convert(swap, name, part)
+        for name, spec in self.row.loss.items():
+            if self.model is None:
+                self._class_loss(name, spec)
+            else:
+                self._model_loss(name, spec)
+
+    def _uncovered(self):
+        parameters = () if self.model is None else self.model.parameters()
+        # One-byte floats store quantised weights; such a model computes in another type.
+        first = next((p for p in parameters if p.is_floating_point() and p.dtype.itemsize > 1), None)
+        if first is None or _kernels_cover(first.device.type, first.dtype):
+            return None
+        return f"there are no kernels for {first.dtype} on {first.device.type}"
+
+    def _done(self, switch, name, by, count=None):
+        self.report.replaced.append(Replacement(switch, name, by, count))
+
+    def _skip(self, switch, name, reason):
+        entry = Skip(switch, name, reason)
+        if entry not in self.report.skipped:
+            self.report.skipped.append(entry)
+
+    def _rebind(self, switch, name, part):
+        if hasattr(self.namespace, name):
+            self.edits.set(self.namespace, name, part)
+            self._done(switch, name, part.__name__)
+        else:
+            self._skip(switch, name, _MISSING)
+
+    def _convert(self, swap, name, part):
+        done = skipped = 0
+        for module in self.modules:
+            cls = _classes(self.row, module).get(name)
+            if isinstance(module, part):
+                done += 1
+            elif cls and (reason := _obstacle(module, cls, swap)):
+                self._skip(swap.switch, name, reason)
+                skipped += 1
+            elif cls:
+                attributes = norm_attributes(module, part(1)) if swap.switch == "rms_norm" else {}
+                become(module, part, self.edits, **attributes)
+                done += 1
+        if done:
+            self._done(swap.switch, name, part.__name__, done)
+        elif not skipped:
+            self._skip(swap.switch, name, "the model has none")
+
+    def _class_loss(self, name, spec):
+        cls = getattr(self.namespace, name, None)
+        for switch in _LOSSES & self.on:
+            if cls is None:
+                self._skip(switch, name, _MISSING)
+            elif switch == "cross_entropy":
+                self.edits.set(cls, "_loss_function", _CLASS_LOSS)
+                self._done(switch, name, "causal_lm_loss")
+            else:
+                if not is_fused(cls):
+                    self.edits.set(cls, "forward", fused_forward(cls.forward, spec))
+                    self.edits.set(cls, "post_init", preparing_head(cls.post_init, spec))
+                self._done(switch, name, "lce_forward")
+
+    def _model_loss(self, name, spec):
+        owners = [module for module in self.modules if name in _classes(self.row, module)]
+        for switch in _LOSSES & self.on:
+            for owner in owners:
+                convert = self._set_loss if switch == "cross_entropy" else self._fuse
+                reason, by = convert(owner, _classes(self.row, owner)[name], spec)
+                if reason:
+                    self._skip(switch, name, reason)
+                else:
+                    self._done(switch, name, by, 1)
+            if not owners:
+                self._skip(switch, name, f"the {type(self.model).__name__} holds none")
+
+    def _set_loss(self, owner, cls, spec):
+        if owner.loss_type != "ForCausalLM" or has_own_loss(owner):
+            return f"it computes its loss with {owner.loss_function.__name__}", None
+        self.edits.set(owner, "_loss_function", loss_utils.causal_lm_loss)
+        return None, "causal_lm_loss"
+
+    def _fuse(self, owner, cls, spec):
+        head = getattr(owner, spec.head, None)
+        sharded = any(isinstance(module, FSDPModule) for module in self.modules)
+        if original_forward(type(owner)) is not original_forward(cls):
+            return f"{type(owner).__name__} has a forward of its own", None
+        if has_own_loss(owner):
+            return f"it computes its loss with {owner.loss_function.__name__}", None
+        if not prepare_head(head, self.edits, sharded):
+            return f"{spec.head} is {describe(head)}", None
+        if not is_fused(type(owner)):
+            become(owner, FusedLoss(spec), self.edits)
+        return None, "lce_forward"
+
+
+def _obstacle(module, cls, swap):
+    """Why a module must keep its forward, or None."""
+    if type(module).forward is not cls.forward:
+        return f"{type(module).__name__} has a forward of its own"
+    if has_replaced_forward(module):
+        return "its forward was replaced on the instance"
+    if swap.activations:
+        from transformers.activations import ACT2FN
+
+        activation = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
+        if type(activation) not in {type(ACT2FN[name]) for name in swap.activations}:
+            return f"its activation is {type(activation).__name__}, not {swap.activations[0]}"
+    return None
+
+
+def norm_attributes(module, preset, eps: float = 1e-6) -> dict:
+    """What LigerRMSNorm's forward reads and `module` lacks: its own eps, and the rest from `preset`."""
+    own = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None) or eps
+    names = ("offset", "casting_mode", "in_place", "row_mode")
+    return {"variance_epsilon": own, **{name: getattr(preset, name) for name in names}}

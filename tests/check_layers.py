@@ -1,0 +1,52 @@
+"""Checks that no file reaches around its layer: what may include what, and how long a file may be."""
+
+import pathlib
+import re
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+#: (files, includes that they must not have, why)
+RULES = [
+    (r"liger/.*(_cuda\.cu|\.cuh)$|liger/core/cuda/.*", r"(torch|ATen|c10)/", "CUDA kernels are built with no torch on their include path"),
+    (r"liger/.*_cpu\.cpp$|liger/core/cpu/.*", r"(torch|c10)/|ATen/(?!cpu/vec/|Parallel\.h|Version\.h)", "CPU kernels use ATen's vectors and threads alone"),
+    (r"liger/core/(?!torch/).*", r"liger/(ops|nn)", "the vocabulary knows no operator"),
+    (r"liger/core/[a-z]+\.h$|liger/ops/.*(?<!_op)\.h$", r"(torch|ATen|c10)/|liger/core/(cuda|cpu|torch)/", "what all backends share knows none of them"),
+    (r"liger/ops/.*", r"torch/nn|torch/torch\.h|liger/nn", "operators do not pay for torch/nn.h"),
+    (r"liger/ops\.h$", r"torch/|ATen/(?!core/Tensor\.h)", "the public header is light"),
+]
+#: An operator uses its own folder; the head runs the losses' rows over its chunks.
+BORROWS = {"head": {"loss"}}
+LONGEST = 500
+
+
+def includes(path):
+    return re.findall(r'#include\s*[<"]([^>"]+)[>"]', path.read_text())
+
+
+def problems():
+    for path in sorted(p for p in (ROOT / "liger").rglob("*") if p.is_file()):
+        name = path.relative_to(ROOT).as_posix()
+        found = includes(path)
+        for files, forbidden, why in RULES:
+            if re.match(files, name):
+                yield from (f"{name} includes {i}: {why}" for i in found if re.match(forbidden, i))
+        family = re.match(r"liger/ops/(\w+)/", name)
+        for i in found:
+            other = re.match(r"liger/ops/(\w+)/", i)
+            if family and other and other[1] != family[1] and other[1] not in BORROWS.get(family[1], ()):
+                yield f"{name} includes {i}: no operator includes another's kernel"
+    for path in (ROOT / "python").rglob("*.py"):
+        name = path.relative_to(ROOT).as_posix()
+        if "torch.ops.liger" in path.read_text() and not name.endswith("_library.py"):
+            yield f"{name} uses torch.ops.liger: liger_kernel/_library.py is where libliger is loaded"
+    for folder in ("liger", "python", "tests", "benchmarks", "examples"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".h", ".cpp", ".cu", ".cuh", ".py") and len(path.read_text().splitlines()) > LONGEST:
+                yield f"{path.relative_to(ROOT)} is longer than {LONGEST} lines"
+
+
+if __name__ == "__main__":
+    found = list(problems())
+    print("\n".join(found) or "layers: every file stays in its own")
+    sys.exit(bool(found))

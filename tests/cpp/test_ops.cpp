@@ -1,0 +1,136 @@
+// The C++ API against libtorch: values, gradients, modules, errors. What the kernels promise is tested in Python, over all cases.
+#include <ATen/autocast_mode.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+#include "liger/nn/activation.h"
+#include "liger/nn/loss.h"
+#include "liger/nn/norm.h"
+#include "liger/nn/rope.h"
+
+namespace F = torch::nn::functional;
+using torch::Tensor;
+
+namespace {
+
+/// f's value and the gradients of its inputs, under one upstream gradient.
+template <class F>
+std::vector<Tensor> run(F f, const std::vector<Tensor>& inputs) {
+  std::vector<Tensor> leaves;
+  for (const auto& t : inputs) leaves.push_back(t.clone().requires_grad_());
+  Tensor y = f(leaves);
+  torch::manual_seed(1);
+  y.backward(torch::randn_like(y));
+  std::vector<Tensor> all{y.detach()};
+  for (const auto& t : leaves) all.push_back(t.grad());
+  return all;
+}
+
+/// Floats agree within a few units of rounding of the largest value.
+void expect_close(const std::vector<Tensor>& ours, const std::vector<Tensor>& theirs) {
+  ASSERT_EQ(ours.size(), theirs.size());
+  for (size_t i = 0; i < ours.size(); ++i)
+    EXPECT_LE((ours[i] - theirs[i]).abs().max().item<double>(), 1e-5 * (1 + theirs[i].abs().max().item<double>())) << "result " << i;
+}
+
+const Tensor labels() { return torch::tensor({1, -100, 0, 6, 2}, torch::kLong); }
+
+TEST(RmsNorm, EqualsTorch) {
+  const std::vector<Tensor> in{torch::randn({2, 3, 40}), torch::randn({40})};
+  expect_close(run([](auto& t) { return liger::rms_norm(t[0], t[1], 1e-5); }, in), run([](auto& t) { return torch::rms_norm(t[0], {40}, t[1], 1e-5); }, in));
+}
+
+TEST(RmsNorm, Module) {
+  liger::nn::RMSNorm norm(liger::nn::RMSNormOptions(16).offset(1).casting(liger::Casting::Gemma));
+  const auto x = torch::randn({3, 16});
+  expect_close({norm(x)}, {torch::rms_norm(x, {16}, {}, 1e-6)});
+  EXPECT_EQ(norm->parameters().size(), 1u);
+  EXPECT_TRUE(liger::nn::RMSNorm(liger::nn::RMSNormOptions(16).elementwise_affine(false))->parameters().empty());
+}
+
+TEST(Gated, EqualsTorch) {
+  const std::vector<Tensor> in{torch::randn({5, 24}), torch::randn({5, 24})};
+  expect_close(run([](auto& t) { return liger::gated(t[0], t[1]); }, in), run([](auto& t) { return torch::silu(t[0]) * t[1]; }, in));
+  expect_close(run([](auto& t) { return liger::gated(t[0], t[1], liger::Activation::GeLUTanh); }, in),
+               run([](auto& t) { return torch::gelu(t[0], "tanh") * t[1]; }, in));
+  expect_close(run([](auto& t) { return liger::gated_packed(t[0]); }, {in[0]}),
+               run([](auto& t) { return torch::silu(t[0].slice(1, 0, 12)) * t[0].slice(1, 12); }, {in[0]}));
+}
+
+TEST(Gated, Module) {
+  liger::nn::GatedMLP mlp(liger::nn::GatedMLPOptions(8, 24));
+  const auto x = torch::randn({3, 8});
+  expect_close({mlp(x)}, {mlp->down_proj(torch::silu(mlp->gate_proj(x)) * mlp->up_proj(x))});
+}
+
+TEST(Rope, TurnsAndTurnsBack) {
+  liger::nn::RotaryEmbedding rotary(liger::nn::RotaryEmbeddingOptions(8));
+  const auto q = torch::randn({2, 4, 5, 8}), k = torch::randn({2, 2, 5, 8});
+  const auto [rq, rk] = rotary(q, k, 3);
+  const auto half = torch::outer(torch::arange(3, 8, torch::kFloat), rotary->inv_freq), angles = torch::cat({half, half}, -1);
+  const auto turned = torch::cat({-q.slice(3, 4), q.slice(3, 0, 4)}, -1);
+  expect_close({rq}, {q * angles.cos() + turned * angles.sin()});
+  const auto [bq, bk] = liger::rope(rq, rk, angles.cos(), angles.sin(), true);
+  expect_close({bq, bk}, {q, k});
+}
+
+TEST(CrossEntropy, EqualsTorch) {
+  const auto x = torch::randn({5, 7});
+  const auto options = F::CrossEntropyFuncOptions().ignore_index(-100).label_smoothing(0.1);
+  expect_close(run([](auto& t) { return liger::cross_entropy(t[0], labels(), {.label_smoothing = 0.1}).loss; }, {x}),
+               run([&](auto& t) { return F::cross_entropy(t[0], labels(), options); }, {x}));
+  expect_close({liger::nn::CrossEntropyLoss()(x, labels())}, {F::cross_entropy(x, labels())});
+}
+
+TEST(FusedLinearCrossEntropy, EqualsTorch) {
+  const std::vector<Tensor> in{torch::randn({5, 16}), torch::randn({7, 16}), torch::randn({7})};
+  const auto theirs = run([](auto& t) { return F::cross_entropy(torch::linear(t[0], t[1], t[2]), labels()); }, in);
+  expect_close(run([](auto& t) { return liger::fused_linear_cross_entropy(t[0], t[1], labels(), {}, t[2]).loss; }, in), theirs);
+  liger::HeadOptions one_token;
+  one_token.max_bytes = 1;
+  expect_close(run([&](auto& t) { return liger::fused_linear_cross_entropy(t[0], t[1], labels(), one_token, t[2]).loss; }, in), theirs);
+  const auto divisor = torch::tensor(3.f);
+  expect_close(run([&](auto& t) { return liger::fused_linear_cross_entropy(t[0], t[1], labels(), {}, t[2], {}, divisor).loss; }, in),
+               run([](auto& t) { return F::cross_entropy(torch::linear(t[0], t[1], t[2]), labels(), F::CrossEntropyFuncOptions().reduction(torch::kSum)) / 3; }, in));
+}
+
+TEST(FusedLinearCrossEntropy, AutocastKeepsFloatGradients) {
+  const std::vector<Tensor> in{torch::randn({5, 16}), torch::randn({7, 16})};
+  const auto exact = run([](auto& t) { return liger::fused_linear_cross_entropy(t[0], t[1], labels()).loss; }, in);
+  at::autocast::set_autocast_enabled(at::kCPU, true);
+  const auto cast = run([](auto& t) { return liger::fused_linear_cross_entropy(t[0], t[1], labels()).loss; }, in);
+  at::autocast::set_autocast_enabled(at::kCPU, false);
+  for (size_t i = 0; i < cast.size(); ++i) {
+    EXPECT_EQ(cast[i].scalar_type(), torch::kFloat);
+    EXPECT_LE((cast[i] - exact[i]).norm().item<double>(), 2e-2 * exact[i].norm().item<double>());  // bfloat16: 2^-8 an operand
+  }
+}
+
+TEST(FusedLinearCrossEntropy, Module) {
+  liger::nn::LinearCrossEntropy head(liger::nn::LinearCrossEntropyOptions(16, 7));
+  const auto hidden = torch::randn({5, 16});
+  expect_close({head->forward(hidden, labels())}, {F::cross_entropy(head->forward(hidden), labels())});
+}
+
+template <class F>
+bool raises(F f, const char* text) {
+  try {
+    f();
+  } catch (const c10::Error& e) {
+    return std::string(e.what()).find(text) != std::string::npos;
+  }
+  return false;
+}
+
+TEST(Errors, LabelOnTheCpu) {  // on a GPU a device assertion, which ends the program
+  EXPECT_TRUE(raises([] { liger::cross_entropy(torch::randn({2, 4}), torch::tensor({0, 9})); }, "label 9"));
+}
+
+TEST(Errors, NameTheArgument) {
+  EXPECT_TRUE(raises([] { liger::rms_norm(torch::randn({2, 8}), torch::ones({7})); }, "rms_norm: weight must be [8]"));
+  EXPECT_TRUE(raises([] { liger::gated(torch::randn({2, 8}), torch::randn({2, 7})); }, "gated: b must be"));
+  const auto x = torch::randn({2, 8}).requires_grad_();
+  const auto dx = torch::autograd::grad({liger::rms_norm(x, {}).pow(2).sum()}, {x}, {}, true, true)[0];
+  EXPECT_TRUE(raises([&] { dx.sum().backward(); }, "not implemented"));
+}
+
+}  // namespace

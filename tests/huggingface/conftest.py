@@ -1,0 +1,135 @@
+"""Tiny random models, and what the tests share. The reference is always the unpatched model of transformers."""
+
+import copy
+import importlib
+
+import pytest
+import torch
+import transformers
+
+from liger_kernel.transformers.families import FAMILIES
+from liger_kernel.transformers.patch import patch
+
+# The models are so small that threads cost more than they give.
+torch.set_num_threads(1)
+
+VOCABULARY = 128
+
+# One row per family: its config class, and the fields in which it differs from the common ones below.
+TINY = {
+    "llama": ("LlamaConfig", {"mlp_bias": True}),
+    "mistral": ("MistralConfig", {"sliding_window": 4}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {}),
+    "gemma": ("GemmaConfig", {"hidden_act": "gelu_pytorch_tanh"}),
+    "gemma2": ("Gemma2Config", {"final_logit_softcapping": 1.0, "query_pre_attn_scalar": 16, "sliding_window": 4}),
+}
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "attn_implementation": "eager",
+    # Larger than usual, so that no part of the model is near the identity.
+    "initializer_range": 0.1,
+    "use_cache": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+# Float32 sums of some hundred terms in another order: 2^7 roundings of 2^-24, doubled, of the largest element.
+TOLERANCE = 2.0**-16
+# Adam divides gradients by their size, so that rounding noise of 1e-5 stays 1e-5 in every step; 20 steps add up.
+CURVE_TOLERANCE = 2e-4
+
+
+def config_of(family, **fields):
+    name, own = TINY[family]
+    return getattr(transformers, name)(**{**COMMON, **own, **fields})
+
+
+def make(family, config=None, **fields):
+    """A model with random weights; norm weights and biases too, which transformers starts at constants."""
+    torch.manual_seed(0)
+    config = config or config_of(family, **fields)
+    model = class_of(family)(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model.train()
+
+
+def class_of(family):
+    return getattr(modeling(family), next(iter(FAMILIES[family].loss)))
+
+
+def batch(seed=0, rows=2, length=10):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCABULARY, (rows, length), generator=generator)
+    labels = ids.clone()
+    labels[0, :4] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def run(model, **inputs):
+    """The output of a forward, and every gradient of its loss by name."""
+    model.zero_grad()
+    output = model(**inputs)
+    output.loss.backward()
+    return output, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_close(actual, expected, tolerance=TOLERANCE):
+    assert actual.shape == expected.shape
+    error, size = (actual - expected).abs().max().item(), expected.abs().max().item()
+    assert error <= tolerance * size, f"differs by {error:.3g}, the largest element is {size:.3g}"
+
+
+def assert_same_step(model, reference, **inputs):
+    """Patched and unpatched model agree in loss and in every gradient; the patched one makes no logits."""
+    expected, expected_gradients = run(reference, **inputs)
+    output, gradients = run(model, **inputs)
+    assert_close(output.loss, expected.loss)
+    assert gradients.keys() == expected_gradients.keys()
+    for name, gradient in expected_gradients.items():
+        assert_close(gradients[name], gradient)
+    return output
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    """Every family; one without a row in TINY fails."""
+    return request.param
+
+
+@pytest.fixture
+def patched():
+    """patch(), undone at the end of the test."""
+    reports = []
+
+    def apply(*args, **kwargs):
+        reports.append(patch(*args, **kwargs))
+        return reports[-1]
+
+    yield apply
+    for report in reversed(reports):
+        report.undo()
+
+
+@pytest.fixture
+def pair(family, patched):
+    """A patched model and its unpatched copy; without rope, which is a function that the copy would share."""
+    reference = make(family)
+    model = copy.deepcopy(reference)
+    patched(family, model, rope=False)
+    return model, reference
+
+
+def modeling(family):
+    return importlib.import_module(FAMILIES[family].module)

@@ -1,0 +1,153 @@
+"""examples/train.py: a small comparison from end to end, and its parts."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+import text  # noqa: E402
+import train  # noqa: E402
+
+EPS = 2.0**-23
+
+
+@pytest.fixture(scope="module")
+def prose(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "prose.txt"
+    path.write_text("\n".join(f"{n} times {m} makes {n * m}." for n in range(60) for m in range(60)))
+    return path
+
+
+def run(folder, *arguments):
+    command = [sys.executable, EXAMPLES / "train.py", "--config", "tiny", "--device", "cpu", "--steps", "6"]
+    command += ["--batch", "2", "--length", "64", "--out", folder / "out", *arguments]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True)
+
+
+def test_compares_plain_and_liger(tmp_path, prose):
+    done = run(tmp_path, "--text", prose)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "out/train.json").read_text())
+    for name in ("plain", "liger"):
+        assert len(report[name]["losses"]) == 6 and all(map(math.isfinite, report[name]["losses"]))
+        assert report[name]["tokens_per_second"] > 0
+        assert 0 < report[name]["step_peak_bytes"] < report[name]["peak_bytes"]
+    assert report["plain"]["state_bytes"] == report["liger"]["state_bytes"]
+    assert report["comparison"]["same"] and report["comparison"]["steps"] == len(report["noise"]["losses"]) == 6
+    assert report["machine"]["device"] and report["settings"]["dtype"] == "float32"
+    assert (tmp_path / "out/train.png").read_bytes().startswith(b"\x89PNG")
+    for words in ("tokens per second", "peak memory of a step", "The loss is the same"):
+        assert words in done.stdout
+    assert len(list((tmp_path / "cache/liger_kernel").glob("bpe-1024-*.json"))) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments, advice", [(("--steps", "3"), "at least"), (("--text", "absent.txt"), "no file absent.txt")]
+)
+def test_says_what_is_wrong(tmp_path, arguments, advice):
+    done = run(tmp_path, "--only", "plain", *arguments)
+    assert done.returncode and advice in done.stderr and "Traceback" not in done.stderr
+
+
+def test_ends_with_an_error_when_the_losses_differ(tmp_path, monkeypatch):
+    curves = {"plain": [7.0, 6.0], "liger": [7.0, 6.1], "noise": [7.0, 6.000001]}
+    numbers = {"tokens_per_second": 1, "step_seconds": 1, "peak_bytes": 3, "step_peak_bytes": 2, "state_bytes": 1}
+    monkeypatch.setattr(train, "write_tokens", lambda args, path: "")
+    monkeypatch.setattr(train, "run_apart", lambda args, side, steps: {**numbers, "losses": curves[side]})
+    monkeypatch.setattr(sys, "argv", ["train.py", "--device", "cpu", "--config", "tiny", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as end:
+        train.main()
+    assert end.value.code
+    curves["liger"] = curves["plain"]
+    with pytest.raises(SystemExit) as end:
+        train.main()
+    assert not end.value.code
+
+
+def test_the_limit_is_ten_times_the_noise():
+    plain = [8.0, 7.0, 6.0]
+    noise = [8.0, 7.0 + 1e-3, 6.0]
+    assert train.compare(plain, [8.0, 7.0, 6.0 + 9e-3], noise, EPS, 100)["same"]
+    assert not train.compare(plain, [8.0, 7.0, 6.0 + 11e-3], noise, EPS, 100)["same"]
+    assert not train.compare(plain, [8.0, 7.0, math.nan], noise, EPS, 100)["same"]
+    # Only steps that the noise is known for are judged; the rest is reported.
+    later = train.compare(plain, [8.0, 7.0, 9.0], noise[:2], EPS, 100)
+    assert later["same"] and later["steps"] == 2 and later["difference_of_all_steps"] == 3.0
+
+
+def test_no_noise_leaves_the_rounding_of_the_loss():
+    plain = [8.0, 7.0]
+    assert train.compare(plain, [8.0, 7.0 + 5 * 8 * EPS], plain, EPS, 100)["same"]
+    assert not train.compare(plain, [8.0, 7.0 + 15 * 8 * EPS], plain, EPS, 100)["same"]
+    # In bfloat16 every token is rounded, and the mean over them evens it out.
+    assert train.compare(plain, plain, plain, 2.0**-7, 64)["floor"] == 8.0 * 2.0**-7 / 8
+
+
+def test_the_peak_of_a_step_is_what_it_allocates():
+    import torch
+
+    memory = train.Memory("cpu")
+    torch.ones(1 << 24)
+    memory.start()
+    torch.ones(1 << 24).add(1)  # two of 64 MiB at once
+    torch.ones(1 << 20)
+    peak = memory.step(parameters=0, gradients=1 << 20, optimiser=0)
+    assert abs(peak - (127 << 20)) < 4 << 20
+
+
+def test_reads_text_and_json_lines(tmp_path):
+    messages = [{"role": "user", "content": "hi"}, {"role": "bot", "content": "ho"}]
+    lines = [{"text": "one\u2028line"}, {"messages": messages}]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines), "utf-8")
+    assert text.documents(rows) == ["one\u2028line", "user: hi\nbot: ho"]
+
+    class Chat:
+        chat_template = "any"
+
+        def apply_chat_template(self, messages, tokenize):
+            return f"<{len(messages)}>"
+
+    assert text.documents(rows, Chat())[1] == "<2>"
+    plain = tmp_path / "plain.txt"
+    plain.write_text("as it is\n")
+    assert text.documents(plain) == ["as it is\n"]
+    rows.write_text('{"text": "good"}\n{"body": "bad"}')
+    with pytest.raises(SystemExit, match="rows.jsonl, line 2"):
+        text.documents(rows)
+    plain.write_text(" \n")
+    with pytest.raises(SystemExit, match="holds no text"):
+        text.documents(plain)
+
+
+def test_the_standard_library_is_a_large_text_in_a_fixed_order():
+    texts = text.documents()
+    assert sum(map(len, texts)) > 3e6 and texts == text.documents()
+
+
+def test_keeps_the_trained_tokeniser(tmp_path, prose):
+    texts = text.documents(prose)
+    first = text.bpe(texts, 300, tmp_path)
+    (cached,) = tmp_path.iterdir()
+    written = cached.stat().st_mtime_ns
+    again = text.bpe(texts, 300, tmp_path)
+    assert cached.stat().st_mtime_ns == written and first.get_vocab() == again.get_vocab() and len(again) <= 300
+    text.bpe(texts, 310, tmp_path), text.bpe(["other text"], 300, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3
+    assert again.decode(again("12 times 3 – ünï")["input_ids"]) == "12 times 3 – ünï"
+
+
+def test_blocks_hold_the_texts_in_turn(tmp_path):
+    texts = ["aaa", "bb", "c"]
+    tokenizer = text.bpe(texts, 257, tmp_path)
+    rows = text.blocks(texts, tokenizer, 3, 4, seed=1)
+    assert rows.shape == (3, 4) and (rows == text.blocks(texts, tokenizer, 3, 4, seed=1)).all()
+    said = tokenizer.decode(rows.flatten()).split(text.END)
+    assert sorted(said[:3]) == ["aaa", "bb", "c"] and "aaa".startswith(said[3][:1])
