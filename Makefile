@@ -13,6 +13,8 @@ endif
 sources := $(shell find liger python cmake -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' -o -name '*.cmake' -o -name '*.in' -o -name '*.py') \
            CMakeLists.txt pyproject.toml
 
+SHELL := bash
+.SHELLFLAGS := -eo pipefail -c
 .PHONY: help train test bench install clean
 .DEFAULT_GOAL := help
 
@@ -38,10 +40,13 @@ $(VENV)/bin/python:
 
 # torch first, for the build to find; then the package, built against it. With a GPU and no nvcc the compiler comes from the package index.
 .venv/ready $(VENV)/ready: $(VENV)/bin/python requirements.txt $(sources)
-	$(py) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(py) -m pip install --quiet --disable-pip-version-check -r requirements.txt 2>&1 | grep -v 'is ignored: it is neither' || true
+	$(py) -c 'import torch, cmake, pytest'
 	if command -v nvidia-smi >/dev/null && ! command -v nvcc >/dev/null && [ ! -x /usr/local/cuda/bin/nvcc ]; then \
 	  $(py) -m pip install --quiet --disable-pip-version-check -r requirements-cuda.txt; fi
-	PATH="$(abspath $(VENV))/bin:$$PATH" $(py) -m pip install --disable-pip-version-check --no-build-isolation --no-deps -v . 2>&1 | sed -nE '/liger 1|rror|CMake Warning/p'
+	mkdir -p build && PATH="$(abspath $(VENV))/bin:$$PATH" $(py) -m pip install --disable-pip-version-check --no-build-isolation --no-deps -v . \
+	  >build/install.log 2>&1 || { tail -40 build/install.log; exit 1; }
+	grep -oE 'liger 1.*' build/install.log
 	$(py) -c "import liger_kernel.ops" && touch $(VENV)/ready
 
 # Nothing is installed into the system's Python: the library is built beside, and the sources are used where they stand.
