@@ -3,13 +3,10 @@ VENV ?= .venv
 PYTHON ?= python3
 ARGS ?=
 
-ifeq ($(VENV),)
-py := $(PYTHON)
-ready := build/system.ready
-else
-py := $(VENV)/bin/python
-ready := $(VENV)/ready
-endif
+venv := $(or $(VENV),.venv)
+python := $(if $(VENV),$(venv)/bin/python,$(PYTHON))
+py := $(if $(VENV),,env PYTHONPATH=$(CURDIR)/python LIGER_LIBRARY=$(CURDIR)/build/system/libliger.so) $(python)
+ready := $(if $(VENV),$(venv)/ready,build/system.ready)
 sources := $(shell find liger python cmake -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' -o -name '*.cmake' -o -name '*.in' -o -name '*.py') \
            CMakeLists.txt pyproject.toml
 
@@ -24,30 +21,29 @@ help:  ## what there is
 train: $(ready)  ## train a Llama on real text twice, plain and patched, and compare; ARGS="--help" lists its options
 	$(py) examples/train.py $(ARGS)
 
-test: $(ready)  ## everything: the C++ API, every operator, the CUDA kernels (emulated without a GPU), Hugging Face, the layers
-	PYTHON=$(py) bash tests/run.sh
+test: $(if $(VENV),$(ready))  ## everything: the C++ API, every operator, the CUDA kernels (emulated without a GPU), Hugging Face, the layers
+	PYTHON=$(python) bash tests/run.sh
 
 bench: $(ready)  ## time every operator against its rivals; ARGS="--help" lists the options
 	$(py) benchmarks/bench.py $(ARGS)
 
-install: $(ready)  ## build the package and install it into $(VENV)
+install: $(ready)  ## build the package and install it into the virtual environment
 
 clean:  ## remove what was built
-	rm -rf build out $(VENV)
+	rm -rf build out $(venv)
 
-$(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV)
+$(venv)/bin/python:
+	$(PYTHON) -m venv $(venv)
 
 # torch first, for the build to find; then the package, built against it. With a GPU and no nvcc the compiler comes from the package index.
-.venv/ready $(VENV)/ready: $(VENV)/bin/python requirements.txt $(sources)
-	$(py) -m pip install --quiet --disable-pip-version-check -r requirements.txt 2>&1 | grep -v 'is ignored: it is neither' || true
-	$(py) -c 'import torch, cmake, pytest'
+$(venv)/ready: $(venv)/bin/python requirements.txt $(sources)
+	$(py) -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	if command -v nvidia-smi >/dev/null && ! command -v nvcc >/dev/null && [ ! -x /usr/local/cuda/bin/nvcc ]; then \
 	  $(py) -m pip install --quiet --disable-pip-version-check -r requirements-cuda.txt; fi
-	mkdir -p build && PATH="$(abspath $(VENV))/bin:$$PATH" $(py) -m pip install --disable-pip-version-check --no-build-isolation --no-deps -v . \
+	mkdir -p build && PATH="$(abspath $(venv))/bin:$$PATH" $(py) -m pip install --disable-pip-version-check --no-build-isolation --no-deps -v . \
 	  >build/install.log 2>&1 || { tail -40 build/install.log; exit 1; }
 	grep -oE 'liger 1.*' build/install.log
-	$(py) -c "import liger_kernel.ops" && touch $(VENV)/ready
+	$(py) -c "import liger_kernel.ops" && touch $(venv)/ready
 
 # Nothing is installed into the system's Python: the library is built beside, and the sources are used where they stand.
 build/system.ready: $(sources)

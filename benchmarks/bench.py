@@ -2,7 +2,7 @@
 
     python benchmarks/bench.py                                  every operator at its shapes, on the GPU if there is one
     python benchmarks/bench.py --op rms_norm --shape 4096,4096 --dtype float32 --device cpu
-    python benchmarks/bench.py --compare docs/performance.json  what changed since that run
+    python benchmarks/bench.py --compare docs/performance-h200.json  what changed since that run
 
 Rivals: eager torch, torch.compile of the plain operator, torch's own fused operator where there is one, and, where they can be
 imported, quack, cut_cross_entropy and liger_kernel with Triton (--triton-liger DIR: a folder that holds that package, which has our name).
@@ -283,6 +283,12 @@ def machine(args):
     return {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__, "cuda": torch.version.cuda, "dtype": str(args.dtype)[6:], "date": str(date.today())}
 
 
+def save(rows, args):
+    if args.out:
+        with open(args.out, "w") as f:
+            json.dump({"machine": machine(args), "rows": rows}, f, indent=1)
+
+
 def main():
     cases = {name: case for name, case in all_cases().items() if case.bench}
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -297,7 +303,10 @@ def main():
     p.add_argument("--host", action="store_true", help="host time only")
     p.add_argument("--out", help="write the rows as JSON")
     p.add_argument("--compare", help="an earlier --out")
+    p.add_argument("--show", help="print the table of an earlier --out, and measure nothing")
     args = p.parse_args()
+    if args.show:
+        return print(table(json.load(open(args.show))["rows"], None))
     args.dtype = getattr(torch, args.dtype or ("bfloat16" if args.device == "cuda" else "float32"))
     args.functional = triton_liger(args.triton_liger) if args.triton_liger else None
     old = {key(row): row for row in json.load(open(args.compare))["rows"]} if args.compare else None
@@ -308,8 +317,8 @@ def main():
         for shape, options in [] if args.host else benches:
             print(f"{name} {shape} {options}", file=sys.stderr)
             found = measure(case, shape, options, args)
-            print(table(found, old), flush=True)
             rows += found
+            save(rows, args)
             torch._dynamo.reset()
             if args.device == "cuda":
                 torch.cuda.empty_cache()
@@ -317,9 +326,7 @@ def main():
             rows += measure_host(case, benches[0][1], args)
             torch._dynamo.reset()
     print(table(rows, old))
-    if args.out:
-        with open(args.out, "w") as f:
-            json.dump({"machine": machine(args), "rows": rows}, f, indent=1)
+    save(rows, args)
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ CASES = [
         name="cross_entropy", op=op, reference=reference, make=make, options=OPTIONS, schema=schema, keep=(2,),
         shapes=[(1, 3), (5, 7), (9, 1000), (4, 4099), (3, 40000)], many_rows=(70000, 8),
         bench=[((8192, 32000), {}), ((8192, V), {}), ((4096, 262144), {}), ((512, 32000), {})],
-        bytes=lambda shape, options, e: (2 * e * shape[0] * shape[1], 0),
+        bytes=lambda shape, options, e: (e * shape[0] * shape[1], e * shape[0] * shape[1]),
         errors=[
             (lambda d: liger_cross_entropy(torch.randn(2, 3, 4, device=d), torch.zeros(2, device=d, dtype=torch.long)), RuntimeError, "expected logits"),
             (lambda d: liger_cross_entropy(torch.randn(2, 4, device=d), torch.zeros(3, device=d, dtype=torch.long)), RuntimeError, "target must be"),
