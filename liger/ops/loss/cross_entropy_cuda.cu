@@ -116,17 +116,17 @@ __global__ void __launch_bounds__(kThreads, kBlocks) rows_kernel(CrossEntropy a,
 
   const Scalar s = scale * (a.upstream ? a.upstream[row] : 1);
   // exp(z − max) / Σ instead of exp(z − lse): the rounding of lse would be in every p.
-  const float all = float(s / sum.sum * ((w_y + smooth * (kPlain ? 0 : a.norm[2])) * by_0 + 2 * a.lse_square_scale * lse * by_1));
-  const float each = float(s * smooth * by_0), label = float(s * w_y * by_0);
-  const auto gradient = [&](float v, int c, float e) {
-    float d = all * e;
+  const Scalar all = s * ((w_y + smooth * (kPlain ? 0 : a.norm[2])) * by_0 + 2 * a.lse_square_scale * lse * by_1);
+  const Scalar each = s * smooth * by_0, t_y = z_y * inverse_cap;
+  const float all_by_sum = float(all / sum.sum), each_float = float(each);
+  const float d_y = float((all * p_y - (kPlain ? 0 : each * weight(int(y))) - s * w_y * by_0) * (1 - t_y * t_y));
+  const auto gradient = [&](float v, int c) {
+    if (c == y) return d_y;
+    const float z = logit(v);
+    float d = all_by_sum * Softmax::exp(z, sum.max);
     if constexpr (!kPlain) {
-      if (each != 0) d -= each * weight(c);
-    }
-    if (c == y) d -= label;
-    if constexpr (!kPlain) {
-      const float t = logit(v) * inverse_cap;
-      d *= 1 - t * t;
+      if (each_float != 0) d -= each_float * weight(c);
+      d *= 1 - z * inverse_cap * (z * inverse_cap);
     }
     return d;
   };
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) rows_kernel(CrossEntropy a,
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
       const int c = x.column(k) + j;
-      if (kPlain || (c >= 0 && c < x.n)) f[j] = gradient(f[j], c, Softmax::exp(logit(f[j]), sum.max));
+      if (kPlain || (c >= 0 && c < x.n)) f[j] = gradient(f[j], c);
     }
     dx.store(k, f, x);
   };
