@@ -196,21 +196,25 @@ def contestants(case, shape, options, args, sets_wanted):
 
 
 def floor_time(case, shape, options, args):
-    """(forward, forward+backward) in ms of the floor: a copy's rate for the bytes, or the bare GEMMs."""
+    """A function that times the floor, (forward, forward+backward) in ms: a copy's rate for the bytes, or the bare GEMMs."""
     if case.flops:
         hidden, weight = case.inputs(shape, options, args.dtype, args.device)[:2]
         hidden, weight = hidden.detach(), weight.detach()
         logits, dx, dw = hidden @ weight.T, torch.empty_like(hidden), torch.empty_like(weight)
         gemms = [lambda: torch.mm(hidden, weight.T, out=logits), lambda: torch.mm(logits, weight, out=dx), lambda: torch.mm(logits.T, hidden, out=dw)]
-        each = [timed(g, args.device, args.seconds) for g in gemms]
-        return each[0], sum(each)
+        return lambda: (timed(gemms[0], args.device, args.seconds), sum(timed(g, args.device, args.seconds) for g in gemms))
     if not case.bytes:
         return None
     first = case.inputs(shape, options, args.dtype, args.device)[0].detach()
     second = torch.empty_like(first)
-    rate = 2 * first.numel() * first.element_size() / timed(lambda: second.copy_(first), args.device, args.seconds)
     forward, backward = case.bytes(shape, options, first.element_size())
-    return forward / rate, (forward + backward) / rate
+    moved = 2 * first.numel() * first.element_size()
+
+    def copy():
+        rate = moved / timed(lambda: second.copy_(first), args.device, args.seconds)
+        return forward / rate, (forward + backward) / rate
+
+    return copy
 
 
 def measure(case, shape, options, args):
@@ -229,8 +233,10 @@ def measure(case, shape, options, args):
             del graphs
             torch.cuda.empty_cache()
         # In turns: every contestant is timed in each of three rounds, and its median counts.
-        eager = {c.name: [] for c in field}
+        eager, floors = {c.name: [] for c in field}, []
         for _ in range(3):
+            if floor:
+                floors.append(floor()[m])
             for c in field:
                 eager[c.name].append(timed(lambda: c.run(mode, 0), args.device, args.seconds / 3))
         for c in field:
@@ -239,7 +245,7 @@ def measure(case, shape, options, args):
             if args.device == "cuda":
                 row[f"peak {mode}"] = peak_memory(c, mode)
             if floor:
-                row[f"rate {mode}"] = floor[m] / row.get(f"gpu {mode}", row[f"eager {mode}"])
+                row[f"rate {mode}"] = statistics.median(floors) / row.get(f"gpu {mode}", row[f"eager {mode}"])
     return list(rows.values())
 
 
@@ -313,7 +319,9 @@ def main():
     rows = []
     for name in args.op.split(",") if args.op else cases:
         case = cases[name]
-        benches = [(tuple(map(int, args.shape.split(","))), case.bench[0][1])] if args.shape else case.bench
+        benches = case.bench_cpu if args.device == "cpu" else case.bench
+        if args.shape:
+            benches = [(tuple(map(int, args.shape.split(","))), benches[0][1])]
         for shape, options in [] if args.host else benches:
             print(f"{name} {shape} {options}", file=sys.stderr)
             found = measure(case, shape, options, args)

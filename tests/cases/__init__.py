@@ -29,7 +29,8 @@ class Case:
     errors: list = field(default_factory=list)          # (call, exception, text)
     linear: bool = False                                # has a second derivative
     many_rows: tuple = None                             # a shape with more than 65,535 rows
-    bench: list = field(default_factory=list)           # (shape, options) to be timed
+    bench: list = field(default_factory=list)           # (shape, options) to be timed on a GPU
+    bench_cpu: list = field(default_factory=list)       # and on a CPU
     rivals: Callable = None                             # (inputs, options) -> {name: function}
     bytes: Callable = None                              # (shape, options, element size) -> (forward, backward) bytes of the floor
     flops: Callable = None                              # (shape, options) -> (forward, backward) FLOP of the GEMMs

@@ -97,6 +97,7 @@ CASES = [
         name="cross_entropy", op=op, reference=reference, make=make, options=OPTIONS, schema=schema, keep=(2,),
         shapes=[(1, 3), (5, 7), (9, 1000), (4, 4099), (3, 40000)], many_rows=(70000, 8),
         bench=[((8192, 32000), {}), ((8192, V), {}), ((4096, 262144), {}), ((512, 32000), {})],
+        bench_cpu=[((1024, 32000), {})],
         bytes=lambda shape, options, e: (e * shape[0] * shape[1], e * shape[0] * shape[1]),
         errors=[
             (lambda d: liger_cross_entropy(torch.randn(2, 3, 4, device=d), torch.zeros(2, device=d, dtype=torch.long)), RuntimeError, "expected logits"),
@@ -113,6 +114,7 @@ CASES = [
         schema=lambda inputs, options: (ops.fused_linear_cross_entropy, (*inputs, None, *schema((), options)[1], -1, 0, None)),
         bench=[((8192, 4096, V), dict(ignored=0.0)), ((16384, 4096, V), dict(ignored=0.0)), ((8192, 4096, V), dict(ignored=0.5)),
                ((8192, 2304, 256000), dict(ignored=0.0)), ((4096, 4096, 32000), dict(ignored=0.0))],
+        bench_cpu=[((4096, 256, 32768), dict(ignored=0.0))],
         flops=lambda shape, options: (2 * shape[0] * shape[1] * shape[2], 4 * shape[0] * shape[1] * shape[2]), rivals=head_rivals,
         errors=[
             (lambda d: liger_fused_linear_cross_entropy(torch.randn(2, 4, device=d), torch.randn(5, 3, device=d), torch.zeros(2, device=d, dtype=torch.long)), RuntimeError, "expected hidden"),

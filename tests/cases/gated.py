@@ -41,6 +41,7 @@ BENCH = [((16384, 14336), dict(activation="silu")), ((16384, 14336), dict(activa
 CASES = [
     Case(
         name="gated", op=op, reference=reference, make=make, shapes=SHAPES, differentiable=(0, 1), many_rows=(70000, 8), bench=BENCH,
+        bench_cpu=[((4096, 4096), dict(activation="silu")), ((4096, 4096), dict(activation="gelu_tanh"))],
         options=[dict(activation=a) for a in ACTIVATIONS] + [dict(gate_multiplier=0.5)],
         schema=lambda inputs, options: (ops.gated, (*inputs, ACTIVATIONS[options.get("activation", "silu")][0], options.get("gate_multiplier", 1.0))),
         bytes=lambda shape, options, e: (3 * e * shape[0] * shape[1], 5 * e * shape[0] * shape[1]),

@@ -63,6 +63,7 @@ CASES = [
         options=[{}, dict(casting_mode="gemma", offset=1.0), dict(casting_mode="none"), dict(weight=False)],
         many_rows=(70000, 16),
         bench=[((16384, 4096), {}), ((8192, 8192), {}), ((32768, 2048), {}), ((256, 1024), {}), ((131072, 128), {})],
+        bench_cpu=[((4096, 4096), {})],
         bytes=lambda shape, options, e: (2 * e * shape[0] * shape[1], 3 * e * shape[0] * shape[1]),
     ),
     Case(

@@ -51,6 +51,7 @@ CASES = [
         options=[{}, dict(tables="batch"), dict(tables=0), dict(groups=1), dict(rotary=4)],
         many_rows=(70000, 1, 1, 4), schema=lambda inputs, options: (ops.rope, (*inputs, False)), bytes=traffic,
         bench=[((4, 32, 4096, 128), dict(groups=4)), ((1, 32, 512, 128), dict(groups=4))],
+        bench_cpu=[((1, 32, 2048, 128), dict(groups=4))],
         errors=[error("must be .batch, heads, seq, dim.", q=(2, 3, 8)), error("differ in more than heads", k=(1, 2, 4, 8)),
                 error("cos is", sin=(1, 3, 6)), error("cos and sin must be", cos=(1, 4, 8), sin=(1, 4, 8)), error("wider", cos=(1, 3, 10), sin=(1, 3, 10))],
     ),
