@@ -1,0 +1,167 @@
+"""Modules, Function classes and their helper functions, against plain torch."""
+
+import copy
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from liger_kernel import ops
+from liger_kernel.ops import fused_linear_cross_entropy as flce
+from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction, swiglu_fused_gate_up_backward, swiglu_fused_gate_up_forward
+from liger_kernel.transformers import geglu, rms_norm, swiglu
+from liger_kernel.transformers.cross_entropy import LigerCrossEntropyLoss
+from liger_kernel.transformers.functional import CrossEntropyOutput
+from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
+from liger_kernel.transformers.rope import liger_rotary_pos_emb_vision
+
+CONFIG = SimpleNamespace(hidden_size=16, intermediate_size=24, hidden_act="silu", mlp_bias=False, mlp_multipliers=(0.5, 2.0))
+close = torch.testing.assert_close  # float: 1.3e-6 of the value, 1e-5
+
+
+def glu(act):
+    return lambda m, x: m.down_proj(act(m.gate_proj(x)) * m.up_proj(x))
+
+
+MLPS = {
+    swiglu.LigerSwiGLUMLP: glu(F.silu),
+    swiglu.LigerQwen3MoeSwiGLUMLP: glu(F.silu),
+    swiglu.LigerHunyuanV1SwiGLUMLP: glu(F.silu),
+    geglu.LigerGEGLUMLP: glu(lambda x: F.gelu(x, approximate="tanh")),
+    swiglu.LigerFalconH1SwiGLUMLP: lambda m, x: m.down_proj(F.silu(m.gate_proj(x) * 0.5) * m.up_proj(x)) * 2,
+    swiglu.LigerBlockSparseTop2MLP: lambda m, x: m.w2(F.silu(m.w1(x)) * m.w3(x)),
+    swiglu.LigerPhi3SwiGLUMLP: lambda m, x: m.down_proj(F.silu(m.gate_up_proj(x)[..., :24]) * m.gate_up_proj(x)[..., 24:]),
+}
+
+
+@pytest.mark.parametrize("cls", MLPS, ids=lambda c: c.__name__)
+def test_mlp(cls):
+    m, x = cls(CONFIG), torch.randn(2, 3, 16)
+    close(m(x), MLPS[cls](m, x))
+    for other in (copy.deepcopy(m), pickle.loads(pickle.dumps(m))):
+        close(other(x), m(x))
+
+
+def test_mlp_options():
+    assert swiglu.LigerSwiGLUMLP(SimpleNamespace(**{**vars(CONFIG), "mlp_bias": True})).down_proj.bias is not None
+    assert swiglu.LigerQwen3MoeSwiGLUMLP(CONFIG, intermediate_size=8).up_proj.out_features == 8
+    with pytest.raises(ValueError, match="hidden_act"):
+        swiglu.LigerSwiGLUMLP(SimpleNamespace(**{**vars(CONFIG), "hidden_act": "gelu"}))
+
+
+@pytest.mark.parametrize("name", ["", "ForGemma", "ForGemma2", "ForGemma3", "ForOlmo2", "ForGlm4", "ForQwen3Next"])
+def test_rms_norm(name):
+    m, x = getattr(rms_norm, f"LigerRMSNorm{name}")(16), torch.randn(3, 16)
+    assert "weight_shape=(16,)" in repr(m)
+    close(m(x), F.rms_norm(x, (16,), eps=1e-6))
+    with torch.device("meta"):
+        assert type(m)(16).weight.is_meta
+
+
+def test_rms_norm_options():
+    x = torch.randn(3, 16)
+    plain = rms_norm.LigerRMSNorm(16, elementwise_affine=False)
+    assert not list(plain.parameters()) and "weight_shape=None" in repr(plain)
+    close(plain(x), F.rms_norm(x, (16,), eps=1e-6))
+    with pytest.raises(AssertionError, match="init_fn"):
+        rms_norm.LigerRMSNorm(16, init_fn="twos")
+
+
+def test_losses():
+    logits, hidden, weight, y = torch.randn(6, 9), torch.randn(6, 4), torch.randn(9, 4), torch.tensor([0, 8, -100, 3, 3, 1])
+    close(LigerCrossEntropyLoss(label_smoothing=0.1)(logits, y), F.cross_entropy(logits, y, label_smoothing=0.1))
+    close(LigerFusedLinearCrossEntropyLoss(reduction="sum")(weight, hidden, y), F.cross_entropy(hidden @ weight.T, y, reduction="sum"))
+    out = LigerFusedLinearCrossEntropyLoss(return_token_accuracy=True)(weight, hidden, y)
+    assert isinstance(out, CrossEntropyOutput) and out.z_loss is None and out.token_accuracy.dim() == 0
+    for wrong in (dict(reduction="most"), dict(label_smoothing=2), dict(softcap=0)):
+        for cls in (LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss):
+            with pytest.raises(AssertionError, match=next(iter(wrong))):
+                cls(**wrong)
+
+
+def head_inputs():
+    torch.manual_seed(0)
+    inputs = [torch.randn(6, 4), torch.randn(9, 4), torch.randn(9)]
+    return [t.requires_grad_() for t in inputs], torch.tensor([0, 8, -100, 3, 3, 1])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_fused_linear_function(reduction, monkeypatch):
+    """The Function goes through the module's two helpers, which others replace."""
+    (hidden, weight, bias), y = head_inputs()
+    calls = []
+    forward = flce.fused_linear_cross_entropy_forward
+    monkeypatch.setattr(flce, "fused_linear_cross_entropy_forward", lambda *a, **k: calls.append(1) or forward(*a, **k))
+    loss, *others = ops.LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, y, bias, None, -100, 0.0, 0.0, reduction)
+    assert calls and others == [None] * 3
+    (plain_inputs, _) = head_inputs()
+    plain = F.cross_entropy(F.linear(*plain_inputs), y, reduction=reduction)
+    close(loss, plain)
+    upstream = torch.rand_like(plain)
+    loss.backward(upstream)
+    plain.backward(upstream)
+    for a, b in zip((hidden, weight, bias), plain_inputs):
+        close(a.grad, b.grad)
+
+
+def test_helpers():
+    """The forward and backward of each operator as functions, without autograd."""
+    x, w, dy = torch.randn(2, 3, 16), torch.randn(16), torch.randn(2, 3, 16)
+    leaf, weight = x.clone().requires_grad_(), w.clone().requires_grad_()
+    F.rms_norm(leaf, (16,), weight, 1e-6).backward(dy)
+    y, rows, rstd, _, _, code = ops.rms_norm_forward(x, w, 1e-6, 0.0, "llama", None)
+    dx, dw = ops.rms_norm_backward(dy, rows.view(x.shape), w, rstd, 0.0, code)
+    close((dx, dw), (leaf.grad, weight.grad))
+    for act, forward, backward in ((F.silu, ops.swiglu_forward, ops.swiglu_backward),
+                                   (lambda t: F.gelu(t, approximate="tanh"), ops.geglu_forward, ops.geglu_backward)):
+        a, b = torch.randn(2, 3, 16).requires_grad_(), torch.randn(2, 3, 16).requires_grad_()
+        plain = act(a) * b
+        plain.backward(dy)
+        ra, rb, c = forward(a.detach(), b.detach())
+        close(c.view(plain.shape), plain)
+        close(backward(ra, rb, dy), (a.grad, b.grad))
+    q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8)
+    angles = torch.rand(1, 3, 8)
+    turned = ops.rope_forward(q, k, angles.cos(), angles.sin())
+    close(ops.rope_backward(*turned[:2], *turned[2:]), (q, k))
+    logits, labels = torch.randn(4, 7, requires_grad=True), torch.tensor([1, 2, -100, 6])
+    loss, z_loss, accuracy, predicted, gradient = ops.cross_entropy_forward(logits, labels, None, -100, 0.0, 0.0, "mean", None)
+    F.cross_entropy(logits, labels).backward()
+    assert (z_loss, accuracy, predicted) == (None, None, None)
+    close(ops.cross_entropy_backward(gradient, torch.tensor(1.0)), logits.grad)
+
+
+def test_gate_up_in_place():
+    """The gradient is written over the input, with the values of the other path, and only once."""
+    y = torch.randn(5, 16)
+    kept, dc = y.clone(), torch.randn(5, 8)
+    expected = swiglu_fused_gate_up_backward(swiglu_fused_gate_up_forward(y)[0], dc)
+    leaf = y.requires_grad_()
+    c = LigerFusedGateUpSiLUMulFunction.apply(leaf * 1, True)
+    close(c, F.silu(kept[:, :8]) * kept[:, 8:])
+    c.backward(dc, retain_graph=True)
+    assert torch.equal(leaf.grad, expected)
+    with pytest.raises(RuntimeError, match="in_place=True"):
+        c.backward(dc)
+
+
+def test_vision_rope():
+    q, k = torch.randn(5, 2, 8).half(), torch.randn(5, 2, 8).half()
+    half = torch.rand(5, 4)
+    angles = torch.cat((half, half), -1)
+    for ours, x in zip(liger_rotary_pos_emb_vision(q, k, angles.cos(), angles.sin()), (q, k)):
+        f = x.float()
+        plain = f * angles.cos()[:, None] + torch.cat((-f[..., 4:], f[..., :4]), -1) * angles.sin()[:, None]
+        assert ours.dtype == torch.half and torch.equal(ours, plain.half())
+
+
+def test_autocast():
+    """GEMMs in the autocast dtype, gradients in the parameters'."""
+    (hidden, weight, _), y = head_inputs()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = LigerFusedLinearCrossEntropyLoss()(weight, hidden, y)
+    loss.backward()
+    exact = F.cross_entropy(hidden @ weight.T, y)
+    assert loss.dtype == hidden.grad.dtype == weight.grad.dtype == torch.float32
+    assert 0 < (loss - exact).abs() < 2e-2 * exact  # bfloat16's 2^-8 an operand, and no float GEMM in its place
