@@ -1,10 +1,6 @@
 # `cmake --install` and the wheel lay out the same tree: lib/, include/ and lib/cmake/liger/ under one prefix, which in a wheel is the
 # package's folder (liger_kernel.cmake_prefix_path).
 include(CMakePackageConfigHelpers)
-set(prefix ${LIGER_PACKAGE_DIR})
-if(prefix)
-  string(APPEND prefix /)
-endif()
 # torch is loaded before the library in Python; a C++ program finds it beside.
 set_target_properties(liger PROPERTIES INSTALL_RPATH "$ORIGIN;$ORIGIN/../../torch/lib")
 install(TARGETS liger liger_torch EXPORT liger LIBRARY DESTINATION ${prefix}lib)

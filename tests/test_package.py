@@ -26,10 +26,14 @@ def test_version_is_that_of_the_distribution():
     assert installed == liger_kernel.__version__ == "1.0.0+cpp"
 
 
-def test_cmake_finds_an_installed_package():
-    package = os.path.join(liger_kernel.cmake_prefix_path, "lib", "cmake", "liger", "ligerConfig.cmake")
+def test_cmake_finds_an_installed_package(tmp_path):
+    """find_package(liger) configures a program against the package's folder; the sources where they stand have nothing to find."""
     installed = os.path.exists(os.path.join(liger_kernel.cmake_prefix_path, "_build.py"))
-    assert os.path.exists(package) == installed
+    examples = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "examples")
+    done = subprocess.run(
+        ["cmake", "-S", examples, "-B", tmp_path, "-G", "Ninja", f"-DCMAKE_PREFIX_PATH={liger_kernel.cmake_prefix_path}", f"-DPython_EXECUTABLE={sys.executable}"],
+        capture_output=True, text=True)
+    assert (done.returncode == 0) == installed, done.stderr
 
 
 MISMATCH = """
