@@ -90,8 +90,8 @@ bool differentiable(const T&... inputs) { return at::GradMode::is_enabled() && (
 template <class F>
 auto typed_op(const char* name, F&) { return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<F>(); }
 
-/// Registers one set of functions for CPU, CUDA and Meta: allocation is the shape function, `run` the rest. A second derivative is
-/// an error, not a zero: every schema that ends in _forward or _backward gets autograd's refusal.
+/// Registers one set of functions for CPU, CUDA and Meta: allocation is the shape function, `run` the rest. Beside it an op gives its
+/// _forward and _backward schemas autograd's refusal, so that a second derivative is an error, not a zero.
 #define LIGER_IMPL(stem, m)                                       \
   static void stem##_impl(torch::Library&);                       \
   TORCH_LIBRARY_IMPL(liger, CPU, lib) { stem##_impl(lib); }       \
