@@ -50,8 +50,7 @@ Tensor scaled(const Tensor& saved, const Tensor& g) {
   if (!saved.defined() || saved.sym_numel() == 0) return saved;
   const bool traced = saved.is_meta() || saved.key_set().has_any(c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::Functionalize}));
   if (traced || torch::autograd::get_current_graph_task_keep_graph()) {
-    static const auto op = typed_op("liger::scale_backward", scale_backward);
-    return op.call(saved, g);
+    return Op<"liger::scale_backward", scale_backward>()(saved, g);
   }
   const Tensor factor = g.to(at::kFloat).contiguous();
   run(scale_rows, saved,
@@ -61,7 +60,7 @@ Tensor scaled(const Tensor& saved, const Tensor& g) {
 
 TORCH_LIBRARY_FRAGMENT(liger, m) { m.def("scale_backward(Tensor saved, Tensor g) -> Tensor"); }
 LIGER_IMPL(scale, m) { m.impl("scale_backward", scale_backward); }
-TORCH_LIBRARY_IMPL(liger, Autograd, m) { m.impl("scale_backward", torch::autograd::autogradNotImplementedFallback()); }
+TORCH_LIBRARY_IMPL(liger, Autograd, m) { refuse_derivative(m, {"scale_backward"}); }
 
 void check_rows(const char* op, const Tensor& x) {
   TORCH_CHECK(x.dim() >= 1, op, ": expected at least one dimension, got a scalar");

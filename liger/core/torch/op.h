@@ -81,17 +81,72 @@ void check_like(const char* what, const Tensor& t, const Tensor& x);
 
 inline bool wants_grad(const Tensor& t) { return t.defined() && t.requires_grad(); }
 inline bool wants_grad(const OptTensor& t) { return t && wants_grad(*t); }
+template <class T> bool wants_grad(const T&) { return false; }
 
-/// Whether a call has anything to differentiate; ops go straight to their kernels where not.
-template <class... T>
-bool differentiable(const T&... inputs) { return at::GradMode::is_enabled() && (wants_grad(inputs) || ...); }
+/// A schema's name as a template argument.
+template <size_t n>
+struct Name {
+  char text[n];
+  consteval Name(const char (&s)[n]) { std::copy_n(s, n, text); }
+};
 
-/// The typed dispatcher handle of a schema with the signature of f.
-template <class F>
-auto typed_op(const char* name, F&) { return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<F>(); }
+/// The schema kName, which kFunction implements, as a function that goes through the dispatcher.
+template <Name kName, auto kFunction>
+struct Op {
+  template <class... A>
+  auto operator()(const A&... args) const {
+    using Signature = std::remove_pointer_t<decltype(kFunction)>;
+    static const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(kName.text, "").template typed<Signature>();
+    return handle.call(args...);
+  }
+};
 
-/// Registers one set of functions for CPU, CUDA and Meta: allocation is the shape function, `run` the rest. Beside it an op gives its
-/// _forward and _backward schemas autograd's refusal, so that a second derivative is an error, not a zero.
+/// What the Autograd key runs for an operator: Node where one of the first kInputs arguments is to be differentiated, and the
+/// operator below autograd where not. Node does not see that other arguments could be.
+template <class Node, int kInputs, class Op>
+struct Differentiated;
+template <class Node, int kInputs, Name kName, class R, class... A, R (*kFunction)(A...)>
+struct Differentiated<Node, kInputs, Op<kName, kFunction>> {
+  static R call(A... args) {
+    if (at::GradMode::is_enabled() && any_wants_grad(std::index_sequence_for<A...>(), args...))
+      return result(apply(std::index_sequence_for<A...>(), args...));
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return Op<kName, kFunction>()(args...);
+  }
+
+ private:
+  template <size_t... i>
+  static bool any_wants_grad(std::index_sequence<i...>, const A&... args) { return ((int(i) < kInputs && wants_grad(args)) || ...); }
+
+  template <size_t... i>
+  static auto apply(std::index_sequence<i...>, const A&... args) { return Node::apply(detached<(int(i) >= kInputs)>(args)...); }
+
+  template <bool kDetach, class T>
+  static T detached(const T& t) {
+    if constexpr (kDetach && (std::is_same_v<T, Tensor> || std::is_same_v<T, OptTensor>)) {
+      if (wants_grad(t)) return Tensor(optional_value(t)).detach();
+    }
+    return t;
+  }
+
+  static const Tensor& optional_value(const Tensor& t) { return t; }
+  static const Tensor& optional_value(const OptTensor& t) { return *t; }
+
+  static Tensor result(Tensor t) { return t; }
+  static R result(const variable_list& list) {
+    return [&]<size_t... i>(std::index_sequence<i...>) { return R(list[i]...); }(std::make_index_sequence<std::tuple_size_v<R>>());
+  }
+};
+
+template <class Node, int kInputs, class Op>
+constexpr auto differentiated(Op) { return &Differentiated<Node, kInputs, Op>::call; }
+
+/// Gives schemas autograd's refusal, so that a derivative of a forward or backward pass is an error, not a zero.
+inline void refuse_derivative(torch::Library& m, std::initializer_list<const char*> schemas) {
+  for (auto name : schemas) m.impl(name, torch::autograd::autogradNotImplementedFallback());
+}
+
+/// Registers one set of functions for CPU, CUDA and Meta: allocation is the shape function, `run` the rest.
 #define LIGER_IMPL(stem, m)                                       \
   static void stem##_impl(torch::Library&);                       \
   TORCH_LIBRARY_IMPL(liger, CPU, lib) { stem##_impl(lib); }       \

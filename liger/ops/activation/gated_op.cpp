@@ -70,25 +70,25 @@ void packed_backward_(const Tensor& dc, const Tensor& y, int64_t activation, dou
   if (!y.is_meta()) run_backward(dc, halves[0], halves[1], halves[0], halves[1], cols(y), activation, gate_multiplier);
 }
 
-const auto& public_op() { static const auto op = typed_op("liger::gated", forward); return op; }
-const auto& forward_op() { static const auto op = typed_op("liger::gated_forward", forward); return op; }
-const auto& backward_op() { static const auto op = typed_op("liger::gated_backward", backward); return op; }
-const auto& packed_public_op() { static const auto op = typed_op("liger::gated_packed", packed_forward); return op; }
-const auto& packed_forward_op() { static const auto op = typed_op("liger::gated_packed_forward", packed_forward); return op; }
-const auto& packed_backward_op() { static const auto op = typed_op("liger::gated_packed_backward", packed_backward); return op; }
+constexpr Op<"liger::gated", forward> public_op;
+constexpr Op<"liger::gated_forward", forward> forward_op;
+constexpr Op<"liger::gated_backward", backward> backward_op;
+constexpr Op<"liger::gated_packed", packed_forward> packed_public_op;
+constexpr Op<"liger::gated_packed_forward", packed_forward> packed_forward_op;
+constexpr Op<"liger::gated_packed_backward", packed_backward> packed_backward_op;
 
 struct Autograd : torch::autograd::Function<Autograd> {
   static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b, int64_t activation, double gate_multiplier) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     ctx->save_for_backward({a, b});
     ctx->saved_data["attrs"] = std::make_tuple(activation, gate_multiplier);
-    return forward_op().call(a, b, activation, gate_multiplier);
+    return forward_op(a, b, activation, gate_multiplier);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
     const auto [activation, gate_multiplier] = ctx->saved_data["attrs"].to<std::tuple<int64_t, double>>();
-    auto [da, db] = backward_op().call(grads[0], saved[0], saved[1], activation, gate_multiplier);
+    auto [da, db] = backward_op(grads[0], saved[0], saved[1], activation, gate_multiplier);
     return {da, db, {}, {}};
   }
 };
@@ -98,35 +98,23 @@ struct PackedAutograd : torch::autograd::Function<PackedAutograd> {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     ctx->save_for_backward({y});
     ctx->saved_data["attrs"] = std::make_tuple(activation, gate_multiplier);
-    return packed_forward_op().call(y, activation, gate_multiplier);
+    return packed_forward_op(y, activation, gate_multiplier);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto [activation, gate_multiplier] = ctx->saved_data["attrs"].to<std::tuple<int64_t, double>>();
-    return {packed_backward_op().call(grads[0], ctx->get_saved_variables()[0], activation, gate_multiplier), {}, {}};
+    return {packed_backward_op(grads[0], ctx->get_saved_variables()[0], activation, gate_multiplier), {}, {}};
   }
 };
-
-Tensor autograd(const Tensor& a, const Tensor& b, int64_t activation, double gate_multiplier) {
-  if (differentiable(a, b)) return Autograd::apply(a, b, activation, gate_multiplier);
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return public_op().call(a, b, activation, gate_multiplier);
-}
-
-Tensor packed_autograd(const Tensor& y, int64_t activation, double gate_multiplier) {
-  if (differentiable(y)) return PackedAutograd::apply(y, activation, gate_multiplier);
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return packed_public_op().call(y, activation, gate_multiplier);
-}
 
 }  // namespace op::gated
 
 Tensor gated(const Tensor& a, const Tensor& b, Activation activation, double gate_multiplier) {
-  return op::gated::public_op().call(a, b, int64_t(activation), gate_multiplier);
+  return op::gated::public_op(a, b, int64_t(activation), gate_multiplier);
 }
 
 Tensor gated_packed(const Tensor& y, Activation activation, double gate_multiplier) {
-  return op::gated::packed_public_op().call(y, int64_t(activation), gate_multiplier);
+  return op::gated::packed_public_op(y, int64_t(activation), gate_multiplier);
 }
 
 TORCH_LIBRARY_FRAGMENT(liger, m) {
@@ -148,10 +136,9 @@ LIGER_IMPL(gated, m) {
   m.impl("gated_packed_backward_", op::gated::packed_backward_);
 }
 TORCH_LIBRARY_IMPL(liger, Autograd, m) {
-  m.impl("gated", op::gated::autograd);
-  m.impl("gated_packed", op::gated::packed_autograd);
-  for (auto name : {"gated_forward", "gated_backward", "gated_packed_forward", "gated_packed_backward"})
-    m.impl(name, torch::autograd::autogradNotImplementedFallback());
+  m.impl("gated", differentiated<op::gated::Autograd, 2>(op::gated::public_op));
+  m.impl("gated_packed", differentiated<op::gated::PackedAutograd, 1>(op::gated::packed_public_op));
+  refuse_derivative(m, {"gated_forward", "gated_backward", "gated_packed_forward", "gated_packed_backward"});
 }
 
 }  // namespace liger

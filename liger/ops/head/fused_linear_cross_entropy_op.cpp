@@ -174,25 +174,25 @@ Results inference(const Tensor& hidden, const Tensor& weight, const OptTensor& b
   return {std::get<0>(all), std::get<1>(all), std::get<2>(all), std::get<3>(all)};
 }
 
-const auto& public_op() { static const auto op = typed_op("liger::fused_linear_cross_entropy", inference); return op; }
-const auto& forward_op() { static const auto op = typed_op("liger::fused_linear_cross_entropy_forward", forward); return op; }
-const auto& backward_op() { static const auto op = typed_op("liger::fused_linear_cross_entropy_backward", backward); return op; }
+constexpr Op<"liger::fused_linear_cross_entropy", inference> public_op;
+constexpr Op<"liger::fused_linear_cross_entropy_forward", forward> forward_op;
+constexpr Op<"liger::fused_linear_cross_entropy_backward", backward> backward_op;
 
 struct Autograd : torch::autograd::Function<Autograd> {
   using Attributes = std::tuple<std::vector<int64_t>, std::vector<double>, int64_t, std::optional<int64_t>, bool, bool, bool>;
 
   static variable_list forward(AutogradContext* ctx, const Tensor& hidden, const Tensor& weight, const OptTensor& bias, const Tensor& target,
-                               const OptTensor& class_weight, const OptTensor& normalizer, const std::vector<int64_t>& flags,
-                               const std::vector<double>& scales, int64_t valid_count, int64_t max_bytes, std::optional<at::ScalarType> dtype) {
+                               const OptTensor& class_weight, const OptTensor& normalizer, at::IntArrayRef flags,
+                               at::ArrayRef<double> scales, int64_t valid_count, int64_t max_bytes, std::optional<at::ScalarType> dtype) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     const bool reduced = Reduction(flags.at(1)) != Reduction::None;
     const bool dh = wants_grad(hidden), dw = wants_grad(weight), db = wants_grad(bias);
     auto [loss, z_loss, accuracy, predicted, dhidden, dweight, dbias, divisor] =
-        forward_op().call(hidden, weight, bias, target, class_weight, normalizer, flags, scales, valid_count, max_bytes, dtype,
+        forward_op(hidden, weight, bias, target, class_weight, normalizer, flags, scales, valid_count, max_bytes, dtype,
                           dh && reduced, dw && reduced, db && reduced);
     if (reduced) ctx->save_for_backward({dhidden, dweight, dbias, divisor});
     else ctx->save_for_backward({hidden, weight, value_or_undefined(bias), target, value_or_undefined(class_weight)});
-    ctx->saved_data["attrs"] = Attributes(flags, scales, max_bytes, dtype ? std::optional<int64_t>(int64_t(*dtype)) : std::nullopt, dh, dw, db);
+    ctx->saved_data["attrs"] = Attributes(flags.vec(), scales.vec(), max_bytes, dtype ? std::optional<int64_t>(int64_t(*dtype)) : std::nullopt, dh, dw, db);
     ctx->saved_data["divided"] = !(dtype == at::kHalf || (!dtype && hidden.scalar_type() == at::kHalf));
     ctx->mark_non_differentiable({z_loss, accuracy, predicted});
     return {loss, z_loss, accuracy, predicted};
@@ -209,7 +209,7 @@ struct Autograd : torch::autograd::Function<Autograd> {
       return d;
     }
     const auto asked = dtype ? std::optional<at::ScalarType>(at::ScalarType(*dtype)) : std::nullopt;
-    auto [dhidden, dweight, dbias] = backward_op().call(grads[0], saved[0], saved[1], optional(saved[2]), saved[3], optional(saved[4]), flags, scales,
+    auto [dhidden, dweight, dbias] = backward_op(grads[0], saved[0], saved[1], optional(saved[2]), saved[3], optional(saved[4]), flags, scales,
                                                         max_bytes, asked, dh, dw, db);
     if (dh) d[0] = dhidden;
     if (dw) d[1] = dweight;
@@ -218,25 +218,13 @@ struct Autograd : torch::autograd::Function<Autograd> {
   }
 };
 
-Results autograd(const Tensor& hidden, const Tensor& weight, const OptTensor& bias, const Tensor& target, const OptTensor& class_weight,
-                 const OptTensor& normalizer, at::IntArrayRef flags, at::ArrayRef<double> scales, int64_t valid_count, int64_t max_bytes,
-                 std::optional<at::ScalarType> dtype) {
-  if (differentiable(hidden, weight, bias)) {
-    const auto out = Autograd::apply(hidden, weight, bias, target, class_weight, normalizer, flags.vec(), scales.vec(),
-                                     valid_count, max_bytes, dtype);
-    return {out[0], out[1], out[2], out[3]};
-  }
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return public_op().call(hidden, weight, bias, target, class_weight, normalizer, flags, scales, valid_count, max_bytes, dtype);
-}
-
 /// The op takes the float weight and the dtype to compute in, so that its gradient comes back in float, not rounded on the way.
 template <c10::DeviceType kDevice>
 Results autocast(const Tensor& hidden, const Tensor& weight, const OptTensor& bias, const Tensor& target, const OptTensor& class_weight,
                  const OptTensor& normalizer, at::IntArrayRef flags, at::ArrayRef<double> scales, int64_t valid_count, int64_t max_bytes,
                  std::optional<at::ScalarType> dtype) {
   const c10::impl::ExcludeDispatchKeyGuard below_autocast(c10::autocast_dispatch_keyset);
-  return public_op().call(hidden, weight, bias, target, class_weight, normalizer, flags, scales, valid_count, max_bytes,
+  return public_op(hidden, weight, bias, target, class_weight, normalizer, flags, scales, valid_count, max_bytes,
                           dtype ? dtype : at::autocast::get_autocast_dtype(kDevice));
 }
 
@@ -245,7 +233,7 @@ Results autocast(const Tensor& hidden, const Tensor& weight, const OptTensor& bi
 CrossEntropyResult fused_linear_cross_entropy(const Tensor& hidden, const Tensor& weight, const Tensor& target, const HeadOptions& options,
                                               const OptTensor& bias, const OptTensor& class_weight, const OptTensor& normalizer) {
   using namespace op::cross_entropy;
-  auto [loss, z_loss, accuracy, predicted] = op::fused_linear_cross_entropy::public_op().call(
+  auto [loss, z_loss, accuracy, predicted] = op::fused_linear_cross_entropy::public_op(
       hidden, weight, bias, target, class_weight, normalizer, flags(options), scales(options), options.valid_count, options.max_bytes, std::nullopt);
   return {loss, z_loss, accuracy, predicted};
 }
@@ -268,9 +256,8 @@ LIGER_IMPL(fused_linear_cross_entropy, m) {
   m.impl("fused_linear_cross_entropy_backward", op::fused_linear_cross_entropy::backward);
 }
 TORCH_LIBRARY_IMPL(liger, Autograd, m) {
-  m.impl("fused_linear_cross_entropy", op::fused_linear_cross_entropy::autograd);
-  m.impl("fused_linear_cross_entropy_forward", torch::autograd::autogradNotImplementedFallback());
-  m.impl("fused_linear_cross_entropy_backward", torch::autograd::autogradNotImplementedFallback());
+  m.impl("fused_linear_cross_entropy", differentiated<op::fused_linear_cross_entropy::Autograd, 3>(op::fused_linear_cross_entropy::public_op));
+  refuse_derivative(m, {"fused_linear_cross_entropy_forward", "fused_linear_cross_entropy_backward"});
 }
 TORCH_LIBRARY_IMPL(liger, AutocastCUDA, m) { m.impl("fused_linear_cross_entropy", op::fused_linear_cross_entropy::autocast<c10::DeviceType::CUDA>); }
 TORCH_LIBRARY_IMPL(liger, AutocastCPU, m) { m.impl("fused_linear_cross_entropy", op::fused_linear_cross_entropy::autocast<c10::DeviceType::CPU>); }

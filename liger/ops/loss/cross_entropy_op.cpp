@@ -104,15 +104,15 @@ Results inference(const Tensor& x, const Tensor& target, const OptTensor& class_
   return {loss, z_loss, accuracy, predicted};
 }
 
-const auto& public_op() { static const auto op = typed_op("liger::cross_entropy", inference); return op; }
-const auto& forward_op() { static const auto op = typed_op("liger::cross_entropy_forward", forward); return op; }
+constexpr Op<"liger::cross_entropy", inference> public_op;
+constexpr Op<"liger::cross_entropy_forward", forward> forward_op;
 
 /// The gradient is made in forward, where the row is on chip; backward scales it by the upstream gradient.
 struct Autograd : torch::autograd::Function<Autograd> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& target, const OptTensor& class_weight,
-                               const std::vector<int64_t>& flags, const std::vector<double>& scales) {
+                               at::IntArrayRef flags, at::ArrayRef<double> scales) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [loss, z_loss, accuracy, predicted, dx] = forward_op().call(x, target, class_weight, flags, scales, true);
+    auto [loss, z_loss, accuracy, predicted, dx] = forward_op(x, target, class_weight, flags, scales, true);
     ctx->save_for_backward({dx});
     ctx->mark_non_differentiable({z_loss, accuracy, predicted});
     return {loss, z_loss, accuracy, predicted};
@@ -123,20 +123,11 @@ struct Autograd : torch::autograd::Function<Autograd> {
   }
 };
 
-Results autograd(const Tensor& x, const Tensor& target, const OptTensor& class_weight, at::IntArrayRef flags, at::ArrayRef<double> scales) {
-  if (differentiable(x)) {
-    const auto out = Autograd::apply(x, target, class_weight, flags.vec(), scales.vec());
-    return {out[0], out[1], out[2], out[3]};
-  }
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return public_op().call(x, target, class_weight, flags, scales);
-}
-
 }  // namespace op::cross_entropy
 
 CrossEntropyResult cross_entropy(const Tensor& x, const Tensor& target, const CrossEntropyOptions& options, const OptTensor& class_weight) {
   using namespace op::cross_entropy;
-  auto [loss, z_loss, accuracy, predicted] = public_op().call(x, target, class_weight, flags(options), scales(options));
+  auto [loss, z_loss, accuracy, predicted] = public_op(x, target, class_weight, flags(options), scales(options));
   return {loss, z_loss, accuracy, predicted};
 }
 
@@ -152,8 +143,8 @@ LIGER_IMPL(cross_entropy, m) {
   m.impl("cross_entropy_forward", op::cross_entropy::forward);
 }
 TORCH_LIBRARY_IMPL(liger, Autograd, m) {
-  m.impl("cross_entropy", op::cross_entropy::autograd);
-  m.impl("cross_entropy_forward", torch::autograd::autogradNotImplementedFallback());
+  m.impl("cross_entropy", differentiated<op::cross_entropy::Autograd, 1>(op::cross_entropy::public_op));
+  refuse_derivative(m, {"cross_entropy_forward"});
 }
 
 }  // namespace liger

@@ -42,14 +42,14 @@ Tensor inference(const Tensor& x, const OptTensor& w, double eps, double offset,
   return std::get<0>(forward(x, w, eps, offset, casting));
 }
 
-const auto& public_op() { static const auto op = typed_op("liger::rms_norm", inference); return op; }
-const auto& forward_op() { static const auto op = typed_op("liger::rms_norm_forward", forward); return op; }
-const auto& backward_op() { static const auto op = typed_op("liger::rms_norm_backward", backward); return op; }
+constexpr Op<"liger::rms_norm", inference> public_op;
+constexpr Op<"liger::rms_norm_forward", forward> forward_op;
+constexpr Op<"liger::rms_norm_backward", backward> backward_op;
 
 struct Autograd : torch::autograd::Function<Autograd> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptTensor& w, double eps, double offset, int64_t casting) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [y, rstd] = forward_op().call(x, w, eps, offset, casting);
+    auto [y, rstd] = forward_op(x, w, eps, offset, casting);
     ctx->save_for_backward({x, value_or_undefined(w), rstd});
     ctx->saved_data["attrs"] = std::make_tuple(offset, casting, wants_grad(x), wants_grad(w));
     return y;
@@ -58,21 +58,15 @@ struct Autograd : torch::autograd::Function<Autograd> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
     const auto [offset, casting, with_dx, with_dw] = ctx->saved_data["attrs"].to<std::tuple<double, int64_t, bool, bool>>();
-    auto [dx, dw] = backward_op().call(grads[0], saved[0], optional(saved[1]), saved[2], offset, casting, with_dx, with_dw);
+    auto [dx, dw] = backward_op(grads[0], saved[0], optional(saved[1]), saved[2], offset, casting, with_dx, with_dw);
     return {dx, dw, {}, {}, {}};
   }
 };
 
-Tensor autograd(const Tensor& x, const OptTensor& w, double eps, double offset, int64_t casting) {
-  if (differentiable(x, w)) return Autograd::apply(x, w, eps, offset, casting);
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return public_op().call(x, w, eps, offset, casting);
-}
-
 }  // namespace op::rms_norm
 
 Tensor rms_norm(const Tensor& x, const OptTensor& w, double eps, double offset, Casting casting) {
-  return op::rms_norm::public_op().call(x, w, eps, offset, int64_t(casting));
+  return op::rms_norm::public_op(x, w, eps, offset, int64_t(casting));
 }
 
 TORCH_LIBRARY_FRAGMENT(liger, m) {
@@ -87,9 +81,8 @@ LIGER_IMPL(rms_norm, m) {
   m.impl("rms_norm_backward", op::rms_norm::backward);
 }
 TORCH_LIBRARY_IMPL(liger, Autograd, m) {
-  m.impl("rms_norm", op::rms_norm::autograd);
-  m.impl("rms_norm_forward", torch::autograd::autogradNotImplementedFallback());
-  m.impl("rms_norm_backward", torch::autograd::autogradNotImplementedFallback());
+  m.impl("rms_norm", differentiated<op::rms_norm::Autograd, 2>(op::rms_norm::public_op));
+  refuse_derivative(m, {"rms_norm_forward", "rms_norm_backward"});
 }
 
 }  // namespace liger

@@ -46,8 +46,8 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q_, const Tensor& k_, const Ten
   return {q_out, k_out};
 }
 
-const auto& public_op() { static const auto op = typed_op("liger::rope", forward); return op; }
-const auto& forward_op() { static const auto op = typed_op("liger::rope_forward", forward); return op; }
+constexpr Op<"liger::rope", forward> public_op;
+constexpr Op<"liger::rope_forward", forward> forward_op;
 
 /// The rotation is linear: its gradient is the rotation back, differentiable in turn.
 struct Autograd : torch::autograd::Function<Autograd> {
@@ -55,30 +55,21 @@ struct Autograd : torch::autograd::Function<Autograd> {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     ctx->save_for_backward({cos, sin});
     ctx->saved_data["inverse"] = inverse;
-    auto [q_out, k_out] = forward_op().call(q, k, cos, sin, inverse);
+    auto [q_out, k_out] = forward_op(q, k, cos, sin, inverse);
     return {q_out, k_out};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
-    auto [dq, dk] = public_op().call(grads[0], grads[1], saved[0], saved[1], !ctx->saved_data["inverse"].toBool());
+    auto [dq, dk] = public_op(grads[0], grads[1], saved[0], saved[1], !ctx->saved_data["inverse"].toBool());
     return {dq, dk, {}, {}, {}};
   }
 };
 
-std::tuple<Tensor, Tensor> autograd(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool inverse) {
-  if (differentiable(q, k)) {
-    const auto out = Autograd::apply(q, k, cos.detach(), sin.detach(), inverse);
-    return {out[0], out[1]};
-  }
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return public_op().call(q, k, cos, sin, inverse);
-}
-
 }  // namespace op::rope
 
 std::tuple<Tensor, Tensor> rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool inverse) {
-  return op::rope::public_op().call(q, k, cos, sin, inverse);
+  return op::rope::public_op(q, k, cos, sin, inverse);
 }
 
 TORCH_LIBRARY_FRAGMENT(liger, m) {
@@ -90,8 +81,8 @@ LIGER_IMPL(rope, m) {
   m.impl("rope_forward", op::rope::forward);
 }
 TORCH_LIBRARY_IMPL(liger, Autograd, m) {
-  m.impl("rope", op::rope::autograd);
-  m.impl("rope_forward", torch::autograd::autogradNotImplementedFallback());
+  m.impl("rope", differentiated<op::rope::Autograd, 2>(op::rope::public_op));
+  refuse_derivative(m, {"rope_forward"});
 }
 
 }  // namespace liger
