@@ -48,17 +48,20 @@ def triton_liger(folder):
         sys.modules.update(ours)
 
 
-def triton_call(case, functional, inputs, options):
-    if case.name == "rms_norm":
-        return lambda: functional.liger_rms_norm(*inputs, 1e-6, in_place=False)
-    if case.name == "gated":
-        return lambda: {"silu": functional.liger_swiglu, "gelu_tanh": functional.liger_geglu}[options["activation"]](*inputs)
-    if case.name == "rope":
-        return lambda: functional.liger_rope(*inputs)
-    if case.name == "cross_entropy":
-        return lambda: functional.liger_cross_entropy(inputs[0], inputs[1])
-    if case.name == "fused_linear_cross_entropy":
-        return lambda: functional.liger_fused_linear_cross_entropy(inputs[0], inputs[1], inputs[3])
+#: case -> (functional module, inputs, options) -> result, for those that liger_kernel with Triton has.
+TRITON = {
+    "rms_norm": lambda f, t, o: f.liger_rms_norm(*t, 1e-6, in_place=False),
+    "fused_add_rms_norm": lambda f, t, o: f.liger_fused_add_rms_norm(*t, 1e-6, in_place=False),
+    "modulated_rms_norm": lambda f, t, o: f.liger_modulated_rms_norm(*t, 1e-6, in_place=False),
+    "layer_norm": lambda f, t, o: f.liger_layer_norm(*t, 1e-6),
+    "group_norm": lambda f, t, o: f.liger_group_norm(*t, t[0].shape[1], o["groups"], 1e-6),
+    "poly_norm": lambda f, t, o: f.liger_poly_norm(*t, 1e-6, in_place=False),
+    "dyt": lambda f, t, o: f.liger_dyt(*t),
+    "gated": lambda f, t, o: {"silu": f.liger_swiglu, "gelu_tanh": f.liger_geglu}[o["activation"]](*t),
+    "rope": lambda f, t, o: f.liger_rope(*t),
+    "cross_entropy": lambda f, t, o: f.liger_cross_entropy(t[0], t[1]),
+    "fused_linear_cross_entropy": lambda f, t, o: f.liger_fused_linear_cross_entropy(t[0], t[1], t[3]),
+}
 
 
 class Contestant:
@@ -176,10 +179,8 @@ def contestants(case, shape, options, args, sets_wanted):
     if case.rivals:
         each = [case.rivals(s, options) for s in sets]
         found.update({name: [e[name] for e in each] for name in each[0]})
-    if args.functional:
-        calls = [triton_call(case, args.functional, s, options) for s in sets]
-        if calls[0]:
-            found["liger (Triton)"] = calls
+    if args.functional and case.name in TRITON:
+        found["liger (Triton)"] = [lambda s=s: TRITON[case.name](args.functional, s, options) for s in sets]
     wanted = None if args.rivals is None else ["ours", *args.rivals.split(",")]
     chosen = []
     for name, calls in found.items():

@@ -4,7 +4,7 @@
 #include <tuple>
 #include "liger/ops/activation/gated.h"
 #include "liger/ops/loss/options.h"
-#include "liger/ops/norm/rms_norm.h"
+#include "liger/ops/norm/norm.h"
 
 /// The operators as C++ functions, differentiable. A light header: no torch/nn.h.
 namespace liger {
@@ -13,6 +13,31 @@ namespace liger {
 /// weight [n] in x's dtype or float, or none; the result has x's dtype. casting says where the model that is matched rounds.
 at::Tensor rms_norm(const at::Tensor& x, const std::optional<at::Tensor>& weight, double eps = 1e-6, double offset = 0,
                     Casting casting = Casting::Llama);
+
+/// (rms_norm(s), s) for s = x + residual, rounded to x's dtype: the step between two blocks of a transformer, in one pass.
+std::tuple<at::Tensor, at::Tensor> fused_add_rms_norm(const at::Tensor& x, const at::Tensor& residual, const std::optional<at::Tensor>& weight, double eps = 1e-6,
+                                                      double offset = 0, Casting casting = Casting::Llama);
+
+/// rms_norm(x) · (1 + scale) + shift: adaptive norm (Peebles & Xie 2022, arXiv:2212.09748). scale [..., n], and shift as large, hold a
+/// row for every row of x, or one for each of equal runs of rows (one a sample, or one for all); in x's dtype or float.
+at::Tensor modulated_rms_norm(const at::Tensor& x, const std::optional<at::Tensor>& weight, const at::Tensor& scale, const std::optional<at::Tensor>& shift = {},
+                              double eps = 1e-6, double offset = 0, Casting casting = Casting::Llama);
+
+/// y = (x − mean) / sqrt(variance + eps) · weight + bias over the last dimension of x (Ba et al. 2016, arXiv:1607.06450); weight and
+/// bias [n] in x's dtype or float, or none. Computed in float, the variance from the centred row.
+at::Tensor layer_norm(const at::Tensor& x, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias, double eps = 1e-6);
+
+/// y = weight · tanh(alpha · x) + bias: DyT, a norm's replacement without a reduction (Zhu et al. 2025, arXiv:2503.10622). alpha is one
+/// number, weight and bias [n].
+at::Tensor dyt(const at::Tensor& x, const at::Tensor& alpha, const at::Tensor& weight, const std::optional<at::Tensor>& bias = {});
+
+/// y = w₀ N(x³) + w₁ N(x²) + w₂ N(x) + bias over the last dimension of x, N(u) = u / sqrt(mean(u²) + eps) (Zhuo et al. 2024,
+/// arXiv:2411.03884). weight w [3], bias one number.
+at::Tensor poly_norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, double eps = 1e-6);
+
+/// (x − mean) / sqrt(variance + eps) over each of `groups` groups of neighbouring channels of a sample, times a channel's weight, plus its
+/// bias (Wu & He 2018, arXiv:1803.08494). x [N, channels, ...]; weight and bias [channels] in x's dtype or float, or none.
+at::Tensor group_norm(const at::Tensor& x, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias, int64_t groups, double eps = 1e-6);
 
 /// act(gate_multiplier · a) · b for a, b of one shape and dtype: SwiGLU and its relatives (Shazeer 2020, arXiv:2002.05202).
 at::Tensor gated(const at::Tensor& a, const at::Tensor& b, Activation activation = Activation::SiLU, double gate_multiplier = 1);

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from liger_kernel import ops
 from liger_kernel.ops import fused_linear_cross_entropy as flce
+from liger_kernel.ops.dyt import liger_dyt_bwd, liger_dyt_fwd
 from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction, swiglu_fused_gate_up_backward, swiglu_fused_gate_up_forward
-from liger_kernel.transformers import geglu, rms_norm, swiglu
+from liger_kernel.transformers import dyt, fused_add_rms_norm, geglu, group_norm, layer_norm, modulated_rms_norm, poly_norm, rms_norm, swiglu
 from liger_kernel.transformers.cross_entropy import LigerCrossEntropyLoss
 from liger_kernel.transformers.functional import CrossEntropyOutput
 from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
@@ -66,6 +67,59 @@ def test_rms_norm_options():
     close(plain(x), F.rms_norm(x, (16,), eps=1e-6))
     with pytest.raises(AssertionError, match="init_fn"):
         rms_norm.LigerRMSNorm(16, init_fn="twos")
+
+
+def test_norm_modules():
+    x, residual = torch.randn(3, 4, 16), torch.randn(3, 4, 16)
+    scale, shift = torch.randn(3, 1, 16), torch.randn(3, 1, 16)
+    normed = F.rms_norm(x, (16,), eps=1e-6)
+    close(fused_add_rms_norm.LigerFusedAddRMSNorm(16)(x, residual), (F.rms_norm(x + residual, (16,), eps=1e-6), x + residual))
+    modulated = modulated_rms_norm.LigerModulatedRMSNorm(16)
+    close(modulated(x, scale, shift), normed * (1 + scale) + shift)
+    close(modulated(x, scale[:1]), normed * (1 + scale[:1]))
+    assert not list(modulated_rms_norm.LigerModulatedRMSNorm(16, elementwise_affine=False).parameters())
+    layer = layer_norm.LigerLayerNorm(16, bias=True)
+    close(layer(x), F.layer_norm(x, (16,), layer.weight, layer.bias, 1e-6))
+    assert layer.bias.abs().sum() > 0 and not layer_norm.LigerLayerNorm(16).bias.any() and "16, eps=1e-06" in repr(layer)
+    group = group_norm.LigerGroupNorm(4, 2)
+    close(group(x), F.group_norm(x, 2, eps=1e-6))
+    assert "num_groups=2" in repr(group)
+    for call in (lambda: group_norm.LigerGroupNorm(4, 3), lambda: group(x[0]), lambda: group(x[:, :2]), lambda: layer_norm.LigerLayerNorm(4, init_fn="twos")):
+        with pytest.raises(AssertionError):
+            call()
+    tanh = dyt.LigerDyT(16)
+    close(tanh(x), torch.tanh(0.5 * x))
+    assert dyt.LigerDyT(16, beta=False).beta is None and tanh.alpha.shape == (1,)
+    close(poly_norm.LigerPolyNorm()(x), sum(F.rms_norm(x**p, (16,), eps=1e-6) for p in (1, 2, 3)) / 3 + 1)
+
+
+def test_norm_helpers():
+    """Forward and backward of the norms as functions, without autograd, against torch's gradients."""
+    x, r, w, b, dy, ds = (torch.randn(s) for s in ((2, 4, 16), (2, 4, 16), (16,), (16,), (2, 4, 16), (2, 4, 16)))
+    scale, shift, channel = torch.randn(2, 1, 16), torch.randn(2, 1, 16), torch.randn(4)
+
+    def gradients(f, *inputs):
+        leaves = [t.clone().requires_grad_() for t in inputs]
+        return torch.autograd.grad(f(*leaves), leaves, dy)
+
+    y, rows, mean, rstd, _, _ = ops.layer_norm_forward(x, w, b, 1e-6)
+    close(ops.layer_norm_backward(dy, rows.view(x.shape), w, b, mean, rstd), gradients(lambda x, w, b: F.layer_norm(x, (16,), w, b, 1e-6), x, w, b))
+    y, same, mean, rstd, _ = ops.group_norm_forward(x, 4, 2, channel, channel, 1e-6)
+    close(ops.group_norm_backward(dy, same, channel, channel, mean, rstd, 4, 2), gradients(lambda x, w, b: F.group_norm(x, 2, w, b, 1e-6), x, channel, channel))
+    y, s, rstd, *_, code = ops.fused_add_rms_norm_forward(x, r, w, 1e-6, 0.0, "llama")
+    dx, dr, dw = ops.fused_add_rms_norm_backward(dy, ds, s, w, rstd, 0.0, code)
+    plain = gradients(lambda x, w: F.rms_norm(x, (16,), w, 1e-6), x + r, w)
+    close((dx, dw), (plain[0] + ds, plain[1]))
+    assert dx is dr
+    y, rstd, *_, code, each = ops.modulated_rms_norm_forward(x, w, scale, shift, 1e-6, 0.0, "llama")
+    assert each == 4
+    close(ops.modulated_rms_norm_backward(dy, x, w, scale, shift, rstd, 0.0, code),
+          gradients(lambda x, w, scale, shift: F.rms_norm(x, (16,), w, 1e-6) * (1 + scale) + shift, x, w, scale, shift))
+    y, rows, rstd, _, _ = ops.poly_norm_forward(x, torch.ones(3), torch.ones(()))
+    close(ops.poly_norm_backward(dy, rows.view(x.shape), torch.ones(3), rstd)[0], gradients(lambda x: sum(F.rms_norm(x**p, (16,), eps=1e-6) for p in (1, 2, 3)), x)[0])
+    alpha = torch.tensor([0.7])
+    close(liger_dyt_bwd(dy, x, alpha, w, b), gradients(lambda x, alpha, w, b: torch.tanh(alpha * x) * w + b, x, alpha, w, b))
+    close(liger_dyt_fwd(x, alpha, w, None), torch.tanh(alpha * x) * w)
 
 
 def test_losses():

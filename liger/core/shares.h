@@ -12,11 +12,11 @@ struct RowShares {
 };
 inline constinit Kernel<RowShares> row_shares{"row_shares"};
 
-/// out = Σ_shares part, in a fixed order.
+/// out = Σ_shares part for each group, in a fixed order.
 struct SumShares {
-  const float* part;       // [shares, cols]
-  void* out;               // [cols]
-  int64_t shares, cols;
+  const float* part;       // [groups, shares, cols]
+  void* out;               // [groups, cols]
+  int64_t groups, shares, cols;
   DType dtype;             // of out
 };
 inline constinit Kernel<SumShares> sum_shares{"sum_shares"};

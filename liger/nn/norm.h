@@ -30,4 +30,108 @@ struct RMSNormImpl : torch::nn::Cloneable<RMSNormImpl> {
 };
 TORCH_MODULE(RMSNorm);
 
+/// liger::fused_add_rms_norm: (norm(s), s) for s = x + residual.
+struct FusedAddRMSNormImpl : RMSNormImpl {
+  using RMSNormImpl::RMSNormImpl;
+  std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& x, const at::Tensor& residual) {
+    return fused_add_rms_norm(x, residual, weight.defined() ? std::optional(weight) : std::nullopt, options.eps(), options.offset(), options.casting());
+  }
+};
+TORCH_MODULE(FusedAddRMSNorm);
+
+/// liger::modulated_rms_norm: norm(x) · (1 + scale) + shift.
+struct ModulatedRMSNormImpl : RMSNormImpl {
+  using RMSNormImpl::RMSNormImpl;
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& scale, const std::optional<at::Tensor>& shift = {}) {
+    return modulated_rms_norm(x, weight.defined() ? std::optional(weight) : std::nullopt, scale, shift, options.eps(), options.offset(), options.casting());
+  }
+};
+TORCH_MODULE(ModulatedRMSNorm);
+
+struct LayerNormOptions {
+  LayerNormOptions(int64_t hidden_size) : hidden_size_(hidden_size) {}
+  TORCH_ARG(int64_t, hidden_size);
+  TORCH_ARG(double, eps) = 1e-6;
+  TORCH_ARG(bool, bias) = true;
+};
+
+/// liger::layer_norm with a weight, and a bias, of its own.
+struct LayerNormImpl : torch::nn::Cloneable<LayerNormImpl> {
+  explicit LayerNormImpl(LayerNormOptions o) : options(std::move(o)) { reset(); }
+
+  void reset() override {
+    weight = register_parameter("weight", torch::ones({options.hidden_size()}));
+    if (options.bias()) bias = register_parameter("bias", torch::zeros({options.hidden_size()}));
+  }
+
+  at::Tensor forward(const at::Tensor& x) { return layer_norm(x, weight, bias.defined() ? std::optional(bias) : std::nullopt, options.eps()); }
+
+  LayerNormOptions options;
+  at::Tensor weight, bias;
+};
+TORCH_MODULE(LayerNorm);
+
+struct GroupNormOptions {
+  GroupNormOptions(int64_t groups, int64_t channels) : groups_(groups), channels_(channels) {}
+  TORCH_ARG(int64_t, groups);
+  TORCH_ARG(int64_t, channels);
+  TORCH_ARG(double, eps) = 1e-6;
+};
+
+/// liger::group_norm with a weight and a bias of its own.
+struct GroupNormImpl : torch::nn::Cloneable<GroupNormImpl> {
+  explicit GroupNormImpl(GroupNormOptions o) : options(std::move(o)) { reset(); }
+
+  void reset() override {
+    weight = register_parameter("weight", torch::ones({options.channels()}));
+    bias = register_parameter("bias", torch::zeros({options.channels()}));
+  }
+
+  at::Tensor forward(const at::Tensor& x) { return group_norm(x, weight, bias, options.groups(), options.eps()); }
+
+  GroupNormOptions options;
+  at::Tensor weight, bias;
+};
+TORCH_MODULE(GroupNorm);
+
+struct DyTOptions {
+  DyTOptions(int64_t hidden_size) : hidden_size_(hidden_size) {}
+  TORCH_ARG(int64_t, hidden_size);
+  TORCH_ARG(double, init_alpha) = 0.5;
+  TORCH_ARG(bool, bias) = true;
+};
+
+/// liger::dyt with its parameters.
+struct DyTImpl : torch::nn::Cloneable<DyTImpl> {
+  explicit DyTImpl(DyTOptions o) : options(std::move(o)) { reset(); }
+
+  void reset() override {
+    alpha = register_parameter("alpha", torch::full({1}, options.init_alpha()));
+    weight = register_parameter("weight", torch::ones({options.hidden_size()}));
+    if (options.bias()) bias = register_parameter("bias", torch::zeros({options.hidden_size()}));
+  }
+
+  at::Tensor forward(const at::Tensor& x) { return dyt(x, alpha, weight, bias.defined() ? std::optional(bias) : std::nullopt); }
+
+  DyTOptions options;
+  at::Tensor alpha, weight, bias;
+};
+TORCH_MODULE(DyT);
+
+/// liger::poly_norm with its parameters.
+struct PolyNormImpl : torch::nn::Cloneable<PolyNormImpl> {
+  explicit PolyNormImpl(double eps = 1e-6) : eps(eps) { reset(); }
+
+  void reset() override {
+    weight = register_parameter("weight", torch::full({3}, 1. / 3));
+    bias = register_parameter("bias", torch::ones({}));
+  }
+
+  at::Tensor forward(const at::Tensor& x) { return poly_norm(x, weight, bias, eps); }
+
+  double eps;
+  at::Tensor weight, bias;
+};
+TORCH_MODULE(PolyNorm);
+
 }  // namespace liger::nn

@@ -27,6 +27,7 @@ class Case:
     keep: tuple = ()
     schema: Callable = None                             # (inputs, options) -> (torch operator, its arguments), for opcheck
     errors: list = field(default_factory=list)          # (call, exception, text)
+    terms_of_order_one: bool = False                    # inputs, gradients and what is summed: √n units of error in a sum of n, however much cancels
     linear: bool = False                                # has a second derivative
     many_rows: tuple = None                             # a shape with more than 65,535 rows
     bench: list = field(default_factory=list)           # (shape, options) to be timed on a GPU

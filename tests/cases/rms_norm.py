@@ -6,6 +6,8 @@ from liger_kernel.transformers.functional import liger_rms_norm
 from cases import Case
 
 EPS = 1e-6
+#: Edges of the kernels: below a warp, odd widths, a block, a cluster (beyond 8192 columns of 16 bits), beyond that.
+SHAPES = [(3, 5, 1), (5, 7), (2, 2, 64), (70, 129), (9, 4096), (3, 4104), (2, 8200), (2, 16500), (2, 66000)]
 
 
 def make(shape, options):
@@ -58,16 +60,16 @@ def width_errors():
 
 CASES = [
     Case(
-        name="rms_norm", op=op, reference=reference, make=make, differentiable=(0, 1), schema=schema, rivals=rivals, errors=width_errors(),
-        shapes=[(3, 5, 1), (5, 7), (2, 2, 64), (70, 129), (9, 4096), (3, 4104), (2, 8200), (2, 16500)],
+        terms_of_order_one=True, name="rms_norm", op=op, reference=reference, make=make, differentiable=(0, 1), schema=schema, rivals=rivals, errors=width_errors(),
+        shapes=SHAPES,
         options=[{}, dict(casting_mode="gemma", offset=1.0), dict(casting_mode="none"), dict(weight=False)],
         many_rows=(70000, 16),
-        bench=[((16384, 4096), {}), ((8192, 8192), {}), ((32768, 2048), {}), ((256, 1024), {}), ((131072, 128), {})],
+        bench=[((16384, 4096), {}), ((8192, 8192), {}), ((32768, 2048), {}), ((16384, 4095), {}), ((4096, 16384), {}), ((1024, 65536), {}), ((256, 1024), {}), ((131072, 128), {})],
         bench_cpu=[((4096, 4096), {})],
         bytes=lambda shape, options, e: (2 * e * shape[0] * shape[1], 3 * e * shape[0] * shape[1]),
     ),
     Case(
-        name="rms_norm_float_weight", op=op, reference=reference, make=make, differentiable=(0, 1), keep=(1,), schema=schema,
+        terms_of_order_one=True, name="rms_norm_float_weight", op=op, reference=reference, make=make, differentiable=(0, 1), keep=(1,), schema=schema,
         dtypes=(torch.bfloat16, torch.float16), shapes=[(5, 7), (33, 256)], options=[dict(casting_mode="gemma"), dict(casting_mode="gemma", offset=1.0)],
     ),
 ]

@@ -47,6 +47,26 @@ TEST(RmsNorm, Module) {
   EXPECT_TRUE(liger::nn::RMSNorm(liger::nn::RMSNormOptions(16).elementwise_affine(false))->parameters().empty());
 }
 
+TEST(Norms, EqualTorch) {
+  const std::vector<Tensor> in{torch::randn({2, 6, 40}), torch::randn({40}), torch::randn({40})};
+  expect_close(run([](auto& t) { return liger::layer_norm(t[0], t[1], t[2], 1e-5); }, in), run([](auto& t) { return torch::layer_norm(t[0], {40}, t[1], t[2], 1e-5); }, in));
+  const std::vector<Tensor> grouped{in[0], torch::randn({6}), torch::randn({6})};
+  expect_close(run([](auto& t) { return liger::group_norm(t[0], t[1], t[2], 3, 1e-5); }, grouped), run([](auto& t) { return torch::group_norm(t[0], 3, t[1], t[2], 1e-5); }, grouped));
+}
+
+TEST(Norms, Modules) {
+  const auto x = torch::randn({3, 4, 16}), residual = torch::randn({3, 4, 16}), scale = torch::randn({3, 1, 16}), shift = torch::randn({3, 1, 16});
+  const auto normed = torch::rms_norm(x + residual, {16}, {}, 1e-6);
+  auto [y, s] = liger::nn::FusedAddRMSNorm(liger::nn::RMSNormOptions(16))(x, residual);
+  expect_close({y, s}, {normed, x + residual});
+  expect_close({liger::nn::ModulatedRMSNorm(liger::nn::RMSNormOptions(16))(x, scale, shift)}, {torch::rms_norm(x, {16}, {}, 1e-6) * (1 + scale) + shift});
+  expect_close({liger::nn::LayerNorm(16)(x)}, {torch::layer_norm(x, {16}, {}, {}, 1e-6)});
+  expect_close({liger::nn::GroupNorm(liger::nn::GroupNormOptions(2, 4))(x)}, {torch::group_norm(x, 2, {}, {}, 1e-6)});
+  expect_close({liger::nn::DyT(16)(x)}, {torch::tanh(0.5 * x)});
+  const auto power = [&](int p) { return torch::rms_norm(x.pow(p), {16}, {}, 1e-6) / 3; };
+  expect_close({liger::nn::PolyNorm()(x)}, {power(3) + power(2) + power(1) + 1});
+}
+
 TEST(Gated, EqualsTorch) {
   const std::vector<Tensor> in{torch::randn({5, 24}), torch::randn({5, 24})};
   expect_close(run([](auto& t) { return liger::gated(t[0], t[1]); }, in), run([](auto& t) { return torch::silu(t[0]) * t[1]; }, in));

@@ -121,23 +121,27 @@ float reduce_lanes(const Vec& v, Op op) {
   return lanes[0];
 }
 
-/// Op over f(a, b, …) along a row, from `identity`; four chains, so that one's latency hides behind the others.
-/// What f makes of zeros past the end must be the identity.
-template <class Op, class F, class... In>
-float row_reduce(int64_t cols, float identity, Op op, F f, const In*... in) {
-  Vec acc[4] = {Vec(identity), Vec(identity), Vec(identity), Vec(identity)};
+/// Op over f(a, b, …) along a row, from `identity`: four chains, so that one's latency hides behind the others, and a total of type
+/// Total over blocks of columns, so that a sum's error does not grow with the row. Lanes past the end do not count.
+template <class Total = float, class Op, class F, class... In>
+Total row_reduce(int64_t cols, float identity, Op op, F f, const In*... in) {
+  constexpr int64_t kStep = 4 * kLanes, kBlock = 32 * kStep;
+  Total total(identity);
   int64_t c = 0;
-  for (; c + 4 * kLanes <= cols; c += 4 * kLanes)
-    for (int i = 0; i < 4; ++i) acc[i] = op(acc[i], f(read(in + c + i * kLanes)...));
-  for (; c + kLanes <= cols; c += kLanes) acc[0] = op(acc[0], f(read(in + c)...));
-  const Vec all = op(op(acc[0], acc[1]), op(acc[2], acc[3]));
-  float tail = identity;
+  while (c + kLanes <= cols) {
+    Vec acc[4] = {Vec(identity), Vec(identity), Vec(identity), Vec(identity)};
+    const int64_t end = std::min(cols, c + kBlock);
+    for (; c + kStep <= end; c += kStep)
+      for (int i = 0; i < 4; ++i) acc[i] = op(acc[i], f(read(in + c + i * kLanes)...));
+    for (; c + kLanes <= end; c += kLanes) acc[0] = op(acc[0], f(read(in + c)...));
+    total = op(total, Total(reduce_lanes(op(op(acc[0], acc[1]), op(acc[2], acc[3])), op)));
+  }
   if (c < cols) {
     float lanes[kLanes];
     f(read(in + c, cols - c)...).store(lanes);
-    for (int64_t i = 0; i < cols - c; ++i) tail = op(tail, lanes[i]);
+    for (int64_t i = 0; i < cols - c; ++i) total = op(total, Total(lanes[i]));
   }
-  return op(reduce_lanes(all, op), tail);
+  return total;
 }
 
 struct Plus {
@@ -150,7 +154,7 @@ struct Max {
 
 /// Σ f(a, b, …) along a row.
 template <class F, class... In>
-float row_sum(int64_t cols, F f, const In*... in) { return row_reduce(cols, 0.f, Plus{}, f, in...); }
+double row_sum(int64_t cols, F f, const In*... in) { return row_reduce<double>(cols, 0.f, Plus{}, f, in...); }
 
 /// out = f(a, b, …) along a row.
 template <class Out, class F, class... In>

@@ -12,12 +12,13 @@ LIGER_REGISTER(sum_shares, [](const SumShares& a, Stream) {
   dispatch(a.dtype, [&]<class T>() {
     // Columns in blocks, so that a block's sums stay in registers and the first-level cache.
     constexpr int64_t kBlock = 16 * kLanes;
-    for_rows((a.cols + kBlock - 1) / kBlock, kBlock * a.shares, [&](int64_t block) {
-      const int64_t begin = block * kBlock, n = std::min(kBlock, a.cols - begin);
+    const int64_t blocks = (a.cols + kBlock - 1) / kBlock;
+    for_rows(a.groups * blocks, kBlock * a.shares, [&](int64_t i) {
+      const int64_t group = i / blocks, begin = i % blocks * kBlock, n = std::min(kBlock, a.cols - begin);
       float sum[kBlock] = {};
       for (int64_t s = 0; s < a.shares; ++s)
-        row_map(n, sum, [](Vec sum, Vec part) { return sum + part; }, sum, a.part + s * a.cols + begin);
-      row_map(n, static_cast<T*>(a.out) + begin, [](Vec sum) { return sum; }, sum);
+        row_map(n, sum, [](Vec sum, Vec part) { return sum + part; }, sum, a.part + (group * a.shares + s) * a.cols + begin);
+      row_map(n, static_cast<T*>(a.out) + group * a.cols + begin, [](Vec sum) { return sum; }, sum);
     });
   });
 });

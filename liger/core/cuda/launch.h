@@ -98,6 +98,16 @@ __device__ inline int cluster_rank() {
 #endif
 }
 
+__device__ inline int cluster_size() {
+#if __CUDA_ARCH__ >= 900
+  unsigned n;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(n));
+  return int(n);
+#else
+  return 1;
+#endif
+}
+
 __device__ inline void cluster_sync() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");

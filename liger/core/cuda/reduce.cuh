@@ -10,16 +10,34 @@ struct Sum {
   __device__ static Value shuffle(Value v, int lane) { return __shfl_xor_sync(~0u, v, lane); }
 };
 
-/// Reduces over the threads of a row (threadIdx.x); every one of them gets the result. blockDim.x is a power of two up to 32 or a
-/// multiple of 32. Two sets of slots take turns, so that one barrier a call is enough.
-template <class Op>
+/// n sums at once.
+template <int n>
+struct Sums {
+  struct Value { float v[n]; };
+  static __device__ Value identity() { return {}; }
+  __device__ Value operator()(Value a, Value b) const {
+#pragma unroll
+    for (int i = 0; i < n; ++i) a.v[i] += b.v[i];
+    return a;
+  }
+  __device__ static Value shuffle(Value v, int lane) {
+#pragma unroll
+    for (int i = 0; i < n; ++i) v.v[i] = __shfl_xor_sync(~0u, v.v[i], lane);
+    return v;
+  }
+};
+
+/// Reduces over the threads of a row (threadIdx.x, and where the row is spread over a cluster its blocks); every one of them gets the
+/// result. blockDim.x is a power of two up to 32 or a multiple of 32. Two sets of slots take turns, so that one barrier a call is
+/// enough. Blocks of a cluster call finish() at the end: their shared memory is read by the others.
+template <class Op, bool kSpread = false>
 struct RowReduce {
   int turn = 0;
 
   __device__ typename Op::Value operator()(typename Op::Value v, Op op = {}) {
     const int threads = blockDim.x;
     for (int lane = (threads < 32 ? threads : 32) / 2; lane > 0; lane /= 2) v = op(v, Op::shuffle(v, lane));
-    if (threads <= 32) return v;
+    if (!kSpread && threads <= 32) return v;
     __shared__ typename Op::Value slots[2][32];
     const int warps = threads / 32, lane = threadIdx.x % 32, first = threadIdx.y * warps;
     auto* partial = slots[turn];
@@ -28,7 +46,18 @@ struct RowReduce {
     __syncthreads();
     v = lane < warps ? partial[first + lane] : Op::identity();
     for (int other = 16; other > 0; other /= 2) v = op(v, Op::shuffle(v, other));
+    if constexpr (kSpread) {
+      __shared__ typename Op::Value of_cluster[2];
+      if (threadIdx.x == 0) of_cluster[turn] = v;
+      cluster_sync();
+      v = Op::identity();
+      for (int rank = 0; rank < cluster_size(); ++rank) v = op(v, *of_block(&of_cluster[turn], rank));
+    }
     return v;
+  }
+
+  __device__ void finish() {
+    if constexpr (kSpread) cluster_sync();
   }
 };
 

@@ -9,16 +9,17 @@ namespace {
 template <class T>
 __global__ void __launch_bounds__(1024) sum_shares_kernel(SumShares a) {
   __shared__ float partial[32][33];
-  const int64_t c = int64_t(blockIdx.x) * 32 + threadIdx.x;
+  const int64_t blocks = (a.cols + 31) / 32, group = blockIdx.x / blocks, first = blockIdx.x % blocks * 32, c = first + threadIdx.x;
+  const float* part = a.part + group * a.shares * a.cols;
   float sum = 0;
   if (c < a.cols)
-    for (int64_t s = threadIdx.y; s < a.shares; s += 32) sum += a.part[s * a.cols + c];
+    for (int64_t s = threadIdx.y; s < a.shares; s += 32) sum += part[s * a.cols + c];
   partial[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
   float total = partial[threadIdx.x][threadIdx.y];
   for (int lane = 16; lane > 0; lane /= 2) total += __shfl_xor_sync(~0u, total, lane);
-  const int64_t out = int64_t(blockIdx.x) * 32 + threadIdx.y;
-  if (threadIdx.x == 0 && out < a.cols) static_cast<T*>(a.out)[out] = T(total);
+  const int64_t out = first + threadIdx.y;
+  if (threadIdx.x == 0 && out < a.cols) static_cast<T*>(a.out)[group * a.cols + out] = T(total);
 }
 
 template <class T>
@@ -36,13 +37,19 @@ __global__ void __launch_bounds__(256) scale_rows_kernel(ScaleRows a, Pieces<T, 
 
 }  // namespace
 
-// As many blocks as an SM holds of 512 threads: their loads hide each other's latency.
+// As many blocks as an SM holds of 512 threads, whose loads hide each other's latency; fewer shares where a cluster works on a row. Rows
+// of odd lengths go to a multiple of 8 shares, so that all rows of a share begin alike between 16-byte boundaries.
 LIGER_REGISTER(row_shares, [](const RowShares& a, Stream) {
-  *a.count = std::clamp<int64_t>(a.rows, 1, (a.cols > 4096 ? 1 : 2) * multiprocessors(a.device));
+  int64_t blocks = a.cols > 4096 ? 1 : 2, cluster = 1;
+  while (cluster < 8 && cluster * 8192 < a.cols) cluster *= 2;
+  // Not every part of the chip that a cluster must fit into has a multiple of 4 multiprocessors: a sixteenth stays idle.
+  blocks = blocks * multiprocessors(a.device) * (cluster > 2 ? 15 : 16) / (16 * cluster);
+  if (a.cols % 8 != 0 && blocks > 8) blocks = blocks / 8 * 8;
+  *a.count = std::clamp<int64_t>(a.rows, 1, blocks);
 });
 LIGER_REGISTER(stream_capturing, [](const StreamCapturing& a, Stream s) { *a.yes = capturing(s); });
 LIGER_REGISTER(sum_shares, [](const SumShares& a, Stream s) {
-  dispatch(a.dtype, [&]<class T>() { launch(sum_shares_kernel<T>, {.blocks = (a.cols + 31) / 32, .threads = {32, 32}}, s, a); });
+  dispatch(a.dtype, [&]<class T>() { launch(sum_shares_kernel<T>, {.blocks = a.groups * ((a.cols + 31) / 32), .threads = {32, 32}}, s, a); });
 });
 LIGER_REGISTER(scale_rows, [](const ScaleRows& whole, Stream s) {
   ScaleRows a = whole;

@@ -25,16 +25,20 @@ Rows::Rows(const Tensor& t) : tensor(t), stride(cols(t)) {
   else tensor = t.contiguous();
 }
 
-Tensor empty_shares(const Tensor& x) {
+int64_t row_share_count(const Tensor& x) {
   int64_t count;
   run(row_shares, x, {.device = x.device().index(), .rows = rows(x), .cols = cols(x), .count = &count});
-  return at::empty({count, cols(x)}, x.options().dtype(at::kFloat));
+  return count;
+}
+
+Tensor empty_shares(const Tensor& x, int64_t groups) {
+  return at::empty({groups, std::max<int64_t>(1, row_share_count(x) / groups), cols(x)}, x.options().dtype(at::kFloat));
 }
 
 Tensor total(const Tensor& shares, at::ScalarType dtype) {
-  const Tensor out = at::empty({shares.size(1)}, shares.options().dtype(dtype));
+  const Tensor out = at::empty({shares.size(0), shares.size(2)}, shares.options().dtype(dtype));
   run(sum_shares, shares,
-      {.part = data<float>(shares), .out = out.data_ptr(), .shares = shares.size(0), .cols = shares.size(1), .dtype = dtype_of(out)});
+      {.part = data<float>(shares), .out = out.data_ptr(), .groups = shares.size(0), .shares = shares.size(1), .cols = shares.size(2), .dtype = dtype_of(out)});
   return out;
 }
 

@@ -62,8 +62,11 @@ inline Tensor empty_stat(const Tensor& x) {
   return at::empty_symint(x.sym_sizes().slice(0, x.dim() - 1), x.options().dtype(at::kFloat));
 }
 
-/// The column sums of x's rows, in shares (RowShares), and their total.
-Tensor empty_shares(const Tensor& x);
+/// How many shares a sum over x's rows is made of (RowShares).
+int64_t row_share_count(const Tensor& x);
+/// Room for the column sums of x's rows, or of each of `groups` runs of them, in shares: float [groups, shares, cols]; and
+/// what they add up to, [groups, cols].
+Tensor empty_shares(const Tensor& x, int64_t groups = 1);
 Tensor total(const Tensor& shares, at::ScalarType dtype);
 
 /// A gradient that forward saved, times the upstream gradient g: one number, or one a row. In place where nobody can see it: where

@@ -1,41 +1,18 @@
-#include "liger/ops/norm/rms_norm.h"
-#include "liger/core/torch/op.h"
+#include "liger/ops/norm/norm_op.h"
 #include "liger/ops.h"
 
 namespace liger {
 namespace op::rms_norm {
 
-Casting parse(int64_t casting) {
-  TORCH_CHECK_VALUE(casting >= -1 && casting <= 1, "rms_norm: casting is -1 (none), 0 (llama) or 1 (gemma), not ", casting);
-  return Casting(casting);
-}
-
-std::tuple<Tensor, Tensor> forward(const Tensor& x_, const OptTensor& w_, double eps, double offset, int64_t casting) {
-  check_rows("rms_norm", x_);
-  if (w_) check_row_vector("rms_norm: weight", *w_, x_);
-  const Casting where = parse(casting);
-  const Tensor x = x_.contiguous(), w = contiguous(w_);
-  Tensor y = output(at::empty_like(x)), rstd = empty_stat(x);
-  if (!x.is_meta())
-    run(rms_norm_forward, x,
-        {.x = data(x), .w = data(w), .y = y.data_ptr(), .rstd = data<float>(rstd), .rows = rows(x), .cols = cols(x),
-         .dtype = dtype_of(x), .w_dtype = dtype_of(w.defined() ? w : x), .eps = float(eps), .offset = float(offset), .casting = where});
-  return {y, rstd};
+std::tuple<Tensor, Tensor> forward(const Tensor& x, const OptTensor& w, double eps, double offset, int64_t casting) {
+  const auto out = norm::forward("rms_norm", Norm::Rms, {.x = x, .w = w}, eps, {offset, casting});
+  return {out.y, out.rstd};
 }
 
 /// (dx, dw); what is not asked for is undefined.
-std::tuple<Tensor, Tensor> backward(const Tensor& dy_, const Tensor& x_, const OptTensor& w_, const Tensor& rstd,
-                                    double offset, int64_t casting, bool with_dx, bool with_dw) {
-  check_like("rms_norm: the gradient", dy_, x_);
-  const Tensor dy = dy_.contiguous(), x = x_.contiguous(), w = contiguous(w_);
-  const Tensor dx = with_dx ? output(at::empty_like(x)) : Tensor();
-  if (x.is_meta() || rows(x) == 0) return {dx, with_dw ? at::zeros_like(w) : Tensor()};
-  const Tensor dw = empty_shares(x);
-  run(rms_norm_backward, x,
-      {.dy = data(dy), .x = data(x), .w = data(w), .rstd = data<float>(rstd), .dx = data<void>(dx), .dw = with_dw ? data<float>(dw) : nullptr,
-       .rows = rows(x), .cols = cols(x), .shares = dw.size(0), .dtype = dtype_of(x), .w_dtype = dtype_of(w.defined() ? w : x),
-       .offset = float(offset), .casting = parse(casting)});
-  return {dx, with_dw ? total(dw, w.scalar_type()) : Tensor()};
+std::tuple<Tensor, Tensor> backward(const Tensor& dy, const Tensor& x, const OptTensor& w, const Tensor& rstd, double offset, int64_t casting, bool with_dx, bool with_dw) {
+  const auto d = norm::backward("rms_norm", Norm::Rms, dy, {}, {.x = x, .w = w}, {}, rstd, {with_dx, with_dw}, {offset, casting});
+  return {d.x, d.w};
 }
 
 Tensor inference(const Tensor& x, const OptTensor& w, double eps, double offset, int64_t casting) {
@@ -72,8 +49,7 @@ Tensor rms_norm(const Tensor& x, const OptTensor& w, double eps, double offset, 
 TORCH_LIBRARY_FRAGMENT(liger, m) {
   m.def("rms_norm(Tensor x, Tensor? weight, float eps, float offset, int casting) -> Tensor");
   m.def("rms_norm_forward(Tensor x, Tensor? weight, float eps, float offset, int casting) -> (Tensor y, Tensor rstd)");
-  m.def("rms_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, float offset, int casting, bool with_dx, bool with_dw) "
-        "-> (Tensor dx, Tensor dw)");
+  m.def("rms_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, float offset, int casting, bool with_dx, bool with_dw) -> (Tensor dx, Tensor dw)");
 }
 LIGER_IMPL(rms_norm, m) {
   m.impl("rms_norm", op::rms_norm::inference);

@@ -1,12 +1,18 @@
 """The operators under the names of liger_kernel.ops: Function classes with `apply`, and their forward and backward as plain functions."""
 
 from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction, cross_entropy_backward, cross_entropy_forward
+from liger_kernel.ops.dyt import LigerDyTFunction
+from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction, fused_add_rms_norm_backward, fused_add_rms_norm_forward
 from liger_kernel.ops.fused_linear_cross_entropy import (
     LigerFusedLinearCrossEntropyFunction,
     fused_linear_cross_entropy_backward,
     fused_linear_cross_entropy_forward,
 )
 from liger_kernel.ops.geglu import LigerGELUMulFunction, geglu_backward, geglu_forward
+from liger_kernel.ops.group_norm import LigerGroupNormFunction, group_norm_backward, group_norm_forward
+from liger_kernel.ops.layer_norm import LigerLayerNormFunction, layer_norm_backward, layer_norm_forward
+from liger_kernel.ops.modulated_rms_norm import LigerModulatedRMSNormFunction, modulated_rms_norm_backward, modulated_rms_norm_forward
+from liger_kernel.ops.poly_norm import LigerPolyNormFunction, poly_norm_backward, poly_norm_forward
 from liger_kernel.ops.rms_norm import LigerRMSNormFunction, rms_norm_backward, rms_norm_forward
 from liger_kernel.ops.rope import LigerRopeFunction, rope_backward, rope_forward
 from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction, LigerSiLUMulFunction, swiglu_backward, swiglu_forward

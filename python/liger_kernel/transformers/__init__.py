@@ -8,9 +8,14 @@ import importlib.util
 
 from liger_kernel.transformers import functional  # noqa: F401
 from liger_kernel.transformers.cross_entropy import LigerCrossEntropyLoss
+from liger_kernel.transformers.dyt import LigerDyT
 from liger_kernel.transformers.families import FAMILIES
+from liger_kernel.transformers.fused_add_rms_norm import LigerFusedAddRMSNorm
 from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 from liger_kernel.transformers.geglu import LigerGEGLUMLP
+from liger_kernel.transformers.layer_norm import LigerLayerNorm
+from liger_kernel.transformers.modulated_rms_norm import LigerModulatedRMSNorm
+from liger_kernel.transformers.poly_norm import LigerPolyNorm
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
 from liger_kernel.transformers.rope import liger_rotary_pos_emb
 from liger_kernel.transformers.swiglu import (
@@ -45,10 +50,15 @@ __all__ = [
     "is_transformers_available",
     "LigerBlockSparseTop2MLP",
     "LigerCrossEntropyLoss",
+    "LigerDyT",
     "LigerFalconH1SwiGLUMLP",
+    "LigerFusedAddRMSNorm",
     "LigerFusedLinearCrossEntropyLoss",
     "LigerGEGLUMLP",
+    "LigerLayerNorm",
+    "LigerModulatedRMSNorm",
     "LigerPhi3SwiGLUMLP",
+    "LigerPolyNorm",
     "LigerQwen3MoeSwiGLUMLP",
     "LigerRMSNorm",
     "LigerSwiGLUMLP",

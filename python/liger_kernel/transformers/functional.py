@@ -6,7 +6,19 @@ from typing import Optional
 import torch
 
 from liger_kernel._library import ops
-from liger_kernel.ops import LigerCrossEntropyFunction, LigerGELUMulFunction, LigerRMSNormFunction, LigerRopeFunction, LigerSiLUMulFunction
+from liger_kernel.ops import (
+    LigerCrossEntropyFunction,
+    LigerDyTFunction,
+    LigerFusedAddRMSNormFunction,
+    LigerGELUMulFunction,
+    LigerGroupNormFunction,
+    LigerLayerNormFunction,
+    LigerModulatedRMSNormFunction,
+    LigerPolyNormFunction,
+    LigerRMSNormFunction,
+    LigerRopeFunction,
+    LigerSiLUMulFunction,
+)
 from liger_kernel.ops.cross_entropy import loss_options, only_wanted
 
 
@@ -27,6 +39,36 @@ def _output(loss, *others):
 def liger_rms_norm(X, W, eps, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True):
     """X / rms(X) · (W + offset) over the last dimension; see LigerRMSNormFunction."""
     return LigerRMSNormFunction.apply(X, W, eps, offset, casting_mode, in_place)
+
+
+def liger_fused_add_rms_norm(X, R, W, eps, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True):
+    """(rms_norm(X + R), X + R); see LigerFusedAddRMSNormFunction."""
+    return LigerFusedAddRMSNormFunction.apply(X, R, W, eps, offset, casting_mode, in_place)
+
+
+def liger_modulated_rms_norm(X, W, scale, shift=None, eps=1e-6, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True):
+    """rms_norm(X) · (1 + scale) + shift; see LigerModulatedRMSNormFunction."""
+    return LigerModulatedRMSNormFunction.apply(X, W, scale, shift, eps, offset, casting_mode, in_place)
+
+
+def liger_layer_norm(X, W, B, eps):
+    """(X − mean) / sqrt(variance + eps) · W + B over the last dimension."""
+    return LigerLayerNormFunction.apply(X, W, B, eps)
+
+
+def liger_group_norm(X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps):
+    """GroupNorm of X [N, num_channels, ...]; see LigerGroupNormFunction."""
+    return LigerGroupNormFunction.apply(X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps)
+
+
+def liger_poly_norm(X, W, B, eps=1e-6, in_place=True):
+    """PolyNorm; see LigerPolyNormFunction."""
+    return LigerPolyNormFunction.apply(X, W, B, eps, in_place)
+
+
+def liger_dyt(x, alpha, gamma, beta):
+    """gamma · tanh(alpha · x) + beta."""
+    return LigerDyTFunction.apply(x, alpha, gamma, beta)
 
 
 def liger_swiglu(a, b):

@@ -202,6 +202,7 @@ template <class T>
 T* shared_memory() { return reinterpret_cast<T*>(emulation::block->shared.data()); }
 
 inline int cluster_rank() { return emulation::cluster_rank; }
+inline int cluster_size() { return int(emulation::cluster->bases.size()); }
 
 inline void cluster_sync() {
   __syncthreads();

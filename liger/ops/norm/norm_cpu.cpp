@@ -1,0 +1,158 @@
+#include "liger/core/cpu/row.h"
+#include "liger/ops/norm/norm.h"
+
+namespace LIGER_CPU::norm {
+namespace {
+
+constexpr bool centred(Norm n) { return n == Norm::Layer || n == Norm::Group; }
+constexpr bool tanh_of(Norm n) { return n == Norm::Tanh; }
+constexpr bool biased(Norm n) { return centred(n) || tanh_of(n); }
+
+/// v + plus for a whole call, as floats: a row of columns, for Group one for each group; `absent` where there is no v.
+template <class Args>
+std::vector<float> floats(const Args& a, const void* v, float plus, float absent) {
+  const bool grouped = a.norm == Norm::Group;
+  std::vector<float> sum(a.cols * (grouped ? a.groups : 1), absent);
+  if (v) dispatch(a.w_dtype, [&]<class W>() {
+    const W* w = static_cast<const W*>(v);
+    if (!grouped) return row_map(a.cols, sum.data(), [&](Vec w) { return w + Vec(plus); }, w);
+    for (size_t c = 0; c < sum.size(); c += a.spatial) std::fill_n(sum.data() + c, a.spatial, float(w[c / a.spatial]) + plus);
+  });
+  return sum;
+}
+
+/// The mean of f(a, b, …) along a row.
+template <class F, class... In>
+float mean_of(int64_t cols, F f, const In*... in) { return float(row_sum(cols, f, in...) / cols); }
+
+/// The row of scale or shift that row r has, as floats.
+const float* modulation(const void* m, DType dtype, int64_t r, int64_t rows, int64_t modulations, int64_t cols, float plus, std::vector<float>& buffer) {
+  if (!m) return nullptr;
+  buffer.resize(cols);
+  dispatch(dtype, [&]<class M>() { row_map(cols, buffer.data(), [&](Vec v) { return v + Vec(plus); }, row_of<M>(m, r / (rows / modulations), cols)); });
+  return buffer.data();
+}
+
+/// How x̂ is made of x, and where it is rounded.
+template <class T, Norm kNorm>
+struct Row {
+  Vec mean, rstd;          // rstd: alpha for Tanh
+  Casting casting;
+
+  Vec xhat(const Vec& x) const {
+    if constexpr (tanh_of(kNorm)) return Math::tanh(x * rstd);
+    if constexpr (centred(kNorm)) return (x - mean) * rstd;
+    return x * rstd;
+  }
+  /// As it meets the weight.
+  Vec rounded(const Vec& xhat) const { return biased(kNorm) || casting == Casting::Gemma ? xhat : round_to<T>(xhat); }
+};
+
+template <class T, Norm kNorm>
+void forward(const NormForward& a) {
+  auto weights = floats(a, a.w, a.offset, 1);
+  if (a.casting == Casting::None) row_map(a.cols, weights.data(), [](Vec w) { return round_to<T>(w); }, weights.data());
+  const auto biases = biased(kNorm) ? floats(a, a.b, 0, 0) : std::vector<float>();
+  for_runs(a.rows, a.cols, [&](int64_t begin, int64_t end) {
+    std::vector<float> scales, shifts;
+    for (int64_t r = begin; r < end; ++r) {
+      const T* x = row_of<T>(a.x, r, a.cols);
+      T* y = row_of<T>(a.y, r, a.cols);
+      if constexpr (kNorm == Norm::Added) {
+        T* s = row_of<T>(a.s, r, a.cols);
+        row_map(a.cols, s, [](Vec x, Vec residual) { return x + residual; }, x, row_of<T>(a.residual, r, a.cols));
+        x = s;
+      }
+      const int64_t group = kNorm == Norm::Group ? r % a.groups * a.cols : 0;
+      const float *w = weights.data() + group, *b = biases.data() + group;
+      float mean = 0, rstd = tanh_of(kNorm) ? *a.alpha : 0;
+      if constexpr (centred(kNorm)) a.mean[r] = mean = mean_of(a.cols, [](Vec x) { return x; }, x);
+      if constexpr (!tanh_of(kNorm)) {
+        const double squares = row_sum(a.cols, [&](Vec x) { const Vec d = centred(kNorm) ? x - Vec(mean) : x; return d * d; }, x);
+        rstd = float(1 / std::sqrt(squares / a.cols + a.eps));
+        a.rstd[r] = rstd = a.casting == Casting::None ? round_to<T>(rstd) : rstd;
+      }
+      const Row<T, kNorm> row{Vec(mean), Vec(rstd), a.casting};
+      const float* scale = modulation(a.scale, a.modulation_dtype, r, a.rows, a.modulations, a.cols, 1, scales);
+      const float* shift = modulation(a.shift, a.modulation_dtype, r, a.rows, a.modulations, a.cols, 0, shifts);
+      for_each(a.cols, [&](int64_t c, int64_t n) {
+        Vec v = row.rounded(row.xhat(read(x + c, n))) * read(w + c, n);
+        if constexpr (biased(kNorm)) v = v + read(b + c, n);
+        if constexpr (kNorm == Norm::Modulated) {
+          v = round_to<T>(v) * read(scale + c, n);
+          if (shift) v = v + read(shift + c, n);
+        }
+        write(v, y + c, n);
+      });
+    }
+  });
+}
+
+/// Share s owns a run of rows, within a modulation's: no two threads add to the same sum.
+template <class T, Norm kNorm>
+void backward(const NormBackward& a) {
+  const auto weights = floats(a, a.w, a.offset, 1);
+  const bool own = kNorm == Norm::Modulated && a.modulations == a.rows;
+  const int64_t sets = kNorm == Norm::Group ? a.groups : kNorm == Norm::Modulated && !own ? a.modulations : 1;
+  const int64_t set_rows = a.rows / sets, set_shares = a.shares / sets, run = (set_rows + set_shares - 1) / set_shares;
+  for_rows(a.shares, run * a.cols, [&](int64_t s) {
+    const int64_t set = s / set_shares, begin = s % set_shares * run;
+    const float* w = weights.data() + (kNorm == Norm::Group ? set * a.cols : 0);
+    const auto share_of = [&](void* sums) { return sums ? static_cast<float*>(sums) + s * a.cols : nullptr; };
+    float *dw = share_of(a.dw), *db = share_of(a.db), *dalpha = share_of(a.dalpha);
+    float *dscale = own ? nullptr : share_of(a.dscale), *dshift = own ? nullptr : share_of(a.dshift);
+    for (float* sums : {dw, db, dalpha, dscale, dshift})
+      if (sums) std::fill_n(sums, a.cols, 0.f);
+    const auto add = [&](float* sums, int64_t c, int64_t n, Vec v) { if (sums) write(read(sums + c, n) + v, sums + c, n); };
+    std::vector<float> scales;
+    for (int64_t i = begin; i < std::min(set_rows, begin + run); ++i) {
+      const int64_t r = kNorm == Norm::Group ? i * sets + set : set * set_rows + i;
+      const T *x = row_of<T>(a.x, r, a.cols), *dy = row_of<T>(a.dy, r, a.cols), *ds = a.ds ? row_of<T>(a.ds, r, a.cols) : nullptr;
+      T* dx = a.dx ? row_of<T>(a.dx, r, a.cols) : nullptr;
+      const Row<T, kNorm> row{Vec(centred(kNorm) ? a.mean[r] : 0), Vec(tanh_of(kNorm) ? *a.alpha : a.rstd[r]), a.casting};
+      const float* scale = modulation(a.scale, a.modulation_dtype, r, a.rows, a.modulations, a.cols, 1, scales);
+      const auto dn_at = [&](int64_t c, int64_t n) {
+        const Vec d = read(dy + c, n);
+        return kNorm == Norm::Modulated ? d * read(scale + c, n) : d;
+      };
+      Vec onto(0.f), mean(0.f);
+      if constexpr (kNorm == Norm::Modulated) onto = Vec(mean_of(a.cols, [&](Vec dy, Vec x, Vec w, Vec m) { return dy * m * w * row.xhat(x); }, dy, x, w, scale));
+      else if constexpr (!tanh_of(kNorm)) onto = Vec(mean_of(a.cols, [&](Vec dy, Vec x, Vec w) { return dy * w * row.xhat(x); }, dy, x, w));
+      if constexpr (centred(kNorm)) mean = Vec(mean_of(a.cols, [](Vec dy, Vec w) { return dy * w; }, dy, w));
+      for_each(a.cols, [&](int64_t c, int64_t n) {
+        const Vec xv = read(x + c, n), wv = read(w + c, n), dn = dn_at(c, n), xhat = row.xhat(xv), g = dn * wv;
+        add(dw, c, n, dn * row.rounded(xhat));
+        if constexpr (biased(kNorm)) add(db, c, n, dn);
+        if constexpr (kNorm == Norm::Modulated) {
+          const Vec d = read(dy + c, n);
+          add(dscale, c, n, d * round_to<T>(row.rounded(xhat) * wv)), add(dshift, c, n, d);
+        }
+        Vec v;
+        if constexpr (tanh_of(kNorm)) {
+          const Vec slope = (Vec(1.f) - xhat * xhat) * g;
+          add(dalpha, c, n, xv * slope);
+          v = slope * row.rstd;
+        } else {
+          v = row.rstd * (g - mean - xhat * onto);
+        }
+        if (ds) v = v + read(ds + c, n);
+        if (dx) write(v, dx + c, n);
+      });
+      if (own) dispatch(a.modulation_dtype, [&]<class M>() {
+        if (a.dscale) row_map(a.cols, row_of<M>(a.dscale, r, a.cols), [&](Vec dy, Vec x, Vec w) { return dy * round_to<T>(row.rounded(row.xhat(x)) * w); }, dy, x, w);
+        if (a.dshift) row_map(a.cols, row_of<M>(a.dshift, r, a.cols), [](Vec dy) { return dy; }, dy);
+      });
+    }
+  });
+}
+
+}  // namespace
+
+LIGER_REGISTER(norm_forward, [](const NormForward& a, Stream) {
+  dispatch(a.dtype, [&]<class T>() { dispatch_norm(a.norm, [&]<Norm kNorm>() { forward<T, kNorm>(a); }); });
+});
+LIGER_REGISTER(norm_backward, [](const NormBackward& a, Stream) {
+  dispatch(a.dtype, [&]<class T>() { dispatch_norm(a.norm, [&]<Norm kNorm>() { backward<T, kNorm>(a); }); });
+});
+
+}  // namespace LIGER_CPU::norm

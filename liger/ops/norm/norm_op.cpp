@@ -1,0 +1,118 @@
+#include "liger/ops/norm/norm_op.h"
+
+namespace liger::op::norm {
+namespace {
+
+Casting parse(const char* name, int64_t casting) {
+  TORCH_CHECK_VALUE(casting >= -1 && casting <= 1, name, ": casting is -1 (none), 0 (llama) or 1 (gemma), not ", casting);
+  return Casting(casting);
+}
+
+void check_modulation(const char* name, const char* what, const Tensor& m, const Tensor& x) {
+  TORCH_CHECK(m.dim() > 0 && (m.sym_numel() > 0 || x.sym_numel() == 0) && m.sym_size(-1) == x.sym_size(-1), name, ": ", what, " must be [..., ", x.sym_size(-1), "], got ", m.sym_sizes());
+  TORCH_CHECK(x.sym_numel() == 0 || x.sym_numel() % m.sym_numel() == 0, name, ": the rows of ", what, " must divide the input's, got ", m.sym_sizes(), " for ", x.sym_sizes());
+  TORCH_CHECK(m.device() == x.device(), name, ": ", what, " is on ", m.device(), ", the input on ", x.device());
+  TORCH_CHECK_TYPE(m.scalar_type() == x.scalar_type() || m.scalar_type() == at::kFloat, name, ": ", what, " must be ", x.scalar_type(), " or float, got ", m.scalar_type());
+}
+
+/// The inputs as kernels read them, checked.
+struct Operands {
+  Tensor x, w, b, residual, scale, shift, alpha;  // x for Group: [N, groups, a group's elements]
+  int64_t groups, spatial = 1;
+
+  Operands(const char* name, Norm norm, const Inputs& in) : groups(in.groups) {
+    check_rows(name, in.x);
+    const auto called = [&](const char* what) { return std::string(name) + ": " + what; };
+    const Tensor like = norm == Norm::Group ? channels_last(name, in.x) : in.x;
+    if (in.w) check_row_vector(called("weight").c_str(), *in.w, like);
+    if (in.b) check_row_vector(called("bias").c_str(), *in.b, like);
+    x = in.x.contiguous();
+    if (norm == Norm::Group) {
+      TORCH_CHECK(groups > 0 && x.sym_size(1) % groups == 0, name, ": the number of groups, ", groups, ", does not divide that of channels, ", x.sym_size(1));
+      if (!x.is_meta()) spatial = std::max<int64_t>(1, x.numel() / std::max<int64_t>(1, x.size(0) * x.size(1)));
+      x = x.view_symint({x.sym_size(0), groups, x.sym_numel() == 0 ? c10::SymInt(0) : x.sym_numel() / (x.sym_size(0) * groups)});
+    }
+    w = contiguous(in.w), b = contiguous(in.b), residual = contiguous(in.residual), scale = contiguous(in.scale), shift = contiguous(in.shift);
+    if (w.defined() && b.defined() && w.scalar_type() != b.scalar_type()) w = w.to(at::kFloat), b = b.to(at::kFloat);
+    if (residual.defined()) check_like(called("residual").c_str(), residual, x);
+    if (scale.defined()) check_modulation(name, "scale", scale, x);
+    if (shift.defined()) {
+      TORCH_CHECK(shift.sym_numel() == scale.sym_numel(), name, ": shift must be as large as scale, ", scale.sym_sizes(), ", got ", shift.sym_sizes());
+      shift = shift.to(scale.scalar_type());
+    }
+    if (in.alpha) {
+      TORCH_CHECK(in.alpha->sym_numel() == 1 && in.alpha->device() == x.device(), name, ": alpha must be one number on ", x.device(), ", got ", in.alpha->sym_sizes(),
+                  " on ", in.alpha->device());
+      alpha = in.alpha->to(at::kFloat).contiguous();
+    }
+  }
+
+  /// One element a channel, in the last dimension.
+  static Tensor channels_last(const char* name, const Tensor& x) {
+    TORCH_CHECK(x.dim() >= 2, name, ": expected [N, channels, ...], got ", x.sym_sizes());
+    return x.transpose(1, -1);
+  }
+
+  template <class Args>
+  Args describe(Norm norm) const {
+    Args a{};
+    a.norm = norm, a.x = data(x), a.w = data(w), a.scale = data(scale), a.alpha = data<float>(alpha);
+    a.rows = rows(x), a.cols = cols(x), a.modulations = scale.defined() ? rows(scale) : 1, a.groups = groups, a.spatial = spatial;
+    a.dtype = dtype_of(x), a.w_dtype = dtype_of(w.defined() ? w : b.defined() ? b : x), a.modulation_dtype = dtype_of(scale.defined() ? scale : x);
+    return a;
+  }
+};
+
+}  // namespace
+
+Outputs forward(const char* name, Norm norm, const Inputs& inputs, double eps, Rounding rounding) {
+  const Operands in(name, norm, inputs);
+  const Casting casting = parse(name, rounding.casting);
+  const bool stats = norm != Norm::Tanh;
+  Outputs out{.y = output(at::empty_symint(inputs.x.sym_sizes(), in.x.options())), .s = in.residual.defined() ? output(at::empty_like(in.x)) : Tensor(),
+              .mean = norm == Norm::Layer || norm == Norm::Group ? empty_stat(in.x) : Tensor(), .rstd = stats ? empty_stat(in.x) : Tensor()};
+  if (in.x.is_meta() || rows(in.x) == 0) return out;
+  auto a = in.describe<NormForward>(norm);
+  a.b = data(in.b), a.residual = data(in.residual), a.shift = data(in.shift);
+  a.y = out.y.data_ptr(), a.s = data<void>(out.s), a.mean = data<float>(out.mean), a.rstd = data<float>(out.rstd);
+  a.eps = float(eps), a.offset = float(rounding.offset), a.casting = casting;
+  run(norm_forward, in.x, a);
+  return out;
+}
+
+Gradients backward(const char* name, Norm norm, const Tensor& dy_, const OptTensor& ds_, const Inputs& inputs, const Tensor& mean, const Tensor& rstd, Wants wants,
+                   Rounding rounding) {
+  check_like("the gradient", dy_, inputs.x);
+  const Operands in(name, norm, inputs);
+  const Tensor dy = dy_.contiguous(), ds = contiguous(ds_);
+  Gradients d;
+  if (wants.x) d.x = output(at::empty_symint(inputs.x.sym_sizes(), in.x.options()));
+  if (in.x.is_meta() || rows(in.x) == 0) {
+    const auto zeros = [](bool wanted, const OptTensor& like) { return wanted ? at::zeros_like(*like) : Tensor(); };
+    return {d.x, zeros(wants.w, inputs.w), zeros(wants.b, inputs.b), zeros(wants.alpha, inputs.alpha), zeros(wants.scale, inputs.scale), zeros(wants.shift, inputs.shift)};
+  }
+  auto a = in.describe<NormBackward>(norm);
+  const bool own = in.scale.defined() && a.modulations == a.rows;  // as the kernels have it: such gradients are written directly
+  const Tensor first = empty_shares(in.x, norm == Norm::Group ? in.groups : own ? 1 : a.modulations);
+  const auto sums = [&](bool wanted) { return wanted ? at::empty_like(first) : Tensor(); };
+  const Tensor dw = wants.w ? first : Tensor(), db = sums(wants.b), dalpha = sums(wants.alpha);
+  d.scale = own && wants.scale ? at::empty_like(in.scale) : sums(wants.scale), d.shift = own && wants.shift ? at::empty_like(in.scale) : sums(wants.shift);
+  a.dy = data(dy), a.ds = data(ds), a.mean = data<float>(mean), a.rstd = data<float>(rstd), a.dx = data<void>(d.x);
+  a.dw = data<float>(dw), a.db = data<float>(db), a.dalpha = data<float>(dalpha), a.dscale = data<void>(d.scale), a.dshift = data<void>(d.shift);
+  a.shares = first.size(0) * first.size(1), a.offset = float(rounding.offset), a.casting = parse(name, rounding.casting);
+  run(norm_backward, in.x, a);
+  const auto vector = [&](const Tensor& shares, at::ScalarType dtype) {
+    if (norm == Norm::Group) return total(shares, at::kFloat).view({-1, in.spatial}).sum(1).to(dtype);
+    return total(shares.view({1, a.shares, a.cols}), dtype).view(-1);
+  };
+  if (wants.w) d.w = vector(dw, inputs.w->scalar_type());
+  if (wants.b) d.b = vector(db, inputs.b->scalar_type());
+  if (wants.alpha) d.alpha = vector(dalpha, at::kFloat).sum().to(inputs.alpha->scalar_type()).view(inputs.alpha->sizes());
+  const auto modulation = [&](Tensor& t, const OptTensor& like) {
+    if (t.defined()) t = (own ? t : total(t, like->scalar_type())).to(like->scalar_type()).view(like->sizes());
+  };
+  modulation(d.scale, inputs.scale), modulation(d.shift, inputs.shift);
+  return d;
+}
+
+}  // namespace liger::op::norm

@@ -1,0 +1,51 @@
+#include "liger/core/cpu/row.h"
+#include "liger/ops/norm/poly_norm.h"
+
+namespace LIGER_CPU::poly_norm {
+namespace {
+
+template <class T>
+void forward(const PolyNormForward& a) {
+  for_rows(a.rows, a.cols, [&](int64_t r) {
+    const T* x = row_of<T>(a.x, r, a.cols);
+    float* rstd = a.rstd + r * 3;
+    const auto inverse_root = [&](double sum) { return float(1 / std::sqrt(sum / a.cols + a.eps)); };
+    rstd[0] = inverse_root(row_sum(a.cols, [](Vec x) { const Vec x2 = x * x; return x2 * x2 * x2; }, x));
+    rstd[1] = inverse_root(row_sum(a.cols, [](Vec x) { const Vec x2 = x * x; return x2 * x2; }, x));
+    rstd[2] = inverse_root(row_sum(a.cols, [](Vec x) { return x * x; }, x));
+    const Vec k3(a.w[0] * rstd[0]), k2(a.w[1] * rstd[1]), k1(a.w[2] * rstd[2]), b(*a.b);
+    row_map(a.cols, row_of<T>(a.y, r, a.cols), [&](Vec x) { return ((k3 * x + k2) * x + k1) * x + b; }, x);
+  });
+}
+
+/// Share s owns a run of rows.
+template <class T>
+void backward(const PolyNormBackward& a) {
+  const int64_t run = (a.rows + a.shares - 1) / a.shares;
+  for_rows(a.shares, run * a.cols, [&](int64_t s) {
+    double sums[4] = {};
+    for (int64_t r = s * run; r < std::min(a.rows, (s + 1) * run); ++r) {
+      const T *x = row_of<T>(a.x, r, a.cols), *dy = row_of<T>(a.dy, r, a.cols);
+      const float* rstd = a.rstd + r * 3;
+      const double s3 = row_sum(a.cols, [](Vec x, Vec dy) { return dy * x * x * x; }, x, dy), s2 = row_sum(a.cols, [](Vec x, Vec dy) { return dy * x * x; }, x, dy);
+      const double s1 = row_sum(a.cols, [](Vec x, Vec dy) { return dy * x; }, x, dy);
+      sums[0] += rstd[0] * s3, sums[1] += rstd[1] * s2, sums[2] += rstd[2] * s1, sums[3] += row_sum(a.cols, [](Vec dy) { return dy; }, dy);
+      if (!a.dx) continue;
+      const auto cubed = [](double v) { return v * v * v; };
+      const Vec k3(3 * a.w[0] * rstd[0]), k2(2 * a.w[1] * rstd[1]), k1(a.w[2] * rstd[2]);
+      const Vec c3(float(3 * a.w[0] * cubed(rstd[0]) * s3 / a.cols)), c2(float(2 * a.w[1] * cubed(rstd[1]) * s2 / a.cols)), c1(float(a.w[2] * cubed(rstd[2]) * s1 / a.cols));
+      row_map(a.cols, row_of<T>(a.dx, r, a.cols), [&](Vec x, Vec dy) {
+        const Vec x2 = x * x;
+        return dy * (k3 * x2 + k2 * x + k1) - ((c3 * x2 + c2) * x2 + c1) * x;
+      }, x, dy);
+    }
+    std::copy(sums, sums + 4, a.sums + s * 4);
+  });
+}
+
+}  // namespace
+
+LIGER_REGISTER(poly_norm_forward, [](const PolyNormForward& a, Stream) { dispatch(a.dtype, [&]<class T>() { forward<T>(a); }); });
+LIGER_REGISTER(poly_norm_backward, [](const PolyNormBackward& a, Stream) { dispatch(a.dtype, [&]<class T>() { backward<T>(a); }); });
+
+}  // namespace LIGER_CPU::poly_norm

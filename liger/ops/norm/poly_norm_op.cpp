@@ -1,0 +1,88 @@
+#include "liger/ops/norm/poly_norm.h"
+#include "liger/core/torch/op.h"
+#include "liger/ops.h"
+
+namespace liger {
+namespace op::poly_norm {
+
+void check(const Tensor& x, const Tensor& w, const Tensor& b) {
+  check_rows("poly_norm", x);
+  TORCH_CHECK(w.dim() == 1 && w.sym_size(0) == 3 && b.sym_numel() == 1, "poly_norm: weight must be [3] and bias one number, got ", w.sym_sizes(), " and ", b.sym_sizes());
+  TORCH_CHECK(w.device() == x.device() && b.device() == x.device(), "poly_norm: weight is on ", w.device(), ", bias on ", b.device(), ", the input on ", x.device());
+}
+
+Tensor floats(const Tensor& t) { return t.to(at::kFloat).contiguous(); }
+
+/// (y, rstd [..., 3]).
+std::tuple<Tensor, Tensor> forward(const Tensor& x_, const Tensor& w_, const Tensor& b_, double eps) {
+  check(x_, w_, b_);
+  const Tensor x = x_.contiguous(), y = output(at::empty_like(x));
+  auto shape = c10::SymDimVector(x.sym_sizes());
+  shape.back() = 3;
+  const Tensor rstd = at::empty_symint(shape, x.options().dtype(at::kFloat));
+  if (x.is_meta() || rows(x) == 0) return {y, rstd};
+  const Tensor w = floats(w_), b = floats(b_);
+  run(poly_norm_forward, x,
+      {.x = data(x), .w = data<float>(w), .b = data<float>(b), .y = y.data_ptr(), .rstd = data<float>(rstd), .rows = rows(x), .cols = cols(x), .dtype = dtype_of(x),
+       .eps = float(eps)});
+  return {y, rstd};
+}
+
+/// (dx, dw, db).
+std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dy_, const Tensor& x_, const Tensor& w_, const Tensor& b, const Tensor& rstd, bool with_dx, bool with_dw, bool with_db) {
+  check_like("poly_norm: the gradient", dy_, x_);
+  const Tensor x = x_.contiguous(), dy = dy_.contiguous(), dx = with_dx ? output(at::empty_like(x)) : Tensor();
+  const auto zeros = [](bool wanted, const Tensor& like) { return wanted ? at::zeros_like(like) : Tensor(); };
+  if (x.is_meta() || rows(x) == 0) return {dx, zeros(with_dw, w_), zeros(with_db, b)};
+  const Tensor w = floats(w_), sums = at::empty({1, row_share_count(x), 4}, x.options().dtype(at::kFloat));
+  run(poly_norm_backward, x,
+      {.dy = data(dy), .x = data(x), .w = data<float>(w), .rstd = data<float>(rstd), .dx = data<void>(dx), .sums = data<float>(sums), .rows = rows(x), .cols = cols(x),
+       .shares = sums.size(1), .dtype = dtype_of(x)});
+  if (!with_dw && !with_db) return {dx, Tensor(), Tensor()};
+  const Tensor d = total(sums, at::kFloat)[0];
+  return {dx, with_dw ? d.narrow(0, 0, 3).to(w_.scalar_type(), false, true) : Tensor(), with_db ? d[3].to(b.scalar_type(), false, true).view(b.sizes()) : Tensor()};
+}
+
+Tensor inference(const Tensor& x, const Tensor& w, const Tensor& b, double eps) { return std::get<0>(forward(x, w, b, eps)); }
+
+constexpr Op<"liger::poly_norm", inference> public_op;
+constexpr Op<"liger::poly_norm_forward", forward> forward_op;
+constexpr Op<"liger::poly_norm_backward", backward> backward_op;
+
+struct Autograd : torch::autograd::Function<Autograd> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& w, const Tensor& b, double eps) {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    auto [y, rstd] = forward_op(x, w, b, eps);
+    ctx->save_for_backward({x, w, b, rstd});
+    ctx->saved_data["wants"] = std::make_tuple(wants_grad(x), wants_grad(w), wants_grad(b));
+    return y;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const auto saved = ctx->get_saved_variables();
+    const auto [with_dx, with_dw, with_db] = ctx->saved_data["wants"].to<std::tuple<bool, bool, bool>>();
+    auto [dx, dw, db] = backward_op(grads[0], saved[0], saved[1], saved[2], saved[3], with_dx, with_dw, with_db);
+    return {dx, dw, db, {}};
+  }
+};
+
+}  // namespace op::poly_norm
+
+Tensor poly_norm(const Tensor& x, const Tensor& w, const Tensor& b, double eps) { return op::poly_norm::public_op(x, w, b, eps); }
+
+TORCH_LIBRARY_FRAGMENT(liger, m) {
+  m.def("poly_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor");
+  m.def("poly_norm_forward(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor y, Tensor rstd)");
+  m.def("poly_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor bias, Tensor rstd, bool with_dx, bool with_dw, bool with_db) -> (Tensor dx, Tensor dw, Tensor db)");
+}
+LIGER_IMPL(poly_norm, m) {
+  m.impl("poly_norm", op::poly_norm::inference);
+  m.impl("poly_norm_forward", op::poly_norm::forward);
+  m.impl("poly_norm_backward", op::poly_norm::backward);
+}
+TORCH_LIBRARY_IMPL(liger, Autograd, m) {
+  m.impl("poly_norm", differentiated<op::poly_norm::Autograd, 3>(op::poly_norm::public_op));
+  refuse_derivative(m, {"poly_norm_forward", "poly_norm_backward"});
+}
+
+}  // namespace liger

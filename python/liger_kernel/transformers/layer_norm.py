@@ -1,0 +1,26 @@
+"""LayerNorm."""
+
+import torch
+from torch import nn
+
+from liger_kernel.ops import LigerLayerNormFunction
+
+
+class LigerLayerNorm(nn.Module):
+    """(x − mean) / sqrt(variance + eps) · weight + bias over the last dimension (Ba et al. 2016, arXiv:1607.06450).
+
+    The bias always exists; it starts at zero, or random with bias=True. Raises AssertionError for an init_fn other than "ones" and "zeros".
+    """
+
+    def __init__(self, hidden_size, eps=1e-6, bias=False, init_fn="ones"):
+        super().__init__()
+        assert init_fn in ("ones", "zeros"), f"init_fn is 'ones' or 'zeros', not {init_fn!r}"
+        self.hidden_size, self.eps, self.variance_epsilon = hidden_size, eps, eps
+        self.weight = nn.Parameter(getattr(torch, init_fn)(hidden_size))
+        self.bias = nn.Parameter(torch.randn(hidden_size) if bias else torch.zeros(hidden_size))
+
+    def forward(self, hidden_states):
+        return LigerLayerNormFunction.apply(hidden_states, self.weight, self.bias, self.variance_epsilon)
+
+    def extra_repr(self):
+        return f"{self.hidden_size}, eps={self.eps}"
