@@ -9,11 +9,14 @@ import torch
 import torch.nn.functional as F
 from liger_kernel import ops
 from liger_kernel.ops import fused_linear_cross_entropy as flce
+from liger_kernel.ops import llama4_rope
 from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction, swiglu_fused_gate_up_backward, swiglu_fused_gate_up_forward
 from liger_kernel.transformers import geglu, rms_norm, swiglu
 from liger_kernel.transformers.cross_entropy import LigerCrossEntropyLoss
 from liger_kernel.transformers.functional import CrossEntropyOutput
 from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
+from liger_kernel.transformers.llama4_rope import liger_llama4_text_rotary_pos_emb, liger_llama4_vision_rotary_pos_emb
+from liger_kernel.transformers.qwen2vl_mrope import liger_multimodal_rotary_pos_emb
 from liger_kernel.transformers.rope import liger_rotary_pos_emb_vision
 
 CONFIG = SimpleNamespace(hidden_size=16, intermediate_size=24, hidden_act="silu", mlp_bias=False, mlp_multipliers=(0.5, 2.0))
@@ -154,6 +157,34 @@ def test_vision_rope():
         f = x.float()
         plain = f * angles.cos()[:, None] + torch.cat((-f[..., 4:], f[..., :4]), -1) * angles.sin()[:, None]
         assert ours.dtype == torch.half and torch.equal(ours, plain.half())
+
+
+@pytest.mark.parametrize("batch", [None, 1, 2])
+def test_llama4_rope(batch):
+    """Hugging Face's complex product; rows of freqs_cis beyond the sequence are not used."""
+    q, k = torch.randn(2, 5, 4, 8).bfloat16(), torch.randn(2, 5, 2, 8).bfloat16()
+    angles = torch.rand(*(() if batch is None else (batch,)), 7 if batch is None else 5, 4)
+    freqs = torch.polar(torch.ones_like(angles), angles)
+
+    def plain(x):
+        return torch.view_as_real(torch.view_as_complex(x.float().unflatten(-1, (4, 2))) * freqs[..., :5, None, :]).flatten(-2).to(x.dtype)
+
+    for function in (liger_llama4_text_rotary_pos_emb, lambda *t: llama4_rope.LigerLlama4RopeFunction.apply(*t, 64)):
+        for ours, x in zip(function(q, k, freqs), (q, k)):
+            assert ours.shape == x.shape and ours.is_contiguous()
+            close(ours, plain(x))
+    if batch != 2:
+        vision = freqs[..., :5, :].reshape(5, 1, 4)
+        close(liger_llama4_vision_rotary_pos_emb(q, k, vision), (plain(q), plain(k)))
+    back = llama4_rope.llama4_rope_forward(*liger_llama4_text_rotary_pos_emb(q.float(), k.float(), freqs), freqs, imag_sign=-1.0)
+    close(back, (q.float(), k.float()))
+
+
+def test_mrope_helpers():
+    q, k, angles = torch.randn(1, 2, 3, 16), torch.randn(1, 1, 3, 16), torch.rand(3, 1, 3, 16)
+    turned = ops.qwen2vl_mrope_forward(q, k, angles.cos(), angles.sin(), [2, 3, 3])
+    close(turned[:2], liger_multimodal_rotary_pos_emb(q, k, angles.cos(), angles.sin(), [2, 3, 3]))
+    close(ops.qwen2vl_mrope_backward(*turned, [2, 3, 3]), (q, k))
 
 
 def test_autocast():

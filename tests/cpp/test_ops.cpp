@@ -73,6 +73,22 @@ TEST(Rope, TurnsAndTurnsBack) {
   expect_close({bq, bk}, {q, k});
 }
 
+TEST(Rope, TurnsNeighboursAsComplexNumbers) {
+  liger::nn::RotaryEmbedding rotary(liger::nn::RotaryEmbeddingOptions(8).interleaved(true));
+  const auto q = torch::randn({2, 4, 5, 8}), k = torch::randn({2, 2, 5, 8});
+  const auto angles = torch::outer(torch::arange(5, torch::kFloat), rotary->inv_freq);
+  const auto turned = [&](const Tensor& t) { return torch::view_as_real(torch::view_as_complex(t.unflatten(-1, {4, 2})) * torch::polar(torch::ones_like(angles), angles)).flatten(-2); };
+  const auto [rq, rk] = rotary(q, k);
+  expect_close({rq, rk}, {turned(q), turned(k)});
+}
+
+TEST(Rope, PackedEqualsUnpacked) {
+  const auto qkv = torch::randn({2, 5, 6 * 8}), angles = torch::rand({5, 8}), cos = angles.cos(), sin = angles.sin();
+  const auto heads = qkv.view({2, 5, 6, 8}).transpose(1, 2);
+  const auto [q, k] = liger::rope(heads.narrow(1, 0, 4), heads.narrow(1, 4, 1), cos, sin);
+  expect_close({liger::rope_packed(qkv, cos, sin, 4, 1)}, {torch::cat({q, k, heads.narrow(1, 5, 1)}, 1).transpose(1, 2).flatten(2)});
+}
+
 TEST(CrossEntropy, EqualsTorch) {
   const auto x = torch::randn({5, 7});
   const auto options = F::CrossEntropyFuncOptions().ignore_index(-100).label_smoothing(0.1);

@@ -7,6 +7,8 @@ from liger_kernel.ops.fused_linear_cross_entropy import (
     fused_linear_cross_entropy_forward,
 )
 from liger_kernel.ops.geglu import LigerGELUMulFunction, geglu_backward, geglu_forward
+from liger_kernel.ops.llama4_rope import LigerLlama4RopeFunction
+from liger_kernel.ops.qwen2vl_mrope import LigerQwen2VLMRopeFunction, qwen2vl_mrope_backward, qwen2vl_mrope_forward
 from liger_kernel.ops.rms_norm import LigerRMSNormFunction, rms_norm_backward, rms_norm_forward
 from liger_kernel.ops.rope import LigerRopeFunction, rope_backward, rope_forward
 from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction, LigerSiLUMulFunction, swiglu_backward, swiglu_forward
