@@ -1,6 +1,7 @@
 """The operators under the names of liger_kernel.ops: Function classes with `apply`, and their forward and backward as plain functions."""
 
 from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction, cross_entropy_backward, cross_entropy_forward
+from liger_kernel.ops.experimental.embedding import LigerEmbeddingFunction
 from liger_kernel.ops.fused_linear_cross_entropy import (
     LigerFusedLinearCrossEntropyFunction,
     fused_linear_cross_entropy_backward,
@@ -8,7 +9,10 @@ from liger_kernel.ops.fused_linear_cross_entropy import (
 )
 from liger_kernel.ops.geglu import LigerGELUMulFunction, geglu_backward, geglu_forward
 from liger_kernel.ops.llama4_rope import LigerLlama4RopeFunction
+from liger_kernel.ops.mlp import LigerMLPFunction
 from liger_kernel.ops.qwen2vl_mrope import LigerQwen2VLMRopeFunction, qwen2vl_mrope_backward, qwen2vl_mrope_forward
+from liger_kernel.ops.relu_squared import LigerReLUSquaredFunction, relu_squared_backward, relu_squared_forward
 from liger_kernel.ops.rms_norm import LigerRMSNormFunction, rms_norm_backward, rms_norm_forward
 from liger_kernel.ops.rope import LigerRopeFunction, rope_backward, rope_forward
 from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction, LigerSiLUMulFunction, swiglu_backward, swiglu_forward
+from liger_kernel.ops.tiled_mlp import LigerTiledMLPFunction, apply_tiled_mlp

@@ -12,7 +12,9 @@ from liger_kernel.transformers.families import FAMILIES
 from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 from liger_kernel.transformers.geglu import LigerGEGLUMLP
 from liger_kernel.transformers.llama4_rope import liger_llama4_text_rotary_pos_emb, liger_llama4_vision_rotary_pos_emb
+from liger_kernel.transformers.mlp import LigerFalconH1MLP, LigerMLP
 from liger_kernel.transformers.qwen2vl_mrope import liger_multimodal_rotary_pos_emb
+from liger_kernel.transformers.relu_squared import LigerReLUSquared
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
 from liger_kernel.transformers.rope import liger_rotary_pos_emb
 from liger_kernel.transformers.swiglu import (
@@ -22,6 +24,7 @@ from liger_kernel.transformers.swiglu import (
     LigerQwen3MoeSwiGLUMLP,
     LigerSwiGLUMLP,
 )
+from liger_kernel.transformers.tiled_mlp import LigerTiledGEGLUMLP, LigerTiledSwiGLUMLP
 
 _LAZY = {
     "AutoLigerKernelForCausalLM": "auto_model",
@@ -47,13 +50,18 @@ __all__ = [
     "is_transformers_available",
     "LigerBlockSparseTop2MLP",
     "LigerCrossEntropyLoss",
+    "LigerFalconH1MLP",
     "LigerFalconH1SwiGLUMLP",
     "LigerFusedLinearCrossEntropyLoss",
     "LigerGEGLUMLP",
+    "LigerMLP",
     "LigerPhi3SwiGLUMLP",
     "LigerQwen3MoeSwiGLUMLP",
+    "LigerReLUSquared",
     "LigerRMSNorm",
     "LigerSwiGLUMLP",
+    "LigerTiledGEGLUMLP",
+    "LigerTiledSwiGLUMLP",
     "liger_llama4_text_rotary_pos_emb",
     "liger_llama4_vision_rotary_pos_emb",
     "liger_multimodal_rotary_pos_emb",

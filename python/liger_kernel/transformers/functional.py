@@ -10,6 +10,7 @@ from liger_kernel.ops import (
     LigerCrossEntropyFunction,
     LigerGELUMulFunction,
     LigerQwen2VLMRopeFunction,
+    LigerReLUSquaredFunction,
     LigerRMSNormFunction,
     LigerRopeFunction,
     LigerSiLUMulFunction,
@@ -44,6 +45,11 @@ def liger_swiglu(a, b):
 def liger_geglu(a, b):
     """gelu(a) · b, gelu in its tanh form."""
     return LigerGELUMulFunction.apply(a, b)
+
+
+def liger_relu_squared(x):
+    """max(x, 0)²."""
+    return LigerReLUSquaredFunction.apply(x)
 
 
 def liger_rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
