@@ -256,6 +256,8 @@ def test_relu_squared():
     close(relu_squared.LigerReLUSquared()(x), F.relu(x).square())
     close(ops.relu_squared_forward(x.detach()), F.relu(x).square())
     close(ops.relu_squared_backward(x.detach(), dy), x.grad)
+    odd = torch.tensor([float("nan"), float("inf"), -float("inf")])
+    close(ops.relu_squared_forward(odd), F.relu(odd).square(), equal_nan=True)
 
 
 @pytest.mark.parametrize("batch", [None, 1, 2])

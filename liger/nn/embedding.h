@@ -21,7 +21,7 @@ struct EmbeddingImpl : torch::nn::Cloneable<EmbeddingImpl> {
     if (options.padding_idx() >= 0) weight[options.padding_idx()].zero_();
   }
 
-  at::Tensor forward(const at::Tensor& ids) { return embedding(weight, ids, options.padding_idx()); }
+  at::Tensor forward(const at::Tensor& ids) { return liger::embedding(weight, ids, options.padding_idx()); }  // at:: has one too
 
   EmbeddingOptions options;
   at::Tensor weight;

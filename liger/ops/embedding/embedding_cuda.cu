@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(256) chunks_kernel(EmbeddingBackward a) {
 
 /// dw_v from the tokens before the first chunk that is all its own, such chunks, and the tokens after them.
 template <class T>
-__global__ void __launch_bounds__(256) rows_kernel(EmbeddingBackward a) {
+__global__ void __launch_bounds__(256, 5) rows_kernel(EmbeddingBackward a) {
   const int64_t v = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   if (v >= a.classes) return;
   const int begin = a.first[v], end = v == a.padding ? begin : a.first[v + 1], chunk = int(a.chunk);

@@ -33,7 +33,7 @@ Lanes multiply_add(Lanes sum, Lanes codes, int16_t a) {
 constexpr int64_t kColumns = kBytes / 2;          // in one Lanes
 constexpr int64_t kRun = 16;                      // rows of b whose products a 16-bit lane can sum: 16 · 4 · 3 · 128 < 2^15
 constexpr int64_t kStep = 64, kVecs = kStep / kColumns;  // columns at once: a cache line of each row of b
-constexpr int64_t kStrip = 256, kRows = 64;       // a task: columns of b and rows of a, whose sums stay in the caches
+constexpr int64_t kStrip = 512, kRows = 64;       // a task: columns of b and rows of a, whose sums stay in the caches
 
 /// The codes of rows [p, p + run) of b, columns [c, c + kStep), as pairs of planes; 0 where there are none.
 void unpack(const Int2Matmul& g, int64_t p, int64_t run, int64_t c, Lanes (&codes)[2 * kRun][kVecs]) {
