@@ -71,12 +71,12 @@ class Contestant:
         self.name, self.calls, self.sets, self.upstream = name, calls, sets, upstream
 
     def run(self, mode, i):
-        if mode == "forward":
+        wanted = [t for t in self.sets[i] if t is not None and t.requires_grad]
+        if mode == "forward" or not wanted:
             with torch.no_grad():
                 return self.calls[i]()
         out = self.calls[i]()
         out = out if isinstance(out, tuple) else (out,)
-        wanted = [t for t in self.sets[i] if t is not None and t.requires_grad]
         return torch.autograd.grad(out, wanted, self.upstream)
 
 
@@ -166,7 +166,7 @@ def contestants(case, shape, options, args, sets_wanted):
     sets = [case.inputs(shape, options, args.dtype, args.device, seed=i) for i in range(sets_wanted)]
     out = case.op(*sets[0], **options)
     torch.manual_seed(0)
-    upstream = [torch.randn_like(o) if o.dim() else torch.ones_like(o) for o in (out if isinstance(out, tuple) else (out,))]
+    upstream = [torch.randn_like(o) if o.dim() and o.is_floating_point() else torch.ones_like(o) for o in (out if isinstance(out, tuple) else (out,))]
     del out
     compiled = torch.compile(lambda *inputs: case.reference(*inputs, **options), dynamic=False)
     # Bound early: each closure has its own inputs.
@@ -199,11 +199,15 @@ def contestants(case, shape, options, args, sets_wanted):
 def floor_time(case, shape, options, args):
     """A function that times the floor, (forward, forward+backward) in ms: a copy's rate for the bytes, or the bare GEMMs."""
     if case.flops:
+        # By the rate of the GEMMs between the first two inputs; the head's are all there are.
         hidden, weight = case.inputs(shape, options, args.dtype, args.device)[:2]
         hidden, weight = hidden.detach(), weight.detach()
         logits, dx, dw = hidden @ weight.T, torch.empty_like(hidden), torch.empty_like(weight)
         gemms = [lambda: torch.mm(hidden, weight.T, out=logits), lambda: torch.mm(logits, weight, out=dx), lambda: torch.mm(logits.T, hidden, out=dw)]
-        return lambda: (timed(gemms[0], args.device, args.seconds), sum(timed(g, args.device, args.seconds) for g in gemms))
+        forward, backward = case.flops(shape, options)
+        one = 2 * hidden.shape[0] * weight.numel()
+        return lambda: (timed(gemms[0], args.device, args.seconds) * forward / one,
+                        sum(timed(g, args.device, args.seconds) for g in gemms) * (forward + backward) / (3 * one))
     if not case.bytes:
         return None
     first = case.inputs(shape, options, args.dtype, args.device)[0].detach()

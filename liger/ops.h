@@ -2,6 +2,7 @@
 #include <ATen/core/Tensor.h>
 #include <optional>
 #include <tuple>
+#include "liger/ops/activation/activate.h"
 #include "liger/ops/activation/gated.h"
 #include "liger/ops/loss/options.h"
 #include "liger/ops/norm/norm.h"
@@ -39,17 +40,51 @@ at::Tensor poly_norm(const at::Tensor& x, const at::Tensor& weight, const at::Te
 /// bias (Wu & He 2018, arXiv:1803.08494). x [N, channels, ...]; weight and bias [channels] in x's dtype or float, or none.
 at::Tensor group_norm(const at::Tensor& x, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias, int64_t groups, double eps = 1e-6);
 
+/// act(x), element by element: ReLUSquared is relu² (So et al. 2021, arXiv:2109.08668).
+at::Tensor activate(const at::Tensor& x, Activation activation = Activation::ReLUSquared);
+
 /// act(gate_multiplier · a) · b for a, b of one shape and dtype: SwiGLU and its relatives (Shazeer 2020, arXiv:2002.05202).
 at::Tensor gated(const at::Tensor& a, const at::Tensor& b, Activation activation = Activation::SiLU, double gate_multiplier = 1);
 
 /// The same for a fused product y [..., 2F] whose first half is the gate; the result is [..., F].
 at::Tensor gated_packed(const at::Tensor& y, Activation activation = Activation::SiLU, double gate_multiplier = 1);
 
+struct MLPOptions {
+  Activation activation = Activation::SiLU;
+  double gate_multiplier = 1, down_multiplier = 1;  // m and d
+  int64_t chunk = 0;                                // tokens worked on at once, which bounds the memory; 0: all
+};
+
+/// d · (c downᵀ + down_bias), c = act(m · (x gateᵀ + gate_bias)) · (x upᵀ + up_bias), for x [..., n], gate and up [width, n], down [out, width]
+/// in one dtype: a gated MLP that keeps x alone for backward, which makes gate and up again. Sums over chunks are in float.
+at::Tensor fused_mlp(const at::Tensor& x, const at::Tensor& gate, const at::Tensor& up, const at::Tensor& down, const MLPOptions& options = {},
+                     const std::optional<at::Tensor>& gate_bias = {}, const std::optional<at::Tensor>& up_bias = {},
+                     const std::optional<at::Tensor>& down_bias = {});
+
 /// Rotary position embedding (Su et al. 2021, arXiv:2104.09864) of q [batch, heads, seq, dim] and k [batch, k_heads, seq, dim], with
 /// any strides. cos, sin [seq, d], [1, seq, d] or [batch, seq, d], d <= dim: the leading d columns of a head are rotated, as the two
 /// halves that Hugging Face's models have. inverse turns back. Fresh results, laid out as [batch, seq, heads, dim].
+/// interleaved: neighbouring columns turn, by d/2 angles a token, as in Llama 4; the two views of a complex tensor's parts are read in place.
+/// sections (t, h, w): cos and sin are [3, batch, seq, d], and pair i turns by plane 0 where i < t, 1 where i < t + h, else 2 (Qwen2-VL,
+/// Wang et al. 2024, arXiv:2409.12191).
 std::tuple<at::Tensor, at::Tensor> rope(const at::Tensor& q, const at::Tensor& k, const at::Tensor& cos, const at::Tensor& sin,
-                                        bool inverse = false);
+                                        bool inverse = false, bool interleaved = false, at::IntArrayRef sections = {});
+
+/// The same for the result of one projection, qkv [batch, seq, (heads + 2 k_heads) · dim]: q and k are rotated, v is copied.
+at::Tensor rope_packed(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin, int64_t heads, int64_t k_heads, bool inverse = false);
+
+/// Rows ids of weight [classes, n]: the result is [*ids, n], in weight's dtype. ids int64 or int32. The gradient of weight is summed in float,
+/// in a fixed order, and is 0 for the row padding_idx. An id outside [0, classes) is an error: c10::IndexError on the CPU, a device
+/// assertion on CUDA. As torch::embedding.
+at::Tensor embedding(const at::Tensor& weight, const at::Tensor& ids, int64_t padding_idx = -1);
+
+/// The exact product of a [m, 4 p], int8, and weights in {−1, 0, 1, 2} that int2_pack has packed into b [p, n], uint8: int32 [m, n].
+at::Tensor int2_matmul(const at::Tensor& a, const at::Tensor& b);
+
+/// Integer weights [rows, ...] in {−1, 0, 1, 2}, four to a byte: bits 2i and 2i + 1 of row p are the code, weight + 1, of row i P + p of P =
+/// ⌈rows/4⌉, 0 where that does not exist. int2_unpack gives int32 back.
+at::Tensor int2_pack(const at::Tensor& weights);
+at::Tensor int2_unpack(const at::Tensor& packed);
 
 /// What cross_entropy and fused_linear_cross_entropy return. Only the loss is differentiable.
 struct CrossEntropyResult {

@@ -9,12 +9,30 @@ import torch
 import torch.nn.functional as F
 from liger_kernel import ops
 from liger_kernel.ops import fused_linear_cross_entropy as flce
+from liger_kernel.ops import llama4_rope
 from liger_kernel.ops.dyt import liger_dyt_bwd, liger_dyt_fwd
+from liger_kernel.ops.experimental import mm_int8int2
 from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction, swiglu_fused_gate_up_backward, swiglu_fused_gate_up_forward
-from liger_kernel.transformers import dyt, fused_add_rms_norm, geglu, group_norm, layer_norm, modulated_rms_norm, poly_norm, rms_norm, swiglu
+from liger_kernel.transformers import (
+    dyt,
+    fused_add_rms_norm,
+    geglu,
+    group_norm,
+    layer_norm,
+    mlp,
+    modulated_rms_norm,
+    poly_norm,
+    relu_squared,
+    rms_norm,
+    swiglu,
+    tiled_mlp,
+)
 from liger_kernel.transformers.cross_entropy import LigerCrossEntropyLoss
+from liger_kernel.transformers.experimental import LigerEmbedding
 from liger_kernel.transformers.functional import CrossEntropyOutput
 from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
+from liger_kernel.transformers.llama4_rope import liger_llama4_text_rotary_pos_emb, liger_llama4_vision_rotary_pos_emb
+from liger_kernel.transformers.qwen2vl_mrope import liger_multimodal_rotary_pos_emb
 from liger_kernel.transformers.rope import liger_rotary_pos_emb_vision
 
 CONFIG = SimpleNamespace(hidden_size=16, intermediate_size=24, hidden_act="silu", mlp_bias=False, mlp_multipliers=(0.5, 2.0))
@@ -31,6 +49,9 @@ MLPS = {
     swiglu.LigerHunyuanV1SwiGLUMLP: glu(F.silu),
     geglu.LigerGEGLUMLP: glu(lambda x: F.gelu(x, approximate="tanh")),
     swiglu.LigerFalconH1SwiGLUMLP: lambda m, x: m.down_proj(F.silu(m.gate_proj(x) * 0.5) * m.up_proj(x)) * 2,
+    mlp.LigerMLP: glu(F.silu),
+    mlp.LigerFalconH1MLP: lambda m, x: m.down_proj(F.silu(m.gate_proj(x) * 0.5) * m.up_proj(x)) * 2,
+    tiled_mlp.LigerTiledSwiGLUMLP: glu(F.silu),
     swiglu.LigerBlockSparseTop2MLP: lambda m, x: m.w2(F.silu(m.w1(x)) * m.w3(x)),
     swiglu.LigerPhi3SwiGLUMLP: lambda m, x: m.down_proj(F.silu(m.gate_up_proj(x)[..., :24]) * m.gate_up_proj(x)[..., 24:]),
 }
@@ -208,6 +229,130 @@ def test_vision_rope():
         f = x.float()
         plain = f * angles.cos()[:, None] + torch.cat((-f[..., 4:], f[..., :4]), -1) * angles.sin()[:, None]
         assert ours.dtype == torch.half and torch.equal(ours, plain.half())
+
+
+def test_mlp_of_wrapped_projections():
+    """An adapter on a projection is not lost to the fused path."""
+    x = torch.randn(2, 3, 16)
+    for cls in (mlp.LigerMLP, mlp.LigerFalconH1MLP, tiled_mlp.LigerTiledSwiGLUMLP):
+        m = cls(CONFIG)
+        before = m(x)
+        m.up_proj = torch.nn.Sequential(m.up_proj, torch.nn.Linear(24, 24))
+        assert not torch.allclose(m(x), before)
+        close(m(x), MLPS[cls](m, x))
+    with pytest.raises(ValueError, match="mlp_bias"):
+        mlp.LigerFalconH1MLP(SimpleNamespace(**{**vars(CONFIG), "mlp_bias": True}))
+    with pytest.raises(ValueError, match="hidden_act"):
+        tiled_mlp.LigerTiledGEGLUMLP(CONFIG)
+
+
+@pytest.mark.parametrize("shards", [None, 1, 3, 100])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_tiled_mlp(shards, wrapped):
+    """Values and gradients of the whole, also of a frozen parameter's neighbours; gradients reach autograd, not .grad alone."""
+    m, x = tiled_mlp.LigerTiledSwiGLUMLP(CONFIG, shards), torch.randn(2, 37, 16, requires_grad=True)
+    if wrapped:
+        m.gate_proj.register_forward_hook(lambda *_: None)
+    m.down_proj.weight.requires_grad_(False)
+    wanted, dy = [x, m.gate_proj.weight, m.up_proj.weight], torch.randn(2, 37, 16)
+    y = m(x)
+    close(y, MLPS[type(m)](m, x))
+    for ours, plain in zip(torch.autograd.grad(y, wanted, dy), torch.autograd.grad(MLPS[type(m)](m, x), wanted, dy)):
+        close(ours, plain, rtol=1e-5, atol=2e-5)
+    assert m.up_proj.weight.grad is None
+    m.requires_grad_(False)
+    (dx,) = torch.autograd.grad(m(x), x, dy)
+    close(dx, torch.autograd.grad(MLPS[type(m)](m, x), x, dy)[0], rtol=1e-5, atol=2e-5)
+
+
+def test_tiled_mlp_memory():
+    """What backward keeps does not grow with the sequence: the input alone."""
+    m = tiled_mlp.LigerTiledSwiGLUMLP(CONFIG)
+    for seq in (16, 640):
+        x, kept = torch.randn(1, seq, 16, requires_grad=True), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            m(x)
+        assert sum(t.numel() for t in kept) == x.numel() + sum(p.numel() for p in m.parameters())
+
+
+def test_apply_tiled_mlp_under_autocast():
+    m, x = torch.nn.Linear(16, 16), torch.randn(5, 16, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, plain = ops.apply_tiled_mlp(lambda module, t: module(t), m, x, 2), m(x)
+    assert y.dtype == torch.bfloat16
+    close(y, plain)
+    for ours, expected in zip(torch.autograd.grad(y, [x, m.weight], torch.ones_like(y)), torch.autograd.grad(plain, [x, m.weight], torch.ones_like(y))):
+        assert ours.dtype == torch.float32
+        close(ours, expected, rtol=1e-2, atol=1e-2)
+
+
+def test_fused_mlp_under_autocast():
+    m, x = mlp.LigerMLP(CONFIG), torch.randn(5, 16, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, plain = m(x), MLPS[mlp.LigerMLP](m, x)
+    assert y.dtype == torch.bfloat16
+    close(y, plain)
+    y.backward(torch.ones_like(y))
+    assert x.grad.dtype == m.up_proj.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("padding", [None, 0, -1])
+def test_embedding(padding):
+    ours, plain, ids = LigerEmbedding(7, 12, padding), torch.nn.Embedding(7, 12, padding), torch.tensor([[6, 0, 3], [3, 3, 0]], dtype=torch.int32)
+    assert padding is None or not ours.weight[padding].any()
+    plain.weight.data.copy_(ours.weight)
+    close(ours(ids), plain(ids))
+    ours(ids).square().sum().backward(), plain(ids).square().sum().backward()
+    close(ours.weight.grad, plain.weight.grad)
+
+
+def test_int2_weights():
+    """Packing is exact, pads with −1, and leaves its argument alone; a product takes b in any layout."""
+    w = torch.randint(-1, 3, (12, 5))
+    kept, packed = w.clone(), mm_int8int2.pack_weights(w)
+    assert torch.equal(w, kept) and torch.equal(mm_int8int2.unpack_weights(packed), w.int())
+    assert torch.equal(mm_int8int2.unpack_weights(mm_int8int2.pack_weights(w[:10])), torch.cat((w[:10], -torch.ones(2, 5, dtype=w.dtype))).int())
+    a = torch.randint(-128, 128, (3, 12), dtype=torch.int8)
+    for b in (packed, packed.t().contiguous().t()):
+        assert torch.equal(mm_int8int2.matmul(a, b), a.int() @ w.int())
+
+
+def test_relu_squared():
+    x, dy = torch.randn(2, 3, 16, requires_grad=True), torch.randn(2, 3, 16)
+    F.relu(x).square().backward(dy)
+    close(relu_squared.LigerReLUSquared()(x), F.relu(x).square())
+    close(ops.relu_squared_forward(x.detach()), F.relu(x).square())
+    close(ops.relu_squared_backward(x.detach(), dy), x.grad)
+    odd = torch.tensor([float("nan"), float("inf"), -float("inf")])
+    close(ops.relu_squared_forward(odd), F.relu(odd).square(), equal_nan=True)
+
+
+@pytest.mark.parametrize("batch", [None, 1, 2])
+def test_llama4_rope(batch):
+    """Hugging Face's complex product; rows of freqs_cis beyond the sequence are not used."""
+    q, k = torch.randn(2, 5, 4, 8).bfloat16(), torch.randn(2, 5, 2, 8).bfloat16()
+    angles = torch.rand(*(() if batch is None else (batch,)), 7 if batch is None else 5, 4)
+    freqs = torch.polar(torch.ones_like(angles), angles)
+
+    def plain(x):
+        return torch.view_as_real(torch.view_as_complex(x.float().unflatten(-1, (4, 2))) * freqs[..., :5, None, :]).flatten(-2).to(x.dtype)
+
+    for function in (liger_llama4_text_rotary_pos_emb, lambda *t: llama4_rope.LigerLlama4RopeFunction.apply(*t, 64)):
+        for ours, x in zip(function(q, k, freqs), (q, k)):
+            assert ours.shape == x.shape and ours.is_contiguous()
+            close(ours, plain(x))
+    if batch != 2:
+        vision = freqs[..., :5, :].reshape(5, 1, 4)
+        close(liger_llama4_vision_rotary_pos_emb(q, k, vision), (plain(q), plain(k)))
+    back = llama4_rope.llama4_rope_forward(*liger_llama4_text_rotary_pos_emb(q.float(), k.float(), freqs), freqs, imag_sign=-1.0)
+    close(back, (q.float(), k.float()))
+
+
+def test_mrope_helpers():
+    q, k, angles = torch.randn(1, 2, 3, 16), torch.randn(1, 1, 3, 16), torch.rand(3, 1, 3, 16)
+    turned = ops.qwen2vl_mrope_forward(q, k, angles.cos(), angles.sin(), [2, 3, 3])
+    close(turned[:2], liger_multimodal_rotary_pos_emb(q, k, angles.cos(), angles.sin(), [2, 3, 3]))
+    close(ops.qwen2vl_mrope_backward(*turned, [2, 3, 3]), (q, k))
 
 
 def test_autocast():

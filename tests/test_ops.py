@@ -11,6 +11,8 @@ from conftest import EMULATED
 
 CASES = all_cases()
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+DIFFERENTIABLE = {name: case for name, case in CASES.items() if case.differentiable}
+each_gradient = pytest.mark.parametrize("case", DIFFERENTIABLE.values(), ids=DIFFERENTIABLE.keys())
 not_emulated = pytest.mark.skipif(EMULATED, reason="says nothing about the kernels that the emulation shares")
 
 
@@ -104,7 +106,7 @@ def test_layouts(case, device):
             assert a is None or torch.equal(a, b)
 
 
-@each_case
+@each_gradient
 def test_expanded_gradient(case, device):
     options = case.options[0]
     inputs = case.inputs(case.shapes[1], options, case.dtypes[0], device)
@@ -161,7 +163,7 @@ def test_compile(case, device, backend):
             assert torch.equal(a, b) if backend == "aot_eager" else torch.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-@each_case
+@each_gradient
 def test_backward_twice(case, device):
     for options in case.options[:3]:
         inputs = case.inputs(case.shapes[1], options, case.dtypes[0], device)
@@ -174,7 +176,7 @@ def test_backward_twice(case, device):
             torch.testing.assert_close(b, c, rtol=1e-2 if a.dtype != torch.float32 else 1e-6, atol=1e-7)
 
 
-@each_case
+@each_gradient
 def test_second_derivative(case, device):
     options = case.options[0]
     inputs = case.inputs(case.shapes[1], options, case.dtypes[0], device)
@@ -187,7 +189,7 @@ def test_second_derivative(case, device):
         first.float().pow(2).sum().backward()
 
 
-@each_case
+@each_gradient
 def test_frozen_inputs(case, device):
     """Each differentiable input alone gets the gradient that it gets beside the others, and nothing else does."""
     options = case.options[0]
@@ -226,18 +228,21 @@ def test_errors(case, device):
 
 
 @not_emulated
-def test_label_out_of_range(device):
+@pytest.mark.parametrize("function,inputs,what", [
+    ("liger_kernel.transformers.functional.liger_cross_entropy", "torch.randn(4, 5), torch.tensor([0, 1, 5, 2])", "label 5"),
+    ("liger_kernel.ops.LigerEmbeddingFunction.apply", "torch.randn(5, 4), torch.tensor([0, 1, 5, 2])", "id 5"),
+    ("liger_kernel.ops.LigerEmbeddingFunction.apply", "torch.randn(5, 4), torch.tensor([0, 1, -5, 2])", "id -5"),
+])
+def test_index_out_of_range(function, inputs, what, device):
     """An IndexError on the CPU; on CUDA a device assertion, which ends the process's use of the device: a process of its own."""
     code = f"""
-import torch
-from liger_kernel.transformers.functional import liger_cross_entropy
-x = torch.randn(4, 5, device="{device}")
-loss = liger_cross_entropy(x, torch.tensor([0, 1, 5, 2], device="{device}"))
-print(loss.item())
+import torch, liger_kernel.ops, liger_kernel.transformers
+torch.set_default_device("{device}")
+print({function}({inputs}).sum().item())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode != 0
-    assert "IndexError" in done.stderr if device == "cpu" else "device-side assert" in done.stderr and "label 5" in done.stdout + done.stderr
+    assert done.returncode != 0 and what in done.stdout + done.stderr
+    assert ("IndexError" if device == "cpu" else "device-side assert") in done.stderr
 
 
 @pytest.mark.parametrize("name", ["cross_entropy", "fused_linear_cross_entropy"])

@@ -10,7 +10,20 @@ struct GatedMLPOptions {
   TORCH_ARG(int64_t, intermediate_size);
   TORCH_ARG(bool, bias) = false;
   TORCH_ARG(Activation, activation) = Activation::SiLU;
+  TORCH_ARG(bool, recompute) = false;               // keep the input alone for backward: liger::fused_mlp
+  TORCH_ARG(int64_t, chunk) = 0;                    // tokens worked on at once when recomputing; 0: all
 };
+
+/// act(x), element by element.
+struct ActivationLayerImpl : torch::nn::Cloneable<ActivationLayerImpl> {
+  explicit ActivationLayerImpl(Activation activation = Activation::ReLUSquared) : activation(activation) {}
+  void reset() override {}
+
+  at::Tensor forward(const at::Tensor& x) { return activate(x, activation); }
+
+  Activation activation;
+};
+TORCH_MODULE(ActivationLayer);
 
 /// down_proj(act(gate_proj(x)) · up_proj(x)): SwiGLU, GeGLU and their relatives.
 struct GatedMLPImpl : torch::nn::Cloneable<GatedMLPImpl> {
@@ -25,7 +38,12 @@ struct GatedMLPImpl : torch::nn::Cloneable<GatedMLPImpl> {
     down_proj = linear("down_proj", options.intermediate_size(), options.hidden_size());
   }
 
-  at::Tensor forward(const at::Tensor& x) { return down_proj(gated(gate_proj(x), up_proj(x), options.activation())); }
+  at::Tensor forward(const at::Tensor& x) {
+    if (!options.recompute()) return down_proj(gated(gate_proj(x), up_proj(x), options.activation()));
+    const auto bias = [&](const torch::nn::Linear& l) { return options.bias() ? std::optional(l->bias) : std::nullopt; };
+    return fused_mlp(x, gate_proj->weight, up_proj->weight, down_proj->weight, {.activation = options.activation(), .chunk = options.chunk()},
+                     bias(gate_proj), bias(up_proj), bias(down_proj));
+  }
 
   GatedMLPOptions options;
   torch::nn::Linear gate_proj{nullptr}, up_proj{nullptr}, down_proj{nullptr};

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 #include "liger/nn/activation.h"
+#include "liger/nn/embedding.h"
 #include "liger/nn/loss.h"
 #include "liger/nn/norm.h"
 #include "liger/nn/rope.h"
@@ -82,6 +83,19 @@ TEST(Gated, Module) {
   expect_close({mlp(x)}, {mlp->down_proj(torch::silu(mlp->gate_proj(x)) * mlp->up_proj(x))});
 }
 
+TEST(Gated, RecomputingModule) {
+  liger::nn::GatedMLP plain(liger::nn::GatedMLPOptions(8, 24).bias(true)), other(liger::nn::GatedMLPOptions(8, 24).bias(true).recompute(true).chunk(2));
+  for (size_t i = 0; i < plain->parameters().size(); ++i) other->parameters()[i].data().copy_(plain->parameters()[i]);
+  const std::vector<Tensor> in{torch::randn({5, 8})};
+  expect_close(run([&](auto& t) { return other(t[0]); }, in), run([&](auto& t) { return plain(t[0]); }, in));
+  for (size_t i = 0; i < plain->parameters().size(); ++i) expect_close({other->parameters()[i].grad()}, {plain->parameters()[i].grad()});
+}
+
+TEST(Activate, EqualsTorch) {
+  const std::vector<Tensor> in{torch::randn({5, 24})};
+  expect_close(run([](auto& t) { return liger::nn::ActivationLayer()(t[0]); }, in), run([](auto& t) { return torch::relu(t[0]).square(); }, in));
+}
+
 TEST(Rope, TurnsAndTurnsBack) {
   liger::nn::RotaryEmbedding rotary(liger::nn::RotaryEmbeddingOptions(8));
   const auto q = torch::randn({2, 4, 5, 8}), k = torch::randn({2, 2, 5, 8});
@@ -91,6 +105,42 @@ TEST(Rope, TurnsAndTurnsBack) {
   expect_close({rq}, {q * angles.cos() + turned * angles.sin()});
   const auto [bq, bk] = liger::rope(rq, rk, angles.cos(), angles.sin(), true);
   expect_close({bq, bk}, {q, k});
+}
+
+TEST(Rope, TurnsNeighboursAsComplexNumbers) {
+  liger::nn::RotaryEmbedding rotary(liger::nn::RotaryEmbeddingOptions(8).interleaved(true));
+  const auto q = torch::randn({2, 4, 5, 8}), k = torch::randn({2, 2, 5, 8});
+  const auto angles = torch::outer(torch::arange(5, torch::kFloat), rotary->inv_freq);
+  const auto turned = [&](const Tensor& t) { return torch::view_as_real(torch::view_as_complex(t.unflatten(-1, {4, 2})) * torch::polar(torch::ones_like(angles), angles)).flatten(-2); };
+  const auto [rq, rk] = rotary(q, k);
+  expect_close({rq, rk}, {turned(q), turned(k)});
+}
+
+TEST(Rope, PackedEqualsUnpacked) {
+  const auto qkv = torch::randn({2, 5, 6 * 8}), angles = torch::rand({5, 8}), cos = angles.cos(), sin = angles.sin();
+  const auto heads = qkv.view({2, 5, 6, 8}).transpose(1, 2);
+  const auto [q, k] = liger::rope(heads.narrow(1, 0, 4), heads.narrow(1, 4, 1), cos, sin);
+  expect_close({liger::rope_packed(qkv, cos, sin, 4, 1)}, {torch::cat({q, k, heads.narrow(1, 5, 1)}, 1).transpose(1, 2).flatten(2)});
+}
+
+TEST(Embedding, EqualsTorch) {
+  const std::vector<Tensor> in{torch::randn({7, 12})};
+  const auto ids = torch::tensor({{3, 0, 3}, {6, 3, 1}});
+  expect_close(run([&](auto& t) { return liger::embedding(t[0], ids, 1); }, in), run([&](auto& t) { return torch::embedding(t[0], ids, 1); }, in));
+}
+
+TEST(Embedding, Module) {
+  liger::nn::Embedding table(liger::nn::EmbeddingOptions(7, 12).padding_idx(2));
+  const auto ids = torch::tensor({2, 0});
+  expect_close({table(ids)}, {torch::embedding(table->weight, ids)});
+  EXPECT_FALSE(table(ids)[0].any().item<bool>());
+}
+
+TEST(Int2Matmul, IsExact) {
+  const auto a = torch::randint(-128, 128, {5, 24}, torch::kChar), w = torch::randint(-1, 3, {24, 7}, torch::kInt), packed = liger::int2_pack(w);
+  EXPECT_EQ(packed.sizes(), (std::vector<int64_t>{6, 7}));
+  EXPECT_TRUE(torch::equal(liger::int2_unpack(packed), w));
+  EXPECT_TRUE(torch::equal(liger::int2_matmul(a, packed), a.to(torch::kInt).matmul(w)));
 }
 
 TEST(CrossEntropy, EqualsTorch) {
@@ -143,6 +193,10 @@ bool raises(F f, const char* text) {
 
 TEST(Errors, LabelOnTheCpu) {  // on a GPU a device assertion, which ends the program
   EXPECT_TRUE(raises([] { liger::cross_entropy(torch::randn({2, 4}), torch::tensor({0, 9})); }, "label 9"));
+}
+
+TEST(Errors, IdOnTheCpu) {
+  EXPECT_TRUE(raises([] { liger::embedding(torch::randn({4, 2}), torch::tensor({0, 4})); }, "id 4"));
 }
 
 TEST(Errors, NameTheArgument) {

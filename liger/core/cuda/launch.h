@@ -142,7 +142,23 @@ __device__ inline unsigned to_word(float low, float high) {
   return *reinterpret_cast<const unsigned*>(&pair);
 }
 
-/// A device assertion with a message, as torch's own kernels raise it on a bad index.
+/// The tensor core's product of a 16 x 32 matrix of unsigned bytes and a 32 x 8 one of signed bytes, added to sum [16 x 8]. With group =
+/// lane / 4 and quad = lane % 4: a has rows group, group + 8 in k = 4 quad … + 3, then the same at k + 16; b has column group there;
+/// sum has row group in columns 2 quad, + 1, then row group + 8.
+__device__ inline void tensor_multiply_add(int (&sum)[4], const unsigned (&a)[4], const int (&b)[2]) {
+#if __CUDA_ARCH__ >= 800
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(sum[0]), "+r"(sum[1]), "+r"(sum[2]), "+r"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
+}
+
+/// Device assertions with a message, as torch's own kernels raise them on a bad index.
+__device__ inline void fail_index(const char* what, int64_t index, int64_t size) {
+  printf("liger: %s %lld is outside [0, %lld)\n", what, (long long)index, (long long)size);
+  __assertfail("index is in range", __FILE__, __LINE__, "fail_index", 1);
+}
+
 __device__ inline void fail_label(int64_t label, int64_t classes) {
   printf("liger: label %lld is outside [0, %lld) and not ignore_index\n", (long long)label, (long long)classes);
   __assertfail("label is in range or ignore_index", __FILE__, __LINE__, "fail_label", 1);

@@ -13,7 +13,8 @@ struct Math {
   static constexpr bool kFast = sizeof(T) == 2;
   static __device__ float exp(float x) { return kFast ? __expf(x) : expf(x); }
   static __device__ float div(float a, float b) { return kFast ? __fdividef(a, b) : a / b; }
-  static __device__ float max(float a, float b) { return fmaxf(a, b); }
+  /// As torch's: NaN if a is; fmaxf would drop it.
+  static __device__ float max(float a, float b) { return a >= b || a != a ? a : b; }
   static __device__ float erf(float x) { return erff(x); }
   /// tanh.approx has a relative error of 2^-11, which bf16 would show: this form keeps that of exp.
   static __device__ float tanh(float x) {

@@ -64,6 +64,40 @@ __device__ void for_each_pack(const Row<T>& row, int begin, int end, T outside, 
   for (; k < end; k += blockDim.x) f(k, row.load(k, outside));
 }
 
+/// The rows out become f of the rows in, element by element: f(x, y) makes y, one number for each row out, of x, one for each row in. The
+/// first kUnroll packs of a thread are in flight together; a row has one more where it begins inside a pack, and no others.
+template <int kUnroll, class T, int kOut, int kIn, class F>
+__device__ void map_packs(const Row<T> (&out)[kOut], const Row<T> (&in)[kIn], F f) {
+  constexpr int kWidth = Row<T>::kWidth;
+  const Row<T>& like = out[0];
+  const int packs = like.packs();
+  typename Row<T>::Pack raw[kUnroll + 1][kIn];
+#pragma unroll
+  for (int u = 0; u <= kUnroll; ++u)
+    if (const int k = u * blockDim.x + threadIdx.x; k < packs) {
+#pragma unroll
+      for (int i = 0; i < kIn; ++i) raw[u][i] = in[i].load(k, T(0), like);
+    }
+#pragma unroll
+  for (int u = 0; u <= kUnroll; ++u)
+    if (const int k = u * blockDim.x + threadIdx.x; k < packs) {
+      float from[kIn][kWidth], to[kOut][kWidth];
+#pragma unroll
+      for (int i = 0; i < kIn; ++i) raw[u][i].to_float(from[i]);
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        float x[kIn], y[kOut];
+#pragma unroll
+        for (int i = 0; i < kIn; ++i) x[i] = from[i][j];
+        f(x, y);
+#pragma unroll
+        for (int o = 0; o < kOut; ++o) to[o][j] = y[o];
+      }
+#pragma unroll
+      for (int o = 0; o < kOut; ++o) out[o].store(k, to[o], like);
+    }
+}
+
 /// A matrix whose rows a grid of blocks shares out in pieces of kPackElements · kUnroll a thread.
 template <class T, int kUnroll>
 struct Pieces {

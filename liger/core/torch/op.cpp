@@ -42,6 +42,12 @@ Tensor total(const Tensor& shares, at::ScalarType dtype) {
   return out;
 }
 
+void accumulate(Tensor& sum, const Tensor& a, const Tensor& b, bool first) {
+  if (sum.scalar_type() != a.scalar_type() && a.is_cpu()) return accumulate(sum, a.to(sum.scalar_type()), b.to(sum.scalar_type()), first);
+  if (sum.scalar_type() == a.scalar_type()) first ? at::mm_out(sum, a.t(), b) : at::addmm_out(sum, sum, a.t(), b);
+  else first ? at::mm_out(sum, a.t(), b, sum.scalar_type()) : at::addmm_out(sum, sum, a.t(), b, sum.scalar_type());
+}
+
 namespace {
 
 Tensor scale_backward(const Tensor& saved, const Tensor& g) {

@@ -69,6 +69,9 @@ int64_t row_share_count(const Tensor& x);
 Tensor empty_shares(const Tensor& x, int64_t groups = 1);
 Tensor total(const Tensor& shares, at::ScalarType dtype);
 
+/// sum ← aᵀ b, or sum + aᵀ b, accumulated in sum's dtype: that of a and b, or float.
+void accumulate(Tensor& sum, const Tensor& a, const Tensor& b, bool first);
+
 /// A gradient that forward saved, times the upstream gradient g: one number, or one a row. In place where nobody can see it: where
 /// autograd will not run this node again and nothing traces.
 Tensor scaled(const Tensor& saved, const Tensor& g);

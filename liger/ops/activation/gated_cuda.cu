@@ -9,47 +9,19 @@ inline constexpr int kForward = 4, kBackward = 2;  // packs a thread has in flig
 
 template <class T, class Act>
 __global__ void __launch_bounds__(256) forward_kernel(GatedForward g, Pieces<T, kForward> pieces) {
-  const Row<T> a = pieces.of(g.a, g.a_stride), b = pieces.of(g.b, g.b_stride), c = pieces.of(g.c, g.cols);
-  const int packs = c.packs();
-  typename Row<T>::Pack pa[kForward + 1], pb[kForward + 1];  // one more where the row begins inside a pack
-#pragma unroll
-  for (int u = 0; u <= kForward; ++u)
-    if (const int k = u * blockDim.x + threadIdx.x; k < packs) pa[u] = a.load(k, T(0), c), pb[u] = b.load(k, T(0), c);
-#pragma unroll
-  for (int u = 0; u <= kForward; ++u)
-    if (const int k = u * blockDim.x + threadIdx.x; k < packs) {
-      float gate[Row<T>::kWidth], up[Row<T>::kWidth];
-      pa[u].to_float(gate), pb[u].to_float(up);
-#pragma unroll
-      for (int j = 0; j < Row<T>::kWidth; ++j) gate[j] = round_to<T>(Act::template value<Math<T>>(g.gate_multiplier * gate[j])) * up[j];
-      c.store(k, gate, c);
-    }
+  const Row<T> out[] = {pieces.of(g.c, g.cols)}, in[] = {pieces.of(g.a, g.a_stride), pieces.of(g.b, g.b_stride)};
+  map_packs<kForward>(out, in, [&](const float (&x)[2], float (&c)[1]) { c[0] = round_to<T>(Act::template value<Math<T>>(g.gate_multiplier * x[0])) * x[1]; });
 }
 
 template <class T, class Act>
 __global__ void __launch_bounds__(256) backward_kernel(GatedBackward g, Pieces<T, kBackward> pieces) {
-  const Row<T> a = pieces.of(g.a, g.a_stride), b = pieces.of(g.b, g.b_stride), dc = pieces.of(g.dc, g.cols);
-  const Row<T> da = pieces.of(g.da, g.d_stride), db = pieces.of(g.db, g.d_stride);
-  const int packs = da.packs();
-  typename Row<T>::Pack pa[kBackward + 1], pb[kBackward + 1], pc[kBackward + 1];
-#pragma unroll
-  for (int u = 0; u <= kBackward; ++u)
-    if (const int k = u * blockDim.x + threadIdx.x; k < packs)
-      pa[u] = a.load(k, T(0), da), pb[u] = b.load(k, T(0), da), pc[u] = dc.load(k, T(0), da);
-#pragma unroll
-  for (int u = 0; u <= kBackward; ++u)
-    if (const int k = u * blockDim.x + threadIdx.x; k < packs) {
-      float gate[Row<T>::kWidth], up[Row<T>::kWidth], d[Row<T>::kWidth];
-      pa[u].to_float(gate), pb[u].to_float(up), pc[u].to_float(d);
-#pragma unroll
-      for (int j = 0; j < Row<T>::kWidth; ++j) {
-        const float x = g.gate_multiplier * gate[j];
-        gate[j] = round_to<T>(d[j] * up[j]) * Act::template derivative<Math<T>>(x) * g.gate_multiplier;
-        up[j] = d[j] * round_to<T>(Act::template value<Math<T>>(x));
-      }
-      da.store(k, gate, da);
-      db.store(k, up, da);
-    }
+  const Row<T> out[] = {pieces.of(g.da, g.d_stride), pieces.of(g.db, g.d_stride)};
+  const Row<T> in[] = {pieces.of(g.a, g.a_stride), pieces.of(g.b, g.b_stride), pieces.of(g.dc, g.cols)};
+  map_packs<kBackward>(out, in, [&](const float (&x)[3], float (&d)[2]) {
+    const float gate = g.gate_multiplier * x[0], dc = x[2];
+    d[0] = round_to<T>(dc * x[1]) * Act::template derivative<Math<T>>(gate) * g.gate_multiplier;
+    d[1] = dc * round_to<T>(Act::template value<Math<T>>(gate));
+  });
 }
 
 /// Rows that follow one another are one row.

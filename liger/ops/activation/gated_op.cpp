@@ -1,43 +1,45 @@
-#include "liger/ops/activation/gated.h"
-#include "liger/core/torch/op.h"
+#include "liger/ops/activation/gated_op.h"
 #include "liger/ops.h"
 
 namespace liger {
 namespace op::gated {
 
-Activation parse(int64_t activation) {
+Activation parse(const char* op, int64_t activation) {
   TORCH_CHECK_VALUE(activation >= 0 && activation <= 3,
-                    "gated: activation is 0 (silu), 1 (gelu tanh), 2 (gelu erf) or 3 (relu squared), not ", activation);
+                    op, ": activation is 0 (silu), 1 (gelu tanh), 2 (gelu erf) or 3 (relu squared), not ", activation);
   return Activation(activation);
 }
 
-Tensor forward(const Tensor& a_, const Tensor& b_, int64_t activation, double gate_multiplier) {
-  check_rows("gated", a_);
-  check_like("gated: b", b_, a_);
-  const Activation act = parse(activation);
-  const Tensor c = output(at::empty_symint(a_.sym_sizes(), a_.options()));
-  if (c.is_meta()) return c;
+void run_forward(const Tensor& a_, const Tensor& b_, const Tensor& c, Activation activation, double gate_multiplier) {
   const Rows a(a_), b(b_);
   run(gated_forward, c,
       {.a = data(a.tensor), .b = data(b.tensor), .c = c.data_ptr(), .rows = rows(c), .cols = cols(c), .a_stride = a.stride, .b_stride = b.stride,
-       .dtype = dtype_of(c), .activation = act, .gate_multiplier = float(gate_multiplier)});
-  return c;
+       .dtype = dtype_of(c), .activation = activation, .gate_multiplier = float(gate_multiplier)});
 }
 
 void run_backward(const Tensor& dc_, const Tensor& a_, const Tensor& b_, const Tensor& da, const Tensor& db, int64_t d_stride,
-                  int64_t activation, double gate_multiplier) {
+                  Activation activation, double gate_multiplier) {
   const Tensor dc = dc_.contiguous();
   const Rows a(a_), b(b_);
   run(gated_backward, dc,
       {.dc = data(dc), .a = data(a.tensor), .b = data(b.tensor), .da = da.data_ptr(), .db = db.data_ptr(), .rows = rows(dc), .cols = cols(dc),
-       .a_stride = a.stride, .b_stride = b.stride, .d_stride = d_stride, .dtype = dtype_of(dc), .activation = parse(activation),
+       .a_stride = a.stride, .b_stride = b.stride, .d_stride = d_stride, .dtype = dtype_of(dc), .activation = activation,
        .gate_multiplier = float(gate_multiplier)});
+}
+
+Tensor forward(const Tensor& a, const Tensor& b, int64_t activation, double gate_multiplier) {
+  check_rows("gated", a);
+  check_like("gated: b", b, a);
+  const Activation act = parse("gated", activation);
+  const Tensor c = output(at::empty_symint(a.sym_sizes(), a.options()));
+  if (!c.is_meta()) run_forward(a, b, c, act, gate_multiplier);
+  return c;
 }
 
 std::tuple<Tensor, Tensor> backward(const Tensor& dc, const Tensor& a, const Tensor& b, int64_t activation, double gate_multiplier) {
   check_like("gated: the gradient", dc, a);
   const Tensor da = output(at::empty_symint(a.sym_sizes(), a.options())), db = output(at::empty_symint(a.sym_sizes(), a.options()));
-  if (!da.is_meta()) run_backward(dc, a, b, da, db, cols(a), activation, gate_multiplier);
+  if (!da.is_meta()) run_backward(dc, a, b, da, db, cols(a), parse("gated", activation), gate_multiplier);
   return {da, db};
 }
 
@@ -57,7 +59,7 @@ Tensor packed_backward(const Tensor& dc, const Tensor& y, int64_t activation, do
   const Tensor dy = output(at::empty_symint(y.sym_sizes(), y.options()));
   const auto in = y.chunk(2, -1), out = dy.chunk(2, -1);
   check_like("gated_packed: the gradient", dc, in[0]);
-  if (!dy.is_meta()) run_backward(dc, in[0], in[1], out[0], out[1], cols(y), activation, gate_multiplier);
+  if (!dy.is_meta()) run_backward(dc, in[0], in[1], out[0], out[1], cols(y), parse("gated_packed", activation), gate_multiplier);
   return dy;
 }
 
@@ -67,7 +69,7 @@ void packed_backward_(const Tensor& dc, const Tensor& y, int64_t activation, dou
   const auto halves = y.chunk(2, -1);
   check_like("gated_packed: the gradient", dc, halves[0]);
   TORCH_CHECK(y.is_meta() || y.is_contiguous(), "gated_packed: to be overwritten, the input must be contiguous");
-  if (!y.is_meta()) run_backward(dc, halves[0], halves[1], halves[0], halves[1], cols(y), activation, gate_multiplier);
+  if (!y.is_meta()) run_backward(dc, halves[0], halves[1], halves[0], halves[1], cols(y), parse("gated_packed", activation), gate_multiplier);
 }
 
 constexpr Op<"liger::gated", forward> public_op;

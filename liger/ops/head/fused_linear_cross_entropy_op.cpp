@@ -26,13 +26,6 @@ int64_t chunk_tokens(int64_t tokens, const Tensor& hidden, const Tensor& weight,
   return (tokens + chunks - 1) / chunks;
 }
 
-/// sum ← aᵀ b, or sum + aᵀ b, accumulated in sum's dtype.
-void accumulate(Tensor& sum, const Tensor& a, const Tensor& b, bool first) {
-  if (sum.scalar_type() != a.scalar_type() && a.is_cpu()) return accumulate(sum, a.to(sum.scalar_type()), b.to(sum.scalar_type()), first);
-  if (sum.scalar_type() == a.scalar_type()) first ? at::mm_out(sum, a.t(), b) : at::addmm_out(sum, sum, a.t(), b);
-  else first ? at::mm_out(sum, a.t(), b, sum.scalar_type()) : at::addmm_out(sum, sum, a.t(), b, sum.scalar_type());
-}
-
 struct Gradients { Tensor hidden, weight, bias; };
 
 /// Logits, losses and gradients of the batch, chunk by chunk: three GEMMs a chunk, and one pass that turns the logits into their gradient.

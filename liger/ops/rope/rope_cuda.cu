@@ -8,11 +8,73 @@ __device__ inline int64_t offset(const RopeTensor::Strides& s, int64_t batch, in
   return batch * s.batch + seq * s.seq + head * s.head;
 }
 
-/// One block per token. A thread takes kWidth columns of both halves of a head, of all heads of q and then of k in turn.
-template <class T, class Table, int kWidth>
+template <class Table, int kWidth>
+__device__ void load(const void* table, int64_t at, float* f) {
+  reinterpret_cast<const Pack<Table, kWidth>*>(static_cast<const Table*>(table) + at)->to_float(f);
+}
+
+// Where the two packs u and v lie that hold item c's kWidth pairs, how far apart, and how they turn.
+
+struct Halves {
+  template <int kWidth> static __device__ int first(int c) { return c; }
+  template <int kWidth> static __device__ int apart(int half) { return half; }
+
+  template <class Table, int kWidth>
+  static __device__ void angles(const Rope& a, int64_t row, int c, float* cos, float* sin) {
+    load<Table, kWidth>(a.cos, row + c, cos), load<Table, kWidth>(a.sin, row + c, sin);
+  }
+
+  template <int kWidth>
+  static __device__ void turn(float* u, float* v, const float* cos, const float* sin, float direction) {
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      const float s = sin[j] * direction, o = u[j] * cos[j] - v[j] * s;
+      v[j] = v[j] * cos[j] + u[j] * s;
+      u[j] = o;
+    }
+  }
+};
+
+struct Sections : Halves {
+  template <class Table, int kWidth>
+  static __device__ void angles(const Rope& a, int64_t row, int c, float* cos, float* sin) {
+    const auto at = [&](int i) { return row + i + a.table_plane_stride * ((i >= a.section_ends[0]) + (i >= a.section_ends[1])); };
+    if (at(c + kWidth - 1) == at(c) + kWidth - 1) {
+      load<Table, kWidth>(a.cos, at(c), cos), load<Table, kWidth>(a.sin, at(c), sin);
+    } else {  // a section ends inside
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) load<Table, 1>(a.cos, at(c + j), cos + j), load<Table, 1>(a.sin, at(c + j), sin + j);
+    }
+  }
+};
+
+/// Each pack holds whole pairs, and its angles lie as they do; but a pack of one column holds half a pair.
+struct Interleaved {
+  template <int kWidth> static __device__ int first(int c) { return kWidth > 1 ? c : 2 * c; }
+  template <int kWidth> static __device__ int apart(int half) { return kWidth > 1 ? half : 1; }
+
+  template <class Table, int kWidth>
+  static __device__ void angles(const Rope& a, int64_t row, int c, float* of_u, float* of_v) {
+    row += first<kWidth>(c);
+    load<Table, kWidth>(a.cos, row, of_u), load<Table, kWidth>(a.cos, row + apart<kWidth>(int(a.rotary / 2)), of_v);
+  }
+
+  template <int kWidth>
+  static __device__ void turn(float* u, float* v, const float* of_u, const float* of_v, float direction) {
+    if constexpr (kWidth == 1) {
+      Halves::turn<1>(u, v, of_u, of_v, direction);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kWidth; j += 2)
+        Halves::turn<1>(u + j, u + j + 1, of_u + j, of_u + j + 1, direction), Halves::turn<1>(v + j, v + j + 1, of_v + j, of_v + j + 1, direction);
+    }
+  }
+};
+
+/// One block per token. A thread takes kWidth pairs of a head, of all heads of q and then of k in turn.
+template <class T, class Table, int kWidth, class Pairs>
 __global__ void __launch_bounds__(1024) rotate_kernel(Rope a) {
   using Values = Pack<T, kWidth>;
-  using Angles = Pack<Table, kWidth>;
   const int64_t batch = blockIdx.x / a.seq, seq = blockIdx.x % a.seq;
   const int half = int(a.rotary / 2), packs = half / kWidth, q_heads = int(a.q.heads);
   const int64_t table = batch * a.table_batch_stride + seq * a.table_seq_stride;
@@ -22,28 +84,37 @@ __global__ void __launch_bounds__(1024) rotate_kernel(Rope a) {
     const int head = i / packs, c = i % packs * kWidth;
     const RopeTensor& t = head < q_heads ? a.q : a.k;
     const int h = head < q_heads ? head : head - q_heads;
-    const T* in = static_cast<const T*>(t.in) + offset(t.in_strides, batch, seq, h) + c;
-    T* out = static_cast<T*>(t.out) + offset(t.out_strides, batch, seq, h) + c;
-    const Values x1 = *reinterpret_cast<const Values*>(in), x2 = *reinterpret_cast<const Values*>(in + half);
-    const Angles cos = *reinterpret_cast<const Angles*>(static_cast<const Table*>(a.cos) + table + c);
-    const Angles sin = *reinterpret_cast<const Angles*>(static_cast<const Table*>(a.sin) + table + c);
-    float u[kWidth], v[kWidth], co[kWidth], si[kWidth];
-    x1.to_float(u), x2.to_float(v), cos.to_float(co), sin.to_float(si);
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      const float c1 = u[j] * co[j] - v[j] * si[j] * a.direction;
-      v[j] = v[j] * co[j] + u[j] * si[j] * a.direction;
-      u[j] = c1;
-    }
+    const int first = Pairs::template first<kWidth>(c), apart = Pairs::template apart<kWidth>(half);
+    const T* in = static_cast<const T*>(t.in) + offset(t.in_strides, batch, seq, h) + first;
+    T* out = static_cast<T*>(t.out) + offset(t.out_strides, batch, seq, h) + first;
+    const Values x1 = *reinterpret_cast<const Values*>(in), x2 = *reinterpret_cast<const Values*>(in + apart);
+    float u[kWidth], v[kWidth], cos[kWidth], sin[kWidth];
+    Pairs::template angles<Table, kWidth>(a, table, c, cos, sin);
+    x1.to_float(u), x2.to_float(v);
+    Pairs::template turn<kWidth>(u, v, cos, sin, a.direction);
     *reinterpret_cast<Values*>(out) = Values::from_float(u);
-    *reinterpret_cast<Values*>(out + half) = Values::from_float(v);
+    *reinterpret_cast<Values*>(out + apart) = Values::from_float(v);
   }
-  const int rest = int(a.dim) - 2 * half;
-  for (int i = threadIdx.x; i < heads * rest; i += blockDim.x) {
-    const int head = i / rest, c = 2 * half + i % rest;
-    const RopeTensor& t = head < q_heads ? a.q : a.k;
-    const int h = head < q_heads ? head : head - q_heads;
-    static_cast<T*>(t.out)[offset(t.out_strides, batch, seq, h) + c] = static_cast<const T*>(t.in)[offset(t.in_strides, batch, seq, h) + c];
+  // What does not turn: the columns past `rotary`, and v.
+  const auto copy = [&](const RopeTensor& t, int begin) {
+    const int rest = (int(a.dim) - begin) / kWidth;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < int(t.heads) * rest; i += blockDim.x) {
+      const int h = i / rest, c = begin + i % rest * kWidth;
+      *reinterpret_cast<Values*>(static_cast<T*>(t.out) + offset(t.out_strides, batch, seq, h) + c) =
+          *reinterpret_cast<const Values*>(static_cast<const T*>(t.in) + offset(t.in_strides, batch, seq, h) + c);
+    }
+  };
+  copy(a.q, 2 * half), copy(a.k, 2 * half), copy(a.v, 0);
+}
+
+/// Calls f.operator()<Pairs>() with the layout of `p`.
+template <class F>
+void dispatch_pairs(RopePairs p, F&& f) {
+  switch (p) {
+    case RopePairs::Halves: return f.template operator()<Halves>();
+    case RopePairs::Sections: return f.template operator()<Sections>();
+    case RopePairs::Interleaved: return f.template operator()<Interleaved>();
   }
 }
 
@@ -58,15 +129,19 @@ bool divisible(int64_t by, std::initializer_list<int64_t> strides) {
 LIGER_REGISTER(rope_kernel, [](const Rope& a, Stream s) {
   dispatch_weighted(a.dtype, a.table_dtype, [&]<class T, class Table>() {
     constexpr int kVec = 16 / sizeof(T);
-    const auto strides = [](const RopeTensor& t) {
-      return divisible(kVec, {t.in_strides.batch, t.in_strides.head, t.in_strides.seq, t.out_strides.batch, t.out_strides.head, t.out_strides.seq});
+    const auto fits = [](const RopeTensor& t) {
+      return aligned16({t.in, t.out}) &&
+             divisible(kVec, {t.in_strides.batch, t.in_strides.head, t.in_strides.seq, t.out_strides.batch, t.out_strides.head, t.out_strides.seq});
     };
-    const bool wide = strides(a.q) && strides(a.k) && divisible(kVec, {a.rotary / 2, a.table_batch_stride, a.table_seq_stride}) &&
-                      aligned16({a.q.in, a.q.out, a.k.in, a.k.out, a.cos, a.sin});
+    // The sine is half of a complex number, or aligned as the cosine is.
+    const bool wide = fits(a.q) && fits(a.k) && fits(a.v) && aligned16({a.cos, a.pairs == RopePairs::Interleaved ? a.cos : a.sin}) &&
+                      divisible(kVec, {a.dim, a.rotary / 2, a.table_plane_stride, a.table_batch_stride, a.table_seq_stride});
     const int64_t items = (a.q.heads + a.k.heads) * std::max<int64_t>(1, a.rotary / 2 / (wide ? kVec : 1));
     // Two items a thread in flight.
     const unsigned threads = unsigned(std::clamp<int64_t>((items / 2 + 31) / 32 * 32, 32, 1024));
-    launch(wide ? rotate_kernel<T, Table, kVec> : rotate_kernel<T, Table, 1>, {.blocks = a.batch * a.seq, .threads = threads}, s, a);
+    dispatch_pairs(a.pairs, [&]<class Pairs>() {
+      launch(wide ? rotate_kernel<T, Table, kVec, Pairs> : rotate_kernel<T, Table, 1, Pairs>, {.blocks = a.batch * a.seq, .threads = threads}, s, a);
+    });
   });
 });
 

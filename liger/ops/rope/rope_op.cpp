@@ -5,18 +5,31 @@
 namespace liger {
 namespace op::rope {
 
-void check(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin) {
+void check_tables(const char* op, const Tensor& cos, const Tensor& sin, const Tensor& x, const c10::SymInt& batch, const c10::SymInt& seq,
+                  const c10::SymInt& dim, bool interleaved, at::IntArrayRef sections) {
+  TORCH_CHECK(cos.sym_sizes() == sin.sym_sizes(), op, ": cos is ", cos.sym_sizes(), ", sin is ", sin.sym_sizes());
+  TORCH_CHECK(cos.device() == x.device() && sin.device() == x.device(), op, ": the heads, cos and sin must be on one device, got ", x.device(), ", ",
+              cos.device(), ", ", sin.device());
+  const bool planes = !sections.empty(), batched = cos.dim() >= 3 && (cos.sym_size(-3) == 1 || cos.sym_size(-3) == batch);
+  TORCH_CHECK((planes ? cos.dim() == 4 && cos.size(0) == 3 && batched : cos.dim() == 2 || (cos.dim() == 3 && batched)) && cos.sym_size(-2) == seq, op,
+              ": cos and sin must be ", planes ? "[3, batch, seq, d]" : "[seq, d], [1, seq, d] or [batch, seq, d]", " with batch ", batch, " and seq ", seq,
+              ", got ", cos.sym_sizes());
+  const c10::SymInt width = cos.sym_size(-1) * (interleaved ? 2 : 1);
+  TORCH_CHECK(width <= dim, op, ": cos and sin are wider (", width, ") than a head (", dim, ")");
+  if (!planes) return;
+  TORCH_CHECK_VALUE(!interleaved, op, ": sections are of halves, not of interleaved pairs");
+  TORCH_CHECK_VALUE(sections.size() == 3 && std::min({sections[0], sections[1], sections[2]}) >= 0 && width / 2 == sections[0] + sections[1] + sections[2], op,
+                    ": sections must be 3 numbers whose sum is ", width / 2, ", got ", sections);
+}
+
+void check(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool interleaved, at::IntArrayRef sections) {
   check_rows("rope", q);
   TORCH_CHECK(q.dim() == 4 && k.dim() == 4, "rope: q and k must be [batch, heads, seq, dim], got ", q.sym_sizes(), " and ", k.sym_sizes());
   TORCH_CHECK(q.sym_size(0) == k.sym_size(0) && q.sym_size(2) == k.sym_size(2) && q.sym_size(3) == k.sym_size(3),
               "rope: q and k differ in more than heads: ", q.sym_sizes(), " and ", k.sym_sizes());
   TORCH_CHECK_TYPE(q.scalar_type() == k.scalar_type(), "rope: q is ", q.scalar_type(), ", k is ", k.scalar_type());
-  TORCH_CHECK(cos.sym_sizes() == sin.sym_sizes(), "rope: cos is ", cos.sym_sizes(), ", sin is ", sin.sym_sizes());
-  TORCH_CHECK((cos.dim() == 2 || (cos.dim() == 3 && (cos.sym_size(0) == 1 || cos.sym_size(0) == q.sym_size(0)))) && cos.sym_size(-2) == q.sym_size(2),
-              "rope: cos and sin must be [", q.sym_size(2), ", d], [1, ", q.sym_size(2), ", d] or [", q.sym_size(0), ", ", q.sym_size(2), ", d], got ", cos.sym_sizes());
-  TORCH_CHECK(cos.sym_size(-1) <= q.sym_size(3), "rope: cos and sin are wider (", cos.sym_size(-1), ") than a head (", q.sym_size(3), ")");
-  TORCH_CHECK(k.device() == q.device() && cos.device() == q.device() && sin.device() == q.device(),
-              "rope: q, k, cos and sin must be on one device, got ", q.device(), ", ", k.device(), ", ", cos.device(), ", ", sin.device());
+  TORCH_CHECK(k.device() == q.device(), "rope: q is on ", q.device(), ", k on ", k.device());
+  check_tables("rope", cos, sin, q, q.sym_size(0), q.sym_size(2), q.sym_size(3), interleaved, sections);
 }
 
 /// [batch, heads, seq, dim] over [batch, seq, heads, dim], the order in which the projections around attention read and write.
@@ -31,58 +44,124 @@ RopeTensor describe(const Tensor& in, const Tensor& out) {
   return {.in = data(in), .out = out.data_ptr(), .heads = in.size(1), .in_strides = strides(in), .out_strides = strides(out)};
 }
 
-std::tuple<Tensor, Tensor> forward(const Tensor& q_, const Tensor& k_, const Tensor& cos_, const Tensor& sin_, bool inverse) {
-  check(q_, k_, cos_, sin_);
+/// cos and sin as the real and imaginary parts of one tensor of complex numbers; a copy only where they are not that already.
+std::tuple<Tensor, Tensor> as_complex(const Tensor& cos, const Tensor& sin) {
+  const bool joined = cos.stride(-1) == 2 && cos.strides() == sin.strides() && cos.stride(-2) >= 2 * cos.size(-1) &&
+                      static_cast<const char*>(data(sin)) == static_cast<const char*>(data(cos)) + cos.element_size();
+  const Tensor both = joined ? Tensor() : at::stack({cos, sin}, -1);
+  return joined ? std::make_tuple(cos, sin) : std::make_tuple(both.select(-1, 0), both.select(-1, 1));
+}
+
+void rotate(const RopeTensor& q, const RopeTensor& k, const RopeTensor& v, const Tensor& x, const Tensor& cos_, const Tensor& sin_, bool inverse,
+            bool interleaved, at::IntArrayRef sections) {
+  const auto table = [&](const Tensor& t) { return t.scalar_type() == x.scalar_type() ? t : t.to(at::kFloat); };
+  const auto [cos, sin] = interleaved ? as_complex(table(cos_), table(sin_)) : std::make_tuple(table(cos_).contiguous(), table(sin_).contiguous());
+  const int64_t rotary = cos.size(-1) * (interleaved ? 2 : 1), half = rotary / 2;
+  const bool planes = !sections.empty();
+  run(rope_kernel, x,
+      {.q = q, .k = k, .v = v, .cos = data(cos), .sin = data(sin), .table_plane_stride = planes ? cos.stride(0) : 0,
+       .table_batch_stride = cos.dim() >= 3 && cos.size(-3) > 1 ? cos.stride(-3) : 0, .table_seq_stride = cos.stride(-2), .batch = x.size(0),
+       .seq = x.size(2), .dim = x.size(3), .rotary = rotary,
+       .section_ends = {planes ? sections[0] : half, planes ? sections[0] + sections[1] : half},
+       .pairs = planes ? RopePairs::Sections : interleaved ? RopePairs::Interleaved : RopePairs::Halves, .dtype = dtype_of(x),
+       .table_dtype = dtype_of(cos), .direction = inverse ? -1.f : 1.f});
+}
+
+std::tuple<Tensor, Tensor> forward(const Tensor& q_, const Tensor& k_, const Tensor& cos, const Tensor& sin, bool inverse, bool interleaved,
+                                   at::IntArrayRef sections) {
+  check(q_, k_, cos, sin, interleaved, sections);
   const Tensor q_out = empty_heads(q_), k_out = empty_heads(k_);
   if (q_.is_meta()) return {q_out, k_out};
   const Tensor q = with_unit_stride(q_), k = with_unit_stride(k_);
-  const auto table = [&](const Tensor& t) { return (t.scalar_type() == q.scalar_type() ? t : t.to(at::kFloat)).contiguous(); };
-  const Tensor cos = table(cos_), sin = table(sin_);
-  run(rope_kernel, q,
-      {.q = describe(q, q_out), .k = describe(k, k_out), .cos = data(cos), .sin = data(sin),
-       .table_batch_stride = cos.dim() == 3 && cos.size(0) > 1 ? cos.stride(0) : 0, .table_seq_stride = cos.size(-1),
-       .batch = q.size(0), .seq = q.size(2), .dim = q.size(3), .rotary = cos.size(-1), .dtype = dtype_of(q), .table_dtype = dtype_of(cos),
-       .direction = inverse ? -1.f : 1.f});
+  rotate(describe(q, q_out), describe(k, k_out), {}, q, cos, sin, inverse, interleaved, sections);
   return {q_out, k_out};
+}
+
+Tensor packed_forward(const Tensor& qkv_, const Tensor& cos, const Tensor& sin, int64_t heads, int64_t k_heads, bool inverse) {
+  check_rows("rope_packed", qkv_);
+  TORCH_CHECK_VALUE(heads >= 0 && k_heads >= 0 && heads + k_heads > 0, "rope_packed: the numbers of heads must be positive, got ", heads, " and ", k_heads);
+  const int64_t all = heads + 2 * k_heads;
+  TORCH_CHECK(qkv_.dim() == 3 && qkv_.sym_size(2) % all == 0, "rope_packed: qkv must be [batch, seq, ", all, " heads], got ", qkv_.sym_sizes());
+  check_tables("rope_packed", cos, sin, qkv_, qkv_.sym_size(0), qkv_.sym_size(1), qkv_.sym_size(2) / all, false, {});
+  const Tensor out = output(at::empty_symint(qkv_.sym_sizes(), qkv_.options()));
+  if (out.is_meta()) return out;
+  const auto by_heads = [&](const Tensor& t) { return t.unflatten(2, {all, t.size(2) / all}).transpose(1, 2); };
+  const Tensor in = by_heads(with_unit_stride(qkv_)), turned = by_heads(out);
+  const auto part = [&](int64_t begin, int64_t n) { return describe(in.narrow(1, begin, n), turned.narrow(1, begin, n)); };
+  rotate(part(0, heads), part(heads, k_heads), part(heads + k_heads, k_heads), in, cos, sin, inverse, false, {});
+  return out;
 }
 
 constexpr Op<"liger::rope", forward> public_op;
 constexpr Op<"liger::rope_forward", forward> forward_op;
+constexpr Op<"liger::rope_packed", packed_forward> packed_public_op;
+constexpr Op<"liger::rope_packed_forward", packed_forward> packed_forward_op;
 
 /// The rotation is linear: its gradient is the rotation back, differentiable in turn.
 struct Autograd : torch::autograd::Function<Autograd> {
-  static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool inverse) {
+  using Attributes = std::tuple<bool, bool, std::vector<int64_t>>;
+
+  static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool inverse,
+                               bool interleaved, at::IntArrayRef sections) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     ctx->save_for_backward({cos, sin});
-    ctx->saved_data["inverse"] = inverse;
-    auto [q_out, k_out] = forward_op(q, k, cos, sin, inverse);
+    ctx->saved_data["attrs"] = Attributes(inverse, interleaved, sections.vec());
+    auto [q_out, k_out] = forward_op(q, k, cos, sin, inverse, interleaved, sections);
     return {q_out, k_out};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
-    auto [dq, dk] = public_op(grads[0], grads[1], saved[0], saved[1], !ctx->saved_data["inverse"].toBool());
-    return {dq, dk, {}, {}, {}};
+    const auto [inverse, interleaved, sections] = ctx->saved_data["attrs"].to<Attributes>();
+    auto [dq, dk] = public_op(grads[0], grads[1], saved[0], saved[1], !inverse, interleaved, at::IntArrayRef(sections));
+    return {dq, dk, {}, {}, {}, {}, {}};
+  }
+};
+
+struct PackedAutograd : torch::autograd::Function<PackedAutograd> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& qkv, const Tensor& cos, const Tensor& sin, int64_t heads, int64_t k_heads, bool inverse) {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    ctx->save_for_backward({cos, sin});
+    ctx->saved_data["attrs"] = std::make_tuple(heads, k_heads, inverse);
+    return packed_forward_op(qkv, cos, sin, heads, k_heads, inverse);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const auto saved = ctx->get_saved_variables();
+    const auto [heads, k_heads, inverse] = ctx->saved_data["attrs"].to<std::tuple<int64_t, int64_t, bool>>();
+    return {packed_public_op(grads[0], saved[0], saved[1], heads, k_heads, !inverse), {}, {}, {}, {}, {}};
   }
 };
 
 }  // namespace op::rope
 
-std::tuple<Tensor, Tensor> rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool inverse) {
-  return op::rope::public_op(q, k, cos, sin, inverse);
+std::tuple<Tensor, Tensor> rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool inverse, bool interleaved,
+                                at::IntArrayRef sections) {
+  return op::rope::public_op(q, k, cos, sin, inverse, interleaved, sections);
 }
 
+Tensor rope_packed(const Tensor& qkv, const Tensor& cos, const Tensor& sin, int64_t heads, int64_t k_heads, bool inverse) {
+  return op::rope::packed_public_op(qkv, cos, sin, heads, k_heads, inverse);
+}
+
+#define LIGER_ROPE_SCHEMA "(Tensor q, Tensor k, Tensor cos, Tensor sin, bool inverse, bool interleaved=False, int[] sections=[]) -> (Tensor q_out, Tensor k_out)"
+#define LIGER_ROPE_PACKED_SCHEMA "(Tensor qkv, Tensor cos, Tensor sin, int heads, int k_heads, bool inverse) -> Tensor"
 TORCH_LIBRARY_FRAGMENT(liger, m) {
-  m.def("rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool inverse) -> (Tensor q_out, Tensor k_out)");
-  m.def("rope_forward(Tensor q, Tensor k, Tensor cos, Tensor sin, bool inverse) -> (Tensor q_out, Tensor k_out)");
+  m.def("rope" LIGER_ROPE_SCHEMA);
+  m.def("rope_forward" LIGER_ROPE_SCHEMA);
+  m.def("rope_packed" LIGER_ROPE_PACKED_SCHEMA);
+  m.def("rope_packed_forward" LIGER_ROPE_PACKED_SCHEMA);
 }
 LIGER_IMPL(rope, m) {
   m.impl("rope", op::rope::forward);
   m.impl("rope_forward", op::rope::forward);
+  m.impl("rope_packed", op::rope::packed_forward);
+  m.impl("rope_packed_forward", op::rope::packed_forward);
 }
 TORCH_LIBRARY_IMPL(liger, Autograd, m) {
   m.impl("rope", differentiated<op::rope::Autograd, 2>(op::rope::public_op));
-  refuse_derivative(m, {"rope_forward"});
+  m.impl("rope_packed", differentiated<op::rope::PackedAutograd, 1>(op::rope::packed_public_op));
+  refuse_derivative(m, {"rope_forward", "rope_packed_forward"});
 }
 
 }  // namespace liger

@@ -2,6 +2,7 @@
 
 from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction, cross_entropy_backward, cross_entropy_forward
 from liger_kernel.ops.dyt import LigerDyTFunction
+from liger_kernel.ops.experimental.embedding import LigerEmbeddingFunction
 from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction, fused_add_rms_norm_backward, fused_add_rms_norm_forward
 from liger_kernel.ops.fused_linear_cross_entropy import (
     LigerFusedLinearCrossEntropyFunction,
@@ -11,8 +12,13 @@ from liger_kernel.ops.fused_linear_cross_entropy import (
 from liger_kernel.ops.geglu import LigerGELUMulFunction, geglu_backward, geglu_forward
 from liger_kernel.ops.group_norm import LigerGroupNormFunction, group_norm_backward, group_norm_forward
 from liger_kernel.ops.layer_norm import LigerLayerNormFunction, layer_norm_backward, layer_norm_forward
+from liger_kernel.ops.llama4_rope import LigerLlama4RopeFunction
+from liger_kernel.ops.mlp import LigerMLPFunction
 from liger_kernel.ops.modulated_rms_norm import LigerModulatedRMSNormFunction, modulated_rms_norm_backward, modulated_rms_norm_forward
 from liger_kernel.ops.poly_norm import LigerPolyNormFunction, poly_norm_backward, poly_norm_forward
+from liger_kernel.ops.qwen2vl_mrope import LigerQwen2VLMRopeFunction, qwen2vl_mrope_backward, qwen2vl_mrope_forward
+from liger_kernel.ops.relu_squared import LigerReLUSquaredFunction, relu_squared_backward, relu_squared_forward
 from liger_kernel.ops.rms_norm import LigerRMSNormFunction, rms_norm_backward, rms_norm_forward
 from liger_kernel.ops.rope import LigerRopeFunction, rope_backward, rope_forward
 from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction, LigerSiLUMulFunction, swiglu_backward, swiglu_forward
+from liger_kernel.ops.tiled_mlp import LigerTiledMLPFunction, apply_tiled_mlp

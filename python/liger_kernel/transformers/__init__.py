@@ -14,8 +14,12 @@ from liger_kernel.transformers.fused_add_rms_norm import LigerFusedAddRMSNorm
 from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 from liger_kernel.transformers.geglu import LigerGEGLUMLP
 from liger_kernel.transformers.layer_norm import LigerLayerNorm
+from liger_kernel.transformers.llama4_rope import liger_llama4_text_rotary_pos_emb, liger_llama4_vision_rotary_pos_emb
+from liger_kernel.transformers.mlp import LigerFalconH1MLP, LigerMLP
 from liger_kernel.transformers.modulated_rms_norm import LigerModulatedRMSNorm
 from liger_kernel.transformers.poly_norm import LigerPolyNorm
+from liger_kernel.transformers.qwen2vl_mrope import liger_multimodal_rotary_pos_emb
+from liger_kernel.transformers.relu_squared import LigerReLUSquared
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
 from liger_kernel.transformers.rope import liger_rotary_pos_emb
 from liger_kernel.transformers.swiglu import (
@@ -25,6 +29,7 @@ from liger_kernel.transformers.swiglu import (
     LigerQwen3MoeSwiGLUMLP,
     LigerSwiGLUMLP,
 )
+from liger_kernel.transformers.tiled_mlp import LigerTiledGEGLUMLP, LigerTiledSwiGLUMLP
 
 _LAZY = {
     "AutoLigerKernelForCausalLM": "auto_model",
@@ -51,17 +56,25 @@ __all__ = [
     "LigerBlockSparseTop2MLP",
     "LigerCrossEntropyLoss",
     "LigerDyT",
+    "LigerFalconH1MLP",
     "LigerFalconH1SwiGLUMLP",
     "LigerFusedAddRMSNorm",
     "LigerFusedLinearCrossEntropyLoss",
     "LigerGEGLUMLP",
     "LigerLayerNorm",
     "LigerModulatedRMSNorm",
+    "LigerMLP",
     "LigerPhi3SwiGLUMLP",
     "LigerPolyNorm",
     "LigerQwen3MoeSwiGLUMLP",
+    "LigerReLUSquared",
     "LigerRMSNorm",
     "LigerSwiGLUMLP",
+    "LigerTiledGEGLUMLP",
+    "LigerTiledSwiGLUMLP",
+    "liger_llama4_text_rotary_pos_emb",
+    "liger_llama4_vision_rotary_pos_emb",
+    "liger_multimodal_rotary_pos_emb",
     "liger_rotary_pos_emb",
 ]
 if is_transformers_available():

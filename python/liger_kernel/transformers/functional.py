@@ -15,6 +15,8 @@ from liger_kernel.ops import (
     LigerLayerNormFunction,
     LigerModulatedRMSNormFunction,
     LigerPolyNormFunction,
+    LigerQwen2VLMRopeFunction,
+    LigerReLUSquaredFunction,
     LigerRMSNormFunction,
     LigerRopeFunction,
     LigerSiLUMulFunction,
@@ -81,9 +83,24 @@ def liger_geglu(a, b):
     return LigerGELUMulFunction.apply(a, b)
 
 
+def liger_relu_squared(x):
+    """max(x, 0)²."""
+    return LigerReLUSquaredFunction.apply(x)
+
+
 def liger_rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
     """(q, k) rotated; see LigerRopeFunction."""
     return LigerRopeFunction.apply(q, k, cos, sin, position_ids, unsqueeze_dim)
+
+
+def liger_qwen2vl_mrope(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
+    """(q, k) rotated by three positions a token; see LigerQwen2VLMRopeFunction."""
+    return LigerQwen2VLMRopeFunction.apply(q, k, cos, sin, mrope_section, unsqueeze_dim)
+
+
+def liger_rope_packed(qkv, cos, sin, num_heads: int, num_key_value_heads: int):
+    """The result of a fused projection, qkv [batch, seq, (num_heads + 2 num_key_value_heads) · dim], with q and k rotated; v is copied."""
+    return ops.rope_packed(qkv, cos, sin, num_heads, num_key_value_heads, False)
 
 
 def liger_cross_entropy(

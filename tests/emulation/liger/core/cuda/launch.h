@@ -11,6 +11,7 @@
 #include <memory>
 #include <stdexcept>
 #include <thread>
+#include <utility>
 #include <vector>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
@@ -29,6 +30,7 @@ struct dim3 {
 };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
+struct alignas(16) int4 { int x, y, z, w; };
 inline thread_local dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 using std::max;
@@ -156,6 +158,18 @@ V __shfl_xor_sync(unsigned, V v, int mask) {
   return other;
 }
 
+/// The value that lane `from` of this thread's warp gives.
+template <class V>
+V __shfl_sync(unsigned, V v, int from) { return __shfl_xor_sync(~0u, v, liger::emulation::linear_thread() % 32 ^ from); }
+
+/// A block's threads take turns on one thread, and so do the blocks of a grid without clusters.
+inline int atomicAdd(int* sum, int v) { return std::exchange(*sum, *sum + v); }
+
+inline int __dp4a(int a, int b, int sum) {
+  for (int i = 0; i < 4; ++i) sum += int8_t(a >> 8 * i) * int8_t(b >> 8 * i);
+  return sum;
+}
+
 namespace liger::cuda {
 
 inline constexpr Backend kBackend = kCPU;  // this library's CPU tensors run these kernels
@@ -171,6 +185,7 @@ struct Grid {
   int cluster = 1;
 };
 
+inline int current_device() { return 0; }
 inline int multiprocessors(int) { return 2; }
 inline bool has_clusters() { return true; }
 inline bool capturing(Stream) { return false; }
@@ -210,6 +225,21 @@ inline void cluster_sync() {
   __syncthreads();
 }
 
+/// The lanes of a column or row of sum gather its operands from the lanes that hold them.
+inline void tensor_multiply_add(int (&sum)[4], const unsigned (&a)[4], const int (&b)[2]) {
+  const int lane = emulation::linear_thread() % 32, group = lane / 4, quad = lane % 4;
+  const auto byte = [](unsigned word, int i) { return word >> 8 * i & 0xff; };
+  for (int half = 0; half < 2; ++half)
+    for (int q = 0; q < 4; ++q)
+      for (int column = 0; column < 2; ++column) {
+        const int of_b = __shfl_sync(~0u, b[half], (2 * quad + column) * 4 + q);
+        for (int row = 0; row < 2; ++row) {
+          const unsigned of_a = __shfl_sync(~0u, a[2 * half + row], group * 4 + q);
+          for (int i = 0; i < 4; ++i) sum[2 * row + column] += int(byte(of_a, i)) * int8_t(byte(of_b, i));
+        }
+      }
+}
+
 /// A static shared variable lies at the same distance from `base` on every thread.
 template <class T>
 const T* of_block(const T* p, int rank) {
@@ -229,6 +259,11 @@ unsigned to_word(float low, float high) {
   unsigned word;
   std::memcpy(&word, pair, 4);
   return word;
+}
+
+[[noreturn]] inline void fail_index(const char* what, int64_t index, int64_t size) {
+  std::fprintf(stderr, "liger: %s %lld is outside [0, %lld)\n", what, (long long)index, (long long)size);
+  std::abort();
 }
 
 [[noreturn]] inline void fail_label(int64_t label, int64_t classes) {

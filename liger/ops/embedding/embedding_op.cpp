@@ -1,0 +1,95 @@
+#include <limits>
+#include "liger/ops/embedding/embedding.h"
+#include "liger/core/torch/op.h"
+#include "liger/ops.h"
+
+namespace liger {
+namespace op::embedding {
+
+void check_ids(const Tensor& ids, const Tensor& with) {
+  TORCH_CHECK_TYPE(ids.scalar_type() == at::kLong || ids.scalar_type() == at::kInt, "embedding: ids must be int64 or int32, got ", ids.scalar_type());
+  TORCH_CHECK(ids.device() == with.device(), "embedding: ids are on ", ids.device(), ", the other tensor on ", with.device());
+}
+
+Tensor forward(const Tensor& w_, const Tensor& ids_, int64_t padding_idx) {
+  check_rows("embedding", w_);
+  TORCH_CHECK(w_.dim() == 2, "embedding: weight must be [classes, width], got ", w_.sym_sizes());
+  check_ids(ids_, w_);
+  TORCH_CHECK_VALUE(padding_idx < w_.sym_size(0), "embedding: padding_idx must be below ", w_.sym_size(0), ", or negative for none, got ", padding_idx);
+  c10::SymDimVector shape(ids_.sym_sizes());
+  shape.push_back(w_.sym_size(1));
+  const Tensor y = output(at::empty_symint(shape, w_.options()));
+  if (y.is_meta() || y.numel() == 0) return y;
+  const Tensor w = w_.contiguous(), ids = ids_.to(at::kLong).contiguous();
+  int64_t bad_id = 0;
+  run(embedding_forward, w,
+      {.w = data(w), .ids = data<int64_t>(ids), .y = y.data_ptr(), .bad_id = &bad_id, .tokens = ids.numel(), .classes = w.size(0), .cols = w.size(1),
+       .dtype = dtype_of(w)});
+  TORCH_CHECK_INDEX(bad_id == 0 && w.size(0) > 0, "embedding: id ", bad_id, " is out of range: it is outside [0, ", w.size(0), ")");
+  return y;
+}
+
+/// About √tokens of `order` are one chunk: an id that all tokens share then has two short sums behind each other.
+int64_t chunk_of(int64_t tokens) {
+  int64_t chunk = 16;
+  while (chunk * chunk * 4 < tokens) chunk *= 2;
+  return chunk;
+}
+
+Tensor backward(const Tensor& dy_, const Tensor& ids_, c10::SymInt classes_, int64_t padding_idx) {
+  check_rows("embedding", dy_);
+  check_ids(ids_, dy_);
+  TORCH_CHECK(dy_.dim() == ids_.dim() + 1 && dy_.sym_sizes().slice(0, ids_.dim()) == ids_.sym_sizes(), "embedding: the gradient must be [",
+              ids_.sym_sizes(), ", width], got ", dy_.sym_sizes());
+  const Tensor dw = output(at::empty_symint({classes_, dy_.sym_size(-1)}, dy_.options()));
+  if (dw.is_meta() || dw.numel() == 0) return dw;
+  const int64_t classes = classes_.expect_int(), tokens = ids_.numel(), chunk = chunk_of(tokens);
+  TORCH_CHECK(std::max(tokens, classes) < std::numeric_limits<int>::max(), "embedding: at most 2^31 tokens and classes, got ", tokens, " and ", classes);
+  const Tensor dy = dy_.contiguous();
+  const auto [sorted, order] = at::sort(ids_.reshape(-1).to(at::kInt), /*stable=*/true, 0, false);
+  const Tensor first = at::searchsorted(sorted, at::arange(classes + 1, sorted.options()), /*out_int32=*/true);
+  const Tensor part = at::empty({tokens / chunk, dy.size(-1)}, dy.options().dtype(at::kFloat));
+  run(embedding_backward, dy,
+      {.dy = data(dy), .sorted = data<int>(sorted), .order = data<int64_t>(order), .first = data<int>(first), .part = data<float>(part),
+       .dw = dw.data_ptr(), .tokens = tokens, .classes = classes, .cols = dy.size(-1), .chunk = chunk, .padding = padding_idx, .dtype = dtype_of(dy)});
+  return dw;
+}
+
+constexpr Op<"liger::embedding", forward> public_op;
+constexpr Op<"liger::embedding_forward", forward> forward_op;
+constexpr Op<"liger::embedding_backward", backward> backward_op;
+
+struct Autograd : torch::autograd::Function<Autograd> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& w, const Tensor& ids, int64_t padding_idx) {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    ctx->save_for_backward({ids});
+    ctx->saved_data["classes"] = w.sym_size(0);
+    ctx->saved_data["padding_idx"] = padding_idx;
+    return forward_op(w, ids, padding_idx);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    return {backward_op(grads[0], ctx->get_saved_variables()[0], ctx->saved_data["classes"].toSymInt(), ctx->saved_data["padding_idx"].toInt()), {}, {}};
+  }
+};
+
+}  // namespace op::embedding
+
+Tensor embedding(const Tensor& weight, const Tensor& ids, int64_t padding_idx) { return op::embedding::public_op(weight, ids, padding_idx); }
+
+TORCH_LIBRARY_FRAGMENT(liger, m) {
+  m.def("embedding(Tensor weight, Tensor ids, int padding_idx=-1) -> Tensor");
+  m.def("embedding_forward(Tensor weight, Tensor ids, int padding_idx=-1) -> Tensor");
+  m.def("embedding_backward(Tensor dy, Tensor ids, SymInt classes, int padding_idx=-1) -> Tensor");
+}
+LIGER_IMPL(embedding, m) {
+  m.impl("embedding", op::embedding::forward);
+  m.impl("embedding_forward", op::embedding::forward);
+  m.impl("embedding_backward", op::embedding::backward);
+}
+TORCH_LIBRARY_IMPL(liger, Autograd, m) {
+  m.impl("embedding", differentiated<op::embedding::Autograd, 1>(op::embedding::public_op));
+  refuse_derivative(m, {"embedding_forward", "embedding_backward"});
+}
+
+}  // namespace liger

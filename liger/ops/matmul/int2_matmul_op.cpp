@@ -1,0 +1,66 @@
+#include "liger/ops/matmul/int2_matmul.h"
+#include "liger/core/torch/op.h"
+#include "liger/ops.h"
+
+namespace liger {
+namespace op::int2_matmul {
+
+Tensor forward(const Tensor& a, const Tensor& b_) {
+  TORCH_CHECK_TYPE(a.scalar_type() == at::kChar && b_.scalar_type() == at::kByte, "int2_matmul: a must be int8 and b uint8, got ", a.scalar_type(), " and ",
+                   b_.scalar_type());
+  TORCH_CHECK(a.dim() == 2 && b_.dim() == 2 && a.sym_size(1) == 4 * b_.sym_size(0), "int2_matmul: expected a [m, 4 p] and b [p, n], got ", a.sym_sizes(),
+              " and ", b_.sym_sizes());
+  TORCH_CHECK(a.device() == b_.device(), "int2_matmul: a is on ", a.device(), ", b on ", b_.device());
+  const Tensor out = at::empty_symint({a.sym_size(0), b_.sym_size(1)}, a.options().dtype(at::kInt));
+  if (out.is_meta() || out.numel() == 0) return out;
+  const Rows b(b_);
+  const int64_t m = a.size(0), packed = b_.size(0);
+  const Tensor words = at::empty({m, packed, 4}, a.options()).copy_(a.reshape({m, 4, packed}).transpose(1, 2)), sums = a.sum(1, false, at::kInt);
+  run(int2_matmul_kernel, a,
+      {.a = data<int8_t>(words), .a_sum = data<int>(sums), .b = data<uint8_t>(b.tensor), .out = data<int>(out), .m = m, .n = out.size(1),
+       .packed = packed, .b_stride = b.stride});
+  return out;
+}
+
+Tensor pack(const Tensor& weights) {
+  TORCH_CHECK_TYPE(at::isIntegralType(weights.scalar_type(), false), "int2_pack: weights must be integers, got ", weights.scalar_type());
+  TORCH_CHECK(weights.dim() >= 1, "int2_pack: expected at least one dimension, got a scalar");
+  c10::SymDimVector shape(weights.sym_sizes());
+  shape[0] = (shape[0] + 3) / 4;
+  shape.insert(shape.begin(), 4);
+  const Tensor codes = at::zeros_symint(shape, weights.options().dtype(at::kByte));
+  codes.flatten(0, 1).slice_symint(0, 0, weights.sym_size(0)).copy_(weights.add(1).bitwise_and(3));
+  return codes[0] | codes[1] * 4 | codes[2] * 16 | codes[3] * 64;
+}
+
+Tensor unpack(const Tensor& packed) {
+  TORCH_CHECK_TYPE(packed.scalar_type() == at::kByte, "int2_unpack: packed must be uint8, got ", packed.scalar_type());
+  TORCH_CHECK(packed.dim() >= 1, "int2_unpack: expected at least one dimension, got a scalar");
+  const auto plane = [&](int i) { return packed.bitwise_right_shift(2 * i).bitwise_and(3); };
+  return at::cat({plane(0), plane(1), plane(2), plane(3)}).to(at::kInt).sub(1);
+}
+
+constexpr Op<"liger::int2_matmul", forward> matmul_op;
+constexpr Op<"liger::int2_pack", pack> pack_op;
+constexpr Op<"liger::int2_unpack", unpack> unpack_op;
+
+}  // namespace op::int2_matmul
+
+Tensor int2_matmul(const Tensor& a, const Tensor& b) { return op::int2_matmul::matmul_op(a, b); }
+Tensor int2_pack(const Tensor& weights) { return op::int2_matmul::pack_op(weights); }
+Tensor int2_unpack(const Tensor& packed) { return op::int2_matmul::unpack_op(packed); }
+
+TORCH_LIBRARY_FRAGMENT(liger, m) {
+  m.def("int2_matmul(Tensor a, Tensor b) -> Tensor");
+  m.def("int2_pack(Tensor weights) -> Tensor");
+  m.def("int2_unpack(Tensor packed) -> Tensor");
+}
+LIGER_IMPL(int2_matmul, m) {
+  m.impl("int2_matmul", op::int2_matmul::forward);
+  m.impl("int2_pack", op::int2_matmul::pack);
+  m.impl("int2_unpack", op::int2_matmul::unpack);
+}
+// Integers have no derivative.
+TORCH_LIBRARY_IMPL(liger, Autograd, m) { refuse_derivative(m, {"int2_matmul", "int2_pack", "int2_unpack"}); }
+
+}  // namespace liger

@@ -1,0 +1,1 @@
+"""Operators whose names the API calls experimental; here they are not."""

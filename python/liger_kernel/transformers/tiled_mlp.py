@@ -1,0 +1,45 @@
+"""Gated MLPs a shard of tokens at a time: memory for activations that does not grow with the sequence."""
+
+from torch import nn
+
+from liger_kernel._library import ops
+from liger_kernel.ops import apply_tiled_mlp
+from liger_kernel.ops.swiglu import GELU_TANH, SILU
+from liger_kernel.transformers.mlp import weights
+
+
+class _TiledGatedMLP(nn.Module):
+    """down_proj(act(gate_proj(x)) · up_proj(x)) in num_shards pieces, ceil(S / H) unless given. Raises ValueError for another config.hidden_act."""
+
+    activation, names = None, ()
+
+    def __init__(self, config, num_shards=None):
+        super().__init__()
+        if getattr(config, "hidden_act", self.names[0]) not in self.names:
+            raise ValueError(f"{type(self).__name__} needs hidden_act to be one of {list(self.names)}, got {config.hidden_act!r}")
+        self.config, self.num_shards = config, num_shards
+        self.hidden_size, self.intermediate_size = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
+
+    def _whole(self, x):
+        return self.down_proj(ops.gated(self.gate_proj(x), self.up_proj(x), self.activation, 1.0))
+
+    def forward(self, x):
+        found = weights(self)
+        if not found:
+            return apply_tiled_mlp(type(self)._whole, self, x, self.num_shards)
+        shards = self.num_shards or max(1, -(-x.shape[-2] // x.shape[-1]))
+        tokens = x.numel() // x.shape[-1]
+        return ops.fused_mlp(x, *found, None, None, None, self.activation, 1.0, 1.0, max(1, -(-tokens // shards)))
+
+
+class LigerTiledSwiGLUMLP(_TiledGatedMLP):
+    __doc__ = _TiledGatedMLP.__doc__
+    activation, names = SILU, ("silu", "swish")
+
+
+class LigerTiledGEGLUMLP(_TiledGatedMLP):
+    __doc__ = _TiledGatedMLP.__doc__
+    activation, names = GELU_TANH, ("gelu_pytorch_tanh", "gelu", "gelu_new")
