@@ -57,6 +57,7 @@ TRITON = {
     "group_norm": lambda f, t, o: f.liger_group_norm(*t, t[0].shape[1], o["groups"], 1e-6),
     "poly_norm": lambda f, t, o: f.liger_poly_norm(*t, 1e-6, in_place=False),
     "dyt": lambda f, t, o: f.liger_dyt(*t),
+    "activate": lambda f, t, o: f.liger_relu_squared(*t),
     "gated": lambda f, t, o: {"silu": f.liger_swiglu, "gelu_tanh": f.liger_geglu}[o["activation"]](*t),
     "rope": lambda f, t, o: f.liger_rope(*t),
     "cross_entropy": lambda f, t, o: f.liger_cross_entropy(t[0], t[1]),
@@ -255,7 +256,7 @@ def measure(case, shape, options, args):
 
 
 def measure_host(case, options, args):
-    """Host time at the case's second test shape, where the work is next to nothing."""
+    """Host time at the case's second test shape, where the work is next to nothing, with the first of its options."""
     rows = []
     for c in contestants(case, case.shapes[1], options, args, 1):
         row = {"case": case.name, "shape": case.shapes[1], "options": options, "rival": c.name}
@@ -336,7 +337,7 @@ def main():
             if args.device == "cuda":
                 torch.cuda.empty_cache()
         if args.host or args.device == "cuda":
-            rows += measure_host(case, benches[0][1], args)
+            rows += measure_host(case, case.options[0], args)
             torch._dynamo.reset()
     print(table(rows, old))
     save(rows, args)
