@@ -4,18 +4,6 @@
 namespace LIGER_CPU::gated {
 namespace {
 
-inline constexpr int64_t kPiece = 8192;
-
-/// f(row, first column, columns) over pieces of all rows, in parallel.
-template <class F>
-void for_pieces(int64_t rows, int64_t cols, F f) {
-  const int64_t a_row = (cols + kPiece - 1) / kPiece;
-  for_rows(rows * a_row, std::min(cols, kPiece) * 8, [&](int64_t i) {
-    const int64_t begin = i % a_row * kPiece;
-    f(i / a_row, begin, std::min(kPiece, cols - begin));
-  });
-}
-
 template <class T, class Act>
 void forward(const GatedForward& g) {
   const Vec m(g.gate_multiplier);
