@@ -55,6 +55,8 @@ def triton_call(case, functional, inputs, options):
         return lambda: {"silu": functional.liger_swiglu, "gelu_tanh": functional.liger_geglu}[options["activation"]](*inputs)
     if case.name == "rope":
         return lambda: functional.liger_rope(*inputs)
+    if case.name in ("kl_div", "jsd", "tvd", "softmax", "sparsemax"):
+        return lambda: getattr(functional, f"liger_{case.name}")(*inputs[:2])
     if case.name == "cross_entropy":
         return lambda: functional.liger_cross_entropy(inputs[0], inputs[1])
     if case.name == "fused_linear_cross_entropy":

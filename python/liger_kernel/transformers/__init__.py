@@ -11,8 +11,12 @@ from liger_kernel.transformers.cross_entropy import LigerCrossEntropyLoss
 from liger_kernel.transformers.families import FAMILIES
 from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 from liger_kernel.transformers.geglu import LigerGEGLUMLP
+from liger_kernel.transformers.jsd import LigerJSD
+from liger_kernel.transformers.kl_div import LigerKLDIVLoss
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
 from liger_kernel.transformers.rope import liger_rotary_pos_emb
+from liger_kernel.transformers.softmax import LigerSoftmax
+from liger_kernel.transformers.sparsemax import LigerSparsemax
 from liger_kernel.transformers.swiglu import (
     LigerBlockSparseTop2MLP,
     LigerFalconH1SwiGLUMLP,
@@ -20,6 +24,7 @@ from liger_kernel.transformers.swiglu import (
     LigerQwen3MoeSwiGLUMLP,
     LigerSwiGLUMLP,
 )
+from liger_kernel.transformers.tvd import LigerTVDLoss
 
 _LAZY = {
     "AutoLigerKernelForCausalLM": "auto_model",
@@ -48,10 +53,15 @@ __all__ = [
     "LigerFalconH1SwiGLUMLP",
     "LigerFusedLinearCrossEntropyLoss",
     "LigerGEGLUMLP",
+    "LigerJSD",
+    "LigerKLDIVLoss",
     "LigerPhi3SwiGLUMLP",
     "LigerQwen3MoeSwiGLUMLP",
     "LigerRMSNorm",
+    "LigerSoftmax",
+    "LigerSparsemax",
     "LigerSwiGLUMLP",
+    "LigerTVDLoss",
     "liger_rotary_pos_emb",
 ]
 if is_transformers_available():
