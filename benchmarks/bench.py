@@ -58,6 +58,7 @@ TRITON = {
     "poly_norm": lambda f, t, o: f.liger_poly_norm(*t, 1e-6, in_place=False),
     "dyt": lambda f, t, o: f.liger_dyt(*t),
     "activate": lambda f, t, o: f.liger_relu_squared(*t),
+    **{name: lambda f, t, o, name=name: getattr(f, f"liger_{name}")(*t[:2]) for name in ("kl_div", "jsd", "tvd", "softmax", "sparsemax")},
     "gated": lambda f, t, o: {"silu": f.liger_swiglu, "gelu_tanh": f.liger_geglu}[o["activation"]](*t),
     "rope": lambda f, t, o: f.liger_rope(*t),
     "cross_entropy": lambda f, t, o: f.liger_cross_entropy(t[0], t[1]),

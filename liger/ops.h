@@ -107,4 +107,32 @@ CrossEntropyResult fused_linear_cross_entropy(const at::Tensor& hidden, const at
                                               const std::optional<at::Tensor>& bias = {}, const std::optional<at::Tensor>& class_weight = {},
                                               const std::optional<at::Tensor>& normalizer = {});
 
+/// Kullback-Leibler divergence Σ t (ln max(t, eps) − x) of log-probabilities x [rows, cols] from probabilities target (Kullback &
+/// Leibler 1951), or Σ eᵗ (t − x) where log_target says that target holds logarithms. target may have another dtype than x and gets
+/// no gradient. The loss is float: a scalar, or [rows, cols] without reduction.
+at::Tensor kl_div(const at::Tensor& x, const at::Tensor& target, Reduction reduction = Reduction::Mean, bool log_target = false, double eps = 1e-10);
+
+/// Generalised Jensen-Shannon divergence β KL(P ‖ M) + (1 − β) KL(Q ‖ M), M = β P + (1 − β) Q (Lin 1991), of log-probabilities
+/// x = ln Q and target = ln P [rows, cols]; β = 0 gives KL(P ‖ Q), β = 1 KL(Q ‖ P). Rows whose label [rows] is ignore_index do not
+/// count. The loss has x's dtype; target gets no gradient.
+at::Tensor jsd(const at::Tensor& x, const at::Tensor& target, const std::optional<at::Tensor>& labels = {}, double beta = 0.5,
+               int64_t ignore_index = -100, Reduction reduction = Reduction::BatchMean);
+
+/// Total variation distance ½ Σ |x − target| of probabilities [rows, cols] (Wen et al. 2023, arXiv:2307.15190). Rows whose label
+/// [rows] is ignore_index do not count. The loss is float; target gets no gradient.
+at::Tensor tvd(const at::Tensor& x, const at::Tensor& target, const std::optional<at::Tensor>& labels = {}, Reduction reduction = Reduction::BatchMean,
+               int64_t ignore_index = -100);
+
+/// exp(x) / Σ exp(x) over the last dimension, summed in float, in x's dtype.
+at::Tensor softmax(const at::Tensor& x);
+
+/// The probabilities nearest to x along dim, most of them 0 (Martins & Astudillo 2016, arXiv:1602.02068): max(x − τ, 0) with τ such
+/// that they sum to 1; exact.
+at::Tensor sparsemax(const at::Tensor& x, int64_t dim = -1);
+
+/// (ln p_id, −Σ p ln p) with p = softmax(x / temperature), both float, for logits x [..., classes] and ids [...]: the log-probability of
+/// each token and the entropy of its distribution. 0 where the id is ignore_index, whose logits are not read. An id that is neither a
+/// class nor ignore_index is an error: c10::IndexError on the CPU, a device assertion on CUDA.
+std::tuple<at::Tensor, at::Tensor> selective_log_softmax(const at::Tensor& x, const at::Tensor& ids, double temperature = 1, int64_t ignore_index = -100);
+
 }  // namespace liger

@@ -26,4 +26,4 @@ if ! (cd / && "$PYTHON" -c "import liger_kernel.ops" 2>/dev/null); then
 fi
 "$PYTHON" -m pytest -q -p no:cacheprovider --import-mode=importlib --ignore=tests/huggingface tests
 "$PYTHON" -m pytest -q -p no:cacheprovider tests/huggingface
-LIGER_LIBRARY="$root/build/tests/tests/libliger_emulated.so" "$PYTHON" -m pytest -q -p no:cacheprovider --import-mode=importlib tests/test_ops.py
+LIGER_LIBRARY="$root/build/tests/tests/libliger_emulated.so" "$PYTHON" -m pytest -q -p no:cacheprovider --import-mode=importlib tests/test_ops.py tests/test_distributions.py

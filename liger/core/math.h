@@ -7,8 +7,10 @@
 
 namespace liger {
 
-// Activations f and their derivatives, for a float or a vector V of them. M brings exp, tanh, erf and division for V
-// (liger/core/cuda/math.cuh, liger/core/cpu/row.h).
+// Formulas for a float or a vector V of them. M brings exp, log, tanh, erf, division and the like for V (liger/core/cuda/math.cuh,
+// liger/core/cpu/row.h).
+
+// Activations f and their derivatives.
 
 /// silu(x) = x · σ(x).
 struct SiLU {
@@ -58,6 +60,64 @@ struct ReLUSquared {
 
   template <class M, class V>
   static LIGER_HD V derivative(V x) { return V(2) * M::max(x, V(0)); }
+};
+
+// Divergences: an element's loss f of a prediction x and a target t, with parameter s, and df = ∂f/∂x. An element whose probability
+// is 0 weighs nothing, whatever its logarithm is (M::product). x = t = kNothing has no loss.
+
+template <class V>
+struct Slope { V f, df; };
+
+/// t · (ln max(t, s) − x), x a logarithm and t a probability (Kullback & Leibler 1951).
+struct KL {
+  static constexpr float kNothing = 0;
+
+  template <class M, class V>
+  static LIGER_HD Slope<V> at(V x, V t, V s) { return {M::product(t, M::log(M::max(t, s)) - x), V(0) - t}; }
+};
+
+/// eᵗ · (t − x): the same with both logarithms.
+struct LogKL {
+  static constexpr float kNothing = -__builtin_inff();
+
+  template <class M, class V>
+  static LIGER_HD Slope<V> at(V x, V t, V) {
+    const V p = M::exp(t);
+    return {M::product(p, t - x), V(0) - p};
+  }
+};
+
+/// eˣ · (x − t).
+struct ReverseKL {
+  static constexpr float kNothing = -__builtin_inff();
+
+  template <class M, class V>
+  static LIGER_HD Slope<V> at(V x, V t, V) {
+    const V q = M::exp(x), f = M::product(q, x - t);
+    return {f, f + q};
+  }
+};
+
+/// s p (t − ln m) + (1 − s) q (x − ln m) with p = eᵗ, q = eˣ, m = s p + (1 − s) q (Lin 1991).
+struct JensenShannon {
+  static constexpr float kNothing = -__builtin_inff();
+
+  template <class M, class V>
+  static LIGER_HD Slope<V> at(V x, V t, V s) {
+    const V p = M::exp(t), q = M::exp(x), r = V(1) - s, log_m = M::log(M::fma(r, q, s * p)), df = r * M::product(q, x - log_m);
+    return {s * M::product(p, t - log_m) + df, df};
+  }
+};
+
+/// ½ |x − t| of probabilities.
+struct TotalVariation {
+  static constexpr float kNothing = 0;
+
+  template <class M, class V>
+  static LIGER_HD Slope<V> at(V x, V t, V) {
+    const V d = x - t, half_sign = V(0.5f) * M::sign(d);
+    return {d * half_sign, half_sign};
+  }
 };
 
 }  // namespace liger

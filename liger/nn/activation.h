@@ -50,4 +50,25 @@ struct GatedMLPImpl : torch::nn::Cloneable<GatedMLPImpl> {
 };
 TORCH_MODULE(GatedMLP);
 
+/// liger::softmax.
+struct SoftmaxImpl : torch::nn::Cloneable<SoftmaxImpl> {
+  void reset() override {}
+  at::Tensor forward(const at::Tensor& x) { return softmax(x); }
+};
+TORCH_MODULE(Softmax);
+
+struct SparsemaxOptions {
+  TORCH_ARG(int64_t, dim) = -1;
+};
+
+/// liger::sparsemax along a dimension.
+struct SparsemaxImpl : torch::nn::Cloneable<SparsemaxImpl> {
+  explicit SparsemaxImpl(SparsemaxOptions o = {}) : options(o) {}
+  void reset() override {}
+  at::Tensor forward(const at::Tensor& x) { return sparsemax(x, options.dim()); }
+
+  SparsemaxOptions options;
+};
+TORCH_MODULE(Sparsemax);
+
 }  // namespace liger::nn

@@ -16,6 +16,78 @@ struct CrossEntropyLossImpl : torch::nn::Cloneable<CrossEntropyLossImpl> {
 };
 TORCH_MODULE(CrossEntropyLoss);
 
+struct KLDivLossOptions {
+  TORCH_ARG(Reduction, reduction) = Reduction::Mean;
+  TORCH_ARG(bool, log_target) = false;
+  TORCH_ARG(double, eps) = 1e-10;
+};
+
+/// liger::kl_div with its options.
+struct KLDivLossImpl : torch::nn::Cloneable<KLDivLossImpl> {
+  explicit KLDivLossImpl(KLDivLossOptions o = {}) : options(o) {}
+  void reset() override {}
+
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& target) { return kl_div(x, target, options.reduction(), options.log_target(), options.eps()); }
+
+  KLDivLossOptions options;
+};
+TORCH_MODULE(KLDivLoss);
+
+struct JSDLossOptions {
+  TORCH_ARG(double, beta) = 0.5;
+  TORCH_ARG(int64_t, ignore_index) = -100;
+  TORCH_ARG(Reduction, reduction) = Reduction::BatchMean;
+};
+
+/// liger::jsd with its options.
+struct JSDLossImpl : torch::nn::Cloneable<JSDLossImpl> {
+  explicit JSDLossImpl(JSDLossOptions o = {}) : options(o) {}
+  void reset() override {}
+
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& target, const std::optional<at::Tensor>& labels = {}) {
+    return jsd(x, target, labels, options.beta(), options.ignore_index(), options.reduction());
+  }
+
+  JSDLossOptions options;
+};
+TORCH_MODULE(JSDLoss);
+
+struct TVDLossOptions {
+  TORCH_ARG(Reduction, reduction) = Reduction::BatchMean;
+  TORCH_ARG(int64_t, ignore_index) = -100;
+};
+
+/// liger::tvd with its options.
+struct TVDLossImpl : torch::nn::Cloneable<TVDLossImpl> {
+  explicit TVDLossImpl(TVDLossOptions o = {}) : options(o) {}
+  void reset() override {}
+
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& target, const std::optional<at::Tensor>& labels = {}) {
+    return tvd(x, target, labels, options.reduction(), options.ignore_index());
+  }
+
+  TVDLossOptions options;
+};
+TORCH_MODULE(TVDLoss);
+
+struct SelectiveLogSoftmaxOptions {
+  TORCH_ARG(double, temperature) = 1;
+  TORCH_ARG(int64_t, ignore_index) = -100;
+};
+
+/// liger::selective_log_softmax with its options.
+struct SelectiveLogSoftmaxImpl : torch::nn::Cloneable<SelectiveLogSoftmaxImpl> {
+  explicit SelectiveLogSoftmaxImpl(SelectiveLogSoftmaxOptions o = {}) : options(o) {}
+  void reset() override {}
+
+  std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& logits, const at::Tensor& ids) {
+    return selective_log_softmax(logits, ids, options.temperature(), options.ignore_index());
+  }
+
+  SelectiveLogSoftmaxOptions options;
+};
+TORCH_MODULE(SelectiveLogSoftmax);
+
 struct LinearCrossEntropyOptions {
   LinearCrossEntropyOptions(int64_t hidden_size, int64_t classes) : hidden_size_(hidden_size), classes_(classes) {}
   TORCH_ARG(int64_t, hidden_size);

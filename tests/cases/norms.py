@@ -1,7 +1,14 @@
 import torch
 from liger_kernel._library import ops
 from liger_kernel.ops.rms_norm import casting_code
-from liger_kernel.transformers.functional import liger_dyt, liger_fused_add_rms_norm, liger_group_norm, liger_layer_norm, liger_modulated_rms_norm, liger_poly_norm
+from liger_kernel.transformers.functional import (
+    liger_dyt,
+    liger_fused_add_rms_norm,
+    liger_group_norm,
+    liger_layer_norm,
+    liger_modulated_rms_norm,
+    liger_poly_norm,
+)
 
 from cases import Case
 from cases.rms_norm import EPS, SHAPES

@@ -181,6 +181,48 @@ TEST(FusedLinearCrossEntropy, Module) {
   expect_close({head->forward(hidden, labels())}, {F::cross_entropy(head->forward(hidden), labels())});
 }
 
+TEST(Divergence, EqualsTorch) {
+  const auto x = torch::log_softmax(torch::randn({5, 9}), -1), t = torch::log_softmax(torch::randn({5, 9}), -1);
+  expect_close(run([&](auto& in) { return liger::kl_div(in[0], t.exp()); }, {x}),
+               run([&](auto& in) { return F::kl_div(in[0], t.exp(), F::KLDivFuncOptions().reduction(torch::kMean)); }, {x}));
+  const auto mixture = [](const Tensor& q, const Tensor& p) { return (0.3 * p.exp() + 0.7 * q.exp()).log(); };
+  const auto plain = [&](const Tensor& q) { return (0.3 * t.exp() * (t - mixture(q, t)) + 0.7 * q.exp() * (q - mixture(q, t))).sum() / 5; };
+  expect_close(run([&](auto& in) { return liger::jsd(in[0], t, {}, 0.3); }, {x}), run([&](auto& in) { return plain(in[0]); }, {x}));
+  expect_close(run([&](auto& in) { return liger::tvd(in[0], t.exp(), labels()); }, {x.exp()}),
+               run([&](auto& in) { return 0.5 * (in[0] - t.exp()).abs().index({labels() != -100}).sum() / 4; }, {x.exp()}));
+}
+
+TEST(Divergence, Modules) {
+  const auto x = torch::log_softmax(torch::randn({5, 9}), -1), t = torch::log_softmax(torch::randn({5, 9}), -1);
+  using namespace liger::nn;
+  expect_close({KLDivLoss(KLDivLossOptions().reduction(liger::Reduction::BatchMean).log_target(true))(x, t)}, {(t.exp() * (t - x)).sum() / 5});
+  expect_close({JSDLoss(JSDLossOptions().beta(1))(x, t)}, {(x.exp() * (x - t)).sum() / 5});
+  expect_close({TVDLoss(TVDLossOptions().reduction(liger::Reduction::None))(x.exp(), t.exp())}, {0.5 * (x.exp() - t.exp()).abs()});
+}
+
+TEST(Softmax, EqualsTorch) {
+  const auto x = torch::randn({3, 5, 7});
+  expect_close(run([](auto& t) { return liger::softmax(t[0]); }, {x}), run([](auto& t) { return torch::softmax(t[0], -1); }, {x}));
+  expect_close({liger::nn::Softmax()(x)}, {torch::softmax(x, -1)});
+}
+
+TEST(Sparsemax, NearestProbabilities) {
+  const auto x = torch::tensor({{0.5f, 0.1f, -1.f}, {3.f, 0.f, 1.f}});
+  expect_close({liger::sparsemax(x)}, {torch::tensor({{0.7f, 0.3f, 0.f}, {1.f, 0.f, 0.f}})});
+  expect_close({liger::nn::Sparsemax(liger::nn::SparsemaxOptions().dim(0))(x)}, {liger::sparsemax(x.t()).t()});
+}
+
+TEST(SelectiveLogSoftmax, EqualsTorch) {
+  const auto x = torch::randn({5, 7}), ids = labels(), kept = (ids != -100).to(torch::kFloat);
+  const auto plain = [&](const Tensor& x) {
+    const auto logp = torch::log_softmax(x / 0.8, -1);
+    return torch::stack({logp.gather(1, ids.clamp_min(0).unsqueeze(1)).squeeze(1), -(logp.exp() * logp).sum(-1)}) * kept;
+  };
+  liger::nn::SelectiveLogSoftmax module(liger::nn::SelectiveLogSoftmaxOptions().temperature(0.8));
+  expect_close(run([&](auto& t) { const auto [logp, entropy] = module(t[0], ids); return torch::stack({logp, entropy}); }, {x}),
+               run([&](auto& t) { return plain(t[0]); }, {x}));
+}
+
 template <class F>
 bool raises(F f, const char* text) {
   try {

@@ -98,10 +98,15 @@ inline Vec exp(const Vec& x) {
 /// The functions behind liger/core/math.h.
 struct Math {
   static Vec exp(const Vec& x) { return cpu::exp(x); }
+  static Vec log(const Vec& x) { return x.log(); }
   static Vec tanh(const Vec& x) { return x.tanh(); }
   static Vec erf(const Vec& x) { return x.erf(); }
   static Vec div(const Vec& a, const Vec& b) { return a / b; }
+  static Vec fma(const Vec& a, const Vec& b, const Vec& c) { return at::vec::fmadd(a, b, c); }
   static Vec max(const Vec& a, const Vec& b) { return at::vec::maximum(a, b); }
+  static Vec sign(const Vec& x) { return Vec::blendv(Vec::blendv(x, Vec(1.f), x > Vec(0.f)), Vec(-1.f), x < Vec(0.f)); }
+  /// p · l, and 0 where p is 0.
+  static Vec product(const Vec& p, const Vec& l) { return Vec::blendv(p * l, Vec(0.f), p == Vec(0.f)); }
 };
 
 /// f(column, n) for each vector of a row.
@@ -156,6 +161,29 @@ struct Max {
 template <class F, class... In>
 double row_sum(int64_t cols, F f, const In*... in) { return row_reduce<double>(cols, 0.f, Plus{}, f, in...); }
 
+/// A sum of vectors whose error does not grow with their number: short chains in float, their sums in double.
+class LongSum {
+ public:
+  /// Adds the first n of v.
+  void add(const Vec& v, int64_t n = kLanes) {
+    Vec& chain = chains_[added_ % 4];
+    chain = chain + (n == kLanes ? v : Vec::set(Vec(0.f), v, n));
+    if (++added_ == 64) value();
+  }
+
+  double value() {
+    total_ += reduce_lanes((chains_[0] + chains_[1]) + (chains_[2] + chains_[3]), Plus{});
+    for (Vec& chain : chains_) chain = Vec(0.f);
+    added_ = 0;
+    return total_;
+  }
+
+ private:
+  Vec chains_[4] = {Vec(0.f), Vec(0.f), Vec(0.f), Vec(0.f)};
+  int added_ = 0;
+  double total_ = 0;
+};
+
 /// out = f(a, b, …) along a row.
 template <class Out, class F, class... In>
 void row_map(int64_t cols, Out* out, F f, const In*... in) {
@@ -176,10 +204,8 @@ void for_rows(int64_t rows, int64_t cost, F f) {
   });
 }
 
-inline constexpr int64_t kPiece = 8192;
-
 /// f(row, first column, columns) over pieces of all rows, in parallel.
-template <class F>
+template <int64_t kPiece = 8192, class F>
 void for_pieces(int64_t rows, int64_t cols, F f) {
   const int64_t a_row = (cols + kPiece - 1) / kPiece;
   for_rows(rows * a_row, std::min(cols, kPiece) * 8, [&](int64_t i) {

@@ -12,10 +12,15 @@ template <class T>
 struct Math {
   static constexpr bool kFast = sizeof(T) == 2;
   static __device__ float exp(float x) { return kFast ? __expf(x) : expf(x); }
+  static __device__ float log(float x) { return kFast ? __logf(x) : logf(x); }
   static __device__ float div(float a, float b) { return kFast ? __fdividef(a, b) : a / b; }
   /// As torch's: NaN if a is; fmaxf would drop it.
   static __device__ float max(float a, float b) { return a >= b || a != a ? a : b; }
+  static __device__ float fma(float a, float b, float c) { return fmaf(a, b, c); }
   static __device__ float erf(float x) { return erff(x); }
+  static __device__ float sign(float x) { return x > 0 ? 1 : x < 0 ? -1 : x; }
+  /// p · l, and 0 where p is 0.
+  static __device__ float product(float p, float l) { return p == 0 ? 0 : p * l; }
   /// tanh.approx has a relative error of 2^-11, which bf16 would show: this form keeps that of exp.
   static __device__ float tanh(float x) {
     if constexpr (!kFast) return tanhf(x);

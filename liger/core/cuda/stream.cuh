@@ -9,6 +9,7 @@ template <class T>
 struct Row {
   static constexpr int kWidth = 16 / sizeof(T);
   using Pack = cuda::Pack<T, kWidth>;
+  template <class L> using PackLike = cuda::Pack<T, Row<L>::kWidth>;
   T* first;                // where the first pack would begin
   int shift, n;            // elements of that pack before the row
 
@@ -26,42 +27,61 @@ struct Row {
 
   __device__ Pack load(int k, T outside) const { return load(k, outside, *this); }
 
-  /// What lies in this row at the columns of pack k of the row `like`, whose alignment may be another.
-  __device__ Pack load(int k, T outside, const Row& like) const {
-    if (shift == like.shift && whole(k)) return *reinterpret_cast<const Pack*>(first + k * kWidth);
-    float f[kWidth];
+  /// What lies in this row at the columns of pack k of the row `like`, whose alignment may be another, and whose type may be narrower.
+  template <class L>
+  __device__ PackLike<L> load(int k, T outside, const Row<L>& like) const {
+    if (aligned(like) && like.whole(k)) return *reinterpret_cast<const PackLike<L>*>(at(k, like));
+    float f[Row<L>::kWidth];
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
+    for (int j = 0; j < Row<L>::kWidth; ++j) {
       const int c = like.column(k) + j;
       f[j] = float(c >= 0 && c < n ? first[shift + c] : outside);
     }
-    return Pack::from_float(f);
+    return PackLike<L>::from_float(f);
   }
 
   /// Writes pack k of the row `like` to this row.
-  __device__ void store(int k, const float* f, const Row& like) const {
-    if (shift == like.shift && whole(k)) {
-      *reinterpret_cast<Pack*>(first + k * kWidth) = Pack::from_float(f);
+  template <class L>
+  __device__ void store(int k, const float* f, const Row<L>& like) const {
+    if (aligned(like) && like.whole(k)) {
+      *reinterpret_cast<PackLike<L>*>(at(k, like)) = PackLike<L>::from_float(f);
       return;
     }
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j)
+    for (int j = 0; j < Row<L>::kWidth; ++j)
       if (const int c = like.column(k) + j; c >= 0 && c < n) first[shift + c] = T(f[j]);
   }
+
+ private:
+  template <class L>
+  __device__ bool aligned(const Row<L>& like) const {
+    static_assert(sizeof(L) <= sizeof(T));
+    return shift == like.shift % kWidth;
+  }
+
+  /// Where pack k of `like` begins in this row; both begin a pack there.
+  template <class L>
+  __device__ T* at(int k, const Row<L>& like) const { return first + k * Row<L>::kWidth - (like.shift - shift); }
 };
 
-/// f(k, pack) for packs [begin, end) of a row, kUnroll loads of a thread in flight at once. `outside` stands for what is not the row's.
-template <int kUnroll, class T, class F>
-__device__ void for_each_pack(const Row<T>& row, int begin, int end, T outside, F f) {
+/// f(k, load(k)) for k in [begin, end), kUnroll loads of a thread in flight at once.
+template <int kUnroll, class Load, class F>
+__device__ void for_each_load(int begin, int end, Load load, F f) {
   int k = begin + threadIdx.x;
   for (; k + (kUnroll - 1) * int(blockDim.x) < end; k += kUnroll * blockDim.x) {
-    typename Row<T>::Pack packs[kUnroll];
+    decltype(load(k)) loaded[kUnroll];
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) packs[u] = row.load(k + u * blockDim.x, outside);
+    for (int u = 0; u < kUnroll; ++u) loaded[u] = load(k + u * int(blockDim.x));
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) f(k + u * int(blockDim.x), packs[u]);
+    for (int u = 0; u < kUnroll; ++u) f(k + u * int(blockDim.x), loaded[u]);
   }
-  for (; k < end; k += blockDim.x) f(k, row.load(k, outside));
+  for (; k < end; k += blockDim.x) f(k, load(k));
+}
+
+/// f(k, pack) for packs [begin, end) of a row. `outside` stands for what is not the row's.
+template <int kUnroll, class T, class F>
+__device__ void for_each_pack(const Row<T>& row, int begin, int end, T outside, F f) {
+  for_each_load<kUnroll>(begin, end, [&](int k) { return row.load(k, outside); }, f);
 }
 
 /// The rows out become f of the rows in, element by element: f(x, y) makes y, one number for each row out, of x, one for each row in. The
@@ -109,8 +129,9 @@ struct Pieces {
   __device__ int64_t row() const { return blockIdx.x / a_row; }
   __device__ int64_t begin() const { return blockIdx.x % a_row * kElements; }
   /// This block's piece of a matrix.
-  __device__ Row<T> of(const void* matrix, int64_t stride) const {
-    return Row<T>(static_cast<const T*>(matrix) + begin(), row(), stride, min(int64_t(kElements), cols - begin()));
+  template <class U = T>
+  __device__ Row<U> of(const void* matrix, int64_t stride) const {
+    return Row<U>(static_cast<const U*>(matrix) + begin(), row(), stride, min(int64_t(kElements), cols - begin()));
   }
 };
 

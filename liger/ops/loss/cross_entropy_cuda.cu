@@ -1,5 +1,5 @@
+#include "liger/core/cuda/cluster.cuh"
 #include "liger/core/cuda/softmax.cuh"
-#include "liger/core/cuda/stream.cuh"
 #include "liger/ops/loss/cross_entropy.h"
 
 namespace liger::cuda::cross_entropy {
@@ -31,27 +31,19 @@ struct Part {
   ArgMax::Value best;
 };
 
-inline constexpr int kThreads = 384, kBlocks = 3;      // three blocks an SM: one loads while another reduces and a third stores
-inline constexpr int kResidentBytes = 64 * 1024;       // of a row that one block keeps in shared memory
-inline constexpr int kResidentCluster = 4, kCluster = 8;  // blocks on a row: beyond 4 a second read costs less than the waiting
-
-/// A row of logits is read once: its blocks (a cluster) keep it in shared memory between the two passes. Where it is too long for
-/// that, the second pass reads it again. kPlain: no class weight, smoothing, softcap or argmax.
+/// kPlain: no class weight, smoothing, softcap or argmax.
 template <class T, bool kPlain>
-__global__ void __launch_bounds__(kThreads, kBlocks) rows_kernel(CrossEntropy a, int cluster, bool resident) {
+__global__ void __launch_bounds__(Clusters<T>::kThreads, Clusters<T>::kBlocks) rows_kernel(CrossEntropy a, Clusters<T> cluster) {
   using Softmax = OnlineSoftmax<T>;
   constexpr int kWidth = Row<T>::kWidth;
-  const int64_t row = blockIdx.x / cluster, y = a.target[row];
+  const int64_t row = cluster.row(), y = a.target[row];
   const Row<T> x(a.x, row, a.x_stride, a.cols), dx(a.dx ? a.dx : a.x, row, a.dx ? a.dx_stride : a.x_stride, a.cols);
-  const int rank = cluster > 1 ? cluster_rank() : 0, share = (x.packs() + cluster - 1) / cluster;
-  const int begin = min(rank * share, x.packs()), end = min(begin + share, x.packs());
-  const bool first = rank == 0 && threadIdx.x == 0;
+  const auto load = [&](int k) { return x.load(k, T(-INFINITY)); };
 
   if (y == a.ignore_index) {
     constexpr float zeros[kWidth] = {};
-    if (a.dx)
-      for (int k = begin + threadIdx.x; k < end; k += kThreads) dx.store(k, zeros, x);
-    if (first) {
+    if (a.dx) cluster.again(x.packs(), [](int) { return typename Row<T>::Pack(); }, [&](int k, const auto&) { dx.store(k, zeros, x); });
+    if (cluster.first()) {
       a.loss[row] = a.z_loss[row] = 0;
       if (a.correct) a.correct[row] = 0;
       if (a.predicted) a.predicted[row] = -1;
@@ -64,12 +56,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks) rows_kernel(CrossEntropy a,
   const auto weight = [&](int c) { return a.class_weight ? a.class_weight[c] : 1; };
   const float z_y = logit(float(x.first[x.shift + y]));
 
-  auto* kept = shared_memory<typename Row<T>::Pack>();
   typename Softmax::Value sum = Softmax::identity();
   ArgMax::Value best = ArgMax::identity();
   float weighted = 0;
-  for_each_pack<4>(x, begin, end, T(-INFINITY), [&](int k, const auto& pack) {
-    if (resident) kept[k - begin] = pack;
+  cluster.pass(x.packs(), load, [&](int k, const auto& pack) {
     float z[kWidth];
     pack.to_float(z);
     if constexpr (!kPlain) {
@@ -85,18 +75,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks) rows_kernel(CrossEntropy a,
   });
   sum = RowReduce<Softmax>()(sum);
   if constexpr (!kPlain) best = RowReduce<ArgMax>()(best), weighted = RowReduce<Sum>()(weighted);
-  if (cluster > 1) {
-    __shared__ Part part;
-    if (threadIdx.x == 0) part = {sum.max, sum.sum, weighted, best};
-    cluster_sync();
-    sum = Softmax::identity(), best = ArgMax::identity(), weighted = 0;
-    for (int other = 0; other < cluster; ++other) {
-      const Part p = *of_block(&part, other);
-      sum = Softmax()(sum, {p.max, p.sum});
-      if constexpr (!kPlain) best = ArgMax()(best, p.best), weighted += p.weighted;
-    }
-    cluster_sync();  // a block's shared memory stays until all have read it
-  }
+  const Part part{sum.max, sum.sum, weighted, best};
+  sum = Softmax::identity(), best = ArgMax::identity(), weighted = 0;
+  cluster.exchange(part, [&](const Part& p) {
+    sum = Softmax()(sum, {p.max, p.sum});
+    if constexpr (!kPlain) best = ArgMax()(best, p.best), weighted += p.weighted;
+  });
 
   // A row's own numbers are long products: where that shows they are rounded once, at the end.
   using Scalar = std::conditional_t<kPlain && sizeof(T) == 2, float, double>;
@@ -104,7 +88,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) rows_kernel(CrossEntropy a,
   const Scalar p_y = expf(z_y - sum.max) / Scalar(sum.sum), by_0 = a.norm[0] > 0 ? 1 / Scalar(a.norm[0]) : 0, by_1 = a.norm[1] > 0 ? 1 / Scalar(a.norm[1]) : 0;
   const Scalar smooth = kPlain ? 0 : a.label_smoothing / Scalar(a.cols);
   const Scalar w_y = kPlain ? 1 : (1 - Scalar(a.label_smoothing)) * weight(int(y)), scale = a.token_scaling ? p_y : 1;
-  if (first) {
+  if (cluster.first()) {
     const Scalar z_loss = Scalar(a.lse_square_scale) * lse * lse * by_1 * scale;
     const Scalar smoothing = smooth > 0 ? smooth * (Scalar(lse) * a.norm[2] - weighted) : 0;
     a.loss[row] = float((w_y * (lse - z_y) + smoothing) * by_0 * scale + z_loss);
@@ -130,7 +114,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) rows_kernel(CrossEntropy a,
     }
     return d;
   };
-  const auto second = [&](int k, const auto& pack) {
+  cluster.again(x.packs(), load, [&](int k, const auto& pack) {
     float f[kWidth];
     pack.to_float(f);
 #pragma unroll
@@ -139,11 +123,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) rows_kernel(CrossEntropy a,
       if (kPlain || (c >= 0 && c < x.n)) f[j] = gradient(f[j], c);
     }
     dx.store(k, f, x);
-  };
-  if (resident)
-    for (int k = begin + threadIdx.x; k < end; k += kThreads) second(k, kept[k - begin]);
-  else
-    for_each_pack<2>(x, begin, end, T(-INFINITY), second);
+  });
 }
 
 template <class T>
@@ -167,14 +147,9 @@ LIGER_REGISTER(cross_entropy_norm, [](const CrossEntropyNorm& a, Stream s) { lau
 
 LIGER_REGISTER(cross_entropy_rows, [](const CrossEntropy& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
-    const int64_t packs = a.cols / Row<T>::kWidth + 2;  // as many as a row of any alignment touches
-    int cluster = 1;
-    while (has_clusters() && cluster < kCluster && packs * 16 > int64_t(cluster) * kResidentBytes) cluster *= 2;
-    const int64_t share = (packs + cluster - 1) / cluster;
-    const bool resident = a.dx && cluster <= kResidentCluster && share * 16 <= kResidentBytes;
+    const Clusters<T> cluster(a.rows, a.cols, a.dx != nullptr);
     const bool plain = !a.class_weight && a.label_smoothing == 0 && a.softcap == 0 && !a.correct && !a.predicted;
-    launch(plain ? rows_kernel<T, true> : rows_kernel<T, false>,
-           {.blocks = a.rows * cluster, .threads = kThreads, .shared_bytes = resident ? int(share * 16) : 0, .cluster = cluster}, s, a, cluster, resident);
+    launch(plain ? rows_kernel<T, true> : rows_kernel<T, false>, cluster.grid(), s, a, cluster);
   });
 });
 

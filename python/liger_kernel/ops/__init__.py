@@ -11,6 +11,8 @@ from liger_kernel.ops.fused_linear_cross_entropy import (
 )
 from liger_kernel.ops.geglu import LigerGELUMulFunction, geglu_backward, geglu_forward
 from liger_kernel.ops.group_norm import LigerGroupNormFunction, group_norm_backward, group_norm_forward
+from liger_kernel.ops.jsd import LigerJSDFunction, jsd_backward, jsd_forward
+from liger_kernel.ops.kl_div import LigerKLDivLossFunction
 from liger_kernel.ops.layer_norm import LigerLayerNormFunction, layer_norm_backward, layer_norm_forward
 from liger_kernel.ops.llama4_rope import LigerLlama4RopeFunction
 from liger_kernel.ops.mlp import LigerMLPFunction
@@ -20,5 +22,8 @@ from liger_kernel.ops.qwen2vl_mrope import LigerQwen2VLMRopeFunction, qwen2vl_mr
 from liger_kernel.ops.relu_squared import LigerReLUSquaredFunction, relu_squared_backward, relu_squared_forward
 from liger_kernel.ops.rms_norm import LigerRMSNormFunction, rms_norm_backward, rms_norm_forward
 from liger_kernel.ops.rope import LigerRopeFunction, rope_backward, rope_forward
+from liger_kernel.ops.softmax import LigerSoftmaxFunction
+from liger_kernel.ops.sparsemax import LigerSparsemaxFunction
 from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction, LigerSiLUMulFunction, swiglu_backward, swiglu_forward
 from liger_kernel.ops.tiled_mlp import LigerTiledMLPFunction, apply_tiled_mlp
+from liger_kernel.ops.tvd import LigerTVDLossFunction

@@ -13,6 +13,8 @@ from liger_kernel.transformers.families import FAMILIES
 from liger_kernel.transformers.fused_add_rms_norm import LigerFusedAddRMSNorm
 from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 from liger_kernel.transformers.geglu import LigerGEGLUMLP
+from liger_kernel.transformers.jsd import LigerJSD
+from liger_kernel.transformers.kl_div import LigerKLDIVLoss
 from liger_kernel.transformers.layer_norm import LigerLayerNorm
 from liger_kernel.transformers.llama4_rope import liger_llama4_text_rotary_pos_emb, liger_llama4_vision_rotary_pos_emb
 from liger_kernel.transformers.mlp import LigerFalconH1MLP, LigerMLP
@@ -22,6 +24,8 @@ from liger_kernel.transformers.qwen2vl_mrope import liger_multimodal_rotary_pos_
 from liger_kernel.transformers.relu_squared import LigerReLUSquared
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
 from liger_kernel.transformers.rope import liger_rotary_pos_emb
+from liger_kernel.transformers.softmax import LigerSoftmax
+from liger_kernel.transformers.sparsemax import LigerSparsemax
 from liger_kernel.transformers.swiglu import (
     LigerBlockSparseTop2MLP,
     LigerFalconH1SwiGLUMLP,
@@ -30,6 +34,7 @@ from liger_kernel.transformers.swiglu import (
     LigerSwiGLUMLP,
 )
 from liger_kernel.transformers.tiled_mlp import LigerTiledGEGLUMLP, LigerTiledSwiGLUMLP
+from liger_kernel.transformers.tvd import LigerTVDLoss
 
 _LAZY = {
     "AutoLigerKernelForCausalLM": "auto_model",
@@ -61,17 +66,22 @@ __all__ = [
     "LigerFusedAddRMSNorm",
     "LigerFusedLinearCrossEntropyLoss",
     "LigerGEGLUMLP",
+    "LigerJSD",
+    "LigerKLDIVLoss",
     "LigerLayerNorm",
-    "LigerModulatedRMSNorm",
     "LigerMLP",
+    "LigerModulatedRMSNorm",
     "LigerPhi3SwiGLUMLP",
     "LigerPolyNorm",
     "LigerQwen3MoeSwiGLUMLP",
     "LigerReLUSquared",
     "LigerRMSNorm",
+    "LigerSoftmax",
+    "LigerSparsemax",
     "LigerSwiGLUMLP",
     "LigerTiledGEGLUMLP",
     "LigerTiledSwiGLUMLP",
+    "LigerTVDLoss",
     "liger_llama4_text_rotary_pos_emb",
     "liger_llama4_vision_rotary_pos_emb",
     "liger_multimodal_rotary_pos_emb",

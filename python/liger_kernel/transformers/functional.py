@@ -12,6 +12,8 @@ from liger_kernel.ops import (
     LigerFusedAddRMSNormFunction,
     LigerGELUMulFunction,
     LigerGroupNormFunction,
+    LigerJSDFunction,
+    LigerKLDivLossFunction,
     LigerLayerNormFunction,
     LigerModulatedRMSNormFunction,
     LigerPolyNormFunction,
@@ -20,6 +22,9 @@ from liger_kernel.ops import (
     LigerRMSNormFunction,
     LigerRopeFunction,
     LigerSiLUMulFunction,
+    LigerSoftmaxFunction,
+    LigerSparsemaxFunction,
+    LigerTVDLossFunction,
 )
 from liger_kernel.ops.cross_entropy import loss_options, only_wanted
 
@@ -159,3 +164,36 @@ def liger_fused_linear_cross_entropy(
     results = ops.fused_linear_cross_entropy(input, weight, bias, target, ce_weight, normalizer, flags, scales,
                                              -1 if valid_count is None else valid_count, max_bytes, None)
     return _output(*only_wanted(results, return_z_loss, return_token_accuracy, return_predicted_tokens))
+
+
+def liger_kl_div(input, target, size_average: bool = True, reduce: bool = True, reduction: str = "mean", log_target: bool = False, eps: float = 1e-10):
+    """As torch.nn.functional.kl_div for log-probabilities [rows, cols], with a float loss; size_average and reduce are not used."""
+    return LigerKLDivLossFunction.apply(input, target, reduction, log_target, eps)
+
+
+def liger_jsd(input, target, shift_labels=None, beta: float = 0.5, ignore_index: int = -100):
+    """Generalised Jensen-Shannon divergence of logarithms; see LigerJSDFunction."""
+    return LigerJSDFunction.apply(input, target, shift_labels, beta, ignore_index)
+
+
+def liger_tvd(input, target, shift_labels=None, reduction: str = "mean", ignore_index: int = -100):
+    """Total variation distance of probabilities; see LigerTVDLossFunction."""
+    return LigerTVDLossFunction.apply(input, target, shift_labels, reduction, ignore_index)
+
+
+def liger_softmax(x):
+    """Softmax over the last dimension."""
+    return LigerSoftmaxFunction.apply(x)
+
+
+def liger_sparsemax(input, dim: int = -1):
+    """Sparsemax along dim; see LigerSparsemaxFunction."""
+    return LigerSparsemaxFunction.apply(input, dim)
+
+
+def liger_selective_log_softmax(logits, ids, temperature: float = 1.0, ignore_index: int = -100):
+    """(ln p at ids, entropy of p) as float [...], p = softmax(logits / temperature), for logits [..., V] and ids [...]; differentiable.
+
+    0 where the id is ignore_index. An id outside [0, V) that is not raises IndexError on the CPU and is a device assertion on CUDA.
+    """
+    return ops.selective_log_softmax(logits, ids, float(temperature), ignore_index)

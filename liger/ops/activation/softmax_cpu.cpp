@@ -1,0 +1,90 @@
+#include "liger/core/cpu/row.h"
+#include "liger/ops/activation/softmax.h"
+
+namespace LIGER_CPU::softmax {
+namespace {
+
+template <class T>
+void softmax_row(const T* x, T* y, int64_t n) {
+  const Vec max(row_reduce(n, -INFINITY, Max{}, [](Vec x) { return x; }, x));
+  const auto exp = [&](Vec x) { return Math::exp(x - max); };
+  if constexpr (std::is_same_v<T, float>) {
+    row_map(n, y, exp, x);
+    const Vec by(1 / row_sum(n, [](Vec e) { return e; }, y));
+    row_map(n, y, [&](Vec e) { return e * by; }, y);
+  } else {
+    const Vec by(1 / row_sum(n, exp, x));
+    row_map(n, y, [&](Vec x) { return exp(x) * by; }, x);
+  }
+}
+
+/// `members` is scratch.
+template <class T>
+void sparsemax_row(const T* x, T* y, int64_t n, std::vector<float>& members) {
+  const float max = row_reduce(n, -INFINITY, Max{}, [](Vec x) { return x; }, x), bound = floor_of(max - 1.);
+  members.clear();
+  for_each(n, [&](int64_t c, int64_t k) {
+    const Vec v = read(x + c, k);
+    if ((v <= Vec(bound)).zero_mask() == 0) return;  // none of them
+    float lanes[kLanes];
+    v.store(lanes);
+    std::copy_if(lanes, lanes + k, std::back_inserter(members), [&](float v) { return !(v <= bound); });
+  });
+  double tau;
+  for (size_t before;;) {
+    before = members.size();
+    double sum = 0;
+    for (const float v : members) sum += v;
+    tau = (sum - 1) / double(before);
+    std::erase_if(members, [&](float v) { return v <= tau; });
+    if (members.size() == before) break;
+  }
+  // τ in two floats, so that y has no error but its own. NaN in x, and no finite largest value, make it NaN.
+  const Vec high{float(tau)}, low{float(tau - float(tau))}, zero(0.f);
+  row_map(n, y, [&](Vec x) {
+    const Vec v = x - high - low;
+    return Vec::blendv(v, zero, v <= zero);
+  }, x);
+}
+
+/// dx = w (dy − Σ w dy), w = y.
+template <class T>
+void softmax_row_backward(const T* dy, const T* y, T* dx, int64_t n) {
+  const Vec sum(row_sum(n, [](Vec dy, Vec y) { return dy * y; }, dy, y));
+  row_map(n, dx, [&](Vec dy, Vec y) { return y * (dy - sum); }, dy, y);
+}
+
+template <class T>
+void sparsemax_row_backward(const T* dy, const T* y, T* dx, int64_t n) {
+  const Vec zero(0.f), one(1.f);
+  const auto inside = [&](Vec v, Vec y) { return Vec::blendv(v, zero, y <= zero); };
+  const float sum = row_sum(n, inside, dy, y), count = row_sum(n, [&](Vec y) { return inside(one, y); }, y);
+  const Vec mean(sum / count);
+  row_map(n, dx, [&](Vec dy, Vec y) { return inside(dy - mean, y); }, dy, y);
+}
+
+}  // namespace
+
+LIGER_REGISTER(softmax_forward, [](const SoftmaxForward& a, Stream) {
+  dispatch(a.dtype, [&]<class T>() {
+    for_runs(a.rows, a.cols * 8, [&](int64_t begin, int64_t end) {
+      std::vector<float> members;
+      for (int64_t r = begin; r < end; ++r) {
+        const T* x = row_of<T>(a.x, r, a.x_stride);
+        T* y = row_of<T>(a.y, r, a.cols);
+        a.kind == Simplex::Softmax ? softmax_row(x, y, a.cols) : sparsemax_row(x, y, a.cols, members);
+      }
+    });
+  });
+});
+
+LIGER_REGISTER(softmax_backward, [](const SoftmaxBackward& a, Stream) {
+  dispatch(a.dtype, [&]<class T>() {
+    for_rows(a.rows, a.cols, [&](int64_t r) {
+      const auto row = a.kind == Simplex::Softmax ? softmax_row_backward<T> : sparsemax_row_backward<T>;
+      row(row_of<T>(a.dy, r, a.cols), row_of<T>(a.y, r, a.cols), row_of<T>(a.dx, r, a.cols), a.cols);
+    });
+  });
+});
+
+}  // namespace LIGER_CPU::softmax

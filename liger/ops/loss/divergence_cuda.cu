@@ -1,0 +1,86 @@
+#include "liger/core/cuda/math.cuh"
+#include "liger/core/cuda/stream.cuh"
+#include "liger/ops/loss/divergence.h"
+
+namespace liger::cuda::divergence {
+namespace {
+
+template <class X>
+using Pieces = cuda::Pieces<X, kDivergencePiece / (256 * Row<X>::kWidth)>;
+
+__global__ void __launch_bounds__(1024) count_kernel(DivergenceCount a) {
+  float n = 0;
+  for (int64_t r = threadIdx.x; r < a.rows; r += blockDim.x) n += a.labels[r] != a.ignore_index;
+  n = RowReduce<Sum>()(n);
+  if (threadIdx.x == 0) *a.count = fmaxf(n, 1);
+}
+
+/// kEach: elements have losses and upstream gradients of their own.
+template <class X, class T, class Formula, bool kEach>
+__global__ void __launch_bounds__(256) pieces_kernel(DivergencePieces a, Pieces<X> pieces) {
+  constexpr int kWidth = Row<X>::kWidth;
+  struct Loaded {
+    typename Row<X>::Pack x;
+    Pack<T, kWidth> t;
+  };
+  const Row<X> x = pieces.of(a.x, a.cols), dx = pieces.of(a.dx, a.cols);
+  const Row<T> target = pieces.template of<T>(a.target, a.cols);
+  const Row<float> upstream = pieces.template of<float>(a.upstream, a.cols), each = pieces.template of<float>(a.each, a.cols);
+  const float scale = a.count ? a.scale / *a.count : a.scale;
+  const bool ignored = a.labels && a.labels[pieces.row()] == a.ignore_index;
+  const auto store = [&](int k, const float* f, const float* df) {
+    if (kEach && a.each) each.store(k, f, x);
+    if (a.dx) dx.store(k, df, x);
+  };
+
+  float sum = 0;
+  if (ignored) {
+    constexpr float zeros[kWidth] = {};
+    for (int k = threadIdx.x; k < x.packs(); k += blockDim.x) store(k, zeros, zeros);
+  } else {
+    const auto load = [&](int k) { return Loaded{x.load(k, X(Formula::kNothing)), target.load(k, T(Formula::kNothing), x)}; };
+    for_each_load<2>(0, x.packs(), load, [&](int k, const Loaded& loaded) {
+      float f[kWidth], df[kWidth], g[kWidth];
+      loaded.x.to_float(f), loaded.t.to_float(df);
+      if (kEach && a.upstream) upstream.load(k, 0, x).to_float(g);
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        const auto at = Formula::template at<Math<X>>(f[j], df[j], a.parameter);
+        sum += at.f;
+        f[j] = at.f, df[j] = at.df * (kEach && a.upstream ? scale * g[j] : scale);
+      }
+      store(k, f, df);
+    });
+  }
+  if (kEach) return;
+  sum = RowReduce<Sum>()(sum);
+  if (threadIdx.x == 0) a.sums[blockIdx.x] = sum;
+}
+
+template <class T>
+__global__ void __launch_bounds__(1024) total_kernel(DivergenceTotal a) {
+  float sum = 0;
+#pragma unroll 8
+  for (int64_t i = threadIdx.x; i < a.pieces; i += blockDim.x) sum += a.sums[i];
+  sum = RowReduce<Sum>()(sum);
+  if (threadIdx.x == 0) *static_cast<T*>(a.total) = T(float(sum * (a.count ? a.scale / *a.count : a.scale)));
+}
+
+}  // namespace
+
+LIGER_REGISTER(divergence_count, [](const DivergenceCount& a, Stream s) { launch(count_kernel, {.blocks = 1, .threads = 1024}, s, a); });
+
+LIGER_REGISTER(divergence_pieces, [](const DivergencePieces& a, Stream s) {
+  dispatch_weighted(a.dtype, a.target_dtype, [&]<class X, class T>() {
+    dispatch_divergence(a.kind, [&]<class Formula>() {
+      const Pieces<X> pieces(a.rows, a.cols);
+      launch(a.sums ? pieces_kernel<X, T, Formula, false> : pieces_kernel<X, T, Formula, true>, pieces.grid(), s, a, pieces);
+    });
+  });
+});
+
+LIGER_REGISTER(divergence_total, [](const DivergenceTotal& a, Stream s) {
+  dispatch(a.dtype, [&]<class T>() { launch(total_kernel<T>, {.blocks = 1, .threads = 1024}, s, a); });
+});
+
+}  // namespace liger::cuda::divergence

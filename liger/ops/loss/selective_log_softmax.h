@@ -1,0 +1,51 @@
+#pragma once
+#include "liger/core/kernel.h"
+
+namespace liger {
+
+/// Elements of a row whose statistics are taken at once.
+inline constexpr int64_t kSelectivePiece = 16384;
+/// An exponent whose exp is 0: what lies lower weighs nothing, and its product with 0 is to be no NaN.
+inline constexpr float kSelectiveLowest = -200;
+
+/// Statistics of a piece of a row of logits x at temperature T, for z = x / T. Rows whose id is ignore_index are not read.
+struct SelectiveParts {
+  const void* x;               // [rows, cols], stride elements apart
+  const int64_t* ids;          // [rows]
+  float* parts;                // [rows, ⌈cols / kSelectivePiece⌉, 3]: m = max x, s = Σ exp(z − m/T), Σ exp(z − m/T) (z − m/T)
+  int64_t rows, cols, x_stride, ignore_index;
+  float inverse_temperature;
+  DType dtype;
+};
+
+/// p = softmax(z), logp = ln p_id, entropy = −Σ p ln p; both 0 in ignored rows.
+struct SelectiveLogSoftmax {
+  const void* x;               // [rows, cols], stride elements apart
+  const int64_t* ids;          // [rows]
+  const float* parts;          // of SelectiveParts
+  float *logp, *entropy;       // [rows]
+  float* stats;                // [rows, 3]: m and s of the row, and mean = Σ p (z − m/T)
+  int64_t* bad_id;             // on the host: an id outside [0, cols); null on devices that assert instead
+  int64_t rows, cols, x_stride, ignore_index;
+  float inverse_temperature;
+  DType dtype;
+};
+
+/// dx_j = (g ([j = id] − p_j) − h p_j (ln p_j + entropy)) / T, g and h the gradients of logp and entropy; 0 in ignored rows.
+/// ln p_j + entropy = z_j − m/T − mean.
+struct SelectiveBackward {
+  const float *dlogp, *dentropy;  // g, h [rows]
+  const void* x;               // [rows, cols], stride elements apart
+  const int64_t* ids;          // [rows]
+  const float* stats;          // of SelectiveLogSoftmax
+  void* dx;                    // [rows, cols]
+  int64_t rows, cols, x_stride, ignore_index;
+  float inverse_temperature;
+  DType dtype;
+};
+
+inline constinit Kernel<SelectiveParts> selective_parts{"selective_log_softmax_parts"};
+inline constinit Kernel<SelectiveLogSoftmax> selective_log_softmax_rows{"selective_log_softmax"};
+inline constinit Kernel<SelectiveBackward> selective_backward{"selective_log_softmax_backward"};
+
+}  // namespace liger

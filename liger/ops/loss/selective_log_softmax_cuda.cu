@@ -1,0 +1,138 @@
+#include "liger/core/cuda/softmax.cuh"
+#include "liger/core/cuda/stream.cuh"
+#include "liger/ops/loss/selective_log_softmax.h"
+
+namespace liger::cuda::selective_log_softmax {
+namespace {
+
+template <class T>
+using Pieces = cuda::Pieces<T, kSelectivePiece / (256 * Row<T>::kWidth)>;
+
+/// OnlineSoftmax of z = x / T, which also sums exp(z − max) (z − max); max is x's.
+template <class T>
+struct OnlineEntropy {
+  float inverse_temperature;
+  struct Value { float max, sum, weighted; };
+  __device__ static Value identity() { return {OnlineSoftmax<T>::identity().max, 0, 0}; }
+
+  __device__ float exponent(float x, float max) const { return (x - max) * inverse_temperature; }
+  __device__ static float exp(float d) { return OnlineSoftmax<T>::exp(d, 0); }
+
+  __device__ Value raised(Value v, float top) const {
+    const float d = exponent(v.max, top), e = exp(d);
+    return {top, e * v.sum, e * (v.weighted + fmaxf(d, kSelectiveLowest) * v.sum)};
+  }
+
+  template <int n>
+  __device__ void push(Value& v, const float (&x)[n]) const {
+    float top = v.max;
+#pragma unroll
+    for (int j = 0; j < n; ++j) top = fmaxf(top, x[j]);
+    v = raised(v, top);
+#pragma unroll
+    for (int j = 0; j < n; ++j) {
+      const float d = exponent(x[j], top), e = exp(d);
+      v.sum += e;
+      v.weighted += e * fmaxf(d, kSelectiveLowest);
+    }
+  }
+
+  __device__ Value operator()(Value a, Value b) const {
+    const float top = fmaxf(a.max, b.max);
+    a = raised(a, top), b = raised(b, top);
+    return {top, a.sum + b.sum, a.weighted + b.weighted};
+  }
+
+  __device__ static Value shuffle(Value v, int lane) {
+    return {__shfl_xor_sync(~0u, v.max, lane), __shfl_xor_sync(~0u, v.sum, lane), __shfl_xor_sync(~0u, v.weighted, lane)};
+  }
+};
+
+template <class T>
+__global__ void __launch_bounds__(256) parts_kernel(SelectiveParts a, Pieces<T> pieces) {
+  if (a.ids[pieces.row()] == a.ignore_index) return;
+  const Row<T> x = pieces.of(a.x, a.x_stride);
+  const OnlineEntropy<T> online{a.inverse_temperature};
+  auto v = online.identity();
+  for_each_pack<4>(x, 0, x.packs(), T(-INFINITY), [&](int, const auto& pack) {
+    float f[Row<T>::kWidth];
+    pack.to_float(f);
+    online.push(v, f);
+  });
+  v = RowReduce<OnlineEntropy<T>>()(v, online);
+  float* part = a.parts + int64_t(blockIdx.x) * 3;
+  if (threadIdx.x == 0) part[0] = v.max, part[1] = v.sum, part[2] = v.weighted;
+}
+
+/// A warp a row.
+template <class T>
+__global__ void __launch_bounds__(256) rows_kernel(SelectiveLogSoftmax a, int parts) {
+  const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+  if (row >= a.rows) return;
+  const int64_t id = a.ids[row];
+  const bool ignored = id == a.ignore_index;
+  if (!ignored && (id < 0 || id >= a.cols)) fail_label(id, a.cols);
+  const OnlineEntropy<float> online{a.inverse_temperature};
+  auto v = online.identity();
+  for (int i = threadIdx.x; i < parts && !ignored; i += blockDim.x) {
+    const float* part = a.parts + (row * parts + i) * 3;
+    v = online(v, {part[0], part[1], part[2]});
+  }
+  v = RowReduce<OnlineEntropy<float>>()(v, online);
+  if (threadIdx.x > 0) return;
+  const float log_sum = logf(v.sum);
+  const float mean = v.weighted / v.sum;
+  a.logp[row] = ignored ? 0 : online.exponent(float(static_cast<const T*>(a.x)[row * a.x_stride + id]), v.max) - log_sum;
+  a.entropy[row] = ignored ? 0 : log_sum - mean;
+  float* stats = a.stats + 3 * row;
+  stats[0] = v.max, stats[1] = v.sum, stats[2] = mean;
+}
+
+template <class T>
+__global__ void __launch_bounds__(256) backward_kernel(SelectiveBackward a, Pieces<T> pieces) {
+  constexpr int kWidth = Row<T>::kWidth;
+  const int64_t row = pieces.row(), id = a.ids[row];
+  const Row<T> x = pieces.of(a.x, a.x_stride), dx = pieces.of(a.dx, a.cols);
+  if (id == a.ignore_index) {
+    constexpr float zeros[kWidth] = {};
+    for (int k = threadIdx.x; k < x.packs(); k += blockDim.x) dx.store(k, zeros, x);
+    return;
+  }
+  const OnlineEntropy<T> online{a.inverse_temperature};
+  const float *stats = a.stats + 3 * row, max = stats[0], by = 1 / stats[1], g = a.dlogp[row] * a.inverse_temperature, h = a.dentropy[row] * a.inverse_temperature;
+  const float slope = h * by, level = (g - h * stats[2]) * by;
+  const int at = int(id - pieces.begin());  // the id's column in this piece, or outside of it
+  for_each_pack<4>(x, 0, x.packs(), T(0), [&](int k, const auto& pack) {
+    float f[kWidth];
+    pack.to_float(f);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      const float d = online.exponent(f[j], max), dz = -online.exp(d) * (level + slope * fmaxf(d, kSelectiveLowest));
+      f[j] = x.column(k) + j == at ? g + dz : dz;
+    }
+    dx.store(k, f, x);
+  });
+}
+
+}  // namespace
+
+LIGER_REGISTER(selective_parts, [](const SelectiveParts& a, Stream s) {
+  dispatch(a.dtype, [&]<class T>() {
+    const Pieces<T> pieces(a.rows, a.cols);
+    launch(parts_kernel<T>, pieces.grid(), s, a, pieces);
+  });
+});
+LIGER_REGISTER(selective_log_softmax_rows, [](const SelectiveLogSoftmax& a, Stream s) {
+  dispatch(a.dtype, [&]<class T>() {
+    const int parts = int((a.cols + kSelectivePiece - 1) / kSelectivePiece);
+    launch(rows_kernel<T>, {.blocks = (a.rows + 7) / 8, .threads = {32, 8}}, s, a, parts);
+  });
+});
+LIGER_REGISTER(selective_backward, [](const SelectiveBackward& a, Stream s) {
+  dispatch(a.dtype, [&]<class T>() {
+    const Pieces<T> pieces(a.rows, a.cols);
+    launch(backward_kernel<T>, pieces.grid(), s, a, pieces);
+  });
+});
+
+}  // namespace liger::cuda::selective_log_softmax

@@ -1,0 +1,100 @@
+#include "liger/core/torch/op.h"
+#include "liger/ops.h"
+#include "liger/ops/loss/selective_log_softmax.h"
+
+namespace liger {
+namespace op::selective_log_softmax {
+
+void check(const Tensor& x, const Tensor& ids, double temperature) {
+  check_rows("selective_log_softmax", x);
+  TORCH_CHECK(ids.sym_sizes() == x.sym_sizes().slice(0, x.dim() - 1) && ids.device() == x.device(), "selective_log_softmax: ids must be ",
+              x.sym_sizes().slice(0, x.dim() - 1), " on ", x.device(), ", got ", ids.sym_sizes(), " on ", ids.device());
+  TORCH_CHECK_TYPE(at::isIntegralType(ids.scalar_type(), false), "selective_log_softmax: ids must be integers, got ", ids.scalar_type());
+  TORCH_CHECK_VALUE(temperature > 0, "selective_log_softmax: temperature must be positive, got ", temperature);
+}
+
+using Forward = std::tuple<Tensor, Tensor, Tensor>;
+
+Forward forward(const Tensor& x_, const Tensor& ids_, double temperature, int64_t ignore_index) {
+  check(x_, ids_, temperature);
+  const Tensor logp = empty_stat(x_), entropy = empty_stat(x_), stats = at::empty_symint({logp.sym_numel(), 3}, logp.options());
+  if (x_.is_meta() || logp.numel() == 0) return {logp, entropy, stats};
+  const Rows x(x_);
+  const Tensor ids = ids_.to(at::kLong).contiguous();
+  const int64_t n = logp.numel(), width = cols(x_);
+  const float inverse = float(1 / temperature);
+  const Tensor parts = at::empty({n, (width + kSelectivePiece - 1) / kSelectivePiece, 3}, logp.options());
+  run(selective_parts, logp,
+      {.x = data(x.tensor), .ids = data<int64_t>(ids), .parts = data<float>(parts), .rows = n, .cols = width, .x_stride = x.stride,
+       .ignore_index = ignore_index, .inverse_temperature = inverse, .dtype = dtype_of(x_)});
+  int64_t bad_id = ignore_index;
+  run(selective_log_softmax_rows, logp,
+      {.x = data(x.tensor), .ids = data<int64_t>(ids), .parts = data<float>(parts), .logp = data<float>(logp), .entropy = data<float>(entropy),
+       .stats = data<float>(stats), .bad_id = &bad_id, .rows = n, .cols = width, .x_stride = x.stride, .ignore_index = ignore_index,
+       .inverse_temperature = inverse, .dtype = dtype_of(x_)});
+  TORCH_CHECK_INDEX(bad_id == ignore_index, "selective_log_softmax: id ", bad_id, " is out of bounds: it is outside [0, ", width, ") and not ignore_index ", ignore_index);
+  return {logp, entropy, stats};
+}
+
+std::tuple<Tensor, Tensor> inference(const Tensor& x, const Tensor& ids, double temperature, int64_t ignore_index) {
+  auto [logp, entropy, stats] = forward(x, ids, temperature, ignore_index);
+  return {logp, entropy};
+}
+
+Tensor backward(const Tensor& dlogp_, const Tensor& dentropy_, const Tensor& x_, const Tensor& ids_, const Tensor& stats,
+                double temperature, int64_t ignore_index) {
+  check(x_, ids_, temperature);
+  const Tensor dx = output(at::empty_symint(x_.sym_sizes(), x_.options()));
+  if (dx.is_meta()) return dx;
+  const Rows x(x_);
+  const Tensor ids = ids_.to(at::kLong).contiguous(), dlogp = dlogp_.to(at::kFloat).contiguous(), dentropy = dentropy_.to(at::kFloat).contiguous();
+  run(selective_backward, dx,
+      {.dlogp = data<float>(dlogp), .dentropy = data<float>(dentropy), .x = data(x.tensor), .ids = data<int64_t>(ids), .stats = data<float>(stats),
+       .dx = dx.data_ptr(), .rows = rows(dx), .cols = cols(dx), .x_stride = x.stride, .ignore_index = ignore_index,
+       .inverse_temperature = float(1 / temperature), .dtype = dtype_of(dx)});
+  return dx;
+}
+
+constexpr Op<"liger::selective_log_softmax", inference> public_op;
+constexpr Op<"liger::selective_log_softmax_forward", forward> forward_op;
+constexpr Op<"liger::selective_log_softmax_backward", backward> backward_op;
+
+struct Autograd : torch::autograd::Function<Autograd> {
+  static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& ids, double temperature, int64_t ignore_index) {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    auto [logp, entropy, stats] = forward_op(x, ids, temperature, ignore_index);
+    ctx->save_for_backward({x, ids, stats});
+    ctx->saved_data["attrs"] = std::make_tuple(temperature, ignore_index);
+    return {logp, entropy};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const auto saved = ctx->get_saved_variables();
+    const auto [temperature, ignore_index] = ctx->saved_data["attrs"].to<std::tuple<double, int64_t>>();
+    return {backward_op(grads[0], grads[1], saved[0], saved[1], saved[2], temperature, ignore_index), {}, {}, {}};
+  }
+};
+
+}  // namespace op::selective_log_softmax
+
+std::tuple<Tensor, Tensor> selective_log_softmax(const Tensor& x, const Tensor& ids, double temperature, int64_t ignore_index) {
+  return op::selective_log_softmax::public_op(x, ids, temperature, ignore_index);
+}
+
+TORCH_LIBRARY_FRAGMENT(liger, m) {
+  m.def("selective_log_softmax(Tensor x, Tensor ids, float temperature, int ignore_index) -> (Tensor logp, Tensor entropy)");
+  m.def("selective_log_softmax_forward(Tensor x, Tensor ids, float temperature, int ignore_index) -> (Tensor logp, Tensor entropy, Tensor stats)");
+  m.def("selective_log_softmax_backward(Tensor dlogp, Tensor dentropy, Tensor x, Tensor ids, Tensor stats, float temperature, "
+        "int ignore_index) -> Tensor");
+}
+LIGER_IMPL(selective_log_softmax, m) {
+  m.impl("selective_log_softmax", op::selective_log_softmax::inference);
+  m.impl("selective_log_softmax_forward", op::selective_log_softmax::forward);
+  m.impl("selective_log_softmax_backward", op::selective_log_softmax::backward);
+}
+TORCH_LIBRARY_IMPL(liger, Autograd, m) {
+  m.impl("selective_log_softmax", differentiated<op::selective_log_softmax::Autograd, 1>(op::selective_log_softmax::public_op));
+  refuse_derivative(m, {"selective_log_softmax_forward", "selective_log_softmax_backward"});
+}
+
+}  // namespace liger

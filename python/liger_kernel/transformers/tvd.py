@@ -1,0 +1,16 @@
+"""Total variation distance as a module."""
+
+from torch import nn
+
+from liger_kernel.ops import LigerTVDLossFunction
+
+
+class LigerTVDLoss(nn.Module):
+    """The distance of probabilities p and q, both [rows, cols]; see LigerTVDLossFunction."""
+
+    def __init__(self, reduction="batchmean", ignore_index=-100):
+        super().__init__()
+        self.reduction, self.ignore_index = reduction, ignore_index
+
+    def forward(self, p, q, shift_labels=None):
+        return LigerTVDLossFunction.apply(p, q, shift_labels, self.reduction, self.ignore_index)
