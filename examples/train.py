@@ -148,7 +148,8 @@ class Memory:
 def work(run):
     """One training run, in a process of its own: its result goes to the file run.result."""
     from tqdm import tqdm
-    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Trainer, TrainerCallback, TrainingArguments
+    from transformers import PrinterCallback, set_seed
 
     if run.model:
         config = AutoConfig.from_pretrained(run.model)

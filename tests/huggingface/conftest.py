@@ -6,6 +6,7 @@ import importlib
 import pytest
 import torch
 import transformers
+
 from liger_kernel.transformers.families import FAMILIES
 from liger_kernel.transformers.patch import patch
 

@@ -6,18 +6,19 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import liger_kernel.transformers
 import pytest
 import torch
 from conftest import COMMON, assert_close, batch, class_of, config_of, make, modeling
+from torch import nn
+from transformers import PreTrainedModel
+
+import liger_kernel.transformers
 from liger_kernel.transformers import monkey_patch
 from liger_kernel.transformers.families import FAMILIES, LLAMA, MODEL_TYPES, ROPE, SWIGLU, CausalLM, Family
 from liger_kernel.transformers.model import loss_utils
 from liger_kernel.transformers.patch import Report, patch
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
 from liger_kernel.transformers.rope import liger_rotary_pos_emb
-from torch import nn
-from transformers import PreTrainedModel
 
 FUSED = "fused_linear_cross_entropy"
 

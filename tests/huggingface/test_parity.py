@@ -15,9 +15,10 @@ from conftest import (
     make,
     run,
 )
-from liger_kernel.transformers import functional
 from torch import nn
 from torch.nn import functional as F
+
+from liger_kernel.transformers import functional
 
 FUSED, UNFUSED = "fused_linear_cross_entropy", "cross_entropy"
 

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from conftest import VOCABULARY, assert_close, assert_same_step, batch, class_of, make, run
-from liger_kernel.transformers.causal_lm import LinearWithLoss, _warn_once
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import Trainer, TrainingArguments
+
+from liger_kernel.transformers.causal_lm import LinearWithLoss, _warn_once
 
 LEVELS = pytest.mark.parametrize("level", ["class", "instance"])
 
@@ -312,8 +313,9 @@ def test_fsdp1(family, patched, one_process, first, use_orig_params):
 
 
 def test_fsdp_redirection(one_process):
-    from liger_kernel.transformers.fsdp import _FSDPForwardRedirection
     from torch.distributed.fsdp import FullyShardedDataParallel
+
+    from liger_kernel.transformers.fsdp import _FSDPForwardRedirection
 
     wrapped = FullyShardedDataParallel(nn.Linear(3, 2), device_id=torch.device("cpu"))
     inner, x = wrapped.module, torch.ones(1, 3)
