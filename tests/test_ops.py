@@ -101,7 +101,7 @@ def test_layouts(case, device):
         leaves = [t if t is None or not t.is_floating_point() else t.requires_grad_(i in case.differentiable) for i, t in enumerate(changed)]
         got, _ = run(case.op, leaves, options, upstream)
         for a, b in zip(got, expected):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 if case.flops else 1e-6)  # a library's GEMM depends on the alignment
         for a, b in zip(changed, before):
             assert a is None or torch.equal(a, b)
 

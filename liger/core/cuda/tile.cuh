@@ -228,14 +228,21 @@ __device__ float sum(const Tile& t) {
   return s;
 }
 
-/// Σ (t − mean)² over a thread's part of the row.
+/// The moments of a thread's part of the row.
 template <class Tile>
-__device__ float squares(const Tile& t, float mean, const Place& at) {
-  float s = 0;
+__device__ Moments::Value moments(const Tile& t, const Place& at) {
+  const auto counts = [&](int i) {
+    const int c = Tile::column(i, at);
+    return c >= at.first() && c < at.cols - at.from;
+  };
+  Moments::Value m{};
+#pragma unroll
+  for (int i = 0; i < Tile::kItems; ++i) m.n += counts(i);
+  if (m.n > 0) m.mean = sum(t) / m.n;
 #pragma unroll
   for (int i = 0; i < Tile::kItems; ++i)
-    if (const int c = Tile::column(i, at); c >= at.first() && c < at.cols - at.from) s += (t.v[i] - mean) * (t.v[i] - mean);
-  return s;
+    if (counts(i)) m.squares += (t.v[i] - m.mean) * (t.v[i] - m.mean);
+  return m;
 }
 
 inline bool aligned16(std::initializer_list<const void*> pointers) {
@@ -254,20 +261,23 @@ struct Tiling {
   int64_t groups(int64_t rows) const { return (rows + threads.y - 1) / threads.y; }
 };
 
-/// Threads of a block: about as many as short rows get, as many as a row gets, and whether a longer row may be spread over a cluster.
-struct Threads { int few, most; bool spread = false; };
+/// Threads of a block: about as many as short rows get, and as many as a row gets.
+struct Threads { int few, most; };
 
-/// Calls f.operator()<Tile>(tiling) where tiles of kItems a thread cover rows of `cols`. False where the rows are too long.
-template <class T, int kItems, class F>
+/// Calls f.operator()<Tile>(tiling) where tiles of kItems a thread cover rows of `cols`, longer ones spread over a cluster if kSpread.
+/// False where the rows are too long.
+template <class T, int kItems, bool kSpread, class F>
 bool dispatch_tile(int64_t cols, Threads block, std::initializer_list<const void*> pointers, F&& f) {
   constexpr int kVec = 16 / sizeof(T);
   const bool whole = cols % kVec == 0 && aligned16(pointers);
   const int64_t need = (cols + (whole ? 0 : kVec - 1) + kItems - 1) / kItems;
-  if (block.spread && whole && need > block.most && need <= block.most * kTileCluster && has_clusters()) {
-    int cluster = 2;
-    while (cluster * block.most < need) cluster *= 2;
-    f.template operator()<Tile<kItems, kVec, Fit::Spread>>(Tiling{unsigned((need + cluster * 32 - 1) / (cluster * 32) * 32), cluster});
-    return true;
+  if constexpr (kSpread) {
+    if (whole && need > block.most && need <= block.most * kTileCluster && has_clusters()) {
+      int cluster = 2;
+      while (cluster * block.most < need) cluster *= 2;
+      f.template operator()<Tile<kItems, kVec, Fit::Spread>>(Tiling{unsigned((need + cluster * 32 - 1) / (cluster * 32) * 32), cluster});
+      return true;
+    }
   }
   if (need > block.most) return false;
   unsigned x = 1;

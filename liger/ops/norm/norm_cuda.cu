@@ -92,10 +92,23 @@ __device__ void output(const NormForward& a, const Tile& x, const Tile& w, Stats
   store<T>(y, a.y, at);
 }
 
-template <class T>
-__device__ float inverse_root(float squares, const NormForward& a) {
-  const float rstd = rsqrtf(squares / a.cols + a.eps);
-  return a.casting == Casting::None ? round_to<T>(rstd) : rstd;
+/// What a row's stats are made of, from any part of it: its moments, or Σ x² alone.
+template <Norm kNorm>
+using Measure = std::conditional_t<centred(kNorm), Moments, Sum>;
+
+template <Norm kNorm, class Tile>
+__device__ typename Measure<kNorm>::Value measure(const Tile& x, const Place& at) {
+  if constexpr (centred(kNorm)) return moments(x, at);
+  else return sum(x * x);
+}
+
+template <class T, Norm kNorm>
+__device__ Stats finished(typename Measure<kNorm>::Value of_row, const NormForward& a) {
+  if constexpr (centred(kNorm)) return {of_row.mean, rsqrtf(of_row.squares / a.cols + a.eps)};
+  else {
+    const float rstd = rsqrtf(of_row / a.cols + a.eps);
+    return {0, a.casting == Casting::None ? round_to<T>(rstd) : rstd};
+  }
 }
 
 template <Norm kNorm>
@@ -112,31 +125,26 @@ template <class T, class W, class Tile, Norm kNorm>
 __global__ void __maxnreg__(forward_registers(kNorm, Tile::kFit, sizeof(T))) forward_kernel(NormForward a) {
   const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   const Place at = Tile::template place<T>(a.x, row, a.rows, a.cols);
-  RowReduce<Sum> reduce;
   const Input<T, Tile, kNorm> input(a, at);
   const Vector<W, Tile, kNorm> w(a, a.w, at);
   const Tile x = input.get(a, at);
   Stats stats{};
-  if constexpr (centred(kNorm)) stats.mean = reduce(sum(x)) / a.cols;
-  if constexpr (!tanh_of(kNorm)) stats.rstd = inverse_root<T>(reduce(centred(kNorm) ? squares(x, stats.mean, at) : sum(x * x)), a);
+  if constexpr (!tanh_of(kNorm)) stats = finished<T, kNorm>(RowReduce<Measure<kNorm>>()(measure<kNorm>(x, at)), a);
   output<T, W, kNorm>(a, x, w.get(at) + (a.w ? a.offset : 1), stats, at);
   keep<kNorm>(a, stats, row);
 }
 
-/// Longer rows are read again for each pass, from a cache.
+/// Longer rows are read a second time, from a cache.
 template <class T, class W, class Tile, Norm kNorm>
 __global__ void __launch_bounds__(kTileThreads) forward_long_kernel(NormForward a) {
   Place at = Tile::template place<T>(a.x, blockIdx.x, a.rows, a.cols);
   const int64_t end = a.cols + at.shift;
-  RowReduce<Sum> reduce;
   Stats stats{};
-  const auto total = [&](auto f) {
-    float s = 0;
-    for (at.from = 0; at.from < end; at.from += Tile::covered()) s += f(Input<T, Tile, kNorm>(a, at).get(a, at));
-    return reduce(s);
-  };
-  if constexpr (centred(kNorm)) stats.mean = total([](const Tile& x) { return sum(x); }) / a.cols;
-  if constexpr (!tanh_of(kNorm)) stats.rstd = inverse_root<T>(total([&](const Tile& x) { return squares(x, stats.mean, at); }), a);
+  if constexpr (!tanh_of(kNorm)) {
+    auto all = Measure<kNorm>::identity();
+    for (at.from = 0; at.from < end; at.from += Tile::covered()) all = Measure<kNorm>()(all, measure<kNorm>(Input<T, Tile, kNorm>(a, at).get(a, at), at));
+    stats = finished<T, kNorm>(RowReduce<Measure<kNorm>>()(all), a);
+  }
   for (at.from = 0; at.from < end; at.from += Tile::covered()) {
     const Input<T, Tile, kNorm> input(a, at);
     const Vector<W, Tile, kNorm> w(a, a.w, at);
@@ -316,7 +324,7 @@ void dispatch_args(const Args& a, F&& f) {
 LIGER_REGISTER(norm_forward, [](const NormForward& a, Stream s) {
   dispatch_args(a, [&]<class T, class W, Norm kNorm>() {
     const auto pointers = {a.x, a.residual, a.w, a.b, a.scale, a.shift, (const void*)a.s, (const void*)a.y};
-    if (!dispatch_tile<T, 16>(a.cols, {.few = 128, .most = 512}, pointers, [&]<class Tile>(Tiling t) {
+    if (!dispatch_tile<T, 16, false>(a.cols, {.few = 128, .most = 512}, pointers, [&]<class Tile>(Tiling t) {
           launch(forward_kernel<T, W, Tile, kNorm>, t.grid(t.groups(a.rows)), s, a);
         }))
       dispatch_walk<T, 16>(a.cols, pointers, [&]<class Tile>(Tiling t) { launch(forward_long_kernel<T, W, Tile, kNorm>, t.grid(a.rows), s, a); });
@@ -330,8 +338,8 @@ LIGER_REGISTER(norm_backward, [](const NormBackward& a, Stream s) {
     };
     const auto pointers = {a.dy, a.ds, a.x, a.w, a.scale, (const void*)a.dx, (const void*)a.dw, (const void*)a.db, (const void*)a.dalpha, (const void*)a.dscale, (const void*)a.dshift};
     // One pack a thread leaves room to fetch the next row ahead.
-    constexpr Threads block{.few = 512, .most = most_threads(kNorm), .spread = true};
-    if (!dispatch_tile<T, 16 / sizeof(T)>(a.cols, block, pointers, in_registers) && !dispatch_tile<T, 8>(a.cols, block, pointers, in_registers))
+    constexpr Threads block{.few = 512, .most = most_threads(kNorm)};
+    if (!dispatch_tile<T, 16 / sizeof(T), true>(a.cols, block, pointers, in_registers) && !dispatch_tile<T, 8, true>(a.cols, block, pointers, in_registers))
       dispatch_walk<T, 8>(a.cols, pointers, [&]<class Tile>(Tiling t) { launch(backward_long_kernel<T, W, Tile, kNorm>, t.grid(a.shares), s, a); });
   });
 });

@@ -34,7 +34,7 @@ __device__ void output(const PolyNormForward& a, const Tile& x, const float* rst
 }
 
 __device__ inline Powers::Value inverse_roots(Powers::Value sums, const PolyNormForward& a) {
-  for (float& s : sums.v) s = rsqrtf(s / a.cols + a.eps);
+  for (float& s : sums.v) s = 1 / sqrtf(s / a.cols + a.eps);  // rsqrtf would be off by up to two units
   return sums;
 }
 
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kTileThreads) backward_long_kernel(PolyNormBac
 LIGER_REGISTER(poly_norm_forward, [](const PolyNormForward& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
     const auto pointers = {a.x, (const void*)a.y};
-    if (!dispatch_tile<T, 16>(a.cols, {.few = 128, .most = 512}, pointers, [&]<class Tile>(Tiling t) { launch(forward_kernel<T, Tile>, t.grid(t.groups(a.rows)), s, a); }))
+    if (!dispatch_tile<T, 16, false>(a.cols, {.few = 128, .most = 512}, pointers, [&]<class Tile>(Tiling t) { launch(forward_kernel<T, Tile>, t.grid(t.groups(a.rows)), s, a); }))
       dispatch_walk<T, 16>(a.cols, pointers, [&]<class Tile>(Tiling t) { launch(forward_long_kernel<T, Tile>, t.grid(a.rows), s, a); });
   });
 });
@@ -144,8 +144,8 @@ LIGER_REGISTER(poly_norm_backward, [](const PolyNormBackward& a, Stream s) {
   if (a.rows == 0) return;
   dispatch(a.dtype, [&]<class T>() {
     const auto pointers = {a.dy, a.x, (const void*)a.dx};
-    constexpr Threads block{.few = 512, .most = kTileThreads, .spread = true};
-    if (!dispatch_tile<T, 8>(a.cols, block, pointers, [&]<class Tile>(Tiling t) { launch(backward_kernel<T, Tile>, t.grid(a.shares), s, a); }))
+    constexpr Threads block{.few = 512, .most = kTileThreads};
+    if (!dispatch_tile<T, 8, true>(a.cols, block, pointers, [&]<class Tile>(Tiling t) { launch(backward_kernel<T, Tile>, t.grid(a.shares), s, a); }))
       dispatch_walk<T, 8>(a.cols, pointers, [&]<class Tile>(Tiling t) { launch(backward_long_kernel<T, Tile>, t.grid(a.shares), s, a); });
   });
 });
