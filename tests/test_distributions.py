@@ -82,7 +82,8 @@ def test_masked_logits(dtype, device):
     x[0, ::2], x[1, :299], x[2, 1:] = -math.inf, torch.finfo(dtype).min, -math.inf
     plain = x.float()
     eps = torch.finfo(dtype).eps
-    close(liger_softmax(x).float(), plain.softmax(-1), rtol=eps, atol=eps / 100)
+    # In float an exponential is off by up to two units on CUDA, the sum and the quotient by one each, in torch's too.
+    close(liger_softmax(x).float(), plain.softmax(-1), rtol=4 * eps if dtype == torch.float32 else eps, atol=eps / 100)
     assert not liger_sparsemax(x)[0, ::2].any() and liger_sparsemax(x)[1:3].float().tolist() == plain[1:3].softmax(-1).round().tolist()
     ids = torch.tensor([1, 299, 0, 5], device=device)
     logp, entropy = liger_selective_log_softmax(x, ids)

@@ -2,7 +2,10 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#include <mutex>
+#include <set>
 #include <type_traits>
+#include <utility>
 #include "liger/core/kernel.h"
 
 extern "C" __device__ void __assertfail(const char* message, const char* file, unsigned line, const char* function, size_t char_size);
@@ -58,14 +61,15 @@ void launch(void (*kernel)(P...), const Grid& grid, Stream s, const P&... args) 
   if (grid.blocks == 0) return;
   if (grid.blocks > 2147483647) throw std::runtime_error("liger: more blocks than one launch can have");
   if (grid.shared_bytes > 48 * 1024) {
-    // Raised once per kernel and device: a block gets no more than 48 KiB unasked.
-    static bool raised[kMaxDevices];
-    if (bool& done = raised[current_device()]; !done) {
+    // Raised once per kernel and device: a block gets no more than 48 KiB unasked. Kernels of one signature share this function.
+    static std::mutex mutex;
+    static std::set<std::pair<const void*, int>> raised;
+    const std::lock_guard lock(mutex);
+    if (raised.insert({reinterpret_cast<const void*>(kernel), current_device()}).second) {
       cudaFuncAttributes of{};
       check(cudaFuncGetAttributes(&of, kernel));
       check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() - int(of.sharedSizeBytes)));
-      done = true;
     }
   }
   cudaLaunchConfig_t config{};

@@ -27,20 +27,6 @@ struct Sums {
   }
 };
 
-/// Number, mean and Σ (x − mean)² of what was seen, merged as Chan et al. 1979 have it: one pass, and nothing is lost where the mean is
-/// large. Symmetric in its arguments, so that all threads of a row get the same bits.
-struct Moments {
-  struct Value { float n, mean, squares; };
-  static __device__ Value identity() { return {}; }
-  __device__ Value operator()(Value a, Value b) const {
-    const float n = a.n + b.n, per_n = n > 0 ? 1 / n : 0, apart = a.mean - b.mean;
-    return {n, (a.n * a.mean + b.n * b.mean) * per_n, a.squares + b.squares + apart * apart * (a.n * b.n * per_n)};
-  }
-  static __device__ Value shuffle(Value v, int lane) {
-    return {__shfl_xor_sync(~0u, v.n, lane), __shfl_xor_sync(~0u, v.mean, lane), __shfl_xor_sync(~0u, v.squares, lane)};
-  }
-};
-
 /// Reduces over the threads of a row (threadIdx.x, and where the row is spread over a cluster its blocks); every one of them gets the
 /// result. blockDim.x is a power of two up to 32 or a multiple of 32. Two sets of slots take turns, so that one barrier a call is
 /// enough. Blocks of a cluster call finish() at the end: their shared memory is read by the others.

@@ -45,7 +45,7 @@ LIGER_REGISTER(row_shares, [](const RowShares& a, Stream) {
   // Not every part of the chip that a cluster must fit into has a multiple of 4 multiprocessors: a sixteenth stays idle.
   blocks = blocks * multiprocessors(a.device) * (cluster > 2 ? 15 : 16) / (16 * cluster);
   if (a.cols % 8 != 0 && blocks > 8) blocks = blocks / 8 * 8;
-  *a.count = std::clamp<int64_t>(a.rows, 1, blocks);
+  *a.count = std::clamp<int64_t>(a.rows, 1, std::max<int64_t>(1, blocks));
 });
 LIGER_REGISTER(stream_capturing, [](const StreamCapturing& a, Stream s) { *a.yes = capturing(s); });
 LIGER_REGISTER(sum_shares, [](const SumShares& a, Stream s) {

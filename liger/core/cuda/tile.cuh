@@ -228,21 +228,14 @@ __device__ float sum(const Tile& t) {
   return s;
 }
 
-/// The moments of a thread's part of the row.
+/// Σ (t − mean)² over a thread's part of the row.
 template <class Tile>
-__device__ Moments::Value moments(const Tile& t, const Place& at) {
-  const auto counts = [&](int i) {
-    const int c = Tile::column(i, at);
-    return c >= at.first() && c < at.cols - at.from;
-  };
-  Moments::Value m{};
-#pragma unroll
-  for (int i = 0; i < Tile::kItems; ++i) m.n += counts(i);
-  if (m.n > 0) m.mean = sum(t) / m.n;
+__device__ float squares(const Tile& t, float mean, const Place& at) {
+  float s = 0;
 #pragma unroll
   for (int i = 0; i < Tile::kItems; ++i)
-    if (counts(i)) m.squares += (t.v[i] - m.mean) * (t.v[i] - m.mean);
-  return m;
+    if (const int c = Tile::column(i, at); c >= at.first() && c < at.cols - at.from) s += (t.v[i] - mean) * (t.v[i] - mean);
+  return s;
 }
 
 inline bool aligned16(std::initializer_list<const void*> pointers) {

@@ -30,7 +30,9 @@ struct Softmax {
   using Online = OnlineSoftmax<T>;
   static constexpr bool kMean = false;
   typename Online::Value v = Online::identity();
-  float inverse;
+  // The rounding of 1/Σ would be in every value of a row: where values are floats it is a double, and they are rounded once.
+  using Scalar = std::conditional_t<sizeof(T) == 2, float, double>;
+  Scalar inverse;
 
   template <int n>
   __device__ void push(const float (&x)[n]) { Online::push(v, x); }
@@ -39,10 +41,10 @@ struct Softmax {
   __device__ void settle(const Clusters& cluster, int, Load) {
     RowReduce<Online> reduce;
     v = cluster.reduce(reduce, v);
-    inverse = 1 / v.sum;
+    inverse = 1 / Scalar(v.sum);
   }
 
-  __device__ float value(float x) const { return Online::exp(x, v.max) * inverse; }
+  __device__ float value(float x) const { return float(Online::exp(x, v.max) * inverse); }
   static __device__ float weight(float y) { return y; }
 };
 

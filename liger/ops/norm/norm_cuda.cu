@@ -92,23 +92,10 @@ __device__ void output(const NormForward& a, const Tile& x, const Tile& w, Stats
   store<T>(y, a.y, at);
 }
 
-/// What a row's stats are made of, from any part of it: its moments, or Σ x² alone.
-template <Norm kNorm>
-using Measure = std::conditional_t<centred(kNorm), Moments, Sum>;
-
-template <Norm kNorm, class Tile>
-__device__ typename Measure<kNorm>::Value measure(const Tile& x, const Place& at) {
-  if constexpr (centred(kNorm)) return moments(x, at);
-  else return sum(x * x);
-}
-
-template <class T, Norm kNorm>
-__device__ Stats finished(typename Measure<kNorm>::Value of_row, const NormForward& a) {
-  if constexpr (centred(kNorm)) return {of_row.mean, rsqrtf(of_row.squares / a.cols + a.eps)};
-  else {
-    const float rstd = rsqrtf(of_row / a.cols + a.eps);
-    return {0, a.casting == Casting::None ? round_to<T>(rstd) : rstd};
-  }
+template <class T>
+__device__ float inverse_root(float squares, const NormForward& a) {
+  const float rstd = rsqrtf(squares / a.cols + a.eps);
+  return a.casting == Casting::None ? round_to<T>(rstd) : rstd;
 }
 
 template <Norm kNorm>
@@ -125,26 +112,31 @@ template <class T, class W, class Tile, Norm kNorm>
 __global__ void __maxnreg__(forward_registers(kNorm, Tile::kFit, sizeof(T))) forward_kernel(NormForward a) {
   const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   const Place at = Tile::template place<T>(a.x, row, a.rows, a.cols);
+  RowReduce<Sum> reduce;
   const Input<T, Tile, kNorm> input(a, at);
   const Vector<W, Tile, kNorm> w(a, a.w, at);
   const Tile x = input.get(a, at);
   Stats stats{};
-  if constexpr (!tanh_of(kNorm)) stats = finished<T, kNorm>(RowReduce<Measure<kNorm>>()(measure<kNorm>(x, at)), a);
+  if constexpr (centred(kNorm)) stats.mean = reduce(sum(x)) / a.cols;
+  if constexpr (!tanh_of(kNorm)) stats.rstd = inverse_root<T>(reduce(centred(kNorm) ? squares(x, stats.mean, at) : sum(x * x)), a);
   output<T, W, kNorm>(a, x, w.get(at) + (a.w ? a.offset : 1), stats, at);
   keep<kNorm>(a, stats, row);
 }
 
-/// Longer rows are read a second time, from a cache.
+/// Longer rows are read again for each pass, from a cache.
 template <class T, class W, class Tile, Norm kNorm>
 __global__ void __launch_bounds__(kTileThreads) forward_long_kernel(NormForward a) {
   Place at = Tile::template place<T>(a.x, blockIdx.x, a.rows, a.cols);
   const int64_t end = a.cols + at.shift;
+  RowReduce<Sum> reduce;
   Stats stats{};
-  if constexpr (!tanh_of(kNorm)) {
-    auto all = Measure<kNorm>::identity();
-    for (at.from = 0; at.from < end; at.from += Tile::covered()) all = Measure<kNorm>()(all, measure<kNorm>(Input<T, Tile, kNorm>(a, at).get(a, at), at));
-    stats = finished<T, kNorm>(RowReduce<Measure<kNorm>>()(all), a);
-  }
+  const auto total = [&](auto f) {
+    float s = 0;
+    for (at.from = 0; at.from < end; at.from += Tile::covered()) s += f(Input<T, Tile, kNorm>(a, at).get(a, at));
+    return reduce(s);
+  };
+  if constexpr (centred(kNorm)) stats.mean = total([](const Tile& x) { return sum(x); }) / a.cols;
+  if constexpr (!tanh_of(kNorm)) stats.rstd = inverse_root<T>(total([&](const Tile& x) { return squares(x, stats.mean, at); }), a);
   for (at.from = 0; at.from < end; at.from += Tile::covered()) {
     const Input<T, Tile, kNorm> input(a, at);
     const Vector<W, Tile, kNorm> w(a, a.w, at);

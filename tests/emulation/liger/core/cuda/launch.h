@@ -1,6 +1,7 @@
 #pragma once
 // Stands in for liger/core/cuda/launch.h, so that a .cu file can be compiled as C++ and checked where there is no GPU. A block is
 // a set of fibers on one thread, switched at barriers; the blocks of a cluster run on a thread each.
+#include <setjmp.h>
 #include <ucontext.h>
 #include <algorithm>
 #include <barrier>
@@ -49,8 +50,11 @@ struct Barrier {
   void wait();
 };
 
+/// A context begins a fiber; from then on it is left and entered by a jump, which needs no system call.
 struct Fiber {
   ucontext_t context;
+  jmp_buf jump;
+  bool started = false;
   dim3 thread;
   bool done = false;
   std::unique_ptr<char[]> stack;
@@ -59,7 +63,7 @@ struct Fiber {
 inline constexpr size_t kStack = 128 * 1024;
 
 struct Block {
-  ucontext_t scheduler;
+  jmp_buf scheduler;
   std::vector<Fiber> fibers;
   Fiber* current = nullptr;
   Barrier all;
@@ -72,8 +76,14 @@ struct Block {
 inline thread_local Block* block;
 
 inline void switch_away() {
-  Fiber* self = block->current;
-  swapcontext(&self->context, &block->scheduler);
+  if (!_setjmp(block->current->jump)) _longjmp(block->scheduler, 1);
+}
+
+inline void enter(Fiber& f) {
+  if (_setjmp(block->scheduler)) return;
+  if (f.started) _longjmp(f.jump, 1);
+  f.started = true;
+  setcontext(&f.context);
 }
 
 inline void Barrier::wait() {
@@ -88,7 +98,7 @@ inline void fiber_main() {
   Block* b = block;
   b->entry(b->closure);
   b->current->done = true;
-  swapcontext(&b->current->context, &b->scheduler);
+  _longjmp(b->scheduler, 1);
 }
 
 /// Runs one block of the grid on this thread.
@@ -124,7 +134,7 @@ void run_block(F body, dim3 index, dim3 grid, dim3 threads, int shared_bytes) {
       if (f.done) continue;
       b.current = &f;
       threadIdx = f.thread;
-      swapcontext(&b.scheduler, &f.context);
+      enter(f);
       alive += !f.done;
     }
   }
