@@ -5,7 +5,8 @@ include(CMakePackageConfigHelpers)
 set_target_properties(liger PROPERTIES INSTALL_RPATH "$ORIGIN;$ORIGIN/../../torch/lib")
 install(TARGETS liger liger_torch EXPORT liger LIBRARY DESTINATION ${prefix}lib)
 # The public headers: the functions, the modules, and what these include.
-foreach(header ops.h nn/activation.h nn/loss.h nn/norm.h nn/rope.h ops/activation/gated.h ops/loss/options.h ops/norm/rms_norm.h core/kernel.h core/math.h)
+foreach(header ops.h nn/activation.h nn/embedding.h nn/loss.h nn/norm.h nn/rope.h ops/activation/activate.h ops/activation/gated.h ops/loss/options.h
+        ops/norm/norm.h core/kernel.h core/math.h)
   get_filename_component(folder ${header} DIRECTORY)
   install(FILES liger/${header} DESTINATION ${prefix}include/liger/${folder})
 endforeach()
