@@ -1,22 +1,61 @@
-#include "liger/ops/norm/norm_op.h"
+#include "liger/core/torch/op.h"
 #include "liger/ops.h"
+#include "liger/ops/norm/group_norm.h"
 
 namespace liger {
 namespace op::group_norm {
 
+/// What both passes are told of x [samples, channels, ...] and the vectors, checked; one element of w and b a channel.
+struct Operands {
+  Tensor x, w, b;
+
+  Operands(const Tensor& in, const OptTensor& weight, const OptTensor& bias, int64_t groups) {
+    TORCH_CHECK(in.dim() >= 2, "group_norm: expected [N, channels, ...], got ", in.sym_sizes());
+    check_rows("group_norm", in);
+    TORCH_CHECK(groups > 0 && in.sym_size(1) % groups == 0, "group_norm: the number of groups, ", groups, ", does not divide that of channels, ", in.sym_size(1));
+    const Tensor channels_last = in.transpose(1, -1);
+    if (weight) check_row_vector("group_norm: weight", *weight, channels_last);
+    if (bias) check_row_vector("group_norm: bias", *bias, channels_last);
+    x = in.contiguous(), w = contiguous(weight), b = contiguous(bias);
+    if (w.defined() && b.defined() && w.scalar_type() != b.scalar_type()) w = w.to(at::kFloat), b = b.to(at::kFloat);
+  }
+
+  template <class Args>
+  Args describe(int64_t groups, const Tensor& mean, const Tensor& rstd) const {
+    Args a{};
+    a.x = data(x), a.w = data(w), a.mean = data<float>(mean), a.rstd = data<float>(rstd);
+    a.samples = x.size(0), a.groups = groups, a.channels = x.size(1) / groups, a.spatial = x.numel() / (x.size(0) * x.size(1));
+    a.dtype = dtype_of(x), a.w_dtype = dtype_of(w.defined() ? w : b.defined() ? b : x);
+    return a;
+  }
+};
+
 /// (y, mean, rstd).
 std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const OptTensor& w, const OptTensor& b, int64_t groups, double eps) {
-  const auto out = norm::forward("group_norm", Norm::Group, {.x = x, .w = w, .b = b, .groups = groups}, eps);
-  return {out.y, out.mean, out.rstd};
+  const Operands in(x, w, b, groups);
+  const Tensor y = output(at::empty_symint(x.sym_sizes(), in.x.options())), mean = at::empty_symint({x.sym_size(0), groups}, x.options().dtype(at::kFloat)), rstd = at::empty_like(mean);
+  if (x.is_meta() || x.numel() == 0) return {y, mean, rstd};
+  auto a = in.describe<GroupNormForward>(groups, mean, rstd);
+  a.b = data(in.b), a.y = y.data_ptr(), a.eps = float(eps);
+  run(group_norm_forward, x, a);
+  return {y, mean, rstd};
 }
 
 Tensor inference(const Tensor& x, const OptTensor& w, const OptTensor& b, int64_t groups, double eps) { return std::get<0>(forward(x, w, b, groups, eps)); }
 
 /// (dx, dw, db).
-std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dy, const Tensor& x, const OptTensor& w, const OptTensor& b, const Tensor& mean, const Tensor& rstd, int64_t groups, bool with_dx,
+std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dy_, const Tensor& x, const OptTensor& w, const OptTensor& b, const Tensor& mean, const Tensor& rstd, int64_t groups, bool with_dx,
                                             bool with_dw, bool with_db) {
-  const auto d = norm::backward("group_norm", Norm::Group, dy, {}, {.x = x, .w = w, .b = b, .groups = groups}, mean, rstd, {.x = with_dx, .w = with_dw, .b = with_db});
-  return {d.x, d.w, d.b};
+  check_like("the gradient", dy_, x);
+  const Operands in(x, w, b, groups);
+  const Tensor dy = dy_.contiguous(), dx = with_dx ? output(at::empty_symint(x.sym_sizes(), in.x.options())) : Tensor();
+  if (x.is_meta() || x.numel() == 0) return {dx, with_dw ? at::zeros_like(*w) : Tensor(), with_db ? at::zeros_like(*b) : Tensor()};
+  auto a = in.describe<GroupNormBackward>(groups, mean, rstd);
+  const auto shares = [&](bool wanted) { return wanted ? at::empty({1, a.samples * a.segments(), x.size(1)}, mean.options()) : Tensor(); };
+  const Tensor dw = shares(with_dw), db = shares(with_db);
+  a.dy = data(dy), a.dx = data<void>(dx), a.dw = data<float>(dw), a.db = data<float>(db);
+  run(group_norm_backward, x, a);
+  return {dx, with_dw ? total(dw, w->scalar_type()).view(-1) : Tensor(), with_db ? total(db, b->scalar_type()).view(-1) : Tensor()};
 }
 
 constexpr Op<"liger::group_norm", inference> public_op;

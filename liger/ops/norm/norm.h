@@ -11,21 +11,24 @@ enum class Casting : int8_t { None = -1, Llama = 0, Gemma = 1 };
 ///   Added      the same of s = x + residual, rounded to x's dtype, which is a result too
 ///   Modulated  as Rms
 ///   Layer      x̂ = (x − mean(x)) · rstd,   rstd = 1 / sqrt(mean((x − mean(x))²) + eps)
-///   Group      as Layer, for rows [samples, groups] of columns [channels of a group, spatial]; w and b have an element for a channel
 ///   Tanh       x̂ = tanh(alpha · x)
-enum class Norm : int8_t { Rms, Added, Modulated, Layer, Group, Tanh };
+enum class Norm : int8_t { Rms, Added, Modulated, Layer, Tanh };
+constexpr bool centred(Norm n) { return n == Norm::Layer; }
+constexpr bool tanh_of(Norm n) { return n == Norm::Tanh; }
+/// Those that have b; the reference does not round before w where there is one.
+constexpr bool biased(Norm n) { return centred(n) || tanh_of(n); }
 
 /// y = x̂ · (w + offset) + b for each row, and of that, where modulated, y · (1 + scale) + shift with a row of scale and shift for
 /// every rows / modulations rows.
 struct NormForward {
   Norm norm;
   const void *x, *residual;      // [rows, cols]
-  const void *w, *b;             // [cols], for Group [groups · cols / spatial], or null
+  const void *w, *b;             // [cols] or null
   const void *scale, *shift;     // [modulations, cols]; shift may be null
   const float* alpha;            // [1]
   void *s, *y;                   // [rows, cols]
   float *mean, *rstd;            // [rows], kept for backward
-  int64_t rows, cols, modulations, groups, spatial;
+  int64_t rows, cols, modulations;
   DType dtype, w_dtype, modulation_dtype;
   float eps, offset;
   Casting casting;
@@ -33,10 +36,10 @@ struct NormForward {
 
 /// n = x̂ · (w + offset), g = dy · (w + offset), where modulated of dy · (1 + scale) instead of dy;
 ///   dx = rstd · (g − x̂ · mean(g · x̂))            Rms, Modulated; + ds for Added
-///   dx = rstd · (g − mean(g) − x̂ · mean(g · x̂))  Layer, Group
+///   dx = rstd · (g − mean(g) − x̂ · mean(g · x̂))  Layer
 ///   dx = alpha · (1 − x̂²) · g                    Tanh
 ///   dw = Σ_rows dy · x̂;  db = Σ_rows dy;  dalpha = Σ x · (1 − x̂²) · g;  dscale = Σ dy · n and dshift = Σ dy over a modulation's rows.
-/// Sums over rows come as shares (liger/core/shares.h). As many of them belong to each modulation, or to each group, in that order. Where
+/// Sums over rows come as shares (liger/core/shares.h). As many of them belong to each modulation, in that order. Where
 /// every row has its own modulation, dscale and dshift are written directly.
 struct NormBackward {
   Norm norm;
@@ -45,7 +48,7 @@ struct NormBackward {
   void* dx;                             // null where x is frozen
   float *dw, *db, *dalpha;              // [shares, cols]; dalpha [shares]; null where not wanted
   void *dscale, *dshift;                // float [shares, cols], or [rows, cols] of modulation_dtype; null where not wanted
-  int64_t rows, cols, shares, modulations, groups, spatial;
+  int64_t rows, cols, shares, modulations;
   DType dtype, w_dtype, modulation_dtype;
   float offset;
   Casting casting;
@@ -62,7 +65,6 @@ void dispatch_norm(Norm norm, F&& f) {
     case Norm::Added: return f.template operator()<Norm::Added>();
     case Norm::Modulated: return f.template operator()<Norm::Modulated>();
     case Norm::Layer: return f.template operator()<Norm::Layer>();
-    case Norm::Group: return f.template operator()<Norm::Group>();
     case Norm::Tanh: return f.template operator()<Norm::Tanh>();
   }
 }

@@ -4,20 +4,11 @@
 namespace LIGER_CPU::norm {
 namespace {
 
-constexpr bool centred(Norm n) { return n == Norm::Layer || n == Norm::Group; }
-constexpr bool tanh_of(Norm n) { return n == Norm::Tanh; }
-constexpr bool biased(Norm n) { return centred(n) || tanh_of(n); }
-
-/// v + plus for a whole call, as floats: a row of columns, for Group one for each group; `absent` where there is no v.
+/// v + plus as floats; `absent` where there is no v.
 template <class Args>
 std::vector<float> floats(const Args& a, const void* v, float plus, float absent) {
-  const bool grouped = a.norm == Norm::Group;
-  std::vector<float> sum(a.cols * (grouped ? a.groups : 1), absent);
-  if (v) dispatch(a.w_dtype, [&]<class W>() {
-    const W* w = static_cast<const W*>(v);
-    if (!grouped) return row_map(a.cols, sum.data(), [&](Vec w) { return w + Vec(plus); }, w);
-    for (size_t c = 0; c < sum.size(); c += a.spatial) std::fill_n(sum.data() + c, a.spatial, float(w[c / a.spatial]) + plus);
-  });
+  std::vector<float> sum(a.cols, absent);
+  if (v) dispatch(a.w_dtype, [&]<class W>() { row_map(a.cols, sum.data(), [&](Vec w) { return w + Vec(plus); }, static_cast<const W*>(v)); });
   return sum;
 }
 
@@ -63,8 +54,7 @@ void forward(const NormForward& a) {
         row_map(a.cols, s, [](Vec x, Vec residual) { return x + residual; }, x, row_of<T>(a.residual, r, a.cols));
         x = s;
       }
-      const int64_t group = kNorm == Norm::Group ? r % a.groups * a.cols : 0;
-      const float *w = weights.data() + group, *b = biases.data() + group;
+      const float *w = weights.data(), *b = biases.data();
       float mean = 0, rstd = tanh_of(kNorm) ? *a.alpha : 0;
       if constexpr (centred(kNorm)) a.mean[r] = mean = mean_of(a.cols, [](Vec x) { return x; }, x);
       if constexpr (!tanh_of(kNorm)) {
@@ -93,11 +83,11 @@ template <class T, Norm kNorm>
 void backward(const NormBackward& a) {
   const auto weights = floats(a, a.w, a.offset, 1);
   const bool own = kNorm == Norm::Modulated && a.modulations == a.rows;
-  const int64_t sets = kNorm == Norm::Group ? a.groups : kNorm == Norm::Modulated && !own ? a.modulations : 1;
+  const int64_t sets = kNorm == Norm::Modulated && !own ? a.modulations : 1;
   const int64_t set_rows = a.rows / sets, set_shares = a.shares / sets, run = (set_rows + set_shares - 1) / set_shares;
   for_rows(a.shares, run * a.cols, [&](int64_t s) {
     const int64_t set = s / set_shares, begin = s % set_shares * run;
-    const float* w = weights.data() + (kNorm == Norm::Group ? set * a.cols : 0);
+    const float* w = weights.data();
     const auto share_of = [&](void* sums) { return sums ? static_cast<float*>(sums) + s * a.cols : nullptr; };
     float *dw = share_of(a.dw), *db = share_of(a.db), *dalpha = share_of(a.dalpha);
     float *dscale = own ? nullptr : share_of(a.dscale), *dshift = own ? nullptr : share_of(a.dshift);
@@ -106,7 +96,7 @@ void backward(const NormBackward& a) {
     const auto add = [&](float* sums, int64_t c, int64_t n, Vec v) { if (sums) write(read(sums + c, n) + v, sums + c, n); };
     std::vector<float> scales;
     for (int64_t i = begin; i < std::min(set_rows, begin + run); ++i) {
-      const int64_t r = kNorm == Norm::Group ? i * sets + set : set * set_rows + i;
+      const int64_t r = set * set_rows + i;
       const T *x = row_of<T>(a.x, r, a.cols), *dy = row_of<T>(a.dy, r, a.cols), *ds = a.ds ? row_of<T>(a.ds, r, a.cols) : nullptr;
       T* dx = a.dx ? row_of<T>(a.dx, r, a.cols) : nullptr;
       const Row<T, kNorm> row{Vec(centred(kNorm) ? a.mean[r] : 0), Vec(tanh_of(kNorm) ? *a.alpha : a.rstd[r]), a.casting};

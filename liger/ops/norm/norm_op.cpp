@@ -17,21 +17,14 @@ void check_modulation(const char* name, const char* what, const Tensor& m, const
 
 /// The inputs as kernels read them, checked.
 struct Operands {
-  Tensor x, w, b, residual, scale, shift, alpha;  // x for Group: [N, groups, a group's elements]
-  int64_t groups, spatial = 1;
+  Tensor x, w, b, residual, scale, shift, alpha;
 
-  Operands(const char* name, Norm norm, const Inputs& in) : groups(in.groups) {
+  Operands(const char* name, const Inputs& in) {
     check_rows(name, in.x);
     const auto called = [&](const char* what) { return std::string(name) + ": " + what; };
-    const Tensor like = norm == Norm::Group ? channels_last(name, in.x) : in.x;
-    if (in.w) check_row_vector(called("weight").c_str(), *in.w, like);
-    if (in.b) check_row_vector(called("bias").c_str(), *in.b, like);
+    if (in.w) check_row_vector(called("weight").c_str(), *in.w, in.x);
+    if (in.b) check_row_vector(called("bias").c_str(), *in.b, in.x);
     x = in.x.contiguous();
-    if (norm == Norm::Group) {
-      TORCH_CHECK(groups > 0 && x.sym_size(1) % groups == 0, name, ": the number of groups, ", groups, ", does not divide that of channels, ", x.sym_size(1));
-      if (!x.is_meta()) spatial = std::max<int64_t>(1, x.numel() / std::max<int64_t>(1, x.size(0) * x.size(1)));
-      x = x.view_symint({x.sym_size(0), groups, x.sym_numel() == 0 ? c10::SymInt(0) : x.sym_numel() / (x.sym_size(0) * groups)});
-    }
     w = contiguous(in.w), b = contiguous(in.b), residual = contiguous(in.residual), scale = contiguous(in.scale), shift = contiguous(in.shift);
     if (w.defined() && b.defined() && w.scalar_type() != b.scalar_type()) w = w.to(at::kFloat), b = b.to(at::kFloat);
     if (residual.defined()) check_like(called("residual").c_str(), residual, x);
@@ -47,17 +40,11 @@ struct Operands {
     }
   }
 
-  /// One element a channel, in the last dimension.
-  static Tensor channels_last(const char* name, const Tensor& x) {
-    TORCH_CHECK(x.dim() >= 2, name, ": expected [N, channels, ...], got ", x.sym_sizes());
-    return x.transpose(1, -1);
-  }
-
   template <class Args>
   Args describe(Norm norm) const {
     Args a{};
     a.norm = norm, a.x = data(x), a.w = data(w), a.scale = data(scale), a.alpha = data<float>(alpha);
-    a.rows = rows(x), a.cols = cols(x), a.modulations = scale.defined() ? rows(scale) : 1, a.groups = groups, a.spatial = spatial;
+    a.rows = rows(x), a.cols = cols(x), a.modulations = scale.defined() ? rows(scale) : 1;
     a.dtype = dtype_of(x), a.w_dtype = dtype_of(w.defined() ? w : b.defined() ? b : x), a.modulation_dtype = dtype_of(scale.defined() ? scale : x);
     return a;
   }
@@ -66,11 +53,11 @@ struct Operands {
 }  // namespace
 
 Outputs forward(const char* name, Norm norm, const Inputs& inputs, double eps, Rounding rounding) {
-  const Operands in(name, norm, inputs);
+  const Operands in(name, inputs);
   const Casting casting = parse(name, rounding.casting);
-  const bool stats = norm != Norm::Tanh;
+  const bool stats = !tanh_of(norm);
   Outputs out{.y = output(at::empty_symint(inputs.x.sym_sizes(), in.x.options())), .s = in.residual.defined() ? output(at::empty_like(in.x)) : Tensor(),
-              .mean = norm == Norm::Layer || norm == Norm::Group ? empty_stat(in.x) : Tensor(), .rstd = stats ? empty_stat(in.x) : Tensor()};
+              .mean = centred(norm) ? empty_stat(in.x) : Tensor(), .rstd = stats ? empty_stat(in.x) : Tensor()};
   if (in.x.is_meta() || rows(in.x) == 0) return out;
   auto a = in.describe<NormForward>(norm);
   a.b = data(in.b), a.residual = data(in.residual), a.shift = data(in.shift);
@@ -83,7 +70,7 @@ Outputs forward(const char* name, Norm norm, const Inputs& inputs, double eps, R
 Gradients backward(const char* name, Norm norm, const Tensor& dy_, const OptTensor& ds_, const Inputs& inputs, const Tensor& mean, const Tensor& rstd, Wants wants,
                    Rounding rounding) {
   check_like("the gradient", dy_, inputs.x);
-  const Operands in(name, norm, inputs);
+  const Operands in(name, inputs);
   const Tensor dy = dy_.contiguous(), ds = contiguous(ds_);
   Gradients d;
   if (wants.x) d.x = output(at::empty_symint(inputs.x.sym_sizes(), in.x.options()));
@@ -93,7 +80,7 @@ Gradients backward(const char* name, Norm norm, const Tensor& dy_, const OptTens
   }
   auto a = in.describe<NormBackward>(norm);
   const bool own = in.scale.defined() && a.modulations == a.rows;  // as the kernels have it: such gradients are written directly
-  const Tensor first = empty_shares(in.x, norm == Norm::Group ? in.groups : own ? 1 : a.modulations);
+  const Tensor first = empty_shares(in.x, own ? 1 : a.modulations);
   const auto sums = [&](bool wanted) { return wanted ? at::empty_like(first) : Tensor(); };
   const Tensor dw = wants.w ? first : Tensor(), db = sums(wants.b), dalpha = sums(wants.alpha);
   d.scale = own && wants.scale ? at::empty_like(in.scale) : sums(wants.scale), d.shift = own && wants.shift ? at::empty_like(in.scale) : sums(wants.shift);
@@ -102,7 +89,6 @@ Gradients backward(const char* name, Norm norm, const Tensor& dy_, const OptTens
   a.shares = first.size(0) * first.size(1), a.offset = float(rounding.offset), a.casting = parse(name, rounding.casting);
   run(norm_backward, in.x, a);
   const auto vector = [&](const Tensor& shares, at::ScalarType dtype) {
-    if (norm == Norm::Group) return total(shares, at::kFloat).view({-1, in.spatial}).sum(1).to(dtype);
     return total(shares.view({1, a.shares, a.cols}), dtype).view(-1);
   };
   if (wants.w) d.w = vector(dw, inputs.w->scalar_type());

@@ -5,8 +5,7 @@
 namespace liger::op::norm {
 
 /// What a norm is given, in the names of liger/ops/norm/norm.h; what it has no use for stays empty.
-struct Inputs { Tensor x; OptTensor w, b, residual, scale, shift, alpha; int64_t groups = 1; };
-/// For Group x is [N, channels, ...] and the stats are [N, groups]; else a row is the last dimension.
+struct Inputs { Tensor x; OptTensor w, b, residual, scale, shift, alpha; };
 struct Outputs { Tensor y, s, mean, rstd; };
 struct Rounding { double offset = 0; int64_t casting = int64_t(Casting::Gemma); };
 

@@ -1,149 +1,10 @@
-#include "liger/core/cuda/math.cuh"
-#include "liger/core/cuda/tile.cuh"
-#include "liger/ops/norm/norm.h"
+#include "liger/ops/norm/norm.cuh"
 
 namespace liger::cuda::norm {
 namespace {
 
-constexpr bool centred(Norm n) { return n == Norm::Layer || n == Norm::Group; }
-constexpr bool tanh_of(Norm n) { return n == Norm::Tanh; }
-constexpr bool biased(Norm n) { return centred(n) || tanh_of(n); }
-/// Whether the reference may round before the weight is multiplied.
-constexpr bool casts(Norm n) { return !biased(n); }
-
 /// Backward of Modulated keeps three column sums: fewer threads, that they stay in registers.
 constexpr int most_threads(Norm n) { return n == Norm::Modulated ? 512 : kTileThreads; }
-
-/// What a row is made of.
-struct Stats { float mean, rstd; };
-
-/// A piece of the row that is normalised, for Added written as the second result: on its way first, then there.
-template <class T, class Tile, Norm kNorm>
-struct Input {
-  Raw<T, Tile> x, residual;
-
-  __device__ Input(const NormForward& a, const Place& at) : x(fetch<T, Tile>(a.x, at)) {
-    if constexpr (kNorm == Norm::Added) residual = fetch<T, Tile>(a.residual, at);
-  }
-
-  __device__ Tile get(const NormForward& a, const Place& at) const {
-    if constexpr (kNorm != Norm::Added) return unpack(x, at);
-    const Tile s = round_to<T>(unpack(x, at) + unpack(residual, at));
-    store<T>(s, a.s, at);
-    return s;
-  }
-};
-
-template <class T, class Tile, Norm kNorm>
-__device__ Tile normalised(const Tile& x, Stats stats, float alpha) {
-  if constexpr (tanh_of(kNorm)) return Tile::map([=](float v) { return Math<T>::tanh(alpha * v); }, x);
-  if constexpr (centred(kNorm)) return (x + -stats.mean) * stats.rstd;
-  return x * stats.rstd;
-}
-
-/// The columns at `at` of scale or shift, in the row that the one at `at` shares with others.
-template <class T, class Tile, class Args>
-__device__ Tile modulation(const Args& a, const void* m, Place at) {
-  const int64_t row = at.row / (a.rows / a.modulations);
-  at.rows = at.row < at.rows ? a.modulations : 0, at.row = row;
-  return a.modulation_dtype == DType::F32 ? load<float, Tile>(m, at) : load<T, Tile>(m, at);
-}
-
-/// w or b at a row's columns, as it lies in memory until it is used.
-template <class W, class Tile, Norm kNorm>
-struct Vector {
-  std::conditional_t<kNorm == Norm::Group, Tile, Raw<W, Tile>> held;
-
-  template <class Args>
-  __device__ Vector(const Args& a, const void* v, const Place& at) {
-    if constexpr (kNorm != Norm::Group) {
-      held = fetch<W, Tile>(v, at.vector(v));
-    } else if (v) {
-      const W* channel = static_cast<const W*>(v) + at.row % a.groups * (a.cols / a.spatial);
-#pragma unroll
-      for (int i = 0; i < Tile::kItems; ++i)
-        if (const int64_t c = Tile::column(i, at) + at.from; c >= 0 && c < a.cols && at.row < a.rows) held.v[i] = float(channel[unsigned(c) / unsigned(a.spatial)]);
-    }
-  }
-
-  __device__ Tile get(const Place& at) const {
-    if constexpr (kNorm == Norm::Group) return held;
-    else return unpack(held, at);
-  }
-};
-
-/// x̂ · w as the reference rounds it; w has its offset.
-template <class T, Norm kNorm, class Tile>
-__device__ Tile weighted(Tile xhat, Tile w, Casting casting) {
-  if (casts(kNorm) && casting != Casting::Gemma) xhat = round_to<T>(xhat);
-  if (casts(kNorm) && casting == Casting::None) w = round_to<T>(w);
-  return xhat * w;
-}
-
-template <class T, class W, Norm kNorm, class Tile>
-__device__ void output(const NormForward& a, const Tile& x, const Tile& w, Stats stats, const Place& at) {
-  const float alpha = tanh_of(kNorm) ? *a.alpha : 0;
-  Tile y = weighted<T, kNorm>(normalised<T, Tile, kNorm>(x, stats, alpha), w, a.casting);
-  if constexpr (biased(kNorm)) y = y + Vector<W, Tile, kNorm>(a, a.b, at).get(at);
-  if constexpr (kNorm == Norm::Modulated) {
-    y = round_to<T>(y) * (modulation<T, Tile>(a, a.scale, at) + 1);
-    if (a.shift) y = y + modulation<T, Tile>(a, a.shift, at);
-  }
-  store<T>(y, a.y, at);
-}
-
-template <class T>
-__device__ float inverse_root(float squares, const NormForward& a) {
-  const float rstd = rsqrtf(squares / a.cols + a.eps);
-  return a.casting == Casting::None ? round_to<T>(rstd) : rstd;
-}
-
-template <Norm kNorm>
-__device__ void keep(const NormForward& a, Stats stats, int64_t row) {
-  if (threadIdx.x > 0 || row >= a.rows || tanh_of(kNorm)) return;
-  a.rstd[row] = stats.rstd;
-  if (centred(kNorm)) a.mean[row] = stats.mean;
-}
-
-/// Few registers, so that enough blocks share an SM: one loads while another reduces and a third stores.
-constexpr int forward_registers(Norm n, Fit fit, int bytes) { return n != Norm::Rms ? 64 : fit == Fit::Peeled || bytes > 2 ? 48 : 40; }
-
-template <class T, class W, class Tile, Norm kNorm>
-__global__ void __maxnreg__(forward_registers(kNorm, Tile::kFit, sizeof(T))) forward_kernel(NormForward a) {
-  const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
-  const Place at = Tile::template place<T>(a.x, row, a.rows, a.cols);
-  RowReduce<Sum> reduce;
-  const Input<T, Tile, kNorm> input(a, at);
-  const Vector<W, Tile, kNorm> w(a, a.w, at);
-  const Tile x = input.get(a, at);
-  Stats stats{};
-  if constexpr (centred(kNorm)) stats.mean = reduce(sum(x)) / a.cols;
-  if constexpr (!tanh_of(kNorm)) stats.rstd = inverse_root<T>(reduce(centred(kNorm) ? squares(x, stats.mean, at) : sum(x * x)), a);
-  output<T, W, kNorm>(a, x, w.get(at) + (a.w ? a.offset : 1), stats, at);
-  keep<kNorm>(a, stats, row);
-}
-
-/// Longer rows are read again for each pass, from a cache.
-template <class T, class W, class Tile, Norm kNorm>
-__global__ void __launch_bounds__(kTileThreads) forward_long_kernel(NormForward a) {
-  Place at = Tile::template place<T>(a.x, blockIdx.x, a.rows, a.cols);
-  const int64_t end = a.cols + at.shift;
-  RowReduce<Sum> reduce;
-  Stats stats{};
-  const auto total = [&](auto f) {
-    float s = 0;
-    for (at.from = 0; at.from < end; at.from += Tile::covered()) s += f(Input<T, Tile, kNorm>(a, at).get(a, at));
-    return reduce(s);
-  };
-  if constexpr (centred(kNorm)) stats.mean = total([](const Tile& x) { return sum(x); }) / a.cols;
-  if constexpr (!tanh_of(kNorm)) stats.rstd = inverse_root<T>(total([&](const Tile& x) { return squares(x, stats.mean, at); }), a);
-  for (at.from = 0; at.from < end; at.from += Tile::covered()) {
-    const Input<T, Tile, kNorm> input(a, at);
-    const Vector<W, Tile, kNorm> w(a, a.w, at);
-    output<T, W, kNorm>(a, input.get(a, at), w.get(at) + (a.w ? a.offset : 1), stats, at);
-  }
-  keep<kNorm>(a, stats, at.row);
-}
 
 /// A share's rows: every step-th from first on, within its modulation or group; the block's next row lies `next` further.
 struct Walk {
@@ -153,9 +14,8 @@ struct Walk {
   template <Norm kNorm>
   static __device__ Walk of(const NormBackward& a, int64_t share) {
     const bool own = kNorm == Norm::Modulated && a.modulations == a.rows;
-    const int64_t sets = kNorm == Norm::Group ? a.groups : kNorm == Norm::Modulated && !own ? a.modulations : 1, shares = a.shares / sets;
+    const int64_t sets = kNorm == Norm::Modulated && !own ? a.modulations : 1, shares = a.shares / sets;
     const int64_t set = share / shares, first = share % shares * blockDim.y, step = shares * blockDim.y;
-    if (kNorm == Norm::Group) return {set + first * sets, a.rows, step * sets, sets, false};
     const int64_t rows = a.rows / sets;
     return {set * rows + first, (set + 1) * rows, step, 1, own};
   }
@@ -191,7 +51,7 @@ struct Backward {
       }
     }
     g = dn * w;
-    columns.dw = columns.dw + dn * (casts(kNorm) && a.casting != Casting::Gemma ? round_to<T>(xhat) : xhat);
+    columns.dw = columns.dw + dn * (!biased(kNorm) && a.casting != Casting::Gemma ? round_to<T>(xhat) : xhat);
     if constexpr (biased(kNorm)) columns.db = columns.db + dy;
     typename Projections::Value sums{};
     if constexpr (!tanh_of(kNorm)) sums.v[0] = sum(g * xhat);
@@ -242,10 +102,10 @@ __global__ void __maxnreg__(backward_registers(kNorm, Tile::kFit)) backward_kern
   RowReduce<typename Backward<T, Tile, kNorm>::Projections, Tile::kSpread> reduce;
   Columns<Tile> columns;
   Place at = Tile::template place<T>(a.x, walk.first + threadIdx.y * walk.next, walk.end, a.cols);
-  const Vector<W, Tile, kNorm> w(a, a.w, at);
+  const auto w = fetch<W, Tile>(a.w, at.vector(a.w));
   auto next_x = fetch<T, Tile, true>(a.x, at), next_dy = fetch<T, Tile, true>(a.dy, at);
   for (int64_t first = walk.first; first < walk.end; first += walk.step) {
-    Backward<T, Tile, kNorm> b{.a = a, .x = unpack(next_x, at), .dy = unpack(next_dy, at), .w = w.get(at) + plus, .stats = stats_of<kNorm>(a, at), .alpha = alpha};
+    Backward<T, Tile, kNorm> b{.a = a, .x = unpack(next_x, at), .dy = unpack(next_dy, at), .w = unpack(w, at) + plus, .stats = stats_of<kNorm>(a, at), .alpha = alpha};
     const Place here = at;
     at.row += walk.step;
     next_x = fetch<T, Tile, true>(a.x, at), next_dy = fetch<T, Tile, true>(a.dy, at);
@@ -278,7 +138,7 @@ __global__ void __launch_bounds__(kTileThreads) backward_long_kernel(NormBackwar
     Place at = Tile::template place<T>(a.x, row, walk.end, a.cols);
     const int64_t end = a.cols + at.shift;
     const auto piece = [&] {
-      return Backward<T, Tile, kNorm>{.a = a, .x = load<T, Tile>(a.x, at), .dy = load<T, Tile>(a.dy, at), .w = Vector<W, Tile, kNorm>(a, a.w, at).get(at) + plus,
+      return Backward<T, Tile, kNorm>{.a = a, .x = load<T, Tile>(a.x, at), .dy = load<T, Tile>(a.dy, at), .w = load<W, Tile>(a.w, at.vector(a.w)) + plus,
                                       .stats = stats_of<kNorm>(a, at), .alpha = alpha};
     };
     using Projections = typename Backward<T, Tile, kNorm>::Projections;
@@ -303,25 +163,8 @@ __global__ void __launch_bounds__(kTileThreads) backward_long_kernel(NormBackwar
   }
 }
 
-/// f.operator()<T, W, kNorm>().
-template <class Args, class F>
-void dispatch_args(const Args& a, F&& f) {
-  dispatch_weighted(a.dtype, a.w_dtype, [&]<class T, class W>() {
-    dispatch_norm(a.norm, [&]<Norm kNorm>() { f.template operator()<T, W, kNorm>(); });
-  });
-}
-
 }  // namespace
 
-LIGER_REGISTER(norm_forward, [](const NormForward& a, Stream s) {
-  dispatch_args(a, [&]<class T, class W, Norm kNorm>() {
-    const auto pointers = {a.x, a.residual, a.w, a.b, a.scale, a.shift, (const void*)a.s, (const void*)a.y};
-    if (!dispatch_tile<T, 16, false>(a.cols, {.few = 128, .most = 512}, pointers, [&]<class Tile>(Tiling t) {
-          launch(forward_kernel<T, W, Tile, kNorm>, t.grid(t.groups(a.rows)), s, a);
-        }))
-      dispatch_walk<T, 16>(a.cols, pointers, [&]<class Tile>(Tiling t) { launch(forward_long_kernel<T, W, Tile, kNorm>, t.grid(a.rows), s, a); });
-  });
-});
 LIGER_REGISTER(norm_backward, [](const NormBackward& a, Stream s) {
   if (a.rows == 0) return;
   dispatch_args(a, [&]<class T, class W, Norm kNorm>() {

@@ -1,0 +1,42 @@
+#pragma once
+#include "liger/core/cuda/math.cuh"
+#include "liger/core/cuda/tile.cuh"
+#include "liger/ops/norm/norm.h"
+
+namespace liger::cuda::norm {
+
+/// What a row is made of.
+struct Stats { float mean, rstd; };
+
+template <class T, class Tile, Norm kNorm>
+__device__ Tile normalised(const Tile& x, Stats stats, float alpha) {
+  if constexpr (tanh_of(kNorm)) return Tile::map([=](float v) { return Math<T>::tanh(alpha * v); }, x);
+  if constexpr (centred(kNorm)) return (x + -stats.mean) * stats.rstd;
+  return x * stats.rstd;
+}
+
+/// The columns at `at` of scale or shift, in the row that the one at `at` shares with others.
+template <class T, class Tile, class Args>
+__device__ Tile modulation(const Args& a, const void* m, Place at) {
+  const int64_t row = at.row / (a.rows / a.modulations);
+  at.rows = at.row < at.rows ? a.modulations : 0, at.row = row;
+  return a.modulation_dtype == DType::F32 ? load<float, Tile>(m, at) : load<T, Tile>(m, at);
+}
+
+/// x̂ · w as the reference rounds it; w has its offset.
+template <class T, Norm kNorm, class Tile>
+__device__ Tile weighted(Tile xhat, Tile w, Casting casting) {
+  if (!biased(kNorm) && casting != Casting::Gemma) xhat = round_to<T>(xhat);
+  if (!biased(kNorm) && casting == Casting::None) w = round_to<T>(w);
+  return xhat * w;
+}
+
+/// f.operator()<T, W, kNorm>().
+template <class Args, class F>
+void dispatch_args(const Args& a, F&& f) {
+  dispatch_weighted(a.dtype, a.w_dtype, [&]<class T, class W>() {
+    dispatch_norm(a.norm, [&]<Norm kNorm>() { f.template operator()<T, W, kNorm>(); });
+  });
+}
+
+}  // namespace liger::cuda::norm
