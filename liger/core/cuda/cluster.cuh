@@ -3,10 +3,11 @@
 
 namespace liger::cuda {
 
-/// A cluster of blocks on each row of a matrix, or several short rows on a block. What a block has loaded of its row, a Value a pack,
-/// stays in its shared memory for further passes, where that fits; where not, they load again.
-template <class T, class Value = typename Row<T>::Pack>
+/// A cluster of blocks on each row of a matrix. What a block has loaded of its row, a Value a pack, stays in its shared memory for further
+/// passes, where that fits; where not, they load again.
+template <class T, class Value_ = typename Row<T>::Pack>
 struct Clusters {
+  using Value = Value_;
   static constexpr int kThreads = 384, kBlocks = 3;  // three blocks an SM: one loads while another reduces and a third stores
   static constexpr int kKeptBytes = 66 * 1024;       // of a row that one block keeps: 2^15 elements of 16 bits, at any alignment
   static constexpr int kKeptBlocks = 4, kMost = 8;   // blocks on a row: beyond 4 a second load costs less than the waiting
@@ -14,7 +15,6 @@ struct Clusters {
   int64_t rows;
   int blocks = 1, share;                             // blocks on a row, packs of a block
   bool kept;
-  unsigned x = kThreads, y = 1;                      // threads on a row, rows on a block
 
   /// keep: there are further passes.
   Clusters(int64_t rows, int64_t cols, bool keep = true) : rows(rows) {
@@ -24,29 +24,19 @@ struct Clusters {
     kept = keep && blocks <= kKeptBlocks && share * int64_t(sizeof(Value)) <= kKeptBytes;
   }
 
-  /// Where a row takes at most half a block with kLoads a thread: several on a block, or `alone`, where rows do not all pass as many
-  /// barriers, a smaller block.
-  Clusters& short_rows(bool alone = false) {
-    const unsigned need = (share + kLoads - 1) / kLoads;
-    if (need <= kThreads / 2) {
-      for (x = alone ? 32 : 1; x < need && x < 32;) x *= 2;
-      if (x < need) x = (need + 31) / 32 * 32;
-      y = alone ? 1 : kThreads / x;
-    }
-    return *this;
-  }
-
   Grid grid() const {
-    return {.blocks = (rows + y - 1) / y * blocks, .threads = {x, y}, .shared_bytes = kept ? int(y * share * sizeof(Value)) : 0, .cluster = blocks};
+    return {.blocks = rows * blocks, .threads = kThreads, .shared_bytes = kept ? int(share * sizeof(Value)) : 0, .cluster = blocks};
   }
 
-  __device__ int64_t row() const { return int64_t(blockIdx.x / blocks) * blockDim.y + threadIdx.y; }
+  __device__ int64_t row() const { return blockIdx.x / blocks; }
   /// The first thread on the row.
   __device__ bool first() const { return rank() == 0 && threadIdx.x == 0; }
 
-  /// f(k, load(k)) for this block's packs of a row of so many. None, where there is no such row.
+  struct Kept {};          // nothing of a thread's own
+
+  /// f(k, load(k)) for this block's packs of a row of so many.
   template <class Load, class F>
-  __device__ void pass(int packs, Load load, F f) const {
+  __device__ void pass(Kept&, int packs, Load load, F f) const {
     const Part part(*this, packs);
     for_each_load<kLoads>(part.begin, part.end, load, [&](int k, const Value& v) {
       if (kept) part.values[k - part.begin] = v;
@@ -56,7 +46,7 @@ struct Clusters {
 
   /// The same once more.
   template <class Load, class F>
-  __device__ void again(int packs, Load load, F f) const {
+  __device__ void again(const Kept&, int packs, Load load, F f) const {
     const Part part(*this, packs);
     if (kept)
       for (int k = part.begin + threadIdx.x; k < part.end; k += blockDim.x) f(k, part.values[k - part.begin]);
@@ -90,10 +80,59 @@ struct Clusters {
     int begin, end;
     Value* values;
     __device__ Part(const Clusters& c, int packs) {
-      begin = min(c.rank() * c.share, packs), end = c.row() < c.rows ? min(begin + c.share, packs) : begin;
-      values = shared_memory<Value>() + threadIdx.y * c.share;
+      begin = min(c.rank() * c.share, packs), end = min(begin + c.share, packs);
+      values = shared_memory<Value>();
     }
   };
+};
+
+/// As Clusters, for rows that the registers of a block's threads hold, several of the short ones on a block.
+template <class T, class Value_ = typename Row<T>::Pack>
+struct ShortRows {
+  using Value = Value_;
+  static constexpr int kThreads = 384, kBlocks = 3;
+  static constexpr int kLoads = 64 / sizeof(Value);
+  int64_t rows;
+  unsigned x, y;           // threads on a row, rows on a block
+
+  /// aligned: all rows begin at 16-byte boundaries. alone: rows do not all pass as many barriers.
+  ShortRows(int64_t rows, int64_t cols, bool aligned, bool alone) : rows(rows), x(alone ? 32 : 1) {
+    const unsigned need = unsigned((packs(cols, aligned) + kLoads - 1) / kLoads);
+    while (x < need && x < 32) x *= 2;
+    if (x < need) x = (need + 31) / 32 * 32;
+    y = alone && x > 32 ? 1 : kThreads / x;
+  }
+  static int64_t packs(int64_t cols, bool aligned) { return (cols + Row<T>::kWidth - 1) / Row<T>::kWidth + !aligned; }
+  static bool fit(int64_t cols, bool aligned) { return packs(cols, aligned) <= kThreads * kLoads; }
+  Grid grid() const { return {.blocks = (rows + y - 1) / y, .threads = {x, y}}; }
+
+  __device__ int64_t row() const { return int64_t(blockIdx.x) * blockDim.y + threadIdx.y; }
+
+  struct Kept { Value values[kLoads]; };
+
+  template <class Load, class F>
+  __device__ void pass(Kept& kept, int packs, Load load, F f) const {
+    each(packs, [&](int k, int u) { kept.values[u] = load(k); });
+    again(kept, packs, load, f);
+  }
+
+  template <class Load, class F>
+  __device__ void again(const Kept& kept, int packs, Load, F f) const {
+    each(packs, [&](int k, int u) { f(k, kept.values[u]); });
+  }
+
+  template <class Op>
+  __device__ typename Op::Value reduce(RowReduce<Op>& in_block, typename Op::Value v) const { return in_block(v); }
+
+ private:
+  /// f(k, which of this thread's it is) for this thread's packs of a row of so many. None, where there is no such row.
+  template <class F>
+  __device__ void each(int packs, F f) const {
+    if (row() >= rows) return;
+#pragma unroll
+    for (int u = 0; u < kLoads; ++u)
+      if (const int k = u * blockDim.x + threadIdx.x; k < packs) f(k, u);
+  }
 };
 
 }  // namespace liger::cuda

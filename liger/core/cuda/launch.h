@@ -146,6 +146,26 @@ __device__ inline unsigned to_word(float low, float high) {
   return *reinterpret_cast<const unsigned*>(&pair);
 }
 
+/// Writes 16 bytes of global memory in one access, into which the compiler does not always make an assignment (it split those of
+/// stream.cuh in four, measured on nvcc 13.0).
+__device__ inline void store16(void* p, uint4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+/// What follows from v is computed again after this: in a loop, carrying it along would take registers.
+template <class V>
+__device__ inline void forget(V& v) {
+  if constexpr (sizeof(V) == 4) asm volatile("" : "+r"(reinterpret_cast<unsigned&>(v)));
+}
+
+/// The product of each neighbour, rounded once.
+template <class T>
+__device__ inline unsigned multiply_words(unsigned a, unsigned b) {
+  using Pair = std::conditional_t<std::is_same_v<T, bfloat16>, __nv_bfloat162, __half2>;
+  const Pair p = __hmul2(*reinterpret_cast<const Pair*>(&a), *reinterpret_cast<const Pair*>(&b));
+  return *reinterpret_cast<const unsigned*>(&p);
+}
+
 /// The tensor core's product of a 16 x 32 matrix of unsigned bytes and a 32 x 8 one of signed bytes, added to sum [16 x 8]. With group =
 /// lane / 4 and quad = lane % 4: a has rows group, group + 8 in k = 4 quad … + 3, then the same at k + 16; b has column group there;
 /// sum has row group in columns 2 quad, + 1, then row group + 8.

@@ -36,7 +36,12 @@ struct RowReduce {
 
   __device__ typename Op::Value operator()(typename Op::Value v, Op op = {}) {
     const int threads = blockDim.x;
-    for (int lane = (threads < 32 ? threads : 32) / 2; lane > 0; lane /= 2) v = op(v, Op::shuffle(v, lane));
+    if (threads < 32) {
+      for (int lane = threads / 2; lane > 0; lane /= 2) v = op(v, Op::shuffle(v, lane));
+    } else {
+#pragma unroll
+      for (int lane = 16; lane > 0; lane /= 2) v = op(v, Op::shuffle(v, lane));
+    }
     if (!kSpread && threads <= 32) return v;
     __shared__ typename Op::Value slots[2][32];
     const int warps = threads / 32, lane = threadIdx.x % 32, first = threadIdx.y * warps;
@@ -45,6 +50,7 @@ struct RowReduce {
     if (lane == 0) partial[first + threadIdx.x / 32] = v;
     __syncthreads();
     v = lane < warps ? partial[first + lane] : Op::identity();
+#pragma unroll
     for (int other = 16; other > 0; other /= 2) v = op(v, Op::shuffle(v, other));
     if constexpr (kSpread) {
       __shared__ typename Op::Value of_cluster[2];

@@ -8,29 +8,37 @@ namespace liger::cuda {
 /// type that z came in: 16-bit logits take one instruction an exponential.
 template <class T>
 struct OnlineSoftmax {
-  struct Value { float max, sum; };
-  __device__ static Value identity() { return {-3.402823466e38f, 0}; }  // finite, so that −inf − max is no NaN
+  static constexpr bool kFast = sizeof(T) == 2;
+  // The rounding of Σ would be in every value of a row: where values are floats it is a double.
+  using Sum = std::conditional_t<kFast, float, double>;
+  struct Value { float max; Sum sum; };
+  __device__ static Value identity() { return {-2e38f, 0}; }  // finite, times log2(e) too, so that −inf − max is no NaN
 
-  /// exp(z − max).
+  /// exp(z − max). In the fast form max · log2(e) is rounded, which is the same factor for all z.
   __device__ static float exp(float z, float max) {
-    if constexpr (sizeof(T) == 2) return exp2_approx((z - max) * kLog2e);
+    if constexpr (kFast) return exp2_approx(fmaf(z, kLog2e, -__fmul_rn(max, kLog2e)));
     return expf(z - max);
+  }
+
+  /// What makes Σ exp(z − to) of Σ exp(z − from): exactly 1 where those are the same.
+  __device__ static float factor(float from, float to) {
+    if constexpr (kFast) return exp2_approx(__fmul_rn(from, kLog2e) - __fmul_rn(to, kLog2e));
+    return expf(from - to);
   }
 
   template <int n>
   __device__ static void push(Value& v, const float (&z)[n]) {
-    float top = v.max;
+    float top = v.max, sum = 0;
 #pragma unroll
     for (int j = 0; j < n; ++j) top = fmaxf(top, z[j]);
-    v.sum *= exp(v.max, top);
-    v.max = top;
 #pragma unroll
-    for (int j = 0; j < n; ++j) v.sum += exp(z[j], top);
+    for (int j = 0; j < n; ++j) sum += exp(z[j], top);
+    v = {top, v.sum * factor(v.max, top) + sum};
   }
 
   __device__ Value operator()(Value a, Value b) const {
     const float top = fmaxf(a.max, b.max);
-    return {top, a.sum * exp(a.max, top) + b.sum * exp(b.max, top)};
+    return {top, a.sum * factor(a.max, top) + b.sum * factor(b.max, top)};
   }
 
   __device__ static Value shuffle(Value v, int lane) { return {__shfl_xor_sync(~0u, v.max, lane), __shfl_xor_sync(~0u, v.sum, lane)}; }

@@ -30,7 +30,7 @@ struct Row {
   /// What lies in this row at the columns of pack k of the row `like`, whose alignment may be another, and whose type may be narrower.
   template <class L>
   __device__ PackLike<L> load(int k, T outside, const Row<L>& like) const {
-    if (aligned(like) && like.whole(k)) return *reinterpret_cast<const PackLike<L>*>(at(k, like));
+    if (aligned(like) && like.whole(k)) return PackLike<L>::read(at(k, like));
     float f[Row<L>::kWidth];
 #pragma unroll
     for (int j = 0; j < Row<L>::kWidth; ++j) {
@@ -44,7 +44,7 @@ struct Row {
   template <class L>
   __device__ void store(int k, const float* f, const Row<L>& like) const {
     if (aligned(like) && like.whole(k)) {
-      *reinterpret_cast<PackLike<L>*>(at(k, like)) = PackLike<L>::from_float(f);
+      PackLike<L>::from_float(f).write(at(k, like));
       return;
     }
 #pragma unroll

@@ -36,6 +36,29 @@ struct alignas(sizeof(T) * kWidth < 16 ? sizeof(T) * kWidth : 16) Pack {
     }
     return p;
   }
+
+  __device__ static Pack read(const void* p) { return *static_cast<const Pack*>(p); }
+
+  /// To global memory.
+  __device__ void write(void* p) const {
+    if constexpr (sizeof(Pack) % 16 != 0) *static_cast<Pack*>(p) = *this;
+    else
+#pragma unroll
+      for (int i = 0; i < int(sizeof(Pack) / 16); ++i) store16(static_cast<uint4*>(p) + i, {bits(words[4 * i]), bits(words[4 * i + 1]), bits(words[4 * i + 2]), bits(words[4 * i + 3])});
+  }
+
+  /// The product of each pair, rounded once.
+  __device__ friend Pack operator*(const Pack& a, const Pack& b) {
+    static_assert(kPairs);
+    Pack p;
+#pragma unroll
+    for (int j = 0; j < kWidth / 2; ++j) p.words[j] = multiply_words<T>(a.words[j], b.words[j]);
+    return p;
+  }
+
+ private:
+  __device__ static unsigned bits(unsigned word) { return word; }
+  __device__ static unsigned bits(float word) { return __float_as_uint(word); }
 };
 
 /// How a row meets the threads that hold it.
@@ -127,39 +150,78 @@ __device__ Pack<T, kWidth> joined(const Pack<T, kWidth>& a, const Pack<T, kWidth
 
 /// A tile as it lies in memory: what is fetched ahead takes no more registers than its bytes.
 template <class T, class Tile>
-struct Raw { Pack<T, Tile::kWidth> packs[Tile::kItems / Tile::kWidth]; };
+struct Raw {
+  static constexpr int kPacks = Tile::kItems / Tile::kWidth;
+  Pack<T, Tile::kWidth> packs[kPacks];
 
-/// The row at `at`. What is fetched ahead of its use must not be behind a branch, which would hold up what the thread does meanwhile; what
-/// is needed at once had better be (measured on an H200: a fifth of a norm's backward, a tenth of its forward).
+  __device__ friend Raw operator*(const Raw& a, const Raw& b) {
+    Raw product;
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) product.packs[i] = a.packs[i] * b.packs[i];
+    return product;
+  }
+};
+
+template <class T, class Tile>
+__device__ Raw<T, Tile> packed(const Tile& t) {
+  Raw<T, Tile> raw;
+#pragma unroll
+  for (int i = 0; i < Tile::kItems; i += Tile::kWidth) raw.packs[i / Tile::kWidth] = Pack<T, Tile::kWidth>::from_float(t.v + i);
+  return raw;
+}
+
+template <class T, class Tile, class F>
+__device__ void for_each_word(Raw<T, Tile>& raw, F f) {
+#pragma unroll
+  for (auto& pack : raw.packs)
+#pragma unroll
+    for (auto& word : pack.words) f(word);
+}
+
+/// As floats, with what a row's first and last pack hold of its neighbours.
+template <class T, class Tile>
+__device__ Tile to_tile(const Raw<T, Tile>& raw) {
+  Tile t;
+#pragma unroll
+  for (int i = 0; i < Tile::kItems; i += Tile::kWidth) raw.packs[i / Tile::kWidth].to_float(t.v + i);
+  return t;
+}
+
+/// The row at `at` of a matrix that begins as the one the tile was laid out for, between two 16-byte boundaries. A row's first and last
+/// pack are read in whole; what they hold of the neighbours is masked when they are unpacked. What is fetched ahead of its use must not be
+/// behind a branch, which would hold up what the thread does meanwhile; what is needed at once had better be (measured on an H200: a fifth
+/// of a norm's backward, a tenth of its forward).
 template <class T, class Tile, bool kAhead = false>
 __device__ Raw<T, Tile> fetch(const void* matrix, const Place& at) {
   constexpr int kWidth = Tile::kWidth;
-  using Pack = cuda::Pack<T, kWidth>;
   const T* p = static_cast<const T*>(matrix) + at.row * at.cols + at.from;
   const int n = int(at.cols - at.from);
   Raw<T, Tile> raw{};
   if (!kAhead && at.row >= at.rows) return raw;
   const bool present = !kAhead || at.row < at.rows;
-  if constexpr (Tile::kFit != Fit::Peeled) {
 #pragma unroll
-    for (int i = 0; i < Tile::kItems; i += kWidth)
-      if (const int c = Tile::column(i, at); c < n && present) raw.packs[i / kWidth] = *reinterpret_cast<const Pack*>(p + c);
-    return raw;
-  }
-  // A pack that reaches into the neighbouring rows is read in whole where there are such rows, and masked when it is unpacked.
-  const int low = -int(min(int64_t(kWidth), at.row * at.cols + at.from)), high = n + int(min(int64_t(kWidth), (at.rows - 1 - at.row) * at.cols));
-  const int start = misalignment<T>(p - at.shift);  // of this matrix's row against the one that the packs are laid out for
+  for (int i = 0; i < Tile::kItems; i += kWidth)
+    if (const int c = Tile::column(i, at); c < n && present) raw.packs[i / kWidth] = Pack<T, kWidth>::read(p + c);
+  return raw;
+}
+
+/// As fetch, from a matrix that may begin anywhere, or of another type: two packs for one. None is touched that holds nothing of the row.
+template <class T, class Tile>
+__device__ Raw<T, Tile> fetch_loose(const void* matrix, const Place& at) {
+  constexpr int kWidth = Tile::kWidth;
+  using Pack = cuda::Pack<T, kWidth>;
+  const T* p = static_cast<const T*>(matrix) + at.row * at.cols + at.from;
+  const int n = int(at.cols - at.from), start = misalignment<T>(p - at.shift);
+  if (Tile::kFit != Fit::Peeled || (start == 0 && sizeof(Pack) == 16)) return fetch<T, Tile>(matrix, at);
+  Raw<T, Tile> raw{};
+  if (at.row >= at.rows) return raw;
 #pragma unroll
   for (int i = 0; i < Tile::kItems; i += kWidth) {
-    const int c = Tile::column(i, at);
+    const int c = Tile::column(i, at), cut = c + kWidth - start;  // what the first of two packs has ends there
     auto& pack = raw.packs[i / kWidth];
-    const bool mine = present && c + kWidth > 0 - at.shift * (at.from > 0) && c < n;
-    const bool whole = mine && start == 0 && c >= low && c + kWidth <= high;
-    if (whole) pack = *reinterpret_cast<const Pack*>(p + c);
-    if (whole || !mine) continue;
-    if (start > 0 && sizeof(Pack) == 16 && c - start >= low && c - start + 2 * kWidth <= high) {
-      const auto* packs = reinterpret_cast<const Pack*>(p + c - start);
-      pack = joined(packs[0], packs[1], start);
+    if (c >= n) continue;
+    if constexpr (sizeof(Pack) == 16) {
+      pack = joined(cut > at.first() ? Pack::read(p + c - start) : Pack(), cut < n ? Pack::read(p + c - start + kWidth) : Pack(), start);
     } else {
       float f[kWidth];
 #pragma unroll
@@ -170,53 +232,67 @@ __device__ Raw<T, Tile> fetch(const void* matrix, const Place& at) {
   return raw;
 }
 
+/// Whether all of the pack at item i belongs to the row.
+template <class Tile>
+__device__ bool inside(int i, const Place& at) {
+  const int c = Tile::column(i, at), n = int(at.cols - at.from);
+  return Tile::kFit == Fit::Peeled ? c >= at.first() && c + Tile::kWidth <= n : c < n;
+}
+
 template <class T, class Tile>
 __device__ Tile unpack(const Raw<T, Tile>& raw, const Place& at) {
   constexpr int kWidth = Tile::kWidth;
-  const int n = int(at.cols) - int(at.from);
-  Tile t;
+  const int n = int(at.cols - at.from);
+  Tile t = to_tile(raw);
 #pragma unroll
-  for (int i = 0; i < Tile::kItems; i += kWidth) {
-    raw.packs[i / kWidth].to_float(t.v + i);
-    if (const int c = Tile::column(i, at); Tile::kFit == Fit::Peeled && (c < at.first() || c + kWidth > n)) {
+  for (int i = 0; i < Tile::kItems; i += kWidth)
+    if (Tile::kFit == Fit::Peeled && !inside<Tile>(i, at)) {
 #pragma unroll
       for (int j = 0; j < kWidth; ++j)
-        if (c + j < at.first() || c + j >= n) t.v[i + j] = 0;
+        if (const int c = Tile::column(i, at) + j; c < at.first() || c >= n) t.v[i + j] = 0;
     }
-  }
   return t;
 }
 
 template <class T, class Tile>
 __device__ Tile load(const void* matrix, const Place& at) { return unpack(fetch<T, Tile>(matrix, at), at); }
-
 template <class T, class Tile>
-__device__ void store(const Tile& t, void* matrix, const Place& at) {
+__device__ Tile load_loose(const void* matrix, const Place& at) { return unpack(fetch_loose<T, Tile>(matrix, at), at); }
+
+/// Writes the row at `at` of a matrix that begins as the tile's own does, or with kLoose anywhere.
+template <class T, bool kLoose = false, class Tile>
+__device__ void store(const Raw<T, Tile>& raw, void* matrix, Place at) {
   constexpr int kWidth = Tile::kWidth;
+  using Pack = cuda::Pack<T, kWidth>;
+  if (at.row >= at.rows) return;
+  if (Tile::kFit == Fit::Peeled) forget(at.shift);
   T* p = static_cast<T*>(matrix) + at.row * at.cols + at.from;
-  const int n = int(at.cols) - int(at.from);
+  const int n = int(at.cols - at.from);
+  const bool aligned = !kLoose || Tile::kFit != Fit::Peeled || (misalignment<T>(p - at.shift) == 0 && sizeof(Pack) == 16);
 #pragma unroll
   for (int i = 0; i < Tile::kItems; i += kWidth) {
     const int c = Tile::column(i, at);
-    if (at.row < at.rows && (Tile::kFit != Fit::Peeled ? c < n : misalignment<T>(p + c) == 0 && c >= at.first() && c + kWidth <= n)) {
-      *reinterpret_cast<Pack<T, kWidth>*>(p + c) = Pack<T, kWidth>::from_float(t.v + i);
-    } else if (Tile::kFit == Fit::Peeled && at.row < at.rows) {
+    if (aligned && inside<Tile>(i, at)) {
+      raw.packs[i / kWidth].write(p + c);
+    } else if (Tile::kFit == Fit::Peeled && c < n) {
+      float f[kWidth];
+      raw.packs[i / kWidth].to_float(f);
 #pragma unroll
       for (int j = 0; j < kWidth; ++j)
-        if (c + j >= at.first() && c + j < n) p[c + j] = T(t.v[i + j]);
+        if (c + j >= at.first() && c + j < n) p[c + j] = T(f[j]);
     }
   }
 }
+
+template <class T, bool kLoose = false, class Tile>
+__device__ void store(const Tile& t, void* matrix, const Place& at) { store<T, kLoose>(packed<T>(t), matrix, at); }
 
 template <class T>
 __device__ float round_to(float v) { return float(T(v)); }
 
 template <class T, class Tile>
 __device__ Tile round_to(const Tile& t) {
-  Tile rounded;
-#pragma unroll
-  for (int i = 0; i < Tile::kItems; i += Tile::kWidth) Pack<T, Tile::kWidth>::from_float(t.v + i).to_float(rounded.v + i);
-  return rounded;
+  return to_tile(packed<T>(t));
 }
 
 /// Σ over a thread's part of the row.
@@ -233,8 +309,15 @@ template <class Tile>
 __device__ float squares(const Tile& t, float mean, const Place& at) {
   float s = 0;
 #pragma unroll
-  for (int i = 0; i < Tile::kItems; ++i)
-    if (const int c = Tile::column(i, at); c >= at.first() && c < at.cols - at.from) s += (t.v[i] - mean) * (t.v[i] - mean);
+  for (int i = 0; i < Tile::kItems; i += Tile::kWidth) {
+    const bool all = inside<Tile>(i, at);
+    if (!all && Tile::kFit != Fit::Peeled) continue;
+#pragma unroll
+    for (int j = 0; j < Tile::kWidth; ++j) {
+      const int c = Tile::column(i, at) + j;
+      if (const float d = t.v[i + j] - mean; all || (c >= at.first() && c < at.cols - at.from)) s += d * d;
+    }
+  }
   return s;
 }
 
@@ -244,6 +327,21 @@ inline bool aligned16(std::initializer_list<const void*> pointers) {
   return true;
 }
 
+/// What a kernel reads and writes: `rows` as the tiles are laid out, where it is not null, `loose` by the functions of that name.
+struct Memory {
+  std::initializer_list<const void*> rows, loose;
+  bool aligned() const { return aligned16(rows) && aligned16(loose); }
+  /// Whether all rows begin alike between two 16-byte boundaries.
+  bool alike() const {
+    const void* first = nullptr;
+    for (auto p : rows) {
+      if (!first) first = p;
+      if (p && misalignment<char>(p) != misalignment<char>(first)) return false;
+    }
+    return true;
+  }
+};
+
 inline constexpr int kTileThreads = 1024, kTileCluster = 8;
 
 /// How a kernel on tiles is launched: threads.y rows a block, or `cluster` blocks a row.
@@ -251,18 +349,32 @@ struct Tiling {
   dim3 threads;
   int cluster;
   Grid grid(int64_t groups, int shared_bytes = 0) const { return {.blocks = groups * cluster, .threads = threads, .shared_bytes = shared_bytes, .cluster = cluster}; }
-  int64_t groups(int64_t rows) const { return (rows + threads.y - 1) / threads.y; }
+};
+
+/// The rows of threadIdx.y in a forward kernel, kCount of them. Where rows begin anywhere those of a block begin alike, so that what they
+/// share is laid out once.
+template <class Tile>
+struct Rows {
+  static constexpr int kCount = Tile::kFit == Fit::Peeled ? 4 : 1;
+  int step = step_of(blockDim.y);
+  int64_t first = blockIdx.x / (step / blockDim.y) * int64_t(kCount * step) + blockIdx.x % (step / blockDim.y) * blockDim.y + threadIdx.y;
+
+  static __host__ __device__ int step_of(int y) { return kCount > 1 && y < 8 ? 8 : y; }
+  static Grid grid(const Tiling& t, int64_t rows) {
+    const int y = int(t.threads.y), step = step_of(y);
+    return t.grid((rows + kCount * step - 1) / (kCount * step) * (step / y));
+  }
 };
 
 /// Threads of a block: about as many as short rows get, and as many as a row gets.
 struct Threads { int few, most; };
 
 /// Calls f.operator()<Tile>(tiling) where tiles of kItems a thread cover rows of `cols`, longer ones spread over a cluster if kSpread.
-/// False where the rows are too long.
+/// False where the rows are too long, or begin differently in one matrix and another.
 template <class T, int kItems, bool kSpread, class F>
-bool dispatch_tile(int64_t cols, Threads block, std::initializer_list<const void*> pointers, F&& f) {
+bool dispatch_tile(int64_t cols, Threads block, const Memory& memory, F&& f) {
   constexpr int kVec = 16 / sizeof(T);
-  const bool whole = cols % kVec == 0 && aligned16(pointers);
+  const bool whole = cols % kVec == 0 && memory.aligned();
   const int64_t need = (cols + (whole ? 0 : kVec - 1) + kItems - 1) / kItems;
   if constexpr (kSpread) {
     if (whole && need > block.most && need <= block.most * kTileCluster && has_clusters()) {
@@ -272,24 +384,27 @@ bool dispatch_tile(int64_t cols, Threads block, std::initializer_list<const void
       return true;
     }
   }
-  if (need > block.most) return false;
+  if (need > block.most || (!whole && !memory.alike())) return false;
   unsigned x = 1;
   while (x < need && x < 32) x *= 2;
   if (x < need) x = unsigned(need + 31) / 32 * 32;
   // Below a warp a row needs a partner: __shfl_xor_sync wants whole warps.
-  const Tiling tiling{dim3(x, std::max(1u, unsigned(block.few) / x)), 1};
+  unsigned y = 1;
+  while (y * 2 * x <= unsigned(block.few)) y *= 2;
+  const Tiling tiling{dim3(x, y), 1};
   if (whole) f.template operator()<Tile<kItems, kVec>>(tiling);
   else f.template operator()<Tile<kItems, kVec, Fit::Peeled>>(tiling);
   return true;
 }
 
-/// As dispatch_tile, for kernels that walk along a row of any length, kItems a thread at once.
+/// As dispatch_tile, for kernels that walk along a row of any length, kItems a thread at once; element by element where rows begin differently.
 template <class T, int kItems, class F>
-void dispatch_walk(int64_t cols, std::initializer_list<const void*> pointers, F&& f) {
+void dispatch_walk(int64_t cols, const Memory& memory, F&& f) {
   constexpr int kVec = 16 / sizeof(T);
   const Tiling tiling{unsigned(std::clamp<int64_t>(cols / (kItems * 4) / 32 * 32, 256, kTileThreads)), 1};
-  if (cols % kVec == 0 && aligned16(pointers)) f.template operator()<Tile<kItems, kVec>>(tiling);
-  else f.template operator()<Tile<kItems, kVec, Fit::Peeled>>(tiling);
+  if (cols % kVec == 0 && memory.aligned()) f.template operator()<Tile<kItems, kVec>>(tiling);
+  else if (memory.alike()) f.template operator()<Tile<kItems, kVec, Fit::Peeled>>(tiling);
+  else f.template operator()<Tile<kItems, 1>>(tiling);
 }
 
 }  // namespace liger::cuda

@@ -30,18 +30,16 @@ struct Softmax {
   using Online = OnlineSoftmax<T>;
   static constexpr bool kMean = false;
   typename Online::Value v = Online::identity();
-  // The rounding of 1/Σ would be in every value of a row: where values are floats it is a double, and they are rounded once.
-  using Scalar = std::conditional_t<sizeof(T) == 2, float, double>;
-  Scalar inverse;
+  typename Online::Sum inverse;
 
   template <int n>
   __device__ void push(const float (&x)[n]) { Online::push(v, x); }
 
-  template <class Clusters, class Load>
-  __device__ void settle(const Clusters& cluster, int, Load) {
+  template <class Rows, class Load>
+  __device__ void settle(const Rows& rows, const typename Rows::Kept&, int, Load) {
     RowReduce<Online> reduce;
-    v = cluster.reduce(reduce, v);
-    inverse = 1 / Scalar(v.sum);
+    v = rows.reduce(reduce, v);
+    inverse = 1 / v.sum;
   }
 
   __device__ float value(float x) const { return float(Online::exp(x, v.max) * inverse); }
@@ -61,16 +59,16 @@ struct Sparsemax {
     for (int j = 0; j < n; ++j) max = Largest()(max, x[j]);
   }
 
-  template <class Clusters, class Load>
-  __device__ void settle(const Clusters& cluster, int packs, Load load) {
+  template <class Rows, class Load>
+  __device__ void settle(const Rows& rows, const typename Rows::Kept& kept, int packs, Load load) {
     RowReduce<Largest> largest;
     RowReduce<Members> reduce;
-    double tau = cluster.reduce(largest, max) - 1.;
+    double tau = rows.reduce(largest, max) - 1.;
     for (float members = -1;;) {
       const float bound = floor_of(tau);
       auto in = Members::identity();
       if (!(max <= bound)) {  // else none of this thread's values is a member; NaN is one, and spreads
-        cluster.again(packs, load, [&](int, const auto& pack) {
+        rows.again(kept, packs, load, [&](int, const auto& pack) {
           float x[Row<T>::kWidth];
           pack.to_float(x);
 #pragma unroll
@@ -78,7 +76,7 @@ struct Sparsemax {
             if (!(v <= bound)) in.sum += v, in.count += 1;
         });
       }
-      in = cluster.reduce(reduce, in);
+      in = rows.reduce(reduce, in);
       if (const double next = (in.sum - 1) / in.count; !(next < tau)) tau = next;  // rounding must not let a member return
       if (in.count == members) break;
       members = in.count;
@@ -93,19 +91,20 @@ struct Sparsemax {
   static __device__ float weight(float y) { return y <= 0 ? 0 : y > 0 ? 1 : y; }
 };
 
-template <class T, template <class> class Map>
-__global__ void __launch_bounds__(Clusters<T>::kThreads, Clusters<T>::kBlocks) forward_kernel(SoftmaxForward a, Clusters<T> cluster) {
+template <class T, template <class> class Map, class Rows>
+__global__ void __launch_bounds__(Rows::kThreads, Rows::kBlocks) forward_kernel(SoftmaxForward a, Rows rows) {
   constexpr int kWidth = Row<T>::kWidth;
-  const Row<T> x(a.x, cluster.row(), a.x_stride, a.cols), y(a.y, cluster.row(), a.cols, a.cols);
+  const Row<T> x(a.x, rows.row(), a.x_stride, a.cols), y(a.y, rows.row(), a.cols, a.cols);
   const auto load = [&](int k) { return x.load(k, T(-INFINITY)); };
+  typename Rows::Kept kept;
   Map<T> map;
-  cluster.pass(x.packs(), load, [&](int, const auto& pack) {
+  rows.pass(kept, x.packs(), load, [&](int, const auto& pack) {
     float f[kWidth];
     pack.to_float(f);
     map.push(f);
   });
-  map.settle(cluster, x.packs(), load);
-  cluster.again(x.packs(), load, [&](int k, const auto& pack) {
+  map.settle(rows, kept, x.packs(), load);
+  rows.again(kept, x.packs(), load, [&](int k, const auto& pack) {
     float f[kWidth];
     pack.to_float(f);
 #pragma unroll
@@ -117,23 +116,24 @@ __global__ void __launch_bounds__(Clusters<T>::kThreads, Clusters<T>::kBlocks) f
 template <class T>
 struct Pair { typename Row<T>::Pack y, dy; };
 
-template <class T, template <class> class Map>
-__global__ void __launch_bounds__(Clusters<T>::kThreads, Clusters<T>::kBlocks) backward_kernel(SoftmaxBackward a, Clusters<T, Pair<T>> cluster) {
+template <class T, template <class> class Map, class Rows>
+__global__ void __launch_bounds__(Rows::kThreads, Rows::kBlocks) backward_kernel(SoftmaxBackward a, Rows rows) {
   constexpr int kWidth = Row<T>::kWidth;
-  const Row<T> y(a.y, cluster.row(), a.cols, a.cols), dy(a.dy, cluster.row(), a.cols, a.cols), dx(a.dx, cluster.row(), a.cols, a.cols);
+  const Row<T> y(a.y, rows.row(), a.cols, a.cols), dy(a.dy, rows.row(), a.cols, a.cols), dx(a.dx, rows.row(), a.cols, a.cols);
   const auto load = [&](int k) { return Pair<T>{y.load(k, T(0)), dy.load(k, T(0), y)}; };
   using Weighted = SumCount<float>;
   auto in = Weighted::identity();
-  cluster.pass(y.packs(), load, [&](int, const Pair<T>& pair) {
+  typename Rows::Kept kept;
+  rows.pass(kept, y.packs(), load, [&](int, const Pair<T>& pair) {
     float w[kWidth], d[kWidth];
     pair.y.to_float(w), pair.dy.to_float(d);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) in.sum += Map<T>::weight(w[j]) * d[j], in.count += Map<T>::weight(w[j]);
   });
   RowReduce<Weighted> reduce;
-  in = cluster.reduce(reduce, in);
+  in = rows.reduce(reduce, in);
   const float mean = Map<T>::kMean ? in.sum / in.count : in.sum;
-  cluster.again(y.packs(), load, [&](int k, const Pair<T>& pair) {
+  rows.again(kept, y.packs(), load, [&](int k, const Pair<T>& pair) {
     float w[kWidth], d[kWidth];
     pair.y.to_float(w), pair.dy.to_float(d);
 #pragma unroll
@@ -142,18 +142,30 @@ __global__ void __launch_bounds__(Clusters<T>::kThreads, Clusters<T>::kBlocks) b
   });
 }
 
+/// f.operator()<Map>(rows).
+template <class T, class Value, class Args, class F>
+void dispatch_rows(const Args& a, int64_t stride, std::initializer_list<const void*> pointers, F f) {
+  const auto with = [&](const auto& rows) { a.kind == Simplex::Softmax ? f.template operator()<Softmax>(rows) : f.template operator()<Sparsemax>(rows); };
+  using Short = ShortRows<T, Value>;
+  const bool aligned = aligned16(pointers) && a.cols % Row<T>::kWidth == 0 && stride % Row<T>::kWidth == 0;
+  if (Short::fit(a.cols, aligned)) with(Short(a.rows, a.cols, aligned, a.kind == Simplex::Sparsemax));
+  else with(Clusters<T, Value>(a.rows, a.cols));
+}
+
 }  // namespace
 
 LIGER_REGISTER(softmax_forward, [](const SoftmaxForward& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
-    const auto cluster = Clusters<T>(a.rows, a.cols).short_rows(a.kind == Simplex::Sparsemax);
-    launch(a.kind == Simplex::Softmax ? forward_kernel<T, Softmax> : forward_kernel<T, Sparsemax>, cluster.grid(), s, a, cluster);
+    dispatch_rows<T, typename Row<T>::Pack>(a, a.x_stride, {a.x}, [&]<template <class> class Map>(const auto& rows) {
+      launch(forward_kernel<T, Map, std::decay_t<decltype(rows)>>, rows.grid(), s, a, rows);
+    });
   });
 });
 LIGER_REGISTER(softmax_backward, [](const SoftmaxBackward& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
-    const auto cluster = Clusters<T, Pair<T>>(a.rows, a.cols).short_rows();
-    launch(a.kind == Simplex::Softmax ? backward_kernel<T, Softmax> : backward_kernel<T, Sparsemax>, cluster.grid(), s, a, cluster);
+    dispatch_rows<T, Pair<T>>(a, a.cols, {a.y}, [&]<template <class> class Map>(const auto& rows) {
+      launch(backward_kernel<T, Map, std::decay_t<decltype(rows)>>, rows.grid(), s, a, rows);
+    });
   });
 });
 

@@ -26,8 +26,10 @@ __global__ void __launch_bounds__(1024) norm_kernel(CrossEntropyNorm a) {
 }
 
 /// What a row's blocks tell each other.
+template <class Softmax>
 struct Part {
-  float max, sum, weighted;
+  typename Softmax::Value sum;
+  float weighted;
   ArgMax::Value best;
 };
 
@@ -39,10 +41,11 @@ __global__ void __launch_bounds__(Clusters<T>::kThreads, Clusters<T>::kBlocks) r
   const int64_t row = cluster.row(), y = a.target[row];
   const Row<T> x(a.x, row, a.x_stride, a.cols), dx(a.dx ? a.dx : a.x, row, a.dx ? a.dx_stride : a.x_stride, a.cols);
   const auto load = [&](int k) { return x.load(k, T(-INFINITY)); };
+  typename Clusters<T>::Kept kept;
 
   if (y == a.ignore_index) {
     constexpr float zeros[kWidth] = {};
-    if (a.dx) cluster.again(x.packs(), [](int) { return typename Row<T>::Pack(); }, [&](int k, const auto&) { dx.store(k, zeros, x); });
+    if (a.dx) cluster.again(kept, x.packs(), [](int) { return typename Row<T>::Pack(); }, [&](int k, const auto&) { dx.store(k, zeros, x); });
     if (cluster.first()) {
       a.loss[row] = a.z_loss[row] = 0;
       if (a.correct) a.correct[row] = 0;
@@ -59,7 +62,7 @@ __global__ void __launch_bounds__(Clusters<T>::kThreads, Clusters<T>::kBlocks) r
   typename Softmax::Value sum = Softmax::identity();
   ArgMax::Value best = ArgMax::identity();
   float weighted = 0;
-  cluster.pass(x.packs(), load, [&](int k, const auto& pack) {
+  cluster.pass(kept, x.packs(), load, [&](int k, const auto& pack) {
     float z[kWidth];
     pack.to_float(z);
     if constexpr (!kPlain) {
@@ -75,17 +78,17 @@ __global__ void __launch_bounds__(Clusters<T>::kThreads, Clusters<T>::kBlocks) r
   });
   sum = RowReduce<Softmax>()(sum);
   if constexpr (!kPlain) best = RowReduce<ArgMax>()(best), weighted = RowReduce<Sum>()(weighted);
-  const Part part{sum.max, sum.sum, weighted, best};
+  const Part<Softmax> part{sum, weighted, best};
   sum = Softmax::identity(), best = ArgMax::identity(), weighted = 0;
-  cluster.exchange(part, [&](const Part& p) {
-    sum = Softmax()(sum, {p.max, p.sum});
+  cluster.exchange(part, [&](const Part<Softmax>& p) {
+    sum = Softmax()(sum, p.sum);
     if constexpr (!kPlain) best = ArgMax()(best, p.best), weighted += p.weighted;
   });
 
   // A row's own numbers are long products: where that shows they are rounded once, at the end.
   using Scalar = std::conditional_t<kPlain && sizeof(T) == 2, float, double>;
   const float lse = Softmax::lse(sum);
-  const Scalar p_y = expf(z_y - sum.max) / Scalar(sum.sum), by_0 = a.norm[0] > 0 ? 1 / Scalar(a.norm[0]) : 0, by_1 = a.norm[1] > 0 ? 1 / Scalar(a.norm[1]) : 0;
+  const Scalar p_y = Softmax::exp(z_y, sum.max) / Scalar(sum.sum), by_0 = a.norm[0] > 0 ? 1 / Scalar(a.norm[0]) : 0, by_1 = a.norm[1] > 0 ? 1 / Scalar(a.norm[1]) : 0;
   const Scalar smooth = kPlain ? 0 : a.label_smoothing / Scalar(a.cols);
   const Scalar w_y = kPlain ? 1 : (1 - Scalar(a.label_smoothing)) * weight(int(y)), scale = a.token_scaling ? p_y : 1;
   if (cluster.first()) {
@@ -105,7 +108,6 @@ __global__ void __launch_bounds__(Clusters<T>::kThreads, Clusters<T>::kBlocks) r
   const float all_by_sum = float(all / sum.sum), each_float = float(each);
   const float d_y = float((all * p_y - (kPlain ? 0 : each * weight(int(y))) - s * w_y * by_0) * (1 - t_y * t_y));
   const auto gradient = [&](float v, int c) {
-    if (c == y) return d_y;
     const float z = logit(v);
     float d = all_by_sum * Softmax::exp(z, sum.max);
     if constexpr (!kPlain) {
@@ -114,13 +116,16 @@ __global__ void __launch_bounds__(Clusters<T>::kThreads, Clusters<T>::kBlocks) r
     }
     return d;
   };
-  cluster.again(x.packs(), load, [&](int k, const auto& pack) {
+  cluster.again(kept, x.packs(), load, [&](int k, const auto& pack) {
+    const int first = x.column(k), at = int(y) - first;  // the label's place in this pack, or outside of it
     float f[kWidth];
     pack.to_float(f);
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      const int c = x.column(k) + j;
-      if (kPlain || (c >= 0 && c < x.n)) f[j] = gradient(f[j], c);
+    for (int j = 0; j < kWidth; ++j)
+      if (kPlain || (first + j >= 0 && first + j < x.n)) f[j] = gradient(f[j], first + j);
+    if (unsigned(at) < unsigned(kWidth)) {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) f[j] = j == at ? d_y : f[j];
     }
     dx.store(k, f, x);
   });

@@ -9,12 +9,13 @@ enum class Casting : int8_t { None = -1, Llama = 0, Gemma = 1 };
 /// The table of operators that scale each column of something made of a row:
 ///   Rms        x̂ = x · rstd,               rstd = 1 / sqrt(mean(x²) + eps)
 ///   Added      the same of s = x + residual, rounded to x's dtype, which is a result too
-///   Modulated  as Rms
+///   Modulated  as Rms; Each: where every row has a modulation of its own
 ///   Layer      x̂ = (x − mean(x)) · rstd,   rstd = 1 / sqrt(mean((x − mean(x))²) + eps)
 ///   Tanh       x̂ = tanh(alpha · x)
-enum class Norm : int8_t { Rms, Added, Modulated, Layer, Tanh };
+enum class Norm : int8_t { Rms, Added, Modulated, Each, Layer, Tanh };
 constexpr bool centred(Norm n) { return n == Norm::Layer; }
 constexpr bool tanh_of(Norm n) { return n == Norm::Tanh; }
+constexpr bool modulated(Norm n) { return n == Norm::Modulated || n == Norm::Each; }
 /// Those that have b; the reference does not round before w where there is one.
 constexpr bool biased(Norm n) { return centred(n) || tanh_of(n); }
 
@@ -35,19 +36,18 @@ struct NormForward {
 };
 
 /// n = x̂ · (w + offset), g = dy · (w + offset), where modulated of dy · (1 + scale) instead of dy;
-///   dx = rstd · (g − x̂ · mean(g · x̂))            Rms, Modulated; + ds for Added
+///   dx = rstd · (g − x̂ · mean(g · x̂))            Rms, Modulated, Each; + ds for Added
 ///   dx = rstd · (g − mean(g) − x̂ · mean(g · x̂))  Layer
 ///   dx = alpha · (1 − x̂²) · g                    Tanh
 ///   dw = Σ_rows dy · x̂;  db = Σ_rows dy;  dalpha = Σ x · (1 − x̂²) · g;  dscale = Σ dy · n and dshift = Σ dy over a modulation's rows.
-/// Sums over rows come as shares (liger/core/shares.h). As many of them belong to each modulation, in that order. Where
-/// every row has its own modulation, dscale and dshift are written directly.
+/// Sums over rows come as shares (liger/core/shares.h), as many for each modulation, in that order. Each writes dscale and dshift directly.
 struct NormBackward {
   Norm norm;
   const void *dy, *ds, *x, *w, *scale;  // x: the normalised one, s for Added; ds may be null
   const float *alpha, *mean, *rstd;
   void* dx;                             // null where x is frozen
   float *dw, *db, *dalpha;              // [shares, cols]; dalpha [shares]; null where not wanted
-  void *dscale, *dshift;                // float [shares, cols], or [rows, cols] of modulation_dtype; null where not wanted
+  void *dscale, *dshift;                // float [shares, cols], for Each [rows, cols] of modulation_dtype; null where not wanted
   int64_t rows, cols, shares, modulations;
   DType dtype, w_dtype, modulation_dtype;
   float offset;
@@ -64,6 +64,7 @@ void dispatch_norm(Norm norm, F&& f) {
     case Norm::Rms: return f.template operator()<Norm::Rms>();
     case Norm::Added: return f.template operator()<Norm::Added>();
     case Norm::Modulated: return f.template operator()<Norm::Modulated>();
+    case Norm::Each: return f.template operator()<Norm::Each>();
     case Norm::Layer: return f.template operator()<Norm::Layer>();
     case Norm::Tanh: return f.template operator()<Norm::Tanh>();
   }

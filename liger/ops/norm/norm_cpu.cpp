@@ -68,7 +68,7 @@ void forward(const NormForward& a) {
       for_each(a.cols, [&](int64_t c, int64_t n) {
         Vec v = row.rounded(row.xhat(read(x + c, n))) * read(w + c, n);
         if constexpr (biased(kNorm)) v = v + read(b + c, n);
-        if constexpr (kNorm == Norm::Modulated) {
+        if constexpr (modulated(kNorm)) {
           v = round_to<T>(v) * read(scale + c, n);
           if (shift) v = v + read(shift + c, n);
         }
@@ -82,8 +82,8 @@ void forward(const NormForward& a) {
 template <class T, Norm kNorm>
 void backward(const NormBackward& a) {
   const auto weights = floats(a, a.w, a.offset, 1);
-  const bool own = kNorm == Norm::Modulated && a.modulations == a.rows;
-  const int64_t sets = kNorm == Norm::Modulated && !own ? a.modulations : 1;
+  constexpr bool own = kNorm == Norm::Each;
+  const int64_t sets = kNorm == Norm::Modulated ? a.modulations : 1;
   const int64_t set_rows = a.rows / sets, set_shares = a.shares / sets, run = (set_rows + set_shares - 1) / set_shares;
   for_rows(a.shares, run * a.cols, [&](int64_t s) {
     const int64_t set = s / set_shares, begin = s % set_shares * run;
@@ -103,17 +103,17 @@ void backward(const NormBackward& a) {
       const float* scale = modulation(a.scale, a.modulation_dtype, r, a.rows, a.modulations, a.cols, 1, scales);
       const auto dn_at = [&](int64_t c, int64_t n) {
         const Vec d = read(dy + c, n);
-        return kNorm == Norm::Modulated ? d * read(scale + c, n) : d;
+        return modulated(kNorm) ? d * read(scale + c, n) : d;
       };
       Vec onto(0.f), mean(0.f);
-      if constexpr (kNorm == Norm::Modulated) onto = Vec(mean_of(a.cols, [&](Vec dy, Vec x, Vec w, Vec m) { return dy * m * w * row.xhat(x); }, dy, x, w, scale));
+      if constexpr (modulated(kNorm)) onto = Vec(mean_of(a.cols, [&](Vec dy, Vec x, Vec w, Vec m) { return dy * m * w * row.xhat(x); }, dy, x, w, scale));
       else if constexpr (!tanh_of(kNorm)) onto = Vec(mean_of(a.cols, [&](Vec dy, Vec x, Vec w) { return dy * w * row.xhat(x); }, dy, x, w));
       if constexpr (centred(kNorm)) mean = Vec(mean_of(a.cols, [](Vec dy, Vec w) { return dy * w; }, dy, w));
       for_each(a.cols, [&](int64_t c, int64_t n) {
         const Vec xv = read(x + c, n), wv = read(w + c, n), dn = dn_at(c, n), xhat = row.xhat(xv), g = dn * wv;
         add(dw, c, n, dn * row.rounded(xhat));
         if constexpr (biased(kNorm)) add(db, c, n, dn);
-        if constexpr (kNorm == Norm::Modulated) {
+        if constexpr (modulated(kNorm)) {
           const Vec d = read(dy + c, n);
           add(dscale, c, n, d * round_to<T>(row.rounded(xhat) * wv)), add(dshift, c, n, d);
         }

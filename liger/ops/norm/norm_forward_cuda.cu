@@ -20,16 +20,47 @@ struct Input {
   }
 };
 
-template <class T, class W, Norm kNorm, class Tile>
-__device__ void output(const NormForward& a, const Tile& x, const Tile& w, Stats stats, const Place& at) {
-  const float alpha = tanh_of(kNorm) ? *a.alpha : 0;
-  Tile y = weighted<T, kNorm>(normalised<T, Tile, kNorm>(x, stats, alpha), w, a.casting);
-  if constexpr (biased(kNorm)) y = y + load<W, Tile>(a.b, at.vector(a.b));
-  if constexpr (kNorm == Norm::Modulated) {
-    y = round_to<T>(y) * (modulation<T, Tile>(a, a.scale, at) + 1);
-    if (a.shift) y = y + modulation<T, Tile>(a, a.shift, at);
+/// Vectors that all rows share, as they lie in memory.
+template <class W, class Tile, Norm kNorm>
+struct Vectors {
+  Raw<W, Tile> w, b;
+
+  __device__ Vectors(const NormForward& a, const Place& at) : w(fetch_loose<W, Tile>(a.w, at.vector(a.w))) {
+    if constexpr (biased(kNorm)) b = fetch_loose<W, Tile>(a.b, at.vector(a.b));
   }
-  store<T>(y, a.y, at);
+
+  __device__ void forget() {
+    for_each_word(w, [](auto& word) { cuda::forget(word); });
+    if constexpr (biased(kNorm)) for_each_word(b, [](auto& word) { cuda::forget(word); });
+  }
+};
+
+/// x̂ · w rounded to T, as the reference does it.
+template <class T, class W, Norm kNorm, class Tile>
+__device__ Raw<T, Tile> product(const NormForward& a, const Tile& xhat, const Raw<W, Tile>& w) {
+  if constexpr (std::is_same_v<T, W> && sizeof(T) == 2 && Tile::kWidth > 1)
+    // Two 16-bit numbers multiply exactly in a float, so that this rounds once either way.
+    if (a.casting == Casting::Llama && a.offset == 0 && a.w) return packed<T>(xhat) * w;
+  return packed<T>(weighted<T, kNorm>(xhat, to_tile(w) + (a.w ? a.offset : 1), a.casting));
+}
+
+template <class T, class W, Norm kNorm, class Tile>
+__device__ void output(const NormForward& a, const Tile& x, const Vectors<W, Tile, kNorm>& shared, Stats stats, const Place& at) {
+  const float alpha = tanh_of(kNorm) ? *a.alpha : 0;
+  const Tile xhat = normalised<T, Tile, kNorm>(x, stats, alpha);
+  if constexpr (biased(kNorm)) {
+    const float absent = a.w ? 0 : 1;
+    store<T>(Tile::map([=](float xhat, float w, float b) { return xhat * (w + absent) + b; }, xhat, to_tile(shared.w), to_tile(shared.b)), a.y, at);
+  } else {
+    const Raw<T, Tile> n = product<T, W, kNorm>(a, xhat, shared.w);
+    if constexpr (modulated(kNorm)) {
+      Tile y = to_tile(n) * (modulation<T, Tile>(a, a.scale, at) + 1);
+      if (a.shift) y = y + modulation<T, Tile>(a, a.shift, at);
+      store<T>(y, a.y, at);
+    } else {
+      store<T>(n, a.y, at);
+    }
+  }
 }
 
 template <class T>
@@ -46,21 +77,28 @@ __device__ void keep(const NormForward& a, Stats stats, int64_t row) {
 }
 
 /// Few registers, so that enough blocks share an SM: one loads while another reduces and a third stores.
-constexpr int forward_registers(Norm n, Fit fit, int bytes) { return n != Norm::Rms ? 64 : fit == Fit::Peeled || bytes > 2 ? 48 : 40; }
+constexpr int forward_registers(Norm n, Fit fit, int bytes_w) { return bytes_w > 2 || n == Norm::Modulated ? 64 : fit == Fit::Peeled ? 56 : n == Norm::Rms ? 40 : 48; }
 
 template <class T, class W, class Tile, Norm kNorm>
-__global__ void __maxnreg__(forward_registers(kNorm, Tile::kFit, sizeof(T))) forward_kernel(NormForward a) {
-  const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
-  const Place at = Tile::template place<T>(a.x, row, a.rows, a.cols);
+__global__ void __maxnreg__(forward_registers(kNorm, Tile::kFit, sizeof(W))) forward_kernel(NormForward a) {
+  const Rows<Tile> rows;
+  Place at = Tile::template place<T>(a.x, rows.first, a.rows, a.cols);
   RowReduce<Sum> reduce;
-  const Input<T, Tile, kNorm> input(a, at);
-  const auto w = fetch<W, Tile>(a.w, at.vector(a.w));
-  const Tile x = input.get(a, at);
-  Stats stats{};
-  if constexpr (centred(kNorm)) stats.mean = reduce(sum(x)) / a.cols;
-  if constexpr (!tanh_of(kNorm)) stats.rstd = inverse_root<T>(reduce(centred(kNorm) ? squares(x, stats.mean, at) : sum(x * x)), a);
-  output<T, W, kNorm>(a, x, unpack(w, at) + (a.w ? a.offset : 1), stats, at);
-  keep<kNorm>(a, stats, row);
+  Input<T, Tile, kNorm> input(a, at);
+  Vectors<W, Tile, kNorm> shared(a, at);
+#pragma unroll 1
+  for (int i = 0;;) {
+    const Tile x = input.get(a, at);
+    Stats stats{};
+    if constexpr (centred(kNorm)) stats.mean = reduce(sum(x)) / a.cols;
+    if constexpr (!tanh_of(kNorm)) stats.rstd = inverse_root<T>(reduce(centred(kNorm) ? squares(x, stats.mean, at) : sum(x * x)), a);
+    output<T, W, kNorm>(a, x, shared, stats, at);
+    keep<kNorm>(a, stats, at.row);
+    if (++i == rows.kCount) return;
+    at.row += rows.step;
+    forget(at.shift), shared.forget();
+    input = Input<T, Tile, kNorm>(a, at);
+  }
 }
 
 /// Longer rows are read again for each pass, from a cache.
@@ -79,8 +117,8 @@ __global__ void __launch_bounds__(kTileThreads) forward_long_kernel(NormForward 
   if constexpr (!tanh_of(kNorm)) stats.rstd = inverse_root<T>(total([&](const Tile& x) { return squares(x, stats.mean, at); }), a);
   for (at.from = 0; at.from < end; at.from += Tile::covered()) {
     const Input<T, Tile, kNorm> input(a, at);
-    const auto w = fetch<W, Tile>(a.w, at.vector(a.w));
-    output<T, W, kNorm>(a, input.get(a, at), unpack(w, at) + (a.w ? a.offset : 1), stats, at);
+    const Vectors<W, Tile, kNorm> shared(a, at);
+    output<T, W, kNorm>(a, input.get(a, at), shared, stats, at);
   }
   keep<kNorm>(a, stats, at.row);
 }
@@ -88,12 +126,13 @@ __global__ void __launch_bounds__(kTileThreads) forward_long_kernel(NormForward 
 }  // namespace
 
 LIGER_REGISTER(norm_forward, [](const NormForward& a, Stream s) {
-  dispatch_args(a, [&]<class T, class W, Norm kNorm>() {
-    const auto pointers = {a.x, a.residual, a.w, a.b, a.scale, a.shift, (const void*)a.s, (const void*)a.y};
-    if (!dispatch_tile<T, 16, false>(a.cols, {.few = 128, .most = 512}, pointers, [&]<class Tile>(Tiling t) {
-          launch(forward_kernel<T, W, Tile, kNorm>, t.grid(t.groups(a.rows)), s, a);
+  dispatch_args(a, [&]<class T, class W, Norm kOne>() {
+    constexpr Norm kNorm = kOne == Norm::Each ? Norm::Modulated : kOne;  // which are one here
+    const Memory memory{{a.x, a.residual, (const void*)a.s, (const void*)a.y}, {a.w, a.b, a.scale, a.shift}};
+    if (!dispatch_tile<T, 16, false>(a.cols, {.few = 128, .most = 512}, memory, [&]<class Tile>(Tiling t) {
+          launch(forward_kernel<T, W, Tile, kNorm>, Rows<Tile>::grid(t, a.rows), s, a);
         }))
-      dispatch_walk<T, 16>(a.cols, pointers, [&]<class Tile>(Tiling t) { launch(forward_long_kernel<T, W, Tile, kNorm>, t.grid(a.rows), s, a); });
+      dispatch_walk<T, 16>(a.cols, memory, [&]<class Tile>(Tiling t) { launch(forward_long_kernel<T, W, Tile, kNorm>, t.grid(a.rows), s, a); });
   });
 });
 

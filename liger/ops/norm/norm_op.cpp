@@ -43,7 +43,7 @@ struct Operands {
   template <class Args>
   Args describe(Norm norm) const {
     Args a{};
-    a.norm = norm, a.x = data(x), a.w = data(w), a.scale = data(scale), a.alpha = data<float>(alpha);
+    a.norm = norm == Norm::Modulated && rows(scale) == rows(x) ? Norm::Each : norm, a.x = data(x), a.w = data(w), a.scale = data(scale), a.alpha = data<float>(alpha);
     a.rows = rows(x), a.cols = cols(x), a.modulations = scale.defined() ? rows(scale) : 1;
     a.dtype = dtype_of(x), a.w_dtype = dtype_of(w.defined() ? w : b.defined() ? b : x), a.modulation_dtype = dtype_of(scale.defined() ? scale : x);
     return a;
@@ -79,7 +79,7 @@ Gradients backward(const char* name, Norm norm, const Tensor& dy_, const OptTens
     return {d.x, zeros(wants.w, inputs.w), zeros(wants.b, inputs.b), zeros(wants.alpha, inputs.alpha), zeros(wants.scale, inputs.scale), zeros(wants.shift, inputs.shift)};
   }
   auto a = in.describe<NormBackward>(norm);
-  const bool own = in.scale.defined() && a.modulations == a.rows;  // as the kernels have it: such gradients are written directly
+  const bool own = a.norm == Norm::Each;
   const Tensor first = empty_shares(in.x, own ? 1 : a.modulations);
   const auto sums = [&](bool wanted) { return wanted ? at::empty_like(first) : Tensor(); };
   const Tensor dw = wants.w ? first : Tensor(), db = sums(wants.b), dalpha = sums(wants.alpha);

@@ -62,13 +62,15 @@ __device__ inline Totals::Value contribution(const PolyNormBackward& a, Totals::
 
 template <class T, class Tile>
 __global__ void __maxnreg__(64) forward_kernel(PolyNormForward a) {
-  const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
-  const Place at = Tile::template place<T>(a.x, row, a.rows, a.cols);
+  const Rows<Tile> rows;
+  Place at = Tile::template place<T>(a.x, rows.first, a.rows, a.cols);
   RowReduce<Powers> reduce;
-  const Tile x = load<T, Tile>(a.x, at);
-  const auto rstd = inverse_roots(reduce(gather<Powers>(powers, x)), a);
-  output<T>(a, x, rstd.v, at);
-  keep(a, rstd, row);
+  for (int i = 0; i < rows.kCount; ++i, at.row += rows.step) {
+    const Tile x = load<T, Tile>(a.x, at);
+    const auto rstd = inverse_roots(reduce(gather<Powers>(powers, x)), a);
+    output<T>(a, x, rstd.v, at);
+    keep(a, rstd, at.row);
+  }
 }
 
 /// Longer rows are read again, from a cache.
@@ -135,18 +137,18 @@ __global__ void __launch_bounds__(kTileThreads) backward_long_kernel(PolyNormBac
 
 LIGER_REGISTER(poly_norm_forward, [](const PolyNormForward& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
-    const auto pointers = {a.x, (const void*)a.y};
-    if (!dispatch_tile<T, 16, false>(a.cols, {.few = 128, .most = 512}, pointers, [&]<class Tile>(Tiling t) { launch(forward_kernel<T, Tile>, t.grid(t.groups(a.rows)), s, a); }))
-      dispatch_walk<T, 16>(a.cols, pointers, [&]<class Tile>(Tiling t) { launch(forward_long_kernel<T, Tile>, t.grid(a.rows), s, a); });
+    const Memory memory{{a.x, (const void*)a.y}, {}};
+    if (!dispatch_tile<T, 16, false>(a.cols, {.few = 128, .most = 512}, memory, [&]<class Tile>(Tiling t) { launch(forward_kernel<T, Tile>, Rows<Tile>::grid(t, a.rows), s, a); }))
+      dispatch_walk<T, 16>(a.cols, memory, [&]<class Tile>(Tiling t) { launch(forward_long_kernel<T, Tile>, t.grid(a.rows), s, a); });
   });
 });
 LIGER_REGISTER(poly_norm_backward, [](const PolyNormBackward& a, Stream s) {
   if (a.rows == 0) return;
   dispatch(a.dtype, [&]<class T>() {
-    const auto pointers = {a.dy, a.x, (const void*)a.dx};
+    const Memory memory{{a.dy, a.x, (const void*)a.dx}, {}};
     constexpr Threads block{.few = 512, .most = kTileThreads};
-    if (!dispatch_tile<T, 8, true>(a.cols, block, pointers, [&]<class Tile>(Tiling t) { launch(backward_kernel<T, Tile>, t.grid(a.shares), s, a); }))
-      dispatch_walk<T, 8>(a.cols, pointers, [&]<class Tile>(Tiling t) { launch(backward_long_kernel<T, Tile>, t.grid(a.shares), s, a); });
+    if (!dispatch_tile<T, 8, true>(a.cols, block, memory, [&]<class Tile>(Tiling t) { launch(backward_kernel<T, Tile>, t.grid(a.shares), s, a); }))
+      dispatch_walk<T, 8>(a.cols, memory, [&]<class Tile>(Tiling t) { launch(backward_long_kernel<T, Tile>, t.grid(a.shares), s, a); });
   });
 });
 

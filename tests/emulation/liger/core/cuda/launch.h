@@ -30,13 +30,20 @@ struct dim3 {
   dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
 struct float2 { float x, y; };
-struct float4 { float x, y, z, w; };
+struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(16) int4 { int x, y, z, w; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
 inline thread_local dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 using std::max;
 using std::min;
 inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
+inline unsigned __float_as_uint(float x) {
+  unsigned u;
+  std::memcpy(&u, &x, 4);
+  return u;
+}
+inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __expf(float x) { return std::exp(x); }
 inline float __logf(float x) { return std::log(x); }
 inline float __fdividef(float a, float b) { return a / b; }
@@ -269,6 +276,17 @@ unsigned to_word(float low, float high) {
   unsigned word;
   std::memcpy(&word, pair, 4);
   return word;
+}
+
+inline void store16(void* p, uint4 v) { *static_cast<uint4*>(p) = v; }
+
+template <class V>
+void forget(V&) {}
+
+template <class T>
+unsigned multiply_words(unsigned a, unsigned b) {
+  const float2 x = to_floats<T>(a), y = to_floats<T>(b);
+  return to_word<T>(x.x * y.x, x.y * y.y);
 }
 
 [[noreturn]] inline void fail_index(const char* what, int64_t index, int64_t size) {
