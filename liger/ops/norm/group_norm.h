@@ -26,7 +26,7 @@ struct GroupNormBackward : GroupNorm {
   const void* dy;
   void* dx;                // null where x is frozen
   float *dw, *db;          // [samples, segments, groups · channels]; null where not wanted
-  int64_t segments() const { return (spatial + kGroupSegment - 1) / kGroupSegment; }
+  constexpr int64_t segments() const { return (spatial + kGroupSegment - 1) / kGroupSegment; }
 };
 
 inline constinit Kernel<GroupNormForward> group_norm_forward{"group_norm_forward"};
