@@ -1,6 +1,7 @@
 """What every operator promises, over the cases in tests/cases."""
 
 import math
+import pathlib
 import subprocess
 import sys
 
@@ -142,6 +143,51 @@ def test_many_rows(case, device):
     inputs = [t.detach() if t is not None else t for t in case.inputs(case.many_rows, options, torch.float32, device)]
     for a, b in zip(as_tuple(case.op(*inputs, **options)), as_tuple(case.reference(*inputs, **options))):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+MATRICES = {name: case for name, case in CASES.items() if all(len(shape) == 2 for shape in case.shapes)}
+
+
+@pytest.mark.parametrize("case", MATRICES.values(), ids=MATRICES.keys())
+def test_widths(case, device):
+    """Every width up to past a vector and a warp: where rows begin, end and meet."""
+    for width in range(1 if case.shapes[0][1] == 1 or case.shapes[0][0] == 1 else 2, 34):
+        inputs = case.inputs((5, width), case.options[0], case.dtypes[0], device)
+        exact, upstream = run(case.reference, rounded(inputs), case.options[0])
+        bound = max(1e-5, 2 * torch.finfo(case.dtypes[0]).eps)
+        for a, b in zip(run(case.op, inputs, case.options[0], upstream)[0], exact):
+            torch.testing.assert_close(a.double(), b, rtol=bound, atol=bound)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are CUDA's")
+@each_case
+def test_graph(case):
+    """What is captured and replayed, on other numbers too, gives what a call gives."""
+    options = case.options[0]
+    inputs, others = (case.inputs(case.shapes[1], options, case.dtypes[0], "cuda", seed) for seed in (0, 1))
+    leaves = [t for t in inputs if t is not None and t.requires_grad]
+
+    def step():
+        out = as_tuple(case.op(*inputs, **options))
+        return [*out, *(torch.autograd.grad(out, leaves, [torch.ones_like(o) for o in out]) if leaves else ())]
+
+    step()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        replayed = step()
+    for numbers in (None, others):
+        if numbers is not None:
+            with torch.no_grad():
+                for t, other in zip(inputs, numbers):
+                    if t is not None:
+                        t.copy_(other)
+        graph.replay()
+        for a, b in zip(replayed, step()):
+            assert torch.equal(a, b)
 
 
 @not_emulated
@@ -302,3 +348,15 @@ def test_confident_logits(device):
         exact = x.detach().double().requires_grad_()
         torch.nn.functional.cross_entropy(exact, torch.arange(4, device=device), reduction="sum").backward()
         torch.testing.assert_close(x.grad.double(), exact.grad, rtol=torch.finfo(dtype).eps, atol=1e-7)
+
+
+@pytest.mark.parametrize("table", sorted((pathlib.Path(__file__).parent.parent / "docs").glob("errors-*.md")), ids=lambda path: path.stem)
+def test_error_table(table):
+    """What benchmarks/errors.py wrote has every operator with gradients, and no error beyond what tests/test_ops.py allows."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.read_text().splitlines() if line.startswith("| ")][1:]
+    assert {row[0] for row in rows} == set(DIFFERENTIABLE)
+    for operator, dtype, result, values, ours, eager, _, _ in rows:
+        ratio, free = (1.1, 0.25) if int(values) >= 1000 else (3, int(values) ** 0.5 if DIFFERENTIABLE[operator].terms_of_order_one else 1)
+        if DIFFERENTIABLE[operator].flops and dtype == "float32":
+            ratio *= 2
+        assert float(ours) <= ratio * float(eager) + free + 0.01, (operator, dtype, result)

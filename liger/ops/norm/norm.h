@@ -31,7 +31,7 @@ struct NormForward {
   float *mean, *rstd;            // [rows], kept for backward
   int64_t rows, cols, modulations;
   DType dtype, w_dtype, modulation_dtype;
-  float eps, offset;
+  float eps, offset, a_col;      // 1 / cols
   Casting casting;
 };
 
@@ -50,7 +50,7 @@ struct NormBackward {
   void *dscale, *dshift;                // float [shares, cols], for Each [rows, cols] of modulation_dtype; null where not wanted
   int64_t rows, cols, shares, modulations;
   DType dtype, w_dtype, modulation_dtype;
-  float offset;
+  float offset, a_col;                  // 1 / cols
   Casting casting;
 };
 

@@ -3,8 +3,8 @@
 namespace liger::cuda::norm {
 namespace {
 
-/// Modulated keeps three column sums, Each fetches three rows ahead: fewer threads, that they stay in registers.
-constexpr int most_threads(Norm n) { return modulated(n) ? 512 : kTileThreads; }
+/// Modulated keeps three column sums: fewer threads, that they stay in registers.
+constexpr int most_threads(Norm n) { return n == Norm::Modulated ? 512 : kTileThreads; }
 
 /// A share's rows: every step-th from first on, within its modulation.
 struct Walk {
@@ -22,7 +22,7 @@ struct Walk {
 template <class Tile>
 struct Columns { Tile dw, db, dalpha, dscale, dshift; };
 
-/// One row's way back, or a piece of it: first `project`, whose sums over the row `finish` needs. kAhead: scale was fetched ahead, if it has x's dtype.
+/// One row's way back, or a piece of it: first `project`, whose sums over the row `finish` needs. kAhead: scale was fetched ahead; it has x's dtype.
 template <class T, class Tile, Norm kNorm, bool kAhead = false>
 struct Backward {
   using Projections = Sums<centred(kNorm) ? 2 : 1>;
@@ -37,15 +37,14 @@ struct Backward {
     Tile dn = dy;
     if constexpr (modulated(kNorm)) {
       const Tile m = [&] {
-        if constexpr (kAhead)
-          if (a.modulation_dtype == a.dtype) return to_tile(scale);
-        return modulation<T, Tile>(a, a.scale, at);
+        if constexpr (kAhead) return to_tile(scale);
+        else return modulation<T, Tile>(a, a.scale, at);
       }();
       dn = dy * (m + 1);
       const Tile n = round_to<T>(weighted<T, kNorm>(xhat, w, a.casting));
       if constexpr (kNorm == Norm::Each) {
         const auto put = [&](const Tile& t, void* to) {
-          if (to) a.modulation_dtype == DType::F32 ? store<float, true>(t, to, at) : store<T, true>(t, to, at);
+          if (to) !kAhead && a.modulation_dtype == DType::F32 ? store<float, true>(t, to, at) : store<T, true>(t, to, at);
         };
         put(dy, a.dshift), put(dy * n, a.dscale);
       } else {
@@ -91,12 +90,12 @@ __device__ void each_column_sum(const NormBackward& a, Columns<Tile>& c, F f) {
   if constexpr (kNorm == Norm::Modulated) f(c.dscale, static_cast<float*>(a.dscale)), f(c.dshift, static_cast<float*>(a.dshift));
 }
 
-constexpr int backward_registers(Norm n, Fit fit) { return modulated(n) ? 128 : fit == Fit::Peeled ? 56 : 64; }
+constexpr int backward_registers(Norm n, Fit fit) { return n == Norm::Modulated ? 128 : fit == Fit::Peeled ? 56 : 64; }
 
 /// A share keeps its column sums in registers and fetches its next row while it works on one.
 template <class T, class W, class Tile, Norm kNorm>
 __global__ void __maxnreg__(backward_registers(kNorm, Tile::kFit)) backward_kernel(NormBackward a) {
-  const float plus = a.w ? a.offset : 1, alpha = tanh_of(kNorm) ? *a.alpha : 0, a_col = 1.f / a.cols;
+  const float plus = a.w ? a.offset : 1, alpha = tanh_of(kNorm) ? *a.alpha : 0, a_col = a.a_col;
   const int64_t share = Tile::group();
   const Walk walk = Walk::of<kNorm>(a, share);
   RowReduce<typename Backward<T, Tile, kNorm>::Projections, Tile::kSpread> reduce;
@@ -104,7 +103,7 @@ __global__ void __maxnreg__(backward_registers(kNorm, Tile::kFit)) backward_kern
   Columns<Tile> columns;
   Place at = Tile::template place<T>(a.x, walk.first + threadIdx.y, walk.end, a.cols);
   // As floats where registers allow it, and with zeros beside the row, which the sums rely on.
-  constexpr bool kRaw = Tile::kFit == Fit::Peeled || centred(kNorm) || sizeof(T) == 4;
+  constexpr bool kRaw = Tile::kFit == Fit::Peeled || centred(kNorm) || kEach || sizeof(T) == 4;
   const std::conditional_t<kRaw, Raw<W, Tile>, Tile> held = [&] {
     const Tile w = load_loose<W, Tile>(a.w, at.vector(a.w));
     if constexpr (kRaw) return packed<W>(w);
@@ -114,13 +113,9 @@ __global__ void __maxnreg__(backward_registers(kNorm, Tile::kFit)) backward_kern
     if constexpr (kRaw) return to_tile(held) + plus;
     else return held;
   };
-  const auto fetch_scale = [&](Place at) {
-    if constexpr (kEach) {
-      if (a.modulation_dtype != a.dtype) at.rows = 0;
-      return fetch<T, Tile, true>(a.scale, at);
-    } else {
-      return 0;
-    }
+  const auto fetch_scale = [&](const Place& at) {
+    if constexpr (kEach) return fetch<T, Tile, true>(a.scale, at);
+    else return 0;
   };
   auto next_x = fetch<T, Tile, true>(a.x, at), next_dy = fetch<T, Tile, true>(a.dy, at);
   auto next_scale = fetch_scale(at);
@@ -154,7 +149,7 @@ __global__ void __maxnreg__(backward_registers(kNorm, Tile::kFit)) backward_kern
 /// As forward_long_kernel; the column sums grow in memory.
 template <class T, class W, class Tile, Norm kNorm>
 __global__ void __launch_bounds__(kTileThreads) backward_long_kernel(NormBackward a) {
-  const float plus = a.w ? a.offset : 1, alpha = tanh_of(kNorm) ? *a.alpha : 0, a_col = 1.f / a.cols;
+  const float plus = a.w ? a.offset : 1, alpha = tanh_of(kNorm) ? *a.alpha : 0, a_col = a.a_col;
   const Walk walk = Walk::of<kNorm>(a, blockIdx.x);
   RowReduce<typename Backward<T, Tile, kNorm>::Projections> reduce;
   for (int64_t row = walk.first; row < walk.end; row += walk.step) {
@@ -197,9 +192,11 @@ LIGER_REGISTER(norm_backward, [](const NormBackward& a, Stream s) {
     const Memory memory{{a.dy, a.ds, a.x, (const void*)a.dx, kNorm == Norm::Each && a.modulation_dtype == a.dtype ? a.scale : nullptr}, {a.w, a.scale, (const void*)a.dw, (const void*)a.db, (const void*)a.dalpha, (const void*)a.dscale, (const void*)a.dshift}};
     // One pack a thread leaves room to fetch the next row ahead.
     constexpr Threads block{.few = 512, .most = most_threads(kNorm)};
-    if (dispatch_tile<T, 16 / sizeof(T), true>(a.cols, block, memory, in_registers)) return;
-    if constexpr (sizeof(T) == 4)
-      if (dispatch_tile<T, 8, true>(a.cols, block, memory, in_registers)) return;
+    if (kNorm != Norm::Each || a.modulation_dtype == a.dtype) {
+      if (dispatch_tile<T, 16 / sizeof(T), true>(a.cols, block, memory, in_registers)) return;
+      if constexpr (sizeof(T) == 4)
+        if (dispatch_tile<T, 8, true>(a.cols, block, memory, in_registers)) return;
+    }
     dispatch_walk<T, 8>(a.cols, memory, [&]<class Tile>(Tiling t) { launch(backward_long_kernel<T, W, Tile, kNorm>, t.grid(a.shares), s, a); });
   });
 });

@@ -49,8 +49,9 @@ __device__ void output(const NormForward& a, const Tile& x, const Vectors<W, Til
   const float alpha = tanh_of(kNorm) ? *a.alpha : 0;
   const Tile xhat = normalised<T, Tile, kNorm>(x, stats, alpha);
   if constexpr (biased(kNorm)) {
-    const float absent = a.w ? 0 : 1;
-    store<T>(Tile::map([=](float xhat, float w, float b) { return xhat * (w + absent) + b; }, xhat, to_tile(shared.w), to_tile(shared.b)), a.y, at);
+    Tile y = xhat;
+    if (a.w) y = y * to_tile(shared.w);
+    store<T>(y + to_tile(shared.b), a.y, at);
   } else {
     const Raw<T, Tile> n = product<T, W, kNorm>(a, xhat, shared.w);
     if constexpr (modulated(kNorm)) {
@@ -65,7 +66,7 @@ __device__ void output(const NormForward& a, const Tile& x, const Vectors<W, Til
 
 template <class T>
 __device__ float inverse_root(float squares, const NormForward& a) {
-  const float rstd = rsqrtf(squares / a.cols + a.eps);
+  const float rstd = rsqrtf(squares * a.a_col + a.eps);
   return a.casting == Casting::None ? round_to<T>(rstd) : rstd;
 }
 
@@ -90,7 +91,7 @@ __global__ void __maxnreg__(forward_registers(kNorm, Tile::kFit, sizeof(W))) for
   for (int i = 0;;) {
     const Tile x = input.get(a, at);
     Stats stats{};
-    if constexpr (centred(kNorm)) stats.mean = reduce(sum(x)) / a.cols;
+    if constexpr (centred(kNorm)) stats.mean = reduce(sum(x)) * a.a_col;
     if constexpr (!tanh_of(kNorm)) stats.rstd = inverse_root<T>(reduce(centred(kNorm) ? squares(x, stats.mean, at) : sum(x * x)), a);
     output<T, W, kNorm>(a, x, shared, stats, at);
     keep<kNorm>(a, stats, at.row);
@@ -113,7 +114,7 @@ __global__ void __launch_bounds__(kTileThreads) forward_long_kernel(NormForward 
     for (at.from = 0; at.from < end; at.from += Tile::covered()) s += f(Input<T, Tile, kNorm>(a, at).get(a, at));
     return reduce(s);
   };
-  if constexpr (centred(kNorm)) stats.mean = total([](const Tile& x) { return sum(x); }) / a.cols;
+  if constexpr (centred(kNorm)) stats.mean = total([](const Tile& x) { return sum(x); }) * a.a_col;
   if constexpr (!tanh_of(kNorm)) stats.rstd = inverse_root<T>(total([&](const Tile& x) { return squares(x, stats.mean, at); }), a);
   for (at.from = 0; at.from < end; at.from += Tile::covered()) {
     const Input<T, Tile, kNorm> input(a, at);

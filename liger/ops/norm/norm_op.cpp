@@ -44,7 +44,7 @@ struct Operands {
   Args describe(Norm norm) const {
     Args a{};
     a.norm = norm == Norm::Modulated && rows(scale) == rows(x) ? Norm::Each : norm, a.x = data(x), a.w = data(w), a.scale = data(scale), a.alpha = data<float>(alpha);
-    a.rows = rows(x), a.cols = cols(x), a.modulations = scale.defined() ? rows(scale) : 1;
+    a.rows = rows(x), a.cols = cols(x), a.a_col = 1.f / std::max<int64_t>(1, a.cols), a.modulations = scale.defined() ? rows(scale) : 1;
     a.dtype = dtype_of(x), a.w_dtype = dtype_of(w.defined() ? w : b.defined() ? b : x), a.modulation_dtype = dtype_of(scale.defined() ? scale : x);
     return a;
   }
