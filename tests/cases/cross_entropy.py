@@ -113,7 +113,8 @@ CASES = [
         shapes=[(1, 4, 3), (33, 16, 101), (40, 64, 1000)], many_rows=(70000, 4, 8),
         schema=lambda inputs, options: (ops.fused_linear_cross_entropy, (*inputs, None, *schema((), options)[1], -1, 0, None)),
         bench=[((8192, 4096, V), dict(ignored=0.0)), ((16384, 4096, V), dict(ignored=0.0)), ((8192, 4096, V), dict(ignored=0.5)),
-               ((8192, 2304, 256000), dict(ignored=0.0)), ((4096, 4096, 32000), dict(ignored=0.0))],
+               ((8192, 2304, 256000), dict(ignored=0.0)), ((4096, 4096, 32000), dict(ignored=0.0)), ((8192, 4096, 151936), dict(ignored=0.0)),
+               ((16384, 2048, 248320), dict(ignored=0.0))],
         bench_cpu=[((4096, 256, 32768), dict(ignored=0.0))],
         flops=lambda shape, options: (2 * shape[0] * shape[1] * shape[2], 4 * shape[0] * shape[1] * shape[2]), rivals=head_rivals,
         errors=[

@@ -1,6 +1,9 @@
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from liger_kernel._library import ops
+from torch.utils.checkpoint import checkpoint
 
 from cases import Case
 from cases.gated import ACTIVATIONS
@@ -28,6 +31,12 @@ def reference(x, gate, up, down, gate_bias, up_bias, down_bias, **options):
     return y * by_down if by_down != 1 else y
 
 
+def rivals(inputs, options):
+    """The same memory with separate operators: gradient checkpointing."""
+    plain = {name: value for name, value in options.items() if name != "chunk"}
+    return {"checkpoint": lambda: checkpoint(partial(reference, **plain), *inputs, use_reentrant=False, preserve_rng_state=False)}
+
+
 def error(text, exception=RuntimeError, dtype=None, **shapes):
     sizes = {"x": (2, 4), "gate": (6, 4), "up": (6, 4), "down": (4, 6), **shapes}
 
@@ -47,7 +56,7 @@ CASES = [
         schema=lambda inputs, options: (ops.fused_mlp, (*inputs, *arguments(**options))),
         bench=[((8192, 4096, 14336), {}), ((32768, 4096, 14336), dict(chunk=8192))], bench_cpu=[((1024, 1024, 2816), {})],
         # gate, up and down; in backward gate and up again, and two GEMMs for each of the three
-        flops=lambda shape, options: (6 * shape[0] * shape[1] * shape[2], 16 * shape[0] * shape[1] * shape[2]),
+        rivals=rivals, flops=lambda shape, options: (6 * shape[0] * shape[1] * shape[2], 16 * shape[0] * shape[1] * shape[2]),
         errors=[error("expected gate and up", up=(5, 4)), error("expected gate and up", down=(4, 5)), error("gate is", TypeError, torch.half)],
     ),
 ]

@@ -20,10 +20,10 @@ struct OnlineSoftmax {
     return expf(z - max);
   }
 
-  /// What makes Σ exp(z − to) of Σ exp(z − from): exactly 1 where those are the same.
-  __device__ static float factor(float from, float to) {
+  /// What makes Σ exp(z − to) of Σ exp(z − from): exactly 1 where those are the same. A float's would add its own bias to that of the terms.
+  __device__ static Sum factor(float from, float to) {
     if constexpr (kFast) return exp2_approx(__fmul_rn(from, kLog2e) - __fmul_rn(to, kLog2e));
-    return expf(from - to);
+    else return from == to ? 1. : ::exp(double(from) - to);
   }
 
   template <int n>

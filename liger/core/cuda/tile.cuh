@@ -187,25 +187,44 @@ __device__ Tile to_tile(const Raw<T, Tile>& raw) {
   return t;
 }
 
+/// What fetch leaves out: the matrix's last pack, where it is not whole.
+template <class T, class Tile>
+__device__ void complete(Raw<T, Tile>& raw, const void* matrix, const Place& at) {
+  constexpr int kWidth = Tile::kWidth;
+  if (Tile::kFit != Fit::Peeled || at.row + 1 != at.rows) return;
+  const T* p = static_cast<const T*>(matrix) + at.row * at.cols + at.from;
+  const int n = int(at.cols - at.from);
+#pragma unroll
+  for (int i = 0; i < Tile::kItems; i += kWidth)
+    if (const int c = Tile::column(i, at); c < n && c + kWidth > n) {
+      float f[kWidth];
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) f[j] = c + j >= at.first() && c + j < n ? float(p[c + j]) : 0;
+      raw.packs[i / kWidth] = Pack<T, kWidth>::from_float(f);
+    }
+}
+
 /// The row at `at` of a matrix that begins as the one the tile was laid out for, between two 16-byte boundaries. A row's first and last
 /// pack are read in whole; what they hold of the neighbours is masked when they are unpacked. What is fetched ahead of its use must not be
-/// behind a branch, which would hold up what the thread does meanwhile; what is needed at once had better be (measured on an H200: a fifth
-/// of a norm's backward, a tenth of its forward).
+/// behind a branch, which would hold up what the thread does meanwhile, and wants complete() before it is used; what is needed at once had
+/// better be (measured on an H200: a fifth of a norm's backward, a tenth of its forward).
 template <class T, class Tile, bool kAhead = false>
 __device__ Raw<T, Tile> fetch(const void* matrix, const Place& at) {
   constexpr int kWidth = Tile::kWidth;
   const T* p = static_cast<const T*>(matrix) + at.row * at.cols + at.from;
-  const int n = int(at.cols - at.from);
+  const int n = int(at.cols - at.from), end = Tile::kFit == Fit::Peeled && at.row + 1 == at.rows ? n - kWidth + 1 : n;
   Raw<T, Tile> raw{};
   if (!kAhead && at.row >= at.rows) return raw;
   const bool present = !kAhead || at.row < at.rows;
 #pragma unroll
   for (int i = 0; i < Tile::kItems; i += kWidth)
-    if (const int c = Tile::column(i, at); c < n && present) raw.packs[i / kWidth] = Pack<T, kWidth>::read(p + c);
+    if (const int c = Tile::column(i, at); c < end && present) raw.packs[i / kWidth] = Pack<T, kWidth>::read(p + c);
+  if (!kAhead) complete<T, Tile>(raw, matrix, at);
   return raw;
 }
 
-/// As fetch, from a matrix that may begin anywhere, or of another type: two packs for one. None is touched that holds nothing of the row.
+/// As fetch, from a matrix that may begin anywhere, or of another type: two packs for one. None is touched that holds nothing of the
+/// row, or reaches past the matrix.
 template <class T, class Tile>
 __device__ Raw<T, Tile> fetch_loose(const void* matrix, const Place& at) {
   constexpr int kWidth = Tile::kWidth;
@@ -220,7 +239,7 @@ __device__ Raw<T, Tile> fetch_loose(const void* matrix, const Place& at) {
     const int c = Tile::column(i, at), cut = c + kWidth - start;  // what the first of two packs has ends there
     auto& pack = raw.packs[i / kWidth];
     if (c >= n) continue;
-    if constexpr (sizeof(Pack) == 16) {
+    if (sizeof(Pack) == 16 && (cut + kWidth <= n || at.row + 1 < at.rows)) {
       pack = joined(cut > at.first() ? Pack::read(p + c - start) : Pack(), cut < n ? Pack::read(p + c - start + kWidth) : Pack(), start);
     } else {
       float f[kWidth];

@@ -121,6 +121,8 @@ __global__ void __maxnreg__(backward_registers(kNorm, Tile::kFit)) backward_kern
   auto next_scale = fetch_scale(at);
   Stats next_stats = stats_of<kNorm>(a, at);
   for (int64_t first = walk.first; first < walk.end; first += walk.step) {
+    complete<T>(next_x, a.x, at), complete<T>(next_dy, a.dy, at);
+    if constexpr (kEach) complete<T>(next_scale, a.scale, at);
     Backward<T, Tile, kNorm, kEach> b{.a = a, .x = unpack(next_x, at), .dy = unpack(next_dy, at), .w = weight(), .stats = next_stats, .alpha = alpha, .a_col = a_col, .scale = next_scale};
     const Place here = at;
     at.row += walk.step;
@@ -137,7 +139,8 @@ __global__ void __maxnreg__(backward_registers(kNorm, Tile::kFit)) backward_kern
     const auto each = [&](int y, auto f) {
 #pragma unroll
       for (int i = 0; i < Tile::kItems; ++i)
-        if (const int c = Tile::column(i, at); int(threadIdx.y) == y && c >= 0 && c < a.cols) f(part.v[i], shared_memory<float>()[c]);
+        if (const int c = Tile::column(i, at); int(threadIdx.y) == y && c >= 0 && c < a.cols)
+          f(part.v[i], shared_memory<float>()[Tile::kFit == Fit::Peeled ? c : i * int(blockDim.x) + int(threadIdx.x)]);
       __syncthreads();
     };
     for (int y = 1; y < int(blockDim.y); ++y) each(y, [](float v, float& sum) { sum = v; }), each(0, [](float& v, float sum) { v += sum; });
@@ -187,7 +190,7 @@ LIGER_REGISTER(norm_backward, [](const NormBackward& a, Stream s) {
   if (a.rows == 0) return;
   dispatch_args(a, [&]<class T, class W, Norm kNorm>() {
     const auto in_registers = [&]<class Tile>(Tiling t) {
-      launch(backward_kernel<T, W, Tile, kNorm>, t.grid(a.shares, t.threads.y > 1 ? int(a.cols * sizeof(float)) : 0), s, a);
+      launch(backward_kernel<T, W, Tile, kNorm>, t.grid(a.shares, t.threads.y > 1 ? int(t.threads.x * Tile::kItems * sizeof(float)) : 0), s, a);
     };
     const Memory memory{{a.dy, a.ds, a.x, (const void*)a.dx, kNorm == Norm::Each && a.modulation_dtype == a.dtype ? a.scale : nullptr}, {a.w, a.scale, (const void*)a.dw, (const void*)a.db, (const void*)a.dalpha, (const void*)a.dscale, (const void*)a.dshift}};
     // One pack a thread leaves room to fetch the next row ahead.

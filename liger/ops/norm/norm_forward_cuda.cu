@@ -64,9 +64,13 @@ __device__ void output(const NormForward& a, const Tile& x, const Vectors<W, Til
   }
 }
 
+/// sum / cols; rounded once where it shows.
+template <class T>
+__device__ float mean_of(float sum, const NormForward& a) { return sizeof(T) == 2 ? sum * a.a_col : sum / a.cols; }
+
 template <class T>
 __device__ float inverse_root(float squares, const NormForward& a) {
-  const float rstd = rsqrtf(squares * a.a_col + a.eps);
+  const float rstd = rsqrtf(mean_of<T>(squares, a) + a.eps);
   return a.casting == Casting::None ? round_to<T>(rstd) : rstd;
 }
 
@@ -91,7 +95,7 @@ __global__ void __maxnreg__(forward_registers(kNorm, Tile::kFit, sizeof(W))) for
   for (int i = 0;;) {
     const Tile x = input.get(a, at);
     Stats stats{};
-    if constexpr (centred(kNorm)) stats.mean = reduce(sum(x)) * a.a_col;
+    if constexpr (centred(kNorm)) stats.mean = mean_of<T>(reduce(sum(x)), a);
     if constexpr (!tanh_of(kNorm)) stats.rstd = inverse_root<T>(reduce(centred(kNorm) ? squares(x, stats.mean, at) : sum(x * x)), a);
     output<T, W, kNorm>(a, x, shared, stats, at);
     keep<kNorm>(a, stats, at.row);
@@ -114,7 +118,7 @@ __global__ void __launch_bounds__(kTileThreads) forward_long_kernel(NormForward 
     for (at.from = 0; at.from < end; at.from += Tile::covered()) s += f(Input<T, Tile, kNorm>(a, at).get(a, at));
     return reduce(s);
   };
-  if constexpr (centred(kNorm)) stats.mean = total([](const Tile& x) { return sum(x); }) * a.a_col;
+  if constexpr (centred(kNorm)) stats.mean = mean_of<T>(total([](const Tile& x) { return sum(x); }), a);
   if constexpr (!tanh_of(kNorm)) stats.rstd = inverse_root<T>(total([&](const Tile& x) { return squares(x, stats.mean, at); }), a);
   for (at.from = 0; at.from < end; at.from += Tile::covered()) {
     const Input<T, Tile, kNorm> input(a, at);

@@ -96,6 +96,7 @@ __global__ void __launch_bounds__(kTileThreads) backward_kernel(PolyNormBackward
   Place at = Tile::template place<T>(a.x, share * blockDim.y + threadIdx.y, a.rows, a.cols);
   auto next_x = fetch<T, Tile, true>(a.x, at), next_dy = fetch<T, Tile, true>(a.dy, at);
   for (int64_t first = share * blockDim.y; first < a.rows; first += step) {
+    complete<T>(next_x, a.x, at), complete<T>(next_dy, a.dy, at);
     const Tile x = unpack(next_x, at), dy = unpack(next_dy, at);
     const Place here = at;
     at.row += step;
