@@ -90,6 +90,9 @@ def test_masked_logits(dtype, device):
     log_softmax = plain.log_softmax(-1)
     close(logp, log_softmax.gather(-1, ids[:, None])[:, 0], rtol=1e-5, atol=1e-6)
     close(entropy, torch.special.entr(log_softmax.exp()).sum(-1), rtol=1e-5, atol=1e-6)
+    lowest = torch.full((2, 300), torch.finfo(dtype).min, device=device, dtype=dtype)
+    lowest[1, 7] = -math.inf
+    close(liger_softmax(lowest).float(), lowest.float().softmax(-1), rtol=4 * eps, atol=0)
     for f in (liger_softmax, liger_sparsemax):
         assert f(torch.full((1, 5), -math.inf, device=device, dtype=dtype)).isnan().all()
 
