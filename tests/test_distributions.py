@@ -17,7 +17,15 @@ from liger_kernel.ops import sparsemax as sparsemax_functions
 from liger_kernel.ops import tvd as tvd_functions
 from liger_kernel.ops.grpo_loss import fused_selective_log_softmax
 from liger_kernel.transformers import LigerJSD, LigerKLDIVLoss, LigerSoftmax, LigerSparsemax, LigerTVDLoss
-from liger_kernel.transformers.functional import liger_jsd, liger_kl_div, liger_selective_log_softmax, liger_softmax, liger_sparsemax, liger_tvd
+from liger_kernel.transformers.functional import (
+    liger_cross_entropy,
+    liger_jsd,
+    liger_kl_div,
+    liger_selective_log_softmax,
+    liger_softmax,
+    liger_sparsemax,
+    liger_tvd,
+)
 
 close = torch.testing.assert_close
 not_emulated = pytest.mark.skipif(EMULATED, reason="a device assertion ends the process")
@@ -90,11 +98,19 @@ def test_masked_logits(dtype, device):
     log_softmax = plain.log_softmax(-1)
     close(logp, log_softmax.gather(-1, ids[:, None])[:, 0], rtol=1e-5, atol=1e-6)
     close(entropy, torch.special.entr(log_softmax.exp()).sum(-1), rtol=1e-5, atol=1e-6)
-    lowest = torch.full((2, 300), torch.finfo(dtype).min, device=device, dtype=dtype)
-    lowest[1, 7] = -math.inf
-    close(liger_softmax(lowest).float(), lowest.float().softmax(-1), rtol=4 * eps, atol=0)
+    for level in (torch.finfo(dtype).min, -5e4, 3e4, torch.finfo(dtype).max) + (() if dtype == torch.float16 else (-1e10, 1e12, -1e30)):
+        same = torch.full((3, 300), level, device=device, dtype=dtype)
+        same[1, 7], same[2, 1:9] = -math.inf, level * (1 - 2 * eps)
+        close(liger_softmax(same).float(), same.float().softmax(-1), rtol=4 * eps, atol=torch.finfo(dtype).tiny)
+        close(liger_cross_entropy(same, ids[:3]), F.cross_entropy(same.float(), ids[:3]).to(dtype), rtol=2 * eps, atol=0)
     for f in (liger_softmax, liger_sparsemax):
         assert f(torch.full((1, 5), -math.inf, device=device, dtype=dtype)).isnan().all()
+
+
+def test_large_logits(device):
+    """log Σ stays in the loss beside logits that swallow it."""
+    x, y = torch.full((3, 40), 1e37, device=device), torch.tensor([0, 7, 39], device=device)
+    close(liger_cross_entropy(x, y), torch.tensor(math.log(40), device=device), rtol=1e-6, atol=0)
 
 
 def test_masked_gradient(device):

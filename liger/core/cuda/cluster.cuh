@@ -12,6 +12,7 @@ struct Clusters {
   static constexpr int kKeptBytes = 66 * 1024;       // of a row that one block keeps: 2^15 elements of 16 bits, at any alignment
   static constexpr int kKeptBlocks = 4, kMost = 8;   // blocks on a row: beyond 4 a second load costs less than the waiting
   static constexpr int kLoads = 64 / sizeof(Value);  // a thread's in flight
+  static constexpr int kGroups = 4;                  // of copies to shared memory
   int64_t rows;
   int blocks = 1, share;                             // blocks on a row, packs of a block
   bool kept;
@@ -34,10 +35,23 @@ struct Clusters {
 
   struct Kept {};          // nothing of a thread's own
 
-  /// f(k, load(k)) for this block's packs of a row of so many.
+  /// f(k, load(k)) for this block's packs of a row of so many. Single packs to be kept are sent for at once, by load.copy, in groups that
+  /// are worked on as they come.
   template <class Load, class F>
-  __device__ void pass(Kept&, int packs, Load load, F f) const {
+  __device__ void pass(Kept&, int packs, const Load& load, F f) const {
     const Part part(*this, packs);
+    if constexpr (sizeof(Value) == 16)
+      if (kept) {
+        const int threads = blockDim.x, a_group = (part.end - part.begin + kGroups * threads - 1) / (kGroups * threads) * threads;
+        const auto each = [&](int group, auto g) {
+          const int begin = part.begin + group * a_group, end = min(begin + a_group, part.end);
+          for (int k = begin + int(threadIdx.x); k < end; k += threads) g(k, part.values[k - part.begin]);
+        };
+        for (int group = 0; group < kGroups; ++group) each(group, [&](int k, Value& v) { load.copy(k, &v); }), close_copies();
+#pragma unroll 1
+        for (int group = 0; group < kGroups; ++group) await_copies(kGroups - 1 - group), each(group, f);
+        return;
+      }
     for_each_load<kLoads>(part.begin, part.end, load, [&](int k, const Value& v) {
       if (kept) part.values[k - part.begin] = v;
       f(k, v);
@@ -46,7 +60,7 @@ struct Clusters {
 
   /// The same once more.
   template <class Load, class F>
-  __device__ void again(const Kept&, int packs, Load load, F f) const {
+  __device__ void again(const Kept&, int packs, const Load& load, F f) const {
     const Part part(*this, packs);
     if (kept)
       for (int k = part.begin + threadIdx.x; k < part.end; k += blockDim.x) f(k, part.values[k - part.begin]);

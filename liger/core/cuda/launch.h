@@ -48,6 +48,9 @@ int attribute(int device = current_device()) {
 }
 
 inline int multiprocessors(int device) { return attribute<cudaDevAttrMultiProcessorCount>(device); }
+/// Shared memory of a multiprocessor, and how much of it a block can ask for beside a little of its own.
+inline int shared_bytes() { return attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>(); }
+inline int shared_bytes_of_block() { return attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() - 2048; }
 inline bool has_clusters() { return attribute<cudaDevAttrComputeCapabilityMajor>() >= 9; }
 
 inline bool capturing(Stream s) {
@@ -150,6 +153,35 @@ __device__ inline unsigned to_word(float low, float high) {
 /// stream.cuh in four, measured on nvcc 13.0).
 __device__ inline void store16(void* p, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+/// Copies 16 bytes from global to shared memory; a thread's copies are there after copies_done(), or those of all groups that it has
+/// closed but the last `pending`, 0 to 3, after await_copies().
+__device__ inline void copy_async16(void* shared, const void* global) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(unsigned(__cvta_generic_to_shared(shared))), "l"(__cvta_generic_to_global(global)) : "memory");
+#endif
+}
+
+__device__ inline void copies_done() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
+__device__ inline void close_copies() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+__device__ inline void await_copies(int pending) {
+#if __CUDA_ARCH__ >= 800
+  if (pending == 3) asm volatile("cp.async.wait_group 3;" ::: "memory");
+  else if (pending == 2) asm volatile("cp.async.wait_group 2;" ::: "memory");
+  else if (pending == 1) asm volatile("cp.async.wait_group 1;" ::: "memory");
+  else asm volatile("cp.async.wait_group 0;" ::: "memory");
+#endif
 }
 
 /// What follows from v is computed again after this: in a loop, carrying it along would take registers.

@@ -13,19 +13,20 @@ struct OnlineSoftmax {
   using Sum = std::conditional_t<kFast, float, double>;
   struct Value { float max; Sum sum; };
   __device__ static Value identity() { return {-3.402823466e38f, 0}; }  // finite, so that −inf − max is no NaN
-  /// Lower ones times log2(e) are not finite. Where they are the largest, what is not the same is so far away that its exp is 0.
-  static constexpr float kLow = -2e38f;
+  /// Of 16-bit numbers from here on, two that are not the same are so far apart that one's exp is nothing beside the other's.
+  static constexpr float kFar = 1 << 20;
+  /// What a logit is multiplied by. Beyond kFar the rounding of max · log2(e) would be no factor that a float can hold.
+  __device__ static float scale(float max) { return fabsf(max) < kFar ? kLog2e : 1; }
 
   /// exp(z − max), z <= max. In the fast form max · log2(e) is rounded, which is the same factor for all z.
   __device__ static float exp(float z, float max) {
-    const bool low = max < kLow;
-    if constexpr (kFast) return exp2_approx(fmaf(z, low ? 1 : kLog2e, -(low ? max : __fmul_rn(max, kLog2e))));
+    if constexpr (kFast) return exp2_approx(fmaf(z, scale(max), -__fmul_rn(max, scale(max))));
     return expf(z - max);
   }
 
   /// What makes Σ exp(z − to) of Σ exp(z − from): exactly 1 where those are the same. A float's would add its own bias to that of the terms.
   __device__ static Sum factor(float from, float to) {
-    if constexpr (kFast) return from == to ? 1 : to < kLow ? 0 : exp2_approx(__fmul_rn(from, kLog2e) - __fmul_rn(to, kLog2e));
+    if constexpr (kFast) return exp2_approx(__fmul_rn(from, scale(to)) - __fmul_rn(to, scale(to)));
     else return from == to ? 1. : ::exp(double(from) - to);
   }
 

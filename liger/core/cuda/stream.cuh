@@ -40,6 +40,13 @@ struct Row {
     return PackLike<L>::from_float(f);
   }
 
+  /// Brings what load gives to shared memory, where it is after copies_done().
+  template <class L>
+  __device__ void copy(int k, T outside, const Row<L>& like, PackLike<L>* to) const {
+    if (sizeof(*to) == 16 && aligned(like) && like.whole(k)) copy_async16(to, at(k, like));
+    else *to = load(k, outside, like);
+  }
+
   /// Writes pack k of the row `like` to this row.
   template <class L>
   __device__ void store(int k, const float* f, const Row<L>& like) const {
@@ -62,6 +69,15 @@ struct Row {
   /// Where pack k of `like` begins in this row; both begin a pack there.
   template <class L>
   __device__ T* at(int k, const Row<L>& like) const { return first + k * Row<L>::kWidth - (like.shift - shift); }
+};
+
+/// The packs of a row, `outside` beside it, for those that come back to them: see Row::load and Row::copy.
+template <class T>
+struct Packs {
+  const Row<T>& row;
+  T outside;
+  __device__ typename Row<T>::Pack operator()(int k) const { return row.load(k, outside); }
+  __device__ void copy(int k, typename Row<T>::Pack* to) const { row.copy(k, outside, row, to); }
 };
 
 /// f(k, load(k)) for k in [begin, end), kUnroll loads of a thread in flight at once.

@@ -95,7 +95,7 @@ template <class T, template <class> class Map, class Rows>
 __global__ void __launch_bounds__(Rows::kThreads, Rows::kBlocks) forward_kernel(SoftmaxForward a, Rows rows) {
   constexpr int kWidth = Row<T>::kWidth;
   const Row<T> x(a.x, rows.row(), a.x_stride, a.cols), y(a.y, rows.row(), a.cols, a.cols);
-  const auto load = [&](int k) { return x.load(k, T(-INFINITY)); };
+  const Packs<T> load{x, T(-INFINITY)};
   typename Rows::Kept kept;
   Map<T> map;
   rows.pass(kept, x.packs(), load, [&](int, const auto& pack) {

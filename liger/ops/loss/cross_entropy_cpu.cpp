@@ -56,7 +56,7 @@ void row(const CrossEntropy& a, int64_t r, float* exps) {
   if (exps) row_map(n, exps, exp_of, x), sum = row_sum(n, [](Vec e) { return e; }, exps);
   else sum = row_sum(n, exp_of, x);
   // A row's own numbers in double: the label's gradient, p − 1 in essence, is then rounded once.
-  const double lse = max + std::log(double(sum)), p_y = std::exp(double(z_y) - max) / sum;
+  const double log_sum = std::log(double(sum)), lse = max + log_sum, p_y = std::exp(double(z_y) - max) / sum;
 
   const auto weight = [&](int64_t c) { return a.class_weight ? a.class_weight[c] : 1; };
   const double by_0 = a.norm[0] > 0 ? 1. / a.norm[0] : 0, by_1 = a.norm[1] > 0 ? 1. / a.norm[1] : 0;
@@ -67,7 +67,7 @@ void row(const CrossEntropy& a, int64_t r, float* exps) {
     smoothing = smooth * (lse * a.norm[2] - weighted);
   }
   const double z_loss = a.lse_square_scale * lse * lse * by_1 * scale;
-  a.loss[r] = float((w_y * (lse - z_y) + smoothing) * by_0 * scale + z_loss);
+  a.loss[r] = float((w_y * (double(max) - z_y + log_sum) + smoothing) * by_0 * scale + z_loss);  // lse loses log Σ beside a large max
   a.z_loss[r] = float(z_loss);
   if (!dx) return;
 

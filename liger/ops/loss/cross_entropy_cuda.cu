@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(Clusters<T>::kThreads, Clusters<T>::kBlocks) r
   constexpr int kWidth = Row<T>::kWidth;
   const int64_t row = cluster.row(), y = a.target[row];
   const Row<T> x(a.x, row, a.x_stride, a.cols), dx(a.dx ? a.dx : a.x, row, a.dx ? a.dx_stride : a.x_stride, a.cols);
-  const auto load = [&](int k) { return x.load(k, T(-INFINITY)); };
+  const Packs<T> load{x, T(-INFINITY)};
   typename Clusters<T>::Kept kept;
 
   if (y == a.ignore_index) {
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(Clusters<T>::kThreads, Clusters<T>::kBlocks) r
   if (cluster.first()) {
     const Scalar z_loss = Scalar(a.lse_square_scale) * lse * lse * by_1 * scale;
     const Scalar smoothing = smooth > 0 ? smooth * (Scalar(lse) * a.norm[2] - weighted) : 0;
-    a.loss[row] = float((w_y * (lse - z_y) + smoothing) * by_0 * scale + z_loss);
+    a.loss[row] = float((w_y * (Scalar(sum.max) - z_y + logf(sum.sum)) + smoothing) * by_0 * scale + z_loss);  // lse loses log Σ beside a large max
     a.z_loss[row] = float(z_loss);
     if (a.correct) a.correct[row] = best.at == y;
     if (a.predicted) a.predicted[row] = best.at;

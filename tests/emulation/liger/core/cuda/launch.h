@@ -204,6 +204,8 @@ struct Grid {
 
 inline int current_device() { return 0; }
 inline int multiprocessors(int) { return 2; }
+inline int shared_bytes() { return 228 * 1024; }
+inline int shared_bytes_of_block() { return 225 * 1024; }
 inline bool has_clusters() { return true; }
 inline bool capturing(Stream) { return false; }
 
@@ -279,6 +281,10 @@ unsigned to_word(float low, float high) {
 }
 
 inline void store16(void* p, uint4 v) { *static_cast<uint4*>(p) = v; }
+inline void copy_async16(void* shared, const void* global) { std::memcpy(shared, global, 16); }
+inline void copies_done() {}
+inline void close_copies() {}
+inline void await_copies(int) {}
 
 template <class V>
 void forget(V&) {}
