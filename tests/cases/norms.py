@@ -120,7 +120,7 @@ CASES = [
     ),
     Case(
         terms_of_order_one=True, name="group_norm", op=lambda x, w, b, groups=2: liger_group_norm(x, w, b, x.shape[1], groups, EPS), reference=group_reference, differentiable=(0, 1, 2),
-        shapes=[(2, 2, 1), (5, 6, 7), (3, 4, 5, 4), (2, 8, 513), (3, 4, 4100)], many_rows=(35000, 2, 4), make=make_group, options=[{}, dict(groups=1)],
+        shapes=[(2, 2, 1), (5, 6, 7), (3, 4, 5, 4), (7, 6, 24), (2, 8, 513), (3, 4, 1600), (3, 4, 4100), (1, 8, 5120)], many_rows=(35000, 2, 4), make=make_group, options=[{}, dict(groups=1)],
         bench=[((16, 320, 4096), dict(groups=32)), ((64, 512, 256), dict(groups=32))], bench_cpu=[((4, 320, 4096), dict(groups=32))],
         bytes=lambda shape, options, e: tuple(n * e * shape[0] * shape[1] * shape[2] for n in (2, 3)),
         schema=lambda inputs, options: (ops.group_norm, (*inputs, options.get("groups", 2), EPS)),

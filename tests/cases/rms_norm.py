@@ -7,7 +7,7 @@ from cases import Case
 
 EPS = 1e-6
 #: Edges of the kernels: below a warp, odd widths, a block, a cluster (beyond 8192 columns of 16 bits), beyond that.
-SHAPES = [(3, 5, 1), (5, 7), (2, 2, 64), (70, 129), (9, 4096), (3, 4104), (1, 8200), (2, 16500), (2, 66000)]
+SHAPES = [(3, 5, 1), (5, 7), (2, 2, 64), (70, 129), (9, 4096), (3, 4104), (12, 8200), (2, 16500), (2, 66000)]
 
 
 def make(shape, options):

@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(256) scale_rows_kernel(ScaleRows a, Pieces<T, 
 // of odd lengths go to a multiple of 8 shares, so that all rows of a share begin alike between 16-byte boundaries.
 LIGER_REGISTER(row_shares, [](const RowShares& a, Stream) {
   int64_t blocks = a.cols > 4096 ? 1 : 2, cluster = 1;
-  while (cluster < 8 && cluster * 8192 < a.cols) cluster *= 2;
+  while (cluster < 8 && cluster * 16384 < a.cols) cluster *= 2;
   // Not every part of the chip that a cluster must fit into has a multiple of 4 multiprocessors: a sixteenth stays idle.
   blocks = blocks * multiprocessors(a.device) * (cluster > 2 ? 15 : 16) / (16 * cluster);
   if (a.cols % 8 != 0 && blocks > 8) blocks = blocks / 8 * 8;

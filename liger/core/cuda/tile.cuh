@@ -99,7 +99,7 @@ struct Tile {
   }
 
   /// How many columns one pass covers, and which of the grid's groups of rows is this block's.
-  __device__ static int covered() { return int(blockDim.x) * kItems; }
+  __device__ static int covered() { return int(blockDim.x) * kItems * (kSpread ? cluster_size() : 1); }
   __device__ static int64_t group() { return kSpread ? blockIdx.x / cluster_size() : blockIdx.x; }
 
   /// Where row `row` of a matrix lies.
@@ -376,7 +376,7 @@ template <class Tile>
 struct Rows {
   static constexpr int kCount = Tile::kFit == Fit::Peeled ? 4 : 1;
   int step = step_of(blockDim.y);
-  int64_t first = blockIdx.x / (step / blockDim.y) * int64_t(kCount * step) + blockIdx.x % (step / blockDim.y) * blockDim.y + threadIdx.y;
+  int64_t first = Tile::group() / (step / blockDim.y) * int64_t(kCount * step) + Tile::group() % (step / blockDim.y) * blockDim.y + threadIdx.y;
 
   static __host__ __device__ int step_of(int y) { return kCount > 1 && y < 8 ? 8 : y; }
   static Grid grid(const Tiling& t, int64_t rows) {
@@ -385,25 +385,86 @@ struct Rows {
   }
 };
 
-/// Threads of a block: about as many as short rows get, and as many as a row gets.
+/// f(piece) for each of kPieces.
+template <int kPieces, class F>
+__device__ void for_each_piece(F f) {
+#pragma unroll
+  for (int piece = 0; piece < kPieces; ++piece) f(piece);
+}
+
+/// Rows of kMatrices matrices on their way to shared memory: the next one comes while a block works on one, which all its passes find
+/// there. A thread has kPieces pieces of a row, a pack each, and meets no others, so that no barrier is needed.
+template <class T, class Tile, int kMatrices, int kPieces>
+struct Ring {
+  using Pack = cuda::Pack<T, Tile::kWidth>;
+  static_assert(Tile::kItems == Tile::kWidth && Tile::kFit != Fit::Peeled);
+  const void* matrices[kMatrices];
+  int64_t rows, cols;
+  int stage = 0;
+
+  static int shared_bytes(const Tiling& t) { return int(2 * kMatrices * kPieces * t.threads.x * sizeof(Pack)); }
+
+  __device__ Place place(int64_t row, int piece) const { return {row, rows, cols, 0, int64_t(piece) * Tile::covered()}; }
+
+  /// Sends for the first row, or after this one for the next.
+  __device__ void fetch(int64_t row) {
+    for_each_piece<kPieces>([&](int piece) {
+      const Place at = place(row, piece);
+      if (row >= rows || !inside<Tile>(0, at)) return;
+#pragma unroll
+      for (int m = 0; m < kMatrices; ++m)
+        copy_async16(slot(stage ^ 1, m, piece), static_cast<const T*>(matrices[m]) + row * cols + at.from + Tile::column(0, at));
+    });
+  }
+
+  /// The row sent for last is this one now; the next is sent for.
+  __device__ void turn(int64_t next) {
+    copies_done();
+    stage ^= 1;
+    fetch(next);
+  }
+
+  __device__ Raw<T, Tile> get(int matrix, int piece) const {
+    Raw<T, Tile> raw{};
+    if (inside<Tile>(0, place(0, piece))) raw.packs[0] = *slot(stage, matrix, piece);
+    return raw;
+  }
+  __device__ void put(const Raw<T, Tile>& raw, int matrix, int piece) { *slot(stage, matrix, piece) = raw.packs[0]; }
+
+ private:
+  __device__ static Pack* slot(int stage, int matrix, int piece) {
+    return shared_memory<Pack>() + ((stage * kMatrices + matrix) * kPieces + piece) * int(blockDim.x) + int(threadIdx.x);
+  }
+};
+
+/// One pack a thread.
+template <class T, Fit kFit>
+using Piece = Tile<16 / sizeof(T), 16 / sizeof(T), kFit>;
+
+/// Threads of a block: about as many as short rows get, and as many as a row of whole packs gets.
 struct Threads { int few, most; };
 
-/// Calls f.operator()<Tile>(tiling) where tiles of kItems a thread cover rows of `cols`, longer ones spread over a cluster if kSpread.
-/// False where the rows are too long, or begin differently in one matrix and another.
-template <class T, int kItems, bool kSpread, class F>
+/// Calls f.operator()<Tile>(tiling) where tiles of kItems a thread cover rows of `cols`, of kPeeled where rows begin anywhere (0: none);
+/// longer ones are spread over a cluster if kSpread. False where the rows are too long, or begin differently in one matrix and another, or f
+/// returns it.
+template <class T, int kItems, int kPeeled, bool kSpread, class F>
 bool dispatch_tile(int64_t cols, Threads block, const Memory& memory, F&& f) {
   constexpr int kVec = 16 / sizeof(T);
   const bool whole = cols % kVec == 0 && memory.aligned();
-  const int64_t need = (cols + (whole ? 0 : kVec - 1) + kItems - 1) / kItems;
+  if (!whole && (kPeeled == 0 || !memory.alike())) return false;
+  const auto call = [&]<class Tile>(const Tiling& tiling) {
+    if constexpr (std::is_void_v<decltype(f.template operator()<Tile>(tiling))>) return f.template operator()<Tile>(tiling), true;
+    else return f.template operator()<Tile>(tiling);
+  };
+  const int64_t need = whole ? (cols + kItems - 1) / kItems : (cols + kVec - 1 + kPeeled - 1) / std::max(kPeeled, 1);
   if constexpr (kSpread) {
     if (whole && need > block.most && need <= block.most * kTileCluster && has_clusters()) {
       int cluster = 2;
       while (cluster * block.most < need) cluster *= 2;
-      f.template operator()<Tile<kItems, kVec, Fit::Spread>>(Tiling{unsigned((need + cluster * 32 - 1) / (cluster * 32) * 32), cluster});
-      return true;
+      return call.template operator()<Tile<kItems, kVec, Fit::Spread>>(Tiling{unsigned((need + cluster * 32 - 1) / (cluster * 32) * 32), cluster});
     }
   }
-  if (need > block.most || (!whole && !memory.alike())) return false;
+  if (need > (whole ? block.most : std::min(kTileThreads, block.most * kItems / std::max(kPeeled, 1)))) return false;
   unsigned x = 1;
   while (x < need && x < 32) x *= 2;
   if (x < need) x = unsigned(need + 31) / 32 * 32;
@@ -411,9 +472,9 @@ bool dispatch_tile(int64_t cols, Threads block, const Memory& memory, F&& f) {
   unsigned y = 1;
   while (y * 2 * x <= unsigned(block.few)) y *= 2;
   const Tiling tiling{dim3(x, y), 1};
-  if (whole) f.template operator()<Tile<kItems, kVec>>(tiling);
-  else f.template operator()<Tile<kItems, kVec, Fit::Peeled>>(tiling);
-  return true;
+  if constexpr (kPeeled > 0)
+    if (!whole) return call.template operator()<Tile<kPeeled, kVec, Fit::Peeled>>(tiling);
+  return call.template operator()<Tile<kItems, kVec>>(tiling);
 }
 
 /// As dispatch_tile, for kernels that walk along a row of any length, kItems a thread at once; element by element where rows begin differently.

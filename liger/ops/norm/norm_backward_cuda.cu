@@ -22,25 +22,38 @@ struct Walk {
 template <class Tile>
 struct Columns { Tile dw, db, dalpha, dscale, dshift; };
 
-/// One row's way back, or a piece of it: first `project`, whose sums over the row `finish` needs. kAhead: scale was fetched ahead; it has x's dtype.
+/// One row's way back, or a piece of it: first `project`, whose sums over the row `finish` needs, and `collect`. kAhead: scale was fetched
+/// ahead; it has x's dtype.
 template <class T, class Tile, Norm kNorm, bool kAhead = false>
 struct Backward {
   using Projections = Sums<centred(kNorm) ? 2 : 1>;
   const NormBackward& a;
-  Tile x, dy, w, xhat, g;
+  Tile x, dy, w;
   Stats stats;
   float alpha, a_col;      // 1 / cols
   std::conditional_t<kAhead, Raw<T, Tile>, int> scale{};
+  Tile xhat, dn, g;
 
-  __device__ typename Projections::Value project(const Place& at, Columns<Tile>& columns) {
+  __device__ typename Projections::Value project(const Place& at) {
     xhat = normalised<T, Tile, kNorm>(x, stats, alpha);
-    Tile dn = dy;
+    dn = dy;
     if constexpr (modulated(kNorm)) {
       const Tile m = [&] {
         if constexpr (kAhead) return to_tile(scale);
         else return modulation<T, Tile>(a, a.scale, at);
       }();
       dn = dy * (m + 1);
+    }
+    g = dn * w;
+    typename Projections::Value sums{};
+    if constexpr (!tanh_of(kNorm)) sums.v[0] = sum(g * xhat);
+    if constexpr (centred(kNorm)) sums.v[1] = sum(g);
+    return sums;
+  }
+
+  /// Adds to the sums over rows.
+  __device__ void collect(const Place& at, Columns<Tile>& columns) {
+    if constexpr (modulated(kNorm)) {
       const Tile n = round_to<T>(weighted<T, kNorm>(xhat, w, a.casting));
       if constexpr (kNorm == Norm::Each) {
         const auto put = [&](const Tile& t, void* to) {
@@ -51,21 +64,15 @@ struct Backward {
         columns.dscale = columns.dscale + dy * n, columns.dshift = columns.dshift + dy;
       }
     }
-    g = dn * w;
     columns.dw = columns.dw + dn * (!biased(kNorm) && a.casting != Casting::Gemma ? round_to<T>(xhat) : xhat);
     if constexpr (biased(kNorm)) columns.db = columns.db + dy;
-    typename Projections::Value sums{};
-    if constexpr (!tanh_of(kNorm)) sums.v[0] = sum(g * xhat);
-    if constexpr (centred(kNorm)) sums.v[1] = sum(g);
-    return sums;
+    if constexpr (tanh_of(kNorm)) columns.dalpha = columns.dalpha + x * slope();
   }
 
-  __device__ void finish(const typename Projections::Value& sums, const Place& at, Columns<Tile>& columns) {
+  __device__ void finish(const typename Projections::Value& sums, const Place& at) {
     Tile dx;
     if constexpr (tanh_of(kNorm)) {
-      const Tile slope = Tile::map([](float t, float g) { return (1 - t * t) * g; }, xhat, g);
-      columns.dalpha = columns.dalpha + x * slope;
-      dx = slope * alpha;
+      dx = slope() * alpha;
     } else {
       const float onto = sums.v[0] * a_col, mean = centred(kNorm) ? sums.v[centred(kNorm)] * a_col : 0, rstd = stats.rstd;
       dx = Tile::map([=](float g, float xhat) { return rstd * (g - mean - xhat * onto); }, g, xhat);
@@ -73,6 +80,9 @@ struct Backward {
     if (kNorm == Norm::Added && a.ds) dx = dx + load<T, Tile>(a.ds, at);
     if (a.dx) store<T>(dx, a.dx, at);
   }
+
+  /// tanh' · g
+  __device__ Tile slope() const { return Tile::map([](float t, float g) { return (1 - t * t) * g; }, xhat, g); }
 };
 
 template <Norm kNorm>
@@ -96,9 +106,9 @@ constexpr int backward_registers(Norm n, Fit fit) { return n == Norm::Modulated 
 template <class T, class W, class Tile, Norm kNorm>
 __global__ void __maxnreg__(backward_registers(kNorm, Tile::kFit)) backward_kernel(NormBackward a) {
   const float plus = a.w ? a.offset : 1, alpha = tanh_of(kNorm) ? *a.alpha : 0, a_col = a.a_col;
-  const int64_t share = Tile::group();
+  const int64_t share = blockIdx.x;
   const Walk walk = Walk::of<kNorm>(a, share);
-  RowReduce<typename Backward<T, Tile, kNorm>::Projections, Tile::kSpread> reduce;
+  RowReduce<typename Backward<T, Tile, kNorm>::Projections> reduce;
   constexpr bool kEach = kNorm == Norm::Each;
   Columns<Tile> columns;
   Place at = Tile::template place<T>(a.x, walk.first + threadIdx.y, walk.end, a.cols);
@@ -129,9 +139,10 @@ __global__ void __maxnreg__(backward_registers(kNorm, Tile::kFit)) backward_kern
     forget(at.shift);
     next_stats = stats_of<kNorm>(a, at);
     next_x = fetch<T, Tile, true>(a.x, at), next_dy = fetch<T, Tile, true>(a.dy, at), next_scale = fetch_scale(at);
-    auto sums = b.project(here, columns);
+    auto sums = b.project(here);
+    b.collect(here, columns);
     if constexpr (!tanh_of(kNorm)) sums = reduce(sums);
-    b.finish(sums, here, columns);
+    b.finish(sums, here);
   }
   each_column_sum<kNorm>(a, columns, [&](Tile& part, float* shares) {
     if (!shares) return;
@@ -145,6 +156,50 @@ __global__ void __maxnreg__(backward_registers(kNorm, Tile::kFit)) backward_kern
     };
     for (int y = 1; y < int(blockDim.y); ++y) each(y, [](float v, float& sum) { sum = v; }), each(0, [](float& v, float sum) { v += sum; });
     if (threadIdx.y == 0) store<float, true>(part, shares, {share, a.shares, a.cols, at.shift});
+  });
+}
+
+/// As forward_wide_kernel; a share keeps its column sums in registers.
+template <class T, class W, class Tile, Norm kNorm, int kPieces>
+__global__ void __maxnreg__(backward_registers(kNorm, Tile::kFit)) backward_wide_kernel(NormBackward a) {
+  constexpr bool kEach = kNorm == Norm::Each;
+  using Backward = norm::Backward<T, Tile, kNorm, kEach>;
+  using Projections = typename Backward::Projections;
+  const float plus = a.w ? a.offset : 1, alpha = tanh_of(kNorm) ? *a.alpha : 0, a_col = a.a_col;
+  const int64_t share = Tile::group();
+  const Walk walk = Walk::of<kNorm>(a, share);
+  Ring<T, Tile, kEach ? 3 : 2, kPieces> ring{{a.x, a.dy}, walk.end, a.cols};
+  if constexpr (kEach) ring.matrices[2] = a.scale;
+  RowReduce<Projections, Tile::kSpread> reduce;
+  Columns<Tile> columns[kPieces];
+  Raw<W, Tile> w[kPieces];
+  for_each_piece<kPieces>([&](int piece) { w[piece] = fetch_loose<W, Tile>(a.w, ring.place(0, piece).vector(a.w)); });
+  ring.fetch(walk.first);
+  Stats next_stats = stats_of<kNorm>(a, ring.place(walk.first, 0));
+  for (int64_t row = walk.first; row < walk.end; row += walk.step) {
+    const Stats stats = next_stats;
+    ring.turn(row + walk.step);
+    next_stats = stats_of<kNorm>(a, ring.place(row + walk.step, 0));
+    typename Projections::Value sums{};
+    const auto each_piece = [&](auto f) {
+      for_each_piece<kPieces>([&](int piece) {
+        const Place at = ring.place(row, piece);
+        Backward b{.a = a, .x = to_tile(ring.get(0, piece)), .dy = to_tile(ring.get(1, piece)), .w = to_tile(w[piece]) + plus, .stats = stats, .alpha = alpha, .a_col = a_col};
+        if constexpr (kEach) b.scale = ring.get(2, piece);
+        f(b, b.project(at), at, columns[piece]);
+      });
+    };
+    each_piece([&](Backward& b, const auto& projections, const Place& at, Columns<Tile>& columns) {
+      sums = Projections()(sums, projections);
+      b.collect(at, columns);
+    });
+    sums = reduce(sums);
+    each_piece([&](Backward& b, const auto&, const Place& at, Columns<Tile>&) { b.finish(sums, at); });
+  }
+  for_each_piece<kPieces>([&](int piece) {
+    each_column_sum<kNorm>(a, columns[piece], [&](Tile& part, float* shares) {
+      if (shares) store<float, true>(part, shares, {share, a.shares, a.cols, 0, ring.place(0, piece).from});
+    });
   });
   reduce.finish();
 }
@@ -165,15 +220,15 @@ __global__ void __launch_bounds__(kTileThreads) backward_long_kernel(NormBackwar
     using Projections = typename Backward<T, Tile, kNorm>::Projections;
     typename Projections::Value sums{};
     for (at.from = 0; at.from < end && !tanh_of(kNorm); at.from += Tile::covered()) {
-      Columns<Tile> unused;
-      sums = Projections()(sums, piece().project(at, unused));
+      sums = Projections()(sums, piece().project(at));
     }
     sums = reduce(sums);
     for (at.from = 0; at.from < end; at.from += Tile::covered()) {
       Columns<Tile> columns;
       auto b = piece();
-      b.project(at, columns);
-      b.finish(sums, at, columns);
+      b.project(at);
+      b.collect(at, columns);
+      b.finish(sums, at);
       each_column_sum<kNorm>(a, columns, [&](Tile& part, float* shares) {
         if (!shares) return;
         const Place share{blockIdx.x, a.shares, a.cols, at.shift, at.from};
@@ -196,9 +251,16 @@ LIGER_REGISTER(norm_backward, [](const NormBackward& a, Stream s) {
     // One pack a thread leaves room to fetch the next row ahead.
     constexpr Threads block{.few = 512, .most = most_threads(kNorm)};
     if (kNorm != Norm::Each || a.modulation_dtype == a.dtype) {
-      if (dispatch_tile<T, 16 / sizeof(T), true>(a.cols, block, memory, in_registers)) return;
-      if constexpr (sizeof(T) == 4)
-        if (dispatch_tile<T, 8, true>(a.cols, block, memory, in_registers)) return;
+      constexpr int kVec = 16 / sizeof(T), kPieces = 2;
+      if (dispatch_tile<T, kVec, 8, false>(a.cols, block, memory, in_registers)) return;
+      if (dispatch_tile<T, kVec * kPieces, 0, true>(a.cols, block, memory, [&]<class Tile>(Tiling t) {
+            using In = Piece<T, Tile::kFit>;
+            const int bytes = Ring<T, In, kNorm == Norm::Each ? 3 : 2, kPieces>::shared_bytes(t);
+            if (bytes > shared_bytes_of_block()) return false;
+            launch(backward_wide_kernel<T, W, In, kNorm, kPieces>, t.grid(a.shares, bytes), s, a);
+            return true;
+          }))
+        return;
     }
     dispatch_walk<T, 8>(a.cols, memory, [&]<class Tile>(Tiling t) { launch(backward_long_kernel<T, W, Tile, kNorm>, t.grid(a.shares), s, a); });
   });

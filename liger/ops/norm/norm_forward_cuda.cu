@@ -81,8 +81,12 @@ __device__ void keep(const NormForward& a, Stats stats, int64_t row) {
   if (centred(kNorm)) a.mean[row] = stats.mean;
 }
 
+/// What a thread has of a row: much, so that few threads reduce it.
+template <class T, class W>
+inline constexpr int kItems = 64 / std::max(sizeof(T), sizeof(W));
+
 /// Few registers, so that enough blocks share an SM: one loads while another reduces and a third stores.
-constexpr int forward_registers(Norm n, Fit fit, int bytes_w) { return bytes_w > 2 || n == Norm::Modulated ? 64 : fit == Fit::Peeled ? 56 : n == Norm::Rms ? 40 : 48; }
+constexpr int forward_registers(Norm n, Fit fit, int bytes_w) { return fit == Fit::Whole && bytes_w == 2 ? 80 : bytes_w > 2 || n == Norm::Modulated ? 64 : 56; }
 
 template <class T, class W, class Tile, Norm kNorm>
 __global__ void __maxnreg__(forward_registers(kNorm, Tile::kFit, sizeof(W))) forward_kernel(NormForward a) {
@@ -106,7 +110,41 @@ __global__ void __maxnreg__(forward_registers(kNorm, Tile::kFit, sizeof(W))) for
   }
 }
 
-/// Longer rows are read again for each pass, from a cache.
+constexpr int kWideRegisters = 40;
+
+/// Longer rows, kPieces packs a thread: the next one is on its way to shared memory meanwhile, from where each pass takes what it needs.
+template <class T, class W, class Tile, Norm kNorm, int kPieces>
+__global__ void __maxnreg__(kWideRegisters) forward_wide_kernel(NormForward a) {
+  constexpr bool kAdded = kNorm == Norm::Added;
+  const int64_t first = Tile::group(), step = gridDim.x / (Tile::kSpread ? cluster_size() : 1);
+  Ring<T, Tile, kAdded ? 2 : 1, kPieces> ring{{a.x}, a.rows, a.cols};
+  if constexpr (kAdded) ring.matrices[1] = a.residual;
+  RowReduce<Sum, Tile::kSpread> reduce;
+  ring.fetch(first);
+  for (int64_t row = first; row < a.rows; row += step) {
+    ring.turn(row + step);
+    if constexpr (kAdded) for_each_piece<kPieces>([&](int piece) {
+        const auto s = packed<T>(to_tile(ring.get(0, piece)) + to_tile(ring.get(1, piece)));
+        store<T>(s, a.s, ring.place(row, piece)), ring.put(s, 0, piece);
+      });
+    const auto each_piece = [&](auto f) {
+      for_each_piece<kPieces>([&](int piece) { f(to_tile(ring.get(0, piece)), ring.place(row, piece)); });
+    };
+    const auto total = [&](auto f) {
+      float s = 0;
+      each_piece([&](const Tile& x, const Place& at) { s += f(x, at); });
+      return reduce(s);
+    };
+    Stats stats{};
+    if constexpr (centred(kNorm)) stats.mean = mean_of<T>(total([](const Tile& x, const Place&) { return sum(x); }), a);
+    if constexpr (!tanh_of(kNorm)) stats.rstd = inverse_root<T>(total([&](const Tile& x, const Place& at) { return squares(x, stats.mean, at); }), a);
+    each_piece([&](const Tile& x, const Place& at) { output<T, W, kNorm>(a, x, Vectors<W, Tile, kNorm>(a, at), stats, at); });
+    keep<kNorm>(a, stats, row);
+  }
+  reduce.finish();
+}
+
+/// The longest are read again for each pass, from a cache.
 template <class T, class W, class Tile, Norm kNorm>
 __global__ void __launch_bounds__(kTileThreads) forward_long_kernel(NormForward a) {
   Place at = Tile::template place<T>(a.x, blockIdx.x, a.rows, a.cols);
@@ -134,10 +172,25 @@ LIGER_REGISTER(norm_forward, [](const NormForward& a, Stream s) {
   dispatch_args(a, [&]<class T, class W, Norm kOne>() {
     constexpr Norm kNorm = kOne == Norm::Each ? Norm::Modulated : kOne;  // which are one here
     const Memory memory{{a.x, a.residual, (const void*)a.s, (const void*)a.y}, {a.w, a.b, a.scale, a.shift}};
-    if (!dispatch_tile<T, 16, false>(a.cols, {.few = 128, .most = 512}, memory, [&]<class Tile>(Tiling t) {
+    constexpr int kVec = 16 / sizeof(T), kPieces = 4;
+    // A second matrix fills the registers of a longer row's threads with loads; where there is one alone, shared memory keeps more on their way.
+    const int most = kNorm == Norm::Added ? 512 : 8192 / kItems<T, W>;
+    if (dispatch_tile<T, kItems<T, W>, 16, false>(a.cols, {.few = 128, .most = most}, memory, [&]<class Tile>(Tiling t) {
           launch(forward_kernel<T, W, Tile, kNorm>, Rows<Tile>::grid(t, a.rows), s, a);
         }))
-      dispatch_walk<T, 16>(a.cols, memory, [&]<class Tile>(Tiling t) { launch(forward_long_kernel<T, W, Tile, kNorm>, t.grid(a.rows), s, a); });
+      return;
+    if (dispatch_tile<T, kVec * kPieces, 0, true>(a.cols, {.few = 512, .most = 512}, memory, [&]<class Tile>(Tiling t) {
+          using In = Piece<T, Tile::kFit>;
+          const int bytes = Ring<T, In, kNorm == Norm::Added ? 2 : 1, kPieces>::shared_bytes(t);
+          if (bytes > shared_bytes_of_block()) return false;
+          // As many rows at once as fit on the device, then as few as take no more turns.
+          const int64_t blocks = std::min(shared_bytes() / (bytes + 2048), 65536 / (kWideRegisters * int(t.threads.x)));
+          const int64_t most = std::max<int64_t>(1, blocks * multiprocessors(current_device()) * (t.cluster > 2 ? 15 : 16) / (16 * t.cluster)), turns = (a.rows + most - 1) / most;
+          launch(forward_wide_kernel<T, W, In, kNorm, kPieces>, t.grid((a.rows + turns - 1) / turns, bytes), s, a);
+          return true;
+        }))
+      return;
+    dispatch_walk<T, 16>(a.cols, memory, [&]<class Tile>(Tiling t) { launch(forward_long_kernel<T, W, Tile, kNorm>, t.grid(a.rows), s, a); });
   });
 });
 

@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kTileThreads) backward_long_kernel(PolyNormBac
 LIGER_REGISTER(poly_norm_forward, [](const PolyNormForward& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
     const Memory memory{{a.x, (const void*)a.y}, {}};
-    if (!dispatch_tile<T, 16, false>(a.cols, {.few = 128, .most = 512}, memory, [&]<class Tile>(Tiling t) { launch(forward_kernel<T, Tile>, Rows<Tile>::grid(t, a.rows), s, a); }))
+    if (!dispatch_tile<T, 16, 16, false>(a.cols, {.few = 128, .most = 512}, memory, [&]<class Tile>(Tiling t) { launch(forward_kernel<T, Tile>, Rows<Tile>::grid(t, a.rows), s, a); }))
       dispatch_walk<T, 16>(a.cols, memory, [&]<class Tile>(Tiling t) { launch(forward_long_kernel<T, Tile>, t.grid(a.rows), s, a); });
   });
 });
@@ -148,7 +148,7 @@ LIGER_REGISTER(poly_norm_backward, [](const PolyNormBackward& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
     const Memory memory{{a.dy, a.x, (const void*)a.dx}, {}};
     constexpr Threads block{.few = 512, .most = kTileThreads};
-    if (!dispatch_tile<T, 8, true>(a.cols, block, memory, [&]<class Tile>(Tiling t) { launch(backward_kernel<T, Tile>, t.grid(a.shares), s, a); }))
+    if (!dispatch_tile<T, 8, 8, true>(a.cols, block, memory, [&]<class Tile>(Tiling t) { launch(backward_kernel<T, Tile>, t.grid(a.shares), s, a); }))
       dispatch_walk<T, 8>(a.cols, memory, [&]<class Tile>(Tiling t) { launch(backward_long_kernel<T, Tile>, t.grid(a.shares), s, a); });
   });
 });
