@@ -33,6 +33,7 @@ list(TRANSFORM architectures APPEND "-real" OUTPUT_VARIABLE CMAKE_CUDA_ARCHITECT
 enable_language(CUDA)
 find_package(CUDAToolkit REQUIRED)
 file(GLOB_RECURSE cuda_kernels CONFIGURE_DEPENDS liger/core/*_cuda.cu liger/ops/*_cuda.cu)
+list(SORT cuda_kernels ORDER DESCENDING)  # the norms, which take the longest, are not what a build waits for at its end
 add_library(liger_cuda OBJECT ${cuda_kernels})
 target_include_directories(liger_cuda PRIVATE ${PROJECT_SOURCE_DIR})
 target_compile_features(liger_cuda PRIVATE cuda_std_20)

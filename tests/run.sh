@@ -17,7 +17,7 @@ fi
 # The C++ tests, and the CUDA kernels on CPU threads, beside the library that was built before.
 cmake -S . -B "$BUILD" -DLIGER_TESTS=ON >/dev/null
 cmake --build "$BUILD" -- -k 0 | tail -1
-ctest --test-dir "$BUILD" --output-on-failure
+ctest --test-dir "$BUILD" --output-on-failure -j 2
 
 # An installed package is tested as it is; otherwise the sources with the library that was built here.
 if ! (cd / && "$PYTHON" -c "import liger_kernel.ops" 2>/dev/null); then

@@ -1,5 +1,4 @@
 #pragma once
-#include <array>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -14,30 +13,34 @@ using Backend = int8_t;
 inline constexpr Backend kCPU = 0, kCUDA = 1;
 inline constexpr int kBackends = 24;
 
+/// Where a backend's kernel is found; what `run` takes, its Kernel knows.
+struct Slot {
+  void (*run)() = nullptr;
+  int rank = -1;
+};
+
+/// Fills a slot unless it holds a higher rank: a CPU file is built once per instruction set (liger/core/cpu/isa.h). Not inline: files call
+/// it when they are loaded, those for instructions that the machine lacks too, and what they would make of it may not run there.
+bool add_kernel(Slot& slot, int rank, void (*run)());
+
 /// One kernel, one slot per backend. A backend that is not built leaves its slot empty.
 template <class Args>
 struct Kernel {
   using Fn = void (*)(const Args&, Stream);
-  struct Slot { Fn fn = nullptr; int rank = -1; };
   const char* name;
-  std::array<Slot, kBackends> slots{};
+  Slot slots[kBackends] = {};
 
-  /// The highest rank wins: a CPU file is built once per instruction set (liger/core/cpu/isa.h).
-  bool add(Backend b, int rank, Fn fn) {
-    if (auto& slot = slots[b]; rank > slot.rank) slot = {fn, rank};
-    return true;
-  }
-
-  bool has(Backend b) const { return b >= 0 && b < kBackends && slots[b].fn; }
+  bool has(Backend b) const { return b >= 0 && b < kBackends && slots[b].run; }
 
   void operator()(Backend b, const Args& args, Stream stream) const {
-    if (has(b)) return slots[b].fn(args, stream);
+    if (has(b)) return reinterpret_cast<Fn>(slots[b].run)(args, stream);
     throw std::runtime_error(std::string("liger: ") + name + " was not built for this device type");
   }
 };
 
 /// Fills a kernel's slot for the backend in whose namespace it stands, from that backend's own file.
-#define LIGER_REGISTER(kernel, ...) \
-  [[maybe_unused]] static const bool kernel##_registered = (kernel).add(kBackend, rank(), __VA_ARGS__)
+#define LIGER_REGISTER(kernel, ...)                  \
+  [[maybe_unused]] static const bool kernel##_registered = \
+      ::liger::add_kernel((kernel).slots[kBackend], rank(), reinterpret_cast<void (*)()>(static_cast<decltype(kernel)::Fn>(__VA_ARGS__)))
 
 }  // namespace liger

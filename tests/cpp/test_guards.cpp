@@ -1,8 +1,8 @@
 // Nothing is written past a tensor: every allocation of a test stands between two guards, which are looked at when it is freed.
+#include <ATen/ATen.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -12,7 +12,7 @@
 
 namespace {
 
-using torch::Tensor;
+using at::Tensor;
 
 /// [bytes asked for, to 64][guard][what was asked for][guard]
 class GuardedAllocator : public c10::Allocator {
@@ -56,12 +56,12 @@ class Guarded : public testing::Test {
 
 class Guards : public Guarded, public testing::WithParamInterface<at::ScalarType> {};
 
-Tensor leaf(at::IntArrayRef shape, at::ScalarType type) { return torch::randn(shape, type).requires_grad_(); }
+Tensor leaf(at::IntArrayRef shape, at::ScalarType type) { return at::randn(shape, type).requires_grad_(); }
 
 void backward(const Tensor& y) { y.sum().backward(); }
 
 TEST_F(Guarded, Notice) {
-  Tensor x = torch::zeros({3});
+  Tensor x = at::zeros({3});
   static_cast<char*>(x.data_ptr())[12] ^= 1;
   x.reset();
   EXPECT_EQ(GuardedAllocator::broken, 1);
@@ -79,7 +79,7 @@ TEST_P(Guards, Hold) {
   for (const int64_t n : widths) {
     const auto row = [&] { return leaf({n}, type); };
     const auto x = [&] { return leaf({kRows, n}, type); };
-    const Tensor labels = torch::randint(n, {kRows}, torch::kLong);
+    const Tensor labels = at::randint(n, {kRows}, at::kLong);
     backward(liger::rms_norm(x(), row()));
     backward(std::get<0>(liger::fused_add_rms_norm(x(), x(), row())));
     backward(liger::modulated_rms_norm(x(), row(), x(), x()));
@@ -91,19 +91,19 @@ TEST_P(Guards, Hold) {
     backward(liger::gated(x(), x()));
     backward(liger::gated_packed(leaf({kRows, 2 * n}, type)));
     backward(liger::fused_mlp(x(), leaf({7, n}, type), leaf({7, n}, type), leaf({n, 7}, type)));
-    const Tensor angle = torch::randn({1, kRows, 2 * n}, type);
+    const Tensor angle = at::randn({1, kRows, 2 * n}, type);
     backward(std::get<0>(liger::rope(leaf({1, 2, kRows, 2 * n}, type), leaf({1, 1, kRows, 2 * n}, type), angle, angle)));
     backward(liger::rope_packed(leaf({1, kRows, 4 * 2 * n}, type), angle, angle, 2, 1));
-    backward(liger::embedding(leaf({9, n}, type), torch::randint(9, {kRows}, torch::kLong)));
-    liger::int2_matmul(torch::randint(-128, 128, {kRows, 4 * n}, torch::kChar), liger::int2_pack(torch::randint(-1, 3, {4 * n, 3}, torch::kInt)));
+    backward(liger::embedding(leaf({9, n}, type), at::randint(9, {kRows}, at::kLong)));
+    liger::int2_matmul(at::randint(-128, 128, {kRows, 4 * n}, at::kChar), liger::int2_pack(at::randint(-1, 3, {4 * n, 3}, at::kInt)));
     liger::CrossEntropyOptions smooth;
     smooth.label_smoothing = 0.1;
     backward(liger::cross_entropy(x(), labels).loss);
     backward(liger::cross_entropy(x(), labels, smooth).loss);
     backward(liger::fused_linear_cross_entropy(leaf({kRows, 6}, type), leaf({n, 6}, type), labels).loss);
-    backward(liger::kl_div(x(), torch::rand({kRows, n}, type)));
-    backward(liger::jsd(x(), torch::randn({kRows, n}, type)));
-    backward(liger::tvd(x(), torch::rand({kRows, n}, type)));
+    backward(liger::kl_div(x(), at::rand({kRows, n}, type)));
+    backward(liger::jsd(x(), at::randn({kRows, n}, type)));
+    backward(liger::tvd(x(), at::rand({kRows, n}, type)));
     backward(liger::softmax(x()));
     backward(liger::sparsemax(x()));
     backward(std::get<0>(liger::selective_log_softmax(x(), labels)));
