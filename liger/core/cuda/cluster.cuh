@@ -5,9 +5,8 @@ namespace liger::cuda {
 
 /// A cluster of blocks on each row of a matrix. What a block has loaded of its row, a Value a pack, stays in its shared memory for further
 /// passes, where that fits; where not, they load again.
-template <class T, class Value_ = typename Row<T>::Pack>
+template <class T, class Value = typename Row<T>::Pack>
 struct Clusters {
-  using Value = Value_;
   static constexpr int kThreads = 384, kBlocks = 3;  // three blocks an SM: one loads while another reduces and a third stores
   static constexpr int kKeptBytes = 66 * 1024;       // of a row that one block keeps: 2^15 elements of 16 bits, at any alignment
   static constexpr int kKeptBlocks = 4, kMost = 8;   // blocks on a row: beyond 4 a second load costs less than the waiting
@@ -101,9 +100,8 @@ struct Clusters {
 };
 
 /// As Clusters, for rows that the registers of a block's threads hold, several of the short ones on a block.
-template <class T, class Value_ = typename Row<T>::Pack>
+template <class T, class Value = typename Row<T>::Pack>
 struct ShortRows {
-  using Value = Value_;
   static constexpr int kThreads = 384, kBlocks = 3;
   static constexpr int kLoads = 64 / sizeof(Value);
   int64_t rows;

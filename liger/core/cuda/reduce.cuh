@@ -27,6 +27,18 @@ struct Sums {
   }
 };
 
+/// Reduces over groups of `lanes` neighbouring lanes, a power of two; every one of them gets the result.
+template <class Op>
+__device__ typename Op::Value reduce_lanes(typename Op::Value v, int lanes, Op op = {}) {
+  if (lanes < 32) {
+    for (int lane = lanes / 2; lane > 0; lane /= 2) v = op(v, Op::shuffle(v, lane));
+  } else {
+#pragma unroll
+    for (int lane = 16; lane > 0; lane /= 2) v = op(v, Op::shuffle(v, lane));
+  }
+  return v;
+}
+
 /// Reduces over the threads of a row (threadIdx.x, and where the row is spread over a cluster its blocks); every one of them gets the
 /// result. blockDim.x is a power of two up to 32 or a multiple of 32. Two sets of slots take turns, so that one barrier a call is
 /// enough. Blocks of a cluster call finish() at the end: their shared memory is read by the others.
@@ -36,12 +48,7 @@ struct RowReduce {
 
   __device__ typename Op::Value operator()(typename Op::Value v, Op op = {}) {
     const int threads = blockDim.x;
-    if (threads < 32) {
-      for (int lane = threads / 2; lane > 0; lane /= 2) v = op(v, Op::shuffle(v, lane));
-    } else {
-#pragma unroll
-      for (int lane = 16; lane > 0; lane /= 2) v = op(v, Op::shuffle(v, lane));
-    }
+    v = reduce_lanes(v, threads, op);
     if (!kSpread && threads <= 32) return v;
     __shared__ typename Op::Value slots[2][32];
     const int warps = threads / 32, lane = threadIdx.x % 32, first = threadIdx.y * warps;
@@ -49,9 +56,7 @@ struct RowReduce {
     turn ^= 1;
     if (lane == 0) partial[first + threadIdx.x / 32] = v;
     __syncthreads();
-    v = lane < warps ? partial[first + lane] : Op::identity();
-#pragma unroll
-    for (int other = 16; other > 0; other /= 2) v = op(v, Op::shuffle(v, other));
+    v = reduce_lanes(lane < warps ? partial[first + lane] : Op::identity(), 32, op);
     if constexpr (kSpread) {
       __shared__ typename Op::Value of_cluster[2];
       if (threadIdx.x == 0) of_cluster[turn] = v;

@@ -100,7 +100,7 @@ struct Tile {
 
   /// How many columns one pass covers, and which of the grid's groups of rows is this block's.
   __device__ static int covered() { return int(blockDim.x) * kItems * (kSpread ? cluster_size() : 1); }
-  __device__ static int64_t group() { return kSpread ? blockIdx.x / cluster_size() : blockIdx.x; }
+  __device__ static unsigned group() { return kSpread ? blockIdx.x / cluster_size() : blockIdx.x; }
 
   /// Where row `row` of a matrix lies.
   template <class T>
@@ -379,9 +379,9 @@ struct Rows {
   int64_t first = Tile::group() / (step / blockDim.y) * int64_t(kCount * step) + Tile::group() % (step / blockDim.y) * blockDim.y + threadIdx.y;
 
   static __host__ __device__ int step_of(int y) { return kCount > 1 && y < 8 ? 8 : y; }
-  static Grid grid(const Tiling& t, int64_t rows) {
+  static Grid grid(const Tiling& t, int64_t rows, int shared_bytes = 0) {
     const int y = int(t.threads.y), step = step_of(y);
-    return t.grid((rows + kCount * step - 1) / (kCount * step) * (step / y));
+    return t.grid((rows + kCount * step - 1) / (kCount * step) * (step / y), shared_bytes);
   }
 };
 

@@ -25,7 +25,7 @@ __device__ void each_pack(const GroupNorm& a, const Place& at, F f) {
 
 template <class T, class Tile>
 __device__ Place place(const GroupNorm& a) {
-  return {Tile::group() * blockDim.y + threadIdx.y, a.samples * a.groups, a.channels * a.spatial};
+  return {Rows<Tile>().first, a.samples * a.groups, a.channels * a.spatial};
 }
 
 template <class T, class Tile>
@@ -84,7 +84,7 @@ __global__ void __maxnreg__(96) backward_kernel(GroupNormBackward a) {
     const int channel = s / a_channel, part = s % a_channel, from = channel * int(a.spatial) + part * int(kGroupSegment) - begin;
     Part total{};
     for (int k = lane; k < min(int(kGroupSegment), int(a.spatial) - part * int(kGroupSegment)) / kWidth; k += lanes) total = Projections()(total, parts[from / kWidth + k]);
-    for (int other = lanes / 2; other > 0; other /= 2) total = Projections()(total, Projections::shuffle(total, other));
+    total = reduce_lanes<Projections>(total, lanes);
     const int64_t to = ((int64_t(sample) * a_channel + part) * a.groups + group) * a.channels + channel;
     if (lane > 0 || !present) continue;
     if (a.db) a.db[to] = total.v[0];
@@ -192,12 +192,6 @@ struct Segments {
   }
   __device__ Row<T> of(int m, const Segment& s) const { return m == 0 ? s.like : of(matrices[m], s.channel, s.part); }
 
-  template <class Sums>
-  __device__ typename Sums::Value of_team(typename Sums::Value v) const {
-    for (int other = lanes / 2; other > 0; other /= 2) v = Sums()(v, Sums::shuffle(v, other));
-    return v;
-  }
-
  private:
   __device__ Pack* kept(int slot, int m) const { return shared_memory<Pack>() + (slot * kMatrices + m) * threads() + threadIdx.x; }
 
@@ -286,7 +280,7 @@ __global__ void __launch_bounds__(256, 3) backward_long_kernel(GroupNormBackward
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) part.v[0] += dy[j], part.v[1] += dy[j] * ((x[j] - mean) * rstd);
     });
-    part = segments.template of_team<Projections>(part);
+    part = reduce_lanes<Projections>(part, segments.lanes);
     if (!segment.present || segments.lane() > 0) return;
     const float w = of_channel<T>(a, a.w, group, segment.channel, 1);
     sums.v[0] += w * part.v[0], sums.v[1] += w * part.v[1];
@@ -316,8 +310,7 @@ __global__ void __launch_bounds__(256, 3) backward_long_kernel(GroupNormBackward
 
 LIGER_REGISTER(group_norm_forward, [](const GroupNormForward& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
-    const int64_t rows = a.samples * a.groups;
-    if (dispatch_row<T>(a, {{a.x, (const void*)a.y}, {}}, [&]<class Tile>(Tiling t) { launch(forward_kernel<T, Tile>, t.grid((rows + t.threads.y - 1) / t.threads.y), s, a); }))
+    if (dispatch_row<T>(a, {{a.x, (const void*)a.y}, {}}, [&]<class Tile>(Tiling t) { launch(forward_kernel<T, Tile>, Rows<Tile>::grid(t, a.samples * a.groups), s, a); }))
       return;
     const Segments<T, 1> segments(a, a.x);
     launch(segments.cluster > 1 ? forward_long_kernel<T, true> : forward_long_kernel<T, false>, segments.grid(), s, a, segments);
@@ -325,10 +318,9 @@ LIGER_REGISTER(group_norm_forward, [](const GroupNormForward& a, Stream s) {
 });
 LIGER_REGISTER(group_norm_backward, [](const GroupNormBackward& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
-    const int64_t rows = a.samples * a.groups;
     if (dispatch_row<T>(a, {{a.x, a.dy, (const void*)a.dx}, {}}, [&]<class Tile>(Tiling t) {
           const int parts = int(t.threads.x * t.threads.y) * Tile::kItems / Tile::kWidth;
-          launch(backward_kernel<T, Tile>, t.grid((rows + t.threads.y - 1) / t.threads.y, parts * int(2 * sizeof(float))), s, a);
+          launch(backward_kernel<T, Tile>, Rows<Tile>::grid(t, a.samples * a.groups, parts * int(2 * sizeof(float))), s, a);
         }))
       return;
     const Segments<T, 2> segments(a, a.x, a.dy);
