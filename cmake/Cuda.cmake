@@ -39,5 +39,6 @@ target_include_directories(liger_cuda PRIVATE ${PROJECT_SOURCE_DIR})
 target_compile_features(liger_cuda PRIVATE cuda_std_20)
 target_compile_options(liger_cuda PRIVATE --expt-relaxed-constexpr --extended-lambda -Xcudafe=--diag_suppress=177)
 target_link_libraries(liger PRIVATE liger_cuda CUDA::cudart_static)
+set_target_properties(liger PROPERTIES CUDA_ARCHITECTURES "${CMAKE_CUDA_ARCHITECTURES}")  # it was declared before they were known
 list(JOIN architectures ", " listed)
 set(cuda_built "sm ${listed} (nvcc ${CMAKE_CUDA_COMPILER_VERSION})")
