@@ -66,6 +66,14 @@ TRITON = {
 }
 
 
+def inputs(case, shape, options, args, seed=0):
+    try:
+        with torch.device(args.device):  # drawn there
+            return case.inputs(shape, options, args.dtype, args.device, seed)
+    except RuntimeError:  # a rival that could not be captured has left the device's generator in a capture
+        return case.inputs(shape, options, args.dtype, args.device, seed)
+
+
 class Contestant:
     """One implementation on several sets of inputs."""
 
@@ -165,7 +173,7 @@ def host_time(contestant, mode, device):
 
 
 def contestants(case, shape, options, args, sets_wanted):
-    sets = [case.inputs(shape, options, args.dtype, args.device, seed=i) for i in range(sets_wanted)]
+    sets = [inputs(case, shape, options, args, i) for i in range(sets_wanted)]
     out = case.op(*sets[0], **options)
     torch.manual_seed(0)
     upstream = [torch.randn_like(o) if o.dim() and o.is_floating_point() else torch.ones_like(o) for o in (out if isinstance(out, tuple) else (out,))]
@@ -202,7 +210,7 @@ def floor_time(case, shape, options, args):
     """A function that times the floor, (forward, forward+backward) in ms: a copy's rate for the bytes, or the bare GEMMs."""
     if case.flops:
         # By the rate of the GEMMs between the first two inputs; the head's are all there are.
-        hidden, weight = case.inputs(shape, options, args.dtype, args.device)[:2]
+        hidden, weight = inputs(case, shape, options, args)[:2]
         hidden, weight = hidden.detach(), weight.detach()
         logits, dx, dw = hidden @ weight.T, torch.empty_like(hidden), torch.empty_like(weight)
         gemms = [lambda: torch.mm(hidden, weight.T, out=logits), lambda: torch.mm(logits, weight, out=dx), lambda: torch.mm(logits.T, hidden, out=dw)]
@@ -212,7 +220,7 @@ def floor_time(case, shape, options, args):
                         sum(timed(g, args.device, args.seconds) for g in gemms) * (forward + backward) / (3 * one))
     if not case.bytes:
         return None
-    first = case.inputs(shape, options, args.dtype, args.device)[0].detach()
+    first = inputs(case, shape, options, args)[0].detach()
     second = torch.empty_like(first)
     forward, backward = case.bytes(shape, options, first.element_size())
     moved = 2 * first.numel() * first.element_size()
@@ -227,7 +235,7 @@ def floor_time(case, shape, options, args):
 def measure(case, shape, options, args):
     rotate = 1
     if args.device == "cuda":
-        size = sum(t.nbytes for t in case.inputs(shape, options, args.dtype, args.device) if t is not None)
+        size = sum(t.nbytes for t in inputs(case, shape, options, args) if t is not None)
         rotate = max(1, min(8, -(-2 * torch.cuda.get_device_properties(0).L2_cache_size // size)))
     field = contestants(case, shape, options, args, rotate)
     rows = {c.name: {"case": case.name, "shape": shape, "options": options, "rival": c.name} for c in field}

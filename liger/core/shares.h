@@ -3,21 +3,24 @@
 
 namespace liger {
 
-/// Into how many fixed shares a backend splits the rows of a sum over rows. It depends on the sizes and the device alone, never on
-/// the number of threads, so that results repeat bit for bit.
+/// Into how many fixed shares a backend splits the rows of each of `groups` sums over rows. It depends on the sizes and the device alone,
+/// never on the number of threads, so that results repeat bit for bit.
 struct RowShares {
   int device;
-  int64_t rows, cols;
+  int64_t groups, rows, cols;  // rows: of a group
   int64_t* count;
 };
 inline constinit Kernel<RowShares> row_shares{"row_shares"};
 
-/// out = Σ_shares part for each group, in a fixed order.
+/// out = Σ_shares part · (factor + plus) for each group, in a fixed order.
 struct SumShares {
   const float* part;       // [groups, shares, cols]
+  const void* factor;      // [groups · shares / per_factor, cols]; null: 1
   void* out;               // [groups, cols]
   int64_t groups, shares, cols;
-  DType dtype;             // of out
+  int64_t per_factor;      // shares that have a row of factor together
+  float plus;
+  DType dtype, factor_dtype;  // dtype: of out
 };
 inline constinit Kernel<SumShares> sum_shares{"sum_shares"};
 

@@ -93,7 +93,7 @@ CASES = [
     Case(
         terms_of_order_one=True, name="modulated_rms_norm", op=modulated, reference=modulated_reference, differentiable=(0, 1, 2, 3), make=make_modulated,
         options=[{}, dict(each="token"), dict(each="all", casting_mode="gemma", offset=1.0), dict(each="token", shifted=False, casting_mode="none")],
-        shapes=[(3, 5, 1), (5, 7), (2, 2, 64), (4, 35, 129), (9, 4096), (3, 4104), (1, 8200), (2, 16500)], many_rows=(7, 10000, 16),
+        shapes=[(3, 5, 1), (5, 7), (2, 2, 64), (4, 35, 129), (9, 4096), (3, 4104), (1, 8200), (2, 16500), (2, 9, 2001)], many_rows=(7, 10000, 16),
         bench=[((4, 4096, 4096), {}), ((4, 4096, 4096), dict(each="token"))], bench_cpu=[((4, 1024, 4096), {})],
         bytes=lambda shape, options, e: tuple(n * e * shape[0] * shape[1] * shape[2] for n in ((4, 6) if options.get("each") == "token" else (2, 3))),
         schema=lambda inputs, options: (ops.modulated_rms_norm, (*inputs, EPS, options.get("offset", 0.0), casting_code(options.get("casting_mode", "llama")))),

@@ -16,8 +16,14 @@ LIGER_REGISTER(sum_shares, [](const SumShares& a, Stream) {
     for_rows(a.groups * blocks, kBlock * a.shares, [&](int64_t i) {
       const int64_t group = i / blocks, begin = i % blocks * kBlock, n = std::min(kBlock, a.cols - begin);
       float sum[kBlock] = {};
-      for (int64_t s = 0; s < a.shares; ++s)
-        row_map(n, sum, [](Vec sum, Vec part) { return sum + part; }, sum, a.part + (group * a.shares + s) * a.cols + begin);
+      for (int64_t s = 0; s < a.shares; ++s) {
+        const int64_t share = group * a.shares + s;
+        const float* part = a.part + share * a.cols + begin;
+        if (!a.factor) row_map(n, sum, [](Vec sum, Vec part) { return sum + part; }, sum, part);
+        else dispatch(a.factor_dtype, [&]<class F>() {
+          row_map(n, sum, [&](Vec sum, Vec part, Vec f) { return sum + part * (f + Vec(a.plus)); }, sum, part, row_of<F>(a.factor, share / a.per_factor, a.cols) + begin);
+        });
+      }
       row_map(n, static_cast<T*>(a.out) + group * a.cols + begin, [](Vec sum) { return sum; }, sum);
     });
   });

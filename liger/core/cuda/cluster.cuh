@@ -9,19 +9,19 @@ template <class T, class Value = typename Row<T>::Pack>
 struct Clusters {
   static constexpr int kThreads = 384, kBlocks = 3;  // three blocks an SM: one loads while another reduces and a third stores
   static constexpr int kKeptBytes = 66 * 1024;       // of a row that one block keeps: 2^15 elements of 16 bits, at any alignment
-  static constexpr int kKeptBlocks = 4, kMost = 8;   // blocks on a row: beyond 4 a second load costs less than the waiting
+  static constexpr int kMost = 8;                    // blocks on a row
   static constexpr int kLoads = 64 / sizeof(Value);  // a thread's in flight
   static constexpr int kGroups = 4;                  // of copies to shared memory
   int64_t rows;
-  int blocks = 1, share;                             // blocks on a row, packs of a block
+  int blocks, share;                                 // blocks on a row, packs of a block
   bool kept;
 
   /// keep: there are further passes.
   Clusters(int64_t rows, int64_t cols, bool keep = true) : rows(rows) {
     const int64_t packs = cols / Row<T>::kWidth + 2;  // as many as a row of any alignment touches
-    while (has_clusters() && blocks < kMost && packs * int64_t(sizeof(Value)) > int64_t(blocks) * kKeptBytes) blocks *= 2;
+    blocks = int(std::clamp<int64_t>((packs * int64_t(sizeof(Value)) + kKeptBytes - 1) / kKeptBytes, 1, has_clusters() ? kMost : 1));
     share = int((packs + blocks - 1) / blocks);
-    kept = keep && blocks <= kKeptBlocks && share * int64_t(sizeof(Value)) <= kKeptBytes;
+    kept = keep && share * int64_t(sizeof(Value)) <= kKeptBytes;
   }
 
   Grid grid() const {
@@ -67,24 +67,8 @@ struct Clusters {
       for_each_load<kLoads / 2>(part.begin, part.end, load, f);
   }
 
-  /// f(v) for the v of each block on the row, in their order; every thread of a block has the same v.
-  template <class V, class F>
-  __device__ void exchange(const V& v, F f) const {
-    if (blocks == 1) return f(v);
-    __shared__ V shown;
-    if (threadIdx.x == 0) shown = v;
-    cluster_sync();
-    for (int other = 0; other < blocks; ++other) f(*of_block(&shown, other));
-    cluster_sync();  // a block's shared memory stays until all have read it
-  }
-
   /// Op over all threads on the row.
-  template <class Op>
-  __device__ typename Op::Value reduce(RowReduce<Op>& in_block, typename Op::Value v) const {
-    typename Op::Value all = Op::identity();
-    exchange(in_block(v), [&](const typename Op::Value& other) { all = Op()(all, other); });
-    return all;
-  }
+  template <class Op> using Reduce = RowReduce<Op, true>;
 
  private:
   __device__ int rank() const { return blocks > 1 ? cluster_rank() : 0; }
@@ -133,8 +117,7 @@ struct ShortRows {
     each(packs, [&](int k, int u) { f(k, kept.values[u]); });
   }
 
-  template <class Op>
-  __device__ typename Op::Value reduce(RowReduce<Op>& in_block, typename Op::Value v) const { return in_block(v); }
+  template <class Op> using Reduce = RowReduce<Op>;
 
  private:
   /// f(k, which of this thread's it is) for this thread's packs of a row of so many. None, where there is no such row.

@@ -27,10 +27,13 @@ struct Sums {
   }
 };
 
-/// Reduces over groups of `lanes` neighbouring lanes, a power of two; every one of them gets the result.
-template <class Op>
+/// Reduces over groups of `lanes` neighbouring lanes, a power of two; every one of them gets the result. kShort: by Op's own way, which takes
+/// fewer instructions and waits longer.
+template <class Op, bool kShort = false>
 __device__ typename Op::Value reduce_lanes(typename Op::Value v, int lanes, Op op = {}) {
-  if (lanes < 32) {
+  if constexpr (kShort && requires { Op::lanes(v, lanes); }) {
+    return Op::lanes(v, lanes);
+  } else if (lanes < 32) {
     for (int lane = lanes / 2; lane > 0; lane /= 2) v = op(v, Op::shuffle(v, lane));
   } else {
 #pragma unroll
@@ -40,15 +43,16 @@ __device__ typename Op::Value reduce_lanes(typename Op::Value v, int lanes, Op o
 }
 
 /// Reduces over the threads of a row (threadIdx.x, and where the row is spread over a cluster its blocks); every one of them gets the
-/// result. blockDim.x is a power of two up to 32 or a multiple of 32. Two sets of slots take turns, so that one barrier a call is
-/// enough. Blocks of a cluster call finish() at the end: their shared memory is read by the others.
-template <class Op, bool kSpread = false>
+/// result. blockDim.x is a power of two up to 32 or a multiple of 32. Two sets of slots take turns, so that one barrier a call is enough.
+template <class Op, bool kSpread = false, bool kShort = kSpread>
 struct RowReduce {
+  struct Nothing {};
   int turn = 0;
+  std::conditional_t<kSpread, Post<typename Op::Value>, Nothing> post;
 
   __device__ typename Op::Value operator()(typename Op::Value v, Op op = {}) {
     const int threads = blockDim.x;
-    v = reduce_lanes(v, threads, op);
+    v = reduce_lanes<Op, kShort>(v, threads, op);
     if (!kSpread && threads <= 32) return v;
     __shared__ typename Op::Value slots[2][32];
     const int warps = threads / 32, lane = threadIdx.x % 32, first = threadIdx.y * warps;
@@ -56,19 +60,13 @@ struct RowReduce {
     turn ^= 1;
     if (lane == 0) partial[first + threadIdx.x / 32] = v;
     __syncthreads();
-    v = reduce_lanes(lane < warps ? partial[first + lane] : Op::identity(), 32, op);
+    v = reduce_lanes<Op, kShort>(lane < warps ? partial[first + lane] : Op::identity(), 32, op);
     if constexpr (kSpread) {
-      __shared__ typename Op::Value of_cluster[2];
-      if (threadIdx.x == 0) of_cluster[turn] = v;
-      cluster_sync();
-      v = Op::identity();
-      for (int rank = 0; rank < cluster_size(); ++rank) v = op(v, *of_block(&of_cluster[turn], rank));
+      typename Op::Value all = Op::identity();
+      post(v, [&](const typename Op::Value& of_block) { all = op(all, of_block); });
+      v = all;
     }
     return v;
-  }
-
-  __device__ void finish() {
-    if constexpr (kSpread) cluster_sync();
   }
 };
 

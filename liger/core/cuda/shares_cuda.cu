@@ -6,14 +6,17 @@ namespace liger::cuda::shares {
 namespace {
 
 /// 32 columns a block; threadIdx.y walks the shares, then the 32 partial sums meet in shared memory.
-template <class T>
+template <class T, class F>
 __global__ void __launch_bounds__(1024) sum_shares_kernel(SumShares a) {
   __shared__ float partial[32][33];
   const int64_t blocks = (a.cols + 31) / 32, group = blockIdx.x / blocks, first = blockIdx.x % blocks * 32, c = first + threadIdx.x;
   const float* part = a.part + group * a.shares * a.cols;
   float sum = 0;
   if (c < a.cols)
-    for (int64_t s = threadIdx.y; s < a.shares; s += 32) sum += part[s * a.cols + c];
+    for (int64_t s = threadIdx.y; s < a.shares; s += 32) {
+      const float factor = a.factor ? float(static_cast<const F*>(a.factor)[(group * a.shares + s) / a.per_factor * a.cols + c]) + a.plus : 1;
+      sum += part[s * a.cols + c] * factor;
+    }
   partial[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
   float total = partial[threadIdx.x][threadIdx.y];
@@ -24,39 +27,46 @@ __global__ void __launch_bounds__(1024) sum_shares_kernel(SumShares a) {
 
 template <class T>
 __global__ void __launch_bounds__(256) scale_rows_kernel(ScaleRows a, Pieces<T, 8> pieces) {
-  const float g = a.g[a.per_row ? pieces.row() : 0];
-  if (g == 1) return;
-  const Row<T> x = pieces.of(a.x, a.cols);
-  for_each_pack<4>(x, 0, x.packs(), T(0), [&](int k, const auto& pack) {
-    float f[Row<T>::kWidth];
-    pack.to_float(f);
-    for (float& v : f) v *= g;
-    x.store(k, f, x);
-  });
+  if (!a.per_row && a.g[0] == 1) return;
+  for (int64_t i = blockIdx.x; i < pieces.count(); i += gridDim.x) {
+    const float g = a.g[a.per_row ? pieces.row(i) : 0];
+    if (g == 1) continue;
+    const Row<T> x = pieces.of(a.x, a.cols, i);
+    for_each_pack<4>(x, 0, x.packs(), T(0), [&](int k, const auto& pack) {
+      float f[Row<T>::kWidth];
+      pack.to_float(f);
+      for (float& v : f) v *= g;
+      x.store(k, f, x);
+    });
+  }
 }
 
 }  // namespace
 
 // As many blocks as an SM holds of 512 threads, whose loads hide each other's latency; fewer shares where a cluster works on a row. Rows
-// of odd lengths go to a multiple of 8 shares, so that all rows of a share begin alike between 16-byte boundaries.
+// of odd lengths go to a multiple of 8 shares, or to one each, so that all rows of a share begin alike between 16-byte boundaries.
 LIGER_REGISTER(row_shares, [](const RowShares& a, Stream) {
   int64_t blocks = a.cols > 4096 ? 1 : 2, cluster = 1;
   while (cluster < 8 && cluster * 16384 < a.cols) cluster *= 2;
   // Not every part of the chip that a cluster must fit into has a multiple of 4 multiprocessors: a sixteenth stays idle.
-  blocks = blocks * multiprocessors(a.device) * (cluster > 2 ? 15 : 16) / (16 * cluster);
-  if (a.cols % 8 != 0 && blocks > 8) blocks = blocks / 8 * 8;
-  *a.count = std::clamp<int64_t>(a.rows, 1, std::max<int64_t>(1, blocks));
+  int64_t shares = blocks * multiprocessors(a.device) * (cluster > 2 ? 15 : 16) / (16 * cluster) / a.groups;
+  if (a.cols % 8 != 0) shares = std::max<int64_t>(1, shares / 8) * 8;
+  *a.count = std::clamp<int64_t>(a.rows, 1, std::max<int64_t>(1, shares));
 });
 LIGER_REGISTER(stream_capturing, [](const StreamCapturing& a, Stream s) { *a.yes = capturing(s); });
 LIGER_REGISTER(sum_shares, [](const SumShares& a, Stream s) {
-  dispatch(a.dtype, [&]<class T>() { launch(sum_shares_kernel<T>, {.blocks = a.groups * ((a.cols + 31) / 32), .threads = {32, 32}}, s, a); });
+  dispatch(a.dtype, [&]<class T>() {
+    dispatch(a.factor_dtype, [&]<class F>() { launch(sum_shares_kernel<T, F>, {.blocks = a.groups * ((a.cols + 31) / 32), .threads = {32, 32}}, s, a); });
+  });
 });
 LIGER_REGISTER(scale_rows, [](const ScaleRows& whole, Stream s) {
   ScaleRows a = whole;
   if (!a.per_row) a.cols *= a.rows, a.rows = a.cols > 0;
   dispatch(a.dtype, [&]<class T>() {
     const Pieces<T, 8> pieces(a.rows, a.cols);
-    launch(scale_rows_kernel<T>, pieces.grid(), s, a, pieces);
+    Grid grid = pieces.grid();  // of no more blocks than fit on the device: where all factors are 1, to start them is what takes time
+    grid.blocks = std::min<int64_t>(grid.blocks, 8 * multiprocessors(current_device()));
+    launch(scale_rows_kernel<T>, grid, s, a, pieces);
   });
 });
 

@@ -46,6 +46,22 @@ struct OnlineSoftmax {
   }
 
   __device__ static Value shuffle(Value v, int lane) { return {__shfl_xor_sync(~0u, v.max, lane), __shfl_xor_sync(~0u, v.sum, lane)}; }
+  /// Over groups of `lanes` lanes: the maximum first, so that each sum is scaled once.
+  __device__ static Value lanes(Value v, int lanes) {
+    const float top = reduce_lanes<Max>(v.max, lanes);
+    return {top, reduce_lanes<Add>(v.sum * factor(v.max, top), lanes)};
+  }
+  struct Max {
+    using Value = float;
+    __device__ Value operator()(Value a, Value b) const { return fmaxf(a, b); }
+    __device__ static Value shuffle(Value v, int lane) { return __shfl_xor_sync(~0u, v, lane); }
+  };
+  struct Add {
+    using Value = Sum;
+    __device__ Value operator()(Value a, Value b) const { return a + b; }
+    __device__ static Value shuffle(Value v, int lane) { return __shfl_xor_sync(~0u, v, lane); }
+  };
+
   __device__ static float lse(Value v) { return v.max + logf(v.sum); }
 };
 

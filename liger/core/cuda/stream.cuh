@@ -11,19 +11,21 @@ struct Row {
   using Pack = cuda::Pack<T, kWidth>;
   template <class L> using PackLike = cuda::Pack<T, Row<L>::kWidth>;
   T* first;                // where the first pack would begin
-  int shift, n;            // elements of that pack before the row
+  int shift, n;            // elements of that pack before the row; elements
+  int wholes;              // packs that are all the row's
 
   __device__ Row(const void* matrix, int64_t row, int64_t stride, int64_t cols) {
     T* p = static_cast<T*>(const_cast<void*>(matrix)) + row * stride;
     shift = int(reinterpret_cast<uintptr_t>(p) % 16 / sizeof(T));
     first = p - shift;
     n = int(cols);
+    wholes = max(0, (shift + n) / kWidth - (shift > 0));
   }
 
   __device__ int packs() const { return (shift + n + kWidth - 1) / kWidth; }
   /// The column of pack k's first element; negative where that lies before the row.
   __device__ int column(int k) const { return k * kWidth - shift; }
-  __device__ bool whole(int k) const { return column(k) >= 0 && column(k) + kWidth <= n; }
+  __device__ bool whole(int k) const { return unsigned(k - (shift > 0)) < unsigned(wholes); }
 
   __device__ Pack load(int k, T outside) const { return load(k, outside, *this); }
 
@@ -141,13 +143,14 @@ struct Pieces {
   int64_t rows, cols, a_row;  // pieces
 
   Pieces(int64_t rows, int64_t cols) : rows(rows), cols(cols), a_row((cols + kElements - 1) / kElements) {}
-  Grid grid() const { return {.blocks = rows * a_row, .threads = kThreads}; }
-  __device__ int64_t row() const { return blockIdx.x / a_row; }
-  __device__ int64_t begin() const { return blockIdx.x % a_row * kElements; }
-  /// This block's piece of a matrix.
+  __host__ __device__ int64_t count() const { return rows * a_row; }
+  Grid grid() const { return {.blocks = count(), .threads = kThreads}; }
+  __device__ int64_t row(int64_t i = blockIdx.x) const { return i / a_row; }
+  __device__ int64_t begin(int64_t i = blockIdx.x) const { return i % a_row * kElements; }
+  /// This block's piece of a matrix, or piece i.
   template <class U = T>
-  __device__ Row<U> of(const void* matrix, int64_t stride) const {
-    return Row<U>(static_cast<const U*>(matrix) + begin(), row(), stride, min(int64_t(kElements), cols - begin()));
+  __device__ Row<U> of(const void* matrix, int64_t stride, int64_t i = blockIdx.x) const {
+    return Row<U>(static_cast<const U*>(matrix) + begin(i), row(i), stride, min(int64_t(kElements), cols - begin(i)));
   }
 };
 

@@ -98,9 +98,15 @@ struct Tile {
     return kFit == Fit::Peeled ? c - at.shift : c;
   }
 
-  /// How many columns one pass covers, and which of the grid's groups of rows is this block's.
+  /// How many columns one pass covers; which of the grid's blocks, or clusters, this is, of how many.
   __device__ static int covered() { return int(blockDim.x) * kItems * (kSpread ? cluster_size() : 1); }
   __device__ static unsigned group() { return kSpread ? blockIdx.x / cluster_size() : blockIdx.x; }
+  __device__ static unsigned groups() { return kSpread ? gridDim.x / cluster_size() : gridDim.x; }
+  __device__ static int threads() { return int(blockDim.x * blockDim.y); }
+  __device__ static int thread() { return int(threadIdx.y * blockDim.x + threadIdx.x); }
+  /// The first row of this thread, and how far it is to the next one where a block walks along them.
+  __device__ static int64_t row() { return int64_t(group()) * blockDim.y + threadIdx.y; }
+  __device__ static int64_t step() { return int64_t(groups()) * blockDim.y; }
 
   /// Where row `row` of a matrix lies.
   template <class T>
@@ -170,14 +176,6 @@ __device__ Raw<T, Tile> packed(const Tile& t) {
   return raw;
 }
 
-template <class T, class Tile, class F>
-__device__ void for_each_word(Raw<T, Tile>& raw, F f) {
-#pragma unroll
-  for (auto& pack : raw.packs)
-#pragma unroll
-    for (auto& word : pack.words) f(word);
-}
-
 /// As floats, with what a row's first and last pack hold of its neighbours.
 template <class T, class Tile>
 __device__ Tile to_tile(const Raw<T, Tile>& raw) {
@@ -187,39 +185,28 @@ __device__ Tile to_tile(const Raw<T, Tile>& raw) {
   return t;
 }
 
-/// What fetch leaves out: the matrix's last pack, where it is not whole.
+/// The row at `at` of a matrix that begins as the one the tile was laid out for, between two 16-byte boundaries. A row's first and last
+/// pack are read in whole; what they hold of the neighbours is masked when they are unpacked.
 template <class T, class Tile>
-__device__ void complete(Raw<T, Tile>& raw, const void* matrix, const Place& at) {
+__device__ Raw<T, Tile> fetch(const void* matrix, const Place& at) {
   constexpr int kWidth = Tile::kWidth;
-  if (Tile::kFit != Fit::Peeled || at.row + 1 != at.rows) return;
   const T* p = static_cast<const T*>(matrix) + at.row * at.cols + at.from;
   const int n = int(at.cols - at.from);
+  const bool last = Tile::kFit == Fit::Peeled && at.row + 1 == at.rows;  // past whose last pack there may be nothing
+  Raw<T, Tile> raw{};
+  if (at.row >= at.rows) return raw;
 #pragma unroll
-  for (int i = 0; i < Tile::kItems; i += kWidth)
-    if (const int c = Tile::column(i, at); c < n && c + kWidth > n) {
+  for (int i = 0; i < Tile::kItems; i += kWidth) {
+    const int c = Tile::column(i, at);
+    if (last && c < n && c + kWidth > n) {
       float f[kWidth];
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) f[j] = c + j >= at.first() && c + j < n ? float(p[c + j]) : 0;
       raw.packs[i / kWidth] = Pack<T, kWidth>::from_float(f);
+    } else if (c < n) {
+      raw.packs[i / kWidth] = Pack<T, kWidth>::read(p + c);
     }
-}
-
-/// The row at `at` of a matrix that begins as the one the tile was laid out for, between two 16-byte boundaries. A row's first and last
-/// pack are read in whole; what they hold of the neighbours is masked when they are unpacked. What is fetched ahead of its use must not be
-/// behind a branch, which would hold up what the thread does meanwhile, and wants complete() before it is used; what is needed at once had
-/// better be (measured on an H200: a fifth of a norm's backward, a tenth of its forward).
-template <class T, class Tile, bool kAhead = false>
-__device__ Raw<T, Tile> fetch(const void* matrix, const Place& at) {
-  constexpr int kWidth = Tile::kWidth;
-  const T* p = static_cast<const T*>(matrix) + at.row * at.cols + at.from;
-  const int n = int(at.cols - at.from), end = Tile::kFit == Fit::Peeled && at.row + 1 == at.rows ? n - kWidth + 1 : n;
-  Raw<T, Tile> raw{};
-  if (!kAhead && at.row >= at.rows) return raw;
-  const bool present = !kAhead || at.row < at.rows;
-#pragma unroll
-  for (int i = 0; i < Tile::kItems; i += kWidth)
-    if (const int c = Tile::column(i, at); c < end && present) raw.packs[i / kWidth] = Pack<T, kWidth>::read(p + c);
-  if (!kAhead) complete<T, Tile>(raw, matrix, at);
+  }
   return raw;
 }
 
@@ -323,10 +310,10 @@ __device__ float sum(const Tile& t) {
   return s;
 }
 
-/// Σ (t − mean)² over a thread's part of the row.
+/// Σ (t − about) and Σ (t − about)² over a thread's part of the row.
 template <class Tile>
-__device__ float squares(const Tile& t, float mean, const Place& at) {
-  float s = 0;
+__device__ Sums<2>::Value moments(const Tile& t, float about, const Place& at) {
+  Sums<2>::Value s{};
 #pragma unroll
   for (int i = 0; i < Tile::kItems; i += Tile::kWidth) {
     const bool all = inside<Tile>(i, at);
@@ -334,7 +321,7 @@ __device__ float squares(const Tile& t, float mean, const Place& at) {
 #pragma unroll
     for (int j = 0; j < Tile::kWidth; ++j) {
       const int c = Tile::column(i, at) + j;
-      if (const float d = t.v[i + j] - mean; all || (c >= at.first() && c < at.cols - at.from)) s += d * d;
+      if (const float d = t.v[i + j] - about; all || (c >= at.first() && c < at.cols - at.from)) s.v[0] += d, s.v[1] += d * d;
     }
   }
   return s;
@@ -367,21 +354,22 @@ inline constexpr int kTileThreads = 1024, kTileCluster = 8;
 struct Tiling {
   dim3 threads;
   int cluster;
+
+  /// `groups` blocks, or clusters.
   Grid grid(int64_t groups, int shared_bytes = 0) const { return {.blocks = groups * cluster, .threads = threads, .shared_bytes = shared_bytes, .cluster = cluster}; }
-};
 
-/// The rows of threadIdx.y in a forward kernel, kCount of them. Where rows begin anywhere those of a block begin alike, so that what they
-/// share is laid out once.
-template <class Tile>
-struct Rows {
-  static constexpr int kCount = Tile::kFit == Fit::Peeled ? 4 : 1;
-  int step = step_of(blockDim.y);
-  int64_t first = Tile::group() / (step / blockDim.y) * int64_t(kCount * step) + Tile::group() % (step / blockDim.y) * blockDim.y + threadIdx.y;
+  /// One for each threads.y of so many rows.
+  Grid of_rows(int64_t rows, int shared_bytes = 0) const { return grid((rows + threads.y - 1) / threads.y, shared_bytes); }
 
-  static __host__ __device__ int step_of(int y) { return kCount > 1 && y < 8 ? 8 : y; }
-  static Grid grid(const Tiling& t, int64_t rows, int shared_bytes = 0) {
-    const int y = int(t.threads.y), step = step_of(y);
-    return t.grid((rows + kCount * step - 1) / (kCount * step) * (step / y), shared_bytes);
+  /// As many as fit on the device with so many registers and bytes of shared memory a thread, or as few as take no more turns to walk along
+  /// the rows, by a step after which rows of any length begin alike.
+  Grid walking(int64_t rows, int registers, int bytes) const {
+    const int count = int(threads.x * threads.y), shared = bytes * count;
+    const int64_t groups = of_rows(rows).blocks / cluster, blocks = std::min(shared_bytes() / (shared + 2048), 65536 / (registers * count));
+    // Not every part of the chip that a cluster must fit into has a multiple of 4 multiprocessors: a sixteenth stays idle.
+    const int64_t fit = blocks * multiprocessors(current_device()) * (cluster > 2 ? 15 : 16) / (16 * cluster), most = std::max<int64_t>(1, fit / 8) * 8;
+    const int64_t turns = (groups + most - 1) / most, a_turn = (groups + turns - 1) / turns;
+    return grid(turns > 1 ? (a_turn + 7) / 8 * 8 : a_turn, shared);
   }
 };
 
@@ -393,47 +381,79 @@ __device__ void for_each_piece(F f) {
 }
 
 /// Rows of kMatrices matrices on their way to shared memory: the next one comes while a block works on one, which all its passes find
-/// there. A thread has kPieces pieces of a row, a pack each, and meets no others, so that no barrier is needed.
+/// there, with zeros beside it. A thread has kPieces pieces of a row, a pack each, and meets no others, so that no barrier is needed. All
+/// rows that threadIdx.y walks along begin alike between two 16-byte boundaries.
 template <class T, class Tile, int kMatrices, int kPieces>
 struct Ring {
-  using Pack = cuda::Pack<T, Tile::kWidth>;
-  static_assert(Tile::kItems == Tile::kWidth && Tile::kFit != Fit::Peeled);
-  const void* matrices[kMatrices];
+  static constexpr int kWidth = Tile::kWidth;
+  using Pack = cuda::Pack<T, kWidth>;
+  static_assert(Tile::kItems == kWidth);
   int64_t rows, cols;
-  int stage = 0;
+  const void* matrices[kMatrices];  // nothing comes where null
+  int shift, stage = 0;
 
-  static int shared_bytes(const Tiling& t) { return int(2 * kMatrices * kPieces * t.threads.x * sizeof(Pack)); }
+  static constexpr int kBytes = 2 * kMatrices * kPieces * int(sizeof(Pack));  // of shared memory a thread
 
-  __device__ Place place(int64_t row, int piece) const { return {row, rows, cols, 0, int64_t(piece) * Tile::covered()}; }
-
-  /// Sends for the first row, or after this one for the next.
-  __device__ void fetch(int64_t row) {
-    for_each_piece<kPieces>([&](int piece) {
-      const Place at = place(row, piece);
-      if (row >= rows || !inside<Tile>(0, at)) return;
-#pragma unroll
-      for (int m = 0; m < kMatrices; ++m)
-        copy_async16(slot(stage ^ 1, m, piece), static_cast<const T*>(matrices[m]) + row * cols + at.from + Tile::column(0, at));
-    });
+  /// Sends for row `first`.
+  template <class... Pointers>
+  __device__ Ring(int64_t first, int64_t rows, int64_t cols, Pointers... of) : rows(rows), cols(cols), matrices{of...} {
+    shift = Tile::template place<T>(matrices[0], first, rows, cols).shift;
+    fetch(first);
   }
 
-  /// The row sent for last is this one now; the next is sent for.
+  __device__ Place place(int64_t row, int piece) const { return {row, rows, cols, shift, piece * Tile::covered()}; }
+
+  /// The row sent for last is this one now; row `next` is sent for.
   __device__ void turn(int64_t next) {
     copies_done();
     stage ^= 1;
+    if (Tile::kFit == Fit::Peeled && threadIdx.x == 0)
+#pragma unroll
+      for (int m = 0; m < kMatrices; ++m)
+        for (int j = 0; j < shift; ++j) reinterpret_cast<T*>(slot(stage, m, 0))[j] = T(0.f);
     fetch(next);
   }
 
-  __device__ Raw<T, Tile> get(int matrix, int piece) const {
-    Raw<T, Tile> raw{};
-    if (inside<Tile>(0, place(0, piece))) raw.packs[0] = *slot(stage, matrix, piece);
-    return raw;
-  }
+  __device__ Raw<T, Tile> get(int matrix, int piece) const { return {*slot(stage, matrix, piece)}; }
   __device__ void put(const Raw<T, Tile>& raw, int matrix, int piece) { *slot(stage, matrix, piece) = raw.packs[0]; }
 
  private:
+  __device__ void fetch(int64_t row) {
+    for_each_piece<kPieces>([&](int piece) {
+      const Place at = place(row, piece);
+      const int c = Tile::column(0, at), left = int(cols - at.from) - c;
+      if (Tile::kFit == Fit::Peeled && row + 1 == rows && left > 0 && left < kWidth) return fetch_last(row, piece, c, left);
+      const int bytes = row >= rows || left <= 0 ? 0 : Tile::kFit == Fit::Peeled ? min(left, kWidth) * int(sizeof(T)) : 16;
+#pragma unroll
+      for (int m = 0; m < kMatrices; ++m)
+        if (matrices[m]) copy_async16<Tile::kFit == Fit::Peeled>(slot(stage ^ 1, m, piece), static_cast<const T*>(matrices[m]) + row * cols + at.from + c, bytes);
+    });
+  }
+
+  /// The last pack, behind which there may be nothing.
+  __device__ void fetch_last(int64_t row, int piece, int c, int left) {
+    const int64_t at = int64_t(piece) * Tile::covered() + c;
+    for (int m = 0; m < kMatrices; ++m)
+      for (int j = 0; matrices[m] && j < kWidth; ++j)
+        reinterpret_cast<T*>(slot(stage ^ 1, m, piece))[j] = j < left && at + j >= 0 ? static_cast<const T*>(matrices[m])[row * cols + at + j] : T(0.f);
+  }
+
   __device__ static Pack* slot(int stage, int matrix, int piece) {
-    return shared_memory<Pack>() + ((stage * kMatrices + matrix) * kPieces + piece) * int(blockDim.x) + int(threadIdx.x);
+    return shared_memory<Pack>() + ((stage * kMatrices + matrix) * kPieces + piece) * Tile::threads() + Tile::thread();
+  }
+};
+
+/// Vectors that a block's rows share, in shared memory as the rows lie there, after kAfter bytes a thread: each has its own packs.
+template <class T, class Tile, int kVectors, int kPieces, int kAfter>
+struct Shelf {
+  using Pack = cuda::Pack<T, Tile::kWidth>;
+  static constexpr int kBytes = kVectors * kPieces * int(sizeof(Pack));
+  __device__ static void put(const Raw<T, Tile>& raw, int vector, int piece) { *slot(vector, piece) = raw.packs[0]; }
+  __device__ static Raw<T, Tile> get(int vector, int piece) { return {*slot(vector, piece)}; }
+
+ private:
+  __device__ static Pack* slot(int vector, int piece) {
+    return reinterpret_cast<Pack*>(shared_memory<char>() + kAfter * Tile::threads()) + (vector * kPieces + piece) * Tile::threads() + Tile::thread();
   }
 };
 
@@ -442,7 +462,11 @@ template <class T, Fit kFit>
 using Piece = Tile<16 / sizeof(T), 16 / sizeof(T), kFit>;
 
 /// Threads of a block: about as many as short rows get, and as many as a row of whole packs gets.
-struct Threads { int few, most; };
+struct Threads {
+  int few, most;
+  /// Those, or as many as find so many bytes of shared memory each.
+  Threads with(int bytes) const { return {few, std::min(most, shared_bytes_of_block() / bytes / 32 * 32)}; }
+};
 
 /// Calls f.operator()<Tile>(tiling) where tiles of kItems a thread cover rows of `cols`, of kPeeled where rows begin anywhere (0: none);
 /// longer ones are spread over a cluster if kSpread. False where the rows are too long, or begin differently in one matrix and another, or f

@@ -25,20 +25,20 @@ Rows::Rows(const Tensor& t) : tensor(t), stride(cols(t)) {
   else tensor = t.contiguous();
 }
 
-int64_t row_share_count(const Tensor& x) {
+int64_t row_share_count(const Tensor& x, int64_t groups) {
   int64_t count;
-  run(row_shares, x, {.device = x.device().index(), .rows = rows(x), .cols = cols(x), .count = &count});
+  run(row_shares, x, {.device = x.device().index(), .groups = groups, .rows = rows(x) / groups, .cols = cols(x), .count = &count});
   return count;
 }
 
-Tensor empty_shares(const Tensor& x, int64_t groups) {
-  return at::empty({groups, std::max<int64_t>(1, row_share_count(x) / groups), cols(x)}, x.options().dtype(at::kFloat));
-}
+Tensor empty_shares(const Tensor& x, int64_t shares, int64_t cols) { return at::empty({1, shares, cols}, x.options().dtype(at::kFloat)); }
 
-Tensor total(const Tensor& shares, at::ScalarType dtype) {
+Tensor total(const Tensor& shares, at::ScalarType dtype, const Tensor& factor, double plus) {
   const Tensor out = at::empty({shares.size(0), shares.size(2)}, shares.options().dtype(dtype));
+  const int64_t count = shares.size(0) * shares.size(1);
   run(sum_shares, shares,
-      {.part = data<float>(shares), .out = out.data_ptr(), .groups = shares.size(0), .shares = shares.size(1), .cols = shares.size(2), .dtype = dtype_of(out)});
+      {.part = data<float>(shares), .factor = data(factor), .out = out.data_ptr(), .groups = shares.size(0), .shares = shares.size(1), .cols = shares.size(2),
+       .per_factor = factor.defined() ? count / rows(factor) : count, .plus = float(plus), .dtype = dtype_of(out), .factor_dtype = dtype_of(factor.defined() ? factor : out)});
   return out;
 }
 

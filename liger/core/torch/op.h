@@ -62,12 +62,13 @@ inline Tensor empty_stat(const Tensor& x) {
   return at::empty_symint(x.sym_sizes().slice(0, x.dim() - 1), x.options().dtype(at::kFloat));
 }
 
-/// How many shares a sum over x's rows is made of (RowShares).
-int64_t row_share_count(const Tensor& x);
-/// Room for the column sums of x's rows, or of each of `groups` runs of them, in shares: float [groups, shares, cols]; and
-/// what they add up to, [groups, cols].
-Tensor empty_shares(const Tensor& x, int64_t groups = 1);
-Tensor total(const Tensor& shares, at::ScalarType dtype);
+/// How many shares the sum over x's rows, or over each of `groups` runs of them, is made of (RowShares).
+int64_t row_share_count(const Tensor& x, int64_t groups = 1);
+/// Room for a sum in shares, float [1, shares, cols] where x is.
+Tensor empty_shares(const Tensor& x, int64_t shares, int64_t cols);
+/// Σ over the middle dimension of [groups, shares, cols], each share times factor + plus, is [groups, cols]: factor has one row for all
+/// shares, or one for as many as divide them.
+Tensor total(const Tensor& shares, at::ScalarType dtype, const Tensor& factor = {}, double plus = 0);
 
 /// sum ← aᵀ b, or sum + aᵀ b, accumulated in sum's dtype: that of a and b, or float.
 void accumulate(Tensor& sum, const Tensor& a, const Tensor& b, bool first);

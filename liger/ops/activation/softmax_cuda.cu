@@ -35,10 +35,12 @@ struct Softmax {
   template <int n>
   __device__ void push(const float (&x)[n]) { Online::push(v, x); }
 
+  template <class Rows>
+  struct Reduce { typename Rows::template Reduce<Online> all; };
+
   template <class Rows, class Load>
-  __device__ void settle(const Rows& rows, const typename Rows::Kept&, int, Load) {
-    RowReduce<Online> reduce;
-    v = rows.reduce(reduce, v);
+  __device__ void settle(const Rows&, Reduce<Rows>& reduce, const typename Rows::Kept&, int, Load) {
+    v = reduce.all(v);
     inverse = 1 / v.sum;
   }
 
@@ -59,11 +61,15 @@ struct Sparsemax {
     for (int j = 0; j < n; ++j) max = Largest()(max, x[j]);
   }
 
+  template <class Rows>
+  struct Reduce {
+    typename Rows::template Reduce<Largest> largest;
+    typename Rows::template Reduce<Members> members;
+  };
+
   template <class Rows, class Load>
-  __device__ void settle(const Rows& rows, const typename Rows::Kept& kept, int packs, Load load) {
-    RowReduce<Largest> largest;
-    RowReduce<Members> reduce;
-    double tau = rows.reduce(largest, max) - 1.;
+  __device__ void settle(const Rows& rows, Reduce<Rows>& reduce, const typename Rows::Kept& kept, int packs, Load load) {
+    double tau = reduce.largest(max) - 1.;
     for (float members = -1;;) {
       const float bound = floor_of(tau);
       auto in = Members::identity();
@@ -76,7 +82,7 @@ struct Sparsemax {
             if (!(v <= bound)) in.sum += v, in.count += 1;
         });
       }
-      in = rows.reduce(reduce, in);
+      in = reduce.members(in);
       if (const double next = (in.sum - 1) / in.count; !(next < tau)) tau = next;  // rounding must not let a member return
       if (in.count == members) break;
       members = in.count;
@@ -97,13 +103,14 @@ __global__ void __launch_bounds__(Rows::kThreads, Rows::kBlocks) forward_kernel(
   const Row<T> x(a.x, rows.row(), a.x_stride, a.cols), y(a.y, rows.row(), a.cols, a.cols);
   const Packs<T> load{x, T(-INFINITY)};
   typename Rows::Kept kept;
+  typename Map<T>::template Reduce<Rows> reduce;
   Map<T> map;
   rows.pass(kept, x.packs(), load, [&](int, const auto& pack) {
     float f[kWidth];
     pack.to_float(f);
     map.push(f);
   });
-  map.settle(rows, kept, x.packs(), load);
+  map.settle(rows, reduce, kept, x.packs(), load);
   rows.again(kept, x.packs(), load, [&](int k, const auto& pack) {
     float f[kWidth];
     pack.to_float(f);
@@ -122,6 +129,7 @@ __global__ void __launch_bounds__(Rows::kThreads, Rows::kBlocks) backward_kernel
   const Row<T> y(a.y, rows.row(), a.cols, a.cols), dy(a.dy, rows.row(), a.cols, a.cols), dx(a.dx, rows.row(), a.cols, a.cols);
   const auto load = [&](int k) { return Pair<T>{y.load(k, T(0)), dy.load(k, T(0), y)}; };
   using Weighted = SumCount<float>;
+  typename Rows::template Reduce<Weighted> reduce;
   auto in = Weighted::identity();
   typename Rows::Kept kept;
   rows.pass(kept, y.packs(), load, [&](int, const Pair<T>& pair) {
@@ -130,8 +138,7 @@ __global__ void __launch_bounds__(Rows::kThreads, Rows::kBlocks) backward_kernel
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) in.sum += Map<T>::weight(w[j]) * d[j], in.count += Map<T>::weight(w[j]);
   });
-  RowReduce<Weighted> reduce;
-  in = rows.reduce(reduce, in);
+  in = reduce(in);
   const float mean = Map<T>::kMean ? in.sum / in.count : in.sum;
   rows.again(kept, y.packs(), load, [&](int k, const Pair<T>& pair) {
     float w[kWidth], d[kWidth];

@@ -54,6 +54,7 @@ __global__ void __launch_bounds__(Clusters<T>::kThreads, Clusters<T>::kBlocks) r
     return;
   }
 
+  Post<Part<Softmax>> post;
   const float inverse_cap = kPlain || a.softcap == 0 ? 0 : 1 / a.softcap;
   const auto logit = [&](float v) { return kPlain || a.softcap == 0 ? v : a.softcap * Math<float>::tanh(v * inverse_cap); };
   const auto weight = [&](int c) { return a.class_weight ? a.class_weight[c] : 1; };
@@ -76,11 +77,11 @@ __global__ void __launch_bounds__(Clusters<T>::kThreads, Clusters<T>::kBlocks) r
     }
     Softmax::push(sum, z);
   });
-  sum = RowReduce<Softmax>()(sum);
+  sum = RowReduce<Softmax, false, true>()(sum);
   if constexpr (!kPlain) best = RowReduce<ArgMax>()(best), weighted = RowReduce<Sum>()(weighted);
   const Part<Softmax> part{sum, weighted, best};
   sum = Softmax::identity(), best = ArgMax::identity(), weighted = 0;
-  cluster.exchange(part, [&](const Part<Softmax>& p) {
+  post(part, [&](const Part<Softmax>& p) {
     sum = Softmax()(sum, p.sum);
     if constexpr (!kPlain) best = ArgMax()(best, p.best), weighted += p.weighted;
   });
@@ -88,7 +89,11 @@ __global__ void __launch_bounds__(Clusters<T>::kThreads, Clusters<T>::kBlocks) r
   // A row's own numbers are long products: where that shows they are rounded once, at the end.
   using Scalar = std::conditional_t<kPlain && sizeof(T) == 2, float, double>;
   const float lse = Softmax::lse(sum);
-  const Scalar p_y = Softmax::exp(z_y, sum.max) / Scalar(sum.sum), by_0 = a.norm[0] > 0 ? 1 / Scalar(a.norm[0]) : 0, by_1 = a.norm[1] > 0 ? 1 / Scalar(a.norm[1]) : 0;
+  const auto div = [](Scalar x, Scalar y) {
+    if constexpr (sizeof(Scalar) == 4) return Math<T>::div(x, y);
+    else return x / y;
+  };
+  const Scalar p_y = div(Softmax::exp(z_y, sum.max), sum.sum), by_0 = a.norm[0] > 0 ? div(1, a.norm[0]) : 0, by_1 = a.norm[1] > 0 ? div(1, a.norm[1]) : 0;
   const Scalar smooth = kPlain ? 0 : a.label_smoothing / Scalar(a.cols);
   const Scalar w_y = kPlain ? 1 : (1 - Scalar(a.label_smoothing)) * weight(int(y)), scale = a.token_scaling ? p_y : 1;
   if (cluster.first()) {
@@ -105,7 +110,7 @@ __global__ void __launch_bounds__(Clusters<T>::kThreads, Clusters<T>::kBlocks) r
   // exp(z − max) / Σ instead of exp(z − lse): the rounding of lse would be in every p.
   const Scalar all = s * ((w_y + smooth * (kPlain ? 0 : a.norm[2])) * by_0 + 2 * a.lse_square_scale * lse * by_1);
   const Scalar each = s * smooth * by_0, t_y = z_y * inverse_cap;
-  const float all_by_sum = float(all / sum.sum), each_float = float(each);
+  const float all_by_sum = float(div(all, sum.sum)), each_float = float(each);
   const float d_y = float((all * p_y - (kPlain ? 0 : each * weight(int(y))) - s * w_y * by_0) * (1 - t_y * t_y));
   const auto gradient = [&](float v, int c) {
     const float z = logit(v);

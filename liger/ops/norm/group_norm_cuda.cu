@@ -25,7 +25,7 @@ __device__ void each_pack(const GroupNorm& a, const Place& at, F f) {
 
 template <class T, class Tile>
 __device__ Place place(const GroupNorm& a) {
-  return {Rows<Tile>().first, a.samples * a.groups, a.channels * a.spatial};
+  return {Tile::row(), a.samples * a.groups, a.channels * a.spatial};
 }
 
 template <class T, class Tile>
@@ -34,7 +34,7 @@ __global__ void __maxnreg__(80) forward_kernel(GroupNormForward a) {
   const unsigned group = unsigned(at.row) % unsigned(a.groups);
   RowReduce<Sum, Tile::kSpread> reduce;
   Tile x = load<T, Tile>(a.x, at);
-  const float mean = reduce(sum(x)) / at.cols, rstd = rsqrtf(reduce(squares(x, mean, at)) / at.cols + a.eps);
+  const float mean = reduce(sum(x)) / at.cols, rstd = rsqrtf(reduce(moments(x, mean, at).v[1]) / at.cols + a.eps);
   each_pack<Tile>(a, at, [&](int i, int channel) {
     const float w = of_channel<T>(a, a.w, group, channel, 1), b = of_channel<T>(a, a.b, group, channel, 0);
 #pragma unroll
@@ -42,7 +42,6 @@ __global__ void __maxnreg__(80) forward_kernel(GroupNormForward a) {
   });
   store<T>(x, a.y, at);
   if (threadIdx.x == 0 && at.row < at.rows) a.mean[at.row] = mean, a.rstd[at.row] = rstd;
-  reduce.finish();
 }
 
 /// Each pack leaves its part of dw and db in shared memory, where the segments of channels find them.
@@ -103,7 +102,6 @@ __global__ void __maxnreg__(96) backward_kernel(GroupNormBackward a) {
     });
     store<T>(dx, a.dx, at);
   }
-  reduce.finish();
 }
 
 /// Calls f.operator()<Tile>(tiling) where rows are that short, and the packs of a channel its own.
@@ -261,7 +259,6 @@ __global__ void __launch_bounds__(256, 4) forward_long_kernel(GroupNormForward a
     });
   });
   if (threadIdx.x == 0) a.mean[row] = mean, a.rstd[row] = rstd;
-  reduce.finish();
 }
 
 template <class T, bool kSpread>
@@ -303,14 +300,13 @@ __global__ void __launch_bounds__(256, 3) backward_long_kernel(GroupNormBackward
       dx.store(k, d, segment.like);
     });
   });
-  reduce.finish();
 }
 
 }  // namespace
 
 LIGER_REGISTER(group_norm_forward, [](const GroupNormForward& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
-    if (dispatch_row<T>(a, {{a.x, (const void*)a.y}, {}}, [&]<class Tile>(Tiling t) { launch(forward_kernel<T, Tile>, Rows<Tile>::grid(t, a.samples * a.groups), s, a); }))
+    if (dispatch_row<T>(a, {{a.x, (const void*)a.y}, {}}, [&]<class Tile>(Tiling t) { launch(forward_kernel<T, Tile>, t.of_rows(a.samples * a.groups), s, a); }))
       return;
     const Segments<T, 1> segments(a, a.x);
     launch(segments.cluster > 1 ? forward_long_kernel<T, true> : forward_long_kernel<T, false>, segments.grid(), s, a, segments);
@@ -320,7 +316,7 @@ LIGER_REGISTER(group_norm_backward, [](const GroupNormBackward& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
     if (dispatch_row<T>(a, {{a.x, a.dy, (const void*)a.dx}, {}}, [&]<class Tile>(Tiling t) {
           const int parts = int(t.threads.x * t.threads.y) * Tile::kItems / Tile::kWidth;
-          launch(backward_kernel<T, Tile>, Rows<Tile>::grid(t, a.samples * a.groups, parts * int(2 * sizeof(float))), s, a);
+          launch(backward_kernel<T, Tile>, t.of_rows(a.samples * a.groups, parts * int(2 * sizeof(float))), s, a);
         }))
       return;
     const Segments<T, 2> segments(a, a.x, a.dy);

@@ -39,15 +39,17 @@ struct NormForward {
 ///   dx = rstd · (g − x̂ · mean(g · x̂))            Rms, Modulated, Each; + ds for Added
 ///   dx = rstd · (g − mean(g) − x̂ · mean(g · x̂))  Layer
 ///   dx = alpha · (1 − x̂²) · g                    Tanh
-///   dw = Σ_rows dy · x̂;  db = Σ_rows dy;  dalpha = Σ x · (1 − x̂²) · g;  dscale = Σ dy · n and dshift = Σ dy over a modulation's rows.
-/// Sums over rows come as shares (liger/core/shares.h), as many for each modulation, in that order. Each writes dscale and dshift directly.
+///   dw = Σ_rows dy · x̂, for Each of dy · (1 + scale);  db = Σ_rows dy;  dalpha = Σ x · (1 − x̂²) · g.
+/// Sums over rows come as shares (liger/core/shares.h). For Modulated as many for each modulation, in that order, of which the gradients
+/// of w, scale and shift are made: Σ (1 + scale) · dw, (w + offset) · dw and db. Each has rows of its own for them:
+///   dscale = dy · n;  dshift = dy.
 struct NormBackward {
   Norm norm;
   const void *dy, *ds, *x, *w, *scale;  // x: the normalised one, s for Added; ds may be null
   const float *alpha, *mean, *rstd;
   void* dx;                             // null where x is frozen
   float *dw, *db, *dalpha;              // [shares, cols]; dalpha [shares]; null where not wanted
-  void *dscale, *dshift;                // float [shares, cols], for Each [rows, cols] of modulation_dtype; null where not wanted
+  void *dscale, *dshift;                // [rows, cols] of modulation_dtype; null where not wanted
   int64_t rows, cols, shares, modulations;
   DType dtype, w_dtype, modulation_dtype;
   float offset, a_col;                  // 1 / cols

@@ -3,9 +3,6 @@
 namespace liger::cuda::norm {
 namespace {
 
-/// Modulated keeps three column sums: fewer threads, that they stay in registers.
-constexpr int most_threads(Norm n) { return n == Norm::Modulated ? 512 : kTileThreads; }
-
 /// A share's rows: every step-th from first on, within its modulation.
 struct Walk {
   int64_t first, end, step;
@@ -18,33 +15,29 @@ struct Walk {
   }
 };
 
-/// The sums over a share's rows, column by column.
+/// The sums over a share's rows: dw and db column by column, a thread's own of dalpha.
 template <class Tile>
-struct Columns { Tile dw, db, dalpha, dscale, dshift; };
+struct Columns {
+  Tile dw, db;
+  float dalpha = 0;
+};
 
-/// One row's way back, or a piece of it: first `project`, whose sums over the row `finish` needs, and `collect`. kAhead: scale was fetched
-/// ahead; it has x's dtype.
-template <class T, class Tile, Norm kNorm, bool kAhead = false>
+/// One row's way back, or a piece of it: first `project`, whose sums over the row `finish` needs, and `collect`.
+template <class T, class Tile, Norm kNorm>
 struct Backward {
   using Projections = Sums<centred(kNorm) ? 2 : 1>;
   const NormBackward& a;
-  Tile x, dy, w;
+  Tile x, dy, w;           // w: for Modulated w · (1 + scale)
   Stats stats;
-  float alpha, a_col;      // 1 / cols
-  std::conditional_t<kAhead, Raw<T, Tile>, int> scale{};
-  Tile xhat, dn, g;
+  float alpha;
+  Tile scale{};            // of Each
+  Tile xhat{}, g{};
 
-  __device__ typename Projections::Value project(const Place& at) {
+  __device__ Tile dn() const { return kNorm == Norm::Each ? dy * (scale + 1) : dy; }
+
+  __device__ typename Projections::Value project() {
     xhat = normalised<T, Tile, kNorm>(x, stats, alpha);
-    dn = dy;
-    if constexpr (modulated(kNorm)) {
-      const Tile m = [&] {
-        if constexpr (kAhead) return to_tile(scale);
-        else return modulation<T, Tile>(a, a.scale, at);
-      }();
-      dn = dy * (m + 1);
-    }
-    g = dn * w;
+    g = Tile::map([](float dn, float w) { return __fmul_rn(dn, w); }, dn(), w);  // rounded, that g − mean(g) is 0 where it should be
     typename Projections::Value sums{};
     if constexpr (!tanh_of(kNorm)) sums.v[0] = sum(g * xhat);
     if constexpr (centred(kNorm)) sums.v[1] = sum(g);
@@ -53,31 +46,26 @@ struct Backward {
 
   /// Adds to the sums over rows.
   __device__ void collect(const Place& at, Columns<Tile>& columns) {
-    if constexpr (modulated(kNorm)) {
-      const Tile n = round_to<T>(weighted<T, kNorm>(xhat, w, a.casting));
-      if constexpr (kNorm == Norm::Each) {
-        const auto put = [&](const Tile& t, void* to) {
-          if (to) !kAhead && a.modulation_dtype == DType::F32 ? store<float, true>(t, to, at) : store<T, true>(t, to, at);
-        };
-        put(dy, a.dshift), put(dy * n, a.dscale);
-      } else {
-        columns.dscale = columns.dscale + dy * n, columns.dshift = columns.dshift + dy;
-      }
+    if constexpr (kNorm == Norm::Each) {
+      const auto put = [&](const Tile& t, void* to) {
+        if (to) a.modulation_dtype == a.dtype ? store<T, true>(t, to, at) : store<float, true>(t, to, at);
+      };
+      put(dy, a.dshift), put(dy * round_to<T>(weighted<T, kNorm>(xhat, w, a.casting)), a.dscale);
     }
-    columns.dw = columns.dw + dn * (!biased(kNorm) && a.casting != Casting::Gemma ? round_to<T>(xhat) : xhat);
-    if constexpr (biased(kNorm)) columns.db = columns.db + dy;
-    if constexpr (tanh_of(kNorm)) columns.dalpha = columns.dalpha + x * slope();
+    columns.dw = columns.dw + dn() * (!biased(kNorm) && a.casting != Casting::Gemma ? round_to<T>(xhat) : xhat);
+    if constexpr (biased(kNorm) || kNorm == Norm::Modulated) columns.db = columns.db + dy;
+    if constexpr (tanh_of(kNorm)) columns.dalpha += sum(x * slope());
   }
 
-  __device__ void finish(const typename Projections::Value& sums, const Place& at) {
+  __device__ void finish(const typename Projections::Value& sums, const Tile& ds, const Place& at) {
     Tile dx;
     if constexpr (tanh_of(kNorm)) {
       dx = slope() * alpha;
     } else {
-      const float onto = sums.v[0] * a_col, mean = centred(kNorm) ? sums.v[centred(kNorm)] * a_col : 0, rstd = stats.rstd;
+      const float onto = sums.v[0] * a.a_col, mean = centred(kNorm) ? sums.v[centred(kNorm)] * a.a_col : 0, rstd = stats.rstd;
       dx = Tile::map([=](float g, float xhat) { return rstd * (g - mean - xhat * onto); }, g, xhat);
     }
-    if (kNorm == Norm::Added && a.ds) dx = dx + load<T, Tile>(a.ds, at);
+    if constexpr (kNorm == Norm::Added) dx = dx + ds;
     if (a.dx) store<T>(dx, a.dx, at);
   }
 
@@ -86,157 +74,182 @@ struct Backward {
 };
 
 template <Norm kNorm>
-__device__ Stats stats_of(const NormBackward& a, const Place& at) {
-  const bool present = !tanh_of(kNorm) && at.row < at.rows;
-  return {present && centred(kNorm) ? a.mean[at.row] : 0, present ? a.rstd[at.row] : 0};
+__device__ Stats stats_of(const NormBackward& a, int64_t row, int64_t rows) {
+  const bool present = !tanh_of(kNorm) && row < rows;
+  return {present && centred(kNorm) ? a.mean[row] : 0, present ? a.rstd[row] : 0};
 }
 
-/// f(column sum, where its shares go) for those that are wanted.
+/// The weight that a share's rows meet.
+template <class T, class W, Norm kNorm, class Tile>
+__device__ Tile weight(const NormBackward& a, const Place& at) {
+  Tile w = load_loose<W, Tile>(a.w, at.vector(a.w)) + (a.w ? a.offset : 1);
+  if constexpr (kNorm == Norm::Modulated) w = w * (modulation<T, Tile>(a, a.scale, at) + 1);
+  return w;
+}
+
+/// f(which column sum, where its shares go) for those that are wanted.
 template <Norm kNorm, class Tile, class F>
-__device__ void each_column_sum(const NormBackward& a, Columns<Tile>& c, F f) {
-  f(c.dw, a.dw);
-  if constexpr (biased(kNorm)) f(c.db, a.db);
-  if constexpr (tanh_of(kNorm)) f(c.dalpha, a.dalpha);
-  if constexpr (kNorm == Norm::Modulated) f(c.dscale, static_cast<float*>(a.dscale)), f(c.dshift, static_cast<float*>(a.dshift));
+__device__ void each_column_sum(const NormBackward& a, F f) {
+  if (a.dw) f(&Columns<Tile>::dw, a.dw);
+  if constexpr (biased(kNorm) || kNorm == Norm::Modulated)
+    if (a.db) f(&Columns<Tile>::db, a.db);
 }
 
-constexpr int backward_registers(Norm n, Fit fit) { return n == Norm::Modulated ? 128 : fit == Fit::Peeled ? 56 : 64; }
+constexpr int kFewThreads = 512;  // of short rows
 
-/// A share keeps its column sums in registers and fetches its next row while it works on one.
-template <class T, class W, class Tile, Norm kNorm>
-__global__ void __maxnreg__(backward_registers(kNorm, Tile::kFit)) backward_kernel(NormBackward a) {
-  const float plus = a.w ? a.offset : 1, alpha = tanh_of(kNorm) ? *a.alpha : 0, a_col = a.a_col;
-  const int64_t share = blockIdx.x;
-  const Walk walk = Walk::of<kNorm>(a, share);
-  RowReduce<typename Backward<T, Tile, kNorm>::Projections> reduce;
-  constexpr bool kEach = kNorm == Norm::Each;
-  Columns<Tile> columns;
-  Place at = Tile::template place<T>(a.x, walk.first + threadIdx.y, walk.end, a.cols);
-  // As floats where registers allow it, and with zeros beside the row, which the sums rely on.
-  constexpr bool kRaw = Tile::kFit == Fit::Peeled || centred(kNorm) || kEach || sizeof(T) == 4;
-  const std::conditional_t<kRaw, Raw<W, Tile>, Tile> held = [&] {
-    const Tile w = load_loose<W, Tile>(a.w, at.vector(a.w));
-    if constexpr (kRaw) return packed<W>(w);
-    else return w + plus;
-  }();
-  const auto weight = [&] {
-    if constexpr (kRaw) return to_tile(held) + plus;
-    else return held;
-  };
-  const auto fetch_scale = [&](const Place& at) {
-    if constexpr (kEach) return fetch<T, Tile, true>(a.scale, at);
-    else return 0;
-  };
-  auto next_x = fetch<T, Tile, true>(a.x, at), next_dy = fetch<T, Tile, true>(a.dy, at);
-  auto next_scale = fetch_scale(at);
-  Stats next_stats = stats_of<kNorm>(a, at);
-  for (int64_t first = walk.first; first < walk.end; first += walk.step) {
-    complete<T>(next_x, a.x, at), complete<T>(next_dy, a.dy, at);
-    if constexpr (kEach) complete<T>(next_scale, a.scale, at);
-    Backward<T, Tile, kNorm, kEach> b{.a = a, .x = unpack(next_x, at), .dy = unpack(next_dy, at), .w = weight(), .stats = next_stats, .alpha = alpha, .a_col = a_col, .scale = next_scale};
-    const Place here = at;
-    at.row += walk.step;
-    forget(at.shift);
-    next_stats = stats_of<kNorm>(a, at);
-    next_x = fetch<T, Tile, true>(a.x, at), next_dy = fetch<T, Tile, true>(a.dy, at), next_scale = fetch_scale(at);
-    auto sums = b.project(here);
-    b.collect(here, columns);
-    if constexpr (!tanh_of(kNorm)) sums = reduce(sums);
-    b.finish(sums, here);
+/// A share's dalpha, from all of its threads.
+template <bool kSpread>
+__device__ void store_dalpha(const NormBackward& a, float sum, int64_t share) {
+  if (!a.dalpha) return;
+  __shared__ float of_rows[kFewThreads];
+  RowReduce<Sum, kSpread> reduce;
+  sum = reduce(sum);
+  if (threadIdx.x == 0) of_rows[threadIdx.y] = sum;
+  __syncthreads();
+  if (threadIdx.x == 0 && threadIdx.y == 0 && (!kSpread || cluster_rank() == 0)) {
+    for (int y = 1; y < int(blockDim.y); ++y) sum += of_rows[y];
+    a.dalpha[share] = sum;
   }
-  each_column_sum<kNorm>(a, columns, [&](Tile& part, float* shares) {
-    if (!shares) return;
-    // The rows of a block are added in turn, so that a block is one share. They need not begin alike.
-    const auto each = [&](int y, auto f) {
-#pragma unroll
-      for (int i = 0; i < Tile::kItems; ++i)
-        if (const int c = Tile::column(i, at); int(threadIdx.y) == y && c >= 0 && c < a.cols)
-          f(part.v[i], shared_memory<float>()[Tile::kFit == Fit::Peeled ? c : i * int(blockDim.x) + int(threadIdx.x)]);
-      __syncthreads();
-    };
-    for (int y = 1; y < int(blockDim.y); ++y) each(y, [](float v, float& sum) { sum = v; }), each(0, [](float& v, float sum) { v += sum; });
-    if (threadIdx.y == 0) store<float, true>(part, shares, {share, a.shares, a.cols, at.shift});
-  });
 }
 
-/// As forward_wide_kernel; a share keeps its column sums in registers.
+/// What backward_kernel has in shared memory: rows on their way, and the weight.
 template <class T, class W, class Tile, Norm kNorm, int kPieces>
-__global__ void __maxnreg__(backward_registers(kNorm, Tile::kFit)) backward_wide_kernel(NormBackward a) {
-  constexpr bool kEach = kNorm == Norm::Each;
-  using Backward = norm::Backward<T, Tile, kNorm, kEach>;
+struct BackwardShared {
+  static constexpr bool kThird = kNorm == Norm::Each || kNorm == Norm::Added;
+  using Ring = cuda::Ring<T, Tile, kThird ? 3 : 2, kPieces>;
+  using Weight = std::conditional_t<kNorm == Norm::Modulated, float, W>;
+  using Shelf = cuda::Shelf<Weight, Tile, 1, kPieces, Ring::kBytes>;
+  static constexpr int kBytes = Ring::kBytes + Shelf::kBytes;
+
+  static __device__ Ring rows(const NormBackward& a, int64_t first, int64_t end) {
+    if constexpr (kThird) return Ring(first, end, a.cols, a.x, a.dy, kNorm == Norm::Each ? a.scale : a.ds);
+    else return Ring(first, end, a.cols, a.x, a.dy);
+  }
+};
+
+/// Few threads, so that each has registers for the column sums of its pieces, but for short rows, of one piece.
+constexpr int kBackwardThreads = 512;
+constexpr int backward_registers(Fit fit, int pieces) { return pieces == 1 ? 64 : fit == Fit::Peeled ? 120 : 128; }
+
+/// A share keeps its column sums in registers; its next row is on its way to shared memory while it works on one.
+template <class T, class W, class Tile, Norm kNorm, int kPieces>
+__global__ void __maxnreg__(backward_registers(Tile::kFit, kPieces)) backward_kernel(NormBackward a) {
+  constexpr bool kKeep = kPieces <= 2;  // registers allow to keep what `project` makes
+  using Backward = norm::Backward<T, Tile, kNorm>;
   using Projections = typename Backward::Projections;
-  const float plus = a.w ? a.offset : 1, alpha = tanh_of(kNorm) ? *a.alpha : 0, a_col = a.a_col;
+  using Shared = BackwardShared<T, W, Tile, kNorm, kPieces>;
+  using Shelf = typename Shared::Shelf;
+  const float alpha = tanh_of(kNorm) ? *a.alpha : 0, plus = kNorm != Norm::Modulated && a.w ? a.offset : kNorm == Norm::Modulated ? 0 : 1;
   const int64_t share = Tile::group();
   const Walk walk = Walk::of<kNorm>(a, share);
-  Ring<T, Tile, kEach ? 3 : 2, kPieces> ring{{a.x, a.dy}, walk.end, a.cols};
-  if constexpr (kEach) ring.matrices[2] = a.scale;
+  const int64_t first = walk.first + threadIdx.y;
+  auto ring = Shared::rows(a, first, walk.end);
   RowReduce<Projections, Tile::kSpread> reduce;
   Columns<Tile> columns[kPieces];
-  Raw<W, Tile> w[kPieces];
-  for_each_piece<kPieces>([&](int piece) { w[piece] = fetch_loose<W, Tile>(a.w, ring.place(0, piece).vector(a.w)); });
-  ring.fetch(walk.first);
-  Stats next_stats = stats_of<kNorm>(a, ring.place(walk.first, 0));
-  for (int64_t row = walk.first; row < walk.end; row += walk.step) {
+  for_each_piece<kPieces>([&](int piece) {
+    const Place at = ring.place(first, piece);
+    if constexpr (kNorm == Norm::Modulated) Shelf::put(packed<float>(weight<T, W, kNorm, Tile>(a, at)), 0, piece);
+    else Shelf::put(packed<W>(load_loose<W, Tile>(a.w, at.vector(a.w))), 0, piece);  // zeros beside the row, on which the sums rely
+  });
+  Stats next_stats = stats_of<kNorm>(a, first, walk.end);
+  for (int64_t row = first; row - threadIdx.y < walk.end; row += walk.step) {
     const Stats stats = next_stats;
     ring.turn(row + walk.step);
-    next_stats = stats_of<kNorm>(a, ring.place(row + walk.step, 0));
-    typename Projections::Value sums{};
-    const auto each_piece = [&](auto f) {
+    next_stats = stats_of<kNorm>(a, row + walk.step, walk.end);
+    const auto projected = [&](int piece, typename Projections::Value& sums) {
+      Backward b{.a = a, .x = to_tile(ring.get(0, piece)), .dy = to_tile(ring.get(1, piece)), .w = to_tile(Shelf::get(0, piece)) + plus, .stats = stats, .alpha = alpha};
+      if constexpr (kNorm == Norm::Each) b.scale = to_tile(ring.get(2, piece));
+      sums = Projections()(sums, b.project());
+      return b;
+    };
+    const auto finish = [&](Backward& b, const typename Projections::Value& sums, int piece) {
+      Tile ds;
+      if constexpr (kNorm == Norm::Added)
+        if (a.ds) ds = to_tile(ring.get(2, piece));
+      b.finish(sums, ds, ring.place(row, piece));
+    };
+    typename Projections::Value sums{}, again{};
+    Tile xhat[kPieces], g[kPieces];
+    for_each_piece<kPieces>([&](int piece) {
+      Backward b = projected(piece, sums);
+      b.collect(ring.place(row, piece), columns[piece]);
+      xhat[piece] = b.xhat, g[piece] = b.g;
+      if constexpr (tanh_of(kNorm)) finish(b, sums, piece);
+    });
+    if constexpr (!tanh_of(kNorm)) {
+      sums = reduce(sums);
       for_each_piece<kPieces>([&](int piece) {
-        const Place at = ring.place(row, piece);
-        Backward b{.a = a, .x = to_tile(ring.get(0, piece)), .dy = to_tile(ring.get(1, piece)), .w = to_tile(w[piece]) + plus, .stats = stats, .alpha = alpha, .a_col = a_col};
-        if constexpr (kEach) b.scale = ring.get(2, piece);
-        f(b, b.project(at), at, columns[piece]);
+        if constexpr (kKeep) {
+          Backward b{.a = a, .stats = stats, .alpha = alpha, .xhat = xhat[piece], .g = g[piece]};
+          finish(b, sums, piece);
+        } else {
+          Backward b = projected(piece, again);
+          finish(b, sums, piece);
+        }
+      });
+    }
+  }
+  copies_done();  // the last one's zeros too, where sums meet now
+  each_column_sum<kNorm, Tile>(a, [&](Tile Columns<Tile>::* part, float* shares) {
+    // The rows of a block are added in turn, so that a block is one share. They need not begin alike.
+    const auto each = [&](int y, auto f) {
+      __syncthreads();
+      for_each_piece<kPieces>([&](int piece) {
+        const Place at = ring.place(first, piece);
+#pragma unroll
+        for (int i = 0; i < Tile::kItems; ++i)
+          if (const int64_t c = at.from + Tile::column(i, at); int(threadIdx.y) == y && c >= 0 && c < a.cols)
+            f((columns[piece].*part).v[i], shared_memory<float>()[Tile::kFit == Fit::Peeled ? c : (piece * Tile::kItems + i) * int(blockDim.x) + int(threadIdx.x)]);
       });
     };
-    each_piece([&](Backward& b, const auto& projections, const Place& at, Columns<Tile>& columns) {
-      sums = Projections()(sums, projections);
-      b.collect(at, columns);
-    });
-    sums = reduce(sums);
-    each_piece([&](Backward& b, const auto&, const Place& at, Columns<Tile>&) { b.finish(sums, at); });
-  }
-  for_each_piece<kPieces>([&](int piece) {
-    each_column_sum<kNorm>(a, columns[piece], [&](Tile& part, float* shares) {
-      if (shares) store<float, true>(part, shares, {share, a.shares, a.cols, 0, ring.place(0, piece).from});
-    });
+    for (int y = 1; y < (kPieces <= 3 ? int(blockDim.y) : 1); ++y) each(y, [](float v, float& sum) { sum = v; }), each(0, [](float& v, float sum) { v += sum; });
+    if (threadIdx.y == 0) for_each_piece<kPieces>([&](int piece) {
+        const Place at = ring.place(first, piece);
+        store<float, true>(columns[piece].*part, shares, {share, a.shares, a.cols, at.shift, at.from});
+      });
   });
-  reduce.finish();
+  if constexpr (tanh_of(kNorm)) {
+    float dalpha = 0;
+    for (const auto& of_piece : columns) dalpha += of_piece.dalpha;
+    store_dalpha<Tile::kSpread>(a, dalpha, share);
+  }
 }
 
 /// As forward_long_kernel; the column sums grow in memory.
 template <class T, class W, class Tile, Norm kNorm>
 __global__ void __launch_bounds__(kTileThreads) backward_long_kernel(NormBackward a) {
-  const float plus = a.w ? a.offset : 1, alpha = tanh_of(kNorm) ? *a.alpha : 0, a_col = a.a_col;
+  const float alpha = tanh_of(kNorm) ? *a.alpha : 0;
   const Walk walk = Walk::of<kNorm>(a, blockIdx.x);
-  RowReduce<typename Backward<T, Tile, kNorm>::Projections> reduce;
+  using Backward = norm::Backward<T, Tile, kNorm>;
+  using Projections = typename Backward::Projections;
+  RowReduce<Projections> reduce;
+  float dalpha = 0;
   for (int64_t row = walk.first; row < walk.end; row += walk.step) {
     Place at = Tile::template place<T>(a.x, row, walk.end, a.cols);
     const int64_t end = a.cols + at.shift;
     const auto piece = [&] {
-      return Backward<T, Tile, kNorm>{.a = a, .x = load<T, Tile>(a.x, at), .dy = load<T, Tile>(a.dy, at), .w = load_loose<W, Tile>(a.w, at.vector(a.w)) + plus,
-                                      .stats = stats_of<kNorm>(a, at), .alpha = alpha, .a_col = a_col};
+      Backward b{.a = a, .x = load<T, Tile>(a.x, at), .dy = load<T, Tile>(a.dy, at), .w = weight<T, W, kNorm, Tile>(a, at), .stats = stats_of<kNorm>(a, row, walk.end), .alpha = alpha};
+      if constexpr (kNorm == Norm::Each) b.scale = modulation<T, Tile>(a, a.scale, at);
+      return b;
     };
-    using Projections = typename Backward<T, Tile, kNorm>::Projections;
     typename Projections::Value sums{};
-    for (at.from = 0; at.from < end && !tanh_of(kNorm); at.from += Tile::covered()) {
-      sums = Projections()(sums, piece().project(at));
-    }
+    for (at.from = 0; at.from < end && !tanh_of(kNorm); at.from += Tile::covered()) sums = Projections()(sums, piece().project());
     sums = reduce(sums);
     for (at.from = 0; at.from < end; at.from += Tile::covered()) {
       Columns<Tile> columns;
       auto b = piece();
-      b.project(at);
+      b.project();
       b.collect(at, columns);
-      b.finish(sums, at);
-      each_column_sum<kNorm>(a, columns, [&](Tile& part, float* shares) {
-        if (!shares) return;
+      b.finish(sums, kNorm == Norm::Added && a.ds ? load<T, Tile>(a.ds, at) : Tile(), at);
+      dalpha += columns.dalpha;
+      each_column_sum<kNorm, Tile>(a, [&](Tile Columns<Tile>::* part, float* shares) {
         const Place share{blockIdx.x, a.shares, a.cols, at.shift, at.from};
-        if (row != walk.first) part = part + load_loose<float, Tile>(shares, share);
-        store<float, true>(part, shares, share);
+        const Tile before = row != walk.first ? load_loose<float, Tile>(shares, share) : Tile();
+        store<float, true>(before + columns.*part, shares, share);
       });
     }
   }
+  if constexpr (tanh_of(kNorm)) store_dalpha<false>(a, dalpha, blockIdx.x);
 }
 
 }  // namespace
@@ -244,24 +257,22 @@ __global__ void __launch_bounds__(kTileThreads) backward_long_kernel(NormBackwar
 LIGER_REGISTER(norm_backward, [](const NormBackward& a, Stream s) {
   if (a.rows == 0) return;
   dispatch_args(a, [&]<class T, class W, Norm kNorm>() {
-    const auto in_registers = [&]<class Tile>(Tiling t) {
-      launch(backward_kernel<T, W, Tile, kNorm>, t.grid(a.shares, t.threads.y > 1 ? int(t.threads.x * Tile::kItems * sizeof(float)) : 0), s, a);
+    constexpr bool each = kNorm == Norm::Each;
+    const bool alike = a.modulation_dtype == a.dtype;
+    const Memory memory{{a.dy, a.ds, a.x, (const void*)a.dx, each && alike ? a.scale : nullptr},
+                        {a.w, a.scale, (const void*)a.dw, (const void*)a.db, (const void*)a.dscale, (const void*)a.dshift}};
+    // kPieces a thread, kPeeled where rows begin anywhere: 17 warps, or 9, would share four schedulers badly, 6 do not.
+    const auto in_pieces = [&]<int kPieces, int kPeeled>(std::integer_sequence<int, kPieces, kPeeled>) {
+      constexpr int kVec = 16 / sizeof(T), kFew = kPieces == 1 ? kFewThreads : 256;
+      constexpr bool kSpread = kPieces > 3;
+      const Threads block = Threads{.few = kFew, .most = kPieces == 1 ? 128 : kBackwardThreads}.with(BackwardShared<T, W, Piece<T, Fit::Whole>, kNorm, std::max(kPieces, kPeeled)>::kBytes);
+      return dispatch_tile<T, kVec * kPieces, kVec * kPeeled, kSpread>(a.cols, block, memory, [&]<class Tile>(Tiling t) {
+        using In = Piece<T, Tile::kFit>;
+        constexpr int kOf = Tile::kItems / kVec;
+        launch(backward_kernel<T, W, In, kNorm, kOf>, t.grid(a.shares, int(t.threads.x * t.threads.y) * BackwardShared<T, W, In, kNorm, kOf>::kBytes), s, a);
+      });
     };
-    const Memory memory{{a.dy, a.ds, a.x, (const void*)a.dx, kNorm == Norm::Each && a.modulation_dtype == a.dtype ? a.scale : nullptr}, {a.w, a.scale, (const void*)a.dw, (const void*)a.db, (const void*)a.dalpha, (const void*)a.dscale, (const void*)a.dshift}};
-    // One pack a thread leaves room to fetch the next row ahead.
-    constexpr Threads block{.few = 512, .most = most_threads(kNorm)};
-    if (kNorm != Norm::Each || a.modulation_dtype == a.dtype) {
-      constexpr int kVec = 16 / sizeof(T), kPieces = 2;
-      if (dispatch_tile<T, kVec, 8, false>(a.cols, block, memory, in_registers)) return;
-      if (dispatch_tile<T, kVec * kPieces, 0, true>(a.cols, block, memory, [&]<class Tile>(Tiling t) {
-            using In = Piece<T, Tile::kFit>;
-            const int bytes = Ring<T, In, kNorm == Norm::Each ? 3 : 2, kPieces>::shared_bytes(t);
-            if (bytes > shared_bytes_of_block()) return false;
-            launch(backward_wide_kernel<T, W, In, kNorm, kPieces>, t.grid(a.shares, bytes), s, a);
-            return true;
-          }))
-        return;
-    }
+    if ((!each || alike) && (in_pieces(std::integer_sequence<int, 1, 0>()) || in_pieces(std::integer_sequence<int, 2, 3>()) || in_pieces(std::integer_sequence<int, 4, 0>()))) return;
     dispatch_walk<T, 8>(a.cols, memory, [&]<class Tile>(Tiling t) { launch(backward_long_kernel<T, W, Tile, kNorm>, t.grid(a.shares), s, a); });
   });
 });

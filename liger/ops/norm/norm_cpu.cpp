@@ -89,9 +89,9 @@ void backward(const NormBackward& a) {
     const int64_t set = s / set_shares, begin = s % set_shares * run;
     const float* w = weights.data();
     const auto share_of = [&](void* sums) { return sums ? static_cast<float*>(sums) + s * a.cols : nullptr; };
-    float *dw = share_of(a.dw), *db = share_of(a.db), *dalpha = share_of(a.dalpha);
-    float *dscale = own ? nullptr : share_of(a.dscale), *dshift = own ? nullptr : share_of(a.dshift);
-    for (float* sums : {dw, db, dalpha, dscale, dshift})
+    float *dw = share_of(a.dw), *db = share_of(a.db);
+    LongSum dalpha;
+    for (float* sums : {dw, db})
       if (sums) std::fill_n(sums, a.cols, 0.f);
     const auto add = [&](float* sums, int64_t c, int64_t n, Vec v) { if (sums) write(read(sums + c, n) + v, sums + c, n); };
     std::vector<float> scales;
@@ -101,26 +101,18 @@ void backward(const NormBackward& a) {
       T* dx = a.dx ? row_of<T>(a.dx, r, a.cols) : nullptr;
       const Row<T, kNorm> row{Vec(centred(kNorm) ? a.mean[r] : 0), Vec(tanh_of(kNorm) ? *a.alpha : a.rstd[r]), a.casting};
       const float* scale = modulation(a.scale, a.modulation_dtype, r, a.rows, a.modulations, a.cols, 1, scales);
-      const auto dn_at = [&](int64_t c, int64_t n) {
-        const Vec d = read(dy + c, n);
-        return modulated(kNorm) ? d * read(scale + c, n) : d;
-      };
       Vec onto(0.f), mean(0.f);
       if constexpr (modulated(kNorm)) onto = Vec(mean_of(a.cols, [&](Vec dy, Vec x, Vec w, Vec m) { return dy * m * w * row.xhat(x); }, dy, x, w, scale));
       else if constexpr (!tanh_of(kNorm)) onto = Vec(mean_of(a.cols, [&](Vec dy, Vec x, Vec w) { return dy * w * row.xhat(x); }, dy, x, w));
       if constexpr (centred(kNorm)) mean = Vec(mean_of(a.cols, [](Vec dy, Vec w) { return dy * w; }, dy, w));
       for_each(a.cols, [&](int64_t c, int64_t n) {
-        const Vec xv = read(x + c, n), wv = read(w + c, n), dn = dn_at(c, n), xhat = row.xhat(xv), g = dn * wv;
-        add(dw, c, n, dn * row.rounded(xhat));
-        if constexpr (biased(kNorm)) add(db, c, n, dn);
-        if constexpr (modulated(kNorm)) {
-          const Vec d = read(dy + c, n);
-          add(dscale, c, n, d * round_to<T>(row.rounded(xhat) * wv)), add(dshift, c, n, d);
-        }
+        const Vec xv = read(x + c, n), wv = read(w + c, n), d = read(dy + c, n), dn = modulated(kNorm) ? d * read(scale + c, n) : d, xhat = row.xhat(xv), g = dn * wv;
+        add(dw, c, n, (own ? dn : d) * row.rounded(xhat));
+        if constexpr (biased(kNorm) || kNorm == Norm::Modulated) add(db, c, n, d);
         Vec v;
         if constexpr (tanh_of(kNorm)) {
           const Vec slope = (Vec(1.f) - xhat * xhat) * g;
-          add(dalpha, c, n, xv * slope);
+          if (a.dalpha) dalpha.add(xv * slope, n);
           v = slope * row.rstd;
         } else {
           v = row.rstd * (g - mean - xhat * onto);
@@ -133,6 +125,7 @@ void backward(const NormBackward& a) {
         if (a.dshift) row_map(a.cols, row_of<M>(a.dshift, r, a.cols), [](Vec dy) { return dy; }, dy);
       });
     }
+    if (a.dalpha) a.dalpha[s] = float(dalpha.value());
   });
 }
 

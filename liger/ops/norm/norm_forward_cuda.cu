@@ -25,13 +25,9 @@ template <class W, class Tile, Norm kNorm>
 struct Vectors {
   Raw<W, Tile> w, b;
 
+  Vectors() = default;
   __device__ Vectors(const NormForward& a, const Place& at) : w(fetch_loose<W, Tile>(a.w, at.vector(a.w))) {
     if constexpr (biased(kNorm)) b = fetch_loose<W, Tile>(a.b, at.vector(a.b));
-  }
-
-  __device__ void forget() {
-    for_each_word(w, [](auto& word) { cuda::forget(word); });
-    if constexpr (biased(kNorm)) for_each_word(b, [](auto& word) { cuda::forget(word); });
   }
 };
 
@@ -81,67 +77,151 @@ __device__ void keep(const NormForward& a, Stats stats, int64_t row) {
   if (centred(kNorm)) a.mean[row] = stats.mean;
 }
 
+/// About the mean of a row: that of its first pack. The sums of differences from it tell mean and variance in one pass: where it is d off the
+/// mean, so are the pack's elements on average, and they alone make d² at most n / kWidth times the variance. That is by how much the
+/// subtraction multiplies a float's rounding, which 16-bit results do not show.
+template <class T>
+struct Pilot {
+  static constexpr int kWidth = 16 / sizeof(T);
+  Pack<T, kWidth> pack{};
+  bool whole = true;
+
+  __device__ Pilot(const NormForward& a, int64_t row) {
+    if (row >= a.rows) return;
+    const T* p = static_cast<const T*>(a.x) + row * a.cols;
+    const int shift = misalignment<T>(p), first = shift ? kWidth - shift : 0;
+    whole = first + kWidth <= a.cols;
+    if (whole) pack = Pack<T, kWidth>::read(p + first);
+    else pack.words[0] = *reinterpret_cast<const uint16_t*>(p);
+  }
+
+  __device__ float value() const {
+    float f[kWidth], sum = 0;
+    pack.to_float(f);
+    for (float v : f) sum += v;
+    return whole ? sum / kWidth : f[0];
+  }
+};
+
+/// What a row is made of; kAtOnce: mean and variance in one pass, where registers allow to fetch ahead for it.
+template <class T, Norm kNorm, bool kAtOnce>
+struct Statistics {
+  static constexpr bool kPilot = kAtOnce && centred(kNorm) && sizeof(T) == 2;
+  struct Nothing { __device__ Nothing(const NormForward&, int64_t) {} };
+  using Ahead = std::conditional_t<kPilot, Pilot<T>, Nothing>;
+  using Parts = Sums<kPilot ? 2 : 1>;
+
+  /// each_piece calls f(x, at) for each piece of the row that a thread has.
+  template <class Reduce, class Pieces>
+  static __device__ Stats of(const NormForward& a, Reduce& reduce, const Ahead& ahead, Pieces each_piece) {
+    typename Parts::Value s{};
+    float mean = 0;
+    if constexpr (tanh_of(kNorm)) return {};
+    if constexpr (kPilot) {
+      const float about = ahead.value();
+      each_piece([&](const auto& x, const Place& at) { s = Parts()(s, moments(x, about, at)); });
+      s = reduce(s);
+      const float d = s.v[0] * a.a_col;
+      return {about + d, inverse_root<T>(fmaxf(0, s.v[1] - s.v[0] * d), a)};
+    }
+    if constexpr (centred(kNorm)) {
+      each_piece([&](const auto& x, const Place&) { s.v[0] += sum(x); });
+      mean = mean_of<T>(reduce(s).v[0], a), s = {};
+    }
+    each_piece([&](const auto& x, const Place& at) { s.v[0] += centred(kNorm) ? moments(x, mean, at).v[1] : sum(x * x); });
+    return {mean, inverse_root<T>(reduce(s).v[0], a)};
+  }
+};
+
 /// What a thread has of a row: much, so that few threads reduce it.
 template <class T, class W>
 inline constexpr int kItems = 64 / std::max(sizeof(T), sizeof(W));
 
 /// Few registers, so that enough blocks share an SM: one loads while another reduces and a third stores.
-constexpr int forward_registers(Norm n, Fit fit, int bytes_w) { return fit == Fit::Whole && bytes_w == 2 ? 80 : bytes_w > 2 || n == Norm::Modulated ? 64 : 56; }
+constexpr int forward_registers(Norm n, int bytes_w) { return bytes_w == 2 ? 80 : 64; }
 
 template <class T, class W, class Tile, Norm kNorm>
-__global__ void __maxnreg__(forward_registers(kNorm, Tile::kFit, sizeof(W))) forward_kernel(NormForward a) {
-  const Rows<Tile> rows;
-  Place at = Tile::template place<T>(a.x, rows.first, a.rows, a.cols);
-  RowReduce<Sum> reduce;
-  Input<T, Tile, kNorm> input(a, at);
-  Vectors<W, Tile, kNorm> shared(a, at);
-#pragma unroll 1
-  for (int i = 0;;) {
-    const Tile x = input.get(a, at);
-    Stats stats{};
-    if constexpr (centred(kNorm)) stats.mean = mean_of<T>(reduce(sum(x)), a);
-    if constexpr (!tanh_of(kNorm)) stats.rstd = inverse_root<T>(reduce(centred(kNorm) ? squares(x, stats.mean, at) : sum(x * x)), a);
-    output<T, W, kNorm>(a, x, shared, stats, at);
-    keep<kNorm>(a, stats, at.row);
-    if (++i == rows.kCount) return;
-    at.row += rows.step;
-    forget(at.shift), shared.forget();
-    input = Input<T, Tile, kNorm>(a, at);
-  }
+__global__ void __maxnreg__(forward_registers(kNorm, sizeof(W))) forward_kernel(NormForward a) {
+  const Place at{Tile::row(), a.rows, a.cols};
+  const Input<T, Tile, kNorm> input(a, at);
+  const Vectors<W, Tile, kNorm> shared(a, at);
+  using Statistics = norm::Statistics<T, kNorm, true>;
+  const typename Statistics::Ahead ahead(a, at.row);
+  RowReduce<typename Statistics::Parts> reduce;
+  const Tile x = input.get(a, at);
+  const Stats stats = Statistics::of(a, reduce, ahead, [&](auto f) { f(x, at); });
+  output<T, W, kNorm>(a, x, shared, stats, at);
+  keep<kNorm>(a, stats, at.row);
 }
 
-constexpr int kWideRegisters = 40;
+/// Whether registers hold what a row meets while it is reduced.
+constexpr bool meets_early(Norm n, Fit fit) { return fit != Fit::Peeled && !biased(n); }
+constexpr int ring_registers(Norm n, Fit fit) { return fit == Fit::Peeled ? 56 : meets_early(n, fit) ? 64 : 40; }
 
-/// Longer rows, kPieces packs a thread: the next one is on its way to shared memory meanwhile, from where each pass takes what it needs.
+/// What forward_ring_kernel has in shared memory: rows on their way; and vectors, where rows begin anywhere, which those do not: what is laid
+/// out for one row of a thread fits all.
 template <class T, class W, class Tile, Norm kNorm, int kPieces>
-__global__ void __maxnreg__(kWideRegisters) forward_wide_kernel(NormForward a) {
-  constexpr bool kAdded = kNorm == Norm::Added;
-  const int64_t first = Tile::group(), step = gridDim.x / (Tile::kSpread ? cluster_size() : 1);
-  Ring<T, Tile, kAdded ? 2 : 1, kPieces> ring{{a.x}, a.rows, a.cols};
-  if constexpr (kAdded) ring.matrices[1] = a.residual;
-  RowReduce<Sum, Tile::kSpread> reduce;
-  ring.fetch(first);
-  for (int64_t row = first; row < a.rows; row += step) {
-    ring.turn(row + step);
-    if constexpr (kAdded) for_each_piece<kPieces>([&](int piece) {
+struct ForwardShared {
+  using Ring = cuda::Ring<T, Tile, kNorm == Norm::Added ? 2 : 1, kPieces>;
+  using Shelf = cuda::Shelf<W, Tile, biased(kNorm) ? 2 : 1, kPieces, Ring::kBytes>;
+  static constexpr bool kShelf = Tile::kFit == Fit::Peeled;
+  static constexpr int kBytes = Ring::kBytes + (kShelf ? Shelf::kBytes : 0);
+
+  static __device__ Ring rows(const NormForward& a) {
+    if constexpr (kNorm == Norm::Added) return Ring(Tile::row(), a.rows, a.cols, a.x, a.residual);
+    else return Ring(Tile::row(), a.rows, a.cols, a.x);
+  }
+
+  static __device__ void put(const Vectors<W, Tile, kNorm>& v, int piece) {
+    Shelf::put(v.w, 0, piece);
+    if constexpr (biased(kNorm)) Shelf::put(v.b, 1, piece);
+  }
+
+  static __device__ Vectors<W, Tile, kNorm> get(int piece) {
+    Vectors<W, Tile, kNorm> v;
+    v.w = Shelf::get(0, piece);
+    if constexpr (biased(kNorm)) v.b = Shelf::get(1, piece);
+    return v;
+  }
+};
+
+/// Longer rows and those that begin anywhere, kPieces packs a thread: the next one is on its way to shared memory meanwhile, from where each
+/// pass takes what it needs.
+template <class T, class W, class Tile, Norm kNorm, int kPieces>
+__global__ void __maxnreg__(ring_registers(kNorm, Tile::kFit)) forward_ring_kernel(NormForward a) {
+  using Shared = ForwardShared<T, W, Tile, kNorm, kPieces>;
+  const int64_t first = Tile::row();
+  auto ring = Shared::rows(a);
+  using Statistics = norm::Statistics<T, kNorm, Tile::kFit == Fit::Peeled>;
+  RowReduce<typename Statistics::Parts, Tile::kSpread> reduce;
+  if constexpr (Shared::kShelf) for_each_piece<kPieces>([&](int piece) { Shared::put({a, ring.place(first, piece)}, piece); });
+  typename Statistics::Ahead next(a, first);
+#pragma unroll 1
+  for (int64_t row = first; row - threadIdx.y < a.rows; row += Tile::step()) {
+    const auto ahead = next;
+    ring.turn(row + Tile::step());
+    next = {a, row + Tile::step()};
+    constexpr bool kEarly = meets_early(kNorm, Tile::kFit);
+    Vectors<W, Tile, kNorm> early[kEarly ? kPieces : 1];
+    if constexpr (kEarly) for_each_piece<kPieces>([&](int piece) { early[piece] = {a, ring.place(row, piece)}; });
+    if constexpr (kNorm == Norm::Added) for_each_piece<kPieces>([&](int piece) {
         const auto s = packed<T>(to_tile(ring.get(0, piece)) + to_tile(ring.get(1, piece)));
         store<T>(s, a.s, ring.place(row, piece)), ring.put(s, 0, piece);
       });
-    const auto each_piece = [&](auto f) {
+    const Stats stats = Statistics::of(a, reduce, ahead, [&](auto f) {
       for_each_piece<kPieces>([&](int piece) { f(to_tile(ring.get(0, piece)), ring.place(row, piece)); });
-    };
-    const auto total = [&](auto f) {
-      float s = 0;
-      each_piece([&](const Tile& x, const Place& at) { s += f(x, at); });
-      return reduce(s);
-    };
-    Stats stats{};
-    if constexpr (centred(kNorm)) stats.mean = mean_of<T>(total([](const Tile& x, const Place&) { return sum(x); }), a);
-    if constexpr (!tanh_of(kNorm)) stats.rstd = inverse_root<T>(total([&](const Tile& x, const Place& at) { return squares(x, stats.mean, at); }), a);
-    each_piece([&](const Tile& x, const Place& at) { output<T, W, kNorm>(a, x, Vectors<W, Tile, kNorm>(a, at), stats, at); });
+    });
+    for_each_piece<kPieces>([&](int piece) {
+      const Place at = ring.place(row, piece);
+      const Vectors<W, Tile, kNorm> vectors = [&] {
+        if constexpr (kEarly) return early[piece];
+        else if constexpr (Shared::kShelf) return Shared::get(piece);
+        else return Vectors<W, Tile, kNorm>(a, at);
+      }();
+      output<T, W, kNorm>(a, to_tile(ring.get(0, piece)), vectors, stats, at);
+    });
     keep<kNorm>(a, stats, row);
   }
-  reduce.finish();
 }
 
 /// The longest are read again for each pass, from a cache.
@@ -149,15 +229,11 @@ template <class T, class W, class Tile, Norm kNorm>
 __global__ void __launch_bounds__(kTileThreads) forward_long_kernel(NormForward a) {
   Place at = Tile::template place<T>(a.x, blockIdx.x, a.rows, a.cols);
   const int64_t end = a.cols + at.shift;
-  RowReduce<Sum> reduce;
-  Stats stats{};
-  const auto total = [&](auto f) {
-    float s = 0;
-    for (at.from = 0; at.from < end; at.from += Tile::covered()) s += f(Input<T, Tile, kNorm>(a, at).get(a, at));
-    return reduce(s);
-  };
-  if constexpr (centred(kNorm)) stats.mean = mean_of<T>(total([](const Tile& x) { return sum(x); }), a);
-  if constexpr (!tanh_of(kNorm)) stats.rstd = inverse_root<T>(total([&](const Tile& x) { return squares(x, stats.mean, at); }), a);
+  using Statistics = norm::Statistics<T, kNorm, true>;
+  RowReduce<typename Statistics::Parts> reduce;
+  const Stats stats = Statistics::of(a, reduce, {a, at.row}, [&](auto f) {
+    for (at.from = 0; at.from < end; at.from += Tile::covered()) f(Input<T, Tile, kNorm>(a, at).get(a, at), at);
+  });
   for (at.from = 0; at.from < end; at.from += Tile::covered()) {
     const Input<T, Tile, kNorm> input(a, at);
     const Vectors<W, Tile, kNorm> shared(a, at);
@@ -172,22 +248,18 @@ LIGER_REGISTER(norm_forward, [](const NormForward& a, Stream s) {
   dispatch_args(a, [&]<class T, class W, Norm kOne>() {
     constexpr Norm kNorm = kOne == Norm::Each ? Norm::Modulated : kOne;  // which are one here
     const Memory memory{{a.x, a.residual, (const void*)a.s, (const void*)a.y}, {a.w, a.b, a.scale, a.shift}};
-    constexpr int kVec = 16 / sizeof(T), kPieces = 4;
+    constexpr int kVec = 16 / sizeof(T);
     // A second matrix fills the registers of a longer row's threads with loads; where there is one alone, shared memory keeps more on their way.
     const int most = kNorm == Norm::Added ? 512 : 8192 / kItems<T, W>;
-    if (dispatch_tile<T, kItems<T, W>, 16, false>(a.cols, {.few = 128, .most = most}, memory, [&]<class Tile>(Tiling t) {
-          launch(forward_kernel<T, W, Tile, kNorm>, Rows<Tile>::grid(t, a.rows), s, a);
+    if (dispatch_tile<T, kItems<T, W>, 0, false>(a.cols, {.few = 128, .most = most}, memory, [&]<class Tile>(Tiling t) {
+          launch(forward_kernel<T, W, Tile, kNorm>, t.of_rows(a.rows), s, a);
         }))
       return;
-    if (dispatch_tile<T, kVec * kPieces, 0, true>(a.cols, {.few = 512, .most = 512}, memory, [&]<class Tile>(Tiling t) {
+    const Threads block = Threads{.few = 128, .most = 512}.with(ForwardShared<T, W, Piece<T, Fit::Whole>, kNorm, 4>::kBytes);
+    if (dispatch_tile<T, kVec * 4, kVec * 3, true>(a.cols, block, memory, [&]<class Tile>(Tiling t) {
           using In = Piece<T, Tile::kFit>;
-          const int bytes = Ring<T, In, kNorm == Norm::Added ? 2 : 1, kPieces>::shared_bytes(t);
-          if (bytes > shared_bytes_of_block()) return false;
-          // As many rows at once as fit on the device, then as few as take no more turns.
-          const int64_t blocks = std::min(shared_bytes() / (bytes + 2048), 65536 / (kWideRegisters * int(t.threads.x)));
-          const int64_t most = std::max<int64_t>(1, blocks * multiprocessors(current_device()) * (t.cluster > 2 ? 15 : 16) / (16 * t.cluster)), turns = (a.rows + most - 1) / most;
-          launch(forward_wide_kernel<T, W, In, kNorm, kPieces>, t.grid((a.rows + turns - 1) / turns, bytes), s, a);
-          return true;
+          constexpr int kPieces = Tile::kItems / kVec;
+          launch(forward_ring_kernel<T, W, In, kNorm, kPieces>, t.walking(a.rows, ring_registers(kNorm, In::kFit), ForwardShared<T, W, In, kNorm, kPieces>::kBytes), s, a);
         }))
       return;
     dispatch_walk<T, 16>(a.cols, memory, [&]<class Tile>(Tiling t) { launch(forward_long_kernel<T, W, Tile, kNorm>, t.grid(a.rows), s, a); });

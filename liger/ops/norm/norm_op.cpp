@@ -79,25 +79,25 @@ Gradients backward(const char* name, Norm norm, const Tensor& dy_, const OptTens
     return {d.x, zeros(wants.w, inputs.w), zeros(wants.b, inputs.b), zeros(wants.alpha, inputs.alpha), zeros(wants.scale, inputs.scale), zeros(wants.shift, inputs.shift)};
   }
   auto a = in.describe<NormBackward>(norm);
-  const bool own = a.norm == Norm::Each;
-  const Tensor first = empty_shares(in.x, own ? 1 : a.modulations);
-  const auto sums = [&](bool wanted) { return wanted ? at::empty_like(first) : Tensor(); };
-  const Tensor dw = wants.w ? first : Tensor(), db = sums(wants.b), dalpha = sums(wants.alpha);
-  d.scale = own && wants.scale ? at::empty_like(in.scale) : sums(wants.scale), d.shift = own && wants.shift ? at::empty_like(in.scale) : sums(wants.shift);
+  const bool own = a.norm == Norm::Each, shared = a.norm == Norm::Modulated;
+  const int64_t sets = shared ? a.modulations : 1;
+  a.shares = sets * row_share_count(in.x, sets);
+  const auto sums = [&](bool wanted, int64_t cols) { return wanted ? empty_shares(in.x, a.shares, cols) : Tensor(); };
+  const auto like_scale = [&](bool wanted) { return own && wanted ? at::empty_like(in.scale) : Tensor(); };
+  const Tensor dw = sums(wants.w || (shared && wants.scale), a.cols), db = sums(wants.b || (shared && wants.shift), a.cols), dalpha = sums(wants.alpha, 1);
+  d.scale = like_scale(wants.scale), d.shift = like_scale(wants.shift);
   a.dy = data(dy), a.ds = data(ds), a.mean = data<float>(mean), a.rstd = data<float>(rstd), a.dx = data<void>(d.x);
   a.dw = data<float>(dw), a.db = data<float>(db), a.dalpha = data<float>(dalpha), a.dscale = data<void>(d.scale), a.dshift = data<void>(d.shift);
-  a.shares = first.size(0) * first.size(1), a.offset = float(rounding.offset), a.casting = parse(name, rounding.casting);
+  a.offset = float(rounding.offset), a.casting = parse(name, rounding.casting);
   run(norm_backward, in.x, a);
-  const auto vector = [&](const Tensor& shares, at::ScalarType dtype) {
-    return total(shares.view({1, a.shares, a.cols}), dtype).view(-1);
-  };
-  if (wants.w) d.w = vector(dw, inputs.w->scalar_type());
-  if (wants.b) d.b = vector(db, inputs.b->scalar_type());
-  if (wants.alpha) d.alpha = vector(dalpha, at::kFloat).sum().to(inputs.alpha->scalar_type()).view(inputs.alpha->sizes());
-  const auto modulation = [&](Tensor& t, const OptTensor& like) {
-    if (t.defined()) t = (own ? t : total(t, like->scalar_type())).to(like->scalar_type()).view(like->sizes());
-  };
-  modulation(d.scale, inputs.scale), modulation(d.shift, inputs.shift);
+  if (wants.w) d.w = total(dw, inputs.w->scalar_type(), shared ? in.scale : Tensor(), 1).view(-1);
+  if (wants.b) d.b = total(db, inputs.b->scalar_type()).view(-1);
+  if (wants.alpha) d.alpha = total(dalpha, inputs.alpha->scalar_type()).view(inputs.alpha->sizes());
+  const auto of_sets = [&](const Tensor& sums) { return sums.view({sets, -1, a.cols}); };
+  if (shared && wants.scale) d.scale = total(of_sets(dw), inputs.scale->scalar_type(), in.w, rounding.offset);
+  if (shared && wants.shift) d.shift = total(of_sets(db), inputs.shift->scalar_type());
+  if (wants.scale) d.scale = d.scale.view(inputs.scale->sizes());
+  if (wants.shift) d.shift = d.shift.to(inputs.shift->scalar_type()).view(inputs.shift->sizes());
   return d;
 }
 

@@ -4,6 +4,8 @@
 namespace liger::cuda::poly_norm {
 namespace {
 
+constexpr int kRegisters = 56;
+
 using Powers = Sums<3>;  // of x³, x², x
 using Totals = Sums<4>;  // S₃, S₂, S₁ and Σ dy
 
@@ -33,8 +35,10 @@ __device__ void output(const PolyNormForward& a, const Tile& x, const float* rst
   store<T>(Tile::map([=](float x) { return ((k.v[0] * x + k.v[1]) * x + k.v[2]) * x + b; }, x), a.y, at);
 }
 
-__device__ inline Powers::Value inverse_roots(Powers::Value sums, const PolyNormForward& a) {
-  for (float& s : sums.v) s = 1 / sqrtf(s / a.cols + a.eps);  // rsqrtf would be off by up to two units
+/// 1 / sqrt(mean + eps); exact to a float's last place where that shows.
+template <class T>
+__device__ Powers::Value inverse_roots(Powers::Value sums, const PolyNormForward& a) {
+  for (float& s : sums.v) s = sizeof(T) == 2 ? rsqrtf(s * (1.f / a.cols) + a.eps) : 1 / sqrtf(s / a.cols + a.eps);
   return sums;
 }
 
@@ -43,33 +47,44 @@ __device__ inline void keep(const PolyNormForward& a, const Powers::Value& rstd,
     for (int p = 0; p < 3; ++p) a.rstd[row * 3 + p] = rstd.v[p];
 }
 
-template <class T, class Tile>
-__device__ Tile slope(const PolyNormBackward& a, const Tile& x, const Tile& dy, const Totals::Value& sums, int64_t row) {
-  const float* r = a.rstd + row * 3;
+__device__ inline Powers::Value inverse_roots_of(const PolyNormBackward& a, int64_t row) {
+  Powers::Value r{};
+  if (row < a.rows)
+    for (int p = 0; p < 3; ++p) r.v[p] = a.rstd[row * 3 + p];
+  return r;
+}
+
+template <class Tile>
+__device__ Tile slope(const PolyNormBackward& a, const Tile& x, const Tile& dy, const Powers::Value& rstd, const Totals::Value& sums) {
+  const float* r = rstd.v;
   const auto k = factors(a.w, r);
-  const float c3 = 3 * k.v[0] * r[0] * r[0] * sums.v[0] / a.cols, c2 = 2 * k.v[1] * r[1] * r[1] * sums.v[1] / a.cols, c1 = k.v[2] * r[2] * r[2] * sums.v[2] / a.cols;
+  const float a_col = 1.f / a.cols;
+  const float c3 = 3 * k.v[0] * r[0] * r[0] * sums.v[0] * a_col, c2 = 2 * k.v[1] * r[1] * r[1] * sums.v[1] * a_col, c1 = k.v[2] * r[2] * r[2] * sums.v[2] * a_col;
   return Tile::map([=](float x, float dy) {
     const float x2 = x * x;
     return dy * (3 * k.v[0] * x2 + 2 * k.v[1] * x + k.v[2]) - ((c3 * x2 + c2) * x2 + c1) * x;
   }, x, dy);
 }
 
-/// What a row adds to dw and db.
-__device__ inline Totals::Value contribution(const PolyNormBackward& a, Totals::Value sums, int64_t row) {
-  for (int p = 0; p < 3; ++p) sums.v[p] *= a.rstd[row * 3 + p];
-  return sums;
+/// Adds to dw and db what a row does.
+__device__ inline void collect(Totals::Value& total, Totals::Value sums, const Powers::Value& rstd) {
+  for (int p = 0; p < 3; ++p) sums.v[p] *= rstd.v[p];
+  total = Totals()(total, sums);
 }
 
-template <class T, class Tile>
-__global__ void __maxnreg__(64) forward_kernel(PolyNormForward a) {
-  const Rows<Tile> rows;
-  Place at = Tile::template place<T>(a.x, rows.first, a.rows, a.cols);
-  RowReduce<Powers> reduce;
-  for (int i = 0; i < rows.kCount; ++i, at.row += rows.step) {
-    const Tile x = load<T, Tile>(a.x, at);
-    const auto rstd = inverse_roots(reduce(gather<Powers>(powers, x)), a);
-    output<T>(a, x, rstd.v, at);
-    keep(a, rstd, at.row);
+/// kPieces packs of a row a thread; the next row is on its way to shared memory while a block works on one.
+template <class T, class Tile, int kPieces>
+__global__ void __maxnreg__(kRegisters) forward_kernel(PolyNormForward a) {
+  Ring<T, Tile, 1, kPieces> ring(Tile::row(), a.rows, a.cols, a.x);
+  RowReduce<Powers, Tile::kSpread> reduce;
+  for (int64_t row = Tile::row(); row - threadIdx.y < a.rows; row += Tile::step()) {
+    ring.turn(row + Tile::step());
+    const auto each_piece = [&](auto f) { for_each_piece<kPieces>([&](int piece) { f(to_tile(ring.get(0, piece)), ring.place(row, piece)); }); };
+    Powers::Value sums{};
+    each_piece([&](const Tile& x, const Place&) { sums = Powers()(sums, gather<Powers>(powers, x)); });
+    const auto rstd = inverse_roots<T>(reduce(sums), a);
+    each_piece([&](const Tile& x, const Place& at) { output<T>(a, x, rstd.v, at); });
+    keep(a, rstd, row);
   }
 }
 
@@ -81,38 +96,40 @@ __global__ void __launch_bounds__(kTileThreads) forward_long_kernel(PolyNormForw
   RowReduce<Powers> reduce;
   Powers::Value sums{};
   for (at.from = 0; at.from < end; at.from += Tile::covered()) sums = Powers()(sums, gather<Powers>(powers, load<T, Tile>(a.x, at)));
-  const auto rstd = inverse_roots(reduce(sums), a);
+  const auto rstd = inverse_roots<T>(reduce(sums), a);
   for (at.from = 0; at.from < end; at.from += Tile::covered()) output<T>(a, load<T, Tile>(a.x, at), rstd.v, at);
   keep(a, rstd, at.row);
 }
 
-/// A share walks every shares-th group of rows and fetches the next one while it works.
-template <class T, class Tile>
-__global__ void __launch_bounds__(kTileThreads) backward_kernel(PolyNormBackward a) {
-  __shared__ Totals::Value of_rows[kTileThreads];
-  const int64_t share = Tile::group(), step = a.shares * blockDim.y;
+/// As forward_kernel; a share walks along every shares-th group of rows.
+template <class T, class Tile, int kPieces>
+__global__ void __maxnreg__(64) backward_kernel(PolyNormBackward a) {
   RowReduce<Totals, Tile::kSpread> reduce;
   Totals::Value total{};
-  Place at = Tile::template place<T>(a.x, share * blockDim.y + threadIdx.y, a.rows, a.cols);
-  auto next_x = fetch<T, Tile, true>(a.x, at), next_dy = fetch<T, Tile, true>(a.dy, at);
-  for (int64_t first = share * blockDim.y; first < a.rows; first += step) {
-    complete<T>(next_x, a.x, at), complete<T>(next_dy, a.dy, at);
-    const Tile x = unpack(next_x, at), dy = unpack(next_dy, at);
-    const Place here = at;
-    at.row += step;
-    next_x = fetch<T, Tile, true>(a.x, at), next_dy = fetch<T, Tile, true>(a.dy, at);
-    const auto sums = reduce(gather<Totals>(products, x, dy));
-    if (here.row >= a.rows) continue;
-    total = Totals()(total, contribution(a, sums, here.row));
-    if (a.dx) store<T>(slope<T>(a, x, dy, sums, here.row), a.dx, here);
+  Ring<T, Tile, 2, kPieces> ring(Tile::row(), a.rows, a.cols, a.x, a.dy);
+  auto next = inverse_roots_of(a, Tile::row());
+  for (int64_t row = Tile::row(); row - threadIdx.y < a.rows; row += Tile::step()) {
+    const auto rstd = next;
+    ring.turn(row + Tile::step());
+    next = inverse_roots_of(a, row + Tile::step());
+    const auto each_piece = [&](auto f) {
+      for_each_piece<kPieces>([&](int piece) { f(to_tile(ring.get(0, piece)), to_tile(ring.get(1, piece)), ring.place(row, piece)); });
+    };
+    Totals::Value sums{};
+    each_piece([&](const Tile& x, const Tile& dy, const Place&) { sums = Totals()(sums, gather<Totals>(products, x, dy)); });
+    sums = reduce(sums);
+    collect(total, sums, rstd);
+    if (a.dx) each_piece([&](const Tile& x, const Tile& dy, const Place& at) { store<T>(slope(a, x, dy, rstd, sums), a.dx, at); });
   }
+  auto* of_rows = shared_memory<Totals::Value>();
+  copies_done();  // the last one's zeros too
+  __syncthreads();
   if (threadIdx.x == 0) of_rows[threadIdx.y] = total;
   __syncthreads();
   if (threadIdx.x == 0 && threadIdx.y == 0 && (!Tile::kSpread || cluster_rank() == 0)) {
     for (int y = 1; y < int(blockDim.y); ++y) total = Totals()(total, of_rows[y]);
-    for (int p = 0; p < 4; ++p) a.sums[share * 4 + p] = total.v[p];
+    for (int p = 0; p < 4; ++p) a.sums[Tile::group() * 4 + p] = total.v[p];
   }
-  reduce.finish();
 }
 
 template <class T, class Tile>
@@ -122,13 +139,14 @@ __global__ void __launch_bounds__(kTileThreads) backward_long_kernel(PolyNormBac
   for (int64_t row = blockIdx.x; row < a.rows; row += a.shares) {
     Place at = Tile::template place<T>(a.x, row, a.rows, a.cols);
     const int64_t end = a.cols + at.shift;
+    const auto rstd = inverse_roots_of(a, row);
     Totals::Value sums{};
     for (at.from = 0; at.from < end; at.from += Tile::covered())
       sums = Totals()(sums, gather<Totals>(products, load<T, Tile>(a.x, at), load<T, Tile>(a.dy, at)));
     sums = reduce(sums);
-    total = Totals()(total, contribution(a, sums, row));
+    collect(total, sums, rstd);
     for (at.from = 0; a.dx && at.from < end; at.from += Tile::covered())
-      store<T>(slope<T>(a, load<T, Tile>(a.x, at), load<T, Tile>(a.dy, at), sums, row), a.dx, at);
+      store<T>(slope(a, load<T, Tile>(a.x, at), load<T, Tile>(a.dy, at), rstd, sums), a.dx, at);
   }
   if (threadIdx.x == 0)
     for (int p = 0; p < 4; ++p) a.sums[blockIdx.x * 4 + p] = total.v[p];
@@ -139,17 +157,28 @@ __global__ void __launch_bounds__(kTileThreads) backward_long_kernel(PolyNormBac
 LIGER_REGISTER(poly_norm_forward, [](const PolyNormForward& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
     const Memory memory{{a.x, (const void*)a.y}, {}};
-    if (!dispatch_tile<T, 16, 16, false>(a.cols, {.few = 128, .most = 512}, memory, [&]<class Tile>(Tiling t) { launch(forward_kernel<T, Tile>, Rows<Tile>::grid(t, a.rows), s, a); }))
-      dispatch_walk<T, 16>(a.cols, memory, [&]<class Tile>(Tiling t) { launch(forward_long_kernel<T, Tile>, t.grid(a.rows), s, a); });
+    constexpr int kPieces = 4, kWidth = 16 / sizeof(T) * kPieces;
+    const Threads block = Threads{.few = 128, .most = 512}.with(Ring<T, Piece<T, Fit::Whole>, 1, kPieces>::kBytes);
+    if (dispatch_tile<T, kWidth, kWidth, true>(a.cols, block, memory, [&]<class Tile>(Tiling t) {
+          using In = Piece<T, Tile::kFit>;
+          launch(forward_kernel<T, In, kPieces>, t.walking(a.rows, kRegisters, Ring<T, In, 1, kPieces>::kBytes), s, a);
+        }))
+      return;
+    dispatch_walk<T, 16>(a.cols, memory, [&]<class Tile>(Tiling t) { launch(forward_long_kernel<T, Tile>, t.grid(a.rows), s, a); });
   });
 });
 LIGER_REGISTER(poly_norm_backward, [](const PolyNormBackward& a, Stream s) {
   if (a.rows == 0) return;
   dispatch(a.dtype, [&]<class T>() {
     const Memory memory{{a.dy, a.x, (const void*)a.dx}, {}};
-    constexpr Threads block{.few = 512, .most = kTileThreads};
-    if (!dispatch_tile<T, 8, 8, true>(a.cols, block, memory, [&]<class Tile>(Tiling t) { launch(backward_kernel<T, Tile>, t.grid(a.shares), s, a); }))
-      dispatch_walk<T, 8>(a.cols, memory, [&]<class Tile>(Tiling t) { launch(backward_long_kernel<T, Tile>, t.grid(a.shares), s, a); });
+    constexpr int kPieces = 2, kWidth = 16 / sizeof(T) * kPieces;
+    const Threads block = Threads{.few = 512, .most = kTileThreads}.with(Ring<T, Piece<T, Fit::Whole>, 2, kPieces>::kBytes);
+    if (dispatch_tile<T, kWidth, kWidth, true>(a.cols, block, memory, [&]<class Tile>(Tiling t) {
+          using In = Piece<T, Tile::kFit>;
+          launch(backward_kernel<T, In, kPieces>, t.grid(a.shares, int(t.threads.x * t.threads.y) * Ring<T, In, 2, kPieces>::kBytes), s, a);
+        }))
+      return;
+    dispatch_walk<T, 8>(a.cols, memory, [&]<class Tile>(Tiling t) { launch(backward_long_kernel<T, Tile>, t.grid(a.shares), s, a); });
   });
 });
 

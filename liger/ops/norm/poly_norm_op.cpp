@@ -34,7 +34,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dy_, const Tensor& x_,
   const Tensor x = x_.contiguous(), dy = dy_.contiguous(), dx = with_dx ? output(at::empty_like(x)) : Tensor();
   const auto zeros = [](bool wanted, const Tensor& like) { return wanted ? at::zeros_like(like) : Tensor(); };
   if (x.is_meta() || rows(x) == 0) return {dx, zeros(with_dw, w_), zeros(with_db, b)};
-  const Tensor w = floats(w_), sums = at::empty({1, row_share_count(x), 4}, x.options().dtype(at::kFloat));
+  const Tensor w = floats(w_), sums = empty_shares(x, row_share_count(x), 4);
   run(poly_norm_backward, x,
       {.dy = data(dy), .x = data(x), .w = data<float>(w), .rstd = data<float>(rstd), .dx = data<void>(dx), .sums = data<float>(sums), .rows = rows(x), .cols = cols(x),
        .shares = sums.size(1), .dtype = dtype_of(x)});

@@ -259,11 +259,18 @@ inline void tensor_multiply_add(int (&sum)[4], const unsigned (&a)[4], const int
       }
 }
 
-/// A static shared variable lies at the same distance from `base` on every thread.
-template <class T>
-const T* of_block(const T* p, int rank) {
-  return reinterpret_cast<const T*>(reinterpret_cast<const char*>(p) - &emulation::base + emulation::cluster->bases[rank]);
-}
+template <class V>
+struct Post {
+  template <class F>
+  void operator()(const V& v, F f) {
+    static thread_local V shown;
+    if (emulation::linear_thread() == 0) shown = v;
+    cluster_sync();
+    // A static shared variable lies at the same distance from `base` on every thread.
+    for (char* base : emulation::cluster->bases) f(*reinterpret_cast<const V*>(reinterpret_cast<const char*>(&shown) - &emulation::base + base));
+    cluster_sync();
+  }
+};
 
 template <class T>
 float2 to_floats(unsigned word) {
@@ -281,7 +288,10 @@ unsigned to_word(float low, float high) {
 }
 
 inline void store16(void* p, uint4 v) { *static_cast<uint4*>(p) = v; }
-inline void copy_async16(void* shared, const void* global) { std::memcpy(shared, global, 16); }
+template <bool kNear = false>
+void copy_async16(void* shared, const void* global, int bytes = 16) {
+  std::memcpy(shared, global, bytes), std::memset(static_cast<char*>(shared) + bytes, 0, 16 - bytes);
+}
 inline void copies_done() {}
 inline void close_copies() {}
 inline void await_copies(int) {}
