@@ -1,4 +1,4 @@
-#include "liger/core/cuda/tile.cuh"
+#include "liger/core/cuda/ring.cuh"
 #include "liger/ops/norm/poly_norm.h"
 
 namespace liger::cuda::poly_norm {

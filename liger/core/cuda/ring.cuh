@@ -1,0 +1,94 @@
+#pragma once
+#include "liger/core/cuda/tile.cuh"
+
+namespace liger::cuda {
+
+/// f(piece) for each of kPieces.
+template <int kPieces, class F>
+__device__ void for_each_piece(F f) {
+#pragma unroll
+  for (int piece = 0; piece < kPieces; ++piece) f(piece);
+}
+
+/// Rows of kMatrices matrices on their way to shared memory: the next one comes while a block works on one, which all its passes find
+/// there, with zeros beside it. A thread has kPieces pieces of a row, a pack each, and meets no others, so that no barrier is needed. All
+/// rows that threadIdx.y walks along begin alike between two 16-byte boundaries.
+template <class T, class Tile, int kMatrices, int kPieces>
+struct Ring {
+  static constexpr int kWidth = Tile::kWidth;
+  using Pack = cuda::Pack<T, kWidth>;
+  static_assert(Tile::kItems == kWidth);
+  int64_t rows, cols;
+  const void* matrices[kMatrices];  // nothing comes where null
+  int shift, stage = 0;
+
+  static constexpr int kBytes = 2 * kMatrices * kPieces * int(sizeof(Pack));  // of shared memory a thread
+
+  /// Sends for row `first`.
+  template <class... Pointers>
+  __device__ Ring(int64_t first, int64_t rows, int64_t cols, Pointers... of) : rows(rows), cols(cols), matrices{of...} {
+    shift = Tile::template place<T>(matrices[0], first, rows, cols).shift;
+    fetch(first);
+  }
+
+  __device__ Place place(int64_t row, int piece) const { return {row, rows, cols, shift, piece * Tile::covered()}; }
+
+  /// The row sent for last is this one now; row `next` is sent for.
+  __device__ void turn(int64_t next) {
+    copies_done();
+    stage ^= 1;
+    if (Tile::kFit == Fit::Peeled && threadIdx.x == 0)
+#pragma unroll
+      for (int m = 0; m < kMatrices; ++m)
+        for (int j = 0; j < shift; ++j) reinterpret_cast<T*>(slot(stage, m, 0))[j] = T(0.f);
+    fetch(next);
+  }
+
+  __device__ Raw<T, Tile> get(int matrix, int piece) const { return {*slot(stage, matrix, piece)}; }
+  __device__ void put(const Raw<T, Tile>& raw, int matrix, int piece) { *slot(stage, matrix, piece) = raw.packs[0]; }
+
+ private:
+  __device__ void fetch(int64_t row) {
+    for_each_piece<kPieces>([&](int piece) {
+      const Place at = place(row, piece);
+      const int c = Tile::column(0, at), left = int(cols - at.from) - c;
+      if (Tile::kFit == Fit::Peeled && row + 1 == rows && left > 0 && left < kWidth) return fetch_last(row, piece, c, left);
+      const int bytes = row >= rows || left <= 0 ? 0 : Tile::kFit == Fit::Peeled ? min(left, kWidth) * int(sizeof(T)) : 16;
+#pragma unroll
+      for (int m = 0; m < kMatrices; ++m)
+        if (matrices[m]) copy_async16<Tile::kFit == Fit::Peeled>(slot(stage ^ 1, m, piece), static_cast<const T*>(matrices[m]) + row * cols + at.from + c, bytes);
+    });
+  }
+
+  /// The last pack, behind which there may be nothing.
+  __device__ void fetch_last(int64_t row, int piece, int c, int left) {
+    const int64_t at = int64_t(piece) * Tile::covered() + c;
+    for (int m = 0; m < kMatrices; ++m)
+      for (int j = 0; matrices[m] && j < kWidth; ++j)
+        reinterpret_cast<T*>(slot(stage ^ 1, m, piece))[j] = j < left && at + j >= 0 ? static_cast<const T*>(matrices[m])[row * cols + at + j] : T(0.f);
+  }
+
+  __device__ static Pack* slot(int stage, int matrix, int piece) {
+    return shared_memory<Pack>() + ((stage * kMatrices + matrix) * kPieces + piece) * Tile::threads() + Tile::thread();
+  }
+};
+
+/// Vectors that a block's rows share, in shared memory as the rows lie there, after kAfter bytes a thread: each has its own packs.
+template <class T, class Tile, int kVectors, int kPieces, int kAfter>
+struct Shelf {
+  using Pack = cuda::Pack<T, Tile::kWidth>;
+  static constexpr int kBytes = kVectors * kPieces * int(sizeof(Pack));
+  __device__ static void put(const Raw<T, Tile>& raw, int vector, int piece) { *slot(vector, piece) = raw.packs[0]; }
+  __device__ static Raw<T, Tile> get(int vector, int piece) { return {*slot(vector, piece)}; }
+
+ private:
+  __device__ static Pack* slot(int vector, int piece) {
+    return reinterpret_cast<Pack*>(shared_memory<char>() + kAfter * Tile::threads()) + (vector * kPieces + piece) * Tile::threads() + Tile::thread();
+  }
+};
+
+/// One pack a thread.
+template <class T, Fit kFit>
+using Piece = Tile<16 / sizeof(T), 16 / sizeof(T), kFit>;
+
+}  // namespace liger::cuda
