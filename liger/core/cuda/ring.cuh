@@ -33,14 +33,15 @@ struct Ring {
 
   __device__ Place place(int64_t row, int piece) const { return {row, rows, cols, shift, piece * Tile::covered()}; }
 
-  /// The row sent for last is this one now; row `next` is sent for.
-  __device__ void turn(int64_t next) {
+  /// `row`, sent for last, is this one now; row `next` is sent for.
+  __device__ void turn(int64_t row, int64_t next) {
     copies_done();
     stage ^= 1;
     if (Tile::kFit == Fit::Peeled && threadIdx.x == 0)
 #pragma unroll
       for (int m = 0; m < kMatrices; ++m)
         for (int j = 0; j < shift; ++j) reinterpret_cast<T*>(slot(stage, m, 0))[j] = T(0.f);
+    if (Tile::kFit == Fit::Peeled && row + 1 == rows) complete(row);
     fetch(next);
   }
 
@@ -49,23 +50,28 @@ struct Ring {
 
  private:
   __device__ void fetch(int64_t row) {
+    const int least = Tile::kFit == Fit::Peeled && row + 1 == rows ? kWidth : 0;
     for_each_piece<kPieces>([&](int piece) {
       const Place at = place(row, piece);
       const int c = Tile::column(0, at), left = int(cols - at.from) - c;
-      if (Tile::kFit == Fit::Peeled && row + 1 == rows && left > 0 && left < kWidth) return fetch_last(row, piece, c, left);
-      const int bytes = row >= rows || left <= 0 ? 0 : Tile::kFit == Fit::Peeled ? min(left, kWidth) * int(sizeof(T)) : 16;
+      const int bytes = row >= rows || left <= 0 || left < least ? 0 : Tile::kFit == Fit::Peeled ? min(left, kWidth) * int(sizeof(T)) : 16;
 #pragma unroll
       for (int m = 0; m < kMatrices; ++m)
         if (matrices[m]) copy_async16<Tile::kFit == Fit::Peeled>(slot(stage ^ 1, m, piece), static_cast<const T*>(matrices[m]) + row * cols + at.from + c, bytes);
     });
   }
 
-  /// The last pack, behind which there may be nothing.
-  __device__ void fetch_last(int64_t row, int piece, int c, int left) {
-    const int64_t at = int64_t(piece) * Tile::covered() + c;
-    for (int m = 0; m < kMatrices; ++m)
-      for (int j = 0; matrices[m] && j < kWidth; ++j)
-        reinterpret_cast<T*>(slot(stage ^ 1, m, piece))[j] = j < left && at + j >= 0 ? static_cast<const T*>(matrices[m])[row * cols + at + j] : T(0.f);
+  /// What fetch leaves out: the matrices' last pack, behind which there may be nothing.
+  __device__ void complete(int64_t row) {
+#pragma unroll 1
+    for (int piece = 0; piece < kPieces; ++piece) {
+      const int64_t at = int64_t(piece) * Tile::covered() + Tile::column(0, place(row, piece)), left = cols - at;
+#pragma unroll 1
+      for (int m = 0; m < kMatrices && left > 0 && left < kWidth; ++m)
+#pragma unroll 1
+        for (int j = 0; matrices[m] && j < left; ++j)
+          if (at + j >= 0) reinterpret_cast<T*>(slot(stage, m, piece))[j] = static_cast<const T*>(matrices[m])[row * cols + at + j];
+    }
   }
 
   __device__ static Pack* slot(int stage, int matrix, int piece) {

@@ -154,7 +154,7 @@ __global__ void __maxnreg__(backward_registers(Tile::kFit, kPieces)) backward_ke
   Stats next_stats = stats_of<kNorm>(a, first, walk.end);
   for (int64_t row = first; row - threadIdx.y < walk.end; row += walk.step) {
     const Stats stats = next_stats;
-    ring.turn(row + walk.step);
+    ring.turn(row, row + walk.step);
     next_stats = stats_of<kNorm>(a, row + walk.step, walk.end);
     const auto projected = [&](int piece, typename Projections::Value& sums) {
       Backward b{.a = a, .x = to_tile(ring.get(0, piece)), .dy = to_tile(ring.get(1, piece)), .w = to_tile(Shelf::get(0, piece)) + plus, .stats = stats, .alpha = alpha};

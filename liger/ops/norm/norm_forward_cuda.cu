@@ -199,7 +199,7 @@ __global__ void __maxnreg__(ring_registers(kNorm, Tile::kFit)) forward_ring_kern
 #pragma unroll 1
   for (int64_t row = first; row - threadIdx.y < a.rows; row += Tile::step()) {
     const auto ahead = next;
-    ring.turn(row + Tile::step());
+    ring.turn(row, row + Tile::step());
     next = {a, row + Tile::step()};
     constexpr bool kEarly = meets_early(kNorm, Tile::kFit);
     Vectors<W, Tile, kNorm> early[kEarly ? kPieces : 1];

@@ -78,7 +78,7 @@ __global__ void __maxnreg__(kRegisters) forward_kernel(PolyNormForward a) {
   Ring<T, Tile, 1, kPieces> ring(Tile::row(), a.rows, a.cols, a.x);
   RowReduce<Powers, Tile::kSpread> reduce;
   for (int64_t row = Tile::row(); row - threadIdx.y < a.rows; row += Tile::step()) {
-    ring.turn(row + Tile::step());
+    ring.turn(row, row + Tile::step());
     const auto each_piece = [&](auto f) { for_each_piece<kPieces>([&](int piece) { f(to_tile(ring.get(0, piece)), ring.place(row, piece)); }); };
     Powers::Value sums{};
     each_piece([&](const Tile& x, const Place&) { sums = Powers()(sums, gather<Powers>(powers, x)); });
@@ -110,7 +110,7 @@ __global__ void __maxnreg__(64) backward_kernel(PolyNormBackward a) {
   auto next = inverse_roots_of(a, Tile::row());
   for (int64_t row = Tile::row(); row - threadIdx.y < a.rows; row += Tile::step()) {
     const auto rstd = next;
-    ring.turn(row + Tile::step());
+    ring.turn(row, row + Tile::step());
     next = inverse_roots_of(a, row + Tile::step());
     const auto each_piece = [&](auto f) {
       for_each_piece<kPieces>([&](int piece) { f(to_tile(ring.get(0, piece)), to_tile(ring.get(1, piece)), ring.place(row, piece)); });
