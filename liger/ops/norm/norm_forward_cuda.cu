@@ -138,10 +138,10 @@ template <class T, class W>
 inline constexpr int kItems = 64 / std::max(sizeof(T), sizeof(W));
 
 /// Few registers, so that enough blocks share an SM: one loads while another reduces and a third stores.
-constexpr int forward_registers(Norm n, int bytes_w) { return bytes_w == 2 ? 80 : 64; }
+constexpr int forward_registers(int bytes_w) { return bytes_w == 2 ? 80 : 64; }
 
 template <class T, class W, class Tile, Norm kNorm>
-__global__ void __maxnreg__(forward_registers(kNorm, sizeof(W))) forward_kernel(NormForward a) {
+__global__ void __maxnreg__(forward_registers(sizeof(W))) forward_kernel(NormForward a) {
   const Place at{Tile::row(), a.rows, a.cols};
   const Input<T, Tile, kNorm> input(a, at);
   const Vectors<W, Tile, kNorm> shared(a, at);
