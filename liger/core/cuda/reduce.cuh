@@ -3,12 +3,15 @@
 
 namespace liger::cuda {
 
-struct Sum {
-  using Value = float;
+template <class V>
+struct SumOf {
+  using Value = V;
   static __device__ Value identity() { return 0; }
   __device__ Value operator()(Value a, Value b) const { return a + b; }
   __device__ static Value shuffle(Value v, int lane) { return __shfl_xor_sync(~0u, v, lane); }
 };
+
+using Sum = SumOf<float>;
 
 /// n sums at once.
 template <int n>

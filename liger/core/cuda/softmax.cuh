@@ -49,16 +49,11 @@ struct OnlineSoftmax {
   /// Over groups of `lanes` lanes: the maximum first, so that each sum is scaled once.
   __device__ static Value lanes(Value v, int lanes) {
     const float top = reduce_lanes<Max>(v.max, lanes);
-    return {top, reduce_lanes<Add>(v.sum * factor(v.max, top), lanes)};
+    return {top, reduce_lanes<SumOf<Sum>>(v.sum * factor(v.max, top), lanes)};
   }
   struct Max {
     using Value = float;
     __device__ Value operator()(Value a, Value b) const { return fmaxf(a, b); }
-    __device__ static Value shuffle(Value v, int lane) { return __shfl_xor_sync(~0u, v, lane); }
-  };
-  struct Add {
-    using Value = Sum;
-    __device__ Value operator()(Value a, Value b) const { return a + b; }
     __device__ static Value shuffle(Value v, int lane) { return __shfl_xor_sync(~0u, v, lane); }
   };
 

@@ -139,7 +139,7 @@ __global__ void __maxnreg__(backward_registers(Tile::kFit, kPieces)) backward_ke
   using Projections = typename Backward::Projections;
   using Shared = BackwardShared<T, W, Tile, kNorm, kPieces>;
   using Shelf = typename Shared::Shelf;
-  const float alpha = tanh_of(kNorm) ? *a.alpha : 0, plus = kNorm != Norm::Modulated && a.w ? a.offset : kNorm == Norm::Modulated ? 0 : 1;
+  const float alpha = tanh_of(kNorm) ? *a.alpha : 0, plus = kNorm == Norm::Modulated ? 0 : a.w ? a.offset : 1;  // whose weight has it
   const int64_t share = Tile::group();
   const Walk walk = Walk::of<kNorm>(a, share);
   const int64_t first = walk.first + threadIdx.y;
