@@ -13,7 +13,7 @@ struct RowShares {
 inline constinit Kernel<RowShares> row_shares{"row_shares"};
 
 /// out = Σ_shares part · (factor + plus) for each group, in a fixed order.
-struct SumShares {
+struct ShareSum {
   const float* part;       // [groups, shares, cols]
   const void* factor;      // [groups · shares / per_factor, cols]; null: 1
   void* out;               // [groups, cols]
@@ -21,6 +21,13 @@ struct SumShares {
   int64_t per_factor;      // shares that have a row of factor together
   float plus;
   DType dtype, factor_dtype;  // dtype: of out
+};
+
+/// Several at once: alone, each takes less time than its launch.
+struct SumShares {
+  static constexpr int kMost = 4;
+  ShareSum sums[kMost];
+  int count;
 };
 inline constinit Kernel<SumShares> sum_shares{"sum_shares"};
 

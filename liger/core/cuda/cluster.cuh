@@ -3,68 +3,98 @@
 
 namespace liger::cuda {
 
-/// A cluster of blocks on each row of a matrix. What a block has loaded of its row, a Value a pack, stays in its shared memory for further
-/// passes, where that fits; where not, they load again.
-template <class T, class Value = typename Row<T>::Pack>
+/// A row of each of kMatrices matrices, seen as the packs of the first; `outside` stands for what is beside it.
+template <class T, int kMatrices>
+struct RowSet {
+  using Pack = typename Row<T>::Pack;
+  struct Packs { Pack of[kMatrices]; };
+  using Value = std::conditional_t<kMatrices == 1, Pack, Packs>;
+  Row<T> of[kMatrices];
+  T outside;
+
+  __device__ static Pack& pack(Value& v, int m) { return reinterpret_cast<Pack*>(&v)[m]; }
+
+  __device__ Value load(int k) const {
+    Value v;
+#pragma unroll
+    for (int m = 0; m < kMatrices; ++m) pack(v, m) = of[m].load(k, outside, of[0]);
+    return v;
+  }
+  __device__ Value blank() const {
+    Value v;
+#pragma unroll
+    for (int m = 0; m < kMatrices; ++m) pack(v, m) = Pack::filled(outside);
+    return v;
+  }
+};
+
+/// A cluster of blocks on each row. A block has its share of it in shared memory for further passes, where that fits; where not, it loads
+/// again.
+template <class T, int kMatrices = 1>
 struct Clusters {
-  static constexpr int kThreads = 384, kBlocks = 3;  // three blocks an SM: one loads while another reduces and a third stores
-  static constexpr int kKeptBytes = 66 * 1024;       // of a row that one block keeps: 2^15 elements of 16 bits, at any alignment
+  static constexpr int kThreads = 256, kBlocks = 3;  // three blocks a multiprocessor: one loads while another reduces and a third stores
+  static constexpr int kKeptBytes = 66 * 1024;       // of a row that a block keeps: 2^15 elements of 16 bits, at any alignment
   static constexpr int kMost = 8;                    // blocks on a row
-  static constexpr int kLoads = 64 / sizeof(Value);  // a thread's in flight
-  static constexpr int kGroups = 4;                  // of copies to shared memory
+  static constexpr int kEnough = 4096;               // blocks for all multiprocessors: more are not needed where nothing is kept
+  static constexpr int kGroups = 4;                  // of copies to shared memory, which are worked on as they come
+  using RowSet = cuda::RowSet<T, kMatrices>;
+  using Value = typename RowSet::Value;
   int64_t rows;
   int blocks, share;                                 // blocks on a row, packs of a block
   bool kept;
 
-  /// keep: there are further passes.
-  Clusters(int64_t rows, int64_t cols, bool keep = true) : rows(rows) {
-    const int64_t packs = cols / Row<T>::kWidth + 2;  // as many as a row of any alignment touches
-    blocks = int(std::clamp<int64_t>((packs * int64_t(sizeof(Value)) + kKeptBytes - 1) / kKeptBytes, 1, has_clusters() ? kMost : 1));
-    share = int((packs + blocks - 1) / blocks);
-    kept = keep && share * int64_t(sizeof(Value)) <= kKeptBytes;
+  /// aligned: all rows begin at 16-byte boundaries. keep: there are further passes.
+  Clusters(int64_t rows, int64_t cols, bool aligned, bool keep = true) : rows(rows) {
+    constexpr int kLine = 8;  // packs of a cache line, which no two blocks share
+    const int64_t packs = (cols + Row<T>::kWidth - 1) / Row<T>::kWidth + !aligned;  // as many as a row touches
+    const auto divided = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+    int64_t most = has_clusters() ? kMost : 1;
+    if (!keep) most = std::min(most, divided(kEnough, std::max<int64_t>(1, rows)));
+    blocks = int(std::clamp<int64_t>(divided(packs * kMatrices * 16, kKeptBytes), 1, most));
+    share = int(divided(packs, blocks * kLine) * kLine);
+    kept = keep && share * kMatrices * 16 <= kKeptBytes;
   }
 
   Grid grid() const {
-    return {.blocks = rows * blocks, .threads = kThreads, .shared_bytes = kept ? int(share * sizeof(Value)) : 0, .cluster = blocks};
+    return {.blocks = rows * blocks, .threads = kThreads, .shared_bytes = kept ? share * kMatrices * 16 : 0, .cluster = blocks};
   }
 
   __device__ int64_t row() const { return blockIdx.x / blocks; }
   /// The first thread on the row.
   __device__ bool first() const { return rank() == 0 && threadIdx.x == 0; }
+  /// Whether pack k of the row is this thread's.
+  __device__ bool mine(int k) const {
+    const int i = k - rank() * share;
+    return i >= 0 && i < share && i % kThreads == int(threadIdx.x);
+  }
 
   struct Kept {};          // nothing of a thread's own
 
-  /// f(k, load(k)) for this block's packs of a row of so many. Single packs to be kept are sent for at once, by load.copy, in groups that
-  /// are worked on as they come.
-  template <class Load, class F>
-  __device__ void pass(Kept&, int packs, const Load& load, F f) const {
-    const Part part(*this, packs);
-    if constexpr (sizeof(Value) == 16)
-      if (kept) {
-        const int threads = blockDim.x, a_group = (part.end - part.begin + kGroups * threads - 1) / (kGroups * threads) * threads;
-        const auto each = [&](int group, auto g) {
-          const int begin = part.begin + group * a_group, end = min(begin + a_group, part.end);
-          for (int k = begin + int(threadIdx.x); k < end; k += threads) g(k, part.values[k - part.begin]);
-        };
-        for (int group = 0; group < kGroups; ++group) each(group, [&](int k, Value& v) { load.copy(k, &v); }), close_copies();
-#pragma unroll 1
-        for (int group = 0; group < kGroups; ++group) await_copies(kGroups - 1 - group), each(group, f);
-        return;
-      }
-    for_each_load<kLoads>(part.begin, part.end, load, [&](int k, const Value& v) {
-      if (kept) part.values[k - part.begin] = v;
-      f(k, v);
-    });
+  /// Sends for the row's first packs, before it is known whether it is wanted.
+  __device__ void begin(Kept&, const RowSet& x) const {
+    if (kept) send(Part(*this, x), x, 0);
   }
 
-  /// The same once more.
-  template <class Load, class F>
-  __device__ void again(const Kept&, int packs, const Load& load, F f) const {
-    const Part part(*this, packs);
-    if (kept)
-      for (int k = part.begin + threadIdx.x; k < part.end; k += blockDim.x) f(k, part.values[k - part.begin]);
-    else
-      for_each_load<kLoads / 2>(part.begin, part.end, load, f);
+  /// f(k, values) for this thread's packs of the row, n at once, kThreads apart from k on. What is left over comes one at a time or, with
+  /// kFill, together with blanks. After begin.
+  template <int n, bool kFill, class F>
+  __device__ void pass(Kept&, const RowSet& x, F f) const {
+    const Part part(*this, x);
+    if (!kept) return for_each_batch<n, kFill>(part.begin, part.end, kThreads, x.blank(), [&](int k) { return x.load(k); }, f);
+    for (int group = 1; group < kGroups; ++group) send(part, x, group);
+#pragma unroll 1
+    for (int group = 0; group < kGroups; ++group) {
+      await_copies(kGroups - 1 - group);
+      for_each_batch<n, kFill>(part.first(group), part.first(group + 1), kThreads, x.blank(), part, f);
+    }
+  }
+
+  /// Once more, what is left over one at a time.
+  template <int n, class F>
+  __device__ void again(const Kept&, const RowSet& x, F f) const {
+    const Part part(*this, x);
+    if (kept) for_each_batch<n, false>(part.begin, part.end, kThreads, {}, part, f);
+    else for_each_batch<n, false>(part.begin, part.end, kThreads, {}, [&](int k) { return x.load(k); }, f);
   }
 
   /// Op over all threads on the row.
@@ -73,21 +103,40 @@ struct Clusters {
  private:
   __device__ int rank() const { return blocks > 1 ? cluster_rank() : 0; }
 
+  /// What this block has of a row: packs [begin, end).
   struct Part {
-    int begin, end;
-    Value* values;
-    __device__ Part(const Clusters& c, int packs) {
+    int begin, end, a_group, share;
+    __device__ Part(const Clusters& c, const RowSet& x) : share(c.share) {
+      const int packs = x.of[0].packs();
       begin = min(c.rank() * c.share, packs), end = min(begin + c.share, packs);
-      values = shared_memory<Value>();
+      a_group = (c.share + kGroups * kThreads - 1) / (kGroups * kThreads) * kThreads;
+    }
+    __device__ int first(int group) const { return min(begin + group * a_group, end); }
+    /// Where pack k of matrix m is kept.
+    __device__ auto& at(int m, int k) const { return shared_memory<typename RowSet::Pack>()[m * share + k - begin]; }
+    __device__ Value operator()(int k) const {
+      Value v;
+#pragma unroll
+      for (int m = 0; m < kMatrices; ++m) RowSet::pack(v, m) = at(m, k);
+      return v;
     }
   };
+
+  __device__ void send(const Part& part, const RowSet& x, int group) const {
+    for (int k = part.first(group) + threadIdx.x, end = part.first(group + 1); k < end; k += kThreads)
+#pragma unroll
+      for (int m = 0; m < kMatrices; ++m) x.of[m].copy(k, x.outside, x.of[0], &part.at(m, k));
+    close_copies();
+  }
 };
 
 /// As Clusters, for rows that the registers of a block's threads hold, several of the short ones on a block.
-template <class T, class Value = typename Row<T>::Pack>
+template <class T, int kMatrices = 1>
 struct ShortRows {
   static constexpr int kThreads = 384, kBlocks = 3;
-  static constexpr int kLoads = 64 / sizeof(Value);
+  static constexpr int kLoads = 4 / kMatrices;
+  using RowSet = cuda::RowSet<T, kMatrices>;
+  using Value = typename RowSet::Value;
   int64_t rows;
   unsigned x, y;           // threads on a row, rows on a block
 
@@ -103,30 +152,36 @@ struct ShortRows {
   Grid grid() const { return {.blocks = (rows + y - 1) / y, .threads = {x, y}}; }
 
   __device__ int64_t row() const { return int64_t(blockIdx.x) * blockDim.y + threadIdx.y; }
+  __device__ bool first() const { return threadIdx.x == 0; }
+  __device__ bool mine(int k) const { return k % int(blockDim.x) == int(threadIdx.x); }
 
   struct Kept { Value values[kLoads]; };
 
-  template <class Load, class F>
-  __device__ void pass(Kept& kept, int packs, Load load, F f) const {
-    each(packs, [&](int k, int u) { kept.values[u] = load(k); });
-    again(kept, packs, load, f);
+  __device__ void begin(Kept& kept, const RowSet& x) const {
+    each(x, [&](int k, int u) { kept.values[u] = x.load(k); });
   }
 
-  template <class Load, class F>
-  __device__ void again(const Kept& kept, int packs, Load, F f) const {
-    each(packs, [&](int k, int u) { f(k, kept.values[u]); });
+  template <int, bool, class F>
+  __device__ void pass(Kept& kept, const RowSet& x, F f) const { again<1>(kept, x, f); }
+
+  template <int, class F>
+  __device__ void again(const Kept& kept, const RowSet& x, F f) const {
+    each(x, [&](int k, int u) {
+      Value values[1] = {kept.values[u]};
+      f(k, values);
+    });
   }
 
   template <class Op> using Reduce = RowReduce<Op>;
 
  private:
-  /// f(k, which of this thread's it is) for this thread's packs of a row of so many. None, where there is no such row.
+  /// f(k, which of this thread's it is) for this thread's packs of the row. None, where there is no such row.
   template <class F>
-  __device__ void each(int packs, F f) const {
+  __device__ void each(const RowSet& x, F f) const {
     if (row() >= rows) return;
 #pragma unroll
     for (int u = 0; u < kLoads; ++u)
-      if (const int k = u * blockDim.x + threadIdx.x; k < packs) f(k, u);
+      if (const int k = u * blockDim.x + threadIdx.x; k < x.of[0].packs()) f(k, u);
   }
 };
 

@@ -50,15 +50,19 @@ struct Ring {
 
  private:
   __device__ void fetch(int64_t row) {
-    const int least = Tile::kFit == Fit::Peeled && row + 1 == rows ? kWidth : 0;
-    for_each_piece<kPieces>([&](int piece) {
-      const Place at = place(row, piece);
-      const int c = Tile::column(0, at), left = int(cols - at.from) - c;
-      const int bytes = row >= rows || left <= 0 || left < least ? 0 : Tile::kFit == Fit::Peeled ? min(left, kWidth) * int(sizeof(T)) : 16;
+    // In 32 bits, and a row's address once: this is done for every pack.
+    const bool last = Tile::kFit == Fit::Peeled && row + 1 == rows;
+    const int first = Tile::column(0, {0, 0, 0, shift}), left = row < rows ? int(cols) - first : 0;
 #pragma unroll
-      for (int m = 0; m < kMatrices; ++m)
-        if (matrices[m]) copy_async16<Tile::kFit == Fit::Peeled>(slot(stage ^ 1, m, piece), static_cast<const T*>(matrices[m]) + row * cols + at.from + c, bytes);
-    });
+    for (int m = 0; m < kMatrices; ++m) {
+      if (!matrices[m]) continue;
+      const T* from = static_cast<const T*>(matrices[m]) + (row * cols + first);
+      for_each_piece<kPieces>([&](int piece) {
+        const int there = left - piece * Tile::covered();
+        const int count = last && there < kWidth ? 0 : Tile::kFit == Fit::Peeled ? max(0, min(there, kWidth)) : there > 0 ? kWidth : 0;
+        copy_async16(slot(stage ^ 1, m, piece), from + piece * Tile::covered(), count * int(sizeof(T)));
+      });
+    }
   }
 
   /// What fetch leaves out: the matrices' last pack, behind which there may be nothing.

@@ -5,24 +5,44 @@
 namespace liger::cuda::shares {
 namespace {
 
+__host__ __device__ int64_t blocks_of(const ShareSum& a) { return a.groups * ((a.cols + 31) / 32); }
+
+__device__ float read(const void* p, DType t, int64_t i) {
+  if (t == DType::F32) return static_cast<const float*>(p)[i];
+  return t == DType::F16 ? float(static_cast<const half*>(p)[i]) : float(static_cast<const bfloat16*>(p)[i]);
+}
+
+__device__ void write(void* p, DType t, int64_t i, float v) {
+  if (t == DType::F32) static_cast<float*>(p)[i] = v;
+  else if (t == DType::F16) static_cast<half*>(p)[i] = half(v);
+  else static_cast<bfloat16*>(p)[i] = bfloat16(v);
+}
+
 /// 32 columns a block; threadIdx.y walks the shares, then the 32 partial sums meet in shared memory.
-template <class T, class F>
-__global__ void __launch_bounds__(1024) sum_shares_kernel(SumShares a) {
+__global__ void __launch_bounds__(1024) sum_shares_kernel(SumShares all) {
   __shared__ float partial[32][33];
-  const int64_t blocks = (a.cols + 31) / 32, group = blockIdx.x / blocks, first = blockIdx.x % blocks * 32, c = first + threadIdx.x;
+  ShareSum a = all.sums[0];
+  int64_t block = blockIdx.x;
+#pragma unroll
+  for (int i = 1; i < SumShares::kMost; ++i)
+    if (i < all.count && block >= blocks_of(a)) block -= blocks_of(a), a = all.sums[i];
+  const int64_t blocks = (a.cols + 31) / 32, group = block / blocks, first = block % blocks * 32, c = first + threadIdx.x;
   const float* part = a.part + group * a.shares * a.cols;
   float sum = 0;
-  if (c < a.cols)
-    for (int64_t s = threadIdx.y; s < a.shares; s += 32) {
-      const float factor = a.factor ? float(static_cast<const F*>(a.factor)[(group * a.shares + s) / a.per_factor * a.cols + c]) + a.plus : 1;
-      sum += part[s * a.cols + c] * factor;
+  if (c < a.cols) {
+    if (a.factor) {
+      for (int64_t s = threadIdx.y; s < a.shares; s += 32) sum += part[s * a.cols + c] * (read(a.factor, a.factor_dtype, (group * a.shares + s) / a.per_factor * a.cols + c) + a.plus);
+    } else {
+#pragma unroll 4
+      for (int s = threadIdx.y; s < int(a.shares); s += 32) sum += part[s * a.cols + c];
     }
+  }
   partial[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
   float total = partial[threadIdx.x][threadIdx.y];
   for (int lane = 16; lane > 0; lane /= 2) total += __shfl_xor_sync(~0u, total, lane);
   const int64_t out = first + threadIdx.y;
-  if (threadIdx.x == 0 && out < a.cols) static_cast<T*>(a.out)[group * a.cols + out] = T(total);
+  if (threadIdx.x == 0 && out < a.cols) write(a.out, a.dtype, group * a.cols + out, total);
 }
 
 template <class T>
@@ -55,9 +75,9 @@ LIGER_REGISTER(row_shares, [](const RowShares& a, Stream) {
 });
 LIGER_REGISTER(stream_capturing, [](const StreamCapturing& a, Stream s) { *a.yes = capturing(s); });
 LIGER_REGISTER(sum_shares, [](const SumShares& a, Stream s) {
-  dispatch(a.dtype, [&]<class T>() {
-    dispatch(a.factor_dtype, [&]<class F>() { launch(sum_shares_kernel<T, F>, {.blocks = a.groups * ((a.cols + 31) / 32), .threads = {32, 32}}, s, a); });
-  });
+  int64_t blocks = 0;
+  for (int i = 0; i < a.count; ++i) blocks += blocks_of(a.sums[i]);
+  launch(sum_shares_kernel, {.blocks = blocks, .threads = {32, 32}}, s, a);
 });
 LIGER_REGISTER(scale_rows, [](const ScaleRows& whole, Stream s) {
   ScaleRows a = whole;

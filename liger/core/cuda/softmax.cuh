@@ -1,8 +1,30 @@
 #pragma once
 #include "liger/core/cuda/math.cuh"
-#include "liger/core/cuda/reduce.cuh"
+#include "liger/core/cuda/tile.cuh"
 
 namespace liger::cuda {
+
+/// The largest of `least` and all elements of some packs that is a number.
+template <class T, class Pack, int n>
+__device__ float largest(const Pack (&packs)[n], float least) {
+  if constexpr (Pack::kPairs) {
+    unsigned top = packs[0].words[0];
+#pragma unroll
+    for (const Pack& pack : packs) {
+#pragma unroll
+      for (const unsigned word : pack.words) top = max_words<T>(top, word);
+    }
+    const float2 pair = to_floats<T>(top);
+    return fmaxf(least, fmaxf(pair.x, pair.y));
+  } else {
+#pragma unroll
+    for (const Pack& pack : packs) {
+#pragma unroll
+      for (const float v : pack.words) least = fmaxf(least, v);
+    }
+    return least;
+  }
+}
 
 /// max and Σ exp(z − max) of what was pushed so far (Milakov & Gimelshein 2018, arXiv:1805.02867); merges in any order. T is the
 /// type that z came in: 16-bit logits take one instruction an exponential.
@@ -32,12 +54,25 @@ struct OnlineSoftmax {
 
   template <int n>
   __device__ static void push(Value& v, const float (&z)[n]) {
-    float top = v.max, sum = 0;
+    const Pack<float, n> pack = Pack<float, n>::from_float(z);
+    push(v, reinterpret_cast<const Pack<float, n>(&)[1]>(pack));
+  }
+
+  /// All elements of some packs at once.
+  template <class Pack, int n>
+  __device__ static void push(Value& v, const Pack (&packs)[n]) {
+    const float top = largest<T>(packs, v.max);
+    float sums[n] = {};
 #pragma unroll
-    for (int j = 0; j < n; ++j) top = fmaxf(top, z[j]);
+    for (int i = 0; i < n; ++i) {
+      float z[Pack::kWidth];
+      packs[i].to_float(z);
 #pragma unroll
-    for (int j = 0; j < n; ++j) sum += exp(z[j], top);
-    v = {top, v.sum * factor(v.max, top) + sum};
+      for (const float z_j : z) sums[i] += exp(z_j, top);
+    }
+#pragma unroll
+    for (int i = 1; i < n; ++i) sums[0] += sums[i];
+    v = {top, v.sum * factor(v.max, top) + sums[0]};
   }
 
   __device__ Value operator()(Value a, Value b) const {

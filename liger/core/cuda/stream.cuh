@@ -25,6 +25,8 @@ struct Row {
   __device__ int packs() const { return (shift + n + kWidth - 1) / kWidth; }
   /// The column of pack k's first element; negative where that lies before the row.
   __device__ int column(int k) const { return k * kWidth - shift; }
+  /// The pack that column c is in.
+  __device__ int pack(int c) const { return (shift + c) / kWidth; }
   __device__ bool whole(int k) const { return unsigned(k - (shift > 0)) < unsigned(wholes); }
 
   __device__ Pack load(int k, T outside) const { return load(k, outside, *this); }
@@ -61,39 +63,73 @@ struct Row {
       if (const int c = like.column(k) + j; c >= 0 && c < n) first[shift + c] = T(f[j]);
   }
 
- private:
+  /// Writes n packs of the row `like`, kStride apart.
+  template <int kStride, class L, int n>
+  __device__ void store(int k, const PackLike<L> (&packs)[n], const Row<L>& like) const {
+    if (aligned(like) && like.whole(k) && like.whole(k + kStride * (n - 1))) {
+      T* to = at(k, like);
+#pragma unroll
+      for (int i = 0; i < n; ++i) packs[i].write(to + i * kStride * Row<L>::kWidth);
+    } else {
+#pragma unroll
+      for (int i = 0; i < n; ++i) {
+        float f[Row<L>::kWidth];
+        packs[i].to_float(f);
+        store(k + kStride * i, f, like);
+      }
+    }
+  }
+
+  /// Whether packs of the row `like` are packs here, and where such a pack is.
   template <class L>
   __device__ bool aligned(const Row<L>& like) const {
     static_assert(sizeof(L) <= sizeof(T));
     return shift == like.shift % kWidth;
   }
-
-  /// Where pack k of `like` begins in this row; both begin a pack there.
   template <class L>
   __device__ T* at(int k, const Row<L>& like) const { return first + k * Row<L>::kWidth - (like.shift - shift); }
 };
 
-/// The packs of a row, `outside` beside it, for those that come back to them: see Row::load and Row::copy.
-template <class T>
-struct Packs {
-  const Row<T>& row;
-  T outside;
-  __device__ typename Row<T>::Pack operator()(int k) const { return row.load(k, outside); }
-  __device__ void copy(int k, typename Row<T>::Pack* to) const { row.copy(k, outside, row, to); }
-};
+/// f(load(i)) for every i below n, by one block, kBatch loads of a thread in flight at once.
+template <int kBatch, class Load, class F>
+__device__ void for_each_in_batches(int64_t n, Load load, F f) {
+  for (int64_t first = threadIdx.x; first < n; first += kBatch * int64_t(blockDim.x)) {
+    decltype(load(first)) loaded[kBatch];
+#pragma unroll
+    for (int u = 0; u < kBatch; ++u)
+      if (const int64_t i = first + u * int64_t(blockDim.x); i < n) loaded[u] = load(i);
+#pragma unroll
+    for (int u = 0; u < kBatch; ++u)
+      if (const int64_t i = first + u * int64_t(blockDim.x); i < n) f(loaded[u]);
+  }
+}
+
+/// f(k, values) for k in [begin, end), n of them at once, `stride` apart from k on, which load(k) gives. Those that are left over come one
+/// at a time, or with kFill together with blanks.
+template <int n, bool kFill, class Load, class F>
+__device__ void for_each_batch(int begin, int end, int stride, const decltype(std::declval<Load>()(0))& blank, const Load& load, F f) {
+  int k = begin + threadIdx.x;
+  const auto batch = [&]<int count, bool kAll>(std::integer_sequence<int, count>, std::bool_constant<kAll>) {
+    std::remove_cvref_t<decltype(blank)> values[count];
+#pragma unroll
+    for (int i = 0; i < count; ++i) values[i] = kAll || k + i * stride < end ? load(k + i * stride) : blank;
+    f(k, values);
+    k += count * stride;
+  };
+#pragma unroll 1
+  while (k + (n - 1) * stride < end) batch(std::integer_sequence<int, n>(), std::true_type());
+#pragma unroll 1
+  while (k < end) batch(std::integer_sequence<int, kFill ? n : 1>(), std::bool_constant<!kFill>());
+}
 
 /// f(k, load(k)) for k in [begin, end), kUnroll loads of a thread in flight at once.
 template <int kUnroll, class Load, class F>
 __device__ void for_each_load(int begin, int end, Load load, F f) {
-  int k = begin + threadIdx.x;
-  for (; k + (kUnroll - 1) * int(blockDim.x) < end; k += kUnroll * blockDim.x) {
-    decltype(load(k)) loaded[kUnroll];
+  const int stride = blockDim.x;
+  for_each_batch<kUnroll, false>(begin, end, stride, {}, load, [&](int k, const auto& values) {
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) loaded[u] = load(k + u * int(blockDim.x));
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) f(k + u * int(blockDim.x), loaded[u]);
-  }
-  for (; k < end; k += blockDim.x) f(k, load(k));
+    for (const auto& value : values) f(k, value), k += stride;
+  });
 }
 
 /// f(k, pack) for packs [begin, end) of a row. `outside` stands for what is not the row's.

@@ -7,8 +7,9 @@
 namespace liger::cuda {
 
 /// kWidth neighbours of a row, read and written in one access, in registers of as many bytes.
-template <class T, int kWidth>
-struct alignas(sizeof(T) * kWidth < 16 ? sizeof(T) * kWidth : 16) Pack {
+template <class T, int kWidth_>
+struct alignas(sizeof(T) * kWidth_ < 16 ? sizeof(T) * kWidth_ : 16) Pack {
+  static constexpr int kWidth = kWidth_;
   static constexpr bool kPairs = sizeof(T) == 2 && kWidth > 1;
   std::conditional_t<kPairs, unsigned, T> words[kPairs ? kWidth / 2 : kWidth];
 
@@ -35,6 +36,12 @@ struct alignas(sizeof(T) * kWidth < 16 ? sizeof(T) * kWidth : 16) Pack {
       for (int j = 0; j < kWidth; ++j) p.words[j] = T(f[j]);
     }
     return p;
+  }
+
+  __device__ static Pack filled(T v) {
+    float f[kWidth];
+    for (float& each : f) each = float(v);
+    return from_float(f);
   }
 
   __device__ static Pack read(const void* p) { return *static_cast<const Pack*>(p); }

@@ -33,13 +33,19 @@ int64_t row_share_count(const Tensor& x, int64_t groups) {
 
 Tensor empty_shares(const Tensor& x, int64_t shares, int64_t cols) { return at::empty({1, shares, cols}, x.options().dtype(at::kFloat)); }
 
-Tensor total(const Tensor& shares, at::ScalarType dtype, const Tensor& factor, double plus) {
+Tensor Totals::of(const Tensor& shares, at::ScalarType dtype, const Tensor& factor, double plus) {
   const Tensor out = at::empty({shares.size(0), shares.size(2)}, shares.options().dtype(dtype));
   const int64_t count = shares.size(0) * shares.size(1);
-  run(sum_shares, shares,
-      {.part = data<float>(shares), .factor = data(factor), .out = out.data_ptr(), .groups = shares.size(0), .shares = shares.size(1), .cols = shares.size(2),
-       .per_factor = factor.defined() ? count / rows(factor) : count, .plus = float(plus), .dtype = dtype_of(out), .factor_dtype = dtype_of(factor.defined() ? factor : out)});
+  TORCH_INTERNAL_ASSERT(args_.count < SumShares::kMost);
+  args_.sums[args_.count++] = {.part = data<float>(shares), .factor = data(factor), .out = out.data_ptr(), .groups = shares.size(0), .shares = shares.size(1),
+                               .cols = shares.size(2), .per_factor = factor.defined() ? count / rows(factor) : count, .plus = float(plus), .dtype = dtype_of(out),
+                               .factor_dtype = dtype_of(factor.defined() ? factor : out)};
+  first_ = shares;
   return out;
+}
+
+void Totals::run() {
+  if (args_.count > 0) liger::run(sum_shares, first_, args_);
 }
 
 void accumulate(Tensor& sum, const Tensor& a, const Tensor& b, bool first) {

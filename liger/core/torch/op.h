@@ -66,9 +66,18 @@ inline Tensor empty_stat(const Tensor& x) {
 int64_t row_share_count(const Tensor& x, int64_t groups = 1);
 /// Room for a sum in shares, float [1, shares, cols] where x is.
 Tensor empty_shares(const Tensor& x, int64_t shares, int64_t cols);
-/// Σ over the middle dimension of [groups, shares, cols], each share times factor + plus, is [groups, cols]: factor has one row for all
-/// shares, or one for as many as divide them.
-Tensor total(const Tensor& shares, at::ScalarType dtype, const Tensor& factor = {}, double plus = 0);
+/// Sums of shares, all made by one launch.
+class Totals {
+ public:
+  /// Σ over the middle dimension of [groups, shares, cols], each share times factor + plus, is [groups, cols], after run: factor has one row
+  /// for all shares, or one for as many as divide them.
+  Tensor of(const Tensor& shares, at::ScalarType dtype, const Tensor& factor = {}, double plus = 0);
+  void run();
+
+ private:
+  SumShares args_{};
+  Tensor first_;
+};
 
 /// sum ← aᵀ b, or sum + aᵀ b, accumulated in sum's dtype: that of a and b, or float.
 void accumulate(Tensor& sum, const Tensor& a, const Tensor& b, bool first);

@@ -32,14 +32,14 @@ struct Softmax {
   typename Online::Value v = Online::identity();
   typename Online::Sum inverse;
 
-  template <int n>
-  __device__ void push(const float (&x)[n]) { Online::push(v, x); }
+  template <class Pack, int n>
+  __device__ void push(const Pack (&packs)[n]) { Online::push(v, packs); }
 
   template <class Rows>
   struct Reduce { typename Rows::template Reduce<Online> all; };
 
-  template <class Rows, class Load>
-  __device__ void settle(const Rows&, Reduce<Rows>& reduce, const typename Rows::Kept&, int, Load) {
+  template <class Rows>
+  __device__ void settle(const Rows&, Reduce<Rows>& reduce, typename Rows::Kept&, const typename Rows::RowSet&) {
     v = reduce.all(v);
     inverse = 1 / v.sum;
   }
@@ -55,10 +55,15 @@ struct Sparsemax {
   float max = Largest::identity();
   float high, low;  // τ in two floats, so that y has no error but its own
 
-  template <int n>
-  __device__ void push(const float (&x)[n]) {
+  template <class Pack, int n>
+  __device__ void push(const Pack (&packs)[n]) {
 #pragma unroll
-    for (int j = 0; j < n; ++j) max = Largest()(max, x[j]);
+    for (const Pack& pack : packs) {
+      float x[Pack::kWidth];
+      pack.to_float(x);
+#pragma unroll
+      for (const float v : x) max = Largest()(max, v);
+    }
   }
 
   template <class Rows>
@@ -67,16 +72,16 @@ struct Sparsemax {
     typename Rows::template Reduce<Members> members;
   };
 
-  template <class Rows, class Load>
-  __device__ void settle(const Rows& rows, Reduce<Rows>& reduce, const typename Rows::Kept& kept, int packs, Load load) {
+  template <class Rows>
+  __device__ void settle(const Rows& rows, Reduce<Rows>& reduce, typename Rows::Kept& kept, const typename Rows::RowSet& set) {
     double tau = reduce.largest(max) - 1.;
     for (float members = -1;;) {
       const float bound = floor_of(tau);
       auto in = Members::identity();
       if (!(max <= bound)) {  // else none of this thread's values is a member; NaN is one, and spreads
-        rows.again(kept, packs, load, [&](int, const auto& pack) {
+        rows.template again<1>(kept, set, [&](int, const auto& packs) {
           float x[Row<T>::kWidth];
-          pack.to_float(x);
+          packs[0].to_float(x);
 #pragma unroll
           for (const float v : x)
             if (!(v <= bound)) in.sum += v, in.count += 1;
@@ -97,80 +102,89 @@ struct Sparsemax {
   static __device__ float weight(float y) { return y <= 0 ? 0 : y > 0 ? 1 : y; }
 };
 
+/// Each element of a pack becomes f of it, and of that of another.
+template <class Pack, class F>
+__device__ Pack mapped(const Pack& pack, F f) {
+  float x[Pack::kWidth];
+  pack.to_float(x);
+#pragma unroll
+  for (float& v : x) v = f(v);
+  return Pack::from_float(x);
+}
+
+template <class Pack, class F>
+__device__ Pack mapped(const Pack& first, const Pack& second, F f) {
+  float x[Pack::kWidth], y[Pack::kWidth];
+  first.to_float(x), second.to_float(y);
+#pragma unroll
+  for (int j = 0; j < Pack::kWidth; ++j) x[j] = f(x[j], y[j]);
+  return Pack::from_float(x);
+}
+
 template <class T, template <class> class Map, class Rows>
 __global__ void __launch_bounds__(Rows::kThreads, Rows::kBlocks) forward_kernel(SoftmaxForward a, Rows rows) {
-  constexpr int kWidth = Row<T>::kWidth;
-  const Row<T> x(a.x, rows.row(), a.x_stride, a.cols), y(a.y, rows.row(), a.cols, a.cols);
-  const Packs<T> load{x, T(-INFINITY)};
+  const RowSet<T, 1> set{{Row<T>(a.x, rows.row(), a.x_stride, a.cols)}, T(-INFINITY)};
+  const Row<T> y(a.y, rows.row(), a.cols, a.cols);
   typename Rows::Kept kept;
+  rows.begin(kept, set);
   typename Map<T>::template Reduce<Rows> reduce;
   Map<T> map;
-  rows.pass(kept, x.packs(), load, [&](int, const auto& pack) {
-    float f[kWidth];
-    pack.to_float(f);
-    map.push(f);
-  });
-  map.settle(rows, reduce, kept, x.packs(), load);
-  rows.again(kept, x.packs(), load, [&](int k, const auto& pack) {
-    float f[kWidth];
-    pack.to_float(f);
+  rows.template pass<3, true>(kept, set, [&](int, const auto& packs) { map.push(packs); });
+  map.settle(rows, reduce, kept, set);
+  rows.template again<3>(kept, set, [&](int k, auto& packs) {
 #pragma unroll
-    for (float& v : f) v = map.value(v);
-    y.store(k, f, x);
+    for (auto& pack : packs) pack = mapped(pack, [&](float v) { return map.value(v); });
+    y.template store<Rows::kThreads>(k, packs, set.of[0]);
   });
 }
 
-template <class T>
-struct Pair { typename Row<T>::Pack y, dy; };
-
 template <class T, template <class> class Map, class Rows>
 __global__ void __launch_bounds__(Rows::kThreads, Rows::kBlocks) backward_kernel(SoftmaxBackward a, Rows rows) {
-  constexpr int kWidth = Row<T>::kWidth;
-  const Row<T> y(a.y, rows.row(), a.cols, a.cols), dy(a.dy, rows.row(), a.cols, a.cols), dx(a.dx, rows.row(), a.cols, a.cols);
-  const auto load = [&](int k) { return Pair<T>{y.load(k, T(0)), dy.load(k, T(0), y)}; };
+  const auto of = [&](const void* matrix) { return Row<T>(matrix, rows.row(), a.cols, a.cols); };
+  const RowSet<T, 2> set{{of(a.y), of(a.dy)}, T(0)};
+  const Row<T> dx = of(a.dx);
   using Weighted = SumCount<float>;
   typename Rows::template Reduce<Weighted> reduce;
   auto in = Weighted::identity();
   typename Rows::Kept kept;
-  rows.pass(kept, y.packs(), load, [&](int, const Pair<T>& pair) {
-    float w[kWidth], d[kWidth];
-    pair.y.to_float(w), pair.dy.to_float(d);
+  rows.begin(kept, set);
+  rows.template pass<2, true>(kept, set, [&](int, const auto& pairs) {
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) in.sum += Map<T>::weight(w[j]) * d[j], in.count += Map<T>::weight(w[j]);
+    for (const auto& pair : pairs) mapped(pair.of[0], pair.of[1], [&](float w, float d) { return in.count += Map<T>::weight(w), in.sum += Map<T>::weight(w) * d; });
   });
   in = reduce(in);
   const float mean = Map<T>::kMean ? in.sum / in.count : in.sum;
-  rows.again(kept, y.packs(), load, [&](int k, const Pair<T>& pair) {
-    float w[kWidth], d[kWidth];
-    pair.y.to_float(w), pair.dy.to_float(d);
+  rows.template again<2>(kept, set, [&](int k, const auto& pairs) {
+    constexpr int n = std::extent_v<std::remove_reference_t<decltype(pairs)>>;
+    typename Row<T>::Pack packs[n];
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) d[j] = Map<T>::weight(w[j]) * (d[j] - mean);
-    dx.store(k, d, y);
+    for (int i = 0; i < n; ++i) packs[i] = mapped(pairs[i].of[0], pairs[i].of[1], [&](float w, float d) { return Map<T>::weight(w) * (d - mean); });
+    dx.template store<Rows::kThreads>(k, packs, set.of[0]);
   });
 }
 
 /// f.operator()<Map>(rows).
-template <class T, class Value, class Args, class F>
+template <class T, int kMatrices, class Args, class F>
 void dispatch_rows(const Args& a, int64_t stride, std::initializer_list<const void*> pointers, F f) {
   const auto with = [&](const auto& rows) { a.kind == Simplex::Softmax ? f.template operator()<Softmax>(rows) : f.template operator()<Sparsemax>(rows); };
-  using Short = ShortRows<T, Value>;
+  using Short = ShortRows<T, kMatrices>;
   const bool aligned = aligned16(pointers) && a.cols % Row<T>::kWidth == 0 && stride % Row<T>::kWidth == 0;
   if (Short::fit(a.cols, aligned)) with(Short(a.rows, a.cols, aligned, a.kind == Simplex::Sparsemax));
-  else with(Clusters<T, Value>(a.rows, a.cols));
+  else with(Clusters<T, kMatrices>(a.rows, a.cols, aligned));
 }
 
 }  // namespace
 
 LIGER_REGISTER(softmax_forward, [](const SoftmaxForward& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
-    dispatch_rows<T, typename Row<T>::Pack>(a, a.x_stride, {a.x}, [&]<template <class> class Map>(const auto& rows) {
+    dispatch_rows<T, 1>(a, a.x_stride, {a.x}, [&]<template <class> class Map>(const auto& rows) {
       launch(forward_kernel<T, Map, std::decay_t<decltype(rows)>>, rows.grid(), s, a, rows);
     });
   });
 });
 LIGER_REGISTER(softmax_backward, [](const SoftmaxBackward& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
-    dispatch_rows<T, Pair<T>>(a, a.cols, {a.y}, [&]<template <class> class Map>(const auto& rows) {
+    dispatch_rows<T, 2>(a, a.cols, {a.y}, [&]<template <class> class Map>(const auto& rows) {
       launch(backward_kernel<T, Map, std::decay_t<decltype(rows)>>, rows.grid(), s, a, rows);
     });
   });

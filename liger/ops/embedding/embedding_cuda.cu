@@ -63,6 +63,11 @@ __global__ void __launch_bounds__(256, 5) rows_kernel(EmbeddingBackward a) {
   const int begin = a.first[v], end = v == a.padding ? begin : a.first[v + 1], chunk = int(a.chunk);
   const int first = (begin + chunk - 1) / chunk, last = end / chunk, head = first < last ? first * chunk : end, tail = first < last ? last * chunk : end;
   const Row<T> dw(a.dw, v, a.cols, a.cols);
+  if (begin == end) {  // most rows
+    constexpr float zeros[Row<T>::kWidth] = {};
+    for (int k = threadIdx.x; k < dw.packs(); k += blockDim.x) dw.store(k, zeros, dw);
+    return;
+  }
   const auto token = [&](int i) { return Row<T>(a.dy, a.order[i], a.cols, a.cols); };
   for (int k = threadIdx.x; k < dw.packs(); k += blockDim.x) {
     float sum[Row<T>::kWidth] = {};

@@ -8,38 +8,49 @@ namespace {
 template <class T>
 using Pieces = cuda::Pieces<T, kSelectivePiece / (256 * Row<T>::kWidth)>;
 
-/// OnlineSoftmax of z = x / T, which also sums exp(z − max) (z − max); max is x's.
+/// OnlineSoftmax of z = x / T, which also sums exp(z − max) (z − max); max is x's. Of 16-bit numbers it sees the logarithms to base 2.
 template <class T>
 struct OnlineEntropy {
-  float inverse_temperature;
+  using Softmax = OnlineSoftmax<T>;
+  static constexpr bool kFast = Softmax::kFast;
+  static constexpr float kUnit = kFast ? 1 / kLog2e : 1;  // of exponents and what is summed of them
+  float scale;
   struct Value { float max, sum, weighted; };
-  __device__ static Value identity() { return {OnlineSoftmax<T>::identity().max, 0, 0}; }
+  __device__ explicit OnlineEntropy(float inverse_temperature) : scale(inverse_temperature / kUnit) {}
+  __device__ static Value identity() { return {Softmax::identity().max, 0, 0}; }
 
-  __device__ float exponent(float x, float max) const { return (x - max) * inverse_temperature; }
-  __device__ static float exp(float d) { return OnlineSoftmax<T>::exp(d, 0); }
+  __device__ float exponent(float x, float max) const { return (x - max) * scale; }
+  __device__ static float exp(float d) {
+    if constexpr (kFast) return exp2_approx(d);
+    else return expf(d);
+  }
 
-  __device__ Value raised(Value v, float top) const {
-    const float d = exponent(v.max, top), e = exp(d);
+  /// v with another max, of which it is `d` below.
+  __device__ static Value raised(Value v, float d, float top) {
+    const float e = exp(d);
     return {top, e * v.sum, e * (v.weighted + fmaxf(d, kSelectiveLowest) * v.sum)};
   }
 
-  template <int n>
-  __device__ void push(Value& v, const float (&x)[n]) const {
-    float top = v.max;
+  template <class Pack, int n>
+  __device__ void push(Value& v, const Pack (&packs)[n]) const {
+    const float top = largest<T>(packs, v.max);
+    v = raised(v, exponent(v.max, top), top);
 #pragma unroll
-    for (int j = 0; j < n; ++j) top = fmaxf(top, x[j]);
-    v = raised(v, top);
+    for (const Pack& pack : packs) {
+      float x[Pack::kWidth];
+      pack.to_float(x);
 #pragma unroll
-    for (int j = 0; j < n; ++j) {
-      const float d = exponent(x[j], top), e = exp(d);
-      v.sum += e;
-      v.weighted += e * fmaxf(d, kSelectiveLowest);
+      for (const float x_j : x) {
+        const float d = exponent(x_j, top), e = exp(d);
+        v.sum += e;
+        v.weighted += e * fmaxf(d, kSelectiveLowest);
+      }
     }
   }
 
   __device__ Value operator()(Value a, Value b) const {
     const float top = fmaxf(a.max, b.max);
-    a = raised(a, top), b = raised(b, top);
+    a = raised(a, exponent(a.max, top), top), b = raised(b, exponent(b.max, top), top);
     return {top, a.sum + b.sum, a.weighted + b.weighted};
   }
 
@@ -52,16 +63,13 @@ template <class T>
 __global__ void __launch_bounds__(256) parts_kernel(SelectiveParts a, Pieces<T> pieces) {
   if (a.ids[pieces.row()] == a.ignore_index) return;
   const Row<T> x = pieces.of(a.x, a.x_stride);
-  const OnlineEntropy<T> online{a.inverse_temperature};
+  const OnlineEntropy<T> online(a.inverse_temperature);
   auto v = online.identity();
-  for_each_pack<4>(x, 0, x.packs(), T(-INFINITY), [&](int, const auto& pack) {
-    float f[Row<T>::kWidth];
-    pack.to_float(f);
-    online.push(v, f);
-  });
+  const auto blank = Row<T>::Pack::filled(T(-INFINITY));
+  for_each_batch<4, true>(0, x.packs(), blockDim.x, blank, [&](int k) { return x.load(k, T(-INFINITY)); }, [&](int, const auto& packs) { online.push(v, packs); });
   v = RowReduce<OnlineEntropy<T>>()(v, online);
   float* part = a.parts + int64_t(blockIdx.x) * 3;
-  if (threadIdx.x == 0) part[0] = v.max, part[1] = v.sum, part[2] = v.weighted;
+  if (threadIdx.x == 0) part[0] = v.max, part[1] = v.sum, part[2] = v.weighted * online.kUnit;
 }
 
 /// A warp a row.
@@ -72,7 +80,7 @@ __global__ void __launch_bounds__(256) rows_kernel(SelectiveLogSoftmax a, int pa
   const int64_t id = a.ids[row];
   const bool ignored = id == a.ignore_index;
   if (!ignored && (id < 0 || id >= a.cols)) fail_label(id, a.cols);
-  const OnlineEntropy<float> online{a.inverse_temperature};
+  const OnlineEntropy<float> online(a.inverse_temperature);
   auto v = online.identity();
   for (int i = threadIdx.x; i < parts && !ignored; i += blockDim.x) {
     const float* part = a.parts + (row * parts + i) * 3;
@@ -98,9 +106,9 @@ __global__ void __launch_bounds__(256) backward_kernel(SelectiveBackward a, Piec
     for (int k = threadIdx.x; k < x.packs(); k += blockDim.x) dx.store(k, zeros, x);
     return;
   }
-  const OnlineEntropy<T> online{a.inverse_temperature};
+  const OnlineEntropy<T> online(a.inverse_temperature);
   const float *stats = a.stats + 3 * row, max = stats[0], by = 1 / stats[1], g = a.dlogp[row] * a.inverse_temperature, h = a.dentropy[row] * a.inverse_temperature;
-  const float slope = h * by, level = (g - h * stats[2]) * by;
+  const float slope = h * by * online.kUnit, level = (g - h * stats[2]) * by;
   const int at = int(id - pieces.begin());  // the id's column in this piece, or outside of it
   for_each_pack<4>(x, 0, x.packs(), T(0), [&](int k, const auto& pack) {
     float f[kWidth];

@@ -55,7 +55,10 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dy_, const Tensor& x, 
   const Tensor dw = shares(with_dw), db = shares(with_db);
   a.dy = data(dy), a.dx = data<void>(dx), a.dw = data<float>(dw), a.db = data<float>(db);
   run(group_norm_backward, x, a);
-  return {dx, with_dw ? total(dw, w->scalar_type()).view(-1) : Tensor(), with_db ? total(db, b->scalar_type()).view(-1) : Tensor()};
+  Totals totals;
+  const Tensor w_gradient = with_dw ? totals.of(dw, w->scalar_type()).view(-1) : Tensor(), b_gradient = with_db ? totals.of(db, b->scalar_type()).view(-1) : Tensor();
+  totals.run();
+  return {dx, w_gradient, b_gradient};
 }
 
 constexpr Op<"liger::group_norm", inference> public_op;

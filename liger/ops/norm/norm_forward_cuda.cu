@@ -156,7 +156,7 @@ __global__ void __maxnreg__(forward_registers(sizeof(W))) forward_kernel(NormFor
 
 /// Whether registers hold what a row meets while it is reduced.
 constexpr bool meets_early(Norm n, Fit fit) { return fit != Fit::Peeled && !biased(n); }
-constexpr int ring_registers(Norm n, Fit fit) { return fit == Fit::Peeled ? 56 : meets_early(n, fit) ? 64 : 40; }
+constexpr int ring_registers(Norm n, Fit fit) { return fit == Fit::Peeled ? 56 : fit == Fit::Whole && meets_early(n, fit) ? 80 : 64; }
 
 /// What forward_ring_kernel has in shared memory: rows on their way; and vectors, where rows begin anywhere, which those do not: what is laid
 /// out for one row of a thread fits all.

@@ -39,7 +39,9 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dy_, const Tensor& x_,
       {.dy = data(dy), .x = data(x), .w = data<float>(w), .rstd = data<float>(rstd), .dx = data<void>(dx), .sums = data<float>(sums), .rows = rows(x), .cols = cols(x),
        .shares = sums.size(1), .dtype = dtype_of(x)});
   if (!with_dw && !with_db) return {dx, Tensor(), Tensor()};
-  const Tensor d = total(sums, at::kFloat)[0];
+  Totals totals;
+  const Tensor d = totals.of(sums, at::kFloat)[0];
+  totals.run();
   return {dx, with_dw ? d.narrow(0, 0, 3).to(w_.scalar_type(), false, true) : Tensor(), with_db ? d[3].to(b.scalar_type(), false, true).view(b.sizes()) : Tensor()};
 }
 

@@ -263,6 +263,7 @@ template <class V>
 struct Post {
   template <class F>
   void operator()(const V& v, F f) {
+    if (cluster_size() == 1) return f(v);
     static thread_local V shown;
     if (emulation::linear_thread() == 0) shown = v;
     cluster_sync();
@@ -288,8 +289,7 @@ unsigned to_word(float low, float high) {
 }
 
 inline void store16(void* p, uint4 v) { *static_cast<uint4*>(p) = v; }
-template <bool kNear = false>
-void copy_async16(void* shared, const void* global, int bytes = 16) {
+inline void copy_async16(void* shared, const void* global, int bytes = 16) {
   std::memcpy(shared, global, bytes), std::memset(static_cast<char*>(shared) + bytes, 0, 16 - bytes);
 }
 inline void copies_done() {}
@@ -303,6 +303,12 @@ template <class T>
 unsigned multiply_words(unsigned a, unsigned b) {
   const float2 x = to_floats<T>(a), y = to_floats<T>(b);
   return to_word<T>(x.x * y.x, x.y * y.y);
+}
+
+template <class T>
+unsigned max_words(unsigned a, unsigned b) {
+  const float2 x = to_floats<T>(a), y = to_floats<T>(b);
+  return to_word<T>(std::fmax(x.x, y.x), std::fmax(x.y, y.y));
 }
 
 [[noreturn]] inline void fail_index(const char* what, int64_t index, int64_t size) {
