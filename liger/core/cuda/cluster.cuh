@@ -34,6 +34,7 @@ template <class T, int kMatrices = 1>
 struct Clusters {
   static constexpr int kThreads = 256, kBlocks = 3;  // three blocks a multiprocessor: one loads while another reduces and a third stores
   static constexpr int kKeptBytes = 66 * 1024;       // of a row that a block keeps: 2^15 elements of 16 bits, at any alignment
+  static constexpr int kNearBytes = 63 * 1024;       // so much, three times, leaves 60 KiB to the first-level cache; more leaves it 28
   static constexpr int kMost = 8;                    // blocks on a row
   static constexpr int kEnough = 4096;               // blocks for all multiprocessors: more are not needed where nothing is kept
   static constexpr int kGroups = 4;                  // of copies to shared memory, which are worked on as they come
@@ -41,7 +42,7 @@ struct Clusters {
   using Value = typename RowSet::Value;
   int64_t rows;
   int blocks, share;                                 // blocks on a row, packs of a block
-  bool kept;
+  bool kept, near;
 
   /// aligned: all rows begin at 16-byte boundaries. keep: there are further passes.
   Clusters(int64_t rows, int64_t cols, bool aligned, bool keep = true) : rows(rows) {
@@ -52,7 +53,7 @@ struct Clusters {
     if (!keep) most = std::min(most, divided(kEnough, std::max<int64_t>(1, rows)));
     blocks = int(std::clamp<int64_t>(divided(packs * kMatrices * 16, kKeptBytes), 1, most));
     share = int(divided(packs, blocks * kLine) * kLine);
-    kept = keep && share * kMatrices * 16 <= kKeptBytes;
+    kept = keep && share * kMatrices * 16 <= kKeptBytes, near = share * kMatrices * 16 <= kNearBytes;
   }
 
   Grid grid() const {
@@ -125,7 +126,7 @@ struct Clusters {
   __device__ void send(const Part& part, const RowSet& x, int group) const {
     for (int k = part.first(group) + threadIdx.x, end = part.first(group + 1); k < end; k += kThreads)
 #pragma unroll
-      for (int m = 0; m < kMatrices; ++m) x.of[m].copy(k, x.outside, x.of[0], &part.at(m, k));
+      for (int m = 0; m < kMatrices; ++m) x.of[m].copy(k, x.outside, x.of[0], &part.at(m, k), near);
     close_copies();
   }
 };

@@ -201,12 +201,16 @@ __device__ inline void store16(void* p, uint4 v) {
 }
 
 /// Copies `bytes` of 16 from global to shared memory, zeros for the rest; a thread's copies are there after copies_done(), or those of all
-/// groups that it has closed but the last `pending`, 0 to 3, after await_copies(). Through the first-level cache: around it, the second level
-/// is asked for every 64 bytes alone (ncu: four times the requests), and that is what a kernel waits for (measured: a tenth of
-/// cross_entropy and of norms of 65536 columns).
-__device__ inline void copy_async16(void* shared, const void* global, int bytes = 16) {
+/// groups that it has closed but the last `pending`, 0 to 3, after await_copies(). kNear: through the first-level cache. Around it, the
+/// second level is asked for every 64 bytes alone (ncu: four times the requests), which a kernel then waits for (measured: a tenth of
+/// cross_entropy and of norms of 65536 columns); but what is on its way takes room there, of which shared memory may leave too little.
+template <bool kNear = true>
+__device__ void copy_async16(void* shared, const void* global, int bytes = 16) {
 #if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(__cvta_generic_to_global(global)), "r"(bytes) : "memory");
+  const unsigned to = shared_address(shared);
+  const size_t from = __cvta_generic_to_global(global);
+  if (kNear) asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+  else asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 #endif
 }
 

@@ -44,10 +44,10 @@ struct Row {
     return PackLike<L>::from_float(f);
   }
 
-  /// Brings what load gives to shared memory, where it is after copies_done().
+  /// Brings what load gives to shared memory, where it is after copies_done(). near: see copy_async16.
   template <class L>
-  __device__ void copy(int k, T outside, const Row<L>& like, PackLike<L>* to) const {
-    if (sizeof(*to) == 16 && aligned(like) && like.whole(k)) copy_async16(to, at(k, like));
+  __device__ void copy(int k, T outside, const Row<L>& like, PackLike<L>* to, bool near = true) const {
+    if (sizeof(*to) == 16 && aligned(like) && like.whole(k)) near ? copy_async16<true>(to, at(k, like)) : copy_async16<false>(to, at(k, like));
     else *to = load(k, outside, like);
   }
 

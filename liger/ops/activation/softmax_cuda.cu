@@ -129,9 +129,9 @@ __global__ void __launch_bounds__(Rows::kThreads, Rows::kBlocks) forward_kernel(
   rows.begin(kept, set);
   typename Map<T>::template Reduce<Rows> reduce;
   Map<T> map;
-  rows.template pass<3, true>(kept, set, [&](int, const auto& packs) { map.push(packs); });
+  rows.template pass<2, true>(kept, set, [&](int, const auto& packs) { map.push(packs); });
   map.settle(rows, reduce, kept, set);
-  rows.template again<3>(kept, set, [&](int k, auto& packs) {
+  rows.template again<2>(kept, set, [&](int k, auto& packs) {
 #pragma unroll
     for (auto& pack : packs) pack = mapped(pack, [&](float v) { return map.value(v); });
     y.template store<Rows::kThreads>(k, packs, set.of[0]);

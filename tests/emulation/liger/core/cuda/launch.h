@@ -289,7 +289,8 @@ unsigned to_word(float low, float high) {
 }
 
 inline void store16(void* p, uint4 v) { *static_cast<uint4*>(p) = v; }
-inline void copy_async16(void* shared, const void* global, int bytes = 16) {
+template <bool kNear = true>
+void copy_async16(void* shared, const void* global, int bytes = 16) {
   std::memcpy(shared, global, bytes), std::memset(static_cast<char*>(shared) + bytes, 0, 16 - bytes);
 }
 inline void copies_done() {}
