@@ -298,6 +298,15 @@ print({function}({inputs}).sum().item())
     assert ("IndexError" if device == "cpu" else "device-side assert") in done.stderr
 
 
+@pytest.mark.parametrize("name", ["cross_entropy", "softmax", "sparsemax"])
+def test_rows_over_several_blocks(name, device):
+    """Rows of odd and even length that several blocks share on a GPU: kept on chip, and of floats some that are too long for that."""
+    case = CASES[name]
+    for shape, dtype in (((4, 140001), torch.float32), ((4, 140001), torch.bfloat16), ((3, 40000), torch.bfloat16)):
+        for options in (case.options[0], case.options[-1]) if name == "cross_entropy" else case.options[:1]:
+            compare(case, case.inputs(shape, options, dtype, device), options, dtype)
+
+
 @pytest.mark.parametrize("name", ["cross_entropy", "fused_linear_cross_entropy"])
 def test_only_ignored_labels(name, device):
     """Loss 0 and gradients 0, where eager torch gives NaN."""
