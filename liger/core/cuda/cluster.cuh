@@ -12,7 +12,10 @@ struct RowSet {
   Row<T> of[kMatrices];
   T outside;
 
-  __device__ static Pack& pack(Value& v, int m) { return reinterpret_cast<Pack*>(&v)[m]; }
+  __device__ static Pack& pack(Value& v, int m) {
+    if constexpr (kMatrices == 1) return v;
+    else return v.of[m];
+  }
 
   __device__ Value load(int k) const {
     Value v;
@@ -47,7 +50,7 @@ struct Clusters {
   /// aligned: all rows begin at 16-byte boundaries. keep: there are further passes.
   Clusters(int64_t rows, int64_t cols, bool aligned, bool keep = true) : rows(rows) {
     constexpr int kLine = 8;  // packs of a cache line, which no two blocks share
-    const int64_t packs = (cols + Row<T>::kWidth - 1) / Row<T>::kWidth + !aligned;  // as many as a row touches
+    const int64_t packs = Row<T>::packs(cols, aligned);
     const auto divided = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
     int64_t most = has_clusters() ? kMost : 1;
     if (!keep) most = std::min(most, divided(kEnough, std::max<int64_t>(1, rows)));
@@ -143,13 +146,12 @@ struct ShortRows {
 
   /// aligned: all rows begin at 16-byte boundaries. alone: rows do not all pass as many barriers.
   ShortRows(int64_t rows, int64_t cols, bool aligned, bool alone) : rows(rows), x(alone ? 32 : 1) {
-    const unsigned need = unsigned((packs(cols, aligned) + kLoads - 1) / kLoads);
+    const unsigned need = unsigned((Row<T>::packs(cols, aligned) + kLoads - 1) / kLoads);
     while (x < need && x < 32) x *= 2;
     if (x < need) x = (need + 31) / 32 * 32;
     y = alone && x > 32 ? 1 : kThreads / x;
   }
-  static int64_t packs(int64_t cols, bool aligned) { return (cols + Row<T>::kWidth - 1) / Row<T>::kWidth + !aligned; }
-  static bool fit(int64_t cols, bool aligned) { return packs(cols, aligned) <= kThreads * kLoads; }
+  static bool fit(int64_t cols, bool aligned) { return Row<T>::packs(cols, aligned) <= kThreads * kLoads; }
   Grid grid() const { return {.blocks = (rows + y - 1) / y, .threads = {x, y}}; }
 
   __device__ int64_t row() const { return int64_t(blockIdx.x) * blockDim.y + threadIdx.y; }
@@ -185,5 +187,14 @@ struct ShortRows {
       if (const int k = u * blockDim.x + threadIdx.x; k < x.of[0].packs()) f(k, u);
   }
 };
+
+/// f(rows), with the one of the two that suits rows of kMatrices matrices, whose first is [rows, cols], `stride` elements apart. alone, keep:
+/// see them.
+template <class T, int kMatrices, class F>
+void dispatch_rows(const void* matrix, int64_t rows, int64_t cols, int64_t stride, bool alone, bool keep, F f) {
+  const bool aligned = aligned16({matrix}) && stride % Row<T>::kWidth == 0;
+  if (ShortRows<T, kMatrices>::fit(cols, aligned)) f(ShortRows<T, kMatrices>(rows, cols, aligned, alone));
+  else f(Clusters<T, kMatrices>(rows, cols, aligned, keep));
+}
 
 }  // namespace liger::cuda

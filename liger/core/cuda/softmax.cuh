@@ -52,12 +52,6 @@ struct OnlineSoftmax {
     else return from == to ? 1. : ::exp(double(from) - to);
   }
 
-  template <int n>
-  __device__ static void push(Value& v, const float (&z)[n]) {
-    const Pack<float, n> pack = Pack<float, n>::from_float(z);
-    push(v, reinterpret_cast<const Pack<float, n>(&)[1]>(pack));
-  }
-
   /// All elements of some packs at once.
   template <class Pack, int n>
   __device__ static void push(Value& v, const Pack (&packs)[n]) {

@@ -165,26 +165,24 @@ __global__ void __launch_bounds__(Rows::kThreads, Rows::kBlocks) backward_kernel
 
 /// f.operator()<Map>(rows).
 template <class T, int kMatrices, class Args, class F>
-void dispatch_rows(const Args& a, int64_t stride, std::initializer_list<const void*> pointers, F f) {
-  const auto with = [&](const auto& rows) { a.kind == Simplex::Softmax ? f.template operator()<Softmax>(rows) : f.template operator()<Sparsemax>(rows); };
-  using Short = ShortRows<T, kMatrices>;
-  const bool aligned = aligned16(pointers) && a.cols % Row<T>::kWidth == 0 && stride % Row<T>::kWidth == 0;
-  if (Short::fit(a.cols, aligned)) with(Short(a.rows, a.cols, aligned, a.kind == Simplex::Sparsemax));
-  else with(Clusters<T, kMatrices>(a.rows, a.cols, aligned));
+void dispatch_map(const Args& a, const void* matrix, int64_t stride, F f) {
+  dispatch_rows<T, kMatrices>(matrix, a.rows, a.cols, stride, a.kind == Simplex::Sparsemax, true, [&](const auto& rows) {
+    a.kind == Simplex::Softmax ? f.template operator()<Softmax>(rows) : f.template operator()<Sparsemax>(rows);
+  });
 }
 
 }  // namespace
 
 LIGER_REGISTER(softmax_forward, [](const SoftmaxForward& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
-    dispatch_rows<T, 1>(a, a.x_stride, {a.x}, [&]<template <class> class Map>(const auto& rows) {
+    dispatch_map<T, 1>(a, a.x, a.x_stride, [&]<template <class> class Map>(const auto& rows) {
       launch(forward_kernel<T, Map, std::decay_t<decltype(rows)>>, rows.grid(), s, a, rows);
     });
   });
 });
 LIGER_REGISTER(softmax_backward, [](const SoftmaxBackward& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
-    dispatch_rows<T, 2>(a, a.cols, {a.y}, [&]<template <class> class Map>(const auto& rows) {
+    dispatch_map<T, 2>(a, a.y, a.cols, [&]<template <class> class Map>(const auto& rows) {
       launch(backward_kernel<T, Map, std::decay_t<decltype(rows)>>, rows.grid(), s, a, rows);
     });
   });

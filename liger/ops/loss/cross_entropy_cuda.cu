@@ -84,7 +84,8 @@ __global__ void __launch_bounds__(Rows::kThreads, Rows::kBlocks) rows_kernel(Cro
         if (a.label_smoothing > 0) part.weighted += weight(c) * z[j];
         if (z[j] > part.best.max) part.best = {z[j], c};
       }
-      Softmax::push(part.sum, z);
+      const cuda::Pack<float, kWidth> logits[] = {cuda::Pack<float, kWidth>::from_float(z)};
+      Softmax::push(part.sum, logits);
     }
   });
   part.sum = RowReduce<Softmax, false, true>()(part.sum);
@@ -170,11 +171,10 @@ LIGER_REGISTER(cross_entropy_norm, [](const CrossEntropyNorm& a, Stream s) { lau
 
 LIGER_REGISTER(cross_entropy_rows, [](const CrossEntropy& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
-    const bool aligned = aligned16({a.x}) && a.x_stride % Row<T>::kWidth == 0;
     const bool plain = !a.class_weight && a.label_smoothing == 0 && a.softcap == 0 && !a.correct && !a.predicted;
-    const auto with = [&]<class Rows>(const Rows& rows) { launch(plain ? rows_kernel<T, true, Rows> : rows_kernel<T, false, Rows>, rows.grid(), s, a, rows); };
-    if (ShortRows<T>::fit(a.cols, aligned)) with(ShortRows<T>(a.rows, a.cols, aligned, true));
-    else with(Clusters<T>(a.rows, a.cols, aligned, a.dx != nullptr));
+    dispatch_rows<T, 1>(a.x, a.rows, a.cols, a.x_stride, true, a.dx != nullptr, [&]<class Rows>(const Rows& rows) {
+      launch(plain ? rows_kernel<T, true, Rows> : rows_kernel<T, false, Rows>, rows.grid(), s, a, rows);
+    });
   });
 });
 
