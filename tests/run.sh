@@ -25,7 +25,7 @@ if ! (cd / && "$PYTHON" -c "import liger_kernel.ops" 2>/dev/null); then
 fi
 pytest() { "$PYTHON" -m pytest -q -p no:cacheprovider "$@"; }
 parallel=()
-if "$PYTHON" -c "import xdist" 2>/dev/null; then parallel=(-n "$(($(nproc) < 8 ? $(nproc) : 8))"); fi
+if "$PYTHON" -c "import xdist" 2>/dev/null; then parallel=(-n "$(($(nproc) < 16 ? $(nproc) : 16))"); fi
 pytest "${parallel[@]}" --import-mode=importlib --ignore=tests/huggingface --ignore=tests/test_large.py tests
 pytest "${parallel[@]}" tests/huggingface
 pytest tests/test_large.py  # fills a GPU's memory: alone

@@ -8,6 +8,12 @@ namespace liger {
 enum class DType : uint8_t { F32, F16, BF16 };
 using Stream = void*;  // a cudaStream_t for CUDA; unused by CPU
 
+/// A few numbers of any type, of which kernels read the i-th as number(of, i).
+struct Numbers {
+  const void* of;
+  DType dtype;
+};
+
 /// c10::DeviceType's number: a backend that is plugged in needs no entry here.
 using Backend = int8_t;
 inline constexpr Backend kCPU = 0, kCUDA = 1;

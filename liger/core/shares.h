@@ -15,12 +15,12 @@ inline constinit Kernel<RowShares> row_shares{"row_shares"};
 /// out = Σ_shares part · (factor + plus) for each group, in a fixed order.
 struct ShareSum {
   const float* part;       // [groups, shares, cols]
-  const void* factor;      // [groups · shares / per_factor, cols]; null: 1
+  Numbers factor;          // [groups · shares / per_factor, cols]; null: 1
   void* out;               // [groups, cols]
   int64_t groups, shares, cols;
   int64_t per_factor;      // shares that have a row of factor together
   float plus;
-  DType dtype, factor_dtype;  // dtype: of out
+  DType dtype;             // of out
 };
 
 /// Several at once: alone, each takes less time than its launch.

@@ -22,8 +22,8 @@ def _check_distribution():
         if not name.lower().startswith("liger"):
             continue
         same = re.sub(r"[-_.]+", "-", name).lower() == "liger-kernel"
-        files = () if same else (distribution.files or ())
-        if (same and distribution.version != __version__) or any(f.parts[:1] == ("liger_kernel",) for f in files):
+        files = "" if same else distribution.read_text("RECORD") or ""
+        if (same and distribution.version != __version__) or any(line.startswith("liger_kernel/") for line in files.splitlines()):
             warnings.warn(
                 f"{name} {distribution.version} has installed its own liger_kernel in the folder of liger-kernel {__version__}; the two "
                 f"overwrite each other's files. Run: pip uninstall -y {name} liger-kernel, then install the one that you want.",

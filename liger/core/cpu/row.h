@@ -31,6 +31,12 @@ void dispatch_weighted(DType x, DType w, F&& f) {
   dispatch(x, [&]<class T>() { w == DType::F32 ? f.template operator()<T, float>() : f.template operator()<T, T>(); });
 }
 
+inline float number(const Numbers& n, int64_t i = 0) {
+  float v = 0;
+  dispatch(n.dtype, [&]<class T>() { v = float(static_cast<const T*>(n.of)[i]); });
+  return v;
+}
+
 template <class T> const T* row_of(const void* m, int64_t row, int64_t cols) { return static_cast<const T*>(m) + row * cols; }
 template <class T> T* row_of(void* m, int64_t row, int64_t cols) { return static_cast<T*>(m) + row * cols; }
 

@@ -14,9 +14,9 @@ static void sum(const ShareSum& a) {
     for (int64_t s = 0; s < a.shares; ++s) {
       const int64_t share = group * a.shares + s;
       const float* part = a.part + share * a.cols + begin;
-      if (!a.factor) row_map(n, sum, [](Vec sum, Vec part) { return sum + part; }, sum, part);
-      else dispatch(a.factor_dtype, [&]<class F>() {
-        row_map(n, sum, [&](Vec sum, Vec part, Vec f) { return sum + part * (f + Vec(a.plus)); }, sum, part, row_of<F>(a.factor, share / a.per_factor, a.cols) + begin);
+      if (!a.factor.of) row_map(n, sum, [](Vec sum, Vec part) { return sum + part; }, sum, part);
+      else dispatch(a.factor.dtype, [&]<class F>() {
+        row_map(n, sum, [&](Vec sum, Vec part, Vec f) { return sum + part * (f + Vec(a.plus)); }, sum, part, row_of<F>(a.factor.of, share / a.per_factor, a.cols) + begin);
       });
     }
     row_map(n, static_cast<T*>(a.out) + group * a.cols + begin, [](Vec sum) { return sum; }, sum);

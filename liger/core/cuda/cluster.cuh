@@ -36,6 +36,7 @@ struct RowSet {
 template <class T, int kMatrices = 1>
 struct Clusters {
   static constexpr int kThreads = 256, kBlocks = 3;  // three blocks a multiprocessor: one loads while another reduces and a third stores
+  static constexpr int kBlocksReading = 5;           // where nothing is stored
   static constexpr int kKeptBytes = 66 * 1024;       // of a row that a block keeps: 2^15 elements of 16 bits, at any alignment
   static constexpr int kNearBytes = 63 * 1024;       // so much, three times, leaves 60 KiB to the first-level cache; more leaves it 28
   static constexpr int kMost = 8;                    // blocks on a row
@@ -137,7 +138,7 @@ struct Clusters {
 /// As Clusters, for rows that the registers of a block's threads hold, several of the short ones on a block.
 template <class T, int kMatrices = 1>
 struct ShortRows {
-  static constexpr int kThreads = 384, kBlocks = 3;
+  static constexpr int kThreads = 384, kBlocks = 3, kBlocksReading = 3;
   static constexpr int kLoads = 4 / kMatrices;
   using RowSet = cuda::RowSet<T, kMatrices>;
   using Value = typename RowSet::Value;

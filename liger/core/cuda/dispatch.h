@@ -19,4 +19,9 @@ void dispatch_weighted(DType x, DType w, F&& f) {
   dispatch(x, [&]<class T>() { w == DType::F32 ? f.template operator()<T, float>() : f.template operator()<T, T>(); });
 }
 
+__device__ inline float number(const Numbers& n, int64_t i = 0) {
+  if (n.dtype == DType::F32) return static_cast<const float*>(n.of)[i];
+  return n.dtype == DType::F16 ? float(static_cast<const half*>(n.of)[i]) : float(static_cast<const bfloat16*>(n.of)[i]);
+}
+
 }  // namespace liger::cuda

@@ -241,6 +241,16 @@ __device__ inline void forget(V& v) {
   if constexpr (sizeof(V) == 4) asm volatile("" : "+r"(reinterpret_cast<unsigned&>(v)));
 }
 
+/// p, worked out here and no more: as parts of a sum that each access makes anew it takes several instructions a time.
+template <class T>
+__device__ inline T* pinned(T* p) {
+#ifdef __CUDA_ARCH__
+  asm("" : "+l"(p));
+  __builtin_assume(__isGlobal(p));
+#endif
+  return p;
+}
+
 /// The product of each neighbour, rounded once.
 template <class T>
 __device__ inline unsigned multiply_words(unsigned a, unsigned b) {

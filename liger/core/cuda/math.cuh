@@ -6,29 +6,6 @@ namespace liger::cuda {
 
 inline constexpr float kLog2e = 1.4426950408889634f;
 
-/// The functions behind liger/core/math.h. Results that are rounded to 16 bits take the hardware's approximations, whose error
-/// (2 units in the last place of a float) disappears in that rounding; float results take the accurate forms.
-template <class T>
-struct Math {
-  static constexpr bool kFast = sizeof(T) == 2;
-  static __device__ float exp(float x) { return kFast ? __expf(x) : expf(x); }
-  static __device__ float log(float x) { return kFast ? __logf(x) : logf(x); }
-  static __device__ float div(float a, float b) { return kFast ? __fdividef(a, b) : a / b; }
-  /// As torch's: NaN if a is; fmaxf would drop it.
-  static __device__ float max(float a, float b) { return a >= b || a != a ? a : b; }
-  static __device__ float fma(float a, float b, float c) { return fmaf(a, b, c); }
-  static __device__ float erf(float x) { return erff(x); }
-  static __device__ float sign(float x) { return x > 0 ? 1 : x < 0 ? -1 : x; }
-  /// p · l, and 0 where p is 0.
-  static __device__ float product(float p, float l) { return p == 0 ? 0 : p * l; }
-  /// tanh.approx has a relative error of 2^-11, which bf16 would show: this form keeps that of exp.
-  static __device__ float tanh(float x) {
-    if constexpr (!kFast) return tanhf(x);
-    const float e = __expf(-2 * fabsf(x));
-    return copysignf(__fdividef(1 - e, 1 + e), x);
-  }
-};
-
 /// 2^x in one instruction, 0 where the result would be subnormal.
 __device__ inline float exp2_approx(float x) {
 #ifdef __CUDA_ARCH__
@@ -39,5 +16,24 @@ __device__ inline float exp2_approx(float x) {
   return exp2f(x);
 #endif
 }
+
+/// The functions behind liger/core/math.h. Results that are rounded to 16 bits take the hardware's approximations, whose error
+/// (2 units in the last place of a float) disappears in that rounding; float results take the accurate forms.
+template <class T>
+struct Math {
+  static constexpr bool kFast = sizeof(T) == 2;
+  static __device__ float exp(float x) { return kFast ? exp2_approx(x * kLog2e) : expf(x); }
+  static __device__ float log(float x) { return kFast ? __logf(x) : logf(x); }
+  static __device__ float div(float a, float b) { return kFast ? __fdividef(a, b) : a / b; }
+  /// As torch's: NaN if a is; fmaxf would drop it.
+  static __device__ float max(float a, float b) { return a >= b || a != a ? a : b; }
+  static __device__ float fma(float a, float b, float c) { return fmaf(a, b, c); }
+  static __device__ float erf(float x) { return erff(x); }
+  static __device__ float sign(float x) { return x > 0 ? 1 : x < 0 ? -1 : x; }
+  /// p · l, and 0 where p is 0.
+  static __device__ float product(float p, float l) { return p == 0 ? 0 : p * l; }
+  /// tanh.approx is off by 2^-11, which bf16 would show; this form, by 2^-22.
+  static __device__ float tanh(float x) { return kFast ? fmaf(-2, div(1, 1 + exp2_approx(2 * kLog2e * x)), 1) : tanhf(x); }
+};
 
 }  // namespace liger::cuda

@@ -11,90 +11,105 @@ __device__ void for_each_piece(F f) {
 }
 
 /// Rows of kMatrices matrices on their way to shared memory: the next one comes while a block works on one, which all its passes find
-/// there, with zeros beside it. A thread has kPieces pieces of a row, a pack each, and meets no others, so that no barrier is needed. All
-/// rows that threadIdx.y walks along begin alike between two 16-byte boundaries.
-template <class T, class Tile, int kMatrices, int kPieces>
+/// there, with zeros beside it. A thread has kPieces pieces of a row, a pack each, and meets no others, so that no barrier is needed; beside
+/// them it can keep kShelf packs of its own. All rows that threadIdx.y walks along begin alike between two 16-byte boundaries.
+template <class T, class Tile, int kMatrices, int kPieces, int kShelf = 0>
 struct Ring {
   static constexpr int kWidth = Tile::kWidth;
   using Pack = cuda::Pack<T, kWidth>;
-  static_assert(Tile::kItems == kWidth);
-  int64_t rows, cols;
-  const void* matrices[kMatrices];  // nothing comes where null
-  int shift, stage = 0;
+  static_assert(Tile::kItems == kWidth && sizeof(Pack) == 16);
+  static constexpr int kStage = kMatrices * kPieces;                             // packs
+  static constexpr int kBytes = ((2 * kStage + kShelf) | 1) * int(sizeof(Pack)); // of shared memory a thread; neighbours' begin in different banks
+  int64_t row, step, rows, cols, begin;  // begin: of this thread's first pack of the row, in elements
+  const void* matrices[kMatrices];       // nothing comes where null
+  int shift, column, stage = 0;          // column: of that pack
 
-  static constexpr int kBytes = 2 * kMatrices * kPieces * int(sizeof(Pack));  // of shared memory a thread
-
-  /// Sends for row `first`.
+  /// Sends for row `first`; the rows are every step-th from there on.
   template <class... Pointers>
-  __device__ Ring(int64_t first, int64_t rows, int64_t cols, Pointers... of) : rows(rows), cols(cols), matrices{of...} {
+  __device__ Ring(int64_t first, int64_t step, int64_t rows, int64_t cols, Pointers... of) : row(first - step), step(step), rows(rows), cols(cols), matrices{of...} {
     shift = Tile::template place<T>(matrices[0], first, rows, cols).shift;
-    fetch(first);
+    column = Tile::column(0, Place(0, 0, 0, shift));
+    begin = row * cols + column;
+    fetch();
   }
 
-  __device__ Place place(int64_t row, int piece) const { return {row, rows, cols, shift, piece * Tile::covered()}; }
+  /// Where a piece of any row of threadIdx.y lies.
+  __device__ Place at(int piece, int64_t row) const { return {row, rows, cols, shift, piece * Tile::covered()}; }
+  /// Where one of the present row does.
+  __device__ Place at(int piece) const {
+    Place place(row, rows, cols, shift, piece * Tile::covered());
+    place.begin = begin - column + place.from;
+    return place;
+  }
 
-  /// `row`, sent for last, is this one now; row `next` is sent for.
-  __device__ void turn(int64_t row, int64_t next) {
+  /// The row that was sent for last is this one now; the next one is sent for.
+  __device__ void turn() {
     copies_done();
-    stage ^= 1;
+    row += step, begin += step * cols, stage = kStage - stage;
     if (Tile::kFit == Fit::Peeled && threadIdx.x == 0)
 #pragma unroll
-      for (int m = 0; m < kMatrices; ++m)
-        for (int j = 0; j < shift; ++j) reinterpret_cast<T*>(slot(stage, m, 0))[j] = T(0.f);
-    if (Tile::kFit == Fit::Peeled && row + 1 == rows) complete(row);
-    fetch(next);
+      for (int m = 0; m < kMatrices; ++m) *slot(stage, m, 0) = slot(stage, m, 0)->from(shift);
+    if (Tile::kFit == Fit::Peeled && row + 1 == rows) complete();
+    fetch();
   }
 
   __device__ Raw<T, Tile> get(int matrix, int piece) const { return {*slot(stage, matrix, piece)}; }
   __device__ void put(const Raw<T, Tile>& raw, int matrix, int piece) { *slot(stage, matrix, piece) = raw.packs[0]; }
 
+  /// Raw packs on the shelf, the i-th of their kind.
+  template <class W>
+  __device__ void put_aside(const Raw<W, Tile>& raw, int i) {
+    each_part<W>([&](int part) { *aside<W>(i, part) = reinterpret_cast<const uint4*>(&raw)[part]; });
+  }
+  template <class W>
+  __device__ Raw<W, Tile> get_aside(int i) const {
+    Raw<W, Tile> raw;
+    each_part<W>([&](int part) { reinterpret_cast<uint4*>(&raw)[part] = *aside<W>(i, part); });
+    return raw;
+  }
+
  private:
-  __device__ void fetch(int64_t row) {
-    // In 32 bits, and a row's address once: this is done for every pack.
-    const bool last = Tile::kFit == Fit::Peeled && row + 1 == rows;
-    const int first = Tile::column(0, {0, 0, 0, shift}), left = row < rows ? int(cols) - first : 0;
+  template <class W> static constexpr int kParts = int(sizeof(Raw<W, Tile>) / 16);
+  template <class W, class F>
+  __device__ static void each_part(F f) {
+    static_assert(sizeof(Raw<W, Tile>) % 16 == 0);
+#pragma unroll
+    for (int part = 0; part < kParts<W>; ++part) f(part);
+  }
+  template <class W>
+  __device__ static uint4* aside(int i, int part) { return reinterpret_cast<uint4*>(pack(2 * kStage + i * kParts<W> + part)); }
+
+  __device__ void fetch() {
+    const int64_t next = row + step;
+    const bool last = Tile::kFit == Fit::Peeled && next + 1 == rows;
+    const int left = next < rows ? int(cols) - column : 0;
 #pragma unroll
     for (int m = 0; m < kMatrices; ++m) {
       if (!matrices[m]) continue;
-      const T* from = static_cast<const T*>(matrices[m]) + (row * cols + first);
+      const T* from = pinned(static_cast<const T*>(matrices[m]) + begin + step * cols);
       for_each_piece<kPieces>([&](int piece) {
         const int there = left - piece * Tile::covered();
         const int count = last && there < kWidth ? 0 : Tile::kFit == Fit::Peeled ? max(0, min(there, kWidth)) : there > 0 ? kWidth : 0;
-        copy_async16(slot(stage ^ 1, m, piece), from + piece * Tile::covered(), count * int(sizeof(T)));
+        copy_async16(slot(kStage - stage, m, piece), from + piece * Tile::covered(), count * int(sizeof(T)));
       });
     }
   }
 
   /// What fetch leaves out: the matrices' last pack, behind which there may be nothing.
-  __device__ void complete(int64_t row) {
+  __device__ void complete() {
 #pragma unroll 1
     for (int piece = 0; piece < kPieces; ++piece) {
-      const int64_t at = int64_t(piece) * Tile::covered() + Tile::column(0, place(row, piece)), left = cols - at;
+      const int first = piece * Tile::covered(), left = int(cols) - column - first;
 #pragma unroll 1
       for (int m = 0; m < kMatrices && left > 0 && left < kWidth; ++m)
 #pragma unroll 1
         for (int j = 0; matrices[m] && j < left; ++j)
-          if (at + j >= 0) reinterpret_cast<T*>(slot(stage, m, piece))[j] = static_cast<const T*>(matrices[m])[row * cols + at + j];
+          if (column + first + j >= 0) reinterpret_cast<T*>(slot(stage, m, piece))[j] = static_cast<const T*>(matrices[m])[begin + first + j];
     }
   }
 
-  __device__ static Pack* slot(int stage, int matrix, int piece) {
-    return shared_memory<Pack>() + ((stage * kMatrices + matrix) * kPieces + piece) * Tile::threads() + Tile::thread();
-  }
-};
-
-/// Vectors that a block's rows share, in shared memory as the rows lie there, after kAfter bytes a thread: each has its own packs.
-template <class T, class Tile, int kVectors, int kPieces, int kAfter>
-struct Shelf {
-  using Pack = cuda::Pack<T, Tile::kWidth>;
-  static constexpr int kBytes = kVectors * kPieces * int(sizeof(Pack));
-  __device__ static void put(const Raw<T, Tile>& raw, int vector, int piece) { *slot(vector, piece) = raw.packs[0]; }
-  __device__ static Raw<T, Tile> get(int vector, int piece) { return {*slot(vector, piece)}; }
-
- private:
-  __device__ static Pack* slot(int vector, int piece) {
-    return reinterpret_cast<Pack*>(shared_memory<char>() + kAfter * Tile::threads()) + (vector * kPieces + piece) * Tile::threads() + Tile::thread();
-  }
+  __device__ static Pack* pack(int i) { return shared_memory<Pack>() + Tile::thread() * (kBytes / int(sizeof(Pack))) + i; }
+  __device__ static Pack* slot(int stage, int matrix, int piece) { return pack(stage + matrix * kPieces + piece); }
 };
 
 /// One pack a thread.

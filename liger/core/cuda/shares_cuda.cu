@@ -5,12 +5,10 @@
 namespace liger::cuda::shares {
 namespace {
 
-__host__ __device__ int64_t blocks_of(const ShareSum& a) { return a.groups * ((a.cols + 31) / 32); }
-
-__device__ float read(const void* p, DType t, int64_t i) {
-  if (t == DType::F32) return static_cast<const float*>(p)[i];
-  return t == DType::F16 ? float(static_cast<const half*>(p)[i]) : float(static_cast<const bfloat16*>(p)[i]);
-}
+constexpr int kThreads = 256, kMostColumns = 128;  // of a block
+/// Few columns a block, so that there are many blocks, until there are.
+__host__ __device__ int columns_of(const ShareSum& a) { return a.cols % 4 == 0 && a.cols >= 256 * kMostColumns ? kMostColumns : 32; }
+__host__ __device__ int64_t blocks_of(const ShareSum& a) { return a.groups * ((a.cols + columns_of(a) - 1) / columns_of(a)); }
 
 __device__ void write(void* p, DType t, int64_t i, float v) {
   if (t == DType::F32) static_cast<float*>(p)[i] = v;
@@ -18,31 +16,63 @@ __device__ void write(void* p, DType t, int64_t i, float v) {
   else static_cast<bfloat16*>(p)[i] = bfloat16(v);
 }
 
-/// 32 columns a block; threadIdx.y walks the shares, then the 32 partial sums meet in shared memory.
-__global__ void __launch_bounds__(1024) sum_shares_kernel(SumShares all) {
-  __shared__ float partial[32][33];
+/// sum += packs first, first + step, … below n, kBatch in flight, then what is left over by halves of that.
+template <int kBatch, class Pack>
+__device__ void add_packs(float (&sum)[Pack::kWidth], const float* part, int first, int n, int step, int64_t cols) {
+  for (; first + (kBatch - 1) * step < n; first += kBatch * step) {
+    Pack packs[kBatch];
+#pragma unroll
+    for (int u = 0; u < kBatch; ++u) packs[u] = Pack::read(part + (first + u * step) * cols);
+#pragma unroll
+    for (const Pack& pack : packs)
+#pragma unroll
+      for (int j = 0; j < Pack::kWidth; ++j) sum[j] += pack.words[j];
+  }
+  if constexpr (kBatch > 1) add_packs<kBatch / 2, Pack>(sum, part, first, n, step, cols);
+}
+
+/// The sums of a block's columns, kWidth neighbours a thread: threads that have the same ones walk along the shares, and meet in a warp and
+/// then in `partial`.
+template <int kWidth, int kColumns>
+__device__ void sum_columns(const ShareSum& a, unsigned block, float (&partial)[kThreads / 32][kMostColumns]) {
+  using Pack = cuda::Pack<float, kWidth>;
+  constexpr int kLanes = kColumns / kWidth, kWalkers = kThreads / kLanes;
+  const unsigned blocks = unsigned((a.cols + kColumns - 1) / kColumns), group = block / blocks, shares = unsigned(a.shares), a_row = unsigned(a.per_factor);
+  const int64_t first = int64_t(block % blocks) * kColumns;
+  const int column = int(threadIdx.x) % kLanes * kWidth, walker = int(threadIdx.x) / kLanes, warp = int(threadIdx.x) / 32;
+  const bool mine = first + column < a.cols;
+  float sum[kWidth] = {};
+  for (unsigned share = group * shares; share < (group + 1) * shares;) {  // as many as have one row of factor
+    const unsigned row = a.factor.of ? share / a_row : 0, stop = a.factor.of ? min((group + 1) * shares, (row + 1) * a_row) : (group + 1) * shares;
+    float of_row[kWidth] = {};
+    add_packs<32 / kWidth, Pack>(of_row, a.part + share * a.cols + first + column, walker, mine ? int(stop - share) : 0, kWalkers, a.cols);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) sum[j] += of_row[j] * (a.factor.of && mine ? number(a.factor, row * a.cols + first + column + j) + a.plus : 1);
+    share = stop;
+  }
+#pragma unroll
+  for (int lane = kLanes; lane < 32; lane *= 2)
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) sum[j] += __shfl_xor_sync(~0u, sum[j], lane);
+  if (threadIdx.x % 32 < kLanes) *reinterpret_cast<Pack*>(&partial[warp][column]) = Pack::from_float(sum);
+  __syncthreads();
+  if (threadIdx.x >= kColumns || first + threadIdx.x >= a.cols) return;
+  float total = 0;
+#pragma unroll
+  for (const auto& of_warp : partial) total += of_warp[threadIdx.x];
+  write(a.out, a.dtype, group * a.cols + first + threadIdx.x, total);
+}
+
+__global__ void __launch_bounds__(kThreads) sum_shares_kernel(SumShares all) {
+  alignas(16) __shared__ float partial[kThreads / 32][kMostColumns];
   ShareSum a = all.sums[0];
-  int64_t block = blockIdx.x;
+  unsigned block = blockIdx.x;
 #pragma unroll
   for (int i = 1; i < SumShares::kMost; ++i)
-    if (i < all.count && block >= blocks_of(a)) block -= blocks_of(a), a = all.sums[i];
-  const int64_t blocks = (a.cols + 31) / 32, group = block / blocks, first = block % blocks * 32, c = first + threadIdx.x;
-  const float* part = a.part + group * a.shares * a.cols;
-  float sum = 0;
-  if (c < a.cols) {
-    if (a.factor) {
-      for (int64_t s = threadIdx.y; s < a.shares; s += 32) sum += part[s * a.cols + c] * (read(a.factor, a.factor_dtype, (group * a.shares + s) / a.per_factor * a.cols + c) + a.plus);
-    } else {
-#pragma unroll 4
-      for (int s = threadIdx.y; s < int(a.shares); s += 32) sum += part[s * a.cols + c];
-    }
-  }
-  partial[threadIdx.y][threadIdx.x] = sum;
-  __syncthreads();
-  float total = partial[threadIdx.x][threadIdx.y];
-  for (int lane = 16; lane > 0; lane /= 2) total += __shfl_xor_sync(~0u, total, lane);
-  const int64_t out = first + threadIdx.y;
-  if (threadIdx.x == 0 && out < a.cols) write(a.out, a.dtype, group * a.cols + out, total);
+    if (i < all.count && block >= blocks_of(a)) block -= unsigned(blocks_of(a)), a = all.sums[i];
+  if (columns_of(a) == kMostColumns) sum_columns<4, kMostColumns>(a, block, partial);
+  else if (a.cols % 4 == 0) sum_columns<4, 32>(a, block, partial);
+  else sum_columns<1, 32>(a, block, partial);
 }
 
 template <class T>
@@ -63,21 +93,23 @@ __global__ void __launch_bounds__(256) scale_rows_kernel(ScaleRows a, Pieces<T, 
 
 }  // namespace
 
-// As many blocks as an SM holds of 512 threads, whose loads hide each other's latency; fewer shares where a cluster works on a row. Rows
-// of odd lengths go to a multiple of 8 shares, or to one each, so that all rows of a share begin alike between 16-byte boundaries.
+// As many blocks as an SM holds of 512 threads, whose loads hide each other's latency; fewer shares where a cluster works on a row, and where
+// blocks of several short rows would have none. Rows of odd lengths go to a multiple of 8 shares, or to one each, so that all rows of a
+// share begin alike between 16-byte boundaries.
 LIGER_REGISTER(row_shares, [](const RowShares& a, Stream) {
   int64_t blocks = a.cols > 4096 ? 1 : 2, cluster = 1;
   while (cluster < 8 && cluster * 16384 < a.cols) cluster *= 2;
   // Not every part of the chip that a cluster must fit into has a multiple of 4 multiprocessors: a sixteenth stays idle.
-  int64_t shares = blocks * multiprocessors(a.device) * (cluster > 2 ? 15 : 16) / (16 * cluster) / a.groups;
-  if (a.cols % 8 != 0) shares = std::max<int64_t>(1, shares / 8) * 8;
-  *a.count = std::clamp<int64_t>(a.rows, 1, std::max<int64_t>(1, shares));
+  const int64_t fit = std::max<int64_t>(1, blocks * multiprocessors(a.device) * (cluster > 2 ? 15 : 16) / (16 * cluster) / a.groups);
+  const int64_t a_block = std::max<int64_t>(1, 4096 / std::max<int64_t>(1, a.cols)), wanted = (a.rows + a_block - 1) / a_block;
+  const bool odd = a.cols % 8 != 0;
+  *a.count = std::max<int64_t>(1, std::min({a.rows, odd ? (wanted + 7) / 8 * 8 : wanted, odd ? std::max<int64_t>(1, fit / 8) * 8 : fit}));
 });
 LIGER_REGISTER(stream_capturing, [](const StreamCapturing& a, Stream s) { *a.yes = capturing(s); });
 LIGER_REGISTER(sum_shares, [](const SumShares& a, Stream s) {
   int64_t blocks = 0;
   for (int i = 0; i < a.count; ++i) blocks += blocks_of(a.sums[i]);
-  launch(sum_shares_kernel, {.blocks = blocks, .threads = {32, 32}}, s, a);
+  launch(sum_shares_kernel, {.blocks = blocks, .threads = kThreads}, s, a);
 });
 LIGER_REGISTER(scale_rows, [](const ScaleRows& whole, Stream s) {
   ScaleRows a = whole;

@@ -1,5 +1,6 @@
 #pragma once
 #include <algorithm>
+#include <climits>
 #include <initializer_list>
 #include "liger/core/cuda/dispatch.h"
 #include "liger/core/cuda/reduce.cuh"
@@ -54,6 +55,17 @@ struct alignas(sizeof(T) * kWidth_ < 16 ? sizeof(T) * kWidth_ : 16) Pack {
       for (int i = 0; i < int(sizeof(Pack) / 16); ++i) store16(static_cast<uint4*>(p) + i, {bits(words[4 * i]), bits(words[4 * i + 1]), bits(words[4 * i + 2]), bits(words[4 * i + 3])});
   }
 
+  /// With zeros instead of the first n.
+  __device__ Pack from(int n) const {
+    Pack p = *this;
+#pragma unroll
+    for (int j = 0; j < int(sizeof(words) / sizeof(words[0])); ++j) {
+      if constexpr (kPairs) p.words[j] = n >= 2 * j + 2 ? 0 : n == 2 * j + 1 ? p.words[j] & 0xffff0000u : p.words[j];
+      else if (j < n) p.words[j] = T(0.f);
+    }
+    return p;
+  }
+
   /// The product of each pair, rounded once.
   __device__ friend Pack operator*(const Pack& a, const Pack& b) {
     static_assert(kPairs);
@@ -75,16 +87,24 @@ enum class Fit : int8_t {
   Peeled,   // rows begin anywhere: the first thread's pack begins at the boundary before the row
 };
 
-/// Where a piece of a row lies: from column `from` on in row `row` of [rows, cols]; nothing where row is not below rows. shift says how
-/// many elements of the first pack come before the row, for Peeled tiles.
+/// Where a piece of a row lies: from column `from` on in row `row` of [rows, cols]. shift says how many elements of the first pack come
+/// before the row, for Peeled tiles.
 struct Place {
-  int64_t row, rows, cols;
-  int shift = 0;
-  int64_t from = 0;
+  int64_t row, rows, cols, from;
+  int64_t begin;           // elements of the matrix before it
+  int left;                // columns of the row from there on
+  int shift;
+  static constexpr int kNone = INT_MIN / 2;  // where there is no such row: less than what a first pack may have before `from`
+
+  __device__ Place(int64_t row, int64_t rows, int64_t cols, int shift = 0, int64_t from = 0)
+      : row(row), rows(rows), cols(cols), from(from), begin(row * cols + from), left(row >= rows ? kNone : cols - from < INT_MAX ? int(cols - from) : INT_MAX), shift(shift) {}
+  __device__ Place at(int64_t from) const { return {row, rows, cols, shift, from}; }
   /// The same columns of a vector that all rows share.
   __device__ Place vector(bool present) const { return {0, present ? 1 : 0, cols, shift, from}; }
   /// The first column that counts: those of the first pack that come before `from` belong to it, where they are the row's.
   __device__ int first() const { return from > 0 ? -shift : 0; }
+  /// Whether there may be nothing behind the row.
+  __device__ bool last() const { return row + 1 == rows; }
 };
 
 /// How many elements of T lie between the 16-byte boundary before p and p.
@@ -105,6 +125,9 @@ struct Tile {
     return kFit == Fit::Peeled ? c - at.shift : c;
   }
 
+  /// How far a thread's packs are apart.
+  __device__ static int apart() { return int(blockDim.x) * kWidth; }
+
   /// How many columns one pass covers; which of the grid's blocks, or clusters, this is, of how many.
   __device__ static int covered() { return int(blockDim.x) * kItems * (kSpread ? cluster_size() : 1); }
   __device__ static unsigned group() { return kSpread ? blockIdx.x / cluster_size() : blockIdx.x; }
@@ -118,7 +141,7 @@ struct Tile {
   /// Where row `row` of a matrix lies.
   template <class T>
   __device__ static Place place(const void* matrix, int64_t row, int64_t rows, int64_t cols) {
-    return {row, rows, cols, kFit == Fit::Peeled ? misalignment<T>(static_cast<const T*>(matrix) + row * cols) : 0};
+    return Place(row, rows, cols, kFit == Fit::Peeled ? misalignment<T>(static_cast<const T*>(matrix) + row * cols) : 0);
   }
 
   /// f(a, b, …) item by item.
@@ -197,21 +220,18 @@ __device__ Tile to_tile(const Raw<T, Tile>& raw) {
 template <class T, class Tile>
 __device__ Raw<T, Tile> fetch(const void* matrix, const Place& at) {
   constexpr int kWidth = Tile::kWidth;
-  const T* p = static_cast<const T*>(matrix) + at.row * at.cols + at.from;
-  const int n = int(at.cols - at.from);
-  const bool last = Tile::kFit == Fit::Peeled && at.row + 1 == at.rows;  // past whose last pack there may be nothing
+  const T* p = pinned(static_cast<const T*>(matrix) + at.begin + Tile::column(0, at));
   Raw<T, Tile> raw{};
-  if (at.row >= at.rows) return raw;
 #pragma unroll
-  for (int i = 0; i < Tile::kItems; i += kWidth) {
+  for (int i = 0; i < Tile::kItems; i += kWidth, p += Tile::apart()) {
     const int c = Tile::column(i, at);
-    if (last && c < n && c + kWidth > n) {
+    if (Tile::kFit == Fit::Peeled && at.last() && c < at.left && c + kWidth > at.left) {
       float f[kWidth];
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) f[j] = c + j >= at.first() && c + j < n ? float(p[c + j]) : 0;
+      for (int j = 0; j < kWidth; ++j) f[j] = c + j >= at.first() && c + j < at.left ? float(p[j]) : 0;
       raw.packs[i / kWidth] = Pack<T, kWidth>::from_float(f);
-    } else if (c < n) {
-      raw.packs[i / kWidth] = Pack<T, kWidth>::read(p + c);
+    } else if (c < at.left) {
+      raw.packs[i / kWidth] = Pack<T, kWidth>::read(p);
     }
   }
   return raw;
@@ -223,17 +243,16 @@ template <class T, class Tile>
 __device__ Raw<T, Tile> fetch_loose(const void* matrix, const Place& at) {
   constexpr int kWidth = Tile::kWidth;
   using Pack = cuda::Pack<T, kWidth>;
-  const T* p = static_cast<const T*>(matrix) + at.row * at.cols + at.from;
-  const int n = int(at.cols - at.from), start = misalignment<T>(p - at.shift);
+  const T* p = static_cast<const T*>(matrix) + at.begin;
+  const int n = at.left, start = misalignment<T>(p - at.shift);
   if (Tile::kFit != Fit::Peeled || (start == 0 && sizeof(Pack) == 16)) return fetch<T, Tile>(matrix, at);
   Raw<T, Tile> raw{};
-  if (at.row >= at.rows) return raw;
 #pragma unroll
   for (int i = 0; i < Tile::kItems; i += kWidth) {
     const int c = Tile::column(i, at), cut = c + kWidth - start;  // what the first of two packs has ends there
     auto& pack = raw.packs[i / kWidth];
     if (c >= n) continue;
-    if (sizeof(Pack) == 16 && (cut + kWidth <= n || at.row + 1 < at.rows)) {
+    if (sizeof(Pack) == 16 && (cut + kWidth <= n || !at.last())) {
       pack = joined(cut > at.first() ? Pack::read(p + c - start) : Pack(), cut < n ? Pack::read(p + c - start + kWidth) : Pack(), start);
     } else {
       float f[kWidth];
@@ -248,21 +267,21 @@ __device__ Raw<T, Tile> fetch_loose(const void* matrix, const Place& at) {
 /// Whether all of the pack at item i belongs to the row.
 template <class Tile>
 __device__ bool inside(int i, const Place& at) {
-  const int c = Tile::column(i, at), n = int(at.cols - at.from);
-  return Tile::kFit == Fit::Peeled ? c >= at.first() && c + Tile::kWidth <= n : c < n;
+  const int c = Tile::column(i, at);
+  return Tile::kFit == Fit::Peeled ? c >= at.first() && c + Tile::kWidth <= at.left : c < at.left;
 }
 
+/// With zeros for what a first and a last pack hold of the row's neighbours.
 template <class T, class Tile>
 __device__ Tile unpack(const Raw<T, Tile>& raw, const Place& at) {
   constexpr int kWidth = Tile::kWidth;
-  const int n = int(at.cols - at.from);
   Tile t = to_tile(raw);
 #pragma unroll
   for (int i = 0; i < Tile::kItems; i += kWidth)
     if (Tile::kFit == Fit::Peeled && !inside<Tile>(i, at)) {
 #pragma unroll
       for (int j = 0; j < kWidth; ++j)
-        if (const int c = Tile::column(i, at) + j; c < at.first() || c >= n) t.v[i + j] = 0;
+        if (const int c = Tile::column(i, at) + j; c < at.first() || c >= at.left) t.v[i + j] = 0;
     }
   return t;
 }
@@ -277,28 +296,32 @@ template <class T, bool kLoose = false, class Tile>
 __device__ void store(const Raw<T, Tile>& raw, void* matrix, Place at) {
   constexpr int kWidth = Tile::kWidth;
   using Pack = cuda::Pack<T, kWidth>;
-  if (at.row >= at.rows) return;
   if (Tile::kFit == Fit::Peeled) forget(at.shift);
-  T* p = static_cast<T*>(matrix) + at.row * at.cols + at.from;
-  const int n = int(at.cols - at.from);
-  const bool aligned = !kLoose || Tile::kFit != Fit::Peeled || (misalignment<T>(p - at.shift) == 0 && sizeof(Pack) == 16);
+  T* p = pinned(static_cast<T*>(matrix) + at.begin + Tile::column(0, at));
+  const bool aligned = !kLoose || Tile::kFit != Fit::Peeled || (misalignment<T>(p) == 0 && sizeof(Pack) == 16);
 #pragma unroll
-  for (int i = 0; i < Tile::kItems; i += kWidth) {
+  for (int i = 0; i < Tile::kItems; i += kWidth, p += Tile::apart()) {
     const int c = Tile::column(i, at);
     if (aligned && inside<Tile>(i, at)) {
-      raw.packs[i / kWidth].write(p + c);
-    } else if (Tile::kFit == Fit::Peeled && c < n) {
+      raw.packs[i / kWidth].write(p);
+    } else if (Tile::kFit == Fit::Peeled && c < at.left) {
       float f[kWidth];
       raw.packs[i / kWidth].to_float(f);
 #pragma unroll
       for (int j = 0; j < kWidth; ++j)
-        if (c + j >= at.first() && c + j < n) p[c + j] = T(f[j]);
+        if (c + j >= at.first() && c + j < at.left) p[j] = T(f[j]);
     }
   }
 }
 
 template <class T, bool kLoose = false, class Tile>
 __device__ void store(const Tile& t, void* matrix, const Place& at) { store<T, kLoose>(packed<T>(t), matrix, at); }
+
+/// f(at) for each piece of a row that is longer than a tile.
+template <class Tile, class F>
+__device__ void for_each_place(const Place& row, F f) {
+  for (int64_t from = 0; from < row.cols + row.shift; from += Tile::covered()) f(row.at(from));
+}
 
 template <class T>
 __device__ float round_to(float v) { return float(T(v)); }
@@ -321,14 +344,19 @@ __device__ float sum(const Tile& t) {
 template <class Tile>
 __device__ Sums<2>::Value moments(const Tile& t, float about, const Place& at) {
   Sums<2>::Value s{};
+  const auto add = [&](float v) {
+    const float d = v - about;
+    s.v[0] += d, s.v[1] += d * d;
+  };
 #pragma unroll
   for (int i = 0; i < Tile::kItems; i += Tile::kWidth) {
-    const bool all = inside<Tile>(i, at);
-    if (!all && Tile::kFit != Fit::Peeled) continue;
+    if (inside<Tile>(i, at)) {
 #pragma unroll
-    for (int j = 0; j < Tile::kWidth; ++j) {
-      const int c = Tile::column(i, at) + j;
-      if (const float d = t.v[i + j] - about; all || (c >= at.first() && c < at.cols - at.from)) s.v[0] += d, s.v[1] += d * d;
+      for (int j = 0; j < Tile::kWidth; ++j) add(t.v[i + j]);
+    } else if (Tile::kFit == Fit::Peeled) {
+#pragma unroll
+      for (int j = 0; j < Tile::kWidth; ++j)
+        if (const int c = Tile::column(i, at) + j; c >= at.first() && c < at.left) add(t.v[i + j]);
     }
   }
   return s;
@@ -361,6 +389,7 @@ inline constexpr int kTileThreads = 1024, kTileCluster = 8;
 struct Tiling {
   dim3 threads;
   int cluster;
+  int alike = 1;           // rows that are a multiple of so many apart begin alike between two 16-byte boundaries
 
   /// `groups` blocks, or clusters.
   Grid grid(int64_t groups, int shared_bytes = 0) const { return {.blocks = groups * cluster, .threads = threads, .shared_bytes = shared_bytes, .cluster = cluster}; }
@@ -369,14 +398,14 @@ struct Tiling {
   Grid of_rows(int64_t rows, int shared_bytes = 0) const { return grid((rows + threads.y - 1) / threads.y, shared_bytes); }
 
   /// As many as fit on the device with so many registers and bytes of shared memory a thread, or as few as take no more turns to walk along
-  /// the rows, by a step after which rows of any length begin alike.
+  /// the rows, by a step after which they begin alike.
   Grid walking(int64_t rows, int registers, int bytes) const {
     const int count = int(threads.x * threads.y), shared = bytes * count;
     const int64_t groups = of_rows(rows).blocks / cluster, blocks = std::min(shared_bytes() / (shared + 2048), 65536 / (registers * count));
     // Not every part of the chip that a cluster must fit into has a multiple of 4 multiprocessors: a sixteenth stays idle.
-    const int64_t fit = blocks * multiprocessors(current_device()) * (cluster > 2 ? 15 : 16) / (16 * cluster), most = std::max<int64_t>(1, fit / 8) * 8;
+    const int64_t fit = blocks * multiprocessors(current_device()) * (cluster > 2 ? 15 : 16) / (16 * cluster), most = std::max<int64_t>(1, fit / alike) * alike;
     const int64_t turns = (groups + most - 1) / most, a_turn = (groups + turns - 1) / turns;
-    return grid(turns > 1 ? (a_turn + 7) / 8 * 8 : a_turn, shared);
+    return grid(turns > 1 ? (a_turn + alike - 1) / alike * alike : a_turn, shared);
   }
 };
 
@@ -416,7 +445,7 @@ bool dispatch_tile(int64_t cols, Threads block, const Memory& memory, F&& f) {
   while (y * 2 * x <= unsigned(block.few)) y *= 2;
   const Tiling tiling{dim3(x, y), 1};
   if constexpr (kPeeled > 0)
-    if (!whole) return call.template operator()<Tile<kPeeled, kVec, Fit::Peeled>>(tiling);
+    if (!whole) return call.template operator()<Tile<kPeeled, kVec, Fit::Peeled>>(Tiling{tiling.threads, 1, kVec});
   return call.template operator()<Tile<kItems, kVec>>(tiling);
 }
 

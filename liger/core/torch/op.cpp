@@ -37,9 +37,8 @@ Tensor Totals::of(const Tensor& shares, at::ScalarType dtype, const Tensor& fact
   const Tensor out = at::empty({shares.size(0), shares.size(2)}, shares.options().dtype(dtype));
   const int64_t count = shares.size(0) * shares.size(1);
   TORCH_INTERNAL_ASSERT(args_.count < SumShares::kMost);
-  args_.sums[args_.count++] = {.part = data<float>(shares), .factor = data(factor), .out = out.data_ptr(), .groups = shares.size(0), .shares = shares.size(1),
-                               .cols = shares.size(2), .per_factor = factor.defined() ? count / rows(factor) : count, .plus = float(plus), .dtype = dtype_of(out),
-                               .factor_dtype = dtype_of(factor.defined() ? factor : out)};
+  args_.sums[args_.count++] = {.part = data<float>(shares), .factor = numbers(factor), .out = out.data_ptr(), .groups = shares.size(0), .shares = shares.size(1),
+                               .cols = shares.size(2), .per_factor = factor.defined() ? count / rows(factor) : count, .plus = float(plus), .dtype = dtype_of(out)};
   first_ = shares;
   return out;
 }

@@ -47,6 +47,8 @@ inline Tensor contiguous(const OptTensor& t) { return t && t->defined() ? t->con
 inline const void* data(const Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; }
 template <class T> T* data(const Tensor& t) { return t.defined() ? static_cast<T*>(t.data_ptr()) : nullptr; }
 
+inline Numbers numbers(const Tensor& t) { return t.defined() ? Numbers{data(t), dtype_of(t)} : Numbers{}; }
+
 /// A result that a kernel will fill. Fresh memory on the CPU costs more in page faults than in work: large results ask for large pages.
 Tensor output(Tensor t);
 
@@ -113,6 +115,9 @@ struct Op {
   auto operator()(const A&... args) const {
     using Signature = std::remove_pointer_t<decltype(kFunction)>;
     static const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(kName.text, "").template typed<Signature>();
+    // In a backward pass, as a rule: autograd has nothing to record, but its refusal of a second derivative would be asked, boxed.
+    std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd;
+    if (!at::GradMode::is_enabled()) below_autograd.emplace();
     return handle.call(args...);
   }
 };

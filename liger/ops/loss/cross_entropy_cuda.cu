@@ -34,9 +34,9 @@ struct Part {
 template <class Softmax>
 struct Part<Softmax, true> { typename Softmax::Value sum = Softmax::identity(); };
 
-/// kPlain: no class weight, smoothing, softcap or argmax.
-template <class T, bool kPlain, class Rows>
-__global__ void __launch_bounds__(Rows::kThreads, Rows::kBlocks) rows_kernel(CrossEntropy a, Rows rows) {
+/// kPlain: no class weight, smoothing, softcap or argmax. kGradient: there may be one.
+template <class T, bool kPlain, class Rows, bool kGradient = true>
+__global__ void __launch_bounds__(Rows::kThreads, kGradient ? Rows::kBlocks : Rows::kBlocksReading) rows_kernel(CrossEntropy a, Rows rows) {
   using Softmax = OnlineSoftmax<T>;
   using Part = cross_entropy::Part<Softmax, kPlain>;
   using Pack = typename Row<T>::Pack;
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(Rows::kThreads, Rows::kBlocks) rows_kernel(Cro
   const float norm[] = {a.norm[0], a.norm[1], a.norm[2]}, upstream = a.upstream ? a.upstream[row] : 1;
 
   if (y == a.ignore_index) {
-    if (a.dx) rows.template again<1>(kept, set, [&](int k, auto& packs) {
+    if (kGradient && a.dx) rows.template again<1>(kept, set, [&](int k, auto& packs) {
         packs[0] = {};
         dx.template store<Rows::kThreads>(k, packs, x);
       });
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(Rows::kThreads, Rows::kBlocks) rows_kernel(Cro
     a.loss[row] = float((w_y * (Scalar(sum.max) - z_y + logf(sum.sum)) + smoothing) * by_0 * scale + z_loss);  // lse loses log Σ beside a large max
     a.z_loss[row] = float(z_loss);
   }
-  if (!a.dx) return;
+  if (!kGradient || !a.dx) return;
 
   const Scalar s = scale * upstream;
   // exp(z − max) / Σ instead of exp(z − lse): the rounding of lse would be in every p.
@@ -173,6 +173,7 @@ LIGER_REGISTER(cross_entropy_rows, [](const CrossEntropy& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
     const bool plain = !a.class_weight && a.label_smoothing == 0 && a.softcap == 0 && !a.correct && !a.predicted;
     dispatch_rows<T, 1>(a.x, a.rows, a.cols, a.x_stride, true, a.dx != nullptr, [&]<class Rows>(const Rows& rows) {
+      if (plain && !a.dx) return launch(rows_kernel<T, true, Rows, false>, rows.grid(), s, a, rows);
       launch(plain ? rows_kernel<T, true, Rows> : rows_kernel<T, false, Rows>, rows.grid(), s, a, rows);
     });
   });

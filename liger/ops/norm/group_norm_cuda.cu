@@ -25,7 +25,7 @@ __device__ void each_pack(const GroupNorm& a, const Place& at, F f) {
 
 template <class T, class Tile>
 __device__ Place place(const GroupNorm& a) {
-  return {Tile::row(), a.samples * a.groups, a.channels * a.spatial};
+  return Place(Tile::row(), a.samples * a.groups, a.channels * a.spatial);
 }
 
 template <class T, class Tile>

@@ -19,11 +19,18 @@ __device__ Tile normalised(const Tile& x, Stats stats, float alpha) {
   return x * stats.rstd;
 }
 
-/// The columns at `at` of scale or shift, in the row that the one at `at` shares with others.
+/// Where the columns at `at` of scale and shift lie, in the row that the one at `at` shares with others.
+template <class Args>
+__device__ Place of_modulation(const Args& a, const Place& at) {
+  if (at.row >= at.rows) return Place(0, 0, at.cols, at.shift, at.from);
+  const int64_t row = at.row >> 32 ? at.row / a.per_modulation : unsigned(at.row) / unsigned(a.per_modulation);  // the short one if it can be
+  return Place(row, a.modulations, at.cols, at.shift, at.from);
+}
+
+/// Zeros where there is none.
 template <class T, class Tile, class Args>
-__device__ Tile modulation(const Args& a, const void* m, Place at) {
-  const int64_t row = at.row / (a.rows / a.modulations);
-  at.rows = at.row < at.rows ? a.modulations : 0, at.row = row;
+__device__ Tile modulation(const Args& a, const void* m, const Place& at) {
+  if (!m) return {};
   return a.modulation_dtype == DType::F32 ? load_loose<float, Tile>(m, at) : load_loose<T, Tile>(m, at);
 }
 

@@ -26,10 +26,10 @@ struct NormForward {
   const void *x, *residual;      // [rows, cols]
   const void *w, *b;             // [cols] or null
   const void *scale, *shift;     // [modulations, cols]; shift may be null
-  const float* alpha;            // [1]
+  Numbers alpha;                 // [1]
   void *s, *y;                   // [rows, cols]
   float *mean, *rstd;            // [rows], kept for backward
-  int64_t rows, cols, modulations;
+  int64_t rows, cols, modulations, per_modulation;  // rows
   DType dtype, w_dtype, modulation_dtype;
   float eps, offset, a_col;      // 1 / cols
   Casting casting;
@@ -46,11 +46,12 @@ struct NormForward {
 struct NormBackward {
   Norm norm;
   const void *dy, *ds, *x, *w, *scale;  // x: the normalised one, s for Added; ds may be null
-  const float *alpha, *mean, *rstd;
+  Numbers alpha;
+  const float *mean, *rstd;
   void* dx;                             // null where x is frozen
   float *dw, *db, *dalpha;              // [shares, cols]; dalpha [shares]; null where not wanted
   void *dscale, *dshift;                // [rows, cols] of modulation_dtype; null where not wanted
-  int64_t rows, cols, shares, modulations;
+  int64_t rows, cols, shares, modulations, per_modulation;  // rows
   DType dtype, w_dtype, modulation_dtype;
   float offset, a_col;                  // 1 / cols
   Casting casting;

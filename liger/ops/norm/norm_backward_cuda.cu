@@ -9,7 +9,7 @@ struct Walk {
 
   template <Norm kNorm>
   static __device__ Walk of(const NormBackward& a, int64_t share) {
-    const int64_t sets = kNorm == Norm::Modulated ? a.modulations : 1, shares = a.shares / sets, rows = a.rows / sets;
+    const int64_t sets = kNorm == Norm::Modulated ? a.modulations : 1, shares = a.shares / sets, rows = kNorm == Norm::Modulated ? a.per_modulation : a.rows;
     const int64_t set = share / shares;
     return {set * rows + share % shares * blockDim.y, (set + 1) * rows, shares * blockDim.y};
   }
@@ -52,7 +52,7 @@ struct Backward {
       };
       put(dy, a.dshift), put(dy * round_to<T>(weighted<T, kNorm>(xhat, w, a.casting)), a.dscale);
     }
-    columns.dw = columns.dw + dn() * (!biased(kNorm) && a.casting != Casting::Gemma ? round_to<T>(xhat) : xhat);
+    columns.dw = Tile::map([](float dw, float dn, float xhat) { return fmaf(dn, xhat, dw); }, columns.dw, dn(), xhat);
     if constexpr (biased(kNorm) || kNorm == Norm::Modulated) columns.db = columns.db + dy;
     if constexpr (tanh_of(kNorm)) columns.dalpha += sum(x * slope());
   }
@@ -79,11 +79,11 @@ __device__ Stats stats_of(const NormBackward& a, int64_t row, int64_t rows) {
   return {present && centred(kNorm) ? a.mean[row] : 0, present ? a.rstd[row] : 0};
 }
 
-/// The weight that a share's rows meet.
+/// The weight that a share's rows meet, less `short_of`.
 template <class T, class W, Norm kNorm, class Tile>
-__device__ Tile weight(const NormBackward& a, const Place& at) {
-  Tile w = load_loose<W, Tile>(a.w, at.vector(a.w)) + (a.w ? a.offset : 1);
-  if constexpr (kNorm == Norm::Modulated) w = w * (modulation<T, Tile>(a, a.scale, at) + 1);
+__device__ Tile weight(const NormBackward& a, const Place& at, float short_of = 0) {
+  Tile w = load_loose<W, Tile>(a.w, at.vector(a.w)) + ((a.w ? a.offset : 1) - short_of);
+  if constexpr (kNorm == Norm::Modulated) w = w * (modulation<T, Tile>(a, a.scale, of_modulation(a, at)) + 1);
   return w;
 }
 
@@ -112,18 +112,17 @@ __device__ void store_dalpha(const NormBackward& a, float sum, int64_t share) {
   }
 }
 
-/// What backward_kernel has in shared memory: rows on their way, and the weight.
+/// What backward_kernel has in shared memory: rows on their way, and on the shelf the weight.
 template <class T, class W, class Tile, Norm kNorm, int kPieces>
 struct BackwardShared {
   static constexpr bool kThird = kNorm == Norm::Each || kNorm == Norm::Added;
-  using Ring = cuda::Ring<T, Tile, kThird ? 3 : 2, kPieces>;
-  using Weight = std::conditional_t<kNorm == Norm::Modulated, float, W>;
-  using Shelf = cuda::Shelf<Weight, Tile, 1, kPieces, Ring::kBytes>;
-  static constexpr int kBytes = Ring::kBytes + Shelf::kBytes;
+  using Weight = std::conditional_t<kNorm == Norm::Modulated || kPieces <= 3, float, W>;  // as floats, where there is room
+  using Ring = cuda::Ring<T, Tile, kThird ? 3 : 2, kPieces, kPieces * int(sizeof(Raw<Weight, Tile>)) / 16>;
 
-  static __device__ Ring rows(const NormBackward& a, int64_t first, int64_t end) {
-    if constexpr (kThird) return Ring(first, end, a.cols, a.x, a.dy, kNorm == Norm::Each ? a.scale : a.ds);
-    else return Ring(first, end, a.cols, a.x, a.dy);
+  static __device__ Ring rows(const NormBackward& a, const Walk& walk) {
+    const int64_t first = walk.first + threadIdx.y;
+    if constexpr (kThird) return Ring(first, walk.step, walk.end, a.cols, a.x, a.dy, kNorm == Norm::Each ? a.scale : a.ds);
+    else return Ring(first, walk.step, walk.end, a.cols, a.x, a.dy);
   }
 };
 
@@ -138,26 +137,27 @@ __global__ void __maxnreg__(backward_registers(Tile::kFit, kPieces)) backward_ke
   using Backward = norm::Backward<T, Tile, kNorm>;
   using Projections = typename Backward::Projections;
   using Shared = BackwardShared<T, W, Tile, kNorm, kPieces>;
-  using Shelf = typename Shared::Shelf;
-  const float alpha = tanh_of(kNorm) ? *a.alpha : 0, plus = kNorm == Norm::Modulated ? 0 : a.w ? a.offset : 1;  // whose weight has it
+  using Weight = typename Shared::Weight;
+  const float alpha = tanh_of(kNorm) ? number(a.alpha) : 0;
   const int64_t share = Tile::group();
   const Walk walk = Walk::of<kNorm>(a, share);
   const int64_t first = walk.first + threadIdx.y;
-  auto ring = Shared::rows(a, first, walk.end);
+  auto ring = Shared::rows(a, walk);
   RowReduce<Projections, Tile::kSpread> reduce;
   Columns<Tile> columns[kPieces];
+  constexpr bool kWhole = std::is_same_v<Weight, float>;  // its offset is in it
+  const float plus = kWhole ? 0 : a.w ? a.offset : 1;
   for_each_piece<kPieces>([&](int piece) {
-    const Place at = ring.place(first, piece);
-    if constexpr (kNorm == Norm::Modulated) Shelf::put(packed<float>(weight<T, W, kNorm, Tile>(a, at)), 0, piece);
-    else Shelf::put(packed<W>(load_loose<W, Tile>(a.w, at.vector(a.w))), 0, piece);  // zeros beside the row, on which the sums rely
+    ring.put_aside(packed<Weight>(weight<T, W, kNorm, Tile>(a, ring.at(piece, first), plus)), piece);
   });
   Stats next_stats = stats_of<kNorm>(a, first, walk.end);
   for (int64_t row = first; row - threadIdx.y < walk.end; row += walk.step) {
     const Stats stats = next_stats;
-    ring.turn(row, row + walk.step);
+    ring.turn();
     next_stats = stats_of<kNorm>(a, row + walk.step, walk.end);
     const auto projected = [&](int piece, typename Projections::Value& sums) {
-      Backward b{.a = a, .x = to_tile(ring.get(0, piece)), .dy = to_tile(ring.get(1, piece)), .w = to_tile(Shelf::get(0, piece)) + plus, .stats = stats, .alpha = alpha};
+      Backward b{.a = a, .x = to_tile(ring.get(0, piece)), .dy = to_tile(ring.get(1, piece)), .w = to_tile(ring.template get_aside<Weight>(piece)), .stats = stats, .alpha = alpha};
+      if constexpr (!kWhole) b.w = b.w + plus;
       if constexpr (kNorm == Norm::Each) b.scale = to_tile(ring.get(2, piece));
       sums = Projections()(sums, b.project());
       return b;
@@ -166,13 +166,13 @@ __global__ void __maxnreg__(backward_registers(Tile::kFit, kPieces)) backward_ke
       Tile ds;
       if constexpr (kNorm == Norm::Added)
         if (a.ds) ds = to_tile(ring.get(2, piece));
-      b.finish(sums, ds, ring.place(row, piece));
+      b.finish(sums, ds, ring.at(piece));
     };
     typename Projections::Value sums{}, again{};
     Tile xhat[kPieces], g[kPieces];
     for_each_piece<kPieces>([&](int piece) {
       Backward b = projected(piece, sums);
-      b.collect(ring.place(row, piece), columns[piece]);
+      b.collect(ring.at(piece), columns[piece]);
       xhat[piece] = b.xhat, g[piece] = b.g;
       if constexpr (tanh_of(kNorm)) finish(b, sums, piece);
     });
@@ -195,7 +195,7 @@ __global__ void __maxnreg__(backward_registers(Tile::kFit, kPieces)) backward_ke
     const auto each = [&](int y, auto f) {
       __syncthreads();
       for_each_piece<kPieces>([&](int piece) {
-        const Place at = ring.place(first, piece);
+        const Place at = ring.at(piece, first);
 #pragma unroll
         for (int i = 0; i < Tile::kItems; ++i)
           if (const int64_t c = at.from + Tile::column(i, at); int(threadIdx.y) == y && c >= 0 && c < a.cols)
@@ -204,8 +204,7 @@ __global__ void __maxnreg__(backward_registers(Tile::kFit, kPieces)) backward_ke
     };
     for (int y = 1; y < (kPieces <= 3 ? int(blockDim.y) : 1); ++y) each(y, [](float v, float& sum) { sum = v; }), each(0, [](float& v, float sum) { v += sum; });
     if (threadIdx.y == 0) for_each_piece<kPieces>([&](int piece) {
-        const Place at = ring.place(first, piece);
-        store<float, true>(columns[piece].*part, shares, {share, a.shares, a.cols, at.shift, at.from});
+        store<float, true>(columns[piece].*part, shares, {share, a.shares, a.cols, ring.shift, piece * Tile::covered()});
       });
   });
   if constexpr (tanh_of(kNorm)) {
@@ -218,36 +217,35 @@ __global__ void __maxnreg__(backward_registers(Tile::kFit, kPieces)) backward_ke
 /// As forward_long_kernel; the column sums grow in memory.
 template <class T, class W, class Tile, Norm kNorm>
 __global__ void __launch_bounds__(kTileThreads) backward_long_kernel(NormBackward a) {
-  const float alpha = tanh_of(kNorm) ? *a.alpha : 0;
+  const float alpha = tanh_of(kNorm) ? number(a.alpha) : 0;
   const Walk walk = Walk::of<kNorm>(a, blockIdx.x);
   using Backward = norm::Backward<T, Tile, kNorm>;
   using Projections = typename Backward::Projections;
   RowReduce<Projections> reduce;
   float dalpha = 0;
   for (int64_t row = walk.first; row < walk.end; row += walk.step) {
-    Place at = Tile::template place<T>(a.x, row, walk.end, a.cols);
-    const int64_t end = a.cols + at.shift;
-    const auto piece = [&] {
+    const Place whole = Tile::template place<T>(a.x, row, walk.end, a.cols);
+    const auto piece = [&](const Place& at) {
       Backward b{.a = a, .x = load<T, Tile>(a.x, at), .dy = load<T, Tile>(a.dy, at), .w = weight<T, W, kNorm, Tile>(a, at), .stats = stats_of<kNorm>(a, row, walk.end), .alpha = alpha};
-      if constexpr (kNorm == Norm::Each) b.scale = modulation<T, Tile>(a, a.scale, at);
+      if constexpr (kNorm == Norm::Each) b.scale = modulation<T, Tile>(a, a.scale, of_modulation(a, at));
       return b;
     };
     typename Projections::Value sums{};
-    for (at.from = 0; at.from < end && !tanh_of(kNorm); at.from += Tile::covered()) sums = Projections()(sums, piece().project());
+    if constexpr (!tanh_of(kNorm)) for_each_place<Tile>(whole, [&](const Place& at) { sums = Projections()(sums, piece(at).project()); });
     sums = reduce(sums);
-    for (at.from = 0; at.from < end; at.from += Tile::covered()) {
+    for_each_place<Tile>(whole, [&](const Place& at) {
       Columns<Tile> columns;
-      auto b = piece();
+      auto b = piece(at);
       b.project();
       b.collect(at, columns);
       b.finish(sums, kNorm == Norm::Added && a.ds ? load<T, Tile>(a.ds, at) : Tile(), at);
       dalpha += columns.dalpha;
       each_column_sum<kNorm, Tile>(a, [&](Tile Columns<Tile>::* part, float* shares) {
-        const Place share{blockIdx.x, a.shares, a.cols, at.shift, at.from};
+        const Place share(blockIdx.x, a.shares, a.cols, at.shift, at.from);
         const Tile before = row != walk.first ? load_loose<float, Tile>(shares, share) : Tile();
         store<float, true>(before + columns.*part, shares, share);
       });
-    }
+    });
   }
   if constexpr (tanh_of(kNorm)) store_dalpha<false>(a, dalpha, blockIdx.x);
 }
@@ -265,11 +263,11 @@ LIGER_REGISTER(norm_backward, [](const NormBackward& a, Stream s) {
     const auto in_pieces = [&]<int kPieces, int kPeeled>(std::integer_sequence<int, kPieces, kPeeled>) {
       constexpr int kVec = 16 / sizeof(T), kFew = kPieces == 1 ? kFewThreads : 256;
       constexpr bool kSpread = kPieces > 3;
-      const Threads block = Threads{.few = kFew, .most = kPieces == 1 ? 128 : kBackwardThreads}.with(BackwardShared<T, W, Piece<T, Fit::Whole>, kNorm, std::max(kPieces, kPeeled)>::kBytes);
+      const Threads block = Threads{.few = kFew, .most = kPieces == 1 ? 128 : kBackwardThreads}.with(BackwardShared<T, W, Piece<T, Fit::Whole>, kNorm, std::max(kPieces, kPeeled)>::Ring::kBytes);
       return dispatch_tile<T, kVec * kPieces, kVec * kPeeled, kSpread>(a.cols, block, memory, [&]<class Tile>(Tiling t) {
         using In = Piece<T, Tile::kFit>;
         constexpr int kOf = Tile::kItems / kVec;
-        launch(backward_kernel<T, W, In, kNorm, kOf>, t.grid(a.shares, int(t.threads.x * t.threads.y) * BackwardShared<T, W, In, kNorm, kOf>::kBytes), s, a);
+        launch(backward_kernel<T, W, In, kNorm, kOf>, t.grid(a.shares, int(t.threads.x * t.threads.y) * BackwardShared<T, W, In, kNorm, kOf>::Ring::kBytes), s, a);
       });
     };
     if ((!each || alike) && (in_pieces(std::integer_sequence<int, 1, 0>()) || in_pieces(std::integer_sequence<int, 2, 3>()) || in_pieces(std::integer_sequence<int, 4, 0>()))) return;

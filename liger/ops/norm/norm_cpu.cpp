@@ -17,10 +17,10 @@ template <class F, class... In>
 float mean_of(int64_t cols, F f, const In*... in) { return float(row_sum(cols, f, in...) / cols); }
 
 /// The row of scale or shift that row r has, as floats.
-const float* modulation(const void* m, DType dtype, int64_t r, int64_t rows, int64_t modulations, int64_t cols, float plus, std::vector<float>& buffer) {
+const float* modulation(const void* m, DType dtype, int64_t row, int64_t cols, float plus, std::vector<float>& buffer) {
   if (!m) return nullptr;
   buffer.resize(cols);
-  dispatch(dtype, [&]<class M>() { row_map(cols, buffer.data(), [&](Vec v) { return v + Vec(plus); }, row_of<M>(m, r / (rows / modulations), cols)); });
+  dispatch(dtype, [&]<class M>() { row_map(cols, buffer.data(), [&](Vec v) { return v + Vec(plus); }, row_of<M>(m, row, cols)); });
   return buffer.data();
 }
 
@@ -55,7 +55,7 @@ void forward(const NormForward& a) {
         x = s;
       }
       const float *w = weights.data(), *b = biases.data();
-      float mean = 0, rstd = tanh_of(kNorm) ? *a.alpha : 0;
+      float mean = 0, rstd = tanh_of(kNorm) ? number(a.alpha) : 0;
       if constexpr (centred(kNorm)) a.mean[r] = mean = mean_of(a.cols, [](Vec x) { return x; }, x);
       if constexpr (!tanh_of(kNorm)) {
         const double squares = row_sum(a.cols, [&](Vec x) { const Vec d = centred(kNorm) ? x - Vec(mean) : x; return d * d; }, x);
@@ -63,8 +63,8 @@ void forward(const NormForward& a) {
         a.rstd[r] = rstd = a.casting == Casting::None ? round_to<T>(rstd) : rstd;
       }
       const Row<T, kNorm> row{Vec(mean), Vec(rstd), a.casting};
-      const float* scale = modulation(a.scale, a.modulation_dtype, r, a.rows, a.modulations, a.cols, 1, scales);
-      const float* shift = modulation(a.shift, a.modulation_dtype, r, a.rows, a.modulations, a.cols, 0, shifts);
+      const float* scale = modulation(a.scale, a.modulation_dtype, r / a.per_modulation, a.cols, 1, scales);
+      const float* shift = modulation(a.shift, a.modulation_dtype, r / a.per_modulation, a.cols, 0, shifts);
       for_each(a.cols, [&](int64_t c, int64_t n) {
         Vec v = row.rounded(row.xhat(read(x + c, n))) * read(w + c, n);
         if constexpr (biased(kNorm)) v = v + read(b + c, n);
@@ -99,8 +99,8 @@ void backward(const NormBackward& a) {
       const int64_t r = set * set_rows + i;
       const T *x = row_of<T>(a.x, r, a.cols), *dy = row_of<T>(a.dy, r, a.cols), *ds = a.ds ? row_of<T>(a.ds, r, a.cols) : nullptr;
       T* dx = a.dx ? row_of<T>(a.dx, r, a.cols) : nullptr;
-      const Row<T, kNorm> row{Vec(centred(kNorm) ? a.mean[r] : 0), Vec(tanh_of(kNorm) ? *a.alpha : a.rstd[r]), a.casting};
-      const float* scale = modulation(a.scale, a.modulation_dtype, r, a.rows, a.modulations, a.cols, 1, scales);
+      const Row<T, kNorm> row{Vec(centred(kNorm) ? a.mean[r] : 0), Vec(tanh_of(kNorm) ? number(a.alpha) : a.rstd[r]), a.casting};
+      const float* scale = modulation(a.scale, a.modulation_dtype, r / a.per_modulation, a.cols, 1, scales);
       Vec onto(0.f), mean(0.f);
       if constexpr (modulated(kNorm)) onto = Vec(mean_of(a.cols, [&](Vec dy, Vec x, Vec w, Vec m) { return dy * m * w * row.xhat(x); }, dy, x, w, scale));
       else if constexpr (!tanh_of(kNorm)) onto = Vec(mean_of(a.cols, [&](Vec dy, Vec x, Vec w) { return dy * w * row.xhat(x); }, dy, x, w));

@@ -23,12 +23,21 @@ struct Input {
 /// Vectors that all rows share, as they lie in memory.
 template <class W, class Tile, Norm kNorm>
 struct Vectors {
-  Raw<W, Tile> w, b;
+  static constexpr int kCount = biased(kNorm) ? 2 : 1;
+  Raw<W, Tile> of[kCount];
 
   Vectors() = default;
-  __device__ Vectors(const NormForward& a, const Place& at) : w(fetch_loose<W, Tile>(a.w, at.vector(a.w))) {
-    if constexpr (biased(kNorm)) b = fetch_loose<W, Tile>(a.b, at.vector(a.b));
+  __device__ Vectors(const NormForward& a, const Place& at) {
+    of[0] = fetch_loose<W, Tile>(a.w, at.vector(a.w));
+    if constexpr (biased(kNorm)) {
+      of[1] = fetch_loose<W, Tile>(a.b, at.vector(a.b));
+      if (!a.w)
+        for (auto& pack : of[0].packs) pack = pack.filled(W(1.f));
+    }
   }
+
+  __device__ const Raw<W, Tile>& w() const { return of[0]; }
+  __device__ const Raw<W, Tile>& b() const { return of[kCount - 1]; }
 };
 
 /// x̂ · w rounded to T, as the reference does it.
@@ -40,24 +49,43 @@ __device__ Raw<T, Tile> product(const NormForward& a, const Tile& xhat, const Ra
   return packed<T>(weighted<T, kNorm>(xhat, to_tile(w) + (a.w ? a.offset : 1), a.casting));
 }
 
-template <class T, class W, Norm kNorm, class Tile>
-__device__ void output(const NormForward& a, const Tile& x, const Vectors<W, Tile, kNorm>& shared, Stats stats, const Place& at) {
-  const float alpha = tanh_of(kNorm) ? *a.alpha : 0;
-  const Tile xhat = normalised<T, Tile, kNorm>(x, stats, alpha);
-  if constexpr (biased(kNorm)) {
-    Tile y = xhat;
-    if (a.w) y = y * to_tile(shared.w);
-    store<T>(y + to_tile(shared.b), a.y, at);
-  } else {
-    const Raw<T, Tile> n = product<T, W, kNorm>(a, xhat, shared.w);
-    if constexpr (modulated(kNorm)) {
-      Tile y = to_tile(n) * (modulation<T, Tile>(a, a.scale, at) + 1);
-      if (a.shift) y = y + modulation<T, Tile>(a, a.shift, at);
-      store<T>(y, a.y, at);
-    } else {
-      store<T>(n, a.y, at);
-    }
+/// What a row's product is modulated by, on its way as it lies in memory; floats beside 16-bit rows are fetched when they are needed.
+template <class T, class Tile, Norm kNorm>
+struct Modulation {
+  Place by;
+  Raw<T, Tile> scale, shift{};
+
+  __device__ Modulation(const NormForward& a, const Place& at) : by(of_modulation(a, at)) {
+    if (a.modulation_dtype != a.dtype) return;
+    scale = fetch_loose<T, Tile>(a.scale, by);
+    if (a.shift) shift = fetch_loose<T, Tile>(a.shift, by);
   }
+
+  __device__ Raw<T, Tile> operator()(const NormForward& a, const Raw<T, Tile>& n) const {
+    if (a.modulation_dtype == a.dtype) return of(n, scale, shift);
+    return of(n, fetch_loose<float, Tile>(a.scale, by), a.shift ? fetch_loose<float, Tile>(a.shift, by) : Raw<float, Tile>{});
+  }
+
+ private:
+  template <class M>
+  __device__ static Raw<T, Tile> of(const Raw<T, Tile>& n, const Raw<M, Tile>& scale, const Raw<M, Tile>& shift) {
+    return packed<T>(Tile::map([](float n, float scale, float shift) { return fmaf(n, scale + 1, shift); }, to_tile(n), to_tile(scale), to_tile(shift)));
+  }
+};
+
+template <class T, class Tile, Norm kNorm>
+  requires(!modulated(kNorm))
+struct Modulation<T, Tile, kNorm> {
+  __device__ Modulation(const NormForward&, const Place&) {}
+  __device__ const Raw<T, Tile>& operator()(const NormForward&, const Raw<T, Tile>& n) const { return n; }
+};
+
+template <class T, class W, Norm kNorm, class Tile>
+__device__ void output(const NormForward& a, const Tile& x, const Vectors<W, Tile, kNorm>& shared, const Modulation<T, Tile, kNorm>& modulation, Stats stats, const Place& at) {
+  const float alpha = tanh_of(kNorm) ? number(a.alpha) : 0;
+  const Tile xhat = normalised<T, Tile, kNorm>(x, stats, alpha);
+  if constexpr (biased(kNorm)) store<T>(Tile::map([](float x, float w, float b) { return fmaf(x, w, b); }, xhat, to_tile(shared.w()), to_tile(shared.b())), a.y, at);
+  else store<T>(modulation(a, product<T, W, kNorm>(a, xhat, shared.w())), a.y, at);
 }
 
 /// sum / cols; rounded once where it shows.
@@ -80,7 +108,7 @@ __device__ void keep(const NormForward& a, Stats stats, int64_t row) {
 /// About the mean of a row: that of its first pack. The sums of differences from it tell mean and variance in one pass: where it is d off the
 /// mean, so are the pack's elements on average, and they alone make d² at most n / kWidth times the variance. That is by how much the
 /// subtraction multiplies a float's rounding, which 16-bit results do not show.
-template <class T>
+template <class T, Fit kFit>
 struct Pilot {
   static constexpr int kWidth = 16 / sizeof(T);
   Pack<T, kWidth> pack{};
@@ -89,26 +117,30 @@ struct Pilot {
   __device__ Pilot(const NormForward& a, int64_t row) {
     if (row >= a.rows) return;
     const T* p = static_cast<const T*>(a.x) + row * a.cols;
-    const int shift = misalignment<T>(p), first = shift ? kWidth - shift : 0;
-    whole = first + kWidth <= a.cols;
+    const int shift = kFit == Fit::Peeled ? misalignment<T>(p) : 0, first = shift ? kWidth - shift : 0;
+    whole = kFit != Fit::Peeled || first + kWidth <= a.cols;
     if (whole) pack = Pack<T, kWidth>::read(p + first);
     else pack.words[0] = *reinterpret_cast<const uint16_t*>(p);
   }
 
   __device__ float value() const {
-    float f[kWidth], sum = 0;
+    float f[kWidth];
     pack.to_float(f);
-    for (float v : f) sum += v;
-    return whole ? sum / kWidth : f[0];
+    const float first = f[0];
+#pragma unroll
+    for (int n = kWidth / 2; n > 0; n /= 2)
+#pragma unroll
+      for (int j = 0; j < n; ++j) f[j] += f[j + n];
+    return whole ? f[0] / kWidth : first;
   }
 };
 
-/// What a row is made of; kAtOnce: mean and variance in one pass, where registers allow to fetch ahead for it.
-template <class T, Norm kNorm, bool kAtOnce>
+/// What a row is made of.
+template <class T, Norm kNorm, Fit kFit>
 struct Statistics {
-  static constexpr bool kPilot = kAtOnce && centred(kNorm) && sizeof(T) == 2;
+  static constexpr bool kPilot = centred(kNorm) && sizeof(T) == 2;
   struct Nothing { __device__ Nothing(const NormForward&, int64_t) {} };
-  using Ahead = std::conditional_t<kPilot, Pilot<T>, Nothing>;
+  using Ahead = std::conditional_t<kPilot, Pilot<T, kFit>, Nothing>;
   using Parts = Sums<kPilot ? 2 : 1>;
 
   /// each_piece calls f(x, at) for each piece of the row that a thread has.
@@ -133,92 +165,84 @@ struct Statistics {
   }
 };
 
-/// What a thread has of a row: much, so that few threads reduce it.
-template <class T, class W>
-inline constexpr int kItems = 64 / std::max(sizeof(T), sizeof(W));
+/// What a thread has of a row: much, so that few threads reduce it; less where it has modulations too.
+template <class T, class W, Norm kNorm>
+inline constexpr int kItems = 64 / std::max(sizeof(T), sizeof(W)) / (modulated(kNorm) ? 2 : 1);
 
 /// Few registers, so that enough blocks share an SM: one loads while another reduces and a third stores.
 constexpr int forward_registers(int bytes_w) { return bytes_w == 2 ? 80 : 64; }
 
 template <class T, class W, class Tile, Norm kNorm>
 __global__ void __maxnreg__(forward_registers(sizeof(W))) forward_kernel(NormForward a) {
-  const Place at{Tile::row(), a.rows, a.cols};
+  const Place at(Tile::row(), a.rows, a.cols);
   const Input<T, Tile, kNorm> input(a, at);
   const Vectors<W, Tile, kNorm> shared(a, at);
-  using Statistics = norm::Statistics<T, kNorm, true>;
+  const Modulation<T, Tile, kNorm> modulation(a, at);
+  using Statistics = norm::Statistics<T, kNorm, Tile::kFit>;
   const typename Statistics::Ahead ahead(a, at.row);
   RowReduce<typename Statistics::Parts> reduce;
   const Tile x = input.get(a, at);
   const Stats stats = Statistics::of(a, reduce, ahead, [&](auto f) { f(x, at); });
-  output<T, W, kNorm>(a, x, shared, stats, at);
+  output<T, W, kNorm>(a, x, shared, modulation, stats, at);
   keep<kNorm>(a, stats, at.row);
 }
 
-/// Whether registers hold what a row meets while it is reduced.
-constexpr bool meets_early(Norm n, Fit fit) { return fit != Fit::Peeled && !biased(n); }
-constexpr int ring_registers(Norm n, Fit fit) { return fit == Fit::Peeled ? 56 : fit == Fit::Whole && meets_early(n, fit) ? 80 : 64; }
+/// Registers hold what rows meet, but where rows begin anywhere: there many blocks share an SM instead.
+constexpr int ring_registers(Fit fit) { return fit == Fit::Peeled ? 56 : 112; }
 
-/// What forward_ring_kernel has in shared memory: rows on their way; and vectors, where rows begin anywhere, which those do not: what is laid
-/// out for one row of a thread fits all.
+/// What forward_ring_kernel has in shared memory: rows on their way; and on the shelf vectors, where rows begin anywhere, which those do not:
+/// what is laid out for one row of a thread fits all.
 template <class T, class W, class Tile, Norm kNorm, int kPieces>
 struct ForwardShared {
-  using Ring = cuda::Ring<T, Tile, kNorm == Norm::Added ? 2 : 1, kPieces>;
-  using Shelf = cuda::Shelf<W, Tile, biased(kNorm) ? 2 : 1, kPieces, Ring::kBytes>;
+  using Vectors = norm::Vectors<W, Tile, kNorm>;
   static constexpr bool kShelf = Tile::kFit == Fit::Peeled;
-  static constexpr int kBytes = Ring::kBytes + (kShelf ? Shelf::kBytes : 0);
+  using Ring = cuda::Ring<T, Tile, kNorm == Norm::Added ? 2 : 1, kPieces, kShelf ? kPieces * int(sizeof(Vectors)) / 16 : 0>;
 
   static __device__ Ring rows(const NormForward& a) {
-    if constexpr (kNorm == Norm::Added) return Ring(Tile::row(), a.rows, a.cols, a.x, a.residual);
-    else return Ring(Tile::row(), a.rows, a.cols, a.x);
-  }
-
-  static __device__ void put(const Vectors<W, Tile, kNorm>& v, int piece) {
-    Shelf::put(v.w, 0, piece);
-    if constexpr (biased(kNorm)) Shelf::put(v.b, 1, piece);
-  }
-
-  static __device__ Vectors<W, Tile, kNorm> get(int piece) {
-    Vectors<W, Tile, kNorm> v;
-    v.w = Shelf::get(0, piece);
-    if constexpr (biased(kNorm)) v.b = Shelf::get(1, piece);
-    return v;
+    if constexpr (kNorm == Norm::Added) return Ring(Tile::row(), Tile::step(), a.rows, a.cols, a.x, a.residual);
+    else return Ring(Tile::row(), Tile::step(), a.rows, a.cols, a.x);
   }
 };
 
 /// Longer rows and those that begin anywhere, kPieces packs a thread: the next one is on its way to shared memory meanwhile, from where each
 /// pass takes what it needs.
 template <class T, class W, class Tile, Norm kNorm, int kPieces>
-__global__ void __maxnreg__(ring_registers(kNorm, Tile::kFit)) forward_ring_kernel(NormForward a) {
+__global__ void __maxnreg__(ring_registers(Tile::kFit)) forward_ring_kernel(NormForward a) {
   using Shared = ForwardShared<T, W, Tile, kNorm, kPieces>;
+  using Vectors = norm::Vectors<W, Tile, kNorm>;
   const int64_t first = Tile::row();
   auto ring = Shared::rows(a);
-  using Statistics = norm::Statistics<T, kNorm, Tile::kFit == Fit::Peeled>;
+  using Statistics = norm::Statistics<T, kNorm, Tile::kFit>;
   RowReduce<typename Statistics::Parts, Tile::kSpread> reduce;
-  if constexpr (Shared::kShelf) for_each_piece<kPieces>([&](int piece) { Shared::put({a, ring.place(first, piece)}, piece); });
+  Vectors held[Shared::kShelf ? 1 : kPieces];
+  for_each_piece<kPieces>([&](int piece) {
+    const Vectors vectors(a, ring.at(piece, first));
+    if constexpr (!Shared::kShelf) held[piece] = vectors;
+    else
+#pragma unroll
+      for (int i = 0; i < Vectors::kCount; ++i) ring.put_aside(vectors.of[i], piece * Vectors::kCount + i);
+  });
   typename Statistics::Ahead next(a, first);
 #pragma unroll 1
   for (int64_t row = first; row - threadIdx.y < a.rows; row += Tile::step()) {
     const auto ahead = next;
-    ring.turn(row, row + Tile::step());
+    ring.turn();
     next = {a, row + Tile::step()};
-    constexpr bool kEarly = meets_early(kNorm, Tile::kFit);
-    Vectors<W, Tile, kNorm> early[kEarly ? kPieces : 1];
-    if constexpr (kEarly) for_each_piece<kPieces>([&](int piece) { early[piece] = {a, ring.place(row, piece)}; });
     if constexpr (kNorm == Norm::Added) for_each_piece<kPieces>([&](int piece) {
         const auto s = packed<T>(to_tile(ring.get(0, piece)) + to_tile(ring.get(1, piece)));
-        store<T>(s, a.s, ring.place(row, piece)), ring.put(s, 0, piece);
+        store<T>(s, a.s, ring.at(piece)), ring.put(s, 0, piece);
       });
     const Stats stats = Statistics::of(a, reduce, ahead, [&](auto f) {
-      for_each_piece<kPieces>([&](int piece) { f(to_tile(ring.get(0, piece)), ring.place(row, piece)); });
+      for_each_piece<kPieces>([&](int piece) { f(to_tile(ring.get(0, piece)), ring.at(piece)); });
     });
     for_each_piece<kPieces>([&](int piece) {
-      const Place at = ring.place(row, piece);
-      const Vectors<W, Tile, kNorm> vectors = [&] {
-        if constexpr (kEarly) return early[piece];
-        else if constexpr (Shared::kShelf) return Shared::get(piece);
-        else return Vectors<W, Tile, kNorm>(a, at);
-      }();
-      output<T, W, kNorm>(a, to_tile(ring.get(0, piece)), vectors, stats, at);
+      const Place at = ring.at(piece);
+      Vectors vectors;
+      if constexpr (!Shared::kShelf) vectors = held[piece];
+      else
+#pragma unroll
+        for (int i = 0; i < Vectors::kCount; ++i) vectors.of[i] = ring.template get_aside<W>(piece * Vectors::kCount + i);
+      output<T, W, kNorm>(a, to_tile(ring.get(0, piece)), vectors, {a, at}, stats, at);
     });
     keep<kNorm>(a, stats, row);
   }
@@ -227,19 +251,18 @@ __global__ void __maxnreg__(ring_registers(kNorm, Tile::kFit)) forward_ring_kern
 /// The longest are read again for each pass, from a cache.
 template <class T, class W, class Tile, Norm kNorm>
 __global__ void __launch_bounds__(kTileThreads) forward_long_kernel(NormForward a) {
-  Place at = Tile::template place<T>(a.x, blockIdx.x, a.rows, a.cols);
-  const int64_t end = a.cols + at.shift;
-  using Statistics = norm::Statistics<T, kNorm, true>;
+  const Place row = Tile::template place<T>(a.x, blockIdx.x, a.rows, a.cols);
+  using Statistics = norm::Statistics<T, kNorm, Tile::kFit>;
   RowReduce<typename Statistics::Parts> reduce;
-  const Stats stats = Statistics::of(a, reduce, {a, at.row}, [&](auto f) {
-    for (at.from = 0; at.from < end; at.from += Tile::covered()) f(Input<T, Tile, kNorm>(a, at).get(a, at), at);
+  const Stats stats = Statistics::of(a, reduce, {a, row.row}, [&](auto f) {
+    for_each_place<Tile>(row, [&](const Place& at) { f(Input<T, Tile, kNorm>(a, at).get(a, at), at); });
   });
-  for (at.from = 0; at.from < end; at.from += Tile::covered()) {
+  for_each_place<Tile>(row, [&](const Place& at) {
     const Input<T, Tile, kNorm> input(a, at);
     const Vectors<W, Tile, kNorm> shared(a, at);
-    output<T, W, kNorm>(a, input.get(a, at), shared, stats, at);
-  }
-  keep<kNorm>(a, stats, at.row);
+    output<T, W, kNorm>(a, input.get(a, at), shared, {a, at}, stats, at);
+  });
+  keep<kNorm>(a, stats, row.row);
 }
 
 }  // namespace
@@ -250,16 +273,16 @@ LIGER_REGISTER(norm_forward, [](const NormForward& a, Stream s) {
     const Memory memory{{a.x, a.residual, (const void*)a.s, (const void*)a.y}, {a.w, a.b, a.scale, a.shift}};
     constexpr int kVec = 16 / sizeof(T);
     // A second matrix fills the registers of a longer row's threads with loads; where there is one alone, shared memory keeps more on their way.
-    const int most = kNorm == Norm::Added ? 512 : 8192 / kItems<T, W>;
-    if (dispatch_tile<T, kItems<T, W>, 0, false>(a.cols, {.few = 128, .most = most}, memory, [&]<class Tile>(Tiling t) {
+    const int most = kNorm == Norm::Added ? 512 : 8192 / kItems<T, W, kNorm>;
+    if (dispatch_tile<T, kItems<T, W, kNorm>, 0, false>(a.cols, {.few = 128, .most = most}, memory, [&]<class Tile>(Tiling t) {
           launch(forward_kernel<T, W, Tile, kNorm>, t.of_rows(a.rows), s, a);
         }))
       return;
-    const Threads block = Threads{.few = 128, .most = 512}.with(ForwardShared<T, W, Piece<T, Fit::Whole>, kNorm, 4>::kBytes);
+    const Threads block = Threads{.few = 128, .most = 512}.with(ForwardShared<T, W, Piece<T, Fit::Whole>, kNorm, 4>::Ring::kBytes);
     if (dispatch_tile<T, kVec * 4, kVec * 3, true>(a.cols, block, memory, [&]<class Tile>(Tiling t) {
           using In = Piece<T, Tile::kFit>;
           constexpr int kPieces = Tile::kItems / kVec;
-          launch(forward_ring_kernel<T, W, In, kNorm, kPieces>, t.walking(a.rows, ring_registers(kNorm, In::kFit), ForwardShared<T, W, In, kNorm, kPieces>::kBytes), s, a);
+          launch(forward_ring_kernel<T, W, In, kNorm, kPieces>, t.walking(a.rows, ring_registers(In::kFit), ForwardShared<T, W, In, kNorm, kPieces>::Ring::kBytes), s, a);
         }))
       return;
     dispatch_walk<T, 16>(a.cols, memory, [&]<class Tile>(Tiling t) { launch(forward_long_kernel<T, W, Tile, kNorm>, t.grid(a.rows), s, a); });

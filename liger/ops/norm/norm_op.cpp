@@ -36,15 +36,16 @@ struct Operands {
     if (in.alpha) {
       TORCH_CHECK(in.alpha->sym_numel() == 1 && in.alpha->device() == x.device(), name, ": alpha must be one number on ", x.device(), ", got ", in.alpha->sym_sizes(),
                   " on ", in.alpha->device());
-      alpha = in.alpha->to(at::kFloat).contiguous();
+      alpha = *in.alpha;
     }
   }
 
   template <class Args>
   Args describe(Norm norm) const {
     Args a{};
-    a.norm = norm == Norm::Modulated && rows(scale) == rows(x) ? Norm::Each : norm, a.x = data(x), a.w = data(w), a.scale = data(scale), a.alpha = data<float>(alpha);
+    a.norm = norm == Norm::Modulated && rows(scale) == rows(x) ? Norm::Each : norm, a.x = data(x), a.w = data(w), a.scale = data(scale), a.alpha = numbers(alpha);
     a.rows = rows(x), a.cols = cols(x), a.a_col = 1.f / std::max<int64_t>(1, a.cols), a.modulations = scale.defined() ? rows(scale) : 1;
+    a.per_modulation = a.rows / std::max<int64_t>(1, a.modulations);
     a.dtype = dtype_of(x), a.w_dtype = dtype_of(w.defined() ? w : b.defined() ? b : x), a.modulation_dtype = dtype_of(scale.defined() ? scale : x);
     return a;
   }

@@ -6,7 +6,7 @@ namespace liger {
 /// y = w₀ · N(x³) + w₁ · N(x²) + w₂ · N(x) + b for each row,  N(u) = u · rstd(u),  rstd(u) = 1 / sqrt(mean(u²) + eps).
 struct PolyNormForward {
   const void* x;           // [rows, cols]
-  const float *w, *b;      // [3], [1]
+  Numbers w, b;            // [3], [1]
   void* y;                 // [rows, cols]
   float* rstd;             // [rows, 3], of x³, x², x
   int64_t rows, cols;
@@ -18,9 +18,10 @@ struct PolyNormForward {
 ///   dx = Σ_p w₃₋ₚ · (p · xᵖ⁻¹ · r_p · dy − p/cols · x²ᵖ⁻¹ · r_p³ · S_p);  dw₃₋ₚ = Σ_rows r_p · S_p;  db = Σ dy.
 struct PolyNormBackward {
   const void *dy, *x;
-  const float *w, *rstd;
+  Numbers w;
+  const float* rstd;
   void* dx;                // null where x is frozen
-  float* sums;             // [shares, 4]: dw and db, for sum_shares
+  float *dw, *db;          // [shares, 3], [shares], for sum_shares
   int64_t rows, cols, shares;
   DType dtype;
 };

@@ -13,7 +13,7 @@ void forward(const PolyNormForward& a) {
     rstd[0] = inverse_root(row_sum(a.cols, [](Vec x) { const Vec x2 = x * x; return x2 * x2 * x2; }, x));
     rstd[1] = inverse_root(row_sum(a.cols, [](Vec x) { const Vec x2 = x * x; return x2 * x2; }, x));
     rstd[2] = inverse_root(row_sum(a.cols, [](Vec x) { return x * x; }, x));
-    const Vec k3(a.w[0] * rstd[0]), k2(a.w[1] * rstd[1]), k1(a.w[2] * rstd[2]), b(*a.b);
+    const Vec k3(number(a.w, 0) * rstd[0]), k2(number(a.w, 1) * rstd[1]), k1(number(a.w, 2) * rstd[2]), b(number(a.b));
     row_map(a.cols, row_of<T>(a.y, r, a.cols), [&](Vec x) { return ((k3 * x + k2) * x + k1) * x + b; }, x);
   });
 }
@@ -22,6 +22,7 @@ void forward(const PolyNormForward& a) {
 template <class T>
 void backward(const PolyNormBackward& a) {
   const int64_t run = (a.rows + a.shares - 1) / a.shares;
+  const float w[] = {number(a.w, 0), number(a.w, 1), number(a.w, 2)};
   for_rows(a.shares, run * a.cols, [&](int64_t s) {
     double sums[4] = {};
     for (int64_t r = s * run; r < std::min(a.rows, (s + 1) * run); ++r) {
@@ -32,14 +33,14 @@ void backward(const PolyNormBackward& a) {
       sums[0] += rstd[0] * s3, sums[1] += rstd[1] * s2, sums[2] += rstd[2] * s1, sums[3] += row_sum(a.cols, [](Vec dy) { return dy; }, dy);
       if (!a.dx) continue;
       const auto cubed = [](double v) { return v * v * v; };
-      const Vec k3(3 * a.w[0] * rstd[0]), k2(2 * a.w[1] * rstd[1]), k1(a.w[2] * rstd[2]);
-      const Vec c3(float(3 * a.w[0] * cubed(rstd[0]) * s3 / a.cols)), c2(float(2 * a.w[1] * cubed(rstd[1]) * s2 / a.cols)), c1(float(a.w[2] * cubed(rstd[2]) * s1 / a.cols));
+      const Vec k3(3 * w[0] * rstd[0]), k2(2 * w[1] * rstd[1]), k1(w[2] * rstd[2]);
+      const Vec c3(float(3 * w[0] * cubed(rstd[0]) * s3 / a.cols)), c2(float(2 * w[1] * cubed(rstd[1]) * s2 / a.cols)), c1(float(w[2] * cubed(rstd[2]) * s1 / a.cols));
       row_map(a.cols, row_of<T>(a.dx, r, a.cols), [&](Vec x, Vec dy) {
         const Vec x2 = x * x;
         return dy * (k3 * x2 + k2 * x + k1) - ((c3 * x2 + c2) * x2 + c1) * x;
       }, x, dy);
     }
-    std::copy(sums, sums + 4, a.sums + s * 4);
+    std::copy(sums, sums + 3, a.dw + s * 3), a.db[s] = float(sums[3]);
   });
 }
 

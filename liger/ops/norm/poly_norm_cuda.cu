@@ -26,12 +26,11 @@ __device__ inline Powers::Value powers(float x) {
 __device__ inline Totals::Value products(float x, float dy) { return {dy * x * x * x, dy * x * x, dy * x, dy}; }
 
 /// w_i · r_i, the factor of each power.
-__device__ inline Powers::Value factors(const float* w, const float* rstd) { return {w[0] * rstd[0], w[1] * rstd[1], w[2] * rstd[2]}; }
+__device__ inline Powers::Value factors(const Powers::Value& w, const float* rstd) { return {w.v[0] * rstd[0], w.v[1] * rstd[1], w.v[2] * rstd[2]}; }
+__device__ inline Powers::Value weights(const Numbers& w) { return {number(w, 0), number(w, 1), number(w, 2)}; }
 
 template <class T, class Tile>
-__device__ void output(const PolyNormForward& a, const Tile& x, const float* rstd, const Place& at) {
-  const auto k = factors(a.w, rstd);
-  const float b = *a.b;
+__device__ void output(const PolyNormForward& a, const Tile& x, const Powers::Value& k, float b, const Place& at) {
   store<T>(Tile::map([=](float x) { return ((k.v[0] * x + k.v[1]) * x + k.v[2]) * x + b; }, x), a.y, at);
 }
 
@@ -55,9 +54,9 @@ __device__ inline Powers::Value inverse_roots_of(const PolyNormBackward& a, int6
 }
 
 template <class Tile>
-__device__ Tile slope(const PolyNormBackward& a, const Tile& x, const Tile& dy, const Powers::Value& rstd, const Totals::Value& sums) {
+__device__ Tile slope(const PolyNormBackward& a, const Tile& x, const Tile& dy, const Powers::Value& w, const Powers::Value& rstd, const Totals::Value& sums) {
   const float* r = rstd.v;
-  const auto k = factors(a.w, r);
+  const auto k = factors(w, r);
   const float a_col = 1.f / a.cols;
   const float c3 = 3 * k.v[0] * r[0] * r[0] * sums.v[0] * a_col, c2 = 2 * k.v[1] * r[1] * r[1] * sums.v[1] * a_col, c1 = k.v[2] * r[2] * r[2] * sums.v[2] * a_col;
   return Tile::map([=](float x, float dy) {
@@ -72,18 +71,26 @@ __device__ inline void collect(Totals::Value& total, Totals::Value sums, const P
   total = Totals()(total, sums);
 }
 
+__device__ inline void put(const PolyNormBackward& a, const Totals::Value& total, int64_t share) {
+  for (int p = 0; p < 3; ++p) a.dw[share * 3 + p] = total.v[p];
+  a.db[share] = total.v[3];
+}
+
 /// kPieces packs of a row a thread; the next row is on its way to shared memory while a block works on one.
 template <class T, class Tile, int kPieces>
 __global__ void __maxnreg__(kRegisters) forward_kernel(PolyNormForward a) {
-  Ring<T, Tile, 1, kPieces> ring(Tile::row(), a.rows, a.cols, a.x);
+  Ring<T, Tile, 1, kPieces> ring(Tile::row(), Tile::step(), a.rows, a.cols, a.x);
   RowReduce<Powers, Tile::kSpread> reduce;
+  const auto w = weights(a.w);
+  const float b = number(a.b);
   for (int64_t row = Tile::row(); row - threadIdx.y < a.rows; row += Tile::step()) {
-    ring.turn(row, row + Tile::step());
-    const auto each_piece = [&](auto f) { for_each_piece<kPieces>([&](int piece) { f(to_tile(ring.get(0, piece)), ring.place(row, piece)); }); };
+    ring.turn();
+    const auto each_piece = [&](auto f) { for_each_piece<kPieces>([&](int piece) { f(to_tile(ring.get(0, piece)), ring.at(piece)); }); };
     Powers::Value sums{};
     each_piece([&](const Tile& x, const Place&) { sums = Powers()(sums, gather<Powers>(powers, x)); });
     const auto rstd = inverse_roots<T>(reduce(sums), a);
-    each_piece([&](const Tile& x, const Place& at) { output<T>(a, x, rstd.v, at); });
+    const auto k = factors(w, rstd.v);
+    each_piece([&](const Tile& x, const Place& at) { output<T>(a, x, k, b, at); });
     keep(a, rstd, row);
   }
 }
@@ -91,14 +98,15 @@ __global__ void __maxnreg__(kRegisters) forward_kernel(PolyNormForward a) {
 /// Longer rows are read again, from a cache.
 template <class T, class Tile>
 __global__ void __launch_bounds__(kTileThreads) forward_long_kernel(PolyNormForward a) {
-  Place at = Tile::template place<T>(a.x, blockIdx.x, a.rows, a.cols);
-  const int64_t end = a.cols + at.shift;
+  const Place row = Tile::template place<T>(a.x, blockIdx.x, a.rows, a.cols);
   RowReduce<Powers> reduce;
   Powers::Value sums{};
-  for (at.from = 0; at.from < end; at.from += Tile::covered()) sums = Powers()(sums, gather<Powers>(powers, load<T, Tile>(a.x, at)));
+  for_each_place<Tile>(row, [&](const Place& at) { sums = Powers()(sums, gather<Powers>(powers, load<T, Tile>(a.x, at))); });
   const auto rstd = inverse_roots<T>(reduce(sums), a);
-  for (at.from = 0; at.from < end; at.from += Tile::covered()) output<T>(a, load<T, Tile>(a.x, at), rstd.v, at);
-  keep(a, rstd, at.row);
+  const auto k = factors(weights(a.w), rstd.v);
+  const float b = number(a.b);
+  for_each_place<Tile>(row, [&](const Place& at) { output<T>(a, load<T, Tile>(a.x, at), k, b, at); });
+  keep(a, rstd, row.row);
 }
 
 /// As forward_kernel; a share walks along every shares-th group of rows.
@@ -106,20 +114,21 @@ template <class T, class Tile, int kPieces>
 __global__ void __maxnreg__(64) backward_kernel(PolyNormBackward a) {
   RowReduce<Totals, Tile::kSpread> reduce;
   Totals::Value total{};
-  Ring<T, Tile, 2, kPieces> ring(Tile::row(), a.rows, a.cols, a.x, a.dy);
+  Ring<T, Tile, 2, kPieces> ring(Tile::row(), Tile::step(), a.rows, a.cols, a.x, a.dy);
+  const auto w = weights(a.w);
   auto next = inverse_roots_of(a, Tile::row());
   for (int64_t row = Tile::row(); row - threadIdx.y < a.rows; row += Tile::step()) {
     const auto rstd = next;
-    ring.turn(row, row + Tile::step());
+    ring.turn();
     next = inverse_roots_of(a, row + Tile::step());
     const auto each_piece = [&](auto f) {
-      for_each_piece<kPieces>([&](int piece) { f(to_tile(ring.get(0, piece)), to_tile(ring.get(1, piece)), ring.place(row, piece)); });
+      for_each_piece<kPieces>([&](int piece) { f(to_tile(ring.get(0, piece)), to_tile(ring.get(1, piece)), ring.at(piece)); });
     };
     Totals::Value sums{};
     each_piece([&](const Tile& x, const Tile& dy, const Place&) { sums = Totals()(sums, gather<Totals>(products, x, dy)); });
     sums = reduce(sums);
     collect(total, sums, rstd);
-    if (a.dx) each_piece([&](const Tile& x, const Tile& dy, const Place& at) { store<T>(slope(a, x, dy, rstd, sums), a.dx, at); });
+    if (a.dx) each_piece([&](const Tile& x, const Tile& dy, const Place& at) { store<T>(slope(a, x, dy, w, rstd, sums), a.dx, at); });
   }
   auto* of_rows = shared_memory<Totals::Value>();
   copies_done();  // the last one's zeros too
@@ -128,7 +137,7 @@ __global__ void __maxnreg__(64) backward_kernel(PolyNormBackward a) {
   __syncthreads();
   if (threadIdx.x == 0 && threadIdx.y == 0 && (!Tile::kSpread || cluster_rank() == 0)) {
     for (int y = 1; y < int(blockDim.y); ++y) total = Totals()(total, of_rows[y]);
-    for (int p = 0; p < 4; ++p) a.sums[Tile::group() * 4 + p] = total.v[p];
+    put(a, total, Tile::group());
   }
 }
 
@@ -136,20 +145,17 @@ template <class T, class Tile>
 __global__ void __launch_bounds__(kTileThreads) backward_long_kernel(PolyNormBackward a) {
   RowReduce<Totals> reduce;
   Totals::Value total{};
+  const auto w = weights(a.w);
   for (int64_t row = blockIdx.x; row < a.rows; row += a.shares) {
-    Place at = Tile::template place<T>(a.x, row, a.rows, a.cols);
-    const int64_t end = a.cols + at.shift;
+    const Place whole = Tile::template place<T>(a.x, row, a.rows, a.cols);
     const auto rstd = inverse_roots_of(a, row);
     Totals::Value sums{};
-    for (at.from = 0; at.from < end; at.from += Tile::covered())
-      sums = Totals()(sums, gather<Totals>(products, load<T, Tile>(a.x, at), load<T, Tile>(a.dy, at)));
+    for_each_place<Tile>(whole, [&](const Place& at) { sums = Totals()(sums, gather<Totals>(products, load<T, Tile>(a.x, at), load<T, Tile>(a.dy, at))); });
     sums = reduce(sums);
     collect(total, sums, rstd);
-    for (at.from = 0; a.dx && at.from < end; at.from += Tile::covered())
-      store<T>(slope(a, load<T, Tile>(a.x, at), load<T, Tile>(a.dy, at), rstd, sums), a.dx, at);
+    if (a.dx) for_each_place<Tile>(whole, [&](const Place& at) { store<T>(slope(a, load<T, Tile>(a.x, at), load<T, Tile>(a.dy, at), w, rstd, sums), a.dx, at); });
   }
-  if (threadIdx.x == 0)
-    for (int p = 0; p < 4; ++p) a.sums[blockIdx.x * 4 + p] = total.v[p];
+  if (threadIdx.x == 0) put(a, total, blockIdx.x);
 }
 
 }  // namespace

@@ -16,6 +16,7 @@ __device__ void load(const void* table, int64_t at, float* f) {
 // Where the two packs u and v lie that hold item c's kWidth pairs, how far apart, and how they turn.
 
 struct Halves {
+  static constexpr int kAtOnce = 1;
   template <int kWidth> static __device__ int first(int c) { return c; }
   template <int kWidth> static __device__ int apart(int half) { return half; }
 
@@ -50,6 +51,7 @@ struct Sections : Halves {
 
 /// Each pack holds whole pairs, and its angles lie as they do; but a pack of one column holds half a pair.
 struct Interleaved {
+  static constexpr int kAtOnce = 2;
   template <int kWidth> static __device__ int first(int c) { return kWidth > 1 ? c : 2 * c; }
   template <int kWidth> static __device__ int apart(int half) { return kWidth > 1 ? half : 1; }
 
@@ -71,39 +73,60 @@ struct Interleaved {
   }
 };
 
+/// finish(fetch(i)) for every i below n, by one block: kAtOnce of a thread are fetched before the first of them is finished, since nothing
+/// says that what one writes the next does not read.
+template <int kAtOnce, class Fetch, class Finish>
+__device__ void for_each_item(int n, Fetch fetch, Finish finish) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < n; i += kAtOnce * int(blockDim.x)) {
+    decltype(fetch(0)) items[kAtOnce];
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u)
+      if (const int k = i + u * int(blockDim.x); k < n) items[u] = fetch(k);
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u)
+      if (i + u * int(blockDim.x) < n) finish(items[u]);
+  }
+}
+
 /// One block per token. A thread takes kWidth pairs of a head, of all heads of q and then of k in turn.
 template <class T, class Table, int kWidth, class Pairs>
-__global__ void __launch_bounds__(1024) rotate_kernel(Rope a) {
+__global__ void __maxnreg__(Pairs::kAtOnce == 1 ? 64 : 80) rotate_kernel(Rope a) {
   using Values = Pack<T, kWidth>;
   const int64_t batch = blockIdx.x / a.seq, seq = blockIdx.x % a.seq;
-  const int half = int(a.rotary / 2), packs = half / kWidth, q_heads = int(a.q.heads);
+  const int half = int(a.rotary / 2), packs = half / kWidth, q_heads = int(a.q.heads), apart = Pairs::template apart<kWidth>(half);
   const int64_t table = batch * a.table_batch_stride + seq * a.table_seq_stride;
-  const int heads = int(a.q.heads + a.k.heads);
-#pragma unroll 2
-  for (int i = threadIdx.x; i < heads * packs; i += blockDim.x) {
-    const int head = i / packs, c = i % packs * kWidth;
+  struct Item {
+    T* out;
+    Values u, v;
+    float cos[kWidth], sin[kWidth];
+  };
+  for_each_item<Pairs::kAtOnce>(int(a.q.heads + a.k.heads) * packs, [&](int i) {
+    const int head = i / packs, c = (i - head * packs) * kWidth;
     const RopeTensor& t = head < q_heads ? a.q : a.k;
-    const int h = head < q_heads ? head : head - q_heads;
-    const int first = Pairs::template first<kWidth>(c), apart = Pairs::template apart<kWidth>(half);
+    const int h = head < q_heads ? head : head - q_heads, first = Pairs::template first<kWidth>(c);
     const T* in = static_cast<const T*>(t.in) + offset(t.in_strides, batch, seq, h) + first;
-    T* out = static_cast<T*>(t.out) + offset(t.out_strides, batch, seq, h) + first;
-    const Values x1 = *reinterpret_cast<const Values*>(in), x2 = *reinterpret_cast<const Values*>(in + apart);
-    float u[kWidth], v[kWidth], cos[kWidth], sin[kWidth];
-    Pairs::template angles<Table, kWidth>(a, table, c, cos, sin);
-    x1.to_float(u), x2.to_float(v);
-    Pairs::template turn<kWidth>(u, v, cos, sin, a.direction);
-    *reinterpret_cast<Values*>(out) = Values::from_float(u);
-    *reinterpret_cast<Values*>(out + apart) = Values::from_float(v);
-  }
+    Item item{static_cast<T*>(t.out) + offset(t.out_strides, batch, seq, h) + first, Values::read(in), Values::read(in + apart)};
+    Pairs::template angles<Table, kWidth>(a, table, c, item.cos, item.sin);
+    return item;
+  }, [&](const Item& item) {
+    float u[kWidth], v[kWidth];
+    item.u.to_float(u), item.v.to_float(v);
+    Pairs::template turn<kWidth>(u, v, item.cos, item.sin, a.direction);
+    *reinterpret_cast<Values*>(item.out) = Values::from_float(u);
+    *reinterpret_cast<Values*>(item.out + apart) = Values::from_float(v);
+  });
   // What does not turn: the columns past `rotary`, and v.
+  struct Copy {
+    T* out;
+    Values values;
+  };
   const auto copy = [&](const RopeTensor& t, int begin) {
     const int rest = (int(a.dim) - begin) / kWidth;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < int(t.heads) * rest; i += blockDim.x) {
-      const int h = i / rest, c = begin + i % rest * kWidth;
-      *reinterpret_cast<Values*>(static_cast<T*>(t.out) + offset(t.out_strides, batch, seq, h) + c) =
-          *reinterpret_cast<const Values*>(static_cast<const T*>(t.in) + offset(t.in_strides, batch, seq, h) + c);
-    }
+    for_each_item<4>(int(t.heads) * rest, [&](int i) {
+      const int h = i / rest, c = begin + (i - h * rest) * kWidth;
+      return Copy{static_cast<T*>(t.out) + offset(t.out_strides, batch, seq, h) + c, Values::read(static_cast<const T*>(t.in) + offset(t.in_strides, batch, seq, h) + c)};
+    }, [](const Copy& c) { *reinterpret_cast<Values*>(c.out) = c.values; });
   };
   copy(a.q, 2 * half), copy(a.k, 2 * half), copy(a.v, 0);
 }
@@ -138,7 +161,7 @@ LIGER_REGISTER(rope_kernel, [](const Rope& a, Stream s) {
                       divisible(kVec, {a.dim, a.rotary / 2, a.table_plane_stride, a.table_batch_stride, a.table_seq_stride});
     const int64_t items = (a.q.heads + a.k.heads) * std::max<int64_t>(1, a.rotary / 2 / (wide ? kVec : 1));
     // Two items a thread in flight.
-    const unsigned threads = unsigned(std::clamp<int64_t>((items / 2 + 31) / 32 * 32, 32, 1024));
+    const unsigned threads = unsigned(std::clamp<int64_t>((items / 2 + 31) / 32 * 32, 32, 512));
     dispatch_pairs(a.pairs, [&]<class Pairs>() {
       launch(wide ? rotate_kernel<T, Table, kVec, Pairs> : rotate_kernel<T, Table, 1, Pairs>, {.blocks = a.batch * a.seq, .threads = threads}, s, a);
     });
