@@ -17,16 +17,19 @@ fi
 # The C++ tests, and the CUDA kernels on CPU threads, beside the library that was built before.
 cmake -S . -B "$BUILD" -DLIGER_TESTS=ON >/dev/null
 cmake --build "$BUILD" -- -k 0 | tail -1
-ctest --test-dir "$BUILD" --output-on-failure -j 2
+failed=0
+ctest --test-dir "$BUILD" --output-on-failure -j 3 || failed=1
 
 # An installed package is tested as it is; otherwise the sources with the library that was built here.
 if ! (cd / && "$PYTHON" -c "import liger_kernel.ops" 2>/dev/null); then
   export LIGER_LIBRARY="$root/$BUILD/libliger.so" PYTHONPATH="$root/python${PYTHONPATH:+:$PYTHONPATH}"
 fi
-pytest() { "$PYTHON" -m pytest -q -p no:cacheprovider "$@"; }
+# Every suite runs, whatever the others said.
+suite() { "$PYTHON" -m pytest -q -p no:cacheprovider "$@" || failed=1; }
 parallel=()
 if "$PYTHON" -c "import xdist" 2>/dev/null; then parallel=(-n "$(($(nproc) < 16 ? $(nproc) : 16))"); fi
-pytest "${parallel[@]}" --import-mode=importlib --ignore=tests/huggingface --ignore=tests/test_large.py tests
-pytest "${parallel[@]}" tests/huggingface
-pytest tests/test_large.py  # fills a GPU's memory: alone
-LIGER_LIBRARY="$root/$BUILD/tests/libliger_emulated.so" pytest "${parallel[@]}" --import-mode=importlib tests/test_ops.py tests/test_distributions.py
+suite "${parallel[@]}" --import-mode=importlib --ignore=tests/huggingface --ignore=tests/test_large.py tests
+suite "${parallel[@]}" tests/huggingface
+suite tests/test_large.py  # fills a GPU's memory: alone
+LIGER_LIBRARY="$root/$BUILD/tests/libliger_emulated.so" suite "${parallel[@]}" --import-mode=importlib tests/test_ops.py tests/test_distributions.py
+exit $failed

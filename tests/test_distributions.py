@@ -84,6 +84,14 @@ def test_nan_spreads(device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_sparsemax_of_one_value(dtype, device):
+    """What stands alone has probability 1 exactly, whatever its value."""
+    x = torch.full((401, 9), -math.inf, device=device, dtype=dtype)
+    x[:, 4] = torch.linspace(-7, 7, 401, device=device).to(dtype)
+    assert torch.equal(liger_sparsemax(x), (x > -math.inf).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_masked_logits(dtype, device):
     """-inf and the dtype's lowest number have probability 0; a row of -inf alone has none, which is NaN as in torch."""
     x = torch.randn(4, 300, device=device).to(dtype)

@@ -39,10 +39,11 @@ void sparsemax_row(const T* x, T* y, int64_t n, std::vector<float>& members) {
     std::erase_if(members, [&](float v) { return v <= tau; });
     if (members.size() == before) break;
   }
-  // τ in two floats, so that y has no error but its own. NaN in x, and no finite largest value, make it NaN.
-  const Vec high{float(tau)}, low{float(tau - float(tau))}, zero(0.f);
+  // τ in two floats, and what a difference from it was rounded by (Knuth's TwoSum), so that y has no error but its own. NaN in x, and no finite
+  // largest value, make it NaN.
+  const Vec high{float(tau)}, low{float(tau - float(tau))}, zero(0.f), least(-1.f);
   row_map(n, y, [&](Vec x) {
-    const Vec v = x - high - low;
+    const Vec d = x - high, back = d - x, v = d - low - Vec::blendv(zero, (high + back) - (x - (d - back)), d > least);
     return Vec::blendv(v, zero, v <= zero);
   }, x);
 }

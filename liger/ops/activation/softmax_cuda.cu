@@ -96,7 +96,13 @@ struct Sparsemax {
   }
 
   __device__ float value(float x) const {
-    const float y = x - high - low;
+    float y = x - high, rest = low;
+    if constexpr (sizeof(T) == 4) {
+      // And what the difference was rounded by (Knuth's TwoSum), where it can show: what stands alone is 1.
+      const float back = y - x;
+      if (y > -1) rest += (high + back) - (x - (y - back));
+    }
+    y -= rest;
     return y <= 0 ? 0 : y;
   }
   static __device__ float weight(float y) { return y <= 0 ? 0 : y > 0 ? 1 : y; }

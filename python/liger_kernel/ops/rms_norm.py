@@ -25,8 +25,11 @@ class LigerRMSNormFunction:
         X [..., H]; W [H] in X's dtype or float, or None; casting_mode says where the matched model rounds. in_place and row_mode are
         accepted as hints: no argument is ever changed. Raises AssertionError where H and W differ.
         """
-        check_width(X, W)
-        return ops.rms_norm(full_tensor(X), W, float(eps), float(offset), casting_code(casting_mode))
+        try:
+            return ops.rms_norm(full_tensor(X), W, float(eps), float(offset), casting_code(casting_mode))
+        except RuntimeError:
+            check_width(X, W)  # see LigerLayerNormFunction
+            raise
 
 
 def rms_norm_forward(X, W, eps, offset, casting_mode, row_mode=None):
