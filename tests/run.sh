@@ -27,7 +27,10 @@ fi
 # Every suite runs, whatever the others said.
 suite() { "$PYTHON" -m pytest -q -p no:cacheprovider "$@" || failed=1; }
 parallel=()
-if "$PYTHON" -c "import xdist" 2>/dev/null; then parallel=(-n "$(($(nproc) < 16 ? $(nproc) : 16))"); fi
+if "$PYTHON" -c "import xdist" 2>/dev/null; then
+  parallel=(-n "$(($(nproc) < 16 ? $(nproc) : 16))")
+  export OMP_NUM_THREADS=2 TORCHINDUCTOR_COMPILE_THREADS=1  # of each process: all cores in each were slower, the more there are
+fi
 suite "${parallel[@]}" --import-mode=importlib --ignore=tests/huggingface --ignore=tests/test_large.py tests
 suite "${parallel[@]}" tests/huggingface
 suite tests/test_large.py  # fills a GPU's memory: alone
