@@ -2,6 +2,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/cpu/vec/vec.h>
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <vector>
@@ -166,6 +167,28 @@ struct Max {
 /// Σ f(a, b, …) along a row.
 template <class F, class... In>
 double row_sum(int64_t cols, F f, const In*... in) { return row_reduce<double>(cols, 0.f, Plus{}, f, in...); }
+
+/// Σ of each of the n vectors that f(a, b, …) gives along a row, in one pass.
+template <size_t n, class F, class... In>
+std::array<double, n> row_sums(int64_t cols, F f, const In*... in) {
+  constexpr int64_t kStep = 2 * kLanes, kBlock = 32 * kStep;
+  std::array<double, n> totals{};
+  for (int64_t c = 0; c < cols;) {
+    const int64_t end = std::min(cols, c + kBlock);
+    Vec acc[2][n];
+    for (auto& chain : acc)
+      for (Vec& v : chain) v = Vec(0.f);
+    const auto add = [&](int chain, int64_t k) {
+      const std::array<Vec, n> v = f(read(in + c, k)...);
+      for (size_t i = 0; i < n; ++i) acc[chain][i] = acc[chain][i] + (k == kLanes ? v[i] : Vec::set(Vec(0.f), v[i], k));
+      c += k;
+    };
+    while (c + kStep <= end) add(0, kLanes), add(1, kLanes);
+    while (c < end) add(0, std::min(kLanes, end - c));
+    for (size_t i = 0; i < n; ++i) totals[i] += reduce_lanes(acc[0][i] + acc[1][i], Plus{});
+  }
+  return totals;
+}
 
 /// A sum of vectors whose error does not grow with their number: short chains in float, their sums in double.
 class LongSum {

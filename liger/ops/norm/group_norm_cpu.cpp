@@ -37,8 +37,7 @@ void backward(const GroupNormBackward& a) {
     for_channels(a, r, [&](int64_t c, int64_t at) {
       for (int64_t s = 0; s < a.segments(); ++s) {
         const int64_t begin = at + s * kGroupSegment, count = std::min(kGroupSegment, a.spatial - s * kGroupSegment), to = (r / a.groups * a.segments() + s) * all + c;
-        const double db = row_sum(count, [](Vec dy) { return dy; }, dy + begin);
-        const double dw = row_sum(count, [&](Vec dy, Vec x) { return dy * ((x - mean) * rstd); }, dy + begin, x + begin);
+        const auto [db, dw] = row_sums<2>(count, [&](Vec dy, Vec x) { return std::array{dy, dy * ((x - mean) * rstd)}; }, dy + begin, x + begin);
         if (a.dw) a.dw[to] = float(dw);
         if (a.db) a.db[to] = float(db);
         sum += weight(c) * db, onto += weight(c) * dw;

@@ -103,8 +103,13 @@ void backward(const NormBackward& a) {
       const float* scale = modulation(a.scale, a.modulation_dtype, r / a.per_modulation, a.cols, 1, scales);
       Vec onto(0.f), mean(0.f);
       if constexpr (modulated(kNorm)) onto = Vec(mean_of(a.cols, [&](Vec dy, Vec x, Vec w, Vec m) { return dy * m * w * row.xhat(x); }, dy, x, w, scale));
-      else if constexpr (!tanh_of(kNorm)) onto = Vec(mean_of(a.cols, [&](Vec dy, Vec x, Vec w) { return dy * w * row.xhat(x); }, dy, x, w));
-      if constexpr (centred(kNorm)) mean = Vec(mean_of(a.cols, [](Vec dy, Vec w) { return dy * w; }, dy, w));
+      else if constexpr (centred(kNorm)) {
+        const auto sums = row_sums<2>(a.cols, [&](Vec dy, Vec x, Vec w) {
+          const Vec g = dy * w;
+          return std::array{g * row.xhat(x), g};
+        }, dy, x, w);
+        onto = Vec(float(sums[0] / a.cols)), mean = Vec(float(sums[1] / a.cols));
+      } else if constexpr (!tanh_of(kNorm)) onto = Vec(mean_of(a.cols, [&](Vec dy, Vec x, Vec w) { return dy * w * row.xhat(x); }, dy, x, w));
       for_each(a.cols, [&](int64_t c, int64_t n) {
         const Vec xv = read(x + c, n), wv = read(w + c, n), d = read(dy + c, n), dn = modulated(kNorm) ? d * read(scale + c, n) : d, xhat = row.xhat(xv), g = dn * wv;
         add(dw, c, n, (own ? dn : d) * row.rounded(xhat));

@@ -10,9 +10,11 @@ void forward(const PolyNormForward& a) {
     const T* x = row_of<T>(a.x, r, a.cols);
     float* rstd = a.rstd + r * 3;
     const auto inverse_root = [&](double sum) { return float(1 / std::sqrt(sum / a.cols + a.eps)); };
-    rstd[0] = inverse_root(row_sum(a.cols, [](Vec x) { const Vec x2 = x * x; return x2 * x2 * x2; }, x));
-    rstd[1] = inverse_root(row_sum(a.cols, [](Vec x) { const Vec x2 = x * x; return x2 * x2; }, x));
-    rstd[2] = inverse_root(row_sum(a.cols, [](Vec x) { return x * x; }, x));
+    const auto squares = row_sums<3>(a.cols, [](Vec x) {
+      const Vec x2 = x * x;
+      return std::array{x2 * x2 * x2, x2 * x2, x2};
+    }, x);
+    std::transform(squares.begin(), squares.end(), rstd, inverse_root);
     const Vec k3(number(a.w, 0) * rstd[0]), k2(number(a.w, 1) * rstd[1]), k1(number(a.w, 2) * rstd[2]), b(number(a.b));
     row_map(a.cols, row_of<T>(a.y, r, a.cols), [&](Vec x) { return ((k3 * x + k2) * x + k1) * x + b; }, x);
   });
@@ -28,9 +30,8 @@ void backward(const PolyNormBackward& a) {
     for (int64_t r = s * run; r < std::min(a.rows, (s + 1) * run); ++r) {
       const T *x = row_of<T>(a.x, r, a.cols), *dy = row_of<T>(a.dy, r, a.cols);
       const float* rstd = a.rstd + r * 3;
-      const double s3 = row_sum(a.cols, [](Vec x, Vec dy) { return dy * x * x * x; }, x, dy), s2 = row_sum(a.cols, [](Vec x, Vec dy) { return dy * x * x; }, x, dy);
-      const double s1 = row_sum(a.cols, [](Vec x, Vec dy) { return dy * x; }, x, dy);
-      sums[0] += rstd[0] * s3, sums[1] += rstd[1] * s2, sums[2] += rstd[2] * s1, sums[3] += row_sum(a.cols, [](Vec dy) { return dy; }, dy);
+      const auto [s3, s2, s1, db] = row_sums<4>(a.cols, [](Vec x, Vec dy) { return std::array{dy * x * x * x, dy * x * x, dy * x, dy}; }, x, dy);
+      sums[0] += rstd[0] * s3, sums[1] += rstd[1] * s2, sums[2] += rstd[2] * s1, sums[3] += db;
       if (!a.dx) continue;
       const auto cubed = [](double v) { return v * v * v; };
       const Vec k3(3 * w[0] * rstd[0]), k2(2 * w[1] * rstd[1]), k1(w[2] * rstd[2]);
