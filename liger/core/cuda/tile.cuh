@@ -132,7 +132,6 @@ struct Tile {
   __device__ static int covered() { return int(blockDim.x) * kItems * (kSpread ? cluster_size() : 1); }
   __device__ static unsigned group() { return kSpread ? blockIdx.x / cluster_size() : blockIdx.x; }
   __device__ static unsigned groups() { return kSpread ? gridDim.x / cluster_size() : gridDim.x; }
-  __device__ static int threads() { return int(blockDim.x * blockDim.y); }
   __device__ static int thread() { return int(threadIdx.y * blockDim.x + threadIdx.x); }
   /// The first row of this thread, and how far it is to the next one where a block walks along them.
   __device__ static int64_t row() { return int64_t(group()) * blockDim.y + threadIdx.y; }
