@@ -56,29 +56,14 @@ struct Ring {
   __device__ Raw<T, Tile> get(int matrix, int piece) const { return {*slot(stage, matrix, piece)}; }
   __device__ void put(const Raw<T, Tile>& raw, int matrix, int piece) { *slot(stage, matrix, piece) = raw.packs[0]; }
 
-  /// Raw packs on the shelf, the i-th of their kind.
-  template <class W>
-  __device__ void put_aside(const Raw<W, Tile>& raw, int i) {
-    each_part<W>([&](int part) { *aside<W>(i, part) = reinterpret_cast<const uint4*>(&raw)[part]; });
-  }
-  template <class W>
-  __device__ Raw<W, Tile> get_aside(int i) const {
-    Raw<W, Tile> raw;
-    each_part<W>([&](int part) { reinterpret_cast<uint4*>(&raw)[part] = *aside<W>(i, part); });
-    return raw;
+  /// What lies on the shelf, the i-th of its kind.
+  template <class V>
+  __device__ V& shelf(int i) const {
+    static_assert(sizeof(V) % sizeof(Pack) == 0);
+    return reinterpret_cast<V*>(pack(2 * kStage))[i];
   }
 
  private:
-  template <class W> static constexpr int kParts = int(sizeof(Raw<W, Tile>) / 16);
-  template <class W, class F>
-  __device__ static void each_part(F f) {
-    static_assert(sizeof(Raw<W, Tile>) % 16 == 0);
-#pragma unroll
-    for (int part = 0; part < kParts<W>; ++part) f(part);
-  }
-  template <class W>
-  __device__ static uint4* aside(int i, int part) { return reinterpret_cast<uint4*>(pack(2 * kStage + i * kParts<W> + part)); }
-
   __device__ void fetch() {
     const int64_t next = row + step;
     const bool last = Tile::kFit == Fit::Peeled && next + 1 == rows;

@@ -115,9 +115,6 @@ struct Op {
   auto operator()(const A&... args) const {
     using Signature = std::remove_pointer_t<decltype(kFunction)>;
     static const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(kName.text, "").template typed<Signature>();
-    // In a backward pass, as a rule: autograd has nothing to record, but its refusal of a second derivative would be asked, boxed.
-    std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd;
-    if (!at::GradMode::is_enabled()) below_autograd.emplace();
     return handle.call(args...);
   }
 };

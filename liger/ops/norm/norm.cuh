@@ -27,10 +27,8 @@ __device__ Place of_modulation(const Args& a, const Place& at) {
   return Place(row, a.modulations, at.cols, at.shift, at.from);
 }
 
-/// Zeros where there is none.
 template <class T, class Tile, class Args>
 __device__ Tile modulation(const Args& a, const void* m, const Place& at) {
-  if (!m) return {};
   return a.modulation_dtype == DType::F32 ? load_loose<float, Tile>(m, at) : load_loose<T, Tile>(m, at);
 }
 

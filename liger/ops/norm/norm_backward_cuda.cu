@@ -79,10 +79,12 @@ __device__ Stats stats_of(const NormBackward& a, int64_t row, int64_t rows) {
   return {present && centred(kNorm) ? a.mean[row] : 0, present ? a.rstd[row] : 0};
 }
 
-/// The weight that a share's rows meet, less `short_of`.
+__device__ inline float offset_of(const NormBackward& a) { return a.w ? a.offset : 1; }
+
+/// The weight that a share's rows meet, for which the given one is `plus` short.
 template <class T, class W, Norm kNorm, class Tile>
-__device__ Tile weight(const NormBackward& a, const Place& at, float short_of = 0) {
-  Tile w = load_loose<W, Tile>(a.w, at.vector(a.w)) + ((a.w ? a.offset : 1) - short_of);
+__device__ Tile weight(const NormBackward& a, const Place& at, float plus) {
+  Tile w = load_loose<W, Tile>(a.w, at.vector(a.w)) + plus;
   if constexpr (kNorm == Norm::Modulated) w = w * (modulation<T, Tile>(a, a.scale, of_modulation(a, at)) + 1);
   return w;
 }
@@ -146,9 +148,8 @@ __global__ void __maxnreg__(backward_registers(Tile::kFit, kPieces)) backward_ke
   RowReduce<Projections, Tile::kSpread> reduce;
   Columns<Tile> columns[kPieces];
   constexpr bool kWhole = std::is_same_v<Weight, float>;  // its offset is in it
-  const float plus = kWhole ? 0 : a.w ? a.offset : 1;
   for_each_piece<kPieces>([&](int piece) {
-    ring.put_aside(packed<Weight>(weight<T, W, kNorm, Tile>(a, ring.at(piece, first), plus)), piece);
+    ring.template shelf<Raw<Weight, Tile>>(piece) = packed<Weight>(weight<T, W, kNorm, Tile>(a, ring.at(piece, first), kWhole ? offset_of(a) : 0));
   });
   Stats next_stats = stats_of<kNorm>(a, first, walk.end);
   for (int64_t row = first; row - threadIdx.y < walk.end; row += walk.step) {
@@ -156,8 +157,8 @@ __global__ void __maxnreg__(backward_registers(Tile::kFit, kPieces)) backward_ke
     ring.turn();
     next_stats = stats_of<kNorm>(a, row + walk.step, walk.end);
     const auto projected = [&](int piece, typename Projections::Value& sums) {
-      Backward b{.a = a, .x = to_tile(ring.get(0, piece)), .dy = to_tile(ring.get(1, piece)), .w = to_tile(ring.template get_aside<Weight>(piece)), .stats = stats, .alpha = alpha};
-      if constexpr (!kWhole) b.w = b.w + plus;
+      Backward b{.a = a, .x = to_tile(ring.get(0, piece)), .dy = to_tile(ring.get(1, piece)), .w = to_tile(ring.template shelf<Raw<Weight, Tile>>(piece)), .stats = stats, .alpha = alpha};
+      if constexpr (!kWhole) b.w = b.w + offset_of(a);
       if constexpr (kNorm == Norm::Each) b.scale = to_tile(ring.get(2, piece));
       sums = Projections()(sums, b.project());
       return b;
@@ -226,7 +227,7 @@ __global__ void __launch_bounds__(kTileThreads) backward_long_kernel(NormBackwar
   for (int64_t row = walk.first; row < walk.end; row += walk.step) {
     const Place whole = Tile::template place<T>(a.x, row, walk.end, a.cols);
     const auto piece = [&](const Place& at) {
-      Backward b{.a = a, .x = load<T, Tile>(a.x, at), .dy = load<T, Tile>(a.dy, at), .w = weight<T, W, kNorm, Tile>(a, at), .stats = stats_of<kNorm>(a, row, walk.end), .alpha = alpha};
+      Backward b{.a = a, .x = load<T, Tile>(a.x, at), .dy = load<T, Tile>(a.dy, at), .w = weight<T, W, kNorm, Tile>(a, at, offset_of(a)), .stats = stats_of<kNorm>(a, row, walk.end), .alpha = alpha};
       if constexpr (kNorm == Norm::Each) b.scale = modulation<T, Tile>(a, a.scale, of_modulation(a, at));
       return b;
     };

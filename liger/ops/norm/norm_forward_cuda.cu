@@ -217,10 +217,8 @@ __global__ void __maxnreg__(ring_registers(Tile::kFit)) forward_ring_kernel(Norm
   Vectors held[Shared::kShelf ? 1 : kPieces];
   for_each_piece<kPieces>([&](int piece) {
     const Vectors vectors(a, ring.at(piece, first));
-    if constexpr (!Shared::kShelf) held[piece] = vectors;
-    else
-#pragma unroll
-      for (int i = 0; i < Vectors::kCount; ++i) ring.put_aside(vectors.of[i], piece * Vectors::kCount + i);
+    if constexpr (Shared::kShelf) ring.template shelf<Vectors>(piece) = vectors;
+    else held[piece] = vectors;
   });
   typename Statistics::Ahead next(a, first);
 #pragma unroll 1
@@ -238,10 +236,8 @@ __global__ void __maxnreg__(ring_registers(Tile::kFit)) forward_ring_kernel(Norm
     for_each_piece<kPieces>([&](int piece) {
       const Place at = ring.at(piece);
       Vectors vectors;
-      if constexpr (!Shared::kShelf) vectors = held[piece];
-      else
-#pragma unroll
-        for (int i = 0; i < Vectors::kCount; ++i) vectors.of[i] = ring.template get_aside<W>(piece * Vectors::kCount + i);
+      if constexpr (Shared::kShelf) vectors = ring.template shelf<Vectors>(piece);
+      else vectors = held[piece];
       output<T, W, kNorm>(a, to_tile(ring.get(0, piece)), vectors, {a, at}, stats, at);
     });
     keep<kNorm>(a, stats, row);
