@@ -308,7 +308,8 @@ def test_a_stand_in_for_the_modeling_module_takes_the_assignments(family, monkey
 
 def test_reload_undoes_and_can_be_patched_again():
     name = FAMILIES["llama"].module
-    kept = sys.modules.pop(name)
+    kept = importlib.import_module(name)
+    del sys.modules[name]
     package = importlib.import_module(name.rpartition(".")[0])
     try:
         module = importlib.import_module(name)
