@@ -59,6 +59,7 @@ inline bool capturing(Stream s) {
   return status != cudaStreamCaptureStatusNone;
 }
 
+/// Starts a kernel, whose first words are await_previous(), without waiting for the one before it in the stream.
 template <class... P>
 void launch(void (*kernel)(P...), const Grid& grid, Stream s, const P&... args) {
   if (grid.blocks == 0) return;
@@ -81,12 +82,23 @@ void launch(void (*kernel)(P...), const Grid& grid, Stream s, const P&... args) 
   config.blockDim = grid.threads;
   config.dynamicSmemBytes = grid.shared_bytes;
   config.stream = cudaStream_t(s);
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {unsigned(grid.cluster), 1, 1};
-  config.attrs = &cluster;
-  config.numAttrs = grid.cluster > 1;
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {unsigned(grid.cluster), 1, 1};
+  config.attrs = attributes;
+  config.numAttrs = has_clusters() ? 1 + (grid.cluster > 1) : 0;
   check(cudaLaunchKernelEx(&config, kernel, args...));
+}
+
+/// Waits until the kernels before this one are done and what they wrote can be seen; from then on the next one's blocks may come where there is
+/// room for them, and wait here: the end of one kernel and the beginning of the next overlap (compute capability 9.0 and newer).
+__device__ inline void await_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 }
 
 extern __shared__ float4 dynamic_shared[];

@@ -64,6 +64,7 @@ __device__ void sum_columns(const ShareSum& a, unsigned block, float (&partial)[
 }
 
 __global__ void __launch_bounds__(kThreads) sum_shares_kernel(SumShares all) {
+  await_previous();
   alignas(16) __shared__ float partial[kThreads / 32][kMostColumns];
   ShareSum a = all.sums[0];
   unsigned block = blockIdx.x;
@@ -77,6 +78,7 @@ __global__ void __launch_bounds__(kThreads) sum_shares_kernel(SumShares all) {
 
 template <class T>
 __global__ void __launch_bounds__(256) scale_rows_kernel(ScaleRows a, Pieces<T, 8> pieces) {
+  await_previous();
   if (!a.per_row && a.g[0] == 1) return;
   for (int64_t i = blockIdx.x; i < pieces.count(); i += gridDim.x) {
     const float g = a.g[a.per_row ? pieces.row(i) : 0];

@@ -9,12 +9,14 @@ inline constexpr int kForward = 4, kBackward = 2;  // packs a thread has in flig
 
 template <class T, class Act>
 __global__ void __launch_bounds__(256) forward_kernel(ActivateForward a, Pieces<T, kForward> pieces) {
+  await_previous();
   const Row<T> out[] = {pieces.of(a.y, a.count)}, in[] = {pieces.of(a.x, a.count)};
   map_packs<kForward>(out, in, [](const float (&x)[1], float (&y)[1]) { y[0] = Act::template value<Math<T>>(x[0]); });
 }
 
 template <class T, class Act>
 __global__ void __launch_bounds__(256) backward_kernel(ActivateBackward a, Pieces<T, kBackward> pieces) {
+  await_previous();
   const Row<T> out[] = {pieces.of(a.dx, a.count)}, in[] = {pieces.of(a.x, a.count), pieces.of(a.dy, a.count)};
   map_packs<kBackward>(out, in, [](const float (&x)[2], float (&dx)[1]) { dx[0] = x[1] * Act::template derivative<Math<T>>(x[0]); });
 }

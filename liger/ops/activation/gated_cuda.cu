@@ -9,12 +9,14 @@ inline constexpr int kPacks = 2;  // that a thread has in flight of each input
 
 template <class T, class Act>
 __global__ void __launch_bounds__(256) forward_kernel(GatedForward g, Pieces<T, kPacks> pieces) {
+  await_previous();
   const Row<T> out[] = {pieces.of(g.c, g.cols)}, in[] = {pieces.of(g.a, g.a_stride), pieces.of(g.b, g.b_stride)};
   map_packs<kPacks>(out, in, [&](const float (&x)[2], float (&c)[1]) { c[0] = round_to<T>(Act::template value<Math<T>>(g.gate_multiplier * x[0])) * x[1]; });
 }
 
 template <class T, class Act>
 __global__ void __launch_bounds__(256) backward_kernel(GatedBackward g, Pieces<T, kPacks> pieces) {
+  await_previous();
   const Row<T> out[] = {pieces.of(g.da, g.d_stride), pieces.of(g.db, g.d_stride)};
   const Row<T> in[] = {pieces.of(g.a, g.a_stride), pieces.of(g.b, g.b_stride), pieces.of(g.dc, g.cols)};
   map_packs<kPacks>(out, in, [&](const float (&x)[3], float (&d)[2]) {

@@ -129,6 +129,7 @@ __device__ Pack mapped(const Pack& first, const Pack& second, F f) {
 
 template <class T, template <class> class Map, class Rows>
 __global__ void __launch_bounds__(Rows::kThreads, Rows::kBlocks) forward_kernel(SoftmaxForward a, Rows rows) {
+  await_previous();
   const RowSet<T, 1> set{{Row<T>(a.x, rows.row(), a.x_stride, a.cols)}, T(-INFINITY)};
   const Row<T> y(a.y, rows.row(), a.cols, a.cols);
   typename Rows::Kept kept;
@@ -146,6 +147,7 @@ __global__ void __launch_bounds__(Rows::kThreads, Rows::kBlocks) forward_kernel(
 
 template <class T, template <class> class Map, class Rows>
 __global__ void __launch_bounds__(Rows::kThreads, Rows::kBlocks) backward_kernel(SoftmaxBackward a, Rows rows) {
+  await_previous();
   const auto of = [&](const void* matrix) { return Row<T>(matrix, rows.row(), a.cols, a.cols); };
   const RowSet<T, 2> set{{of(a.y), of(a.dy)}, T(0)};
   const Row<T> dx = of(a.dx);

@@ -7,6 +7,7 @@ namespace {
 
 template <class T>
 __global__ void __launch_bounds__(256) forward_kernel(EmbeddingForward a) {
+  await_previous();
   const int64_t i = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   if (i >= a.tokens) return;
   const int64_t id = a.ids[i];
@@ -43,6 +44,7 @@ __device__ void add_rows(float* sum, int k, const Row<T>& like, int n, F row) {
 /// A block per chunk of `order`; nothing to do where a chunk holds more than one id.
 template <class T>
 __global__ void __launch_bounds__(256) chunks_kernel(EmbeddingBackward a) {
+  await_previous();
   const int64_t chunk = int64_t(blockIdx.x) * blockDim.y + threadIdx.y, begin = chunk * a.chunk;
   if (begin + a.chunk > a.tokens || a.sorted[begin] != a.sorted[begin + a.chunk - 1]) return;
   float* part = a.part + chunk * a.cols;
@@ -58,6 +60,7 @@ __global__ void __launch_bounds__(256) chunks_kernel(EmbeddingBackward a) {
 /// dw_v from the tokens before the first chunk that is all its own, such chunks, and the tokens after them.
 template <class T>
 __global__ void __launch_bounds__(256, 5) rows_kernel(EmbeddingBackward a) {
+  await_previous();
   const int64_t v = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   if (v >= a.classes) return;
   const int begin = a.first[v], end = v == a.padding ? begin : a.first[v + 1], chunk = int(a.chunk);

@@ -6,6 +6,7 @@ namespace liger::cuda::cross_entropy {
 namespace {
 
 __global__ void __launch_bounds__(1024) norm_kernel(CrossEntropyNorm a) {
+  await_previous();
   Sums<3>::Value sums{};
   auto& [n, weight, all] = sums.v;
   for_each_in_batches<8>(a.rows, [&](int64_t r) { return a.target[r]; }, [&](int64_t y) {
@@ -37,6 +38,7 @@ struct Part<Softmax, true> { typename Softmax::Value sum = Softmax::identity(); 
 /// kPlain: no class weight, smoothing, softcap or argmax. kGradient: there may be one.
 template <class T, bool kPlain, class Rows, bool kGradient = true>
 __global__ void __launch_bounds__(Rows::kThreads, kGradient ? Rows::kBlocks : Rows::kBlocksReading) rows_kernel(CrossEntropy a, Rows rows) {
+  await_previous();
   using Softmax = OnlineSoftmax<T>;
   using Part = cross_entropy::Part<Softmax, kPlain>;
   using Pack = typename Row<T>::Pack;
@@ -154,6 +156,7 @@ __global__ void __launch_bounds__(Rows::kThreads, kGradient ? Rows::kBlocks : Ro
 
 template <class T>
 __global__ void __launch_bounds__(1024) total_kernel(CrossEntropyTotal a) {
+  await_previous();
   Sums<3>::Value sums{};
   auto& [loss, z_loss, correct] = sums.v;
   for_each_in_batches<8>(a.rows, [&](int64_t r) { return Sums<3>::Value{a.loss[r], a.z_loss[r], a.correct ? a.correct[r] : 0}; },

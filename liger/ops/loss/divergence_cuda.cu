@@ -9,6 +9,7 @@ template <class X>
 using Pieces = cuda::Pieces<X, kDivergencePiece / (256 * Row<X>::kWidth)>;
 
 __global__ void __launch_bounds__(1024) count_kernel(DivergenceCount a) {
+  await_previous();
   float n = 0;
   for (int64_t r = threadIdx.x; r < a.rows; r += blockDim.x) n += a.labels[r] != a.ignore_index;
   n = RowReduce<Sum>()(n);
@@ -18,6 +19,7 @@ __global__ void __launch_bounds__(1024) count_kernel(DivergenceCount a) {
 /// kEach: elements have losses and upstream gradients of their own.
 template <class X, class T, class Formula, bool kEach>
 __global__ void __launch_bounds__(256) pieces_kernel(DivergencePieces a, Pieces<X> pieces) {
+  await_previous();
   constexpr int kWidth = Row<X>::kWidth;
   struct Loaded {
     typename Row<X>::Pack x;
@@ -59,6 +61,7 @@ __global__ void __launch_bounds__(256) pieces_kernel(DivergencePieces a, Pieces<
 
 template <class T>
 __global__ void __launch_bounds__(1024) total_kernel(DivergenceTotal a) {
+  await_previous();
   float sum = 0;
 #pragma unroll 8
   for (int64_t i = threadIdx.x; i < a.pieces; i += blockDim.x) sum += a.sums[i];

@@ -61,6 +61,7 @@ struct OnlineEntropy {
 
 template <class T>
 __global__ void __launch_bounds__(256) parts_kernel(SelectiveParts a, Pieces<T> pieces) {
+  await_previous();
   if (a.ids[pieces.row()] == a.ignore_index) return;
   const Row<T> x = pieces.of(a.x, a.x_stride);
   const OnlineEntropy<T> online(a.inverse_temperature);
@@ -75,6 +76,7 @@ __global__ void __launch_bounds__(256) parts_kernel(SelectiveParts a, Pieces<T> 
 /// A warp a row.
 template <class T>
 __global__ void __launch_bounds__(256) rows_kernel(SelectiveLogSoftmax a, int parts) {
+  await_previous();
   const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   if (row >= a.rows) return;
   const int64_t id = a.ids[row];
@@ -98,6 +100,7 @@ __global__ void __launch_bounds__(256) rows_kernel(SelectiveLogSoftmax a, int pa
 
 template <class T>
 __global__ void __launch_bounds__(256) backward_kernel(SelectiveBackward a, Pieces<T> pieces) {
+  await_previous();
   constexpr int kWidth = Row<T>::kWidth;
   const int64_t row = pieces.row(), id = a.ids[row];
   const Row<T> x = pieces.of(a.x, a.x_stride), dx = pieces.of(a.dx, a.cols);

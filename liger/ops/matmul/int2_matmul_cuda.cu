@@ -28,6 +28,7 @@ inline constexpr int kFewColumns = 128, kFewThreads = 8;  // a warp reads 128 co
 
 /// out = −Σ_k a, on which few_kernel adds.
 __global__ void __launch_bounds__(256) few_begin_kernel(Int2Matmul g) {
+  await_previous();
   const int64_t i = int64_t(blockIdx.x) * 256 + threadIdx.x;
   if (i < g.m * g.n) g.out[i] = -g.a_sum[i / g.n];
 }
@@ -35,6 +36,7 @@ __global__ void __launch_bounds__(256) few_begin_kernel(Int2Matmul g) {
 /// kM rows of a times a run of b's rows and kFewColumns of its columns. The runs meet in out: sums of integers, whose order is free.
 template <int kM>
 __global__ void __launch_bounds__(256) few_kernel(Int2Matmul g, int strips, int splits) {
+  await_previous();
   __shared__ int partial[kFewThreads][kM * kFewColumns];
   const int strip = blockIdx.x % strips, split = blockIdx.x / strips % splits;
   const int64_t m = int64_t(blockIdx.x / strips / splits) * kM, c = int64_t(strip) * kFewColumns + threadIdx.x * 4;
@@ -107,6 +109,7 @@ __device__ inline void keep(const Fetched& f, Stage& s) {
 /// rows of a. A lane takes 8 neighbouring columns, and of each 8 rows of b the two at 2 · (lane % 4): any order of k will do that both
 /// operands share.
 __global__ void __launch_bounds__(256) many_kernel(Int2Matmul g, int64_t strips) {
+  await_previous();
   auto* stages = shared_memory<Stage>();
   const int64_t n = blockIdx.x % strips * kTileN, m = blockIdx.x / strips * kTileM;
   const int warp = threadIdx.x / 32, group = threadIdx.x % 32 / 4, quad = threadIdx.x % 4;

@@ -30,6 +30,7 @@ __device__ Place place(const GroupNorm& a) {
 
 template <class T, class Tile>
 __global__ void __maxnreg__(80) forward_kernel(GroupNormForward a) {
+  await_previous();
   const Place at = place<T, Tile>(a);
   const unsigned group = unsigned(at.row) % unsigned(a.groups);
   RowReduce<Sum, Tile::kSpread> reduce;
@@ -47,6 +48,7 @@ __global__ void __maxnreg__(80) forward_kernel(GroupNormForward a) {
 /// Each pack leaves its part of dw and db in shared memory, where the segments of channels find them.
 template <class T, class Tile>
 __global__ void __maxnreg__(96) backward_kernel(GroupNormBackward a) {
+  await_previous();
   constexpr int kWidth = Tile::kWidth;
   using Projections = Sums<2>;
   using Part = Projections::Value;
@@ -218,6 +220,7 @@ struct Segments {
 
 template <class T, bool kSpread>
 __global__ void __launch_bounds__(256, 4) forward_long_kernel(GroupNormForward a, Segments<T, 1> segments) {
+  await_previous();
   constexpr int kWidth = Row<T>::kWidth;
   const unsigned row = segments.row(), group = row % unsigned(a.groups);
   const float n = float(a.channels * a.spatial);
@@ -263,6 +266,7 @@ __global__ void __launch_bounds__(256, 4) forward_long_kernel(GroupNormForward a
 
 template <class T, bool kSpread>
 __global__ void __launch_bounds__(256, 3) backward_long_kernel(GroupNormBackward a, Segments<T, 2> segments) {
+  await_previous();
   constexpr int kWidth = Row<T>::kWidth;
   const unsigned row = segments.row(), sample = row / unsigned(a.groups), group = row % unsigned(a.groups);
   const float n = float(a.channels * a.spatial), mean = a.mean[row], rstd = a.rstd[row];

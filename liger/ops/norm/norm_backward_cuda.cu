@@ -135,6 +135,7 @@ constexpr int backward_registers(Fit fit, int pieces) { return pieces == 1 ? 64 
 /// A share keeps its column sums in registers; its next row is on its way to shared memory while it works on one.
 template <class T, class W, class Tile, Norm kNorm, int kPieces>
 __global__ void __maxnreg__(backward_registers(Tile::kFit, kPieces)) backward_kernel(NormBackward a) {
+  await_previous();
   constexpr bool kKeep = kPieces <= 2;  // registers allow to keep what `project` makes
   using Backward = norm::Backward<T, Tile, kNorm>;
   using Projections = typename Backward::Projections;
@@ -218,6 +219,7 @@ __global__ void __maxnreg__(backward_registers(Tile::kFit, kPieces)) backward_ke
 /// As forward_long_kernel; the column sums grow in memory.
 template <class T, class W, class Tile, Norm kNorm>
 __global__ void __launch_bounds__(kTileThreads) backward_long_kernel(NormBackward a) {
+  await_previous();
   const float alpha = tanh_of(kNorm) ? number(a.alpha) : 0;
   const Walk walk = Walk::of<kNorm>(a, blockIdx.x);
   using Backward = norm::Backward<T, Tile, kNorm>;

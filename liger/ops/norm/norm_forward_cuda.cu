@@ -174,6 +174,7 @@ constexpr int forward_registers(int bytes_w) { return bytes_w == 2 ? 80 : 64; }
 
 template <class T, class W, class Tile, Norm kNorm>
 __global__ void __maxnreg__(forward_registers(sizeof(W))) forward_kernel(NormForward a) {
+  await_previous();
   const Place at(Tile::row(), a.rows, a.cols);
   const Input<T, Tile, kNorm> input(a, at);
   const Vectors<W, Tile, kNorm> shared(a, at);
@@ -208,6 +209,7 @@ struct ForwardShared {
 /// pass takes what it needs.
 template <class T, class W, class Tile, Norm kNorm, int kPieces>
 __global__ void __maxnreg__(ring_registers(Tile::kFit)) forward_ring_kernel(NormForward a) {
+  await_previous();
   using Shared = ForwardShared<T, W, Tile, kNorm, kPieces>;
   using Vectors = norm::Vectors<W, Tile, kNorm>;
   const int64_t first = Tile::row();
@@ -247,6 +249,7 @@ __global__ void __maxnreg__(ring_registers(Tile::kFit)) forward_ring_kernel(Norm
 /// The longest are read again for each pass, from a cache.
 template <class T, class W, class Tile, Norm kNorm>
 __global__ void __launch_bounds__(kTileThreads) forward_long_kernel(NormForward a) {
+  await_previous();
   const Place row = Tile::template place<T>(a.x, blockIdx.x, a.rows, a.cols);
   using Statistics = norm::Statistics<T, kNorm, Tile::kFit>;
   RowReduce<typename Statistics::Parts> reduce;

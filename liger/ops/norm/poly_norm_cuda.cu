@@ -79,6 +79,7 @@ __device__ inline void put(const PolyNormBackward& a, const Totals::Value& total
 /// kPieces packs of a row a thread; the next row is on its way to shared memory while a block works on one.
 template <class T, class Tile, int kPieces>
 __global__ void __maxnreg__(kRegisters) forward_kernel(PolyNormForward a) {
+  await_previous();
   Ring<T, Tile, 1, kPieces> ring(Tile::row(), Tile::step(), a.rows, a.cols, a.x);
   RowReduce<Powers, Tile::kSpread> reduce;
   const auto w = weights(a.w);
@@ -98,6 +99,7 @@ __global__ void __maxnreg__(kRegisters) forward_kernel(PolyNormForward a) {
 /// Longer rows are read again, from a cache.
 template <class T, class Tile>
 __global__ void __launch_bounds__(kTileThreads) forward_long_kernel(PolyNormForward a) {
+  await_previous();
   const Place row = Tile::template place<T>(a.x, blockIdx.x, a.rows, a.cols);
   RowReduce<Powers> reduce;
   Powers::Value sums{};
@@ -112,6 +114,7 @@ __global__ void __launch_bounds__(kTileThreads) forward_long_kernel(PolyNormForw
 /// As forward_kernel; a share walks along every shares-th group of rows.
 template <class T, class Tile, int kPieces>
 __global__ void __maxnreg__(64) backward_kernel(PolyNormBackward a) {
+  await_previous();
   RowReduce<Totals, Tile::kSpread> reduce;
   Totals::Value total{};
   Ring<T, Tile, 2, kPieces> ring(Tile::row(), Tile::step(), a.rows, a.cols, a.x, a.dy);
@@ -143,6 +146,7 @@ __global__ void __maxnreg__(64) backward_kernel(PolyNormBackward a) {
 
 template <class T, class Tile>
 __global__ void __launch_bounds__(kTileThreads) backward_long_kernel(PolyNormBackward a) {
+  await_previous();
   RowReduce<Totals> reduce;
   Totals::Value total{};
   const auto w = weights(a.w);

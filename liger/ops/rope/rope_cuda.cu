@@ -92,6 +92,7 @@ __device__ void for_each_item(int n, Fetch fetch, Finish finish) {
 /// One block per token. A thread takes kWidth pairs of a head, of all heads of q and then of k in turn.
 template <class T, class Table, int kWidth, class Pairs>
 __global__ void __maxnreg__(Pairs::kAtOnce == 1 ? 64 : 80) rotate_kernel(Rope a) {
+  await_previous();
   using Values = Pack<T, kWidth>;
   const int64_t batch = blockIdx.x / a.seq, seq = blockIdx.x % a.seq;
   const int half = int(a.rotary / 2), packs = half / kWidth, q_heads = int(a.q.heads), apart = Pairs::template apart<kWidth>(half);
