@@ -193,18 +193,22 @@ __global__ void __maxnreg__(backward_registers(Tile::kFit, kPieces)) backward_ke
   }
   copies_done();  // the last one's zeros too, where sums meet now
   each_column_sum<kNorm, Tile>(a, [&](Tile Columns<Tile>::* part, float* shares) {
-    // The rows of a block are added in turn, so that a block is one share. They need not begin alike.
-    const auto each = [&](int y, auto f) {
+    // A block is one share: half of its rows' sums meet the other half's, again and again. They need not begin alike.
+    const int y = int(threadIdx.y);
+    const auto each = [&](int from, int to, auto f) {
       __syncthreads();
+      if (y < from || y >= to) return;
+      float* sums = shared_memory<float>() + (y - from) * (Tile::kFit == Fit::Peeled ? int(a.cols) : kPieces * Tile::covered());
       for_each_piece<kPieces>([&](int piece) {
         const Place at = ring.at(piece, first);
 #pragma unroll
         for (int i = 0; i < Tile::kItems; ++i)
-          if (const int64_t c = at.from + Tile::column(i, at); int(threadIdx.y) == y && c >= 0 && c < a.cols)
-            f((columns[piece].*part).v[i], shared_memory<float>()[Tile::kFit == Fit::Peeled ? c : (piece * Tile::kItems + i) * int(blockDim.x) + int(threadIdx.x)]);
+          if (const int64_t c = at.from + Tile::column(i, at); c >= 0 && c < a.cols)
+            f((columns[piece].*part).v[i], sums[Tile::kFit == Fit::Peeled ? c : (piece * Tile::kItems + i) * int(blockDim.x) + int(threadIdx.x)]);
       });
     };
-    for (int y = 1; y < (kPieces <= 3 ? int(blockDim.y) : 1); ++y) each(y, [](float v, float& sum) { sum = v; }), each(0, [](float& v, float sum) { v += sum; });
+    for (int half = kPieces <= 3 ? int(blockDim.y) / 2 : 0; half > 0; half /= 2)
+      each(half, 2 * half, [](float v, float& sum) { sum = v; }), each(0, half, [](float& v, float sum) { v += sum; });
     if (threadIdx.y == 0) for_each_piece<kPieces>([&](int piece) {
         store<float, true>(columns[piece].*part, shares, {share, a.shares, a.cols, ring.shift, piece * Tile::covered()});
       });
