@@ -119,7 +119,8 @@ template <class T, class W, class Tile, Norm kNorm, int kPieces>
 struct BackwardShared {
   static constexpr bool kThird = kNorm == Norm::Each || kNorm == Norm::Added;
   using Weight = std::conditional_t<kNorm == Norm::Modulated || kPieces <= 3, float, W>;  // as floats, where there is room
-  using Ring = cuda::Ring<T, Tile, kThird ? 3 : 2, kPieces, kPieces * int(sizeof(Raw<Weight, Tile>)) / 16>;
+  static constexpr int kDepth = kPieces == 2 && !kThird && !tanh_of(kNorm) ? 3 : 2;  // measured: slower for the others, and forward
+  using Ring = cuda::Ring<T, Tile, kThird ? 3 : 2, kPieces, kPieces * int(sizeof(Raw<Weight, Tile>)) / 16, kDepth>;
 
   static __device__ Ring rows(const NormBackward& a, const Walk& walk) {
     const int64_t first = walk.first + threadIdx.y;
