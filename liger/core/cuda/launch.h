@@ -53,6 +53,30 @@ inline int shared_bytes() { return attribute<cudaDevAttrMaxSharedMemoryPerMultip
 inline int shared_bytes_of_block() { return attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() - 3072; }
 inline bool has_clusters() { return attribute<cudaDevAttrComputeCapabilityMajor>() >= 9; }
 
+template <int> __global__ void nothing_kernel() {}
+
+/// How many clusters of so many blocks run at once, one block a multiprocessor: a cluster must fit into a part of the chip, and not every part
+/// has a multiple of its blocks.
+inline int clusters_at_once(int cluster, int device = current_device()) {
+  if (cluster == 1 || !has_clusters()) return multiprocessors(device) / cluster;
+  static int known[kMaxDevices][9];
+  int& value = known[device][cluster];
+  if (value == 0) {
+    cudaLaunchAttribute size{};
+    size.id = cudaLaunchAttributeClusterDimension;
+    size.val.clusterDim = {unsigned(cluster), 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(unsigned(cluster));
+    config.blockDim = dim3(32);
+    config.dynamicSmemBytes = attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>();  // which a multiprocessor has once
+    config.attrs = &size;
+    config.numAttrs = 1;
+    check(cudaFuncSetAttribute(nothing_kernel<0>, cudaFuncAttributeMaxDynamicSharedMemorySize, int(config.dynamicSmemBytes)));
+    check(cudaOccupancyMaxActiveClusters(&value, nothing_kernel<0>, &config));
+  }
+  return value;
+}
+
 inline bool capturing(Stream s) {
   cudaStreamCaptureStatus status;
   check(cudaStreamIsCapturing(cudaStream_t(s), &status));

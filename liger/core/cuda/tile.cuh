@@ -401,8 +401,7 @@ struct Tiling {
   Grid walking(int64_t rows, int registers, int bytes) const {
     const int count = int(threads.x * threads.y), shared = bytes * count;
     const int64_t groups = of_rows(rows).blocks / cluster, blocks = std::min(shared_bytes() / (shared + 2048), 65536 / (registers * count));
-    // Not every part of the chip that a cluster must fit into has a multiple of 4 multiprocessors: a sixteenth stays idle.
-    const int64_t fit = blocks * multiprocessors(current_device()) * (cluster > 2 ? 15 : 16) / (16 * cluster), most = std::max<int64_t>(1, fit / alike) * alike;
+    const int64_t most = std::max<int64_t>(1, blocks * clusters_at_once(cluster) / alike) * alike;
     const int64_t turns = (groups + most - 1) / most, a_turn = (groups + turns - 1) / turns;
     return grid(turns > 1 ? (a_turn + alike - 1) / alike * alike : a_turn, shared);
   }

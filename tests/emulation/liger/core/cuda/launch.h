@@ -204,6 +204,7 @@ struct Grid {
 
 inline int current_device() { return 0; }
 inline int multiprocessors(int) { return 2; }
+inline int clusters_at_once(int cluster, int = 0) { return cluster > 2 ? 1 : 2 / cluster; }
 inline int shared_bytes() { return 228 * 1024; }
 inline int shared_bytes_of_block() { return 225 * 1024; }
 inline bool has_clusters() { return true; }
