@@ -108,13 +108,16 @@ struct Name {
   consteval Name(const char (&s)[n]) { std::copy_n(s, n, text); }
 };
 
-/// The schema kName, which kFunction implements, as a function that goes through the dispatcher.
+/// The schema kName, which kFunction implements, as a function that goes through the dispatcher; where nothing is recorded, below autograd,
+/// whose refusal of a derivative would be a boxed call that has nothing to refuse.
 template <Name kName, auto kFunction>
 struct Op {
   template <class... A>
   auto operator()(const A&... args) const {
     using Signature = std::remove_pointer_t<decltype(kFunction)>;
     static const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(kName.text, "").template typed<Signature>();
+    if (at::GradMode::is_enabled()) return handle.call(args...);
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
     return handle.call(args...);
   }
 };

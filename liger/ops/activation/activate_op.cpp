@@ -31,7 +31,6 @@ constexpr Op<"liger::activate_backward", backward> backward_op;
 
 struct Autograd : torch::autograd::Function<Autograd> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, int64_t activation) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
     ctx->save_for_backward({x});
     ctx->saved_data["activation"] = activation;
     return forward_op(x, activation);

@@ -123,7 +123,6 @@ struct Autograd : torch::autograd::Function<Autograd> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& gate, const Tensor& up, const Tensor& down, const OptTensor& gate_bias,
                         const OptTensor& up_bias, const OptTensor& down_bias, int64_t activation, double gate_multiplier, double down_multiplier,
                         int64_t chunk) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
     const bool wanted[] = {wants_grad(x), wants_grad(gate), wants_grad(up), wants_grad(down), wants_grad(gate_bias), wants_grad(up_bias), wants_grad(down_bias)};
     int64_t wants = 0;
     for (int i = 0; i < 7; ++i) wants |= int64_t(wanted[i]) << i;

@@ -81,7 +81,6 @@ constexpr Op<"liger::gated_packed_backward", packed_backward> packed_backward_op
 
 struct Autograd : torch::autograd::Function<Autograd> {
   static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b, int64_t activation, double gate_multiplier) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
     ctx->save_for_backward({a, b});
     ctx->saved_data["attrs"] = std::make_tuple(activation, gate_multiplier);
     return forward_op(a, b, activation, gate_multiplier);
@@ -97,7 +96,6 @@ struct Autograd : torch::autograd::Function<Autograd> {
 
 struct PackedAutograd : torch::autograd::Function<PackedAutograd> {
   static Tensor forward(AutogradContext* ctx, const Tensor& y, int64_t activation, double gate_multiplier) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
     ctx->save_for_backward({y});
     ctx->saved_data["attrs"] = std::make_tuple(activation, gate_multiplier);
     return packed_forward_op(y, activation, gate_multiplier);

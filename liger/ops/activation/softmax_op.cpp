@@ -38,7 +38,6 @@ constexpr Op<"liger::softmax_backward", backward> backward_op;
 
 struct Autograd : torch::autograd::Function<Autograd> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, int64_t kind) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
     const Tensor y = forward_op(x, kind);
     ctx->save_for_backward({y});
     ctx->saved_data["kind"] = kind;

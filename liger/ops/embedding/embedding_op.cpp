@@ -61,7 +61,6 @@ constexpr Op<"liger::embedding_backward", backward> backward_op;
 
 struct Autograd : torch::autograd::Function<Autograd> {
   static Tensor forward(AutogradContext* ctx, const Tensor& w, const Tensor& ids, int64_t padding_idx) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
     ctx->save_for_backward({ids});
     ctx->saved_data["classes"] = w.sym_size(0);
     ctx->saved_data["padding_idx"] = padding_idx;

@@ -177,7 +177,6 @@ struct Autograd : torch::autograd::Function<Autograd> {
   static variable_list forward(AutogradContext* ctx, const Tensor& hidden, const Tensor& weight, const OptTensor& bias, const Tensor& target,
                                const OptTensor& class_weight, const OptTensor& normalizer, at::IntArrayRef flags,
                                at::ArrayRef<double> scales, int64_t valid_count, int64_t max_bytes, std::optional<at::ScalarType> dtype) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
     const bool reduced = Reduction(flags.at(1)) != Reduction::None;
     const bool dh = wants_grad(hidden), dw = wants_grad(weight), db = wants_grad(bias);
     auto [loss, z_loss, accuracy, predicted, dhidden, dweight, dbias, divisor] =

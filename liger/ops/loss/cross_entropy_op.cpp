@@ -111,7 +111,6 @@ constexpr Op<"liger::cross_entropy_forward", forward> forward_op;
 struct Autograd : torch::autograd::Function<Autograd> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& target, const OptTensor& class_weight,
                                at::IntArrayRef flags, at::ArrayRef<double> scales) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [loss, z_loss, accuracy, predicted, dx] = forward_op(x, target, class_weight, flags, scales, true);
     ctx->save_for_backward({dx});
     ctx->mark_non_differentiable({z_loss, accuracy, predicted});

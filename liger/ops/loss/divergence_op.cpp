@@ -113,7 +113,6 @@ constexpr Op<"liger::divergence_backward", backward> backward_op;
 struct Autograd : torch::autograd::Function<Autograd> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& target, const OptTensor& labels, int64_t kind, double parameter,
                         int64_t ignore_index, int64_t reduction, at::ScalarType dtype) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
     const bool each = Reduction(reduction) == Reduction::None;
     auto [loss, dx, rest] = forward_op(x, target, labels, kind, parameter, ignore_index, reduction, dtype, !each);
     ctx->save_for_backward(each ? variable_list{x, target, value_or_undefined(labels)} : variable_list{dx, rest});

@@ -61,7 +61,6 @@ constexpr Op<"liger::selective_log_softmax_backward", backward> backward_op;
 
 struct Autograd : torch::autograd::Function<Autograd> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& ids, double temperature, int64_t ignore_index) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [logp, entropy, stats] = forward_op(x, ids, temperature, ignore_index);
     ctx->save_for_backward({x, ids, stats});
     ctx->saved_data["attrs"] = std::make_tuple(temperature, ignore_index);

@@ -21,7 +21,6 @@ constexpr Op<"liger::dyt_backward", backward> backward_op;
 
 struct Autograd : torch::autograd::Function<Autograd> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& alpha, const Tensor& w, const OptTensor& b) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
     ctx->save_for_backward({x, alpha, w, value_or_undefined(b)});
     ctx->saved_data["wants"] = std::make_tuple(wants_grad(x), wants_grad(alpha), wants_grad(w), wants_grad(b));
     return forward_op(x, alpha, w, b);

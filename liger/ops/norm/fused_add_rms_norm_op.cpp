@@ -30,7 +30,6 @@ constexpr Op<"liger::fused_add_rms_norm_backward", backward> backward_op;
 
 struct Autograd : torch::autograd::Function<Autograd> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& residual, const OptTensor& w, double eps, double offset, int64_t casting) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [y, s, rstd] = forward_op(x, residual, w, eps, offset, casting);
     ctx->save_for_backward({s, value_or_undefined(w), rstd});
     ctx->saved_data["attrs"] = std::make_tuple(offset, casting, wants_grad(x), wants_grad(residual), wants_grad(w));

@@ -67,7 +67,6 @@ constexpr Op<"liger::group_norm_backward", backward> backward_op;
 
 struct Autograd : torch::autograd::Function<Autograd> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptTensor& w, const OptTensor& b, int64_t groups, double eps) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [y, mean, rstd] = forward_op(x, w, b, groups, eps);
     ctx->save_for_backward({x, value_or_undefined(w), value_or_undefined(b), mean, rstd});
     ctx->saved_data["attrs"] = std::make_tuple(groups, wants_grad(x), wants_grad(w), wants_grad(b));

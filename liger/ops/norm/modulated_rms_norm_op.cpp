@@ -27,7 +27,6 @@ constexpr Op<"liger::modulated_rms_norm_backward", backward> backward_op;
 
 struct Autograd : torch::autograd::Function<Autograd> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptTensor& w, const Tensor& scale, const OptTensor& shift, double eps, double offset, int64_t casting) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [y, rstd] = forward_op(x, w, scale, shift, eps, offset, casting);
     ctx->save_for_backward({x, value_or_undefined(w), scale, value_or_undefined(shift), rstd});
     ctx->saved_data["attrs"] = std::make_tuple(offset, casting, wants_grad(x), wants_grad(w), wants_grad(scale), wants_grad(shift));

@@ -52,7 +52,6 @@ constexpr Op<"liger::poly_norm_backward", backward> backward_op;
 
 struct Autograd : torch::autograd::Function<Autograd> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& w, const Tensor& b, double eps) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [y, rstd] = forward_op(x, w, b, eps);
     ctx->save_for_backward({x, w, b, rstd});
     ctx->saved_data["wants"] = std::make_tuple(wants_grad(x), wants_grad(w), wants_grad(b));

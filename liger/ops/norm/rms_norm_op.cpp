@@ -25,7 +25,6 @@ constexpr Op<"liger::rms_norm_backward", backward> backward_op;
 
 struct Autograd : torch::autograd::Function<Autograd> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptTensor& w, double eps, double offset, int64_t casting) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [y, rstd] = forward_op(x, w, eps, offset, casting);
     ctx->save_for_backward({x, value_or_undefined(w), rstd});
     ctx->saved_data["attrs"] = std::make_tuple(offset, casting, wants_grad(x), wants_grad(w));

@@ -103,7 +103,6 @@ struct Autograd : torch::autograd::Function<Autograd> {
 
   static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool inverse,
                                bool interleaved, at::IntArrayRef sections) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
     ctx->save_for_backward({cos, sin});
     ctx->saved_data["attrs"] = Attributes(inverse, interleaved, sections.vec());
     auto [q_out, k_out] = forward_op(q, k, cos, sin, inverse, interleaved, sections);
@@ -120,7 +119,6 @@ struct Autograd : torch::autograd::Function<Autograd> {
 
 struct PackedAutograd : torch::autograd::Function<PackedAutograd> {
   static Tensor forward(AutogradContext* ctx, const Tensor& qkv, const Tensor& cos, const Tensor& sin, int64_t heads, int64_t k_heads, bool inverse) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
     ctx->save_for_backward({cos, sin});
     ctx->saved_data["attrs"] = std::make_tuple(heads, k_heads, inverse);
     return packed_forward_op(qkv, cos, sin, heads, k_heads, inverse);
