@@ -66,12 +66,16 @@ TRITON = {
 }
 
 
-def inputs(case, shape, options, args, seed=0):
+def drawn(f, args):
     try:
-        with torch.device(args.device):  # drawn there
-            return case.inputs(shape, options, args.dtype, args.device, seed)
+        with torch.device(args.device):
+            return f()
     except RuntimeError:  # a rival that could not be captured has left the device's generator in a capture
-        return case.inputs(shape, options, args.dtype, args.device, seed)
+        return f()
+
+
+def inputs(case, shape, options, args, seed=0):
+    return drawn(lambda: case.inputs(shape, options, args.dtype, args.device, seed), args)
 
 
 class Contestant:
@@ -180,7 +184,8 @@ def contestants(case, shape, options, args, sets_wanted):
     sets = [inputs(case, shape, options, args, i) for i in range(sets_wanted)]
     out = case.op(*sets[0], **options)
     torch.manual_seed(0)
-    upstream = [torch.randn_like(o) if o.dim() and o.is_floating_point() else torch.ones_like(o) for o in (out if isinstance(out, tuple) else (out,))]
+    upstream = [drawn(lambda: torch.randn(o.shape, dtype=o.dtype), args).to(o.device) if o.dim() and o.is_floating_point() else torch.ones_like(o)
+                for o in (out if isinstance(out, tuple) else (out,))]
     del out
     compiled = torch.compile(lambda *inputs: case.reference(*inputs, **options), dynamic=False)
     # Bound early: each closure has its own inputs.
