@@ -194,22 +194,24 @@ __global__ void __maxnreg__(backward_registers(Tile::kFit, kPieces)) backward_ke
   }
   copies_done();  // the last one's zeros too, where sums meet now
   each_column_sum<kNorm, Tile>(a, [&](Tile Columns<Tile>::* part, float* shares) {
-    // A block is one share: half of its rows' sums meet the other half's, again and again. They need not begin alike.
-    const int y = int(threadIdx.y);
-    const auto each = [&](int from, int to, auto f) {
+    // A block is one share. Half of its rows' sums meet the other half's, again and again, but one after another where rows need not begin
+    // alike: those are few, and with halves there the loop above took more instructions (nvdisasm: 1130, not 1096).
+    constexpr bool kPeeled = Tile::kFit == Fit::Peeled;
+    const auto each = [&](int from, int n, auto f) {
       __syncthreads();
-      if (y < from || y >= to) return;
-      float* sums = shared_memory<float>() + (y - from) * (Tile::kFit == Fit::Peeled ? int(a.cols) : kPieces * Tile::covered());
+      const int y = int(threadIdx.y) - from;
       for_each_piece<kPieces>([&](int piece) {
         const Place at = ring.at(piece, first);
 #pragma unroll
         for (int i = 0; i < Tile::kItems; ++i)
-          if (const int64_t c = at.from + Tile::column(i, at); c >= 0 && c < a.cols)
-            f((columns[piece].*part).v[i], sums[Tile::kFit == Fit::Peeled ? c : (piece * Tile::kItems + i) * int(blockDim.x) + int(threadIdx.x)]);
+          if (const int64_t c = at.from + Tile::column(i, at); (kPeeled ? y == 0 : unsigned(y) < unsigned(n)) && c >= 0 && c < a.cols)
+            f((columns[piece].*part).v[i], shared_memory<float>()[kPeeled ? c : (y * kPieces * Tile::kItems + piece * Tile::kItems + i) * int(blockDim.x) + int(threadIdx.x)]);
       });
     };
-    for (int half = kPieces <= 3 ? int(blockDim.y) / 2 : 0; half > 0; half /= 2)
-      each(half, 2 * half, [](float v, float& sum) { sum = v; }), each(0, half, [](float& v, float sum) { v += sum; });
+    const auto meet = [&](int from, int n) { each(from, n, [](float v, float& sum) { sum = v; }), each(0, n, [](float& v, float sum) { v += sum; }); };
+    const int rows = kPieces <= 3 ? int(blockDim.y) : 1;
+    if constexpr (kPeeled) for (int y = 1; y < rows; ++y) meet(y, 1);
+    else for (int half = rows / 2; half > 0; half /= 2) meet(half, half);
     if (threadIdx.y == 0) for_each_piece<kPieces>([&](int piece) {
         store<float, true>(columns[piece].*part, shares, {share, a.shares, a.cols, ring.shift, piece * Tile::covered()});
       });
