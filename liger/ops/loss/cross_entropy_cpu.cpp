@@ -74,11 +74,7 @@ void row(const CrossEntropy& a, int64_t r, float* exps) {
   const double s = scale * (a.upstream ? a.upstream[r] : 1);
   const double all = s * ((w_y + smooth * a.norm[2]) * by_0 + 2 * a.lse_square_scale * lse * by_1), label = s * w_y * by_0;
   const Vec each{float(s * smooth * by_0)};
-  const auto chain = [&](Vec v) {  // dz/dx
-    const Vec t = logit(v) * inverse_cap;
-    return Vec(1.f) - t * t;
-  };
-  const double t_y = capped ? double(z_y) / a.softcap : 0;
+  const double t_y = capped ? std::tanh(double(x[y]) / a.softcap) : 0;  // 1 − t² multiplies a float's rounding
   const double d_y = (all * p_y - s * smooth * by_0 * weight(y) - label) * (1 - t_y * t_y);
   if (exps && !capped && smooth == 0) {
     const Vec by{float(all / sum)};
@@ -86,10 +82,10 @@ void row(const CrossEntropy& a, int64_t r, float* exps) {
   } else {
     const Vec by{float(all / sum)}, shift(max);
     for_each(n, [&](int64_t c, int64_t k) {
-      const Vec v = read(x + c, k);
-      Vec d = by * Math::exp(logit(v) - shift);
+      const Vec v = read(x + c, k), t = capped ? Math::tanh(v * inverse_cap) : v;
+      Vec d = by * Math::exp((capped ? cap * t : v) - shift);
       if (smooth > 0) d = d - each * (a.class_weight ? read(a.class_weight + c, k) : Vec(1.f));
-      write(capped ? d * chain(v) : d, dx + c, k);
+      write(capped ? d * (Vec(1.f) - t) * (Vec(1.f) + t) : d, dx + c, k);  // 1 − t² without the rounding of t²
     });
   }
   dx[y] = T(float(d_y));
