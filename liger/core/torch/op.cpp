@@ -33,8 +33,8 @@ int64_t row_share_count(const Tensor& x, int64_t groups) {
 
 Tensor empty_shares(const Tensor& x, int64_t shares, int64_t cols) { return at::empty({1, shares, cols}, x.options().dtype(at::kFloat)); }
 
-Tensor Totals::of(const Tensor& shares, at::ScalarType dtype, const Tensor& factor, double plus) {
-  const Tensor out = at::empty({shares.size(0), shares.size(2)}, shares.options().dtype(dtype));
+Tensor Totals::of(const Tensor& shares, const Tensor& like, const Tensor& factor, double plus) {
+  const Tensor out = at::empty(like.sizes(), shares.options().dtype(like.scalar_type()));
   const int64_t count = shares.size(0) * shares.size(1);
   TORCH_INTERNAL_ASSERT(args_.count < SumShares::kMost);
   args_.sums[args_.count++] = {.part = data<float>(shares), .factor = numbers(factor), .out = out.data_ptr(), .groups = shares.size(0), .shares = shares.size(1),
@@ -82,11 +82,11 @@ void check_rows(const char* op, const Tensor& x) {
   dtype_of(x);
 }
 
-void check_row_vector(const char* what, const Tensor& v, const Tensor& x) {
-  TORCH_CHECK(v.dim() == 1 && v.sym_size(0) == x.sym_size(-1), what, " must be [", x.sym_size(-1), "], got ", v.sym_sizes());
-  TORCH_CHECK(v.device() == x.device(), what, " is on ", v.device(), ", the input on ", x.device());
+void check_row_vector(const char* op, const char* what, const Tensor& v, const Tensor& x) {
+  TORCH_CHECK(v.dim() == 1 && v.sym_size(0) == x.sym_size(-1), op, ": ", what, " must be [", x.sym_size(-1), "], got ", v.sym_sizes());
+  TORCH_CHECK(v.device() == x.device(), op, ": ", what, " is on ", v.device(), ", the input on ", x.device());
   TORCH_CHECK_TYPE(v.scalar_type() == x.scalar_type() || v.scalar_type() == at::kFloat,
-                   what, " must be ", x.scalar_type(), " or float, got ", v.scalar_type());
+                   op, ": ", what, " must be ", x.scalar_type(), " or float, got ", v.scalar_type());
 }
 
 void check_like(const char* what, const Tensor& t, const Tensor& x) {

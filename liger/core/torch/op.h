@@ -71,9 +71,9 @@ Tensor empty_shares(const Tensor& x, int64_t shares, int64_t cols);
 /// Sums of shares, all made by one launch.
 class Totals {
  public:
-  /// Σ over the middle dimension of [groups, shares, cols], each share times factor + plus, is [groups, cols], after run: factor has one row
-  /// for all shares, or one for as many as divide them.
-  Tensor of(const Tensor& shares, at::ScalarType dtype, const Tensor& factor = {}, double plus = 0);
+  /// Σ over the middle dimension of [groups, shares, cols], each share times factor + plus, after run: as large and of the type as `like`, of
+  /// groups x cols numbers. factor has one row for all shares, or one for as many as divide them.
+  Tensor of(const Tensor& shares, const Tensor& like, const Tensor& factor = {}, double plus = 0);
   void run();
 
  private:
@@ -93,7 +93,7 @@ Tensor scaled(const Tensor& saved, const Tensor& g);
 /// x is made of rows.
 void check_rows(const char* op, const Tensor& x);
 /// v is one row of x's width, on its device, in its dtype or float.
-void check_row_vector(const char* what, const Tensor& v, const Tensor& x);
+void check_row_vector(const char* op, const char* what, const Tensor& v, const Tensor& x);
 /// t has x's shape, dtype and device.
 void check_like(const char* what, const Tensor& t, const Tensor& x);
 

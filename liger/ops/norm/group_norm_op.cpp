@@ -14,8 +14,8 @@ struct Operands {
     check_rows("group_norm", in);
     TORCH_CHECK(groups > 0 && in.sym_size(1) % groups == 0, "group_norm: the number of groups, ", groups, ", does not divide that of channels, ", in.sym_size(1));
     const Tensor channels_last = in.transpose(1, -1);
-    if (weight) check_row_vector("group_norm: weight", *weight, channels_last);
-    if (bias) check_row_vector("group_norm: bias", *bias, channels_last);
+    if (weight) check_row_vector("group_norm", "weight", *weight, channels_last);
+    if (bias) check_row_vector("group_norm", "bias", *bias, channels_last);
     x = in.contiguous(), w = contiguous(weight), b = contiguous(bias);
     if (w.defined() && b.defined() && w.scalar_type() != b.scalar_type()) w = w.to(at::kFloat), b = b.to(at::kFloat);
   }
@@ -56,7 +56,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dy_, const Tensor& x, 
   a.dy = data(dy), a.dx = data<void>(dx), a.dw = data<float>(dw), a.db = data<float>(db);
   run(group_norm_backward, x, a);
   Totals totals;
-  const Tensor w_gradient = with_dw ? totals.of(dw, w->scalar_type()).view(-1) : Tensor(), b_gradient = with_db ? totals.of(db, b->scalar_type()).view(-1) : Tensor();
+  const Tensor w_gradient = with_dw ? totals.of(dw, *w) : Tensor(), b_gradient = with_db ? totals.of(db, *b) : Tensor();
   totals.run();
   return {dx, w_gradient, b_gradient};
 }

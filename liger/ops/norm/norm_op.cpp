@@ -21,13 +21,12 @@ struct Operands {
 
   Operands(const char* name, const Inputs& in) {
     check_rows(name, in.x);
-    const auto called = [&](const char* what) { return std::string(name) + ": " + what; };
-    if (in.w) check_row_vector(called("weight").c_str(), *in.w, in.x);
-    if (in.b) check_row_vector(called("bias").c_str(), *in.b, in.x);
+    if (in.w) check_row_vector(name, "weight", *in.w, in.x);
+    if (in.b) check_row_vector(name, "bias", *in.b, in.x);
     x = in.x.contiguous();
     w = contiguous(in.w), b = contiguous(in.b), residual = contiguous(in.residual), scale = contiguous(in.scale), shift = contiguous(in.shift);
     if (w.defined() && b.defined() && w.scalar_type() != b.scalar_type()) w = w.to(at::kFloat), b = b.to(at::kFloat);
-    if (residual.defined()) check_like(called("residual").c_str(), residual, x);
+    if (residual.defined()) check_like((std::string(name) + ": residual").c_str(), residual, x);
     if (scale.defined()) check_modulation(name, "scale", scale, x);
     if (shift.defined()) {
       TORCH_CHECK(shift.sym_numel() == scale.sym_numel(), name, ": shift must be as large as scale, ", scale.sym_sizes(), ", got ", shift.sym_sizes());
@@ -92,15 +91,14 @@ Gradients backward(const char* name, Norm norm, const Tensor& dy_, const OptTens
   a.offset = float(rounding.offset), a.casting = parse(name, rounding.casting);
   run(norm_backward, in.x, a);
   Totals totals;
-  if (wants.w) d.w = totals.of(dw, inputs.w->scalar_type(), shared ? in.scale : Tensor(), 1).view(-1);
-  if (wants.b) d.b = totals.of(db, inputs.b->scalar_type()).view(-1);
-  if (wants.alpha) d.alpha = totals.of(dalpha, inputs.alpha->scalar_type()).view(inputs.alpha->sizes());
+  if (wants.w) d.w = totals.of(dw, *inputs.w, shared ? in.scale : Tensor(), 1);
+  if (wants.b) d.b = totals.of(db, *inputs.b);
+  if (wants.alpha) d.alpha = totals.of(dalpha, *inputs.alpha);
   const auto of_sets = [&](const Tensor& sums) { return sums.view({sets, -1, a.cols}); };
-  if (shared && wants.scale) d.scale = totals.of(of_sets(dw), inputs.scale->scalar_type(), in.w, rounding.offset);
-  if (shared && wants.shift) d.shift = totals.of(of_sets(db), inputs.shift->scalar_type());
+  if (shared && wants.scale) d.scale = totals.of(of_sets(dw), *inputs.scale, in.w, rounding.offset);
+  if (shared && wants.shift) d.shift = totals.of(of_sets(db), *inputs.shift);
   totals.run();
-  if (wants.scale) d.scale = d.scale.view(inputs.scale->sizes());
-  if (wants.shift) d.shift = d.shift.to(inputs.shift->scalar_type()).view(inputs.shift->sizes());
+  if (own && wants.shift) d.shift = d.shift.to(inputs.shift->scalar_type()).view(inputs.shift->sizes());
   return d;
 }
 

@@ -39,7 +39,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dy_, const Tensor& x_,
       {.dy = data(dy), .x = data(x), .w = numbers(w), .rstd = data<float>(rstd), .dx = data<void>(dx), .dw = data<float>(dw), .db = data<float>(db), .rows = rows(x),
        .cols = cols(x), .shares = shares, .dtype = dtype_of(x)});
   Totals totals;
-  const Tensor dw_sum = with_dw ? totals.of(dw, w_.scalar_type()).view(-1) : Tensor(), db_sum = with_db ? totals.of(db, b.scalar_type()).view(b.sizes()) : Tensor();
+  const Tensor dw_sum = with_dw ? totals.of(dw, w_) : Tensor(), db_sum = with_db ? totals.of(db, b) : Tensor();
   totals.run();
   return {dx, dw_sum, db_sum};
 }
