@@ -24,20 +24,24 @@ struct SiLU {
   }
 };
 
-/// gelu(x) = x/2 · (1 + tanh(√(2/π) (x + 0.044715 x³))).
+/// gelu(x) = x/2 · (1 + tanh u) = x · σ(2u), u = √(2/π) (x + 0.044715 x³): as a sigmoid it takes one exponential, and loses nothing where tanh u
+/// is near −1.
 struct GeLUTanh {
   static constexpr float kBeta = 0.79788456080286536f, kCubic = 0.044715f;
 
   template <class M, class V>
-  static LIGER_HD V value(V x) {
-    return V(0.5f) * x * (V(1) + M::tanh(V(kBeta) * (x + V(kCubic) * (x * x * x))));
-  }
+  static LIGER_HD V value(V x) { return M::div(x, V(1) + M::exp(V(0) - twice_u(x, x * x))); }
 
+  /// σ(2u) + 2x u' σ(2u) σ(−2u), where σ(−2u) = e^(−2u) σ(2u) keeps its digits, which 1 − σ(2u) does not.
   template <class M, class V>
   static LIGER_HD V derivative(V x) {
-    const V x2 = x * x, t = M::tanh(V(kBeta) * (x + V(kCubic) * (x2 * x)));
-    return V(0.5f) * (V(1) + t) + V(0.5f) * x * (V(1) - t * t) * (V(kBeta) * (V(1) + V(3 * kCubic) * x2));
+    const V x2 = x * x, e = M::exp(V(0) - M::max(twice_u(x, x2), V(-80))), s = M::div(V(1), V(1) + e);  // finite: e · 0 would be NaN
+    return s + x * (s * s * e) * (V(2 * kBeta) + V(6 * kBeta * kCubic) * x2);
   }
+
+ private:
+  template <class V>
+  static LIGER_HD V twice_u(V x, V x2) { return x * (V(2 * kBeta) + V(2 * kBeta * kCubic) * x2); }
 };
 
 /// gelu(x) = x/2 · (1 + erf(x/√2)).
