@@ -6,14 +6,15 @@
 
 Rivals: eager torch, torch.compile of the plain operator, torch's own fused operator where there is one, and, where they can be
 imported, quack, cut_cross_entropy and liger_kernel with Triton (--triton-liger DIR: a folder that holds that package, which has our name).
+Of activate F.silu is one, torch's own operator of one tensor, whatever the activation.
 
 Per shape and rival, forward / forward and backward:
-  gpu    time of a CUDA graph's replay, inputs rotating over more than twice the L2 cache (ms)
+  gpu    time of a call in a CUDA graph of many, inputs rotating over more than twice the L2 cache (ms)
   eager  wall time of a call, the device awaited only at the end of a run of calls (ms)
   host   time until a call returns, on inputs too small to matter (us)
   peak   memory beyond the inputs (MiB)
-  rate   bytes of the floor over the time, as a fraction of a copy of the first input in the same run; for operators made of GEMMs the
-         time of the bare GEMMs over the operator's
+  rate   bytes of the floor over the time, as a fraction of what a copy of the first input moves, timed in turns with the rivals; for
+         operators made of GEMMs the time of the bare GEMMs over the operator's
 """
 
 import argparse
@@ -48,22 +49,42 @@ def triton_liger(folder):
         sys.modules.update(ours)
 
 
-#: case -> (functional module, inputs, options) -> result, for those that liger_kernel with Triton has.
-TRITON = {
-    "rms_norm": lambda f, t, o: f.liger_rms_norm(*t, 1e-6, in_place=False),
-    "fused_add_rms_norm": lambda f, t, o: f.liger_fused_add_rms_norm(*t, 1e-6, in_place=False),
-    "modulated_rms_norm": lambda f, t, o: f.liger_modulated_rms_norm(*t, 1e-6, in_place=False),
-    "layer_norm": lambda f, t, o: f.liger_layer_norm(*t, 1e-6),
-    "group_norm": lambda f, t, o: f.liger_group_norm(*t, t[0].shape[1], o["groups"], 1e-6),
-    "poly_norm": lambda f, t, o: f.liger_poly_norm(*t, 1e-6, in_place=False),
-    "dyt": lambda f, t, o: f.liger_dyt(*t),
-    "activate": lambda f, t, o: f.liger_relu_squared(*t),
-    **{name: lambda f, t, o, name=name: getattr(f, f"liger_{name}")(*t[:2]) for name in ("kl_div", "jsd", "tvd", "softmax", "sparsemax")},
-    "gated": lambda f, t, o: {"silu": f.liger_swiglu, "gelu_tanh": f.liger_geglu}[o["activation"]](*t),
-    "rope": lambda f, t, o: f.liger_rope(*t),
-    "cross_entropy": lambda f, t, o: f.liger_cross_entropy(t[0], t[1]),
-    "fused_linear_cross_entropy": lambda f, t, o: f.liger_fused_linear_cross_entropy(t[0], t[1], t[3]),
+#: rival -> case -> (its module, inputs, options) -> result.
+LIBRARIES = {
+    "quack": {
+        "rms_norm": lambda q, t, o: q.rmsnorm(*t, eps=1e-6),
+        "softmax": lambda q, t, o: q.softmax(t[0]),
+        "cross_entropy": lambda q, t, o: q.cross_entropy(t[0], t[1], reduction="mean"),
+        "fused_linear_cross_entropy": lambda q, t, o: importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy(t[0], t[1], t[3]),
+    },
+    "cut_cross_entropy": {"fused_linear_cross_entropy": lambda c, t, o: c.linear_cross_entropy(t[0], t[1], t[3])},
+    "liger (Triton)": {
+        "rms_norm": lambda f, t, o: f.liger_rms_norm(*t, 1e-6, in_place=False),
+        "fused_add_rms_norm": lambda f, t, o: f.liger_fused_add_rms_norm(*t, 1e-6, in_place=False),
+        "modulated_rms_norm": lambda f, t, o: f.liger_modulated_rms_norm(*t, 1e-6, in_place=False),
+        "layer_norm": lambda f, t, o: f.liger_layer_norm(*t, 1e-6),
+        "group_norm": lambda f, t, o: f.liger_group_norm(*t, t[0].shape[1], o["groups"], 1e-6),
+        "poly_norm": lambda f, t, o: f.liger_poly_norm(*t, 1e-6, in_place=False),
+        "dyt": lambda f, t, o: f.liger_dyt(*t),
+        "activate": lambda f, t, o: f.liger_relu_squared(*t),
+        **{name: lambda f, t, o, name=name: getattr(f, f"liger_{name}")(*t[:2]) for name in ("kl_div", "jsd", "tvd", "softmax", "sparsemax")},
+        "gated": lambda f, t, o: {"silu": f.liger_swiglu, "gelu_tanh": f.liger_geglu}[o["activation"]](*t),
+        "rope": lambda f, t, o: f.liger_rope(*t),
+        "cross_entropy": lambda f, t, o: f.liger_cross_entropy(t[0], t[1]),
+        "fused_linear_cross_entropy": lambda f, t, o: f.liger_fused_linear_cross_entropy(t[0], t[1], t[3]),
+    },
 }
+
+
+def libraries(args):
+    """rival -> its module, of those that are there."""
+    found = {"liger (Triton)": triton_liger(args.triton_liger)} if args.triton_liger else {}
+    for name in ("quack", "cut_cross_entropy") if args.device == "cuda" else ():
+        try:
+            found[name] = importlib.import_module(name)
+        except ImportError:
+            pass
+    return found
 
 
 def drawn(f, args):
@@ -118,27 +139,28 @@ def timed(f, device, seconds, least=3):
     return statistics.median(samples) * 1e3
 
 
-def graph_of(contestant, mode):
-    """A replay of all sets in turn, or None where the implementation cannot be captured."""
+def graph_of(calls):
+    """A CUDA graph of these calls, one after another, or None where they cannot be captured."""
     try:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
-                contestant.run(mode, 0)
+                calls[0]()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for i in range(len(contestant.sets)):
-                contestant.run(mode, i)
+            for call in calls:
+                call()
         return graph
     except Exception:
         torch.cuda.synchronize()
         return None
 
 
-def gpu_time(graphs, rounds):
-    """Median time per contestant of a replay in ms, in turns."""
+def gpu_time(calls, rounds):
+    """name -> the median time of one of its calls in ms, by replays of their graphs in turns."""
+    graphs = {name: graph for name, each in calls.items() if (graph := graph_of(each))}
     samples = {name: [] for name in graphs}
     warm = time.perf_counter() + 0.1
     while graphs and time.perf_counter() < warm:  # a GPU that was idle needs some ms to reach its clock (measured: a tenth slower until then)
@@ -152,7 +174,7 @@ def gpu_time(graphs, rounds):
             graph.replay()
             end.record()
             end.synchronize()
-            samples[name].append(begin.elapsed_time(end))
+            samples[name].append(begin.elapsed_time(end) / len(calls[name]))
     return {name: statistics.median(s) for name, s in samples.items()}
 
 
@@ -198,8 +220,9 @@ def contestants(case, shape, options, args, sets_wanted):
     if case.rivals:
         each = [case.rivals(s, options) for s in sets]
         found.update({name: [e[name] for e in each] for name in each[0]})
-    if args.functional and case.name in TRITON:
-        found["liger (Triton)"] = [lambda s=s: TRITON[case.name](args.functional, s, options) for s in sets]
+    for name, module in args.libraries.items():
+        if call := LIBRARIES[name].get(case.name):
+            found[name] = [lambda s=s, call=call, module=module: call(module, s, options) for s in sets]
     wanted = None if args.rivals is None else ["ours", *args.rivals.split(",")]
     chosen = []
     for name, calls in found.items():
@@ -215,61 +238,61 @@ def contestants(case, shape, options, args, sets_wanted):
     return chosen
 
 
-def floor_time(case, shape, options, args):
-    """A function that times the floor, (forward, forward+backward) in ms: a copy's rate for the bytes, or the bare GEMMs."""
-    if case.flops:
-        # By the rate of the GEMMs between the first two inputs; the head's are all there are.
-        hidden, weight = inputs(case, shape, options, args)[:2]
-        hidden, weight = hidden.detach(), weight.detach()
-        logits, dx, dw = hidden @ weight.T, torch.empty_like(hidden), torch.empty_like(weight)
-        gemms = [lambda: torch.mm(hidden, weight.T, out=logits), lambda: torch.mm(logits, weight, out=dx), lambda: torch.mm(logits.T, hidden, out=dw)]
-        forward, backward = case.flops(shape, options)
-        one = 2 * hidden.shape[0] * weight.numel()
-        return lambda: (timed(gemms[0], args.device, args.seconds) * forward / one,
-                        sum(timed(g, args.device, args.seconds) for g in gemms) * (forward + backward) / (3 * one))
-    if not case.bytes:
-        return None
-    first = inputs(case, shape, options, args)[0].detach()
-    second = torch.empty_like(first)
-    forward, backward = case.bytes(shape, options, first.element_size())
-    moved = 2 * first.numel() * first.element_size()
+def gemm_times(case, shape, options, args):
+    """The times of an operator's bare GEMMs in ms, forward and with the backward, by the rate of those between the first two inputs; the head's are all there are."""
+    hidden, weight = inputs(case, shape, options, args)[:2]
+    hidden, weight = hidden.detach(), weight.detach()
+    logits, dx, dw = hidden @ weight.T, torch.empty_like(hidden), torch.empty_like(weight)
+    gemms = [lambda: torch.mm(hidden, weight.T, out=logits), lambda: torch.mm(logits, weight, out=dx), lambda: torch.mm(logits.T, hidden, out=dw)]
+    forward, backward = case.flops(shape, options)
+    times, one = [timed(gemm, args.device, args.seconds) for gemm in gemms], 2 * hidden.shape[0] * weight.numel()
+    return times[0] * forward / one, sum(times) * (forward + backward) / (3 * one)
 
-    def copy():
-        rate = moved / timed(lambda: second.copy_(first), args.device, args.seconds)
-        return forward / rate, (forward + backward) / rate
 
-    return copy
+def copies(case, shape, options, args, rotate):
+    """Copies of the first input, one to a pair of buffers."""
+    pairs = [(t, torch.empty_like(t)) for t in (inputs(case, shape, options, args, i)[0].detach() for i in range(rotate))]
+    return [lambda a=a, b=b: b.copy_(a) for a, b in pairs]
 
 
 def measure(case, shape, options, args):
-    rotate = 1
+    rotate = turns = 1
     if args.device == "cuda":
         size = sum(t.nbytes for t in inputs(case, shape, options, args) if t is not None)
         rotate = max(1, min(8, -(-2 * torch.cuda.get_device_properties(0).L2_cache_size // size)))
+        turns = -(-max(1, min(64, 2**30 // size)) // rotate)  # the start of a replay takes some us, as much as a small call
     field = contestants(case, shape, options, args, rotate)
     rows = {c.name: {"case": case.name, "shape": shape, "options": options, "rival": c.name} for c in field}
-    floor = floor_time(case, shape, options, args)
+    copying = copies(case, shape, options, args, rotate) if case.bytes else None
     for m, mode in enumerate(MODES):
+        floors, gpu = [], {}
         if args.device == "cuda":
-            graphs = {c.name: g for c in field if (g := graph_of(c, mode))}
-            for name, ms in gpu_time(graphs, args.rounds).items():
-                rows[name][f"gpu {mode}"] = ms / rotate
-            del graphs
+            calls = {c.name: [lambda c=c, i=i: c.run(mode, i) for i in range(rotate)] * turns for c in field}
+            gpu = gpu_time(({"": copying * turns} if copying else {}) | calls, args.rounds)
+            for c in field:
+                if c.name in gpu:
+                    rows[c.name][f"gpu {mode}"] = gpu[c.name]
             torch.cuda.empty_cache()
         # In turns: every contestant is timed in each of three rounds, and its median counts.
-        eager, floors = {c.name: [] for c in field}, []
+        eager = {c.name: [] for c in field}
         for _ in range(3):
-            if floor:
-                floors.append(floor()[m])
+            if case.flops:
+                floors.append(gemm_times(case, shape, options, args)[m])
+            elif copying and not gpu:
+                floors.append(timed(copying[0], args.device, args.seconds))
             for c in field:
                 eager[c.name].append(timed(lambda: c.run(mode, 0), args.device, args.seconds / 3))
+        floor = statistics.median(floors) if floors else gpu.get("")
+        if copying:
+            first = copying[0]()
+            floor *= sum(case.bytes(shape, options, first.element_size())[:m + 1]) / (2 * first.nbytes)
         for c in field:
             row = rows[c.name]
             row[f"eager {mode}"] = statistics.median(eager[c.name])
             if args.device == "cuda":
                 row[f"peak {mode}"] = peak_memory(c, mode)
             if floor:
-                row[f"rate {mode}"] = statistics.median(floors) / row.get(f"gpu {mode}", row[f"eager {mode}"])
+                row[f"rate {mode}"] = floor / row.get(f"gpu {mode}", row[f"eager {mode}"])
     return list(rows.values())
 
 
@@ -338,7 +361,7 @@ def main():
     if args.show:
         return print(table(json.load(open(args.show))["rows"], None))
     args.dtype = getattr(torch, args.dtype or ("bfloat16" if args.device == "cuda" else "float32"))
-    args.functional = triton_liger(args.triton_liger) if args.triton_liger else None
+    args.libraries = libraries(args)
     old = {key(row): row for row in json.load(open(args.compare))["rows"]} if args.compare else None
     rows = []
     for name in args.op.split(",") if args.op else cases:

@@ -18,6 +18,7 @@ CASES = [
         schema=lambda inputs, options: (ops.activate, (*inputs, ACTIVATIONS[options["activation"]][0])),
         bench=[((16384, 14336), dict(activation="relu_squared"))], bench_cpu=[((4096, 4096), dict(activation="relu_squared"))],
         bytes=lambda shape, options, e: (2 * e * shape[0] * shape[1], 3 * e * shape[0] * shape[1]),
+        rivals=lambda inputs, options: {"F.silu": lambda: torch.nn.functional.silu(inputs[0])},
         errors=[(lambda d: ops.activate(torch.randn(2, 8, device=d), 9), ValueError, "activate: activation is"),
                 (lambda d: liger_relu_squared(torch.ones(2, device=d, dtype=torch.long)), TypeError, "expected float")],
     ),

@@ -31,14 +31,7 @@ def reference(x, w, offset=0.0, casting_mode="llama", weight=True):
 
 def rivals(inputs, options):
     x, w = inputs
-    found = {"F.rms_norm": lambda: torch.nn.functional.rms_norm(x, x.shape[-1:], w, EPS)} if w is not None and w.dtype == x.dtype else {}
-    try:
-        from quack import rmsnorm
-
-        found["quack"] = lambda: rmsnorm(x, w, eps=EPS)
-    except ImportError:
-        pass
-    return found
+    return {"F.rms_norm": lambda: torch.nn.functional.rms_norm(x, x.shape[-1:], w, EPS)} if w is not None and w.dtype == x.dtype else {}
 
 
 def schema(inputs, options):

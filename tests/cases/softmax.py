@@ -28,17 +28,6 @@ def sparsemax(x, dim=-1, spread=None):
     return liger_sparsemax(x, dim)
 
 
-def rivals(inputs, options):
-    found = {}
-    try:
-        from quack import softmax
-
-        found["quack"] = lambda: softmax(inputs[0])
-    except ImportError:
-        pass
-    return found
-
-
 def floor(shape, options, e):
     return 2 * e * shape[0] * shape[1], 3 * e * shape[0] * shape[1]
 
@@ -53,7 +42,7 @@ ERRORS = [
 CASES = [
     Case(
         name="softmax", op=liger_softmax, reference=softmax_reference, make=make, schema=lambda inputs, options: (ops.softmax, (*inputs, SOFTMAX)),
-        shapes=SHAPES, many_rows=(70000, 8), rivals=rivals, errors=ERRORS, bytes=floor,
+        shapes=SHAPES, many_rows=(70000, 8), errors=ERRORS, bytes=floor,
         bench=[((8192, 32768), {}), ((4096, 131072), {}), ((65536, 1024), {})], bench_cpu=[((1024, 32768), {})],
     ),
     Case(
