@@ -90,6 +90,7 @@ CASES = [
         bench=[((8192, 32000), dict(ignored=0.0)), ((8192, V), dict(ignored=0.0)), ((4096, 151936), dict(ignored=0.0)), ((4096, 262144), dict(ignored=0.0)), ((512, 32000), dict(ignored=0.0))],
         bench_cpu=[((1024, 32000), dict(ignored=0.0))],
         bytes=lambda shape, options, e: (e * shape[0] * shape[1], e * shape[0] * shape[1]),
+        rivals=lambda inputs, options: {"F.cross_entropy": lambda: F.cross_entropy(inputs[0], inputs[1])},
         errors=[
             (lambda d: liger_cross_entropy(torch.randn(2, 3, 4, device=d), torch.zeros(2, device=d, dtype=torch.long)), RuntimeError, "expected logits"),
             (lambda d: liger_cross_entropy(torch.randn(2, 4, device=d), torch.zeros(3, device=d, dtype=torch.long)), RuntimeError, "target must be"),

@@ -3,6 +3,10 @@
 
 namespace liger::cuda {
 
+/// One pack a thread.
+template <class T, Fit kFit>
+using Piece = Tile<16 / sizeof(T), 16 / sizeof(T), kFit>;
+
 /// f(piece) for each of kPieces.
 template <int kPieces, class F>
 __device__ void for_each_piece(F f) {
@@ -10,51 +14,94 @@ __device__ void for_each_piece(F f) {
   for (int piece = 0; piece < kPieces; ++piece) f(piece);
 }
 
-/// Rows of kMatrices matrices on their way to shared memory: the next kDepth - 1 come while a block works on one, which all its passes find
-/// there, with zeros beside it. A thread has kPieces pieces of a row, a pack each, and meets no others, so that no barrier is needed; beside
-/// them it can keep kShelf packs of its own. All rows that threadIdx.y walks along begin alike between two 16-byte boundaries.
-template <class T, class Tile, int kMatrices, int kPieces, int kShelf = 0, int kDepth = 2>
-struct Ring {
+/// Where a thread's piece of a row lies, by what does not change from row to row.
+struct PiecePlace : Place {
+  int64_t of_thread;       // elements of the matrix before the thread's first piece
+  int column;              // of that piece
+  bool fits, is_whole;     // whether a row has all of the piece, and this one does
+
+  template <class Tile>
+  __device__ int64_t start() const { return of_thread + from; }
+  template <class Tile>
+  __device__ bool whole(int) const { return is_whole; }
+  __device__ PiecePlace of(int64_t row, int64_t rows) const { return {Place::of(row, rows), row * cols + column, column, fits, fits && row < rows}; }
+  __device__ PiecePlace vector(bool present) const { return of(0, present); }
+};
+
+/// The rows that threadIdx.y walks along, kPieces pieces a thread, a pack each. All begin alike between two 16-byte boundaries.
+template <class T, class Tile, int kPieces>
+struct RowPieces {
   static constexpr int kWidth = Tile::kWidth;
+  static constexpr bool kPeeled = Tile::kFit == Fit::Peeled;
   using Pack = cuda::Pack<T, kWidth>;
   static_assert(Tile::kItems == kWidth && sizeof(Pack) == 16);
-  static constexpr int kStage = kMatrices * kPieces, kStages = kDepth * kStage;  // packs
-  static constexpr int kBytes = ((kStages + kShelf) | 1) * int(sizeof(Pack));    // of shared memory a thread; neighbours' begin in different banks
-  int64_t row, step, rows, cols, begin;  // begin: of this thread's first pack of the row, in elements
-  const void* matrices[kMatrices];       // nothing comes where null
-  int shift, column, stage = kStages - kStage;  // column: of that pack
+  int64_t row, step, rows, cols, begin;  // begin: of this thread's first piece of the row, in elements
+  int shift, column;                     // column: of that piece
+  unsigned full = 0;                     // a bit for each piece behind whose end a row goes on, or ends
+  unsigned fits = 0;                     // for each that belongs to a row in whole
+  bool present = false;                  // whether there is such a row
 
-  /// Sends for row `first` and those behind it; the rows are every step-th from there on.
-  template <class... Pointers>
-  __device__ Ring(int64_t first, int64_t step, int64_t rows, int64_t cols, Pointers... of) : row(first - step), step(step), rows(rows), cols(cols), matrices{of...} {
-    shift = Tile::template place<T>(matrices[0], first, rows, cols).shift;
-    column = Tile::column(0, Place(0, 0, 0, shift));
+  /// Before row `first`; the rows are every step-th from there on.
+  __device__ RowPieces(const void* matrix, int64_t first, int64_t step, int64_t rows, int64_t cols)
+      : row(first - step), step(step), rows(rows), cols(cols), shift(Tile::template place<T>(matrix, first, rows, cols).shift), column(Tile::column(0, Place(0, 0, 0, shift))) {
     begin = row * cols + column;
-    for (int ahead = 1; ahead < kDepth; ++ahead) fetch(ahead);
+    for_each_piece<kPieces>([&](int piece) { full |= unsigned(left_of(piece) >= kWidth) << piece; });
+    fits = kPeeled && column < 0 ? full & ~1u : full;
   }
 
-  /// Where a piece of any row of threadIdx.y lies.
-  __device__ Place at(int piece, int64_t row) const { return {row, rows, cols, shift, piece * Tile::covered()}; }
-  /// Where one of the present row does.
-  __device__ Place at(int piece) const {
-    Place place(row, rows, cols, shift, piece * Tile::covered());
-    place.begin = begin - column + place.from;
-    return place;
+  /// How many columns are left from a piece on.
+  __device__ int left_of(int piece) const { return int(cols) - column - piece * Tile::covered(); }
+  __device__ bool has(int piece) const { return full >> piece & 1; }
+
+  /// The next row is this one now.
+  __device__ void next() {
+    row += step, begin += step * cols, present = row < rows;
+  }
+
+  /// Where a piece of the present row lies.
+  __device__ PiecePlace at(int piece) const {
+    const bool of_row = fits >> piece & 1;
+    return {Place(row, rows, cols, shift, piece * Tile::covered()), begin, column, of_row, of_row && present};
+  }
+};
+
+/// Rows of kMatrices matrices on their way to shared memory: the next kDepth - 1 come while a block works on one, which all its passes find
+/// there, with zeros beside it. A thread meets no pieces but its own, so that no barrier is needed; beside them it can keep kShelf packs.
+template <class T, class Tile, int kMatrices, int kPieces, int kShelf = 0, int kDepth = 2>
+struct Ring : RowPieces<T, Tile, kPieces> {
+  using Base = RowPieces<T, Tile, kPieces>;
+  using Base::row, Base::step, Base::rows, Base::cols, Base::begin, Base::shift, Base::column, Base::kWidth, Base::kPeeled;
+  using Pack = typename Base::Pack;
+  static constexpr int kStage = kMatrices * kPieces, kStages = kDepth * kStage;  // packs
+  static constexpr int kThread = (kStages + kShelf) | 1;                         // packs of a thread; neighbours' begin in different banks
+  static constexpr int kBytes = kThread * int(sizeof(Pack));                     // of shared memory a thread
+  const void* matrices[kMatrices];       // nothing comes where null
+  int stage = kStages - kStage;
+
+  /// Sends for row `first` and those behind it.
+  template <class... Pointers>
+  __device__ Ring(int64_t first, int64_t step, int64_t rows, int64_t cols, const void* matrix, Pointers... more) : Base(matrix, first, step, rows, cols), matrices{matrix, more...} {
+    for_each_piece<kPieces>([&](int piece) {  // what no copy fills
+      for (int i = piece; !Base::has(piece) && i < kStages; i += kPieces) *pack(i) = {};
+    });
+    for (int ahead = 1; ahead < kDepth; ++ahead) fetch(ahead);
   }
 
   /// The next row is this one now; the one that fits where the last one was is sent for.
   __device__ void turn() {
     await_copies(kDepth - 2);
-    row += step, begin += step * cols, stage = later(1);
-    if (Tile::kFit == Fit::Peeled && threadIdx.x == 0)
+    Base::next();
+    stage = later(1);
+    if (kPeeled && column < 0)
 #pragma unroll
       for (int m = 0; m < kMatrices; ++m) *slot(stage, m, 0) = slot(stage, m, 0)->from(shift);
-    if (Tile::kFit == Fit::Peeled && row + 1 == rows) complete();
+    if (kPeeled && row + 1 == rows) complete();
     fetch(kDepth - 1);
   }
 
   __device__ Raw<T, Tile> get(int matrix, int piece) const { return {*slot(stage, matrix, piece)}; }
   __device__ void put(const Raw<T, Tile>& raw, int matrix, int piece) { *slot(stage, matrix, piece) = raw.packs[0]; }
+  __device__ void again() {}
 
   /// What lies on the shelf, the i-th of its kind.
   template <class V>
@@ -72,17 +119,19 @@ struct Ring {
 
   __device__ void fetch(int ahead) {
     const int64_t next = row + ahead * step;
-    const bool last = Tile::kFit == Fit::Peeled && next + 1 == rows;
-    const int left = next < rows ? int(cols) - column : 0, to = later(ahead);
+    const int to = later(ahead);
+    if (next < rows) {
 #pragma unroll
-    for (int m = 0; m < kMatrices; ++m) {
-      if (!matrices[m]) continue;
-      const T* from = pinned(static_cast<const T*>(matrices[m]) + begin + ahead * step * cols);
-      for_each_piece<kPieces>([&](int piece) {
-        const int there = left - piece * Tile::covered();
-        const int count = last && there < kWidth ? 0 : Tile::kFit == Fit::Peeled ? max(0, min(there, kWidth)) : there > 0 ? kWidth : 0;
-        copy_async16(slot(to, m, piece), from + piece * Tile::covered(), count * int(sizeof(T)));
-      });
+      for (int m = 0; m < kMatrices; ++m) {
+        if (!matrices[m]) continue;
+        const T* from = pinned(static_cast<const T*>(matrices[m]) + begin + ahead * step * cols);
+        for_each_piece<kPieces>([&](int piece) {
+          if (Base::has(piece)) copy_async16(slot(to, m, piece), from + piece * Tile::covered());
+          else if (const int left = Base::left_of(piece); kPeeled && left > 0 && next + 1 < rows) copy_async16(slot(to, m, piece), from + piece * Tile::covered(), left * int(sizeof(T)));
+        });
+      }
+    } else {
+      for (int i = 0; i < kStage; ++i) *pack(to + i) = {};
     }
     close_copies();
   }
@@ -91,21 +140,45 @@ struct Ring {
   __device__ void complete() {
 #pragma unroll 1
     for (int piece = 0; piece < kPieces; ++piece) {
-      const int first = piece * Tile::covered(), left = int(cols) - column - first;
+      const int first = piece * Tile::covered(), left = Base::left_of(piece);
 #pragma unroll 1
       for (int m = 0; m < kMatrices && left > 0 && left < kWidth; ++m)
 #pragma unroll 1
-        for (int j = 0; matrices[m] && j < left; ++j)
-          if (column + first + j >= 0) reinterpret_cast<T*>(slot(stage, m, piece))[j] = static_cast<const T*>(matrices[m])[begin + first + j];
+        for (int j = 0; matrices[m] && j < kWidth; ++j)
+          reinterpret_cast<T*>(slot(stage, m, piece))[j] = j < left && column + first + j >= 0 ? static_cast<const T*>(matrices[m])[begin + first + j] : T(0.f);
     }
   }
 
-  __device__ static Pack* pack(int i) { return shared_memory<Pack>() + Tile::thread() * (kBytes / int(sizeof(Pack))) + i; }
+  __device__ static Pack* pack(int i) { return shared_memory<Pack>() + Tile::thread() * kThread + i; }
   __device__ static Pack* slot(int stage, int matrix, int piece) { return pack(stage + matrix * kPieces + piece); }
 };
 
-/// One pack a thread.
-template <class T, Fit kFit>
-using Piece = Tile<16 / sizeof(T), 16 / sizeof(T), kFit>;
+/// The same in registers, for blocks that work on one row: several share an SM, and one's row is on its way while another works.
+template <class T, class Tile, int kMatrices, int kPieces>
+struct Held : RowPieces<T, Tile, kPieces> {
+  using Base = RowPieces<T, Tile, kPieces>;
+  static_assert(Tile::kFit == Fit::Whole);
+  static constexpr int kBytes = 0;
+  const void* matrices[kMatrices];
+  Raw<T, Tile> packs[kMatrices][kPieces];
+
+  template <class... Pointers>
+  __device__ Held(int64_t first, int64_t step, int64_t rows, int64_t cols, const void* matrix, Pointers... more) : Base(matrix, first, step, rows, cols), matrices{matrix, more...} {}
+
+  __device__ void turn() {
+    Base::next();
+#pragma unroll
+    for (int m = 0; m < kMatrices; ++m) for_each_piece<kPieces>([&](int piece) { packs[m][piece] = cuda::fetch<T, Tile>(matrices[m], Base::at(piece)); });
+  }
+
+  __device__ const Raw<T, Tile>& get(int matrix, int piece) const { return packs[matrix][piece]; }
+  __device__ void put(const Raw<T, Tile>& raw, int matrix, int piece) { packs[matrix][piece] = raw; }
+  /// Between two passes: the second unpacks the row again, as floats it would take twice the registers until then.
+  __device__ void again() {
+    for_each_piece<kPieces>([&](int piece) {
+      for (auto& word : packs[0][piece].packs[0].words) forget(word);
+    });
+  }
+};
 
 }  // namespace liger::cuda

@@ -99,12 +99,23 @@ struct Place {
   __device__ Place(int64_t row, int64_t rows, int64_t cols, int shift = 0, int64_t from = 0)
       : row(row), rows(rows), cols(cols), from(from), begin(row * cols + from), left(row >= rows ? kNone : cols - from < INT_MAX ? int(cols - from) : INT_MAX), shift(shift) {}
   __device__ Place at(int64_t from) const { return {row, rows, cols, shift, from}; }
-  /// The same columns of a vector that all rows share.
-  __device__ Place vector(bool present) const { return {0, present ? 1 : 0, cols, shift, from}; }
+  /// The same columns in a row of another matrix, and of a vector that all rows share.
+  __device__ Place of(int64_t row, int64_t rows) const { return {row, rows, cols, shift, from}; }
+  __device__ Place vector(bool present) const { return of(0, present); }
   /// The first column that counts: those of the first pack that come before `from` belong to it, where they are the row's.
   __device__ int first() const { return from > 0 ? -shift : 0; }
   /// Whether there may be nothing behind the row.
   __device__ bool last() const { return row + 1 == rows; }
+
+  /// How many elements of the matrix come before this thread's first pack.
+  template <class Tile>
+  __device__ int64_t start() const { return begin + Tile::column(0, *this); }
+  /// Whether all of the pack at item i belongs to the row.
+  template <class Tile>
+  __device__ bool whole(int i) const {
+    const int c = Tile::column(i, *this);
+    return Tile::kFit == Fit::Peeled ? c >= first() && c + Tile::kWidth <= left : c < left;
+  }
 };
 
 /// How many elements of T lie between the 16-byte boundary before p and p.
@@ -216,10 +227,10 @@ __device__ Tile to_tile(const Raw<T, Tile>& raw) {
 
 /// The row at `at` of a matrix that begins as the one the tile was laid out for, between two 16-byte boundaries. A row's first and last
 /// pack are read in whole; what they hold of the neighbours is masked when they are unpacked.
-template <class T, class Tile>
-__device__ Raw<T, Tile> fetch(const void* matrix, const Place& at) {
+template <class T, class Tile, class At>
+__device__ Raw<T, Tile> fetch(const void* matrix, const At& at) {
   constexpr int kWidth = Tile::kWidth;
-  const T* p = pinned(static_cast<const T*>(matrix) + at.begin + Tile::column(0, at));
+  const T* p = pinned(static_cast<const T*>(matrix) + at.template start<Tile>());
   Raw<T, Tile> raw{};
 #pragma unroll
   for (int i = 0; i < Tile::kItems; i += kWidth, p += Tile::apart()) {
@@ -229,7 +240,7 @@ __device__ Raw<T, Tile> fetch(const void* matrix, const Place& at) {
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) f[j] = c + j >= at.first() && c + j < at.left ? float(p[j]) : 0;
       raw.packs[i / kWidth] = Pack<T, kWidth>::from_float(f);
-    } else if (c < at.left) {
+    } else if (Tile::kFit == Fit::Peeled ? c < at.left : at.template whole<Tile>(i)) {
       raw.packs[i / kWidth] = Pack<T, kWidth>::read(p);
     }
   }
@@ -238,8 +249,8 @@ __device__ Raw<T, Tile> fetch(const void* matrix, const Place& at) {
 
 /// As fetch, from a matrix that may begin anywhere, or of another type: two packs for one. None is touched that holds nothing of the
 /// row, or reaches past the matrix.
-template <class T, class Tile>
-__device__ Raw<T, Tile> fetch_loose(const void* matrix, const Place& at) {
+template <class T, class Tile, class At>
+__device__ Raw<T, Tile> fetch_loose(const void* matrix, const At& at) {
   constexpr int kWidth = Tile::kWidth;
   using Pack = cuda::Pack<T, kWidth>;
   const T* p = static_cast<const T*>(matrix) + at.begin;
@@ -263,21 +274,14 @@ __device__ Raw<T, Tile> fetch_loose(const void* matrix, const Place& at) {
   return raw;
 }
 
-/// Whether all of the pack at item i belongs to the row.
-template <class Tile>
-__device__ bool inside(int i, const Place& at) {
-  const int c = Tile::column(i, at);
-  return Tile::kFit == Fit::Peeled ? c >= at.first() && c + Tile::kWidth <= at.left : c < at.left;
-}
-
 /// With zeros for what a first and a last pack hold of the row's neighbours.
-template <class T, class Tile>
-__device__ Tile unpack(const Raw<T, Tile>& raw, const Place& at) {
+template <class T, class Tile, class At>
+__device__ Tile unpack(const Raw<T, Tile>& raw, const At& at) {
   constexpr int kWidth = Tile::kWidth;
   Tile t = to_tile(raw);
 #pragma unroll
   for (int i = 0; i < Tile::kItems; i += kWidth)
-    if (Tile::kFit == Fit::Peeled && !inside<Tile>(i, at)) {
+    if (Tile::kFit == Fit::Peeled && !at.template whole<Tile>(i)) {
 #pragma unroll
       for (int j = 0; j < kWidth; ++j)
         if (const int c = Tile::column(i, at) + j; c < at.first() || c >= at.left) t.v[i + j] = 0;
@@ -287,21 +291,21 @@ __device__ Tile unpack(const Raw<T, Tile>& raw, const Place& at) {
 
 template <class T, class Tile>
 __device__ Tile load(const void* matrix, const Place& at) { return unpack(fetch<T, Tile>(matrix, at), at); }
-template <class T, class Tile>
-__device__ Tile load_loose(const void* matrix, const Place& at) { return unpack(fetch_loose<T, Tile>(matrix, at), at); }
+template <class T, class Tile, class At>
+__device__ Tile load_loose(const void* matrix, const At& at) { return unpack(fetch_loose<T, Tile>(matrix, at), at); }
 
 /// Writes the row at `at` of a matrix that begins as the tile's own does, or with kLoose anywhere.
-template <class T, bool kLoose = false, class Tile>
-__device__ void store(const Raw<T, Tile>& raw, void* matrix, Place at) {
+template <class T, bool kLoose = false, class Tile, class At>
+__device__ void store(const Raw<T, Tile>& raw, void* matrix, At at) {
   constexpr int kWidth = Tile::kWidth;
   using Pack = cuda::Pack<T, kWidth>;
   if (Tile::kFit == Fit::Peeled) forget(at.shift);
-  T* p = pinned(static_cast<T*>(matrix) + at.begin + Tile::column(0, at));
+  T* p = pinned(static_cast<T*>(matrix) + at.template start<Tile>());
   const bool aligned = !kLoose || Tile::kFit != Fit::Peeled || (misalignment<T>(p) == 0 && sizeof(Pack) == 16);
 #pragma unroll
   for (int i = 0; i < Tile::kItems; i += kWidth, p += Tile::apart()) {
     const int c = Tile::column(i, at);
-    if (aligned && inside<Tile>(i, at)) {
+    if (aligned && at.template whole<Tile>(i)) {
       raw.packs[i / kWidth].write(p);
     } else if (Tile::kFit == Fit::Peeled && c < at.left) {
       float f[kWidth];
@@ -313,8 +317,8 @@ __device__ void store(const Raw<T, Tile>& raw, void* matrix, Place at) {
   }
 }
 
-template <class T, bool kLoose = false, class Tile>
-__device__ void store(const Tile& t, void* matrix, const Place& at) { store<T, kLoose>(packed<T>(t), matrix, at); }
+template <class T, bool kLoose = false, class Tile, class At>
+__device__ void store(const Tile& t, void* matrix, const At& at) { store<T, kLoose>(packed<T>(t), matrix, at); }
 
 /// f(at) for each piece of a row that is longer than a tile.
 template <class Tile, class F>
@@ -340,8 +344,8 @@ __device__ float sum(const Tile& t) {
 }
 
 /// Σ (t − about) and Σ (t − about)² over a thread's part of the row.
-template <class Tile>
-__device__ Sums<2>::Value moments(const Tile& t, float about, const Place& at) {
+template <class Tile, class At>
+__device__ Sums<2>::Value moments(const Tile& t, float about, const At& at) {
   Sums<2>::Value s{};
   const auto add = [&](float v) {
     const float d = v - about;
@@ -349,7 +353,7 @@ __device__ Sums<2>::Value moments(const Tile& t, float about, const Place& at) {
   };
 #pragma unroll
   for (int i = 0; i < Tile::kItems; i += Tile::kWidth) {
-    if (inside<Tile>(i, at)) {
+    if (at.template whole<Tile>(i)) {
 #pragma unroll
       for (int j = 0; j < Tile::kWidth; ++j) add(t.v[i + j]);
     } else if (Tile::kFit == Fit::Peeled) {

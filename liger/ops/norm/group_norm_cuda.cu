@@ -20,7 +20,7 @@ template <class Tile, class F>
 __device__ void each_pack(const GroupNorm& a, const Place& at, F f) {
 #pragma unroll
   for (int i = 0; i < Tile::kItems; i += Tile::kWidth)
-    if (inside<Tile>(i, at)) f(i, unsigned(Tile::column(i, at)) / unsigned(a.spatial));
+    if (at.whole<Tile>(i)) f(i, unsigned(Tile::column(i, at)) / unsigned(a.spatial));
 }
 
 template <class T, class Tile>

@@ -19,16 +19,15 @@ __device__ Tile normalised(const Tile& x, Stats stats, float alpha) {
   return x * stats.rstd;
 }
 
-/// Where the columns at `at` of scale and shift lie, in the row that the one at `at` shares with others.
-template <class Args>
-__device__ Place of_modulation(const Args& a, const Place& at) {
-  if (at.row >= at.rows) return Place(0, 0, at.cols, at.shift, at.from);
-  const int64_t row = at.row >> 32 ? at.row / a.per_modulation : unsigned(at.row) / unsigned(a.per_modulation);  // the short one if it can be
-  return Place(row, a.modulations, at.cols, at.shift, at.from);
+/// The row of scale and shift that row `row` shares with others; behind the last where there is none.
+template <Norm kNorm, class Args>
+__device__ int64_t modulation_of(const Args& a, int64_t row) {
+  if (!modulated(kNorm) || row >= a.rows) return a.modulations;
+  return row >> 32 ? row / a.per_modulation : unsigned(row) / unsigned(a.per_modulation);  // the short one if it can be
 }
 
-template <class T, class Tile, class Args>
-__device__ Tile modulation(const Args& a, const void* m, const Place& at) {
+template <class T, class Tile, class Args, class At>
+__device__ Tile modulation(const Args& a, const void* m, const At& at) {
   return a.modulation_dtype == DType::F32 ? load_loose<float, Tile>(m, at) : load_loose<T, Tile>(m, at);
 }
 

@@ -37,7 +37,7 @@ struct Backward {
 
   __device__ typename Projections::Value project() {
     xhat = normalised<T, Tile, kNorm>(x, stats, alpha);
-    g = Tile::map([](float dn, float w) { return __fmul_rn(dn, w); }, dn(), w);  // rounded, that g − mean(g) is 0 where it should be
+    g = Tile::map([](float dn, float w) { return __fmul_rn(dn, w); }, dn(), w);  // rounded, also where it meets a sum
     typename Projections::Value sums{};
     if constexpr (!tanh_of(kNorm)) sums.v[0] = sum(g * xhat);
     if constexpr (centred(kNorm)) sums.v[1] = sum(g);
@@ -45,7 +45,8 @@ struct Backward {
   }
 
   /// Adds to the sums over rows.
-  __device__ void collect(const Place& at, Columns<Tile>& columns) {
+  template <class At>
+  __device__ void collect(const At& at, Columns<Tile>& columns) {
     if constexpr (kNorm == Norm::Each) {
       const auto put = [&](const Tile& t, void* to) {
         if (to) a.modulation_dtype == a.dtype ? store<T, true>(t, to, at) : store<float, true>(t, to, at);
@@ -57,13 +58,19 @@ struct Backward {
     if constexpr (tanh_of(kNorm)) columns.dalpha += sum(x * slope());
   }
 
-  __device__ void finish(const typename Projections::Value& sums, const Tile& ds, const Place& at) {
+  template <class At>
+  __device__ void finish(const typename Projections::Value& sums, const Tile& ds, const At& at) {
     Tile dx;
     if constexpr (tanh_of(kNorm)) {
       dx = slope() * alpha;
     } else {
       const float onto = sums.v[0] * a.a_col, mean = centred(kNorm) ? sums.v[centred(kNorm)] * a.a_col : 0, rstd = stats.rstd;
-      dx = Tile::map([=](float g, float xhat) { return rstd * (g - mean - xhat * onto); }, g, xhat);
+      if constexpr (sizeof(T) == 2) {
+        const float by = -onto * rstd, plus = -mean * rstd;
+        dx = Tile::map([=](float g, float xhat) { return fmaf(g, rstd, centred(kNorm) ? fmaf(xhat, by, plus) : xhat * by); }, g, xhat);
+      } else {  // g − mean(g) is 0 where it should be
+        dx = Tile::map([=](float g, float xhat) { return rstd * (g - mean - xhat * onto); }, g, xhat);
+      }
     }
     if constexpr (kNorm == Norm::Added) dx = dx + ds;
     if (a.dx) store<T>(dx, a.dx, at);
@@ -82,10 +89,10 @@ __device__ Stats stats_of(const NormBackward& a, int64_t row, int64_t rows) {
 __device__ inline float offset_of(const NormBackward& a) { return a.w ? a.offset : 1; }
 
 /// The weight that a share's rows meet, for which the given one is `plus` short.
-template <class T, class W, Norm kNorm, class Tile>
-__device__ Tile weight(const NormBackward& a, const Place& at, float plus) {
+template <class T, class W, Norm kNorm, class Tile, class At>
+__device__ Tile weight(const NormBackward& a, const At& at, float plus) {
   Tile w = load_loose<W, Tile>(a.w, at.vector(a.w)) + plus;
-  if constexpr (kNorm == Norm::Modulated) w = w * (modulation<T, Tile>(a, a.scale, of_modulation(a, at)) + 1);
+  if constexpr (kNorm == Norm::Modulated) w = w * (modulation<T, Tile>(a, a.scale, at.of(modulation_of<kNorm>(a, at.row), a.modulations)) + 1);
   return w;
 }
 
@@ -119,7 +126,7 @@ template <class T, class W, class Tile, Norm kNorm, int kPieces>
 struct BackwardShared {
   static constexpr bool kThird = kNorm == Norm::Each || kNorm == Norm::Added;
   using Weight = std::conditional_t<kNorm == Norm::Modulated || kPieces <= 3, float, W>;  // as floats, where there is room
-  static constexpr int kDepth = kPieces == 2 && !kThird && !tanh_of(kNorm) ? 3 : 2;  // measured: slower for the others, and forward
+  static constexpr int kDepth = (kPieces == 2 || kPieces == 3) && !kThird && !tanh_of(kNorm) ? 3 : 2;  // measured: slower for the others, and forward
   using Ring = cuda::Ring<T, Tile, kThird ? 3 : 2, kPieces, kPieces * int(sizeof(Raw<Weight, Tile>)) / 16, kDepth>;
 
   static __device__ Ring rows(const NormBackward& a, const Walk& walk) {
@@ -131,11 +138,11 @@ struct BackwardShared {
 
 /// Few threads, so that each has registers for the column sums of its pieces, but for short rows, of one piece.
 constexpr int kBackwardThreads = 512;
-constexpr int backward_registers(Fit fit, int pieces) { return pieces == 1 ? 64 : fit == Fit::Peeled ? 120 : 128; }
+constexpr int backward_registers(int pieces) { return pieces == 1 ? 64 : 128; }
 
 /// A share keeps its column sums in registers; its next row is on its way to shared memory while it works on one.
 template <class T, class W, class Tile, Norm kNorm, int kPieces>
-__global__ void __maxnreg__(backward_registers(Tile::kFit, kPieces)) backward_kernel(NormBackward a) {
+__global__ void __maxnreg__(backward_registers(kPieces)) backward_kernel(NormBackward a) {
   await_previous();
   constexpr bool kKeep = kPieces <= 2;  // registers allow to keep what `project` makes
   using Backward = norm::Backward<T, Tile, kNorm>;
@@ -149,9 +156,9 @@ __global__ void __maxnreg__(backward_registers(Tile::kFit, kPieces)) backward_ke
   auto ring = Shared::rows(a, walk);
   RowReduce<Projections, Tile::kSpread> reduce;
   Columns<Tile> columns[kPieces];
-  constexpr bool kWhole = std::is_same_v<Weight, float>;  // its offset is in it
+  constexpr bool kWhole = std::is_same_v<Weight, float> || biased(kNorm);  // its offset, of which the latter have none, is in it
   for_each_piece<kPieces>([&](int piece) {
-    ring.template shelf<Raw<Weight, Tile>>(piece) = packed<Weight>(weight<T, W, kNorm, Tile>(a, ring.at(piece, first), kWhole ? offset_of(a) : 0));
+    ring.template shelf<Raw<Weight, Tile>>(piece) = packed<Weight>(weight<T, W, kNorm, Tile>(a, ring.at(piece).of(first, walk.end), kWhole ? offset_of(a) : 0));
   });
   Stats next_stats = stats_of<kNorm>(a, first, walk.end);
   for (int64_t row = first; row - threadIdx.y < walk.end; row += walk.step) {
@@ -201,7 +208,7 @@ __global__ void __maxnreg__(backward_registers(Tile::kFit, kPieces)) backward_ke
       __syncthreads();
       const int y = int(threadIdx.y) - from;
       for_each_piece<kPieces>([&](int piece) {
-        const Place at = ring.at(piece, first);
+        const Place at = ring.at(piece);
 #pragma unroll
         for (int i = 0; i < Tile::kItems; ++i)
           if (const int64_t c = at.from + Tile::column(i, at); (kPeeled ? y == 0 : unsigned(y) < unsigned(n)) && c >= 0 && c < a.cols)
@@ -213,7 +220,7 @@ __global__ void __maxnreg__(backward_registers(Tile::kFit, kPieces)) backward_ke
     if constexpr (kPeeled) for (int y = 1; y < rows; ++y) meet(y, 1);
     else for (int half = rows / 2; half > 0; half /= 2) meet(half, half);
     if (threadIdx.y == 0) for_each_piece<kPieces>([&](int piece) {
-        store<float, true>(columns[piece].*part, shares, {share, a.shares, a.cols, ring.shift, piece * Tile::covered()});
+        store<float, true>(columns[piece].*part, shares, Place(share, a.shares, a.cols, ring.shift, piece * Tile::covered()));
       });
   });
   if constexpr (tanh_of(kNorm)) {
@@ -237,7 +244,7 @@ __global__ void __launch_bounds__(kTileThreads) backward_long_kernel(NormBackwar
     const Place whole = Tile::template place<T>(a.x, row, walk.end, a.cols);
     const auto piece = [&](const Place& at) {
       Backward b{.a = a, .x = load<T, Tile>(a.x, at), .dy = load<T, Tile>(a.dy, at), .w = weight<T, W, kNorm, Tile>(a, at, offset_of(a)), .stats = stats_of<kNorm>(a, row, walk.end), .alpha = alpha};
-      if constexpr (kNorm == Norm::Each) b.scale = modulation<T, Tile>(a, a.scale, of_modulation(a, at));
+      if constexpr (kNorm == Norm::Each) b.scale = modulation<T, Tile>(a, a.scale, at.of(modulation_of<kNorm>(a, at.row), a.modulations));
       return b;
     };
     typename Projections::Value sums{};

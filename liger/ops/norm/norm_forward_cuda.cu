@@ -27,7 +27,8 @@ struct Vectors {
   Raw<W, Tile> of[kCount];
 
   Vectors() = default;
-  __device__ Vectors(const NormForward& a, const Place& at) {
+  template <class At>
+  __device__ Vectors(const NormForward& a, const At& at) {
     of[0] = fetch_loose<W, Tile>(a.w, at.vector(a.w));
     if constexpr (biased(kNorm)) {
       of[1] = fetch_loose<W, Tile>(a.b, at.vector(a.b));
@@ -50,12 +51,13 @@ __device__ Raw<T, Tile> product(const NormForward& a, const Tile& xhat, const Ra
 }
 
 /// What a row's product is modulated by, on its way as it lies in memory; floats beside 16-bit rows are fetched when they are needed.
-template <class T, class Tile, Norm kNorm>
+template <class T, class Tile, Norm kNorm, class At>
 struct Modulation {
-  Place by;
+  At by;
   Raw<T, Tile> scale, shift{};
 
-  __device__ Modulation(const NormForward& a, const Place& at) : by(of_modulation(a, at)) {
+  /// by: where it lies.
+  __device__ Modulation(const NormForward& a, const At& by) : by(by) {
     if (a.modulation_dtype != a.dtype) return;
     scale = fetch_loose<T, Tile>(a.scale, by);
     if (a.shift) shift = fetch_loose<T, Tile>(a.shift, by);
@@ -73,15 +75,17 @@ struct Modulation {
   }
 };
 
-template <class T, class Tile, Norm kNorm>
+template <class T, class Tile, Norm kNorm, class At>
   requires(!modulated(kNorm))
-struct Modulation<T, Tile, kNorm> {
-  __device__ Modulation(const NormForward&, const Place&) {}
+struct Modulation<T, Tile, kNorm, At> {
+  __device__ Modulation(const NormForward&, const At&) {}
   __device__ const Raw<T, Tile>& operator()(const NormForward&, const Raw<T, Tile>& n) const { return n; }
 };
 
-template <class T, class W, Norm kNorm, class Tile>
-__device__ void output(const NormForward& a, const Tile& x, const Vectors<W, Tile, kNorm>& shared, const Modulation<T, Tile, kNorm>& modulation, Stats stats, const Place& at) {
+/// by: where the row's modulation lies, as at does.
+template <class T, class W, Norm kNorm, class Tile, class At>
+__device__ void output(const NormForward& a, const Tile& x, const Vectors<W, Tile, kNorm>& shared, const At& by, Stats stats, const At& at) {
+  const Modulation<T, Tile, kNorm, At> modulation(a, by);
   const float alpha = tanh_of(kNorm) ? number(a.alpha) : 0;
   const Tile xhat = normalised<T, Tile, kNorm>(x, stats, alpha);
   if constexpr (biased(kNorm)) store<T>(Tile::map([](float x, float w, float b) { return fmaf(x, w, b); }, xhat, to_tile(shared.w()), to_tile(shared.b())), a.y, at);
@@ -111,19 +115,26 @@ __device__ void keep(const NormForward& a, Stats stats, int64_t row) {
 template <class T, Fit kFit>
 struct Pilot {
   static constexpr int kWidth = 16 / sizeof(T);
-  Pack<T, kWidth> pack{};
+  const T* from;           // of the row that is sent for
+  int64_t step;            // elements to the next
   bool whole = true;
+  Pack<T, kWidth> pack{};
 
-  __device__ Pilot(const NormForward& a, int64_t row) {
-    if (row >= a.rows) return;
-    const T* p = static_cast<const T*>(a.x) + row * a.cols;
-    const int shift = kFit == Fit::Peeled ? misalignment<T>(p) : 0, first = shift ? kWidth - shift : 0;
-    whole = kFit != Fit::Peeled || first + kWidth <= a.cols;
-    if (whole) pack = Pack<T, kWidth>::read(p + first);
-    else pack.words[0] = *reinterpret_cast<const uint16_t*>(p);
+  /// Sends for row `row`'s; rows that are step apart begin alike.
+  __device__ Pilot(const NormForward& a, int64_t row, int64_t step) : from(static_cast<const T*>(a.x) + row * a.cols), step(step * a.cols) {
+    const int shift = kFit == Fit::Peeled ? misalignment<T>(from) : 0, first = shift ? kWidth - shift : 0;
+    if (kFit == Fit::Peeled) whole = first + kWidth <= a.cols;
+    if (whole) from += first;
+    if (row < a.rows) send();
   }
 
-  __device__ float value() const {
+  __device__ void send() {
+    if (whole) pack = Pack<T, kWidth>::read(from);
+    else pack.words[0] = *reinterpret_cast<const uint16_t*>(from);
+  }
+
+  /// The next row's is on its way after this, if there is one.
+  __device__ float next(bool present) {
     float f[kWidth];
     pack.to_float(f);
     const float first = f[0];
@@ -131,6 +142,8 @@ struct Pilot {
     for (int n = kWidth / 2; n > 0; n /= 2)
 #pragma unroll
       for (int j = 0; j < n; ++j) f[j] += f[j + n];
+    from += step;
+    if (present) send();
     return whole ? f[0] / kWidth : first;
   }
 };
@@ -139,110 +152,103 @@ struct Pilot {
 template <class T, Norm kNorm, Fit kFit>
 struct Statistics {
   static constexpr bool kPilot = centred(kNorm) && sizeof(T) == 2;
-  struct Nothing { __device__ Nothing(const NormForward&, int64_t) {} };
-  using Ahead = std::conditional_t<kPilot, Pilot<T, kFit>, Nothing>;
+  struct Nothing {
+    __device__ Nothing(const NormForward&, int64_t, int64_t) {}
+    __device__ float next(bool) { return 0; }
+  };
+  using About = std::conditional_t<kPilot, Pilot<T, kFit>, Nothing>;
   using Parts = Sums<kPilot ? 2 : 1>;
 
   /// each_piece calls f(x, at) for each piece of the row that a thread has.
   template <class Reduce, class Pieces>
-  static __device__ Stats of(const NormForward& a, Reduce& reduce, const Ahead& ahead, Pieces each_piece) {
+  static __device__ Stats of(const NormForward& a, Reduce& reduce, float about, Pieces each_piece) {
     typename Parts::Value s{};
     float mean = 0;
     if constexpr (tanh_of(kNorm)) return {};
     if constexpr (kPilot) {
-      const float about = ahead.value();
-      each_piece([&](const auto& x, const Place& at) { s = Parts()(s, moments(x, about, at)); });
+      each_piece([&](const auto& x, const auto& at) { s = Parts()(s, moments(x, about, at)); });
       s = reduce(s);
       const float d = s.v[0] * a.a_col;
       return {about + d, inverse_root<T>(fmaxf(0, s.v[1] - s.v[0] * d), a)};
     }
     if constexpr (centred(kNorm)) {
-      each_piece([&](const auto& x, const Place&) { s.v[0] += sum(x); });
+      each_piece([&](const auto& x, const auto&) { s.v[0] += sum(x); });
       mean = mean_of<T>(reduce(s).v[0], a), s = {};
     }
-    each_piece([&](const auto& x, const Place& at) { s.v[0] += centred(kNorm) ? moments(x, mean, at).v[1] : sum(x * x); });
+    each_piece([&](const auto& x, const auto& at) { s.v[0] += centred(kNorm) ? moments(x, mean, at).v[1] : sum(x * x); });
     return {mean, inverse_root<T>(reduce(s).v[0], a)};
   }
 };
 
-/// What a thread has of a row: much, so that few threads reduce it; less where it has modulations too.
-template <class T, class W, Norm kNorm>
-inline constexpr int kItems = 64 / std::max(sizeof(T), sizeof(W)) / (modulated(kNorm) ? 2 : 1);
+/// Where a block keeps its rows and the vectors that they share.
+enum class Keep : int8_t {
+  Held,      // a row in registers, and many blocks on an SM
+  Ring,      // rows in shared memory, the next one on its way meanwhile, and the vectors in registers
+  Shelf,     // as Ring, and the vectors in shared memory, where rows begin anywhere, which vectors do not: what is laid out for one row fits all
+};
+constexpr Keep keep_of(Fit fit) { return fit == Fit::Peeled ? Keep::Shelf : fit == Fit::Spread ? Keep::Ring : Keep::Held; }
 
-/// Few registers, so that enough blocks share an SM: one loads while another reduces and a third stores.
-constexpr int forward_registers(int bytes_w) { return bytes_w == 2 ? 80 : 64; }
+/// Vectors are sent for with a row, or when it has arrived, where they would take too many registers.
+constexpr bool late(Norm norm, Keep keep) { return keep == Keep::Held && (biased(norm) || modulated(norm)); }
 
-template <class T, class W, class Tile, Norm kNorm>
-__global__ void __maxnreg__(forward_registers(sizeof(W))) forward_kernel(NormForward a) {
-  await_previous();
-  const Place at(Tile::row(), a.rows, a.cols);
-  const Input<T, Tile, kNorm> input(a, at);
-  const Vectors<W, Tile, kNorm> shared(a, at);
-  const Modulation<T, Tile, kNorm> modulation(a, at);
-  using Statistics = norm::Statistics<T, kNorm, Tile::kFit>;
-  const typename Statistics::Ahead ahead(a, at.row);
-  RowReduce<typename Statistics::Parts> reduce;
-  const Tile x = input.get(a, at);
-  const Stats stats = Statistics::of(a, reduce, ahead, [&](auto f) { f(x, at); });
-  output<T, W, kNorm>(a, x, shared, modulation, stats, at);
-  keep<kNorm>(a, stats, at.row);
-}
+constexpr int registers(Norm norm, Keep keep) { return keep == Keep::Ring ? 112 : keep == Keep::Shelf || norm == Norm::Added ? 80 : 64; }
 
-/// Registers hold what rows meet, but where rows begin anywhere: there many blocks share an SM instead.
-constexpr int ring_registers(Fit fit) { return fit == Fit::Peeled ? 56 : 112; }
-
-/// What forward_ring_kernel has in shared memory: rows on their way; and on the shelf vectors, where rows begin anywhere, which those do not:
-/// what is laid out for one row of a thread fits all.
 template <class T, class W, class Tile, Norm kNorm, int kPieces>
-struct ForwardShared {
+struct Forward {
+  static constexpr Keep kKeep = keep_of(Tile::kFit);
+  static constexpr int kMatrices = kNorm == Norm::Added ? 2 : 1, kRegisters = registers(kNorm, kKeep);
   using Vectors = norm::Vectors<W, Tile, kNorm>;
-  static constexpr bool kShelf = Tile::kFit == Fit::Peeled;
-  using Ring = cuda::Ring<T, Tile, kNorm == Norm::Added ? 2 : 1, kPieces, kShelf ? kPieces * int(sizeof(Vectors)) / 16 : 0>;
+  using Ring = cuda::Ring<T, Tile, kMatrices, kPieces, kKeep == Keep::Shelf ? kPieces * int(sizeof(Vectors)) / 16 : 0>;
+  using Rows = std::conditional_t<kKeep == Keep::Held, Held<T, Tile, kMatrices, kPieces>, Ring>;
 
-  static __device__ Ring rows(const NormForward& a) {
-    if constexpr (kNorm == Norm::Added) return Ring(Tile::row(), Tile::step(), a.rows, a.cols, a.x, a.residual);
-    else return Ring(Tile::row(), Tile::step(), a.rows, a.cols, a.x);
+  static __device__ Rows rows(const NormForward& a) {
+    if constexpr (kNorm == Norm::Added) return Rows(Tile::row(), Tile::step(), a.rows, a.cols, a.x, a.residual);
+    else return Rows(Tile::row(), Tile::step(), a.rows, a.cols, a.x);
   }
 };
 
-/// Longer rows and those that begin anywhere, kPieces packs a thread: the next one is on its way to shared memory meanwhile, from where each
-/// pass takes what it needs.
+/// kPieces packs of a row a thread.
 template <class T, class W, class Tile, Norm kNorm, int kPieces>
-__global__ void __maxnreg__(ring_registers(Tile::kFit)) forward_ring_kernel(NormForward a) {
+__global__ void __maxnreg__((Forward<T, W, Tile, kNorm, kPieces>::kRegisters)) forward_kernel(NormForward a) {
   await_previous();
-  using Shared = ForwardShared<T, W, Tile, kNorm, kPieces>;
-  using Vectors = norm::Vectors<W, Tile, kNorm>;
+  using Forward = norm::Forward<T, W, Tile, kNorm, kPieces>;
+  using Vectors = typename Forward::Vectors;
+  constexpr bool kShelf = Forward::kKeep == Keep::Shelf, kLate = late(kNorm, Forward::kKeep);
   const int64_t first = Tile::row();
-  auto ring = Shared::rows(a);
+  auto rows = Forward::rows(a);
   using Statistics = norm::Statistics<T, kNorm, Tile::kFit>;
   RowReduce<typename Statistics::Parts, Tile::kSpread> reduce;
-  Vectors held[Shared::kShelf ? 1 : kPieces];
-  for_each_piece<kPieces>([&](int piece) {
-    const Vectors vectors(a, ring.at(piece, first));
-    if constexpr (Shared::kShelf) ring.template shelf<Vectors>(piece) = vectors;
-    else held[piece] = vectors;
-  });
-  typename Statistics::Ahead next(a, first);
+  constexpr int kHeld = kShelf ? 1 : kLate ? 2 : kPieces;  // pieces of vectors in registers
+  Vectors held[kHeld];
+  const auto hold = [&](int piece, int n) {
+    for_each_piece<kHeld>([&](int i) {
+      if (i < n && piece + i < kPieces) held[(piece + i) % kHeld] = Vectors(a, rows.at(piece + i));
+    });
+  };
+  if constexpr (kShelf) for_each_piece<kPieces>([&](int piece) { rows.template shelf<Vectors>(piece) = Vectors(a, rows.at(piece)); });
+  else if constexpr (!kLate) hold(0, kHeld);
+  typename Statistics::About about(a, first, Tile::step());
 #pragma unroll 1
   for (int64_t row = first; row - threadIdx.y < a.rows; row += Tile::step()) {
-    const auto ahead = next;
-    ring.turn();
-    next = {a, row + Tile::step()};
+    rows.turn();
     if constexpr (kNorm == Norm::Added) for_each_piece<kPieces>([&](int piece) {
-        const auto s = packed<T>(to_tile(ring.get(0, piece)) + to_tile(ring.get(1, piece)));
-        store<T>(s, a.s, ring.at(piece)), ring.put(s, 0, piece);
+        const auto s = packed<T>(to_tile(rows.get(0, piece)) + to_tile(rows.get(1, piece)));
+        store<T>(s, a.s, rows.at(piece)), rows.put(s, 0, piece);
       });
-    const Stats stats = Statistics::of(a, reduce, ahead, [&](auto f) {
-      for_each_piece<kPieces>([&](int piece) { f(to_tile(ring.get(0, piece)), ring.at(piece)); });
+    if constexpr (kLate) hold(0, 1);
+    const Stats stats = Statistics::of(a, reduce, about.next(row + Tile::step() < a.rows), [&](auto f) {
+      for_each_piece<kPieces>([&](int piece) { f(to_tile(rows.get(0, piece)), rows.at(piece)); });
     });
+    const int64_t modulation = modulation_of<kNorm>(a, row);
+    rows.again();
     for_each_piece<kPieces>([&](int piece) {
-      const Place at = ring.at(piece);
-      Vectors vectors;
-      if constexpr (Shared::kShelf) vectors = ring.template shelf<Vectors>(piece);
-      else vectors = held[piece];
-      output<T, W, kNorm>(a, to_tile(ring.get(0, piece)), vectors, {a, at}, stats, at);
+      const auto at = rows.at(piece);
+      if constexpr (kShelf) held[0] = rows.template shelf<Vectors>(piece);
+      if constexpr (kLate) hold(piece + 1, 1);  // before a store, which loads do not overtake
+      output<T, W, kNorm>(a, to_tile(rows.get(0, piece)), held[piece % kHeld], at.of(modulation, a.modulations), stats, at);
     });
     keep<kNorm>(a, stats, row);
+    if constexpr (Forward::kKeep == Keep::Held) break;
   }
 }
 
@@ -253,13 +259,14 @@ __global__ void __launch_bounds__(kTileThreads) forward_long_kernel(NormForward 
   const Place row = Tile::template place<T>(a.x, blockIdx.x, a.rows, a.cols);
   using Statistics = norm::Statistics<T, kNorm, Tile::kFit>;
   RowReduce<typename Statistics::Parts> reduce;
-  const Stats stats = Statistics::of(a, reduce, {a, row.row}, [&](auto f) {
+  typename Statistics::About about(a, row.row, 0);
+  const Stats stats = Statistics::of(a, reduce, about.next(false), [&](auto f) {
     for_each_place<Tile>(row, [&](const Place& at) { f(Input<T, Tile, kNorm>(a, at).get(a, at), at); });
   });
   for_each_place<Tile>(row, [&](const Place& at) {
     const Input<T, Tile, kNorm> input(a, at);
     const Vectors<W, Tile, kNorm> shared(a, at);
-    output<T, W, kNorm>(a, input.get(a, at), shared, {a, at}, stats, at);
+    output<T, W, kNorm>(a, input.get(a, at), shared, at.of(modulation_of<kNorm>(a, at.row), a.modulations), stats, at);
   });
   keep<kNorm>(a, stats, row.row);
 }
@@ -271,17 +278,11 @@ LIGER_REGISTER(norm_forward, [](const NormForward& a, Stream s) {
     constexpr Norm kNorm = kOne == Norm::Each ? Norm::Modulated : kOne;  // which are one here
     const Memory memory{{a.x, a.residual, (const void*)a.s, (const void*)a.y}, {a.w, a.b, a.scale, a.shift}};
     constexpr int kVec = 16 / sizeof(T);
-    // A second matrix fills the registers of a longer row's threads with loads; where there is one alone, shared memory keeps more on their way.
-    const int most = kNorm == Norm::Added ? 512 : 8192 / kItems<T, W, kNorm>;
-    if (dispatch_tile<T, kItems<T, W, kNorm>, 0, false>(a.cols, {.few = 128, .most = most}, memory, [&]<class Tile>(Tiling t) {
-          launch(forward_kernel<T, W, Tile, kNorm>, t.of_rows(a.rows), s, a);
-        }))
-      return;
-    const Threads block = Threads{.few = 128, .most = 512}.with(ForwardShared<T, W, Piece<T, Fit::Whole>, kNorm, 4>::Ring::kBytes);
+    const Threads block = Threads{.few = 128, .most = 512}.with(Forward<T, W, Piece<T, Fit::Spread>, kNorm, 4>::Rows::kBytes);
     if (dispatch_tile<T, kVec * 4, kVec * 3, true>(a.cols, block, memory, [&]<class Tile>(Tiling t) {
-          using In = Piece<T, Tile::kFit>;
-          constexpr int kPieces = Tile::kItems / kVec;
-          launch(forward_ring_kernel<T, W, In, kNorm, kPieces>, t.walking(a.rows, ring_registers(In::kFit), ForwardShared<T, W, In, kNorm, kPieces>::Ring::kBytes), s, a);
+          using Forward = norm::Forward<T, W, Piece<T, Tile::kFit>, kNorm, Tile::kItems / kVec>;
+          const Grid grid = Forward::kKeep == Keep::Held ? t.of_rows(a.rows) : t.walking(a.rows, Forward::kRegisters, Forward::Rows::kBytes);
+          launch(forward_kernel<T, W, Piece<T, Tile::kFit>, kNorm, Tile::kItems / kVec>, grid, s, a);
         }))
       return;
     dispatch_walk<T, 16>(a.cols, memory, [&]<class Tile>(Tiling t) { launch(forward_long_kernel<T, W, Tile, kNorm>, t.grid(a.rows), s, a); });

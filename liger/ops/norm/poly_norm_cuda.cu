@@ -4,8 +4,6 @@
 namespace liger::cuda::poly_norm {
 namespace {
 
-constexpr int kRegisters = 56;
-
 using Powers = Sums<3>;  // of x³, x², x
 using Totals = Sums<4>;  // S₃, S₂, S₁ and Σ dy
 
@@ -29,8 +27,8 @@ __device__ inline Totals::Value products(float x, float dy) { return {dy * x * x
 __device__ inline Powers::Value factors(const Powers::Value& w, const float* rstd) { return {w.v[0] * rstd[0], w.v[1] * rstd[1], w.v[2] * rstd[2]}; }
 __device__ inline Powers::Value weights(const Numbers& w) { return {number(w, 0), number(w, 1), number(w, 2)}; }
 
-template <class T, class Tile>
-__device__ void output(const PolyNormForward& a, const Tile& x, const Powers::Value& k, float b, const Place& at) {
+template <class T, class Tile, class At>
+__device__ void output(const PolyNormForward& a, const Tile& x, const Powers::Value& k, float b, const At& at) {
   store<T>(Tile::map([=](float x) { return ((k.v[0] * x + k.v[1]) * x + k.v[2]) * x + b; }, x), a.y, at);
 }
 
@@ -76,23 +74,29 @@ __device__ inline void put(const PolyNormBackward& a, const Totals::Value& total
   a.db[share] = total.v[3];
 }
 
-/// kPieces packs of a row a thread; the next row is on its way to shared memory while a block works on one.
+/// Where a block keeps its rows: a row in registers, and many blocks on an SM, or several in shared memory.
 template <class T, class Tile, int kPieces>
-__global__ void __maxnreg__(kRegisters) forward_kernel(PolyNormForward a) {
+using ForwardRows = std::conditional_t<Tile::kFit == Fit::Whole, Held<T, Tile, 1, kPieces>, Ring<T, Tile, 1, kPieces>>;
+constexpr int forward_registers(Fit fit) { return fit == Fit::Whole ? 64 : 56; }
+
+/// kPieces packs of a row a thread.
+template <class T, class Tile, int kPieces>
+__global__ void __maxnreg__(forward_registers(Tile::kFit)) forward_kernel(PolyNormForward a) {
   await_previous();
-  Ring<T, Tile, 1, kPieces> ring(Tile::row(), Tile::step(), a.rows, a.cols, a.x);
+  ForwardRows<T, Tile, kPieces> rows(Tile::row(), Tile::step(), a.rows, a.cols, a.x);
   RowReduce<Powers, Tile::kSpread> reduce;
   const auto w = weights(a.w);
   const float b = number(a.b);
   for (int64_t row = Tile::row(); row - threadIdx.y < a.rows; row += Tile::step()) {
-    ring.turn();
-    const auto each_piece = [&](auto f) { for_each_piece<kPieces>([&](int piece) { f(to_tile(ring.get(0, piece)), ring.at(piece)); }); };
+    rows.turn();
     Powers::Value sums{};
-    each_piece([&](const Tile& x, const Place&) { sums = Powers()(sums, gather<Powers>(powers, x)); });
+    for_each_piece<kPieces>([&](int piece) { sums = Powers()(sums, gather<Powers>(powers, to_tile(rows.get(0, piece)))); });
     const auto rstd = inverse_roots<T>(reduce(sums), a);
     const auto k = factors(w, rstd.v);
-    each_piece([&](const Tile& x, const Place& at) { output<T>(a, x, k, b, at); });
+    rows.again();
+    for_each_piece<kPieces>([&](int piece) { output<T>(a, to_tile(rows.get(0, piece)), k, b, rows.at(piece)); });
     keep(a, rstd, row);
+    if constexpr (Tile::kFit == Fit::Whole) break;
   }
 }
 
@@ -128,10 +132,10 @@ __global__ void __maxnreg__(64) backward_kernel(PolyNormBackward a) {
       for_each_piece<kPieces>([&](int piece) { f(to_tile(ring.get(0, piece)), to_tile(ring.get(1, piece)), ring.at(piece)); });
     };
     Totals::Value sums{};
-    each_piece([&](const Tile& x, const Tile& dy, const Place&) { sums = Totals()(sums, gather<Totals>(products, x, dy)); });
+    each_piece([&](const Tile& x, const Tile& dy, const auto&) { sums = Totals()(sums, gather<Totals>(products, x, dy)); });
     sums = reduce(sums);
     collect(total, sums, rstd);
-    if (a.dx) each_piece([&](const Tile& x, const Tile& dy, const Place& at) { store<T>(slope(a, x, dy, w, rstd, sums), a.dx, at); });
+    if (a.dx) each_piece([&](const Tile& x, const Tile& dy, const auto& at) { store<T>(slope(a, x, dy, w, rstd, sums), a.dx, at); });
   }
   auto* of_rows = shared_memory<Totals::Value>();
   copies_done();  // the last one's zeros too
@@ -171,7 +175,8 @@ LIGER_REGISTER(poly_norm_forward, [](const PolyNormForward& a, Stream s) {
     const Threads block = Threads{.few = 128, .most = 512}.with(Ring<T, Piece<T, Fit::Whole>, 1, kPieces>::kBytes);
     if (dispatch_tile<T, kWidth, kWidth, true>(a.cols, block, memory, [&]<class Tile>(Tiling t) {
           using In = Piece<T, Tile::kFit>;
-          launch(forward_kernel<T, In, kPieces>, t.walking(a.rows, kRegisters, Ring<T, In, 1, kPieces>::kBytes), s, a);
+          const Grid grid = In::kFit == Fit::Whole ? t.of_rows(a.rows) : t.walking(a.rows, forward_registers(In::kFit), ForwardRows<T, In, kPieces>::kBytes);
+          launch(forward_kernel<T, In, kPieces>, grid, s, a);
         }))
       return;
     dispatch_walk<T, 16>(a.cols, memory, [&]<class Tile>(Tiling t) { launch(forward_long_kernel<T, Tile>, t.grid(a.rows), s, a); });
