@@ -38,8 +38,7 @@ struct RowPieces {
   int64_t row, step, rows, cols, begin;  // begin: of this thread's first piece of the row, in elements
   int shift, column;                     // column: of that piece
   unsigned full = 0;                     // a bit for each piece behind whose end a row goes on, or ends
-  unsigned fits = 0;                     // for each that belongs to a row in whole
-  bool present = false;                  // whether there is such a row
+  unsigned fits = 0, whole = 0;          // for each that belongs to a row in whole, and to the present one
 
   /// Before row `first`; the rows are every step-th from there on.
   __device__ RowPieces(const void* matrix, int64_t first, int64_t step, int64_t rows, int64_t cols)
@@ -55,13 +54,12 @@ struct RowPieces {
 
   /// The next row is this one now.
   __device__ void next() {
-    row += step, begin += step * cols, present = row < rows;
+    row += step, begin += step * cols, whole = row < rows ? fits : 0;
   }
 
   /// Where a piece of the present row lies.
   __device__ PiecePlace at(int piece) const {
-    const bool of_row = fits >> piece & 1;
-    return {Place(row, rows, cols, shift, piece * Tile::covered()), begin, column, of_row, of_row && present};
+    return {Place(row, rows, cols, shift, piece * Tile::covered()), begin, column, bool(fits >> piece & 1), bool(whole >> piece & 1)};
   }
 };
 

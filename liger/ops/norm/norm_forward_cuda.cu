@@ -189,7 +189,8 @@ enum class Keep : int8_t {
 constexpr Keep keep_of(Fit fit) { return fit == Fit::Peeled ? Keep::Shelf : fit == Fit::Spread ? Keep::Ring : Keep::Held; }
 
 /// Vectors are sent for with a row, or when it has arrived, where they would take too many registers.
-constexpr bool late(Norm norm, Keep keep) { return keep == Keep::Held && (biased(norm) || modulated(norm)); }
+template <class T, class W>
+constexpr bool late(Norm norm, Keep keep) { return keep == Keep::Held && (biased(norm) || modulated(norm) || sizeof(W) > sizeof(T)); }
 
 constexpr int registers(Norm norm, Keep keep) { return keep == Keep::Ring ? 112 : keep == Keep::Shelf || norm == Norm::Added ? 80 : 64; }
 
@@ -213,7 +214,7 @@ __global__ void __maxnreg__((Forward<T, W, Tile, kNorm, kPieces>::kRegisters)) f
   await_previous();
   using Forward = norm::Forward<T, W, Tile, kNorm, kPieces>;
   using Vectors = typename Forward::Vectors;
-  constexpr bool kShelf = Forward::kKeep == Keep::Shelf, kLate = late(kNorm, Forward::kKeep);
+  constexpr bool kShelf = Forward::kKeep == Keep::Shelf, kLate = late<T, W>(kNorm, Forward::kKeep);
   const int64_t first = Tile::row();
   auto rows = Forward::rows(a);
   using Statistics = norm::Statistics<T, kNorm, Tile::kFit>;
