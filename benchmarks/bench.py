@@ -13,8 +13,8 @@ Per shape and rival, forward / forward and backward:
   eager  wall time of a call, the device awaited only at the end of a run of calls (ms)
   host   time until a call returns, on inputs too small to matter (us)
   peak   memory beyond the inputs (MiB)
-  rate   bytes of the floor over the time, as a fraction of what a copy of the first input moves, timed in turns with the rivals; for
-         operators made of GEMMs the time of the bare GEMMs over the operator's
+  rate   bytes of the floor over the time, as a fraction of a copy of the first input in the same run; for operators made of GEMMs the
+         time of the bare GEMMs over the operator's
 """
 
 import argparse
@@ -87,16 +87,9 @@ def libraries(args):
     return found
 
 
-def drawn(f, args):
-    try:
-        with torch.device(args.device):
-            return f()
-    except RuntimeError:  # a rival that could not be captured has left the device's generator in a capture
-        return f()
-
-
 def inputs(case, shape, options, args, seed=0):
-    return drawn(lambda: case.inputs(shape, options, args.dtype, args.device, seed), args)
+    with torch.device(args.device):
+        return case.inputs(shape, options, args.dtype, args.device, seed)
 
 
 class Contestant:
@@ -141,13 +134,20 @@ def timed(f, device, seconds, least=3):
 
 def graph_of(calls):
     """A CUDA graph of these calls, one after another, or None where they cannot be captured."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     try:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
+        # One that waits for the device is found before: a capture that fails leaves torch's allocator and generator in it.
         with torch.cuda.stream(stream):
-            for _ in range(2):
-                calls[0]()
+            calls[0]()
+            torch.cuda.set_sync_debug_mode("error")
+            calls[0]()
+    except RuntimeError:
+        return None
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
         torch.cuda.current_stream().wait_stream(stream)
+    try:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for call in calls:
@@ -187,26 +187,25 @@ def peak_memory(contestant, mode):
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def host_time(contestant, mode, device):
-    """Time until a call returns, in us: a short burst that the device's queue swallows."""
-    for _ in range(20):
-        contestant.run(mode, 0)
-    synchronize(device)
-    samples = []
-    for _ in range(10):
-        start = time.perf_counter()
-        for _ in range(50):
-            contestant.run(mode, 0)
-        samples.append((time.perf_counter() - start) / 50)
-        synchronize(device)
-    return statistics.median(samples) * 1e6
+def host_times(field, mode, device):
+    """Times until a call returns, in us, in turns: each a short burst that the device's queue swallows."""
+    samples = {c.name: [] for c in field}
+    for turn in range(13):
+        for c in field:
+            start = time.perf_counter()
+            for _ in range(50):
+                c.run(mode, 0)
+            if turn > 2:
+                samples[c.name].append((time.perf_counter() - start) / 50)
+            synchronize(device)
+    return {name: statistics.median(s) * 1e6 for name, s in samples.items()}
 
 
 def contestants(case, shape, options, args, sets_wanted):
     sets = [inputs(case, shape, options, args, i) for i in range(sets_wanted)]
     out = case.op(*sets[0], **options)
     torch.manual_seed(0)
-    upstream = [drawn(lambda: torch.randn(o.shape, dtype=o.dtype), args).to(o.device) if o.dim() and o.is_floating_point() else torch.ones_like(o)
+    upstream = [torch.empty_like(o).copy_(torch.randn(o.shape, device=args.device)) if o.dim() and o.is_floating_point() else torch.ones_like(o)
                 for o in (out if isinstance(out, tuple) else (out,))]
     del out
     compiled = torch.compile(lambda *inputs: case.reference(*inputs, **options), dynamic=False)
@@ -249,12 +248,6 @@ def gemm_times(case, shape, options, args):
     return times[0] * forward / one, sum(times) * (forward + backward) / (3 * one)
 
 
-def copies(case, shape, options, args, rotate):
-    """Copies of the first input, one to a pair of buffers."""
-    pairs = [(t, torch.empty_like(t)) for t in (inputs(case, shape, options, args, i)[0].detach() for i in range(rotate))]
-    return [lambda a=a, b=b: b.copy_(a) for a, b in pairs]
-
-
 def measure(case, shape, options, args):
     rotate = turns = 1
     if args.device == "cuda":
@@ -263,46 +256,41 @@ def measure(case, shape, options, args):
         turns = -(-max(1, min(64, 2**30 // size)) // rotate)  # the start of a replay takes some us, as much as a small call
     field = contestants(case, shape, options, args, rotate)
     rows = {c.name: {"case": case.name, "shape": shape, "options": options, "rival": c.name} for c in field}
-    copying = copies(case, shape, options, args, rotate) if case.bytes else None
+    first = inputs(case, shape, options, args)[0].detach()
+    second = torch.empty_like(first)
     for m, mode in enumerate(MODES):
-        floors, gpu = [], {}
         if args.device == "cuda":
-            calls = {c.name: [lambda c=c, i=i: c.run(mode, i) for i in range(rotate)] * turns for c in field}
-            gpu = gpu_time(({"": copying * turns} if copying else {}) | calls, args.rounds)
-            for c in field:
-                if c.name in gpu:
-                    rows[c.name][f"gpu {mode}"] = gpu[c.name]
+            for name, ms in gpu_time({c.name: [lambda c=c, i=i: c.run(mode, i) for i in range(rotate)] * turns for c in field}, args.rounds).items():
+                rows[name][f"gpu {mode}"] = ms
             torch.cuda.empty_cache()
         # In turns: every contestant is timed in each of three rounds, and its median counts.
-        eager = {c.name: [] for c in field}
+        eager, floors = {c.name: [] for c in field}, []
         for _ in range(3):
             if case.flops:
                 floors.append(gemm_times(case, shape, options, args)[m])
-            elif copying and not gpu:
-                floors.append(timed(copying[0], args.device, args.seconds))
+            elif case.bytes:
+                moved = sum(case.bytes(shape, options, first.element_size())[:m + 1])
+                floors.append(timed(lambda: second.copy_(first), args.device, args.seconds) * moved / (2 * first.nbytes))
             for c in field:
                 eager[c.name].append(timed(lambda: c.run(mode, 0), args.device, args.seconds / 3))
-        floor = statistics.median(floors) if floors else gpu.get("")
-        if copying:
-            first = copying[0]()
-            floor *= sum(case.bytes(shape, options, first.element_size())[:m + 1]) / (2 * first.nbytes)
         for c in field:
             row = rows[c.name]
             row[f"eager {mode}"] = statistics.median(eager[c.name])
             if args.device == "cuda":
                 row[f"peak {mode}"] = peak_memory(c, mode)
-            if floor:
-                row[f"rate {mode}"] = floor / row.get(f"gpu {mode}", row[f"eager {mode}"])
+            if floors:
+                row[f"rate {mode}"] = statistics.median(floors) / row.get(f"gpu {mode}", row[f"eager {mode}"])
     return list(rows.values())
 
 
 def measure_host(case, options, args):
     """Host time at the case's second test shape, where the work is next to nothing, with the first of its options."""
-    rows = []
-    for c in contestants(case, case.shapes[1], options, args, 1):
-        row = {"case": case.name, "shape": case.shapes[1], "options": options, "rival": c.name}
-        rows.append(row | {f"host {mode}": host_time(c, mode, args.device) for mode in MODES})
-    return rows
+    field = contestants(case, case.shapes[1], options, args, 1)
+    rows = {c.name: {"case": case.name, "shape": case.shapes[1], "options": options, "rival": c.name} for c in field}
+    for mode in MODES:
+        for name, us in host_times(field, mode, args.device).items():
+            rows[name][f"host {mode}"] = us
+    return list(rows.values())
 
 
 def key(row):
