@@ -13,8 +13,8 @@ Per shape and rival, forward / forward and backward:
   eager  wall time of a call, the device awaited only at the end of a run of calls (ms)
   host   time until a call returns, on inputs too small to matter (us)
   peak   memory beyond the inputs (MiB)
-  rate   bytes of the floor over the time, as a fraction of a copy of the first input in the same run; for operators made of GEMMs the
-         time of the bare GEMMs over the operator's
+  rate   bytes of the floor over the time, as a fraction of a copy of the first input in the same run, where no cache holds that; for
+         operators made of GEMMs the time of the bare GEMMs over the operator's
 """
 
 import argparse
@@ -268,7 +268,7 @@ def measure(case, shape, options, args):
         for _ in range(3):
             if case.flops:
                 floors.append(gemm_times(case, shape, options, args)[m])
-            elif case.bytes:
+            elif case.bytes and not (args.device == "cuda" and first.nbytes <= torch.cuda.get_device_properties(0).L2_cache_size):
                 moved = sum(case.bytes(shape, options, first.element_size())[:m + 1])
                 floors.append(timed(lambda: second.copy_(first), args.device, args.seconds) * moved / (2 * first.nbytes))
             for c in field:

@@ -35,7 +35,7 @@ inline constinit Kernel<SumShares> sum_shares{"sum_shares"};
 /// upstream gradient of a loss costs nothing, without asking the host.
 struct ScaleRows {
   void* x;                 // [rows, cols]
-  const float* g;          // [1] or [rows]
+  Numbers g;               // [1] or [rows]
   int64_t rows, cols;
   bool per_row;
   DType dtype;

@@ -36,10 +36,10 @@ LIGER_REGISTER(sum_shares, [](const SumShares& all, Stream) {
 });
 
 LIGER_REGISTER(scale_rows, [](const ScaleRows& a, Stream) {
-  if (!a.per_row && a.g[0] == 1) return;
+  if (!a.per_row && number(a.g) == 1) return;
   dispatch(a.dtype, [&]<class T>() {
     for_rows(a.rows, a.cols, [&](int64_t r) {
-      const float g = a.g[a.per_row ? r : 0];
+      const float g = number(a.g, a.per_row ? r : 0);
       if (g == 1) return;
       T* x = row_of<T>(a.x, r, a.cols);
       row_map(a.cols, x, [&](Vec x) { return x * Vec(g); }, x);

@@ -79,9 +79,9 @@ __global__ void __launch_bounds__(kThreads) sum_shares_kernel(SumShares all) {
 template <class T>
 __global__ void __launch_bounds__(256) scale_rows_kernel(ScaleRows a, Pieces<T, 8> pieces) {
   await_previous();
-  if (!a.per_row && a.g[0] == 1) return;
+  if (!a.per_row && number(a.g) == 1) return;
   for (int64_t i = blockIdx.x; i < pieces.count(); i += gridDim.x) {
-    const float g = a.g[a.per_row ? pieces.row(i) : 0];
+    const float g = number(a.g, a.per_row ? pieces.row(i) : 0);
     if (g == 1) continue;
     const Row<T> x = pieces.of(a.x, a.cols, i);
     for_each_pack<4>(x, 0, x.packs(), T(0), [&](int k, const auto& pack) {

@@ -67,9 +67,9 @@ Tensor scaled(const Tensor& saved, const Tensor& g) {
   if (traced || torch::autograd::get_current_graph_task_keep_graph()) {
     return Op<"liger::scale_backward", scale_backward>()(saved, g);
   }
-  const Tensor factor = g.to(at::kFloat).contiguous();
+  const Tensor factor = (g.scalar_type() == at::kDouble ? g.to(at::kFloat) : g).contiguous();
   run(scale_rows, saved,
-      {.x = saved.data_ptr(), .g = data<float>(factor), .rows = rows(saved), .cols = cols(saved), .per_row = g.dim() > 0, .dtype = dtype_of(saved)});
+      {.x = saved.data_ptr(), .g = numbers(factor), .rows = rows(saved), .cols = cols(saved), .per_row = g.dim() > 0, .dtype = dtype_of(saved)});
   return saved;
 }
 

@@ -39,21 +39,20 @@ Batch::Batch(const Tensor& target, const OptTensor& class_weight, const OptTenso
     : options_(options), rows_(target.size(0)), cols_(cols), target_(target.to(at::kLong).contiguous()), class_weight_(as_float(class_weight)) {
   const auto floats = target.options().dtype(at::kFloat);
   const Tensor divisor = as_float(normalizer);
-  norm_ = at::empty({4}, floats);
+  stats_ = at::empty({kNorm + (options.accuracy ? 3 : 2) * rows_}, floats);
   int64_t bad_label = options.ignore_index;
-  run(cross_entropy_norm, norm_,
-      {.target = data<int64_t>(target_), .class_weight = data<float>(class_weight_), .normalizer = data<float>(divisor), .norm = data<float>(norm_),
+  run(cross_entropy_norm, stats_,
+      {.target = data<int64_t>(target_), .class_weight = data<float>(class_weight_), .normalizer = data<float>(divisor), .norm = data<float>(stats_),
        .bad_label = &bad_label, .rows = rows_, .cols = cols, .ignore_index = options.ignore_index, .mean = options.reduction == Reduction::Mean});
   TORCH_CHECK_INDEX(bad_label == options.ignore_index, "label ", bad_label, " is out of bounds: it is outside [0, ", cols, ") and not ignore_index ", options.ignore_index);
-  stats_ = at::empty({options.accuracy ? 3 : 2, rows_}, floats);
   predicted_ = at::empty({options.predicted ? rows_ : 0}, target_.options());
 }
 
 void Batch::run_rows(const Tensor& x, const Tensor& dx, int64_t begin, const Tensor& upstream) {
-  float* stats = data<float>(stats_) + begin;
+  float* stats = data<float>(stats_) + kNorm + begin;
   run(cross_entropy_rows, x,
       {.x = data(x), .dx = data<void>(dx), .x_stride = x.stride(0), .dx_stride = dx.defined() ? dx.stride(0) : 0,
-       .target = data<int64_t>(target_) + begin, .class_weight = data<float>(class_weight_), .norm = data<float>(norm_),
+       .target = data<int64_t>(target_) + begin, .class_weight = data<float>(class_weight_), .norm = data<float>(stats_),
        .upstream = upstream.defined() ? data<float>(upstream) + begin : nullptr, .loss = stats, .z_loss = stats + rows_,
        .correct = options_.accuracy ? stats + 2 * rows_ : nullptr, .predicted = options_.predicted ? data<int64_t>(predicted_) + begin : nullptr,
        .rows = x.size(0), .cols = cols_, .ignore_index = options_.ignore_index, .label_smoothing = float(options_.label_smoothing),
@@ -64,11 +63,11 @@ void Batch::run_rows(const Tensor& x, const Tensor& dx, int64_t begin, const Ten
 Results Batch::results(at::ScalarType loss_dtype, at::ScalarType z_loss_dtype) {
   const Tensor none = at::empty({0}, stats_.options());
   if (options_.reduction == Reduction::None)
-    return {stats_[0].to(loss_dtype), stats_[1].to(z_loss_dtype), options_.accuracy ? stats_[2] : none, predicted_};
+    return {of_row(0).to(loss_dtype), of_row(1).to(z_loss_dtype), options_.accuracy ? of_row(2) : none, predicted_};
   Tensor loss = at::empty({}, stats_.options().dtype(loss_dtype)), z_loss = at::empty_like(loss), accuracy = options_.accuracy ? at::empty({}, stats_.options()) : none;
+  const float* rows = data<float>(stats_) + kNorm;
   run(cross_entropy_total, stats_,
-      {.loss = data<float>(stats_), .z_loss = data<float>(stats_) + rows_, .correct = options_.accuracy ? data<float>(stats_) + 2 * rows_ : nullptr,
-       .norm = data<float>(norm_), .loss_total = loss.data_ptr(), .z_loss_total = z_loss.data_ptr(),
+      {.loss = rows, .z_loss = rows + rows_, .correct = options_.accuracy ? rows + 2 * rows_ : nullptr, .norm = data<float>(stats_), .loss_total = loss.data_ptr(), .z_loss_total = z_loss.data_ptr(),
        .accuracy = options_.accuracy ? data<float>(accuracy) : nullptr, .rows = rows_, .dtype = dtype_of(loss)});
   return {loss, z_loss.to(z_loss_dtype), accuracy, predicted_};
 }

@@ -23,7 +23,7 @@ class Batch {
   void run_rows(const Tensor& x, const Tensor& dx, int64_t begin, const Tensor& upstream);
 
   /// What the cross entropy was divided by, a float scalar.
-  Tensor divisor() const { return norm_[0]; }
+  Tensor divisor() const { return stats_[0]; }
 
   Results results(at::ScalarType loss_dtype, at::ScalarType z_loss_dtype);
 
@@ -31,7 +31,10 @@ class Batch {
   const CrossEntropyOptions options_;
   const int64_t rows_, cols_;
   const Tensor target_, class_weight_;
-  Tensor norm_, stats_, predicted_;  // stats: loss, z-loss and, if wanted, correct, each [rows]
+  Tensor of_row(int i) const { return stats_.narrow(0, kNorm + i * rows_, rows_); }
+
+  static constexpr int kNorm = 4;  // numbers of CrossEntropyNorm
+  Tensor stats_, predicted_;       // stats: those, then of each row loss, z-loss and, if wanted, correct
 };
 
 /// What Meta returns for them.
