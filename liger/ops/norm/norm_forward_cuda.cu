@@ -221,13 +221,11 @@ __global__ void __maxnreg__((Forward<T, W, Tile, kNorm, kPieces>::kRegisters)) f
   RowReduce<typename Statistics::Parts, Tile::kSpread> reduce;
   constexpr int kHeld = kShelf ? 1 : kLate ? 2 : kPieces;  // pieces of vectors in registers
   Vectors held[kHeld];
-  const auto hold = [&](int piece, int n) {
-    for_each_piece<kHeld>([&](int i) {
-      if (i < n && piece + i < kPieces) held[(piece + i) % kHeld] = Vectors(a, rows.at(piece + i));
-    });
+  const auto hold = [&](int piece) {
+    if (piece < kPieces) held[piece % kHeld] = Vectors(a, rows.at(piece));
   };
   if constexpr (kShelf) for_each_piece<kPieces>([&](int piece) { rows.template shelf<Vectors>(piece) = Vectors(a, rows.at(piece)); });
-  else if constexpr (!kLate) hold(0, kHeld);
+  else if constexpr (!kLate) for_each_piece<kPieces>(hold);
   typename Statistics::About about(a, first, Tile::step());
 #pragma unroll 1
   for (int64_t row = first; row - threadIdx.y < a.rows; row += Tile::step()) {
@@ -236,7 +234,7 @@ __global__ void __maxnreg__((Forward<T, W, Tile, kNorm, kPieces>::kRegisters)) f
         const auto s = packed<T>(to_tile(rows.get(0, piece)) + to_tile(rows.get(1, piece)));
         store<T>(s, a.s, rows.at(piece)), rows.put(s, 0, piece);
       });
-    if constexpr (kLate) hold(0, 1);
+    if constexpr (kLate) hold(0);
     const Stats stats = Statistics::of(a, reduce, about.next(row + Tile::step() < a.rows), [&](auto f) {
       for_each_piece<kPieces>([&](int piece) { f(to_tile(rows.get(0, piece)), rows.at(piece)); });
     });
@@ -245,7 +243,7 @@ __global__ void __maxnreg__((Forward<T, W, Tile, kNorm, kPieces>::kRegisters)) f
     for_each_piece<kPieces>([&](int piece) {
       const auto at = rows.at(piece);
       if constexpr (kShelf) held[0] = rows.template shelf<Vectors>(piece);
-      if constexpr (kLate) hold(piece + 1, 1);  // before a store, which loads do not overtake
+      if constexpr (kLate) hold(piece + 1);  // before a store, which loads do not overtake
       output<T, W, kNorm>(a, to_tile(rows.get(0, piece)), held[piece % kHeld], at.of(modulation, a.modulations), stats, at);
     });
     keep<kNorm>(a, stats, row);
