@@ -16,13 +16,22 @@ std::vector<float> floats(const Args& a, const void* v, float plus, float absent
 template <class F, class... In>
 float mean_of(int64_t cols, F f, const In*... in) { return float(row_sum(cols, f, in...) / cols); }
 
-/// The row of scale or shift that row r has, as floats.
-const float* modulation(const void* m, DType dtype, int64_t row, int64_t cols, float plus, std::vector<float>& buffer) {
-  if (!m) return nullptr;
-  buffer.resize(cols);
-  dispatch(dtype, [&]<class M>() { row_map(cols, buffer.data(), [&](Vec v) { return v + Vec(plus); }, row_of<M>(m, row, cols)); });
-  return buffer.data();
-}
+/// Rows of scale or shift, `plus` more, as floats: one at a time, which many rows share.
+class Modulation {
+ public:
+  template <class Args>
+  const float* row(const Args& a, const void* m, int64_t row, float plus) {
+    if (!m) return nullptr;
+    if (row / a.per_modulation == row_) return floats_.data();
+    row_ = row / a.per_modulation, floats_.resize(a.cols);
+    dispatch(a.modulation_dtype, [&]<class M>() { row_map(a.cols, floats_.data(), [&](Vec v) { return v + Vec(plus); }, row_of<M>(m, row_, a.cols)); });
+    return floats_.data();
+  }
+
+ private:
+  int64_t row_ = -1;
+  std::vector<float> floats_;
+};
 
 /// How x̂ is made of x, and where it is rounded.
 template <class T, Norm kNorm>
@@ -45,7 +54,7 @@ void forward(const NormForward& a) {
   if (a.casting == Casting::None) row_map(a.cols, weights.data(), [](Vec w) { return round_to<T>(w); }, weights.data());
   const auto biases = biased(kNorm) ? floats(a, a.b, 0, 0) : std::vector<float>();
   for_runs(a.rows, a.cols, [&](int64_t begin, int64_t end) {
-    std::vector<float> scales, shifts;
+    Modulation scales, shifts;
     for (int64_t r = begin; r < end; ++r) {
       const T* x = row_of<T>(a.x, r, a.cols);
       T* y = row_of<T>(a.y, r, a.cols);
@@ -63,8 +72,7 @@ void forward(const NormForward& a) {
         a.rstd[r] = rstd = a.casting == Casting::None ? round_to<T>(rstd) : rstd;
       }
       const Row<T, kNorm> row{Vec(mean), Vec(rstd), a.casting};
-      const float* scale = modulation(a.scale, a.modulation_dtype, r / a.per_modulation, a.cols, 1, scales);
-      const float* shift = modulation(a.shift, a.modulation_dtype, r / a.per_modulation, a.cols, 0, shifts);
+      const float *scale = scales.row(a, a.scale, r, 1), *shift = shifts.row(a, a.shift, r, 0);
       for_each(a.cols, [&](int64_t c, int64_t n) {
         Vec v = row.rounded(row.xhat(read(x + c, n))) * read(w + c, n);
         if constexpr (biased(kNorm)) v = v + read(b + c, n);
@@ -94,13 +102,13 @@ void backward(const NormBackward& a) {
     for (float* sums : {dw, db})
       if (sums) std::fill_n(sums, a.cols, 0.f);
     const auto add = [&](float* sums, int64_t c, int64_t n, Vec v) { if (sums) write(read(sums + c, n) + v, sums + c, n); };
-    std::vector<float> scales;
+    Modulation scales;
     for (int64_t i = begin; i < std::min(set_rows, begin + run); ++i) {
       const int64_t r = set * set_rows + i;
       const T *x = row_of<T>(a.x, r, a.cols), *dy = row_of<T>(a.dy, r, a.cols), *ds = a.ds ? row_of<T>(a.ds, r, a.cols) : nullptr;
       T* dx = a.dx ? row_of<T>(a.dx, r, a.cols) : nullptr;
       const Row<T, kNorm> row{Vec(centred(kNorm) ? a.mean[r] : 0), Vec(tanh_of(kNorm) ? number(a.alpha) : a.rstd[r]), a.casting};
-      const float* scale = modulation(a.scale, a.modulation_dtype, r / a.per_modulation, a.cols, 1, scales);
+      const float* scale = scales.row(a, a.scale, r, 1);
       Vec onto(0.f), mean(0.f);
       if constexpr (modulated(kNorm)) onto = Vec(mean_of(a.cols, [&](Vec dy, Vec x, Vec w, Vec m) { return dy * m * w * row.xhat(x); }, dy, x, w, scale));
       else if constexpr (centred(kNorm)) {
