@@ -55,7 +55,6 @@ LIBRARIES = {
         "rms_norm": lambda q, t, o: q.rmsnorm(*t, eps=1e-6),
         "softmax": lambda q, t, o: q.softmax(t[0]),
         "cross_entropy": lambda q, t, o: q.cross_entropy(t[0], t[1], reduction="mean"),
-        "fused_linear_cross_entropy": lambda q, t, o: importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy(t[0], t[1], t[3]),
     },
     "cut_cross_entropy": {"fused_linear_cross_entropy": lambda c, t, o: c.linear_cross_entropy(t[0], t[1], t[3])},
     "liger (Triton)": {
@@ -237,15 +236,32 @@ def contestants(case, shape, options, args, sets_wanted):
     return chosen
 
 
-def gemm_times(case, shape, options, args):
-    """The times of an operator's bare GEMMs in ms, forward and with the backward, by the rate of those between the first two inputs; the head's are all there are."""
-    hidden, weight = inputs(case, shape, options, args)[:2]
-    hidden, weight = hidden.detach(), weight.detach()
-    logits, dx, dw = hidden @ weight.T, torch.empty_like(hidden), torch.empty_like(weight)
-    gemms = [lambda: torch.mm(hidden, weight.T, out=logits), lambda: torch.mm(logits, weight, out=dx), lambda: torch.mm(logits.T, hidden, out=dw)]
-    forward, backward = case.flops(shape, options)
-    times, one = [timed(gemm, args.device, args.seconds) for gemm in gemms], 2 * hidden.shape[0] * weight.numel()
-    return times[0] * forward / one, sum(times) * (forward + backward) / (3 * one)
+def floor_time(case, shape, options, args):
+    """A function that times the floor, (forward, forward+backward) in ms: a copy's rate for the bytes, or the bare GEMMs."""
+    if case.flops:
+        # By the rate of the GEMMs between the first two inputs; the head's are all there are.
+        hidden, weight = inputs(case, shape, options, args)[:2]
+        hidden, weight = hidden.detach(), weight.detach()
+        logits, dx, dw = hidden @ weight.T, torch.empty_like(hidden), torch.empty_like(weight)
+        gemms = [lambda: torch.mm(hidden, weight.T, out=logits), lambda: torch.mm(logits, weight, out=dx), lambda: torch.mm(logits.T, hidden, out=dw)]
+        forward, backward = case.flops(shape, options)
+        one = 2 * hidden.shape[0] * weight.numel()
+        return lambda: (timed(gemms[0], args.device, args.seconds) * forward / one,
+                        sum(timed(g, args.device, args.seconds) for g in gemms) * (forward + backward) / (3 * one))
+    if not case.bytes:
+        return None
+    first = inputs(case, shape, options, args)[0].detach()
+    if args.device == "cuda" and first.nbytes <= torch.cuda.get_device_properties(0).L2_cache_size:
+        return None
+    second = torch.empty_like(first)
+    forward, backward = case.bytes(shape, options, first.element_size())
+    moved = 2 * first.numel() * first.element_size()
+
+    def copy():
+        rate = moved / timed(lambda: second.copy_(first), args.device, args.seconds)
+        return forward / rate, (forward + backward) / rate
+
+    return copy
 
 
 def measure(case, shape, options, args):
@@ -256,8 +272,7 @@ def measure(case, shape, options, args):
         turns = -(-max(1, min(64, 2**30 // size)) // rotate)  # the start of a replay takes some us, as much as a small call
     field = contestants(case, shape, options, args, rotate)
     rows = {c.name: {"case": case.name, "shape": shape, "options": options, "rival": c.name} for c in field}
-    first = inputs(case, shape, options, args)[0].detach()
-    second = torch.empty_like(first)
+    floor = floor_time(case, shape, options, args)
     for m, mode in enumerate(MODES):
         if args.device == "cuda":
             for name, ms in gpu_time({c.name: [lambda c=c, i=i: c.run(mode, i) for i in range(rotate)] * turns for c in field}, args.rounds).items():
@@ -266,11 +281,8 @@ def measure(case, shape, options, args):
         # In turns: every contestant is timed in each of three rounds, and its median counts.
         eager, floors = {c.name: [] for c in field}, []
         for _ in range(3):
-            if case.flops:
-                floors.append(gemm_times(case, shape, options, args)[m])
-            elif case.bytes and not (args.device == "cuda" and first.nbytes <= torch.cuda.get_device_properties(0).L2_cache_size):
-                moved = sum(case.bytes(shape, options, first.element_size())[:m + 1])
-                floors.append(timed(lambda: second.copy_(first), args.device, args.seconds) * moved / (2 * first.nbytes))
+            if floor:
+                floors.append(floor()[m])
             for c in field:
                 eager[c.name].append(timed(lambda: c.run(mode, 0), args.device, args.seconds / 3))
         for c in field:
@@ -278,7 +290,7 @@ def measure(case, shape, options, args):
             row[f"eager {mode}"] = statistics.median(eager[c.name])
             if args.device == "cuda":
                 row[f"peak {mode}"] = peak_memory(c, mode)
-            if floors:
+            if floor:
                 row[f"rate {mode}"] = statistics.median(floors) / row.get(f"gpu {mode}", row[f"eager {mode}"])
     return list(rows.values())
 

@@ -70,6 +70,7 @@ struct Ring : RowPieces<T, Tile, kPieces> {
   using Base = RowPieces<T, Tile, kPieces>;
   using Base::row, Base::step, Base::rows, Base::cols, Base::begin, Base::shift, Base::column, Base::kWidth, Base::kPeeled;
   using Pack = typename Base::Pack;
+  static constexpr bool kWalks = true;
   static constexpr int kStage = kMatrices * kPieces, kStages = kDepth * kStage;  // packs
   static constexpr int kThread = (kStages + kShelf) | 1;                         // packs of a thread; neighbours' begin in different banks
   static constexpr int kBytes = kThread * int(sizeof(Pack));                     // of shared memory a thread
@@ -156,6 +157,7 @@ template <class T, class Tile, int kMatrices, int kPieces>
 struct Held : RowPieces<T, Tile, kPieces> {
   using Base = RowPieces<T, Tile, kPieces>;
   static_assert(Tile::kFit == Fit::Whole);
+  static constexpr bool kWalks = false;
   static constexpr int kBytes = 0;
   const void* matrices[kMatrices];
   Raw<T, Tile> packs[kMatrices][kPieces];
@@ -178,5 +180,12 @@ struct Held : RowPieces<T, Tile, kPieces> {
     });
   }
 };
+
+/// Where a block that only reads its rows again keeps them: in registers where one has room for a whole row there, else in a ring.
+template <class T, class Tile, int kMatrices, int kPieces, int kShelf = 0>
+using RowsOf = std::conditional_t<Tile::kFit == Fit::Whole, Held<T, Tile, kMatrices, kPieces>, Ring<T, Tile, kMatrices, kPieces, kShelf>>;
+
+template <class Rows>
+Grid grid_of(const Tiling& t, int64_t rows, int registers) { return Rows::kWalks ? t.walking(rows, registers, Rows::kBytes) : t.of_rows(rows); }
 
 }  // namespace liger::cuda

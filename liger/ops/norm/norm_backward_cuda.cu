@@ -202,7 +202,7 @@ __global__ void __maxnreg__(backward_registers(kPieces)) backward_kernel(NormBac
   copies_done();  // the last one's zeros too, where sums meet now
   each_column_sum<kNorm, Tile>(a, [&](Tile Columns<Tile>::* part, float* shares) {
     // A block is one share. Half of its rows' sums meet the other half's, again and again, but one after another where rows need not begin
-    // alike: those are few, and with halves there the loop above took more instructions (nvdisasm: 1130, not 1096).
+    // alike: those are few, and with halves there the loop above took more instructions (nvdisasm).
     constexpr bool kPeeled = Tile::kFit == Fit::Peeled;
     const auto each = [&](int from, int n, auto f) {
       __syncthreads();

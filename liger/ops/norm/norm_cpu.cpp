@@ -4,11 +4,17 @@
 namespace LIGER_CPU::norm {
 namespace {
 
+/// sum = row `row` of m, plus a number.
+void fill(std::vector<float>& sum, DType dtype, const void* m, int64_t row, float plus) {
+  const int64_t cols = int64_t(sum.size());
+  dispatch(dtype, [&]<class M>() { row_map(cols, sum.data(), [&](Vec v) { return v + Vec(plus); }, row_of<M>(m, row, cols)); });
+}
+
 /// v + plus as floats; `absent` where there is no v.
 template <class Args>
 std::vector<float> floats(const Args& a, const void* v, float plus, float absent) {
   std::vector<float> sum(a.cols, absent);
-  if (v) dispatch(a.w_dtype, [&]<class W>() { row_map(a.cols, sum.data(), [&](Vec w) { return w + Vec(plus); }, static_cast<const W*>(v)); });
+  if (v) fill(sum, a.w_dtype, v, 0, plus);
   return sum;
 }
 
@@ -24,7 +30,7 @@ class Modulation {
     if (!m) return nullptr;
     if (row / a.per_modulation == row_) return floats_.data();
     row_ = row / a.per_modulation, floats_.resize(a.cols);
-    dispatch(a.modulation_dtype, [&]<class M>() { row_map(a.cols, floats_.data(), [&](Vec v) { return v + Vec(plus); }, row_of<M>(m, row_, a.cols)); });
+    fill(floats_, a.modulation_dtype, m, row_, plus);
     return floats_.data();
   }
 

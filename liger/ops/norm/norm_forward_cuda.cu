@@ -180,27 +180,14 @@ struct Statistics {
   }
 };
 
-/// Where a block keeps its rows and the vectors that they share.
-enum class Keep : int8_t {
-  Held,      // a row in registers, and many blocks on an SM
-  Ring,      // rows in shared memory, the next one on its way meanwhile, and the vectors in registers
-  Shelf,     // as Ring, and the vectors in shared memory, where rows begin anywhere, which vectors do not: what is laid out for one row fits all
-};
-constexpr Keep keep_of(Fit fit) { return fit == Fit::Peeled ? Keep::Shelf : fit == Fit::Spread ? Keep::Ring : Keep::Held; }
-
-/// Vectors are sent for with a row, or when it has arrived, where they would take too many registers.
-template <class T, class W>
-constexpr bool late(Norm norm, Keep keep) { return keep == Keep::Held && (biased(norm) || modulated(norm) || sizeof(W) > sizeof(T)); }
-
-constexpr int registers(Norm norm, Keep keep) { return keep == Keep::Ring ? 112 : keep == Keep::Shelf || norm == Norm::Added ? 80 : 64; }
-
+/// Where a block keeps its rows and the vectors that they share: those in registers, but beside a ring where rows begin anywhere, which they do
+/// not (what is laid out for one row fits all), and one after another, late, where they would take too many registers of a row's.
 template <class T, class W, class Tile, Norm kNorm, int kPieces>
 struct Forward {
-  static constexpr Keep kKeep = keep_of(Tile::kFit);
-  static constexpr int kMatrices = kNorm == Norm::Added ? 2 : 1, kRegisters = registers(kNorm, kKeep);
+  static constexpr bool kShelf = Tile::kFit == Fit::Peeled, kLate = Tile::kFit == Fit::Whole && (biased(kNorm) || modulated(kNorm) || sizeof(W) > sizeof(T));
+  static constexpr int kRegisters = Tile::kFit == Fit::Spread ? 112 : kShelf || kNorm == Norm::Added ? 80 : 64;
   using Vectors = norm::Vectors<W, Tile, kNorm>;
-  using Ring = cuda::Ring<T, Tile, kMatrices, kPieces, kKeep == Keep::Shelf ? kPieces * int(sizeof(Vectors)) / 16 : 0>;
-  using Rows = std::conditional_t<kKeep == Keep::Held, Held<T, Tile, kMatrices, kPieces>, Ring>;
+  using Rows = RowsOf<T, Tile, kNorm == Norm::Added ? 2 : 1, kPieces, kShelf ? kPieces * int(sizeof(Vectors)) / 16 : 0>;
 
   static __device__ Rows rows(const NormForward& a) {
     if constexpr (kNorm == Norm::Added) return Rows(Tile::row(), Tile::step(), a.rows, a.cols, a.x, a.residual);
@@ -214,7 +201,7 @@ __global__ void __maxnreg__((Forward<T, W, Tile, kNorm, kPieces>::kRegisters)) f
   await_previous();
   using Forward = norm::Forward<T, W, Tile, kNorm, kPieces>;
   using Vectors = typename Forward::Vectors;
-  constexpr bool kShelf = Forward::kKeep == Keep::Shelf, kLate = late<T, W>(kNorm, Forward::kKeep);
+  constexpr bool kShelf = Forward::kShelf, kLate = Forward::kLate;
   const int64_t first = Tile::row();
   auto rows = Forward::rows(a);
   using Statistics = norm::Statistics<T, kNorm, Tile::kFit>;
@@ -247,7 +234,7 @@ __global__ void __maxnreg__((Forward<T, W, Tile, kNorm, kPieces>::kRegisters)) f
       output<T, W, kNorm>(a, to_tile(rows.get(0, piece)), held[piece % kHeld], at.of(modulation, a.modulations), stats, at);
     });
     keep<kNorm>(a, stats, row);
-    if constexpr (Forward::kKeep == Keep::Held) break;
+    if constexpr (!Forward::Rows::kWalks) break;
   }
 }
 
@@ -280,8 +267,7 @@ LIGER_REGISTER(norm_forward, [](const NormForward& a, Stream s) {
     const Threads block = Threads{.few = 128, .most = 512}.with(Forward<T, W, Piece<T, Fit::Spread>, kNorm, 4>::Rows::kBytes);
     if (dispatch_tile<T, kVec * 4, kVec * 3, true>(a.cols, block, memory, [&]<class Tile>(Tiling t) {
           using Forward = norm::Forward<T, W, Piece<T, Tile::kFit>, kNorm, Tile::kItems / kVec>;
-          const Grid grid = Forward::kKeep == Keep::Held ? t.of_rows(a.rows) : t.walking(a.rows, Forward::kRegisters, Forward::Rows::kBytes);
-          launch(forward_kernel<T, W, Piece<T, Tile::kFit>, kNorm, Tile::kItems / kVec>, grid, s, a);
+          launch(forward_kernel<T, W, Piece<T, Tile::kFit>, kNorm, Tile::kItems / kVec>, grid_of<typename Forward::Rows>(t, a.rows, Forward::kRegisters), s, a);
         }))
       return;
     dispatch_walk<T, 16>(a.cols, memory, [&]<class Tile>(Tiling t) { launch(forward_long_kernel<T, W, Tile, kNorm>, t.grid(a.rows), s, a); });

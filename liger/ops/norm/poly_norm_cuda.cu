@@ -74,16 +74,14 @@ __device__ inline void put(const PolyNormBackward& a, const Totals::Value& total
   a.db[share] = total.v[3];
 }
 
-/// Where a block keeps its rows: a row in registers, and many blocks on an SM, or several in shared memory.
-template <class T, class Tile, int kPieces>
-using ForwardRows = std::conditional_t<Tile::kFit == Fit::Whole, Held<T, Tile, 1, kPieces>, Ring<T, Tile, 1, kPieces>>;
 constexpr int forward_registers(Fit fit) { return fit == Fit::Whole ? 64 : 56; }
 
 /// kPieces packs of a row a thread.
 template <class T, class Tile, int kPieces>
 __global__ void __maxnreg__(forward_registers(Tile::kFit)) forward_kernel(PolyNormForward a) {
   await_previous();
-  ForwardRows<T, Tile, kPieces> rows(Tile::row(), Tile::step(), a.rows, a.cols, a.x);
+  using Rows = RowsOf<T, Tile, 1, kPieces>;
+  Rows rows(Tile::row(), Tile::step(), a.rows, a.cols, a.x);
   RowReduce<Powers, Tile::kSpread> reduce;
   const auto w = weights(a.w);
   const float b = number(a.b);
@@ -96,7 +94,7 @@ __global__ void __maxnreg__(forward_registers(Tile::kFit)) forward_kernel(PolyNo
     rows.again();
     for_each_piece<kPieces>([&](int piece) { output<T>(a, to_tile(rows.get(0, piece)), k, b, rows.at(piece)); });
     keep(a, rstd, row);
-    if constexpr (Tile::kFit == Fit::Whole) break;
+    if constexpr (!Rows::kWalks) break;
   }
 }
 
@@ -175,8 +173,7 @@ LIGER_REGISTER(poly_norm_forward, [](const PolyNormForward& a, Stream s) {
     const Threads block = Threads{.few = 128, .most = 512}.with(Ring<T, Piece<T, Fit::Whole>, 1, kPieces>::kBytes);
     if (dispatch_tile<T, kWidth, kWidth, true>(a.cols, block, memory, [&]<class Tile>(Tiling t) {
           using In = Piece<T, Tile::kFit>;
-          const Grid grid = In::kFit == Fit::Whole ? t.of_rows(a.rows) : t.walking(a.rows, forward_registers(In::kFit), ForwardRows<T, In, kPieces>::kBytes);
-          launch(forward_kernel<T, In, kPieces>, grid, s, a);
+          launch(forward_kernel<T, In, kPieces>, grid_of<RowsOf<T, In, 1, kPieces>>(t, a.rows, forward_registers(In::kFit)), s, a);
         }))
       return;
     dispatch_walk<T, 16>(a.cols, memory, [&]<class Tile>(Tiling t) { launch(forward_long_kernel<T, Tile>, t.grid(a.rows), s, a); });
