@@ -1,5 +1,5 @@
 #pragma once
-#include "liger/core/kernel.h"
+#include "liger/core/math.h"
 
 namespace liger {
 
@@ -26,7 +26,26 @@ struct EmbeddingBackward {
   DType dtype;
 };
 
+/// The same of few tokens: each that is the first with its id looks for the others. dw holds zeros before.
+struct EmbeddingBackwardFew {
+  const void* dy;          // [tokens, cols]
+  const int64_t* ids;      // [tokens]
+  void* dw;                // [classes, cols]
+  int64_t tokens, classes, cols, padding;
+  DType dtype;
+
+  /// Whether token i is that first one, of a row that gets a sum.
+  LIGER_HD bool first(int64_t i) const {
+    const int64_t id = ids[i];
+    if (id < 0 || id >= classes || id == padding) return false;
+    for (int64_t j = 0; j < i; ++j)
+      if (ids[j] == id) return false;
+    return true;
+  }
+};
+
 inline constinit Kernel<EmbeddingForward> embedding_forward{"embedding_forward"};
 inline constinit Kernel<EmbeddingBackward> embedding_backward{"embedding_backward"};
+inline constinit Kernel<EmbeddingBackwardFew> embedding_backward_few{"embedding_backward_few"};
 
 }  // namespace liger

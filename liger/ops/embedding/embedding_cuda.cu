@@ -85,6 +85,30 @@ __global__ void __launch_bounds__(256, 5) rows_kernel(EmbeddingBackward a) {
   }
 }
 
+template <class T>
+__global__ void __launch_bounds__(256) few_kernel(EmbeddingBackwardFew a) {
+  await_previous();
+  const int64_t i = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+  if (i >= a.tokens || !a.first(i)) return;
+  const int64_t id = a.ids[i];
+  const Row<T> dw(a.dw, id, a.cols, a.cols);
+  for (int k = threadIdx.x; k < dw.packs(); k += blockDim.x) {
+    float sum[Row<T>::kWidth] = {};
+    for (int64_t j = i; j < a.tokens;) {
+      constexpr int kMost = 16;  // in a sum of their own, as in chunks of the sorted ones: that of 256 would not be as near as torch's
+      int64_t found[kMost];
+      int n = 0;
+      for (; j < a.tokens && n < kMost; ++j)
+        if (a.ids[j] == id) found[n++] = j;
+      float part[Row<T>::kWidth] = {};
+      add_rows(part, k, dw, n, [&](int u) { return Row<T>(a.dy, found[u], a.cols, a.cols); });
+#pragma unroll
+      for (int u = 0; u < Row<T>::kWidth; ++u) sum[u] += part[u];
+    }
+    dw.store(k, sum, dw);
+  }
+}
+
 /// 256 threads, so many on a row that each has `packs` of its packs.
 template <class T>
 Grid grid(int64_t rows, int64_t cols, int packs) {
@@ -104,6 +128,10 @@ LIGER_REGISTER(embedding_backward, [](const EmbeddingBackward& a, Stream s) {
     launch(chunks_kernel<T>, grid<T>(a.tokens / a.chunk, a.cols, 1), s, a);
     launch(rows_kernel<T>, grid<T>(a.classes, a.cols, 1), s, a);
   });
+});
+
+LIGER_REGISTER(embedding_backward_few, [](const EmbeddingBackwardFew& a, Stream s) {
+  dispatch(a.dtype, [&]<class T>() { launch(few_kernel<T>, grid<T>(a.tokens, a.cols, 1), s, a); });
 });
 
 }  // namespace liger::cuda::embedding

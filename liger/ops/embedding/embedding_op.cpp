@@ -36,6 +36,8 @@ int64_t chunk_of(int64_t tokens) {
   return chunk;
 }
 
+inline constexpr int64_t kFew = 256;  // tokens up to which it takes less time to compare than to sort
+
 Tensor backward(const Tensor& dy_, const Tensor& ids_, c10::SymInt classes_, int64_t padding_idx) {
   check_rows("embedding", dy_);
   check_ids(ids_, dy_);
@@ -46,6 +48,14 @@ Tensor backward(const Tensor& dy_, const Tensor& ids_, c10::SymInt classes_, int
   const int64_t classes = classes_.expect_int(), tokens = ids_.numel(), chunk = chunk_of(tokens);
   TORCH_CHECK(std::max(tokens, classes) < std::numeric_limits<int>::max(), "embedding: at most 2^31 tokens and classes, got ", tokens, " and ", classes);
   const Tensor dy = dy_.contiguous();
+  if (tokens <= kFew) {
+    const Tensor ids = ids_.to(at::kLong).contiguous();
+    dw.zero_();
+    run(embedding_backward_few, dy,
+        {.dy = data(dy), .ids = data<int64_t>(ids), .dw = dw.data_ptr(), .tokens = tokens, .classes = classes, .cols = dy.size(-1), .padding = padding_idx,
+         .dtype = dtype_of(dy)});
+    return dw;
+  }
   const auto [sorted, order] = at::sort(ids_.reshape(-1).to(at::kInt), /*stable=*/true, 0, false);
   const Tensor first = at::searchsorted(sorted, at::arange(classes + 1, sorted.options()), /*out_int32=*/true);
   const Tensor part = at::empty({tokens / chunk, dy.size(-1)}, dy.options().dtype(at::kFloat));
