@@ -38,7 +38,7 @@ struct Clusters {
   static constexpr int kThreads = 256, kBlocks = 3;  // three blocks a multiprocessor: one loads while another reduces and a third stores
   static constexpr int kBlocksReading = 5;           // where nothing is stored
   static constexpr int kKeptBytes = 66 * 1024;       // of a row that a block keeps: 2^15 elements of 16 bits, at any alignment
-  static constexpr int kNearBytes = 63 * 1024;       // so much, three times, leaves 60 KiB to the first-level cache; more leaves it 28
+  static constexpr int kNearBytes = 196 * 1024 / 3 / 128 * 128 - 1024;  // a block's: so much, three times, leaves 60 KiB to the first-level cache; more, 28
   static constexpr int kMost = 8;                    // blocks on a row
   static constexpr int kEnough = 4096;               // blocks for all multiprocessors: more are not needed where nothing is kept
   static constexpr int kGroups = 4;                  // of copies to shared memory, which are worked on as they come
@@ -46,7 +46,7 @@ struct Clusters {
   using Value = typename RowSet::Value;
   int64_t rows;
   int blocks, share;                                 // blocks on a row, packs of a block
-  bool kept, near;
+  bool kept;
 
   /// aligned: all rows begin at 16-byte boundaries. keep: there are further passes.
   Clusters(int64_t rows, int64_t cols, bool aligned, bool keep = true) : rows(rows) {
@@ -57,7 +57,7 @@ struct Clusters {
     if (!keep) most = std::min(most, divided(kEnough, std::max<int64_t>(1, rows)));
     blocks = int(std::clamp<int64_t>(divided(packs * kMatrices * 16, kKeptBytes), 1, most));
     share = int(divided(packs, blocks * kLine) * kLine);
-    kept = keep && share * kMatrices * 16 <= kKeptBytes, near = share * kMatrices * 16 <= kNearBytes;
+    kept = keep && share * kMatrices * 16 <= kKeptBytes;
   }
 
   Grid grid() const {
@@ -102,8 +102,9 @@ struct Clusters {
     else for_each_batch<n, false>(part.begin, part.end, kThreads, {}, [&](int k) { return x.load(k); }, f);
   }
 
-  /// Op over all threads on the row.
-  template <class Op> using Reduce = RowReduce<Op, true>;
+  /// Op over all threads on the row, or those of this block, kTurns = 1: once. What is kept leaves such slots little room.
+  template <class Op, int kTurns = 1> using Reduce = RowReduce<Op, true, true, kThreads / 32, kTurns>;
+  template <class Op, bool kShort = false> using ReduceBlock = RowReduce<Op, false, kShort, kThreads / 32, 1>;
 
  private:
   __device__ int rank() const { return blocks > 1 ? cluster_rank() : 0; }
@@ -128,6 +129,7 @@ struct Clusters {
   };
 
   __device__ void send(const Part& part, const RowSet& x, int group) const {
+    const bool near = shared_bytes_here() <= kNearBytes;
     for (int k = part.first(group) + threadIdx.x, end = part.first(group + 1); k < end; k += kThreads)
 #pragma unroll
       for (int m = 0; m < kMatrices; ++m) x.of[m].copy(k, x.outside, x.of[0], &part.at(m, k), near);
@@ -176,7 +178,8 @@ struct ShortRows {
     });
   }
 
-  template <class Op> using Reduce = RowReduce<Op>;
+  template <class Op, int kTurns = 1> using Reduce = RowReduce<Op, false, false, kThreads / 32, kTurns>;
+  template <class Op, bool kShort = false> using ReduceBlock = RowReduce<Op, false, kShort, kThreads / 32, 1>;
 
  private:
   /// f(k, which of this thread's it is) for this thread's packs of the row. None, where there is no such row.

@@ -46,21 +46,22 @@ __device__ typename Op::Value reduce_lanes(typename Op::Value v, int lanes, Op o
 }
 
 /// Reduces over the threads of a row (threadIdx.x, and where the row is spread over a cluster its blocks); every one of them gets the
-/// result. blockDim.x is a power of two up to 32 or a multiple of 32. Two sets of slots take turns, so that one barrier a call is enough.
-template <class Op, bool kSpread = false, bool kShort = kSpread>
+/// result. blockDim.x is a power of two up to 32 or a multiple of 32, to kWarps · 32 threads a block. Two sets of slots take turns, so that one
+/// barrier a call is enough; kTurns = 1: it is called once.
+template <class Op, bool kSpread = false, bool kShort = kSpread, int kWarps = 32, int kTurns = 2>
 struct RowReduce {
   struct Nothing {};
   int turn = 0;
-  std::conditional_t<kSpread, Post<typename Op::Value>, Nothing> post;
+  std::conditional_t<kSpread, Post<typename Op::Value, kTurns>, Nothing> post;
 
   __device__ typename Op::Value operator()(typename Op::Value v, Op op = {}) {
     const int threads = blockDim.x;
     v = reduce_lanes<Op, kShort>(v, threads, op);
     if (!kSpread && threads <= 32) return v;
-    __shared__ typename Op::Value slots[2][32];
+    __shared__ typename Op::Value slots[kTurns][kWarps];
     const int warps = threads / 32, lane = threadIdx.x % 32, first = threadIdx.y * warps;
     auto* partial = slots[turn];
-    turn ^= 1;
+    if (kTurns > 1) turn ^= 1;
     if (lane == 0) partial[first + threadIdx.x / 32] = v;
     __syncthreads();
     v = reduce_lanes<Op, kShort>(lane < warps ? partial[first + lane] : Op::identity(), 32, op);

@@ -69,7 +69,7 @@ struct Sparsemax {
   template <class Rows>
   struct Reduce {
     typename Rows::template Reduce<Largest> largest;
-    typename Rows::template Reduce<Members> members;
+    typename Rows::template Reduce<Members, 2> members;
   };
 
   template <class Rows>

@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(Rows::kThreads, kGradient ? Rows::kBlocks : Ro
     return copies_done();
   }
 
-  Post<Part> post;
+  Post<Part, 1> post;
   const float inverse_cap = kPlain || a.softcap == 0 ? 0 : 1 / a.softcap;
   const auto logit = [&](float v) { return kPlain || a.softcap == 0 ? v : a.softcap * Math<float>::tanh(v * inverse_cap); };
   const auto weight = [&](int c) { return a.class_weight ? a.class_weight[c] : 1; };
@@ -90,8 +90,8 @@ __global__ void __launch_bounds__(Rows::kThreads, kGradient ? Rows::kBlocks : Ro
       Softmax::push(part.sum, logits);
     }
   });
-  part.sum = RowReduce<Softmax, false, true>()(part.sum);
-  if constexpr (!kPlain) part.best = RowReduce<ArgMax>()(part.best), part.weighted = RowReduce<Sum>()(part.weighted);
+  part.sum = typename Rows::template ReduceBlock<Softmax, true>()(part.sum);
+  if constexpr (!kPlain) part.best = typename Rows::template ReduceBlock<ArgMax>()(part.best), part.weighted = typename Rows::template ReduceBlock<Sum>()(part.weighted);
   Part all;
   post(part, [&](const Part& p) {
     all.sum = Softmax()(all.sum, p.sum);
