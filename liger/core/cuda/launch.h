@@ -131,6 +131,13 @@ extern __shared__ float4 dynamic_shared[];
 template <class T>
 __device__ T* shared_memory() { return reinterpret_cast<T*>(dynamic_shared); }
 
+/// Bytes of shared memory that this block has, static and dynamic.
+__device__ inline int shared_bytes_here() {
+  unsigned bytes;
+  asm("mov.u32 %0, %%total_smem_size;" : "=r"(bytes));
+  return int(bytes);
+}
+
 /// This block's place among the blocks that share its row.
 __device__ inline int cluster_rank() {
 #if __CUDA_ARCH__ >= 900
@@ -156,8 +163,8 @@ __device__ inline unsigned shared_address(const void* p) { return unsigned(__cvt
 
 /// What each block of a cluster has to tell the others, again and again: every block calls this as often. Letters are sent into the others'
 /// shared memory, where a barrier of the receiver's counts their bytes. (A barrier of the cluster would wait until the whole device sees
-/// all that a thread has written, and drop what the multiprocessor has cached: measured, a fifth of a wide norm.)
-template <class V>
+/// all that a thread has written, and drop what the multiprocessor has cached: measured, a fifth of a wide norm.) kTurns = 1: once.
+template <class V, int kTurns = 2>
 class Post {
  public:
   __device__ Post() {
@@ -196,7 +203,7 @@ class Post {
       asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
                    : "=r"(arrived) : "r"(notice), "r"(parities_ >> turn_ & 1) : "memory");
     for (int rank = 0; rank < size; ++rank) f(box_->letters[turn_][rank]);
-    parities_ ^= 1u << turn_, turn_ ^= 1;  // a block that is ahead writes beside what others still read; further ahead it cannot get
+    if (kTurns > 1) parities_ ^= 1u << turn_, turn_ ^= 1;  // a block that is ahead writes beside what others still read; further ahead it cannot get
 #else
     f(v);
 #endif
@@ -206,8 +213,8 @@ class Post {
   static constexpr int kMost = 8, kWords = sizeof(V) / 4;
   static_assert(sizeof(V) % 4 == 0);
   struct Box {
-    uint64_t notices[2];
-    V letters[2][kMost];
+    uint64_t notices[kTurns];
+    V letters[kTurns][kMost];
   };
   Box* box_ = nullptr;
   unsigned turn_ = 0, parities_ = 0;
@@ -311,6 +318,15 @@ __device__ inline void tensor_multiply_add(int (&sum)[4], const unsigned (&a)[4]
   asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+r"(sum[0]), "+r"(sum[1]), "+r"(sum[2]), "+r"(sum[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
+}
+
+/// Four 8 x 8 matrices of 16-bit numbers from shared memory, whose row i of matrix j is where lane 8 j + i says: a lane gets the pair
+/// lane % 4 of row lane / 4 of each.
+__device__ inline void load_matrices(unsigned (&words)[4], const void* row) {
+#if __CUDA_ARCH__ >= 750
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(shared_address(row)) : "memory");
 #endif
 }
 

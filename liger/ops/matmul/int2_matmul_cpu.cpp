@@ -49,14 +49,28 @@ void unpack(const Int2Matmul& g, int64_t p, int64_t run, int64_t c, Lanes (&code
   }
 }
 
-/// sums += the products of kM rows of a, at p, with kStep columns of codes.
+/// Columns p, P + p, 2P + p and 3P + p of rows [m, m_end) of a side by side, and the sums of those rows.
+struct Words {
+  std::vector<int8_t> a;   // [rows, packed, 4]
+  std::vector<int> sum;
+  Words(const Int2Matmul& g, int64_t m, int64_t m_end) : a((m_end - m) * g.packed * 4), sum(m_end - m) {
+    for (int64_t r = 0; r < m_end - m; ++r) {
+      const int8_t* from = g.a + (m + r) * 4 * g.packed;
+      int8_t* to = &a[r * g.packed * 4];
+      for (int64_t p = 0; p < g.packed; ++p)
+        for (int i = 0; i < 4; ++i) sum[r] += to[4 * p + i] = from[i * g.packed + p];
+    }
+  }
+};
+
+/// sums += the products of kM rows of packed · 4 words, at p, with kStep columns of codes.
 template <int kM>
-void multiply(const Int2Matmul& g, int64_t m, int64_t p, int64_t run, const Lanes (&codes)[2 * kRun][kVecs], int* sums) {
+void multiply(const int8_t* words, int64_t packed, int64_t p, int64_t run, const Lanes (&codes)[2 * kRun][kVecs], int* sums) {
   Lanes x[kM][kVecs] = {};
   for (int64_t i = 0; i < 2 * run; ++i)
     for (int j = 0; j < kM; ++j) {
       int16_t a;
-      std::memcpy(&a, g.a + ((m + j) * g.packed + p) * 4 + 2 * i, 2);
+      std::memcpy(&a, words + (j * packed + p) * 4 + 2 * i, 2);
       for (int v = 0; v < kVecs; ++v) x[j][v] = multiply_add(x[j][v], codes[i][v], a);
     }
   // Unrolled, so that the sums above are registers.
@@ -70,19 +84,23 @@ void multiply(const Int2Matmul& g, int64_t m, int64_t p, int64_t run, const Lane
 }
 
 void task(const Int2Matmul& g, int64_t m, int64_t m_end, int64_t c, int64_t c_end) {
+  const Words words(g, m, m_end);
   std::vector<int> sums((m_end - m) * kStrip);
   Lanes codes[2 * kRun][kVecs];
   for (int64_t p = 0; p < g.packed; p += kRun) {
     const int64_t run = std::min(kRun, g.packed - p);
     for (int64_t at = c; at < c_end; at += kStep) {
       unpack(g, p, run, at, codes);
-      int64_t r = m;
-      for (; r + 2 <= m_end; r += 2) multiply<2>(g, r, p, run, codes, &sums[(r - m) * kStrip + at - c]);
-      for (; r < m_end; ++r) multiply<1>(g, r, p, run, codes, &sums[(r - m) * kStrip + at - c]);
+      const auto some = [&]<int kM>(std::integral_constant<int, kM>, int64_t r) {
+        multiply<kM>(&words.a[r * g.packed * 4], g.packed, p, run, codes, &sums[r * kStrip + at - c]);
+      };
+      int64_t r = 0;
+      for (; r + 2 <= m_end - m; r += 2) some(std::integral_constant<int, 2>(), r);
+      for (; r < m_end - m; ++r) some(std::integral_constant<int, 1>(), r);
     }
   }
   for (int64_t r = m; r < m_end; ++r)
-    for (int64_t i = c; i < c_end; ++i) g.out[r * g.n + i] = sums[(r - m) * kStrip + i - c] - g.a_sum[r];
+    for (int64_t i = c; i < c_end; ++i) g.out[r * g.n + i] = sums[(r - m) * kStrip + i - c] - words.sum[r - m];
 }
 
 }  // namespace

@@ -5,20 +5,18 @@
 namespace liger {
 namespace op::int2_matmul {
 
-Tensor forward(const Tensor& a, const Tensor& b_) {
-  TORCH_CHECK_TYPE(a.scalar_type() == at::kChar && b_.scalar_type() == at::kByte, "int2_matmul: a must be int8 and b uint8, got ", a.scalar_type(), " and ",
+Tensor forward(const Tensor& a_, const Tensor& b_) {
+  TORCH_CHECK_TYPE(a_.scalar_type() == at::kChar && b_.scalar_type() == at::kByte, "int2_matmul: a must be int8 and b uint8, got ", a_.scalar_type(), " and ",
                    b_.scalar_type());
-  TORCH_CHECK(a.dim() == 2 && b_.dim() == 2 && a.sym_size(1) == 4 * b_.sym_size(0), "int2_matmul: expected a [m, 4 p] and b [p, n], got ", a.sym_sizes(),
+  TORCH_CHECK(a_.dim() == 2 && b_.dim() == 2 && a_.sym_size(1) == 4 * b_.sym_size(0), "int2_matmul: expected a [m, 4 p] and b [p, n], got ", a_.sym_sizes(),
               " and ", b_.sym_sizes());
-  TORCH_CHECK(a.device() == b_.device(), "int2_matmul: a is on ", a.device(), ", b on ", b_.device());
-  const Tensor out = at::empty_symint({a.sym_size(0), b_.sym_size(1)}, a.options().dtype(at::kInt));
+  TORCH_CHECK(a_.device() == b_.device(), "int2_matmul: a is on ", a_.device(), ", b on ", b_.device());
+  const Tensor out = at::empty_symint({a_.sym_size(0), b_.sym_size(1)}, a_.options().dtype(at::kInt));
   if (out.is_meta() || out.numel() == 0) return out;
+  const Tensor a = a_.contiguous();
   const Rows b(b_);
-  const int64_t m = a.size(0), packed = b_.size(0);
-  const Tensor words = at::empty({m, packed, 4}, a.options()).copy_(a.reshape({m, 4, packed}).transpose(1, 2)), sums = a.sum(1, false, at::kInt);
   run(int2_matmul_kernel, a,
-      {.a = data<int8_t>(words), .a_sum = data<int>(sums), .b = data<uint8_t>(b.tensor), .out = data<int>(out), .m = m, .n = out.size(1),
-       .packed = packed, .b_stride = b.stride});
+      {.a = data<int8_t>(a), .b = data<uint8_t>(b.tensor), .out = data<int>(out), .m = a.size(0), .n = out.size(1), .packed = b_.size(0), .b_stride = b.stride});
   return out;
 }
 

@@ -187,6 +187,15 @@ inline int __dp4a(int a, int b, int sum) {
   return sum;
 }
 
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) { return unsigned((uint64_t(high) << 32 | low) >> by % 32); }
+
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selectors) {
+  const uint64_t bytes = uint64_t(b) << 32 | a;
+  unsigned chosen = 0;
+  for (int i = 0; i < 4; ++i) chosen |= unsigned(bytes >> 8 * (selectors >> 4 * i & 7) & 0xff) << 8 * i;
+  return chosen;
+}
+
 namespace liger::cuda {
 
 inline constexpr Backend kBackend = kCPU;  // this library's CPU tensors run these kernels
@@ -236,6 +245,8 @@ void launch(void (*kernel)(P...), const Grid& grid, Stream, const P&... args) {
 template <class T>
 T* shared_memory() { return reinterpret_cast<T*>(emulation::block->shared.data()); }
 
+inline int shared_bytes_here() { return int(emulation::block->shared.size() * sizeof(float4)); }
+
 inline int cluster_rank() { return emulation::cluster_rank; }
 inline int cluster_size() { return int(emulation::cluster->bases.size()); }
 
@@ -260,7 +271,12 @@ inline void tensor_multiply_add(int (&sum)[4], const unsigned (&a)[4], const int
       }
 }
 
-template <class V>
+inline void load_matrices(unsigned (&words)[4], const void* row) {
+  const int lane = emulation::linear_thread() % 32;
+  for (int j = 0; j < 4; ++j) words[j] = static_cast<const unsigned*>(__shfl_sync(~0u, row, 8 * j + lane / 4))[lane % 4];
+}
+
+template <class V, int kTurns = 2>
 struct Post {
   template <class F>
   void operator()(const V& v, F f) {
