@@ -65,12 +65,14 @@ struct RowPieces {
 
 /// Rows of kMatrices matrices on their way to shared memory: the next kDepth - 1 come while a block works on one, which all its passes find
 /// there, with zeros beside it. A thread meets no pieces but its own, so that no barrier is needed; beside them it can keep kShelf packs.
+/// kDepth = 1: for blocks that work on one row, several on an SM.
 template <class T, class Tile, int kMatrices, int kPieces, int kShelf = 0, int kDepth = 2>
 struct Ring : RowPieces<T, Tile, kPieces> {
   using Base = RowPieces<T, Tile, kPieces>;
   using Base::row, Base::step, Base::rows, Base::cols, Base::begin, Base::shift, Base::column, Base::kWidth, Base::kPeeled;
   using Pack = typename Base::Pack;
-  static constexpr bool kWalks = true;
+  static constexpr bool kWalks = kDepth > 1;
+  static_assert(kWalks || !kPeeled);
   static constexpr int kStage = kMatrices * kPieces, kStages = kDepth * kStage;  // packs
   static constexpr int kThread = (kStages + kShelf) | 1;                         // packs of a thread; neighbours' begin in different banks
   static constexpr int kBytes = kThread * int(sizeof(Pack));                     // of shared memory a thread
@@ -88,7 +90,7 @@ struct Ring : RowPieces<T, Tile, kPieces> {
 
   /// The next row is this one now; the one that fits where the last one was is sent for.
   __device__ void turn() {
-    await_copies(kDepth - 2);
+    if constexpr (kWalks) await_copies(kDepth - 2);
     Base::next();
     stage = later(1);
     if (kPeeled && column < 0)
@@ -96,6 +98,7 @@ struct Ring : RowPieces<T, Tile, kPieces> {
       for (int m = 0; m < kMatrices; ++m) *slot(stage, m, 0) = slot(stage, m, 0)->from(shift);
     if (kPeeled && row + 1 == rows) complete();
     fetch(kDepth - 1);
+    if constexpr (!kWalks) copies_done();
   }
 
   __device__ Raw<T, Tile> get(int matrix, int piece) const { return {*slot(stage, matrix, piece)}; }
@@ -181,11 +184,14 @@ struct Held : RowPieces<T, Tile, kPieces> {
   }
 };
 
-/// Where a block that only reads its rows again keeps them: in registers where one has room for a whole row there, else in a ring.
-template <class T, class Tile, int kMatrices, int kPieces, int kShelf = 0>
-using RowsOf = std::conditional_t<Tile::kFit == Fit::Whole, Held<T, Tile, kMatrices, kPieces>, Ring<T, Tile, kMatrices, kPieces, kShelf>>;
+/// Where a block that only reads its rows again keeps them: many in a ring, or one in registers or, if it is spread over a cluster, shared memory.
+enum class Keep : int8_t { Walking, Registers, Shared };
+template <class T, class Tile, int kMatrices, int kPieces, Keep kKeep = Tile::kFit == Fit::Whole ? Keep::Registers : Keep::Walking, int kShelf = 0>
+using RowsOf = std::conditional_t<kKeep == Keep::Registers, Held<T, Tile, kMatrices, kPieces>, Ring<T, Tile, kMatrices, kPieces, kShelf, kKeep == Keep::Walking ? 2 : 1>>;
 
 template <class Rows>
-Grid grid_of(const Tiling& t, int64_t rows, int registers) { return Rows::kWalks ? t.walking(rows, registers, Rows::kBytes) : t.of_rows(rows); }
+Grid grid_of(const Tiling& t, int64_t rows, int registers) {
+  return Rows::kWalks ? t.walking(rows, registers, Rows::kBytes) : t.of_rows(rows, Rows::kBytes * int(t.threads.x * t.threads.y));
+}
 
 }  // namespace liger::cuda

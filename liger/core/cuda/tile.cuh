@@ -411,11 +411,14 @@ struct Tiling {
   }
 };
 
-/// Threads of a block: about as many as short rows get, and as many as a row of whole packs gets.
+/// Threads of a block: about as many as short rows get, as many as a row of whole packs gets, and as many as its part of a longer one gets.
 struct Threads {
-  int few, most;
+  int few, most, spread = most;
   /// Those, or as many as find so many bytes of shared memory each.
-  Threads with(int bytes) const { return {few, std::min(most, shared_bytes_of_block() / bytes / 32 * 32)}; }
+  Threads with(int bytes) const {
+    const int fit = shared_bytes_of_block() / bytes / 32 * 32;
+    return {few, std::min(most, fit), std::min(spread, fit)};
+  }
 };
 
 /// Calls f.operator()<Tile>(tiling) where tiles of kItems a thread cover rows of `cols`, of kPeeled where rows begin anywhere (0: none);
@@ -432,9 +435,9 @@ bool dispatch_tile(int64_t cols, Threads block, const Memory& memory, F&& f) {
   };
   const int64_t need = whole ? (cols + kItems - 1) / kItems : (cols + kVec - 1 + kPeeled - 1) / std::max(kPeeled, 1);
   if constexpr (kSpread) {
-    if (whole && need > block.most && need <= block.most * kTileCluster && has_clusters()) {
+    if (whole && need > block.most && need <= block.spread * kTileCluster && has_clusters()) {
       int cluster = 2;
-      while (cluster * block.most < need) cluster *= 2;
+      while (cluster * block.spread < need) cluster *= 2;
       return call.template operator()<Tile<kItems, kVec, Fit::Spread>>(Tiling{unsigned((need + cluster * 32 - 1) / (cluster * 32) * 32), cluster});
     }
   }

@@ -181,13 +181,16 @@ struct Statistics {
 };
 
 /// Where a block keeps its rows and the vectors that they share: those in registers, but beside a ring where rows begin anywhere, which they do
-/// not (what is laid out for one row fits all), and one after another, late, where they would take too many registers of a row's.
+/// not (what is laid out for one row fits all), and one after another, late, where they would take too many registers of a row's. A row over
+/// a cluster lies in shared memory, where its vectors are few enough for several blocks an SM; where not, in a ring of rows that share them.
 template <class T, class W, class Tile, Norm kNorm, int kPieces>
 struct Forward {
-  static constexpr bool kShelf = Tile::kFit == Fit::Peeled, kLate = Tile::kFit == Fit::Whole && (biased(kNorm) || modulated(kNorm) || sizeof(W) > sizeof(T));
-  static constexpr int kRegisters = Tile::kFit == Fit::Spread ? 112 : kShelf || kNorm == Norm::Added ? 80 : 64;
+  static constexpr bool kShelf = Tile::kFit == Fit::Peeled, kSpread = Tile::kFit == Fit::Spread, kWide = sizeof(W) > sizeof(T);
+  static constexpr Keep kKeep = Tile::kFit == Fit::Whole ? Keep::Registers : kSpread && !biased(kNorm) && !kWide ? Keep::Shared : Keep::Walking;
+  static constexpr bool kLate = kKeep == Keep::Registers ? biased(kNorm) || modulated(kNorm) || kWide : kKeep == Keep::Shared && modulated(kNorm);
+  static constexpr int kRegisters = kKeep == Keep::Shared ? 48 : kSpread ? 112 : kShelf || kNorm == Norm::Added ? 80 : 64;
   using Vectors = norm::Vectors<W, Tile, kNorm>;
-  using Rows = RowsOf<T, Tile, kNorm == Norm::Added ? 2 : 1, kPieces, kShelf ? kPieces * int(sizeof(Vectors)) / 16 : 0>;
+  using Rows = RowsOf<T, Tile, kNorm == Norm::Added ? 2 : 1, kPieces, kKeep, kShelf ? kPieces * int(sizeof(Vectors)) / 16 : 0>;
 
   static __device__ Rows rows(const NormForward& a) {
     if constexpr (kNorm == Norm::Added) return Rows(Tile::row(), Tile::step(), a.rows, a.cols, a.x, a.residual);
@@ -264,7 +267,9 @@ LIGER_REGISTER(norm_forward, [](const NormForward& a, Stream s) {
     constexpr Norm kNorm = kOne == Norm::Each ? Norm::Modulated : kOne;  // which are one here
     const Memory memory{{a.x, a.residual, (const void*)a.s, (const void*)a.y}, {a.w, a.b, a.scale, a.shift}};
     constexpr int kVec = 16 / sizeof(T);
-    const Threads block = Threads{.few = 128, .most = 512}.with(Forward<T, W, Piece<T, Fit::Spread>, kNorm, 4>::Rows::kBytes);
+    using Spread = Forward<T, W, Piece<T, Fit::Spread>, kNorm, 4>;
+    const bool several = Spread::kKeep == Keep::Shared && a.cols <= 256 * kTileCluster * kVec * 4;  // blocks of a cluster's on an SM
+    const Threads block = Threads{.few = 128, .most = 512, .spread = several ? 256 : 512}.with(Spread::Rows::kBytes);
     if (dispatch_tile<T, kVec * 4, kVec * 3, true>(a.cols, block, memory, [&]<class Tile>(Tiling t) {
           using Forward = norm::Forward<T, W, Piece<T, Tile::kFit>, kNorm, Tile::kItems / kVec>;
           launch(forward_kernel<T, W, Piece<T, Tile::kFit>, kNorm, Tile::kItems / kVec>, grid_of<typename Forward::Rows>(t, a.rows, Forward::kRegisters), s, a);
