@@ -38,6 +38,10 @@ add_library(liger_cuda OBJECT ${cuda_kernels})
 target_include_directories(liger_cuda PRIVATE ${PROJECT_SOURCE_DIR})
 target_compile_features(liger_cuda PRIVATE cuda_std_20)
 target_compile_options(liger_cuda PRIVATE --expt-relaxed-constexpr --extended-lambda -Xcudafe=--diag_suppress=177)
+if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.1)
+  # The one that a build waits for, on all cores (measured on 16 of them: 94 -> 64 s).
+  set_source_files_properties(liger/ops/norm/norm_backward_cuda.cu PROPERTIES COMPILE_OPTIONS --split-compile=0)
+endif()
 target_link_libraries(liger PRIVATE liger_cuda CUDA::cudart_static)
 set_target_properties(liger PROPERTIES CUDA_ARCHITECTURES "${CMAKE_CUDA_ARCHITECTURES}")  # it was declared before they were known
 list(JOIN architectures ", " listed)

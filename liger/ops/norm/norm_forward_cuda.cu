@@ -41,30 +41,30 @@ struct Vectors {
   __device__ const Raw<W, Tile>& b() const { return of[kCount - 1]; }
 };
 
-/// x̂ · w rounded to T, as the reference does it.
-template <class T, class W, Norm kNorm, class Tile>
+/// x̂ · w rounded to T, as the reference does it. kUsual: see usual().
+template <class T, class W, Norm kNorm, bool kUsual, class Tile>
 __device__ Raw<T, Tile> product(const NormForward& a, const Tile& xhat, const Raw<W, Tile>& w) {
   if constexpr (std::is_same_v<T, W> && sizeof(T) == 2 && Tile::kWidth > 1)
     // Two 16-bit numbers multiply exactly in a float, so that this rounds once either way.
-    if (a.casting == Casting::Llama && a.offset == 0 && a.w) return packed<T>(xhat) * w;
+    if (kUsual || (a.casting == Casting::Llama && a.offset == 0 && a.w)) return packed<T>(xhat) * w;
   return packed<T>(weighted<T, kNorm>(xhat, to_tile(w) + (a.w ? a.offset : 1), a.casting));
 }
 
 /// What a row's product is modulated by, on its way as it lies in memory; floats beside 16-bit rows are fetched when they are needed.
-template <class T, class Tile, Norm kNorm, class At>
+template <class T, class Tile, Norm kNorm, bool kUsual, class At>
 struct Modulation {
   At by;
   Raw<T, Tile> scale, shift{};
 
   /// by: where it lies.
   __device__ Modulation(const NormForward& a, const At& by) : by(by) {
-    if (a.modulation_dtype != a.dtype) return;
+    if (!kUsual && a.modulation_dtype != a.dtype) return;
     scale = fetch_loose<T, Tile>(a.scale, by);
-    if (a.shift) shift = fetch_loose<T, Tile>(a.shift, by);
+    if (kUsual || a.shift) shift = fetch_loose<T, Tile>(a.shift, by);
   }
 
   __device__ Raw<T, Tile> operator()(const NormForward& a, const Raw<T, Tile>& n) const {
-    if (a.modulation_dtype == a.dtype) return of(n, scale, shift);
+    if (kUsual || a.modulation_dtype == a.dtype) return of(n, scale, shift);
     return of(n, fetch_loose<float, Tile>(a.scale, by), a.shift ? fetch_loose<float, Tile>(a.shift, by) : Raw<float, Tile>{});
   }
 
@@ -75,21 +75,27 @@ struct Modulation {
   }
 };
 
-template <class T, class Tile, Norm kNorm, class At>
+template <class T, class Tile, Norm kNorm, bool kUsual, class At>
   requires(!modulated(kNorm))
-struct Modulation<T, Tile, kNorm, At> {
+struct Modulation<T, Tile, kNorm, kUsual, At> {
   __device__ Modulation(const NormForward&, const At&) {}
   __device__ const Raw<T, Tile>& operator()(const NormForward&, const Raw<T, Tile>& n) const { return n; }
 };
 
+/// Whether a modulated row asks for what most do: each piece takes a fifth fewer instructions where it is known beforehand.
+template <Norm kNorm>
+__device__ bool usual(const NormForward& a) {
+  return modulated(kNorm) && a.casting == Casting::Llama && a.offset == 0 && a.w && a.shift && a.modulation_dtype == a.dtype;
+}
+
 /// by: where the row's modulation lies, as at does.
-template <class T, class W, Norm kNorm, class Tile, class At>
+template <class T, class W, Norm kNorm, bool kUsual = false, class Tile, class At>
 __device__ void output(const NormForward& a, const Tile& x, const Vectors<W, Tile, kNorm>& shared, const At& by, Stats stats, const At& at) {
-  const Modulation<T, Tile, kNorm, At> modulation(a, by);
+  const Modulation<T, Tile, kNorm, kUsual, At> modulation(a, by);
   const float alpha = tanh_of(kNorm) ? number(a.alpha) : 0;
   const Tile xhat = normalised<T, Tile, kNorm>(x, stats, alpha);
   if constexpr (biased(kNorm)) store<T>(Tile::map([](float x, float w, float b) { return fmaf(x, w, b); }, xhat, to_tile(shared.w()), to_tile(shared.b())), a.y, at);
-  else store<T>(modulation(a, product<T, W, kNorm>(a, xhat, shared.w())), a.y, at);
+  else store<T>(modulation(a, product<T, W, kNorm, kUsual>(a, xhat, shared.w())), a.y, at);
 }
 
 /// sum / cols; rounded once where it shows.
@@ -230,12 +236,16 @@ __global__ void __maxnreg__((Forward<T, W, Tile, kNorm, kPieces>::kRegisters)) f
     });
     const int64_t modulation = modulation_of<kNorm>(a, row);
     rows.again();
-    for_each_piece<kPieces>([&](int piece) {
-      const auto at = rows.at(piece);
-      if constexpr (kShelf) held[0] = rows.template shelf<Vectors>(piece);
-      if constexpr (kLate) hold(piece + 1);  // before a store, which loads do not overtake
-      output<T, W, kNorm>(a, to_tile(rows.get(0, piece)), held[piece % kHeld], at.of(modulation, a.modulations), stats, at);
-    });
+    const auto write = [&]<bool kUsual>(std::bool_constant<kUsual>) {
+      for_each_piece<kPieces>([&](int piece) {
+        const auto at = rows.at(piece);
+        if constexpr (kShelf) held[0] = rows.template shelf<Vectors>(piece);
+        if constexpr (kLate) hold(piece + 1);  // before a store, which loads do not overtake
+        output<T, W, kNorm, kUsual>(a, to_tile(rows.get(0, piece)), held[piece % kHeld], at.of(modulation, a.modulations), stats, at);
+      });
+    };
+    if (modulated(kNorm) && usual<kNorm>(a)) write(std::bool_constant<modulated(kNorm)>());
+    else write(std::false_type());
     keep<kNorm>(a, stats, row);
     if constexpr (!Forward::Rows::kWalks) break;
   }
