@@ -49,21 +49,23 @@ void unpack(const Int2Matmul& g, int64_t p, int64_t run, int64_t c, Lanes (&code
   }
 }
 
-/// Columns p, P + p, 2P + p and 3P + p of rows [m, m_end) of a side by side, and the sums of those rows.
+/// a's columns p, P + p, 2P + p and 3P + p side by side, and the sums of its rows.
 struct Words {
-  std::vector<int8_t> a;   // [rows, packed, 4]
-  std::vector<int> sum;
-  Words(const Int2Matmul& g, int64_t m, int64_t m_end) : a((m_end - m) * g.packed * 4), sum(m_end - m) {
-    for (int64_t r = 0; r < m_end - m; ++r) {
-      const int8_t* from = g.a + (m + r) * 4 * g.packed;
-      int8_t* to = &a[r * g.packed * 4];
+  std::vector<int8_t> a;   // [m, packed, 4]
+  std::vector<int> sum;    // [m]
+  explicit Words(const Int2Matmul& g) : a(g.m * g.packed * 4), sum(g.m) {
+    for_rows(g.m, 4 * g.packed, [&](int64_t r) {
+      const int8_t* from = g.a + r * 4 * g.packed;
+      int8_t* to = &a[r * 4 * g.packed];
+      int total = 0;
       for (int64_t p = 0; p < g.packed; ++p)
-        for (int i = 0; i < 4; ++i) sum[r] += to[4 * p + i] = from[i * g.packed + p];
-    }
+        for (int i = 0; i < 4; ++i) total += to[4 * p + i] = from[i * g.packed + p];
+      sum[r] = total;
+    });
   }
 };
 
-/// sums += the products of kM rows of packed · 4 words, at p, with kStep columns of codes.
+/// sums += the products of kM rows of words, at p, with kStep columns of codes.
 template <int kM>
 void multiply(const int8_t* words, int64_t packed, int64_t p, int64_t run, const Lanes (&codes)[2 * kRun][kVecs], int* sums) {
   Lanes x[kM][kVecs] = {};
@@ -83,8 +85,7 @@ void multiply(const int8_t* words, int64_t packed, int64_t p, int64_t run, const
     }
 }
 
-void task(const Int2Matmul& g, int64_t m, int64_t m_end, int64_t c, int64_t c_end) {
-  const Words words(g, m, m_end);
+void task(const Int2Matmul& g, const Words& words, int64_t m, int64_t m_end, int64_t c, int64_t c_end) {
   std::vector<int> sums((m_end - m) * kStrip);
   Lanes codes[2 * kRun][kVecs];
   for (int64_t p = 0; p < g.packed; p += kRun) {
@@ -92,24 +93,25 @@ void task(const Int2Matmul& g, int64_t m, int64_t m_end, int64_t c, int64_t c_en
     for (int64_t at = c; at < c_end; at += kStep) {
       unpack(g, p, run, at, codes);
       const auto some = [&]<int kM>(std::integral_constant<int, kM>, int64_t r) {
-        multiply<kM>(&words.a[r * g.packed * 4], g.packed, p, run, codes, &sums[r * kStrip + at - c]);
+        multiply<kM>(&words.a[r * g.packed * 4], g.packed, p, run, codes, &sums[(r - m) * kStrip + at - c]);
       };
-      int64_t r = 0;
-      for (; r + 2 <= m_end - m; r += 2) some(std::integral_constant<int, 2>(), r);
-      for (; r < m_end - m; ++r) some(std::integral_constant<int, 1>(), r);
+      int64_t r = m;
+      for (; r + 2 <= m_end; r += 2) some(std::integral_constant<int, 2>(), r);
+      for (; r < m_end; ++r) some(std::integral_constant<int, 1>(), r);
     }
   }
   for (int64_t r = m; r < m_end; ++r)
-    for (int64_t i = c; i < c_end; ++i) g.out[r * g.n + i] = sums[(r - m) * kStrip + i - c] - words.sum[r - m];
+    for (int64_t i = c; i < c_end; ++i) g.out[r * g.n + i] = sums[(r - m) * kStrip + i - c] - words.sum[r];
 }
 
 }  // namespace
 
 LIGER_REGISTER(int2_matmul_kernel, [](const Int2Matmul& g, Stream) {
+  const Words words(g);
   const int64_t strips = (g.n + kStrip - 1) / kStrip;
   for_rows((g.m + kRows - 1) / kRows * strips, kStrip * g.packed, [&](int64_t i) {
     const int64_t m = i / strips * kRows, c = i % strips * kStrip;
-    task(g, m, std::min(g.m, m + kRows), c, std::min(g.n, c + kStrip));
+    task(g, words, m, std::min(g.m, m + kRows), c, std::min(g.n, c + kStrip));
   });
 });
 
