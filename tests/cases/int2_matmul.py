@@ -46,6 +46,7 @@ CASES = [
             (lambda d: matmul(operands(d)[0][:, ::2].expand(2, 4), operands(d)[1][:1]), AssertionError, "contiguous"),
             (lambda d: ops.int2_matmul(*operands(d, 12)), RuntimeError, "expected a"),
             (lambda d: ops.int2_matmul(*operands(d)[::-1]), TypeError, "must be int8"),
+            (lambda d: ops.int2_matmul(*(torch.empty(s, dtype=t, device="meta") for s, t in (((1, 2**33), torch.int8), ((2**31, 1), torch.uint8)))), ValueError, "fewer than"),
         ],
     ),
     Case(
