@@ -36,7 +36,7 @@ int64_t chunk_of(int64_t tokens) {
   return chunk;
 }
 
-inline constexpr int64_t kFew = 256;  // tokens up to which it takes less time to compare than to sort
+inline constexpr int64_t kFew = 256;  // tokens: few enough to be compared with each other instead of sorted, which takes 16 launches on CUDA
 
 Tensor backward(const Tensor& dy_, const Tensor& ids_, c10::SymInt classes_, int64_t padding_idx) {
   check_rows("embedding", dy_);
