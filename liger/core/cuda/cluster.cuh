@@ -42,6 +42,7 @@ struct Clusters {
   static constexpr int kMost = 8;                    // blocks on a row
   static constexpr int kEnough = 4096;               // blocks for all multiprocessors: more are not needed where nothing is kept
   static constexpr int kGroups = 4;                  // of copies to shared memory, which are worked on as they come
+  static constexpr int kBatch = 4;                   // packs of a thread in such a group, where they may be replaced
   using RowSet = cuda::RowSet<T, kMatrices>;
   using Value = typename RowSet::Value;
   int64_t rows;
@@ -73,7 +74,7 @@ struct Clusters {
     return i >= 0 && i < share && i % kThreads == int(threadIdx.x);
   }
 
-  struct Kept {};          // nothing of a thread's own
+  struct Kept { float notes[kGroups]; };  // a thread's own: see replace
 
   /// Sends for the row's first packs, before it is known whether it is wanted.
   __device__ void begin(Kept&, const RowSet& x) const {
@@ -86,12 +87,31 @@ struct Clusters {
   __device__ void pass(Kept&, const RowSet& x, F f) const {
     const Part part(*this, x);
     if (!kept) return for_each_batch<n, kFill>(part.begin, part.end, kThreads, x.blank(), [&](int k) { return x.load(k); }, f);
-    for (int group = 1; group < kGroups; ++group) send(part, x, group);
-#pragma unroll 1
-    for (int group = 0; group < kGroups; ++group) {
-      await_copies(kGroups - 1 - group);
+    each_group(part, x, [&](int group) {
       for_each_batch<n, kFill>(part.first(group), part.first(group + 1), kThreads, x.blank(), part, f);
-    }
+    });
+  }
+
+  /// Whether what is kept of a row may be replaced.
+  __device__ bool replaces() const { return kept && share <= kGroups * kBatch * kThreads; }
+
+  /// As pass where that may be, once: f(values) puts what is to be kept in the values' place, and returns a note that goes with it.
+  template <class F>
+  __device__ void replace(Kept& own, const RowSet& x, F f) const {
+    static_assert(kMatrices == 1);
+    const Part part(*this, x);
+    each_group(part, x, [&](int group) {
+      const int end = part.first(group + 1);
+      for_each_batch<kBatch, true>(part.first(group), end, kThreads, x.blank(), part, [&](int k, auto& values) {
+        const float note = f(values);
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i)
+          if (k + i * kThreads < end) part.at(0, k + i * kThreads) = values[i];
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g)
+          if (g == group) own.notes[g] = note;
+      });
+    });
   }
 
   /// Once more, what is left over one at a time.
@@ -100,6 +120,20 @@ struct Clusters {
     const Part part(*this, x);
     if (kept) for_each_batch<n, false>(part.begin, part.end, kThreads, {}, part, f);
     else for_each_batch<n, false>(part.begin, part.end, kThreads, {}, [&](int k) { return x.load(k); }, f);
+  }
+
+  /// Again after replace: f(k, what was kept, its note).
+  template <class F>
+  __device__ void again_replaced(const Kept& own, const RowSet& x, F f) const {
+    const Part part(*this, x);
+#pragma unroll 1
+    for (int group = 0; group < kGroups; ++group) {
+      float note = own.notes[0];
+#pragma unroll
+      for (int g = 1; g < kGroups; ++g)
+        if (g == group) note = own.notes[g];
+      for_each_batch<kBatch, false>(part.first(group), part.first(group + 1), kThreads, {}, part, [&](int k, auto& values) { f(k, values, note); });
+    }
   }
 
   /// Op over all threads on the row, or those of this block, kTurns = 1: once. What is kept leaves such slots little room.
@@ -127,6 +161,17 @@ struct Clusters {
       return v;
     }
   };
+
+  /// f(group) for each group of packs when it has come.
+  template <class F>
+  __device__ void each_group(const Part& part, const RowSet& x, F f) const {
+    for (int group = 1; group < kGroups; ++group) send(part, x, group);
+#pragma unroll 1
+    for (int group = 0; group < kGroups; ++group) {
+      await_copies(kGroups - 1 - group);
+      f(group);
+    }
+  }
 
   __device__ void send(const Part& part, const RowSet& x, int group) const {
     const bool near = shared_bytes_here() <= kNearBytes;
@@ -161,7 +206,10 @@ struct ShortRows {
   __device__ bool first() const { return threadIdx.x == 0; }
   __device__ bool mine(int k) const { return k % int(blockDim.x) == int(threadIdx.x); }
 
-  struct Kept { Value values[kLoads]; };
+  struct Kept {
+    Value values[kLoads];
+    float note;
+  };
 
   __device__ void begin(Kept& kept, const RowSet& x) const {
     each(x, [&](int k, int u) { kept.values[u] = x.load(k); });
@@ -176,6 +224,24 @@ struct ShortRows {
       Value values[1] = {kept.values[u]};
       f(k, values);
     });
+  }
+
+  __device__ static constexpr bool replaces() { return true; }
+
+  template <class F>
+  __device__ void replace(Kept& kept, const RowSet& x, F f) const {
+    Value values[kLoads];
+#pragma unroll
+    for (Value& value : values) value = x.blank();
+    each(x, [&](int, int u) { values[u] = kept.values[u]; });
+    kept.note = f(values);
+#pragma unroll
+    for (int u = 0; u < kLoads; ++u) kept.values[u] = values[u];
+  }
+
+  template <class F>
+  __device__ void again_replaced(const Kept& kept, const RowSet& x, F f) const {
+    again<1>(kept, x, [&](int k, auto& values) { f(k, values, kept.note); });
   }
 
   template <class Op, int kTurns = 1> using Reduce = RowReduce<Op, false, false, kThreads / 32, kTurns>;

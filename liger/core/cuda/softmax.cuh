@@ -69,6 +69,30 @@ struct OnlineSoftmax {
     v = {top, v.sum * factor(v.max, top) + sums[0]};
   }
 
+  /// What keep multiplies exponentials by, so that half has all its bits for those from 2^-29 on: what is next to nothing beside 1.
+  __device__ static float lift(float max) { return fabsf(max) < kFar ? 15.f : 0.f; }
+  __device__ static float lowered(float max) { return fabsf(max) < kFar ? 1.f / (1 << 15) : 1.f; }
+
+  /// As push, of 16-bit numbers, whose place exp(z − max) · 2^lift(max) takes, as half: a later pass needs no exponential. Returns that max;
+  /// v.sum is to be multiplied by lowered(v.max) when all is pushed.
+  template <class Pack, int n>
+  __device__ static float keep(Value& v, Pack (&packs)[n]) {
+    const float top = largest<T>(packs, v.max), shift = fmaf(-top, scale(top), lift(top));
+    float sum = 0;
+#pragma unroll
+    for (Pack& pack : packs) {
+#pragma unroll
+      for (unsigned& word : pack.words) {
+        const float2 z = to_floats<T>(word);
+        const float low = exp2_approx(fmaf(z.x, scale(top), shift)), high = exp2_approx(fmaf(z.y, scale(top), shift));
+        sum += low + high;
+        word = to_word<half>(low, high);
+      }
+    }
+    v = {top, v.sum * factor(v.max, top) + sum};
+    return top;
+  }
+
   __device__ Value operator()(Value a, Value b) const {
     const float top = fmaxf(a.max, b.max);
     return {top, a.sum * factor(a.max, top) + b.sum * factor(b.max, top)};

@@ -73,23 +73,31 @@ __global__ void __launch_bounds__(Rows::kThreads, kGradient ? Rows::kBlocks : Ro
   const float z_y = logit(float(x.first[x.shift + y]));
 
   Part part;
-  rows.template pass<kAtOnce, kPlain>(kept, set, [&](int k, const auto& packs) {
-    if constexpr (kPlain) {
-      Softmax::push(part.sum, packs);
-    } else {
-      float z[kWidth];
-      packs[0].to_float(z);
-      for (int j = 0; j < kWidth; ++j) {
-        const int c = x.column(k) + j;
-        if (c < 0 || c >= x.n) continue;  // stays −inf, which a softcap would lift
-        z[j] = logit(z[j]);
-        if (a.label_smoothing > 0) part.weighted += weight(c) * z[j];
-        if (z[j] > part.best.max) part.best = {z[j], c};
+  // A gradient of 16-bit numbers is made of exponentials in 16 bits: two a logit would be what the pass waits for (most of all beside GEMMs,
+  // which leave the chip a lower clock: 1.22 -> 1.13 ms for 4096 x 248320).
+  constexpr bool kKeeps = kPlain && kGradient && Softmax::kFast;
+  if (kKeeps && rows.replaces()) {
+    if constexpr (kKeeps) rows.replace(kept, set, [&](auto& packs) { return Softmax::keep(part.sum, packs); });
+    part.sum.sum *= Softmax::lowered(part.sum.max);
+  } else {
+    rows.template pass<kAtOnce, kPlain>(kept, set, [&](int k, const auto& packs) {
+      if constexpr (kPlain) {
+        Softmax::push(part.sum, packs);
+      } else {
+        float z[kWidth];
+        packs[0].to_float(z);
+        for (int j = 0; j < kWidth; ++j) {
+          const int c = x.column(k) + j;
+          if (c < 0 || c >= x.n) continue;  // stays −inf, which a softcap would lift
+          z[j] = logit(z[j]);
+          if (a.label_smoothing > 0) part.weighted += weight(c) * z[j];
+          if (z[j] > part.best.max) part.best = {z[j], c};
+        }
+        const cuda::Pack<float, kWidth> logits[] = {cuda::Pack<float, kWidth>::from_float(z)};
+        Softmax::push(part.sum, logits);
       }
-      const cuda::Pack<float, kWidth> logits[] = {cuda::Pack<float, kWidth>::from_float(z)};
-      Softmax::push(part.sum, logits);
-    }
-  });
+    });
+  }
   part.sum = typename Rows::template ReduceBlock<Softmax, true>()(part.sum);
   if constexpr (!kPlain) part.best = typename Rows::template ReduceBlock<ArgMax>()(part.best), part.weighted = typename Rows::template ReduceBlock<Sum>()(part.weighted);
   Part all;
@@ -136,20 +144,35 @@ __global__ void __launch_bounds__(Rows::kThreads, kGradient ? Rows::kBlocks : Ro
     }
     return d;
   };
-  rows.template again<kAtOnce>(kept, set, [&](int k, auto& packs) {
-    int first = x.column(k);
+  if (kKeeps && rows.replaces()) {
+    if constexpr (kKeeps) rows.again_replaced(kept, set, [&](int k, auto& packs, float max) {
+        const float by = of_exp * Softmax::factor(max, sum.max) * Softmax::lowered(max);
 #pragma unroll
-    for (Pack& pack : packs) {
-      float f[kWidth];
-      pack.to_float(f);
+        for (Pack& pack : packs) {
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j)
-        if (kPlain || (first + j >= 0 && first + j < x.n)) f[j] = gradient(f[j], first + j);
-      pack = Pack::from_float(f);
-      first += Rows::kThreads * kWidth;
-    }
-    dx.template store<Rows::kThreads>(k, packs, x);
-  });
+          for (unsigned& word : pack.words) {
+            const float2 e = to_floats<half>(word);
+            word = to_word<T>(e.x * by, e.y * by);
+          }
+        }
+        dx.template store<Rows::kThreads>(k, packs, x);
+      });
+  } else {
+    rows.template again<kAtOnce>(kept, set, [&](int k, auto& packs) {
+      int first = x.column(k);
+#pragma unroll
+      for (Pack& pack : packs) {
+        float f[kWidth];
+        pack.to_float(f);
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j)
+          if (kPlain || (first + j >= 0 && first + j < x.n)) f[j] = gradient(f[j], first + j);
+        pack = Pack::from_float(f);
+        first += Rows::kThreads * kWidth;
+      }
+      dx.template store<Rows::kThreads>(k, packs, x);
+    });
+  }
   // The label's own, by the thread that has stored its pack, and after that.
   if (rows.mine(x.pack(int(y)))) dx.first[dx.shift + y] = T(float((of_p * p_y - (kPlain ? 0 : each * weight(int(y))) - s * w_y * by_0) * (1 - t_y * t_y)));
 }
