@@ -89,9 +89,9 @@ at::Tensor int2_unpack(const at::Tensor& packed);
 /// What cross_entropy and fused_linear_cross_entropy return. Only the loss is differentiable.
 struct CrossEntropyResult {
   at::Tensor loss;       // a scalar, or [rows] without reduction
-  at::Tensor z_loss;     // the part of it that lse_square_scale adds
-  at::Tensor accuracy;   // as loss; empty unless asked for
-  at::Tensor predicted;  // [rows], int64; empty unless asked for
+  at::Tensor z_loss;     // as loss: the part of it that lse_square_scale adds; undefined unless asked for
+  at::Tensor accuracy;   // as loss; undefined unless asked for
+  at::Tensor predicted;  // [rows], int64; undefined unless asked for
 };
 
 /// Cross entropy of logits x [rows, classes] with labels target [rows]; class_weight [classes]. The gradient is made in the same pass.

@@ -53,7 +53,8 @@ def reference(x, y, w, **options):
 def schema(inputs, options):
     known = dict(lse_square_scale=0.0, label_smoothing=0.0, reduction="mean", softcap=None)
     known.update((k, v) for k, v in split(options).items() if k in known)
-    return ops.cross_entropy, (*inputs, *loss_options(IGNORE, **known, return_token_accuracy=True, return_predicted_tokens=True))
+    extras = dict.fromkeys(("return_z_loss", "return_token_accuracy", "return_predicted_tokens"), bool(options))  # absent ones are undefined
+    return ops.cross_entropy, (*inputs, *loss_options(IGNORE, **known, **extras))
 
 
 def head_make(shape, options):

@@ -66,8 +66,9 @@ struct Clusters {
   }
 
   __device__ int64_t row() const { return blockIdx.x / blocks; }
-  /// The first thread on the row.
-  __device__ bool first() const { return rank() == 0 && threadIdx.x == 0; }
+  /// The first thread on the row, and the block that it is in.
+  __device__ bool first() const { return leads() && threadIdx.x == 0; }
+  __device__ bool leads() const { return rank() == 0; }
   /// Whether pack k of the row is this thread's.
   __device__ bool mine(int k) const {
     const int i = k - rank() * share;
@@ -204,6 +205,7 @@ struct ShortRows {
 
   __device__ int64_t row() const { return int64_t(blockIdx.x) * blockDim.y + threadIdx.y; }
   __device__ bool first() const { return threadIdx.x == 0; }
+  __device__ static constexpr bool leads() { return true; }
   __device__ bool mine(int k) const { return k % int(blockDim.x) == int(threadIdx.x); }
 
   struct Kept {

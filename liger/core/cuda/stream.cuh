@@ -92,17 +92,17 @@ struct Row {
   __device__ T* at(int k, const Row<L>& like) const { return first + k * Row<L>::kWidth - (like.shift - shift); }
 };
 
-/// f(load(i)) for every i below n, by one block, kBatch loads of a thread in flight at once.
+/// f(load(i)) for every i below n, by the first `threads` of one block, kBatch loads of a thread in flight at once.
 template <int kBatch, class Load, class F>
-__device__ void for_each_in_batches(int64_t n, Load load, F f) {
-  for (int64_t first = threadIdx.x; first < n; first += kBatch * int64_t(blockDim.x)) {
+__device__ void for_each_in_batches(int64_t n, Load load, F f, unsigned threads = blockDim.x) {
+  for (int64_t first = threadIdx.x; first < n; first += kBatch * int64_t(threads)) {
     decltype(load(first)) loaded[kBatch];
 #pragma unroll
     for (int u = 0; u < kBatch; ++u)
-      if (const int64_t i = first + u * int64_t(blockDim.x); i < n) loaded[u] = load(i);
+      if (const int64_t i = first + u * int64_t(threads); i < n) loaded[u] = load(i);
 #pragma unroll
     for (int u = 0; u < kBatch; ++u)
-      if (const int64_t i = first + u * int64_t(blockDim.x); i < n) f(loaded[u]);
+      if (const int64_t i = first + u * int64_t(threads); i < n) f(loaded[u]);
   }
 }
 

@@ -123,14 +123,23 @@ struct Op {
 };
 
 /// What the Autograd key runs for an operator: Node where one of the first kInputs arguments is to be differentiated, and the
-/// operator below autograd where not. Node does not see that other arguments could be.
+/// operator below autograd where not. Node does not see that other arguments could be. A Node whose forward also takes R* puts the results
+/// there, those that have no derivative and may be undefined among them, and returns the first alone.
 template <class Node, int kInputs, class Op>
 struct Differentiated;
 template <class Node, int kInputs, Name kName, class R, class... A, R (*kFunction)(A...)>
 struct Differentiated<Node, kInputs, Op<kName, kFunction>> {
   static R call(A... args) {
-    if (at::GradMode::is_enabled() && any_wants_grad(std::index_sequence_for<A...>(), args...))
-      return result(apply(std::index_sequence_for<A...>(), args...));
+    if (at::GradMode::is_enabled() && any_wants_grad(std::index_sequence_for<A...>(), args...)) {
+      if constexpr (std::is_invocable_v<decltype(Node::forward), AutogradContext*, A..., R*>) {
+        R all;
+        const auto first = apply(std::index_sequence_for<A...>(), args..., &all)[0];
+        std::get<0>(all) = first;
+        return all;
+      } else {
+        return result(apply(std::index_sequence_for<A...>(), args...));
+      }
+    }
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     return Op<kName, kFunction>()(args...);
   }
@@ -139,8 +148,8 @@ struct Differentiated<Node, kInputs, Op<kName, kFunction>> {
   template <size_t... i>
   static bool any_wants_grad(std::index_sequence<i...>, const A&... args) { return ((int(i) < kInputs && wants_grad(args)) || ...); }
 
-  template <size_t... i>
-  static auto apply(std::index_sequence<i...>, const A&... args) { return Node::apply(detached<(int(i) >= kInputs)>(args)...); }
+  template <size_t... i, class... More>
+  static auto apply(std::index_sequence<i...>, const A&... args, More... more) { return Node::apply(detached<(int(i) >= kInputs)>(args)..., more...); }
 
   template <bool kDetach, class T>
   static T detached(const T& t) {

@@ -68,14 +68,12 @@ bool capturing(const Tensor& t) {
 
 /// The indices of the tokens that are not ignored; undefined where leaving the others out saves too little, or where their number is
 /// not known and not to be waited for.
-Tensor kept_tokens(const Tensor& target, const Tensor& weight, int64_t ignore_index, int64_t valid_count) {
+Tensor kept_tokens(const Tensor& target, const Tensor& weight, const Batch& batch, int64_t ignore_index, int64_t valid_count) {
   const int64_t tokens = target.size(0), worthwhile = tokens - std::max<int64_t>(1, tokens / 64);
   const double work = 6. * double(tokens) * double(weight.size(0)) * double(weight.size(1));
-  const bool ask = target.is_cpu() || (valid_count < 0 && work >= kWorthReadingCount && !capturing(target));
-  if (valid_count > worthwhile || (valid_count < 0 && !ask)) return {};
-  const Tensor valid = target.ne(ignore_index);
-  const Tensor kept = (ask ? at::nonzero(valid) : at::nonzero_static(valid, valid_count)).view(-1);
-  return kept.size(0) <= worthwhile ? kept : Tensor();
+  if (target.is_cpu() || (valid_count < 0 && work >= kWorthReadingCount && !capturing(target))) valid_count = batch.valid();
+  if (valid_count < 0 || valid_count > worthwhile) return {};
+  return at::nonzero_static(target.ne(ignore_index), valid_count).view(-1);
 }
 
 /// Values of the kept tokens among `fill` for the others.
@@ -107,57 +105,57 @@ at::ScalarType compute_dtype(const Tensor& hidden, const Tensor& weight, std::op
 
 using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-/// The results, then dhidden, dweight, dbias (empty unless wanted) and the number that these are still to be divided by.
+/// The results, then dhidden, dweight, dbias (undefined unless wanted) and the number that these are still to be divided by.
 Forward forward(const Tensor& hidden_, const Tensor& weight_, const OptTensor& bias_, const Tensor& target_, const OptTensor& class_weight,
                 const OptTensor& normalizer, at::IntArrayRef flags, at::ArrayRef<double> scales, int64_t valid_count, int64_t max_bytes,
                 std::optional<at::ScalarType> asked, bool with_dhidden, bool with_dweight, bool with_dbias) {
   const CrossEntropyOptions options = cross_entropy::unpack(flags, scales);
   check(hidden_, weight_, bias_, target_, class_weight, options);
   const auto dtype = compute_dtype(hidden_, weight_, asked);
-  const auto empty = [](const Tensor& like) { return at::empty({0}, like.options()); };
   if (hidden_.is_meta()) {
-    const auto like = [&](bool wanted, const Tensor& t) { return wanted ? at::empty_symint(t.sym_sizes(), t.options()) : empty(t); };
+    const auto like = [&](bool wanted, const Tensor& t) { return wanted ? at::empty_symint(t.sym_sizes(), t.options()) : Tensor(); };
     return std::tuple_cat(cross_entropy::empty_results(target_, options, at::kFloat, dtype, hidden_.options()),
                           std::make_tuple(like(with_dhidden, hidden_), like(with_dweight, weight_), like(with_dbias && bias_, bias_ ? *bias_ : hidden_),
                                           at::empty({}, hidden_.options().dtype(at::kFloat))));
   }
   const int64_t tokens = hidden_.size(0);
-  const Tensor kept = kept_tokens(target_, weight_, options.ignore_index, valid_count);
-  const Tensor target = kept.defined() ? target_.index_select(0, kept) : target_;
+  const auto of_labels = [&](const Tensor& target) { return Batch(target, class_weight, normalizer, weight_.size(0), options, at::kFloat); };
+  Batch batch = of_labels(target_);
+  const Tensor kept = kept_tokens(target_, weight_, batch, options.ignore_index, valid_count);
+  if (kept.defined()) batch = of_labels(target_.index_select(0, kept));
   const Tensor hidden = (kept.defined() ? hidden_.index_select(0, kept) : hidden_.contiguous()).to(dtype);
   const Tensor weight = weight_.contiguous().to(dtype), bias = bias_ ? bias_->to(dtype) : Tensor();
-  Batch batch(target, class_weight, normalizer, weight.size(0), options);
   // In half precision a mean's gradients would vanish before a loss scale reaches them: they stay those of the sum until backward.
   const bool undivided = dtype == at::kHalf && (with_dhidden || with_dweight || with_dbias);
   const Tensor divisor = undivided ? batch.divisor() : at::ones({}, hidden.options().dtype(at::kFloat));
-  auto d = pass(hidden, weight, bias, batch, undivided ? divisor.expand({target.size(0)}).contiguous() : Tensor(),
+  auto d = pass(hidden, weight, bias, batch, undivided ? divisor.expand({hidden.size(0)}).contiguous() : Tensor(),
                 {with_dhidden, with_dweight, with_dbias && bias.defined()}, weight_.scalar_type(), max_bytes);
-  auto [loss, z_loss, accuracy, predicted] = batch.results(at::kFloat, dtype);
+  auto [loss, z_loss, accuracy, predicted] = batch.results(dtype);
   if (options.predicted) predicted = scatter(kept, predicted, tokens, -1);
   if (options.reduction == Reduction::None) {
-    loss = scatter(kept, loss, tokens, 0), z_loss = scatter(kept, z_loss, tokens, 0);
+    loss = scatter(kept, loss, tokens, 0);
+    if (options.z_loss) z_loss = scatter(kept, z_loss, tokens, 0);
     if (options.accuracy) accuracy = scatter(kept, accuracy, tokens, 0);
   }
   return {loss, z_loss, accuracy, predicted,
-          d.hidden.defined() ? scatter(kept, d.hidden.to(hidden_.scalar_type()), tokens, 0) : empty(hidden_), d.weight.defined() ? d.weight : empty(weight_),
-          d.bias.defined() ? d.bias.to(bias_->scalar_type()) : empty(hidden_), divisor};
+          d.hidden.defined() ? scatter(kept, d.hidden.to(hidden_.scalar_type()), tokens, 0) : Tensor(), d.weight,
+          d.bias.defined() ? d.bias.to(bias_->scalar_type()) : Tensor(), divisor};
 }
 
 /// The gradients where every token has its own upstream gradient: the logits are made again.
 std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& g, const Tensor& hidden, const Tensor& weight, const OptTensor& bias_, const Tensor& target,
                                             const OptTensor& class_weight, at::IntArrayRef flags, at::ArrayRef<double> scales, int64_t max_bytes,
                                             std::optional<at::ScalarType> asked, bool with_dhidden, bool with_dweight, bool with_dbias) {
-  const auto empty = [](bool wanted, const Tensor& t) { return wanted ? at::empty_symint(t.sym_sizes(), t.options()) : at::empty({0}, t.options()); };
+  const auto empty = [](bool wanted, const Tensor& t) { return wanted ? at::empty_symint(t.sym_sizes(), t.options()) : Tensor(); };
   if (hidden.is_meta()) return {empty(with_dhidden, hidden), empty(with_dweight, weight), empty(with_dbias && bias_, bias_ ? *bias_ : hidden)};
   CrossEntropyOptions options = cross_entropy::unpack(flags, scales);
-  options.accuracy = options.predicted = false;
+  options.z_loss = options.accuracy = options.predicted = false;
   const auto dtype = compute_dtype(hidden, weight, asked);
   const Tensor bias = bias_ ? bias_->to(dtype) : Tensor();
-  Batch batch(target, class_weight, {}, weight.size(0), options);
+  Batch batch(target, class_weight, {}, weight.size(0), options, at::kFloat);
   auto d = pass(hidden.contiguous().to(dtype), weight.contiguous().to(dtype), bias, batch, g.to(at::kFloat).contiguous(),
                 {with_dhidden, with_dweight, with_dbias && bias.defined()}, weight.scalar_type(), max_bytes);
-  return {d.hidden.defined() ? d.hidden.to(hidden.scalar_type()) : empty(false, hidden), d.weight.defined() ? d.weight : empty(false, weight),
-          d.bias.defined() ? d.bias.to(bias_->scalar_type()) : empty(false, hidden)};
+  return {d.hidden.defined() ? d.hidden.to(hidden.scalar_type()) : Tensor(), d.weight, d.bias.defined() ? d.bias.to(bias_->scalar_type()) : Tensor()};
 }
 
 Results inference(const Tensor& hidden, const Tensor& weight, const OptTensor& bias, const Tensor& target, const OptTensor& class_weight,
@@ -176,8 +174,8 @@ struct Autograd : torch::autograd::Function<Autograd> {
 
   static variable_list forward(AutogradContext* ctx, const Tensor& hidden, const Tensor& weight, const OptTensor& bias, const Tensor& target,
                                const OptTensor& class_weight, const OptTensor& normalizer, at::IntArrayRef flags,
-                               at::ArrayRef<double> scales, int64_t valid_count, int64_t max_bytes, std::optional<at::ScalarType> dtype) {
-    const bool reduced = Reduction(flags.at(1)) != Reduction::None;
+                               at::ArrayRef<double> scales, int64_t valid_count, int64_t max_bytes, std::optional<at::ScalarType> dtype, Results* results) {
+    const bool reduced = cross_entropy::unpack(flags, scales).reduction != Reduction::None;
     const bool dh = wants_grad(hidden), dw = wants_grad(weight), db = wants_grad(bias);
     auto [loss, z_loss, accuracy, predicted, dhidden, dweight, dbias, divisor] =
         forward_op(hidden, weight, bias, target, class_weight, normalizer, flags, scales, valid_count, max_bytes, dtype,
@@ -186,15 +184,15 @@ struct Autograd : torch::autograd::Function<Autograd> {
     else ctx->save_for_backward({hidden, weight, value_or_undefined(bias), target, value_or_undefined(class_weight)});
     ctx->saved_data["attrs"] = Attributes(flags.vec(), scales.vec(), max_bytes, dtype ? std::optional<int64_t>(int64_t(*dtype)) : std::nullopt, dh, dw, db);
     ctx->saved_data["divided"] = !(dtype == at::kHalf || (!dtype && hidden.scalar_type() == at::kHalf));
-    ctx->mark_non_differentiable({z_loss, accuracy, predicted});
-    return {loss, z_loss, accuracy, predicted};
+    *results = {loss, z_loss, accuracy, predicted};
+    return {loss};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
     const auto [flags, scales, max_bytes, dtype, dh, dw, db] = ctx->saved_data["attrs"].to<Attributes>();
-    variable_list d(11);
-    if (Reduction(flags.at(1)) != Reduction::None) {
+    variable_list d(12);
+    if (cross_entropy::unpack(flags, scales).reduction != Reduction::None) {
       const Tensor g = ctx->saved_data["divided"].toBool() ? grads[0] : grads[0] / saved[3];
       for (int i : {0, 1, 2})
         if (i == 0 ? dh : i == 1 ? dw : db) d[i] = scaled(saved[i], g);

@@ -3,16 +3,32 @@
 
 namespace liger {
 
-/// What the sums over a batch are divided by, from its labels; all on the device, so that the host never waits.
-/// divisor = (Σ w_y, n) for a mean over the n labels that are not ignored, (1, 1) for a sum, (normalizer, normalizer) where one is given.
+/// What is known of a batch from its labels; all on the device, so that the host need not wait.
+/// divisors = (Σ w_y, n) for a mean over the n labels that are not ignored, (1, 1) for a sum, (normalizer, normalizer) where one is given.
+struct CrossEntropySums {
+  float divisor, z_divisor;   // of the cross entropy and of the z-loss
+  float class_weights;        // Σ_j w_j
+  int blocks_done;            // of the launch that makes the totals, too
+  int64_t valid;              // n
+};
+
 struct CrossEntropyNorm {
   const int64_t* target;      // [rows]
   const float* class_weight;  // [cols] or null: all 1
   const float* normalizer;    // [1] or null
-  float* norm;                // [4]: divisor of the cross entropy, divisor of the z-loss, Σ_j w_j, n
+  CrossEntropySums* sums;
   int64_t* bad_label;         // on the host: a label outside [0, cols); null on devices that assert instead
   int64_t rows, cols, ignore_index;
   bool mean;
+};
+
+/// The totals over a batch's rows: loss and z-loss summed, accuracy = Σ correct / n.
+struct CrossEntropyTotals {
+  const float *loss, *z_loss, *correct;  // [rows]; z_loss and correct may be null
+  void *loss_total, *z_loss_total;       // [1] of dtype; z_loss_total may be null
+  float* accuracy;                       // [1] or null
+  int64_t rows;
+  DType dtype;
 };
 
 /// For a row of logits x with label y, z = softcap · tanh(x / softcap) or x, L = logsumexp(z), p = softmax(z), α = label_smoothing:
@@ -26,29 +42,20 @@ struct CrossEntropy {
   int64_t x_stride, dx_stride;
   const int64_t* target;      // [rows]
   const float* class_weight;  // [cols] or null: all 1
-  const float* norm;          // of CrossEntropyNorm
+  CrossEntropySums* sums;     // of CrossEntropyNorm
   const float* upstream;      // [rows] or null: all 1
-  float *loss, *z_loss;       // [rows]
+  float* loss;                // [rows]
+  float* z_loss;              // [rows] or null
   float* correct;             // [rows] or null: 1 where the largest logit is the label's
   int64_t* predicted;         // [rows] or null: the first largest logit
   int64_t rows, cols, ignore_index;
   float label_smoothing, lse_square_scale, softcap;  // softcap 0: none
   bool token_scaling;
   DType dtype;
-};
-
-/// The totals over rows: loss and z-loss summed, accuracy = Σ correct / n.
-struct CrossEntropyTotal {
-  const float *loss, *z_loss, *correct;  // [rows]; correct may be null
-  const float* norm;
-  void *loss_total, *z_loss_total;       // [1] of dtype
-  float* accuracy;                       // [1] or null
-  int64_t rows;
-  DType dtype;
+  CrossEntropyTotals totals;  // made after these rows, the batch's last; loss_total null: not yet
 };
 
 inline constinit Kernel<CrossEntropyNorm> cross_entropy_norm{"cross_entropy_norm"};
 inline constinit Kernel<CrossEntropy> cross_entropy_rows{"cross_entropy"};
-inline constinit Kernel<CrossEntropyTotal> cross_entropy_total{"cross_entropy_total"};
 
 }  // namespace liger

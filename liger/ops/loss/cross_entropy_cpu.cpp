@@ -5,7 +5,8 @@ namespace LIGER_CPU::cross_entropy {
 namespace {
 
 void norm(const CrossEntropyNorm& a) {
-  double n = 0, weight = 0, all = 0;
+  int64_t n = 0;
+  double weight = 0, all = 0;
   for (int64_t r = 0; r < a.rows; ++r) {
     const int64_t y = a.target[r];
     if (y == a.ignore_index) continue;
@@ -14,10 +15,18 @@ void norm(const CrossEntropyNorm& a) {
     weight += a.class_weight ? a.class_weight[y] : 1;
   }
   for (int64_t c = 0; a.class_weight && c < a.cols; ++c) all += a.class_weight[c];
-  a.norm[0] = float(a.normalizer ? *a.normalizer : a.mean ? weight : 1);
-  a.norm[1] = float(a.normalizer ? *a.normalizer : a.mean ? n : 1);
-  a.norm[2] = float(a.class_weight ? all : a.cols);
-  a.norm[3] = float(n);
+  *a.sums = {.divisor = a.normalizer ? *a.normalizer : a.mean ? float(weight) : 1, .z_divisor = a.normalizer ? *a.normalizer : a.mean ? float(n) : 1,
+             .class_weights = a.class_weight ? float(all) : float(a.cols), .blocks_done = 0, .valid = n};
+}
+
+void totals(const CrossEntropyTotals& a, int64_t valid) {
+  double loss = 0, z_loss = 0, correct = 0;
+  for (int64_t r = 0; r < a.rows; ++r) loss += a.loss[r], z_loss += a.z_loss ? a.z_loss[r] : 0, correct += a.correct ? a.correct[r] : 0;
+  dispatch(a.dtype, [&]<class T>() {
+    *static_cast<T*>(a.loss_total) = T(float(loss));
+    if (a.z_loss_total) *static_cast<T*>(a.z_loss_total) = T(float(z_loss));
+  });
+  if (a.accuracy) *a.accuracy = float(correct / double(valid));
 }
 
 template <class T>
@@ -27,7 +36,8 @@ void row(const CrossEntropy& a, int64_t r, float* exps) {
   const int64_t y = a.target[r], n = a.cols;
   if (y == a.ignore_index) {
     if (dx) std::fill_n(dx, n, T(0));
-    a.loss[r] = a.z_loss[r] = 0;
+    a.loss[r] = 0;
+    if (a.z_loss) a.z_loss[r] = 0;
     if (a.correct) a.correct[r] = 0;
     if (a.predicted) a.predicted[r] = -1;
     return;
@@ -59,20 +69,20 @@ void row(const CrossEntropy& a, int64_t r, float* exps) {
   const double log_sum = std::log(double(sum)), lse = max + log_sum, p_y = std::exp(double(z_y) - max) / sum;
 
   const auto weight = [&](int64_t c) { return a.class_weight ? a.class_weight[c] : 1; };
-  const double by_0 = a.norm[0] > 0 ? 1. / a.norm[0] : 0, by_1 = a.norm[1] > 0 ? 1. / a.norm[1] : 0;
+  const double by_0 = a.sums->divisor > 0 ? 1. / a.sums->divisor : 0, by_1 = a.sums->z_divisor > 0 ? 1. / a.sums->z_divisor : 0;
   const double smooth = double(a.label_smoothing) / n, w_y = (1. - a.label_smoothing) * weight(y), scale = a.token_scaling ? p_y : 1;
   double smoothing = 0;
   if (smooth > 0) {
     const float weighted = a.class_weight ? row_sum(n, [&](Vec v, Vec w) { return logit(v) * w; }, x, a.class_weight) : row_sum(n, logit, x);
-    smoothing = smooth * (lse * a.norm[2] - weighted);
+    smoothing = smooth * (lse * a.sums->class_weights - weighted);
   }
   const double z_loss = a.lse_square_scale * lse * lse * by_1 * scale;
   a.loss[r] = float((w_y * (double(max) - z_y + log_sum) + smoothing) * by_0 * scale + z_loss);  // lse loses log Σ beside a large max
-  a.z_loss[r] = float(z_loss);
+  if (a.z_loss) a.z_loss[r] = float(z_loss);
   if (!dx) return;
 
   const double s = scale * (a.upstream ? a.upstream[r] : 1);
-  const double all = s * ((w_y + smooth * a.norm[2]) * by_0 + 2 * a.lse_square_scale * lse * by_1), label = s * w_y * by_0;
+  const double all = s * ((w_y + smooth * a.sums->class_weights) * by_0 + 2 * a.lse_square_scale * lse * by_1), label = s * w_y * by_0;
   const Vec each{float(s * smooth * by_0)};
   const double t_y = capped ? std::tanh(double(x[y]) / a.softcap) : 0;  // 1 − t² multiplies a float's rounding
   const double d_y = (all * p_y - s * smooth * by_0 * weight(y) - label) * (1 - t_y * t_y);
@@ -104,16 +114,7 @@ LIGER_REGISTER(cross_entropy_rows, [](const CrossEntropy& a, Stream) {
         row<T>(a, r, reuse ? static_cast<float*>(a.dx) + r * a.dx_stride : nullptr);
     });
   });
-});
-
-LIGER_REGISTER(cross_entropy_total, [](const CrossEntropyTotal& a, Stream) {
-  double loss = 0, z_loss = 0, correct = 0;
-  for (int64_t r = 0; r < a.rows; ++r) loss += a.loss[r], z_loss += a.z_loss[r], correct += a.correct ? a.correct[r] : 0;
-  dispatch(a.dtype, [&]<class T>() {
-    *static_cast<T*>(a.loss_total) = T(float(loss));
-    *static_cast<T*>(a.z_loss_total) = T(float(z_loss));
-  });
-  if (a.accuracy) *a.accuracy = float(correct / a.norm[3]);
+  if (a.totals.loss_total) totals(a.totals, a.sums->valid);
 });
 
 }  // namespace LIGER_CPU::cross_entropy

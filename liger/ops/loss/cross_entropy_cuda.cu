@@ -7,8 +7,9 @@ namespace {
 
 __global__ void __launch_bounds__(1024) norm_kernel(CrossEntropyNorm a) {
   await_previous();
-  Sums<3>::Value sums{};
-  auto& [n, weight, all] = sums.v;
+  int64_t n = 0;
+  Sums<2>::Value sums{};
+  auto& [weight, all] = sums.v;
   for_each_in_batches<8>(a.rows, [&](int64_t r) { return a.target[r]; }, [&](int64_t y) {
     if (y == a.ignore_index) return;
     if (y < 0 || y >= a.cols) fail_label(y, a.cols);
@@ -16,12 +17,49 @@ __global__ void __launch_bounds__(1024) norm_kernel(CrossEntropyNorm a) {
     weight += a.class_weight ? a.class_weight[y] : 1;
   });
   if (a.class_weight) for_each_in_batches<8>(a.cols, [&](int64_t c) { return a.class_weight[c]; }, [&](float w) { all += w; });
-  sums = RowReduce<Sums<3>>()(sums);
+  n = RowReduce<SumOf<int64_t>>()(n);
+  sums = RowReduce<Sums<2>>()(sums);
   if (threadIdx.x > 0) return;
-  a.norm[0] = a.normalizer ? *a.normalizer : a.mean ? weight : 1;
-  a.norm[1] = a.normalizer ? *a.normalizer : a.mean ? n : 1;
-  a.norm[2] = a.class_weight ? all : float(a.cols);
-  a.norm[3] = n;
+  *a.sums = {.divisor = a.normalizer ? *a.normalizer : a.mean ? weight : 1, .z_divisor = a.normalizer ? *a.normalizer : a.mean ? float(n) : 1,
+             .class_weights = a.class_weight ? all : float(a.cols), .blocks_done = 0, .valid = n};
+}
+
+/// By `threads` threads of a block, its first ones; the sum is in each of them where there are 32.
+__device__ Sums<3>::Value sum_rows(const CrossEntropyTotals& a, unsigned threads) {
+  Sums<3>::Value sums{};
+  for_each_in_batches<8>(a.rows, [&](int64_t r) { return Sums<3>::Value{a.loss[r], a.z_loss ? a.z_loss[r] : 0, a.correct ? a.correct[r] : 0}; },
+                         [&](const Sums<3>::Value& row) { sums = Sums<3>()(sums, row); }, threads);
+  return sums;
+}
+
+__device__ void write_totals(const CrossEntropyTotals& a, const Sums<3>::Value& sums, int64_t valid) {
+  const auto write = [&](void* to, float v) {
+    if (!to) return;
+    if (a.dtype == DType::F32) *static_cast<float*>(to) = v;
+    else if (a.dtype == DType::F16) *static_cast<half*>(to) = half(v);
+    else *static_cast<bfloat16*>(to) = bfloat16(v);
+  };
+  write(a.loss_total, sums.v[0]), write(a.z_loss_total, sums.v[1]);
+  if (a.accuracy) *a.accuracy = sums.v[2] / float(valid);
+}
+
+/// The last block to come here makes the totals of a batch that is not large: in its rows' order, whichever block it is.
+__device__ void total_when_last(const CrossEntropy& a, unsigned blocks) {
+  __syncthreads();
+  if (threadIdx.y > 0 || threadIdx.x >= 32) return;
+  __threadfence();
+  int before = threadIdx.x == 0 ? atomicAdd(&a.sums->blocks_done, 1) : 0;
+  before = __shfl_sync(~0u, before, 0);
+  if (before != int(blocks) - 1) return;
+  __threadfence();
+  const auto sums = reduce_lanes<Sums<3>>(sum_rows(a.totals, 32), 32);
+  if (threadIdx.x == 0) write_totals(a.totals, sums, a.sums->valid);
+}
+
+__global__ void __launch_bounds__(1024) total_kernel(CrossEntropyTotals a, const CrossEntropySums* of_labels) {
+  await_previous();
+  const auto sums = RowReduce<Sums<3>>()(sum_rows(a, 1024));
+  if (threadIdx.x == 0) write_totals(a, sums, of_labels->valid);
 }
 
 /// What is known of a part of a row.
@@ -35,10 +73,9 @@ struct Part {
 template <class Softmax>
 struct Part<Softmax, true> { typename Softmax::Value sum = Softmax::identity(); };
 
-/// kPlain: no class weight, smoothing, softcap or argmax. kGradient: there may be one.
-template <class T, bool kPlain, class Rows, bool kGradient = true>
-__global__ void __launch_bounds__(Rows::kThreads, kGradient ? Rows::kBlocks : Rows::kBlocksReading) rows_kernel(CrossEntropy a, Rows rows) {
-  await_previous();
+/// The thread's part of its row.
+template <class T, bool kPlain, class Rows, bool kGradient>
+__device__ void do_row(const CrossEntropy& a, const Rows& rows) {
   using Softmax = OnlineSoftmax<T>;
   using Part = cross_entropy::Part<Softmax, kPlain>;
   using Pack = typename Row<T>::Pack;
@@ -51,7 +88,7 @@ __global__ void __launch_bounds__(Rows::kThreads, kGradient ? Rows::kBlocks : Ro
   const Row<T> dx(a.dx ? a.dx : a.x, row, a.dx ? a.dx_stride : a.x_stride, a.cols);
   typename Rows::Kept kept;
   rows.begin(kept, set);
-  const float norm[] = {a.norm[0], a.norm[1], a.norm[2]}, upstream = a.upstream ? a.upstream[row] : 1;
+  const float divisors[] = {a.sums->divisor, a.sums->z_divisor}, class_weights = a.sums->class_weights, upstream = a.upstream ? a.upstream[row] : 1;
 
   if (y == a.ignore_index) {
     if (kGradient && a.dx) rows.template again<1>(kept, set, [&](int k, auto& packs) {
@@ -59,7 +96,8 @@ __global__ void __launch_bounds__(Rows::kThreads, kGradient ? Rows::kBlocks : Ro
         dx.template store<Rows::kThreads>(k, packs, x);
       });
     if (rows.first()) {
-      a.loss[row] = a.z_loss[row] = 0;
+      a.loss[row] = 0;
+      if (a.z_loss) a.z_loss[row] = 0;
       if (a.correct) a.correct[row] = 0;
       if (a.predicted) a.predicted[row] = -1;
     }
@@ -114,25 +152,25 @@ __global__ void __launch_bounds__(Rows::kThreads, kGradient ? Rows::kBlocks : Ro
     if constexpr (sizeof(Scalar) == 4) return Math<T>::div(x, y);
     else return x / y;
   };
-  const Scalar p_y = div(Softmax::exp(z_y, sum.max), sum.sum), by_0 = norm[0] > 0 ? div(1, norm[0]) : 0, by_1 = norm[1] > 0 ? div(1, norm[1]) : 0;
+  const Scalar p_y = div(Softmax::exp(z_y, sum.max), sum.sum), by_0 = divisors[0] > 0 ? div(1, divisors[0]) : 0, by_1 = divisors[1] > 0 ? div(1, divisors[1]) : 0;
   const Scalar smooth = kPlain ? 0 : a.label_smoothing / Scalar(a.cols);
   const Scalar w_y = kPlain ? 1 : (1 - Scalar(a.label_smoothing)) * weight(int(y)), scale = a.token_scaling ? p_y : 1;
   if (rows.first()) {
     const Scalar z_loss = Scalar(a.lse_square_scale) * lse * lse * by_1 * scale;
     Scalar smoothing = 0;
     if constexpr (!kPlain) {
-      if (smooth > 0) smoothing = smooth * (Scalar(lse) * norm[2] - all.weighted);
+      if (smooth > 0) smoothing = smooth * (Scalar(lse) * class_weights - all.weighted);
       if (a.correct) a.correct[row] = all.best.at == y;
       if (a.predicted) a.predicted[row] = all.best.at;
     }
     a.loss[row] = float((w_y * (Scalar(sum.max) - z_y + logf(sum.sum)) + smoothing) * by_0 * scale + z_loss);  // lse loses log Σ beside a large max
-    a.z_loss[row] = float(z_loss);
+    if (a.z_loss) a.z_loss[row] = float(z_loss);
   }
   if (!kGradient || !a.dx) return;
 
   const Scalar s = scale * upstream;
   // exp(z − max) / Σ instead of exp(z − lse): the rounding of lse would be in every p.
-  const Scalar of_p = s * ((w_y + smooth * (kPlain ? 0 : norm[2])) * by_0 + 2 * a.lse_square_scale * lse * by_1);
+  const Scalar of_p = s * ((w_y + smooth * (kPlain ? 0 : class_weights)) * by_0 + 2 * a.lse_square_scale * lse * by_1);
   const Scalar each = s * smooth * by_0, t_y = z_y * inverse_cap;
   const float of_exp = float(div(of_p, sum.sum)), each_float = float(each);
   const auto gradient = [&](float v, int c) {
@@ -177,25 +215,24 @@ __global__ void __launch_bounds__(Rows::kThreads, kGradient ? Rows::kBlocks : Ro
   if (rows.mine(x.pack(int(y)))) dx.first[dx.shift + y] = T(float((of_p * p_y - (kPlain ? 0 : each * weight(int(y))) - s * w_y * by_0) * (1 - t_y * t_y)));
 }
 
-template <class T>
-__global__ void __launch_bounds__(1024) total_kernel(CrossEntropyTotal a) {
+/// kPlain: no class weight, smoothing, softcap or argmax. kGradient: there may be one.
+template <class T, bool kPlain, class Rows, bool kGradient = true>
+__global__ void __launch_bounds__(Rows::kThreads, kGradient ? Rows::kBlocks : Rows::kBlocksReading) rows_kernel(CrossEntropy a, Rows rows) {
   await_previous();
-  Sums<3>::Value sums{};
-  auto& [loss, z_loss, correct] = sums.v;
-  for_each_in_batches<8>(a.rows, [&](int64_t r) { return Sums<3>::Value{a.loss[r], a.z_loss[r], a.correct ? a.correct[r] : 0}; },
-                         [&](const Sums<3>::Value& row) { sums = Sums<3>()(sums, row); });
-  sums = RowReduce<Sums<3>>()(sums);
-  if (threadIdx.x > 0) return;
-  *static_cast<T*>(a.loss_total) = T(loss);
-  *static_cast<T*>(a.z_loss_total) = T(z_loss);
-  if (a.accuracy) *a.accuracy = correct / a.norm[3];
+  do_row<T, kPlain, Rows, kGradient>(a, rows);
+  if (a.totals.loss_total && rows.leads()) total_when_last(a, gridDim.x / cluster_size());
 }
 
 }  // namespace
 
 LIGER_REGISTER(cross_entropy_norm, [](const CrossEntropyNorm& a, Stream s) { launch(norm_kernel, {.blocks = 1, .threads = 1024}, s, a); });
 
-LIGER_REGISTER(cross_entropy_rows, [](const CrossEntropy& a, Stream s) {
+LIGER_REGISTER(cross_entropy_rows, [](const CrossEntropy& given, Stream s) {
+  // A launch saved is worth more than what each block takes to say that it is done, where there are few.
+  constexpr int64_t kFewRows = 1024;
+  const bool later = given.totals.loss_total && (given.rows > kFewRows || given.rows < given.totals.rows);
+  CrossEntropy a = given;
+  if (later) a.totals = {};
   dispatch(a.dtype, [&]<class T>() {
     const bool plain = !a.class_weight && a.label_smoothing == 0 && a.softcap == 0 && !a.correct && !a.predicted;
     dispatch_rows<T, 1>(a.x, a.rows, a.cols, a.x_stride, true, a.dx != nullptr, [&]<class Rows>(const Rows& rows) {
@@ -203,10 +240,7 @@ LIGER_REGISTER(cross_entropy_rows, [](const CrossEntropy& a, Stream s) {
       launch(plain ? rows_kernel<T, true, Rows> : rows_kernel<T, false, Rows>, rows.grid(), s, a, rows);
     });
   });
-});
-
-LIGER_REGISTER(cross_entropy_total, [](const CrossEntropyTotal& a, Stream s) {
-  dispatch(a.dtype, [&]<class T>() { launch(total_kernel<T>, {.blocks = 1, .threads = 1024}, s, a); });
+  if (later) launch(total_kernel, {.blocks = 1, .threads = 1024}, s, given.totals, static_cast<const CrossEntropySums*>(a.sums));
 });
 
 }  // namespace liger::cuda::cross_entropy

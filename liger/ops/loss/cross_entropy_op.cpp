@@ -5,16 +5,26 @@ namespace liger {
 namespace op::cross_entropy {
 
 CrossEntropyOptions unpack(at::IntArrayRef flags, at::ArrayRef<double> scales) {
-  TORCH_CHECK_VALUE(flags.size() == 5 && scales.size() == 3, "cross_entropy: expected 5 flags and 3 scales, got ", flags.size(), " and ", scales.size());
-  return {.ignore_index = flags[0], .reduction = Reduction(flags[1]), .label_smoothing = scales[0], .lse_square_scale = scales[1],
-          .softcap = scales[2], .token_scaling = flags[2] != 0, .accuracy = flags[3] != 0, .predicted = flags[4] != 0};
+  TORCH_CHECK_VALUE((flags.empty() || flags.size() == 6) && (scales.empty() || scales.size() == 3), "cross_entropy: expected 6 flags and 3 scales, or none, got ",
+                    flags.size(), " and ", scales.size());
+  CrossEntropyOptions o;
+  if (!flags.empty()) {
+    o.ignore_index = flags[0], o.reduction = Reduction(flags[1]), o.token_scaling = flags[2] != 0;
+    o.z_loss = flags[3] != 0, o.accuracy = flags[4] != 0, o.predicted = flags[5] != 0;
+  }
+  if (!scales.empty()) o.label_smoothing = scales[0], o.lse_square_scale = scales[1], o.softcap = scales[2];
+  return o;
 }
 
 std::vector<int64_t> flags(const CrossEntropyOptions& o) {
-  return {o.ignore_index, int64_t(o.reduction), o.token_scaling, o.accuracy, o.predicted};
+  if (o == CrossEntropyOptions()) return {};
+  return {o.ignore_index, int64_t(o.reduction), o.token_scaling, o.z_loss, o.accuracy, o.predicted};
 }
 
-std::vector<double> scales(const CrossEntropyOptions& o) { return {o.label_smoothing, o.lse_square_scale, o.softcap}; }
+std::vector<double> scales(const CrossEntropyOptions& o) {
+  if (o == CrossEntropyOptions()) return {};
+  return {o.label_smoothing, o.lse_square_scale, o.softcap};
+}
 
 void check_target(const char* op, const Tensor& target, const c10::SymInt& rows, c10::Device device) {
   TORCH_CHECK(target.dim() == 1 && target.sym_size(0) == rows, op, ": target must be [", rows, "], got ", target.sym_sizes());
@@ -35,49 +45,66 @@ namespace {
 Tensor as_float(const OptTensor& t) { return t ? t->to(at::kFloat).contiguous() : Tensor(); }
 }  // namespace
 
-Batch::Batch(const Tensor& target, const OptTensor& class_weight, const OptTensor& normalizer, int64_t cols, const CrossEntropyOptions& options)
-    : options_(options), rows_(target.size(0)), cols_(cols), target_(target.to(at::kLong).contiguous()), class_weight_(as_float(class_weight)) {
+Batch::Batch(const Tensor& target, const OptTensor& class_weight, const OptTensor& normalizer, int64_t cols, const CrossEntropyOptions& options, at::ScalarType dtype)
+    : options_(options), rows_(target.size(0)), cols_(cols), target_(target.to(at::kLong).contiguous()), class_weight_(as_float(class_weight)),
+      reduced_(options.reduction != Reduction::None), dtype_(dtype) {
   const auto floats = target.options().dtype(at::kFloat);
   const Tensor divisor = as_float(normalizer);
-  stats_ = at::empty({kNorm + (options.accuracy ? 3 : 2) * rows_}, floats);
+  stats_ = at::empty({kSums + (1 + options.z_loss + options.accuracy) * rows_}, floats);
   int64_t bad_label = options.ignore_index;
   run(cross_entropy_norm, stats_,
-      {.target = data<int64_t>(target_), .class_weight = data<float>(class_weight_), .normalizer = data<float>(divisor), .norm = data<float>(stats_),
+      {.target = data<int64_t>(target_), .class_weight = data<float>(class_weight_), .normalizer = data<float>(divisor), .sums = sums(),
        .bad_label = &bad_label, .rows = rows_, .cols = cols, .ignore_index = options.ignore_index, .mean = options.reduction == Reduction::Mean});
   TORCH_CHECK_INDEX(bad_label == options.ignore_index, "label ", bad_label, " is out of bounds: it is outside [0, ", cols, ") and not ignore_index ", options.ignore_index);
-  predicted_ = at::empty({options.predicted ? rows_ : 0}, target_.options());
+  if (options.predicted) predicted_ = at::empty({rows_}, target_.options());
+  if (!reduced_) return;
+  const auto total = [&](at::ScalarType of, float without_rows) {
+    return rows_ > 0 ? at::empty({}, floats.dtype(of)) : at::full({}, without_rows, floats.dtype(of));
+  };
+  loss_ = total(dtype, 0);
+  if (options.z_loss) z_loss_ = total(dtype, 0);
+  if (options.accuracy) accuracy_ = total(at::kFloat, NAN);
+}
+
+float* Batch::of_rows(int which, int64_t begin) const {
+  if (which == 1 && !options_.z_loss || which == 2 && !options_.accuracy) return nullptr;
+  return data<float>(stats_) + kSums + (which == 2 ? 1 + options_.z_loss : which) * rows_ + begin;
+}
+
+Tensor Batch::of_rows(int which) const {
+  float* first = of_rows(which, 0);
+  return first ? stats_.narrow(0, first - data<float>(stats_), rows_) : Tensor();
+}
+
+int64_t Batch::valid() const {
+  return stats_.narrow(0, offsetof(CrossEntropySums, valid) / sizeof(float), sizeof(int64_t) / sizeof(float)).view(at::kLong).item<int64_t>();
 }
 
 void Batch::run_rows(const Tensor& x, const Tensor& dx, int64_t begin, const Tensor& upstream) {
-  float* stats = data<float>(stats_) + kNorm + begin;
+  CrossEntropyTotals totals{};
+  if (reduced_ && begin + x.size(0) == rows_)
+    totals = {.loss = of_rows(0, 0), .z_loss = of_rows(1, 0), .correct = of_rows(2, 0), .loss_total = loss_.data_ptr(), .z_loss_total = data<void>(z_loss_),
+              .accuracy = data<float>(accuracy_), .rows = rows_, .dtype = dtype_of(loss_)};
   run(cross_entropy_rows, x,
       {.x = data(x), .dx = data<void>(dx), .x_stride = x.stride(0), .dx_stride = dx.defined() ? dx.stride(0) : 0,
-       .target = data<int64_t>(target_) + begin, .class_weight = data<float>(class_weight_), .norm = data<float>(stats_),
-       .upstream = upstream.defined() ? data<float>(upstream) + begin : nullptr, .loss = stats, .z_loss = stats + rows_,
-       .correct = options_.accuracy ? stats + 2 * rows_ : nullptr, .predicted = options_.predicted ? data<int64_t>(predicted_) + begin : nullptr,
+       .target = data<int64_t>(target_) + begin, .class_weight = data<float>(class_weight_), .sums = sums(),
+       .upstream = upstream.defined() ? data<float>(upstream) + begin : nullptr, .loss = of_rows(0, begin), .z_loss = of_rows(1, begin),
+       .correct = of_rows(2, begin), .predicted = options_.predicted ? data<int64_t>(predicted_) + begin : nullptr,
        .rows = x.size(0), .cols = cols_, .ignore_index = options_.ignore_index, .label_smoothing = float(options_.label_smoothing),
        .lse_square_scale = float(options_.lse_square_scale), .softcap = float(options_.softcap), .token_scaling = options_.token_scaling,
-       .dtype = dtype_of(x)});
+       .dtype = dtype_of(x), .totals = totals});
 }
 
-Results Batch::results(at::ScalarType loss_dtype, at::ScalarType z_loss_dtype) {
-  const Tensor none = at::empty({0}, stats_.options());
-  if (options_.reduction == Reduction::None)
-    return {of_row(0).to(loss_dtype), of_row(1).to(z_loss_dtype), options_.accuracy ? of_row(2) : none, predicted_};
-  Tensor loss = at::empty({}, stats_.options().dtype(loss_dtype)), z_loss = at::empty_like(loss), accuracy = options_.accuracy ? at::empty({}, stats_.options()) : none;
-  const float* rows = data<float>(stats_) + kNorm;
-  run(cross_entropy_total, stats_,
-      {.loss = rows, .z_loss = rows + rows_, .correct = options_.accuracy ? rows + 2 * rows_ : nullptr, .norm = data<float>(stats_), .loss_total = loss.data_ptr(), .z_loss_total = z_loss.data_ptr(),
-       .accuracy = options_.accuracy ? data<float>(accuracy) : nullptr, .rows = rows_, .dtype = dtype_of(loss)});
-  return {loss, z_loss.to(z_loss_dtype), accuracy, predicted_};
+Results Batch::results(at::ScalarType z_loss_dtype) const {
+  const auto in = [](const Tensor& t, at::ScalarType dtype) { return t.defined() ? t.to(dtype) : t; };
+  if (!reduced_) return {of_rows(0).to(dtype_), in(of_rows(1), z_loss_dtype), of_rows(2), predicted_};
+  return {loss_, in(z_loss_, z_loss_dtype), accuracy_, predicted_};
 }
 
 Results empty_results(const Tensor& target, const CrossEntropyOptions& o, at::ScalarType loss_dtype, at::ScalarType z_loss_dtype, const at::TensorOptions& options) {
   const auto shape = o.reduction == Reduction::None ? c10::SymDimVector{target.sym_size(0)} : c10::SymDimVector{};
-  const auto of = [&](bool wanted, c10::SymIntArrayRef shape, at::ScalarType dtype) {
-    return wanted ? at::empty_symint(shape, options.dtype(dtype)) : at::empty({0}, options.dtype(dtype));
-  };
-  return {of(true, shape, loss_dtype), of(true, shape, z_loss_dtype), of(o.accuracy, shape, at::kFloat), of(o.predicted, target.sym_sizes(), at::kLong)};
+  const auto of = [&](bool wanted, c10::SymIntArrayRef shape, at::ScalarType dtype) { return wanted ? at::empty_symint(shape, options.dtype(dtype)) : Tensor(); };
+  return {of(true, shape, loss_dtype), of(o.z_loss, shape, z_loss_dtype), of(o.accuracy, shape, at::kFloat), of(o.predicted, target.sym_sizes(), at::kLong)};
 }
 
 using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
@@ -89,13 +116,13 @@ Forward forward(const Tensor& x_, const Tensor& target, const OptTensor& class_w
   check_target("cross_entropy", target, x_.sym_size(0), x_.device());
   check_options("cross_entropy", options, class_weight, x_.sym_size(1));
   const auto dtype = x_.scalar_type();
-  const Tensor dx = with_dx ? output(at::empty_symint(x_.sym_sizes(), x_.options())) : at::empty({0}, x_.options());
+  const Tensor dx = with_dx ? output(at::empty_symint(x_.sym_sizes(), x_.options())) : Tensor();
   const auto all = [&](const Results& r) { return std::tuple_cat(r, std::make_tuple(dx)); };
   if (x_.is_meta()) return all(empty_results(target, options, dtype, dtype, x_.options()));
   const Rows x(x_);
-  Batch batch(target, class_weight, {}, x_.size(1), options);
-  batch.run_rows(x.tensor, with_dx ? dx : Tensor(), 0, {});
-  return all(batch.results(dtype, dtype));
+  Batch batch(target, class_weight, {}, x_.size(1), options, dtype);
+  batch.run_rows(x.tensor, dx, 0, {});
+  return all(batch.results(dtype));
 }
 
 Results inference(const Tensor& x, const Tensor& target, const OptTensor& class_weight, at::IntArrayRef flags, at::ArrayRef<double> scales) {
@@ -109,15 +136,15 @@ constexpr Op<"liger::cross_entropy_forward", forward> forward_op;
 /// The gradient is made in forward, where the row is on chip; backward scales it by the upstream gradient.
 struct Autograd : torch::autograd::Function<Autograd> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& target, const OptTensor& class_weight,
-                               at::IntArrayRef flags, at::ArrayRef<double> scales) {
-    auto [loss, z_loss, accuracy, predicted, dx] = forward_op(x, target, class_weight, flags, scales, true);
+                               at::IntArrayRef flags, at::ArrayRef<double> scales, Results* results) {
+    Tensor dx;
+    std::tie(std::get<0>(*results), std::get<1>(*results), std::get<2>(*results), std::get<3>(*results), dx) = forward_op(x, target, class_weight, flags, scales, true);
     ctx->save_for_backward({dx});
-    ctx->mark_non_differentiable({z_loss, accuracy, predicted});
-    return {loss, z_loss, accuracy, predicted};
+    return {std::get<0>(*results)};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    return {scaled(ctx->get_saved_variables()[0], grads[0]), {}, {}, {}, {}};
+    return {scaled(ctx->get_saved_variables()[0], grads[0]), {}, {}, {}, {}, {}};
   }
 };
 
@@ -130,7 +157,8 @@ CrossEntropyResult cross_entropy(const Tensor& x, const Tensor& target, const Cr
 }
 
 TORCH_LIBRARY_FRAGMENT(liger, m) {
-  // flags: ignore_index, reduction, token_scaling, accuracy, predicted; scales: label_smoothing, lse_square_scale, softcap.
+  // flags: ignore_index, reduction, token_scaling, z_loss, accuracy, predicted; scales: label_smoothing, lse_square_scale, softcap. Empty lists
+  // stand for the defaults: a list from Python is read element by element.
   m.def("cross_entropy(Tensor x, Tensor target, Tensor? class_weight, int[] flags, float[] scales) "
         "-> (Tensor loss, Tensor z_loss, Tensor accuracy, Tensor predicted)");
   m.def("cross_entropy_forward(Tensor x, Tensor target, Tensor? class_weight, int[] flags, float[] scales, bool with_dx) "

@@ -5,36 +5,47 @@
 
 namespace liger::op::cross_entropy {
 
-/// The options as schemas carry them.
+/// The options as schemas carry them; empty lists stand for the defaults.
 CrossEntropyOptions unpack(at::IntArrayRef flags, at::ArrayRef<double> scales);
 std::vector<int64_t> flags(const CrossEntropyOptions&);
 std::vector<double> scales(const CrossEntropyOptions&);
 
-/// (loss, z_loss, accuracy, predicted); accuracy and predicted are empty unless asked for.
+/// (loss, z_loss, accuracy, predicted); all but the loss are undefined unless asked for.
 using Results = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 /// A batch of labels on its way through rows of logits that come in one or several chunks.
 class Batch {
  public:
-  /// Checks the labels and sums what the losses are divided by. Logits are [rows, cols] of `logits` options.
-  Batch(const Tensor& target, const OptTensor& class_weight, const OptTensor& normalizer, int64_t cols, const CrossEntropyOptions&);
+  /// Checks the labels and sums what the losses are divided by. Logits are [rows, cols]; the loss gets `dtype`.
+  Batch(const Tensor& target, const OptTensor& class_weight, const OptTensor& normalizer, int64_t cols, const CrossEntropyOptions&, at::ScalarType dtype);
 
-  /// The rows [begin, begin + x's rows) of the batch. dx may be undefined, or x; upstream is one factor a row of the batch, or undefined.
+  /// The rows [begin, begin + x's rows) of the batch, chunk by chunk in their order. dx may be undefined, or x; upstream is one factor a row
+  /// of the batch, or undefined.
   void run_rows(const Tensor& x, const Tensor& dx, int64_t begin, const Tensor& upstream);
 
-  /// What the cross entropy was divided by, a float scalar.
+  /// What the cross entropy is divided by, a float scalar.
   Tensor divisor() const { return stats_[0]; }
 
-  Results results(at::ScalarType loss_dtype, at::ScalarType z_loss_dtype);
+  /// How many labels are not ignored; waits for the device.
+  int64_t valid() const;
+
+  /// When all rows have been run.
+  Results results(at::ScalarType z_loss_dtype) const;
 
  private:
-  const CrossEntropyOptions options_;
-  const int64_t rows_, cols_;
-  const Tensor target_, class_weight_;
-  Tensor of_row(int i) const { return stats_.narrow(0, kNorm + i * rows_, rows_); }
+  CrossEntropyOptions options_;
+  int64_t rows_, cols_;
+  Tensor target_, class_weight_;
+  bool reduced_;
+  at::ScalarType dtype_;
+  Tensor stats_;  // CrossEntropySums, then of each row the loss and, if wanted, the z-loss and whether the prediction is correct
+  Tensor loss_, z_loss_, accuracy_, predicted_;
 
-  static constexpr int kNorm = 4;  // numbers of CrossEntropyNorm
-  Tensor stats_, predicted_;       // stats: those, then of each row loss, z-loss and, if wanted, correct
+  static constexpr int kSums = sizeof(CrossEntropySums) / sizeof(float);
+  CrossEntropySums* sums() const { return static_cast<CrossEntropySums*>(stats_.data_ptr()); }
+  /// Of the rows' losses, z-losses (1) and correct predictions (2); undefined unless wanted.
+  Tensor of_rows(int which) const;
+  float* of_rows(int which, int64_t begin) const;
 };
 
 /// What Meta returns for them.

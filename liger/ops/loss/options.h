@@ -14,8 +14,11 @@ struct CrossEntropyOptions {
   double lse_square_scale = 0;   // weight λ of the z-loss λ · logsumexp²
   double softcap = 0;            // logits become softcap · tanh(logits / softcap); 0: none
   bool token_scaling = false;    // a token's loss is multiplied by its label's probability, which is not differentiated
+  bool z_loss = false;           // also return the z-loss, which is a part of the loss
   bool accuracy = false;         // also return the share of labels that are the largest logit
   bool predicted = false;        // also return the largest logit's index, −1 for ignored tokens
+
+  bool operator==(const CrossEntropyOptions&) const = default;
 };
 
 /// The options of fused_linear_cross_entropy besides.

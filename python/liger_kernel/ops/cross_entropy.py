@@ -3,23 +3,21 @@
 from liger_kernel._library import ops
 
 _REDUCTIONS = {"none": 0, "mean": 1}
+_DEFAULTS = (-100, 0, 0, "mean", None, False, False, False, False)
 
 
-def loss_options(ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_token_accuracy, return_predicted_tokens,
+def loss_options(ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, return_token_accuracy, return_predicted_tokens,
                  use_token_scaling=False):
-    """The options as libliger's schemas carry them: flags and scales."""
+    """The options as libliger's schemas carry them: flags and scales, empty for the defaults."""
+    if (ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, return_token_accuracy, return_predicted_tokens,
+            use_token_scaling) == _DEFAULTS:
+        return (), ()
     for name, flag in (("return_token_accuracy", return_token_accuracy), ("return_predicted_tokens", return_predicted_tokens)):
         assert flag in (True, False), f"{name} must be True or False, got {flag!r}"
     return (
-        [ignore_index, _REDUCTIONS.get(reduction, 2), bool(use_token_scaling), bool(return_token_accuracy), bool(return_predicted_tokens)],
+        [ignore_index, _REDUCTIONS.get(reduction, 2), bool(use_token_scaling), bool(return_z_loss), bool(return_token_accuracy), bool(return_predicted_tokens)],
         [float(label_smoothing), float(lse_square_scale), float(softcap or 0)],
     )
-
-
-def only_wanted(results, return_z_loss, return_token_accuracy, return_predicted_tokens):
-    """libliger's four results, with None for what was not asked for."""
-    loss, z_loss, accuracy, predicted = results
-    return loss, z_loss if return_z_loss else None, accuracy if return_token_accuracy else None, predicted if return_predicted_tokens else None
 
 
 class LigerCrossEntropyFunction:
@@ -31,16 +29,16 @@ class LigerCrossEntropyFunction:
         _input [rows, classes] logits, which are left alone; target [rows]; weight [classes] or None. A label that is neither a class nor
         ignore_index raises IndexError on the CPU and is a device assertion on CUDA. Only ignored labels: loss 0.
         """
-        flags, scales = loss_options(ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_token_accuracy, return_predicted_tokens)
-        return only_wanted(ops.cross_entropy(_input, target, weight, flags, scales), return_z_loss, return_token_accuracy, return_predicted_tokens)
+        return ops.cross_entropy(_input, target, weight, *loss_options(
+            ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, return_token_accuracy, return_predicted_tokens))
 
 
 def cross_entropy_forward(_input, target, weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss=False,
                           return_token_accuracy=False, return_predicted_tokens=False):
     """The results and the gradient of the logits (the logits themselves where they want none), without autograd."""
-    flags, scales = loss_options(ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_token_accuracy, return_predicted_tokens)
-    *results, gradient = ops.cross_entropy_forward(_input.detach(), target, weight, flags, scales, _input.requires_grad)
-    return *only_wanted(results, return_z_loss, return_token_accuracy, return_predicted_tokens), gradient if _input.requires_grad else _input
+    options = loss_options(ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, return_token_accuracy, return_predicted_tokens)
+    *results, gradient = ops.cross_entropy_forward(_input.detach(), target, weight, *options, _input.requires_grad)
+    return *results, gradient if _input.requires_grad else _input
 
 
 def cross_entropy_backward(_input, grad_output):

@@ -3,11 +3,7 @@
 import torch
 
 from liger_kernel._library import ops
-from liger_kernel.ops.cross_entropy import loss_options, only_wanted
-
-
-def _present(gradient):
-    return gradient if gradient.numel() > 0 else None
+from liger_kernel.ops.cross_entropy import loss_options
 
 
 def _autocast_dtype(device_type):
@@ -22,7 +18,7 @@ def fused_linear_cross_entropy_forward(_input, weight, target, ce_weight=None, b
 
     The gradients are made here for a mean or a sum, and for single losses where token_grad_output [tokens] is given.
     """
-    flags, scales = loss_options(ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_token_accuracy, return_predicted_tokens,
+    flags, scales = loss_options(ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, return_token_accuracy, return_predicted_tokens,
                                  use_token_scaling)
     wants = [t is not None and t.requires_grad for t in (_input, weight, bias)]
     if weight_requires_grad is not None:
@@ -38,8 +34,8 @@ def fused_linear_cross_entropy_forward(_input, weight, target, ce_weight=None, b
     if deferred:
         gradients = ops.fused_linear_cross_entropy_backward(token_grad_output, *tensors, target, ce_weight, flags, scales, 0, dtype, *wants)
     elif (dtype or _input.dtype) == torch.float16:
-        gradients = [g / divisor.to(g.dtype) for g in gradients]
-    return *only_wanted(results, return_z_loss, return_token_accuracy, return_predicted_tokens), *map(_present, gradients)
+        gradients = [g if g is None else g / divisor.to(g.dtype) for g in gradients]
+    return *results, *gradients
 
 
 def fused_linear_cross_entropy_backward(grad_output, grad_input, grad_weight, grad_bias):

@@ -26,7 +26,7 @@ from liger_kernel.ops import (
     LigerSparsemaxFunction,
     LigerTVDLossFunction,
 )
-from liger_kernel.ops.cross_entropy import loss_options, only_wanted
+from liger_kernel.ops.cross_entropy import loss_options
 
 
 @dataclass
@@ -39,8 +39,8 @@ class CrossEntropyOutput:
     predicted_tokens: Optional[torch.Tensor] = None
 
 
-def _output(loss, *others):
-    return loss if all(other is None for other in others) else CrossEntropyOutput(loss, *others)
+def _output(loss, z_loss, token_accuracy, predicted_tokens):
+    return loss if z_loss is token_accuracy is predicted_tokens is None else CrossEntropyOutput(loss, z_loss, token_accuracy, predicted_tokens)
 
 
 def liger_rms_norm(X, W, eps, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True):
@@ -159,11 +159,10 @@ def liger_fused_linear_cross_entropy(
     already; normalizer a number (on the device) that divides the sum of the losses; max_bytes bounds the logits held at once.
     Returns the float loss, or a CrossEntropyOutput where one of the return flags is set.
     """
-    flags, scales = loss_options(ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_token_accuracy, return_predicted_tokens,
+    flags, scales = loss_options(ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, return_token_accuracy, return_predicted_tokens,
                                  use_token_scaling)
-    results = ops.fused_linear_cross_entropy(input, weight, bias, target, ce_weight, normalizer, flags, scales,
-                                             -1 if valid_count is None else valid_count, max_bytes, None)
-    return _output(*only_wanted(results, return_z_loss, return_token_accuracy, return_predicted_tokens))
+    return _output(*ops.fused_linear_cross_entropy(input, weight, bias, target, ce_weight, normalizer, flags, scales,
+                                                   -1 if valid_count is None else valid_count, max_bytes, None))
 
 
 def liger_kl_div(input, target, size_average: bool = True, reduce: bool = True, reduction: str = "mean", log_target: bool = False, eps: float = 1e-10):

@@ -161,6 +161,7 @@ inline thread_local int cluster_rank;
 }  // namespace liger::emulation
 
 inline void __syncthreads() { liger::emulation::block->all.wait(); }
+inline void __threadfence() {}
 
 template <class V>
 V __shfl_xor_sync(unsigned, V v, int mask) {
