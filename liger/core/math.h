@@ -108,8 +108,8 @@ struct JensenShannon {
 
   template <class M, class V>
   static LIGER_HD Slope<V> at(V x, V t, V s) {
-    const V p = M::exp(t), q = M::exp(x), r = V(1) - s, log_m = M::log(M::fma(r, q, s * p)), df = r * M::product(q, x - log_m);
-    return {s * M::product(p, t - log_m) + df, df};
+    const V p = M::exp(t), q = M::exp(x), r = V(1) - s, log_m = M::log(M::fma(r, q, s * p)), df = r * M::product_less_log(q, x - log_m);
+    return {s * M::product_less_log(p, t - log_m) + df, df};
   }
 };
 

@@ -114,6 +114,7 @@ struct Math {
   static Vec sign(const Vec& x) { return Vec::blendv(Vec::blendv(x, Vec(1.f), x > Vec(0.f)), Vec(-1.f), x < Vec(0.f)); }
   /// p · l, and 0 where p is 0.
   static Vec product(const Vec& p, const Vec& l) { return Vec::blendv(p * l, Vec(0.f), p == Vec(0.f)); }
+  static Vec product_less_log(const Vec& p, const Vec& l) { return product(p, l); }
 };
 
 /// f(column, n) for each vector of a row.

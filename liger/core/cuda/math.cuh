@@ -17,13 +17,24 @@ __device__ inline float exp2_approx(float x) {
 #endif
 }
 
+/// ln x in two instructions; that of what is less than the smallest normal float is that one's.
+__device__ inline float log_approx(float x) {
+  x = fmaxf(x, 1.17549435e-38f);
+#ifdef __CUDA_ARCH__
+  asm("lg2.approx.ftz.f32 %0, %0;" : "+f"(x));
+  return x * .6931471805599453f;
+#else
+  return logf(x);
+#endif
+}
+
 /// The functions behind liger/core/math.h. Results that are rounded to 16 bits take the hardware's approximations, whose error
 /// (2 units in the last place of a float) disappears in that rounding; float results take the accurate forms.
 template <class T>
 struct Math {
   static constexpr bool kFast = sizeof(T) == 2;
   static __device__ float exp(float x) { return kFast ? exp2_approx(x * kLog2e) : expf(x); }
-  static __device__ float log(float x) { return kFast ? __logf(x) : logf(x); }
+  static __device__ float log(float x) { return kFast ? log_approx(x) : logf(x); }
   static __device__ float div(float a, float b) { return kFast ? __fdividef(a, b) : a / b; }
   /// As torch's: NaN if a is; fmaxf would drop it.
   static __device__ float max(float a, float b) { return a >= b || a != a ? a : b; }
@@ -32,6 +43,8 @@ struct Math {
   static __device__ float sign(float x) { return x > 0 ? 1 : x < 0 ? -1 : x; }
   /// p · l, and 0 where p is 0.
   static __device__ float product(float p, float l) { return p == 0 ? 0 : p * l; }
+  /// The same for an l from which a logarithm was taken away: a fast one is finite, so that l is not +∞.
+  static __device__ float product_less_log(float p, float l) { return kFast ? p * fmaxf(l, -3e38f) : product(p, l); }
   /// tanh.approx is off by 2^-11, which bf16 would show; this form, by 2^-22.
   static __device__ float tanh(float x) { return kFast ? fmaf(-2, div(1, 1 + exp2_approx(2 * kLog2e * x)), 1) : tanhf(x); }
 };

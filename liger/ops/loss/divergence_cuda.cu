@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(256) pieces_kernel(DivergencePieces a, Pieces<
     for (int k = threadIdx.x; k < x.packs(); k += blockDim.x) store(k, zeros, zeros);
   } else {
     const auto load = [&](int k) { return Loaded{x.load(k, X(Formula::kNothing)), target.load(k, T(Formula::kNothing), x)}; };
-    for_each_load<2>(0, x.packs(), load, [&](int k, const Loaded& loaded) {
+    for_each_load<1>(0, x.packs(), load, [&](int k, const Loaded& loaded) {
       float f[kWidth], df[kWidth], g[kWidth];
       loaded.x.to_float(f), loaded.t.to_float(df);
       if (kEach && a.upstream) upstream.load(k, 0, x).to_float(g);
