@@ -151,6 +151,19 @@ TEST(CrossEntropy, EqualsTorch) {
   expect_close({liger::nn::CrossEntropyLoss()(x, labels())}, {F::cross_entropy(x, labels())});
 }
 
+TEST(CrossEntropy, ReturnsWhatIsAskedFor) {
+  const auto x = torch::randn({5, 7}).requires_grad_();
+  const auto loss = liger::cross_entropy(x, labels());
+  EXPECT_FALSE(loss.z_loss.defined() || loss.accuracy.defined() || loss.predicted.defined());
+  const auto some = liger::cross_entropy(x, labels(), {.accuracy = true, .predicted = true});
+  EXPECT_FALSE(some.z_loss.defined());
+  EXPECT_TRUE(torch::equal(some.predicted, torch::where(labels() == -100, -1, x.argmax(1))));
+  EXPECT_FALSE(some.accuracy.requires_grad());
+  const auto all = liger::cross_entropy(x, labels(), {.lse_square_scale = 0.5, .z_loss = true});
+  expect_close({all.loss - all.z_loss}, {loss.loss});
+  EXPECT_TRUE(all.loss.requires_grad() && !all.z_loss.requires_grad());
+}
+
 TEST(FusedLinearCrossEntropy, EqualsTorch) {
   const std::vector<Tensor> in{torch::randn({5, 16}), torch::randn({7, 16}), torch::randn({7})};
   const auto theirs = run([](auto& t) { return F::cross_entropy(torch::linear(t[0], t[1], t[2]), labels()); }, in);
