@@ -67,7 +67,7 @@ Batch::Batch(const Tensor& target, const OptTensor& class_weight, const OptTenso
 }
 
 float* Batch::of_rows(int which, int64_t begin) const {
-  if (which == 1 && !options_.z_loss || which == 2 && !options_.accuracy) return nullptr;
+  if ((which == 1 && !options_.z_loss) || (which == 2 && !options_.accuracy)) return nullptr;
   return data<float>(stats_) + kSums + (which == 2 ? 1 + options_.z_loss : which) * rows_ + begin;
 }
 
