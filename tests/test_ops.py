@@ -337,6 +337,19 @@ def test_accuracy_and_predictions(name, device):
         assert not out.token_accuracy.requires_grad and not out.z_loss.requires_grad
 
 
+@pytest.mark.parametrize("wanted", [{}, {"return_z_loss": True, "lse_square_scale": 1e-2}, {"return_predicted_tokens": True, "return_token_accuracy": True}], ids=str)
+@pytest.mark.parametrize("name", ["cross_entropy", "fused_linear_cross_entropy"])
+def test_compiled_results(name, wanted, device):
+    """What nobody asked for is None there too, and the rest the same."""
+    case = CASES[name]
+    inputs = case.inputs(case.shapes[-2], {}, torch.float32, device)
+    out = case.op(*inputs, **wanted)
+    compiled = torch.compile(lambda *tensors: case.op(*tensors, **wanted), fullgraph=True, backend="aot_eager")(*inputs)
+    assert isinstance(out, torch.Tensor) == (not wanted)
+    for ours, theirs in zip((out,) if not wanted else vars(out).values(), (compiled,) if not wanted else vars(compiled).values(), strict=True):
+        assert (ours is None and theirs is None) or torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize("name", ["cross_entropy", "fused_linear_cross_entropy"])
 def test_scaled_gradient(name, device):
     """The saved gradient times an upstream one that is no power of two: two roundings instead of one, √2 times the error."""
