@@ -24,4 +24,10 @@ __device__ inline float number(const Numbers& n, int64_t i = 0) {
   return n.dtype == DType::F16 ? float(static_cast<const half*>(n.of)[i]) : float(static_cast<const bfloat16*>(n.of)[i]);
 }
 
+__device__ inline void write_number(void* p, DType t, int64_t i, float v) {
+  if (t == DType::F32) static_cast<float*>(p)[i] = v;
+  else if (t == DType::F16) static_cast<half*>(p)[i] = half(v);
+  else static_cast<bfloat16*>(p)[i] = bfloat16(v);
+}
+
 }  // namespace liger::cuda

@@ -10,12 +10,6 @@ constexpr int kThreads = 256, kMostColumns = 128;  // of a block
 __host__ __device__ int columns_of(const ShareSum& a) { return a.cols % 4 == 0 && a.cols >= 256 * kMostColumns ? kMostColumns : 32; }
 __host__ __device__ int64_t blocks_of(const ShareSum& a) { return a.groups * ((a.cols + columns_of(a) - 1) / columns_of(a)); }
 
-__device__ void write(void* p, DType t, int64_t i, float v) {
-  if (t == DType::F32) static_cast<float*>(p)[i] = v;
-  else if (t == DType::F16) static_cast<half*>(p)[i] = half(v);
-  else static_cast<bfloat16*>(p)[i] = bfloat16(v);
-}
-
 /// sum += packs first, first + step, … below n, kBatch in flight, then what is left over by halves of that.
 template <int kBatch, class Pack>
 __device__ void add_packs(float (&sum)[Pack::kWidth], const float* part, int first, int n, int step, int64_t cols) {
@@ -60,7 +54,7 @@ __device__ void sum_columns(const ShareSum& a, unsigned block, float (&partial)[
   float total = 0;
 #pragma unroll
   for (const auto& of_warp : partial) total += of_warp[threadIdx.x];
-  write(a.out, a.dtype, group * a.cols + first + threadIdx.x, total);
+  write_number(a.out, a.dtype, group * a.cols + first + threadIdx.x, total);
 }
 
 __global__ void __launch_bounds__(kThreads) sum_shares_kernel(SumShares all) {

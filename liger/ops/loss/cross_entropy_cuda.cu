@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(1024) norm_kernel(CrossEntropyNorm a) {
              .class_weights = a.class_weight ? all : float(a.cols), .blocks_done = 0, .valid = n};
 }
 
-/// By `threads` threads of a block, its first ones; the sum is in each of them where there are 32.
+/// This thread's part of the sums over rows, of the first `threads` of a block.
 __device__ Sums<3>::Value sum_rows(const CrossEntropyTotals& a, unsigned threads) {
   Sums<3>::Value sums{};
   for_each_in_batches<8>(a.rows, [&](int64_t r) { return Sums<3>::Value{a.loss[r], a.z_loss ? a.z_loss[r] : 0, a.correct ? a.correct[r] : 0}; },
@@ -33,17 +33,12 @@ __device__ Sums<3>::Value sum_rows(const CrossEntropyTotals& a, unsigned threads
 }
 
 __device__ void write_totals(const CrossEntropyTotals& a, const Sums<3>::Value& sums, int64_t valid) {
-  const auto write = [&](void* to, float v) {
-    if (!to) return;
-    if (a.dtype == DType::F32) *static_cast<float*>(to) = v;
-    else if (a.dtype == DType::F16) *static_cast<half*>(to) = half(v);
-    else *static_cast<bfloat16*>(to) = bfloat16(v);
-  };
-  write(a.loss_total, sums.v[0]), write(a.z_loss_total, sums.v[1]);
+  write_number(a.loss_total, a.dtype, 0, sums.v[0]);
+  if (a.z_loss_total) write_number(a.z_loss_total, a.dtype, 0, sums.v[1]);
   if (a.accuracy) *a.accuracy = sums.v[2] / float(valid);
 }
 
-/// The last block to come here makes the totals of a batch that is not large: in its rows' order, whichever block it is.
+/// The last block to come here makes the totals of a batch that is not large, in the same order whichever block it is.
 __device__ void total_when_last(const CrossEntropy& a, unsigned blocks) {
   __syncthreads();
   if (threadIdx.y > 0 || threadIdx.x >= 32) return;

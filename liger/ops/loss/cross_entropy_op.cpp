@@ -137,10 +137,10 @@ constexpr Op<"liger::cross_entropy_forward", forward> forward_op;
 struct Autograd : torch::autograd::Function<Autograd> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& target, const OptTensor& class_weight,
                                at::IntArrayRef flags, at::ArrayRef<double> scales, Results* results) {
-    Tensor dx;
-    std::tie(std::get<0>(*results), std::get<1>(*results), std::get<2>(*results), std::get<3>(*results), dx) = forward_op(x, target, class_weight, flags, scales, true);
+    auto [loss, z_loss, accuracy, predicted, dx] = forward_op(x, target, class_weight, flags, scales, true);
     ctx->save_for_backward({dx});
-    return {std::get<0>(*results)};
+    *results = {loss, z_loss, accuracy, predicted};
+    return {loss};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
