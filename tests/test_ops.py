@@ -70,7 +70,7 @@ def same(t):
 
 
 def small(case):
-    return [s for s in case.shapes if math.prod(s) <= 10000] if EMULATED else case.shapes
+    return [s for s in case.shapes if math.prod(s) <= case.emulated] if EMULATED else case.shapes
 
 
 def large(case):

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include "liger/core/cuda/tile.cuh"
 #include "liger/ops/matmul/int2_matmul.h"
 
@@ -121,108 +122,137 @@ __global__ void __launch_bounds__(32 * kWarps) few_kernel(Int2Matmul g, bool ali
 
 // ---- many rows: both operands wait in shared memory
 
-inline constexpr int kTile = 128, kStep = 32;  // a block's columns of b and rows of a; rows of b, a quarter of k, of one step
-inline constexpr int kStages = 4, kChunks = kTile / 16;
-inline constexpr int kManyEights = 8, kManyThreads = 2 * kTile / (kRows * kManyEights) * 32, kLines = kManyThreads / kChunks;
+inline constexpr int kTileColumns = 256, kStep = 64;  // of a block; rows of b, a quarter of k, of one step
+inline constexpr int kManyThreads = kTileColumns;
 
-/// Chunks of 16 bytes, in an order in which the lanes of a warp meet different banks.
-struct Stage {
-  uint4 b[kStep][kChunks], a[kTile][kChunks];  // row of a: its chunks of 16 in plane 0, 1, 2, 3
+/// Chunks of 16 bytes. Of a, as the tensor core wants them; of b, in an order in which the lanes of a warp meet different banks.
+template <int kEights>
+struct alignas(1024) Stage {
+  uint4 a[2][kRows * kEights][8], b[kStep][kTileColumns / 16];  // row of a: its four chunks in planes 0 and 1; in 2 and 3
+  __device__ uint4& of_a(int row, int chunk) { return a[chunk / 8][row][chunk % 8 ^ row % 8]; }
   __device__ uint4& of_b(int row, int chunk) { return b[row][chunk ^ row / 4 % 4 * 2]; }
-  __device__ uint4& of_a(int row, int chunk) { return a[row][chunk ^ row % 8]; }
 };
 
-/// Warps of 64 columns of b by kManyEights · 8 rows of a. kAligned: of both operands 16 neighbours always begin at such a boundary.
-template <bool kAligned>
-__global__ void __launch_bounds__(kManyThreads, 2) many_kernel(Int2Matmul g, int strips) {
+/// Blocks walk along tiles, warps of 32 columns of b by all rows of a. While a plane's products are on their way the next one's weights are
+/// made, and part of what is next of all else is done. kAligned: of both operands 16 neighbours always begin at such a boundary.
+template <int kEights, int kStages, bool kAligned>
+__global__ void __launch_bounds__(kManyThreads, 1) many_kernel(Int2Matmul g, int strips, int tiles) {
   await_previous();
-  auto* stages = shared_memory<Stage>();
-  const int64_t n = int64_t(blockIdx.x % strips) * kTile, m = int64_t(blockIdx.x / strips) * kTile;
+  constexpr int kTileRows = kRows * kEights;
+  using Stage = int2_matmul::Stage<kEights>;
+  auto* stages = reinterpret_cast<Stage*>((reinterpret_cast<uintptr_t>(shared_memory<Stage>()) + alignof(Stage) - 1) / alignof(Stage) * alignof(Stage));
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, quad = lane % 4;
-  const int warp_n = warp % 2, warp_m = warp / 2;
+  const auto first_column = [=](int tile) { return int64_t(tile % strips) * kTileColumns; };
+  const auto first_row = [=](int tile) { return int64_t(tile / strips) * kTileRows; };
 
-  // A thread sends for one chunk of every kLines-th line, the next step's with each call.
-  const int chunk = threadIdx.x % kChunks, line = threadIdx.x / kChunks;
+  // A thread sends for one chunk of every 16th line of each operand, a quarter of a step's with each call.
+  constexpr int kChunks = 16, kLines = kManyThreads / kChunks;
+  static_assert(kStep == 4 * kLines && kTileRows % (4 * kLines) == 0 && kTileColumns == 16 * kChunks);
   constexpr int64_t kMost = kAligned ? 16 : 32;  // bytes from a chunk's first on that matter
-  const int left_b = int(max(int64_t(0), min(kMost, g.n - n - chunk * 16))), lines_a = int(min(int64_t(kTile), g.m - m - line));
-  const uint8_t* from_b = g.b + line * g.b_stride + n + chunk * 16;
-  const int8_t* from_a = g.a + ((m + line) * 4 + chunk / 2) * g.packed + chunk % 2 * 16;
+  const int chunk = threadIdx.x % kChunks, line = threadIdx.x / kChunks;
   const int64_t stride_a = kLines * 4 * g.packed, stride_b = kLines * g.b_stride;
-  int left = int(g.packed), turn = 0;
+  const uint8_t* from_b;
+  const int8_t* from_a;
+  int left, left_b, lines, turn;  // rows of b; bytes of each; rows of a
   const auto copy = [](uint4& to, const void* from, int there) {
     if (kAligned) copy_async16<false>(&to, from, there);
     else to = load<4, uint4>(from, there, false);
   };
-  const auto send = [&] {
-    Stage& s = stages[turn++ % kStages];
-    const int left_a = max(0, min(int(kMost), left - chunk % 2 * 16));
+  const auto send = [&](int quarter) {
+    Stage& s = stages[turn % kStages];
+    copy(s.of_b(line + kLines * quarter, chunk), from_b + quarter * stride_b, line + kLines * quarter < left ? left_b : 0);
+    const int left_a = max(0, min(int(kMost), left - chunk % 4 * 16));
 #pragma unroll
-    for (int i = 0; i < kStep / kLines; ++i) copy(s.of_b(line + kLines * i, chunk), from_b + i * stride_b, line + kLines * i < left ? left_b : 0);
+    for (int i = quarter; i < kTileRows / kLines; i += 4) copy(s.of_a(line + kLines * i, chunk), from_a + i * stride_a, kLines * i < lines ? left_a : 0);
+    if (quarter == 3) {
+      close_copies();
+      from_b += 4 * stride_b, from_a += kStep, left -= kStep, ++turn;
+    }
+  };
+  const auto start = [&](int tile) {
+    const int64_t n = first_column(tile) + chunk * 16, m = first_row(tile) + line;
+    left = int(g.packed), left_b = int(max(int64_t(0), min(kMost, g.n - n))), lines = int(min(int64_t(kTileRows), g.m - m)), turn = 0;
+    from_b = g.b + line * g.b_stride + n;
+    from_a = g.a + (m * 4 + chunk / 4) * g.packed + chunk % 4 * 16;
+    for (int step = 0; step < kStages - 1; ++step)
 #pragma unroll
-    for (int i = 0; i < kTile / kLines; ++i) copy(s.of_a(line + kLines * i, chunk), from_a + i * stride_a, kLines * i < lines_a ? left_a : 0);
-    close_copies();
-    from_b += kStep / kLines * stride_b, from_a += kStep, left -= kStep;
+      for (int quarter = 0; quarter < 4; ++quarter) send(quarter);
+  };
+  const auto meet = [&](int pending) {  // all see what was sent for, but the last
+    await_copies(pending);
+    show_tensor_core();
+    __syncthreads();
+  };
+  unsigned next[2][4];  // bytes of b, rows 4 quad and 16 + 4 quad of half a step, columns 4 group
+  const auto read = [&](Stage& s, int half_step) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        next[half][i] = reinterpret_cast<const unsigned*>(&s.of_b(half_step * 32 + half * 16 + 4 * quad + i, warp * 2 + group / 4))[group % 4];
   };
 
-  int sums[2][2][kManyEights][4] = {}, less[kManyEights] = {};
-  const int steps = int((g.packed + kStep - 1) / kStep);
-  for (int step = 0; step < kStages - 1; ++step) send();
+  constexpr int kParts = kManyThreads / kTileRows;  // of a row of a, in one thread's sum each
+  const int steps = int((g.packed + kStep - 1) / kStep), row = threadIdx.x / kParts, part = threadIdx.x % kParts;
+  start(blockIdx.x);
 #pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
-    await_copies(kStages - 2);
-    __syncthreads();  // and nobody still reads the stage that is sent for next
-    send();
-    Stage& s = stages[step % kStages];
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    int sums[2][kEights][4] = {}, less = 0;
+    meet(kStages - 2);
+    read(stages[0], 0);
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+      Stage& s = stages[step % kStages];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      unsigned a[kManyEights][4];
+      for (int half_step = 0; half_step < 2; ++half_step) {
+        unsigned bytes[2][4];
+        memcpy(bytes, next, sizeof(bytes));
+        transpose(bytes[0]), transpose(bytes[1]);
 #pragma unroll
-      for (int e = 0; e < kManyEights; ++e)
-        load_matrices(a[e], &s.of_a(warp_m * kRows * kManyEights + 8 * e + lane % 8, lane / 8 * 2 + half));
-      if (half == warp_n)  // two warps have these rows: each sums half of them
+        for (int j = 0; j < 4; ++j) {
+          unsigned weights[2][4];
 #pragma unroll
-        for (int e = 0; e < kManyEights; ++e)
-#pragma unroll
-          for (const unsigned word : a[e]) less[e] = __dp4a(int(word), int(kOnes), less[e]);
-#pragma unroll
-      for (int x = 0; x < 2; ++x) {
-        unsigned b[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) b[i] = reinterpret_cast<const unsigned*>(&s.of_b(half * 16 + 4 * quad + i, warp_n * 4 + x * 2 + group / 4))[group % 4];
-        multiply_add(sums[x], b, [&](int e, int j) { return int(a[e][j]); });
-      }
-    }
-  }
-  copies_done();
-  __syncthreads();
-  auto* halves = shared_memory<int>();
-#pragma unroll
-  for (int e = 0; e < kManyEights; ++e) {
-    less[e] = reduce_lanes<SumOf<int>>(less[e], 4);
-    if (quad == 0) halves[warp_n * kTile + warp_m * kRows * kManyEights + 8 * e + group] = less[e];
-  }
-  __syncthreads();
-#pragma unroll
-  for (int e = 0; e < kManyEights; ++e)
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int in_tile = warp_m * kRows * kManyEights + 8 * e + 2 * quad + r, of_row = halves[in_tile] + halves[kTile + in_tile];
-      const int64_t row = m + in_tile;
-      if (row >= g.m) continue;
-#pragma unroll
-      for (int x = 0; x < 2; ++x) {
-        const int64_t column = n + warp_n * 64 + x * 32 + 4 * group;
-        int* out = g.out + row * g.n + column;
-        const int four[4] = {sums[x][0][e][r] - of_row, sums[x][0][e][2 + r] - of_row, sums[x][1][e][r] - of_row, sums[x][1][e][2 + r] - of_row};
-        if (g.n % 4 == 0) {
-          if (column < g.n) *reinterpret_cast<int4*>(out) = {four[0], four[1], four[2], four[3]};
-        } else {
-#pragma unroll
-          for (int c = 0; c < 4; ++c)
-            if (column + c < g.n) out[c] = four[c];
+          for (int i = 0; i < 8; ++i) weights[i / 4][i % 4] = bytes[i % 4 / 2][i / 4 * 2 + i % 2] >> 2 * j & 3 * kOnes;
+          tensor_multiply_add(sums, weights, s.a[j / 2], j % 2 * 4 + 2 * half_step);
+          await_products<kAligned>();
+          if (half_step == 0 && j == 0) meet(kStages - 3);  // for the next step; and nobody reads the one before any more
+          if (half_step == 0) send(j);
+          if (j == 1) read(half_step == 0 ? s : stages[(step + 1) % kStages], 1 - half_step);
+          if (half_step * 4 + j >= kChunks / kParts) continue;
+          const uint4 four = s.of_a(row, part * (kChunks / kParts) + half_step * 4 + j);
+          less = __dp4a(int(four.x), int(kOnes), __dp4a(int(four.y), int(kOnes), __dp4a(int(four.z), int(kOnes), __dp4a(int(four.w), int(kOnes), less))));
         }
       }
     }
+    await_products<false>();
+#pragma unroll
+    for (int i = 0; i < 2 * kEights * 4; ++i) forget(sums[i / (kEights * 4)][i / 4 % kEights][i % 4]);  // not read before they are there
+    copies_done();
+    less = reduce_lanes<SumOf<int>>(less, kParts);
+    __shared__ int of_rows[kTileRows];
+    if (part == 0) of_rows[row] = less;
+    __syncthreads();
+    if (tile + int(gridDim.x) < tiles) start(tile + int(gridDim.x));
+    const int64_t column = first_column(tile) + warp * 32 + 4 * group;
+#pragma unroll
+    for (int e = 0; e < kEights; ++e)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int in_tile = 8 * e + 2 * quad + r;
+        const int64_t m = first_row(tile) + in_tile;
+        if (m >= g.m) continue;
+        int* out = g.out + m * g.n + column;
+        const int of_row = of_rows[in_tile];
+        const int4 four{sums[0][e][r] - of_row, sums[0][e][2 + r] - of_row, sums[1][e][r] - of_row, sums[1][e][2 + r] - of_row};
+        if (g.n % 4 == 0) {
+          if (column < g.n) __stcs(reinterpret_cast<int4*>(out), four);  // the second-level cache is the operands'
+        } else {
+#pragma unroll
+          for (int c = 0; c < 4; ++c)
+            if (column + c < g.n) out[c] = (&four.x)[c];
+        }
+      }
+  }
 }
 
 template <int kEights>
@@ -231,15 +261,30 @@ void launch_few(const Int2Matmul& g, Stream s) {
   launch(few_kernel<kEights>, {.blocks = strips * ((g.m + kRows * kEights - 1) / (kRows * kEights)), .threads = 32 * kWarps}, s, g, aligned_a(g), aligned_b(g, 4), int(strips));
 }
 
+template <int kEights, int kStages>
+void launch_many(const Int2Matmul& g, Stream s) {
+  const int64_t strips = (g.n + kTileColumns - 1) / kTileColumns, tiles = strips * ((g.m + kRows * kEights - 1) / (kRows * kEights));
+  using S = Stage<kEights>;
+  launch(aligned_a(g) && aligned_b(g, 16) ? many_kernel<kEights, kStages, true> : many_kernel<kEights, kStages, false>,
+         {.blocks = std::min<int64_t>(tiles, multiprocessors(current_device())), .threads = kManyThreads, .shared_bytes = kStages * int(sizeof(S)) + int(alignof(S))}, s, g,
+         int(strips), int(tiles));
+}
+
 }  // namespace
 
 LIGER_REGISTER(int2_matmul_kernel, [](const Int2Matmul& g, Stream s) {
   if (g.m <= 8) return launch_few<1>(g, s);
   if (g.m <= 16) return launch_few<2>(g, s);
-  const int64_t strips = (g.n + kTile - 1) / kTile, blocks = strips * ((g.m + kTile - 1) / kTile);
-  // Measured at 4096 x 4096: a wave of many's blocks takes .038 ms, few's .015 for every 64 rows.
-  if (g.m <= 32 || 3 * blocks < multiprocessors(current_device())) return launch_few<4>(g, s);
-  launch(aligned_a(g) && aligned_b(g, 16) ? many_kernel<true> : many_kernel<false>, {.blocks = blocks, .threads = kManyThreads, .shared_bytes = kStages * int(sizeof(Stage))}, s, g, int(strips));
+  const auto waves = [&](int64_t columns, int64_t rows) {
+    const int64_t at_once = multiprocessors(current_device());
+    return ((g.n + columns - 1) / columns * ((g.m + rows - 1) / rows) + at_once - 1) / at_once;
+  };
+  // Measured at k = 4096: a wave of few's blocks takes 8 us, of many's with 64 rows 21, with 128 31.
+  const int64_t few = 8 * waves(kFewColumns, 32), narrow = 21 * waves(kTileColumns, 64), wide = 31 * waves(kTileColumns, 128);
+  constexpr int kStages = 4;
+  if (few < std::min(narrow, wide)) launch_few<4>(g, s);
+  else if (wide < narrow && kStages * int(sizeof(Stage<16>)) + int(alignof(Stage<16>)) <= shared_bytes_of_block()) launch_many<16, kStages>(g, s);
+  else launch_many<8, 3>(g, s);
 });
 
 }  // namespace liger::cuda::int2_matmul

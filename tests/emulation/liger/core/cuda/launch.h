@@ -188,6 +188,9 @@ inline int __dp4a(int a, int b, int sum) {
   return sum;
 }
 
+template <class V>
+void __stcs(V* to, V v) { *to = v; }
+
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) { return unsigned((uint64_t(high) << 32 | low) >> by % 32); }
 
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selectors) {
@@ -272,10 +275,18 @@ inline void tensor_multiply_add(int (&sum)[4], const unsigned (&a)[4], const int
       }
 }
 
-inline void load_matrices(unsigned (&words)[4], const void* row) {
-  const int lane = emulation::linear_thread() % 32;
-  for (int j = 0; j < 4; ++j) words[j] = static_cast<const unsigned*>(__shfl_sync(~0u, row, 8 * j + lane / 4))[lane % 4];
+template <int kEights>
+void tensor_multiply_add(int (&sums)[2][kEights][4], const unsigned (&a)[2][4], const uint4 (*columns)[8], int chunk) {
+  const int lane = emulation::linear_thread() % 32, group = lane / 4, quad = lane % 4;
+  for (int e = 0; e < kEights; ++e) {
+    const auto of_b = [&](int half) { return int(reinterpret_cast<const unsigned*>(&columns[8 * e + group][(chunk + half) ^ group])[quad]); };
+    for (int h = 0; h < 2; ++h) tensor_multiply_add(sums[h][e], a[h], {of_b(0), of_b(1)});
+  }
 }
+
+template <bool kButLast>
+void await_products() {}
+inline void show_tensor_core() {}
 
 template <class V, int kTurns = 2>
 struct Post {
