@@ -83,6 +83,8 @@ inline bool capturing(Stream s) {
   return status != cudaStreamCaptureStatusNone;
 }
 
+inline void clear(void* p, int64_t bytes, Stream s) { check(cudaMemsetAsync(p, 0, size_t(bytes), cudaStream_t(s))); }
+
 /// Starts a kernel, whose first words are await_previous(), without waiting for the one before it in the stream.
 template <class... P>
 void launch(void (*kernel)(P...), const Grid& grid, Stream s, const P&... args) {

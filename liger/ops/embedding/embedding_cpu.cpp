@@ -1,3 +1,4 @@
+#include <numeric>
 #include "liger/core/cpu/row.h"
 #include "liger/ops/embedding/embedding.h"
 
@@ -27,25 +28,21 @@ LIGER_REGISTER(embedding_forward, [](const EmbeddingForward& a, Stream) {
   });
 });
 
-// A thread owns a range of the vocabulary.
+// The tokens are brought in the order of their ids by counting those; then a thread owns a range of the vocabulary.
 LIGER_REGISTER(embedding_backward, [](const EmbeddingBackward& a, Stream) {
+  if (!a.scratch) return void(*a.scratch_bytes = (1 + a.classes + a.tokens) * int64_t(sizeof(int64_t)));
+  int64_t *next = static_cast<int64_t*>(a.scratch) + 1, *order = next + a.classes;  // where each id's next token goes, in the end that is their end
+  std::fill_n(next - 1, 1 + a.classes, 0);
+  for (int64_t i = 0; i < a.tokens; ++i)
+    if (a.counts(a.ids[i])) ++next[a.ids[i]];
+  std::exclusive_scan(next, next + a.classes, next, int64_t(0));
+  for (int64_t i = 0; i < a.tokens; ++i)
+    if (a.counts(a.ids[i])) order[next[a.ids[i]]++] = i;
   dispatch(a.dtype, [&]<class T>() {
     for_rows(a.classes, a.cols, [&](int64_t v) {
       T* dw = row_of<T>(a.dw, v, a.cols);
-      if (a.first[v] == a.first[v + 1] || v == a.padding) std::fill_n(dw, a.cols, T(0));
-      else sum_tokens(a.dy, a.cols, a.order + a.first[v], a.first[v + 1] - a.first[v], dw);
-    });
-  });
-});
-
-LIGER_REGISTER(embedding_backward_few, [](const EmbeddingBackwardFew& a, Stream) {
-  dispatch(a.dtype, [&]<class T>() {
-    for_rows(a.tokens, a.cols, [&](int64_t i) {
-      if (!a.first(i)) return;
-      std::vector<int64_t> order;
-      for (int64_t j = i; j < a.tokens; ++j)
-        if (a.ids[j] == a.ids[i]) order.push_back(j);
-      sum_tokens(a.dy, a.cols, order.data(), int64_t(order.size()), row_of<T>(a.dw, a.ids[i], a.cols));
+      if (next[v - 1] == next[v]) std::fill_n(dw, a.cols, T(0));
+      else sum_tokens(a.dy, a.cols, order + next[v - 1], next[v] - next[v - 1], dw);
     });
   });
 });

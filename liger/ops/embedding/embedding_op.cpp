@@ -29,15 +29,6 @@ Tensor forward(const Tensor& w_, const Tensor& ids_, int64_t padding_idx) {
   return y;
 }
 
-/// About √tokens of `order` are one chunk: an id that all tokens share then has two short sums behind each other.
-int64_t chunk_of(int64_t tokens) {
-  int64_t chunk = 16;
-  while (chunk * chunk * 4 < tokens) chunk *= 2;
-  return chunk;
-}
-
-inline constexpr int64_t kFew = 256;  // tokens: few enough to be compared with each other instead of sorted, which takes 16 launches on CUDA
-
 Tensor backward(const Tensor& dy_, const Tensor& ids_, c10::SymInt classes_, int64_t padding_idx) {
   check_rows("embedding", dy_);
   check_ids(ids_, dy_);
@@ -45,23 +36,16 @@ Tensor backward(const Tensor& dy_, const Tensor& ids_, c10::SymInt classes_, int
               ids_.sym_sizes(), ", width], got ", dy_.sym_sizes());
   const Tensor dw = output(at::empty_symint({classes_, dy_.sym_size(-1)}, dy_.options()));
   if (dw.is_meta() || dw.numel() == 0) return dw;
-  const int64_t classes = classes_.expect_int(), tokens = ids_.numel(), chunk = chunk_of(tokens);
+  const int64_t classes = classes_.expect_int(), tokens = ids_.numel();
   TORCH_CHECK(std::max(tokens, classes) < std::numeric_limits<int>::max(), "embedding: at most 2^31 tokens and classes, got ", tokens, " and ", classes);
-  const Tensor dy = dy_.contiguous();
-  if (tokens <= kFew) {
-    const Tensor ids = ids_.to(at::kLong).contiguous();
-    dw.zero_();
-    run(embedding_backward_few, dy,
-        {.dy = data(dy), .ids = data<int64_t>(ids), .dw = dw.data_ptr(), .tokens = tokens, .classes = classes, .cols = dy.size(-1), .padding = padding_idx,
-         .dtype = dtype_of(dy)});
-    return dw;
-  }
-  const auto [sorted, order] = at::sort(ids_.reshape(-1).to(at::kInt), /*stable=*/true, 0, false);
-  const Tensor first = at::searchsorted(sorted, at::arange(classes + 1, sorted.options()), /*out_int32=*/true);
-  const Tensor part = at::empty({tokens / chunk, dy.size(-1)}, dy.options().dtype(at::kFloat));
-  run(embedding_backward, dy,
-      {.dy = data(dy), .sorted = data<int>(sorted), .order = data<int64_t>(order), .first = data<int>(first), .part = data<float>(part),
-       .dw = dw.data_ptr(), .tokens = tokens, .classes = classes, .cols = dy.size(-1), .chunk = chunk, .padding = padding_idx, .dtype = dtype_of(dy)});
+  const Tensor dy = dy_.contiguous(), ids = ids_.to(at::kLong).contiguous();
+  int64_t bytes = 0;
+  EmbeddingBackward a{.dy = data(dy), .ids = data<int64_t>(ids), .dw = dw.data_ptr(), .scratch = nullptr, .scratch_bytes = &bytes, .tokens = tokens,
+                      .classes = classes, .cols = dy.size(-1), .padding = padding_idx, .dtype = dtype_of(dy)};
+  run(embedding_backward, dy, a);
+  const Tensor scratch = at::empty({bytes}, ids.options().dtype(at::kByte));
+  a.scratch = scratch.data_ptr();
+  run(embedding_backward, dy, a);
   return dw;
 }
 

@@ -191,6 +191,14 @@ inline int __dp4a(int a, int b, int sum) {
 template <class V>
 void __stcs(V* to, V v) { *to = v; }
 
+inline unsigned __ballot_sync(unsigned, bool mine) {
+  unsigned lanes = 0;
+  for (int lane = 0; lane < 32; ++lane) lanes |= unsigned(__shfl_sync(~0u, int(mine), lane)) << lane;
+  return lanes;
+}
+
+inline int __popc(unsigned v) { return __builtin_popcount(v); }
+
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) { return unsigned((uint64_t(high) << 32 | low) >> by % 32); }
 
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selectors) {
@@ -221,6 +229,7 @@ inline int clusters_at_once(int cluster, int = 0) { return cluster > 2 ? 1 : 2 /
 inline int shared_bytes() { return 228 * 1024; }
 inline int shared_bytes_of_block() { return 225 * 1024; }
 inline bool has_clusters() { return true; }
+inline void clear(void* p, int64_t bytes, Stream) { std::memset(p, 0, size_t(bytes)); }
 inline bool capturing(Stream) { return false; }
 
 template <class... P>

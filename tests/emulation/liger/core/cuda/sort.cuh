@@ -1,0 +1,18 @@
+#pragma once
+// Stands in for liger/core/cuda/sort.cuh.
+#include <algorithm>
+#include <numeric>
+#include "liger/core/cuda/launch.h"
+
+namespace liger::cuda {
+
+inline void sort_pairs(void* scratch, size_t& bytes, const int* keys, int* sorted_keys, const int* values, int* sorted_values, int n, int bits, Stream) {
+  if (!scratch) return void(bytes = n * sizeof(int));
+  const auto key = [&](int i) { return keys[i] & ((int64_t(1) << bits) - 1); };
+  int* order = static_cast<int*>(scratch);
+  std::iota(order, order + n, 0);
+  std::stable_sort(order, order + n, [&](int i, int j) { return key(i) < key(j); });
+  for (int i = 0; i < n; ++i) sorted_keys[i] = keys[order[i]], sorted_values[i] = values[order[i]];
+}
+
+}  // namespace liger::cuda
