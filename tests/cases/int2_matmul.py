@@ -40,7 +40,7 @@ CASES = [
         name="int2_matmul", op=ops.int2_matmul, reference=reference, make=make, differentiable=(), dtypes=(torch.float32,), many_rows=(70000, 8, 3), emulated=4_000_000,
         shapes=[(1, 4, 1), (3, 20, 7), (1, 1024, 200), (8, 132, 65), (9, 260, 36), (33, 12, 20), (33, 512, 40), (40, 60, 130), (50, 512, 144), (50, 64, 608), (131, 148, 129), (200, 1024, 16), (300, 64, 144), (600, 68, 1090), (600, 192, 1152), (1100, 320, 2512), (1100, 8, 2500)],
         schema=lambda inputs, options: (ops.int2_matmul, tuple(inputs)), rivals=rivals,
-        bench=[((1, 4096, 4096), {}), ((16, 4096, 4096), {}), ((4096, 4096, 4096), {})], bench_cpu=[((1, 4096, 4096), {}), ((256, 4096, 4096), {})],
+        bench=[((1, 4096, 4096), {}), ((16, 4096, 4096), {}), ((512, 4096, 4096), {}), ((4096, 4096, 4096), {})], bench_cpu=[((1, 4096, 4096), {}), ((256, 4096, 4096), {})],
         errors=[
             (lambda d: matmul(*operands(d, 12)), AssertionError, "holds 8 rows"),
             (lambda d: matmul(operands(d)[0][:, ::2].expand(2, 4), operands(d)[1][:1]), AssertionError, "contiguous"),

@@ -1,4 +1,5 @@
 #pragma once
+#include "liger/core/kernel.h"
 #include "liger/core/math.h"
 
 namespace liger {

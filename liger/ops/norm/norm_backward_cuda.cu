@@ -280,10 +280,7 @@ LIGER_REGISTER(norm_backward, [](const NormBackward& a, Stream s) {
     const auto in_pieces = [&]<int kPieces, int kPeeled>(std::integer_sequence<int, kPieces, kPeeled>) {
       constexpr int kVec = 16 / sizeof(T), kFew = kPieces == 1 ? kFewThreads : 256;
       constexpr bool kSpread = kPieces > 3;
-      constexpr int kBytes = BackwardShared<T, W, Piece<T, Fit::Whole>, kNorm, std::max(kPieces, kPeeled)>::Ring::kBytes;
-      // Eight blocks of a full row, two on an SM, whose waits overlap, where there is room for all shares at once.
-      const bool eight = kSpread && 2 * 256 * kBytes <= shared_bytes() && a.cols > 7 * 256 * kVec * kPieces && a.cols <= 8 * 256 * kVec * kPieces && a.shares <= 2 * clusters_at_once(8);
-      const Threads block = Threads{.few = kFew, .most = kPieces == 1 ? 128 : kBackwardThreads, .spread = eight ? 256 : kPieces == 1 ? 128 : kBackwardThreads}.with(kBytes);
+      const Threads block = Threads{.few = kFew, .most = kPieces == 1 ? 128 : kBackwardThreads}.with(BackwardShared<T, W, Piece<T, Fit::Whole>, kNorm, std::max(kPieces, kPeeled)>::Ring::kBytes);
       return dispatch_tile<T, kVec * kPieces, kVec * kPeeled, kSpread>(a.cols, block, memory, [&]<class Tile>(Tiling t) {
         using In = Piece<T, Tile::kFit>;
         constexpr int kOf = Tile::kItems / kVec;
