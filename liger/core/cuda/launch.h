@@ -332,10 +332,9 @@ __device__ inline void load_matrices(unsigned (&words)[4], const void* row) {
 #endif
 }
 
-/// The same for two a and the 8 kEights columns of one b that lie in shared memory, 128 bytes of k each, of which `chunk` is the first of two
-/// 16-byte chunks that matter; chunk c of column r lies at c ^ r % 8, the columns from a multiple of 1024 bytes on. Four neighbouring warps
-/// come here together, with the same columns. On compute capability 9.0 (wgmma) the products are on their way until await_products, and
-/// read what other threads wrote or copied once those called show_tensor_core before a barrier.
+/// As tensor_multiply_add above for two a and a wider b, whose 8 kEights columns lie in shared memory: 128 bytes of k each, of which chunks of 16
+/// `chunk` and the next are b's; chunk c of column r lies at c ^ r % 8, the columns from a multiple of 1024 bytes on. Four neighbouring warps
+/// come here together, with the same columns. On compute capability 9.0 (wgmma) the products are on their way until await_products.
 template <int kEights>
 __device__ void tensor_multiply_add(int (&sums)[2][kEights][4], unsigned (&a)[2][4], const uint4 (*columns)[8], int chunk) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -382,6 +381,7 @@ __device__ void await_products() {
 #endif
 }
 
+/// After the next barrier such products may read what this thread has written, or copied and awaited, in shared memory.
 __device__ inline void show_tensor_core() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

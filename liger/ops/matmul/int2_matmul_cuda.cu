@@ -133,8 +133,8 @@ struct alignas(1024) Stage {
   __device__ uint4& of_b(int row, int chunk) { return b[row][chunk ^ row / 4 % 4 * 2]; }
 };
 
-/// Blocks walk along tiles, warps of 32 columns of b by all rows of a. While a plane's products are on their way the next one's weights are
-/// made, and part of what is next of all else is done. kAligned: of both operands 16 neighbours always begin at such a boundary.
+/// Blocks walk along tiles, each warp with 32 columns of b and all rows of a. While a plane's products are on their way the next one's weights
+/// are made, and a part of the other work is done. kAligned: of both operands 16 neighbours always begin at such a boundary.
 template <int kEights, int kStages, bool kAligned>
 __global__ void __launch_bounds__(kManyThreads, 1) many_kernel(Int2Matmul g, int strips, int tiles) {
   await_previous();
