@@ -151,9 +151,9 @@ __global__ void __launch_bounds__(kManyThreads, 1) many_kernel(Int2Matmul g, int
   constexpr int64_t kMost = kAligned ? 16 : 32;  // bytes from a chunk's first on that matter
   const int chunk = threadIdx.x % kChunks, line = threadIdx.x / kChunks;
   const int64_t stride_a = kLines * 4 * g.packed, stride_b = kLines * g.b_stride;
-  const uint8_t* from_b;
-  const int8_t* from_a;
-  int left, left_b, lines, turn;  // rows of b; bytes of each; rows of a
+  const uint8_t* from_b = nullptr;
+  const int8_t* from_a = nullptr;
+  int left = 0, left_b = 0, lines = 0, turn = 0;  // rows of b; bytes of each; rows of a
   const auto copy = [](uint4& to, const void* from, int there) {
     if (kAligned) copy_async16<false>(&to, from, there);
     else to = load<4, uint4>(from, there, false);
