@@ -339,7 +339,7 @@ template <int kEights>
 __device__ void tensor_multiply_add(int (&sums)[2][kEights][4], unsigned (&a)[2][4], const uint4 (*columns)[8], int chunk) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #pragma unroll
-  for (int i = 0; i < 8; ++i) asm volatile("" : "+r"(a[i / 4][i % 4])::"memory");  // made before the fence
+  for (int i = 0; i < 8; ++i) forget(a[i / 4][i % 4]);  // made before the fence
   // PTX ISA, "Matrix descriptor": address / 16, no matter, 1024 / 16 bytes from eight columns to the next, the swizzle of 128 bytes
   const uint64_t matrix = (shared_address(&columns[0][chunk]) >> 4) | uint64_t(1) << 16 | uint64_t(64) << 32 | uint64_t(1) << 62;
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");

@@ -24,6 +24,7 @@ struct EmbeddingBackward {
   int64_t tokens, classes, cols, padding;
   DType dtype;
 
+  /// Whether a token with this id adds to a row.
   LIGER_HD bool counts(int64_t id) const { return id >= 0 && id < classes && id != padding; }
 };
 
