@@ -63,6 +63,50 @@ struct RowPieces {
   }
 };
 
+/// What a row's tile leaves out where it is Edged, an element a thread: those before the first boundary of 16 bytes and those behind the last. The
+/// packs that hold them are sent for as the ring's are, by the row's first two threads; sums over rows of these columns wait here too.
+template <class T, int kMatrices, int kDepth>
+struct Edges {
+  static constexpr int kWidth = 16 / sizeof(T), kMost = 2 * (kWidth - 1);
+  using Pack = cuda::Pack<T, kWidth>;
+  using Tile = cuda::Tile<1, 1>;
+  struct Box {
+    Pack packs[kDepth][kMatrices][2];
+    float w[kMost], dw[kMost], db[kMost];
+  };
+  Box* box;
+  int cols, shift;
+  int head, tail;          // columns before the tile, and behind it
+
+  __device__ Edges(Box* boxes, int64_t cols, int shift, bool here)
+      : box(boxes + threadIdx.y), cols(int(cols)), shift(shift), head(here ? min(-shift, int(cols)) : 0), tail(here ? (int(cols) - head) % kWidth : 0) {}
+
+  /// Whether this thread has one, and in which column.
+  __device__ bool any() const { return int(threadIdx.x) < head + tail; }
+  __device__ int column() const { return int(threadIdx.x) < head ? int(threadIdx.x) : cols - head - tail + int(threadIdx.x); }
+  __device__ PiecePlace at(int64_t row, int64_t rows) const { return {Place(row, rows, cols), row * cols + column(), column(), true, row < rows}; }
+  __device__ float& w() const { return box->w[threadIdx.x]; }
+  __device__ float& dw() const { return box->dw[threadIdx.x]; }
+  __device__ float& db() const { return box->db[threadIdx.x]; }
+
+  /// Whether so little of a matrix lies behind a row that there may be none of what its packs hold beside its own: they do not come then.
+  __device__ bool late(int64_t row, int64_t rows) const { return (rows - 1 - row) * cols < kWidth; }
+
+  /// Sends for those of a row that begins at `begin`.
+  __device__ void fetch(int stage, int matrix, const T* begin) const {
+    Pack* to = box->packs[stage][matrix];
+    if (threadIdx.x == 0 && head > 0) copy_async16(&to[0], begin - shift - kWidth);
+    if (threadIdx.x == 1 && tail > 0) copy_async16(&to[1], begin + cols - tail);
+  }
+
+  /// This thread's, of a row whose packs have come, if they are not late.
+  __device__ Tile get(int stage, int matrix, const T* begin, bool late) const {
+    const int i = int(threadIdx.x);
+    const T* packs = reinterpret_cast<const T*>(box->packs[stage][matrix]);
+    return {float(late ? begin[column()] : packs[i < head ? kWidth + shift + i : kWidth + i - head])};
+  }
+};
+
 /// Rows of kMatrices matrices on their way to shared memory: the next kDepth - 1 come while a block works on one, which all its passes find
 /// there, with zeros beside it. A thread meets no pieces but its own, so that no barrier is needed; beside them it can keep kShelf packs.
 /// kDepth = 1: for blocks that work on one row, several on an SM.
@@ -76,8 +120,13 @@ struct Ring : RowPieces<T, Tile, kPieces> {
   static constexpr int kStage = kMatrices * kPieces, kStages = kDepth * kStage;  // packs
   static constexpr int kThread = (kStages + kShelf) | 1;                         // packs of a thread; neighbours' begin in different banks
   static constexpr int kBytes = kThread * int(sizeof(Pack));                     // of shared memory a thread
+  using Edges = cuda::Edges<T, kMatrices, kDepth>;
+  static constexpr bool kEdged = Tile::kEdged;
   const void* matrices[kMatrices];       // nothing comes where null
   int stage = kStages - kStage;
+
+  /// Bytes of shared memory of a block.
+  static int bytes(dim3 threads) { return int(threads.x * threads.y) * kBytes + (kEdged ? int(threads.y * sizeof(typename Edges::Box)) : 0); }
 
   /// Sends for row `first` and those behind it.
   template <class... Pointers>
@@ -91,6 +140,7 @@ struct Ring : RowPieces<T, Tile, kPieces> {
   /// The next row is this one now; the one that fits where the last one was is sent for.
   __device__ void turn() {
     if constexpr (kWalks) await_copies(kDepth - 2);
+    if constexpr (kEdged) __syncwarp();  // two threads' copies are the others' too, and what is sent for now comes where these have read
     Base::next();
     stage = later(1);
     if (kPeeled && column < 0)
@@ -99,6 +149,15 @@ struct Ring : RowPieces<T, Tile, kPieces> {
     if (kPeeled && row + 1 == rows) complete();
     fetch(kDepth - 1);
     if constexpr (!kWalks) copies_done();
+  }
+
+  __device__ Edges edges() const {
+    return {reinterpret_cast<typename Edges::Box*>(shared_memory<Pack>() + int(blockDim.x * blockDim.y) * kThread), cols, shift, !Tile::kSpread || cluster_rank() == 0};
+  }
+  /// This thread's of the present row.
+  __device__ typename Edges::Tile edge(int matrix) const {
+    if (!matrices[matrix]) return {};
+    return edges().get(stage / kStage, matrix, static_cast<const T*>(matrices[matrix]) + row * cols, edges().late(row, rows));
   }
 
   __device__ Raw<T, Tile> get(int matrix, int piece) const { return {*slot(stage, matrix, piece)}; }
@@ -127,6 +186,8 @@ struct Ring : RowPieces<T, Tile, kPieces> {
       for (int m = 0; m < kMatrices; ++m) {
         if (!matrices[m]) continue;
         const T* from = pinned(static_cast<const T*>(matrices[m]) + begin + ahead * step * cols);
+        if constexpr (kEdged)
+          if (threadIdx.x < 2 && !edges().late(next, rows)) edges().fetch(to / kStage, m, static_cast<const T*>(matrices[m]) + next * cols);
         for_each_piece<kPieces>([&](int piece) {
           if (Base::has(piece)) copy_async16(slot(to, m, piece), from + piece * Tile::covered());
           else if (const int left = Base::left_of(piece); kPeeled && left > 0 && next + 1 < rows) copy_async16(slot(to, m, piece), from + piece * Tile::covered(), left * int(sizeof(T)));

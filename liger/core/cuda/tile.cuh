@@ -85,7 +85,11 @@ enum class Fit : int8_t {
   Whole,    // every row begins at a 16-byte boundary and ends at one
   Spread,   // as Whole, in the registers of all blocks of a cluster
   Peeled,   // rows begin anywhere: the first thread's pack begins at the boundary before the row
+  Edged,    // rows begin anywhere: the first thread's pack begins at the first boundary in the row; what is before it, and behind the last, is not the tile's
+  SpreadEdged,
 };
+constexpr bool edged(Fit fit) { return fit == Fit::Edged || fit == Fit::SpreadEdged; }
+constexpr bool spread(Fit fit) { return fit == Fit::Spread || fit == Fit::SpreadEdged; }
 
 /// Where a piece of a row lies: from column `from` on in row `row` of [rows, cols]. shift says how many elements of the first pack come
 /// before the row, for Peeled tiles.
@@ -93,7 +97,7 @@ struct Place {
   int64_t row, rows, cols, from;
   int64_t begin;           // elements of the matrix before it
   int left;                // columns of the row from there on
-  int shift;
+  int shift;               // for Edged ones less than 0: elements of the row before the first pack
   static constexpr int kNone = INT_MIN / 2;  // where there is no such row: less than what a first pack may have before `from`
 
   __device__ Place(int64_t row, int64_t rows, int64_t cols, int shift = 0, int64_t from = 0)
@@ -114,7 +118,7 @@ struct Place {
   template <class Tile>
   __device__ bool whole(int i) const {
     const int c = Tile::column(i, *this);
-    return Tile::kFit == Fit::Peeled ? c >= first() && c + Tile::kWidth <= left : c < left;
+    return Tile::kFit == Fit::Peeled || Tile::kEdged ? c >= first() && c + Tile::kWidth <= left : c < left;
   }
 };
 
@@ -127,13 +131,12 @@ template <int kItems_, int kWidth_, Fit kFit_ = Fit::Whole>
 struct Tile {
   static constexpr int kItems = kItems_, kWidth = kWidth_;
   static constexpr Fit kFit = kFit_;
-  static constexpr bool kSpread = kFit == Fit::Spread;
+  static constexpr bool kSpread = spread(kFit), kEdged = edged(kFit);
   float v[kItems] = {};
 
   __device__ static int column(int i, const Place& at) {
-    const int c = (i / kWidth * int(blockDim.x) + int(threadIdx.x)) * kWidth + i % kWidth;
-    if (kSpread) return c + cluster_rank() * int(blockDim.x) * kItems;
-    return kFit == Fit::Peeled ? c - at.shift : c;
+    const int c = (i / kWidth * int(blockDim.x) + int(threadIdx.x)) * kWidth + i % kWidth + (kSpread ? cluster_rank() * int(blockDim.x) * kItems : 0);
+    return kFit == Fit::Peeled || kEdged ? c - at.shift : c;
   }
 
   /// How far a thread's packs are apart.
@@ -151,7 +154,8 @@ struct Tile {
   /// Where row `row` of a matrix lies.
   template <class T>
   __device__ static Place place(const void* matrix, int64_t row, int64_t rows, int64_t cols) {
-    return Place(row, rows, cols, kFit == Fit::Peeled ? misalignment<T>(static_cast<const T*>(matrix) + row * cols) : 0);
+    const int before = kFit == Fit::Peeled || kEdged ? misalignment<T>(static_cast<const T*>(matrix) + row * cols) : 0;
+    return Place(row, rows, cols, kEdged && before > 0 ? before - kWidth : before);
   }
 
   /// f(a, b, …) item by item.
@@ -255,13 +259,13 @@ __device__ Raw<T, Tile> fetch_loose(const void* matrix, const At& at) {
   using Pack = cuda::Pack<T, kWidth>;
   const T* p = static_cast<const T*>(matrix) + at.begin;
   const int n = at.left, start = misalignment<T>(p - at.shift);
-  if (Tile::kFit != Fit::Peeled || (start == 0 && sizeof(Pack) == 16)) return fetch<T, Tile>(matrix, at);
+  if ((Tile::kFit != Fit::Peeled && !Tile::kEdged) || (start == 0 && sizeof(Pack) == 16)) return fetch<T, Tile>(matrix, at);
   Raw<T, Tile> raw{};
 #pragma unroll
   for (int i = 0; i < Tile::kItems; i += kWidth) {
     const int c = Tile::column(i, at), cut = c + kWidth - start;  // what the first of two packs has ends there
     auto& pack = raw.packs[i / kWidth];
-    if (c >= n) continue;
+    if (c >= n || (Tile::kEdged && !at.template whole<Tile>(i))) continue;
     if (sizeof(Pack) == 16 && (cut + kWidth <= n || !at.last())) {
       pack = joined(cut > at.first() ? Pack::read(p + c - start) : Pack(), cut < n ? Pack::read(p + c - start + kWidth) : Pack(), start);
     } else {
@@ -299,15 +303,16 @@ template <class T, bool kLoose = false, class Tile, class At>
 __device__ void store(const Raw<T, Tile>& raw, void* matrix, At at) {
   constexpr int kWidth = Tile::kWidth;
   using Pack = cuda::Pack<T, kWidth>;
-  if (Tile::kFit == Fit::Peeled) forget(at.shift);
+  constexpr bool kPeeled = Tile::kFit == Fit::Peeled;
+  if (kPeeled) forget(at.shift);
   T* p = pinned(static_cast<T*>(matrix) + at.template start<Tile>());
-  const bool aligned = !kLoose || Tile::kFit != Fit::Peeled || (misalignment<T>(p) == 0 && sizeof(Pack) == 16);
+  const bool aligned = !kLoose || !(kPeeled || Tile::kEdged) || (misalignment<T>(p) == 0 && sizeof(Pack) == 16);
 #pragma unroll
   for (int i = 0; i < Tile::kItems; i += kWidth, p += Tile::apart()) {
     const int c = Tile::column(i, at);
     if (aligned && at.template whole<Tile>(i)) {
       raw.packs[i / kWidth].write(p);
-    } else if (Tile::kFit == Fit::Peeled && c < at.left) {
+    } else if (kPeeled ? c < at.left : Tile::kEdged && at.template whole<Tile>(i)) {
       float f[kWidth];
       raw.packs[i / kWidth].to_float(f);
 #pragma unroll
@@ -421,34 +426,40 @@ struct Threads {
   }
 };
 
-/// Calls f.operator()<Tile>(tiling) where tiles of kItems a thread cover rows of `cols`, of kPeeled where rows begin anywhere (0: none);
-/// longer ones are spread over a cluster if kSpread. False where the rows are too long, or begin differently in one matrix and another, or f
-/// returns it.
-template <class T, int kItems, int kPeeled, bool kSpread, class F>
+/// Calls f.operator()<Tile>(tiling) where tiles of kItems a thread cover rows of `cols`, of kPeeled where rows begin anywhere (0: none, or
+/// kEdged: as many, without their edges, which two half-warps a row can hold); longer ones are spread over a cluster if kSpread. False where the
+/// rows are too long, or begin differently in one matrix and another, or f returns it.
+template <class T, int kItems, int kPeeled, bool kSpread, bool kEdged = false, class F>
 bool dispatch_tile(int64_t cols, Threads block, const Memory& memory, F&& f) {
   constexpr int kVec = 16 / sizeof(T);
   const bool whole = cols % kVec == 0 && memory.aligned();
-  if (!whole && (kPeeled == 0 || !memory.alike())) return false;
+  if (!whole && ((kPeeled == 0 && !kEdged) || !memory.alike())) return false;
   const auto call = [&]<class Tile>(const Tiling& tiling) {
     if constexpr (std::is_void_v<decltype(f.template operator()<Tile>(tiling))>) return f.template operator()<Tile>(tiling), true;
     else return f.template operator()<Tile>(tiling);
   };
-  const int64_t need = whole ? (cols + kItems - 1) / kItems : (cols + kVec - 1 + kPeeled - 1) / std::max(kPeeled, 1);
+  const bool peeled = !whole && !kEdged;
+  const int64_t need = peeled ? (cols + kVec - 1 + kPeeled - 1) / std::max(kPeeled, 1) : (cols / kVec * kVec + kItems - 1) / kItems;
   if constexpr (kSpread) {
-    if (whole && need > block.most && need <= block.spread * kTileCluster && has_clusters()) {
+    if (!peeled && need > block.most && need <= block.spread * kTileCluster && has_clusters()) {
       int cluster = 2;
       while (cluster * block.spread < need) cluster *= 2;
-      return call.template operator()<Tile<kItems, kVec, Fit::Spread>>(Tiling{unsigned((need + cluster * 32 - 1) / (cluster * 32) * 32), cluster});
+      Tiling tiling{unsigned((need + cluster * 32 - 1) / (cluster * 32) * 32), cluster};
+      if constexpr (kEdged)
+        if (!whole) return tiling.alike = kVec, call.template operator()<Tile<kItems, kVec, Fit::SpreadEdged>>(tiling);
+      return call.template operator()<Tile<kItems, kVec, Fit::Spread>>(tiling);
     }
   }
-  if (need > (whole ? block.most : std::min(kTileThreads, block.most * kItems / std::max(kPeeled, 1)))) return false;
-  unsigned x = 1;
+  if (need > (peeled ? std::min(kTileThreads, block.most * kItems / std::max(kPeeled, 1)) : block.most)) return false;
+  unsigned x = whole || peeled ? 1 : 16;
   while (x < need && x < 32) x *= 2;
   if (x < need) x = unsigned(need + 31) / 32 * 32;
   // Below a warp a row needs a partner: __shfl_xor_sync wants whole warps.
   unsigned y = 1;
   while (y * 2 * x <= unsigned(block.few)) y *= 2;
   const Tiling tiling{dim3(x, y), 1};
+  if constexpr (kEdged)
+    if (!whole) return call.template operator()<Tile<kItems, kVec, Fit::Edged>>(Tiling{tiling.threads, 1, kVec});
   if constexpr (kPeeled > 0)
     if (!whole) return call.template operator()<Tile<kPeeled, kVec, Fit::Peeled>>(Tiling{tiling.threads, 1, kVec});
   return call.template operator()<Tile<kItems, kVec>>(tiling);

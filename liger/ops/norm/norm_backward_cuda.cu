@@ -3,15 +3,18 @@
 namespace liger::cuda::norm {
 namespace {
 
-/// A share's rows: every step-th from first on, within its modulation.
+/// A share's rows, within its modulation: of each thread every step-th from first on; those of neighbours in threadIdx.y are `apart`.
 struct Walk {
-  int64_t first, end, step;
+  int64_t first, end, step, apart;
 
-  template <Norm kNorm>
+  __device__ bool on(int64_t row) const { return row - threadIdx.y * apart < end; }  // for one of the block's threads at least
+
+  /// kApart: a block's rows do not follow one another, so that all of a share begin alike: what is not a multiple of 8 apart is alone.
+  template <Norm kNorm, bool kApart = false>
   static __device__ Walk of(const NormBackward& a, int64_t share) {
     const int64_t sets = kNorm == Norm::Modulated ? a.modulations : 1, shares = a.shares / sets, rows = kNorm == Norm::Modulated ? a.per_modulation : a.rows;
-    const int64_t set = share / shares;
-    return {set * rows + share % shares * blockDim.y, (set + 1) * rows, shares * blockDim.y};
+    const int64_t set = share / shares, apart = kApart ? shares : 1;
+    return {set * rows + share % shares * (kApart ? 1 : blockDim.y) + threadIdx.y * apart, (set + 1) * rows, shares * blockDim.y, apart};
   }
 };
 
@@ -125,14 +128,13 @@ __device__ void store_dalpha(const NormBackward& a, float sum, int64_t share) {
 template <class T, class W, class Tile, Norm kNorm, int kPieces>
 struct BackwardShared {
   static constexpr bool kThird = kNorm == Norm::Each || kNorm == Norm::Added;
-  using Weight = std::conditional_t<kNorm == Norm::Modulated || kPieces <= 3, float, W>;  // as floats, where there is room
-  static constexpr int kDepth = (kPieces == 2 || kPieces == 3) && !kThird && !tanh_of(kNorm) ? 3 : 2;  // measured: slower for the others, and forward
+  using Weight = std::conditional_t<kNorm == Norm::Modulated || kPieces <= 2, float, W>;  // as floats, where there is room
+  static constexpr int kDepth = kPieces == 2 && !kThird && !tanh_of(kNorm) ? 3 : 2;  // measured: slower for the others, and forward
   using Ring = cuda::Ring<T, Tile, kThird ? 3 : 2, kPieces, kPieces * int(sizeof(Raw<Weight, Tile>)) / 16, kDepth>;
 
   static __device__ Ring rows(const NormBackward& a, const Walk& walk) {
-    const int64_t first = walk.first + threadIdx.y;
-    if constexpr (kThird) return Ring(first, walk.step, walk.end, a.cols, a.x, a.dy, kNorm == Norm::Each ? a.scale : a.ds);
-    else return Ring(first, walk.step, walk.end, a.cols, a.x, a.dy);
+    if constexpr (kThird) return Ring(walk.first, walk.step, walk.end, a.cols, a.x, a.dy, kNorm == Norm::Each ? a.scale : a.ds);
+    else return Ring(walk.first, walk.step, walk.end, a.cols, a.x, a.dy);
   }
 };
 
@@ -151,8 +153,8 @@ __global__ void __maxnreg__(backward_registers(kPieces)) backward_kernel(NormBac
   using Weight = typename Shared::Weight;
   const float alpha = tanh_of(kNorm) ? number(a.alpha) : 0;
   const int64_t share = Tile::group();
-  const Walk walk = Walk::of<kNorm>(a, share);
-  const int64_t first = walk.first + threadIdx.y;
+  const Walk walk = Walk::of<kNorm, Tile::kEdged>(a, share);
+  const int64_t first = walk.first;
   auto ring = Shared::rows(a, walk);
   RowReduce<Projections, Tile::kSpread> reduce;
   Columns<Tile> columns[kPieces];
@@ -160,8 +162,13 @@ __global__ void __maxnreg__(backward_registers(kPieces)) backward_kernel(NormBac
   for_each_piece<kPieces>([&](int piece) {
     ring.template shelf<Raw<Weight, Tile>>(piece) = packed<Weight>(weight<T, W, kNorm, Tile>(a, ring.at(piece).of(first, walk.end), kWhole ? offset_of(a) : 0));
   });
+  const auto edges = ring.edges();
+  using Edge = norm::Backward<T, typename decltype(ring)::Edges::Tile, kNorm>;
+  const auto edge_at = [&] { return edges.at(ring.row, walk.end); };
+  const bool edge = Tile::kEdged && edges.any();
+  if (edge) edges.w() = weight<T, W, kNorm, decltype(Edge::w)>(a, edges.at(first, walk.end), offset_of(a)).v[0], edges.dw() = edges.db() = 0;
   Stats next_stats = stats_of<kNorm>(a, first, walk.end);
-  for (int64_t row = first; row - threadIdx.y < walk.end; row += walk.step) {
+  for (int64_t row = first; walk.on(row); row += walk.step) {
     const Stats stats = next_stats;
     ring.turn();
     next_stats = stats_of<kNorm>(a, row + walk.step, walk.end);
@@ -172,6 +179,13 @@ __global__ void __maxnreg__(backward_registers(kPieces)) backward_kernel(NormBac
       sums = Projections()(sums, b.project());
       return b;
     };
+    const auto projected_edge = [&](typename Projections::Value& sums) {
+      Edge b{.a = a, .x = ring.edge(0), .dy = ring.edge(1), .w = {edges.w()}, .stats = stats, .alpha = alpha};
+      if constexpr (kNorm == Norm::Each) b.scale = ring.edge(2);
+      sums = Projections()(sums, b.project());
+      return b;
+    };
+    const auto finish_edge = [&](Edge& b, const typename Projections::Value& sums) { b.finish(sums, kNorm == Norm::Added ? ring.edge(kNorm == Norm::Added ? 2 : 0) : decltype(b.x)(), edge_at()); };
     const auto finish = [&](Backward& b, const typename Projections::Value& sums, int piece) {
       Tile ds;
       if constexpr (kNorm == Norm::Added)
@@ -186,6 +200,13 @@ __global__ void __maxnreg__(backward_registers(kPieces)) backward_kernel(NormBac
       xhat[piece] = b.xhat, g[piece] = b.g;
       if constexpr (tanh_of(kNorm)) finish(b, sums, piece);
     });
+    if (edge && row < walk.end) {
+      Edge b = projected_edge(sums);
+      Columns<decltype(b.x)> sum{.dw = {edges.dw()}, .db = {edges.db()}};
+      b.collect(edge_at(), sum);
+      edges.dw() = sum.dw.v[0], edges.db() = sum.db.v[0], columns[0].dalpha += sum.dalpha;
+      if constexpr (tanh_of(kNorm)) finish_edge(b, sums);
+    }
     if constexpr (!tanh_of(kNorm)) {
       sums = reduce(sums);
       for_each_piece<kPieces>([&](int piece) {
@@ -197,31 +218,37 @@ __global__ void __maxnreg__(backward_registers(kPieces)) backward_kernel(NormBac
           finish(b, sums, piece);
         }
       });
+      if (edge && row < walk.end) {
+        Edge b = projected_edge(again);
+        finish_edge(b, sums);
+      }
     }
   }
   copies_done();  // the last one's zeros too, where sums meet now
   each_column_sum<kNorm, Tile>(a, [&](Tile Columns<Tile>::* part, float* shares) {
-    // A block is one share. Half of its rows' sums meet the other half's, again and again, but one after another where rows need not begin
-    // alike: those are few, and with halves there the loop above took more instructions (nvdisasm).
-    constexpr bool kPeeled = Tile::kFit == Fit::Peeled;
+    // A block is one share. Half of its rows' sums meet the other half's, again and again.
     const auto each = [&](int from, int n, auto f) {
       __syncthreads();
       const int y = int(threadIdx.y) - from;
-      for_each_piece<kPieces>([&](int piece) {
-        const Place at = ring.at(piece);
+      if (unsigned(y) < unsigned(n)) for_each_piece<kPieces>([&](int piece) {
 #pragma unroll
         for (int i = 0; i < Tile::kItems; ++i)
-          if (const int64_t c = at.from + Tile::column(i, at); (kPeeled ? y == 0 : unsigned(y) < unsigned(n)) && c >= 0 && c < a.cols)
-            f((columns[piece].*part).v[i], shared_memory<float>()[kPeeled ? c : (y * kPieces * Tile::kItems + piece * Tile::kItems + i) * int(blockDim.x) + int(threadIdx.x)]);
+          f((columns[piece].*part).v[i], shared_memory<float>()[(y * kPieces * Tile::kItems + piece * Tile::kItems + i) * int(blockDim.x) + int(threadIdx.x)]);
       });
     };
-    const auto meet = [&](int from, int n) { each(from, n, [](float v, float& sum) { sum = v; }), each(0, n, [](float& v, float sum) { v += sum; }); };
-    const int rows = kPieces <= 3 ? int(blockDim.y) : 1;
-    if constexpr (kPeeled) for (int y = 1; y < rows; ++y) meet(y, 1);
-    else for (int half = rows / 2; half > 0; half /= 2) meet(half, half);
+    const int rows = kPieces <= 2 ? int(blockDim.y) : 1;
+    for (int half = rows / 2; half > 0; half /= 2) {
+      each(half, half, [](float v, float& sum) { sum = v; });
+      each(0, half, [](float& v, float sum) { v += sum; });
+    }
     if (threadIdx.y == 0) for_each_piece<kPieces>([&](int piece) {
         store<float, true>(columns[piece].*part, shares, Place(share, a.shares, a.cols, ring.shift, piece * Tile::covered()));
       });
+    if (edge && threadIdx.y == 0) {  // behind a barrier, where there are more rows
+      float sum = 0;
+      for (int y = 0; y < rows && first + y * walk.apart < walk.end; ++y) sum += part == &Columns<Tile>::dw ? edges.box[y].dw[threadIdx.x] : edges.box[y].db[threadIdx.x];
+      shares[share * a.cols + edges.column()] = sum;
+    }
   });
   if constexpr (tanh_of(kNorm)) {
     float dalpha = 0;
@@ -276,18 +303,16 @@ LIGER_REGISTER(norm_backward, [](const NormBackward& a, Stream s) {
     const bool alike = a.modulation_dtype == a.dtype;
     const Memory memory{{a.dy, a.ds, a.x, (const void*)a.dx, each && alike ? a.scale : nullptr},
                         {a.w, a.scale, (const void*)a.dw, (const void*)a.db, (const void*)a.dscale, (const void*)a.dshift}};
-    // kPieces a thread, kPeeled where rows begin anywhere: 17 warps, or 9, would share four schedulers badly, 6 do not.
-    const auto in_pieces = [&]<int kPieces, int kPeeled>(std::integer_sequence<int, kPieces, kPeeled>) {
+    const auto in_pieces = [&]<int kPieces>(std::integral_constant<int, kPieces>) {
       constexpr int kVec = 16 / sizeof(T), kFew = kPieces == 1 ? kFewThreads : 256;
-      constexpr bool kSpread = kPieces > 3;
-      const Threads block = Threads{.few = kFew, .most = kPieces == 1 ? 128 : kBackwardThreads}.with(BackwardShared<T, W, Piece<T, Fit::Whole>, kNorm, std::max(kPieces, kPeeled)>::Ring::kBytes);
-      return dispatch_tile<T, kVec * kPieces, kVec * kPeeled, kSpread>(a.cols, block, memory, [&]<class Tile>(Tiling t) {
+      constexpr bool kSpread = kPieces > 2, kEdged = kPieces > 1;
+      const Threads block = Threads{.few = kFew, .most = kPieces == 1 ? 128 : kBackwardThreads}.with(BackwardShared<T, W, Piece<T, Fit::Whole>, kNorm, kPieces>::Ring::kBytes);
+      return dispatch_tile<T, kVec * kPieces, 0, kSpread, kEdged>(a.cols, block, memory, [&]<class Tile>(Tiling t) {
         using In = Piece<T, Tile::kFit>;
-        constexpr int kOf = Tile::kItems / kVec;
-        launch(backward_kernel<T, W, In, kNorm, kOf>, t.grid(a.shares, int(t.threads.x * t.threads.y) * BackwardShared<T, W, In, kNorm, kOf>::Ring::kBytes), s, a);
+        launch(backward_kernel<T, W, In, kNorm, kPieces>, t.grid(a.shares, BackwardShared<T, W, In, kNorm, kPieces>::Ring::bytes(t.threads)), s, a);
       });
     };
-    if ((!each || alike) && (in_pieces(std::integer_sequence<int, 1, 0>()) || in_pieces(std::integer_sequence<int, 2, 3>()) || in_pieces(std::integer_sequence<int, 4, 0>()))) return;
+    if ((!each || alike) && (in_pieces(std::integral_constant<int, 1>()) || in_pieces(std::integral_constant<int, 2>()) || in_pieces(std::integral_constant<int, 4>()))) return;
     dispatch_walk<T, 8>(a.cols, memory, [&]<class Tile>(Tiling t) { launch(backward_long_kernel<T, W, Tile, kNorm>, t.grid(a.shares), s, a); });
   });
 });

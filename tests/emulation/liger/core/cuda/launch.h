@@ -162,6 +162,10 @@ inline thread_local int cluster_rank;
 
 inline void __syncthreads() { liger::emulation::block->all.wait(); }
 inline void __threadfence() {}
+inline void __syncwarp() { liger::emulation::block->warps[liger::emulation::linear_thread() / 32].wait(); }
+
+template <class V>
+V __ldcg(const V* p) { return *p; }
 
 template <class V>
 V __shfl_xor_sync(unsigned, V v, int mask) {
