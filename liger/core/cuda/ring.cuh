@@ -32,25 +32,20 @@ struct PiecePlace : Place {
 template <class T, class Tile, int kPieces>
 struct RowPieces {
   static constexpr int kWidth = Tile::kWidth;
-  static constexpr bool kPeeled = Tile::kFit == Fit::Peeled;
   using Pack = cuda::Pack<T, kWidth>;
-  static_assert(Tile::kItems == kWidth && sizeof(Pack) == 16);
+  static_assert(Tile::kItems == kWidth && sizeof(Pack) == 16 && Tile::kFit != Fit::Peeled);
   int64_t row, step, rows, cols, begin;  // begin: of this thread's first piece of the row, in elements
   int shift, column;                     // column: of that piece
-  unsigned full = 0;                     // a bit for each piece behind whose end a row goes on, or ends
-  unsigned fits = 0, whole = 0;          // for each that belongs to a row in whole, and to the present one
+  unsigned fits = 0, whole = 0;          // a bit for each piece that belongs to a row in whole, and to the present one
 
   /// Before row `first`; the rows are every step-th from there on.
   __device__ RowPieces(const void* matrix, int64_t first, int64_t step, int64_t rows, int64_t cols)
       : row(first - step), step(step), rows(rows), cols(cols), shift(Tile::template place<T>(matrix, first, rows, cols).shift), column(Tile::column(0, Place(0, 0, 0, shift))) {
     begin = row * cols + column;
-    for_each_piece<kPieces>([&](int piece) { full |= unsigned(left_of(piece) >= kWidth) << piece; });
-    fits = kPeeled && column < 0 ? full & ~1u : full;
+    for_each_piece<kPieces>([&](int piece) { fits |= unsigned(int(cols) - column - piece * Tile::covered() >= kWidth) << piece; });
   }
 
-  /// How many columns are left from a piece on.
-  __device__ int left_of(int piece) const { return int(cols) - column - piece * Tile::covered(); }
-  __device__ bool has(int piece) const { return full >> piece & 1; }
+  __device__ bool has(int piece) const { return fits >> piece & 1; }
 
   /// The next row is this one now.
   __device__ void next() {
@@ -113,10 +108,10 @@ struct Edges {
 template <class T, class Tile, int kMatrices, int kPieces, int kShelf = 0, int kDepth = 2>
 struct Ring : RowPieces<T, Tile, kPieces> {
   using Base = RowPieces<T, Tile, kPieces>;
-  using Base::row, Base::step, Base::rows, Base::cols, Base::begin, Base::shift, Base::column, Base::kWidth, Base::kPeeled;
+  using Base::row, Base::step, Base::rows, Base::cols, Base::begin, Base::shift;
   using Pack = typename Base::Pack;
   static constexpr bool kWalks = kDepth > 1;
-  static_assert(kWalks || !kPeeled);
+  static_assert(kWalks || !Tile::kEdged);
   static constexpr int kStage = kMatrices * kPieces, kStages = kDepth * kStage;  // packs
   static constexpr int kThread = (kStages + kShelf) | 1;                         // packs of a thread; neighbours' begin in different banks
   static constexpr int kBytes = kThread * int(sizeof(Pack));                     // of shared memory a thread
@@ -143,10 +138,6 @@ struct Ring : RowPieces<T, Tile, kPieces> {
     if constexpr (kEdged) __syncwarp();  // two threads' copies are the others' too, and what is sent for now comes where these have read
     Base::next();
     stage = later(1);
-    if (kPeeled && column < 0)
-#pragma unroll
-      for (int m = 0; m < kMatrices; ++m) *slot(stage, m, 0) = slot(stage, m, 0)->from(shift);
-    if (kPeeled && row + 1 == rows) complete();
     fetch(kDepth - 1);
     if constexpr (!kWalks) copies_done();
   }
@@ -154,7 +145,9 @@ struct Ring : RowPieces<T, Tile, kPieces> {
   __device__ Edges edges() const {
     return {reinterpret_cast<typename Edges::Box*>(shared_memory<Pack>() + int(blockDim.x * blockDim.y) * kThread), cols, shift, !Tile::kSpread || cluster_rank() == 0};
   }
-  /// This thread's of the present row.
+  /// Whether this thread has one of the present row; it, and where it lies.
+  __device__ bool has_edge() const { return edges().any() && row < rows; }
+  __device__ PiecePlace edge_at() const { return edges().at(row, rows); }
   __device__ typename Edges::Tile edge(int matrix) const {
     if (!matrices[matrix]) return {};
     return edges().get(stage / kStage, matrix, static_cast<const T*>(matrices[matrix]) + row * cols, edges().late(row, rows));
@@ -190,26 +183,12 @@ struct Ring : RowPieces<T, Tile, kPieces> {
           if (threadIdx.x < 2 && !edges().late(next, rows)) edges().fetch(to / kStage, m, static_cast<const T*>(matrices[m]) + next * cols);
         for_each_piece<kPieces>([&](int piece) {
           if (Base::has(piece)) copy_async16(slot(to, m, piece), from + piece * Tile::covered());
-          else if (const int left = Base::left_of(piece); kPeeled && left > 0 && next + 1 < rows) copy_async16(slot(to, m, piece), from + piece * Tile::covered(), left * int(sizeof(T)));
         });
       }
     } else {
       for (int i = 0; i < kStage; ++i) *pack(to + i) = {};
     }
     close_copies();
-  }
-
-  /// What fetch leaves out: the matrices' last pack, behind which there may be nothing.
-  __device__ void complete() {
-#pragma unroll 1
-    for (int piece = 0; piece < kPieces; ++piece) {
-      const int first = piece * Tile::covered(), left = Base::left_of(piece);
-#pragma unroll 1
-      for (int m = 0; m < kMatrices && left > 0 && left < kWidth; ++m)
-#pragma unroll 1
-        for (int j = 0; matrices[m] && j < kWidth; ++j)
-          reinterpret_cast<T*>(slot(stage, m, piece))[j] = j < left && column + first + j >= 0 ? static_cast<const T*>(matrices[m])[begin + first + j] : T(0.f);
-    }
   }
 
   __device__ static Pack* pack(int i) { return shared_memory<Pack>() + Tile::thread() * kThread + i; }
@@ -222,7 +201,7 @@ struct Held : RowPieces<T, Tile, kPieces> {
   using Base = RowPieces<T, Tile, kPieces>;
   static_assert(Tile::kFit == Fit::Whole);
   static constexpr bool kWalks = false;
-  static constexpr int kBytes = 0;
+  static int bytes(dim3) { return 0; }
   const void* matrices[kMatrices];
   Raw<T, Tile> packs[kMatrices][kPieces];
 
@@ -252,7 +231,7 @@ using RowsOf = std::conditional_t<kKeep == Keep::Registers, Held<T, Tile, kMatri
 
 template <class Rows>
 Grid grid_of(const Tiling& t, int64_t rows, int registers) {
-  return Rows::kWalks ? t.walking(rows, registers, Rows::kBytes) : t.of_rows(rows, Rows::kBytes * int(t.threads.x * t.threads.y));
+  return Rows::kWalks ? t.walking(rows, registers, Rows::bytes(t.threads)) : t.of_rows(rows, Rows::bytes(t.threads));
 }
 
 }  // namespace liger::cuda

@@ -55,17 +55,6 @@ struct alignas(sizeof(T) * kWidth_ < 16 ? sizeof(T) * kWidth_ : 16) Pack {
       for (int i = 0; i < int(sizeof(Pack) / 16); ++i) store16(static_cast<uint4*>(p) + i, {bits(words[4 * i]), bits(words[4 * i + 1]), bits(words[4 * i + 2]), bits(words[4 * i + 3])});
   }
 
-  /// With zeros instead of the first n.
-  __device__ Pack from(int n) const {
-    Pack p = *this;
-#pragma unroll
-    for (int j = 0; j < int(sizeof(words) / sizeof(words[0])); ++j) {
-      if constexpr (kPairs) p.words[j] = n >= 2 * j + 2 ? 0 : n == 2 * j + 1 ? p.words[j] & 0xffff0000u : p.words[j];
-      else if (j < n) p.words[j] = T(0.f);
-    }
-    return p;
-  }
-
   /// The product of each pair, rounded once.
   __device__ friend Pack operator*(const Pack& a, const Pack& b) {
     static_assert(kPairs);
@@ -405,10 +394,10 @@ struct Tiling {
   /// One for each threads.y of so many rows.
   Grid of_rows(int64_t rows, int shared_bytes = 0) const { return grid((rows + threads.y - 1) / threads.y, shared_bytes); }
 
-  /// As many as fit on the device with so many registers and bytes of shared memory a thread, or as few as take no more turns to walk along
-  /// the rows, by a step after which they begin alike.
-  Grid walking(int64_t rows, int registers, int bytes) const {
-    const int count = int(threads.x * threads.y), shared = bytes * count;
+  /// As many as fit on the device with so many registers a thread and bytes of shared memory, or as few as take no more turns to walk along the
+  /// rows, by a step after which they begin alike.
+  Grid walking(int64_t rows, int registers, int shared) const {
+    const int count = int(threads.x * threads.y);
     const int64_t groups = of_rows(rows).blocks / cluster, blocks = std::min(shared_bytes() / (shared + 2048), 65536 / (registers * count));
     const int64_t most = std::max<int64_t>(1, blocks * clusters_at_once(cluster) / alike) * alike;
     const int64_t turns = (groups + most - 1) / most, a_turn = (groups + turns - 1) / turns;
@@ -426,43 +415,41 @@ struct Threads {
   }
 };
 
-/// Calls f.operator()<Tile>(tiling) where tiles of kItems a thread cover rows of `cols`, of kPeeled where rows begin anywhere (0: none, or
-/// kEdged: as many, without their edges, which two half-warps a row can hold); longer ones are spread over a cluster if kSpread. False where the
-/// rows are too long, or begin differently in one matrix and another, or f returns it.
-template <class T, int kItems, int kPeeled, bool kSpread, bool kEdged = false, class F>
+/// Calls f.operator()<Tile>(tiling) where tiles of kItems a thread cover rows of `cols`, of kEdged (0: none) where rows begin anywhere, by so many
+/// more threads; longer ones are spread over a cluster if kSpread. False where the rows are too long, or begin differently in one matrix and
+/// another, or f returns it.
+template <class T, int kItems, int kEdged, bool kSpread, class F>
 bool dispatch_tile(int64_t cols, Threads block, const Memory& memory, F&& f) {
   constexpr int kVec = 16 / sizeof(T);
   const bool whole = cols % kVec == 0 && memory.aligned();
-  if (!whole && ((kPeeled == 0 && !kEdged) || !memory.alike())) return false;
-  const auto call = [&]<class Tile>(const Tiling& tiling) {
-    if constexpr (std::is_void_v<decltype(f.template operator()<Tile>(tiling))>) return f.template operator()<Tile>(tiling), true;
-    else return f.template operator()<Tile>(tiling);
+  if (!whole && (kEdged == 0 || !memory.alike())) return false;
+  const auto call = [&]<Fit kWhole, Fit kAnywhere>(const Tiling& tiling) {
+    const auto as = [&]<class Tile>() {
+      if constexpr (std::is_void_v<decltype(f.template operator()<Tile>(tiling))>) return f.template operator()<Tile>(tiling), true;
+      else return f.template operator()<Tile>(tiling);
+    };
+    if constexpr (kEdged > 0)
+      if (!whole) return as.template operator()<Tile<kEdged, kVec, kAnywhere>>();
+    return as.template operator()<Tile<kItems, kVec, kWhole>>();
   };
-  const bool peeled = !whole && !kEdged;
-  const int64_t need = peeled ? (cols + kVec - 1 + kPeeled - 1) / std::max(kPeeled, 1) : (cols / kVec * kVec + kItems - 1) / kItems;
+  const int items = whole ? kItems : kEdged, alike = whole ? 1 : kVec;
+  const int most = std::min(kTileThreads, block.most * kItems / items), spread = std::min(kTileThreads, block.spread * kItems / items);
+  const int64_t need = (cols / kVec * kVec + items - 1) / items;
   if constexpr (kSpread) {
-    if (!peeled && need > block.most && need <= block.spread * kTileCluster && has_clusters()) {
+    if (need > most && need <= spread * kTileCluster && has_clusters()) {
       int cluster = 2;
-      while (cluster * block.spread < need) cluster *= 2;
-      Tiling tiling{unsigned((need + cluster * 32 - 1) / (cluster * 32) * 32), cluster};
-      if constexpr (kEdged)
-        if (!whole) return tiling.alike = kVec, call.template operator()<Tile<kItems, kVec, Fit::SpreadEdged>>(tiling);
-      return call.template operator()<Tile<kItems, kVec, Fit::Spread>>(tiling);
+      while (cluster * spread < need) cluster *= 2;
+      return call.template operator()<Fit::Spread, Fit::SpreadEdged>(Tiling{unsigned((need + cluster * 32 - 1) / (cluster * 32) * 32), cluster, alike});
     }
   }
-  if (need > (peeled ? std::min(kTileThreads, block.most * kItems / std::max(kPeeled, 1)) : block.most)) return false;
-  unsigned x = whole || peeled ? 1 : 16;
+  if (need > most) return false;
+  unsigned x = whole ? 1 : 16;  // an edge has up to 14 elements
   while (x < need && x < 32) x *= 2;
   if (x < need) x = unsigned(need + 31) / 32 * 32;
   // Below a warp a row needs a partner: __shfl_xor_sync wants whole warps.
   unsigned y = 1;
   while (y * 2 * x <= unsigned(block.few)) y *= 2;
-  const Tiling tiling{dim3(x, y), 1};
-  if constexpr (kEdged)
-    if (!whole) return call.template operator()<Tile<kItems, kVec, Fit::Edged>>(Tiling{tiling.threads, 1, kVec});
-  if constexpr (kPeeled > 0)
-    if (!whole) return call.template operator()<Tile<kPeeled, kVec, Fit::Peeled>>(Tiling{tiling.threads, 1, kVec});
-  return call.template operator()<Tile<kItems, kVec>>(tiling);
+  return call.template operator()<Fit::Whole, Fit::Edged>(Tiling{dim3(x, y), 1, alike});
 }
 
 /// As dispatch_tile, for kernels that walk along a row of any length, kItems a thread at once; element by element where rows begin differently.

@@ -164,7 +164,6 @@ __global__ void __maxnreg__(backward_registers(kPieces)) backward_kernel(NormBac
   });
   const auto edges = ring.edges();
   using Edge = norm::Backward<T, typename decltype(ring)::Edges::Tile, kNorm>;
-  const auto edge_at = [&] { return edges.at(ring.row, walk.end); };
   const bool edge = Tile::kEdged && edges.any();
   if (edge) edges.w() = weight<T, W, kNorm, decltype(Edge::w)>(a, edges.at(first, walk.end), offset_of(a)).v[0], edges.dw() = edges.db() = 0;
   Stats next_stats = stats_of<kNorm>(a, first, walk.end);
@@ -185,7 +184,7 @@ __global__ void __maxnreg__(backward_registers(kPieces)) backward_kernel(NormBac
       sums = Projections()(sums, b.project());
       return b;
     };
-    const auto finish_edge = [&](Edge& b, const typename Projections::Value& sums) { b.finish(sums, kNorm == Norm::Added ? ring.edge(kNorm == Norm::Added ? 2 : 0) : decltype(b.x)(), edge_at()); };
+    const auto finish_edge = [&](Edge& b, const typename Projections::Value& sums) { b.finish(sums, kNorm == Norm::Added ? ring.edge(kNorm == Norm::Added ? 2 : 0) : decltype(b.x)(), ring.edge_at()); };
     const auto finish = [&](Backward& b, const typename Projections::Value& sums, int piece) {
       Tile ds;
       if constexpr (kNorm == Norm::Added)
@@ -200,10 +199,10 @@ __global__ void __maxnreg__(backward_registers(kPieces)) backward_kernel(NormBac
       xhat[piece] = b.xhat, g[piece] = b.g;
       if constexpr (tanh_of(kNorm)) finish(b, sums, piece);
     });
-    if (edge && row < walk.end) {
+    if (edge && ring.has_edge()) {
       Edge b = projected_edge(sums);
       Columns<decltype(b.x)> sum{.dw = {edges.dw()}, .db = {edges.db()}};
-      b.collect(edge_at(), sum);
+      b.collect(ring.edge_at(), sum);
       edges.dw() = sum.dw.v[0], edges.db() = sum.db.v[0], columns[0].dalpha += sum.dalpha;
       if constexpr (tanh_of(kNorm)) finish_edge(b, sums);
     }
@@ -218,7 +217,7 @@ __global__ void __maxnreg__(backward_registers(kPieces)) backward_kernel(NormBac
           finish(b, sums, piece);
         }
       });
-      if (edge && row < walk.end) {
+      if (edge && ring.has_edge()) {
         Edge b = projected_edge(again);
         finish_edge(b, sums);
       }
@@ -305,9 +304,10 @@ LIGER_REGISTER(norm_backward, [](const NormBackward& a, Stream s) {
                         {a.w, a.scale, (const void*)a.dw, (const void*)a.db, (const void*)a.dscale, (const void*)a.dshift}};
     const auto in_pieces = [&]<int kPieces>(std::integral_constant<int, kPieces>) {
       constexpr int kVec = 16 / sizeof(T), kFew = kPieces == 1 ? kFewThreads : 256;
-      constexpr bool kSpread = kPieces > 2, kEdged = kPieces > 1;
+      constexpr bool kSpread = kPieces > 2;
+      constexpr int kEdged = kPieces > 1 ? kVec * kPieces : 0;
       const Threads block = Threads{.few = kFew, .most = kPieces == 1 ? 128 : kBackwardThreads}.with(BackwardShared<T, W, Piece<T, Fit::Whole>, kNorm, kPieces>::Ring::kBytes);
-      return dispatch_tile<T, kVec * kPieces, 0, kSpread, kEdged>(a.cols, block, memory, [&]<class Tile>(Tiling t) {
+      return dispatch_tile<T, kVec * kPieces, kEdged, kSpread>(a.cols, block, memory, [&]<class Tile>(Tiling t) {
         using In = Piece<T, Tile::kFit>;
         launch(backward_kernel<T, W, In, kNorm, kPieces>, t.grid(a.shares, BackwardShared<T, W, In, kNorm, kPieces>::Ring::bytes(t.threads)), s, a);
       });

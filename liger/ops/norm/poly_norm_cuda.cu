@@ -88,11 +88,16 @@ __global__ void __maxnreg__(forward_registers(Tile::kFit)) forward_kernel(PolyNo
   for (int64_t row = Tile::row(); row - threadIdx.y < a.rows; row += Tile::step()) {
     rows.turn();
     Powers::Value sums{};
-    for_each_piece<kPieces>([&](int piece) { sums = Powers()(sums, gather<Powers>(powers, to_tile(rows.get(0, piece)))); });
+    const auto add = [&](const auto& x) { sums = Powers()(sums, gather<Powers>(powers, x)); };
+    for_each_piece<kPieces>([&](int piece) { add(to_tile(rows.get(0, piece))); });
+    if constexpr (Tile::kEdged)
+      if (rows.has_edge()) add(rows.edge(0));
     const auto rstd = inverse_roots<T>(reduce(sums), a);
     const auto k = factors(w, rstd.v);
     rows.again();
     for_each_piece<kPieces>([&](int piece) { output<T>(a, to_tile(rows.get(0, piece)), k, b, rows.at(piece)); });
+    if constexpr (Tile::kEdged)
+      if (rows.has_edge()) output<T>(a, rows.edge(0), k, b, rows.edge_at());
     keep(a, rstd, row);
     if constexpr (!Rows::kWalks) break;
   }
@@ -128,12 +133,14 @@ __global__ void __maxnreg__(64) backward_kernel(PolyNormBackward a) {
     next = inverse_roots_of(a, row + Tile::step());
     const auto each_piece = [&](auto f) {
       for_each_piece<kPieces>([&](int piece) { f(to_tile(ring.get(0, piece)), to_tile(ring.get(1, piece)), ring.at(piece)); });
+      if constexpr (Tile::kEdged)
+        if (ring.has_edge()) f(ring.edge(0), ring.edge(1), ring.edge_at());
     };
     Totals::Value sums{};
-    each_piece([&](const Tile& x, const Tile& dy, const auto&) { sums = Totals()(sums, gather<Totals>(products, x, dy)); });
+    each_piece([&](const auto& x, const auto& dy, const auto&) { sums = Totals()(sums, gather<Totals>(products, x, dy)); });
     sums = reduce(sums);
     collect(total, sums, rstd);
-    if (a.dx) each_piece([&](const Tile& x, const Tile& dy, const auto& at) { store<T>(slope(a, x, dy, w, rstd, sums), a.dx, at); });
+    if (a.dx) each_piece([&](const auto& x, const auto& dy, const auto& at) { store<T>(slope(a, x, dy, w, rstd, sums), a.dx, at); });
   }
   auto* of_rows = shared_memory<Totals::Value>();
   copies_done();  // the last one's zeros too
@@ -187,7 +194,7 @@ LIGER_REGISTER(poly_norm_backward, [](const PolyNormBackward& a, Stream s) {
     const Threads block = Threads{.few = 512, .most = kTileThreads}.with(Ring<T, Piece<T, Fit::Whole>, 2, kPieces>::kBytes);
     if (dispatch_tile<T, kWidth, kWidth, true>(a.cols, block, memory, [&]<class Tile>(Tiling t) {
           using In = Piece<T, Tile::kFit>;
-          launch(backward_kernel<T, In, kPieces>, t.grid(a.shares, int(t.threads.x * t.threads.y) * Ring<T, In, 2, kPieces>::kBytes), s, a);
+          launch(backward_kernel<T, In, kPieces>, t.grid(a.shares, Ring<T, In, 2, kPieces>::bytes(t.threads)), s, a);
         }))
       return;
     dispatch_walk<T, 8>(a.cols, memory, [&]<class Tile>(Tiling t) { launch(backward_long_kernel<T, Tile>, t.grid(a.shares), s, a); });
