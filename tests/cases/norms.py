@@ -80,12 +80,12 @@ def group_reference(x, w, b, groups=2):
     return F.group_norm(x, groups, w, b, EPS)
 
 
-BENCH = [((16384, 4096), {}), ((8192, 8192), {}), ((16384, 4095), {}), ((4096, 16384), {})]
+BENCH = [((16384, 4096), {}), ((8192, 8192), {}), ((16384, 4095), {}), ((65536, 1023), {}), ((8192, 8191), {}), ((4096, 16384), {})]
 CPU = [((4096, 4096), {})]
 
 CASES = [
     Case(
-        terms_of_order_one=True, name="fused_add_rms_norm", op=added, reference=added_reference, differentiable=(0, 1, 2), options=CASTINGS, shapes=SHAPES, many_rows=(70000, 16),
+        terms_of_order_one=True, name="fused_add_rms_norm", op=added, reference=added_reference, differentiable=(0, 1, 2), options=CASTINGS, shapes=SHAPES, many_rows=(70000, 16), emulated=62_000,
         make=lambda shape, options: (torch.randn(shape), torch.randn(shape), torch.randn(shape[-1:])), bench=BENCH, bench_cpu=CPU, bytes=two_bytes(4, 4),
         schema=lambda inputs, options: (ops.fused_add_rms_norm, (*inputs, EPS, options.get("offset", 0.0), casting_code(options.get("casting_mode", "llama")))),
         errors=[(lambda d: liger_fused_add_rms_norm(torch.randn(2, 8, device=d), torch.randn(2, 7, device=d), None, EPS), RuntimeError, "residual must be")],
@@ -93,7 +93,7 @@ CASES = [
     Case(
         terms_of_order_one=True, name="modulated_rms_norm", op=modulated, reference=modulated_reference, differentiable=(0, 1, 2, 3), make=make_modulated,
         options=[{}, dict(each="token"), dict(each="all", casting_mode="gemma", offset=1.0), dict(each="token", shifted=False, casting_mode="none")],
-        shapes=[(3, 5, 1), (5, 7), (2, 2, 64), (4, 35, 129), (9, 4096), (3, 4104), (1, 8200), (2, 16500), (2, 9, 2001)], many_rows=(7, 10000, 16),
+        shapes=[(3, 5, 1), (5, 7), (2, 2, 64), (4, 35, 129), (9, 4096), (3, 4104), (1, 8200), (2, 16500), (2, 9, 2001), (2, 3, 9001), (1, 3, 20481)], many_rows=(7, 10000, 16), emulated=62_000,
         bench=[((4, 4096, 4096), {}), ((4, 4096, 4096), dict(each="token"))], bench_cpu=[((4, 1024, 4096), {})],
         bytes=lambda shape, options, e: tuple(n * e * shape[0] * shape[1] * shape[2] for n in ((4, 6) if options.get("each") == "token" else (2, 3))),
         schema=lambda inputs, options: (ops.modulated_rms_norm, (*inputs, EPS, options.get("offset", 0.0), casting_code(options.get("casting_mode", "llama")))),
@@ -109,11 +109,11 @@ CASES = [
     ),
     Case(
         terms_of_order_one=True, name="layer_norm", op=lambda x, w, b: liger_layer_norm(x, w, b, EPS), reference=layer_reference, make=make_layer, differentiable=(0, 1, 2), shapes=[(2, 1), *SHAPES[1:]],
-        many_rows=(70000, 16), bench=BENCH, bench_cpu=CPU, bytes=two_bytes(2, 3), schema=lambda inputs, options: (ops.layer_norm, (*inputs, EPS)),
+        many_rows=(70000, 16), emulated=62_000, bench=BENCH, bench_cpu=CPU, bytes=two_bytes(2, 3), schema=lambda inputs, options: (ops.layer_norm, (*inputs, EPS)),
         errors=[(lambda d: liger_layer_norm(torch.randn(2, 8, device=d), torch.ones(7, device=d), None, EPS), ValueError, "last dimension is 8")],
     ),
     Case(
-        terms_of_order_one=True, name="poly_norm", op=lambda x, w, b: liger_poly_norm(x, w, b, EPS), reference=poly_reference, differentiable=(0, 1, 2), shapes=SHAPES, many_rows=(70000, 16),
+        terms_of_order_one=True, name="poly_norm", op=lambda x, w, b: liger_poly_norm(x, w, b, EPS), reference=poly_reference, differentiable=(0, 1, 2), shapes=SHAPES, many_rows=(70000, 16), emulated=62_000,
         make=lambda shape, options: (torch.randn(shape), torch.randn(3), torch.randn(1)), bench=BENCH[:2], bench_cpu=CPU, bytes=two_bytes(2, 3),
         schema=lambda inputs, options: (ops.poly_norm, (*inputs, EPS)),
         errors=[(lambda d: liger_poly_norm(torch.randn(2, 8, device=d), torch.ones(2, device=d), torch.ones((), device=d), EPS), AssertionError, "3 elements")],
@@ -127,7 +127,7 @@ CASES = [
         errors=[(lambda d: ops.group_norm(torch.randn(2, 5, 3, device=d), None, None, 2, EPS), RuntimeError, "does not divide")],
     ),
     Case(
-        terms_of_order_one=True, name="dyt", op=liger_dyt, reference=dyt_reference, differentiable=(0, 1, 2, 3), shapes=SHAPES, many_rows=(70000, 16), bench=BENCH[:2], bench_cpu=CPU,
+        terms_of_order_one=True, name="dyt", op=liger_dyt, reference=dyt_reference, differentiable=(0, 1, 2, 3), shapes=SHAPES, many_rows=(70000, 16), emulated=62_000, bench=BENCH[:2], bench_cpu=CPU,
         make=lambda shape, options: (torch.randn(shape), torch.full((1,), 0.7), torch.randn(shape[-1:]), torch.randn(shape[-1:])), bytes=two_bytes(2, 3),
         schema=lambda inputs, options: (ops.dyt, tuple(inputs)),
         errors=[(lambda d: liger_dyt(torch.randn(2, 8, device=d), torch.ones(2, device=d), torch.ones(8, device=d), None), RuntimeError, "alpha must be one number")],
