@@ -30,6 +30,17 @@ struct Sums {
   }
 };
 
+/// A sum of floats and what it was rounded by on its way (Knuth's TwoSum).
+struct CarriedSum {
+  struct Value { float v[1], rest; };
+  static __device__ Value identity() { return {}; }
+  __device__ Value operator()(Value a, Value b) const {
+    const float sum = a.v[0] + b.v[0], of_b = sum - a.v[0];
+    return {{sum}, a.rest + b.rest + ((a.v[0] - (sum - of_b)) + (b.v[0] - of_b))};
+  }
+  __device__ static Value shuffle(Value v, int lane) { return {{__shfl_xor_sync(~0u, v.v[0], lane)}, __shfl_xor_sync(~0u, v.rest, lane)}; }
+};
+
 /// Reduces over groups of `lanes` neighbouring lanes, a power of two; every one of them gets the result. kShort: by Op's own way, which takes
 /// fewer instructions and waits longer.
 template <class Op, bool kShort = false>

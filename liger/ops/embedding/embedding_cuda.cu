@@ -87,20 +87,20 @@ __global__ void __launch_bounds__(256) absent_kernel(EmbeddingBackward a, const 
   if (beside && blockIdx.x + 1 == gridDim.x) await_previous();
 }
 
-/// A block per chunk; nothing to do where one holds more than one id.
+/// A warp per chunk and 32 packs, so that the few chunks of one id are all multiprocessors' work; nothing to do where one holds more.
 template <class T>
-__global__ void __launch_bounds__(256) chunks_kernel(EmbeddingBackward a, Sorted s) {
+__global__ void __launch_bounds__(256) chunks_kernel(EmbeddingBackward a, Sorted s, int slices) {
   await_previous();
-  const int64_t chunk = int64_t(blockIdx.x) * blockDim.y + threadIdx.y, begin = chunk * s.chunk;
+  const int64_t i = int64_t(blockIdx.x) * blockDim.y + threadIdx.y, chunk = i / slices, begin = chunk * s.chunk;
   if (begin + s.chunk > a.tokens || s.ids[begin] != s.ids[begin + s.chunk - 1] || s.ids[begin] == a.classes) return;
   float* part = s.part + chunk * a.cols;
   const Row<T> like(a.dw, 0, a.cols, a.cols);
-  for (int k = threadIdx.x; k < like.packs(); k += blockDim.x) {
-    float sum[Row<T>::kWidth] = {};
-    add_rows(sum, k, like, int(s.chunk), [&](int i) { return Row<T>(a.dy, s.order[begin + i], a.cols, a.cols); });
-    for (int j = 0; j < Row<T>::kWidth; ++j)
-      if (const int c = like.column(k) + j; c >= 0 && c < like.n) part[c] = sum[j];
-  }
+  const int k = int(i % slices) * 32 + int(threadIdx.x);
+  if (k >= like.packs()) return;
+  float sum[Row<T>::kWidth] = {};
+  add_rows(sum, k, like, int(s.chunk), [&](int i) { return Row<T>(a.dy, s.order[begin + i], a.cols, a.cols); });
+  for (int j = 0; j < Row<T>::kWidth; ++j)
+    if (const int c = like.column(k) + j; c >= 0 && c < like.n) part[c] = sum[j];
 }
 
 /// Behind the last that is `id` of `ids`, which are sorted and of which the first is; all lanes of a warp look for it.
@@ -224,7 +224,8 @@ LIGER_REGISTER(embedding_backward, [](const EmbeddingBackward& a, Stream s) {
     if (!by_block) sort_pairs(scratch, sorting, ids, sorted.ids, order, sorted.order, n, bits, s);
     else n <= BlockSort<4>::kMost ? sort(BlockSort<4>()) : sort(BlockSort<16>());
     launch(absent_kernel<T>, grid<T>((a.classes + kAsked - 1) / kAsked, a.cols, 2), s, a, static_cast<const unsigned char*>(present), by_block);
-    launch(chunks_kernel<T>, grid<T>(a.tokens / chunk, a.cols, 1), s, a, sorted);
+    const int slices = int(Row<T>::packs(a.cols, false) + 31) / 32;
+    launch(chunks_kernel<T>, {.blocks = (a.tokens / chunk * slices + 7) / 8, .threads = {32, 8}}, s, a, sorted, slices);
     launch(rows_kernel<T>, grid<T>(a.tokens, a.cols, 2), s, a, sorted);
   });
 });

@@ -102,10 +102,19 @@ __device__ void output(const NormForward& a, const Tile& x, const Vectors<W, Til
 template <class T>
 __device__ float mean_of(float sum, const NormForward& a) { return sizeof(T) == 2 ? sum * a.a_col : sum / a.cols; }
 
+/// 1 / sqrt(sum / cols + eps), to a float's last place where that shows: all of a row, and of its gradient, is off by as much.
 template <class T>
 __device__ float inverse_root(float squares, const NormForward& a) {
   const float rstd = rsqrtf(mean_of<T>(squares, a) + a.eps);
   return a.casting == Casting::None ? round_to<T>(rstd) : rstd;
+}
+
+__device__ inline float inverse_root(const CarriedSum::Value& squares, const NormForward& a) {
+  const float mean = squares.v[0] / a.cols, of_mean = (fmaf(-mean, float(a.cols), squares.v[0]) + squares.rest) / a.cols;
+  const auto square = CarriedSum()({{mean}, of_mean}, {{a.eps}, 0});
+  const float v = square.v[0], root = rsqrtf(v), v_root = v * root;
+  const float left = fmaf(-v_root, root, 1.f) - fmaf(fmaf(v, root, -v_root), root, square.rest * root * root);  // 1 - square · root²
+  return left == left ? fmaf(.5f * root, left, root) : root;  // a step of Newton's, but where the square is 0 or infinite
 }
 
 template <Norm kNorm>
@@ -164,7 +173,7 @@ struct Statistics {
     __device__ float next(bool) { return 0; }
   };
   using About = std::conditional_t<kPilot, Pilot<T, kFit>, Nothing>;
-  using Parts = Sums<kPilot ? 2 : 1>;
+  using Parts = std::conditional_t<sizeof(T) == 2, Sums<kPilot ? 2 : 1>, CarriedSum>;
 
   /// each_piece calls f(x, at) for each piece of the row that a thread has.
   template <class Reduce, class Pieces>
@@ -183,7 +192,8 @@ struct Statistics {
       mean = mean_of<T>(reduce(s).v[0], a), s = {};
     }
     each_piece([&](const auto& x, const auto& at) { s.v[0] += centred(kNorm) ? moments(x, mean, at).v[1] : sum(x * x); });
-    return {mean, inverse_root<T>(reduce(s).v[0], a)};
+    if constexpr (sizeof(T) == 2) return {mean, inverse_root<T>(reduce(s).v[0], a)};
+    else return {mean, inverse_root(reduce(s), a)};
   }
 };
 
