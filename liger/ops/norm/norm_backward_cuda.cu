@@ -184,7 +184,11 @@ __global__ void __maxnreg__(backward_registers(kPieces)) backward_kernel(NormBac
       sums = Projections()(sums, b.project());
       return b;
     };
-    const auto finish_edge = [&](Edge& b, const typename Projections::Value& sums) { b.finish(sums, kNorm == Norm::Added ? ring.edge(kNorm == Norm::Added ? 2 : 0) : decltype(b.x)(), ring.edge_at()); };
+    const auto finish_edge = [&](Edge& b, const typename Projections::Value& sums) {
+      decltype(b.x) ds;
+      if constexpr (kNorm == Norm::Added) ds = ring.edge(2);
+      b.finish(sums, ds, ring.edge_at());
+    };
     const auto finish = [&](Backward& b, const typename Projections::Value& sums, int piece) {
       Tile ds;
       if constexpr (kNorm == Norm::Added)
