@@ -69,14 +69,15 @@ __global__ void __launch_bounds__(Sort::kThreads) sort_kernel(EmbeddingBackward 
   Sort::run(int(a.tokens), bits, [&](int i) { return key(a, i); }, s.ids, s.order);
 }
 
-/// Zeros in the rows of no token, of four that a thread asks for at once. Beside those of the others, in one kernel, they came at three quarters of
-/// the speed. beside: the kernel before, behind prepare_kernel, is one block that sorts, and need not be done before this one is.
-constexpr int kAsked = 4;
+constexpr int kAsked = 4;  // rows
+
+/// Zeros in the rows of no token, of kAsked that a thread asks for at once. Beside those of the others, in one kernel, they came at three quarters
+/// of the speed. beside: the kernel before, behind prepare_kernel, is one block that sorts, and need not be done before this one is.
 template <class T>
 __global__ void __launch_bounds__(256) absent_kernel(EmbeddingBackward a, const unsigned char* present, bool beside) {
   if (!beside) await_previous();
   const int64_t first = (int64_t(blockIdx.x) * blockDim.y + threadIdx.y) * kAsked;
-  // From the second-level cache: the first may know what was there before.
+  // From the second-level cache: the first may know what was there before this was written.
   const unsigned known = first < a.classes ? __ldcg(reinterpret_cast<const unsigned*>(present + first)) : ~0u;
   for (int i = 0; i < kAsked; ++i) {
     if (first + i >= a.classes || (known >> 8 * i & 0xff)) continue;
@@ -210,7 +211,7 @@ LIGER_REGISTER(embedding_backward, [](const EmbeddingBackward& a, Stream s) {
   const auto ints = [&](bool needed) { return reinterpret_cast<int*>(take(needed, a.tokens * 4)); };
   int *ids = ints(!by_block), *order = ints(!by_block);
   const Sorted sorted{.ids = ints(!few), .order = ints(!few), .part = reinterpret_cast<float*>(take(!few, a.tokens / chunk * a.cols * 4)), .chunk = chunk};
-  auto* present = reinterpret_cast<unsigned char*>(take(!few, a.classes + 1));
+  auto* present = reinterpret_cast<unsigned char*>(take(!few, (a.classes + kAsked) / kAsked * kAsked));
   void* scratch = take(!by_block, int64_t(sorting));
   if (!a.scratch) return void(*a.scratch_bytes = std::max<int64_t>(1, used));
   dispatch(a.dtype, [&]<class T>() {
@@ -218,7 +219,7 @@ LIGER_REGISTER(embedding_backward, [](const EmbeddingBackward& a, Stream s) {
       clear(a.dw, a.classes * a.cols * int64_t(sizeof(T)), s);
       return launch(few_kernel<T>, grid<T>(a.tokens, a.cols, 1), s, a);
     }
-    clear(present, a.classes, s);
+    clear(present, (a.classes + kAsked - 1) / kAsked * kAsked, s);
     launch(prepare_kernel, {.blocks = (a.tokens + 255) / 256, .threads = 256}, s, a, present, ids, order);
     const auto sort = [&]<class Sort>(Sort) { launch(sort_kernel<Sort>, {.blocks = 1, .threads = Sort::kThreads, .shared_bytes = Sort::kBytes}, s, a, sorted, bits); };
     if (!by_block) sort_pairs(scratch, sorting, ids, sorted.ids, order, sorted.order, n, bits, s);
