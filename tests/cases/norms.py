@@ -113,7 +113,7 @@ CASES = [
         errors=[(lambda d: liger_layer_norm(torch.randn(2, 8, device=d), torch.ones(7, device=d), None, EPS), ValueError, "last dimension is 8")],
     ),
     Case(
-        terms_of_order_one=True, name="poly_norm", op=lambda x, w, b: liger_poly_norm(x, w, b, EPS), reference=poly_reference, differentiable=(0, 1, 2), shapes=SHAPES, many_rows=(70000, 16), emulated=62_000,
+        terms_of_order_one=True, name="poly_norm", op=lambda x, w, b: liger_poly_norm(x, w, b, EPS), reference=poly_reference, differentiable=(0, 1, 2), shapes=SHAPES, many_rows=(70000, 16), emulated=30_000,
         make=lambda shape, options: (torch.randn(shape), torch.randn(3), torch.randn(1)), bench=BENCH[:2], bench_cpu=CPU, bytes=two_bytes(2, 3),
         schema=lambda inputs, options: (ops.poly_norm, (*inputs, EPS)),
         errors=[(lambda d: liger_poly_norm(torch.randn(2, 8, device=d), torch.ones(2, device=d), torch.ones((), device=d), EPS), AssertionError, "3 elements")],

@@ -169,24 +169,30 @@ struct Max {
 template <class F, class... In>
 double row_sum(int64_t cols, F f, const In*... in) { return row_reduce<double>(cols, 0.f, Plus{}, f, in...); }
 
-/// Σ of each of the n vectors that f(a, b, …) gives along a row, in one pass.
+/// Σ of each of the n vectors that f(a, b, …) gives along a row, in one pass: of short chains, whose sums meet in float first and then in double.
 template <size_t n, class F, class... In>
 std::array<double, n> row_sums(int64_t cols, F f, const In*... in) {
-  constexpr int64_t kStep = 2 * kLanes, kBlock = 32 * kStep;
+  constexpr int64_t kStep = 2 * kLanes, kChain = 8 * kStep, kBlock = 8 * kChain;
   std::array<double, n> totals{};
   for (int64_t c = 0; c < cols;) {
-    const int64_t end = std::min(cols, c + kBlock);
-    Vec acc[2][n];
-    for (auto& chain : acc)
-      for (Vec& v : chain) v = Vec(0.f);
-    const auto add = [&](int chain, int64_t k) {
-      const std::array<Vec, n> v = f(read(in + c, k)...);
-      for (size_t i = 0; i < n; ++i) acc[chain][i] = acc[chain][i] + (k == kLanes ? v[i] : Vec::set(Vec(0.f), v[i], k));
-      c += k;
-    };
-    while (c + kStep <= end) add(0, kLanes), add(1, kLanes);
-    while (c < end) add(0, std::min(kLanes, end - c));
-    for (size_t i = 0; i < n; ++i) totals[i] += reduce_lanes(acc[0][i] + acc[1][i], Plus{});
+    const int64_t block = std::min(cols, c + kBlock);
+    Vec sums[n];
+    for (Vec& v : sums) v = Vec(0.f);
+    while (c < block) {
+      const int64_t end = std::min(block, c + kChain);
+      Vec acc[2][n];
+      for (auto& chain : acc)
+        for (Vec& v : chain) v = Vec(0.f);
+      const auto add = [&](int chain, int64_t k) {
+        const std::array<Vec, n> v = f(read(in + c, k)...);
+        for (size_t i = 0; i < n; ++i) acc[chain][i] = acc[chain][i] + (k == kLanes ? v[i] : Vec::set(Vec(0.f), v[i], k));
+        c += k;
+      };
+      while (c + kStep <= end) add(0, kLanes), add(1, kLanes);
+      while (c < end) add(0, std::min(kLanes, end - c));
+      for (size_t i = 0; i < n; ++i) sums[i] = sums[i] + (acc[0][i] + acc[1][i]);
+    }
+    for (size_t i = 0; i < n; ++i) totals[i] += reduce_lanes(sums[i], Plus{});
   }
   return totals;
 }
