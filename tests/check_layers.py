@@ -37,8 +37,8 @@ def problems():
             if family and other and other[1] != family[1] and other[1] not in BORROWS.get(family[1], ()):
                 yield f"{name} includes {i}: no operator includes another's kernel"
         if path.suffix == ".cu":
-            for kernel in re.findall(r"__global__ void [^{;]*\b(\w+)\([^{;]*\{(?!\n  (?:if \(!?\w+\) )?await_previous\(\);)", path.read_text()):
-                yield f"{name}: {kernel} must begin with await_previous(), or with when it need not: launch() does not wait for the kernel before it"
+            for kernel in re.findall(r"__global__ void [^{;]*\b(\w+)\([^{;]*\{(?!\n  (?:if \(!beside\) )?await_previous\(\);)", path.read_text()):
+                yield f"{name}: {kernel} must begin with await_previous(), or do so unless it runs `beside` the kernel before: launch() does not wait for the kernel before it"
     for path in (ROOT / "python").rglob("*.py"):
         name = path.relative_to(ROOT).as_posix()
         if "torch.ops.liger" in path.read_text() and not name.endswith("_library.py"):
