@@ -385,10 +385,11 @@ def test_layer_norm_far_from_zero(cols, dtype, device):
     from liger_kernel.transformers.functional import liger_layer_norm
 
     torch.manual_seed(0)
-    x = torch.randn(6, cols)
+    x = torch.randn(10, cols)
     x[:2] += 1000
     x[2:4, :8] += 200
     x[4, 0], x[5, -1] = 3000, 3000
+    x[6:] += torch.tensor([[3], [7], [9], [30]])
     x = x.to(device, dtype)
     w, b = torch.randn(cols, device=device).to(dtype), torch.randn(cols, device=device).to(dtype)
     expected = torch.nn.functional.layer_norm(x.double(), (cols,), w.double(), b.double(), 1e-6)

@@ -93,12 +93,12 @@ __global__ void __launch_bounds__(256) scale_rows_kernel(ScaleRows a, Pieces<T, 
 // blocks of several short rows would have none. Rows of odd lengths go to a multiple of 8 shares, or to one each, so that all rows of a
 // share begin alike between 16-byte boundaries.
 LIGER_REGISTER(row_shares, [](const RowShares& a, Stream) {
-  int64_t cluster = 1;
+  const bool odd = a.cols % 8 != 0;
+  int64_t cluster = odd && a.cols >= 8200 ? 2 : 1;
   const int64_t blocks = a.cols > 4096 ? 1 : 2;
   while (cluster < 8 && cluster * 16384 < a.cols) cluster *= 2;
   const int64_t fit = std::max<int64_t>(1, blocks * clusters_at_once(int(cluster), a.device) / a.groups);
   const int64_t a_block = std::max<int64_t>(1, 4096 / std::max<int64_t>(1, a.cols)), wanted = (a.rows + a_block - 1) / a_block;
-  const bool odd = a.cols % 8 != 0;
   *a.count = std::max<int64_t>(1, std::min({a.rows, odd ? (wanted + 7) / 8 * 8 : wanted, odd ? std::max<int64_t>(1, fit / 8) * 8 : fit}));
 });
 LIGER_REGISTER(stream_capturing, [](const StreamCapturing& a, Stream s) { *a.yes = capturing(s); });

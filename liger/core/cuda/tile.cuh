@@ -100,9 +100,9 @@ struct Place {
   /// Whether there may be nothing behind the row.
   __device__ bool last() const { return row + 1 == rows; }
 
-  /// How many elements of the matrix come before this thread's first pack.
-  template <class Tile>
-  __device__ int64_t start() const { return begin + Tile::column(0, *this); }
+  /// Where this thread's first pack is in a matrix.
+  template <class Tile, class T>
+  __device__ T* in(T* matrix) const { return matrix + begin + Tile::column(0, *this); }
   /// Whether all of the pack at item i belongs to the row.
   template <class Tile>
   __device__ bool whole(int i) const {
@@ -223,7 +223,7 @@ __device__ Tile to_tile(const Raw<T, Tile>& raw) {
 template <class T, class Tile, class At>
 __device__ Raw<T, Tile> fetch(const void* matrix, const At& at) {
   constexpr int kWidth = Tile::kWidth;
-  const T* p = pinned(static_cast<const T*>(matrix) + at.template start<Tile>());
+  const T* p = pinned(at.template in<Tile>(static_cast<const T*>(matrix)));
   Raw<T, Tile> raw{};
 #pragma unroll
   for (int i = 0; i < Tile::kItems; i += kWidth, p += Tile::apart()) {
@@ -294,7 +294,7 @@ __device__ void store(const Raw<T, Tile>& raw, void* matrix, At at) {
   using Pack = cuda::Pack<T, kWidth>;
   constexpr bool kPeeled = Tile::kFit == Fit::Peeled;
   if (kPeeled) forget(at.shift);
-  T* p = pinned(static_cast<T*>(matrix) + at.template start<Tile>());
+  T* p = pinned(at.template in<Tile>(static_cast<T*>(matrix)));
   const bool aligned = !kLoose || !(kPeeled || Tile::kEdged) || (misalignment<T>(p) == 0 && sizeof(Pack) == 16);
 #pragma unroll
   for (int i = 0; i < Tile::kItems; i += kWidth, p += Tile::apart()) {
@@ -415,14 +415,14 @@ struct Threads {
   }
 };
 
-/// Calls f.operator()<Tile>(tiling) where tiles of kItems a thread cover rows of `cols`, of kEdged (0: none) where rows begin anywhere, by so many
-/// more threads; longer ones are spread over a cluster if kSpread. False where the rows are too long, or begin differently in one matrix and
-/// another, or f returns it.
-template <class T, int kItems, int kEdged, bool kSpread, class F>
+/// Calls f.operator()<Tile>(tiling) where tiles of kItems a thread cover rows of `cols`, of kEdged where rows begin anywhere, by so many more
+/// threads (0: none of these); longer ones are spread over a cluster if kSpread, and only they count unless kOne block can have a row. False where
+/// the rows are too long, or begin differently in one matrix and another, or f returns it.
+template <class T, int kItems, int kEdged, bool kSpread, bool kOne = true, class F>
 bool dispatch_tile(int64_t cols, Threads block, const Memory& memory, F&& f) {
-  constexpr int kVec = 16 / sizeof(T);
+  constexpr int kVec = 16 / sizeof(T), kLarger = std::max(kItems, kEdged);
   const bool whole = cols % kVec == 0 && memory.aligned();
-  if (!whole && (kEdged == 0 || !memory.alike())) return false;
+  if (whole ? kItems == 0 : kEdged == 0 || !memory.alike()) return false;
   const auto call = [&]<Fit kWhole, Fit kAnywhere>(const Tiling& tiling) {
     const auto as = [&]<class Tile>() {
       if constexpr (std::is_void_v<decltype(f.template operator()<Tile>(tiling))>) return f.template operator()<Tile>(tiling), true;
@@ -430,10 +430,11 @@ bool dispatch_tile(int64_t cols, Threads block, const Memory& memory, F&& f) {
     };
     if constexpr (kEdged > 0)
       if (!whole) return as.template operator()<Tile<kEdged, kVec, kAnywhere>>();
-    return as.template operator()<Tile<kItems, kVec, kWhole>>();
+    if constexpr (kItems > 0) return as.template operator()<Tile<kItems, kVec, kWhole>>();
+    return false;
   };
   const int items = whole ? kItems : kEdged, alike = whole ? 1 : kVec;
-  const int most = std::min(kTileThreads, block.most * kItems / items), spread = std::min(kTileThreads, block.spread * kItems / items);
+  const int most = std::min(kTileThreads, block.most * kLarger / items), spread = std::min(kTileThreads, block.spread * kLarger / items);
   const int64_t need = (cols / kVec * kVec + items - 1) / items;
   if constexpr (kSpread) {
     if (need > most && need <= spread * kTileCluster && has_clusters()) {
@@ -442,14 +443,15 @@ bool dispatch_tile(int64_t cols, Threads block, const Memory& memory, F&& f) {
       return call.template operator()<Fit::Spread, Fit::SpreadEdged>(Tiling{unsigned((need + cluster * 32 - 1) / (cluster * 32) * 32), cluster, alike});
     }
   }
-  if (need > most) return false;
+  if (!kOne || need > most) return false;
   unsigned x = whole ? 1 : 16;  // an edge has up to 14 elements
   while (x < need && x < 32) x *= 2;
   if (x < need) x = unsigned(need + 31) / 32 * 32;
   // Below a warp a row needs a partner: __shfl_xor_sync wants whole warps.
   unsigned y = 1;
   while (y * 2 * x <= unsigned(block.few)) y *= 2;
-  return call.template operator()<Fit::Whole, Fit::Edged>(Tiling{dim3(x, y), 1, alike});
+  if constexpr (kOne) return call.template operator()<Fit::Whole, Fit::Edged>(Tiling{dim3(x, y), 1, alike});
+  return false;
 }
 
 /// As dispatch_tile, for kernels that walk along a row of any length, kItems a thread at once; element by element where rows begin differently.

@@ -99,12 +99,12 @@ __device__ Tile weight(const NormBackward& a, const At& at, float plus) {
   return w;
 }
 
-/// f(which column sum, where its shares go) for those that are wanted.
-template <Norm kNorm, class Tile, class F>
+/// f(which of a Columns, where its shares go) for those that are wanted.
+template <Norm kNorm, class F>
 __device__ void each_column_sum(const NormBackward& a, F f) {
-  if (a.dw) f(&Columns<Tile>::dw, a.dw);
+  if (a.dw) f([](auto& columns) -> auto& { return columns.dw; }, a.dw);
   if constexpr (biased(kNorm) || kNorm == Norm::Modulated)
-    if (a.db) f(&Columns<Tile>::db, a.db);
+    if (a.db) f([](auto& columns) -> auto& { return columns.db; }, a.db);
 }
 
 constexpr int kFewThreads = 512;  // of short rows
@@ -124,13 +124,15 @@ __device__ void store_dalpha(const NormBackward& a, float sum, int64_t share) {
   }
 }
 
-/// What backward_kernel has in shared memory: rows on their way, and on the shelf the weight.
+/// What backward_kernel has in shared memory: rows on their way, and on the shelf the weight, and what a thread keeps for what the tile leaves out.
 template <class T, class W, class Tile, Norm kNorm, int kPieces>
 struct BackwardShared {
   static constexpr bool kThird = kNorm == Norm::Each || kNorm == Norm::Added;
   using Weight = std::conditional_t<kNorm == Norm::Modulated || kPieces <= 2, float, W>;  // as floats, where there is room
+  struct alignas(16) OfEdge { float w, dw, db; };
+  static constexpr int kWeights = kPieces * int(sizeof(Raw<Weight, Tile>)) / 16;
   static constexpr int kDepth = kPieces == 2 && !kThird && !tanh_of(kNorm) ? 3 : 2;  // measured: slower for the others, and forward
-  using Ring = cuda::Ring<T, Tile, kThird ? 3 : 2, kPieces, kPieces * int(sizeof(Raw<Weight, Tile>)) / 16, kDepth>;
+  using Ring = cuda::Ring<T, Tile, kThird ? 3 : 2, kPieces, kWeights + Tile::kEdged, kDepth>;
 
   static __device__ Ring rows(const NormBackward& a, const Walk& walk) {
     if constexpr (kThird) return Ring(walk.first, walk.step, walk.end, a.cols, a.x, a.dy, kNorm == Norm::Each ? a.scale : a.ds);
@@ -162,96 +164,97 @@ __global__ void __maxnreg__(backward_registers(kPieces)) backward_kernel(NormBac
   for_each_piece<kPieces>([&](int piece) {
     ring.template shelf<Raw<Weight, Tile>>(piece) = packed<Weight>(weight<T, W, kNorm, Tile>(a, ring.at(piece).of(first, walk.end), kWhole ? offset_of(a) : 0));
   });
-  const auto edges = ring.edges();
-  using Edge = norm::Backward<T, typename decltype(ring)::Edges::Tile, kNorm>;
-  const bool edge = Tile::kEdged && edges.any();
-  if (edge) edges.w() = weight<T, W, kNorm, decltype(Edge::w)>(a, edges.at(first, walk.end), offset_of(a)).v[0], edges.dw() = edges.db() = 0;
+  using EdgeTile = cuda::Tile<1, 1>;
+  const auto of_edge = [&]() -> typename Shared::OfEdge& { return ring.template shelf<typename Shared::OfEdge>(Shared::kWeights); };
+  if constexpr (Tile::kEdged)
+    if (ring.edge >= 0) of_edge() = {weight<T, W, kNorm, EdgeTile>(a, ring.edge_at().of(first, walk.end), offset_of(a)).v[0]};
   Stats next_stats = stats_of<kNorm>(a, first, walk.end);
   for (int64_t row = first; walk.on(row); row += walk.step) {
     const Stats stats = next_stats;
     ring.turn();
     next_stats = stats_of<kNorm>(a, row + walk.step, walk.end);
-    const auto projected = [&](int piece, typename Projections::Value& sums) {
-      Backward b{.a = a, .x = to_tile(ring.get(0, piece)), .dy = to_tile(ring.get(1, piece)), .w = to_tile(ring.template shelf<Raw<Weight, Tile>>(piece)), .stats = stats, .alpha = alpha};
-      if constexpr (!kWhole) b.w = b.w + offset_of(a);
-      if constexpr (kNorm == Norm::Each) b.scale = to_tile(ring.get(2, piece));
+    const auto of_piece = [&](int piece) { return [&, piece](int matrix) { return to_tile(ring.get(matrix, piece)); }; };
+    const auto edge = [&](auto matrix) { return ring.get_edge(matrix); };
+    const auto projected = [&](auto get, auto w, typename Projections::Value& sums) {
+      norm::Backward<T, decltype(w), kNorm> b{.a = a, .x = get(0), .dy = get(1), .w = w, .stats = stats, .alpha = alpha};
+      if constexpr (kNorm == Norm::Each) b.scale = get(2);
       sums = Projections()(sums, b.project());
       return b;
     };
-    const auto projected_edge = [&](typename Projections::Value& sums) {
-      Edge b{.a = a, .x = ring.edge(0), .dy = ring.edge(1), .w = {edges.w()}, .stats = stats, .alpha = alpha};
-      if constexpr (kNorm == Norm::Each) b.scale = ring.edge(2);
-      sums = Projections()(sums, b.project());
-      return b;
+    const auto projected_piece = [&](int piece, typename Projections::Value& sums) {
+      const Tile w = to_tile(ring.template shelf<Raw<Weight, Tile>>(piece));
+      return projected(of_piece(piece), kWhole ? w : w + offset_of(a), sums);
     };
-    const auto finish_edge = [&](Edge& b, const typename Projections::Value& sums) {
+    const auto projected_edge = [&](auto& sums) { return projected(edge, EdgeTile{of_edge().w}, sums); };
+    const auto finish = [&](auto get, auto& b, const typename Projections::Value& sums, const auto& at) {
       decltype(b.x) ds;
-      if constexpr (kNorm == Norm::Added) ds = ring.edge(2);
-      b.finish(sums, ds, ring.edge_at());
-    };
-    const auto finish = [&](Backward& b, const typename Projections::Value& sums, int piece) {
-      Tile ds;
       if constexpr (kNorm == Norm::Added)
-        if (a.ds) ds = to_tile(ring.get(2, piece));
-      b.finish(sums, ds, ring.at(piece));
+        if (a.ds) ds = get(2);
+      b.finish(sums, ds, at);
     };
     typename Projections::Value sums{}, again{};
     Tile xhat[kPieces], g[kPieces];
     for_each_piece<kPieces>([&](int piece) {
-      Backward b = projected(piece, sums);
+      Backward b = projected_piece(piece, sums);
       b.collect(ring.at(piece), columns[piece]);
       xhat[piece] = b.xhat, g[piece] = b.g;
-      if constexpr (tanh_of(kNorm)) finish(b, sums, piece);
+      if constexpr (tanh_of(kNorm)) finish(of_piece(piece), b, sums, ring.at(piece));
     });
-    if (edge && ring.has_edge()) {
-      Edge b = projected_edge(sums);
-      Columns<decltype(b.x)> sum{.dw = {edges.dw()}, .db = {edges.db()}};
-      b.collect(ring.edge_at(), sum);
-      edges.dw() = sum.dw.v[0], edges.db() = sum.db.v[0], columns[0].dalpha += sum.dalpha;
-      if constexpr (tanh_of(kNorm)) finish_edge(b, sums);
-    }
+    if constexpr (Tile::kEdged)
+      if (ring.has_edge()) {
+        auto b = projected_edge(sums);
+        auto& kept = of_edge();
+        Columns<EdgeTile> sum{.dw = {kept.dw}, .db = {kept.db}};
+        b.collect(ring.edge_at(), sum);
+        kept.dw = sum.dw.v[0], kept.db = sum.db.v[0], columns[0].dalpha += sum.dalpha;
+        if constexpr (tanh_of(kNorm)) finish(edge, b, sums, ring.edge_at());
+      }
     if constexpr (!tanh_of(kNorm)) {
       sums = reduce(sums);
       for_each_piece<kPieces>([&](int piece) {
         if constexpr (kKeep) {
           Backward b{.a = a, .stats = stats, .alpha = alpha, .xhat = xhat[piece], .g = g[piece]};
-          finish(b, sums, piece);
+          finish(of_piece(piece), b, sums, ring.at(piece));
         } else {
-          Backward b = projected(piece, again);
-          finish(b, sums, piece);
+          Backward b = projected_piece(piece, again);
+          finish(of_piece(piece), b, sums, ring.at(piece));
         }
       });
-      if (edge && ring.has_edge()) {
-        Edge b = projected_edge(again);
-        finish_edge(b, sums);
-      }
+      if constexpr (Tile::kEdged)
+        if (ring.has_edge()) {
+          auto b = projected_edge(again);
+          finish(edge, b, sums, ring.edge_at());
+        }
     }
   }
   copies_done();  // the last one's zeros too, where sums meet now
-  each_column_sum<kNorm, Tile>(a, [&](Tile Columns<Tile>::* part, float* shares) {
+  Columns<EdgeTile> edge_columns{};
+  if constexpr (Tile::kEdged)
+    if (ring.edge >= 0) edge_columns.dw = {of_edge().dw}, edge_columns.db = {of_edge().db};
+  each_column_sum<kNorm>(a, [&](auto part, float* shares) {
     // A block is one share. Half of its rows' sums meet the other half's, again and again.
+    constexpr int kItems = kPieces * Tile::kItems;
     const auto each = [&](int from, int n, auto f) {
       __syncthreads();
       const int y = int(threadIdx.y) - from;
-      if (unsigned(y) < unsigned(n)) for_each_piece<kPieces>([&](int piece) {
+      const auto met = [&](int i) -> float& { return shared_memory<float>()[(y * (kItems + Tile::kEdged) + i) * int(blockDim.x) + int(threadIdx.x)]; };
+      if (unsigned(y) >= unsigned(n)) return;
+      for_each_piece<kPieces>([&](int piece) {
 #pragma unroll
-        for (int i = 0; i < Tile::kItems; ++i)
-          f((columns[piece].*part).v[i], shared_memory<float>()[(y * kPieces * Tile::kItems + piece * Tile::kItems + i) * int(blockDim.x) + int(threadIdx.x)]);
+        for (int i = 0; i < Tile::kItems; ++i) f(part(columns[piece]).v[i], met(piece * Tile::kItems + i));
       });
+      if constexpr (Tile::kEdged) f(part(edge_columns).v[0], met(kItems));
     };
-    const int rows = kPieces <= 2 ? int(blockDim.y) : 1;
-    for (int half = rows / 2; half > 0; half /= 2) {
+    for (int half = kPieces <= 2 ? int(blockDim.y) / 2 : 0; half > 0; half /= 2) {
       each(half, half, [](float v, float& sum) { sum = v; });
       each(0, half, [](float& v, float sum) { v += sum; });
     }
-    if (threadIdx.y == 0) for_each_piece<kPieces>([&](int piece) {
-        store<float, true>(columns[piece].*part, shares, Place(share, a.shares, a.cols, ring.shift, piece * Tile::covered()));
-      });
-    if (edge && threadIdx.y == 0) {  // behind a barrier, where there are more rows
-      float sum = 0;
-      for (int y = 0; y < rows && first + y * walk.apart < walk.end; ++y) sum += part == &Columns<Tile>::dw ? edges.box[y].dw[threadIdx.x] : edges.box[y].db[threadIdx.x];
-      shares[share * a.cols + edges.column()] = sum;
-    }
+    if (threadIdx.y > 0) return;
+    for_each_piece<kPieces>([&](int piece) {
+      store<float, true>(part(columns[piece]), shares, Place(share, a.shares, a.cols, ring.shift, piece * Tile::covered()));
+    });
+    if constexpr (Tile::kEdged)
+      if (ring.edge >= 0) shares[share * a.cols + ring.edge] = part(edge_columns).v[0];
   });
   if constexpr (tanh_of(kNorm)) {
     float dalpha = 0;
@@ -287,10 +290,10 @@ __global__ void __launch_bounds__(kTileThreads) backward_long_kernel(NormBackwar
       b.collect(at, columns);
       b.finish(sums, kNorm == Norm::Added && a.ds ? load<T, Tile>(a.ds, at) : Tile(), at);
       dalpha += columns.dalpha;
-      each_column_sum<kNorm, Tile>(a, [&](Tile Columns<Tile>::* part, float* shares) {
+      each_column_sum<kNorm>(a, [&](auto part, float* shares) {
         const Place share(blockIdx.x, a.shares, a.cols, at.shift, at.from);
         const Tile before = row != walk.first ? load_loose<float, Tile>(shares, share) : Tile();
-        store<float, true>(before + columns.*part, shares, share);
+        store<float, true>(before + part(columns), shares, share);
       });
     });
   }
@@ -306,17 +309,21 @@ LIGER_REGISTER(norm_backward, [](const NormBackward& a, Stream s) {
     const bool alike = a.modulation_dtype == a.dtype;
     const Memory memory{{a.dy, a.ds, a.x, (const void*)a.dx, each && alike ? a.scale : nullptr},
                         {a.w, a.scale, (const void*)a.dw, (const void*)a.db, (const void*)a.dscale, (const void*)a.dshift}};
-    const auto in_pieces = [&]<int kPieces>(std::integral_constant<int, kPieces>) {
-      constexpr int kVec = 16 / sizeof(T), kFew = kPieces == 1 ? kFewThreads : 256;
-      constexpr bool kSpread = kPieces > 2;
-      constexpr int kEdged = kPieces > 1 ? kVec * kPieces : 0;
+    constexpr int kVec = 16 / sizeof(T);
+    const auto in_pieces = [&]<int kPieces, int kWhole, int kAnywhere, bool kSpread, bool kOne>() {
+      constexpr int kFew = kPieces == 1 ? kFewThreads : 256;
       const Threads block = Threads{.few = kFew, .most = kPieces == 1 ? 128 : kBackwardThreads}.with(BackwardShared<T, W, Piece<T, Fit::Whole>, kNorm, kPieces>::Ring::kBytes);
-      return dispatch_tile<T, kVec * kPieces, kEdged, kSpread>(a.cols, block, memory, [&]<class Tile>(Tiling t) {
+      return dispatch_tile<T, kVec * kWhole, kVec * kAnywhere, kSpread, kOne>(a.cols, block, memory, [&]<class Tile>(Tiling t) {
         using In = Piece<T, Tile::kFit>;
         launch(backward_kernel<T, W, In, kNorm, kPieces>, t.grid(a.shares, BackwardShared<T, W, In, kNorm, kPieces>::Ring::bytes(t.threads)), s, a);
       });
     };
-    if ((!each || alike) && (in_pieces(std::integral_constant<int, 1>()) || in_pieces(std::integral_constant<int, 2>()) || in_pieces(std::integral_constant<int, 4>()))) return;
+    if ((!each || alike) &&
+        (in_pieces.template operator()<1, 1, 0, false, true>() || in_pieces.template operator()<2, 2, 2, false, true>() ||
+         // Rows that begin anywhere: of four pieces in one block 16383 columns took a tenth longer.
+         (a.cols < 2 * 2 * kBackwardThreads * kVec + kVec && in_pieces.template operator()<2, 0, 2, true, false>()) ||
+         in_pieces.template operator()<4, 4, 0, true, true>() || in_pieces.template operator()<4, 0, 4, true, false>()))
+      return;
     dispatch_walk<T, 8>(a.cols, memory, [&]<class Tile>(Tiling t) { launch(backward_long_kernel<T, W, Tile, kNorm>, t.grid(a.shares), s, a); });
   });
 });

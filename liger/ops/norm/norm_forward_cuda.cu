@@ -124,74 +124,40 @@ __device__ void keep(const NormForward& a, Stats stats, int64_t row) {
   if (centred(kNorm)) a.mean[row] = stats.mean;
 }
 
-/// About the mean of a row: that of its first pack. The sums of differences from it tell mean and variance in one pass: where it is d off the
-/// mean, so are the pack's elements on average, and they alone make d² at most n / kWidth times the variance. That is by how much the
-/// subtraction multiplies a float's rounding, which 16-bit results do not show.
-template <class T, Fit kFit>
-struct Pilot {
-  static constexpr int kWidth = 16 / sizeof(T);
-  const T* from;           // of the row that is sent for
-  int64_t step;            // elements to the next
-  bool whole = true;
-  Pack<T, kWidth> pack{};
-
-  /// Sends for row `row`'s; rows that are step apart begin alike.
-  __device__ Pilot(const NormForward& a, int64_t row, int64_t step) : from(static_cast<const T*>(a.x) + row * a.cols), step(step * a.cols) {
-    constexpr bool kAnywhere = kFit == Fit::Peeled || edged(kFit);
-    const int shift = kAnywhere ? misalignment<T>(from) : 0, first = shift ? kWidth - shift : 0;
-    if (kAnywhere) whole = first + kWidth <= a.cols;
-    if (whole) from += first;
-    if (row < a.rows) send();
-  }
-
-  __device__ void send() {
-    if (whole) pack = Pack<T, kWidth>::read(from);
-    else pack.words[0] = *reinterpret_cast<const uint16_t*>(from);
-  }
-
-  /// The next row's is on its way after this, if there is one.
-  __device__ float next(bool present) {
-    float f[kWidth];
-    pack.to_float(f);
-    const float first = f[0];
-#pragma unroll
-    for (int n = kWidth / 2; n > 0; n /= 2)
-#pragma unroll
-      for (int j = 0; j < n; ++j) f[j] += f[j + n];
-    from += step;
-    if (present) send();
-    return whole ? f[0] / kWidth : first;
-  }
-};
-
-/// What a row is made of.
-template <class T, Norm kNorm, Fit kFit>
+/// What a row is made of. Of 16-bit numbers one pass tells mean and variance: the mean square less the mean's. Where the variance is less than a
+/// part of the latter, which multiplies a float's rounding, a second pass tells it, about the mean.
+template <class T, Norm kNorm>
 struct Statistics {
-  static constexpr bool kPilot = centred(kNorm) && sizeof(T) == 2;
-  struct Nothing {
-    __device__ Nothing(const NormForward&, int64_t, int64_t) {}
-    __device__ float next(bool) { return 0; }
-  };
-  using About = std::conditional_t<kPilot, Pilot<T, kFit>, Nothing>;
-  using Parts = std::conditional_t<sizeof(T) == 2, Sums<kPilot ? 2 : 1>, CarriedSum>;
+  static constexpr bool kOnce = centred(kNorm) && sizeof(T) == 2;
+  static constexpr float kPart = 1.f / 64;
+  using Parts = std::conditional_t<sizeof(T) == 2, Sums<kOnce ? 2 : 1>, CarriedSum>;
 
-  /// each_piece calls f(x, at) for each piece of the row that a thread has.
-  template <class Reduce, class Pieces>
-  static __device__ Stats of(const NormForward& a, Reduce& reduce, float about, Pieces each_piece) {
+  /// each calls f(x, at) for each piece of the row that a thread has.
+  template <class Reduce, class Each>
+  static __device__ Stats of(const NormForward& a, Reduce& reduce, Each each) {
     typename Parts::Value s{};
     float mean = 0;
     if constexpr (tanh_of(kNorm)) return {};
-    if constexpr (kPilot) {
-      each_piece([&](const auto& x, const auto& at) { s = Parts()(s, moments(x, about, at)); });
+    if constexpr (kOnce) {
+      each([&](const auto& x, const auto&) { s = Parts()(s, {sum(x), sum(x * x)}); });
       s = reduce(s);
-      const float d = s.v[0] * a.a_col;
-      return {about + d, inverse_root<T>(fmaxf(0, s.v[1] - s.v[0] * d), a)};
+      mean = s.v[0] * a.a_col;
+      float squares = fmaf(-mean, s.v[0], s.v[1]);
+      const bool again = !(squares >= kPart * mean * s.v[0]);
+      if (__ballot_sync(~0u, again)) {  // rows of a warp, if it has several, wait for one another; warps of a row are of one mind
+        s = {};
+        each([&](const auto& x, const auto& at) { s = Parts()(s, moments(x, mean, at)); });
+        s = reduce(s);
+        const float d = s.v[0] * a.a_col;
+        if (again) mean += d, squares = fmaxf(0, s.v[1] - s.v[0] * d);
+      }
+      return {mean, inverse_root<T>(squares, a)};
     }
     if constexpr (centred(kNorm)) {
-      each_piece([&](const auto& x, const auto&) { s.v[0] += sum(x); });
+      each([&](const auto& x, const auto&) { s.v[0] += sum(x); });
       mean = mean_of<T>(reduce(s).v[0], a), s = {};
     }
-    each_piece([&](const auto& x, const auto& at) { s.v[0] += centred(kNorm) ? moments(x, mean, at).v[1] : sum(x * x); });
+    each([&](const auto& x, const auto& at) { s.v[0] += centred(kNorm) ? moments(x, mean, at).v[1] : sum(x * x); });
     if constexpr (sizeof(T) == 2) return {mean, inverse_root<T>(reduce(s).v[0], a)};
     else return {mean, inverse_root(reduce(s), a)};
   }
@@ -207,7 +173,9 @@ struct Forward {
   static constexpr bool kLate = kKeep == Keep::Registers ? biased(kNorm) || modulated(kNorm) || kWide : kKeep == Keep::Shared && modulated(kNorm);
   static constexpr int kRegisters = kKeep == Keep::Shared ? 48 : kSpread ? 112 : kNorm == Norm::Added && !kShelf ? 80 : 64;
   using Vectors = norm::Vectors<W, Tile, kNorm>;
-  using Rows = RowsOf<T, Tile, kNorm == Norm::Added ? 2 : 1, kPieces, kKeep, kShelf ? kPieces * int(sizeof(Vectors)) / 16 : 0>;
+  struct alignas(16) OfEdge { norm::Vectors<W, cuda::Tile<1, 1>, kNorm> vectors; };
+  static constexpr int kVectors = kPieces * int(sizeof(Vectors)) / 16;  // packs on the shelf, before an OfEdge
+  using Rows = RowsOf<T, Tile, kNorm == Norm::Added ? 2 : 1, kPieces, kKeep, kShelf ? kVectors + 1 : 0>;
 
   static __device__ Rows rows(const NormForward& a) {
     if constexpr (kNorm == Norm::Added) return Rows(Tile::row(), Tile::step(), a.rows, a.cols, a.x, a.residual);
@@ -224,38 +192,30 @@ __global__ void __maxnreg__((Forward<T, W, Tile, kNorm, kPieces>::kRegisters)) f
   constexpr bool kShelf = Forward::kShelf, kLate = Forward::kLate;
   const int64_t first = Tile::row();
   auto rows = Forward::rows(a);
-  using Statistics = norm::Statistics<T, kNorm, Tile::kFit>;
+  using Statistics = norm::Statistics<T, kNorm>;
   RowReduce<typename Statistics::Parts, Tile::kSpread> reduce;
   constexpr int kHeld = kShelf ? 1 : kLate ? 2 : kPieces;  // pieces of vectors in registers
   Vectors held[kHeld];
   const auto hold = [&](int piece) {
     if (piece < kPieces) held[piece % kHeld] = Vectors(a, rows.at(piece));
   };
-  if constexpr (kShelf) for_each_piece<kPieces>([&](int piece) { rows.template shelf<Vectors>(piece) = Vectors(a, rows.at(piece)); });
-  else if constexpr (!kLate) for_each_piece<kPieces>(hold);
-  typename Statistics::About about(a, first, Tile::step());
-  // What a row's tile leaves out: f(x, at) for a thread that has any of it.
-  const auto edge = [&](auto f) {
-    if constexpr (Tile::kEdged)
-      if (rows.has_edge()) {
-        auto x = rows.edge(0);
-        if constexpr (kNorm == Norm::Added) x = round_to<T>(x + rows.edge(1));
-        f(x, rows.edge_at());
-      }
-  };
+  if constexpr (kShelf) {
+    for_each_piece<kPieces>([&](int piece) { rows.template shelf<Vectors>(piece) = Vectors(a, rows.at(piece)); });
+    if (rows.edge >= 0) rows.template shelf<typename Forward::OfEdge>(Forward::kVectors).vectors = {a, rows.edge_at()};
+  } else if constexpr (!kLate) {
+    for_each_piece<kPieces>(hold);
+  }
 #pragma unroll 1
-  for (int64_t row = first; row - threadIdx.y < a.rows; row += Tile::step()) {
+  for (int64_t row = first; !Forward::Rows::kWalks || row - threadIdx.y < a.rows; row += Tile::step()) {
     rows.turn();
     if constexpr (kNorm == Norm::Added) for_each_piece<kPieces>([&](int piece) {
         const auto s = packed<T>(to_tile(rows.get(0, piece)) + to_tile(rows.get(1, piece)));
         store<T>(s, a.s, rows.at(piece)), rows.put(s, 0, piece);
       });
-    if constexpr (kNorm == Norm::Added) edge([&](const auto& x, const auto& at) { store<T>(x, a.s, at); });
+    if constexpr (kNorm == Norm::Added && kShelf)
+      if (rows.has_edge()) rows.put_edge((rows.get_edge(0) + rows.get_edge(1)).v[0], 0), store<T>(rows.get_edge(0), a.s, rows.edge_at());
     if constexpr (kLate) hold(0);
-    const Stats stats = Statistics::of(a, reduce, about.next(row + Tile::step() < a.rows), [&](auto f) {
-      for_each_piece<kPieces>([&](int piece) { f(to_tile(rows.get(0, piece)), rows.at(piece)); });
-      edge(f);
-    });
+    const Stats stats = Statistics::of(a, reduce, [&](auto f) { each_piece<1>(rows, f); });
     const int64_t modulation = modulation_of<kNorm>(a, row);
     rows.again();
     const auto write = [&]<bool kUsual>(std::bool_constant<kUsual>) {
@@ -265,9 +225,9 @@ __global__ void __maxnreg__((Forward<T, W, Tile, kNorm, kPieces>::kRegisters)) f
         if constexpr (kLate) hold(piece + 1);  // before a store, which loads do not overtake
         output<T, W, kNorm, kUsual>(a, to_tile(rows.get(0, piece)), held[piece % kHeld], at.of(modulation, a.modulations), stats, at);
       });
-      edge([&](const auto& x, const auto& at) {
-        output<T, W, kNorm, kUsual>(a, x, norm::Vectors<W, std::decay_t<decltype(x)>, kNorm>(a, at), at.of(modulation, a.modulations), stats, at);
-      });
+      if constexpr (kShelf)
+        if (const auto at = rows.edge_at(); rows.has_edge())
+          output<T, W, kNorm, kUsual>(a, rows.get_edge(0), rows.template shelf<typename Forward::OfEdge>(Forward::kVectors).vectors, at.of(modulation, a.modulations), stats, at);
     };
     if (modulated(kNorm) && usual<kNorm>(a)) write(std::bool_constant<modulated(kNorm)>());
     else write(std::false_type());
@@ -281,10 +241,9 @@ template <class T, class W, class Tile, Norm kNorm>
 __global__ void __launch_bounds__(kTileThreads) forward_long_kernel(NormForward a) {
   await_previous();
   const Place row = Tile::template place<T>(a.x, blockIdx.x, a.rows, a.cols);
-  using Statistics = norm::Statistics<T, kNorm, Tile::kFit>;
+  using Statistics = norm::Statistics<T, kNorm>;
   RowReduce<typename Statistics::Parts> reduce;
-  typename Statistics::About about(a, row.row, 0);
-  const Stats stats = Statistics::of(a, reduce, about.next(false), [&](auto f) {
+  const Stats stats = Statistics::of(a, reduce, [&](auto f) {
     for_each_place<Tile>(row, [&](const Place& at) { f(Input<T, Tile, kNorm>(a, at).get(a, at), at); });
   });
   for_each_place<Tile>(row, [&](const Place& at) {
@@ -303,12 +262,13 @@ LIGER_REGISTER(norm_forward, [](const NormForward& a, Stream s) {
     const Memory memory{{a.x, a.residual, (const void*)a.s, (const void*)a.y}, {a.w, a.b, a.scale, a.shift}};
     constexpr int kVec = 16 / sizeof(T);
     using Spread = Forward<T, W, Piece<T, Fit::Spread>, kNorm, 4>;
-    const bool several = (Spread::kKeep == Keep::Shared || a.cols % kVec != 0) && a.cols <= 256 * kTileCluster * kVec * 4;  // blocks of a cluster's on an SM
+    const bool several = Spread::kKeep == Keep::Shared && a.cols % kVec == 0 && a.cols <= 256 * kTileCluster * kVec * 4;  // blocks of a cluster's on an SM
     const Threads block = Threads{.few = 128, .most = 512, .spread = several ? 256 : 512}.with(Spread::Rows::kBytes);
     if (dispatch_tile<T, kVec * 4, kVec * 2, true>(a.cols, block, memory, [&]<class Tile>(Tiling t) {
-          constexpr bool kFewer = Tile::kFit == Fit::SpreadEdged;  // threads, of more pieces: 32767 columns in 75 us instead of 83
+          constexpr bool kFewer = Tile::kFit == Fit::SpreadEdged;  // threads, of more pieces: layer_norm of 32767 columns took 98 us with two, 87 with four
           constexpr int kPieces = kFewer ? 4 : Tile::kItems / kVec;
           if (kFewer) t.threads.x = (t.threads.x / 2 + 31) / 32 * 32;
+          if (Statistics<T, kNorm>::kOnce && t.threads.x > 32) t.threads.y = 1;  // a row decides for itself whether it needs a second pass
           using Forward = norm::Forward<T, W, Piece<T, Tile::kFit>, kNorm, kPieces>;
           if (Forward::Rows::bytes(t.threads) > shared_bytes_of_block()) return false;
           launch(forward_kernel<T, W, Piece<T, Tile::kFit>, kNorm, kPieces>, grid_of<typename Forward::Rows>(t, a.rows, Forward::kRegisters), s, a);

@@ -88,16 +88,11 @@ __global__ void __maxnreg__(forward_registers(Tile::kFit)) forward_kernel(PolyNo
   for (int64_t row = Tile::row(); row - threadIdx.y < a.rows; row += Tile::step()) {
     rows.turn();
     Powers::Value sums{};
-    const auto add = [&](const auto& x) { sums = Powers()(sums, gather<Powers>(powers, x)); };
-    for_each_piece<kPieces>([&](int piece) { add(to_tile(rows.get(0, piece))); });
-    if constexpr (Tile::kEdged)
-      if (rows.has_edge()) add(rows.edge(0));
+    each_piece<1>(rows, [&](const auto& x, const auto&) { sums = Powers()(sums, gather<Powers>(powers, x)); });
     const auto rstd = inverse_roots<T>(reduce(sums), a);
     const auto k = factors(w, rstd.v);
     rows.again();
-    for_each_piece<kPieces>([&](int piece) { output<T>(a, to_tile(rows.get(0, piece)), k, b, rows.at(piece)); });
-    if constexpr (Tile::kEdged)
-      if (rows.has_edge()) output<T>(a, rows.edge(0), k, b, rows.edge_at());
+    each_piece<1>(rows, [&](const auto& x, const auto& at) { output<T>(a, x, k, b, at); });
     keep(a, rstd, row);
     if constexpr (!Rows::kWalks) break;
   }
@@ -129,18 +124,13 @@ __global__ void __maxnreg__(64) backward_kernel(PolyNormBackward a) {
   auto next = inverse_roots_of(a, Tile::row());
   for (int64_t row = Tile::row(); row - threadIdx.y < a.rows; row += Tile::step()) {
     const auto rstd = next;
+    next = inverse_roots_of(a, row + Tile::step());  // before the ring's copies: loads come in their order
     ring.turn();
-    next = inverse_roots_of(a, row + Tile::step());
-    const auto each_piece = [&](auto f) {
-      for_each_piece<kPieces>([&](int piece) { f(to_tile(ring.get(0, piece)), to_tile(ring.get(1, piece)), ring.at(piece)); });
-      if constexpr (Tile::kEdged)
-        if (ring.has_edge()) f(ring.edge(0), ring.edge(1), ring.edge_at());
-    };
     Totals::Value sums{};
-    each_piece([&](const auto& x, const auto& dy, const auto&) { sums = Totals()(sums, gather<Totals>(products, x, dy)); });
+    each_piece<2>(ring, [&](const auto& x, const auto& dy, const auto&) { sums = Totals()(sums, gather<Totals>(products, x, dy)); });
     sums = reduce(sums);
     collect(total, sums, rstd);
-    if (a.dx) each_piece([&](const auto& x, const auto& dy, const auto& at) { store<T>(slope(a, x, dy, w, rstd, sums), a.dx, at); });
+    if (a.dx) each_piece<2>(ring, [&](const auto& x, const auto& dy, const auto& at) { store<T>(slope(a, x, dy, w, rstd, sums), a.dx, at); });
   }
   auto* of_rows = shared_memory<Totals::Value>();
   copies_done();  // the last one's zeros too
