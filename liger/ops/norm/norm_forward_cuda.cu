@@ -125,7 +125,7 @@ __device__ void keep(const NormForward& a, Stats stats, int64_t row) {
 }
 
 /// What a row is made of. Of 16-bit numbers one pass tells mean and variance: the mean square less the mean's. Where the variance is less than a
-/// part of the latter, which multiplies a float's rounding, a second pass tells it, about the mean.
+/// part of the latter, which multiplies a float's rounding, or squares overflow, a second pass tells it, about the mean.
 template <class T, Norm kNorm>
 struct Statistics {
   static constexpr bool kOnce = centred(kNorm) && sizeof(T) == 2;
@@ -143,7 +143,7 @@ struct Statistics {
       s = reduce(s);
       mean = s.v[0] * a.a_col;
       float squares = fmaf(-mean, s.v[0], s.v[1]);
-      const bool again = !(squares >= kPart * mean * s.v[0]);
+      const bool again = !(squares >= kPart * mean * s.v[0] && squares < INFINITY);
       if (__ballot_sync(~0u, again)) {  // rows of a warp, if it has several, wait for one another; warps of a row are of one mind
         s = {};
         each([&](const auto& x, const auto& at) { s = Parts()(s, moments(x, mean, at)); });

@@ -335,9 +335,7 @@ template <bool kNear = true>
 void copy_async16(void* shared, const void* global, int bytes = 16) {
   std::memcpy(shared, global, bytes), std::memset(static_cast<char*>(shared) + bytes, 0, 16 - bytes);
 }
-inline void copy_async4(void* shared, const void* global, int bytes) {
-  std::memcpy(shared, global, bytes), std::memset(static_cast<char*>(shared) + bytes, 0, 4 - bytes);
-}
+inline void copy_async4(void* shared, const void* global) { std::memcpy(shared, global, 4); }
 inline void await_previous() {}
 inline void copies_done() {}
 inline void close_copies() {}
