@@ -89,12 +89,12 @@ __global__ void __launch_bounds__(256) scale_rows_kernel(ScaleRows a, Pieces<T, 
 
 }  // namespace
 
-// As many blocks as an SM holds of 512 threads, whose loads hide each other's latency; fewer shares where a cluster works on a row, and where
-// blocks of several short rows would have none. Rows of odd lengths go to a multiple of 8 shares, or to one each, so that all rows of a
-// share begin alike between 16-byte boundaries.
+// As many blocks as an SM holds of 512 threads, whose loads hide each other's latency; fewer shares where a cluster works on a row (past 16384 columns,
+// or 8192 odd ones), and where blocks of several short rows would have none. Rows of odd lengths go to a multiple of 8 shares, or to one each, so
+// that all rows of a share begin alike between 16-byte boundaries.
 LIGER_REGISTER(row_shares, [](const RowShares& a, Stream) {
   const bool odd = a.cols % 8 != 0;
-  int64_t cluster = odd && a.cols >= 8200 ? 2 : 1;
+  int64_t cluster = odd && a.cols >= 8200 && has_clusters() ? 2 : 1;
   const int64_t blocks = a.cols > 4096 ? 1 : 2;
   while (cluster < 8 && cluster * 16384 < a.cols) cluster *= 2;
   const int64_t fit = std::max<int64_t>(1, blocks * clusters_at_once(int(cluster), a.device) / a.groups);

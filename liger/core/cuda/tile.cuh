@@ -443,7 +443,7 @@ bool dispatch_tile(int64_t cols, Threads block, const Memory& memory, F&& f) {
       return call.template operator()<Fit::Spread, Fit::SpreadEdged>(Tiling{unsigned((need + cluster * 32 - 1) / (cluster * 32) * 32), cluster, alike});
     }
   }
-  if (!kOne || need > most) return false;
+  if (need > most) return false;
   unsigned x = whole ? 1 : 16;  // an edge has up to 14 elements
   while (x < need && x < 32) x *= 2;
   if (x < need) x = unsigned(need + 31) / 32 * 32;

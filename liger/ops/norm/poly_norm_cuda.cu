@@ -124,8 +124,8 @@ __global__ void __maxnreg__(64) backward_kernel(PolyNormBackward a) {
   auto next = inverse_roots_of(a, Tile::row());
   for (int64_t row = Tile::row(); row - threadIdx.y < a.rows; row += Tile::step()) {
     const auto rstd = next;
-    next = inverse_roots_of(a, row + Tile::step());  // before the ring's copies: loads come in their order
     ring.turn();
+    next = inverse_roots_of(a, row + Tile::step());
     Totals::Value sums{};
     each_piece<2>(ring, [&](const auto& x, const auto& dy, const auto&) { sums = Totals()(sums, gather<Totals>(products, x, dy)); });
     sums = reduce(sums);
