@@ -44,10 +44,18 @@ __device__ void add_rows(float* sum, int k, const Row<T>& like, int n, F row) {
 }
 
 /// The tokens in the order of their ids, those of one id one after another; ids without a row come last, as `classes`.
+template <class T>
 struct Sorted {
   int *ids, *order;
   float* part;             // [tokens / chunk, cols]: the sums of chunks of `order` that belong to one row
-  int64_t chunk;
+  int chunk;
+
+  /// Whether chunk i is a whole one, and all of it belongs to one row.
+  __device__ bool of_one(const EmbeddingBackward& a, int i) const {
+    const int64_t begin = int64_t(i) * chunk;
+    return begin + chunk <= a.tokens && ids[begin] == ids[begin + chunk - 1] && ids[begin] != a.classes;
+  }
+  __device__ Row<T> token(const EmbeddingBackward& a, int i) const { return Row<T>(a.dy, order[i], a.cols, a.cols); }
 };
 
 /// What a token is sorted by.
@@ -64,9 +72,9 @@ __global__ void __launch_bounds__(256) prepare_kernel(EmbeddingBackward a, unsig
 }
 
 template <class Sort>
-__global__ void __launch_bounds__(Sort::kThreads) sort_kernel(EmbeddingBackward a, Sorted s, int bits) {
+__global__ void __launch_bounds__(Sort::kThreads) sort_kernel(EmbeddingBackward a, int* ids, int* order, int bits) {
   await_previous();
-  Sort::run(int(a.tokens), bits, [&](int i) { return key(a, i); }, s.ids, s.order);
+  Sort::run(int(a.tokens), bits, [&](int i) { return key(a, i); }, ids, order);
 }
 
 constexpr int kAsked = 4;  // rows
@@ -88,20 +96,27 @@ __global__ void __launch_bounds__(256) absent_kernel(EmbeddingBackward a, const 
   if (beside && blockIdx.x + 1 == gridDim.x) await_previous();
 }
 
-/// A warp per chunk and 32 packs, so that the few chunks of one id are all multiprocessors' work; nothing to do where one holds more.
+/// A chunk and 32 packs of a row: one warp's, so that the few chunks of one id are all multiprocessors' work.
+struct Slice {
+  int chunk, k;            // k: this lane's pack
+
+  __device__ explicit Slice(int slices) {
+    const unsigned thread = threadIdx.y * blockDim.x + threadIdx.x, i = blockIdx.x * (blockDim.x * blockDim.y / 32) + thread / 32;
+    chunk = int(i / slices), k = int(i % slices * 32 + thread % 32);
+  }
+};
+
+/// The sums of the chunks that belong to one row.
 template <class T>
-__global__ void __launch_bounds__(256) chunks_kernel(EmbeddingBackward a, Sorted s, int slices) {
+__global__ void __launch_bounds__(256) chunks_kernel(EmbeddingBackward a, Sorted<T> s, int slices) {
   await_previous();
-  const int64_t i = int64_t(blockIdx.x) * blockDim.y + threadIdx.y, chunk = i / slices, begin = chunk * s.chunk;
-  if (begin + s.chunk > a.tokens || s.ids[begin] != s.ids[begin + s.chunk - 1] || s.ids[begin] == a.classes) return;
-  float* part = s.part + chunk * a.cols;
+  const Slice at(slices);
   const Row<T> like(a.dw, 0, a.cols, a.cols);
-  const int k = int(i % slices) * 32 + int(threadIdx.x);
-  if (k >= like.packs()) return;
+  if (!s.of_one(a, at.chunk) || at.k >= like.packs()) return;
   float sum[Row<T>::kWidth] = {};
-  add_rows(sum, k, like, int(s.chunk), [&](int i) { return Row<T>(a.dy, s.order[begin + i], a.cols, a.cols); });
+  add_rows(sum, at.k, like, s.chunk, [&](int i) { return s.token(a, at.chunk * s.chunk + i); });
   for (int j = 0; j < Row<T>::kWidth; ++j)
-    if (const int c = like.column(k) + j; c >= 0 && c < like.n) part[c] = sum[j];
+    if (const int c = like.column(at.k) + j; c >= 0 && c < like.n) s.part[at.chunk * a.cols + c] = sum[j];
 }
 
 /// Behind the last that is `id` of `ids`, which are sorted and of which the first is; all lanes of a warp look for it.
@@ -118,18 +133,46 @@ __device__ int end_of(const int* ids, int n, int id) {
   return known;
 }
 
-/// The row of the first token with its id: from the tokens before the first chunk that is all its own, such chunks, and the tokens after them.
+/// The row of an id with chunks that are all its own, by the warps of the first of them: from the tokens before it, such chunks, and the tokens
+/// after them.
 template <class T>
-__global__ void __launch_bounds__(256, 4) rows_kernel(EmbeddingBackward a, Sorted s) {
+__device__ void long_row(const EmbeddingBackward& a, const Sorted<T>& s, const Slice& at) {
+  if (!s.of_one(a, at.chunk)) return;
+  const int first = at.chunk * s.chunk, id = s.ids[first];
+  if (at.chunk > 0 && s.ids[first - s.chunk] == id) return;  // nor is it the first
+  const int end = first + end_of(s.ids + first, int(a.tokens) - first, id), last = end / s.chunk;
+  int begin = first;
+  for (int same = 32; same == 32 && begin > 0;) {
+    const int i = begin - 1 - int(threadIdx.x) % 32;
+    same = __popc(__ballot_sync(~0u, i >= 0 && s.ids[i] == id));
+    begin -= same;
+  }
+  const Row<T> dw(a.dw, id, a.cols, a.cols);
+  if (at.k >= dw.packs()) return;
+  float sum[Row<T>::kWidth] = {};
+  add_rows(sum, at.k, dw, first - begin, [&](int i) { return s.token(a, begin + i); });
+#pragma unroll 8
+  for (int p = at.chunk; p < last; ++p)
+#pragma unroll
+    for (int j = 0; j < Row<T>::kWidth; ++j)
+      if (const int c = dw.column(at.k) + j; c >= 0 && c < dw.n) sum[j] += s.part[p * a.cols + c];
+  add_rows(sum, at.k, dw, end - last * s.chunk, [&](int i) { return s.token(a, last * s.chunk + i); });
+  dw.store(at.k, sum, dw);
+}
+
+/// Rows of ids with whole chunks by the first blocks, which take longest; behind them each row by the threads of its first token.
+template <class T>
+__global__ void __launch_bounds__(256, 4) rows_kernel(EmbeddingBackward a, Sorted<T> s, int slices, unsigned long_blocks) {
   await_previous();
-  const int64_t i = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+  if (blockIdx.x < long_blocks) return long_row(a, s, Slice(slices));
+  const int64_t i = int64_t(blockIdx.x - long_blocks) * blockDim.y + threadIdx.y;
   if (i >= a.tokens) return;
   const int id = s.ids[i], its_token = s.order[i];  // which is asked for before it is known whether the row begins here
   if (id == a.classes || (i > 0 && s.ids[i - 1] == id)) return;
-  const int begin = int(i), end = begin + end_of(s.ids + i, int(a.tokens - i), id), chunk = int(s.chunk);
-  const int first = (begin + chunk - 1) / chunk, last = end / chunk, head = first < last ? first * chunk : end, tail = first < last ? last * chunk : end;
+  const int begin = int(i), n = end_of(s.ids + i, int(a.tokens - i), id);
+  if ((begin + s.chunk - 1) / s.chunk < (begin + n) / s.chunk) return;
   const Row<T> dw(a.dw, id, a.cols, a.cols);
-  if (end - begin == 1) {  // most
+  if (n == 1) {  // most
     const Row<T> dy(a.dy, its_token, a.cols, a.cols);
     for_each_load<2>(0, dw.packs(), [&](int k) { return dy.load(k, T(0), dw); }, [&](int k, const auto& pack) {
       const typename Row<T>::Pack packs[] = {pack};
@@ -137,16 +180,9 @@ __global__ void __launch_bounds__(256, 4) rows_kernel(EmbeddingBackward a, Sorte
     });
     return;
   }
-  const auto token = [&](int i) { return Row<T>(a.dy, s.order[i], a.cols, a.cols); };
   for (int k = threadIdx.x; k < dw.packs(); k += blockDim.x) {
     float sum[Row<T>::kWidth] = {};
-    add_rows(sum, k, dw, head - begin, [&](int i) { return token(begin + i); });
-#pragma unroll 4
-    for (int p = first; p < last; ++p)
-#pragma unroll
-      for (int j = 0; j < Row<T>::kWidth; ++j)
-        if (const int c = dw.column(k) + j; c >= 0 && c < dw.n) sum[j] += s.part[p * a.cols + c];
-    add_rows(sum, k, dw, end - tail, [&](int i) { return token(tail + i); });
+    add_rows(sum, k, dw, n, [&](int i) { return s.token(a, begin + i); });
     dw.store(k, sum, dw);
   }
 }
@@ -210,7 +246,8 @@ LIGER_REGISTER(embedding_backward, [](const EmbeddingBackward& a, Stream s) {
   };
   const auto ints = [&](bool needed) { return reinterpret_cast<int*>(take(needed, a.tokens * 4)); };
   int *ids = ints(!by_block), *order = ints(!by_block);
-  const Sorted sorted{.ids = ints(!few), .order = ints(!few), .part = reinterpret_cast<float*>(take(!few, a.tokens / chunk * a.cols * 4)), .chunk = chunk};
+  int *sorted_ids = ints(!few), *sorted_order = ints(!few);
+  auto* part = reinterpret_cast<float*>(take(!few, a.tokens / chunk * a.cols * 4));
   auto* present = reinterpret_cast<unsigned char*>(take(!few, (a.classes + kAsked) / kAsked * kAsked));
   void* scratch = take(!by_block, int64_t(sorting));
   if (!a.scratch) return void(*a.scratch_bytes = std::max<int64_t>(1, used));
@@ -221,13 +258,17 @@ LIGER_REGISTER(embedding_backward, [](const EmbeddingBackward& a, Stream s) {
     }
     clear(present, (a.classes + kAsked - 1) / kAsked * kAsked, s);
     launch(prepare_kernel, {.blocks = (a.tokens + 255) / 256, .threads = 256}, s, a, present, ids, order);
-    const auto sort = [&]<class Sort>(Sort) { launch(sort_kernel<Sort>, {.blocks = 1, .threads = Sort::kThreads, .shared_bytes = Sort::kBytes}, s, a, sorted, bits); };
-    if (!by_block) sort_pairs(scratch, sorting, ids, sorted.ids, order, sorted.order, n, bits, s);
+    const auto sort = [&]<class Sort>(Sort) { launch(sort_kernel<Sort>, {.blocks = 1, .threads = Sort::kThreads, .shared_bytes = Sort::kBytes}, s, a, sorted_ids, sorted_order, bits); };
+    if (!by_block) sort_pairs(scratch, sorting, ids, sorted_ids, order, sorted_order, n, bits, s);
     else n <= BlockSort<4>::kMost ? sort(BlockSort<4>()) : sort(BlockSort<16>());
     launch(absent_kernel<T>, grid<T>((a.classes + kAsked - 1) / kAsked, a.cols, 2), s, a, static_cast<const unsigned char*>(present), by_block);
+    const Sorted<T> sorted{.ids = sorted_ids, .order = sorted_order, .part = part, .chunk = int(chunk)};
     const int slices = int(Row<T>::packs(a.cols, false) + 31) / 32;
-    launch(chunks_kernel<T>, {.blocks = (a.tokens / chunk * slices + 7) / 8, .threads = {32, 8}}, s, a, sorted, slices);
-    launch(rows_kernel<T>, grid<T>(a.tokens, a.cols, 2), s, a, sorted);
+    const int64_t long_blocks = (a.tokens / chunk * slices + 7) / 8;
+    launch(chunks_kernel<T>, {.blocks = long_blocks, .threads = {32, 8}}, s, a, sorted, slices);
+    Grid rows = grid<T>(a.tokens, a.cols, 2);
+    rows.blocks += long_blocks;
+    launch(rows_kernel<T>, rows, s, a, sorted, slices, unsigned(long_blocks));
   });
 });
 
