@@ -102,14 +102,14 @@ struct ReverseKL {
   }
 };
 
-/// s p (t − ln m) + (1 − s) q (x − ln m) with p = eᵗ, q = eˣ, m = s p + (1 − s) q (Lin 1991).
+/// p (t − ln m) + q (x − ln m) with p = s eᵗ, q = (1 − s) eˣ, m = p + q (Lin 1991).
 struct JensenShannon {
   static constexpr float kNothing = -__builtin_inff();
 
   template <class M, class V>
   static LIGER_HD Slope<V> at(V x, V t, V s) {
-    const V p = M::exp(t), q = M::exp(x), r = V(1) - s, log_m = M::log(M::fma(r, q, s * p)), df = r * M::product_less_log(q, x - log_m);
-    return {s * M::product_less_log(p, t - log_m) + df, df};
+    const V p = M::exp_times(s, t), q = M::exp_times(V(1) - s, x), log_m = M::log(p + q), df = M::product_less_log(q, x - log_m);
+    return {M::product_less_log(p, t - log_m) + df, df};
   }
 };
 

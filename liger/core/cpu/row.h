@@ -105,6 +105,7 @@ inline Vec exp(const Vec& x) {
 /// The functions behind liger/core/math.h.
 struct Math {
   static Vec exp(const Vec& x) { return cpu::exp(x); }
+  static Vec exp_times(const Vec& s, const Vec& x) { return s * exp(x); }
   static Vec log(const Vec& x) { return x.log(); }
   static Vec tanh(const Vec& x) { return x.tanh(); }
   static Vec erf(const Vec& x) { return x.erf(); }

@@ -17,16 +17,18 @@ __device__ inline float exp2_approx(float x) {
 #endif
 }
 
-/// ln x in two instructions; that of what is less than the smallest normal float is that one's.
-__device__ inline float log_approx(float x) {
-  x = fmaxf(x, 1.17549435e-38f);
+/// log2(x) in one instruction.
+__device__ inline float log2_approx(float x) {
 #ifdef __CUDA_ARCH__
   asm("lg2.approx.ftz.f32 %0, %0;" : "+f"(x));
-  return x * .6931471805599453f;
+  return x;
 #else
-  return logf(x);
+  return log2f(x);
 #endif
 }
+
+/// ln x in three instructions; that of what is less than the smallest normal float is that one's.
+__device__ inline float log_approx(float x) { return log2_approx(fmaxf(x, 1.17549435e-38f)) * .6931471805599453f; }
 
 /// The functions behind liger/core/math.h. Results that are rounded to 16 bits take the hardware's approximations, whose error
 /// (2 units in the last place of a float) disappears in that rounding; float results take the accurate forms.
@@ -34,6 +36,8 @@ template <class T>
 struct Math {
   static constexpr bool kFast = sizeof(T) == 2;
   static __device__ float exp(float x) { return kFast ? exp2_approx(x * kLog2e) : expf(x); }
+  /// s · exp(x): in the fast form no product, and the logarithm of an s that stays the same in a loop is taken before it.
+  static __device__ float exp_times(float s, float x) { return kFast ? exp2_approx(fmaf(x, kLog2e, log2_approx(s))) : s * expf(x); }
   static __device__ float log(float x) { return kFast ? log_approx(x) : logf(x); }
   static __device__ float div(float a, float b) { return kFast ? __fdividef(a, b) : a / b; }
   /// As torch's: NaN if a is; fmaxf would drop it.

@@ -33,10 +33,11 @@ struct Row {
 
   __device__ Pack load(int k, T outside) const { return load(k, outside, *this); }
 
-  /// What lies in this row at the columns of pack k of the row `like`, whose alignment may be another, and whose type may be narrower.
-  template <class L>
+  /// What lies in this row at the columns of pack k of the row `like`, whose alignment may be another, and whose type may be narrower. kWhole: it is
+  /// known to be a pack here, too, and the row's.
+  template <bool kWhole = false, class L>
   __device__ PackLike<L> load(int k, T outside, const Row<L>& like) const {
-    if (aligned(like) && like.whole(k)) return PackLike<L>::read(at(k, like));
+    if (kWhole || (aligned(like) && like.whole(k))) return PackLike<L>::read(at(k, like));
     float f[Row<L>::kWidth];
 #pragma unroll
     for (int j = 0; j < Row<L>::kWidth; ++j) {
@@ -54,9 +55,9 @@ struct Row {
   }
 
   /// Writes pack k of the row `like` to this row.
-  template <class L>
+  template <bool kWhole = false, class L>
   __device__ void store(int k, const float* f, const Row<L>& like) const {
-    if (aligned(like) && like.whole(k)) {
+    if (kWhole || (aligned(like) && like.whole(k))) {
       PackLike<L>::from_float(f).write(at(k, like));
       return;
     }
@@ -138,6 +139,17 @@ __device__ void for_each_load(int begin, int end, Load load, F f) {
 template <int kUnroll, class T, class F>
 __device__ void for_each_pack(const Row<T>& row, int begin, int end, T outside, F f) {
   for_each_load<kUnroll>(begin, end, [&](int k) { return row.load(k, outside); }, f);
+}
+
+/// f(k, whole) for every pack k of a row: a std::true_type for those that are all the row's, if `alike`, for which no address is checked, and
+/// after them a std::false_type.
+template <class T, class F>
+__device__ void for_each_place(const Row<T>& row, bool alike, F f) {
+  const int before = row.shift > 0, wholes = alike ? row.wholes : 0;
+#pragma unroll 1
+  for (int k = threadIdx.x; k < wholes; k += blockDim.x) f(before + k, std::true_type());
+#pragma unroll 1
+  for (int k = threadIdx.x; k < row.packs() - wholes; k += blockDim.x) f(k < before ? k : k + wholes, std::false_type());
 }
 
 /// The rows out become f of the rows in, element by element: f(x, y) makes y, one number for each row out, of x, one for each row in. The

@@ -8,7 +8,7 @@ namespace liger {
 enum class Divergence : int8_t { KL = 0, LogKL = 1, ReverseKL = 2, JensenShannon = 3, TotalVariation = 4 };
 
 /// Elements whose losses are summed at once.
-inline constexpr int64_t kDivergencePiece = 8192;
+inline constexpr int64_t kDivergencePiece = 16384;
 
 /// n = the rows that are not ignored, at least 1, so that a batch of ignored rows has loss 0.
 struct DivergenceCount {

@@ -21,39 +21,27 @@ template <class X, class T, class Formula, bool kEach>
 __global__ void __launch_bounds__(256) pieces_kernel(DivergencePieces a, Pieces<X> pieces) {
   await_previous();
   constexpr int kWidth = Row<X>::kWidth;
-  struct Loaded {
-    typename Row<X>::Pack x;
-    Pack<T, kWidth> t;
-  };
   const Row<X> x = pieces.of(a.x, a.cols), dx = pieces.of(a.dx, a.cols);
   const Row<T> target = pieces.template of<T>(a.target, a.cols);
   const Row<float> upstream = pieces.template of<float>(a.upstream, a.cols), each = pieces.template of<float>(a.each, a.cols);
   const float scale = a.count ? a.scale / *a.count : a.scale;
   const bool ignored = a.labels && a.labels[pieces.row()] == a.ignore_index;
-  const auto store = [&](int k, const float* f, const float* df) {
-    if (kEach && a.each) each.store(k, f, x);
-    if (a.dx) dx.store(k, df, x);
-  };
-
   float sum = 0;
-  if (ignored) {
-    constexpr float zeros[kWidth] = {};
-    for (int k = threadIdx.x; k < x.packs(); k += blockDim.x) store(k, zeros, zeros);
-  } else {
-    const auto load = [&](int k) { return Loaded{x.load(k, X(Formula::kNothing)), target.load(k, T(Formula::kNothing), x)}; };
-    for_each_load<1>(0, x.packs(), load, [&](int k, const Loaded& loaded) {
-      float f[kWidth], df[kWidth], g[kWidth];
-      loaded.x.to_float(f), loaded.t.to_float(df);
-      if (kEach && a.upstream) upstream.load(k, 0, x).to_float(g);
+  for_each_place(x, target.aligned(x) && dx.aligned(x) && upstream.aligned(x) && each.aligned(x), [&]<bool kWhole>(int k, std::bool_constant<kWhole>) {
+    float f[kWidth] = {}, df[kWidth] = {}, g[kWidth];
+    if (!ignored) {
+      x.template load<kWhole>(k, X(Formula::kNothing), x).to_float(f), target.template load<kWhole>(k, T(Formula::kNothing), x).to_float(df);
+      if (kEach && a.upstream) upstream.template load<kWhole>(k, 0, x).to_float(g);
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
         const auto at = Formula::template at<Math<X>>(f[j], df[j], a.parameter);
         sum += at.f;
         f[j] = at.f, df[j] = at.df * (kEach && a.upstream ? scale * g[j] : scale);
       }
-      store(k, f, df);
-    });
-  }
+    }
+    if (kEach && a.each) each.template store<kWhole>(k, f, x);
+    if (a.dx) dx.template store<kWhole>(k, df, x);
+  });
   if (kEach) return;
   sum = RowReduce<Sum>()(sum);
   if (threadIdx.x == 0) a.sums[blockIdx.x] = sum;

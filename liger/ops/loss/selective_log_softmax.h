@@ -4,7 +4,7 @@
 namespace liger {
 
 /// Elements of a row whose statistics are taken at once.
-inline constexpr int64_t kSelectivePiece = 16384;
+inline constexpr int64_t kSelectivePiece = 32768;
 /// An exponent whose exp is 0: what lies lower weighs nothing, and its product with 0 is to be no NaN.
 inline constexpr float kSelectiveLowest = -200;
 
