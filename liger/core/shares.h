@@ -3,6 +3,17 @@
 
 namespace liger {
 
+/// How many pieces of a row are worked on at once, each by threads of its own.
+constexpr int64_t pieces_of(int64_t cols, int64_t piece) { return (cols + piece - 1) / piece; }
+
+/// Elements of such a piece: `least`, or up to `most` where there remain pieces for several turns of all multiprocessors. What a thread does
+/// for a piece, whatever its size, is up to a third of its instructions.
+constexpr int64_t piece_size(int64_t elements, int64_t least, int64_t most) {
+  constexpr int64_t kEnough = 4096;
+  while (least < most && elements >= 2 * least * kEnough) least *= 2;
+  return least;
+}
+
 /// Into how many fixed shares a backend splits the rows of each of `groups` sums over rows. It depends on the sizes and the device alone,
 /// never on the number of threads, so that results repeat bit for bit.
 struct RowShares {

@@ -242,12 +242,12 @@ void for_rows(int64_t rows, int64_t cost, F f) {
 }
 
 /// f(row, first column, columns) over pieces of all rows, in parallel.
-template <int64_t kPiece = 8192, class F>
-void for_pieces(int64_t rows, int64_t cols, F f) {
-  const int64_t a_row = (cols + kPiece - 1) / kPiece;
-  for_rows(rows * a_row, std::min(cols, kPiece) * 8, [&](int64_t i) {
-    const int64_t begin = i % a_row * kPiece;
-    f(i / a_row, begin, std::min(kPiece, cols - begin));
+template <class F>
+void for_pieces(int64_t rows, int64_t cols, F f, int64_t piece = 8192) {
+  const int64_t a_row = (cols + piece - 1) / piece;
+  for_rows(rows * a_row, std::min(cols, piece) * 8, [&](int64_t i) {
+    const int64_t begin = i % a_row * piece;
+    f(i / a_row, begin, std::min(piece, cols - begin));
   });
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 #include "liger/core/cuda/tile.cuh"
+#include "liger/core/shares.h"
 
 namespace liger::cuda {
 
@@ -37,14 +38,18 @@ struct Row {
   /// known to be a pack here, too, and the row's.
   template <bool kWhole = false, class L>
   __device__ PackLike<L> load(int k, T outside, const Row<L>& like) const {
-    if (kWhole || (aligned(like) && like.whole(k))) return PackLike<L>::read(at(k, like));
-    float f[Row<L>::kWidth];
+    if constexpr (!kWhole) {
+      if (!aligned(like) || !like.whole(k)) {
+        float f[Row<L>::kWidth];
 #pragma unroll
-    for (int j = 0; j < Row<L>::kWidth; ++j) {
-      const int c = like.column(k) + j;
-      f[j] = float(c >= 0 && c < n ? first[shift + c] : outside);
+        for (int j = 0; j < Row<L>::kWidth; ++j) {
+          const int c = like.column(k) + j;
+          f[j] = float(c >= 0 && c < n ? first[shift + c] : outside);
+        }
+        return PackLike<L>::from_float(f);
+      }
     }
-    return PackLike<L>::from_float(f);
+    return PackLike<L>::read(at(k, like));
   }
 
   /// Brings what load gives to shared memory, where it is after copies_done(). near: see copy_async16.
@@ -57,13 +62,15 @@ struct Row {
   /// Writes pack k of the row `like` to this row.
   template <bool kWhole = false, class L>
   __device__ void store(int k, const float* f, const Row<L>& like) const {
-    if (kWhole || (aligned(like) && like.whole(k))) {
-      PackLike<L>::from_float(f).write(at(k, like));
-      return;
-    }
+    if constexpr (!kWhole) {
+      if (!aligned(like) || !like.whole(k)) {
 #pragma unroll
-    for (int j = 0; j < Row<L>::kWidth; ++j)
-      if (const int c = like.column(k) + j; c >= 0 && c < n) first[shift + c] = T(f[j]);
+        for (int j = 0; j < Row<L>::kWidth; ++j)
+          if (const int c = like.column(k) + j; c >= 0 && c < n) first[shift + c] = T(f[j]);
+        return;
+      }
+    }
+    PackLike<L>::from_float(f).write(at(k, like));
   }
 
   /// Writes n packs of the row `like`, kStride apart.
@@ -186,21 +193,22 @@ __device__ void map_packs(const Row<T> (&out)[kOut], const Row<T> (&in)[kIn], F 
     }
 }
 
-/// A matrix whose rows a grid of blocks shares out in pieces of kPackElements · kUnroll a thread.
-template <class T, int kUnroll>
+/// A matrix whose rows a grid of blocks shares out in pieces of kUnroll packs a thread or, where that is 0, of so many elements.
+template <class T, int kUnroll = 0>
 struct Pieces {
-  static constexpr int kThreads = 256, kElements = kThreads * kUnroll * Row<T>::kWidth;
-  int64_t rows, cols, a_row;  // pieces
+  static constexpr int kThreads = 256;
+  int64_t rows, cols, given, a_row;  // a_row: pieces
 
-  Pieces(int64_t rows, int64_t cols) : rows(rows), cols(cols), a_row((cols + kElements - 1) / kElements) {}
+  Pieces(int64_t rows, int64_t cols, int64_t given = 0) : rows(rows), cols(cols), given(given), a_row(pieces_of(cols, elements())) {}
+  __host__ __device__ int64_t elements() const { return kUnroll > 0 ? kThreads * kUnroll * Row<T>::kWidth : given; }
   __host__ __device__ int64_t count() const { return rows * a_row; }
   Grid grid() const { return {.blocks = count(), .threads = kThreads}; }
   __device__ int64_t row(int64_t i = blockIdx.x) const { return i / a_row; }
-  __device__ int64_t begin(int64_t i = blockIdx.x) const { return i % a_row * kElements; }
+  __device__ int64_t begin(int64_t i = blockIdx.x) const { return i % a_row * elements(); }
   /// This block's piece of a matrix, or piece i.
   template <class U = T>
   __device__ Row<U> of(const void* matrix, int64_t stride, int64_t i = blockIdx.x) const {
-    return Row<U>(static_cast<const U*>(matrix) + begin(i), row(i), stride, min(int64_t(kElements), cols - begin(i)));
+    return Row<U>(static_cast<const U*>(matrix) + begin(i), row(i), stride, min(elements(), cols - begin(i)));
   }
 };
 

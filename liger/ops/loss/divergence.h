@@ -7,9 +7,6 @@ namespace liger {
 /// The table of divergences; the formulas f(x, t; parameter) of a prediction x and a target t are in liger/core/math.h.
 enum class Divergence : int8_t { KL = 0, LogKL = 1, ReverseKL = 2, JensenShannon = 3, TotalVariation = 4 };
 
-/// Elements whose losses are summed at once.
-inline constexpr int64_t kDivergencePiece = 16384;
-
 /// n = the rows that are not ignored, at least 1, so that a batch of ignored rows has loss 0.
 struct DivergenceCount {
   const int64_t* labels;       // [rows]
@@ -25,8 +22,8 @@ struct DivergencePieces {
   const float* upstream;       // g [rows, cols] or null: 1
   void* dx;                    // [rows, cols] or null
   float* each;                 // f [rows, cols] or null
-  float* sums;                 // Σ f of each piece of a row [rows, ⌈cols / kDivergencePiece⌉] or null
-  int64_t rows, cols, ignore_index;
+  float* sums;                 // Σ f of each piece of a row [rows, ⌈cols / piece⌉] or null
+  int64_t rows, cols, piece, ignore_index;
   DType dtype, target_dtype;   // target_dtype is dtype or float
   Divergence kind;
   float parameter, scale;

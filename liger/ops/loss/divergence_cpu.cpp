@@ -6,9 +6,9 @@ namespace {
 
 template <class X, class T, class Formula>
 void pieces(const DivergencePieces& a) {
-  const int64_t a_row = (a.cols + kDivergencePiece - 1) / kDivergencePiece;
+  const int64_t a_row = (a.cols + a.piece - 1) / a.piece;
   const Vec parameter(a.parameter), scale(a.count ? a.scale / *a.count : a.scale), zero(0.f);
-  for_pieces<kDivergencePiece>(a.rows, a.cols, [&](int64_t r, int64_t begin, int64_t n) {
+  for_pieces(a.rows, a.cols, [&](int64_t r, int64_t begin, int64_t n) {
     const bool ignored = a.labels && a.labels[r] == a.ignore_index;
     const X* x = static_cast<const X*>(a.x) + r * a.cols + begin;
     const int64_t offset = r * a.cols + begin;
@@ -20,8 +20,8 @@ void pieces(const DivergencePieces& a) {
       if (a.each) write(at.f, a.each + offset + c, k);
       if (a.dx) write(at.df * (a.upstream ? scale * read(a.upstream + offset + c, k) : scale), static_cast<X*>(a.dx) + offset + c, k);
     });
-    if (a.sums) a.sums[r * a_row + begin / kDivergencePiece] = float(sum.value());
-  });
+    if (a.sums) a.sums[r * a_row + begin / a.piece] = float(sum.value());
+  }, a.piece);
 }
 
 }  // namespace

@@ -5,9 +5,6 @@
 namespace liger::cuda::divergence {
 namespace {
 
-template <class X>
-using Pieces = cuda::Pieces<X, kDivergencePiece / (256 * Row<X>::kWidth)>;
-
 __global__ void __launch_bounds__(1024) count_kernel(DivergenceCount a) {
   await_previous();
   float n = 0;
@@ -64,7 +61,7 @@ LIGER_REGISTER(divergence_count, [](const DivergenceCount& a, Stream s) { launch
 LIGER_REGISTER(divergence_pieces, [](const DivergencePieces& a, Stream s) {
   dispatch_weighted(a.dtype, a.target_dtype, [&]<class X, class T>() {
     dispatch_divergence(a.kind, [&]<class Formula>() {
-      const Pieces<X> pieces(a.rows, a.cols);
+      const Pieces<X> pieces(a.rows, a.cols, a.piece);
       launch(a.sums ? pieces_kernel<X, T, Formula, false> : pieces_kernel<X, T, Formula, true>, pieces.grid(), s, a, pieces);
     });
   });

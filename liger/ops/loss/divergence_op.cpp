@@ -36,8 +36,9 @@ struct Operands {
   DivergencePieces pieces(int64_t kind, double parameter, int64_t ignore_index) const {
     // Where no row is ignored nothing depends on rows: all elements are one.
     const int64_t rows = labels.defined() ? x.size(0) : x.numel() > 0, cols = labels.defined() ? x.size(1) : x.numel();
-    return {.x = data(x), .target = data(target), .labels = data<int64_t>(labels), .rows = rows, .cols = cols, .ignore_index = ignore_index,
-            .dtype = dtype_of(x), .target_dtype = dtype_of(target), .kind = parse(kind, parameter), .parameter = float(parameter), .scale = 1};
+    return {.x = data(x), .target = data(target), .labels = data<int64_t>(labels), .rows = rows, .cols = cols,
+            .piece = piece_size(rows * cols, 8192, 16384), .ignore_index = ignore_index, .dtype = dtype_of(x), .target_dtype = dtype_of(target),
+            .kind = parse(kind, parameter), .parameter = float(parameter), .scale = 1};
   }
 };
 
@@ -73,7 +74,7 @@ Forward forward(const Tensor& x_, const Tensor& target_, const OptTensor& labels
   }
   const double divisor = (reduction == Reduction::Mean ? double(x_.size(1)) : 1) * (mean && !labels_ ? double(x_.size(0)) : 1);
   const double scale = 1 / std::max(divisor, 1.);
-  const Tensor sums = at::empty({p.rows, (p.cols + kDivergencePiece - 1) / kDivergencePiece}, floats), loss = at::empty({}, floats.dtype(dtype));
+  const Tensor sums = at::empty({p.rows, pieces_of(p.cols, p.piece)}, floats), loss = at::empty({}, floats.dtype(dtype));
   p.sums = data<float>(sums), p.dx = makes_dx ? dx.data_ptr() : nullptr;
   if (!defer) p.count = data<float>(count), p.scale = float(scale);
   run(divergence_pieces, in.x, p);

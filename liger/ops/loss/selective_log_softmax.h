@@ -3,8 +3,6 @@
 
 namespace liger {
 
-/// Elements of a row whose statistics are taken at once.
-inline constexpr int64_t kSelectivePiece = 32768;
 /// An exponent whose exp is 0: what lies lower weighs nothing, and its product with 0 is to be no NaN.
 inline constexpr float kSelectiveLowest = -200;
 
@@ -12,8 +10,8 @@ inline constexpr float kSelectiveLowest = -200;
 struct SelectiveParts {
   const void* x;               // [rows, cols], stride elements apart
   const int64_t* ids;          // [rows]
-  float* parts;                // [rows, ⌈cols / kSelectivePiece⌉, 3]: m = max x, s = Σ exp(z − m/T), Σ exp(z − m/T) (z − m/T)
-  int64_t rows, cols, x_stride, ignore_index;
+  float* parts;                // [rows, ⌈cols / piece⌉, 3]: m = max x, s = Σ exp(z − m/T), Σ exp(z − m/T) (z − m/T)
+  int64_t rows, cols, piece, x_stride, ignore_index;
   float inverse_temperature;
   DType dtype;
 };
@@ -22,11 +20,11 @@ struct SelectiveParts {
 struct SelectiveLogSoftmax {
   const void* x;               // [rows, cols], stride elements apart
   const int64_t* ids;          // [rows]
-  const float* parts;          // of SelectiveParts
+  const float* parts;          // of SelectiveParts: a_row = ⌈cols / piece⌉
   float *logp, *entropy;       // [rows]
   float* stats;                // [rows, 3]: m and s of the row, and mean = Σ p (z − m/T)
   int64_t* bad_id;             // on the host: an id outside [0, cols); null on devices that assert instead
-  int64_t rows, cols, x_stride, ignore_index;
+  int64_t rows, cols, a_row, x_stride, ignore_index;
   float inverse_temperature;
   DType dtype;
 };

@@ -6,9 +6,9 @@ namespace {
 
 template <class T>
 void parts(const SelectiveParts& a) {
-  const int64_t a_row = (a.cols + kSelectivePiece - 1) / kSelectivePiece;
+  const int64_t a_row = (a.cols + a.piece - 1) / a.piece;
   const Vec inverse(a.inverse_temperature), lowest(kSelectiveLowest);
-  for_pieces<kSelectivePiece>(a.rows, a.cols, [&](int64_t r, int64_t begin, int64_t n) {
+  for_pieces(a.rows, a.cols, [&](int64_t r, int64_t begin, int64_t n) {
     if (a.ids[r] == a.ignore_index) return;
     const T* x = row_of<T>(a.x, r, a.x_stride) + begin;
     const float max = std::max(row_reduce(n, -INFINITY, Max{}, [](Vec x) { return x; }, x), -3.402823466e38f);  // finite, so that −inf − max is no NaN
@@ -17,24 +17,23 @@ void parts(const SelectiveParts& a) {
       const Vec d = (read(x + c, k) - Vec(max)) * inverse, e = Math::exp(d);
       sum.add(e, k), weighted.add(e * Math::max(d, lowest), k);
     });
-    float* part = a.parts + (r * a_row + begin / kSelectivePiece) * 3;
+    float* part = a.parts + (r * a_row + begin / a.piece) * 3;
     part[0] = max, part[1] = float(sum.value()), part[2] = float(weighted.value());
-  });
+  }, a.piece);
 }
 
 template <class T>
 void rows(const SelectiveLogSoftmax& a) {
-  const int64_t a_row = (a.cols + kSelectivePiece - 1) / kSelectivePiece;
   for (int64_t r = 0; r < a.rows; ++r)
     if (a.ids[r] != a.ignore_index && (a.ids[r] < 0 || a.ids[r] >= a.cols)) return void(*a.bad_id = a.ids[r]);
-  for_rows(a.rows, a_row * 8, [&](int64_t r) {
+  for_rows(a.rows, a.a_row * 8, [&](int64_t r) {
     a.logp[r] = a.entropy[r] = 0;
     if (a.ids[r] == a.ignore_index) return;
-    const float* part = a.parts + r * a_row * 3;
+    const float* part = a.parts + r * a.a_row * 3;
     float max = part[0];
-    for (int64_t i = 1; i < a_row; ++i) max = Max{}(max, part[3 * i]);
+    for (int64_t i = 1; i < a.a_row; ++i) max = Max{}(max, part[3 * i]);
     double sum = 0, weighted = 0;
-    for (int64_t i = 0; i < a_row; ++i, part += 3) {
+    for (int64_t i = 0; i < a.a_row; ++i, part += 3) {
       const double d = std::max((double(part[0]) - max) * a.inverse_temperature, double(kSelectiveLowest)), e = std::exp(d);
       sum += e * part[1], weighted += e * (part[2] + d * part[1]);
     }

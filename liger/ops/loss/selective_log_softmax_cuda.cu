@@ -5,9 +5,6 @@
 namespace liger::cuda::selective_log_softmax {
 namespace {
 
-template <class T>
-using Pieces = cuda::Pieces<T, kSelectivePiece / (256 * Row<T>::kWidth)>;
-
 /// OnlineSoftmax of z = x / T, which also sums exp(z − max) (z − max); max is x's. Of 16-bit numbers it sees the logarithms to base 2.
 template <class T>
 struct OnlineEntropy {
@@ -75,7 +72,7 @@ __global__ void __launch_bounds__(256) parts_kernel(SelectiveParts a, Pieces<T> 
 
 /// A warp a row.
 template <class T>
-__global__ void __launch_bounds__(256) rows_kernel(SelectiveLogSoftmax a, int parts) {
+__global__ void __launch_bounds__(256) rows_kernel(SelectiveLogSoftmax a) {
   await_previous();
   const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   if (row >= a.rows) return;
@@ -84,8 +81,8 @@ __global__ void __launch_bounds__(256) rows_kernel(SelectiveLogSoftmax a, int pa
   if (!ignored && (id < 0 || id >= a.cols)) fail_label(id, a.cols);
   const OnlineEntropy<float> online(a.inverse_temperature);
   auto v = online.identity();
-  for (int i = threadIdx.x; i < parts && !ignored; i += blockDim.x) {
-    const float* part = a.parts + (row * parts + i) * 3;
+  for (int i = threadIdx.x; i < a.a_row && !ignored; i += blockDim.x) {
+    const float* part = a.parts + (row * a.a_row + i) * 3;
     v = online(v, {part[0], part[1], part[2]});
   }
   v = RowReduce<OnlineEntropy<float>>()(v, online);
@@ -129,19 +126,18 @@ __global__ void __launch_bounds__(256) backward_kernel(SelectiveBackward a, Piec
 
 LIGER_REGISTER(selective_parts, [](const SelectiveParts& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
-    const Pieces<T> pieces(a.rows, a.cols);
+    const Pieces<T> pieces(a.rows, a.cols, a.piece);
     launch(parts_kernel<T>, pieces.grid(), s, a, pieces);
   });
 });
 LIGER_REGISTER(selective_log_softmax_rows, [](const SelectiveLogSoftmax& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
-    const int parts = int((a.cols + kSelectivePiece - 1) / kSelectivePiece);
-    launch(rows_kernel<T>, {.blocks = (a.rows + 7) / 8, .threads = {32, 8}}, s, a, parts);
+    launch(rows_kernel<T>, {.blocks = (a.rows + 7) / 8, .threads = {32, 8}}, s, a);
   });
 });
 LIGER_REGISTER(selective_backward, [](const SelectiveBackward& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
-    const Pieces<T> pieces(a.rows, a.cols);
+    const Pieces<T> pieces(a.rows, a.cols, 16384);
     launch(backward_kernel<T>, pieces.grid(), s, a, pieces);
   });
 });

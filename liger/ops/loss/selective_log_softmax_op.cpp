@@ -23,14 +23,15 @@ Forward forward(const Tensor& x_, const Tensor& ids_, double temperature, int64_
   const Tensor ids = ids_.to(at::kLong).contiguous();
   const int64_t n = logp.numel(), width = cols(x_);
   const float inverse = float(1 / temperature);
-  const Tensor parts = at::empty({n, (width + kSelectivePiece - 1) / kSelectivePiece, 3}, logp.options());
+  const int64_t piece = piece_size(n * width, 16384, 65536), a_row = pieces_of(width, piece);
+  const Tensor parts = at::empty({n, a_row, 3}, logp.options());
   run(selective_parts, logp,
-      {.x = data(x.tensor), .ids = data<int64_t>(ids), .parts = data<float>(parts), .rows = n, .cols = width, .x_stride = x.stride,
+      {.x = data(x.tensor), .ids = data<int64_t>(ids), .parts = data<float>(parts), .rows = n, .cols = width, .piece = piece, .x_stride = x.stride,
        .ignore_index = ignore_index, .inverse_temperature = inverse, .dtype = dtype_of(x_)});
   int64_t bad_id = ignore_index;
   run(selective_log_softmax_rows, logp,
       {.x = data(x.tensor), .ids = data<int64_t>(ids), .parts = data<float>(parts), .logp = data<float>(logp), .entropy = data<float>(entropy),
-       .stats = data<float>(stats), .bad_id = &bad_id, .rows = n, .cols = width, .x_stride = x.stride, .ignore_index = ignore_index,
+       .stats = data<float>(stats), .bad_id = &bad_id, .rows = n, .cols = width, .a_row = a_row, .x_stride = x.stride, .ignore_index = ignore_index,
        .inverse_temperature = inverse, .dtype = dtype_of(x_)});
   TORCH_CHECK_INDEX(bad_id == ignore_index, "selective_log_softmax: id ", bad_id, " is out of bounds: it is outside [0, ", width, ") and not ignore_index ", ignore_index);
   return {logp, entropy, stats};
