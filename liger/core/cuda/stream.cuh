@@ -197,18 +197,21 @@ __device__ void map_packs(const Row<T> (&out)[kOut], const Row<T> (&in)[kIn], F 
 template <class T, int kUnroll = 0>
 struct Pieces {
   static constexpr int kThreads = 256;
-  int64_t rows, cols, given, a_row;  // a_row: pieces
+  int64_t rows, cols;
+  unsigned given;
+  int64_t a_row;           // pieces
 
-  Pieces(int64_t rows, int64_t cols, int64_t given = 0) : rows(rows), cols(cols), given(given), a_row(pieces_of(cols, elements())) {}
-  __host__ __device__ int64_t elements() const { return kUnroll > 0 ? kThreads * kUnroll * Row<T>::kWidth : given; }
+  Pieces(int64_t rows, int64_t cols, int64_t given = 0) : rows(rows), cols(cols), given(unsigned(given)), a_row(pieces_of(cols, elements())) {}
+  __host__ __device__ unsigned elements() const { return kUnroll > 0 ? kThreads * kUnroll * Row<T>::kWidth : given; }
   __host__ __device__ int64_t count() const { return rows * a_row; }
   Grid grid() const { return {.blocks = count(), .threads = kThreads}; }
   __device__ int64_t row(int64_t i = blockIdx.x) const { return i / a_row; }
-  __device__ int64_t begin(int64_t i = blockIdx.x) const { return i % a_row * elements(); }
+  /// Of 32-bit factors: a block's one product of 64-bit ones takes eight registers more of each thread.
+  __device__ int64_t begin(int64_t i = blockIdx.x) const { return int64_t(unsigned(i % a_row)) * elements(); }
   /// This block's piece of a matrix, or piece i.
   template <class U = T>
   __device__ Row<U> of(const void* matrix, int64_t stride, int64_t i = blockIdx.x) const {
-    return Row<U>(static_cast<const U*>(matrix) + begin(i), row(i), stride, min(elements(), cols - begin(i)));
+    return Row<U>(static_cast<const U*>(matrix) + begin(i), row(i), stride, min(int64_t(elements()), cols - begin(i)));
   }
 };
 
