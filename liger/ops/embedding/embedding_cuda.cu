@@ -139,7 +139,7 @@ template <class T>
 __device__ void long_row(const EmbeddingBackward& a, const Sorted<T>& s, const Slice& at) {
   if (!s.of_one(a, at.chunk)) return;
   const int first = at.chunk * s.chunk, id = s.ids[first];
-  if (at.chunk > 0 && s.ids[first - s.chunk] == id) return;  // nor is it the first
+  if (at.chunk > 0 && s.ids[first - s.chunk] == id) return;  // the warps of an earlier chunk do it
   const int end = first + end_of(s.ids + first, int(a.tokens) - first, id), last = end / s.chunk;
   int begin = first;
   for (int same = 32; same == 32 && begin > 0;) {

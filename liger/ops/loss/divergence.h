@@ -23,7 +23,8 @@ struct DivergencePieces {
   void* dx;                    // [rows, cols] or null
   float* each;                 // f [rows, cols] or null
   float* sums;                 // Σ f of each piece of a row [rows, ⌈cols / piece⌉] or null
-  int64_t rows, cols, piece, ignore_index;
+  int64_t rows, cols, piece;   // piece: elements of a row whose losses are summed at once (piece_size)
+  int64_t ignore_index;
   DType dtype, target_dtype;   // target_dtype is dtype or float
   Divergence kind;
   float parameter, scale;

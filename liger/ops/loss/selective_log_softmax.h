@@ -11,7 +11,8 @@ struct SelectiveParts {
   const void* x;               // [rows, cols], stride elements apart
   const int64_t* ids;          // [rows]
   float* parts;                // [rows, ⌈cols / piece⌉, 3]: m = max x, s = Σ exp(z − m/T), Σ exp(z − m/T) (z − m/T)
-  int64_t rows, cols, piece, x_stride, ignore_index;
+  int64_t rows, cols, piece;   // piece: elements of a row whose statistics are taken at once (piece_size)
+  int64_t x_stride, ignore_index;
   float inverse_temperature;
   DType dtype;
 };
