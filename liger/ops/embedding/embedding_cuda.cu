@@ -44,7 +44,6 @@ __device__ void add_rows(float* sum, int k, const Row<T>& like, int n, F row) {
 }
 
 /// The tokens in the order of their ids, those of one id one after another; ids without a row come last, as `classes`.
-template <class T>
 struct Sorted {
   int *ids, *order;
   float* part;             // [tokens / chunk, cols]: the sums of chunks of `order` that belong to one row
@@ -55,6 +54,7 @@ struct Sorted {
     const int64_t begin = int64_t(i) * chunk;
     return begin + chunk <= a.tokens && ids[begin] == ids[begin + chunk - 1] && ids[begin] != a.classes;
   }
+  template <class T>
   __device__ Row<T> token(const EmbeddingBackward& a, int i) const { return Row<T>(a.dy, order[i], a.cols, a.cols); }
 };
 
@@ -72,9 +72,9 @@ __global__ void __launch_bounds__(256) prepare_kernel(EmbeddingBackward a, unsig
 }
 
 template <class Sort>
-__global__ void __launch_bounds__(Sort::kThreads) sort_kernel(EmbeddingBackward a, int* ids, int* order, int bits) {
+__global__ void __launch_bounds__(Sort::kThreads) sort_kernel(EmbeddingBackward a, Sorted s, int bits) {
   await_previous();
-  Sort::run(int(a.tokens), bits, [&](int i) { return key(a, i); }, ids, order);
+  Sort::run(int(a.tokens), bits, [&](int i) { return key(a, i); }, s.ids, s.order);
 }
 
 constexpr int kAsked = 4;  // rows
@@ -108,13 +108,13 @@ struct Slice {
 
 /// The sums of the chunks that belong to one row.
 template <class T>
-__global__ void __launch_bounds__(256) chunks_kernel(EmbeddingBackward a, Sorted<T> s, int slices) {
+__global__ void __launch_bounds__(256) chunks_kernel(EmbeddingBackward a, Sorted s, int slices) {
   await_previous();
   const Slice at(slices);
   const Row<T> like(a.dw, 0, a.cols, a.cols);
   if (!s.of_one(a, at.chunk) || at.k >= like.packs()) return;
   float sum[Row<T>::kWidth] = {};
-  add_rows(sum, at.k, like, s.chunk, [&](int i) { return s.token(a, at.chunk * s.chunk + i); });
+  add_rows(sum, at.k, like, s.chunk, [&](int i) { return s.token<T>(a, at.chunk * s.chunk + i); });
   for (int j = 0; j < Row<T>::kWidth; ++j)
     if (const int c = like.column(at.k) + j; c >= 0 && c < like.n) s.part[at.chunk * a.cols + c] = sum[j];
 }
@@ -136,7 +136,7 @@ __device__ int end_of(const int* ids, int n, int id) {
 /// The row of an id with chunks that are all its own, by the warps of the first of them: from the tokens before it, such chunks, and the tokens
 /// after them.
 template <class T>
-__device__ void long_row(const EmbeddingBackward& a, const Sorted<T>& s, const Slice& at) {
+__device__ void long_row(const EmbeddingBackward& a, const Sorted& s, const Slice& at) {
   if (!s.of_one(a, at.chunk)) return;
   const int first = at.chunk * s.chunk, id = s.ids[first];
   if (at.chunk > 0 && s.ids[first - s.chunk] == id) return;  // the warps of an earlier chunk do it
@@ -150,21 +150,21 @@ __device__ void long_row(const EmbeddingBackward& a, const Sorted<T>& s, const S
   const Row<T> dw(a.dw, id, a.cols, a.cols);
   if (at.k >= dw.packs()) return;
   float sum[Row<T>::kWidth] = {};
-  add_rows(sum, at.k, dw, first - begin, [&](int i) { return s.token(a, begin + i); });
+  add_rows(sum, at.k, dw, first - begin, [&](int i) { return s.token<T>(a, begin + i); });
 #pragma unroll 8
   for (int p = at.chunk; p < last; ++p)
 #pragma unroll
     for (int j = 0; j < Row<T>::kWidth; ++j)
       if (const int c = dw.column(at.k) + j; c >= 0 && c < dw.n) sum[j] += s.part[p * a.cols + c];
-  add_rows(sum, at.k, dw, end - last * s.chunk, [&](int i) { return s.token(a, last * s.chunk + i); });
+  add_rows(sum, at.k, dw, end - last * s.chunk, [&](int i) { return s.token<T>(a, last * s.chunk + i); });
   dw.store(at.k, sum, dw);
 }
 
 /// Rows of ids with whole chunks by the first blocks, which take longest; behind them each row by the threads of its first token.
 template <class T>
-__global__ void __launch_bounds__(256, 4) rows_kernel(EmbeddingBackward a, Sorted<T> s, int slices, unsigned long_blocks) {
+__global__ void __launch_bounds__(256, 4) rows_kernel(EmbeddingBackward a, Sorted s, int slices, unsigned long_blocks) {
   await_previous();
-  if (blockIdx.x < long_blocks) return long_row(a, s, Slice(slices));
+  if (blockIdx.x < long_blocks) return long_row<T>(a, s, Slice(slices));
   const int64_t i = int64_t(blockIdx.x - long_blocks) * blockDim.y + threadIdx.y;
   if (i >= a.tokens) return;
   const int id = s.ids[i], its_token = s.order[i];  // which is asked for before it is known whether the row begins here
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(256, 4) rows_kernel(EmbeddingBackward a, Sorte
   }
   for (int k = threadIdx.x; k < dw.packs(); k += blockDim.x) {
     float sum[Row<T>::kWidth] = {};
-    add_rows(sum, k, dw, n, [&](int i) { return s.token(a, begin + i); });
+    add_rows(sum, k, dw, n, [&](int i) { return s.token<T>(a, begin + i); });
     dw.store(k, sum, dw);
   }
 }
@@ -246,8 +246,7 @@ LIGER_REGISTER(embedding_backward, [](const EmbeddingBackward& a, Stream s) {
   };
   const auto ints = [&](bool needed) { return reinterpret_cast<int*>(take(needed, a.tokens * 4)); };
   int *ids = ints(!by_block), *order = ints(!by_block);
-  int *sorted_ids = ints(!few), *sorted_order = ints(!few);
-  auto* part = reinterpret_cast<float*>(take(!few, a.tokens / chunk * a.cols * 4));
+  const Sorted sorted{.ids = ints(!few), .order = ints(!few), .part = reinterpret_cast<float*>(take(!few, a.tokens / chunk * a.cols * 4)), .chunk = int(chunk)};
   auto* present = reinterpret_cast<unsigned char*>(take(!few, (a.classes + kAsked) / kAsked * kAsked));
   void* scratch = take(!by_block, int64_t(sorting));
   if (!a.scratch) return void(*a.scratch_bytes = std::max<int64_t>(1, used));
@@ -258,11 +257,10 @@ LIGER_REGISTER(embedding_backward, [](const EmbeddingBackward& a, Stream s) {
     }
     clear(present, (a.classes + kAsked - 1) / kAsked * kAsked, s);
     launch(prepare_kernel, {.blocks = (a.tokens + 255) / 256, .threads = 256}, s, a, present, ids, order);
-    const auto sort = [&]<class Sort>(Sort) { launch(sort_kernel<Sort>, {.blocks = 1, .threads = Sort::kThreads, .shared_bytes = Sort::kBytes}, s, a, sorted_ids, sorted_order, bits); };
-    if (!by_block) sort_pairs(scratch, sorting, ids, sorted_ids, order, sorted_order, n, bits, s);
+    const auto sort = [&]<class Sort>(Sort) { launch(sort_kernel<Sort>, {.blocks = 1, .threads = Sort::kThreads, .shared_bytes = Sort::kBytes}, s, a, sorted, bits); };
+    if (!by_block) sort_pairs(scratch, sorting, ids, sorted.ids, order, sorted.order, n, bits, s);
     else n <= BlockSort<4>::kMost ? sort(BlockSort<4>()) : sort(BlockSort<16>());
     launch(absent_kernel<T>, grid<T>((a.classes + kAsked - 1) / kAsked, a.cols, 2), s, a, static_cast<const unsigned char*>(present), by_block);
-    const Sorted<T> sorted{.ids = sorted_ids, .order = sorted_order, .part = part, .chunk = int(chunk)};
     const int slices = int(Row<T>::packs(a.cols, false) + 31) / 32;
     const int64_t long_blocks = (a.tokens / chunk * slices + 7) / 8;
     launch(chunks_kernel<T>, {.blocks = long_blocks, .threads = {32, 8}}, s, a, sorted, slices);
