@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <numeric>
 #include "liger/core/cuda/stream.cuh"
 #include "liger/core/shares.h"
 
@@ -89,17 +90,17 @@ __global__ void __launch_bounds__(256) scale_rows_kernel(ScaleRows a, Pieces<T, 
 
 }  // namespace
 
-// As many blocks as an SM holds of 512 threads, whose loads hide each other's latency; fewer shares where a cluster works on a row (past 16384 columns,
-// or 8192 odd ones), and where blocks of several short rows would have none. Rows of odd lengths go to a multiple of 8 shares, or to one each, so
-// that all rows of a share begin alike between 16-byte boundaries.
+// As many blocks as an SM holds of 512 threads, whose loads hide each other's latency; fewer shares where a cluster works on a row (past 16384 columns),
+// and where blocks of several short rows would have none. Where rows begin anywhere they go to a multiple of so many shares, or to one each, that all of
+// a share begin alike between 16-byte boundaries.
 LIGER_REGISTER(row_shares, [](const RowShares& a, Stream) {
-  const bool odd = a.cols % 8 != 0;
-  int64_t cluster = odd && a.cols >= 8200 && has_clusters() ? 2 : 1;
-  const int64_t blocks = a.cols > 4096 ? 1 : 2;
-  while (cluster < 8 && cluster * 16384 < a.cols) cluster *= 2;
+  const int64_t alike = 8 / std::gcd(a.cols, 8);
+  const int64_t blocks = a.cols > 4096 ? 1 : 2, packs = a.cols / 8;
+  int64_t cluster = 1;
+  while (cluster < 8 && cluster * 2048 < packs) cluster *= 2;
   const int64_t fit = std::max<int64_t>(1, blocks * clusters_at_once(int(cluster), a.device) / a.groups);
   const int64_t a_block = std::max<int64_t>(1, 4096 / std::max<int64_t>(1, a.cols)), wanted = (a.rows + a_block - 1) / a_block;
-  *a.count = std::max<int64_t>(1, std::min({a.rows, odd ? (wanted + 7) / 8 * 8 : wanted, odd ? std::max<int64_t>(1, fit / 8) * 8 : fit}));
+  *a.count = std::max<int64_t>(1, std::min({a.rows, (wanted + alike - 1) / alike * alike, std::max<int64_t>(1, fit / alike) * alike}));
 });
 LIGER_REGISTER(stream_capturing, [](const StreamCapturing& a, Stream s) { *a.yes = capturing(s); });
 LIGER_REGISTER(sum_shares, [](const SumShares& a, Stream s) {

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <climits>
 #include <initializer_list>
+#include <numeric>
 #include "liger/core/cuda/dispatch.h"
 #include "liger/core/cuda/reduce.cuh"
 
@@ -433,7 +434,7 @@ bool dispatch_tile(int64_t cols, Threads block, const Memory& memory, F&& f) {
     if constexpr (kItems > 0) return as.template operator()<Tile<kItems, kVec, kWhole>>();
     return false;
   };
-  const int items = whole ? kItems : kEdged, alike = whole ? 1 : kVec;
+  const int items = whole ? kItems : kEdged, alike = kVec / std::gcd(int(cols), kVec);
   const int most = std::min(kTileThreads, block.most * kLarger / items), spread = std::min(kTileThreads, block.spread * kLarger / items);
   const int64_t need = (cols / kVec * kVec + items - 1) / items;
   if constexpr (kSpread) {

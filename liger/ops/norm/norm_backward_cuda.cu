@@ -234,24 +234,37 @@ __global__ void __maxnreg__(backward_registers(kPieces)) backward_kernel(NormBac
   each_column_sum<kNorm>(a, [&](auto part, float* shares) {
     // A block is one share. Half of its rows' sums meet the other half's, again and again.
     constexpr int kItems = kPieces * Tile::kItems;
+    const auto met = [&](int y, int i, int thread) -> float& {  // of threads side by side, packs of columns are in different banks
+      return shared_memory<float>()[(y * (kItems + Tile::kEdged) + i) * (int(blockDim.x) + (Tile::kEdged ? 32 / Tile::kWidth : 0)) + thread];
+    };
     const auto each = [&](int from, int n, auto f) {
       __syncthreads();
       const int y = int(threadIdx.y) - from;
-      const auto met = [&](int i) -> float& { return shared_memory<float>()[(y * (kItems + Tile::kEdged) + i) * int(blockDim.x) + int(threadIdx.x)]; };
       if (unsigned(y) >= unsigned(n)) return;
       for_each_piece<kPieces>([&](int piece) {
 #pragma unroll
-        for (int i = 0; i < Tile::kItems; ++i) f(part(columns[piece]).v[i], met(piece * Tile::kItems + i));
+        for (int i = 0; i < Tile::kItems; ++i) f(part(columns[piece]).v[i], met(y, piece * Tile::kItems + i, threadIdx.x));
       });
-      if constexpr (Tile::kEdged) f(part(edge_columns).v[0], met(kItems));
+      if constexpr (Tile::kEdged) f(part(edge_columns).v[0], met(y, kItems, threadIdx.x));
     };
+    const auto leave = [](float v, float& sum) { sum = v; };
     for (int half = kPieces <= 2 ? int(blockDim.y) / 2 : 0; half > 0; half /= 2) {
-      each(half, half, [](float v, float& sum) { sum = v; });
+      each(half, half, leave);
       each(0, half, [](float& v, float sum) { v += sum; });
     }
+    if constexpr (Tile::kEdged) each(0, 1, leave), __syncthreads();
     if (threadIdx.y > 0) return;
     for_each_piece<kPieces>([&](int piece) {
-      store<float, true>(part(columns[piece]), shares, Place(share, a.shares, a.cols, ring.shift, piece * Tile::covered()));
+      if constexpr (Tile::kEdged) {
+        // Neighbours go out together: by the thread that has them, a warp's store would be one of 32 sectors, a tenth of all the time and more.
+        const int first = ring.column + piece * Tile::covered() - int(threadIdx.x) * Tile::kWidth;
+        for (int i = int(threadIdx.x); i < int(blockDim.x) * Tile::kWidth; i += int(blockDim.x)) {
+          const int thread = i / Tile::kWidth, item = i % Tile::kWidth;
+          if (first + (thread + 1) * Tile::kWidth <= a.cols) shares[share * a.cols + first + i] = met(0, piece * Tile::kItems + item, thread);
+        }
+      } else {
+        store<float>(part(columns[piece]), shares, Place(share, a.shares, a.cols, 0, piece * Tile::covered()));
+      }
     });
     if constexpr (Tile::kEdged)
       if (ring.edge >= 0) shares[share * a.cols + ring.edge] = part(edge_columns).v[0];
@@ -320,9 +333,7 @@ LIGER_REGISTER(norm_backward, [](const NormBackward& a, Stream s) {
     };
     if ((!each || alike) &&
         (in_pieces.template operator()<1, 1, 0, false, true>() || in_pieces.template operator()<2, 2, 2, false, true>() ||
-         // Rows that begin anywhere: of four pieces in one block 16383 columns took a tenth longer.
-         (a.cols < 2 * 2 * kBackwardThreads * kVec + kVec && in_pieces.template operator()<2, 0, 2, true, false>()) ||
-         in_pieces.template operator()<4, 4, 0, true, true>() || in_pieces.template operator()<4, 0, 4, true, false>()))
+         in_pieces.template operator()<4, 4, 4, true, true>()))
       return;
     dispatch_walk<T, 8>(a.cols, memory, [&]<class Tile>(Tiling t) { launch(backward_long_kernel<T, W, Tile, kNorm>, t.grid(a.shares), s, a); });
   });

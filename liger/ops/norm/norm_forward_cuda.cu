@@ -171,7 +171,9 @@ struct Forward {
   static constexpr bool kShelf = Tile::kEdged, kSpread = Tile::kFit == Fit::Spread, kWide = sizeof(W) > sizeof(T);
   static constexpr Keep kKeep = Tile::kFit == Fit::Whole ? Keep::Registers : kSpread && !biased(kNorm) && !kWide ? Keep::Shared : Keep::Walking;
   static constexpr bool kLate = kKeep == Keep::Registers ? biased(kNorm) || modulated(kNorm) || kWide : kKeep == Keep::Shared && modulated(kNorm);
-  static constexpr int kRegisters = kKeep == Keep::Shared ? 48 : kSpread ? 112 : kNorm == Norm::Added && !kShelf ? 80 : 64;
+  // One block an SM: two, in a ring each, would leave the first-level cache, through which rows come, 20 KiB. Two vectors or matrices leave room for one anyway.
+  static constexpr bool kAlone = Tile::kFit == Fit::SpreadEdged && !biased(kNorm) && kNorm != Norm::Added;
+  static constexpr int kRegisters = kKeep == Keep::Shared ? 48 : kSpread ? 112 : kAlone || (kNorm == Norm::Added && !kShelf) ? 80 : 64;
   using Vectors = norm::Vectors<W, Tile, kNorm>;
   struct alignas(16) OfEdge { norm::Vectors<W, cuda::Tile<1, 1>, kNorm> vectors; };
   static constexpr int kVectors = kPieces * int(sizeof(Vectors)) / 16;  // packs on the shelf, before an OfEdge
