@@ -50,36 +50,49 @@ __device__ Raw<T, Tile> product(const NormForward& a, const Tile& xhat, const Ra
   return packed<T>(weighted<T, kNorm>(xhat, to_tile(w) + (a.w ? a.offset : 1), a.casting));
 }
 
-/// What a row's product is modulated by, on its way as it lies in memory; floats beside 16-bit rows are fetched when they are needed.
-template <class T, class Tile, Norm kNorm, bool kUsual, class At>
+/// What a row's product is modulated by, as it lies in memory; floats beside 16-bit rows are fetched when they are needed. by: where it lies.
+/// kUsual: see usual().
+template <class T, class Tile, Norm kNorm>
 struct Modulation {
-  At by;
-  Raw<T, Tile> scale, shift{};
+  Raw<T, Tile> scale, shift;
 
-  /// by: where it lies.
-  __device__ Modulation(const NormForward& a, const At& by) : by(by) {
-    if (!kUsual && a.modulation_dtype != a.dtype) return;
-    scale = fetch_loose<T, Tile>(a.scale, by);
-    if (kUsual || a.shift) shift = fetch_loose<T, Tile>(a.shift, by);
+  template <bool kUsual, class At>
+  __device__ static Modulation of(const NormForward& a, const At& by) {
+    Modulation m;
+    m.shift = {};
+    if (!kUsual && a.modulation_dtype != a.dtype) return m;
+    m.scale = fetch_loose<T, Tile>(a.scale, by);
+    if (kUsual || a.shift) m.shift = fetch_loose<T, Tile>(a.shift, by);
+    return m;
   }
 
-  __device__ Raw<T, Tile> operator()(const NormForward& a, const Raw<T, Tile>& n) const {
-    if (kUsual || a.modulation_dtype == a.dtype) return of(n, scale, shift);
-    return of(n, fetch_loose<float, Tile>(a.scale, by), a.shift ? fetch_loose<float, Tile>(a.shift, by) : Raw<float, Tile>{});
+  template <bool kUsual, class At>
+  __device__ Raw<T, Tile> operator()(std::bool_constant<kUsual>, const NormForward& a, const Raw<T, Tile>& n, const At& by) const {
+    if (kUsual || a.modulation_dtype == a.dtype) return applied(n, scale, shift);
+    return applied(n, fetch_loose<float, Tile>(a.scale, by), a.shift ? fetch_loose<float, Tile>(a.shift, by) : Raw<float, Tile>{});
   }
 
  private:
   template <class M>
-  __device__ static Raw<T, Tile> of(const Raw<T, Tile>& n, const Raw<M, Tile>& scale, const Raw<M, Tile>& shift) {
+  __device__ static Raw<T, Tile> applied(const Raw<T, Tile>& n, const Raw<M, Tile>& scale, const Raw<M, Tile>& shift) {
     return packed<T>(Tile::map([](float n, float scale, float shift) { return fmaf(n, scale + 1, shift); }, to_tile(n), to_tile(scale), to_tile(shift)));
   }
 };
 
-template <class T, class Tile, Norm kNorm, bool kUsual, class At>
+template <class T, class Tile, Norm kNorm>
   requires(!modulated(kNorm))
-struct Modulation<T, Tile, kNorm, kUsual, At> {
-  __device__ Modulation(const NormForward&, const At&) {}
-  __device__ const Raw<T, Tile>& operator()(const NormForward&, const Raw<T, Tile>& n) const { return n; }
+struct Modulation<T, Tile, kNorm> {
+  template <bool, class At>
+  __device__ static Modulation of(const NormForward&, const At&) { return {}; }
+  template <class Usual, class At>
+  __device__ const Raw<T, Tile>& operator()(Usual, const NormForward&, const Raw<T, Tile>& n, const At&) const { return n; }
+};
+
+/// What a thread's piece of a row meets. (A base, for it may be empty.)
+template <class T, class W, class Tile, Norm kNorm>
+struct Beside : Modulation<T, Tile, kNorm> {
+  Vectors<W, Tile, kNorm> vectors;
+  __device__ Modulation<T, Tile, kNorm>& modulation() { return *this; }
 };
 
 /// Whether a modulated row asks for what most do. Known before the first piece it saves branches in each: 2 % of the time (16384x4096), 6 % at odd widths.
@@ -90,12 +103,12 @@ __device__ bool usual(const NormForward& a) {
 
 /// by: where the row's modulation lies, as at does.
 template <class T, class W, Norm kNorm, bool kUsual = false, class Tile, class At>
-__device__ void output(const NormForward& a, const Tile& x, const Vectors<W, Tile, kNorm>& shared, const At& by, Stats stats, const At& at) {
-  const Modulation<T, Tile, kNorm, kUsual, At> modulation(a, by);
+__device__ void output(const NormForward& a, const Tile& x, const Vectors<W, Tile, kNorm>& shared, const Modulation<T, Tile, kNorm>& modulation,
+                       const At& by, Stats stats, const At& at) {
   const float alpha = tanh_of(kNorm) ? number(a.alpha) : 0;
   const Tile xhat = normalised<T, Tile, kNorm>(x, stats, alpha);
   if constexpr (biased(kNorm)) store<T>(Tile::map([](float x, float w, float b) { return fmaf(x, w, b); }, xhat, to_tile(shared.w()), to_tile(shared.b())), a.y, at);
-  else store<T>(modulation(a, product<T, W, kNorm, kUsual>(a, xhat, shared.w())), a.y, at);
+  else store<T>(modulation(std::bool_constant<kUsual>(), a, product<T, W, kNorm, kUsual>(a, xhat, shared.w()), by), a.y, at);
 }
 
 /// sum / cols; rounded once where it shows.
@@ -175,14 +188,19 @@ struct Forward {
   static constexpr bool kAlone = Tile::kFit == Fit::SpreadEdged && !biased(kNorm) && kNorm != Norm::Added;
   static constexpr int kRegisters = kKeep == Keep::Shared ? 48 : kSpread ? 112 : kAlone || (kNorm == Norm::Added && !kShelf) ? 80 : 64;
   using Vectors = norm::Vectors<W, Tile, kNorm>;
-  struct alignas(16) OfEdge { norm::Vectors<W, cuda::Tile<1, 1>, kNorm> vectors; };
-  static constexpr int kVectors = kPieces * int(sizeof(Vectors)) / 16;  // packs on the shelf, before an OfEdge
-  using Rows = RowsOf<T, Tile, kNorm == Norm::Added ? 2 : 1, kPieces, kKeep, kShelf ? kVectors + 1 : 0>;
+  using Modulation = norm::Modulation<T, Tile, kNorm>;
+  using Beside = norm::Beside<T, W, Tile, kNorm>;
+  struct alignas(16) OfEdge : norm::Beside<T, W, cuda::Tile<1, 1>, kNorm> {};
+  static constexpr int kBeside = kPieces * int(sizeof(Beside)) / 16;  // packs on the shelf, before an OfEdge
+  using Rows = RowsOf<T, Tile, kNorm == Norm::Added ? 2 : 1, kPieces, kKeep, kShelf ? kBeside + 1 : 0>;
 
   static __device__ Rows rows(const NormForward& a) {
     if constexpr (kNorm == Norm::Added) return Rows(Tile::row(), Tile::step(), a.rows, a.cols, a.x, a.residual);
     else return Rows(Tile::row(), Tile::step(), a.rows, a.cols, a.x);
   }
+  /// On the shelf.
+  static __device__ Beside& beside(const Rows& rows, int piece) { return rows.template shelf<Beside>(piece); }
+  static __device__ OfEdge& beside_edge(const Rows& rows) { return rows.template shelf<OfEdge>(kBeside); }
 };
 
 /// kPieces packs of a row a thread.
@@ -201,9 +219,10 @@ __global__ void __maxnreg__((Forward<T, W, Tile, kNorm, kPieces>::kRegisters)) f
   const auto hold = [&](int piece) {
     if (piece < kPieces) held[piece % kHeld] = Vectors(a, rows.at(piece));
   };
+  int64_t modulation_beside = -1;
   if constexpr (kShelf) {
-    for_each_piece<kPieces>([&](int piece) { rows.template shelf<Vectors>(piece) = Vectors(a, rows.at(piece)); });
-    if (rows.edge >= 0) rows.template shelf<typename Forward::OfEdge>(Forward::kVectors).vectors = {a, rows.edge_at()};
+    for_each_piece<kPieces>([&](int piece) { Forward::beside(rows, piece).vectors = Vectors(a, rows.at(piece)); });
+    if (rows.edge >= 0) Forward::beside_edge(rows).vectors = {a, rows.edge_at()};
   } else if constexpr (!kLate) {
     for_each_piece<kPieces>(hold);
   }
@@ -219,17 +238,26 @@ __global__ void __maxnreg__((Forward<T, W, Tile, kNorm, kPieces>::kRegisters)) f
     if constexpr (kLate) hold(0);
     const Stats stats = Statistics::of(a, reduce, [&](auto f) { each_piece<1>(rows, f); });
     const int64_t modulation = modulation_of<kNorm>(a, row);
+    const auto by = [&](const auto& at) { return at.of(modulation, a.modulations); };
+    if constexpr (kShelf && modulated(kNorm))
+      if (modulation != modulation_beside) {  // begins otherwise than x's rows: costly to read, and often many rows'
+        for_each_piece<kPieces>([&](int piece) { Forward::beside(rows, piece).modulation() = Forward::Modulation::template of<false>(a, by(rows.at(piece))); });
+        if (rows.has_edge()) Forward::beside_edge(rows).modulation() = norm::Modulation<T, cuda::Tile<1, 1>, kNorm>::template of<false>(a, by(rows.edge_at()));
+        modulation_beside = modulation;
+      }
     rows.again();
     const auto write = [&]<bool kUsual>(std::bool_constant<kUsual>) {
       for_each_piece<kPieces>([&](int piece) {
         const auto at = rows.at(piece);
-        if constexpr (kShelf) held[0] = rows.template shelf<Vectors>(piece);
+        const auto out = [&](const auto& modulation) { output<T, W, kNorm, kUsual>(a, to_tile(rows.get(0, piece)), held[piece % kHeld], modulation, by(at), stats, at); };
+        if constexpr (kShelf) held[0] = Forward::beside(rows, piece).vectors;
         if constexpr (kLate) hold(piece + 1);  // before a store, which loads do not overtake
-        output<T, W, kNorm, kUsual>(a, to_tile(rows.get(0, piece)), held[piece % kHeld], at.of(modulation, a.modulations), stats, at);
+        if constexpr (kShelf) out(Forward::beside(rows, piece).modulation());
+        else out(Forward::Modulation::template of<kUsual>(a, by(at)));
       });
       if constexpr (kShelf)
         if (const auto at = rows.edge_at(); rows.has_edge())
-          output<T, W, kNorm, kUsual>(a, rows.get_edge(0), rows.template shelf<typename Forward::OfEdge>(Forward::kVectors).vectors, at.of(modulation, a.modulations), stats, at);
+          output<T, W, kNorm, kUsual>(a, rows.get_edge(0), Forward::beside_edge(rows).vectors, Forward::beside_edge(rows).modulation(), by(at), stats, at);
     };
     if (modulated(kNorm) && usual<kNorm>(a)) write(std::bool_constant<modulated(kNorm)>());
     else write(std::false_type());
@@ -251,7 +279,8 @@ __global__ void __launch_bounds__(kTileThreads) forward_long_kernel(NormForward 
   for_each_place<Tile>(row, [&](const Place& at) {
     const Input<T, Tile, kNorm> input(a, at);
     const Vectors<W, Tile, kNorm> shared(a, at);
-    output<T, W, kNorm>(a, input.get(a, at), shared, at.of(modulation_of<kNorm>(a, at.row), a.modulations), stats, at);
+    const Place by = at.of(modulation_of<kNorm>(a, at.row), a.modulations);
+    output<T, W, kNorm>(a, input.get(a, at), shared, Modulation<T, Tile, kNorm>::template of<false>(a, by), by, stats, at);
   });
   keep<kNorm>(a, stats, row.row);
 }
