@@ -4,21 +4,16 @@
 namespace LIGER_CPU::softmax {
 namespace {
 
+/// The exponentials wait as floats, in y where it has room: to make them once more costs more than the way to a cache and back.
 template <class T>
-void softmax_row(const T* x, T* y, int64_t n) {
+void softmax_row(const T* x, T* y, int64_t n, std::vector<float>& scratch) {
   const Vec max(row_reduce(n, -INFINITY, Max{}, [](Vec x) { return x; }, x));
-  const auto exp = [&](Vec x) { return Math::exp(x - max); };
-  if constexpr (std::is_same_v<T, float>) {
-    row_map(n, y, exp, x);
-    const Vec by(1 / row_sum(n, [](Vec e) { return e; }, y));
-    row_map(n, y, [&](Vec e) { return e * by; }, y);
-  } else {
-    const Vec by(1 / row_sum(n, exp, x));
-    row_map(n, y, [&](Vec x) { return exp(x) * by; }, x);
-  }
+  float* const e = float_row(y, n, scratch);
+  row_map(n, e, [&](Vec x) { return Math::exp(x - max); }, x);
+  const Vec by(1 / row_sum(n, [](Vec e) { return e; }, e));
+  row_map(n, y, [&](Vec e) { return e * by; }, e);
 }
 
-/// `members` is scratch.
 template <class T>
 void sparsemax_row(const T* x, T* y, int64_t n, std::vector<float>& members) {
   const float max = row_reduce(n, -INFINITY, Max{}, [](Vec x) { return x; }, x), bound = floor_of(max - 1.);
@@ -69,11 +64,11 @@ void sparsemax_row_backward(const T* dy, const T* y, T* dx, int64_t n) {
 LIGER_REGISTER(softmax_forward, [](const SoftmaxForward& a, Stream) {
   dispatch(a.dtype, [&]<class T>() {
     for_runs(a.rows, a.cols * 8, [&](int64_t begin, int64_t end) {
-      std::vector<float> members;
+      std::vector<float> scratch;
       for (int64_t r = begin; r < end; ++r) {
         const T* x = row_of<T>(a.x, r, a.x_stride);
         T* y = row_of<T>(a.y, r, a.cols);
-        a.kind == Simplex::Softmax ? softmax_row(x, y, a.cols) : sparsemax_row(x, y, a.cols, members);
+        a.kind == Simplex::Softmax ? softmax_row(x, y, a.cols, scratch) : sparsemax_row(x, y, a.cols, scratch);
       }
     });
   });

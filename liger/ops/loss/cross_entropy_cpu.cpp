@@ -108,10 +108,10 @@ LIGER_REGISTER(cross_entropy_norm, [](const CrossEntropyNorm& a, Stream) { norm(
 LIGER_REGISTER(cross_entropy_rows, [](const CrossEntropy& a, Stream) {
   dispatch(a.dtype, [&]<class T>() {
     for_runs(a.rows, a.cols * 8, [&](int64_t begin, int64_t end) {
-      // A float row's exponentials wait in dx for the second pass, unless x is still needed there.
-      const bool reuse = std::is_same_v<T, float> && a.dx && a.softcap == 0 && a.label_smoothing == 0;
-      for (int64_t r = begin; r < end; ++r)
-        row<T>(a, r, reuse ? static_cast<float*>(a.dx) + r * a.dx_stride : nullptr);
+      // A row's exponentials wait for the second pass, unless x is still needed there.
+      std::vector<float> scratch;
+      const bool reuse = a.dx && a.softcap == 0 && a.label_smoothing == 0;
+      for (int64_t r = begin; r < end; ++r) row<T>(a, r, reuse ? float_row(static_cast<T*>(a.dx) + r * a.dx_stride, a.cols, scratch) : nullptr);
     });
   });
   if (a.totals.loss_total) totals(a.totals, a.sums->valid);
