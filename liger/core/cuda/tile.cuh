@@ -417,13 +417,14 @@ struct Threads {
 };
 
 /// Calls f.operator()<Tile>(tiling) where tiles of kItems a thread cover rows of `cols`, of kEdged where rows begin anywhere, by so many more
-/// threads (0: none of these); longer ones are spread over a cluster if kSpread, and only they count unless kOne block can have a row. False where
-/// the rows are too long, or begin differently in one matrix and another, or f returns it.
-template <class T, int kItems, int kEdged, bool kSpread, bool kOne = true, class F>
+/// threads (0: none of these); longer ones are spread over a cluster if kSpread. False where the rows are too long, or begin differently in one
+/// matrix and another, or f returns it.
+template <class T, int kItems, int kEdged, bool kSpread, class F>
 bool dispatch_tile(int64_t cols, Threads block, const Memory& memory, F&& f) {
-  constexpr int kVec = 16 / sizeof(T), kLarger = std::max(kItems, kEdged);
+  static_assert(kEdged <= kItems);
+  constexpr int kVec = 16 / sizeof(T);
   const bool whole = cols % kVec == 0 && memory.aligned();
-  if (whole ? kItems == 0 : kEdged == 0 || !memory.alike()) return false;
+  if (!whole && (kEdged == 0 || !memory.alike())) return false;
   const auto call = [&]<Fit kWhole, Fit kAnywhere>(const Tiling& tiling) {
     const auto as = [&]<class Tile>() {
       if constexpr (std::is_void_v<decltype(f.template operator()<Tile>(tiling))>) return f.template operator()<Tile>(tiling), true;
@@ -431,11 +432,10 @@ bool dispatch_tile(int64_t cols, Threads block, const Memory& memory, F&& f) {
     };
     if constexpr (kEdged > 0)
       if (!whole) return as.template operator()<Tile<kEdged, kVec, kAnywhere>>();
-    if constexpr (kItems > 0) return as.template operator()<Tile<kItems, kVec, kWhole>>();
-    return false;
+    return as.template operator()<Tile<kItems, kVec, kWhole>>();
   };
-  const int items = whole ? kItems : kEdged, alike = kVec / std::gcd(int(cols), kVec);
-  const int most = std::min(kTileThreads, block.most * kLarger / items), spread = std::min(kTileThreads, block.spread * kLarger / items);
+  const int items = whole ? kItems : kEdged, alike = int(kVec / std::gcd(cols, int64_t(kVec)));
+  const int most = std::min(kTileThreads, block.most * kItems / items), spread = std::min(kTileThreads, block.spread * kItems / items);
   const int64_t need = (cols / kVec * kVec + items - 1) / items;
   if constexpr (kSpread) {
     if (need > most && need <= spread * kTileCluster && has_clusters()) {
@@ -451,8 +451,7 @@ bool dispatch_tile(int64_t cols, Threads block, const Memory& memory, F&& f) {
   // Below a warp a row needs a partner: __shfl_xor_sync wants whole warps.
   unsigned y = 1;
   while (y * 2 * x <= unsigned(block.few)) y *= 2;
-  if constexpr (kOne) return call.template operator()<Fit::Whole, Fit::Edged>(Tiling{dim3(x, y), 1, alike});
-  return false;
+  return call.template operator()<Fit::Whole, Fit::Edged>(Tiling{dim3(x, y), 1, alike});
 }
 
 /// As dispatch_tile, for kernels that walk along a row of any length, kItems a thread at once; element by element where rows begin differently.

@@ -6,7 +6,7 @@ namespace {
 
 template <class X, class T, class Formula>
 void pieces(const DivergencePieces& a) {
-  const int64_t a_row = (a.cols + a.piece - 1) / a.piece;
+  const int64_t a_row = pieces_of(a.cols, a.piece);
   const Vec parameter(a.parameter), scale(a.count ? a.scale / *a.count : a.scale), zero(0.f);
   for_pieces(a.rows, a.cols, [&](int64_t r, int64_t begin, int64_t n) {
     const bool ignored = a.labels && a.labels[r] == a.ignore_index;

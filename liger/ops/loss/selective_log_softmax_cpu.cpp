@@ -6,7 +6,7 @@ namespace {
 
 template <class T>
 void parts(const SelectiveParts& a) {
-  const int64_t a_row = (a.cols + a.piece - 1) / a.piece;
+  const int64_t a_row = pieces_of(a.cols, a.piece);
   const Vec inverse(a.inverse_temperature), lowest(kSelectiveLowest);
   for_pieces(a.rows, a.cols, [&](int64_t r, int64_t begin, int64_t n) {
     if (a.ids[r] == a.ignore_index) return;

@@ -323,18 +323,15 @@ LIGER_REGISTER(norm_backward, [](const NormBackward& a, Stream s) {
     const Memory memory{{a.dy, a.ds, a.x, (const void*)a.dx, each && alike ? a.scale : nullptr},
                         {a.w, a.scale, (const void*)a.dw, (const void*)a.db, (const void*)a.dscale, (const void*)a.dshift}};
     constexpr int kVec = 16 / sizeof(T);
-    const auto in_pieces = [&]<int kPieces, int kWhole, int kAnywhere, bool kSpread, bool kOne>() {
+    const auto in_pieces = [&]<int kPieces>() {
       constexpr int kFew = kPieces == 1 ? kFewThreads : 256;
       const Threads block = Threads{.few = kFew, .most = kPieces == 1 ? 128 : kBackwardThreads}.with(BackwardShared<T, W, Piece<T, Fit::Whole>, kNorm, kPieces>::Ring::kBytes);
-      return dispatch_tile<T, kVec * kWhole, kVec * kAnywhere, kSpread, kOne>(a.cols, block, memory, [&]<class Tile>(Tiling t) {
+      return dispatch_tile<T, kVec * kPieces, kPieces == 1 ? 0 : kVec * kPieces, kPieces == 4>(a.cols, block, memory, [&]<class Tile>(Tiling t) {
         using In = Piece<T, Tile::kFit>;
         launch(backward_kernel<T, W, In, kNorm, kPieces>, t.grid(a.shares, BackwardShared<T, W, In, kNorm, kPieces>::Ring::bytes(t.threads)), s, a);
       });
     };
-    if ((!each || alike) &&
-        (in_pieces.template operator()<1, 1, 0, false, true>() || in_pieces.template operator()<2, 2, 2, false, true>() ||
-         in_pieces.template operator()<4, 4, 4, true, true>()))
-      return;
+    if ((!each || alike) && (in_pieces.template operator()<1>() || in_pieces.template operator()<2>() || in_pieces.template operator()<4>())) return;
     dispatch_walk<T, 8>(a.cols, memory, [&]<class Tile>(Tiling t) { launch(backward_long_kernel<T, W, Tile, kNorm>, t.grid(a.shares), s, a); });
   });
 });
