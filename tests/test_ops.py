@@ -378,6 +378,16 @@ def test_confident_logits(device):
         torch.testing.assert_close(x.grad.double(), exact.grad, rtol=torch.finfo(dtype).eps, atol=1e-7)
 
 
+def test_extreme_targets(device):
+    """The logarithm of a target is what it is at 0 and infinity too, and NaN stays NaN: t (ln t − x), and 0 where t is."""
+    from liger_kernel.transformers.functional import liger_kl_div
+
+    x = torch.log_softmax(torch.randn(1, 37), -1).to(device)
+    t = torch.tensor([0.0, 1.0, math.inf, math.nan, 0.5, 1e30, 1e-30]).repeat(6)[:37].to(device)[None]
+    expected, unit = torch.where(t == 0, 0, t * (t.log() - x)), 8 * torch.finfo(torch.float32).eps  # of three roundings and two logarithms
+    torch.testing.assert_close(liger_kl_div(x, t, reduction="none", eps=0.0), expected, rtol=unit, atol=unit, equal_nan=True)
+
+
 @pytest.mark.parametrize("cols", [64, 1029, 4096, 9000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_layer_norm_far_from_zero(cols, dtype, device):

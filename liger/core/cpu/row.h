@@ -109,16 +109,16 @@ inline Vec exp(const Vec& x) {
   return p * at::vec::cast<float>(exponent << std::decay_t<decltype(exponent)>(23));
 }
 
-/// ln x within 1 unit in the last place, inline, for a finite x >= 0 (-88 or so below the least normal number, and of 0): x = 2ⁿ · m with
-/// m in [√½, √2), ln m = f − ½ f² + f³ P(f) with f = m − 1, and P fitted for the least largest relative error, 5.9e-9. NaN stays what it is.
+/// ln x within 1 unit in the last place, inline, for x >= 0 (of subnormal numbers -88 or so): x = 2ⁿ · m with m in [√½, √2),
+/// ln m = f − ½ f² + f³ P(f) with f = m − 1, and P fitted for the least largest relative error, 5.9e-9. NaN and infinity stay what they are.
 inline Vec log(const Vec& x) {
   using Int = at::vec::Vectorized<int32_t>;
   const Int bits = at::vec::cast<int32_t>(x), n = (bits - Int(0x3f3504f3)) >> Int(23);
   const Vec f = at::vec::cast<float>(bits - (n << Int(23))) - Vec(1.f), e = at::vec::convert_to_fp_of_same_size<float>(n), f2 = f * f;
   Vec p(-0.0763654586f);
   for (const float c : {0.127646717f, -0.131608896f, 0.142013954f, -0.166232531f, 0.200012384f, -0.25000824f, 0.333333316f}) p = at::vec::fmadd(p, f, Vec(c));
-  const Vec rest = at::vec::fmadd(f2, at::vec::fmadd(p, f, Vec(-0.5f)), at::vec::fmadd(e, Vec(-2.12194440e-4f), x * Vec(0.f)));
-  return at::vec::fmadd(e, Vec(0.693359375f), f + rest);
+  const Vec rest = at::vec::fmadd(f2, at::vec::fmadd(p, f, Vec(-0.5f)), e * Vec(-2.12194440e-4f)), ln = at::vec::fmadd(e, Vec(0.693359375f), f + rest);
+  return Vec::blendv(Vec::blendv(x, ln, x < Vec(INFINITY)), Vec(-INFINITY), x == Vec(0.f));
 }
 
 /// The functions behind liger/core/math.h.
