@@ -410,6 +410,22 @@ def test_layer_norm_far_from_zero(cols, dtype, device):
     torch.testing.assert_close(liger_layer_norm(x, w, b, 1e-6).double(), expected, rtol=eps, atol=eps + 3000 * 2**-22)
 
 
+@pytest.mark.parametrize("cols", [8192, 9001, 12296, 20480, 65536])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_modulation_of_many_rows(cols, dtype, device):
+    """So many rows that a block meets one modulation again and again, and the next one after it."""
+    from liger_kernel.transformers.functional import liger_modulated_rms_norm
+
+    torch.manual_seed(0)
+    rows = 13 if device == "cpu" else 850 if cols < 16384 else 450
+    x, scale, shift = (torch.randn(shape, device=device).to(dtype) for shape in ((2, rows, cols), (2, 1, cols), (2, 1, cols)))
+    w = torch.randn(cols, device=device).to(dtype)
+    n = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * w.double() * (1 + scale.double())
+    expected = n + shift.double()
+    # Two roundings before the modulation and one behind it, half a unit each, and a hundredth for what they make of one another.
+    bound = 1.01 * torch.finfo(dtype).eps * (n.abs() + expected.abs() / 2) + torch.finfo(dtype).tiny
+    assert ((liger_modulated_rms_norm(x, w, scale, shift, 1e-6).double() - expected).abs() <= bound).all()
+
 
 @pytest.mark.parametrize("table", sorted((pathlib.Path(__file__).parent.parent / "docs").glob("errors-*.md")), ids=lambda path: path.stem)
 def test_error_table(table):

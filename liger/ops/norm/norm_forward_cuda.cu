@@ -176,19 +176,23 @@ struct Statistics {
 /// Where a block keeps its rows and the vectors that they share: those in registers, but beside a ring where rows begin anywhere, which they do
 /// not (what is laid out for one row fits all), and one after another, late, where they would take too many registers of a row's. A row over
 /// a cluster lies in shared memory, where its vectors are few enough for several blocks an SM; where not, in a ring of rows that share them.
-template <class T, class W, class Tile, Norm kNorm, bool kUsual, int kPieces>
+/// kShelf: beside a ring in any case.
+template <class T, class W, class Tile, Norm kNorm, bool kUsual, bool kShelf, int kPieces>
 struct Forward {
-  static constexpr bool kShelf = Tile::kEdged, kSpread = Tile::kFit == Fit::Spread, kWide = sizeof(W) > sizeof(T);
-  static constexpr Keep kKeep = Tile::kFit == Fit::Whole ? Keep::Registers : kSpread && !biased(kNorm) && !kWide ? Keep::Shared : Keep::Walking;
+  static constexpr bool kSpread = Tile::kFit == Fit::Spread, kWide = sizeof(W) > sizeof(T);
+  static constexpr Keep kKeep = kShelf                      ? Keep::Walking
+                                : Tile::kFit == Fit::Whole ? Keep::Registers
+                                : kSpread && !biased(kNorm) && !kWide ? Keep::Shared
+                                                                      : Keep::Walking;
   static constexpr bool kLate = kKeep == Keep::Registers ? biased(kNorm) || modulated(kNorm) || kWide : kKeep == Keep::Shared && modulated(kNorm);
   // One block an SM: two, in a ring each, would leave the first-level cache, through which rows come, 20 KiB. Two vectors or matrices leave room for one anyway.
   static constexpr bool kAlone = Tile::kFit == Fit::SpreadEdged && !biased(kNorm) && kNorm != Norm::Added;
   static constexpr bool kMore = kAlone || (kNorm == Norm::Added && !kShelf) || (modulated(kNorm) && kShelf && !kUsual);
-  static constexpr int kRegisters = kKeep == Keep::Shared ? 48 : kSpread || (kAlone && modulated(kNorm)) ? 112 : kMore ? 80 : 64;
+  static constexpr int kRegisters = kKeep == Keep::Shared ? 48 : (kSpread && !kShelf) || (kAlone && modulated(kNorm)) ? 112 : kMore ? 80 : 64;
   using Beside = norm::Beside<T, W, Tile, kNorm, kUsual>;
   struct alignas(16) OfEdge : norm::Beside<T, W, cuda::Tile<1, 1>, kNorm, kUsual> {};
   static constexpr int kBeside = kPieces * int(sizeof(Beside)) / 16;  // packs on the shelf, before an OfEdge
-  using Rows = RowsOf<T, Tile, kNorm == Norm::Added ? 2 : 1, kPieces, kKeep, kShelf ? kBeside + 1 : 0>;
+  using Rows = RowsOf<T, Tile, kNorm == Norm::Added ? 2 : 1, kPieces, kKeep, kShelf ? kBeside + Tile::kEdged : 0>;
 
   static __device__ Rows rows(const NormForward& a) {
     if constexpr (kNorm == Norm::Added) return Rows(Tile::row(), Tile::step(), a.rows, a.cols, a.x, a.residual);
@@ -200,12 +204,12 @@ struct Forward {
 };
 
 /// kPieces packs of a row a thread.
-template <class T, class W, class Tile, Norm kNorm, bool kUsual, int kPieces>
-__global__ void __maxnreg__((Forward<T, W, Tile, kNorm, kUsual, kPieces>::kRegisters)) forward_kernel(NormForward a) {
+template <class T, class W, class Tile, Norm kNorm, bool kUsual, bool kShelf, int kPieces>
+__global__ void __maxnreg__((Forward<T, W, Tile, kNorm, kUsual, kShelf, kPieces>::kRegisters)) forward_kernel(NormForward a) {
   await_previous();
-  using Forward = norm::Forward<T, W, Tile, kNorm, kUsual, kPieces>;
+  using Forward = norm::Forward<T, W, Tile, kNorm, kUsual, kShelf, kPieces>;
   using Beside = typename Forward::Beside;
-  constexpr bool kShelf = Forward::kShelf, kLate = Forward::kLate;
+  constexpr bool kLate = Forward::kLate;
   const int64_t first = Tile::row();
   auto rows = Forward::rows(a);
   using Statistics = norm::Statistics<T, kNorm>;
@@ -283,25 +287,33 @@ LIGER_REGISTER(norm_forward, [](const NormForward& a, Stream s) {
     constexpr Norm kNorm = kOne == Norm::Each ? Norm::Modulated : kOne;  // which are one here
     const Memory memory{{a.x, a.residual, (const void*)a.s, (const void*)a.y}, {a.w, a.b, a.scale, a.shift}};
     constexpr int kVec = 16 / sizeof(T);
-    const auto in_tiles = [&]<bool kUsual>(std::bool_constant<kUsual>) {
-      using Spread = Forward<T, W, Piece<T, Fit::Spread>, kNorm, kUsual, 4>;
-      const bool several = Spread::kKeep == Keep::Shared && a.cols % kVec == 0 && a.cols <= 256 * kTileCluster * kVec * 4;  // blocks of a cluster's on an SM
+    const auto in_tiles = [&]<bool kUsual, bool kLasting>() {
+      using Spread = Forward<T, W, Piece<T, Fit::Spread>, kNorm, kUsual, kLasting, 4>;
+      const bool several = kLasting || (Spread::kKeep == Keep::Shared && a.cols % kVec == 0 && a.cols <= 256 * kTileCluster * kVec * 4);  // blocks of a cluster's on an SM
       const Threads block = Threads{.few = 128, .most = 512, .spread = several ? 256 : 512}.with(Spread::Rows::kBytes);
       return dispatch_tile<T, kVec * 4, kVec * 2, true>(a.cols, block, memory, [&]<class Tile>(Tiling t) {
         constexpr bool kFewer = Tile::kFit == Fit::SpreadEdged;  // threads, of more pieces: layer_norm of 32767 columns took 98 us with two, 87 with four
         constexpr int kPieces = kFewer ? 4 : Tile::kItems / kVec;
         if (kFewer) t.threads.x = (t.threads.x / 2 + 31) / 32 * 32;
         if (Statistics<T, kNorm>::kOnce && t.threads.x > 32) t.threads.y = 1;  // a row decides for itself whether it needs a second pass
-        using Forward = norm::Forward<T, W, Piece<T, Tile::kFit>, kNorm, kUsual, kPieces>;
+        constexpr bool kShelf = Tile::kEdged || kLasting;
+        using Forward = norm::Forward<T, W, Piece<T, Tile::kFit>, kNorm, kUsual, kShelf, kPieces>;
         if (Forward::Rows::bytes(t.threads) > shared_bytes_of_block()) return false;
-        launch(forward_kernel<T, W, Piece<T, Tile::kFit>, kNorm, kUsual, kPieces>, grid_of<typename Forward::Rows>(t, a.rows, Forward::kRegisters), s, a);
+        const Grid grid = grid_of<typename Forward::Rows>(t, a.rows, Forward::kRegisters);
+        if (kLasting && (Tile::kEdged || a.per_modulation * t.cluster < 3 * grid.blocks)) return false;  // a block would hardly meet a modulation again
+        launch(forward_kernel<T, W, Piece<T, Tile::kFit>, kNorm, kUsual, kShelf, kPieces>, grid, s, a);
         return true;
       });
     };
     // What most modulated rows ask for, known beforehand, saves branches in each piece, 2 % of the time (16384x4096), and registers, which spilled at odd widths: a third.
+    // Long rows with a modulation that many share have it on a shelf: 8 to 16 % at 11264 columns and more, slower at 4096.
     if constexpr (modulated(kNorm) && std::is_same_v<T, W>)
-      if (a.casting == Casting::Llama && a.offset == 0 && a.w && a.shift && a.modulation_dtype == a.dtype && in_tiles(std::true_type())) return;
-    if (in_tiles(std::false_type())) return;
+      if (a.casting == Casting::Llama && a.offset == 0 && a.w && a.shift && a.modulation_dtype == a.dtype) {
+        if constexpr (sizeof(T) == 2)
+          if (a.cols >= 8192 && in_tiles.template operator()<true, true>()) return;
+        if (in_tiles.template operator()<true, false>()) return;
+      }
+    if (in_tiles.template operator()<false, false>()) return;
     dispatch_walk<T, 16>(a.cols, memory, [&]<class Tile>(Tiling t) { launch(forward_long_kernel<T, W, Tile, kNorm>, t.grid(a.rows), s, a); });
   });
 });
