@@ -34,14 +34,16 @@ struct RowPieces {
   static constexpr int kWidth = Tile::kWidth, kCount = kPieces;
   using Pack = cuda::Pack<T, kWidth>;
   static_assert(Tile::kItems == kWidth && sizeof(Pack) == 16 && Tile::kFit != Fit::Peeled);
-  int64_t row, step, rows, cols, begin;  // begin: of this thread's first piece of the row, in elements
+  using Row = std::conditional_t<Tile::kSpread, int, int64_t>;  // of such long ones there are fewer than 2^31, and registers are scarce
+  Row row, step, rows;
+  int64_t cols, begin;                   // begin: of this thread's first piece of the row, in elements
   int shift, column;                     // column: of that piece
   unsigned fits = 0, whole = 0;          // a bit for each piece that belongs to a row in whole, and to the present one
 
   /// Before row `first`; the rows are every step-th from there on.
   __device__ RowPieces(const void* matrix, int64_t first, int64_t step, int64_t rows, int64_t cols)
-      : row(first - step), step(step), rows(rows), cols(cols), shift(Tile::template place<T>(matrix, first, rows, cols).shift), column(Tile::column(0, Place(0, 0, 0, shift))) {
-    begin = row * cols + column;
+      : row(Row(first - step)), step(Row(step)), rows(Row(rows)), cols(cols), shift(Tile::template place<T>(matrix, first, rows, cols).shift), column(Tile::column(0, Place(0, 0, 0, shift))) {
+    begin = int64_t(row) * cols + column;
     for_each_piece<kPieces>([&](int piece) { fits |= unsigned(int(cols) - column - piece * Tile::covered() >= kWidth) << piece; });
   }
 
@@ -165,7 +167,7 @@ struct Ring : RowPieces<T, Tile, kPieces> {
   /// The four bytes in which this thread's element is on its way, and whether it is the last two.
   __device__ static Word* edge_word(int stage, int matrix) {
     Word* words = reinterpret_cast<Word*>(shared_memory<Pack>() + int(blockDim.x * blockDim.y) * kThread);
-    return words + ((stage / kPieces + matrix) * int(blockDim.y) + int(threadIdx.y)) * kEdge + int(threadIdx.x);
+    return words + (int(threadIdx.y) * kEdge + int(threadIdx.x)) * (kDepth * kMatrices) + (unsigned(stage) / kPieces + matrix);
   }
   __device__ int second_half() const { return sizeof(T) == 2 ? (shift + edge) & 1 : 0; }
 };

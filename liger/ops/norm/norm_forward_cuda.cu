@@ -185,8 +185,9 @@ struct Forward {
                                 : kSpread && !biased(kNorm) && !kWide ? Keep::Shared
                                                                       : Keep::Walking;
   static constexpr bool kLate = kKeep == Keep::Registers ? biased(kNorm) || modulated(kNorm) || kWide : kKeep == Keep::Shared && modulated(kNorm);
-  // One block an SM: two, in a ring each, would leave the first-level cache, through which rows come, 20 KiB. Two vectors or matrices leave room for one anyway.
-  static constexpr bool kAlone = Tile::kFit == Fit::SpreadEdged && !biased(kNorm) && kNorm != Norm::Added;
+  // Rows that begin anywhere over a cluster, one block an SM: two, in a ring each, would leave the first-level cache, through which rows come, 20 KiB.
+  // Two vectors or matrices leave room for one anyway, and spilled with 64 (layer_norm of 32767 columns: 120 us, and 76 without).
+  static constexpr bool kAlone = Tile::kFit == Fit::SpreadEdged;
   static constexpr bool kMore = kAlone || (kNorm == Norm::Added && !kShelf) || (modulated(kNorm) && kShelf && !kUsual);
   static constexpr int kRegisters = kKeep == Keep::Shared ? 48 : (kSpread && !kShelf) || (kAlone && modulated(kNorm)) ? 112 : kMore ? 80 : 64;
   using Beside = norm::Beside<T, W, Tile, kNorm, kUsual>;
