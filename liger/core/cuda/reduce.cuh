@@ -70,12 +70,10 @@ struct RowReduce {
     v = reduce_lanes<Op, kShort>(v, threads, op);
     if (!kSpread && threads <= 32) return v;
     __shared__ typename Op::Value slots[kTurns][kWarps];
-    unsigned thread = threadIdx.x;
-    if (kSpread && kTurns > 1) forget(thread);  // its addresses, kept from row to row, were two registers too many
-    const int warps = threads / 32, lane = thread % 32, first = threadIdx.y * warps;
+    const int warps = threads / 32, lane = threadIdx.x % 32, first = threadIdx.y * warps;
     auto* partial = slots[turn];
     if (kTurns > 1) turn ^= 1;
-    if (lane == 0) partial[first + thread / 32] = v;
+    if (lane == 0) partial[first + threadIdx.x / 32] = v;
     __syncthreads();
     v = reduce_lanes<Op, kShort>(lane < warps ? partial[first + lane] : Op::identity(), 32, op);
     if constexpr (kSpread) {
