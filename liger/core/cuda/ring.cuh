@@ -34,7 +34,9 @@ struct RowPieces {
   static constexpr int kWidth = Tile::kWidth, kCount = kPieces;
   using Pack = cuda::Pack<T, kWidth>;
   static_assert(Tile::kItems == kWidth && sizeof(Pack) == 16 && Tile::kFit != Fit::Peeled);
-  using Row = std::conditional_t<Tile::kSpread, int, int64_t>;  // of such long ones there are fewer than 2^31, and registers are scarce
+  // Of such long rows there are fewer than 2^31, and registers are scarce: what waits on the stack instead comes through a cache that rows stream
+  // through. One such value in each row costs a tenth of all the time and more.
+  using Row = std::conditional_t<Tile::kFit == Fit::SpreadEdged, int, int64_t>;
   Row row, step, rows;
   int64_t cols, begin;                   // begin: of this thread's first piece of the row, in elements
   int shift, column;                     // column: of that piece

@@ -169,10 +169,10 @@ __global__ void __maxnreg__(backward_registers(kPieces)) backward_kernel(NormBac
   if constexpr (Tile::kEdged)
     if (ring.edge >= 0) of_edge() = {weight<T, W, kNorm, EdgeTile>(a, ring.edge_at().of(first, walk.end), offset_of(a)).v[0]};
   Stats next_stats = stats_of<kNorm>(a, first, walk.end);
-  while (walk.on(ring.row + ring.step)) {
+  for (int64_t row = first; walk.on(Tile::kEdged ? ring.row + ring.step : row); row += walk.step) {  // the same, for which those have no registers
     const Stats stats = next_stats;
     ring.turn();
-    next_stats = stats_of<kNorm>(a, ring.row + ring.step, ring.rows);
+    next_stats = stats_of<kNorm>(a, (Tile::kEdged ? ring.row : row) + walk.step, walk.end);
     const auto of_piece = [&](int piece) { return [&, piece](int matrix) { return to_tile(ring.get(matrix, piece)); }; };
     const auto edge = [&](auto matrix) { return ring.get_edge(matrix); };
     const auto projected = [&](auto get, auto w, typename Projections::Value& sums) {
