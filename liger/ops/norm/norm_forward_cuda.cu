@@ -307,7 +307,7 @@ LIGER_REGISTER(norm_forward, [](const NormForward& a, Stream s) {
       });
     };
     // What most modulated rows ask for, known beforehand, saves branches in each piece, 2 % of the time (16384x4096), and registers, which spilled at odd widths: a third.
-    // Long rows with a modulation that many share have it on a shelf: 8 to 16 % at 11264 columns and more, slower at 4096.
+    // Long rows with a modulation that many share have it on a shelf: 2 % at 8192 columns, 9 at 16384, 14 at 49152; slower at 4096.
     if constexpr (modulated(kNorm) && std::is_same_v<T, W>)
       if (a.casting == Casting::Llama && a.offset == 0 && a.w && a.shift && a.modulation_dtype == a.dtype) {
         if constexpr (sizeof(T) == 2)
