@@ -176,17 +176,14 @@ struct Statistics {
 /// Where a block keeps its rows and the vectors that they share: those in registers, but beside a ring where rows begin anywhere, which they do
 /// not (what is laid out for one row fits all), and one after another, late, where they would take too many registers of a row's. A row over
 /// a cluster lies in shared memory, where its vectors are few enough for several blocks an SM; where not, in a ring of rows that share them.
-/// kShelf: beside a ring in any case.
+/// kShelf: beside a ring in any case, with the modulation that a row shares with the next ones.
 template <class T, class W, class Tile, Norm kNorm, bool kUsual, bool kShelf, int kPieces>
 struct Forward {
   static constexpr bool kSpread = Tile::kFit == Fit::Spread, kWide = sizeof(W) > sizeof(T);
-  static constexpr Keep kKeep = kShelf                      ? Keep::Walking
-                                : Tile::kFit == Fit::Whole ? Keep::Registers
-                                : kSpread && !biased(kNorm) && !kWide ? Keep::Shared
-                                                                      : Keep::Walking;
+  static constexpr Keep kKeep = kShelf ? Keep::Walking : Tile::kFit == Fit::Whole ? Keep::Registers : kSpread && !biased(kNorm) && !kWide ? Keep::Shared : Keep::Walking;
   static constexpr bool kLate = kKeep == Keep::Registers ? biased(kNorm) || modulated(kNorm) || kWide : kKeep == Keep::Shared && modulated(kNorm);
   // Rows that begin anywhere over a cluster, one block an SM: two, in a ring each, would leave the first-level cache, through which rows come, 20 KiB.
-  // Two vectors or matrices leave room for one anyway, and spilled with 64 (layer_norm of 32767 columns: 120 us, and 76 without).
+  // Two vectors or matrices leave room for one anyway, and spill with 64 (layer_norm of 32767 columns: 118 us, and 76 without).
   static constexpr bool kAlone = Tile::kFit == Fit::SpreadEdged;
   static constexpr bool kMore = kAlone || (kNorm == Norm::Added && !kShelf) || (modulated(kNorm) && kShelf && !kUsual);
   static constexpr int kRegisters = kKeep == Keep::Shared ? 48 : (kSpread && !kShelf) || (kAlone && modulated(kNorm)) ? 112 : kMore ? 80 : 64;
