@@ -285,6 +285,7 @@ LIGER_REGISTER(norm_forward, [](const NormForward& a, Stream s) {
     constexpr Norm kNorm = kOne == Norm::Each ? Norm::Modulated : kOne;  // which are one here
     const Memory memory{{a.x, a.residual, (const void*)a.s, (const void*)a.y}, {a.w, a.b, a.scale, a.shift}};
     constexpr int kVec = 16 / sizeof(T);
+    // kLasting: for rows that keep their modulation on the shelf from one to the next.
     const auto in_tiles = [&]<bool kUsual, bool kLasting>() {
       using Spread = Forward<T, W, Piece<T, Fit::Spread>, kNorm, kUsual, kLasting, 4>;
       const bool several = kLasting || (Spread::kKeep == Keep::Shared && a.cols % kVec == 0 && a.cols <= 256 * kTileCluster * kVec * 4);  // blocks of a cluster's on an SM
@@ -304,7 +305,7 @@ LIGER_REGISTER(norm_forward, [](const NormForward& a, Stream s) {
       });
     };
     // What most modulated rows ask for, known beforehand, saves branches in each piece, 2 % of the time (16384x4096), and registers, which spilled at odd widths: a third.
-    // Long rows with a modulation that many share have it on a shelf: 2 % at 8192 columns, 9 at 16384, 14 at 49152; slower at 4096.
+    // Long rows with a modulation that many share have it on a shelf: 2 % at 8192 columns, 9 at 16384, 14 at 49152; slower at 4096, and not timed of floats.
     if constexpr (modulated(kNorm) && std::is_same_v<T, W>)
       if (a.casting == Casting::Llama && a.offset == 0 && a.w && a.shift && a.modulation_dtype == a.dtype) {
         if constexpr (sizeof(T) == 2)
