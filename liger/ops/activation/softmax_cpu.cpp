@@ -16,7 +16,8 @@ void softmax_row(const T* x, T* y, int64_t n, std::vector<float>& scratch) {
 
 template <class T>
 void sparsemax_row(const T* x, T* y, int64_t n, std::vector<float>& members) {
-  const float max = row_reduce(n, -INFINITY, Max{}, [](Vec x) { return x; }, x), bound = floor_of(max - 1.);
+  // τ is searched as its distance from the largest value, which is a member of the support however large it is.
+  const float max = row_reduce(n, -INFINITY, Max{}, [](Vec x) { return x; }, x), bound = std::min(floor_of(max - 1.), std::nextafterf(max, -INFINITY));
   members.clear();
   for_each(n, [&](int64_t c, int64_t k) {
     const Vec v = read(x + c, k);
@@ -29,14 +30,15 @@ void sparsemax_row(const T* x, T* y, int64_t n, std::vector<float>& members) {
   for (size_t before;;) {
     before = members.size();
     double sum = 0;
-    for (const float v : members) sum += v;
+    for (const float v : members) sum += double(v) - max;
     tau = (sum - 1) / double(before);
-    std::erase_if(members, [&](float v) { return v <= tau; });
+    std::erase_if(members, [&](float v) { return double(v) - max <= tau; });
     if (members.size() == before) break;
   }
   // τ in two floats, and what a difference from it was rounded by (Knuth's TwoSum), so that y has no error but its own. NaN in x, and no finite
   // largest value, make it NaN.
-  const Vec high{float(tau)}, low{float(tau - float(tau))}, zero(0.f), least(-1.f);
+  const float rounded = float(max + tau);
+  const Vec high{rounded}, low{float(max - double(rounded) + tau)}, zero(0.f), least(-1.f);
   row_map(n, y, [&](Vec x) {
     const Vec d = x - high, back = d - x, v = d - low - Vec::blendv(zero, (high + back) - (x - (d - back)), d > least);
     return Vec::blendv(v, zero, v <= zero);

@@ -74,9 +74,11 @@ struct Sparsemax {
 
   template <class Rows>
   __device__ void settle(const Rows& rows, Reduce<Rows>& reduce, typename Rows::Kept& kept, const typename Rows::RowSet& set) {
-    double tau = reduce.largest(max) - 1.;
+    // τ is searched as its distance from the largest value, which is a member of the support however large it is.
+    const float largest = reduce.largest(max), below = nextafterf(largest, -INFINITY);
+    double tau = -1;
     for (float members = -1;;) {
-      const float bound = floor_of(tau);
+      const float rounded = floor_of(largest + tau), bound = rounded < below ? rounded : below;
       auto in = Members::identity();
       if (!(max <= bound)) {  // else none of this thread's values is a member; NaN is one, and spreads
         rows.template again<1>(kept, set, [&](int, const auto& packs) {
@@ -84,7 +86,7 @@ struct Sparsemax {
           packs[0].to_float(x);
 #pragma unroll
           for (const float v : x)
-            if (!(v <= bound)) in.sum += v, in.count += 1;
+            if (!(v <= bound)) in.sum += double(v) - largest, in.count += 1;
         });
       }
       in = reduce.members(in);
@@ -92,7 +94,7 @@ struct Sparsemax {
       if (in.count == members) break;
       members = in.count;
     }
-    high = float(tau), low = float(tau - high);
+    high = float(largest + tau), low = float(largest - double(high) + tau);
   }
 
   __device__ float value(float x) const {
