@@ -217,6 +217,21 @@ std::array<double, n> row_sums(int64_t cols, F f, const In*... in) {
   return totals;
 }
 
+struct Moments { float mean; double squares; };
+
+/// A row's mean and Σ (x − mean)². The first mean is the rounded sum's; what the deviations from it still add up to belongs to it, so that those of a
+/// constant row are 0.
+template <class T>
+Moments moments(int64_t cols, const T* x) {
+  const double n = double(std::max<int64_t>(cols, 1));
+  const float about = float(row_sum(cols, [](Vec x) { return x; }, x) / n);
+  const auto sums = row_sums<2>(cols, [&](Vec x) {
+    const Vec d = x - Vec(about);
+    return std::array{d, d * d};
+  }, x);
+  return {float(about + sums[0] / n), std::max(0., sums[1] - sums[0] * sums[0] / n)};
+}
+
 /// A sum of vectors whose error does not grow with their number: short chains in float, their sums in double.
 class LongSum {
  public:
@@ -254,10 +269,20 @@ float* float_row(T* y, int64_t n, std::vector<float>& scratch) {
   return scratch.data();
 }
 
+/// Not inlined: at::parallel_for calls f from two places, for one thread and for several. Two copies of a formula may round differently, for the
+/// compiler is free to contract products and sums in each as it likes.
+template <class F>
+#ifdef __clang__
+[[gnu::noinline]]
+#else
+[[gnu::noinline, gnu::noclone]]
+#endif
+void run_range(const F& f, int64_t begin, int64_t end) { f(begin, end); }
+
 /// f(begin, end) over runs of rows, in parallel; a row is worth `cost` elements of work.
 template <class F>
 void for_runs(int64_t rows, int64_t cost, F f) {
-  at::parallel_for(0, rows, std::max<int64_t>(1, 32768 / std::max<int64_t>(cost, 1)), f);
+  at::parallel_for(0, rows, std::max<int64_t>(1, 32768 / std::max<int64_t>(cost, 1)), [&f](int64_t begin, int64_t end) { run_range(f, begin, end); });
 }
 
 /// f(row) for all rows, in parallel.

@@ -16,8 +16,8 @@ void forward(const GroupNormForward& a) {
   const W *w = static_cast<const W*>(a.w), *b = static_cast<const W*>(a.b);
   for_rows(a.samples * a.groups, n, [&](int64_t r) {
     const T* x = row_of<T>(a.x, r, n);
-    const float mean = float(row_sum(n, [](Vec x) { return x; }, x) / n);
-    const float rstd = float(1 / std::sqrt(row_sum(n, [&](Vec x) { return (x - Vec(mean)) * (x - Vec(mean)); }, x) / n + a.eps));
+    const auto [mean, squares] = moments(n, x);
+    const float rstd = float(1 / std::sqrt(squares / n + a.eps));
     a.mean[r] = mean, a.rstd[r] = rstd;
     for_channels(a, r, [&](int64_t c, int64_t at) {
       const Vec scale(w ? float(w[c]) : 1), bias(b ? float(b[c]) : 0);

@@ -11,6 +11,14 @@ __device__ float of_channel(const GroupNorm& a, const void* v, int64_t group, in
   return !v ? absent : a.w_dtype == DType::F32 ? static_cast<const float*>(v)[c] : float(static_cast<const T*>(v)[c]);
 }
 
+struct Stats { float mean, rstd; };
+
+/// Of Σ (x − about) and Σ (x − about)², where about is the mean but for the rounding of its sum: of a constant row, 0 remains.
+__device__ inline Stats stats(const GroupNormForward& a, float about, Sums<2>::Value s, float n) {
+  const float d = s.v[0] / n;
+  return {about + d, rsqrtf(fmaxf(0, s.v[1] - s.v[0] * d) / n + a.eps)};
+}
+
 /// What a thread has of a row that fits into the registers of a block, or of a cluster.
 template <class T>
 inline constexpr int kItems = 64 / sizeof(T);
@@ -33,9 +41,10 @@ __global__ void __maxnreg__(80) forward_kernel(GroupNormForward a) {
   await_previous();
   const Place at = place<T, Tile>(a);
   const unsigned group = unsigned(at.row) % unsigned(a.groups);
-  RowReduce<Sum, Tile::kSpread> reduce;
+  RowReduce<Sums<2>, Tile::kSpread> reduce;
   Tile x = load<T, Tile>(a.x, at);
-  const float mean = reduce(sum(x)) / at.cols, rstd = rsqrtf(reduce(moments(x, mean, at).v[1]) / at.cols + a.eps);
+  const float about = reduce({sum(x)}).v[0] / at.cols;
+  const auto [mean, rstd] = stats(a, about, reduce(moments(x, about, at)), at.cols);
   each_pack<Tile>(a, at, [&](int i, int channel) {
     const float w = of_channel<T>(a, a.w, group, channel, 1), b = of_channel<T>(a, a.b, group, channel, 0);
 #pragma unroll
@@ -224,9 +233,11 @@ __global__ void __launch_bounds__(256, 4) forward_long_kernel(GroupNormForward a
   constexpr int kWidth = Row<T>::kWidth;
   const unsigned row = segments.row(), group = row % unsigned(a.groups);
   const float n = float(a.channels * a.spatial);
-  RowReduce<Sum, kSpread> reduce;
+  using Both = Sums<2>;
+  RowReduce<Both, kSpread> reduce;
   segments.fetch();
-  float sum = 0, squares = 0;
+  float sum = 0;
+  Both::Value about_mean{};
   segments.pass([&](const auto&, auto each_pack) {
     each_pack([&](int, const auto& packs) {
       float x[kWidth];
@@ -235,7 +246,7 @@ __global__ void __launch_bounds__(256, 4) forward_long_kernel(GroupNormForward a
       for (int j = 0; j < kWidth; ++j) sum += x[j];
     });
   });
-  const float mean = reduce(sum) / n;
+  const float about = reduce({sum}).v[0] / n;
   segments.pass([&](const auto& segment, auto each_pack) {
     each_pack([&](int k, const auto& packs) {
       float x[kWidth];
@@ -243,12 +254,12 @@ __global__ void __launch_bounds__(256, 4) forward_long_kernel(GroupNormForward a
       if (!segment.like.whole(k))
 #pragma unroll
         for (int j = 0; j < kWidth; ++j)
-          if (const int c = segment.like.column(k) + j; c < 0 || c >= segment.like.n) x[j] = mean;
+          if (const int c = segment.like.column(k) + j; c < 0 || c >= segment.like.n) x[j] = about;
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) squares += (x[j] - mean) * (x[j] - mean);
+      for (int j = 0; j < kWidth; ++j) about_mean = Both()(about_mean, {x[j] - about, (x[j] - about) * (x[j] - about)});
     });
   });
-  const float rstd = rsqrtf(reduce(squares) / n + a.eps);
+  const auto [mean, rstd] = stats(a, about, reduce(about_mean), n);
   segments.pass([&](const auto& segment, auto each_pack) {
     if (!segment.present) return;
     const float w = of_channel<T>(a, a.w, group, segment.channel, 1), b = of_channel<T>(a, a.b, group, segment.channel, 0);

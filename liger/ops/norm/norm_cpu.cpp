@@ -71,9 +71,14 @@ void forward(const NormForward& a) {
       }
       const float *w = weights.data(), *b = biases.data();
       float mean = 0, rstd = tanh_of(kNorm) ? number(a.alpha) : 0;
-      if constexpr (centred(kNorm)) a.mean[r] = mean = mean_of(a.cols, [](Vec x) { return x; }, x);
       if constexpr (!tanh_of(kNorm)) {
-        const double squares = row_sum(a.cols, [&](Vec x) { const Vec d = centred(kNorm) ? x - Vec(mean) : x; return d * d; }, x);
+        double squares;
+        if constexpr (centred(kNorm)) {
+          const Moments of_row = moments(a.cols, x);
+          a.mean[r] = mean = of_row.mean, squares = of_row.squares;
+        } else {
+          squares = row_sum(a.cols, [](Vec x) { return x * x; }, x);
+        }
         rstd = float(1 / std::sqrt(squares / a.cols + a.eps));
         a.rstd[r] = rstd = a.casting == Casting::None ? round_to<T>(rstd) : rstd;
       }

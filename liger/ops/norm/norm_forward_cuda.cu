@@ -134,13 +134,21 @@ __device__ void keep(const NormForward& a, Stats stats, int64_t row) {
   if (centred(kNorm)) a.mean[row] = stats.mean;
 }
 
+/// Σ (x − about), and Σ (x − about)² with what it was rounded by.
+struct CarriedMoments {
+  struct Value { float v[1]; CarriedSum::Value squares; };
+  static __device__ Value identity() { return {}; }
+  __device__ Value operator()(const Value& a, const Value& b) const { return {{a.v[0] + b.v[0]}, CarriedSum()(a.squares, b.squares)}; }
+  __device__ static Value shuffle(const Value& v, int lane) { return {{__shfl_xor_sync(~0u, v.v[0], lane)}, CarriedSum::shuffle(v.squares, lane)}; }
+};
+
 /// What a row is made of. Of 16-bit numbers one pass tells mean and variance: the mean square less the mean's. Where the variance is less than a
 /// part of the latter, which multiplies a float's rounding, or squares overflow, a second pass tells it, about the mean.
 template <class T, Norm kNorm>
 struct Statistics {
   static constexpr bool kOnce = centred(kNorm) && sizeof(T) == 2;
   static constexpr float kPart = 1.f / 64;
-  using Parts = std::conditional_t<sizeof(T) == 2, Sums<kOnce ? 2 : 1>, CarriedSum>;
+  using Parts = std::conditional_t<sizeof(T) == 2, Sums<kOnce ? 2 : 1>, std::conditional_t<centred(kNorm), CarriedMoments, CarriedSum>>;
 
   /// each calls f(x, at) for each piece of the row that a thread has.
   template <class Reduce, class Each>
@@ -166,8 +174,15 @@ struct Statistics {
     if constexpr (centred(kNorm)) {
       each([&](const auto& x, const auto&) { s.v[0] += sum(x); });
       mean = mean_of<T>(reduce(s).v[0], a), s = {};
+      each([&](const auto& x, const auto& at) {
+        const auto about_mean = moments(x, mean, at);
+        s.v[0] += about_mean.v[0], s.squares.v[0] += about_mean.v[1];
+      });
+      s = reduce(s);
+      const float d = mean_of<T>(s.v[0], a);  // what the rounding of the sum has left: a constant row's deviations are 0
+      return {mean + d, inverse_root(CarriedSum()(s.squares, {{-s.v[0] * d}, 0}), a)};
     }
-    each([&](const auto& x, const auto& at) { s.v[0] += centred(kNorm) ? moments(x, mean, at).v[1] : sum(x * x); });
+    each([&](const auto& x, const auto&) { s.v[0] += sum(x * x); });
     if constexpr (sizeof(T) == 2) return {mean, inverse_root<T>(reduce(s).v[0], a)};
     else return {mean, inverse_root(reduce(s), a)};
   }
