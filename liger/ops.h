@@ -62,13 +62,14 @@ at::Tensor fused_mlp(const at::Tensor& x, const at::Tensor& gate, const at::Tens
                      const std::optional<at::Tensor>& down_bias = {});
 
 /// Rotary position embedding (Su et al. 2021, arXiv:2104.09864) of q [batch, heads, seq, dim] and k [batch, k_heads, seq, dim], with
-/// any strides. cos, sin [seq, d], [1, seq, d] or [batch, seq, d], d <= dim: the leading d columns of a head are rotated, as the two
-/// halves that Hugging Face's models have. inverse turns back. Fresh results, laid out as [batch, seq, heads, dim].
+/// any strides. cos, sin [seq, d], [1, seq, d] or [batch, seq, d]: the leading rotary_dim columns of a head are rotated, as the two
+/// halves that Hugging Face's models have. d is rotary_dim, where the first half of the columns counts, or half of it; rotary_dim -1 stands
+/// for d. inverse turns back. Fresh results, laid out as [batch, seq, heads, dim].
 /// interleaved: neighbouring columns turn, by d/2 angles a token, as in Llama 4; the two views of a complex tensor's parts are read in place.
 /// sections (t, h, w): cos and sin are [3, batch, seq, d], and pair i turns by plane 0 where i < t, 1 where i < t + h, else 2 (Qwen2-VL,
 /// Wang et al. 2024, arXiv:2409.12191).
 std::tuple<at::Tensor, at::Tensor> rope(const at::Tensor& q, const at::Tensor& k, const at::Tensor& cos, const at::Tensor& sin,
-                                        bool inverse = false, bool interleaved = false, at::IntArrayRef sections = {});
+                                        bool inverse = false, bool interleaved = false, at::IntArrayRef sections = {}, int64_t rotary_dim = -1);
 
 /// The same for the result of one projection, qkv [batch, seq, (heads + 2 k_heads) · dim]: q and k are rotated, v is copied.
 at::Tensor rope_packed(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin, int64_t heads, int64_t k_heads, bool inverse = false);

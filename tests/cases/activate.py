@@ -20,6 +20,6 @@ CASES = [
         bytes=lambda shape, options, e: (2 * e * shape[0] * shape[1], 3 * e * shape[0] * shape[1]),
         rivals=lambda inputs, options: {"F.silu": lambda: torch.nn.functional.silu(inputs[0])},
         errors=[(lambda d: ops.activate(torch.randn(2, 8, device=d), 9), ValueError, "activate: activation is"),
-                (lambda d: liger_relu_squared(torch.ones(2, device=d, dtype=torch.long)), TypeError, "expected float")],
+                (lambda d: liger_relu_squared(torch.ones(2, device=d, dtype=torch.long)), TypeError, "must be a tensor of float32, float16 or bfloat16")],
     ),
 ]

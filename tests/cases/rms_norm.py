@@ -44,7 +44,7 @@ def width_errors():
         (lambda d: liger_rms_norm(x.to(d), torch.ones(7, device=d), EPS), AssertionError, "last dimension is 8"),
         (lambda d: ops.rms_norm(x.to(d), torch.ones(7, device=d), EPS, 0.0, 0), RuntimeError, "weight must be"),
         (lambda d: ops.rms_norm(x.to(d), torch.ones(8, device=d).half(), EPS, 0.0, 0), TypeError, "weight must be"),
-        (lambda d: ops.rms_norm(torch.ones(2, 8, dtype=torch.long, device=d), None, EPS, 0.0, 0), TypeError, "expected float"),
+        (lambda d: ops.rms_norm(torch.ones(2, 8, dtype=torch.long, device=d), None, EPS, 0.0, 0), TypeError, "must be a tensor of float32, float16 or bfloat16"),
         (lambda d: ops.rms_norm(torch.ones((), device=d), None, EPS, 0.0, 0), RuntimeError, "at least one dimension"),
         (lambda d: ops.rms_norm(x.to(d), None, EPS, 0.0, 5), ValueError, "casting is"),
         (lambda d: liger_rms_norm(x.to(d), None, EPS, casting_mode="other"), AssertionError, "casting_mode is one of"),

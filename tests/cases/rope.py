@@ -1,6 +1,6 @@
 import torch
 from liger_kernel._library import ops
-from liger_kernel.transformers.functional import liger_qwen2vl_mrope, liger_rope, liger_rope_packed
+from liger_kernel.transformers.functional import liger_qwen2vl_mrope, liger_rope_packed
 
 from cases import Case
 
@@ -12,17 +12,21 @@ def make(shape, options):
     # As projections give them: [batch, seq, heads, dim] seen as [batch, heads, seq, dim].
     q, k = (torch.randn(batch, seq, h, dim).transpose(1, 2) for h in (heads, max(1, heads // options.get("groups", 2))))
     angles = torch.rand(batch if tables == "batch" else 1, seq, rotary // 2) * 6
-    angles = torch.cat((angles, angles), -1)
+    if not options.get("half_tables"):
+        angles = torch.cat((angles, angles), -1)
     return q, k, *((angles.cos(), angles.sin()) if tables else (angles.cos()[0], angles.sin()[0]))
 
 
-def op(q, k, cos, sin, **_):
-    return liger_rope(q, k, cos, sin)
+def op(q, k, cos, sin, rotary=None, half_tables=False, inverse=False, **_):
+    rotary_dim = -1 if rotary is None and not half_tables else rotary or q.shape[-1]
+    return ops.rope(q, k, cos, sin, inverse, False, [], rotary_dim)
 
 
-def reference(q, k, cos, sin, **_):
-    """Hugging Face's apply_rotary_pos_emb, on the leading columns that cos and sin cover."""
-    cos, sin = (t.unsqueeze(-3).to(q.dtype) for t in (cos, sin))
+def reference(q, k, cos, sin, half_tables=False, inverse=False, **_):
+    """Hugging Face's apply_rotary_pos_emb, on the leading columns that cos and sin cover, or twice as many."""
+    cos, sin = (t.unsqueeze(-3).to(q.dtype) for t in (cos, -sin if inverse else sin))
+    if half_tables:
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
     d = cos.shape[-1]
 
     def rotate(x):
@@ -106,7 +110,7 @@ def packed_reference(qkv, cos, sin, **options):
 
 def error(text, **shapes):
     sizes = {"q": (1, 2, 3, 8), "k": (1, 2, 3, 8), "cos": (1, 3, 8), "sin": (1, 3, 8), **shapes}
-    return (lambda d: liger_rope(*(torch.randn(sizes[name], device=d) for name in sizes)), RuntimeError, text)
+    return (lambda d: ops.rope(*(torch.randn(sizes[name], device=d) for name in sizes), False), RuntimeError, text)
 
 
 def traffic(shape, options, e):
@@ -119,19 +123,20 @@ CASES = [
     Case(
         name="rope", op=op, reference=reference, make=make, differentiable=(0, 1), linear=True,
         shapes=[(2, 4, 3, 8), (1, 2, 5, 6), (2, 3, 7, 64), (2, 8, 4, 128)],
-        options=[{}, dict(tables="batch"), dict(tables=0), dict(groups=1), dict(rotary=4)],
+        options=[{}, dict(tables="batch"), dict(tables=0), dict(groups=1), dict(rotary=4), dict(half_tables=True), dict(rotary=4, half_tables=True, inverse=True)],
         many_rows=(70000, 1, 1, 4), schema=lambda inputs, options: (ops.rope, (*inputs, False)), bytes=traffic,
         bench=[((4, 32, 4096, 128), dict(groups=4)), ((1, 32, 512, 128), dict(groups=4))],
         bench_cpu=[((1, 32, 2048, 128), dict(groups=4))],
         errors=[error("must be .batch, heads, seq, dim.", q=(2, 3, 8)), error("differ in more than heads", k=(1, 2, 4, 8)),
-                error("cos is", sin=(1, 3, 6)), error("cos and sin must be", cos=(1, 4, 8), sin=(1, 4, 8)), error("wider", cos=(1, 3, 10), sin=(1, 3, 10))],
+                error("sin must be", sin=(1, 3, 6)), error("cos and sin must be", cos=(1, 4, 8), sin=(1, 4, 8)), error("even number of the 8 of a head, got 10", cos=(1, 3, 10), sin=(1, 3, 10)),
+                (lambda d: ops.rope(*(torch.randn(*shape, device=d) for shape in ((1, 2, 3, 8),) * 2 + ((3, 3),) * 2), False, False, [], 8), RuntimeError, "all or half of the 8 columns that are rotated, got 3")],
     ),
     Case(
         name="rope_interleaved", op=interleaved_op, reference=interleaved_reference, make=interleaved_make, differentiable=(0, 1), linear=True, keep=(2, 3),
-        shapes=[(2, 4, 3, 8), (1, 2, 5, 6), (2, 3, 7, 64), (2, 8, 4, 128)], options=[{}, dict(tables="batch"), dict(groups=1), dict(rotary=4)],
+        shapes=[(2, 4, 3, 8), (1, 2, 5, 6), (2, 3, 7, 64), (2, 8, 4, 128)], options=[{}, dict(tables="batch"), dict(groups=1), dict(rotary=4), dict(half_tables=True), dict(rotary=4, half_tables=True, inverse=True)],
         schema=lambda inputs, options: (ops.rope, (*inputs, False, True)), bytes=traffic,
         bench=[((4, 32, 4096, 128), dict(groups=4))], bench_cpu=[((1, 32, 2048, 128), dict(groups=4))],
-        errors=[(lambda d: interleaved_op(*(torch.randn(*s, device=d) for s in ((1, 2, 3, 8),) * 2 + ((3, 5),) * 2)), RuntimeError, "wider .10.")],
+        errors=[(lambda d: interleaved_op(*(torch.randn(*s, device=d) for s in ((1, 2, 3, 8),) * 2 + ((3, 5),) * 2)), RuntimeError, "even number of the 8 of a head, got 10")],
     ),
     Case(
         name="rope_sections", op=mrope_op, reference=mrope_reference, make=mrope_make, differentiable=(0, 1), linear=True,

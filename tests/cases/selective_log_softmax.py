@@ -34,7 +34,7 @@ CASES = [
         bytes=lambda shape, options, e: (e * shape[0] * shape[1], 2 * e * shape[0] * shape[1]),
         errors=[
             (lambda d: wrong(d, torch.zeros(3, dtype=torch.long)), RuntimeError, "ids must be"),
-            (lambda d: wrong(d, torch.zeros(2)), TypeError, "ids must be integers"),
+            (lambda d: wrong(d, torch.zeros(2)), TypeError, "ids must be .* of an integer type"),
             (lambda d: wrong(d, torch.zeros(2, dtype=torch.long), temperature=0.0), ValueError, "temperature must be positive"),
         ],
     ),

@@ -117,7 +117,13 @@ struct OnlineSoftmax {
 struct ArgMax {
   struct Value { float max; int at; };
   __device__ static Value identity() { return {-INFINITY, 2147483647}; }
-  __device__ Value operator()(Value a, Value b) const { return b.max > a.max || (b.max == a.max && b.at < a.at) ? b : a; }
+  /// Whether a is what argmax takes: the larger, NaN before all others, the first of equals.
+  __device__ static bool before(Value a, Value b) {
+    const bool a_nan = a.max != a.max, b_nan = b.max != b.max;
+    if (a_nan || b_nan) return a_nan && (!b_nan || a.at < b.at);
+    return a.max > b.max || (a.max == b.max && a.at < b.at);
+  }
+  __device__ Value operator()(Value a, Value b) const { return before(b, a) ? b : a; }
   __device__ static Value shuffle(Value v, int lane) { return {__shfl_xor_sync(~0u, v.max, lane), __shfl_xor_sync(~0u, v.at, lane)}; }
 };
 

@@ -59,40 +59,157 @@ Tensor scale_backward(const Tensor& saved, const Tensor& g) {
   return saved.mul(g.dim() > 0 ? g.unsqueeze(-1) : g).to(saved.scalar_type());
 }
 
+void scale_backward_(const Tensor& saved, const Tensor& g) {
+  Arguments("scale_backward_", "saved", saved).count("g", g, g.dim() > 0 ? rows(saved) : 1, Type::Number);
+  if (saved.is_meta() || saved.numel() == 0) return;
+  const Tensor factor = (has_dtype(g.scalar_type()) ? g : g.to(at::kFloat)).contiguous();
+  run(scale_rows, saved,
+      {.x = saved.data_ptr(), .g = numbers(factor), .rows = rows(saved), .cols = cols(saved), .per_row = g.dim() > 0, .dtype = dtype_of(saved)});
+}
+
+/// Whether t's key set says no more than where its numbers lie and that autograd may record: no subclass, no lazy negation, no batch of a
+/// transformation, nothing that traces.
+bool plain(const Tensor& t) {
+  const auto keys = t.key_set() - c10::autograd_dispatch_keyset - c10::autocast_dispatch_keyset - c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView);
+  return keys.highestFunctionalityKey() == c10::DispatchKey::Dense && !t.is_meta();
+}
+
 }  // namespace
 
 Tensor scaled(const Tensor& saved, const Tensor& g) {
   if (!saved.defined() || saved.sym_numel() == 0) return saved;
-  const bool traced = saved.is_meta() || saved.key_set().has_any(c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::Functionalize}));
-  if (traced || torch::autograd::get_current_graph_task_keep_graph()) {
+  if (torch::autograd::get_current_graph_task_keep_graph() || !plain(saved) || !plain(g) || !saved.is_contiguous())
     return Op<"liger::scale_backward", scale_backward>()(saved, g);
-  }
-  const Tensor factor = (g.scalar_type() == at::kDouble ? g.to(at::kFloat) : g).contiguous();
-  run(scale_rows, saved,
-      {.x = saved.data_ptr(), .g = numbers(factor), .rows = rows(saved), .cols = cols(saved), .per_row = g.dim() > 0, .dtype = dtype_of(saved)});
+  Op<"liger::scale_backward_", scale_backward_>()(saved, g);
   return saved;
 }
 
-TORCH_LIBRARY_FRAGMENT(liger, m) { m.def("scale_backward(Tensor saved, Tensor g) -> Tensor"); }
-LIGER_IMPL(scale, m) { m.impl("scale_backward", scale_backward); }
-TORCH_LIBRARY_IMPL(liger, Autograd, m) { refuse_derivative(m, {"scale_backward"}); }
+TORCH_LIBRARY_FRAGMENT(liger, m) {
+  m.def("scale_backward(Tensor saved, Tensor g) -> Tensor");
+  m.def("scale_backward_(Tensor(a!) saved, Tensor g) -> ()");
+}
+LIGER_IMPL(scale, m) {
+  m.impl("scale_backward", scale_backward);
+  m.impl("scale_backward_", scale_backward_);
+}
+TORCH_LIBRARY_IMPL(liger, Autograd, m) { refuse_derivative(m, {"scale_backward", "scale_backward_"}); }
 
-void check_rows(const char* op, const Tensor& x) {
-  TORCH_CHECK(x.dim() >= 1, op, ": expected at least one dimension, got a scalar");
-  dtype_of(x);
+namespace {
+
+struct NoSecondDerivative : torch::autograd::Node {
+  NoSecondDerivative(std::string op, torch::autograd::edge_list&& edges) : Node(std::move(edges)), op(std::move(op)) {}
+  variable_list apply(variable_list&&) override { TORCH_CHECK_NOT_IMPLEMENTED(false, op, " has no second derivative"); }
+  std::string op;
+};
+
+/// A node's owner: a std::shared_ptr until torch 2.12, a c10::intrusive_ptr from then on.
+template <class Pointer>
+Pointer make_node(torch::autograd::Node* node) {
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) return Pointer(node);
+  else return Pointer::unsafe_steal_from_new(node);
 }
 
-void check_row_vector(const char* op, const char* what, const Tensor& v, const Tensor& x) {
-  TORCH_CHECK(v.dim() == 1 && v.sym_size(0) == x.sym_size(-1), op, ": ", what, " must be [", x.sym_size(-1), "], got ", v.sym_sizes());
-  TORCH_CHECK(v.device() == x.device(), op, ": ", what, " is on ", v.device(), ", the input on ", x.device());
-  TORCH_CHECK_TYPE(v.scalar_type() == x.scalar_type() || v.scalar_type() == at::kFloat,
-                   op, ": ", what, " must be ", x.scalar_type(), " or float, got ", v.scalar_type());
+}  // namespace
+
+variable_list refuse_second_derivative(const char* op, const variable_list& upstream, variable_list gradients) {
+  const auto node = torch::autograd::get_current_node();
+  if (!at::GradMode::is_enabled() || !node) return gradients;
+  auto edges = node->next_edges();
+  for (const Tensor& g : upstream)
+    if (wants_grad(g)) edges.push_back(torch::autograd::impl::gradient_edge(g));
+  const auto refusal = make_node<decltype(torch::autograd::get_current_node())>(new NoSecondDerivative(op, std::move(edges)));
+  for (Tensor& d : gradients) {
+    if (!d.defined()) continue;
+    d = d.detach();
+    torch::autograd::set_history(d, refusal);
+  }
+  return gradients;
 }
 
-void check_like(const char* what, const Tensor& t, const Tensor& x) {
-  TORCH_CHECK(t.sym_sizes() == x.sym_sizes() && t.device() == x.device() && t.scalar_type() == x.scalar_type(),
-              what, " must be ", x.scalar_type(), " ", x.sym_sizes(), " on ", x.device(), ", got ",
-              t.scalar_type(), " ", t.sym_sizes(), " on ", t.device());
+namespace {
+
+std::string listed(c10::SymIntArrayRef shape) {
+  std::ostringstream out;
+  out << shape;
+  return out.str();
+}
+
+bool accepts(Type type, at::ScalarType t, at::ScalarType first) {
+  switch (type) {
+    case Type::Same: return t == first;
+    case Type::SameOrFloat: return t == first || t == at::kFloat;
+    case Type::Float: return t == at::kFloat;
+    case Type::Kernels: return has_dtype(t);
+    case Type::Floating: return at::isFloatingType(t);
+    case Type::Integer: return at::isIntegralType(t, false);
+    case Type::Number: return at::isFloatingType(t) || at::isIntegralType(t, false);
+  }
+  return false;
+}
+
+/// As Python calls it.
+std::string named(at::ScalarType t) {
+  switch (t) {
+    case at::kFloat: return "float32";
+    case at::kHalf: return "float16";
+    case at::kBFloat16: return "bfloat16";
+    case at::kDouble: return "float64";
+    case at::kLong: return "int64";
+    case at::kInt: return "int32";
+    case at::kBool: return "bool";
+    default: return c10::toString(t);
+  }
+}
+
+std::string described(Type type, at::ScalarType first) {
+  const std::string same = named(first);
+  switch (type) {
+    case Type::Same: return same;
+    case Type::SameOrFloat: return first == at::kFloat ? same : same + " or float32";
+    case Type::Float: return "float32";
+    case Type::Kernels: return "float32, float16 or bfloat16";
+    case Type::Floating: return "a floating-point type";
+    case Type::Integer: return "an integer type";
+    case Type::Number: return "a real type";
+  }
+  return {};
+}
+
+}  // namespace
+
+Arguments::Arguments(const char* op, const char* name, const Tensor& x, Type type) : op_(op), x_(x) {
+  if (!accepts(type, x.scalar_type(), x.scalar_type())) refuse(name, x, "a tensor", type, true);
+  TORCH_CHECK(x.dim() >= 1, op, ": ", name, " must have at least one dimension, got a scalar");
+}
+
+void Arguments::refuse(const char* name, const Tensor& t, const std::string& expected, Type type, bool wrong_type) const {
+  const auto text = c10::str(op_, ": ", name, " must be ", expected, " of ", described(type, x_.scalar_type()), " on ", x_.device(), ", got ", listed(t.sym_sizes()),
+                             " of ", named(t.scalar_type()), " on ", t.device());
+  TORCH_CHECK_TYPE(!wrong_type, text);
+  TORCH_CHECK(false, text);
+}
+
+const Arguments& Arguments::shaped(const char* name, const Tensor& t, c10::SymIntArrayRef shape, Type type) const {
+  const bool wrong_type = !accepts(type, t.scalar_type(), x_.scalar_type());
+  if (wrong_type || t.device() != x_.device() || t.sym_sizes() != shape) refuse(name, t, listed(shape), type, wrong_type);
+  return *this;
+}
+
+const Arguments& Arguments::count(const char* name, const Tensor& t, const c10::SymInt& n, Type type) const {
+  const bool wrong_type = !accepts(type, t.scalar_type(), x_.scalar_type());
+  if (wrong_type || t.device() != x_.device() || t.sym_numel() != n) refuse(name, t, n == 1 ? "one number" : c10::str(n, " numbers"), type, wrong_type);
+  return *this;
+}
+
+const Arguments& Arguments::any(const char* name, const Tensor& t, Type type) const {
+  const bool wrong_type = !accepts(type, t.scalar_type(), x_.scalar_type());
+  if (wrong_type || t.device() != x_.device()) refuse(name, t, "a tensor", type, wrong_type);
+  return *this;
+}
+
+const Arguments& Arguments::present(const char* wanted, bool flag, const char* name, const OptTensor& t) const {
+  TORCH_CHECK(!flag || (t && t->defined()), op_, ": ", wanted, " asks for the gradient of ", name, ", which is not given");
+  return *this;
 }
 
 }  // namespace liger

@@ -6,6 +6,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 #include "liger/core/kernel.h"
@@ -18,12 +19,15 @@ using OptTensor = std::optional<Tensor>;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
+/// The dtypes that kernels compute with; float64 is refused by every operator.
+inline bool has_dtype(at::ScalarType t) { return t == at::kFloat || t == at::kHalf || t == at::kBFloat16; }
+
 inline DType dtype_of(const Tensor& t) {
   switch (t.scalar_type()) {
     case at::kFloat: return DType::F32;
     case at::kHalf: return DType::F16;
     case at::kBFloat16: return DType::BF16;
-    default: TORCH_CHECK_TYPE(false, "liger: expected float, half or bfloat16, got ", t.scalar_type());
+    default: TORCH_CHECK_TYPE(false, "liger: expected float32, float16 or bfloat16, got ", t.scalar_type());
   }
 }
 
@@ -40,6 +44,9 @@ void run(const Kernel<Args>& kernel, const Tensor& t, const Args& args) {
 
 inline int64_t cols(const Tensor& t) { return t.size(-1); }
 inline int64_t rows(const Tensor& t) { return t.numel() / std::max<int64_t>(cols(t), 1); }
+
+/// The rows of a tensor whose sizes may be symbols.
+inline c10::SymInt sym_rows(const Tensor& t) { return c10::multiply_integers(t.sym_sizes().slice(0, t.dim() - 1)); }
 
 inline Tensor value_or_undefined(const OptTensor& t) { return t.value_or(Tensor()); }
 inline OptTensor optional(const Tensor& t) { return t.defined() ? OptTensor(t) : std::nullopt; }
@@ -58,6 +65,11 @@ struct Rows {
   int64_t stride;
   explicit Rows(const Tensor& t);
 };
+
+/// A schema's result that was not asked for: an empty tensor, because an undefined one is no value for torch.export and AOTInductor.
+inline Tensor or_empty(const Tensor& t, const at::TensorOptions& options) { return t.defined() ? t : at::empty({0}, options); }
+/// The same result in a graph's node, which must be undefined.
+inline Tensor if_wanted(bool wanted, const Tensor& t) { return wanted ? t : Tensor(); }
 
 /// One float per row of x.
 inline Tensor empty_stat(const Tensor& x) {
@@ -85,17 +97,49 @@ class Totals {
 void accumulate(Tensor& sum, const Tensor& a, const Tensor& b, bool first);
 
 /// A gradient that forward saved, times the upstream gradient g: one number, or one a row. In place where nobody can see it: where
-/// autograd will not run this node again and nothing traces.
+/// autograd will not run this node again and both are plain tensors.
 Tensor scaled(const Tensor& saved, const Tensor& g);
 
-// What a kernel relies on is checked here, before anything is allocated.
+/// The dtypes that an argument may have.
+enum class Type {
+  Same,        // the first argument's
+  SameOrFloat,
+  Float,
+  Kernels,     // float32, float16 or bfloat16
+  Floating,
+  Integer,     // not bool
+  Number       // not complex, not bool
+};
 
-/// x is made of rows.
-void check_rows(const char* op, const Tensor& x);
-/// v is one row of x's width, on its device, in its dtype or float.
-void check_row_vector(const char* op, const char* what, const Tensor& v, const Tensor& x);
-/// t has x's shape, dtype and device.
-void check_like(const char* what, const Tensor& t, const Tensor& x);
+/// Checks the tensors that an operator is given, before anything is allocated or launched. Each is called by its name in the operator's schema.
+/// All must be on the first one's device. Raises TypeError for a dtype, RuntimeError for a shape, a device or a missing tensor.
+class Arguments {
+ public:
+  /// The first argument, `x`: of at least one dimension.
+  Arguments(const char* op, const char* name, const Tensor& x, Type type = Type::Kernels);
+
+  /// t must have this shape.
+  const Arguments& shaped(const char* name, const Tensor& t, c10::SymIntArrayRef shape, Type type) const;
+  const Arguments& shaped(const char* name, const OptTensor& t, c10::SymIntArrayRef shape, Type type) const { return t ? shaped(name, *t, shape, type) : *this; }
+  /// t must have the first argument's shape and dtype.
+  const Arguments& like(const char* name, const Tensor& t) const { return shaped(name, t, x_.sym_sizes(), Type::Same); }
+  const Arguments& like(const char* name, const OptTensor& t) const { return t ? like(name, *t) : *this; }
+  /// t must be a vector of n numbers.
+  template <class T>
+  const Arguments& vector(const char* name, const T& t, const c10::SymInt& n, Type type = Type::SameOrFloat) const { return shaped(name, t, {&n, 1}, type); }
+  /// t must hold n numbers in any shape.
+  const Arguments& count(const char* name, const Tensor& t, const c10::SymInt& n, Type type = Type::Float) const;
+  const Arguments& count(const char* name, const OptTensor& t, const c10::SymInt& n, Type type = Type::Float) const { return t ? count(name, *t, n, type) : *this; }
+  /// t may have any shape.
+  const Arguments& any(const char* name, const Tensor& t, Type type) const;
+  /// What has a gradient must be given: `wanted` names the flag.
+  const Arguments& present(const char* wanted, bool flag, const char* name, const OptTensor& t) const;
+
+ private:
+  [[noreturn]] void refuse(const char* name, const Tensor& t, const std::string& expected, Type type, bool wrong_type) const;
+  const char* op_;
+  const Tensor& x_;
+};
 
 inline bool wants_grad(const Tensor& t) { return t.defined() && t.requires_grad(); }
 inline bool wants_grad(const OptTensor& t) { return t && wants_grad(*t); }
@@ -108,6 +152,23 @@ struct Name {
   consteval Name(const char (&s)[n]) { std::copy_n(s, n, text); }
 };
 
+/// The derivative of what a backward pass returned is an error, not a zero, also where the gradient was made in forward and is
+/// connected with nothing: where autograd records (create_graph), the results get a node that raises. `op` is named in its message.
+variable_list refuse_second_derivative(const char* op, const variable_list& upstream, variable_list gradients);
+
+/// A list's elements among what a node keeps: compiled autograd cannot keep a list. Loaded by load_list.
+template <class T>
+void save_list(AutogradContext* ctx, const std::string& name, c10::ArrayRef<T> list) {
+  ctx->saved_data[name] = int64_t(list.size());
+  for (size_t i = 0; i < list.size(); ++i) ctx->saved_data[name + std::to_string(i)] = list[i];
+}
+template <class T>
+std::vector<T> load_list(AutogradContext* ctx, const std::string& name) {
+  std::vector<T> list(size_t(ctx->saved_data[name].toInt()));
+  for (size_t i = 0; i < list.size(); ++i) list[i] = ctx->saved_data[name + std::to_string(i)].to<T>();
+  return list;
+}
+
 /// The schema kName, which kFunction implements, as a function that goes through the dispatcher; where nothing is recorded, below autograd,
 /// whose refusal of a derivative would be a boxed call that has nothing to refuse.
 template <Name kName, auto kFunction>
@@ -116,20 +177,43 @@ struct Op {
   auto operator()(const A&... args) const {
     using Signature = std::remove_pointer_t<decltype(kFunction)>;
     static const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(kName.text, "").template typed<Signature>();
+    int position = 0;
+    (check_defined(handle, position++, args), ...);
     if (at::GradMode::is_enabled()) return handle.call(args...);
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     return handle.call(args...);
+  }
+
+ private:
+  /// The dispatcher's own message for an undefined tensor is a table of kernels.
+  template <class Handle, class T>
+  static void check_defined(const Handle& handle, int position, const T& arg) {
+    if constexpr (std::is_same_v<T, Tensor>)
+      TORCH_CHECK(arg.defined(), handle.schema().name().substr(7), ": ", handle.schema().arguments()[position].name(), " is an undefined tensor");
+  }
+};
+
+/// The graph's node of an operator: Node's forward and backward, and the refusal of a second derivative, unless Node::kDifferentiableTwice.
+template <Name kName, class Node>
+struct Function : torch::autograd::Function<Function<kName, Node>> {
+  template <class... A>
+  static auto forward(AutogradContext* ctx, A&&... args) { return Node::forward(ctx, std::forward<A>(args)...); }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& upstream) {
+    if constexpr (requires { Node::kDifferentiableTwice; }) return Node::backward(ctx, upstream);
+    else return refuse_second_derivative(kName.text, upstream, Node::backward(ctx, upstream));
   }
 };
 
 /// What the Autograd key runs for an operator: Node where one of the first kInputs arguments is to be differentiated, and the
 /// operator below autograd where not. Node does not see that other arguments could be. A Node whose forward also takes R* puts the results
-/// there, those that have no derivative and may be undefined among them, and returns the first alone.
+/// there, those that have no derivative among them, and returns the first alone. A tangent of forward-mode differentiation is refused.
 template <class Node, int kInputs, class Op>
 struct Differentiated;
 template <class Node, int kInputs, Name kName, class R, class... A, R (*kFunction)(A...)>
 struct Differentiated<Node, kInputs, Op<kName, kFunction>> {
   static R call(A... args) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!(has_tangent(args) || ...), kName.text, " has no forward-mode derivative");
     if (at::GradMode::is_enabled() && any_wants_grad(std::index_sequence_for<A...>(), args...)) {
       if constexpr (std::is_invocable_v<decltype(Node::forward), AutogradContext*, A..., R*>) {
         R all;
@@ -149,7 +233,7 @@ struct Differentiated<Node, kInputs, Op<kName, kFunction>> {
   static bool any_wants_grad(std::index_sequence<i...>, const A&... args) { return ((int(i) < kInputs && wants_grad(args)) || ...); }
 
   template <size_t... i, class... More>
-  static auto apply(std::index_sequence<i...>, const A&... args, More... more) { return Node::apply(detached<(int(i) >= kInputs)>(args)..., more...); }
+  static auto apply(std::index_sequence<i...>, const A&... args, More... more) { return Function<kName, Node>::apply(detached<(int(i) >= kInputs)>(args)..., more...); }
 
   template <bool kDetach, class T>
   static T detached(const T& t) {
@@ -157,6 +241,12 @@ struct Differentiated<Node, kInputs, Op<kName, kFunction>> {
       if (wants_grad(t)) return Tensor(optional_value(t)).detach();
     }
     return t;
+  }
+
+  template <class T>
+  static bool has_tangent(const T& t) {
+    if constexpr (std::is_same_v<T, Tensor> || std::is_same_v<T, OptTensor>) return torch::autograd::isFwGradDefined(t);
+    return false;
   }
 
   static const Tensor& optional_value(const Tensor& t) { return t; }

@@ -6,7 +6,7 @@ namespace liger {
 namespace op::activate {
 
 Tensor forward(const Tensor& x_, int64_t activation) {
-  check_rows("activate", x_);
+  Arguments("activate", "x", x_);
   const Activation act = gated::parse("activate", activation);
   const Tensor y = output(at::empty_symint(x_.sym_sizes(), x_.options()));
   if (y.is_meta()) return y;
@@ -16,7 +16,7 @@ Tensor forward(const Tensor& x_, int64_t activation) {
 }
 
 Tensor backward(const Tensor& dy_, const Tensor& x_, int64_t activation) {
-  check_like("activate: the gradient", dy_, x_);
+  Arguments("activate_backward", "x", x_).like("dy", dy_);
   const Tensor dx = output(at::empty_symint(x_.sym_sizes(), x_.options()));
   if (dx.is_meta()) return dx;
   const Tensor dy = dy_.contiguous(), x = x_.contiguous();
@@ -29,7 +29,7 @@ constexpr Op<"liger::activate", forward> public_op;
 constexpr Op<"liger::activate_forward", forward> forward_op;
 constexpr Op<"liger::activate_backward", backward> backward_op;
 
-struct Autograd : torch::autograd::Function<Autograd> {
+struct Autograd {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, int64_t activation) {
     ctx->save_for_backward({x});
     ctx->saved_data["activation"] = activation;

@@ -18,28 +18,20 @@ void for_chunks(int64_t tokens, int64_t chunk, F f) {
 /// Tokens that are worked on at once: 0 asks for all.
 int64_t chunk_of(int64_t tokens, int64_t asked) { return std::max<int64_t>(1, asked > 0 ? std::min(asked, tokens) : tokens); }
 
-void check(const Tensor& x, const Tensor& gate, const Tensor& up, const Tensor& down, const OptTensor& gate_bias, const OptTensor& up_bias,
+Arguments check(const char* op, const Tensor& x, const Tensor& gate, const Tensor& up, const Tensor& down, const OptTensor& gate_bias, const OptTensor& up_bias,
            const OptTensor& down_bias) {
-  check_rows("fused_mlp", x);
-  const auto same = [&](const char* what, const Tensor& t) {
-    TORCH_CHECK(t.device() == x.device(), "fused_mlp: ", what, " is on ", t.device(), ", the input on ", x.device());
-    TORCH_CHECK_TYPE(t.scalar_type() == x.scalar_type(), "fused_mlp: ", what, " is ", t.scalar_type(), ", the input is ", x.scalar_type(),
-                     "; give them one dtype or run under autocast");
-  };
-  same("gate", gate), same("up", up), same("down", down);
-  TORCH_CHECK(gate.dim() == 2 && up.sym_sizes() == gate.sym_sizes() && down.dim() == 2 && down.sym_size(1) == gate.sym_size(0) && gate.sym_size(1) == x.sym_size(-1),
-              "fused_mlp: expected gate and up [width, ", x.sym_size(-1), "] and down [out, width], got ", gate.sym_sizes(), ", ", up.sym_sizes(), " and ", down.sym_sizes());
-  const auto bias = [&](const char* what, const OptTensor& b, const Tensor& w) {
-    if (!b) return;
-    same(what, *b);
-    TORCH_CHECK(b->dim() == 1 && b->sym_size(0) == w.sym_size(0), "fused_mlp: ", what, " must be [", w.sym_size(0), "], got ", b->sym_sizes());
-  };
-  bias("the gate's bias", gate_bias, gate), bias("the up projection's bias", up_bias, up), bias("the down projection's bias", down_bias, down);
+  const Arguments arguments(op, "x", x);
+  TORCH_CHECK(gate.dim() == 2 && down.dim() == 2, op, ": gate must be [width, ", x.sym_size(-1), "] and down [out, width], got ", gate.sym_sizes(), " and ", down.sym_sizes());
+  const c10::SymInt width = gate.sym_size(0), out = down.sym_size(0);
+  arguments.shaped("gate", gate, {width, x.sym_size(-1)}, Type::Same).shaped("up", up, gate.sym_sizes(), Type::Same)
+      .shaped("down", down, {out, width}, Type::Same).vector("gate_bias", gate_bias, width, Type::Same).vector("up_bias", up_bias, width, Type::Same)
+      .vector("down_bias", down_bias, out, Type::Same);
+  return arguments;
 }
 
 Tensor forward(const Tensor& x_, const Tensor& gate, const Tensor& up, const Tensor& down, const OptTensor& gate_bias, const OptTensor& up_bias,
                const OptTensor& down_bias, int64_t activation, double gate_multiplier, double down_multiplier, int64_t chunk_) {
-  check(x_, gate, up, down, gate_bias, up_bias, down_bias);
+  check("fused_mlp", x_, gate, up, down, gate_bias, up_bias, down_bias);
   const Activation act = gated::parse("fused_mlp", activation);
   c10::SymDimVector shape(x_.sym_sizes());
   shape.back() = down.sym_size(0);
@@ -65,6 +57,10 @@ using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Ten
 /// are made again; of the weights' gradients, the sums over chunks are in float.
 Gradients backward(const Tensor& dy_, const Tensor& x_, const Tensor& gate, const Tensor& up, const Tensor& down, const OptTensor& gate_bias,
                    const OptTensor& up_bias, int64_t activation, double gate_multiplier, double down_multiplier, int64_t chunk_, int64_t wants) {
+  const Arguments arguments = check("fused_mlp_backward", x_, gate, up, down, gate_bias, up_bias, {});
+  c10::SymDimVector shape(x_.sym_sizes());
+  shape.back() = down.sym_size(0);
+  arguments.shaped("dy", dy_, shape, Type::Same).present("wants", (wants >> 4 & 1) != 0, "gate_bias", gate_bias).present("wants", (wants >> 5 & 1) != 0, "up_bias", up_bias);
   const auto wanted = [&](int i) { return (wants >> i & 1) != 0; };
   const auto empty = [&](int i, c10::SymIntArrayRef shape) { return wanted(i) ? output(at::empty_symint(shape, x_.options())) : at::empty({0}, x_.options()); };
   const Tensor dx = empty(0, x_.sym_sizes());
@@ -117,7 +113,7 @@ constexpr Op<"liger::fused_mlp_forward", forward> forward_op;
 constexpr Op<"liger::fused_mlp_backward", backward> backward_op;
 
 /// Keeps the input alone: gate, up and their product, each as wide as the MLP, are made again in backward.
-struct Autograd : torch::autograd::Function<Autograd> {
+struct Autograd {
   using Attributes = std::tuple<int64_t, double, double, int64_t, int64_t>;
 
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& gate, const Tensor& up, const Tensor& down, const OptTensor& gate_bias,

@@ -28,8 +28,7 @@ void run_backward(const Tensor& dc_, const Tensor& a_, const Tensor& b_, const T
 }
 
 Tensor forward(const Tensor& a, const Tensor& b, int64_t activation, double gate_multiplier) {
-  check_rows("gated", a);
-  check_like("gated: b", b, a);
+  Arguments("gated", "a", a).like("b", b);
   const Activation act = parse("gated", activation);
   const Tensor c = output(at::empty_symint(a.sym_sizes(), a.options()));
   if (!c.is_meta()) run_forward(a, b, c, act, gate_multiplier);
@@ -37,14 +36,14 @@ Tensor forward(const Tensor& a, const Tensor& b, int64_t activation, double gate
 }
 
 std::tuple<Tensor, Tensor> backward(const Tensor& dc, const Tensor& a, const Tensor& b, int64_t activation, double gate_multiplier) {
-  check_like("gated: the gradient", dc, a);
+  Arguments("gated_backward", "a", a).like("b", b).like("dc", dc);
   const Tensor da = output(at::empty_symint(a.sym_sizes(), a.options())), db = output(at::empty_symint(a.sym_sizes(), a.options()));
   if (!da.is_meta()) run_backward(dc, a, b, da, db, cols(a), parse("gated", activation), gate_multiplier);
   return {da, db};
 }
 
 void check_packed(const Tensor& y) {
-  check_rows("gated_packed", y);
+  Arguments("gated_packed", "y", y);
   TORCH_CHECK_VALUE(y.sym_size(-1) % 2 == 0, "gated_packed: the last dimension holds gate and up and must be even, got ", y.sym_size(-1));
 }
 
@@ -58,7 +57,7 @@ Tensor packed_backward(const Tensor& dc, const Tensor& y, int64_t activation, do
   check_packed(y);
   const Tensor dy = output(at::empty_symint(y.sym_sizes(), y.options()));
   const auto in = y.chunk(2, -1), out = dy.chunk(2, -1);
-  check_like("gated_packed: the gradient", dc, in[0]);
+  Arguments("gated_packed_backward", "y", in[0]).like("dc", dc);
   if (!dy.is_meta()) run_backward(dc, in[0], in[1], out[0], out[1], cols(y), parse("gated_packed", activation), gate_multiplier);
   return dy;
 }
@@ -67,7 +66,7 @@ Tensor packed_backward(const Tensor& dc, const Tensor& y, int64_t activation, do
 void packed_backward_(const Tensor& dc, const Tensor& y, int64_t activation, double gate_multiplier) {
   check_packed(y);
   const auto halves = y.chunk(2, -1);
-  check_like("gated_packed: the gradient", dc, halves[0]);
+  Arguments("gated_packed_backward_", "y", halves[0]).like("dc", dc);
   TORCH_CHECK(y.is_meta() || y.is_contiguous(), "gated_packed: to be overwritten, the input must be contiguous");
   if (!y.is_meta()) run_backward(dc, halves[0], halves[1], halves[0], halves[1], cols(y), parse("gated_packed", activation), gate_multiplier);
 }
@@ -79,7 +78,7 @@ constexpr Op<"liger::gated_packed", packed_forward> packed_public_op;
 constexpr Op<"liger::gated_packed_forward", packed_forward> packed_forward_op;
 constexpr Op<"liger::gated_packed_backward", packed_backward> packed_backward_op;
 
-struct Autograd : torch::autograd::Function<Autograd> {
+struct Autograd {
   static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b, int64_t activation, double gate_multiplier) {
     ctx->save_for_backward({a, b});
     ctx->saved_data["attrs"] = std::make_tuple(activation, gate_multiplier);
@@ -94,7 +93,7 @@ struct Autograd : torch::autograd::Function<Autograd> {
   }
 };
 
-struct PackedAutograd : torch::autograd::Function<PackedAutograd> {
+struct PackedAutograd {
   static Tensor forward(AutogradContext* ctx, const Tensor& y, int64_t activation, double gate_multiplier) {
     ctx->save_for_backward({y});
     ctx->saved_data["attrs"] = std::make_tuple(activation, gate_multiplier);

@@ -11,7 +11,7 @@ Simplex parse(int64_t kind) {
 }
 
 Tensor forward(const Tensor& x_, int64_t kind_) {
-  check_rows("softmax", x_);
+  Arguments("softmax", "x", x_);
   const Simplex kind = parse(kind_);
   const Tensor y = output(at::empty_symint(x_.sym_sizes(), x_.options()));
   if (y.is_meta()) return y;
@@ -22,7 +22,7 @@ Tensor forward(const Tensor& x_, int64_t kind_) {
 }
 
 Tensor backward(const Tensor& dy_, const Tensor& y_, int64_t kind_) {
-  check_like("softmax: the gradient", dy_, y_);
+  Arguments("softmax_backward", "y", y_).like("dy", dy_);
   const Simplex kind = parse(kind_);
   const Tensor dx = output(at::empty_symint(y_.sym_sizes(), y_.options()));
   if (dx.is_meta()) return dx;
@@ -36,7 +36,7 @@ constexpr Op<"liger::softmax", forward> public_op;
 constexpr Op<"liger::softmax_forward", forward> forward_op;
 constexpr Op<"liger::softmax_backward", backward> backward_op;
 
-struct Autograd : torch::autograd::Function<Autograd> {
+struct Autograd {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, int64_t kind) {
     const Tensor y = forward_op(x, kind);
     ctx->save_for_backward({y});

@@ -6,15 +6,9 @@
 namespace liger {
 namespace op::embedding {
 
-void check_ids(const Tensor& ids, const Tensor& with) {
-  TORCH_CHECK_TYPE(ids.scalar_type() == at::kLong || ids.scalar_type() == at::kInt, "embedding: ids must be int64 or int32, got ", ids.scalar_type());
-  TORCH_CHECK(ids.device() == with.device(), "embedding: ids are on ", ids.device(), ", the other tensor on ", with.device());
-}
-
 Tensor forward(const Tensor& w_, const Tensor& ids_, int64_t padding_idx) {
-  check_rows("embedding", w_);
+  Arguments("embedding", "weight", w_).any("ids", ids_, Type::Integer);
   TORCH_CHECK(w_.dim() == 2, "embedding: weight must be [classes, width], got ", w_.sym_sizes());
-  check_ids(ids_, w_);
   TORCH_CHECK_VALUE(padding_idx < w_.sym_size(0), "embedding: padding_idx must be below ", w_.sym_size(0), ", or negative for none, got ", padding_idx);
   c10::SymDimVector shape(ids_.sym_sizes());
   shape.push_back(w_.sym_size(1));
@@ -30,10 +24,10 @@ Tensor forward(const Tensor& w_, const Tensor& ids_, int64_t padding_idx) {
 }
 
 Tensor backward(const Tensor& dy_, const Tensor& ids_, c10::SymInt classes_, int64_t padding_idx) {
-  check_rows("embedding", dy_);
-  check_ids(ids_, dy_);
-  TORCH_CHECK(dy_.dim() == ids_.dim() + 1 && dy_.sym_sizes().slice(0, ids_.dim()) == ids_.sym_sizes(), "embedding: the gradient must be [",
+  Arguments("embedding_backward", "dy", dy_).any("ids", ids_, Type::Integer);
+  TORCH_CHECK(dy_.dim() == ids_.dim() + 1 && dy_.sym_sizes().slice(0, ids_.dim()) == ids_.sym_sizes(), "embedding_backward: dy must be [",
               ids_.sym_sizes(), ", width], got ", dy_.sym_sizes());
+  TORCH_CHECK_VALUE(classes_ >= 0, "embedding_backward: classes must not be negative, got ", classes_);
   const Tensor dw = output(at::empty_symint({classes_, dy_.sym_size(-1)}, dy_.options()));
   if (dw.is_meta() || dw.numel() == 0) return dw;
   const int64_t classes = classes_.expect_int(), tokens = ids_.numel();
@@ -53,7 +47,7 @@ constexpr Op<"liger::embedding", forward> public_op;
 constexpr Op<"liger::embedding_forward", forward> forward_op;
 constexpr Op<"liger::embedding_backward", backward> backward_op;
 
-struct Autograd : torch::autograd::Function<Autograd> {
+struct Autograd {
   static Tensor forward(AutogradContext* ctx, const Tensor& w, const Tensor& ids, int64_t padding_idx) {
     ctx->save_for_backward({ids});
     ctx->saved_data["classes"] = w.sym_size(0);

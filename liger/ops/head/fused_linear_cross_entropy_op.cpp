@@ -1,5 +1,4 @@
 #include "liger/ops/loss/cross_entropy_op.h"
-#include "liger/ops.h"
 
 namespace liger {
 namespace op::fused_linear_cross_entropy {
@@ -28,14 +27,21 @@ int64_t chunk_tokens(int64_t tokens, const Tensor& hidden, const Tensor& weight,
 
 struct Gradients { Tensor hidden, weight, bias; };
 
-/// Logits, losses and gradients of the batch, chunk by chunk: three GEMMs a chunk, and one pass that turns the logits into their gradient.
+/// Gradients that float16 GEMMs make stay in float until they are divided by the batch's gradient_scale: sums over tokens overflow, and a mean's terms
+/// vanish.
+at::ScalarType gradient_dtype(at::ScalarType compute, at::ScalarType own) { return compute == at::kHalf ? at::kFloat : own; }
+
+/// Logits, losses and gradients of the batch, chunk by chunk: three GEMMs a chunk, and one pass that turns the logits into their gradient. The
+/// gradients are of gradient_dtype, that of bias is float.
 Gradients pass(const Tensor& hidden, const Tensor& weight, const Tensor& bias, Batch& batch, const Tensor& upstream, Wants wants,
                at::ScalarType weight_dtype, int64_t max_bytes) {
   const int64_t tokens = hidden.size(0), chunk = chunk_tokens(tokens, hidden, weight, wants.weight, max_bytes);
   const bool gradient = wants.hidden || wants.weight || wants.bias, whole = chunk == tokens;
   const auto options = hidden.options();
+  const auto hidden_dtype = gradient_dtype(hidden.scalar_type(), hidden.scalar_type());
+  weight_dtype = gradient_dtype(hidden.scalar_type(), weight_dtype);
   Gradients d;
-  if (wants.hidden) d.hidden = output(at::empty_like(hidden));
+  if (wants.hidden) d.hidden = output(at::empty(hidden.sizes(), options.dtype(hidden_dtype)));
   // One chunk needs no accumulator: its GEMM sums in float and rounds once.
   if (wants.weight) d.weight = output(at::empty(weight.sizes(), options.dtype(whole ? weight_dtype : at::kFloat)));
   if (wants.bias) d.bias = at::zeros({weight.size(0)}, options.dtype(at::kFloat));
@@ -52,7 +58,7 @@ Gradients pass(const Tensor& hidden, const Tensor& weight, const Tensor& bias, B
     if (wants.bias) d.bias.add_(z.sum(0, false, at::kFloat));
     if (wants.hidden) {
       Tensor dx = d.hidden.narrow(0, begin, n);
-      at::mm_out(dx, z, weight);
+      accumulate(dx, z.t(), weight, true);
     }
   }
   logits.reset();  // before the accumulator is rounded, so that the two never meet
@@ -84,19 +90,19 @@ Tensor scatter(const Tensor& kept, const Tensor& values, int64_t tokens, double 
   return at::full(shape, fill, values.options()).index_copy_(0, kept, values);
 }
 
-void check(const Tensor& hidden, const Tensor& weight, const OptTensor& bias, const Tensor& target, const OptTensor& class_weight, const CrossEntropyOptions& options) {
-  constexpr auto op = "fused_linear_cross_entropy";
-  check_rows(op, hidden);
-  dtype_of(weight);
-  TORCH_CHECK(hidden.dim() == 2 && weight.dim() == 2 && hidden.sym_size(1) == weight.sym_size(1), op,
-              ": expected hidden [tokens, width] and weight [classes, width], got ", hidden.sym_sizes(), " and ", weight.sym_sizes());
-  TORCH_CHECK(weight.device() == hidden.device(), op, ": weight is on ", weight.device(), ", hidden on ", hidden.device());
-  if (bias) TORCH_CHECK(bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0), op, ": bias must be [", weight.sym_size(0), "], got ", bias->sym_sizes());
-  cross_entropy::check_target(op, target, hidden.sym_size(0), hidden.device());
-  cross_entropy::check_options(op, options, class_weight, weight.sym_size(0));
+void check(const char* op, const Tensor& hidden, const Tensor& weight, const OptTensor& bias, const Tensor& target, const OptTensor& class_weight,
+           const OptTensor& normalizer, const CrossEntropyOptions& options) {
+  const Arguments arguments(op, "hidden", hidden);
+  TORCH_CHECK(hidden.dim() == 2 && weight.dim() == 2, op, ": hidden must be [tokens, width] and weight [classes, width], got ", hidden.sym_sizes(), " and ", weight.sym_sizes());
+  const c10::SymInt classes = weight.sym_size(0);
+  arguments.shaped("weight", weight, {classes, hidden.sym_size(1)}, Type::Kernels).vector("bias", bias, classes, Type::Kernels)
+      .vector("target", target, hidden.sym_size(0), Type::Integer).vector("class_weight", class_weight, classes, Type::Floating)
+      .count("normalizer", normalizer, 1, Type::Number);
+  cross_entropy::check_options(op, options, classes);
 }
 
 at::ScalarType compute_dtype(const Tensor& hidden, const Tensor& weight, std::optional<at::ScalarType> asked) {
+  TORCH_CHECK_TYPE(!asked || has_dtype(*asked), "fused_linear_cross_entropy: dtype, in which it computes, must be float32, float16 or bfloat16, got ", *asked);
   if (asked) return *asked;
   TORCH_CHECK_TYPE(hidden.scalar_type() == weight.scalar_type(), "fused_linear_cross_entropy: hidden is ", hidden.scalar_type(), ", weight is ",
                    weight.scalar_type(), "; give them one dtype or run under autocast");
@@ -105,31 +111,32 @@ at::ScalarType compute_dtype(const Tensor& hidden, const Tensor& weight, std::op
 
 using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-/// The results, then dhidden, dweight, dbias (undefined unless wanted) and the number that these are still to be divided by.
+/// The results, then dhidden, dweight, dbias (empty unless wanted) and the power of two that these are still to be divided by (empty but for float16).
 Forward forward(const Tensor& hidden_, const Tensor& weight_, const OptTensor& bias_, const Tensor& target_, const OptTensor& class_weight,
                 const OptTensor& normalizer, at::IntArrayRef flags, at::ArrayRef<double> scales, int64_t valid_count, int64_t max_bytes,
                 std::optional<at::ScalarType> asked, bool with_dhidden, bool with_dweight, bool with_dbias) {
   const CrossEntropyOptions options = cross_entropy::unpack(flags, scales);
-  check(hidden_, weight_, bias_, target_, class_weight, options);
+  check("fused_linear_cross_entropy", hidden_, weight_, bias_, target_, class_weight, normalizer, options);
   const auto dtype = compute_dtype(hidden_, weight_, asked);
+  with_dbias &= bias_.has_value();
+  const bool scaled = dtype == at::kHalf && (with_dhidden || with_dweight || with_dbias);
+  const auto floats = hidden_.options().dtype(at::kFloat);
   if (hidden_.is_meta()) {
-    const auto like = [&](bool wanted, const Tensor& t) { return wanted ? at::empty_symint(t.sym_sizes(), t.options()) : Tensor(); };
+    const auto like = [&](bool wanted, const OptTensor& t) {
+      return wanted ? at::empty_symint(t->sym_sizes(), t->options().dtype(gradient_dtype(dtype, t->scalar_type()))) : at::empty({0}, floats);
+    };
     return std::tuple_cat(cross_entropy::empty_results(target_, options, at::kFloat, dtype, hidden_.options()),
-                          std::make_tuple(like(with_dhidden, hidden_), like(with_dweight, weight_), like(with_dbias && bias_, bias_ ? *bias_ : hidden_),
-                                          at::empty({}, hidden_.options().dtype(at::kFloat))));
+                          std::make_tuple(like(with_dhidden, hidden_), like(with_dweight, weight_), like(with_dbias, bias_),
+                                          scaled ? at::empty({}, floats) : at::empty({0}, floats)));
   }
   const int64_t tokens = hidden_.size(0);
-  const auto of_labels = [&](const Tensor& target) { return Batch(target, class_weight, normalizer, weight_.size(0), options, at::kFloat); };
+  const auto of_labels = [&](const Tensor& target) { return Batch(target, class_weight, normalizer, weight_.size(0), options, at::kFloat, scaled); };
   Batch batch = of_labels(target_);
   const Tensor kept = kept_tokens(target_, weight_, batch, options.ignore_index, valid_count);
   if (kept.defined()) batch = of_labels(target_.index_select(0, kept));
   const Tensor hidden = (kept.defined() ? hidden_.index_select(0, kept) : hidden_.contiguous()).to(dtype);
   const Tensor weight = weight_.contiguous().to(dtype), bias = bias_ ? bias_->to(dtype) : Tensor();
-  // In half precision a mean's gradients would vanish before a loss scale reaches them: they stay those of the sum until backward.
-  const bool undivided = dtype == at::kHalf && (with_dhidden || with_dweight || with_dbias);
-  const Tensor divisor = undivided ? batch.divisor() : at::ones({}, hidden.options().dtype(at::kFloat));
-  auto d = pass(hidden, weight, bias, batch, undivided ? divisor.expand({hidden.size(0)}).contiguous() : Tensor(),
-                {with_dhidden, with_dweight, with_dbias && bias.defined()}, weight_.scalar_type(), max_bytes);
+  auto d = pass(hidden, weight, bias, batch, {}, {with_dhidden, with_dweight, with_dbias}, weight_.scalar_type(), max_bytes);
   auto [loss, z_loss, accuracy, predicted] = batch.results(dtype);
   if (options.predicted) predicted = scatter(kept, predicted, tokens, -1);
   if (options.reduction == Reduction::None) {
@@ -137,25 +144,30 @@ Forward forward(const Tensor& hidden_, const Tensor& weight_, const OptTensor& b
     if (options.z_loss) z_loss = scatter(kept, z_loss, tokens, 0);
     if (options.accuracy) accuracy = scatter(kept, accuracy, tokens, 0);
   }
-  return {loss, z_loss, accuracy, predicted,
-          d.hidden.defined() ? scatter(kept, d.hidden.to(hidden_.scalar_type()), tokens, 0) : Tensor(), d.weight,
-          d.bias.defined() ? d.bias.to(bias_->scalar_type()) : Tensor(), divisor};
+  const auto saved = [&](const Tensor& t, const OptTensor& like) { return t.defined() ? t.to(gradient_dtype(dtype, like->scalar_type())) : at::empty({0}, floats); };
+  return {loss, z_loss, accuracy, predicted, saved(d.hidden.defined() ? scatter(kept, d.hidden, tokens, 0) : Tensor(), hidden_), saved(d.weight, weight_),
+          saved(d.bias, bias_), scaled ? batch.gradient_scale().clone() : at::empty({0}, floats)};
 }
 
 /// The gradients where every token has its own upstream gradient: the logits are made again.
 std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& g, const Tensor& hidden, const Tensor& weight, const OptTensor& bias_, const Tensor& target,
-                                            const OptTensor& class_weight, at::IntArrayRef flags, at::ArrayRef<double> scales, int64_t max_bytes,
-                                            std::optional<at::ScalarType> asked, bool with_dhidden, bool with_dweight, bool with_dbias) {
-  const auto empty = [](bool wanted, const Tensor& t) { return wanted ? at::empty_symint(t.sym_sizes(), t.options()) : Tensor(); };
-  if (hidden.is_meta()) return {empty(with_dhidden, hidden), empty(with_dweight, weight), empty(with_dbias && bias_, bias_ ? *bias_ : hidden)};
+                                            const OptTensor& class_weight, const OptTensor& normalizer, at::IntArrayRef flags, at::ArrayRef<double> scales,
+                                            int64_t max_bytes, std::optional<at::ScalarType> asked, bool with_dhidden, bool with_dweight, bool with_dbias) {
+  constexpr auto op = "fused_linear_cross_entropy_backward";
   CrossEntropyOptions options = cross_entropy::unpack(flags, scales);
-  options.z_loss = options.accuracy = options.predicted = false;
+  check(op, hidden, weight, bias_, target, class_weight, normalizer, options);
+  Arguments(op, "hidden", hidden).vector("g", g, hidden.sym_size(0), Type::Floating).present("with_dbias", with_dbias, "bias", bias_);
   const auto dtype = compute_dtype(hidden, weight, asked);
+  const auto none = [&] { return at::empty({0}, hidden.options()); };
+  const auto empty = [&](bool wanted, const OptTensor& t) { return wanted ? at::empty_symint(t->sym_sizes(), t->options()) : none(); };
+  if (hidden.is_meta()) return {empty(with_dhidden, hidden), empty(with_dweight, weight), empty(with_dbias, bias_)};
+  options.z_loss = options.accuracy = options.predicted = false;
   const Tensor bias = bias_ ? bias_->to(dtype) : Tensor();
-  Batch batch(target, class_weight, {}, weight.size(0), options, at::kFloat);
-  auto d = pass(hidden.contiguous().to(dtype), weight.contiguous().to(dtype), bias, batch, g.to(at::kFloat).contiguous(),
-                {with_dhidden, with_dweight, with_dbias && bias.defined()}, weight.scalar_type(), max_bytes);
-  return {d.hidden.defined() ? d.hidden.to(hidden.scalar_type()) : Tensor(), d.weight, d.bias.defined() ? d.bias.to(bias_->scalar_type()) : Tensor()};
+  Batch batch(target, class_weight, normalizer, weight.size(0), options, at::kFloat);
+  const auto d = pass(hidden.contiguous().to(dtype), weight.contiguous().to(dtype), bias, batch, g.to(at::kFloat).contiguous(),
+                      {with_dhidden, with_dweight, with_dbias}, weight.scalar_type(), max_bytes);
+  const auto rounded = [&](const Tensor& t, const OptTensor& like) { return t.defined() ? t.to(like->scalar_type()) : none(); };
+  return {rounded(d.hidden, hidden), rounded(d.weight, weight), rounded(d.bias, bias_)};
 }
 
 Results inference(const Tensor& hidden, const Tensor& weight, const OptTensor& bias, const Tensor& target, const OptTensor& class_weight,
@@ -169,41 +181,48 @@ constexpr Op<"liger::fused_linear_cross_entropy", inference> public_op;
 constexpr Op<"liger::fused_linear_cross_entropy_forward", forward> forward_op;
 constexpr Op<"liger::fused_linear_cross_entropy_backward", backward> backward_op;
 
-struct Autograd : torch::autograd::Function<Autograd> {
-  using Attributes = std::tuple<std::vector<int64_t>, std::vector<double>, int64_t, std::optional<int64_t>, bool, bool, bool>;
+struct Autograd {
+  using Attributes = std::tuple<bool, int64_t, std::optional<int64_t>, bool, bool, bool>;
 
   static variable_list forward(AutogradContext* ctx, const Tensor& hidden, const Tensor& weight, const OptTensor& bias, const Tensor& target,
                                const OptTensor& class_weight, const OptTensor& normalizer, at::IntArrayRef flags,
                                at::ArrayRef<double> scales, int64_t valid_count, int64_t max_bytes, std::optional<at::ScalarType> dtype, Results* results) {
     const bool reduced = cross_entropy::unpack(flags, scales).reduction != Reduction::None;
     const bool dh = wants_grad(hidden), dw = wants_grad(weight), db = wants_grad(bias);
-    auto [loss, z_loss, accuracy, predicted, dhidden, dweight, dbias, divisor] =
+    auto [loss, z_loss, accuracy, predicted, dhidden, dweight, dbias, scale] =
         forward_op(hidden, weight, bias, target, class_weight, normalizer, flags, scales, valid_count, max_bytes, dtype,
-                          dh && reduced, dw && reduced, db && reduced);
-    if (reduced) ctx->save_for_backward({dhidden, dweight, dbias, divisor});
-    else ctx->save_for_backward({hidden, weight, value_or_undefined(bias), target, value_or_undefined(class_weight)});
-    ctx->saved_data["attrs"] = Attributes(flags.vec(), scales.vec(), max_bytes, dtype ? std::optional<int64_t>(int64_t(*dtype)) : std::nullopt, dh, dw, db);
-    ctx->saved_data["divided"] = !(dtype == at::kHalf || (!dtype && hidden.scalar_type() == at::kHalf));
+                   dh && reduced, dw && reduced, db && reduced);
+    if (reduced) {
+      ctx->save_for_backward({dhidden, dweight, dbias, scale});
+      ctx->saved_data["dtypes"] = std::make_tuple(int64_t(hidden.scalar_type()), int64_t(weight.scalar_type()), int64_t((bias ? *bias : weight).scalar_type()));
+    } else {
+      ctx->save_for_backward({hidden, weight, value_or_undefined(bias), target, value_or_undefined(class_weight), value_or_undefined(normalizer)});
+      save_list(ctx, "flags", flags), save_list(ctx, "scales", scales);
+    }
+    ctx->saved_data["attrs"] = Attributes(reduced, max_bytes, dtype ? std::optional<int64_t>(int64_t(*dtype)) : std::nullopt, dh, dw, db);
     *results = {loss, z_loss, accuracy, predicted};
     return {loss};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
-    const auto [flags, scales, max_bytes, dtype, dh, dw, db] = ctx->saved_data["attrs"].to<Attributes>();
+    const auto [reduced, max_bytes, dtype, dh, dw, db] = ctx->saved_data["attrs"].to<Attributes>();
     variable_list d(12);
-    if (cross_entropy::unpack(flags, scales).reduction != Reduction::None) {
-      const Tensor g = ctx->saved_data["divided"].toBool() ? grads[0] : grads[0] / saved[3];
-      for (int i : {0, 1, 2})
-        if (i == 0 ? dh : i == 1 ? dw : db) d[i] = scaled(saved[i], g);
+    if (reduced) {
+      const auto [of_hidden, of_weight, of_bias] = ctx->saved_data["dtypes"].to<std::tuple<int64_t, int64_t, int64_t>>();
+      const Tensor g = cross_entropy::unscaled(grads[0], saved[3]);
+      const auto gradient = [&](int i, bool wanted, int64_t dtype) {
+        if (wanted) d[i] = scaled(saved[i], g).to(at::ScalarType(dtype));
+      };
+      gradient(0, dh, of_hidden), gradient(1, dw, of_weight), gradient(2, db, of_bias);
       return d;
     }
+    const auto flags = load_list<int64_t>(ctx, "flags");
+    const auto scales = load_list<double>(ctx, "scales");
     const auto asked = dtype ? std::optional<at::ScalarType>(at::ScalarType(*dtype)) : std::nullopt;
-    auto [dhidden, dweight, dbias] = backward_op(grads[0], saved[0], saved[1], optional(saved[2]), saved[3], optional(saved[4]), flags, scales,
-                                                        max_bytes, asked, dh, dw, db);
-    if (dh) d[0] = dhidden;
-    if (dw) d[1] = dweight;
-    if (db) d[2] = dbias;
+    auto [dhidden, dweight, dbias] = backward_op(grads[0], saved[0], saved[1], optional(saved[2]), saved[3], optional(saved[4]), optional(saved[5]),
+                                                 at::IntArrayRef(flags), at::ArrayRef<double>(scales), max_bytes, asked, dh, dw, db);
+    d[0] = if_wanted(dh, dhidden), d[1] = if_wanted(dw, dweight), d[2] = if_wanted(db, dbias);
     return d;
   }
 };
@@ -223,9 +242,8 @@ Results autocast(const Tensor& hidden, const Tensor& weight, const OptTensor& bi
 CrossEntropyResult fused_linear_cross_entropy(const Tensor& hidden, const Tensor& weight, const Tensor& target, const HeadOptions& options,
                                               const OptTensor& bias, const OptTensor& class_weight, const OptTensor& normalizer) {
   using namespace op::cross_entropy;
-  auto [loss, z_loss, accuracy, predicted] = op::fused_linear_cross_entropy::public_op(
-      hidden, weight, bias, target, class_weight, normalizer, flags(options), scales(options), options.valid_count, options.max_bytes, std::nullopt);
-  return {loss, z_loss, accuracy, predicted};
+  return as_struct(op::fused_linear_cross_entropy::public_op(hidden, weight, bias, target, class_weight, normalizer, flags(options), scales(options),
+                                                             options.valid_count, options.max_bytes, std::nullopt), options);
 }
 
 #define LIGER_HEAD_ARGUMENTS "Tensor? class_weight, Tensor? normalizer, int[] flags, float[] scales, int valid_count, int max_bytes, ScalarType? dtype"
@@ -235,8 +253,8 @@ TORCH_LIBRARY_FRAGMENT(liger, m) {
         ") -> (Tensor loss, Tensor z_loss, Tensor accuracy, Tensor predicted)");
   m.def("fused_linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, " LIGER_HEAD_ARGUMENTS
         ", bool with_dhidden, bool with_dweight, bool with_dbias) "
-        "-> (Tensor loss, Tensor z_loss, Tensor accuracy, Tensor predicted, Tensor dhidden, Tensor dweight, Tensor dbias, Tensor divisor)");
-  m.def("fused_linear_cross_entropy_backward(Tensor g, Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, int[] flags, "
+        "-> (Tensor loss, Tensor z_loss, Tensor accuracy, Tensor predicted, Tensor dhidden, Tensor dweight, Tensor dbias, Tensor scale)");
+  m.def("fused_linear_cross_entropy_backward(Tensor g, Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, Tensor? normalizer, int[] flags, "
         "float[] scales, int max_bytes, ScalarType? dtype, bool with_dhidden, bool with_dweight, bool with_dbias) "
         "-> (Tensor dhidden, Tensor dweight, Tensor dbias)");
 }

@@ -15,8 +15,9 @@ void norm(const CrossEntropyNorm& a) {
     weight += a.class_weight ? a.class_weight[y] : 1;
   }
   for (int64_t c = 0; a.class_weight && c < a.cols; ++c) all += a.class_weight[c];
-  *a.sums = {.divisor = a.normalizer ? *a.normalizer : a.mean ? float(weight) : 1, .z_divisor = a.normalizer ? *a.normalizer : a.mean ? float(n) : 1,
-             .class_weights = a.class_weight ? float(all) : float(a.cols), .blocks_done = 0, .valid = n};
+  const float divisor = a.normalizer ? *a.normalizer : a.mean ? float(weight) : 1;
+  *a.sums = {.divisor = divisor, .z_divisor = a.normalizer ? divisor : a.mean ? float(n) : 1, .class_weights = a.class_weight ? float(all) : float(a.cols),
+             .gradient_scale = a.scaled ? gradient_scale(divisor, a.largest_weight ? *a.largest_weight : 1) : 1, .blocks_done = 0, .valid = n};
 }
 
 void totals(const CrossEntropyTotals& a, int64_t valid) {
@@ -52,10 +53,11 @@ void row(const CrossEntropy& a, int64_t r, float* exps) {
   if (a.correct || a.predicted) {
     float lanes[kLanes];
     int64_t best = n;
+    const auto is_best = [&](float v) { return v == max || std::isnan(v); };
     for_each(n, [&](int64_t c, int64_t k) {
       if (best < n) return;
       logit(read(x + c, k)).store(lanes);
-      if (const int64_t at = std::find(lanes, lanes + k, max) - lanes; at < k) best = c + at;
+      if (const int64_t at = std::find_if(lanes, lanes + k, is_best) - lanes; at < k) best = c + at;
     });
     if (a.correct) a.correct[r] = best == y;
     if (a.predicted) a.predicted[r] = best;
@@ -69,7 +71,7 @@ void row(const CrossEntropy& a, int64_t r, float* exps) {
   const double log_sum = std::log(double(sum)), lse = max + log_sum, p_y = std::exp(double(z_y) - max) / sum;
 
   const auto weight = [&](int64_t c) { return a.class_weight ? a.class_weight[c] : 1; };
-  const double by_0 = a.sums->divisor > 0 ? 1. / a.sums->divisor : 0, by_1 = a.sums->z_divisor > 0 ? 1. / a.sums->z_divisor : 0;
+  const double by_0 = a.sums->divisor != 0 ? 1. / a.sums->divisor : 0, by_1 = a.sums->z_divisor != 0 ? 1. / a.sums->z_divisor : 0;
   const double smooth = double(a.label_smoothing) / n, w_y = (1. - a.label_smoothing) * weight(y), scale = a.token_scaling ? p_y : 1;
   double smoothing = 0;
   if (smooth > 0) {
@@ -81,21 +83,24 @@ void row(const CrossEntropy& a, int64_t r, float* exps) {
   if (a.z_loss) a.z_loss[r] = float(z_loss);
   if (!dx) return;
 
-  const double s = scale * (a.upstream ? a.upstream[r] : 1);
+  const double s = scale * a.sums->gradient_scale * (a.upstream ? a.upstream[r] : 1);
   const double all = s * ((w_y + smooth * a.sums->class_weights) * by_0 + 2 * a.lse_square_scale * lse * by_1), label = s * w_y * by_0;
   const Vec each{float(s * smooth * by_0)};
   const double t_y = capped ? std::tanh(double(x[y]) / a.softcap) : 0;  // 1 − t² multiplies a float's rounding
   const double d_y = (all * p_y - s * smooth * by_0 * weight(y) - label) * (1 - t_y * t_y);
+  // What is below a float's normal numbers is 0: GEMMs over such numbers, of which a confident model's gradients are full, take several times as
+  // long. It changes a sum by less than its rounding, unless all of it is that small.
+  const auto flushed = [least = Vec(std::numeric_limits<float>::min())](const Vec& d) { return Vec::blendv(d, Vec(0.f), d.abs() < least); };
   if (exps && !capped && smooth == 0) {
     const Vec by{float(all / sum)};
-    row_map(n, dx, [&](Vec e) { return e * by; }, exps);
+    row_map(n, dx, [&](Vec e) { return flushed(e * by); }, exps);
   } else {
     const Vec by{float(all / sum)}, shift(max);
     for_each(n, [&](int64_t c, int64_t k) {
       const Vec v = read(x + c, k), t = capped ? Math::tanh(v * inverse_cap) : v;
       Vec d = by * Math::exp((capped ? cap * t : v) - shift);
       if (smooth > 0) d = d - each * (a.class_weight ? read(a.class_weight + c, k) : Vec(1.f));
-      write(capped ? d * (Vec(1.f) - t) * (Vec(1.f) + t) : d, dx + c, k);  // 1 − t² without the rounding of t²
+      write(flushed(capped ? d * (Vec(1.f) - t) * (Vec(1.f) + t) : d), dx + c, k);  // 1 − t² without the rounding of t²
     });
   }
   dx[y] = T(float(d_y));

@@ -20,8 +20,9 @@ __global__ void __launch_bounds__(1024) norm_kernel(CrossEntropyNorm a) {
   n = RowReduce<SumOf<int64_t>>()(n);
   sums = RowReduce<Sums<2>>()(sums);
   if (threadIdx.x > 0) return;
-  *a.sums = {.divisor = a.normalizer ? *a.normalizer : a.mean ? weight : 1, .z_divisor = a.normalizer ? *a.normalizer : a.mean ? float(n) : 1,
-             .class_weights = a.class_weight ? all : float(a.cols), .blocks_done = 0, .valid = n};
+  const float divisor = a.normalizer ? *a.normalizer : a.mean ? weight : 1;
+  *a.sums = {.divisor = divisor, .z_divisor = a.normalizer ? divisor : a.mean ? float(n) : 1, .class_weights = a.class_weight ? all : float(a.cols),
+             .gradient_scale = a.scaled ? gradient_scale(divisor, a.largest_weight ? *a.largest_weight : 1) : 1, .blocks_done = 0, .valid = n};
 }
 
 /// This thread's part of the sums over rows, of the first `threads` of a block.
@@ -83,7 +84,7 @@ __device__ void do_row(const CrossEntropy& a, const Rows& rows) {
   const Row<T> dx(a.dx ? a.dx : a.x, row, a.dx ? a.dx_stride : a.x_stride, a.cols);
   typename Rows::Kept kept;
   rows.begin(kept, set);
-  const float divisors[] = {a.sums->divisor, a.sums->z_divisor}, class_weights = a.sums->class_weights, upstream = a.upstream ? a.upstream[row] : 1;
+  const float divisors[] = {a.sums->divisor, a.sums->z_divisor}, class_weights = a.sums->class_weights, upstream = a.sums->gradient_scale * (a.upstream ? a.upstream[row] : 1);
 
   if (y == a.ignore_index) {
     if (kGradient && a.dx) rows.template again<1>(kept, set, [&](int k, auto& packs) {
@@ -124,7 +125,7 @@ __device__ void do_row(const CrossEntropy& a, const Rows& rows) {
           if (c < 0 || c >= x.n) continue;  // stays −inf, which a softcap would lift
           z[j] = logit(z[j]);
           if (a.label_smoothing > 0) part.weighted += weight(c) * z[j];
-          if (z[j] > part.best.max) part.best = {z[j], c};
+          if (ArgMax::before({z[j], c}, part.best)) part.best = {z[j], c};
         }
         const cuda::Pack<float, kWidth> logits[] = {cuda::Pack<float, kWidth>::from_float(z)};
         Softmax::push(part.sum, logits);
@@ -147,7 +148,7 @@ __device__ void do_row(const CrossEntropy& a, const Rows& rows) {
     if constexpr (sizeof(Scalar) == 4) return Math<T>::div(x, y);
     else return x / y;
   };
-  const Scalar p_y = div(Softmax::exp(z_y, sum.max), sum.sum), by_0 = divisors[0] > 0 ? div(1, divisors[0]) : 0, by_1 = divisors[1] > 0 ? div(1, divisors[1]) : 0;
+  const Scalar p_y = div(Softmax::exp(z_y, sum.max), sum.sum), by_0 = divisors[0] != 0 ? div(1, divisors[0]) : 0, by_1 = divisors[1] != 0 ? div(1, divisors[1]) : 0;
   const Scalar smooth = kPlain ? 0 : a.label_smoothing / Scalar(a.cols);
   const Scalar w_y = kPlain ? 1 : (1 - Scalar(a.label_smoothing)) * weight(int(y)), scale = a.token_scaling ? p_y : 1;
   if (rows.first()) {

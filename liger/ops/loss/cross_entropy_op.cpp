@@ -12,7 +12,7 @@ CrossEntropyOptions unpack(at::IntArrayRef flags, at::ArrayRef<double> scales) {
     o.ignore_index = flags[0], o.reduction = Reduction(flags[1]), o.token_scaling = flags[2] != 0;
     o.z_loss = flags[3] != 0, o.accuracy = flags[4] != 0, o.predicted = flags[5] != 0;
   }
-  if (!scales.empty()) o.label_smoothing = scales[0], o.lse_square_scale = scales[1], o.softcap = scales[2];
+  if (!scales.empty()) o.label_smoothing = scales[0], o.lse_square_scale = scales[1], o.softcap = std::isinf(scales[2]) && scales[2] > 0 ? 0 : scales[2];
   return o;
 }
 
@@ -26,55 +26,47 @@ std::vector<double> scales(const CrossEntropyOptions& o) {
   return {o.label_smoothing, o.lse_square_scale, o.softcap};
 }
 
-void check_target(const char* op, const Tensor& target, const c10::SymInt& rows, c10::Device device) {
-  TORCH_CHECK(target.dim() == 1 && target.sym_size(0) == rows, op, ": target must be [", rows, "], got ", target.sym_sizes());
-  TORCH_CHECK_TYPE(at::isIntegralType(target.scalar_type(), false), op, ": target must hold class indices, got ", target.scalar_type());
-  TORCH_CHECK(target.device() == device, op, ": target is on ", target.device(), ", the input on ", device);
-}
-
-void check_options(const char* op, const CrossEntropyOptions& o, const OptTensor& class_weight, const c10::SymInt& cols) {
+void check_options(const char* op, const CrossEntropyOptions& o, const c10::SymInt& classes) {
   TORCH_CHECK_VALUE(int(o.reduction) >= 0 && int(o.reduction) <= 2, op, ": reduction is 0 (none), 1 (mean) or 2 (sum), not ", int(o.reduction));
   TORCH_CHECK_VALUE(o.label_smoothing >= 0 && o.label_smoothing <= 1, op, ": label_smoothing must be in [0, 1], got ", o.label_smoothing);
   TORCH_CHECK_VALUE(o.softcap >= 0, op, ": softcap must be positive, or 0 for none, got ", o.softcap);
-  if (!class_weight) return;
-  TORCH_CHECK(class_weight->dim() == 1 && class_weight->sym_size(0) == cols, op, ": class weight must be [", cols, "], got ", class_weight->sym_sizes());
-  TORCH_CHECK_TYPE(class_weight->is_floating_point(), op, ": class weight must be floating point, got ", class_weight->scalar_type());
+  TORCH_CHECK_VALUE(classes > 0, op, ": there must be at least one class");
 }
 
 namespace {
 Tensor as_float(const OptTensor& t) { return t ? t->to(at::kFloat).contiguous() : Tensor(); }
 }  // namespace
 
-Batch::Batch(const Tensor& target, const OptTensor& class_weight, const OptTensor& normalizer, int64_t cols, const CrossEntropyOptions& options, at::ScalarType dtype)
-    : options_(options), rows_(target.size(0)), cols_(cols), target_(target.to(at::kLong).contiguous()), class_weight_(as_float(class_weight)),
+Batch::Batch(const Tensor& target, const OptTensor& class_weight, const OptTensor& normalizer, int64_t cols, const CrossEntropyOptions& options, at::ScalarType dtype,
+             bool scaled)
+    : options_(options), rows_(target.numel()), cols_(cols), target_(target.to(at::kLong).contiguous()), class_weight_(as_float(class_weight)),
       reduced_(options.reduction != Reduction::None), dtype_(dtype) {
   const auto floats = target.options().dtype(at::kFloat);
-  const Tensor divisor = as_float(normalizer);
-  stats_ = at::empty({kSums + (1 + options.z_loss + options.accuracy) * rows_}, floats);
+  const Tensor divisor = as_float(normalizer), largest_weight = scaled && class_weight_.defined() ? class_weight_.abs().amax() : Tensor();
+  stats_ = at::empty({kSums + (reduced_ ? (1 + options.z_loss + options.accuracy) * rows_ : 0)}, floats);
   int64_t bad_label = options.ignore_index;
   run(cross_entropy_norm, stats_,
-      {.target = data<int64_t>(target_), .class_weight = data<float>(class_weight_), .normalizer = data<float>(divisor), .sums = sums(),
-       .bad_label = &bad_label, .rows = rows_, .cols = cols, .ignore_index = options.ignore_index, .mean = options.reduction == Reduction::Mean});
+      {.target = data<int64_t>(target_), .class_weight = data<float>(class_weight_), .normalizer = data<float>(divisor), .largest_weight = data<float>(largest_weight),
+       .sums = sums(), .bad_label = &bad_label, .rows = rows_, .cols = cols, .ignore_index = options.ignore_index, .mean = options.reduction == Reduction::Mean,
+       .scaled = scaled});
   TORCH_CHECK_INDEX(bad_label == options.ignore_index, "label ", bad_label, " is out of bounds: it is outside [0, ", cols, ") and not ignore_index ", options.ignore_index);
   if (options.predicted) predicted_ = at::empty({rows_}, target_.options());
-  if (!reduced_) return;
-  const auto total = [&](at::ScalarType of, float without_rows) {
+  const auto result = [&](at::ScalarType of, float without_rows) {
+    if (!reduced_) return at::empty({rows_}, floats);
     return rows_ > 0 ? at::empty({}, floats.dtype(of)) : at::full({}, without_rows, floats.dtype(of));
   };
-  loss_ = total(dtype, 0);
-  if (options.z_loss) z_loss_ = total(dtype, 0);
-  if (options.accuracy) accuracy_ = total(at::kFloat, NAN);
+  loss_ = result(dtype, 0);
+  if (options.z_loss) z_loss_ = result(dtype, 0);
+  if (options.accuracy) accuracy_ = result(at::kFloat, NAN);
 }
 
 float* Batch::of_rows(int which, int64_t begin) const {
   if ((which == 1 && !options_.z_loss) || (which == 2 && !options_.accuracy)) return nullptr;
+  if (!reduced_) return data<float>(which == 0 ? loss_ : which == 1 ? z_loss_ : accuracy_) + begin;
   return data<float>(stats_) + kSums + (which == 2 ? 1 + options_.z_loss : which) * rows_ + begin;
 }
 
-Tensor Batch::of_rows(int which) const {
-  float* first = of_rows(which, 0);
-  return first ? stats_.narrow(0, first - data<float>(stats_), rows_) : Tensor();
-}
+Tensor Batch::gradient_scale() const { return stats_.select(0, offsetof(CrossEntropySums, gradient_scale) / sizeof(float)); }
 
 int64_t Batch::valid() const {
   return stats_.narrow(0, offsetof(CrossEntropySums, valid) / sizeof(float), sizeof(int64_t) / sizeof(float)).view(at::kLong).item<int64_t>();
@@ -96,37 +88,52 @@ void Batch::run_rows(const Tensor& x, const Tensor& dx, int64_t begin, const Ten
 }
 
 Results Batch::results(at::ScalarType z_loss_dtype) const {
-  const auto in = [](const Tensor& t, at::ScalarType dtype) { return t.defined() ? t.to(dtype) : t; };
-  if (!reduced_) return {of_rows(0).to(dtype_), in(of_rows(1), z_loss_dtype), of_rows(2), predicted_};
-  return {loss_, in(z_loss_, z_loss_dtype), accuracy_, predicted_};
+  const auto result = [&](const Tensor& t, at::ScalarType dtype) { return t.defined() ? t.to(dtype) : at::empty({0}, stats_.options().dtype(dtype)); };
+  return {loss_.to(dtype_), result(z_loss_, z_loss_dtype), result(accuracy_, at::kFloat), result(predicted_, at::kLong)};
 }
 
 Results empty_results(const Tensor& target, const CrossEntropyOptions& o, at::ScalarType loss_dtype, at::ScalarType z_loss_dtype, const at::TensorOptions& options) {
-  const auto shape = o.reduction == Reduction::None ? c10::SymDimVector{target.sym_size(0)} : c10::SymDimVector{};
-  const auto of = [&](bool wanted, c10::SymIntArrayRef shape, at::ScalarType dtype) { return wanted ? at::empty_symint(shape, options.dtype(dtype)) : Tensor(); };
+  const auto shape = o.reduction == Reduction::None ? c10::SymDimVector(target.sym_sizes()) : c10::SymDimVector{}, none = c10::SymDimVector{0};
+  const auto of = [&](bool wanted, c10::SymIntArrayRef shape, at::ScalarType dtype) { return at::empty_symint(wanted ? shape : none, options.dtype(dtype)); };
   return {of(true, shape, loss_dtype), of(o.z_loss, shape, z_loss_dtype), of(o.accuracy, shape, at::kFloat), of(o.predicted, target.sym_sizes(), at::kLong)};
 }
 
-using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+Tensor unscaled(const Tensor& g, const Tensor& scale) { return scale.dim() == 0 ? g.to(at::kFloat) / scale : g; }
 
+CrossEntropyResult as_struct(const Results& r, const CrossEntropyOptions& o) {
+  return {std::get<0>(r), if_wanted(o.z_loss, std::get<1>(r)), if_wanted(o.accuracy, std::get<2>(r)), if_wanted(o.predicted, std::get<3>(r))};
+}
+
+using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+/// The results, dx, and the power of two that dx is still to be divided by: empty but for float16, in which a mean's gradients would vanish before a
+/// loss scale reaches them.
 Forward forward(const Tensor& x_, const Tensor& target, const OptTensor& class_weight, at::IntArrayRef flags, at::ArrayRef<double> scales, bool with_dx) {
   const CrossEntropyOptions options = unpack(flags, scales);
-  check_rows("cross_entropy", x_);
-  TORCH_CHECK(x_.dim() == 2, "cross_entropy: expected logits [rows, classes], got ", x_.sym_sizes());
-  check_target("cross_entropy", target, x_.sym_size(0), x_.device());
-  check_options("cross_entropy", options, class_weight, x_.sym_size(1));
+  Arguments("cross_entropy", "x", x_).shaped("target", target, x_.sym_sizes().slice(0, x_.dim() - 1), Type::Integer)
+      .vector("class_weight", class_weight, x_.sym_size(-1), Type::Floating);
+  check_options("cross_entropy", options, x_.sym_size(-1));
   const auto dtype = x_.scalar_type();
-  const Tensor dx = with_dx ? output(at::empty_symint(x_.sym_sizes(), x_.options())) : Tensor();
-  const auto all = [&](const Results& r) { return std::tuple_cat(r, std::make_tuple(dx)); };
-  if (x_.is_meta()) return all(empty_results(target, options, dtype, dtype, x_.options()));
+  const bool scaled = with_dx && dtype == at::kHalf;
+  const Tensor dx = with_dx ? output(at::empty_symint(x_.sym_sizes(), x_.options())) : at::empty({0}, x_.options());
+  const auto all = [&](const Results& r, const Tensor& scale) { return std::tuple_cat(r, std::make_tuple(dx, or_empty(scale, x_.options().dtype(at::kFloat)))); };
+  if (x_.is_meta()) return all(empty_results(target, options, dtype, dtype, x_.options()), scaled ? at::empty({}, x_.options().dtype(at::kFloat)) : Tensor());
   const Rows x(x_);
-  Batch batch(target, class_weight, {}, x_.size(1), options, dtype);
-  batch.run_rows(x.tensor, dx, 0, {});
-  return all(batch.results(dtype));
+  const auto matrix = [&](const Tensor& t, int64_t stride) { return t.dim() == 2 ? t : t.as_strided({target.numel(), cols(t)}, {stride, 1}); };
+  Batch batch(target, class_weight, {}, cols(x_), options, dtype, scaled);
+  batch.run_rows(matrix(x.tensor, x.stride), with_dx ? matrix(dx, cols(x_)) : Tensor(), 0, {});
+  Results results = batch.results(dtype);
+  if (target.dim() != 1) {
+    const auto shaped = [&](Tensor& t, bool of_rows) { if (of_rows) t = t.view(target.sizes()); };
+    const bool each = options.reduction == Reduction::None;
+    shaped(std::get<0>(results), each), shaped(std::get<1>(results), each && options.z_loss), shaped(std::get<2>(results), each && options.accuracy);
+    shaped(std::get<3>(results), options.predicted);
+  }
+  return all(results, scaled ? batch.gradient_scale().clone() : Tensor());
 }
 
 Results inference(const Tensor& x, const Tensor& target, const OptTensor& class_weight, at::IntArrayRef flags, at::ArrayRef<double> scales) {
-  auto [loss, z_loss, accuracy, predicted, dx] = forward(x, target, class_weight, flags, scales, false);
+  auto [loss, z_loss, accuracy, predicted, dx, scale] = forward(x, target, class_weight, flags, scales, false);
   return {loss, z_loss, accuracy, predicted};
 }
 
@@ -134,17 +141,18 @@ constexpr Op<"liger::cross_entropy", inference> public_op;
 constexpr Op<"liger::cross_entropy_forward", forward> forward_op;
 
 /// The gradient is made in forward, where the row is on chip; backward scales it by the upstream gradient.
-struct Autograd : torch::autograd::Function<Autograd> {
+struct Autograd {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& target, const OptTensor& class_weight,
                                at::IntArrayRef flags, at::ArrayRef<double> scales, Results* results) {
-    auto [loss, z_loss, accuracy, predicted, dx] = forward_op(x, target, class_weight, flags, scales, true);
-    ctx->save_for_backward({dx});
+    auto [loss, z_loss, accuracy, predicted, dx, scale] = forward_op(x, target, class_weight, flags, scales, true);
+    ctx->save_for_backward({dx, scale});
     *results = {loss, z_loss, accuracy, predicted};
     return {loss};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    return {scaled(ctx->get_saved_variables()[0], grads[0]), {}, {}, {}, {}, {}};
+    const auto saved = ctx->get_saved_variables();
+    return {scaled(saved[0], unscaled(grads[0], saved[1])), {}, {}, {}, {}, {}};
   }
 };
 
@@ -152,8 +160,7 @@ struct Autograd : torch::autograd::Function<Autograd> {
 
 CrossEntropyResult cross_entropy(const Tensor& x, const Tensor& target, const CrossEntropyOptions& options, const OptTensor& class_weight) {
   using namespace op::cross_entropy;
-  auto [loss, z_loss, accuracy, predicted] = public_op(x, target, class_weight, flags(options), scales(options));
-  return {loss, z_loss, accuracy, predicted};
+  return as_struct(public_op(x, target, class_weight, flags(options), scales(options)), options);
 }
 
 TORCH_LIBRARY_FRAGMENT(liger, m) {
@@ -162,7 +169,7 @@ TORCH_LIBRARY_FRAGMENT(liger, m) {
   m.def("cross_entropy(Tensor x, Tensor target, Tensor? class_weight, int[] flags, float[] scales) "
         "-> (Tensor loss, Tensor z_loss, Tensor accuracy, Tensor predicted)");
   m.def("cross_entropy_forward(Tensor x, Tensor target, Tensor? class_weight, int[] flags, float[] scales, bool with_dx) "
-        "-> (Tensor loss, Tensor z_loss, Tensor accuracy, Tensor predicted, Tensor dx)");
+        "-> (Tensor loss, Tensor z_loss, Tensor accuracy, Tensor predicted, Tensor dx, Tensor scale)");
 }
 LIGER_IMPL(cross_entropy, m) {
   m.impl("cross_entropy", op::cross_entropy::inference);

@@ -13,16 +13,11 @@ Divergence parse(int64_t kind, double parameter) {
   return parameter == 0 ? Divergence::LogKL : parameter == 1 ? Divergence::ReverseKL : Divergence::JensenShannon;
 }
 
-void check(const Tensor& x, const Tensor& target, const OptTensor& labels) {
-  check_rows("divergence", x);
-  dtype_of(target);
-  TORCH_CHECK(x.dim() == 2, "divergence: expected [rows, cols], got ", x.sym_sizes());
-  TORCH_CHECK(target.sym_sizes() == x.sym_sizes() && target.device() == x.device(), "divergence: target must be ", x.sym_sizes(), " on ", x.device(),
-              ", got ", target.sym_sizes(), " on ", target.device());
-  if (!labels) return;
-  TORCH_CHECK(labels->dim() == 1 && labels->sym_size(0) == x.sym_size(0) && labels->device() == x.device(), "divergence: labels must be [",
-              x.sym_size(0), "] on ", x.device(), ", got ", labels->sym_sizes(), " on ", labels->device());
-  TORCH_CHECK_TYPE(at::isIntegralType(labels->scalar_type(), false), "divergence: labels must be integers, got ", labels->scalar_type());
+Arguments check(const char* op, const Tensor& x, const Tensor& target, const OptTensor& labels) {
+  Arguments arguments(op, "x", x);
+  TORCH_CHECK(x.dim() == 2, op, ": x must be [rows, cols], got ", x.sym_sizes());
+  arguments.shaped("target", target, x.sym_sizes(), Type::Kernels).vector("labels", labels, x.sym_size(0), Type::Integer);
+  return arguments;
 }
 
 /// The operands as the kernels read them.
@@ -48,7 +43,8 @@ using Forward = std::tuple<Tensor, Tensor, Tensor>;
 /// vanish before the loss scale reaches it.
 Forward forward(const Tensor& x_, const Tensor& target_, const OptTensor& labels_, int64_t kind, double parameter, int64_t ignore_index,
                 int64_t reduction_, at::ScalarType dtype, bool with_dx) {
-  check(x_, target_, labels_);
+  check("divergence", x_, target_, labels_);
+  TORCH_CHECK_TYPE(has_dtype(dtype), "divergence: dtype, the loss's, must be float32, float16 or bfloat16, got ", dtype);
   parse(kind, parameter);
   TORCH_CHECK_VALUE(reduction_ >= 0 && reduction_ <= 3, "divergence: reduction is 0 (none), 1 (mean), 2 (sum) or 3 (batchmean), not ", reduction_);
   const Reduction reduction(static_cast<Reduction>(reduction_));
@@ -94,8 +90,7 @@ Tensor inference(const Tensor& x, const Tensor& target, const OptTensor& labels,
 
 /// For losses without a reduction: g has x's shape.
 Tensor backward(const Tensor& g, const Tensor& x, const Tensor& target, const OptTensor& labels, int64_t kind, double parameter, int64_t ignore_index) {
-  check(x, target, labels);
-  TORCH_CHECK(g.sym_sizes() == x.sym_sizes(), "divergence: the gradient must be ", x.sym_sizes(), ", got ", g.sym_sizes());
+  check("divergence_backward", x, target, labels).shaped("g", g, x.sym_sizes(), Type::Floating);
   const Tensor dx = output(at::empty_symint(x.sym_sizes(), x.options()));
   if (dx.is_meta()) return dx;
   const Operands in(x, target, labels);
@@ -111,7 +106,7 @@ constexpr Op<"liger::divergence_forward", forward> forward_op;
 constexpr Op<"liger::divergence_backward", backward> backward_op;
 
 /// The gradient of a sum is made in forward, where both rows are on chip; that of single losses in backward.
-struct Autograd : torch::autograd::Function<Autograd> {
+struct Autograd {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& target, const OptTensor& labels, int64_t kind, double parameter,
                         int64_t ignore_index, int64_t reduction, at::ScalarType dtype) {
     const bool each = Reduction(reduction) == Reduction::None;

@@ -5,18 +5,17 @@
 namespace liger {
 namespace op::selective_log_softmax {
 
-void check(const Tensor& x, const Tensor& ids, double temperature) {
-  check_rows("selective_log_softmax", x);
-  TORCH_CHECK(ids.sym_sizes() == x.sym_sizes().slice(0, x.dim() - 1) && ids.device() == x.device(), "selective_log_softmax: ids must be ",
-              x.sym_sizes().slice(0, x.dim() - 1), " on ", x.device(), ", got ", ids.sym_sizes(), " on ", ids.device());
-  TORCH_CHECK_TYPE(at::isIntegralType(ids.scalar_type(), false), "selective_log_softmax: ids must be integers, got ", ids.scalar_type());
-  TORCH_CHECK_VALUE(temperature > 0, "selective_log_softmax: temperature must be positive, got ", temperature);
+Arguments check(const char* op, const Tensor& x, const Tensor& ids, double temperature) {
+  Arguments arguments(op, "x", x);
+  arguments.shaped("ids", ids, x.sym_sizes().slice(0, x.dim() - 1), Type::Integer);
+  TORCH_CHECK_VALUE(temperature > 0, op, ": temperature must be positive, got ", temperature);
+  return arguments;
 }
 
 using Forward = std::tuple<Tensor, Tensor, Tensor>;
 
 Forward forward(const Tensor& x_, const Tensor& ids_, double temperature, int64_t ignore_index) {
-  check(x_, ids_, temperature);
+  check("selective_log_softmax", x_, ids_, temperature);
   const Tensor logp = empty_stat(x_), entropy = empty_stat(x_), stats = at::empty_symint({logp.sym_numel(), 3}, logp.options());
   if (x_.is_meta() || logp.numel() == 0) return {logp, entropy, stats};
   const Rows x(x_);
@@ -42,13 +41,15 @@ std::tuple<Tensor, Tensor> inference(const Tensor& x, const Tensor& ids, double 
   return {logp, entropy};
 }
 
-Tensor backward(const Tensor& dlogp_, const Tensor& dentropy_, const Tensor& x_, const Tensor& ids_, const Tensor& stats,
+Tensor backward(const Tensor& dlogp_, const Tensor& dentropy_, const Tensor& x_, const Tensor& ids_, const Tensor& stats_,
                 double temperature, int64_t ignore_index) {
-  check(x_, ids_, temperature);
+  const auto a_row = x_.sym_sizes().slice(0, x_.dim() - 1);
+  check("selective_log_softmax_backward", x_, ids_, temperature).shaped("dlogp", dlogp_, a_row, Type::Floating).shaped("dentropy", dentropy_, a_row, Type::Floating)
+      .count("stats", stats_, 3 * sym_rows(x_));
   const Tensor dx = output(at::empty_symint(x_.sym_sizes(), x_.options()));
-  if (dx.is_meta()) return dx;
+  if (dx.is_meta() || dx.numel() == 0) return dx;
   const Rows x(x_);
-  const Tensor ids = ids_.to(at::kLong).contiguous(), dlogp = dlogp_.to(at::kFloat).contiguous(), dentropy = dentropy_.to(at::kFloat).contiguous();
+  const Tensor stats = stats_.contiguous(), ids = ids_.to(at::kLong).contiguous(), dlogp = dlogp_.to(at::kFloat).contiguous(), dentropy = dentropy_.to(at::kFloat).contiguous();
   run(selective_backward, dx,
       {.dlogp = data<float>(dlogp), .dentropy = data<float>(dentropy), .x = data(x.tensor), .ids = data<int64_t>(ids), .stats = data<float>(stats),
        .dx = dx.data_ptr(), .rows = rows(dx), .cols = cols(dx), .x_stride = x.stride, .ignore_index = ignore_index,
@@ -60,7 +61,7 @@ constexpr Op<"liger::selective_log_softmax", inference> public_op;
 constexpr Op<"liger::selective_log_softmax_forward", forward> forward_op;
 constexpr Op<"liger::selective_log_softmax_backward", backward> backward_op;
 
-struct Autograd : torch::autograd::Function<Autograd> {
+struct Autograd {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& ids, double temperature, int64_t ignore_index) {
     auto [logp, entropy, stats] = forward_op(x, ids, temperature, ignore_index);
     ctx->save_for_backward({x, ids, stats});

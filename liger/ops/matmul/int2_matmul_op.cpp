@@ -11,7 +11,7 @@ Tensor forward(const Tensor& a_, const Tensor& b_) {
   TORCH_CHECK(a_.dim() == 2 && b_.dim() == 2 && a_.sym_size(1) == 4 * b_.sym_size(0), "int2_matmul: expected a [m, 4 p] and b [p, n], got ", a_.sym_sizes(),
               " and ", b_.sym_sizes());
   TORCH_CHECK_VALUE(b_.sym_size(0) < int64_t(1) << 31, "int2_matmul: b must have fewer than 2^31 rows, got ", b_.sym_size(0));
-  TORCH_CHECK(a_.device() == b_.device(), "int2_matmul: a is on ", a_.device(), ", b on ", b_.device());
+  TORCH_CHECK(a_.device() == b_.device(), "int2_matmul: b must be on ", a_.device(), ", got ", b_.device());
   const Tensor out = at::empty_symint({a_.sym_size(0), b_.sym_size(1)}, a_.options().dtype(at::kInt));
   if (out.is_meta() || out.numel() == 0) return out;
   const Tensor a = a_.contiguous();

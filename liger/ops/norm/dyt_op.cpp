@@ -11,15 +11,15 @@ Tensor forward(const Tensor& x, const Tensor& alpha, const Tensor& w, const OptT
 /// (dx, dalpha, dw, db).
 std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& dy, const Tensor& x, const Tensor& alpha, const Tensor& w, const OptTensor& b, bool with_dx,
                                                     bool with_dalpha, bool with_dw, bool with_db) {
-  const auto d = norm::backward("dyt", Norm::Tanh, dy, {}, {.x = x, .w = w, .b = b, .alpha = alpha}, {}, {}, {.x = with_dx, .w = with_dw, .b = with_db, .alpha = with_dalpha});
-  return {d.x, d.alpha, d.w, d.b};
+  const auto d = norm::backward("dyt_backward", Norm::Tanh, dy, {}, {.x = x, .w = w, .b = b, .alpha = alpha}, {}, {}, {.x = with_dx, .w = with_dw, .b = with_db, .alpha = with_dalpha});
+  return {or_empty(d.x, x.options()), or_empty(d.alpha, x.options()), or_empty(d.w, x.options()), or_empty(d.b, x.options())};
 }
 
 constexpr Op<"liger::dyt", forward> public_op;
 constexpr Op<"liger::dyt_forward", forward> forward_op;
 constexpr Op<"liger::dyt_backward", backward> backward_op;
 
-struct Autograd : torch::autograd::Function<Autograd> {
+struct Autograd {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& alpha, const Tensor& w, const OptTensor& b) {
     ctx->save_for_backward({x, alpha, w, value_or_undefined(b)});
     ctx->saved_data["wants"] = std::make_tuple(wants_grad(x), wants_grad(alpha), wants_grad(w), wants_grad(b));
@@ -30,7 +30,7 @@ struct Autograd : torch::autograd::Function<Autograd> {
     const auto saved = ctx->get_saved_variables();
     const auto [with_dx, with_dalpha, with_dw, with_db] = ctx->saved_data["wants"].to<std::tuple<bool, bool, bool, bool>>();
     auto [dx, dalpha, dw, db] = backward_op(grads[0], saved[0], saved[1], saved[2], optional(saved[3]), with_dx, with_dalpha, with_dw, with_db);
-    return {dx, dalpha, dw, db};
+    return {if_wanted(with_dx, dx), if_wanted(with_dalpha, dalpha), if_wanted(with_dw, dw), if_wanted(with_db, db)};
   }
 };
 

@@ -19,16 +19,15 @@ Pair inference(const Tensor& x, const Tensor& residual, const OptTensor& w, doub
 
 /// (dx, dw): x's gradient is the residual's too.
 Pair backward(const Tensor& dy, const OptTensor& ds, const Tensor& s, const OptTensor& w, const Tensor& rstd, double offset, int64_t casting, bool with_dx, bool with_dw) {
-  if (ds) check_like("the gradient of the sum", *ds, s);
-  const auto d = norm::backward("fused_add_rms_norm", Norm::Added, dy, ds, {.x = s, .w = w}, {}, rstd, {with_dx, with_dw}, {offset, casting});
-  return {d.x, d.w};
+  const auto d = norm::backward("fused_add_rms_norm_backward", Norm::Added, dy, ds, {.x = s, .w = w}, {}, rstd, {with_dx, with_dw}, {offset, casting});
+  return {or_empty(d.x, s.options()), or_empty(d.w, s.options())};
 }
 
 constexpr Op<"liger::fused_add_rms_norm", inference> public_op;
 constexpr Op<"liger::fused_add_rms_norm_forward", forward> forward_op;
 constexpr Op<"liger::fused_add_rms_norm_backward", backward> backward_op;
 
-struct Autograd : torch::autograd::Function<Autograd> {
+struct Autograd {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& residual, const OptTensor& w, double eps, double offset, int64_t casting) {
     auto [y, s, rstd] = forward_op(x, residual, w, eps, offset, casting);
     ctx->save_for_backward({s, value_or_undefined(w), rstd});
@@ -43,7 +42,7 @@ struct Autograd : torch::autograd::Function<Autograd> {
     Tensor d = grads[1], dw;
     if (grads[0].defined())
       std::tie(d, dw) = backward_op(grads[0], optional(grads[1]), saved[0], optional(saved[1]), saved[2], offset, casting, with_dx || with_dresidual, with_dw);
-    return {with_dx ? d : Tensor(), with_dresidual ? d : Tensor(), dw, {}, {}, {}};
+    return {if_wanted(with_dx, d), if_wanted(with_dresidual, d), if_wanted(with_dw, dw), {}, {}, {}};
   }
 };
 

@@ -7,15 +7,13 @@ namespace op::group_norm {
 
 /// What both passes are told of x [samples, channels, ...] and the vectors, checked; one element of w and b a channel.
 struct Operands {
+  Arguments arguments;
   Tensor x, w, b;
 
-  Operands(const Tensor& in, const OptTensor& weight, const OptTensor& bias, int64_t groups) {
-    TORCH_CHECK(in.dim() >= 2, "group_norm: expected [N, channels, ...], got ", in.sym_sizes());
-    check_rows("group_norm", in);
-    TORCH_CHECK(groups > 0 && in.sym_size(1) % groups == 0, "group_norm: the number of groups, ", groups, ", does not divide that of channels, ", in.sym_size(1));
-    const Tensor channels_last = in.transpose(1, -1);
-    if (weight) check_row_vector("group_norm", "weight", *weight, channels_last);
-    if (bias) check_row_vector("group_norm", "bias", *bias, channels_last);
+  Operands(const char* op, const Tensor& in, const OptTensor& weight, const OptTensor& bias, int64_t groups) : arguments(op, "x", in) {
+    TORCH_CHECK(in.dim() >= 2, op, ": x must be [N, channels, ...], got ", in.sym_sizes());
+    TORCH_CHECK(groups > 0 && in.sym_size(1) % groups == 0, op, ": the number of groups, ", groups, ", does not divide that of channels, ", in.sym_size(1));
+    arguments.vector("weight", weight, in.sym_size(1)).vector("bias", bias, in.sym_size(1));
     x = in.contiguous(), w = contiguous(weight), b = contiguous(bias);
     if (w.defined() && b.defined() && w.scalar_type() != b.scalar_type()) w = w.to(at::kFloat), b = b.to(at::kFloat);
   }
@@ -32,7 +30,7 @@ struct Operands {
 
 /// (y, mean, rstd).
 std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const OptTensor& w, const OptTensor& b, int64_t groups, double eps) {
-  const Operands in(x, w, b, groups);
+  const Operands in("group_norm", x, w, b, groups);
   const Tensor y = output(at::empty_symint(x.sym_sizes(), in.x.options())), mean = at::empty_symint({x.sym_size(0), groups}, x.options().dtype(at::kFloat)), rstd = at::empty_like(mean);
   if (x.is_meta() || x.numel() == 0) return {y, mean, rstd};
   auto a = in.describe<GroupNormForward>(groups, mean, rstd);
@@ -44,12 +42,14 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const OptTensor& w, 
 Tensor inference(const Tensor& x, const OptTensor& w, const OptTensor& b, int64_t groups, double eps) { return std::get<0>(forward(x, w, b, groups, eps)); }
 
 /// (dx, dw, db).
-std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dy_, const Tensor& x, const OptTensor& w, const OptTensor& b, const Tensor& mean, const Tensor& rstd, int64_t groups, bool with_dx,
+std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dy_, const Tensor& x, const OptTensor& w, const OptTensor& b, const Tensor& mean_, const Tensor& rstd_, int64_t groups, bool with_dx,
                                             bool with_dw, bool with_db) {
-  check_like("the gradient", dy_, x);
-  const Operands in(x, w, b, groups);
-  const Tensor dy = dy_.contiguous(), dx = with_dx ? output(at::empty_symint(x.sym_sizes(), in.x.options())) : Tensor();
-  if (x.is_meta() || x.numel() == 0) return {dx, with_dw ? at::zeros_like(*w) : Tensor(), with_db ? at::zeros_like(*b) : Tensor()};
+  const Operands in("group_norm_backward", x, w, b, groups);
+  in.arguments.like("dy", dy_).count("mean", mean_, x.sym_size(0) * groups).count("rstd", rstd_, x.sym_size(0) * groups).present("with_dw", with_dw, "weight", w)
+      .present("with_db", with_db, "bias", b);
+  const Tensor dy = dy_.contiguous(), mean = mean_.contiguous(), rstd = rstd_.contiguous();
+  const Tensor dx = with_dx ? output(at::empty_symint(x.sym_sizes(), in.x.options())) : Tensor();
+  if (x.is_meta() || x.numel() == 0) return {or_empty(dx, x.options()), with_dw ? at::zeros_like(*w) : at::empty({0}, x.options()), with_db ? at::zeros_like(*b) : at::empty({0}, x.options())};
   auto a = in.describe<GroupNormBackward>(groups, mean, rstd);
   const auto shares = [&](bool wanted) { return wanted ? at::empty({1, a.samples * a.segments(), x.size(1)}, mean.options()) : Tensor(); };
   const Tensor dw = shares(with_dw), db = shares(with_db);
@@ -58,14 +58,14 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dy_, const Tensor& x, 
   Totals totals;
   const Tensor w_gradient = with_dw ? totals.of(dw, *w) : Tensor(), b_gradient = with_db ? totals.of(db, *b) : Tensor();
   totals.run();
-  return {dx, w_gradient, b_gradient};
+  return {or_empty(dx, x.options()), or_empty(w_gradient, x.options()), or_empty(b_gradient, x.options())};
 }
 
 constexpr Op<"liger::group_norm", inference> public_op;
 constexpr Op<"liger::group_norm_forward", forward> forward_op;
 constexpr Op<"liger::group_norm_backward", backward> backward_op;
 
-struct Autograd : torch::autograd::Function<Autograd> {
+struct Autograd {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptTensor& w, const OptTensor& b, int64_t groups, double eps) {
     auto [y, mean, rstd] = forward_op(x, w, b, groups, eps);
     ctx->save_for_backward({x, value_or_undefined(w), value_or_undefined(b), mean, rstd});
@@ -77,7 +77,7 @@ struct Autograd : torch::autograd::Function<Autograd> {
     const auto saved = ctx->get_saved_variables();
     const auto [groups, with_dx, with_dw, with_db] = ctx->saved_data["attrs"].to<std::tuple<int64_t, bool, bool, bool>>();
     auto [dx, dw, db] = backward_op(grads[0], saved[0], optional(saved[1]), optional(saved[2]), saved[3], saved[4], groups, with_dx, with_dw, with_db);
-    return {dx, dw, db, {}, {}};
+    return {if_wanted(with_dx, dx), if_wanted(with_dw, dw), if_wanted(with_db, db), {}, {}};
   }
 };
 

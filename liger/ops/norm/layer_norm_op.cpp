@@ -15,15 +15,15 @@ Tensor inference(const Tensor& x, const OptTensor& w, const OptTensor& b, double
 /// (dx, dw, db).
 std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dy, const Tensor& x, const OptTensor& w, const OptTensor& b, const Tensor& mean, const Tensor& rstd, bool with_dx,
                                             bool with_dw, bool with_db) {
-  const auto d = norm::backward("layer_norm", Norm::Layer, dy, {}, {.x = x, .w = w, .b = b}, mean, rstd, {.x = with_dx, .w = with_dw, .b = with_db});
-  return {d.x, d.w, d.b};
+  const auto d = norm::backward("layer_norm_backward", Norm::Layer, dy, {}, {.x = x, .w = w, .b = b}, mean, rstd, {.x = with_dx, .w = with_dw, .b = with_db});
+  return {or_empty(d.x, x.options()), or_empty(d.w, x.options()), or_empty(d.b, x.options())};
 }
 
 constexpr Op<"liger::layer_norm", inference> public_op;
 constexpr Op<"liger::layer_norm_forward", forward> forward_op;
 constexpr Op<"liger::layer_norm_backward", backward> backward_op;
 
-struct Autograd : torch::autograd::Function<Autograd> {
+struct Autograd {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptTensor& w, const OptTensor& b, double eps) {
     auto [y, mean, rstd] = forward_op(x, w, b, eps);
     ctx->save_for_backward({x, value_or_undefined(w), value_or_undefined(b), mean, rstd});
@@ -35,7 +35,7 @@ struct Autograd : torch::autograd::Function<Autograd> {
     const auto saved = ctx->get_saved_variables();
     const auto [with_dx, with_dw, with_db] = ctx->saved_data["wants"].to<std::tuple<bool, bool, bool>>();
     auto [dx, dw, db] = backward_op(grads[0], saved[0], optional(saved[1]), optional(saved[2]), saved[3], saved[4], with_dx, with_dw, with_db);
-    return {dx, dw, db, {}};
+    return {if_wanted(with_dx, dx), if_wanted(with_dw, dw), if_wanted(with_db, db), {}};
   }
 };
 

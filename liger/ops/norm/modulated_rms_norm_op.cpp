@@ -16,16 +16,16 @@ Tensor inference(const Tensor& x, const OptTensor& w, const Tensor& scale, const
 /// (dx, dw, dscale, dshift).
 std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& dy, const Tensor& x, const OptTensor& w, const Tensor& scale, const OptTensor& shift, const Tensor& rstd,
                                                     double offset, int64_t casting, bool with_dx, bool with_dw, bool with_dscale, bool with_dshift) {
-  const auto d = norm::backward("modulated_rms_norm", Norm::Modulated, dy, {}, {.x = x, .w = w, .scale = scale, .shift = shift}, {}, rstd,
+  const auto d = norm::backward("modulated_rms_norm_backward", Norm::Modulated, dy, {}, {.x = x, .w = w, .scale = scale, .shift = shift}, {}, rstd,
                                 {.x = with_dx, .w = with_dw, .scale = with_dscale, .shift = with_dshift}, {offset, casting});
-  return {d.x, d.w, d.scale, d.shift};
+  return {or_empty(d.x, x.options()), or_empty(d.w, x.options()), or_empty(d.scale, x.options()), or_empty(d.shift, x.options())};
 }
 
 constexpr Op<"liger::modulated_rms_norm", inference> public_op;
 constexpr Op<"liger::modulated_rms_norm_forward", forward> forward_op;
 constexpr Op<"liger::modulated_rms_norm_backward", backward> backward_op;
 
-struct Autograd : torch::autograd::Function<Autograd> {
+struct Autograd {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptTensor& w, const Tensor& scale, const OptTensor& shift, double eps, double offset, int64_t casting) {
     auto [y, rstd] = forward_op(x, w, scale, shift, eps, offset, casting);
     ctx->save_for_backward({x, value_or_undefined(w), scale, value_or_undefined(shift), rstd});
@@ -38,7 +38,7 @@ struct Autograd : torch::autograd::Function<Autograd> {
     const auto [offset, casting, with_dx, with_dw, with_dscale, with_dshift] = ctx->saved_data["attrs"].to<std::tuple<double, int64_t, bool, bool, bool, bool>>();
     auto [dx, dw, dscale, dshift] = backward_op(grads[0], saved[0], optional(saved[1]), saved[2], optional(saved[3]), saved[4], offset, casting, with_dx, with_dw, with_dscale,
                                                 with_dshift);
-    return {dx, dw, dscale, dshift, {}, {}, {}};
+    return {if_wanted(with_dx, dx), if_wanted(with_dw, dw), if_wanted(with_dscale, dscale), if_wanted(with_dshift, dshift), {}, {}, {}};
   }
 };
 

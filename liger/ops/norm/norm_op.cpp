@@ -8,35 +8,29 @@ Casting parse(const char* name, int64_t casting) {
   return Casting(casting);
 }
 
-void check_modulation(const char* name, const char* what, const Tensor& m, const Tensor& x) {
+void check_modulation(const char* name, const char* what, const Tensor& m, const Tensor& x, const Arguments& arguments) {
+  arguments.any(what, m, Type::SameOrFloat);
   TORCH_CHECK(m.dim() > 0 && (m.sym_numel() > 0 || x.sym_numel() == 0) && m.sym_size(-1) == x.sym_size(-1), name, ": ", what, " must be [..., ", x.sym_size(-1), "], got ", m.sym_sizes());
   TORCH_CHECK(x.sym_numel() == 0 || x.sym_numel() % m.sym_numel() == 0, name, ": the rows of ", what, " must divide the input's, got ", m.sym_sizes(), " for ", x.sym_sizes());
-  TORCH_CHECK(m.device() == x.device(), name, ": ", what, " is on ", m.device(), ", the input on ", x.device());
-  TORCH_CHECK_TYPE(m.scalar_type() == x.scalar_type() || m.scalar_type() == at::kFloat, name, ": ", what, " must be ", x.scalar_type(), " or float, got ", m.scalar_type());
 }
 
 /// The inputs as kernels read them, checked.
 struct Operands {
+  Arguments arguments;
   Tensor x, w, b, residual, scale, shift, alpha;
 
-  Operands(const char* name, const Inputs& in) {
-    check_rows(name, in.x);
-    if (in.w) check_row_vector(name, "weight", *in.w, in.x);
-    if (in.b) check_row_vector(name, "bias", *in.b, in.x);
+  Operands(const char* name, const Inputs& in, const char* x_name = "x") : arguments(name, x_name, in.x) {
+    arguments.vector("weight", in.w, in.x.sym_size(-1)).vector("bias", in.b, in.x.sym_size(-1)).like("residual", in.residual).count("alpha", in.alpha, 1, Type::Kernels);
     x = in.x.contiguous();
     w = contiguous(in.w), b = contiguous(in.b), residual = contiguous(in.residual), scale = contiguous(in.scale), shift = contiguous(in.shift);
     if (w.defined() && b.defined() && w.scalar_type() != b.scalar_type()) w = w.to(at::kFloat), b = b.to(at::kFloat);
-    if (residual.defined()) check_like((std::string(name) + ": residual").c_str(), residual, x);
-    if (scale.defined()) check_modulation(name, "scale", scale, x);
+    if (scale.defined()) check_modulation(name, "scale", scale, x, arguments);
     if (shift.defined()) {
+      arguments.any("shift", shift, Type::SameOrFloat);
       TORCH_CHECK(shift.sym_numel() == scale.sym_numel(), name, ": shift must be as large as scale, ", scale.sym_sizes(), ", got ", shift.sym_sizes());
       shift = shift.to(scale.scalar_type());
     }
-    if (in.alpha) {
-      TORCH_CHECK(in.alpha->sym_numel() == 1 && in.alpha->device() == x.device(), name, ": alpha must be one number on ", x.device(), ", got ", in.alpha->sym_sizes(),
-                  " on ", in.alpha->device());
-      alpha = *in.alpha;
-    }
+    if (in.alpha) alpha = *in.alpha;
   }
 
   template <class Args>
@@ -67,11 +61,14 @@ Outputs forward(const char* name, Norm norm, const Inputs& inputs, double eps, R
   return out;
 }
 
-Gradients backward(const char* name, Norm norm, const Tensor& dy_, const OptTensor& ds_, const Inputs& inputs, const Tensor& mean, const Tensor& rstd, Wants wants,
+Gradients backward(const char* name, Norm norm, const Tensor& dy_, const OptTensor& ds_, const Inputs& inputs, const Tensor& mean_, const Tensor& rstd_, Wants wants,
                    Rounding rounding) {
-  check_like("the gradient", dy_, inputs.x);
-  const Operands in(name, inputs);
-  const Tensor dy = dy_.contiguous(), ds = contiguous(ds_);
+  const Operands in(name, inputs, norm == Norm::Added ? "s" : "x");
+  in.arguments.like("dy", dy_).like("ds", ds_).present("with_dw", wants.w, "weight", inputs.w).present("with_db", wants.b, "bias", inputs.b)
+      .present("with_dshift", wants.shift, "shift", inputs.shift);
+  if (mean_.defined()) in.arguments.count("mean", mean_, sym_rows(inputs.x));
+  if (rstd_.defined()) in.arguments.count("rstd", rstd_, sym_rows(inputs.x));
+  const Tensor dy = dy_.contiguous(), ds = contiguous(ds_), mean = contiguous(optional(mean_)), rstd = contiguous(optional(rstd_));
   Gradients d;
   if (wants.x) d.x = output(at::empty_symint(inputs.x.sym_sizes(), in.x.options()));
   if (in.x.is_meta() || rows(in.x) == 0) {

@@ -5,15 +5,13 @@
 namespace liger {
 namespace op::poly_norm {
 
-void check(const Tensor& x, const Tensor& w, const Tensor& b) {
-  check_rows("poly_norm", x);
-  TORCH_CHECK(w.dim() == 1 && w.sym_size(0) == 3 && b.sym_numel() == 1, "poly_norm: weight must be [3] and bias one number, got ", w.sym_sizes(), " and ", b.sym_sizes());
-  TORCH_CHECK(w.device() == x.device() && b.device() == x.device(), "poly_norm: weight is on ", w.device(), ", bias on ", b.device(), ", the input on ", x.device());
+Arguments check(const char* op, const Tensor& x, const Tensor& w, const Tensor& b) {
+  return Arguments(op, "x", x).vector("weight", w, 3, Type::Kernels).count("bias", b, 1, Type::Kernels);
 }
 
 /// (y, rstd [..., 3]).
 std::tuple<Tensor, Tensor> forward(const Tensor& x_, const Tensor& w_, const Tensor& b_, double eps) {
-  check(x_, w_, b_);
+  check("poly_norm", x_, w_, b_);
   const Tensor x = x_.contiguous(), y = output(at::empty_like(x));
   auto shape = c10::SymDimVector(x.sym_sizes());
   shape.back() = 3;
@@ -27,19 +25,19 @@ std::tuple<Tensor, Tensor> forward(const Tensor& x_, const Tensor& w_, const Ten
 }
 
 /// (dx, dw, db).
-std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dy_, const Tensor& x_, const Tensor& w_, const Tensor& b, const Tensor& rstd, bool with_dx, bool with_dw, bool with_db) {
-  check_like("poly_norm: the gradient", dy_, x_);
-  const Tensor x = x_.contiguous(), dy = dy_.contiguous(), dx = with_dx ? output(at::empty_like(x)) : Tensor();
-  const auto zeros = [](bool wanted, const Tensor& like) { return wanted ? at::zeros_like(like) : Tensor(); };
+std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dy_, const Tensor& x_, const Tensor& w_, const Tensor& b, const Tensor& rstd_, bool with_dx, bool with_dw, bool with_db) {
+  check("poly_norm_backward", x_, w_, b).like("dy", dy_).count("rstd", rstd_, 3 * sym_rows(x_));
+  const Tensor x = x_.contiguous(), dy = dy_.contiguous(), rstd = rstd_.contiguous(), dx = with_dx ? output(at::empty_like(x)) : at::empty({0}, x.options());
+  const auto zeros = [](bool wanted, const Tensor& like) { return wanted ? at::zeros_like(like) : at::empty({0}, like.options()); };
   if (x.is_meta() || rows(x) == 0) return {dx, zeros(with_dw, w_), zeros(with_db, b)};
   // Sums of four numbers cost no registers: twice as many blocks share an SM as where there is one a column.
   const int64_t shares = std::min(rows(x), 2 * row_share_count(x));
   const Tensor w = w_.contiguous(), dw = empty_shares(x, shares, 3), db = empty_shares(x, shares, 1);
   run(poly_norm_backward, x,
-      {.dy = data(dy), .x = data(x), .w = numbers(w), .rstd = data<float>(rstd), .dx = data<void>(dx), .dw = data<float>(dw), .db = data<float>(db), .rows = rows(x),
+      {.dy = data(dy), .x = data(x), .w = numbers(w), .rstd = data<float>(rstd), .dx = with_dx ? dx.data_ptr() : nullptr, .dw = data<float>(dw), .db = data<float>(db), .rows = rows(x),
        .cols = cols(x), .shares = shares, .dtype = dtype_of(x)});
   Totals totals;
-  const Tensor dw_sum = with_dw ? totals.of(dw, w_) : Tensor(), db_sum = with_db ? totals.of(db, b) : Tensor();
+  const Tensor dw_sum = with_dw ? totals.of(dw, w_) : at::empty({0}, w.options()), db_sum = with_db ? totals.of(db, b) : at::empty({0}, b.options());
   totals.run();
   return {dx, dw_sum, db_sum};
 }
@@ -50,7 +48,7 @@ constexpr Op<"liger::poly_norm", inference> public_op;
 constexpr Op<"liger::poly_norm_forward", forward> forward_op;
 constexpr Op<"liger::poly_norm_backward", backward> backward_op;
 
-struct Autograd : torch::autograd::Function<Autograd> {
+struct Autograd {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& w, const Tensor& b, double eps) {
     auto [y, rstd] = forward_op(x, w, b, eps);
     ctx->save_for_backward({x, w, b, rstd});
@@ -62,7 +60,7 @@ struct Autograd : torch::autograd::Function<Autograd> {
     const auto saved = ctx->get_saved_variables();
     const auto [with_dx, with_dw, with_db] = ctx->saved_data["wants"].to<std::tuple<bool, bool, bool>>();
     auto [dx, dw, db] = backward_op(grads[0], saved[0], saved[1], saved[2], saved[3], with_dx, with_dw, with_db);
-    return {dx, dw, db, {}};
+    return {if_wanted(with_dx, dx), if_wanted(with_dw, dw), if_wanted(with_db, db), {}};
   }
 };
 

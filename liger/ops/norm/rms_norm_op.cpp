@@ -9,10 +9,10 @@ std::tuple<Tensor, Tensor> forward(const Tensor& x, const OptTensor& w, double e
   return {out.y, out.rstd};
 }
 
-/// (dx, dw); what is not asked for is undefined.
+/// (dx, dw); what is not asked for is empty.
 std::tuple<Tensor, Tensor> backward(const Tensor& dy, const Tensor& x, const OptTensor& w, const Tensor& rstd, double offset, int64_t casting, bool with_dx, bool with_dw) {
-  const auto d = norm::backward("rms_norm", Norm::Rms, dy, {}, {.x = x, .w = w}, {}, rstd, {with_dx, with_dw}, {offset, casting});
-  return {d.x, d.w};
+  const auto d = norm::backward("rms_norm_backward", Norm::Rms, dy, {}, {.x = x, .w = w}, {}, rstd, {with_dx, with_dw}, {offset, casting});
+  return {or_empty(d.x, x.options()), or_empty(d.w, x.options())};
 }
 
 Tensor inference(const Tensor& x, const OptTensor& w, double eps, double offset, int64_t casting) {
@@ -23,7 +23,7 @@ constexpr Op<"liger::rms_norm", inference> public_op;
 constexpr Op<"liger::rms_norm_forward", forward> forward_op;
 constexpr Op<"liger::rms_norm_backward", backward> backward_op;
 
-struct Autograd : torch::autograd::Function<Autograd> {
+struct Autograd {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptTensor& w, double eps, double offset, int64_t casting) {
     auto [y, rstd] = forward_op(x, w, eps, offset, casting);
     ctx->save_for_backward({x, value_or_undefined(w), rstd});
@@ -35,7 +35,7 @@ struct Autograd : torch::autograd::Function<Autograd> {
     const auto saved = ctx->get_saved_variables();
     const auto [offset, casting, with_dx, with_dw] = ctx->saved_data["attrs"].to<std::tuple<double, int64_t, bool, bool>>();
     auto [dx, dw] = backward_op(grads[0], saved[0], optional(saved[1]), saved[2], offset, casting, with_dx, with_dw);
-    return {dx, dw, {}, {}, {}};
+    return {if_wanted(with_dx, dx), if_wanted(with_dw, dw), {}, {}, {}};
   }
 };
 

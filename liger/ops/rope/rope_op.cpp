@@ -5,31 +5,33 @@
 namespace liger {
 namespace op::rope {
 
-void check_tables(const char* op, const Tensor& cos, const Tensor& sin, const Tensor& x, const c10::SymInt& batch, const c10::SymInt& seq,
-                  const c10::SymInt& dim, bool interleaved, at::IntArrayRef sections) {
-  TORCH_CHECK(cos.sym_sizes() == sin.sym_sizes(), op, ": cos is ", cos.sym_sizes(), ", sin is ", sin.sym_sizes());
-  TORCH_CHECK(cos.device() == x.device() && sin.device() == x.device(), op, ": the heads, cos and sin must be on one device, got ", x.device(), ", ",
-              cos.device(), ", ", sin.device());
+/// Columns of a head that are rotated: `asked`, or as many as the tables have angles for.
+int64_t rotated_columns(const Tensor& cos, bool interleaved, int64_t asked) { return asked >= 0 ? asked : cos.size(-1) * (interleaved ? 2 : 1); }
+
+void check_tables(const char* op, const Arguments& arguments, const Tensor& cos, const Tensor& sin, const c10::SymInt& batch, const c10::SymInt& seq,
+                  const c10::SymInt& dim, bool interleaved, at::IntArrayRef sections, int64_t rotary_dim) {
+  arguments.any("cos", cos, Type::Kernels).shaped("sin", sin, cos.sym_sizes(), Type::Kernels);
   const bool planes = !sections.empty(), batched = cos.dim() >= 3 && (cos.sym_size(-3) == 1 || cos.sym_size(-3) == batch);
   TORCH_CHECK((planes ? cos.dim() == 4 && cos.size(0) == 3 && batched : cos.dim() == 2 || (cos.dim() == 3 && batched)) && cos.sym_size(-2) == seq, op,
               ": cos and sin must be ", planes ? "[3, batch, seq, d]" : "[seq, d], [1, seq, d] or [batch, seq, d]", " with batch ", batch, " and seq ", seq,
               ", got ", cos.sym_sizes());
-  const c10::SymInt width = cos.sym_size(-1) * (interleaved ? 2 : 1);
-  TORCH_CHECK(width <= dim, op, ": cos and sin are wider (", width, ") than a head (", dim, ")");
+  const c10::SymInt given = cos.sym_size(-1), width = rotary_dim >= 0 ? c10::SymInt(rotary_dim) : given * (interleaved ? 2 : 1);
+  TORCH_CHECK(width <= dim && width % 2 == 0, op, ": the columns that are rotated must be an even number of the ", dim, " of a head, got ", width);
+  TORCH_CHECK(given * 2 == width || (given == width && !interleaved), op, ": cos and sin must have ", interleaved ? "half of " : "all or half of ", "the ", width,
+              " columns that are rotated, got ", given);
   if (!planes) return;
   TORCH_CHECK_VALUE(!interleaved, op, ": sections are of halves, not of interleaved pairs");
   TORCH_CHECK_VALUE(sections.size() == 3 && std::min({sections[0], sections[1], sections[2]}) >= 0 && width / 2 == sections[0] + sections[1] + sections[2], op,
                     ": sections must be 3 numbers whose sum is ", width / 2, ", got ", sections);
 }
 
-void check(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool interleaved, at::IntArrayRef sections) {
-  check_rows("rope", q);
+void check(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool interleaved, at::IntArrayRef sections, int64_t rotary_dim) {
+  const Arguments arguments("rope", "q", q);
+  arguments.any("k", k, Type::Same);
   TORCH_CHECK(q.dim() == 4 && k.dim() == 4, "rope: q and k must be [batch, heads, seq, dim], got ", q.sym_sizes(), " and ", k.sym_sizes());
   TORCH_CHECK(q.sym_size(0) == k.sym_size(0) && q.sym_size(2) == k.sym_size(2) && q.sym_size(3) == k.sym_size(3),
               "rope: q and k differ in more than heads: ", q.sym_sizes(), " and ", k.sym_sizes());
-  TORCH_CHECK_TYPE(q.scalar_type() == k.scalar_type(), "rope: q is ", q.scalar_type(), ", k is ", k.scalar_type());
-  TORCH_CHECK(k.device() == q.device(), "rope: q is on ", q.device(), ", k on ", k.device());
-  check_tables("rope", cos, sin, q, q.sym_size(0), q.sym_size(2), q.sym_size(3), interleaved, sections);
+  check_tables("rope", arguments, cos, sin, q.sym_size(0), q.sym_size(2), q.sym_size(3), interleaved, sections, rotary_dim);
 }
 
 /// [batch, heads, seq, dim] over [batch, seq, heads, dim], the order in which the projections around attention read and write.
@@ -53,10 +55,10 @@ std::tuple<Tensor, Tensor> as_complex(const Tensor& cos, const Tensor& sin) {
 }
 
 void rotate(const RopeTensor& q, const RopeTensor& k, const RopeTensor& v, const Tensor& x, const Tensor& cos_, const Tensor& sin_, bool inverse,
-            bool interleaved, at::IntArrayRef sections) {
+            bool interleaved, at::IntArrayRef sections, int64_t rotary_dim) {
   const auto table = [&](const Tensor& t) { return t.scalar_type() == x.scalar_type() ? t : t.to(at::kFloat); };
   const auto [cos, sin] = interleaved ? as_complex(table(cos_), table(sin_)) : std::make_tuple(table(cos_).contiguous(), table(sin_).contiguous());
-  const int64_t rotary = cos.size(-1) * (interleaved ? 2 : 1), half = rotary / 2;
+  const int64_t rotary = rotated_columns(cos, interleaved, rotary_dim), half = rotary / 2;
   const bool planes = !sections.empty();
   run(rope_kernel, x,
       {.q = q, .k = k, .v = v, .cos = data(cos), .sin = data(sin), .table_plane_stride = planes ? cos.stride(0) : 0,
@@ -68,27 +70,27 @@ void rotate(const RopeTensor& q, const RopeTensor& k, const RopeTensor& v, const
 }
 
 std::tuple<Tensor, Tensor> forward(const Tensor& q_, const Tensor& k_, const Tensor& cos, const Tensor& sin, bool inverse, bool interleaved,
-                                   at::IntArrayRef sections) {
-  check(q_, k_, cos, sin, interleaved, sections);
+                                   at::IntArrayRef sections, int64_t rotary_dim) {
+  check(q_, k_, cos, sin, interleaved, sections, rotary_dim);
   const Tensor q_out = empty_heads(q_), k_out = empty_heads(k_);
   if (q_.is_meta()) return {q_out, k_out};
   const Tensor q = with_unit_stride(q_), k = with_unit_stride(k_);
-  rotate(describe(q, q_out), describe(k, k_out), {}, q, cos, sin, inverse, interleaved, sections);
+  rotate(describe(q, q_out), describe(k, k_out), {}, q, cos, sin, inverse, interleaved, sections, rotary_dim);
   return {q_out, k_out};
 }
 
 Tensor packed_forward(const Tensor& qkv_, const Tensor& cos, const Tensor& sin, int64_t heads, int64_t k_heads, bool inverse) {
-  check_rows("rope_packed", qkv_);
+  const Arguments arguments("rope_packed", "qkv", qkv_);
   TORCH_CHECK_VALUE(heads >= 0 && k_heads >= 0 && heads + k_heads > 0, "rope_packed: the numbers of heads must be positive, got ", heads, " and ", k_heads);
   const int64_t all = heads + 2 * k_heads;
   TORCH_CHECK(qkv_.dim() == 3 && qkv_.sym_size(2) % all == 0, "rope_packed: qkv must be [batch, seq, ", all, " heads], got ", qkv_.sym_sizes());
-  check_tables("rope_packed", cos, sin, qkv_, qkv_.sym_size(0), qkv_.sym_size(1), qkv_.sym_size(2) / all, false, {});
+  check_tables("rope_packed", arguments, cos, sin, qkv_.sym_size(0), qkv_.sym_size(1), qkv_.sym_size(2) / all, false, {}, -1);
   const Tensor out = output(at::empty_symint(qkv_.sym_sizes(), qkv_.options()));
   if (out.is_meta()) return out;
   const auto by_heads = [&](const Tensor& t) { return t.unflatten(2, {all, t.size(2) / all}).transpose(1, 2); };
   const Tensor in = by_heads(with_unit_stride(qkv_)), turned = by_heads(out);
   const auto part = [&](int64_t begin, int64_t n) { return describe(in.narrow(1, begin, n), turned.narrow(1, begin, n)); };
-  rotate(part(0, heads), part(heads, k_heads), part(heads + k_heads, k_heads), in, cos, sin, inverse, false, {});
+  rotate(part(0, heads), part(heads, k_heads), part(heads + k_heads, k_heads), in, cos, sin, inverse, false, {}, -1);
   return out;
 }
 
@@ -98,26 +100,30 @@ constexpr Op<"liger::rope_packed", packed_forward> packed_public_op;
 constexpr Op<"liger::rope_packed_forward", packed_forward> packed_forward_op;
 
 /// The rotation is linear: its gradient is the rotation back, differentiable in turn.
-struct Autograd : torch::autograd::Function<Autograd> {
-  using Attributes = std::tuple<bool, bool, std::vector<int64_t>>;
+struct Autograd {
+  static constexpr bool kDifferentiableTwice = true;
 
   static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool inverse,
-                               bool interleaved, at::IntArrayRef sections) {
+                               bool interleaved, at::IntArrayRef sections, int64_t rotary_dim) {
     ctx->save_for_backward({cos, sin});
-    ctx->saved_data["attrs"] = Attributes(inverse, interleaved, sections.vec());
-    auto [q_out, k_out] = forward_op(q, k, cos, sin, inverse, interleaved, sections);
+    ctx->saved_data["attrs"] = std::make_tuple(inverse, interleaved, rotary_dim);
+    save_list(ctx, "sections", sections);
+    auto [q_out, k_out] = forward_op(q, k, cos, sin, inverse, interleaved, sections, rotary_dim);
     return {q_out, k_out};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
-    const auto [inverse, interleaved, sections] = ctx->saved_data["attrs"].to<Attributes>();
-    auto [dq, dk] = public_op(grads[0], grads[1], saved[0], saved[1], !inverse, interleaved, at::IntArrayRef(sections));
-    return {dq, dk, {}, {}, {}, {}, {}};
+    const auto [inverse, interleaved, rotary_dim] = ctx->saved_data["attrs"].to<std::tuple<bool, bool, int64_t>>();
+    const auto sections = load_list<int64_t>(ctx, "sections");
+    auto [dq, dk] = public_op(grads[0], grads[1], saved[0], saved[1], !inverse, interleaved, at::IntArrayRef(sections), rotary_dim);
+    return {dq, dk, {}, {}, {}, {}, {}, {}};
   }
 };
 
-struct PackedAutograd : torch::autograd::Function<PackedAutograd> {
+struct PackedAutograd {
+  static constexpr bool kDifferentiableTwice = true;
+
   static Tensor forward(AutogradContext* ctx, const Tensor& qkv, const Tensor& cos, const Tensor& sin, int64_t heads, int64_t k_heads, bool inverse) {
     ctx->save_for_backward({cos, sin});
     ctx->saved_data["attrs"] = std::make_tuple(heads, k_heads, inverse);
@@ -134,15 +140,15 @@ struct PackedAutograd : torch::autograd::Function<PackedAutograd> {
 }  // namespace op::rope
 
 std::tuple<Tensor, Tensor> rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool inverse, bool interleaved,
-                                at::IntArrayRef sections) {
-  return op::rope::public_op(q, k, cos, sin, inverse, interleaved, sections);
+                                at::IntArrayRef sections, int64_t rotary_dim) {
+  return op::rope::public_op(q, k, cos, sin, inverse, interleaved, sections, rotary_dim);
 }
 
 Tensor rope_packed(const Tensor& qkv, const Tensor& cos, const Tensor& sin, int64_t heads, int64_t k_heads, bool inverse) {
   return op::rope::packed_public_op(qkv, cos, sin, heads, k_heads, inverse);
 }
 
-#define LIGER_ROPE_SCHEMA "(Tensor q, Tensor k, Tensor cos, Tensor sin, bool inverse, bool interleaved=False, int[] sections=[]) -> (Tensor q_out, Tensor k_out)"
+#define LIGER_ROPE_SCHEMA "(Tensor q, Tensor k, Tensor cos, Tensor sin, bool inverse, bool interleaved=False, int[] sections=[], int rotary_dim=-1) -> (Tensor q_out, Tensor k_out)"
 #define LIGER_ROPE_PACKED_SCHEMA "(Tensor qkv, Tensor cos, Tensor sin, int heads, int k_heads, bool inverse) -> Tensor"
 TORCH_LIBRARY_FRAGMENT(liger, m) {
   m.def("rope" LIGER_ROPE_SCHEMA);

@@ -20,25 +20,36 @@ def loss_options(ignore_index, lse_square_scale, label_smoothing, reduction, sof
     )
 
 
+def asked_for(results, *asked):
+    """(loss, z_loss, token_accuracy, predicted_tokens) with None for what `asked` is false for, which the operators return empty."""
+    return results[0], *(result if wanted else None for result, wanted in zip(results[1:], asked))
+
+
 class LigerCrossEntropyFunction:
     @staticmethod
     def apply(_input, target, weight, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0, reduction="mean", softcap=None,
               return_z_loss=False, return_token_accuracy=False, return_predicted_tokens=False):
         """(loss, z_loss, token_accuracy, predicted_tokens), None where not asked for; only the loss is differentiable.
 
-        _input [rows, classes] logits, which are left alone; target [rows]; weight [classes] or None. A label that is neither a class nor
+        _input [..., classes] logits, which are left alone; target [...]; weight [classes] or None. A label that is neither a class nor
         ignore_index raises IndexError on the CPU and is a device assertion on CUDA. Only ignored labels: loss 0.
         """
-        return ops.cross_entropy(_input, target, weight, *loss_options(
-            ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, return_token_accuracy, return_predicted_tokens))
+        return asked_for(ops.cross_entropy(_input, target, weight, *loss_options(
+            ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, return_token_accuracy, return_predicted_tokens)),
+            return_z_loss, return_token_accuracy, return_predicted_tokens)
 
 
 def cross_entropy_forward(_input, target, weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss=False,
                           return_token_accuracy=False, return_predicted_tokens=False):
-    """The results and the gradient of the logits (the logits themselves where they want none), without autograd."""
+    """The results and the gradient of the logits (the logits themselves where they want none), without autograd.
+
+    The gradient of float16 logits is float: in 16 bits a mean's would vanish before a loss scale reaches it.
+    """
     options = loss_options(ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, return_token_accuracy, return_predicted_tokens)
-    *results, gradient = ops.cross_entropy_forward(_input.detach(), target, weight, *options, _input.requires_grad)
-    return *results, gradient if _input.requires_grad else _input
+    *results, gradient, scale = ops.cross_entropy_forward(_input.detach(), target, weight, *options, _input.requires_grad)
+    if scale.ndim == 0:
+        gradient = gradient.float() / scale
+    return *asked_for(results, return_z_loss, return_token_accuracy, return_predicted_tokens), gradient if _input.requires_grad else _input
 
 
 def cross_entropy_backward(_input, grad_output):

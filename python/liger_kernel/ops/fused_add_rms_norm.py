@@ -27,4 +27,4 @@ def fused_add_rms_norm_backward(
     dS = None if dS_out is None else dS_out.reshape(S.shape)
     dX, dW = ops.fused_add_rms_norm_backward(dY.reshape(S.shape), dS, S, W, RSTD, float(offset), casting_code(casting_mode), True, W is not None)
     dX = dX.reshape(dY.shape)
-    return dX, dX, dW
+    return dX, dX, dW if W is not None else None

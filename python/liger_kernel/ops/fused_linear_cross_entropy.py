@@ -3,7 +3,7 @@
 import torch
 
 from liger_kernel._library import ops
-from liger_kernel.ops.cross_entropy import loss_options
+from liger_kernel.ops.cross_entropy import asked_for, loss_options
 
 
 def _autocast_dtype(device_type):
@@ -16,7 +16,8 @@ def fused_linear_cross_entropy_forward(_input, weight, target, ce_weight=None, b
                                        weight_requires_grad=None):
     """(loss, z_loss, token_accuracy, predicted_tokens, grad_input, grad_weight, grad_bias), without autograd; None for what is not wanted.
 
-    The gradients are made here for a mean or a sum, and for single losses where token_grad_output [tokens] is given.
+    The gradients are made here for a mean or a sum, and for single losses where token_grad_output [tokens] is given. Where it computes in float16
+    they are float: in 16 bits sums overflow, and a mean's terms vanish before a loss scale reaches them.
     """
     flags, scales = loss_options(ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, return_token_accuracy, return_predicted_tokens,
                                  use_token_scaling)
@@ -28,14 +29,15 @@ def fused_linear_cross_entropy_forward(_input, weight, target, ce_weight=None, b
     dtype = _autocast_dtype(_input.device.type)
     tensors = [t if t is None else t.detach() for t in (_input, weight, bias)]
     deferred = token_grad_output is not None
-    *results, grad_input, grad_weight, grad_bias, divisor = ops.fused_linear_cross_entropy_forward(
+    *results, grad_input, grad_weight, grad_bias, scale = ops.fused_linear_cross_entropy_forward(
         *tensors, target, ce_weight, None, flags, scales, -1, 0, dtype, *([False] * 3 if deferred else wants))
     gradients = grad_input, grad_weight, grad_bias
     if deferred:
-        gradients = ops.fused_linear_cross_entropy_backward(token_grad_output, *tensors, target, ce_weight, flags, scales, 0, dtype, *wants)
-    elif (dtype or _input.dtype) == torch.float16:
-        gradients = [g if g is None else g / divisor.to(g.dtype) for g in gradients]
-    return *results, *gradients
+        gradients = ops.fused_linear_cross_entropy_backward(token_grad_output, *tensors, target, ce_weight, None, flags, scales, 0, dtype, *wants)
+    elif scale.ndim == 0:
+        gradients = [g / scale for g in gradients]
+    results = asked_for(results, return_z_loss, return_token_accuracy, return_predicted_tokens)
+    return *results, *(g if wanted else None for g, wanted in zip(gradients, wants))
 
 
 def fused_linear_cross_entropy_backward(grad_output, grad_input, grad_weight, grad_bias):

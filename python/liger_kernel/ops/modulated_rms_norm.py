@@ -49,4 +49,4 @@ def modulated_rms_norm_backward(
     dX, dW, dScale, dShift = ops.modulated_rms_norm_backward(
         full_tensor(dY).reshape(X.shape), X, W, _rows(scale, width), _rows(shift, width), RSTD, float(offset), casting_code(casting_mode),
         True, W is not None, True, shift is not None)
-    return dX.reshape(dY.shape), dW, dScale.reshape(scale.shape), None if shift is None else dShift.reshape(shift.shape)
+    return dX.reshape(dY.shape), dW if W is not None else None, dScale.reshape(scale.shape), None if shift is None else dShift.reshape(shift.shape)

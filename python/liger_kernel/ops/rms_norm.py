@@ -43,4 +43,4 @@ def rms_norm_forward(X, W, eps, offset, casting_mode, row_mode=None):
 def rms_norm_backward(dY, X, W, RSTD, offset, casting_mode, BLOCK_SIZE=None, num_warps=None, in_place=False, row_mode=None):
     """(dX, dW or None) from what rms_norm_forward returned."""
     dX, dW = ops.rms_norm_backward(dY.reshape(X.shape), X, W, RSTD, float(offset), casting_code(casting_mode), True, W is not None)
-    return dX.reshape(dY.shape), dW
+    return dX.reshape(dY.shape), dW if W is not None else None

@@ -26,7 +26,7 @@ from liger_kernel.ops import (
     LigerSparsemaxFunction,
     LigerTVDLossFunction,
 )
-from liger_kernel.ops.cross_entropy import loss_options
+from liger_kernel.ops.cross_entropy import asked_for, loss_options
 
 
 @dataclass
@@ -161,8 +161,9 @@ def liger_fused_linear_cross_entropy(
     """
     flags, scales = loss_options(ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, return_token_accuracy, return_predicted_tokens,
                                  use_token_scaling)
-    return _output(*ops.fused_linear_cross_entropy(input, weight, bias, target, ce_weight, normalizer, flags, scales,
-                                                   -1 if valid_count is None else valid_count, max_bytes, None))
+    results = ops.fused_linear_cross_entropy(input, weight, bias, target, ce_weight, normalizer, flags, scales, -1 if valid_count is None else valid_count,
+                                             max_bytes, None)
+    return _output(*asked_for(results, return_z_loss, return_token_accuracy, return_predicted_tokens))
 
 
 def liger_kl_div(input, target, size_average: bool = True, reduce: bool = True, reduction: str = "mean", log_target: bool = False, eps: float = 1e-10):
