@@ -198,14 +198,6 @@ def test_graph(case):
 
 @not_emulated
 @each_case
-def test_opcheck(case, device):
-    for options in case.options[:2]:
-        op, args = case.schema(case.inputs(case.shapes[1], options, case.dtypes[0], device), options)
-        torch.library.opcheck(op, args)
-
-
-@not_emulated
-@each_case
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compile(case, device, backend):
     options = case.options[0]
@@ -231,19 +223,6 @@ def test_backward_twice(case, device):
         for a, b, c in zip(*twice):
             assert torch.equal(a, b)
             torch.testing.assert_close(b, c, rtol=1e-2 if a.dtype != torch.float32 else 1e-6, atol=1e-7)
-
-
-@each_gradient
-def test_second_derivative(case, device):
-    options = case.options[0]
-    inputs = case.inputs(case.shapes[1], options, case.dtypes[0], device)
-    out = as_tuple(case.op(*inputs, **options))
-    (first,) = torch.autograd.grad([o.float().pow(2).sum() for o in out], inputs[:1], create_graph=True)
-    if case.linear:
-        first.pow(2).sum().backward()
-        return
-    with pytest.raises(RuntimeError, match="has no second derivative"):
-        first.float().pow(2).sum().backward()
 
 
 @each_gradient

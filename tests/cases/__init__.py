@@ -26,6 +26,8 @@ class Case:
     differentiable: tuple = (0,)
     keep: tuple = ()
     schema: Callable = None                             # (inputs, options) -> (torch operator, its arguments), for opcheck
+    fit: Callable = lambda shape: shape                 # any sizes -> a shape that the operator takes, for tests/fuzz.py
+    draw: Callable = None                               # (random.Random) -> options that tests/fuzz.py adds
     errors: list = field(default_factory=list)          # (call, exception, text)
     terms_of_order_one: bool = False                    # inputs, gradients and what is summed: √n units of error in a sum of n, however much cancels
     linear: bool = False                                # has a second derivative

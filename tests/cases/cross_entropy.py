@@ -65,13 +65,31 @@ def head_make(shape, options):
 
 
 def head_op(hidden, weight, bias, y, w, **options):
+    if "normalizer" in options:
+        options["normalizer"] = torch.tensor(options["normalizer"], device=hidden.device)
     return liger_fused_linear_cross_entropy(hidden, weight, y, bias, w, **split(options))
 
 
 def head_reference(hidden, weight, bias, y, w, **options):
     options.pop("max_bytes", None)
     options.pop("valid_count", None)
-    return rows_reference(F.linear(hidden, weight, bias), y, w, **split(options))
+    normalizer = options.pop("normalizer", None)
+    if normalizer is not None and options.get("reduction") != "none":
+        options["reduction"] = "sum"
+    loss = rows_reference(F.linear(hidden, weight, bias), y, w, **split(options))
+    return loss if normalizer is None else loss / normalizer
+
+
+def draw(pick):
+    """Some of the options, all of which may stand together."""
+    drawn = dict(reduction=pick.choice(("mean", "sum", "none")), label_smoothing=pick.random(), lse_square_scale=pick.random() / 10, softcap=pick.choice((1.0, 30.0)),
+                 weighted=True, ignored=pick.choice((0.0, 0.5, 0.9)))
+    return {name: drawn[name] for name in pick.sample(sorted(drawn), pick.randrange(4))}
+
+
+def head_draw(pick):
+    drawn = dict(with_bias=True, use_token_scaling=True, max_bytes=pick.choice((1, 5000)), normalizer=pick.choice((1.0, 7.5, 100.0)))
+    return {**draw(pick), **{name: drawn[name] for name in pick.sample(sorted(drawn), pick.randrange(3))}}
 
 
 def head_rivals(inputs, options):
@@ -86,7 +104,7 @@ V = 128256
 
 CASES = [
     Case(
-        name="cross_entropy", op=op, reference=reference, make=make, options=OPTIONS, schema=schema, keep=(2,),
+        name="cross_entropy", draw=draw, op=op, reference=reference, make=make, options=OPTIONS, schema=schema, keep=(2,),
         shapes=[(1, 3), (5, 7), (9, 1000), (4, 4099), (3, 40000)], many_rows=(70000, 8),
         bench=[((8192, 32000), dict(ignored=0.0)), ((8192, V), dict(ignored=0.0)), ((4096, 151936), dict(ignored=0.0)), ((4096, 262144), dict(ignored=0.0)), ((512, 32000), dict(ignored=0.0))],
         bench_cpu=[((1024, 32000), dict(ignored=0.0))],
@@ -101,8 +119,8 @@ CASES = [
         ],
     ),
     Case(
-        name="fused_linear_cross_entropy", op=head_op, reference=head_reference, make=head_make, keep=(4,), differentiable=(0, 1, 2),
-        options=OPTIONS + [dict(with_bias=True), dict(use_token_scaling=True), dict(max_bytes=40000), dict(max_bytes=40000, reduction="none", with_bias=True)],
+        name="fused_linear_cross_entropy", draw=head_draw, op=head_op, reference=head_reference, make=head_make, keep=(4,), differentiable=(0, 1, 2),
+        options=OPTIONS + [dict(with_bias=True), dict(use_token_scaling=True), dict(max_bytes=40000), dict(max_bytes=40000, reduction="none", with_bias=True), dict(normalizer=7.5, reduction="none")],
         shapes=[(1, 4, 3), (33, 16, 101), (40, 64, 1000)], many_rows=(70000, 4, 8),
         schema=lambda inputs, options: (ops.fused_linear_cross_entropy, (*inputs, None, *schema((), options)[1], -1, 0, None)),
         bench=[((8192, 4096, V), dict(ignored=0.0)), ((16384, 4096, V), dict(ignored=0.0)), ((8192, 4096, V), dict(ignored=0.5)),

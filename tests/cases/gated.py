@@ -20,10 +20,10 @@ def make(shape, options):
 
 
 def op(a, b, activation="silu", gate_multiplier=1.0):
-    if gate_multiplier != 1:
+    if gate_multiplier != 1 and activation == "silu":
         return LigerSiLUMulFunction.apply(a, b, gate_multiplier)
     named = {"silu": liger_swiglu, "gelu_tanh": liger_geglu}.get(activation)
-    return named(a, b) if named else ops.gated(a, b, ACTIVATIONS[activation][0], gate_multiplier)
+    return named(a, b) if named and gate_multiplier == 1 else ops.gated(a, b, ACTIVATIONS[activation][0], gate_multiplier)
 
 
 def reference(a, b, activation="silu", gate_multiplier=1.0):
@@ -40,7 +40,7 @@ BENCH = [((16384, 14336), dict(activation="silu")), ((16384, 14336), dict(activa
 
 CASES = [
     Case(
-        name="gated", op=op, reference=reference, make=make, shapes=SHAPES, differentiable=(0, 1), many_rows=(70000, 8), bench=BENCH,
+        name="gated", draw=lambda pick: dict(gate_multiplier=pick.choice((1.0, 0.5, -1.7))), op=op, reference=reference, make=make, shapes=SHAPES, differentiable=(0, 1), many_rows=(70000, 8), bench=BENCH,
         bench_cpu=[((4096, 4096), dict(activation="silu")), ((4096, 4096), dict(activation="gelu_tanh"))],
         options=[dict(activation=a) for a in ACTIVATIONS] + [dict(gate_multiplier=0.5)],
         schema=lambda inputs, options: (ops.gated, (*inputs, ACTIVATIONS[options.get("activation", "silu")][0], options.get("gate_multiplier", 1.0))),
@@ -51,7 +51,7 @@ CASES = [
         ],
     ),
     Case(
-        name="gated_packed", op=LigerFusedGateUpSiLUMulFunction.apply, reference=packed_reference, make=lambda shape, options: (torch.randn(shape),),
+        name="gated_packed", fit=lambda shape: (*shape[:-1], 2 * shape[-1]), op=LigerFusedGateUpSiLUMulFunction.apply, reference=packed_reference, make=lambda shape, options: (torch.randn(shape),),
         shapes=[(3, 5, 2), (5, 14), (7, 258), (3, 4096)], many_rows=(70000, 8), schema=lambda inputs, options: (ops.gated_packed, (*inputs, 0, 1.0)),
         errors=[(lambda d: LigerFusedGateUpSiLUMulFunction.apply(torch.randn(2, 7, device=d)), ValueError, "even")],
     ),

@@ -37,7 +37,7 @@ def operands(d, k=8):
 
 CASES = [
     Case(
-        name="int2_matmul", op=ops.int2_matmul, reference=reference, make=make, differentiable=(), dtypes=(torch.float32,), many_rows=(70000, 8, 3), emulated=4_000_000,
+        name="int2_matmul", fit=lambda shape: (shape[0], 4 * shape[1], shape[2]), op=ops.int2_matmul, reference=reference, make=make, differentiable=(), dtypes=(torch.float32,), many_rows=(70000, 8, 3), emulated=4_000_000,
         shapes=[(1, 4, 1), (3, 20, 7), (1, 1024, 200), (8, 132, 65), (9, 260, 36), (33, 12, 20), (33, 512, 40), (40, 60, 130), (50, 512, 144), (50, 64, 608), (131, 148, 129), (200, 1024, 16), (300, 64, 144), (600, 68, 1090), (600, 192, 1152), (1100, 320, 2512), (1100, 8, 2500)],
         schema=lambda inputs, options: (ops.int2_matmul, tuple(inputs)), rivals=rivals,
         bench=[((1, 4096, 4096), {}), ((16, 4096, 4096), {}), ((512, 4096, 4096), {}), ((4096, 4096, 4096), {})], bench_cpu=[((1, 4096, 4096), {}), ((256, 4096, 4096), {})],

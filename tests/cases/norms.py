@@ -83,15 +83,19 @@ def group_reference(x, w, b, groups=2):
 BENCH = [((16384, 4096), {}), ((8192, 8192), {}), ((16384, 4095), {}), ((65536, 1023), {}), ((8192, 8191), {}), ((4096, 16384), {})]
 CPU = [((4096, 4096), {})]
 
+def rounding(pick):
+    return dict(casting_mode=pick.choice(("llama", "gemma", "none")), offset=pick.choice((0.0, 1.0, -0.5)))
+
+
 CASES = [
     Case(
-        terms_of_order_one=True, name="fused_add_rms_norm", op=added, reference=added_reference, differentiable=(0, 1, 2), options=CASTINGS, shapes=SHAPES, many_rows=(70000, 16), emulated=62_000,
+        terms_of_order_one=True, name="fused_add_rms_norm", draw=rounding, op=added, reference=added_reference, differentiable=(0, 1, 2), options=CASTINGS, shapes=SHAPES, many_rows=(70000, 16), emulated=62_000,
         make=lambda shape, options: (torch.randn(shape), torch.randn(shape), torch.randn(shape[-1:])), bench=BENCH, bench_cpu=CPU, bytes=two_bytes(4, 4),
         schema=lambda inputs, options: (ops.fused_add_rms_norm, (*inputs, EPS, options.get("offset", 0.0), casting_code(options.get("casting_mode", "llama")))),
         errors=[(lambda d: liger_fused_add_rms_norm(torch.randn(2, 8, device=d), torch.randn(2, 7, device=d), None, EPS), RuntimeError, "residual must be")],
     ),
     Case(
-        terms_of_order_one=True, name="modulated_rms_norm", op=modulated, reference=modulated_reference, differentiable=(0, 1, 2, 3), make=make_modulated,
+        terms_of_order_one=True, name="modulated_rms_norm", draw=rounding, op=modulated, reference=modulated_reference, differentiable=(0, 1, 2, 3), make=make_modulated,
         options=[{}, dict(each="token"), dict(each="all", casting_mode="gemma", offset=1.0), dict(each="token", shifted=False, casting_mode="none")],
         shapes=[(3, 5, 1), (5, 7), (2, 2, 64), (4, 35, 129), (9, 4096), (3, 4104), (1, 8200), (2, 16500), (2, 9, 2001), (2, 3, 9001), (1, 3, 20481)], many_rows=(7, 10000, 16), emulated=62_000,
         bench=[((4, 4096, 4096), {}), ((4, 4096, 4096), dict(each="token"))], bench_cpu=[((4, 1024, 4096), {})],
@@ -119,7 +123,7 @@ CASES = [
         errors=[(lambda d: liger_poly_norm(torch.randn(2, 8, device=d), torch.ones(2, device=d), torch.ones((), device=d), EPS), AssertionError, "3 elements")],
     ),
     Case(
-        terms_of_order_one=True, name="group_norm", op=lambda x, w, b, groups=2: liger_group_norm(x, w, b, x.shape[1], groups, EPS), reference=group_reference, differentiable=(0, 1, 2),
+        terms_of_order_one=True, name="group_norm", fit=lambda shape: (shape[0], 2 * shape[1], *shape[2:]), op=lambda x, w, b, groups=2: liger_group_norm(x, w, b, x.shape[1], groups, EPS), reference=group_reference, differentiable=(0, 1, 2),
         shapes=[(2, 2, 1), (5, 6, 7), (3, 4, 5, 4), (7, 6, 24), (2, 8, 513), (3, 4, 1600), (3, 4, 4100), (1, 8, 5120)], many_rows=(35000, 2, 4), make=make_group, options=[{}, dict(groups=1)],
         bench=[((16, 320, 4096), dict(groups=32)), ((64, 512, 256), dict(groups=32))], bench_cpu=[((4, 320, 4096), dict(groups=32))],
         bytes=lambda shape, options, e: tuple(n * e * shape[0] * shape[1] * shape[2] for n in (2, 3)),

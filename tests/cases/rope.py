@@ -17,9 +17,14 @@ def make(shape, options):
     return q, k, *((angles.cos(), angles.sin()) if tables else (angles.cos()[0], angles.sin()[0]))
 
 
-def op(q, k, cos, sin, rotary=None, half_tables=False, inverse=False, **_):
-    rotary_dim = -1 if rotary is None and not half_tables else rotary or q.shape[-1]
-    return ops.rope(q, k, cos, sin, inverse, False, [], rotary_dim)
+def schema(inputs, options):
+    rotary_dim = options.get("rotary", inputs[0].shape[-1]) if options.get("half_tables") else -1
+    return ops.rope, (*inputs, options.get("inverse", False), False, [], rotary_dim)
+
+
+def op(*inputs, **options):
+    rope, arguments = schema(inputs, options)
+    return rope(*arguments)
 
 
 def reference(q, k, cos, sin, half_tables=False, inverse=False, **_):
@@ -113,6 +118,11 @@ def error(text, **shapes):
     return (lambda d: ops.rope(*(torch.randn(sizes[name], device=d) for name in sizes), False), RuntimeError, text)
 
 
+def fit(shape):
+    batch, heads, seq, dim = shape
+    return batch, 2 * heads, seq, 8 * dim
+
+
 def traffic(shape, options, e):
     batch, heads, seq, dim = shape
     one = 2 * e * batch * seq * dim * (heads + heads // options.get("groups", 2))
@@ -121,10 +131,10 @@ def traffic(shape, options, e):
 
 CASES = [
     Case(
-        name="rope", op=op, reference=reference, make=make, differentiable=(0, 1), linear=True,
+        name="rope", op=op, reference=reference, make=make, differentiable=(0, 1), linear=True, fit=fit,
         shapes=[(2, 4, 3, 8), (1, 2, 5, 6), (2, 3, 7, 64), (2, 8, 4, 128)],
         options=[{}, dict(tables="batch"), dict(tables=0), dict(groups=1), dict(rotary=4), dict(half_tables=True), dict(rotary=4, half_tables=True, inverse=True)],
-        many_rows=(70000, 1, 1, 4), schema=lambda inputs, options: (ops.rope, (*inputs, False)), bytes=traffic,
+        many_rows=(70000, 1, 1, 4), schema=schema, bytes=traffic,
         bench=[((4, 32, 4096, 128), dict(groups=4)), ((1, 32, 512, 128), dict(groups=4))],
         bench_cpu=[((1, 32, 2048, 128), dict(groups=4))],
         errors=[error("must be .batch, heads, seq, dim.", q=(2, 3, 8)), error("differ in more than heads", k=(1, 2, 4, 8)),
@@ -133,20 +143,20 @@ CASES = [
     ),
     Case(
         name="rope_interleaved", op=interleaved_op, reference=interleaved_reference, make=interleaved_make, differentiable=(0, 1), linear=True, keep=(2, 3),
-        shapes=[(2, 4, 3, 8), (1, 2, 5, 6), (2, 3, 7, 64), (2, 8, 4, 128)], options=[{}, dict(tables="batch"), dict(groups=1), dict(rotary=4), dict(half_tables=True), dict(rotary=4, half_tables=True, inverse=True)],
+        shapes=[(2, 4, 3, 8), (1, 2, 5, 6), (2, 3, 7, 64), (2, 8, 4, 128)], options=[{}, dict(tables="batch"), dict(groups=1), dict(rotary=4)], fit=fit,
         schema=lambda inputs, options: (ops.rope, (*inputs, False, True)), bytes=traffic,
         bench=[((4, 32, 4096, 128), dict(groups=4))], bench_cpu=[((1, 32, 2048, 128), dict(groups=4))],
         errors=[(lambda d: interleaved_op(*(torch.randn(*s, device=d) for s in ((1, 2, 3, 8),) * 2 + ((3, 5),) * 2)), RuntimeError, "even number of the 8 of a head, got 10")],
     ),
     Case(
-        name="rope_sections", op=mrope_op, reference=mrope_reference, make=mrope_make, differentiable=(0, 1), linear=True,
+        name="rope_sections", fit=fit, op=mrope_op, reference=mrope_reference, make=mrope_make, differentiable=(0, 1), linear=True,
         shapes=[(2, 4, 3, 8), (1, 2, 5, 6), (2, 3, 7, 64), (2, 8, 4, 128)], options=[{}, dict(time=2), dict(groups=1)], bytes=traffic,
         schema=lambda inputs, options: (ops.rope, (*inputs, False, False, sections(options, inputs[0].shape[-1]))),
         bench=[((4, 32, 4096, 128), dict(groups=4, time=16))], bench_cpu=[((1, 32, 2048, 128), dict(groups=4))],
         errors=[(lambda d: liger_qwen2vl_mrope(*(torch.randn(*s, device=d) for s in ((1, 2, 3, 8),) * 2 + ((3, 1, 3, 8),) * 2), [1, 1, 1]), ValueError, "sections must be")],
     ),
     Case(
-        name="rope_packed", op=packed_op, reference=packed_reference, make=packed_make, linear=True, bytes=lambda shape, options, e: (4 * e * torch.Size(shape).numel(),) * 2,
+        name="rope_packed", fit=lambda shape: (shape[0], 4 * shape[1], shape[2], 4 * shape[3]), op=packed_op, reference=packed_reference, make=packed_make, linear=True, bytes=lambda shape, options, e: (4 * e * torch.Size(shape).numel(),) * 2,
         shapes=[(2, 4, 3, 8), (1, 2, 5, 12), (2, 2, 7, 64), (2, 8, 4, 128)], options=[{}, dict(tables="batch"), dict(part=2)],
         schema=lambda inputs, options: (ops.rope_packed, (*inputs, *packed_heads(*inputs[:2], **options), False)),
         bench=[((4, 32, 4096, 128), {})], bench_cpu=[((1, 32, 2048, 128), {})],

@@ -27,7 +27,7 @@ def wrong(d, ids, **options):
 
 CASES = [
     Case(
-        name="selective_log_softmax", op=op, reference=reference, make=make, options=[{}, dict(temperature=0.7), dict(ignored=0.0), dict(ignored=1.1)],
+        name="selective_log_softmax", draw=lambda pick: dict(temperature=pick.choice((1.0, 0.3, 2.5))), op=op, reference=reference, make=make, options=[{}, dict(temperature=0.7), dict(ignored=0.0), dict(ignored=1.1)],
         schema=lambda inputs, options: (ops.selective_log_softmax, (*inputs, options.get("temperature", 1.0), IGNORE)),
         shapes=[(2, 3, 2), (5, 7), (9, 1000), (4, 4099), (3, 40000)], many_rows=(70000, 8),
         bench=[((4096, 151936), dict(ignored=0.0))], bench_cpu=[((512, 151936), dict(ignored=0.0))],

@@ -16,6 +16,9 @@ namespace liger {
 
 using at::Tensor;
 using OptTensor = std::optional<Tensor>;
+// A schema's lists: absent rather than empty, which AOTInductor cannot pass.
+using OptInts = at::OptionalIntArrayRef;
+using OptDoubles = std::optional<at::ArrayRef<double>>;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
@@ -158,7 +161,7 @@ variable_list refuse_second_derivative(const char* op, const variable_list& upst
 
 /// A list's elements among what a node keeps: compiled autograd cannot keep a list. Loaded by load_list.
 template <class T>
-void save_list(AutogradContext* ctx, const std::string& name, c10::ArrayRef<T> list) {
+void save_list(AutogradContext* ctx, const std::string& name, const std::vector<T>& list) {
   ctx->saved_data[name] = int64_t(list.size());
   for (size_t i = 0; i < list.size(); ++i) ctx->saved_data[name + std::to_string(i)] = list[i];
 }

@@ -113,7 +113,7 @@ using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
 
 /// The results, then dhidden, dweight, dbias (empty unless wanted) and the power of two that these are still to be divided by (empty but for float16).
 Forward forward(const Tensor& hidden_, const Tensor& weight_, const OptTensor& bias_, const Tensor& target_, const OptTensor& class_weight,
-                const OptTensor& normalizer, at::IntArrayRef flags, at::ArrayRef<double> scales, int64_t valid_count, int64_t max_bytes,
+                const OptTensor& normalizer, OptInts flags, OptDoubles scales, int64_t valid_count, int64_t max_bytes,
                 std::optional<at::ScalarType> asked, bool with_dhidden, bool with_dweight, bool with_dbias) {
   const CrossEntropyOptions options = cross_entropy::unpack(flags, scales);
   check("fused_linear_cross_entropy", hidden_, weight_, bias_, target_, class_weight, normalizer, options);
@@ -151,7 +151,7 @@ Forward forward(const Tensor& hidden_, const Tensor& weight_, const OptTensor& b
 
 /// The gradients where every token has its own upstream gradient: the logits are made again.
 std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& g, const Tensor& hidden, const Tensor& weight, const OptTensor& bias_, const Tensor& target,
-                                            const OptTensor& class_weight, const OptTensor& normalizer, at::IntArrayRef flags, at::ArrayRef<double> scales,
+                                            const OptTensor& class_weight, const OptTensor& normalizer, OptInts flags, OptDoubles scales,
                                             int64_t max_bytes, std::optional<at::ScalarType> asked, bool with_dhidden, bool with_dweight, bool with_dbias) {
   constexpr auto op = "fused_linear_cross_entropy_backward";
   CrossEntropyOptions options = cross_entropy::unpack(flags, scales);
@@ -171,7 +171,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& g, const Tensor& hidde
 }
 
 Results inference(const Tensor& hidden, const Tensor& weight, const OptTensor& bias, const Tensor& target, const OptTensor& class_weight,
-                  const OptTensor& normalizer, at::IntArrayRef flags, at::ArrayRef<double> scales, int64_t valid_count, int64_t max_bytes,
+                  const OptTensor& normalizer, OptInts flags, OptDoubles scales, int64_t valid_count, int64_t max_bytes,
                   std::optional<at::ScalarType> dtype) {
   const auto all = forward(hidden, weight, bias, target, class_weight, normalizer, flags, scales, valid_count, max_bytes, dtype, false, false, false);
   return {std::get<0>(all), std::get<1>(all), std::get<2>(all), std::get<3>(all)};
@@ -185,8 +185,8 @@ struct Autograd {
   using Attributes = std::tuple<bool, int64_t, std::optional<int64_t>, bool, bool, bool>;
 
   static variable_list forward(AutogradContext* ctx, const Tensor& hidden, const Tensor& weight, const OptTensor& bias, const Tensor& target,
-                               const OptTensor& class_weight, const OptTensor& normalizer, at::IntArrayRef flags,
-                               at::ArrayRef<double> scales, int64_t valid_count, int64_t max_bytes, std::optional<at::ScalarType> dtype, Results* results) {
+                               const OptTensor& class_weight, const OptTensor& normalizer, OptInts flags,
+                               OptDoubles scales, int64_t valid_count, int64_t max_bytes, std::optional<at::ScalarType> dtype, Results* results) {
     const bool reduced = cross_entropy::unpack(flags, scales).reduction != Reduction::None;
     const bool dh = wants_grad(hidden), dw = wants_grad(weight), db = wants_grad(bias);
     auto [loss, z_loss, accuracy, predicted, dhidden, dweight, dbias, scale] =
@@ -197,7 +197,8 @@ struct Autograd {
       ctx->saved_data["dtypes"] = std::make_tuple(int64_t(hidden.scalar_type()), int64_t(weight.scalar_type()), int64_t((bias ? *bias : weight).scalar_type()));
     } else {
       ctx->save_for_backward({hidden, weight, value_or_undefined(bias), target, value_or_undefined(class_weight), value_or_undefined(normalizer)});
-      save_list(ctx, "flags", flags), save_list(ctx, "scales", scales);
+      const CrossEntropyOptions options = cross_entropy::unpack(flags, scales);
+      save_list(ctx, "flags", cross_entropy::flags(options)), save_list(ctx, "scales", cross_entropy::scales(options));
     }
     ctx->saved_data["attrs"] = Attributes(reduced, max_bytes, dtype ? std::optional<int64_t>(int64_t(*dtype)) : std::nullopt, dh, dw, db);
     *results = {loss, z_loss, accuracy, predicted};
@@ -221,7 +222,7 @@ struct Autograd {
     const auto scales = load_list<double>(ctx, "scales");
     const auto asked = dtype ? std::optional<at::ScalarType>(at::ScalarType(*dtype)) : std::nullopt;
     auto [dhidden, dweight, dbias] = backward_op(grads[0], saved[0], saved[1], optional(saved[2]), saved[3], optional(saved[4]), optional(saved[5]),
-                                                 at::IntArrayRef(flags), at::ArrayRef<double>(scales), max_bytes, asked, dh, dw, db);
+                                                 OptInts(flags), OptDoubles(scales), max_bytes, asked, dh, dw, db);
     d[0] = if_wanted(dh, dhidden), d[1] = if_wanted(dw, dweight), d[2] = if_wanted(db, dbias);
     return d;
   }
@@ -230,7 +231,7 @@ struct Autograd {
 /// The op takes the float weight and the dtype to compute in, so that its gradient comes back in float, not rounded on the way.
 template <c10::DeviceType kDevice>
 Results autocast(const Tensor& hidden, const Tensor& weight, const OptTensor& bias, const Tensor& target, const OptTensor& class_weight,
-                 const OptTensor& normalizer, at::IntArrayRef flags, at::ArrayRef<double> scales, int64_t valid_count, int64_t max_bytes,
+                 const OptTensor& normalizer, OptInts flags, OptDoubles scales, int64_t valid_count, int64_t max_bytes,
                  std::optional<at::ScalarType> dtype) {
   const c10::impl::ExcludeDispatchKeyGuard below_autocast(c10::autocast_dispatch_keyset);
   return public_op(hidden, weight, bias, target, class_weight, normalizer, flags, scales, valid_count, max_bytes,
@@ -242,11 +243,13 @@ Results autocast(const Tensor& hidden, const Tensor& weight, const OptTensor& bi
 CrossEntropyResult fused_linear_cross_entropy(const Tensor& hidden, const Tensor& weight, const Tensor& target, const HeadOptions& options,
                                               const OptTensor& bias, const OptTensor& class_weight, const OptTensor& normalizer) {
   using namespace op::cross_entropy;
-  return as_struct(op::fused_linear_cross_entropy::public_op(hidden, weight, bias, target, class_weight, normalizer, flags(options), scales(options),
-                                                             options.valid_count, options.max_bytes, std::nullopt), options);
+  const auto f = flags(options);
+  const auto s = scales(options);
+  return as_struct(op::fused_linear_cross_entropy::public_op(hidden, weight, bias, target, class_weight, normalizer, OptInts(f), OptDoubles(s), options.valid_count,
+                                                             options.max_bytes, std::nullopt), options);
 }
 
-#define LIGER_HEAD_ARGUMENTS "Tensor? class_weight, Tensor? normalizer, int[] flags, float[] scales, int valid_count, int max_bytes, ScalarType? dtype"
+#define LIGER_HEAD_ARGUMENTS "Tensor? class_weight, Tensor? normalizer, int[]? flags, float[]? scales, int valid_count, int max_bytes, ScalarType? dtype"
 TORCH_LIBRARY_FRAGMENT(liger, m) {
   // flags and scales as in cross_entropy.
   m.def("fused_linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, " LIGER_HEAD_ARGUMENTS
@@ -254,8 +257,8 @@ TORCH_LIBRARY_FRAGMENT(liger, m) {
   m.def("fused_linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, " LIGER_HEAD_ARGUMENTS
         ", bool with_dhidden, bool with_dweight, bool with_dbias) "
         "-> (Tensor loss, Tensor z_loss, Tensor accuracy, Tensor predicted, Tensor dhidden, Tensor dweight, Tensor dbias, Tensor scale)");
-  m.def("fused_linear_cross_entropy_backward(Tensor g, Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, Tensor? normalizer, int[] flags, "
-        "float[] scales, int max_bytes, ScalarType? dtype, bool with_dhidden, bool with_dweight, bool with_dbias) "
+  m.def("fused_linear_cross_entropy_backward(Tensor g, Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, Tensor? normalizer, int[]? flags, "
+        "float[]? scales, int max_bytes, ScalarType? dtype, bool with_dhidden, bool with_dweight, bool with_dbias) "
         "-> (Tensor dhidden, Tensor dweight, Tensor dbias)");
 }
 LIGER_IMPL(fused_linear_cross_entropy, m) {

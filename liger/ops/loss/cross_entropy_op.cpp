@@ -4,25 +4,25 @@
 namespace liger {
 namespace op::cross_entropy {
 
-CrossEntropyOptions unpack(at::IntArrayRef flags, at::ArrayRef<double> scales) {
-  TORCH_CHECK_VALUE((flags.empty() || flags.size() == 6) && (scales.empty() || scales.size() == 3), "cross_entropy: expected 6 flags and 3 scales, or none, got ",
-                    flags.size(), " and ", scales.size());
+CrossEntropyOptions unpack(OptInts flags, OptDoubles scales) {
+  TORCH_CHECK_VALUE((!flags || flags->size() == 6) && (!scales || scales->size() == 3), "cross_entropy: expected 6 flags and 3 scales, or none");
   CrossEntropyOptions o;
-  if (!flags.empty()) {
-    o.ignore_index = flags[0], o.reduction = Reduction(flags[1]), o.token_scaling = flags[2] != 0;
-    o.z_loss = flags[3] != 0, o.accuracy = flags[4] != 0, o.predicted = flags[5] != 0;
+  if (flags) {
+    const auto& f = *flags;
+    o.ignore_index = f[0], o.reduction = Reduction(f[1]), o.token_scaling = f[2] != 0, o.z_loss = f[3] != 0, o.accuracy = f[4] != 0, o.predicted = f[5] != 0;
   }
-  if (!scales.empty()) o.label_smoothing = scales[0], o.lse_square_scale = scales[1], o.softcap = std::isinf(scales[2]) && scales[2] > 0 ? 0 : scales[2];
+  if (scales) {
+    const auto& s = *scales;
+    o.label_smoothing = s[0], o.lse_square_scale = s[1], o.softcap = s[2] == std::numeric_limits<double>::infinity() ? 0 : s[2];
+  }
   return o;
 }
 
 std::vector<int64_t> flags(const CrossEntropyOptions& o) {
-  if (o == CrossEntropyOptions()) return {};
   return {o.ignore_index, int64_t(o.reduction), o.token_scaling, o.z_loss, o.accuracy, o.predicted};
 }
 
 std::vector<double> scales(const CrossEntropyOptions& o) {
-  if (o == CrossEntropyOptions()) return {};
   return {o.label_smoothing, o.lse_square_scale, o.softcap};
 }
 
@@ -108,7 +108,7 @@ using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 /// The results, dx, and the power of two that dx is still to be divided by: empty but for float16, in which a mean's gradients would vanish before a
 /// loss scale reaches them.
-Forward forward(const Tensor& x_, const Tensor& target, const OptTensor& class_weight, at::IntArrayRef flags, at::ArrayRef<double> scales, bool with_dx) {
+Forward forward(const Tensor& x_, const Tensor& target, const OptTensor& class_weight, OptInts flags, OptDoubles scales, bool with_dx) {
   const CrossEntropyOptions options = unpack(flags, scales);
   Arguments("cross_entropy", "x", x_).shaped("target", target, x_.sym_sizes().slice(0, x_.dim() - 1), Type::Integer)
       .vector("class_weight", class_weight, x_.sym_size(-1), Type::Floating);
@@ -132,7 +132,7 @@ Forward forward(const Tensor& x_, const Tensor& target, const OptTensor& class_w
   return all(results, scaled ? batch.gradient_scale().clone() : Tensor());
 }
 
-Results inference(const Tensor& x, const Tensor& target, const OptTensor& class_weight, at::IntArrayRef flags, at::ArrayRef<double> scales) {
+Results inference(const Tensor& x, const Tensor& target, const OptTensor& class_weight, OptInts flags, OptDoubles scales) {
   auto [loss, z_loss, accuracy, predicted, dx, scale] = forward(x, target, class_weight, flags, scales, false);
   return {loss, z_loss, accuracy, predicted};
 }
@@ -143,7 +143,7 @@ constexpr Op<"liger::cross_entropy_forward", forward> forward_op;
 /// The gradient is made in forward, where the row is on chip; backward scales it by the upstream gradient.
 struct Autograd {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& target, const OptTensor& class_weight,
-                               at::IntArrayRef flags, at::ArrayRef<double> scales, Results* results) {
+                               OptInts flags, OptDoubles scales, Results* results) {
     auto [loss, z_loss, accuracy, predicted, dx, scale] = forward_op(x, target, class_weight, flags, scales, true);
     ctx->save_for_backward({dx, scale});
     *results = {loss, z_loss, accuracy, predicted};
@@ -160,15 +160,17 @@ struct Autograd {
 
 CrossEntropyResult cross_entropy(const Tensor& x, const Tensor& target, const CrossEntropyOptions& options, const OptTensor& class_weight) {
   using namespace op::cross_entropy;
-  return as_struct(public_op(x, target, class_weight, flags(options), scales(options)), options);
+  const auto f = flags(options);
+  const auto s = scales(options);
+  return as_struct(public_op(x, target, class_weight, OptInts(f), OptDoubles(s)), options);
 }
 
 TORCH_LIBRARY_FRAGMENT(liger, m) {
-  // flags: ignore_index, reduction, token_scaling, z_loss, accuracy, predicted; scales: label_smoothing, lse_square_scale, softcap. Empty lists
-  // stand for the defaults: a list from Python is read element by element.
-  m.def("cross_entropy(Tensor x, Tensor target, Tensor? class_weight, int[] flags, float[] scales) "
+  // flags: ignore_index, reduction, token_scaling, z_loss, accuracy, predicted; scales: label_smoothing, lse_square_scale, softcap. No list
+  // stands for the defaults: a list from Python is read element by element.
+  m.def("cross_entropy(Tensor x, Tensor target, Tensor? class_weight, int[]? flags, float[]? scales) "
         "-> (Tensor loss, Tensor z_loss, Tensor accuracy, Tensor predicted)");
-  m.def("cross_entropy_forward(Tensor x, Tensor target, Tensor? class_weight, int[] flags, float[] scales, bool with_dx) "
+  m.def("cross_entropy_forward(Tensor x, Tensor target, Tensor? class_weight, int[]? flags, float[]? scales, bool with_dx) "
         "-> (Tensor loss, Tensor z_loss, Tensor accuracy, Tensor predicted, Tensor dx, Tensor scale)");
 }
 LIGER_IMPL(cross_entropy, m) {

@@ -5,8 +5,8 @@
 
 namespace liger::op::cross_entropy {
 
-/// The options as schemas carry them; empty lists stand for the defaults.
-CrossEntropyOptions unpack(at::IntArrayRef flags, at::ArrayRef<double> scales);
+/// The options as schemas carry them; no list stands for the defaults.
+CrossEntropyOptions unpack(OptInts flags, OptDoubles scales);
 std::vector<int64_t> flags(const CrossEntropyOptions&);
 std::vector<double> scales(const CrossEntropyOptions&);
 

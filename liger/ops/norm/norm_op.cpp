@@ -50,7 +50,7 @@ Outputs forward(const char* name, Norm norm, const Inputs& inputs, double eps, R
   const Operands in(name, inputs);
   const Casting casting = parse(name, rounding.casting);
   const bool stats = !tanh_of(norm);
-  Outputs out{.y = output(at::empty_symint(inputs.x.sym_sizes(), in.x.options())), .s = in.residual.defined() ? output(at::empty_like(in.x)) : Tensor(),
+  Outputs out{.y = output(at::empty_symint(inputs.x.sym_sizes(), in.x.options())), .s = in.residual.defined() ? output(at::empty_symint(inputs.x.sym_sizes(), in.x.options())) : Tensor(),
               .mean = centred(norm) ? empty_stat(in.x) : Tensor(), .rstd = stats ? empty_stat(in.x) : Tensor()};
   if (in.x.is_meta() || rows(in.x) == 0) return out;
   auto a = in.describe<NormForward>(norm);
@@ -80,7 +80,7 @@ Gradients backward(const char* name, Norm norm, const Tensor& dy_, const OptTens
   const int64_t sets = shared ? a.modulations : 1;
   a.shares = sets * row_share_count(in.x, sets);
   const auto sums = [&](bool wanted, int64_t cols) { return wanted ? empty_shares(in.x, a.shares, cols) : Tensor(); };
-  const auto like_scale = [&](bool wanted) { return own && wanted ? at::empty_like(in.scale) : Tensor(); };
+  const auto like_scale = [&](bool wanted) { return own && wanted ? at::empty(in.scale.sizes(), in.scale.options()) : Tensor(); };
   const Tensor dw = sums(wants.w || (shared && wants.scale), a.cols), db = sums(wants.b || (shared && wants.shift), a.cols), dalpha = sums(wants.alpha, 1);
   d.scale = like_scale(wants.scale), d.shift = like_scale(wants.shift);
   a.dy = data(dy), a.ds = data(ds), a.mean = data<float>(mean), a.rstd = data<float>(rstd), a.dx = data<void>(d.x);

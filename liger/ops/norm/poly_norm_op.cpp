@@ -12,7 +12,7 @@ Arguments check(const char* op, const Tensor& x, const Tensor& w, const Tensor& 
 /// (y, rstd [..., 3]).
 std::tuple<Tensor, Tensor> forward(const Tensor& x_, const Tensor& w_, const Tensor& b_, double eps) {
   check("poly_norm", x_, w_, b_);
-  const Tensor x = x_.contiguous(), y = output(at::empty_like(x));
+  const Tensor x = x_.contiguous(), y = output(at::empty_symint(x.sym_sizes(), x.options()));
   auto shape = c10::SymDimVector(x.sym_sizes());
   shape.back() = 3;
   const Tensor rstd = at::empty_symint(shape, x.options().dtype(at::kFloat));
@@ -27,7 +27,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& x_, const Tensor& w_, const Ten
 /// (dx, dw, db).
 std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dy_, const Tensor& x_, const Tensor& w_, const Tensor& b, const Tensor& rstd_, bool with_dx, bool with_dw, bool with_db) {
   check("poly_norm_backward", x_, w_, b).like("dy", dy_).count("rstd", rstd_, 3 * sym_rows(x_));
-  const Tensor x = x_.contiguous(), dy = dy_.contiguous(), rstd = rstd_.contiguous(), dx = with_dx ? output(at::empty_like(x)) : at::empty({0}, x.options());
+  const Tensor x = x_.contiguous(), dy = dy_.contiguous(), rstd = rstd_.contiguous(), dx = with_dx ? output(at::empty_symint(x.sym_sizes(), x.options())) : at::empty({0}, x.options());
   const auto zeros = [](bool wanted, const Tensor& like) { return wanted ? at::zeros_like(like) : at::empty({0}, like.options()); };
   if (x.is_meta() || rows(x) == 0) return {dx, zeros(with_dw, w_), zeros(with_db, b)};
   // Sums of four numbers cost no registers: twice as many blocks share an SM as where there is one a column.

@@ -70,7 +70,8 @@ void rotate(const RopeTensor& q, const RopeTensor& k, const RopeTensor& v, const
 }
 
 std::tuple<Tensor, Tensor> forward(const Tensor& q_, const Tensor& k_, const Tensor& cos, const Tensor& sin, bool inverse, bool interleaved,
-                                   at::IntArrayRef sections, int64_t rotary_dim) {
+                                   OptInts sections_, int64_t rotary_dim) {
+  const at::IntArrayRef sections = sections_ ? *sections_ : at::IntArrayRef();
   check(q_, k_, cos, sin, interleaved, sections, rotary_dim);
   const Tensor q_out = empty_heads(q_), k_out = empty_heads(k_);
   if (q_.is_meta()) return {q_out, k_out};
@@ -104,10 +105,10 @@ struct Autograd {
   static constexpr bool kDifferentiableTwice = true;
 
   static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool inverse,
-                               bool interleaved, at::IntArrayRef sections, int64_t rotary_dim) {
+                               bool interleaved, OptInts sections, int64_t rotary_dim) {
     ctx->save_for_backward({cos, sin});
     ctx->saved_data["attrs"] = std::make_tuple(inverse, interleaved, rotary_dim);
-    save_list(ctx, "sections", sections);
+    save_list(ctx, "sections", sections ? sections->vec() : std::vector<int64_t>());
     auto [q_out, k_out] = forward_op(q, k, cos, sin, inverse, interleaved, sections, rotary_dim);
     return {q_out, k_out};
   }
@@ -116,7 +117,7 @@ struct Autograd {
     const auto saved = ctx->get_saved_variables();
     const auto [inverse, interleaved, rotary_dim] = ctx->saved_data["attrs"].to<std::tuple<bool, bool, int64_t>>();
     const auto sections = load_list<int64_t>(ctx, "sections");
-    auto [dq, dk] = public_op(grads[0], grads[1], saved[0], saved[1], !inverse, interleaved, at::IntArrayRef(sections), rotary_dim);
+    auto [dq, dk] = public_op(grads[0], grads[1], saved[0], saved[1], !inverse, interleaved, OptInts(sections), rotary_dim);
     return {dq, dk, {}, {}, {}, {}, {}, {}};
   }
 };
@@ -141,14 +142,14 @@ struct PackedAutograd {
 
 std::tuple<Tensor, Tensor> rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool inverse, bool interleaved,
                                 at::IntArrayRef sections, int64_t rotary_dim) {
-  return op::rope::public_op(q, k, cos, sin, inverse, interleaved, sections, rotary_dim);
+  return op::rope::public_op(q, k, cos, sin, inverse, interleaved, OptInts(sections), rotary_dim);
 }
 
 Tensor rope_packed(const Tensor& qkv, const Tensor& cos, const Tensor& sin, int64_t heads, int64_t k_heads, bool inverse) {
   return op::rope::packed_public_op(qkv, cos, sin, heads, k_heads, inverse);
 }
 
-#define LIGER_ROPE_SCHEMA "(Tensor q, Tensor k, Tensor cos, Tensor sin, bool inverse, bool interleaved=False, int[] sections=[], int rotary_dim=-1) -> (Tensor q_out, Tensor k_out)"
+#define LIGER_ROPE_SCHEMA "(Tensor q, Tensor k, Tensor cos, Tensor sin, bool inverse, bool interleaved=False, int[]? sections=None, int rotary_dim=-1) -> (Tensor q_out, Tensor k_out)"
 #define LIGER_ROPE_PACKED_SCHEMA "(Tensor qkv, Tensor cos, Tensor sin, int heads, int k_heads, bool inverse) -> Tensor"
 TORCH_LIBRARY_FRAGMENT(liger, m) {
   m.def("rope" LIGER_ROPE_SCHEMA);

@@ -8,10 +8,10 @@ _DEFAULTS = (-100, 0, 0, "mean", None, False, False, False, False)
 
 def loss_options(ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, return_token_accuracy, return_predicted_tokens,
                  use_token_scaling=False):
-    """The options as libliger's schemas carry them: flags and scales, empty for the defaults."""
+    """The options as libliger's schemas carry them: flags and scales, None for the defaults."""
     if (ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, return_token_accuracy, return_predicted_tokens,
             use_token_scaling) == _DEFAULTS:
-        return (), ()
+        return None, None
     for name, flag in (("return_token_accuracy", return_token_accuracy), ("return_predicted_tokens", return_predicted_tokens)):
         assert flag in (True, False), f"{name} must be True or False, got {flag!r}"
     return (

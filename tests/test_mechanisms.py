@@ -1,0 +1,150 @@
+"""torch's own mechanisms over every operator: opcheck, export, compiled autograd, and derivatives that are refused."""
+
+import pytest
+import torch
+from cases import all_cases
+from conftest import EMULATED
+
+pytestmark = pytest.mark.skipif(EMULATED, reason="says nothing about the kernels that the emulation shares")
+
+CASES = all_cases()
+each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+DIFFERENTIABLE = {name: case for name, case in CASES.items() if case.differentiable}
+each_gradient = pytest.mark.parametrize("case", DIFFERENTIABLE.values(), ids=DIFFERENTIABLE.keys())
+
+
+def as_tuple(result):
+    return result if isinstance(result, tuple) else (result,)
+
+
+def losses(out):
+    return torch.stack([o.float().sum() for o in out]).sum()
+
+
+@each_case
+def test_opcheck(case, device):
+    for options in case.options:
+        op, args = case.schema(case.inputs(case.shapes[1], options, case.dtypes[0], device), options)
+        torch.library.opcheck(op, args)
+
+
+class All(torch.nn.Module):
+    """Every operator, with the first and the last of its case's options."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.calls, self.tensors = [], []
+        for case in CASES.values():
+            for options in (case.options[0], case.options[-1]):
+                inputs = [t if t is None else t.detach() for t in case.inputs(case.shapes[1], options, case.dtypes[0], device)]
+                op, args = case.schema(inputs, options)
+                self.calls.append((op, args))
+                self.tensors += [a for a in args if isinstance(a, torch.Tensor)]
+
+    def forward(self, *tensors):
+        given = iter(tensors)
+        return [result for op, args in self.calls for result in as_tuple(op(*(next(given) if isinstance(a, torch.Tensor) else a for a in args)))]
+
+
+def test_export(device):
+    """torch.export, and AOTInductor of what it gives."""
+    every = All(device)
+    expected = every(*every.tensors)
+    exported = torch.export.export(every, tuple(every.tensors))
+    compiled = torch._inductor.aoti_load_package(torch._inductor.aoti_compile_and_package(exported))
+    for found in (exported.module()(*every.tensors), compiled(*every.tensors)):
+        for a, b in zip(expected, found, strict=True):
+            assert torch.equal(a, b)
+
+
+@each_gradient
+def test_compiled_autograd(case, device):
+    """The same gradients, from a graph of the backward pass."""
+    for options in case.options[:3]:
+        inputs = case.inputs(case.shapes[1], options, case.dtypes[0], device)
+        wanted = [t for t in inputs if t is not None and t.requires_grad]
+        expected = torch.autograd.grad(losses(as_tuple(case.op(*inputs, **options))), wanted)
+        torch._dynamo.reset()
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            losses(as_tuple(case.op(*inputs, **options))).backward()
+        for t, gradient in zip(wanted, expected):
+            torch.testing.assert_close(t.grad, gradient, rtol=0, atol=0)
+
+
+@each_gradient
+def test_second_derivative(case, device):
+    """An error, never a zero: of a sum, whose upstream gradient is a constant, and of a square; also with respect to the upstream gradient."""
+    for options in case.options[:3]:
+        for function in (losses, lambda out: torch.stack([o.float().pow(2).sum() for o in out]).sum()):
+            inputs = case.inputs(case.shapes[1], options, case.dtypes[0], device)
+            gradients = torch.autograd.grad(function(as_tuple(case.op(*inputs, **options))), [t for t in inputs if t is not None and t.requires_grad], create_graph=True)
+            for gradient in gradients:
+                if case.linear:
+                    assert gradient.requires_grad == (function is not losses)
+                    continue
+                with pytest.raises(NotImplementedError, match="has no second derivative"):
+                    torch.autograd.grad(gradient.float().sum(), inputs[0], retain_graph=True)
+    if case.linear:
+        return
+    inputs = case.inputs(case.shapes[1], case.options[0], case.dtypes[0], device)
+    out = as_tuple(case.op(*inputs, **case.options[0]))[0]
+    upstream = torch.ones_like(out).requires_grad_()
+    (gradient,) = torch.autograd.grad(out, inputs[:1], upstream, create_graph=True)
+    with pytest.raises(NotImplementedError, match="has no second derivative"):
+        torch.autograd.grad(gradient.float().sum(), upstream)
+
+
+@each_gradient
+def test_forward_mode(case, device):
+    """A tangent is refused, not dropped."""
+    options = case.options[0]
+    inputs = [t if t is None else t.detach() for t in case.inputs(case.shapes[1], options, case.dtypes[0], device)]
+    for i in case.differentiable:
+        if inputs[i] is None:
+            continue
+        with torch.autograd.forward_ad.dual_level():
+            duals = [torch.autograd.forward_ad.make_dual(t, torch.ones_like(t)) if j == i else t for j, t in enumerate(inputs)]
+            with pytest.raises(NotImplementedError, match="forward-mode derivative"):
+                case.op(*duals, **options)
+        with pytest.raises(NotImplementedError, match="forward-mode derivative"):
+            torch.func.jvp(lambda t: case.op(*inputs[:i], t, *inputs[i + 1:], **options), (inputs[i],), (torch.ones_like(inputs[i]),))
+
+
+class Wrapped(torch.Tensor):
+    """A wrapper subclass: its own storage is empty, and what is done with it is done with `inner`."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        unwrap = lambda t: t.inner if isinstance(t, cls) else t  # noqa: E731
+        return func(*torch.utils._pytree.tree_map(unwrap, args), **torch.utils._pytree.tree_map(unwrap, kwargs or {}))
+
+
+@each_gradient
+def test_upstream_gradient(case, device):
+    """A lazily negated one, a wrapper subclass, float64, and a batch of them."""
+    options = case.options[0]
+    inputs = case.inputs(case.shapes[1], options, case.dtypes[0], device)
+    wanted = [t for t in inputs if t is not None and t.requires_grad]
+
+    def gradients(upstream, **more):
+        return torch.autograd.grad(as_tuple(case.op(*inputs, **options))[0], wanted, upstream, allow_unused=True, **more)
+
+    shape, dtype = as_tuple(case.op(*inputs, **options))[0].shape, as_tuple(case.op(*inputs, **options))[0].dtype
+    g = torch.randn(shape, dtype=dtype, device=device)
+    expected = gradients(g)
+    negated = torch.imag(torch.view_as_complex(torch.stack((torch.zeros_like(g), -g.float()), -1)).conj())
+    assert negated.is_neg()
+    batch = torch.stack((g, 2 * g))
+    for found in (gradients(negated.to(dtype) if dtype != torch.float32 else negated), gradients(Wrapped(g)), gradients(g.double()),
+                  [t if t is None else t[0] for t in gradients(batch, is_grads_batched=True)]):
+        for a, b in zip(found, expected, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                torch.testing.assert_close(a, b, rtol=4 * torch.finfo(a.dtype).eps, atol=torch.finfo(a.dtype).eps * b.abs().max().item())
