@@ -55,12 +55,17 @@ void accumulate(Tensor& sum, const Tensor& a, const Tensor& b, bool first) {
 
 namespace {
 
+void check_scale(const Tensor& saved, const Tensor& g) {
+  Arguments("scale_backward", "saved", saved).count("g", g, g.dim() > 0 ? sym_rows(saved) : 1, Type::Number);
+}
+
 Tensor scale_backward(const Tensor& saved, const Tensor& g) {
+  check_scale(saved, g);
   return saved.mul(g.dim() > 0 ? g.unsqueeze(-1) : g).to(saved.scalar_type());
 }
 
 void scale_backward_(const Tensor& saved, const Tensor& g) {
-  Arguments("scale_backward_", "saved", saved).count("g", g, g.dim() > 0 ? rows(saved) : 1, Type::Number);
+  check_scale(saved, g);
   if (saved.is_meta() || saved.numel() == 0) return;
   const Tensor factor = (has_dtype(g.scalar_type()) ? g : g.to(at::kFloat)).contiguous();
   run(scale_rows, saved,

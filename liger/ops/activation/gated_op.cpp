@@ -44,7 +44,7 @@ std::tuple<Tensor, Tensor> backward(const Tensor& dc, const Tensor& a, const Ten
 
 void check_packed(const Tensor& y) {
   Arguments("gated_packed", "y", y);
-  TORCH_CHECK_VALUE(y.sym_size(-1) % 2 == 0, "gated_packed: the last dimension holds gate and up and must be even, got ", y.sym_size(-1));
+  TORCH_CHECK_VALUE(y.sym_size(-1) % 2 == 0, "gated_packed: the last dimension of y holds gate and up and must be even, got ", y.sym_size(-1));
 }
 
 Tensor packed_forward(const Tensor& y, int64_t activation, double gate_multiplier) {

@@ -12,7 +12,7 @@ struct Operands {
 
   Operands(const char* op, const Tensor& in, const OptTensor& weight, const OptTensor& bias, int64_t groups) : arguments(op, "x", in) {
     TORCH_CHECK(in.dim() >= 2, op, ": x must be [N, channels, ...], got ", in.sym_sizes());
-    TORCH_CHECK(groups > 0 && in.sym_size(1) % groups == 0, op, ": the number of groups, ", groups, ", does not divide that of channels, ", in.sym_size(1));
+    TORCH_CHECK(groups > 0 && in.sym_size(1) % groups == 0, op, ": groups, ", groups, ", does not divide the channels of x, ", in.sym_size(1));
     arguments.vector("weight", weight, in.sym_size(1)).vector("bias", bias, in.sym_size(1));
     x = in.contiguous(), w = contiguous(weight), b = contiguous(bias);
     if (w.defined() && b.defined() && w.scalar_type() != b.scalar_type()) w = w.to(at::kFloat), b = b.to(at::kFloat);

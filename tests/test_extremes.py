@@ -1,0 +1,183 @@
+"""Numbers at the edges of their types, against float64 or what the formula says."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from cases import all_cases
+from conftest import EMULATED
+from liger_kernel._library import ops
+from liger_kernel.transformers import functional as LF
+
+F = torch.nn.functional
+CASES = all_cases()
+
+
+@pytest.mark.parametrize("value", [0.1, 999.7, 1000.1, 3.3e5])
+@pytest.mark.parametrize("cols", [7, 77, 1000, 4099, 9001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_constant_rows(value, cols, dtype, device):
+    """The deviation of a constant row is 0, whatever its mean was rounded by."""
+    if dtype == torch.float16 and value > 6e4:
+        value = 6e4
+    x = torch.full((3, 2, cols), value, device=device, dtype=dtype)
+    assert not ops.layer_norm(x, None, None, 1e-6).any()
+    assert not ops.group_norm(x, None, None, 2, 1e-6).any()
+
+
+def test_group_norm_far_from_zero(device):
+    torch.manual_seed(0)
+    x = (torch.randn(3, 4, 1601) + 1000).to(device)
+    expected = F.group_norm(x.double(), 2, eps=1e-6)
+    torch.testing.assert_close(ops.group_norm(x, None, None, 2, 1e-6).double(), expected, rtol=1e-6, atol=1000 * 2**-22)
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_prediction_of_strange_rows(softcap, device):
+    """As torch.argmax: NaN before all others, the first of equals; never outside the vocabulary."""
+    x = torch.randn(5, 5000)
+    x[1, 3] = x[1, 4] = math.nan
+    x[2] = -math.inf
+    x[3, 4999] = math.inf
+    x[4, 7:9] = 50.0
+    for function, inputs in ((LF.liger_cross_entropy, (x,)), (LF.liger_fused_linear_cross_entropy, (x, torch.eye(5000)))):
+        if function is LF.liger_fused_linear_cross_entropy and EMULATED:
+            continue
+        rows = x if function is LF.liger_cross_entropy else x[[0, 4]]  # products with 0 make NaN of infinities
+        inputs = (rows, *inputs[1:])
+        out = function(*(t.to(device) for t in inputs), torch.zeros(len(rows), dtype=torch.long, device=device), softcap=softcap, return_predicted_tokens=True)
+        assert torch.equal(out.predicted_tokens.cpu(), rows.argmax(-1))
+
+
+@pytest.mark.parametrize("largest", [1e5, 1e8, 1e16, 1e20, 1e30])
+def test_sparsemax_of_large_values(largest, device):
+    x = torch.tensor([[largest, largest, 1.0, -largest], [largest, 0.0, 0.0, 0.0]], device=device)
+    assert torch.equal(LF.liger_sparsemax(x).cpu(), torch.tensor([[0.5, 0.5, 0, 0], [1, 0, 0, 0]]))
+
+
+def test_infinite_softcap(device):
+    """It means none."""
+    x, y = torch.randn(4, 9, device=device, requires_grad=True), torch.arange(4, device=device)
+    capped, plain = LF.liger_cross_entropy(x, y, softcap=math.inf), LF.liger_cross_entropy(x, y)
+    assert torch.equal(capped, plain)
+    assert torch.equal(*(torch.autograd.grad(loss, x)[0] for loss in (capped, plain)))
+
+
+def head(dtype, device, tokens=9, autocast=False):
+    torch.manual_seed(0)
+    shapes = (tokens, 64), (50, 64), (50,)
+    own = [torch.float32 if autocast and i else dtype for i in range(3)]
+    return [torch.randn(shape, device=device).to(d).requires_grad_() for shape, d in zip(shapes, own)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tokens", [0, 9])
+@pytest.mark.parametrize("options", [{}, dict(reduction="sum"), dict(reduction="none"), dict(normalizer=0.0), dict(normalizer=0.0, reduction="none"), dict(valid_count=0)], ids=str)
+def test_nothing_to_learn(options, tokens, dtype, device):
+    """Only ignored labels, no tokens or a normalizer of 0: loss 0 and gradients 0."""
+    for autocast in (False, True) if dtype == torch.float16 else (False,):
+        hidden, weight, bias = head(dtype, device, tokens, autocast)
+        known = "normalizer" in options
+        target = torch.full((tokens,), 7 if known else -100, device=device)
+        given = {**options, **({"normalizer": torch.tensor(options["normalizer"], device=device)} if known else {})}
+        with torch.autocast(torch.device(device).type, dtype=torch.float16, enabled=autocast):
+            loss = LF.liger_fused_linear_cross_entropy(hidden, weight, target, bias, **given)
+        loss.sum().backward()
+        assert not loss.any() and all(t.grad.shape == t.shape and not t.grad.any() for t in (hidden, weight, bias))
+
+
+def test_normalizer_without_reduction(device):
+    """Each loss and each gradient is divided by it."""
+    hidden, weight, bias = head(torch.float32, device)
+    target, n, g = torch.arange(9, device=device), torch.tensor(7.0, device=device), torch.rand(9, device=device)
+    LF.liger_fused_linear_cross_entropy(hidden, weight, target, bias, reduction="none", normalizer=n).backward(g)
+    exact = [t.detach().double().requires_grad_() for t in (hidden, weight, bias)]
+    (F.cross_entropy(F.linear(*exact), target, reduction="none") / 7).backward(g.double())
+    for a, b in zip((hidden, weight, bias), exact):
+        torch.testing.assert_close(a.grad.double(), b.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_half_sums_do_not_overflow(device):
+    """A sum over tokens is beyond float16 where their mean is not: of the weight, and of the bias."""
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(8192, 16) + 10).to(device).half().requires_grad_(), (torch.randn(50, 16) * 0.02).to(device).half().requires_grad_()
+    bias, target = torch.zeros(50, device=device).half().requires_grad_(), torch.zeros(8192, dtype=torch.long, device=device)
+    exact = [t.detach().double().requires_grad_() for t in (hidden, weight, bias)]
+    F.cross_entropy(F.linear(*exact), target).backward()
+    for max_bytes in (0, 1000 * 50 * 2):
+        for t in (hidden, weight, bias):
+            t.grad = None
+        LF.liger_fused_linear_cross_entropy(hidden, weight, target, bias, max_bytes=max_bytes).backward()
+        for a, b in zip((hidden, weight, bias), exact):
+            # Logits and their gradient are rounded to 11 bits, the result once more, or to a unit of the least numbers.
+            torch.testing.assert_close(a.grad.double(), b.grad, rtol=4 * 2**-11, atol=max(4 * 2**-11 * b.grad.abs().max().item(), 2**-24))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_half_gradients_do_not_vanish(reduction, weighted, device):
+    """What waits for a loss scale of 2¹⁴ is kept to what float16 holds of the product."""
+    torch.manual_seed(0)
+    x, y = torch.randn(1024, 1000, device=device).half().requires_grad_(), torch.randint(0, 1000, (1024,), device=device)
+    w = torch.rand(1000, device=device) * 100 if weighted else None
+    exact = x.detach().double().requires_grad_()
+    losses = LF.liger_cross_entropy(x, y, w, reduction=reduction), F.cross_entropy(exact, y, None if w is None else w.double(), reduction=reduction)
+    for loss in losses:
+        loss.backward(torch.full_like(loss, 2.0**14 if reduction == "mean" else 1.0))
+    # Of float16's rounding, and of one unit of its least numbers.
+    torch.testing.assert_close(x.grad.double(), exact.grad, rtol=2 * 2**-11, atol=2**-24)
+
+
+@pytest.mark.skipif(EMULATED, reason="of CPU kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_subnormal_gradients(dtype):
+    """GEMMs over subnormal numbers, of which a confident model's gradients are full, take several times as long."""
+    torch.manual_seed(0)
+    x = (torch.randn(64, 4096) * 16).to(dtype).requires_grad_()
+    for options in ({}, dict(softcap=200.0), dict(label_smoothing=1e-40)):
+        (gradient,) = torch.autograd.grad(LF.liger_cross_entropy(x, torch.zeros(64, dtype=torch.long), **options), x)
+        assert not ((gradient != 0) & (gradient.abs() < torch.finfo(torch.float32).smallest_normal)).any()
+
+
+@pytest.mark.skipif(EMULATED, reason="of CPU kernels")
+def test_bits_do_not_depend_on_threads():
+    """In a process that has not met OpenMP yet: the one thread's loop and the team's are two copies of the code."""
+    code = """
+import torch
+from liger_kernel._library import ops
+def gradient(threads):
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    a, b, g = (torch.randn(1000, 77) for _ in range(3))
+    return [t for activation in range(4) for t in ops.gated_backward(g, a, b, activation, 1.0)]
+one = gradient(1)
+for threads in (2, 3, 4):
+    assert all(torch.equal(a, b) for a, b in zip(one, gradient(threads))), threads
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_logits_of_any_rank(device):
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 3, 7, device=device), torch.randint(0, 7, (2, 3), device=device)
+    y[0, 1] = -100
+    for layout in (x, x.transpose(0, 1).contiguous().transpose(0, 1)):
+        for reduction in ("mean", "sum", "none"):
+            leaf = layout.detach().requires_grad_()
+            out = LF.liger_cross_entropy(leaf, y, reduction=reduction, return_predicted_tokens=True, return_z_loss=True, lse_square_scale=0.1)
+            flat = LF.liger_cross_entropy(x.flatten(0, 1), y.flatten(), reduction=reduction, return_predicted_tokens=True, return_z_loss=True, lse_square_scale=0.1)
+            shape = y.shape if reduction == "none" else ()
+            assert out.loss.shape == out.z_loss.shape == shape and out.predicted_tokens.shape == y.shape
+            for name in ("loss", "z_loss", "predicted_tokens"):
+                assert torch.equal(getattr(out, name).flatten(), getattr(flat, name).flatten())
+            (gradient,) = torch.autograd.grad(out.loss, leaf, torch.ones_like(out.loss))
+            exact = x.double().requires_grad_()
+            loss = F.cross_entropy(exact.flatten(0, 1), y.flatten(), reduction="none")
+            lse = torch.where(y.flatten() != -100, 0.1 * torch.logsumexp(exact.flatten(0, 1), -1).square(), 0)
+            ((loss + lse).sum() / (5 if reduction == "mean" else 1)).backward()
+            torch.testing.assert_close(gradient.double(), exact.grad, rtol=1e-5, atol=1e-6)
+    single = LF.liger_cross_entropy(x[0, 0], torch.tensor(3, device=device))
+    torch.testing.assert_close(single, F.cross_entropy(x[0, 0], torch.tensor(3, device=device)))
