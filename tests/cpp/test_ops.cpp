@@ -259,7 +259,9 @@ TEST(Errors, NameTheArgument) {
   EXPECT_TRUE(raises([] { liger::gated(torch::randn({2, 8}), torch::randn({2, 7})); }, "gated: b must be"));
   const auto x = torch::randn({2, 8}).requires_grad_();
   const auto dx = torch::autograd::grad({liger::rms_norm(x, {}).pow(2).sum()}, {x}, {}, true, true)[0];
-  EXPECT_TRUE(raises([&] { dx.sum().backward(); }, "not implemented"));
+  EXPECT_TRUE(raises([&] { dx.sum().backward(); }, "liger::rms_norm has no second derivative"));
+  EXPECT_TRUE(raises([] { liger::rms_norm(at::Tensor(), {}); }, "rms_norm: x is an undefined tensor"));
+  EXPECT_TRUE(raises([] { liger::cross_entropy(torch::randn({2, 8}), at::Tensor()); }, "cross_entropy: target is an undefined tensor"));
 }
 
 }  // namespace

@@ -170,8 +170,7 @@ struct Statistics {
         if (again) mean += d, squares = fmaxf(0, s.v[1] - s.v[0] * d);
       }
       return {mean, inverse_root<T>(squares, a)};
-    }
-    if constexpr (centred(kNorm)) {
+    } else if constexpr (centred(kNorm)) {
       each([&](const auto& x, const auto&) { s.v[0] += sum(x); });
       mean = mean_of<T>(reduce(s).v[0], a), s = {};
       each([&](const auto& x, const auto& at) {
@@ -181,10 +180,12 @@ struct Statistics {
       s = reduce(s);
       const float d = mean_of<T>(s.v[0], a);  // what the rounding of the sum has left: a constant row's deviations are 0
       return {mean + d, inverse_root(CarriedSum()(s.squares, {{-s.v[0] * d}, 0}), a)};
+    } else {
+      each([&](const auto& x, const auto&) { s.v[0] += sum(x * x); });
+      s = reduce(s);
+      if constexpr (sizeof(T) == 2) return {mean, inverse_root<T>(s.v[0], a)};
+      else return {mean, inverse_root(s, a)};
     }
-    each([&](const auto& x, const auto&) { s.v[0] += sum(x * x); });
-    if constexpr (sizeof(T) == 2) return {mean, inverse_root<T>(reduce(s).v[0], a)};
-    else return {mean, inverse_root(reduce(s), a)};
   }
 };
 
