@@ -1,5 +1,6 @@
 """Tiny random models, and what the tests share. The reference is always the unpatched model of transformers."""
 
+import contextlib
 import copy
 import importlib
 
@@ -106,6 +107,30 @@ def assert_same_step(model, reference, **inputs):
 def family(request):
     """Every family; one without a row in TINY fails."""
     return request.param
+
+
+@contextlib.contextmanager
+def restored():
+    """Every class and modeling module is afterwards what it was, also where a patch was not undone."""
+    modules = [modeling(name) for name in FAMILIES]
+    owners = [*modules, *(getattr(m, name) for m, row in zip(modules, FAMILIES.values()) for name in row.loss)]
+    kept = [(owner, dict(vars(owner))) for owner in owners]
+    try:
+        yield
+    finally:
+        for owner, before in kept:
+            for name in vars(owner).keys() - before.keys():
+                delattr(owner, name)
+            for name, value in before.items():
+                if vars(owner)[name] is not value:
+                    setattr(owner, name, value)
+
+
+@pytest.fixture(autouse=True)
+def unpatched():
+    """A test that fails hands no patched class on to the next."""
+    with restored():
+        yield
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import COMMON, assert_close, batch, class_of, config_of, make, modeling
+from conftest import COMMON, assert_close, batch, class_of, config_of, make, modeling, restored
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -18,7 +18,6 @@ from liger_kernel.transformers.families import FAMILIES, LLAMA, MODEL_TYPES, ROP
 from liger_kernel.transformers.model import loss_utils
 from liger_kernel.transformers.patch import Report, patch
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
-from liger_kernel.transformers.rope import liger_rotary_pos_emb
 
 FUSED = "fused_linear_cross_entropy"
 
@@ -43,8 +42,12 @@ def test_class_level_replaces_names_and_undo_restores_them(family, patched):
     everything = dict(vars(nn.functional)), dict(vars(nn)), dict(vars(torch))
     report = patched(family, strict=True)
     for name, swap in FAMILIES[family].swaps.items():
-        assert getattr(modeling(family), name) is swap.load()
-    assert modeling(family).apply_rotary_pos_emb is liger_rotary_pos_emb
+        part, now, original = swap.load(), getattr(modeling(family), name), dict(before)[name]
+        if isinstance(part, type):
+            assert issubclass(now, part) and issubclass(now, original)
+            assert inspect.signature(now) == inspect.signature(original)
+        else:
+            assert now.__wrapped__ is part and now.liger_original is original
     assert (dict(vars(nn.functional)), dict(vars(nn)), dict(vars(torch))) == everything
     report.undo()
     assert _state(family) == before
@@ -302,7 +305,16 @@ def test_a_stand_in_for_the_modeling_module_takes_the_assignments(family, monkey
     stand_in = SimpleNamespace(**{name: getattr(real, name) for name in FAMILIES[family].swaps}, **copied)
     monkeypatch.setattr(package, f"modeling_{family}", stand_in)
     _function(family)()
-    assert stand_in.apply_rotary_pos_emb is liger_rotary_pos_emb
+    assert stand_in.apply_rotary_pos_emb.liger_original is real.apply_rotary_pos_emb
+    assert _state(family) == before
+
+
+def test_a_patch_that_is_left_does_not_reach_the_next_test(family):
+    before = _state(family)
+    with restored():
+        _function(family)()
+        class_of(family).another = modeling(family).another = 1
+        assert _state(family) != before
     assert _state(family) == before
 
 
@@ -316,13 +328,13 @@ def test_reload_undoes_and_can_be_patched_again():
         package.modeling_llama = module
         old = make("llama")
         _function("llama")()
-        assert module.LlamaRMSNorm is LigerRMSNorm
+        assert issubclass(module.LlamaRMSNorm, LigerRMSNorm)
         importlib.reload(module)
-        assert module.LlamaRMSNorm is not LigerRMSNorm
+        assert not issubclass(module.LlamaRMSNorm, LigerRMSNorm)
         _function("llama")(old)
         assert isinstance(old.model.norm, LigerRMSNorm) and old(**batch()).logits is None
         _function("llama")()
-        assert module.LlamaRMSNorm is LigerRMSNorm and make("llama")(**batch()).logits is None
+        assert issubclass(module.LlamaRMSNorm, LigerRMSNorm) and make("llama")(**batch()).logits is None
     finally:
         sys.modules[name] = package.modeling_llama = kept
 

@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import Trainer, TrainingArguments
 
-from liger_kernel.transformers.causal_lm import LinearWithLoss, _warn_once
+from liger_kernel.transformers.causal_lm import LinearWithLoss
+from liger_kernel.transformers.graft import warn_once
 
 LEVELS = pytest.mark.parametrize("level", ["class", "instance"])
 
@@ -151,7 +152,7 @@ def test_lora(family, patched, first, kwargs):
 
 @pytest.mark.parametrize("first", ["patch", "peft"])
 def test_lora_on_the_head_takes_the_original_forward(family, patched, first, caplog):
-    _warn_once.cache_clear()
+    warn_once.cache_clear()
     kwargs = {"target_modules": ["q_proj", "lm_head"]}
     reference = make(family, tie_word_embeddings=False)
     model = copy.deepcopy(reference)

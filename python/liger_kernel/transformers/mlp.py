@@ -3,13 +3,14 @@
 from torch import nn
 
 from liger_kernel.ops import LigerMLPFunction
+from liger_kernel.transformers.graft import is_bare
 from liger_kernel.transformers.swiglu import LigerFalconH1SwiGLUMLP, LigerSwiGLUMLP
 
 
 def weights(mlp):
-    """The weights of gate_proj, up_proj and down_proj; None where one is more than its weight: a bias, an adapter, a quantised layer, a hook."""
+    """The weights of gate_proj, up_proj and down_proj; None where a call is more than its weight: a bias, an adapter, a hook, offloading."""
     projections = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-    plain = all(type(p) is nn.Linear and p.bias is None and not (p._forward_hooks or p._forward_pre_hooks) for p in projections)
+    plain = all(type(p) is nn.Linear and p.bias is None and is_bare(p) for p in projections)
     return tuple(p.weight for p in projections) if plain else None
 
 

@@ -33,7 +33,7 @@ if transformer_version < MIN_SUPPORTED_TRANSFORMERS_VERSION:
         f"{transformers.__version__} is installed. Run `pip install -U transformers`."
     )
 
-from liger_kernel.transformers.patch import Report, norm_attributes, patch  # noqa: E402
+from liger_kernel.transformers.patch import Report, StandIn, own_attributes, patch  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
@@ -126,16 +126,16 @@ def _patch_rms_norm_module(module, offset=0.0, eps=1e-6, casting_mode="llama", i
         parts = [*module.modules_to_save.values(), module.original_module]
     else:
         parts = [module]
-    preset = types.SimpleNamespace(offset=offset, casting_mode=casting_mode, in_place=in_place, row_mode=row_mode)
+    preset = {"offset": offset, "eps": eps, "casting_mode": casting_mode, "in_place": in_place, "row_mode": row_mode}
     for part in parts:
-        become(part, LigerRMSNorm, Edits(), **norm_attributes(part, preset, eps))
+        become(part, StandIn(LigerRMSNorm), Edits(), **own_attributes(part, LigerRMSNorm, **preset))
 
 
 def _patch_swiglu_module(module, liger_module) -> None:
     """Make one gated feed-forward module compute as `liger_module`, a class, does."""
-    become(module, liger_module, Edits())
+    become(module, StandIn(liger_module), Edits())
 
 
 def _patch_geglu_module(module) -> None:
     """Make one gated feed-forward module compute as LigerGEGLUMLP does."""
-    become(module, LigerGEGLUMLP, Edits())
+    become(module, StandIn(LigerGEGLUMLP), Edits())
