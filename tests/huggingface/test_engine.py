@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 import liger_kernel.transformers
 from liger_kernel.transformers import monkey_patch
 from liger_kernel.transformers.families import FAMILIES, LLAMA, MODEL_TYPES, ROPE, SWIGLU, CausalLM, Family
+from liger_kernel.transformers.graft import warn_once
 from liger_kernel.transformers.model import loss_utils
 from liger_kernel.transformers.patch import Report, patch
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
@@ -251,12 +253,28 @@ def test_forwards_have_our_source_and_the_signature_of_the_model(family, patched
 
 def test_importable_forward_works_when_it_is_assigned(family, monkeypatch):
     model = make(family)
-    expected = model(**batch()).loss
+    expected = model(**batch(), output_hidden_states=True)
     module = importlib.import_module(f"liger_kernel.transformers.model.{family}")
     monkeypatch.setattr(class_of(family), "forward", module.lce_forward)
     output = model(**batch())
     assert output.logits is None
-    assert_close(output.loss, expected)
+    assert_close(output.loss, expected.loss)
+    ids, labels = batch().values()
+    output = model(ids, None, None, None, None, labels, None, None, True, skip_logits=True, cache_position=None, return_dict=True)
+    assert output.logits is None and len(output.hidden_states) == len(expected.hidden_states)
+    assert isinstance(model(ids, labels=labels, return_dict=False), tuple)
+
+
+def test_importable_forward_has_the_parameters_of_the_api(family):
+    first = "self input_ids attention_mask position_ids past_key_values inputs_embeds labels use_cache output_attentions output_hidden_states"
+    last = "cache_position logits_to_keep skip_logits return_dict" if family == "qwen3" else "return_dict cache_position logits_to_keep skip_logits"
+    forward = importlib.import_module(f"liger_kernel.transformers.model.{family}").lce_forward
+    parameters = inspect.signature(forward).parameters
+    assert list(parameters) == [*first.split(), *last.split(), "kwargs"]
+    empty = inspect.Parameter.empty
+    defaults = {name: p.default for name, p in parameters.items() if name not in ("self", "kwargs")}
+    assert {name for name, default in defaults.items() if default is not None} == {"logits_to_keep"} and defaults["logits_to_keep"] == 0
+    assert parameters["self"].default is empty
 
 
 def test_seams_are_looked_up_at_every_call(family, patched, monkeypatch):
@@ -348,9 +366,47 @@ def test_by_model_type(family, patched, caplog):
     report = monkey_patch._apply_liger_kernel(family, rms_norm=False)
     assert "rms_norm" not in {entry.switch for entry in report.replaced}
     report.undo()
-    assert monkey_patch._apply_liger_kernel("gpt17") is None and "gpt17" in caplog.text
-    assert monkey_patch._apply_liger_kernel("") is None
-    assert monkey_patch._apply_liger_kernel_to_instance(model=nn.Linear(1, 1)) is None
+
+
+@pytest.fixture
+def warnings_of(caplog):
+    """What a call warns of, for the first time."""
+    warn_once.cache_clear()
+
+    def warnings_of(call):
+        caplog.clear()
+        call()
+        return [record.getMessage() for record in caplog.records if record.levelname == "WARNING" and record.name.startswith("liger_kernel")]
+
+    return warnings_of
+
+
+def test_a_type_without_a_row_is_named_once(warnings_of):
+    for call, name in (
+        (lambda: monkey_patch._apply_liger_kernel("gpt17", rope=True), "'gpt17'"),
+        (lambda: monkey_patch._apply_liger_kernel(""), "''"),
+        (lambda: monkey_patch._apply_liger_kernel_to_instance(model=nn.Linear(1, 1)), "a Linear of type None"),
+    ):
+        (message,) = warnings_of(call)
+        assert name in message and all(family in message for family in FAMILIES)
+        assert warnings_of(call) == []
+
+
+@pytest.mark.parametrize("module", ["liger_kernel.transformers", "liger_kernel.transformers.monkey_patch"])
+def test_a_patch_without_a_row_is_an_error_that_says_why(module, warnings_of):
+    module = importlib.import_module(module)
+    why = "no Liger kernels for the family 'gpt17'.*llama, mistral"
+    with pytest.raises(AttributeError, match=f"apply_liger_kernel_to_gpt17.*{why}"):
+        module.apply_liger_kernel_to_gpt17
+    assert not hasattr(module, "apply_liger_kernel_to_gpt17")
+    warn_once.cache_clear()
+
+    def import_it():
+        with pytest.raises(ImportError, match="apply_liger_kernel_to_gpt17"):
+            exec(f"from {module.__name__} import apply_liger_kernel_to_gpt17")
+
+    (message,) = warnings_of(import_it)  # Python's own ImportError leaves the reason out
+    assert re.search(why, message)
 
 
 def test_mapping_entries_may_be_replaced(monkeypatch):
@@ -392,12 +448,13 @@ def test_auto_model(family, tmp_path, monkeypatch):
             report.undo()
 
 
-def test_auto_model_of_an_unsupported_type():
+def test_auto_model_of_an_unsupported_type(warnings_of):
     from transformers import GPT2Config
 
     config = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16)
-    model = liger_kernel.transformers.AutoLigerKernelForCausalLM.from_config(config)
-    assert model.config.model_type == "gpt2"
+    models = []
+    (message,) = warnings_of(lambda: models.append(liger_kernel.transformers.AutoLigerKernelForCausalLM.from_config(config)))
+    assert models[0].config.model_type == "gpt2" and "'gpt2'" in message
 
 
 def test_patching_one_module():

@@ -9,7 +9,8 @@ from conftest import assert_same_step, batch, class_of, config_of, make, modelin
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from liger_kernel.transformers.families import FAMILIES
+from liger_kernel.transformers import functional
+from liger_kernel.transformers.families import FAMILIES, CausalLM, Family
 from liger_kernel.transformers.graft import warn_once
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
 
@@ -134,6 +135,24 @@ def test_what_changes_the_heads_result_is_honoured(patched, kind, first):
     finally:
         if handle is not None:
             handle.remove()
+
+
+@pytest.mark.parametrize("by", ["text", "own_row"])
+def test_the_loss_of_a_model_that_holds_a_language_model(patched, monkeypatch, by):
+    """It hands its logits to transformers' loss itself; the language model in it makes none."""
+    from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    vision = CLIPVisionConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4)
+    model = LlavaForConditionalGeneration(LlavaConfig(text_config=config_of("llama"), vision_config=vision, image_token_index=127))
+    inputs = {name: value.clamp(max=126) for name, value in batch().items()}
+    reference, shapes = copy.deepcopy(model), []
+    cross_entropy = functional.liger_cross_entropy
+    monkeypatch.setattr(functional, "liger_cross_entropy", lambda x, *a, **k: shapes.append(x.shape) or cross_entropy(x, *a, **k))
+    row = "llama" if by == "text" else Family("llava", {}, {"LlavaForConditionalGeneration": CausalLM()})
+    report = patched(row, model, strict=True, **{FUSED: False, UNFUSED: True}, **({"rope": False} if by == "text" else {}))
+    assert "LlavaForConditionalGeneration -> causal_lm_loss (1 module)" in str(report)
+    assert_same_step(model, reference, **inputs)
+    assert shapes == [(20, 128)]
 
 
 def test_a_module_tracker_leaves_the_loss_fused(patched):

@@ -126,29 +126,39 @@ class FusedLoss:
         return base.__name__, (base,), {"forward": fused_forward(original_forward(base), self.spec)}
 
 
-def fused_forward(original, spec: CausalLM):
+def fused_forward(original, spec: CausalLM, order: tuple[str, ...] = ()):
     """The forward that stands for `original` and computes the loss inside the head where it can.
 
     Its signature is that of `original` with `skip_logits=None` added: trainers drop the columns they do not see there.
     `skip_logits` True asks for the loss without logits, False for logits; None means without logits when training with
-    labels. It raises ValueError if `skip_logits` is True without `labels` or `shift_labels`.
+    labels. Without `labels` and `shift_labels` there is no loss, and logits come in any case: Trainer's label smoothing
+    takes the labels away and keeps `skip_logits`.
+
+    Args:
+        original: the model's own forward.
+        spec: how the model gets its logits.
+        order: the first parameters, also such as `original` takes among its keywords.
     """
-    signature = inspect.signature(original)
-    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    parameters.append(inspect.Parameter("skip_logits", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None))
-    names = [parameter.name for parameter in parameters[1:]]
+    signature, kind = inspect.signature(original), inspect.Parameter.POSITIONAL_OR_KEYWORD
+    known = {p.name: p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD}
+    known["skip_logits"] = inspect.Parameter("skip_logits", kind, default=None)
+    first, *rest = known
+    added = [name for name in order if name not in known]
+    names = [*order, *(name for name in rest if name not in order)]
+    parameters = [known.get(name) or inspect.Parameter(name, kind, default=None) for name in (first, *names)]
     parameters.append(inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD))
 
     def forward(self, *args, **kwargs):
         if len(args) > len(names):
             raise TypeError(f"forward takes at most {len(names)} positional arguments, got {len(args)}")
         kwargs.update(zip(names, args))
+        for name in added:
+            if kwargs.get(name) is None:
+                kwargs.pop(name, None)
         skip_logits = kwargs.pop("skip_logits", None)
         labels = kwargs.get("labels")
         if labels is None:
             labels = kwargs.get("shift_labels")
-        if skip_logits and labels is None:
-            raise ValueError("skip_logits is True, but neither labels nor shift_labels are given")
         wanted = labels is not None and (self.training if skip_logits is None else skip_logits)
         if wanted and _can_fuse(self, spec):
             return _fused(self, spec, kwargs)

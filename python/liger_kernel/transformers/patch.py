@@ -5,6 +5,7 @@ import inspect
 from dataclasses import dataclass, field
 
 from torch import nn
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from liger_kernel.transformers.causal_lm import (
     FSDPModule,
@@ -153,10 +154,11 @@ class _Patcher:
                 else:
                     self._convert(swap, name)
         for name, spec in self.row.loss.items():
-            if self.model is None:
-                self._class_loss(name, spec)
-            else:
-                self._model_loss(name, spec)
+            for switch in sorted(_LOSSES & self.on):
+                if self.model is None:
+                    self._class_loss(switch, name, spec)
+                else:
+                    self._model_loss(switch, name, spec)
 
     def _uncovered(self):
         parameters = () if self.model is None else self.model.parameters()
@@ -199,35 +201,37 @@ class _Patcher:
         elif not skipped:
             self._skip(swap.switch, name, "the model has none")
 
-    def _class_loss(self, name, spec):
+    def _class_loss(self, switch, name, spec):
         cls = getattr(self.namespace, name, None)
-        for switch in _LOSSES & self.on:
-            if cls is None:
-                self._skip(switch, name, _MISSING)
-            elif switch == "cross_entropy":
-                self.edits.set(cls, "_loss_function", _CLASS_LOSS)
-                self._done(switch, name, "causal_lm_loss")
-            else:
-                if not is_fused(cls):
-                    self.edits.set(cls, "forward", fused_forward(cls.forward, spec))
-                    self.edits.set(cls, "post_init", preparing_head(cls.post_init, spec))
-                self._done(switch, name, "lce_forward")
+        if cls is None:
+            self._skip(switch, name, _MISSING)
+        elif switch == "cross_entropy":
+            self.edits.set(cls, "_loss_function", _CLASS_LOSS)
+            self._done(switch, name, "causal_lm_loss")
+        else:
+            if not is_fused(cls):
+                self.edits.set(cls, "forward", fused_forward(cls.forward, spec))
+                self.edits.set(cls, "post_init", preparing_head(cls.post_init, spec))
+            self._done(switch, name, "lce_forward")
 
-    def _model_loss(self, name, spec):
-        owners = [module for module in self.modules if name in _classes(self.row, module)]
-        for switch in _LOSSES & self.on:
-            for owner in owners:
-                convert = self._set_loss if switch == "cross_entropy" else self._fuse
-                reason, by = convert(owner, _classes(self.row, owner)[name], spec)
+    def _model_loss(self, switch, name, spec):
+        convert = self._set_loss if switch == "cross_entropy" else self._fuse
+        found = False
+        for module in self.modules:
+            cls = _classes(self.row, module).get(name)
+            # The loss on logits is also that of a model which holds a language model and computes the loss itself.
+            if cls or (switch == "cross_entropy" and _hands_logits_over(module)):
+                found, kind = True, name if cls else type(module).__name__
+                reason, by = convert(module, cls, spec)
                 if reason:
-                    self._skip(switch, name, reason)
+                    self._skip(switch, kind, reason)
                 else:
-                    self._done(switch, name, by, 1)
-            if not owners:
-                self._skip(switch, name, f"the {type(self.model).__name__} holds none")
+                    self._done(switch, kind, by, 1)
+        if not found:
+            self._skip(switch, name, f"the {type(self.model).__name__} holds none")
 
     def _set_loss(self, owner, cls, spec):
-        if owner.loss_type != "ForCausalLM" or has_own_loss(owner):
+        if LOSS_MAPPING.get(owner.loss_type) is not ForCausalLMLoss or has_own_loss(owner):
             return f"it computes its loss with {owner.loss_function.__name__}", None
         self.edits.set(owner, "_loss_function", loss_utils.causal_lm_loss)
         return None, "causal_lm_loss"
@@ -244,6 +248,12 @@ class _Patcher:
         if not is_fused(type(owner)):
             become(owner, FusedLoss(spec), self.edits)
         return None, "lce_forward"
+
+
+def _hands_logits_over(module):
+    """Whether a module computes its loss from its logits by transformers' loss of causal language models."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return LOSS_MAPPING.get(getattr(module, "loss_type", None)) is ForCausalLMLoss and "loss_function" in getattr(code, "co_names", ())
 
 
 def _obstacle(module, cls, swap):
