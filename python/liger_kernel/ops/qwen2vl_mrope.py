@@ -1,7 +1,7 @@
 """Rotary position embedding with three positions a token: time, height and width (Qwen2-VL, Wang et al. 2024, arXiv:2409.12191)."""
 
 from liger_kernel._library import ops
-from liger_kernel.ops.rope import heads_first
+from liger_kernel.ops.rope import heads_swapped
 
 
 class LigerQwen2VLMRopeFunction:
@@ -13,8 +13,9 @@ class LigerQwen2VLMRopeFunction:
         [3, batch or 1, seq, dim]. mrope_section (t, h, w), whose sum is dim/2: pair i turns by plane 0 where i < t, by plane 1 where i < t + h,
         else by plane 2. Raises ValueError for other sections and for another unsqueeze_dim.
         """
-        q, k = heads_first(unsqueeze_dim, q, k)
-        return heads_first(unsqueeze_dim, *ops.rope(q, k, cos, sin, False, False, list(mrope_section)))
+        if unsqueeze_dim != 1:
+            return heads_swapped(unsqueeze_dim, LigerQwen2VLMRopeFunction.apply(*heads_swapped(unsqueeze_dim, (q, k)), cos, sin, mrope_section))
+        return ops.rope(q, k, cos, sin, False, False, list(mrope_section))
 
 
 def qwen2vl_mrope_forward(q, k, cos, sin, mrope_section):

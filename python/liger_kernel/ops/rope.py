@@ -7,7 +7,7 @@ from liger_kernel._library import ops
 
 def tables(dim, cos, sin, rotary_dim=None):
     """cos and sin as wide as what they rotate; raises ValueError where that is not said."""
-    width = cos.shape[-1]
+    width = cos.size(-1)
     if rotary_dim is None and width != dim:
         raise ValueError(
             f"cos is {width} wide and a head {dim}, which leaves open what it rotates: rotary_dim={width} for the first {width} columns of a head, "
@@ -20,11 +20,11 @@ def tables(dim, cos, sin, rotary_dim=None):
     raise ValueError(f"cos must be as wide as rotary_dim, {rotary_dim}, or half as wide, and is {width} wide")
 
 
-def heads_first(unsqueeze_dim, *tensors):
-    """Tensors [batch, heads, seq, dim], unsqueeze_dim = 1, or [batch, seq, heads, dim], 2, as the former and back; ValueError for another."""
-    if unsqueeze_dim not in (1, 2):
+def heads_swapped(unsqueeze_dim, tensors):
+    """Of tensors [batch, seq, heads, dim], as unsqueeze_dim=2 says, views [batch, heads, seq, dim]; the same the other way round."""
+    if unsqueeze_dim != 2:
         raise ValueError(f"unsqueeze_dim must be 1, for q and k [batch, heads, seq, dim], or 2, for [batch, seq, heads, dim], got {unsqueeze_dim!r}")
-    return tensors if unsqueeze_dim == 1 else tuple(t.transpose(1, 2) for t in tensors)
+    return tuple(t.transpose(1, 2) for t in tensors)
 
 
 class LigerRopeFunction:
@@ -36,8 +36,9 @@ class LigerRopeFunction:
         [seq, r], [1, seq, r] or [batch, seq, r] for r = rotary_dim <= dim, of which the first r/2 columns count, or r/2 wide. Raises ValueError
         for tables of another width than the head's where rotary_dim is not given, and for another unsqueeze_dim. position_ids is not used.
         """
-        q, k = heads_first(unsqueeze_dim, q, k)
-        return heads_first(unsqueeze_dim, *ops.rope(q, k, *tables(q.shape[-1], cos, sin, rotary_dim), False))
+        if unsqueeze_dim != 1:
+            return heads_swapped(unsqueeze_dim, LigerRopeFunction.apply(*heads_swapped(unsqueeze_dim, (q, k)), cos, sin, rotary_dim=rotary_dim))
+        return ops.rope(q, k, *tables(q.size(-1), cos, sin, rotary_dim), False)
 
 
 def rope_forward(q, k, cos, sin):

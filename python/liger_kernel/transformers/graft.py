@@ -68,7 +68,10 @@ def is_bare(module) -> bool:
     own = module.__dict__
     if "forward" in own or own.get("_compiled_call_impl"):
         return False
-    return not any(own[name] or _GLOBAL[name] for name in _HOOKS)
+    for name in _HOOKS:
+        if own[name] or _GLOBAL[name]:
+            return False
+    return True
 
 
 def result_changed_by(module):
