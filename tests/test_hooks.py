@@ -34,6 +34,20 @@ class Triple(nn.Module):
         return 3 * x
 
 
+class Scaled(torch.Tensor):
+    """A weight with a product of its own, as quantised ones have."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is nn.functional.linear:
+            return 3 * nn.functional.linear(args[0], args[1].as_subclass(torch.Tensor), *args[2:])
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def subclassed(p):
+    p.weight = nn.Parameter(p.weight.detach().as_subclass(Scaled))
+
+
 def replaced_forward(p):
     forward = p.forward
     p.forward = lambda x: 3 * forward(x)
@@ -66,6 +80,7 @@ INTERCEPTED = {
     "backward_hook": lambda p: p.register_full_backward_hook(lambda m, dx, dy: (3 * dx[0],)),
     "backward_pre_hook": lambda p: p.register_full_backward_pre_hook(lambda m, dy: (3 * dy[0],)),
     "parametrization": lambda p: parametrize.register_parametrization(p, "weight", Triple()),
+    "subclass": subclassed,
     "weight_norm": lambda p: nn.utils.weight_norm(p),
 }
 GLOBAL = {

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import pathlib
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from conftest import COMMON, assert_close, batch, class_of, config_of, make, mod
 from torch import nn
 from transformers import PreTrainedModel
 
+import liger_kernel.ops
 import liger_kernel.transformers
 from liger_kernel.transformers import monkey_patch
 from liger_kernel.transformers.families import FAMILIES, LLAMA, MODEL_TYPES, ROPE, SWIGLU, CausalLM, Family
@@ -457,13 +459,18 @@ def test_auto_model_of_an_unsupported_type(warnings_of):
     assert models[0].config.model_type == "gpt2" and "'gpt2'" in message
 
 
-def test_patching_one_module():
+def test_patching_one_module(patched):
     norm = make("llama").model.norm
     x = torch.randn(3, 64)
     expected = norm(x)
     monkey_patch._patch_rms_norm_module(norm)
     assert isinstance(norm, LigerRMSNorm) and "LigerRMSNorm" in repr(norm)
     assert_close(norm(x), expected)
+    for family, name in (("llama", "variance_epsilon"), ("gemma", "eps")):
+        norm = make(family, rms_norm_eps=0.0).model.norm
+        patched(family, make(family, rms_norm_eps=0.0))
+        monkey_patch._patch_rms_norm_module(norm, eps=0.5)
+        assert getattr(norm, name) == norm.variance_epsilon == 0
     mlp = make("gemma").model.layers[0].mlp
     expected = mlp(x)
     monkey_patch._patch_geglu_module(mlp)
@@ -471,6 +478,17 @@ def test_patching_one_module():
     linear = nn.Linear(2, 2)
     monkey_patch._bind_method_to_module(linear, "forward", lambda self, x: self.in_features)
     assert linear(x) == 2 and "forward" in linear.__dict__
+
+
+def test_names_of_the_readme():
+    """Every Python name in the README's table of operators can be imported as a reader would try."""
+    from liger_kernel.transformers import experimental, functional
+
+    readme = (pathlib.Path(__file__).parents[2] / "README.md").read_text()
+    names = set(re.findall(r"`((?:Liger|liger_|apply_liger|apply_tiled)\w+)`", readme)) - {"liger_kernel"}
+    assert len(names) > 20 and "LigerGroupNorm" in names
+    places = liger_kernel.transformers, experimental, functional, liger_kernel.ops
+    assert not [name for name in names if not any(hasattr(place, name) for place in places)]
 
 
 def test_names_of_the_package():

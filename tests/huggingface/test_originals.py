@@ -2,6 +2,7 @@
 
 import copy
 
+import accelerate
 import pytest
 import torch
 from accelerate.hooks import ModelHook, SequentialHook, add_hook_to_module
@@ -9,7 +10,7 @@ from conftest import assert_same_step, batch, class_of, config_of, make, modelin
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from liger_kernel.transformers import functional
+from liger_kernel.transformers import LigerMLP, LigerTiledSwiGLUMLP, functional
 from liger_kernel.transformers.families import FAMILIES, CausalLM, Family
 from liger_kernel.transformers.graft import warn_once
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
@@ -100,6 +101,16 @@ def _over_accelerate(head):
 def _under_accelerate(head):
     _forward(head)
     add_hook_to_module(head, ModelHook())
+
+
+@pytest.mark.parametrize("cls", [LigerMLP, LigerTiledSwiGLUMLP])
+def test_offloaded_projections(cls):
+    mlp, x = cls(config_of("llama", mlp_bias=False)), torch.randn(2, 70, 64)
+    with torch.no_grad():
+        expected = mlp(x)
+        accelerate.cpu_offload(mlp, execution_device="cpu")
+        assert mlp.up_proj.weight.is_meta
+        torch.testing.assert_close(mlp(x), expected)
 
 
 INTERCEPTED = {
