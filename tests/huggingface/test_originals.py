@@ -7,7 +7,6 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, SequentialHook, add_hook_to_module
 from conftest import assert_same_step, batch, class_of, config_of, make, modeling, run
-from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from liger_kernel.transformers import LigerMLP, LigerTiledSwiGLUMLP, functional

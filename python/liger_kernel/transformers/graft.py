@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 def warn_once(message) -> None:
     logger.warning(message)
 
+
 _ABSENT = object()
 
 
