@@ -1,6 +1,6 @@
 """What the Python layer accepts, refuses and says: signatures, options, widths, tables, derivatives."""
 
-import importlib
+import importlib.util
 import inspect
 from types import SimpleNamespace
 
@@ -97,6 +97,12 @@ def test_the_function_that_others_derive_from():
     plain = 2 * F.cross_entropy(px @ pw.T, Y)
     plain.backward()
     torch.testing.assert_close((loss, x.grad, w.grad), (plain, px.grad, pw.grad))
+
+
+def test_a_name_that_needs_triton_is_missing_without_it():
+    from liger_kernel.ops import utils
+
+    assert hasattr(utils, "torch_to_triton_dtype") == (importlib.util.find_spec("triton") is not None)
 
 
 # Each with the reductions that it has.

@@ -73,7 +73,7 @@ def first_derivative_only(backward):
         gradients = gradients if isinstance(gradients, tuple) else (gradients,)
         given = [g for g in gradients if g is not None]
         roots = [t for t in (*saved, *getattr(ctx, "roots", ()), *upstream) if t is not None]
-        refused = iter(_Refusal.apply(type(ctx).__name__.removesuffix("Backward"), len(given), *given, *roots))
+        refused = iter(_Refusal.apply(type(ctx).__name__.removesuffix("Backward").lstrip("_"), len(given), *given, *roots))
         return tuple(g if g is None else next(refused) for g in gradients)
 
     return wrapper
