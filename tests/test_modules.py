@@ -72,11 +72,40 @@ def test_mlp_options():
         swiglu.LigerSwiGLUMLP(SimpleNamespace(**{**vars(CONFIG), "hidden_act": "gelu"}))
 
 
-@pytest.mark.parametrize("name", ["", "ForGemma", "ForGemma2", "ForGemma3", "ForOlmo2", "ForGlm4", "ForQwen3Next"])
+def llama_norm(x, w, eps):
+    f = x.float()
+    return w * (f * torch.rsqrt(f.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def gemma_norm(x, w, eps):
+    f = x.float()
+    return (f * torch.rsqrt(f.square().mean(-1, keepdim=True) + eps) * w.float()).to(x.dtype)
+
+
+# Where the model that a preset is for rounds, and what its weight is added to.
+PRESETS = {
+    "": (llama_norm, 0),
+    "ForGemma": (gemma_norm, 1),
+    "ForGemma2": (gemma_norm, 1),
+    "ForGemma3": (gemma_norm, 1),
+    "ForOlmo2": (gemma_norm, 0),
+    "ForGlm4": (llama_norm, 0),
+    "ForQwen3Next": (gemma_norm, 1),
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
 def test_rms_norm(name):
-    m, x = getattr(rms_norm, f"LigerRMSNorm{name}")(16), torch.randn(3, 16)
-    assert "weight_shape=(16,)" in repr(m)
-    close(m(x), F.rms_norm(x, (16,), eps=1e-6))
+    formula, offset = PRESETS[name]
+    m, x = getattr(rms_norm, f"LigerRMSNorm{name}")(16, 0.3), torch.randn(300, 16)
+    assert "weight_shape=(16,)" in repr(m) and "eps=0.3" in repr(m)
+    close(m(x), F.rms_norm(x, (16,), eps=0.3))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        m, t = m.to(dtype), x.to(dtype)
+        m.weight.data.copy_(torch.randn(16))
+        expected = formula(t, m.weight.float().add(offset).to(dtype) if formula is llama_norm else m.weight.float() + offset, 0.3)
+        assert (m(t) != expected).float().mean() < (1 if dtype == torch.float32 else 0.01)
+        close(m(t).float(), expected.float(), rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
     with torch.device("meta"):
         assert type(m)(16).weight.is_meta
 
@@ -149,7 +178,7 @@ def test_losses():
     close(LigerFusedLinearCrossEntropyLoss(reduction="sum")(weight, hidden, y), F.cross_entropy(hidden @ weight.T, y, reduction="sum"))
     out = LigerFusedLinearCrossEntropyLoss(return_token_accuracy=True)(weight, hidden, y)
     assert isinstance(out, CrossEntropyOutput) and out.z_loss is None and out.token_accuracy.dim() == 0
-    for wrong in (dict(reduction="most"), dict(label_smoothing=2), dict(softcap=0)):
+    for wrong in (dict(label_smoothing=2), dict(softcap=0)):
         for cls in (LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss):
             with pytest.raises(AssertionError, match=next(iter(wrong))):
                 cls(**wrong)

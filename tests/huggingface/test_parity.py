@@ -8,6 +8,7 @@ from conftest import (
     CURVE_TOLERANCE,
     VOCABULARY,
     assert_close,
+    assert_rounded_alike,
     assert_same_step,
     batch,
     class_of,
@@ -95,7 +96,8 @@ def test_what_skip_logits_decides(pair):
     for training in (True, False):
         model.train(training)
         expected = reference.train(training)(**batch())
-        for skip_logits, given in ((None, True), (True, True), (False, True), (None, False), (False, False)):
+        # Without labels there is no loss to ask for; Trainer's label smoothing keeps skip_logits=True there.
+        for skip_logits, given in ((None, True), (True, True), (False, True), (None, False), (False, False), (True, False)):
             inputs = batch() if given else {"input_ids": batch()["input_ids"]}
             output = model(**inputs, skip_logits=skip_logits)
             fused = given and (training if skip_logits is None else skip_logits)
@@ -108,8 +110,6 @@ def test_what_skip_logits_decides(pair):
             else:
                 assert_close(output.logits, expected.logits)
             assert output.token_accuracy is None and output.predicted_tokens is None
-        with pytest.raises(ValueError, match="skip_logits"):
-            model(batch()["input_ids"], skip_logits=True)
 
 
 def test_shift_labels_take_precedence(pair):
@@ -238,6 +238,30 @@ def test_other_outputs_are_kept(pair):
     assert len(output.hidden_states) == len(expected.hidden_states)
     for actual, hidden in zip(output.hidden_states, expected.hidden_states):
         assert_close(actual, hidden)
+
+
+@pytest.mark.parametrize("level", ["class", "instance"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parts_round_where_the_originals_do(family, patched, level, dtype):
+    """Every norm and MLP on what it gets in the unpatched model, element by element; and bfloat16 hidden states at the end."""
+    reference = make(family).to(dtype)
+    seen = {}
+    for name, module in reference.named_modules():
+        if type(module).__name__.endswith(("RMSNorm", "MLP")):
+            module.register_forward_hook(lambda m, x, y, name=name: seen.update({name: (x[0], y)}))
+    with torch.no_grad():
+        expected = reference(**batch(), output_hidden_states=True).hidden_states
+        model = None if level == "class" else make(family).to(dtype)
+        patched(family, model, strict=True, rope=False)
+        if level == "class":
+            model = class_of(family)(config_of(family)).train().to(dtype)
+        model.load_state_dict(reference.state_dict())
+        assert len(seen) == sum("Liger" in type(module).__name__ for module in model.modules())
+        for name, (x, y) in seen.items():
+            assert_rounded_alike(model.get_submodule(name)(x), y)
+        if dtype == torch.bfloat16:
+            for ours, plain in zip(model(**batch(), output_hidden_states=True).hidden_states, expected, strict=True):
+                assert_rounded_alike(ours, plain, 0.05)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

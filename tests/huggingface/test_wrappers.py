@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import Trainer, TrainingArguments
 
-from liger_kernel.transformers.causal_lm import LinearWithLoss, _warn_once
+from liger_kernel.transformers.causal_lm import LinearWithLoss
+from liger_kernel.transformers.graft import warn_once
 
 LEVELS = pytest.mark.parametrize("level", ["class", "instance"])
 
@@ -151,7 +152,7 @@ def test_lora(family, patched, first, kwargs):
 
 @pytest.mark.parametrize("first", ["patch", "peft"])
 def test_lora_on_the_head_takes_the_original_forward(family, patched, first, caplog):
-    _warn_once.cache_clear()
+    warn_once.cache_clear()
     kwargs = {"target_modules": ["q_proj", "lm_head"]}
     reference = make(family, tie_word_embeddings=False)
     model = copy.deepcopy(reference)
@@ -371,11 +372,33 @@ def _train(model, path, **kwargs):
     return losses, torch.tensor(trainer.evaluate()["eval_loss"])
 
 
-def test_trainer(family, patched, tmp_path, monkeypatch):
-    # The check looks for an installed distribution; packaging is not what is tested here.
+@pytest.fixture
+def available(monkeypatch):
+    """transformers looks for an installed distribution; packaging is not what is tested here."""
     for name in ("transformers.trainer", "transformers.integrations.liger"):
         if name in sys.modules:
             monkeypatch.setattr(sys.modules[name], "is_liger_kernel_available", lambda: True, raising=False)
+
+
+def test_trainer_with_label_smoothing(available, tmp_path):
+    reference = make("llama")
+    model = copy.deepcopy(reference)
+    arguments = {"label_smoothing_factor": 0.2, "prediction_loss_only": True}
+    expected = _train(reference, tmp_path, **arguments)
+    for ours, plain in zip(_train(model, tmp_path, use_liger_kernel=True, liger_kernel_config={"rope": False}, **arguments), expected):
+        assert_close(ours, plain, 1e-4)
+    assert type(model).forward.liger_original
+
+
+def test_trainer_warns_of_a_family_without_a_row(available, tmp_path, caplog):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    warn_once.cache_clear()
+    _train(GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=VOCABULARY)), tmp_path, use_liger_kernel=True)
+    assert "no Liger kernels for a GPT2LMHeadModel of type 'gpt2'" in caplog.text
+
+
+def test_trainer(family, available, tmp_path):
     reference = make(family)
     model = copy.deepcopy(reference)
     expected = _train(reference, tmp_path)

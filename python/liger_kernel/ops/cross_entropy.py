@@ -1,21 +1,26 @@
 """Cross entropy with the gradient made in the same pass over the logits; formulas in liger/ops/loss/cross_entropy.h."""
 
 from liger_kernel._library import ops
+from liger_kernel.ops.utils import check_label, reduction_code
 
-_REDUCTIONS = {"none": 0, "mean": 1}
+REDUCTIONS = ("none", "mean", "sum")
 _DEFAULTS = (-100, 0, 0, "mean", None, False, False, False, False)
 
 
 def loss_options(ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, return_token_accuracy, return_predicted_tokens,
                  use_token_scaling=False):
-    """The options as libliger's schemas carry them: flags and scales, None for the defaults."""
+    """The options as libliger's schemas carry them: flags and scales, None for the defaults.
+
+    Raises ValueError for an unknown reduction, TypeError where ignore_index is no integer.
+    """
     if (ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, return_token_accuracy, return_predicted_tokens,
             use_token_scaling) == _DEFAULTS:
         return None, None
+    check_label("ignore_index", ignore_index)
     for name, flag in (("return_token_accuracy", return_token_accuracy), ("return_predicted_tokens", return_predicted_tokens)):
         assert flag in (True, False), f"{name} must be True or False, got {flag!r}"
     return (
-        [ignore_index, _REDUCTIONS.get(reduction, 2), bool(use_token_scaling), bool(return_z_loss), bool(return_token_accuracy), bool(return_predicted_tokens)],
+        [ignore_index, reduction_code(reduction, REDUCTIONS), bool(use_token_scaling), bool(return_z_loss), bool(return_token_accuracy), bool(return_predicted_tokens)],
         [float(label_smoothing), float(lse_square_scale), float(softcap or 0)],
     )
 

@@ -4,6 +4,7 @@ import torch
 
 from liger_kernel._library import ops
 from liger_kernel.ops.cross_entropy import asked_for, loss_options
+from liger_kernel.ops.utils import first_derivative_only, roots
 
 
 def _autocast_dtype(device_type):
@@ -60,11 +61,12 @@ class LigerFusedLinearCrossEntropyFunction(torch.autograd.Function):
         ctx.options = options
         ctx.autocast = _autocast_dtype(_input.device.type)
         ctx.save_for_backward(*((_input, weight, target, bias) if ctx.deferred else (grad_input, grad_weight, grad_bias)))
+        ctx.roots = () if ctx.deferred else roots(_input, weight, bias)
         ctx.mark_non_differentiable(*(r for r in results[1:] if r is not None))
         return tuple(results)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivative_only
     def backward(ctx, grad_output, *ignored):
         if ctx.deferred:
             _input, weight, target, bias = ctx.saved_tensors

@@ -1,7 +1,8 @@
 """Generalised Jensen-Shannon divergence (Lin 1991; Agarwal et al. 2024, arXiv:2306.13649)."""
 
 from liger_kernel._library import ops
-from liger_kernel.ops.divergence import JENSEN_SHANNON, REDUCTIONS, check_labels, loss_and_gradient
+from liger_kernel.ops.divergence import JENSEN_SHANNON, check_labels, loss_and_gradient
+from liger_kernel.ops.utils import reduction_code
 
 
 class LigerJSDFunction:
@@ -12,8 +13,8 @@ class LigerJSDFunction:
         β = 0 is KL(P ‖ Q), β = 1 KL(Q ‖ P). The mean over the rows whose shift_labels [rows] is not ignore_index, in _input's dtype;
         0 where there is none. The target gets no gradient. Raises AssertionError for labels of another shape, ValueError for β outside [0, 1].
         """
-        check_labels(shift_labels, _input.shape[0])
-        return ops.divergence(_input, target, shift_labels, JENSEN_SHANNON, float(beta), ignore_index, REDUCTIONS["batchmean"], _input.dtype)
+        check_labels(shift_labels, _input.shape[0], ignore_index)
+        return ops.divergence(_input, target, shift_labels, JENSEN_SHANNON, float(beta), ignore_index, reduction_code("batchmean"), _input.dtype)
 
 
 def jsd_forward(_input, target, shift_labels, beta, ignore_index, has_label):

@@ -3,7 +3,8 @@
 import torch
 
 from liger_kernel._library import ops
-from liger_kernel.ops.divergence import IGNORE_INDEX, KL, LOG_KL, REDUCTIONS, gradient
+from liger_kernel.ops.divergence import IGNORE_INDEX, KL, LOG_KL, gradient
+from liger_kernel.ops.utils import reduction_code
 
 
 class LigerKLDivLossFunction:
@@ -11,10 +12,10 @@ class LigerKLDivLossFunction:
     def apply(y_pred, y_true, reduction="batchmean", log_target=False, eps=1e-10):
         """t · (ln max(t, eps) − y), or eᵗ · (t − y) with log_target, for log-probabilities y and a target t, both [rows, cols].
 
-        The dtypes may differ; the loss is float, a scalar or, with "none", [rows, cols]. The target gets no gradient. Raises KeyError
+        The dtypes may differ; the loss is float, a scalar or, with "none", [rows, cols]. The target gets no gradient. Raises ValueError
         for an unknown reduction.
         """
-        return ops.divergence(y_pred, y_true, None, LOG_KL if log_target else KL, float(eps), IGNORE_INDEX, REDUCTIONS[reduction], torch.float32)
+        return ops.divergence(y_pred, y_true, None, LOG_KL if log_target else KL, float(eps), IGNORE_INDEX, reduction_code(reduction), torch.float32)
 
 
 def kldiv_forward_triton(y_pred, y_true, log_target, reduction, eps):

@@ -16,7 +16,7 @@ def _check(X, W, scale, shift):
 
 
 def _rows(t, width):
-    return None if t is None else t.reshape(-1, width)
+    return None if t is None else t.reshape(-1 if width else 1, width)
 
 
 class LigerModulatedRMSNormFunction:
@@ -38,7 +38,7 @@ def modulated_rms_norm_forward(X, W, scale, shift, eps, offset, casting_mode):
     _check(X, W, scale, shift)
     width, code = X.shape[-1], casting_code(casting_mode)
     y, rstd = ops.modulated_rms_norm_forward(X, W, _rows(scale, width), _rows(shift, width), float(eps), float(offset), code)
-    return y, rstd.reshape(-1), *calculate_settings(min(width, 65536)), code, X.numel() // scale.numel()
+    return y, rstd.reshape(-1), *calculate_settings(min(width, 65536)), code, X.numel() // max(1, scale.numel())
 
 
 def modulated_rms_norm_backward(

@@ -9,9 +9,9 @@ SOFTMAX, SPARSEMAX = range(2)
 
 class LigerSoftmaxFunction:
     @staticmethod
-    def apply(x):
+    def apply(input_):
         """exp(x) / Σ exp(x) over the last dimension of x [..., n], summed in float, in x's dtype."""
-        return ops.softmax(x, SOFTMAX)
+        return ops.softmax(input_, SOFTMAX)
 
 
 def _softmax_forward(x):

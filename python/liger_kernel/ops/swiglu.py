@@ -3,7 +3,7 @@
 import torch
 
 from liger_kernel._library import ops
-from liger_kernel.ops.utils import full_tensor
+from liger_kernel.ops.utils import first_derivative_only, full_tensor
 
 #: Rows of libliger's table of gates.
 SILU, GELU_TANH, GELU_ERF, RELU_SQUARED = range(4)
@@ -25,7 +25,7 @@ class _InPlaceGateUp(torch.autograd.Function):
         return ops.gated_packed_forward(y, SILU, 1.0)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivative_only
     def backward(ctx, dc):
         if ctx.done:
             raise RuntimeError("backward ran twice, and in_place=True has put the gradient where the input was")

@@ -2,6 +2,8 @@
 
 import torch
 
+from liger_kernel.ops.utils import first_derivative_only
+
 
 def _grad_dtype(t):
     return torch.float32 if t.dtype in (torch.bfloat16, torch.float16) else t.dtype
@@ -17,7 +19,7 @@ class _TiledMLP(torch.autograd.Function):
         return torch.cat([fn(module, shard) for shard in x.chunk(shards, -2)], -2)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivative_only
     def backward(ctx, dy):
         """The shards run again, and their gradients are summed in float, in order."""
         x, *parameters = ctx.saved_tensors
@@ -51,7 +53,13 @@ class LigerTiledMLPFunction:
         return _TiledMLP.apply(fn, mlp_module, x, shards, *(p for p in mlp_module.parameters() if p.requires_grad))
 
 
+def shards_of(x, num_shards=None) -> int:
+    """num_shards or, unless given, ceil(S / H) for x [..., S, H]; at least 1. Raises ValueError where x has one dimension."""
+    if x.dim() < 2:
+        raise ValueError(f"x must be [..., tokens, width], got {list(x.shape)}")
+    return max(1, num_shards or -(-x.shape[-2] // max(1, x.shape[-1])))
+
+
 def apply_tiled_mlp(fn, mlp_module, x, num_shards=None, compute_params=None):
     """LigerTiledMLPFunction with ceil(S / H) shards unless num_shards is given."""
-    shards = -(-x.shape[-2] // x.shape[-1]) if num_shards is None else num_shards
-    return LigerTiledMLPFunction.apply(fn, mlp_module, x, max(1, shards), compute_params)
+    return LigerTiledMLPFunction.apply(fn, mlp_module, x, shards_of(x, num_shards), compute_params)

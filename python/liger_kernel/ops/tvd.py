@@ -3,7 +3,8 @@
 import torch
 
 from liger_kernel._library import ops
-from liger_kernel.ops.divergence import REDUCTIONS, TOTAL_VARIATION, check_labels, loss_and_gradient
+from liger_kernel.ops.divergence import TOTAL_VARIATION, check_labels, loss_and_gradient
+from liger_kernel.ops.utils import reduction_code
 
 
 class LigerTVDLossFunction:
@@ -12,10 +13,10 @@ class LigerTVDLossFunction:
         """½ |p − q| for probabilities p and q, both [rows, cols], of any dtypes.
 
         Rows whose shift_labels [rows] is ignore_index do not count; 0 where all are. The loss is float, a scalar or, with "none",
-        [rows, cols]. q gets no gradient. Raises AssertionError for labels of another shape, KeyError for an unknown reduction.
+        [rows, cols]. q gets no gradient. Raises AssertionError for labels of another shape, ValueError for an unknown reduction.
         """
-        check_labels(shift_labels, p.shape[0])
-        return ops.divergence(p, q, shift_labels, TOTAL_VARIATION, 0.0, ignore_index, REDUCTIONS[reduction], torch.float32)
+        check_labels(shift_labels, p.shape[0], ignore_index)
+        return ops.divergence(p, q, shift_labels, TOTAL_VARIATION, 0.0, ignore_index, reduction_code(reduction), torch.float32)
 
 
 def tv_distance_forward_triton(p, q, shift_labels, reduction, ignore_index, has_label):

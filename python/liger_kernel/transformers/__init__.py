@@ -9,10 +9,11 @@ import importlib.util
 from liger_kernel.transformers import functional  # noqa: F401
 from liger_kernel.transformers.cross_entropy import LigerCrossEntropyLoss
 from liger_kernel.transformers.dyt import LigerDyT
-from liger_kernel.transformers.families import FAMILIES
+from liger_kernel.transformers.families import FAMILIES, missing
 from liger_kernel.transformers.fused_add_rms_norm import LigerFusedAddRMSNorm
 from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 from liger_kernel.transformers.geglu import LigerGEGLUMLP
+from liger_kernel.transformers.group_norm import LigerGroupNorm
 from liger_kernel.transformers.jsd import LigerJSD
 from liger_kernel.transformers.kl_div import LigerKLDIVLoss
 from liger_kernel.transformers.layer_norm import LigerLayerNorm
@@ -50,7 +51,7 @@ def is_transformers_available() -> bool:
 
 def __getattr__(name):
     if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise missing(__name__, name)
     if not is_transformers_available():
         raise ImportError(f"{name} needs the transformers library: run `pip install transformers`")
     return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
@@ -66,6 +67,7 @@ __all__ = [
     "LigerFusedAddRMSNorm",
     "LigerFusedLinearCrossEntropyLoss",
     "LigerGEGLUMLP",
+    "LigerGroupNorm",
     "LigerJSD",
     "LigerKLDIVLoss",
     "LigerLayerNorm",

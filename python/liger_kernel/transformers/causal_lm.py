@@ -5,16 +5,14 @@ keyword, and the nn.Linear at its bottom returns the loss instead of logits. So 
 (FSDP, ZeRO-3, offloading, PEFT) does its work. Wherever this does not apply, the model's own forward runs.
 """
 
-import functools
 import inspect
-import logging
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from liger_kernel.transformers.families import CausalLM
-from liger_kernel.transformers.graft import Edits, become, has_replaced_forward
+from liger_kernel.transformers.graft import Edits, become, kernels_cover, result_changed_by, warn_once
 from liger_kernel.transformers.model import loss_utils, output_classes
 
 try:
@@ -32,8 +30,6 @@ if torch.distributed.is_available():
 else:
     FSDPModule = DTensor = ()
 
-logger = logging.getLogger(__name__)
-
 # Modules that hand their arguments to one inner module and its result back: FSDP1, checkpoint_wrapper, torch.compile.
 _TRANSPARENT = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
@@ -41,10 +37,6 @@ _TRANSPARENT = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod
 _SHARED = ("labels", "shift_labels", "num_items_in_batch", "ignore_index")
 _OURS = ("return_token_accuracy", "return_predicted_tokens", *loss_utils.OPTIONS)
 _WEIGHING = ("ce_weight", "label_smoothing", "lse_square_scale", "use_token_scaling")
-
-
-def _kernels_cover(device: str, dtype: torch.dtype) -> bool:
-    return device in ("cpu", "cuda", "meta") and dtype in (torch.float32, torch.float16, torch.bfloat16)
 
 
 class LinearWithLoss(nn.Linear):
@@ -66,6 +58,8 @@ def head_linears(head, fsdp: bool = False) -> list[nn.Linear] | None:
         head: the language-model head.
         fsdp: whether FSDP2 is known to gather the head's weight before the head runs.
     """
+    if result_changed_by(head):
+        return None
     if isinstance(head, nn.Linear):
         return [head] if _is_plain(head, fsdp) else None
     for name in _TRANSPARENT:
@@ -78,14 +72,14 @@ def head_linears(head, fsdp: bool = False) -> list[nn.Linear] | None:
 
 
 def _is_plain(linear, fsdp):
-    if type(linear).forward not in (nn.Linear.forward, LinearWithLoss.forward) or has_replaced_forward(linear):
+    if type(linear).forward not in (nn.Linear.forward, LinearWithLoss.forward):
         return False
     weight = linear.weight
     if isinstance(weight, DTensor):
         # More than one sharded dimension of the mesh: one of them is tensor parallelism, which FSDP2 does not gather.
         gathered = fsdp or isinstance(linear, FSDPModule)
         return gathered and sum(placement.is_shard() for placement in weight.placements) == 1
-    return type(weight) in (torch.Tensor, nn.Parameter) and _kernels_cover(weight.device.type, weight.dtype)
+    return type(weight) in (torch.Tensor, nn.Parameter) and kernels_cover(weight)
 
 
 def prepare_head(head, edits: Edits, fsdp: bool = False) -> bool:
@@ -129,32 +123,42 @@ class FusedLoss:
     spec: CausalLM
 
     def __call__(self, base):
-        return {"forward": fused_forward(original_forward(base), self.spec)}
+        return base.__name__, (base,), {"forward": fused_forward(original_forward(base), self.spec)}
 
 
-def fused_forward(original, spec: CausalLM):
+def fused_forward(original, spec: CausalLM, order: tuple[str, ...] = ()):
     """The forward that stands for `original` and computes the loss inside the head where it can.
 
     Its signature is that of `original` with `skip_logits=None` added: trainers drop the columns they do not see there.
     `skip_logits` True asks for the loss without logits, False for logits; None means without logits when training with
-    labels. It raises ValueError if `skip_logits` is True without `labels` or `shift_labels`.
+    labels. Without `labels` and `shift_labels` there is no loss, and logits come in any case: Trainer's label smoothing
+    takes the labels away and keeps `skip_logits`.
+
+    Args:
+        original: the model's own forward.
+        spec: how the model gets its logits.
+        order: the first parameters, also such as `original` takes among its keywords.
     """
-    signature = inspect.signature(original)
-    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    parameters.append(inspect.Parameter("skip_logits", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None))
-    names = [parameter.name for parameter in parameters[1:]]
+    signature, kind = inspect.signature(original), inspect.Parameter.POSITIONAL_OR_KEYWORD
+    known = {p.name: p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD}
+    known["skip_logits"] = inspect.Parameter("skip_logits", kind, default=None)
+    first, *rest = known
+    added = [name for name in order if name not in known]
+    names = [*order, *(name for name in rest if name not in order)]
+    parameters = [known.get(name) or inspect.Parameter(name, kind, default=None) for name in (first, *names)]
     parameters.append(inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD))
 
     def forward(self, *args, **kwargs):
         if len(args) > len(names):
             raise TypeError(f"forward takes at most {len(names)} positional arguments, got {len(args)}")
         kwargs.update(zip(names, args))
+        for name in added:
+            if kwargs.get(name) is None:
+                kwargs.pop(name, None)
         skip_logits = kwargs.pop("skip_logits", None)
         labels = kwargs.get("labels")
         if labels is None:
             labels = kwargs.get("shift_labels")
-        if skip_logits and labels is None:
-            raise ValueError("skip_logits is True, but neither labels nor shift_labels are given")
         wanted = labels is not None and (self.training if skip_logits is None else skip_logits)
         if wanted and _can_fuse(self, spec):
             return _fused(self, spec, kwargs)
@@ -181,27 +185,24 @@ def _can_fuse(model, spec):
     else:
         return True
     if not torch.compiler.is_compiling():
-        _warn_once(f"the loss is computed from materialised logits: {reason}")
+        warn_once(f"the loss is computed from materialised logits: {reason}")
     return False
 
 
 def describe(head) -> str:
     """What a head is, for messages."""
-    weight = getattr(head, "weight", None)
-    kind = f"{type(head).__module__}.{type(head).__qualname__}"
-    return kind if weight is None else f"{kind} with a weight of {type(weight).__name__}, {weight.dtype}"
-
-
-@functools.cache
-def _warn_once(message):
-    logger.warning(message)
+    weight, hook = getattr(head, "weight", None), isinstance(head, nn.Module) and result_changed_by(head)
+    text = f"{type(head).__module__}.{type(head).__qualname__}"
+    if weight is not None:
+        text += f" with a weight of {type(weight).__name__}, {weight.dtype}"
+    return text + (f", whose result {getattr(hook, '__qualname__', type(hook).__name__)} may change" if hook else "")
 
 
 def _with_logits(model, original, spec, labels, kwargs):
     dropped = {name: kwargs.pop(name) for name in _OURS if name in kwargs}
     lost = [name for name in _WEIGHING if isinstance(dropped.get(name), torch.Tensor) or dropped.get(name)]
     if lost and labels is not None and not torch.compiler.is_compiling():
-        _warn_once(f"the loss from materialised logits does not know {', '.join(lost)}")
+        warn_once(f"the loss from materialised logits does not know {', '.join(lost)}")
     if labels is not None:
         kwargs["labels"] = labels
     output = original(model, **kwargs)

@@ -7,6 +7,8 @@ the same kinds of parts takes one row here and one row in the list of tiny confi
 import importlib
 from dataclasses import dataclass, field
 
+from liger_kernel.transformers.graft import warn_once
+
 
 @dataclass(frozen=True)
 class Swap:
@@ -99,3 +101,18 @@ FAMILIES = {row.name: row for row in (
 # fmt: on
 
 MODEL_TYPES = {model_type: row for row in FAMILIES.values() for model_type in row.model_types or (row.name,)}
+
+
+def unsupported(subject: str) -> str:
+    """What is said of a model, a type or a family without a row."""
+    return f"no Liger kernels for {subject}, which stays as it is; there are some for {', '.join(MODEL_TYPES)}"
+
+
+def missing(module: str, name: str) -> AttributeError:
+    """The error for a name that a module of this package lacks; of a patch the reason is logged too, because an import hides it."""
+    text, family = f"module {module!r} has no attribute {name!r}", name.removeprefix("apply_liger_kernel_to_")
+    if family != name:
+        reason = unsupported(f"the family {family!r}")
+        warn_once(reason)
+        text += f": {reason}"
+    return AttributeError(text)

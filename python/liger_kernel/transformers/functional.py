@@ -93,9 +93,9 @@ def liger_relu_squared(x):
     return LigerReLUSquaredFunction.apply(x)
 
 
-def liger_rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+def liger_rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
     """(q, k) rotated; see LigerRopeFunction."""
-    return LigerRopeFunction.apply(q, k, cos, sin, position_ids, unsqueeze_dim)
+    return LigerRopeFunction.apply(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim)
 
 
 def liger_qwen2vl_mrope(q, k, cos, sin, mrope_section, unsqueeze_dim=1):

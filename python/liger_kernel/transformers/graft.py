@@ -1,12 +1,22 @@
-"""Changes to modules and classes that can be taken back."""
+"""Changes to modules and classes that can be taken back, and what else runs when a module is called."""
 
 import functools
+import importlib
+import inspect
 import logging
+import sys
 import types
 
 import torch
+from torch.nn.modules import module as nn_module
 
 logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def warn_once(message) -> None:
+    logger.warning(message)
+
 
 _ABSENT = object()
 
@@ -42,9 +52,74 @@ def _current(owner, name):
     return type(owner) if name == "__class__" else vars(owner).get(name, _ABSENT)
 
 
+_AFTER = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS = ("_forward_pre_hooks", *_AFTER)
+_GLOBAL = {name: getattr(nn_module, "_global" + name) for name in _HOOKS}
+
+# Whose hooks hand on what a forward returns, whatever it is: they gather weights, or watch.
+_HANDING_ON = ("torch.distributed.fsdp.", "torch.distributed._composable.", "torch.utils.", "accelerate.", "deepspeed.")
+
+
+def is_bare(module) -> bool:
+    """Whether a call of `module` runs the forward of its class and nothing else.
+
+    It does not where the instance has a forward of its own (accelerate's offloading) or a compiled one, and where the
+    module, or all modules, have hooks. A parametrisation changes the class, which is the caller's to compare.
+    """
+    own = module.__dict__
+    if "forward" in own or own.get("_compiled_call_impl"):
+        return False
+    for name in _HOOKS:
+        if own[name] or _GLOBAL[name]:
+            return False
+    return True
+
+
+def result_changed_by(module):
+    """What may change the result of a call of `module` or that result's gradient, or None: it must see a usual result."""
+    if has_replaced_forward(module):
+        return module.__dict__["forward"]
+    found = [hook for hooks in (module.__dict__, _GLOBAL) for name in _AFTER for hook in hooks[name].values()]
+    steps = [module._hf_hook] if "_old_forward" in module.__dict__ else []
+    for step in steps:
+        steps += getattr(step, "hooks", ())
+        found.append(step.post_forward)
+    return next((hook for hook in found if not _hands_on(hook)), None)
+
+
+def _hands_on(hook) -> bool:
+    # A partial object's own module is functools.
+    return (getattr(getattr(hook, "func", hook), "__module__", None) or "").startswith(_HANDING_ON)
+
+
 def has_replaced_forward(module) -> bool:
     """Whether somebody has put a forward on the instance; accelerate's hooks do, and call `_old_forward` from it."""
-    return "forward" in module.__dict__ and "_old_forward" not in module.__dict__
+    own = module.__dict__
+    if "_old_forward" in own:
+        return not _hands_on(own["forward"]) or getattr(own["_old_forward"], "__func__", None) is not type(module).forward
+    return "forward" in own
+
+
+_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
+
+
+def kernels_cover(tensor) -> bool:
+    """Whether there are kernels for the tensor's dtype and device."""
+    return tensor.dtype in _DTYPES and (tensor.is_cuda or tensor.is_cpu or tensor.is_meta)
+
+
+@functools.cache
+def or_original(part, original, place: int = 0):
+    """The function `part`, but `original` where there are no kernels for the tensor that is the argument at `place`."""
+    name = list(inspect.signature(original).parameters)[place]
+
+    @functools.wraps(part)
+    def call(*args, **kwargs):
+        x = args[place] if len(args) > place else kwargs.get(name)
+        return (part if x is None or kernels_cover(x) else original)(*args, **kwargs)
+
+    call.liger_original = original
+    return call
 
 
 @torch.compiler.disable
@@ -63,19 +138,31 @@ def become(module, part, edits: Edits, **attributes) -> None:
 
 @functools.cache
 def variant(base: type, part) -> type:
-    """The subclass of `base` in which `part` comes first: a class, or a function from `base` to a dict of methods."""
-    if isinstance(part, type):
-        name, bases, body = part.__name__, (part, base), {}
-    else:
-        name, bases, body = base.__name__, (base,), part(base)
+    """The subclass of `base` that `part` makes: a class that comes first, or a function from `base` to (name, bases, body)."""
+    name, bases, body = (part.__name__, (part, base), {}) if isinstance(part, type) else part(base)
 
     def __reduce_ex__(self, protocol):
         _, _, *state = object.__reduce_ex__(self, 2)
-        return (_new, (base, part), *state)
+        return (_new, (_address(base), part), *state)
 
-    return type(name, bases, {**body, "__module__": base.__module__, "__reduce_ex__": __reduce_ex__})
+    body = {**body, "__module__": base.__module__, "__reduce_ex__": __reduce_ex__, "liger_part": part}
+    return type(name, bases, body)
+
+
+def is_variant(cls, part) -> bool:
+    """Whether `variant` has made the class, of that part."""
+    return vars(cls).get("liger_part") == part
+
+
+def _address(base):
+    """The class, or where it stands if pickle would find the variant that its name means now."""
+    named = getattr(sys.modules.get(base.__module__), base.__name__, None)
+    rebound = isinstance(named, type) and named is not base and base in named.__bases__ and "liger_part" in vars(named)
+    return (base.__module__, base.__name__) if rebound else base
 
 
 def _new(base, part):
-    cls = variant(base, part)
+    if isinstance(base, tuple):
+        base = getattr(importlib.import_module(base[0]), base[1])
+    cls = base if is_variant(base, part) else variant(base, part)
     return cls.__new__(cls)

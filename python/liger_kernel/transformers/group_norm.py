@@ -16,7 +16,7 @@ class LigerGroupNorm(nn.Module):
     def __init__(self, num_channels, num_groups, eps=1e-6, bias=False, init_fn="ones"):
         super().__init__()
         assert init_fn in ("ones", "zeros"), f"init_fn is 'ones' or 'zeros', not {init_fn!r}"
-        assert num_channels % num_groups == 0, f"{num_groups} groups do not divide {num_channels} channels"
+        assert num_groups > 0 and num_channels % num_groups == 0, f"{num_groups} groups do not divide {num_channels} channels"
         self.num_channels, self.num_groups, self.eps, self.variance_epsilon = num_channels, num_groups, eps, eps
         self.weight = nn.Parameter(getattr(torch, init_fn)(num_channels))
         self.bias = nn.Parameter(torch.randn(num_channels) if bias else torch.zeros(num_channels))

@@ -3,6 +3,7 @@
 from torch import nn
 
 from liger_kernel.ops import LigerKLDivLossFunction
+from liger_kernel.ops.utils import reduction_code
 
 
 class LigerKLDIVLoss(nn.KLDivLoss):
@@ -10,6 +11,7 @@ class LigerKLDIVLoss(nn.KLDivLoss):
 
     def __init__(self, eps=1e-10, *args, **kwargs):
         super().__init__(*args, **kwargs)
+        reduction_code(self.reduction)
         self.eps = eps
 
     def forward(self, y_pred, y_true):

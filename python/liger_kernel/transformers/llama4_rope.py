@@ -28,7 +28,7 @@ def liger_llama4_vision_rotary_pos_emb(query, key, freqs_ci):
     return LigerLlama4RopeFunction.apply(query, key, freqs_ci if freqs_ci.dim() == 2 else freqs_ci.squeeze(-2))
 
 
-def apply_liger_llama4_rope_full(module):
+def apply_liger_llama4_rope_full(modeling_module):
     """Rebinds both rotary functions of a Llama 4 modeling module."""
-    module.apply_rotary_emb = liger_llama4_text_rotary_pos_emb
-    module.vision_apply_rotary_emb = liger_llama4_vision_rotary_pos_emb
+    modeling_module.apply_rotary_emb = liger_llama4_text_rotary_pos_emb
+    modeling_module.vision_apply_rotary_emb = liger_llama4_vision_rotary_pos_emb

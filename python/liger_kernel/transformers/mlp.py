@@ -1,16 +1,20 @@
 """SwiGLU MLPs that keep their input alone for backward."""
 
+import torch
 from torch import nn
 
 from liger_kernel.ops import LigerMLPFunction
+from liger_kernel.transformers.graft import is_bare
 from liger_kernel.transformers.swiglu import LigerFalconH1SwiGLUMLP, LigerSwiGLUMLP
 
 
 def weights(mlp):
-    """The weights of gate_proj, up_proj and down_proj; None where one is more than its weight: a bias, an adapter, a quantised layer, a hook."""
+    """The weights of gate_proj, up_proj and down_proj; None where a call is more than its weight: a bias, an adapter, a hook, offloading."""
     projections = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-    plain = all(type(p) is nn.Linear and p.bias is None and not (p._forward_hooks or p._forward_pre_hooks) for p in projections)
-    return tuple(p.weight for p in projections) if plain else None
+    if not all(type(p) is nn.Linear and p.bias is None and is_bare(p) for p in projections):
+        return None
+    found = tuple(p.weight for p in projections)
+    return found if all(type(w) in (nn.Parameter, torch.Tensor) for w in found) else None
 
 
 class LigerMLP(LigerSwiGLUMLP):

@@ -10,10 +10,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from liger_kernel.transformers.cross_entropy import LigerCrossEntropyLoss  # noqa: F401
-from liger_kernel.transformers.families import FAMILIES, MODEL_TYPES, SWITCHES
+from liger_kernel.transformers.families import FAMILIES, MODEL_TYPES, SWITCHES, missing, unsupported
 from liger_kernel.transformers.functional import liger_cross_entropy  # noqa: F401
 from liger_kernel.transformers.geglu import LigerGEGLUMLP
-from liger_kernel.transformers.graft import Edits, become
+from liger_kernel.transformers.graft import Edits, become, warn_once
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
 from liger_kernel.transformers.rope import liger_rotary_pos_emb  # noqa: F401
 from liger_kernel.transformers.swiglu import (  # noqa: F401
@@ -33,7 +33,7 @@ if transformer_version < MIN_SUPPORTED_TRANSFORMERS_VERSION:
         f"{transformers.__version__} is installed. Run `pip install -U transformers`."
     )
 
-from liger_kernel.transformers.patch import Report, norm_attributes, patch  # noqa: E402
+from liger_kernel.transformers.patch import Report, StandIn, own_attributes, patch  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,8 @@ MODEL_TYPE_TO_APPLY_LIGER_FN = {model_type: _functions[row.name] for model_type,
 def _apply(model_type, found, kwargs):
     apply = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
     if apply is None:
-        logger.info("no Liger kernels for model type %r", model_type)
+        model = f"a {type(found['model']).__name__}" if found else "a model"
+        warn_once(unsupported(f"{model} of type {model_type!r}"))
         return None
     known = inspect.signature(apply).parameters
     kept = {name: value for name, value in kwargs.items() if name in known}
@@ -96,7 +97,7 @@ def _apply(model_type, found, kwargs):
 
 
 def _apply_liger_kernel(model_type: str, **kwargs) -> Report | None:
-    """Patch the classes of a model type, for models created afterwards; an unknown type is only logged.
+    """Patch the classes of a model type, for models created afterwards; an unknown type is left alone with a warning.
 
     Args:
         model_type: `config.model_type`.
@@ -106,13 +107,17 @@ def _apply_liger_kernel(model_type: str, **kwargs) -> Report | None:
 
 
 def _apply_liger_kernel_to_instance(model: PreTrainedModel, **kwargs) -> Report | None:
-    """Patch one model; a model of an unknown type is only logged.
+    """Patch one model; a model of an unknown type is left alone with a warning.
 
     Args:
         model: the model, with a `config.model_type`.
         kwargs: switches; those that the family does not have are dropped.
     """
     return _apply(getattr(getattr(model, "config", None), "model_type", None), {"model": model}, kwargs)
+
+
+def __getattr__(name):
+    raise missing(__name__, name)
 
 
 def _bind_method_to_module(module, method_name: str, new_method) -> None:
@@ -126,16 +131,16 @@ def _patch_rms_norm_module(module, offset=0.0, eps=1e-6, casting_mode="llama", i
         parts = [*module.modules_to_save.values(), module.original_module]
     else:
         parts = [module]
-    preset = types.SimpleNamespace(offset=offset, casting_mode=casting_mode, in_place=in_place, row_mode=row_mode)
+    preset = {"offset": offset, "eps": eps, "casting_mode": casting_mode, "in_place": in_place, "row_mode": row_mode}
     for part in parts:
-        become(part, LigerRMSNorm, Edits(), **norm_attributes(part, preset, eps))
+        become(part, StandIn(LigerRMSNorm), Edits(), **own_attributes(part, LigerRMSNorm, **preset))
 
 
 def _patch_swiglu_module(module, liger_module) -> None:
     """Make one gated feed-forward module compute as `liger_module`, a class, does."""
-    become(module, liger_module, Edits())
+    become(module, StandIn(liger_module), Edits())
 
 
 def _patch_geglu_module(module) -> None:
     """Make one gated feed-forward module compute as LigerGEGLUMLP does."""
-    become(module, LigerGEGLUMLP, Edits())
+    become(module, StandIn(LigerGEGLUMLP), Edits())

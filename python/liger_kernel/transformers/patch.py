@@ -1,13 +1,15 @@
 """The engine that applies a row of the table of families to Hugging Face's classes or to one model."""
 
+import functools
+import inspect
 from dataclasses import dataclass, field
 
 from torch import nn
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from liger_kernel.transformers.causal_lm import (
     FSDPModule,
     FusedLoss,
-    _kernels_cover,
     describe,
     fused_forward,
     has_own_loss,
@@ -17,8 +19,9 @@ from liger_kernel.transformers.causal_lm import (
     preparing_head,
 )
 from liger_kernel.transformers.families import FAMILIES, MODEL_TYPES, Family
-from liger_kernel.transformers.graft import Edits, become, has_replaced_forward
+from liger_kernel.transformers.graft import Edits, become, has_replaced_forward, is_variant, kernels_cover, or_original, variant, warn_once
 from liger_kernel.transformers.model import loss_utils
+from liger_kernel.transformers.rms_norm import LigerRMSNorm
 
 _LOSSES = {"cross_entropy", "fused_linear_cross_entropy"}
 _CLASS_LOSS = staticmethod(loss_utils.causal_lm_loss)
@@ -146,22 +149,22 @@ class _Patcher:
             return
         for name, swap in self.row.swaps.items():
             if swap.switch in self.on:
-                part = swap.load()
-                if self.model is None or not isinstance(part, type):
-                    self._rebind(swap.switch, name, part)
+                if self.model is None or not isinstance(swap.load(), type):
+                    self._rebind(swap, name)
                 else:
-                    self._convert(swap, name, part)
+                    self._convert(swap, name)
         for name, spec in self.row.loss.items():
-            if self.model is None:
-                self._class_loss(name, spec)
-            else:
-                self._model_loss(name, spec)
+            for switch in sorted(_LOSSES & self.on):
+                if self.model is None:
+                    self._class_loss(switch, name, spec)
+                else:
+                    self._model_loss(switch, name, spec)
 
     def _uncovered(self):
         parameters = () if self.model is None else self.model.parameters()
         # One-byte floats store quantised weights; such a model computes in another type.
         first = next((p for p in parameters if p.is_floating_point() and p.dtype.itemsize > 1), None)
-        if first is None or _kernels_cover(first.device.type, first.dtype):
+        if first is None or kernels_cover(first):
             return None
         return f"there are no kernels for {first.dtype} on {first.device.type}"
 
@@ -173,14 +176,15 @@ class _Patcher:
         if entry not in self.report.skipped:
             self.report.skipped.append(entry)
 
-    def _rebind(self, switch, name, part):
+    def _rebind(self, swap, name):
         if hasattr(self.namespace, name):
-            self.edits.set(self.namespace, name, part)
-            self._done(switch, name, part.__name__)
+            self.edits.set(self.namespace, name, _replacement(getattr(self.namespace, name), swap))
+            self._done(swap.switch, name, swap.load().__name__)
         else:
-            self._skip(switch, name, _MISSING)
+            self._skip(swap.switch, name, _MISSING)
 
-    def _convert(self, swap, name, part):
+    def _convert(self, swap, name):
+        part = swap.load()
         done = skipped = 0
         for module in self.modules:
             cls = _classes(self.row, module).get(name)
@@ -190,43 +194,44 @@ class _Patcher:
                 self._skip(swap.switch, name, reason)
                 skipped += 1
             elif cls:
-                attributes = norm_attributes(module, part(1)) if swap.switch == "rms_norm" else {}
-                become(module, part, self.edits, **attributes)
+                become(module, StandIn(part, swap.activations), self.edits, **own_attributes(module, part))
                 done += 1
         if done:
             self._done(swap.switch, name, part.__name__, done)
         elif not skipped:
             self._skip(swap.switch, name, "the model has none")
 
-    def _class_loss(self, name, spec):
+    def _class_loss(self, switch, name, spec):
         cls = getattr(self.namespace, name, None)
-        for switch in _LOSSES & self.on:
-            if cls is None:
-                self._skip(switch, name, _MISSING)
-            elif switch == "cross_entropy":
-                self.edits.set(cls, "_loss_function", _CLASS_LOSS)
-                self._done(switch, name, "causal_lm_loss")
-            else:
-                if not is_fused(cls):
-                    self.edits.set(cls, "forward", fused_forward(cls.forward, spec))
-                    self.edits.set(cls, "post_init", preparing_head(cls.post_init, spec))
-                self._done(switch, name, "lce_forward")
+        if cls is None:
+            self._skip(switch, name, _MISSING)
+        elif switch == "cross_entropy":
+            self.edits.set(cls, "_loss_function", _CLASS_LOSS)
+            self._done(switch, name, "causal_lm_loss")
+        else:
+            if not is_fused(cls):
+                self.edits.set(cls, "forward", fused_forward(cls.forward, spec))
+                self.edits.set(cls, "post_init", preparing_head(cls.post_init, spec))
+            self._done(switch, name, "lce_forward")
 
-    def _model_loss(self, name, spec):
-        owners = [module for module in self.modules if name in _classes(self.row, module)]
-        for switch in _LOSSES & self.on:
-            for owner in owners:
-                convert = self._set_loss if switch == "cross_entropy" else self._fuse
-                reason, by = convert(owner, _classes(self.row, owner)[name], spec)
+    def _model_loss(self, switch, name, spec):
+        convert = self._set_loss if switch == "cross_entropy" else self._fuse
+        found = False
+        for module in self.modules:
+            cls = _classes(self.row, module).get(name)
+            # The loss on logits is also that of a model which holds a language model and computes the loss itself.
+            if cls or (switch == "cross_entropy" and _hands_logits_over(module)):
+                found, kind = True, name if cls else type(module).__name__
+                reason, by = convert(module, cls, spec)
                 if reason:
-                    self._skip(switch, name, reason)
+                    self._skip(switch, kind, reason)
                 else:
-                    self._done(switch, name, by, 1)
-            if not owners:
-                self._skip(switch, name, f"the {type(self.model).__name__} holds none")
+                    self._done(switch, kind, by, 1)
+        if not found:
+            self._skip(switch, name, f"the {type(self.model).__name__} holds none")
 
     def _set_loss(self, owner, cls, spec):
-        if owner.loss_type != "ForCausalLM" or has_own_loss(owner):
+        if LOSS_MAPPING.get(owner.loss_type) is not ForCausalLMLoss or has_own_loss(owner):
             return f"it computes its loss with {owner.loss_function.__name__}", None
         self.edits.set(owner, "_loss_function", loss_utils.causal_lm_loss)
         return None, "causal_lm_loss"
@@ -245,23 +250,71 @@ class _Patcher:
         return None, "lce_forward"
 
 
+def _hands_logits_over(module):
+    """Whether a module computes its loss from its logits by transformers' loss of causal language models."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return LOSS_MAPPING.get(getattr(module, "loss_type", None)) is ForCausalLMLoss and "loss_function" in getattr(code, "co_names", ())
+
+
 def _obstacle(module, cls, swap):
     """Why a module must keep its forward, or None."""
     if type(module).forward is not cls.forward:
         return f"{type(module).__name__} has a forward of its own"
     if has_replaced_forward(module):
         return "its forward was replaced on the instance"
-    if swap.activations:
-        from transformers.activations import ACT2FN
+    return _other_activation(module, swap.activations)
 
-        activation = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
-        if type(activation) not in {type(ACT2FN[name]) for name in swap.activations}:
-            return f"its activation is {type(activation).__name__}, not {swap.activations[0]}"
+
+def _other_activation(module, activations):
+    from transformers.activations import ACT2FN
+
+    activation = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
+    if activations and type(activation) not in {type(ACT2FN[name]) for name in activations}:
+        return f"its activation is {type(activation).__name__}, not {activations[0]}"
     return None
 
 
-def norm_attributes(module, preset, eps: float = 1e-6) -> dict:
-    """What LigerRMSNorm's forward reads and `module` lacks: its own eps, and the rest from `preset`."""
-    own = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None) or eps
-    names = ("offset", "casting_mode", "in_place", "row_mode")
-    return {"variance_epsilon": own, **{name: getattr(preset, name) for name in names}}
+def _replacement(original, swap):
+    """What a name of a modeling module is bound to in place of `original`."""
+    part = swap.load()
+    if not isinstance(part, type):
+        return or_original(part, getattr(original, "liger_original", original))
+    if not isinstance(original, type):
+        return part
+    part = StandIn(part, swap.activations)
+    return original if is_variant(original, part) else variant(original, part)
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """The part that computes as the class `part` does, and as the original where there are no kernels.
+
+    A module of it is made as the original is. One that comes out with another activation than `activations` stays an
+    original.
+    """
+
+    part: type
+    activations: tuple[str, ...] = ()
+
+    def __call__(self, base):
+        @functools.wraps(base.__init__)
+        def __init__(module, *args, **kwargs):
+            base.__init__(module, *args, **kwargs)
+            if reason := _other_activation(module, self.activations):
+                module.__class__ = base
+                warn_once(f"{base.__name__} is not replaced: {reason}")
+            else:
+                vars(module).update(own_attributes(module, self.part))
+
+        forward = or_original(self.part.forward, base.forward, place=1)
+        return self.part.__name__, (self.part, base), {"__init__": __init__, "forward": forward}
+
+
+def own_attributes(module, part, **preset) -> dict:
+    """What the forward of a norm `part` reads and `module` lacks: its own eps, and the rest from `preset` or the part's defaults."""
+    if not issubclass(part, LigerRMSNorm):
+        return {}
+    defaults = {name: parameter.default for name, parameter in inspect.signature(part).parameters.items()} | preset
+    eps = (getattr(module, name, None) for name in ("variance_epsilon", "eps"))
+    found = next((value for value in eps if value is not None), defaults["eps"])
+    return {"variance_epsilon": found, **{name: defaults.get(name) for name in ("offset", "casting_mode", "in_place", "row_mode")}}

@@ -8,5 +8,8 @@ from liger_kernel.ops import LigerReLUSquaredFunction
 class LigerReLUSquared(nn.Module):
     """max(x, 0)², element by element."""
 
+    def __init__(self):
+        super().__init__()
+
     def forward(self, x):
         return LigerReLUSquaredFunction.apply(x)

@@ -5,6 +5,7 @@ from torch import nn
 from liger_kernel._library import ops
 from liger_kernel.ops import apply_tiled_mlp
 from liger_kernel.ops.swiglu import GELU_TANH, SILU
+from liger_kernel.ops.tiled_mlp import shards_of
 from liger_kernel.transformers.mlp import weights
 
 
@@ -30,9 +31,8 @@ class _TiledGatedMLP(nn.Module):
         found = weights(self)
         if not found:
             return apply_tiled_mlp(type(self)._whole, self, x, self.num_shards)
-        shards = self.num_shards or max(1, -(-x.shape[-2] // x.shape[-1]))
-        tokens = x.numel() // x.shape[-1]
-        return ops.fused_mlp(x, *found, None, None, None, self.activation, 1.0, 1.0, max(1, -(-tokens // shards)))
+        tokens = x.shape[:-1].numel()
+        return ops.fused_mlp(x, *found, None, None, None, self.activation, 1.0, 1.0, max(1, -(-tokens // shards_of(x, self.num_shards))))
 
 
 class LigerTiledSwiGLUMLP(_TiledGatedMLP):

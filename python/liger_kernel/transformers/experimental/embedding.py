@@ -7,10 +7,15 @@ from liger_kernel.ops import LigerEmbeddingFunction
 
 
 class LigerEmbedding(nn.Module):
-    """As torch.nn.Embedding: a table of num_embeddings rows, of which padding_idx begins as zeros and gets no gradient."""
+    """As torch.nn.Embedding: a table of num_embeddings rows, of which padding_idx begins as zeros and gets no gradient.
+
+    Raises AssertionError for a padding_idx outside the table.
+    """
 
     def __init__(self, num_embeddings, embedding_dim, padding_idx=None):
         super().__init__()
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise AssertionError(f"padding_idx must be within num_embeddings, {num_embeddings}, got {padding_idx}")
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = padding_idx if padding_idx is None or padding_idx >= 0 else num_embeddings + padding_idx
         self.weight = nn.Parameter(torch.randn(num_embeddings, embedding_dim))

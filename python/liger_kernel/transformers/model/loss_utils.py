@@ -8,6 +8,7 @@ import torch
 
 from liger_kernel.transformers import functional
 from liger_kernel.transformers.functional import CrossEntropyOutput
+from liger_kernel.transformers.graft import kernels_cover
 
 # The options of functional.liger_fused_linear_cross_entropy that a caller of the model may set. A fixed list: somebody
 # may have replaced that function by one of (*args, **kwargs).
@@ -153,6 +154,10 @@ def causal_lm_loss(
         labels, num_items_in_batch, ignore_index, shift_labels: as in LigerForCausalLMLoss.
         kwargs: ignored.
     """
+    if not kernels_cover(logits):
+        from transformers.loss.loss_utils import ForCausalLMLoss
+
+        return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
     if shift_labels is None:
         shift_labels = shift(labels, ignore_index)
     loss = functional.liger_cross_entropy(

@@ -1,0 +1,119 @@
+"""The names of the package, and what it says of models, types and names that it has nothing for."""
+
+import importlib
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+from torch import nn
+
+import liger_kernel.ops
+import liger_kernel.transformers
+from liger_kernel.transformers import monkey_patch
+from liger_kernel.transformers.families import FAMILIES
+from liger_kernel.transformers.graft import warn_once
+
+
+@pytest.fixture
+def warnings_of(caplog):
+    """What a call warns of, for the first time."""
+    warn_once.cache_clear()
+
+    def warnings_of(call):
+        caplog.clear()
+        call()
+        return [record.getMessage() for record in caplog.records if record.levelname == "WARNING" and record.name.startswith("liger_kernel")]
+
+    return warnings_of
+
+
+def test_a_type_without_a_row_is_named_once(warnings_of):
+    for call, name in (
+        (lambda: monkey_patch._apply_liger_kernel("gpt17", rope=True), "'gpt17'"),
+        (lambda: monkey_patch._apply_liger_kernel(""), "''"),
+        (lambda: monkey_patch._apply_liger_kernel_to_instance(model=nn.Linear(1, 1)), "a Linear of type None"),
+    ):
+        (message,) = warnings_of(call)
+        assert name in message and all(family in message for family in FAMILIES)
+        assert warnings_of(call) == []
+
+
+@pytest.mark.parametrize("module", ["liger_kernel.transformers", "liger_kernel.transformers.monkey_patch"])
+def test_a_patch_without_a_row_is_an_error_that_says_why(module, warnings_of):
+    module = importlib.import_module(module)
+    why = "no Liger kernels for the family 'gpt17'.*llama, mistral"
+    with pytest.raises(AttributeError, match=f"apply_liger_kernel_to_gpt17.*{why}"):
+        module.apply_liger_kernel_to_gpt17
+    assert not hasattr(module, "apply_liger_kernel_to_gpt17")
+    warn_once.cache_clear()
+
+    def import_it():
+        with pytest.raises(ImportError, match="apply_liger_kernel_to_gpt17"):
+            exec(f"from {module.__name__} import apply_liger_kernel_to_gpt17")
+
+    (message,) = warnings_of(import_it)  # Python's own ImportError leaves the reason out
+    assert re.search(why, message)
+
+
+def test_auto_model_of_an_unsupported_type(warnings_of):
+    from transformers import GPT2Config
+
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16)
+    models = []
+    (message,) = warnings_of(lambda: models.append(liger_kernel.transformers.AutoLigerKernelForCausalLM.from_config(config)))
+    assert models[0].config.model_type == "gpt2" and "'gpt2'" in message
+
+
+def test_names_of_the_readme():
+    """Every Python name in the README's table of operators can be imported as a reader would try."""
+    from liger_kernel.transformers import experimental, functional
+
+    readme = (pathlib.Path(__file__).parents[2] / "README.md").read_text()
+    names = set(re.findall(r"`((?:Liger|liger_|apply_liger|apply_tiled)\w+)`", readme)) - {"liger_kernel"}
+    assert len(names) > 20 and "LigerGroupNorm" in names
+    places = liger_kernel.transformers, experimental, functional, liger_kernel.ops
+    assert not [name for name in names if not any(hasattr(place, name) for place in places)]
+
+
+def test_names_of_the_package():
+    with pytest.raises(AttributeError, match="nothing_of_this_name"):
+        liger_kernel.transformers.nothing_of_this_name
+    for name in liger_kernel.transformers.__all__:
+        assert getattr(liger_kernel.transformers, name) is not None
+    from liger_kernel.transformers.model import output_classes
+    from liger_kernel.transformers.trainer_integration import _apply_liger_kernel
+
+    assert _apply_liger_kernel is monkey_patch._apply_liger_kernel
+    fields = output_classes.LigerMoeCausalLMOutputWithPast.__dataclass_fields__
+    assert {"token_accuracy", "predicted_tokens", "aux_loss"} <= fields.keys()
+    with pytest.raises(AttributeError):
+        output_classes.LigerSomethingElse
+
+
+def _python(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+
+
+def test_import_leaves_transformers_alone():
+    done = _python("import sys, liger_kernel.transformers; assert 'transformers' not in sys.modules")
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_transformers():
+    done = _python(
+        "import sys; sys.modules['transformers'] = None\n"
+        "import liger_kernel.transformers as t\n"
+        "assert not t.is_transformers_available()\n"
+        "assert not hasattr(t, 'unknown')\n"
+        "t.apply_liger_kernel_to_llama"
+    )
+    assert "ImportError: apply_liger_kernel_to_llama needs the transformers library" in done.stderr
+
+
+def test_an_old_transformers_is_refused():
+    done = _python(
+        "import transformers; transformers.__version__ = '4.40.0'\nimport liger_kernel.transformers.monkey_patch"
+    )
+    assert "ImportError" in done.stderr and "4.40.0 is installed" in done.stderr
