@@ -1,23 +1,18 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) in Hugging Face's layout of two halves."""
 
-import torch
-
 from liger_kernel._library import ops
 
 
-def tables(dim, cos, sin, rotary_dim=None):
-    """cos and sin as wide as what they rotate; raises ValueError where that is not said."""
-    width = cos.size(-1)
+def rotated(dim, width, rotary_dim=None):
+    """How many columns of a head `dim` wide tables `width` wide rotate; raises ValueError where that is not said."""
     if rotary_dim is None and width != dim:
         raise ValueError(
             f"cos is {width} wide and a head {dim}, which leaves open what it rotates: rotary_dim={width} for the first {width} columns of a head, "
             f"rotary_dim={2 * width} for the first {2 * width}, with an angle for each pair of columns"
         )
-    if rotary_dim in (None, width):
-        return cos, sin
-    if rotary_dim == 2 * width:
-        return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
-    raise ValueError(f"cos must be as wide as rotary_dim, {rotary_dim}, or half as wide, and is {width} wide")
+    if rotary_dim not in (None, width, 2 * width):
+        raise ValueError(f"cos must be as wide as rotary_dim, {rotary_dim}, or half as wide, and is {width} wide")
+    return -1 if rotary_dim is None else rotary_dim
 
 
 def heads_swapped(unsqueeze_dim, tensors):
@@ -38,14 +33,16 @@ class LigerRopeFunction:
         """
         if unsqueeze_dim != 1:
             return heads_swapped(unsqueeze_dim, LigerRopeFunction.apply(*heads_swapped(unsqueeze_dim, (q, k)), cos, sin, rotary_dim=rotary_dim))
-        return ops.rope(q, k, *tables(q.size(-1), cos, sin, rotary_dim), False)
+        return ops.rope(q, k, cos, sin, False, False, None, rotated(q.size(-1), cos.size(-1), rotary_dim))
 
 
 def rope_forward(q, k, cos, sin):
     """(q rotated, k rotated, cos, sin), without autograd."""
-    return *ops.rope_forward(q, k, *tables(q.shape[-1], cos, sin), False), cos, sin
+    rotated(q.shape[-1], cos.shape[-1])
+    return *ops.rope_forward(q, k, cos, sin, False), cos, sin
 
 
 def rope_backward(dq, dk, cos, sin):
     """(dq, dk) rotated back."""
-    return ops.rope_forward(dq, dk, *tables(dq.shape[-1], cos, sin), True)
+    rotated(dq.shape[-1], cos.shape[-1])
+    return ops.rope_forward(dq, dk, cos, sin, True)
