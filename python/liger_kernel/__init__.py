@@ -5,7 +5,7 @@ Importing this package imports no torch; importing an operator (`liger_kernel.op
 
 import os
 
-__version__ = "1.0.0+cpp"
+__version__ = "1.0.0"
 
 #: For CMake: `find_package(liger)` works with this on CMAKE_PREFIX_PATH.
 cmake_prefix_path = os.path.dirname(os.path.abspath(__file__))
