@@ -32,8 +32,8 @@ def _torch():
     folders = sys.path + site.getsitepackages()
     if sys.prefix == sys.base_prefix:
         folders.append(site.getusersitepackages())
-    for folder in folders:
-        torch = pathlib.Path(folder or ".", "torch")
+    for folder in filter(None, folders):
+        torch = pathlib.Path(folder, "torch")
         if (torch / "include").is_dir() and (torch / "version.py").is_file():
             return str(torch)
     sys.exit(

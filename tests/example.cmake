@@ -17,16 +17,20 @@ foreach(step
   execute_process(COMMAND ${step} COMMAND_ERROR_IS_FATAL ANY)
 endforeach()
 
-# What is missing is said in words that fit.
-file(WRITE ${BUILD}/example/old/include/torch/headeronly/version.h "#define TORCH_VERSION_MAJOR 2\n#define TORCH_VERSION_MINOR 10\n#define TORCH_VERSION_PATCH 1\n")
-foreach(case IN ITEMS "/nowhere|finds none" "${BUILD}/example/old|was built for torch")
-  string(REPLACE "|" ";" case ${case})
-  list(GET case 0 torch)
-  list(GET case 1 words)
-  execute_process(COMMAND ${CMAKE_COMMAND} -S ${SOURCE}/examples -B ${BUILD}/example/refused --fresh ${flags} -DLIGER_TORCH_DIR=${torch}
+# Whatever names a torch is looked at, and what is wrong with it is said in words that fit.
+set(old ${BUILD}/example/old)
+file(WRITE ${old}/include/torch/headeronly/version.h "#define TORCH_VERSION_MAJOR 2\n#define TORCH_VERSION_MINOR 10\n#define TORCH_VERSION_PATCH 1\n")
+file(WRITE ${old}/include/torch/csrc/api/include/torch/torch.h "")
+file(MAKE_DIRECTORY ${old}/share/cmake/Torch)
+foreach(case IN ITEMS "-DLIGER_TORCH_DIR=/nowhere|finds none" "-DLIGER_TORCH_DIR=${old}|is torch 2.10.1" "-DTorch_DIR=${old}/share/cmake/Torch|is torch 2.10.1"
+        "-DCMAKE_PREFIX_PATH=${prefix}/${PACKAGE},${old}/share/cmake|is torch 2.10.1")
+  string(REGEX MATCH "(.*)\\|(.*)" _ ${case})
+  set(words ${CMAKE_MATCH_2})
+  string(REPLACE "," "\;" torch "${CMAKE_MATCH_1}")
+  execute_process(COMMAND ${CMAKE_COMMAND} -S ${SOURCE}/examples -B ${BUILD}/example/refused --fresh ${flags} ${torch}
                   RESULT_VARIABLE failed OUTPUT_QUIET ERROR_VARIABLE said)
   string(REGEX REPLACE "[ \n]+" " " said "${said}")
   if(NOT failed OR NOT said MATCHES "${words}")
-    message(FATAL_ERROR "find_package(liger) with torch in ${torch} must say \"${words}\": ${said}")
+    message(FATAL_ERROR "find_package(liger) with ${torch} must say \"${words}\": ${said}")
   endif()
 endforeach()
