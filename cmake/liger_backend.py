@@ -86,8 +86,6 @@ prepare_metadata_for_build_editable = _wheel(_build.prepare_metadata_for_build_e
 build_wheel = _wheel(_build.build_wheel)
 build_editable = _wheel(_build.build_editable)
 build_sdist = _build.build_sdist
-
-
 get_requires_for_build_sdist = _build.get_requires_for_build_sdist
 
 
