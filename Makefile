@@ -13,19 +13,27 @@ sources := $(shell find liger python cmake -name '*.h' -o -name '*.cpp' -o -name
 
 SHELL := bash
 .SHELLFLAGS := -eo pipefail -c
-.PHONY: help train test bench install clean
+.PHONY: help train test fuzz test-install bench install clean
 .DEFAULT_GOAL := help
 
 help:  ## what there is
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## */\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## */\t/' | expand -t 16
 
 train: $(ready)  ## train a Llama on real text twice, plain and patched, and compare; ARGS="--help" lists its options
 	$(py) examples/train.py $(ARGS)
 
-# Where there is no GPU to run it, CUDA is compiled for one architecture, to see that it compiles.
-test: export LIGER_CUDA_ARCHITECTURES ?= $(if $(shell command -v nvidia-smi),,90a)
+# What is built here runs here: no PTX for other GPUs, which takes most of a compilation again. Where there is no GPU to run it, CUDA is
+# compiled for one architecture, to see that it compiles.
+export LIGER_CUDA_ARCHITECTURES ?= $(if $(shell command -v nvidia-smi),native)
+test: LIGER_CUDA_ARCHITECTURES := $(or $(LIGER_CUDA_ARCHITECTURES),90a)
 test: $(ready)  ## everything: the C++ API, every operator, the CUDA kernels (emulated without a GPU), Hugging Face, the layers
 	PYTHON=$(python) BUILD=$(build) bash tests/run.sh
+
+fuzz: $(ready)  ## draw fresh random cases for as long as told; ARGS="--seconds 600 --device cuda"
+	$(py) tests/fuzz.py $(ARGS)
+
+test-install: $(ready)  ## every documented way to install, each from a virtual environment with nothing in it (some 10 minutes)
+	$(py) -m pytest -q -p no:cacheprovider tests/install.py $(ARGS)
 
 bench: $(ready)  ## time every operator against its rivals; ARGS="--help" lists the options
 	$(py) benchmarks/bench.py $(ARGS)
@@ -50,5 +58,5 @@ $(venv)/ready: $(venv)/bin/python requirements.txt $(sources)
 
 # Nothing is installed into the system's Python: the library is built beside, and the sources are used where they stand.
 build/system.ready: $(sources)
-	cmake -S . -B build/system -G Ninja -DPython_EXECUTABLE=$$(command -v $(PYTHON)) | sed -n '/liger 1/p'
+	cmake -S . -B build/system -G Ninja -DPython_EXECUTABLE=$$(command -v $(PYTHON)) -DLIGER_CUDA_ARCHITECTURES="$$LIGER_CUDA_ARCHITECTURES" | sed -n '/liger 1/p'
 	cmake --build build/system --target liger && touch $@

@@ -4,18 +4,23 @@ include(CMakePackageConfigHelpers)
 # torch is loaded before the library in Python; a C++ program finds it beside.
 set_target_properties(liger PROPERTIES INSTALL_RPATH "$ORIGIN;$ORIGIN/../../torch/lib")
 install(TARGETS liger liger_torch EXPORT liger LIBRARY DESTINATION ${prefix}lib)
-# The public headers: the functions, the modules, and what these include.
-foreach(header ops.h nn/activation.h nn/embedding.h nn/loss.h nn/norm.h nn/rope.h ops/activation/activate.h ops/activation/gated.h ops/loss/options.h
-        ops/norm/norm.h core/kernel.h core/math.h)
+# The public headers: the functions, the modules, what these include, and the formulas that their comments point to.
+foreach(header ops.h nn/activation.h nn/embedding.h nn/loss.h nn/module.h nn/norm.h nn/rope.h ops/activation/activate.h ops/activation/gated.h
+        ops/loss/cross_entropy.h ops/loss/options.h ops/norm/norm.h core/kernel.h core/math.h core/shares.h)
   get_filename_component(folder ${header} DIRECTORY)
   install(FILES liger/${header} DESTINATION ${prefix}include/liger/${folder})
 endforeach()
 install(EXPORT liger NAMESPACE liger:: FILE ligerTargets.cmake DESTINATION ${prefix}lib/cmake/liger)
+set(built_with_torch "")
+if(NOT LIGER_PACKAGE_DIR)
+  set(built_with_torch ${LIGER_TORCH_DIR})  # a wheel goes to other machines
+endif()
 configure_package_config_file(cmake/ligerConfig.cmake.in ${PROJECT_BINARY_DIR}/ligerConfig.cmake INSTALL_DESTINATION ${prefix}lib/cmake/liger)
 write_basic_package_version_file(${PROJECT_BINARY_DIR}/ligerConfigVersion.cmake COMPATIBILITY SameMajorVersion)
 install(FILES ${PROJECT_BINARY_DIR}/ligerConfig.cmake ${PROJECT_BINARY_DIR}/ligerConfigVersion.cmake cmake/Torch.cmake
         DESTINATION ${prefix}lib/cmake/liger)
 if(LIGER_PACKAGE_DIR)
-  file(WRITE ${PROJECT_BINARY_DIR}/_build.py "TORCH_VERSION = \"${LIGER_TORCH_VERSION}\"\nCUDA = \"${cuda_built}\"\n")
+  file(WRITE ${PROJECT_BINARY_DIR}/_build.py
+       "\"\"\"Written by the build.\"\"\"\n\nVERSION = \"${LIGER_VERSION}\"\nTORCH_VERSION = \"${LIGER_TORCH_VERSION}\"\nCUDA = \"${cuda_built}\"\n")
   install(FILES ${PROJECT_BINARY_DIR}/_build.py DESTINATION ${LIGER_PACKAGE_DIR})
 endif()

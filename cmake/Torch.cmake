@@ -1,20 +1,31 @@
-# liger_torch: the headers and libraries of the torch in Python_EXECUTABLE's environment.
-find_package(Python REQUIRED COMPONENTS Interpreter)
-execute_process(
-  COMMAND ${Python_EXECUTABLE} -c "import os, torch; print(os.path.dirname(torch.__file__), torch.__version__.split('+')[0], sep=';')"
-  OUTPUT_VARIABLE found OUTPUT_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE failed)
-if(failed)
-  message(FATAL_ERROR "liger: ${Python_EXECUTABLE} cannot import torch. Install torch >= 2.11 first and build with --no-build-isolation, or pass -DPython_EXECUTABLE.")
-endif()
-list(GET found 0 torch)
-list(GET found 1 LIGER_TORCH_VERSION)
-if(LIGER_TORCH_VERSION VERSION_LESS 2.11)
-  message(FATAL_ERROR "liger: needs torch >= 2.11, found ${LIGER_TORCH_VERSION}")
-endif()
-set(torch_libraries torch torch_cpu c10)
-add_library(liger_torch INTERFACE)
-target_include_directories(liger_torch SYSTEM INTERFACE
-  $<BUILD_INTERFACE:${torch}/include> $<BUILD_INTERFACE:${torch}/include/torch/csrc/api/include>)
-foreach(name ${torch_libraries})
-  target_link_libraries(liger_torch INTERFACE $<BUILD_INTERFACE:${torch}/lib/${CMAKE_SHARED_LIBRARY_PREFIX}${name}${CMAKE_SHARED_LIBRARY_SUFFIX}>)
-endforeach()
+# What a build and find_package(liger) need of torch: its headers and libraries. Its own CMake package brings its CUDA flags and
+# architectures with it.
+
+# The version of the torch in a folder, such as 2.13.0; nothing where there is none.
+function(liger_torch_version folder result)
+  set(version "")
+  foreach(header include/torch/headeronly/version.h include/torch/csrc/api/include/torch/version.h)
+    if(NOT version AND EXISTS "${folder}/${header}")
+      file(STRINGS "${folder}/${header}" version REGEX "^#define TORCH_VERSION_(MAJOR|MINOR|PATCH) [0-9]+")
+      list(TRANSFORM version REPLACE ".* " "")
+      list(JOIN version "." version)
+    endif()
+  endforeach()
+  set(${result} "${version}" PARENT_SCOPE)
+endfunction()
+
+# 213 of 2.13.0: what a library built for torch 2.13 runs with.
+function(liger_torch_digits version result)
+  string(REGEX REPLACE "^([0-9]+)\\.([0-9]+).*" "\\1\\2" digits "${version}")
+  set(${result} ${digits} PARENT_SCOPE)
+endfunction()
+
+# Lets an interface target hand over the torch in a folder.
+function(liger_link_torch target folder)
+  foreach(include include include/torch/csrc/api/include)
+    target_include_directories(${target} SYSTEM INTERFACE $<BUILD_INTERFACE:${folder}/${include}>)
+  endforeach()
+  foreach(name torch torch_cpu c10)
+    target_link_libraries(${target} INTERFACE $<BUILD_INTERFACE:${folder}/lib/${CMAKE_SHARED_LIBRARY_PREFIX}${name}${CMAKE_SHARED_LIBRARY_SUFFIX}>)
+  endforeach()
+endfunction()

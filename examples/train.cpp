@@ -49,7 +49,7 @@ struct DecoderImpl : torch::nn::Module {
   Tensor forward(const Tensor& tokens) {
     Tensor x = embedding(tokens.slice(1, 0, -1));
     for (auto& layer : layers) x = layer(x);
-    return head->forward(norm(x), tokens.slice(1, 1));
+    return head(norm(x), tokens.slice(1, 1));
   }
 
   torch::nn::Embedding embedding;

@@ -1,12 +1,20 @@
 """Importing the package: what it loads, and what it says when it cannot."""
 
+import ctypes
 import os
+import re
 import subprocess
 import sys
 from importlib import metadata
 
 import liger_kernel
 import pytest
+import torch
+from liger_kernel import _library
+from packaging.version import Version
+
+#: Where the package is installed, not used from its sources where they stand, CMake has left this.
+INSTALLED = os.path.exists(os.path.join(liger_kernel.cmake_prefix_path, "_build.py"))
 
 
 def python(code, **environment):
@@ -18,22 +26,57 @@ def test_import_leaves_torch_alone():
     assert done.returncode == 0 and done.stdout.strip() == liger_kernel.__version__, done.stderr
 
 
-def test_version_is_that_of_the_distribution():
-    try:
-        installed = metadata.version("liger-kernel")
-    except metadata.PackageNotFoundError:
-        installed = "1.0.0+cpp"  # the sources where they stand
-    assert installed == liger_kernel.__version__ == "1.0.0+cpp"
+def test_version_says_what_it_was_built_for():
+    """The package, its distribution and its library have one version, and the distribution asks for the torch that it was built for."""
+    minor = torch.__version__.split(".")[:2]
+    library = ctypes.CDLL(_library._path()).liger_version
+    library.restype = ctypes.c_char_p
+    assert re.fullmatch(rf"\d+\.\d+\.\d+\+pt{''.join(minor)}(cpu|cu\d+)", library().decode())
+    assert Version(liger_kernel.__version__) >= Version("0.8.2")  # what packages that use this one ask for
+    if INSTALLED:
+        assert library().decode() == liger_kernel.__version__ == metadata.version("liger-kernel")
+        assert f"torch=={'.'.join(minor)}.*" in metadata.requires("liger-kernel")
+    else:
+        assert library().decode().split("+")[0] == liger_kernel.__version__
 
 
 def test_cmake_finds_an_installed_package(tmp_path):
     """find_package(liger) configures a program against the package's folder; the sources where they stand have nothing to find."""
-    installed = os.path.exists(os.path.join(liger_kernel.cmake_prefix_path, "_build.py"))
     examples = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "examples")
     done = subprocess.run(
-        ["cmake", "-S", examples, "-B", tmp_path, "-G", "Ninja", f"-DCMAKE_PREFIX_PATH={liger_kernel.cmake_prefix_path}", f"-DPython_EXECUTABLE={sys.executable}"],
+        ["cmake", "-S", examples, "-B", tmp_path, "-G", "Ninja", f"-DCMAKE_PREFIX_PATH={liger_kernel.cmake_prefix_path}", "-DCMAKE_DISABLE_FIND_PACKAGE_Python=ON"],
         capture_output=True, text=True)
-    assert (done.returncode == 0) == installed, done.stderr
+    assert (done.returncode == 0) == INSTALLED, done.stderr
+
+
+#: Another libliger is in the process before this package is imported.
+SECOND = """
+import sys, torch
+torch.ops.load_library(sys.argv[1])
+import liger_kernel
+from liger_kernel.transformers.functional import liger_rms_norm
+print(torch.allclose(liger_rms_norm(torch.full((1, 4), 3.0), torch.ones(4), 1e-6), torch.ones(1, 4)))
+"""
+
+
+def second(tmp_path, version=None):
+    with open(_library._path(), "rb") as library:
+        content = library.read()
+    changed = re.sub(rb"\d\.\d\.\d(?=\+pt\d+c)", version, content) if version else content
+    assert bool(version) == (changed != content) and len(changed) == len(content)
+    (tmp_path / "another.so").write_bytes(changed)
+    return subprocess.run([sys.executable, "-c", SECOND, str(tmp_path / "another.so")], capture_output=True, text=True)
+
+
+def test_a_second_library_of_the_same_version_is_shared(tmp_path):
+    done = second(tmp_path)
+    assert done.returncode == 0 and done.stdout.strip() == "True", done.stderr
+
+
+def test_a_second_library_of_another_version_is_named(tmp_path):
+    done = second(tmp_path, b"0.9.9")
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and last.startswith("ImportError") and str(tmp_path / "another.so") in last and _library._path() in last and "0.9.9" in last
 
 
 MISMATCH = """

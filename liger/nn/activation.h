@@ -1,6 +1,6 @@
 #pragma once
 #include <torch/nn.h>
-#include "liger/ops.h"
+#include "liger/nn/module.h"
 
 namespace liger::nn {
 
@@ -20,6 +20,7 @@ struct ActivationLayerImpl : torch::nn::Cloneable<ActivationLayerImpl> {
   void reset() override {}
 
   at::Tensor forward(const at::Tensor& x) { return activate(x, activation); }
+  void pretty_print(std::ostream& to) const override { print(to, *this, "activation", activation); }
 
   Activation activation;
 };
@@ -40,9 +41,13 @@ struct GatedMLPImpl : torch::nn::Cloneable<GatedMLPImpl> {
 
   at::Tensor forward(const at::Tensor& x) {
     if (!options.recompute()) return down_proj(gated(gate_proj(x), up_proj(x), options.activation()));
-    const auto bias = [&](const torch::nn::Linear& l) { return options.bias() ? std::optional(l->bias) : std::nullopt; };
     return fused_mlp(x, gate_proj->weight, up_proj->weight, down_proj->weight, {.activation = options.activation(), .chunk = options.chunk()},
-                     bias(gate_proj), bias(up_proj), bias(down_proj));
+                     given(gate_proj->bias), given(up_proj->bias), given(down_proj->bias));
+  }
+
+  void pretty_print(std::ostream& to) const override {
+    print(to, *this, "hidden_size", options.hidden_size(), "intermediate_size", options.intermediate_size(), "bias", options.bias(), "activation",
+          options.activation(), "recompute", options.recompute(), "chunk", options.chunk());
   }
 
   GatedMLPOptions options;
@@ -54,6 +59,7 @@ TORCH_MODULE(GatedMLP);
 struct SoftmaxImpl : torch::nn::Cloneable<SoftmaxImpl> {
   void reset() override {}
   at::Tensor forward(const at::Tensor& x) { return softmax(x); }
+  void pretty_print(std::ostream& to) const override { print(to, *this); }
 };
 TORCH_MODULE(Softmax);
 
@@ -66,6 +72,7 @@ struct SparsemaxImpl : torch::nn::Cloneable<SparsemaxImpl> {
   explicit SparsemaxImpl(SparsemaxOptions o = {}) : options(o) {}
   void reset() override {}
   at::Tensor forward(const at::Tensor& x) { return sparsemax(x, options.dim()); }
+  void pretty_print(std::ostream& to) const override { print(to, *this, "dim", options.dim()); }
 
   SparsemaxOptions options;
 };

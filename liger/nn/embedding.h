@@ -1,6 +1,6 @@
 #pragma once
 #include <torch/nn.h>
-#include "liger/ops.h"
+#include "liger/nn/module.h"
 
 namespace liger::nn {
 
@@ -22,6 +22,10 @@ struct EmbeddingImpl : torch::nn::Cloneable<EmbeddingImpl> {
   }
 
   at::Tensor forward(const at::Tensor& ids) { return liger::embedding(weight, ids, options.padding_idx()); }  // at:: has one too
+
+  void pretty_print(std::ostream& to) const override {
+    print(to, *this, "num_embeddings", options.num_embeddings(), "embedding_dim", options.embedding_dim(), "padding_idx", options.padding_idx());
+  }
 
   EmbeddingOptions options;
   at::Tensor weight;

@@ -1,18 +1,26 @@
 #pragma once
 #include <torch/nn.h>
-#include "liger/ops.h"
+#include "liger/nn/module.h"
 
 namespace liger::nn {
 
-/// liger::cross_entropy with its options; returns the loss.
+/// liger::cross_entropy with its options, and a copy of the classes' weight as a buffer; returns the loss.
 struct CrossEntropyLossImpl : torch::nn::Cloneable<CrossEntropyLossImpl> {
-  explicit CrossEntropyLossImpl(CrossEntropyOptions o = {}, std::optional<at::Tensor> class_weight = {}) : options(o), class_weight(std::move(class_weight)) {}
-  void reset() override {}
+  explicit CrossEntropyLossImpl(CrossEntropyOptions o = {}, at::Tensor class_weight = {}) : options(o), weight(std::move(class_weight)) { reset(); }
 
-  at::Tensor forward(const at::Tensor& logits, const at::Tensor& target) { return cross_entropy(logits, target, options, class_weight).loss; }
+  void reset() override {
+    if (weight.defined()) weight = register_buffer("weight", weight.detach().clone());  // clone() writes into it
+  }
+
+  at::Tensor forward(const at::Tensor& logits, const at::Tensor& target) { return cross_entropy(logits, target, options, given(weight)).loss; }
+
+  void pretty_print(std::ostream& to) const override {
+    print(to, *this, "ignore_index", options.ignore_index, "reduction", options.reduction, "label_smoothing", options.label_smoothing, "lse_square_scale",
+          options.lse_square_scale, "softcap", options.softcap, "token_scaling", options.token_scaling, "weight", weight);
+  }
 
   CrossEntropyOptions options;
-  std::optional<at::Tensor> class_weight;
+  at::Tensor weight;
 };
 TORCH_MODULE(CrossEntropyLoss);
 
@@ -29,6 +37,10 @@ struct KLDivLossImpl : torch::nn::Cloneable<KLDivLossImpl> {
 
   at::Tensor forward(const at::Tensor& x, const at::Tensor& target) { return kl_div(x, target, options.reduction(), options.log_target(), options.eps()); }
 
+  void pretty_print(std::ostream& to) const override {
+    print(to, *this, "reduction", options.reduction(), "log_target", options.log_target(), "eps", options.eps());
+  }
+
   KLDivLossOptions options;
 };
 TORCH_MODULE(KLDivLoss);
@@ -44,9 +56,12 @@ struct JSDLossImpl : torch::nn::Cloneable<JSDLossImpl> {
   explicit JSDLossImpl(JSDLossOptions o = {}) : options(o) {}
   void reset() override {}
 
-  at::Tensor forward(const at::Tensor& x, const at::Tensor& target, const std::optional<at::Tensor>& labels = {}) {
-    return jsd(x, target, labels, options.beta(), options.ignore_index(), options.reduction());
+  FORWARD_HAS_DEFAULT_ARGS({2, torch::nn::AnyValue(at::Tensor())})
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& target, const at::Tensor& labels = {}) {
+    return jsd(x, target, given(labels), options.beta(), options.ignore_index(), options.reduction());
   }
+
+  void pretty_print(std::ostream& to) const override { print(to, *this, "beta", options.beta(), "ignore_index", options.ignore_index(), "reduction", options.reduction()); }
 
   JSDLossOptions options;
 };
@@ -62,9 +77,12 @@ struct TVDLossImpl : torch::nn::Cloneable<TVDLossImpl> {
   explicit TVDLossImpl(TVDLossOptions o = {}) : options(o) {}
   void reset() override {}
 
-  at::Tensor forward(const at::Tensor& x, const at::Tensor& target, const std::optional<at::Tensor>& labels = {}) {
-    return tvd(x, target, labels, options.reduction(), options.ignore_index());
+  FORWARD_HAS_DEFAULT_ARGS({2, torch::nn::AnyValue(at::Tensor())})
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& target, const at::Tensor& labels = {}) {
+    return tvd(x, target, given(labels), options.reduction(), options.ignore_index());
   }
+
+  void pretty_print(std::ostream& to) const override { print(to, *this, "reduction", options.reduction(), "ignore_index", options.ignore_index()); }
 
   TVDLossOptions options;
 };
@@ -83,6 +101,8 @@ struct SelectiveLogSoftmaxImpl : torch::nn::Cloneable<SelectiveLogSoftmaxImpl> {
   std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& logits, const at::Tensor& ids) {
     return selective_log_softmax(logits, ids, options.temperature(), options.ignore_index());
   }
+
+  void pretty_print(std::ostream& to) const override { print(to, *this, "temperature", options.temperature(), "ignore_index", options.ignore_index()); }
 
   SelectiveLogSoftmaxOptions options;
 };
@@ -104,12 +124,19 @@ struct LinearCrossEntropyImpl : torch::nn::Cloneable<LinearCrossEntropyImpl> {
     linear = register_module("linear", torch::nn::Linear(torch::nn::LinearOptions(options.hidden_size(), options.classes()).bias(options.bias())));
   }
 
-  at::Tensor forward(const at::Tensor& hidden) { return linear(hidden); }
+  FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(at::Tensor())})
 
-  /// hidden [..., hidden_size], target [...].
-  at::Tensor forward(const at::Tensor& hidden, const at::Tensor& target) {
-    const auto bias = linear->bias.defined() ? std::optional(linear->bias) : std::nullopt;
-    return fused_linear_cross_entropy(hidden.reshape({-1, hidden.size(-1)}), linear->weight, target.reshape({-1}), options.loss(), bias).loss;
+  /// The logits of hidden [..., hidden_size], or the loss of target [...].
+  at::Tensor forward(const at::Tensor& hidden, const at::Tensor& target = {}) {
+    if (!target.defined()) return linear(hidden);
+    return fused_linear_cross_entropy(hidden.reshape({-1, hidden.size(-1)}), linear->weight, target.reshape({-1}), options.loss(), given(linear->bias)).loss;
+  }
+
+  void pretty_print(std::ostream& to) const override {
+    const HeadOptions& o = options.loss();
+    print(to, *this, "hidden_size", options.hidden_size(), "classes", options.classes(), "bias", options.bias(), "ignore_index", o.ignore_index, "reduction",
+          o.reduction, "label_smoothing", o.label_smoothing, "lse_square_scale", o.lse_square_scale, "softcap", o.softcap, "token_scaling", o.token_scaling,
+          "max_bytes", o.max_bytes);
   }
 
   LinearCrossEntropyOptions options;

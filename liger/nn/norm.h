@@ -1,6 +1,6 @@
 #pragma once
 #include <torch/nn.h>
-#include "liger/ops.h"
+#include "liger/nn/module.h"
 
 namespace liger::nn {
 
@@ -13,37 +13,46 @@ struct RMSNormOptions {
   TORCH_ARG(bool, elementwise_affine) = true;
 };
 
-/// liger::rms_norm with a weight of its own, which starts as the identity.
-struct RMSNormImpl : torch::nn::Cloneable<RMSNormImpl> {
-  explicit RMSNormImpl(RMSNormOptions o) : options(std::move(o)) { reset(); }
+/// What the RMS norms have in common: options, and a weight that starts as the identity. clone() makes a Derived.
+template <class Derived>
+struct RMSNormBase : torch::nn::Cloneable<Derived> {
+  explicit RMSNormBase(RMSNormOptions o) : options(std::move(o)) { RMSNormBase::reset(); }
 
   void reset() override {
-    if (options.elementwise_affine()) weight = register_parameter("weight", torch::full({options.hidden_size()}, 1 - options.offset()));
+    if (options.elementwise_affine()) weight = this->register_parameter("weight", torch::full({options.hidden_size()}, 1 - options.offset()));
   }
 
-  at::Tensor forward(const at::Tensor& x) {
-    return rms_norm(x, weight.defined() ? std::optional(weight) : std::nullopt, options.eps(), options.offset(), options.casting());
+  void pretty_print(std::ostream& to) const override {
+    print(to, *this, "hidden_size", options.hidden_size(), "eps", options.eps(), "offset", options.offset(), "casting", options.casting(), "elementwise_affine",
+          options.elementwise_affine());
   }
 
   RMSNormOptions options;
   at::Tensor weight;
 };
+
+/// liger::rms_norm with a weight of its own.
+struct RMSNormImpl : RMSNormBase<RMSNormImpl> {
+  using RMSNormBase::RMSNormBase;
+  at::Tensor forward(const at::Tensor& x) { return rms_norm(x, given(weight), options.eps(), options.offset(), options.casting()); }
+};
 TORCH_MODULE(RMSNorm);
 
 /// liger::fused_add_rms_norm: (norm(s), s) for s = x + residual.
-struct FusedAddRMSNormImpl : RMSNormImpl {
-  using RMSNormImpl::RMSNormImpl;
+struct FusedAddRMSNormImpl : RMSNormBase<FusedAddRMSNormImpl> {
+  using RMSNormBase::RMSNormBase;
   std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& x, const at::Tensor& residual) {
-    return fused_add_rms_norm(x, residual, weight.defined() ? std::optional(weight) : std::nullopt, options.eps(), options.offset(), options.casting());
+    return fused_add_rms_norm(x, residual, given(weight), options.eps(), options.offset(), options.casting());
   }
 };
 TORCH_MODULE(FusedAddRMSNorm);
 
 /// liger::modulated_rms_norm: norm(x) · (1 + scale) + shift.
-struct ModulatedRMSNormImpl : RMSNormImpl {
-  using RMSNormImpl::RMSNormImpl;
-  at::Tensor forward(const at::Tensor& x, const at::Tensor& scale, const std::optional<at::Tensor>& shift = {}) {
-    return modulated_rms_norm(x, weight.defined() ? std::optional(weight) : std::nullopt, scale, shift, options.eps(), options.offset(), options.casting());
+struct ModulatedRMSNormImpl : RMSNormBase<ModulatedRMSNormImpl> {
+  using RMSNormBase::RMSNormBase;
+  FORWARD_HAS_DEFAULT_ARGS({2, torch::nn::AnyValue(at::Tensor())})
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& scale, const at::Tensor& shift = {}) {
+    return modulated_rms_norm(x, given(weight), scale, given(shift), options.eps(), options.offset(), options.casting());
   }
 };
 TORCH_MODULE(ModulatedRMSNorm);
@@ -51,7 +60,7 @@ TORCH_MODULE(ModulatedRMSNorm);
 struct LayerNormOptions {
   LayerNormOptions(int64_t hidden_size) : hidden_size_(hidden_size) {}
   TORCH_ARG(int64_t, hidden_size);
-  TORCH_ARG(double, eps) = 1e-6;
+  TORCH_ARG(double, eps) = 1e-6;                    // as LigerLayerNorm in Python; torch::nn::LayerNorm has 1e-5
   TORCH_ARG(bool, bias) = true;
 };
 
@@ -64,7 +73,11 @@ struct LayerNormImpl : torch::nn::Cloneable<LayerNormImpl> {
     if (options.bias()) bias = register_parameter("bias", torch::zeros({options.hidden_size()}));
   }
 
-  at::Tensor forward(const at::Tensor& x) { return layer_norm(x, weight, bias.defined() ? std::optional(bias) : std::nullopt, options.eps()); }
+  at::Tensor forward(const at::Tensor& x) { return layer_norm(x, weight, given(bias), options.eps()); }
+
+  void pretty_print(std::ostream& to) const override {
+    print(to, *this, "hidden_size", options.hidden_size(), "eps", options.eps(), "bias", options.bias());
+  }
 
   LayerNormOptions options;
   at::Tensor weight, bias;
@@ -75,7 +88,7 @@ struct GroupNormOptions {
   GroupNormOptions(int64_t groups, int64_t channels) : groups_(groups), channels_(channels) {}
   TORCH_ARG(int64_t, groups);
   TORCH_ARG(int64_t, channels);
-  TORCH_ARG(double, eps) = 1e-6;
+  TORCH_ARG(double, eps) = 1e-6;                    // as LigerGroupNorm in Python; torch::nn::GroupNorm has 1e-5
 };
 
 /// liger::group_norm with a weight and a bias of its own.
@@ -88,6 +101,10 @@ struct GroupNormImpl : torch::nn::Cloneable<GroupNormImpl> {
   }
 
   at::Tensor forward(const at::Tensor& x) { return group_norm(x, weight, bias, options.groups(), options.eps()); }
+
+  void pretty_print(std::ostream& to) const override {
+    print(to, *this, "groups", options.groups(), "channels", options.channels(), "eps", options.eps());
+  }
 
   GroupNormOptions options;
   at::Tensor weight, bias;
@@ -111,7 +128,11 @@ struct DyTImpl : torch::nn::Cloneable<DyTImpl> {
     if (options.bias()) bias = register_parameter("bias", torch::zeros({options.hidden_size()}));
   }
 
-  at::Tensor forward(const at::Tensor& x) { return dyt(x, alpha, weight, bias.defined() ? std::optional(bias) : std::nullopt); }
+  at::Tensor forward(const at::Tensor& x) { return dyt(x, alpha, weight, given(bias)); }
+
+  void pretty_print(std::ostream& to) const override {
+    print(to, *this, "hidden_size", options.hidden_size(), "init_alpha", options.init_alpha(), "bias", options.bias());
+  }
 
   DyTOptions options;
   at::Tensor alpha, weight, bias;
@@ -128,6 +149,7 @@ struct PolyNormImpl : torch::nn::Cloneable<PolyNormImpl> {
   }
 
   at::Tensor forward(const at::Tensor& x) { return poly_norm(x, weight, bias, eps); }
+  void pretty_print(std::ostream& to) const override { print(to, *this, "eps", eps); }
 
   double eps;
   at::Tensor weight, bias;

@@ -1,6 +1,6 @@
 #pragma once
 #include <torch/nn.h>
-#include "liger/ops.h"
+#include "liger/nn/module.h"
 
 namespace liger::nn {
 
@@ -11,7 +11,8 @@ struct RotaryEmbeddingOptions {
   TORCH_ARG(bool, interleaved) = false;             // neighbouring columns turn, instead of the two halves
 };
 
-/// liger::rope for tokens at positions first, first + 1, …; angle of column pair i: position · base^(−2i/dim).
+/// liger::rope for tokens at positions first, first + 1, …; angle of column pair i: position · base^(−2i/dim). Angles
+/// are float whatever the module is cast to: bfloat16 tells 641 of 2048 positions apart.
 struct RotaryEmbeddingImpl : torch::nn::Cloneable<RotaryEmbeddingImpl> {
   explicit RotaryEmbeddingImpl(RotaryEmbeddingOptions o) : options(std::move(o)) { reset(); }
 
@@ -20,11 +21,21 @@ struct RotaryEmbeddingImpl : torch::nn::Cloneable<RotaryEmbeddingImpl> {
     inv_freq = register_buffer("inv_freq", torch::pow(options.base(), -exponent));
   }
 
+  FORWARD_HAS_DEFAULT_ARGS({2, torch::nn::AnyValue(int64_t{0})})
+
   /// q [batch, heads, seq, ≥ dim], k likewise.
   std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& q, const at::Tensor& k, int64_t first = 0) {
     const auto positions = torch::arange(first, first + q.size(2), inv_freq.options());
     const auto half = torch::outer(positions, inv_freq), angles = options.interleaved() ? half : torch::cat({half, half}, -1);
     return rope(q, k, angles.cos(), angles.sin(), false, options.interleaved());
+  }
+
+  void to(torch::Device device, torch::Dtype, bool non_blocking = false) override { Module::to(device, non_blocking); }
+  void to(torch::Dtype, bool = false) override {}
+  void to(torch::Device device, bool non_blocking = false) override { Module::to(device, non_blocking); }
+
+  void pretty_print(std::ostream& to) const override {
+    print(to, *this, "dim", options.dim(), "base", options.base(), "interleaved", options.interleaved());
   }
 
   RotaryEmbeddingOptions options;

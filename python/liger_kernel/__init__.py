@@ -5,10 +5,14 @@ Importing this package imports no torch; importing an operator (`liger_kernel.op
 
 import os
 
-__version__ = "1.0.0+cpp"
+__version__ = "1.0.0"
+try:
+    from liger_kernel._build import VERSION as __version__  # and what it was built for: 1.0.0+pt213cu130
+except ImportError:
+    pass  # the sources where they stand
 
-#: For CMake: `find_package(liger)` works with this on CMAKE_PREFIX_PATH.
-cmake_prefix_path = os.path.dirname(os.path.abspath(__file__))
+#: Where lib/ and include/ are: `find_package(liger)` works with this on CMAKE_PREFIX_PATH. An editable install has a folder for them.
+cmake_prefix_path = next((folder for folder in __path__ if os.path.isdir(os.path.join(folder, "lib"))), __path__[0])
 
 
 def _check_distribution():

@@ -1,0 +1,41 @@
+# What is built, for which torch and by which CUDA compiler: LIGER_VERSION, such as 1.0.0+pt213cu130 or 1.0.0+pt213cpu. Set before:
+# LIGER_TORCH_DIR, LIGER_CUDA. As a script (cmake -D... -P) it prints "<LIGER_VERSION> <torch's version>": pip's backend has to know a
+# wheel's name before it is built.
+include(${CMAKE_CURRENT_LIST_DIR}/Torch.cmake)
+file(STRINGS ${CMAKE_CURRENT_LIST_DIR}/../python/liger_kernel/__init__.py LIGER_VERSION REGEX "^__version__ = ")
+string(REGEX REPLACE ".*\"(.*)\".*" "\\1" LIGER_VERSION "${LIGER_VERSION}")
+set(LIGER_BASE_VERSION ${LIGER_VERSION})
+
+liger_torch_version("${LIGER_TORCH_DIR}" LIGER_TORCH_VERSION)
+if(NOT LIGER_TORCH_VERSION)
+  message(FATAL_ERROR "liger: ${LIGER_TORCH_DIR} holds no torch.")
+elseif(LIGER_TORCH_VERSION VERSION_LESS 2.11)
+  message(FATAL_ERROR "liger: needs torch >= 2.11, found ${LIGER_TORCH_VERSION} in ${LIGER_TORCH_DIR}")
+endif()
+liger_torch_digits(${LIGER_TORCH_VERSION} torch_digits)
+
+# nvcc: the one that was named, on the path or where NVIDIA's installers put it, else the one that the package index carries (nvidia-cuda-nvcc).
+unset(nvcc)
+set(nvcc_digits cpu)
+if(LIGER_CUDA)
+  if(CMAKE_CUDA_COMPILER)
+    set(nvcc ${CMAKE_CUDA_COMPILER})
+  elseif(DEFINED ENV{CUDACXX})
+    set(nvcc $ENV{CUDACXX})
+  else()
+    file(GLOB wheel_nvcc ${LIGER_TORCH_DIR}/../nvidia/*/bin)
+    find_program(nvcc nvcc PATHS $ENV{CUDA_HOME}/bin /usr/local/cuda/bin ${wheel_nvcc} NO_CACHE)
+  endif()
+  if(nvcc)
+    execute_process(COMMAND ${nvcc} --version OUTPUT_VARIABLE nvcc_version ERROR_QUIET)
+    if(NOT nvcc_version MATCHES "release ([0-9]+)\\.([0-9]+)")
+      message(FATAL_ERROR "liger: ${nvcc} is no CUDA compiler that works. LIGER_CUDA=OFF builds without one.")
+    endif()
+    set(nvcc_digits cu${CMAKE_MATCH_1}${CMAKE_MATCH_2})
+  endif()
+endif()
+string(APPEND LIGER_VERSION "+pt${torch_digits}${nvcc_digits}")
+
+if(CMAKE_SCRIPT_MODE_FILE)
+  execute_process(COMMAND ${CMAKE_COMMAND} -E echo "${LIGER_VERSION} ${LIGER_TORCH_VERSION}")
+endif()

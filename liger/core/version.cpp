@@ -1,0 +1,3 @@
+/// The library's version and what it was built for, such as 1.0.0+pt213cu130. Who holds a libliger asks it before loading another, whose
+/// operators would be registered a second time.
+extern "C" const char* liger_version() { return LIGER_VERSION; }
