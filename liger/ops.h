@@ -108,6 +108,26 @@ CrossEntropyResult fused_linear_cross_entropy(const at::Tensor& hidden, const at
                                               const std::optional<at::Tensor>& bias = {}, const std::optional<at::Tensor>& class_weight = {},
                                               const std::optional<at::Tensor>& normalizer = {});
 
+struct LogProbOptions {
+  double temperature = 1;
+  int64_t ignore_index = -100;
+  bool entropy = false;          // also return the entropies
+  int64_t valid_count = -1;      // how many ids are not ignored, where the host knows it: then the device is not asked; -1: unknown
+  int64_t max_bytes = 0;         // of logits at once, and of those that wait for backward; 0: 4 GiB on a GPU, 256 MiB on a CPU
+};
+
+struct LogProbResult {
+  at::Tensor logp;     // [...], float
+  at::Tensor entropy;  // as logp; undefined unless asked for
+};
+
+/// ln p_id and, if asked for, −Σ p ln p for p = softmax((hidden weightᵀ + bias) / temperature), whose logits are never held in full: hidden [..., width],
+/// weight [classes, width], ids [...] integers. Both are differentiable, with any upstream gradient; 0 where the id is ignore_index, and such tokens cost
+/// nothing. Logits that fit into max_bytes wait for backward, others are made again there. The weight's gradient is summed in float. An id that is neither
+/// a class nor ignore_index is an error: c10::IndexError on the CPU, a device assertion on CUDA. Mixed dtypes compute in hidden's, or in autocast's.
+LogProbResult linear_log_prob(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& ids, const LogProbOptions& options = {},
+                              const std::optional<at::Tensor>& bias = {});
+
 /// Kullback-Leibler divergence Σ t (ln max(t, eps) − x) of log-probabilities x [rows, cols] from probabilities target (Kullback &
 /// Leibler 1951), or Σ eᵗ (t − x) where log_target says that target holds logarithms. target may have another dtype than x and gets
 /// no gradient. The loss is float: a scalar, or [rows, cols] without reduction.

@@ -47,6 +47,11 @@ void Totals::run() {
   if (args_.count > 0) liger::run(sum_shares, first_, args_);
 }
 
+void project(Tensor out, const Tensor& x, const Tensor& w, const Tensor& bias) {
+  if (bias.defined()) at::addmm_out(out, bias, x, w.t());
+  else at::mm_out(out, x, w.t());
+}
+
 void accumulate(Tensor& sum, const Tensor& a, const Tensor& b, bool first) {
   if (sum.scalar_type() != a.scalar_type() && a.is_cpu()) return accumulate(sum, a.to(sum.scalar_type()), b.to(sum.scalar_type()), first);
   if (sum.scalar_type() == a.scalar_type()) first ? at::mm_out(sum, a.t(), b) : at::addmm_out(sum, sum, a.t(), b);
@@ -72,18 +77,16 @@ void scale_backward_(const Tensor& saved, const Tensor& g) {
       {.x = saved.data_ptr(), .g = numbers(factor), .rows = rows(saved), .cols = cols(saved), .per_row = g.dim() > 0, .dtype = dtype_of(saved)});
 }
 
-/// Whether t's key set says no more than where its numbers lie and that autograd may record: no subclass, no lazy negation, no batch of a
-/// transformation, nothing that traces.
-bool plain(const Tensor& t) {
+}  // namespace
+
+bool is_plain(const Tensor& t) {
   const auto keys = t.key_set() - c10::autograd_dispatch_keyset - c10::autocast_dispatch_keyset - c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView);
   return keys.highestFunctionalityKey() == c10::DispatchKey::Dense && !t.is_meta();
 }
 
-}  // namespace
-
 Tensor scaled(const Tensor& saved, const Tensor& g) {
   if (!saved.defined() || saved.sym_numel() == 0) return saved;
-  if (torch::autograd::get_current_graph_task_keep_graph() || !plain(saved) || !plain(g) || !saved.is_contiguous())
+  if (torch::autograd::get_current_graph_task_keep_graph() || !is_plain(saved) || !is_plain(g) || !saved.is_contiguous())
     return Op<"liger::scale_backward", scale_backward>()(saved, g);
   Op<"liger::scale_backward_", scale_backward_>()(saved, g);
   return saved;

@@ -99,6 +99,19 @@ class Totals {
 /// sum ← aᵀ b, or sum + aᵀ b, accumulated in sum's dtype: that of a and b, or float.
 void accumulate(Tensor& sum, const Tensor& a, const Tensor& b, bool first);
 
+/// out = x wᵀ + bias, where there is one.
+void project(Tensor out, const Tensor& x, const Tensor& w, const Tensor& bias);
+
+/// f(first token, tokens) for each chunk of tokens.
+template <class F>
+void for_chunks(int64_t tokens, int64_t chunk, F f) {
+  for (int64_t begin = 0; begin < tokens; begin += chunk) f(begin, std::min(chunk, tokens - begin));
+}
+
+/// Whether t's key set says no more than where its numbers lie and that autograd may record: no subclass, no lazy negation, no batch of a
+/// transformation, nothing that traces.
+bool is_plain(const Tensor& t);
+
 /// A gradient that forward saved, times the upstream gradient g: one number, or one a row. In place where nobody can see it: where
 /// autograd will not run this node again and both are plain tensors.
 Tensor scaled(const Tensor& saved, const Tensor& g);

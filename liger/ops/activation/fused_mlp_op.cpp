@@ -4,17 +4,6 @@
 namespace liger {
 namespace op::fused_mlp {
 
-void project(Tensor out, const Tensor& x, const Tensor& w, const Tensor& bias) {
-  if (bias.defined()) at::addmm_out(out, bias, x, w.t());
-  else at::mm_out(out, x, w.t());
-}
-
-/// f(first token, tokens) for each chunk.
-template <class F>
-void for_chunks(int64_t tokens, int64_t chunk, F f) {
-  for (int64_t begin = 0; begin < tokens; begin += chunk) f(begin, std::min(chunk, tokens - begin));
-}
-
 /// Tokens that are worked on at once: 0 asks for all.
 int64_t chunk_of(int64_t tokens, int64_t asked) { return std::max<int64_t>(1, asked > 0 ? std::min(asked, tokens) : tokens); }
 

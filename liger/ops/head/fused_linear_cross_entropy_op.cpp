@@ -1,3 +1,4 @@
+#include "liger/ops/head/head_op.h"
 #include "liger/ops/loss/cross_entropy_op.h"
 
 namespace liger {
@@ -5,90 +6,9 @@ namespace op::fused_linear_cross_entropy {
 
 using cross_entropy::Batch;
 using cross_entropy::Results;
+using head::gather, head::gradient_dtype, head::scatter;
 
-/// What is to be computed besides the loss.
-struct Wants { bool hidden, weight, bias; };
-
-constexpr int64_t kTrainableChunk = 4096, kFrozenChunk = 2048;  // tokens: from here on the GEMMs run at full speed on a GPU
-constexpr int64_t kHostBytes = 64 << 20, kHostChunk = 512;      // on a CPU smaller chunks stay nearer to the caches
-constexpr double kWorthReadingCount = 1e12;                     // FLOP from which waiting for a count on the device pays
-
-/// How many of `tokens` meet the vocabulary at once. A caller's budget in bytes decides first. Else all of them, where that takes
-/// less memory than a float accumulator beside the weight's gradient; else a chunk.
-int64_t chunk_tokens(int64_t tokens, const Tensor& hidden, const Tensor& weight, bool trains_weight, int64_t max_bytes) {
-  const int64_t a_token = weight.size(0) * hidden.element_size(), width = hidden.size(1);
-  int64_t chunk = trains_weight ? kTrainableChunk : kFrozenChunk;
-  if (max_bytes > 0) chunk = std::max<int64_t>(1, max_bytes / a_token);
-  else if (hidden.is_cpu()) chunk = std::max(kHostBytes / a_token, kHostChunk);
-  else if (trains_weight && tokens <= std::max(chunk + width, 2 * width)) chunk = tokens;
-  const int64_t chunks = std::max<int64_t>(1, (tokens + chunk - 1) / std::max<int64_t>(1, chunk));
-  return (tokens + chunks - 1) / chunks;
-}
-
-struct Gradients { Tensor hidden, weight, bias; };
-
-/// Gradients that float16 GEMMs make stay in float until they are divided by the batch's gradient_scale: sums over tokens overflow, and a mean's terms
-/// vanish.
-at::ScalarType gradient_dtype(at::ScalarType compute, at::ScalarType own) { return compute == at::kHalf ? at::kFloat : own; }
-
-/// Logits, losses and gradients of the batch, chunk by chunk: three GEMMs a chunk, and one pass that turns the logits into their gradient. The
-/// gradients are of gradient_dtype, that of bias is float.
-Gradients pass(const Tensor& hidden, const Tensor& weight, const Tensor& bias, Batch& batch, const Tensor& upstream, Wants wants,
-               at::ScalarType weight_dtype, int64_t max_bytes) {
-  const int64_t tokens = hidden.size(0), chunk = chunk_tokens(tokens, hidden, weight, wants.weight, max_bytes);
-  const bool gradient = wants.hidden || wants.weight || wants.bias, whole = chunk == tokens;
-  const auto options = hidden.options();
-  const auto hidden_dtype = gradient_dtype(hidden.scalar_type(), hidden.scalar_type());
-  weight_dtype = gradient_dtype(hidden.scalar_type(), weight_dtype);
-  Gradients d;
-  if (wants.hidden) d.hidden = output(at::empty(hidden.sizes(), options.dtype(hidden_dtype)));
-  // One chunk needs no accumulator: its GEMM sums in float and rounds once.
-  if (wants.weight) d.weight = output(at::empty(weight.sizes(), options.dtype(whole ? weight_dtype : at::kFloat)));
-  if (wants.bias) d.bias = at::zeros({weight.size(0)}, options.dtype(at::kFloat));
-  if (tokens == 0 && wants.weight) d.weight.zero_();
-  Tensor logits = output(at::empty({chunk, weight.size(0)}, options));
-  for (int64_t begin = 0; begin < tokens; begin += chunk) {
-    const int64_t n = std::min(chunk, tokens - begin);
-    const Tensor x = hidden.narrow(0, begin, n);
-    Tensor z = logits.narrow(0, 0, n);
-    if (bias.defined()) at::addmm_out(z, bias, x, weight.t());
-    else at::mm_out(z, x, weight.t());
-    batch.run_rows(z, gradient ? z : Tensor(), begin, upstream);
-    if (wants.weight) accumulate(d.weight, z, x, begin == 0);
-    if (wants.bias) d.bias.add_(z.sum(0, false, at::kFloat));
-    if (wants.hidden) {
-      Tensor dx = d.hidden.narrow(0, begin, n);
-      accumulate(dx, z.t(), weight, true);
-    }
-  }
-  logits.reset();  // before the accumulator is rounded, so that the two never meet
-  if (wants.weight) d.weight = d.weight.to(weight_dtype);
-  return d;
-}
-
-bool capturing(const Tensor& t) {
-  bool yes = false;
-  run(stream_capturing, t, {.yes = &yes});
-  return yes;
-}
-
-/// The indices of the tokens that are not ignored; undefined where leaving the others out saves too little, or where their number is
-/// not known and not to be waited for.
-Tensor kept_tokens(const Tensor& target, const Tensor& weight, const Batch& batch, int64_t ignore_index, int64_t valid_count) {
-  const int64_t tokens = target.size(0), worthwhile = tokens - std::max<int64_t>(1, tokens / 64);
-  const double work = 6. * double(tokens) * double(weight.size(0)) * double(weight.size(1));
-  if (target.is_cpu() || (valid_count < 0 && work >= kWorthReadingCount && !capturing(target))) valid_count = batch.valid();
-  if (valid_count < 0 || valid_count > worthwhile) return {};
-  return at::nonzero_static(target.ne(ignore_index), valid_count).view(-1);
-}
-
-/// Values of the kept tokens among `fill` for the others.
-Tensor scatter(const Tensor& kept, const Tensor& values, int64_t tokens, double fill) {
-  if (!kept.defined()) return values;
-  auto shape = values.sizes().vec();
-  shape[0] = tokens;
-  return at::full(shape, fill, values.options()).index_copy_(0, kept, values);
-}
+constexpr auto kName = "fused_linear_cross_entropy";
 
 void check(const char* op, const Tensor& hidden, const Tensor& weight, const OptTensor& bias, const Tensor& target, const OptTensor& class_weight,
            const OptTensor& normalizer, const CrossEntropyOptions& options) {
@@ -101,14 +21,6 @@ void check(const char* op, const Tensor& hidden, const Tensor& weight, const Opt
   cross_entropy::check_options(op, options, classes);
 }
 
-at::ScalarType compute_dtype(const Tensor& hidden, const Tensor& weight, std::optional<at::ScalarType> asked) {
-  TORCH_CHECK_TYPE(!asked || has_dtype(*asked), "fused_linear_cross_entropy: dtype, in which it computes, must be float32, float16 or bfloat16, got ", *asked);
-  if (asked) return *asked;
-  TORCH_CHECK_TYPE(hidden.scalar_type() == weight.scalar_type(), "fused_linear_cross_entropy: hidden is ", hidden.scalar_type(), ", weight is ",
-                   weight.scalar_type(), "; give them one dtype or run under autocast");
-  return hidden.scalar_type();
-}
-
 using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 /// The results, then dhidden, dweight, dbias (empty unless wanted) and the power of two that these are still to be divided by (empty but for float16).
@@ -116,8 +28,8 @@ Forward forward(const Tensor& hidden_, const Tensor& weight_, const OptTensor& b
                 const OptTensor& normalizer, OptInts flags, OptDoubles scales, int64_t valid_count, int64_t max_bytes,
                 std::optional<at::ScalarType> asked, bool with_dhidden, bool with_dweight, bool with_dbias) {
   const CrossEntropyOptions options = cross_entropy::unpack(flags, scales);
-  check("fused_linear_cross_entropy", hidden_, weight_, bias_, target_, class_weight, normalizer, options);
-  const auto dtype = compute_dtype(hidden_, weight_, asked);
+  check(kName, hidden_, weight_, bias_, target_, class_weight, normalizer, options);
+  const auto dtype = head::compute_dtype(kName, hidden_, weight_, asked);
   with_dbias &= bias_.has_value();
   const bool scaled = dtype == at::kHalf && (with_dhidden || with_dweight || with_dbias);
   const auto floats = hidden_.options().dtype(at::kFloat);
@@ -132,11 +44,11 @@ Forward forward(const Tensor& hidden_, const Tensor& weight_, const OptTensor& b
   const int64_t tokens = hidden_.size(0);
   const auto of_labels = [&](const Tensor& target) { return Batch(target, class_weight, normalizer, weight_.size(0), options, at::kFloat, scaled); };
   Batch batch = of_labels(target_);
-  const Tensor kept = kept_tokens(target_, weight_, batch, options.ignore_index, valid_count);
-  if (kept.defined()) batch = of_labels(target_.index_select(0, kept));
-  const Tensor hidden = (kept.defined() ? hidden_.index_select(0, kept) : hidden_.contiguous()).to(dtype);
-  const Tensor weight = weight_.contiguous().to(dtype), bias = bias_ ? bias_->to(dtype) : Tensor();
-  auto d = pass(hidden, weight, bias, batch, {}, {with_dhidden, with_dweight, with_dbias}, weight_.scalar_type(), max_bytes);
+  const Tensor kept = head::kept_tokens(target_, options.ignore_index, head::kept_count(target_, weight_, valid_count, [&] { return batch.valid(); }));
+  if (kept.defined()) batch = of_labels(gather(kept, target_));
+  const head::Pass pass{gather(kept, hidden_).contiguous().to(dtype), weight_.contiguous().to(dtype), bias_ ? bias_->to(dtype) : Tensor(),
+                        {with_dhidden, with_dweight, with_dbias}, weight_.scalar_type(), max_bytes};
+  const auto d = pass.run([&](const Tensor& z, int64_t begin) { batch.run_rows(z, pass.wants.any() ? z : Tensor(), begin, {}); });
   auto [loss, z_loss, accuracy, predicted] = batch.results(dtype);
   if (options.predicted) predicted = scatter(kept, predicted, tokens, -1);
   if (options.reduction == Reduction::None) {
@@ -152,22 +64,27 @@ Forward forward(const Tensor& hidden_, const Tensor& weight_, const OptTensor& b
 /// The gradients where every token has its own upstream gradient: the logits are made again.
 std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& g, const Tensor& hidden, const Tensor& weight, const OptTensor& bias_, const Tensor& target,
                                             const OptTensor& class_weight, const OptTensor& normalizer, OptInts flags, OptDoubles scales,
-                                            int64_t max_bytes, std::optional<at::ScalarType> asked, bool with_dhidden, bool with_dweight, bool with_dbias) {
+                                            int64_t valid_count, int64_t max_bytes, std::optional<at::ScalarType> asked, bool with_dhidden, bool with_dweight, bool with_dbias) {
   constexpr auto op = "fused_linear_cross_entropy_backward";
   CrossEntropyOptions options = cross_entropy::unpack(flags, scales);
   check(op, hidden, weight, bias_, target, class_weight, normalizer, options);
   Arguments(op, "hidden", hidden).vector("g", g, hidden.sym_size(0), Type::Floating).present("with_dbias", with_dbias, "bias", bias_);
-  const auto dtype = compute_dtype(hidden, weight, asked);
+  const auto dtype = head::compute_dtype(kName, hidden, weight, asked);
   const auto none = [&] { return at::empty({0}, hidden.options()); };
   const auto empty = [&](bool wanted, const OptTensor& t) { return wanted ? at::empty_symint(t->sym_sizes(), t->options()) : none(); };
   if (hidden.is_meta()) return {empty(with_dhidden, hidden), empty(with_dweight, weight), empty(with_dbias, bias_)};
   options.z_loss = options.accuracy = options.predicted = false;
-  const Tensor bias = bias_ ? bias_->to(dtype) : Tensor();
-  Batch batch(target, class_weight, normalizer, weight.size(0), options, at::kFloat);
-  const auto d = pass(hidden.contiguous().to(dtype), weight.contiguous().to(dtype), bias, batch, g.to(at::kFloat).contiguous(),
-                      {with_dhidden, with_dweight, with_dbias}, weight.scalar_type(), max_bytes);
+  const int64_t tokens = hidden.size(0);
+  const auto of_labels = [&](const Tensor& target) { return Batch(target, class_weight, normalizer, weight.size(0), options, at::kFloat); };
+  Batch batch = of_labels(target);
+  const Tensor kept = head::kept_tokens(target, options.ignore_index, head::kept_count(target, weight, valid_count, [&] { return batch.valid(); }));
+  if (kept.defined()) batch = of_labels(gather(kept, target));
+  const Tensor upstream = gather(kept, g).to(at::kFloat).contiguous();
+  const auto d = head::Pass{gather(kept, hidden).contiguous().to(dtype), weight.contiguous().to(dtype), bias_ ? bias_->to(dtype) : Tensor(),
+                            {with_dhidden, with_dweight, with_dbias}, weight.scalar_type(), max_bytes}
+                     .run([&](const Tensor& z, int64_t begin) { batch.run_rows(z, z, begin, upstream); });
   const auto rounded = [&](const Tensor& t, const OptTensor& like) { return t.defined() ? t.to(like->scalar_type()) : none(); };
-  return {rounded(d.hidden, hidden), rounded(d.weight, weight), rounded(d.bias, bias_)};
+  return {d.hidden.defined() ? rounded(scatter(kept, d.hidden, tokens, 0), hidden) : none(), rounded(d.weight, weight), rounded(d.bias, bias_)};
 }
 
 Results inference(const Tensor& hidden, const Tensor& weight, const OptTensor& bias, const Tensor& target, const OptTensor& class_weight,
@@ -182,7 +99,7 @@ constexpr Op<"liger::fused_linear_cross_entropy_forward", forward> forward_op;
 constexpr Op<"liger::fused_linear_cross_entropy_backward", backward> backward_op;
 
 struct Autograd {
-  using Attributes = std::tuple<bool, int64_t, std::optional<int64_t>, bool, bool, bool>;
+  using Attributes = std::tuple<bool, int64_t, int64_t, std::optional<int64_t>, bool, bool, bool>;
 
   static variable_list forward(AutogradContext* ctx, const Tensor& hidden, const Tensor& weight, const OptTensor& bias, const Tensor& target,
                                const OptTensor& class_weight, const OptTensor& normalizer, OptInts flags,
@@ -200,14 +117,14 @@ struct Autograd {
       const CrossEntropyOptions options = cross_entropy::unpack(flags, scales);
       save_list(ctx, "flags", cross_entropy::flags(options)), save_list(ctx, "scales", cross_entropy::scales(options));
     }
-    ctx->saved_data["attrs"] = Attributes(reduced, max_bytes, dtype ? std::optional<int64_t>(int64_t(*dtype)) : std::nullopt, dh, dw, db);
+    ctx->saved_data["attrs"] = Attributes(reduced, valid_count, max_bytes, dtype ? std::optional<int64_t>(int64_t(*dtype)) : std::nullopt, dh, dw, db);
     *results = {loss, z_loss, accuracy, predicted};
     return {loss};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
-    const auto [reduced, max_bytes, dtype, dh, dw, db] = ctx->saved_data["attrs"].to<Attributes>();
+    const auto [reduced, valid_count, max_bytes, dtype, dh, dw, db] = ctx->saved_data["attrs"].to<Attributes>();
     variable_list d(12);
     if (reduced) {
       const auto [of_hidden, of_weight, of_bias] = ctx->saved_data["dtypes"].to<std::tuple<int64_t, int64_t, int64_t>>();
@@ -222,7 +139,7 @@ struct Autograd {
     const auto scales = load_list<double>(ctx, "scales");
     const auto asked = dtype ? std::optional<at::ScalarType>(at::ScalarType(*dtype)) : std::nullopt;
     auto [dhidden, dweight, dbias] = backward_op(grads[0], saved[0], saved[1], optional(saved[2]), saved[3], optional(saved[4]), optional(saved[5]),
-                                                 OptInts(flags), OptDoubles(scales), max_bytes, asked, dh, dw, db);
+                                                 OptInts(flags), OptDoubles(scales), valid_count, max_bytes, asked, dh, dw, db);
     d[0] = if_wanted(dh, dhidden), d[1] = if_wanted(dw, dweight), d[2] = if_wanted(db, dbias);
     return d;
   }
@@ -258,7 +175,7 @@ TORCH_LIBRARY_FRAGMENT(liger, m) {
         ", bool with_dhidden, bool with_dweight, bool with_dbias) "
         "-> (Tensor loss, Tensor z_loss, Tensor accuracy, Tensor predicted, Tensor dhidden, Tensor dweight, Tensor dbias, Tensor scale)");
   m.def("fused_linear_cross_entropy_backward(Tensor g, Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, Tensor? normalizer, int[]? flags, "
-        "float[]? scales, int max_bytes, ScalarType? dtype, bool with_dhidden, bool with_dweight, bool with_dbias) "
+        "float[]? scales, int valid_count, int max_bytes, ScalarType? dtype, bool with_dhidden, bool with_dweight, bool with_dbias) "
         "-> (Tensor dhidden, Tensor dweight, Tensor dbias)");
 }
 LIGER_IMPL(fused_linear_cross_entropy, m) {

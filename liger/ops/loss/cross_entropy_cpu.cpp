@@ -88,9 +88,6 @@ void row(const CrossEntropy& a, int64_t r, float* exps) {
   const Vec each{float(s * smooth * by_0)};
   const double t_y = capped ? std::tanh(double(x[y]) / a.softcap) : 0;  // 1 − t² multiplies a float's rounding
   const double d_y = (all * p_y - s * smooth * by_0 * weight(y) - label) * (1 - t_y * t_y);
-  // What is below a float's normal numbers is 0: GEMMs over such numbers, of which a confident model's gradients are full, take several times as
-  // long. It changes a sum by less than its rounding, unless all of it is that small.
-  const auto flushed = [least = Vec(std::numeric_limits<float>::min())](const Vec& d) { return Vec::blendv(d, Vec(0.f), d.abs() < least); };
   if (exps && !capped && smooth == 0) {
     const Vec by{float(all / sum)};
     row_map(n, dx, [&](Vec e) { return flushed(e * by); }, exps);

@@ -37,7 +37,7 @@ struct SelectiveBackward {
   const void* x;               // [rows, cols], stride elements apart
   const int64_t* ids;          // [rows]
   const float* stats;          // of SelectiveLogSoftmax
-  void* dx;                    // [rows, cols]
+  void* dx;                    // [rows, cols]; may be x where its rows are cols apart
   int64_t rows, cols, x_stride, ignore_index;
   float inverse_temperature;
   DType dtype;

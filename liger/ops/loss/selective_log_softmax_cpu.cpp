@@ -59,11 +59,10 @@ void backward(const SelectiveBackward& a) {
       const Vec d = (x - top) * inverse;
       return Math::exp(d) * Math::fma(slope, Math::max(d, lowest), level);
     };
-    row_map(n, dx, gradient, x);
-    if (id < 0 || id >= n) return;
     float lanes[kLanes];
-    gradient(read(x + id, 1)).store(lanes);
-    dx[id] = T(g + lanes[0]);
+    if (id >= 0 && id < n) gradient(read(x + id, 1)).store(lanes);  // before x is overwritten, which may be dx
+    row_map(n, dx, [&](Vec x) { return flushed(gradient(x)); }, x);
+    if (id >= 0 && id < n) dx[id] = T(g + lanes[0]);
   });
 }
 

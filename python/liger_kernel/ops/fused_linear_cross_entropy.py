@@ -34,7 +34,7 @@ def fused_linear_cross_entropy_forward(_input, weight, target, ce_weight=None, b
         *tensors, target, ce_weight, None, flags, scales, -1, 0, dtype, *([False] * 3 if deferred else wants))
     gradients = grad_input, grad_weight, grad_bias
     if deferred:
-        gradients = ops.fused_linear_cross_entropy_backward(token_grad_output, *tensors, target, ce_weight, None, flags, scales, 0, dtype, *wants)
+        gradients = ops.fused_linear_cross_entropy_backward(token_grad_output, *tensors, target, ce_weight, None, flags, scales, -1, 0, dtype, *wants)
     elif scale.ndim == 0:
         gradients = [g / scale for g in gradients]
     results = asked_for(results, return_z_loss, return_token_accuracy, return_predicted_tokens)

@@ -1,0 +1,57 @@
+import torch
+import torch.nn.functional as F
+from liger_kernel._library import ops
+from liger_kernel.ops.linear_log_prob import linear_log_prob
+
+from cases import Case
+from cases.cross_entropy import IGNORE, V, head_make
+from cases.selective_log_softmax import reference as rows_reference
+
+
+def make(shape, options):
+    hidden, weight, bias, ids, _ = head_make(shape, options)
+    if options.get("rank") == 3:
+        hidden, ids = hidden[None], ids[None]
+    return hidden, weight, bias, ids
+
+
+def known(options):
+    return {name: value for name, value in options.items() if name in ("temperature", "max_bytes", "entropy")}
+
+
+def op(hidden, weight, bias, ids, **options):
+    return linear_log_prob(hidden, weight, ids, bias, **known(options))
+
+
+def reference(hidden, weight, bias, ids, temperature=1.0, entropy=False, **_):
+    logp, entropies = rows_reference(F.linear(hidden, weight, bias), ids, temperature)
+    return (logp, entropies) if entropy else logp
+
+
+def schema(inputs, options):
+    hidden, weight, bias, ids = inputs
+    return ops.linear_log_prob, (hidden, weight, bias, ids, options.get("temperature", 1.0), IGNORE, options.get("entropy", False), -1, options.get("max_bytes", 0), None)
+
+
+def draw(pick):
+    drawn = dict(entropy=True, with_bias=True, temperature=pick.choice((0.3, 2.5)), max_bytes=pick.choice((1, 5000)), rank=3, ignored=pick.choice((0.0, 0.9, 1.1)))
+    return {name: drawn[name] for name in pick.sample(sorted(drawn), pick.randrange(4))}
+
+
+CASES = [
+    Case(
+        name="linear_log_prob", op=op, reference=reference, make=make, draw=draw, differentiable=(0, 1, 2), schema=schema, many_rows=(70000, 4, 8),
+        shapes=[(1, 4, 3), (33, 16, 101), (40, 64, 1000)],
+        # Logits that wait for backward, and such as are made again, in several chunks.
+        options=[{}, dict(entropy=True), dict(max_bytes=40000, entropy=True), dict(temperature=0.7, with_bias=True), dict(ignored=0.0, rank=3), dict(ignored=1.1),
+                 dict(max_bytes=1, with_bias=True)],
+        bench=[((8192, 4096, 151936), dict(ignored=0.0)), ((8192, 4096, 151936), dict(ignored=0.0, max_bytes=1 << 30)), ((8192, 4096, V), dict(ignored=0.5, entropy=True))],
+        bench_cpu=[((2048, 256, 32768), dict(ignored=0.0))],
+        flops=lambda shape, options: (2 * shape[0] * shape[1] * shape[2], 4 * shape[0] * shape[1] * shape[2]),
+        errors=[
+            (lambda d: linear_log_prob(torch.randn(2, 4, device=d), torch.randn(5, 3, device=d), torch.zeros(2, device=d, dtype=torch.long)), RuntimeError, r"weight must be \[5, 4\]"),
+            (lambda d: linear_log_prob(torch.randn(2, 4, device=d), torch.randn(5, 4, device=d), torch.zeros(3, device=d, dtype=torch.long)), RuntimeError, r"ids must be \[2\]"),
+            (lambda d: linear_log_prob(torch.randn(2, 4, device=d), torch.randn(5, 4, device=d), torch.zeros(2, device=d, dtype=torch.long), temperature=0.0), ValueError, "temperature must be positive"),
+        ],
+    ),
+]
