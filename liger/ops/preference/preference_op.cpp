@@ -2,7 +2,7 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 #include <array>
-#include <limits>
+#include <cmath>
 #include <string_view>
 
 namespace liger {

@@ -15,8 +15,8 @@ class LigerFusedLinearCPOFunction(LigerFusedLinearPreferenceBase):
     @classmethod
     def forward(cls, ctx, _input, weight, target, bias=None, ignore_index=-100, beta=0.1, alpha=1.0, label_smoothing=0.0, compute_nll_loss=True,
                 compiled=True, average_log_prob=False, chunk_size=1):
-        return super().forward(
-            cls=cls, ctx=ctx, _input=_input, weight=weight, target=target, bias=bias, chunk_size=chunk_size, ignore_index=ignore_index, alpha=alpha,
+        return LigerFusedLinearPreferenceBase.forward(
+            cls, ctx, _input, weight, target, bias=bias, chunk_size=chunk_size, ignore_index=ignore_index, alpha=alpha,
             beta=beta, compute_nll_loss=compute_nll_loss, compiled=compiled, average_log_prob=average_log_prob, label_smoothing=label_smoothing)
 
     @staticmethod

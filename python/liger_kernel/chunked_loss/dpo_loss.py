@@ -22,8 +22,8 @@ class LigerFusedLinearDPOFunction(LigerFusedLinearPreferenceBase):
     def forward(cls, ctx, _input, weight, target, bias=None, ref_input=None, ref_weight=None, ref_bias=None, ignore_index=-100, beta=0.1,
                 compute_nll_loss=False, compiled=True, use_ref_model=True, average_log_prob=False, chunk_size=1, loss_type="sigmoid", label_smoothing=0.0,
                 discopop_tau=0.05, alpha=1.0):
-        return super().forward(
-            cls=cls, ctx=ctx, _input=_input, weight=weight, target=target, bias=bias, chunk_size=chunk_size, ignore_index=ignore_index, alpha=alpha,
+        return LigerFusedLinearPreferenceBase.forward(
+            cls, ctx, _input, weight, target, bias=bias, chunk_size=chunk_size, ignore_index=ignore_index, alpha=alpha,
             beta=beta, compute_nll_loss=compute_nll_loss, compiled=compiled, use_ref_model=use_ref_model, ref_input=ref_input, ref_weight=ref_weight,
             ref_bias=ref_bias, average_log_prob=average_log_prob, loss_type=loss_type, label_smoothing=label_smoothing, discopop_tau=discopop_tau)
 

@@ -3,11 +3,11 @@
 import torch
 
 from liger_kernel._library import ops
-from liger_kernel.chunked_loss.gradients import FusedLossFunction, loss_with_gradients, scaled_gradients
+from liger_kernel.chunked_loss.gradients import loss_with_gradients, scaled_gradients
 from liger_kernel.ops.linear_log_prob import linear_log_prob
 
 
-class LigerFusedLinearPreferenceBase(FusedLossFunction):
+class LigerFusedLinearPreferenceBase(torch.autograd.Function):
     """alpha · nll + preference_loss_fn(log-probabilities of the sequences), without their logits.
 
     A loss is a subclass with a static `preference_loss_fn(chosen_logps [n], rejected_logps [n], full_target, beta, **loss_kwargs)`, which returns
@@ -29,14 +29,18 @@ class LigerFusedLinearPreferenceBase(FusedLossFunction):
         chunk_size and compiled change nothing: the head divides its work by itself.
         """
 
-        def loss_of(_input, weight, bias):
-            return LigerFusedLinearPreferenceBase._compute_loss(
-                _input, weight, target, bias, preference_loss_fn=cls.preference_loss_fn, full_target=target, ignore_index=ignore_index, alpha=alpha,
-                beta=beta, compute_nll_loss=compute_nll_loss, use_ref_model=use_ref_model, ref_input_chunk=ref_input, ref_weight=ref_weight,
-                ref_bias=ref_bias, full_nll_target=nll_target, chosen_nll_target_chunk=None if nll_target is None else nll_target[: len(target) // 2],
-                average_log_prob=average_log_prob, **loss_kwargs)
+        pairs = _pairs(target)
+        nll_labels = nll_target[:pairs] if compute_nll_loss and nll_target is not None else None
 
-        return loss_with_gradients(ctx, loss_of, _input, weight, bias)
+        def head(_input, weight, bias):
+            return _token_log_probs(_input, weight, target, nll_labels, bias, ignore_index)
+
+        def loss_of(logp):
+            return _loss_of_tokens(
+                logp, _input, weight, target, bias, cls.preference_loss_fn, target, ignore_index, alpha, beta, compute_nll_loss, use_ref_model, ref_input,
+                ref_weight, ref_bias, nll_target, nll_labels, average_log_prob, loss_kwargs)
+
+        return loss_with_gradients(ctx, head, loss_of, _input, weight, bias)
 
     @staticmethod
     def backward(ctx, *grad_output):
@@ -60,31 +64,17 @@ class LigerFusedLinearPreferenceBase(FusedLossFunction):
                       compute_nll_loss=True, use_ref_model=False, ref_input_chunk=None, ref_weight=None, ref_bias=None, full_nll_target=None,
                       chosen_nll_target_chunk=None, average_log_prob=True, **loss_kwargs):
         """(loss, aux) of some pairs, as parts of those of the batch full_target; differentiable, and without logits."""
-        _check_pairs(full_target)
-        half, pairs = len(target_chunk) // 2, len(full_target) // 2
         nll_labels = chosen_nll_target_chunk if compute_nll_loss else None
-        logp, chosen_logp = _token_log_probs(input_chunk, weight, target_chunk, nll_labels, bias, ignore_index)
-        chosen, rejected = ops.sequence_log_prob(logp, target_chunk, ignore_index, average_log_prob).split(half)
-        nll = chosen.new_zeros(())
-        if compute_nll_loss:
-            labels = target_chunk[:half] if nll_labels is None else nll_labels
-            nll = ops.token_nll(chosen_logp, labels, ignore_index, (full_target if full_nll_target is None else full_nll_target)[:pairs])
-        if use_ref_model:
-            if ref_input_chunk is None or ref_weight is None:
-                raise TypeError("use_ref_model=True needs ref_input and ref_weight")
-            with torch.no_grad():
-                reference = linear_log_prob(ref_input_chunk, ref_weight, target_chunk, ref_bias, ignore_index=ignore_index)
-                reference = ops.sequence_log_prob(reference, target_chunk, ignore_index, average_log_prob)
-            loss_kwargs.update(ref_chosen_logps=reference[:half], ref_rejected_logps=reference[half:])
-        result = preference_loss_fn(chosen, rejected, full_target, beta=beta, **loss_kwargs)
-        preference, *aux = result if isinstance(result, tuple) else (result,)
-        chosen_mean, rejected_mean = ops.logit_sums(input_chunk, weight, bias).view(2, half).sum(1) / (pairs * target_chunk.shape[1] * len(weight))
-        return alpha * nll + preference, (chosen, rejected, chosen_mean, rejected_mean, nll, *aux)
+        logp = _token_log_probs(input_chunk, weight, target_chunk, nll_labels, bias, ignore_index)
+        return _loss_of_tokens(
+            logp, input_chunk, weight, target_chunk, bias, preference_loss_fn, full_target, ignore_index, alpha, beta, compute_nll_loss, use_ref_model,
+            ref_input_chunk, ref_weight, ref_bias, full_nll_target, nll_labels, average_log_prob, loss_kwargs)
 
 
-def _check_pairs(target):
+def _pairs(target):
     if len(target) % 2:
         raise ValueError(f"target must hold as many rejected as chosen sequences, and has {len(target)} rows")
+    return len(target) // 2
 
 
 def _gathered(logits, labels, ignore_index):
@@ -92,13 +82,49 @@ def _gathered(logits, labels, ignore_index):
 
 
 def _token_log_probs(hidden, weight, target, nll_labels, bias, ignore_index):
-    """(logp of target [2n, T], logp of nll_labels [n, T], by default the chosen half) by one pass of the head, which works twice on a token only where
-    both labels count and differ."""
-    half, options = len(target) // 2, dict(bias=bias, ignore_index=ignore_index)
+    """The head's log-probabilities of target [2n, T] where there are no nll_labels [n, T], else [3n, T] for `_chosen_log_probs`: one pass, which works
+    twice on a token only where both labels count and differ."""
+    if nll_labels is not None:
+        half = len(nll_labels)
+        shared, other = _both_labels(target[:half], nll_labels, ignore_index)
+        hidden, target = torch.cat((hidden, hidden[:half])), torch.cat((shared, target[half:], other))
+    return linear_log_prob(hidden, weight, target, bias, ignore_index=ignore_index)
+
+
+def _both_labels(target, nll_labels, ignore_index):
+    shared = target.where(target != ignore_index, nll_labels)
+    return shared, nll_labels.masked_fill(nll_labels == shared, ignore_index)
+
+
+def _chosen_log_probs(logp, target, nll_labels, ignore_index):
+    half = len(target) // 2
     if nll_labels is None:
-        logp = linear_log_prob(hidden, weight, target, **options)
-        return logp, logp[:half]
-    shared = target[:half].where(target[:half] != ignore_index, nll_labels)
-    other = nll_labels.masked_fill(nll_labels == shared, ignore_index)
-    logp = linear_log_prob(torch.cat((hidden, hidden[:half])), weight, torch.cat((shared, target[half:], other)), **options)
-    return logp[: 2 * half], logp[2 * half :].where(other != ignore_index, logp[:half])
+        return logp[:half]
+    _, other = _both_labels(target[:half], nll_labels, ignore_index)
+    return logp[2 * half :].where(other != ignore_index, logp[:half])
+
+
+def _loss_of_tokens(logp, hidden, weight, target, bias, preference_loss_fn, full_target, ignore_index, alpha, beta, compute_nll_loss, use_ref_model, ref_hidden,
+                    ref_weight, ref_bias, full_nll_target, nll_labels, average_log_prob, loss_kwargs):
+    half, pairs = _pairs(target), _pairs(full_target)
+    chosen, rejected = ops.sequence_log_prob(logp[: 2 * half], target, ignore_index, average_log_prob).split(half)
+    nll = chosen.new_zeros(())
+    if compute_nll_loss:
+        labels = target[:half] if nll_labels is None else nll_labels
+        counted = full_target if full_nll_target is None else full_nll_target
+        nll = ops.token_nll(_chosen_log_probs(logp, target, nll_labels, ignore_index), labels, ignore_index, counted[:pairs])
+    if use_ref_model:
+        reference = reference_log_probs(ref_hidden, ref_weight, target, ref_bias, ignore_index, average_log_prob)
+        loss_kwargs = loss_kwargs | dict(ref_chosen_logps=reference[:half], ref_rejected_logps=reference[half:])
+    result = preference_loss_fn(chosen, rejected, full_target, beta=beta, **loss_kwargs)
+    preference, *aux = result if isinstance(result, tuple) else (result,)
+    logits = ops.logit_sums(hidden, weight, bias).view(2, half).sum(1) / (pairs * target.shape[1] * len(weight))
+    return alpha * nll + preference, (chosen, rejected, *logits, nll, *aux)
+
+
+def reference_log_probs(hidden, weight, target, bias, ignore_index, average):
+    """The reference's log-probability of each sequence, without gradients."""
+    if hidden is None or weight is None:
+        raise TypeError("use_ref_model=True needs ref_input and ref_weight")
+    with torch.no_grad():
+        return ops.sequence_log_prob(linear_log_prob(hidden, weight, target, bias, ignore_index=ignore_index), target, ignore_index, average)

@@ -3,11 +3,12 @@
 import torch
 
 from liger_kernel._library import ops
-from liger_kernel.chunked_loss.gradients import FusedLossFunction, loss_with_gradients, scaled_gradients
+from liger_kernel.chunked_loss.fused_linear_preference import reference_log_probs
+from liger_kernel.chunked_loss.gradients import loss_with_gradients, scaled_gradients
 from liger_kernel.ops.linear_log_prob import linear_log_prob
 
 
-class LigerFusedLinearUnpairedPreferenceBase(FusedLossFunction):
+class LigerFusedLinearUnpairedPreferenceBase(torch.autograd.Function):
     """preference_loss_fn(log-probabilities of the sequences), without their logits.
 
     A loss is a subclass with a static `preference_loss_fn(log_probs [B], preference_labels [B], full_target, **loss_kwargs)`, which returns the loss
@@ -28,13 +29,17 @@ class LigerFusedLinearUnpairedPreferenceBase(FusedLossFunction):
         Labels of ignore_index do not count. chunk_size and compiled change nothing: the head divides its work by itself.
         """
 
-        def loss_of(_input, weight, bias):
-            return LigerFusedLinearUnpairedPreferenceBase._compute_loss(
-                _input, weight, target, preference_labels, bias, preference_loss_fn=cls.preference_loss_fn, full_target=target, ignore_index=ignore_index,
-                use_ref_model=use_ref_model, ref_input_chunk=ref_input, ref_weight=ref_weight, ref_bias=ref_bias, average_log_prob=average_log_prob,
-                **loss_kwargs)
+        assert preference_labels is not None, "preference_labels must say of each sequence whether it is liked"
 
-        return loss_with_gradients(ctx, loss_of, _input, weight, bias)
+        def head(_input, weight, bias):
+            return linear_log_prob(_input, weight, target, bias, ignore_index=ignore_index)
+
+        def loss_of(logp):
+            return _loss_of_tokens(
+                logp, _input, weight, target, preference_labels, bias, cls.preference_loss_fn, target, ignore_index, use_ref_model, ref_input, ref_weight,
+                ref_bias, average_log_prob, loss_kwargs)
+
+        return loss_with_gradients(ctx, head, loss_of, _input, weight, bias)
 
     @staticmethod
     def backward(ctx, *grad_output):
@@ -46,22 +51,27 @@ class LigerFusedLinearUnpairedPreferenceBase(FusedLossFunction):
         """(log_probs, chosen_logps_sum, rejected_logps_sum, chosen_logits_sum, rejected_logits_sum) of some sequences; log_probs are differentiable."""
         logp = linear_log_prob(input_chunk, weight, target_chunk, bias, ignore_index=ignore_index)
         log_probs = ops.sequence_log_prob(logp, target_chunk, ignore_index, average_log_prob)
-        logits = ops.logit_sums(input_chunk, weight, bias)
-        return log_probs, *ops.class_sums(log_probs, preference_labels_chunk), *ops.class_sums(logits, preference_labels_chunk)
+        return log_probs, *_sums(log_probs, input_chunk, weight, bias, preference_labels_chunk)
 
     @staticmethod
     def _compute_loss(input_chunk, weight, target_chunk, preference_labels_chunk, bias=None, preference_loss_fn=None, full_target=None, ignore_index=-100,
                       use_ref_model=False, ref_input_chunk=None, ref_weight=None, ref_bias=None, average_log_prob=False, **loss_kwargs):
         """(loss, aux) of some sequences, as parts of those of the batch full_target; differentiable, and without logits."""
-        assert preference_labels_chunk is not None, "preference_labels must say of each sequence whether it is liked"
-        log_probs, *sums = LigerFusedLinearUnpairedPreferenceBase.chunk_forward(
-            input_chunk, weight, target_chunk, preference_labels_chunk, bias, ignore_index, average_log_prob)
-        if use_ref_model:
-            if ref_input_chunk is None or ref_weight is None:
-                raise TypeError("use_ref_model=True needs ref_input and ref_weight")
-            with torch.no_grad():
-                logp = linear_log_prob(ref_input_chunk, ref_weight, target_chunk, ref_bias, ignore_index=ignore_index)
-                loss_kwargs["ref_log_prob_chunk"] = ops.sequence_log_prob(logp, target_chunk, ignore_index, average_log_prob)
-        result = preference_loss_fn(log_probs, preference_labels_chunk, full_target, **loss_kwargs)
-        loss, *aux = result if isinstance(result, tuple) else (result,)
-        return loss, (*sums, *aux)
+        logp = linear_log_prob(input_chunk, weight, target_chunk, bias, ignore_index=ignore_index)
+        return _loss_of_tokens(
+            logp, input_chunk, weight, target_chunk, preference_labels_chunk, bias, preference_loss_fn, full_target, ignore_index, use_ref_model,
+            ref_input_chunk, ref_weight, ref_bias, average_log_prob, loss_kwargs)
+
+
+def _sums(log_probs, hidden, weight, bias, liked):
+    return *ops.class_sums(log_probs, liked), *ops.class_sums(ops.logit_sums(hidden, weight, bias), liked)
+
+
+def _loss_of_tokens(logp, hidden, weight, target, liked, bias, preference_loss_fn, full_target, ignore_index, use_ref_model, ref_hidden, ref_weight, ref_bias,
+                    average_log_prob, loss_kwargs):
+    log_probs = ops.sequence_log_prob(logp, target, ignore_index, average_log_prob)
+    if use_ref_model:
+        loss_kwargs = loss_kwargs | dict(ref_log_prob_chunk=reference_log_probs(ref_hidden, ref_weight, target, ref_bias, ignore_index, average_log_prob))
+    result = preference_loss_fn(log_probs, liked, full_target, **loss_kwargs)
+    loss, *aux = result if isinstance(result, tuple) else (result,)
+    return loss, (*_sums(log_probs, hidden, weight, bias, liked), *aux)

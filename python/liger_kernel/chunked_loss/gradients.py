@@ -6,36 +6,42 @@ from liger_kernel._library import ops
 from liger_kernel.ops.utils import first_derivative_only, roots
 
 
-class FusedLossFunction(torch.autograd.Function):
-    """A Function whose forward makes gradients, unless nothing is recorded."""
-
-    @classmethod
-    def apply(cls, *args):
-        # What forward sees does not tell whether its caller records.
-        if not torch.is_grad_enabled():
-            args = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
-        return super().apply(*args)
-
-
-def loss_with_gradients(ctx, loss_of, *tensors):
-    """(loss, aux) of loss_of(*tensors), without autograd; ctx gets the loss's gradients for those tensors that require one, for `scaled_gradients`."""
-    wanted = [t is not None and t.requires_grad for t in tensors]
+def loss_with_gradients(ctx, head, loss_of, *tensors):
+    """(loss, aux) = loss_of(logp) for logp = head(*tensors), float, without autograd. ctx gets the loss's gradients for those tensors that require one,
+    for `scaled_gradients`. What is in loss_of beside logp gets none."""
+    recorded = any(function for function, _ in ctx.next_functions)  # the node has no edges under no_grad
+    wanted = [recorded and t is not None and t.requires_grad for t in tensors]
     leaves = [t if t is None else t.detach().requires_grad_(w) for t, w in zip(tensors, wanted)]
     with torch.set_grad_enabled(any(wanted)):
-        loss, aux = loss_of(*leaves)
-    gradients = [None] * len(leaves)
+        logp = head(*leaves)
+        point = logp.detach().requires_grad_(any(wanted))
+        loss, aux = loss_of(point)
+    gradients, scale = [None] * len(leaves), None
     if any(wanted):
+        coefficient = torch.autograd.grad(loss, point)[0] if loss.requires_grad else torch.zeros_like(point)
         inputs = [t for t, w in zip(leaves, wanted) if w]
-        made = iter(torch.autograd.grad(loss, inputs, materialize_grads=True) if loss.requires_grad else [torch.zeros_like(t) for t in inputs])
+        if any(t.dtype == torch.float16 for t in inputs):
+            scale = _float16_scale(coefficient)
+            coefficient = coefficient * scale
+        made = iter(torch.autograd.grad(logp, inputs, coefficient))
         gradients = [next(made) if w else None for w in wanted]
-    ctx.save_for_backward(*gradients)
+    ctx.save_for_backward(scale, *gradients)
     ctx.roots = roots(*tensors)
     return loss.detach().float(), tuple(a.detach() if a.ndim else a.detach().float() for a in aux)
 
 
+def _float16_scale(coefficient):
+    """A power of two: float16 gradients, which wait for the loss scale, neither vanish, a token's share of one being small, nor overflow when they are summed."""
+    total = coefficient.abs().sum()
+    return torch.where((total > 0) & total.isfinite(), torch.exp2(torch.floor(6 - torch.log2(total))), 1.0)
+
+
 @first_derivative_only
 def _scaled(ctx, upstream):
-    return tuple(None if t is None else ops.scale_backward(t, upstream) for t in ctx.saved_tensors)
+    scale, *gradients = ctx.saved_tensors
+    if scale is not None:
+        upstream = upstream.float() / scale
+    return tuple(None if t is None else ops.scale_backward(t, upstream) for t in gradients)
 
 
 def scaled_gradients(ctx, grad_output):

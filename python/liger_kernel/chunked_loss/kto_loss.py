@@ -18,8 +18,8 @@ class LigerFusedLinearKTOFunction(LigerFusedLinearUnpairedPreferenceBase):
     @classmethod
     def forward(cls, ctx, _input, weight, target, preference_labels, bias=None, ref_input=None, ref_weight=None, ref_bias=None, kl=None, ignore_index=-100,
                 beta=0.1, compiled=True, use_ref_model=True, average_log_prob=False, chunk_size=1):
-        return super().forward(
-            cls=cls, ctx=ctx, _input=_input, weight=weight, target=target, preference_labels=preference_labels, bias=bias, chunk_size=chunk_size,
+        return LigerFusedLinearUnpairedPreferenceBase.forward(
+            cls, ctx, _input, weight, target, preference_labels=preference_labels, bias=bias, chunk_size=chunk_size,
             ignore_index=ignore_index, compiled=compiled, use_ref_model=use_ref_model, ref_input=ref_input, ref_weight=ref_weight, ref_bias=ref_bias,
             average_log_prob=average_log_prob, beta=beta, kl=kl)
 

@@ -14,8 +14,8 @@ class LigerFusedLinearORPOFunction(LigerFusedLinearPreferenceBase):
 
     @classmethod
     def forward(cls, ctx, _input, weight, target, bias=None, ignore_index=-100, beta=0.1, compute_nll_loss=True, nll_target=None, compiled=True, chunk_size=1):
-        return super().forward(
-            cls=cls, ctx=ctx, _input=_input, weight=weight, target=target, bias=bias, chunk_size=chunk_size, ignore_index=ignore_index, beta=beta,
+        return LigerFusedLinearPreferenceBase.forward(
+            cls, ctx, _input, weight, target, bias=bias, chunk_size=chunk_size, ignore_index=ignore_index, beta=beta,
             compute_nll_loss=compute_nll_loss, nll_target=nll_target, compiled=compiled)
 
     @staticmethod

@@ -15,8 +15,8 @@ class LigerFusedLinearSimPOFunction(LigerFusedLinearPreferenceBase):
     @classmethod
     def forward(cls, ctx, _input, weight, target, bias=None, ignore_index=-100, beta=0.1, alpha=1.0, label_smoothing=0.0, compute_nll_loss=False,
                 compiled=True, gamma=0.5, chunk_size=1):
-        return super().forward(
-            cls=cls, ctx=ctx, _input=_input, weight=weight, target=target, bias=bias, chunk_size=chunk_size, ignore_index=ignore_index, alpha=alpha,
+        return LigerFusedLinearPreferenceBase.forward(
+            cls, ctx, _input, weight, target, bias=bias, chunk_size=chunk_size, ignore_index=ignore_index, alpha=alpha,
             beta=beta, compute_nll_loss=compute_nll_loss, compiled=compiled, label_smoothing=label_smoothing, gamma=gamma)
 
     @staticmethod
