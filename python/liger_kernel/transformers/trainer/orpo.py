@@ -17,8 +17,8 @@ except ImportError:
     except ImportError as error:
         raise ImportError("LigerORPOTrainer needs TRL with an ORPOTrainer: run `pip install trl`") from error
 
-#: What a model may do to its logits, which the loss does not: options of its configuration.
-_LOGIT_OPTIONS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+#: What a model may do to its logits, which the loss does not: options of its configuration, with the value that changes nothing.
+_LOGIT_OPTIONS = {"final_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1}
 
 
 class LigerORPOTrainer(ORPOTrainer):
@@ -86,7 +86,7 @@ class LigerORPOTrainer(ORPOTrainer):
 
 
 def _check(model):
-    changed = [name for name in _LOGIT_OPTIONS if getattr(model.config, name, None) not in (None, 1, 1.0)]
+    changed = [name for name, nothing in _LOGIT_OPTIONS.items() if getattr(model.config, name, nothing) not in (None, nothing)]
     if changed:
         raise ValueError(f"{type(model).__name__} changes its logits ({', '.join(changed)}), and the loss does not: train it with TRL's ORPOTrainer")
     if not isinstance(model.lm_head, torch.nn.Linear):
