@@ -120,7 +120,7 @@ class Batch:
         return loss, aux, torch.autograd.grad(loss, [copies[id(t)] for t in self.leaves])
 
 
-def close(ours, plain, bound, least=1e-3):
+def close(ours, plain, bound, least=1e-6):
     assert ours.shape == plain.shape
     scale = max(plain.abs().max().item(), least)
     assert (ours.detach().double() - plain.detach()).abs().max().item() <= bound * scale, (ours, plain)

@@ -124,8 +124,13 @@ Tensor token_nll(const Tensor& logp, const Tensor& labels, int64_t ignore_index,
 Tensor logit_sums(const Tensor& hidden_, const Tensor& weight, const OptTensor& bias) {
   const Tensor hidden = hidden_.detach();
   TORCH_CHECK(hidden.dim() == 3, "logit_sums: hidden must be [rows, tokens, width], got ", hidden.sizes());
-  // No GEMM, which autocast would round.
-  const Tensor sums = (hidden.sum(1, false, at::kFloat) * weight.detach().sum(0, false, at::kFloat)).sum(-1);
+  // No GEMM, which autocast would round. A CPU copies what it sums in another dtype: a part at a time.
+  Tensor columns;
+  for (const Tensor& part : weight.detach().split(weight.is_cpu() ? 4096 : std::max<int64_t>(weight.size(0), 1))) {
+    const Tensor sum = part.sum(0, false, at::kFloat);
+    columns = columns.defined() ? columns + sum : sum;
+  }
+  const Tensor sums = (hidden.sum(1, false, at::kFloat) * columns).sum(-1);
   return bias ? sums + double(hidden.size(1)) * bias->detach().sum(at::kFloat) : sums;
 }
 
