@@ -11,9 +11,9 @@ RULES = [
     (r"liger/.*(_cuda\.cu|\.cuh)$|liger/core/cuda/.*", r"(torch|ATen|c10)/", "CUDA kernels are built with no torch on their include path"),
     (r"liger/.*_cpu\.cpp$|liger/core/cpu/.*", r"(torch|c10)/|ATen/(?!cpu/vec/|Parallel\.h|Version\.h)", "CPU kernels use ATen's vectors and threads alone"),
     (r"liger/core/(?!torch/).*", r"liger/(ops|nn)", "the vocabulary knows no operator"),
-    (r"liger/core/[a-z]+\.h$|liger/ops/.*(?<!_op)\.h$", r"(torch|ATen|c10)/|liger/core/(cuda|cpu|torch)/", "what all backends share knows none of them"),
+    (r"liger/core/[a-z]+\.h$|liger/ops/(?!preference/).*(?<!_op)\.h$", r"(torch|ATen|c10)/|liger/core/(cuda|cpu|torch)/", "what all backends share knows none of them"),
     (r"liger/ops/.*", r"torch/nn|torch/torch\.h|liger/nn", "operators do not pay for torch/nn.h"),
-    (r"liger/ops\.h$", r"torch/|ATen/(?!core/Tensor\.h)", "the public header is light"),
+    (r"liger/ops\.h$|liger/ops/preference/.*\.h$", r"torch/|ATen/(?!core/Tensor\.h)", "a public header of functions is light"),
 ]
 #: An operator uses its own folder; the head runs the losses' rows over its chunks.
 BORROWS = {"head": {"loss"}}
