@@ -12,6 +12,7 @@ from liger_kernel.transformers.dyt import LigerDyT
 from liger_kernel.transformers.families import FAMILIES, missing
 from liger_kernel.transformers.fused_add_rms_norm import LigerFusedAddRMSNorm
 from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
+from liger_kernel.transformers.fused_linear_jsd import LigerFusedLinearJSD
 from liger_kernel.transformers.geglu import LigerGEGLUMLP
 from liger_kernel.transformers.group_norm import LigerGroupNorm
 from liger_kernel.transformers.jsd import LigerJSD
@@ -66,6 +67,7 @@ __all__ = [
     "LigerFalconH1SwiGLUMLP",
     "LigerFusedAddRMSNorm",
     "LigerFusedLinearCrossEntropyLoss",
+    "LigerFusedLinearJSD",
     "LigerGEGLUMLP",
     "LigerGroupNorm",
     "LigerJSD",
