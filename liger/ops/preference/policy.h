@@ -17,6 +17,9 @@ enum class PolicyLoss : int8_t {
   Vespo    // arXiv:2602.10693: -φ · A · logp with a completion's weight φ, below; the mean as Dapo's
 };
 
+/// As in Python: "grpo", "bnpo", "dr_grpo", ...
+const char* name(PolicyLoss loss);
+
 struct VespoOptions { double k_pos = 2, lambda_pos = 3, k_neg = 3, lambda_neg = 2; };
 
 struct PolicyOptions {

@@ -32,7 +32,7 @@ void check(const Tensor& logp, const PolicyInputs& in, const PolicyOptions& o) {
   shaped("mask", in.mask, as_logp(in.mask)), shaped("advantages", in.advantages, a_row(in.advantages));
   shaped("old_logp", in.old_logp, as_logp(in.old_logp)), shaped("ref_logp", in.ref_logp, as_logp(in.ref_logp));
   shaped("ratio", in.ratio, a_row(in.ratio) || as_logp(in.ratio)), shaped("vespo_weights", in.vespo_weights, a_row(in.vespo_weights));
-  TORCH_CHECK_VALUE(!o.sequence_level || is_clipped(o.loss), "Sequence-level importance sampling is not supported for loss_type ", kLosses[int(o.loss)]);
+  TORCH_CHECK_VALUE(!o.sequence_level || is_clipped(o.loss), "Sequence-level importance sampling is not supported for loss_type ", name(o.loss));
   TORCH_CHECK_VALUE(o.loss != PolicyLoss::Sapo || (o.sapo_temperature_pos > 0 && o.sapo_temperature_neg > 0), "policy_loss: sapo's temperatures must be positive, got ",
                     o.sapo_temperature_pos, " and ", o.sapo_temperature_neg);
 }
@@ -46,6 +46,8 @@ Tensor tokens(const Tensor& mask, const OptTensor& whole_mask, at::ScalarType dt
 Tensor by_sign(const Tensor& positive, double yes, double no, at::ScalarType dtype) { return at::where(positive, yes, no).to(dtype); }
 
 }  // namespace op::policy
+
+const char* name(PolicyLoss loss) { return op::policy::kLosses[int(loss)]; }
 
 Tensor k3(const Tensor& log_p, const Tensor& log_q) {
   const Tensor x = log_p - log_q;
