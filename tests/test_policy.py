@@ -79,6 +79,19 @@ def test_normalizer(loss):
     assert LigerFusedLinearPPOBase._compute_dapo_normalizer(mask) == mask.sum() and on_logits._compute_dapo_normalizer(mask, 0.5) == 1
 
 
+def test_normalizer_of_ranks(monkeypatch):
+    """The share of this rank of the tokens of all: here both ranks of two have the same."""
+    tensors, ids, mask, *_ = batch("cpu")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda t: calls.append(t.add_(mask.sum() + 6)))
+    calls = []
+    assert on_logits._compute_dapo_normalizer(mask) == mask.sum() + 3 and len(calls) == 1
+    assert on_logits._compute_dapo_normalizer(mask, 50) == 25 and len(calls) == 1
+    fused.LigerFusedLinearGRPOLoss(use_ref_model=False)(tensors[0][:, :-1], tensors[1], ids, mask * 0, torch.ones(B))
+    assert len(calls) == 2  # one for the whole batch, and on a rank without tokens too
+
+
 def test_reference_model_and_frozen_weight(device):
     tensors, ids, mask, advantages, old, *_ = batch(device)
     x, weight, bias = tensors
