@@ -271,7 +271,7 @@ def test_chunk_forward():
     g = torch.Generator().manual_seed(2)
     x, weight, bias = (torch.randn(*s, generator=g).requires_grad_() for s in ((3, 700, 16), (4200, 16), (4200,)))
     ids = torch.randint(0, 4200, (3, 700), generator=g)
-    ids[1, 5:9] = -100
+    ids[1, 5:9] = torch.tensor([-100, -1, -100, -7])
     upstream = torch.randn(3, 700, generator=g)
     got = LigerFusedLinearPPOBase.chunk_forward(x, weight, ids, bias, temperature=0.7)
     got.backward(upstream)

@@ -31,12 +31,14 @@ def sums_over_tokens(student, teacher, loss_of, results, factor, chunk_tokens=GP
     defer = dtype == torch.float16
     own = lambda t: t.dtype if t.dtype == dtype and not defer else torch.float32
     empty = lambda t, dtype: torch.zeros(t.shape, dtype=dtype, device=hidden.device)
-    d_hidden = empty(hidden, own(hidden)) if wanted[0] else None
-    d_weight, d_bias = (empty(t, torch.float32) if w else None for t, w in zip((weight, bias), wanted[1:]))
 
     heads = [[t if t is None else t.detach().to(dtype) for t in head] for head in (student, teacher)]
     widest = max(len(w) for _, w, _ in heads)
     chunk = max(1, min(chunk_tokens, tokens, max(CPU_CHUNK, CPU_BYTES // (widest * dtype.itemsize)) if device == "cpu" else GPU_CHUNK))
+    d_hidden = empty(hidden, own(hidden)) if wanted[0] else None
+    # One chunk needs no accumulator: its GEMM sums in float and rounds once.
+    d_weight = empty(weight, own(weight) if chunk >= tokens else torch.float32) if wanted[1] else None
+    d_bias = empty(bias, torch.float32) if wanted[2] else None
     buffers = [torch.empty(chunk, len(w), dtype=dtype, device=hidden.device) for _, w, _ in heads]
     totals = torch.zeros(results, device=hidden.device)
     with torch.autocast(device, enabled=False):
