@@ -30,3 +30,4 @@ from liger_kernel.ops.sparsemax import LigerSparsemaxFunction
 from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction, LigerSiLUMulFunction, swiglu_backward, swiglu_forward
 from liger_kernel.ops.tiled_mlp import LigerTiledMLPFunction, apply_tiled_mlp
 from liger_kernel.ops.tvd import LigerTVDLossFunction
+from liger_kernel.ops.vocab_parallel_cross_entropy import LigerVocabParallelCEFunction

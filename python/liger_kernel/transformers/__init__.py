@@ -37,6 +37,7 @@ from liger_kernel.transformers.swiglu import (
 )
 from liger_kernel.transformers.tiled_mlp import LigerTiledGEGLUMLP, LigerTiledSwiGLUMLP
 from liger_kernel.transformers.tvd import LigerTVDLoss
+from liger_kernel.transformers.vocab_parallel_cross_entropy import LigerVocabParallelCrossEntropy  # noqa: F401  (not in __all__, as in the API)
 
 _LAZY = {
     "AutoLigerKernelForCausalLM": "auto_model",
