@@ -209,6 +209,18 @@ def test_no_gradient_is_made_where_none_is_wanted(monkeypatch):
     assert made == [student[0][labels != -100].shape]
 
 
+@pytest.mark.parametrize("module", [JSD, Cosine, LigerFusedLinearJSD])
+def test_in_a_compiled_function(module):
+    """The graph breaks at the loss; its gradients are the same."""
+    student, teacher, labels = heads()
+    run = lambda x: module()(x * 2, student[1], teacher[0], teacher[1], labels)
+    expected = torch.autograd.grad(run(student[0]), student[:2])
+    torch._dynamo.reset()
+    for got, right in zip(torch.autograd.grad(torch.compile(run, backend="eager")(student[0]), student[:2]), expected):
+        assert right.abs().max() > 1e-5
+        torch.testing.assert_close(got, right)
+
+
 def test_autocast_and_mixed_dtypes(device):
     student, teacher, labels = heads(device)
     expected, *_ = expected_of(student, teacher, labels, jsd)

@@ -149,6 +149,18 @@ def test_gradients_of_forward():
         first.sum().backward()
 
 
+def test_in_a_compiled_function():
+    """The graph breaks at the loss; its gradients are the same."""
+    tensors, ids, mask, advantages, old, ref, _ = batch("cpu")
+    x, weight, bias = tensors
+    run = lambda x: fused.LigerFusedLinearGRPOLoss(beta=0.1)(x[:, :-1] * 2, weight, ids, mask, advantages, bias, ref, old)[0]
+    expected = torch.autograd.grad(run(x), tensors)
+    torch._dynamo.reset()
+    for got, right in zip(torch.autograd.grad(torch.compile(run, backend="eager")(x), tensors), expected):
+        assert right.abs().max() > 1e-4
+        torch.testing.assert_close(got, right)
+
+
 @pytest.mark.parametrize("loss", CLIPPED + SOFT)
 def test_padding(loss):
     """What stands at masked places changes nothing, but for luspo, whose sum has their terms too."""

@@ -64,8 +64,8 @@ class LigerFusedLinearGRPOFunction(LigerFusedLinearPPOBase):
                 vespo_lambda_neg=2.0, num_items_in_batch=None):
         """(loss, (mean kl, unless beta is 0, mean clipped)); see LigerFusedLinearPPOBase.forward and policy_loss."""
         check_level(loss_type, importance_sampling_level)
-        return super().forward(
-            cls=cls, ctx=ctx, _input=_input, weight=weight, selected_token_ids=selected_token_ids, attention_mask=attention_mask, advantages=advantages,
+        return LigerFusedLinearPPOBase.forward(  # by its name: torch.compile cannot trace super()
+            cls, ctx, _input=_input, weight=weight, selected_token_ids=selected_token_ids, attention_mask=attention_mask, advantages=advantages,
             bias=bias, ref_per_token_logps=ref_per_token_logps, old_per_token_logps=old_per_token_logps, ref_input=ref_input, ref_weight=ref_weight,
             ref_bias=ref_bias, epsilon_low=epsilon_low, epsilon_high=epsilon_high, beta=beta, loss_type=loss_type,
             max_completion_length=max_completion_length, importance_sampling_level=importance_sampling_level, temperature=temperature, compiled=compiled,

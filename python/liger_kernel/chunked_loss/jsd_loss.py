@@ -18,8 +18,8 @@ class LigerFusedLinearJSDFunction(LigerFusedLinearDistillationBase):
     def forward(cls, ctx, student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias, teacher_bias, weight_hard_loss=0.5,
                 weight_soft_loss=0.5, beta=0.5, ignore_index=-100, temperature=1.0, compiled=True, chunk_size=1024, return_soft_hard_loss=False):
         """See LigerFusedLinearDistillationBase.forward."""
-        return super().forward(
-            cls=cls, ctx=ctx, student_input=student_input, student_weight=student_weight, teacher_input=teacher_input, teacher_weight=teacher_weight,
+        return LigerFusedLinearDistillationBase.forward(  # by its name: torch.compile cannot trace super()
+            cls, ctx, student_input=student_input, student_weight=student_weight, teacher_input=teacher_input, teacher_weight=teacher_weight,
             target=true_labels, student_bias=student_bias, teacher_bias=teacher_bias, chunk_size=chunk_size, ignore_index=ignore_index,
             weight_hard_loss=weight_hard_loss, weight_soft_loss=weight_soft_loss, beta=beta, temperature=temperature, compiled=compiled,
             return_soft_hard_loss=return_soft_hard_loss)

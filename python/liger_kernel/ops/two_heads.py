@@ -67,7 +67,7 @@ def sums_over_tokens(student, teacher, loss_of, results, factor, chunk_tokens=GP
 
 def wanted_gradients(ctx, *tensors):
     """Whether the gradient of each tensor, which may be None, is wanted; for the forward of an autograd.Function, whose node has no edges under no_grad."""
-    recorded = any(function for function, _ in ctx.next_functions)
+    recorded = torch.compiler.is_compiling() or any(function for function, _ in ctx.next_functions)  # a traced node shows none
     return [recorded and t is not None and t.requires_grad for t in tensors]
 
 
