@@ -213,6 +213,7 @@ def test_no_gradient_is_made_where_none_is_wanted(monkeypatch):
 def test_in_a_compiled_function(module):
     """The graph breaks at the loss; its gradients are the same."""
     student, teacher, labels = heads()
+    labels = None if module is LigerFusedLinearJSD else labels  # which would break the graph by themselves
     run = lambda x: module()(x * 2, student[1], teacher[0], teacher[1], labels)
     expected = torch.autograd.grad(run(student[0]), student[:2])
     torch._dynamo.reset()
