@@ -8,6 +8,7 @@
 #include "liger/ops/norm/norm.h"
 #include "liger/ops/preference/distillation.h"
 #include "liger/ops/preference/policy.h"
+#include "liger/ops/preference/preference.h"
 
 /// The operators as C++ functions, differentiable. A light header: no torch/nn.h.
 namespace liger {
@@ -111,21 +112,29 @@ CrossEntropyResult fused_linear_cross_entropy(const at::Tensor& hidden, const at
                                               const std::optional<at::Tensor>& normalizer = {});
 
 struct LogProbOptions {
-  double temperature = 1;
+  double temperature = 1;        // T
+  double softcap = 0;            // c; 0: none
+  double logit_scale = 1;        // s
   int64_t ignore_index = -100;
-  bool entropy = false;          // also return the entropies
+  bool entropy = false;          // what else to return: −Σ p ln p,
+  bool log_sum_squares = false;  // ln Σ p²,
+  bool mean_logit = false;       // the mean of z,
+  bool is_top1 = false;          // whether the id is the first of the largest z
   int64_t valid_count = -1;      // how many ids are not ignored, where the host knows it: then the device is not asked; -1: unknown
   int64_t max_bytes = 0;         // of logits at once, and of those that wait for backward; 0: 4 GiB on a GPU, 256 MiB on a CPU
 };
 
 struct LogProbResult {
-  at::Tensor logp;     // [...], float
-  at::Tensor entropy;  // as logp; undefined unless asked for
+  at::Tensor logp;             // [...], float
+  at::Tensor entropy;          // as logp, and as the following undefined unless asked for
+  at::Tensor log_sum_squares;  // as logp, not differentiable
+  at::Tensor mean_logit;       // as logp, not differentiable
+  at::Tensor is_top1;          // [...], bool
 };
 
-/// ln p_id and, if asked for, −Σ p ln p for p = softmax((hidden weightᵀ + bias) / temperature), whose logits are never held in full: hidden [..., width],
-/// weight [classes, width], ids [...] integers. Both are differentiable, with any upstream gradient; 0 where the id is ignore_index, and such tokens cost
-/// nothing. Logits that fit into max_bytes wait for backward, others are made again there. The weight's gradient is summed in float. An id that is neither
+/// ln p_id for p = softmax(z), z = c tanh(s y / c) / T or s y / T, y = hidden weightᵀ + bias, whose logits are never held in full: hidden [..., width],
+/// weight [classes, width], ids [...] integers. The log-probability and the entropy are differentiable, with any upstream gradient. All results are 0 where the id
+/// is ignore_index, and such tokens cost nothing. Logits that fit into max_bytes wait for backward, others are made again there. The weight's gradient is summed in float. An id that is neither
 /// a class nor ignore_index is an error: c10::IndexError on the CPU, a device assertion on CUDA. Mixed dtypes compute in hidden's, or in autocast's.
 LogProbResult linear_log_prob(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& ids, const LogProbOptions& options = {},
                               const std::optional<at::Tensor>& bias = {});

@@ -54,7 +54,8 @@ def valid_calls(device):
                     out = as_tuple(case.op(*inputs, **options))
                     if trained and case.differentiable:
                         for retain_graph in (True, False):
-                            torch.autograd.backward(out, [torch.ones_like(o) for o in out], retain_graph=retain_graph)
+                            differentiable = [o for o in out if o.requires_grad]
+                            torch.autograd.backward(differentiable, [torch.ones_like(o) for o in differentiable], retain_graph=retain_graph)
                 calls = {**recorder.calls, **calls}
     return calls
 

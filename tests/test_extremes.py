@@ -130,6 +130,20 @@ def test_half_gradients_do_not_vanish(reduction, weighted, device):
     torch.testing.assert_close(x.grad.double(), exact.grad, rtol=2 * 2**-11, atol=2**-24)
 
 
+@pytest.mark.parametrize("scale", [1e-4, 0.1])
+def test_half_z_loss_does_not_overflow(scale, device):
+    """The gradient of the z-loss grows with the logits, and with them what is stored until backward divides it."""
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(30, 16) * 20).to(device).half().requires_grad_(), (torch.randn(50, 16) * 20).to(device).half().requires_grad_()
+    target, n = torch.randint(0, 50, (30,), device=device), torch.tensor(1000.0, device=device)
+    LF.liger_fused_linear_cross_entropy(hidden, weight, target, lse_square_scale=scale, normalizer=n).backward()
+    exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    z = F.linear(*exact)
+    ((F.cross_entropy(z, target, reduction="sum") + scale * torch.logsumexp(z, -1).square().sum()) / 1000).backward()
+    for a, b in zip((hidden, weight), exact):
+        torch.testing.assert_close(a.grad.double(), b.grad, rtol=4 * 2**-11, atol=16 * 2**-11 * b.grad.abs().max().item())  # of logits rounded to 11 bits
+
+
 @pytest.mark.skipif(EMULATED, reason="of CPU kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_no_subnormal_gradients(dtype):
@@ -158,6 +172,22 @@ for threads in (2, 3, 4):
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("ignored", [0.0, 0.01, 0.5])
+@pytest.mark.parametrize("max_bytes", [0, 1])
+def test_first_of_the_largest(max_bytes, ignored, device):
+    """linear_log_prob's is_top1, of labels of which half are the largest logit's, among equals the first; False where ignored."""
+    from liger_kernel.ops.linear_log_prob import linear_log_prob
+
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(400, 16), torch.randn(50, 16)
+    weight[7] = weight[3]
+    top = (hidden @ weight.T).argmax(-1)
+    ids = torch.where(torch.rand(400) < 0.5, top, torch.randint(0, 50, (400,)))
+    ids[torch.rand(400) < ignored] = -100
+    logp, found = linear_log_prob(*(t.to(device) for t in (hidden, weight, ids)), outputs=("is_top1",), max_bytes=max_bytes)
+    assert torch.equal(found.cpu(), top == ids) and found.any() and not found.requires_grad and not logp.requires_grad
 
 
 def test_logits_of_any_rank(device):

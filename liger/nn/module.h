@@ -34,6 +34,7 @@ inline const char* name(Reduction r) {
 inline void print_value(std::ostream& to, bool b) { to << (b ? "true" : "false"); }
 inline void print_value(std::ostream& to, int64_t i) { to << i; }
 inline void print_value(std::ostream& to, double d) { to << d; }
+inline void print_value(std::ostream& to, const std::string& s) { to << s; }
 inline void print_value(std::ostream& to, const at::Tensor& t) { t.defined() ? to << t.sizes() : to << "none"; }
 template <class T>
   requires std::is_enum_v<T>

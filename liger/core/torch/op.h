@@ -223,7 +223,7 @@ struct Function : torch::autograd::Function<Function<kName, Node>> {
 
 /// What the Autograd key runs for an operator: Node where one of the first kInputs arguments is to be differentiated, and the
 /// operator below autograd where not. Node does not see that other arguments could be. A Node whose forward also takes R* puts the results
-/// there, those that have no derivative among them, and returns the first alone. A tangent of forward-mode differentiation is refused.
+/// there, those that have no derivative among them, and returns the first ones, which have one. A tangent of forward-mode differentiation is refused.
 template <class Node, int kInputs, class Op>
 struct Differentiated;
 template <class Node, int kInputs, Name kName, class R, class... A, R (*kFunction)(A...)>
@@ -233,8 +233,10 @@ struct Differentiated<Node, kInputs, Op<kName, kFunction>> {
     if (at::GradMode::is_enabled() && any_wants_grad(std::index_sequence_for<A...>(), args...)) {
       if constexpr (std::is_invocable_v<decltype(Node::forward), AutogradContext*, A..., R*>) {
         R all;
-        const auto first = apply(std::index_sequence_for<A...>(), args..., &all)[0];
-        std::get<0>(all) = first;
+        const auto first = apply(std::index_sequence_for<A...>(), args..., &all);
+        [&]<size_t... i>(std::index_sequence<i...>) {
+          ((i < first.size() ? void(std::get<i>(all) = first[i]) : void()), ...);
+        }(std::make_index_sequence<std::tuple_size_v<R>>());
         return all;
       } else {
         return result(apply(std::index_sequence_for<A...>(), args...));

@@ -24,17 +24,17 @@ struct CrossEntropyNorm {
   int64_t* bad_label;         // on the host: a label outside [0, cols); null on devices that assert instead
   int64_t rows, cols, ignore_index;
   bool mean;
-  bool scaled;                // gradient_scale is gradient_scale(divisor, largest weight), else 1
+  float z_bound;              // the most that 2 λ L can be, where gradients are scaled; negative: they are not
 };
 
 /// The power of two that float16 gradients are stored times until backward knows what they are to be multiplied by. A row's gradient is at most
-/// about 2 w_y / divisor; stored, at most 2^13: none overflows, and what vanishes is below 2^-36 of that.
-LIGER_HD inline float gradient_scale(float divisor, float largest_weight) {
-  const float ratio = fabsf(divisor) / largest_weight;
-  if (!(ratio > 0 && ratio < INFINITY)) return 1;
+/// about 2 (w_y / divisor₀ + 2 λ L / divisor₁); stored, at most 2^13: none overflows, and what vanishes is below 2^-36 of that.
+LIGER_HD inline float gradient_scale(float divisor, float z_divisor, float largest_weight, float z_bound) {
+  const float most = (divisor == 0 ? 0 : largest_weight / fabsf(divisor)) + (z_divisor == 0 ? 0 : z_bound / fabsf(z_divisor));
+  if (!(most > 0 && most < INFINITY)) return 1;
   int exponent;
-  frexpf(ratio, &exponent);  // ratio < 2^exponent
-  exponent += 11;
+  frexpf(most, &exponent);  // most < 2^exponent
+  exponent = 12 - exponent;
   return ldexpf(1, exponent > 126 ? 126 : exponent < -126 ? -126 : exponent);
 }
 

@@ -15,9 +15,9 @@ void norm(const CrossEntropyNorm& a) {
     weight += a.class_weight ? a.class_weight[y] : 1;
   }
   for (int64_t c = 0; a.class_weight && c < a.cols; ++c) all += a.class_weight[c];
-  const float divisor = a.normalizer ? *a.normalizer : a.mean ? float(weight) : 1;
-  *a.sums = {.divisor = divisor, .z_divisor = a.normalizer ? divisor : a.mean ? float(n) : 1, .class_weights = a.class_weight ? float(all) : float(a.cols),
-             .gradient_scale = a.scaled ? gradient_scale(divisor, a.largest_weight ? *a.largest_weight : 1) : 1, .blocks_done = 0, .valid = n};
+  const float divisor = a.normalizer ? *a.normalizer : a.mean ? float(weight) : 1, z_divisor = a.normalizer ? divisor : a.mean ? float(n) : 1;
+  *a.sums = {.divisor = divisor, .z_divisor = z_divisor, .class_weights = a.class_weight ? float(all) : float(a.cols),
+             .gradient_scale = a.z_bound >= 0 ? gradient_scale(divisor, z_divisor, a.largest_weight ? *a.largest_weight : 1, a.z_bound) : 1, .blocks_done = 0, .valid = n};
 }
 
 void totals(const CrossEntropyTotals& a, int64_t valid) {

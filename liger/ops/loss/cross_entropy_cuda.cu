@@ -20,9 +20,9 @@ __global__ void __launch_bounds__(1024) norm_kernel(CrossEntropyNorm a) {
   n = RowReduce<SumOf<int64_t>>()(n);
   sums = RowReduce<Sums<2>>()(sums);
   if (threadIdx.x > 0) return;
-  const float divisor = a.normalizer ? *a.normalizer : a.mean ? weight : 1;
-  *a.sums = {.divisor = divisor, .z_divisor = a.normalizer ? divisor : a.mean ? float(n) : 1, .class_weights = a.class_weight ? all : float(a.cols),
-             .gradient_scale = a.scaled ? gradient_scale(divisor, a.largest_weight ? *a.largest_weight : 1) : 1, .blocks_done = 0, .valid = n};
+  const float divisor = a.normalizer ? *a.normalizer : a.mean ? weight : 1, z_divisor = a.normalizer ? divisor : a.mean ? float(n) : 1;
+  *a.sums = {.divisor = divisor, .z_divisor = z_divisor, .class_weights = a.class_weight ? all : float(a.cols),
+             .gradient_scale = a.z_bound >= 0 ? gradient_scale(divisor, z_divisor, a.largest_weight ? *a.largest_weight : 1, a.z_bound) : 1, .blocks_done = 0, .valid = n};
 }
 
 /// This thread's part of the sums over rows, of the first `threads` of a block.

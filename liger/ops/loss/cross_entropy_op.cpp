@@ -48,7 +48,7 @@ Batch::Batch(const Tensor& target, const OptTensor& class_weight, const OptTenso
   run(cross_entropy_norm, stats_,
       {.target = data<int64_t>(target_), .class_weight = data<float>(class_weight_), .normalizer = data<float>(divisor), .largest_weight = data<float>(largest_weight),
        .sums = sums(), .bad_label = &bad_label, .rows = rows_, .cols = cols, .ignore_index = options.ignore_index, .mean = options.reduction == Reduction::Mean,
-       .scaled = scaled});
+       .z_bound = scaled ? float(2 * std::abs(options.lse_square_scale) * (options.softcap > 0 ? options.softcap : 65504)) : -1});
   TORCH_CHECK_INDEX(bad_label == options.ignore_index, "label ", bad_label, " is out of bounds: it is outside [0, ", cols, ") and not ignore_index ", options.ignore_index);
   if (options.predicted) predicted_ = at::empty({rows_}, target_.options());
   const auto result = [&](at::ScalarType of, float without_rows) {

@@ -1,4 +1,4 @@
-"""Running code inside an FSDP1 module's forward, where its parameters are whole."""
+"""Running code inside the forward of a wrapper: of FSDP1, where a module's parameters are whole, or of DDP, which then sums the gradients."""
 
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -13,22 +13,26 @@ class _FSDPForwardRedirection:
         assert isinstance(wrapper_module, FullyShardedDataParallel), (
             f"expected a FullyShardedDataParallel module, got {type(wrapper_module).__name__}"
         )
-        inner = wrapper_module._fsdp_wrapped_module
-        own = vars(inner).get("forward")
+        return run_inside(wrapper_module, wrapper_module._fsdp_wrapped_module, method, *args, **kwargs)
 
-        def restore():
-            if own is None:
-                vars(inner).pop("forward", None)
-            else:
-                inner.forward = own
 
-        def once(*args, **kwargs):
-            # The method may call the module itself.
-            restore()
-            return method(*args, **kwargs)
+def run_inside(wrapper, inner, method, *args, **kwargs):
+    """`method(*args, **kwargs)` in place of the forward of `inner`, which `wrapper` calls between the hooks of its own."""
+    own = vars(inner).get("forward")
 
-        inner.forward = once
-        try:
-            return wrapper_module(*args, **kwargs)
-        finally:
-            restore()
+    def restore():
+        if own is None:
+            vars(inner).pop("forward", None)
+        else:
+            inner.forward = own
+
+    def once(*args, **kwargs):
+        # The method may call the module itself.
+        restore()
+        return method(*args, **kwargs)
+
+    inner.forward = once
+    try:
+        return wrapper(*args, **kwargs)
+    finally:
+        restore()

@@ -1,0 +1,179 @@
+#include "liger/ops/preference/preference.h"
+#include <ATen/ATen.h>
+#include <torch/library.h>
+#include <array>
+#include <cmath>
+#include <string_view>
+
+namespace liger {
+namespace op::preference {
+
+using at::Tensor;
+using OptTensor = std::optional<Tensor>;
+
+Tensor without(const Tensor& logp, const OptTensor& reference) { return reference ? logp - reference->detach() : logp; }
+
+/// Over the whole batch's number, where a part of it is given. No number is 0 divided by 0.
+Tensor mean(const Tensor& losses, int64_t of) { return losses.sum() / double(std::max<int64_t>(of > 0 ? of : losses.numel(), 1)); }
+
+void check_pairs(const char* op, const Tensor& chosen, const Tensor& rejected) {
+  TORCH_CHECK(chosen.sizes() == rejected.sizes(), op, ": chosen is ", chosen.sizes(), " and rejected ", rejected.sizes());
+}
+
+/// What the table's rows are made of.
+struct Pairs {
+  Tensor chosen, rejected, h;        // r_w, r_l, h
+  Tensor chosen_ratio, rejected_ratio;  // Δ
+  double beta, e, tau;
+};
+
+Tensor exo_pair(const Pairs& p) {
+  return p.h.sigmoid() * (at::log_sigmoid(p.h) - std::log(1 - p.e)) + (-p.h).sigmoid() * (at::log_sigmoid(-p.h) - std::log(p.e));
+}
+
+/// e^(−h) overflows where its factor vanishes: the product is made of logarithms.
+Tensor discopop(const Pairs& p) {
+  const Tensor modulation = p.h / p.tau;
+  return -at::log_sigmoid(p.h) * (-modulation).sigmoid() + (at::log_sigmoid(modulation) - p.h).exp();
+}
+
+struct Row {
+  std::string_view name;
+  Tensor (*loss)(const Pairs&);
+};
+
+constexpr std::array<Row, 10> kTable{{
+    {"sigmoid", [](const Pairs& p) { return -at::log_sigmoid(p.h); }},
+    {"hinge", [](const Pairs& p) { return at::relu(1 - p.h); }},
+    {"exo_pair", exo_pair},
+    {"nca_pair", [](const Pairs& p) { return -at::log_sigmoid(p.chosen) - 0.5 * at::log_sigmoid(-p.chosen) - 0.5 * at::log_sigmoid(-p.rejected); }},
+    {"robust", [](const Pairs& p) { return ((p.e - 1) * at::log_sigmoid(p.h) + p.e * at::log_sigmoid(-p.h)) / (1 - 2 * p.e); }},
+    {"bco_pair", [](const Pairs& p) { return -at::log_sigmoid(p.chosen) - at::log_sigmoid(-p.rejected); }},
+    {"sppo_hard", [](const Pairs& p) { return (p.chosen_ratio - 0.5 / p.beta).square() + (p.rejected_ratio + 0.5 / p.beta).square(); }},
+    {"apo_zero", [](const Pairs& p) { return (-p.chosen).sigmoid() + p.rejected.sigmoid(); }},
+    {"apo_down", [](const Pairs& p) { return p.chosen.sigmoid() + (-p.h).sigmoid(); }},
+    {"discopop", discopop},
+}};
+
+const Row& parse(const std::string& loss_type, double label_smoothing) {
+  TORCH_CHECK_NOT_IMPLEMENTED(loss_type != "ipo", "dpo_loss: loss_type 'ipo' needs the number of tokens of each sequence, which the loss does not see");
+  std::string names;
+  for (const Row& row : kTable) {
+    if (row.name != loss_type) {
+      names.append(names.empty() ? "" : ", ").append(row.name);
+      continue;
+    }
+    TORCH_CHECK_VALUE(loss_type != "exo_pair" || (label_smoothing > 0 && label_smoothing < 1),
+                      "dpo_loss: label_smoothing must be > 0 for loss_type='exo_pair', and below 1, got ", label_smoothing);
+    TORCH_CHECK_VALUE(loss_type != "robust" || (label_smoothing >= 0 && label_smoothing < 0.5),
+                      "dpo_loss: label_smoothing must lie in [0.0, 0.5) for loss_type='robust', got ", label_smoothing);
+    return row;
+  }
+  TORCH_CHECK_VALUE(false, "dpo_loss: Unsupported loss_type '", loss_type, "': it is one of ", names);
+}
+
+/// ln(1 − e^x) for x <= 0. e^x that rounds to 1 leaves a probability of the others that is not 0: its logarithm and the loss's gradient stay finite.
+Tensor log1mexp(const Tensor& x) { return (-at::expm1(x.clamp_max(-1e-30))).log(); }
+
+using Paired = std::tuple<Tensor, Tensor, Tensor>;
+
+Paired dpo(const Tensor& chosen, const Tensor& rejected, const OptTensor& ref_chosen, const OptTensor& ref_rejected, std::string loss_type, double beta,
+           double label_smoothing, double discopop_tau, int64_t pairs) {
+  const Row& row = parse(loss_type, label_smoothing);
+  check_pairs("dpo_loss", chosen, rejected);
+  const Tensor w = without(chosen, ref_chosen), l = without(rejected, ref_rejected);
+  const Pairs p{.chosen = beta * w, .rejected = beta * l, .h = beta * (w - l), .chosen_ratio = w, .rejected_ratio = l, .beta = beta, .e = label_smoothing, .tau = discopop_tau};
+  return {mean(row.loss(p), pairs), p.chosen.detach(), p.rejected.detach()};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> orpo(const Tensor& chosen, const Tensor& rejected, double beta, int64_t pairs) {
+  check_pairs("orpo_loss", chosen, rejected);
+  const Tensor g = (chosen - rejected) - (log1mexp(chosen) - log1mexp(rejected)), ratio = mean(at::log_sigmoid(g), pairs);
+  return {-beta * ratio, (beta * chosen).detach(), (beta * rejected).detach(), ratio.detach(), mean(g.detach(), pairs)};
+}
+
+Paired cpo(const Tensor& chosen, const Tensor& rejected, double beta, double label_smoothing, double gamma, int64_t pairs) {
+  check_pairs("cpo_loss", chosen, rejected);
+  const Tensor u = beta * (chosen - rejected) - gamma;
+  const Tensor losses = (label_smoothing - 1) * at::log_sigmoid(u) - label_smoothing * at::log_sigmoid(-u);
+  return {mean(losses, pairs), (beta * chosen).detach(), (beta * rejected).detach()};
+}
+
+Paired kto(const Tensor& logp, const Tensor& liked, const OptTensor& ref_logp, const OptTensor& kl, double beta, int64_t rows) {
+  TORCH_CHECK_VALUE(!kl || kl->numel() == 1, "kto_loss: kl must be one number, got ", kl->sizes());
+  const Tensor delta = without(logp, ref_logp), gain = beta * (kl ? delta - kl->detach().reshape({}) : delta);
+  const Tensor losses = at::where(liked.to(at::kBool), -gain, gain).sigmoid();  // 1 − σ(x) = σ(−x)
+  const auto [chosen, rejected] = class_sums(beta * delta, liked);
+  return {mean(losses, rows), chosen, rejected};
+}
+
+}  // namespace op::preference
+
+using op::preference::OptTensor;
+using op::preference::Tensor;
+
+Tensor sequence_log_prob(const Tensor& logp, const Tensor& labels, int64_t ignore_index, bool average) {
+  const Tensor valid = labels.ne(ignore_index), sum = at::where(valid, logp, 0).sum(-1);
+  return average ? sum / valid.sum(-1).clamp_min(1) : sum;
+}
+
+Tensor token_nll(const Tensor& logp, const Tensor& labels, int64_t ignore_index, const OptTensor& counted) {
+  return -sequence_log_prob(logp, labels, ignore_index, false).sum() / counted.value_or(labels).ne(ignore_index).sum().clamp_min(1);
+}
+
+Tensor logit_sums(const Tensor& hidden_, const Tensor& weight, const OptTensor& bias) {
+  const Tensor hidden = hidden_.detach();
+  TORCH_CHECK(hidden.dim() == 3, "logit_sums: hidden must be [rows, tokens, width], got ", hidden.sizes());
+  // No GEMM, which autocast would round. A CPU copies what it sums in another dtype: a part at a time.
+  Tensor columns;
+  for (const Tensor& part : weight.detach().split(weight.is_cpu() ? 4096 : std::max<int64_t>(weight.size(0), 1))) {
+    const Tensor sum = part.sum(0, false, at::kFloat);
+    columns = columns.defined() ? columns + sum : sum;
+  }
+  const Tensor sums = (hidden.sum(1, false, at::kFloat) * columns).sum(-1);
+  return bias ? sums + double(hidden.size(1)) * bias->detach().sum(at::kFloat) : sums;
+}
+
+std::tuple<Tensor, Tensor> class_sums(const Tensor& values_, const Tensor& liked_) {
+  const Tensor values = values_.detach(), liked = liked_.to(at::kBool);
+  TORCH_CHECK(values.sizes() == liked.sizes(), "class_sums: there are ", values.sizes(), " values and ", liked.sizes(), " labels");
+  return {at::where(liked, values, 0).sum(), at::where(liked, 0, values).sum()};
+}
+
+PreferenceResult dpo_loss(const Tensor& chosen, const Tensor& rejected, const OptTensor& ref_chosen, const OptTensor& ref_rejected, const DPOOptions& o) {
+  auto [loss, w, l] = op::preference::dpo(chosen, rejected, ref_chosen, ref_rejected, o.loss_type, o.beta, o.label_smoothing, o.discopop_tau, o.pairs);
+  return {loss, w, l};
+}
+
+ORPOResult orpo_loss(const Tensor& chosen, const Tensor& rejected, const ORPOOptions& o) {
+  auto [loss, w, l, ratio, odds] = op::preference::orpo(chosen, rejected, o.beta, o.pairs);
+  return {{loss, w, l}, ratio, odds};
+}
+
+PreferenceResult cpo_loss(const Tensor& chosen, const Tensor& rejected, const CPOOptions& o) {
+  auto [loss, w, l] = op::preference::cpo(chosen, rejected, o.beta, o.label_smoothing, o.gamma, o.pairs);
+  return {loss, w, l};
+}
+
+PreferenceResult kto_loss(const Tensor& logp, const Tensor& liked, const OptTensor& ref_logp, const OptTensor& kl, const KTOOptions& o) {
+  auto [loss, w, l] = op::preference::kto(logp, liked, ref_logp, kl, o.beta, o.rows);
+  return {loss, w, l};
+}
+
+// Without a backend: each is what ATen's operators make of it, on any device, and is differentiated through them.
+TORCH_LIBRARY_FRAGMENT(liger, m) {
+  m.def("sequence_log_prob(Tensor logp, Tensor labels, int ignore_index, bool average) -> Tensor", sequence_log_prob);
+  m.def("token_nll(Tensor logp, Tensor labels, int ignore_index, Tensor? counted) -> Tensor", token_nll);
+  m.def("logit_sums(Tensor hidden, Tensor weight, Tensor? bias) -> Tensor", logit_sums);
+  m.def("class_sums(Tensor values, Tensor liked) -> (Tensor, Tensor)", class_sums);
+  m.def("dpo_loss(Tensor chosen, Tensor rejected, Tensor? ref_chosen, Tensor? ref_rejected, str loss_type, float beta, float label_smoothing, "
+        "float discopop_tau, int pairs) -> (Tensor loss, Tensor chosen_rewards, Tensor rejected_rewards)", op::preference::dpo);
+  m.def("orpo_loss(Tensor chosen, Tensor rejected, float beta, int pairs) -> (Tensor loss, Tensor chosen_rewards, Tensor rejected_rewards, "
+        "Tensor log_odds_ratio, Tensor log_odds_chosen)", op::preference::orpo);
+  m.def("cpo_loss(Tensor chosen, Tensor rejected, float beta, float label_smoothing, float gamma, int pairs) -> (Tensor loss, Tensor chosen_rewards, "
+        "Tensor rejected_rewards)", op::preference::cpo);
+  m.def("kto_loss(Tensor logp, Tensor liked, Tensor? ref_logp, Tensor? kl, float beta, int rows) -> (Tensor loss, Tensor chosen_rewards, "
+        "Tensor rejected_rewards)", op::preference::kto);
+}
+
+}  // namespace liger

@@ -1,0 +1,51 @@
+"""What the losses have in common: forward makes the gradients, backward multiplies them and needs no weight, which FSDP or ZeRO may have taken away."""
+
+import torch
+
+from liger_kernel._library import ops
+from liger_kernel.ops.utils import first_derivative_only, roots
+
+
+def loss_with_gradients(ctx, head, loss_of, *tensors):
+    """(loss, aux) = loss_of(logp) for logp = head(*tensors), float, without autograd. ctx gets the loss's gradients for those tensors that require one,
+    for `scaled_gradients`. What is in loss_of beside logp gets none."""
+    recorded = any(function for function, _ in ctx.next_functions)  # the node has no edges under no_grad
+    wanted = [recorded and t is not None and t.requires_grad for t in tensors]
+    leaves = [t if t is None else t.detach().requires_grad_(w) for t, w in zip(tensors, wanted)]
+    with torch.set_grad_enabled(any(wanted)):
+        logp = head(*leaves)
+        point = logp.detach().requires_grad_(any(wanted))
+        loss, aux = loss_of(point)
+    gradients, scale = [None] * len(leaves), None
+    if any(wanted):
+        coefficient = torch.autograd.grad(loss, point)[0] if loss.requires_grad else torch.zeros_like(point)
+        inputs = [t for t, w in zip(leaves, wanted) if w]
+        if any(t.dtype == torch.float16 for t in inputs):
+            scale = _float16_scale(coefficient)
+            coefficient = coefficient * scale
+        made = iter(torch.autograd.grad(logp, inputs, coefficient))
+        gradients = [next(made) if w else None for w in wanted]
+    ctx.save_for_backward(scale, *gradients)
+    ctx.roots = roots(*tensors)
+    return loss.detach().float(), tuple(a.detach() if a.ndim else a.detach().float() for a in aux)
+
+
+def _float16_scale(coefficient):
+    """A power of two: float16 gradients, which wait for the loss scale, neither vanish, a token's share of one being small, nor overflow when they are summed."""
+    total = coefficient.abs().sum()
+    return torch.where((total > 0) & total.isfinite(), torch.exp2(torch.floor(6 - torch.log2(total))), 1.0)
+
+
+@first_derivative_only
+def _scaled(ctx, upstream):
+    scale, *gradients = ctx.saved_tensors
+    if scale is not None:
+        upstream = upstream.float() / scale
+    return tuple(None if t is None else ops.scale_backward(t, upstream) for t in gradients)
+
+
+def scaled_gradients(ctx, grad_output):
+    """The gradients that forward made times the loss's, in fresh memory. grad_output is what backward was called with, or a tuple of that: both
+    are how subclasses hand it on."""
+    upstream = grad_output[0]
+    return _scaled(ctx, upstream[0] if isinstance(upstream, tuple) else upstream)

@@ -1,0 +1,290 @@
+"""The preference losses against the papers' formulas in float64."""
+
+import pytest
+import torch
+from liger_kernel._library import ops
+from liger_kernel.chunked_loss import (
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearKTOLoss,
+    LigerFusedLinearORPOLoss,
+    LigerFusedLinearSimPOLoss,
+)
+from preference import LOSS_TYPES, MODULES, N, Batch, H, T, V, check, close, ln_sigma, options_of, reference, sigma
+
+BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+VARIANTS = [
+    *[("dpo", dict(loss_type=kind, label_smoothing=0.2 if kind in ("exo_pair", "robust") else 0.0, beta=0.3, discopop_tau=0.7), True) for kind in LOSS_TYPES],
+    ("dpo", dict(loss_type="sigmoid", label_smoothing=0.3), False),
+    ("dpo", dict(compute_nll_loss=True, alpha=0.4, average_log_prob=True, loss_type="apo_down", ignore_index=7), True),
+    ("orpo", dict(beta=0.4), False),
+    ("orpo", dict(compute_nll_loss=False), False),
+    ("cpo", dict(beta=0.2, alpha=0.3, label_smoothing=0.1), False),
+    ("cpo", dict(average_log_prob=True, compute_nll_loss=False, ignore_index=0), False),
+    ("simpo", dict(beta=2.0, gamma=0.4, label_smoothing=0.2, alpha=0.5), False),
+    ("simpo", dict(compute_nll_loss=False), False),
+    ("kto", dict(use_ref_model=True, beta=0.3), True),
+    ("kto", dict(average_log_prob=True), False),
+]
+
+
+@pytest.mark.parametrize("name, options, ref", VARIANTS, ids=lambda v: "-".join(map(str, v.values())) if isinstance(v, dict) else str(v))
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
+def test_values_and_gradients(name, options, ref, dtype, bias, device):
+    ignore = options.get("ignore_index", -100)
+    batch = Batch(dtype, ignore, bias, ref_bias=not bias, device=device)
+    full = options_of(name, options)
+    use_ref = ref and full["use_ref_model"]
+    if not ref and name == "dpo":
+        full["use_ref_model"] = False
+    extra = dict(kl=torch.tensor(0.37)) if name == "kto" and ref else {}
+    expected = batch.expected(name, full, ignore, use_ref, **extra)
+    ours = batch.call(MODULES[name](**full), name, ref, **extra)
+    check(batch, ours, expected, BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("ignore", [-100, 5])
+def test_nll_target(dtype, ignore):
+    """ORPO's nll has labels of its own: where the preference's are ignored, others, and ignored ones where those count."""
+    batch = Batch(dtype, ignore)
+    nll_y = torch.randint(1, V, batch.y.shape)
+    nll_y[0, 3:] = nll_y[2, :2] = ignore
+    nll_y[1] = batch.y[1]
+    assert ((nll_y[:N] != batch.y[:N]) & (nll_y[:N] != ignore) & (batch.y[:N] != ignore)).any()
+    expected = batch.expected("orpo", options_of("orpo", {}), ignore, nll_y=nll_y)
+    check(batch, batch.call(LigerFusedLinearORPOLoss(ignore_index=ignore), "orpo", nll_target=nll_y), expected, BOUNDS[dtype])
+    without = batch.call(LigerFusedLinearORPOLoss(ignore_index=ignore, compute_nll_loss=False), "orpo", nll_target=nll_y)
+    check(batch, without, batch.expected("orpo", options_of("orpo", dict(compute_nll_loss=False)), ignore), BOUNDS[dtype])
+    assert without[1][4] == 0
+
+
+def test_the_head_works_once_on_a_token(monkeypatch):
+    """One pass for both labels of ORPO; twice only on tokens that have two."""
+    from liger_kernel.chunked_loss import fused_linear_preference as module
+
+    batch, passes = Batch(), []
+    plain = module.linear_log_prob
+    monkeypatch.setattr(module, "linear_log_prob", lambda x, w, ids, *a, **k: passes.append((ids != -100).sum().item()) or plain(x, w, ids, *a, **k))
+    nll_y = torch.where(batch.y == -100, 3, batch.y)
+    batch.call(LigerFusedLinearORPOLoss(), "orpo", nll_target=nll_y)
+    assert passes.pop() == N * T + (batch.y[N:] != -100).sum() and not passes
+    nll_y[0, 0] = batch.y[0, 0] % (V - 1) + 1
+    batch.call(LigerFusedLinearORPOLoss(), "orpo", nll_target=nll_y)
+    assert passes.pop() == N * T + (batch.y[N:] != -100).sum() + 1 and not passes
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("frozen", ["x", "w", "b", "xb", "wb"])
+def test_frozen_inputs(name, frozen):
+    batch = Batch(frozen=frozen)
+    options = options_of(name, dict(use_ref_model=False) if name == "dpo" else {})
+    expected = batch.expected(name, options)
+    loss, aux = batch.call(MODULES[name](**options), name)
+    check(batch, (loss, aux), expected, 2e-5)
+    loss.backward()
+    assert all(t.grad is None for t in (batch.w, batch.b) if not t.requires_grad)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_backward_twice_and_accumulation(name):
+    """A second backward gives the same; so does any upstream gradient; gradients add up over micro batches."""
+    batch, other = Batch(), Batch()
+    other.w, other.b = batch.w, batch.b
+    module = MODULES[name](**({"use_ref_model": False} if name == "dpo" else {}))
+    loss, _ = batch.call(module, name)
+    first = torch.autograd.grad(loss, batch.leaves, retain_graph=True)
+    third = torch.autograd.grad(loss / 3, batch.leaves, retain_graph=True)
+    for a, b, c in zip(first, torch.autograd.grad(loss, batch.leaves), third):
+        assert torch.equal(a, b)
+        torch.testing.assert_close(c, a / 3)
+    (batch.call(module, name)[0] / 2).backward()
+    (other.call(module, name)[0] / 2).backward()
+    (dw,) = torch.autograd.grad(other.call(module, name)[0], other.w)
+    torch.testing.assert_close(batch.w.grad, (first[1] + dw) / 2)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_nothing_is_recorded_under_no_grad(name, monkeypatch):
+    """The same numbers, without the work of the gradients."""
+    batch = Batch()
+    module = MODULES[name](**({"use_ref_model": False} if name == "dpo" else {}))
+    loss, aux = batch.call(module, name)
+    monkeypatch.setattr(torch.autograd, "grad", None)
+    with torch.no_grad():
+        evaluated, same = batch.call(module, name)
+    assert torch.equal(loss, evaluated) and not evaluated.requires_grad and all(map(torch.equal, aux, same))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_mixed_dtypes_and_autocast(name):
+    """bf16 hidden states with a float head, and both in float under autocast: the GEMMs are bf16, the gradients have their inputs' dtypes."""
+    module, options = MODULES[name](**({"use_ref_model": False} if name == "dpo" else {})), options_of(name, dict(use_ref_model=False) if name == "dpo" else {})
+    mixed = Batch(torch.bfloat16, weight_dtype=torch.float32)
+    check(mixed, mixed.call(module, name), mixed.expected(name, options), 3e-2)
+    plain = Batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = plain.call(module, name)
+    check(plain, ours, plain.expected(name, options), 3e-2)
+
+
+def test_float16_gradients_wait_for_the_loss_scale():
+    """Most gradients of a loss over many tokens are below float16's smallest number; the loss scale brings them back."""
+    rows, length = 2, 600
+    x = (torch.randn(rows, length, H) * 0.05).half().requires_grad_()
+    w = (torch.randn(V, H) * 0.0003).half().requires_grad_()
+    y = torch.randint(0, V, (rows, length))
+    loss, _ = LigerFusedLinearSimPOLoss(beta=0.1)(w, x, y)
+    scale = 2.0**12
+    (loss * scale).backward()
+    x64, w64 = (t.detach().double().requires_grad_() for t in (x, w))
+    plain, _ = reference("simpo", x64, w64, None, y, -100, dict(beta=0.1, compute_nll_loss=True))
+    plain.backward()
+    assert (x64.grad.abs() < 2.0**-24).float().mean() > 0.05
+    for ours, theirs in ((x.grad, x64.grad), (w.grad, w64.grad)):
+        close(ours.double() / scale, theirs, 4e-3, 0)
+    # Large sums do not overflow, where what they add up to does not.
+    x = (torch.randn(rows, length, H) + 8).half().requires_grad_()
+    loss, _ = LigerFusedLinearDPOLoss(use_ref_model=False, beta=1.0)(w, x, y)
+    (dw,) = torch.autograd.grad(loss, w)
+    plain, _ = reference("dpo", x.detach().double(), w64, None, y, -100, dict(beta=1.0, compute_nll_loss=False))
+    (expected,) = torch.autograd.grad(plain, w64)
+    assert expected.abs().max() > 30
+    close(dw, expected, 4e-3)
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("which", ["chosen", "rejected", "all"])
+def test_sequences_without_labels(name, which):
+    """Such a sequence has log-probability 0, on average too; it gets no gradient, and the others finite ones."""
+    batch = Batch()
+    rows = {"chosen": slice(1, 2), "rejected": slice(N + 1, N + 2), "all": slice(0, 2 * N)}[which]
+    batch.y[rows] = -100
+    options = options_of(name, dict(use_ref_model=False) if name == "dpo" else {})
+    loss, aux = batch.call(MODULES[name](**options), name)
+    assert loss.isfinite() and all(a.isfinite().all() for a in aux)
+    gradients = torch.autograd.grad(loss, batch.leaves)
+    assert not gradients[0][rows].any() and all(g.isfinite().all() for g in gradients)
+    assert all(bool(g.any()) == (which != "all") for g in gradients)
+    if name != "orpo" and which != "all":  # whose odds of a certain sequence are infinite
+        expected = batch.expected(name, options)
+        for ours, plain in zip((loss, *gradients), (expected[0], *expected[2])):
+            close(ours, plain, 2e-5)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_orpo_of_certain_sequences(which):
+    """A probability that rounds to 1 gives finite odds, and the limit of the gradient."""
+    chosen, rejected = torch.tensor([-0.7, -1.2]), torch.tensor([-2.0, -0.4])
+    (chosen, rejected)[which][0] = -1e-9
+    a, b = chosen.clone().requires_grad_(), rejected.clone().requires_grad_()
+    results = ops.orpo_loss(a, b, 0.5, 0)
+    a64, b64 = chosen.double().requires_grad_(), rejected.double().requires_grad_()
+    g = a64 - b64 - (torch.log(-torch.expm1(a64)) - torch.log(-torch.expm1(b64)))
+    (-0.5 * ln_sigma(g).mean()).backward()
+    results[0].backward()
+    close(results[0], -0.5 * ln_sigma(g).mean(), 1e-5)
+    close(a.grad, a64.grad, 1e-5)
+    close(b.grad, b64.grad, 1e-5)
+    sure = torch.zeros(2, requires_grad=True)
+    loss, *_, odds = ops.orpo_loss(sure, torch.full((2,), -0.5), 0.1, 0)
+    (gradient,) = torch.autograd.grad(loss, sure)
+    assert loss < 1e-30 and odds.isfinite() and gradient.isfinite().all()
+
+
+def test_discopop_far_from_zero():
+    h = torch.tensor([-3000.0, -120.0, -1.0, 0.0, 2.0, 500.0])
+    ours = torch.tensor([0.0] * 6, requires_grad=True)
+    loss = ops.dpo_loss(ours + h, torch.zeros(6), None, None, "discopop", 1.0, 0.0, 0.05, 1)[0]
+    (gradient,) = torch.autograd.grad(loss, ours)
+    x = h.double().requires_grad_()
+    plain = -ln_sigma(x) * sigma(-x / 0.05) + torch.exp(ln_sigma(x / 0.05) - x)
+    close(loss, plain.sum(), 1e-6)
+    close(gradient, torch.autograd.grad(plain.sum(), x)[0], 1e-5)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_formulas_take_float64(loss_type):
+    """ATen's autograd differentiates them: gradcheck, and gradgradcheck."""
+    w, l, rw, rl = (torch.randn(4, dtype=torch.float64) for _ in range(4))
+    e = 0.2 if loss_type in ("exo_pair", "robust") else 0.0
+    f = lambda w, l: ops.dpo_loss(w, l, rw, rl, loss_type, 0.7, e, 0.6, 0)[0]  # noqa: E731
+    inputs = w.requires_grad_(), l.requires_grad_()
+    assert torch.autograd.gradcheck(f, inputs) and (loss_type == "hinge" or torch.autograd.gradgradcheck(f, inputs))
+
+
+def test_a_reference_gets_no_gradient():
+    batch = Batch()
+    ref = [t.clone().requires_grad_() for t in batch.ref]
+    loss, _ = LigerFusedLinearDPOLoss()(batch.w, batch.x, batch.y, batch.b, *ref)
+    loss.backward()
+    assert all(t.grad is None for t in ref) and batch.w.grad.any()
+    kl = torch.tensor(0.1, requires_grad=True)
+    batch.call(LigerFusedLinearKTOLoss(), "kto", kl=kl)[0].backward()
+    assert kl.grad is None
+
+
+def test_kto_details():
+    batch = Batch()
+    options = options_of("kto", {})
+    for kl in (torch.tensor([0.2]), torch.tensor(0.2).bfloat16(), torch.zeros(1)):
+        check(batch, batch.call(LigerFusedLinearKTOLoss(), "kto", kl=kl), batch.expected("kto", options, kl=kl.double()), 2e-5)
+    with pytest.raises(ValueError, match="kl must be one number"):
+        batch.call(LigerFusedLinearKTOLoss(), "kto", kl=torch.zeros(2 * N))
+    with pytest.raises(AssertionError, match="preference_labels"):
+        LigerFusedLinearKTOLoss()(batch.x, batch.w, batch.y)
+    # References that are given and not asked for do not count.
+    assert torch.equal(batch.call(LigerFusedLinearKTOLoss(), "kto", ref=True)[0], batch.call(LigerFusedLinearKTOLoss(), "kto")[0])
+    for liked in (torch.ones(2 * N, dtype=torch.bool), torch.zeros(2 * N, dtype=torch.bool)):
+        batch.liked = liked
+        loss, aux = batch.call(LigerFusedLinearKTOLoss(chunk_size=4), "kto")
+        check(batch, (loss, aux), batch.expected("kto", options), 2e-5)
+        assert all(isinstance(a, torch.Tensor) and a.ndim == 0 for a in aux) and aux[1 if liked.all() else 0] == 0
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_chunks_and_compiled_change_nothing(name):
+    batch = Batch()
+    fixed = {"use_ref_model": False} if name == "dpo" else {}
+    first, *others = [batch.call(MODULES[name](**fixed, chunk_size=c, compiled=compiled), name) for c, compiled in ((1, True), (2, False), (100, True))]
+    for other in others:
+        assert torch.equal(first[0], other[0]) and all(map(torch.equal, first[1], other[1]))
+
+
+def test_more_tokens_than_a_chunk_of_logits():
+    """Nothing as large as the logits is made."""
+    rows, length, width, classes = 4, 1024, 16, 8192
+    x, w = torch.randn(rows, length, width, requires_grad=True), torch.randn(classes, width, requires_grad=True)
+    y = torch.randint(0, classes, (rows, length))
+    loss, aux = LigerFusedLinearDPOLoss(use_ref_model=False, beta=0.01)(w, x, y)
+    x64, w64 = (t.detach().double().requires_grad_() for t in (x, w))
+    plain, expected = reference("dpo", x64, w64, None, y, -100, dict(beta=0.01, compute_nll_loss=False))
+    for ours, theirs in zip(torch.autograd.grad(loss, (x, w)), torch.autograd.grad(plain, (x64, w64))):
+        close(ours, theirs, 1e-4)
+    for ours, theirs in zip(aux, expected):
+        close(ours, theirs, 1e-4)
+
+
+def test_sequence_operators():
+    logp, labels = torch.randn(3, 5), torch.randint(0, 9, (3, 5))
+    labels[0, 1:4] = labels[1] = 4
+    mask = labels != 4
+    total = torch.where(mask, logp, 0).sum(1)
+    close(ops.sequence_log_prob(logp, labels, 4, False), total.double(), 1e-6)
+    close(ops.sequence_log_prob(logp, labels, 4, True), (total / mask.sum(1).clamp_min(1)).double(), 1e-6)
+    close(ops.token_nll(logp, labels, 4, None), -total.sum().double() / mask.sum(), 1e-6)
+    close(ops.token_nll(logp, labels, 4, torch.zeros(30)), -total.sum().double() / 30, 1e-6)
+    hidden, weight, bias = torch.randn(3, 4, 5), torch.randn(7, 5), torch.randn(7)
+    with torch.autocast("cpu", torch.bfloat16):
+        close(ops.logit_sums(hidden, weight, bias), (hidden.double() @ weight.double().T + bias.double()).sum((1, 2)), 1e-5)
+
+
+def test_formulas_give_references_no_gradient():
+    logp, ref, kl = (torch.randn(n, requires_grad=True) for n in ((4,), (4,), (1, 1)))
+    liked = torch.tensor([True, False, True, True])
+    results = ops.dpo_loss(logp, logp.flip(0), ref, ref.exp(), "apo_zero", 0.3, 0.0, 0.0, 0), ops.kto_loss(logp, liked, ref, kl, 0.3, 0)
+    for loss, *rewards in results:
+        assert loss.ndim == 0 and not any(r.requires_grad for r in rewards)
+        loss.backward()
+    assert logp.grad.any() and ref.grad is None and kl.grad is None
