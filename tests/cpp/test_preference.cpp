@@ -115,4 +115,15 @@ TEST(Preference, ModulesPrintAndRefuse) {
   EXPECT_TRUE(any.forward<liger::ORPOResult>(b.hidden, b.weight, b.target).loss.isfinite().item<bool>());
 }
 
+/// The C++ lines of docs/losses.md.
+TEST(Preference, TheExampleOfTheDocumentation) {
+  const Batch b;
+  const auto &hidden = b.hidden, &weight = b.weight, &labels = b.target;
+  liger::fused_linear_cross_entropy(hidden.flatten(0, 1), weight, labels.flatten()).loss.backward();
+  const auto logp = liger::linear_log_prob(hidden, weight, labels).logp;
+  const auto sequences = liger::sequence_log_prob(logp, labels).chunk(2);
+  liger::dpo_loss(sequences[0], sequences[1]).loss.backward();
+  EXPECT_TRUE(hidden.grad().isfinite().all().item<bool>() && hidden.grad().any().item<bool>() && weight.grad().any().item<bool>());
+}
+
 }  // namespace
