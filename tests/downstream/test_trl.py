@@ -22,7 +22,7 @@ ALL = tuple(OUTPUTS)
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How often each operator has run through the patch."""
+    """The arguments of each operator's calls through the patch."""
     found = {}
 
     class Counted:
@@ -31,13 +31,17 @@ def calls(monkeypatch):
 
         def __getattr__(self, name):
             def run(*args):
-                found[name] = found.get(name, 0) + 1
+                found.setdefault(name, []).append(args)
                 return getattr(self.ops, name)(*args)
 
             return run
 
     monkeypatch.setattr(liger_kernel.trl, "ops", Counted(liger_kernel.trl.ops))
     return found
+
+
+def counts(calls):
+    return {name: len(each) for name, each in calls.items()}
 
 
 @pytest.fixture
@@ -179,16 +183,18 @@ def test_log_prob_function(calls, dtype, bias, options):
         capped = len(options) > 2 and options[2] is not None
         assert_no_worse(tensors, targets, options, (found, own), run(Eager, tensors, targets, options) if capped else (expected, gradients), 2 if capped else 1.1)
     assert own[1].abs().max() > 0.1 and [t.requires_grad for t in found if t is not None] == [t.requires_grad for t in expected if t is not None]
-    assert calls == {"linear_log_prob_forward": 1, "linear_log_prob_backward_": 1}
+    assert counts(calls) == {"linear_log_prob_forward": 1, "linear_log_prob_backward_": 1}
 
 
 @pytest.mark.parametrize("upstream", ((True, False), (False, True), (False, False)))
 @pytest.mark.parametrize("outputs", (ALL, ("log_probs",), ("entropy",)))
-def test_absent_upstream_gradients(upstream, outputs):
+def test_absent_upstream_gradients(calls, upstream, outputs):
     tensors, targets = inputs()
     (_, gradients), (found, own) = both(tensors, targets, (1.0, 64, None, 1.0, outputs), upstream)
     assert_alike(gradients, own, FLOAT)
     assert found[1] is None or "entropy" in outputs
+    used = (upstream[0], upstream[1] and "entropy" in outputs)
+    assert [tuple(t is not None for t in args[:2]) for args in calls.get("linear_log_prob_backward_", ())] == [used] * any(used)
 
 
 @pytest.mark.parametrize("frozen", ((0,), (1,), (2,), (1, 2), (0, 1, 2)))
@@ -204,12 +210,30 @@ def test_frozen_inputs_get_no_gradient(frozen):
 
 
 @pytest.mark.parametrize("hidden, weight, autocast", ((torch.bfloat16, torch.float32, None), (torch.float32, torch.bfloat16, None), (torch.float32, torch.float32, torch.bfloat16)))
-def test_mixed_dtypes(hidden, weight, autocast):
+def test_mixed_dtypes(calls, hidden, weight, autocast):
     tensors, targets = inputs(dtype=hidden, weight_dtype=weight)
     options = 0.7, 64, None, 1.0, ("entropy", "mean_logits")
     theirs, ours = both(tensors, targets, options, autocast=autocast)
     # The operands of a 16-bit gradient's GEMM are rounded to it where everything is one chunk.
     assert_no_worse(tensors, targets, options, ours, theirs, 2 if weight == torch.bfloat16 else 1.1)
+    assert [args[-2] for args in calls["linear_log_prob_forward"]] == [autocast]
+
+
+def test_no_logits_wait_under_no_grad(calls):
+    tensors, targets = inputs()
+    with torch.no_grad():
+        found = both(tensors, targets, (0.7, 64), (False, False))[1][0]
+    assert not found[0].requires_grad and [args[-1] for args in calls["linear_log_prob_forward"]] == [False]
+
+
+def test_masked_tokens_are_left_out_where_there_are_kernels(patched):
+    assert trl_utils._use_triton(torch.device("cpu")) and trl_utils._use_triton(torch.device("cuda")) and not trl_utils._use_triton(torch.device("mps"))
+
+
+def test_without_triton_trls_kernel_is_not_asked_for(monkeypatch):
+    monkeypatch.setattr(liger_kernel.trl, "is_triton_available", lambda: False)
+    supports = liger_kernel.trl._supports(lambda *tensors: True, 0)
+    assert supports(torch.randn(3, 5)) and not supports(torch.randn(3, 5).double())
 
 
 def test_no_tokens():
@@ -286,7 +310,7 @@ def test_selective_log_softmax(patched, calls, shape, masked, temperature):
     assert_alike([t.float() for t in (*want, reference.grad)], [logp, entropy, ours.grad], 1e-5)
     assert_alike([want[0].float()], [trl_utils.selective_log_softmax(values, index, temperature, mask)], 1e-5)
     assert_alike([(-(p.exp() * p).sum(-1)).float()], [trl_utils.entropy_from_logits(values / temperature)], 1e-5)
-    assert calls == {"selective_log_softmax": 3}
+    assert counts(calls) == {"selective_log_softmax": 3}
     detached = trl_utils.selective_log_softmax_and_entropy(ours, index, entropy_requires_grad=False)[1]
     assert not detached.requires_grad
 
@@ -359,4 +383,4 @@ def test_trainers_take_the_same_steps(kind, keys, model, tokenizer, tmp_path, mo
         size = want.abs().max()
         assert size > 1e-5, f"{name} has not changed"
         assert (want - change[name]).abs().max() <= 1e-3 * size, name
-    assert calls["linear_log_prob_forward"] >= 2 and calls["linear_log_prob_backward_"] == 2
+    assert len(calls["linear_log_prob_forward"]) >= 2 and len(calls["linear_log_prob_backward_"]) == 2
