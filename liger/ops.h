@@ -6,6 +6,8 @@
 #include "liger/ops/activation/gated.h"
 #include "liger/ops/loss/options.h"
 #include "liger/ops/norm/norm.h"
+#include "liger/ops/preference/distillation.h"
+#include "liger/ops/preference/policy.h"
 #include "liger/ops/preference/preference.h"
 
 /// The operators as C++ functions, differentiable. A light header: no torch/nn.h.

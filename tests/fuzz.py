@@ -75,7 +75,7 @@ def gradients(out, inputs, upstream, **more):
 
 
 def check_close(ours, eager, exact, dtype, terms, what):
-    """Each element within four times eager's largest error, eight units of the largest value's rounding, and what a sum of so many terms of order one is
+    """Each element within eight times eager's largest error, 32 units of the largest value's rounding, and of what a sum of so many terms of order one is
     rounded by. That is loose on purpose (tests/test_ops.py compares precision): a trial looks for what is wrong, not for what is less exact."""
     exact, ours, eager = exact.double(), ours.double(), eager.double()
     assert ours.shape == exact.shape, f"{what}: shape {list(ours.shape)} instead of {list(exact.shape)}"
@@ -85,8 +85,8 @@ def check_close(ours, eager, exact, dtype, terms, what):
         return
     error, theirs = (ours - exact).abs()[known], (eager - exact).abs()[known]
     scale = max(exact[known].abs().max().item(), math.sqrt(terms))
-    bound = 4 * theirs[theirs.isfinite()].max().item() if theirs.isfinite().any() else 0
-    bound += 8 * info.eps * scale + 4 * info.smallest_normal * info.eps
+    bound = 8 * theirs[theirs.isfinite()].max().item() if theirs.isfinite().any() else 0
+    bound += 32 * info.eps * scale + 4 * info.smallest_normal * info.eps
     error = error[theirs.isfinite()]
     assert not error.numel() or error.max().item() <= bound, f"{what}: error {error.max():.3g}, allowed {bound:.3g}"
 
@@ -143,6 +143,9 @@ def trial(seed, device="cpu", elements=8000):
         result = as_tuple(case.reference(*copies, **options))
         references.append([*result, *gradients(result, copies, upstream)])
     exact, eager = references
+    # Where float16 overflows on eager's way, what is infinite and what is NaN depends on the order of its products.
+    if dtype == torch.float16 and any(a.isfinite().all() and not b.isfinite().all() for a, b in zip(exact, eager)):
+        return
     for i, (a, b, c) in enumerate(zip([*out, *found], eager, exact, strict=True)):
         if not a.is_floating_point():
             assert torch.equal(a, c.to(a.dtype)), f"{text}: result {i} differs"

@@ -130,6 +130,30 @@ def test_half_gradients_do_not_vanish(reduction, weighted, device):
     torch.testing.assert_close(x.grad.double(), exact.grad, rtol=2 * 2**-11, atol=2**-24)
 
 
+@pytest.mark.parametrize("upstream", [1e-6, 1.0, 2.0**14])
+@pytest.mark.parametrize("name", ["log_prob", "entropy", "cross_entropy"])
+def test_half_upstream_gradients(name, upstream, device):
+    """A gradient for each token, as small as a mean's or multiplied by a loss scale: nothing on the way to hidden and weight vanishes or overflows."""
+    from liger_kernel.ops.linear_log_prob import linear_log_prob
+
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(64, 32, device=device).half().requires_grad_(), torch.randn(300, 32, device=device).half().requires_grad_()
+    ids, g = torch.randint(0, 300, (64,), device=device), torch.rand(64, device=device) * upstream
+    exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    logp = F.linear(*exact).log_softmax(-1)
+    if name == "entropy":
+        linear_log_prob(hidden, weight, ids, entropy=True)[1].backward(g)
+        (-(logp.exp() * logp).sum(-1)).backward(g.double())
+    else:
+        ours = linear_log_prob(hidden, weight, ids) if name == "log_prob" else LF.liger_fused_linear_cross_entropy(hidden, weight, ids, reduction="none")
+        ours.backward(g)
+        F.nll_loss(logp, ids, reduction="none").backward(g.double() * (-1 if name == "log_prob" else 1))
+    for a, b in zip((hidden, weight), exact):
+        if b.grad.abs().max() < 6e4:
+            # Logits rounded to 11 bits, and the result, which float16 may not hold normally.
+            torch.testing.assert_close(a.grad.double(), b.grad, rtol=16 * 2**-11, atol=max(32 * 2**-11 * b.grad.abs().max().item(), 2**-24))
+
+
 @pytest.mark.parametrize("scale", [1e-4, 0.1])
 def test_half_z_loss_does_not_overflow(scale, device):
     """The gradient of the z-loss grows with the logits, and with them what is stored until backward divides it."""

@@ -6,6 +6,7 @@
 #include "liger/nn/embedding.h"
 #include "liger/nn/loss.h"
 #include "liger/nn/norm.h"
+#include "liger/nn/policy.h"
 #include "liger/nn/rope.h"
 
 namespace F = torch::nn::functional;
@@ -236,6 +237,29 @@ TEST(SelectiveLogSoftmax, EqualsTorch) {
                run([&](auto& t) { return plain(t[0]); }, {x}));
 }
 
+TEST(PolicyLoss, EqualsTorch) {
+  const auto ids = torch::randint(7, {3, 5}), mask = torch::tensor({{1, 1, 1, 1, 1}, {1, 1, 0, 0, 0}, {0, 0, 0, 0, 0}}), advantages = torch::tensor({1.f, -2.f, 3.f});
+  const auto old = -2 + 0.5 * torch::randn({3, 5}), reference = -2 + 0.5 * torch::randn({3, 5});
+  const auto plain = [&](const Tensor& hidden, const Tensor& weight, const Tensor& bias) {
+    const auto logp = torch::log_softmax((torch::matmul(hidden, weight.t()) + bias) / 0.8, -1).gather(2, ids.unsqueeze(2)).squeeze(2);
+    const auto c = (logp - old).exp(), a = advantages.unsqueeze(1), x = reference - logp;
+    return ((-torch::minimum(c * a, c.clamp(0.8, 1.3) * a) + 0.1 * (x.exp() - x - 1)) * mask).sum() / 7;
+  };
+  const liger::PolicyInputs inputs{.mask = mask, .advantages = advantages, .old_logp = old, .ref_logp = reference};
+  liger::nn::LinearPolicyLoss loss(liger::nn::LinearPolicyLossOptions().loss({.epsilon_high = 0.3, .beta = 0.1}).temperature(0.8));
+  const std::vector<Tensor> in{torch::randn({3, 5, 16}), 0.3 * torch::randn({7, 16}), torch::randn({7})};
+  const auto ours = run([&](auto& t) { return loss(t[0], t[1], ids, inputs, t[2]).loss; }, in);
+  EXPECT_GT(ours[1].abs().max().item<double>(), 1e-3);
+  expect_close(ours, run([&](auto& t) { return plain(t[0], t[1], t[2]); }, in));
+  const auto result = loss(in[0], in[1], ids, inputs, in[2]);
+  EXPECT_GT(result.kl.item<double>(), 0);
+  EXPECT_GT(result.clipped.item<double>(), 0);
+  EXPECT_FALSE(liger::policy_loss(old, {.mask = mask, .advantages = advantages}).kl.defined());
+  std::ostringstream printed;
+  printed << *loss->clone();
+  EXPECT_EQ(printed.str(), "liger::nn::LinearPolicyLoss(loss=dapo, sequence_level=false, epsilon_low=0.2, epsilon_high=0.3, beta=0.1, temperature=0.8)");
+}
+
 template <class F>
 bool raises(F f, const char* text) {
   try {
@@ -260,6 +284,8 @@ TEST(Errors, NameTheArgument) {
   const auto x = torch::randn({2, 8}).requires_grad_();
   const auto dx = torch::autograd::grad({liger::rms_norm(x, {}).pow(2).sum()}, {x}, {}, true, true)[0];
   EXPECT_TRUE(raises([&] { dx.sum().backward(); }, "liger::rms_norm has no second derivative"));
+  EXPECT_TRUE(raises([] { liger::policy_loss(torch::randn({2, 8}), {.mask = torch::ones({2, 7}), .advantages = torch::ones({2})}); }, "mask does not fit logp"));
+  EXPECT_TRUE(raises([] { liger::policy_loss(torch::randn({2, 8}), {.mask = torch::ones({2, 8})}); }, "must be given"));
   EXPECT_TRUE(raises([] { liger::rms_norm(at::Tensor(), {}); }, "rms_norm: x is an undefined tensor"));
   EXPECT_TRUE(raises([] { liger::cross_entropy(torch::randn({2, 8}), at::Tensor()); }, "cross_entropy: target is an undefined tensor"));
 }

@@ -75,14 +75,19 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& g, const Tensor& hidde
   if (hidden.is_meta()) return {empty(with_dhidden, hidden), empty(with_dweight, weight), empty(with_dbias, bias_)};
   options.z_loss = options.accuracy = options.predicted = false;
   const int64_t tokens = hidden.size(0);
-  const auto of_labels = [&](const Tensor& target) { return Batch(target, class_weight, normalizer, weight.size(0), options, at::kFloat); };
+  const bool scaled = dtype == at::kHalf;
+  const auto of_labels = [&](const Tensor& target) { return Batch(target, class_weight, normalizer, weight.size(0), options, at::kFloat, scaled); };
   Batch batch = of_labels(target);
   const Tensor kept = head::kept_tokens(target, options.ignore_index, head::kept_count(target, weight, valid_count, [&] { return batch.valid(); }));
   if (kept.defined()) batch = of_labels(gather(kept, target));
-  const Tensor upstream = gather(kept, g).to(at::kFloat).contiguous();
+  Tensor upstream = gather(kept, g).to(at::kFloat).contiguous(), divisor;
+  if (scaled) {
+    const Tensor power = head::unit_power(upstream);
+    upstream = upstream.mul(power), divisor = power.mul(batch.gradient_scale());
+  }
   const auto d = head::Pass{gather(kept, hidden).contiguous().to(dtype), weight.contiguous().to(dtype), bias_ ? bias_->to(dtype) : Tensor(),
                             {with_dhidden, with_dweight, with_dbias}, weight.scalar_type(), max_bytes}
-                     .run([&](const Tensor& z, int64_t begin) { batch.run_rows(z, z, begin, upstream); });
+                     .run([&](const Tensor& z, int64_t begin) { batch.run_rows(z, z, begin, upstream); }, divisor);
   const auto rounded = [&](const Tensor& t, const OptTensor& like) { return t.defined() ? t.to(like->scalar_type()) : none(); };
   return {d.hidden.defined() ? rounded(scatter(kept, d.hidden, tokens, 0), hidden) : none(), rounded(d.weight, weight), rounded(d.bias, bias_)};
 }

@@ -51,7 +51,11 @@ Tensor scatter(const Tensor& kept, const Tensor& values, int64_t tokens, double 
   return at::full(shape, fill, values.options()).index_copy_(0, kept, values);
 }
 
-Gradients Pass::run(const Rows& rows) const {
+Tensor unit_power(const Tensor& g) {
+  return g.numel() > 0 ? at::exp2(at::clamp(-at::ceil(at::log2(g.abs().amax())), -100, 100)) : at::ones({}, g.options());
+}
+
+Gradients Pass::run(const Rows& rows, const Tensor& divisor) const {
   const bool there = logits.defined() && !copy_logits;
   const int64_t tokens = hidden.size(0), chunk = there ? tokens : chunk_tokens(tokens, hidden, weight, wants.weight, max_bytes);
   const bool whole = chunk == tokens;
@@ -77,6 +81,8 @@ Gradients Pass::run(const Rows& rows) const {
     }
   });
   buffer.reset();  // before the accumulator is rounded, so that the two never meet
+  for (Tensor* t : {&d.hidden, &d.weight, &d.bias})
+    if (divisor.defined() && t->defined()) t->div_(divisor);
   if (wants.weight) d.weight = d.weight.to(gradient_dtype(dtype, weight_dtype));
   return d;
 }

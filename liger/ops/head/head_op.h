@@ -35,6 +35,9 @@ inline Tensor gather(const Tensor& kept, const Tensor& t) { return kept.defined(
 /// Gradients that float16 GEMMs make stay in float until a power of two is divided out of them: sums over tokens overflow, and a mean's terms vanish.
 inline at::ScalarType gradient_dtype(at::ScalarType compute, at::ScalarType own) { return compute == at::kHalf ? at::kFloat : own; }
 
+/// The power of two, on the device, that brings the largest of |g| into (½, 1]: float16 gradients of logits are made of g times it.
+Tensor unit_power(const Tensor& g);
+
 /// Calls rows(logits, first token) with each chunk's logits, in hidden's dtype, and makes the gradients that are wanted of what it leaves in their place:
 /// three GEMMs a chunk. They are of gradient_dtype, that of bias is float. The logits are those of hidden [tokens, width], weight [classes, width] and bias,
 /// of one dtype and contiguous, unless they are there already.
@@ -47,7 +50,8 @@ struct Pass {
   Tensor logits = {};           // [tokens, classes], which may be overwritten
   bool copy_logits = false;     // they may not
 
-  Gradients run(const Rows& rows) const;
+  /// divisor: a power of two, if any, that the gradients are divided by before they are rounded.
+  Gradients run(const Rows& rows, const Tensor& divisor = {}) const;
 };
 
 }  // namespace liger::op::head

@@ -145,7 +145,12 @@ Gradients gradients(const OptTensor& dlogp, const OptTensor& dentropy, const Ten
   const Tensor kept = head::kept_tokens(in.ids, ignore_index, counted);
   const Tensor ids = head::gather(kept, in.ids), hidden = head::gather(kept, in.hidden);
   const auto upstream = [&](const OptTensor& g) { return g ? head::gather(kept, g->reshape(-1).to(at::kFloat)).contiguous() : at::zeros({counted}, stats.options()); };
-  const Tensor g = upstream(dlogp), h = upstream(dentropy), of_rows = stats.contiguous();
+  Tensor g = upstream(dlogp), h = upstream(dentropy), power;
+  const Tensor of_rows = stats.contiguous();
+  if (dtype == at::kHalf) {  // what a mean over many tokens asks for would vanish, and what a loss scale has been multiplied into overflow
+    power = head::unit_power(at::maximum(g.abs(), h.abs()).div_(of_logits.rest())).mul_(2048);
+    g = g.mul(power), h = h.mul(power);
+  }
   const Tensor logits = kept_logits.size(0) > 0 ? kept_logits.narrow(0, 0, counted) : Tensor();
   const auto rows = [&](const Tensor& z, int64_t begin) {
     const auto of = [&](const Tensor& t) { return t.narrow(0, begin, z.size(0)); };
@@ -154,7 +159,7 @@ Gradients gradients(const OptTensor& dlogp, const OptTensor& dentropy, const Ten
     selective_log_softmax::run_backward(z, z.stride(0), of(ids), of(g), of(h), of(of_rows), z, of_logits.rest(), ignore_index);
     if (slope.defined()) z.mul_(slope);
   };
-  const auto d = head::Pass{hidden, in.weight, in.bias, wants, weight_.scalar_type(), max_bytes, logits, !overwrite}.run(rows);
+  const auto d = head::Pass{hidden, in.weight, in.bias, wants, weight_.scalar_type(), max_bytes, logits, !overwrite}.run(rows, power);
   const auto rounded = [&](const Tensor& t, const OptTensor& like) { return t.defined() ? t.to(like->scalar_type()) : none(); };
   return {d.hidden.defined() ? rounded(head::scatter(kept, d.hidden, tokens, 0), hidden_).view(hidden_.sizes()) : none(), rounded(d.weight, weight_), rounded(d.bias, bias_)};
 }

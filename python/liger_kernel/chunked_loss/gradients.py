@@ -3,14 +3,14 @@
 import torch
 
 from liger_kernel._library import ops
+from liger_kernel.ops.two_heads import wanted_gradients
 from liger_kernel.ops.utils import first_derivative_only, roots
 
 
 def loss_with_gradients(ctx, head, loss_of, *tensors):
     """(loss, aux) = loss_of(logp) for logp = head(*tensors), float, without autograd. ctx gets the loss's gradients for those tensors that require one,
     for `scaled_gradients`. What is in loss_of beside logp gets none."""
-    recorded = any(function for function, _ in ctx.next_functions)  # the node has no edges under no_grad
-    wanted = [recorded and t is not None and t.requires_grad for t in tensors]
+    wanted = wanted_gradients(ctx, *tensors)
     leaves = [t if t is None else t.detach().requires_grad_(w) for t, w in zip(tensors, wanted)]
     with torch.set_grad_enabled(any(wanted)):
         logp = head(*leaves)

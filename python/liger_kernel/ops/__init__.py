@@ -9,8 +9,11 @@ from liger_kernel.ops.fused_linear_cross_entropy import (
     fused_linear_cross_entropy_backward,
     fused_linear_cross_entropy_forward,
 )
+from liger_kernel.ops.fused_linear_jsd import LigerFusedLinearJSDFunction, fused_linear_jsd_backward, fused_linear_jsd_forward
+from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyFunction
 from liger_kernel.ops.geglu import LigerGELUMulFunction, geglu_backward, geglu_forward
 from liger_kernel.ops.group_norm import LigerGroupNormFunction, group_norm_backward, group_norm_forward
+from liger_kernel.ops.grpo_loss import GrpoLossFunction
 from liger_kernel.ops.jsd import LigerJSDFunction, jsd_backward, jsd_forward
 from liger_kernel.ops.kl_div import LigerKLDivLossFunction
 from liger_kernel.ops.layer_norm import LigerLayerNormFunction, layer_norm_backward, layer_norm_forward
@@ -27,3 +30,4 @@ from liger_kernel.ops.sparsemax import LigerSparsemaxFunction
 from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction, LigerSiLUMulFunction, swiglu_backward, swiglu_forward
 from liger_kernel.ops.tiled_mlp import LigerTiledMLPFunction, apply_tiled_mlp
 from liger_kernel.ops.tvd import LigerTVDLossFunction
+from liger_kernel.ops.vocab_parallel_cross_entropy import LigerVocabParallelCEFunction

@@ -1,9 +1,71 @@
-"""Log-probabilities of given tokens under given logits, as policy losses need them."""
+"""Policy losses on logits, and the log-probabilities that they need; formulas in liger/ops/preference/policy.h."""
 
 import torch
 
 from liger_kernel._library import ops
 from liger_kernel.ops.divergence import IGNORE_INDEX
+
+#: The losses' codes are libliger's.
+_str_to_loss_type = {name: code for code, name in enumerate(("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"))}
+#: Those whose ratio is not clipped: without delta and without a sequence level.
+_SOFT = ("cispo", "sapo", "vespo")
+#: Those divided by the tokens of all ranks.
+NORMALIZED = ("dapo", "cispo", "vespo")
+
+
+def check_loss(loss_type, level="token", sapo_temperature_pos=1.0, sapo_temperature_neg=1.05):
+    """Raises ValueError for an unknown loss or level, for a sequence level that a loss does not have and for temperatures that are not positive."""
+    check_level(loss_type, level)
+    if loss_type not in _str_to_loss_type:
+        raise ValueError(f"Unknown loss_type: {loss_type}; known are {', '.join(_str_to_loss_type)}")
+    if level not in ("token", "sequence"):
+        raise ValueError(f"Unknown importance_sampling_level: {level}; known are 'token' and 'sequence'")
+    if loss_type == "sapo" and not (sapo_temperature_pos > 0 and sapo_temperature_neg > 0):
+        raise ValueError(f"sapo_temperature_pos and sapo_temperature_neg must be positive, got {sapo_temperature_pos} and {sapo_temperature_neg}")
+
+
+def check_level(loss_type, level):
+    if level == "sequence" and loss_type in _SOFT:
+        raise ValueError(f"Sequence-level importance sampling is not supported for loss_type={loss_type!r}")
+
+
+def check_ratio(ratio, batch, length):
+    """Raises AssertionError where vllm_is_ratio is none of [batch], [batch, 1] and [batch, length]."""
+    if ratio is not None:
+        shape = tuple(ratio.shape)
+        assert shape in ((batch,), (batch, 1), (batch, length)), f"vllm_is_ratio must be [{batch}], [{batch}, 1] or [{batch}, {length}], got {list(shape)}"
+
+
+def _compute_dapo_normalizer(attention_mask, num_items_in_batch=None):
+    """What dapo, cispo and vespo are divided by, float: num_items_in_batch, or the mask's sum over all ranks, for each rank; at least 1.
+
+    The sum is a collective: every rank must call it.
+    """
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if num_items_in_batch is None:
+        items = attention_mask.sum(dtype=torch.float32)
+        if distributed:
+            torch.distributed.all_reduce(items)
+    else:
+        items = torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=attention_mask.device)
+    return (items / (torch.distributed.get_world_size() if distributed else 1)).clamp(min=1.0)
+
+
+def _reduce_loss(per_token_loss, mask, loss_type, max_completion_length=None, num_items_in_batch=None):
+    """Losses of tokens [batch, length], already 0 where mask is, as one number; see policy_reduce."""
+    check_loss(loss_type)
+    mask = torch.ones_like(per_token_loss) if mask is None else mask
+    normalizer = _compute_dapo_normalizer(mask, num_items_in_batch) if loss_type in NORMALIZED else None
+    return ops.policy_reduce(per_token_loss, mask, loss_type, float(max_completion_length or 0), normalizer)
+
+
+def _log_probs(logits, ids, temperature, mask):
+    """ln softmax(logits / temperature) at ids [B, L] for logits [B, L + 1, V], differentiable; 0 where mask is 0."""
+    assert logits.is_contiguous(), "logits must be contiguous"
+    if mask is not None:
+        ids = ids.masked_fill(mask == 0, IGNORE_INDEX)
+    ids = torch.nn.functional.pad(ids, (0, 1), value=IGNORE_INDEX)
+    return ops.selective_log_softmax(logits, ids, float(temperature), IGNORE_INDEX)[0][:, :-1]
 
 
 @torch.no_grad()
@@ -13,10 +75,63 @@ def fused_selective_log_softmax(logits, input_ids, temperature=0.9, mask=None):
     A position's token is predicted by the logits at its place, the last place's logits predict nothing. 0 where mask [B, >= L] is 0,
     whose logits are not read. Without gradients; raises AssertionError where the logits are not contiguous.
     """
-    assert logits.is_contiguous(), "logits must be contiguous"
     length = logits.shape[1] - 1
-    ids = input_ids[:, input_ids.shape[1] - length:]
-    if mask is not None:
-        ids = ids.masked_fill(mask[:, mask.shape[1] - length:] == 0, IGNORE_INDEX)
-    ids = torch.nn.functional.pad(ids, (0, 1), value=IGNORE_INDEX)
-    return ops.selective_log_softmax(logits, ids, float(temperature), IGNORE_INDEX)[0][:, :-1].contiguous()
+    last = lambda t: t[:, t.shape[1] - length:]
+    return _log_probs(logits, last(input_ids), temperature, None if mask is None else last(mask)).contiguous()
+
+
+def grpo_loss_of_logits(logits, old_logp, ref_logp, completion_ids, advantages, completion_mask, temperature, vllm_is_ratio, phi_seq, reduce,
+                        num_items_in_batch, **options):
+    """(loss, kl or None, clipped) of GrpoLossFunction, options those of policy_options; vespo's weights are made here where phi_seq is None."""
+    assert logits is not None and completion_ids is not None and advantages is not None, "logits, completion_ids and advantages must be given"
+    assert options["beta"] == 0 or ref_logp is not None, "ref_logp must be given where beta is not 0"
+    batch, length = logits.shape[0], logits.shape[1] - 1
+    for name, t in (("completion_ids", completion_ids), ("old_logp", old_logp), ("ref_logp", ref_logp), ("completion_mask", completion_mask)):
+        assert t is None or t.shape == (batch, length), f"{name} must be [{batch}, {length}], got {list(t.shape)}"
+    assert advantages.shape == (batch,), f"advantages must be [{batch}], got {list(advantages.shape)}"
+    assert phi_seq is None or tuple(phi_seq.shape) in ((batch,), (batch, 1)), f"phi_seq must be [{batch}] or [{batch}, 1], got {list(phi_seq.shape)}"
+    loss_type, level = options["loss_type"], options["level"]
+    assert level in ("token", "sequence"), f"importance_sampling_level must be 'token' or 'sequence', got {level!r}"
+    check_loss(loss_type, level, options["sapo_temperature_pos"], options["sapo_temperature_neg"])
+    if options["delta"] is not None and loss_type in _SOFT:
+        raise ValueError(f"delta is not supported for loss_type={loss_type!r}")
+    check_ratio(vllm_is_ratio, batch, length)
+
+    logp = _log_probs(logits, completion_ids, temperature, completion_mask)
+    mask = torch.ones_like(logp) if completion_mask is None else completion_mask
+    normalizer = _compute_dapo_normalizer(mask, num_items_in_batch) if reduce and loss_type in NORMALIZED else None
+    loss, kl, clipped = (ops.policy_loss if reduce else ops.policy_terms)(
+        logp, mask, advantages, old_logp, ref_logp, vllm_is_ratio, phi_seq, normalizer, None, **policy_options(**options))
+    if not reduce:
+        loss, kl, clipped = loss * mask, kl.detach() * mask if options["beta"] else kl, clipped * mask
+    return loss, kl if options["beta"] else None, clipped
+
+
+class GrpoLossFunction:
+    @staticmethod
+    def apply(logits, old_logp, ref_logp, completion_ids, advantages, completion_mask, temperature, beta, eps_low, eps_high, inplace, loss_type="grpo",
+              max_completion_length=None, reduce=True, importance_sampling_level="token", sapo_temperature_pos=1.0, sapo_temperature_neg=1.05,
+              vllm_is_ratio=None, delta=None, use_bias_correction_kl=False, num_items_in_batch=None, phi_seq=None):
+        """(loss, kl, clipped) of a policy with these contiguous logits [B, L + 1, V]; formulas in liger/ops/preference/policy.h.
+
+        completion_ids, completion_mask (None: all count), old_logp and ref_logp (None: the policy's own) [B, L], advantages [B]; vespo's weights phi_seq
+        [B] or [B, 1]. reduce: three numbers, kl and clipped as means over the tokens that count; else all [B, L], 0 where the mask is. kl is None
+        for beta 0. The loss alone is differentiable. The logits are left alone, whatever inplace says. Raises AssertionError for a shape that does not fit
+        or a missing ref_logp, ValueError for options that do not go together.
+        """
+        if loss_type == "vespo" and phi_seq is None:
+            raise ValueError("loss_type='vespo' needs phi_seq")
+        return grpo_loss_of_logits(
+            logits, old_logp, ref_logp, completion_ids, advantages, completion_mask, temperature, vllm_is_ratio, phi_seq, reduce, num_items_in_batch,
+            loss_type=loss_type, level=importance_sampling_level, epsilon_low=eps_low, epsilon_high=eps_high, delta=delta, beta=beta,
+            unbiased_kl=use_bias_correction_kl, sapo_temperature_pos=sapo_temperature_pos, sapo_temperature_neg=sapo_temperature_neg,
+            max_length=max_completion_length)
+
+
+def policy_options(loss_type, level, epsilon_low, epsilon_high, delta, beta, unbiased_kl, sapo_temperature_pos, sapo_temperature_neg, vespo_k_pos=2.0,
+                   vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0, max_length=None, masked_terms=False):
+    """The options of libliger's policy_loss and policy_terms."""
+    return dict(
+        loss_type=loss_type, level=level, epsilon_low=epsilon_low, epsilon_high=epsilon_high, delta=delta, beta=beta, unbiased_kl=bool(unbiased_kl),
+        sapo_temperature_pos=sapo_temperature_pos, sapo_temperature_neg=sapo_temperature_neg, vespo_k_pos=vespo_k_pos, vespo_lambda_pos=vespo_lambda_pos,
+        vespo_k_neg=vespo_k_neg, vespo_lambda_neg=vespo_lambda_neg, max_length=max_length or 0, masked_terms=masked_terms)

@@ -12,6 +12,7 @@ from liger_kernel.transformers.dyt import LigerDyT
 from liger_kernel.transformers.families import FAMILIES, missing
 from liger_kernel.transformers.fused_add_rms_norm import LigerFusedAddRMSNorm
 from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
+from liger_kernel.transformers.fused_linear_jsd import LigerFusedLinearJSD
 from liger_kernel.transformers.geglu import LigerGEGLUMLP
 from liger_kernel.transformers.group_norm import LigerGroupNorm
 from liger_kernel.transformers.jsd import LigerJSD
@@ -36,6 +37,7 @@ from liger_kernel.transformers.swiglu import (
 )
 from liger_kernel.transformers.tiled_mlp import LigerTiledGEGLUMLP, LigerTiledSwiGLUMLP
 from liger_kernel.transformers.tvd import LigerTVDLoss
+from liger_kernel.transformers.vocab_parallel_cross_entropy import LigerVocabParallelCrossEntropy  # noqa: F401  (not in __all__, as in the API)
 
 _LAZY = {
     "AutoLigerKernelForCausalLM": "auto_model",
@@ -66,6 +68,7 @@ __all__ = [
     "LigerFalconH1SwiGLUMLP",
     "LigerFusedAddRMSNorm",
     "LigerFusedLinearCrossEntropyLoss",
+    "LigerFusedLinearJSD",
     "LigerGEGLUMLP",
     "LigerGroupNorm",
     "LigerJSD",

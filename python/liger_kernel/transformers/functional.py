@@ -10,6 +10,7 @@ from liger_kernel.ops import (
     LigerCrossEntropyFunction,
     LigerDyTFunction,
     LigerFusedAddRMSNormFunction,
+    LigerFusedLinearJSDFunction,
     LigerGELUMulFunction,
     LigerGroupNormFunction,
     LigerJSDFunction,
@@ -174,6 +175,12 @@ def liger_kl_div(input, target, size_average: bool = True, reduce: bool = True, 
 def liger_jsd(input, target, shift_labels=None, beta: float = 0.5, ignore_index: int = -100):
     """Generalised Jensen-Shannon divergence of logarithms; see LigerJSDFunction."""
     return LigerJSDFunction.apply(input, target, shift_labels, beta, ignore_index)
+
+
+def liger_fused_linear_jsd(student_input, student_weight, teacher_input, teacher_weight, shift_labels=None, jsd_beta: float = 0.5, ignore_index: int = -100,
+                           temperature: float = 1.0, accum_dtype=None):
+    """Generalised Jensen-Shannon divergence of two heads, without their logits; see LigerFusedLinearJSDFunction."""
+    return LigerFusedLinearJSDFunction.apply(student_input, student_weight, teacher_input, teacher_weight, shift_labels, jsd_beta, ignore_index, temperature, accum_dtype)
 
 
 def liger_tvd(input, target, shift_labels=None, reduction: str = "mean", ignore_index: int = -100):

@@ -1,0 +1,82 @@
+"""Per-token negative log-likelihood and entropy of a head, without its logits: linear_log_prob with the checks and names of Liger's operator."""
+
+import math
+
+import torch
+
+
+class _FusedLinearPPOFallbackFunction:
+    """One operator serves every device and float dtype; the name is Liger's."""
+
+    @staticmethod
+    def apply(hidden, weight, ids, temperature, ignore_index, return_entropy):
+        from liger_kernel.ops.linear_log_prob import linear_log_prob  # this file can be loaded by its path alone
+
+        results = linear_log_prob(hidden, weight, ids, None, float(temperature), ignore_index, return_entropy)
+        return (-results[0], results[1].to(hidden.dtype)) if return_entropy else -results
+
+
+class _Sm90Function:
+    """The same with the arguments that Liger gives to its kernel for compute capability 9.0."""
+
+    @staticmethod
+    def apply(_input, weight, target, temperature, ignore_index, m_tiles_per_cluster, return_entropy):
+        return _FusedLinearPPOFallbackFunction.apply(_input, weight, target, temperature, ignore_index, return_entropy)
+
+
+def _load_sm90_function():
+    return _Sm90Function
+
+
+def _resolve_implementation(device):
+    """What runs on this device; its compute capability is asked for only where it can matter."""
+    if device.type != "cuda" or not torch.cuda.is_available() or torch.version.hip is not None:
+        return _FusedLinearPPOFallbackFunction
+    return _load_sm90_function() if torch.cuda.get_device_capability(device) == (9, 0) else _FusedLinearPPOFallbackFunction
+
+
+class LigerFusedLinearScaledCrossEntropyFunction:
+    @staticmethod
+    def apply(_input, weight, target, temperature=1.0, ignore_index=-100, m_tiles_per_cluster=1, return_entropy=False):
+        """logsumexp(a) − a at target, float [M], a = _input weightᵀ / temperature; with return_entropy also −Σ p ln p of p = softmax(a) in _input's dtype.
+
+        _input [M, H] and weight [V, H] of one dtype, target [M] int64. Both are 0, with gradients of 0, where the target is ignore_index, and differentiable.
+        m_tiles_per_cluster changes nothing. Raises TypeError for a wrong type or dtype and ValueError for a wrong shape, device, temperature or, on the
+        CPU, target; on CUDA a target outside [0, V) is a device assertion.
+        """
+        _check_options(temperature, m_tiles_per_cluster, return_entropy, _input, weight, target, ignore_index)
+        implementation = _resolve_implementation(_input.device)
+        if implementation is _FusedLinearPPOFallbackFunction:
+            return implementation.apply(_input, weight, target, temperature, ignore_index, return_entropy)
+        return implementation.apply(_input, weight, target, temperature, ignore_index, m_tiles_per_cluster, return_entropy)
+
+
+def _is_number(value):
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _check_options(temperature, tiles, return_entropy, x, weight, target, ignore_index):
+    if not isinstance(tiles, int) or isinstance(tiles, bool):
+        raise TypeError(f"m_tiles_per_cluster must be an integer, got {tiles!r}")
+    if tiles < 1:
+        raise ValueError(f"m_tiles_per_cluster must be at least 1, got {tiles}")
+    if not isinstance(return_entropy, bool):
+        raise TypeError(f"return_entropy must be True or False, got {return_entropy!r}")
+    if x.ndim != 2 or weight.ndim != 2 or target.ndim != 1 or x.shape[1] != weight.shape[1] or len(x) != len(target):
+        raise ValueError(f"expected _input [M, H], weight [V, H] and target [M], got {list(x.shape)}, {list(weight.shape)} and {list(target.shape)}")
+    if 0 in (*x.shape, *weight.shape):
+        raise ValueError(f"no dimension may be empty, got _input {list(x.shape)} and weight {list(weight.shape)}")
+    if not x.device == weight.device == target.device:
+        raise ValueError(f"_input, weight and target must be on one device, got {x.device}, {weight.device} and {target.device}")
+    if x.dtype != weight.dtype or not x.is_floating_point():
+        raise TypeError(f"_input and weight must have one floating dtype, got {x.dtype} and {weight.dtype}")
+    if target.dtype != torch.int64:
+        raise TypeError(f"target must be int64, got {target.dtype}")
+    if target.device.type == "cpu":
+        outside = target[(target != ignore_index) & ((target < 0) | (target >= len(weight)))]
+        if len(outside):
+            raise ValueError(f"target {int(outside[0])} is outside [0, {len(weight)}) and not ignore_index {ignore_index}")
+    if not _is_number(temperature):
+        raise TypeError(f"temperature must be a number, got {temperature!r}")
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise ValueError(f"temperature must be positive and finite, got {temperature}")

@@ -1,0 +1,370 @@
+"""Losses between a student's and a teacher's head, against plain torch in float64."""
+
+import inspect
+
+import pytest
+import torch
+from liger_kernel import ops as liger_ops
+from liger_kernel._library import ops
+from liger_kernel.chunked_loss import cosine_similarity_loss, fused_linear_distillation, jsd_loss
+from liger_kernel.chunked_loss.fused_linear_distillation import LigerFusedLinearDistillationBase
+from liger_kernel.ops import two_heads
+from liger_kernel.transformers import LigerFusedLinearJSD
+from liger_kernel.transformers.functional import liger_fused_linear_jsd
+
+from policy_reference import BOUNDS, check
+
+N, H, H_TEACHER, V = 37, 16, 24, 53
+JSD, Cosine = jsd_loss.LigerFusedLinearJSDLoss, cosine_similarity_loss.LigerFusedLinearCosineSimilarityLoss
+NAMES = "loss", "student_input", "student_weight", "student_bias"
+
+
+def heads(device="cpu", dtype=torch.float32, tokens=(N,), vocabulary=V, teacher_vocabulary=V):
+    """(student: input, weight, bias), (teacher: input, weight, bias), labels of which a third is ignored."""
+    g = torch.Generator().manual_seed(1)
+    draw = lambda *shape: torch.randn(*shape, generator=g).to(device, dtype)
+    student = [draw(*tokens, H) * 0.7, draw(vocabulary, H) * 0.5, draw(vocabulary) * 0.3]
+    teacher = [draw(*tokens, H_TEACHER) * 0.7, draw(teacher_vocabulary, H_TEACHER) * 0.5, draw(teacher_vocabulary) * 0.3]
+    labels = torch.randint(0, vocabulary, tokens, generator=g)
+    labels[torch.rand(tokens, generator=g) < 0.3] = -100
+    return [t.requires_grad_() for t in student], teacher, labels.to(device)
+
+
+def divergence(s, t, beta):
+    """Of each row of probabilities' logarithms."""
+    kl = lambda p, q: (p.exp() * (p - q)).sum(-1)
+    if beta in (0, 1):
+        return kl(t, s) if beta == 0 else kl(s, t)
+    m = ((1 - beta) * s.exp() + beta * t.exp()).log()
+    return beta * kl(t, m) + (1 - beta) * kl(s, m)
+
+
+def jsd(s, t, labels, beta):
+    each = divergence(torch.log_softmax(s, -1), torch.log_softmax(t, -1), beta)
+    return each.masked_fill(labels == -100, 0).sum()
+
+
+def cosine(s, t, labels, beta):
+    return beta * (1 - torch.nn.functional.cosine_similarity(s, t, -1)).sum()
+
+
+def expected_of(student, teacher, labels, soft_of, temperature=1.0, weights=(0.5, 0.5), beta=0.5, scale=1.0, with_ce=True):
+    """([loss, gradients of the student], soft, hard) in float64."""
+    exact = [None if t is None else t.detach().double().requires_grad_(t.requires_grad) for t in student]
+    logits = lambda x, w, b: x.flatten(0, -2) @ w.T + (0 if b is None else b)
+    s, t, labels = logits(*exact), logits(*(None if t is None else t.double() for t in teacher)), labels.flatten()
+    count = (labels != -100).sum().clamp(min=1)
+    hard = torch.nn.functional.cross_entropy(s, labels, ignore_index=-100, reduction="sum") / count * with_ce
+    padded = torch.nn.functional.pad(s / temperature, (0, t.shape[-1] - s.shape[-1]))
+    soft = soft_of(padded, t / temperature, labels, beta) / count
+    loss = weights[0] * hard + weights[1] * soft
+    gradients = torch.autograd.grad(loss * scale, [t for t in exact if t is not None and t.requires_grad])
+    return [loss, *gradients], soft, hard
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("beta", [0.0, 0.5, 0.3, 1.0])
+def test_jsd(device, dtype, beta):
+    student, teacher, labels = heads(device, dtype)
+    module = JSD(beta=beta, temperature=1.3, return_soft_hard_loss=True)
+    loss, soft, hard = module(student[0], student[1], teacher[0], teacher[1], labels, student[2], teacher[2])
+    (loss * 1.7).backward()
+    expected, soft_, hard_ = expected_of(student, teacher, labels, jsd, 1.3, beta=beta, scale=1.7)
+    check((loss, *(t.grad for t in student)), expected, NAMES, BOUNDS[dtype])
+    check((soft, hard), (soft_, hard_), ("soft", "hard"), BOUNDS[dtype])
+    assert all(t.dtype == torch.float32 and t.ndim == 0 for t in (loss, soft, hard)) and not soft.requires_grad and not hard.requires_grad
+    assert all(t.grad.dtype == dtype and t.grad.shape == t.shape for t in student)
+    assert student[0].grad[labels == -100].count_nonzero() == 0 and all(t.grad is None for t in teacher)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_cosine(device, dtype):
+    student, teacher, labels = heads(device, dtype)
+    loss, soft, hard = Cosine(beta=0.7, temperature=2.0, return_soft_hard_loss=True)(student[0], student[1], teacher[0], teacher[1], labels, student[2], teacher[2])
+    loss.backward()
+    expected, soft_, hard_ = expected_of(student, teacher, labels, cosine, 2.0, beta=0.7)
+    check((loss, *(t.grad for t in student)), expected, NAMES, BOUNDS[dtype])
+    check((soft, hard), (soft_, hard_), ("soft", "hard"), BOUNDS[dtype])
+    assert student[0].grad[labels == -100].count_nonzero() > 0  # the soft loss is of all tokens
+    assert not ops.cosine_distance(torch.zeros(2, 3), torch.ones(2, 3)).sub(1).any()
+
+
+@pytest.mark.parametrize("function", [JSD, Cosine])
+@pytest.mark.parametrize("weights", [(0.5, 0.5), (0.0, 1.0), (1.0, 0.0), (0.2, 3.0)], ids=str)
+@pytest.mark.parametrize("biases", ["both", "student", "teacher", "none"])
+def test_weights_and_biases(function, weights, biases):
+    student, teacher, labels = heads()
+    student[2] = student[2] if biases in ("both", "student") else None
+    teacher[2] = teacher[2] if biases in ("both", "teacher") else None
+    loss = function(*weights)(student[0], student[1], teacher[0], teacher[1], labels, student[2], teacher[2])
+    loss.backward()
+    expected, *_ = expected_of(student, teacher, labels, jsd if function is JSD else cosine, weights=weights)
+    check((loss, *(t.grad for t in student if t is not None)), expected, NAMES, BOUNDS[torch.float32])
+
+
+def test_chunks(monkeypatch):
+    """The numbers do not depend on chunks or pieces, and a 3-d batch is the same tokens; strides are free."""
+    student, teacher, labels = heads(tokens=(5, 23))
+    student[0] = student[0].detach()[:, :-1].requires_grad_()
+    leaf, labels, teacher[0] = student[0], labels[:, 1:], teacher[0][:, :-1]
+    expected, *_ = expected_of(student, teacher, labels, jsd)
+    for chunk, piece, size in ((4096, 512, 1024), (4096, 7, 1024), (13, 5, 1), (1, 1, 1)):
+        monkeypatch.setattr(two_heads, "CPU_CHUNK", chunk), monkeypatch.setattr(two_heads, "CPU_BYTES", 0), monkeypatch.setattr(two_heads, "PIECE", piece)
+        for t in student:
+            t.grad = None
+        loss = JSD(chunk_size=size)(student[0], student[1], teacher[0], teacher[1], labels, student[2], teacher[2])
+        loss.backward()
+        assert leaf.grad.shape == leaf.shape
+        check((loss, *(t.grad for t in student)), expected, NAMES, BOUNDS[torch.float32])
+    flat = JSD()(student[0].flatten(0, 1), student[1], teacher[0].flatten(0, 1), teacher[1], labels.flatten(), student[2], teacher[2])
+    torch.testing.assert_close(flat, loss)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_weight_gradient_is_summed_in_float(monkeypatch, dtype):
+    """Its error does not grow with the number of chunks."""
+    student, teacher, labels = heads(dtype=dtype, tokens=(600,))
+    expected, *_ = expected_of(student, teacher, labels, jsd)
+    errors = []
+    for chunk in (600, 3):
+        monkeypatch.setattr(two_heads, "CPU_CHUNK", chunk), monkeypatch.setattr(two_heads, "CPU_BYTES", 0)
+        loss = JSD()(student[0], student[1], teacher[0], teacher[1], labels, student[2], teacher[2])
+        gradient, = torch.autograd.grad(loss, student[1])
+        errors.append((gradient.double() - expected[2]).norm() / expected[2].norm())
+    assert errors[1] < 1.2 * errors[0]
+
+
+def test_larger_teacher_vocabulary():
+    student, teacher, labels = heads(teacher_vocabulary=V + 9)
+    for function, soft in ((JSD, jsd), (Cosine, cosine)):
+        for t in student:
+            t.grad = None
+        loss = function(temperature=0.8)(student[0], student[1], teacher[0], teacher[1], labels, student[2], teacher[2])
+        loss.backward()
+        expected, *_ = expected_of(student, teacher, labels, soft, 0.8)
+        check((loss, *(t.grad for t in student)), expected, NAMES, BOUNDS[torch.float32])
+    student, teacher, labels = heads(vocabulary=V + 9)
+    with pytest.raises(ValueError, match="vocabulary"):
+        JSD()(student[0], student[1], teacher[0], teacher[1], labels)
+
+
+def test_ignored_tokens():
+    """All ignored: 0 with gradients of 0. What stands at ignored places is not read."""
+    student, teacher, labels = heads()
+    nothing = JSD()(student[0], student[1], teacher[0], teacher[1], torch.full_like(labels, -100), student[2], teacher[2])
+    nothing.backward()
+    assert nothing == 0 and all(t.grad.count_nonzero() == 0 for t in student)
+    plain = JSD()(student[0], student[1], teacher[0], teacher[1], labels, student[2], teacher[2])
+    with torch.no_grad():
+        student[0][labels == -100] = torch.nan
+    for t in student:
+        t.grad = None
+    loss = JSD()(student[0], student[1], teacher[0], teacher[1], labels, student[2], teacher[2])
+    loss.backward()
+    torch.testing.assert_close(loss, plain)
+    assert plain > 1e-3 and all(t.grad.isfinite().all() and t.grad.abs().max() > 1e-5 for t in student)
+    own = JSD(ignore_index=5)(teacher[0], teacher[1], teacher[0] * 0.5, teacher[1], torch.where(labels == -100, 5, labels))
+    other = labels.masked_fill(labels == 5, -100)
+    torch.testing.assert_close(own, JSD()(teacher[0], teacher[1], teacher[0] * 0.5, teacher[1], other))
+
+
+def test_gradients_of_forward():
+    student, teacher, labels = heads()
+    run = lambda: JSD()(student[0], student[1], teacher[0], teacher[1], labels, student[2], teacher[2])
+    loss = run()
+    once = torch.autograd.grad(loss, student, retain_graph=True)
+    whole, student[1].data = student[1].data, torch.empty(0)  # as ZeRO-3 leaves it
+    twice = torch.autograd.grad(loss * 2, student)
+    student[1].data = whole
+    for a, b in zip(once, twice):
+        assert a.abs().max() > 1e-5
+        torch.testing.assert_close(2 * a, b)
+    for _ in range(3):
+        run().backward()
+    for t, a in zip(student, once):
+        torch.testing.assert_close(t.grad, 3 * a)
+    with torch.no_grad():
+        without = run()
+    assert not without.requires_grad
+    torch.testing.assert_close(without, loss.detach())
+    with pytest.raises(RuntimeError, match="second derivative"):
+        torch.autograd.grad(run(), student[0], create_graph=True)[0].sum().backward()
+    student[1].requires_grad_(False)
+    frozen = run()
+    gradients = torch.autograd.grad(frozen, (student[0], student[2]))
+    for a, b in zip(gradients, (once[0], once[2])):
+        torch.testing.assert_close(a, b)
+
+
+def test_no_gradient_is_made_where_none_is_wanted(monkeypatch):
+    student, teacher, labels = heads()
+    run = lambda: JSD()(student[0], student[1], teacher[0], teacher[1], labels)
+    monkeypatch.setattr(two_heads, "_accumulate", lambda *a: made.append(a[0].shape))
+    made = []
+    with torch.no_grad():
+        run()
+    assert not made
+    student[1].requires_grad_(False)
+    run()
+    assert made == [student[0][labels != -100].shape]
+
+
+@pytest.mark.parametrize("module", [JSD, Cosine, LigerFusedLinearJSD])
+def test_in_a_compiled_function(module):
+    """The graph breaks at the loss; its gradients are the same."""
+    student, teacher, labels = heads()
+    labels = None if module is LigerFusedLinearJSD else labels  # which would break the graph by themselves
+    run = lambda x: module()(x * 2, student[1], teacher[0], teacher[1], labels)
+    expected = torch.autograd.grad(run(student[0]), student[:2])
+    torch._dynamo.reset()
+    for got, right in zip(torch.autograd.grad(torch.compile(run, backend="eager")(student[0]), student[:2]), expected):
+        assert right.abs().max() > 1e-5
+        torch.testing.assert_close(got, right)
+
+
+def test_autocast_and_mixed_dtypes(device):
+    student, teacher, labels = heads(device)
+    expected, *_ = expected_of(student, teacher, labels, jsd)
+    run = lambda x: JSD()(x, student[1], teacher[0].to(x.dtype), teacher[1], labels, student[2], teacher[2])
+    with torch.autocast(device, torch.bfloat16):
+        loss = run(student[0])
+    loss.backward()
+    assert all(t.grad.dtype == torch.float32 for t in student)
+    check((loss, *(t.grad for t in student)), expected, NAMES, dict(rtol=0.1, atol=0.05))
+    student[1].grad = student[2].grad = None
+    half = student[0].detach().bfloat16().requires_grad_()
+    loss = run(half)
+    loss.backward()
+    assert half.grad.dtype == torch.bfloat16 and student[1].grad.dtype == torch.float32
+    check((loss, half.grad, *(t.grad for t in student[1:])), expected, NAMES, dict(rtol=0.1, atol=0.05))
+
+
+def test_own_loss_on_the_base():
+    """A user's own loss on logits, with a keyword of its own; weights and all else are the base's."""
+
+    class SquaredError(LigerFusedLinearDistillationBase):
+        @staticmethod
+        def distillation_loss_fn(student_logits, teacher_logits, target=None, ignore_index=None, beta=1.0, power=1):
+            kept = target != ignore_index
+            return beta * (student_logits - teacher_logits)[kept].abs().pow(power).sum()
+
+        @classmethod
+        def forward(cls, ctx, student_input, student_weight, teacher_input, teacher_weight, target, student_bias, teacher_bias, with_ce):
+            return super().forward(cls, ctx, student_input, student_weight, teacher_input, teacher_weight, target, student_bias, teacher_bias, chunk_size=4,
+                                   beta=0.3, compute_ce_loss=with_ce, temperature=1.5, power=2)
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            return *LigerFusedLinearDistillationBase.backward(ctx, grad_output)[:6], None, None
+
+    soft_of = lambda s, t, labels, beta: beta * (s - t)[labels != -100].pow(2).sum()
+    for with_ce in (True, False):
+        student, teacher, labels = heads()
+        loss = SquaredError.apply(student[0], student[1], teacher[0], teacher[1], labels, student[2], teacher[2], with_ce)
+        loss.backward()
+        expected, *_ = expected_of(student, teacher, labels, soft_of, 1.5, beta=0.3, with_ce=with_ce)
+        check((loss, *(t.grad for t in student)), expected, NAMES, BOUNDS[torch.float32])
+    with pytest.raises(NotImplementedError):
+        LigerFusedLinearDistillationBase.distillation_loss_fn(None, None)
+
+
+def test_parts_of_the_base():
+    """chunk_forward and _compute_loss are differentiable on their own."""
+    student, teacher, labels = heads()
+    arguments = student[0], student[1], teacher[0], teacher[1], labels, student[2], teacher[2]
+    s, t, ce = LigerFusedLinearDistillationBase.chunk_forward(*arguments)
+    torch.testing.assert_close(s, student[0] @ student[1].T + student[2])
+    torch.testing.assert_close(t, teacher[0] @ teacher[1].T + teacher[2])
+    torch.testing.assert_close(ce, torch.nn.functional.cross_entropy(s, labels, reduction="sum"))
+    loss, (soft, hard, *_) = LigerFusedLinearDistillationBase._compute_loss(
+        *arguments, jsd_loss.LigerFusedLinearJSDFunction.distillation_loss_fn, temperature=1.2, beta=0.3)
+    loss.backward()
+    expected, soft_, hard_ = expected_of(student, teacher, labels, jsd, 1.2, beta=0.3)
+    check((loss, *(t.grad for t in student), soft, hard), (*expected, soft_, hard_), (*NAMES, "soft", "hard"), BOUNDS[torch.float32])
+    fn = jsd_loss.LigerFusedLinearJSDFunction.distillation_loss_fn
+    torch.testing.assert_close(fn(s.view(1, N, V), t.view(1, N, V), 0.3), jsd(s, t, labels * 0, 0.3))
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("labelled", [True, False])
+def test_fused_linear_jsd(device, dtype, beta, labelled):
+    student, teacher, labels = heads(device, dtype)
+    labels = labels if labelled else None
+    loss = LigerFusedLinearJSD(beta, temperature=1.3)(student[0], student[1], teacher[0], teacher[1], labels)
+    (loss * 1.7).backward()
+    expected, *_ = expected_of([*student[:2], None], [*teacher[:2], None], torch.zeros(N, dtype=torch.long, device=device) if labels is None else labels, jsd, 1.3,
+                               (0, 1), beta, 1.7)
+    check((loss, student[0].grad, student[1].grad), expected, NAMES, BOUNDS[dtype])
+    assert loss.dtype == torch.float32 and loss.ndim == 0 and student[0].grad.dtype == dtype == student[1].grad.dtype
+    arguments = student[0], student[1], teacher[0], teacher[1], labels, beta, -100
+    torch.testing.assert_close(liger_fused_linear_jsd(*arguments, 1.3), loss, rtol=0, atol=0)
+    loss_, *gradients = liger_ops.fused_linear_jsd_forward(*arguments, labelled, 1.3)
+    gradients = liger_ops.fused_linear_jsd_backward(torch.tensor(1.7), *gradients)
+    torch.testing.assert_close(loss_, loss, rtol=0, atol=0)
+    for got, t in zip(gradients, student):
+        torch.testing.assert_close(got.to(dtype), t.grad, rtol=1e-2 if dtype == torch.bfloat16 else 2e-3 if dtype == torch.float16 else 1e-6, atol=1e-7)
+
+
+def test_fused_linear_jsd_contract():
+    student, teacher, labels = heads()
+    run = lambda labels=labels, **kw: LigerFusedLinearJSD(**kw)(student[0], student[1], teacher[0], teacher[1], labels)
+    nothing = run(torch.full_like(labels, -100))
+    nothing.backward()
+    assert nothing == 0 and student[0].grad.count_nonzero() == 0 == student[1].grad.count_nonzero()
+    loss = run(accum_dtype=torch.float32)
+    once = torch.autograd.grad(loss, student[:2], retain_graph=True)
+    for a, b in zip(once, torch.autograd.grad(loss * 3, student[:2])):
+        assert a.abs().max() > 1e-5
+        torch.testing.assert_close(3 * a, b)
+    with torch.no_grad():
+        assert not run().requires_grad
+    with pytest.raises(RuntimeError, match="second derivative"):
+        torch.autograd.grad(run(), student[0], create_graph=True)[0].sum().backward()
+    student[1].requires_grad_(False)
+    torch.testing.assert_close(torch.autograd.grad(run(), student[0])[0], once[0])
+    assert liger_ops.fused_linear_jsd_forward(student[0], student[1], teacher[0], teacher[1], labels, 0.5, -100, True, 1.0)[2] is None
+    with pytest.raises(AssertionError):
+        LigerFusedLinearJSD(temperature=0.0)
+    with pytest.raises(AssertionError, match="shift_labels"):
+        run(labels[:-1])
+    with pytest.raises(ValueError, match="beta"):
+        run(jsd_beta=1.5)
+
+
+def test_half_precision_gradients_neither_vanish_nor_overflow():
+    """A mean's terms are below float16's smallest number until the loss scale reaches them, and their sum over tokens is above its largest."""
+    student, teacher, labels = heads(dtype=torch.float16, tokens=(2500,), vocabulary=3000, teacher_vocabulary=3000)
+    loss = JSD(temperature=4.0)(student[0], student[1], teacher[0] * 0.1, teacher[1], labels, student[2], teacher[2])
+    (loss * 2.0**14).backward()
+    teacher[0] = teacher[0] * 0.1
+    expected, *_ = expected_of(student, teacher, labels, jsd, 4.0, scale=2.0**14)
+    check([t.grad for t in student], expected[1:], NAMES[1:], dict(rtol=0.02, atol=2e-3))
+
+
+def test_signatures_and_attributes():
+    weights = [("weight_hard_loss", 0.5), ("weight_soft_loss", 0.5), ("beta", 0.5), ("ignore_index", -100), ("temperature", 1.0), ("compiled", True),
+               ("chunk_size", 1024), ("return_soft_hard_loss", False)]
+    tensors = ["student_input", "student_weight", "teacher_input", "teacher_weight"]
+    names = lambda f: [p.name if p.default is p.empty else (p.name, p.default) for p in inspect.signature(f).parameters.values()
+                       if p.name not in ("self", "cls", "ctx")]
+    biases = [("student_bias", None), ("teacher_bias", None)]
+    for module in (jsd_loss, cosine_similarity_loss):
+        name = "JSD" if module is jsd_loss else "CosineSimilarity"
+        loss, function = getattr(module, f"LigerFusedLinear{name}Loss"), getattr(module, f"LigerFusedLinear{name}Function")
+        assert names(function.forward) == [*tensors, "true_labels", "student_bias", "teacher_bias", *weights]
+        assert names(loss) == weights and names(loss.forward) == [*tensors, "true_labels", *biases]
+        options = dict(weight_hard_loss=0.1, weight_soft_loss=0.2, beta=0.3, ignore_index=7, temperature=2.0, compiled=False, chunk_size=3, return_soft_hard_loss=True)
+        made = loss(**options)
+        assert {name: getattr(made, name) for name in options} == options and issubclass(function, torch.autograd.Function)
+        with pytest.raises(AssertionError):
+            loss(temperature=0)
+    base = LigerFusedLinearDistillationBase
+    assert names(base.forward) == [
+        *tensors, "target", *biases, ("chunk_size", 1024), ("ignore_index", -100), *weights[:3], ("compute_ce_loss", True), ("temperature", 1.0), ("compiled", True),
+        ("return_soft_hard_loss", False), "loss_kwargs"]
+    assert names(base.chunk_forward) == [*(f"{t}_chunk" if "input" in t else t for t in tensors), "target_chunk", *biases, ("ignore_index", -100), ("compute_ce_loss", True)]
+    assert names(liger_ops.LigerFusedLinearJSDFunction.forward) == [
+        *tensors, ("shift_labels", None), ("jsd_beta", 0.5), ("ignore_index", -100), ("temperature", 1.0), ("accum_dtype", None)]
+    assert names(LigerFusedLinearJSD) == [("jsd_beta", 0.5), ("ignore_index", -100), ("temperature", 1.0), ("accum_dtype", None)]
+    assert names(LigerFusedLinearJSD.forward) == [*tensors, "shift_labels"] and fused_linear_distillation.DistillationLoss.function is None

@@ -1,0 +1,469 @@
+"""Losses of policies, on hidden states and on logits, against plain torch in float64."""
+
+import inspect
+import math
+
+import pytest
+import torch
+from liger_kernel import ops as liger_ops
+from liger_kernel._library import ops
+from liger_kernel.chunked_loss import grpo_loss as fused
+from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
+from liger_kernel.ops import grpo_loss as on_logits
+from liger_kernel.transformers.grpo_loss import _masked_mean, _reduce_grpo_loss, triton_grpo_loss
+
+from policy_reference import BOUNDS, CLIPPED, LOSSES, MAX_LENGTH, SOFT, B, T, V, batch, check, expected_of, gamma, log_probs, reduced, terms
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("loss,level", LOSSES)
+def test_fused_loss(device, dtype, loss, level):
+    tensors, ids, mask, advantages, old, ref, ratio = batch(device, dtype)
+    module = fused.LigerFusedLinearGRPOLoss(beta=0.1, loss_type=loss, importance_sampling_level=level, temperature=0.8, max_completion_length=MAX_LENGTH,
+                                            epsilon_high=1.1 if loss == "cispo" else 0.3)
+    x, weight, bias = tensors
+    got, metrics = module(x[:, :-1], weight, ids, mask, advantages, bias, ref_per_token_logps=ref, old_per_token_logps=old)
+    (got * 1.7).backward()
+    loss_, kl, clipped, gradients = expected_of(tensors, ids, mask, advantages, 0.8, 1.7, old=old, ref=ref, loss=loss, level=level, beta=0.1,
+                                                high=1.1 if loss == "cispo" else 0.3)
+    assert got.dtype == torch.float32 and got.ndim == 0 and len(metrics) == 2 and not any(m.requires_grad for m in metrics)
+    check((got, *(t.grad for t in tensors)), (loss_, *gradients), ("loss", "x", "weight", "bias"), BOUNDS[dtype])
+    assert all(t.grad.dtype == dtype for t in tensors) and x.grad[:, -1].count_nonzero() == 0
+    check(metrics[:1], (kl,), ("kl",), BOUNDS[dtype])
+    if dtype == torch.float32:
+        torch.testing.assert_close(metrics[1].double(), clipped, rtol=1e-6, atol=1e-6)
+        assert (clipped > 0) == (loss in CLIPPED + ("cispo",))
+
+
+OPTIONS = [
+    dict(beta=0.0), dict(unbiased=True), dict(delta=1.1), dict(delta=1.6), dict(old=None), dict(ref=None), dict(ratio="token"), dict(ratio="sequence"),
+    dict(unbiased=True, ratio="token", delta=1.3), dict(low=0.05, high=0.4), dict(pos=0.5, neg=2.0),
+]
+
+
+@pytest.mark.parametrize("loss,level", LOSSES)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_options(loss, level, options):
+    tensors, ids, mask, advantages, old, ref, ratio = batch("cpu")
+    ratio = {None: None, "token": ratio, "sequence": ratio[:, 0]}[options.get("ratio")]
+    options = {"old": old, "ref": ref, "beta": 0.1, **options, "ratio": ratio}
+    x, weight, bias = tensors
+    function = lambda beta=options["beta"]: fused.LigerFusedLinearGRPOFunction.apply(
+        x[:, :-1], weight, ids, mask, advantages, bias, options["ref"], options["old"], None, None, None, beta, options.get("low", 0.2), options.get("high", 0.2),
+        loss, MAX_LENGTH, level, options.get("pos", 1.0), options.get("neg", 1.05), 0.8, True, options["ref"] is not None, 1, ratio, options.get("delta"),
+        options.get("unbiased", False))
+    got, metrics = function()
+    got.backward()
+    expected, kl, clipped, gradients = expected_of(tensors, ids, mask, advantages, 0.8, **options, loss=loss, level=level)
+    named = [("loss", got, expected), *zip(("x", "weight", "bias"), (t.grad for t in tensors), gradients)]
+    if expected.abs() < 1e-5 or (options["old"] is None and loss == "sapo"):  # equal advantages may cancel, and do for neither gradient
+        named = named[1:]
+    check([n[1] for n in named], [n[2] for n in named], [n[0] for n in named], BOUNDS[torch.float32])
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+    assert len(metrics) == 1 + (options["beta"] != 0)
+    torch.testing.assert_close(metrics[-1].double(), clipped)
+    if options["beta"]:
+        torch.testing.assert_close(metrics[0].double(), kl, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", ("dapo", "cispo", "vespo"))
+def test_normalizer(loss):
+    tensors, ids, mask, advantages, old, *_ = batch("cpu")
+    x, weight, bias = tensors
+    module = fused.LigerFusedLinearGRPOLoss(beta=0.0, loss_type=loss, use_ref_model=False)
+    run = lambda **kw: module(x[:, :-1], weight, ids, mask, advantages, bias, old_per_token_logps=old, **kw)[0]
+    plain, by_sum, doubled = run(), run(num_items_in_batch=int(mask.sum())), run(num_items_in_batch=2 * mask.sum())
+    assert plain.abs() > 1e-3
+    torch.testing.assert_close(by_sum, plain)
+    torch.testing.assert_close(2 * doubled, plain)
+    assert LigerFusedLinearPPOBase._compute_dapo_normalizer(mask) == mask.sum() and on_logits._compute_dapo_normalizer(mask, 0.5) == 1
+
+
+def test_normalizer_of_ranks(monkeypatch):
+    """The share of this rank of the tokens of all: here both ranks of two have the same."""
+    tensors, ids, mask, *_ = batch("cpu")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda t: calls.append(t.add_(mask.sum() + 6)))
+    calls = []
+    assert on_logits._compute_dapo_normalizer(mask) == mask.sum() + 3 and len(calls) == 1
+    assert on_logits._compute_dapo_normalizer(mask, 50) == 25 and len(calls) == 1
+    fused.LigerFusedLinearGRPOLoss(use_ref_model=False)(tensors[0][:, :-1], tensors[1], ids, mask * 0, torch.ones(B))
+    assert len(calls) == 2  # one for the whole batch, and on a rank without tokens too
+
+
+def test_reference_model_and_frozen_weight(device):
+    tensors, ids, mask, advantages, old, *_ = batch(device)
+    x, weight, bias = tensors
+    ref_x, ref_weight, ref_bias = x.detach() * 0.5, weight.detach()[:, :].clone() * 0.7, bias.detach() + 0.1
+    module = fused.LigerFusedLinearGRPOLoss(beta=0.2)
+    weight.requires_grad_(False)
+    got, metrics = module(x[:, :-1], weight, ids, mask, advantages, bias, old_per_token_logps=old, ref_input=ref_x[:, :-1], ref_weight=ref_weight, ref_bias=ref_bias)
+    got.backward()
+    ref = log_probs(ref_x[:, :-1].double(), ref_weight.double(), ids, ref_bias.double())
+    expected, kl, _, gradients = expected_of(tensors, ids, mask, advantages, 1.0, old=old, ref=ref, beta=0.2)
+    check((got, metrics[0], x.grad, bias.grad), (expected, kl, gradients[0], gradients[2]), ("loss", "kl", "x", "bias"), BOUNDS[torch.float32])
+    assert weight.grad is None
+
+
+def test_mixed_dtypes_and_autocast(device):
+    tensors, ids, mask, advantages, old, ref, _ = batch(device)
+    x, weight, _ = tensors
+    module = fused.LigerFusedLinearGRPOLoss(beta=0.1)
+    expected, _, _, gradients = expected_of(tensors[:2], ids, mask, advantages, 1.0, old=old, ref=ref, beta=0.1)
+    half = x.detach().bfloat16().requires_grad_()
+    module(half[:, :-1], weight, ids, mask, advantages, None, ref, old)[0].backward()
+    assert half.grad.dtype == torch.bfloat16 and weight.grad.dtype == torch.float32
+    check((half.grad, weight.grad), gradients, ("x", "weight"), dict(rtol=0.1, atol=0.05))
+    weight.grad = None
+    with torch.autocast(device, torch.bfloat16):
+        loss, _ = module(x[:, :-1], weight, ids, mask, advantages, None, ref, old)
+    loss.backward()
+    check((loss, x.grad, weight.grad), (expected, *gradients), ("loss", "x", "weight"), dict(rtol=0.1, atol=0.05))
+
+
+def test_gradients_of_forward():
+    """Twice over a retained graph, accumulated over steps, without the weight in backward, none under no_grad, no second derivative."""
+    tensors, ids, mask, advantages, old, ref, _ = batch("cpu")
+    x, weight, bias = tensors
+    module = fused.LigerFusedLinearGRPOLoss(beta=0.1)
+    run = lambda: module(x[:, :-1], weight, ids, mask, advantages, bias, ref, old)[0]
+    loss = run()
+    once = torch.autograd.grad(loss, tensors, retain_graph=True)
+    whole, weight.data = weight.data, torch.empty(0)  # as ZeRO-3 leaves it
+    twice = torch.autograd.grad(loss * 2, tensors)
+    weight.data = whole
+    for a, b in zip(once, twice):
+        assert a.abs().max() > 1e-4
+        torch.testing.assert_close(2 * a, b)
+    for _ in range(3):
+        run().backward()
+    for t, a in zip(tensors, once):
+        torch.testing.assert_close(t.grad, 3 * a)
+    with torch.no_grad():
+        without = run()
+    assert not without.requires_grad
+    torch.testing.assert_close(without, loss.detach())
+    first = torch.autograd.grad(run(), x, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="second derivative"):
+        first.sum().backward()
+
+
+def test_in_a_compiled_function():
+    """The graph breaks at the loss; its gradients are the same."""
+    tensors, ids, mask, advantages, old, ref, _ = batch("cpu")
+    x, weight, bias = tensors
+    run = lambda x: fused.LigerFusedLinearGRPOLoss(beta=0.1)(x[:, :-1] * 2, weight, ids, mask, advantages, bias, ref, old)[0]
+    expected = torch.autograd.grad(run(x), tensors)
+    torch._dynamo.reset()
+    for got, right in zip(torch.autograd.grad(torch.compile(run, backend="eager")(x), tensors), expected):
+        assert right.abs().max() > 1e-4
+        torch.testing.assert_close(got, right)
+
+
+@pytest.mark.parametrize("loss", CLIPPED + SOFT)
+def test_padding(loss):
+    """What stands at masked places changes nothing, but for luspo, whose sum has their terms too."""
+    tensors, ids, mask, advantages, old, ref, ratio = batch("cpu")
+    x, weight, bias = tensors
+    module = fused.LigerFusedLinearGRPOLoss(beta=0.1, loss_type=loss, max_completion_length=MAX_LENGTH)
+    run = lambda ids, old, ref: module(x[:, :-1], weight, ids, mask, advantages, bias, ref, old)[0]
+    garbage = lambda t, value: torch.where(mask == 0, value, t)
+    plain = run(ids, old, ref)
+    plain.backward()
+    gradients = [t.grad.clone() for t in tensors]
+    assert all(g.abs().max() > 1e-5 for g in gradients)
+    x.grad = weight.grad = bias.grad = None
+    padded = run(garbage(ids, -100), old if loss == "luspo" else garbage(old, -300.0), ref if loss == "luspo" else garbage(ref, math.nan))
+    padded.backward()
+    assert padded.isfinite() and all(t.grad.isfinite().all() for t in tensors)
+    if loss == "luspo":
+        assert x.grad[2, 4:].count_nonzero() == 0 and gradients[0][2, 4:-1].abs().min(0).values.max() > 0
+        return
+    torch.testing.assert_close(padded, plain)
+    for t, g in zip(tensors, gradients):
+        torch.testing.assert_close(t.grad, g)
+    assert x.grad[:, :-1][mask == 0].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("loss", CLIPPED + SOFT)
+def test_everything_masked(loss):
+    tensors, ids, mask, advantages, old, ref, _ = batch("cpu")
+    x, weight, bias = tensors
+    module = fused.LigerFusedLinearGRPOLoss(beta=0.1, loss_type=loss, max_completion_length=MAX_LENGTH)
+    got, metrics = module(x[:, :-1], weight, ids, mask * 0, advantages, bias, ref, old)
+    got.backward()
+    assert got == 0 and all(m == 0 for m in metrics) and all(t.grad.count_nonzero() == 0 for t in tensors)
+
+
+def test_importance_ratio_shapes():
+    tensors, ids, mask, advantages, old, ref, ratio = batch("cpu")
+    x, weight, bias = tensors
+    module = fused.LigerFusedLinearGRPOLoss(beta=0.1)
+    run = lambda ratio: module(x[:, :-1], weight, ids, mask, advantages, bias, ref, old, vllm_is_ratio=ratio)[0].detach()
+    row = ratio[:, 0]
+    torch.testing.assert_close(run(row), run(row.unsqueeze(1)))
+    torch.testing.assert_close(run(row), run(row.unsqueeze(1).expand(B, T)))
+    torch.testing.assert_close(run(torch.ones(B, T)), run(None))
+    assert (run(row) - run(None)).abs() > 1e-3
+    for shape in ((B + 1,), (B, T + 1), (B, T, 1), ()):
+        with pytest.raises(AssertionError, match="vllm_is_ratio"):
+            run(torch.ones(shape))
+
+
+def test_errors():
+    tensors, ids, mask, advantages, old, ref, _ = batch("cpu")
+    x, weight, bias = tensors
+
+    def run(ref=ref, ref_input=None, **options):
+        module = fused.LigerFusedLinearGRPOLoss(**options)
+        return module(x[:, :-1], weight, ids, mask, advantages, bias, ref, old, ref_input)
+
+    with pytest.raises(AssertionError, match="ref_input"):
+        run(ref=None)
+    with pytest.raises(Warning):
+        run(ref_input=x)
+    with pytest.raises(AssertionError, match="max_completion_length"):
+        run(loss_type="dr_grpo")
+    for loss in SOFT:
+        with pytest.raises(ValueError, match="Sequence-level importance sampling is not supported"):
+            run(ref=None, loss_type=loss, importance_sampling_level="sequence")
+    with pytest.raises(ValueError, match="loss_type"):
+        run(loss_type="ppo")
+    with pytest.raises(ValueError, match="importance_sampling_level"):
+        run(importance_sampling_level="word")
+    for options in (dict(sapo_temperature_pos=0), dict(sapo_temperature_neg=-1.0), dict(delta=0.0)):
+        with pytest.raises(ValueError, match="must be positive"):
+            run(**options)
+    # Positional callers leave anything in the places of sapo's temperatures.
+    loss, _ = fused.LigerFusedLinearGRPOFunction.apply(x[:, :-1], weight, ids, mask, advantages, bias, ref, old, None, None, None, 0.1, 0.2, 0.2, "dapo", None,
+                                                       "token", False, True)
+    assert loss.isfinite()
+    with pytest.raises(ValueError, match="max_completion_length"):
+        fused.LigerFusedLinearGRPOFunction.ppo_loss_fn(old, mask, advantages, mask, loss_type="dr_grpo")
+    with pytest.raises((IndexError, RuntimeError)):
+        fused.LigerFusedLinearGRPOLoss(use_ref_model=False)(x[:, :-1], weight, ids + V, mask, advantages)
+    with pytest.raises(RuntimeError, match="does not fit"):
+        ops.policy_loss(old, mask, advantages[:2], None, None, None, None, None, None, **on_logits.policy_options("dapo", "token", 0.2, 0.2, None, 0.0, False, 1.0, 1.0))
+
+
+def test_own_loss_on_the_base():
+    """A user's own loss: log-probabilities in, loss and metrics out; those of masked tokens are there."""
+
+    class Reinforce(LigerFusedLinearPPOBase):
+        @staticmethod
+        def ppo_loss_fn(per_token_logps, attention_mask, advantages, full_attention_mask, **kwargs):
+            seen.append(sorted(kwargs))
+            loss = -(per_token_logps * advantages.unsqueeze(1)).sum() / full_attention_mask.sum()
+            return loss, [per_token_logps.mean(), per_token_logps.sum(1)]
+
+        @classmethod
+        def forward(cls, ctx, _input, weight, ids, mask, advantages, bias=None):
+            return super().forward(cls=cls, ctx=ctx, _input=_input, weight=weight, selected_token_ids=ids, attention_mask=mask, advantages=advantages, bias=bias)
+
+        @staticmethod
+        def backward(ctx, *grad_output):
+            return LigerFusedLinearPPOBase.backward(ctx, *grad_output)[:6]
+
+    seen = []
+    (x, weight, bias), ids, mask, advantages, *_ = batch("cpu")
+    loss, (average, rows) = Reinforce.apply(x[:, :-1], weight, ids, mask, advantages, bias)
+    loss.backward()
+    exact = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
+    lp = log_probs(exact[0][:, :-1], exact[1], ids, exact[2])
+    expected = -(lp * advantages.double().unsqueeze(1)).sum() / mask.sum()
+    gradients = torch.autograd.grad(expected, exact)
+    check((loss, average, rows, x.grad, weight.grad, bias.grad), (expected, lp.mean(), lp.sum(1), *gradients), ("loss", "average", "rows", "x", "weight", "bias"), BOUNDS[torch.float32])
+    assert len(seen) == 1 and {"ref_per_token_logps", "old_per_token_logps", "epsilon_low", "vllm_is_ratio", "num_items_in_batch", "vespo_k_pos"} <= set(seen[0])
+    with pytest.raises(NotImplementedError):
+        LigerFusedLinearPPOBase.ppo_loss_fn()
+
+
+def test_chunk_forward():
+    g = torch.Generator().manual_seed(2)
+    x, weight, bias = (torch.randn(*s, generator=g).requires_grad_() for s in ((3, 700, 16), (4200, 16), (4200,)))
+    ids = torch.randint(0, 4200, (3, 700), generator=g)
+    ids[1, 5:9] = torch.tensor([-100, -1, -100, -7])
+    upstream = torch.randn(3, 700, generator=g)
+    got = LigerFusedLinearPPOBase.chunk_forward(x, weight, ids, bias, temperature=0.7)
+    got.backward(upstream)
+    exact = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
+    expected = torch.where(ids < 0, 0, log_probs(exact[0], exact[1], ids.clamp(min=0), exact[2], 0.7))
+    expected.backward(upstream.double())
+    check((got, x.grad, weight.grad, bias.grad), (expected, *(t.grad for t in exact)), ("logp", "x", "weight", "bias"), BOUNDS[torch.float32])
+    assert got.dtype == torch.float32 and got[1, 5:9].count_nonzero() == 0
+
+
+def test_formulas():
+    g = torch.Generator().manual_seed(3)
+    p, q = torch.randn(2, 5, generator=g, dtype=torch.float64), torch.randn(2, 5, generator=g, dtype=torch.float64)
+    torch.testing.assert_close(fused.k3_loss_fn(p, q), (p - q).exp() - (p - q) - 1)
+    assert (fused.k3_loss_fn(torch.full((9,), 1e-4), torch.zeros(9)) > 4.9e-9).all()  # exp(x) − x − 1 in float32 is 0 there
+    torch.testing.assert_close(fused.sapo_loss_fn(p.exp(), 0.7), torch.sigmoid(0.7 * (p.exp() - 1)) * 4 / 0.7)
+    with pytest.raises(ValueError):
+        fused.sapo_loss_fn(p, 0)
+    clipped, low, high = fused.clip_coef_fn(p.exp(), 0.2, 0.3, "grpo")
+    assert low.any() and high.any() and clipped.min() == 0.8 and clipped.max() == 1.3
+    clipped, low, high = fused.clip_coef_fn(p.exp().requires_grad_(), 0.2, 1.5, "cispo")
+    assert low is False and not clipped.requires_grad and clipped.max() == 1.5 and high.any()
+    assert fused.clip_coef_fn(p, 0.2, 0.2, "sapo")[0] is None
+    advantages, mask = torch.tensor([1.0, -1.0], dtype=torch.float64), torch.tensor([[1, 1, 1, 0, 0], [1, 0, 1, 1, 1]])
+    for ratio in (None, q.exp(), q[:, :1].exp(), torch.zeros(2, 5, dtype=torch.float64)):
+        got = fused.get_gamma_weights(advantages, p, mask, ratio, 1.5, 2.5, 1.0, 0.0)
+        torch.testing.assert_close(got, gamma(advantages, p, mask, ratio, 1.5, 2.5, 1.0, 0.0))
+    torch.testing.assert_close(fused.get_gamma_weights(advantages, p * 0, mask), torch.ones(2, 1, dtype=torch.float64))
+    assert not fused.get_gamma_weights(advantages, p.requires_grad_(), mask).requires_grad
+    values = torch.arange(10.0).view(2, 5)
+    torch.testing.assert_close(_masked_mean(values, mask), (values * mask).sum() / mask.sum())
+    assert _masked_mean(values, mask * 0) == 0
+    for loss in CLIPPED + SOFT:
+        torch.testing.assert_close(_reduce_grpo_loss(values, mask, loss, None), reduced(values.double(), mask.double(), loss, 5).float())
+        torch.testing.assert_close(_reduce_grpo_loss(values, None, loss, 9), reduced(values.double(), torch.ones(2, 5).double(), loss, 9).float())
+    with pytest.raises(ValueError, match="loss_type"):
+        _reduce_grpo_loss(values, mask, "ppo", None)
+
+
+def logits_of(tensors, dtype=torch.float32):
+    x, weight, bias = (t.detach() for t in tensors)
+    return (x @ weight.T + bias).to(dtype).contiguous().requires_grad_()
+
+
+def expected_on_logits(logits, ids, mask, advantages, reduce, upstream, loss, normalizer=None, max_length=T, **options):
+    exact = logits.detach().double().requires_grad_()
+    m = mask.double()
+    lp = torch.log_softmax(exact[:, :-1] / 0.9, -1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    wide = lambda t: t.double() if isinstance(t, torch.Tensor) else t
+    out, kl, clipped = terms(lp, m, advantages.double(), **{k: wide(v) for k, v in options.items()}, loss=loss)
+    out, clipped = out * m, clipped * m
+    kl = None if kl is None else kl * m
+    if reduce:
+        out, kl, clipped = reduced(out, m, loss, max_length, normalizer), None if kl is None else kl.sum() / m.sum().clamp(min=1), clipped.sum() / m.sum().clamp(min=1)
+    out.backward(upstream.double() if not reduce else torch.tensor(1.0, dtype=torch.float64, device=out.device))
+    return out, kl, clipped, exact.grad
+
+
+@pytest.mark.parametrize("reduce", [True, False], ids=["reduced", "each"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("loss,level", LOSSES)
+def test_on_logits(device, loss, level, dtype, reduce):
+    tensors, ids, mask, advantages, old, ref, ratio = batch(device)
+    for options in (dict(), dict(beta=0.0, old=None), dict(unbiased=True, ratio=ratio), dict(ratio=ratio[:, 0], delta=1.3)):
+        if loss in SOFT and "delta" in options:
+            options.pop("delta")
+        options = {"old": old, "ref": ref, "beta": 0.1, **options}
+        logits = logits_of(tensors, dtype)
+        upstream = torch.randn(T, B, generator=torch.Generator().manual_seed(4)).to(device).t()  # masked places too, and in other strides
+        result = triton_grpo_loss(
+            logits, options["old"], options["ref"] if options["beta"] else None, ids, advantages, mask, 0.9, options["beta"], 0.2, 0.3, False, loss, None, level,
+            reduce, vllm_is_ratio=options.get("ratio"), delta=options.get("delta"), use_bias_correction_kl=options.get("unbiased", False))
+        got, second, clipped = unpack(result) if reduce else result
+        got.backward(None if reduce else upstream)
+        loss_, kl, ratio_clipped, gradient = expected_on_logits(logits, ids, mask, advantages, reduce, upstream, loss, level=level, high=0.3, **options)
+        bounds = BOUNDS[torch.float32] if dtype == torch.float32 else dict(rtol=0.02, atol=0.01)
+        check((got, logits.grad), (loss_, gradient), ("loss", "logits"), bounds)
+        assert got.dtype == torch.float32 and logits.grad.dtype == dtype
+        assert logits.grad[:, -1].count_nonzero() == 0 and logits.grad[:, :-1][mask == 0].count_nonzero() == 0
+        torch.testing.assert_close(clipped.double(), ratio_clipped, rtol=1e-5, atol=1e-6)
+        assert (second is None) == (options["beta"] == 0)
+        if second is not None:
+            torch.testing.assert_close(second.double(), kl, rtol=1e-4, atol=1e-5)
+            assert not second.requires_grad and not clipped.requires_grad
+
+
+def unpack(result):
+    loss, metrics = result
+    return loss, None if len(metrics) == 1 else metrics[0], metrics[-1]
+
+
+def test_grpo_function():
+    tensors, ids, mask, advantages, old, ref, _ = batch("cpu")
+    logits = logits_of(tensors)
+    before = logits.detach().clone()
+    loss, kl, clipped = liger_ops.GrpoLossFunction.apply(logits, old, ref, ids, advantages, mask.bool(), 0.9, 0.1, 0.2, 0.3, True)
+    loss.backward(retain_graph=True)
+    once = logits.grad.clone()
+    loss.backward()
+    torch.testing.assert_close(logits.grad, 2 * once)
+    torch.testing.assert_close(logits.detach(), before, rtol=0, atol=0)
+    assert once.abs().max() > 1e-4
+    expected = expected_on_logits(logits, ids, mask, advantages, True, None, "grpo", old=old, ref=ref, beta=0.1, high=0.3)
+    check((loss, kl, clipped, once), expected, ("loss", "kl", "clipped", "logits"), BOUNDS[torch.float32])
+    apply = lambda *a, loss_type="grpo", **kw: liger_ops.GrpoLossFunction.apply(
+        *{**dict(zip(("logits", "old", "ref", "ids", "advantages", "mask"), (logits, old, ref, ids, advantages, None))), **kw}.values(), 0.9, 0.1, 0.2, 0.3, False,
+        loss_type, *a)
+    everything, _, _ = apply()
+    torch.testing.assert_close(everything, apply(mask=torch.ones_like(ids))[0])
+    for wrong, match in ((dict(ref=None), "ref_logp"), (dict(ids=None), "must be given"), (dict(logits=logits.transpose(0, 1)), "."), (dict(old=old[:, :-1]), "old_logp"),
+                         (dict(advantages=old), "advantages")):
+        with pytest.raises(AssertionError, match=match):
+            apply(**wrong)
+    for loss_type, options, match in (("ppo", (), "loss_type"), ("vespo", (), "phi_seq"), ("sapo", (None, True, "token", 0.0), "positive"),
+                                      ("cispo", (None, True, "token", 1.0, 1.0, None, 1.5), "delta"),
+                                      ("cispo", (None, True, "sequence"), "Sequence-level importance sampling is not supported")):
+        with pytest.raises(ValueError, match=match):
+            apply(*options, loss_type=loss_type)
+    with pytest.raises(AssertionError, match="importance_sampling_level"):
+        apply(None, True, "word")
+    with pytest.raises(ValueError, match="Sequence-level"):
+        triton_grpo_loss(logits, old, ref, ids, advantages, loss_type="vespo", importance_sampling_level="sequence")
+    phi = fused.get_gamma_weights(advantages, on_logits.fused_selective_log_softmax(logits, ids, 0.9) - old, torch.ones_like(ids))
+    torch.testing.assert_close(apply(None, True, "token", 1.0, 1.0, None, None, False, None, phi.squeeze(1), loss_type="vespo")[0],
+                               triton_grpo_loss(logits, old, ref, ids, advantages, None, 0.9, 0.1, 0.2, 0.3, False, "vespo", reduce=True)[0])
+
+
+def test_fused_and_on_logits_agree():
+    """One formula: where the API defines both alike, they are the same number."""
+    tensors, ids, mask, advantages, old, ref, ratio = batch("cpu")
+    x, weight, bias = tensors
+    for loss in CLIPPED[:-1] + SOFT:
+        a, _ = fused.LigerFusedLinearGRPOLoss(beta=0.1, temperature=0.9, loss_type=loss, max_completion_length=T)(
+            x[:, :-1], weight, ids, mask, advantages, bias, ref, old, vllm_is_ratio=ratio[:, :1])
+        b, _ = triton_grpo_loss(logits_of(tensors), old, ref, ids, advantages, mask, 0.9, 0.1, 0.2, 0.2, loss_type=loss, reduce=True, vllm_is_ratio=ratio[:, :1])
+        torch.testing.assert_close(a, b)
+
+
+def names(function):
+    return [p.name if p.default is p.empty else (p.name, p.default) for p in inspect.signature(function).parameters.values() if p.name not in ("self", "ctx", "cls")]
+
+
+POLICY = [("sapo_temperature_pos", 1.0), ("sapo_temperature_neg", 1.05)]
+VESPO = [("vespo_k_pos", 2.0), ("vespo_lambda_pos", 3.0), ("vespo_k_neg", 3.0), ("vespo_lambda_neg", 2.0)]
+REFERENCE = [("ref_per_token_logps", None), ("old_per_token_logps", None), ("ref_input", None), ("ref_weight", None), ("ref_bias", None)]
+BATCH = ["selected_token_ids", "attention_mask", "advantages", ("bias", None)]
+SIGNATURES = {
+    fused.LigerFusedLinearGRPOFunction.forward: [
+        "_input", "weight", *BATCH, *REFERENCE, ("beta", 0.04), ("epsilon_low", 0.2), ("epsilon_high", 0.2), ("loss_type", "dapo"), ("max_completion_length", None),
+        ("importance_sampling_level", "token"), *POLICY, ("temperature", 1.0), ("compiled", True), ("use_ref_model", True), ("chunk_size", 1), ("vllm_is_ratio", None),
+        ("delta", None), ("use_bias_correction_kl", False), *VESPO, ("num_items_in_batch", None)],
+    fused.LigerFusedLinearGRPOLoss: [
+        ("beta", 0.04), ("compiled", True), ("use_ref_model", True), ("chunk_size", 1), ("epsilon_low", 0.2), ("epsilon_high", 0.2), ("loss_type", "dapo"),
+        ("max_completion_length", None), ("importance_sampling_level", "token"), *POLICY, ("temperature", 1.0), ("delta", None), ("use_bias_correction_kl", False), *VESPO],
+    fused.LigerFusedLinearGRPOLoss.forward: ["_input", "lin_weight", *BATCH, *REFERENCE, ("vllm_is_ratio", None), ("num_items_in_batch", None)],
+    LigerFusedLinearPPOBase.forward: [
+        "_input", "weight", *BATCH, *REFERENCE, ("epsilon_low", 0.2), ("epsilon_high", 0.2), ("beta", 0.04), ("loss_type", "dapo"), ("max_completion_length", None),
+        ("importance_sampling_level", "token"), ("temperature", 1.0), ("compiled", True), ("use_ref_model", False), ("chunk_size", 1), *POLICY, ("vllm_is_ratio", None),
+        ("delta", None), ("use_bias_correction_kl", False), *VESPO, ("num_items_in_batch", None)],
+    LigerFusedLinearPPOBase.chunk_forward: ["input_chunk", "weight", "selected_token_ids", ("bias", None), ("temperature", 1.0)],
+    liger_ops.GrpoLossFunction.apply: [
+        "logits", "old_logp", "ref_logp", "completion_ids", "advantages", "completion_mask", "temperature", "beta", "eps_low", "eps_high", "inplace",
+        ("loss_type", "grpo"), ("max_completion_length", None), ("reduce", True), ("importance_sampling_level", "token"), *POLICY, ("vllm_is_ratio", None),
+        ("delta", None), ("use_bias_correction_kl", False), ("num_items_in_batch", None), ("phi_seq", None)],
+    triton_grpo_loss: [
+        "logits", "old_logp", "ref_logp", "completion_ids", "advantages", ("completion_mask", None), ("temperature", 0.9), ("beta", 0.04), ("eps_low", 0.2),
+        ("eps_high", 0.4), ("inplace", True), ("loss_type", "dapo"), ("max_completion_length", None), ("importance_sampling_level", "token"), ("reduce", False), *POLICY,
+        ("vllm_is_ratio", None), ("delta", None), ("use_bias_correction_kl", False), ("num_items_in_batch", None), *VESPO],
+    fused.get_gamma_weights: ["advantages", "log_ratio_per_token", "mask", ("importance_sampling_ratio", None), ("k_pos", 2.0), ("lambda_pos", 3.0), ("k_neg", 3.0), ("lambda_neg", 2.0)],
+}
+
+
+@pytest.mark.parametrize("function", SIGNATURES, ids=lambda f: f.__qualname__)
+def test_signatures(function):
+    assert names(function) == SIGNATURES[function]
+
+
+def test_attributes():
+    options = dict(beta=0.1, compiled=False, use_ref_model=False, chunk_size=3, epsilon_low=0.1, epsilon_high=0.3, loss_type="sapo", max_completion_length=5,
+                   importance_sampling_level="sequence", sapo_temperature_pos=2.0, sapo_temperature_neg=3.0, temperature=0.5, delta=4.0, use_bias_correction_kl=True,
+                   vespo_k_pos=1.0, vespo_lambda_pos=1.5, vespo_k_neg=1.6, vespo_lambda_neg=1.7)
+    module = fused.LigerFusedLinearGRPOLoss(**options)
+    assert {name: getattr(module, name) for name in options} == options
