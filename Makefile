@@ -13,7 +13,7 @@ sources := $(shell find liger python cmake -name '*.h' -o -name '*.cpp' -o -name
 
 SHELL := bash
 .SHELLFLAGS := -eo pipefail -c
-.PHONY: help train test fuzz test-install bench install clean
+.PHONY: help train test downstream fuzz test-install bench install clean
 .DEFAULT_GOAL := help
 
 help:  ## what there is
@@ -28,6 +28,15 @@ export LIGER_CUDA_ARCHITECTURES ?= $(if $(shell command -v nvidia-smi),native)
 test: LIGER_CUDA_ARCHITECTURES := $(or $(LIGER_CUDA_ARCHITECTURES),90a)
 test: $(ready)  ## everything: the C++ API, every operator, the CUDA kernels (emulated without a GPU), Hugging Face, the layers
 	PYTHON=$(python) BUILD=$(build) bash tests/run.sh
+
+# TRL and what it needs stand in an environment of their own, over the first one's packages.
+downstream: build/downstream/ready  ## TRL's trainers, as they are against liger_kernel.trl.patch()
+	OMP_NUM_THREADS=2 build/downstream/bin/python -m pytest -q -p no:cacheprovider tests/downstream $(ARGS)
+
+build/downstream/ready: $(ready) requirements-downstream.txt
+	$(python) -m venv --without-pip build/downstream
+	$(py) -c "import sysconfig; print(sysconfig.get_path('purelib'))" >$$(build/downstream/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth
+	build/downstream/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-downstream.txt && touch $@
 
 fuzz: $(ready)  ## draw fresh random cases for as long as told; ARGS="--seconds 600 --device cuda"
 	$(py) tests/fuzz.py $(ARGS)

@@ -1,0 +1,136 @@
+"""TRL's trainers on this library's operators: `liger_kernel.trl.patch()` before or after a trainer is made, nothing else."""
+
+import functools
+import importlib
+
+import torch
+from transformers.utils import is_triton_available
+
+from liger_kernel._library import ops
+from liger_kernel.ops.linear_log_prob import OUTPUTS
+from liger_kernel.ops.utils import first_derivative_only
+from liger_kernel.transformers.graft import kernels_cover
+from liger_kernel.transformers.patch import Replacement, Report, Skip
+
+_IGNORED = -100
+
+
+class _LinearLogProb(torch.autograd.Function):
+    """linear_log_prob, whose backward gathers the weight again where ZeRO-3 has taken it away since."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, ids, temperature, softcap, logit_scale, outputs, max_bytes):
+        recorded = torch.compiler.is_compiling() or any(function for function, _ in ctx.next_functions)  # there are no edges under no_grad
+        device = hidden.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        bits = sum(bit for name, bit in OUTPUTS.items() if name in outputs)
+        ctx.options = float(temperature), float(softcap), float(logit_scale), _IGNORED
+        ctx.rest = ids.numel(), max_bytes, dtype  # no id is ignored, so that the device is not asked for their number
+        logp, *found, stats, logits = ops.linear_log_prob_forward(hidden, weight, bias, ids, *ctx.options, bits, *ctx.rest, recorded and any(ctx.needs_input_grad))
+        found = [t if bits & bit else None for t, bit in zip(found, OUTPUTS.values())]
+        ctx.save_for_backward(hidden, weight, bias, ids, stats, logits)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(t for t in found[1:] if t is not None))
+        return logp, *found
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, dlogp, dentropy, *_):
+        if dlogp is None and dentropy is None:
+            return (None,) * 9
+        from trl.trainer.utils import maybe_gather_lm_head_ctx
+
+        hidden, weight, bias, ids, stats, logits = ctx.saved_tensors
+        again = torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()
+        backward = ops.linear_log_prob_backward if again else ops.linear_log_prob_backward_  # which overwrites the logits
+        wanted = ctx.needs_input_grad[:3]
+        with maybe_gather_lm_head_ctx(weight, bias):
+            found = backward(dlogp, dentropy, hidden, weight, bias, ids, stats, logits, *ctx.options, *ctx.rest, *wanted)
+        return *(t if w else None for t, w in zip(found, wanted)), *(None,) * 6
+
+
+def _covered(*tensors):
+    return all(t is None or kernels_cover(t) for t in tensors)
+
+
+def _log_prob_function(original, max_bytes):
+    class ChunkedLogProbFunction:
+        @staticmethod
+        def apply(hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping=None, logit_scale=1.0, outputs=tuple(OUTPUTS)):
+            softcap = 0.0 if final_logit_softcapping is None else final_logit_softcapping
+            sensible = temperature > 0 and logit_scale > 0 and (final_logit_softcapping is None or 0 < softcap < float("inf")) and len(weight) > 0
+            if not sensible or not _covered(hidden, weight, bias):
+                return original.apply(hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs)
+            return _LinearLogProb.apply(hidden, weight, bias, targets, temperature, softcap, logit_scale, outputs, max_bytes)
+
+    return ChunkedLogProbFunction
+
+
+def _fused_logprob_entropy(original, max_bytes):
+    def selective_log_softmax_and_entropy(logits, index, temperature=1.0, row_mask=None):
+        if not _covered(logits):
+            return original(logits, index, temperature, row_mask)
+        if row_mask is not None:
+            index = index.masked_fill(row_mask == 0, _IGNORED)
+        return ops.selective_log_softmax(logits, index, float(temperature), _IGNORED)
+
+    return selective_log_softmax_and_entropy
+
+
+def _supports(original, max_bytes):
+    def supports(logits, index=None, row_mask=None):
+        if not _covered(logits):
+            return is_triton_available() and original(logits, index, row_mask)
+        alike = all(t is None or (t.shape == logits.shape[:-1] and t.device == logits.device and not t.is_floating_point()) for t in (index, row_mask))
+        return alike and logits.ndim > 0 and logits.shape[-1] > 0
+
+    return supports
+
+
+def _available(original, max_bytes):
+    return lambda: True  # TRL asks this first, and then what `_supports` answers
+
+
+def _compacts(original, max_bytes):
+    return lambda device: device.type in ("cpu", "cuda") or original(device)
+
+
+#: (module, attribute, what makes its replacement of the original, by what, whether TRL has it only where Triton is installed)
+_PARTS = (
+    ("trl.trainer.utils", "_ChunkedLogProbFunction", _log_prob_function, "linear_log_prob", False),
+    ("trl.trainer.utils", "_use_triton", _compacts, "CPU and CUDA", False),
+    ("trl.trainer.utils", "_supports_trl_loss_kernel", _supports, "CPU and CUDA", False),
+    ("trl.trainer.utils", "_fused_logprob_entropy", _fused_logprob_entropy, "selective_log_softmax", True),
+    ("trl.trainer.utils", "is_triton_available", _available, "always", False),
+)
+
+
+@functools.cache
+def _replacement(make, original, max_bytes):
+    new = make(original, max_bytes)
+    new.liger_original = original
+    return new
+
+
+def patch(max_bytes: int = 0) -> Report:
+    """Run the fused head and the log-probabilities of TRL's trainers on linear_log_prob and selective_log_softmax, on CPU and CUDA.
+
+    Attributes of TRL's modules are replaced; trainers, models and configurations stay as they are, also those that exist already. Logits of up to max_bytes (0:
+    4 GiB on a GPU, 256 MiB on a CPU) wait for backward, others are made again. Where there are no kernels (float64, other devices), TRL's own functions run.
+    The report says what was replaced, what this TRL does not have, and has undo(). Raises ImportError without TRL.
+    """
+    try:
+        import trl
+    except ImportError as error:
+        raise ImportError("liger_kernel.trl.patch() needs TRL: pip install trl>=1.16") from error
+    report = Report(f"trl {trl.__version__}")
+    for name, attribute, make, by, with_triton in _PARTS:
+        module = importlib.import_module(name)
+        original = getattr(module, attribute, None)
+        if original is None and not with_triton:
+            report.skipped.append(Skip(name, attribute, "the installed TRL has none"))
+            continue
+        original = getattr(original, "liger_original", original)
+        report.edits.set(module, attribute, _replacement(make, original, max_bytes))
+        report.replaced.append(Replacement(name, attribute, by))
+    return report

@@ -1,0 +1,38 @@
+"""Tiny random models and data for trainers of others; nothing is fetched."""
+
+import os
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+torch.set_num_threads(1)
+
+WORDS = [f"w{i}" for i in range(60)]
+
+
+@pytest.fixture
+def tokenizer():
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *WORDS])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>", padding_side="left")
+
+
+@pytest.fixture
+def model(tokenizer, tmp_path):
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+        initializer_range=0.2, rms_norm_eps=0.03, pad_token_id=0, bos_token_id=1, eos_token_id=2, attn_implementation="eager"))
+    model.save_pretrained(tmp_path)  # from where a trainer loads its reference model
+    return LlamaForCausalLM.from_pretrained(tmp_path)
+
+
+def words(seed, count):
+    """A text of `count` random words."""
+    generator = torch.Generator().manual_seed(seed)
+    return " ".join(WORDS[i] for i in torch.randint(len(WORDS), (count,), generator=generator).tolist())

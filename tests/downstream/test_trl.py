@@ -1,0 +1,386 @@
+"""liger_kernel.trl.patch() against TRL's own functions, one by one and in its trainers."""
+
+import contextlib
+import copy
+import importlib
+import sys
+
+import pytest
+import torch
+import trl
+import trl.trainer.utils as trl_utils
+from conftest import words
+from datasets import Dataset
+from trl.kernels import chunked_logprob
+
+import liger_kernel.trl
+from liger_kernel.ops.linear_log_prob import OUTPUTS
+
+NAMES = ("_ChunkedLogProbFunction", "_use_triton", "_supports_trl_loss_kernel", "_fused_logprob_entropy", "is_triton_available")
+ALL = tuple(OUTPUTS)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The arguments of each operator's calls through the patch."""
+    found = {}
+
+    class Counted:
+        def __init__(self, ops):
+            self.ops = ops
+
+        def __getattr__(self, name):
+            def run(*args):
+                found.setdefault(name, []).append(args)
+                return getattr(self.ops, name)(*args)
+
+            return run
+
+    monkeypatch.setattr(liger_kernel.trl, "ops", Counted(liger_kernel.trl.ops))
+    return found
+
+
+def counts(calls):
+    return {name: len(each) for name, each in calls.items()}
+
+
+@pytest.fixture
+def patched(calls):
+    report = liger_kernel.trl.patch()
+    yield report
+    report.undo()
+
+
+@contextlib.contextmanager
+def without_own_kernels(monkeypatch):
+    """TRL's own fused head is an error here."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("TRL's own function ran")
+
+    with monkeypatch.context() as m:
+        m.setattr(chunked_logprob.ChunkedLogProbFunction, "apply", refuse)
+        yield
+
+
+def state():
+    return {name: vars(trl_utils).get(name) for name in NAMES}
+
+
+def test_undo_restores():
+    before = state()
+    report = liger_kernel.trl.patch()
+    after = state()
+    assert all(after[name] is not before[name] for name in NAMES)
+    assert not report.skipped and "_ChunkedLogProbFunction -> linear_log_prob" in str(report)
+    again = liger_kernel.trl.patch()
+    assert state() == after and len(again.replaced) == len(report.replaced)
+    again.undo()
+    assert state() == after
+    report.undo()
+    assert state() == before
+
+
+def test_a_trl_without_an_attribute_is_reported(monkeypatch):
+    monkeypatch.delattr(trl_utils, "_use_triton")
+    report = liger_kernel.trl.patch()
+    assert [skip.name for skip in report.skipped] == ["_use_triton"]
+    report.undo()
+    assert not hasattr(trl_utils, "_use_triton")
+
+
+def test_no_trl_is_an_error_that_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "trl", None)
+    with pytest.raises(ImportError, match="pip install"):
+        liger_kernel.trl.patch()
+
+
+FLOAT = 2e-5  # sums of some hundred terms in another order
+
+
+def inputs(tokens=37, width=24, classes=131, dtype=torch.float32, weight_dtype=None, bias=True):
+    generator = torch.Generator().manual_seed(tokens)
+    random = lambda *shape: torch.randn(*shape, generator=generator)
+    weight_dtype = weight_dtype or dtype
+    tensors = [random(tokens, width).to(dtype), (random(classes, width) * 0.5).to(weight_dtype), random(classes).to(weight_dtype) if bias else None]
+    targets = torch.randint(classes, (tokens,), generator=generator)
+    with torch.no_grad():  # some tokens are the likeliest
+        targets[::3] = (tensors[0] @ tensors[1].to(dtype).T + (tensors[2] if bias else 0)).argmax(-1)[::3]
+    return [t if t is None else t.requires_grad_() for t in tensors], targets
+
+
+def run(function, tensors, targets, options, upstream=(True, True), autocast=None):
+    """(results, gradients) of function.apply, with random upstream gradients of the first two results."""
+    leaves = [t if t is None else t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
+    with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+        found = function.apply(*leaves, targets, *options)
+    generator = torch.Generator().manual_seed(1)
+    factors = [torch.randn(len(targets), generator=generator) for _ in range(2)]
+    terms = [(f * t).sum() for f, t, u in zip(factors, found, upstream) if u and t is not None]
+    if terms:
+        sum(terms).backward()
+    return tuple(found), tuple(None if t is None else t.grad for t in leaves)
+
+
+def both(*args, **kwargs):
+    """The results and gradients of TRL's own function, and ours."""
+    original = chunked_logprob.ChunkedLogProbFunction
+    return tuple(run(function, *args, **kwargs) for function in (original, liger_kernel.trl._log_prob_function(original, 0)))
+
+
+def assert_alike(expected, actual, tolerance):
+    assert len(expected) == len(actual)
+    for want, got in zip(expected, actual):
+        assert (want is None) == (got is None)
+        if want is not None:
+            assert want.dtype == got.dtype and want.shape == got.shape
+            if want.numel() and want.dtype != torch.bool:
+                size = want.float().abs().max().item()
+                assert (want.float() - got.float()).abs().max().item() <= tolerance * max(size, 1e-3)
+            else:
+                assert torch.equal(want, got)
+
+
+class Eager:
+    """The same on logits that exist, which are scaled and capped in their dtype, as models do it."""
+
+    @staticmethod
+    def apply(hidden, weight, bias, targets, temperature, chunk_size, softcap=None, logit_scale=1.0, outputs=ALL):
+        z = torch.nn.functional.linear(hidden, weight, bias) * logit_scale
+        if softcap is not None:
+            z = torch.tanh(z / softcap) * softcap
+        z = z.float() / temperature
+        p = z.log_softmax(-1)
+        found = {"entropy": -(p.exp() * p).sum(-1), "log_sum_sq_probs": (2 * p).logsumexp(-1), "mean_logits": z.mean(-1), "is_top1": z.argmax(-1) == targets}
+        return p.gather(-1, targets[:, None])[:, 0], *(found[name] if name in outputs else None for name in ALL)
+
+
+def assert_no_worse(tensors, targets, options, ours, theirs, factor=1.1):
+    """Results and gradients as near as theirs to TRL's in float64, and of the same dtypes."""
+    whole = [t if t is None else t.detach().double().requires_grad_() for t in tensors]
+    truth = run(chunked_logprob.ChunkedLogProbFunction, whole, targets, options)
+    for place, (want, got, other) in enumerate(zip(*(found + gradients for found, gradients in (truth, ours, theirs)))):
+        assert (got is None) == (want is None)
+        if want is not None and place == ALL.index("is_top1") + 1:
+            assert (got != other).float().mean() <= 0.03  # rounded logits tie
+        elif want is not None:
+            assert got.dtype == other.dtype
+            error, allowed = ((t.double() - want).square().mean().sqrt() for t in (got, other))
+            assert error <= factor * allowed + FLOAT * want.abs().max(), place
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("bias", (True, False))
+@pytest.mark.parametrize("options", ((1.0, 64), (0.7, 50, 3.0, 1.6, ALL), (1.3, 64, None, 0.4, ALL), (0.9, 64, 5.0, 1.0, ("log_probs", "entropy", "is_top1"))))
+def test_log_prob_function(calls, dtype, bias, options):
+    tensors, targets = inputs(400, dtype=dtype, bias=bias)
+    (expected, gradients), (found, own) = both(tensors, targets, options)
+    if dtype == torch.float32:
+        assert_alike(expected, found, FLOAT)
+        assert_alike(gradients, own, FLOAT)
+        assert expected[4].any()
+    else:  # TRL caps in float, ours in the logits' dtype
+        capped = len(options) > 2 and options[2] is not None
+        assert_no_worse(tensors, targets, options, (found, own), run(Eager, tensors, targets, options) if capped else (expected, gradients), 2 if capped else 1.1)
+    assert own[1].abs().max() > 0.1 and [t.requires_grad for t in found if t is not None] == [t.requires_grad for t in expected if t is not None]
+    assert counts(calls) == {"linear_log_prob_forward": 1, "linear_log_prob_backward_": 1}
+
+
+@pytest.mark.parametrize("upstream", ((True, False), (False, True), (False, False)))
+@pytest.mark.parametrize("outputs", (ALL, ("log_probs",), ("entropy",)))
+def test_absent_upstream_gradients(calls, upstream, outputs):
+    tensors, targets = inputs()
+    (_, gradients), (found, own) = both(tensors, targets, (1.0, 64, None, 1.0, outputs), upstream)
+    assert_alike(gradients, own, FLOAT)
+    assert found[1] is None or "entropy" in outputs
+    used = (upstream[0], upstream[1] and "entropy" in outputs)
+    assert [tuple(t is not None for t in args[:2]) for args in calls.get("linear_log_prob_backward_", ())] == [used] * any(used)
+
+
+@pytest.mark.parametrize("frozen", ((0,), (1,), (2,), (1, 2), (0, 1, 2)))
+def test_frozen_inputs_get_no_gradient(frozen):
+    tensors, targets = inputs()
+    for place in frozen:
+        tensors[place].requires_grad_(False)
+    upstream = (len(frozen) < 3,) * 2
+    (expected, gradients), (found, own) = both(tensors, targets, (0.7, 64), upstream)
+    assert_alike(expected, found, FLOAT)
+    assert_alike(gradients, own, FLOAT)
+    assert [g is None for g in own] == [place in frozen for place in range(3)]
+
+
+@pytest.mark.parametrize("hidden, weight, autocast", ((torch.bfloat16, torch.float32, None), (torch.float32, torch.bfloat16, None), (torch.float32, torch.float32, torch.bfloat16)))
+def test_mixed_dtypes(calls, hidden, weight, autocast):
+    tensors, targets = inputs(dtype=hidden, weight_dtype=weight)
+    options = 0.7, 64, None, 1.0, ("entropy", "mean_logits")
+    theirs, ours = both(tensors, targets, options, autocast=autocast)
+    # The operands of a 16-bit gradient's GEMM are rounded to it where everything is one chunk.
+    assert_no_worse(tensors, targets, options, ours, theirs, 2 if weight == torch.bfloat16 else 1.1)
+    assert [args[-2] for args in calls["linear_log_prob_forward"]] == [autocast]
+
+
+def test_no_logits_wait_under_no_grad(calls):
+    tensors, targets = inputs()
+    with torch.no_grad():
+        found = both(tensors, targets, (0.7, 64), (False, False))[1][0]
+    assert not found[0].requires_grad and [args[-1] for args in calls["linear_log_prob_forward"]] == [False]
+
+
+def test_masked_tokens_are_left_out_where_there_are_kernels(patched):
+    assert trl_utils._use_triton(torch.device("cpu")) and trl_utils._use_triton(torch.device("cuda")) and not trl_utils._use_triton(torch.device("mps"))
+
+
+def test_without_triton_trls_kernel_is_not_asked_for(monkeypatch):
+    monkeypatch.setattr(liger_kernel.trl, "is_triton_available", lambda: False)
+    supports = liger_kernel.trl._supports(lambda *tensors: True, 0)
+    assert supports(torch.randn(3, 5)) and not supports(torch.randn(3, 5).double())
+
+
+def test_no_tokens():
+    tensors, targets = inputs(tokens=0)
+    (expected, gradients), (found, own) = both(tensors, targets, (0.7, 64))
+    assert_alike(expected, found, 0)
+    assert_alike(gradients, own, 0)
+    assert found[0].requires_grad and not own[1].any()
+
+
+@pytest.mark.parametrize("change", ({"dtype": torch.float64}, {"options": (1.0, 64, None, 0.0)}, {"options": (1.0, 64, None, -1.5)}))
+def test_what_has_no_kernel_runs_on_trls_own(calls, change):
+    tensors, targets = inputs(dtype=change.get("dtype", torch.float32))
+    (expected, gradients), (found, own) = both(tensors, targets, change.get("options", (1.0, 64)))
+    assert_alike(expected, found, 0)
+    assert_alike(gradients, own, 0)
+    assert not calls
+
+
+def test_backward_twice_and_second_derivatives():
+    tensors, targets = inputs()
+    function = liger_kernel.trl._log_prob_function(chunked_logprob.ChunkedLogProbFunction, 0)
+    loss = function.apply(*tensors, targets, 0.7, 64)[0].square().sum()
+    first = torch.autograd.grad(loss, tensors, retain_graph=True)
+    assert_alike(first, torch.autograd.grad(loss, tensors, retain_graph=True), 0)
+    gradient, = torch.autograd.grad(loss, tensors[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("max_bytes", (0, 1000))
+def test_backward_gathers_a_weight_that_was_taken_away(monkeypatch, max_bytes):
+    """As under ZeRO-3, where it is empty between the two passes."""
+    tensors, targets = inputs()
+    function = liger_kernel.trl._log_prob_function(chunked_logprob.ChunkedLogProbFunction, max_bytes)
+    expected = torch.autograd.grad(function.apply(*tensors, targets, 0.7, 64)[0].sum(), tensors)
+    whole = {id(t): t.detach().clone() for t in tensors[1:]}
+    entered = []
+
+    @contextlib.contextmanager
+    def gather(*parameters):
+        entered.append(parameters)
+        for p in parameters:
+            p.data = whole[id(p)]
+        yield
+        for p in parameters:
+            p.data = torch.empty(0)
+
+    monkeypatch.setattr(trl_utils, "maybe_gather_lm_head_ctx", gather)
+    with gather(*tensors[1:]):
+        logp = function.apply(*tensors, targets, 0.7, 64)[0]
+    found = torch.autograd.grad(logp.sum(), tensors)
+    assert len(entered) == 2
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("shape", ((7,), (3, 5), (2, 3, 5)))
+@pytest.mark.parametrize("masked", (False, True))
+@pytest.mark.parametrize("temperature", (1.0, 0.7))
+def test_selective_log_softmax(patched, calls, shape, masked, temperature):
+    generator = torch.Generator().manual_seed(len(shape))
+    classes = 53
+    values = (torch.randn(*shape, classes, generator=generator) * 2)
+    index = torch.randint(classes, shape, generator=generator)
+    mask = torch.rand(shape, generator=generator) > 0.4 if masked else None
+    factors = torch.randn(2, *shape, generator=generator)
+    ours, reference = values.clone().requires_grad_(), values.double().requires_grad_()
+    logp, entropy = trl_utils.selective_log_softmax_and_entropy(ours, index, temperature=temperature, row_mask=mask)
+    (factors[0] * logp + factors[1] * entropy).sum().backward()
+    p = (reference / temperature).log_softmax(-1)
+    kept = torch.ones(shape) if mask is None else mask
+    want = p.gather(-1, index[..., None])[..., 0] * kept, -(p.exp() * p).sum(-1) * kept
+    (factors[0] * want[0] + factors[1] * want[1]).sum().backward()
+    assert_alike([t.float() for t in (*want, reference.grad)], [logp, entropy, ours.grad], 1e-5)
+    assert_alike([want[0].float()], [trl_utils.selective_log_softmax(values, index, temperature, mask)], 1e-5)
+    assert_alike([(-(p.exp() * p).sum(-1)).float()], [trl_utils.entropy_from_logits(values / temperature)], 1e-5)
+    assert counts(calls) == {"selective_log_softmax": 3}
+    detached = trl_utils.selective_log_softmax_and_entropy(ours, index, entropy_requires_grad=False)[1]
+    assert not detached.requires_grad
+
+
+def test_selective_log_softmax_where_ours_does_not_apply(patched, calls):
+    logits, index = torch.randn(3, 5, 11), torch.randint(11, (3, 5, 2))
+    expected = logits.log_softmax(-1).gather(-1, index)
+    torch.testing.assert_close(trl_utils.selective_log_softmax(logits, index), expected)
+    torch.testing.assert_close(trl_utils.selective_log_softmax(logits.double(), index[..., 0]), expected[..., 0].double())
+    with pytest.raises(ValueError, match="temperature"):
+        trl_utils.selective_log_softmax(logits, index[..., 0], 0.0)
+    assert not calls
+
+
+def rewards(completion_ids, **ignored):
+    """Differ within a group and from group to group, whatever was drawn."""
+    return [sum(ids[:3]) / 60 + 0.3 * i for i, ids in enumerate(completion_ids)]
+
+
+def preferences():
+    return Dataset.from_list([{"prompt": words(i, 4 + i % 3), "chosen": " " + words(20 + i, 5), "rejected": " " + words(40 + i, 3 + i % 4)} for i in range(8)])
+
+
+def trainer_of(kind, model, tokenizer, folder):
+    common = dict(output_dir=str(folder), max_steps=2, per_device_train_batch_size=4, learning_rate=0.05, optim="sgd", lr_scheduler_type="constant", logging_steps=1,
+                  report_to=[], use_cpu=True, seed=3, save_strategy="no", bf16=False, gradient_checkpointing=False, disable_tqdm=True, max_grad_norm=0)
+    own = dict(model=model, processing_class=tokenizer)
+    if kind == "sft":
+        data = Dataset.from_list([{"prompt": words(i, 4), "completion": " " + words(20 + i, 3 + i % 4)} for i in range(8)])
+        return trl.SFTTrainer(args=trl.SFTConfig(**common), train_dataset=data, **own)
+    if kind.startswith("dpo"):
+        return trl.DPOTrainer(args=trl.DPOConfig(**common, beta=0.5, use_weighting=kind == "dpo_weighted"), train_dataset=preferences(), **own)
+    if kind == "kto":
+        data = Dataset.from_list([{"prompt": words(i, 4), "completion": " " + words(20 + i, 3 + i % 4), "label": i % 3 > 0} for i in range(8)])
+        return trl.KTOTrainer(args=trl.KTOConfig(**common, beta=0.5), train_dataset=data, **own)
+    assert kind == "grpo"
+    config = trl.GRPOConfig(**common, num_generations=4, max_completion_length=6, beta=0.1, temperature=0.9)
+    data = Dataset.from_list([{"prompt": words(i, 4 + i % 3)} for i in range(8)])
+    return trl.GRPOTrainer(args=config, reward_funcs=rewards, train_dataset=data, **own)
+
+
+def train(kind, model, tokenizer, folder):
+    """(what was logged in each step, how the parameters have changed)."""
+    model = copy.deepcopy(model)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    torch.manual_seed(5)
+    trainer = trainer_of(kind, model, tokenizer, folder)
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return steps, {name: p.detach() - before[name] for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind, keys", (
+    ("sft", {"loss", "entropy", "mean_token_accuracy"}), ("dpo", {"loss", "rewards/margins", "logps/chosen"}), ("dpo_weighted", {"loss", "rewards/margins"}),
+    ("kto", {"loss", "kl", "rewards/chosen"}), ("grpo", {"loss", "entropy", "kl", "reward"})))
+def test_trainers_take_the_same_steps(kind, keys, model, tokenizer, tmp_path, monkeypatch, calls):
+    expected, expected_change = train(kind, model, tokenizer, tmp_path)
+    assert not calls
+    report = liger_kernel.trl.patch()
+    with without_own_kernels(monkeypatch):
+        found, change = train(kind, model, tokenizer, tmp_path)
+    report.undo()
+    assert len(found) == len(expected) == 2 and keys <= expected[0].keys()
+    for want, got in zip(expected, found):
+        assert want.keys() == got.keys()
+        timed = {name for name in want if "runtime" in name or "time" in name or "per_second" in name}
+        for name in want.keys() - timed:
+            assert got[name] == pytest.approx(want[name], rel=1e-4, abs=2e-6, nan_ok=True), name
+    for name, want in expected_change.items():
+        size = want.abs().max()
+        assert size > 1e-5, f"{name} has not changed"
+        assert (want - change[name]).abs().max() <= 1e-3 * size, name
+    assert len(calls["linear_log_prob_forward"]) >= 2 and len(calls["linear_log_prob_backward_"]) == 2
