@@ -121,10 +121,13 @@ Forward forward(const Tensor& hidden_, const Tensor& weight_, const OptTensor& b
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor>;
 
-/// (dhidden, dweight, dbias), empty unless wanted. kept_logits are overwritten where `overwrite` is set.
-Gradients gradients(const OptTensor& dlogp, const OptTensor& dentropy, const Tensor& hidden_, const Tensor& weight_, const OptTensor& bias_, const Tensor& ids_,
-                    const Tensor& stats, const Tensor& kept_logits, const Logits& of_logits, int64_t ignore_index, int64_t valid_count, int64_t max_bytes,
-                    std::optional<at::ScalarType> asked, Wants wants, bool overwrite) {
+/// (dhidden, dweight, dbias), empty unless wanted.
+template <bool kOverwriteLogits>
+Gradients backward(const OptTensor& dlogp, const OptTensor& dentropy, const Tensor& hidden_, const Tensor& weight_, const OptTensor& bias_, const Tensor& ids_,
+                   const Tensor& stats, const Tensor& kept_logits, double temperature, double softcap, double logit_scale, int64_t ignore_index, int64_t valid_count,
+                   int64_t max_bytes, std::optional<at::ScalarType> asked, bool with_dhidden, bool with_dweight, bool with_dbias) {
+  const Logits of_logits{temperature, softcap, logit_scale};
+  const Wants wants{with_dhidden, with_dweight, with_dbias};
   check(hidden_, weight_, bias_, ids_, of_logits, asked);
   const Arguments arguments("linear_log_prob_backward", "hidden", hidden_);
   arguments.shaped("dlogp", dlogp, ids_.sym_sizes(), Type::Floating).shaped("dentropy", dentropy, ids_.sym_sizes(), Type::Floating)
@@ -159,19 +162,9 @@ Gradients gradients(const OptTensor& dlogp, const OptTensor& dentropy, const Ten
     selective_log_softmax::run_backward(z, z.stride(0), of(ids), of(g), of(h), of(of_rows), z, of_logits.rest(), ignore_index);
     if (slope.defined()) z.mul_(slope);
   };
-  const auto d = head::Pass{hidden, in.weight, in.bias, wants, weight_.scalar_type(), max_bytes, logits, !overwrite}.run(rows, power);
+  const auto d = head::Pass{hidden, in.weight, in.bias, wants, weight_.scalar_type(), max_bytes, logits, !kOverwriteLogits}.run(rows, power);
   const auto rounded = [&](const Tensor& t, const OptTensor& like) { return t.defined() ? t.to(like->scalar_type()) : none(); };
   return {d.hidden.defined() ? rounded(head::scatter(kept, d.hidden, tokens, 0), hidden_).view(hidden_.sizes()) : none(), rounded(d.weight, weight_), rounded(d.bias, bias_)};
-}
-
-#define LIGER_BACKWARD_PARAMETERS                                                                                                                          \
-  const OptTensor &dlogp, const OptTensor &dentropy, const Tensor &hidden, const Tensor &weight, const OptTensor &bias, const Tensor &ids, const Tensor &stats, \
-      const Tensor &logits, double temperature, double softcap, double logit_scale, int64_t ignore_index, int64_t valid_count, int64_t max_bytes, std::optional<at::ScalarType> dtype,         \
-      bool with_dhidden, bool with_dweight, bool with_dbias
-template <bool kOverwrite>
-Gradients backward(LIGER_BACKWARD_PARAMETERS) {
-  return gradients(dlogp, dentropy, hidden, weight, bias, ids, stats, logits, {temperature, softcap, logit_scale}, ignore_index, valid_count, max_bytes, dtype,
-                   {with_dhidden, with_dweight, with_dbias}, kOverwrite);
 }
 
 Results inference(const Tensor& hidden, const Tensor& weight, const OptTensor& bias, const Tensor& ids, double temperature, double softcap, double logit_scale,
@@ -198,8 +191,8 @@ struct Autograd {
     auto [logp, entropy, squares, means, top, stats, logits] =
         forward_op(hidden, weight, bias, ids, temperature, softcap, logit_scale, ignore_index, outputs, valid_count, max_bytes, dtype, true);
     ctx->save_for_backward({hidden, weight, value_or_undefined(bias), ids, stats, logits});
-    ctx->saved_data["attrs"] = Attributes(temperature, softcap, logit_scale, ignore_index, (outputs & kEntropy) != 0, valid_count, max_bytes, dtype ? std::optional<int64_t>(int64_t(*dtype)) : std::nullopt, wants_grad(hidden),
-                                          wants_grad(weight), wants_grad(bias));
+    ctx->saved_data["attrs"] = Attributes(temperature, softcap, logit_scale, ignore_index, (outputs & kEntropy) != 0, valid_count, max_bytes,
+                                          dtype ? std::optional<int64_t>(int64_t(*dtype)) : std::nullopt, wants_grad(hidden), wants_grad(weight), wants_grad(bias));
     ctx->set_materialize_grads(false);
     *results = {logp, entropy, squares, means, top};
     return {logp, entropy};
@@ -212,7 +205,8 @@ struct Autograd {
     variable_list d(13);
     if (!entropy) grads[1].reset();
     if (!grads[0].defined() && !grads[1].defined()) return d;
-    const bool overwrite = !torch::autograd::get_current_graph_task_keep_graph() && is_plain(saved[5]) && (!grads[0].defined() || is_plain(grads[0])) && (!grads[1].defined() || is_plain(grads[1]));
+    const auto plain = [](const Tensor& t) { return !t.defined() || is_plain(t); };
+    const bool overwrite = !torch::autograd::get_current_graph_task_keep_graph() && plain(saved[5]) && plain(grads[0]) && plain(grads[1]);
     const auto run = [&](const auto& op) {
       return op(optional(grads[0]), optional(grads[1]), saved[0], saved[1], optional(saved[2]), saved[3], saved[4], saved[5], temperature, softcap, logit_scale, ignore_index, valid_count, max_bytes,
                 dtype, dh, dw, db);
