@@ -1,18 +1,23 @@
 """TRL's trainers on this library's operators: `liger_kernel.trl.patch()` before or after a trainer is made, nothing else."""
 
 import functools
-import importlib
+import importlib.util
 
 import torch
 from transformers.utils import is_triton_available
 
 from liger_kernel._library import ops
+from liger_kernel.ops.divergence import IGNORE_INDEX, JENSEN_SHANNON
 from liger_kernel.ops.linear_log_prob import OUTPUTS
-from liger_kernel.ops.utils import first_derivative_only
+from liger_kernel.ops.two_heads import sums_over_tokens, wanted_gradients
+from liger_kernel.ops.utils import first_derivative_only, reduction_code
 from liger_kernel.transformers.graft import kernels_cover
 from liger_kernel.transformers.patch import Replacement, Report, Skip
 
-_IGNORED = -100
+
+def _autocast_dtype(hidden):
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 class _LinearLogProb(torch.autograd.Function):
@@ -20,13 +25,12 @@ class _LinearLogProb(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, ids, temperature, softcap, logit_scale, outputs, max_bytes):
-        recorded = torch.compiler.is_compiling() or any(function for function, _ in ctx.next_functions)  # there are no edges under no_grad
-        device = hidden.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        keep = any(wanted_gradients(ctx, hidden, weight, bias))
+        dtype = _autocast_dtype(hidden)
         bits = sum(bit for name, bit in OUTPUTS.items() if name in outputs)
-        ctx.options = float(temperature), float(softcap), float(logit_scale), _IGNORED
+        ctx.options = float(temperature), float(softcap), float(logit_scale), IGNORE_INDEX
         ctx.rest = ids.numel(), max_bytes, dtype  # no id is ignored, so that the device is not asked for their number
-        logp, *found, stats, logits = ops.linear_log_prob_forward(hidden, weight, bias, ids, *ctx.options, bits, *ctx.rest, recorded and any(ctx.needs_input_grad))
+        logp, *found, stats, logits = ops.linear_log_prob_forward(hidden, weight, bias, ids, *ctx.options, bits, *ctx.rest, keep)
         found = [t if bits & bit else None for t, bit in zip(found, OUTPUTS.values())]
         ctx.save_for_backward(hidden, weight, bias, ids, stats, logits)
         ctx.set_materialize_grads(False)
@@ -49,6 +53,65 @@ class _LinearLogProb(torch.autograd.Function):
         return *(t if w else None for t, w in zip(found, wanted)), *(None,) * 6
 
 
+class _Divergence(torch.autograd.Function):
+    """(divergence, student's entropy), float [tokens], whose backward makes the logits of both heads again."""
+
+    @staticmethod
+    def forward(ctx, options, *tensors):
+        hidden = tensors[0]
+        ctx.save_for_backward(*tensors)
+        ctx.options, ctx.autocast = options, _autocast_dtype(hidden)
+        ctx.set_materialize_grads(False)
+        divergence, entropy = (torch.empty(len(hidden), device=hidden.device) for _ in range(2))
+
+        def fill(student, teacher, rows):
+            x, target = _log_softmaxes(student, teacher, options)
+            divergence[rows] = _token_divergence(x, target, options)
+            entropy[rows] = ops.selective_log_softmax(x, torch.zeros_like(x[:, 0], dtype=torch.long), 1.0, IGNORE_INDEX)[1]
+            return [x.new_zeros(())]
+
+        _over_heads(tensors, fill)
+        ctx.mark_non_differentiable(entropy)
+        return divergence, entropy
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, upstream, _):
+        if upstream is None:
+            return (None,) * 7
+
+        def weighted(student, teacher, rows):
+            return [(upstream[rows] * _token_divergence(*_log_softmaxes(student, teacher, ctx.options), ctx.options)).sum()]
+
+        with torch.autocast(upstream.device.type, dtype=ctx.autocast, enabled=ctx.autocast is not None):
+            gradients = _over_heads(ctx.saved_tensors, weighted, ctx.needs_input_grad[1:4])
+        return None, *gradients, *(None,) * 3
+
+
+def _over_heads(tensors, loss_of, wanted=(False,) * 3):
+    from trl.trainer.utils import maybe_gather_lm_head_ctx
+
+    student, teacher = tensors[:3], tensors[3:]
+    with maybe_gather_lm_head_ctx(*student[1:]), maybe_gather_lm_head_ctx(*teacher[1:]):
+        # Float logits, as TRL has them, are twice as large: half as many at once.
+        return sums_over_tokens(student, teacher, loss_of, 1, torch.ones((), device=student[0].device), 2048, wanted, torch.float32)[1]
+
+
+def _log_softmaxes(student, teacher, options):
+    """ln p of both, for options (beta, temperature, student's scale and softcap, teacher's scale and softcap)."""
+    _, temperature, *transforms = options
+    logits = []
+    for z, scale, softcap in zip((student, teacher), transforms[::2], transforms[1::2]):
+        z = z if scale == 1 else z * scale
+        z = z if softcap is None else softcap * torch.tanh(z / softcap)
+        logits.append(torch.log_softmax(z if temperature == 1 else z / temperature, -1))
+    return logits
+
+
+def _token_divergence(x, target, options):
+    return ops.divergence(x, target, None, JENSEN_SHANNON, float(options[0]), IGNORE_INDEX, reduction_code("none"), torch.float32).sum(-1)
+
+
 def _covered(*tensors):
     return all(t is None or kernels_cover(t) for t in tensors)
 
@@ -66,13 +129,28 @@ def _log_prob_function(original, max_bytes):
     return ChunkedLogProbFunction
 
 
+def _divergence_function(original, max_bytes):
+    class ChunkedDivergenceFunction:
+        @staticmethod
+        def apply(student_hidden, student_weight, student_bias, teacher_hidden, teacher_weight, teacher_bias, beta, temperature=1.0, student_logit_scale=1.0,
+                  student_final_logit_softcapping=None, teacher_logit_scale=1.0, teacher_final_logit_softcapping=None):
+            tensors = student_hidden, student_weight, student_bias, teacher_hidden, teacher_weight, teacher_bias
+            softcaps = student_final_logit_softcapping, teacher_final_logit_softcapping
+            options = beta, temperature, student_logit_scale, softcaps[0], teacher_logit_scale, softcaps[1]
+            if 0 in softcaps or not 0 <= beta <= 1 or not _covered(*tensors):
+                return original.apply(*tensors, *options)
+            return _Divergence.apply(options, *tensors)
+
+    return ChunkedDivergenceFunction
+
+
 def _fused_logprob_entropy(original, max_bytes):
     def selective_log_softmax_and_entropy(logits, index, temperature=1.0, row_mask=None):
         if not _covered(logits):
             return original(logits, index, temperature, row_mask)
         if row_mask is not None:
-            index = index.masked_fill(row_mask == 0, _IGNORED)
-        return ops.selective_log_softmax(logits, index, float(temperature), _IGNORED)
+            index = index.masked_fill(row_mask == 0, IGNORE_INDEX)
+        return ops.selective_log_softmax(logits, index, float(temperature), IGNORE_INDEX)
 
     return selective_log_softmax_and_entropy
 
@@ -98,7 +176,9 @@ def _compacts(original, max_bytes):
 #: (module, attribute, what makes its replacement of the original, by what, whether TRL has it only where Triton is installed)
 _PARTS = (
     ("trl.trainer.utils", "_ChunkedLogProbFunction", _log_prob_function, "linear_log_prob", False),
+    ("trl.trainer.distillation_trainer", "ChunkedDivergenceFunction", _divergence_function, "divergence", False),
     ("trl.trainer.utils", "_use_triton", _compacts, "CPU and CUDA", False),
+    ("trl.trainer.distillation_trainer", "_use_triton", _compacts, "CPU and CUDA", False),
     ("trl.trainer.utils", "_supports_trl_loss_kernel", _supports, "CPU and CUDA", False),
     ("trl.trainer.utils", "_fused_logprob_entropy", _fused_logprob_entropy, "selective_log_softmax", True),
     ("trl.trainer.utils", "is_triton_available", _available, "always", False),
@@ -113,7 +193,7 @@ def _replacement(make, original, max_bytes):
 
 
 def patch(max_bytes: int = 0) -> Report:
-    """Run the fused head and the log-probabilities of TRL's trainers on linear_log_prob and selective_log_softmax, on CPU and CUDA.
+    """Run the fused head, the divergence and the log-probabilities of TRL's trainers on linear_log_prob, divergence and selective_log_softmax, on CPU and CUDA.
 
     Attributes of TRL's modules are replaced; trainers, models and configurations stay as they are, also those that exist already. Logits of up to max_bytes (0:
     4 GiB on a GPU, 256 MiB on a CPU) wait for backward, others are made again. Where there are no kernels (float64, other devices), TRL's own functions run.
@@ -125,7 +205,7 @@ def patch(max_bytes: int = 0) -> Report:
         raise ImportError("liger_kernel.trl.patch() needs TRL: pip install trl>=1.16") from error
     report = Report(f"trl {trl.__version__}")
     for name, attribute, make, by, with_triton in _PARTS:
-        module = importlib.import_module(name)
+        module = importlib.import_module(name) if importlib.util.find_spec(name) else None
         original = getattr(module, attribute, None)
         if original is None and not with_triton:
             report.skipped.append(Skip(name, attribute, "the installed TRL has none"))

@@ -11,7 +11,7 @@ import trl
 import trl.trainer.utils as trl_utils
 from conftest import words
 from datasets import Dataset
-from trl.kernels import chunked_logprob
+from trl.kernels import chunked_divergence, chunked_logprob
 
 import liger_kernel.trl
 from liger_kernel.ops.linear_log_prob import OUTPUTS
@@ -60,6 +60,7 @@ def without_own_kernels(monkeypatch):
 
     with monkeypatch.context() as m:
         m.setattr(chunked_logprob.ChunkedLogProbFunction, "apply", refuse)
+        m.setattr(chunked_divergence.ChunkedDivergenceFunction, "apply", refuse)
         yield
 
 
@@ -87,6 +88,12 @@ def test_a_trl_without_an_attribute_is_reported(monkeypatch):
     assert [skip.name for skip in report.skipped] == ["_use_triton"]
     report.undo()
     assert not hasattr(trl_utils, "_use_triton")
+
+
+def test_a_trl_without_a_module_is_reported(monkeypatch):
+    monkeypatch.setattr(liger_kernel.trl, "_PARTS", (("trl.trainer.none_such", *liger_kernel.trl._PARTS[0][1:]),))
+    report = liger_kernel.trl.patch()
+    assert not report.replaced and [skip.switch for skip in report.skipped] == ["trl.trainer.none_such"]
 
 
 def test_no_trl_is_an_error_that_says_what_to_install(monkeypatch):
@@ -325,6 +332,92 @@ def test_selective_log_softmax_where_ours_does_not_apply(patched, calls):
     assert not calls
 
 
+def heads(tokens, dtype=torch.float32, bias=True):
+    """A student and a teacher of different widths."""
+    student, teacher = inputs(tokens, dtype=dtype, bias=bias)[0], inputs(tokens + 1, width=17, dtype=dtype, bias=bias)[0]
+    return [*student, *(t if t is None else t.detach() for t in (teacher[0][:tokens], *teacher[1:]))]
+
+
+def both_divergences(tensors, options, backward=True, autocast=None):
+    outcome, original = [], chunked_divergence.ChunkedDivergenceFunction
+    for function in (original, liger_kernel.trl._divergence_function(original, 0)):
+        leaves = [t if t is None else t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
+        with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+            found = function.apply(*leaves, *options)
+        if backward:
+            (found[0] * torch.randn(len(tensors[0]), generator=torch.Generator().manual_seed(1))).sum().backward()
+        outcome.append((found, [None if t is None else t.grad for t in leaves]))
+    return outcome
+
+
+@pytest.mark.parametrize("bias", (True, False))
+@pytest.mark.parametrize("options", ((0.0,), (1.0, 0.7), (0.5, 1.3), (0.2, 0.7, 1.6, 3.0, 0.4, None), (0.0, 1.0, 1.0, None, 2.0, 5.0), (1.0, 0.7, 0.8, 3.0)))
+def test_divergence_function(calls, options, bias):
+    (expected, gradients), (found, own) = both_divergences(heads(1100, bias=bias), options)
+    assert_alike(expected, found, FLOAT)
+    assert_alike(gradients, own, FLOAT)
+    assert own[1].abs().max() > 0.1 and own[3:] == [None] * 3 and not found[1].requires_grad and calls["divergence"]
+
+
+@pytest.mark.parametrize("dtype, autocast", ((torch.bfloat16, None), (torch.float16, None), (torch.float32, torch.bfloat16)))
+@pytest.mark.parametrize("beta", (0.0, 0.5, 1.0))
+def test_divergence_in_16_bits(calls, dtype, autocast, beta):
+    tensors, options = heads(700, dtype), (beta, 0.7, 1.0, 5.0)
+    theirs, ours = both_divergences(tensors, options, autocast=autocast)
+    (forward, *_), (backward, *_) = (calls["divergence"][i] for i in (0, 2))  # of the two pieces each
+    assert torch.equal(forward, backward), "backward must make the logits of forward"
+    truth = both_divergences([t.detach().double().requires_grad_(t.requires_grad) for t in tensors], options)[0]
+    for want, other, got in zip(*((*found, *gradients[:3]) for found, gradients in (truth, theirs, ours))):
+        assert got.dtype == other.dtype
+        error, allowed = ((t.double() - want).square().mean().sqrt() for t in (got, other))
+        assert error <= 1.1 * allowed + FLOAT * want.abs().max()
+
+
+@pytest.mark.parametrize("frozen", ((0,), (1,), (1, 2)))
+def test_divergence_of_frozen_inputs(frozen):
+    tensors = heads(9)
+    for place in frozen:
+        tensors[place].requires_grad_(False)
+    (_, gradients), (_, own) = both_divergences(tensors, (0.5,))
+    assert_alike(gradients, own, FLOAT)
+
+
+def test_divergence_has_no_second_derivative():
+    tensors = heads(9)
+    loss = liger_kernel.trl._divergence_function(None, 0).apply(*tensors, 0.5)[0].square().sum()
+    gradient, = torch.autograd.grad(loss, tensors[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        gradient.sum().backward()
+
+
+def test_divergence_of_no_tokens_and_of_what_has_no_kernel(calls):
+    (expected, gradients), (found, own) = both_divergences(heads(0), (0.5,))
+    assert_alike((*expected, *gradients), (*found, *own), 0)
+    for dtype, options in ((torch.float64, (0.5,)), (torch.float32, (0.5, 1.0, 1.0, 0.0))):
+        (expected, gradients), (found, own) = both_divergences(heads(5, dtype), options)
+        assert_alike((*expected, *gradients), (*found, *own), 0)
+    assert not calls
+
+
+def test_divergence_gathers_the_weights_that_were_taken_away(monkeypatch):
+    function, tensors = liger_kernel.trl._divergence_function(chunked_divergence.ChunkedDivergenceFunction, 0), heads(9)
+    expected = torch.autograd.grad(function.apply(*tensors, 0.5)[0].sum(), tensors[:3])
+    whole = {id(t): t.detach().clone() for i, t in enumerate(tensors) if i % 3}
+
+    @contextlib.contextmanager
+    def gather(*parameters):
+        for p in parameters:
+            p.data = whole[id(p)]
+        yield
+        for p in parameters:
+            p.data = torch.empty(0)
+
+    monkeypatch.setattr(trl_utils, "maybe_gather_lm_head_ctx", gather)
+    divergence, _ = function.apply(*tensors, 0.5)
+    assert not tensors[1].numel()
+    torch.testing.assert_close(torch.autograd.grad(divergence.sum(), tensors[:3]), expected)
+
+
 def rewards(completion_ids, **ignored):
     """Differ within a group and from group to group, whatever was drawn."""
     return [sum(ids[:3]) / 60 + 0.3 * i for i, ids in enumerate(completion_ids)]
@@ -346,6 +439,12 @@ def trainer_of(kind, model, tokenizer, folder):
     if kind == "kto":
         data = Dataset.from_list([{"prompt": words(i, 4), "completion": " " + words(20 + i, 3 + i % 4), "label": i % 3 > 0} for i in range(8)])
         return trl.KTOTrainer(args=trl.KTOConfig(**common, beta=0.5), train_dataset=data, **own)
+    if kind.startswith("distillation"):
+        teacher = copy.deepcopy(model)
+        with torch.no_grad():
+            teacher.lm_head.weight.add_(torch.randn_like(teacher.lm_head.weight), alpha=0.2)
+        config = trl.DistillationConfig(**common, max_completion_length=6, beta=float(kind.split("_")[1]), temperature=0.9)
+        return trl.DistillationTrainer(args=config, teacher_model=teacher, train_dataset=Dataset.from_list([{"prompt": words(i, 4 + i % 3)} for i in range(8)]), **own)
     assert kind == "grpo"
     config = trl.GRPOConfig(**common, num_generations=4, max_completion_length=6, beta=0.1, temperature=0.9)
     data = Dataset.from_list([{"prompt": words(i, 4 + i % 3)} for i in range(8)])
@@ -365,14 +464,17 @@ def train(kind, model, tokenizer, folder):
 
 @pytest.mark.parametrize("kind, keys", (
     ("sft", {"loss", "entropy", "mean_token_accuracy"}), ("dpo", {"loss", "rewards/margins", "logps/chosen"}), ("dpo_weighted", {"loss", "rewards/margins"}),
+    ("distillation_0.5", {"loss"}), ("distillation_0", {"loss"}), ("distillation_1", {"loss"}),
     ("kto", {"loss", "kl", "rewards/chosen"}), ("grpo", {"loss", "entropy", "kl", "reward"})))
 def test_trainers_take_the_same_steps(kind, keys, model, tokenizer, tmp_path, monkeypatch, calls):
     expected, expected_change = train(kind, model, tokenizer, tmp_path)
     assert not calls
     report = liger_kernel.trl.patch()
-    with without_own_kernels(monkeypatch):
-        found, change = train(kind, model, tokenizer, tmp_path)
-    report.undo()
+    try:
+        with without_own_kernels(monkeypatch):
+            found, change = train(kind, model, tokenizer, tmp_path)
+    finally:
+        report.undo()
     assert len(found) == len(expected) == 2 and keys <= expected[0].keys()
     for want, got in zip(expected, found):
         assert want.keys() == got.keys()
@@ -383,4 +485,7 @@ def test_trainers_take_the_same_steps(kind, keys, model, tokenizer, tmp_path, mo
         size = want.abs().max()
         assert size > 1e-5, f"{name} has not changed"
         assert (want - change[name]).abs().max() <= 1e-3 * size, name
-    assert len(calls["linear_log_prob_forward"]) >= 2 and len(calls["linear_log_prob_backward_"]) == 2
+    if kind.startswith("distillation"):
+        assert len(calls["divergence"]) == 4  # forward and backward
+    else:
+        assert len(calls["linear_log_prob_forward"]) >= 2 and len(calls["linear_log_prob_backward_"]) == 2
