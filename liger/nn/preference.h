@@ -1,5 +1,6 @@
 #pragma once
 #include <torch/nn/cloneable.h>
+#include <torch/nn/modules/common.h>
 #include <torch/nn/modules/container/any.h>
 #include <torch/nn/pimpl.h>
 #include "liger/nn/module.h"
