@@ -108,7 +108,7 @@ CASES = [
     ),
     Case(
         terms_of_order_one=True, name="modulated_rms_norm_float", op=modulated, reference=modulated_reference, differentiable=(0, 1, 2, 3), keep=(2, 3), make=make_modulated,
-        dtypes=(torch.bfloat16, torch.float16), shapes=[(6, 33, 256), (5, 7)], options=[{}, dict(each="token")],
+        dtypes=(torch.bfloat16, torch.float16), shapes=[(4, 1, 1), (5, 7), (6, 33, 256), (3, 9)], options=[{}, dict(each="token")],
         schema=lambda inputs, options: (ops.modulated_rms_norm, (*inputs, EPS, 0.0, 0)),
     ),
     Case(

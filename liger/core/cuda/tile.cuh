@@ -98,8 +98,8 @@ struct Place {
   __device__ Place vector(bool present) const { return of(0, present); }
   /// The first column that counts: those of the first pack that come before `from` belong to it, where they are the row's.
   __device__ int first() const { return from > 0 ? -shift : 0; }
-  /// Whether there may be nothing behind the row.
-  __device__ bool last() const { return row + 1 == rows; }
+  /// Whether a pack that reaches past the row's end may reach past the matrix: a pack has up to 8 elements, and a row at least one.
+  __device__ bool last() const { return row + 8 >= rows; }
 
   /// Where this thread's first pack is in a matrix.
   template <class Tile, class T>
