@@ -154,6 +154,25 @@ def test_half_upstream_gradients(name, upstream, device):
             torch.testing.assert_close(a.grad.double(), b.grad, rtol=16 * 2**-11, atol=max(32 * 2**-11 * b.grad.abs().max().item(), 2**-24))
 
 
+@pytest.mark.parametrize("max_bytes", [0, 1000])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_mixed_dtypes_of_the_head(dtype, weight_dtype, max_bytes, device):
+    """It computes in the dtype of the hidden states, and the weight's gradient is rounded once, to its own."""
+    from liger_kernel.ops.linear_log_prob import linear_log_prob
+
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(64, 32, device=device).to(dtype).requires_grad_(), torch.randn(300, 32, device=device).to(weight_dtype).requires_grad_()
+    ids, g = torch.randint(0, 300, (64,), device=device), torch.randn(64, device=device)
+    linear_log_prob(hidden, weight, ids, max_bytes=max_bytes).backward(g)
+    exact = [t.detach().to(dtype).double().requires_grad_() for t in (hidden, weight)]
+    F.linear(*exact).log_softmax(-1).gather(-1, ids[:, None])[:, 0].backward(g.double())
+    for a, b in zip((hidden, weight), exact):
+        assert a.grad.dtype == a.dtype
+        inner = 2e-6 if dtype == torch.float32 else 8 * 2**-8  # of logits and their gradient, in the dtype of the GEMMs
+        torch.testing.assert_close(a.grad.double(), b.grad, rtol=torch.finfo(a.dtype).eps / 2 + inner, atol=inner * b.grad.abs().max().item())
+
+
 @pytest.mark.parametrize("scale", [1e-4, 0.1])
 def test_half_z_loss_does_not_overflow(scale, device):
     """The gradient of the z-loss grows with the logits, and with them what is stored until backward divides it."""

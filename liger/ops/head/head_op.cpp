@@ -63,8 +63,8 @@ Gradients Pass::run(const Rows& rows, const Tensor& divisor) const {
   const auto dtype = hidden.scalar_type();
   Gradients d;
   if (wants.hidden) d.hidden = output(at::empty(hidden.sizes(), options.dtype(gradient_dtype(dtype, dtype))));
-  // One chunk needs no accumulator: its GEMM sums in float and rounds once.
-  if (wants.weight) d.weight = output(at::empty(weight.sizes(), options.dtype(whole ? gradient_dtype(dtype, weight_dtype) : at::kFloat)));
+  // One chunk needs no accumulator where the result has the GEMM's dtype: it sums in float and rounds once.
+  if (wants.weight) d.weight = output(at::empty(weight.sizes(), options.dtype(whole && weight_dtype == dtype ? gradient_dtype(dtype, dtype) : at::kFloat)));
   if (wants.bias) d.bias = at::zeros({weight.size(0)}, options.dtype(at::kFloat));
   if (tokens == 0 && wants.weight) d.weight.zero_();
   Tensor buffer = there ? logits : output(at::empty({chunk, weight.size(0)}, options));
