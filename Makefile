@@ -13,7 +13,7 @@ sources := $(shell find liger python cmake -name '*.h' -o -name '*.cpp' -o -name
 
 SHELL := bash
 .SHELLFLAGS := -eo pipefail -c
-.PHONY: help train test downstream fuzz test-install bench install clean
+.PHONY: help train align test downstream fuzz test-install bench install clean
 .DEFAULT_GOAL := help
 
 help:  ## what there is
@@ -21,6 +21,9 @@ help:  ## what there is
 
 train: $(ready)  ## train a Llama on real text twice, plain and patched, and compare; ARGS="--help" lists its options
 	$(py) examples/train.py $(ARGS)
+
+align: $(ready)  ## align a Llama by DPO and GRPO twice, plain and with this library's losses, and compare; ARGS="--loss kto --device cpu"
+	$(py) examples/align.py $(ARGS)
 
 # What is built here runs here: no PTX for other GPUs, which takes most of a compilation again. Where there is no GPU to run it, CUDA is
 # compiled for one architecture, to see that it compiles.
