@@ -1,11 +1,12 @@
-"""Times the operators against their rivals, in turns, in one process, over the cases of tests/cases.
+"""Times the operators and losses against their rivals, in turns, in one process, over the cases of tests/cases and tests/loss_cases.py.
 
     python benchmarks/bench.py                                  every operator at its shapes, on the GPU if there is one
     python benchmarks/bench.py --op rms_norm --shape 4096,4096 --dtype float32 --device cpu
     python benchmarks/bench.py --compare docs/performance-h200.json  what changed since that run
 
 Rivals: eager torch, torch.compile of the plain operator, torch's own fused operator where there is one, and, where they can be
-imported, quack, cut_cross_entropy and liger_kernel with Triton (--triton-liger DIR: a folder that holds that package, which has our name).
+imported, quack, cut_cross_entropy, TRL's functions of a head (--trl DIR or TRL_DIR: an unpacked wheel of TRL 1.16; torch and transformers are all that these need)
+and liger_kernel with Triton (--triton-liger DIR: a folder that holds that package, which has our name).
 Of activate F.silu is one, torch's own operator of one tensor, whatever the activation.
 
 Per shape and rival, forward / forward and backward:
@@ -13,17 +14,21 @@ Per shape and rival, forward / forward and backward:
   eager  wall time of a call, the device awaited only at the end of a run of calls (ms)
   host   time until a call returns, on inputs too small to matter (us)
   peak   memory beyond the inputs (MiB)
+  extra  the same beyond the results too, which are the gradients where there are some (MiB)
   rate   bytes of the floor over the time, as a fraction of a copy of the first input in the same run, where no cache holds that; for
-         operators made of GEMMs the time of the bare GEMMs over the operator's
+         operators made of GEMMs the time of the bare GEMMs over the operator's: of a loss those of its heads, forward of all and two backward of the one that is trained
 """
 
 import argparse
+import contextlib
 import importlib
+import importlib.util
 import json
 import os
 import statistics
 import sys
 import time
+import types
 from datetime import date
 
 import torch
@@ -32,6 +37,7 @@ from tabulate import tabulate
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "tests"))
 
 from cases import all_cases  # noqa: E402
+from loss_cases import CALLS, IGNORE, LOSSES, flat, policy_plain, preference_plain  # noqa: E402
 
 MODES = ("forward", "forward+backward")
 
@@ -41,12 +47,60 @@ def triton_liger(folder):
     ours = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "liger_kernel"}
     sys.path.insert(0, folder)
     try:
-        return importlib.import_module("liger_kernel.transformers.functional")
+        functional = importlib.import_module("liger_kernel.transformers.functional")
+        functional.losses = importlib.import_module("liger_kernel.chunked_loss")
+        return functional
     finally:
         sys.path.remove(folder)
         for name in [name for name in sys.modules if name.split(".")[0] == "liger_kernel"]:
             del sys.modules[name]
         sys.modules.update(ours)
+
+
+def trl_kernels(folder):
+    """The functions of trl/kernels in `folder`. The rest of TRL, and what that needs, is not imported: of it they use one context, for ZeRO-3."""
+    for name, path in (("trl", ["trl"]), ("trl.trainer", []), ("trl.trainer.utils", None)):
+        module = sys.modules[name] = types.ModuleType(name)
+        if path is not None:
+            module.__path__ = [os.path.join(folder, *path)] if path else []
+    sys.modules["trl.trainer.utils"].maybe_gather_lm_head_ctx = lambda *parameters: contextlib.nullcontext()
+    parts = (importlib.import_module(f"trl.kernels.{name}") for name in ("chunked_logprob", "chunked_divergence"))
+    return types.SimpleNamespace(**{name: value for part in parts for name, value in vars(part).items() if name.startswith("Chunked")})
+
+
+def trl_log_probs(kernels, hidden, weight, ids, bias=None, temperature=1.0, outputs=()):
+    """TRL works on the tokens that count, where its kernels run."""
+    rows, labels = hidden.reshape(-1, hidden.shape[-1]), ids.reshape(-1)
+    kept = labels != IGNORE
+    whole = bool(kept.all())
+    found = kernels.ChunkedLogProbFunction.apply(*(rows if whole else rows[kept], weight, bias, labels if whole else labels[kept]), temperature, 32768, None, 1.0, outputs)
+    placed = [found[0].new_zeros(labels.shape).masked_scatter(kept, t) for t in found if t is not None]
+    return placed[0].view(ids.shape) if len(placed) == 1 else tuple(t.view(ids.shape) for t in placed)
+
+
+def trl_linear_log_prob(kernels, tensors, options):
+    hidden, weight, bias, ids = tensors
+    return trl_log_probs(kernels, hidden, weight, ids, bias, options.get("temperature", 1.0), ("entropy",) if options.get("entropy") else ())
+
+
+def trl_preference(name):
+    def call(kernels, tensors, options):
+        # TRL makes the mean of the logits in the same pass: no logits, no such result here.
+        tokens = lambda x, w, b, y: (x.new_zeros(len(x), 1, 1), trl_log_probs(kernels, x, w, y, b))
+        return preference_plain(name, tensors, options, tokens=tokens)
+
+    return call
+
+
+def trl_policy(kernels, tensors, options):
+    return policy_plain("grpo", tensors, options, log_probs=lambda *inputs: trl_log_probs(kernels, *inputs))
+
+
+def trl_divergence(kernels, tensors, options):
+    assert options.get("weight_hard_loss") == 0, "it has no cross entropy"
+    *heads, labels = tensors
+    divergence, _ = kernels.ChunkedDivergenceFunction.apply(*heads, options.get("beta", 0.5), options.get("temperature", 1.0))
+    return ((divergence * (labels != IGNORE)).sum() / (labels != IGNORE).sum(),)
 
 
 #: rival -> case -> (its module, inputs, options) -> result.
@@ -57,7 +111,14 @@ LIBRARIES = {
         "cross_entropy": lambda q, t, o: q.cross_entropy(t[0], t[1], reduction="mean"),
     },
     "cut_cross_entropy": {"fused_linear_cross_entropy": lambda c, t, o: c.linear_cross_entropy(t[0], t[1], t[3])},
+    "trl": {
+        "linear_log_prob": trl_linear_log_prob,
+        **{f"linear_{name}": trl_preference(name) for name in ("dpo", "orpo", "kto")},
+        "linear_grpo": trl_policy,
+        "linear_jsd": trl_divergence,
+    },
     "liger (Triton)": {
+        **{name: lambda f, t, o, name=name: flat(CALLS[name][0](f.losses, CALLS[name][1], t, o)) for name in LOSSES},
         "rms_norm": lambda f, t, o: f.liger_rms_norm(*t, 1e-6, in_place=False),
         "fused_add_rms_norm": lambda f, t, o: f.liger_fused_add_rms_norm(*t, 1e-6, in_place=False),
         "modulated_rms_norm": lambda f, t, o: f.liger_modulated_rms_norm(*t, 1e-6, in_place=False),
@@ -78,6 +139,9 @@ LIBRARIES = {
 def libraries(args):
     """rival -> its module, of those that are there."""
     found = {"liger (Triton)": triton_liger(args.triton_liger)} if args.triton_liger else {}
+    installed = importlib.util.find_spec("trl")
+    if trl := args.trl or (os.path.dirname(installed.submodule_search_locations[0]) if installed else None):
+        found["trl"] = trl_kernels(trl)
     for name in ("quack", "cut_cross_entropy") if args.device == "cuda" else ():
         try:
             found[name] = importlib.import_module(name)
@@ -104,7 +168,8 @@ class Contestant:
                 return self.calls[i]()
         out = self.calls[i]()
         out = out if isinstance(out, tuple) else (out,)
-        return torch.autograd.grad(out, wanted, self.upstream)
+        pairs = [(o, g) for o, g in zip(out, self.upstream) if o.requires_grad]  # what is only logged has no gradient
+        return torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs])
 
 
 def synchronize(device):
@@ -182,8 +247,10 @@ def peak_memory(contestant, mode):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     result = contestant.run(mode, 0)
+    held = torch.cuda.memory_allocated() - before
     del result
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
+    peak = torch.cuda.max_memory_allocated() - before
+    return peak / 2**20, (peak - held) / 2**20
 
 
 def host_times(field, mode, device):
@@ -238,16 +305,28 @@ def contestants(case, shape, options, args, sets_wanted):
 
 def floor_time(case, shape, options, args):
     """A function that times the floor, (forward, forward+backward) in ms: a copy's rate for the bytes, or the bare GEMMs."""
-    if case.flops:
-        # By the rate of the GEMMs between the first two inputs; the head's are all there are.
-        hidden, weight = inputs(case, shape, options, args)[:2]
-        hidden, weight = hidden.detach(), weight.detach()
-        logits, dx, dw = hidden @ weight.T, torch.empty_like(hidden), torch.empty_like(weight)
-        gemms = [lambda: torch.mm(hidden, weight.T, out=logits), lambda: torch.mm(logits, weight, out=dx), lambda: torch.mm(logits.T, hidden, out=dw)]
-        forward, backward = case.flops(shape, options)
-        one = 2 * hidden.shape[0] * weight.numel()
-        return lambda: (timed(gemms[0], args.device, args.seconds) * forward / one,
-                        sum(timed(g, args.device, args.seconds) for g in gemms) * (forward + backward) / (3 * one))
+    if case.flops or case.heads:
+        tensors = inputs(case, shape, options, args)
+        heads, part = (case.heads(tensors), (1, 1)) if case.heads else ([(*tensors[:2], True)], None)
+        if part is None:  # by the rate of the GEMMs between the first two inputs; the head's are all there are
+            one = 2 * tensors[0].shape[0] * tensors[1].numel()
+            part = [flops / (one * n) for n, flops in enumerate(case.flops(shape, options), 1)]
+        forward, backward = [], []
+        for hidden, weight, trained in heads:
+            hidden, weight = hidden.detach().flatten(0, -2), weight.detach()
+            logits = hidden @ weight.T
+            # Bound early: each head has its own tensors.
+            forward.append(lambda x=hidden, w=weight, z=logits: torch.mm(x, w.T, out=z))
+            if trained:
+                dx, dw = torch.empty_like(hidden), torch.empty_like(weight)
+                backward += [lambda x=dx, w=weight, z=logits: torch.mm(z, w, out=x), lambda x=hidden, w=dw, z=logits: torch.mm(z.T, x, out=w)]
+        time_of = lambda gemms: sum(timed(g, args.device, args.seconds) for g in gemms)
+
+        def gemms():
+            first = time_of(forward) * part[0]
+            return first, first + time_of(backward) * part[1]
+
+        return gemms
     if not case.bytes:
         return None
     first = inputs(case, shape, options, args)[0].detach()
@@ -289,7 +368,7 @@ def measure(case, shape, options, args):
             row = rows[c.name]
             row[f"eager {mode}"] = statistics.median(eager[c.name])
             if args.device == "cuda":
-                row[f"peak {mode}"] = peak_memory(c, mode)
+                row[f"peak {mode}"], row[f"extra {mode}"] = peak_memory(c, mode)
             if floor:
                 row[f"rate {mode}"] = statistics.median(floors) / row.get(f"gpu {mode}", row[f"eager {mode}"])
     return list(rows.values())
@@ -319,14 +398,14 @@ def table(rows, old):
     for row in rows:
         options = " ".join(f"{k}={v}" for k, v in row["options"].items())
         line = [f"{row['case']} {'x'.join(map(str, row['shape']))} {options}".strip(), row["rival"], pair(row, "gpu"), pair(row, "eager"), pair(row, "host", ".1f"),
-                pair(row, "peak", ".0f"), pair(row, "rate", ".2f")]
+                pair(row, "peak", ".0f"), pair(row, "extra", ".0f"), pair(row, "rate", ".2f")]
         if old is not None:
             before = old.get(key(row), {})
             what = next((w for w in ("gpu", "eager", "host") if f"{w} {MODES[1]}" in row), None)
             then = before.get(f"{what} {MODES[1]}")
             line.append(f"{row[f'{what} {MODES[1]}'] / then:.2f}" if then else "new")
         lines.append(line)
-    headers = ["case", "rival", "gpu ms", "eager ms", "host us", "peak MiB", "rate"] + (["time / old"] if old is not None else [])
+    headers = ["case", "rival", "gpu ms", "eager ms", "host us", "peak MiB", "extra MiB", "rate"] + (["time / old"] if old is not None else [])
     return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
 
 
@@ -343,7 +422,7 @@ def save(rows, args):
 
 
 def main():
-    cases = {name: case for name, case in all_cases().items() if case.bench}
+    cases = {name: case for name, case in (all_cases() | LOSSES).items() if case.bench}
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--op", help=f"operators, separated by commas: {', '.join(cases)}")
     p.add_argument("--shape", help="one shape, numbers separated by commas, instead of the case's")
@@ -351,6 +430,7 @@ def main():
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--rivals", help="only these, separated by commas: torch, compile, ...")
     p.add_argument("--triton-liger", help="the folder of a liger_kernel with Triton")
+    p.add_argument("--trl", default=os.environ.get("TRL_DIR"), help="the folder of an unpacked wheel of TRL; default: TRL_DIR, or where it is installed")
     p.add_argument("--seconds", type=float, default=0.3, help="time for each measurement")
     p.add_argument("--rounds", type=int, default=20, help="graph replays in turns")
     p.add_argument("--host", action="store_true", help="host time only")
