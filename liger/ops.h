@@ -4,6 +4,7 @@
 #include <tuple>
 #include "liger/ops/activation/activate.h"
 #include "liger/ops/activation/gated.h"
+#include "liger/ops/head/options.h"
 #include "liger/ops/loss/options.h"
 #include "liger/ops/norm/norm.h"
 #include "liger/ops/preference/distillation.h"
@@ -138,6 +139,31 @@ struct LogProbResult {
 /// a class nor ignore_index is an error: c10::IndexError on the CPU, a device assertion on CUDA. Mixed dtypes compute in hidden's, or in autocast's.
 LogProbResult linear_log_prob(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& ids, const LogProbOptions& options = {},
                               const std::optional<at::Tensor>& bias = {});
+
+struct DistillationOptions {
+  Distillation kind = Distillation::JensenShannon;
+  double beta = 0.5;             // of JensenShannon, in [0, 1]
+  double temperature = 1;        // T, of the soft loss
+  double soft_weight = 1, hard_weight = 0;
+  LogitMap student, teacher;     // what their models do to the logits
+  int64_t ignore_index = -100;
+  int64_t max_bytes = 0;         // of both heads' logits at once; 0: what is fastest
+};
+
+struct DistillationResult {
+  at::Tensor loss;  // soft_weight · soft + hard_weight · hard, a float scalar; alone differentiable
+  at::Tensor soft;  // the mean divergence of softmax(z / T), or of z / T for Cosine
+  at::Tensor hard;  // the mean of −ln softmax(z)_label; undefined without labels
+};
+
+/// Distillation of a teacher's head into a student's (Hinton et al. 2015, arXiv:1503.02531; Agarwal et al. 2024, arXiv:2306.13649), whose logits are
+/// never held in full: student [..., width], student_weight [classes, width], teacher [..., another width], teacher_weight [classes, that width], labels [...] or
+/// none. Means are over the tokens whose label is not ignore_index, or all; others cost nothing; 0 where there are none. Forward makes the gradients of the
+/// student's tensors, the weight's summed in float; the teacher's get none. Under autocast the GEMMs run in its dtype, otherwise in the student's.
+/// A label that is neither a class nor ignore_index is an error: c10::IndexError on the CPU, a device assertion on CUDA.
+DistillationResult linear_distillation(const at::Tensor& student, const at::Tensor& student_weight, const at::Tensor& teacher, const at::Tensor& teacher_weight,
+                                       const std::optional<at::Tensor>& labels = {}, const DistillationOptions& options = {},
+                                       const std::optional<at::Tensor>& student_bias = {}, const std::optional<at::Tensor>& teacher_bias = {});
 
 /// Kullback-Leibler divergence Σ t (ln max(t, eps) − x) of log-probabilities x [rows, cols] from probabilities target (Kullback &
 /// Leibler 1951), or Σ eᵗ (t − x) where log_target says that target holds logarithms. target may have another dtype than x and gets

@@ -20,7 +20,7 @@ FREE = {
     "a dimension less": {*ROWS, ("modulated_rms_norm", "scale")},
 }
 #: Arguments that are converted from any floating dtype.
-CONVERTED = {"class_weight", "normalizer", "g", "dlogp", "dentropy"}
+CONVERTED = {"class_weight", "normalizer", "g", "dlogp", "dentropy", "soft", "hard"}
 
 
 class Recorder(TorchDispatchMode):

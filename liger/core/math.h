@@ -108,7 +108,16 @@ struct JensenShannon {
 
   template <class M, class V>
   static LIGER_HD Slope<V> at(V x, V t, V s) {
-    const V p = M::exp_times(s, t), q = M::exp_times(V(1) - s, x), log_m = M::log(p + q), df = M::product_less_log(q, x - log_m);
+    V q;
+    return at<M>(x, t, s, q);
+  }
+
+  /// Also gives q.
+  template <class M, class V>
+  static LIGER_HD Slope<V> at(V x, V t, V s, V& q) {
+    const V p = M::exp_times(s, t);
+    q = M::exp_times(V(1) - s, x);
+    const V log_m = M::log(p + q), df = M::product_less_log(q, x - log_m);
     return {M::product_less_log(p, t - log_m) + df, df};
   }
 };
@@ -122,6 +131,99 @@ struct TotalVariation {
     const V d = x - t, half_sign = V(0.5f) * M::sign(d);
     return {d * half_sign, half_sign};
   }
+};
+
+// Losses of a token between a student's and a teacher's logits. In a pass over the classes each adds kSums numbers of one class; value() makes the loss of their
+// sums, factors() what slope() needs of them, which is its derivative with respect to one of the student's logits. x and t are logits or, where kLogs says so, ln softmax of them; s is a parameter.
+
+template <class V, int n>
+struct Terms { V v[n]; };
+
+/// A divergence D = Σ f of distributions: the derivative of Σ f with respect to the logit of a class is w − q Σ w, w = ∂f/∂x and q = eˣ.
+template <class Term>
+struct OfLogs {
+  static constexpr bool kLogs = true;
+  static constexpr int kSums = 2;
+
+  template <class M, class V>
+  static LIGER_HD Terms<V, 2> terms(V x, V t, V s) {
+    V q, w;
+    const V f = Term::template at<M>(x, t, s, q, w);
+    return {{f, w}};
+  }
+  template <class S>
+  static LIGER_HD float value(const S* sums) { return float(sums[0]); }
+  template <class S>
+  static LIGER_HD Terms<float, 2> factors(const S* sums) { return {{float(sums[1]), 0}}; }
+  template <class M, class V>
+  static LIGER_HD V slope(V x, V t, V s, const Terms<float, 2>& factors) {
+    V q, w;
+    Term::template at<M>(x, t, s, q, w);
+    return w - M::product(q, V(factors.v[0]));
+  }
+};
+
+/// KL(T ‖ S).
+struct ForwardKLTerm {
+  template <class M, class V>
+  static LIGER_HD V at(V x, V t, V, V& q, V& w) {
+    const Slope<V> of = LogKL::at<M>(x, t, t);
+    q = M::exp(x), w = of.df;
+    return of.f;
+  }
+};
+
+/// KL(S ‖ T). What is the same for all classes, 1 in ∂f/∂x = f + q, cancels in w − q Σ w.
+struct ReverseKLTerm {
+  template <class M, class V>
+  static LIGER_HD V at(V x, V t, V, V& q, V& w) {
+    q = M::exp(x);
+    return w = M::product(q, x - t);
+  }
+};
+
+/// s KL(T ‖ M) + (1 − s) KL(S ‖ M), M = s T + (1 − s) S, for s in (0, 1).
+struct JensenShannonTerm {
+  template <class M, class V>
+  static LIGER_HD V at(V x, V t, V s, V& q, V& w) {
+    const Slope<V> of = JensenShannon::at<M>(x, t, s, q);
+    q = M::div(q, V(1) - s), w = of.df;
+    return of.f;
+  }
+};
+
+/// ½ Σ |S − T|.
+struct TotalVariationTerm {
+  template <class M, class V>
+  static LIGER_HD V at(V x, V t, V, V& q, V& w) {
+    q = M::exp(x);
+    const Slope<V> of = TotalVariation::at<M>(q, M::exp(t), q);
+    w = q * of.df;
+    return of.f;
+  }
+};
+
+/// 1 − x · t / (max(‖x‖, 1e-12) max(‖t‖, 1e-12)) of the logits themselves.
+struct CosineDistance {
+  static constexpr bool kLogs = false;
+  static constexpr int kSums = 3;
+
+  template <class M, class V>
+  static LIGER_HD Terms<V, 3> terms(V x, V t, V) { return {{x * x, t * t, x * t}}; }
+  template <class S>
+  static LIGER_HD float value(const S* sums) { return float(1 - sums[2] * inverse(sums[0]) * inverse(sums[1])); }
+  template <class S>
+  static LIGER_HD Terms<float, 2> factors(const S* sums) {
+    const S of_x = inverse(sums[0]), of_both = of_x * inverse(sums[1]);
+    return {{sums[0] < S(kLeast) ? 0 : float(sums[2] * of_x * of_x * of_both), float(of_both)}};
+  }
+  template <class M, class V>
+  static LIGER_HD V slope(V x, V t, V, const Terms<float, 2>& factors) { return x * V(factors.v[0]) - t * V(factors.v[1]); }
+
+ private:
+  static constexpr float kLeast = 1e-24f;
+  template <class S>
+  static LIGER_HD S inverse(S squares) { return S(1) / S(__builtin_sqrt(squares < S(kLeast) ? S(kLeast) : squares)); }
 };
 
 }  // namespace liger

@@ -7,17 +7,13 @@ import torch
 from transformers.utils import is_triton_available
 
 from liger_kernel._library import ops
-from liger_kernel.ops.divergence import IGNORE_INDEX, JENSEN_SHANNON
+from liger_kernel.ops.divergence import IGNORE_INDEX
+from liger_kernel.ops.linear_distillation import JENSEN_SHANNON, autocast_dtype, forward_with_gradients
 from liger_kernel.ops.linear_log_prob import OUTPUTS
-from liger_kernel.ops.two_heads import sums_over_tokens, wanted_gradients
-from liger_kernel.ops.utils import first_derivative_only, reduction_code
+from liger_kernel.ops.two_heads import wanted_gradients
+from liger_kernel.ops.utils import first_derivative_only
 from liger_kernel.transformers.graft import kernels_cover
 from liger_kernel.transformers.patch import Replacement, Report, Skip
-
-
-def _autocast_dtype(hidden):
-    device = hidden.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 class _LinearLogProb(torch.autograd.Function):
@@ -26,7 +22,7 @@ class _LinearLogProb(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, ids, temperature, softcap, logit_scale, outputs, max_bytes):
         keep = any(wanted_gradients(ctx, hidden, weight, bias))
-        dtype = _autocast_dtype(hidden)
+        dtype = autocast_dtype(hidden)
         bits = sum(bit for name, bit in OUTPUTS.items() if name in outputs)
         ctx.options = float(temperature), float(softcap), float(logit_scale), IGNORE_INDEX
         ctx.rest = ids.numel(), max_bytes, dtype  # no id is ignored, so that the device is not asked for their number
@@ -57,20 +53,11 @@ class _Divergence(torch.autograd.Function):
     """(divergence, student's entropy), float [tokens], whose backward makes the logits of both heads again."""
 
     @staticmethod
-    def forward(ctx, options, *tensors):
-        hidden = tensors[0]
+    def forward(ctx, options, max_bytes, *tensors):
         ctx.save_for_backward(*tensors)
-        ctx.options, ctx.autocast = options, _autocast_dtype(hidden)
+        ctx.options, ctx.max_bytes, ctx.autocast = options, max_bytes, autocast_dtype(tensors[0])
         ctx.set_materialize_grads(False)
-        divergence, entropy = (torch.empty(len(hidden), device=hidden.device) for _ in range(2))
-
-        def fill(student, teacher, rows):
-            x, target = _log_softmaxes(student, teacher, options)
-            divergence[rows] = _token_divergence(x, target, options)
-            entropy[rows] = ops.selective_log_softmax(x, torch.zeros_like(x[:, 0], dtype=torch.long), 1.0, IGNORE_INDEX)[1]
-            return [x.new_zeros(())]
-
-        _over_heads(tensors, fill)
+        _, divergence, _, entropy, *_ = _two_heads(tensors, None, options, max_bytes, ctx.autocast)
         ctx.mark_non_differentiable(entropy)
         return divergence, entropy
 
@@ -78,38 +65,20 @@ class _Divergence(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx, upstream, _):
         if upstream is None:
-            return (None,) * 7
-
-        def weighted(student, teacher, rows):
-            return [(upstream[rows] * _token_divergence(*_log_softmaxes(student, teacher, ctx.options), ctx.options)).sum()]
-
-        with torch.autocast(upstream.device.type, dtype=ctx.autocast, enabled=ctx.autocast is not None):
-            gradients = _over_heads(ctx.saved_tensors, weighted, ctx.needs_input_grad[1:4])
-        return None, *gradients, *(None,) * 3
+            return (None,) * 8
+        *_, gradients, rest = _two_heads(ctx.saved_tensors, upstream, ctx.options, ctx.max_bytes, ctx.autocast, ctx.needs_input_grad[2:5])
+        return None, None, *(None if g is None else ops.scale_backward(g, rest) for g in gradients), *(None,) * 3
 
 
-def _over_heads(tensors, loss_of, wanted=(False,) * 3):
+def _two_heads(tensors, soft, options, max_bytes, dtype, wanted=(False,) * 3):
     from trl.trainer.utils import maybe_gather_lm_head_ctx
 
     student, teacher = tensors[:3], tensors[3:]
+    beta, temperature, *maps = options
     with maybe_gather_lm_head_ctx(*student[1:]), maybe_gather_lm_head_ctx(*teacher[1:]):
-        # Float logits, as TRL has them, are twice as large: half as many at once.
-        return sums_over_tokens(student, teacher, loss_of, 1, torch.ones((), device=student[0].device), 2048, wanted, torch.float32)[1]
-
-
-def _log_softmaxes(student, teacher, options):
-    """ln p of both, for options (beta, temperature, student's scale and softcap, teacher's scale and softcap)."""
-    _, temperature, *transforms = options
-    logits = []
-    for z, scale, softcap in zip((student, teacher), transforms[::2], transforms[1::2]):
-        z = z if scale == 1 else z * scale
-        z = z if softcap is None else softcap * torch.tanh(z / softcap)
-        logits.append(torch.log_softmax(z if temperature == 1 else z / temperature, -1))
-    return logits
-
-
-def _token_divergence(x, target, options):
-    return ops.divergence(x, target, None, JENSEN_SHANNON, float(options[0]), IGNORE_INDEX, reduction_code("none"), torch.float32).sum(-1)
+        # Float logits, as TRL has them.
+        return forward_with_gradients(student, teacher, None, soft, None, JENSEN_SHANNON, beta, temperature, max_bytes=max_bytes, wanted=wanted,
+                                      maps=[float(m or 0) for m in maps], entropy=True, float_logits=True, dtype=dtype)
 
 
 def _covered(*tensors):
@@ -137,9 +106,10 @@ def _divergence_function(original, max_bytes):
             tensors = student_hidden, student_weight, student_bias, teacher_hidden, teacher_weight, teacher_bias
             softcaps = student_final_logit_softcapping, teacher_final_logit_softcapping
             options = beta, temperature, student_logit_scale, softcaps[0], teacher_logit_scale, softcaps[1]
-            if 0 in softcaps or not 0 <= beta <= 1 or not _covered(*tensors):
+            sensible = all(cap is None or 0 < cap < float("inf") for cap in softcaps) and min(temperature, *options[2::2]) > 0 and 0 <= beta <= 1
+            if not sensible or not _covered(*tensors):
                 return original.apply(*tensors, *options)
-            return _Divergence.apply(options, *tensors)
+            return _Divergence.apply(options, max_bytes, *tensors)
 
     return ChunkedDivergenceFunction
 

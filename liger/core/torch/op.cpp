@@ -48,8 +48,14 @@ void Totals::run() {
 }
 
 void project(Tensor out, const Tensor& x, const Tensor& w, const Tensor& bias) {
-  if (bias.defined()) at::addmm_out(out, bias, x, w.t());
-  else at::mm_out(out, x, w.t());
+  if (out.scalar_type() != x.scalar_type()) {
+    at::mm_out(out, x, w.t(), out.scalar_type());
+    if (bias.defined()) out.add_(bias);
+  } else if (bias.defined()) {
+    at::addmm_out(out, bias, x, w.t());
+  } else {
+    at::mm_out(out, x, w.t());
+  }
 }
 
 void accumulate(Tensor& sum, const Tensor& a, const Tensor& b, bool first) {

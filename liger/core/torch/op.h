@@ -99,7 +99,7 @@ class Totals {
 /// sum ← aᵀ b, or sum + aᵀ b, accumulated in sum's dtype: that of a and b, or float.
 void accumulate(Tensor& sum, const Tensor& a, const Tensor& b, bool first);
 
-/// out = x wᵀ + bias, where there is one.
+/// out = x wᵀ + bias, where there is one; on a GPU out may be float where x and w are not.
 void project(Tensor out, const Tensor& x, const Tensor& w, const Tensor& bias);
 
 /// f(first token, tokens) for each chunk of tokens.
@@ -209,15 +209,18 @@ struct Op {
   }
 };
 
-/// The graph's node of an operator: Node's forward and backward, and the refusal of a second derivative, unless Node::kDifferentiableTwice.
-template <Name kName, class Node>
-struct Function : torch::autograd::Function<Function<kName, Node>> {
+/// The graph's node of an operator of kArguments arguments: Node's forward and backward, which returns the gradients of the first ones, and the refusal of a
+/// second derivative, unless Node::kDifferentiableTwice.
+template <Name kName, class Node, size_t kArguments>
+struct Function : torch::autograd::Function<Function<kName, Node, kArguments>> {
   template <class... A>
   static auto forward(AutogradContext* ctx, A&&... args) { return Node::forward(ctx, std::forward<A>(args)...); }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& upstream) {
-    if constexpr (requires { Node::kDifferentiableTwice; }) return Node::backward(ctx, upstream);
-    else return refuse_second_derivative(kName.text, upstream, Node::backward(ctx, upstream));
+    variable_list gradients = Node::backward(ctx, upstream);
+    gradients.resize(kArguments);
+    if constexpr (requires { Node::kDifferentiableTwice; }) return gradients;
+    else return refuse_second_derivative(kName.text, upstream, std::move(gradients));
   }
 };
 
@@ -251,7 +254,7 @@ struct Differentiated<Node, kInputs, Op<kName, kFunction>> {
   static bool any_wants_grad(std::index_sequence<i...>, const A&... args) { return ((int(i) < kInputs && wants_grad(args)) || ...); }
 
   template <size_t... i, class... More>
-  static auto apply(std::index_sequence<i...>, const A&... args, More... more) { return Function<kName, Node>::apply(detached<(int(i) >= kInputs)>(args)..., more...); }
+  static auto apply(std::index_sequence<i...>, const A&... args, More... more) { return Function<kName, Node, sizeof...(A) + sizeof...(More)>::apply(detached<(int(i) >= kInputs)>(args)..., more...); }
 
   template <bool kDetach, class T>
   static T detached(const T& t) {

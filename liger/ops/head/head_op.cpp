@@ -67,17 +67,18 @@ Gradients Pass::run(const Rows& rows, const Tensor& divisor) const {
   if (wants.weight) d.weight = output(at::empty(weight.sizes(), options.dtype(whole && weight_dtype == dtype ? gradient_dtype(dtype, dtype) : at::kFloat)));
   if (wants.bias) d.bias = at::zeros({weight.size(0)}, options.dtype(at::kFloat));
   if (tokens == 0 && wants.weight) d.weight.zero_();
-  Tensor buffer = there ? logits : output(at::empty({chunk, weight.size(0)}, options));
+  Tensor buffer = there ? logits : output(at::empty({chunk, weight.size(0)}, options.dtype(logits_dtype.value_or(dtype))));
   for_chunks(tokens, chunk, [&](int64_t begin, int64_t n) {
     const Tensor x = hidden.narrow(0, begin, n), z = buffer.narrow(0, 0, n);
     if (!logits.defined()) project(z, x, weight, bias);
     else if (copy_logits) z.copy_(logits.narrow(0, begin, n));
     rows(z, begin);
-    if (wants.weight) accumulate(d.weight, z, x, begin == 0);
     if (wants.bias) d.bias.add_(z.sum(0, false, at::kFloat));
+    const Tensor dz = wants.weight || wants.hidden ? z.to(dtype) : Tensor();
+    if (wants.weight) accumulate(d.weight, dz, x, begin == 0);
     if (wants.hidden) {
       Tensor dx = d.hidden.narrow(0, begin, n);
-      accumulate(dx, z.t(), weight, true);
+      accumulate(dx, dz.t(), weight, true);
     }
   });
   buffer.reset();  // before the accumulator is rounded, so that the two never meet

@@ -38,7 +38,7 @@ inline at::ScalarType gradient_dtype(at::ScalarType compute, at::ScalarType own)
 /// The power of two, on the device, that brings the largest of |g| into (½, 1]: float16 gradients of logits are made of g times it.
 Tensor unit_power(const Tensor& g);
 
-/// Calls rows(logits, first token) with each chunk's logits, in hidden's dtype, and makes the gradients that are wanted of what it leaves in their place:
+/// Calls rows(logits, first token) with each chunk's logits and makes the gradients that are wanted of what it leaves in their place:
 /// three GEMMs a chunk. They are of gradient_dtype, that of bias is float. The logits are those of hidden [tokens, width], weight [classes, width] and bias,
 /// of one dtype and contiguous, unless they are there already.
 struct Pass {
@@ -49,6 +49,7 @@ struct Pass {
   int64_t max_bytes;
   Tensor logits = {};           // [tokens, classes], which may be overwritten
   bool copy_logits = false;     // they may not
+  std::optional<at::ScalarType> logits_dtype = {};  // of the logits, on a GPU: float or hidden's; what is left in their place is rounded to hidden's
 
   /// divisor: a power of two, if any, that the gradients are divided by before they are rounded.
   Gradients run(const Rows& rows, const Tensor& divisor = {}) const;

@@ -3,19 +3,32 @@
 import torch
 
 from liger_kernel._library import ops
-from liger_kernel.ops.two_heads import kept_rows, scatter_rows, sums_over_tokens, wanted_gradients
+from liger_kernel.ops.linear_distillation import forward_with_gradients
+from liger_kernel.ops.two_heads import sums_over_tokens, wanted_gradients
 from liger_kernel.ops.utils import first_derivative_only, roots
+
+
+#: The chunk_size of the API's signatures: it stands for the library's own choice.
+DEFAULT_CHUNK = 1024
+
+
+def formula(kind, masks_ignored):
+    """Says of a distillation_loss_fn that it is the operator's `kind`, and whether ignored tokens add nothing to it."""
+
+    def mark(function):
+        function.formula = kind, masks_ignored
+        return function
+
+    return mark
 
 
 class LigerFusedLinearDistillationBase(torch.autograd.Function):
     """weight_hard_loss · cross entropy + weight_soft_loss · distillation_loss_fn(logits), both as means over the tokens that count, without keeping the logits.
 
     A loss is a subclass with a static `distillation_loss_fn(student_logits [n, V], teacher_logits [n, V], target, ignore_index, beta, **loss_kwargs)`, which
-    returns a sum over these n tokens and is written in differentiable torch. `_masks_ignored` says that the tokens of ignore_index add nothing to
-    it: then they cost nothing.
+    returns a sum over these n tokens and is written in differentiable torch. It takes a loop of chunks in Python; the losses of this package, which are
+    marked by `formula`, run in one operator.
     """
-
-    _masks_ignored = False
 
     @staticmethod
     def distillation_loss_fn(student_logits, teacher_logits, target=None, ignore_index=None):
@@ -29,26 +42,28 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
 
         student_input [..., H], student_weight [V, H], teacher_input [..., H'], teacher_weight [V', H'], target [...], student_bias [V] and teacher_bias [V'] or
         None. Both logits are divided by the temperature for the soft loss, and the student's are then padded with zeros where V' > V. At most chunk_size
-        rows of target are worked on at once; compiled changes nothing. Raises ValueError where V > V'.
+        rows of target are worked on at once, unless it is the default, which leaves their number to the library; compiled changes nothing. Raises ValueError
+        where V > V'.
         """
         labels = target.reshape(-1)
-        kept = kept_rows(labels, ignore_index) if cls._masks_ignored else None
         factor = 1 / labels.ne(ignore_index).sum().clamp(min=1)
-        select = lambda t: t if kept is None else t.index_select(0, kept)
-        flat = lambda t: select(t.reshape(-1, t.shape[-1]))
-        labels = select(labels)
-
-        def loss_of(student_logits, teacher_logits, rows):
-            return _sums(student_logits, teacher_logits, labels[rows], cls.distillation_loss_fn, ignore_index, weight_hard_loss, weight_soft_loss,
-                         compute_ce_loss, temperature, return_soft_hard_loss, beta=beta, **loss_kwargs)
-
+        flat = lambda t: t.reshape(-1, t.shape[-1])
         tensors = student_input, student_weight, student_bias
-        sums, (grad_input, *others), rest = sums_over_tokens(
-            (flat(student_input), student_weight, student_bias), (flat(teacher_input), teacher_weight, teacher_bias), loss_of, 3, factor,
-            chunk_size * target[:1].numel(), wanted=wanted_gradients(ctx, *tensors))
-        if grad_input is not None:
-            grad_input = scatter_rows(grad_input, kept, student_input.reshape(-1, student_input.shape[-1])).view(student_input.shape)
-        ctx.save_for_backward(grad_input, *others, rest)
+        student, teacher = (flat(student_input), *tensors[1:]), (flat(teacher_input), teacher_weight, teacher_bias)
+        wanted = wanted_gradients(ctx, *tensors)
+        kind, masks_ignored = getattr(cls.distillation_loss_fn, "formula", (None, False))
+        if kind is not None and len(student_weight) == len(teacher_weight) and not loss_kwargs:
+            chunk = 0 if chunk_size == DEFAULT_CHUNK else chunk_size * target[:1].numel()
+            sums, gradients, rest = _run_operator(student, teacher, labels, factor, kind, masks_ignored, ignore_index, weight_hard_loss * bool(compute_ce_loss),
+                                                  weight_soft_loss, beta, temperature, chunk, wanted, compute_ce_loss)
+        else:
+            def loss_of(student_logits, teacher_logits, rows):
+                return _sums(student_logits, teacher_logits, labels[rows], cls.distillation_loss_fn, ignore_index, weight_hard_loss, weight_soft_loss,
+                             compute_ce_loss, temperature, return_soft_hard_loss, beta=beta, **loss_kwargs)
+
+            sums, gradients, rest = sums_over_tokens(student, teacher, loss_of, 3, factor, chunk_size * target[:1].numel(), wanted=wanted)
+        grad_input, *others = gradients
+        ctx.save_for_backward(grad_input if grad_input is None else grad_input.view(student_input.shape), *others, rest)
         ctx.roots = roots(*tensors)
         loss, soft, hard = (s.clone() for s in sums * factor)
         if not return_soft_hard_loss:
@@ -84,6 +99,19 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
         count = (target_chunk if full_target is None else full_target).ne(ignore_index).sum().clamp(min=1)
         loss, soft, hard = (s / count for s in sums)
         return loss, (soft, hard, student_logits, teacher_logits)
+
+
+def _run_operator(student, teacher, labels, factor, kind, masks_ignored, ignore_index, weight_hard_loss, weight_soft_loss, beta, temperature, chunk, wanted, with_hard):
+    """([weighted sum, soft, hard] over the tokens, gradients, rest), of the loss that is factor times the first."""
+    counts = labels.ne(ignore_index).float()
+    each = counts if masks_ignored else torch.ones_like(counts)
+    share = 1.0 if masks_ignored else beta  # the cosine distance has beta as a factor
+    max_bytes = chunk * 2 * len(student[1]) * student[0].element_size()
+    loss, divergence, nll, _, gradients, rest = forward_with_gradients(
+        student, teacher, labels, each * factor * (weight_soft_loss * share), counts * factor * weight_hard_loss, kind, beta if masks_ignored else 0.5, temperature,
+        ignore_index, masks_ignored, max_bytes, wanted)
+    soft, hard = share * (each @ divergence), counts @ nll if with_hard else torch.zeros_like(loss)
+    return torch.stack([weight_soft_loss * soft + weight_hard_loss * hard, soft, hard]), gradients, rest
 
 
 def _cross_entropy(logits, labels, ignore_index):

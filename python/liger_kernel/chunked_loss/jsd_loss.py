@@ -1,13 +1,13 @@
 """Distillation by the generalised Jensen-Shannon divergence (Agarwal et al. 2024, arXiv:2306.13649)."""
 
-from liger_kernel.chunked_loss.fused_linear_distillation import DistillationLoss, LigerFusedLinearDistillationBase
+from liger_kernel.chunked_loss.fused_linear_distillation import DistillationLoss, LigerFusedLinearDistillationBase, formula
+from liger_kernel.ops.linear_distillation import JENSEN_SHANNON
 from liger_kernel.ops.two_heads import jensen_shannon
 
 
 class LigerFusedLinearJSDFunction(LigerFusedLinearDistillationBase):
-    _masks_ignored = True
-
     @staticmethod
+    @formula(JENSEN_SHANNON, masks_ignored=True)
     def distillation_loss_fn(student_logits, teacher_logits, beta=0.5, target=None, ignore_index=-100):
         """Σ over the tokens whose target is not ignore_index (None: all) of β KL(T ‖ M) + (1 − β) KL(S ‖ M), M = β T + (1 − β) S; β = 0 is KL(T ‖ S), β = 1
         KL(S ‖ T)."""

@@ -3,7 +3,8 @@
 import torch
 
 from liger_kernel.ops.divergence import check_labels
-from liger_kernel.ops.two_heads import jensen_shannon, kept_rows, scatter_rows, sums_over_tokens, wanted_gradients
+from liger_kernel.ops.linear_distillation import JENSEN_SHANNON, forward_with_gradients
+from liger_kernel.ops.two_heads import wanted_gradients
 from liger_kernel.ops.utils import first_derivative_only, roots
 
 
@@ -47,19 +48,9 @@ class LigerFusedLinearJSDFunction(torch.autograd.Function):
 
 
 def _forward(student_input, student_weight, teacher_input, teacher_weight, labels, beta, ignore_index, temperature, wanted):
-    tokens = len(student_input)
-    check_labels(labels, tokens, ignore_index)
-    kept = None if labels is None else kept_rows(labels, ignore_index)
-    count = torch.tensor(float(tokens), device=student_input.device) if labels is None else labels.ne(ignore_index).sum()
-    factor = 1 / count.clamp(min=1)
-    select = lambda t: t if kept is None or t is None else t.index_select(0, kept)
-    labels = select(labels)
-
-    def loss_of(student_logits, teacher_logits, rows):
-        divided = (z if temperature == 1 else z.float() / temperature for z in (student_logits, teacher_logits))
-        return [jensen_shannon(*divided, None if labels is None else labels[rows], beta, ignore_index)]
-
-    sums, (grad_input, *others), rest = sums_over_tokens(
-        (select(student_input), student_weight, None), (select(teacher_input), teacher_weight, None), loss_of, 1, factor,
-        wanted=(*wanted, False))
-    return sums[0] * factor, (scatter_rows(grad_input, kept, student_input), *others), rest
+    check_labels(labels, len(student_input), ignore_index)
+    counts = torch.ones(len(student_input), device=student_input.device) if labels is None else labels.ne(ignore_index).float()
+    loss, *_, gradients, rest = forward_with_gradients(
+        (student_input, student_weight, None), (teacher_input, teacher_weight, None), labels, counts / counts.sum().clamp(min=1), None, JENSEN_SHANNON, beta,
+        temperature, ignore_index, wanted=(*wanted, False))
+    return loss, gradients, rest

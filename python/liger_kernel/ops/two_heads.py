@@ -1,4 +1,4 @@
-"""A student's and a teacher's head side by side, a chunk of tokens at a time."""
+"""A student's and a teacher's head side by side, a chunk of tokens at a time, for losses that a user writes in torch."""
 
 import torch
 
@@ -18,13 +18,13 @@ def jensen_shannon(student_logits, teacher_logits, labels, beta, ignore_index):
     return ops.divergence(x, target, labels, JENSEN_SHANNON, float(beta), ignore_index, reduction_code("sum"), torch.float32)
 
 
-def sums_over_tokens(student, teacher, loss_of, results, factor, chunk_tokens=GPU_CHUNK, wanted=(False, False, False), logits_dtype=None):
+def sums_over_tokens(student, teacher, loss_of, results, factor, chunk_tokens=GPU_CHUNK, wanted=(False, False, False)):
     """(Σ of loss_of's results, float [results]; gradients; rest): the gradients, times rest, are those of factor · the first sum.
 
     student and teacher are (hidden [N, H], weight [V, H], bias [V] or None), each of a width of its own. loss_of(student_logits, teacher_logits, rows) gives
     `results` numbers that are sums over these rows, of which the first is differentiated, with respect to the student's hidden states, weight and bias where
-    wanted. It computes in the student's dtype, or in autocast's; the weight's gradient is summed in float. The logits are of that dtype too, or of
-    logits_dtype, float. float16 leaves the gradients in float and undivided.
+    wanted. It computes in the student's dtype, or in autocast's; the weight's gradient is summed in float. float16 leaves the gradients in
+    float and undivided.
     """
     hidden, weight, bias = student
     device, tokens, needed = hidden.device.type, len(hidden), any(wanted)
@@ -40,7 +40,7 @@ def sums_over_tokens(student, teacher, loss_of, results, factor, chunk_tokens=GP
     # One chunk needs no accumulator: its GEMM sums in float and rounds once.
     d_weight = empty(weight, own(weight) if chunk >= tokens else torch.float32) if wanted[1] else None
     d_bias = empty(bias, torch.float32) if wanted[2] else None
-    buffers = [torch.empty(chunk, len(w), dtype=logits_dtype or dtype, device=hidden.device) for _, w, _ in heads]
+    buffers = [torch.empty(chunk, len(w), dtype=dtype, device=hidden.device) for _, w, _ in heads]
     totals = torch.zeros(results, device=hidden.device)
     with torch.autocast(device, enabled=False):
         for begin in range(0, tokens, chunk):
@@ -55,14 +55,13 @@ def sums_over_tokens(student, teacher, loss_of, results, factor, chunk_tokens=GP
                 if needed:
                     z[piece] = _gradient(loss, leaf)
                 totals += torch.stack([s.detach().float() for s in sums])
-            rounded = z.to(dtype) if needed else None
             if wanted[0]:
-                _accumulate(d_hidden[begin:begin + n], rounded, heads[0][1])
+                _accumulate(d_hidden[begin:begin + n], z, heads[0][1])
             if wanted[1]:
-                _accumulate(d_weight, rounded.t(), heads[0][0][begin:begin + n])
+                _accumulate(d_weight, z.t(), heads[0][0][begin:begin + n])
             if wanted[2]:
                 d_bias += z.sum(0, dtype=torch.float32)
-    z = teacher_z = leaf = buffers = rounded = None  # before the accumulator is rounded
+    z = teacher_z = leaf = buffers = None  # before the accumulator is rounded
     d_weight, d_bias = (None if d is None else d.to(own(t)) for d, t in ((d_weight, weight), (d_bias, bias)))
     return totals, (d_hidden, d_weight, d_bias), (factor.float() if defer else torch.ones((), device=hidden.device))
 
@@ -79,10 +78,6 @@ def _gradient(loss, leaf):
 
 def _logits(out, hidden, weight, bias, begin):
     x = hidden[begin:begin + len(out)]
-    if out.dtype != x.dtype and x.is_cuda:
-        torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
-        return out if bias is None else out.add_(bias)
-    x, weight, bias = (t if t is None else t.to(out.dtype) for t in (x, weight, bias))
     return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
 
@@ -94,16 +89,3 @@ def _accumulate(total, a, b):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
-
-
-def kept_rows(labels, ignore_index):
-    """The indices of the rows whose label is not ignore_index; None where leaving the others out saves too little."""
-    if labels.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None
-    kept = labels.ne(ignore_index).nonzero().view(-1)
-    return kept if len(kept) <= len(labels) - max(1, len(labels) // 64) else None
-
-
-def scatter_rows(values, kept, like):
-    """Rows at kept among zeros, as large as `like`."""
-    return values if kept is None or values is None else values.new_zeros(like.shape).index_copy_(0, kept, values)

@@ -1,0 +1,216 @@
+#include "liger/ops/head/linear_distillation.h"
+#include "liger/ops.h"
+#include "liger/ops/head/head_op.h"
+
+namespace liger {
+namespace op::linear_distillation {
+
+constexpr auto kName = "linear_distillation";
+constexpr int64_t kFloatLogitsChunk = 2048;  // tokens at once where logits are float, which take twice as much
+
+/// What the operator is called with besides tensors, in its schema's order.
+struct Options {
+  int64_t kind;
+  double beta, temperature, student_scale, student_softcap, teacher_scale, teacher_softcap;
+  int64_t ignore_index;
+  bool skip_ignored, entropy, float_logits;
+  int64_t max_bytes;
+
+  /// A mixture that is one of the two distributions alone is a divergence from the other.
+  Distillation formula() const {
+    if (Distillation(kind) != Distillation::JensenShannon || (beta > 0 && beta < 1)) return Distillation(kind);
+    return beta == 0 ? Distillation::ForwardKL : Distillation::ReverseKL;
+  }
+
+  void check() const {
+    TORCH_CHECK_VALUE(kind >= 0 && kind <= 4, kName, ": kind is 0 (forward KL), 1 (reverse KL), 2 (Jensen-Shannon), 3 (total variation) or 4 (cosine), not ", kind);
+    TORCH_CHECK_VALUE(beta >= 0 && beta <= 1, kName, ": beta must be in [0, 1], got ", beta);
+    TORCH_CHECK_VALUE(temperature > 0, kName, ": temperature must be positive, got ", temperature);
+    TORCH_CHECK_VALUE(student_scale > 0 && teacher_scale > 0, kName, ": student_scale and teacher_scale must be positive, got ", student_scale, " and ", teacher_scale);
+    TORCH_CHECK_VALUE(student_softcap >= 0 && std::isfinite(student_softcap) && teacher_softcap >= 0 && std::isfinite(teacher_softcap), kName,
+                      ": student_softcap and teacher_softcap must be positive, or 0 for none, got ", student_softcap, " and ", teacher_softcap);
+  }
+};
+
+#define LIGER_DISTILLATION_TENSORS                                                                                                                             \
+  const Tensor &student, const Tensor &student_weight, const OptTensor &student_bias, const Tensor &teacher, const Tensor &teacher_weight,                   \
+      const OptTensor &teacher_bias, const OptTensor &labels, const OptTensor &soft, const OptTensor &hard
+#define LIGER_DISTILLATION_OPTIONS                                                                                                                             \
+  int64_t kind, double beta, double temperature, double student_scale, double student_softcap, double teacher_scale, double teacher_softcap,                 \
+      int64_t ignore_index, bool skip_ignored, bool entropy, bool float_logits, int64_t max_bytes, std::optional<at::ScalarType> dtype
+#define LIGER_DISTILLATION_PASSED                                                                                                                               \
+  student, student_weight, student_bias, teacher, teacher_weight, teacher_bias, labels, soft, hard, kind, beta, temperature, student_scale, student_softcap, \
+      teacher_scale, teacher_softcap, ignore_index, skip_ignored, entropy, float_logits, max_bytes, dtype
+
+/// (Σ soft · divergence + Σ hard · nll, divergence, nll, entropy), float; the last three [tokens].
+using Results = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+/// Those, the gradients of the sum, empty unless wanted, and the power of two that they are still to be divided by: empty but for float16.
+using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+Forward forward(LIGER_DISTILLATION_TENSORS, LIGER_DISTILLATION_OPTIONS, bool with_dstudent, bool with_dweight, bool with_dbias) {
+  const Options options{kind, beta, temperature, student_scale, student_softcap, teacher_scale, teacher_softcap, ignore_index, skip_ignored, entropy, float_logits, max_bytes};
+  options.check();
+  const Arguments arguments(kName, "student", student);
+  TORCH_CHECK(student.dim() == 2 && teacher.dim() == 2 && student_weight.dim() == 2 && teacher_weight.dim() == 2, kName,
+              ": student and teacher must be [tokens, width] and student_weight and teacher_weight [classes, width], got ", student.sym_sizes(), ", ", teacher.sym_sizes(), ", ",
+              student_weight.sym_sizes(), " and ", teacher_weight.sym_sizes());
+  const c10::SymInt tokens_ = student.sym_size(0), classes = student_weight.sym_size(0);
+  TORCH_CHECK_VALUE(classes > 0, kName, ": there must be at least one class");
+  arguments.shaped("student_weight", student_weight, {classes, student.sym_size(1)}, Type::Kernels).vector("student_bias", student_bias, classes, Type::Kernels)
+      .shaped("teacher", teacher, {tokens_, teacher.sym_size(1)}, Type::Kernels).shaped("teacher_weight", teacher_weight, {classes, teacher.sym_size(1)}, Type::Kernels)
+      .vector("teacher_bias", teacher_bias, classes, Type::Kernels).vector("labels", labels, tokens_, Type::Integer)
+      .vector("soft", soft, tokens_, Type::Floating).vector("hard", hard, tokens_, Type::Floating)
+      .present("hard", hard.has_value(), "labels", labels).present("with_dbias", with_dbias, "student_bias", student_bias);
+  TORCH_CHECK_TYPE(!dtype || has_dtype(*dtype), kName, ": dtype, in which it computes, must be float32, float16 or bfloat16");
+
+  const auto floats = student.options().dtype(at::kFloat);
+  // On a CPU a GEMM's result has its operands' type.
+  const auto compute = float_logits && student.is_cpu() ? at::kFloat : dtype.value_or(student.scalar_type());
+  const bool deferred = compute == at::kHalf && (with_dstudent || with_dweight || with_dbias);
+  const Tensor loss = at::zeros({}, floats), power_or_none = deferred ? at::empty({}, floats) : at::empty({0}, floats);
+  const auto none = [&] { return at::empty({0}, floats); };
+  if (student.is_meta()) {
+    const auto like = [&](bool wanted, const OptTensor& t) {
+      return wanted ? at::empty_symint(t->sym_sizes(), t->options().dtype(head::gradient_dtype(compute, t->scalar_type()))) : none();
+    };
+    const auto column = [&] { return at::empty_symint({tokens_}, floats); };
+    return {loss, column(), column(), entropy ? column() : none(), like(with_dstudent, student), like(with_dweight, student_weight), like(with_dbias, student_bias), power_or_none};
+  }
+
+  const int64_t tokens = student.size(0);
+  const Tensor ids = labels ? labels->to(at::kLong).contiguous() : Tensor();
+  const Tensor kept = ids.defined() && skip_ignored
+                          ? head::kept_tokens(ids, ignore_index, head::kept_count(ids, student_weight, -1, [&] { return ids.ne(ignore_index).sum().item<int64_t>(); }))
+                          : Tensor();
+  const auto vector = [&](const OptTensor& t) { return t ? head::gather(kept, t->to(at::kFloat)).contiguous() : Tensor(); };
+  const auto operand = [&](const Tensor& t) { return t.to(compute).contiguous(); };
+  const Tensor of_labels = ids.defined() ? head::gather(kept, ids) : Tensor(), of_soft = vector(soft), of_hard = vector(hard);
+  const Tensor x = operand(head::gather(kept, student)), y = operand(head::gather(kept, teacher)), y_weight = operand(teacher_weight);
+  const Tensor y_bias = teacher_bias ? teacher_bias->to(compute) : Tensor();
+  const int64_t n = x.size(0);
+  const Tensor divergence = at::empty({n}, floats), nll = at::empty({n}, floats), of_entropy = at::empty({entropy ? n : 0}, floats);
+
+  // float16 gradients of logits are made of coefficients whose largest is near 2048, so that those of a mean over many tokens do not vanish.
+  Tensor scaled_soft = of_soft, scaled_hard = of_hard;
+  if (deferred) {
+    Tensor largest = at::zeros({1}, floats);
+    if (of_soft.defined() && n > 0) largest = at::maximum(largest, of_soft.abs().amax() * (1 / temperature));
+    if (of_hard.defined() && n > 0) largest = at::maximum(largest, of_hard.abs().amax());
+    power_or_none.copy_(head::unit_power(largest).mul_(2048));
+    if (of_soft.defined()) scaled_soft = of_soft * power_or_none;
+    if (of_hard.defined()) scaled_hard = of_hard * power_or_none;
+  }
+  const auto logits_dtype = float_logits ? at::kFloat : compute;
+  // Two heads' logits share the bytes.
+  const int64_t a_class = int64_t(c10::elementSize(compute)), a_pass = float_logits ? 2 * int64_t(c10::elementSize(at::kFloat)) : 2 * a_class;
+  const int64_t bytes = max_bytes > 0        ? std::max<int64_t>(1, max_bytes / a_pass * a_class)
+                        : logits_dtype != compute ? kFloatLogitsChunk * student_weight.size(0) * a_class
+                                                  : 0;
+  const head::Pass pass{.hidden = x, .weight = operand(student_weight), .bias = student_bias ? student_bias->to(compute) : Tensor(),
+                        .wants = {with_dstudent, with_dweight, with_dbias}, .weight_dtype = student_weight.scalar_type(), .max_bytes = bytes, .logits_dtype = logits_dtype};
+  Tensor teacher_logits;
+  auto d = pass.run([&](const Tensor& z, int64_t begin) {
+    const int64_t rows = z.size(0);
+    const auto of = [&](const Tensor& t) { return t.defined() && t.numel() > 0 ? t.narrow(0, begin, rows) : Tensor(); };
+    if (!teacher_logits.defined()) teacher_logits = output(at::empty(z.sizes(), z.options()));
+    const Tensor teacher_z = teacher_logits.narrow(0, 0, rows);
+    project(teacher_z, y.narrow(0, begin, rows), y_weight, y_bias);
+    int64_t bad_label = ignore_index;
+    run(linear_distillation_rows, z,
+        {.x = data(z), .y = data(teacher_z), .dx = pass.wants.any() ? z.data_ptr() : nullptr, .labels = data<int64_t>(of(of_labels)), .soft = data<float>(of(scaled_soft)),
+         .hard = data<float>(of(scaled_hard)), .divergence = data<float>(of(divergence)), .nll = data<float>(of(nll)), .entropy = data<float>(of(of_entropy)),
+         .bad_label = &bad_label, .rows = rows, .cols = z.size(1), .ignore_index = ignore_index, .x_map = {float(student_scale), float(student_softcap)},
+         .y_map = {float(teacher_scale), float(teacher_softcap)}, .inverse_temperature = float(1 / temperature), .beta = float(beta), .kind = options.formula(),
+         .skip_ignored = skip_ignored, .dtype = dtype_of(z)});
+    TORCH_CHECK_INDEX(bad_label == ignore_index, kName, ": label ", bad_label, " is out of bounds: it is outside [0, ", z.size(1), ") and not ignore_index ", ignore_index);
+  });
+  if (of_soft.defined()) loss.add_(at::dot(of_soft, divergence));
+  if (of_hard.defined()) loss.add_(at::dot(of_hard, nll));
+  const auto all = [&](const Tensor& t) { return head::scatter(kept, t, tokens, 0); };
+  const auto saved = [&](const Tensor& t, const OptTensor& like) { return t.defined() ? t.to(head::gradient_dtype(compute, like->scalar_type())) : none(); };
+  return {loss, all(divergence), all(nll), entropy ? all(of_entropy) : none(), saved(d.hidden.defined() ? all(d.hidden) : Tensor(), student), saved(d.weight, student_weight),
+          saved(d.bias, student_bias), power_or_none};
+}
+
+Results inference(LIGER_DISTILLATION_TENSORS, LIGER_DISTILLATION_OPTIONS) {
+  auto [loss, divergence, nll, of_entropy, dstudent, dweight, dbias, power] = forward(LIGER_DISTILLATION_PASSED, false, false, false);
+  return {loss, divergence, nll, of_entropy};
+}
+
+constexpr Op<"liger::linear_distillation", inference> public_op;
+constexpr Op<"liger::linear_distillation_forward", forward> forward_op;
+
+/// Forward makes the gradients, backward multiplies them.
+struct Autograd {
+  using Dtypes = std::tuple<bool, int64_t, bool, int64_t, bool, int64_t>;
+
+  static variable_list forward(AutogradContext* ctx, LIGER_DISTILLATION_TENSORS, LIGER_DISTILLATION_OPTIONS, Results* results) {
+    const bool ds = wants_grad(student), dw = wants_grad(student_weight), db = wants_grad(student_bias);
+    auto [loss, divergence, nll, of_entropy, dstudent, dweight, dbias, power] = forward_op(LIGER_DISTILLATION_PASSED, ds, dw, db);
+    ctx->save_for_backward({dstudent, dweight, dbias, power});
+    const auto type = [](const OptTensor& t) { return int64_t(t ? t->scalar_type() : at::kFloat); };
+    ctx->saved_data["attrs"] = Dtypes(ds, type(student), dw, type(student_weight), db, type(student_bias));
+    *results = {loss, divergence, nll, of_entropy};
+    return {loss};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const auto saved = ctx->get_saved_variables();
+    const auto [ds, of_student, dw, of_weight, db, of_bias] = ctx->saved_data["attrs"].to<Dtypes>();
+    const Tensor g = saved[3].dim() == 0 ? grads[0] / saved[3] : grads[0];
+    variable_list d(3);
+    if (ds) d[0] = scaled(saved[0], g).to(at::ScalarType(of_student));
+    if (dw) d[1] = scaled(saved[1], g).to(at::ScalarType(of_weight));
+    if (db) d[2] = scaled(saved[2], g).to(at::ScalarType(of_bias));
+    return d;
+  }
+};
+
+template <c10::DeviceType kDevice>
+Results autocast(LIGER_DISTILLATION_TENSORS, LIGER_DISTILLATION_OPTIONS) {
+  const c10::impl::ExcludeDispatchKeyGuard below_autocast(c10::autocast_dispatch_keyset);
+  if (!dtype) dtype = at::autocast::get_autocast_dtype(kDevice);
+  return public_op(LIGER_DISTILLATION_PASSED);
+}
+
+}  // namespace op::linear_distillation
+
+DistillationResult linear_distillation(const Tensor& student, const Tensor& student_weight, const Tensor& teacher, const Tensor& teacher_weight, const OptTensor& labels,
+                                       const DistillationOptions& o, const OptTensor& student_bias, const OptTensor& teacher_bias) {
+  TORCH_CHECK(student.dim() >= 1 && teacher.dim() >= 1, "linear_distillation: student and teacher must be [..., width], got ", student.sizes(), " and ", teacher.sizes());
+  TORCH_CHECK_VALUE(o.hard_weight == 0 || labels, "linear_distillation: hard_weight needs labels");
+  const auto flat = [](const Tensor& t) { return t.reshape({-1, t.size(-1)}); };
+  const Tensor x = flat(student), none;
+  const OptTensor ids = labels ? OptTensor(labels->reshape(-1)) : std::nullopt;
+  const Tensor counts = ids ? ids->ne(o.ignore_index).to(at::kFloat) : at::ones({x.size(0)}, x.options().dtype(at::kFloat));
+  const Tensor each = counts / counts.sum().clamp_min(1);
+  const auto weighted = [&](double weight, bool there) { return there && weight != 0 ? OptTensor(each * weight) : std::nullopt; };
+  auto [loss, divergence, nll, entropy] = op::linear_distillation::public_op(
+      x, student_weight, student_bias, flat(teacher), teacher_weight, teacher_bias, ids, weighted(o.soft_weight, true), weighted(o.hard_weight, ids.has_value()),
+      int64_t(o.kind), o.beta, o.temperature, double(o.student.scale), double(o.student.softcap), double(o.teacher.scale), double(o.teacher.softcap), o.ignore_index, true, false,
+      false, o.max_bytes, std::nullopt);
+  return {loss, at::dot(each, divergence), ids ? at::dot(each, nll) : Tensor()};
+}
+
+#define LIGER_DISTILLATION_SCHEMA                                                                                                                                \
+  "(Tensor student, Tensor student_weight, Tensor? student_bias, Tensor teacher, Tensor teacher_weight, Tensor? teacher_bias, Tensor? labels, Tensor? soft, "  \
+  "Tensor? hard, int kind, float beta, float temperature, float student_scale, float student_softcap, float teacher_scale, float teacher_softcap, "            \
+  "int ignore_index, bool skip_ignored, bool entropy, bool float_logits, int max_bytes, ScalarType? dtype"
+#define LIGER_DISTILLATION_RESULTS "(Tensor loss, Tensor divergence, Tensor nll, Tensor entropy"
+TORCH_LIBRARY_FRAGMENT(liger, m) {
+  m.def("linear_distillation" LIGER_DISTILLATION_SCHEMA ") -> " LIGER_DISTILLATION_RESULTS ")");
+  m.def("linear_distillation_forward" LIGER_DISTILLATION_SCHEMA ", bool with_dstudent, bool with_dweight, bool with_dbias) -> " LIGER_DISTILLATION_RESULTS
+        ", Tensor dstudent, Tensor dweight, Tensor dbias, Tensor scale)");
+}
+LIGER_IMPL(linear_distillation, m) {
+  m.impl("linear_distillation", op::linear_distillation::inference);
+  m.impl("linear_distillation_forward", op::linear_distillation::forward);
+}
+TORCH_LIBRARY_IMPL(liger, Autograd, m) {
+  m.impl("linear_distillation", differentiated<op::linear_distillation::Autograd, 3>(op::linear_distillation::public_op));
+  refuse_derivative(m, {"linear_distillation_forward"});
+}
+TORCH_LIBRARY_IMPL(liger, AutocastCUDA, m) { m.impl("linear_distillation", op::linear_distillation::autocast<c10::DeviceType::CUDA>); }
+TORCH_LIBRARY_IMPL(liger, AutocastCPU, m) { m.impl("linear_distillation", op::linear_distillation::autocast<c10::DeviceType::CPU>); }
+
+}  // namespace liger
