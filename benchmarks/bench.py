@@ -96,11 +96,16 @@ def trl_policy(kernels, tensors, options):
     return policy_plain("grpo", tensors, options, log_probs=lambda *inputs: trl_log_probs(kernels, *inputs))
 
 
-def trl_divergence(kernels, tensors, options):
-    assert options.get("weight_hard_loss") == 0, "it has no cross entropy"
-    *heads, labels = tensors
-    divergence, _ = kernels.ChunkedDivergenceFunction.apply(*heads, options.get("beta", 0.5), options.get("temperature", 1.0))
-    return ((divergence * (labels != IGNORE)).sum() / (labels != IGNORE).sum(),)
+def trl_divergence(hard_weight):
+    def call(kernels, tensors, options):
+        assert not options.get(*hard_weight), "it has no cross entropy"
+        *heads, labels = tensors
+        beta = {"forward_kl": 0.0, "reverse_kl": 1.0}.get(options.get("kind"), options.get("beta", 0.5))
+        divergence, _ = kernels.ChunkedDivergenceFunction.apply(*heads, beta, options.get("temperature", 1.0))
+        counted = torch.ones_like(divergence) if labels is None else (labels != IGNORE).to(divergence)
+        return ((divergence * counted).sum() / counted.sum(),)
+
+    return call
 
 
 #: rival -> case -> (its module, inputs, options) -> result.
@@ -115,7 +120,8 @@ LIBRARIES = {
         "linear_log_prob": trl_linear_log_prob,
         **{f"linear_{name}": trl_preference(name) for name in ("dpo", "orpo", "kto")},
         "linear_grpo": trl_policy,
-        "linear_jsd": trl_divergence,
+        "linear_jsd": trl_divergence(("weight_hard_loss", 0.5)),
+        "linear_distillation": trl_divergence(("hard_weight", 0.0)),
     },
     "liger (Triton)": {
         **{name: lambda f, t, o, name=name: flat(CALLS[name][0](f.losses, CALLS[name][1], t, o)) for name in LOSSES},

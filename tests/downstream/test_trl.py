@@ -1,6 +1,7 @@
 """liger_kernel.trl.patch() against TRL's own functions, one by one and in its trainers."""
 
 import contextlib
+import pathlib
 import sys
 
 import pytest
@@ -10,10 +11,12 @@ from trainers import assert_same_steps, train
 from trl.kernels import chunked_divergence, chunked_logprob
 
 import liger_kernel.trl
+from liger_kernel.ops import linear_distillation
 from liger_kernel.ops.linear_log_prob import OUTPUTS
 
 NAMES = ("_ChunkedLogProbFunction", "_use_triton", "_supports_trl_loss_kernel", "_fused_logprob_entropy", "is_triton_available")
 ALL = tuple(OUTPUTS)
+TWO_HEADS = "linear_distillation_forward"  # in both passes
 
 
 @pytest.fixture
@@ -32,7 +35,8 @@ def calls(monkeypatch):
 
             return run
 
-    monkeypatch.setattr(liger_kernel.trl, "ops", Counted(liger_kernel.trl.ops))
+    for module in (liger_kernel.trl, linear_distillation):
+        monkeypatch.setattr(module, "ops", Counted(module.ops))
     return found
 
 
@@ -358,7 +362,7 @@ def test_divergence_function(calls, options, bias):
     (expected, gradients), (found, own) = both_divergences(heads(1100, bias=bias), options)
     assert_alike(expected, found, FLOAT)
     assert_alike(gradients, own, FLOAT)
-    assert own[1].abs().max() > 0.1 and own[3:] == [None] * 3 and not found[1].requires_grad and calls["divergence"]
+    assert own[1].abs().max() > 0.1 and own[3:] == [None] * 3 and not found[1].requires_grad and len(calls[TWO_HEADS]) == 2
 
 
 @pytest.mark.parametrize("dtype, autocast", ((torch.bfloat16, None), (torch.float16, None), (torch.float32, torch.bfloat16)))
@@ -366,8 +370,7 @@ def test_divergence_function(calls, options, bias):
 def test_divergence_in_16_bits(calls, dtype, autocast, beta):
     tensors, options = heads(700, dtype), (beta, 0.7, 1.0, 5.0)
     theirs, ours = both_divergences(tensors, options, autocast=autocast)
-    (forward, *_), (backward, *_) = (calls["divergence"][i] for i in (0, 2))  # of the two pieces each
-    assert torch.equal(forward, backward), "backward must make the logits of forward"
+    assert len(calls[TWO_HEADS]) == 2
     truth = both_divergences([t.detach().double().requires_grad_(t.requires_grad) for t in tensors], options)[0]
     for want, other, got in zip(*((*found, *gradients[:3]) for found, gradients in (truth, theirs, ours))):
         assert got.dtype == other.dtype
@@ -395,6 +398,7 @@ def test_divergence_has_no_second_derivative():
 def test_divergence_of_no_tokens_and_of_what_has_no_kernel(calls):
     (expected, gradients), (found, own) = both_divergences(heads(0), (0.5,))
     assert_alike((*expected, *gradients), (*found, *own), 0)
+    calls.clear()
     for dtype, options in ((torch.float64, (0.5,)), (torch.float32, (0.5, 1.0, 1.0, 0.0))):
         (expected, gradients), (found, own) = both_divergences(heads(5, dtype), options)
         assert_alike((*expected, *gradients), (*found, *own), 0)
@@ -427,6 +431,33 @@ def test_trainers_take_the_same_steps(kind, options, keys, model, tokenizer, tmp
     assert keys <= logged and all(step.keys() == logged for step in (*expected[0], *found[0]))
     assert_same_steps(expected, found, {name for name in logged if not any(word in name for word in ("runtime", "time", "per_second"))})
     if kind == "distillation":
-        assert len(calls["divergence"]) == 4  # forward and backward
+        assert len(calls[TWO_HEADS]) == 4  # forward and backward
     else:
         assert len(calls["linear_log_prob_forward"]) >= 2 and len(calls["linear_log_prob_backward_"]) == 2
+
+
+@pytest.mark.parametrize("name", ("linear_log_prob", "linear_distillation", "linear_dpo", "linear_orpo", "linear_kto", "linear_grpo", "linear_jsd"))
+def test_benchmarks_time_the_same_loss(name, monkeypatch):
+    """What benchmarks/bench.py takes from TRL, without the rest of it, has our results and gradients."""
+    root = pathlib.Path(__file__).parents[2]
+    for folder in ("tests", "benchmarks"):
+        monkeypatch.syspath_prepend(str(root / folder))
+    import bench
+
+    case = (bench.all_cases() | bench.LOSSES)[name]
+    options, shape = case.bench[0][1], case.shapes[1]
+    for module in [module for module in sys.modules if module.split(".")[0] == "trl"]:
+        monkeypatch.delitem(sys.modules, module)  # and puts them back
+    kernels = bench.trl_kernels(str(pathlib.Path(trl_utils.__file__).parents[2]))
+    assert not hasattr(sys.modules["trl"], "__version__")
+    tensors = case.inputs(shape, options)
+    wanted = [t for t in tensors if t is not None and t.requires_grad]
+    found = []
+    for call in (lambda: case.op(*tensors, **options), lambda: bench.LIBRARIES["trl"][name](kernels, tensors, options)):
+        result = call()
+        result = result[0] if isinstance(result, tuple) else result
+        found.append((result, *torch.autograd.grad(result.sum(), wanted)))
+    assert_alike(*found, FLOAT)
+    assert found[0][2].abs().max() > 1e-4
+    for module in [module for module in sys.modules if module.split(".")[0] == "trl"]:
+        del sys.modules[module]
