@@ -42,19 +42,51 @@ from loss_cases import CALLS, IGNORE, LOSSES, flat, policy_plain, preference_pla
 MODES = ("forward", "forward+backward")
 
 
-def triton_liger(folder):
-    """The functional module of the package in `folder` that has our name: ours steps aside while it is imported."""
-    ours = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "liger_kernel"}
-    sys.path.insert(0, folder)
+def package_modules():
+    return {name: module for name, module in sys.modules.items() if name.split(".")[0] == "liger_kernel"}
+
+
+@contextlib.contextmanager
+def in_place_of_ours(theirs):
+    """Modules of the package that has our name are found under it, which torch.compile asks for too."""
+    ours = package_modules()
+    for name in ours:
+        del sys.modules[name]
+    sys.modules.update(theirs)
     try:
-        functional = importlib.import_module("liger_kernel.transformers.functional")
-        functional.losses = importlib.import_module("liger_kernel.chunked_loss")
-        return functional
+        yield
     finally:
-        sys.path.remove(folder)
-        for name in [name for name in sys.modules if name.split(".")[0] == "liger_kernel"]:
+        theirs.update(package_modules())
+        for name in package_modules():
             del sys.modules[name]
         sys.modules.update(ours)
+
+
+def triton_liger(folder):
+    """The functional module of the package in `folder` that has our name, with `modules`, those of the package: ours steps aside while it is imported."""
+    sys.path.insert(0, folder)
+    modules = {}
+    try:
+        with in_place_of_ours(modules):
+            functional = importlib.import_module("liger_kernel.transformers.functional")
+            importlib.import_module("liger_kernel.chunked_loss")
+    finally:
+        sys.path.remove(folder)
+    for module in modules.values():
+        if vars(module).get("__file__", "") is None:  # a folder without __init__.py, at which inspect, and so torch.compile, fails
+            del module.__file__
+    functional.modules = modules
+    return functional
+
+
+def triton_loss(name):
+    call, short = CALLS[name]
+
+    def loss(functional, tensors, options):
+        with in_place_of_ours(functional.modules):
+            return flat(call(functional.modules["liger_kernel.chunked_loss"], short, tensors, options))
+
+    return loss
 
 
 def trl_kernels(folder):
@@ -124,7 +156,7 @@ LIBRARIES = {
         "linear_distillation": trl_divergence(("hard_weight", 0.0)),
     },
     "liger (Triton)": {
-        **{name: lambda f, t, o, name=name: flat(CALLS[name][0](f.losses, CALLS[name][1], t, o)) for name in LOSSES},
+        **{name: triton_loss(name) for name in LOSSES},
         "rms_norm": lambda f, t, o: f.liger_rms_norm(*t, 1e-6, in_place=False),
         "fused_add_rms_norm": lambda f, t, o: f.liger_fused_add_rms_norm(*t, 1e-6, in_place=False),
         "modulated_rms_norm": lambda f, t, o: f.liger_modulated_rms_norm(*t, 1e-6, in_place=False),
