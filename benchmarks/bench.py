@@ -101,18 +101,19 @@ def trl_kernels(folder):
 
 
 def trl_log_probs(kernels, hidden, weight, ids, bias=None, temperature=1.0, outputs=()):
-    """TRL works on the tokens that count, where its kernels run."""
-    rows, labels = hidden.reshape(-1, hidden.shape[-1]), ids.reshape(-1)
-    kept = labels != IGNORE
-    whole = bool(kept.all())
-    found = kernels.ChunkedLogProbFunction.apply(*(rows if whole else rows[kept], weight, bias, labels if whole else labels[kept]), temperature, 32768, None, 1.0, outputs)
-    placed = [found[0].new_zeros(labels.shape).masked_scatter(kept, t) for t in found if t is not None]
-    return placed[0].view(ids.shape) if len(placed) == 1 else tuple(t.view(ids.shape) for t in placed)
+    found = kernels.ChunkedLogProbFunction.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, ids.reshape(-1), temperature, 32768, None, 1.0, outputs)
+    placed = [t.view(ids.shape) for t in found if t is not None]
+    return placed[0] if len(placed) == 1 else tuple(placed)
 
 
 def trl_linear_log_prob(kernels, tensors, options):
     hidden, weight, bias, ids = tensors
-    return trl_log_probs(kernels, hidden, weight, ids, bias, options.get("temperature", 1.0), ("entropy",) if options.get("entropy") else ())
+    rest = bias, options.get("temperature", 1.0), ("entropy",) if options.get("entropy") else ()
+    if options.get("ignored") == 0.0:
+        return trl_log_probs(kernels, hidden, weight, ids, *rest)
+    kept = ids != IGNORE  # TRL works on the tokens that count, where its kernels run
+    found = trl_log_probs(kernels, hidden[kept], weight, ids[kept], *rest)
+    return tuple(t.new_zeros(ids.shape).masked_scatter(kept, t) for t in (found if isinstance(found, tuple) else (found,)))
 
 
 def trl_preference(name):
