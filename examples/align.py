@@ -6,6 +6,7 @@ own, the same seed and the same data; what "the same loss" means, comparison.py 
 """
 
 import json
+import math
 import os
 import sys
 import tempfile
@@ -96,12 +97,18 @@ def jsd(b):
     return 0.5 * F.nll_loss(student, labels) + 0.5 * soft / len(labels)
 
 
+def of_sequences(args):
+    """Their log-probabilities: half of the tokens are a completion, of which a fresh model finds none likelier than another."""
+    return BETA * args.length / 2 * math.log(comparison.SIZES[args.config][0][0])
+
+
 class Loss(NamedTuple):
     plain: Callable  # (batch) -> loss
     ours: Callable  # (liger_kernel.chunked_loss, batch) -> loss
     group: int = 2  # completions of a prompt; all first ones come first in a batch
     other: str | None = None  # the model beside the trained one: its first state, or a teacher
     repeats: int = 1  # steps with the same batch, the first of which says what `old` is
+    sums: Callable = lambda args: 0.0  # how large the float numbers are that it takes differences of, where they are larger
 
 
 LOSSES = {
@@ -109,6 +116,7 @@ LOSSES = {
         dpo,
         lambda c, b: c.LigerFusedLinearDPOLoss(beta=BETA)(b.weight, b.hidden, b.labels, None, b.ref_hidden, b.ref_weight)[0],
         other="first state",
+        sums=of_sequences,
     ),
     "orpo": Loss(orpo, lambda c, b: c.LigerFusedLinearORPOLoss(beta=BETA)(b.weight, b.hidden, b.labels)[0]),
     "cpo": Loss(cpo, lambda c, b: c.LigerFusedLinearCPOLoss(beta=BETA)(b.weight, b.hidden, b.labels)[0]),
@@ -119,6 +127,7 @@ LOSSES = {
             b.hidden, b.weight, b.labels, preference_labels=b.liked, ref_input=b.ref_hidden, ref_weight=b.ref_weight
         )[0],
         other="first state",
+        sums=of_sequences,
     ),
     "grpo": Loss(
         grpo,
@@ -129,6 +138,7 @@ LOSSES = {
         group=4,
         other="first state",
         repeats=2,
+        sums=lambda args: 1.0,  # advantages
     ),
     "jsd": Loss(
         jsd,
@@ -270,7 +280,7 @@ def main():
         for name in args.loss.split(","):
             one = Namespace(**{**vars(args), "loss": name, "tokens": os.path.join(folder, f"{name}.npz")})
             write_batches(one, texts, tokenizer, one.tokens)
-            reports[name] = comparison.run_sides(__file__, one)
+            reports[name] = comparison.run_sides(__file__, one, LOSSES[name].sums(args))
     comparison.finish(args, "align", {f"{name.upper()} loss": report for name, report in reports.items()}, reports)
 
 

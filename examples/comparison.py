@@ -192,14 +192,14 @@ def run_apart(script, args, side, steps):
     return json.loads(Path(run["result"]).read_text())
 
 
-def run_sides(script, args):
-    """The report of a comparison, or of the one run that args.only asks for."""
+def run_sides(script, args, sums=0.0):
+    """The report of a comparison, or of the one run that args.only asks for; `sums` as in compare()."""
     runs = {side: run_apart(script, args, side, args.steps) for side in ([args.only] if args.only else SIDES)}
     noise = comparison = None
     if not args.only:
         noise = run_apart(script, args, "noise", args.noise_steps)
         curves = (run["losses"] for run in (*runs.values(), noise))
-        comparison = compare(*curves, torch.finfo(getattr(torch, args.dtype)).eps, args.batch * args.length)
+        comparison = compare(*curves, torch.finfo(getattr(torch, args.dtype)).eps, args.batch * args.length, sums)
     settings = {name: value for name, value in vars(args).items() if name not in ("out", "only", "tokens", "worker")}
     return {**runs, "machine": machine(args), "settings": settings, "noise": noise, "comparison": comparison}
 
@@ -210,10 +210,12 @@ def distance(a, b):
     return max(differences) if all(map(math.isfinite, differences)) else math.inf
 
 
-def compare(plain, liger, noise, eps, tokens):
+def compare(plain, liger, noise, eps, tokens, sums=0.0):
     """Whether two loss curves are the same, by how far noise, plain with a last bit changed, strays from plain."""
-    # A loss is a float32, and the mean of tokens that are each rounded in the dtype: nothing repeats more closely.
-    floor = max(2**-23, eps / math.sqrt(tokens)) * max(map(abs, plain))
+    # A loss is a float32, perhaps the difference of larger ones, `sums`, and the mean of tokens that are each rounded in
+    # the dtype: nothing repeats more closely.
+    largest = max(map(abs, plain))
+    floor = max(2**-23 * max(largest, sums), eps / math.sqrt(tokens) * largest)
     strayed, difference = distance(plain, noise), distance(plain[: len(noise)], liger)
     limit = FACTOR * max(strayed, floor)
     return {

@@ -145,6 +145,9 @@ def test_the_limit_is_ten_times_the_noise():
     # A loss may be negative, and its size is what counts.
     negative = [-8.0, -7.0]
     assert comparison.compare(negative, negative, negative, EPS, 100)["floor"] == 8.0 * EPS
+    # Neither side has more digits than the float sums of which the loss is a difference.
+    assert comparison.compare(plain, plain, plain, EPS, 100, sums=300.0)["floor"] == 300.0 * EPS
+    assert comparison.compare(plain, plain, plain, 2.0**-7, 64, sums=300.0)["floor"] == 8.0 * 2.0**-7 / 8
     # Only steps that the noise is known for are judged; the rest is reported.
     later = comparison.compare(plain, [8.0, 7.0, 9.0], noise[:2], EPS, 100)
     assert later["same"] and later["steps"] == 2 and later["difference_of_all_steps"] == 3.0
