@@ -1,8 +1,8 @@
-"""Align a small Llama by preferences or rewards, once with plain torch's losses on logits, once with this library's, and compare.
+"""Align a small Llama by preferences or rewards, with plain torch's losses on logits and with this library's; compare.
 
-The prompts are beginnings of real text. A completion is how the text goes on, with a share of its tokens replaced by others of the
-text; the more were replaced, the worse it is: that makes the preferences, the rewards and who is liked. Each run has a process of its
-own, the same seed and the same data; what "the same loss" means, comparison.py says.
+The prompts are beginnings of real text. A completion is how the text goes on, with a share of its tokens replaced by
+others of the text; the more were replaced, the worse it is: that makes the preferences, the rewards and who is liked.
+Each run has a process of its own, the same seed and the same data; what "the same loss" means, comparison.py says.
 """
 
 import json
@@ -11,7 +11,6 @@ import os
 import sys
 import tempfile
 from argparse import Namespace
-from pathlib import Path
 from typing import Callable, NamedTuple
 
 import comparison
@@ -21,12 +20,16 @@ import torch
 import torch.nn.functional as F
 
 IGNORE = -100
-BETA, KL, CLIP = 0.1, 0.04, 0.2  # of the preferences; of GRPO, its weight of the divergence and how far its ratio may go
+BETA, KL, CLIP = (
+    0.1,
+    0.04,
+    0.2,
+)  # of the preferences; of GRPO, its weight of the divergence and how far its ratio may go
 
 
 class Batch(Namespace):
-    """hidden and ref_hidden [rows, tokens, width] with their heads' weights, labels [rows, tokens], rewards, advantages and liked [rows],
-    old [rows, tokens], log-probabilities under the policy that made the completions."""
+    """hidden and ref_hidden [rows, tokens, width] with their heads' weights, labels [rows, tokens], advantages and
+    liked [rows], old [rows, tokens], the log-probabilities under the policy that made the completions."""
 
     def logp(self):
         return log_probs(self.hidden, self.weight, self.labels)
@@ -98,7 +101,7 @@ def jsd(b):
 
 
 def of_sequences(args):
-    """Their log-probabilities: half of the tokens are a completion, of which a fresh model finds none likelier than another."""
+    """Their log-probabilities, in a loss: half of the tokens are a completion, and a fresh model finds all alike."""
     return BETA * args.length / 2 * math.log(comparison.SIZES[args.config][0][0])
 
 
@@ -108,19 +111,23 @@ class Loss(NamedTuple):
     group: int = 2  # completions of a prompt; all first ones come first in a batch
     other: str | None = None  # the model beside the trained one: its first state, or a teacher
     repeats: int = 1  # steps with the same batch, the first of which says what `old` is
-    sums: Callable = lambda args: 0.0  # how large the float numbers are that it takes differences of, where they are larger
+    sums: Callable = lambda args: 0.0  # how large the numbers are that it takes differences of, where larger than it
 
 
 LOSSES = {
     "dpo": Loss(
         dpo,
-        lambda c, b: c.LigerFusedLinearDPOLoss(beta=BETA)(b.weight, b.hidden, b.labels, None, b.ref_hidden, b.ref_weight)[0],
+        lambda c, b: c.LigerFusedLinearDPOLoss(beta=BETA)(
+            b.weight, b.hidden, b.labels, None, b.ref_hidden, b.ref_weight
+        )[0],
         other="first state",
         sums=of_sequences,
     ),
     "orpo": Loss(orpo, lambda c, b: c.LigerFusedLinearORPOLoss(beta=BETA)(b.weight, b.hidden, b.labels)[0]),
     "cpo": Loss(cpo, lambda c, b: c.LigerFusedLinearCPOLoss(beta=BETA)(b.weight, b.hidden, b.labels)[0]),
-    "simpo": Loss(simpo, lambda c, b: c.LigerFusedLinearSimPOLoss(beta=2.0, gamma=0.5)(b.weight, b.hidden, b.labels)[0]),
+    "simpo": Loss(
+        simpo, lambda c, b: c.LigerFusedLinearSimPOLoss(beta=2.0, gamma=0.5)(b.weight, b.hidden, b.labels)[0]
+    ),
     "kto": Loss(
         kto,
         lambda c, b: c.LigerFusedLinearKTOLoss(beta=BETA, use_ref_model=True)(
@@ -132,9 +139,15 @@ LOSSES = {
     "grpo": Loss(
         grpo,
         lambda c, b: c.LigerFusedLinearGRPOLoss(beta=KL, epsilon_low=CLIP, epsilon_high=CLIP, loss_type="dapo")(
-            b.hidden, b.weight, b.labels, b.mask, b.advantages, ref_input=b.ref_hidden, ref_weight=b.ref_weight,
+            b.hidden,
+            b.weight,
+            b.labels,
+            b.mask,
+            b.advantages,
+            ref_input=b.ref_hidden,
+            ref_weight=b.ref_weight,
             old_per_token_logps=b.old,
-        )[0],  # fmt: skip
+        )[0],
         group=4,
         other="first state",
         repeats=2,
@@ -154,7 +167,11 @@ def arguments(argv=None):
     parser = comparison.parser(__doc__)
     add = parser.add_argument
     add("--loss", default="dpo,grpo", help=f"some of {','.join(LOSSES)} (default: %(default)s)")
-    add("--batch", type=int, help="sequences in a step, a multiple of 4 (default: 4 on a CPU, up to 8 on a GPU, by its memory)")
+    add(
+        "--batch",
+        type=int,
+        help="sequences in a step, a multiple of 4 (default: 4 on a CPU, up to 8 on a GPU, by its memory)",
+    )
     add("--length", type=int, help="tokens in a sequence (default: 512 on a CPU, 2048 on a GPU)")
     args = parser.parse_args(argv)
     if args.worker:
@@ -173,8 +190,9 @@ def arguments(argv=None):
 
 
 def completions(blocks, group, seed):
-    """(ids [rows, length], labels [rows, length - 1], rewards [rows]) of prompts from blocks [prompts, length]: `group` completions of each, the first
-    ones of all prompts first. The n-th has n / group of its tokens replaced, which its reward says, and a length of its own."""
+    """(ids [rows, length], labels [rows, length - 1], rewards [rows]) of prompts from blocks [prompts, length]: `group`
+    completions of each, the first ones of all prompts first. The n-th has n / group of its tokens replaced, which its
+    reward says, and a length of its own."""
     generator = numpy.random.default_rng(seed)
     prompts, length = blocks.shape
     ids = numpy.tile(blocks, (group, 1))
@@ -205,7 +223,7 @@ def batches(run, group):
         of_prompt = rewards.view(group, -1)
         advantages = (of_prompt - of_prompt.mean(0)) / (of_prompt.std(0) + 1e-4)
         liked = torch.arange(len(rewards)) < len(rewards) // 2
-        values = dict(ids=ids[:, :-1], labels=labels, rewards=rewards, advantages=advantages.flatten(), liked=liked)
+        values = dict(ids=ids[:, :-1], labels=labels, advantages=advantages.flatten(), liked=liked)
         yield Batch(**{name: value.to(run.device) for name, value in values.items()})
 
 
@@ -254,7 +272,10 @@ def work(run):
                     steps.begin()
                     b.hidden, b.weight = model.model(b.ids, use_cache=False).last_hidden_state, model.lm_head.weight
                     if other:
-                        b.ref_hidden, b.ref_weight = other.model(b.ids, use_cache=False).last_hidden_state, other.lm_head.weight
+                        b.ref_hidden, b.ref_weight = (
+                            other.model(b.ids, use_cache=False).last_hidden_state,
+                            other.lm_head.weight,
+                        )
                     if loss.repeats > 1 and repeat == 0:
                         with torch.no_grad():
                             b.old = old_log_probs(b.hidden, b.weight, b.labels)

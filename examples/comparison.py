@@ -1,4 +1,4 @@
-"""Two runs of a training, plain and with this library, and whether their losses are the same: what train.py and align.py share.
+"""Two runs of a training, plain and with this library: are their losses the same? What train.py and align.py share.
 
 Each run has a process of its own, the same seed and the same data. A third, shorter run is plain with one weight matrix
 changed in its last bit: how far it strays from the plain run is what "the same loss" means in this arithmetic.
@@ -78,7 +78,7 @@ def settle(parser, args):
 
 
 def fitting_batch(device, other_gigabytes):
-    """How many sequences a GPU takes, at most 8, beside what else is on it: a plain one of the 1b model takes about 9 GB."""
+    """Sequences that a GPU takes beside what else is on it, at most 8: a plain one of the 1b model takes 9 GB."""
     if device == "cpu":
         return 4
     return min(8, max(1, (torch.cuda.get_device_properties(0).total_memory // 10**9 - other_gigabytes) // 9))
@@ -135,7 +135,7 @@ class Memory:
 
 
 class Steps:
-    """Times the steps of a run, measures the memory of the last ones, and writes what train.json and align.json say of it."""
+    """Times the steps of a run, measures the memory of the last ones, and writes what the report says of it."""
 
     def __init__(self, run, bar, *models):
         self.run, self.bar, self.memory = run, bar, Memory(run.device)
@@ -212,8 +212,8 @@ def distance(a, b):
 
 def compare(plain, liger, noise, eps, tokens, sums=0.0):
     """Whether two loss curves are the same, by how far noise, plain with a last bit changed, strays from plain."""
-    # A loss is a float32, perhaps the difference of larger ones, `sums`, and the mean of tokens that are each rounded in
-    # the dtype: nothing repeats more closely.
+    # A loss is a float32, perhaps the difference of larger ones, `sums`, and the mean of tokens that are each rounded
+    # in the dtype: nothing repeats more closely.
     largest = max(map(abs, plain))
     floor = max(2**-23 * max(largest, sums), eps / math.sqrt(tokens) * largest)
     strayed, difference = distance(plain, noise), distance(plain[: len(noise)], liger)
@@ -268,7 +268,9 @@ def table(reports):
             block.append([name, title, *map(form, values), *([relation(*values)] if report["comparison"] else [])])
             name = ""
         if report["comparison"]:
-            block.append(["", "loss, where it differs most", "", "", f"{report['comparison']['difference_of_all_steps']:.1e}"])
+            block.append(
+                ["", "loss, where it differs most", "", "", f"{report['comparison']['difference_of_all_steps']:.1e}"]
+            )
         rows += block
     headers = ["", "", *sides, *(["difference"] if report["comparison"] else [])]
     alone = int(len(reports) == 1)
@@ -323,7 +325,7 @@ def draw(path, reports):
 
 
 def finish(args, stem, reports, content):
-    """Prints and draws the reports, writes the content to stem.json, and ends with an error where a loss is not the same."""
+    """Prints and draws the reports, writes the content to stem.json, and ends: with an error where a loss differs."""
     print(f"\n{table(reports)}\n")
     args.out.mkdir(parents=True, exist_ok=True)
     draw(args.out / f"{stem}.png", reports)

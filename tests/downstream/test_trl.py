@@ -443,17 +443,18 @@ def test_benchmarks_time_the_same_loss(name, monkeypatch):
     for folder in ("tests", "benchmarks"):
         monkeypatch.syspath_prepend(str(root / folder))
     import bench
+    import rivals
 
     case = (bench.all_cases() | bench.LOSSES)[name]
     options, shape = case.bench[0][1], case.shapes[1]
     for module in [module for module in sys.modules if module.split(".")[0] == "trl"]:
         monkeypatch.delitem(sys.modules, module)  # and puts them back
-    kernels = bench.trl_kernels(str(pathlib.Path(trl_utils.__file__).parents[2]))
+    kernels = rivals.trl_kernels(str(pathlib.Path(trl_utils.__file__).parents[2]))
     assert not hasattr(sys.modules["trl"], "__version__")
     tensors = case.inputs(shape, options)
     wanted = [t for t in tensors if t is not None and t.requires_grad]
     found = []
-    for call in (lambda: case.op(*tensors, **options), lambda: bench.LIBRARIES["trl"][name](kernels, tensors, options)):
+    for call in (lambda: case.op(*tensors, **options), lambda: rivals.LIBRARIES["trl"][name](kernels, tensors, options)):
         result = call()
         result = result[0] if isinstance(result, tuple) else result
         found.append((result, *torch.autograd.grad(result.sum(), wanted)))

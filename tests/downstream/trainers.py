@@ -8,8 +8,22 @@ import trl
 from conftest import words
 from datasets import Dataset
 
-COMMON = dict(max_steps=2, per_device_train_batch_size=4, learning_rate=0.05, optim="sgd", lr_scheduler_type="constant", logging_steps=1, report_to=[], use_cpu=True,
-              seed=3, save_strategy="no", bf16=False, gradient_checkpointing=False, disable_tqdm=True, max_grad_norm=0)
+COMMON = dict(
+    max_steps=2,
+    per_device_train_batch_size=4,
+    learning_rate=0.05,
+    optim="sgd",
+    lr_scheduler_type="constant",
+    logging_steps=1,
+    report_to=[],
+    use_cpu=True,
+    seed=3,
+    save_strategy="no",
+    bf16=False,
+    gradient_checkpointing=False,
+    disable_tqdm=True,
+    max_grad_norm=0,
+)
 
 
 def rewards(completion_ids, **ignored):
@@ -22,16 +36,44 @@ def prompts():
 
 
 def preferences():
-    return Dataset.from_list([{"prompt": words(i, 4 + i % 3), "chosen": " " + words(20 + i, 5), "rejected": " " + words(40 + i, 3 + i % 4)} for i in range(8)])
+    return Dataset.from_list(
+        [
+            {
+                "prompt": words(i, 4 + i % 3),
+                "chosen": " " + words(20 + i, 5),
+                "rejected": " " + words(40 + i, 3 + i % 4),
+            }
+            for i in range(8)
+        ]
+    )
 
 
 def completions(**more):
     """Of unequal lengths; `more` are columns, functions of the row's number."""
-    return Dataset.from_list([{"prompt": words(i, 4), "completion": " " + words(20 + i, 3 + i % 4), **{name: of(i) for name, of in more.items()}} for i in range(8)])
+    return Dataset.from_list(
+        [
+            {
+                "prompt": words(i, 4),
+                "completion": " " + words(20 + i, 3 + i % 4),
+                **{name: of(i) for name, of in more.items()},
+            }
+            for i in range(8)
+        ]
+    )
 
 
 def messages():
-    return Dataset.from_list([{"messages": [{"role": "user", "content": words(i, 4)}, {"role": "assistant", "content": words(20 + i, 3 + i % 4)}]} for i in range(8)])
+    return Dataset.from_list(
+        [
+            {
+                "messages": [
+                    {"role": "user", "content": words(i, 4)},
+                    {"role": "assistant", "content": words(20 + i, 3 + i % 4)},
+                ]
+            }
+            for i in range(8)
+        ]
+    )
 
 
 def teacher_of(model):
@@ -46,9 +88,21 @@ KINDS = {
     "sft": ("SFT", {}, lambda model: dict(train_dataset=completions())),
     "dpo": ("DPO", dict(beta=0.5), lambda model: dict(train_dataset=preferences())),
     "kto": ("KTO", dict(beta=0.5), lambda model: dict(train_dataset=completions(label=lambda i: i % 3 > 0))),
-    "grpo": ("GRPO", dict(num_generations=4, max_completion_length=6, beta=0.1, temperature=0.9), lambda model: dict(reward_funcs=rewards, train_dataset=prompts())),
-    "distillation": ("Distillation", dict(max_completion_length=6, temperature=0.9), lambda model: dict(teacher_model=teacher_of(model), train_dataset=prompts())),
-    "gkd": ("GKD", dict(max_new_tokens=6, lmbda=0.0), lambda model: dict(teacher_model=teacher_of(model), train_dataset=messages())),
+    "grpo": (
+        "GRPO",
+        dict(num_generations=4, max_completion_length=6, beta=0.1, temperature=0.9),
+        lambda model: dict(reward_funcs=rewards, train_dataset=prompts()),
+    ),
+    "distillation": (
+        "Distillation",
+        dict(max_completion_length=6, temperature=0.9),
+        lambda model: dict(teacher_model=teacher_of(model), train_dataset=prompts()),
+    ),
+    "gkd": (
+        "GKD",
+        dict(max_new_tokens=6, lmbda=0.0),
+        lambda model: dict(teacher_model=teacher_of(model), train_dataset=messages()),
+    ),
 }
 
 
@@ -58,7 +112,8 @@ def trainer_of(kind, model, tokenizer, folder, **options):
     if kind == "gkd":
         import trl.experimental.gkd as home
 
-        tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% if message['role'] == 'assistant' %}</s>{% endif %}{% endfor %}"
+        end = "{% if message['role'] == 'assistant' %}</s>{% endif %}"
+        tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} " + end + "{% endfor %}"
     config = getattr(home, f"{name}Config")(output_dir=str(folder), **COMMON | own | options)
     return getattr(home, f"{name}Trainer")(model=model, processing_class=tokenizer, args=config, **arguments(model))
 
