@@ -1,12 +1,12 @@
-"""Times the operators and losses against their rivals, in turns, in one process, over the cases of tests/cases and tests/loss_cases.py.
+"""Times the operators and losses against their rivals, in turns, in one process, over the cases of the tests.
 
     python benchmarks/bench.py                                  every operator at its shapes, on the GPU if there is one
     python benchmarks/bench.py --op rms_norm --shape 4096,4096 --dtype float32 --device cpu
     python benchmarks/bench.py --compare docs/performance-h200.json  what changed since that run
 
 Rivals: eager torch, torch.compile of the plain operator, torch's own fused operator where there is one, and, where they can be
-imported, quack, cut_cross_entropy, TRL's functions of a head (--trl DIR or TRL_DIR: an unpacked wheel of TRL 1.16; torch and transformers are all that these need)
-and liger_kernel with Triton (--triton-liger DIR: a folder that holds that package, which has our name).
+imported, quack, cut_cross_entropy, TRL's functions of a head (--trl DIR or TRL_DIR: an unpacked wheel of TRL 1.16, of
+which these need torch and transformers alone) and liger_kernel with Triton (--triton-liger DIR: a folder that holds that package, which has our name).
 Of activate F.silu is one, torch's own operator of one tensor, whatever the activation.
 
 Per shape and rival, forward / forward and backward:
@@ -16,7 +16,8 @@ Per shape and rival, forward / forward and backward:
   peak   memory beyond the inputs (MiB)
   extra  the same beyond the results too, which are the gradients where there are some (MiB)
   rate   bytes of the floor over the time, as a fraction of a copy of the first input in the same run, where no cache holds that; for
-         operators made of GEMMs the time of the bare GEMMs over the operator's: of a loss those of its heads, forward of all and two backward of the one that is trained
+         operators made of GEMMs the time of the bare GEMMs over the operator's: of a loss those of its heads, forward of
+         all and two backward of the one that is trained
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Text that every machine has, and tokens of it: what the examples train on when they are given no text of the user's own."""
+"""Text that every machine has, and tokens of it: what the examples train on unless they are given another."""
 
 import hashlib
 import json

@@ -74,13 +74,23 @@ def test_each_loss_on_both_sides(name):
 
     torch.manual_seed(0)
     loss, rows, tokens, classes = align.LOSSES[name], 4, 6, 30
-    ids, labels, rewards = align.completions(torch.randint(classes, (rows // loss.group, tokens + 1)).numpy(), loss.group, 0)
+    ids, labels, rewards = align.completions(
+        torch.randint(classes, (rows // loss.group, tokens + 1)).numpy(), loss.group, 0
+    )
     leaves = [torch.randn(rows, tokens, 8, requires_grad=True), (torch.randn(classes, 8) / 2).requires_grad_()]
     b = align.Batch(
-        hidden=leaves[0], weight=leaves[1], labels=torch.from_numpy(labels), ref_hidden=torch.randn(rows, tokens, 8), ref_weight=torch.randn(classes, 8),
-        advantages=torch.tensor([1.0, -0.5, 0.2, -0.7]), liked=torch.tensor([True, True, False, False]))
+        hidden=leaves[0],
+        weight=leaves[1],
+        labels=torch.from_numpy(labels),
+        ref_hidden=torch.randn(rows, tokens, 8),
+        ref_weight=torch.randn(classes, 8),
+        advantages=torch.tensor([1.0, -0.5, 0.2, -0.7]),
+        liked=torch.tensor([True, True, False, False]),
+    )
     b.old = (b.logp() + torch.randn(rows, tokens) / 4).detach()
-    values, gradients = zip(*((value, torch.autograd.grad(value, leaves)) for value in (loss.plain(b), loss.ours(chunked_loss, b))))
+    values, gradients = zip(
+        *((value, torch.autograd.grad(value, leaves)) for value in (loss.plain(b), loss.ours(chunked_loss, b)))
+    )
     torch.testing.assert_close(values[1], values[0], rtol=1e-5, atol=1e-5)
     for ours, plain in zip(gradients[1], gradients[0]):
         assert plain.abs().max() > 1e-4
@@ -90,7 +100,9 @@ def test_each_loss_on_both_sides(name):
 def test_completions_are_worse_the_more_is_replaced():
     blocks = (numpy.arange(8 * 400) % 701).reshape(8, 400)
     ids, labels, rewards = align.completions(blocks, 4, seed=3)
-    assert ids.shape == (32, 400) and labels.shape == (32, 399) and (rewards[:8] == 1).all() and (ids[:8] == blocks).all()
+    assert (
+        ids.shape == (32, 400) and labels.shape == (32, 399) and (rewards[:8] == 1).all() and (ids[:8] == blocks).all()
+    )
     counted = labels != align.IGNORE
     assert (labels[counted] == ids[:, 1:][counted]).all() and not counted[:, :99].any() and counted[:, 99:200].all()
     assert len(set(counted.sum(1))) > 16  # lengths of their own
@@ -108,7 +120,9 @@ def test_says_what_is_wrong(tmp_path, arguments, advice):
     assert done.returncode and advice in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("arguments, batch, advice", [(("--loss", "dpo,ppo"), 4, "no loss ppo"), ((), 6, "multiple of 4")])
+@pytest.mark.parametrize(
+    "arguments, batch, advice", [(("--loss", "dpo,ppo"), 4, "no loss ppo"), ((), 6, "multiple of 4")]
+)
 def test_align_says_what_is_wrong(tmp_path, arguments, batch, advice):
     done = run(tmp_path, "--only", "plain", *arguments, script="align.py", batch=batch)
     assert done.returncode and advice in done.stderr and "Traceback" not in done.stderr
@@ -125,7 +139,19 @@ def test_ends_with_an_error_when_the_losses_differ(tmp_path, monkeypatch, prose,
 
     monkeypatch.setattr(comparison, "run_apart", made_up)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    arguments = [example.__name__, "--device", "cpu", "--config", "tiny", "--text", str(prose), "--length", "64", "--out", str(tmp_path)]
+    arguments = [
+        example.__name__,
+        "--device",
+        "cpu",
+        "--config",
+        "tiny",
+        "--text",
+        str(prose),
+        "--length",
+        "64",
+        "--out",
+        str(tmp_path),
+    ]
     monkeypatch.setattr(sys, "argv", [*arguments, *(("--loss", loss) if loss else ())])
     with pytest.raises(SystemExit) as end:
         example.main()

@@ -95,7 +95,8 @@ TEST(Preference, CpoAndSimpo) {
 TEST(Preference, NllTarget) {
   const Batch b;
   Tensor nll_target = torch::randint(9, {4, 5});
-  nll_target[0][0] = b.target[0][0], nll_target[1][2] = (b.target[1][2] + 1) % 9, nll_target[0][3] = nll_target[1][0] = -100;
+  nll_target[0][0] = b.target[0][0], nll_target[1][2] = (b.target[1][2] + 1) % 9;
+  nll_target[0][3] = nll_target[1][0] = -100;
   const Tensor labels = nll_target.narrow(0, 0, 2), counted = labels.ne(-100);
   std::vector<Tensor> leaves;
   const auto nll = [&] {
@@ -108,15 +109,18 @@ TEST(Preference, NllTarget) {
   const Tensor g = halves(logp - torch::log1p(-logp.exp()));
   EXPECT_GT((nll() - b.last_nll).abs().item<double>(), 1e-2);
   liger::nn::ORPOLoss orpo(liger::nn::ORPOLossOptions().beta(0.4));
-  expect_equal(b, orpo(b.hidden, b.weight, b.target, b.bias, nll_target).loss, nll() - 0.4 * F::logsigmoid(g).mean(), leaves);
+  Tensor loss = orpo(b.hidden, b.weight, b.target, b.bias, nll_target).loss;
+  expect_equal(b, loss, nll() - 0.4 * F::logsigmoid(g).mean(), leaves);
 
   logp = b.policy(false, &leaves);
   liger::nn::CPOLoss cpo(liger::nn::CPOLossOptions().beta(0.2).alpha(0.3));
-  expect_equal(b, cpo(b.hidden, b.weight, b.target, b.bias, nll_target).loss, 0.3 * nll() - F::logsigmoid(0.2 * halves(logp)).mean(), leaves);
+  loss = cpo(b.hidden, b.weight, b.target, b.bias, nll_target).loss;
+  expect_equal(b, loss, 0.3 * nll() - F::logsigmoid(0.2 * halves(logp)).mean(), leaves);
 
   logp = b.policy(false, &leaves) - b.reference();
   liger::nn::DPOLoss dpo(liger::nn::DPOLossOptions().loss({.beta = 0.3}).alpha(0.5));
-  expect_equal(b, dpo(b.hidden, b.weight, b.target, b.bias, b.ref_hidden, b.ref_weight, Tensor(), nll_target).loss, 0.5 * nll() - F::logsigmoid(0.3 * halves(logp)).mean(), leaves);
+  loss = dpo(b.hidden, b.weight, b.target, b.bias, b.ref_hidden, b.ref_weight, Tensor(), nll_target).loss;
+  expect_equal(b, loss, 0.5 * nll() - F::logsigmoid(0.3 * halves(logp)).mean(), leaves);
 
   EXPECT_THROW(orpo(b.hidden, b.weight, b.target, b.bias, labels), c10::ValueError);
   EXPECT_THROW(liger::labels_with_nll(b.target, nll_target), c10::ValueError);

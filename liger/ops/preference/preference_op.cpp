@@ -20,11 +20,13 @@ void check_pairs(const char* op, const Tensor& chosen, const Tensor& rejected) {
   TORCH_CHECK(chosen.sizes() == rejected.sizes(), op, ": chosen is ", chosen.sizes(), " and rejected ", rejected.sizes());
 }
 
-/// Of the chosen sequences: the target or, where that is ignored, the nll's label; and the nll's where both count and differ.
+/// Of the chosen sequences: the target or, where that is ignored, the nll's label; and the nll's where both count and
+/// differ.
 std::pair<Tensor, Tensor> both_labels(const Tensor& target, const Tensor& nll_target, int64_t ignore_index) {
-  TORCH_CHECK_VALUE(target.dim() == 2 && nll_target.dim() == 2 && target.size(0) == 2 * nll_target.size(0) && target.size(1) == nll_target.size(1),
-                    "nll_target must be [", target.size(0) / 2, ", ", target.size(-1), "], the labels of the chosen sequences, got ", nll_target.sizes());
-  const Tensor chosen = target.narrow(0, 0, nll_target.size(0)), shared = at::where(chosen.ne(ignore_index), chosen, nll_target);
+  const int64_t pairs = target.size(0) / 2;
+  TORCH_CHECK_VALUE(target.dim() == 2 && nll_target.sizes() == at::IntArrayRef({pairs, target.size(1)}), "nll_target must be [", pairs,
+                    ", ", target.size(-1), "], the labels of the chosen sequences, got ", nll_target.sizes());
+  const Tensor chosen = target.narrow(0, 0, pairs), shared = at::where(chosen.ne(ignore_index), chosen, nll_target);
   return {shared, nll_target.masked_fill(nll_target.eq(shared), ignore_index)};
 }
 

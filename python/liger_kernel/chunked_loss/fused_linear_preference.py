@@ -82,9 +82,10 @@ def _gathered(logits, labels, ignore_index):
 
 
 def _token_log_probs(hidden, weight, target, nll_labels, bias, ignore_index):
-    """The head's log-probabilities of target [2n, T] where there are no nll_labels [n, T], else [3n, T] for ops.nll_log_probs."""
+    """The head's log-probabilities of target [2n, T], or with nll_labels [n, T] those [3n, T] for ops.nll_log_probs."""
     if nll_labels is not None:
-        hidden, target = torch.cat((hidden, hidden[: len(nll_labels)])), ops.labels_with_nll(target, nll_labels, ignore_index)
+        hidden = torch.cat((hidden, hidden[: len(nll_labels)]))
+        target = ops.labels_with_nll(target, nll_labels, ignore_index)
     return linear_log_prob(hidden, weight, target, bias, ignore_index=ignore_index)
 
 
@@ -94,7 +95,9 @@ def _loss_of_tokens(logp, hidden, weight, target, bias, preference_loss_fn, full
     chosen, rejected = ops.sequence_log_prob(logp[: 2 * half], target, ignore_index, average_log_prob).split(half)
     nll = chosen.new_zeros(())
     if compute_nll_loss:
-        labels, chosen_logp = (target[:half], logp[:half]) if nll_labels is None else (nll_labels, ops.nll_log_probs(logp, target, nll_labels, ignore_index))
+        labels, chosen_logp = target[:half], logp[:half]
+        if nll_labels is not None:
+            labels, chosen_logp = nll_labels, ops.nll_log_probs(logp, target, nll_labels, ignore_index)
         counted = full_target if full_nll_target is None else full_nll_target
         nll = ops.token_nll(chosen_logp, labels, ignore_index, counted[:pairs])
     if use_ref_model:
