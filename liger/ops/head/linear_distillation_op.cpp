@@ -103,10 +103,11 @@ Forward forward(LIGER_DISTILLATION_TENSORS, LIGER_DISTILLATION_OPTIONS, bool wit
   const auto logits_dtype = float_logits ? at::kFloat : compute;
   // Two heads' logits share the bytes.
   const int64_t a_class = int64_t(c10::elementSize(compute)), a_pass = float_logits ? 2 * int64_t(c10::elementSize(at::kFloat)) : 2 * a_class;
-  const int64_t bytes = max_bytes > 0        ? std::max<int64_t>(1, max_bytes / a_pass * a_class)
+  const int64_t given = head::budget(max_bytes);
+  const int64_t bytes = given > 0            ? std::max<int64_t>(1, given / a_pass * a_class)
                         : logits_dtype != compute ? kFloatLogitsChunk * student_weight.size(0) * a_class
                                                   : 0;
-  const head::Pass pass{.hidden = x, .weight = operand(student_weight), .bias = student_bias ? student_bias->to(compute) : Tensor(),
+  const head::Pass pass{.of = {x, operand(student_weight), student_bias ? student_bias->to(compute) : Tensor()},
                         .wants = {with_dstudent, with_dweight, with_dbias}, .weight_dtype = student_weight.scalar_type(), .max_bytes = bytes, .logits_dtype = logits_dtype};
   Tensor teacher_logits;
   auto d = pass.run([&](const Tensor& z, int64_t begin) {
