@@ -57,8 +57,8 @@ def reference(hidden, weight, bias, teacher, teacher_weight, teacher_bias, label
 def schema(inputs, options):
     hidden, weight, bias, teacher, teacher_weight, teacher_bias, labels = inputs
     each = torch.full((len(hidden),), 0.1, device=hidden.device)
-    return ops.linear_distillation, (hidden, weight, bias, teacher, teacher_weight, teacher_bias, labels, each, None if labels is None else each, KINDS[options.get("kind", "jsd")],
-                                     options.get("beta", 0.5), options.get("temperature", 1.0), 1.0, 0.0, 1.0, 0.0, IGNORE, True, True, False, options.get("max_bytes", 0), None)
+    return ops.linear_distillation, (hidden, weight, bias, teacher, teacher_weight, teacher_bias, labels, each, None if labels is None else each, None, KINDS[options.get("kind", "jsd")],
+                                     options.get("beta", 0.5), options.get("temperature", 1.0), 1.0, 0.0, 1.0, 0.0, IGNORE, True, True, False, options.get("max_bytes", 0))
 
 
 def draw(pick):

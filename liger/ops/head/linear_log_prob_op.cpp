@@ -320,6 +320,8 @@ TORCH_LIBRARY_FRAGMENT(liger, m) {
   };
   define_backward("backward", "Tensor"), define_backward("backward_", "Tensor(a!)");
 }
+#undef LIGER_INPUTS
+#undef LIGER_RESULTS
 LIGER_IMPL(linear_log_prob, m) {
   m.impl("linear_log_prob", flat<op::linear_log_prob::inference>);
   m.impl("linear_log_prob_forward", flat<op::linear_log_prob::forward>);
