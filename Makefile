@@ -13,7 +13,7 @@ sources := $(shell find liger python cmake -name '*.h' -o -name '*.cpp' -o -name
 
 SHELL := bash
 .SHELLFLAGS := -eo pipefail -c
-.PHONY: help train test downstream fuzz test-install bench install clean
+.PHONY: help train align test downstream fuzz test-install bench install clean
 .DEFAULT_GOAL := help
 
 help:  ## what there is
@@ -22,6 +22,9 @@ help:  ## what there is
 train: $(ready)  ## train a Llama on real text twice, plain and patched, and compare; ARGS="--help" lists its options
 	$(py) examples/train.py $(ARGS)
 
+align: $(ready)  ## align a Llama by DPO and GRPO twice, plain and with this library's losses, and compare; ARGS="--loss kto --device cpu"
+	$(py) examples/align.py $(ARGS)
+
 # What is built here runs here: no PTX for other GPUs, which takes most of a compilation again. Where there is no GPU to run it, CUDA is
 # compiled for one architecture, to see that it compiles.
 export LIGER_CUDA_ARCHITECTURES ?= $(if $(shell command -v nvidia-smi),native)
@@ -29,14 +32,15 @@ test: LIGER_CUDA_ARCHITECTURES := $(or $(LIGER_CUDA_ARCHITECTURES),90a)
 test: $(ready)  ## everything: the C++ API, every operator, the CUDA kernels (emulated without a GPU), Hugging Face, the layers
 	PYTHON=$(python) BUILD=$(build) bash tests/run.sh
 
-# TRL and what it needs stand in an environment of their own, over the first one's packages.
-downstream: build/downstream/ready  ## TRL's trainers, as they are against liger_kernel.trl.patch()
-	OMP_NUM_THREADS=2 build/downstream/bin/python -m pytest -q -p no:cacheprovider tests/downstream $(ARGS)
+# Each version of TRL, with what it needs, stands in an environment of its own, over the first one's packages.
+downstream: build/trl-1.16/ready build/trl-1.12/ready  ## TRL's trainers: 1.16 with liger_kernel.trl.patch(), 1.12 with use_liger_kernel
+	OMP_NUM_THREADS=2 build/trl-1.16/bin/python -m pytest -q -p no:cacheprovider tests/downstream/test_trl.py $(ARGS)
+	OMP_NUM_THREADS=2 build/trl-1.12/bin/python -m pytest -q -p no:cacheprovider tests/downstream/test_classes.py $(ARGS)
 
-build/downstream/ready: $(ready) requirements-downstream.txt
-	$(python) -m venv --without-pip build/downstream
-	$(py) -c "import sysconfig; print(sysconfig.get_path('purelib'))" >$$(build/downstream/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth
-	build/downstream/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-downstream.txt && touch $@
+build/trl-%/ready: requirements-trl-%.txt $(ready)
+	$(python) -m venv --without-pip $(@D)
+	$(py) -c "import sysconfig; print(sysconfig.get_path('purelib'))" >$$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $< && touch $@
 
 fuzz: $(ready)  ## draw fresh random cases for as long as told; ARGS="--seconds 600 --device cuda"
 	$(py) tests/fuzz.py $(ARGS)

@@ -1,11 +1,12 @@
-"""Times the operators against their rivals, in turns, in one process, over the cases of tests/cases.
+"""Times the operators and losses against their rivals, in turns, in one process, over the cases of tests/cases and tests/loss_cases.py.
 
     python benchmarks/bench.py                                  every operator at its shapes, on the GPU if there is one
     python benchmarks/bench.py --op rms_norm --shape 4096,4096 --dtype float32 --device cpu
     python benchmarks/bench.py --compare docs/performance-h200.json  what changed since that run
 
 Rivals: eager torch, torch.compile of the plain operator, torch's own fused operator where there is one, and, where they can be
-imported, quack, cut_cross_entropy and liger_kernel with Triton (--triton-liger DIR: a folder that holds that package, which has our name).
+imported, quack, cut_cross_entropy, TRL's functions of a head (--trl DIR or TRL_DIR: an unpacked wheel of TRL 1.16; torch and transformers are all that these need)
+and liger_kernel with Triton (--triton-liger DIR: a folder that holds that package, which has our name).
 Of activate F.silu is one, torch's own operator of one tensor, whatever the activation.
 
 Per shape and rival, forward / forward and backward:
@@ -13,12 +14,12 @@ Per shape and rival, forward / forward and backward:
   eager  wall time of a call, the device awaited only at the end of a run of calls (ms)
   host   time until a call returns, on inputs too small to matter (us)
   peak   memory beyond the inputs (MiB)
+  extra  the same beyond the results too, which are the gradients where there are some (MiB)
   rate   bytes of the floor over the time, as a fraction of a copy of the first input in the same run, where no cache holds that; for
-         operators made of GEMMs the time of the bare GEMMs over the operator's
+         operators made of GEMMs the time of the bare GEMMs over the operator's: of a loss those of its heads, forward of all and two backward of the one that is trained
 """
 
 import argparse
-import importlib
 import json
 import os
 import statistics
@@ -32,58 +33,10 @@ from tabulate import tabulate
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "tests"))
 
 from cases import all_cases  # noqa: E402
+from loss_cases import LOSSES  # noqa: E402
+from rivals import LIBRARIES, libraries  # noqa: E402
 
 MODES = ("forward", "forward+backward")
-
-
-def triton_liger(folder):
-    """The functional module of the package in `folder` that has our name: ours steps aside while it is imported."""
-    ours = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "liger_kernel"}
-    sys.path.insert(0, folder)
-    try:
-        return importlib.import_module("liger_kernel.transformers.functional")
-    finally:
-        sys.path.remove(folder)
-        for name in [name for name in sys.modules if name.split(".")[0] == "liger_kernel"]:
-            del sys.modules[name]
-        sys.modules.update(ours)
-
-
-#: rival -> case -> (its module, inputs, options) -> result.
-LIBRARIES = {
-    "quack": {
-        "rms_norm": lambda q, t, o: q.rmsnorm(*t, eps=1e-6),
-        "softmax": lambda q, t, o: q.softmax(t[0]),
-        "cross_entropy": lambda q, t, o: q.cross_entropy(t[0], t[1], reduction="mean"),
-    },
-    "cut_cross_entropy": {"fused_linear_cross_entropy": lambda c, t, o: c.linear_cross_entropy(t[0], t[1], t[3])},
-    "liger (Triton)": {
-        "rms_norm": lambda f, t, o: f.liger_rms_norm(*t, 1e-6, in_place=False),
-        "fused_add_rms_norm": lambda f, t, o: f.liger_fused_add_rms_norm(*t, 1e-6, in_place=False),
-        "modulated_rms_norm": lambda f, t, o: f.liger_modulated_rms_norm(*t, 1e-6, in_place=False),
-        "layer_norm": lambda f, t, o: f.liger_layer_norm(*t, 1e-6),
-        "group_norm": lambda f, t, o: f.liger_group_norm(*t, t[0].shape[1], o["groups"], 1e-6),
-        "poly_norm": lambda f, t, o: f.liger_poly_norm(*t, 1e-6, in_place=False),
-        "dyt": lambda f, t, o: f.liger_dyt(*t),
-        "activate": lambda f, t, o: f.liger_relu_squared(*t),
-        **{name: lambda f, t, o, name=name: getattr(f, f"liger_{name}")(*t[:2]) for name in ("kl_div", "jsd", "tvd", "softmax", "sparsemax")},
-        "gated": lambda f, t, o: {"silu": f.liger_swiglu, "gelu_tanh": f.liger_geglu}[o["activation"]](*t),
-        "rope": lambda f, t, o: f.liger_rope(*t),
-        "cross_entropy": lambda f, t, o: f.liger_cross_entropy(t[0], t[1]),
-        "fused_linear_cross_entropy": lambda f, t, o: f.liger_fused_linear_cross_entropy(t[0], t[1], t[3]),
-    },
-}
-
-
-def libraries(args):
-    """rival -> its module, of those that are there."""
-    found = {"liger (Triton)": triton_liger(args.triton_liger)} if args.triton_liger else {}
-    for name in ("quack", "cut_cross_entropy") if args.device == "cuda" else ():
-        try:
-            found[name] = importlib.import_module(name)
-        except ImportError:
-            pass
-    return found
 
 
 def inputs(case, shape, options, args, seed=0):
@@ -104,7 +57,8 @@ class Contestant:
                 return self.calls[i]()
         out = self.calls[i]()
         out = out if isinstance(out, tuple) else (out,)
-        return torch.autograd.grad(out, wanted, self.upstream)
+        pairs = [(o, g) for o, g in zip(out, self.upstream) if o.requires_grad]  # what is only logged has no gradient
+        return torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs])
 
 
 def synchronize(device):
@@ -182,8 +136,10 @@ def peak_memory(contestant, mode):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     result = contestant.run(mode, 0)
+    held = torch.cuda.memory_allocated() - before
     del result
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
+    peak = torch.cuda.max_memory_allocated() - before
+    return peak / 2**20, (peak - held) / 2**20
 
 
 def host_times(field, mode, device):
@@ -238,16 +194,28 @@ def contestants(case, shape, options, args, sets_wanted):
 
 def floor_time(case, shape, options, args):
     """A function that times the floor, (forward, forward+backward) in ms: a copy's rate for the bytes, or the bare GEMMs."""
-    if case.flops:
-        # By the rate of the GEMMs between the first two inputs; the head's are all there are.
-        hidden, weight = inputs(case, shape, options, args)[:2]
-        hidden, weight = hidden.detach(), weight.detach()
-        logits, dx, dw = hidden @ weight.T, torch.empty_like(hidden), torch.empty_like(weight)
-        gemms = [lambda: torch.mm(hidden, weight.T, out=logits), lambda: torch.mm(logits, weight, out=dx), lambda: torch.mm(logits.T, hidden, out=dw)]
-        forward, backward = case.flops(shape, options)
-        one = 2 * hidden.shape[0] * weight.numel()
-        return lambda: (timed(gemms[0], args.device, args.seconds) * forward / one,
-                        sum(timed(g, args.device, args.seconds) for g in gemms) * (forward + backward) / (3 * one))
+    if case.flops or case.heads:
+        tensors = inputs(case, shape, options, args)
+        heads, part = (case.heads(tensors), (1, 1)) if case.heads else ([(*tensors[:2], True)], None)
+        if part is None:  # by the rate of the GEMMs between the first two inputs; the head's are all there are
+            one = 2 * tensors[0].shape[0] * tensors[1].numel()
+            part = [flops / (one * n) for n, flops in enumerate(case.flops(shape, options), 1)]
+        forward, backward = [], []
+        for hidden, weight, trained in heads:
+            hidden, weight = hidden.detach().flatten(0, -2), weight.detach()
+            logits = hidden @ weight.T
+            # Bound early: each head has its own tensors.
+            forward.append(lambda x=hidden, w=weight, z=logits: torch.mm(x, w.T, out=z))
+            if trained:
+                dx, dw = torch.empty_like(hidden), torch.empty_like(weight)
+                backward += [lambda x=dx, w=weight, z=logits: torch.mm(z, w, out=x), lambda x=hidden, w=dw, z=logits: torch.mm(z.T, x, out=w)]
+        time_of = lambda gemms: sum(timed(g, args.device, args.seconds) for g in gemms)
+
+        def gemms():
+            first = time_of(forward) * part[0]
+            return first, first + time_of(backward) * part[1]
+
+        return gemms
     if not case.bytes:
         return None
     first = inputs(case, shape, options, args)[0].detach()
@@ -289,7 +257,7 @@ def measure(case, shape, options, args):
             row = rows[c.name]
             row[f"eager {mode}"] = statistics.median(eager[c.name])
             if args.device == "cuda":
-                row[f"peak {mode}"] = peak_memory(c, mode)
+                row[f"peak {mode}"], row[f"extra {mode}"] = peak_memory(c, mode)
             if floor:
                 row[f"rate {mode}"] = statistics.median(floors) / row.get(f"gpu {mode}", row[f"eager {mode}"])
     return list(rows.values())
@@ -319,14 +287,14 @@ def table(rows, old):
     for row in rows:
         options = " ".join(f"{k}={v}" for k, v in row["options"].items())
         line = [f"{row['case']} {'x'.join(map(str, row['shape']))} {options}".strip(), row["rival"], pair(row, "gpu"), pair(row, "eager"), pair(row, "host", ".1f"),
-                pair(row, "peak", ".0f"), pair(row, "rate", ".2f")]
+                pair(row, "peak", ".0f"), pair(row, "extra", ".0f"), pair(row, "rate", ".2f")]
         if old is not None:
             before = old.get(key(row), {})
             what = next((w for w in ("gpu", "eager", "host") if f"{w} {MODES[1]}" in row), None)
             then = before.get(f"{what} {MODES[1]}")
             line.append(f"{row[f'{what} {MODES[1]}'] / then:.2f}" if then else "new")
         lines.append(line)
-    headers = ["case", "rival", "gpu ms", "eager ms", "host us", "peak MiB", "rate"] + (["time / old"] if old is not None else [])
+    headers = ["case", "rival", "gpu ms", "eager ms", "host us", "peak MiB", "extra MiB", "rate"] + (["time / old"] if old is not None else [])
     return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
 
 
@@ -343,7 +311,7 @@ def save(rows, args):
 
 
 def main():
-    cases = {name: case for name, case in all_cases().items() if case.bench}
+    cases = {name: case for name, case in (all_cases() | LOSSES).items() if case.bench}
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--op", help=f"operators, separated by commas: {', '.join(cases)}")
     p.add_argument("--shape", help="one shape, numbers separated by commas, instead of the case's")
@@ -351,6 +319,7 @@ def main():
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--rivals", help="only these, separated by commas: torch, compile, ...")
     p.add_argument("--triton-liger", help="the folder of a liger_kernel with Triton")
+    p.add_argument("--trl", default=os.environ.get("TRL_DIR"), help="the folder of an unpacked wheel of TRL; default: TRL_DIR, or where it is installed")
     p.add_argument("--seconds", type=float, default=0.3, help="time for each measurement")
     p.add_argument("--rounds", type=int, default=20, help="graph replays in turns")
     p.add_argument("--host", action="store_true", help="host time only")

@@ -1,4 +1,4 @@
-"""Text that every machine has, and tokens of it: what train.py trains on when it is given no text of the user's own."""
+"""Text that every machine has, and tokens of it: what the examples train on when they are given no text of the user's own."""
 
 import hashlib
 import json
@@ -49,6 +49,11 @@ def documents(path=None, tokenizer=None):
     if not any(text.strip() for text in texts):
         raise SystemExit(f"{path or 'The standard library'} holds no text: give a file of your own with --text")
     return texts
+
+
+def description(path, texts, tokenizer):
+    source = path or "Python's standard library"
+    return f"{source}: {sum(map(len, texts)) / 1e6:.1f} million characters, a vocabulary of {len(tokenizer)} tokens"
 
 
 def bpe(texts, vocab_size, cache=None):

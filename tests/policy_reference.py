@@ -13,7 +13,7 @@ BOUNDS = {torch.float32: dict(rtol=2e-5, atol=2e-6), torch.bfloat16: dict(rtol=0
 
 def log_probs(x, weight, ids, bias=None, temperature=1.0):
     z = x @ weight.T if bias is None else x @ weight.T + bias
-    return torch.log_softmax(z / temperature, -1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    return torch.log_softmax(z.to(torch.promote_types(z.dtype, torch.float32)) / temperature, -1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
 
 
 def gamma(advantages, d, mask, ratio, k_pos=2.0, lambda_pos=3.0, k_neg=3.0, lambda_neg=2.0):

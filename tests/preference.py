@@ -19,17 +19,18 @@ LOSS_TYPES = ["sigmoid", "hinge", "exo_pair", "nca_pair", "robust", "bco_pair", 
 
 def tokens(x, w, b, y):
     logits = x @ w.T + (0 if b is None else b)
-    return logits, logits.log_softmax(-1).gather(-1, y.clamp_min(0)[..., None])[..., 0]
+    logp = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    return logits, logp.gather(-1, y.clamp_min(0)[..., None])[..., 0]
 
 
-def sequences(x, w, b, y, ignore, average):
+def sequences(x, w, b, y, ignore, average, tokens=tokens):
     logits, logp = tokens(x, w, b, y.where(y != ignore, 0))
     mask = y != ignore
     total = (logp * mask).sum(1)
     return logits, total / mask.sum(1).clamp_min(1) if average else total
 
 
-def nll_of(x, w, b, y, ignore):
+def nll_of(x, w, b, y, ignore, tokens=tokens):
     _, logp = tokens(x, w, b, y.where(y != ignore, 0))
     mask = y != ignore
     return -(logp * mask).sum() / mask.sum().clamp_min(1)
@@ -55,19 +56,19 @@ def dpo_terms(loss_type, w, l, beta, e, tau):
     }[loss_type]()
 
 
-def reference(name, x, w, b, y, ignore, options, ref=None, nll_y=None, liked=None, kl=None):
-    """(loss, aux) for one of the five losses."""
+def reference(name, x, w, b, y, ignore, options, ref=None, nll_y=None, liked=None, kl=None, tokens=tokens):
+    """(loss, aux) for one of the five losses, by tokens(x, w, b, y) -> (logits, log-probabilities)."""
     beta = options.get("beta", 0.1)
     average = name in ("orpo", "simpo") or options.get("average_log_prob", False)
-    logits, logp = sequences(x, w, b, y, ignore, average)
-    ref_logp = torch.zeros_like(logp) if ref is None else sequences(*ref, y, ignore, average)[1]
+    logits, logp = sequences(x, w, b, y, ignore, average, tokens)
+    ref_logp = torch.zeros_like(logp) if ref is None else sequences(*ref, y, ignore, average, tokens)[1]
     if name == "kto":
         delta, sign = logp - ref_logp, torch.where(liked, 1.0, -1.0)
         loss = (1 - sigma(beta * (delta - (0 if kl is None else kl)) * sign)).mean()
         split = [(v[liked].sum(), v[~liked].sum()) for v in (logp, logits.sum((1, 2)), beta * delta)]
         return loss, [s for pair in split for s in pair]
     pw, pl = logp.chunk(2)
-    nll = nll_of(x[: len(x) // 2], w, b, (y if nll_y is None else nll_y)[: len(x) // 2], ignore) if options["compute_nll_loss"] else torch.zeros(()).double()
+    nll = nll_of(x[: len(x) // 2], w, b, (y if nll_y is None else nll_y)[: len(x) // 2], ignore, tokens) if options["compute_nll_loss"] else logp.new_zeros(())
     e = options.get("label_smoothing", 0.0)
     if name == "dpo":
         dw, dl = (logp - ref_logp).chunk(2)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cases import all_cases
+from loss_cases import LOSSES
 from test_ops import as_tuple
 
 CASES = all_cases()
@@ -27,6 +28,8 @@ LARGE = [
     ("cross_entropy", (17000, 128257), NONE, True),
     ("selective_log_softmax", (17000, 128257), {}, True),
     ("fused_linear_cross_entropy", (17000, 128, 128257), dict(reduction="none", max_bytes=2**35), True),
+    ("linear_log_prob", (17000, 128, 128257), dict(max_bytes=2**35), True),
+    ("linear_log_prob", (17000, 128, 128257), {}, True),
     ("fused_mlp", (140000, 64, 8192), {}, True),
     ("rope", (65, 32, 8200, 128), {}, True),
     ("embedding", (530000, 1000, 4100), {}, False),
@@ -34,7 +37,11 @@ LARGE = [
 ]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_properties(0).total_memory < 120 * 2**30, reason="needs a GPU with 120 GiB")
+needs_a_large_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_properties(0).total_memory < 120 * 2**30, reason="needs a GPU with 120 GiB")
+
+
+@needs_a_large_gpu
 @pytest.mark.parametrize("name,shape,options,gradients", LARGE, ids=[f"{n}-{'x'.join(map(str, s))}" for n, s, *_ in LARGE])
 def test_large(name, shape, options, gradients):
     case, dtype = CASES[name], torch.bfloat16
@@ -70,3 +77,32 @@ def test_large(name, shape, options, gradients):
             expected = expected.detach().float()
             # Two units of bf16 of a value, and eight of the values' usual size: a difference, and a product between GEMMs, is rounded before.
             torch.testing.assert_close(ours.detach().float(), expected, rtol=2**-6, atol=2**-4 * expected.square().mean().sqrt().item())
+
+
+@pytest.mark.parametrize("device, classes, copies", (("cpu", 31, 3), pytest.param("cuda", 128257, 150, marks=needs_a_large_gpu)))
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_of_copies(name, device, classes, copies):
+    """The means of which a loss is made do not change when every sequence is there 150 times: 2.2e9 logits against plain torch on one copy, in float64."""
+    case, rows = LOSSES[name], 114 if name in ("linear_jsd", "linear_cosine") else 6
+    shape = (rows, 48, 64, classes) if rows > 6 else (rows, 19, 48, classes)
+    # A reference keeps KTO's sigmoid where its slope has all its digits.
+    options = {"linear_grpo": dict(ref=True), "linear_kto": dict(use_ref_model=True)}.get(name, {})
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    one = case.inputs(shape, options, dtype, device)
+    exact = [t if t is None or not t.is_floating_point() else t.detach().double().requires_grad_(t.requires_grad) for t in one]
+    expected, *_ = case.reference(*exact, **options)
+    expected.backward()
+    # All chosen sequences come before all rejected ones.
+    places = torch.cat([half.repeat(copies) for half in torch.arange(rows, device=device).chunk(2)])
+    many = [t if t is None or t.ndim == 0 or t.shape[0] != rows else t.detach()[places].requires_grad_(t.requires_grad) for t in one]
+    assert device == "cpu" or many[0][..., 0].numel() * classes > 2**31
+    loss, *_ = case.op(*many, **options)
+    loss.backward()
+    pairs = [(loss, expected), (many[0].grad * copies, exact[0].grad[places]), (many[1].grad, exact[1].grad)]
+    # In bf16 a logit between 8 and 16 is rounded by up to four units, and its probability by as much of itself: twice that. In float sums of some
+    # thousand terms are rounded by the root of their number.
+    bound = (8 if dtype == torch.bfloat16 else 64) * torch.finfo(dtype).eps
+    for ours, plain in pairs:
+        plain = plain.detach()
+        assert plain.abs().max() > 1e-6
+        torch.testing.assert_close(ours.detach().double(), plain, rtol=bound, atol=bound * plain.square().mean().sqrt().item())

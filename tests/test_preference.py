@@ -9,6 +9,7 @@ from liger_kernel.chunked_loss import (
     LigerFusedLinearORPOLoss,
     LigerFusedLinearSimPOLoss,
 )
+from liger_kernel.chunked_loss.fused_linear_preference import LigerFusedLinearPreferenceBase
 from preference import LOSS_TYPES, MODULES, N, Batch, H, T, V, check, close, ln_sigma, options_of, reference, sigma
 
 BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -127,6 +128,29 @@ def test_mixed_dtypes_and_autocast(name):
     with torch.autocast("cpu", torch.bfloat16):
         ours = plain.call(module, name)
     check(plain, ours, plain.expected(name, options), 3e-2)
+
+
+@pytest.mark.parametrize("factor", (1e-38, 1e30))
+def test_float16_gradients_of_a_tiny_or_huge_loss_are_numbers(factor):
+    """The first vanish, the second are inf, and nothing is NaN."""
+    batch = Batch(torch.float16)
+
+    class Own(LigerFusedLinearPreferenceBase):
+        @staticmethod
+        def preference_loss_fn(chosen, rejected, full_target, beta):
+            return factor * (chosen - rejected).mean()
+
+        @classmethod
+        def forward(cls, ctx, x, w, y):
+            return LigerFusedLinearPreferenceBase.forward(cls, ctx, x, w, y, compute_nll_loss=False)
+
+        @staticmethod
+        def backward(ctx, *upstream):
+            return LigerFusedLinearPreferenceBase.backward(ctx, upstream)[:3]
+
+    loss, _ = Own.apply(batch.x, batch.w, batch.y)
+    for gradient in torch.autograd.grad(loss, (batch.x, batch.w)):
+        assert not gradient.isnan().any() and (not gradient.any() if factor < 1 else gradient.isinf().any())
 
 
 def test_float16_gradients_wait_for_the_loss_scale():

@@ -1,4 +1,4 @@
-"""examples/train.py: a small comparison from end to end, and its parts."""
+"""examples/train.py and align.py: small comparisons from end to end, and their parts."""
 
 import json
 import math
@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
+import align  # noqa: E402
+import comparison  # noqa: E402
 import text  # noqa: E402
 import train  # noqa: E402
 
@@ -24,17 +27,14 @@ def prose(tmp_path_factory):
     return path
 
 
-def run(folder, *arguments):
-    command = [sys.executable, EXAMPLES / "train.py", "--config", "tiny", "--device", "cpu", "--steps", "6"]
-    command += ["--batch", "2", "--length", "64", "--out", folder / "out", *arguments]
+def run(folder, *arguments, script="train.py", batch=2):
+    command = [sys.executable, EXAMPLES / script, "--config", "tiny", "--device", "cpu", "--steps", "6"]
+    command += ["--batch", batch, "--length", "64", "--out", folder / "out", *arguments]
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
     return subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True)
 
 
-def test_compares_plain_and_liger(tmp_path, prose):
-    done = run(tmp_path, "--text", prose)
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads((tmp_path / "out/train.json").read_text())
+def check_report(report):
     for name in ("plain", "liger"):
         assert len(report[name]["losses"]) == 6 and all(map(math.isfinite, report[name]["losses"]))
         assert report[name]["tokens_per_second"] > 0
@@ -42,10 +42,62 @@ def test_compares_plain_and_liger(tmp_path, prose):
     assert report["plain"]["state_bytes"] == report["liger"]["state_bytes"]
     assert report["comparison"]["same"] and report["comparison"]["steps"] == len(report["noise"]["losses"]) == 6
     assert report["machine"]["device"] and report["settings"]["dtype"] == "float32"
+
+
+def test_compares_plain_and_liger(tmp_path, prose):
+    done = run(tmp_path, "--text", prose)
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_report(json.loads((tmp_path / "out/train.json").read_text()))
     assert (tmp_path / "out/train.png").read_bytes().startswith(b"\x89PNG")
-    for words in ("tokens per second", "peak memory of a step", "The loss is the same"):
+    for words in ("tokens per second", "peak memory of a step", "Training loss is the same"):
         assert words in done.stdout
     assert len(list((tmp_path / "cache/liger_kernel").glob("bpe-1024-*.json"))) == 1
+
+
+def test_aligns_plain_and_liger(tmp_path, prose):
+    done = run(tmp_path, "--text", prose, "--loss", "grpo,dpo", script="align.py", batch=4)
+    assert done.returncode == 0, done.stdout + done.stderr
+    reports = json.loads((tmp_path / "out/align.json").read_text())
+    assert list(reports) == ["grpo", "dpo"]
+    for name, report in reports.items():
+        check_report(report)
+        assert report["settings"]["loss"] == name and len(set(report["plain"]["losses"])) == 6
+        assert f"{name.upper()} loss is the same" in done.stdout
+    assert (tmp_path / "out/align.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", sorted(align.LOSSES))
+def test_each_loss_on_both_sides(name):
+    """Ours and plain agree on a batch that has everything; the gradient is not 0."""
+    import torch
+    from liger_kernel import chunked_loss
+
+    torch.manual_seed(0)
+    loss, rows, tokens, classes = align.LOSSES[name], 4, 6, 30
+    ids, labels, rewards = align.completions(torch.randint(classes, (rows // loss.group, tokens + 1)).numpy(), loss.group, 0)
+    leaves = [torch.randn(rows, tokens, 8, requires_grad=True), (torch.randn(classes, 8) / 2).requires_grad_()]
+    b = align.Batch(
+        hidden=leaves[0], weight=leaves[1], labels=torch.from_numpy(labels), ref_hidden=torch.randn(rows, tokens, 8), ref_weight=torch.randn(classes, 8),
+        advantages=torch.tensor([1.0, -0.5, 0.2, -0.7]), liked=torch.tensor([True, True, False, False]))
+    b.old = (b.logp() + torch.randn(rows, tokens) / 4).detach()
+    values, gradients = zip(*((value, torch.autograd.grad(value, leaves)) for value in (loss.plain(b), loss.ours(chunked_loss, b))))
+    torch.testing.assert_close(values[1], values[0], rtol=1e-5, atol=1e-5)
+    for ours, plain in zip(gradients[1], gradients[0]):
+        assert plain.abs().max() > 1e-4
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_completions_are_worse_the_more_is_replaced():
+    blocks = (numpy.arange(8 * 400) % 701).reshape(8, 400)
+    ids, labels, rewards = align.completions(blocks, 4, seed=3)
+    assert ids.shape == (32, 400) and labels.shape == (32, 399) and (rewards[:8] == 1).all() and (ids[:8] == blocks).all()
+    counted = labels != align.IGNORE
+    assert (labels[counted] == ids[:, 1:][counted]).all() and not counted[:, :99].any() and counted[:, 99:200].all()
+    assert len(set(counted.sum(1))) > 16  # lengths of their own
+    original = numpy.tile(blocks, (4, 1))
+    assert ((ids != original)[:, :100].sum() == 0) and ((ids == original)[:, 1:] | counted).all()
+    means = rewards.reshape(4, 8).mean(1)
+    assert abs(means - [1, 0.75, 0.5, 0.25]).max() < 0.05
 
 
 @pytest.mark.parametrize(
@@ -56,44 +108,63 @@ def test_says_what_is_wrong(tmp_path, arguments, advice):
     assert done.returncode and advice in done.stderr and "Traceback" not in done.stderr
 
 
-def test_ends_with_an_error_when_the_losses_differ(tmp_path, monkeypatch):
+@pytest.mark.parametrize("arguments, batch, advice", [(("--loss", "dpo,ppo"), 4, "no loss ppo"), ((), 6, "multiple of 4")])
+def test_align_says_what_is_wrong(tmp_path, arguments, batch, advice):
+    done = run(tmp_path, "--only", "plain", *arguments, script="align.py", batch=batch)
+    assert done.returncode and advice in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("example, loss", [(train, None), (align, "dpo,orpo")])
+def test_ends_with_an_error_when_the_losses_differ(tmp_path, monkeypatch, prose, example, loss):
     curves = {"plain": [7.0, 6.0], "liger": [7.0, 6.1], "noise": [7.0, 6.000001]}
     numbers = {"tokens_per_second": 1, "step_seconds": 1, "peak_bytes": 3, "step_peak_bytes": 2, "state_bytes": 1}
-    monkeypatch.setattr(train, "write_tokens", lambda args, path: "")
-    monkeypatch.setattr(train, "run_apart", lambda args, side, steps: {**numbers, "losses": curves[side]})
-    monkeypatch.setattr(sys, "argv", ["train.py", "--device", "cpu", "--config", "tiny", "--out", str(tmp_path)])
+
+    def made_up(script, args, side, steps):
+        differs = getattr(args, "loss", None) in (None, "orpo")
+        return {**numbers, "losses": curves[side] if differs or side != "liger" else curves["plain"]}
+
+    monkeypatch.setattr(comparison, "run_apart", made_up)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    arguments = [example.__name__, "--device", "cpu", "--config", "tiny", "--text", str(prose), "--length", "64", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*arguments, *(("--loss", loss) if loss else ())])
     with pytest.raises(SystemExit) as end:
-        train.main()
+        example.main()
     assert end.value.code
     curves["liger"] = curves["plain"]
     with pytest.raises(SystemExit) as end:
-        train.main()
+        example.main()
     assert not end.value.code
 
 
 def test_the_limit_is_ten_times_the_noise():
     plain = [8.0, 7.0, 6.0]
     noise = [8.0, 7.0 + 1e-3, 6.0]
-    assert train.compare(plain, [8.0, 7.0, 6.0 + 9e-3], noise, EPS, 100)["same"]
-    assert not train.compare(plain, [8.0, 7.0, 6.0 + 11e-3], noise, EPS, 100)["same"]
-    assert not train.compare(plain, [8.0, 7.0, math.nan], noise, EPS, 100)["same"]
+    assert comparison.compare(plain, [8.0, 7.0, 6.0 + 9e-3], noise, EPS, 100)["same"]
+    assert not comparison.compare(plain, [8.0, 7.0, 6.0 + 11e-3], noise, EPS, 100)["same"]
+    assert not comparison.compare(plain, [8.0, 7.0, math.nan], noise, EPS, 100)["same"]
+    # A loss may be negative, and its size is what counts.
+    negative = [-8.0, -7.0]
+    assert comparison.compare(negative, negative, negative, EPS, 100)["floor"] == 8.0 * EPS
+    # Neither side has more digits than the float sums of which the loss is a difference.
+    assert comparison.compare(plain, plain, plain, EPS, 100, sums=300.0)["floor"] == 300.0 * EPS
+    assert comparison.compare(plain, plain, plain, 2.0**-7, 64, sums=300.0)["floor"] == 8.0 * 2.0**-7 / 8
     # Only steps that the noise is known for are judged; the rest is reported.
-    later = train.compare(plain, [8.0, 7.0, 9.0], noise[:2], EPS, 100)
+    later = comparison.compare(plain, [8.0, 7.0, 9.0], noise[:2], EPS, 100)
     assert later["same"] and later["steps"] == 2 and later["difference_of_all_steps"] == 3.0
 
 
 def test_no_noise_leaves_the_rounding_of_the_loss():
     plain = [8.0, 7.0]
-    assert train.compare(plain, [8.0, 7.0 + 5 * 8 * EPS], plain, EPS, 100)["same"]
-    assert not train.compare(plain, [8.0, 7.0 + 15 * 8 * EPS], plain, EPS, 100)["same"]
+    assert comparison.compare(plain, [8.0, 7.0 + 5 * 8 * EPS], plain, EPS, 100)["same"]
+    assert not comparison.compare(plain, [8.0, 7.0 + 15 * 8 * EPS], plain, EPS, 100)["same"]
     # In bfloat16 every token is rounded, and the mean over them evens it out.
-    assert train.compare(plain, plain, plain, 2.0**-7, 64)["floor"] == 8.0 * 2.0**-7 / 8
+    assert comparison.compare(plain, plain, plain, 2.0**-7, 64)["floor"] == 8.0 * 2.0**-7 / 8
 
 
 def test_the_peak_of_a_step_is_what_it_allocates():
     import torch
 
-    memory = train.Memory("cpu")
+    memory = comparison.Memory("cpu")
     torch.ones(1 << 24)
     memory.start()
     torch.ones(1 << 24).add(1)  # two of 64 MiB at once

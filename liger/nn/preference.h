@@ -6,7 +6,8 @@
 #include "liger/nn/module.h"
 
 /// Losses of preferences on a head's hidden states: hidden [rows, tokens, width], weight [classes, width], target [rows, tokens] and bias [classes]. The
-/// logits are never held in full. In the paired losses the first half of the rows is chosen, row i over row n + i; no token is shifted.
+/// logits are never held in full. In the paired losses the first half of the rows is chosen, row i over row n + i; no token is shifted. Their nll is that
+/// of the chosen rows of nll_target [rows, tokens], by default target.
 namespace liger::nn {
 
 /// ln P of each sequence, and of the nll's tokens where it counts.
@@ -16,13 +17,19 @@ struct SequenceLogProbs {
   at::Tensor rejected() const { return sequences.narrow(0, sequences.size(0) / 2, sequences.size(0) / 2); }
 };
 
+/// The nll's labels are those of the chosen sequences in nll_target, where it is defined, else in target.
 inline SequenceLogProbs sequence_log_probs(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target, const at::Tensor& bias, int64_t ignore_index,
-                                           bool average, bool paired, bool with_nll = false) {
-  TORCH_CHECK_VALUE(!paired || target.size(0) % 2 == 0, "liger::nn: target must hold as many rejected as chosen sequences, and has ", target.size(0), " rows");
-  const at::Tensor logp = linear_log_prob(hidden, weight, target, {.ignore_index = ignore_index}, given(bias)).logp;
-  const int64_t chosen = target.size(0) / 2;
-  return {sequence_log_prob(logp, target, ignore_index, average),
-          with_nll ? token_nll(logp.narrow(0, 0, chosen), target.narrow(0, 0, chosen), ignore_index) : at::Tensor()};
+                                           bool average, bool paired, bool with_nll = false, const at::Tensor& nll_target = {}) {
+  const int64_t rows = target.size(0), chosen = rows / 2;
+  TORCH_CHECK_VALUE(!paired || rows % 2 == 0, "liger::nn: target must hold as many rejected as chosen sequences, and has ", rows, " rows");
+  const bool other = with_nll && nll_target.defined();
+  TORCH_CHECK_VALUE(!other || nll_target.sizes() == target.sizes(), "liger::nn: nll_target must be ", target.sizes(), " as target, got ", nll_target.sizes());
+  const at::Tensor labels = (other ? nll_target : target).narrow(0, 0, chosen);
+  const at::Tensor logp = linear_log_prob(other ? at::cat({hidden, hidden.narrow(0, 0, chosen)}) : hidden, weight,
+                                          other ? labels_with_nll(target, labels, ignore_index) : target, {.ignore_index = ignore_index}, given(bias)).logp;
+  SequenceLogProbs found{sequence_log_prob(logp.narrow(0, 0, rows), target, ignore_index, average), {}};
+  if (with_nll) found.nll = token_nll(other ? nll_log_probs(logp, target, labels, ignore_index) : logp.narrow(0, 0, chosen), labels, ignore_index);
+  return found;
 }
 
 /// The same of a reference, without gradients; undefined where there is none.
@@ -52,11 +59,11 @@ struct DPOLossImpl : torch::nn::Cloneable<DPOLossImpl> {
   void reset() override {}
 
   FORWARD_HAS_DEFAULT_ARGS({3, torch::nn::AnyValue(at::Tensor())}, {4, torch::nn::AnyValue(at::Tensor())}, {5, torch::nn::AnyValue(at::Tensor())},
-                           {6, torch::nn::AnyValue(at::Tensor())})
+                           {6, torch::nn::AnyValue(at::Tensor())}, {7, torch::nn::AnyValue(at::Tensor())})
   PreferenceResult forward(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target, const at::Tensor& bias = {}, const at::Tensor& ref_hidden = {},
-                           const at::Tensor& ref_weight = {}, const at::Tensor& ref_bias = {}) {
+                           const at::Tensor& ref_weight = {}, const at::Tensor& ref_bias = {}, const at::Tensor& nll_target = {}) {
     const bool average = options.average_log_prob();
-    const auto policy = sequence_log_probs(hidden, weight, target, bias, options.ignore_index(), average, true, options.alpha() != 0);
+    const auto policy = sequence_log_probs(hidden, weight, target, bias, options.ignore_index(), average, true, options.alpha() != 0, nll_target);
     const auto reference = reference_log_probs(ref_hidden, ref_weight, target, ref_bias, options.ignore_index(), average, true);
     const auto half = [&](at::Tensor (SequenceLogProbs::*part)() const) { return ref_hidden.defined() ? std::optional((reference.*part)()) : std::nullopt; };
     return plus_nll(dpo_loss(policy.chosen(), policy.rejected(), half(&SequenceLogProbs::chosen), half(&SequenceLogProbs::rejected), options.loss()), policy.nll,
@@ -84,9 +91,9 @@ struct ORPOLossImpl : torch::nn::Cloneable<ORPOLossImpl> {
   explicit ORPOLossImpl(ORPOLossOptions o = {}) : options(o) {}
   void reset() override {}
 
-  FORWARD_HAS_DEFAULT_ARGS({3, torch::nn::AnyValue(at::Tensor())})
-  ORPOResult forward(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target, const at::Tensor& bias = {}) {
-    const auto policy = sequence_log_probs(hidden, weight, target, bias, options.ignore_index(), true, true, options.alpha() != 0);
+  FORWARD_HAS_DEFAULT_ARGS({3, torch::nn::AnyValue(at::Tensor())}, {4, torch::nn::AnyValue(at::Tensor())})
+  ORPOResult forward(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target, const at::Tensor& bias = {}, const at::Tensor& nll_target = {}) {
+    const auto policy = sequence_log_probs(hidden, weight, target, bias, options.ignore_index(), true, true, options.alpha() != 0, nll_target);
     return plus_nll(orpo_loss(policy.chosen(), policy.rejected(), {.beta = options.beta()}), policy.nll, options.alpha());
   }
 
@@ -114,9 +121,9 @@ struct CPOLossImpl : torch::nn::Cloneable<CPOLossImpl> {
   explicit CPOLossImpl(CPOLossOptions o = {}) : options(o) {}
   void reset() override {}
 
-  FORWARD_HAS_DEFAULT_ARGS({3, torch::nn::AnyValue(at::Tensor())})
-  PreferenceResult forward(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target, const at::Tensor& bias = {}) {
-    const auto policy = sequence_log_probs(hidden, weight, target, bias, options.ignore_index(), options.average_log_prob(), true, options.alpha() != 0);
+  FORWARD_HAS_DEFAULT_ARGS({3, torch::nn::AnyValue(at::Tensor())}, {4, torch::nn::AnyValue(at::Tensor())})
+  PreferenceResult forward(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target, const at::Tensor& bias = {}, const at::Tensor& nll_target = {}) {
+    const auto policy = sequence_log_probs(hidden, weight, target, bias, options.ignore_index(), options.average_log_prob(), true, options.alpha() != 0, nll_target);
     const CPOOptions loss{.beta = options.beta(), .label_smoothing = options.label_smoothing(), .gamma = options.gamma()};
     return plus_nll(cpo_loss(policy.chosen(), policy.rejected(), loss), policy.nll, options.alpha());
   }

@@ -38,7 +38,9 @@ class Case:
     rivals: Callable = None                             # (inputs, options) -> {name: function}
     bytes: Callable = None                              # (shape, options, element size) -> (forward, backward) bytes of the floor
     flops: Callable = None                              # (shape, options) -> (forward, backward) FLOP of the GEMMs
+    heads: Callable = None                              # (inputs) -> [(hidden, weight, whether it is trained)] of the GEMMs, where there are other ones
     dtypes: tuple = (torch.float32, torch.bfloat16, torch.float16)
+    scales: tuple = (1, 1, 1, 1, 1e-3, 30.0)            # that tests/fuzz.py multiplies floating inputs by
 
     def inputs(self, shape, options, dtype=torch.float32, device="cpu", seed=0):
         torch.manual_seed(seed)

@@ -12,7 +12,7 @@ def make(shape, options):
     hidden, weight, bias, labels, _ = head_make(shape, options)
     teacher = torch.randn(shape[0], 2 * shape[1])
     teacher_weight, teacher_bias = torch.randn(shape[2], 2 * shape[1]) * shape[1] ** -0.5, None if bias is None else torch.randn(shape[2])
-    return hidden, weight, bias, teacher, teacher_weight, teacher_bias, None if options.get("unlabelled") else labels
+    return hidden, weight, bias, teacher, teacher_weight, teacher_bias, None if options.get("unlabelled") and not options.get("hard_weight") else labels
 
 
 NAMES = ("kind", "beta", "temperature", "soft_weight", "hard_weight", "student_scale", "student_softcap", "teacher_scale", "teacher_softcap", "max_bytes")
@@ -67,20 +67,9 @@ def draw(pick):
     return {"hard_weight": 0.5, **{name: drawn[name] for name in pick.sample(sorted(drawn), pick.randrange(5))}}
 
 
-def rivals(inputs, options):
-    """TRL's own, where it can be imported."""
-    try:
-        from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
-    except ImportError:
-        return {}
-    hidden, weight, bias, teacher, teacher_weight, teacher_bias, _ = inputs
-    beta = {"forward_kl": 0.0, "reverse_kl": 1.0}.get(options.get("kind"), options.get("beta", 0.5))
-    return {"trl": lambda: ChunkedDivergenceFunction.apply(hidden, weight, bias, teacher, teacher_weight, teacher_bias, beta)[0].mean()}
-
-
 CASES = [
     Case(
-        name="linear_distillation", op=op, reference=reference, make=make, draw=draw, rivals=rivals, differentiable=(0, 1, 2), schema=schema,
+        name="linear_distillation", op=op, reference=reference, make=make, draw=draw, differentiable=(0, 1, 2), schema=schema,
         shapes=[(1, 4, 3), (33, 16, 101), (40, 64, 1000)],
         options=[dict(hard_weight=0.5), dict(kind="forward_kl"), dict(kind="reverse_kl", hard_weight=0.25, temperature=2.0), dict(kind="tvd", with_bias=True),
                  dict(kind="cosine", hard_weight=1.0), dict(beta=0.1, max_bytes=4000, with_bias=True, hard_weight=0.5, temperature=0.7), dict(beta=0.0), dict(beta=1.0, ignored=0.0),
@@ -90,6 +79,7 @@ CASES = [
         bench=[((8192, 2048, V), dict(unlabelled=True)), ((8192, 2048, V), dict(kind="forward_kl", unlabelled=True)), ((8192, 2048, V), dict(hard_weight=0.5, ignored=0.0))],
         bench_cpu=[((1024, 256, 32768), dict(hard_weight=0.5, ignored=0.0))],
         # Both heads forward, of which the teacher's is twice as wide; the student's twice backward.
+        heads=lambda inputs: [(inputs[0], inputs[1], True), (inputs[3], inputs[4], False)],
         flops=lambda shape, options: (6 * shape[0] * shape[1] * shape[2], 4 * shape[0] * shape[1] * shape[2]),
         errors=[
             (lambda d: linear_distillation(torch.randn(2, 4, device=d), torch.randn(5, 4, device=d), torch.randn(2, 3, device=d), torch.randn(6, 3, device=d)), RuntimeError, r"teacher_weight must be \[5, 3\]"),

@@ -50,20 +50,9 @@ def draw(pick):
     return {name: drawn[name] for name in pick.sample(sorted(drawn), pick.randrange(4))}
 
 
-def rivals(inputs, options):
-    """TRL's own, where it can be imported."""
-    try:
-        from trl.kernels.chunked_logprob import ChunkedLogProbFunction
-    except ImportError:
-        return {}
-    hidden, weight, bias, ids = inputs
-    outputs = ("entropy",) if options.get("entropy") else ()
-    return {"trl": lambda: ChunkedLogProbFunction.apply(hidden, weight, bias, ids.clamp(min=0), options.get("temperature", 1.0), 32768, None, 1.0, outputs)[0]}
-
-
 CASES = [
     Case(
-        name="linear_log_prob", op=op, reference=reference, make=make, draw=draw, rivals=rivals, differentiable=(0, 1, 2), schema=schema, many_rows=(70000, 4, 8),
+        name="linear_log_prob", op=op, reference=reference, make=make, draw=draw, differentiable=(0, 1, 2), schema=schema, many_rows=(70000, 4, 8),
         shapes=[(1, 4, 3), (33, 16, 101), (40, 64, 1000)],
         # Logits that wait for backward, and such as are made again, in several chunks.
         options=[{}, dict(entropy=True), dict(max_bytes=40000, entropy=True), dict(temperature=0.7, with_bias=True), dict(ignored=0.0, rank=3), dict(ignored=1.1),

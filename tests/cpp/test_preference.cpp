@@ -91,6 +91,39 @@ TEST(Preference, CpoAndSimpo) {
   expect_equal(b, simpo(b.hidden, b.weight, b.target, b.bias).loss, -F::logsigmoid(u).mean(), leaves);
 }
 
+/// Labels of the nll that count where target's do not, differ where both count, agree, and are ignored.
+TEST(Preference, NllTarget) {
+  const Batch b;
+  Tensor nll_target = torch::randint(9, {4, 5});
+  nll_target[0][0] = b.target[0][0], nll_target[1][2] = (b.target[1][2] + 1) % 9, nll_target[0][3] = nll_target[1][0] = -100;
+  const Tensor labels = nll_target.narrow(0, 0, 2), counted = labels.ne(-100);
+  std::vector<Tensor> leaves;
+  const auto nll = [&] {
+    const Tensor logits = torch::linear(leaves[0].narrow(0, 0, 2), leaves[1], leaves[2]);
+    return -(Batch::tokens(logits, labels) * counted).sum() / counted.sum();
+  };
+  const auto halves = [](const Tensor& t) { return t.narrow(0, 0, 2) - t.narrow(0, 2, 2); };
+
+  Tensor logp = b.policy(true, &leaves);
+  const Tensor g = halves(logp - torch::log1p(-logp.exp()));
+  EXPECT_GT((nll() - b.last_nll).abs().item<double>(), 1e-2);
+  liger::nn::ORPOLoss orpo(liger::nn::ORPOLossOptions().beta(0.4));
+  expect_equal(b, orpo(b.hidden, b.weight, b.target, b.bias, nll_target).loss, nll() - 0.4 * F::logsigmoid(g).mean(), leaves);
+
+  logp = b.policy(false, &leaves);
+  liger::nn::CPOLoss cpo(liger::nn::CPOLossOptions().beta(0.2).alpha(0.3));
+  expect_equal(b, cpo(b.hidden, b.weight, b.target, b.bias, nll_target).loss, 0.3 * nll() - F::logsigmoid(0.2 * halves(logp)).mean(), leaves);
+
+  logp = b.policy(false, &leaves) - b.reference();
+  liger::nn::DPOLoss dpo(liger::nn::DPOLossOptions().loss({.beta = 0.3}).alpha(0.5));
+  expect_equal(b, dpo(b.hidden, b.weight, b.target, b.bias, b.ref_hidden, b.ref_weight, Tensor(), nll_target).loss, 0.5 * nll() - F::logsigmoid(0.3 * halves(logp)).mean(), leaves);
+
+  EXPECT_THROW(orpo(b.hidden, b.weight, b.target, b.bias, labels), c10::ValueError);
+  EXPECT_THROW(liger::labels_with_nll(b.target, nll_target), c10::ValueError);
+  torch::nn::AnyModule any(liger::nn::ORPOLoss{});
+  EXPECT_TRUE(any.forward<liger::ORPOResult>(b.hidden, b.weight, b.target, b.bias, nll_target).loss.isfinite().item<bool>());
+}
+
 TEST(Preference, Kto) {
   const Batch b;
   std::vector<Tensor> leaves;

@@ -1,23 +1,22 @@
 """liger_kernel.trl.patch() against TRL's own functions, one by one and in its trainers."""
 
 import contextlib
-import copy
-import importlib
+import pathlib
 import sys
 
 import pytest
 import torch
-import trl
 import trl.trainer.utils as trl_utils
-from conftest import words
-from datasets import Dataset
+from trainers import assert_same_steps, train
 from trl.kernels import chunked_divergence, chunked_logprob
 
 import liger_kernel.trl
+from liger_kernel.ops import linear_distillation
 from liger_kernel.ops.linear_log_prob import OUTPUTS
 
 NAMES = ("_ChunkedLogProbFunction", "_use_triton", "_supports_trl_loss_kernel", "_fused_logprob_entropy", "is_triton_available")
 ALL = tuple(OUTPUTS)
+TWO_HEADS = "linear_distillation_forward"  # in both passes
 
 
 @pytest.fixture
@@ -36,7 +35,8 @@ def calls(monkeypatch):
 
             return run
 
-    monkeypatch.setattr(liger_kernel.trl, "ops", Counted(liger_kernel.trl.ops))
+    for module in (liger_kernel.trl, linear_distillation):
+        monkeypatch.setattr(module, "ops", Counted(module.ops))
     return found
 
 
@@ -271,25 +271,31 @@ def test_backward_twice_and_second_derivatives():
         gradient.sum().backward()
 
 
+def taken_away(monkeypatch, *parameters):
+    """From the first time on that TRL's context is left, these are empty outside of it, as under ZeRO-3: that context, and what it was entered with."""
+    whole = {id(p): p.detach().clone() for p in parameters}
+    entered = []
+
+    @contextlib.contextmanager
+    def gather(*wanted):
+        entered.append(wanted)
+        for p in wanted:
+            p.data = whole[id(p)]
+        yield
+        for p in wanted:
+            p.data = torch.empty(0)
+
+    monkeypatch.setattr(trl_utils, "maybe_gather_lm_head_ctx", gather)
+    return gather, entered
+
+
 @pytest.mark.parametrize("max_bytes", (0, 1000))
 def test_backward_gathers_a_weight_that_was_taken_away(monkeypatch, max_bytes):
     """As under ZeRO-3, where it is empty between the two passes."""
     tensors, targets = inputs()
     function = liger_kernel.trl._log_prob_function(chunked_logprob.ChunkedLogProbFunction, max_bytes)
     expected = torch.autograd.grad(function.apply(*tensors, targets, 0.7, 64)[0].sum(), tensors)
-    whole = {id(t): t.detach().clone() for t in tensors[1:]}
-    entered = []
-
-    @contextlib.contextmanager
-    def gather(*parameters):
-        entered.append(parameters)
-        for p in parameters:
-            p.data = whole[id(p)]
-        yield
-        for p in parameters:
-            p.data = torch.empty(0)
-
-    monkeypatch.setattr(trl_utils, "maybe_gather_lm_head_ctx", gather)
+    gather, entered = taken_away(monkeypatch, *tensors[1:])
     with gather(*tensors[1:]):
         logp = function.apply(*tensors, targets, 0.7, 64)[0]
     found = torch.autograd.grad(logp.sum(), tensors)
@@ -356,7 +362,7 @@ def test_divergence_function(calls, options, bias):
     (expected, gradients), (found, own) = both_divergences(heads(1100, bias=bias), options)
     assert_alike(expected, found, FLOAT)
     assert_alike(gradients, own, FLOAT)
-    assert own[1].abs().max() > 0.1 and own[3:] == [None] * 3 and not found[1].requires_grad and calls["divergence"]
+    assert own[1].abs().max() > 0.1 and own[3:] == [None] * 3 and not found[1].requires_grad and len(calls[TWO_HEADS]) == 2
 
 
 @pytest.mark.parametrize("dtype, autocast", ((torch.bfloat16, None), (torch.float16, None), (torch.float32, torch.bfloat16)))
@@ -364,8 +370,7 @@ def test_divergence_function(calls, options, bias):
 def test_divergence_in_16_bits(calls, dtype, autocast, beta):
     tensors, options = heads(700, dtype), (beta, 0.7, 1.0, 5.0)
     theirs, ours = both_divergences(tensors, options, autocast=autocast)
-    (forward, *_), (backward, *_) = (calls["divergence"][i] for i in (0, 2))  # of the two pieces each
-    assert torch.equal(forward, backward), "backward must make the logits of forward"
+    assert len(calls[TWO_HEADS]) == 2
     truth = both_divergences([t.detach().double().requires_grad_(t.requires_grad) for t in tensors], options)[0]
     for want, other, got in zip(*((*found, *gradients[:3]) for found, gradients in (truth, theirs, ours))):
         assert got.dtype == other.dtype
@@ -393,6 +398,7 @@ def test_divergence_has_no_second_derivative():
 def test_divergence_of_no_tokens_and_of_what_has_no_kernel(calls):
     (expected, gradients), (found, own) = both_divergences(heads(0), (0.5,))
     assert_alike((*expected, *gradients), (*found, *own), 0)
+    calls.clear()
     for dtype, options in ((torch.float64, (0.5,)), (torch.float32, (0.5, 1.0, 1.0, 0.0))):
         (expected, gradients), (found, own) = both_divergences(heads(5, dtype), options)
         assert_alike((*expected, *gradients), (*found, *own), 0)
@@ -402,90 +408,57 @@ def test_divergence_of_no_tokens_and_of_what_has_no_kernel(calls):
 def test_divergence_gathers_the_weights_that_were_taken_away(monkeypatch):
     function, tensors = liger_kernel.trl._divergence_function(chunked_divergence.ChunkedDivergenceFunction, 0), heads(9)
     expected = torch.autograd.grad(function.apply(*tensors, 0.5)[0].sum(), tensors[:3])
-    whole = {id(t): t.detach().clone() for i, t in enumerate(tensors) if i % 3}
-
-    @contextlib.contextmanager
-    def gather(*parameters):
-        for p in parameters:
-            p.data = whole[id(p)]
-        yield
-        for p in parameters:
-            p.data = torch.empty(0)
-
-    monkeypatch.setattr(trl_utils, "maybe_gather_lm_head_ctx", gather)
+    taken_away(monkeypatch, *(t for i, t in enumerate(tensors) if i % 3))
     divergence, _ = function.apply(*tensors, 0.5)
     assert not tensors[1].numel()
     torch.testing.assert_close(torch.autograd.grad(divergence.sum(), tensors[:3]), expected)
 
 
-def rewards(completion_ids, **ignored):
-    """Differ within a group and from group to group, whatever was drawn."""
-    return [sum(ids[:3]) / 60 + 0.3 * i for i, ids in enumerate(completion_ids)]
-
-
-def preferences():
-    return Dataset.from_list([{"prompt": words(i, 4 + i % 3), "chosen": " " + words(20 + i, 5), "rejected": " " + words(40 + i, 3 + i % 4)} for i in range(8)])
-
-
-def trainer_of(kind, model, tokenizer, folder):
-    common = dict(output_dir=str(folder), max_steps=2, per_device_train_batch_size=4, learning_rate=0.05, optim="sgd", lr_scheduler_type="constant", logging_steps=1,
-                  report_to=[], use_cpu=True, seed=3, save_strategy="no", bf16=False, gradient_checkpointing=False, disable_tqdm=True, max_grad_norm=0)
-    own = dict(model=model, processing_class=tokenizer)
-    if kind == "sft":
-        data = Dataset.from_list([{"prompt": words(i, 4), "completion": " " + words(20 + i, 3 + i % 4)} for i in range(8)])
-        return trl.SFTTrainer(args=trl.SFTConfig(**common), train_dataset=data, **own)
-    if kind.startswith("dpo"):
-        return trl.DPOTrainer(args=trl.DPOConfig(**common, beta=0.5, use_weighting=kind == "dpo_weighted"), train_dataset=preferences(), **own)
-    if kind == "kto":
-        data = Dataset.from_list([{"prompt": words(i, 4), "completion": " " + words(20 + i, 3 + i % 4), "label": i % 3 > 0} for i in range(8)])
-        return trl.KTOTrainer(args=trl.KTOConfig(**common, beta=0.5), train_dataset=data, **own)
-    if kind.startswith("distillation"):
-        teacher = copy.deepcopy(model)
-        with torch.no_grad():
-            teacher.lm_head.weight.add_(torch.randn_like(teacher.lm_head.weight), alpha=0.2)
-        config = trl.DistillationConfig(**common, max_completion_length=6, beta=float(kind.split("_")[1]), temperature=0.9)
-        return trl.DistillationTrainer(args=config, teacher_model=teacher, train_dataset=Dataset.from_list([{"prompt": words(i, 4 + i % 3)} for i in range(8)]), **own)
-    assert kind == "grpo"
-    config = trl.GRPOConfig(**common, num_generations=4, max_completion_length=6, beta=0.1, temperature=0.9)
-    data = Dataset.from_list([{"prompt": words(i, 4 + i % 3)} for i in range(8)])
-    return trl.GRPOTrainer(args=config, reward_funcs=rewards, train_dataset=data, **own)
-
-
-def train(kind, model, tokenizer, folder):
-    """(what was logged in each step, how the parameters have changed)."""
-    model = copy.deepcopy(model)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    torch.manual_seed(5)
-    trainer = trainer_of(kind, model, tokenizer, folder)
-    trainer.train()
-    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return steps, {name: p.detach() - before[name] for name, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize("kind, keys", (
-    ("sft", {"loss", "entropy", "mean_token_accuracy"}), ("dpo", {"loss", "rewards/margins", "logps/chosen"}), ("dpo_weighted", {"loss", "rewards/margins"}),
-    ("distillation_0.5", {"loss"}), ("distillation_0", {"loss"}), ("distillation_1", {"loss"}),
-    ("kto", {"loss", "kl", "rewards/chosen"}), ("grpo", {"loss", "entropy", "kl", "reward"})))
-def test_trainers_take_the_same_steps(kind, keys, model, tokenizer, tmp_path, monkeypatch, calls):
-    expected, expected_change = train(kind, model, tokenizer, tmp_path)
+@pytest.mark.parametrize("kind, options, keys", (
+    ("sft", {}, {"loss", "entropy", "mean_token_accuracy"}), ("dpo", {}, {"loss", "rewards/margins", "logps/chosen"}),
+    ("dpo", dict(use_weighting=True), {"loss", "rewards/margins"}), ("distillation", dict(beta=0.5), {"loss"}), ("distillation", dict(beta=0.0), {"loss"}),
+    ("distillation", dict(beta=1.0), {"loss"}), ("kto", {}, {"loss", "kl", "rewards/chosen"}), ("grpo", {}, {"loss", "entropy", "kl", "reward"})))
+def test_trainers_take_the_same_steps(kind, options, keys, model, tokenizer, tmp_path, monkeypatch, calls):
+    expected = train(kind, model, tokenizer, tmp_path, **options)
     assert not calls
     report = liger_kernel.trl.patch()
     try:
         with without_own_kernels(monkeypatch):
-            found, change = train(kind, model, tokenizer, tmp_path)
+            found = train(kind, model, tokenizer, tmp_path, **options)
     finally:
         report.undo()
-    assert len(found) == len(expected) == 2 and keys <= expected[0].keys()
-    for want, got in zip(expected, found):
-        assert want.keys() == got.keys()
-        timed = {name for name in want if "runtime" in name or "time" in name or "per_second" in name}
-        for name in want.keys() - timed:
-            assert got[name] == pytest.approx(want[name], rel=1e-4, abs=2e-6, nan_ok=True), name
-    for name, want in expected_change.items():
-        size = want.abs().max()
-        assert size > 1e-5, f"{name} has not changed"
-        assert (want - change[name]).abs().max() <= 1e-3 * size, name
-    if kind.startswith("distillation"):
-        assert len(calls["divergence"]) == 4  # forward and backward
+    logged = expected[0][0].keys()
+    assert keys <= logged and all(step.keys() == logged for step in (*expected[0], *found[0]))
+    assert_same_steps(expected, found, {name for name in logged if not any(word in name for word in ("runtime", "time", "per_second"))})
+    if kind == "distillation":
+        assert len(calls[TWO_HEADS]) == 4  # forward and backward
     else:
         assert len(calls["linear_log_prob_forward"]) >= 2 and len(calls["linear_log_prob_backward_"]) == 2
+
+
+@pytest.mark.parametrize("name", ("linear_log_prob", "linear_distillation", "linear_dpo", "linear_orpo", "linear_kto", "linear_grpo", "linear_jsd"))
+def test_benchmarks_time_the_same_loss(name, monkeypatch):
+    """What benchmarks/bench.py takes from TRL, without the rest of it, has our results and gradients."""
+    root = pathlib.Path(__file__).parents[2]
+    for folder in ("tests", "benchmarks"):
+        monkeypatch.syspath_prepend(str(root / folder))
+    import bench
+    import rivals
+
+    case = (bench.all_cases() | bench.LOSSES)[name]
+    options, shape = case.bench[0][1], case.shapes[1]
+    for module in [module for module in sys.modules if module.split(".")[0] == "trl"]:
+        monkeypatch.delitem(sys.modules, module)  # and puts them back
+    kernels = rivals.trl_kernels(str(pathlib.Path(trl_utils.__file__).parents[2]))
+    assert not hasattr(sys.modules["trl"], "__version__")
+    tensors = case.inputs(shape, options)
+    wanted = [t for t in tensors if t is not None and t.requires_grad]
+    found = []
+    for call in (lambda: case.op(*tensors, **options), lambda: rivals.LIBRARIES["trl"][name](kernels, tensors, options)):
+        result = call()
+        result = result[0] if isinstance(result, tuple) else result
+        found.append((result, *torch.autograd.grad(result.sum(), wanted)))
+    assert_alike(*found, FLOAT)
+    assert found[0][2].abs().max() > 1e-4
+    for module in [module for module in sys.modules if module.split(".")[0] == "trl"]:
+        del sys.modules[module]

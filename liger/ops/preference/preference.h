@@ -17,6 +17,13 @@ at::Tensor sequence_log_prob(const at::Tensor& logp, const at::Tensor& labels, i
 /// where logp is a part of a batch, by default `labels`. 0 where every label is ignored.
 at::Tensor token_nll(const at::Tensor& logp, const at::Tensor& labels, int64_t ignore_index = -100, const std::optional<at::Tensor>& counted = {});
 
+/// Labels [3 pairs, tokens] with which one pass of a head over (hidden, its first `pairs` rows again) makes the log-probabilities of target [2 pairs, tokens]
+/// and of other labels of the chosen sequences, nll_target [pairs, tokens]. A token where one of both counts, or both and agree, is worked on once.
+at::Tensor labels_with_nll(const at::Tensor& target, const at::Tensor& nll_target, int64_t ignore_index = -100);
+
+/// The log-probabilities of nll_target [pairs, tokens] in logp [3 pairs, tokens] of `labels_with_nll`; something else where it is ignore_index.
+at::Tensor nll_log_probs(const at::Tensor& logp, const at::Tensor& target, const at::Tensor& nll_target, int64_t ignore_index = -100);
+
 /// Σ over tokens and classes of the logits hidden weightᵀ + bias, for each row of hidden [rows, tokens, width]: (Σ hidden) · (Σ weight) + tokens Σ bias,
 /// in float and without the logits. weight [classes, width], bias [classes]. Not differentiable.
 at::Tensor logit_sums(const at::Tensor& hidden, const at::Tensor& weight, const std::optional<at::Tensor>& bias = {});

@@ -20,6 +20,14 @@ void check_pairs(const char* op, const Tensor& chosen, const Tensor& rejected) {
   TORCH_CHECK(chosen.sizes() == rejected.sizes(), op, ": chosen is ", chosen.sizes(), " and rejected ", rejected.sizes());
 }
 
+/// Of the chosen sequences: the target or, where that is ignored, the nll's label; and the nll's where both count and differ.
+std::pair<Tensor, Tensor> both_labels(const Tensor& target, const Tensor& nll_target, int64_t ignore_index) {
+  TORCH_CHECK_VALUE(target.dim() == 2 && nll_target.dim() == 2 && target.size(0) == 2 * nll_target.size(0) && target.size(1) == nll_target.size(1),
+                    "nll_target must be [", target.size(0) / 2, ", ", target.size(-1), "], the labels of the chosen sequences, got ", nll_target.sizes());
+  const Tensor chosen = target.narrow(0, 0, nll_target.size(0)), shared = at::where(chosen.ne(ignore_index), chosen, nll_target);
+  return {shared, nll_target.masked_fill(nll_target.eq(shared), ignore_index)};
+}
+
 /// What the table's rows are made of.
 struct Pairs {
   Tensor chosen, rejected, h;        // r_w, r_l, h
@@ -121,6 +129,17 @@ Tensor token_nll(const Tensor& logp, const Tensor& labels, int64_t ignore_index,
   return -sequence_log_prob(logp, labels, ignore_index, false).sum() / counted.value_or(labels).ne(ignore_index).sum().clamp_min(1);
 }
 
+Tensor labels_with_nll(const Tensor& target, const Tensor& nll_target, int64_t ignore_index) {
+  const auto [shared, other] = op::preference::both_labels(target, nll_target, ignore_index);
+  return at::cat({shared, target.narrow(0, nll_target.size(0), nll_target.size(0)), other});
+}
+
+Tensor nll_log_probs(const Tensor& logp, const Tensor& target, const Tensor& nll_target, int64_t ignore_index) {
+  const int64_t pairs = nll_target.size(0);
+  const auto [shared, other] = op::preference::both_labels(target, nll_target, ignore_index);
+  return at::where(other.ne(ignore_index), logp.narrow(0, 2 * pairs, pairs), logp.narrow(0, 0, pairs));
+}
+
 Tensor logit_sums(const Tensor& hidden_, const Tensor& weight, const OptTensor& bias) {
   const Tensor hidden = hidden_.detach();
   TORCH_CHECK(hidden.dim() == 3, "logit_sums: hidden must be [rows, tokens, width], got ", hidden.sizes());
@@ -164,6 +183,8 @@ PreferenceResult kto_loss(const Tensor& logp, const Tensor& liked, const OptTens
 TORCH_LIBRARY_FRAGMENT(liger, m) {
   m.def("sequence_log_prob(Tensor logp, Tensor labels, int ignore_index, bool average) -> Tensor", sequence_log_prob);
   m.def("token_nll(Tensor logp, Tensor labels, int ignore_index, Tensor? counted) -> Tensor", token_nll);
+  m.def("labels_with_nll(Tensor target, Tensor nll_target, int ignore_index) -> Tensor", labels_with_nll);
+  m.def("nll_log_probs(Tensor logp, Tensor target, Tensor nll_target, int ignore_index) -> Tensor", nll_log_probs);
   m.def("logit_sums(Tensor hidden, Tensor weight, Tensor? bias) -> Tensor", logit_sums);
   m.def("class_sums(Tensor values, Tensor liked) -> (Tensor, Tensor)", class_sums);
   m.def("dpo_loss(Tensor chosen, Tensor rejected, Tensor? ref_chosen, Tensor? ref_rejected, str loss_type, float beta, float label_smoothing, "

@@ -82,26 +82,10 @@ def _gathered(logits, labels, ignore_index):
 
 
 def _token_log_probs(hidden, weight, target, nll_labels, bias, ignore_index):
-    """The head's log-probabilities of target [2n, T] where there are no nll_labels [n, T], else [3n, T] for `_chosen_log_probs`: one pass, which works
-    twice on a token only where both labels count and differ."""
+    """The head's log-probabilities of target [2n, T] where there are no nll_labels [n, T], else [3n, T] for ops.nll_log_probs."""
     if nll_labels is not None:
-        half = len(nll_labels)
-        shared, other = _both_labels(target[:half], nll_labels, ignore_index)
-        hidden, target = torch.cat((hidden, hidden[:half])), torch.cat((shared, target[half:], other))
+        hidden, target = torch.cat((hidden, hidden[: len(nll_labels)])), ops.labels_with_nll(target, nll_labels, ignore_index)
     return linear_log_prob(hidden, weight, target, bias, ignore_index=ignore_index)
-
-
-def _both_labels(target, nll_labels, ignore_index):
-    shared = target.where(target != ignore_index, nll_labels)
-    return shared, nll_labels.masked_fill(nll_labels == shared, ignore_index)
-
-
-def _chosen_log_probs(logp, target, nll_labels, ignore_index):
-    half = len(target) // 2
-    if nll_labels is None:
-        return logp[:half]
-    _, other = _both_labels(target[:half], nll_labels, ignore_index)
-    return logp[2 * half :].where(other != ignore_index, logp[:half])
 
 
 def _loss_of_tokens(logp, hidden, weight, target, bias, preference_loss_fn, full_target, ignore_index, alpha, beta, compute_nll_loss, use_ref_model, ref_hidden,
@@ -110,9 +94,9 @@ def _loss_of_tokens(logp, hidden, weight, target, bias, preference_loss_fn, full
     chosen, rejected = ops.sequence_log_prob(logp[: 2 * half], target, ignore_index, average_log_prob).split(half)
     nll = chosen.new_zeros(())
     if compute_nll_loss:
-        labels = target[:half] if nll_labels is None else nll_labels
+        labels, chosen_logp = (target[:half], logp[:half]) if nll_labels is None else (nll_labels, ops.nll_log_probs(logp, target, nll_labels, ignore_index))
         counted = full_target if full_nll_target is None else full_nll_target
-        nll = ops.token_nll(_chosen_log_probs(logp, target, nll_labels, ignore_index), labels, ignore_index, counted[:pairs])
+        nll = ops.token_nll(chosen_logp, labels, ignore_index, counted[:pairs])
     if use_ref_model:
         reference = reference_log_probs(ref_hidden, ref_weight, target, ref_bias, ignore_index, average_log_prob)
         loss_kwargs = loss_kwargs | dict(ref_chosen_logps=reference[:half], ref_rejected_logps=reference[half:])

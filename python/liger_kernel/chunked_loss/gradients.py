@@ -33,7 +33,8 @@ def loss_with_gradients(ctx, head, loss_of, *tensors):
 def _float16_scale(coefficient):
     """A power of two: float16 gradients, which wait for the loss scale, neither vanish, a token's share of one being small, nor overflow when they are summed."""
     total = coefficient.abs().sum()
-    return torch.where((total > 0) & total.isfinite(), torch.exp2(torch.floor(6 - torch.log2(total))), 1.0)
+    power = torch.floor(6 - torch.log2(total)).clamp(-100, 100)  # beyond these the power, or what is divided by it, leaves float
+    return torch.where((total > 0) & total.isfinite(), torch.exp2(power), 1.0)
 
 
 @first_derivative_only

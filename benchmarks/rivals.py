@@ -1,0 +1,169 @@
+"""What bench.py times beside this library, torch and torch.compile: packages, and how each is called on a case."""
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import sys
+import types
+
+import torch
+from loss_cases import CALLS, IGNORE, LOSSES, flat, policy_plain, preference_plain
+
+
+def package_modules():
+    return {name: module for name, module in sys.modules.items() if name.split(".")[0] == "liger_kernel"}
+
+
+@contextlib.contextmanager
+def in_place_of_ours(theirs):
+    """Modules of the package that has our name are found under it, which torch.compile asks for too."""
+    ours = package_modules()
+    for name in ours:
+        del sys.modules[name]
+    sys.modules.update(theirs)
+    try:
+        yield
+    finally:
+        theirs.update(package_modules())
+        for name in package_modules():
+            del sys.modules[name]
+        sys.modules.update(ours)
+
+
+def triton_liger(folder):
+    """The functional module of the package in `folder` that has our name, with all of the package's in `modules`."""
+    sys.path.insert(0, folder)
+    modules = {}
+    try:
+        with in_place_of_ours(modules):
+            functional = importlib.import_module("liger_kernel.transformers.functional")
+            importlib.import_module("liger_kernel.chunked_loss")
+    finally:
+        sys.path.remove(folder)
+    for module in modules.values():
+        if (
+            vars(module).get("__file__", "") is None
+        ):  # a folder without __init__.py, at which inspect, and so torch.compile, fails
+            del module.__file__
+    functional.modules = modules
+    return functional
+
+
+def triton_loss(name):
+    call, short = CALLS[name]
+
+    def loss(functional, tensors, options):
+        with in_place_of_ours(functional.modules):
+            return flat(call(functional.modules["liger_kernel.chunked_loss"], short, tensors, options))
+
+    return loss
+
+
+def trl_kernels(folder):
+    """The functions of trl/kernels in `folder`, without the rest of TRL, of which they use one context."""
+    for name, path in (("trl", ["trl"]), ("trl.trainer", []), ("trl.trainer.utils", None)):
+        module = sys.modules[name] = types.ModuleType(name)
+        if path is not None:
+            module.__path__ = [os.path.join(folder, *path)] if path else []
+    sys.modules["trl.trainer.utils"].maybe_gather_lm_head_ctx = lambda *parameters: contextlib.nullcontext()
+    parts = (importlib.import_module(f"trl.kernels.{name}") for name in ("chunked_logprob", "chunked_divergence"))
+    return types.SimpleNamespace(
+        **{name: value for part in parts for name, value in vars(part).items() if name.startswith("Chunked")}
+    )
+
+
+def trl_log_probs(kernels, hidden, weight, ids, bias=None, temperature=1.0, outputs=()):
+    found = kernels.ChunkedLogProbFunction.apply(
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, ids.reshape(-1), temperature, 32768, None, 1.0, outputs
+    )
+    placed = [t.view(ids.shape) for t in found if t is not None]
+    return placed[0] if len(placed) == 1 else tuple(placed)
+
+
+def trl_linear_log_prob(kernels, tensors, options):
+    hidden, weight, bias, ids = tensors
+    rest = bias, options.get("temperature", 1.0), ("entropy",) if options.get("entropy") else ()
+    if options.get("ignored") == 0.0:
+        return trl_log_probs(kernels, hidden, weight, ids, *rest)
+    kept = ids != IGNORE  # TRL works on the tokens that count, where its kernels run
+    found = trl_log_probs(kernels, hidden[kept], weight, ids[kept], *rest)
+    return tuple(
+        t.new_zeros(ids.shape).masked_scatter(kept, t) for t in (found if isinstance(found, tuple) else (found,))
+    )
+
+
+def trl_preference(name):
+    def call(kernels, tensors, options):
+        # TRL makes the mean of the logits in the same pass: no logits, no such result here.
+        tokens = lambda x, w, b, y: (x.new_zeros(len(x), 1, 1), trl_log_probs(kernels, x, w, y, b))
+        return preference_plain(name, tensors, options, tokens=tokens)
+
+    return call
+
+
+def trl_policy(kernels, tensors, options):
+    return policy_plain("grpo", tensors, options, log_probs=lambda *inputs: trl_log_probs(kernels, *inputs))
+
+
+def trl_divergence(hard_weight):
+    def call(kernels, tensors, options):
+        assert not options.get(*hard_weight), "it has no cross entropy"
+        *heads, labels = tensors
+        beta = {"forward_kl": 0.0, "reverse_kl": 1.0}.get(options.get("kind"), options.get("beta", 0.5))
+        divergence, _ = kernels.ChunkedDivergenceFunction.apply(*heads, beta, options.get("temperature", 1.0))
+        counted = torch.ones_like(divergence) if labels is None else (labels != IGNORE).to(divergence)
+        return ((divergence * counted).sum() / counted.sum(),)
+
+    return call
+
+
+#: rival -> case -> (its module, inputs, options) -> result.
+LIBRARIES = {
+    "quack": {
+        "rms_norm": lambda q, t, o: q.rmsnorm(*t, eps=1e-6),
+        "softmax": lambda q, t, o: q.softmax(t[0]),
+        "cross_entropy": lambda q, t, o: q.cross_entropy(t[0], t[1], reduction="mean"),
+    },
+    "cut_cross_entropy": {"fused_linear_cross_entropy": lambda c, t, o: c.linear_cross_entropy(t[0], t[1], t[3])},
+    "trl": {
+        "linear_log_prob": trl_linear_log_prob,
+        **{f"linear_{name}": trl_preference(name) for name in ("dpo", "orpo", "kto")},
+        "linear_grpo": trl_policy,
+        "linear_jsd": trl_divergence(("weight_hard_loss", 0.5)),
+        "linear_distillation": trl_divergence(("hard_weight", 0.0)),
+    },
+    "liger (Triton)": {
+        **{name: triton_loss(name) for name in LOSSES},
+        "rms_norm": lambda f, t, o: f.liger_rms_norm(*t, 1e-6, in_place=False),
+        "fused_add_rms_norm": lambda f, t, o: f.liger_fused_add_rms_norm(*t, 1e-6, in_place=False),
+        "modulated_rms_norm": lambda f, t, o: f.liger_modulated_rms_norm(*t, 1e-6, in_place=False),
+        "layer_norm": lambda f, t, o: f.liger_layer_norm(*t, 1e-6),
+        "group_norm": lambda f, t, o: f.liger_group_norm(*t, t[0].shape[1], o["groups"], 1e-6),
+        "poly_norm": lambda f, t, o: f.liger_poly_norm(*t, 1e-6, in_place=False),
+        "dyt": lambda f, t, o: f.liger_dyt(*t),
+        "activate": lambda f, t, o: f.liger_relu_squared(*t),
+        **{
+            name: lambda f, t, o, name=name: getattr(f, f"liger_{name}")(*t[:2])
+            for name in ("kl_div", "jsd", "tvd", "softmax", "sparsemax")
+        },
+        "gated": lambda f, t, o: {"silu": f.liger_swiglu, "gelu_tanh": f.liger_geglu}[o["activation"]](*t),
+        "rope": lambda f, t, o: f.liger_rope(*t),
+        "cross_entropy": lambda f, t, o: f.liger_cross_entropy(t[0], t[1]),
+        "fused_linear_cross_entropy": lambda f, t, o: f.liger_fused_linear_cross_entropy(t[0], t[1], t[3]),
+    },
+}
+
+
+def libraries(args):
+    """rival -> its module, of those that are there."""
+    found = {"liger (Triton)": triton_liger(args.triton_liger)} if args.triton_liger else {}
+    installed = importlib.util.find_spec("trl")
+    if trl := args.trl or (os.path.dirname(installed.submodule_search_locations[0]) if installed else None):
+        found["trl"] = trl_kernels(trl)
+    for name in ("quack", "cut_cross_entropy") if args.device == "cuda" else ():
+        try:
+            found[name] = importlib.import_module(name)
+        except ImportError:
+            pass
+    return found

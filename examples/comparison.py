@@ -1,0 +1,342 @@
+"""Two runs of a training, plain and with this library: are their losses the same? What train.py and align.py share.
+
+Each run has a process of its own, the same seed and the same data. A third, shorter run is plain with one weight matrix
+changed in its last bit: how far it strays from the plain run is what "the same loss" means in this arithmetic.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import math
+import os
+import platform
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+COLUMNS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+           "num_key_value_heads", "tie_word_embeddings")  # fmt: skip
+SIZES = {  # a LlamaConfig, and a learning rate that suits it
+    "tiny": ((1024, 64, 192, 2, 4, 1, False), 1e-3),
+    "small": ((32768, 256, 688, 4, 4, 1, False), 1e-3),
+    "160m": ((32768, 768, 2048, 12, 12, 3, False), 6e-4),
+    "1b": ((128256, 2048, 8192, 16, 32, 8, True), 3e-4),
+}
+SIDES = ("plain", "liger")
+WARM_UP = 3  # first steps, which the speed does not count
+PROBED = 2  # last steps, whose memory is measured instead, because measuring it makes them slower
+FACTOR = 10  # the patched run may differ from the plain one this many times as much as plain from itself
+
+OUT_OF_MEMORY = "Out of memory: try a smaller --batch, --length or --config"
+
+
+def parser(description):
+    """The options of every comparison; those of one example are added to it."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--text", metavar="FILE", help='text, or .jsonl with "text" or "messages" (default: Python\'s own sources)')
+    add("--config", choices=SIZES, help="size of the fresh Llama (default: small on a CPU, 1b on a GPU)")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU, bfloat16 on a GPU")
+    add("--steps", type=int, help="default: 20 on a CPU, 60 on a GPU")
+    add("--noise-steps", type=int, help="steps of the third run (default: a third of --steps on a CPU, all on a GPU)")
+    add("--lr", type=float, help="learning rate (default: by size)")
+    add("--seed", type=int, default=0, help="default: %(default)s")
+    add("--out", type=Path, default=Path("out"), metavar="DIR", help="for the results (default: out)")
+    add("--only", choices=SIDES, help="one run, nothing compared")
+    add("--worker", help=argparse.SUPPRESS)
+    return parser
+
+
+def settle(parser, args):
+    """Fills in what was not given, by the machine, and ends with advice where something cannot be."""
+    gpu = torch.cuda.is_available()
+    if args.device == "cuda" and not gpu:
+        parser.error("torch sees no CUDA device: take --device cpu, or install a torch with CUDA")
+    args.device = args.device or ("cuda" if gpu else "cpu")
+    cpu = args.device == "cpu"
+    args.config = args.config or ("small" if cpu else "1b")
+    args.dtype = args.dtype or ("float32" if cpu else "bfloat16")
+    args.steps = args.steps or (20 if cpu else 60)
+    fewest = WARM_UP + PROBED + 1
+    args.noise_steps = min(args.steps, args.noise_steps or (max(fewest, args.steps // 3) if cpu else args.steps))
+    if args.noise_steps < fewest:
+        parser.error(f"--steps and --noise-steps must be at least {fewest}: some warm up, some measure memory")
+    if args.text and not Path(args.text).is_file():
+        parser.error(f"there is no file {args.text}")
+    if args.only != "plain" and not find_spec("liger_kernel"):
+        parser.error("the package liger_kernel is not installed: run `make train`, or `pip install .` first")
+    return args
+
+
+def fitting_batch(device, other_gigabytes):
+    """Sequences that a GPU takes beside what else is on it, at most 8: a plain one of the 1b model takes 9 GB."""
+    if device == "cpu":
+        return 4
+    return min(8, max(1, (torch.cuda.get_device_properties(0).total_memory // 10**9 - other_gigabytes) // 9))
+
+
+def llama_config(run):
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**dict(zip(COLUMNS, SIZES[run.config][0])), max_position_embeddings=run.length)
+
+
+def flip_a_last_bit(model):
+    """What the noise run is: one weight matrix is changed in its last bit."""
+    weight = next(p.data for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name)
+    weight.view({4: torch.int32, 2: torch.int16}[weight.element_size()]).bitwise_xor_(1)
+
+
+class Memory:
+    """The peak of one step: resident memory of the process on a CPU, torch's own count on a GPU."""
+
+    def __init__(self, device):
+        self.cuda, self.linux = device == "cuda", os.path.exists("/proc/self/clear_refs")
+        self.before, self.highest = self.now("VmHWM"), 0
+
+    def now(self, field):
+        if self.linux:
+            return int(Path("/proc/self/status").read_text().split(field + ":")[1].split()[0]) * 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+    def start(self):
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        elif self.linux:
+            self.highest = self.process()
+            gc.collect()
+            libc = ctypes.CDLL(None)
+            if hasattr(libc, "malloc_trim"):
+                # glibc keeps freed blocks resident, which hides what a step needs, or adds to it: have it return what
+                # it holds, and give every tensor (M_MMAP_THRESHOLD, -3) pages of its own from here on.
+                libc.malloc_trim(0)
+                libc.mallopt(-3, 1 << 16)
+            Path("/proc/self/clear_refs").write_text("5")
+            self.before = self.now("VmRSS")
+
+    def step(self, parameters, gradients, optimiser):
+        """Bytes since start beyond model, gradients and optimiser state; at start there were no gradients."""
+        if self.cuda:
+            return torch.cuda.max_memory_allocated() - parameters - gradients - optimiser
+        # Elsewhere than on Linux the mark cannot be reset: it counts from before there was an optimiser state.
+        return self.now("VmHWM") - self.before - gradients - (0 if self.linux else optimiser)
+
+    def process(self):
+        return torch.cuda.max_memory_reserved() if self.cuda else max(self.highest, self.now("VmHWM"))
+
+
+class Steps:
+    """Times the steps of a run, measures the memory of the last ones, and writes what the report says of it."""
+
+    def __init__(self, run, bar, *models):
+        self.run, self.bar, self.memory = run, bar, Memory(run.device)
+        parameters = [p for model in models for p in model.parameters()]
+        self.parameters = sum(p.nbytes for p in parameters)
+        self.gradients = sum(p.nbytes for p in parameters if p.requires_grad)
+        self.losses, self.seconds, self.step_bytes = [], [], []
+
+    def synchronize(self):
+        if self.run.device == "cuda":
+            torch.cuda.synchronize()
+
+    def begin(self):
+        if len(self.losses) >= self.run.steps - PROBED:
+            self.memory.start()
+        self.synchronize()
+        self.start = time.perf_counter()
+
+    def end(self, loss, optimizer):
+        self.synchronize()
+        self.seconds.append(time.perf_counter() - self.start)
+        self.losses.append(loss.item())
+        if len(self.losses) > self.run.steps - PROBED:
+            tensors = (t for values in optimizer.state.values() for t in values.values() if torch.is_tensor(t))
+            self.optimiser = sum(t.nbytes for t in tensors)
+            self.step_bytes.append(self.memory.step(self.parameters, self.gradients, self.optimiser))
+        self.bar.set_postfix_str(f"loss {self.losses[-1]:.4f}", refresh=False)
+        self.bar.update()
+
+    def write(self):
+        median = statistics.median(self.seconds[WARM_UP:-PROBED])
+        result = {
+            "tokens_per_second": self.run.batch * self.run.length / median,
+            "step_seconds": median,
+            "peak_bytes": self.memory.process(),
+            "step_peak_bytes": max(self.step_bytes),
+            "state_bytes": self.parameters + self.gradients + self.optimiser,
+            "losses": self.losses,
+            "seconds": self.seconds,
+        }
+        Path(self.run.result).write_text(json.dumps(result))
+
+
+def run_apart(script, args, side, steps):
+    """One run of the script in a process of its own, so that none inherits another's patch or memory."""
+    run = {**vars(args), "side": side, "steps": steps, "out": None, "result": f"{args.tokens}.{side}"}
+    environment = dict(os.environ)
+    if args.device == "cuda":  # one GPU: a Trainer would spread over all it sees
+        environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    command = [sys.executable, os.path.abspath(script), "--worker", json.dumps(run)]
+    code = subprocess.run(command, env=environment).returncode
+    if code:
+        sys.exit(f"The {side} run failed with code {code}: see above.")
+    return json.loads(Path(run["result"]).read_text())
+
+
+def run_sides(script, args, sums=0.0):
+    """The report of a comparison, or of the one run that args.only asks for; `sums` as in compare()."""
+    runs = {side: run_apart(script, args, side, args.steps) for side in ([args.only] if args.only else SIDES)}
+    noise = comparison = None
+    if not args.only:
+        noise = run_apart(script, args, "noise", args.noise_steps)
+        curves = (run["losses"] for run in (*runs.values(), noise))
+        comparison = compare(*curves, torch.finfo(getattr(torch, args.dtype)).eps, args.batch * args.length, sums)
+    settings = {name: value for name, value in vars(args).items() if name not in ("out", "only", "tokens", "worker")}
+    return {**runs, "machine": machine(args), "settings": settings, "noise": noise, "comparison": comparison}
+
+
+def distance(a, b):
+    """The largest difference of two loss curves, over the steps that both have."""
+    differences = [abs(x - y) for x, y in zip(a, b)]
+    return max(differences) if all(map(math.isfinite, differences)) else math.inf
+
+
+def compare(plain, liger, noise, eps, tokens, sums=0.0):
+    """Whether two loss curves are the same, by how far noise, plain with a last bit changed, strays from plain."""
+    # A loss is a float32, perhaps the difference of larger ones, `sums`, and the mean of tokens that are each rounded
+    # in the dtype: nothing repeats more closely.
+    largest = max(map(abs, plain))
+    floor = max(2**-23 * max(largest, sums), eps / math.sqrt(tokens) * largest)
+    strayed, difference = distance(plain, noise), distance(plain[: len(noise)], liger)
+    limit = FACTOR * max(strayed, floor)
+    return {
+        "same": difference <= limit,
+        "steps": len(noise),
+        "difference": difference,
+        "limit": limit,
+        "noise": strayed,
+        "floor": floor,
+        "difference_of_all_steps": distance(plain, liger),
+    }
+
+
+def machine(args):
+    cpuinfo = Path("/proc/cpuinfo")
+    name = re.search("model name\\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    import transformers
+
+    return {
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else name[1] if name else platform.processor(),
+        "threads": torch.get_num_threads(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def size(count):
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def table(reports):
+    """A block of rows for each report; where there is one alone, its name is left out."""
+    from tabulate import tabulate
+
+    speed, less = (lambda p, q: f"{q / p:.2f}x"), (lambda p, q: f"{q / p - 1:+.0%}")
+    measures = (
+        ("tokens per second", "tokens_per_second", "{:,.0f}".format, speed),
+        ("time of a step (median)", "step_seconds", "{:.3f} s".format, less),
+        ("peak memory of a step *", "step_peak_bytes", size, less),
+        ("peak memory of everything", "peak_bytes", size, less),
+        ("final loss", "losses", lambda losses: f"{losses[-1]:.6f}", lambda p, q: f"{q[-1] - p[-1]:+.1e}"),
+    )
+    rows = []
+    for name, report in reports.items():
+        sides, block = sides_of(report), []
+        for title, key, form, relation in measures:
+            values = [run[key] for run in sides.values()]
+            block.append([name, title, *map(form, values), *([relation(*values)] if report["comparison"] else [])])
+            name = ""
+        if report["comparison"]:
+            block.append(
+                ["", "loss, where it differs most", "", "", f"{report['comparison']['difference_of_all_steps']:.1e}"]
+            )
+        rows += block
+    headers = ["", "", *sides, *(["difference"] if report["comparison"] else [])]
+    alone = int(len(reports) == 1)
+    align = ("left", "left", *("right",) * 3)[alone : len(headers)]
+    lines = tabulate([row[alone:] for row in rows], headers[alone:], colalign=align, disable_numparse=True)
+    return f"{lines}\n* beyond model, gradients and optimiser state"
+
+
+def sides_of(report):
+    return {side: report[side] for side in SIDES if side in report}
+
+
+def draw(path, reports):
+    """A row of three pictures for each report: its loss curves, its speed, its memory."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    looks = {"plain": {"color": "#a9b1ba", "lw": 6}, "liger": {"color": "#0b8f77", "lw": 1.8}}
+    pyplot.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left"})
+    figure, rows = pyplot.subplots(
+        len(reports), 3, figsize=(12, 4 * len(reports)), width_ratios=(2.2, 1, 1.2), layout="constrained", squeeze=False
+    )
+    for (name, report), (curves, speed, memory) in zip(reports.items(), rows):
+        runs = sides_of(report)
+        colours = [looks[side]["color"] for side in runs]
+        for side, run in runs.items():
+            places = range(1, len(run["losses"]) + 1)
+            curves.plot(places, run["losses"], label=side, solid_capstyle="round", **looks[side])
+        curves.set(title=name, xlabel="step")
+        curves.xaxis.get_major_locator().set_params(integer=True)
+        curves.legend(frameon=False)
+
+        bars = speed.bar(list(runs), [run["tokens_per_second"] for run in runs.values()], color=colours, width=0.6)
+        speed.bar_label(bars, fmt="{:,.0f}", padding=3)
+        speed.set_title("Tokens per second")
+
+        states, steps = ([run[key] for run in runs.values()] for key in ("state_bytes", "step_peak_bytes"))
+        bars = memory.bar(list(runs), states, color="#e3e6ea", width=0.6)
+        memory.bar_label(bars, ["model, gradients,\noptimiser"] * len(bars), label_type="center", fontsize=7)
+        bars = memory.bar(list(runs), steps, bottom=states, color=colours, width=0.6)
+        memory.bar_label(bars, [f"{size(step)} a step" for step in steps], padding=3)
+        memory.set_title("Peak memory")
+        for axes in (speed, memory):
+            axes.spines["left"].set_visible(False)
+            axes.set_yticks([])
+            axes.tick_params(length=0)
+            axes.margins(y=0.12)
+    figure.get_layout_engine().set(w_pad=0.15, h_pad=0.1)
+    figure.savefig(path, dpi=150)
+
+
+def finish(args, stem, reports, content):
+    """Prints and draws the reports, writes the content to stem.json, and ends: with an error where a loss differs."""
+    print(f"\n{table(reports)}\n")
+    args.out.mkdir(parents=True, exist_ok=True)
+    draw(args.out / f"{stem}.png", reports)
+    (args.out / f"{stem}.json").write_text(json.dumps(content, indent=1) + "\n")
+    print(f"written: {args.out / stem}.png and {args.out / stem}.json")
+    compared = {name: report["comparison"] for name, report in reports.items() if report["comparison"]}
+    for name, found in compared.items():
+        print(
+            f"{name} is {'' if found['same'] else 'NOT '}the same: over the first {found['steps']} steps "
+            f"it differs by up to {found['difference']:.1e}. Allowed is {found['limit']:.1e}, {FACTOR} times "
+            f"what plain differs from itself after a change of one weight matrix in its last bit "
+            f"({found['noise']:.1e}, counted as the rounding of the loss, {found['floor']:.1e}, if less)."
+        )
+    sys.exit(not all(found["same"] for found in compared.values()))

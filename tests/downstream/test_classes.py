@@ -1,0 +1,64 @@
+"""The losses that TRL up to 1.12 takes from liger_kernel.chunked_loss, in its trainers, against those without."""
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+from trainers import COMMON, assert_same_steps, train
+
+import liger_kernel.chunked_loss
+
+
+class Seen(TorchDispatchMode):
+    """The names of this library's operators that ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "liger":
+            self.names.add(function._opname)
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(
+    "kind, loss, options, keys",
+    (
+        ("dpo", "DPO", {}, {"loss", "rewards/margins", "logps/chosen"}),
+        ("dpo", "DPO", dict(loss_type="apo_zero"), {"loss", "rewards/margins"}),
+        ("kto", "KTO", {}, {"loss", "kl", "rewards/chosen", "logps/rejected"}),
+        ("grpo", "GRPO", {}, {"loss", "kl", "reward"}),
+        (
+            "grpo",
+            "GRPO",
+            dict(loss_type="bnpo", importance_sampling_level="sequence", num_iterations=2),
+            {"loss", "kl"},
+        ),
+        ("distillation", "JSD", dict(beta=0.5), {"loss"}),
+        ("distillation", "JSD", dict(beta=0.0), {"loss"}),
+        ("gkd", "JSD", dict(beta=0.3), {"loss"}),
+    ),
+)
+def test_trainers_take_the_same_steps(kind, loss, options, keys, model, tokenizer, tmp_path):
+    cls, seen, calls = getattr(liger_kernel.chunked_loss, f"LigerFusedLinear{loss}Loss"), Seen(), []
+
+    def watch(trainer):
+        assert type(trainer.liger_loss) is cls
+        forward = trainer.liger_loss.forward
+
+        def watched(*args, **kwargs):
+            with seen:
+                found = forward(*args, **kwargs)
+            calls.append((found[0] if isinstance(found, tuple) else found).item())
+            return found
+
+        trainer.liger_loss.forward = watched
+
+    expected = train(kind, model, tokenizer, tmp_path, **options)
+    found = train(kind, model, tokenizer, tmp_path, watch, use_liger_kernel=True, **options)
+    assert_same_steps(expected, found, keys)
+    assert (
+        len(calls) >= COMMON["max_steps"]
+        and len(set(calls)) == len(calls)
+        and all(abs(value) > 1e-4 for value in calls)
+    )
+    assert ("linear_distillation_forward" if loss == "JSD" else "linear_log_prob_forward") in seen.names
