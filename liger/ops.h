@@ -112,33 +112,65 @@ CrossEntropyResult fused_linear_cross_entropy(const at::Tensor& hidden, const at
                                               const std::optional<at::Tensor>& bias = {}, const std::optional<at::Tensor>& class_weight = {},
                                               const std::optional<at::Tensor>& normalizer = {});
 
+/// The bytes of logits that heads work on at once, or keep for backward, where a caller names no max_bytes: for the whole process; 0: the defaults. Returns what it
+/// was. Code that torch.compile has traced keeps what was set then.
+int64_t set_memory_budget(int64_t bytes);
+
+struct HeadPeakOptions {
+  int64_t tokens, width, classes;           // of hidden [tokens, width] that count, and weight [classes, width]
+  at::ScalarType dtype = at::kBFloat16;     // of both
+  at::Device device = at::kCUDA;
+  bool trains_hidden = true, trains_weight = true;
+  bool keeps_logits = true;                 // linear_log_prob; false: fused_linear_cross_entropy
+  int64_t max_bytes = 0;
+};
+
+/// The bytes beyond hidden and weight that a head's forward and backward pass take at their peak, the gradients among them.
+int64_t head_peak_bytes(const HeadPeakOptions& options);
+
 struct LogProbOptions {
-  double temperature = 1;        // T
-  double softcap = 0;            // c; 0: none
-  double logit_scale = 1;        // s
+  double temperature = 1;         // T
+  double softcap = 0;             // c; 0: none
+  double logit_scale = 1;         // s
   int64_t ignore_index = -100;
-  bool entropy = false;          // what else to return: −Σ p ln p,
-  bool log_sum_squares = false;  // ln Σ p²,
-  bool mean_logit = false;       // the mean of z,
-  bool is_top1 = false;          // whether the id is the first of the largest z
-  int64_t valid_count = -1;      // how many ids are not ignored, where the host knows it: then the device is not asked; -1: unknown
-  int64_t max_bytes = 0;         // of logits at once, and of those that wait for backward; 0: 4 GiB on a GPU, 256 MiB on a CPU
+  bool entropy = false;           // what else to return: −Σ p ln p,
+  bool log_sum_squares = false;   // ln Σ p²,
+  bool mean_logit = false;        // the mean of z,
+  bool is_top1 = false;           // whether the id is the first of the largest z,
+  bool lse = false;               // ln Σ exp z,
+  bool argmax = false;            // the first class of the largest z,
+  int64_t top_k = 0;              // and so many of the largest ln p
+  int64_t valid_count = -1;       // how many ids are not ignored, where the host knows it: then the device is not asked; -1: unknown
+  int64_t max_bytes = 0;          // of logits at once, and of those that wait for backward; 0: set_memory_budget's, or 4 GiB on a GPU, 256 MiB on a CPU
+  bool batch_invariant = false;   // a token's results have the same bits whatever else is in the batch: GEMMs of one shape
+  std::optional<at::Tensor> main_grad = {};  // [classes, width], float: backward adds the weight's gradient to it and returns none
 };
 
 struct LogProbResult {
   at::Tensor logp;             // [...], float
   at::Tensor entropy;          // as logp, and as the following undefined unless asked for
   at::Tensor log_sum_squares;  // as logp, not differentiable
-  at::Tensor mean_logit;       // as logp, not differentiable
+  at::Tensor mean_logit;       // as logp
   at::Tensor is_top1;          // [...], bool
+  at::Tensor lse;              // as logp
+  at::Tensor argmax;           // [...], int64
+  at::Tensor top_logp;         // [..., top_k], float, not differentiable
+  at::Tensor top_ids;          // [..., top_k], int64
 };
 
-/// ln p_id for p = softmax(z), z = c tanh(s y / c) / T or s y / T, y = hidden weightᵀ + bias, whose logits are never held in full: hidden [..., width],
-/// weight [classes, width], ids [...] integers. The log-probability and the entropy are differentiable, with any upstream gradient. All results are 0 where the id
-/// is ignore_index, and such tokens cost nothing. Logits that fit into max_bytes wait for backward, others are made again there. The weight's gradient is summed in float. An id that is neither
-/// a class nor ignore_index is an error: c10::IndexError on the CPU, a device assertion on CUDA. Mixed dtypes compute in hidden's, or in autocast's.
+/// A low-rank part scale · b a of a head's weight (LoRA: Hu et al. 2021, arXiv:2106.09685): a [rank, width], b [classes, rank], or none.
+struct LowRank {
+  std::optional<at::Tensor> a = {}, b = {};
+  double scale = 1;
+};
+
+/// ln p_id for p = softmax(z), z = c tanh(s y / c) / T or s y / T, y = hidden (weight + low_rank)ᵀ + bias, whose logits are never held in full: hidden
+/// [..., width], weight [classes, width], ids [...] integers. logp, entropy, mean_logit and lse are differentiable, with any upstream gradient; absent ones cost
+/// nothing. All results are 0 where the id is ignore_index, and such tokens cost nothing. Logits that fit into max_bytes wait for backward, others are made
+/// again there. The weight's gradient is summed in float. An id that is neither a class nor ignore_index is an error: c10::IndexError on the CPU, a device
+/// assertion on CUDA. Mixed dtypes compute in hidden's, or in autocast's.
 LogProbResult linear_log_prob(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& ids, const LogProbOptions& options = {},
-                              const std::optional<at::Tensor>& bias = {});
+                              const std::optional<at::Tensor>& bias = {}, const LowRank& low_rank = {});
 
 struct DistillationOptions {
   Distillation kind = Distillation::JensenShannon;

@@ -20,6 +20,7 @@ for case in [case for name, case in all_cases().items() if name not in sys.argv[
             out = case.op(*inputs, **case.options[0])
             out = out if isinstance(out, tuple) else (out,)
             if case.differentiable:
+                out = [o for o in out if o.requires_grad]
                 torch.autograd.backward(out, [torch.ones_like(o, device="cpu").to("cuda") for o in out])
     torch.cuda.synchronize()
     print(case.name, flush=True)

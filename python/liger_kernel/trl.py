@@ -9,11 +9,14 @@ from transformers.utils import is_triton_available
 from liger_kernel._library import ops
 from liger_kernel.ops.divergence import IGNORE_INDEX
 from liger_kernel.ops.linear_distillation import JENSEN_SHANNON, autocast_dtype, forward_with_gradients
-from liger_kernel.ops.linear_log_prob import OUTPUTS
+from liger_kernel.ops.linear_log_prob import OUTPUTS as ALL_OUTPUTS, output_bits
 from liger_kernel.ops.two_heads import wanted_gradients
 from liger_kernel.ops.utils import first_derivative_only
 from liger_kernel.transformers.graft import kernels_cover
 from liger_kernel.transformers.patch import Replacement, Report, Skip
+
+#: What TRL's function can give, in its order.
+OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
 class _LinearLogProb(torch.autograd.Function):
@@ -22,14 +25,14 @@ class _LinearLogProb(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, ids, temperature, softcap, logit_scale, outputs, max_bytes):
         keep = any(wanted_gradients(ctx, hidden, weight, bias))
-        dtype = autocast_dtype(hidden)
-        bits = sum(bit for name, bit in OUTPUTS.items() if name in outputs)
-        ctx.options = float(temperature), float(softcap), float(logit_scale), IGNORE_INDEX
-        ctx.rest = ids.numel(), max_bytes, dtype  # no id is ignored, so that the device is not asked for their number
-        logp, *found, stats, logits = ops.linear_log_prob_forward(hidden, weight, bias, ids, *ctx.options, bits, *ctx.rest, keep)
-        found = [t if bits & bit else None for t, bit in zip(found, OUTPUTS.values())]
+        ctx.dtype = autocast_dtype(hidden)
+        ctx.options = dict(temperature=float(temperature), softcap=float(softcap), logit_scale=float(logit_scale), ignore_index=IGNORE_INDEX, outputs=output_bits(outputs),
+                           valid_count=ids.numel(), max_bytes=max_bytes)  # no id is ignored, so that the device is not asked for their number
+        logp, *found, _, _, stats, logits = ops.linear_log_prob_forward(hidden, weight, bias, ids, None, None, ctx.dtype, keep, **ctx.options)
+        found = dict(zip(ALL_OUTPUTS, found))
         ctx.save_for_backward(hidden, weight, bias, ids, stats, logits)
         ctx.set_materialize_grads(False)
+        found = [found[name] if name in outputs else None for name in OUTPUTS]
         ctx.mark_non_differentiable(*(t for t in found[1:] if t is not None))
         return logp, *found
 
@@ -45,7 +48,7 @@ class _LinearLogProb(torch.autograd.Function):
         backward = ops.linear_log_prob_backward if again else ops.linear_log_prob_backward_  # which overwrites the logits
         wanted = ctx.needs_input_grad[:3]
         with maybe_gather_lm_head_ctx(weight, bias):
-            found = backward(dlogp, dentropy, hidden, weight, bias, ids, stats, logits, *ctx.options, *ctx.rest, *wanted)
+            found = backward(dlogp, dentropy, None, None, hidden, weight, bias, ids, None, None, None, stats, logits, ctx.dtype, *wanted, False, False, **ctx.options)
         return *(t if w else None for t, w in zip(found, wanted)), *(None,) * 6
 
 
@@ -88,7 +91,7 @@ def _covered(*tensors):
 def _log_prob_function(original, max_bytes):
     class ChunkedLogProbFunction:
         @staticmethod
-        def apply(hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping=None, logit_scale=1.0, outputs=tuple(OUTPUTS)):
+        def apply(hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping=None, logit_scale=1.0, outputs=OUTPUTS):
             softcap = 0.0 if final_logit_softcapping is None else final_logit_softcapping
             sensible = temperature > 0 and logit_scale > 0 and (final_logit_softcapping is None or 0 < softcap < float("inf")) and len(weight) > 0
             if not sensible or not _covered(hidden, weight, bias):

@@ -1,4 +1,4 @@
-#include "liger/core/torch/op.h"
+#include "liger/core/torch/options.h"
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
@@ -225,5 +225,20 @@ const Arguments& Arguments::present(const char* wanted, bool flag, const char* n
   TORCH_CHECK(!flag || (t && t->defined()), op_, ": ", wanted, " asks for the gradient of ", name, ", which is not given");
   return *this;
 }
+
+namespace detail {
+
+std::string option_schema(const char* names, const std::vector<std::string>& texts) {
+  std::istringstream list(names);
+  std::string schema, name;
+  for (const std::string& text : texts) {
+    list >> std::ws;
+    std::getline(list, name, ',');
+    schema += ", " + text.substr(0, text.find('%')) + name + text.substr(text.find('%') + 1);
+  }
+  return schema;
+}
+
+}  // namespace detail
 
 }  // namespace liger

@@ -46,7 +46,7 @@ Forward forward(const Tensor& hidden_, const Tensor& weight_, const OptTensor& b
   Batch batch = of_labels(target_);
   const Tensor kept = head::kept_tokens(target_, options.ignore_index, head::kept_count(target_, weight_, valid_count, [&] { return batch.valid(); }));
   if (kept.defined()) batch = of_labels(gather(kept, target_));
-  const head::Pass pass{gather(kept, hidden_).contiguous().to(dtype), weight_.contiguous().to(dtype), bias_ ? bias_->to(dtype) : Tensor(),
+  const head::Pass pass{{gather(kept, hidden_).contiguous().to(dtype), weight_.contiguous().to(dtype), bias_ ? bias_->to(dtype) : Tensor()},
                         {with_dhidden, with_dweight, with_dbias}, weight_.scalar_type(), max_bytes};
   const auto d = pass.run([&](const Tensor& z, int64_t begin) { batch.run_rows(z, pass.wants.any() ? z : Tensor(), begin, {}); });
   auto [loss, z_loss, accuracy, predicted] = batch.results(dtype);
@@ -85,7 +85,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& g, const Tensor& hidde
     const Tensor power = head::unit_power(upstream);
     upstream = upstream.mul(power), divisor = power.mul(batch.gradient_scale());
   }
-  const auto d = head::Pass{gather(kept, hidden).contiguous().to(dtype), weight.contiguous().to(dtype), bias_ ? bias_->to(dtype) : Tensor(),
+  const auto d = head::Pass{{gather(kept, hidden).contiguous().to(dtype), weight.contiguous().to(dtype), bias_ ? bias_->to(dtype) : Tensor()},
                             {with_dhidden, with_dweight, with_dbias}, weight.scalar_type(), max_bytes}
                      .run([&](const Tensor& z, int64_t begin) { batch.run_rows(z, z, begin, upstream); }, divisor);
   const auto rounded = [&](const Tensor& t, const OptTensor& like) { return t.defined() ? t.to(like->scalar_type()) : none(); };
@@ -130,7 +130,7 @@ struct Autograd {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
     const auto [reduced, valid_count, max_bytes, dtype, dh, dw, db] = ctx->saved_data["attrs"].to<Attributes>();
-    variable_list d(12);
+    variable_list d(3);
     if (reduced) {
       const auto [of_hidden, of_weight, of_bias] = ctx->saved_data["dtypes"].to<std::tuple<int64_t, int64_t, int64_t>>();
       const Tensor g = cross_entropy::unscaled(grads[0], saved[3]);

@@ -1,10 +1,13 @@
 #include "liger/ops/head/head_op.h"
+#include <atomic>
+#include "liger/ops.h"
 
 namespace liger::op::head {
 namespace {
 
 constexpr int64_t kTrainableChunk = 4096, kFrozenChunk = 2048;  // tokens: from here on the GEMMs run at full speed on a GPU
 constexpr int64_t kHostBytes = 64 << 20, kHostChunk = 512;      // on a CPU smaller chunks stay nearer to the caches
+constexpr int64_t kBlock = 512;                                 // tokens of a GEMM whose result may not depend on their number
 constexpr double kWorthReadingCount = 1e12;                     // FLOP from which waiting for a count on the device pays
 
 bool capturing(const Tensor& t) {
@@ -13,16 +16,42 @@ bool capturing(const Tensor& t) {
   return yes;
 }
 
+std::atomic<int64_t> process_bytes = 0;
+
 }  // namespace
 
-int64_t chunk_tokens(int64_t tokens, const Tensor& hidden, const Tensor& weight, bool trains_weight, int64_t max_bytes) {
-  const int64_t a_token = weight.size(0) * hidden.element_size(), width = hidden.size(1);
+int64_t default_bytes(bool cpu) {
+  if (const int64_t bytes = process_bytes) return bytes;
+  return cpu ? int64_t(256) << 20 : int64_t(4) << 30;
+}
+
+int64_t budget(int64_t max_bytes) { return max_bytes > 0 ? max_bytes : process_bytes.load(); }
+
+int64_t chunk_tokens(const Sizes& of, bool trains_weight, int64_t max_bytes) {
+  const int64_t a_token = of.classes * of.element_size;
   int64_t chunk = trains_weight ? kTrainableChunk : kFrozenChunk;
-  if (max_bytes > 0) chunk = std::max<int64_t>(1, max_bytes / a_token);
-  else if (hidden.is_cpu()) chunk = std::max(kHostBytes / a_token, kHostChunk);
-  else if (trains_weight && tokens <= std::max(chunk + width, 2 * width)) chunk = tokens;
-  const int64_t chunks = std::max<int64_t>(1, (tokens + chunk - 1) / std::max<int64_t>(1, chunk));
-  return (tokens + chunks - 1) / chunks;
+  if (const int64_t bytes = budget(max_bytes)) chunk = std::max<int64_t>(1, bytes / a_token);
+  else if (of.cpu) chunk = std::max(kHostBytes / a_token, kHostChunk);
+  else if (trains_weight && of.tokens <= std::max(chunk + of.width, 2 * of.width)) chunk = of.tokens;
+  const int64_t chunks = std::max<int64_t>(1, (of.tokens + chunk - 1) / std::max<int64_t>(1, chunk));
+  return (of.tokens + chunks - 1) / chunks;
+}
+
+/// The bytes beyond inputs that forward and backward of linear_log_prob (keeps) or fused_linear_cross_entropy take at their peak, gradients included; what is of the
+/// size of a few numbers a token is not counted.
+int64_t peak_bytes(int64_t tokens, int64_t width, int64_t classes, at::ScalarType dtype, bool cpu, bool trains_hidden, bool trains_weight, bool keeps, int64_t max_bytes) {
+  const Sizes of{tokens, width, classes, int64_t(c10::elementSize(dtype)), cpu};
+  const int64_t a_float = 4, e = of.element_size, weight = classes * width, d_element = int64_t(c10::elementSize(gradient_dtype(dtype, dtype)));
+  const int64_t d_hidden = trains_hidden ? tokens * width * d_element : 0;
+  const int64_t logits = tokens * classes * e;
+  const bool kept = keeps && logits <= (budget(max_bytes) > 0 ? budget(max_bytes) : default_bytes(cpu));
+  const int64_t chunk = kept ? tokens : chunk_tokens(of, trains_weight, max_bytes);
+  const bool sums_in_float = chunk < tokens && e < a_float;
+  const int64_t accumulator = trains_weight ? weight * (sums_in_float ? a_float : d_element) : 0;
+  const int64_t converted = cpu && trains_weight && (sums_in_float || d_element > e) ? chunk * (classes + width) * a_float : 0;  // operands, for a GEMM into float
+  const int64_t rounded = trains_weight && accumulator > weight * e ? weight * e : 0;
+  // A gradient that forward has made waits as it is, and one that backward makes is rounded there.
+  return accumulator + d_hidden + std::max(chunk * classes * e + converted, (kept ? logits : 0) + rounded);
 }
 
 at::ScalarType compute_dtype(const char* op, const Tensor& hidden, const Tensor& weight, std::optional<at::ScalarType> asked) {
@@ -55,37 +84,91 @@ Tensor unit_power(const Tensor& g) {
   return g.numel() > 0 ? at::exp2(at::clamp(-at::ceil(at::log2(g.abs().amax())), -100, 100)) : at::ones({}, g.options());
 }
 
+void Operands::project(const Tensor& z, int64_t begin, bool in_blocks) const {
+  const auto make = [&](const Tensor& out, const Tensor& x, const Tensor& low) {
+    if (!low_weight.defined()) return liger::project(out, x, weight, bias);
+    liger::project(out, low, low_weight, bias);
+    at::addmm_out(const_cast<Tensor&>(out), out, x, weight.t());
+  };
+  const auto rows_of = [&](const Tensor& t, int64_t first, int64_t n) { return t.defined() ? t.narrow(0, begin + first, n) : Tensor(); };
+  if (!in_blocks) return make(z, rows_of(hidden, 0, z.size(0)), rows_of(low_hidden, 0, z.size(0)));
+  for_chunks(z.size(0), kBlock, [&](int64_t first, int64_t n) {
+    const Tensor out = z.narrow(0, first, n), x = rows_of(hidden, first, n), low = rows_of(low_hidden, first, n);
+    if (n == kBlock) return make(out, x, low);
+    const auto padded = [&](const Tensor& t) { return t.defined() ? at::constant_pad_nd(t, {0, 0, 0, kBlock - n}) : t; };
+    const Tensor block = at::empty({kBlock, z.size(1)}, z.options());
+    make(block, padded(x), padded(low));
+    out.copy_(block.narrow(0, 0, n));
+  });
+}
+
 Gradients Pass::run(const Rows& rows, const Tensor& divisor) const {
+  const Tensor &hidden = of.hidden, &weight = of.weight;
   const bool there = logits.defined() && !copy_logits;
-  const int64_t tokens = hidden.size(0), chunk = there ? tokens : chunk_tokens(tokens, hidden, weight, wants.weight, max_bytes);
-  const bool whole = chunk == tokens;
+  const int64_t tokens = hidden.size(0), chunk = there ? tokens : chunk_tokens({tokens, hidden.size(1), weight.size(0), hidden.element_size(), hidden.is_cpu()}, wants.weight, max_bytes);
+  const bool whole = chunk == tokens, adds = wants.weight && main_grad.defined() && !divisor.defined();
   const auto options = hidden.options();
   const auto dtype = hidden.scalar_type();
+  const auto empty_like = [&](const Tensor& t, at::ScalarType dtype) { return output(at::empty(t.sizes(), options.dtype(dtype))); };
   Gradients d;
-  if (wants.hidden) d.hidden = output(at::empty(hidden.sizes(), options.dtype(gradient_dtype(dtype, dtype))));
+  if (wants.hidden) d.hidden = empty_like(hidden, gradient_dtype(dtype, dtype));
+  if (wants.low_hidden) d.low_hidden = empty_like(of.low_hidden, gradient_dtype(dtype, dtype));
   // One chunk needs no accumulator where the result has the GEMM's dtype: it sums in float and rounds once.
-  if (wants.weight) d.weight = output(at::empty(weight.sizes(), options.dtype(whole && weight_dtype == dtype ? gradient_dtype(dtype, dtype) : at::kFloat)));
+  if (wants.weight) d.weight = adds ? main_grad : empty_like(weight, whole && weight_dtype == dtype && !main_grad.defined() ? gradient_dtype(dtype, dtype) : at::kFloat);
+  if (wants.low_weight) d.low_weight = empty_like(of.low_weight, at::kFloat);
   if (wants.bias) d.bias = at::zeros({weight.size(0)}, options.dtype(at::kFloat));
-  if (tokens == 0 && wants.weight) d.weight.zero_();
+  if (tokens == 0 && wants.weight && !adds) d.weight.zero_();
+  if (tokens == 0 && wants.low_weight) d.low_weight.zero_();
   Tensor buffer = there ? logits : output(at::empty({chunk, weight.size(0)}, options.dtype(logits_dtype.value_or(dtype))));
   for_chunks(tokens, chunk, [&](int64_t begin, int64_t n) {
-    const Tensor x = hidden.narrow(0, begin, n), z = buffer.narrow(0, 0, n);
-    if (!logits.defined()) project(z, x, weight, bias);
-    else if (copy_logits) z.copy_(logits.narrow(0, begin, n));
+    const auto rows_of = [&](const Tensor& t) { return t.narrow(0, begin, n); };
+    const Tensor z = buffer.narrow(0, 0, n);
+    if (!logits.defined()) of.project(z, begin, in_blocks);
+    else if (copy_logits) z.copy_(rows_of(logits));
     rows(z, begin);
     if (wants.bias) d.bias.add_(z.sum(0, false, at::kFloat));
-    const Tensor dz = wants.weight || wants.hidden ? z.to(dtype) : Tensor();
-    if (wants.weight) accumulate(d.weight, dz, x, begin == 0);
-    if (wants.hidden) {
-      Tensor dx = d.hidden.narrow(0, begin, n);
-      accumulate(dx, dz.t(), weight, true);
-    }
+    if (!wants.any()) return;
+    const Tensor dz = z.to(dtype);
+    const auto of_tokens = [&](bool wanted, const Tensor& dx, const Tensor& w) {
+      if (!wanted) return;
+      Tensor part = rows_of(dx);
+      accumulate(part, dz.t(), w, true);
+    };
+    if (wants.weight) accumulate(d.weight, dz, rows_of(hidden), begin == 0 && !adds);
+    if (wants.low_weight) accumulate(d.low_weight, dz, rows_of(of.low_hidden), begin == 0);
+    of_tokens(wants.hidden, d.hidden, weight), of_tokens(wants.low_hidden, d.low_hidden, of.low_weight);
   });
   buffer.reset();  // before the accumulator is rounded, so that the two never meet
-  for (Tensor* t : {&d.hidden, &d.weight, &d.bias})
+  for (Tensor* t : {&d.hidden, &d.weight, &d.bias, &d.low_hidden, &d.low_weight})
     if (divisor.defined() && t->defined()) t->div_(divisor);
-  if (wants.weight) d.weight = d.weight.to(gradient_dtype(dtype, weight_dtype));
+  if (wants.weight && main_grad.defined()) {
+    if (!adds) main_grad.add_(d.weight);
+    d.weight.reset();
+  } else if (wants.weight) {
+    d.weight = d.weight.to(gradient_dtype(dtype, weight_dtype));
+  }
   return d;
 }
 
+int64_t set_default_bytes(int64_t bytes) {
+  TORCH_CHECK_VALUE(bytes >= 0, "set_memory_budget: bytes must be positive, or 0 for the default, got ", bytes);
+  return process_bytes.exchange(bytes);
+}
+
 }  // namespace liger::op::head
+
+namespace liger {
+
+int64_t set_memory_budget(int64_t bytes) { return op::head::set_default_bytes(bytes); }
+
+int64_t head_peak_bytes(const HeadPeakOptions& o) {
+  return op::head::peak_bytes(o.tokens, o.width, o.classes, o.dtype, o.device.is_cpu(), o.trains_hidden, o.trains_weight, o.keeps_logits, o.max_bytes);
+}
+
+TORCH_LIBRARY_FRAGMENT(liger, m) {
+  m.def("set_memory_budget(int bytes) -> int", op::head::set_default_bytes);
+  m.def("head_peak_bytes(int tokens, int width, int classes, ScalarType dtype, bool cpu, bool trains_hidden, bool trains_weight, bool keeps_logits, int max_bytes) -> int",
+        op::head::peak_bytes);
+}
+
+}  // namespace liger

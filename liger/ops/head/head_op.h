@@ -5,16 +5,29 @@
 /// accumulators.
 namespace liger::op::head {
 
-/// What is to be computed besides the loss.
+/// What is to be computed besides the loss. low_hidden and low_weight: of the low-rank part of the weight.
 struct Wants {
-  bool hidden, weight, bias;
-  bool any() const { return hidden || weight || bias; }
+  bool hidden, weight, bias, low_hidden = false, low_weight = false;
+  bool any() const { return hidden || weight || bias || low_hidden || low_weight; }
 };
-struct Gradients { Tensor hidden, weight, bias; };
+struct Gradients { Tensor hidden, weight, bias, low_hidden, low_weight; };
+
+/// The largest bytes of logits that wait for backward, or are worked on at once where the caller names none: what the process was told, or 4 GiB on a GPU and
+/// 256 MiB on a CPU.
+int64_t default_bytes(bool cpu);
+
+/// max_bytes or, where a caller names none (0), what the process was told; 0: neither.
+int64_t budget(int64_t max_bytes);
+
+/// The sizes of a head.
+struct Sizes {
+  int64_t tokens, width, classes, element_size;  // of the dtype that the GEMMs run in
+  bool cpu;
+};
 
 /// How many of `tokens` meet the vocabulary at once. A caller's budget in bytes decides first. Else all of them, where that takes
 /// less memory than a float accumulator beside the weight's gradient; else a chunk.
-int64_t chunk_tokens(int64_t tokens, const Tensor& hidden, const Tensor& weight, bool trains_weight, int64_t max_bytes);
+int64_t chunk_tokens(const Sizes& of, bool trains_weight, int64_t max_bytes);
 
 /// The dtype that the GEMMs run in: `asked`, or that of hidden.
 at::ScalarType compute_dtype(const char* op, const Tensor& hidden, const Tensor& weight, std::optional<at::ScalarType> asked);
@@ -38,18 +51,28 @@ inline at::ScalarType gradient_dtype(at::ScalarType compute, at::ScalarType own)
 /// The power of two, on the device, that brings the largest of |g| into (½, 1]: float16 gradients of logits are made of g times it.
 Tensor unit_power(const Tensor& g);
 
-/// Calls rows(logits, first token) with each chunk's logits and makes the gradients that are wanted of what it leaves in their place:
-/// three GEMMs a chunk. They are of gradient_dtype, that of bias is float. The logits are those of hidden [tokens, width], weight [classes, width] and bias,
-/// of one dtype and contiguous, unless they are there already.
+/// hidden [tokens, width], weight [classes, width], bias [classes] or undefined, in one dtype and contiguous. Their logits are hidden weightᵀ + bias and, where it
+/// is defined, + low_hidden [tokens, rank] low_weight [classes, rank]ᵀ (LoRA: Hu et al. 2021, arXiv:2106.09685).
+struct Operands {
+  Tensor hidden, weight, bias, low_hidden = {}, low_weight = {};
+
+  /// z = the logits of tokens [begin, begin + z's rows). in_blocks: by GEMMs of one shape, so that a token's logits have the same bits whatever the others are.
+  void project(const Tensor& z, int64_t begin, bool in_blocks = false) const;
+};
+
+/// Calls rows(logits, first token) with each chunk's logits and makes the gradients that are wanted of what it leaves in their place: three GEMMs a
+/// chunk. They are of gradient_dtype, that of bias is float.
 struct Pass {
   using Rows = std::function<void(const Tensor& logits, int64_t begin)>;
-  Tensor hidden, weight, bias;
+  Operands of;
   Wants wants;
   at::ScalarType weight_dtype;  // of the weight as the caller holds it
   int64_t max_bytes;
-  Tensor logits = {};           // [tokens, classes], which may be overwritten
+  Tensor logits = {};           // [tokens, classes], which may be overwritten; undefined: they are made
   bool copy_logits = false;     // they may not
   std::optional<at::ScalarType> logits_dtype = {};  // of the logits, on a GPU: float or hidden's; what is left in their place is rounded to hidden's
+  bool in_blocks = false;       // see Operands::project
+  Tensor main_grad = {};        // float, where the weight's gradient is added; it is not returned then
 
   /// divisor: a power of two, if any, that the gradients are divided by before they are rounded.
   Gradients run(const Rows& rows, const Tensor& divisor = {}) const;

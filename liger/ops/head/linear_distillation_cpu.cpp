@@ -5,16 +5,7 @@ namespace LIGER_CPU::linear_distillation {
 namespace {
 
 /// z of a vector of what a GEMM gave.
-Vec mapped(const LogitMap& map, const Vec& y) {
-  if (map.softcap > 0) return Vec(map.softcap) * Math::tanh(y * Vec(map.scale / map.softcap));
-  return map.scale == 1 ? y : y * Vec(map.scale);
-}
-
-/// ∂z/∂y.
-Vec map_slope(const LogitMap& map, const Vec& z) {
-  const Vec t = z * Vec(map.softcap > 0 ? 1 / map.softcap : 0.f);
-  return Vec(map.scale) * (Vec(1.f) - t * t);
-}
+Vec mapped(const LogitMap& map, const Vec& y) { return map.plain() ? y : map.at<Math>(y); }
 
 /// ln softmax(z · inverse_temperature) = (z − max) · inverse_temperature − log_sum.
 struct LogSoftmax {
@@ -74,7 +65,7 @@ void rows(const LinearDistillation& a) {
       const Vec z = mapped(a.x_map, x);
       Vec d = soft * Formula::template slope<Math>(of_student(z), of_teacher(mapped(a.y_map, y)), beta, factors);
       if (h != 0) d = Math::fma(of_label, Math::exp(hard(z)), d) - minus;
-      return flushed(a.x_map.plain() ? d : d * map_slope(a.x_map, z));
+      return flushed(a.x_map.plain() ? d : d * a.x_map.slope(z));
     };
     if (label >= 0) gradient(read(x + label, 1), read(y + label, 1), of_label).store(lanes);  // before x is overwritten, which may be dx
     row_map(a.cols, dx, [&](const Vec& x, const Vec& y) { return gradient(x, y, Vec(0.f)); }, x, y);

@@ -66,10 +66,7 @@ __global__ void __launch_bounds__(Clusters<T, 2>::kThreads, Clusters<T, 2>::kBlo
 
   const bool tempered = a.inverse_temperature != 1;
   /// z of one class.
-  const auto mapped = [&](const LogitMap& map, float y) {
-    if (kPlain) return y;
-    return map.softcap > 0 ? map.softcap * M::tanh(y * map.scale / map.softcap) : y * map.scale;
-  };
+  const auto mapped = [&](const LogitMap& map, float y) { return kPlain ? y : map.at<M>(y); };
   /// f(j, column, the student's z, the teacher's) for each class of a pack that is the row's.
   const auto each = [&](int k, auto& packs, auto f) {
     float s[kWidth], t[kWidth];
@@ -138,10 +135,7 @@ __global__ void __launch_bounds__(Clusters<T, 2>::kThreads, Clusters<T, 2>::kBlo
     each(k, values[0], [&](int j, int c, float s, float t) {
       d[j] = soft * Formula::template slope<M>(student(s), teacher(t), a.beta, factors);
       if (h != 0) d[j] += h * (M::exp(hard(s)) - (c == label));
-      if constexpr (!kPlain) {
-        const float bend = a.x_map.softcap > 0 ? s / a.x_map.softcap : 0;
-        d[j] *= a.x_map.scale * (1 - bend * bend);
-      }
+      if constexpr (!kPlain) d[j] *= a.x_map.slope(s);
     });
     dx.store(k, d, x);
   });

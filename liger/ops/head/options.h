@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdint>
+#include "liger/core/math.h"
 
 namespace liger {
 
@@ -10,12 +11,6 @@ enum class Distillation : int8_t {
   JensenShannon = 2,   // β KL(T ‖ M) + (1 − β) KL(S ‖ M), M = β T + (1 − β) S; β = 0 is ForwardKL, β = 1 ReverseKL
   TotalVariation = 3,  // ½ Σ |S − T|
   Cosine = 4           // 1 − cos of the logits
-};
-
-/// z = softcap · tanh(scale · y / softcap), or scale · y without a softcap, of what a head's GEMM gives.
-struct LogitMap {
-  float scale = 1, softcap = 0;
-  bool plain() const { return scale == 1 && softcap == 0; }
 };
 
 }  // namespace liger

@@ -4,6 +4,8 @@
 namespace LIGER_CPU::selective_log_softmax {
 namespace {
 
+Vec mapped(const LogitMap& map, const Vec& x) { return map.plain() ? x : map.at<Math>(x); }
+
 template <class T>
 void parts(const SelectiveParts& a) {
   const int64_t a_row = pieces_of(a.cols, a.piece);
@@ -11,14 +13,15 @@ void parts(const SelectiveParts& a) {
   for_pieces(a.rows, a.cols, [&](int64_t r, int64_t begin, int64_t n) {
     if (a.ids[r] == a.ignore_index) return;
     const T* x = row_of<T>(a.x, r, a.x_stride) + begin;
-    const float max = std::max(row_reduce(n, -INFINITY, Max{}, [](Vec x) { return x; }, x), -3.402823466e38f);  // finite, so that −inf − max is no NaN
-    LongSum sum, weighted;
+    const float max = std::max(row_reduce(n, -INFINITY, Max{}, [&](Vec x) { return mapped(a.map, x); }, x), -3.402823466e38f);  // finite, so that −inf − max is no NaN
+    LongSum sum, weighted, logits;
     for_each(n, [&](int64_t c, int64_t k) {
-      const Vec d = (read(x + c, k) - Vec(max)) * inverse, e = Math::exp(d);
+      const Vec z = mapped(a.map, read(x + c, k)), d = (z - Vec(max)) * inverse, e = Math::exp(d);
       sum.add(e, k), weighted.add(e * Math::max(d, lowest), k);
+      if (a.mean_logit) logits.add(z, k);
     });
-    float* part = a.parts + (r * a_row + begin / a.piece) * 3;
-    part[0] = max, part[1] = float(sum.value()), part[2] = float(weighted.value());
+    float* part = a.parts + (r * a_row + begin / a.piece) * kSelectiveParts;
+    part[0] = max, part[1] = float(sum.value()), part[2] = float(weighted.value()), part[3] = float(logits.value());
   }, a.piece);
 }
 
@@ -28,17 +31,22 @@ void rows(const SelectiveLogSoftmax& a) {
     if (a.ids[r] != a.ignore_index && (a.ids[r] < 0 || a.ids[r] >= a.cols)) return void(*a.bad_id = a.ids[r]);
   for_rows(a.rows, a.a_row * 8, [&](int64_t r) {
     a.logp[r] = a.entropy[r] = 0;
+    if (a.lse) a.lse[r] = 0;
+    if (a.mean_logit) a.mean_logit[r] = 0;
     if (a.ids[r] == a.ignore_index) return;
-    const float* part = a.parts + r * a.a_row * 3;
+    const float* part = a.parts + r * a.a_row * kSelectiveParts;
     float max = part[0];
-    for (int64_t i = 1; i < a.a_row; ++i) max = Max{}(max, part[3 * i]);
-    double sum = 0, weighted = 0;
-    for (int64_t i = 0; i < a.a_row; ++i, part += 3) {
+    for (int64_t i = 1; i < a.a_row; ++i) max = Max{}(max, part[kSelectiveParts * i]);
+    double sum = 0, weighted = 0, logits = 0;
+    for (int64_t i = 0; i < a.a_row; ++i, part += kSelectiveParts) {
       const double d = std::max((double(part[0]) - max) * a.inverse_temperature, double(kSelectiveLowest)), e = std::exp(d);
-      sum += e * part[1], weighted += e * (part[2] + d * part[1]);
+      sum += e * part[1], weighted += e * (part[2] + d * part[1]), logits += part[3];
     }
-    const float x = float(row_of<T>(a.x, r, a.x_stride)[a.ids[r]]);
-    a.logp[r] = float((double(x) - max) * a.inverse_temperature - std::log(sum));
+    float z[kLanes];
+    mapped(a.map, read(row_of<T>(a.x, r, a.x_stride) + a.ids[r], 1)).store(z);
+    if (a.lse) a.lse[r] = float(double(max) * a.inverse_temperature + std::log(sum));
+    if (a.mean_logit) a.mean_logit[r] = float(logits * a.inverse_temperature / double(a.cols));
+    a.logp[r] = float((double(z[0]) - max) * a.inverse_temperature - std::log(sum));
     a.entropy[r] = float(std::log(sum) - weighted / sum);
     float* stats = a.stats + 3 * r;
     stats[0] = max, stats[1] = float(sum), stats[2] = float(weighted / sum);
@@ -54,15 +62,16 @@ void backward(const SelectiveBackward& a) {
     T* dx = row_of<T>(a.dx, r, a.cols) + begin;
     if (a.ids[r] == a.ignore_index) return void(std::fill_n(dx, n, T(0)));
     const float *stats = a.stats + 3 * r, g = a.dlogp[r] * a.inverse_temperature, h = a.dentropy[r] * a.inverse_temperature;
-    const Vec top(stats[0]), slope(-h / stats[1]), level((h * stats[2] - g) / stats[1]);
-    const auto gradient = [&](Vec x) {
-      const Vec d = (x - top) * inverse;
-      return Math::exp(d) * Math::fma(slope, Math::max(d, lowest), level);
+    const float l = a.dlse ? a.dlse[r] * a.inverse_temperature : 0, k = a.dmean_logit ? a.dmean_logit[r] * a.inverse_temperature / float(a.cols) : 0;
+    const Vec top(stats[0]), slope(-h / stats[1]), level((h * stats[2] - g + l) / stats[1]), each(k);
+    const auto gradient = [&](Vec x, Vec plus) {
+      const Vec z = mapped(a.map, x), d = (z - top) * inverse, dz = Math::fma(Math::exp(d), Math::fma(slope, Math::max(d, lowest), level), each) + plus;
+      return a.map.plain() ? dz : dz * a.map.slope(z);
     };
     float lanes[kLanes];
-    if (id >= 0 && id < n) gradient(read(x + id, 1)).store(lanes);  // before x is overwritten, which may be dx
-    row_map(n, dx, [&](Vec x) { return flushed(gradient(x)); }, x);
-    if (id >= 0 && id < n) dx[id] = T(g + lanes[0]);
+    if (id >= 0 && id < n) gradient(read(x + id, 1), Vec(g)).store(lanes);  // before x is overwritten, which may be dx
+    row_map(n, dx, [&](Vec x) { return flushed(gradient(x, Vec(0.f))); }, x);
+    if (id >= 0 && id < n) dx[id] = T(lanes[0]);
   });
 }
 

@@ -56,18 +56,43 @@ struct OnlineEntropy {
   }
 };
 
-template <class T>
+/// f(j, z) for each element j of pack k that is the row's.
+template <class T, class Pack, class F>
+__device__ void for_each_logit(const Row<T>& x, int k, const Pack& pack, const LogitMap& map, F f) {
+  float v[Pack::kWidth];
+  pack.to_float(v);
+#pragma unroll
+  for (int j = 0; j < Pack::kWidth; ++j)
+    if (const int c = x.column(k) + j; c >= 0 && c < x.n) f(j, map.plain() ? v[j] : map.at<Math<T>>(v[j]));
+}
+
+/// A block a piece of a row. kPlain: the logits are x, and their sum is not wanted.
+template <class T, bool kPlain>
 __global__ void __launch_bounds__(256) parts_kernel(SelectiveParts a, Pieces<T> pieces) {
   await_previous();
   if (a.ids[pieces.row()] == a.ignore_index) return;
   const Row<T> x = pieces.of(a.x, a.x_stride);
   const OnlineEntropy<T> online(a.inverse_temperature);
   auto v = online.identity();
+  float logits = 0;
   const auto blank = Row<T>::Pack::filled(T(-INFINITY));
-  for_each_batch<4, true>(0, x.packs(), blockDim.x, blank, [&](int k) { return x.load(k, T(-INFINITY)); }, [&](int, const auto& packs) { online.push(v, packs); });
+  const auto load = [&](int k) { return x.load(k, T(-INFINITY)); };
+  if constexpr (kPlain) {
+    for_each_batch<4, true>(0, x.packs(), blockDim.x, blank, load, [&](int, const auto& packs) { online.push(v, packs); });
+  } else {
+    for_each_batch<1, false>(0, x.packs(), blockDim.x, blank, load, [&](int k, const auto& packs) {
+      float z[Row<T>::kWidth];
+#pragma unroll
+      for (float& z_j : z) z_j = -INFINITY;
+      for_each_logit(x, k, packs[0], a.map, [&](int j, float z_j) { z[j] = z_j, logits += z_j; });
+      const Pack<float, Row<T>::kWidth> mapped[] = {Pack<float, Row<T>::kWidth>::from_float(z)};
+      online.push(v, mapped);
+    });
+    logits = RowReduce<Sum>()(logits);
+  }
   v = RowReduce<OnlineEntropy<T>>()(v, online);
-  float* part = a.parts + int64_t(blockIdx.x) * 3;
-  if (threadIdx.x == 0) part[0] = v.max, part[1] = v.sum, part[2] = v.weighted * online.kUnit;
+  float* part = a.parts + int64_t(blockIdx.x) * kSelectiveParts;
+  if (threadIdx.x == 0) part[0] = v.max, part[1] = v.sum, part[2] = v.weighted * online.kUnit, part[3] = logits;
 }
 
 /// A warp a row.
@@ -81,21 +106,27 @@ __global__ void __launch_bounds__(256) rows_kernel(SelectiveLogSoftmax a) {
   if (!ignored && (id < 0 || id >= a.cols)) fail_label(id, a.cols);
   const OnlineEntropy<float> online(a.inverse_temperature);
   auto v = online.identity();
+  float logits = 0;
   for (int i = threadIdx.x; i < a.a_row && !ignored; i += blockDim.x) {
-    const float* part = a.parts + (row * a.a_row + i) * 3;
-    v = online(v, {part[0], part[1], part[2]});
+    const float* part = a.parts + (row * a.a_row + i) * kSelectiveParts;
+    v = online(v, {part[0], part[1], part[2]}), logits += part[3];
   }
   v = RowReduce<OnlineEntropy<float>>()(v, online);
+  if (a.mean_logit) logits = reduce_lanes<Sum>(logits, 32);
   if (threadIdx.x > 0) return;
   const float log_sum = logf(v.sum);
   const float mean = v.weighted / v.sum;
-  a.logp[row] = ignored ? 0 : online.exponent(float(static_cast<const T*>(a.x)[row * a.x_stride + id]), v.max) - log_sum;
+  const float x = ignored ? 0 : float(static_cast<const T*>(a.x)[row * a.x_stride + id]), z = a.map.plain() ? x : a.map.at<Math<T>>(x);
+  a.logp[row] = ignored ? 0 : online.exponent(z, v.max) - log_sum;
+  if (a.lse) a.lse[row] = ignored ? 0 : v.max * a.inverse_temperature + log_sum;
+  if (a.mean_logit) a.mean_logit[row] = ignored ? 0 : logits * a.inverse_temperature / float(a.cols);
   a.entropy[row] = ignored ? 0 : log_sum - mean;
   float* stats = a.stats + 3 * row;
   stats[0] = v.max, stats[1] = v.sum, stats[2] = mean;
 }
 
-template <class T>
+/// kPlain: the logits are x, and the mean of logits has no gradient.
+template <class T, bool kPlain>
 __global__ void __launch_bounds__(256) backward_kernel(SelectiveBackward a, Pieces<T> pieces) {
   await_previous();
   constexpr int kWidth = Row<T>::kWidth;
@@ -108,15 +139,18 @@ __global__ void __launch_bounds__(256) backward_kernel(SelectiveBackward a, Piec
   }
   const OnlineEntropy<T> online(a.inverse_temperature);
   const float *stats = a.stats + 3 * row, max = stats[0], by = 1 / stats[1], g = a.dlogp[row] * a.inverse_temperature, h = a.dentropy[row] * a.inverse_temperature;
-  const float slope = h * by * online.kUnit, level = (g - h * stats[2]) * by;
+  const float slope = h * by * online.kUnit, level = (g - h * stats[2] - (a.dlse ? a.dlse[row] * a.inverse_temperature : 0)) * by;
+  const float each = !kPlain && a.dmean_logit ? a.dmean_logit[row] * a.inverse_temperature / float(a.cols) : 0;
   const int at = int(id - pieces.begin());  // the id's column in this piece, or outside of it
   for_each_pack<4>(x, 0, x.packs(), T(0), [&](int k, const auto& pack) {
     float f[kWidth];
     pack.to_float(f);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
-      const float d = online.exponent(f[j], max), dz = -online.exp(d) * (level + slope * fmaxf(d, kSelectiveLowest));
-      f[j] = x.column(k) + j == at ? g + dz : dz;
+      const float z = kPlain || a.map.plain() ? f[j] : a.map.at<Math<T>>(f[j]), d = online.exponent(z, max);
+      float dz = -online.exp(d) * (level + slope * fmaxf(d, kSelectiveLowest));
+      if (x.column(k) + j == at) dz += g;
+      f[j] = kPlain ? dz : (dz + each) * a.map.slope(z);
     }
     dx.store(k, f, x);
   });
@@ -127,7 +161,7 @@ __global__ void __launch_bounds__(256) backward_kernel(SelectiveBackward a, Piec
 LIGER_REGISTER(selective_parts, [](const SelectiveParts& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
     const Pieces<T> pieces(a.rows, a.cols, a.piece);
-    launch(parts_kernel<T>, pieces.grid(), s, a, pieces);
+    launch(a.map.plain() && !a.mean_logit ? parts_kernel<T, true> : parts_kernel<T, false>, pieces.grid(), s, a, pieces);
   });
 });
 LIGER_REGISTER(selective_log_softmax_rows, [](const SelectiveLogSoftmax& a, Stream s) {
@@ -138,7 +172,7 @@ LIGER_REGISTER(selective_log_softmax_rows, [](const SelectiveLogSoftmax& a, Stre
 LIGER_REGISTER(selective_backward, [](const SelectiveBackward& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
     const Pieces<T> pieces(a.rows, a.cols, 16384);
-    launch(backward_kernel<T>, pieces.grid(), s, a, pieces);
+    launch(a.map.plain() && !a.dmean_logit ? backward_kernel<T, true> : backward_kernel<T, false>, pieces.grid(), s, a, pieces);
   });
 });
 

@@ -12,29 +12,28 @@ Arguments check(const char* op, const Tensor& x, const Tensor& ids, double tempe
   return arguments;
 }
 
-void run_rows(const Tensor& x, int64_t x_stride, const Tensor& ids, const Tensor& logp, const Tensor& entropy, const Tensor& stats, double temperature,
-              int64_t ignore_index) {
-  const int64_t n = ids.numel(), width = cols(x);
-  const float inverse = float(1 / temperature);
-  const int64_t piece = piece_size(n * width, 16384, 65536), a_row = pieces_of(width, piece);
-  const Tensor parts = at::empty({n, a_row, 3}, logp.options());
-  run(selective_parts, logp,
-      {.x = data(x), .ids = data<int64_t>(ids), .parts = data<float>(parts), .rows = n, .cols = width, .piece = piece, .x_stride = x_stride,
-       .ignore_index = ignore_index, .inverse_temperature = inverse, .dtype = dtype_of(x)});
-  int64_t bad_id = ignore_index;
-  run(selective_log_softmax_rows, logp,
-      {.x = data(x), .ids = data<int64_t>(ids), .parts = data<float>(parts), .logp = data<float>(logp), .entropy = data<float>(entropy),
-       .stats = data<float>(stats), .bad_id = &bad_id, .rows = n, .cols = width, .a_row = a_row, .x_stride = x_stride, .ignore_index = ignore_index,
-       .inverse_temperature = inverse, .dtype = dtype_of(x)});
-  TORCH_CHECK_INDEX(bad_id == ignore_index, "selective_log_softmax: id ", bad_id, " is out of bounds: it is outside [0, ", width, ") and not ignore_index ", ignore_index);
+void run_rows(const LogitRows& of, const LogitColumns& to) {
+  constexpr int64_t kLeast = 16384, kMost = 65536;  // elements of a piece
+  const int64_t n = of.ids.numel(), width = cols(of.x);
+  const float inverse = float(1 / of.temperature);
+  const int64_t piece = of.fixed_pieces ? kMost : piece_size(n * width, kLeast, kMost), a_row = pieces_of(width, piece);
+  const Tensor parts = at::empty({n, a_row, kSelectiveParts}, to.logp.options());
+  run(selective_parts, to.logp,
+      {.x = data(of.x), .ids = data<int64_t>(of.ids), .parts = data<float>(parts), .rows = n, .cols = width, .piece = piece, .x_stride = of.x_stride,
+       .ignore_index = of.ignore_index, .inverse_temperature = inverse, .map = of.map, .mean_logit = to.mean_logit.defined(), .dtype = dtype_of(of.x)});
+  int64_t bad_id = of.ignore_index;
+  run(selective_log_softmax_rows, to.logp,
+      {.x = data(of.x), .ids = data<int64_t>(of.ids), .parts = data<float>(parts), .logp = data<float>(to.logp), .entropy = data<float>(to.entropy),
+       .lse = data<float>(to.lse), .mean_logit = data<float>(to.mean_logit), .stats = data<float>(to.stats), .bad_id = &bad_id, .rows = n, .cols = width, .a_row = a_row,
+       .x_stride = of.x_stride, .ignore_index = of.ignore_index, .inverse_temperature = inverse, .map = of.map, .dtype = dtype_of(of.x)});
+  TORCH_CHECK_INDEX(bad_id == of.ignore_index, "selective_log_softmax: id ", bad_id, " is out of bounds: it is outside [0, ", width, ") and not ignore_index ", of.ignore_index);
 }
 
-void run_backward(const Tensor& x, int64_t x_stride, const Tensor& ids, const Tensor& dlogp, const Tensor& dentropy, const Tensor& stats, const Tensor& dx,
-                  double temperature, int64_t ignore_index) {
+void run_backward(const LogitRows& of, const LogitGradients& g, const Tensor& stats, const Tensor& dx) {
   run(selective_backward, dx,
-      {.dlogp = data<float>(dlogp), .dentropy = data<float>(dentropy), .x = data(x), .ids = data<int64_t>(ids), .stats = data<float>(stats),
-       .dx = dx.data_ptr(), .rows = rows(dx), .cols = cols(dx), .x_stride = x_stride, .ignore_index = ignore_index,
-       .inverse_temperature = float(1 / temperature), .dtype = dtype_of(dx)});
+      {.dlogp = data<float>(g.dlogp), .dentropy = data<float>(g.dentropy), .dlse = data<float>(g.dlse), .dmean_logit = data<float>(g.dmean_logit), .x = data(of.x),
+       .ids = data<int64_t>(of.ids), .stats = data<float>(stats), .dx = dx.data_ptr(), .rows = rows(dx), .cols = cols(dx), .x_stride = of.x_stride,
+       .ignore_index = of.ignore_index, .inverse_temperature = float(1 / of.temperature), .map = of.map, .dtype = dtype_of(dx)});
 }
 
 using Forward = std::tuple<Tensor, Tensor, Tensor>;
@@ -45,7 +44,7 @@ Forward forward(const Tensor& x_, const Tensor& ids_, double temperature, int64_
   if (x_.is_meta() || logp.numel() == 0) return {logp, entropy, stats};
   const Rows x(x_);
   const Tensor ids = ids_.to(at::kLong).contiguous();
-  run_rows(x.tensor, x.stride, ids, logp, entropy, stats, temperature, ignore_index);
+  run_rows({x.tensor, x.stride, ids, temperature, ignore_index}, {logp, entropy, stats});
   return {logp, entropy, stats};
 }
 
@@ -63,7 +62,7 @@ Tensor backward(const Tensor& dlogp_, const Tensor& dentropy_, const Tensor& x_,
   if (dx.is_meta() || dx.numel() == 0) return dx;
   const Rows x(x_);
   const Tensor stats = stats_.contiguous(), ids = ids_.to(at::kLong).contiguous(), dlogp = dlogp_.to(at::kFloat).contiguous(), dentropy = dentropy_.to(at::kFloat).contiguous();
-  run_backward(x.tensor, x.stride, ids, dlogp, dentropy, stats, dx, temperature, ignore_index);
+  run_backward({x.tensor, x.stride, ids, temperature, ignore_index}, {dlogp, dentropy}, stats, dx);
   return dx;
 }
 

@@ -1,15 +1,30 @@
 #pragma once
+#include "liger/core/math.h"
 #include "liger/core/torch/op.h"
 
 namespace liger::op::selective_log_softmax {
 
-/// Log-probabilities, entropies and what backward needs of them (stats [rows, 3]), all float, of logits x [rows, classes], whose rows lie x_stride elements
-/// apart. ids [rows], int64. An id that is neither a class nor ignore_index raises IndexError on the CPU and is a device assertion on CUDA.
-void run_rows(const Tensor& x, int64_t x_stride, const Tensor& ids, const Tensor& logp, const Tensor& entropy, const Tensor& stats, double temperature,
-              int64_t ignore_index);
+/// Logits z / temperature, z = map(x), of x [rows, classes], whose rows lie x_stride elements apart. ids [rows], int64: an id that is neither a class nor
+/// ignore_index raises IndexError on the CPU and is a device assertion on CUDA.
+struct LogitRows {
+  const Tensor& x;
+  int64_t x_stride;
+  const Tensor& ids;
+  double temperature;
+  int64_t ignore_index;
+  LogitMap map = {};
+  bool fixed_pieces = false;  // sums of a row are made in the same order however many rows there are
+};
 
-/// dx [rows, classes], which may be x, for upstream gradients [rows], float.
-void run_backward(const Tensor& x, int64_t x_stride, const Tensor& ids, const Tensor& dlogp, const Tensor& dentropy, const Tensor& stats, const Tensor& dx,
-                  double temperature, int64_t ignore_index);
+/// Results [rows], float, but for stats [rows, 3], which backward needs; lse and mean_logit may be undefined.
+struct LogitColumns { Tensor logp, entropy, stats, lse = {}, mean_logit = {}; };
+
+/// Upstream gradients [rows], float; dlse and dmean_logit may be undefined.
+struct LogitGradients { Tensor dlogp, dentropy, dlse = {}, dmean_logit = {}; };
+
+void run_rows(const LogitRows& of, const LogitColumns& to);
+
+/// dx [rows, classes], which may be x.
+void run_backward(const LogitRows& of, const LogitGradients& g, const Tensor& stats, const Tensor& dx);
 
 }  // namespace liger::op::selective_log_softmax

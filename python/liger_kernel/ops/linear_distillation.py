@@ -36,8 +36,9 @@ def linear_distillation(student, student_weight, teacher, teacher_weight, labels
     each = counts / counts.sum().clamp(min=1)
     weighted = lambda weight: each * weight if weight != 0 else None
     loss, divergence, nll, _ = ops.linear_distillation(
-        x, student_weight, student_bias, y, teacher_weight, teacher_bias, ids, weighted(soft_weight), weighted(hard_weight), KINDS[kind], float(beta), float(temperature),
-        float(student_scale), float(student_softcap or 0), float(teacher_scale), float(teacher_softcap or 0), ignore_index, True, False, False, max_bytes, None)
+        x, student_weight, student_bias, y, teacher_weight, teacher_bias, ids, weighted(soft_weight), weighted(hard_weight), None, kind=KINDS[kind], beta=float(beta),
+        temperature=float(temperature), student_scale=float(student_scale), student_softcap=float(student_softcap or 0), teacher_scale=float(teacher_scale),
+        teacher_softcap=float(teacher_softcap or 0), ignore_index=ignore_index, max_bytes=max_bytes)
     return loss, each @ divergence, each @ nll
 
 
@@ -51,7 +52,7 @@ def forward_with_gradients(student, teacher, labels, soft, hard, kind, beta=0.5,
     dtype = dtype or autocast_dtype(student[0])
     with torch.autocast(student[0].device.type, enabled=False):
         loss, divergence, nll, entropies, *gradients, power = ops.linear_distillation_forward(
-            *student, *teacher, labels, soft, hard, kind, float(beta), float(temperature), *maps, ignore_index, skip_ignored, entropy, float_logits, max_bytes, dtype,
-            *wanted)
+            *student, *teacher, labels, soft, hard, dtype, *wanted, kind, float(beta), float(temperature), *maps, ignore_index, skip_ignored, entropy, float_logits,
+            max_bytes)
     rest = 1 / power if power.ndim == 0 else torch.ones((), device=loss.device)
     return loss, divergence, nll, entropies, [g if w else None for g, w in zip(gradients, wanted)], rest

@@ -1,0 +1,14 @@
+#pragma once
+#include <tuple>
+
+/// The fields of a struct of options, in the order in which an operator's schema has them. Operators that are registered with such a struct
+/// (liger/core/torch/options.h) read their parameters' names, types and defaults from it:
+///
+///     struct Options {
+///       double temperature = 1;
+///       bool entropy = false;
+///       LIGER_OPTIONS(temperature, entropy)
+///     };
+#define LIGER_OPTIONS(...)                                       \
+  static constexpr const char* option_names() { return #__VA_ARGS__; } \
+  auto option_values() const { return std::make_tuple(__VA_ARGS__); }

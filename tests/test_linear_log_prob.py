@@ -1,0 +1,187 @@
+"""What linear_log_prob offers besides the numbers of tests/cases, against plain torch in float64."""
+
+import pytest
+import torch
+from liger_kernel._library import ops
+from liger_kernel.memory import head_peak_bytes, set_memory_budget
+from liger_kernel.ops.linear_log_prob import linear_log_prob
+from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+N, H, R, V = 40, 24, 4, 91
+BOUNDS = {torch.float32: dict(rtol=2e-5, atol=2e-6), torch.bfloat16: dict(rtol=0.05, atol=0.02), torch.float16: dict(rtol=0.02, atol=4e-3)}
+
+
+def tensors(device="cpu", dtype=torch.float32, n=N):
+    """hidden, weight, ids of which a quarter is ignored."""
+    g = torch.Generator().manual_seed(3)
+    draw = lambda *shape: torch.randn(*shape, generator=g).to(device, dtype).requires_grad_()
+    ids = torch.randint(0, V, (n,), generator=g)
+    ids[torch.rand(n, generator=g) < 0.25] = -100
+    return draw(n, H), draw(V, H), ids.to(device)
+
+
+def exact_log_softmax(hidden, weight, ids):
+    """(ln p [N, V], ln p at ids), 0 where ignored, in float64."""
+    all_logp = torch.log_softmax(hidden @ weight.T, -1)
+    return all_logp, torch.where(ids == -100, 0, all_logp.gather(1, ids.clamp(min=0)[:, None])[:, 0])
+
+
+def doubles(*leaves):
+    return [t.detach().double().requires_grad_() for t in leaves]
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("max_bytes", [0, 1])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_lora(device, dtype, max_bytes, frozen):
+    hidden, weight, ids = tensors(device, dtype)
+    g = torch.Generator().manual_seed(4)
+    a, b = ((torch.randn(*shape, generator=g) * 0.3).to(device, dtype).requires_grad_() for shape in ((R, H), (V, R)))
+    weight.requires_grad_(not frozen)
+    upstream = torch.randn(N, generator=g).to(device)
+    logp = linear_log_prob(hidden, weight, ids, lora=(a, b, 0.5), max_bytes=max_bytes)
+    leaves = [hidden, a, b] + [weight] * (not frozen)
+    gradients = torch.autograd.grad(logp, leaves, upstream)
+    h, w, a_, b_ = doubles(hidden, weight, a, b)
+    exact = exact_log_softmax(h, w + 0.5 * b_ @ a_, ids)[1]
+    expected = torch.autograd.grad(exact, [h, a_, b_] + [w] * (not frozen), upstream.double())
+    for got, want, leaf in zip((logp, *gradients), (exact, *expected), (logp, *leaves)):
+        assert got.dtype == leaf.dtype and want.abs().max() > 1e-3
+        scale = want.abs().max()
+        torch.testing.assert_close(got.double() / scale, want / scale, **BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("max_bytes", [0, 1])
+def test_main_grad(device, dtype, max_bytes):
+    """It grows by the gradient, in float, with every backward pass; weight.grad stays as it is."""
+    hidden, weight, ids = tensors(device, dtype)
+    main = torch.ones(V, H, device=device)
+    for _ in range(2):
+        linear_log_prob(hidden, weight, ids, main_grad=main, max_bytes=max_bytes).sum().backward()
+    h, w = doubles(hidden, weight)
+    exact_log_softmax(h, w, ids)[1].sum().backward()
+    assert weight.grad is None and w.grad.abs().max() > 0.5
+    scale = w.grad.abs().max()
+    torch.testing.assert_close((main.double() - 1) / scale, 2 * w.grad / scale, **BOUNDS[dtype])
+    with pytest.raises(TypeError, match="main_grad"):
+        linear_log_prob(hidden, weight, ids, main_grad=main.half())
+
+
+def test_label_smoothing_and_z_loss(device):
+    """Both are formulas of lse and mean_logits; a class's weight and a token's are factors."""
+    hidden, weight, ids = tensors(device)
+    classes, tokens = torch.rand(V, device=device), torch.rand(N, device=device)
+    logp, lse, mean = linear_log_prob(hidden, weight, ids, outputs=("lse", "mean_logits"))
+    loss = (tokens * (classes[ids.clamp(min=0)] * -0.9 * logp + 0.1 * (lse - mean) + 1e-3 * lse**2)).sum()
+    gradients = torch.autograd.grad(loss, (hidden, weight))
+    h, w = doubles(hidden, weight)
+    z, valid = h @ w.T, ids != -100
+    smooth = torch.nn.functional.cross_entropy(z, ids.clamp(min=0), reduction="none", label_smoothing=0.1)
+    plain = torch.nn.functional.cross_entropy(z, ids.clamp(min=0), reduction="none")
+    exact = (tokens.double() * valid * (smooth - 0.9 * plain + classes.double()[ids.clamp(min=0)] * 0.9 * plain + 1e-3 * z.logsumexp(-1) ** 2)).sum()
+    for got, want in zip((loss, *gradients), (exact, *torch.autograd.grad(exact, (h, w)))):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("max_bytes", [0, 1])
+def test_largest_classes(device, max_bytes):
+    hidden, weight, ids = tensors(device)
+    logp, top, argmax, values, classes = linear_log_prob(hidden, weight, ids, softcap=5.0, outputs=("is_top1", "argmax"), top_k=3, max_bytes=max_bytes)
+    h, w = doubles(hidden, weight)
+    exact = torch.log_softmax(5 * torch.tanh(h @ w.T / 5), -1)
+    kept = ids != -100
+    want_values, want_classes = exact.topk(3, -1)
+    assert torch.equal(classes[kept], want_classes[kept]) and torch.equal(argmax[kept], exact.argmax(-1)[kept]) and torch.equal(top[kept], (argmax == ids)[kept])
+    torch.testing.assert_close(values[kept].double(), want_values[kept], rtol=1e-5, atol=1e-5)
+    for t in (logp, top, argmax, values, classes):
+        assert t[~kept].count_nonzero() == 0
+    with pytest.raises(ValueError, match="top_k"):
+        linear_log_prob(hidden, weight, ids, top_k=V + 1)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("max_bytes", [0, 1 << 17])
+def test_batch_invariance(device, dtype, max_bytes):
+    """A sequence's results have the same bits alone, and anywhere in a larger batch."""
+    hidden, weight, ids = tensors(device, dtype, 1300)
+    run = lambda rows: linear_log_prob(hidden[rows], weight, ids[rows], outputs=("entropy", "lse"), batch_invariant=True, max_bytes=max_bytes)
+    whole = run(slice(None))
+    for rows in (slice(0, 1), slice(0, 17), slice(700, 1213), slice(1299, 1300), torch.randperm(1300, generator=torch.Generator().manual_seed(1))):
+        for got, want in zip(run(rows), whole):
+            assert torch.equal(got, want[rows])
+    exact = exact_log_softmax(*doubles(hidden, weight), ids)[1]
+    torch.testing.assert_close(whole[0].double(), exact, **BOUNDS[dtype] | ({} if dtype == torch.float32 else dict(atol=0.3)))
+
+
+@pytest.mark.parametrize("softcap", [3.0, 30.0])
+def test_softcap_is_rounded_once(device, softcap):
+    """In bfloat16 the error against float64 is eager torch's, whose logits are capped in float, within a tenth."""
+    hidden, weight, ids = tensors(device, torch.bfloat16, 400)
+    loss = lambda logp: logp.sum() / 100
+    got = torch.autograd.grad(loss(linear_log_prob(hidden, weight, ids, softcap=softcap)), (hidden, weight))
+
+    def eager(h, w, capped_in):
+        z = (h @ w.T).to(capped_in)
+        return torch.autograd.grad(loss(torch.where(ids == -100, 0, torch.log_softmax(softcap * torch.tanh(z / softcap), -1).gather(1, ids.clamp(min=0)[:, None])[:, 0])), (h, w))
+
+    exact, other = eager(*doubles(hidden, weight), torch.float64), eager(hidden, weight, torch.float32)
+    for ours, theirs, want in zip(got, other, exact):
+        error, allowed = ((t.double() - want).norm() for t in (ours, theirs))
+        assert error <= 1.1 * allowed and want.norm() > 0.1
+
+
+def test_memory_budget_of_the_process(device):
+    """What does not fit is made again in backward."""
+    hidden, weight, ids = tensors(device)
+    kept = lambda: ops.linear_log_prob_forward(hidden, weight, None, ids, None, None, None, True)[-1].shape[0]
+    assert kept() == N
+    before = set_memory_budget(100)
+    try:
+        assert kept() == 0
+        small = torch.autograd.grad(linear_log_prob(hidden, weight, ids).sum(), (hidden, weight))
+    finally:
+        assert set_memory_budget(before) == 100
+    for a, b in zip(small, torch.autograd.grad(linear_log_prob(hidden, weight, ids).sum(), (hidden, weight))):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="bytes must be"):
+        set_memory_budget(-1)
+
+
+def measured_peak(run, device):
+    """The most bytes that run() has allocated at once beyond what was there before."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        kept = run()
+        return torch.cuda.max_memory_allocated() - before, kept
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        kept = run()
+    now = most = 0
+    for event in sorted((e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most, kept
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("keeps, max_bytes, trains_weight", [(True, 0, True), (True, 1 << 20, True), (True, 1 << 20, False), (False, 0, True), (False, 1 << 20, True)])
+def test_predicted_peak(device, dtype, keeps, max_bytes, trains_weight):
+    """Within 5 % of what is allocated. On a CPU the GEMMs of 16-bit types take scratch memory of the library's, which nobody can predict."""
+    dtype = torch.float32 if device == "cpu" else dtype
+    tokens, width, classes = 700, 256, 6000
+    hidden = torch.randn(tokens, width, device=device, dtype=dtype, requires_grad=True)
+    weight = torch.randn(classes, width, device=device, dtype=dtype, requires_grad=trains_weight)
+    ids = torch.randint(0, classes, (tokens,), device=device)
+
+    def run():
+        if keeps:
+            loss = linear_log_prob(hidden, weight, ids, max_bytes=max_bytes).mean()
+        else:
+            loss = liger_fused_linear_cross_entropy(hidden, weight, ids, max_bytes=max_bytes) if max_bytes else liger_fused_linear_cross_entropy(hidden, weight, ids)
+        return torch.autograd.grad(loss, [t for t in (hidden, weight) if t.requires_grad])
+
+    run()  # what is allocated once
+    peak, _ = measured_peak(run, device)
+    predicted = head_peak_bytes(tokens, width, classes, dtype, device, trains_weight=trains_weight, keeps_logits=keeps, max_bytes=max_bytes)
+    assert abs(peak - predicted) <= 0.05 * predicted, (peak, predicted)
