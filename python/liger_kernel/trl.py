@@ -26,7 +26,8 @@ class _LinearLogProb(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, ids, temperature, softcap, logit_scale, outputs, max_bytes):
         keep = any(wanted_gradients(ctx, hidden, weight, bias))
         ctx.dtype = autocast_dtype(hidden)
-        ctx.options = dict(temperature=float(temperature), softcap=float(softcap), logit_scale=float(logit_scale), ignore_index=IGNORE_INDEX, outputs=output_bits(outputs),
+        ctx.options = dict(temperature=float(temperature), softcap=float(softcap), logit_scale=float(logit_scale), ignore_index=IGNORE_INDEX,
+                           outputs=output_bits(name for name in OUTPUTS if name in outputs),  # TRL may list "log_probs" too
                            valid_count=ids.numel(), max_bytes=max_bytes)  # no id is ignored, so that the device is not asked for their number
         logp, *found, _, _, stats, logits = ops.linear_log_prob_forward(hidden, weight, bias, ids, None, None, ctx.dtype, keep, **ctx.options)
         found = dict(zip(ALL_OUTPUTS, found))

@@ -12,7 +12,7 @@ from trl.kernels import chunked_divergence, chunked_logprob
 
 import liger_kernel.trl
 from liger_kernel.ops import linear_distillation
-from liger_kernel.ops.linear_log_prob import OUTPUTS
+from liger_kernel.trl import OUTPUTS
 
 NAMES = ("_ChunkedLogProbFunction", "_use_triton", "_supports_trl_loss_kernel", "_fused_logprob_entropy", "is_triton_available")
 ALL = tuple(OUTPUTS)
@@ -29,9 +29,9 @@ def calls(monkeypatch):
             self.ops = ops
 
         def __getattr__(self, name):
-            def run(*args):
+            def run(*args, **options):
                 found.setdefault(name, []).append(args)
-                return getattr(self.ops, name)(*args)
+                return getattr(self.ops, name)(*args, **options)
 
             return run
 
