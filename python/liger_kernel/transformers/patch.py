@@ -123,7 +123,7 @@ def patch(family: str | Family, model: nn.Module | None = None, strict: bool = F
         _check_family(row, model)
     report = Report(row.name)
     try:
-        _Patcher(row, model, on, report).run()
+        _Patcher(row, model, on, report, {name for name, value in switches.items() if value}).run()
         if strict and report.skipped:
             raise RuntimeError(str(report))
     except BaseException:
@@ -182,7 +182,8 @@ def _class_called(name, homes, module):
 
 
 class _Patcher:
-    def __init__(self, row, model, on, report):
+    def __init__(self, row, model, on, report, named=frozenset()):
+        self.named = named
         self.row, self.model, self.on, self.report, self.edits = row, model, on, report, report.edits
         self.namespace = row.namespace()
         self.modules = [] if model is None else list(model.modules())
@@ -228,13 +229,13 @@ class _Patcher:
             self.report.skipped.append(entry)
 
     def _name_the_idle(self):
-        """Report the switches that found nothing, of a family that has something for them."""
+        """Report the switches that the caller turned on and that found nothing."""
         told = {entry.switch for entry in (*self.report.replaced, *self.report.skipped)}
         names = {}
         for name, swap in self.row.swaps.items():
             names.setdefault(swap.switch, name.rpartition(".")[2])
         for switch in self.row.switches:
-            if switch in self.on - told and switch in names:
+            if switch in self.on & self.named - told and switch in names:
                 self._skip(switch, names[switch], _MISSING if self.model is None else "the model has none")
 
     def _target(self, swap, original, module=None):
@@ -337,7 +338,7 @@ class _Patcher:
         for switch in sorted(_LOSSES & self.on):
             convert = self._set_loss if switch == "cross_entropy" else self._fuse
             found = False
-            for module in self.modules:
+            for module in reversed(self.modules):  # a model before the one that holds it
                 classes = _classes((self.row.module,), module)
                 name = next((name for name in classes if name in self.row.loss), None)
                 # The loss on logits is also that of a model which holds a language model and computes the loss itself.

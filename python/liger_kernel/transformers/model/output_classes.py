@@ -6,7 +6,7 @@ installed transformers has no such output.
 
 import importlib
 import inspect
-from dataclasses import fields, make_dataclass
+from dataclasses import fields, is_dataclass, make_dataclass
 from typing import Optional
 
 import torch
@@ -42,8 +42,8 @@ def extensions(forward) -> dict:
     from transformers.utils import ModelOutput
 
     named = getattr(inspect.unwrap(forward), "__globals__", {}).values()
-    classes = [cls for cls in named if isinstance(cls, type) and issubclass(cls, ModelOutput) and cls not in _made.values()]
-    return {cls: extension(cls) for cls in classes if {"loss", "logits"} <= {field.name for field in fields(cls)}}
+    classes = [cls for cls in named if isinstance(cls, type) and issubclass(cls, ModelOutput) and is_dataclass(cls)]
+    return {cls: extension(cls) for cls in classes if {"loss", "logits"} <= {field.name for field in fields(cls)} and cls not in _made.values()}
 
 
 def __getattr__(name):
