@@ -116,6 +116,27 @@ def assert_same_step(model, reference, **inputs):
     return output
 
 
+# One of each thing that a row can say: a scale, a softcap, a router's loss, a head in a model in the model, late swaps, composites, and
+# each formula of the rotary embedding.
+REPRESENTATIVES = "granite gemma3 mixtral llama4 nemotron llava gpt_oss glm4 phi3 qwen2_5_vl paligemma falcon_h1 gemma4_text".split()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--families", default=",".join(REPRESENTATIVES), help="families of test_families.py, with commas between, or 'all'")
+
+
+def pytest_generate_tests(metafunc):
+    if "case" in metafunc.fixturenames:
+        from tiny import TINY_MODELS
+
+        chosen = metafunc.config.getoption("--families")
+        named = list(TINY_MODELS) if chosen == "all" else chosen.split(",")
+        there = [name for name in named if importlib.util.find_spec(FAMILIES[name].module.rpartition(".")[0])]
+        wanted = getattr(metafunc.function, "wanted", lambda row: True)
+        cases = [(name, kind) for name in there if wanted(FAMILIES[name]) for kind in TINY_MODELS[name]]
+        metafunc.parametrize("case", cases, ids=[kind for _, kind in cases])
+
+
 @pytest.fixture(params=TINY)
 def family(request):
     """The families that every test of the engine takes; test_families.py has a model of every row."""

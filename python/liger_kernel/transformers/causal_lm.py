@@ -166,8 +166,9 @@ def fused_forward(original, spec: CausalLM, order: tuple[str, ...] = ()):
             if kwargs.get(name) is None:
                 kwargs.pop(name, None)
         skip_logits = kwargs.pop("skip_logits", None)
-        if (outer := kwargs.pop("liger_outer", None)) is not None:
-            return original(_View(self, outer.within(spec)), **kwargs)
+        if "liger_outer" in kwargs:
+            outer = kwargs.pop("liger_outer").within(spec)
+            return original(self if outer is None else _View(self, outer), **kwargs)
         labels, shift_labels = kwargs.get("labels"), kwargs.get("shift_labels") if takes_shifted else None
         if labels is None:
             labels = shift_labels
@@ -180,7 +181,7 @@ def fused_forward(original, spec: CausalLM, order: tuple[str, ...] = ()):
             return _finished(call, original(_View(self, call), **kwargs), outputs)
         if labels is not None:
             _warn_of_lost(options)
-        output = original(self if shift_labels is None else _View(self, _Shifted(self, shift_labels)), **kwargs)
+        output = original(self if shift_labels is None else _View(self, _Shifted(self, spec, shift_labels)), **kwargs)
         if type(output) in outputs:
             output = outputs[type(output)](**output)
         if wanted and skip_logits and not isinstance(output, tuple):
@@ -295,12 +296,17 @@ class _Inside:
 
 
 class _Shifted:
-    """A call with logits and shifted labels, which some forwards keep from the loss function."""
+    """A call with logits and shifted labels, which some forwards keep from the loss function, and some hand to a model inside."""
 
-    place = None
+    def __init__(self, model, spec, shift_labels):
+        place, _, rest = spec.head.partition(".")
+        self.model, self.shift_labels, self.place = model, shift_labels, place if rest and not inner_obstacle(model, spec) else None
 
-    def __init__(self, model, shift_labels):
-        self.model, self.shift_labels = model, shift_labels
+    def within(self, spec):
+        return None
+
+    def part(self, model):
+        return _InnerModel(getattr(model, self.place), self)
 
     def loss(self, *args, **kwargs):
         return self.model.loss_function(*args, **{**kwargs, "shift_labels": self.shift_labels})
