@@ -12,6 +12,7 @@ from tiny import TINY_MODELS, model_of
 from torch.nn import functional as F
 
 from liger_kernel.transformers import monkey_patch
+from liger_kernel.transformers.causal_lm import names_in
 from liger_kernel.transformers.families import FAMILIES, SWITCHES
 from liger_kernel.transformers.graft import warn_once
 from liger_kernel.transformers.swiglu import LigerFalconH1SwiGLUMLP
@@ -208,15 +209,21 @@ def test_keywords_of_the_loss(family, kind, apply, inputs):
         assert assert_same_step(model, reference, inputs, num_items_in_batch=items).logits is None
     shifted = F.pad(inputs["labels"], (0, 1), value=-100)[:, 1:].contiguous()
     shifted[1, -3:] = -100
-    expected = reference(**inputs, shift_labels=shifted).loss
+    if "loss_function" not in names_in(type(reference).forward):
+        return  # it makes a loss of its own, from labels alone
     without = {name: value for name, value in inputs.items() if name != "labels"}
+    if _routed(reference):
+        inputs["output_router_logits"] = without["output_router_logits"] = False
+    logits = reference(**inputs).logits  # labels shape the mask of some models with images
+    expected = F.cross_entropy(logits.reshape(-1, VOCABULARY), shifted.reshape(-1))
     for given in (inputs, without):
         for skip_logits in (True, False):
             output = model(**given, shift_labels=shifted, skip_logits=skip_logits)
             assert_close(output.loss, expected)
             assert (output.logits is None) == skip_logits
-    logits = reference(**without, output_router_logits=False).logits if _routed(reference) else reference(**without).logits
-    kept = model(**without, shift_labels=shifted[:, -4:], logits_to_keep=4, **({"output_router_logits": False} if _routed(model) else {}))
+    if "logits_to_keep" not in inspect.signature(type(reference).forward).parameters:
+        return
+    kept = model(**without, shift_labels=shifted[:, -4:], logits_to_keep=4)
     assert kept.logits is None
     assert_close(kept.loss, F.cross_entropy(logits[:, -4:].reshape(-1, VOCABULARY), shifted[:, -4:].reshape(-1)), 4 * TOLERANCE)
 
@@ -230,8 +237,11 @@ def test_router_loss(family, kind, apply, inputs):
     reference = model_of(family, kind)
     model = copy.deepcopy(reference)
     apply(model, **_switches(family))
-    output, expected = model(**inputs), reference(**inputs)
+    # Some models with images have it only where it is asked for.
+    output, expected = (m(**inputs, output_router_logits=True) for m in (model, reference))
     assert output.logits is None
+    if "aux_loss" not in expected:
+        return  # glm4v_moe of transformers 4 leaves it out
     assert_close(output.aux_loss, expected.aux_loss)
     assert abs(expected.loss - reference(**inputs, output_router_logits=False).loss) > 0.1
     assert_close(output.loss, expected.loss)
@@ -243,14 +253,16 @@ def test_tuples_and_hidden_states(family, kind, apply, inputs):
     model = copy.deepcopy(reference)
     apply(model, **_switches(family))
     output, expected = (m(**inputs, output_hidden_states=True, use_cache=True) for m in (model, reference))
-    assert output.logits is None and len(output.hidden_states) == len(expected.hidden_states)
+    assert output.logits is None and ("hidden_states" in output) == ("hidden_states" in expected)
     assert type(output.past_key_values) is type(expected.past_key_values)
     assert_same_outputs(output, expected)
     as_tuple, expected_tuple = (m(**inputs, return_dict=False) for m in (model, reference))
     assert isinstance(as_tuple, tuple) and len(as_tuple) == len(expected_tuple)
-    logits = 2 if "aux_loss" in expected else 1
+    logits = list(expected).index("logits")
     assert [i for i, part in enumerate(as_tuple) if part is None] == [logits] and expected_tuple[logits].shape[-1] == VOCABULARY
     assert_close(as_tuple[0], expected_tuple[0])
+    if "loss_function" not in names_in(type(reference).forward):
+        return  # it drops rows before its loss
     accurate = model(**inputs, return_token_accuracy=True, return_predicted_tokens=True)
     labels = F.pad(inputs["labels"], (0, 1), value=-100)[:, 1:].reshape(-1)
     right = expected.logits.reshape(-1, VOCABULARY).argmax(-1)
@@ -264,6 +276,10 @@ def test_generation(family, kind, apply, inputs):
     model = copy.deepcopy(reference)
     apply(model, **_switches(family))
     inputs.pop("labels")
+    if _routed(reference):
+        inputs["output_router_logits"] = False  # older versions cannot make that loss over a cache
+    if "mm_token_type_ids" not in inspect.signature(type(reference).forward).parameters:
+        inputs.pop("mm_token_type_ids", None)  # generate() of older versions takes no more than forward()
     arguments = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "use_cache": True}
     assert torch.equal(model.generate(**inputs, **arguments), reference.generate(**inputs, **arguments))
 

@@ -1,6 +1,7 @@
 """A tiny random model of every class that a row of the table of families names, and inputs for it."""
 
 import importlib
+import importlib.util
 
 import torch
 import transformers
@@ -95,16 +96,30 @@ _GRID = {"pixel_values": _noise(32, 96), "image_grid_thw": torch.tensor([[1, 4, 
 _QWEN_IMAGE = _with_image(4, types="mm_token_type_ids", **_GRID)
 
 
+def _config(name):
+    """A config class; transformers 4 does not export those of parts."""
+    if hasattr(transformers, name):
+        return getattr(transformers, name)
+    from liger_kernel.transformers.families import FAMILIES
+
+    homes = (importlib.import_module(row.module.replace("modeling_", "configuration_")) for row in FAMILIES.values() if _there(row))
+    return next(getattr(home, name) for home in homes if hasattr(home, name))
+
+
+def _there(row):
+    return importlib.util.find_spec(row.module.rpartition(".")[0])
+
+
 def _of(name, **fields):
-    return lambda: getattr(transformers, name)(**{**TEXT, **fields})
+    return lambda: _config(name)(**{**TEXT, **fields})
 
 
 def _holding(name, text, vision, **fields):
     """A config made of two: `text` and `vision` are (class name, fields)."""
 
     def make():
-        parts = [getattr(transformers, kind)(**{**base, **own}) for (kind, own), base in ((text, TEXT), (vision, {}))]
-        return getattr(transformers, name)(text_config=parts[0], vision_config=parts[1], attn_implementation="eager", **fields)
+        parts = [_config(kind)(**{**base, **own}).to_dict() for (kind, own), base in ((text, TEXT), (vision, {}))]
+        return _config(name)(text_config=parts[0], vision_config=parts[1], attn_implementation="eager", **fields)
 
     return make
 
@@ -313,11 +328,3 @@ def model_of(family, name, config=None):
                 if isinstance(getattr(module, eps, None), float):
                     setattr(module, eps, 0.03)
     return model.train()
-
-
-def models():
-    """(family, class) of every tiny model that the installed transformers has."""
-    found = []
-    for family, classes in TINY_MODELS.items():
-        found += [(family, name) for name in classes]
-    return found

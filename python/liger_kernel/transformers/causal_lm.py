@@ -168,7 +168,7 @@ def fused_forward(original, spec: CausalLM, order: tuple[str, ...] = ()):
         skip_logits = kwargs.pop("skip_logits", None)
         if "liger_outer" in kwargs:
             outer = kwargs.pop("liger_outer").within(spec)
-            return original(self if outer is None else _View(self, outer), **kwargs)
+            return original(self if outer is None else _view(self, outer), **kwargs)
         labels, shift_labels = kwargs.get("labels"), kwargs.get("shift_labels") if takes_shifted else None
         if labels is None:
             labels = shift_labels
@@ -178,12 +178,12 @@ def fused_forward(original, spec: CausalLM, order: tuple[str, ...] = ()):
         wanted = labels is not None and (self.training if skip_logits is None else skip_logits)
         if wanted and _can_fuse(self, spec):
             call = _Call(self, spec, options, kwargs)
-            return _finished(call, original(_View(self, call), **kwargs), outputs)
+            return _finished(call, original(_view(self, call), **kwargs), outputs)
         if labels is not None:
             _warn_of_lost(options)
-        output = original(self if shift_labels is None else _View(self, _Shifted(self, spec, shift_labels)), **kwargs)
+        output = original(self if shift_labels is None else _view(self, _Shifted(self, spec, shift_labels)), **kwargs)
         if type(output) in outputs:
-            output = outputs[type(output)](**output)
+            output = _made(outputs[type(output)], output)
         if wanted and skip_logits and not isinstance(output, tuple):
             output.logits = None
         return output
@@ -329,6 +329,16 @@ class _View:
 
     def __call__(self, *args, **kwargs):
         return self.__dict__["liger_model"](*args, **kwargs)
+
+
+class _EagerView(_View):
+    """A view that says it is of the model's class, which super() asks for and transformers' table of what it records; dynamo cannot trace that."""
+
+    __class__ = property(lambda self: type(self.__dict__["liger_model"]))
+
+
+def _view(model, call):
+    return (_View if torch.compiler.is_compiling() else _EagerView)(model, call)
 
 
 class _InnerModel:
@@ -496,9 +506,16 @@ def _finished(call, output, outputs):
     if isinstance(output, tuple):
         return (*[None if isinstance(part, Logits) else part for part in output], *[extra for extra in extras.values() if extra is not None])
     fields = {name: value for name, value in output.items() if name != "logits"}
-    if type(output) in outputs:
-        return outputs[type(output)](**fields, **extras)
-    return type(output)(**fields)
+    return _made(outputs[type(output)], {**fields, **extras}) if type(output) in outputs else _made(type(output), fields)
+
+
+def _made(cls, values):
+    """An output of a class, of its fields and of what a decorator of the forward has put beside them."""
+    output = cls(**{name: value for name, value in values.items() if name in cls.__dataclass_fields__})
+    for name, value in values.items():
+        if name not in cls.__dataclass_fields__:
+            output[name] = value
+    return output
 
 
 def _count_ahead(labels, shifted, ignore_index):
