@@ -12,89 +12,18 @@ import inspect
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from liger_kernel.transformers.families import CausalLM
-from liger_kernel.transformers.graft import Edits, become, kernels_cover, result_changed_by, warn_once
+from liger_kernel.transformers.graft import Edits, result_changed_by, warn_once
+from liger_kernel.transformers.head import describe, head_of, prepare_head
+from liger_kernel.transformers.logits import Logits, computed
 from liger_kernel.transformers.model import loss_utils, output_classes
-
-if torch.distributed.is_available():
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor
-else:
-    FSDPModule = DTensor = ()
-
-# Modules that hand their arguments to one inner module and its result back: FSDP1, checkpoint_wrapper, torch.compile.
-_TRANSPARENT = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 # Keywords that transformers' loss understands, those that only ours does, and which of these change its value.
 _SHARED = ("num_items_in_batch", "ignore_index", "shift_labels")
 _OURS = ("return_token_accuracy", "return_predicted_tokens", *loss_utils.OPTIONS)
 _WEIGHING = ("ce_weight", "label_smoothing", "lse_square_scale", "use_token_scaling")
-
-
-class LinearWithLoss(nn.Linear):
-    """A Linear that returns (loss, token_accuracy, predicted_tokens) of logits times `logit_scale` when it is called with `liger_loss`."""
-
-    def forward(self, input, *, liger_loss=None):
-        if liger_loss is None:
-            return super().forward(input)
-        arguments, bias = dict(liger_loss), self.bias
-        if (scale := arguments.pop("logit_scale", 1.0)) != 1.0:
-            input, bias = input * scale, None if bias is None else bias * scale
-        arguments = {"bias": bias, "hidden_size": input.shape[-1], **arguments}
-        result = loss_utils.LigerForCausalLMLoss(hidden_states=input, lm_head_weight=self.weight, **arguments)
-        loss, _, token_accuracy, predicted_tokens = loss_utils.unpack_cross_entropy_result(result)
-        return loss, token_accuracy, predicted_tokens
-
-
-def head_linears(head, fsdp: bool = False) -> list[nn.Linear] | None:
-    """The Linears that may end a call of `head`, or None if the loss cannot be computed inside them.
-
-    Args:
-        head: the language-model head.
-        fsdp: whether FSDP2 is known to gather the head's weight before the head runs.
-    """
-    if result_changed_by(head):
-        return None
-    if isinstance(head, nn.Linear):
-        return [head] if _is_plain(head, fsdp) else None
-    for name in _TRANSPARENT:
-        if isinstance(inner := getattr(head, name, None), nn.Module):
-            return head_linears(inner, fsdp)
-    if type(head).__name__ == "ModulesToSaveWrapper":
-        parts = [head_linears(part, fsdp) for part in (head.original_module, *head.modules_to_save.values())]
-        return None if None in parts else sum(parts, [])
-    return None
-
-
-def _is_plain(linear, fsdp):
-    if type(linear).forward not in (nn.Linear.forward, LinearWithLoss.forward):
-        return False
-    weight = linear.weight
-    if isinstance(weight, DTensor):
-        # More than one sharded dimension of the mesh: one of them is tensor parallelism, which FSDP2 does not gather.
-        gathered = fsdp or isinstance(linear, FSDPModule)
-        return gathered and sum(placement.is_shard() for placement in weight.placements) == 1
-    return type(weight) in (torch.Tensor, nn.Parameter) and kernels_cover(weight)
-
-
-def prepare_head(head, edits: Edits, fsdp: bool = False) -> bool:
-    """Make the Linears at the bottom of `head` able to return the loss; False if that is not possible."""
-    linears = head_linears(head, fsdp)
-    for linear in linears or ():
-        if not isinstance(linear, LinearWithLoss):
-            become(linear, LinearWithLoss, edits)
-    return linears is not None
-
-
-def head_of(model, spec: CausalLM):
-    """The head of a causal language model, which may be that of a model in it; None where there is none."""
-    head = model
-    for name in spec.head.split("."):
-        head = getattr(head, name, None)
-    return head
 
 
 def original_forward(cls):
@@ -225,15 +154,6 @@ def inner_obstacle(model, spec):
     return None
 
 
-def describe(head) -> str:
-    """What a head is, for messages."""
-    weight, hook = getattr(head, "weight", None), isinstance(head, nn.Module) and result_changed_by(head)
-    text = f"{type(head).__module__}.{type(head).__qualname__}"
-    if weight is not None:
-        text += f" with a weight of {type(weight).__name__}, {weight.dtype}"
-    return text + (f", whose result {getattr(hook, '__qualname__', type(hook).__name__)} may change" if hook else "")
-
-
 def _warn_of_lost(options):
     lost = [name for name in _WEIGHING if isinstance(options.get(name), torch.Tensor) or options.get(name)]
     if lost and not torch.compiler.is_compiling():
@@ -254,6 +174,10 @@ class _Call:
     def within(self, spec):
         """The same call, seen from the model inside the one that was called."""
         return _Inside(self, spec)
+
+    def own_loss(self):
+        """Whether the model makes its loss in a way of its own."""
+        return has_own_loss(self.model)
 
     def part(self, model):
         """What stands for the part of `model` that makes the logits."""
@@ -365,139 +289,6 @@ class _Head:
 
     def __getattr__(self, name):
         return getattr(self.__dict__["liger_head"], name)
-
-
-class Logits:
-    """A promise of `head(hidden)`, and of what has been done to it since; anything that it cannot record computes it.
-
-    Recorded are products and quotients with a number, tanh, float(), and selections of rows.
-    """
-
-    def __init__(self, head, call, hidden, steps=()):
-        self.liger_head, self.liger_call, self.liger_hidden, self.liger_steps = head, call, hidden, steps
-        self.liger_value = None
-
-    def step(self, name, number=None):
-        return Logits(self.liger_head, self.liger_call, self.liger_hidden, (*self.liger_steps, (name, number)))
-
-    def rows(self, hidden):
-        return Logits(self.liger_head, self.liger_call, hidden, self.liger_steps)
-
-    def factors(self):
-        """(scale, cap) for which these logits are cap · tanh(scale · head(hidden) / cap), or scale · head(hidden) with cap None; else None."""
-        if self.liger_value is not None:
-            return None
-        scale, cap = 1.0, None
-        for name, number in self.liger_steps:
-            if name == "tanh":
-                if cap is not None:
-                    return None
-                cap = 1.0
-            elif name != "float":
-                factor = number if name == "mul" else 1 / number
-                scale, cap = (scale * factor, None) if cap is None else (scale, cap * factor)
-        if cap is None:
-            return scale, None
-        # One rounding from 1 is what a division and a product by the same number leave.
-        whole = abs(scale * cap - 1) < 1e-12
-        return (1.0 if whole else scale * cap, cap) if cap > 0 else None
-
-    def compute(self):
-        """The logits, as the model's own forward has them."""
-        if self.liger_value is None:
-            value = self.liger_head(self.liger_hidden)
-            for name, number in self.liger_steps:
-                value = _STEPS[name](value, number)
-            self.liger_value = value
-        return self.liger_value
-
-    def float(self):
-        return self.compute().float() if self.liger_value is not None else self.step("float")
-
-    def contiguous(self):
-        return self if self.liger_value is None else self.liger_value.contiguous()
-
-    def __mul__(self, other):
-        return self.step("mul", other) if self._takes(other) else self.compute() * other
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, other):
-        return self.step("div", other) if self._takes(other) and other != 0 else self.compute() / other
-
-    def _takes(self, other):
-        return self.liger_value is None and isinstance(other, (int, float))
-
-    def __getitem__(self, index):
-        hidden = self.liger_hidden
-        if self.liger_value is None:
-            if isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.dim() < hidden.dim():
-                return self.rows(hidden[index])
-            if isinstance(index, tuple) and len(index) == 3 and index[0] is Ellipsis and index[2] == slice(None) and isinstance(index[1], slice):
-                return self.rows(hidden[index])
-        return self.compute()[index]
-
-    def __getattr__(self, name):
-        if name.startswith("liger_"):
-            raise AttributeError(name)
-        if name in ("device", "dtype") and self.liger_value is None:
-            return torch.float32 if name == "dtype" and ("float", None) in self.liger_steps else getattr(self.liger_hidden, name)
-        if name == "shape" and self.liger_value is None:
-            return torch.Size((*self.liger_hidden.shape[:-1], head_linears(self.liger_head)[0].out_features))
-        return getattr(self.compute(), name)
-
-    def view(self, *shape):
-        if self.liger_value is None and len(shape) == 2 and shape[0] == -1 and shape[1] == self.shape[-1]:
-            return self.rows(self.liger_hidden.reshape(-1, self.liger_hidden.shape[-1]))
-        return self.compute().view(*shape)
-
-    def size(self, *dim):
-        return self.shape[dim[0]] if dim else self.shape
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        first = args[0] if args else None
-        if isinstance(first, Logits) and first.liger_value is None:
-            if function is torch.tanh and not kwargs:
-                return first.step("tanh")
-            if function is nn.functional.cross_entropy and (loss := _cross_entropy(first, *args[1:], **(kwargs or {}))) is not None:
-                return loss
-        return function(*[computed(arg) for arg in args], **{name: computed(arg) for name, arg in (kwargs or {}).items()})
-
-
-def _cross_entropy(logits, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean", label_smoothing=0.0):
-    """torch's mean cross entropy of rows of logits that are not computed, or None where it is another."""
-    usual = weight is None and size_average is None and reduce is None and reduction == "mean" and not label_smoothing
-    factors = logits.factors()
-    if factors is None or not usual or logits.liger_hidden.dim() != 2 or has_own_loss(logits.liger_call.model):
-        return None
-    return logits.liger_call.reduced(logits, factors, labels=None, shift_labels=target, ignore_index=ignore_index)
-
-
-def computed(x):
-    """`x`, but the logits of a promise."""
-    return x.compute() if isinstance(x, Logits) else x
-
-
-_STEPS = {
-    "mul": lambda x, number: x * number,
-    "div": lambda x, number: x / number,
-    "tanh": lambda x, _: torch.tanh(x),
-    "float": lambda x, _: x.float(),
-}
-
-
-def _forwarding(name):
-    def method(self, *args):
-        return getattr(self.compute(), name)(*[computed(arg) for arg in args])
-
-    return method
-
-
-_OPERATORS = "add radd sub rsub neg pow rpow matmul rmatmul rtruediv floordiv mod len iter eq ne lt le gt ge setitem bool float int"
-for _name in _OPERATORS.split():
-    setattr(Logits, f"__{_name}__", _forwarding(f"__{_name}__"))
-Logits.__hash__ = object.__hash__
 
 
 def _finished(call, output, outputs):

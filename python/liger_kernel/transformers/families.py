@@ -54,7 +54,7 @@ class Family:
         name: the suffix of `apply_liger_kernel_to_<name>`.
         swaps: attribute of the modeling module, or the full name of a class elsewhere -> what replaces it.
         loss: class of the modeling module -> where its head is.
-        package: the family's package in transformers, the name itself by default; or a modeling module's full name.
+        package: the family's package in transformers, the name itself by default.
         model_types: values of `config.model_type` that mean this family; the name itself if empty.
         parameters: the parameters of the function, in order; by default the switches that swaps and loss use, and `model`.
         off: switches that are off unless asked for.
@@ -63,6 +63,7 @@ class Family:
         without: switches that have no effect -> why.
         holds: families of the language models that the model may hold: patched with it, before a model exists too.
         composite: whether the models that a model holds are patched by their own type's function.
+        modeling: the full name of the modeling module, where that is not one of transformers'.
     """
 
     name: str
@@ -77,11 +78,12 @@ class Family:
     without: dict[str, str] = field(default_factory=dict)
     holds: tuple[str, ...] = ()
     composite: bool = False
+    modeling: str = ""
 
     @property
     def module(self) -> str:
         package = self.package or self.name
-        return package if "." in package else f"transformers.models.{package}.modeling_{package}"
+        return self.modeling or f"transformers.models.{package}.modeling_{package}"
 
     @property
     def homes(self) -> tuple[str, ...]:
@@ -251,6 +253,27 @@ FAMILIES = {row.name: row for row in (
     Family("pixtral", {"PixtralRMSNorm": LLAMA, "PixtralMLP": SWIGLU, **ROPE}, parameters=("rope", "rms_norm", "swiglu", "model")),
 )}
 # fmt: on
+
+# What the columns of `table` stand for, and the switch of each.
+_COLUMNS = {"loss": "fused_linear_cross_entropy", "RMSNorm": "rms_norm", "LayerNorm": "layer_norm", "MLP": "swiglu", "rope": "rope"}
+
+
+def table() -> str:
+    """What is replaced in each family, as a table in Markdown: `on` by default, `off` unless asked for."""
+    lines = ["| family | model types | " + " | ".join(_COLUMNS) + " |", "|" + "---|" * (len(_COLUMNS) + 2)]
+    for row in FAMILIES.values():
+        made = {swap.switch for name in (row.name, *row.holds) for swap in FAMILIES[name].swaps.values()}
+        made |= {"fused_linear_cross_entropy"} if row.loss else set()
+        cells = []
+        for switch in _COLUMNS.values():
+            names = ("swiglu", "geglu", "relu_squared") if switch == "swiglu" else (switch,)
+            found = next((name for name in names if name in row.switches and name in made), None)
+            label = {"geglu": " (GeGLU)", "relu_squared": " (ReLU²)"}.get(found, "")
+            held = row.composite and not row.holds and switch in ("rms_norm", "swiglu", "rope")
+            cells.append(("on" if row.switches[found] else "off") + label if found else "as the model in it" if held else "")
+        lines.append(f"| {row.name} | {', '.join(row.model_types or (row.name,))} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
 
 MODEL_TYPES = {model_type: row for row in FAMILIES.values() for model_type in row.model_types or (row.name,)}
 

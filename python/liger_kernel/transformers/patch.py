@@ -10,18 +10,14 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from liger_kernel.transformers import numeric
 from liger_kernel.transformers.causal_lm import (
-    FSDPModule,
     FusedLoss,
-    describe,
     fused_forward,
     hands_logits_over,
     has_own_loss,
-    head_of,
     inner_obstacle,
     is_fused,
     names_in,
     original_forward,
-    prepare_head,
 )
 from liger_kernel.transformers.families import FAMILIES, MODEL_TYPES, CausalLM, Family, Swap
 from liger_kernel.transformers.graft import (
@@ -36,6 +32,7 @@ from liger_kernel.transformers.graft import (
     warn_once,
     with_globals,
 )
+from liger_kernel.transformers.head import FSDPModule, describe, head_of, prepare_head
 from liger_kernel.transformers.layer_norm import LigerLayerNorm
 from liger_kernel.transformers.model import loss_utils
 from liger_kernel.transformers.rms_norm import LigerRMSNorm

@@ -5,11 +5,53 @@ import types
 
 from liger_kernel.transformers.families import FAMILIES
 
-_FIRST = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", "use_cache", "output_attentions",
-          "output_hidden_states")
-_LAST = ("cache_position", "logits_to_keep", "skip_logits")
-_RETURN_DICT_LAST = ("exaone4", "falcon_h1", "hunyuan_v1", "qwen3")
-_ROUTED = ("mixtral", "qwen3_moe", "qwen3_next", "gpt_oss")
+# The parameters of the API's forwards, after `self`: transformers' own forwards take some of them as keywords alone.
+_TOKENS = "input_ids attention_mask position_ids"
+_TEXT = "past_key_values inputs_embeds labels use_cache"
+_OUTPUTS = "output_attentions output_hidden_states"
+_KEEP = "logits_to_keep skip_logits"
+_USUAL = f"{_TOKENS} {_TEXT} {_OUTPUTS} return_dict cache_position {_KEEP}"
+_DICT_LAST = f"{_TOKENS} {_TEXT} {_OUTPUTS} cache_position {_KEEP} return_dict"
+_ROUTED = f"{_TOKENS} {_TEXT} {_OUTPUTS} output_router_logits cache_position {_KEEP} return_dict"
+_GRIDS = "pixel_values pixel_values_videos image_grid_thw video_grid_thw"
+_QWEN_VL = f"{_TOKENS} {_TEXT} {_OUTPUTS} return_dict {_GRIDS} rope_deltas mm_token_type_ids cache_position"
+_QWEN3_5_VL = f"{_TOKENS} past_key_values inputs_embeds labels {_GRIDS} mm_token_type_ids {_KEEP}"
+_GEMMA_VL = (
+    "input_ids pixel_values attention_mask position_ids past_key_values token_type_ids cache_position inputs_embeds labels use_cache "
+    f"{_OUTPUTS} return_dict {_KEEP}"
+)
+_LLAVA = (
+    "input_ids pixel_values attention_mask position_ids past_key_values inputs_embeds vision_feature_layer vision_feature_select_strategy labels "
+    f"use_cache {_OUTPUTS} return_dict cache_position logits_to_keep image_sizes skip_logits"
+)
+_ORDERS = {
+    **dict.fromkeys(("exaone4", "falcon_h1", "hunyuan_v1", "qwen3"), _DICT_LAST),
+    **dict.fromkeys(("qwen3_moe", "qwen3_next"), _ROUTED),
+    "gpt_oss": _ROUTED.removesuffix(" return_dict"),
+    "mixtral": _USUAL.replace("return_dict", "output_router_logits return_dict"),
+    "deepseek_v4": f"{_TOKENS} {_TEXT} output_router_logits {_KEEP}",
+    "mllama": _USUAL.replace("past_key_values", "cross_attention_states cross_attention_mask full_text_row_masked_out_mask past_key_values"),
+    "paligemma": _GEMMA_VL,
+    "gemma3.multimodal_forward": _GEMMA_VL,
+    "gemma4.multimodal_forward": (
+        "input_ids pixel_values pixel_values_videos input_features attention_mask input_features_mask position_ids image_position_ids "
+        f"video_position_ids past_key_values mm_token_type_ids inputs_embeds labels use_cache {_OUTPUTS} return_dict cache_position {_KEEP}"
+    ),
+    **dict.fromkeys(("llava", "internvl"), _LLAVA),
+    "smolvlm": (
+        f"{_TOKENS} past_key_values inputs_embeds pixel_values pixel_attention_mask image_hidden_states labels use_cache {_OUTPUTS} cache_position "
+        f"return_dict {_KEEP}"
+    ),
+    "qwen2_vl": f"{_QWEN_VL} skip_logits",
+    "qwen2_5_vl": f"{_QWEN_VL} second_per_grid_ts skip_logits",
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), f"{_QWEN_VL} second_per_grid_ts {_KEEP}"),
+    "qwen3_5": f"{_TOKENS} {_TEXT} cache_position {_KEEP}",
+    "qwen3_5.lce_forward_for_multimodal": _QWEN3_5_VL,
+    "qwen3_5_moe": _ROUTED.replace("cache_position", "mm_token_type_ids cache_position"),
+    "qwen3_5_moe.lce_forward_conditional_generation": _QWEN3_5_VL,
+    "glm4v": _USUAL.replace("cache_position", "mm_token_type_ids cache_position"),
+    "glm4v_moe": f"{_TOKENS} past_key_values inputs_embeds labels {_GRIDS} rope_deltas mm_token_type_ids cache_position {_KEEP} return_dict",
+}
 
 # Modules whose forwards are those of more than one class: module -> name -> (family, class).
 _NAMES = {
@@ -22,27 +64,23 @@ _NAMES = {
 _ELSEWHERE = ("gemma3_text", "gemma4_text", "hunyuan_v1_dense", "hunyuan_v1_moe")
 
 
-def _order(module):
-    """The parameters of the API's `lce_forward` of a text model, which some transformers' forward takes as keywords alone."""
-    if module in _ROUTED:
-        return (*_FIRST, "output_router_logits", *_LAST, "return_dict")
-    return (*_FIRST, *_LAST, "return_dict") if module in _RETURN_DICT_LAST else (*_FIRST, "return_dict", *_LAST)
-
-
 def _forwards_module(name, forwards):
     """The module `model.<name>`, whose forwards stand for those of the classes that `forwards` names."""
     module = types.ModuleType(f"{__name__}.{name}", f"The fused-loss forward of {name}.")
 
     def __getattr__(attribute):
+        from liger_kernel.transformers import causal_lm, head
+
+        if attribute in ("lce_maybe_trainable_lm_head", "_liger_for_causal_lm_loss") and name in ("llama", "smollm3"):
+            return getattr(head, attribute)
         if attribute not in forwards:
             raise AttributeError(f"module {module.__name__!r} has no attribute {attribute!r}")
-        from liger_kernel.transformers import causal_lm
 
         family, class_name = forwards[attribute]
         row = FAMILIES[family]
         original = causal_lm.original_forward(getattr(row.namespace(), class_name))
-        order = _order(name) if class_name.endswith("ForCausalLM") and name != "mllama" else ()
-        return causal_lm.fused_forward(original, row.loss[class_name], order)
+        order = _ORDERS.get(f"{name}.{attribute}", _ORDERS.get(name, _USUAL))
+        return causal_lm.fused_forward(original, row.loss[class_name], tuple(order.split()))
 
     module.__getattr__ = __getattr__
     return module
