@@ -323,6 +323,22 @@ def test_undo(family, kind, apply, inputs):
     assert torch.equal(_loss(again), _loss(plain)) and (not FAMILIES[family].loss or torch.equal(again.logits, plain.logits))
 
 
+def test_class_level_touches_the_familys_modules_alone(family, kind, apply):
+    """Nothing that other families' models share is assigned to; what is, is as before after undo."""
+    row = FAMILIES[family]
+    modules = [row.namespace(), *(FAMILIES[name].namespace() for name in row.holds)]
+    classes = [getattr(modules[0], name) for name in row.loss if hasattr(modules[0], name)]
+    shared = [torch, torch.nn, F, torch.nn.LayerNorm, torch.nn.Linear, transformers.activations, transformers.PreTrainedModel]
+    mine, theirs = ([dict(vars(owner)) for owner in owners] for owners in ((*modules, *classes), shared))
+    activations = list(dict.items(transformers.activations.ACT2FN))
+    report = apply(**_switches(family))
+    assert [dict(vars(owner)) for owner in shared] == theirs and list(dict.items(transformers.activations.ACT2FN)) == activations
+    if row.swaps or row.loss:
+        assert [dict(vars(owner)) for owner in (*modules, *classes)] != mine
+    report.undo()
+    assert [dict(vars(owner)) for owner in (*modules, *classes)] == mine
+
+
 def test_gradient_checkpointing(family, kind, apply, inputs):
     reference = model_of(family, kind)
     model = copy.deepcopy(reference)

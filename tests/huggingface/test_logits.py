@@ -40,6 +40,7 @@ COMPUTED = {
     "values": lambda x: x / x.abs().max(),
     "power": lambda x: x**2,
     "columns": lambda x: torch.cat((x[..., :64], 2 * x[..., 64:]), dim=-1),
+    "list": lambda x: torch.stack([x, 2 * x]).sum(0),
     "after_a_scale": lambda x: (x / 3 + 1) * 2,
     "assigned": lambda x: _assigned(x),
 }

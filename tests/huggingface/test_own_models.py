@@ -11,10 +11,10 @@ import torch
 from conftest import COMMON, assert_close, assert_same_step, batch
 from torch import nn
 
-from liger_kernel.transformers import LigerSwiGLUMLP, apply_liger_kernel_by_structure, monkey_patch
+from liger_kernel.transformers import LigerGEGLUMLPForGemma4, LigerSwiGLUMLP, apply_liger_kernel_by_structure, monkey_patch
 from liger_kernel.transformers.families import LLAMA, OLMO2, ROPE, SWIGLU, CausalLM, Family, Swap
 from liger_kernel.transformers.layer_norm import LigerLayerNorm
-from liger_kernel.transformers.rms_norm import LigerRMSNorm, LigerRMSNormForGemma2, LigerRMSNormForOlmo2
+from liger_kernel.transformers.rms_norm import LigerRMSNorm, LigerRMSNormForGemma2, LigerRMSNormForGemma4, LigerRMSNormForOlmo2
 
 FUSED = "fused_linear_cross_entropy"
 SOURCE = '''
@@ -246,3 +246,45 @@ def test_targets_of_a_swap_are_tried_in_order(write, patched):
     model = _model(module)
     patched(row, model, strict=True)
     assert isinstance(model.norm, LigerRMSNormForOlmo2)
+
+
+def test_parts_of_gemma4():
+    """The modules under the API's names, as they stand in a model and as somebody makes them."""
+    modeling = pytest.importorskip("transformers.models.gemma4.modeling_gemma4")
+    from transformers import Gemma4TextConfig
+
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    for with_scale in (True, False):
+        ours, theirs = (cls(64, eps=0.03, with_scale=with_scale) for cls in (LigerRMSNormForGemma4, modeling.Gemma4RMSNorm))
+        assert ours.state_dict().keys() == theirs.state_dict().keys() and ours.with_scale == with_scale
+        assert torch.equal(ours.bfloat16()(x), theirs.bfloat16()(x))
+    config = Gemma4TextConfig(hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_kv_shared_layers=1, use_double_wide_mlp=True,
+                              layer_types=["full_attention", "full_attention"])  # fmt: skip
+    for layer in (0, 1):
+        ours, theirs = LigerGEGLUMLPForGemma4(config, layer), modeling.Gemma4TextMLP(config, layer)
+        assert ours.up_proj.weight.shape == theirs.up_proj.weight.shape == (32 * (layer + 1), 64)
+        ours.load_state_dict(theirs.state_dict())
+        assert_close(ours(x.float()), theirs(x.float()))
+
+
+def test_a_composite_models_switches_reach_the_model_in_it(patched):
+    import inspect
+
+    from tiny import TINY_MODELS, model_of
+
+    model = model_of("llava", "LlavaForConditionalGeneration")
+    report = monkey_patch._apply_liger_kernel_to_instance(model=model, rope=False, rms_norm=False, torch_dtype="auto")
+    assert {entry.switch for entry in report.replaced} == {"swiglu", FUSED} and "llava" in TINY_MODELS
+    report.undo()
+    assert monkey_patch.switches_of(monkey_patch.apply_liger_kernel_to_llava) >= {"rope", "swiglu", FUSED}
+    with pytest.raises(TypeError, match="str"):
+        monkey_patch.apply_liger_kernel_to_llava(model="no model")
+    assert "kwargs" in inspect.signature(monkey_patch.apply_liger_kernel_to_llava).parameters
+
+
+def test_a_model_of_another_family_is_either_error():
+    from conftest import make
+
+    for error in (TypeError, ValueError):
+        with pytest.raises(error, match="use apply_liger_kernel_to_llama"):
+            monkey_patch.apply_liger_kernel_to_pixtral(model=make("llama"))

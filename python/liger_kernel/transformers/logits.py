@@ -114,7 +114,9 @@ def _cross_entropy(logits, target, weight=None, size_average=None, ignore_index=
 
 
 def computed(x):
-    """`x`, but the logits of a promise."""
+    """`x`, but the logits of a promise, also in a list or a tuple of tensors."""
+    if type(x) in (list, tuple):
+        return type(x)([computed(part) for part in x])
     return x.compute() if isinstance(x, Logits) else x
 
 

@@ -127,15 +127,20 @@ globals().update({function.__name__: function for function in _functions.values(
 MODEL_TYPE_TO_APPLY_LIGER_FN = {model_type: _functions[row.name] for model_type, row in MODEL_TYPES.items()}
 
 
+def switches_of(apply) -> set[str]:
+    """The keywords that a patching function takes, but `model`: of a composite model's, all switches that the models in it may have."""
+    parameters = inspect.signature(apply).parameters.values()
+    named = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD} - {"model"}
+    return named | set(SWITCHES) if len(named) + 1 < len(parameters) else named
+
+
 def _apply(model_type, found, kwargs):
     apply = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
     if apply is None:
         model = f"a {type(found['model']).__name__}" if found else "a model"
         warn_once(unsupported(f"{model} of type {model_type!r}"))
         return None
-    known = inspect.signature(apply).parameters
-    others = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-    kept = {name: value for name, value in kwargs.items() if name in known or others}
+    kept = {name: value for name, value in kwargs.items() if name in switches_of(apply)}
     if dropped := kwargs.keys() - kept.keys():
         logger.info("%s has no %s", model_type, ", ".join(sorted(dropped)))
     logger.info("applying Liger kernels to model type %r with %s", model_type, kept)
