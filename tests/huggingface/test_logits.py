@@ -80,6 +80,11 @@ def _pair(change, loss=_loss, bias=False):
         logits = change(self.lm_head(self.model(input_ids)[0]))
         return CausalLMOutputWithPast(loss=None if labels is None else loss(self, logits, labels, **kwargs), logits=logits)
 
+    return _with(forward, bias)
+
+
+def _with(forward, bias=False):
+
     reference = make("llama", tie_word_embeddings=False)
     if bias:
         reference.lm_head.bias = nn.Parameter(torch.randn(128))
@@ -129,6 +134,22 @@ def test_another_cross_entropy_than_the_mean(options, fused):
     model, reference = _pair(RECORDED["scale"], loss)
     _assert_same(model, reference, **batch())
     assert not fused
+
+
+@pytest.mark.parametrize("skip_logits", [True, False])
+def test_shifted_labels_that_a_forward_keeps_from_its_loss(skip_logits):
+    """As those of transformers' models with images did, up to 5.16."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        logits = self.lm_head(self.model(input_ids)[0]) / 3
+        loss = None if labels is None else self.loss_function(logits=logits, labels=labels, vocab_size=128)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    model, reference = _with(forward)
+    labels = batch()["labels"].roll(3, dims=1)
+    expected = F.cross_entropy(reference(batch()["input_ids"]).logits.view(-1, 128), labels.view(-1))
+    for others in ({}, {"labels": batch()["labels"]}):
+        assert_close(model(batch()["input_ids"], shift_labels=labels, skip_logits=skip_logits, **others).loss, expected)
 
 
 def test_accuracy_of_scaled_logits(fused):

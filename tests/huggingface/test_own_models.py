@@ -84,6 +84,9 @@ class MyModelForCausalLM(PreTrainedModel):
         self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=True)
         self.post_init()
 
+    def get_input_embeddings(self):
+        return self.embed
+
     def get_output_embeddings(self):
         return self.output
 
