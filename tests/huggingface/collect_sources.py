@@ -98,7 +98,11 @@ def _turns(*shape):
 
 INPUTS = {
     "apply_multimodal_rotary_pos_emb": _sectioned,
-    "apply_rotary_pos_emb_vision": lambda: (_random(6, 4, 32), _random(6, 4, 33)[..., :32], *(_random(6, 16 + i)[:, :16].repeat(1, 2) for i in (0, 1))),
+    "apply_rotary_pos_emb_vision": lambda: (
+        _random(6, 4, 32),
+        _random(6, 4, 33)[..., :32],
+        *(_random(6, 16 + i)[:, :16].repeat(1, 2) for i in (0, 1)),
+    ),
     "apply_rotary_emb": lambda: (_random(2, 6, 4, 32), _random(2, 6, 2, 32), _turns(2, 6, 16)),
     "vision_apply_rotary_emb": lambda: (_random(2, 6, 4, 32), _random(2, 6, 4, 34)[..., :32], _turns(6, 1, 16)),
 }
@@ -122,7 +126,9 @@ def main():
                     member = home.replace(".", "/") + ".py"
                     if member not in members:
                         continue
-                    names = {name.rpartition(".")[2]: name for name in row.swaps if "." not in name or name.startswith(home)}
+                    names = {
+                        name.rpartition(".")[2]: name for name in row.swaps if "." not in name or name.startswith(home)
+                    }
                     for short, part in parts_of(wheel.read(member).decode(), names).items():
                         swap, at = row.swaps[names[short]], f"{short} {version}"
                         targets = [target for target in swap.targets if agrees(swap, target, part)]
@@ -130,7 +136,10 @@ def main():
                             found.setdefault(target, {}).setdefault(fingerprint(part), {})[at] = None
                         if not targets:
                             unknown.setdefault(f"{row.name} {short}", []).append(version)
-    table = {target: {key: _where(places) for key, places in sorted(entries.items())} for target, entries in sorted(found.items())}
+    table = {
+        target: {key: _where(places) for key, places in sorted(entries.items())}
+        for target, entries in sorted(found.items())
+    }
     TABLE.write_text(json.dumps(table, indent=1) + "\n")
     for name, versions in unknown.items():
         print(f"nothing stands for {name} of {', '.join(versions)}")
@@ -140,7 +149,9 @@ def main():
 def _where(places):
     """For a reader: a class, how many others have the same source, and in which versions."""
     names = list(dict.fromkeys(place.split()[0] for place in places))
-    versions = sorted({place.split()[1] for place in places}, key=lambda version: [int(part) for part in version.split(".")])
+    versions = sorted(
+        {place.split()[1] for place in places}, key=lambda version: [int(part) for part in version.split(".")]
+    )
     others = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return f"{names[0]}{others}, {versions[0]} to {versions[-1]}"
 

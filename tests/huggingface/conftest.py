@@ -95,7 +95,9 @@ def assert_close(actual, expected, tolerance=TOLERANCE):
     assert actual.shape == expected.shape
     size = expected.abs() + expected.square().mean().sqrt()
     excess = ((actual - expected).abs() - tolerance * size).max().item()
-    assert excess <= 0, f"an element differs by {excess:.3g} more than {tolerance:.3g} of its size; the largest is {expected.abs().max():.3g}"
+    assert excess <= 0, (
+        f"an element differs by {excess:.3g} more than {tolerance:.3g} of its size; the largest is {expected.abs().max():.3g}"
+    )
 
 
 def assert_rounded_alike(actual, expected, part=0.01):
@@ -118,11 +120,17 @@ def assert_same_step(model, reference, **inputs):
 
 # One of each thing that a row can say: a scale, a softcap, a router's loss, a head in a model in the model, late swaps, composites, and
 # each formula of the rotary embedding.
-REPRESENTATIVES = "granite gemma3 mixtral llama4 nemotron llava gpt_oss glm4 phi3 qwen2_5_vl paligemma falcon_h1 gemma4_text".split()
+REPRESENTATIVES = (
+    "granite gemma3 mixtral llama4 nemotron llava gpt_oss glm4 phi3 qwen2_5_vl paligemma falcon_h1 gemma4_text".split()
+)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--families", default=",".join(REPRESENTATIVES), help="families of test_families.py, with commas between, or 'all'")
+    parser.addoption(
+        "--families",
+        default=",".join(REPRESENTATIVES),
+        help="families of test_families.py, with commas between, or 'all'",
+    )
 
 
 def pytest_generate_tests(metafunc):
@@ -146,8 +154,13 @@ def family(request):
 @contextlib.contextmanager
 def restored():
     """Every class and modeling module is afterwards what it was, also where a patch was not undone."""
-    modules = [modeling(name) for name in FAMILIES if importlib.util.find_spec(FAMILIES[name].module.rpartition(".")[0])]
-    owners = [*modules, *(cls for m in modules for cls in vars(m).values() if isinstance(cls, type) and cls.__module__ == m.__name__)]
+    modules = [
+        modeling(name) for name in FAMILIES if importlib.util.find_spec(FAMILIES[name].module.rpartition(".")[0])
+    ]
+    owners = [
+        *modules,
+        *(cls for m in modules for cls in vars(m).values() if isinstance(cls, type) and cls.__module__ == m.__name__),
+    ]
     kept = [(owner, dict(vars(owner))) for owner in owners]
     try:
         yield

@@ -73,7 +73,11 @@ def inputs(family, kind):
 
 
 def _loss(output):
-    return output.loss if "labels" in inspect.signature(type(output)).parameters or hasattr(output, "loss") else output.last_hidden_state.square().mean()
+    return (
+        output.loss
+        if "labels" in inspect.signature(type(output)).parameters or hasattr(output, "loss")
+        else output.last_hidden_state.square().mean()
+    )
 
 
 def _step(model, inputs, **others):
@@ -92,7 +96,9 @@ def assert_same_gradients(actual, expected):
     for name, gradient in expected.items():
         size = gradient.abs() + gradient.square().mean().sqrt()
         excess = ((actual[name] - gradient).abs() - 4 * TOLERANCE * size).max()
-        assert excess <= 2.0**-24 * largest, f"{name} differs by {excess} more than it may; it is up to {gradient.abs().max()}"
+        assert excess <= 2.0**-24 * largest, (
+            f"{name} differs by {excess} more than it may; it is up to {gradient.abs().max()}"
+        )
 
 
 def assert_same_step(model, reference, inputs, **others):
@@ -118,7 +124,11 @@ def _tensors(value):
         return [value]
     if isinstance(value, dict):
         value = value.values()
-    return [tensor for part in value for tensor in _tensors(part)] if isinstance(value, (list, tuple)) or hasattr(value, "__iter__") else []
+    return (
+        [tensor for part in value for tensor in _tensors(part)]
+        if isinstance(value, (list, tuple)) or hasattr(value, "__iter__")
+        else []
+    )
 
 
 @pytest.mark.parametrize("level", ["class", "instance"])
@@ -133,8 +143,12 @@ def test_training(family, kind, apply, inputs, level, loss):
         model = model_of(family, kind)
         model.load_state_dict(weights)
     assert not _left(family, model)
-    if level == "instance" and any(callable(swap.load()) and not isinstance(swap.load(), type) for swap in FAMILIES[family].swaps.values()):
-        assert [entry.count for entry in report.replaced if entry.switch == "rope"] or "rope" in FAMILIES[family].without
+    if level == "instance" and any(
+        callable(swap.load()) and not isinstance(swap.load(), type) for swap in FAMILIES[family].swaps.values()
+    ):
+        assert [entry.count for entry in report.replaced if entry.switch == "rope"] or "rope" in FAMILIES[
+            family
+        ].without
 
     output = assert_same_step(model, reference, inputs)
     if FAMILIES[family].loss:
@@ -149,7 +163,11 @@ def test_training(family, kind, apply, inputs, level, loss):
 def _left(family, model):
     """The modules of a class which the row names and that is still transformers' own, but for norms without a weight."""
     names = {name.rpartition(".")[2] for name, swap in FAMILIES[family].swaps.items()}
-    return [m for m in model.modules() if type(m).__name__ in names and (getattr(m, "weight", None) is not None or "Norm" not in type(m).__name__)]
+    return [
+        m
+        for m in model.modules()
+        if type(m).__name__ in names and (getattr(m, "weight", None) is not None or "Norm" not in type(m).__name__)
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -160,10 +178,16 @@ def test_parts_round_where_the_originals_do(family, kind, apply, inputs, dtype):
     apply(model, **_switches(family, rope=False) if "rope" in FAMILIES[family].switches else _switches(family))
     inputs = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
     seen = {}
-    parts = [(name, m) for name, m in model.named_modules() if hasattr(m.forward, "liger_original") and not isinstance(m, transformers.PreTrainedModel)]
+    parts = [
+        (name, m)
+        for name, m in model.named_modules()
+        if hasattr(m.forward, "liger_original") and not isinstance(m, transformers.PreTrainedModel)
+    ]
     assert parts or family == "llava"
     for name, _ in parts:
-        reference.get_submodule(name).register_forward_hook(lambda m, x, y, name=name: seen.update({name: (x[0].clone(), y.clone())}))
+        reference.get_submodule(name).register_forward_hook(
+            lambda m, x, y, name=name: seen.update({name: (x[0].clone(), y.clone())})
+        )
     with torch.no_grad():
         reference(**inputs)
         for name, part in parts:
@@ -190,7 +214,14 @@ def test_padding(family, kind, apply, inputs, side):
     reference = model_of(family, kind)
     model = copy.deepcopy(reference)
     apply(model, **_switches(family))
-    padded = {"input_ids": 0, "labels": -100, "attention_mask": 0, "mm_token_type_ids": 0, "token_type_ids": 0, "cross_attention_mask": 0}
+    padded = {
+        "input_ids": 0,
+        "labels": -100,
+        "attention_mask": 0,
+        "mm_token_type_ids": 0,
+        "token_type_ids": 0,
+        "cross_attention_mask": 0,
+    }
     inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
     sides = (3, 0) if side == "left" else (0, 3)
     for name, value in padded.items():
@@ -225,7 +256,9 @@ def test_keywords_of_the_loss(family, kind, apply, inputs):
         return
     kept = model(**without, shift_labels=shifted[:, -4:], logits_to_keep=4)
     assert kept.logits is None
-    assert_close(kept.loss, F.cross_entropy(logits[:, -4:].reshape(-1, VOCABULARY), shifted[:, -4:].reshape(-1)), 4 * TOLERANCE)
+    assert_close(
+        kept.loss, F.cross_entropy(logits[:, -4:].reshape(-1, VOCABULARY), shifted[:, -4:].reshape(-1)), 4 * TOLERANCE
+    )
 
 
 def _routed(model):
@@ -259,7 +292,9 @@ def test_tuples_and_hidden_states(family, kind, apply, inputs):
     as_tuple, expected_tuple = (m(**inputs, return_dict=False) for m in (model, reference))
     assert isinstance(as_tuple, tuple) and len(as_tuple) == len(expected_tuple)
     logits = list(expected).index("logits")
-    assert [i for i, part in enumerate(as_tuple) if part is None] == [logits] and expected_tuple[logits].shape[-1] == VOCABULARY
+    assert [i for i, part in enumerate(as_tuple) if part is None] == [logits] and expected_tuple[logits].shape[
+        -1
+    ] == VOCABULARY
     assert_close(as_tuple[0], expected_tuple[0])
     if "loss_function" not in names_in(type(reference).forward):
         return  # it drops rows before its loss
@@ -290,7 +325,9 @@ def test_single_operators(family, kind, apply, inputs):
     for switch in off.keys() - FAMILIES[family].without.keys():
         model = copy.deepcopy(reference)
         report = apply(model, **{**off, switch: True})
-        assert {entry.switch for entry in report.replaced} <= {switch, *SWITCHES} and (FAMILIES[family].composite or len({e.switch for e in report.replaced}) <= 1)
+        assert {entry.switch for entry in report.replaced} <= {switch, *SWITCHES} and (
+            FAMILIES[family].composite or len({e.switch for e in report.replaced}) <= 1
+        )
         output = assert_same_step(model, reference, inputs)
         if FAMILIES[family].loss:
             assert (output.logits is None) == (switch == FUSED)
@@ -308,7 +345,10 @@ def test_switches_without_effect_are_named_once(family, kind, apply, caplog):
         for _ in range(2):
             report = apply(model, **{switch: True})
             assert (switch, reason) in {(entry.switch, entry.reason) for entry in report.skipped}
-        assert len([record for record in caplog.records if f"{switch}=True has no effect on {family}" in record.message]) == 1
+        assert (
+            len([record for record in caplog.records if f"{switch}=True has no effect on {family}" in record.message])
+            == 1
+        )
 
 
 def test_undo(family, kind, apply, inputs):
@@ -320,7 +360,9 @@ def test_undo(family, kind, apply, inputs):
     for module, (cls, attributes) in zip(model.modules(), before, strict=True):
         assert type(module) is cls and vars(module).keys() == attributes.keys()
     again = model(**inputs)
-    assert torch.equal(_loss(again), _loss(plain)) and (not FAMILIES[family].loss or torch.equal(again.logits, plain.logits))
+    assert torch.equal(_loss(again), _loss(plain)) and (
+        not FAMILIES[family].loss or torch.equal(again.logits, plain.logits)
+    )
 
 
 def test_class_level_touches_the_familys_modules_alone(family, kind, apply):
@@ -328,11 +370,21 @@ def test_class_level_touches_the_familys_modules_alone(family, kind, apply):
     row = FAMILIES[family]
     modules = [row.namespace(), *(FAMILIES[name].namespace() for name in row.holds)]
     classes = [getattr(modules[0], name) for name in row.loss if hasattr(modules[0], name)]
-    shared = [torch, torch.nn, F, torch.nn.LayerNorm, torch.nn.Linear, transformers.activations, transformers.PreTrainedModel]
+    shared = [
+        torch,
+        torch.nn,
+        F,
+        torch.nn.LayerNorm,
+        torch.nn.Linear,
+        transformers.activations,
+        transformers.PreTrainedModel,
+    ]
     mine, theirs = ([dict(vars(owner)) for owner in owners] for owners in ((*modules, *classes), shared))
     activations = list(dict.items(transformers.activations.ACT2FN))
     report = apply(**_switches(family))
-    assert [dict(vars(owner)) for owner in shared] == theirs and list(dict.items(transformers.activations.ACT2FN)) == activations
+    assert [dict(vars(owner)) for owner in shared] == theirs and list(
+        dict.items(transformers.activations.ACT2FN)
+    ) == activations
     if row.swaps or row.loss:
         assert [dict(vars(owner)) for owner in (*modules, *classes)] != mine
     report.undo()
@@ -350,7 +402,9 @@ def test_gradient_checkpointing(family, kind, apply, inputs):
 @with_loss
 def test_lora(family, kind, apply, inputs):
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=r"(?!.*vision).*\.(q_proj|v_proj|q_b_proj|qkv_proj|gate_proj|up_proj|down_proj|gate_up_proj)")
+    config = peft.LoraConfig(
+        target_modules=r"(?!.*vision).*\.(q_proj|v_proj|q_b_proj|qkv_proj|gate_proj|up_proj|down_proj|gate_up_proj)"
+    )
     model = peft.get_peft_model(model_of(family, kind), config)
     torch.manual_seed(1)
     with torch.no_grad():

@@ -78,7 +78,9 @@ def _own_loss(model, logits, labels, **kwargs):
 def _pair(change, loss=_loss, bias=False):
     def forward(self, input_ids=None, labels=None, **kwargs):
         logits = change(self.lm_head(self.model(input_ids)[0]))
-        return CausalLMOutputWithPast(loss=None if labels is None else loss(self, logits, labels, **kwargs), logits=logits)
+        return CausalLMOutputWithPast(
+            loss=None if labels is None else loss(self, logits, labels, **kwargs), logits=logits
+        )
 
     return _with(forward, bias)
 
@@ -126,7 +128,9 @@ def test_a_loss_of_the_forwards_own(name, fused):
     assert len(fused) == (name in RECORDED)
 
 
-@pytest.mark.parametrize("options", [{"label_smoothing": 0.1}, {"reduction": "sum"}, {"weight": torch.linspace(0.5, 2, 128)}])
+@pytest.mark.parametrize(
+    "options", [{"label_smoothing": 0.1}, {"reduction": "sum"}, {"weight": torch.linspace(0.5, 2, 128)}]
+)
 def test_another_cross_entropy_than_the_mean(options, fused):
     def loss(model, logits, labels):
         return F.cross_entropy(logits[..., :-1, :].contiguous().view(-1, 128), labels[..., 1:].reshape(-1), **options)

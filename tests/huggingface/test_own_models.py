@@ -11,13 +11,23 @@ import torch
 from conftest import COMMON, assert_close, assert_same_step, batch
 from torch import nn
 
-from liger_kernel.transformers import LigerGEGLUMLPForGemma4, LigerSwiGLUMLP, apply_liger_kernel_by_structure, monkey_patch
+from liger_kernel.transformers import (
+    LigerGEGLUMLPForGemma4,
+    LigerSwiGLUMLP,
+    apply_liger_kernel_by_structure,
+    monkey_patch,
+)
 from liger_kernel.transformers.families import LLAMA, OLMO2, ROPE, SWIGLU, CausalLM, Family, Swap
 from liger_kernel.transformers.layer_norm import LigerLayerNorm
-from liger_kernel.transformers.rms_norm import LigerRMSNorm, LigerRMSNormForGemma2, LigerRMSNormForGemma4, LigerRMSNormForOlmo2
+from liger_kernel.transformers.rms_norm import (
+    LigerRMSNorm,
+    LigerRMSNormForGemma2,
+    LigerRMSNormForGemma4,
+    LigerRMSNormForOlmo2,
+)
 
 FUSED = "fused_linear_cross_entropy"
-SOURCE = '''
+SOURCE = """
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -99,9 +109,11 @@ class MyModelForCausalLM(PreTrainedModel):
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
             EXTRA
         return CausalLMOutputWithPast(loss=loss, logits=logits)
-'''
+"""
 _ROUNDED = "self.weight * (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)"
-_IN_FLOAT = "(self.weight.float() * x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)"
+_IN_FLOAT = (
+    "(self.weight.float() * x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)"
+)
 _OFFSET = "((1 + self.weight.float()) * x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)"
 
 
@@ -112,7 +124,9 @@ def write(tmp_path, monkeypatch):
 
     def write(norm=_ROUNDED, factor="", extra="pass"):
         name = f"my_modeling_{next(count)}"
-        (tmp_path / f"{name}.py").write_text(SOURCE.replace("WEIGHTED", norm).replace("FACTOR", factor).replace("EXTRA", extra))
+        (tmp_path / f"{name}.py").write_text(
+            SOURCE.replace("WEIGHTED", norm).replace("FACTOR", factor).replace("EXTRA", extra)
+        )
         spec = importlib.util.spec_from_file_location(name, tmp_path / f"{name}.py")
         module = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, name, module)
@@ -123,7 +137,12 @@ def write(tmp_path, monkeypatch):
 
 
 def _row(module):
-    return Family("mine", {"MyNorm": LLAMA, "MyMLP": SWIGLU, **ROPE}, {"MyModelForCausalLM": CausalLM("output")}, modeling=module.__name__)
+    return Family(
+        "mine",
+        {"MyNorm": LLAMA, "MyMLP": SWIGLU, **ROPE},
+        {"MyModelForCausalLM": CausalLM("output")},
+        modeling=module.__name__,
+    )
 
 
 def _model(module):
@@ -164,24 +183,34 @@ def test_a_part_that_computes_something_else_is_kept(write, patched, level):
     assert_close(model(**batch()).loss, reference(**batch()).loss)
 
 
-@pytest.mark.parametrize("norm, part", [(_ROUNDED, LigerRMSNorm), (_IN_FLOAT, LigerRMSNormForOlmo2), (_OFFSET, LigerRMSNormForGemma2)])
+@pytest.mark.parametrize(
+    "norm, part", [(_ROUNDED, LigerRMSNorm), (_IN_FLOAT, LigerRMSNormForOlmo2), (_OFFSET, LigerRMSNormForGemma2)]
+)
 def test_by_structure(write, norm, part):
     reference = _model(write(norm))
     model = copy.deepcopy(reference)
     report = apply_liger_kernel_by_structure(model)
     assert not report.skipped and [entry.count for entry in report.replaced] == [1, 1, 1]
-    assert isinstance(model.norm, part) and type(model.norm).__name__ == part.__name__ and isinstance(model.mlp, LigerSwiGLUMLP)
+    assert (
+        isinstance(model.norm, part)
+        and type(model.norm).__name__ == part.__name__
+        and isinstance(model.mlp, LigerSwiGLUMLP)
+    )
     assert assert_same_step(model, reference, **batch()).logits is None
     report.undo()
     assert [type(m) for m in model.modules()] == [type(m) for m in reference.modules()]
-    assert not apply_liger_kernel_by_structure(model, rms_norm=False, mlp=False, fused_linear_cross_entropy=False).replaced
+    assert not apply_liger_kernel_by_structure(
+        model, rms_norm=False, mlp=False, fused_linear_cross_entropy=False
+    ).replaced
 
 
 def test_by_structure_keeps_what_computes_something_else(write):
     reference = _model(write(norm=f"{_ROUNDED} + 0.1", factor=" * 1.01"))
     model = copy.deepcopy(reference)
     report = apply_liger_kernel_by_structure(model)
-    assert {entry.name for entry in report.skipped} == {"MyNorm", "MyMLP"} and [entry.switch for entry in report.replaced] == [FUSED]
+    assert {entry.name for entry in report.skipped} == {"MyNorm", "MyMLP"} and [
+        entry.switch for entry in report.replaced
+    ] == [FUSED]
     assert_same_step(model, reference, **batch())
 
 
@@ -223,7 +252,11 @@ def test_an_entry_in_the_mapping(write, monkeypatch):
     expected = model(**batch()).loss
     for block in blocks:
         exec(block.replace("my_package.modeling", name).replace("CausalLM()", 'CausalLM("output")'), names)
-    assert isinstance(model.norm, LigerRMSNorm) and isinstance(other.norm, LigerRMSNorm) and isinstance(other.mlp, LigerSwiGLUMLP)
+    assert (
+        isinstance(model.norm, LigerRMSNorm)
+        and isinstance(other.norm, LigerRMSNorm)
+        and isinstance(other.mlp, LigerSwiGLUMLP)
+    )
     assert_close(other(**batch()).loss, expected)
     third = _model(module)
     report = monkey_patch._apply_liger_kernel_to_instance(model=third, rope=False, other=1)
@@ -258,7 +291,9 @@ def test_parts_of_gemma4():
 
     x = torch.randn(3, 64, dtype=torch.bfloat16)
     for with_scale in (True, False):
-        ours, theirs = (cls(64, eps=0.03, with_scale=with_scale) for cls in (LigerRMSNormForGemma4, modeling.Gemma4RMSNorm))
+        ours, theirs = (
+            cls(64, eps=0.03, with_scale=with_scale) for cls in (LigerRMSNormForGemma4, modeling.Gemma4RMSNorm)
+        )
         assert ours.state_dict().keys() == theirs.state_dict().keys() and ours.with_scale == with_scale
         assert torch.equal(ours.bfloat16()(x), theirs.bfloat16()(x))
     config = Gemma4TextConfig(hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_kv_shared_layers=1, use_double_wide_mlp=True,

@@ -77,7 +77,9 @@ def test_both_losses_are_refused_before_anything_is_patched():
     for name, row in FAMILIES.items():
         if row.loss:
             with pytest.raises(AssertionError, match="cannot both be True"):
-                getattr(monkey_patch, f"apply_liger_kernel_to_{name}")(cross_entropy=True, fused_linear_cross_entropy=True)
+                getattr(monkey_patch, f"apply_liger_kernel_to_{name}")(
+                    cross_entropy=True, fused_linear_cross_entropy=True
+                )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -97,8 +99,12 @@ def test_what_a_row_names_is_there_and_known(name):
         assert hasattr(namespace, part) or part in row.optional, part
         if hasattr(namespace, part) and (name, part) not in UNKNOWN:
             assert any(source.is_known(target, getattr(namespace, part)) for target in swap.targets), part
-    for switch in {swap.switch for swap in row.swaps.values()} - {"swiglu" if name == "mixtral" else "rms_norm" if name == "smolvlm" else ""}:
-        assert any("." in part or hasattr(namespace, part) for part, swap in row.swaps.items() if swap.switch == switch), switch
+    for switch in {swap.switch for swap in row.swaps.values()} - {
+        "swiglu" if name == "mixtral" else "rms_norm" if name == "smolvlm" else ""
+    }:
+        assert any(
+            "." in part or hasattr(namespace, part) for part, swap in row.swaps.items() if swap.switch == switch
+        ), switch
     heads = [getattr(namespace, part) for part in row.loss if hasattr(namespace, part) or part not in row.optional]
     assert heads or not row.loss
     assert all(hands_logits_over(original_forward(cls)) for cls in heads)
@@ -107,7 +113,9 @@ def test_what_a_row_names_is_there_and_known(name):
 
 def test_the_table_in_the_docs():
     page = (ROOT / "docs" / "families.md").read_text()
-    assert table() in page, "python -c 'from liger_kernel.transformers.families import table; print(table())' prints what belongs into docs/families.md"
+    assert table() in page, (
+        "python -c 'from liger_kernel.transformers.families import table; print(table())' prints what belongs into docs/families.md"
+    )
     readme = (ROOT / "README.md").read_text()
     assert re.search(rf"\b{len(FAMILIES)} model families\b", readme) and "docs/families.md" in readme
 
@@ -138,7 +146,11 @@ def test_importable_forwards():
             module.nothing
     assert list(inspect.signature(forwards.mixtral.lce_forward).parameters)[8:14] == [
         "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "cache_position", "logits_to_keep"]  # fmt: skip
-    assert list(inspect.signature(forwards.llava.lce_forward).parameters)[1:4] == ["input_ids", "pixel_values", "attention_mask"]
+    assert list(inspect.signature(forwards.llava.lce_forward).parameters)[1:4] == [
+        "input_ids",
+        "pixel_values",
+        "attention_mask",
+    ]
 
 
 def test_the_loss_of_a_head_by_itself():
@@ -148,7 +160,12 @@ def test_the_loss_of_a_head_by_itself():
     for module in (forwards.llama, forwards.smollm3):
         loss = module.lce_maybe_trainable_lm_head(model, hidden, hidden_size=64, labels=labels, shift_labels=None)
         torch.testing.assert_close(loss, expected)
-        assert module._liger_for_causal_lm_loss(model.lm_head, hidden, 64, labels, None, return_token_accuracy=True).token_accuracy is not None
+        assert (
+            module._liger_for_causal_lm_loss(
+                model.lm_head, hidden, 64, labels, None, return_token_accuracy=True
+            ).token_accuracy
+            is not None
+        )
     with pytest.raises(TypeError, match="Embedding"):
         forwards.llama._liger_for_causal_lm_loss(model.model.embed_tokens, hidden, 64, labels, None)
 
@@ -159,7 +176,9 @@ def test_outputs_with_two_more_fields():
     assert {"Gemma3", "Llava", "PaliGemma"} <= set(found)
     for stem in found:
         cls = getattr(output_classes, f"Liger{stem}CausalLMOutputWithPast")
-        assert {"token_accuracy", "predicted_tokens", "logits"} <= cls.__dataclass_fields__.keys() and cls.__mro__[1].__name__ == cls.__name__[5:]
+        assert {"token_accuracy", "predicted_tokens", "logits"} <= cls.__dataclass_fields__.keys() and cls.__mro__[
+            1
+        ].__name__ == cls.__name__[5:]
 
 
 # What follows is of the check of sources.
@@ -191,7 +210,10 @@ def test_code_that_nobody_has_read_keeps_its_forward(patched, monkeypatch, tmp_p
         report = patched("llama", target)
         skipped = {entry.name: entry.reason for entry in report.skipped}
         assert skipped.keys() == {"LlamaRMSNorm", "apply_rotary_pos_emb"} and "source" in skipped["LlamaRMSNorm"]
-        assert namespace.LlamaRMSNorm is changed.LlamaRMSNorm and namespace.apply_rotary_pos_emb is changed.apply_rotary_pos_emb
+        assert (
+            namespace.LlamaRMSNorm is changed.LlamaRMSNorm
+            and namespace.apply_rotary_pos_emb is changed.apply_rotary_pos_emb
+        )
     torch.testing.assert_close(model(**batch()).loss, expected)
 
 
@@ -236,7 +258,16 @@ def test_a_family_that_transformers_lacks():
 def test_patching_is_fast(patched):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(**{**COMMON, "num_hidden_layers": 100, "hidden_size": 8, "intermediate_size": 8, "head_dim": 4, "num_attention_heads": 2})
+    config = LlamaConfig(
+        **{
+            **COMMON,
+            "num_hidden_layers": 100,
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "head_dim": 4,
+            "num_attention_heads": 2,
+        }
+    )
     taken = []
     for _ in range(3):  # the best of three: another process may run
         model = LlamaForCausalLM(config)

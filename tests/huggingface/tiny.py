@@ -102,7 +102,11 @@ def _config(name):
         return getattr(transformers, name)
     from liger_kernel.transformers.families import FAMILIES
 
-    homes = (importlib.import_module(row.module.replace("modeling_", "configuration_")) for row in FAMILIES.values() if _there(row))
+    homes = (
+        importlib.import_module(row.module.replace("modeling_", "configuration_"))
+        for row in FAMILIES.values()
+        if _there(row)
+    )
     return next(getattr(home, name) for home in homes if hasattr(home, name))
 
 
@@ -125,29 +129,57 @@ def _holding(name, text, vision, **fields):
 
 
 _QWEN2_TEXT = {"rope_parameters": SECTIONS, "rope_scaling": {"type": "mrope", **SECTIONS}}
-_QWEN3_TEXT = {"rope_parameters": {**SECTIONS, "mrope_interleaved": True}, "rope_scaling": {"mrope_interleaved": True, **SECTIONS}}
+_QWEN3_TEXT = {
+    "rope_parameters": {**SECTIONS, "mrope_interleaved": True},
+    "rope_scaling": {"mrope_interleaved": True, **SECTIONS},
+}
 _QWEN3_VISION = {**_QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
-_PARTIAL_TEXT = {"rope_parameters": {**SECTIONS, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5, "mrope_interleaved": True}}
-_GLM_TEXT = {"rope_parameters": {**SECTIONS, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}, "partial_rotary_factor": 0.5,
-             "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]}}
+_PARTIAL_TEXT = {
+    "rope_parameters": {**SECTIONS, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5, "mrope_interleaved": True}
+}
+_GLM_TEXT = {
+    "rope_parameters": {**SECTIONS, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5},
+    "partial_rotary_factor": 0.5,
+    "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]},
+}
 _GLM_VISION = {**_QWEN_VISION, "hidden_act": "silu", "image_size": 16, "rms_norm_eps": 0.03}
 _GLM_MOE = {**ROUTED, **_GLM_TEXT, "n_routed_experts": 4, "moe_intermediate_size": 48, "first_k_dense_replace": 1}
 _SIGLIP = ("SiglipVisionConfig", {**_VISION, "vision_use_head": False})
-_GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": 16, "sliding_window": 4}
+_GEMMA = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_act": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 16,
+    "sliding_window": 4,
+}
 _GEMMA3 = {**_GEMMA, "layer_types": ["sliding_attention", "full_attention"], "final_logit_softcapping": 1.0}
-_GEMMA4 = {**_GEMMA3, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16, "global_head_dim": 16}
+_GEMMA4 = {
+    **_GEMMA3,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 16,
+    "global_head_dim": 16,
+}
 _GEMMA4_VISION = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
     "patch_size": 4, "pooling_kernel_size": 2, "position_embedding_size": 16, "rms_norm_eps": 0.03, "initializer_range": 0.1,
 }  # fmt: skip
-_LLAMA4 = {"num_local_experts": 2, "moe_layers": [1], "intermediate_size_mlp": 80, "pad_token_id": 0, "no_rope_layers": [1, 0],
-           "attention_chunk_size": 64}
+_LLAMA4 = {
+    "num_local_experts": 2,
+    "moe_layers": [1],
+    "intermediate_size_mlp": 80,
+    "pad_token_id": 0,
+    "no_rope_layers": [1, 0],
+    "attention_chunk_size": 64,
+}
 _MLLAMA_VISION = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_global_layers": 1, "attention_heads": 2, "vision_output_dim": 64,
     "image_size": 8, "patch_size": 4, "norm_eps": 0.03, "max_num_tiles": 1, "intermediate_layers_indices": [0],
     "supported_aspect_ratios": [[1, 1]], "initializer_range": 0.1,
 }  # fmt: skip
-_MLLAMA_TEXT = {"cross_attention_layers": [1], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_scaling": {"rope_type": "default"}}
+_MLLAMA_TEXT = {
+    "cross_attention_layers": [1],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    "rope_scaling": {"rope_type": "default"},
+}
 
 
 def _mllama(seed=0):
@@ -321,7 +353,9 @@ def model_of(family, name, config=None):
             if parameter.dim() < 2:
                 parameter.add_(torch.randn_like(parameter), alpha=0.5)
             else:
-                parameter.copy_(torch.randn_like(parameter) * 0.1)  # experts and projections that transformers leaves empty or tiny
+                parameter.copy_(
+                    torch.randn_like(parameter) * 0.1
+                )  # experts and projections that transformers leaves empty or tiny
         for module in model.modules():
             # A default of no config: of the size of the activations' variance, so that it counts.
             for eps in ("variance_epsilon", "eps"):

@@ -161,7 +161,7 @@ def _warn_of_lost(options):
 
 
 class _Call:
-    """One call of a model whose loss is wanted without logits: what the call asked for, and what the head returned beside the loss."""
+    """One call of a model without logits: what was asked for, and what the head returned beside the loss."""
 
     def __init__(self, model, spec, options, kwargs):
         self.model, self.options = model, options
@@ -220,11 +220,15 @@ class _Inside:
 
 
 class _Shifted:
-    """A call with logits and shifted labels, which some forwards keep from the loss function, and some hand to a model inside."""
+    """A call with logits and shifted labels, which some forwards keep from the loss or hand to a model inside."""
 
     def __init__(self, model, spec, shift_labels):
         place, _, rest = spec.head.partition(".")
-        self.model, self.shift_labels, self.place = model, shift_labels, place if rest and not inner_obstacle(model, spec) else None
+        self.model, self.shift_labels, self.place = (
+            model,
+            shift_labels,
+            place if rest and not inner_obstacle(model, spec) else None,
+        )
 
     def within(self, spec):
         return None
@@ -256,7 +260,10 @@ class _View:
 
 
 class _EagerView(_View):
-    """A view that says it is of the model's class, which super() asks for and transformers' table of what it records; dynamo cannot trace that."""
+    """A view that says it is of the model's class: super() asks for that, and transformers' recording of hidden states.
+
+    Dynamo cannot trace it.
+    """
 
     __class__ = property(lambda self: type(self.__dict__["liger_model"]))
 
@@ -292,12 +299,17 @@ class _Head:
 
 
 def _finished(call, output, outputs):
-    """What a call without logits returns: the model's own output, without logits and with the accuracy and the predictions."""
+    """What a call without logits returns: the model's output, with the accuracy and the predictions instead."""
     extras = {"token_accuracy": call.token_accuracy, "predicted_tokens": call.predicted_tokens}
     if isinstance(output, tuple):
-        return (*[None if isinstance(part, Logits) else part for part in output], *[extra for extra in extras.values() if extra is not None])
+        return (
+            *[None if isinstance(part, Logits) else part for part in output],
+            *[extra for extra in extras.values() if extra is not None],
+        )
     fields = {name: value for name, value in output.items() if name != "logits"}
-    return _made(outputs[type(output)], {**fields, **extras}) if type(output) in outputs else _made(type(output), fields)
+    return (
+        _made(outputs[type(output)], {**fields, **extras}) if type(output) in outputs else _made(type(output), fields)
+    )
 
 
 def _made(cls, values):
@@ -310,7 +322,7 @@ def _made(cls, values):
 
 
 def _count_ahead(labels, shifted, ignore_index):
-    """Shift the labels and start to copy the number of valid ones to the host: (shifted labels, a function that waits for it).
+    """Shift the labels and start to copy the number of valid ones to the host: (the labels, a function that waits).
 
     cuBLAS needs that number on the host; asked for here, it has arrived by the time the head runs.
     """

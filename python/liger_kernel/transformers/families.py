@@ -98,7 +98,9 @@ class Family:
             if error.name and self.module.startswith(error.name):
                 import transformers
 
-                raise ImportError(f"transformers {transformers.__version__} has no {self.name}: there is no {self.module}") from error
+                raise ImportError(
+                    f"transformers {transformers.__version__} has no {self.name}: there is no {self.module}"
+                ) from error
             raise
         package, _, name = self.module.rpartition(".")
         return getattr(importlib.import_module(package), name) if package else importlib.import_module(name)
@@ -146,7 +148,9 @@ FALCON_SWIGLU = Swap("swiglu", "swiglu.LigerFalconH1SwiGLUMLP", _SILU)
 TOP2_SWIGLU = Swap("swiglu", "swiglu.LigerBlockSparseTop2MLP", _SILU)
 GEGLU = Swap("geglu", "geglu.LigerGEGLUMLP", _TANH_GELU)
 GEMMA4_GEGLU = Swap("geglu", "geglu.LigerGEGLUMLPForGemma4", _TANH_GELU)
-RELU_SQUARED = {"transformers.activations.ReLUSquaredActivation": Swap("relu_squared", "relu_squared.LigerReLUSquared", late=True)}
+RELU_SQUARED = {
+    "transformers.activations.ReLUSquaredActivation": Swap("relu_squared", "relu_squared.LigerReLUSquared", late=True)
+}
 
 _ROPES = ("", "partial_", "half_table_", "interleaved_")
 ROPE = {"apply_rotary_pos_emb": Swap("rope", tuple(f"rope.liger_{kind}rotary_pos_emb" for kind in _ROPES))}
@@ -255,7 +259,13 @@ FAMILIES = {row.name: row for row in (
 # fmt: on
 
 # What the columns of `table` stand for, and the switch of each.
-_COLUMNS = {"loss": "fused_linear_cross_entropy", "RMSNorm": "rms_norm", "LayerNorm": "layer_norm", "MLP": "swiglu", "rope": "rope"}
+_COLUMNS = {
+    "loss": "fused_linear_cross_entropy",
+    "RMSNorm": "rms_norm",
+    "LayerNorm": "layer_norm",
+    "MLP": "swiglu",
+    "rope": "rope",
+}
 
 
 def table() -> str:
@@ -270,7 +280,9 @@ def table() -> str:
             found = next((name for name in names if name in row.switches and name in made), None)
             label = {"geglu": " (GeGLU)", "relu_squared": " (ReLU²)"}.get(found, "")
             held = row.composite and not row.holds and switch in ("rms_norm", "swiglu", "rope")
-            cells.append(("on" if row.switches[found] else "off") + label if found else "as the model in it" if held else "")
+            cells.append(
+                ("on" if row.switches[found] else "off") + label if found else "as the model in it" if held else ""
+            )
         lines.append(f"| {row.name} | {', '.join(row.model_types or (row.name,))} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

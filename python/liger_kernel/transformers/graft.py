@@ -46,7 +46,7 @@ class Edits:
         return len(self._done)
 
     def undo(self, mark: int = 0) -> None:
-        """Take every assignment back, the latest first, or those since `mark`; what somebody else has reassigned since stays."""
+        """Take every assignment (since `mark`) back, the latest first; what somebody else has reassigned since stays."""
         while len(self._done) > mark:
             owner, name, old, value = self._done.pop()
             if _current(owner, name) is not value:
@@ -105,7 +105,9 @@ def has_replaced_forward(module) -> bool:
     """Whether somebody has put a forward on the instance; accelerate's hooks do, and call `_old_forward` from it."""
     own = module.__dict__
     if "_old_forward" in own:
-        return not _hands_on(own["forward"]) or getattr(own["_old_forward"], "__func__", None) is not type(module).forward
+        return (
+            not _hands_on(own["forward"]) or getattr(own["_old_forward"], "__func__", None) is not type(module).forward
+        )
     return "forward" in own
 
 
@@ -135,7 +137,7 @@ def or_original(part, original):
 
 @functools.cache
 def instead_of(part, original):
-    """The function `part` with the parameters of `original`, and `original` where there are no kernels for its arguments.
+    """The function `part` with the parameters of `original`; `original` where there are no kernels for its arguments.
 
     Of a rotary embedding that is also where its tables are not laid out as [batch, seq, columns], or [seq, columns]
     under unsqueeze_dim=0, and where q and k have other dimensions than four.
@@ -162,7 +164,7 @@ def instead_of(part, original):
 
 
 def with_globals(function, names: dict):
-    """A copy of `function`, or of what its decorators wrap, that finds `names` among its globals; None where there is no such copy."""
+    """A copy of `function`, or of what its decorators wrap, that has `names` among its globals; None if it has none."""
     inner, cells = getattr(function, "__wrapped__", None), list(function.__closure__ or ())
     if inner is None:
         # Without the module's name torch.compile takes the globals from here, not from the module.
@@ -174,8 +176,15 @@ def with_globals(function, names: dict):
                 cells[i], found = types.CellType(copy), True
         if copy is None or not found:
             return None
-    new = types.FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, tuple(cells) or None)
-    new.__kwdefaults__, new.__qualname__, new.__doc__, new.__module__ = function.__kwdefaults__, function.__qualname__, function.__doc__, function.__module__
+    new = types.FunctionType(
+        function.__code__, namespace, function.__name__, function.__defaults__, tuple(cells) or None
+    )
+    new.__kwdefaults__, new.__qualname__, new.__doc__, new.__module__ = (
+        function.__kwdefaults__,
+        function.__qualname__,
+        function.__doc__,
+        function.__module__,
+    )
     new.__annotations__ = function.__annotations__
     new.__dict__.update(function.__dict__)
     if inner is not None:

@@ -18,7 +18,10 @@ _TRANSPARENT = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod
 
 
 class LinearWithLoss(nn.Linear):
-    """A Linear that returns (loss, token_accuracy, predicted_tokens) of logits times `logit_scale` when it is called with `liger_loss`."""
+    """A Linear that returns (loss, token_accuracy, predicted_tokens) when it is called with `liger_loss`.
+
+    Of its keywords `logit_scale` multiplies the logits; the others are those of LigerForCausalLMLoss.
+    """
 
     def forward(self, input, *, liger_loss=None):
         if liger_loss is None:
@@ -90,7 +93,7 @@ def describe(head) -> str:
 
 
 def lce_maybe_trainable_lm_head(self, hidden_states, hidden_size, labels, shift_labels, **loss_kwargs):
-    """The loss of `self.lm_head` on hidden states, computed inside the call of the head; see loss_utils.LigerForCausalLMLoss.
+    """The loss of `self.lm_head` on hidden states, computed inside the call of the head; see LigerForCausalLMLoss.
 
     Args:
         self: a causal language model with an `lm_head`.
@@ -104,7 +107,7 @@ def lce_maybe_trainable_lm_head(self, hidden_states, hidden_size, labels, shift_
 
 
 def _liger_for_causal_lm_loss(lm_head, hidden_states, hidden_size, labels, shift_labels, **loss_kwargs):
-    """The loss of a head on hidden states: a loss, or a CrossEntropyOutput where the accuracy or the predictions are asked for."""
+    """The loss of a head on hidden states; a CrossEntropyOutput where the accuracy or the predictions are asked for."""
     if not prepare_head(lm_head, Edits()):
         raise TypeError(f"the loss cannot be computed inside {describe(lm_head)}")
     arguments = {"labels": labels, "shift_labels": shift_labels, "hidden_size": hidden_size, **loss_kwargs}

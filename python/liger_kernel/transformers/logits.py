@@ -23,7 +23,7 @@ class Logits:
         return Logits(self.liger_head, self.liger_call, hidden, self.liger_steps)
 
     def factors(self):
-        """(scale, cap) for which these logits are cap · tanh(scale · head(hidden) / cap), or scale · head(hidden) with cap None; else None."""
+        """(scale, cap) if these are cap · tanh(scale · head(hidden) / cap), or scale · head(hidden) for cap None."""
         if self.liger_value is not None:
             return None
         scale, cap = 1.0, None
@@ -72,7 +72,13 @@ class Logits:
         if self.liger_value is None:
             if isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.dim() < hidden.dim():
                 return self.rows(hidden[index])
-            if isinstance(index, tuple) and len(index) == 3 and index[0] is Ellipsis and index[2] == slice(None) and isinstance(index[1], slice):
+            if (
+                isinstance(index, tuple)
+                and len(index) == 3
+                and index[0] is Ellipsis
+                and index[2] == slice(None)
+                and isinstance(index[1], slice)
+            ):
                 return self.rows(hidden[index])
         return self.compute()[index]
 
@@ -80,7 +86,11 @@ class Logits:
         if name.startswith("liger_"):
             raise AttributeError(name)
         if name in ("device", "dtype") and self.liger_value is None:
-            return torch.float32 if name == "dtype" and ("float", None) in self.liger_steps else getattr(self.liger_hidden, name)
+            return (
+                torch.float32
+                if name == "dtype" and ("float", None) in self.liger_steps
+                else getattr(self.liger_hidden, name)
+            )
         if name == "shape" and self.liger_value is None:
             return torch.Size((*self.liger_hidden.shape[:-1], head_linears(self.liger_head)[0].out_features))
         return getattr(self.compute(), name)
@@ -99,12 +109,26 @@ class Logits:
         if isinstance(first, Logits) and first.liger_value is None:
             if function is torch.tanh and not kwargs:
                 return first.step("tanh")
-            if function is nn.functional.cross_entropy and (loss := _cross_entropy(first, *args[1:], **(kwargs or {}))) is not None:
+            if (
+                function is nn.functional.cross_entropy
+                and (loss := _cross_entropy(first, *args[1:], **(kwargs or {}))) is not None
+            ):
                 return loss
-        return function(*[computed(arg) for arg in args], **{name: computed(arg) for name, arg in (kwargs or {}).items()})
+        return function(
+            *[computed(arg) for arg in args], **{name: computed(arg) for name, arg in (kwargs or {}).items()}
+        )
 
 
-def _cross_entropy(logits, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean", label_smoothing=0.0):
+def _cross_entropy(
+    logits,
+    target,
+    weight=None,
+    size_average=None,
+    ignore_index=-100,
+    reduce=None,
+    reduction="mean",
+    label_smoothing=0.0,
+):
     """torch's mean cross entropy of rows of logits that are not computed, or None where it is another."""
     usual = weight is None and size_average is None and reduce is None and reduction == "mean" and not label_smoothing
     factors = logits.factors()
@@ -135,7 +159,10 @@ def _forwarding(name):
     return method
 
 
-_OPERATORS = "neg pos abs invert contains add radd sub rsub neg pow rpow matmul rmatmul rtruediv floordiv mod len iter eq ne lt le gt ge setitem bool float int"
+_OPERATORS = (
+    "neg pos abs invert add radd sub rsub pow rpow matmul rmatmul rtruediv floordiv mod "
+    "len iter contains setitem eq ne lt le gt ge bool float int"
+)
 for _name in _OPERATORS.split():
     setattr(Logits, f"__{_name}__", _forwarding(f"__{_name}__"))
 Logits.__hash__ = object.__hash__

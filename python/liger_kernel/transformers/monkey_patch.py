@@ -67,7 +67,12 @@ def _apply_function(row):
         others = {name: given.pop(name) for name in list(given) if takes_others and name not in names}
         report = patch(row, **given)
         try:
-            _patch_held(row, report, {**{name: given.get(name, default) for name, default in switches.items()}, **others}, given.get("model"))
+            _patch_held(
+                row,
+                report,
+                {**{name: given.get(name, default) for name, default in switches.items()}, **others},
+                given.get("model"),
+            )
         except BaseException:
             report.undo()
             raise
@@ -95,11 +100,13 @@ def _apply_function(row):
 
 
 def _patch_held(row, report, switches, model):
-    """Patch the models that a composite one holds, each by its own type's function; their losses are the composite's business."""
+    """Patch the models that a composite one holds, each by its own type's function, but for their losses."""
     switches = {**switches, "cross_entropy": False, "fused_linear_cross_entropy": False}
     if model is None:
         for name in row.holds:
-            report.add(_functions[name](**{key: value for key, value in switches.items() if key in FAMILIES[name].switches}))
+            report.add(
+                _functions[name](**{key: value for key, value in switches.items() if key in FAMILIES[name].switches})
+            )
         return
     if not row.composite:
         return
@@ -109,7 +116,9 @@ def _patch_held(row, report, switches, model):
         kind = getattr(part.config, "model_type", None)
         apply = MODEL_TYPE_TO_APPLY_LIGER_FN.get(kind)
         if apply is None:
-            logger.warning("no Liger kernels for the %s of type %r in a %s", type(part).__name__, kind, type(model).__name__)
+            logger.warning(
+                "no Liger kernels for the %s of type %r in a %s", type(part).__name__, kind, type(model).__name__
+            )
             continue
         known = inspect.signature(apply).parameters
         kept = {name: value for name, value in switches.items() if name in known}
@@ -128,7 +137,7 @@ MODEL_TYPE_TO_APPLY_LIGER_FN = {model_type: _functions[row.name] for model_type,
 
 
 def switches_of(apply) -> set[str]:
-    """The keywords that a patching function takes, but `model`: of a composite model's, all switches that the models in it may have."""
+    """The keywords that a patching function takes, but `model`; of a composite model's those of the models in it, too."""
     parameters = inspect.signature(apply).parameters.values()
     named = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD} - {"model"}
     return named | set(SWITCHES) if len(named) + 1 < len(parameters) else named
@@ -189,11 +198,23 @@ def _patch_rms_norm_module(module, offset=0.0, eps=1e-6, casting_mode="llama", i
 
 def _patch_layer_norm_module(module, eps=1e-6) -> None:
     """Make one LayerNorm module compute as LigerLayerNorm does; of a PEFT wrapper, both copies of the module."""
-    parts = [*module.modules_to_save.values(), module.original_module] if type(module).__name__ == "ModulesToSaveWrapper" else [module]
+    parts = (
+        [*module.modules_to_save.values(), module.original_module]
+        if type(module).__name__ == "ModulesToSaveWrapper"
+        else [module]
+    )
     for part in parts:
         shape = getattr(part, "normalized_shape", None) or part.weight.shape
-        own = next((value for name in ("variance_epsilon", "eps") if (value := getattr(part, name, None)) is not None), eps)
-        become(part, StandIn(LigerLayerNorm), Edits(), variance_epsilon=own, hidden_size=getattr(part, "hidden_size", None) or shape[0])
+        own = next(
+            (value for name in ("variance_epsilon", "eps") if (value := getattr(part, name, None)) is not None), eps
+        )
+        become(
+            part,
+            StandIn(LigerLayerNorm),
+            Edits(),
+            variance_epsilon=own,
+            hidden_size=getattr(part, "hidden_size", None) or shape[0],
+        )
 
 
 def _patch_swiglu_module(module, liger_module) -> None:

@@ -18,7 +18,7 @@ def same_values(swap, original, module=None) -> str | None:
     Args:
         swap: the replacement.
         original: a function on (q, k, cos, sin), or a module class.
-        module: a module of that class. Without one the first target is returned, for the module that is made to be tried.
+        module: a module of that class. Without one it is the first target: the module that is made will be tried.
     """
     if not isinstance(original, type):
         return next((target for target in swap.targets if _same_function(swap.load(target), original)), None)
@@ -53,7 +53,7 @@ def _same_function(part, original):
 
 
 def computes(part, module, forward, rounded: bool = True) -> bool:
-    """Whether `part.forward` computes what `forward`, a module's own, does: to float's precision and, if `rounded`, rounded alike in bfloat16."""
+    """Whether `part.forward` computes what `forward`, a module's own, does; `rounded`: and rounds alike in bfloat16."""
     from transformers.modeling_utils import PreTrainedModel
 
     from liger_kernel.transformers.patch import own_attributes
@@ -66,7 +66,11 @@ def computes(part, module, forward, rounded: bool = True) -> bool:
             twin = copy.deepcopy(module).to_empty(device="cpu").float()
             vars(twin).update(own_attributes(module, part))
             for parameter in twin.parameters():
-                parameter.copy_(torch.randn_like(parameter) / parameter.shape[-1] ** 0.5 if parameter.dim() > 1 else torch.randn_like(parameter))
+                parameter.copy_(
+                    torch.randn_like(parameter) / parameter.shape[-1] ** 0.5
+                    if parameter.dim() > 1
+                    else torch.randn_like(parameter)
+                )
             # Rows of very different sizes tell where eps is added.
             x = torch.randn(_ROWS, width) * torch.logspace(-4, 1, _ROWS)[:, None]
             if not _close(part.forward(twin, x), forward(twin, x), 2.0**-16):

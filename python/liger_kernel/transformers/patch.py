@@ -35,6 +35,7 @@ from liger_kernel.transformers.graft import (
 from liger_kernel.transformers.head import FSDPModule, describe, head_of, prepare_head
 from liger_kernel.transformers.layer_norm import LigerLayerNorm
 from liger_kernel.transformers.model import loss_utils
+from liger_kernel.transformers.report import Replacement, Report, Skip
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
 from liger_kernel.transformers.source import is_known
 
@@ -42,58 +43,6 @@ _LOSSES = {"cross_entropy", "fused_linear_cross_entropy"}
 _CLASS_LOSS = staticmethod(loss_utils.causal_lm_loss)
 _MISSING = "the installed transformers has none"
 _UNKNOWN = "its source is none of those that the replacement was compared with"
-
-
-@dataclass(frozen=True)
-class Replacement:
-    """What stands in for `name`; `count` is the number of modules, None for a class or a function."""
-
-    switch: str
-    name: str
-    by: str
-    count: int | None = None
-
-    @property
-    def where(self):
-        return self.name if self.count is None else f"{self.name} ({self.count} module{'s' * (self.count != 1)})"
-
-
-@dataclass(frozen=True)
-class Skip:
-    """What was asked for and not done, and why."""
-
-    switch: str
-    name: str
-    reason: str
-
-    where = property(lambda self: self.name)
-    by = property(lambda self: f"kept: {self.reason}")
-
-
-@dataclass
-class Report:
-    """What a patch did; `replaced` includes what an earlier patch had replaced already."""
-
-    family: str
-    replaced: list[Replacement] = field(default_factory=list)
-    skipped: list[Skip] = field(default_factory=list)
-    edits: Edits = field(default_factory=Edits, repr=False)
-
-    def undo(self) -> None:
-        """Restore everything that this patch has replaced."""
-        self.edits.undo()
-
-    def add(self, other: "Report") -> None:
-        """Take in what another patch did, which `undo` then restores too."""
-        self.replaced += other.replaced
-        self.skipped += other.skipped
-        self.edits.add(other.edits)
-
-    def __str__(self):
-        rows = [("module", "operator", "replaced by"), *((entry.where, entry.switch, entry.by) for entry in (*self.replaced, *self.skipped))]
-        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-        lines = [f"  {where:<{widths[0]}}  {switch:<{widths[1]}}  {by}" for where, switch, by in rows]
-        return "\n".join([f"liger_kernel: {self.family}", *lines])
 
 
 def patch(family: str | Family, model: nn.Module | None = None, strict: bool = False, **switches) -> Report:
@@ -175,7 +124,11 @@ def _class_called(name, homes, module):
     if "." not in name:
         return _classes(homes, module).get(name)
     cls = _foreign(name)
-    return cls if type(module) is cls or vars(type(module)).get("liger_part") and type(module).__mro__[2:3] == (cls,) else None
+    return (
+        cls
+        if type(module) is cls or vars(type(module)).get("liger_part") and type(module).__mro__[2:3] == (cls,)
+        else None
+    )
 
 
 class _Patcher:
@@ -236,7 +189,7 @@ class _Patcher:
                 self._skip(switch, names[switch], _MISSING if self.model is None else "the model has none")
 
     def _target(self, swap, original, module=None):
-        """What of a swap's targets stands for `original`, or None; by its source, or in a caller's own row by its values."""
+        """Which target stands for `original`, or None: by its source, or in a caller's own row by its values."""
         known = [target for target in swap.targets if is_known(target, original)]
         if known or self.row is FAMILIES.get(self.row.name):
             return known[0] if known else None
@@ -283,7 +236,11 @@ class _Patcher:
         done, by = 0, swap.load().__name__
         for module in self.modules:
             forward = inspect.unwrap(type(module).forward)
-            if not _classes(self.row.homes, module) or name not in names_in(forward) or name not in getattr(forward, "__globals__", ()):
+            if (
+                not _classes(self.row.homes, module)
+                or name not in names_in(forward)
+                or name not in getattr(forward, "__globals__", ())
+            ):
                 continue
             original = forward.__globals__[name]
             if hasattr(original, "liger_original"):
@@ -485,7 +442,7 @@ class StandIn:
 
 
 def own_attributes(module, part, **preset) -> dict:
-    """What the forward of a norm `part` reads and `module` lacks: its own eps, and the rest from `preset` or the part's defaults."""
+    """What the forward of a norm `part` reads and `module` lacks: its eps, and the rest from `preset` or by default."""
     if issubclass(part, LigerLayerNorm):
         return {"variance_epsilon": module.eps, "hidden_size": module.normalized_shape[0]}
     if not issubclass(part, LigerRMSNorm):
@@ -493,4 +450,7 @@ def own_attributes(module, part, **preset) -> dict:
     defaults = {name: parameter.default for name, parameter in inspect.signature(part).parameters.items()} | preset
     eps = (getattr(module, name, None) for name in ("variance_epsilon", "eps"))
     found = next((value for value in eps if value is not None), defaults["eps"])
-    return {"variance_epsilon": found, **{name: defaults.get(name) for name in ("offset", "casting_mode", "in_place", "row_mode")}}
+    return {
+        "variance_epsilon": found,
+        **{name: defaults.get(name) for name in ("offset", "casting_mode", "in_place", "row_mode")},
+    }

@@ -1,7 +1,7 @@
 """What a class or function of a modeling module computes, told by its source.
 
-A row of the table of families is written for sources that somebody has read and that a script has compared with what
-replaces them (tests/huggingface/collect_sources.py). Their fingerprints stand in known_sources.json; other code keeps its forward.
+A row of the table of families is written for sources that a script has compared with what replaces them
+(tests/huggingface/collect_sources.py). Their fingerprints stand in known_sources.json; other code keeps its forward.
 """
 
 import ast
@@ -29,7 +29,7 @@ def is_known(target: str, part) -> bool:
 
 
 def fingerprint(part) -> str | None:
-    """A hash of the source of a function, or of a module class's forward, with the functions of its class and module that it calls.
+    """A hash of the source of a function or of a class's forward, and of what it calls of its class and module.
 
     Comments, docstrings, annotations and decorators do not count. None where there is no source.
     """

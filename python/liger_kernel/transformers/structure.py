@@ -15,15 +15,19 @@ _GATED = (SWIGLU, GEGLU, PHI3_SWIGLU, TOP2_SWIGLU)
 _PROJECTIONS = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"}, {"w1", "w2", "w3"})
 
 
-def apply_liger_kernel_by_structure(model, rms_norm: bool = True, mlp: bool = True, fused_linear_cross_entropy: bool = True) -> Report:
-    """Patch a causal language model of any family, and return a Report; nothing is replaced that computes something else on random input.
+def apply_liger_kernel_by_structure(
+    model, rms_norm: bool = True, mlp: bool = True, fused_linear_cross_entropy: bool = True
+) -> Report:
+    """Patch a causal language model of any family, and return a Report.
+
+    Nothing is replaced that computes something else on random input.
 
     Args:
         model: a transformers model with a language-model head.
         rms_norm: modules with one weight vector and an eps.
         mlp: modules with the projections of a gated feed-forward block and nothing else but an activation.
-        fused_linear_cross_entropy: the loss in the head, of a model that hands the head's result to its loss function. The
-            model is run on four tokens, with and without logits, and both losses are compared.
+        fused_linear_cross_entropy: the loss in the head, of a model that hands the head's result to its loss function.
+            The model is run on four tokens, with and without logits, and both losses are compared.
 
     Raises TypeError for something that is no torch.nn.Module.
     """
@@ -36,9 +40,13 @@ def apply_liger_kernel_by_structure(model, rms_norm: bool = True, mlp: bool = Tr
         if not swaps or "liger_part" in vars(type(module)) or has_replaced_forward(module):
             continue
         name = type(module).__name__
-        target = next(((swap, found) for swap in swaps if (found := numeric.same_values(swap, type(module), module))), None)
+        target = next(
+            ((swap, found) for swap in swaps if (found := numeric.same_values(swap, type(module), module))), None
+        )
         if target is None:
-            skip = Skip(swaps[0].switch if len(swaps) == 1 else "mlp", name, "it computes something else on random input")
+            skip = Skip(
+                swaps[0].switch if len(swaps) == 1 else "mlp", name, "it computes something else on random input"
+            )
             if skip not in report.skipped:
                 report.skipped.append(skip)
             continue
@@ -57,7 +65,9 @@ def apply_liger_kernel_by_structure(model, rms_norm: bool = True, mlp: bool = Tr
 def _is_norm(module):
     parameters = dict(module.named_parameters())
     has_eps = any(isinstance(getattr(module, name, None), float) for name in ("variance_epsilon", "eps"))
-    return has_eps and list(parameters) == ["weight"] and parameters["weight"].dim() == 1 and not list(module.children())
+    return (
+        has_eps and list(parameters) == ["weight"] and parameters["weight"].dim() == 1 and not list(module.children())
+    )
 
 
 def _is_gated(module):

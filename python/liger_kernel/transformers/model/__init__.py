@@ -30,7 +30,9 @@ _ORDERS = {
     "gpt_oss": _ROUTED.removesuffix(" return_dict"),
     "mixtral": _USUAL.replace("return_dict", "output_router_logits return_dict"),
     "deepseek_v4": f"{_TOKENS} {_TEXT} output_router_logits {_KEEP}",
-    "mllama": _USUAL.replace("past_key_values", "cross_attention_states cross_attention_mask full_text_row_masked_out_mask past_key_values"),
+    "mllama": _USUAL.replace(
+        "past_key_values", "cross_attention_states cross_attention_mask full_text_row_masked_out_mask past_key_values"
+    ),
     "paligemma": _GEMMA_VL,
     "gemma3.multimodal_forward": _GEMMA_VL,
     "gemma4.multimodal_forward": (
@@ -55,8 +57,14 @@ _ORDERS = {
 
 # Modules whose forwards are those of more than one class: module -> name -> (family, class).
 _NAMES = {
-    "gemma3": {"causal_forward": ("gemma3_text", "Gemma3ForCausalLM"), "multimodal_forward": ("gemma3", "Gemma3ForConditionalGeneration")},
-    "gemma4": {"causal_forward": ("gemma4_text", "Gemma4ForCausalLM"), "multimodal_forward": ("gemma4", "Gemma4ForConditionalGeneration")},
+    "gemma3": {
+        "causal_forward": ("gemma3_text", "Gemma3ForCausalLM"),
+        "multimodal_forward": ("gemma3", "Gemma3ForConditionalGeneration"),
+    },
+    "gemma4": {
+        "causal_forward": ("gemma4_text", "Gemma4ForCausalLM"),
+        "multimodal_forward": ("gemma4", "Gemma4ForConditionalGeneration"),
+    },
     "hunyuan_v1": {"lce_forward": ("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM")},
     "qwen3_5": {"lce_forward_for_multimodal": ("qwen3_5", "Qwen3_5ForConditionalGeneration")},
     "qwen3_5_moe": {"lce_forward_conditional_generation": ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration")},
@@ -87,7 +95,11 @@ def _forwards_module(name, forwards):
 
 
 def _forwards():
-    modules = {name: {"lce_forward": (name, next(iter(row.loss)))} for name, row in FAMILIES.items() if row.loss and name not in _ELSEWHERE}
+    modules = {
+        name: {"lce_forward": (name, next(iter(row.loss)))}
+        for name, row in FAMILIES.items()
+        if row.loss and name not in _ELSEWHERE
+    }
     for name, forwards in _NAMES.items():
         shared = {} if "causal_forward" in forwards else modules.get(name, {})
         modules[name] = {**shared, **forwards}

@@ -23,7 +23,10 @@ _FAMILIES = {
 _HOMES = {
     "CausalLMOutputWithPast": "transformers.modeling_outputs",
     "MoeCausalLMOutputWithPast": "transformers.modeling_outputs",
-    **{f"{stem}CausalLMOutputWithPast": f"transformers.models.{name}.modeling_{name}" for stem, name in _FAMILIES.items()},
+    **{
+        f"{stem}CausalLMOutputWithPast": f"transformers.models.{name}.modeling_{name}"
+        for stem, name in _FAMILIES.items()
+    },
 }
 _made = {}
 
@@ -32,7 +35,9 @@ def extension(base):
     """The output class that adds the two fields to `base`; pickle finds it here by its name."""
     if base not in _made:
         name = f"Liger{base.__name__}"
-        _made[base] = make_dataclass(name, _FIELDS, bases=(base,), namespace={"__module__": __name__, "__doc__": base.__doc__})
+        _made[base] = make_dataclass(
+            name, _FIELDS, bases=(base,), namespace={"__module__": __name__, "__doc__": base.__doc__}
+        )
         globals()[name] = _made[base]
     return _made[base]
 
@@ -43,7 +48,11 @@ def extensions(forward) -> dict:
 
     named = getattr(inspect.unwrap(forward), "__globals__", {}).values()
     classes = [cls for cls in named if isinstance(cls, type) and issubclass(cls, ModelOutput) and is_dataclass(cls)]
-    return {cls: extension(cls) for cls in classes if {"loss", "logits"} <= {field.name for field in fields(cls)} and cls not in _made.values()}
+    return {
+        cls: extension(cls)
+        for cls in classes
+        if {"loss", "logits"} <= {field.name for field in fields(cls)} and cls not in _made.values()
+    }
 
 
 def __getattr__(name):
