@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from conftest import CURVE_TOLERANCE, TOLERANCE, VOCABULARY, assert_close, assert_rounded_alike
+from packaging import version
 from tiny import TINY_MODELS, model_of
 from torch.nn import functional as F
 
@@ -19,6 +20,13 @@ from liger_kernel.transformers.swiglu import LigerFalconH1SwiGLUMLP
 
 # The families whose loss has a part for the balance of the experts.
 ROUTED = ("mixtral", "qwen3_moe", "qwen3_next", "gpt_oss", "deepseek_v4", "qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe")
+# Those that torch.compile(fullgraph=True) takes unpatched; with older versions of transformers it takes fewer.
+COMPILED = (
+    "llama mistral ministral qwen2 qwen3 smollm3 granite phi3 glm4 olmo2 olmo3 exaone4 falcon_h1 hunyuan_v1_dense "
+    "hunyuan_v1_moe nemotron gemma gemma2 gemma3_text gemma3 gemma4_text gemma4 paligemma llama4 mllama smolvlm"
+).split()
+if version.parse(transformers.__version__) < version.parse("5.22"):
+    COMPILED = ["llama", "granite", "gemma2"]
 FUSED, UNFUSED = "fused_linear_cross_entropy", "cross_entropy"
 
 
@@ -397,6 +405,17 @@ def test_gradient_checkpointing(family, kind, apply, inputs):
     apply(model, **_switches(family))
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert_same_step(model, reference, inputs)
+
+
+@only(lambda row: row.name in COMPILED)
+def test_compile(family, kind, apply, inputs):
+    reference = model_of(family, kind)
+    model = copy.deepcopy(reference)
+    apply(model, **_switches(family))
+    torch._dynamo.reset()
+    output = torch.compile(model, backend="eager", fullgraph=True)(**inputs)
+    assert output.logits is None
+    assert_close(output.loss, reference(**inputs).loss)
 
 
 @with_loss
