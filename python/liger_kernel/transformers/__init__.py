@@ -13,7 +13,7 @@ from liger_kernel.transformers.families import FAMILIES, missing
 from liger_kernel.transformers.fused_add_rms_norm import LigerFusedAddRMSNorm
 from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 from liger_kernel.transformers.fused_linear_jsd import LigerFusedLinearJSD
-from liger_kernel.transformers.geglu import LigerGEGLUMLP
+from liger_kernel.transformers.geglu import LigerGEGLUMLP, LigerGEGLUMLPForGemma4  # noqa: F401
 from liger_kernel.transformers.group_norm import LigerGroupNorm
 from liger_kernel.transformers.jsd import LigerJSD
 from liger_kernel.transformers.kl_div import LigerKLDIVLoss
@@ -43,6 +43,7 @@ _LAZY = {
     "AutoLigerKernelForCausalLM": "auto_model",
     **dict.fromkeys(("_apply_liger_kernel", "_apply_liger_kernel_to_instance"), "monkey_patch"),
     **{f"apply_liger_kernel_to_{name}": "monkey_patch" for name in FAMILIES},
+    "apply_liger_kernel_by_structure": "structure",
 }
 
 
