@@ -46,7 +46,7 @@ build/transformers-%/ready: $(ready)
 
 # Each version of TRL, with what it needs, stands in an environment of its own, over the first one's packages.
 downstream: build/trl-1.16/ready build/trl-1.12/ready  ## TRL's trainers: 1.16 with liger_kernel.trl.patch(), 1.12 with use_liger_kernel
-	OMP_NUM_THREADS=2 build/trl-1.16/bin/python -m pytest -q -p no:cacheprovider tests/downstream/test_trl.py $(ARGS)
+	OMP_NUM_THREADS=2 build/trl-1.16/bin/python -m pytest -q -p no:cacheprovider tests/downstream/test_trl.py tests/downstream/test_quantised.py $(ARGS)
 	OMP_NUM_THREADS=2 build/trl-1.12/bin/python -m pytest -q -p no:cacheprovider tests/downstream/test_classes.py $(ARGS)
 
 build/trl-%/ready: requirements-trl-%.txt $(ready)
