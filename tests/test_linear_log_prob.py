@@ -150,13 +150,12 @@ def test_memory_budget_of_the_process(device):
 
 
 def measured_peak(run, device):
-    """The most bytes that a second run() allocates at once beyond what there is before the first, which makes what is made once."""
+    """The most bytes that a second run() allocates at once; the first one makes what is made once, such as a workspace of cuBLAS."""
     if device == "cuda":
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
         run()
         torch.ones((), device=device, requires_grad=True).mul(2).backward()  # autograd's thread holds the last gradients until the next
         torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         run()
         torch.cuda.synchronize()
