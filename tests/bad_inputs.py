@@ -8,7 +8,7 @@ import re
 import sys
 
 import torch
-from cases import all_cases
+from cases import all_cases, as_tuple
 from torch.utils._python_dispatch import TorchDispatchMode
 
 #: (operator without _forward or _backward, argument): sizes that need not agree with another tensor's. Rows may come in any number of dimensions.
@@ -36,10 +36,6 @@ class Recorder(TorchDispatchMode):
             copies = [a.detach().clone() if isinstance(a, torch.Tensor) else a for a in args]
             self.calls.setdefault((func, given), copies)
         return func(*args, **(kwargs or {}))
-
-
-def as_tuple(result):
-    return result if isinstance(result, tuple) else (result,)
 
 
 def valid_calls(device):

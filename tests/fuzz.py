@@ -16,7 +16,7 @@ import torch
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
-from cases import all_cases, rounded
+from cases import all_cases, as_tuple, rounded
 from loss_cases import LOSSES
 
 CASES = all_cases() | LOSSES
@@ -60,10 +60,6 @@ def laid_out(t, layout):
 
 
 LAYOUTS = ("plain", "plain", "misaligned", "transposed", "every second", "padded")
-
-
-def as_tuple(result):
-    return result if isinstance(result, tuple) else (result,)
 
 
 def gradients(out, inputs, upstream, **more):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import all_cases
+from cases import all_cases, as_tuple
 from conftest import EMULATED
 from packaging.version import Version
 
@@ -12,10 +12,6 @@ CASES = all_cases()
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 DIFFERENTIABLE = {name: case for name, case in CASES.items() if case.differentiable}
 each_gradient = pytest.mark.parametrize("case", DIFFERENTIABLE.values(), ids=DIFFERENTIABLE.keys())
-
-
-def as_tuple(result):
-    return result if isinstance(result, tuple) else (result,)
 
 
 def losses(out):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from cases import all_cases, rounded
+from cases import all_cases, as_tuple, rounded
 from conftest import EMULATED
 
 CASES = all_cases()
@@ -14,10 +14,6 @@ each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 DIFFERENTIABLE = {name: case for name, case in CASES.items() if case.differentiable}
 each_gradient = pytest.mark.parametrize("case", DIFFERENTIABLE.values(), ids=DIFFERENTIABLE.keys())
 not_emulated = pytest.mark.skipif(EMULATED, reason="says nothing about the kernels that the emulation shares")
-
-
-def as_tuple(result):
-    return result if isinstance(result, tuple) else (result,)
 
 
 def run(f, inputs, options, upstream=None, **backward):

@@ -1,11 +1,9 @@
 """Heads whose classes come in slices, against plain torch on all of them in float64."""
 
-import os
-import socket
-
 import pytest
 import torch
 from liger_kernel.ops.sliced_log_prob import quantised_linear_log_prob, vocab_parallel_linear_log_prob
+from ranks import on_ranks
 
 N, H, V, RANKS = 21, 64, 90, 2
 
@@ -31,9 +29,7 @@ def expected_of(hidden, weight, bias, ids, upstream, temperature=1.0, softcap=No
 BOUNDS = {torch.float32: dict(rtol=1e-5, atol=1e-5), torch.bfloat16: dict(rtol=0.03, atol=0.03)}
 
 
-def on_rank(rank, port, results):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=RANKS)
+def on_rank(rank):
     cuts = [0, 40, V]  # slices of different sizes
     mine = slice(cuts[rank], cuts[rank + 1])
     for dtype, bounds in BOUNDS.items():
@@ -48,17 +44,10 @@ def on_rank(rank, port, results):
             for got, want in zip((*found, *gradients), (logp, entropy, *exact)):
                 assert want.abs().max() > 0.1
                 torch.testing.assert_close(got.double() / want.abs().max(), want / want.abs().max(), **bounds)
-    results.put(rank)
-    torch.distributed.destroy_process_group()
 
 
 def test_vocabulary_over_two_ranks():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    results = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    torch.multiprocessing.spawn(on_rank, (port, results), nprocs=RANKS)
-    assert {results.get(), results.get()} == {0, 1}
+    on_ranks(on_rank, ranks=RANKS)
 
 
 class Int8(torch.Tensor):

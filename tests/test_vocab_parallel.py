@@ -1,14 +1,13 @@
 """Cross entropy of logits spread over ranks, against plain torch on all of them."""
 
 import inspect
-import os
-import socket
 
 import pytest
 import torch
 from liger_kernel import ops as liger_ops
 from liger_kernel.transformers import LigerVocabParallelCrossEntropy
 from liger_kernel.transformers.vocab_parallel_cross_entropy import validate_formula_and_mode
+from ranks import on_ranks
 
 S, B, V, RANKS = 5, 3, 24, 2
 OPTIONS = [dict()] + [dict(label_smoothing=0.2, label_smoothing_formula=f, label_smoothing_mode=m) for f in ("pytorch", "megatron") for m in ("global", "partition")]
@@ -84,9 +83,7 @@ def test_far_logits():
     torch.testing.assert_close(loss.double(), expected_of(logits, torch.tensor([[1]]), torch.ones(1, 1), label_smoothing=0.1)[0])
 
 
-def on_rank(rank, port, results):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=RANKS)
+def on_rank(rank):
     mine = slice(rank * V // RANKS, (rank + 1) * V // RANKS)
     for dtype in (torch.float32, torch.bfloat16):
         logits, target, upstream = batch(dtype)
@@ -97,17 +94,10 @@ def on_rank(rank, port, results):
             expected, gradient = expected_of(logits, target, upstream, RANKS, rank, **options)
             torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(x.grad.double(), gradient, **(dict(rtol=1e-5, atol=1e-6) if dtype == torch.float32 else dict(rtol=0.01, atol=0.01)))
-    results.put(rank)
-    torch.distributed.destroy_process_group()
 
 
 def test_two_ranks():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    results = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    torch.multiprocessing.spawn(on_rank, (port, results), nprocs=RANKS)
-    assert {results.get(), results.get()} == {0, 1}
+    on_ranks(on_rank, ranks=RANKS)
 
 
 def test_contract():

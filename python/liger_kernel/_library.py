@@ -64,3 +64,8 @@ _load()
 
 #: The operators. Every use of libliger in this package goes through here.
 ops = torch.ops.liger
+
+if torch.distributed.is_available():
+    from liger_kernel import _dtensor
+
+    _dtensor.register(ops)

@@ -55,6 +55,10 @@ class Case:
         return [t.requires_grad_() if t is not None and i in self.differentiable else t for i, t in enumerate(tensors)]
 
 
+def as_tuple(result):
+    return result if isinstance(result, tuple) else (result,)
+
+
 def rounded(inputs, dtype=torch.float64):
     """The same numbers in another dtype, with gradients of their own."""
     return [t if t is None or not t.is_floating_point() else t.detach().to(dtype).requires_grad_(t.requires_grad) for t in inputs]

@@ -27,7 +27,7 @@ class LigerModulatedRMSNormFunction:
         scale and shift (or None) hold a row of X's width for all rows of X, for each of equal runs of them, or for every one, in X's
         dtype or float. in_place is a hint: no argument is changed. Raises AssertionError for sizes that do not fit.
         """
-        X = full_tensor(X)
+        X = full_tensor(X, scale)
         _check(X, W, scale, shift)
         width = X.shape[-1]
         return ops.modulated_rms_norm(X, W, _rows(scale, width), _rows(shift, width), float(eps), float(offset), casting_code(casting_mode))

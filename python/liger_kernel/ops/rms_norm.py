@@ -23,10 +23,11 @@ class LigerRMSNormFunction:
         """y = X / rms(X) · (W + offset) over the last dimension.
 
         X [..., H]; W [H] in X's dtype or float, or None; casting_mode says where the matched model rounds. in_place and row_mode are
-        accepted as hints: no argument is ever changed. Raises AssertionError where H and W differ.
+        accepted as hints: no argument is ever changed. DTensors stay sharded; beside a plain W a DTensor is gathered, and y is plain. Raises
+        AssertionError where H and W differ.
         """
         try:
-            return ops.rms_norm(full_tensor(X), W, float(eps), float(offset), casting_code(casting_mode))
+            return ops.rms_norm(X if W is None else full_tensor(X, W), W, float(eps), float(offset), casting_code(casting_mode))
         except RuntimeError:
             check_width(X, W)  # see LigerLayerNormFunction
             raise

@@ -112,10 +112,20 @@ def get_amp_custom_fwd_bwd():
     return functools.partial(torch.amp.custom_fwd, device_type=device), functools.partial(torch.amp.custom_bwd, device_type=device)
 
 
-def full_tensor(x):
-    """A DTensor's whole value; anything else as it is."""
-    dtensor = getattr(getattr(torch.distributed, "tensor", None), "DTensor", None)
-    return x.full_tensor() if dtensor is not None and isinstance(x, dtensor) else x
+def is_dtensor(x):
+    return isinstance(x, getattr(getattr(torch.distributed, "tensor", None), "DTensor", ()))
+
+
+def full_tensor(x, *others):
+    """The whole value of a DTensor that stands beside plain tensors; anything else as it is."""
+    return x.full_tensor() if is_dtensor(x) and not any(is_dtensor(other) for other in others) else x
+
+
+def placed_as(x, like):
+    """A plain tensor, the same on every rank, as a DTensor placed like `like`, if that is one; a DTensor as it is."""
+    if not is_dtensor(like) or is_dtensor(x):
+        return x
+    return torch.distributed.tensor.distribute_tensor(x, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def __getattr__(name):

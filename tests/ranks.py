@@ -1,0 +1,27 @@
+"""Runs a function of a test on several processes of one gloo group."""
+
+import os
+import socket
+
+import torch
+
+
+def _rank(rank, port, ranks, results, function, arguments):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=ranks)
+    try:
+        results.put((rank, function(rank, *arguments)))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def on_ranks(function, *arguments, ranks=2):
+    """[function(rank, *arguments) for each rank], all with one seed; raises what a rank raises. The function is a module's, its result can be pickled."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    results = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    torch.multiprocessing.spawn(_rank, (port, ranks, results, function, arguments), nprocs=ranks)
+    return [result for _, result in sorted((results.get() for _ in range(ranks)), key=lambda pair: pair[0])]

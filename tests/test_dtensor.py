@@ -1,0 +1,134 @@
+"""The operators on DTensors, two ranks: results and gradients are those of plain torch on whole tensors, and nothing is communicated where each
+rank can work on its own rows."""
+
+import traceback
+
+import pytest
+import torch
+from cases import all_cases, as_tuple, rounded
+from liger_kernel.ops import LigerRMSNormFunction, LigerSiLUMulFunction
+from liger_kernel.ops.experimental.mm_int8int2 import matmul
+from liger_kernel.transformers.functional import liger_layer_norm
+from ranks import on_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+#: case -> [(shape, options, positions of the arguments that are sharded, along which dimensions)]. The other arguments are whole. Some sizes are odd.
+SHARDED = {
+    "rms_norm": [((4, 5, 16), {}, (0,), (0, 1))],
+    "fused_add_rms_norm": [((4, 5, 16), {}, (0, 1), (0, 1))],
+    "modulated_rms_norm": [((4, 5, 16), {}, (0, 2, 3), (0,)), ((4, 5, 16), dict(each="all"), (0,), (0, 1))],
+    "layer_norm": [((4, 5, 16), {}, (0,), (0, 1))],
+    "poly_norm": [((4, 5, 16), {}, (0,), (0, 1))],
+    "dyt": [((4, 5, 16), {}, (0,), (0, 1))],
+    "group_norm": [((5, 4, 6), dict(groups=2), (0,), (0,))],
+    "activate": [((4, 5, 16), None, (0,), (0, 1, 2))],
+    "gated": [((4, 5, 16), None, (0, 1), (0, 1, 2))],
+    "gated_packed": [((5, 14), {}, (0,), (0,))],
+    "softmax": [((4, 5, 16), {}, (0,), (0, 1))],
+    "sparsemax": [((4, 5, 16), {}, (0,), (0, 1))],
+    "fused_mlp": [((7, 6, 5), {}, (0,), (0,))],
+    "embedding": [((12, 6, 4), {}, (1,), (0,))],
+    "rope": [((2, 4, 6, 8), {}, (0, 1), (0, 1, 2))],
+    "rope_packed": [((2, 4, 6, 8), {}, (0,), (0, 1))],
+    "selective_log_softmax": [((4, 5, 16), {}, (0, 1), (0, 1))],
+    "linear_log_prob": [((7, 6, 19), dict(entropy=True), (0, 3), (0,)), ((7, 6, 19), dict(max_bytes=1), (0, 3), (0,))],
+    "cross_entropy": [((9, 13), dict(reduction=r), (0, 1), (0,)) for r in ("none", "sum")],
+    "fused_linear_cross_entropy": [((7, 6, 19), dict(reduction=r), (0, 3), (0,)) for r in ("none", "sum")],
+    "kl_div": [((9, 13), dict(reduction=r), (0, 1), (0,)) for r in ("none", "sum")],
+    "fused_experts": [((7, 6, 5), {}, (0, 3, 6), (0,))],
+}
+#: Sums of all rows that are no sum of the ranks', and rows in pieces: right, by communication.
+GATHERED = {
+    "modulated_rms_norm": [((4, 5, 16), dict(each="token"), (0, 2, 3), (0,)), ((4, 5, 16), {}, (0,), (1,))],
+    "rms_norm": [((4, 6), {}, (0,), (1,))],
+    "cross_entropy": [((9, 13), dict(reduction="mean"), (0, 1), (0,))],
+    "fused_linear_cross_entropy": [((7, 6, 19), dict(reduction="mean"), (0, 3), (0,))],
+}
+
+
+def compare(case, shape, options, positions, dim, mesh):
+    """The number of communications of a forward and backward pass on shards, whose results are compared with whole ones."""
+    options = case.options[0] if options is None else options
+    inputs = case.inputs(shape, options)
+    exact = rounded(inputs)
+    expected = as_tuple(case.reference(*exact, **options))
+    shards = [
+        t if t is None else distribute_tensor(t.detach(), mesh, [Shard(dim) if i in positions else Replicate()], src_data_rank=None).requires_grad_(t.requires_grad)
+        for i, t in enumerate(inputs)
+    ]
+    with CommDebugMode() as forward:
+        found = as_tuple(case.op(*shards, **options))
+        with torch.no_grad():
+            alone = as_tuple(case.op(*shards, **options))
+    for a, b in zip(alone, found, strict=True):
+        assert a.placements == b.placements and torch.equal(a.to_local(), b.to_local())
+    upstream = [torch.randn(o.shape, dtype=torch.float64) for o in expected]
+    torch.autograd.backward(expected, upstream)
+    split = [distribute_tensor(g.float(), mesh, [Replicate() if p.is_partial() else p for p in o.placements], src_data_rank=None) for g, o in zip(upstream, found)]
+    with CommDebugMode() as backward:
+        torch.autograd.backward(found, split)
+    pairs = list(zip(found, expected, strict=True)) + [(a.grad, b.grad) for a, b in zip(shards, exact) if b is not None and b.requires_grad]
+    for got, want in pairs:
+        assert want.abs().max() > 1e-3
+        torch.testing.assert_close(got.full_tensor().double(), want, rtol=1e-4, atol=1e-5)
+    return forward.get_total_counts() + backward.get_total_counts()
+
+
+def on_rank(rank, table):
+    mesh, cases, found = init_device_mesh("cpu", (2,)), all_cases(), {}
+    for name, variants in table.items():
+        for shape, options, positions, dims in variants:
+            for dim in dims:
+                try:
+                    found[f"{name} {options} dim {dim}"] = compare(cases[name], shape, options, positions, dim, mesh)
+                except Exception:
+                    found[f"{name} {options} dim {dim}"] = traceback.format_exc()
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return on_ranks(on_rank, SHARDED), on_ranks(on_rank, GATHERED)
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_shards_of_rows(ranks, name):
+    for found in ranks[0]:
+        of_case = {key: value for key, value in found.items() if key.split()[0] == name}
+        assert of_case and not any(of_case.values()), of_case
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_what_has_to_be_gathered(ranks, name):
+    for found in ranks[1]:
+        of_case = {key: value for key, value in found.items() if key.split()[0] == name}
+        assert all(isinstance(count, int) and count > 0 for count in of_case.values()), of_case
+
+
+def mixed(rank):
+    """DTensors beside plain tensors, an operator without a rule, a gradient that comes back in another placement."""
+    mesh = init_device_mesh("cpu", (2,))
+    x, w, b = torch.randn(4, 8), torch.randn(8), torch.randn(4, 8)
+    rows, columns = (distribute_tensor(x, mesh, [Shard(d)], src_data_rank=None) for d in (0, 1))
+    y = LigerRMSNormFunction.apply(rows, w, 1e-6)
+    torch.testing.assert_close(y, torch.nn.functional.rms_norm(x, (8,), w, 1e-6))
+    c = LigerSiLUMulFunction.apply(b, columns)
+    assert c.placements == (Shard(1),)
+    torch.testing.assert_close(c.full_tensor(), torch.nn.functional.silu(b) * x)
+    with pytest.raises(TypeError, match="weight is a plain tensor beside DTensors"):
+        liger_layer_norm(rows, w, w, 1e-6)
+    with pytest.raises((RuntimeError, NotImplementedError), match="int2_matmul"):
+        matmul(rows.to(torch.int8), distribute_tensor(torch.zeros(2, 4, dtype=torch.uint8), mesh, [Replicate()]))
+    weight = distribute_tensor(w, mesh, [Replicate()], src_data_rank=None).requires_grad_()
+    leaf, whole = rows.detach().requires_grad_(), x.double().requires_grad_()
+    LigerRMSNormFunction.apply(leaf, weight, 1e-6).redistribute(mesh, [Shard(1)]).cos().redistribute(mesh, [Replicate()]).sum().backward()
+    exact = w.double().requires_grad_()
+    torch.nn.functional.rms_norm(whole, (8,), exact, 1e-6).cos().sum().backward()
+    torch.testing.assert_close(leaf.grad.full_tensor().double(), whole.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(weight.grad.full_tensor().double(), exact.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_mixed():
+    on_ranks(mixed)
