@@ -1,0 +1,75 @@
+"""What a class or function of a modeling module computes, told by its source.
+
+A row of the table of families is written for sources that a script has compared with what replaces them
+(tests/huggingface/collect_sources.py). Their fingerprints stand in known_sources.json; other code keeps its forward.
+"""
+
+import ast
+import functools
+import hashlib
+import inspect
+import json
+import pathlib
+import textwrap
+
+_TABLE = pathlib.Path(__file__).with_name("known_sources.json")
+# What does not change a result, and what newer versions of Python add to a tree.
+_IGNORED = {"annotation", "returns", "decorator_list", "type_comment", "type_params", "kind", "ctx"}
+
+
+@functools.cache
+def known_sources() -> dict[str, dict[str, str]]:
+    """Replacement -> fingerprints of the sources it stands for, each with where it is found."""
+    return json.loads(_TABLE.read_text())
+
+
+def is_known(target: str, part) -> bool:
+    """Whether `target`, as a Swap names it, stands for the class or function `part`, by its source."""
+    return fingerprint(part) in known_sources().get(target, ())
+
+
+def fingerprint(part) -> str | None:
+    """A hash of the source of a function or of a class's forward, and of what it calls of its class and module.
+
+    Comments, docstrings, annotations and decorators do not count. None where there is no source.
+    """
+    function, owner = (part.forward, part) if isinstance(part, type) else (part, None)
+    return _fingerprint(inspect.unwrap(getattr(function, "liger_original", function)), owner)
+
+
+@functools.cache
+def _fingerprint(function, owner):
+    found, trees, waiting = [], [], [function]
+    while waiting:
+        function = waiting.pop(0)
+        if function in found:
+            continue
+        found.append(function)
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+        except (OSError, TypeError, SyntaxError):
+            return None
+        trees.append(_dump(tree))
+        for node in ast.walk(tree):
+            called = None
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+                called = getattr(owner, node.attr, None)
+            elif isinstance(node, ast.Name):
+                called = function.__globals__.get(node.id)
+            if inspect.isfunction(called) and called.__module__ == function.__module__:
+                waiting.append(inspect.unwrap(called))
+    return hashlib.sha256("\n".join(trees).encode()).hexdigest()[:16]
+
+
+def _dump(node):
+    if isinstance(node, list):
+        return "[" + ",".join(map(_dump, node)) + "]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    parts = []
+    for name, value in ast.iter_fields(node):
+        if name == "body" and isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
+            value = value[1:]
+        if name not in _IGNORED and value not in (None, []):
+            parts.append(f"{name}={_dump(value)}")
+    return f"{type(node).__name__}({','.join(parts)})"
