@@ -13,7 +13,23 @@ from torch import nn
 
 NORMS, ROTARY = ("RMSNorm", "RMSNormZeroCentered"), "rotary_pos_emb"
 WIDTH = 32
-CONFIG = types.SimpleNamespace(hidden_size=WIDTH, intermediate_size=48, mlp_bias=False, hidden_act="silu", hidden_activation="silu")
+CONFIG = types.SimpleNamespace(
+    hidden_size=WIDTH,
+    intermediate_size=48,
+    out_hidden_size=WIDTH,
+    text_hidden_size=WIDTH,
+    mlp_ratio=2,
+    mlp_bias=False,
+    use_clipped_linears=False,
+    use_bias=False,
+    moe_num_shared_experts=2,
+    num_hidden_layers=2,
+    num_kv_shared_layers=0,
+    kv_sharing_modes=["none", "none"],
+    use_double_wide_mlp=False,
+    hidden_act="silu",
+    hidden_activation="silu",
+)
 
 
 @functools.cache
@@ -75,7 +91,7 @@ def load(module, name):
 
 def make(cls, dtype=torch.float32):
     """A module of a norm's or an MLP's class, with weights far from one and an eps that counts; None where its constructor wants something else."""
-    given = {"config": CONFIG, "hidden_size": WIDTH, "dim": WIDTH, "intermediate_size": CONFIG.intermediate_size}
+    given = {"config": CONFIG, "hidden_size": WIDTH, "dim": WIDTH, "layer_idx": 0, "intermediate_size": CONFIG.intermediate_size}
     arguments = []
     for parameter in list(inspect.signature(cls.__init__).parameters.values())[1:]:
         if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
