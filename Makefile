@@ -13,7 +13,7 @@ sources := $(shell find liger python cmake -name '*.h' -o -name '*.cpp' -o -name
 
 SHELL := bash
 .SHELLFLAGS := -eo pipefail -c
-.PHONY: help train align test downstream fuzz test-install bench install clean
+.PHONY: help train align test test-hub downstream fuzz test-install bench install clean
 .DEFAULT_GOAL := help
 
 help:  ## what there is
@@ -38,6 +38,15 @@ downstream: build/trl-1.16/ready build/trl-1.12/ready  ## TRL's trainers: 1.16 w
 	OMP_NUM_THREADS=2 build/trl-1.12/bin/python -m pytest -q -p no:cacheprovider tests/downstream/test_classes.py $(ARGS)
 
 build/trl-%/ready: requirements-trl-%.txt $(ready)
+	$(python) -m venv --without-pip $(@D)
+	$(py) -c "import sysconfig; print(sysconfig.get_path('purelib'))" >$$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $< && touch $@
+
+# `kernels` fits one minor version of transformers or two: this pair.
+test-hub: build/hub/ready  ## use_kernels=True on this library's layers, with the newest transformers for which there is a fitting kernels
+	OMP_NUM_THREADS=2 build/hub/bin/python -m pytest -q -p no:cacheprovider --import-mode=importlib tests/hub tests/test_hub.py $(ARGS)
+
+build/hub/ready: requirements-hub.txt $(ready)
 	$(python) -m venv --without-pip $(@D)
 	$(py) -c "import sysconfig; print(sysconfig.get_path('purelib'))" >$$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $< && touch $@

@@ -159,6 +159,18 @@ def _replaceable_mlp(module) -> bool:
     return layers.gate_of(module) is not None and _replaceable(module)
 
 
+def _never(module) -> bool:
+    return False
+
+
+def _registered(cls, plan):
+    """The name and the layer that `kernels` gets for a class."""
+    name = f"liger_kernel.{plan.layer.__name__}"
+    if plan.spec:
+        return f"{name}.{cls.__module__}.{cls.__qualname__}", _causal_lm(cls, plan.spec)
+    return name, plan.layer
+
+
 def _unbind(module) -> None:
     own = vars(module)
     if _is_ours(own.get("forward")):
@@ -255,36 +267,38 @@ class HubKernels:
         report.replaced += [Replacement(*key, count) for key, count in counts.items()]
 
         tags, modes = Edits(), (Mode.TRAINING | Mode.TORCH_COMPILE, Mode.INFERENCE | Mode.TORCH_COMPILE)
+        own = {cls: (getattr(cls, "kernel_layer_name", None), getattr(cls, "kernel_condition", None)) for cls in plans}
+        ours = {cls for cls, plan in plans.items() if plan and plan.layer}
         try:
-            for cls, plan in plans.items():
-                if not plan or not plan.layer:
+            for cls, (name, condition) in own.items():
+                if cls in ours:
+                    name, layer = _registered(cls, plans[cls])
+                    register_kernel_mapping({name: {device: dict.fromkeys(modes, _Repository(layer)) for device in _DEVICES}})
+                    condition = plans[cls].condition or condition
+                elif ours.isdisjoint(cls.__mro__):
                     continue
-                layer, name = plan.layer, f"liger_kernel.{plan.layer.__name__}"
-                if plan.spec:
-                    layer, name = _causal_lm(cls, plan.spec), f"{name}.{cls.__module__}.{cls.__qualname__}"
-                repository = _Repository(layer)
-                register_kernel_mapping({name: {device: dict.fromkeys(modes, repository) for device in _DEVICES}})
+                elif name is None:  # a class without a tag does not inherit one of ours
+                    name, condition = "liger_kernel", _never
                 tags.set(cls, "kernel_layer_name", name)
-                if plan.condition:
-                    tags.set(cls, "kernel_condition", plan.condition)
+                tags.set(cls, "kernel_condition", condition)
             yield
         finally:
             tags.undo()
 
     def _plan(self, cls, taken):
-        tag, row = getattr(cls, "kernel_layer_name", None), _rows().get(cls.__module__)
+        tag = getattr(cls, "kernel_layer_name", None)
         if tag in taken:
             return None
         if tag == _ROTARY:
             plan = _Plan("rope", _layer_of(_tagged_function(cls)))
         elif tag in _NORMS:
             plan = _Plan("rms_norm", _layer_of(cls))
-        elif tag is not None or row is None:
+        elif tag is not None or cls.__module__ not in _modules_with_rows():
             return None
-        elif cls.__name__ in row.loss:
+        elif spec := _heads().get((cls.__module__, cls.__name__)):
             if is_fused(cls) or "loss_function" not in inspect.unwrap(cls.forward).__code__.co_names:
                 return None
-            plan = _Plan("fused_linear_cross_entropy", LigerCausalLM, _replaceable, row.loss[cls.__name__])
+            plan = _Plan("fused_linear_cross_entropy", LigerCausalLM, _replaceable, spec)
         else:
             layer = _layer_of(cls)
             if layer not in _SWITCHES:
@@ -318,5 +332,11 @@ def _owners(model):
 
 
 @functools.cache
-def _rows():
-    return {row.module: row for row in FAMILIES.values()}
+def _heads():
+    """(module, class) of the causal language models with a row -> where their head is."""
+    return {(row.module, name): spec for row in FAMILIES.values() for name, spec in row.loss.items()}
+
+
+@functools.cache
+def _modules_with_rows():
+    return frozenset(row.module for row in FAMILIES.values())
