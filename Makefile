@@ -5,7 +5,8 @@ ARGS ?=
 
 venv := $(or $(VENV),.venv)
 python := $(if $(VENV),$(venv)/bin/python,$(PYTHON))
-py := $(if $(VENV),,env PYTHONPATH=$(CURDIR)/python$(if $(PYTHONPATH),:$(PYTHONPATH)) LIGER_LIBRARY=$(CURDIR)/build/system/libliger.so) $(python)
+environment := $(if $(VENV),,env PYTHONPATH=$(CURDIR)/python$(if $(PYTHONPATH),:$(PYTHONPATH)) LIGER_LIBRARY=$(CURDIR)/build/system/libliger.so)
+py := $(environment) $(python)
 ready := $(if $(VENV),$(venv)/ready,build/system.ready)
 build := $(if $(VENV),build/wheel,build/system)
 sources := $(shell find liger python cmake -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' -o -name '*.cmake' -o -name '*.in' -o -name '*.py') \
@@ -13,7 +14,7 @@ sources := $(shell find liger python cmake -name '*.h' -o -name '*.cpp' -o -name
 
 SHELL := bash
 .SHELLFLAGS := -eo pipefail -c
-.PHONY: help train align test test-hub downstream fuzz test-install bench install clean
+.PHONY: help train align test test-families test-hub downstream fuzz test-install bench install clean
 .DEFAULT_GOAL := help
 
 help:  ## what there is
@@ -32,9 +33,20 @@ test: LIGER_CUDA_ARCHITECTURES := $(or $(LIGER_CUDA_ARCHITECTURES),90a)
 test: $(ready)  ## everything: the C++ API, every operator, the CUDA kernels (emulated without a GPU), Hugging Face, the layers
 	PYTHON=$(python) BUILD=$(build) bash tests/run.sh
 
+# Every family's models. VERSIONS="4.57.6 5.6.0" does it again with those versions of transformers, over the first environment's packages.
+VERSIONS ?=
+test-families: $(ready) $(VERSIONS:%=build/transformers-%/ready)  ## every model family, with the installed transformers and with VERSIONS="4.57.6 5.6.0 ..."
+	for python in $(python) $(VERSIONS:%=build/transformers-%/bin/python); do \
+	  $(environment) OMP_NUM_THREADS=2 $$python -m pytest -q -n 2 -p no:cacheprovider tests/huggingface/test_families.py --families all $(ARGS) || exit 1; done
+
+build/transformers-%/ready: $(ready)
+	$(python) -m venv --without-pip build/transformers-$*
+	$(py) -c "import sysconfig; print(sysconfig.get_path('purelib'))" >$$(build/transformers-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth
+	build/transformers-$*/bin/python -m pip install --quiet --disable-pip-version-check transformers==$* && touch $@
+
 # Each version of TRL, with what it needs, stands in an environment of its own, over the first one's packages.
 downstream: build/trl-1.16/ready build/trl-1.12/ready  ## TRL's trainers: 1.16 with liger_kernel.trl.patch(), 1.12 with use_liger_kernel
-	OMP_NUM_THREADS=2 build/trl-1.16/bin/python -m pytest -q -p no:cacheprovider tests/downstream/test_trl.py $(ARGS)
+	OMP_NUM_THREADS=2 build/trl-1.16/bin/python -m pytest -q -p no:cacheprovider tests/downstream/test_trl.py tests/downstream/test_quantised.py $(ARGS)
 	OMP_NUM_THREADS=2 build/trl-1.12/bin/python -m pytest -q -p no:cacheprovider tests/downstream/test_classes.py $(ARGS)
 
 build/trl-%/ready: requirements-trl-%.txt $(ready)

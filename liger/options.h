@@ -1,6 +1,15 @@
 #pragma once
 #include <tuple>
 
+namespace liger {
+
+/// z = softcap · tanh(scale · y / softcap), or scale · y without a softcap (0), of what a head's GEMM gives.
+struct LogitMap {
+  float scale = 1, softcap = 0;
+};
+
+}  // namespace liger
+
 /// The fields of a struct of options, in the order in which an operator's schema has them. Operators that are registered with such a struct
 /// (liger/core/torch/options.h) read their parameters' names, types and defaults from it:
 ///

@@ -337,7 +337,6 @@ CASES += [
     loss_case(
         "jsd", *DISTILLATION, (3, 4),
         **bench(SOFT, SOFT | dict(beta=0.0), shape=(8192, 2048, 4096, 128256), cpu=(1024, 256, 512, 32768))),
-    # The slope of a cosine is 1 over the length of the logits: where they are short, it overflows in float16.
-    loss_case("cosine", *DISTILLATION, (3, 4), dtypes=(torch.float32, torch.bfloat16), scales=(1, 3.0)),
+    loss_case("cosine", *DISTILLATION, (3, 4)),
 ]
 LOSSES = {case.name: case for case in CASES}

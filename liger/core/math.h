@@ -1,4 +1,6 @@
 #pragma once
+#include "liger/options.h"
+
 #ifdef __CUDACC__
 #define LIGER_HD __host__ __device__
 #else
@@ -133,22 +135,22 @@ struct TotalVariation {
   }
 };
 
-/// z = softcap · tanh(scale · y / softcap), or scale · y without a softcap, of what a head's GEMM gives.
-struct LogitMap {
-  float scale = 1, softcap = 0;
+/// Whether logits are what the GEMM gives.
+LIGER_HD inline bool is_plain(const LogitMap& map) { return map.scale == 1 && map.softcap == 0; }
 
-  LIGER_HD bool plain() const { return scale == 1 && softcap == 0; }
+/// z of y.
+template <class M, class V>
+LIGER_HD V map_logit(const LogitMap& map, V y) {
+  if (is_plain(map)) return y;
+  return map.softcap > 0 ? V(map.softcap) * M::tanh(y * V(map.scale / map.softcap)) : y * V(map.scale);
+}
 
-  template <class M, class V>
-  LIGER_HD V at(V y) const { return softcap > 0 ? V(softcap) * M::tanh(y * V(scale / softcap)) : y * V(scale); }
-
-  /// ∂z/∂y.
-  template <class V>
-  LIGER_HD V slope(V z) const {
-    const V t = z * V(softcap > 0 ? 1 / softcap : 0.f);
-    return V(scale) * (V(1) - t * t);
-  }
-};
+/// ∂z/∂y.
+template <class V>
+LIGER_HD V map_slope(const LogitMap& map, V z) {
+  const V t = z * V(map.softcap > 0 ? 1 / map.softcap : 0.f);
+  return V(map.scale) * (V(1) - t * t);
+}
 
 // Losses of a token between a student's and a teacher's logits. In a pass over the classes each adds kSums numbers of one class; value() makes the loss of their
 // sums, factors() what slope() needs of them, which is its derivative with respect to one of the student's logits. x and t are logits or, where kLogs says so, ln softmax of them; s is a parameter.

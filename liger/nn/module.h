@@ -31,6 +31,17 @@ inline const char* name(Reduction r) {
   return "?";
 }
 
+inline const char* name(Distillation d) {
+  switch (d) {
+    case Distillation::ForwardKL: return "ForwardKL";
+    case Distillation::ReverseKL: return "ReverseKL";
+    case Distillation::JensenShannon: return "JensenShannon";
+    case Distillation::TotalVariation: return "TotalVariation";
+    case Distillation::Cosine: return "Cosine";
+  }
+  return "?";
+}
+
 inline void print_value(std::ostream& to, bool b) { to << (b ? "true" : "false"); }
 inline void print_value(std::ostream& to, int64_t i) { to << i; }
 inline void print_value(std::ostream& to, double d) { to << d; }

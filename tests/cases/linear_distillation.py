@@ -26,7 +26,7 @@ def op(hidden, weight, bias, teacher, teacher_weight, teacher_bias, labels, **op
 def divergence(kind, z, t, beta):
     """Of logits [tokens, V]."""
     if kind == "cosine":
-        return 1 - F.cosine_similarity(z, t, -1)
+        return 1 - (F.normalize(z, dim=-1) * F.normalize(t, dim=-1)).sum(-1)  # F.cosine_similarity bounds lengths at 1e-8
     s, t = torch.log_softmax(z, -1), torch.log_softmax(t, -1)
     kl = lambda p, q: (p.exp() * (p - q)).sum(-1)
     if kind == "tvd":
@@ -62,7 +62,8 @@ def schema(inputs, options):
 
 
 def draw(pick):
-    drawn = dict(kind=pick.choice(sorted(KINDS)), beta=pick.choice((0.0, 0.1, 0.9, 1.0)), temperature=pick.choice((0.5, 2.5)), with_bias=True,
+    # The cosine is drawn with more than two classes, between which its gradient does not vanish, in tests/loss_cases.py.
+    drawn = dict(kind=pick.choice(sorted(KINDS.keys() - {"cosine"})), beta=pick.choice((0.0, 0.1, 0.9, 1.0)), temperature=pick.choice((0.5, 2.5)), with_bias=True,
                  max_bytes=pick.choice((1, 5000)), student_softcap=pick.choice((3.0, 30.0)), teacher_scale=pick.choice((0.25, 2.0)), ignored=pick.choice((0.0, 0.9, 1.1)))
     return {"hard_weight": 0.5, **{name: drawn[name] for name in pick.sample(sorted(drawn), pick.randrange(5))}}
 

@@ -45,8 +45,7 @@ def schema(inputs, options):
 
 
 def draw(pick):
-    drawn = dict(entropy=True, with_bias=True, temperature=pick.choice((0.3, 2.5)), max_bytes=pick.choice((1, 5000)), rank=3, softcap=pick.choice((3.0, 30.0)), logit_scale=pick.choice((0.25, 2.0)),
-                 batch_invariant=True, ignored=pick.choice((0.0, 0.9, 1.1)))
+    drawn = dict(entropy=True, with_bias=True, temperature=pick.choice((0.3, 2.5)), max_bytes=pick.choice((1, 5000)), rank=3, softcap=pick.choice((3.0, 30.0)), logit_scale=pick.choice((0.25, 2.0)), ignored=pick.choice((0.0, 0.9, 1.1)))
     return {name: drawn[name] for name in pick.sample(sorted(drawn), pick.randrange(4))}
 
 

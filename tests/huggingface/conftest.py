@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import importlib
+import importlib.util
 
 import pytest
 import torch
@@ -94,7 +95,9 @@ def assert_close(actual, expected, tolerance=TOLERANCE):
     assert actual.shape == expected.shape
     size = expected.abs() + expected.square().mean().sqrt()
     excess = ((actual - expected).abs() - tolerance * size).max().item()
-    assert excess <= 0, f"an element differs by {excess:.3g} more than {tolerance:.3g} of its size; the largest is {expected.abs().max():.3g}"
+    assert excess <= 0, (
+        f"an element differs by {excess:.3g} more than {tolerance:.3g} of its size; the largest is {expected.abs().max():.3g}"
+    )
 
 
 def assert_rounded_alike(actual, expected, part=0.01):
@@ -115,17 +118,49 @@ def assert_same_step(model, reference, **inputs):
     return output
 
 
-@pytest.fixture(params=FAMILIES)
+# One of each thing that a row can say: a scale, a softcap, a router's loss, a head in a model in the model, late swaps, composites, and
+# each formula of the rotary embedding.
+REPRESENTATIVES = (
+    "granite gemma3 mixtral llama4 nemotron llava gpt_oss glm4 phi3 qwen2_5_vl paligemma falcon_h1 gemma4_text".split()
+)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--families",
+        default=",".join(REPRESENTATIVES),
+        help="families of test_families.py, with commas between, or 'all'",
+    )
+
+
+def pytest_generate_tests(metafunc):
+    if "case" in metafunc.fixturenames:
+        from tiny import TINY_MODELS
+
+        chosen = metafunc.config.getoption("--families")
+        named = list(TINY_MODELS) if chosen == "all" else chosen.split(",")
+        there = [name for name in named if importlib.util.find_spec(FAMILIES[name].module.rpartition(".")[0])]
+        wanted = getattr(metafunc.function, "wanted", lambda row: True)
+        cases = [(name, kind) for name in there if wanted(FAMILIES[name]) for kind in TINY_MODELS[name]]
+        metafunc.parametrize("case", cases, ids=[kind for _, kind in cases])
+
+
+@pytest.fixture(params=TINY)
 def family(request):
-    """Every family; one without a row in TINY fails."""
+    """The families that every test of the engine takes; test_families.py has a model of every row."""
     return request.param
 
 
 @contextlib.contextmanager
 def restored():
     """Every class and modeling module is afterwards what it was, also where a patch was not undone."""
-    modules = [modeling(name) for name in FAMILIES]
-    owners = [*modules, *(getattr(m, name) for m, row in zip(modules, FAMILIES.values()) for name in row.loss)]
+    modules = [
+        modeling(name) for name in FAMILIES if importlib.util.find_spec(FAMILIES[name].module.rpartition(".")[0])
+    ]
+    owners = [
+        *modules,
+        *(cls for m in modules for cls in vars(m).values() if isinstance(cls, type) and cls.__module__ == m.__name__),
+    ]
     kept = [(owner, dict(vars(owner))) for owner in owners]
     try:
         yield
@@ -134,7 +169,7 @@ def restored():
             for name in vars(owner).keys() - before.keys():
                 delattr(owner, name)
             for name, value in before.items():
-                if vars(owner)[name] is not value:
+                if vars(owner).get(name) is not value:
                     setattr(owner, name, value)
 
 

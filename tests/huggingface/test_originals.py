@@ -43,12 +43,14 @@ def test_a_float64_model_of_patched_classes(family, patched, loss):
     assert torch.equal(compiled.last_hidden_state, model.model(batch()["input_ids"]).last_hidden_state)
 
 
-def test_a_float64_model_beside_a_patched_one(family, patched):
-    """The rotary embedding is a function of the module, which all its models share."""
-    reference = make(family).double()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_model_beside_a_patched_one(family, patched, dtype):
+    """The rotary embedding is a function of the module, which all its models share, and only one of them is patched."""
+    reference = make(family).to(dtype)
     expected, expected_gradients = run(reference, **batch())
-    patched(family, make(family))
-    assert modeling(family).apply_rotary_pos_emb.liger_original
+    function = modeling(family).apply_rotary_pos_emb
+    patched(family, make(family), strict=True)
+    assert modeling(family).apply_rotary_pos_emb is function
     output, gradients = run(reference, **batch())
     assert torch.equal(output.loss, expected.loss)
     assert all(torch.equal(gradients[name], gradient) for name, gradient in expected_gradients.items())
@@ -160,7 +162,7 @@ def test_the_loss_of_a_model_that_holds_a_language_model(patched, monkeypatch, b
     monkeypatch.setattr(functional, "liger_cross_entropy", lambda x, *a, **k: shapes.append(x.shape) or cross_entropy(x, *a, **k))
     row = "llama" if by == "text" else Family("llava", {}, {"LlavaForConditionalGeneration": CausalLM()})
     report = patched(row, model, strict=True, **{FUSED: False, UNFUSED: True}, **({"rope": False} if by == "text" else {}))
-    assert "LlavaForConditionalGeneration -> causal_lm_loss (1 module)" in str(report)
+    assert [str(entry.where) for entry in report.replaced if entry.by == "causal_lm_loss"] == ["LlavaForConditionalGeneration (1 module)"]
     assert_same_step(model, reference, **inputs)
     assert shapes == [(20, 128)]
 

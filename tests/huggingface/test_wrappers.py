@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import Trainer, TrainingArguments
 
-from liger_kernel.transformers.causal_lm import LinearWithLoss
+from liger_kernel.transformers.head import LinearWithLoss
 from liger_kernel.transformers.graft import warn_once
 
 LEVELS = pytest.mark.parametrize("level", ["class", "instance"])

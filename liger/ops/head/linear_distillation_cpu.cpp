@@ -4,9 +4,6 @@
 namespace LIGER_CPU::linear_distillation {
 namespace {
 
-/// z of a vector of what a GEMM gave.
-Vec mapped(const LogitMap& map, const Vec& y) { return map.plain() ? y : map.at<Math>(y); }
-
 /// ln softmax(z · inverse_temperature) = (z − max) · inverse_temperature − log_sum.
 struct LogSoftmax {
   float max, inverse_temperature, log_sum;
@@ -16,9 +13,9 @@ struct LogSoftmax {
 template <class T>
 LogSoftmax log_softmax(const T* y, int64_t cols, const LogitMap& map, float inverse_temperature) {
   // finite, so that −inf − max is no NaN
-  const float max = std::max(row_reduce(cols, -INFINITY, Max{}, [&](Vec y) { return mapped(map, y); }, y), -3.402823466e38f);
+  const float max = std::max(row_reduce(cols, -INFINITY, Max{}, [&](Vec y) { return map_logit<Math>(map, y); }, y), -3.402823466e38f);
   LogSoftmax of{max, inverse_temperature, 0};
-  of.log_sum = float(std::log(row_sum(cols, [&](Vec y) { return Math::exp(of(mapped(map, y))); }, y)));
+  of.log_sum = float(std::log(row_sum(cols, [&](Vec y) { return Math::exp(of(map_logit<Math>(map, y))); }, y)));
   return of;
 }
 
@@ -45,8 +42,8 @@ void rows(const LinearDistillation& a) {
     const auto of_student = [&](const Vec& z) { return Formula::kLogs ? of_x(z) : z * inverse; };
     const auto of_teacher = [&](const Vec& z) { return Formula::kLogs ? of_y(z) : z * inverse; };
     const auto sums = row_sums<kSums + 1>(a.cols, [&](const Vec& x, const Vec& y) {
-      const Vec z = mapped(a.x_map, x), log_q = of_x(z);
-      const auto terms = Formula::template terms<Math>(of_student(z), of_teacher(mapped(a.y_map, y)), beta);
+      const Vec z = map_logit<Math>(a.x_map, x), log_q = of_x(z);
+      const auto terms = Formula::template terms<Math>(of_student(z), of_teacher(map_logit<Math>(a.y_map, y)), beta);
       std::array<Vec, kSums + 1> all;
       std::copy_n(terms.v, kSums, all.begin());
       all[kSums] = a.entropy ? Math::product(Math::exp(log_q), log_q) : Vec(0.f);
@@ -56,16 +53,16 @@ void rows(const LinearDistillation& a) {
     if (a.entropy) a.entropy[r] = float(-sums[kSums]);
     a.nll[r] = 0;
     float lanes[kLanes];
-    if (label >= 0) hard(mapped(a.x_map, read(x + label, 1))).store(lanes), a.nll[r] = -lanes[0];
+    if (label >= 0) hard(map_logit<Math>(a.x_map, read(x + label, 1))).store(lanes), a.nll[r] = -lanes[0];
     if (!dx) return;
     const float h = a.hard && label >= 0 ? a.hard[r] : 0;
     const auto factors = Formula::factors(sums.data());
     const Vec soft((a.soft ? a.soft[r] : 0.f) * a.inverse_temperature), of_label(h);
     const auto gradient = [&](const Vec& x, const Vec& y, const Vec& minus) {
-      const Vec z = mapped(a.x_map, x);
-      Vec d = soft * Formula::template slope<Math>(of_student(z), of_teacher(mapped(a.y_map, y)), beta, factors);
+      const Vec z = map_logit<Math>(a.x_map, x);
+      Vec d = soft * Formula::template slope<Math>(of_student(z), of_teacher(map_logit<Math>(a.y_map, y)), beta, factors);
       if (h != 0) d = Math::fma(of_label, Math::exp(hard(z)), d) - minus;
-      return flushed(a.x_map.plain() ? d : d * a.x_map.slope(z));
+      return flushed(is_plain(a.x_map) ? d : d * map_slope(a.x_map, z));
     };
     if (label >= 0) gradient(read(x + label, 1), read(y + label, 1), of_label).store(lanes);  // before x is overwritten, which may be dx
     row_map(a.cols, dx, [&](const Vec& x, const Vec& y) { return gradient(x, y, Vec(0.f)); }, x, y);

@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(Clusters<T, 2>::kThreads, Clusters<T, 2>::kBlo
 
   const bool tempered = a.inverse_temperature != 1;
   /// z of one class.
-  const auto mapped = [&](const LogitMap& map, float y) { return kPlain ? y : map.at<M>(y); };
+  const auto mapped = [&](const LogitMap& map, float y) { return kPlain ? y : map_logit<M>(map, y); };
   /// f(j, column, the student's z, the teacher's) for each class of a pack that is the row's.
   const auto each = [&](int k, auto& packs, auto f) {
     float s[kWidth], t[kWidth];
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(Clusters<T, 2>::kThreads, Clusters<T, 2>::kBlo
     each(k, values[0], [&](int j, int c, float s, float t) {
       d[j] = soft * Formula::template slope<M>(student(s), teacher(t), a.beta, factors);
       if (h != 0) d[j] += h * (M::exp(hard(s)) - (c == label));
-      if constexpr (!kPlain) d[j] *= a.x_map.slope(s);
+      if constexpr (!kPlain) d[j] *= map_slope(a.x_map, s);
     });
     dx.store(k, d, x);
   });
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(Clusters<T, 2>::kThreads, Clusters<T, 2>::kBlo
 }  // namespace
 
 LIGER_REGISTER(linear_distillation_rows, [](const LinearDistillation& a, Stream s) {
-  const bool plain = a.x_map.plain() && a.y_map.plain() && a.inverse_temperature == 1;
+  const bool plain = is_plain(a.x_map) && is_plain(a.y_map) && a.inverse_temperature == 1;
   dispatch(a.dtype, [&]<class T>() {
     dispatch_distillation(a.kind, [&]<class Formula>() {
       const Clusters<T, 2> rows(a.rows, a.cols, aligned16({a.x, a.y}) && a.cols % Row<T>::kWidth == 0);

@@ -59,8 +59,11 @@ Forward forward(const Options& o, const Tensor& student, const Tensor& student_w
   TORCH_CHECK_TYPE(!dtype || has_dtype(*dtype), kName, ": dtype, in which it computes, must be float32, float16 or bfloat16");
 
   const auto floats = student.options().dtype(at::kFloat);
+  const auto asked = dtype.value_or(student.scalar_type());
+  // The gradients of these logits have no bound, as those of a distance between probabilities have, that would keep them within float16.
+  const bool unbounded = asked == at::kHalf && (o.formula() == Distillation::ReverseKL || o.formula() == Distillation::Cosine);
   // On a CPU a GEMM's result has its operands' type.
-  const auto compute = o.float_logits && student.is_cpu() ? at::kFloat : dtype.value_or(student.scalar_type());
+  const auto compute = unbounded || (o.float_logits && student.is_cpu()) ? at::kFloat : asked;
   const bool deferred = compute == at::kHalf && (with_dstudent || with_dweight || with_dbias);
   const Tensor loss = at::zeros({}, floats), power_or_none = deferred ? at::empty({}, floats) : at::empty({0}, floats);
   const auto none = [&] { return at::empty({0}, floats); };

@@ -122,7 +122,7 @@ void fill(const Options& o, const Tensor& z, int64_t begin, const Tensor& all_id
     auto [y, at] = z.topk(o.top_k, -1);
     const LogitMap map = o.map();
     Tensor top = y.to(at::kFloat);
-    if (!map.plain()) top.mul_(map.scale / map.softcap).tanh_().mul_(map.softcap);
+    if (!is_plain(map)) top.mul_(map.scale / map.softcap).tanh_().mul_(map.softcap);
     rows(to.top_logp).copy_(top.div_(o.rest()).sub_(lse.unsqueeze(1))), rows(to.top_ids).copy_(at);
   }
 }

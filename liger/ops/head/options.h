@@ -1,6 +1,6 @@
 #pragma once
 #include <cstdint>
-#include "liger/core/math.h"
+#include "liger/options.h"
 
 namespace liger {
 

@@ -4,8 +4,6 @@
 namespace LIGER_CPU::selective_log_softmax {
 namespace {
 
-Vec mapped(const LogitMap& map, const Vec& x) { return map.plain() ? x : map.at<Math>(x); }
-
 template <class T>
 void parts(const SelectiveParts& a) {
   const int64_t a_row = pieces_of(a.cols, a.piece);
@@ -13,10 +11,10 @@ void parts(const SelectiveParts& a) {
   for_pieces(a.rows, a.cols, [&](int64_t r, int64_t begin, int64_t n) {
     if (a.ids[r] == a.ignore_index) return;
     const T* x = row_of<T>(a.x, r, a.x_stride) + begin;
-    const float max = std::max(row_reduce(n, -INFINITY, Max{}, [&](Vec x) { return mapped(a.map, x); }, x), -3.402823466e38f);  // finite, so that −inf − max is no NaN
+    const float max = std::max(row_reduce(n, -INFINITY, Max{}, [&](Vec x) { return map_logit<Math>(a.map, x); }, x), -3.402823466e38f);  // finite, so that −inf − max is no NaN
     LongSum sum, weighted, logits;
     for_each(n, [&](int64_t c, int64_t k) {
-      const Vec z = mapped(a.map, read(x + c, k)), d = (z - Vec(max)) * inverse, e = Math::exp(d);
+      const Vec z = map_logit<Math>(a.map, read(x + c, k)), d = (z - Vec(max)) * inverse, e = Math::exp(d);
       sum.add(e, k), weighted.add(e * Math::max(d, lowest), k);
       if (a.mean_logit) logits.add(z, k);
     });
@@ -43,7 +41,7 @@ void rows(const SelectiveLogSoftmax& a) {
       sum += e * part[1], weighted += e * (part[2] + d * part[1]), logits += part[3];
     }
     float z[kLanes];
-    mapped(a.map, read(row_of<T>(a.x, r, a.x_stride) + a.ids[r], 1)).store(z);
+    map_logit<Math>(a.map, read(row_of<T>(a.x, r, a.x_stride) + a.ids[r], 1)).store(z);
     if (a.lse) a.lse[r] = float(double(max) * a.inverse_temperature + std::log(sum));
     if (a.mean_logit) a.mean_logit[r] = float(logits * a.inverse_temperature / double(a.cols));
     a.logp[r] = float((double(z[0]) - max) * a.inverse_temperature - std::log(sum));
@@ -65,8 +63,8 @@ void backward(const SelectiveBackward& a) {
     const float l = a.dlse ? a.dlse[r] * a.inverse_temperature : 0, k = a.dmean_logit ? a.dmean_logit[r] * a.inverse_temperature / float(a.cols) : 0;
     const Vec top(stats[0]), slope(-h / stats[1]), level((h * stats[2] - g + l) / stats[1]), each(k);
     const auto gradient = [&](Vec x, Vec plus) {
-      const Vec z = mapped(a.map, x), d = (z - top) * inverse, dz = Math::fma(Math::exp(d), Math::fma(slope, Math::max(d, lowest), level), each) + plus;
-      return a.map.plain() ? dz : dz * a.map.slope(z);
+      const Vec z = map_logit<Math>(a.map, x), d = (z - top) * inverse, dz = Math::fma(Math::exp(d), Math::fma(slope, Math::max(d, lowest), level), each) + plus;
+      return is_plain(a.map) ? dz : dz * map_slope(a.map, z);
     };
     float lanes[kLanes];
     if (id >= 0 && id < n) gradient(read(x + id, 1), Vec(g)).store(lanes);  // before x is overwritten, which may be dx

@@ -63,7 +63,7 @@ __device__ void for_each_logit(const Row<T>& x, int k, const Pack& pack, const L
   pack.to_float(v);
 #pragma unroll
   for (int j = 0; j < Pack::kWidth; ++j)
-    if (const int c = x.column(k) + j; c >= 0 && c < x.n) f(j, map.plain() ? v[j] : map.at<Math<T>>(v[j]));
+    if (const int c = x.column(k) + j; c >= 0 && c < x.n) f(j, map_logit<Math<T>>(map, v[j]));
 }
 
 /// A block a piece of a row. kPlain: the logits are x, and their sum is not wanted.
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(256) rows_kernel(SelectiveLogSoftmax a) {
   if (threadIdx.x > 0) return;
   const float log_sum = logf(v.sum);
   const float mean = v.weighted / v.sum;
-  const float x = ignored ? 0 : float(static_cast<const T*>(a.x)[row * a.x_stride + id]), z = a.map.plain() ? x : a.map.at<Math<T>>(x);
+  const float x = ignored ? 0 : float(static_cast<const T*>(a.x)[row * a.x_stride + id]), z = map_logit<Math<T>>(a.map, x);
   a.logp[row] = ignored ? 0 : online.exponent(z, v.max) - log_sum;
   if (a.lse) a.lse[row] = ignored ? 0 : v.max * a.inverse_temperature + log_sum;
   if (a.mean_logit) a.mean_logit[row] = ignored ? 0 : logits * a.inverse_temperature / float(a.cols);
@@ -147,10 +147,10 @@ __global__ void __launch_bounds__(256) backward_kernel(SelectiveBackward a, Piec
     pack.to_float(f);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
-      const float z = kPlain || a.map.plain() ? f[j] : a.map.at<Math<T>>(f[j]), d = online.exponent(z, max);
+      const float z = kPlain ? f[j] : map_logit<Math<T>>(a.map, f[j]), d = online.exponent(z, max);
       float dz = -online.exp(d) * (level + slope * fmaxf(d, kSelectiveLowest));
       if (x.column(k) + j == at) dz += g;
-      f[j] = kPlain ? dz : (dz + each) * a.map.slope(z);
+      f[j] = kPlain ? dz : (dz + each) * map_slope(a.map, z);
     }
     dx.store(k, f, x);
   });
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(256) backward_kernel(SelectiveBackward a, Piec
 LIGER_REGISTER(selective_parts, [](const SelectiveParts& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
     const Pieces<T> pieces(a.rows, a.cols, a.piece);
-    launch(a.map.plain() && !a.mean_logit ? parts_kernel<T, true> : parts_kernel<T, false>, pieces.grid(), s, a, pieces);
+    launch(is_plain(a.map) && !a.mean_logit ? parts_kernel<T, true> : parts_kernel<T, false>, pieces.grid(), s, a, pieces);
   });
 });
 LIGER_REGISTER(selective_log_softmax_rows, [](const SelectiveLogSoftmax& a, Stream s) {
@@ -172,7 +172,7 @@ LIGER_REGISTER(selective_log_softmax_rows, [](const SelectiveLogSoftmax& a, Stre
 LIGER_REGISTER(selective_backward, [](const SelectiveBackward& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
     const Pieces<T> pieces(a.rows, a.cols, 16384);
-    launch(a.map.plain() && !a.dmean_logit ? backward_kernel<T, true> : backward_kernel<T, false>, pieces.grid(), s, a, pieces);
+    launch(is_plain(a.map) && !a.dmean_logit ? backward_kernel<T, true> : backward_kernel<T, false>, pieces.grid(), s, a, pieces);
   });
 });
 

@@ -13,7 +13,7 @@ from liger_kernel.transformers.families import FAMILIES, missing
 from liger_kernel.transformers.fused_add_rms_norm import LigerFusedAddRMSNorm
 from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 from liger_kernel.transformers.fused_linear_jsd import LigerFusedLinearJSD
-from liger_kernel.transformers.geglu import LigerGEGLUMLP
+from liger_kernel.transformers.geglu import LigerGEGLUMLP, LigerGEGLUMLPForGemma4  # noqa: F401
 from liger_kernel.transformers.group_norm import LigerGroupNorm
 from liger_kernel.transformers.jsd import LigerJSD
 from liger_kernel.transformers.kl_div import LigerKLDIVLoss
@@ -30,6 +30,7 @@ from liger_kernel.transformers.softmax import LigerSoftmax
 from liger_kernel.transformers.sparsemax import LigerSparsemax
 from liger_kernel.transformers.swiglu import (
     LigerBlockSparseTop2MLP,
+    LigerExperts,  # noqa: F401  (not in __all__, as in the API)
     LigerFalconH1SwiGLUMLP,
     LigerPhi3SwiGLUMLP,
     LigerQwen3MoeSwiGLUMLP,
@@ -44,6 +45,7 @@ _LAZY = {
     "use_as_hub_kernels": "hub_kernels",
     **dict.fromkeys(("_apply_liger_kernel", "_apply_liger_kernel_to_instance"), "monkey_patch"),
     **{f"apply_liger_kernel_to_{name}": "monkey_patch" for name in FAMILIES},
+    "apply_liger_kernel_by_structure": "structure",
 }
 
 

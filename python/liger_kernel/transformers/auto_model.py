@@ -1,7 +1,5 @@
 """AutoModelForCausalLM with Liger kernels."""
 
-import inspect
-
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from liger_kernel.transformers import monkey_patch
@@ -16,7 +14,7 @@ def _patch_type(config, kwargs):
     model_type = getattr(config, "model_type", None)
     monkey_patch._apply_liger_kernel(model_type, **kwargs)
     apply = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
-    switches = inspect.signature(apply).parameters if apply else ()
+    switches = monkey_patch.switches_of(apply) if apply else ()
     return {name: value for name, value in kwargs.items() if name not in switches}
 
 

@@ -1,104 +1,29 @@
 """The fused-loss forward of causal language models.
 
-The loss is computed inside `lm_head.__call__`: the forward calls the base model, then the head with one private
-keyword, and the nn.Linear at its bottom returns the loss instead of logits. So everything that wraps or hooks the head
-(FSDP, ZeRO-3, offloading, PEFT) does its work. Wherever this does not apply, the model's own forward runs.
+The model's own forward runs, on a view of the model in which calling `lm_head` gives a `Logits`: a promise of logits
+that records what the forward does to them (a scale, a softcap, a slice). When the forward hands it to the model's loss
+function, the loss is computed inside `lm_head.__call__`: the head is called with one private keyword, and the nn.Linear
+at its bottom returns the loss instead of logits. So everything that wraps or hooks the head (FSDP, ZeRO-3, offloading,
+PEFT) does its work, and everything else that the forward does (router losses, outputs of its own) happens as it stands
+there. Whatever a `Logits` cannot record makes it compute the logits, which is slower and never wrong.
 """
 
 import inspect
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from liger_kernel.transformers.families import CausalLM
-from liger_kernel.transformers.graft import Edits, become, kernels_cover, result_changed_by, warn_once
+from liger_kernel.transformers.graft import Edits, result_changed_by, warn_once
+from liger_kernel.transformers.head import describe, head_of, prepare_head
+from liger_kernel.transformers.logits import Logits, computed
 from liger_kernel.transformers.model import loss_utils, output_classes
 
-try:
-    from transformers.modeling_utils import slice_logits_to_keep
-except ImportError:
-
-    def slice_logits_to_keep(hidden_states, logits_to_keep):
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        return hidden_states[:, kept, :]
-
-
-if torch.distributed.is_available():
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor
-else:
-    FSDPModule = DTensor = ()
-
-# Modules that hand their arguments to one inner module and its result back: FSDP1, checkpoint_wrapper, torch.compile.
-_TRANSPARENT = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
-
-# Keywords of a model call that every loss understands, those that only ours does, and which of these change its value.
-_SHARED = ("labels", "shift_labels", "num_items_in_batch", "ignore_index")
+# Keywords that transformers' loss understands, those that only ours does, and which of these change its value.
+_SHARED = ("num_items_in_batch", "ignore_index", "shift_labels")
 _OURS = ("return_token_accuracy", "return_predicted_tokens", *loss_utils.OPTIONS)
 _WEIGHING = ("ce_weight", "label_smoothing", "lse_square_scale", "use_token_scaling")
-
-
-class LinearWithLoss(nn.Linear):
-    """A Linear that returns (loss, token_accuracy, predicted_tokens) when it is called with `liger_loss`."""
-
-    def forward(self, input, *, liger_loss=None):
-        if liger_loss is None:
-            return super().forward(input)
-        arguments = {"bias": self.bias, "hidden_size": input.shape[-1], **liger_loss}
-        result = loss_utils.LigerForCausalLMLoss(hidden_states=input, lm_head_weight=self.weight, **arguments)
-        loss, _, token_accuracy, predicted_tokens = loss_utils.unpack_cross_entropy_result(result)
-        return loss, token_accuracy, predicted_tokens
-
-
-def head_linears(head, fsdp: bool = False) -> list[nn.Linear] | None:
-    """The Linears that may end a call of `head`, or None if the loss cannot be computed inside them.
-
-    Args:
-        head: the language-model head.
-        fsdp: whether FSDP2 is known to gather the head's weight before the head runs.
-    """
-    if result_changed_by(head):
-        return None
-    if isinstance(head, nn.Linear):
-        return [head] if _is_plain(head, fsdp) else None
-    for name in _TRANSPARENT:
-        if isinstance(inner := getattr(head, name, None), nn.Module):
-            return head_linears(inner, fsdp)
-    if type(head).__name__ == "ModulesToSaveWrapper":
-        parts = [head_linears(part, fsdp) for part in (head.original_module, *head.modules_to_save.values())]
-        return None if None in parts else sum(parts, [])
-    return None
-
-
-def _is_plain(linear, fsdp):
-    if type(linear).forward not in (nn.Linear.forward, LinearWithLoss.forward):
-        return False
-    weight = linear.weight
-    if isinstance(weight, DTensor):
-        # More than one sharded dimension of the mesh: one of them is tensor parallelism, which FSDP2 does not gather.
-        gathered = fsdp or isinstance(linear, FSDPModule)
-        return gathered and sum(placement.is_shard() for placement in weight.placements) == 1
-    return type(weight) in (torch.Tensor, nn.Parameter) and kernels_cover(weight)
-
-
-def prepare_head(head, edits: Edits, fsdp: bool = False) -> bool:
-    """Make the Linears at the bottom of `head` able to return the loss; False if that is not possible."""
-    linears = head_linears(head, fsdp)
-    for linear in linears or ():
-        if not isinstance(linear, LinearWithLoss):
-            become(linear, LinearWithLoss, edits)
-    return linears is not None
-
-
-def preparing_head(post_init, spec: CausalLM):
-    """The `post_init` of a model class that also prepares the head, which torch.compile could not do while tracing."""
-
-    def prepare(self):
-        post_init(self)
-        prepare_head(getattr(self, spec.head, None), Edits())
-
-    return prepare
 
 
 def original_forward(cls):
@@ -112,8 +37,20 @@ def is_fused(cls) -> bool:
 
 
 def has_own_loss(model) -> bool:
-    """Whether somebody has given the model a loss function that is neither transformers' nor ours."""
-    return getattr(model, "_loss_function", None) not in (None, loss_utils.causal_lm_loss)
+    """Whether the model's loss is neither transformers' loss of causal language models nor ours."""
+    if getattr(model, "_loss_function", None) not in (None, loss_utils.causal_lm_loss):
+        return True
+    return LOSS_MAPPING.get(getattr(model, "loss_type", None), ForCausalLMLoss) is not ForCausalLMLoss
+
+
+def hands_logits_over(forward) -> bool:
+    """Whether a forward makes its loss from logits by the model's loss function, or by torch's cross entropy."""
+    return bool({"loss_function", "CrossEntropyLoss"} & names_in(forward))
+
+
+def names_in(forward) -> set[str]:
+    """The attributes and globals that a forward's code names."""
+    return set(getattr(getattr(inspect.unwrap(forward), "__code__", None), "co_names", ()))
 
 
 @dataclass(frozen=True)
@@ -136,7 +73,7 @@ def fused_forward(original, spec: CausalLM, order: tuple[str, ...] = ()):
 
     Args:
         original: the model's own forward.
-        spec: how the model gets its logits.
+        spec: where the model's head is.
         order: the first parameters, also such as `original` takes among its keywords.
     """
     signature, kind = inspect.signature(original), inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -147,6 +84,8 @@ def fused_forward(original, spec: CausalLM, order: tuple[str, ...] = ()):
     names = [*order, *(name for name in rest if name not in order)]
     parameters = [known.get(name) or inspect.Parameter(name, kind, default=None) for name in (first, *names)]
     parameters.append(inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD))
+    outputs = output_classes.extensions(original)
+    takes_shifted = "loss_function" in names_in(original)
 
     def forward(self, *args, **kwargs):
         if len(args) > len(names):
@@ -156,13 +95,24 @@ def fused_forward(original, spec: CausalLM, order: tuple[str, ...] = ()):
             if kwargs.get(name) is None:
                 kwargs.pop(name, None)
         skip_logits = kwargs.pop("skip_logits", None)
-        labels = kwargs.get("labels")
+        if "liger_outer" in kwargs:
+            outer = kwargs.pop("liger_outer").within(spec)
+            return original(self if outer is None else _view(self, outer), **kwargs)
+        labels, shift_labels = kwargs.get("labels"), kwargs.get("shift_labels") if takes_shifted else None
         if labels is None:
-            labels = kwargs.get("shift_labels")
+            labels = shift_labels
+        options = {name: kwargs.pop(name) for name in _OURS if name in kwargs}
+        if labels is not None:
+            kwargs["labels"] = labels
         wanted = labels is not None and (self.training if skip_logits is None else skip_logits)
         if wanted and _can_fuse(self, spec):
-            return _fused(self, spec, kwargs)
-        output = _with_logits(self, original, spec, labels, kwargs)
+            call = _Call(self, spec, options, kwargs)
+            return _finished(call, original(_view(self, call), **kwargs), outputs)
+        if labels is not None:
+            _warn_of_lost(options)
+        output = original(self if shift_labels is None else _view(self, _Shifted(self, spec, shift_labels)), **kwargs)
+        if type(output) in outputs:
+            output = _made(outputs[type(output)], output)
         if wanted and skip_logits and not isinstance(output, tuple):
             output.logits = None
         return output
@@ -175,13 +125,15 @@ def fused_forward(original, spec: CausalLM, order: tuple[str, ...] = ()):
 
 
 def _can_fuse(model, spec):
-    head = getattr(model, spec.head, None)
+    head = head_of(model, spec)
     if head is None:
         return False
     if has_own_loss(model):
         reason = "the model has a loss function of its own"
     elif not prepare_head(head, Edits()):
         reason = f"{spec.head} is {describe(head)}"
+    elif reason := inner_obstacle(model, spec):
+        pass
     else:
         return True
     if not torch.compiler.is_compiling():
@@ -189,64 +141,196 @@ def _can_fuse(model, spec):
     return False
 
 
-def describe(head) -> str:
-    """What a head is, for messages."""
-    weight, hook = getattr(head, "weight", None), isinstance(head, nn.Module) and result_changed_by(head)
-    text = f"{type(head).__module__}.{type(head).__qualname__}"
-    if weight is not None:
-        text += f" with a weight of {type(weight).__name__}, {weight.dtype}"
-    return text + (f", whose result {getattr(hook, '__qualname__', type(hook).__name__)} may change" if hook else "")
+def inner_obstacle(model, spec):
+    """Why the model in which the head is cannot hand a promise of logits to the one that holds it, or None."""
+    *path, _ = spec.head.split(".")
+    inner = model
+    for name in path:
+        inner = getattr(inner, name)
+        if not is_fused(type(inner)):
+            return f"{name} is an unpatched {type(inner).__name__}"
+        if result_changed_by(inner):
+            return f"something changes what {name} returns"
+    return None
 
 
-def _with_logits(model, original, spec, labels, kwargs):
-    dropped = {name: kwargs.pop(name) for name in _OURS if name in kwargs}
-    lost = [name for name in _WEIGHING if isinstance(dropped.get(name), torch.Tensor) or dropped.get(name)]
-    if lost and labels is not None and not torch.compiler.is_compiling():
+def _warn_of_lost(options):
+    lost = [name for name in _WEIGHING if isinstance(options.get(name), torch.Tensor) or options.get(name)]
+    if lost and not torch.compiler.is_compiling():
         warn_once(f"the loss from materialised logits does not know {', '.join(lost)}")
-    if labels is not None:
-        kwargs["labels"] = labels
-    output = original(model, **kwargs)
-    liger = getattr(output_classes, spec.output)
-    return liger(**output) if type(output) is liger.__base__ else output
 
 
-def _fused(model, spec, kwargs):
-    loss_arguments = {name: kwargs.pop(name) for name in (*_SHARED, *_OURS) if name in kwargs}
-    loss_arguments.setdefault("labels", None)
-    if spec.softcap is not None:
-        loss_arguments["final_logit_softcapping"] = getattr(model.config, spec.softcap)
-    logits_to_keep = kwargs.pop("logits_to_keep", 0)
-    return_dict = kwargs.pop("return_dict", None)
-    if return_dict is None:
-        return_dict = getattr(model.config, "return_dict", True)
+class _Call:
+    """One call of a model without logits: what was asked for, and what the head returned beside the loss."""
 
-    count = _count_ahead(loss_arguments)
-    outputs = getattr(model, spec.base)(**kwargs)
-    hidden = slice_logits_to_keep(outputs[0], logits_to_keep)
-    if count is not None:
-        loss_arguments["valid_count"] = count()
-    loss, token_accuracy, predicted_tokens = getattr(model, spec.head)(hidden, liger_loss=loss_arguments)
+    def __init__(self, model, spec, options, kwargs):
+        self.model, self.options = model, options
+        self.place, _, self.rest = spec.head.partition(".")
+        self.outer = None
+        self.labels, self.shift_labels = kwargs.get("labels"), kwargs.get("shift_labels")
+        self.token_accuracy = self.predicted_tokens = None
+        self.shifted, self.count = _count_ahead(self.labels, self.shift_labels, kwargs.get("ignore_index", -100))
 
-    if not return_dict:
-        extras = [extra for extra in (token_accuracy, predicted_tokens) if extra is not None]
-        return (loss, None, *outputs[1:], *extras)
-    liger = getattr(output_classes, spec.output)
-    rest = {name: value for name, value in outputs.items() if name in liger.__dataclass_fields__}
-    return liger(loss=loss, token_accuracy=token_accuracy, predicted_tokens=predicted_tokens, **rest)
+    def within(self, spec):
+        """The same call, seen from the model inside the one that was called."""
+        return _Inside(self, spec)
+
+    def own_loss(self):
+        """Whether the model makes its loss in a way of its own."""
+        return has_own_loss(self.model)
+
+    def part(self, model):
+        """What stands for the part of `model` that makes the logits."""
+        inner = getattr(model, self.place)
+        return _InnerModel(inner, self) if self.rest else _Head(inner, self)
+
+    def loss(self, logits, labels, vocab_size=None, **kwargs):
+        """The model's loss function, without logits where `logits` is a promise that can be kept so."""
+        factors = logits.factors() if isinstance(logits, Logits) else None
+        if factors is None:
+            _warn_of_lost(self.options)
+            return self.model.loss_function(computed(logits), labels, vocab_size, **kwargs)
+        arguments = {name: kwargs[name] for name in _SHARED if name in kwargs}
+        shift_labels = arguments.pop("shift_labels", None)
+        if shift_labels is None:
+            shift_labels = self.shift_labels
+        if labels is self.labels and shift_labels is self.shift_labels and self.count is not None:
+            shift_labels, arguments["valid_count"] = self.shifted, self.count()
+        return self.reduced(logits, factors, labels=labels, shift_labels=shift_labels, **arguments)
+
+    def reduced(self, logits, factors, **arguments):
+        """The loss that the head computes of `logits` whose scale and cap are `factors`."""
+        scale, cap = factors
+        if cap is not None:
+            arguments["final_logit_softcapping"] = cap
+        liger_loss = {**arguments, **self.options, "logit_scale": scale}
+        loss, self.token_accuracy, self.predicted_tokens = logits.liger_head(logits.liger_hidden, liger_loss=liger_loss)
+        return loss
 
 
-def _count_ahead(loss_arguments):
-    """Shift the labels and start to copy the number of valid ones to the host; the result waits for it and returns it.
+class _Inside:
+    def __init__(self, call, spec):
+        self.call, self.place = call, spec.head
+
+    def part(self, model):
+        return _Head(getattr(model, self.place), self.call)
+
+    def loss(self, *args, **kwargs):
+        raise RuntimeError("a model inside another computes a loss of its own")
+
+
+class _Shifted:
+    """A call with logits and shifted labels, which some forwards keep from the loss or hand to a model inside."""
+
+    def __init__(self, model, spec, shift_labels):
+        place, _, rest = spec.head.partition(".")
+        self.model, self.shift_labels, self.place = (
+            model,
+            shift_labels,
+            place if rest and not inner_obstacle(model, spec) else None,
+        )
+
+    def within(self, spec):
+        return None
+
+    def part(self, model):
+        return _InnerModel(getattr(model, self.place), self)
+
+    def loss(self, *args, **kwargs):
+        return self.model.loss_function(*args, **{**kwargs, "shift_labels": self.shift_labels})
+
+
+class _View:
+    """A model as its own forward sees it: all of it, but for the loss function and, without logits, the head."""
+
+    def __init__(self, model, call):
+        self.__dict__.update(liger_model=model, liger_call=call)
+
+    def __getattr__(self, name):
+        model, call = self.__dict__["liger_model"], self.__dict__["liger_call"]
+        if name == call.place:
+            return call.part(model)
+        return call.loss if name == "loss_function" else getattr(model, name)
+
+    def __setattr__(self, name, value):
+        setattr(self.__dict__["liger_model"], name, value)
+
+    def __call__(self, *args, **kwargs):
+        return self.__dict__["liger_model"](*args, **kwargs)
+
+
+class _EagerView(_View):
+    """A view that says it is of the model's class: super() asks for that, and transformers' recording of hidden states.
+
+    Dynamo cannot trace it.
+    """
+
+    __class__ = property(lambda self: type(self.__dict__["liger_model"]))
+
+
+def _view(model, call):
+    return (_View if torch.compiler.is_compiling() else _EagerView)(model, call)
+
+
+class _InnerModel:
+    """The model inside a model, whose call hands over a promise of logits."""
+
+    def __init__(self, model, call):
+        self.liger_model, self.liger_call = model, call
+
+    def __call__(self, *args, **kwargs):
+        return self.liger_model(*args, liger_outer=self.liger_call, **kwargs)
+
+    def __getattr__(self, name):
+        return getattr(self.__dict__["liger_model"], name)
+
+
+class _Head:
+    """The head during a call without logits: calling it gives a promise."""
+
+    def __init__(self, head, call):
+        self.liger_head, self.liger_call = head, call
+
+    def __call__(self, hidden_states):
+        return Logits(self.liger_head, self.liger_call, hidden_states)
+
+    def __getattr__(self, name):
+        return getattr(self.__dict__["liger_head"], name)
+
+
+def _finished(call, output, outputs):
+    """What a call without logits returns: the model's output, with the accuracy and the predictions instead."""
+    extras = {"token_accuracy": call.token_accuracy, "predicted_tokens": call.predicted_tokens}
+    if isinstance(output, tuple):
+        return (
+            *[None if isinstance(part, Logits) else part for part in output],
+            *[extra for extra in extras.values() if extra is not None],
+        )
+    fields = {name: value for name, value in output.items() if name != "logits"}
+    return (
+        _made(outputs[type(output)], {**fields, **extras}) if type(output) in outputs else _made(type(output), fields)
+    )
+
+
+def _made(cls, values):
+    """An output of a class, of its fields and of what a decorator of the forward has put beside them."""
+    output = cls(**{name: value for name, value in values.items() if name in cls.__dataclass_fields__})
+    for name, value in values.items():
+        if name not in cls.__dataclass_fields__:
+            output[name] = value
+    return output
+
+
+def _count_ahead(labels, shifted, ignore_index):
+    """Shift the labels and start to copy the number of valid ones to the host: (the labels, a function that waits).
 
     cuBLAS needs that number on the host; asked for here, it has arrived by the time the head runs.
     """
-    labels, shifted = loss_arguments["labels"], loss_arguments.get("shift_labels")
     given = labels if shifted is None else shifted
     if torch.compiler.is_compiling() or not given.is_cuda or torch.cuda.is_current_stream_capturing():
-        return None
-    ignore_index = loss_arguments.get("ignore_index", -100)
+        return None, None
     if shifted is None:
-        shifted = loss_arguments["shift_labels"] = loss_utils.shift(labels, ignore_index)
+        shifted = loss_utils.shift(labels, ignore_index)
     count = torch.empty((), dtype=torch.int64, pin_memory=True)
     count.copy_((shifted != ignore_index).sum(), non_blocking=True)
     copied = torch.cuda.Event()
@@ -256,4 +340,4 @@ def _count_ahead(loss_arguments):
         copied.synchronize()
         return int(count)
 
-    return wait
+    return shifted, wait

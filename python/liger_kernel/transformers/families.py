@@ -12,26 +12,38 @@ from liger_kernel.transformers.graft import warn_once
 
 @dataclass(frozen=True)
 class Swap:
-    """A replacement: the switch that turns it on, where it is in this package, and the activations it can stand for."""
+    """A replacement: the switch that turns it on, what may replace, the activations it can stand for.
+
+    Args:
+        switch: the keyword that turns it on.
+        targets: classes or functions of this package; the first that stands for the source of what is replaced is taken.
+        activations: names in transformers' ACT2FN; any if empty.
+        late: replaced in a finished model, because rebinding the name would not reach it.
+    """
 
     switch: str
-    target: str
+    targets: tuple[str, ...] | str
     activations: tuple[str, ...] = ()
+    late: bool = False
 
-    def load(self):
-        """The class or function that replaces."""
-        module, _, name = self.target.rpartition(".")
+    def __post_init__(self):
+        if isinstance(self.targets, str):
+            object.__setattr__(self, "targets", (self.targets,))
+
+    def load(self, target: str | None = None):
+        """The class or function that replaces, the first one by default."""
+        module, _, name = (target or self.targets[0]).rpartition(".")
         return getattr(importlib.import_module(f"liger_kernel.transformers.{module}"), name)
 
 
 @dataclass(frozen=True)
 class CausalLM:
-    """How a model gets its logits: `head(base(...))`, soft-capped by the number that the config calls `softcap`."""
+    """Where a model's head is: an attribute, or a dotted one of the causal language model that it holds.
 
-    base: str = "model"
+    Nothing else needs to be said: the model's own forward runs, and its scales, softcaps and router losses with it.
+    """
+
     head: str = "lm_head"
-    softcap: str | None = None
-    output: str = "LigerCausalLMOutputWithPast"
 
 
 @dataclass(frozen=True)
@@ -39,28 +51,59 @@ class Family:
     """One model family.
 
     Args:
-        name: the suffix of `apply_liger_kernel_to_<name>` and the name of the family's package in transformers.
-        swaps: attribute of the modeling module -> what replaces it.
-        loss: class of the modeling module -> how it gets its logits.
+        name: the suffix of `apply_liger_kernel_to_<name>`.
+        swaps: attribute of the modeling module, or the full name of a class elsewhere -> what replaces it.
+        loss: class of the modeling module -> where its head is.
+        package: the family's package in transformers, the name itself by default.
         model_types: values of `config.model_type` that mean this family; the name itself if empty.
+        parameters: the parameters of the function, in order; by default the switches that swaps and loss use, and `model`.
         off: switches that are off unless asked for.
+        also: modules that define parts which the family's module imports.
+        optional: keys of swaps and loss that not every transformers has.
+        without: switches that have no effect -> why.
+        holds: families of the language models that the model may hold: patched with it, before a model exists too.
+        composite: whether the models that a model holds are patched by their own type's function.
+        modeling: the full name of the modeling module, where that is not one of transformers'.
     """
 
     name: str
     swaps: dict[str, Swap]
     loss: dict[str, CausalLM] = field(default_factory=dict)
+    package: str = ""
     model_types: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
     off: tuple[str, ...] = ("cross_entropy",)
+    also: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    without: dict[str, str] = field(default_factory=dict)
+    holds: tuple[str, ...] = ()
+    composite: bool = False
+    modeling: str = ""
 
     @property
     def module(self) -> str:
-        return f"transformers.models.{self.name}.modeling_{self.name}"
+        package = self.package or self.name
+        return self.modeling or f"transformers.models.{package}.modeling_{package}"
+
+    @property
+    def homes(self) -> tuple[str, ...]:
+        """The modules in which the family's classes are defined."""
+        return (self.module, *self.also)
 
     def namespace(self):
         """The modeling module, or its stand-in in the attribute of its package; ImportError if there is none."""
-        importlib.import_module(self.module)
+        try:
+            importlib.import_module(self.module)
+        except ModuleNotFoundError as error:
+            if error.name and self.module.startswith(error.name):
+                import transformers
+
+                raise ImportError(
+                    f"transformers {transformers.__version__} has no {self.name}: there is no {self.module}"
+                ) from error
+            raise
         package, _, name = self.module.rpartition(".")
-        return getattr(importlib.import_module(package), name)
+        return getattr(importlib.import_module(package), name) if package else importlib.import_module(name)
 
     @property
     def switches(self) -> dict[str, bool]:
@@ -68,7 +111,8 @@ class Family:
         used = {swap.switch for swap in self.swaps.values()}
         if self.loss:
             used |= {"cross_entropy", "fused_linear_cross_entropy"}
-        return {switch: switch not in self.off for switch in SWITCHES if switch in used}
+        names = [name for name in self.parameters if name in SWITCHES] or [name for name in SWITCHES if name in used]
+        return {name: name not in self.off for name in names}
 
 
 SWITCHES = {
@@ -79,26 +123,169 @@ SWITCHES = {
     "rms_norm": "RMSNorm",
     "swiglu": "the SwiGLU feed-forward block",
     "geglu": "the GeGLU feed-forward block",
+    "relu_squared": "the squared ReLU",
 }
 
-LLAMA = Swap("rms_norm", "rms_norm.LigerRMSNorm")
+_PLAIN = "rms_norm.LigerRMSNorm"  # rounds before the weight
+_FLOAT = "rms_norm.LigerRMSNormForOlmo2"  # multiplies by the weight in float
+LLAMA = Swap("rms_norm", (_PLAIN, _FLOAT))
+OLMO2 = Swap("rms_norm", (_FLOAT, _PLAIN))
+GLM4 = Swap("rms_norm", ("rms_norm.LigerRMSNormForGlm4", _FLOAT))
 GEMMA = Swap("rms_norm", "rms_norm.LigerRMSNormForGemma")
 GEMMA2 = Swap("rms_norm", "rms_norm.LigerRMSNormForGemma2")
-SWIGLU = Swap("swiglu", "swiglu.LigerSwiGLUMLP", ("silu", "swish"))
-GEGLU = Swap("geglu", "geglu.LigerGEGLUMLP", ("gelu_pytorch_tanh", "gelu_new"))
-ROPE = {"apply_rotary_pos_emb": Swap("rope", "rope.liger_rotary_pos_emb")}
+GEMMA3 = Swap("rms_norm", "rms_norm.LigerRMSNormForGemma3")
+GEMMA4 = Swap("rms_norm", "rms_norm.LigerRMSNormForGemma4")
+QWEN3_NEXT = Swap("rms_norm", "rms_norm.LigerRMSNormForQwen3Next")
+LATE_RMS_NORM = Swap("rms_norm", (_PLAIN, _FLOAT), late=True)
+LAYER_NORM = {"torch.nn.LayerNorm": Swap("layer_norm", "layer_norm.LigerLayerNorm", late=True)}
+
+_SILU, _TANH_GELU = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_new")
+SWIGLU = Swap("swiglu", "swiglu.LigerSwiGLUMLP", _SILU)
+MOE_SWIGLU = Swap("swiglu", "swiglu.LigerQwen3MoeSwiGLUMLP", _SILU)
+PHI3_SWIGLU = Swap("swiglu", "swiglu.LigerPhi3SwiGLUMLP", _SILU)
+HUNYUAN_SWIGLU = Swap("swiglu", "swiglu.LigerHunyuanV1SwiGLUMLP", _SILU)
+FALCON_SWIGLU = Swap("swiglu", "swiglu.LigerFalconH1SwiGLUMLP", _SILU)
+TOP2_SWIGLU = Swap("swiglu", "swiglu.LigerBlockSparseTop2MLP", _SILU)
+GEGLU = Swap("geglu", "geglu.LigerGEGLUMLP", _TANH_GELU)
+GEMMA4_GEGLU = Swap("geglu", "geglu.LigerGEGLUMLPForGemma4", _TANH_GELU)
+RELU_SQUARED = {
+    "transformers.activations.ReLUSquaredActivation": Swap("relu_squared", "relu_squared.LigerReLUSquared", late=True)
+}
+
+_ROPES = ("", "partial_", "half_table_", "interleaved_")
+ROPE = {"apply_rotary_pos_emb": Swap("rope", tuple(f"rope.liger_{kind}rotary_pos_emb" for kind in _ROPES))}
+VISION_ROPE = {"apply_rotary_pos_emb_vision": Swap("rope", "rope.liger_rotary_pos_emb_vision")}
+# Sections of three positions a token: in the rotation itself before transformers 5.17, in its tables since.
+SECTIONED_ROPE = {"apply_multimodal_rotary_pos_emb": Swap("rope", "qwen2vl_mrope.liger_multimodal_rotary_pos_emb")}
+LLAMA4_ROPE = {
+    "apply_rotary_emb": Swap("rope", "llama4_rope.liger_llama4_text_rotary_pos_emb"),
+    "vision_apply_rotary_emb": Swap("rope", "llama4_rope.liger_llama4_vision_rotary_pos_emb"),
+}
+_EITHER_ROPE = ("apply_rotary_pos_emb", "apply_multimodal_rotary_pos_emb")
+
+_LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
+_L = ("rope", *_LOSSES, "rms_norm", "swiglu", "model")
+_GE = ("rope", *_LOSSES, "rms_norm", "geglu", "model")
+_GEL = ("rope", *_LOSSES, "layer_norm", "rms_norm", "geglu", "model")
+_IV = (*_LOSSES, "rms_norm", "layer_norm", "model", "kwargs")
+_NO_ROPE, _NO_SWIGLU = ("rope", "cross_entropy"), ("cross_entropy", "swiglu")
+_CLAMPED = "its experts clamp gate and up"
+
+
+def _heads(*names):
+    return {name: CausalLM() for name in names}
+
+
+def _dense(name, prefix, norm=LLAMA, mlp=SWIGLU, parameters=_L, **fields):
+    """A causal language model of norms, gated MLPs and a rotary embedding under the usual names."""
+    swaps = {f"{prefix}RMSNorm": norm, f"{prefix}MLP": mlp, **ROPE}
+    return Family(name, swaps, _heads(f"{prefix}ForCausalLM"), parameters=parameters, **fields)
+
+
+_GEMMA3 = {"Gemma3RMSNorm": GEMMA3, "Gemma3MLP": GEGLU, **ROPE}
+_GEMMA4 = {"Gemma4RMSNorm": GEMMA4, "Gemma4TextMLP": GEMMA4_GEGLU}
+_GEMMA4_WITHOUT = {"rope": "its rotary embedding takes one tensor at a time"}
+_QWEN2 = ("transformers.models.qwen2.modeling_qwen2",)
 
 # fmt: off
 FAMILIES = {row.name: row for row in (
-    Family("llama", {"LlamaRMSNorm": LLAMA, "LlamaMLP": SWIGLU, **ROPE}, {"LlamaForCausalLM": CausalLM()}),
-    Family("mistral", {"MistralRMSNorm": LLAMA, "MistralMLP": SWIGLU, **ROPE}, {"MistralForCausalLM": CausalLM()}),
-    Family("qwen2", {"Qwen2RMSNorm": LLAMA, "Qwen2MLP": SWIGLU, **ROPE}, {"Qwen2ForCausalLM": CausalLM()}),
-    Family("qwen3", {"Qwen3RMSNorm": LLAMA, "Qwen3MLP": SWIGLU, **ROPE}, {"Qwen3ForCausalLM": CausalLM()}),
-    Family("gemma", {"GemmaRMSNorm": GEMMA, "GemmaMLP": GEGLU, **ROPE}, {"GemmaForCausalLM": CausalLM()}),
-    Family("gemma2", {"Gemma2RMSNorm": GEMMA2, "Gemma2MLP": GEGLU, **ROPE},
-           {"Gemma2ForCausalLM": CausalLM(softcap="final_logit_softcapping")}),
+    _dense("llama", "Llama"),
+    _dense("mistral", "Mistral"),
+    _dense("ministral", "Ministral"),
+    _dense("qwen2", "Qwen2"),
+    _dense("qwen3", "Qwen3"),
+    _dense("smollm3", "SmolLM3"),
+    _dense("granite", "Granite", off=("fused_linear_cross_entropy",)),
+    _dense("phi3", "Phi3", mlp=PHI3_SWIGLU),
+    _dense("glm4", "Glm4", norm=GLM4, mlp=PHI3_SWIGLU, off=_NO_ROPE),
+    _dense("olmo2", "Olmo2", norm=OLMO2),
+    _dense("olmo3", "Olmo3", norm=OLMO2),
+    _dense("exaone4", "Exaone4"),
+    _dense("falcon_h1", "FalconH1", mlp=FALCON_SWIGLU),
+    _dense("hunyuan_v1_dense", "HunYuanDenseV1", mlp=HUNYUAN_SWIGLU),
+    _dense("hunyuan_v1_moe", "HunYuanMoEV1", mlp=HUNYUAN_SWIGLU),
+    _dense("gemma", "Gemma", norm=GEMMA, mlp=GEGLU, parameters=_GE),
+    _dense("gemma2", "Gemma2", norm=GEMMA2, mlp=GEGLU, parameters=_GE),
+    Family("gemma3_text", _GEMMA3, _heads("Gemma3ForCausalLM"), "gemma3", parameters=_GE),
+    Family("gemma3", {**_GEMMA3, **LAYER_NORM}, _heads("Gemma3ForConditionalGeneration"), parameters=_GEL),
+    Family("gemma4_text", _GEMMA4, _heads("Gemma4ForCausalLM", "Gemma4TextForCausalLM"), "gemma4", parameters=_GE, off=_NO_ROPE,
+           optional=("Gemma4TextForCausalLM",), without=_GEMMA4_WITHOUT),
+    Family("gemma4", {**_GEMMA4, **LAYER_NORM}, _heads("Gemma4ForConditionalGeneration"), parameters=_GEL, off=("layer_norm", *_NO_ROPE),
+           without=_GEMMA4_WITHOUT),
+    Family("paligemma", LAYER_NORM, _heads("PaliGemmaForConditionalGeneration"), parameters=_GEL, holds=("gemma", "gemma2"), composite=True),
+    _dense("qwen3_moe", "Qwen3Moe", mlp=MOE_SWIGLU),
+    _dense("qwen3_next", "Qwen3Next", norm=QWEN3_NEXT, mlp=MOE_SWIGLU, off=_NO_ROPE),
+    Family("mixtral", {"MixtralRMSNorm": LLAMA, "MixtralBlockSparseTop2MLP": TOP2_SWIGLU, **ROPE}, _heads("MixtralForCausalLM"), parameters=_L,
+           optional=("MixtralBlockSparseTop2MLP",)),
+    Family("gpt_oss", {"GptOssRMSNorm": OLMO2, **ROPE}, _heads("GptOssForCausalLM"), parameters=_L, off=_NO_SWIGLU, without={"swiglu": _CLAMPED}),
+    Family("deepseek_v4", {"DeepseekV4RMSNorm": LLAMA}, _heads("DeepseekV4ForCausalLM"), parameters=_L, off=("rope", *_NO_SWIGLU),
+           without={"swiglu": _CLAMPED, "rope": "its rotary embedding takes one tensor at a time"}),
+    Family("nemotron", RELU_SQUARED, _heads("NemotronForCausalLM"), parameters=("relu_squared", *_LOSSES, "model", "kwargs")),
+    Family("llama4", {"Llama4TextRMSNorm": LLAMA, "Llama4TextMLP": SWIGLU, **LLAMA4_ROPE, **LAYER_NORM},
+           {"Llama4ForCausalLM": CausalLM(), "Llama4ForConditionalGeneration": CausalLM("language_model.lm_head")},
+           model_types=("llama4_text", "llama4"), parameters=(*_L, "layer_norm")),
+    Family("mllama", {"MllamaTextRMSNorm": LLAMA, "MllamaTextMLP": SWIGLU, **ROPE, **LAYER_NORM},
+           _heads("MllamaForCausalLM", "MllamaForConditionalGeneration"), model_types=("mllama", "mllama_text_model"),
+           parameters=("rope", *_LOSSES, "layer_norm", "rms_norm", "swiglu", "model")),
+    Family("llava", {}, _heads("LlavaForConditionalGeneration"), parameters=(*_LOSSES, "model", "kwargs"), composite=True),
+    Family("internvl", {"InternVLVisionRMSNorm": LATE_RMS_NORM, **LAYER_NORM}, _heads("InternVLForConditionalGeneration"), parameters=_IV,
+           composite=True),
+    Family("smolvlm", {"SmolVLMRMSNorm": LLAMA, **LAYER_NORM}, _heads("SmolVLMForConditionalGeneration"), parameters=_IV, composite=True,
+           optional=("SmolVLMRMSNorm",)),
+    Family("qwen2_vl", {"Qwen2RMSNorm": LLAMA, "Qwen2VLRMSNorm": LLAMA, "Qwen2MLP": SWIGLU, **ROPE, **SECTIONED_ROPE, **VISION_ROPE, **LAYER_NORM},
+           _heads("Qwen2VLForConditionalGeneration"), model_types=("qwen2_vl", "qwen2_vl_text"),
+           parameters=("rope", *_LOSSES, "rms_norm", "layer_norm", "swiglu", "model"), also=_QWEN2,
+           optional=("Qwen2RMSNorm", "Qwen2VLRMSNorm", *_EITHER_ROPE)),
+    Family("qwen2_5_vl", {"Qwen2RMSNorm": LLAMA, "Qwen2_5_VLRMSNorm": LLAMA, "Qwen2MLP": SWIGLU, "Qwen2_5_VLMLP": SWIGLU, **ROPE, **SECTIONED_ROPE,
+                          **VISION_ROPE},
+           _heads("Qwen2_5_VLForConditionalGeneration"), model_types=("qwen2_5_vl", "qwen2_5_vl_text"), parameters=_L, also=_QWEN2,
+           optional=("Qwen2RMSNorm", "Qwen2_5_VLRMSNorm", *_EITHER_ROPE)),
+    Family("qwen3_vl", {"Qwen3VLTextRMSNorm": LLAMA, "Qwen3VLTextMLP": SWIGLU, **ROPE, **VISION_ROPE}, _heads("Qwen3VLForConditionalGeneration"),
+           model_types=("qwen3_vl", "qwen3_vl_text"), parameters=_L, off=_NO_SWIGLU),
+    Family("qwen3_vl_moe", {"Qwen3VLMoeTextRMSNorm": LLAMA, "Qwen3VLMoeTextMLP": MOE_SWIGLU, **ROPE, **VISION_ROPE},
+           _heads("Qwen3VLMoeForConditionalGeneration"), model_types=("qwen3_vl_moe", "qwen3_vl_moe_text"), parameters=_L),
+    Family("qwen3_5", {"Qwen3_5RMSNorm": QWEN3_NEXT, "Qwen3_5MLP": MOE_SWIGLU, **ROPE, **VISION_ROPE},
+           _heads("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"), model_types=("qwen3_5", "qwen3_5_text"), parameters=_L, off=_NO_ROPE),
+    Family("qwen3_5_moe", {"Qwen3_5MoeRMSNorm": QWEN3_NEXT, "Qwen3_5MoeMLP": MOE_SWIGLU, **ROPE, **VISION_ROPE},
+           _heads("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"), model_types=("qwen3_5_moe", "qwen3_5_moe_text"),
+           parameters=_L, off=_NO_ROPE),
+    Family("glm4v", {"Glm4vRMSNorm": GLM4, "Glm4vTextMLP": PHI3_SWIGLU, "Glm4VisionMlp": SWIGLU, **ROPE, **SECTIONED_ROPE, **VISION_ROPE},
+           _heads("Glm4vForConditionalGeneration"), model_types=("glm4v", "glm4v_text"), parameters=_L, off=_NO_ROPE, optional=_EITHER_ROPE),
+    Family("glm4v_moe", {"Glm4vMoeRMSNorm": GLM4, "Glm4vMoeTextRMSNorm": GLM4, "Glm4vMoeTextMLP": SWIGLU, "Glm4vMoeisionMlp": SWIGLU, **ROPE,
+                         **SECTIONED_ROPE, **VISION_ROPE},
+           _heads("Glm4vMoeForConditionalGeneration"), model_types=("glm4v_moe", "glm4v_moe_text"), parameters=_L, off=_NO_ROPE, optional=_EITHER_ROPE),
+    Family("pixtral", {"PixtralRMSNorm": LLAMA, "PixtralMLP": SWIGLU, **ROPE}, parameters=("rope", "rms_norm", "swiglu", "model")),
 )}
 # fmt: on
+
+# What the columns of `table` stand for, and the switch of each.
+_COLUMNS = {
+    "loss": "fused_linear_cross_entropy",
+    "RMSNorm": "rms_norm",
+    "LayerNorm": "layer_norm",
+    "MLP": "swiglu",
+    "rope": "rope",
+}
+
+
+def table() -> str:
+    """What is replaced in each family, as a table in Markdown: `on` by default, `off` unless asked for."""
+    lines = ["| family | model types | " + " | ".join(_COLUMNS) + " |", "|" + "---|" * (len(_COLUMNS) + 2)]
+    for row in FAMILIES.values():
+        made = {swap.switch for name in (row.name, *row.holds) for swap in FAMILIES[name].swaps.values()}
+        made |= {"fused_linear_cross_entropy"} if row.loss else set()
+        cells = []
+        for switch in _COLUMNS.values():
+            names = ("swiglu", "geglu", "relu_squared") if switch == "swiglu" else (switch,)
+            found = next((name for name in names if name in row.switches and name in made), None)
+            label = {"geglu": " (GeGLU)", "relu_squared": " (ReLU²)"}.get(found, "")
+            held = row.composite and not row.holds and switch in ("rms_norm", "swiglu", "rope")
+            cells.append(
+                ("on" if row.switches[found] else "off") + label if found else "as the model in it" if held else ""
+            )
+        lines.append(f"| {row.name} | {', '.join(row.model_types or (row.name,))} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
 
 MODEL_TYPES = {model_type: row for row in FAMILIES.values() for model_type in row.model_types or (row.name,)}
 

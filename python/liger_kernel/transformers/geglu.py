@@ -8,13 +8,24 @@ from liger_kernel.ops import LigerGELUMulFunction
 class LigerGEGLUMLP(nn.Module):
     """down_proj(gelu(gate_proj(x)) · up_proj(x)), gelu in its tanh form."""
 
-    def __init__(self, config):
+    def __init__(self, config, intermediate_size=None):
         super().__init__()
         self.config = config
-        self.hidden_size, self.intermediate_size = config.hidden_size, config.intermediate_size
+        self.hidden_size = config.hidden_size
+        self.intermediate_size = config.intermediate_size if intermediate_size is None else intermediate_size
         self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
         self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
         self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
 
     def forward(self, x):
         return self.down_proj(LigerGELUMulFunction.apply(self.gate_proj(x), self.up_proj(x)))
+
+
+class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
+    """LigerGEGLUMLP, twice as wide in layers that share keys and values where config.use_double_wide_mlp says so."""
+
+    def __init__(self, config, layer_idx=None):
+        shared = getattr(config, "num_kv_shared_layers", 0) or 0
+        wide = getattr(config, "use_double_wide_mlp", False) and shared > 0 and layer_idx is not None
+        twice = wide and layer_idx >= config.num_hidden_layers - shared
+        super().__init__(config, config.intermediate_size * (2 if twice else 1))

@@ -36,9 +36,18 @@ class Edits:
         self._done.append((owner, name, old, value))
         return True
 
-    def undo(self) -> None:
-        """Take every assignment back, the latest first; what somebody else has reassigned since stays."""
-        while self._done:
+    def add(self, other: "Edits") -> None:
+        """Take over another list's assignments, as the latest."""
+        self._done += other._done
+        other._done = []
+
+    def mark(self) -> int:
+        """What to give to `undo` to keep the assignments up to now."""
+        return len(self._done)
+
+    def undo(self, mark: int = 0) -> None:
+        """Take every assignment (since `mark`) back, the latest first; what somebody else has reassigned since stays."""
+        while len(self._done) > mark:
             owner, name, old, value = self._done.pop()
             if _current(owner, name) is not value:
                 logger.warning("%s of %s was changed after the patch and is left alone", name, type(owner).__name__)
@@ -96,7 +105,9 @@ def has_replaced_forward(module) -> bool:
     """Whether somebody has put a forward on the instance; accelerate's hooks do, and call `_old_forward` from it."""
     own = module.__dict__
     if "_old_forward" in own:
-        return not _hands_on(own["forward"]) or getattr(own["_old_forward"], "__func__", None) is not type(module).forward
+        return (
+            not _hands_on(own["forward"]) or getattr(own["_old_forward"], "__func__", None) is not type(module).forward
+        )
     return "forward" in own
 
 
@@ -109,17 +120,76 @@ def kernels_cover(tensor) -> bool:
 
 
 @functools.cache
-def or_original(part, original, place: int = 0):
-    """The function `part`, but `original` where there are no kernels for the tensor that is the argument at `place`."""
-    name = list(inspect.signature(original).parameters)[place]
+def or_original(part, original):
+    """The method `part`, but `original` where there are no kernels for its first argument."""
+    name = list(inspect.signature(original).parameters)[1]
 
     @functools.wraps(part)
-    def call(*args, **kwargs):
-        x = args[place] if len(args) > place else kwargs.get(name)
-        return (part if x is None or kernels_cover(x) else original)(*args, **kwargs)
+    def call(self, *args, **kwargs):
+        x = args[0] if args else kwargs.get(name)
+        if x is None or not kernels_cover(x):
+            return original(self, *args, **kwargs)
+        return part(self, x, *args[1:], **{key: value for key, value in kwargs.items() if key != name})
 
     call.liger_original = original
     return call
+
+
+@functools.cache
+def instead_of(part, original):
+    """The function `part` with the parameters of `original`; `original` where there are no kernels for its arguments.
+
+    Of a rotary embedding that is also where its tables are not laid out as [batch, seq, columns], or [seq, columns]
+    under unsqueeze_dim=0, and where q and k have other dimensions than four.
+    """
+    parameters = inspect.signature(original).parameters
+    names, first = list(parameters), next(iter(parameters))
+    plain = "unsqueeze_dim" not in parameters
+
+    @functools.wraps(part)
+    def call(*args, **kwargs):
+        given = {**dict(zip(names, args)), **kwargs}
+        if not kernels_cover(given[first]):
+            return original(*args, **kwargs)
+        if not plain:
+            place, dims = given.get("unsqueeze_dim", 1), (given[first].dim(), given["cos"].dim())
+            if place == 0 and dims == (4, 2):
+                given["unsqueeze_dim"] = 1
+            elif place not in (1, 2) or dims not in ((4, 3), (4, 4)):
+                return original(*args, **kwargs)
+        return part(**given)
+
+    call.liger_original = original
+    return call
+
+
+def with_globals(function, names: dict):
+    """A copy of `function`, or of what its decorators wrap, that has `names` among its globals; None if it has none."""
+    inner, cells = getattr(function, "__wrapped__", None), list(function.__closure__ or ())
+    if inner is None:
+        # Without the module's name torch.compile takes the globals from here, not from the module.
+        namespace = {name: value for name, value in function.__globals__.items() if name != "__name__"} | names
+    else:
+        namespace, copy, found = function.__globals__, with_globals(inner, names), False
+        for i, cell in enumerate(cells):
+            if cell.cell_contents is inner:
+                cells[i], found = types.CellType(copy), True
+        if copy is None or not found:
+            return None
+    new = types.FunctionType(
+        function.__code__, namespace, function.__name__, function.__defaults__, tuple(cells) or None
+    )
+    new.__kwdefaults__, new.__qualname__, new.__doc__, new.__module__ = (
+        function.__kwdefaults__,
+        function.__qualname__,
+        function.__doc__,
+        function.__module__,
+    )
+    new.__annotations__ = function.__annotations__
+    new.__dict__.update(function.__dict__)
+    if inner is not None:
+        new.__wrapped__ = copy
+    return new
 
 
 @torch.compiler.disable

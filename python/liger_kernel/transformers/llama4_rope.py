@@ -1,7 +1,5 @@
 """Llama 4's rotary position embeddings under the names that Hugging Face's modules are patched with."""
 
-import torch
-
 from liger_kernel.ops import LigerLlama4RopeFunction
 
 

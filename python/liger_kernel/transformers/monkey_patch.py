@@ -12,12 +12,16 @@ from transformers import PreTrainedModel
 from liger_kernel.transformers.cross_entropy import LigerCrossEntropyLoss  # noqa: F401
 from liger_kernel.transformers.families import FAMILIES, MODEL_TYPES, SWITCHES, missing, unsupported
 from liger_kernel.transformers.functional import liger_cross_entropy  # noqa: F401
-from liger_kernel.transformers.geglu import LigerGEGLUMLP
+from liger_kernel.transformers.geglu import LigerGEGLUMLP, LigerGEGLUMLPForGemma4  # noqa: F401
 from liger_kernel.transformers.graft import Edits, become, warn_once
+from liger_kernel.transformers.layer_norm import LigerLayerNorm
+from liger_kernel.transformers.qwen2vl_mrope import liger_multimodal_rotary_pos_emb  # noqa: F401
+from liger_kernel.transformers.relu_squared import LigerReLUSquared  # noqa: F401
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
-from liger_kernel.transformers.rope import liger_rotary_pos_emb  # noqa: F401
+from liger_kernel.transformers.rope import liger_rotary_pos_emb, liger_rotary_pos_emb_vision  # noqa: F401
 from liger_kernel.transformers.swiglu import (  # noqa: F401
     LigerBlockSparseTop2MLP,
+    LigerExperts,
     LigerPhi3SwiGLUMLP,
     LigerSwiGLUMLP,
 )
@@ -40,24 +44,44 @@ logger = logging.getLogger(__name__)
 
 def _apply_function(row):
     """The function `apply_liger_kernel_to_<row.name>`."""
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    kind, switches = inspect.Parameter.POSITIONAL_OR_KEYWORD, row.switches
+    names = [name for name in row.parameters or (*switches, "model") if name != "kwargs"]
     parameters = [
-        inspect.Parameter(name, kind, default=default, annotation=bool) for name, default in row.switches.items()
+        inspect.Parameter(name, kind, default=None, annotation=PreTrainedModel)
+        if name == "model"
+        else inspect.Parameter(name, kind, default=switches[name], annotation=bool)
+        for name in names
     ]
-    parameters.append(inspect.Parameter("model", kind, default=None, annotation=PreTrainedModel))
-    names = [parameter.name for parameter in parameters]
+    takes_others = "kwargs" in row.parameters
+    if takes_others:
+        parameters.append(inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD))
 
     def apply(*args, **kwargs):
         if args and isinstance(args[0], nn.Module):
             args, kwargs = args[1:], {**kwargs, "model": args[0]}
         if len(args) > len(names):
             raise TypeError(f"{apply.__name__} takes at most {len(names)} arguments, got {len(args)}")
-        given = dict(zip(names, args))
+        given = dict(zip((name for name in names if args and (name != "model" or "model" not in kwargs)), args))
         if twice := given.keys() & kwargs.keys():
             raise TypeError(f"{apply.__name__} got {', '.join(sorted(twice))} twice")
-        return patch(row, **given, **kwargs)
+        given |= kwargs
+        others = {name: given.pop(name) for name in list(given) if takes_others and name not in names}
+        report = patch(row, **given)
+        try:
+            _patch_held(
+                row,
+                report,
+                {**{name: given.get(name, default) for name, default in switches.items()}, **others},
+                given.get("model"),
+            )
+        except BaseException:
+            report.undo()
+            raise
+        return report
 
     lines = [f"        {name}: {SWITCHES[name]}; {default} by default." for name, default in row.switches.items()]
+    if takes_others:
+        lines.append("        kwargs: switches for the models that it holds.")
     apply.__doc__ = "\n".join(
         [
             f"Patch the {row.name} models of transformers, or the one given as `model`, and return a Report.",
@@ -66,8 +90,8 @@ def _apply_function(row):
             *lines,
             "        model: patch this model only; it may also come first. Without it, models made later are patched.",
             "",
-            "    Raises TypeError for an unknown keyword or a model of another family, and AssertionError if both",
-            "    cross_entropy and fused_linear_cross_entropy are on.",
+            "    Raises TypeError for an unknown keyword or a model of another family, AssertionError if both cross_entropy",
+            "    and fused_linear_cross_entropy are on, and ImportError if the installed transformers has no such family.",
             "    ",
         ]
     )
@@ -76,10 +100,48 @@ def _apply_function(row):
     return apply
 
 
+def _patch_held(row, report, switches, model):
+    """Patch the models that a composite one holds, each by its own type's function, but for their losses."""
+    switches = {**switches, "cross_entropy": False, "fused_linear_cross_entropy": False}
+    if model is None:
+        for name in row.holds:
+            report.add(
+                _functions[name](**{key: value for key, value in switches.items() if key in FAMILIES[name].switches})
+            )
+        return
+    if not row.composite:
+        return
+    held = [m for m in model.modules() if isinstance(m, PreTrainedModel) and type(m).__module__ not in row.homes]
+    outermost = [m for m in held if not any(m is not other and m in set(other.modules()) for other in held)]
+    for part in outermost:
+        kind = getattr(part.config, "model_type", None)
+        apply = MODEL_TYPE_TO_APPLY_LIGER_FN.get(kind)
+        if apply is None:
+            logger.warning(
+                "no Liger kernels for the %s of type %r in a %s", type(part).__name__, kind, type(model).__name__
+            )
+            continue
+        known = inspect.signature(apply).parameters
+        kept = {name: value for name, value in switches.items() if name in known}
+        dropped = sorted(name for name in switches.keys() - kept.keys() if switches[name] and name not in row.switches)
+        if dropped:
+            logger.warning("%s takes %s, not %s", kind, ", ".join(known), ", ".join(dropped))
+        inner = apply(model=part, **kept)
+        if inner is not None:
+            report.add(inner)
+
+
 _functions = {row.name: _apply_function(row) for row in FAMILIES.values()}
 globals().update({function.__name__: function for function in _functions.values()})
 
 MODEL_TYPE_TO_APPLY_LIGER_FN = {model_type: _functions[row.name] for model_type, row in MODEL_TYPES.items()}
+
+
+def switches_of(apply) -> set[str]:
+    """The keywords that a patching function takes, but `model`; of a composite model's those of the models in it, too."""
+    parameters = inspect.signature(apply).parameters.values()
+    named = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD} - {"model"}
+    return named | set(SWITCHES) if len(named) + 1 < len(parameters) else named
 
 
 def _apply(model_type, found, kwargs):
@@ -88,8 +150,7 @@ def _apply(model_type, found, kwargs):
         model = f"a {type(found['model']).__name__}" if found else "a model"
         warn_once(unsupported(f"{model} of type {model_type!r}"))
         return None
-    known = inspect.signature(apply).parameters
-    kept = {name: value for name, value in kwargs.items() if name in known}
+    kept = {name: value for name, value in kwargs.items() if name in switches_of(apply)}
     if dropped := kwargs.keys() - kept.keys():
         logger.info("%s has no %s", model_type, ", ".join(sorted(dropped)))
     logger.info("applying Liger kernels to model type %r with %s", model_type, kept)
@@ -134,6 +195,27 @@ def _patch_rms_norm_module(module, offset=0.0, eps=1e-6, casting_mode="llama", i
     preset = {"offset": offset, "eps": eps, "casting_mode": casting_mode, "in_place": in_place, "row_mode": row_mode}
     for part in parts:
         become(part, StandIn(LigerRMSNorm), Edits(), **own_attributes(part, LigerRMSNorm, **preset))
+
+
+def _patch_layer_norm_module(module, eps=1e-6) -> None:
+    """Make one LayerNorm module compute as LigerLayerNorm does; of a PEFT wrapper, both copies of the module."""
+    parts = (
+        [*module.modules_to_save.values(), module.original_module]
+        if type(module).__name__ == "ModulesToSaveWrapper"
+        else [module]
+    )
+    for part in parts:
+        shape = getattr(part, "normalized_shape", None) or part.weight.shape
+        own = next(
+            (value for name in ("variance_epsilon", "eps") if (value := getattr(part, name, None)) is not None), eps
+        )
+        become(
+            part,
+            StandIn(LigerLayerNorm),
+            Edits(),
+            variance_epsilon=own,
+            hidden_size=getattr(part, "hidden_size", None) or shape[0],
+        )
 
 
 def _patch_swiglu_module(module, liger_module) -> None:

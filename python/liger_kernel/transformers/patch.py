@@ -1,83 +1,56 @@
 """The engine that applies a row of the table of families to Hugging Face's classes or to one model."""
 
 import functools
+import importlib
 import inspect
 from dataclasses import dataclass, field
 
 from torch import nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
+from liger_kernel.transformers import numeric
 from liger_kernel.transformers.causal_lm import (
-    FSDPModule,
     FusedLoss,
-    describe,
     fused_forward,
+    hands_logits_over,
     has_own_loss,
+    inner_obstacle,
     is_fused,
+    names_in,
     original_forward,
-    prepare_head,
-    preparing_head,
 )
-from liger_kernel.transformers.families import FAMILIES, MODEL_TYPES, Family
-from liger_kernel.transformers.graft import Edits, become, has_replaced_forward, is_variant, kernels_cover, or_original, variant, warn_once
+from liger_kernel.transformers.families import FAMILIES, MODEL_TYPES, CausalLM, Family, Swap
+from liger_kernel.transformers.graft import (
+    Edits,
+    become,
+    has_replaced_forward,
+    instead_of,
+    is_variant,
+    kernels_cover,
+    or_original,
+    variant,
+    warn_once,
+    with_globals,
+)
+from liger_kernel.transformers.head import FSDPModule, describe, head_of, prepare_head
+from liger_kernel.transformers.layer_norm import LigerLayerNorm
 from liger_kernel.transformers.model import loss_utils
+from liger_kernel.transformers.report import Replacement, Report, Skip
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
+from liger_kernel.transformers.source import is_known
 
 _LOSSES = {"cross_entropy", "fused_linear_cross_entropy"}
 _CLASS_LOSS = staticmethod(loss_utils.causal_lm_loss)
 _MISSING = "the installed transformers has none"
-
-
-@dataclass(frozen=True)
-class Replacement:
-    """What stands in for `name`; `count` is the number of modules, None for a class or a function."""
-
-    switch: str
-    name: str
-    by: str
-    count: int | None = None
-
-    def __str__(self):
-        where = "" if self.count is None else f" ({self.count} module{'s' * (self.count != 1)})"
-        return f"{self.switch}: {self.name} -> {self.by}{where}"
-
-
-@dataclass(frozen=True)
-class Skip:
-    """What was asked for and not done, and why."""
-
-    switch: str
-    name: str
-    reason: str
-
-    def __str__(self):
-        return f"{self.switch}: {self.name} skipped: {self.reason}"
-
-
-@dataclass
-class Report:
-    """What a patch did; `replaced` includes what an earlier patch had replaced already."""
-
-    family: str
-    replaced: list[Replacement] = field(default_factory=list)
-    skipped: list[Skip] = field(default_factory=list)
-    edits: Edits = field(default_factory=Edits, repr=False)
-
-    def undo(self) -> None:
-        """Restore everything that this patch has replaced."""
-        self.edits.undo()
-
-    def __str__(self):
-        lines = [f"liger_kernel: {self.family}"]
-        lines += [f"  {entry}" for entry in (*self.replaced, *self.skipped)]
-        return "\n".join(lines)
+_UNKNOWN = "its source is none of those that the replacement was compared with"
 
 
 def patch(family: str | Family, model: nn.Module | None = None, strict: bool = False, **switches) -> Report:
     """Replace the parts of a model family by the operators of this package.
 
     Without a model, names of the family's modeling module are rebound, for models that are created afterwards. With a
-    model, only its modules are changed, and the module's functions (rope), which all its models share.
+    model, only its modules are changed. A part whose source is not known keeps its forward; of a row that is not in
+    FAMILIES, one that computes something else on random input.
 
     Args:
         family: a key of FAMILIES or a row of the caller's own.
@@ -96,7 +69,7 @@ def patch(family: str | Family, model: nn.Module | None = None, strict: bool = F
         _check_family(row, model)
     report = Report(row.name)
     try:
-        _Patcher(row, model, on, report).run()
+        _Patcher(row, model, on, report, {name for name, value in switches.items() if value}).run()
         if strict and report.skipped:
             raise RuntimeError(str(report))
     except BaseException:
@@ -120,26 +93,51 @@ def _enabled(row, switches):
     return on
 
 
+class WrongModel(TypeError, ValueError):
+    """A model that a family's function cannot patch."""
+
+
 def _check_family(row, model):
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}, not a torch.nn.Module")
-    if any(_classes(row, module) for module in model.modules()):
+        raise WrongModel(f"model is a {type(model).__name__}, not a torch.nn.Module")
+    if any(_classes((row.module,), module) for module in model.modules()):
         return
     own = MODEL_TYPES.get(getattr(getattr(model, "config", None), "model_type", None))
     advice = f"use apply_liger_kernel_to_{own.name}" if own else "its type is not supported"
-    raise TypeError(f"apply_liger_kernel_to_{row.name} got a {type(model).__name__}: {advice}")
+    raise WrongModel(f"apply_liger_kernel_to_{row.name} got a {type(model).__name__}: {advice}")
 
 
-def _classes(row, module):
-    """The family's classes that a module derives from, by name: names survive a reload of the modeling module."""
-    return {cls.__name__: cls for cls in type(module).__mro__ if cls.__module__ == row.module}
+def _classes(homes, module):
+    """The classes of these modules that a module derives from, by name: names survive a reload of a modeling module."""
+    return {cls.__name__: cls for cls in type(module).__mro__ if cls.__module__ in homes}
+
+
+@functools.cache
+def _foreign(name):
+    """The class whose full name this is."""
+    home, _, name = name.rpartition(".")
+    return getattr(importlib.import_module(home), name)
+
+
+def _class_called(name, homes, module):
+    """The class that a row calls `name`, where the module is of it."""
+    if "." not in name:
+        return _classes(homes, module).get(name)
+    cls = _foreign(name)
+    return (
+        cls
+        if type(module) is cls or vars(type(module)).get("liger_part") and type(module).__mro__[2:3] == (cls,)
+        else None
+    )
 
 
 class _Patcher:
-    def __init__(self, row, model, on, report):
+    def __init__(self, row, model, on, report, named=frozenset()):
+        self.named = named
         self.row, self.model, self.on, self.report, self.edits = row, model, on, report, report.edits
         self.namespace = row.namespace()
         self.modules = [] if model is None else list(model.modules())
+        self.late = {name: swap for name, swap in row.swaps.items() if swap.switch in on and (swap.late or "." in name)}
 
     def run(self):
         if reason := self._uncovered():
@@ -147,18 +145,22 @@ class _Patcher:
                 if switch in self.on:
                     self._skip(switch, self.row.name, reason)
             return
+        for switch in self.on & self.row.without.keys():
+            warn_once(f"{switch}=True has no effect on {self.row.name}: {self.row.without[switch]}")
+            self._skip(switch, self.row.name, self.row.without[switch])
         for name, swap in self.row.swaps.items():
             if swap.switch in self.on:
-                if self.model is None or not isinstance(swap.load(), type):
-                    self._rebind(swap, name)
-                else:
-                    self._convert(swap, name)
-        for name, spec in self.row.loss.items():
-            for switch in sorted(_LOSSES & self.on):
                 if self.model is None:
-                    self._class_loss(switch, name, spec)
+                    self._rebind(swap, name)
+                elif isinstance(swap.load(), type):
+                    self._convert(swap, name)
                 else:
-                    self._model_loss(switch, name, spec)
+                    self._convert_callers(swap, name)
+        if self.model is None:
+            self._class_losses()
+        else:
+            self._model_losses()
+        self._name_the_idle()
 
     def _uncovered(self):
         parameters = () if self.model is None else self.model.parameters()
@@ -176,84 +178,191 @@ class _Patcher:
         if entry not in self.report.skipped:
             self.report.skipped.append(entry)
 
+    def _name_the_idle(self):
+        """Report the switches that the caller turned on and that found nothing."""
+        told = {entry.switch for entry in (*self.report.replaced, *self.report.skipped)}
+        names = {}
+        for name, swap in self.row.swaps.items():
+            names.setdefault(swap.switch, name.rpartition(".")[2])
+        for switch in self.row.switches:
+            if switch in self.on & self.named - told and switch in names:
+                self._skip(switch, names[switch], _MISSING if self.model is None else "the model has none")
+
+    def _target(self, swap, original, module=None):
+        """Which target stands for `original`, or None: by its source, or in a caller's own row by its values."""
+        known = [target for target in swap.targets if is_known(target, original)]
+        if known or self.row is FAMILIES.get(self.row.name):
+            return known[0] if known else None
+        return numeric.same_values(swap, original, module)
+
     def _rebind(self, swap, name):
-        if hasattr(self.namespace, name):
-            self.edits.set(self.namespace, name, _replacement(getattr(self.namespace, name), swap))
-            self._done(swap.switch, name, swap.load().__name__)
+        if name in self.late and "." in name:
+            for cls in self._loss_classes():
+                self._done(swap.switch, f"{name.rpartition('.')[2]} of {cls.__name__}", swap.load().__name__)
+            return
+        original = getattr(self.namespace, name, None)
+        if original is None:
+            if name not in self.row.optional:
+                self._skip(swap.switch, name, _MISSING)
+        elif (target := self._target(swap, original)) is None:
+            self._skip(swap.switch, name, _UNKNOWN)
         else:
-            self._skip(swap.switch, name, _MISSING)
+            self.edits.set(self.namespace, name, _replacement(original, swap, target))
+            self._done(swap.switch, name, swap.load(target).__name__)
 
     def _convert(self, swap, name):
-        part = swap.load()
-        done = skipped = 0
+        done, skipped, parts = 0, 0, tuple(map(swap.load, swap.targets))
+        by = parts[0].__name__
         for module in self.modules:
-            cls = _classes(self.row, module).get(name)
-            if isinstance(module, part):
+            cls = _class_called(name, self.row.homes, module)
+            if cls is None or _left_alone(module, parts[0]):
+                continue
+            if isinstance(module, parts):
                 done += 1
-            elif cls and (reason := _obstacle(module, cls, swap)):
+                continue
+            target = "." in name and swap.targets[0] or self._target(swap, cls, module)
+            if reason := _obstacle(module, cls, swap) or (None if target else _UNKNOWN):
                 self._skip(swap.switch, name, reason)
                 skipped += 1
-            elif cls:
-                become(module, StandIn(part, swap.activations), self.edits, **own_attributes(module, part))
-                done += 1
+                continue
+            part = swap.load(target)
+            become(module, StandIn(part, swap.activations), self.edits, **own_attributes(module, part))
+            done, by = done + 1, part.__name__
         if done:
-            self._done(swap.switch, name, part.__name__, done)
-        elif not skipped:
-            self._skip(swap.switch, name, "the model has none")
+            self._done(swap.switch, name.rpartition(".")[2], by, done)
 
-    def _class_loss(self, switch, name, spec):
-        cls = getattr(self.namespace, name, None)
-        if cls is None:
-            self._skip(switch, name, _MISSING)
-        elif switch == "cross_entropy":
-            self.edits.set(cls, "_loss_function", _CLASS_LOSS)
-            self._done(switch, name, "causal_lm_loss")
-        else:
-            if not is_fused(cls):
-                self.edits.set(cls, "forward", fused_forward(cls.forward, spec))
-                self.edits.set(cls, "post_init", preparing_head(cls.post_init, spec))
-            self._done(switch, name, "lce_forward")
-
-    def _model_loss(self, switch, name, spec):
-        convert = self._set_loss if switch == "cross_entropy" else self._fuse
-        found = False
+    def _convert_callers(self, swap, name):
+        """Give the modules whose forward calls a function of the family's module a forward that calls another."""
+        done, by = 0, swap.load().__name__
         for module in self.modules:
-            cls = _classes(self.row, module).get(name)
-            # The loss on logits is also that of a model which holds a language model and computes the loss itself.
-            if cls or (switch == "cross_entropy" and _hands_logits_over(module)):
-                found, kind = True, name if cls else type(module).__name__
-                reason, by = convert(module, cls, spec)
+            forward = inspect.unwrap(type(module).forward)
+            if (
+                not _classes(self.row.homes, module)
+                or name not in names_in(forward)
+                or name not in getattr(forward, "__globals__", ())
+            ):
+                continue
+            original = forward.__globals__[name]
+            if hasattr(original, "liger_original"):
+                done += 1
+                continue
+            target, reason = self._target(swap, original), None
+            if target is None:
+                reason = _UNKNOWN
+            elif has_replaced_forward(module):
+                reason = f"the forward of a {type(module).__name__} was replaced on the instance"
+            elif with_globals(type(module).forward, {name: None}) is None:
+                reason = f"the forward of {type(module).__name__} cannot be copied"
+            if reason:
+                self._skip(swap.switch, name, reason)
+                continue
+            become(module, Calling(name, swap, target), self.edits)
+            done, by = done + 1, swap.load(target).__name__
+        if done:
+            self._done(swap.switch, name, by, done)
+
+    def _loss_classes(self):
+        return [cls for name in self.row.loss if (cls := getattr(self.namespace, name, None)) is not None]
+
+    def _class_losses(self):
+        for name, spec in self.row.loss.items():
+            cls = getattr(self.namespace, name, None)
+            if cls is None:
+                if name not in self.row.optional:
+                    for switch in sorted(_LOSSES & self.on):
+                        self._skip(switch, name, _MISSING)
+                continue
+            reason = None if hands_logits_over(original_forward(cls)) else "its forward makes no loss from logits"
+            fused = "fused_linear_cross_entropy" in self.on and not reason
+            for switch in sorted(_LOSSES & self.on):
                 if reason:
-                    self._skip(switch, kind, reason)
+                    self._skip(switch, name, reason)
+                elif switch == "cross_entropy":
+                    self.edits.set(cls, "_loss_function", _CLASS_LOSS)
+                    self._done(switch, name, "causal_lm_loss")
                 else:
-                    self._done(switch, kind, by, 1)
-        if not found:
-            self._skip(switch, name, f"the {type(self.model).__name__} holds none")
+                    if not is_fused(cls):
+                        self.edits.set(cls, "forward", fused_forward(cls.forward, spec))
+                    self._done(switch, name, "lce_forward")
+            finish = Finish(self.row, spec if fused else None, tuple(self.late))
+            if (fused or self.late) and getattr(cls.post_init, "liger_finish", None) != finish:
+                self.edits.set(cls, "post_init", finish.after(cls.post_init))
+
+    def _model_losses(self):
+        for switch in sorted(_LOSSES & self.on):
+            convert = self._set_loss if switch == "cross_entropy" else self._fuse
+            found = False
+            for module in reversed(self.modules):  # a model before the one that holds it
+                classes = _classes((self.row.module,), module)
+                name = next((name for name in classes if name in self.row.loss), None)
+                # The loss on logits is also that of a model which holds a language model and computes the loss itself.
+                if name or (switch == "cross_entropy" and _hands_logits_over(module)):
+                    found, kind = True, name or type(module).__name__
+                    reason, by = convert(module, classes.get(name), self.row.loss.get(name))
+                    if reason:
+                        self._skip(switch, kind, reason)
+                    else:
+                        self._done(switch, kind, by, 1)
+            if not found and self.row.loss:
+                self._skip(switch, next(iter(self.row.loss)), f"the {type(self.model).__name__} holds none")
 
     def _set_loss(self, owner, cls, spec):
-        if LOSS_MAPPING.get(owner.loss_type) is not ForCausalLMLoss or has_own_loss(owner):
+        if not _hands_logits_over(owner) or has_own_loss(owner):
             return f"it computes its loss with {owner.loss_function.__name__}", None
         self.edits.set(owner, "_loss_function", loss_utils.causal_lm_loss)
         return None, "causal_lm_loss"
 
     def _fuse(self, owner, cls, spec):
-        head = getattr(owner, spec.head, None)
+        head = head_of(owner, spec)
         sharded = any(isinstance(module, FSDPModule) for module in self.modules)
         if original_forward(type(owner)) is not original_forward(cls):
             return f"{type(owner).__name__} has a forward of its own", None
+        if not hands_logits_over(original_forward(cls)):
+            return "its forward makes no loss from logits", None
         if has_own_loss(owner):
             return f"it computes its loss with {owner.loss_function.__name__}", None
         if not prepare_head(head, self.edits, sharded):
             return f"{spec.head} is {describe(head)}", None
+        if reason := inner_obstacle(owner, spec):
+            return reason, None
         if not is_fused(type(owner)):
             become(owner, FusedLoss(spec), self.edits)
         return None, "lce_forward"
 
 
+@dataclass(frozen=True)
+class Finish:
+    """What is done to a model of patched classes when it is made: its head is prepared, and late swaps are made."""
+
+    row: Family = field(hash=False)
+    spec: CausalLM | None
+    late: tuple[str, ...]
+
+    def after(self, post_init):
+        """`post_init`, and then this. torch.compile could not prepare the head while it traces."""
+
+        @functools.wraps(post_init)
+        def finish(model):
+            post_init(model)
+            if self.spec is not None:
+                prepare_head(head_of(model, self.spec), Edits())
+            patcher = _Patcher(self.row, model, set(), Report(self.row.name))
+            for name in self.late:
+                patcher._convert(self.row.swaps[name], name)
+
+        finish.liger_finish = self
+        return finish
+
+
 def _hands_logits_over(module):
     """Whether a module computes its loss from its logits by transformers' loss of causal language models."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return LOSS_MAPPING.get(getattr(module, "loss_type", None)) is ForCausalLMLoss and "loss_function" in getattr(code, "co_names", ())
+    known = LOSS_MAPPING.get(getattr(module, "loss_type", None)) is ForCausalLMLoss
+    return known and "loss_function" in names_in(original_forward(type(module)))
+
+
+def _left_alone(module, part):
+    """Whether a module of a class that is replaced is none of what replaces it computes: a norm without a weight."""
+    return issubclass(part, (LigerRMSNorm, LigerLayerNorm)) and getattr(module, "weight", None) is None
 
 
 def _obstacle(module, cls, swap):
@@ -262,27 +371,44 @@ def _obstacle(module, cls, swap):
         return f"{type(module).__name__} has a forward of its own"
     if has_replaced_forward(module):
         return "its forward was replaced on the instance"
-    return _other_activation(module, swap.activations)
+    return _unfit(module, swap.load(), swap.activations)
 
 
-def _other_activation(module, activations):
+def _unfit(module, part, activations):
+    """Why `part` cannot compute what a module does, by how the module was made, or None."""
     from transformers.activations import ACT2FN
 
     activation = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
     if activations and type(activation) not in {type(ACT2FN[name]) for name in activations}:
         return f"its activation is {type(activation).__name__}, not {activations[0]}"
+    if issubclass(part, LigerLayerNorm) and (module.bias is None or len(module.normalized_shape) != 1):
+        return "it has no bias, or normalises more than the last dimension"
     return None
 
 
-def _replacement(original, swap):
+def _replacement(original, swap, target):
     """What a name of a modeling module is bound to in place of `original`."""
-    part = swap.load()
+    part = swap.load(target)
     if not isinstance(part, type):
-        return or_original(part, getattr(original, "liger_original", original))
+        return instead_of(part, getattr(original, "liger_original", original))
     if not isinstance(original, type):
         return part
-    part = StandIn(part, swap.activations)
+    part = StandIn(part, swap.activations, is_known(target, original))
     return original if is_variant(original, part) else variant(original, part)
+
+
+@dataclass(frozen=True)
+class Calling:
+    """The part whose forward is the class's own, but that it calls `target` where it names the function `name`."""
+
+    name: str
+    swap: Swap
+    target: str
+
+    def __call__(self, base):
+        original = inspect.unwrap(base.forward).__globals__[self.name]
+        function = _replacement(original, self.swap, self.target)
+        return base.__name__, (base,), {"forward": with_globals(base.forward, {self.name: function})}
 
 
 @dataclass(frozen=True)
@@ -290,31 +416,41 @@ class StandIn:
     """The part that computes as the class `part` does, and as the original where there are no kernels.
 
     A module of it is made as the original is. One that comes out with another activation than `activations` stays an
-    original.
+    original, and so does, unless `tried` says that it was, one whose forward turns out to compute something else.
     """
 
     part: type
     activations: tuple[str, ...] = ()
+    tried: bool = True
 
     def __call__(self, base):
         @functools.wraps(base.__init__)
         def __init__(module, *args, **kwargs):
             base.__init__(module, *args, **kwargs)
-            if reason := _other_activation(module, self.activations):
+            reason = _unfit(module, self.part, self.activations)
+            if not reason and not self.tried and not numeric.computes(self.part, module, base.forward):
+                reason = "it computes something else on random input"
+            if reason or _left_alone(module, self.part):
                 module.__class__ = base
-                warn_once(f"{base.__name__} is not replaced: {reason}")
+                if reason:
+                    warn_once(f"{base.__name__} is not replaced: {reason}")
             else:
                 vars(module).update(own_attributes(module, self.part))
 
-        forward = or_original(self.part.forward, base.forward, place=1)
+        forward = or_original(self.part.forward, base.forward)
         return self.part.__name__, (self.part, base), {"__init__": __init__, "forward": forward}
 
 
 def own_attributes(module, part, **preset) -> dict:
-    """What the forward of a norm `part` reads and `module` lacks: its own eps, and the rest from `preset` or the part's defaults."""
+    """What the forward of a norm `part` reads and `module` lacks: its eps, and the rest from `preset` or by default."""
+    if issubclass(part, LigerLayerNorm):
+        return {"variance_epsilon": module.eps, "hidden_size": module.normalized_shape[0]}
     if not issubclass(part, LigerRMSNorm):
         return {}
     defaults = {name: parameter.default for name, parameter in inspect.signature(part).parameters.items()} | preset
     eps = (getattr(module, name, None) for name in ("variance_epsilon", "eps"))
     found = next((value for value in eps if value is not None), defaults["eps"])
-    return {"variance_epsilon": found, **{name: defaults.get(name) for name in ("offset", "casting_mode", "in_place", "row_mode")}}
+    return {
+        "variance_epsilon": found,
+        **{name: defaults.get(name) for name in ("offset", "casting_mode", "in_place", "row_mode")},
+    }

@@ -63,3 +63,11 @@ class LigerRMSNormForGlm4(LigerRMSNorm):
 class LigerRMSNormForQwen3Next(LigerRMSNorm):
     def __init__(self, hidden_size, eps=1e-6, offset=1.0, casting_mode="gemma", init_fn="zeros", in_place=False, row_mode=None):
         super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
+
+
+class LigerRMSNormForGemma4(LigerRMSNorm):
+    """Gemma 4's norm, which has a weight or, with with_scale=False, none."""
+
+    def __init__(self, dim, eps=1e-6, offset=0.0, casting_mode="gemma", init_fn="ones", in_place=False, with_scale=True):
+        super().__init__(dim, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=with_scale)
+        self.with_scale = with_scale

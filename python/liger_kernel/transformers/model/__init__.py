@@ -1,38 +1,110 @@
-"""Fused-loss forwards and losses; `model.<family>.lce_forward` is made from the family's row when it is asked for."""
+"""Fused-loss forwards and losses; `model.<module>.lce_forward` is made from the family's row when it is asked for."""
 
 import sys
 import types
 
 from liger_kernel.transformers.families import FAMILIES
 
+# The parameters of the API's forwards, after `self`: transformers' own forwards take some of them as keywords alone.
+_TOKENS = "input_ids attention_mask position_ids"
+_TEXT = "past_key_values inputs_embeds labels use_cache"
+_OUTPUTS = "output_attentions output_hidden_states"
+_KEEP = "logits_to_keep skip_logits"
+_USUAL = f"{_TOKENS} {_TEXT} {_OUTPUTS} return_dict cache_position {_KEEP}"
+_DICT_LAST = f"{_TOKENS} {_TEXT} {_OUTPUTS} cache_position {_KEEP} return_dict"
+_ROUTED = f"{_TOKENS} {_TEXT} {_OUTPUTS} output_router_logits cache_position {_KEEP} return_dict"
+_GRIDS = "pixel_values pixel_values_videos image_grid_thw video_grid_thw"
+_QWEN_VL = f"{_TOKENS} {_TEXT} {_OUTPUTS} return_dict {_GRIDS} rope_deltas mm_token_type_ids cache_position"
+_QWEN3_5_VL = f"{_TOKENS} past_key_values inputs_embeds labels {_GRIDS} mm_token_type_ids {_KEEP}"
+_GEMMA_VL = (
+    "input_ids pixel_values attention_mask position_ids past_key_values token_type_ids cache_position inputs_embeds labels use_cache "
+    f"{_OUTPUTS} return_dict {_KEEP}"
+)
+_LLAVA = (
+    "input_ids pixel_values attention_mask position_ids past_key_values inputs_embeds vision_feature_layer vision_feature_select_strategy labels "
+    f"use_cache {_OUTPUTS} return_dict cache_position logits_to_keep image_sizes skip_logits"
+)
+_ORDERS = {
+    **dict.fromkeys(("exaone4", "falcon_h1", "hunyuan_v1", "qwen3"), _DICT_LAST),
+    **dict.fromkeys(("qwen3_moe", "qwen3_next"), _ROUTED),
+    "gpt_oss": _ROUTED.removesuffix(" return_dict"),
+    "mixtral": _USUAL.replace("return_dict", "output_router_logits return_dict"),
+    "deepseek_v4": f"{_TOKENS} {_TEXT} output_router_logits {_KEEP}",
+    "mllama": _USUAL.replace(
+        "past_key_values", "cross_attention_states cross_attention_mask full_text_row_masked_out_mask past_key_values"
+    ),
+    "paligemma": _GEMMA_VL,
+    "gemma3.multimodal_forward": _GEMMA_VL,
+    "gemma4.multimodal_forward": (
+        "input_ids pixel_values pixel_values_videos input_features attention_mask input_features_mask position_ids image_position_ids "
+        f"video_position_ids past_key_values mm_token_type_ids inputs_embeds labels use_cache {_OUTPUTS} return_dict cache_position {_KEEP}"
+    ),
+    **dict.fromkeys(("llava", "internvl"), _LLAVA),
+    "smolvlm": (
+        f"{_TOKENS} past_key_values inputs_embeds pixel_values pixel_attention_mask image_hidden_states labels use_cache {_OUTPUTS} cache_position "
+        f"return_dict {_KEEP}"
+    ),
+    "qwen2_vl": f"{_QWEN_VL} skip_logits",
+    "qwen2_5_vl": f"{_QWEN_VL} second_per_grid_ts skip_logits",
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), f"{_QWEN_VL} second_per_grid_ts {_KEEP}"),
+    "qwen3_5": f"{_TOKENS} {_TEXT} cache_position {_KEEP}",
+    "qwen3_5.lce_forward_for_multimodal": _QWEN3_5_VL,
+    "qwen3_5_moe": _ROUTED.replace("cache_position", "mm_token_type_ids cache_position"),
+    "qwen3_5_moe.lce_forward_conditional_generation": _QWEN3_5_VL,
+    "glm4v": _USUAL.replace("cache_position", "mm_token_type_ids cache_position"),
+    "glm4v_moe": f"{_TOKENS} past_key_values inputs_embeds labels {_GRIDS} rope_deltas mm_token_type_ids cache_position {_KEEP} return_dict",
+}
 
-_FIRST = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", "use_cache", "output_attentions",
-          "output_hidden_states")
-_LAST = ("cache_position", "logits_to_keep", "skip_logits")
-_RETURN_DICT_LAST = ("qwen3",)
+# Modules whose forwards are those of more than one class: module -> name -> (family, class).
+_NAMES = {
+    "gemma3": {
+        "causal_forward": ("gemma3_text", "Gemma3ForCausalLM"),
+        "multimodal_forward": ("gemma3", "Gemma3ForConditionalGeneration"),
+    },
+    "gemma4": {
+        "causal_forward": ("gemma4_text", "Gemma4ForCausalLM"),
+        "multimodal_forward": ("gemma4", "Gemma4ForConditionalGeneration"),
+    },
+    "hunyuan_v1": {"lce_forward": ("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM")},
+    "qwen3_5": {"lce_forward_for_multimodal": ("qwen3_5", "Qwen3_5ForConditionalGeneration")},
+    "qwen3_5_moe": {"lce_forward_conditional_generation": ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration")},
+}
+_ELSEWHERE = ("gemma3_text", "gemma4_text", "hunyuan_v1_dense", "hunyuan_v1_moe")
 
 
-def _order(family):
-    """The parameters of the API's `lce_forward`, which some transformers' forward takes as keywords alone."""
-    return (*_FIRST, *_LAST, "return_dict") if family in _RETURN_DICT_LAST else (*_FIRST, "return_dict", *_LAST)
+def _forwards_module(name, forwards):
+    """The module `model.<name>`, whose forwards stand for those of the classes that `forwards` names."""
+    module = types.ModuleType(f"{__name__}.{name}", f"The fused-loss forward of {name}.")
 
+    def __getattr__(attribute):
+        from liger_kernel.transformers import causal_lm, head
 
-def _family_module(row):
-    """The module `model.<family>`, whose `lce_forward` stands for the forward of the family's causal language model."""
-    module = types.ModuleType(f"{__name__}.{row.name}", f"The fused-loss forward of {row.name}.")
+        if attribute in ("lce_maybe_trainable_lm_head", "_liger_for_causal_lm_loss") and name in ("llama", "smollm3"):
+            return getattr(head, attribute)
+        if attribute not in forwards:
+            raise AttributeError(f"module {module.__name__!r} has no attribute {attribute!r}")
 
-    def __getattr__(name):
-        if name != "lce_forward":
-            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
-        from liger_kernel.transformers import causal_lm
-
-        class_name, spec = next(iter(row.loss.items()))
-        return causal_lm.fused_forward(causal_lm.original_forward(getattr(row.namespace(), class_name)), spec, _order(row.name))
+        family, class_name = forwards[attribute]
+        row = FAMILIES[family]
+        original = causal_lm.original_forward(getattr(row.namespace(), class_name))
+        order = _ORDERS.get(f"{name}.{attribute}", _ORDERS.get(name, _USUAL))
+        return causal_lm.fused_forward(original, row.loss[class_name], tuple(order.split()))
 
     module.__getattr__ = __getattr__
     return module
 
 
-for _row in FAMILIES.values():
-    if _row.loss:
-        globals()[_row.name] = sys.modules[f"{__name__}.{_row.name}"] = _family_module(_row)
+def _forwards():
+    modules = {
+        name: {"lce_forward": (name, next(iter(row.loss)))}
+        for name, row in FAMILIES.items()
+        if row.loss and name not in _ELSEWHERE
+    }
+    for name, forwards in _NAMES.items():
+        shared = {} if "causal_forward" in forwards else modules.get(name, {})
+        modules[name] = {**shared, **forwards}
+    return {**modules, "pixtral": {}}
+
+
+for _name, _targets in _forwards().items():
+    globals()[_name] = sys.modules[f"{__name__}.{_name}"] = _forwards_module(_name, _targets)

@@ -1,0 +1,99 @@
+"""Whether a replacement computes what a part does, tried on random input: for parts whose source nobody has read."""
+
+import copy
+import functools
+import inspect
+
+import torch
+from torch import nn
+
+from liger_kernel.transformers.graft import instead_of
+
+_ROWS = 64
+
+
+def same_values(swap, original, module=None) -> str | None:
+    """The first target of a swap that computes what `original` does, or None.
+
+    Args:
+        swap: the replacement.
+        original: a function on (q, k, cos, sin), or a module class.
+        module: a module of that class. Without one it is the first target: the module that is made will be tried.
+    """
+    if not isinstance(original, type):
+        return next((target for target in swap.targets if _same_function(swap.load(target), original)), None)
+    if module is None:
+        return swap.targets[0]
+    return next((target for target in swap.targets if computes(swap.load(target), module, original.forward)), None)
+
+
+@functools.cache
+def _same_function(part, original):
+    names = list(inspect.signature(original).parameters)[:4]
+    if names != ["q", "k", "cos", "sin"]:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, heads, 6, 32, generator=generator) for heads in (4, 2))
+    tried = 0
+    for width in (32, 16, 8):
+        cos, sin = (torch.randn(2, 6, width // 2, generator=generator).repeat(1, 1, 2) for _ in range(2))
+        results = []
+        for function in (original, instead_of(part, original)):
+            try:
+                results.append(function(q, k, cos, sin))
+            except (RuntimeError, ValueError, IndexError):
+                results.append(None)
+        if (results[0] is None) != (results[1] is None):
+            return False
+        if results[0] is not None:
+            tried += 1
+            if not all(a.shape == b.shape and _close(a, b, 2.0**-18) for a, b in zip(*results)):
+                return False
+    return tried > 0
+
+
+def computes(part, module, forward, rounded: bool = True) -> bool:
+    """Whether `part.forward` computes what `forward`, a module's own, does; `rounded`: and rounds alike in bfloat16."""
+    from transformers.modeling_utils import PreTrainedModel
+
+    from liger_kernel.transformers.patch import own_attributes
+
+    if isinstance(module, PreTrainedModel) or (width := _width(module)) is None:
+        return False
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            twin = copy.deepcopy(module).to_empty(device="cpu").float()
+            vars(twin).update(own_attributes(module, part))
+            for parameter in twin.parameters():
+                parameter.copy_(
+                    torch.randn_like(parameter) / parameter.shape[-1] ** 0.5
+                    if parameter.dim() > 1
+                    else torch.randn_like(parameter)
+                )
+            # Rows of very different sizes tell where eps is added.
+            x = torch.randn(_ROWS, width) * torch.logspace(-4, 1, _ROWS)[:, None]
+            if not _close(part.forward(twin, x), forward(twin, x), 2.0**-16):
+                return False
+            if not rounded:
+                return True
+            twin, x = twin.bfloat16(), x.bfloat16()
+            ours, theirs = part.forward(twin, x), forward(twin, x)
+            return ours.dtype == theirs.dtype and (ours != theirs).float().mean() <= 0.02
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, NotImplementedError):
+        return False
+
+
+def _width(module):
+    """The width of the input of a norm or of a feed-forward block."""
+    linear = next((m for m in module.modules() if isinstance(m, nn.Linear)), None)
+    if linear is not None:
+        return linear.in_features
+    weight = getattr(module, "weight", None)
+    return weight.shape[0] if weight is not None and weight.dim() == 1 else None
+
+
+def _close(actual, expected, tolerance):
+    """Every element to `tolerance` of itself and of a usual one of its row."""
+    size = expected.abs() + expected.square().mean(-1, keepdim=True).sqrt()
+    return actual.shape == expected.shape and bool(((actual - expected).abs() <= tolerance * size).all())

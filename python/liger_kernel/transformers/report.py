@@ -1,0 +1,60 @@
+"""What a patch did, as a table, and how to take it back."""
+
+from dataclasses import dataclass, field
+
+from liger_kernel.transformers.graft import Edits
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """What stands in for `name`; `count` is the number of modules, None for a class or a function."""
+
+    switch: str
+    name: str
+    by: str
+    count: int | None = None
+
+    @property
+    def where(self):
+        return self.name if self.count is None else f"{self.name} ({self.count} module{'s' * (self.count != 1)})"
+
+
+@dataclass(frozen=True)
+class Skip:
+    """What was asked for and not done, and why."""
+
+    switch: str
+    name: str
+    reason: str
+
+    where = property(lambda self: self.name)
+    by = property(lambda self: f"kept: {self.reason}")
+
+
+@dataclass
+class Report:
+    """What a patch did; `replaced` includes what an earlier patch had replaced already."""
+
+    family: str
+    replaced: list[Replacement] = field(default_factory=list)
+    skipped: list[Skip] = field(default_factory=list)
+    edits: Edits = field(default_factory=Edits, repr=False)
+
+    def undo(self) -> None:
+        """Restore everything that this patch has replaced."""
+        self.edits.undo()
+
+    def add(self, other: "Report") -> None:
+        """Take in what another patch did, which `undo` then restores too."""
+        self.replaced += other.replaced
+        self.skipped += other.skipped
+        self.edits.add(other.edits)
+
+    def __str__(self):
+        rows = [
+            ("module", "operator", "replaced by"),
+            *((entry.where, entry.switch, entry.by) for entry in (*self.replaced, *self.skipped)),
+        ]
+        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        lines = [f"  {where:<{widths[0]}}  {switch:<{widths[1]}}  {by}" for where, switch, by in rows]
+        return "\n".join([f"liger_kernel: {self.family}", *lines])
