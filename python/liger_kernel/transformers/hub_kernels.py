@@ -55,7 +55,7 @@ def use_as_hub_kernels(rms_norm: bool = True, rope: bool = True, mlp: bool = Tru
     """
     from transformers.modeling_utils import PreTrainedModel
 
-    if reason := _obstacle(PreTrainedModel):
+    if reason := obstacle(PreTrainedModel):
         raise ImportError(reason)
     switches = {"rms_norm": rms_norm, "rope": rope, "mlp": mlp, "fused_linear_cross_entropy": fused_linear_cross_entropy}
     active = getattr(PreTrainedModel.set_use_kernels, "liger_hub_kernels", None) or HubKernels()
@@ -64,7 +64,8 @@ def use_as_hub_kernels(rms_norm: bool = True, rope: bool = True, mlp: bool = Tru
     return active
 
 
-def _obstacle(model_class):
+def obstacle(model_class) -> str | None:
+    """Why `use_kernels=True` cannot run on this package, given PreTrainedModel; None where it can."""
     import transformers
 
     version = f"transformers {transformers.__version__}"
@@ -73,11 +74,9 @@ def _obstacle(model_class):
     from transformers.utils import import_utils
 
     if not import_utils.is_kernels_available():
-        lowest, highest = import_utils.KERNELS_MIN_VERSION, import_utils.KERNELS_MAX_VERSION
-        return (
-            f"use_as_hub_kernels: {version} works with kernels>={lowest},<{highest}, and {_installed('kernels')}. "
-            f"Run `pip install 'kernels>={lowest},<{highest}'`; {_CLASSIC}"
-        )
+        limits = [(sign, getattr(import_utils, name, None)) for sign, name in ((">=", "KERNELS_MIN_VERSION"), ("<", "KERNELS_MAX_VERSION"))]
+        wanted = "kernels" + ",".join(sign + limit for sign, limit in limits if limit)
+        return f"use_as_hub_kernels: {version} works with {wanted}, and {_installed('kernels')}. Run `pip install '{wanted}'`; {_CLASSIC}"
     from transformers.integrations import hub_kernels
 
     if not hub_kernels._kernels_enabled:
