@@ -11,7 +11,6 @@ import contextlib
 import functools
 import inspect
 import json
-import operator
 import pathlib
 import types
 import weakref
@@ -21,10 +20,11 @@ import torch
 
 from liger_kernel import hub
 from liger_kernel.hub import layers
-from liger_kernel.transformers.causal_lm import fused_forward, is_fused, prepare_head
+from liger_kernel.transformers.causal_lm import fused_forward, hands_logits_over, is_fused
 from liger_kernel.transformers.families import FAMILIES, CausalLM
-from liger_kernel.transformers.graft import Edits, warn_once
-from liger_kernel.transformers.patch import Replacement, Report, Skip
+from liger_kernel.transformers.graft import Edits
+from liger_kernel.transformers.head import head_of, prepare_head
+from liger_kernel.transformers.report import Replacement, Report, Skip
 from liger_kernel.transformers.source import fingerprint
 
 _CLASSIC = "apply_liger_kernel_to_<family>() and use_liger_kernel=True need no `kernels`"
@@ -136,6 +136,7 @@ def _causal_lm(cls, spec):
 
     forward.__signature__ = inspect.signature(cls.forward)
     forward.__doc__ = cls.forward.__doc__
+    forward.liger_original = cls.forward
     _ours.add(forward)
     return type(LigerCausalLM.__name__, (LigerCausalLM,), {"forward": forward, "__module__": __name__})
 
@@ -295,7 +296,7 @@ class HubKernels:
         elif tag is not None or cls.__module__ not in _modules_with_rows():
             return None
         elif spec := _heads().get((cls.__module__, cls.__name__)):
-            if is_fused(cls) or "loss_function" not in inspect.unwrap(cls.forward).__code__.co_names:
+            if is_fused(cls) or not hands_logits_over(cls.forward):
                 return None
             plan = _Plan("fused_linear_cross_entropy", LigerCausalLM, _replaceable, spec)
         else:
@@ -314,7 +315,7 @@ class HubKernels:
                 report.skipped.append(skip)
             return
         if plan.spec:  # now, because torch.compile could not do it while tracing
-            prepare_head(operator.attrgetter(plan.spec.head)(owner), report.edits)
+            prepare_head(head_of(owner, plan.spec), report.edits)
         key = (plan.switch, label, plan.layer.__name__)
         counts[key] = counts.get(key, 0) + 1
 
