@@ -148,7 +148,21 @@ def test_without_a_fitting_kernels_one_message_says_which(monkeypatch):
     assert not hasattr(getattr(transformers.PreTrainedModel, "set_use_kernels", None), "liger_hub_kernels")
 
 
+TOO_OLD = f"needs transformers>=5.18, and transformers {transformers.__version__} is installed; apply_liger_kernel_to_"
+
+
 def test_a_transformers_without_set_use_kernels_is_said(monkeypatch):
     monkeypatch.delattr(transformers.PreTrainedModel, "set_use_kernels")
-    with pytest.raises(ImportError, match="has none: apply_liger_kernel_to_<family>"):
+    with pytest.raises(ImportError, match=TOO_OLD):
+        use_as_hub_kernels()
+
+
+@pytest.mark.parametrize("highest", ["0.17.0", "0.13", None])
+def test_a_transformers_whose_kernels_knows_no_conditions_is_said(highest, monkeypatch):
+    """It would bind layers to modules that they do not stand for. `pip install kernels` is no advice there: some break on it."""
+    if highest:
+        monkeypatch.setattr("transformers.utils.import_utils.KERNELS_MAX_VERSION", highest)
+    else:
+        monkeypatch.delattr("transformers.utils.import_utils.KERNELS_MAX_VERSION")
+    with pytest.raises(ImportError, match=TOO_OLD):
         use_as_hub_kernels()

@@ -17,6 +17,7 @@ import weakref
 from dataclasses import dataclass
 
 import torch
+from packaging.version import parse
 
 from liger_kernel import hub
 from liger_kernel.hub import layers
@@ -28,6 +29,8 @@ from liger_kernel.transformers.report import Replacement, Report, Skip
 from liger_kernel.transformers.source import fingerprint
 
 _CLASSIC = "apply_liger_kernel_to_<family>() and use_liger_kernel=True need no `kernels`"
+#: The versions of `kernels` below this one know no condition: they would bind a layer to every module of a class.
+_WITHOUT_CONDITIONS = parse("0.17")
 _NORMS, _ROTARY = ("RMSNorm", "RMSNormZeroCentered"), "rotary_pos_emb"
 _DEVICES = ("cpu", "cuda")
 _SWITCHES = {
@@ -67,16 +70,18 @@ def use_as_hub_kernels(rms_norm: bool = True, rope: bool = True, mlp: bool = Tru
 def obstacle(model_class) -> str | None:
     """Why `use_kernels=True` cannot run on this package, given PreTrainedModel; None where it can."""
     import transformers
-
-    version = f"transformers {transformers.__version__}"
-    if not hasattr(model_class, "set_use_kernels"):
-        return f"use_as_hub_kernels needs a transformers with set_use_kernels, and {version} has none: {_CLASSIC}"
     from transformers.utils import import_utils
 
+    version = f"transformers {transformers.__version__}"
+    lowest, highest = (getattr(import_utils, f"KERNELS_{end}_VERSION", "0") for end in ("MIN", "MAX"))
+    if not hasattr(model_class, "set_use_kernels") or parse(highest) <= _WITHOUT_CONDITIONS:
+        return f"use_as_hub_kernels needs transformers>=5.18, and {version} is installed; {_CLASSIC}"
     if not import_utils.is_kernels_available():
-        limits = [(sign, getattr(import_utils, name, None)) for sign, name in ((">=", "KERNELS_MIN_VERSION"), ("<", "KERNELS_MAX_VERSION"))]
-        wanted = "kernels" + ",".join(sign + limit for sign, limit in limits if limit)
-        return f"use_as_hub_kernels: {version} works with {wanted}, and {_installed('kernels')}. Run `pip install '{wanted}'`; {_CLASSIC}"
+        wanted = f"kernels>={lowest},<{highest}"
+        return (
+            f"use_as_hub_kernels: {version} works with {wanted}, and {_installed('kernels')}. "
+            f"Run `pip install '{wanted}'`; {_CLASSIC}"
+        )
     from transformers.integrations import hub_kernels
 
     if not hub_kernels._kernels_enabled:
