@@ -26,7 +26,7 @@ from liger_kernel.transformers.families import FAMILIES, CausalLM
 from liger_kernel.transformers.graft import Edits
 from liger_kernel.transformers.head import head_of, prepare_head
 from liger_kernel.transformers.report import Replacement, Report, Skip
-from liger_kernel.transformers.source import fingerprint
+from liger_kernel.transformers.source import fingerprint, tagged_function
 
 _CLASSIC = "apply_liger_kernel_to_<family>() and use_liger_kernel=True need no `kernels`"
 #: The versions of `kernels` below this one know no condition: they would bind a layer to every module of a class.
@@ -120,12 +120,6 @@ def _layers_by_source():
 def _layer_of(part):
     """The layer that stands for a class or a function, or None."""
     return _layers_by_source().get(fingerprint(part))
-
-
-def _tagged_function(module_class):
-    """The function that a tag has made a module of."""
-    cells = [cell.cell_contents for cell in module_class.forward.__closure__ or ()]
-    return next((content for content in cells if inspect.isfunction(content)), None)
 
 
 class LigerCausalLM(layers.Layer):
@@ -295,7 +289,7 @@ class HubKernels:
         if tag in taken:
             return None
         if tag == _ROTARY:
-            plan = _Plan("rope", _layer_of(_tagged_function(cls)))
+            plan = _Plan("rope", _layer_of(tagged_function(cls)))
         elif tag in _NORMS:
             plan = _Plan("rms_norm", _layer_of(cls))
         elif tag is not None or cls.__module__ not in _modules_with_rows():
