@@ -20,7 +20,14 @@ def test_report():
     report = run("--device", "cpu")
     assert report.returncode == 0, report.stdout + report.stderr
     assert f"torch         {torch.__version__}" in report.stdout
-    for name in (*env_report.PACKAGES, "built for  CPU: DEFAULT", "CUDA: ", "runs on    CPU: ", "use_kernels=True", _library._path()):
+    for name in (
+        *env_report.PACKAGES,
+        "built for  CPU: DEFAULT",
+        "CUDA: ",
+        "runs on    CPU: ",
+        "use_kernels=True",
+        _library._path(),
+    ):
         assert name in report.stdout
     assert "not known" not in report.stdout
     assert "all operators agree with plain torch" in report.stdout and "FAILED" not in report.stdout
@@ -29,12 +36,18 @@ def test_report():
 def test_a_library_that_cannot_be_loaded():
     report = run(LIGER_LIBRARY="/nowhere/libliger.so")
     assert report.returncode == 1
-    assert "cannot be loaded" in report.stdout and "/nowhere/libliger.so" in report.stdout and "transformers" in report.stdout
+    assert (
+        "cannot be loaded" in report.stdout
+        and "/nowhere/libliger.so" in report.stdout
+        and "transformers" in report.stdout
+    )
 
 
 def test_every_operator_is_tested():
     """The checks run the forward kernel of every operator that is registered, and every loss."""
-    registered = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("liger::")}
+    registered = {
+        name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("liger::")
+    }
     wanted = {name for name in registered if name.endswith(("_forward", "_loss"))}
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for check in _self_test.CHECKS:
@@ -49,7 +62,8 @@ def test_operators_on_this_machine(check, device):
 
 
 def wrong(check):
-    """The check of an operator that is off by a hundredth in float: in its result, in its gradient, and where it is NaN; and of one that raises."""
+    """The check of an operator that is off by a hundredth in float: in its result, in its gradient, and where it is
+    NaN; and of one that raises."""
 
     class OffInBackward(torch.autograd.Function):
         forward = staticmethod(lambda ctx, x: x.clone())
@@ -67,7 +81,9 @@ def wrong(check):
 @pytest.mark.parametrize("case", range(4))
 def test_a_wrong_operator_is_told(case, monkeypatch, capsys):
     broken, text = list(wrong(_self_test.CHECKS[0]))[case]
-    monkeypatch.setattr(_self_test, "CHECKS", (dataclasses.replace(broken, dtypes=(torch.float32,)), _self_test.CHECKS[1]))
+    monkeypatch.setattr(
+        _self_test, "CHECKS", (dataclasses.replace(broken, dtypes=(torch.float32,)), _self_test.CHECKS[1])
+    )
     assert env_report.main(["--device", "cpu"]) == 1
     printed = capsys.readouterr().out
     assert text in printed and printed.count("FAILED") == 2 and "  ok" in printed

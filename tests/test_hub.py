@@ -1,4 +1,5 @@
-"""A representative of each layer of liger_kernel.hub against transformers' own code; all of them, and whole models, are in tests/hub."""
+"""A representative of each layer of liger_kernel.hub against transformers' own code; all of them, and whole models, are
+in tests/hub."""
 
 import importlib.metadata
 import inspect
@@ -80,27 +81,42 @@ def cases_for_the_replaced_code():
     yield "a float weight, which makes Llama's product one of float", layers.LigerRMSNorm, (double.bfloat16(),)
     yield "float64 in a norm that multiplies in float", layers.LigerFloatRMSNorm, (double,)
     yield "an MLP in float64", layers.LigerGatedMLP, (double,)
-    yield "tables of another dtype, which make the result one of float", layers.LigerRotaryEmbedding, (q, k, cos.float(), sin.float())
+    yield (
+        "tables of another dtype, which make the result one of float",
+        layers.LigerRotaryEmbedding,
+        (q, k, cos.float(), sin.float()),
+    )
     yield "tables of a part of a head", layers.LigerRotaryEmbedding, (q, k, cos[..., :16], sin[..., :16])
-    yield "tables as wide as a head where half as wide ones are known", layers.LigerHalfTableRotaryEmbedding, (q, k, cos, sin)
+    yield (
+        "tables as wide as a head where half as wide ones are known",
+        layers.LigerHalfTableRotaryEmbedding,
+        (q, k, cos, sin),
+    )
     yield "tables without a batch", layers.LigerRotaryEmbedding, (q, k, cos[0], sin[0])
     yield "tables of one position", layers.LigerRotaryEmbedding, (q, k, cos[:, :1], sin[:, :1])
     yield "heads without a batch", layers.LigerRotaryEmbedding, (q[0], k[0], cos, sin)
     yield "an unknown layout", layers.LigerRotaryEmbedding, (q, k, cos, sin, -2)
 
 
-@pytest.mark.parametrize("layer, arguments", [pytest.param(*rest, id=name) for name, *rest in cases_for_the_replaced_code()])
+@pytest.mark.parametrize(
+    "layer, arguments", [pytest.param(*rest, id=name) for name, *rest in cases_for_the_replaced_code()]
+)
 def test_what_no_operator_covers_runs_the_replaced_code(layer, arguments):
     assert layer.forward(Host(), *arguments) == "its own"
 
 
 @pytest.mark.parametrize("layer", [*layers.NORMS, *layers.ROTARIES, layers.LigerGatedMLP])
 def test_a_layer_is_one_for_kernels(layer):
-    """What kernels 0.17 checks: no constructor, no member but the two that say what it can, the parameters of the code it replaces."""
+    """What kernels 0.17 checks: no constructor, no member but the two that say what it can, the parameters of the code
+    it replaces."""
     assert layer.__init__ is nn.Module.__init__
     members = {name for name, _ in inspect.getmembers(layer)} - {name for name, _ in inspect.getmembers(nn.Module)}
     assert members == {"can_torch_compile", "has_backward"} and layer.can_torch_compile and layer.has_backward
-    replaced = part("llama", "LlamaRMSNorm").forward if layer not in layers.ROTARIES else lambda self, q, k, cos, sin, unsqueeze_dim=1: None
+    replaced = (
+        part("llama", "LlamaRMSNorm").forward
+        if layer not in layers.ROTARIES
+        else lambda self, q, k, cos, sin, unsqueeze_dim=1: None
+    )
     kinds = [[p.kind for p in inspect.signature(forward).parameters.values()] for forward in (layer.forward, replaced)]
     assert kinds[0] == kinds[1]
 
@@ -117,7 +133,9 @@ def test_the_folder_describes_itself():
 
 def test_changed_code_has_no_layer():
     namespace = {"torch": torch}
-    source = inspect.getsource(part("llama", "LlamaRMSNorm").forward).replace("variance_epsilon)", "variance_epsilon * 2)")
+    source = inspect.getsource(part("llama", "LlamaRMSNorm").forward).replace(
+        "variance_epsilon)", "variance_epsilon * 2)"
+    )
     path = pathlib.Path(__file__).parent / "changed"
     code = textwrap.dedent(source)
     linecache.cache[str(path)] = (len(code), None, code.splitlines(True), str(path))
@@ -159,7 +177,8 @@ def test_a_transformers_without_set_use_kernels_is_said(monkeypatch):
 
 @pytest.mark.parametrize("highest", ["0.17.0", "0.13", None])
 def test_a_transformers_whose_kernels_knows_no_conditions_is_said(highest, monkeypatch):
-    """It would bind layers to modules that they do not stand for. `pip install kernels` is no advice there: some break on it."""
+    """It would bind layers to modules that they do not stand for. `pip install kernels` is no advice there: some break
+    on it."""
     if highest:
         monkeypatch.setattr("transformers.utils.import_utils.KERNELS_MAX_VERSION", highest)
     else:

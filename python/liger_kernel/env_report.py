@@ -1,7 +1,7 @@
 """What is installed, what the library was built for and what it does here: `python -m liger_kernel.env_report`.
 
-Prints the versions, the build, the devices and a test of each operator against plain torch. The exit status is 1 where the library
-cannot be loaded or an operator fails, else 0.
+Prints the versions, the build, the devices and a test of each operator against plain torch. The exit status is 1 where
+the library cannot be loaded or an operator fails, else 0.
 """
 
 import argparse
@@ -59,7 +59,8 @@ def _devices():
         yield "", f"CUDA: no device; torch was built for {torch.version.cuda or 'the CPU alone'}"
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        text = f"{properties.name}, compute capability {properties.major}.{properties.minor}, {properties.total_memory / 2**30:.0f} GiB"
+        text = f"{properties.name}, compute capability {properties.major}.{properties.minor}"
+        text += f", {properties.total_memory / 2**30:.0f} GiB"
         yield "", f"CUDA {index}: {text}; torch was built for {torch.version.cuda}"
 
 
@@ -109,7 +110,10 @@ def main(arguments=None) -> int:
     """Print the report, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m liger_kernel.env_report", description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--device", action="append", choices=("cpu", "cuda"), help="where to test the operators; by default on all there are"
+        "--device",
+        action="append",
+        choices=("cpu", "cuda"),
+        help="where to test the operators; by default on all there are",
     )
     options = parser.parse_args(arguments)
     _print("versions", versions())

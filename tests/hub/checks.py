@@ -57,7 +57,9 @@ def check_norm(cls, layer, monkeypatch):
         untagged = original(module, rows().to(dtype))
         with monkeypatch.context() as patch:
             patch.setattr(cls, "forward", refuse)
-            values, gradients = with_gradients(functools.partial(layer.forward, module), [rows().to(dtype)], list(module.parameters()))
+            values, gradients = with_gradients(
+                functools.partial(layer.forward, module), [rows().to(dtype)], list(module.parameters())
+            )
         assert values[0].dtype == untagged.dtype
         if dtype == torch.float32:
             assert_same(values, theirs, FLOAT)
@@ -79,7 +81,9 @@ def check_gated_mlp(cls, activation, monkeypatch):
         theirs, their_gradients = with_gradients(functools.partial(original, exact), [x], exact.parameters())
         with monkeypatch.context() as patch:
             patch.setattr(cls, "forward", refuse)
-            values, gradients = with_gradients(functools.partial(layers.LigerGatedMLP.forward, mlp), [x.to(dtype)], list(mlp.parameters()))
+            values, gradients = with_gradients(
+                functools.partial(layers.LigerGatedMLP.forward, mlp), [x.to(dtype)], list(mlp.parameters())
+            )
         assert_same(values, theirs, tolerance)
         assert_same(gradients, their_gradients, tolerance)
 
@@ -88,9 +92,13 @@ def check_rotary_embedding(function, layer, unsqueeze_dim):
     """A layer rotates as a tagged function does."""
     width = WIDTH // 2 if layer is layers.LigerHalfTableRotaryEmbedding else WIDTH
     exact = [t.float() for t in rotary_inputs(torch.bfloat16, width, unsqueeze_dim)]
-    theirs, their_gradients = with_gradients(lambda q, k: function(q, k, *exact[2:], unsqueeze_dim=unsqueeze_dim), exact[:2], [])
+    theirs, their_gradients = with_gradients(
+        lambda q, k: function(q, k, *exact[2:], unsqueeze_dim=unsqueeze_dim), exact[:2], []
+    )
     for dtype, tolerance in ((torch.float32, FLOAT), (torch.bfloat16, BFLOAT16)):
         q, k, cos, sin = (t.to(dtype) for t in exact)
-        values, gradients = with_gradients(lambda q, k: layer.forward(Refusing(), q, k, cos, sin, unsqueeze_dim), [q, k], [])
+        values, gradients = with_gradients(
+            lambda q, k: layer.forward(Refusing(), q, k, cos, sin, unsqueeze_dim), [q, k], []
+        )
         assert_same(values, theirs, tolerance)
         assert_same(gradients, their_gradients, tolerance)

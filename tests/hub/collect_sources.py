@@ -1,10 +1,11 @@
-"""Write liger_kernel/hub/known_sources.json: the sources of transformers' norms, rotary embeddings and gated MLPs that a layer stands for.
+"""Write liger_kernel/hub/known_sources.json: the sources of transformers' norms, rotary embeddings and gated MLPs that
+a layer stands for.
 
-    python tests/hub/collect_sources.py     # in an environment of each version of transformers: what is there already stays
+    python tests/hub/collect_sources.py     # in an environment of each version of transformers; older lines stay
 
-Every class and function that transformers tags, and every gated MLP, is run against the layers on random input, in float and in
-bfloat16; the fingerprint of its source is written under the first layer that computes the same and rounds in the same places. What
-no layer stands for is listed, and keeps its own forward.
+Every class and function that transformers tags, and every gated MLP, is run against the layers on random input, in
+float and in bfloat16; the fingerprint of its source is written under the first layer that computes the same and rounds
+in the same places. What no layer stands for is listed, and keeps its own forward.
 """
 
 import ast
@@ -45,9 +46,16 @@ def same(layer, original, arguments, self=None):
 
 def branches(cls):
     """Whether a forward may do different things, of which random input shows one."""
-    methods = [node for node in ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body if isinstance(node, ast.FunctionDef)]
+    methods = [
+        node
+        for node in ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
+        if isinstance(node, ast.FunctionDef)
+    ]
     bodies = [node for method in methods if method.name not in ("__init__", "extra_repr") for node in ast.walk(method)]
-    return any(isinstance(node, (ast.If, ast.IfExp)) or isinstance(node, ast.Attribute) and "drop" in node.attr for node in bodies)
+    return any(
+        isinstance(node, (ast.If, ast.IfExp)) or isinstance(node, ast.Attribute) and "drop" in node.attr
+        for node in bodies
+    )
 
 
 def stands_for_module(layer, cls):
@@ -97,8 +105,13 @@ def stands_for_function(layer, function):
 def main():
     table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
     found, unknown = {}, set()
-    parts = [(module, name, layers.ROTARIES[::-1] if tag == tagged.ROTARY else layers.NORMS) for tag, module, name in tagged.tagged()]
-    parts += [(module, name, layers.NORMS) for module, name in tagged.norms() if (module, name, layers.NORMS) not in parts]
+    parts = [
+        (module, name, layers.ROTARIES[::-1] if tag == tagged.ROTARY else layers.NORMS)
+        for tag, module, name in tagged.tagged()
+    ]
+    parts += [
+        (module, name, layers.NORMS) for module, name in tagged.norms() if (module, name, layers.NORMS) not in parts
+    ]
     parts += [(module, name, (layers.LigerGatedMLP,)) for module, name in tagged.gated_mlps()]
     for module, name, candidates in parts:
         try:
@@ -107,7 +120,11 @@ def main():
             print(f"{module} cannot be imported: {error}", file=sys.stderr)
             continue
         compare = stands_for_module if isinstance(part, type) else stands_for_function
-        layer = None if module in UNEQUAL_HALVES and compare is stands_for_function else next((c for c in candidates if compare(c, part)), None)
+        layer = (
+            None
+            if module in UNEQUAL_HALVES and compare is stands_for_function
+            else next((c for c in candidates if compare(c, part)), None)
+        )
         if layer is None:
             unknown.add(f"{module.rpartition('.')[2]}.{name}")
         else:
@@ -118,7 +135,9 @@ def main():
             table.setdefault(layer, {}).setdefault(key, {})[transformers.__version__] = where
     ordered = {layer: dict(sorted(sources.items())) for layer, sources in sorted(table.items())}
     TABLE.write_text(json.dumps(ordered, indent=1) + "\n")
-    print(f"transformers {transformers.__version__}: {sum(len(names) for s in found.values() for names in s.values())} parts of {sum(map(len, found.values()))} sources")
+    print(
+        f"transformers {transformers.__version__}: {sum(len(names) for s in found.values() for names in s.values())} parts of {sum(map(len, found.values()))} sources"
+    )
     print("no layer stands for:", ", ".join(sorted(unknown)))
 
 

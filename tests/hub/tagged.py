@@ -1,4 +1,5 @@
-"""What transformers tags for `use_kernels=True`, found in its sources: also where no `kernels` is installed and tags leave no trace."""
+"""What transformers tags for `use_kernels=True`, found in its sources: also where no `kernels` is installed and tags
+leave no trace."""
 
 import ast
 import functools
@@ -36,7 +37,9 @@ CONFIG = types.SimpleNamespace(
 def modeling_files():
     """Module name -> path of every modeling file of the installed transformers."""
     root = pathlib.Path(transformers.__file__).parent / "models"
-    return {f"transformers.models.{path.parent.name}.{path.stem}": path for path in sorted(root.glob("*/modeling_*.py"))}
+    return {
+        f"transformers.models.{path.parent.name}.{path.stem}": path for path in sorted(root.glob("*/modeling_*.py"))
+    }
 
 
 def tag_of(node):
@@ -67,7 +70,11 @@ def norms():
 def gated_mlps():
     """(module, name) of every class that has an activation and the three projections of a gated MLP."""
     parts = ("self.gate_proj", "self.up_proj", "self.down_proj", "act")
-    return [(module, name) for module, name, text in _classes() if name.lower().endswith("mlp") and all(part in text for part in parts)]
+    return [
+        (module, name)
+        for module, name, text in _classes()
+        if name.lower().endswith("mlp") and all(part in text for part in parts)
+    ]
 
 
 @functools.cache
@@ -90,8 +97,15 @@ def load(module, name):
 
 
 def make(cls, dtype=torch.float32):
-    """A module of a norm's or an MLP's class, with weights far from one and an eps that counts; None where its constructor wants something else."""
-    given = {"config": CONFIG, "hidden_size": WIDTH, "dim": WIDTH, "layer_idx": 0, "intermediate_size": CONFIG.intermediate_size}
+    """A module of a norm's or an MLP's class, with weights far from one and an eps that counts; None where its
+    constructor wants something else."""
+    given = {
+        "config": CONFIG,
+        "hidden_size": WIDTH,
+        "dim": WIDTH,
+        "layer_idx": 0,
+        "intermediate_size": CONFIG.intermediate_size,
+    }
     arguments = []
     for parameter in list(inspect.signature(cls.__init__).parameters.values())[1:]:
         if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:

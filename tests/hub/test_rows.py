@@ -1,4 +1,5 @@
-"""Every class of every row of the table of families with use_kernels=True, against the untouched model. `make test-hub`."""
+"""Every class of every row of the table of families with use_kernels=True, against the untouched model. `make
+test-hub`."""
 
 import copy
 

@@ -1,5 +1,6 @@
-"""Every class and function of the installed transformers that is tagged for `use_kernels=True`, and every gated MLP: its layer against
-its own code, values and gradients, in float and in bfloat16. Needs no `kernels`: part of `make test-families`, and of `make test-hub`."""
+"""Every class and function of the installed transformers that is tagged for `use_kernels=True`, and every gated MLP:
+its layer against its own code, values and gradients, in float and in bfloat16. Needs no `kernels`: part of `make
+test-families`, and of `make test-hub`."""
 
 import pytest
 import tagged
@@ -20,7 +21,9 @@ UNTAGGED = [part for part in tagged.norms() if part not in NORMS]
 
 
 def parts(found):
-    return pytest.mark.parametrize("module, name", found, ids=[f"{module.rpartition('.')[2]}.{name}" for module, name in found])
+    return pytest.mark.parametrize(
+        "module, name", found, ids=[f"{module.rpartition('.')[2]}.{name}" for module, name in found]
+    )
 
 
 def short(module):

@@ -1,4 +1,5 @@
-"""TRL's trainers with model_init_kwargs={"use_kernels": True}, on this library's layers, against plain ones. `make test-hub`."""
+"""TRL's trainers with model_init_kwargs={"use_kernels": True}, on this library's layers, against plain ones. `make
+test-hub`."""
 
 import os
 
@@ -42,8 +43,18 @@ def folder(tmp_path):
     torch.manual_seed(0)
     LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=len(vocabulary), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            max_position_embeddings=64, initializer_range=0.2, rms_norm_eps=0.03, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+            vocab_size=len(vocabulary),
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            initializer_range=0.2,
+            rms_norm_eps=0.03,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
         )  # fmt: skip
     ).save_pretrained(tmp_path)
     return tmp_path
@@ -59,21 +70,41 @@ def texts():
 
 
 def preferences():
-    return Dataset.from_list([{"prompt": words(i, 4), "chosen": " " + words(20 + i, 5), "rejected": " " + words(40 + i, 3 + i % 4)} for i in range(8)])
+    return Dataset.from_list(
+        [
+            {"prompt": words(i, 4), "chosen": " " + words(20 + i, 5), "rejected": " " + words(40 + i, 3 + i % 4)}
+            for i in range(8)
+        ]
+    )
 
 
-@pytest.mark.parametrize("trainer_class, config_class, data", [(trl.SFTTrainer, trl.SFTConfig, texts), (trl.DPOTrainer, trl.DPOConfig, preferences)])
+@pytest.mark.parametrize(
+    "trainer_class, config_class, data",
+    [(trl.SFTTrainer, trl.SFTConfig, texts), (trl.DPOTrainer, trl.DPOConfig, preferences)],
+)
 def test_a_trainer_takes_the_same_steps(trainer_class, config_class, data, folder, tmp_path_factory, monkeypatch):
     calls = []
     for name in ("LigerRMSNormFunction", "LigerRopeFunction", "LigerSiLUMulFunction"):
         function = getattr(layers, name)
-        counted = type(name, (), {"apply": staticmethod(lambda *a, function=function, name=name: (calls.append(name), function.apply(*a))[1])})
+        counted = type(
+            name,
+            (),
+            {
+                "apply": staticmethod(
+                    lambda *a, function=function, name=name: (calls.append(name), function.apply(*a))[1]
+                )
+            },
+        )
         monkeypatch.setattr(layers, name, counted)
-        monkeypatch.setattr(layers, "GATES", {act: counted if gate is function else gate for act, gate in layers.GATES.items()})
+        monkeypatch.setattr(
+            layers, "GATES", {act: counted if gate is function else gate for act, gate in layers.GATES.items()}
+        )
 
     def train(use_kernels):
         config = config_class(
-            output_dir=str(tmp_path_factory.mktemp("out")), **COMMON, model_init_kwargs={"use_kernels": use_kernels, "attn_implementation": "eager"}
+            output_dir=str(tmp_path_factory.mktemp("out")),
+            **COMMON,
+            model_init_kwargs={"use_kernels": use_kernels, "attn_implementation": "eager"},
         )
         trainer = trainer_class(model=str(folder), args=config, train_dataset=data())
         trainer.train()

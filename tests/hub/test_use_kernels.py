@@ -1,4 +1,5 @@
-"""use_as_hub_kernels() with a transformers and a `kernels` that fit each other: whole models against untouched ones. `make test-hub`."""
+"""use_as_hub_kernels() with a transformers and a `kernels` that fit each other: whole models against untouched ones.
+`make test-hub`."""
 
 import copy
 import gc
@@ -21,8 +22,8 @@ import liger_kernel.hub
 from liger_kernel.hub import layers
 from liger_kernel.transformers import use_as_hub_kernels
 
-# One with everything, one with norms of heads, one that rounds like Gemma under a tag, one with untagged norms and a softcap, and
-# one without a row.
+# One with everything, one with norms of heads, one that rounds like Gemma under a tag, one with untagged norms and a
+# softcap, and one without a row.
 TINY = {
     "Llama": {"mlp_bias": True},
     "Qwen3": {},
@@ -135,10 +136,18 @@ def test_from_pretrained(tmp_path, installed):
 
 
 def test_classes_carry_their_own_tags_afterwards(installed):
-    before = dict(vars(modeling_llama.LlamaRMSNorm)), dict(vars(modeling_llama.LlamaMLP)), dict(vars(modeling_llama.LlamaForCausalLM))
+    before = (
+        dict(vars(modeling_llama.LlamaRMSNorm)),
+        dict(vars(modeling_llama.LlamaMLP)),
+        dict(vars(modeling_llama.LlamaForCausalLM)),
+    )
     tag = type(modeling_llama.apply_rotary_pos_emb).kernel_layer_name
     make("Llama").set_use_kernels(True)
-    after = dict(vars(modeling_llama.LlamaRMSNorm)), dict(vars(modeling_llama.LlamaMLP)), dict(vars(modeling_llama.LlamaForCausalLM))
+    after = (
+        dict(vars(modeling_llama.LlamaRMSNorm)),
+        dict(vars(modeling_llama.LlamaMLP)),
+        dict(vars(modeling_llama.LlamaForCausalLM)),
+    )
     assert after == before
     assert type(modeling_llama.apply_rotary_pos_emb).kernel_layer_name == tag == "rotary_pos_emb"
 
@@ -156,7 +165,9 @@ def test_undo_gives_everything_back():
     assert on_layers(model) == {} and type(model.lm_head) is nn.Linear
     for _ in range(2):
         output, gradients = step(model)
-        assert torch.equal(output.logits, expected.logits) and all(torch.equal(gradients[n], g) for n, g in expected_gradients.items())
+        assert torch.equal(output.logits, expected.logits) and all(
+            torch.equal(gradients[n], g) for n, g in expected_gradients.items()
+        )
         model.eval(), model.train()  # transformers binds forwards again: its own
     assert use_as_hub_kernels() is not handle
     use_as_hub_kernels().undo()
@@ -181,7 +192,16 @@ def test_the_handle_lists_what_was_done(installed):
     model = make("Llama")
     model.set_use_kernels(True)
     text = str(installed)
-    for part in ("LlamaForCausalLM", "LlamaRMSNorm", "LigerRMSNorm", "5 modules", "LlamaMLP", "LigerGatedMLP", "LigerRotaryEmbedding", "LigerCausalLM"):
+    for part in (
+        "LlamaForCausalLM",
+        "LlamaRMSNorm",
+        "LigerRMSNorm",
+        "5 modules",
+        "LlamaMLP",
+        "LigerGatedMLP",
+        "LigerRotaryEmbedding",
+        "LigerCausalLM",
+    ):
         assert part in text
     del model
     gc.collect()
@@ -206,7 +226,10 @@ def test_compiled_as_one_graph(name, installed):
     model = copy.deepcopy(reference)
     model.set_use_kernels(True)
     torch.compiler.reset()
-    assert_same_step(torch.compile(model, fullgraph=True, backend="aot_eager"), torch.compile(reference, fullgraph=True, backend="aot_eager"))
+    assert_same_step(
+        torch.compile(model, fullgraph=True, backend="aot_eager"),
+        torch.compile(reference, fullgraph=True, backend="aot_eager"),
+    )
 
 
 def test_lora(installed):
@@ -216,7 +239,9 @@ def test_lora(installed):
     adapted = []
     for base in (model, reference):
         torch.manual_seed(1)
-        lora = LoraConfig(r=4, target_modules=["q_proj", "gate_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+        lora = LoraConfig(
+            r=4, target_modules=["q_proj", "gate_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+        )
         adapted.append(get_peft_model(base, lora).train())
     assert_same_step(*adapted)
     adapted[0].eval(), adapted[1].eval()

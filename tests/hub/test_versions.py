@@ -1,5 +1,5 @@
-"""The versions of docs/hub.md, each in an environment of its own: what is documented runs, or is refused in the words of the page.
-`make test-hub`."""
+"""The versions of docs/hub.md, each in an environment of its own: what is documented runs, or is refused in the words
+of the page. `make test-hub`."""
 
 import copy
 import importlib.metadata
@@ -20,7 +20,10 @@ INSTEAD = "apply_liger_kernel_to_<family>() and use_liger_kernel=True need no `k
 # (transformers, kernels) -> what use_as_hub_kernels() raises.
 TESTED = {
     ("5.22.2", "0.17.2"): None,
-    ("5.23.0", "0.17.2"): "use_as_hub_kernels: transformers 5.23.0 works with kernels>=0.18.2,<0.19.0, and kernels 0.17.2 is "
+    (
+        "5.23.0",
+        "0.17.2",
+    ): "use_as_hub_kernels: transformers 5.23.0 works with kernels>=0.18.2,<0.19.0, and kernels 0.17.2 is "
     f"installed. Run `pip install 'kernels>=0.18.2,<0.19.0'`; {INSTEAD}",
     ("4.57.6", None): f"use_as_hub_kernels needs transformers>=5.18, and transformers 4.57.6 is installed; {INSTEAD}",
 }
@@ -100,7 +103,9 @@ def test_the_report_of_the_environment_says_the_same(capsys):
 
 def test_the_page_shows_what_is_tested():
     """A row for each pair, with the beginning of its message."""
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("| ")]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("| ")
+    ]
     said = {cells[0]: cells[1:] for cells in rows if cells[0] != "transformers"}
     assert len(said) == len(TESTED)
     for (version, kernels), message in TESTED.items():

@@ -1,4 +1,5 @@
-"""The layers. A layer has a forward and nothing else: `self` is the module, or the tagged function, whose forward it replaces.
+"""The layers. A layer has a forward and nothing else: `self` is the module, or the tagged function, whose forward it
+replaces.
 
 What the operators have no kernel for, and what they would round in another way, goes to the code that was replaced.
 """
@@ -82,8 +83,15 @@ class LigerHalfTableRotaryEmbedding(Layer):
 
 
 def _fits(q, k, cos, sin, unsqueeze_dim, width):
-    """Whether the operator has a layout of these tensors: [batch, heads, seq, dim], or [batch, seq, heads, dim] with unsqueeze_dim 2."""
-    if not (kernels_cover(q) and kernels_cover(cos)) or k.dtype != q.dtype or sin.dtype != cos.dtype or q.dim() != 4 or k.dim() != 4:
+    """Whether the operator has a layout of these tensors: [batch, heads, seq, dim], or [batch, seq, heads, dim] with
+    unsqueeze_dim 2."""
+    if (
+        not (kernels_cover(q) and kernels_cover(cos))
+        or k.dtype != q.dtype
+        or sin.dtype != cos.dtype
+        or q.dim() != 4
+        or k.dim() != 4
+    ):
         return False
     if cos.shape != sin.shape or cos.shape[-1] != width or q.shape[0] != k.shape[0]:
         return False
@@ -101,7 +109,8 @@ def _rotated(q, k, cos, sin, unsqueeze_dim):
 
 
 class LigerGatedMLP(Layer):
-    """down_proj(act(gate_proj(x)) · up_proj(x)) for the activations of `GATES`; the projections are called, with what wraps them."""
+    """down_proj(act(gate_proj(x)) · up_proj(x)) for the activations of `GATES`; the projections are called, with what
+    wraps them."""
 
     def forward(self, x):
         if not kernels_cover(x):
@@ -109,7 +118,7 @@ class LigerGatedMLP(Layer):
         return self.down_proj(gate_of(self).apply(self.gate_proj(x), self.up_proj(x)))
 
 
-#: Names of transformers' and torch's activation classes, of which an MLP holds one -> the operator that multiplies with it.
+#: Transformers' and torch's activation classes, of which an MLP holds one -> the operator that multiplies with it.
 GATES = {
     "SiLU": LigerSiLUMulFunction,
     "SiLUActivation": LigerSiLUMulFunction,

@@ -1,10 +1,11 @@
 """`use_kernels=True` of transformers, on the layers of liger_kernel.hub.
 
-transformers tags norms and rotary embeddings, and `kernels` binds to each tagged module the forward of the layer that is registered
-for its tag. One layer for all of a tag would round a tenth of the norms in another place and rotate some models the wrong way. So
-while `model.set_use_kernels` runs, and no longer, the classes of that model whose source a layer was compared with
-(hub/known_sources.json) carry a tag of ours instead, and so do gated MLPs, norms and causal language models that have none, of
-families with a row. What has no layer keeps its tag, and what transformers does with it.
+transformers tags norms and rotary embeddings, and `kernels` binds to each tagged module the forward of the layer that
+is registered for its tag. One layer for all of a tag would round a tenth of the norms in another place and rotate some
+models the wrong way. So while `model.set_use_kernels` runs, and no longer, the classes of that model whose source a
+layer was compared with (hub/known_sources.json) carry a tag of ours instead, and so do gated MLPs, norms and causal
+language models that have none, of families with a row. What has no layer keeps its tag, and what transformers does with
+it.
 """
 
 import contextlib
@@ -40,11 +41,14 @@ _SWITCHES = {
 }
 
 
-def use_as_hub_kernels(rms_norm: bool = True, rope: bool = True, mlp: bool = True, fused_linear_cross_entropy: bool = True) -> "HubKernels":
-    """Make this package's operators what `use_kernels=True` of transformers runs, on CPUs and on CUDA; its `undo()` takes that back.
+def use_as_hub_kernels(
+    rms_norm: bool = True, rope: bool = True, mlp: bool = True, fused_linear_cross_entropy: bool = True
+) -> "HubKernels":
+    """Make this package's operators what `use_kernels=True` of transformers runs, on CPUs and on CUDA; its `undo()`
+    takes that back.
 
-    Afterwards `from_pretrained(..., use_kernels=True)`, `model.set_use_kernels(True)` and TRL's `model_init_kwargs={"use_kernels":
-    True}` replace, in training and in inference:
+    Afterwards `from_pretrained(..., use_kernels=True)`, `model.set_use_kernels(True)` and TRL's
+    `model_init_kwargs={"use_kernels": True}` replace, in training and in inference:
 
     Args:
         rms_norm: the RMSNorms and
@@ -54,13 +58,19 @@ def use_as_hub_kernels(rms_norm: bool = True, rope: bool = True, mlp: bool = Tru
 
     A second call changes the switches of the first. Printing the result lists, model by model, what was replaced.
 
-    Raises ImportError where the installed transformers cannot use the installed `kernels`, and says which version it wants.
+    Raises ImportError where the installed transformers cannot use the installed `kernels`, and says which version it
+    wants.
     """
     from transformers.modeling_utils import PreTrainedModel
 
     if reason := obstacle(PreTrainedModel):
         raise ImportError(reason)
-    switches = {"rms_norm": rms_norm, "rope": rope, "mlp": mlp, "fused_linear_cross_entropy": fused_linear_cross_entropy}
+    switches = {
+        "rms_norm": rms_norm,
+        "rope": rope,
+        "mlp": mlp,
+        "fused_linear_cross_entropy": fused_linear_cross_entropy,
+    }
     active = getattr(PreTrainedModel.set_use_kernels, "liger_hub_kernels", None) or HubKernels()
     active.on = {name for name, value in switches.items() if value}
     active.install(PreTrainedModel)
@@ -149,7 +159,8 @@ def _is_ours(bound) -> bool:
 
 
 def _replaceable(module) -> bool:
-    """Whether the module runs the forward of its class or one of ours, and not one that somebody has put in its place."""
+    """Whether the module runs the forward of its class or one of ours, and not one that somebody has put in its
+    place."""
     bound = vars(module).get("_old_forward", vars(module).get("forward"))
     return bound is None or _is_ours(bound) or getattr(bound, "__func__", None) is type(module).forward
 
@@ -198,7 +209,8 @@ def _covers(model, kernel_config) -> bool:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is done with a class: the layer that replaces its forward, or why there is none, and the condition for a module of it."""
+    """What is done with a class: the layer that replaces its forward, or why there is none, and the condition for a
+    module of it."""
 
     switch: str
     layer: type | None = None
@@ -207,7 +219,8 @@ class _Plan:
 
 
 class HubKernels:
-    """What use_as_hub_kernels has changed; printed, it is a list of what runs on which layer, for each model in memory that uses kernels."""
+    """What use_as_hub_kernels has changed; printed, it is a list of what runs on which layer, for each model in memory
+    that uses kernels."""
 
     def __init__(self):
         self.on = frozenset()
@@ -236,7 +249,9 @@ class HubKernels:
         return list(self._reports.values())
 
     def __str__(self):
-        return "\n".join(map(str, self.reports)) or "liger_kernel: no model has set use_kernels since use_as_hub_kernels()"
+        return (
+            "\n".join(map(str, self.reports)) or "liger_kernel: no model has set use_kernels since use_as_hub_kernels()"
+        )
 
     def undo(self) -> None:
         """Give transformers its `set_use_kernels` back, and the models in memory their forwards."""
@@ -272,7 +287,9 @@ class HubKernels:
             for cls, (name, condition) in own.items():
                 if cls in ours:
                     name, layer = _registered(cls, plans[cls])
-                    register_kernel_mapping({name: {device: dict.fromkeys(modes, _Repository(layer)) for device in _DEVICES}})
+                    register_kernel_mapping(
+                        {name: {device: dict.fromkeys(modes, _Repository(layer)) for device in _DEVICES}}
+                    )
                     condition = plans[cls].condition or condition
                 elif ours.isdisjoint(cls.__mro__):
                     continue
@@ -308,7 +325,11 @@ class HubKernels:
     def _note(self, plan, label, owner, report, counts):
         reason = None if plan.layer else "its source is none of those that a layer was compared with"
         if plan.condition and not plan.condition(owner):
-            reason = "somebody has replaced its forward" if not _replaceable(owner) else "there is no layer for its activation"
+            reason = (
+                "somebody has replaced its forward"
+                if not _replaceable(owner)
+                else "there is no layer for its activation"
+            )
         if reason:
             if (skip := Skip(plan.switch, label, reason)) not in report.skipped:
                 report.skipped.append(skip)
