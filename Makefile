@@ -14,7 +14,7 @@ sources := $(shell find liger python cmake -name '*.h' -o -name '*.cpp' -o -name
 
 SHELL := bash
 .SHELLFLAGS := -eo pipefail -c
-.PHONY: help train align test test-families downstream fuzz test-install bench install clean
+.PHONY: help train align test test-families test-hub downstream fuzz test-install bench install clean
 .DEFAULT_GOAL := help
 
 help:  ## what there is
@@ -44,12 +44,20 @@ build/transformers-%/ready: $(ready)
 	$(py) -c "import sysconfig; print(sysconfig.get_path('purelib'))" >$$(build/transformers-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth
 	build/transformers-$*/bin/python -m pip install --quiet --disable-pip-version-check transformers==$* && touch $@
 
-# Each version of TRL, with what it needs, stands in an environment of its own, over the first one's packages.
 downstream: build/trl-1.16/ready build/trl-1.12/ready  ## TRL's trainers: 1.16 with liger_kernel.trl.patch(), 1.12 with use_liger_kernel
 	OMP_NUM_THREADS=2 build/trl-1.16/bin/python -m pytest -q -p no:cacheprovider tests/downstream/test_trl.py tests/downstream/test_quantised.py $(ARGS)
 	OMP_NUM_THREADS=2 build/trl-1.12/bin/python -m pytest -q -p no:cacheprovider tests/downstream/test_classes.py $(ARGS)
 
-build/trl-%/ready: requirements-trl-%.txt $(ready)
+# `kernels` fits one minor version of transformers or two: that of 5.22. The others are told what to do instead.
+# Where there are kernels, the functions that the classic patches replace are modules.
+test-hub: build/hub-5.22/ready build/hub-5.23/ready build/hub-4.57/ready  ## use_kernels=True on this library's layers: transformers 5.22 and its kernels, 5.23 with another, 4.57
+	$(environment) OMP_NUM_THREADS=2 build/hub-5.22/bin/python -m pytest -q -p no:cacheprovider --import-mode=importlib tests/hub tests/test_hub.py $(ARGS)
+	$(environment) OMP_NUM_THREADS=2 build/hub-5.22/bin/python -m pytest -q -p no:cacheprovider tests/huggingface/test_rows.py tests/huggingface/test_families.py $(ARGS)
+	$(environment) OMP_NUM_THREADS=2 build/hub-5.23/bin/python -m pytest -q -p no:cacheprovider --import-mode=importlib tests/hub/test_versions.py $(ARGS)
+	$(environment) OMP_NUM_THREADS=2 build/hub-4.57/bin/python -m pytest -q -p no:cacheprovider --import-mode=importlib tests/hub/test_versions.py $(ARGS)
+
+# Versions of other packages, with what they need, stand in an environment of their own, over the first one's packages.
+build/%/ready: requirements-%.txt $(ready)
 	$(python) -m venv --without-pip $(@D)
 	$(py) -c "import sysconfig; print(sysconfig.get_path('purelib'))" >$$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $< && touch $@

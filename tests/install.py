@@ -111,6 +111,16 @@ def test_isolated(with_torch):
     assert re.search(rf"^Requires-Dist: torch=={re.escape(TORCH[1])}\.\*$", (Path(prefix).parent / f"liger_kernel-{version}.dist-info/METADATA").read_text(), re.M)
 
 
+def test_installed_package_reports_on_itself(with_torch):
+    """After test_isolated: with torch and nothing else beside it."""
+    done = with_torch.run(with_torch.folder / "bin/python", "-m", "liger_kernel.env_report", "--device", "cpu")
+    version, _, prefix = with_torch.used()
+    assert done.returncode == 0, done.stdout + done.stderr
+    for line in (f"liger_kernel  {version}", f"file       {prefix}/lib/libliger.so", "built for  CPU: DEFAULT", "no transformers is installed"):
+        assert line in done.stdout
+    assert "not known" not in done.stdout and "all operators agree with plain torch" in done.stdout
+
+
 def test_installed_package_serves_cmake(with_torch, tmp_path):
     """After test_isolated: a project elsewhere is configured and built with no Python to be found."""
     tools = Path(sys.executable).parent  # CMake and ninja alone are this environment's

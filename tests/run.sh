@@ -31,7 +31,7 @@ if "$PYTHON" -c "import xdist" 2>/dev/null; then
   parallel=(-n "$(($(nproc) < 16 ? $(nproc) : 16))")
   export OMP_NUM_THREADS=2 TORCHINDUCTOR_COMPILE_THREADS=1  # of each process: all cores in each were slower, the more there are
 fi
-suite "${parallel[@]}" --import-mode=importlib --ignore=tests/huggingface --ignore=tests/downstream --ignore=tests/test_large.py tests
+suite "${parallel[@]}" --import-mode=importlib --ignore=tests/huggingface --ignore=tests/downstream --ignore=tests/hub --ignore=tests/test_large.py tests
 ATEN_CPU_CAPABILITY=default suite "${parallel[@]}" --import-mode=importlib -k "exact and cpu" tests/test_ops.py  # the set that no newer machine chooses
 suite "${parallel[@]}" tests/huggingface
 suite tests/test_large.py  # fills a GPU's memory: alone

@@ -42,6 +42,7 @@ from liger_kernel.transformers.vocab_parallel_cross_entropy import LigerVocabPar
 
 _LAZY = {
     "AutoLigerKernelForCausalLM": "auto_model",
+    "use_as_hub_kernels": "hub_kernels",
     **dict.fromkeys(("_apply_liger_kernel", "_apply_liger_kernel_to_instance"), "monkey_patch"),
     **{f"apply_liger_kernel_to_{name}": "monkey_patch" for name in FAMILIES},
     "apply_liger_kernel_by_structure": "structure",

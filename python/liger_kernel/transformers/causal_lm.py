@@ -31,9 +31,9 @@ def original_forward(cls):
     return getattr(cls.forward, "liger_original", cls.forward)
 
 
-def is_fused(cls) -> bool:
-    """Whether the forward of `cls` computes the loss inside the head."""
-    return inspect.isfunction(getattr(cls.forward, "liger_original", None))
+def is_fused(model) -> bool:
+    """Whether the forward of a model, or of a class of models, computes the loss inside the head."""
+    return inspect.isfunction(getattr(model.forward, "liger_original", None))
 
 
 def has_own_loss(model) -> bool:
@@ -147,7 +147,7 @@ def inner_obstacle(model, spec):
     inner = model
     for name in path:
         inner = getattr(inner, name)
-        if not is_fused(type(inner)):
+        if not is_fused(inner):
             return f"{name} is an unpatched {type(inner).__name__}"
         if result_changed_by(inner):
             return f"something changes what {name} returns"

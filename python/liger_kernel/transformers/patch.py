@@ -37,7 +37,7 @@ from liger_kernel.transformers.layer_norm import LigerLayerNorm
 from liger_kernel.transformers.model import loss_utils
 from liger_kernel.transformers.report import Replacement, Report, Skip
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
-from liger_kernel.transformers.source import is_known
+from liger_kernel.transformers.source import as_written, is_known
 
 _LOSSES = {"cross_entropy", "fused_linear_cross_entropy"}
 _CLASS_LOSS = staticmethod(loss_utils.causal_lm_loss)
@@ -193,7 +193,7 @@ class _Patcher:
         known = [target for target in swap.targets if is_known(target, original)]
         if known or self.row is FAMILIES.get(self.row.name):
             return known[0] if known else None
-        return numeric.same_values(swap, original, module)
+        return numeric.same_values(swap, as_written(original), module)
 
     def _rebind(self, swap, name):
         if name in self.late and "." in name:
@@ -390,7 +390,7 @@ def _replacement(original, swap, target):
     """What a name of a modeling module is bound to in place of `original`."""
     part = swap.load(target)
     if not isinstance(part, type):
-        return instead_of(part, getattr(original, "liger_original", original))
+        return instead_of(part, as_written(original))
     if not isinstance(original, type):
         return part
     part = StandIn(part, swap.activations, is_known(target, original))

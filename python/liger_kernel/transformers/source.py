@@ -12,6 +12,8 @@ import json
 import pathlib
 import textwrap
 
+from torch import nn
+
 _TABLE = pathlib.Path(__file__).with_name("known_sources.json")
 # What does not change a result, and what newer versions of Python add to a tree.
 _IGNORED = {"annotation", "returns", "decorator_list", "type_comment", "type_params", "kind", "ctx"}
@@ -34,7 +36,19 @@ def fingerprint(part) -> str | None:
     Comments, docstrings, annotations and decorators do not count. None where there is no source.
     """
     function, owner = (part.forward, part) if isinstance(part, type) else (part, None)
-    return _fingerprint(inspect.unwrap(getattr(function, "liger_original", function)), owner)
+    return _fingerprint(inspect.unwrap(as_written(function)), owner)
+
+
+def as_written(part):
+    """The function that this package, or a tag of `kernels`, has put something in the place of; others as they are."""
+    part = getattr(part, "liger_original", part)
+    return tagged_function(type(part)) or part if isinstance(part, nn.Module) else part
+
+
+def tagged_function(module_class):
+    """The function that a tag of `kernels` has made a class of modules of, or None."""
+    cells = [cell.cell_contents for cell in getattr(module_class.forward, "__closure__", None) or ()]
+    return next((content for content in cells if inspect.isfunction(content)), None)
 
 
 @functools.cache

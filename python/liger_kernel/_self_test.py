@@ -1,0 +1,297 @@
+"""A small forward and backward of each operator against plain torch, for env_report."""
+
+from dataclasses import dataclass
+from typing import Callable
+
+import torch
+import torch.nn.functional as F
+
+from liger_kernel._library import ops
+from liger_kernel.chunked_loss import (
+    LigerFusedLinearCPOLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearKTOLoss,
+    LigerFusedLinearORPOLoss,
+)
+from liger_kernel.ops import LigerEmbeddingFunction, LigerMLPFunction
+from liger_kernel.ops.fused_moe import fused_experts
+from liger_kernel.ops.linear_log_prob import linear_log_prob
+from liger_kernel.transformers import functional as liger
+
+EPS = 1e-6
+#: A last bit or two of each term of some dozen, of the largest number of a tensor.
+TOLERANCES = {torch.float32: 2.0**-16, torch.bfloat16: 2.0**-5}
+
+
+@dataclass(frozen=True)
+class Check:
+    """An operator, what it is compared with, and the shapes of its floating arguments; `fixed` are further arguments of
+    both."""
+
+    operator: str
+    ours: Callable
+    plain: Callable
+    shapes: tuple
+    fixed: tuple = ()
+    dtypes: tuple = (torch.float32, torch.bfloat16)
+
+
+def _rms(x, w, eps=EPS):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * w
+
+
+def _add_rms(x, r, w):
+    return _rms(x + r, w), x + r
+
+
+def _rotated(x, cos, sin):
+    a, b = x.chunk(2, -1)
+    return x * cos[:, None] + torch.cat((-b, a), -1) * sin[:, None]
+
+
+def _packed(qkv, cos, sin):
+    q, k, v = qkv.view(2, 3, 4, 8).split((2, 1, 1), 2)
+    q, k = (_rotated(t.transpose(1, 2), cos, sin).transpose(1, 2) for t in (q, k))
+    return torch.cat((q, k, v), 2).reshape(qkv.shape)
+
+
+def _experts(x, gate_up, down, weights, index):
+    gate, up = torch.einsum("th,ekh->tek", x, gate_up).chunk(2, -1)
+    every = torch.einsum("tei,ehi->teh", F.silu(gate) * up, down)
+    return (every.gather(1, index[..., None].expand(-1, -1, x.shape[1])) * weights[..., None]).sum(1)
+
+
+def _sparsemax(x):
+    z = x.sort(-1, descending=True).values
+    rank = torch.arange(1, x.shape[-1] + 1, device=x.device)
+    size = (1 + rank * z > z.cumsum(-1)).sum(-1, keepdim=True)
+    return (x - (z.cumsum(-1).gather(-1, size - 1) - 1) / size).clamp_min(0)
+
+
+def _poly(x, w, b):
+    return sum(w[i] * _rms(x ** (3 - i), 1) for i in range(3)) + b
+
+
+def _jsd(x, t):
+    m = (x.exp() + t.exp()) / 2
+    return ((x.exp() * (x - m.log())).sum() + (t.exp() * (t - m.log())).sum()) / (2 * x.shape[0])
+
+
+def _log_probs(x, w, ids):
+    return (x @ w.T).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+
+
+def _chosen(x, w, y):
+    return _log_probs(x, w, y).sum(1).chunk(2)
+
+
+def _odds(x, w, y):
+    chosen, rejected = (logp / y.shape[1] for logp in _chosen(x, w, y))
+    ratio = chosen - rejected - torch.log1p(-chosen.exp()) + torch.log1p(-rejected.exp())
+    return -0.1 * F.logsigmoid(ratio).mean()
+
+
+def _distance(x, y):
+    return 1 - F.cosine_similarity(x, y, -1)
+
+
+def _policy(logp, mask, advantages):
+    ratio = (logp - logp.detach()).exp()
+    terms = -torch.minimum(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
+    return (terms * mask).sum() / mask.sum()
+
+
+def _policy_loss(logp, mask, advantages):
+    named = {
+        "loss_type": "dapo",
+        "level": "token",
+        "epsilon_low": 0.2,
+        "epsilon_high": 0.2,
+        "delta": None,
+        "beta": 0.0,
+        "unbiased_kl": False,
+    }
+    sapo = {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
+    vespo = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
+    options = {**named, **sapo, **vespo, "max_length": 1.0, "masked_terms": False}
+    return ops.policy_loss(logp, mask, advantages, None, None, None, None, None, None, **options)[0]
+
+
+def _int2(a, b):
+    codes = torch.cat([b >> 2 * i & 3 for i in range(4)])
+    return (a.double() @ (codes.double() - 1)).int()
+
+
+_IDS = torch.tensor([1, 0, 2, 4, 1, 3])
+_EXPERTS = torch.tensor([[0, 2], [2, 0], [3, 0], [0, 3], [2, 3], [3, 2]])  # expert 1 has no token
+_LABELS = torch.tensor([[1, 0, 2], [3, 4, 1], [2, 2, 0], [1, 4, 3]])
+_LIKED = torch.tensor([True, False, False, True])
+_MASK = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [1, 1, 1]])
+_TABLES = tuple(
+    t.repeat(1, 1, 2)
+    for t in (torch.linspace(0, 3, 24).view(2, 3, 4).cos(), torch.linspace(0, 3, 24).view(2, 3, 4).sin())
+)
+_HEAD = ((6, 8), (16, 8))
+_PAIRS = ((4, 3, 8), (16, 8))
+_PLAIN = {"compute_nll_loss": False, "compiled": False}
+
+CHECKS = (
+    Check("rms_norm", lambda x, w: liger.liger_rms_norm(x, w, EPS), _rms, ((6, 40), (40,))),
+    Check(
+        "fused_add_rms_norm",
+        lambda x, r, w: liger.liger_fused_add_rms_norm(x, r, w, EPS),
+        _add_rms,
+        ((6, 40), (6, 40), (40,)),
+    ),
+    Check(
+        "modulated_rms_norm",
+        lambda x, w, a, b: liger.liger_modulated_rms_norm(x, w, a, b, EPS),
+        lambda x, w, a, b: _rms(x, w) * (1 + a) + b,
+        ((6, 40), (40,), (6, 40), (6, 40)),
+    ),
+    Check(
+        "layer_norm",
+        lambda x, w, b: liger.liger_layer_norm(x, w, b, EPS),
+        lambda x, w, b: F.layer_norm(x, (40,), w, b, EPS),
+        ((6, 40), (40,), (40,)),
+    ),
+    Check(
+        "group_norm",
+        lambda x, w, b: liger.liger_group_norm(x, w, b, 8, 2, EPS),
+        lambda x, w, b: F.group_norm(x, 2, w, b, EPS),
+        ((2, 8, 5), (8,), (8,)),
+    ),
+    Check("dyt", liger.liger_dyt, lambda x, alpha, w, b: torch.tanh(alpha * x) * w + b, ((6, 40), (1,), (40,), (40,))),
+    Check("poly_norm", liger.liger_poly_norm, _poly, ((6, 40), (3,), (1,))),
+    Check("gated", liger.liger_swiglu, lambda a, b: F.silu(a) * b, ((6, 40), (6, 40))),
+    Check("gated, gelu", liger.liger_geglu, lambda a, b: F.gelu(a, approximate="tanh") * b, ((6, 40), (6, 40))),
+    Check(
+        "gated_packed", lambda y: ops.gated_packed(y, 0, 1.0), lambda y: F.silu(y[..., :20]) * y[..., 20:], ((6, 40),)
+    ),
+    Check("activate", liger.liger_relu_squared, lambda x: F.relu(x).square(), ((6, 40),)),
+    Check(
+        "fused_mlp",
+        LigerMLPFunction.apply,
+        lambda x, g, u, d: (F.silu(x @ g.T) * (x @ u.T)) @ d.T,
+        ((6, 8), (12, 8), (12, 8), (8, 12)),
+    ),
+    Check(
+        "fused_experts",
+        lambda x, g, d, w, index: fused_experts(x, g, d, index, w),
+        _experts,
+        ((6, 8), (4, 24, 8), (4, 8, 12), (6, 2)),
+        (_EXPERTS,),
+    ),
+    Check(
+        "rope",
+        liger.liger_rope,
+        lambda q, k, *t: tuple(_rotated(x, *t) for x in (q, k)),
+        ((2, 4, 3, 8), (2, 2, 3, 8)),
+        _TABLES,
+    ),
+    Check("rope_packed", lambda qkv, *t: liger.liger_rope_packed(qkv, *t, 2, 1), _packed, ((2, 3, 32),), _TABLES),
+    Check("embedding", LigerEmbeddingFunction.apply, lambda w, ids: F.embedding(ids, w), ((5, 40),), (_IDS,)),
+    Check("softmax", liger.liger_softmax, lambda x: x.softmax(-1), ((6, 40),)),
+    Check("softmax, sparse", liger.liger_sparsemax, _sparsemax, ((6, 40),)),
+    Check("cross_entropy", liger.liger_cross_entropy, F.cross_entropy, ((6, 40),), (_IDS,)),
+    Check(
+        "fused_linear_cross_entropy",
+        liger.liger_fused_linear_cross_entropy,
+        lambda x, w, y: F.cross_entropy(x @ w.T, y),
+        _HEAD,
+        (_IDS,),
+    ),
+    Check(
+        "selective_log_softmax",
+        lambda x, ids: liger.liger_selective_log_softmax(x, ids)[0],
+        lambda x, ids: -F.cross_entropy(x, ids, reduction="none"),
+        ((6, 40),),
+        (_IDS,),
+    ),
+    Check("linear_log_prob", linear_log_prob, _log_probs, _HEAD, (_IDS,)),
+    Check(
+        "divergence, jsd",
+        lambda x, t: liger.liger_jsd(x.log_softmax(-1), t.log_softmax(-1).detach()),
+        lambda x, t: _jsd(x.log_softmax(-1), t.log_softmax(-1).detach()),
+        ((6, 40), (6, 40)),
+    ),
+    Check(
+        "linear_distillation",
+        lambda x, w, t, v: liger.liger_fused_linear_jsd(x, w, t.detach(), v.detach()),
+        lambda x, w, t, v: _jsd((x @ w.T).log_softmax(-1), (t.detach() @ v.detach().T).log_softmax(-1)),
+        (*_HEAD, *_HEAD),
+    ),
+    Check("cosine_distance", ops.cosine_distance, _distance, ((6, 40), (6, 40))),
+    Check(
+        "dpo_loss",
+        lambda x, w, y: LigerFusedLinearDPOLoss(beta=0.1, use_ref_model=False, **_PLAIN)(w, x, y)[0],
+        lambda x, w, y: -F.logsigmoid(0.1 * torch.sub(*_chosen(x, w, y))).mean(),
+        _PAIRS,
+        (_LABELS,),
+    ),
+    Check(
+        "cpo_loss",
+        lambda x, w, y: LigerFusedLinearCPOLoss(beta=0.1, **_PLAIN)(w, x, y)[0],
+        lambda x, w, y: -F.logsigmoid(0.1 * torch.sub(*_chosen(x, w, y))).mean(),
+        _PAIRS,
+        (_LABELS,),
+    ),
+    Check(
+        "orpo_loss", lambda x, w, y: LigerFusedLinearORPOLoss(beta=0.1, **_PLAIN)(w, x, y)[0], _odds, _PAIRS, (_LABELS,)
+    ),
+    Check(
+        "kto_loss",
+        lambda x, w, y, liked: LigerFusedLinearKTOLoss(beta=0.1, use_ref_model=False, compiled=False)(
+            x, w, y, preference_labels=liked
+        )[0],
+        lambda x, w, y, liked: (
+            1 - torch.sigmoid(0.1 * _log_probs(x, w, y).sum(1) * torch.where(liked, 1.0, -1.0))
+        ).mean(),
+        _PAIRS,
+        (_LABELS, _LIKED),
+    ),
+    Check(
+        "policy_loss", _policy_loss, _policy, ((4, 3),), (_MASK, torch.tensor([1.0, -0.5, 0.3, -2.0])), (torch.float32,)
+    ),
+    Check(
+        "int2_matmul",
+        ops.int2_matmul,
+        _int2,
+        (),
+        (torch.arange(48).view(6, 8).to(torch.int8), torch.arange(80).view(2, 40).to(torch.uint8)),
+        (torch.float32,),
+    ),
+)
+
+
+def _run(function, tensors, fixed):
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    results = function(*leaves, *fixed)
+    results = results if isinstance(results, tuple) else (results,)
+    if not leaves:
+        return list(results)
+    # Whole numbers, which every dtype holds, in an order of no meaning.
+    weights = [(torch.arange(result.numel()) * 7 % 5 - 1).view(result.shape).to(result) for result in results]
+    gradients = torch.autograd.grad(results, leaves, weights, allow_unused=True)
+    return [*results, *gradients]
+
+
+def error_of(check: Check, device: str, dtype: torch.dtype) -> float:
+    """How far results and gradients are from float64, in parts of the largest element of each."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(shape, generator=generator).to(device, dtype) for shape in check.shapes]
+    fixed = [t.to(device) for t in check.fixed]
+    exact = _run(
+        check.plain,
+        [t.double() for t in tensors],
+        [t.to(dtype).double() if t.is_floating_point() else t for t in fixed],
+    )
+    ours = _run(check.ours, tensors, [t.to(dtype) if t.is_floating_point() else t for t in fixed])
+    worst = 0.0
+    for a, b in zip(ours, exact, strict=True):
+        if (a is None) != (b is None):
+            return float("inf")
+        if a is not None:
+            error = ((a.double() - b).abs().max() / b.abs().max().clamp_min(1e-3)).item()
+            worst = max(worst, error if error == error else float("inf"))
+    return worst
