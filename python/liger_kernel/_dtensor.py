@@ -67,7 +67,9 @@ def _placement(letter, row, tensor, rows):
     """Where a tensor lies on the ranks of a dimension of the mesh that shards `rows` along the dimension `row`, or not at all."""
     if row is None or letter in "wp":
         return Replicate()
-    if letter == "c":
+    if letter == "b" and row > 0:
+        row = -1
+    elif letter == "c":
         row = tensor.ndim - 2 if row == rows.ndim - 2 else tensor.ndim - 3 if row == 0 else -1
     return Shard(row) if 0 <= row < tensor.ndim and (letter not in "bcg" or tensor.shape[row] > 1) else Replicate()
 
