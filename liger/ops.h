@@ -65,6 +65,21 @@ at::Tensor fused_mlp(const at::Tensor& x, const at::Tensor& gate, const at::Tens
                      const std::optional<at::Tensor>& gate_bias = {}, const std::optional<at::Tensor>& up_bias = {},
                      const std::optional<at::Tensor>& down_bias = {});
 
+struct ExpertsOptions {
+  Activation activation = Activation::SiLU;
+  bool transposed = false;            // weights are [experts, in, out]
+  bool clamped = false;               // GPT-OSS's gate instead, of columns that interleave: (up' + 1) · gate' · σ(alpha · gate'), gate' = min(gate, limit),
+  double alpha = 1.702, limit = 7;    // up' = clamp(up, −limit, limit)
+  bool recompute = true;              // backward makes gate and up again; false: they are kept
+};
+
+/// A mixture of experts (Shazeer et al. 2017, arXiv:1701.06538): y[t] = Σ_k weights[t, k] · E(x[t]), E the gated MLP down_e (act(gate_e x) · up_e x) of expert e =
+/// index[t, k]. x [tokens, n], gate_up [experts, 2 width, n], gate above up, down [experts, n, width], biases [experts, 2 width] and [experts, n] in one dtype;
+/// index [tokens, k] integers, of which those that are no expert add nothing, weights [tokens, k], floating. Tokens are sorted by expert for grouped GEMMs;
+/// copies are summed in float, in their order. Backward keeps x and the routing.
+at::Tensor fused_experts(const at::Tensor& x, const at::Tensor& gate_up, const at::Tensor& down, const at::Tensor& index, const at::Tensor& weights,
+                         const ExpertsOptions& options = {}, const std::optional<at::Tensor>& gate_up_bias = {}, const std::optional<at::Tensor>& down_bias = {});
+
 /// Rotary position embedding (Su et al. 2021, arXiv:2104.09864) of q [batch, heads, seq, dim] and k [batch, k_heads, seq, dim], with
 /// any strides. cos, sin [seq, d], [1, seq, d] or [batch, seq, d]: the leading rotary_dim columns of a head are rotated, as the two
 /// halves that Hugging Face's models have. d is rotary_dim, where the first half of the columns counts, or half of it; rotary_dim -1 stands

@@ -20,7 +20,7 @@ FREE = {
     "a dimension less": {*ROWS, ("modulated_rms_norm", "scale")},
 }
 #: Arguments that are converted from any floating dtype.
-CONVERTED = {"class_weight", "normalizer", "g", "dlogp", "dentropy", "soft", "hard", "dlse", "dmean_logit"}
+CONVERTED = {"class_weight", "normalizer", "g", "dlogp", "dentropy", "soft", "hard", "dlse", "dmean_logit", "weights"}
 
 
 class Recorder(TorchDispatchMode):

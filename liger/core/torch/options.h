@@ -46,6 +46,17 @@ struct Flat<kFunction> {
   static constexpr auto value = &With<OptionValues<O>>::call;
 };
 
+/// And of one whose only result is what it returns.
+template <class R, class O, class... A, R (*kFunction)(AutogradContext*, const O&, A...)>
+struct Flat<kFunction> {
+  template <class Values> struct With;
+  template <class... F>
+  struct With<std::tuple<F...>> {
+    static R call(AutogradContext* ctx, A... args, F... fields) { return kFunction(ctx, O{fields...}, args...); }
+  };
+  static constexpr auto value = &With<OptionValues<O>>::call;
+};
+
 inline std::string option_text(double v) { std::ostringstream s; s << "float %=" << std::showpoint << v; return s.str(); }
 inline std::string option_text(int64_t v) { return "int %=" + std::to_string(v); }
 inline std::string option_text(bool v) { return std::string("bool %=") + (v ? "True" : "False"); }

@@ -11,6 +11,7 @@ from liger_kernel.ops.fused_linear_cross_entropy import (
 )
 from liger_kernel.ops.fused_linear_jsd import LigerFusedLinearJSDFunction, fused_linear_jsd_backward, fused_linear_jsd_forward
 from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyFunction
+from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
 from liger_kernel.ops.geglu import LigerGELUMulFunction, geglu_backward, geglu_forward
 from liger_kernel.ops.group_norm import LigerGroupNormFunction, group_norm_backward, group_norm_forward
 from liger_kernel.ops.grpo_loss import GrpoLossFunction

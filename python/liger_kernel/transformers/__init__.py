@@ -30,6 +30,7 @@ from liger_kernel.transformers.softmax import LigerSoftmax
 from liger_kernel.transformers.sparsemax import LigerSparsemax
 from liger_kernel.transformers.swiglu import (
     LigerBlockSparseTop2MLP,
+    LigerExperts,  # noqa: F401  (not in __all__, as in the API)
     LigerFalconH1SwiGLUMLP,
     LigerPhi3SwiGLUMLP,
     LigerQwen3MoeSwiGLUMLP,

@@ -21,6 +21,7 @@ from liger_kernel.transformers.rms_norm import LigerRMSNorm
 from liger_kernel.transformers.rope import liger_rotary_pos_emb, liger_rotary_pos_emb_vision  # noqa: F401
 from liger_kernel.transformers.swiglu import (  # noqa: F401
     LigerBlockSparseTop2MLP,
+    LigerExperts,
     LigerPhi3SwiGLUMLP,
     LigerSwiGLUMLP,
 )

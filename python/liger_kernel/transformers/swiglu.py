@@ -1,8 +1,9 @@
 """SwiGLU MLPs. A forward uses its projections alone: it is also bound to other models' modules."""
 
+import torch
 from torch import nn
 
-from liger_kernel.ops import LigerFusedGateUpSiLUMulFunction, LigerSiLUMulFunction
+from liger_kernel.ops import LigerFusedGateUpSiLUMulFunction, LigerFusedMoEFunction, LigerSiLUMulFunction
 
 
 def _check_activation(config):
@@ -65,6 +66,28 @@ class LigerBlockSparseTop2MLP(nn.Module):
 
     def forward(self, x):
         return self.w2(LigerSiLUMulFunction.apply(self.w1(x), self.w3(x)))
+
+
+class LigerExperts(nn.Module):
+    """The SwiGLU experts of a mixture, as one operator; see ops.fused_moe.fused_experts. Raises ValueError where config.hidden_act is not silu.
+
+    gate_up_proj [E, 2 I, H] and down_proj [E, H, I] are not initialised; E is config.num_experts or num_local_experts, I moe_intermediate_size or intermediate_size.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        _check_activation(config)
+        first = lambda *names: next(getattr(config, name) for name in names if getattr(config, name, None) is not None)
+        self.num_experts = first("num_experts", "num_local_experts")
+        self.hidden_dim, self.intermediate_dim = config.hidden_size, first("moe_intermediate_size", "intermediate_size")
+        self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * self.intermediate_dim, self.hidden_dim))
+        self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        """[..., H] for hidden_states [..., H] and the experts [..., K] of each token with their weights."""
+        flat = lambda t: t.reshape(-1, t.shape[-1])
+        y = LigerFusedMoEFunction.apply(flat(hidden_states), self.gate_up_proj, self.down_proj, flat(top_k_index), flat(top_k_weights))
+        return y.view(hidden_states.shape)
 
 
 class LigerPhi3SwiGLUMLP(nn.Module):

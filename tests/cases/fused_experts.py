@@ -1,0 +1,100 @@
+import torch
+import torch.nn.functional as F
+from liger_kernel._library import ops
+from liger_kernel.ops.fused_moe import fused_experts
+
+from cases import Case
+from cases.gated import ACTIVATIONS
+
+
+def make(shape, options):
+    """x, gate_up, down, the weights of a token's experts, biases or None, and which experts: some are drawn twice, some not at all."""
+    tokens, hidden, width = shape
+    experts, k = options.get("experts", 5), options.get("k", 2)
+    gate_up, down = torch.randn(experts, 2 * width, hidden) * hidden**-0.5, torch.randn(experts, hidden, width) * width**-0.5
+    if options.get("transposed"):
+        gate_up, down = (t.transpose(1, 2).contiguous() for t in (gate_up, down))
+    biases = [torch.randn(experts, 2 * width), torch.randn(experts, hidden)] if options.get("biases") else [None, None]
+    index = torch.randint(options.get("first", 0), experts + options.get("beyond", 0), (tokens, k))
+    return torch.randn(tokens, hidden), gate_up, down, torch.rand(tokens, k), *biases, index
+
+
+KNOWN = ("activation", "transposed", "clamped", "alpha", "limit", "recompute")
+
+
+def op(x, gate_up, down, weights, gate_up_bias, down_bias, index, **options):
+    return fused_experts(x, gate_up, down, index, weights, gate_up_bias, down_bias, **{name: value for name, value in options.items() if name in KNOWN})
+
+
+def gated(a, activation="silu", clamped=False, alpha=1.702, limit=7.0):
+    if clamped:
+        gate, up = a[..., ::2].clamp(max=limit), a[..., 1::2].clamp(-limit, limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+    gate, up = a.chunk(2, -1)
+    return ACTIVATIONS[activation][1](gate) * up
+
+
+def reference(x, gate_up, down, weights, gate_up_bias, down_bias, index, transposed=False, **options):
+    """A loop over the experts, whose outputs are summed in float."""
+    options = {name: value for name, value in options.items() if name in ("activation", "clamped", "alpha", "limit")}
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = torch.zeros(x.shape, dtype=wide, device=x.device)
+    for e in range(len(gate_up)):
+        token, slot = (index == e).nonzero(as_tuple=True)
+        first, second = (w[e].T if transposed else w[e] for w in (gate_up, down))
+        a = F.linear(x[token], first, None if gate_up_bias is None else gate_up_bias[e])
+        out = F.linear(gated(a, **options), second, None if down_bias is None else down_bias[e])
+        y = y.index_add(0, token, out.to(wide) * weights[token, slot].to(wide)[:, None])
+    return y.to(x.dtype)
+
+
+def schema(inputs, options):
+    return ops.fused_experts, (*inputs, ACTIVATIONS[options.get("activation", "silu")][0], options.get("transposed", False), options.get("clamped", False), 1.702, 7.0, True)
+
+
+def draw(pick):
+    drawn = dict(experts=pick.choice((1, 3, 17)), k=pick.choice((1, 2, 5)), transposed=True, biases=True, recompute=False, activation=pick.choice(sorted(ACTIVATIONS)), first=-1, beyond=1)
+    return {name: drawn[name] for name in pick.sample(sorted(drawn), pick.randrange(5))}
+
+
+def rivals(inputs, options):
+    """transformers' experts by grouped GEMMs, where it can be imported."""
+    try:
+        from transformers.integrations.moe import grouped_mm_experts_forward
+    except ImportError:
+        return {}
+    x, gate_up, down, weights, _, _, index = inputs
+
+    class Experts:
+        has_gate, has_bias, is_transposed, is_concatenated, has_post_expert_norm, _is_expert_parallel, num_experts = True, False, False, True, False, False, len(gate_up)
+        gate_up_proj, down_proj = gate_up, down
+
+        def _apply_gate(self, a):
+            gate, up = a.chunk(2, -1)
+            return F.silu(gate) * up
+
+    return {"transformers": lambda: grouped_mm_experts_forward(Experts(), x, index, weights)}
+
+
+def flops(shape, options):
+    pair = 2 * shape[0] * options.get("k", 2) * shape[1] * shape[2]
+    return 3 * pair, 6 * pair
+
+
+MIXTRAL, QWEN = ((16384, 4096, 14336), dict(experts=8, k=2)), ((16384, 2048, 768), dict(experts=128, k=8))
+CASES = [
+    Case(
+        name="fused_experts", op=op, reference=reference, make=make, draw=draw, rivals=rivals, schema=schema, flops=flops, differentiable=tuple(range(6)), keep=(3,),
+        shapes=[(1, 4, 6), (5, 7, 9), (40, 24, 65), (33, 64, 128)],
+        options=[{}, dict(experts=1, k=1), dict(experts=9, k=4, biases=True), dict(transposed=True, clamped=True, biases=True), dict(first=-1, beyond=2, biases=True), dict(recompute=False),
+                 dict(activation="gelu_tanh", transposed=True), dict(activation="relu_squared", experts=40)],
+        bench=[MIXTRAL, (MIXTRAL[0], MIXTRAL[1] | dict(recompute=False)), QWEN, (QWEN[0], QWEN[1] | dict(recompute=False))],
+        bench_cpu=[((512, 512, 256), dict(experts=128, k=8))],
+        errors=[
+            (lambda d: fused_experts(torch.randn(2, 4, device=d), torch.randn(3, 6, 4, device=d), torch.randn(3, 4, 2, device=d), torch.zeros(2, 1, device=d, dtype=torch.long), torch.ones(2, 1, device=d)),
+             RuntimeError, r"down must be \[3, 4, 3\]"),
+            (lambda d: fused_experts(torch.randn(2, 4, device=d), torch.randn(3, 6, 4, device=d), torch.randn(3, 4, 3, device=d), torch.zeros(2, 1, device=d), torch.ones(2, 1, device=d)),
+             TypeError, "index must be"),
+        ],
+    ),
+]
