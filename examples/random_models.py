@@ -187,6 +187,7 @@ _GEMMA4 = {
     "hidden_size_per_layer_input": 16,
     "global_head_dim": 16,
 }
+_GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48}
 _GEMMA4_VISION = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
     "patch_size": 4, "pooling_kernel_size": 2, "position_embedding_size": 16, "rms_norm_eps": 0.03, "initializer_range": 0.1,
@@ -249,7 +250,7 @@ MODELS = {
             mm_tokens_per_image=4, boi_token_index=START, eoi_token_index=END, image_token_index=IMAGE,
             image_token_id=IMAGE),
     },
-    "gemma4_text": {"Gemma4ForCausalLM": _of("Gemma4TextConfig", **_GEMMA4)},
+    "gemma4_text": {"Gemma4ForCausalLM": _of("Gemma4TextConfig", **_GEMMA4, **_GEMMA4_EXPERTS)},
     "gemma4": {
         "Gemma4ForConditionalGeneration": _holding("Gemma4Config", ("Gemma4TextConfig", _GEMMA4),
             ("Gemma4VisionConfig", _GEMMA4_VISION), boi_token_id=START, eoi_token_id=END, image_token_id=IMAGE,

@@ -379,6 +379,8 @@ def _obstacle(module, cls, swap):
         return f"{type(module).__name__} has a forward of its own"
     if has_replaced_forward(module):
         return "its forward was replaced on the instance"
+    if (kept_by := getattr(swap.load(), "kept_by", None)) and (reason := kept_by(module, running=False)):
+        return reason
     return _unfit(module, swap.load(), swap.activations)
 
 
@@ -445,7 +447,7 @@ class StandIn:
             else:
                 vars(module).update(own_attributes(module, self.part))
 
-        forward = or_original(self.part.forward, base.forward)
+        forward = or_original(self.part.forward, base.forward, getattr(self.part, "kept_by", None))
         return self.part.__name__, (self.part, base), {"__init__": __init__, "forward": forward}
 
 
