@@ -203,7 +203,7 @@ def floor_time(case, shape, options, args):
             part = [flops / (one * n) for n, flops in enumerate(case.flops(shape, options), 1)]
         forward, backward = [], []
         for hidden, weight, trained in heads:
-            hidden, weight = hidden.detach().flatten(0, -2), weight.detach()
+            hidden, weight = hidden.detach().flatten(0, -2), weight.detach().flatten(0, -2)
             logits = hidden @ weight.T
             # Bound early: each head has its own tensors.
             forward.append(lambda x=hidden, w=weight, z=logits: torch.mm(x, w.T, out=z))
