@@ -8,8 +8,6 @@ import importlib
 import importlib.util
 from dataclasses import dataclass
 
-import transformers
-
 VOCABULARY = 128
 # The last tokens, which stand for images and the like.
 SPECIAL = 8
@@ -117,13 +115,15 @@ _WIDTHS = (
 )  # fmt: skip
 _USUAL = {
     "initializer_range": 0.02, "rms_norm_eps": 1e-6, "layer_norm_eps": 1e-6, "norm_eps": 1e-5, "final_logit_softcapping": 30.0,
-    "router_aux_loss_coef": 0.001, "num_experts": 16, "num_local_experts": 16, "n_routed_experts": 16, "sliding_window": 256,
+    "router_aux_loss_coef": 0.001, "num_experts": 16, "num_local_experts": 8, "n_routed_experts": 16, "sliding_window": 256,
     "attention_chunk_size": 256, "index_topk": 64, "query_pre_attn_scalar": 64,
 }  # fmt: skip
 
 
 def _config(name):
     """A config class; transformers 4 does not export those of parts."""
+    import transformers
+
     if hasattr(transformers, name):
         return getattr(transformers, name)
     homes = (f"transformers.models.{family}.configuration_{family}" for family in MODELS)
@@ -335,7 +335,7 @@ MODELS = {
             ("Glm4vMoeVisionConfig", _GLM_VISION), **_GLM_TOKENS),
     },
     "pixtral": {
-        "PixtralVisionModel": lambda: transformers.PixtralVisionConfig(**{**_VISION, "hidden_act": "silu",
+        "PixtralVisionModel": lambda: _config("PixtralVisionConfig")(**{**_VISION, "hidden_act": "silu",
             "head_dim": 16}, attn_implementation="eager"),
     },
 }  # fmt: skip
@@ -346,10 +346,12 @@ def language_models() -> list[str]:
     return [family for family, classes in MODELS.items() if any("For" in name for name in classes)]
 
 
-def language_model(family: str, size: Size):
+def language_model(family: str, size: Size, dtype):
     """A model of the family's first class at a size, with transformers' own initial weights."""
+    import transformers
+
     name, config = next(iter(MODELS[family].items()))
-    return getattr(transformers, name)(config(size))
+    return getattr(transformers, name)._from_config(config(size), dtype=dtype)
 
 
 # What a model that takes images wants to know of text in training: that none of it is an image, or all of it is to be said.
