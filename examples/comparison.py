@@ -258,11 +258,18 @@ def size(count):
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
+def speed(plain, other):
+    return f"{other / plain:.2f}x"
+
+
+def less(plain, other):
+    return f"{other / plain - 1:+.0%}"
+
+
 def table(reports):
     """A block of rows for each report; where there is one alone, its name is left out."""
     from tabulate import tabulate
 
-    speed, less = (lambda p, q: f"{q / p:.2f}x"), (lambda p, q: f"{q / p - 1:+.0%}")
     measures = (
         ("tokens per second", "tokens_per_second", "{:,.0f}".format, speed),
         ("time of a step (median)", "step_seconds", "{:.3f} s".format, less),
@@ -276,7 +283,9 @@ def table(reports):
     for name, report in reports.items():
         for title, key, form, relation in measures:
             cells = [form(report[side][key]) if side in report else "" for side in sides]
-            rows.append([name, title, *cells, *([relation(*(report[side][key] for side in SIDES))] if compared else [])])
+            rows.append([name, title, *cells])
+            if compared:
+                rows[-1].append(relation(*(report[side][key] for side in SIDES)))
             name = ""
         if compared:
             worst = f"{report['comparison']['difference_of_all_steps']:.1e}"
@@ -299,7 +308,8 @@ def draw(path, reports):
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    looks = {"plain": {"color": "#a9b1ba", "lw": 6}, "liger": {"color": "#0b8f77", "lw": 1.8}, "triton": {"color": "#c9822b", "lw": 1}}
+    looks = (("#a9b1ba", 6), ("#0b8f77", 1.8), ("#c9822b", 1))
+    looks = {side: {"color": color, "lw": width} for side, (color, width) in zip(RUNS, looks)}
     pyplot.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left"})
     figure, rows = pyplot.subplots(
         len(reports), 3, figsize=(12, 4 * len(reports)), width_ratios=(2.2, 1, 1.2), layout="constrained", squeeze=False

@@ -87,11 +87,13 @@ class Size:
     def of(self, fields: dict, text: bool = True) -> dict:
         """The fields of a configuration at this size; of its language model, or of another part."""
         head = min(self.width, 4)  # a head grows to 64; after that there are more of them
-        factors = dict.fromkeys(_WIDTHS, self.width) | dict.fromkeys(_DEPTHS, self.depth) | dict.fromkeys(_HEAD_WIDTHS, head)
+        factors = dict.fromkeys(_WIDTHS, self.width) | dict.fromkeys(_DEPTHS, self.depth)
+        factors |= dict.fromkeys(_HEAD_WIDTHS, head)
         usual = _USUAL | {"max_position_embeddings": self.length, "attn_implementation": None}
         if text:
             factors |= dict.fromkeys(_HEADS, self.width // head)
-            usual |= {"vocab_size": self.vocabulary, "vocab_size_per_layer_input": self.vocabulary, "intermediate_size": self.intermediate}
+            usual |= dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), self.vocabulary)
+            usual["intermediate_size"] = self.intermediate
         return {name: self._value(name, value, factors, usual) for name, value in fields.items()}
 
     def _value(self, name, value, factors, usual):
@@ -109,14 +111,16 @@ _DEPTHS = ("num_hidden_layers", "layer_types", "mlp_layer_types", "no_rope_layer
 _HEADS = ("num_attention_heads", "mamba_n_heads", "linear_num_key_heads", "linear_num_value_heads", "o_groups")
 _HEAD_WIDTHS = ("head_dim", "global_head_dim", "linear_key_head_dim", "linear_value_head_dim")
 _WIDTHS = (
-    "hidden_size", "embed_dim", "out_hidden_size", "intermediate_size", "intermediate_size_mlp", "moe_intermediate_size",
-    "shared_expert_intermediate_size", "hidden_size_per_layer_input", "mamba_d_ssm", "q_lora_rank", "o_lora_rank", "projection_dim",
-    "vision_output_dim", "projector_input_dim", "projector_output_dim",
+    "hidden_size", "embed_dim", "out_hidden_size", "intermediate_size", "intermediate_size_mlp",
+    "moe_intermediate_size", "shared_expert_intermediate_size", "hidden_size_per_layer_input", "mamba_d_ssm",
+    "q_lora_rank", "o_lora_rank", "projection_dim", "vision_output_dim", "projector_input_dim",
+    "projector_output_dim",
 )  # fmt: skip
 _USUAL = {
-    "initializer_range": 0.02, "rms_norm_eps": 1e-6, "layer_norm_eps": 1e-6, "norm_eps": 1e-5, "final_logit_softcapping": 30.0,
-    "router_aux_loss_coef": 0.001, "num_experts": 16, "num_local_experts": 8, "n_routed_experts": 16, "sliding_window": 256,
-    "attention_chunk_size": 256, "index_topk": 64, "query_pre_attn_scalar": 64,
+    "initializer_range": 0.02, "rms_norm_eps": 1e-6, "layer_norm_eps": 1e-6, "norm_eps": 1e-5,
+    "final_logit_softcapping": 30.0, "router_aux_loss_coef": 0.001, "num_experts": 16, "num_local_experts": 8,
+    "n_routed_experts": 16, "sliding_window": 256, "attention_chunk_size": 256, "index_topk": 64,
+    "query_pre_attn_scalar": 64,
 }  # fmt: skip
 
 
@@ -137,10 +141,6 @@ def _scaled(size, fields, text=True):
 
 def _of(name, **fields):
     return lambda size=None: _config(name)(**_scaled(size, {**TEXT, **fields}))
-
-
-def _vision(name, **fields):
-    return lambda size=None: _config(name)(**_scaled(size, {**_VISION, "attn_implementation": "eager", **fields}, False))
 
 
 def _holding(name, text, vision, **fields):
@@ -189,8 +189,9 @@ _GEMMA4 = {
 }
 _GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48}
 _GEMMA4_VISION = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
-    "patch_size": 4, "pooling_kernel_size": 2, "position_embedding_size": 16, "rms_norm_eps": 0.03, "initializer_range": 0.1,
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "pooling_kernel_size": 2, "position_embedding_size":
+    16, "rms_norm_eps": 0.03, "initializer_range": 0.1,
 }  # fmt: skip
 _LLAMA4 = {
     "num_local_experts": 2,
@@ -201,9 +202,9 @@ _LLAMA4 = {
     "attention_chunk_size": 64,
 }
 _MLLAMA_VISION = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_global_layers": 1, "attention_heads": 2, "vision_output_dim": 64,
-    "image_size": 8, "patch_size": 4, "norm_eps": 0.03, "max_num_tiles": 1, "intermediate_layers_indices": [0],
-    "supported_aspect_ratios": [[1, 1]], "initializer_range": 0.1,
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_global_layers": 1, "attention_heads": 2,
+    "vision_output_dim": 64, "image_size": 8, "patch_size": 4, "norm_eps": 0.03, "max_num_tiles": 1,
+    "intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1]], "initializer_range": 0.1,
 }  # fmt: skip
 _MLLAMA_TEXT = {
     "cross_attention_layers": [1],
@@ -354,5 +355,5 @@ def language_model(family: str, size: Size, dtype):
     return getattr(transformers, name)._from_config(config(size), dtype=dtype)
 
 
-# What a model that takes images wants to know of text in training: that none of it is an image, or all of it is to be said.
+# What a model with images wants to know of text in training: that none of it is an image, or that all counts.
 MARKS = {"gemma3": {"token_type_ids": 0}, "gemma4": {"mm_token_type_ids": 0}, "paligemma": {"token_type_ids": 1}}

@@ -1,4 +1,4 @@
-"""Train Hugging Face's Llama, or a model of any family, on real text twice, plain and with this library's one-line patch, and compare.
+"""Train Hugging Face's Llama, or another family, on real text twice, plain and with this library's patch, and compare.
 
 Each run has a process of its own, the same seed and the same data. A third, shorter run is plain with one weight matrix
 changed in its last bit: how far it strays from the plain run is what "the same loss" means in this arithmetic.
@@ -25,9 +25,9 @@ def arguments(argv=None):
     parser = comparison.parser(__doc__)
     add = parser.add_argument
     add("--model", metavar="DIR_OR_NAME", help="train this checkpoint or hub model, not a fresh Llama of size --config")
-    add("--family", metavar="NAMES", default="llama", help="families of docs/families.md, with commas between, or 'measured', those timed there: a "
-        "fresh model of each, of the size that --config is for a Llama (default: %(default)s)")
-    add("--triton-liger", metavar="DIR", help="a folder that holds the liger_kernel with Triton: a run with that one too, on a GPU")
+    which = "a fresh model of each of these families of docs/families.md, or of 'measured', those timed there"
+    add("--family", metavar="NAME,NAME", default="llama", help=f"{which} (default: %(default)s)")
+    add("--triton-liger", metavar="DIR", help="a folder that holds liger_kernel with Triton: a run with that one too")
     add("--batch", type=int, help="sequences in a step (default: 4 on a CPU, up to 8 on a GPU, by its memory)")
     add("--length", type=int, help="tokens in a sequence (default: 1024 on a CPU, 2048 on a GPU)")
     add("--gradient-checkpointing", action="store_true", help="in both runs")
@@ -36,8 +36,11 @@ def arguments(argv=None):
         return args
     comparison.settle(parser, args)
     args.family = MEASURED if args.family == "measured" else args.family
-    if unknown := set(args.family.split(",")) - {*random_models.language_models()}:
-        parser.error(f"there is no {', '.join(sorted(unknown))}: take some of {', '.join(random_models.language_models())}")
+    known = random_models.language_models()
+    if unknown := set(args.family.split(",")).difference(known):
+        parser.error(f"there is no family {', '.join(sorted(unknown))}: take some of {', '.join(known)}")
+    if args.model and args.family != "llama":
+        parser.error("--family makes fresh models: leave out --model, whose family its configuration says")
     if args.triton_liger and not Path(args.triton_liger, "liger_kernel").is_dir():
         parser.error(f"there is no package liger_kernel in {args.triton_liger}")
     args.length = args.length or (1024 if args.device == "cpu" else 2048)
@@ -75,9 +78,8 @@ def fresh_model(run, dtype):
     if run.family == "llama":
         return AutoModelForCausalLM.from_config(comparison.llama_config(run), dtype=dtype)
     vocabulary, hidden, intermediate, layers = comparison.SIZES[run.config][0][:4]
-    smallest = random_models.TEXT
-    size = random_models.Size(
-        hidden // smallest["hidden_size"], layers // smallest["num_hidden_layers"], vocabulary, intermediate, run.length)  # fmt: skip
+    width, depth = hidden // random_models.TEXT["hidden_size"], layers // random_models.TEXT["num_hidden_layers"]
+    size = random_models.Size(width, depth, vocabulary, intermediate, run.length)
     return random_models.language_model(run.family, size, dtype)
 
 
@@ -92,8 +94,9 @@ def work(run):
     if run.side in ("liger", "triton"):
         import liger_kernel.transformers
 
-        if run.side == "triton" and not Path(liger_kernel.__file__ or liger_kernel.__path__[0]).is_relative_to(Path(run.triton_liger).resolve()):
-            sys.exit(f"{liger_kernel} is not that of {run.triton_liger}")
+        home = Path(liger_kernel.__path__[0]).resolve().parent
+        if run.side == "triton" and home != Path(run.triton_liger).resolve():
+            sys.exit(f"liger_kernel comes from {home}, not from {run.triton_liger}")
         # For a Llama: from liger_kernel.transformers import apply_liger_kernel_to_llama; apply_liger_kernel_to_llama()
         getattr(liger_kernel.transformers, f"apply_liger_kernel_to_{family}")()
     set_seed(run.seed)
@@ -108,7 +111,7 @@ def work(run):
     if run.side == "noise":
         comparison.flip_a_last_bit(model)
 
-    marks = {} if run.model else random_models.MARKS.get(family, {})
+    marks = () if run.model else random_models.MARKS.get(family, {}).items()
 
     class Recorded(Trainer):
         def training_step(self, *args, **kwargs):
@@ -141,7 +144,7 @@ def work(run):
                 disable_tqdm=True,
             ),
             train_dataset=[
-                {"input_ids": row, "labels": row, **{name: torch.full_like(row, value) for name, value in marks.items()}}
+                {"input_ids": row, "labels": row, **{name: torch.full_like(row, value) for name, value in marks}}
                 for row in torch.from_numpy(numpy.load(run.tokens))
             ],
             callbacks=[Watch()],
@@ -160,17 +163,17 @@ def in_markdown(reports):
     from tabulate import tabulate
 
     others = [side for side in comparison.RUNS[1:] if any(side in report for report in reports.values())]
-    headers = ["family", "parameters", "tokens/s: plain", *others, "memory of a step: plain", *others, "loss differs by"]
+    headers = ["family", "parameters", "tokens/s", *others, "memory of a step", *others, "loss differs by"]
     rows = []
     for family, report in reports.items():
-        plain, runs = report["plain"], [report.get(side) for side in others]
-        speed, memory = plain["tokens_per_second"], plain["step_peak_bytes"]
-        rows.append([
-            family, f"{plain['parameters'] / 1e6:,.0f} M",
-            f"{speed:,.0f}", *(r and f"{r['tokens_per_second']:,.0f} ({r['tokens_per_second'] / speed:.2f}x)" for r in runs),
-            comparison.size(memory), *(r and f"{comparison.size(r['step_peak_bytes'])} ({r['step_peak_bytes'] / memory - 1:+.0%})" for r in runs),
-            f"{report['comparison']['difference_of_all_steps']:.1e}",
-        ])  # fmt: skip
+        row = [family, f"{report['plain']['parameters'] / 1e6:,.0f} M"]
+        for key, form, relation in (
+            ("tokens_per_second", "{:,.0f}".format, comparison.speed),
+            ("step_peak_bytes", comparison.size, comparison.less),
+        ):
+            plain, runs = report["plain"][key], (report.get(side) for side in others)
+            row += [form(plain), *(run and f"{form(run[key])} ({relation(plain, run[key])})" for run in runs)]
+        rows.append([*row, f"{report['comparison']['difference_of_all_steps']:.1e}"])
     return tabulate(rows, headers, tablefmt="github", disable_numparse=True)
 
 

@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 import transformers
-from conftest import assert_close, run
+from conftest import TOLERANCE, assert_close, run
 from packaging import version
 from tiny import model_of, text
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -72,9 +72,9 @@ def test_another_implementation_is_kept(patched, family, kind, part):
 
 @pytest.mark.parametrize("family, kind, part", CASES)
 def test_experts_on_several_ranks(patched, family, kind, part):
-    """Where experts are spread over ranks, an id of one past the last stands for those of other ranks, with a weight of 0.
+    """An id of one past the last stands for experts of other ranks, with a weight of 0.
 
-    transformers says so on the module from 5.19 on, and its own forward runs there; before that the operator leaves them out.
+    transformers marks such modules from 5.19 on, and its own forward runs; before that the operator leaves the ids out.
     """
     model, reference = _pair(patched, family, kind, part)
     for m in (model, reference):
@@ -91,6 +91,38 @@ def test_experts_on_several_ranks(patched, family, kind, part):
     assert count.calls == (not told)
     assert_close(y, theirs(x, index, weights))
     assert ("spread over ranks" in str(patched(family, reference, swiglu=True))) == told
+
+
+@pytest.mark.parametrize("family, kind, part", CASES)
+@pytest.mark.parametrize("first", ["patch", "peft"])
+def test_lora_on_the_experts(patched, family, kind, part, first):
+    """PEFT adds A and B to the weights themselves, so the operator sees their sum."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], r=4)
+
+    def adapted(model):
+        model = peft.get_peft_model(model, config)
+        torch.manual_seed(1)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data.normal_(std=0.1)
+        return model
+
+    model = model_of(family, kind)
+    reference = adapted(copy.deepcopy(model))
+    if first == "patch":
+        patched(family, model, swiglu=True)
+        model = adapted(model)
+    else:
+        model = adapted(model)
+        patched(family, model.get_base_model(), swiglu=True)
+    calls, output, gradients = _calls(model, text())
+    _, expected, expected_gradients = _calls(reference, text())
+    assert calls == 2
+    assert_close(output.loss, expected.loss)
+    assert gradients.keys() == expected_gradients.keys() and len(gradients) == 8
+    for name, gradient in expected_gradients.items():
+        assert_close(gradients[name], gradient, 4 * TOLERANCE)
 
 
 def test_a_sharded_or_quantised_weight_keeps_the_forward(patched):
