@@ -39,6 +39,7 @@ def triton_liger(folder):
         with in_place_of_ours(modules):
             functional = importlib.import_module("liger_kernel.transformers.functional")
             importlib.import_module("liger_kernel.chunked_loss")
+            importlib.import_module("liger_kernel.ops.fused_moe")
     finally:
         sys.path.remove(folder)
     for module in modules.values():
@@ -58,6 +59,13 @@ def triton_loss(name):
             return flat(call(functional.modules["liger_kernel.chunked_loss"], short, tensors, options))
 
     return loss
+
+
+def triton_experts(functional, tensors, options):
+    x, gate_up, down, weights, _, _, index = tensors
+    with in_place_of_ours(functional.modules):
+        function = functional.modules["liger_kernel.ops.fused_moe"].LigerFusedMoEFunction
+        return function.apply(x, gate_up, down, index.int(), weights)
 
 
 def trl_kernels(folder):
@@ -149,6 +157,7 @@ LIBRARIES = {
         },
         "gated": lambda f, t, o: {"silu": f.liger_swiglu, "gelu_tanh": f.liger_geglu}[o["activation"]](*t),
         "rope": lambda f, t, o: f.liger_rope(*t),
+        "fused_experts": triton_experts,
         "cross_entropy": lambda f, t, o: f.liger_cross_entropy(t[0], t[1]),
         "fused_linear_cross_entropy": lambda f, t, o: f.liger_fused_linear_cross_entropy(t[0], t[1], t[3]),
     },

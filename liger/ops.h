@@ -76,7 +76,8 @@ struct ExpertsOptions {
 /// A mixture of experts (Shazeer et al. 2017, arXiv:1701.06538): y[t] = Σ_k weights[t, k] · E(x[t]), E the gated MLP down_e (act(gate_e x) · up_e x) of expert e =
 /// index[t, k]. x [tokens, n], gate_up [experts, 2 width, n], gate above up, down [experts, n, width], biases [experts, 2 width] and [experts, n] in one dtype;
 /// index [tokens, k] integers, of which those that are no expert add nothing, weights [tokens, k], floating. Tokens are sorted by expert for grouped GEMMs;
-/// copies are summed in float, in their order. Backward keeps x and the routing.
+/// copies are summed in float, in their order. Backward keeps x and the routing. On CUDA in bfloat16, with widths that are multiples of 8, nothing is read
+/// on the host, and a graph can capture it; otherwise the counts of tokens are.
 at::Tensor fused_experts(const at::Tensor& x, const at::Tensor& gate_up, const at::Tensor& down, const at::Tensor& index, const at::Tensor& weights,
                          const ExpertsOptions& options = {}, const std::optional<at::Tensor>& gate_up_bias = {}, const std::optional<at::Tensor>& down_bias = {});
 

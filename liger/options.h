@@ -10,8 +10,8 @@ struct LogitMap {
 
 }  // namespace liger
 
-/// The fields of a struct of options, in the order in which an operator's schema has them. Operators that are registered with such a struct
-/// (liger/core/torch/options.h) read their parameters' names, types and defaults from it:
+/// The fields of a struct of options, in the order in which an operator's schema has them. Operators that are registered with such a struct read
+/// their parameters' names, types and defaults from it:
 ///
 ///     struct Options {
 ///       double temperature = 1;

@@ -172,7 +172,8 @@ def test_widths(case, device):
 def test_graph(case):
     """What is captured and replayed, on other numbers too, gives what a call gives."""
     options = case.options[0]
-    inputs, others = (case.inputs(case.shapes[1], options, case.dtypes[0], "cuda", seed) for seed in (0, 1))
+    shape, dtype = case.captured or (case.shapes[1], case.dtypes[0])
+    inputs, others = (case.inputs(shape, options, dtype, "cuda", seed) for seed in (0, 1))
     leaves = [t for t in inputs if t is not None and t.requires_grad]
 
     def step():

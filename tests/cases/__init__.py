@@ -31,6 +31,7 @@ class Case:
     errors: list = field(default_factory=list)          # (call, exception, text)
     terms_of_order_one: bool = False                    # inputs, gradients and what is summed: √n units of error in a sum of n, however much cancels
     linear: bool = False                                # has a second derivative
+    captured: tuple = None                              # (shape, dtype) that a CUDA graph captures, where not every one can be
     emulated: int = 10000                               # the largest product of a shape that the emulated kernels are run on
     many_rows: tuple = None                             # a shape with more than 65,535 rows
     bench: list = field(default_factory=list)           # (shape, options) to be timed on a GPU

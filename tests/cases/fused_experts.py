@@ -85,6 +85,7 @@ MIXTRAL, QWEN = ((16384, 4096, 14336), dict(experts=8, k=2)), ((16384, 2048, 768
 CASES = [
     Case(
         name="fused_experts", op=op, reference=reference, make=make, draw=draw, rivals=rivals, schema=schema, flops=flops, differentiable=tuple(range(6)), keep=(3,),
+        captured=((40, 24, 64), torch.bfloat16),
         shapes=[(1, 4, 6), (5, 7, 9), (40, 24, 65), (33, 64, 128)],
         options=[{}, dict(experts=1, k=1), dict(experts=9, k=4, biases=True), dict(transposed=True, clamped=True, biases=True), dict(first=-1, beyond=2, biases=True), dict(recompute=False),
                  dict(activation="gelu_tanh", transposed=True), dict(activation="relu_squared", experts=40)],

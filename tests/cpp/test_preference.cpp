@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 #include <sstream>
+#include "liger/nn/policy.h"
 #include "liger/nn/preference.h"
 
 namespace F = torch::nn::functional;
@@ -160,6 +161,11 @@ TEST(Preference, TheExampleOfTheDocumentation) {
   const auto logp = liger::linear_log_prob(hidden, weight, labels).logp;
   const auto sequences = liger::sequence_log_prob(logp, labels).chunk(2);
   liger::dpo_loss(sequences[0], sequences[1]).loss.backward();
+  const Tensor before = hidden.grad().clone(), ref_logp = logp.detach() - 0.1;
+  const auto advantages = torch::randn({hidden.size(0)});
+  liger::PolicyOptions grpo{.loss = liger::PolicyLoss::Grpo, .beta = 0.04};
+  liger::policy_loss(liger::linear_log_prob(hidden, weight, labels).logp, {.mask = labels.ne(-100), .advantages = advantages, .ref_logp = ref_logp}, grpo).loss.backward();
+  EXPECT_FALSE(hidden.grad().equal(before));
   EXPECT_TRUE(hidden.grad().isfinite().all().item<bool>() && hidden.grad().any().item<bool>() && weight.grad().any().item<bool>());
 }
 

@@ -66,7 +66,7 @@ void for_experts(const Tensor& ends_, F f) {
 /// out[p] = x[p] w[e] for the pairs p of each expert e: x [pairs, in], w [experts, in, out].
 Tensor grouped(const Tensor& x, const Tensor& w_, const Tensor& ends) {
   const Tensor w = w_.detach();
-  if (grouped_by_aten(x, w)) return at::_grouped_mm(x, w, ends);
+  if (grouped_by_aten(x, w)) return at::_grouped_mm(x, w, ends).contiguous();  // its rows begin at multiples of 16 bytes
   const Tensor out = output(at::empty({x.size(0), w.size(2)}, x.options()));
   for_experts(ends, [&](int64_t e, int64_t begin, int64_t n) {
     Tensor part = out.narrow(0, begin, n);
@@ -77,7 +77,7 @@ Tensor grouped(const Tensor& x, const Tensor& w_, const Tensor& ends) {
 
 /// out[e] = Σ a[p]ᵀ b[p] over the pairs p of each expert e: [experts, columns of a, columns of b].
 Tensor grouped_outer(const Tensor& a, const Tensor& b, const Tensor& ends) {
-  if (grouped_by_aten(a.t(), b)) return at::_grouped_mm(a.t(), b, ends);
+  if (grouped_by_aten(a.t(), b)) return at::_grouped_mm(a.t(), b, ends).contiguous();
   const Tensor out = output(at::empty({ends.numel(), a.size(1), b.size(1)}, a.options()));
   for_experts(ends, [&](int64_t e, int64_t begin, int64_t n) {
     Tensor part = out.select(0, e);

@@ -170,7 +170,9 @@ Forward forward(const Options& o, const Tensor& hidden, const Tensor& weight, co
 /// (dhidden, dweight, dbias, dlow_hidden, dlow_weight), empty unless wanted.
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-template <bool kOverwriteLogits>
+/// kInPlace: overwrites the kept logits, and adds the weight's gradient to main_grad where it is given. The other one changes none of its
+/// arguments, so that torch can batch it (is_grads_batched).
+template <bool kInPlace>
 Gradients backward(const Options& o, const OptTensor& dlogp, const OptTensor& dentropy, const OptTensor& dlse, const OptTensor& dmean_logit, const Tensor& hidden,
                    const Tensor& weight, const OptTensor& bias, const Tensor& ids, const OptTensor& low_hidden, const OptTensor& low_weight, const OptTensor& main_grad,
                    const Tensor& stats, const Tensor& kept_logits, Dtype asked, bool with_dhidden, bool with_dweight, bool with_dbias, bool with_dlow_hidden,
@@ -178,6 +180,7 @@ Gradients backward(const Options& o, const OptTensor& dlogp, const OptTensor& de
   constexpr auto op = "linear_log_prob_backward";
   const Wants wants{with_dhidden, with_dweight, with_dbias, with_dlow_hidden, with_dlow_weight};
   check(o, hidden, weight, bias, ids, low_hidden, low_weight, main_grad, asked);
+  TORCH_CHECK(kInPlace || !main_grad, op, ": main_grad must be None, ", op, "_ adds to it");
   const Arguments arguments(op, "hidden", hidden);
   arguments.shaped("dlogp", dlogp, ids.sym_sizes(), Type::Floating).shaped("dentropy", dentropy, ids.sym_sizes(), Type::Floating)
       .shaped("dlse", dlse, ids.sym_sizes(), Type::Floating).shaped("dmean_logit", dmean_logit, ids.sym_sizes(), Type::Floating).count("stats", stats, 3 * ids.sym_numel())
@@ -215,7 +218,7 @@ Gradients backward(const Options& o, const OptTensor& dlogp, const OptTensor& de
     selective_log_softmax::run_backward({z, z.stride(0), part(in.ids), o.rest(), o.ignore_index, o.map()}, {part(all[0]), part(all[1]), part(all[2]), part(all[3])}, part(of_rows), z);
   };
   const auto d = head::Pass{.of = in.operands, .wants = wants, .weight_dtype = weight.scalar_type(), .max_bytes = o.max_bytes, .logits = logits,
-                            .copy_logits = !kOverwriteLogits, .in_blocks = o.batch_invariant, .main_grad = value_or_undefined(main_grad)}.run(rows, power);
+                            .copy_logits = !kInPlace, .in_blocks = o.batch_invariant, .main_grad = value_or_undefined(main_grad)}.run(rows, power);
   const auto rounded = [&](const Tensor& t, const OptTensor& like) { return t.defined() ? t.to(like->scalar_type()) : none(); };
   const auto of_tokens = [&](const Tensor& t, const OptTensor& like) {
     return t.defined() ? rounded(head::scatter(in.which, t, in.tokens, 0), like).view(like->sizes()) : none();
@@ -234,7 +237,7 @@ Results inference(const Options& o, const Tensor& hidden, const Tensor& weight, 
 constexpr Op<"liger::linear_log_prob", flat<inference>> public_op;
 constexpr Op<"liger::linear_log_prob_forward", flat<forward>> forward_op;
 constexpr Op<"liger::linear_log_prob_backward", flat<backward<false>>> backward_op;
-constexpr Op<"liger::linear_log_prob_backward_", flat<backward<true>>> backward_over_op;
+constexpr Op<"liger::linear_log_prob_backward_", flat<backward<true>>> backward_in_place_op;
 
 /// Logits that fit into the budget wait for backward, others are made again.
 struct Autograd {
@@ -272,11 +275,12 @@ struct Autograd {
       if (g.defined()) any = true, plain = plain && is_plain(g);
     if (!any) return d;
     const bool overwrite = plain && !torch::autograd::get_current_graph_task_keep_graph();
+    const Tensor logits = main_grad && !overwrite ? saved[7].clone() : saved[7];
     const auto run = [&](const auto& op) {
       return with_options(op, o, optional(grads[0]), optional(grads[1]), optional(grads[2]), optional(grads[3]), saved[0], saved[1], optional(saved[2]), saved[3],
-                          optional(saved[4]), optional(saved[5]), main_grad, saved[6], saved[7], dtype, dh, dw, db, dlh, dlw);
+                          optional(saved[4]), optional(saved[5]), main_grad, saved[6], logits, dtype, dh, dw, db, dlh, dlw);
     };
-    auto [dhidden, dweight, dbias, dlow_hidden, dlow_weight] = overwrite ? run(backward_over_op) : run(backward_op);
+    auto [dhidden, dweight, dbias, dlow_hidden, dlow_weight] = overwrite || main_grad ? run(backward_in_place_op) : run(backward_op);
     d[0] = if_wanted(dh, dhidden), d[1] = if_wanted(dw && !main_grad, dweight), d[2] = if_wanted(db, dbias);
     d[4] = if_wanted(dlh, dlow_hidden), d[5] = if_wanted(dlw, dlow_weight);
     return d;
@@ -313,12 +317,12 @@ TORCH_LIBRARY_FRAGMENT(liger, m) {
   using op::linear_log_prob::Options;
   m.def(schema<Options>("linear_log_prob(" LIGER_INPUTS ", Tensor? main_grad, ScalarType? dtype", LIGER_RESULTS));
   m.def(schema<Options>("linear_log_prob_forward(" LIGER_INPUTS ", ScalarType? dtype, bool keep", LIGER_RESULTS ", Tensor stats, Tensor logits"));
-  const auto define_backward = [&](const std::string& name, const std::string& logits) {
-    m.def(schema<Options>("linear_log_prob_" + name + "(Tensor? dlogp, Tensor? dentropy, Tensor? dlse, Tensor? dmean_logit, " LIGER_INPUTS ", Tensor(m!)? main_grad, Tensor stats, " + logits +
-                              " logits, ScalarType? dtype, bool with_dhidden, bool with_dweight, bool with_dbias, bool with_dlow_hidden, bool with_dlow_weight",
+  const auto define_backward = [&](const std::string& name, const std::string& main_grad, const std::string& logits) {
+    m.def(schema<Options>("linear_log_prob_" + name + "(Tensor? dlogp, Tensor? dentropy, Tensor? dlse, Tensor? dmean_logit, " LIGER_INPUTS ", " + main_grad + " main_grad, Tensor stats, " +
+                              logits + " logits, ScalarType? dtype, bool with_dhidden, bool with_dweight, bool with_dbias, bool with_dlow_hidden, bool with_dlow_weight",
                           "Tensor dhidden, Tensor dweight, Tensor dbias, Tensor dlow_hidden, Tensor dlow_weight"));
   };
-  define_backward("backward", "Tensor"), define_backward("backward_", "Tensor(a!)");
+  define_backward("backward", "Tensor?", "Tensor"), define_backward("backward_", "Tensor(m!)?", "Tensor(a!)");
 }
 #undef LIGER_INPUTS
 #undef LIGER_RESULTS

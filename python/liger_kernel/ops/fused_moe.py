@@ -17,7 +17,7 @@ def fused_experts(x, gate_up, down, index, weights, gate_up_bias=None, down_bias
     x [tokens, H], gate_up [E, 2 I, H], gate above up, down [E, H, I], biases [E, 2 I] and [E, H], all in one dtype; transposed: [E, H, 2 I] and [E, I, H]. index
     [tokens, k] integers, of which those outside [0, E) add nothing, weights [tokens, k], floating. All but index are differentiable; backward keeps x and the routing and
     makes gate and up again, unless recompute=False. clamped: GPT-OSS's gate instead, of columns that interleave: (up' + 1) · gate' · σ(alpha · gate') with gate' = min(gate,
-    limit) and up' = clamp(up, −limit, limit). Raises KeyError for an activation that is none of "silu", "gelu_tanh", "gelu_erf", "relu_squared".
+    limit) and up' = clamp(up, −limit, limit). On CUDA in bfloat16, with widths that are multiples of 8, nothing is read on the host; otherwise the counts of tokens are. Raises KeyError for an activation that is none of "silu", "gelu_tanh", "gelu_erf", "relu_squared".
     """
     return ops.fused_experts(x, gate_up, down, weights, gate_up_bias, down_bias, index, ACTIVATIONS[activation], transposed, clamped, float(alpha), float(limit), recompute)
 
