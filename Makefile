@@ -20,7 +20,7 @@ SHELL := bash
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## */\t/' | expand -t 16
 
-train: $(ready)  ## train a Llama on real text twice, plain and patched, and compare; ARGS="--help" lists its options
+train: $(ready)  ## train a Llama, or any family, on real text twice, plain and patched, and compare; ARGS="--family mixtral", "--help" lists the options
 	$(py) examples/train.py $(ARGS)
 
 align: $(ready)  ## align a Llama by DPO and GRPO twice, plain and with this library's losses, and compare; ARGS="--loss kto --device cpu"
@@ -37,7 +37,7 @@ test: $(ready)  ## everything: the C++ API, every operator, the CUDA kernels (em
 VERSIONS ?=
 test-families: $(ready) $(VERSIONS:%=build/transformers-%/ready)  ## every model family, with the installed transformers and with VERSIONS="4.57.6 5.6.0 ..."
 	for python in $(python) $(VERSIONS:%=build/transformers-%/bin/python); do \
-	  $(environment) OMP_NUM_THREADS=2 $$python -m pytest -q -n 2 -p no:cacheprovider tests/huggingface/test_families.py --families all $(ARGS) || exit 1; done
+	  $(environment) OMP_NUM_THREADS=2 $$python -m pytest -q -n 2 -p no:cacheprovider tests/huggingface/test_{families,convergence,experts}.py --families all $(ARGS) || exit 1; done
 
 build/transformers-%/ready: $(ready)
 	$(python) -m venv --without-pip build/transformers-$*

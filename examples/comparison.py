@@ -31,6 +31,7 @@ SIZES = {  # a LlamaConfig, and a learning rate that suits it
     "1b": ((128256, 2048, 8192, 16, 32, 8, True), 3e-4),
 }
 SIDES = ("plain", "liger")
+RUNS = (*SIDES, "triton")  # the last, liger with Triton, where its package is given
 WARM_UP = 3  # first steps, which the speed does not count
 PROBED = 2  # last steps, whose memory is measured instead, because measuring it makes them slower
 FACTOR = 10  # the patched run may differ from the plain one this many times as much as plain from itself
@@ -141,7 +142,7 @@ class Steps:
         self.run, self.bar, self.memory = run, bar, Memory(run.device)
         parameters = [p for model in models for p in model.parameters()]
         self.parameters = sum(p.nbytes for p in parameters)
-        self.gradients = sum(p.nbytes for p in parameters if p.requires_grad)
+        self.count = sum(p.numel() for p in parameters)
         self.losses, self.seconds, self.step_bytes = [], [], []
 
     def synchronize(self):
@@ -161,6 +162,7 @@ class Steps:
         if len(self.losses) > self.run.steps - PROBED:
             tensors = (t for values in optimizer.state.values() for t in values.values() if torch.is_tensor(t))
             self.optimiser = sum(t.nbytes for t in tensors)
+            self.gradients = sum(p.nbytes for p in optimizer.state)  # text gives a vision model none
             self.step_bytes.append(self.memory.step(self.parameters, self.gradients, self.optimiser))
         self.bar.set_postfix_str(f"loss {self.losses[-1]:.4f}", refresh=False)
         self.bar.update()
@@ -173,6 +175,7 @@ class Steps:
             "peak_bytes": self.memory.process(),
             "step_peak_bytes": max(self.step_bytes),
             "state_bytes": self.parameters + self.gradients + self.optimiser,
+            "parameters": self.count,
             "losses": self.losses,
             "seconds": self.seconds,
         }
@@ -185,8 +188,13 @@ def run_apart(script, args, side, steps):
     environment = dict(os.environ)
     if args.device == "cuda":  # one GPU: a Trainer would spread over all it sees
         environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    if side == "triton":  # that package has the name of ours
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (args.triton_liger, os.environ.get("PYTHONPATH"))))
+        environment.pop("LIGER_LIBRARY", None)
     command = [sys.executable, os.path.abspath(script), "--worker", json.dumps(run)]
     code = subprocess.run(command, env=environment).returncode
+    if code and side == "triton":
+        return print(f"The {side} run failed with code {code}: see above. It is left out.")
     if code:
         sys.exit(f"The {side} run failed with code {code}: see above.")
     return json.loads(Path(run["result"]).read_text())
@@ -197,8 +205,10 @@ def run_sides(script, args, sums=0.0):
     runs = {side: run_apart(script, args, side, args.steps) for side in ([args.only] if args.only else SIDES)}
     noise = comparison = None
     if not args.only:
+        if getattr(args, "triton_liger", None) and (triton := run_apart(script, args, "triton", args.steps)):
+            runs["triton"] = triton
         noise = run_apart(script, args, "noise", args.noise_steps)
-        curves = (run["losses"] for run in (*runs.values(), noise))
+        curves = (run["losses"] for run in (runs["plain"], runs["liger"], noise))
         comparison = compare(*curves, torch.finfo(getattr(torch, args.dtype)).eps, args.batch * args.length, sums)
     settings = {name: value for name, value in vars(args).items() if name not in ("out", "only", "tokens", "worker")}
     return {**runs, "machine": machine(args), "settings": settings, "noise": noise, "comparison": comparison}
@@ -248,11 +258,18 @@ def size(count):
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
+def speed(plain, other):
+    return f"{other / plain:.2f}x"
+
+
+def less(plain, other):
+    return f"{other / plain - 1:+.0%}"
+
+
 def table(reports):
     """A block of rows for each report; where there is one alone, its name is left out."""
     from tabulate import tabulate
 
-    speed, less = (lambda p, q: f"{q / p:.2f}x"), (lambda p, q: f"{q / p - 1:+.0%}")
     measures = (
         ("tokens per second", "tokens_per_second", "{:,.0f}".format, speed),
         ("time of a step (median)", "step_seconds", "{:.3f} s".format, less),
@@ -260,27 +277,28 @@ def table(reports):
         ("peak memory of everything", "peak_bytes", size, less),
         ("final loss", "losses", lambda losses: f"{losses[-1]:.6f}", lambda p, q: f"{q[-1] - p[-1]:+.1e}"),
     )
+    sides = [side for side in RUNS if any(side in report for report in reports.values())]
+    compared = all(report["comparison"] for report in reports.values())
     rows = []
     for name, report in reports.items():
-        sides, block = sides_of(report), []
         for title, key, form, relation in measures:
-            values = [run[key] for run in sides.values()]
-            block.append([name, title, *map(form, values), *([relation(*values)] if report["comparison"] else [])])
+            cells = [form(report[side][key]) if side in report else "" for side in sides]
+            rows.append([name, title, *cells])
+            if compared:
+                rows[-1].append(relation(*(report[side][key] for side in SIDES)))
             name = ""
-        if report["comparison"]:
-            block.append(
-                ["", "loss, where it differs most", "", "", f"{report['comparison']['difference_of_all_steps']:.1e}"]
-            )
-        rows += block
-    headers = ["", "", *sides, *(["difference"] if report["comparison"] else [])]
+        if compared:
+            worst = f"{report['comparison']['difference_of_all_steps']:.1e}"
+            rows.append(["", "loss, where it differs most", *[""] * len(sides), worst])
+    headers = ["", "", *sides, *(["difference"] if compared else [])]
     alone = int(len(reports) == 1)
-    align = ("left", "left", *("right",) * 3)[alone : len(headers)]
+    align = ("left", "left", *("right",) * 4)[alone : len(headers)]
     lines = tabulate([row[alone:] for row in rows], headers[alone:], colalign=align, disable_numparse=True)
     return f"{lines}\n* beyond model, gradients and optimiser state"
 
 
 def sides_of(report):
-    return {side: report[side] for side in SIDES if side in report}
+    return {side: report[side] for side in RUNS if side in report}
 
 
 def draw(path, reports):
@@ -290,7 +308,8 @@ def draw(path, reports):
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    looks = {"plain": {"color": "#a9b1ba", "lw": 6}, "liger": {"color": "#0b8f77", "lw": 1.8}}
+    looks = (("#a9b1ba", 6), ("#0b8f77", 1.8), ("#c9822b", 1))
+    looks = {side: {"color": color, "lw": width} for side, (color, width) in zip(RUNS, looks)}
     pyplot.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left"})
     figure, rows = pyplot.subplots(
         len(reports), 3, figsize=(12, 4 * len(reports)), width_ratios=(2.2, 1, 1.2), layout="constrained", squeeze=False

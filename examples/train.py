@@ -1,4 +1,4 @@
-"""Train Hugging Face's Llama on real text twice, plain and with this library's one-line patch, and compare.
+"""Train Hugging Face's Llama, or another family, on real text twice, plain and with this library's patch, and compare.
 
 Each run has a process of its own, the same seed and the same data. A third, shorter run is plain with one weight matrix
 changed in its last bit: how far it strays from the plain run is what "the same loss" means in this arithmetic.
@@ -13,14 +13,21 @@ from types import SimpleNamespace
 
 import comparison
 import numpy
+import random_models
 import text
 import torch
+
+# Of docs/families.md: dense, softcapped, with experts, with images.
+MEASURED = "llama,qwen3,phi3,gemma2,gemma3_text,mixtral,qwen3_moe,qwen2_5_vl"
 
 
 def arguments(argv=None):
     parser = comparison.parser(__doc__)
     add = parser.add_argument
     add("--model", metavar="DIR_OR_NAME", help="train this checkpoint or hub model, not a fresh Llama of size --config")
+    which = "a fresh model of each of these families of docs/families.md, or of 'measured', those timed there"
+    add("--family", metavar="NAME,NAME", default="llama", help=f"{which} (default: %(default)s)")
+    add("--triton-liger", metavar="DIR", help="a folder that holds liger_kernel with Triton: a run with that one too")
     add("--batch", type=int, help="sequences in a step (default: 4 on a CPU, up to 8 on a GPU, by its memory)")
     add("--length", type=int, help="tokens in a sequence (default: 1024 on a CPU, 2048 on a GPU)")
     add("--gradient-checkpointing", action="store_true", help="in both runs")
@@ -28,6 +35,14 @@ def arguments(argv=None):
     if args.worker:
         return args
     comparison.settle(parser, args)
+    args.family = MEASURED if args.family == "measured" else args.family
+    known = random_models.language_models()
+    if unknown := set(args.family.split(",")).difference(known):
+        parser.error(f"there is no family {', '.join(sorted(unknown))}: take some of {', '.join(known)}")
+    if args.model and args.family != "llama":
+        parser.error("--family makes fresh models: leave out --model, whose family its configuration says")
+    if args.triton_liger and not Path(args.triton_liger, "liger_kernel").is_dir():
+        parser.error(f"there is no package liger_kernel in {args.triton_liger}")
     args.length = args.length or (1024 if args.device == "cpu" else 2048)
     args.batch = args.batch or comparison.fitting_batch(args.device, 12)  # GB of the model and its optimiser
     args.lr = args.lr or (1e-5 if args.model else comparison.SIZES[args.config][1])
@@ -49,11 +64,23 @@ def write_tokens(args, path):
         except (OSError, ValueError):
             pass  # a checkpoint without a tokenizer
     else:
-        vocab_size = comparison.SIZES[args.config][0][0]
+        # A model with images has ids of its own for them at the end of its vocabulary.
+        vocab_size = comparison.SIZES[args.config][0][0] - (args.family != "llama") * random_models.SPECIAL
     texts = text.documents(args.text, tokenizer)
     tokenizer = tokenizer or text.bpe(texts, vocab_size)
     numpy.save(path, text.blocks(texts, tokenizer, args.steps * args.batch, args.length, args.seed))
     return text.description(args.text, texts, tokenizer)
+
+
+def fresh_model(run, dtype):
+    from transformers import AutoModelForCausalLM
+
+    if run.family == "llama":
+        return AutoModelForCausalLM.from_config(comparison.llama_config(run), dtype=dtype)
+    vocabulary, hidden, intermediate, layers = comparison.SIZES[run.config][0][:4]
+    width, depth = hidden // random_models.TEXT["hidden_size"], layers // random_models.TEXT["num_hidden_layers"]
+    size = random_models.Size(width, depth, vocabulary, intermediate, run.length)
+    return random_models.language_model(run.family, size, dtype)
 
 
 def work(run):
@@ -62,23 +89,29 @@ def work(run):
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
     from transformers import PrinterCallback, set_seed
 
-    config = AutoConfig.from_pretrained(run.model) if run.model else comparison.llama_config(run)
-    if run.side == "liger":
+    config = AutoConfig.from_pretrained(run.model) if run.model else None
+    family = config.model_type if config else run.family
+    if run.side in ("liger", "triton"):
         import liger_kernel.transformers
 
+        home = Path(liger_kernel.__path__[0]).resolve().parent
+        if run.side == "triton" and home != Path(run.triton_liger).resolve():
+            sys.exit(f"liger_kernel comes from {home}, not from {run.triton_liger}")
         # For a Llama: from liger_kernel.transformers import apply_liger_kernel_to_llama; apply_liger_kernel_to_llama()
-        getattr(liger_kernel.transformers, f"apply_liger_kernel_to_{config.model_type}")()
+        getattr(liger_kernel.transformers, f"apply_liger_kernel_to_{family}")()
     set_seed(run.seed)
     dtype = getattr(torch, run.dtype)
     if run.model:
         model = AutoModelForCausalLM.from_pretrained(run.model, dtype=dtype)
     else:
         with torch.device(run.device):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model = fresh_model(run, dtype)
     if run.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if run.side == "noise":
         comparison.flip_a_last_bit(model)
+
+    marks = () if run.model else random_models.MARKS.get(family, {}).items()
 
     class Recorded(Trainer):
         def training_step(self, *args, **kwargs):
@@ -110,7 +143,10 @@ def work(run):
                 report_to=[],
                 disable_tqdm=True,
             ),
-            train_dataset=[{"input_ids": row, "labels": row} for row in torch.from_numpy(numpy.load(run.tokens))],
+            train_dataset=[
+                {"input_ids": row, "labels": row, **{name: torch.full_like(row, value) for name, value in marks}}
+                for row in torch.from_numpy(numpy.load(run.tokens))
+            ],
             callbacks=[Watch()],
         )
         trainer.remove_callback(PrinterCallback)
@@ -122,15 +158,41 @@ def work(run):
     steps.write()
 
 
+def in_markdown(reports):
+    """A row for each family: speed and memory of plain, and of each other run in relation to it."""
+    from tabulate import tabulate
+
+    others = [side for side in comparison.RUNS[1:] if any(side in report for report in reports.values())]
+    headers = ["family", "parameters", "tokens/s", *others, "memory of a step", *others, "loss differs by"]
+    rows = []
+    for family, report in reports.items():
+        row = [family, f"{report['plain']['parameters'] / 1e6:,.0f} M"]
+        for key, form, relation in (
+            ("tokens_per_second", "{:,.0f}".format, comparison.speed),
+            ("step_peak_bytes", comparison.size, comparison.less),
+        ):
+            plain, runs = report["plain"][key], (report.get(side) for side in others)
+            row += [form(plain), *(run and f"{form(run[key])} ({relation(plain, run[key])})" for run in runs)]
+        rows.append([*row, f"{report['comparison']['difference_of_all_steps']:.1e}"])
+    return tabulate(rows, headers, tablefmt="github", disable_numparse=True)
+
+
 def main():
     args = arguments()
     if args.worker:
         return work(SimpleNamespace(**json.loads(args.worker)))
+    reports = {}
     with tempfile.TemporaryDirectory() as folder:
-        args.tokens = os.path.join(folder, "tokens.npy")
-        print(write_tokens(args, args.tokens), flush=True)
-        report = comparison.run_sides(__file__, args)
-    comparison.finish(args, "train", {"Training loss": report}, report)
+        for family in args.family.split(","):
+            one = SimpleNamespace(**{**vars(args), "family": family, "tokens": os.path.join(folder, f"{family}.npy")})
+            print(write_tokens(one, one.tokens), flush=True)
+            reports[family] = comparison.run_sides(__file__, one)
+    if len(reports) == 1:
+        (report,) = reports.values()
+        return comparison.finish(args, "train", {"Training loss": report}, report)
+    if not args.only:
+        print(f"\n{in_markdown(reports)}")
+    comparison.finish(args, "families", reports, reports)
 
 
 if __name__ == "__main__":

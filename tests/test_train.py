@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,25 @@ def test_compares_plain_and_liger(tmp_path, prose):
     for words in ("tokens per second", "peak memory of a step", "Training loss is the same"):
         assert words in done.stdout
     assert len(list((tmp_path / "cache/liger_kernel").glob("bpe-1024-*.json"))) == 1
+
+
+def test_trains_families_and_a_rival(tmp_path, prose):
+    """The rival is a stand-in for liger with Triton, which has no more than a function for one of them."""
+    package = tmp_path / "rival/liger_kernel/transformers"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").write_text("def apply_liger_kernel_to_mixtral():\n    print('the rival patches')\n")
+    done = run(tmp_path, "--text", prose, "--family", "mixtral,gemma3", "--triton-liger", tmp_path / "rival")
+    assert done.returncode == 0, done.stdout + done.stderr
+    reports = json.loads((tmp_path / "out/families.json").read_text())
+    assert list(reports) == ["mixtral", "gemma3"]
+    for report in reports.values():
+        check_report(report)
+    # The rival's run is plain: the function does nothing.
+    assert reports["mixtral"]["triton"]["losses"] == reports["mixtral"]["plain"]["losses"]
+    assert "triton" not in reports["gemma3"] and "It is left out" in done.stdout
+    assert done.stdout.count("the rival patches") == 1
+    assert re.search(r"\| mixtral +\|.*x\).*x\).*%\).*%\)", done.stdout) and re.search(r"\| gemma3 +\|", done.stdout)
 
 
 def test_aligns_plain_and_liger(tmp_path, prose):
@@ -113,7 +133,14 @@ def test_completions_are_worse_the_more_is_replaced():
 
 
 @pytest.mark.parametrize(
-    "arguments, advice", [(("--steps", "3"), "at least"), (("--text", "absent.txt"), "no file absent.txt")]
+    "arguments, advice",
+    [
+        (("--steps", "3"), "at least"),
+        (("--text", "absent.txt"), "no file absent.txt"),
+        (("--family", "llama,gpt17"), "no family gpt17"),
+        (("--family", "mixtral", "--model", "."), "leave out --model"),
+        (("--triton-liger", "absent"), "no package liger_kernel in absent"),
+    ],
 )
 def test_says_what_is_wrong(tmp_path, arguments, advice):
     done = run(tmp_path, "--only", "plain", *arguments)

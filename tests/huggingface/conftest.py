@@ -4,6 +4,8 @@ import contextlib
 import copy
 import importlib
 import importlib.util
+import pathlib
+import sys
 
 import pytest
 import torch
@@ -12,10 +14,12 @@ import transformers
 from liger_kernel.transformers.families import FAMILIES
 from liger_kernel.transformers.patch import patch
 
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
+from random_models import TEXT as COMMON  # noqa: E402
+from random_models import VOCABULARY  # noqa: E402
+
 # The models are so small that threads cost more than they give.
 torch.set_num_threads(1)
-
-VOCABULARY = 128
 
 # One row per family: its config class, and the fields in which it differs from the common ones below.
 TINY = {
@@ -25,25 +29,6 @@ TINY = {
     "qwen3": ("Qwen3Config", {}),
     "gemma": ("GemmaConfig", {"hidden_act": "gelu_pytorch_tanh"}),
     "gemma2": ("Gemma2Config", {"final_logit_softcapping": 1.0, "query_pre_attn_scalar": 16, "sliding_window": 4}),
-}
-COMMON = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "attn_implementation": "eager",
-    # Larger than usual, so that no part of the model is near the identity.
-    "initializer_range": 0.1,
-    # No default of a config, a class or a function: of the size of the embeddings' variance, so that it counts.
-    "rms_norm_eps": 0.03,
-    "use_cache": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
 }
 
 # Float32 sums of some hundred terms in another order: 2^7 roundings of 2^-24, doubled. The gradients of queries and keys

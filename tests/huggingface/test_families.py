@@ -14,9 +14,10 @@ from torch.nn import functional as F
 
 from liger_kernel.transformers import monkey_patch
 from liger_kernel.transformers.causal_lm import names_in
+from liger_kernel.transformers.experts import LigerGEGLUExperts, LigerGptOssExperts
 from liger_kernel.transformers.families import FAMILIES, SWITCHES
 from liger_kernel.transformers.graft import warn_once
-from liger_kernel.transformers.swiglu import LigerFalconH1SwiGLUMLP
+from liger_kernel.transformers.swiglu import LigerExperts, LigerFalconH1SwiGLUMLP
 
 # The families whose loss has a part for the balance of the experts.
 ROUTED = ("mixtral", "qwen3_moe", "qwen3_next", "gpt_oss", "deepseek_v4", "qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe")
@@ -27,10 +28,11 @@ COMPILED = (
 ).split()
 if version.parse(transformers.__version__) < version.parse("5.22"):
     COMPILED = ["llama", "granite", "gemma2"]
+EXPERTS = LigerExperts, LigerGEGLUExperts, LigerGptOssExperts
 FUSED, UNFUSED = "fused_linear_cross_entropy", "cross_entropy"
 
 
-def _switches(family, loss=FUSED, **others):
+def switches_of(family, loss=FUSED, **others):
     """Everything that the family has, with one of the losses."""
     switches = {name: name not in FAMILIES[family].without for name in FAMILIES[family].switches}
     if FUSED in switches:
@@ -146,7 +148,7 @@ def test_training(family, kind, apply, inputs, level, loss):
     reference = model_of(family, kind)
     weights = copy.deepcopy(reference.state_dict())
     model = model_of(family, kind) if level == "instance" else None
-    report = apply(model, **_switches(family, loss))
+    report = apply(model, **switches_of(family, loss))
     if level == "class":
         model = model_of(family, kind)
         model.load_state_dict(weights)
@@ -171,6 +173,8 @@ def test_training(family, kind, apply, inputs, level, loss):
 def _left(family, model):
     """The modules of a class which the row names and that is still transformers' own, but for norms without a weight."""
     names = {name.rpartition(".")[2] for name, swap in FAMILIES[family].swaps.items()}
+    if version.parse(transformers.__version__) < version.parse("5"):
+        names -= {"GptOssExperts", "Qwen3VLMoeTextExperts"}  # they take a weight for every expert
     return [
         m
         for m in model.modules()
@@ -183,7 +187,7 @@ def test_parts_round_where_the_originals_do(family, kind, apply, inputs, dtype):
     """Every norm and feed-forward block on what it gets in the unpatched model, element by element."""
     reference = model_of(family, kind).to(dtype)
     model = copy.deepcopy(reference)
-    apply(model, **_switches(family, rope=False) if "rope" in FAMILIES[family].switches else _switches(family))
+    apply(model, **switches_of(family, rope=False) if "rope" in FAMILIES[family].switches else switches_of(family))
     inputs = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
     seen = {}
     parts = [
@@ -199,7 +203,7 @@ def test_parts_round_where_the_originals_do(family, kind, apply, inputs, dtype):
     with torch.no_grad():
         reference(**inputs)
         for name, part in parts:
-            if name in seen and not isinstance(part, LigerFalconH1SwiGLUMLP):  # it rounds less
+            if name in seen and not isinstance(part, (LigerFalconH1SwiGLUMLP, *EXPERTS)):  # they round less
                 x, y = seen[name]
                 assert_rounded_alike(part(x), y, 0.02)
 
@@ -221,7 +225,7 @@ def _curve(model, inputs):
 def test_padding(family, kind, apply, inputs, side):
     reference = model_of(family, kind)
     model = copy.deepcopy(reference)
-    apply(model, **_switches(family))
+    apply(model, **switches_of(family))
     padded = {
         "input_ids": 0,
         "labels": -100,
@@ -243,7 +247,7 @@ def test_padding(family, kind, apply, inputs, side):
 def test_keywords_of_the_loss(family, kind, apply, inputs):
     reference = model_of(family, kind)
     model = copy.deepcopy(reference)
-    apply(model, **_switches(family))
+    apply(model, **switches_of(family))
     for items in (7, torch.tensor(7)):
         assert assert_same_step(model, reference, inputs, num_items_in_batch=items).logits is None
     shifted = F.pad(inputs["labels"], (0, 1), value=-100)[:, 1:].contiguous()
@@ -277,7 +281,7 @@ def _routed(model):
 def test_router_loss(family, kind, apply, inputs):
     reference = model_of(family, kind)
     model = copy.deepcopy(reference)
-    apply(model, **_switches(family))
+    apply(model, **switches_of(family))
     # Some models with images have it only where it is asked for.
     output, expected = (m(**inputs, output_router_logits=True) for m in (model, reference))
     assert output.logits is None
@@ -292,7 +296,7 @@ def test_router_loss(family, kind, apply, inputs):
 def test_tuples_and_hidden_states(family, kind, apply, inputs):
     reference = model_of(family, kind)
     model = copy.deepcopy(reference)
-    apply(model, **_switches(family))
+    apply(model, **switches_of(family))
     output, expected = (m(**inputs, output_hidden_states=True, use_cache=True) for m in (model, reference))
     assert output.logits is None and ("hidden_states" in output) == ("hidden_states" in expected)
     assert type(output.past_key_values) is type(expected.past_key_values)
@@ -317,7 +321,7 @@ def test_tuples_and_hidden_states(family, kind, apply, inputs):
 def test_generation(family, kind, apply, inputs):
     reference = model_of(family, kind).eval()
     model = copy.deepcopy(reference)
-    apply(model, **_switches(family))
+    apply(model, **switches_of(family))
     inputs.pop("labels")
     if _routed(reference):
         inputs["output_router_logits"] = False  # older versions cannot make that loss over a cache
@@ -362,7 +366,7 @@ def test_switches_without_effect_are_named_once(family, kind, apply, caplog):
 def test_undo(family, kind, apply, inputs):
     model = model_of(family, kind)
     plain, before = model(**inputs), [(type(module), dict(vars(module))) for module in model.modules()]
-    report = apply(model, **_switches(family))
+    report = apply(model, **switches_of(family))
     assert report.replaced and [type(module) for module in model.modules()] != [cls for cls, _ in before]
     report.undo()
     for module, (cls, attributes) in zip(model.modules(), before, strict=True):
@@ -389,7 +393,7 @@ def test_class_level_touches_the_familys_modules_alone(family, kind, apply):
     ]
     mine, theirs = ([dict(vars(owner)) for owner in owners] for owners in ((*modules, *classes), shared))
     activations = list(dict.items(transformers.activations.ACT2FN))
-    report = apply(**_switches(family))
+    report = apply(**switches_of(family))
     assert [dict(vars(owner)) for owner in shared] == theirs and list(
         dict.items(transformers.activations.ACT2FN)
     ) == activations
@@ -402,7 +406,7 @@ def test_class_level_touches_the_familys_modules_alone(family, kind, apply):
 def test_gradient_checkpointing(family, kind, apply, inputs):
     reference = model_of(family, kind)
     model = copy.deepcopy(reference)
-    apply(model, **_switches(family))
+    apply(model, **switches_of(family))
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert_same_step(model, reference, inputs)
 
@@ -411,7 +415,7 @@ def test_gradient_checkpointing(family, kind, apply, inputs):
 def test_compile(family, kind, apply, inputs):
     reference = model_of(family, kind)
     model = copy.deepcopy(reference)
-    apply(model, **_switches(family))
+    apply(model, **switches_of(family))
     torch._dynamo.reset()
     output = torch.compile(model, backend="eager", fullgraph=True)(**inputs)
     assert output.logits is None
@@ -431,6 +435,6 @@ def test_lora(family, kind, apply, inputs):
             if "lora_B" in name:
                 parameter.normal_(std=0.1)
     reference = copy.deepcopy(model)
-    apply(model.get_base_model(), **_switches(family))
+    apply(model.get_base_model(), **switches_of(family))
     output = assert_same_step(model, reference, inputs)
     assert output.logits is None

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from tiny import model_of
 from torch import nn
 
 import liger_kernel.ops
@@ -38,6 +39,24 @@ def test_a_type_without_a_row_is_named_once(warnings_of):
         (message,) = warnings_of(call)
         assert name in message and all(family in message for family in FAMILIES)
         assert warnings_of(call) == []
+
+
+def test_a_switch_without_effect_is_named_once(warnings_of):
+    apply = monkey_patch._apply_liger_kernel_to_instance
+    llama, mllama = model_of("llama", "LlamaForCausalLM"), model_of("mllama", "MllamaForCausalLM")
+    for model, switches, expected in (
+        (llama, {}, None),
+        (llama, {"rope": None, "layer_norm": False}, None),
+        (llama, {"layer_norm": True}, "layer_norm=True has no effect on llama: the family has no such switch"),
+        (llama, {"rms_nrom": True}, "rms_nrom=True has no effect on llama: the family has no such switch"),
+        (mllama, {}, None),  # a default that finds nothing is no news
+        (mllama, {"layer_norm": False}, None),
+        (mllama, {"layer_norm": True}, "layer_norm=True has no effect on mllama: LayerNorm: the model has none"),
+        (mllama, {"rope": True, "rms_norm": True}, None),
+    ):
+        messages = warnings_of(lambda: apply(model, **switches).undo())
+        assert messages == ([expected] if expected else [])
+        assert warnings_of(lambda: apply(model, **switches).undo()) == []
 
 
 @pytest.mark.parametrize("module", ["liger_kernel.transformers", "liger_kernel.transformers.monkey_patch"])

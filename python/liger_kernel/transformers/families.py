@@ -146,7 +146,10 @@ PHI3_SWIGLU = Swap("swiglu", "swiglu.LigerPhi3SwiGLUMLP", _SILU)
 HUNYUAN_SWIGLU = Swap("swiglu", "swiglu.LigerHunyuanV1SwiGLUMLP", _SILU)
 FALCON_SWIGLU = Swap("swiglu", "swiglu.LigerFalconH1SwiGLUMLP", _SILU)
 TOP2_SWIGLU = Swap("swiglu", "swiglu.LigerBlockSparseTop2MLP", _SILU)
+EXPERTS = Swap("swiglu", "swiglu.LigerExperts", _SILU)
+GPT_OSS_EXPERTS = Swap("swiglu", "experts.LigerGptOssExperts")
 GEGLU = Swap("geglu", "geglu.LigerGEGLUMLP", _TANH_GELU)
+GEGLU_EXPERTS = Swap("geglu", "experts.LigerGEGLUExperts", _TANH_GELU)
 GEMMA4_GEGLU = Swap("geglu", "geglu.LigerGEGLUMLPForGemma4", _TANH_GELU)
 RELU_SQUARED = {
     "transformers.activations.ReLUSquaredActivation": Swap("relu_squared", "relu_squared.LigerReLUSquared", late=True)
@@ -169,7 +172,6 @@ _GE = ("rope", *_LOSSES, "rms_norm", "geglu", "model")
 _GEL = ("rope", *_LOSSES, "layer_norm", "rms_norm", "geglu", "model")
 _IV = (*_LOSSES, "rms_norm", "layer_norm", "model", "kwargs")
 _NO_ROPE, _NO_SWIGLU = ("rope", "cross_entropy"), ("cross_entropy", "swiglu")
-_CLAMPED = "its experts clamp gate and up"
 
 
 def _heads(*names):
@@ -178,12 +180,18 @@ def _heads(*names):
 
 def _dense(name, prefix, norm=LLAMA, mlp=SWIGLU, parameters=_L, **fields):
     """A causal language model of norms, gated MLPs and a rotary embedding under the usual names."""
-    swaps = {f"{prefix}RMSNorm": norm, f"{prefix}MLP": mlp, **ROPE}
+    swaps = {f"{prefix}RMSNorm": norm, f"{prefix}MLP": mlp, **fields.pop("swaps", {}), **ROPE}
     return Family(name, swaps, _heads(f"{prefix}ForCausalLM"), parameters=parameters, **fields)
 
 
+def _mixture(name, prefix, mlp=MOE_SWIGLU, **fields):
+    """One whose experts are modules in a list, and one module of them all since transformers 5."""
+    experts = f"{prefix}Experts"
+    return _dense(name, prefix, mlp=mlp, swaps={experts: EXPERTS}, optional=(experts,), **fields)
+
+
 _GEMMA3 = {"Gemma3RMSNorm": GEMMA3, "Gemma3MLP": GEGLU, **ROPE}
-_GEMMA4 = {"Gemma4RMSNorm": GEMMA4, "Gemma4TextMLP": GEMMA4_GEGLU}
+_GEMMA4 = {"Gemma4RMSNorm": GEMMA4, "Gemma4TextMLP": GEMMA4_GEGLU, "Gemma4TextExperts": GEGLU_EXPERTS}
 _GEMMA4_WITHOUT = {"rope": "its rotary embedding takes one tensor at a time"}
 _QWEN2 = ("transformers.models.qwen2.modeling_qwen2",)
 
@@ -203,7 +211,7 @@ FAMILIES = {row.name: row for row in (
     _dense("exaone4", "Exaone4"),
     _dense("falcon_h1", "FalconH1", mlp=FALCON_SWIGLU),
     _dense("hunyuan_v1_dense", "HunYuanDenseV1", mlp=HUNYUAN_SWIGLU),
-    _dense("hunyuan_v1_moe", "HunYuanMoEV1", mlp=HUNYUAN_SWIGLU),
+    _mixture("hunyuan_v1_moe", "HunYuanMoEV1", mlp=HUNYUAN_SWIGLU),
     _dense("gemma", "Gemma", norm=GEMMA, mlp=GEGLU, parameters=_GE),
     _dense("gemma2", "Gemma2", norm=GEMMA2, mlp=GEGLU, parameters=_GE),
     Family("gemma3_text", _GEMMA3, _heads("Gemma3ForCausalLM"), "gemma3", parameters=_GE),
@@ -213,13 +221,13 @@ FAMILIES = {row.name: row for row in (
     Family("gemma4", {**_GEMMA4, **LAYER_NORM}, _heads("Gemma4ForConditionalGeneration"), parameters=_GEL, off=("layer_norm", *_NO_ROPE),
            without=_GEMMA4_WITHOUT),
     Family("paligemma", LAYER_NORM, _heads("PaliGemmaForConditionalGeneration"), parameters=_GEL, holds=("gemma", "gemma2"), composite=True),
-    _dense("qwen3_moe", "Qwen3Moe", mlp=MOE_SWIGLU),
-    _dense("qwen3_next", "Qwen3Next", norm=QWEN3_NEXT, mlp=MOE_SWIGLU, off=_NO_ROPE),
-    Family("mixtral", {"MixtralRMSNorm": LLAMA, "MixtralBlockSparseTop2MLP": TOP2_SWIGLU, **ROPE}, _heads("MixtralForCausalLM"), parameters=_L,
-           optional=("MixtralBlockSparseTop2MLP",)),
-    Family("gpt_oss", {"GptOssRMSNorm": OLMO2, **ROPE}, _heads("GptOssForCausalLM"), parameters=_L, off=_NO_SWIGLU, without={"swiglu": _CLAMPED}),
+    _mixture("qwen3_moe", "Qwen3Moe"),
+    _mixture("qwen3_next", "Qwen3Next", norm=QWEN3_NEXT, off=_NO_ROPE),
+    Family("mixtral", {"MixtralRMSNorm": LLAMA, "MixtralBlockSparseTop2MLP": TOP2_SWIGLU, "MixtralExperts": EXPERTS, **ROPE},
+           _heads("MixtralForCausalLM"), parameters=_L, optional=("MixtralBlockSparseTop2MLP", "MixtralExperts")),
+    Family("gpt_oss", {"GptOssRMSNorm": OLMO2, "GptOssExperts": GPT_OSS_EXPERTS, **ROPE}, _heads("GptOssForCausalLM"), parameters=_L, off=_NO_SWIGLU),
     Family("deepseek_v4", {"DeepseekV4RMSNorm": LLAMA}, _heads("DeepseekV4ForCausalLM"), parameters=_L, off=("rope", *_NO_SWIGLU),
-           without={"swiglu": _CLAMPED, "rope": "its rotary embedding takes one tensor at a time"}),
+           without={"swiglu": "its experts clamp gate and up", "rope": "its rotary embedding takes one tensor at a time"}),
     Family("nemotron", RELU_SQUARED, _heads("NemotronForCausalLM"), parameters=("relu_squared", *_LOSSES, "model", "kwargs")),
     Family("llama4", {"Llama4TextRMSNorm": LLAMA, "Llama4TextMLP": SWIGLU, **LLAMA4_ROPE, **LAYER_NORM},
            {"Llama4ForCausalLM": CausalLM(), "Llama4ForConditionalGeneration": CausalLM("language_model.lm_head")},
@@ -242,18 +250,19 @@ FAMILIES = {row.name: row for row in (
            optional=("Qwen2RMSNorm", "Qwen2_5_VLRMSNorm", *_EITHER_ROPE)),
     Family("qwen3_vl", {"Qwen3VLTextRMSNorm": LLAMA, "Qwen3VLTextMLP": SWIGLU, **ROPE, **VISION_ROPE}, _heads("Qwen3VLForConditionalGeneration"),
            model_types=("qwen3_vl", "qwen3_vl_text"), parameters=_L, off=_NO_SWIGLU),
-    Family("qwen3_vl_moe", {"Qwen3VLMoeTextRMSNorm": LLAMA, "Qwen3VLMoeTextMLP": MOE_SWIGLU, **ROPE, **VISION_ROPE},
+    Family("qwen3_vl_moe", {"Qwen3VLMoeTextRMSNorm": LLAMA, "Qwen3VLMoeTextMLP": MOE_SWIGLU, "Qwen3VLMoeTextExperts": EXPERTS, **ROPE, **VISION_ROPE},
            _heads("Qwen3VLMoeForConditionalGeneration"), model_types=("qwen3_vl_moe", "qwen3_vl_moe_text"), parameters=_L),
     Family("qwen3_5", {"Qwen3_5RMSNorm": QWEN3_NEXT, "Qwen3_5MLP": MOE_SWIGLU, **ROPE, **VISION_ROPE},
            _heads("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"), model_types=("qwen3_5", "qwen3_5_text"), parameters=_L, off=_NO_ROPE),
-    Family("qwen3_5_moe", {"Qwen3_5MoeRMSNorm": QWEN3_NEXT, "Qwen3_5MoeMLP": MOE_SWIGLU, **ROPE, **VISION_ROPE},
+    Family("qwen3_5_moe", {"Qwen3_5MoeRMSNorm": QWEN3_NEXT, "Qwen3_5MoeMLP": MOE_SWIGLU, "Qwen3_5MoeExperts": EXPERTS, **ROPE, **VISION_ROPE},
            _heads("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"), model_types=("qwen3_5_moe", "qwen3_5_moe_text"),
            parameters=_L, off=_NO_ROPE),
     Family("glm4v", {"Glm4vRMSNorm": GLM4, "Glm4vTextMLP": PHI3_SWIGLU, "Glm4VisionMlp": SWIGLU, **ROPE, **SECTIONED_ROPE, **VISION_ROPE},
            _heads("Glm4vForConditionalGeneration"), model_types=("glm4v", "glm4v_text"), parameters=_L, off=_NO_ROPE, optional=_EITHER_ROPE),
-    Family("glm4v_moe", {"Glm4vMoeRMSNorm": GLM4, "Glm4vMoeTextRMSNorm": GLM4, "Glm4vMoeTextMLP": SWIGLU, "Glm4vMoeisionMlp": SWIGLU, **ROPE,
+    Family("glm4v_moe", {"Glm4vMoeRMSNorm": GLM4, "Glm4vMoeTextRMSNorm": GLM4, "Glm4vMoeTextMLP": SWIGLU, "Glm4vMoeisionMlp": SWIGLU,
+                         "Glm4vMoeTextNaiveMoe": EXPERTS, "Glm4vMoeTextExperts": EXPERTS, **ROPE,
                          **SECTIONED_ROPE, **VISION_ROPE},
-           _heads("Glm4vMoeForConditionalGeneration"), model_types=("glm4v_moe", "glm4v_moe_text"), parameters=_L, off=_NO_ROPE, optional=_EITHER_ROPE),
+           _heads("Glm4vMoeForConditionalGeneration"), model_types=("glm4v_moe", "glm4v_moe_text"), parameters=_L, off=_NO_ROPE, optional=("Glm4vMoeTextNaiveMoe", "Glm4vMoeTextExperts", *_EITHER_ROPE)),
     Family("pixtral", {"PixtralRMSNorm": LLAMA, "PixtralMLP": SWIGLU, **ROPE}, parameters=("rope", "rms_norm", "swiglu", "model")),
 )}
 # fmt: on
@@ -279,6 +288,8 @@ def table() -> str:
             names = ("swiglu", "geglu", "relu_squared") if switch == "swiglu" else (switch,)
             found = next((name for name in names if name in row.switches and name in made), None)
             label = {"geglu": " (GeGLU)", "relu_squared": " (ReLU²)"}.get(found, "")
+            if any(swap.switch == found and swap.targets[0].endswith("Experts") for swap in row.swaps.values()):
+                label += ", experts"
             held = row.composite and not row.holds and switch in ("rms_norm", "swiglu", "rope")
             cells.append(
                 ("on" if row.switches[found] else "off") + label if found else "as the model in it" if held else ""

@@ -123,14 +123,14 @@ def kernels_cover(tensor) -> bool:
 
 
 @functools.cache
-def or_original(part, original):
-    """The method `part`, but `original` where there are no kernels for its first argument."""
+def or_original(part, original, keeps=None):
+    """The method `part`, but `original` where there are no kernels for its first argument, or `keeps(self)` is a reason."""
     name = list(inspect.signature(original).parameters)[1]
 
     @functools.wraps(part)
     def call(self, *args, **kwargs):
         x = args[0] if args else kwargs.get(name)
-        if x is None or not kernels_cover(x):
+        if x is None or not kernels_cover(x) or (keeps is not None and keeps(self)):
             return original(self, *args, **kwargs)
         return part(self, x, *args[1:], **{key: value for key, value in kwargs.items() if key != name})
 

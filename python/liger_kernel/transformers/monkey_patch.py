@@ -151,8 +151,8 @@ def _apply(model_type, found, kwargs):
         warn_once(unsupported(f"{model} of type {model_type!r}"))
         return None
     kept = {name: value for name, value in kwargs.items() if name in switches_of(apply)}
-    if dropped := kwargs.keys() - kept.keys():
-        logger.info("%s has no %s", model_type, ", ".join(sorted(dropped)))
+    for name in sorted(name for name in kwargs.keys() - kept.keys() if kwargs[name]):
+        warn_once(f"{name}=True has no effect on {model_type}: the family has no such switch")
     logger.info("applying Liger kernels to model type %r with %s", model_type, kept)
     return apply(**found, **kept)
 
@@ -162,7 +162,7 @@ def _apply_liger_kernel(model_type: str, **kwargs) -> Report | None:
 
     Args:
         model_type: `config.model_type`.
-        kwargs: switches; those that the family does not have are dropped.
+        kwargs: switches; those that the family does not have are dropped, with a warning if they are on.
     """
     return _apply(model_type, {}, kwargs)
 
@@ -172,7 +172,7 @@ def _apply_liger_kernel_to_instance(model: PreTrainedModel, **kwargs) -> Report 
 
     Args:
         model: the model, with a `config.model_type`.
-        kwargs: switches; those that the family does not have are dropped.
+        kwargs: switches; those that the family does not have are dropped, with a warning if they are on.
     """
     return _apply(getattr(getattr(model, "config", None), "model_type", None), {"model": model}, kwargs)
 

@@ -58,7 +58,7 @@ def computes(part, module, forward, rounded: bool = True) -> bool:
 
     from liger_kernel.transformers.patch import own_attributes
 
-    if isinstance(module, PreTrainedModel) or (width := _width(module)) is None:
+    if isinstance(module, PreTrainedModel):
         return False
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -71,17 +71,30 @@ def computes(part, module, forward, rounded: bool = True) -> bool:
                     if parameter.dim() > 1
                     else torch.randn_like(parameter)
                 )
-            # Rows of very different sizes tell where eps is added.
-            x = torch.randn(_ROWS, width) * torch.logspace(-4, 1, _ROWS)[:, None]
-            if not _close(part.forward(twin, x), forward(twin, x), 2.0**-16):
+            if (inputs := _inputs(twin)) is None:
                 return False
-            if not rounded:
+            x, *routing = inputs
+            if not _close(part.forward(twin, x, *routing), forward(twin, x, *routing), 2.0**-16):
+                return False
+            if not rounded or routing:  # the sum over a token's experts is rounded once, not for each
                 return True
             twin, x = twin.bfloat16(), x.bfloat16()
             ours, theirs = part.forward(twin, x), forward(twin, x)
             return ours.dtype == theirs.dtype and (ours != theirs).float().mean() <= 0.02
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, NotImplementedError):
         return False
+
+
+def _inputs(module):
+    """What a norm, a feed-forward block or experts take, or None. Rows of very different sizes tell where eps is added."""
+    experts = getattr(module, "gate_up_proj", None)
+    if isinstance(experts, nn.Parameter) and experts.dim() == 3:
+        width = next((getattr(module, name) for name in ("hidden_dim", "hidden_size") if hasattr(module, name)), None)
+        routing = torch.rand(_ROWS, len(experts)).topk(min(2, len(experts)))
+        extra = (routing.indices, routing.values)
+    else:
+        width, extra = _width(module), ()
+    return None if width is None else (torch.randn(_ROWS, width) * torch.logspace(-4, 1, _ROWS)[:, None], *extra)
 
 
 def _width(module):

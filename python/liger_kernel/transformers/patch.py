@@ -144,9 +144,8 @@ class _Patcher:
             for switch in self.row.switches:
                 if switch in self.on:
                     self._skip(switch, self.row.name, reason)
-            return
+            return self._warn_of_the_idle()
         for switch in self.on & self.row.without.keys():
-            warn_once(f"{switch}=True has no effect on {self.row.name}: {self.row.without[switch]}")
             self._skip(switch, self.row.name, self.row.without[switch])
         for name, swap in self.row.swaps.items():
             if swap.switch in self.on:
@@ -161,6 +160,7 @@ class _Patcher:
         else:
             self._model_losses()
         self._name_the_idle()
+        self._warn_of_the_idle()
 
     def _uncovered(self):
         parameters = () if self.model is None else self.model.parameters()
@@ -187,6 +187,14 @@ class _Patcher:
         for switch in self.row.switches:
             if switch in self.on & self.named - told and switch in names:
                 self._skip(switch, names[switch], _MISSING if self.model is None else "the model has none")
+
+    def _warn_of_the_idle(self):
+        """Say once of each switch that replaced nothing why not; a default that the model has nothing for is no news."""
+        done = {entry.switch for entry in self.report.replaced}
+        for entry in self.report.skipped:
+            if entry.switch not in done:
+                where = "" if entry.name == self.row.name else f"{entry.name}: "
+                warn_once(f"{entry.switch}=True has no effect on {self.row.name}: {where}{entry.reason}")
 
     def _target(self, swap, original, module=None):
         """Which target stands for `original`, or None: by its source, or in a caller's own row by its values."""
@@ -371,6 +379,8 @@ def _obstacle(module, cls, swap):
         return f"{type(module).__name__} has a forward of its own"
     if has_replaced_forward(module):
         return "its forward was replaced on the instance"
+    if (kept_by := getattr(swap.load(), "kept_by", None)) and (reason := kept_by(module, running=False)):
+        return reason
     return _unfit(module, swap.load(), swap.activations)
 
 
@@ -437,7 +447,7 @@ class StandIn:
             else:
                 vars(module).update(own_attributes(module, self.part))
 
-        forward = or_original(self.part.forward, base.forward)
+        forward = or_original(self.part.forward, base.forward, getattr(self.part, "kept_by", None))
         return self.part.__name__, (self.part, base), {"__init__": __init__, "forward": forward}
 
 

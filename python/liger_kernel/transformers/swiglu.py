@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from liger_kernel.ops import LigerFusedGateUpSiLUMulFunction, LigerFusedMoEFunction, LigerSiLUMulFunction
+from liger_kernel.transformers.experts import flat, kept_by
 
 
 def _check_activation(config):
@@ -74,6 +75,8 @@ class LigerExperts(nn.Module):
     gate_up_proj [E, 2 I, H] and down_proj [E, H, I] are not initialised; E is config.num_experts or num_local_experts, I moe_intermediate_size or intermediate_size.
     """
 
+    kept_by = staticmethod(kept_by)
+
     def __init__(self, config):
         super().__init__()
         _check_activation(config)
@@ -85,9 +88,8 @@ class LigerExperts(nn.Module):
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
         """[..., H] for hidden_states [..., H] and the experts [..., K] of each token with their weights."""
-        flat = lambda t: t.reshape(-1, t.shape[-1])
         y = LigerFusedMoEFunction.apply(flat(hidden_states), self.gate_up_proj, self.down_proj, flat(top_k_index), flat(top_k_weights))
-        return y.view(hidden_states.shape)
+        return y.view(hidden_states.shape).to(hidden_states.dtype)  # autocast's is another
 
 
 class LigerPhi3SwiGLUMLP(nn.Module):

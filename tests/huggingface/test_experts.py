@@ -1,0 +1,173 @@
+"""Experts of a mixture: one operator where transformers' default forward would run, and transformers' own elsewhere.
+
+test_families.py compares the models' losses, gradients, router losses and outputs; this, when they are replaced.
+"""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from conftest import TOLERANCE, assert_close, run
+from packaging import version
+from tiny import model_of, text
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from liger_kernel.transformers.experts import LigerGptOssExperts
+from liger_kernel.transformers.swiglu import LigerExperts
+
+pytestmark = pytest.mark.skipif(
+    version.parse(transformers.__version__) < version.parse("5"), reason="transformers 4 has experts in a list, or others"
+)
+CASES = [("mixtral", "MixtralForCausalLM", LigerExperts), ("gpt_oss", "GptOssForCausalLM", LigerGptOssExperts)]
+
+
+class Count(TorchDispatchMode):
+    """How often the operator ran."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls += function.__name__.startswith("fused_experts_forward")
+        return function(*args, **(kwargs or {}))
+
+
+def _calls(model, inputs):
+    with Count() as count:
+        output, gradients = run(model, **inputs)
+    return count.calls, output, gradients
+
+
+def _pair(patched, family, kind, part):
+    reference = model_of(family, kind)
+    model = copy.deepcopy(reference)
+    report = patched(family, model, swiglu=True)
+    assert [entry.count for entry in report.replaced if entry.by == part.__name__] == [2]
+    return model, reference
+
+
+@pytest.mark.parametrize("family, kind, part", CASES)
+def test_the_operator_runs_once_a_layer(patched, family, kind, part):
+    model, reference = _pair(patched, family, kind, part)
+    assert _calls(model, text())[0] == 2 and _calls(reference, text())[0] == 0
+
+
+@pytest.mark.parametrize("family, kind, part", CASES)
+def test_another_implementation_is_kept(patched, family, kind, part):
+    """Of a choice before the patch the report says so; one that is made later counts from the next forward on."""
+    model, reference = _pair(patched, family, kind, part)
+    for m in (model, reference):
+        m.set_experts_implementation("batched_mm")
+    calls, output, _ = _calls(model, text())
+    assert calls == 0
+    assert_close(output.loss, reference(**text()).loss)
+    for name in ("eager", "grouped_mm"):
+        model.set_experts_implementation(name)
+        assert _calls(model, text())[0] == 2
+
+    report = patched(family, reference, swiglu=True)
+    assert "experts_implementation is 'batched_mm'" in str(report)
+    assert not any(isinstance(module, part) for module in reference.modules())
+
+
+@pytest.mark.parametrize("family, kind, part", CASES)
+def test_experts_on_several_ranks(patched, family, kind, part):
+    """An id of one past the last stands for experts of other ranks, with a weight of 0.
+
+    transformers marks such modules from 5.19 on, and its own forward runs; before that the operator leaves the ids out.
+    """
+    model, reference = _pair(patched, family, kind, part)
+    for m in (model, reference):
+        for module in m.modules():
+            if hasattr(module, "_is_expert_parallel"):
+                module._is_expert_parallel = True
+    ours, theirs = (next(x for x in m.modules() if hasattr(x, "gate_up_proj")) for m in (model, reference))
+    x, weights, index = torch.randn(16, 64), torch.rand(16, 2), torch.rand(16, 4).topk(2).indices
+    index[::3, 0] = index[5] = len(ours.gate_up_proj)
+    weights[index == len(ours.gate_up_proj)] = 0
+    with Count() as count:
+        y = ours(x, index, weights)
+    told = hasattr(ours, "_is_expert_parallel")
+    assert count.calls == (not told)
+    assert_close(y, theirs(x, index, weights))
+    assert ("spread over ranks" in str(patched(family, reference, swiglu=True))) == told
+
+
+@pytest.mark.parametrize("family, kind, part", CASES)
+@pytest.mark.parametrize("first", ["patch", "peft"])
+def test_lora_on_the_experts(patched, family, kind, part, first):
+    """PEFT adds A and B to the weights themselves, so the operator sees their sum."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], r=4)
+
+    def adapted(model):
+        model = peft.get_peft_model(model, config)
+        torch.manual_seed(1)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data.normal_(std=0.1)
+        return model
+
+    model = model_of(family, kind)
+    reference = adapted(copy.deepcopy(model))
+    if first == "patch":
+        patched(family, model, swiglu=True)
+        model = adapted(model)
+    else:
+        model = adapted(model)
+        patched(family, model.get_base_model(), swiglu=True)
+    calls, output, gradients = _calls(model, text())
+    _, expected, expected_gradients = _calls(reference, text())
+    assert calls == 2
+    assert_close(output.loss, expected.loss)
+    assert gradients.keys() == expected_gradients.keys() and len(gradients) == 8
+    for name, gradient in expected_gradients.items():
+        assert_close(gradients[name], gradient, 4 * TOLERANCE)
+
+
+def test_a_sharded_or_quantised_weight_keeps_the_forward(patched):
+    class Packed(torch.Tensor):
+        pass
+
+    model, reference = _pair(patched, *CASES[0])
+    for m in (model, reference):
+        for module in m.modules():
+            if hasattr(module, "gate_up_proj"):
+                module.gate_up_proj = torch.nn.Parameter(module.gate_up_proj.detach().as_subclass(Packed))
+    assert _calls(model, text())[0] == 0
+    assert_close(model(**text()).loss.as_subclass(torch.Tensor), reference(**text()).loss.as_subclass(torch.Tensor))
+
+
+@pytest.mark.parametrize("family, kind, part", CASES)
+@pytest.mark.parametrize("autocast", [True, False])
+def test_bfloat16_is_as_exact_as_the_original(patched, family, kind, part, autocast):
+    """The error of the result and of every gradient against float64's is at most 1.1 of the original's.
+
+    Under autocast of eager's, which is autocast as any other matrix product is; grouped_mm stays in float32 there. The
+    result is then that of a product too: rounded to bfloat16, and biases with it, which eager adds in float32.
+    """
+    torch.manual_seed(0)
+    model, reference = _pair(patched, family, kind, part)
+    ours, theirs = (next(x for x in m.modules() if hasattr(x, "gate_up_proj")) for m in (model, reference))
+    x, weights = torch.randn(64, 64), torch.rand(64, 2)
+    index = torch.rand(64, 4).topk(2).indices
+    exact = copy.deepcopy(theirs).double()
+    exact.config._experts_implementation = "eager"  # the default has no float64
+    if autocast:
+        theirs.config._experts_implementation = "eager"
+    results = []
+    for module, dtype in ((exact, torch.float64), (theirs, torch.bfloat16), (ours, torch.bfloat16)):
+        kept = torch.float32 if autocast and dtype != torch.float64 else dtype
+        module.to(kept)
+        values = [x.bfloat16().to(kept).requires_grad_(), weights.bfloat16().to(kept).requires_grad_()]
+        for own, given in zip(module.parameters(), exact.parameters()):
+            own.data.copy_(given.data.bfloat16())
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast and dtype != torch.float64):
+            y = module(values[0], index, values[1])
+        y.backward(torch.ones_like(y))
+        results.append([y.detach(), *(v.grad for v in values), *(p.grad for p in module.parameters())])
+    for expected, original, mine in zip(*results, strict=True):
+        assert mine.dtype == original.dtype
+        errors = [(value.double() - expected).square().mean().sqrt() for value in (original, mine)]
+        rounding = 2.0**-9 * expected.square().mean().sqrt() if autocast else 0.0
+        assert errors[1] <= 1.1 * errors[0] + rounding, errors
