@@ -9,16 +9,21 @@ import copy
 import functools
 import pathlib
 import sys
+import tempfile
 import traceback
 
 import pytest
 import torch
 from conftest import VOCABULARY, assert_close, make, run
 from torch import nn
+from torch.distributed import init_device_mesh
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from transformers.distributed import DistributedConfig
 
 from liger_kernel.transformers.patch import patch
 
@@ -171,9 +176,49 @@ def compare(rank, family, mode, tied):
         report.undo()
 
 
+def compare_halves(rank, family, mode):
+    """Context parallelism: a rank has a half of every sequence, and labels that were shifted before the sequences were cut."""
+    whole, half = batch(), LENGTH // RANKS
+    shifted = nn.functional.pad(whole["labels"][:, 1:], (0, 1), value=-100)
+
+    def of(rank):
+        cut = slice(rank * half, (rank + 1) * half)
+        positions = torch.arange(cut.start, cut.stop).expand(ROWS, half)
+        return {
+            "input_ids": whole["input_ids"][:, cut], "position_ids": positions, "labels": whole["labels"][:, cut].contiguous(),
+            "shift_labels": shifted[:, cut].contiguous(), "num_items_in_batch": whole["num_items_in_batch"],
+        }  # fmt: skip
+
+    reference = make(family)
+    expected, gradients = 0, {}
+    for i in range(RANKS):
+        output, found = run(copy.deepcopy(reference), **of(i))
+        expected = expected + output.loss.detach()
+        gradients = {name: gradients.get(name, 0) + gradient for name, gradient in found.items()}
+    report = patch(family, reference, strict=True)
+    try:
+        wrapped = MODES[mode](reference)
+        output = wrapped(**of(rank))
+        (output.loss * RANKS).backward()
+    finally:
+        report.undo()
+    assert output.logits is None
+    loss = output.loss.detach()
+    torch.distributed.all_reduce(loss)
+    assert_close(loss, expected)
+    for name, gradient in gradients_of(wrapped).items():
+        assert_close(gradient, gradients[name])
+
+
 def on_rank(rank, families):
     found = {}
     for family in families:
+        for mode in ("ddp", "fsdp2"):
+            try:
+                compare_halves(rank, family, mode)
+                found[family, "halves", mode] = None
+            except Exception:
+                found[family, "halves", mode] = traceback.format_exc()
         for mode in MODES:
             for tied in (False, True):
                 if tied and mode.endswith(UNTIED):
@@ -194,7 +239,7 @@ def found():
     return on_ranks(on_rank, FAMILIES)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*MODES, "halves"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_modes(found, name, mode):
     for of_rank in found:
@@ -202,3 +247,124 @@ def test_modes(found, name, mode):
         assert of_case
         for key, error in of_case.items():
             assert error is None, f"{key}: {error}"
+
+
+def sequence_parallel(model):
+    """Tensor parallelism with the residual stream sharded along the sequence (Korthikanti et al. 2022, arXiv:2205.05198): norms run on DTensors."""
+    rows = functools.partial(RowwiseParallel, output_layouts=Shard(1), use_local_output=False)
+    plan = {
+        "model.embed_tokens": rows(input_layouts=Replicate()),
+        "model.norm": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    for name, module in model.model.layers.named_modules(prefix="model.layers"):
+        leaf = name.rpartition(".")[2]
+        if leaf in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
+            plan[name] = ColwiseParallel()
+        elif leaf in ("o_proj", "down_proj"):
+            plan[name] = rows()
+        elif leaf.endswith("layernorm"):
+            plan[name] = SequenceParallel()
+        elif leaf == "self_attn":
+            layouts = dict(input_kwarg_layouts={"hidden_states": Shard(1)}, desired_input_kwarg_layouts={"hidden_states": Replicate()})
+            plan[name] = PrepareModuleInput(**layouts, use_local_output=True)
+        elif leaf == "mlp":
+            plan[name] = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True)
+    return parallelize_module(model, init_device_mesh("cpu", (RANKS,)), plan)
+
+
+def tensor_parallel(model):
+    styles = {"gate_proj": ColwiseParallel, "up_proj": ColwiseParallel, "down_proj": RowwiseParallel}
+    plan = {name: styles[name.rpartition(".")[2]]() for name, _ in model.named_modules() if name.rpartition(".")[2] in styles}
+    plan["lm_head"] = ColwiseParallel(output_layouts=Replicate())
+    return parallelize_module(model, init_device_mesh("cpu", (RANKS,)), plan)
+
+
+def of_transformers(model):
+    """transformers' own plan of the model, which shards weights as it loads them."""
+    with tempfile.TemporaryDirectory() as folder:
+        shared = [folder]  # the first rank's, which alone writes
+        torch.distributed.broadcast_object_list(shared)
+        model.save_pretrained(shared[0])
+        torch.distributed.barrier()
+        loaded = type(model).from_pretrained(shared[0], distributed_config=DistributedConfig(tp_size=RANKS)).train()
+        torch.distributed.barrier()
+        return loaded
+
+
+#: Tensor parallelism: all ranks have the same tokens. (how, whether the patch comes before, tied)
+TENSOR_PARALLEL = {
+    "torch": (tensor_parallel, False, False),
+    "torch_patched_before": (tensor_parallel, True, False),
+    "sequence": (sequence_parallel, False, False),
+    "sequence_patched_before": (sequence_parallel, True, False),
+    "transformers": (of_transformers, False, False),
+    "transformers_tied": (of_transformers, False, True),
+}
+
+
+def largest_gathered(model):
+    """The loss of a training step, every gradient, and the most numbers that a rank received at once."""
+
+    class Largest(TorchDispatchMode):
+        numbers = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found = func(*args, **(kwargs or {}))
+            if func.namespace == "_c10d_functional" and "gather" in func.__name__:
+                self.numbers = max(self.numbers, found.numel())
+            return found
+
+    with Largest() as largest:
+        output = model(**batch())
+    output.loss.backward()
+    return output, gradients_of(model), largest.numbers
+
+
+def compare_tensor_parallel(rank, family, how):
+    build, before, tied = TENSOR_PARALLEL[how]
+    reference = make(family, tie_word_embeddings=tied, vocab_size=VOCABULARY)
+    expected, expected_gradients = run(copy.deepcopy(reference), **batch())
+    of_plain, _, gathered = largest_gathered(build(copy.deepcopy(reference)))
+    assert gathered >= VOCABULARY * ROWS * LENGTH and of_plain.logits is not None
+    model = copy.deepcopy(reference)
+    model = model if before else build(model)
+    report = patch(family, model, strict=True)
+    try:
+        model = build(model) if before else model
+        output, gradients, gathered = largest_gathered(model)
+        assert output.logits is None and gathered < VOCABULARY * ROWS * LENGTH
+        assert_close(output.loss, expected.loss)
+        assert gradients.keys() == expected_gradients.keys()
+        for name, gradient in expected_gradients.items():
+            assert_close(gradients[name], gradient)
+        model.zero_grad()
+        output = model(**batch(), return_token_accuracy=True)  # a head spread over ranks has none: logits
+        assert_close(output.loss, expected.loss)
+        assert_close(model.eval()(**batch()).logits, reference.eval()(**batch()).logits)
+    finally:
+        report.undo()
+
+
+def on_tensor_parallel_rank(rank, families):
+    found = {}
+    for family in families:
+        for how in TENSOR_PARALLEL:
+            try:
+                compare_tensor_parallel(rank, family, how)
+                found[family, how] = None
+            except Exception:
+                found[family, how] = traceback.format_exc()
+    return found
+
+
+@pytest.fixture(scope="module")
+def found_tensor_parallel():
+    return on_ranks(on_tensor_parallel_rank, FAMILIES)
+
+
+@pytest.mark.parametrize("how", TENSOR_PARALLEL)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tensor_parallel(found_tensor_parallel, name, how):
+    for of_rank in found_tensor_parallel:
+        assert of_rank[name, how] is None, of_rank[name, how]

@@ -19,6 +19,7 @@ from liger_kernel.transformers.graft import Edits, result_changed_by, warn_once
 from liger_kernel.transformers.head import describe, head_of, prepare_head
 from liger_kernel.transformers.logits import Logits, computed
 from liger_kernel.transformers.model import loss_utils, output_classes
+from liger_kernel.transformers.tensor_parallel import is_vocab_parallel, vocab_parallel_loss
 
 # Keywords that transformers' loss understands, those that only ours does, and which of these change its value.
 _SHARED = ("num_items_in_batch", "ignore_index", "shift_labels")
@@ -105,7 +106,7 @@ def fused_forward(original, spec: CausalLM, order: tuple[str, ...] = ()):
         if labels is not None:
             kwargs["labels"] = labels
         wanted = labels is not None and (self.training if skip_logits is None else skip_logits)
-        if wanted and _can_fuse(self, spec):
+        if wanted and _can_fuse(self, spec, options):
             call = _Call(self, spec, options, kwargs)
             return _finished(call, original(_view(self, call), **kwargs), outputs)
         if labels is not None:
@@ -124,7 +125,7 @@ def fused_forward(original, spec: CausalLM, order: tuple[str, ...] = ()):
     return forward
 
 
-def _can_fuse(model, spec):
+def _can_fuse(model, spec, options):
     head = head_of(model, spec)
     if head is None:
         return False
@@ -132,13 +133,19 @@ def _can_fuse(model, spec):
         reason = "the model has a loss function of its own"
     elif not prepare_head(head, Edits()):
         reason = f"{spec.head} is {describe(head)}"
-    elif reason := inner_obstacle(model, spec):
+    elif (reason := inner_obstacle(model, spec)) or (reason := _not_vocab_parallel(head, options)):
         pass
     else:
         return True
     if not torch.compiler.is_compiling():
         warn_once(f"the loss is computed from materialised logits: {reason}")
     return False
+
+
+def _not_vocab_parallel(head, options):
+    """Why the loss of a head that is spread over ranks cannot be computed with these options, or None."""
+    given = [name for name, value in options.items() if isinstance(value, torch.Tensor) or value]
+    return f"a head spread over ranks knows no {', '.join(given)}" if given and is_vocab_parallel(head) else None
 
 
 def inner_obstacle(model, spec):
@@ -203,7 +210,10 @@ class _Call:
         scale, cap = factors
         if cap is not None:
             arguments["final_logit_softcapping"] = cap
-        liger_loss = {**arguments, **self.options, "logit_scale": scale}
+        arguments["logit_scale"] = scale
+        if is_vocab_parallel(logits.liger_head):
+            return vocab_parallel_loss(logits.liger_head, logits.liger_hidden, **arguments)
+        liger_loss = {**arguments, **self.options}
         loss, self.token_accuracy, self.predicted_tokens = logits.liger_head(logits.liger_hidden, liger_loss=liger_loss)
         return loss
 

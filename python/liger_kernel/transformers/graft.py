@@ -84,24 +84,31 @@ def is_bare(module) -> bool:
     return True
 
 
-def result_changed_by(module):
-    """What may change the result of a call of `module` or that result's gradient, or None: it must see a usual result."""
+def result_changed_by(module, but=()):
+    """What may change the result of a call of `module` or that result's gradient, or None: it must see a usual result.
+
+    Code of the modules whose names begin with one of `but` is left out.
+    """
     if has_replaced_forward(module):
         own = module.__dict__["forward"]
         # One of this package, which kernels has put there, hands on what is asked for.
-        if getattr(own, "liger_original", None) is not type(module).forward:
+        if getattr(own, "liger_original", None) is not type(module).forward and not _is_of(own, but):
             return own
     found = [hook for hooks in (module.__dict__, _GLOBAL) for name in _AFTER for hook in hooks[name].values()]
     steps = [module._hf_hook] if "_old_forward" in module.__dict__ else []
     for step in steps:
         steps += getattr(step, "hooks", ())
         found.append(step.post_forward)
-    return next((hook for hook in found if not _hands_on(hook)), None)
+    return next((hook for hook in found if not _hands_on(hook) and not _is_of(hook, but)), None)
 
 
 def _hands_on(hook) -> bool:
+    return _is_of(hook, _HANDING_ON)
+
+
+def _is_of(hook, modules) -> bool:
     # A partial object's own module is functools.
-    return (getattr(getattr(hook, "func", hook), "__module__", None) or "").startswith(_HANDING_ON)
+    return (getattr(getattr(hook, "func", hook), "__module__", None) or "").startswith(tuple(modules))
 
 
 def has_replaced_forward(module) -> bool:

@@ -6,6 +6,7 @@ from torch import nn
 from liger_kernel.transformers.families import CausalLM
 from liger_kernel.transformers.graft import Edits, become, kernels_cover, result_changed_by
 from liger_kernel.transformers.model import loss_utils
+from liger_kernel.transformers.tensor_parallel import is_vocab_parallel
 
 if torch.distributed.is_available():
     from torch.distributed.fsdp import FSDPModule
@@ -42,6 +43,8 @@ def head_linears(head, fsdp: bool = False) -> list[nn.Linear] | None:
         head: the language-model head.
         fsdp: whether FSDP2 is known to gather the head's weight before the head runs.
     """
+    if is_vocab_parallel(head):
+        return [head]
     if result_changed_by(head):
         return None
     if isinstance(head, nn.Linear):
@@ -67,10 +70,13 @@ def _is_plain(linear, fsdp):
 
 
 def prepare_head(head, edits: Edits, fsdp: bool = False) -> bool:
-    """Make the Linears at the bottom of `head` able to return the loss; False if that is not possible."""
+    """Make the Linears at the bottom of `head` able to return the loss; False if that is not possible.
+
+    A head of tensor parallelism stays as it is: its loss is computed beside it.
+    """
     linears = head_linears(head, fsdp)
     for linear in linears or ():
-        if not isinstance(linear, LinearWithLoss):
+        if not isinstance(linear, LinearWithLoss) and not is_vocab_parallel(linear):
             become(linear, LinearWithLoss, edits)
     return linears is not None
 
