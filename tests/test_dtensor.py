@@ -1,6 +1,8 @@
 """The operators on DTensors, two ranks: results and gradients are those of plain torch on whole tensors, and nothing is communicated where each
 rank can work on its own rows."""
 
+import pathlib
+import re
 import traceback
 
 import pytest
@@ -11,7 +13,7 @@ from liger_kernel.ops.experimental.mm_int8int2 import matmul
 from liger_kernel.transformers.functional import liger_layer_norm
 from ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 #: case -> [(shape, options, positions of the arguments that are sharded, along which dimensions)]. The other arguments are whole. Some sizes are odd.
@@ -132,3 +134,15 @@ def mixed(rank):
 
 def test_mixed():
     on_ranks(mixed)
+
+
+def page(rank):
+    text = (pathlib.Path(__file__).resolve().parent.parent / "docs" / "distributed.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names = {}
+    exec(code, names)
+    assert names["y"].placements == (Shard(1),) and names["weight"].grad.placements == (Partial(),)
+
+
+def test_the_example_of_the_documentation():
+    on_ranks(page)

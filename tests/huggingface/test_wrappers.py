@@ -326,7 +326,9 @@ def test_fsdp_redirection(one_process):
         _FSDPForwardRedirection()(inner, print)
 
 
-def test_tensor_parallel_takes_the_original_forward(family, patched, one_process):
+@LEVELS
+def test_tensor_parallel_head(family, patched, one_process, level):
+    """Over one process; test_distributed.py has two."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -334,11 +336,14 @@ def test_tensor_parallel_takes_the_original_forward(family, patched, one_process
     model = copy.deepcopy(reference)
     plan = ColwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
     parallelize_module(model.lm_head, dist.init_device_mesh("cpu", (1,)), plan)
-    report = patched(family, model, rope=False)
-    assert "DTensor" in report.skipped[0].reason
-    assert_close(model(**batch()).loss, reference(**batch()).loss)
-    patched(family, rope=False)
-    assert_close(model(**batch()).loss, make(family, tie_word_embeddings=False)(**batch()).loss)
+    expected = reference(**batch()).loss
+    patched(family, *([model] if level == "instance" else []), rope=False, strict=True)
+    if level == "class":
+        model.__class__ = class_of(family)
+    output = model(**batch())
+    assert output.logits is None
+    assert_close(output.loss, expected)
+    assert_close(model(**batch(), label_smoothing=0.1, skip_logits=False).loss, expected)
 
 
 class _Rows(torch.utils.data.Dataset):
