@@ -190,3 +190,32 @@ def test_predicted_peak(device, dtype, keeps, max_bytes, trains_weight):
     peak = measured_peak(run, device)
     predicted = head_peak_bytes(tokens, width, classes, dtype, device, trains_weight=trains_weight, keeps_logits=keeps, max_bytes=max_bytes)
     assert abs(peak - predicted) <= 0.05 * predicted, (peak, predicted)
+
+
+LOSSES = {
+    "linear_log_prob": lambda h, w, ids, n: linear_log_prob(h, w, ids, max_bytes=n).float().mean(),
+    "fused_linear_cross_entropy": lambda h, w, ids, n: -liger_fused_linear_cross_entropy(h, w, ids, max_bytes=n),
+}
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_errors_do_not_grow_with_chunks(device, dtype, loss):
+    """Within 1.2 of one chunk's from 1 to 1024 chunks, because sums over chunks are kept in float. That is the dtype of
+    float32's own gradients: theirs may err as sums of as many floats do. The loss is one number: half a unit in its last place."""
+    tokens, classes = 1024, 91
+    g = torch.Generator().manual_seed(5)
+    draw = lambda *shape: torch.randn(*shape, generator=g).to(device, dtype).requires_grad_()
+    hidden, weight, ids = draw(tokens, H), draw(classes, H), torch.randint(0, classes, (tokens,), generator=g).to(device)
+    h, w = doubles(hidden, weight)
+    exact = exact_log_softmax(h, w, ids)[1].mean()
+    expected = torch.autograd.grad(exact, (h, w))
+    row = classes * hidden.element_size()
+    errors = {}
+    for chunks in (1, 4, 32, 1024):
+        value = loss(hidden, weight, ids, tokens // chunks * row)
+        gradients = torch.autograd.grad(value, (hidden, weight))
+        assert abs(value.item() - exact.item()) <= 2.0 ** -(22 if dtype == torch.float32 else 8) * abs(exact.item())
+        errors[chunks] = [((got.double() - want).norm() / want.norm()).item() for got, want in zip(gradients, expected)]
+        of_sum = 2.0**-24 * chunks**0.5 if dtype == torch.float32 else 0
+        assert all(0 < error < max(1.2 * one, of_sum) for error, one in zip(errors[chunks], errors[1])), errors
