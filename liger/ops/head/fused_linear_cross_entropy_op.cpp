@@ -48,7 +48,7 @@ Forward forward(const Tensor& hidden_, const Tensor& weight_, const OptTensor& b
   if (kept.defined()) batch = of_labels(gather(kept, target_));
   const head::Pass pass{{gather(kept, hidden_).contiguous().to(dtype), weight_.contiguous().to(dtype), bias_ ? bias_->to(dtype) : Tensor()},
                         {with_dhidden, with_dweight, with_dbias}, weight_.scalar_type(), max_bytes};
-  const auto d = pass.run([&](const Tensor& z, int64_t begin) { batch.run_rows(z, pass.wants.any() ? z : Tensor(), begin, {}); });
+  const auto d = pass.run([&](const Tensor& z, int64_t begin, int64_t) { batch.run_rows(z, pass.wants.any() ? z : Tensor(), begin, {}); });
   auto [loss, z_loss, accuracy, predicted] = batch.results(dtype);
   if (options.predicted) predicted = scatter(kept, predicted, tokens, -1);
   if (options.reduction == Reduction::None) {
@@ -87,7 +87,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& g, const Tensor& hidde
   }
   const auto d = head::Pass{{gather(kept, hidden).contiguous().to(dtype), weight.contiguous().to(dtype), bias_ ? bias_->to(dtype) : Tensor()},
                             {with_dhidden, with_dweight, with_dbias}, weight.scalar_type(), max_bytes}
-                     .run([&](const Tensor& z, int64_t begin) { batch.run_rows(z, z, begin, upstream); }, divisor);
+                     .run([&](const Tensor& z, int64_t begin, int64_t) { batch.run_rows(z, z, begin, upstream); }, divisor);
   const auto rounded = [&](const Tensor& t, const OptTensor& like) { return t.defined() ? t.to(like->scalar_type()) : none(); };
   return {d.hidden.defined() ? rounded(scatter(kept, d.hidden, tokens, 0), hidden) : none(), rounded(d.weight, weight), rounded(d.bias, bias_)};
 }

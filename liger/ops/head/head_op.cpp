@@ -7,6 +7,9 @@ namespace {
 
 constexpr int64_t kTrainableChunk = 4096, kFrozenChunk = 2048;  // tokens: from here on the GEMMs run at full speed on a GPU
 constexpr int64_t kHostBytes = 64 << 20, kHostChunk = 512;      // on a CPU smaller chunks stay nearer to the caches
+constexpr int64_t kStep = 128;                                  // rows of a GEMM that one block works on
+constexpr int64_t kTileBytes = 256 << 20;                       // of 8192 tokens and 16384 classes: adding to hidden's gradient costs 1 % of the GEMMs' time
+constexpr int64_t kMostTiles = 64;                              // terms of a float sum: more would show in float32's gradients
 constexpr int64_t kBlock = 512;                                 // tokens of a GEMM whose result may not depend on their number
 constexpr double kWorthReadingCount = 1e12;                     // FLOP from which waiting for a count on the device pays
 
@@ -17,6 +20,14 @@ bool capturing(const Tensor& t) {
 }
 
 std::atomic<int64_t> process_bytes = 0;
+
+/// The size of `whole`'s parts, of at most `most` each: even, and multiples of a GEMM's tile where they are larger than that.
+int64_t even_part(int64_t whole, int64_t most) {
+  if (most >= whole) return whole;
+  const int64_t step = most > kStep ? kStep : 1, largest = std::max<int64_t>(1, most / step * step);
+  const int64_t parts = (whole + largest - 1) / largest, even = (whole + parts - 1) / parts;
+  return (even + step - 1) / step * step;
+}
 
 }  // namespace
 
@@ -33,25 +44,35 @@ int64_t chunk_tokens(const Sizes& of, bool trains_weight, int64_t max_bytes) {
   if (const int64_t bytes = budget(max_bytes)) chunk = std::max<int64_t>(1, bytes / a_token);
   else if (of.cpu) chunk = std::max(kHostBytes / a_token, kHostChunk);
   else if (trains_weight && of.tokens <= std::max(chunk + of.width, 2 * of.width)) chunk = of.tokens;
-  const int64_t chunks = std::max<int64_t>(1, (of.tokens + chunk - 1) / std::max<int64_t>(1, chunk));
-  return (of.tokens + chunks - 1) / chunks;
+  return even_part(of.tokens, chunk);
+}
+
+Plan plan(const Sizes& of, bool trains_weight, bool by_class, int64_t max_bytes) {
+  const int64_t chunk = chunk_tokens(of, trains_weight, max_bytes);
+  if (!by_class || !trains_weight || chunk >= of.tokens || of.tokens >= of.classes) return {chunk, of.classes};
+  const int64_t most = of.cpu ? kHostBytes : kTileBytes, bytes = budget(max_bytes) > 0 ? std::min(budget(max_bytes), most) : most;
+  // A tile has more classes than a chunk would have tokens, as there are more of them: its GEMMs are no slower.
+  const int64_t tile = even_part(of.classes, bytes / (of.tokens * of.element_size));
+  return tile * kMostTiles < of.classes ? Plan{chunk, of.classes} : Plan{of.tokens, tile};
 }
 
 /// The bytes beyond inputs that forward and backward of linear_log_prob (keeps) or fused_linear_cross_entropy take at their peak, gradients included; what is of the
 /// size of a few numbers a token is not counted.
 int64_t peak_bytes(int64_t tokens, int64_t width, int64_t classes, at::ScalarType dtype, bool cpu, bool trains_hidden, bool trains_weight, bool keeps, int64_t max_bytes) {
   const Sizes of{tokens, width, classes, int64_t(c10::elementSize(dtype)), cpu};
-  const int64_t a_float = 4, e = of.element_size, weight = classes * width, d_element = int64_t(c10::elementSize(gradient_dtype(dtype, dtype)));
-  const int64_t d_hidden = trains_hidden ? tokens * width * d_element : 0;
+  const int64_t a_float = 4, e = of.element_size, d_element = int64_t(c10::elementSize(gradient_dtype(dtype, dtype)));
   const int64_t logits = tokens * classes * e;
   const bool kept = keeps && logits <= (budget(max_bytes) > 0 ? budget(max_bytes) : default_bytes(cpu));
-  const int64_t chunk = kept ? tokens : chunk_tokens(of, trains_weight, max_bytes);
-  const bool sums_in_float = chunk < tokens && e < a_float;
-  const int64_t accumulator = trains_weight ? weight * (sums_in_float ? a_float : d_element) : 0;
-  const int64_t converted = cpu && trains_weight && (sums_in_float || d_element > e) ? chunk * (classes + width) * a_float : 0;  // operands, for a GEMM into float
-  const int64_t rounded = trains_weight && accumulator > weight * e ? weight * e : 0;
+  const auto [chunk, tile] = kept ? Plan{tokens, classes} : plan(of, trains_weight, keeps, max_bytes);
+  // What is summed over several chunks is summed in float, and rounded beside the sum; float16 gradients wait in float in any case.
+  const auto sum = [&](bool wanted, bool several, int64_t numbers) { return wanted ? numbers * (several ? a_float : d_element) : 0; };
+  const auto rounded = [&](int64_t sum, int64_t numbers) { return sum > numbers * e ? numbers * e : 0; };
+  const int64_t of_weight = sum(trains_weight, chunk < tokens, classes * width), of_hidden = sum(trains_hidden, tile < classes, tokens * width);
+  const bool converts = cpu && e < a_float;  // operands, for a GEMM into float
+  const auto converted = [&](bool wanted, bool several, int64_t other) { return converts && wanted && (several || d_element > e) ? (chunk * tile + other * width) * a_float : 0; };
+  const int64_t scratch = std::max(converted(trains_weight, chunk < tokens, chunk), converted(trains_hidden && tile < classes, true, tile));
   // A gradient that forward has made waits as it is, and one that backward makes is rounded there.
-  return accumulator + d_hidden + std::max(chunk * classes * e + converted, (kept ? logits : 0) + rounded);
+  return of_weight + of_hidden + std::max(chunk * tile * e + scratch, (kept ? logits : 0) + rounded(of_weight, classes * width) + (tile < classes ? rounded(of_hidden, tokens * width) : 0));
 }
 
 at::ScalarType compute_dtype(const char* op, const Tensor& hidden, const Tensor& weight, std::optional<at::ScalarType> asked) {
@@ -84,11 +105,13 @@ Tensor unit_power(const Tensor& g) {
   return g.numel() > 0 ? at::exp2(at::clamp(-at::ceil(at::log2(g.abs().amax())), -100, 100)) : at::ones({}, g.options());
 }
 
-void Operands::project(const Tensor& z, int64_t begin, bool in_blocks) const {
+void Operands::project(const Tensor& z, int64_t begin, bool in_blocks, int64_t first_class) const {
+  const auto of_classes = [&](const Tensor& t) { return t.defined() ? t.narrow(0, first_class, z.size(1)) : Tensor(); };
+  const Tensor w = of_classes(weight), b = of_classes(bias), low_w = of_classes(low_weight);
   const auto make = [&](const Tensor& out, const Tensor& x, const Tensor& low) {
-    if (!low_weight.defined()) return liger::project(out, x, weight, bias);
-    liger::project(out, low, low_weight, bias);
-    at::addmm_out(const_cast<Tensor&>(out), out, x, weight.t());
+    if (!low_w.defined()) return liger::project(out, x, w, b);
+    liger::project(out, low, low_w, b);
+    at::addmm_out(const_cast<Tensor&>(out), out, x, w.t());
   };
   const auto rows_of = [&](const Tensor& t, int64_t first, int64_t n) { return t.defined() ? t.narrow(0, begin + first, n) : Tensor(); };
   if (!in_blocks) return make(z, rows_of(hidden, 0, z.size(0)), rows_of(low_hidden, 0, z.size(0)));
@@ -102,45 +125,55 @@ void Operands::project(const Tensor& z, int64_t begin, bool in_blocks) const {
   });
 }
 
-Gradients Pass::run(const Rows& rows, const Tensor& divisor) const {
+Gradients Pass::run(const Work& work, const Tensor& divisor) const {
   const Tensor &hidden = of.hidden, &weight = of.weight;
+  const int64_t tokens = hidden.size(0), classes = weight.size(0);
   const bool there = logits.defined() && !copy_logits;
-  const int64_t tokens = hidden.size(0), chunk = there ? tokens : chunk_tokens({tokens, hidden.size(1), weight.size(0), hidden.element_size(), hidden.is_cpu()}, wants.weight, max_bytes);
+  const auto [chunk, tile] = there ? Plan{tokens, classes}
+                                   : plan({tokens, hidden.size(1), classes, hidden.element_size(), hidden.is_cpu()}, wants.weight, by_class && !logits.defined(), max_bytes);
   const bool whole = chunk == tokens, adds = wants.weight && main_grad.defined() && !divisor.defined();
   const auto options = hidden.options();
   const auto dtype = hidden.scalar_type();
   const auto empty_like = [&](const Tensor& t, at::ScalarType dtype) { return output(at::empty(t.sizes(), options.dtype(dtype))); };
+  const auto of_tokens = tile < classes ? at::kFloat : gradient_dtype(dtype, dtype);
   Gradients d;
-  if (wants.hidden) d.hidden = empty_like(hidden, gradient_dtype(dtype, dtype));
-  if (wants.low_hidden) d.low_hidden = empty_like(of.low_hidden, gradient_dtype(dtype, dtype));
+  if (wants.hidden) d.hidden = empty_like(hidden, of_tokens);
+  if (wants.low_hidden) d.low_hidden = empty_like(of.low_hidden, of_tokens);
   // One chunk needs no accumulator where the result has the GEMM's dtype: it sums in float and rounds once.
   if (wants.weight) d.weight = adds ? main_grad : empty_like(weight, whole && weight_dtype == dtype && !main_grad.defined() ? gradient_dtype(dtype, dtype) : at::kFloat);
   if (wants.low_weight) d.low_weight = empty_like(of.low_weight, at::kFloat);
-  if (wants.bias) d.bias = at::zeros({weight.size(0)}, options.dtype(at::kFloat));
+  if (wants.bias) d.bias = at::zeros({classes}, options.dtype(at::kFloat));
   if (tokens == 0 && wants.weight && !adds) d.weight.zero_();
   if (tokens == 0 && wants.low_weight) d.low_weight.zero_();
-  Tensor buffer = there ? logits : output(at::empty({chunk, weight.size(0)}, options.dtype(logits_dtype.value_or(dtype))));
-  for_chunks(tokens, chunk, [&](int64_t begin, int64_t n) {
-    const auto rows_of = [&](const Tensor& t) { return t.narrow(0, begin, n); };
-    const Tensor z = buffer.narrow(0, 0, n);
-    if (!logits.defined()) of.project(z, begin, in_blocks);
-    else if (copy_logits) z.copy_(rows_of(logits));
-    rows(z, begin);
-    if (wants.bias) d.bias.add_(z.sum(0, false, at::kFloat));
+  Tensor buffer = there ? logits : output(at::empty({chunk * tile}, options.dtype(logits_dtype.value_or(dtype))));
+  const auto block = [&](int64_t begin, int64_t n, int64_t first, int64_t width) {
+    const Tensor z = there ? buffer : buffer.narrow(0, 0, n * width).view({n, width});
+    if (!logits.defined()) of.project(z, begin, in_blocks, first);
+    else if (copy_logits) z.copy_(logits.narrow(0, begin, n));
+    work(z, begin, first);
+    if (wants.bias) d.bias.narrow(0, first, width).add_(z.sum(0, false, at::kFloat));
     if (!wants.any()) return;
-    const Tensor dz = z.to(dtype);
-    const auto of_tokens = [&](bool wanted, const Tensor& dx, const Tensor& w) {
+    const Tensor dz = z.to(dtype), dz_t = dz.t();
+    const auto add = [](bool wanted, const Tensor& sum, int64_t at, int64_t rows, const Tensor& a, const Tensor& b, bool alone) {
       if (!wanted) return;
-      Tensor part = rows_of(dx);
-      accumulate(part, dz.t(), w, true);
+      Tensor part = sum.narrow(0, at, rows);
+      accumulate(part, a, b, alone);
     };
-    if (wants.weight) accumulate(d.weight, dz, rows_of(hidden), begin == 0 && !adds);
-    if (wants.low_weight) accumulate(d.low_weight, dz, rows_of(of.low_hidden), begin == 0);
-    of_tokens(wants.hidden, d.hidden, weight), of_tokens(wants.low_hidden, d.low_hidden, of.low_weight);
+    const auto of_classes = [&](const Tensor& t) { return t.defined() ? t.narrow(0, first, width) : t; };
+    const auto of_rows = [&](const Tensor& t) { return t.defined() ? t.narrow(0, begin, n) : t; };
+    add(wants.weight, d.weight, first, width, dz, of_rows(hidden), begin == 0 && !adds);
+    add(wants.low_weight, d.low_weight, first, width, dz, of_rows(of.low_hidden), begin == 0);
+    add(wants.hidden, d.hidden, begin, n, dz_t, of_classes(weight), first == 0);
+    add(wants.low_hidden, d.low_hidden, begin, n, dz_t, of_classes(of.low_weight), first == 0);
+  };
+  for_chunks(tokens, chunk, [&](int64_t begin, int64_t n) {
+    for_chunks(classes, tile, [&](int64_t first, int64_t width) { block(begin, n, first, width); });
   });
-  buffer.reset();  // before the accumulator is rounded, so that the two never meet
+  buffer.reset();  // before the accumulators are rounded, so that they never meet
   for (Tensor* t : {&d.hidden, &d.weight, &d.bias, &d.low_hidden, &d.low_weight})
     if (divisor.defined() && t->defined()) t->div_(divisor);
+  for (Tensor* t : {&d.hidden, &d.low_hidden})
+    if (t->defined()) *t = t->to(gradient_dtype(dtype, dtype));
   if (wants.weight && main_grad.defined()) {
     if (!adds) main_grad.add_(d.weight);
     d.weight.reset();

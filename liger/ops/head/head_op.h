@@ -29,6 +29,12 @@ struct Sizes {
 /// less memory than a float accumulator beside the weight's gradient; else a chunk.
 int64_t chunk_tokens(const Sizes& of, bool trains_weight, int64_t max_bytes);
 
+/// How many tokens meet how many classes at once. Where not all tokens meet all classes, and the work on logits can be done on some classes at a time,
+/// all tokens meet a tile of the classes: the GEMM of a tile is the final gradient of its rows of the weight, so that the float accumulator is one of
+/// [tokens, width] beside the gradient of hidden instead of one of [classes, width].
+struct Plan { int64_t tokens, classes; };
+Plan plan(const Sizes& of, bool trains_weight, bool by_class, int64_t max_bytes);
+
 /// The dtype that the GEMMs run in: `asked`, or that of hidden.
 at::ScalarType compute_dtype(const char* op, const Tensor& hidden, const Tensor& weight, std::optional<at::ScalarType> asked);
 
@@ -56,14 +62,15 @@ Tensor unit_power(const Tensor& g);
 struct Operands {
   Tensor hidden, weight, bias, low_hidden = {}, low_weight = {};
 
-  /// z = the logits of tokens [begin, begin + z's rows). in_blocks: by GEMMs of one shape, so that a token's logits have the same bits whatever the others are.
-  void project(const Tensor& z, int64_t begin, bool in_blocks = false) const;
+  /// z = the logits of tokens [begin, begin + z's rows) and classes [first, first + z's columns). in_blocks: by GEMMs of one shape, so that a token's logits have
+  /// the same bits whatever the others are.
+  void project(const Tensor& z, int64_t begin, bool in_blocks = false, int64_t first = 0) const;
 };
 
-/// Calls rows(logits, first token) with each chunk's logits and makes the gradients that are wanted of what it leaves in their place: three GEMMs a
-/// chunk. They are of gradient_dtype, that of bias is float.
+/// Calls work(logits, first token, first class) with each chunk's logits and makes the gradients that are wanted of what it leaves in their place: three
+/// GEMMs a chunk. They are of gradient_dtype, that of bias is float.
 struct Pass {
-  using Rows = std::function<void(const Tensor& logits, int64_t begin)>;
+  using Work = std::function<void(const Tensor& logits, int64_t token, int64_t first)>;
   Operands of;
   Wants wants;
   at::ScalarType weight_dtype;  // of the weight as the caller holds it
@@ -72,10 +79,11 @@ struct Pass {
   bool copy_logits = false;     // they may not
   std::optional<at::ScalarType> logits_dtype = {};  // of the logits, on a GPU: float or hidden's; what is left in their place is rounded to hidden's
   bool in_blocks = false;       // see Operands::project
+  bool by_class = false;        // work can be done on some of the classes at a time; otherwise the first class is always 0
   Tensor main_grad = {};        // float, where the weight's gradient is added; it is not returned then
 
   /// divisor: a power of two, if any, that the gradients are divided by before they are rounded.
-  Gradients run(const Rows& rows, const Tensor& divisor = {}) const;
+  Gradients run(const Work& work, const Tensor& divisor = {}) const;
 };
 
 }  // namespace liger::op::head

@@ -108,7 +108,7 @@ Forward forward(const Options& o, const Tensor& student, const Tensor& student_w
   const head::Pass pass{.of = {x, operand(student_weight), student_bias ? student_bias->to(compute) : Tensor()},
                         .wants = {with_dstudent, with_dweight, with_dbias}, .weight_dtype = student_weight.scalar_type(), .max_bytes = bytes, .logits_dtype = logits_dtype};
   Tensor teacher_logits;
-  auto d = pass.run([&](const Tensor& z, int64_t begin) {
+  auto d = pass.run([&](const Tensor& z, int64_t begin, int64_t) {
     const int64_t rows = z.size(0);
     const auto of = [&](const Tensor& t) { return t.defined() && t.numel() > 0 ? t.narrow(0, begin, rows) : Tensor(); };
     if (!teacher_logits.defined()) teacher_logits = output(at::empty(z.sizes(), z.options()));

@@ -143,7 +143,7 @@ Forward forward(const Options& o, const Tensor& hidden, const Tensor& weight, co
   const Kept in(o, hidden, weight, bias, ids, low_hidden, low_weight, dtype);
   const int64_t n = in.ids.numel();
   const Columns columns = make_columns(o, {n}, floats);
-  const auto rows = [&](const Tensor& z, int64_t begin) { fill(o, z, begin, in.ids, columns, stats); };
+  const auto rows = [&](const Tensor& z, int64_t begin, int64_t = 0) { fill(o, z, begin, in.ids, columns, stats); };
   if (keep) {
     const Tensor z = logits.narrow(0, 0, n);
     if (n > 0) in.operands.project(z, 0, o.batch_invariant), rows(z, 0);
@@ -213,12 +213,14 @@ Gradients backward(const Options& o, const OptTensor& dlogp, const OptTensor& de
       if (g.defined()) g = g.mul(power);
   }
   const Tensor of_rows = stats.contiguous(), logits = kept_logits.size(0) > 0 ? kept_logits.narrow(0, 0, n) : Tensor();
-  const auto rows = [&](const Tensor& z, int64_t begin) {
+  const auto work = [&](const Tensor& z, int64_t begin, int64_t first) {
     const auto part = [&](const Tensor& t) { return t.defined() ? t.narrow(0, begin, z.size(0)) : Tensor(); };
-    selective_log_softmax::run_backward({z, z.stride(0), part(in.ids), o.rest(), o.ignore_index, o.map()}, {part(all[0]), part(all[1]), part(all[2]), part(all[3])}, part(of_rows), z);
+    selective_log_softmax::run_backward({z, z.stride(0), part(in.ids), o.rest(), o.ignore_index, o.map()}, {part(all[0]), part(all[1]), part(all[2]), part(all[3])}, part(of_rows), z, first,
+                                        weight.size(0));
   };
   const auto d = head::Pass{.of = in.operands, .wants = wants, .weight_dtype = weight.scalar_type(), .max_bytes = o.max_bytes, .logits = logits,
-                            .copy_logits = !kInPlace, .in_blocks = o.batch_invariant, .main_grad = value_or_undefined(main_grad)}.run(rows, power);
+                            .copy_logits = !kInPlace, .in_blocks = o.batch_invariant, .by_class = !o.batch_invariant, .main_grad = value_or_undefined(main_grad)}
+                     .run(work, power);
   const auto rounded = [&](const Tensor& t, const OptTensor& like) { return t.defined() ? t.to(like->scalar_type()) : none(); };
   const auto of_tokens = [&](const Tensor& t, const OptTensor& like) {
     return t.defined() ? rounded(head::scatter(in.which, t, in.tokens, 0), like).view(like->sizes()) : none();

@@ -36,8 +36,8 @@ struct SelectiveLogSoftmax {
   DType dtype;
 };
 
-/// dx_j = (g ([j = id] − p_j) − h p_j (ln p_j + entropy) + l p_j + k / cols) / T · ∂z_j/∂x_j with the gradients g of logp, h of entropy, l of lse and k of
-/// mean_logit; 0 in ignored rows. ln p_j + entropy = (z_j − m)/T − mean.
+/// dx_j = (g ([j = id] − p_j) − h p_j (ln p_j + entropy) + l p_j + k / classes) / T · ∂z_j/∂x_j with the gradients g of logp, h of entropy, l of lse and k of
+/// mean_logit; 0 in ignored rows. ln p_j + entropy = (z_j − m)/T − mean. The columns may be some of the classes: first, first + 1, ...
 struct SelectiveBackward {
   const float *dlogp, *dentropy;   // g, h [rows]
   const float *dlse, *dmean_logit; // l, k [rows] or null: 0
@@ -46,6 +46,7 @@ struct SelectiveBackward {
   const float* stats;          // of SelectiveLogSoftmax
   void* dx;                    // [rows, cols]; may be x where its rows are cols apart
   int64_t rows, cols, x_stride, ignore_index;
+  int64_t first, classes;      // the class of column 0, and how many there are in all
   float inverse_temperature;
   LogitMap map;
   DType dtype;

@@ -55,12 +55,12 @@ template <class T>
 void backward(const SelectiveBackward& a) {
   const Vec inverse(a.inverse_temperature), lowest(kSelectiveLowest);
   for_pieces(a.rows, a.cols, [&](int64_t r, int64_t begin, int64_t n) {
-    const int64_t id = a.ids[r] - begin;
+    const int64_t id = a.ids[r] - a.first - begin;
     const T* x = row_of<T>(a.x, r, a.x_stride) + begin;
     T* dx = row_of<T>(a.dx, r, a.cols) + begin;
     if (a.ids[r] == a.ignore_index) return void(std::fill_n(dx, n, T(0)));
     const float *stats = a.stats + 3 * r, g = a.dlogp[r] * a.inverse_temperature, h = a.dentropy[r] * a.inverse_temperature;
-    const float l = a.dlse ? a.dlse[r] * a.inverse_temperature : 0, k = a.dmean_logit ? a.dmean_logit[r] * a.inverse_temperature / float(a.cols) : 0;
+    const float l = a.dlse ? a.dlse[r] * a.inverse_temperature : 0, k = a.dmean_logit ? a.dmean_logit[r] * a.inverse_temperature / float(a.classes) : 0;
     const Vec top(stats[0]), slope(-h / stats[1]), level((h * stats[2] - g + l) / stats[1]), each(k);
     const auto gradient = [&](Vec x, Vec plus) {
       const Vec z = map_logit<Math>(a.map, x), d = (z - top) * inverse, dz = Math::fma(Math::exp(d), Math::fma(slope, Math::max(d, lowest), level), each) + plus;

@@ -140,8 +140,8 @@ __global__ void __launch_bounds__(256) backward_kernel(SelectiveBackward a, Piec
   const OnlineEntropy<T> online(a.inverse_temperature);
   const float *stats = a.stats + 3 * row, max = stats[0], by = 1 / stats[1], g = a.dlogp[row] * a.inverse_temperature, h = a.dentropy[row] * a.inverse_temperature;
   const float slope = h * by * online.kUnit, level = (g - h * stats[2] - (a.dlse ? a.dlse[row] * a.inverse_temperature : 0)) * by;
-  const float each = !kPlain && a.dmean_logit ? a.dmean_logit[row] * a.inverse_temperature / float(a.cols) : 0;
-  const int at = int(id - pieces.begin());  // the id's column in this piece, or outside of it
+  const float each = !kPlain && a.dmean_logit ? a.dmean_logit[row] * a.inverse_temperature / float(a.classes) : 0;
+  const int at = int(id - a.first - pieces.begin());  // the id's column in this piece, or outside of it
   for_each_pack<4>(x, 0, x.packs(), T(0), [&](int k, const auto& pack) {
     float f[kWidth];
     pack.to_float(f);

@@ -29,11 +29,11 @@ void run_rows(const LogitRows& of, const LogitColumns& to) {
   TORCH_CHECK_INDEX(bad_id == of.ignore_index, "selective_log_softmax: id ", bad_id, " is out of bounds: it is outside [0, ", width, ") and not ignore_index ", of.ignore_index);
 }
 
-void run_backward(const LogitRows& of, const LogitGradients& g, const Tensor& stats, const Tensor& dx) {
+void run_backward(const LogitRows& of, const LogitGradients& g, const Tensor& stats, const Tensor& dx, int64_t first, int64_t classes) {
   run(selective_backward, dx,
       {.dlogp = data<float>(g.dlogp), .dentropy = data<float>(g.dentropy), .dlse = data<float>(g.dlse), .dmean_logit = data<float>(g.dmean_logit), .x = data(of.x),
        .ids = data<int64_t>(of.ids), .stats = data<float>(stats), .dx = dx.data_ptr(), .rows = rows(dx), .cols = cols(dx), .x_stride = of.x_stride,
-       .ignore_index = of.ignore_index, .inverse_temperature = float(1 / of.temperature), .map = of.map, .dtype = dtype_of(dx)});
+       .ignore_index = of.ignore_index, .first = first, .classes = classes, .inverse_temperature = float(1 / of.temperature), .map = of.map, .dtype = dtype_of(dx)});
 }
 
 using Forward = std::tuple<Tensor, Tensor, Tensor>;

@@ -24,7 +24,8 @@ struct LogitGradients { Tensor dlogp, dentropy, dlse = {}, dmean_logit = {}; };
 
 void run_rows(const LogitRows& of, const LogitColumns& to);
 
-/// dx [rows, classes], which may be x.
-void run_backward(const LogitRows& of, const LogitGradients& g, const Tensor& stats, const Tensor& dx);
+/// dx [rows, classes], which may be x. They may hold some of `classes` classes: `first` and those after it.
+void run_backward(const LogitRows& of, const LogitGradients& g, const Tensor& stats, const Tensor& dx, int64_t first, int64_t classes);
+inline void run_backward(const LogitRows& of, const LogitGradients& g, const Tensor& stats, const Tensor& dx) { run_backward(of, g, stats, dx, 0, cols(dx)); }
 
 }  // namespace liger::op::selective_log_softmax
