@@ -202,7 +202,7 @@ LOSSES = {
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_errors_do_not_grow_with_chunks(device, dtype, loss):
     """Within 1.2 of one chunk's from 1 to 1024 chunks, because sums over chunks are kept in float. That is the dtype of
-    float32's own gradients: theirs may err as sums of as many floats do. The loss is one number: half a unit in its last place."""
+    float32's own gradients: theirs may err as a float sum of all tokens does. The loss is one number: half a unit in its last place."""
     tokens, classes = 1024, 91
     g = torch.Generator().manual_seed(5)
     draw = lambda *shape: torch.randn(*shape, generator=g).to(device, dtype).requires_grad_()
@@ -217,5 +217,5 @@ def test_errors_do_not_grow_with_chunks(device, dtype, loss):
         gradients = torch.autograd.grad(value, (hidden, weight))
         assert abs(value.item() - exact.item()) <= 2.0 ** -(22 if dtype == torch.float32 else 8) * abs(exact.item())
         errors[chunks] = [((got.double() - want).norm() / want.norm()).item() for got, want in zip(gradients, expected)]
-        of_sum = 2.0**-24 * chunks**0.5 if dtype == torch.float32 else 0
+        of_sum = 2.0**-24 * tokens**0.5 if dtype == torch.float32 else 0
         assert all(0 < error < max(1.2 * one, of_sum) for error, one in zip(errors[chunks], errors[1])), errors
