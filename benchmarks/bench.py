@@ -2,7 +2,7 @@
 
     python benchmarks/bench.py                                  every operator at its shapes, on the GPU if there is one
     python benchmarks/bench.py --op rms_norm --shape 4096,4096 --dtype float32 --device cpu
-    python benchmarks/bench.py --compare docs/performance-h200.json  what changed since that run
+    python benchmarks/bench.py --compare benchmarks/results/h200.json  what changed since that run
 
 Rivals: eager torch, torch.compile of the plain operator, torch's own fused operator where there is one, and, where they can be
 imported, quack, cut_cross_entropy, TRL's functions of a head (--trl DIR or TRL_DIR: an unpacked wheel of TRL 1.16, of

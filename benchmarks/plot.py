@@ -1,0 +1,178 @@
+"""Writes the tables of docs/performance.md and its two pictures out of benchmarks/results/*.json, which bench.py and train.py wrote.
+
+    python benchmarks/plot.py            after a run: bench.py --out benchmarks/results/h200.json
+"""
+
+import json
+import re
+from pathlib import Path
+
+from tabulate import tabulate
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
+FORWARD, BOTH = "forward", "forward+backward"
+OURS, EAGER, TRITON = "ours", "torch", "liger (Triton)"
+# Of each operator the first shape is shown, and of these one more: other widths, vocabularies and budgets that models have.
+MORE = {
+    ("cross_entropy", (8192, 128256)),
+    ("fused_linear_cross_entropy", (16384, 2048, 248320)),
+    ("linear_log_prob", (8192, 4096, 151936)),
+    ("fused_experts", (16384, 2048, 768)),
+}
+#: What a picture calls a run of train.py.
+SIDES = {"plain": "plain", "triton": "liger (Triton)", "liger": "ours"}
+
+
+def cases(rows):
+    """(case, shape, options) -> {rival: its row} of those that are timed, not called alone."""
+    found = {}
+    for row in rows:
+        if f"eager {BOTH}" in row:
+            key = row["case"], tuple(row["shape"]), json.dumps(row["options"])
+            found.setdefault(key, {})[row["rival"]] = row
+    return found
+
+
+def named(rows):
+    """The cases of the tables: of each operator the first, and MORE."""
+    seen, chosen = set(), {}
+    for key, rivals in cases(rows).items():
+        name, shape, options = key
+        if "bfloat16" in options or "recompute" in options or OURS not in rivals:
+            continue
+        if name not in seen or (name, shape) in MORE:
+            chosen[key] = rivals
+        seen.add(name)
+    return chosen
+
+
+def time(row, mode=BOTH):
+    """A call in a CUDA graph where it can be captured, which compaction of ignored tokens and some rivals cannot."""
+    captured = f"gpu {mode}" in row and row["options"].get("ignored", 0) == 0
+    return row.get(f"gpu {mode}" if captured else f"eager {mode}")
+
+
+def best_rival(rivals):
+    return min((row for name, row in rivals.items() if name != OURS), key=time)
+
+
+def label(key):
+    name, shape, options = key
+    options = {k: v for k, v in json.loads(options).items() if (k, v) not in (("ignored", 0.0), ("hot", 0.0))}
+    options.pop("unlabelled", None), options.pop("weight_hard_loss", None), options.pop("weight_soft_loss", None)
+    if "max_bytes" in options:
+        options["max_bytes"] = f"{options['max_bytes'] >> 20} MiB"
+    values = ", ".join(str(v) if isinstance(v, str) else f"{k} {v}" for k, v in options.items())
+    return f"{name} {'x'.join(map(str, shape))}" + (f" ({values})" if values else "")
+
+
+def pair(row, digits):
+    return " / ".join("-" if (t := time(row, mode)) is None else f"{t:.{digits}f}" for mode in (FORWARD, BOTH))
+
+
+def table(file, memory):
+    rows = json.loads((RESULTS / file).read_text())["rows"]
+    lines = []
+    for key, rivals in named(rows).items():
+        ours, best = rivals[OURS], best_rival(rivals)
+        digits = 3 if time(ours) < 1 else 2 if time(ours) < 10 else 1
+        line = [label(key), pair(ours, digits), f"{best['rival']}: {pair(best, digits)}", f"{time(best) / time(ours):.2f}x"]
+        if memory:
+            extra = [row.get(f"extra {BOTH}", row.get(f"peak {BOTH}")) for row in (ours, best)]
+            line.append(" / ".join(f"{mib:,.0f}" for mib in extra))
+            line.append(format(ours[f"rate {BOTH}"], ".2f") if f"rate {BOTH}" in ours else "")
+        lines.append(line)
+    headers = ["case", "ours, ms", "best rival, ms", "faster", *(["MiB, ours / rival", "of the limit"] if memory else [])]
+    return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
+
+
+def families():
+    lines = []
+    for family, report in json.loads((RESULTS / "families-h200.json").read_text()).items():
+        plain, others = report["plain"], [report[side] for side in ("triton", "liger") if side in report]
+        speeds = [f"{r['tokens_per_second']:,.0f} ({r['tokens_per_second'] / plain['tokens_per_second']:.2f}x)" for r in others]
+        memory = [f"{r['step_peak_bytes'] / 2**30:.1f} GiB" for r in (plain, *others)]
+        lines.append([family, f"{plain['parameters'] / 1e6:,.0f} M", f"{plain['tokens_per_second']:,.0f}", *speeds, *memory])
+    headers = ["family", "parameters", "plain, tokens/s", "liger (Triton)", "ours", "plain, memory", "liger (Triton)", "ours"]
+    return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
+
+
+def axes(height):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, height), sharey=True)
+    for ax in (left, right):
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.grid(axis="x", alpha=0.3)
+    return figure, left, right
+
+
+COLORS = {OURS: "#1b7f5c", TRITON: "#d98e2b", "compile": "#7a8ba6", "plain": "#7a8ba6"}
+
+
+def bars(ax, names, series, title):
+    width = 0.8 / len(series)
+    for i, (name, values) in enumerate(series.items()):
+        at = [j + (i - (len(series) - 1) / 2) * width for j in range(len(names))]
+        ax.barh(at, [v or 0 for v in values], width * 0.9, label=name, color=COLORS[name])
+    ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(-0.7, len(names) - 0.3)
+    ax.set_title(title, fontsize=11)
+
+
+def save(figure, ax, file):
+    ax.invert_yaxis()  # of both, which share it
+    ax.legend(frameon=False, fontsize=9)
+    figure.tight_layout()
+    figure.savefig(DOCS / file, dpi=110)
+
+
+def draw_operators():
+    """Time and memory of forward and backward in relation to ours."""
+    chosen = {}
+    for key, rivals in named(json.loads((RESULTS / "h200.json").read_text())["rows"]).items():
+        if "compile" in rivals or TRITON in rivals:
+            chosen.setdefault(key[0], rivals)
+    names = list(chosen)
+    figure, left, right = axes(0.34 * len(names) + 1)
+    extra = lambda row: row and row.get(f"peak {BOTH}")
+    for ax, of, title in ((left, time, "time of forward and backward, ours = 1 (cut at 6)"), (right, extra, "peak memory beyond inputs, ours = 1")):
+        ours = [of(chosen[name][OURS]) for name in names]
+        relation = lambda rival: [(of(r) or 0) / o if (r := chosen[n].get(rival)) and o else None for n, o in zip(names, ours)]
+        bars(ax, names, {OURS: [1] * len(names), "compile": relation("compile"), TRITON: relation(TRITON)}, title)
+        ax.set_xlim(0, 6)
+    save(figure, right, "operators.png")
+
+
+def draw_training():
+    reports = json.loads((RESULTS / "families-h200.json").read_text())
+    names = list(reports)
+    figure, left, right = axes(0.8 * len(names) + 1)
+    of = lambda side, what, unit: [reports[n].get(side, {}).get(what, 0) / unit for n in names]
+    for ax, what, unit, title in (
+        (left, "tokens_per_second", 1000, "thousand tokens per second"),
+        (right, "step_peak_bytes", 2**30, "memory of a step, GiB"),
+    ):
+        bars(ax, names, {name: of(side, what, unit) for side, name in SIDES.items()}, title)
+    save(figure, right, "training.png")
+
+
+def main():
+    page = DOCS / "performance.md"
+    text = page.read_text()
+    tables = {"h200": table("h200.json", True), "cpu": table("cpu-avx512.json", False), "families": families()}
+    for name, lines in tables.items():
+        marked = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
+        text, count = re.subn(marked, lambda m: f"{m[1]}{lines}\n{m[2]}", text, flags=re.S)
+        assert count == 1, f"{page} has no place for {name}"
+    page.write_text(text)
+    draw_operators()
+    draw_training()
+
+
+if __name__ == "__main__":
+    main()
