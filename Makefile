@@ -14,7 +14,7 @@ sources := $(shell find liger python cmake -name '*.h' -o -name '*.cpp' -o -name
 
 SHELL := bash
 .SHELLFLAGS := -eo pipefail -c
-.PHONY: help train align test test-families test-hub downstream fuzz test-install bench install clean
+.PHONY: help format lint train align test test-families test-hub downstream fuzz test-install bench install clean
 .DEFAULT_GOAL := help
 
 help:  ## what there is
@@ -89,6 +89,18 @@ $(venv)/ready: $(venv)/bin/python requirements.txt $(sources)
 	  >build/install.log 2>&1 || { tail -40 build/install.log; exit 1; }
 	grep -oE 'liger 1.*' build/install.log
 	$(py) -c "import liger_kernel.ops" && touch $(venv)/ready
+
+cpp_files = $(shell git ls-files '*.h' '*.cuh' '*.cpp' '*.cu')
+format: build/lint/ready  ## write C++, CUDA and Python as ruff and clang-format have it
+	build/lint/bin/clang-format -i $(cpp_files)
+	build/lint/bin/ruff check --quiet --fix && build/lint/bin/ruff format --quiet
+
+lint: build/lint/ready  ## check that, and what ruff finds
+	build/lint/bin/clang-format --dry-run --Werror $(cpp_files)
+	build/lint/bin/ruff check --quiet && build/lint/bin/ruff format --quiet --check
+
+build/lint/ready: requirements-lint.txt
+	$(PYTHON) -m venv build/lint && build/lint/bin/python -m pip install --quiet --disable-pip-version-check -r $< && touch $@
 
 # Nothing is installed into the system's Python: the library is built beside, and the sources are used where they stand.
 build/system.ready: $(sources)

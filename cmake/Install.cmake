@@ -7,7 +7,7 @@ install(TARGETS liger liger_torch EXPORT liger LIBRARY DESTINATION ${prefix}lib)
 # The public headers: the functions, the modules, what these include, and the formulas that their comments point to.
 foreach(header ops.h options.h nn/activation.h nn/distillation.h nn/embedding.h nn/loss.h nn/module.h nn/norm.h nn/policy.h nn/preference.h nn/rope.h ops/activation/activate.h
         ops/activation/gated.h ops/loss/cross_entropy.h ops/head/options.h ops/loss/options.h ops/norm/norm.h ops/preference/distillation.h ops/preference/policy.h
-        ops/preference/preference.h core/kernel.h core/math.h core/shares.h)
+        ops/preference/preference.h core/kernel.h core/math.h core/partial_sums.h)
   get_filename_component(folder ${header} DIRECTORY)
   install(FILES liger/${header} DESTINATION ${prefix}include/liger/${folder})
 endforeach()

@@ -8,6 +8,9 @@ namespace liger {
 enum class DType : uint8_t { F32, F16, BF16 };
 using Stream = void*;  // a cudaStream_t for CUDA; unused by CPU
 
+/// a / b, rounded up.
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 /// A few numbers of any type, of which kernels read the i-th as number(of, i).
 struct Numbers {
   const void* of;

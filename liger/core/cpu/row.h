@@ -10,7 +10,7 @@
 #include "liger/core/cpu/isa.h"
 #include "liger/core/kernel.h"
 #include "liger/core/math.h"
-#include "liger/core/shares.h"
+#include "liger/core/partial_sums.h"
 
 namespace LIGER_CPU {
 
@@ -300,10 +300,10 @@ void for_rows(int64_t rows, int64_t cost, F f) {
 /// f(row, first column, columns) over pieces of all rows, in parallel.
 template <class F>
 void for_pieces(int64_t rows, int64_t cols, F f, int64_t piece = 8192) {
-  const int64_t a_row = pieces_of(cols, piece);
-  for_rows(rows * a_row, std::min(cols, piece) * 8, [&](int64_t i) {
-    const int64_t begin = i % a_row * piece;
-    f(i / a_row, begin, std::min(piece, cols - begin));
+  const int64_t per_row = ceil_div(cols, piece);
+  for_rows(rows * per_row, std::min(cols, piece) * 8, [&](int64_t i) {
+    const int64_t begin = i % per_row * piece;
+    f(i / per_row, begin, std::min(piece, cols - begin));
   });
 }
 

@@ -38,7 +38,7 @@ struct Clusters {
   static constexpr int kThreads = 256, kBlocks = 3;  // three blocks a multiprocessor: one loads while another reduces and a third stores
   static constexpr int kBlocksReading = 5;           // where nothing is stored
   static constexpr int kKeptBytes = 66 * 1024;       // of a row that a block keeps: 2^15 elements of 16 bits, at any alignment
-  static constexpr int kNearBytes = 196 * 1024 / 3 / 128 * 128 - 1024;  // a block's: so much, three times, leaves 60 KiB to the first-level cache; more, 28
+  static constexpr int kNearBytes = 196 * 1024 / 3 / 128 * 128 - 1024;  // a block's: so much, three times, leaves 60 KiB to L1; more, 28
   static constexpr int kMost = 8;                    // blocks on a row
   static constexpr int kEnough = 4096;               // blocks for all multiprocessors: more are not needed where nothing is kept
   static constexpr int kGroups = 4;                  // of copies to shared memory, which are worked on as they come
@@ -53,11 +53,10 @@ struct Clusters {
   Clusters(int64_t rows, int64_t cols, bool aligned, bool keep = true) : rows(rows) {
     constexpr int kLine = 8;  // packs of a cache line, which no two blocks share
     const int64_t packs = Row<T>::packs(cols, aligned);
-    const auto divided = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
     int64_t most = has_clusters() ? kMost : 1;
-    if (!keep) most = std::min(most, divided(kEnough, std::max<int64_t>(1, rows)));
-    blocks = int(std::clamp<int64_t>(divided(packs * kMatrices * 16, kKeptBytes), 1, most));
-    share = int(divided(packs, blocks * kLine) * kLine);
+    if (!keep) most = std::min(most, ceil_div(kEnough, std::max<int64_t>(1, rows)));
+    blocks = int(std::clamp<int64_t>(ceil_div(packs * kMatrices * 16, kKeptBytes), 1, most));
+    share = int(ceil_div(packs, blocks * kLine) * kLine);
     kept = keep && share * kMatrices * 16 <= kKeptBytes;
   }
 

@@ -163,19 +163,19 @@ __device__ inline int cluster_size() {
 
 __device__ inline unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
 
-/// What each block of a cluster has to tell the others, again and again: every block calls this as often. Letters are sent into the others'
+/// What each block of a cluster has to tell the others, again and again: every block calls this as often. Values are sent into the others'
 /// shared memory, where a barrier of the receiver's counts their bytes. (A barrier of the cluster would wait until the whole device sees
 /// all that a thread has written, and drop what the multiprocessor has cached: measured, a fifth of a wide norm.) kTurns = 1: once.
 template <class V, int kTurns = 2>
-class Post {
+class ClusterExchange {
  public:
-  __device__ Post() {
+  __device__ ClusterExchange() {
 #if __CUDA_ARCH__ >= 900
     if (cluster_size() == 1) return;
     __shared__ Box mine;
     box_ = &mine;
     if (threadIdx.x == 0) {
-      for (uint64_t& notice : box_->notices) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&notice)) : "memory");
+      for (uint64_t& barrier : box_->barriers) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&barrier)) : "memory");
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
@@ -188,24 +188,24 @@ class Post {
 #if __CUDA_ARCH__ >= 900
     const int size = cluster_size();
     if (size == 1) return f(v);
-    if (!open_) asm volatile("barrier.cluster.wait;" ::: "memory");  // until all boxes are
+    if (!open_) asm volatile("barrier.cluster.wait;" ::: "memory");  // until the others' memory is ready
     open_ = true;
-    const unsigned notice = shared_address(&box_->notices[turn_]);
-    if (threadIdx.x == 0) asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(notice), "r"(size * int(sizeof(V))) : "memory");
+    const unsigned barrier = shared_address(&box_->barriers[slot_]);
+    if (threadIdx.x == 0) asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(size * int(sizeof(V))) : "memory");
     if (int(threadIdx.x) < size) {
-      unsigned to, its_notice, words[kWords];
+      unsigned to, its_barrier, words[kWords];
       memcpy(words, &v, sizeof(V));
-      asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(&box_->letters[turn_][cluster_rank()])), "r"(threadIdx.x));
-      asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(its_notice) : "r"(notice), "r"(threadIdx.x));
+      asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(&box_->slots[slot_][cluster_rank()])), "r"(threadIdx.x));
+      asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(its_barrier) : "r"(barrier), "r"(threadIdx.x));
 #pragma unroll
       for (int i = 0; i < kWords; ++i)
-        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to + 4 * i), "r"(words[i]), "r"(its_notice) : "memory");
+        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to + 4 * i), "r"(words[i]), "r"(its_barrier) : "memory");
     }
     for (unsigned arrived = 0; !arrived;)
       asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-                   : "=r"(arrived) : "r"(notice), "r"(parities_ >> turn_ & 1) : "memory");
-    for (int rank = 0; rank < size; ++rank) f(box_->letters[turn_][rank]);
-    if (kTurns > 1) parities_ ^= 1u << turn_, turn_ ^= 1;  // a block that is ahead writes beside what others still read; further ahead it cannot get
+                   : "=r"(arrived) : "r"(barrier), "r"(parities_ >> slot_ & 1) : "memory");
+    for (int rank = 0; rank < size; ++rank) f(box_->slots[slot_][rank]);
+    if (kTurns > 1) parities_ ^= 1u << slot_, slot_ ^= 1;  // a block that is ahead writes beside what others still read; further ahead it cannot get
 #else
     f(v);
 #endif
@@ -215,11 +215,11 @@ class Post {
   static constexpr int kMost = 8, kWords = sizeof(V) / 4;
   static_assert(sizeof(V) % 4 == 0);
   struct Box {
-    uint64_t notices[kTurns];
-    V letters[kTurns][kMost];
+    uint64_t barriers[kTurns];
+    V slots[kTurns][kMost];
   };
   Box* box_ = nullptr;
-  unsigned turn_ = 0, parities_ = 0;
+  unsigned slot_ = 0, parities_ = 0;
   bool open_ = false;
 };
 
@@ -246,8 +246,8 @@ __device__ inline void store16(void* p, uint4 v) {
 }
 
 /// Copies `bytes` of 16 from global to shared memory, zeros for the rest; a thread's copies are there after copies_done(), or those of all
-/// groups that it has closed but the last `pending`, 0 to 3, after await_copies(). kNear: through the first-level cache. Around it, the
-/// second level is asked for every 64 bytes alone (ncu: four times the requests), which a kernel then waits for (measured: a tenth of
+/// groups that it has closed but the last `pending`, 0 to 3, after await_copies(). kNear: through L1. Around it, the
+/// L2 is asked for every 64 bytes alone (ncu: four times the requests), which a kernel then waits for (measured: a tenth of
 /// cross_entropy and of norms of 65536 columns); but what is on its way takes room there, of which shared memory may leave too little.
 template <bool kNear = true>
 __device__ void copy_async16(void* shared, const void* global, int bytes = 16) {

@@ -63,7 +63,7 @@ template <class Op, bool kSpread = false, bool kShort = kSpread, int kWarps = 32
 struct RowReduce {
   struct Nothing {};
   int turn = 0;
-  std::conditional_t<kSpread, Post<typename Op::Value, kTurns>, Nothing> post;
+  std::conditional_t<kSpread, ClusterExchange<typename Op::Value, kTurns>, Nothing> exchange;
 
   __device__ typename Op::Value operator()(typename Op::Value v, Op op = {}) {
     const int threads = blockDim.x;
@@ -78,7 +78,7 @@ struct RowReduce {
     v = reduce_lanes<Op, kShort>(lane < warps ? partial[first + lane] : Op::identity(), 32, op);
     if constexpr (kSpread) {
       typename Op::Value all = Op::identity();
-      post(v, [&](const typename Op::Value& of_block) { all = op(all, of_block); });
+      exchange(v, [&](const typename Op::Value& of_block) { all = op(all, of_block); });
       v = all;
     }
     return v;

@@ -1,6 +1,6 @@
 #pragma once
 #include "liger/core/cuda/tile.cuh"
-#include "liger/core/shares.h"
+#include "liger/core/partial_sums.h"
 
 namespace liger::cuda {
 
@@ -199,15 +199,15 @@ struct Pieces {
   static constexpr int kThreads = 256;
   int64_t rows, cols;
   unsigned given;
-  int64_t a_row;           // pieces
+  int64_t per_row;           // pieces
 
-  Pieces(int64_t rows, int64_t cols, int64_t given = 0) : rows(rows), cols(cols), given(unsigned(given)), a_row(pieces_of(cols, elements())) {}
+  Pieces(int64_t rows, int64_t cols, int64_t given = 0) : rows(rows), cols(cols), given(unsigned(given)), per_row(ceil_div(cols, elements())) {}
   __host__ __device__ unsigned elements() const { return kUnroll > 0 ? kThreads * kUnroll * Row<T>::kWidth : given; }
-  __host__ __device__ int64_t count() const { return rows * a_row; }
+  __host__ __device__ int64_t count() const { return rows * per_row; }
   Grid grid() const { return {.blocks = count(), .threads = kThreads}; }
-  __device__ int64_t row(int64_t i = blockIdx.x) const { return i / a_row; }
+  __device__ int64_t row(int64_t i = blockIdx.x) const { return i / per_row; }
   /// Of 32-bit factors: a block's one product of 64-bit ones takes eight registers more of each thread.
-  __device__ int64_t begin(int64_t i = blockIdx.x) const { return int64_t(unsigned(i % a_row)) * elements(); }
+  __device__ int64_t begin(int64_t i = blockIdx.x) const { return int64_t(unsigned(i % per_row)) * elements(); }
   /// This block's piece of a matrix, or piece i.
   template <class U = T>
   __device__ Row<U> of(const void* matrix, int64_t stride, int64_t i = blockIdx.x) const {

@@ -25,26 +25,26 @@ Rows::Rows(const Tensor& t) : tensor(t), stride(cols(t)) {
   else tensor = t.contiguous();
 }
 
-int64_t row_share_count(const Tensor& x, int64_t groups) {
+int64_t partial_count(const Tensor& x, int64_t groups) {
   int64_t count;
-  run(row_shares, x, {.device = x.device().index(), .groups = groups, .rows = rows(x) / groups, .cols = cols(x), .count = &count});
+  run(row_partials, x, {.device = x.device().index(), .groups = groups, .rows = rows(x) / groups, .cols = cols(x), .count = &count});
   return count;
 }
 
-Tensor empty_shares(const Tensor& x, int64_t shares, int64_t cols) { return at::empty({1, shares, cols}, x.options().dtype(at::kFloat)); }
+Tensor empty_partials(const Tensor& x, int64_t partials, int64_t cols) { return at::empty({1, partials, cols}, x.options().dtype(at::kFloat)); }
 
-Tensor Totals::of(const Tensor& shares, const Tensor& like, const Tensor& factor, double plus) {
-  const Tensor out = at::empty(like.sizes(), shares.options().dtype(like.scalar_type()));
-  const int64_t count = shares.size(0) * shares.size(1);
-  TORCH_INTERNAL_ASSERT(args_.count < SumShares::kMost);
-  args_.sums[args_.count++] = {.part = data<float>(shares), .factor = numbers(factor), .out = out.data_ptr(), .groups = shares.size(0), .shares = shares.size(1),
-                               .cols = shares.size(2), .per_factor = factor.defined() ? count / rows(factor) : count, .plus = float(plus), .dtype = dtype_of(out)};
-  first_ = shares;
+Tensor Totals::of(const Tensor& partials, const Tensor& like, const Tensor& factor, double plus) {
+  const Tensor out = at::empty(like.sizes(), partials.options().dtype(like.scalar_type()));
+  const int64_t count = partials.size(0) * partials.size(1);
+  TORCH_INTERNAL_ASSERT(args_.count < AddPartials::kMost);
+  args_.sums[args_.count++] = {.part = data<float>(partials), .factor = numbers(factor), .out = out.data_ptr(), .groups = partials.size(0), .partials = partials.size(1),
+                               .cols = partials.size(2), .per_factor = factor.defined() ? count / rows(factor) : count, .plus = float(plus), .dtype = dtype_of(out)};
+  first_ = partials;
   return out;
 }
 
 void Totals::run() {
-  if (args_.count > 0) liger::run(sum_shares, first_, args_);
+  if (args_.count > 0) liger::run(add_partials, first_, args_);
 }
 
 void project(Tensor out, const Tensor& x, const Tensor& w, const Tensor& bias) {

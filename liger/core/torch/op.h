@@ -10,7 +10,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 #include "liger/core/kernel.h"
-#include "liger/core/shares.h"
+#include "liger/core/partial_sums.h"
 
 namespace liger {
 
@@ -79,20 +79,20 @@ inline Tensor empty_stat(const Tensor& x) {
   return at::empty_symint(x.sym_sizes().slice(0, x.dim() - 1), x.options().dtype(at::kFloat));
 }
 
-/// How many shares the sum over x's rows, or over each of `groups` runs of them, is made of (RowShares).
-int64_t row_share_count(const Tensor& x, int64_t groups = 1);
-/// Room for a sum in shares, float [1, shares, cols] where x is.
-Tensor empty_shares(const Tensor& x, int64_t shares, int64_t cols);
-/// Sums of shares, all made by one launch.
+/// How many partial sums the sum over x's rows, or over each of `groups` runs of them, is made of (RowPartials).
+int64_t partial_count(const Tensor& x, int64_t groups = 1);
+/// Room for partial sums, float [1, partials, cols] where x is.
+Tensor empty_partials(const Tensor& x, int64_t partials, int64_t cols);
+/// Sums of partial sums, all made by one launch.
 class Totals {
  public:
-  /// Σ over the middle dimension of [groups, shares, cols], each share times factor + plus, after run: as large and of the type as `like`, of
-  /// groups x cols numbers. factor has one row for all shares, or one for as many as divide them.
-  Tensor of(const Tensor& shares, const Tensor& like, const Tensor& factor = {}, double plus = 0);
+  /// Σ over the middle dimension of [groups, partials, cols], each partial sum times factor + plus, after run: as large and of the type as `like`, of
+  /// groups x cols numbers. factor has one row for all partial sums, or one for as many as divide them.
+  Tensor of(const Tensor& partials, const Tensor& like, const Tensor& factor = {}, double plus = 0);
   void run();
 
  private:
-  SumShares args_{};
+  AddPartials args_{};
   Tensor first_;
 };
 

@@ -5,7 +5,7 @@
 namespace LIGER_CPU::embedding {
 namespace {
 
-/// dw_v, whose tokens are the first `count` of `order`: a block of columns at a time, so that their sums stay in the first-level cache.
+/// dw_v, whose tokens are the first `count` of `order`: a block of columns at a time, so that their sums stay in L1.
 template <class T>
 void sum_tokens(const void* dy, int64_t cols, const int64_t* order, int64_t count, T* dw) {
   constexpr int64_t kBlock = 64 * kLanes;

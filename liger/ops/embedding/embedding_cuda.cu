@@ -85,7 +85,7 @@ template <class T>
 __global__ void __launch_bounds__(256) absent_kernel(EmbeddingBackward a, const unsigned char* present, bool beside) {
   if (!beside) await_previous();
   const int64_t first = (int64_t(blockIdx.x) * blockDim.y + threadIdx.y) * kAsked;
-  // From the second-level cache: the first may know what was there before this was written.
+  // From L2: the first may know what was there before this was written.
   const unsigned known = first < a.classes ? __ldcg(reinterpret_cast<const unsigned*>(present + first)) : ~0u;
   for (int i = 0; i < kAsked; ++i) {
     if (first + i >= a.classes || (known >> 8 * i & 0xff)) continue;

@@ -100,7 +100,7 @@ __device__ void do_row(const CrossEntropy& a, const Rows& rows) {
     return copies_done();
   }
 
-  Post<Part, 1> post;
+  ClusterExchange<Part, 1> exchange;
   const float inverse_cap = kPlain || a.softcap == 0 ? 0 : 1 / a.softcap;
   const auto logit = [&](float v) { return kPlain || a.softcap == 0 ? v : a.softcap * Math<float>::tanh(v * inverse_cap); };
   const auto weight = [&](int c) { return a.class_weight ? a.class_weight[c] : 1; };
@@ -135,7 +135,7 @@ __device__ void do_row(const CrossEntropy& a, const Rows& rows) {
   part.sum = typename Rows::template ReduceBlock<Softmax, true>()(part.sum);
   if constexpr (!kPlain) part.best = typename Rows::template ReduceBlock<ArgMax>()(part.best), part.weighted = typename Rows::template ReduceBlock<Sum>()(part.weighted);
   Part all;
-  post(part, [&](const Part& p) {
+  exchange(part, [&](const Part& p) {
     all.sum = Softmax()(all.sum, p.sum);
     if constexpr (!kPlain) all.best = ArgMax()(all.best, p.best), all.weighted += p.weighted;
   });

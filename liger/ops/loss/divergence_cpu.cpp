@@ -6,7 +6,7 @@ namespace {
 
 template <class X, class T, class Formula>
 void pieces(const DivergencePieces& a) {
-  const int64_t a_row = pieces_of(a.cols, a.piece);
+  const int64_t per_row = ceil_div(a.cols, a.piece);
   const Vec parameter(a.parameter), scale(a.count ? a.scale / *a.count : a.scale), zero(0.f);
   for_pieces(a.rows, a.cols, [&](int64_t r, int64_t begin, int64_t n) {
     const bool ignored = a.labels && a.labels[r] == a.ignore_index;
@@ -20,7 +20,7 @@ void pieces(const DivergencePieces& a) {
       if (a.each) write(at.f, a.each + offset + c, k);
       if (a.dx) write(at.df * (a.upstream ? scale * read(a.upstream + offset + c, k) : scale), static_cast<X*>(a.dx) + offset + c, k);
     });
-    if (a.sums) a.sums[r * a_row + begin / a.piece] = float(sum.value());
+    if (a.sums) a.sums[r * per_row + begin / a.piece] = float(sum.value());
   }, a.piece);
 }
 

@@ -70,7 +70,7 @@ Forward forward(const Tensor& x_, const Tensor& target_, const OptTensor& labels
   }
   const double divisor = (reduction == Reduction::Mean ? double(x_.size(1)) : 1) * (mean && !labels_ ? double(x_.size(0)) : 1);
   const double scale = 1 / std::max(divisor, 1.);
-  const Tensor sums = at::empty({p.rows, pieces_of(p.cols, p.piece)}, floats), loss = at::empty({}, floats.dtype(dtype));
+  const Tensor sums = at::empty({p.rows, ceil_div(p.cols, p.piece)}, floats), loss = at::empty({}, floats.dtype(dtype));
   p.sums = data<float>(sums), p.dx = makes_dx ? dx.data_ptr() : nullptr;
   if (!defer) p.count = data<float>(count), p.scale = float(scale);
   run(divergence_pieces, in.x, p);

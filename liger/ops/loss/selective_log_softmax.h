@@ -25,12 +25,12 @@ struct SelectiveParts {
 struct SelectiveLogSoftmax {
   const void* x;               // [rows, cols], stride elements apart
   const int64_t* ids;          // [rows]
-  const float* parts;          // of SelectiveParts: a_row = ⌈cols / piece⌉
+  const float* parts;          // of SelectiveParts: per_row = ⌈cols / piece⌉
   float *logp, *entropy;       // [rows]
   float *lse, *mean_logit;     // [rows] or null
   float* stats;                // [rows, 3]: m and s of the row, and mean = Σ p (z − m)/T
   int64_t* bad_id;             // on the host: an id outside [0, cols); null on devices that assert instead
-  int64_t rows, cols, a_row, x_stride, ignore_index;
+  int64_t rows, cols, per_row, x_stride, ignore_index;
   float inverse_temperature;
   LogitMap map;
   DType dtype;

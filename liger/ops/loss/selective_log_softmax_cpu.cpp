@@ -6,7 +6,7 @@ namespace {
 
 template <class T>
 void parts(const SelectiveParts& a) {
-  const int64_t a_row = pieces_of(a.cols, a.piece);
+  const int64_t per_row = ceil_div(a.cols, a.piece);
   const Vec inverse(a.inverse_temperature), lowest(kSelectiveLowest);
   for_pieces(a.rows, a.cols, [&](int64_t r, int64_t begin, int64_t n) {
     if (a.ids[r] == a.ignore_index) return;
@@ -18,7 +18,7 @@ void parts(const SelectiveParts& a) {
       sum.add(e, k), weighted.add(e * Math::max(d, lowest), k);
       if (a.mean_logit) logits.add(z, k);
     });
-    float* part = a.parts + (r * a_row + begin / a.piece) * kSelectiveParts;
+    float* part = a.parts + (r * per_row + begin / a.piece) * kSelectiveParts;
     part[0] = max, part[1] = float(sum.value()), part[2] = float(weighted.value()), part[3] = float(logits.value());
   }, a.piece);
 }
@@ -27,16 +27,16 @@ template <class T>
 void rows(const SelectiveLogSoftmax& a) {
   for (int64_t r = 0; r < a.rows; ++r)
     if (a.ids[r] != a.ignore_index && (a.ids[r] < 0 || a.ids[r] >= a.cols)) return void(*a.bad_id = a.ids[r]);
-  for_rows(a.rows, a.a_row * 8, [&](int64_t r) {
+  for_rows(a.rows, a.per_row * 8, [&](int64_t r) {
     a.logp[r] = a.entropy[r] = 0;
     if (a.lse) a.lse[r] = 0;
     if (a.mean_logit) a.mean_logit[r] = 0;
     if (a.ids[r] == a.ignore_index) return;
-    const float* part = a.parts + r * a.a_row * kSelectiveParts;
+    const float* part = a.parts + r * a.per_row * kSelectiveParts;
     float max = part[0];
-    for (int64_t i = 1; i < a.a_row; ++i) max = Max{}(max, part[kSelectiveParts * i]);
+    for (int64_t i = 1; i < a.per_row; ++i) max = Max{}(max, part[kSelectiveParts * i]);
     double sum = 0, weighted = 0, logits = 0;
-    for (int64_t i = 0; i < a.a_row; ++i, part += kSelectiveParts) {
+    for (int64_t i = 0; i < a.per_row; ++i, part += kSelectiveParts) {
       const double d = std::max((double(part[0]) - max) * a.inverse_temperature, double(kSelectiveLowest)), e = std::exp(d);
       sum += e * part[1], weighted += e * (part[2] + d * part[1]), logits += part[3];
     }

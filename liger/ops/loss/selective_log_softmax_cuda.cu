@@ -107,8 +107,8 @@ __global__ void __launch_bounds__(256) rows_kernel(SelectiveLogSoftmax a) {
   const OnlineEntropy<float> online(a.inverse_temperature);
   auto v = online.identity();
   float logits = 0;
-  for (int i = threadIdx.x; i < a.a_row && !ignored; i += blockDim.x) {
-    const float* part = a.parts + (row * a.a_row + i) * kSelectiveParts;
+  for (int i = threadIdx.x; i < a.per_row && !ignored; i += blockDim.x) {
+    const float* part = a.parts + (row * a.per_row + i) * kSelectiveParts;
     v = online(v, {part[0], part[1], part[2]}), logits += part[3];
   }
   v = RowReduce<OnlineEntropy<float>>()(v, online);

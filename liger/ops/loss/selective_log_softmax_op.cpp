@@ -16,15 +16,15 @@ void run_rows(const LogitRows& of, const LogitColumns& to) {
   constexpr int64_t kLeast = 16384, kMost = 65536;  // elements of a piece
   const int64_t n = of.ids.numel(), width = cols(of.x);
   const float inverse = float(1 / of.temperature);
-  const int64_t piece = of.fixed_pieces ? kMost : piece_size(n * width, kLeast, kMost), a_row = pieces_of(width, piece);
-  const Tensor parts = at::empty({n, a_row, kSelectiveParts}, to.logp.options());
+  const int64_t piece = of.fixed_pieces ? kMost : piece_size(n * width, kLeast, kMost), per_row = ceil_div(width, piece);
+  const Tensor parts = at::empty({n, per_row, kSelectiveParts}, to.logp.options());
   run(selective_parts, to.logp,
       {.x = data(of.x), .ids = data<int64_t>(of.ids), .parts = data<float>(parts), .rows = n, .cols = width, .piece = piece, .x_stride = of.x_stride,
        .ignore_index = of.ignore_index, .inverse_temperature = inverse, .map = of.map, .mean_logit = to.mean_logit.defined(), .dtype = dtype_of(of.x)});
   int64_t bad_id = of.ignore_index;
   run(selective_log_softmax_rows, to.logp,
       {.x = data(of.x), .ids = data<int64_t>(of.ids), .parts = data<float>(parts), .logp = data<float>(to.logp), .entropy = data<float>(to.entropy),
-       .lse = data<float>(to.lse), .mean_logit = data<float>(to.mean_logit), .stats = data<float>(to.stats), .bad_id = &bad_id, .rows = n, .cols = width, .a_row = a_row,
+       .lse = data<float>(to.lse), .mean_logit = data<float>(to.mean_logit), .stats = data<float>(to.stats), .bad_id = &bad_id, .rows = n, .cols = width, .per_row = per_row,
        .x_stride = of.x_stride, .ignore_index = of.ignore_index, .inverse_temperature = inverse, .map = of.map, .dtype = dtype_of(of.x)});
   TORCH_CHECK_INDEX(bad_id == of.ignore_index, "selective_log_softmax: id ", bad_id, " is out of bounds: it is outside [0, ", width, ") and not ignore_index ", of.ignore_index);
 }
@@ -55,8 +55,8 @@ std::tuple<Tensor, Tensor> inference(const Tensor& x, const Tensor& ids, double 
 
 Tensor backward(const Tensor& dlogp_, const Tensor& dentropy_, const Tensor& x_, const Tensor& ids_, const Tensor& stats_,
                 double temperature, int64_t ignore_index) {
-  const auto a_row = x_.sym_sizes().slice(0, x_.dim() - 1);
-  check("selective_log_softmax_backward", x_, ids_, temperature).shaped("dlogp", dlogp_, a_row, Type::Floating).shaped("dentropy", dentropy_, a_row, Type::Floating)
+  const auto of_rows = x_.sym_sizes().slice(0, x_.dim() - 1);
+  check("selective_log_softmax_backward", x_, ids_, temperature).shaped("dlogp", dlogp_, of_rows, Type::Floating).shaped("dentropy", dentropy_, of_rows, Type::Floating)
       .count("stats", stats_, 3 * sym_rows(x_));
   const Tensor dx = output(at::empty_symint(x_.sym_sizes(), x_.options()));
   if (dx.is_meta() || dx.numel() == 0) return dx;

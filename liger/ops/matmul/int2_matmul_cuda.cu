@@ -245,7 +245,7 @@ __global__ void __launch_bounds__(kManyThreads, 1) many_kernel(Int2Matmul g, int
         const int of_row = of_rows[in_tile];
         const int4 four{sums[0][e][r] - of_row, sums[0][e][2 + r] - of_row, sums[1][e][r] - of_row, sums[1][e][2 + r] - of_row};
         if (g.n % 4 == 0) {
-          if (column < g.n) __stcs(reinterpret_cast<int4*>(out), four);  // the second-level cache is the operands'
+          if (column < g.n) __stcs(reinterpret_cast<int4*>(out), four);  // L2 is the operands'
         } else {
 #pragma unroll
           for (int c = 0; c < 4; ++c)

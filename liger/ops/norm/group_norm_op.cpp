@@ -51,8 +51,8 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dy_, const Tensor& x, 
   const Tensor dx = with_dx ? output(at::empty_symint(x.sym_sizes(), in.x.options())) : Tensor();
   if (x.is_meta() || x.numel() == 0) return {or_empty(dx, x.options()), with_dw ? at::zeros_like(*w) : at::empty({0}, x.options()), with_db ? at::zeros_like(*b) : at::empty({0}, x.options())};
   auto a = in.describe<GroupNormBackward>(groups, mean, rstd);
-  const auto shares = [&](bool wanted) { return wanted ? at::empty({1, a.samples * a.segments(), x.size(1)}, mean.options()) : Tensor(); };
-  const Tensor dw = shares(with_dw), db = shares(with_db);
+  const auto partials = [&](bool wanted) { return wanted ? at::empty({1, a.samples * a.segments(), x.size(1)}, mean.options()) : Tensor(); };
+  const Tensor dw = partials(with_dw), db = partials(with_db);
   a.dy = data(dy), a.dx = data<void>(dx), a.dw = data<float>(dw), a.db = data<float>(db);
   run(group_norm_backward, x, a);
   Totals totals;

@@ -1,6 +1,6 @@
 #pragma once
 #include "liger/core/cuda/math.cuh"
-#include "liger/core/cuda/ring.cuh"
+#include "liger/core/cuda/pipeline.cuh"
 #include "liger/ops/norm/norm.h"
 
 namespace liger::cuda::norm {

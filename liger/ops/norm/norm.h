@@ -31,7 +31,7 @@ struct NormForward {
   float *mean, *rstd;            // [rows], kept for backward
   int64_t rows, cols, modulations, per_modulation;  // rows
   DType dtype, w_dtype, modulation_dtype;
-  float eps, offset, a_col;      // 1 / cols
+  float eps, offset, inv_cols;      // 1 / cols
   Casting casting;
 };
 
@@ -40,7 +40,7 @@ struct NormForward {
 ///   dx = rstd · (g − mean(g) − x̂ · mean(g · x̂))  Layer
 ///   dx = alpha · (1 − x̂²) · g                    Tanh
 ///   dw = Σ_rows dy · x̂, for Each of dy · (1 + scale);  db = Σ_rows dy;  dalpha = Σ x · (1 − x̂²) · g.
-/// Sums over rows come as shares (liger/core/shares.h). For Modulated as many for each modulation, in that order, of which the gradients
+/// Sums over rows come as partial sums (liger/core/partial_sums.h). For Modulated as many for each modulation, in that order, of which the gradients
 /// of w, scale and shift are made: Σ (1 + scale) · dw, (w + offset) · dw and db. Each has rows of its own for them:
 ///   dscale = dy · n;  dshift = dy.
 struct NormBackward {
@@ -49,11 +49,11 @@ struct NormBackward {
   Numbers alpha;
   const float *mean, *rstd;
   void* dx;                             // null where x is frozen
-  float *dw, *db, *dalpha;              // [shares, cols]; dalpha [shares]; null where not wanted
+  float *dw, *db, *dalpha;              // [partials, cols]; dalpha [partials]; null where not wanted
   void *dscale, *dshift;                // [rows, cols] of modulation_dtype; null where not wanted
-  int64_t rows, cols, shares, modulations, per_modulation;  // rows
+  int64_t rows, cols, partials, modulations, per_modulation;  // rows
   DType dtype, w_dtype, modulation_dtype;
-  float offset, a_col;                  // 1 / cols
+  float offset, inv_cols;                  // 1 / cols
   Casting casting;
 };
 

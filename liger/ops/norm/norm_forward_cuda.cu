@@ -110,7 +110,7 @@ __device__ void output(const NormForward& a, const Tile& x, const Beside<T, W, T
 
 /// sum / cols; rounded once where it shows.
 template <class T>
-__device__ float mean_of(float sum, const NormForward& a) { return sizeof(T) == 2 ? sum * a.a_col : sum / a.cols; }
+__device__ float mean_of(float sum, const NormForward& a) { return sizeof(T) == 2 ? sum * a.inv_cols : sum / a.cols; }
 
 /// 1 / sqrt(sum / cols + eps), to a float's last place where that shows: all of a row, and of its gradient, is off by as much.
 template <class T>
@@ -159,14 +159,14 @@ struct Statistics {
     if constexpr (kOnce) {
       each([&](const auto& x, const auto&) { s = Parts()(s, {sum(x), sum(x * x)}); });
       s = reduce(s);
-      mean = s.v[0] * a.a_col;
+      mean = s.v[0] * a.inv_cols;
       float squares = fmaf(-mean, s.v[0], s.v[1]);
       const bool again = !(squares >= kPart * mean * s.v[0] && squares < INFINITY);
       if (__ballot_sync(~0u, again)) {  // rows of a warp, if it has several, wait for one another; warps of a row are of one mind
         s = {};
         each([&](const auto& x, const auto& at) { s = Parts()(s, moments(x, mean, at)); });
         s = reduce(s);
-        const float d = s.v[0] * a.a_col;
+        const float d = s.v[0] * a.inv_cols;
         if (again) mean += d, squares = fmaxf(0, s.v[1] - s.v[0] * d);
       }
       return {mean, inverse_root<T>(squares, a)};
@@ -189,39 +189,39 @@ struct Statistics {
   }
 };
 
-/// Where a block keeps its rows and the vectors that they share: those in registers, but beside a ring where rows begin anywhere, which they do
+/// Where a block keeps its rows and the vectors that they share: those in registers, but beside a pipeline where rows begin anywhere, which they do
 /// not (what is laid out for one row fits all), and one after another, late, where they would take too many registers of a row's. A row over
-/// a cluster lies in shared memory, where its vectors are few enough for several blocks an SM; where not, in a ring of rows that share them.
-/// kShelf: beside a ring in any case, with the modulation that a row shares with the next ones.
-template <class T, class W, class Tile, Norm kNorm, bool kUsual, bool kShelf, int kPieces>
+/// a cluster lies in shared memory, where its vectors are few enough for several blocks an SM; where not, in a pipeline of rows that share them.
+/// kResident: beside a pipeline in any case, with the modulation that a row shares with the next ones.
+template <class T, class W, class Tile, Norm kNorm, bool kUsual, bool kResident, int kPieces>
 struct Forward {
   static constexpr bool kSpread = Tile::kFit == Fit::Spread, kWide = sizeof(W) > sizeof(T);
-  static constexpr Keep kKeep = kShelf ? Keep::Walking : Tile::kFit == Fit::Whole ? Keep::Registers : kSpread && !biased(kNorm) && !kWide ? Keep::Shared : Keep::Walking;
+  static constexpr Keep kKeep = kResident ? Keep::Walking : Tile::kFit == Fit::Whole ? Keep::Registers : kSpread && !biased(kNorm) && !kWide ? Keep::Shared : Keep::Walking;
   static constexpr bool kLate = kKeep == Keep::Registers ? biased(kNorm) || modulated(kNorm) || kWide : kKeep == Keep::Shared && modulated(kNorm);
-  // Rows that begin anywhere over a cluster, one block an SM: two, in a ring each, would leave the first-level cache, through which rows come, 20 KiB.
+  // Rows that begin anywhere over a cluster, one block an SM: two, in a pipeline each, would leave L1, through which rows come, 20 KiB.
   // Two vectors or matrices leave room for one anyway, and spill with 64 (layer_norm of 32767 columns: 118 us, and 76 without).
   static constexpr bool kAlone = Tile::kFit == Fit::SpreadEdged;
-  static constexpr bool kMore = kAlone || (kNorm == Norm::Added && !kShelf) || (modulated(kNorm) && kShelf && !kUsual);
-  static constexpr int kRegisters = kKeep == Keep::Shared ? 48 : (kSpread && !kShelf) || (kAlone && modulated(kNorm)) ? 112 : kMore ? 80 : 64;
+  static constexpr bool kMore = kAlone || (kNorm == Norm::Added && !kResident) || (modulated(kNorm) && kResident && !kUsual);
+  static constexpr int kRegisters = kKeep == Keep::Shared ? 48 : (kSpread && !kResident) || (kAlone && modulated(kNorm)) ? 112 : kMore ? 80 : 64;
   using Beside = norm::Beside<T, W, Tile, kNorm, kUsual>;
   struct alignas(16) OfEdge : norm::Beside<T, W, cuda::Tile<1, 1>, kNorm, kUsual> {};
-  static constexpr int kBeside = kPieces * int(sizeof(Beside)) / 16;  // packs on the shelf, before an OfEdge
-  using Rows = RowsOf<T, Tile, kNorm == Norm::Added ? 2 : 1, kPieces, kKeep, kShelf ? kBeside + Tile::kEdged : 0>;
+  static constexpr int kBeside = kPieces * int(sizeof(Beside)) / 16;  // resident packs, before an OfEdge
+  using Rows = RowsOf<T, Tile, kNorm == Norm::Added ? 2 : 1, kPieces, kKeep, kResident ? kBeside + Tile::kEdged : 0>;
 
   static __device__ Rows rows(const NormForward& a) {
     if constexpr (kNorm == Norm::Added) return Rows(Tile::row(), Tile::step(), a.rows, a.cols, a.x, a.residual);
     else return Rows(Tile::row(), Tile::step(), a.rows, a.cols, a.x);
   }
-  /// On the shelf.
-  static __device__ Beside& beside(const Rows& rows, int piece) { return rows.template shelf<Beside>(piece); }
-  static __device__ OfEdge& beside_edge(const Rows& rows) { return rows.template shelf<OfEdge>(kBeside); }
+  /// Resident in shared memory.
+  static __device__ Beside& beside(const Rows& rows, int piece) { return rows.template resident<Beside>(piece); }
+  static __device__ OfEdge& beside_edge(const Rows& rows) { return rows.template resident<OfEdge>(kBeside); }
 };
 
 /// kPieces packs of a row a thread.
-template <class T, class W, class Tile, Norm kNorm, bool kUsual, bool kShelf, int kPieces>
-__global__ void __maxnreg__((Forward<T, W, Tile, kNorm, kUsual, kShelf, kPieces>::kRegisters)) forward_kernel(NormForward a) {
+template <class T, class W, class Tile, Norm kNorm, bool kUsual, bool kResident, int kPieces>
+__global__ void __maxnreg__((Forward<T, W, Tile, kNorm, kUsual, kResident, kPieces>::kRegisters)) forward_kernel(NormForward a) {
   await_previous();
-  using Forward = norm::Forward<T, W, Tile, kNorm, kUsual, kShelf, kPieces>;
+  using Forward = norm::Forward<T, W, Tile, kNorm, kUsual, kResident, kPieces>;
   using Beside = typename Forward::Beside;
   constexpr bool kLate = Forward::kLate;
   const int64_t first = Tile::row();
@@ -230,12 +230,12 @@ __global__ void __maxnreg__((Forward<T, W, Tile, kNorm, kUsual, kShelf, kPieces>
   RowReduce<typename Statistics::Parts, Tile::kSpread> reduce;
   int64_t modulation = 0, next_from = 0;  // the present row's, and the first row of the next
   const auto by = [&](const auto& at) { return at.of(modulation, a.modulations); };
-  constexpr int kHeld = kShelf ? 1 : kLate ? 2 : kPieces;  // pieces in registers
+  constexpr int kHeld = kResident ? 1 : kLate ? 2 : kPieces;  // pieces in registers
   Beside held[kHeld];
   const auto hold = [&](int piece) {
     if (piece < kPieces) held[piece % kHeld].vectors = {a, rows.at(piece)};
   };
-  if constexpr (kShelf) {
+  if constexpr (kResident) {
     for_each_piece<kPieces>([&](int piece) { Forward::beside(rows, piece).vectors = {a, rows.at(piece)}; });
     if (rows.edge >= 0) Forward::beside_edge(rows).vectors = {a, rows.edge_at()};
   } else if constexpr (!kLate) {
@@ -243,18 +243,18 @@ __global__ void __maxnreg__((Forward<T, W, Tile, kNorm, kUsual, kShelf, kPieces>
   }
 #pragma unroll 1
   for (int64_t row = first; !Forward::Rows::kWalks || row - threadIdx.y < a.rows; row += Tile::step()) {
-    rows.turn();
+    rows.advance();
     if constexpr (kNorm == Norm::Added) for_each_piece<kPieces>([&](int piece) {
         const auto s = packed<T>(to_tile(rows.get(0, piece)) + to_tile(rows.get(1, piece)));
         store<T>(s, a.s, rows.at(piece)), rows.put(s, 0, piece);
       });
-    if constexpr (kNorm == Norm::Added && kShelf)
+    if constexpr (kNorm == Norm::Added && kResident)
       if (rows.has_edge()) rows.put_edge((rows.get_edge(0) + rows.get_edge(1)).v[0], 0), store<T>(rows.get_edge(0), a.s, rows.edge_at());
     if constexpr (kLate) hold(0);
     const Stats stats = Statistics::of(a, reduce, [&](auto f) { each_piece<1>(rows, f); });
     if (modulated(kNorm) && row >= next_from) {  // a division, and what begins otherwise than x's rows do: both cost much
       modulation = modulation_of<kNorm>(a, row), next_from = (modulation + 1) * a.per_modulation;
-      if constexpr (kShelf) {
+      if constexpr (kResident) {
         for_each_piece<kPieces>([&](int piece) { Forward::beside(rows, piece).modulation() = {a, by(rows.at(piece))}; });
         if (rows.has_edge()) Forward::beside_edge(rows).modulation() = {a, by(rows.edge_at())};
       }
@@ -262,14 +262,14 @@ __global__ void __maxnreg__((Forward<T, W, Tile, kNorm, kUsual, kShelf, kPieces>
     rows.again();
     for_each_piece<kPieces>([&](int piece) {
       const auto at = rows.at(piece);
-      if constexpr (kShelf) held[0] = Forward::beside(rows, piece);
+      if constexpr (kResident) held[0] = Forward::beside(rows, piece);
       if constexpr (kLate) {
         held[piece % kHeld].modulation() = {a, by(at)};
         hold(piece + 1);  // before a store, which loads do not overtake
       }
       output<T, W, kNorm, kUsual>(a, to_tile(rows.get(0, piece)), held[piece % kHeld], by(at), stats, at);
     });
-    if constexpr (kShelf)
+    if constexpr (kResident)
       if (const auto at = rows.edge_at(); rows.has_edge()) output<T, W, kNorm, kUsual>(a, rows.get_edge(0), Forward::beside_edge(rows), by(at), stats, at);
     keep<kNorm>(a, stats, row);
     if constexpr (!Forward::Rows::kWalks) break;
@@ -301,7 +301,7 @@ LIGER_REGISTER(norm_forward, [](const NormForward& a, Stream s) {
     constexpr Norm kNorm = kOne == Norm::Each ? Norm::Modulated : kOne;  // which are one here
     const Memory memory{{a.x, a.residual, (const void*)a.s, (const void*)a.y}, {a.w, a.b, a.scale, a.shift}};
     constexpr int kVec = 16 / sizeof(T);
-    // kLasting: for rows that keep their modulation on the shelf from one to the next.
+    // kLasting: for rows that keep their modulation in shared memory from one to the next.
     const auto in_tiles = [&]<bool kUsual, bool kLasting>() {
       using Spread = Forward<T, W, Piece<T, Fit::Spread>, kNorm, kUsual, kLasting, 4>;
       const bool several = kLasting || (Spread::kKeep == Keep::Shared && a.cols % kVec == 0 && a.cols <= 256 * kTileCluster * kVec * 4);  // blocks of a cluster's on an SM
@@ -311,17 +311,17 @@ LIGER_REGISTER(norm_forward, [](const NormForward& a, Stream s) {
         constexpr int kPieces = kFewer ? 4 : Tile::kItems / kVec;
         if (kFewer) t.threads.x = (t.threads.x / 2 + 31) / 32 * 32;
         if (Statistics<T, kNorm>::kOnce && t.threads.x > 32) t.threads.y = 1;  // a row decides for itself whether it needs a second pass
-        constexpr bool kShelf = Tile::kEdged || kLasting;
-        using Forward = norm::Forward<T, W, Piece<T, Tile::kFit>, kNorm, kUsual, kShelf, kPieces>;
+        constexpr bool kResident = Tile::kEdged || kLasting;
+        using Forward = norm::Forward<T, W, Piece<T, Tile::kFit>, kNorm, kUsual, kResident, kPieces>;
         if (Forward::Rows::bytes(t.threads) > shared_bytes_of_block()) return false;
         const Grid grid = grid_of<typename Forward::Rows>(t, a.rows, Forward::kRegisters);
         if (kLasting && (Tile::kEdged || a.per_modulation * t.cluster < 3 * grid.blocks)) return false;  // a block would hardly meet a modulation again
-        launch(forward_kernel<T, W, Piece<T, Tile::kFit>, kNorm, kUsual, kShelf, kPieces>, grid, s, a);
+        launch(forward_kernel<T, W, Piece<T, Tile::kFit>, kNorm, kUsual, kResident, kPieces>, grid, s, a);
         return true;
       });
     };
     // What most modulated rows ask for, known beforehand, saves branches in each piece, 2 % of the time (16384x4096), and registers, which spilled at odd widths: a third.
-    // Long rows with a modulation that many share have it on a shelf: 2 % at 8192 columns, 9 at 16384, 14 at 49152; slower at 4096, and not timed of floats.
+    // Long rows with a modulation that many share have it in shared memory: 2 % at 8192 columns, 9 at 16384, 14 at 49152; slower at 4096, and not timed of floats.
     if constexpr (modulated(kNorm) && std::is_same_v<T, W>)
       if (a.casting == Casting::Llama && a.offset == 0 && a.w && a.shift && a.modulation_dtype == a.dtype) {
         if constexpr (sizeof(T) == 2)

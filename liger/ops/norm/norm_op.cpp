@@ -37,7 +37,7 @@ struct Operands {
   Args describe(Norm norm) const {
     Args a{};
     a.norm = norm == Norm::Modulated && rows(scale) == rows(x) ? Norm::Each : norm, a.x = data(x), a.w = data(w), a.scale = data(scale), a.alpha = numbers(alpha);
-    a.rows = rows(x), a.cols = cols(x), a.a_col = 1.f / std::max<int64_t>(1, a.cols), a.modulations = scale.defined() ? rows(scale) : 1;
+    a.rows = rows(x), a.cols = cols(x), a.inv_cols = 1.f / std::max<int64_t>(1, a.cols), a.modulations = scale.defined() ? rows(scale) : 1;
     a.per_modulation = a.rows / std::max<int64_t>(1, a.modulations);
     a.dtype = dtype_of(x), a.w_dtype = dtype_of(w.defined() ? w : b.defined() ? b : x), a.modulation_dtype = dtype_of(scale.defined() ? scale : x);
     return a;
@@ -78,8 +78,8 @@ Gradients backward(const char* name, Norm norm, const Tensor& dy_, const OptTens
   auto a = in.describe<NormBackward>(norm);
   const bool own = a.norm == Norm::Each, shared = a.norm == Norm::Modulated;
   const int64_t sets = shared ? a.modulations : 1;
-  a.shares = sets * row_share_count(in.x, sets);
-  const auto sums = [&](bool wanted, int64_t cols) { return wanted ? empty_shares(in.x, a.shares, cols) : Tensor(); };
+  a.partials = sets * partial_count(in.x, sets);
+  const auto sums = [&](bool wanted, int64_t cols) { return wanted ? empty_partials(in.x, a.partials, cols) : Tensor(); };
   const auto like_scale = [&](bool wanted) { return own && wanted ? at::empty(in.scale.sizes(), in.scale.options()) : Tensor(); };
   const Tensor dw = sums(wants.w || (shared && wants.scale), a.cols), db = sums(wants.b || (shared && wants.shift), a.cols), dalpha = sums(wants.alpha, 1);
   d.scale = like_scale(wants.scale), d.shift = like_scale(wants.shift);

@@ -21,8 +21,8 @@ struct PolyNormBackward {
   Numbers w;
   const float* rstd;
   void* dx;                // null where x is frozen
-  float *dw, *db;          // [shares, 3], [shares], for sum_shares
-  int64_t rows, cols, shares;
+  float *dw, *db;          // [partials, 3], [partials], for add_partials
+  int64_t rows, cols, partials;
   DType dtype;
 };
 

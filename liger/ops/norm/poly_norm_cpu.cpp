@@ -23,9 +23,9 @@ void forward(const PolyNormForward& a) {
 /// Share s owns a run of rows.
 template <class T>
 void backward(const PolyNormBackward& a) {
-  const int64_t run = (a.rows + a.shares - 1) / a.shares;
+  const int64_t run = (a.rows + a.partials - 1) / a.partials;
   const float w[] = {number(a.w, 0), number(a.w, 1), number(a.w, 2)};
-  for_rows(a.shares, run * a.cols, [&](int64_t s) {
+  for_rows(a.partials, run * a.cols, [&](int64_t s) {
     double sums[4] = {};
     for (int64_t r = s * run; r < std::min(a.rows, (s + 1) * run); ++r) {
       const T *x = row_of<T>(a.x, r, a.cols), *dy = row_of<T>(a.dy, r, a.cols);

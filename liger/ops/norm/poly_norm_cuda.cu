@@ -1,4 +1,4 @@
-#include "liger/core/cuda/ring.cuh"
+#include "liger/core/cuda/pipeline.cuh"
 #include "liger/ops/norm/poly_norm.h"
 
 namespace liger::cuda::poly_norm {
@@ -55,8 +55,8 @@ template <class Tile>
 __device__ Tile slope(const PolyNormBackward& a, const Tile& x, const Tile& dy, const Powers::Value& w, const Powers::Value& rstd, const Totals::Value& sums) {
   const float* r = rstd.v;
   const auto k = factors(w, r);
-  const float a_col = 1.f / a.cols;
-  const float c3 = 3 * k.v[0] * r[0] * r[0] * sums.v[0] * a_col, c2 = 2 * k.v[1] * r[1] * r[1] * sums.v[1] * a_col, c1 = k.v[2] * r[2] * r[2] * sums.v[2] * a_col;
+  const float inv_cols = 1.f / a.cols;
+  const float c3 = 3 * k.v[0] * r[0] * r[0] * sums.v[0] * inv_cols, c2 = 2 * k.v[1] * r[1] * r[1] * sums.v[1] * inv_cols, c1 = k.v[2] * r[2] * r[2] * sums.v[2] * inv_cols;
   return Tile::map([=](float x, float dy) {
     const float x2 = x * x;
     return dy * (3 * k.v[0] * x2 + 2 * k.v[1] * x + k.v[2]) - ((c3 * x2 + c2) * x2 + c1) * x;
@@ -69,9 +69,9 @@ __device__ inline void collect(Totals::Value& total, Totals::Value sums, const P
   total = Totals()(total, sums);
 }
 
-__device__ inline void put(const PolyNormBackward& a, const Totals::Value& total, int64_t share) {
-  for (int p = 0; p < 3; ++p) a.dw[share * 3 + p] = total.v[p];
-  a.db[share] = total.v[3];
+__device__ inline void put(const PolyNormBackward& a, const Totals::Value& total, int64_t index) {
+  for (int p = 0; p < 3; ++p) a.dw[index * 3 + p] = total.v[p];
+  a.db[index] = total.v[3];
 }
 
 constexpr int forward_registers(Fit fit) { return fit == Fit::Whole ? 64 : 56; }
@@ -86,7 +86,7 @@ __global__ void __maxnreg__(forward_registers(Tile::kFit)) forward_kernel(PolyNo
   const auto w = weights(a.w);
   const float b = number(a.b);
   for (int64_t row = Tile::row(); row - threadIdx.y < a.rows; row += Tile::step()) {
-    rows.turn();
+    rows.advance();
     Powers::Value sums{};
     each_piece<1>(rows, [&](const auto& x, const auto&) { sums = Powers()(sums, gather<Powers>(powers, x)); });
     const auto rstd = inverse_roots<T>(reduce(sums), a);
@@ -113,24 +113,24 @@ __global__ void __launch_bounds__(kTileThreads) forward_long_kernel(PolyNormForw
   keep(a, rstd, row.row);
 }
 
-/// As forward_kernel; a share walks along every shares-th group of rows.
+/// As forward_kernel; a partial sum takes every partials-th group of rows.
 template <class T, class Tile, int kPieces>
 __global__ void __maxnreg__(64) backward_kernel(PolyNormBackward a) {
   await_previous();
   RowReduce<Totals, Tile::kSpread> reduce;
   Totals::Value total{};
-  Ring<T, Tile, 2, kPieces> ring(Tile::row(), Tile::step(), a.rows, a.cols, a.x, a.dy);
+  Pipeline<T, Tile, 2, kPieces> pipeline(Tile::row(), Tile::step(), a.rows, a.cols, a.x, a.dy);
   const auto w = weights(a.w);
   auto next = inverse_roots_of(a, Tile::row());
   for (int64_t row = Tile::row(); row - threadIdx.y < a.rows; row += Tile::step()) {
     const auto rstd = next;
-    ring.turn();
+    pipeline.advance();
     next = inverse_roots_of(a, row + Tile::step());
     Totals::Value sums{};
-    each_piece<2>(ring, [&](const auto& x, const auto& dy, const auto&) { sums = Totals()(sums, gather<Totals>(products, x, dy)); });
+    each_piece<2>(pipeline, [&](const auto& x, const auto& dy, const auto&) { sums = Totals()(sums, gather<Totals>(products, x, dy)); });
     sums = reduce(sums);
     collect(total, sums, rstd);
-    if (a.dx) each_piece<2>(ring, [&](const auto& x, const auto& dy, const auto& at) { store<T>(slope(a, x, dy, w, rstd, sums), a.dx, at); });
+    if (a.dx) each_piece<2>(pipeline, [&](const auto& x, const auto& dy, const auto& at) { store<T>(slope(a, x, dy, w, rstd, sums), a.dx, at); });
   }
   auto* of_rows = shared_memory<Totals::Value>();
   copies_done();  // the last one's zeros too
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kTileThreads) backward_long_kernel(PolyNormBac
   RowReduce<Totals> reduce;
   Totals::Value total{};
   const auto w = weights(a.w);
-  for (int64_t row = blockIdx.x; row < a.rows; row += a.shares) {
+  for (int64_t row = blockIdx.x; row < a.rows; row += a.partials) {
     const Place whole = Tile::template place<T>(a.x, row, a.rows, a.cols);
     const auto rstd = inverse_roots_of(a, row);
     Totals::Value sums{};
@@ -167,7 +167,7 @@ LIGER_REGISTER(poly_norm_forward, [](const PolyNormForward& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
     const Memory memory{{a.x, (const void*)a.y}, {}};
     constexpr int kPieces = 4, kWidth = 16 / sizeof(T) * kPieces;
-    const Threads block = Threads{.few = 128, .most = 512}.with(Ring<T, Piece<T, Fit::Whole>, 1, kPieces>::kBytes);
+    const Threads block = Threads{.few = 128, .most = 512}.with(Pipeline<T, Piece<T, Fit::Whole>, 1, kPieces>::kBytes);
     if (dispatch_tile<T, kWidth, kWidth, true>(a.cols, block, memory, [&]<class Tile>(Tiling t) {
           using In = Piece<T, Tile::kFit>;
           launch(forward_kernel<T, In, kPieces>, grid_of<RowsOf<T, In, 1, kPieces>>(t, a.rows, forward_registers(In::kFit)), s, a);
@@ -181,13 +181,13 @@ LIGER_REGISTER(poly_norm_backward, [](const PolyNormBackward& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
     const Memory memory{{a.dy, a.x, (const void*)a.dx}, {}};
     constexpr int kPieces = 2, kWidth = 16 / sizeof(T) * kPieces;
-    const Threads block = Threads{.few = 512, .most = kTileThreads}.with(Ring<T, Piece<T, Fit::Whole>, 2, kPieces>::kBytes);
+    const Threads block = Threads{.few = 512, .most = kTileThreads}.with(Pipeline<T, Piece<T, Fit::Whole>, 2, kPieces>::kBytes);
     if (dispatch_tile<T, kWidth, kWidth, true>(a.cols, block, memory, [&]<class Tile>(Tiling t) {
           using In = Piece<T, Tile::kFit>;
-          launch(backward_kernel<T, In, kPieces>, t.grid(a.shares, Ring<T, In, 2, kPieces>::bytes(t.threads)), s, a);
+          launch(backward_kernel<T, In, kPieces>, t.grid(a.partials, Pipeline<T, In, 2, kPieces>::bytes(t.threads)), s, a);
         }))
       return;
-    dispatch_walk<T, 8>(a.cols, memory, [&]<class Tile>(Tiling t) { launch(backward_long_kernel<T, Tile>, t.grid(a.shares), s, a); });
+    dispatch_walk<T, 8>(a.cols, memory, [&]<class Tile>(Tiling t) { launch(backward_long_kernel<T, Tile>, t.grid(a.partials), s, a); });
   });
 });
 

@@ -31,11 +31,11 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dy_, const Tensor& x_,
   const auto zeros = [](bool wanted, const Tensor& like) { return wanted ? at::zeros_like(like) : at::empty({0}, like.options()); };
   if (x.is_meta() || rows(x) == 0) return {dx, zeros(with_dw, w_), zeros(with_db, b)};
   // Sums of four numbers cost no registers: twice as many blocks share an SM as where there is one a column.
-  const int64_t shares = std::min(rows(x), 2 * row_share_count(x));
-  const Tensor w = w_.contiguous(), dw = empty_shares(x, shares, 3), db = empty_shares(x, shares, 1);
+  const int64_t partials = std::min(rows(x), 2 * partial_count(x));
+  const Tensor w = w_.contiguous(), dw = empty_partials(x, partials, 3), db = empty_partials(x, partials, 1);
   run(poly_norm_backward, x,
       {.dy = data(dy), .x = data(x), .w = numbers(w), .rstd = data<float>(rstd), .dx = with_dx ? dx.data_ptr() : nullptr, .dw = data<float>(dw), .db = data<float>(db), .rows = rows(x),
-       .cols = cols(x), .shares = shares, .dtype = dtype_of(x)});
+       .cols = cols(x), .partials = partials, .dtype = dtype_of(x)});
   Totals totals;
   const Tensor dw_sum = with_dw ? totals.of(dw, w_) : at::empty({0}, w.options()), db_sum = with_db ? totals.of(db, b) : at::empty({0}, b.options());
   totals.run();

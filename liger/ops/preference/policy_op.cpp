@@ -27,11 +27,11 @@ void check(const Tensor& logp, const PolicyInputs& in, const PolicyOptions& o) {
     TORCH_CHECK(!t || ok, "policy_loss: ", name, " does not fit logp ", logp.sym_sizes(), ": it is ", t->sym_sizes());
   };
   const auto as_logp = [&](const OptTensor& t) { return t && t->sym_sizes() == logp.sym_sizes(); };
-  const auto a_row = [&](const OptTensor& t) { return t && t->sym_numel() == logp.sym_size(0) && t->sym_size(0) == logp.sym_size(0); };
+  const auto by_row = [&](const OptTensor& t) { return t && t->sym_numel() == logp.sym_size(0) && t->sym_size(0) == logp.sym_size(0); };
   TORCH_CHECK(in.mask.defined() && in.advantages.defined(), "policy_loss: mask and advantages must be given");
-  shaped("mask", in.mask, as_logp(in.mask)), shaped("advantages", in.advantages, a_row(in.advantages));
+  shaped("mask", in.mask, as_logp(in.mask)), shaped("advantages", in.advantages, by_row(in.advantages));
   shaped("old_logp", in.old_logp, as_logp(in.old_logp)), shaped("ref_logp", in.ref_logp, as_logp(in.ref_logp));
-  shaped("ratio", in.ratio, a_row(in.ratio) || as_logp(in.ratio)), shaped("vespo_weights", in.vespo_weights, a_row(in.vespo_weights));
+  shaped("ratio", in.ratio, by_row(in.ratio) || as_logp(in.ratio)), shaped("vespo_weights", in.vespo_weights, by_row(in.vespo_weights));
   TORCH_CHECK_VALUE(!o.sequence_level || is_clipped(o.loss), "Sequence-level importance sampling is not supported for loss_type ", name(o.loss));
   TORCH_CHECK_VALUE(o.loss != PolicyLoss::Sapo || (o.sapo_temperature_pos > 0 && o.sapo_temperature_neg > 0), "policy_loss: sapo's temperatures must be positive, got ",
                     o.sapo_temperature_pos, " and ", o.sapo_temperature_neg);

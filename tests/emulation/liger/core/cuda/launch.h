@@ -302,7 +302,7 @@ void await_products() {}
 inline void show_tensor_core() {}
 
 template <class V, int kTurns = 2>
-struct Post {
+struct ClusterExchange {
   template <class F>
   void operator()(const V& v, F f) {
     if (cluster_size() == 1) return f(v);

@@ -1,15 +1,15 @@
 #include <algorithm>
 #include <numeric>
 #include "liger/core/cuda/stream.cuh"
-#include "liger/core/shares.h"
+#include "liger/core/partial_sums.h"
 
-namespace liger::cuda::shares {
+namespace liger::cuda::partial_sums {
 namespace {
 
 constexpr int kThreads = 256, kMostColumns = 128;  // of a block
 /// Few columns a block, so that there are many blocks, until there are.
-__host__ __device__ int columns_of(const ShareSum& a) { return a.cols % 4 == 0 && a.cols >= 256 * kMostColumns ? kMostColumns : 32; }
-__host__ __device__ int64_t blocks_of(const ShareSum& a) { return a.groups * ((a.cols + columns_of(a) - 1) / columns_of(a)); }
+__host__ __device__ int columns_of(const PartialSum& a) { return a.cols % 4 == 0 && a.cols >= 256 * kMostColumns ? kMostColumns : 32; }
+__host__ __device__ int64_t blocks_of(const PartialSum& a) { return a.groups * ((a.cols + columns_of(a) - 1) / columns_of(a)); }
 
 /// sum += packs first, first + step, … below n, kBatch in flight, then what is left over by halves of that.
 template <int kBatch, class Pack>
@@ -26,24 +26,24 @@ __device__ void add_packs(float (&sum)[Pack::kWidth], const float* part, int fir
   if constexpr (kBatch > 1) add_packs<kBatch / 2, Pack>(sum, part, first, n, step, cols);
 }
 
-/// The sums of a block's columns, kWidth neighbours a thread: threads that have the same ones walk along the shares, and meet in a warp and
+/// The sums of a block's columns, kWidth neighbours a thread: threads that have the same ones walk along the partial sums, and meet in a warp and
 /// then in `partial`.
 template <int kWidth, int kColumns>
-__device__ void sum_columns(const ShareSum& a, unsigned block, float (&partial)[kThreads / 32][kMostColumns]) {
+__device__ void sum_columns(const PartialSum& a, unsigned block, float (&partial)[kThreads / 32][kMostColumns]) {
   using Pack = cuda::Pack<float, kWidth>;
   constexpr int kLanes = kColumns / kWidth, kWalkers = kThreads / kLanes;
-  const unsigned blocks = unsigned((a.cols + kColumns - 1) / kColumns), group = block / blocks, shares = unsigned(a.shares), a_row = unsigned(a.per_factor);
+  const unsigned blocks = unsigned((a.cols + kColumns - 1) / kColumns), group = block / blocks, partials = unsigned(a.partials), per_factor = unsigned(a.per_factor);
   const int64_t first = int64_t(block % blocks) * kColumns;
   const int column = int(threadIdx.x) % kLanes * kWidth, walker = int(threadIdx.x) / kLanes, warp = int(threadIdx.x) / 32;
   const bool mine = first + column < a.cols;
   float sum[kWidth] = {};
-  for (unsigned share = group * shares; share < (group + 1) * shares;) {  // as many as have one row of factor
-    const unsigned row = a.factor.of ? share / a_row : 0, stop = a.factor.of ? min((group + 1) * shares, (row + 1) * a_row) : (group + 1) * shares;
+  for (unsigned index = group * partials; index < (group + 1) * partials;) {  // as many as have one row of factor
+    const unsigned row = a.factor.of ? index / per_factor : 0, stop = a.factor.of ? min((group + 1) * partials, (row + 1) * per_factor) : (group + 1) * partials;
     float of_row[kWidth] = {};
-    add_packs<32 / kWidth, Pack>(of_row, a.part + share * a.cols + first + column, walker, mine ? int(stop - share) : 0, kWalkers, a.cols);
+    add_packs<32 / kWidth, Pack>(of_row, a.part + index * a.cols + first + column, walker, mine ? int(stop - index) : 0, kWalkers, a.cols);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) sum[j] += of_row[j] * (a.factor.of && mine ? number(a.factor, row * a.cols + first + column + j) + a.plus : 1);
-    share = stop;
+    index = stop;
   }
 #pragma unroll
   for (int lane = kLanes; lane < 32; lane *= 2)
@@ -58,13 +58,13 @@ __device__ void sum_columns(const ShareSum& a, unsigned block, float (&partial)[
   write_number(a.out, a.dtype, group * a.cols + first + threadIdx.x, total);
 }
 
-__global__ void __launch_bounds__(kThreads) sum_shares_kernel(SumShares all) {
+__global__ void __launch_bounds__(kThreads) sum_shares_kernel(AddPartials all) {
   await_previous();
   alignas(16) __shared__ float partial[kThreads / 32][kMostColumns];
-  ShareSum a = all.sums[0];
+  PartialSum a = all.sums[0];
   unsigned block = blockIdx.x;
 #pragma unroll
-  for (int i = 1; i < SumShares::kMost; ++i)
+  for (int i = 1; i < AddPartials::kMost; ++i)
     if (i < all.count && block >= blocks_of(a)) block -= unsigned(blocks_of(a)), a = all.sums[i];
   if (columns_of(a) == kMostColumns) sum_columns<4, kMostColumns>(a, block, partial);
   else if (a.cols % 4 == 0) sum_columns<4, 32>(a, block, partial);
@@ -90,10 +90,10 @@ __global__ void __launch_bounds__(256) scale_rows_kernel(ScaleRows a, Pieces<T, 
 
 }  // namespace
 
-// As many blocks as an SM holds of 512 threads, whose loads hide each other's latency; fewer shares where a cluster works on a row (past 16384 columns),
-// and where blocks of several short rows would have none. Where rows begin anywhere they go to a multiple of so many shares, or to one each, that all of
-// a share begin alike between 16-byte boundaries.
-LIGER_REGISTER(row_shares, [](const RowShares& a, Stream) {
+// As many blocks as an SM holds of 512 threads, whose loads hide each other's latency; fewer partial sums where a cluster works on a row (past 16384 columns),
+// and where blocks of several short rows would have none. Where rows begin anywhere they go to a multiple of so many partial sums, or to one each, that all of
+// a partial sum begin alike between 16-byte boundaries.
+LIGER_REGISTER(row_partials, [](const RowPartials& a, Stream) {
   const int64_t alike = 8 / std::gcd(a.cols, 8);
   const int64_t blocks = a.cols > 4096 ? 1 : 2, packs = a.cols / 8;
   int64_t cluster = 1;
@@ -103,7 +103,7 @@ LIGER_REGISTER(row_shares, [](const RowShares& a, Stream) {
   *a.count = std::max<int64_t>(1, std::min({a.rows, (wanted + alike - 1) / alike * alike, std::max<int64_t>(1, fit / alike) * alike}));
 });
 LIGER_REGISTER(stream_capturing, [](const StreamCapturing& a, Stream s) { *a.yes = capturing(s); });
-LIGER_REGISTER(sum_shares, [](const SumShares& a, Stream s) {
+LIGER_REGISTER(add_partials, [](const AddPartials& a, Stream s) {
   int64_t blocks = 0;
   for (int i = 0; i < a.count; ++i) blocks += blocks_of(a.sums[i]);
   launch(sum_shares_kernel, {.blocks = blocks, .threads = kThreads}, s, a);
@@ -119,4 +119,4 @@ LIGER_REGISTER(scale_rows, [](const ScaleRows& whole, Stream s) {
   });
 });
 
-}  // namespace liger::cuda::shares
+}  // namespace liger::cuda::partial_sums

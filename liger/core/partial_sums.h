@@ -3,10 +3,7 @@
 
 namespace liger {
 
-/// How many pieces of a row are worked on at once, each by threads of its own.
-constexpr int64_t pieces_of(int64_t cols, int64_t piece) { return (cols + piece - 1) / piece; }
-
-/// Elements of such a piece: `least`, or up to `most` where there remain pieces for several turns of all multiprocessors. What a thread does
+/// Elements of the pieces of a row that are worked on at once, each by threads of its own: `least`, or up to `most` where there remain pieces for several turns of all multiprocessors. What a thread does
 /// for a piece, whatever its size, is up to a third of its instructions.
 constexpr int64_t piece_size(int64_t elements, int64_t least, int64_t most) {
   constexpr int64_t kEnough = 4096;
@@ -14,33 +11,33 @@ constexpr int64_t piece_size(int64_t elements, int64_t least, int64_t most) {
   return least;
 }
 
-/// Into how many fixed shares a backend splits the rows of each of `groups` sums over rows. It depends on the sizes and the device alone,
+/// Into how many partial sums a backend splits the rows of each of `groups` sums over rows. It depends on the sizes and the device alone,
 /// never on the number of threads, so that results repeat bit for bit.
-struct RowShares {
+struct RowPartials {
   int device;
   int64_t groups, rows, cols;  // rows: of a group
   int64_t* count;
 };
-inline constinit Kernel<RowShares> row_shares{"row_shares"};
+inline constinit Kernel<RowPartials> row_partials{"row_partials"};
 
-/// out = Σ_shares part · (factor + plus) for each group, in a fixed order.
-struct ShareSum {
-  const float* part;       // [groups, shares, cols]
-  Numbers factor;          // [groups · shares / per_factor, cols]; null: 1
+/// out = Σ_partials part · (factor + plus) for each group, in a fixed order.
+struct PartialSum {
+  const float* part;       // [groups, partials, cols]
+  Numbers factor;          // [groups · partials / per_factor, cols]; null: 1
   void* out;               // [groups, cols]
-  int64_t groups, shares, cols;
-  int64_t per_factor;      // shares that have a row of factor together
+  int64_t groups, partials, cols;
+  int64_t per_factor;      // partial sums that have a row of factor together
   float plus;
   DType dtype;             // of out
 };
 
 /// Several at once: alone, each takes less time than its launch.
-struct SumShares {
+struct AddPartials {
   static constexpr int kMost = 4;
-  ShareSum sums[kMost];
+  PartialSum sums[kMost];
   int count;
 };
-inline constinit Kernel<SumShares> sum_shares{"sum_shares"};
+inline constinit Kernel<AddPartials> add_partials{"add_partials"};
 
 /// x ← x · g in place, with g one number or one a row. Rows whose factor is 1 are not touched, so that the usual
 /// upstream gradient of a loss costs nothing, without asking the host.

@@ -63,18 +63,18 @@ struct RowPieces {
 };
 
 /// Rows of kMatrices matrices on their way to shared memory: the next kDepth - 1 come while a block works on one, which all its passes find
-/// there, with zeros beside it. A thread meets no pieces but its own, so that no barrier is needed; beside them it can keep kShelf packs.
+/// there, with zeros beside it. A thread meets no pieces but its own, so that no barrier is needed; beside them kResident packs of a thread stay there.
 /// kDepth = 1: for blocks that work on one row, several on an SM.
 /// What the tile leaves out where it is Edged comes too, an element a thread: those before the first boundary of 16 bytes and those behind the last.
-template <class T, class Tile, int kMatrices, int kPieces, int kShelf = 0, int kDepth = 2>
-struct Ring : RowPieces<T, Tile, kPieces> {
+template <class T, class Tile, int kMatrices, int kPieces, int kResident = 0, int kDepth = 2>
+struct Pipeline : RowPieces<T, Tile, kPieces> {
   using Base = RowPieces<T, Tile, kPieces>;
   using Base::row, Base::step, Base::rows, Base::cols, Base::begin, Base::shift, Base::column;
   using Pack = typename Base::Pack;
   static constexpr bool kWalks = kDepth > 1, kEdged = Tile::kEdged;
   static_assert(kWalks || !kEdged);
   static constexpr int kStage = kMatrices * kPieces, kStages = kDepth * kStage;  // packs
-  static constexpr int kThread = (kStages + kShelf) | 1;                         // packs of a thread; neighbours' begin in different banks
+  static constexpr int kThread = (kStages + kResident) | 1;                         // packs of a thread; neighbours' begin in different banks
   static constexpr int kBytes = kThread * int(sizeof(Pack));                     // of shared memory a thread
   static constexpr int kEdge = 2 * (Base::kWidth - 1);                           // elements that a row's tile leaves out, at most
   using Word = std::conditional_t<sizeof(T) == 2, unsigned, float>;
@@ -87,7 +87,7 @@ struct Ring : RowPieces<T, Tile, kPieces> {
 
   /// Sends for row `first` and those behind it.
   template <class... Pointers>
-  __device__ Ring(int64_t first, int64_t step, int64_t rows, int64_t cols, const void* matrix, Pointers... more) : Base(matrix, first, step, rows, cols), matrices{matrix, more...} {
+  __device__ Pipeline(int64_t first, int64_t step, int64_t rows, int64_t cols, const void* matrix, Pointers... more) : Base(matrix, first, step, rows, cols), matrices{matrix, more...} {
     for_each_piece<kPieces>([&](int piece) {  // what no copy fills
       for (int i = piece; !Base::has(piece) && i < kStages; i += kPieces) *pack(i) = {};
     });
@@ -99,7 +99,7 @@ struct Ring : RowPieces<T, Tile, kPieces> {
   }
 
   /// The next row is this one now; the one that fits where the last one was is sent for.
-  __device__ void turn() {
+  __device__ void advance() {
     if constexpr (kWalks) await_copies(kDepth - 2);
     Base::next();
     stage = later(1);
@@ -124,9 +124,9 @@ struct Ring : RowPieces<T, Tile, kPieces> {
   }
   __device__ PiecePlace edge_at() const { return {Place(row, rows, cols), begin + (edge - column), edge, true, row < rows}; }
 
-  /// What lies on the shelf, the i-th of its kind.
+  /// What stays in shared memory beside the stages, the i-th of its kind.
   template <class V>
-  __device__ V& shelf(int i) const {
+  __device__ V& resident(int i) const {
     static_assert(sizeof(V) % sizeof(Pack) == 0);
     return reinterpret_cast<V*>(pack(kStages))[i];
   }
@@ -187,7 +187,7 @@ struct Held : RowPieces<T, Tile, kPieces> {
   template <class... Pointers>
   __device__ Held(int64_t first, int64_t step, int64_t rows, int64_t cols, const void* matrix, Pointers... more) : Base(matrix, first, step, rows, cols), matrices{matrix, more...} {}
 
-  __device__ void turn() {
+  __device__ void advance() {
     Base::next();
 #pragma unroll
     for (int m = 0; m < kMatrices; ++m) for_each_piece<kPieces>([&](int piece) { packs[m][piece] = cuda::fetch<T, Tile>(matrices[m], Base::at(piece)); });
@@ -213,10 +213,10 @@ __device__ void each_piece(const Rows& rows, F f) {
   }(std::make_integer_sequence<int, kMatrices>());
 }
 
-/// Where a block that only reads its rows again keeps them: many in a ring, or one in registers or, if it is spread over a cluster, shared memory.
+/// Where a block that only reads its rows again keeps them: many in a pipeline, or one in registers or, if it is spread over a cluster, shared memory.
 enum class Keep : int8_t { Walking, Registers, Shared };
-template <class T, class Tile, int kMatrices, int kPieces, Keep kKeep = Tile::kFit == Fit::Whole ? Keep::Registers : Keep::Walking, int kShelf = 0>
-using RowsOf = std::conditional_t<kKeep == Keep::Registers, Held<T, Tile, kMatrices, kPieces>, Ring<T, Tile, kMatrices, kPieces, kShelf, kKeep == Keep::Walking ? 2 : 1>>;
+template <class T, class Tile, int kMatrices, int kPieces, Keep kKeep = Tile::kFit == Fit::Whole ? Keep::Registers : Keep::Walking, int kResident = 0>
+using RowsOf = std::conditional_t<kKeep == Keep::Registers, Held<T, Tile, kMatrices, kPieces>, Pipeline<T, Tile, kMatrices, kPieces, kResident, kKeep == Keep::Walking ? 2 : 1>>;
 
 template <class Rows>
 Grid grid_of(const Tiling& t, int64_t rows, int registers) {
