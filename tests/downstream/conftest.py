@@ -1,13 +1,15 @@
 """Tiny random models and data for trainers of others; nothing is fetched."""
 
+import json
 import os
 
-os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "WANDB_MODE": "disabled"}
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from watched import Reader, logits_of
 
 torch.set_num_threads(1)
 
@@ -36,3 +38,55 @@ def words(seed, count):
     """A text of `count` random words."""
     generator = torch.Generator().manual_seed(seed)
     return " ".join(WORDS[i] for i in torch.randint(len(WORDS), (count,), generator=generator).tolist())
+
+
+#: No word that a model learns, but those that every tool's template has.
+TEMPLATE = "{% for message in messages %}{{ message['role'] + ' ' + message['content'] + ' </s> ' }}{% endfor %}"
+
+
+@pytest.fixture
+def home(model, tokenizer, tmp_path):
+    """A folder with a model and its tokenizer, as the tools load them; its `logits` are the model's."""
+    folder = tmp_path / "model"
+    model.save_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    torch.save(logits_of(model), folder / "logits.pt")
+    return folder
+
+
+@pytest.fixture
+def teacher(home, model, tokenizer):
+    """The folder of a model that is near."""
+    folder = home.parent / "teacher"
+    with torch.no_grad():
+        model.lm_head.weight.add_(torch.randn_like(model.lm_head.weight), alpha=0.2)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def initial(home):
+    return torch.load(home / "logits.pt")
+
+
+@pytest.fixture(scope="session")
+def reader():
+    return Reader()
+
+
+def conversation(i):
+    """A question and an answer, as messages."""
+    answer = words(20 + i, 5 + i % 4)
+    return [{"role": "user", "content": words(i, 4 + i % 3)}, {"role": "assistant", "content": answer}]
+
+
+def unequal(completions):
+    """Rewards that differ within a group and from group to group, whatever was drawn."""
+    return [sum(map(len, completion)) / 60 + 0.3 * i for i, completion in enumerate(completions)]
+
+
+def json_lines(file, rows):
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
