@@ -7,6 +7,7 @@ import torch
 import trl
 from conftest import words
 from datasets import Dataset
+from transformers import AutoModelForCausalLM
 
 COMMON = dict(
     max_steps=2,
@@ -77,7 +78,8 @@ def messages():
 
 
 def teacher_of(model):
-    teacher = copy.deepcopy(model)
+    """A model that is near a model, or near that of a folder."""
+    teacher = AutoModelForCausalLM.from_pretrained(model) if isinstance(model, str) else copy.deepcopy(model)
     with torch.no_grad():
         teacher.lm_head.weight.add_(torch.randn_like(teacher.lm_head.weight), alpha=0.2)
     return teacher
@@ -93,6 +95,12 @@ KINDS = {
         dict(num_generations=4, max_completion_length=6, beta=0.1, temperature=0.9),
         lambda model: dict(reward_funcs=rewards, train_dataset=prompts()),
     ),
+    "rloo": (
+        "RLOO",
+        # The advantages of a group add up to zero, and so does its loss before the first step.
+        dict(num_generations=4, max_completion_length=6, beta=0.1, temperature=0.9, num_iterations=2),
+        lambda model: dict(reward_funcs=rewards, train_dataset=prompts()),
+    ),
     "distillation": (
         "Distillation",
         dict(max_completion_length=6, temperature=0.9),
@@ -106,7 +114,8 @@ KINDS = {
 }
 
 
-def trainer_of(kind, model, tokenizer, folder, **options):
+def trainer_of(kind, model, tokenizer, folder, more={}, **options):
+    """A trainer of a model or of a folder's; `more` are arguments of the trainer, `options` of its configuration."""
     name, own, arguments = KINDS[kind]
     home = trl
     if kind == "gkd":
@@ -115,7 +124,7 @@ def trainer_of(kind, model, tokenizer, folder, **options):
         end = "{% if message['role'] == 'assistant' %}</s>{% endif %}"
         tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} " + end + "{% endfor %}"
     config = getattr(home, f"{name}Config")(output_dir=str(folder), **COMMON | own | options)
-    return getattr(home, f"{name}Trainer")(model=model, processing_class=tokenizer, args=config, **arguments(model))
+    return getattr(home, f"{name}Trainer")(model=model, processing_class=tokenizer, args=config, **arguments(model), **more)
 
 
 def train(kind, model, tokenizer, folder, watch=lambda trainer: None, **options):
