@@ -13,6 +13,24 @@ from watched import Reader, logits_of
 
 torch.set_num_threads(1)
 
+#: Of transformers' TrainingArguments: a few steps of plain SGD.
+COMMON = dict(
+    max_steps=2,
+    per_device_train_batch_size=4,
+    learning_rate=0.05,
+    optim="sgd",
+    lr_scheduler_type="constant",
+    logging_steps=1,
+    report_to=[],
+    use_cpu=True,
+    seed=3,
+    save_strategy="no",
+    bf16=False,
+    gradient_checkpointing=False,
+    disable_tqdm=True,
+    max_grad_norm=0,
+)
+
 WORDS = [f"w{i}" for i in range(60)]
 
 
@@ -25,10 +43,15 @@ def tokenizer():
 
 
 @pytest.fixture
-def model(tokenizer, tmp_path):
+def width():
+    return 32
+
+
+@pytest.fixture
+def model(tokenizer, width, tmp_path):
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=3 * width // 2, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
         initializer_range=0.2, rms_norm_eps=0.03, pad_token_id=0, bos_token_id=1, eos_token_id=2, attn_implementation="eager"))
     model.save_pretrained(tmp_path)  # from where a trainer loads its reference model
     return LlamaForCausalLM.from_pretrained(tmp_path)

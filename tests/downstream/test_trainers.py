@@ -7,9 +7,9 @@ import peft
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import words
+from conftest import COMMON, words
 from torch.utils.data import DataLoader
-from trainers import COMMON, trainer_of
+from trainers import trainer_of
 from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, PreTrainedTokenizerFast, Trainer, TrainingArguments
 from transformers.integrations.hub_kernels import is_kernels_available
 from watched import assert_same, logits_of, watched

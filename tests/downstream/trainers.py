@@ -5,27 +5,9 @@ import copy
 import pytest
 import torch
 import trl
-from conftest import words
+from conftest import COMMON, words
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
-
-COMMON = dict(
-    max_steps=2,
-    per_device_train_batch_size=4,
-    learning_rate=0.05,
-    optim="sgd",
-    lr_scheduler_type="constant",
-    logging_steps=1,
-    report_to=[],
-    use_cpu=True,
-    seed=3,
-    save_strategy="no",
-    bf16=False,
-    gradient_checkpointing=False,
-    disable_tqdm=True,
-    max_grad_norm=0,
-)
-
 
 def rewards(completion_ids, **ignored):
     """Differ within a group and from group to group, whatever was drawn."""
