@@ -35,8 +35,14 @@ WORDS = [f"w{i}" for i in range(60)]
 
 
 @pytest.fixture
-def tokenizer():
-    vocabulary = {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *WORDS, "user", "assistant"])}
+def roles():
+    """Words of a tool's template that the vocabulary has."""
+    return ()
+
+
+@pytest.fixture
+def tokenizer(roles):
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *WORDS, *roles])}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>", padding_side="left")

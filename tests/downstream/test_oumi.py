@@ -33,6 +33,11 @@ COLLATOR = dict(
 )
 
 
+@pytest.fixture
+def roles():
+    return "user", "assistant"  # by which the collator tells the answers
+
+
 @register("unequal", RegistryType.REWARD_FUNCTION)
 def reward(completions, **ignored):
     return unequal(completions)
