@@ -37,13 +37,15 @@ class Tool:
 
 
 TOOLS = {
-    "trl-1.16": Tool(("downstream/test_trl.py", "downstream/test_trainers.py"), ("trl", "transformers", "peft", "accelerate")),
+    "trl-1.16": Tool(
+        ("downstream/test_trl.py", "downstream/test_trainers.py"), ("trl", "transformers", "peft", "accelerate")
+    ),
     "trl-1.12": Tool(("downstream/test_classes.py",), ("trl", "transformers")),
-    "use-kernels": Tool(("downstream/test_use_kernels.py",), ("trl", "transformers", "kernels")),
+    "use-kernels": Tool(("downstream/test_trainers.py",), ("trl", "transformers", "kernels")),
     "llamafactory": Tool(
         ("downstream/test_llamafactory.py",),
         ("llamafactory", "transformers", "trl", "peft"),
-        # Wheels for a CUDA build of torch, where torch is one for the CPU; torchaudio is imported, and used for sound only.
+        # Wheels for a CUDA build of torch, where torch is one for the CPU; torchaudio is imported, but for sound alone.
         unwanted=("torchvision", "torchaudio"),
         modules={"torchaudio": ""},
     ),
@@ -82,7 +84,7 @@ def environment(name, folder, package):
     made = json.loads(marks.read_text()) if marks.exists() else {}
     pip = (python, "-m", "pip", "--disable-pip-version-check")
     if made.get("tool") != wanted["tool"]:
-        venv.create(home, with_pip=True)
+        venv.create(home, with_pip=True, clear=True)
         call(*pip, "install", "--quiet", TORCH)
         call(*pip, "install", "--quiet", TORCH, TESTING, "-r", requirements)
         if tool.alone:

@@ -44,7 +44,11 @@ KINDS = {
         {**PLUGIN, "liger_fused_linear_cross_entropy": None, "liger_cross_entropy": True},
         "cross_entropy",
     ),
-    "DPO": (dict(rl="dpo", rl_beta=0.5, datasets=[dict(type="chatml.intel", split="train")]), yaml_of("Axolotl", 1), "log_prob"),
+    "DPO": (
+        dict(rl="dpo", rl_beta=0.5, datasets=[dict(type="chatml.intel", split="train")]),
+        yaml_of("Axolotl", 1),
+        "log_prob",
+    ),
     "KTO": (
         dict(rl="kto", rl_beta=0.5, remove_unused_columns=False, datasets=[dict(type="chatml.argilla", split="train")]),
         {**PLUGIN, "liger_fused_linear_cross_entropy": None},
@@ -55,7 +59,11 @@ KINDS = {
             rl="grpo",
             datasets=[dict(type="test_axolotl.as_prompt", split="train")],
             trl=dict(
-                beta=0.1, max_completion_length=6, num_generations=4, temperature=0.9, reward_funcs=["test_axolotl.reward"]
+                beta=0.1,
+                max_completion_length=6,
+                num_generations=4,
+                temperature=0.9,
+                reward_funcs=["test_axolotl.reward"],
             ),
         ),
         yaml_of("Axolotl", 2),
@@ -69,7 +77,8 @@ def rows():
     for i in range(24):
         question, answer = words(i, 4 + i % 3), words(20 + i, 5 + i % 4)
         asked = dict(instruction=question, question=question, input="", system="")
-        yield asked | dict(output=answer, completion=answer, label=i % 3 > 0, chosen=answer, rejected=words(40 + i, 3 + i % 4))
+        answered = dict(output=answer, completion=answer, label=i % 3 > 0, chosen=answer)
+        yield asked | answered | dict(rejected=words(40 + i, 3 + i % 4))
 
 
 def merged(config, more):

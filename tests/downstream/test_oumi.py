@@ -164,7 +164,7 @@ def test_training(name, tuner, home, initial, reader, tmp_path, record_property)
     if name == "OUMI":
         assert not any("rms_norm" in ran or "gated" in ran for ran in on.operators)
         assert len({tuple(sorted(safe_open(folder / "model.safetensors", "pt").keys())) for folder in folders}) == 1
-        shutil.copy(home / "config.json", folders[1])  # it saves the weights alone, of an adapter in a format of its own
+        shutil.copy(home / "config.json", folders[1])  # it saves the weights alone, and an adapter's in its own way
     if (name, tuner) != ("OUMI", "LoRA"):
         reader.assert_holds(folders[1], on, home if tuner == "LoRA" else None)
 

@@ -1,4 +1,4 @@
-"""Models that bitsandbytes or GPTQ have quantised, trained with LoRA: patched against not patched; and quantised heads."""
+"""Models that bitsandbytes or GPTQ have quantised, trained with LoRA, patched and not; and quantised heads."""
 
 import os
 
@@ -25,7 +25,7 @@ KINDS = {
 }
 LAYERS = ("rms_norm", "gated", "rope")
 HEAD = "fused_linear_cross_entropy"
-#: Activations are rounded to 8 bits: where the layers before differ by an ulp, one in some hundred is rounded the other way.
+#: Activations are rounded to 8 bits: where the layers before differ by an ulp, a few are rounded the other way.
 INT8 = (2e-3, 5e-2)
 LINEARS = ["q_proj", "v_proj", "gate_proj", "down_proj"]
 
@@ -47,7 +47,8 @@ def train(folder, load, liger):
         torch.manual_seed(3)
         model = peft.prepare_model_for_kbit_training(load(), use_gradient_checkpointing=False)
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=LINEARS, task_type="CAUSAL_LM"))
-        arguments = TrainingArguments(str(folder), **COMMON | dict(max_steps=3, learning_rate=0.3, use_liger_kernel=liger))
+        own = dict(max_steps=3, learning_rate=0.3, use_liger_kernel=liger)
+        arguments = TrainingArguments(str(folder), **COMMON | own)
         Trainer(model, arguments, train_dataset=rows()).train()
 
     return watched(body, liger)

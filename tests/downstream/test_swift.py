@@ -55,7 +55,8 @@ def command(kind, home, folder, tuner, *more):
     return [
         *("--model", str(home), "--model_type", "llama", "--template", "default", "--dataset", str(data)),
         *("--torch_dtype", "float32", "--use_cpu", "true", "--max_steps", "3", "--per_device_train_batch_size", "4"),
-        *("--gradient_accumulation_steps", "1", "--optim", "sgd", "--lr_scheduler_type", "constant", "--warmup_ratio", "0"),
+        *("--gradient_accumulation_steps", "1", "--optim", "sgd", "--lr_scheduler_type", "constant"),
+        *("--warmup_ratio", "0"),
         *("--logging_steps", "1", "--save_steps", "3", "--output_dir", str(folder), "--add_version", "false"),
         *("--split_dataset_ratio", "0", "--max_length", "64", "--dataloader_num_workers", "0", "--report_to", "none"),
         *("--check_model", "false"),  # asks a hub about the model

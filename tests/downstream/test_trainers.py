@@ -8,9 +8,16 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import COMMON, words
+from snippets import snippet
 from torch.utils.data import DataLoader
 from trainers import trainer_of
-from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, PreTrainedTokenizerFast, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    DataCollatorForSeq2Seq,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.integrations.hub_kernels import is_kernels_available
 from watched import assert_same, logits_of, watched
 
@@ -31,15 +38,19 @@ def lora(tuner):
     return TUNERS[tuner] and peft.LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **TUNERS[tuner])
 
 
+def typed_for(what):
+    """The names that the page's block of code about this defines."""
+    places = {"use_liger_kernel": 0, "use_kernels": 2, "a loop": 3}
+    exec(snippet("transformers, TRL and Accelerate", "python", places[what]), names := {})
+    return names
+
+
 def options_of(switch, run):
     """(what a configuration takes, what a model is loaded with), with this switch on, or off where there is none."""
-    if switch == "use_kernels":
-        from liger_kernel.transformers import use_as_hub_kernels
-
-        run.handle = use_as_hub_kernels()
-    options = dict(use_liger_kernel=True) if switch == "use_liger_kernel" else {}
-    kernels = dict(use_kernels=True) if switch == "use_kernels" else {}
-    return options, dict(attn_implementation="eager", **kernels)
+    typed = typed_for(switch) if switch else {}
+    if "handle" in typed:
+        run.handle = typed["handle"]
+    return typed.get("options", {}), dict(typed.get("loading", {}), attn_implementation="eager")
 
 
 def finish(trainer, run, folder):
@@ -116,9 +127,7 @@ def test_accelerate(tuner, home, initial, reader, tmp_path, record_property):
 
     def train(liger):
         def body(run):
-            auto = AutoModelForCausalLM
-            if liger:
-                from liger_kernel.transformers import AutoLigerKernelForCausalLM as auto
+            auto = typed_for("a loop")["AutoModelForCausalLM"] if liger else AutoModelForCausalLM
             torch.manual_seed(3)
             model = auto.from_pretrained(home, dtype=torch.float32).train()
             if tuner != "full":

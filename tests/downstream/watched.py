@@ -119,7 +119,8 @@ def _child(results, log, train, liger):
 def watched(train, liger):
     """What train(run) does in a child process, which has what is imported here; `liger` says whether it is to patch."""
     with tempfile.NamedTemporaryFile() as results, tempfile.NamedTemporaryFile("r", errors="replace") as log:
-        process = multiprocessing.get_context("fork").Process(target=_child, args=(results.name, log.name, train, liger))
+        arguments = results.name, log.name, train, liger
+        process = multiprocessing.get_context("fork").Process(target=_child, args=arguments)
         process.start()
         process.join()
         said = log.read()
@@ -146,7 +147,8 @@ def assert_same(off, on, initial, operators, tolerance=TOLERANCE, change_toleran
     change = (off.logits - initial).abs().max()
     assert change > 1e-3 * initial.abs().max(), "nothing was learnt"
     assert (off.logits - on.logits).abs().max() <= change_tolerance * change
-    return f"{len(expected)} equal losses ({apart:.0e} apart), {sum(on.operators.values())} calls of {len(on.operators)} operators"
+    calls = f"{sum(on.operators.values())} calls of {len(on.operators)} operators"
+    return f"{len(expected)} equal losses ({apart:.0e} apart), {calls}"
 
 
 def _block():

@@ -1,6 +1,6 @@
 """A patched model as an object: what copies, saves, exports, packages or compiles models does so as with a plain one.
 
-test_wrappers.py and test_parity.py have the dense families; here are experts too, and what needs no family but torch's tools.
+test_wrappers.py and test_parity.py copy, save and compile the dense families; experts are here, and torch's packages.
 """
 
 import copy
@@ -20,7 +20,7 @@ EXPERTS = "qwen3_moe"
 
 
 class Result(nn.Module):
-    """A tensor of a model's output: its loss in training, which makes no logits when patched, its logits in evaluation."""
+    """A tensor of a model's output: its loss in training, where a patched one makes no logits, else its logits."""
 
     def __init__(self, model):
         super().__init__()
