@@ -44,7 +44,7 @@ build/transformers-%/ready: $(ready)
 	$(py) -c "import sysconfig; print(sysconfig.get_path('purelib'))" >$$(build/transformers-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth
 	build/transformers-$*/bin/python -m pip install --quiet --disable-pip-version-check transformers==$* && touch $@
 
-downstream: $(ready)  ## this package inside TRL, LLaMA-Factory, ms-swift, Axolotl, Oumi, DeepSpeed, ...; ARGS="--only axolotl"; an hour of downloads and tests
+downstream: $(ready)  ## this package inside TRL, LLaMA-Factory, ms-swift, Axolotl, Oumi, DeepSpeed, ...; ARGS="--only axolotl"; half an hour of downloads and tests
 	$(py) tests/downstream/run.py $(ARGS)
 
 # `kernels` fits one minor version of transformers or two: that of 5.22. The others are told what to do instead.

@@ -25,8 +25,6 @@ KINDS = {
 }
 LAYERS = ("rms_norm", "gated", "rope")
 HEAD = "fused_linear_cross_entropy"
-#: Activations are rounded to 8 bits: where the layers before differ by an ulp, a few are rounded the other way.
-INT8 = (2e-3, 5e-2)
 LINEARS = ["q_proj", "v_proj", "gate_proj", "down_proj"]
 
 
@@ -54,11 +52,11 @@ def train(folder, load, liger):
     return watched(body, liger)
 
 
-def check(folder, load, quantised_head, tolerance=()):
+def check(folder, load, quantised_head):
     """What assert_same says. Quantised weights stay quantised, and a head of them makes its logits by dequantising."""
     off, on = (train(folder, load, liger) for liger in (False, True))
     ran = (*LAYERS, *(() if quantised_head else (HEAD,)))
-    said = assert_same(off, on, logits_of(load().train()), ran, *tolerance)
+    said = assert_same(off, on, logits_of(load().train()), ran)
     fused = any(HEAD in name for name in on.operators)
     kept = any("lm_head is " in report and "kept" in report for report in on.replaced)
     assert fused != quantised_head and kept == quantised_head
@@ -78,7 +76,7 @@ def test_bitsandbytes(kind, head, home, tmp_path, record_property):
         return model
 
     record_property("setup", f"{kind}, LoRA, {head}")
-    record_property("result", check(tmp_path / "out", load, bool(skip), INT8 if kind == "int8" else ()))
+    record_property("result", check(tmp_path / "out", load, bool(skip)))
 
 
 @pytest.fixture

@@ -130,7 +130,7 @@ def watched(train, liger):
         return run
 
 
-def assert_same(off, on, initial, operators, tolerance=TOLERANCE, change_tolerance=CHANGE):
+def assert_same(off, on, initial, operators):
     """Both runs trained the same; `operators` ran in the second, none in the first. What to say of it, in words."""
     assert off.error is None, off.error
     assert on.error is None, on.error + on.said[-2000:]
@@ -143,10 +143,10 @@ def assert_same(off, on, initial, operators, tolerance=TOLERANCE, change_toleran
     size = expected.abs().max()
     assert size > 1e-3, "the losses are zero"
     apart = (expected - found).abs().max() / size
-    assert apart <= tolerance, f"{off.losses} without, {on.losses} with"
+    assert apart <= TOLERANCE, f"{off.losses} without, {on.losses} with"
     change = (off.logits - initial).abs().max()
     assert change > 1e-3 * initial.abs().max(), "nothing was learnt"
-    assert (off.logits - on.logits).abs().max() <= change_tolerance * change
+    assert (off.logits - on.logits).abs().max() <= CHANGE * change
     calls = f"{sum(on.operators.values())} calls of {len(on.operators)} operators"
     return f"{len(expected)} equal losses ({apart:.0e} apart), {calls}"
 
