@@ -44,10 +44,8 @@ build/transformers-%/ready: $(ready)
 	$(py) -c "import sysconfig; print(sysconfig.get_path('purelib'))" >$$(build/transformers-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth
 	build/transformers-$*/bin/python -m pip install --quiet --disable-pip-version-check transformers==$* && touch $@
 
-downstream: build/trl-1.16/ready build/trl-1.12/ready build/deepspeed/ready  ## TRL's trainers: 1.16 with liger_kernel.trl.patch(), 1.12 with use_liger_kernel
-	OMP_NUM_THREADS=2 build/trl-1.16/bin/python -m pytest -q -p no:cacheprovider tests/downstream/test_trl.py tests/downstream/test_quantised.py $(ARGS)
-	OMP_NUM_THREADS=2 build/trl-1.12/bin/python -m pytest -q -p no:cacheprovider tests/downstream/test_classes.py $(ARGS)
-	OMP_NUM_THREADS=2 build/deepspeed/bin/python -m pytest -q -p no:cacheprovider tests/huggingface/zero.py $(ARGS)
+downstream: $(ready)  ## this package inside TRL, LLaMA-Factory, ms-swift, Axolotl, Oumi, DeepSpeed, ...; ARGS="--only axolotl"; half an hour of downloads and tests
+	$(py) tests/downstream/run.py $(ARGS)
 
 # `kernels` fits one minor version of transformers or two: that of 5.22. The others are told what to do instead.
 # Where there are kernels, the functions that the classic patches replace are modules.

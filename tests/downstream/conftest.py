@@ -1,32 +1,63 @@
 """Tiny random models and data for trainers of others; nothing is fetched."""
 
+import json
 import os
 
-os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "WANDB_MODE": "disabled"}
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from watched import Reader, logits_of
 
 torch.set_num_threads(1)
+
+#: Of transformers' TrainingArguments: a few steps of plain SGD.
+COMMON = dict(
+    max_steps=2,
+    per_device_train_batch_size=4,
+    learning_rate=0.05,
+    optim="sgd",
+    lr_scheduler_type="constant",
+    logging_steps=1,
+    report_to=[],
+    use_cpu=True,
+    seed=3,
+    save_strategy="no",
+    bf16=False,
+    gradient_checkpointing=False,
+    disable_tqdm=True,
+    max_grad_norm=0,
+)
 
 WORDS = [f"w{i}" for i in range(60)]
 
 
 @pytest.fixture
-def tokenizer():
-    vocabulary = {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *WORDS])}
+def roles():
+    """Words of a tool's template that the vocabulary has."""
+    return ()
+
+
+@pytest.fixture
+def tokenizer(roles):
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *WORDS, *roles])}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>", padding_side="left")
 
 
 @pytest.fixture
-def model(tokenizer, tmp_path):
+def width():
+    return 32
+
+
+@pytest.fixture
+def model(tokenizer, width, tmp_path):
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=3 * width // 2, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
         initializer_range=0.2, rms_norm_eps=0.03, pad_token_id=0, bos_token_id=1, eos_token_id=2, attn_implementation="eager"))
     model.save_pretrained(tmp_path)  # from where a trainer loads its reference model
     return LlamaForCausalLM.from_pretrained(tmp_path)
@@ -36,3 +67,55 @@ def words(seed, count):
     """A text of `count` random words."""
     generator = torch.Generator().manual_seed(seed)
     return " ".join(WORDS[i] for i in torch.randint(len(WORDS), (count,), generator=generator).tolist())
+
+
+#: No word that a model learns, but those that every tool's template has.
+TEMPLATE = "{% for message in messages %}{{ message['role'] + ' ' + message['content'] + ' </s> ' }}{% endfor %}"
+
+
+@pytest.fixture
+def home(model, tokenizer, tmp_path):
+    """A folder with a model and its tokenizer, as the tools load them; its `logits` are the model's."""
+    folder = tmp_path / "model"
+    model.save_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    torch.save(logits_of(model), folder / "logits.pt")
+    return folder
+
+
+@pytest.fixture
+def teacher(home, model, tokenizer):
+    """The folder of a model that is near."""
+    folder = home.parent / "teacher"
+    with torch.no_grad():
+        model.lm_head.weight.add_(torch.randn_like(model.lm_head.weight), alpha=0.2)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def initial(home):
+    return torch.load(home / "logits.pt")
+
+
+@pytest.fixture(scope="session")
+def reader():
+    return Reader()
+
+
+def conversation(i):
+    """A question and an answer, as messages."""
+    answer = words(20 + i, 5 + i % 4)
+    return [{"role": "user", "content": words(i, 4 + i % 3)}, {"role": "assistant", "content": answer}]
+
+
+def unequal(completions):
+    """Rewards that differ within a group and from group to group, whatever was drawn."""
+    return [sum(map(len, completion)) / 60 + 0.3 * i for i, completion in enumerate(completions)]
+
+
+def json_lines(file, rows):
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file

@@ -1,23 +1,11 @@
 """The losses that TRL up to 1.12 takes from liger_kernel.chunked_loss, in its trainers, against those without."""
 
 import pytest
-from torch.utils._python_dispatch import TorchDispatchMode
-from trainers import COMMON, assert_same_steps, train
+from conftest import COMMON
+from trainers import assert_same_steps, train
+from watched import Seen
 
 import liger_kernel.chunked_loss
-
-
-class Seen(TorchDispatchMode):
-    """The names of this library's operators that ran."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "liger":
-            self.names.add(function._opname)
-        return function(*args, **kwargs or {})
 
 
 @pytest.mark.parametrize(
@@ -38,7 +26,7 @@ class Seen(TorchDispatchMode):
         ("gkd", "JSD", dict(beta=0.3), {"loss"}),
     ),
 )
-def test_trainers_take_the_same_steps(kind, loss, options, keys, model, tokenizer, tmp_path):
+def test_trainers_take_the_same_steps(kind, loss, options, keys, model, tokenizer, tmp_path, record_property):
     cls, seen, calls = getattr(liger_kernel.chunked_loss, f"LigerFusedLinear{loss}Loss"), Seen(), []
 
     def watch(trainer):
@@ -61,4 +49,7 @@ def test_trainers_take_the_same_steps(kind, loss, options, keys, model, tokenize
         and len(set(calls)) == len(calls)
         and all(abs(value) > 1e-4 for value in calls)
     )
-    assert ("linear_distillation_forward" if loss == "JSD" else "linear_log_prob_forward") in seen.names
+    assert ("linear_distillation_forward" if loss == "JSD" else "linear_log_prob_forward") in seen.counts
+    chosen = "".join(f", {name} {value}" for name, value in options.items())
+    record_property("setup", f"{kind.upper()}{chosen}, `use_liger_kernel=True`")
+    record_property("result", f"{len(calls)} steps of {cls.__name__}, equal metrics and parameters")

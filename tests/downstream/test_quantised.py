@@ -1,10 +1,110 @@
-"""Heads that bitsandbytes has quantised."""
+"""Models that bitsandbytes or GPTQ have quantised, trained with LoRA, patched and not; and quantised heads."""
+
+import os
+
+os.environ |= {"GPTQMODEL_CPU_WORKERS": "2"}
 
 from types import SimpleNamespace
 
+import peft
+import pytest
 import torch
 from bitsandbytes import functional
+from conftest import COMMON, words
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Trainer, TrainingArguments
+from watched import assert_same, logits_of, watched
+
 from liger_kernel.ops.sliced_log_prob import quantised_linear_log_prob
+
+FOUR_BITS = dict(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+KINDS = {
+    "nf4": dict(FOUR_BITS, bnb_4bit_quant_type="nf4"),
+    "nf4, statistics quantised too": dict(FOUR_BITS, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
+    "fp4": dict(FOUR_BITS, bnb_4bit_quant_type="fp4"),
+    "int8": dict(load_in_8bit=True),
+}
+LAYERS = ("rms_norm", "gated", "rope")
+HEAD = "fused_linear_cross_entropy"
+LINEARS = ["q_proj", "v_proj", "gate_proj", "down_proj"]
+
+
+@pytest.fixture
+def width():
+    return 128  # of whole blocks
+
+
+def rows():
+    ids = [[4 + sum(map(ord, word)) % 56 for word in words(i, 12).split()] for i in range(12)]
+    return [dict(input_ids=row, labels=row) for row in ids]
+
+
+def train(folder, load, liger):
+    """LoRA on a quantised model by transformers' Trainer."""
+
+    def body(run):
+        torch.manual_seed(3)
+        model = peft.prepare_model_for_kbit_training(load(), use_gradient_checkpointing=False)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=LINEARS, task_type="CAUSAL_LM"))
+        own = dict(max_steps=3, learning_rate=0.3, use_liger_kernel=liger)
+        arguments = TrainingArguments(str(folder), **COMMON | own)
+        Trainer(model, arguments, train_dataset=rows()).train()
+
+    return watched(body, liger)
+
+
+def check(folder, load, quantised_head):
+    """What assert_same says. Quantised weights stay quantised, and a head of them makes its logits by dequantising."""
+    off, on = (train(folder, load, liger) for liger in (False, True))
+    ran = (*LAYERS, *(() if quantised_head else (HEAD,)))
+    said = assert_same(off, on, logits_of(load().train()), ran)
+    fused = any(HEAD in name for name in on.operators)
+    kept = any("lm_head is " in report and "kept" in report for report in on.replaced)
+    assert fused != quantised_head and kept == quantised_head
+    return said
+
+
+@pytest.mark.parametrize("head", ("plain head", "quantised head"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_bitsandbytes(kind, head, home, tmp_path, record_property):
+    skip = dict(llm_int8_skip_modules=["none"]) if head == "quantised head" else {}
+    config = BitsAndBytesConfig(**KINDS[kind], **skip)
+
+    def load():
+        model = AutoModelForCausalLM.from_pretrained(home, quantization_config=config, dtype=torch.float32)
+        assert type(model.model.layers[0].mlp.up_proj.weight).__name__ in ("Params4bit", "Int8Params")
+        assert (type(model.lm_head.weight) is torch.nn.Parameter) == (not skip)
+        return model
+
+    record_property("setup", f"{kind}, LoRA, {head}")
+    record_property("result", check(tmp_path / "out", load, bool(skip)))
+
+
+@pytest.fixture
+def gptq(home, monkeypatch):
+    """The folder of a model that gptqmodel has quantised to 4 bits, in groups of 32."""
+    folder = home.parent / "gptq"
+
+    def quantise(run):
+        from gptqmodel import GPTQModel, QuantizeConfig
+
+        model = GPTQModel.load(str(home), QuantizeConfig(bits=4, group_size=32))
+        model.quantize([words(i, 24) for i in range(128)], batch_size=4)
+        model.save(str(folder))
+
+    monkeypatch.chdir(home.parent)  # where it writes its logs
+    run = watched(quantise, False)  # in a child: it starts threads, and what has threads must not fork
+    assert run.error is None, run.error
+    return folder
+
+
+def test_gptq(gptq, tmp_path, record_property):
+    def load():
+        model = AutoModelForCausalLM.from_pretrained(gptq, dtype=torch.float32, device_map="cpu")
+        assert not isinstance(model.model.layers[0].mlp.up_proj, torch.nn.Linear)
+        return model
+
+    record_property("setup", "GPTQ, 4 bits, groups of 32, LoRA")
+    record_property("result", check(tmp_path / "out", load, False))
 
 
 def test_4_bit_head():

@@ -5,26 +5,9 @@ import copy
 import pytest
 import torch
 import trl
-from conftest import words
+from conftest import COMMON, words
 from datasets import Dataset
-
-COMMON = dict(
-    max_steps=2,
-    per_device_train_batch_size=4,
-    learning_rate=0.05,
-    optim="sgd",
-    lr_scheduler_type="constant",
-    logging_steps=1,
-    report_to=[],
-    use_cpu=True,
-    seed=3,
-    save_strategy="no",
-    bf16=False,
-    gradient_checkpointing=False,
-    disable_tqdm=True,
-    max_grad_norm=0,
-)
-
+from transformers import AutoModelForCausalLM
 
 def rewards(completion_ids, **ignored):
     """Differ within a group and from group to group, whatever was drawn."""
@@ -77,7 +60,8 @@ def messages():
 
 
 def teacher_of(model):
-    teacher = copy.deepcopy(model)
+    """A model that is near a model, or near that of a folder."""
+    teacher = AutoModelForCausalLM.from_pretrained(model) if isinstance(model, str) else copy.deepcopy(model)
     with torch.no_grad():
         teacher.lm_head.weight.add_(torch.randn_like(teacher.lm_head.weight), alpha=0.2)
     return teacher
@@ -93,6 +77,12 @@ KINDS = {
         dict(num_generations=4, max_completion_length=6, beta=0.1, temperature=0.9),
         lambda model: dict(reward_funcs=rewards, train_dataset=prompts()),
     ),
+    "rloo": (
+        "RLOO",
+        # The advantages of a group add up to zero, and so does its loss before the first step.
+        dict(num_generations=4, max_completion_length=6, beta=0.1, temperature=0.9, num_iterations=2),
+        lambda model: dict(reward_funcs=rewards, train_dataset=prompts()),
+    ),
     "distillation": (
         "Distillation",
         dict(max_completion_length=6, temperature=0.9),
@@ -106,7 +96,8 @@ KINDS = {
 }
 
 
-def trainer_of(kind, model, tokenizer, folder, **options):
+def trainer_of(kind, model, tokenizer, folder, more={}, **options):
+    """A trainer of a model or of a folder's; `more` are arguments of the trainer, `options` of its configuration."""
     name, own, arguments = KINDS[kind]
     home = trl
     if kind == "gkd":
@@ -115,7 +106,7 @@ def trainer_of(kind, model, tokenizer, folder, **options):
         end = "{% if message['role'] == 'assistant' %}</s>{% endif %}"
         tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} " + end + "{% endfor %}"
     config = getattr(home, f"{name}Config")(output_dir=str(folder), **COMMON | own | options)
-    return getattr(home, f"{name}Trainer")(model=model, processing_class=tokenizer, args=config, **arguments(model))
+    return getattr(home, f"{name}Trainer")(model=model, processing_class=tokenizer, args=config, **arguments(model), **more)
 
 
 def train(kind, model, tokenizer, folder, watch=lambda trainer: None, **options):

@@ -80,6 +80,8 @@ def found():
 
 @pytest.mark.parametrize("name", STAGES)
 @pytest.mark.parametrize("family_name", distributed.FAMILIES)
-def test_zero(found, family_name, name):
+def test_zero(found, family_name, name, record_property):
+    record_property("setup", f"{name}, {family_name}, 2 processes")
+    record_property("result", f"{STEPS} equal losses and the same parameters, no logits, no more collectives")
     for of_rank in found:
         assert of_rank[family_name, name] is None, of_rank[family_name, name]

@@ -1,10 +1,9 @@
 """Experts of a mixture, and where those of a model keep transformers' forward."""
 
-import torch
 from torch import nn
 
 from liger_kernel.ops.fused_moe import fused_experts
-from liger_kernel.transformers.graft import kernels_cover
+from liger_kernel.transformers.graft import is_dense
 
 # What transformers' forward computes in another way. The others are a user's choice of how: other kernels, other roundings.
 _DEFAULTS = (None, "eager", "grouped_mm")
@@ -18,7 +17,7 @@ def kept_by(experts, running=True) -> str | None:
     if getattr(experts, "_is_expert_parallel", False):
         return "its experts are spread over ranks"
     weights = experts.parameters(recurse=False) if running else ()
-    if not all(type(w) in (nn.Parameter, torch.Tensor) and kernels_cover(w) for w in weights):
+    if not all(map(is_dense, weights)):
         return "a weight is sharded or quantised"
     return None
 

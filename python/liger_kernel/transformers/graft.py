@@ -8,6 +8,8 @@ import sys
 import types
 
 import torch
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.modules import module as nn_module
 
 logger = logging.getLogger(__name__)
@@ -19,6 +21,8 @@ def warn_once(message) -> None:
 
 
 _ABSENT = object()
+# The last two stand for the others where torch.export traces.
+_DENSE = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
 
 
 class Edits:
@@ -127,6 +131,11 @@ _DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
 def kernels_cover(tensor) -> bool:
     """Whether there are kernels for the tensor's dtype and device."""
     return tensor.dtype in _DTYPES and (tensor.is_cuda or tensor.is_cpu or tensor.is_meta)
+
+
+def is_dense(weight) -> bool:
+    """Whether a weight is a tensor as torch has them, also while torch.export traces: no shard, nothing quantised."""
+    return type(weight) in _DENSE and kernels_cover(weight)
 
 
 @functools.cache
