@@ -10,8 +10,11 @@ export PATH="$(dirname "$PYTHON"):$PATH"
 
 "$PYTHON" tests/check_layers.py
 
-if [ ! -e /usr/include/gtest/gtest.h ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-  apt-get install -y -qq libgtest-dev >/dev/null 2>&1 || { apt-get update -qq && apt-get install -y -qq libgtest-dev; } >/dev/null || true
+# What the C++ tests, the tokenizers and liger-train are built with.
+packages=(libgtest-dev libpcre2-dev libutf8proc-dev libcli11-dev)
+if command -v apt-get >/dev/null && [ "$(id -u)" = 0 ] && ! dpkg -s "${packages[@]}" >/dev/null 2>&1; then
+  apt-get install -y -qq "${packages[@]}" >/dev/null 2>&1 ||
+    { apt-get update -qq && apt-get install -y -qq "${packages[@]}"; } >/dev/null || true
 fi
 
 # The C++ tests, and the CUDA kernels on CPU threads, beside the library that was built before.
