@@ -1,6 +1,6 @@
 # liger::models: models, checkpoints and tokenizers of Hugging Face's formats for C++ programs. What is not found is
 # left out: nlohmann/json (Debian: nlohmann-json3-dev; PyPI: nlohmann-json) for all of it; PCRE2 and utf8proc (Debian:
-# libpcre2-dev, libutf8proc-dev) for tokenizers.
+# libpcre2-dev, libutf8proc-dev) for tokenizers; CLI11 besides (libcli11-dev) for liger-train.
 option(LIGER_MODELS "Build liger::models when nlohmann/json is found" ON)
 if(NOT LIGER_MODELS)
   return()
@@ -36,3 +36,15 @@ if(LIGER_TOKENIZER)
   target_include_directories(liger_models SYSTEM PRIVATE ${LIGER_pcre2_DIR} ${LIGER_utf8proc_DIR})
   target_link_libraries(liger_models PRIVATE ${LIGER_pcre2_LIBRARY} ${LIGER_utf8proc_LIBRARY})
 endif()
+
+find_path(LIGER_CLI11_DIR CLI/CLI.hpp DOC "the folder that holds CLI/CLI.hpp")
+mark_as_advanced(LIGER_CLI11_DIR)
+if(NOT LIGER_TOKENIZER OR NOT LIGER_CLI11_DIR)
+  message(STATUS "liger: no liger-train, because CLI11, PCRE2 or utf8proc was not found")
+  return()
+endif()
+file(GLOB train_files CONFIGURE_DEPENDS liger/train/*.cpp)
+add_executable(liger_train ${train_files})
+set_target_properties(liger_train PROPERTIES OUTPUT_NAME liger-train)
+target_include_directories(liger_train SYSTEM PRIVATE ${LIGER_JSON_DIR} ${LIGER_CLI11_DIR})
+target_link_libraries(liger_train PRIVATE liger_models)

@@ -1,0 +1,42 @@
+#pragma once
+#include <torch/nn/module.h>
+#include <string>
+#include <vector>
+#include "liger/models/safetensors.h"
+#include "liger/train/options.h"
+
+namespace liger::train {
+
+/// AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), torch's fused kernel. Of weights that are not float it keeps
+/// float copies, which it updates and rounds to them, and adds up their gradients in float.
+class Optimizer {
+ public:
+  Optimizer(const torch::nn::Module& model, const Options& options);
+
+  /// Takes what a backward pass has left in the parameters' gradients.
+  void accumulate();
+
+  /// Scales the gradients to a norm of at most clip, updates the weights, and forgets the gradients; returns the norm.
+  double step(double lr);
+
+  /// The float copies, the moments and the number of steps, by name.
+  NamedTensors state() const;
+
+  /// Raises c10::Error for a state of another model.
+  void load(const SafetensorsFile& state);
+
+ private:
+  struct Weight {
+    std::string name;
+    at::Tensor parameter, master, gradient, mean, square;
+  };
+
+  Options options_;
+  std::vector<Weight> weights_;
+  at::Tensor steps_;  // float, on the CPU
+};
+
+/// The learning rate of a step, the first of which is 0: as transformers' schedules have it.
+double learning_rate(const Options& options, int64_t step);
+
+}  // namespace liger::train

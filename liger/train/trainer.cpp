@@ -1,0 +1,245 @@
+#include "liger/train/trainer.h"
+
+#include <fcntl.h>
+#include <torch/torch.h>
+#include <unistd.h>
+#include <algorithm>
+#include <cerrno>
+#include <cmath>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include "liger/models/json.h"
+#include "liger/nn/preference.h"
+
+namespace liger::train {
+
+using at::Tensor;
+using nlohmann::json;
+namespace fs = std::filesystem;
+
+namespace {
+
+constexpr const char* kCheckpoint = "checkpoint-";
+
+/// What has been written to a folder is on the disk.
+void sync_folder(const fs::path& folder) {
+  const int file = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  TORCH_CHECK(file >= 0 && ::fsync(file) == 0, folder.string(), ": ", std::strerror(errno));
+  ::close(file);
+}
+
+/// The steps of the checkpoints in a folder, in order. They are whole: each took its name when it was.
+std::vector<int64_t> checkpoints(const fs::path& folder) {
+  std::vector<int64_t> steps;
+  if (!fs::exists(folder)) return steps;
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    const std::string name = entry.path().filename().string(),
+                      number = name.substr(std::min(name.size(), std::strlen(kCheckpoint)));
+    const bool digits = !number.empty() && number.size() < 19 && std::all_of(number.begin(), number.end(), ::isdigit);
+    if (name.starts_with(kCheckpoint) && digits) steps.push_back(std::stoll(number));
+  }
+  std::sort(steps.begin(), steps.end());
+  return steps;
+}
+
+/// The most memory that the process had. (What getrusage says may be that of the process which started this one.)
+int64_t peak_bytes() {
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);)
+    if (line.starts_with("VmHWM:")) return std::stoll(line.substr(6)) * 1024;
+  return 0;
+}
+
+}  // namespace
+
+Trainer::Trainer(Options options) : options_(std::move(options)), device_(options_.device) {
+  start_ = std::chrono::steady_clock::now();
+  if (options_.threads > 0) at::set_num_threads(int(options_.threads));
+  const auto steps = checkpoints(options_.out);
+  TORCH_CHECK(steps.empty() || options_.resume, "--out ", options_.out,
+              " holds checkpoints: go on from them with --resume, or name another folder");
+  const std::string folder = steps.empty() ? options_.model : checkpoint(steps.back());
+  const auto dtype = options_.dtype == "bfloat16" ? at::kBFloat16 : at::kFloat;
+  LlamaConfig config = LlamaConfig::load(folder);
+  if (options_.fresh && steps.empty()) {
+    torch::manual_seed(uint64_t(options_.seed));
+    config.dtype = dtype;
+    model_ = nn::LlamaForCausalLM(config);
+    model_->to(device_, dtype);
+  } else {
+    model_ = nn::LlamaForCausalLM(nn::LlamaForCausalLMImpl::from_pretrained(folder, dtype));
+    model_->to(device_);
+    // Memory of their own: pages of a file lie where products are summed in another order, and are copied when written.
+    for (auto& parameter : model_->parameters())
+      if (parameter.device().is_cpu()) parameter.set_data(parameter.detach().clone());
+  }
+  model_->gradient_checkpointing = options_.gradient_checkpointing;
+  if (options_.loss == "dpo") {  // its weights stay in the file's pages
+    reference_ = nn::LlamaForCausalLM(nn::LlamaForCausalLMImpl::from_pretrained(options_.model, dtype));
+    reference_->to(device_);
+    for (auto& parameter : reference_->parameters()) parameter.requires_grad_(false);
+  }
+  data_.emplace(options_.data, options_, model_->config);
+  if (!options_.eval.empty()) eval_.emplace(options_.eval, options_, model_->config);
+  const int64_t of_step = options_.batch * options_.accumulate;
+  if (options_.steps == 0)
+    options_.steps =
+        std::max<int64_t>(1, int64_t(std::ceil(double(data_->size()) * options_.epochs / double(of_step))));
+  optimizer_.emplace(*model_, options_);
+  fs::create_directories(options_.out);
+  if (!steps.empty()) resume(steps.back());
+}
+
+std::string Trainer::checkpoint(int64_t step) const {
+  return (fs::path(options_.out) / (kCheckpoint + std::to_string(step))).string();
+}
+
+void Trainer::resume(int64_t step) {
+  const fs::path folder = checkpoint(step);
+  const json state = read_json((folder / "trainer.json").string());
+  const json now = options_.decisive();
+  for (const auto& [name, value] : now.items())
+    TORCH_CHECK(state.at("options").value(name, json()) == value, "--resume: ", folder.string(), " was made with ",
+                name, " ", state.at("options").value(name, json()).dump(), ", not ", value.dump());
+  TORCH_CHECK(state.at("data") == data_->fingerprint(), "--resume: ", folder.string(), " was made with other data");
+  optimizer_->load(SafetensorsFile((folder / "optimizer.safetensors").string()));
+  done_ = step;
+  // The log of steps that are made again goes.
+  const fs::path log = fs::path(options_.out) / "log.jsonl";
+  std::string kept;
+  std::ifstream in(log);
+  for (std::string line; std::getline(in, line);) {
+    const json entry = json::parse(line, nullptr, false);
+    if (entry.is_object() && entry.value("step", step + 1) <= step) kept += line + "\n";
+  }
+  const fs::path beside = log.string() + ".tmp";
+  std::ofstream(beside) << kept;
+  fs::rename(beside, log);
+}
+
+Tensor Trainer::loss_of(const Batch& b, double counted) {
+  const Tensor ids = b.ids.to(device_), labels = b.labels.to(device_);
+  nn::CausalLMInputs inputs;
+  if (b.positions.defined()) inputs.position_ids = b.positions.to(device_);
+  if (!reference_.is_empty()) {
+    const auto hidden = [&](nn::LlamaForCausalLM& model) { return model->hidden_states(ids, inputs).slice(1, 0, -1); };
+    nn::DPOLoss loss(nn::DPOLossOptions().loss(
+        {.loss_type = options_.dpo_loss, .beta = options_.dpo_beta, .pairs = int64_t(counted)}));
+    Tensor reference;
+    {
+      const torch::NoGradGuard no_gradients;
+      reference = hidden(reference_);
+    }
+    return loss
+        ->forward(hidden(model_), model_->head_weight(), labels.slice(1, 1), {}, reference, reference_->head_weight())
+        .loss;
+  }
+  inputs.labels = labels, inputs.num_items = counted;
+  return model_->forward(ids, inputs).loss;
+}
+
+void Trainer::step(int64_t step) {
+  const auto begin = std::chrono::steady_clock::now();
+  std::vector<Batch> batches;
+  int64_t counted = 0, tokens = 0;
+  for (int64_t pass = 0; pass < options_.accumulate; ++pass) {
+    std::vector<int64_t> items;
+    for (int64_t i = 0; i < options_.batch; ++i)
+      items.push_back(data_->sample((step * options_.accumulate + pass) * options_.batch + i));
+    batches.push_back(data_->batch(items));
+    counted += batches.back().counted, tokens += batches.back().ids.numel();
+  }
+  double loss = 0;
+  for (const Batch& batch : batches) {
+    const Tensor part = loss_of(batch, double(std::max<int64_t>(1, counted)));
+    part.backward();
+    optimizer_->accumulate();
+    loss += part.item<double>();
+  }
+  const double lr = learning_rate(options_, step), norm = optimizer_->step(lr);
+  const auto now = std::chrono::steady_clock::now();
+  const auto since = [&](auto from) { return std::chrono::duration<double>(now - from).count(); };
+  tokens_ += tokens;
+  log({{"step", step + 1},
+       {"loss", loss},
+       {"gradient_norm", norm},
+       {"lr", lr},
+       {"tokens", tokens},
+       {"seconds", since(begin)},
+       {"since_start", since(start_)},
+       {"peak_bytes", peak_bytes()}});
+  std::fprintf(stderr, "%sstep %lld/%lld  loss %.4f  lr %.2e  %.0f tokens/s%s", ::isatty(2) ? "\r\033[K" : "",
+               static_cast<long long>(step + 1), static_cast<long long>(options_.steps), loss, lr,
+               double(tokens) / since(begin), ::isatty(2) && step + 1 < options_.steps ? "" : "\n");
+  TORCH_CHECK(std::isfinite(loss), "the loss of step ", step + 1, " is ", loss, ": a smaller --lr may help");
+}
+
+double Trainer::evaluate() {
+  const torch::NoGradGuard no_gradients;
+  double sum = 0, counted = 0;
+  for (int64_t at = 0; at < eval_->size(); at += options_.batch) {
+    std::vector<int64_t> items;
+    for (int64_t i = at; i < std::min(at + options_.batch, eval_->size()); ++i) items.push_back(i);
+    const Batch batch = eval_->batch(items);
+    if (batch.counted == 0) continue;
+    sum += loss_of(batch, double(batch.counted)).item<double>() * double(batch.counted);
+    counted += double(batch.counted);
+  }
+  return sum / std::max(1., counted);
+}
+
+void Trainer::save(int64_t step) {
+  const fs::path place = checkpoint(step), beside = place.string() + ".tmp";
+  fs::remove_all(beside);
+  fs::create_directories(beside);
+  for (const char* name : {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+                           "special_tokens_map.json", "chat_template.jinja"})
+    if (fs::exists(fs::path(options_.model) / name)) fs::copy_file(fs::path(options_.model) / name, beside / name);
+  model_->save_pretrained(beside.string());
+  save_safetensors((beside / "optimizer.safetensors").string(), optimizer_->state());
+  std::ofstream state(beside / "trainer.json");
+  state << json{{"step", step}, {"options", options_.decisive()}, {"data", data_->fingerprint()}}.dump(2) << "\n";
+  state.close();
+  TORCH_CHECK(state.good(), (beside / "trainer.json").string(), ": cannot be written");
+  for (const auto& entry : fs::directory_iterator(beside)) {
+    const int file = ::open(entry.path().c_str(), O_RDONLY | O_CLOEXEC);
+    TORCH_CHECK(file >= 0 && ::fsync(file) == 0, entry.path().string(), ": ", std::strerror(errno));
+    ::close(file);
+  }
+  sync_folder(beside);
+  fs::rename(beside, place);
+  sync_folder(options_.out);
+  auto all = checkpoints(options_.out);
+  if (options_.keep > 0)
+    for (; int64_t(all.size()) > options_.keep; all.erase(all.begin())) fs::remove_all(checkpoint(all.front()));
+}
+
+void Trainer::log(const json& line) {
+  const std::string text = line.dump() + "\n";
+  TORCH_CHECK(std::fwrite(text.data(), 1, text.size(), log_) == text.size() && std::fflush(log_) == 0, options_.out,
+              "/log.jsonl: ", std::strerror(errno));
+}
+
+void Trainer::run() {
+  const std::string path = (fs::path(options_.out) / "log.jsonl").string();
+  log_ = std::fopen(path.c_str(), done_ > 0 ? "a" : "w");
+  TORCH_CHECK(log_, path, ": ", std::strerror(errno));
+  const auto due = [&](int64_t every, int64_t step) {
+    return step == options_.steps || (every > 0 && step % every == 0);
+  };
+  if (done_ >= options_.steps) std::fprintf(stderr, "%s is finished\n", checkpoint(done_).c_str());
+  for (int64_t i = done_; i < options_.steps; ++i) {
+    step(i);
+    if (eval_ && due(options_.eval_steps, i + 1)) {
+      const double loss = evaluate();
+      log({{"step", i + 1}, {"eval_loss", loss}});
+      std::fprintf(stderr, "%sevaluation after step %lld: loss %.4f\n", ::isatty(2) ? "\n" : "",
+                   static_cast<long long>(i + 1), loss);
+    }
+    if (due(options_.save_steps, i + 1)) save(i + 1);
+  }
+  std::fclose(log_);
+}
+
+}  // namespace liger::train
