@@ -1,6 +1,7 @@
 # liger::models: models, checkpoints and tokenizers of Hugging Face's formats for C++ programs. What is not found is
 # left out: nlohmann/json (Debian: nlohmann-json3-dev; PyPI: nlohmann-json) for all of it; PCRE2 and utf8proc (Debian:
-# libpcre2-dev, libutf8proc-dev) for tokenizers; CLI11 besides (libcli11-dev) for liger-train.
+# libpcre2-dev, libutf8proc-dev) for tokenizers; CLI11 besides (libcli11-dev) for liger-train, and gloo's
+# headers (libgloo-dev; the library is in torch's) for its training in several processes.
 option(LIGER_MODELS "Build liger::models when nlohmann/json is found" ON)
 if(NOT LIGER_MODELS)
   return()
@@ -48,3 +49,11 @@ add_executable(liger_train ${train_files})
 set_target_properties(liger_train PROPERTIES OUTPUT_NAME liger-train)
 target_include_directories(liger_train SYSTEM PRIVATE ${LIGER_JSON_DIR} ${LIGER_CLI11_DIR})
 target_link_libraries(liger_train PRIVATE liger_models)
+find_path(LIGER_GLOO_DIR gloo/rendezvous/store.h DOC "the folder that holds gloo/rendezvous/store.h")
+mark_as_advanced(LIGER_GLOO_DIR)
+if(LIGER_GLOO_DIR)
+  target_include_directories(liger_train SYSTEM PRIVATE ${LIGER_GLOO_DIR})
+  target_compile_definitions(liger_train PRIVATE LIGER_GLOO)
+else()
+  message(STATUS "liger: liger-train trains in one process, because gloo's headers were not found")
+endif()

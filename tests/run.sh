@@ -11,7 +11,7 @@ export PATH="$(dirname "$PYTHON"):$PATH"
 "$PYTHON" tests/check_layers.py
 
 # What the C++ tests, the tokenizers and liger-train are built with.
-packages=(libgtest-dev libpcre2-dev libutf8proc-dev libcli11-dev)
+packages=(libgtest-dev libpcre2-dev libutf8proc-dev libcli11-dev libgloo-dev)
 if command -v apt-get >/dev/null && [ "$(id -u)" = 0 ] && ! dpkg -s "${packages[@]}" >/dev/null 2>&1; then
   apt-get install -y -qq "${packages[@]}" >/dev/null 2>&1 ||
     { apt-get update -qq && apt-get install -y -qq "${packages[@]}"; } >/dev/null || true

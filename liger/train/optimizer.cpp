@@ -1,17 +1,29 @@
 #include "liger/train/optimizer.h"
 
 #include <torch/types.h>
+#include <algorithm>
 #include <cmath>
 #include <numbers>
 
 namespace liger::train {
 
-Optimizer::Optimizer(const torch::nn::Module& model, const Options& options) : options_(options) {
+Optimizer::Optimizer(const torch::nn::Module& model, const Options& options, const Ranks& ranks)
+    : options_(options), ranks_(ranks) {
+  std::vector<int64_t> load(ranks.size());
   for (const auto& item : model.named_parameters()) {
     const at::Tensor& parameter = item.value();
-    const bool is_float = parameter.scalar_type() == at::kFloat;
-    const at::Tensor master = is_float ? parameter.detach() : parameter.detach().to(at::kFloat);
-    weights_.push_back({item.key(), parameter, master, {}, at::zeros_like(master), at::zeros_like(master)});
+    Weight weight{item.key(), -1, parameter, {}, {}, {}, {}};
+    if (options.shard_optimizer) {
+      const auto least = std::min_element(load.begin(), load.end());
+      weight.owner = least - load.begin();
+      *least += parameter.numel();
+    }
+    if (mine(weight)) {
+      const bool is_float = parameter.scalar_type() == at::kFloat;
+      weight.master = is_float ? parameter.detach() : parameter.detach().to(at::kFloat);
+      weight.mean = at::zeros_like(weight.master), weight.square = at::zeros_like(weight.master);
+    }
+    weights_.push_back(std::move(weight));
   }
   steps_ = at::zeros({}, at::kFloat);
 }
@@ -31,6 +43,10 @@ void Optimizer::accumulate() {
 
 double Optimizer::step(double lr) {
   const at::NoGradGuard no_gradients;
+  std::vector<at::Tensor> all;
+  for (const Weight& weight : weights_)
+    if (weight.gradient.defined()) all.push_back(weight.gradient);
+  ranks_.sum(all);
   std::vector<at::Tensor> norms;
   for (const Weight& weight : weights_)
     if (weight.gradient.defined()) norms.push_back(at::linalg_vector_norm(weight.gradient));
@@ -43,7 +59,7 @@ double Optimizer::step(double lr) {
   for (const bool decays : {true, false}) {
     std::vector<at::Tensor> masters, gradients, means, squares, steps;
     for (const Weight& weight : weights_) {
-      if (!weight.gradient.defined() || (weight.master.dim() > 1) != decays) continue;
+      if (!weight.gradient.defined() || !mine(weight) || (weight.master.dim() > 1) != decays) continue;
       masters.push_back(weight.master), gradients.push_back(weight.gradient);
       means.push_back(weight.mean), squares.push_back(weight.square);
       steps.push_back(at::add(steps_, 1).to(weight.master.device()));
@@ -54,9 +70,15 @@ double Optimizer::step(double lr) {
   }
   steps_ += 1;
   for (Weight& weight : weights_) {
-    if (weight.parameter.scalar_type() != at::kFloat) weight.parameter.copy_(weight.master);
+    if (mine(weight) && weight.parameter.scalar_type() != at::kFloat) weight.parameter.copy_(weight.master);
     weight.gradient.reset();
     weight.parameter.mutable_grad().reset();
+  }
+  for (int64_t rank = 0; options_.shard_optimizer && rank < ranks_.size(); ++rank) {
+    std::vector<at::Tensor> updated;
+    for (const Weight& weight : weights_)
+      if (weight.owner == rank) updated.push_back(weight.parameter);
+    ranks_.broadcast(updated, rank);
   }
   return norm.item<double>();
 }
@@ -64,6 +86,7 @@ double Optimizer::step(double lr) {
 NamedTensors Optimizer::state() const {
   NamedTensors tensors{{"steps", steps_}};
   for (const Weight& weight : weights_) {
+    if (!mine(weight)) continue;
     if (weight.parameter.scalar_type() != at::kFloat) tensors.emplace_back("master." + weight.name, weight.master);
     tensors.emplace_back("mean." + weight.name, weight.mean);
     tensors.emplace_back("square." + weight.name, weight.square);
@@ -71,10 +94,12 @@ NamedTensors Optimizer::state() const {
   return tensors;
 }
 
-void Optimizer::load(const SafetensorsFile& state) {
+void Optimizer::load(const std::vector<SafetensorsFile>& files) {
   const at::NoGradGuard no_gradients;
-  for (const auto& [name, tensor] : this->state()) {
-    const at::Tensor saved = state.tensor(name);
+  for (const auto& [name, tensor] : state()) {
+    const auto file = std::find_if(files.begin(), files.end(), [&](const auto& f) { return f.contains(name); });
+    TORCH_CHECK(file != files.end(), "the optimiser's state is of another model: there is no ", name);
+    const at::Tensor saved = file->tensor(name);
     TORCH_CHECK(saved.sizes() == tensor.sizes() && saved.scalar_type() == tensor.scalar_type(),
                 "the optimiser's state is of another model: ", name, " is of ", saved.scalar_type(), saved.sizes());
     tensor.copy_(saved);

@@ -4,6 +4,7 @@
 #include <vector>
 #include "liger/models/safetensors.h"
 #include "liger/train/options.h"
+#include "liger/train/ranks.h"
 
 namespace liger::train {
 
@@ -11,27 +12,33 @@ namespace liger::train {
 /// float copies, which it updates and rounds to them, and adds up their gradients in float.
 class Optimizer {
  public:
-  Optimizer(const torch::nn::Module& model, const Options& options);
+  /// With options.shard_optimizer each rank keeps the copies and moments of a share of the weights.
+  Optimizer(const torch::nn::Module& model, const Options& options, const Ranks& ranks);
 
   /// Takes what a backward pass has left in the parameters' gradients.
   void accumulate();
 
-  /// Scales the gradients to a norm of at most clip, updates the weights, and forgets the gradients; returns the norm.
+  /// Adds up all ranks' gradients, scales them to a norm of at most clip, updates the weights, and forgets the
+  /// gradients; returns the norm.
   double step(double lr);
 
-  /// The float copies, the moments and the number of steps, by name.
+  /// The float copies, the moments and the number of steps, by name: those of this rank.
   NamedTensors state() const;
 
-  /// Raises c10::Error for a state of another model.
-  void load(const SafetensorsFile& state);
+  /// Files which together hold the state of all ranks. Raises c10::Error for a state of another model.
+  void load(const std::vector<SafetensorsFile>& files);
 
  private:
   struct Weight {
     std::string name;
+    int64_t owner;  // the rank that updates it; -1: each does
     at::Tensor parameter, master, gradient, mean, square;
   };
 
+  bool mine(const Weight& weight) const { return weight.owner < 0 || weight.owner == ranks_.rank(); }
+
   Options options_;
+  Ranks ranks_;
   std::vector<Weight> weights_;
   at::Tensor steps_;  // float, on the CPU
 };

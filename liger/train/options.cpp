@@ -26,7 +26,8 @@ nlohmann::json Options::decisive() const {
           {"eps", eps},
           {"clip", clip},
           {"shuffle", shuffle},
-          {"fresh", fresh}};
+          {"fresh", fresh},
+          {"shard_optimizer", shard_optimizer}};
 }
 
 Options parse(int argc, char** argv) {
@@ -41,7 +42,9 @@ Options parse(int argc, char** argv) {
       "  *.safetensors  input_ids [rows, tokens] and, if others are to be learnt, labels: taken as they are\n"
       "  others         one document of text each\n\n"
       "OUT receives log.jsonl, a line a step, and checkpoint-<step>, which transformers loads and --resume goes on "
-      "from.",
+      "from.\n"
+      "`torchrun --no-python --nproc-per-node N liger-train ...` trains in N processes, each with --batch rows in a "
+      "pass.",
       "liger-train");
   app.option_defaults()->always_capture_default();
   app.add_option("model", o.model, "folder of config.json, *.safetensors and tokenizer.json")
@@ -78,6 +81,8 @@ Options parse(int argc, char** argv) {
       ->check(CLI::IsMember({"float32", "bfloat16"}));
   app.add_option("--device", o.device, "cpu, cuda, cuda:1, ...");
   app.add_option("--threads", o.threads, "of the CPU; 0: torch's choice")->check(CLI::NonNegativeNumber);
+  app.add_flag("--shard-optimizer", o.shard_optimizer,
+               "each of torchrun's processes keeps the optimiser's state of a share of the weights");
   app.add_flag("--gradient-checkpointing", o.gradient_checkpointing, "less memory, more time");
   app.add_flag("--fresh", o.fresh, "begin with weights drawn from the seed: the model's folder needs none");
 

@@ -82,11 +82,11 @@ Trainer::Trainer(Options options) : options_(std::move(options)), device_(option
   }
   data_.emplace(options_.data, options_, model_->config);
   if (!options_.eval.empty()) eval_.emplace(options_.eval, options_, model_->config);
-  const int64_t of_step = options_.batch * options_.accumulate;
+  const int64_t of_step = options_.batch * options_.accumulate * ranks_.size();
   if (options_.steps == 0)
     options_.steps =
         std::max<int64_t>(1, int64_t(std::ceil(double(data_->size()) * options_.epochs / double(of_step))));
-  optimizer_.emplace(*model_, options_);
+  optimizer_.emplace(*model_, options_, ranks_);
   fs::create_directories(options_.out);
   if (!steps.empty()) resume(steps.back());
 }
@@ -103,8 +103,14 @@ void Trainer::resume(int64_t step) {
     TORCH_CHECK(state.at("options").value(name, json()) == value, "--resume: ", folder.string(), " was made with ",
                 name, " ", state.at("options").value(name, json()).dump(), ", not ", value.dump());
   TORCH_CHECK(state.at("data") == data_->fingerprint(), "--resume: ", folder.string(), " was made with other data");
-  optimizer_->load(SafetensorsFile((folder / "optimizer.safetensors").string()));
+  TORCH_CHECK(state.at("ranks") == ranks_.size(), "--resume: ", folder.string(), " was made by ",
+              state.at("ranks").dump(), " processes, and these are ", ranks_.size());
+  std::vector<SafetensorsFile> files;
+  for (const auto& entry : fs::directory_iterator(folder))
+    if (entry.path().filename().string().starts_with("optimizer")) files.emplace_back(entry.path().string());
+  optimizer_->load(files);
   done_ = step;
+  if (ranks_.rank() > 0) return;
   // The log of steps that are made again goes.
   const fs::path log = fs::path(options_.out) / "log.jsonl";
   std::string kept;
@@ -146,10 +152,12 @@ void Trainer::step(int64_t step) {
   for (int64_t pass = 0; pass < options_.accumulate; ++pass) {
     std::vector<int64_t> items;
     for (int64_t i = 0; i < options_.batch; ++i)
-      items.push_back(data_->sample((step * options_.accumulate + pass) * options_.batch + i));
+      items.push_back(
+          data_->sample(((step * options_.accumulate + pass) * ranks_.size() + ranks_.rank()) * options_.batch + i));
     batches.push_back(data_->batch(items));
     counted += batches.back().counted, tokens += batches.back().ids.numel();
   }
+  counted = int64_t(ranks_.sum(double(counted))), tokens = int64_t(ranks_.sum(double(tokens)));
   double loss = 0;
   for (const Batch& batch : batches) {
     const Tensor part = loss_of(batch, double(std::max<int64_t>(1, counted)));
@@ -157,10 +165,10 @@ void Trainer::step(int64_t step) {
     optimizer_->accumulate();
     loss += part.item<double>();
   }
+  loss = ranks_.sum(loss);
   const double lr = learning_rate(options_, step), norm = optimizer_->step(lr);
   const auto now = std::chrono::steady_clock::now();
   const auto since = [&](auto from) { return std::chrono::duration<double>(now - from).count(); };
-  tokens_ += tokens;
   log({{"step", step + 1},
        {"loss", loss},
        {"gradient_norm", norm},
@@ -169,16 +177,17 @@ void Trainer::step(int64_t step) {
        {"seconds", since(begin)},
        {"since_start", since(start_)},
        {"peak_bytes", peak_bytes()}});
-  std::fprintf(stderr, "%sstep %lld/%lld  loss %.4f  lr %.2e  %.0f tokens/s%s", ::isatty(2) ? "\r\033[K" : "",
-               static_cast<long long>(step + 1), static_cast<long long>(options_.steps), loss, lr,
-               double(tokens) / since(begin), ::isatty(2) && step + 1 < options_.steps ? "" : "\n");
+  if (ranks_.rank() == 0)
+    std::fprintf(stderr, "%sstep %lld/%lld  loss %.4f  lr %.2e  %.0f tokens/s%s", ::isatty(2) ? "\r\033[K" : "",
+                 static_cast<long long>(step + 1), static_cast<long long>(options_.steps), loss, lr,
+                 double(tokens) / since(begin), ::isatty(2) && step + 1 < options_.steps ? "" : "\n");
   TORCH_CHECK(std::isfinite(loss), "the loss of step ", step + 1, " is ", loss, ": a smaller --lr may help");
 }
 
 double Trainer::evaluate() {
   const torch::NoGradGuard no_gradients;
   double sum = 0, counted = 0;
-  for (int64_t at = 0; at < eval_->size(); at += options_.batch) {
+  for (int64_t at = ranks_.rank() * options_.batch; at < eval_->size(); at += ranks_.size() * options_.batch) {
     std::vector<int64_t> items;
     for (int64_t i = at; i < std::min(at + options_.batch, eval_->size()); ++i) items.push_back(i);
     const Batch batch = eval_->batch(items);
@@ -186,20 +195,33 @@ double Trainer::evaluate() {
     sum += loss_of(batch, double(batch.counted)).item<double>() * double(batch.counted);
     counted += double(batch.counted);
   }
+  sum = ranks_.sum(sum), counted = ranks_.sum(counted);
   return sum / std::max(1., counted);
 }
 
 void Trainer::save(int64_t step) {
   const fs::path place = checkpoint(step), beside = place.string() + ".tmp";
-  fs::remove_all(beside);
-  fs::create_directories(beside);
+  const std::string share = options_.shard_optimizer ? "-" + std::to_string(ranks_.rank()) : "";
+  const fs::path states = beside / ("optimizer" + share + ".safetensors");
+  if (ranks_.rank() == 0) {
+    fs::remove_all(beside);
+    fs::create_directories(beside);
+  }
+  ranks_.wait();  // for the folder
+  if (ranks_.rank() == 0 || options_.shard_optimizer) save_safetensors(states.string(), optimizer_->state());
+  ranks_.wait();  // for all states
+  if (ranks_.rank() > 0) return;
   for (const char* name : {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
                            "special_tokens_map.json", "chat_template.jinja"})
     if (fs::exists(fs::path(options_.model) / name)) fs::copy_file(fs::path(options_.model) / name, beside / name);
   model_->save_pretrained(beside.string());
-  save_safetensors((beside / "optimizer.safetensors").string(), optimizer_->state());
   std::ofstream state(beside / "trainer.json");
-  state << json{{"step", step}, {"options", options_.decisive()}, {"data", data_->fingerprint()}}.dump(2) << "\n";
+  state << json{{"step", step},
+                {"options", options_.decisive()},
+                {"data", data_->fingerprint()},
+                {"ranks", ranks_.size()}}
+               .dump(2)
+        << "\n";
   state.close();
   TORCH_CHECK(state.good(), (beside / "trainer.json").string(), ": cannot be written");
   for (const auto& entry : fs::directory_iterator(beside)) {
@@ -216,6 +238,7 @@ void Trainer::save(int64_t step) {
 }
 
 void Trainer::log(const json& line) {
+  if (ranks_.rank() > 0) return;
   const std::string text = line.dump() + "\n";
   TORCH_CHECK(std::fwrite(text.data(), 1, text.size(), log_) == text.size() && std::fflush(log_) == 0, options_.out,
               "/log.jsonl: ", std::strerror(errno));
@@ -223,8 +246,10 @@ void Trainer::log(const json& line) {
 
 void Trainer::run() {
   const std::string path = (fs::path(options_.out) / "log.jsonl").string();
-  log_ = std::fopen(path.c_str(), done_ > 0 ? "a" : "w");
-  TORCH_CHECK(log_, path, ": ", std::strerror(errno));
+  if (ranks_.rank() == 0) {
+    log_ = std::fopen(path.c_str(), done_ > 0 ? "a" : "w");
+    TORCH_CHECK(log_, path, ": ", std::strerror(errno));
+  }
   const auto due = [&](int64_t every, int64_t step) {
     return step == options_.steps || (every > 0 && step % every == 0);
   };
@@ -234,12 +259,14 @@ void Trainer::run() {
     if (eval_ && due(options_.eval_steps, i + 1)) {
       const double loss = evaluate();
       log({{"step", i + 1}, {"eval_loss", loss}});
-      std::fprintf(stderr, "%sevaluation after step %lld: loss %.4f\n", ::isatty(2) ? "\n" : "",
-                   static_cast<long long>(i + 1), loss);
+      if (ranks_.rank() == 0)
+        std::fprintf(stderr, "%sevaluation after step %lld: loss %.4f\n", ::isatty(2) ? "\n" : "",
+                     static_cast<long long>(i + 1), loss);
     }
     if (due(options_.save_steps, i + 1)) save(i + 1);
   }
-  std::fclose(log_);
+  if (log_) std::fclose(log_);
+  ranks_.wait();  // the first one's store serves all
 }
 
 }  // namespace liger::train

@@ -6,6 +6,7 @@
 #include "liger/models/llama.h"
 #include "liger/train/data.h"
 #include "liger/train/optimizer.h"
+#include "liger/train/ranks.h"
 
 namespace liger::train {
 
@@ -26,6 +27,7 @@ class Trainer {
   std::string checkpoint(int64_t step) const;
 
   Options options_;
+  Ranks ranks_;
   at::Device device_;
   nn::LlamaForCausalLM model_{nullptr}, reference_{nullptr};
   std::optional<Data> data_, eval_;
@@ -33,7 +35,6 @@ class Trainer {
   int64_t done_ = 0;
   std::FILE* log_ = nullptr;
   std::chrono::steady_clock::time_point start_;
-  int64_t tokens_ = 0;  // of this process
 };
 
 }  // namespace liger::train

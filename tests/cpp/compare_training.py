@@ -1,4 +1,4 @@
-"""liger-train against plain torch and transformers, and against itself cut off: compare_training.py <liger-train>.
+"""liger-train against plain torch and transformers, and against itself cut off: compare_training.py <liger-train> [gloo].
 
 The losses, gradient norms and weights of its steps are those of a loop of transformers' model, torch's AdamW and
 transformers' schedule; a run that is killed again and again and resumed gives the bits of one that was not.
@@ -9,6 +9,7 @@ import itertools
 import json
 import operator
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -244,6 +245,37 @@ def test_resume(runs, dtype):
     assert again.returncode == 1 and "--resume" in again.stderr, again
 
 
+def test_ranks(runs, count):
+    """Several processes take the steps of one with as many rows, and go on with their own bits."""
+    rows = ("--data", runs.folder / "texts.jsonl", "--length", LENGTH, "--lr", 1e-2, "--save-steps", 2)
+    _, alone = runs(*rows, "--batch", 2 * count, "--steps", 4, "--eval", runs.folder / "texts.jsonl")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count), "--no-python"]
+    torchrun += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+
+    def run(name, *options):
+        out = runs.folder / name
+        command = torchrun + runs.command(out, *rows, "--batch", 2, *options)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return out, log(out)
+
+    for name, options in (("replicated", ()), ("sharded", ("--shard-optimizer",))):
+        options = (*options, "--steps", 4, "--eval", runs.folder / "texts.jsonl")
+        out, lines = run(name, *options)
+        assert len(lines) == len(alone) == 5
+        for line, expected in zip(lines, alone, strict=True):
+            for what in ("loss", "gradient_norm", "eval_loss"):
+                if what in expected:
+                    close(f"{name}: {what} of step {line['step']}", line[what], expected[what], 1e-4)
+            assert line.get("tokens") == expected.get("tokens")
+        states = sorted(path.name for path in (out / "checkpoint-4").glob("optimizer*"))
+        shares = [f"optimizer-{rank}.safetensors" for rank in range(count)]
+        assert states == (shares if name == "sharded" else ["optimizer.safetensors"])
+        shutil.rmtree(out / "checkpoint-4")
+        again = run(name, *options, "--resume")[1]
+        assert [line["loss"] for line in again[:4]] == [line["loss"] for line in lines[:4]]
+
+
 def test_refusals(runs):
     texts, lines = runs.folder / "texts.jsonl", runs.folder / "lines.jsonl"
 
@@ -268,14 +300,14 @@ def test_refusals(runs):
     runs.refused("chat template", "--data", lines)
 
 
-def main():
+def main(binary, gloo):
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         _, tokenizer = checkpoint(folder)
-        runs = Runs(sys.argv[1], folder)
+        runs = Runs(binary, folder)
 
         def fresh():
             return transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -286,9 +318,11 @@ def main():
         test_dpo(runs, fresh(), tokenizer)
         for dtype in ("float32", "bfloat16"):
             test_resume(runs, dtype)
+        if gloo:
+            test_ranks(runs, 2)
         test_refusals(runs)
     print("liger-train agrees with plain torch, and with itself when it is killed")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1], "gloo" in sys.argv[2:])
