@@ -23,10 +23,12 @@ FASTER = 3  # that C++ is to come to its first step, in times
 
 
 def binary():
+    """LIGER_TRAIN, or what was built with the package."""
     import liger_kernel
 
+    named = os.environ.get("LIGER_TRAIN")
     places = [Path(liger_kernel.__path__[0]) / "bin/liger-train", ROOT / "build/system/liger-train"]
-    found = next((place for place in places if place.exists()), None)
+    found = next((place for place in ([Path(named)] if named else places) if place.exists()), None)
     if not found:
         sys.exit(
             "liger-train was not built. It needs CLI11, PCRE2 and utf8proc (Debian: apt install libcli11-dev "

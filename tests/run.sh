@@ -27,6 +27,7 @@ ctest --test-dir "$BUILD" --output-on-failure -j 3 || failed=1
 if ! (cd / && "$PYTHON" -c "import liger_kernel.ops" 2>/dev/null); then
   export LIGER_LIBRARY="$root/$BUILD/libliger.so" PYTHONPATH="$root/python${PYTHONPATH:+:$PYTHONPATH}"
 fi
+if [ -x "$BUILD/liger-train" ]; then export LIGER_TRAIN="$root/$BUILD/liger-train"; fi
 # Every suite runs, whatever the others said.
 suite() { "$PYTHON" -m pytest -q -p no:cacheprovider "$@" || failed=1; }
 parallel=()

@@ -55,6 +55,13 @@ int64_t peak_bytes() {
 
 Trainer::Trainer(Options options) : options_(std::move(options)), device_(options_.device) {
   start_ = std::chrono::steady_clock::now();
+  if (device_.is_cuda()) {  // where the fastest kernels add in an order of their own
+    ::setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", 0);
+    at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true);
+    at::globalContext().setDeterministicFillUninitializedMemory(false);
+  }
+  TORCH_CHECK(ranks_.size() == 1 || device_.is_cpu(), "--device ", options_.device,
+              ": several processes train on CPUs only");
   if (options_.threads > 0) at::set_num_threads(int(options_.threads));
   const auto steps = checkpoints(options_.out);
   TORCH_CHECK(steps.empty() || options_.resume, "--out ", options_.out,
