@@ -7,6 +7,9 @@ if(NOT LIGER_MODELS)
   return()
 endif()
 cmake_path(GET LIGER_TORCH_DIR PARENT_PATH site_packages)
+if(LIGER_JSON_DIR AND NOT EXISTS ${LIGER_JSON_DIR}/nlohmann/json.hpp)
+  unset(LIGER_JSON_DIR CACHE)  # of a build environment of pip's, which is gone
+endif()
 find_path(LIGER_JSON_DIR nlohmann/json.hpp HINTS ${site_packages}/nlohmann_json/include
           DOC "the folder that holds nlohmann/json.hpp")
 if(NOT LIGER_JSON_DIR)

@@ -240,8 +240,11 @@ void Trainer::save(int64_t step) {
   fs::rename(beside, place);
   sync_folder(options_.out);
   auto all = checkpoints(options_.out);
-  if (options_.keep > 0)
-    for (; int64_t(all.size()) > options_.keep; all.erase(all.begin())) fs::remove_all(checkpoint(all.front()));
+  for (; options_.keep > 0 && int64_t(all.size()) > options_.keep; all.erase(all.begin())) {
+    const fs::path old = checkpoint(all.front()), gone = old.string() + ".tmp";
+    fs::rename(old, gone);  // what has a checkpoint's name is whole
+    fs::remove_all(gone);
+  }
 }
 
 void Trainer::log(const json& line) {
@@ -256,6 +259,11 @@ void Trainer::run() {
   if (ranks_.rank() == 0) {
     log_ = std::fopen(path.c_str(), done_ > 0 ? "a" : "w");
     TORCH_CHECK(log_, path, ": ", std::strerror(errno));
+    std::vector<fs::path> halves;  // of a process that was killed
+    for (const auto& entry : fs::directory_iterator(options_.out))
+      if (const auto name = entry.path().filename().string(); name.starts_with(kCheckpoint) && name.ends_with(".tmp"))
+        halves.push_back(entry.path());
+    for (const fs::path& half : halves) fs::remove_all(half);
   }
   const auto due = [&](int64_t every, int64_t step) {
     return step == options_.steps || (every > 0 && step % every == 0);

@@ -135,6 +135,10 @@ TEST(Checkpoint, ShardsAndErrors) {
   EXPECT_TRUE(loaded->forward(ids).logits.equal(model->forward(ids).logits));
   model->save_pretrained(folder.path.string());  // in one file: the index must not lead to the old ones
   EXPECT_FALSE(fs::exists(folder / "model.safetensors.index.json"));
+  write(folder / "model.safetensors.index.json", R"({"weight_map":{"a":"../model.safetensors"}})");
+  EXPECT_NE(error_of([&] { liger::Checkpoint checkpoint(folder.path.string()); }).find("a has no file of this folder"),
+            std::string::npos);
+  fs::remove(folder / "model.safetensors.index.json");
   const auto load = [&] { liger::nn::LlamaForCausalLMImpl::from_pretrained(folder.path.string()); };
   EXPECT_EQ(error_of(load), "none");
 
