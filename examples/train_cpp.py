@@ -119,8 +119,8 @@ def main():
     (args.out / "train-cpp.json").write_text(json.dumps(report, indent=1) + "\n")
     same = difference <= stray["limit"]
     print(
-        f"The losses are {'' if same else 'NOT '}the same: over the first {args.noise_steps} steps they differ by up to "
-        f"{difference:.1e}; allowed is {stray['limit']:.1e}. written: {args.out / 'train-cpp.json'}"
+        f"The losses are {'' if same else 'NOT '}the same: over the first {args.noise_steps} steps they differ by up "
+        f"to {difference:.1e}; allowed is {stray['limit']:.1e}. written: {args.out / 'train-cpp.json'}"
     )
     missed = [what for what, misses in {
         "slower": cpp["tokens_per_second"] < python["tokens_per_second"],

@@ -1,5 +1,5 @@
-"""C++ models against transformers, both ways: compare_models.py <run_model>. Logits, losses, gradients and greedy tokens
-agree, and a checkpoint that C++ wrote is the same model to transformers."""
+"""C++ models against transformers, both ways: compare_models.py <run_model>. Logits, losses, gradients and greedy
+tokens agree, and a checkpoint that C++ wrote is the same model to transformers."""
 
 import copy
 import pathlib
@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 COMMON = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-3, "initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-3,
+    "initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 LLAMA3 = {
     "rope_type": "llama3",
@@ -73,7 +74,7 @@ def compare(name, run_model, folder):
 
     # The size of an element's rounding is that of the largest ones, of which it is a sum.
     def close(what, got, want, bound=2.0**-16, exact=None):
-        """Within the bound; in bfloat16 as near to `exact`, of the same weights in float64, as transformers, and half."""
+        """Within the bound; in bfloat16 as near to `exact`, of these weights in float64, as transformers, and half."""
         size = want.double().abs().max().item()
         if exact is not None:
             error, bound = (got.double() - exact).norm().item(), 1.5 * (want.double() - exact).norm().item() / size

@@ -1,4 +1,4 @@
-"""liger-train against plain torch and transformers, and against itself cut off: compare_training.py <liger-train> [gloo].
+"""liger-train against plain torch, and against itself cut off: compare_training.py <liger-train> [gloo].
 
 The losses, gradient norms and weights of its steps are those of a loop of transformers' model, torch's AdamW and
 transformers' schedule; a run that is killed again and again and resumed gives the bits of one that was not.
@@ -103,7 +103,7 @@ def plain_steps(model, losses_of_step, steps, lr, warmup, decay):
 
 
 def test_steps(runs, model, dtype):
-    """Rows given as tensors, in the order of an epoch, with warm-up, decay, accumulation and labels that do not count."""
+    """Rows given as tensors, in an epoch's order, with warm-up, decay, accumulation and labels that do not count."""
     torch.manual_seed(1)
     rows, batch, passes, steps = 10, 2, 2, 6
     ids = torch.randint(1, VOCABULARY, (rows, LENGTH))
