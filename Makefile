@@ -14,7 +14,7 @@ sources := $(shell find liger python cmake -name '*.h' -o -name '*.cpp' -o -name
 
 SHELL := bash
 .SHELLFLAGS := -eo pipefail -c
-.PHONY: help format lint train align test test-families test-hub downstream fuzz test-install bench install clean
+.PHONY: help format lint train train-cpp align test test-families test-hub downstream fuzz test-install bench install clean
 .DEFAULT_GOAL := help
 
 help:  ## what there is
@@ -22,6 +22,10 @@ help:  ## what there is
 
 train: $(ready)  ## train a Llama, or any family, on real text twice, plain and patched, and compare; ARGS="--family mixtral", "--help" lists the options
 	$(py) examples/train.py $(ARGS)
+
+train-cpp: $(ready)  ## train the same Llama in C++ (liger-train) and in Python, patched, and compare losses, speed, memory and start
+	$(if $(VENV),,cmake --build build/system)
+	$(py) examples/train_cpp.py $(ARGS)
 
 align: $(ready)  ## align a Llama by DPO and GRPO twice, plain and with this library's losses, and compare; ARGS="--loss kto --device cpu"
 	$(py) examples/align.py $(ARGS)

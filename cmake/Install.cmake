@@ -2,15 +2,31 @@
 # package's folder (liger_kernel.cmake_prefix_path).
 include(CMakePackageConfigHelpers)
 # torch is loaded before the library in Python; a C++ program finds it beside.
-set_target_properties(liger PROPERTIES INSTALL_RPATH "$ORIGIN;$ORIGIN/../../torch/lib")
-install(TARGETS liger liger_torch EXPORT liger LIBRARY DESTINATION ${prefix}lib)
+set(public_headers ops.h options.h nn/activation.h nn/distillation.h nn/embedding.h nn/loss.h nn/module.h nn/norm.h nn/policy.h nn/preference.h nn/rope.h
+    ops/activation/activate.h ops/activation/gated.h ops/loss/cross_entropy.h ops/head/options.h ops/loss/options.h ops/norm/norm.h ops/preference/distillation.h
+    ops/preference/policy.h ops/preference/preference.h core/kernel.h core/math.h core/partial_sums.h)
+set(libraries liger)
+if(TARGET liger_models)
+  list(TRANSFORM model_headers PREPEND models/ OUTPUT_VARIABLE model_headers)
+  list(APPEND public_headers ${model_headers})
+  list(APPEND libraries liger_models)
+endif()
+set_target_properties(${libraries} PROPERTIES INSTALL_RPATH "$ORIGIN;$ORIGIN/../../torch/lib")
+install(TARGETS ${libraries} liger_torch EXPORT liger LIBRARY DESTINATION ${prefix}lib)
+if(TARGET liger_train)
+  set(rpath "$ORIGIN/../lib;$ORIGIN/../../torch/lib")
+  if(NOT LIGER_PACKAGE_DIR)
+    list(APPEND rpath ${LIGER_TORCH_DIR}/lib)
+  endif()
+  set_target_properties(liger_train PROPERTIES INSTALL_RPATH "${rpath}")
+  install(TARGETS liger_train RUNTIME DESTINATION ${prefix}bin)
+endif()
 # The public headers: the functions, the modules, what these include, and the formulas that their comments point to.
-foreach(header ops.h options.h nn/activation.h nn/distillation.h nn/embedding.h nn/loss.h nn/module.h nn/norm.h nn/policy.h nn/preference.h nn/rope.h ops/activation/activate.h
-        ops/activation/gated.h ops/loss/cross_entropy.h ops/head/options.h ops/loss/options.h ops/norm/norm.h ops/preference/distillation.h ops/preference/policy.h
-        ops/preference/preference.h core/kernel.h core/math.h core/partial_sums.h)
+foreach(header ${public_headers})
   get_filename_component(folder ${header} DIRECTORY)
   install(FILES liger/${header} DESTINATION ${prefix}include/liger/${folder})
 endforeach()
+install(FILES ${PROJECT_BINARY_DIR}/include/liger/version.h DESTINATION ${prefix}include/liger)
 install(EXPORT liger NAMESPACE liger:: FILE ligerTargets.cmake DESTINATION ${prefix}lib/cmake/liger)
 set(built_with_torch "")
 if(NOT LIGER_PACKAGE_DIR)

@@ -5,6 +5,7 @@ stops and says what to type. It is also scikit-build-core's provider of the vers
 """
 
 import functools
+import importlib.util
 import os
 import pathlib
 import re
@@ -75,6 +76,8 @@ def _wheel(hook):
     def run(directory, config_settings=None, *rest):
         global _settings
         _settings = {"cmake.define.LIGER_CUDA": os.environ.get("LIGER_CUDA", "ON"), **(config_settings or {}), "cmake.define.LIGER_TORCH_DIR": _torch()}
+        if json := importlib.util.find_spec("nlohmann_json"):
+            _settings.setdefault("cmake.define.LIGER_JSON_DIR", os.path.join(json.submodule_search_locations[0], "include"))
         _settings["cmake.define.LIGER_WHEEL_VERSION"] = _versions(_settings["cmake.define.LIGER_CUDA"])[0]
         return hook(directory, _settings, *rest)
 

@@ -135,6 +135,11 @@ class Memory:
         return torch.cuda.max_memory_reserved() if self.cuda else max(self.highest, self.now("VmHWM"))
 
 
+def typical(seconds):
+    """A step's time: the median of those that neither warm up nor measure memory."""
+    return statistics.median(seconds[WARM_UP:-PROBED])
+
+
 class Steps:
     """Times the steps of a run, measures the memory of the last ones, and writes what the report says of it."""
 
@@ -144,6 +149,7 @@ class Steps:
         self.parameters = sum(p.nbytes for p in parameters)
         self.count = sum(p.numel() for p in parameters)
         self.losses, self.seconds, self.step_bytes = [], [], []
+        self.first = None
 
     def synchronize(self):
         if self.run.device == "cuda":
@@ -153,6 +159,7 @@ class Steps:
         if len(self.losses) >= self.run.steps - PROBED:
             self.memory.start()
         self.synchronize()
+        self.first = self.first or time.time()
         self.start = time.perf_counter()
 
     def end(self, loss, optimizer):
@@ -168,7 +175,7 @@ class Steps:
         self.bar.update()
 
     def write(self):
-        median = statistics.median(self.seconds[WARM_UP:-PROBED])
+        median = typical(self.seconds)
         result = {
             "tokens_per_second": self.run.batch * self.run.length / median,
             "step_seconds": median,
@@ -178,6 +185,7 @@ class Steps:
             "parameters": self.count,
             "losses": self.losses,
             "seconds": self.seconds,
+            "first_step_at": self.first,
         }
         Path(self.run.result).write_text(json.dumps(result))
 

@@ -13,6 +13,12 @@ RULES = [
     (r"liger/core/(?!torch/).*", r"liger/(ops|nn)", "the vocabulary knows no operator"),
     (r"liger/core/[a-z]+\.h$|liger/ops/(?!preference/).*(?<!_op)\.h$", r"(torch|ATen|c10)/|liger/core/(cuda|cpu|torch)/", "what all backends share knows none of them"),
     (r"liger/ops/.*", r"torch/nn|torch/torch\.h|liger/nn", "operators do not pay for torch/nn.h"),
+    (r"liger/(core|ops|nn)/.*", r"liger/(models|train)/|nlohmann/", "the operators and modules know no model"),
+    (
+        r"liger/models/(config|llama|safetensors|tokenizer)\.h$",
+        r"nlohmann/|pcre2|utf8proc|liger/models/(json|regex)\.h",
+        "a program needs none of what the models are built with",
+    ),
     (r"liger/ops\.h$|liger/ops/preference/.*\.h$", r"torch/|ATen/(?!core/Tensor\.h)", "a public header of functions is light"),
 ]
 #: An operator uses its own folder; the head runs the losses' rows over its chunks.

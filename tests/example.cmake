@@ -12,9 +12,52 @@ foreach(step
     "${CMAKE_COMMAND};-S;${SOURCE}/examples;-B;${BUILD}/example/build;-DCMAKE_BUILD_TYPE=Release;${flags}"
     "${CMAKE_COMMAND};--build;${BUILD}/example/build"
     "${BUILD}/example/build/train"
-    "${CMAKE_COMMAND};-S;${SOURCE}/tests/installed;-B;${BUILD}/example/headers;${flags}"
-    "${CMAKE_COMMAND};--build;${BUILD}/example/headers")
+    "${CMAKE_COMMAND};-S;${SOURCE}/tests/installed;-B;${BUILD}/example/headers;-DVERSION=1.0;${flags}"
+    "${CMAKE_COMMAND};--build;${BUILD}/example/headers"
+    "${BUILD}/example/headers/uses")
   execute_process(COMMAND ${step} COMMAND_ERROR_IS_FATAL ANY)
+endforeach()
+
+# The project of docs/cpp.md, in a folder with nothing in it.
+if(EXISTS ${prefix}/${PACKAGE}/include/liger/models/tokenizer.h)
+  file(READ ${SOURCE}/docs/cpp.md page)
+  foreach(block IN ITEMS "cmake|CMakeLists.txt" "cpp|finetune.cpp")
+    string(REGEX MATCH "(.*)\\|(.*)" _ ${block})
+    set(file ${CMAKE_MATCH_2})
+    string(REGEX MATCH "```${CMAKE_MATCH_1}\n([^`]*)```" _ "${page}")
+    file(WRITE ${BUILD}/example/documented/${file} "${CMAKE_MATCH_1}")
+  endforeach()
+  foreach(step
+      "${CMAKE_COMMAND};-S;${BUILD}/example/documented;-B;${BUILD}/example/documented/build;${flags}"
+      "${CMAKE_COMMAND};--build;${BUILD}/example/documented/build")
+    execute_process(COMMAND ${step} COMMAND_ERROR_IS_FATAL ANY)
+  endforeach()
+endif()
+
+# Nothing that is installed loads Python, and all of it finds what it needs.
+file(GLOB_RECURSE binaries ${prefix}/${PACKAGE}/lib/*.so ${prefix}/${PACKAGE}/bin/*)
+if(NOT CMAKE_HOST_APPLE)
+  foreach(binary ${binaries} ${BUILD}/example/headers/uses)
+    execute_process(COMMAND ldd ${binary} OUTPUT_VARIABLE loaded COMMAND_ERROR_IS_FATAL ANY)
+    if(loaded MATCHES "libpython|libtorch_python" OR NOT loaded MATCHES "libtorch_cpu.so =>" OR
+       (binary MATCHES "/bin/|uses" AND loaded MATCHES "not found"))
+      message(FATAL_ERROR "${binary} loads ${loaded}")
+    endif()
+  endforeach()
+endif()
+if(EXISTS ${prefix}/${PACKAGE}/bin/liger-train)
+  execute_process(COMMAND ${prefix}/${PACKAGE}/bin/liger-train --help OUTPUT_QUIET COMMAND_ERROR_IS_FATAL ANY)
+endif()
+
+# Another major version and a component that there is not are refused.
+foreach(case IN ITEMS "-DVERSION=2.0|version" "-DVERSION=1.0;-DCOMPONENTS=nothing|without nothing")
+  string(REGEX MATCH "(.*)\\|(.*)" _ "${case}")
+  set(words ${CMAKE_MATCH_2})
+  execute_process(COMMAND ${CMAKE_COMMAND} -S ${SOURCE}/tests/installed -B ${BUILD}/example/refused --fresh ${flags} ${CMAKE_MATCH_1}
+                  RESULT_VARIABLE failed OUTPUT_QUIET ERROR_VARIABLE said)
+  if(NOT failed OR NOT said MATCHES "${words}")
+    message(FATAL_ERROR "find_package(liger) with ${case} must say \"${words}\": ${said}")
+  endif()
 endforeach()
 
 # Whatever names a torch is looked at, and what is wrong with it is said in words that fit.

@@ -10,8 +10,11 @@ export PATH="$(dirname "$PYTHON"):$PATH"
 
 "$PYTHON" tests/check_layers.py
 
-if [ ! -e /usr/include/gtest/gtest.h ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-  apt-get install -y -qq libgtest-dev >/dev/null 2>&1 || { apt-get update -qq && apt-get install -y -qq libgtest-dev; } >/dev/null || true
+# What the C++ tests, the tokenizers and liger-train are built with.
+packages=(libgtest-dev libpcre2-dev libutf8proc-dev libcli11-dev libgloo-dev)
+if command -v apt-get >/dev/null && [ "$(id -u)" = 0 ] && ! dpkg -s "${packages[@]}" >/dev/null 2>&1; then
+  apt-get install -y -qq "${packages[@]}" >/dev/null 2>&1 ||
+    { apt-get update -qq && apt-get install -y -qq "${packages[@]}"; } >/dev/null || true
 fi
 
 # The C++ tests, and the CUDA kernels on CPU threads, beside the library that was built before.
@@ -24,6 +27,7 @@ ctest --test-dir "$BUILD" --output-on-failure -j 3 || failed=1
 if ! (cd / && "$PYTHON" -c "import liger_kernel.ops" 2>/dev/null); then
   export LIGER_LIBRARY="$root/$BUILD/libliger.so" PYTHONPATH="$root/python${PYTHONPATH:+:$PYTHONPATH}"
 fi
+if [ -x "$BUILD/liger-train" ]; then export LIGER_TRAIN="$root/$BUILD/liger-train"; fi
 # Every suite runs, whatever the others said.
 suite() { "$PYTHON" -m pytest -q -p no:cacheprovider "$@" || failed=1; }
 parallel=()

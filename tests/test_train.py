@@ -275,3 +275,17 @@ def test_blocks_hold_the_texts_in_turn(tmp_path):
     assert rows.shape == (3, 4) and (rows == text.blocks(texts, tokenizer, 3, 4, seed=1)).all()
     said = tokenizer.decode(rows.flatten()).split(text.END)
     assert sorted(said[:3]) == ["aaa", "bb", "c"] and "aaa".startswith(said[3][:1])
+
+
+@pytest.mark.skipif("LIGER_TRAIN" not in os.environ, reason="LIGER_TRAIN names no liger-train: tests/run.sh builds it")
+def test_the_trainer_in_cpp_has_the_losses_of_python(tmp_path, prose):
+    done = run(tmp_path, "--text", prose, script="train_cpp.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "The losses are the same" in done.stdout and "start to first step" in done.stdout
+    report = json.loads((tmp_path / "out/train-cpp.json").read_text())
+    assert len(report["python"]["losses"]) == len(report["cpp"]["losses"]) == 6
+    assert report["difference"] <= report["limit"] < 1e-3
+    for side in ("python", "cpp"):
+        assert all(report[side][key] > 0 for key in ("tokens_per_second", "peak_bytes", "startup_seconds"))
+    apart = run(tmp_path, "--text", prose, "--dtype", "bfloat16", script="train_cpp.py")
+    assert apart.returncode != 0 and "only float32" in apart.stderr

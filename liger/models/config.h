@@ -1,0 +1,50 @@
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+#include "liger/ops.h"
+
+namespace liger {
+
+/// How rotary angles are stretched to longer contexts, as in Hugging Face's rope_parameters.
+struct RopeScaling {
+  std::string type = "default";  // default; linear; llama3 (Llama 3.1); yarn (Peng et al. 2023, arXiv:2309.00071)
+  double factor = 1;
+  double original_max_position_embeddings = 0;
+  double low_freq_factor = 1, high_freq_factor = 4;            // llama3
+  double beta_fast = 32, beta_slow = 1, attention_factor = 0;  // yarn; 0: what factor and mscale give
+  double mscale = 0, mscale_all_dim = 0;
+  bool truncate = true;
+};
+
+/// The model that a config.json of Hugging Face describes: llama, mistral, qwen2 or qwen3.
+struct LlamaConfig {
+  std::string model_type = "llama";
+  int64_t vocab_size = 32000, hidden_size = 4096, intermediate_size = 11008, num_hidden_layers = 32,
+          num_attention_heads = 32;
+  int64_t num_key_value_heads = 0;  // 0: as many as heads
+  int64_t head_dim = 0;             // 0: hidden_size / num_attention_heads
+  int64_t max_position_embeddings = 2048;
+  int64_t sliding_window = 0;  // of every layer; 0: none
+  double rms_norm_eps = 1e-6, rope_theta = 10000, initializer_range = 0.02;
+  RopeScaling rope_scaling;
+  Activation activation = Activation::SiLU;
+  bool tie_word_embeddings = false, qkv_bias = false, output_bias = false, mlp_bias = false;
+  bool qk_norm = false;               // Qwen 3: an RMS norm of each head's queries and keys
+  at::ScalarType dtype = at::kFloat;  // of the checkpoint
+  int64_t bos_token_id = -1;          // -1: none
+  std::vector<int64_t> eos_token_ids;
+
+  int64_t kv_heads() const { return num_key_value_heads > 0 ? num_key_value_heads : num_attention_heads; }
+  int64_t head_width() const { return head_dim > 0 ? head_dim : hidden_size / num_attention_heads; }
+
+  /// Raises c10::Error, naming the file and the field, for what is missing, of another type, or describes a model that
+  /// is none of these.
+  static LlamaConfig load(const std::string& folder);
+
+  /// Writes config.json as transformers reads it. Fields of the file that is there already and are not this struct's
+  /// stay.
+  void save(const std::string& folder) const;
+};
+
+}  // namespace liger

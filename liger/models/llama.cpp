@@ -1,0 +1,318 @@
+#include "liger/models/llama.h"
+
+#include <torch/torch.h>
+#include <cmath>
+#include <numbers>
+#include "liger/nn/activation.h"
+
+namespace liger::nn {
+namespace {
+
+using at::Tensor;
+
+RMSNormOptions norm_options(const LlamaConfig& config, int64_t width) {
+  return RMSNormOptions(width).eps(config.rms_norm_eps);
+}
+
+/// A layer whose activations are made again in backward: only its input waits for that.
+struct Checkpointed : torch::autograd::Function<Checkpointed> {
+  using Layer = std::function<Tensor(const Tensor&)>;
+  struct Held : torch::CustomClassHolder {
+    explicit Held(Layer layer) : layer(std::move(layer)) {}
+    Layer layer;
+  };
+
+  /// `trains` makes the result need a gradient, also where x, of frozen layers, needs none.
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& x, const Tensor& trains,
+                        const c10::intrusive_ptr<Held>& held) {
+    ctx->save_for_backward({x});
+    ctx->saved_data["layer"] = held;
+    at::AutoDispatchBelowAutograd below;
+    return held->layer(x);
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 torch::autograd::variable_list gradients) {
+    const auto held = ctx->saved_data["layer"].toCustomClass<Held>();
+    const Tensor x = ctx->get_saved_variables()[0].detach().requires_grad_();
+    const at::AutoGradMode with_gradients(true);
+    held->layer(x).backward(gradients[0]);
+    return {x.grad(), Tensor(), Tensor()};
+  }
+};
+
+TORCH_LIBRARY_FRAGMENT(liger, m) { m.class_<Checkpointed::Held>("_CheckpointedLayer"); }
+
+}  // namespace
+
+void ProjectionImpl::reset() {
+  weight = register_parameter("weight", torch::empty({out, in}));
+  if (with_bias) bias = register_parameter("bias", torch::empty({out}));
+}
+
+void LlamaAttentionImpl::reset() {
+  const LlamaConfig& c = config;
+  const int64_t heads = c.num_attention_heads, kv_heads = c.kv_heads(), width = c.head_width();
+  q_proj = register_module("q_proj", Projection(c.hidden_size, heads * width, c.qkv_bias));
+  k_proj = register_module("k_proj", Projection(c.hidden_size, kv_heads * width, c.qkv_bias));
+  v_proj = register_module("v_proj", Projection(c.hidden_size, kv_heads * width, c.qkv_bias));
+  o_proj = register_module("o_proj", Projection(heads * width, c.hidden_size, c.output_bias));
+  if (c.qk_norm) {
+    q_norm = register_module("q_norm", RMSNorm(norm_options(c, width)));
+    k_norm = register_module("k_norm", RMSNorm(norm_options(c, width)));
+  }
+}
+
+Tensor LlamaAttentionImpl::forward(const Tensor& x, const Positions& positions, KVCache* cache, int64_t layer) {
+  const int64_t batch = x.size(0), tokens = x.size(1);
+  const int64_t heads = config.num_attention_heads, kv_heads = config.kv_heads(), width = config.head_width();
+  const auto split = [&](Projection& projection, RMSNorm& norm, int64_t of_heads) {
+    const Tensor y = projection(x).view({batch, tokens, of_heads, width});
+    return (norm.is_empty() ? y : norm(y)).transpose(1, 2);
+  };
+  RMSNorm none{nullptr};
+  auto [q, k] = rope(split(q_proj, q_norm, heads), split(k_proj, k_norm, kv_heads), positions.cos, positions.sin);
+  Tensor v = split(v_proj, none, kv_heads);
+  if (cache) {
+    const auto grown = [&](std::vector<Tensor>& kept, const Tensor& added) {
+      if (int64_t(kept.size()) <= layer) kept.resize(layer + 1);
+      Tensor& all = kept[layer];
+      if (!all.defined() || all.size(2) < cache->length + tokens) {
+        const Tensor larger = at::empty(
+            {batch, kv_heads, std::max(cache->capacity, 2 * (cache->length + tokens)), width}, added.options());
+        if (all.defined()) larger.narrow(2, 0, cache->length).copy_(all.narrow(2, 0, cache->length));
+        all = larger;
+      }
+      all.narrow(2, cache->length, tokens).copy_(added);
+      return all.narrow(2, 0, cache->length + tokens);
+    };
+    k = grown(cache->keys, k), v = grown(cache->values, v);
+  }
+  const bool causal = !positions.mask.defined() && tokens > 1;
+  const Tensor y =
+      at::scaled_dot_product_attention(q, k, v, given(positions.mask), 0, causal, std::nullopt, heads != kv_heads);
+  return o_proj(y.transpose(1, 2).reshape({batch, tokens, heads * width}));
+}
+
+void LlamaMLPImpl::reset() {
+  const LlamaConfig& c = config;
+  gate_proj = register_module("gate_proj", Projection(c.hidden_size, c.intermediate_size, c.mlp_bias));
+  up_proj = register_module("up_proj", Projection(c.hidden_size, c.intermediate_size, c.mlp_bias));
+  down_proj = register_module("down_proj", Projection(c.intermediate_size, c.hidden_size, c.mlp_bias));
+}
+
+Tensor LlamaMLPImpl::forward(const Tensor& x) { return down_proj(gated(gate_proj(x), up_proj(x), config.activation)); }
+
+void LlamaDecoderLayerImpl::reset() {
+  const LlamaConfig& c = config;
+  self_attn = register_module("self_attn", LlamaAttention(c));
+  mlp = register_module("mlp", LlamaMLP(c));
+  input_layernorm = register_module("input_layernorm", RMSNorm(norm_options(c, c.hidden_size)));
+  post_attention_layernorm = register_module("post_attention_layernorm", RMSNorm(norm_options(c, c.hidden_size)));
+}
+
+Tensor LlamaDecoderLayerImpl::forward(const Tensor& x, const Positions& positions, KVCache* cache, int64_t layer) {
+  const auto [y, s] = fused_add_rms_norm(self_attn(input_layernorm(x), positions, cache, layer), x,
+                                         post_attention_layernorm->weight, post_attention_layernorm->options.eps());
+  return s + mlp(y);
+}
+
+void LlamaModelImpl::Tokens::reset() { weight = register_parameter("weight", torch::empty({classes, hidden})); }
+
+void LlamaModelImpl::reset() {
+  const LlamaConfig& c = config;
+  embed_tokens = register_module("embed_tokens", std::make_shared<Tokens>(c.vocab_size, c.hidden_size));
+  layers = register_module("layers", torch::nn::ModuleList());
+  for (int64_t i = 0; i < c.num_hidden_layers; ++i) layers->push_back(LlamaDecoderLayer(c));
+  norm = register_module("norm", RMSNorm(norm_options(c, c.hidden_size)));
+}
+
+std::pair<Tensor, double> rope_frequencies(const LlamaConfig& c) {
+  const RopeScaling& r = c.rope_scaling;
+  const int64_t width = c.head_width();
+  const Tensor plain = torch::pow(c.rope_theta, torch::arange(0, width, 2, torch::kFloat) / double(width)).reciprocal();
+  if (r.type == "linear") return {plain / r.factor, 1};
+  if (r.type == "llama3") {
+    const double longest = r.original_max_position_embeddings / r.low_freq_factor,
+                 shortest = r.original_max_position_embeddings / r.high_freq_factor;
+    const Tensor wave = 2 * std::numbers::pi / plain;
+    const Tensor smooth =
+        (r.original_max_position_embeddings / wave - r.low_freq_factor) / (r.high_freq_factor - r.low_freq_factor);
+    return {torch::where(wave > longest, plain / r.factor,
+                         torch::where(wave < shortest, plain, (1 - smooth) * plain / r.factor + smooth * plain)),
+            1};
+  }
+  if (r.type == "yarn") {
+    const auto scale = [](double factor, double by) { return factor <= 1 ? 1 : 0.1 * by * std::log(factor) + 1; };
+    const double attention = r.attention_factor != 0 ? r.attention_factor
+                             : r.mscale != 0 && r.mscale_all_dim != 0
+                                 ? scale(r.factor, r.mscale) / scale(r.factor, r.mscale_all_dim)
+                                 : scale(r.factor, 1);
+    const auto column = [&](double turns) {
+      return width * std::log(r.original_max_position_embeddings / (turns * 2 * std::numbers::pi)) /
+             (2 * std::log(c.rope_theta));
+    };
+    double low = column(r.beta_fast), high = column(r.beta_slow);
+    if (r.truncate) low = std::floor(low), high = std::ceil(high);
+    low = std::max(low, 0.), high = std::min(high, double(width - 1));
+    if (low == high) high += 0.001;
+    const Tensor stretched = ((torch::arange(width / 2, torch::kFloat) - low) / (high - low)).clamp(0, 1);
+    return {plain / r.factor * stretched + plain * (1 - stretched), attention};
+  }
+  return {plain, 1};
+}
+
+LlamaForCausalLMImpl::LlamaForCausalLMImpl(LlamaConfig of, bool draw) : config(std::move(of)) {
+  reset();
+  if (!draw) return;
+  const torch::NoGradGuard no_gradients;
+  for (const auto& item : named_parameters()) {
+    if (item.key().ends_with("bias"))
+      item.value().zero_();
+    else if (item.value().dim() > 1)
+      item.value().normal_(0, config.initializer_range);
+  }
+}
+
+void LlamaForCausalLMImpl::reset() {
+  model = register_module("model", LlamaModel(config));
+  if (!config.tie_word_embeddings)
+    lm_head = register_module("lm_head", Projection(config.hidden_size, config.vocab_size, false));
+  std::tie(inv_freq_, attention_factor_) = rope_frequencies(config);
+}
+
+std::shared_ptr<LlamaForCausalLMImpl> LlamaForCausalLMImpl::from_pretrained(const std::string& folder,
+                                                                            std::optional<at::ScalarType> dtype) {
+  const LlamaConfig config = LlamaConfig::load(folder);
+  const Checkpoint checkpoint(folder);
+  const auto made = std::make_shared<LlamaForCausalLMImpl>(config, false);
+  const auto parameters = made->named_parameters();
+  for (const auto& name : checkpoint.names()) {
+    const bool unused =
+        name.ends_with(".rotary_emb.inv_freq") || (config.tie_word_embeddings && name == "lm_head.weight");
+    TORCH_CHECK(unused || parameters.contains(name), folder, ": the checkpoint has a weight that the model lacks, ",
+                name);
+  }
+  for (const auto& item : parameters) {
+    TORCH_CHECK(checkpoint.contains(item.key()), folder, ": the checkpoint has no ", item.key());
+    const Tensor loaded = checkpoint.tensor(item.key());
+    TORCH_CHECK(loaded.sizes() == item.value().sizes(), folder, ": ", item.key(), " is of shape ", loaded.sizes(),
+                ", and the model's of ", item.value().sizes());
+    TORCH_CHECK(loaded.is_floating_point(), folder, ": ", item.key(), " is of ", loaded.scalar_type());
+    Tensor parameter = item.value();
+    parameter.set_data(loaded.to(dtype.value_or(config.dtype)));
+  }
+  if (dtype) made->config.dtype = *dtype;
+  return made;
+}
+
+void LlamaForCausalLMImpl::save_pretrained(const std::string& folder, int64_t max_shard_bytes) const {
+  LlamaConfig saved = config;
+  saved.dtype = model->embed_tokens->weight.scalar_type();
+  saved.save(folder);
+  NamedTensors tensors;
+  for (const auto& item : named_parameters()) tensors.emplace_back(item.key(), item.value());
+  save_checkpoint(folder, tensors, max_shard_bytes);
+}
+
+Positions LlamaForCausalLMImpl::positions_of(const Tensor& ids, const CausalLMInputs& in) const {
+  const int64_t tokens = ids.size(1), before = in.cache ? in.cache->length : 0, keys = before + tokens;
+  const auto longs = ids.options().dtype(at::kLong);
+  const Tensor ordinary = at::arange(before, keys, longs).unsqueeze(0);
+  const Tensor positions = in.position_ids.defined() ? in.position_ids.to(at::kLong) : ordinary;
+  const Tensor half = positions.to(at::kFloat).unsqueeze(-1) * inv_freq_.to(ids.device()),
+               angles = at::cat({half, half}, -1);
+  Positions p{angles.cos() * attention_factor_, angles.sin() * attention_factor_, {}};
+  const bool packed =
+      in.position_ids.defined() && before == 0 && tokens > 1 && at::diff(positions).ne(1).any().item<bool>();
+  const bool windowed = config.sliding_window > 0 && keys > config.sliding_window;
+  if (!in.attention_mask.defined() && !packed && !windowed && (before == 0 || tokens == 1)) return p;
+  const Tensor row = ordinary.unsqueeze(-1), column = at::arange(keys, longs);  // places, not positions
+  Tensor mask = column.le(row);
+  if (windowed) mask = mask.logical_and(column.gt(row - config.sliding_window));
+  if (packed) {
+    const Tensor document =
+        at::cat({at::zeros({positions.size(0), 1}, longs), at::diff(positions).ne(1).to(at::kLong)}, 1).cumsum(1);
+    mask = mask.logical_and(document.unsqueeze(2).eq(document.unsqueeze(1)));
+  }
+  if (in.attention_mask.defined()) {
+    TORCH_CHECK(in.attention_mask.sizes() == at::IntArrayRef({ids.size(0), keys}), "attention_mask must be [",
+                ids.size(0), ", ", keys, "], got ", in.attention_mask.sizes());
+    mask = mask.logical_and(in.attention_mask.ne(0).unsqueeze(1));
+    mask = mask.logical_or(column.eq(row));  // a padding token sees itself: no softmax of nothing
+  }
+  p.mask = mask.unsqueeze(1);
+  return p;
+}
+
+Tensor LlamaForCausalLMImpl::hidden_states(const Tensor& ids, const CausalLMInputs& in) {
+  TORCH_CHECK(ids.dim() == 2, "ids must be [batch, tokens], got ", ids.sizes());
+  const Positions positions = positions_of(ids, in);
+  Tensor x = liger::embedding(model->embed_tokens->weight, ids);
+  const bool again = gradient_checkpointing && is_training() && torch::GradMode::is_enabled() && !in.cache;
+  for (int64_t i = 0; i < config.num_hidden_layers; ++i) {
+    const auto layer = model->layers->ptr<LlamaDecoderLayerImpl>(i);
+    if (again) {
+      const Tensor trains = x.requires_grad() ? Tensor(x) : at::empty({0}, x.options()).requires_grad_();
+      x = Checkpointed::apply(x, trains, c10::make_intrusive<Checkpointed::Held>([layer, positions](const Tensor& y) {
+                                return layer->forward(y, positions);
+                              }));
+    } else {
+      x = layer->forward(x, positions, in.cache, i);
+    }
+  }
+  if (in.cache) in.cache->length += ids.size(1);
+  return model->norm(x);
+}
+
+CausalLMOutput LlamaForCausalLMImpl::forward(const Tensor& ids, const CausalLMInputs& in) {
+  const Tensor hidden = hidden_states(ids, in);
+  if (!in.labels.defined()) return {{}, at::linear(hidden, head_weight())};
+  TORCH_CHECK(in.labels.sizes() == ids.sizes(), "labels must be of ids' shape ", ids.sizes(), ", got ",
+              in.labels.sizes());
+  const Tensor shifted = at::constant_pad_nd(in.labels.slice(1, 1), {0, 1}, -100);
+  HeadOptions options;
+  if (in.num_items) options.reduction = Reduction::Sum;
+  const auto divisor =
+      in.num_items ? std::optional(at::full({}, *in.num_items, hidden.options().dtype(at::kFloat))) : std::nullopt;
+  return {
+      fused_linear_cross_entropy(hidden.flatten(0, 1), head_weight(), shifted.flatten(), options, {}, {}, divisor).loss,
+      {}};
+}
+
+Tensor LlamaForCausalLMImpl::generate(const Tensor& ids, const GenerateOptions& o) {
+  TORCH_CHECK_VALUE(o.temperature() >= 0 && o.top_p() > 0 && o.top_p() <= 1,
+                    "temperature must not be negative and top_p be in (0, 1]");
+  const torch::NoGradGuard no_gradients;
+  KVCache cache{.capacity = ids.size(1) + o.max_new_tokens()};
+  const auto ends = [&](const Tensor& token) {
+    Tensor found = at::zeros_like(token, token.options().dtype(at::kBool));
+    for (const int64_t eos : config.eos_token_ids) found.logical_or_(token.eq(eos));
+    return found;
+  };
+  Tensor all = ids, next = ids, ended = at::zeros({ids.size(0), 1}, ids.options().dtype(at::kBool));
+  for (int64_t i = 0; i < o.max_new_tokens(); ++i) {
+    const Tensor hidden = hidden_states(next, {.cache = &cache}).slice(1, -1).squeeze(1);
+    const Tensor logits = at::linear(hidden, head_weight()).to(at::kFloat);
+    if (o.temperature() == 0) {
+      next = logits.argmax(-1, true);
+    } else {
+      auto [p, order] = at::softmax(logits / o.temperature(), -1).sort(-1, true);
+      p = p.masked_fill(p.cumsum(-1) - p >= o.top_p(), 0);  // the first one that reaches top_p is among them
+      next = order.gather(-1, at::multinomial(p, 1, false, o.generator()));
+    }
+    if (!config.eos_token_ids.empty())
+      next = at::where(ended, at::scalar_tensor(config.eos_token_ids[0], ids.options()), next);
+    all = at::cat({all, next}, 1);
+    ended = ended.logical_or(ends(next));
+    if (!config.eos_token_ids.empty() && ended.all().item<bool>()) break;
+  }
+  return all;
+}
+
+void LlamaForCausalLMImpl::pretty_print(std::ostream& to) const {
+  print(to, *this, "model_type", config.model_type, "vocab_size", config.vocab_size, "hidden_size", config.hidden_size,
+        "num_hidden_layers", config.num_hidden_layers, "tie_word_embeddings", config.tie_word_embeddings);
+}
+
+}  // namespace liger::nn

@@ -1,0 +1,152 @@
+#pragma once
+#include <torch/nn.h>
+#include <functional>
+#include <optional>
+#include "liger/models/config.h"
+#include "liger/models/safetensors.h"
+#include "liger/nn/norm.h"
+
+/// Llama and its relatives (Touvron et al. 2023, arXiv:2302.13971) in libtorch, with this library's norms, rotary
+/// embedding, gated MLP and head. Parameters have the names of Hugging Face's checkpoints.
+namespace liger::nn {
+
+/// Keys and values of the tokens so far: for each layer [batch, heads, capacity, width], of which `length` are filled.
+struct KVCache {
+  int64_t length = 0, capacity = 0;
+  std::vector<at::Tensor> keys, values;
+};
+
+/// y = x weightᵀ + bias. Its weights are not initialised.
+struct ProjectionImpl : torch::nn::Cloneable<ProjectionImpl> {
+  ProjectionImpl(int64_t in, int64_t out, bool with_bias) : in(in), out(out), with_bias(with_bias) { reset(); }
+  void reset() override;
+  at::Tensor forward(const at::Tensor& x) const { return at::linear(x, weight, given(bias)); }
+  int64_t in, out;
+  bool with_bias;
+  at::Tensor weight, bias;
+};
+TORCH_MODULE(Projection);
+
+/// What all layers of a step share.
+struct Positions {
+  at::Tensor cos, sin;  // [1 or batch, tokens, width], float
+  at::Tensor mask;      // [1 or batch, 1, tokens, keys], true where attended; undefined: causal
+};
+
+/// Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) by ATen's scaled_dot_product_attention.
+struct LlamaAttentionImpl : torch::nn::Cloneable<LlamaAttentionImpl> {
+  explicit LlamaAttentionImpl(const LlamaConfig& config) : config(config) { reset(); }
+  void reset() override;
+  at::Tensor forward(const at::Tensor& x, const Positions& positions, KVCache* cache, int64_t layer);
+  LlamaConfig config;
+  Projection q_proj{nullptr}, k_proj{nullptr}, v_proj{nullptr}, o_proj{nullptr};
+  RMSNorm q_norm{nullptr}, k_norm{nullptr};
+};
+TORCH_MODULE(LlamaAttention);
+
+struct LlamaMLPImpl : torch::nn::Cloneable<LlamaMLPImpl> {
+  explicit LlamaMLPImpl(const LlamaConfig& config) : config(config) { reset(); }
+  void reset() override;
+  at::Tensor forward(const at::Tensor& x);
+  LlamaConfig config;
+  Projection gate_proj{nullptr}, up_proj{nullptr}, down_proj{nullptr};
+};
+TORCH_MODULE(LlamaMLP);
+
+struct LlamaDecoderLayerImpl : torch::nn::Cloneable<LlamaDecoderLayerImpl> {
+  explicit LlamaDecoderLayerImpl(const LlamaConfig& config) : config(config) { reset(); }
+  void reset() override;
+  at::Tensor forward(const at::Tensor& x, const Positions& positions, KVCache* cache = nullptr, int64_t layer = 0);
+  LlamaConfig config;
+  LlamaAttention self_attn{nullptr};
+  LlamaMLP mlp{nullptr};
+  RMSNorm input_layernorm{nullptr}, post_attention_layernorm{nullptr};
+};
+TORCH_MODULE(LlamaDecoderLayer);
+
+struct LlamaModelImpl : torch::nn::Cloneable<LlamaModelImpl> {
+  explicit LlamaModelImpl(const LlamaConfig& config) : config(config) { reset(); }
+  void reset() override;
+  struct Tokens : torch::nn::Cloneable<Tokens> {
+    Tokens(int64_t classes, int64_t hidden) : classes(classes), hidden(hidden) { reset(); }
+    void reset() override;
+    int64_t classes, hidden;
+    at::Tensor weight;
+  };
+  LlamaConfig config;
+  std::shared_ptr<Tokens> embed_tokens;
+  torch::nn::ModuleList layers{nullptr};
+  RMSNorm norm{nullptr};
+};
+TORCH_MODULE(LlamaModel);
+
+/// What a forward pass may be given beside the tokens' ids.
+struct CausalLMInputs {
+  at::Tensor labels = {};  // [batch, tokens], of which labels[:, 1:] are predicted; −100 where a token does not count
+  at::Tensor position_ids = {};    // [1 or batch, tokens]; without: 0, 1, … after the cache. Where they do not grow by
+                                   // one, a packed document begins, which does not see the one before it
+  at::Tensor attention_mask = {};  // [batch, keys], 0 where there is padding
+  std::optional<double> num_items = {};  // divides the sum of the losses; without: their mean
+  KVCache* cache = nullptr;              // grows by the tokens
+};
+
+struct CausalLMOutput {
+  at::Tensor loss;    // a number, with labels
+  at::Tensor logits;  // [batch, tokens, classes], without labels
+};
+
+struct GenerateOptions {
+  TORCH_ARG(int64_t, max_new_tokens) = 20;
+  TORCH_ARG(double, temperature) = 0;  // 0: the most probable token
+  TORCH_ARG(double, top_p) =
+      1;  // draws among the most probable tokens that make up this probability (Holtzman et al. 2020, arXiv:1904.09751)
+  TORCH_ARG(std::optional<at::Generator>, generator);
+};
+
+struct LlamaForCausalLMImpl : torch::nn::Cloneable<LlamaForCausalLMImpl> {
+  /// Weights are drawn as transformers draws them: normal with deviation initializer_range; norms are 1, biases 0.
+  /// Without `draw` they are what the memory held: for who gives them values.
+  explicit LlamaForCausalLMImpl(LlamaConfig config, bool draw = true);
+  void reset() override;  // to weights without values
+
+  /// The model of a checkpoint folder, in `dtype` or that of the config. Weights of this dtype are views of the files,
+  /// whose pages a write copies. Raises c10::Error for a weight that is missing, of another shape, or unknown; then
+  /// nothing has been made.
+  static std::shared_ptr<LlamaForCausalLMImpl> from_pretrained(const std::string& folder,
+                                                               std::optional<at::ScalarType> dtype = {});
+
+  /// Writes config.json and model.safetensors, in files of at most max_shard_bytes, as transformers reads them.
+  void save_pretrained(const std::string& folder, int64_t max_shard_bytes = int64_t(5) << 30) const;
+
+  /// ids [batch, tokens], int64. With labels the loss, and no logits are made; without, the logits.
+  CausalLMOutput forward(const at::Tensor& ids, const CausalLMInputs& inputs = {});
+
+  /// The last hidden states [batch, tokens, hidden], normalised; what a loss of this library takes beside
+  /// head_weight().
+  at::Tensor hidden_states(const at::Tensor& ids, const CausalLMInputs& inputs = {});
+
+  /// [classes, hidden]: the head's own weight, or the embedding's where they are tied.
+  at::Tensor head_weight() const { return lm_head.is_empty() ? model->embed_tokens->weight : lm_head->weight; }
+
+  /// ids [batch, tokens] and up to max_new_tokens more, until each row has one of the config's eos_token_ids; rows that
+  /// end sooner are padded with it. No gradients.
+  at::Tensor generate(const at::Tensor& ids, const GenerateOptions& options = {});
+
+  void pretty_print(std::ostream& to) const override;
+
+  LlamaConfig config;
+  bool gradient_checkpointing = false;  // of a layer only the input waits for backward, which runs the layer again
+  LlamaModel model{nullptr};
+  Projection lm_head{nullptr};
+
+ private:
+  Positions positions_of(const at::Tensor& ids, const CausalLMInputs& inputs) const;
+  at::Tensor inv_freq_;
+  double attention_factor_ = 1;
+};
+TORCH_MODULE(LlamaForCausalLM);
+
+/// [width / 2] angles a position, float, and what cosines and sines are multiplied by.
+std::pair<at::Tensor, double> rope_frequencies(const LlamaConfig& config);
+
+}  // namespace liger::nn

@@ -1,0 +1,39 @@
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace liger {
+
+/// Byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909; Radford et al. 2019) of a tokenizer.json, as Llama 3, Qwen
+/// and GPT-2 have it. Text becomes the ids that Python's `tokenizers` gives, added and special tokens included; what
+/// the file says of truncation and padding is left to the caller.
+class Tokenizer {
+ public:
+  /// A tokenizer.json, or the folder that holds one. Raises c10::Error, naming the file and the field, for another kind
+  /// of tokenizer.
+  explicit Tokenizer(const std::string& path);
+
+  /// The ids of UTF-8 text; with add_special_tokens also those that the file's template puts around it. Raises
+  /// c10::Error for text that is no UTF-8. Several threads may call it.
+  std::vector<int64_t> encode(std::string_view text, bool add_special_tokens = true) const;
+
+  /// The bytes that ids stand for: no valid UTF-8 where they begin or end within a character. Raises c10::Error for an
+  /// id that is none.
+  std::string decode(const std::vector<int64_t>& ids, bool skip_special_tokens = true) const;
+
+  /// The id of a token as the file writes it; nothing where it has none.
+  std::optional<int64_t> id(const std::string& token) const;
+
+  /// One more than the largest id.
+  int64_t size() const;
+
+ private:
+  struct Content;
+  std::shared_ptr<const Content> content_;
+};
+
+}  // namespace liger

@@ -1,0 +1,259 @@
+#include "liger/train/data.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <torch/types.h>
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <numeric>
+#include <optional>
+#include "liger/models/json.h"
+#include "liger/models/safetensors.h"
+#include "liger/models/tokenizer.h"
+
+namespace liger::train {
+
+using nlohmann::json;
+namespace fs = std::filesystem;
+
+namespace {
+
+constexpr int64_t kIgnored = -100;
+
+std::string content(const std::string& file) {
+  std::ifstream in(file, std::ios::binary);
+  std::string text{std::istreambuf_iterator<char>(in), {}};
+  TORCH_CHECK(in.good() || in.eof(), file, ": cannot be read");
+  return text;
+}
+
+}  // namespace
+
+/// What turns a model folder's texts into ids: loaded when the first text comes, for data may be tokens alone.
+class Texts {
+ public:
+  Texts(const std::string& folder, const LlamaConfig& config) : folder_(folder) {
+    if (!config.eos_token_ids.empty()) end_ = config.eos_token_ids[0];
+  }
+
+  const Tokenizer& tokenizer() const {
+    if (!tokenizer_) {
+      tokenizer_.emplace(folder_);
+      if (const auto named = setting("eos_token"); !named.is_null()) {
+        const std::string token = named.is_object() ? named.value("content", "") : named.get<std::string>();
+        const auto id = tokenizer_->id(token);
+        TORCH_CHECK(id, folder_, "/tokenizer_config.json: eos_token ", token, " is no token");
+        end_ = *id;
+      }
+    }
+    return *tokenizer_;
+  }
+
+  /// Ends a document.
+  std::optional<int64_t> end() const { return tokenizer(), end_; }
+
+  std::string chat(const json& messages) const {
+    const bool has_template =
+        fs::exists(fs::path(folder_) / "chat_template.jinja") || !setting("chat_template").is_null();
+    TORCH_CHECK(!has_template,
+                "the tokenizer has a chat template, which this cannot apply: give \"text\" or \"input_ids\"");
+    std::string text;
+    for (const json& message : messages)
+      text += (text.empty() ? "" : "\n") + message.at("role").get<std::string>() + ": " +
+              message.at("content").get<std::string>();
+    return text;
+  }
+
+ private:
+  json setting(const char* name) const {
+    const fs::path file = fs::path(folder_) / "tokenizer_config.json";
+    const json all = fs::exists(file) ? read_json(file.string()) : json::object();
+    return all.contains(name) ? all[name] : json();
+  }
+
+  std::string folder_;
+  mutable std::optional<Tokenizer> tokenizer_;
+  mutable std::optional<int64_t> end_;
+};
+
+Data::Data(const std::vector<std::string>& files, const Options& options, const LlamaConfig& config)
+    : options_(options), classes_(config.vocab_size), of_item_(options.loss == "dpo" ? 2 : 1) {
+  const Texts texts(options.model, config);
+  whole_rows_ = options.packing == "none" || of_item_ == 2;
+  for (const std::string& file : files) {
+    const std::string extension = fs::path(file).extension().string();
+    if (extension == ".safetensors") {
+      read_tensors(file);
+    } else if (extension == ".jsonl") {
+      read_lines(file, texts);
+    } else {
+      TORCH_CHECK(of_item_ == 1, file, ": --loss dpo needs *.jsonl with \"prompt\", \"chosen\" and \"rejected\"");
+      Document document{texts.tokenizer().encode(content(file), false), {}};
+      if (texts.end()) document.ids.push_back(*texts.end());
+      add(document);
+    }
+  }
+  if (!whole_rows_) cut();
+  hash();
+  TORCH_CHECK(size() > 0, files[0], ": no row of ", options.length, " tokens: give more data, or a smaller --length");
+}
+
+void Data::add(const Document& document) {
+  const auto& [ids, given] = document;
+  TORCH_CHECK(given.empty() || given.size() == ids.size(), "labels must be as many as input_ids");
+  size_t count = ids.size();
+  if (whole_rows_) {
+    count = std::min(count, size_t(options_.length));
+    rows_.emplace_back(ids_.size(), ids_.size() + count);
+  }
+  for (size_t i = 0; i < count; ++i) {
+    const int64_t label = given.empty() ? ids[i] : given[i];
+    TORCH_CHECK(ids[i] >= 0 && ids[i] < classes_, "there is no token ", ids[i], " in a model of ", classes_);
+    TORCH_CHECK(label == kIgnored || (label >= 0 && label < classes_), "there is no token ", label, ", a label");
+    ids_.push_back(int32_t(ids[i])), labels_.push_back(int32_t(label)), begins_.push_back(i == 0);
+  }
+}
+
+void Data::read_lines(const std::string& file, const Texts& texts) {
+  std::ifstream in(file);
+  int64_t number = 0;
+  for (std::string line; std::getline(in, line);) {
+    ++number;
+    if (line.find_first_not_of(" \t\r") == std::string::npos) continue;
+    try {
+      const json row = json::parse(line);
+      const auto ids_of = [&](const char* name) {
+        return texts.tokenizer().encode(row.at(name).get_ref<const std::string&>(), false);
+      };
+      // An answer is learnt, what it answers is not.
+      const auto answer = [&](const std::vector<int64_t>& prompt, std::vector<int64_t> completion) {
+        if (texts.end()) completion.push_back(*texts.end());
+        Document document{prompt, std::vector<int64_t>(prompt.size(), kIgnored)};
+        for (auto* part : {&document.ids, &document.labels})
+          part->insert(part->end(), completion.begin(), completion.end());
+        return document;
+      };
+      if (of_item_ == 2) {
+        const auto prompt = ids_of("prompt");
+        TORCH_CHECK(int64_t(prompt.size()) < options_.length, "the prompt fills --length ", options_.length);
+        const auto chosen = answer(prompt, ids_of("chosen")), rejected = answer(prompt, ids_of("rejected"));
+        add(chosen), add(rejected);
+      } else if (row.contains("input_ids")) {
+        Document document{row["input_ids"].get<std::vector<int64_t>>(), {}};
+        if (row.contains("labels")) document.labels = row["labels"].get<std::vector<int64_t>>();
+        add(document);
+      } else if (row.contains("completion")) {
+        add(answer(ids_of("prompt"), ids_of("completion")));
+      } else {
+        TORCH_CHECK(row.contains("text") || row.contains("messages"),
+                    "expected \"text\", \"messages\", \"prompt\" with \"completion\", or \"input_ids\"");
+        Document document;
+        document.ids =
+            row.contains("text") ? ids_of("text") : texts.tokenizer().encode(texts.chat(row["messages"]), false);
+        if (texts.end()) document.ids.push_back(*texts.end());
+        add(document);
+      }
+    } catch (const json::exception& error) {
+      TORCH_CHECK(false, file, ", line ", number, ": ", error.what());
+    } catch (const c10::Error& error) {
+      TORCH_CHECK(false, file, ", line ", number, ": ", error.what_without_backtrace());
+    }
+  }
+}
+
+void Data::read_tensors(const std::string& file) {
+  TORCH_CHECK(of_item_ == 1, file, ": --loss dpo needs *.jsonl with \"prompt\", \"chosen\" and \"rejected\"");
+  const SafetensorsFile tensors(file);
+  const at::Tensor ids = tensors.tensor("input_ids").to(at::kLong);
+  TORCH_CHECK(ids.dim() == 2, file, ": input_ids must be [rows, tokens], got ", ids.sizes());
+  const at::Tensor labels = tensors.contains("labels") ? tensors.tensor("labels").to(at::kLong) : ids;
+  TORCH_CHECK(labels.sizes() == ids.sizes(), file, ": labels must be of input_ids' shape ", ids.sizes(), ", got ",
+              labels.sizes());
+  TORCH_CHECK(ids_.empty() || whole_rows_, file, ": give all data as tensors, or none");
+  whole_rows_ = true;
+  options_.length = std::max(options_.length, ids.size(1));  // they are rows already
+  for (int64_t row = 0; row < ids.size(0); ++row) {
+    const auto values = [&](const at::Tensor& of) {
+      const at::Tensor line = of[row].contiguous();
+      return std::vector<int64_t>(line.const_data_ptr<int64_t>(), line.const_data_ptr<int64_t>() + line.numel());
+    };
+    add({values(ids), values(labels)});
+  }
+}
+
+/// Documents one after another, in an order drawn from the seed where there are several; what does not fill a row is
+/// left out.
+void Data::cut() {
+  std::vector<std::pair<int64_t, int64_t>> documents;
+  for (size_t i = 0; i < ids_.size(); ++i) {
+    if (begins_[i]) documents.emplace_back(i, i);
+    documents.back().second = int64_t(i) + 1;
+  }
+  if (options_.shuffle && documents.size() > 1) {
+    auto generator = at::make_generator<at::CPUGeneratorImpl>(options_.seed);
+    const at::Tensor drawn = at::randperm(int64_t(documents.size()), generator, at::kLong);
+    std::vector<int32_t> ids, labels;
+    std::vector<char> begins;
+    for (int64_t i = 0; i < drawn.numel(); ++i) {
+      const auto [from, to] = documents[drawn.const_data_ptr<int64_t>()[i]];
+      ids.insert(ids.end(), ids_.begin() + from, ids_.begin() + to);
+      labels.insert(labels.end(), labels_.begin() + from, labels_.begin() + to);
+      begins.insert(begins.end(), begins_.begin() + from, begins_.begin() + to);
+    }
+    ids_.swap(ids), labels_.swap(labels), begins_.swap(begins);
+  }
+  for (int64_t at = 0; at + options_.length <= int64_t(ids_.size()); at += options_.length)
+    rows_.emplace_back(at, at + options_.length);
+}
+
+/// FNV-1a (Fowler, Noll, Vo).
+void Data::hash() {
+  hash_ = 14695981039346656037u;
+  const auto take = [&](uint64_t value) { hash_ = (hash_ ^ value) * 1099511628211u; };
+  for (const auto& [from, to] : rows_) {
+    take(uint64_t(to - from));
+    for (int64_t i = from; i < to; ++i) take(uint32_t(ids_[i])), take(uint32_t(labels_[i]));
+  }
+}
+
+int64_t Data::sample(int64_t sample) const {
+  const int64_t epoch = sample / size();
+  if (!options_.shuffle) return sample % size();
+  if (epoch != epoch_) {
+    // As accelerate's SeedableRandomSampler draws it: transformers' Trainer has the same order.
+    auto generator = at::make_generator<at::CPUGeneratorImpl>(options_.seed + epoch);
+    const at::Tensor drawn = at::randperm(size(), generator, at::kLong);
+    order_.assign(drawn.const_data_ptr<int64_t>(), drawn.const_data_ptr<int64_t>() + drawn.numel());
+    epoch_ = epoch;
+  }
+  return order_[sample % size()];
+}
+
+Batch Data::batch(const std::vector<int64_t>& items) const {
+  std::vector<std::pair<int64_t, int64_t>> rows;
+  for (int64_t part = 0; part < of_item_; ++part)
+    for (const int64_t item : items) rows.push_back(rows_[item * of_item_ + part]);
+  int64_t longest = 0;
+  for (const auto& [from, to] : rows) longest = std::max(longest, to - from);
+  const int64_t count = int64_t(rows.size());
+  Batch batch{at::zeros({count, longest}, at::kLong), at::full({count, longest}, kIgnored, at::kLong), {}, 0};
+  const bool apart = options_.packing == "apart" && !whole_rows_;
+  if (apart) batch.positions = at::zeros({count, longest}, at::kLong);
+  for (int64_t r = 0; r < count; ++r) {
+    int64_t* ids = batch.ids.mutable_data_ptr<int64_t>() + r * longest;
+    int64_t* labels = batch.labels.mutable_data_ptr<int64_t>() + r * longest;
+    int64_t* positions = apart ? batch.positions.mutable_data_ptr<int64_t>() + r * longest : nullptr;
+    const auto [from, to] = rows[r];
+    for (int64_t i = 0; i < to - from; ++i) {
+      const bool begins = apart && begins_[from + i];
+      ids[i] = ids_[from + i];
+      labels[i] = begins ? kIgnored : labels_[from + i];  // nothing before it says what it is
+      if (apart) positions[i] = i == 0 || begins ? 0 : positions[i - 1] + 1;
+      if (i > 0) batch.counted += labels[i] != kIgnored;
+    }
+  }
+  if (of_item_ == 2) batch.counted = int64_t(items.size());
+  return batch;
+}
+
+}  // namespace liger::train

@@ -1,0 +1,27 @@
+#pragma once
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+namespace liger::train {
+
+/// What liger-train is told; `liger-train --help` says what each means.
+struct Options {
+  std::string model, out, loss = "causal", dpo_loss = "sigmoid", schedule = "cosine", dtype = "float32", device = "cpu";
+  std::string packing = "apart";
+  std::vector<std::string> data, eval;
+  int64_t length = 1024, batch = 4, accumulate = 1, steps = 0, warmup = 0, seed = 0;
+  int64_t save_steps = 0, keep = 0, eval_steps = 0, threads = 0;
+  double epochs = 1, lr = 1e-5, weight_decay = 0, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, clip = 1, dpo_beta = 0.1;
+  bool gradient_checkpointing = false, fresh = false, resume = false, shuffle = true;
+  bool shard_optimizer = false;
+
+  /// Those that a run's losses depend on: a run that goes on must have the same.
+  nlohmann::json decisive() const;
+};
+
+/// Reads the command line. Where it asks for help or is wrong, prints what there is to say and ends the process.
+Options parse(int argc, char** argv);
+
+}  // namespace liger::train

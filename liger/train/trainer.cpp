@@ -1,0 +1,287 @@
+#include "liger/train/trainer.h"
+
+#include <fcntl.h>
+#include <torch/torch.h>
+#include <unistd.h>
+#include <algorithm>
+#include <cerrno>
+#include <cmath>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include "liger/models/json.h"
+#include "liger/nn/preference.h"
+
+namespace liger::train {
+
+using at::Tensor;
+using nlohmann::json;
+namespace fs = std::filesystem;
+
+namespace {
+
+constexpr const char* kCheckpoint = "checkpoint-";
+
+/// What has been written to a folder is on the disk.
+void sync_folder(const fs::path& folder) {
+  const int file = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  TORCH_CHECK(file >= 0 && ::fsync(file) == 0, folder.string(), ": ", std::strerror(errno));
+  ::close(file);
+}
+
+/// The steps of the checkpoints in a folder, in order. They are whole: each took its name when it was.
+std::vector<int64_t> checkpoints(const fs::path& folder) {
+  std::vector<int64_t> steps;
+  if (!fs::exists(folder)) return steps;
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    const std::string name = entry.path().filename().string(),
+                      number = name.substr(std::min(name.size(), std::strlen(kCheckpoint)));
+    const bool digits = !number.empty() && number.size() < 19 && std::all_of(number.begin(), number.end(), ::isdigit);
+    if (name.starts_with(kCheckpoint) && digits) steps.push_back(std::stoll(number));
+  }
+  std::sort(steps.begin(), steps.end());
+  return steps;
+}
+
+/// The most memory that the process had. (What getrusage says may be that of the process which started this one.)
+int64_t peak_bytes() {
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);)
+    if (line.starts_with("VmHWM:")) return std::stoll(line.substr(6)) * 1024;
+  return 0;
+}
+
+}  // namespace
+
+Trainer::Trainer(Options options) : options_(std::move(options)), device_(options_.device) {
+  start_ = std::chrono::steady_clock::now();
+  if (device_.is_cuda()) {  // where the fastest kernels add in an order of their own
+    ::setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", 0);
+    at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true);
+    at::globalContext().setDeterministicFillUninitializedMemory(false);
+  }
+  TORCH_CHECK(ranks_.size() == 1 || device_.is_cpu(), "--device ", options_.device,
+              ": several processes train on CPUs only");
+  if (options_.threads > 0) at::set_num_threads(int(options_.threads));
+  const auto steps = checkpoints(options_.out);
+  TORCH_CHECK(steps.empty() || options_.resume, "--out ", options_.out,
+              " holds checkpoints: go on from them with --resume, or name another folder");
+  const std::string folder = steps.empty() ? options_.model : checkpoint(steps.back());
+  const auto dtype = options_.dtype == "bfloat16" ? at::kBFloat16 : at::kFloat;
+  LlamaConfig config = LlamaConfig::load(folder);
+  if (options_.fresh && steps.empty()) {
+    torch::manual_seed(uint64_t(options_.seed));
+    config.dtype = dtype;
+    model_ = nn::LlamaForCausalLM(config);
+    model_->to(device_, dtype);
+  } else {
+    model_ = nn::LlamaForCausalLM(nn::LlamaForCausalLMImpl::from_pretrained(folder, dtype));
+    model_->to(device_);
+    // Memory of their own: pages of a file lie where products are summed in another order, and are copied when written.
+    for (auto& parameter : model_->parameters())
+      if (parameter.device().is_cpu()) parameter.set_data(parameter.detach().clone());
+  }
+  model_->gradient_checkpointing = options_.gradient_checkpointing;
+  if (options_.loss == "dpo") {  // its weights stay in the file's pages
+    reference_ = nn::LlamaForCausalLM(nn::LlamaForCausalLMImpl::from_pretrained(options_.model, dtype));
+    reference_->to(device_);
+    for (auto& parameter : reference_->parameters()) parameter.requires_grad_(false);
+  }
+  data_.emplace(options_.data, options_, model_->config);
+  if (!options_.eval.empty()) eval_.emplace(options_.eval, options_, model_->config);
+  const int64_t of_step = options_.batch * options_.accumulate * ranks_.size();
+  if (options_.steps == 0)
+    options_.steps =
+        std::max<int64_t>(1, int64_t(std::ceil(double(data_->size()) * options_.epochs / double(of_step))));
+  optimizer_.emplace(*model_, options_, ranks_);
+  fs::create_directories(options_.out);
+  if (!steps.empty()) resume(steps.back());
+}
+
+std::string Trainer::checkpoint(int64_t step) const {
+  return (fs::path(options_.out) / (kCheckpoint + std::to_string(step))).string();
+}
+
+void Trainer::resume(int64_t step) {
+  const fs::path folder = checkpoint(step);
+  const json state = read_json((folder / "trainer.json").string());
+  const json now = options_.decisive();
+  for (const auto& [name, value] : now.items())
+    TORCH_CHECK(state.at("options").value(name, json()) == value, "--resume: ", folder.string(), " was made with ",
+                name, " ", state.at("options").value(name, json()).dump(), ", not ", value.dump());
+  TORCH_CHECK(state.at("data") == data_->fingerprint(), "--resume: ", folder.string(), " was made with other data");
+  TORCH_CHECK(state.at("ranks") == ranks_.size(), "--resume: ", folder.string(), " was made by ",
+              state.at("ranks").dump(), " processes, and these are ", ranks_.size());
+  std::vector<SafetensorsFile> files;
+  for (const auto& entry : fs::directory_iterator(folder))
+    if (entry.path().filename().string().starts_with("optimizer")) files.emplace_back(entry.path().string());
+  optimizer_->load(files);
+  done_ = step;
+  if (ranks_.rank() > 0) return;
+  // The log of steps that are made again goes.
+  const fs::path log = fs::path(options_.out) / "log.jsonl";
+  std::string kept;
+  std::ifstream in(log);
+  for (std::string line; std::getline(in, line);) {
+    const json entry = json::parse(line, nullptr, false);
+    if (entry.is_object() && entry.value("step", step + 1) <= step) kept += line + "\n";
+  }
+  const fs::path beside = log.string() + ".tmp";
+  std::ofstream(beside) << kept;
+  fs::rename(beside, log);
+}
+
+Tensor Trainer::loss_of(const Batch& b, double counted) {
+  const Tensor ids = b.ids.to(device_), labels = b.labels.to(device_);
+  nn::CausalLMInputs inputs;
+  if (b.positions.defined()) inputs.position_ids = b.positions.to(device_);
+  if (!reference_.is_empty()) {
+    const auto hidden = [&](nn::LlamaForCausalLM& model) { return model->hidden_states(ids, inputs).slice(1, 0, -1); };
+    nn::DPOLoss loss(nn::DPOLossOptions().loss(
+        {.loss_type = options_.dpo_loss, .beta = options_.dpo_beta, .pairs = int64_t(counted)}));
+    Tensor reference;
+    {
+      const torch::NoGradGuard no_gradients;
+      reference = hidden(reference_);
+    }
+    return loss
+        ->forward(hidden(model_), model_->head_weight(), labels.slice(1, 1), {}, reference, reference_->head_weight())
+        .loss;
+  }
+  inputs.labels = labels, inputs.num_items = counted;
+  return model_->forward(ids, inputs).loss;
+}
+
+void Trainer::step(int64_t step) {
+  const auto begin = std::chrono::steady_clock::now();
+  std::vector<Batch> batches;
+  int64_t counted = 0, tokens = 0;
+  for (int64_t pass = 0; pass < options_.accumulate; ++pass) {
+    std::vector<int64_t> items;
+    for (int64_t i = 0; i < options_.batch; ++i)
+      items.push_back(
+          data_->sample(((step * options_.accumulate + pass) * ranks_.size() + ranks_.rank()) * options_.batch + i));
+    batches.push_back(data_->batch(items));
+    counted += batches.back().counted, tokens += batches.back().ids.numel();
+  }
+  counted = int64_t(ranks_.sum(double(counted))), tokens = int64_t(ranks_.sum(double(tokens)));
+  double loss = 0;
+  for (const Batch& batch : batches) {
+    const Tensor part = loss_of(batch, double(std::max<int64_t>(1, counted)));
+    part.backward();
+    optimizer_->accumulate();
+    loss += part.item<double>();
+  }
+  loss = ranks_.sum(loss);
+  const double lr = learning_rate(options_, step), norm = optimizer_->step(lr);
+  const auto now = std::chrono::steady_clock::now();
+  const auto since = [&](auto from) { return std::chrono::duration<double>(now - from).count(); };
+  log({{"step", step + 1},
+       {"loss", loss},
+       {"gradient_norm", norm},
+       {"lr", lr},
+       {"tokens", tokens},
+       {"seconds", since(begin)},
+       {"since_start", since(start_)},
+       {"peak_bytes", peak_bytes()}});
+  if (ranks_.rank() == 0)
+    std::fprintf(stderr, "%sstep %lld/%lld  loss %.4f  lr %.2e  %.0f tokens/s%s", ::isatty(2) ? "\r\033[K" : "",
+                 static_cast<long long>(step + 1), static_cast<long long>(options_.steps), loss, lr,
+                 double(tokens) / since(begin), ::isatty(2) && step + 1 < options_.steps ? "" : "\n");
+  TORCH_CHECK(std::isfinite(loss), "the loss of step ", step + 1, " is ", loss, ": a smaller --lr may help");
+}
+
+double Trainer::evaluate() {
+  const torch::NoGradGuard no_gradients;
+  double sum = 0, counted = 0;
+  for (int64_t at = ranks_.rank() * options_.batch; at < eval_->size(); at += ranks_.size() * options_.batch) {
+    std::vector<int64_t> items;
+    for (int64_t i = at; i < std::min(at + options_.batch, eval_->size()); ++i) items.push_back(i);
+    const Batch batch = eval_->batch(items);
+    if (batch.counted == 0) continue;
+    sum += loss_of(batch, double(batch.counted)).item<double>() * double(batch.counted);
+    counted += double(batch.counted);
+  }
+  sum = ranks_.sum(sum), counted = ranks_.sum(counted);
+  return sum / std::max(1., counted);
+}
+
+void Trainer::save(int64_t step) {
+  const fs::path place = checkpoint(step), beside = place.string() + ".tmp";
+  const std::string share = options_.shard_optimizer ? "-" + std::to_string(ranks_.rank()) : "";
+  const fs::path states = beside / ("optimizer" + share + ".safetensors");
+  if (ranks_.rank() == 0) {
+    fs::remove_all(beside);
+    fs::create_directories(beside);
+  }
+  ranks_.wait();  // for the folder
+  if (ranks_.rank() == 0 || options_.shard_optimizer) save_safetensors(states.string(), optimizer_->state());
+  ranks_.wait();  // for all states
+  if (ranks_.rank() > 0) return;
+  for (const char* name : {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+                           "special_tokens_map.json", "chat_template.jinja"})
+    if (fs::exists(fs::path(options_.model) / name)) fs::copy_file(fs::path(options_.model) / name, beside / name);
+  model_->save_pretrained(beside.string());
+  std::ofstream state(beside / "trainer.json");
+  state << json{{"step", step},
+                {"options", options_.decisive()},
+                {"data", data_->fingerprint()},
+                {"ranks", ranks_.size()}}
+               .dump(2)
+        << "\n";
+  state.close();
+  TORCH_CHECK(state.good(), (beside / "trainer.json").string(), ": cannot be written");
+  for (const auto& entry : fs::directory_iterator(beside)) {
+    const int file = ::open(entry.path().c_str(), O_RDONLY | O_CLOEXEC);
+    TORCH_CHECK(file >= 0 && ::fsync(file) == 0, entry.path().string(), ": ", std::strerror(errno));
+    ::close(file);
+  }
+  sync_folder(beside);
+  fs::rename(beside, place);
+  sync_folder(options_.out);
+  auto all = checkpoints(options_.out);
+  for (; options_.keep > 0 && int64_t(all.size()) > options_.keep; all.erase(all.begin())) {
+    const fs::path old = checkpoint(all.front()), gone = old.string() + ".tmp";
+    fs::rename(old, gone);  // what has a checkpoint's name is whole
+    fs::remove_all(gone);
+  }
+}
+
+void Trainer::log(const json& line) {
+  if (ranks_.rank() > 0) return;
+  const std::string text = line.dump() + "\n";
+  TORCH_CHECK(std::fwrite(text.data(), 1, text.size(), log_) == text.size() && std::fflush(log_) == 0, options_.out,
+              "/log.jsonl: ", std::strerror(errno));
+}
+
+void Trainer::run() {
+  const std::string path = (fs::path(options_.out) / "log.jsonl").string();
+  if (ranks_.rank() == 0) {
+    log_ = std::fopen(path.c_str(), done_ > 0 ? "a" : "w");
+    TORCH_CHECK(log_, path, ": ", std::strerror(errno));
+    std::vector<fs::path> halves;  // of a process that was killed
+    for (const auto& entry : fs::directory_iterator(options_.out))
+      if (const auto name = entry.path().filename().string(); name.starts_with(kCheckpoint) && name.ends_with(".tmp"))
+        halves.push_back(entry.path());
+    for (const fs::path& half : halves) fs::remove_all(half);
+  }
+  const auto due = [&](int64_t every, int64_t step) {
+    return step == options_.steps || (every > 0 && step % every == 0);
+  };
+  if (done_ >= options_.steps) std::fprintf(stderr, "%s is finished\n", checkpoint(done_).c_str());
+  for (int64_t i = done_; i < options_.steps; ++i) {
+    step(i);
+    if (eval_ && due(options_.eval_steps, i + 1)) {
+      const double loss = evaluate();
+      log({{"step", i + 1}, {"eval_loss", loss}});
+      if (ranks_.rank() == 0)
+        std::fprintf(stderr, "%sevaluation after step %lld: loss %.4f\n", ::isatty(2) ? "\n" : "",
+                     static_cast<long long>(i + 1), loss);
+    }
+    if (due(options_.save_steps, i + 1)) save(i + 1);
+  }
+  if (log_) std::fclose(log_);
+  ranks_.wait();  // the first one's store serves all
+}
+
+}  // namespace liger::train

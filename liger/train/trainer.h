@@ -1,0 +1,40 @@
+#pragma once
+#include <chrono>
+#include <cstdio>
+#include <optional>
+#include <string>
+#include "liger/models/llama.h"
+#include "liger/train/data.h"
+#include "liger/train/optimizer.h"
+#include "liger/train/ranks.h"
+
+namespace liger::train {
+
+/// One run: steps, evaluations, checkpoints and the log. The same options and data give the same bits, whether or not
+/// the run was cut off on the way.
+class Trainer {
+ public:
+  explicit Trainer(Options options);
+  void run();
+
+ private:
+  at::Tensor loss_of(const Batch& batch, double counted);
+  void resume(int64_t step);
+  void step(int64_t step);
+  double evaluate();
+  void save(int64_t step);
+  void log(const nlohmann::json& line);
+  std::string checkpoint(int64_t step) const;
+
+  Options options_;
+  Ranks ranks_;
+  at::Device device_;
+  nn::LlamaForCausalLM model_{nullptr}, reference_{nullptr};
+  std::optional<Data> data_, eval_;
+  std::optional<Optimizer> optimizer_;
+  int64_t done_ = 0;
+  std::FILE* log_ = nullptr;
+  std::chrono::steady_clock::time_point start_;
+};
+
+}  // namespace liger::train

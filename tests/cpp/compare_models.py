@@ -1,0 +1,134 @@
+"""C++ models against transformers, both ways: compare_models.py <run_model>. Logits, losses, gradients and greedy
+tokens agree, and a checkpoint that C++ wrote is the same model to transformers."""
+
+import copy
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+COMMON = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-3,
+    "initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+}
+MODELS = {
+    "llama": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama tied, head_dim": ("Llama", {"tie_word_embeddings": True, "head_dim": 16, "num_key_value_heads": 4}),
+    "llama3 rope": ("Llama", {"rope_parameters": LLAMA3}),
+    "yarn": ("Llama", {"rope_parameters": YARN}),
+    "yarn with mscale": ("Llama", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}}),
+    "linear rope": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}}),
+    "mistral": ("Mistral", {"sliding_window": 5}),
+    "mistral without a window": ("Mistral", {"sliding_window": None}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "bfloat16": ("Llama", {"dtype": torch.bfloat16}),
+}
+
+
+def compare(name, run_model, folder):
+    family, fields = MODELS[name]
+    fields = dict(fields)
+    dtype = fields.pop("dtype", torch.float32)
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**COMMON | fields)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norms and biases, which start at constants
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    model = model.to(dtype).eval()
+    model.save_pretrained(folder / "theirs")
+    ids = torch.randint(3, COMMON["vocab_size"], (2, 20))
+    mask = torch.ones_like(ids)
+    mask[0, :6] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    labels = torch.where(torch.rand(ids.shape) < 0.3, -100, ids)
+    save_file({"ids": ids, "mask": mask, "positions": positions, "labels": labels}, folder / "inputs.safetensors")
+    subprocess.run(
+        [run_model, folder / "theirs", folder / "inputs.safetensors", folder / "ours", folder / "results.safetensors"],
+        check=True,
+    )
+    found = load_file(folder / "results.safetensors")
+
+    # The size of an element's rounding is that of the largest ones, of which it is a sum.
+    def close(what, got, want, bound=2.0**-16, exact=None):
+        """Within the bound; in bfloat16 as near to `exact`, of these weights in float64, as transformers, and half."""
+        size = want.double().abs().max().item()
+        if exact is not None:
+            error, bound = (got.double() - exact).norm().item(), 1.5 * (want.double() - exact).norm().item() / size
+        else:
+            error = (got.double() - want.double()).abs().max().item()
+        assert size > 0 and error <= bound * size, f"{name}: {what} differs by {error:.3g} of {size:.3g}"
+
+    if dtype != torch.float32:
+        exact = copy.deepcopy(model).double()
+        with torch.no_grad():
+            close("logits", found["logits"], model(ids).logits, exact=exact(ids).logits)
+            expected = exact(ids, labels=labels).loss
+            close("loss", found["loss"], model(ids, labels=labels).loss, exact=expected)
+        return reloaded(name, model, ids, folder / "ours")
+
+    with torch.no_grad():
+        close("logits", found["logits"], model(ids).logits)
+        padded = model(ids, attention_mask=mask, position_ids=positions).logits
+        close("padded logits", found["padded"][mask.bool()], padded[mask.bool()])
+    loss = model(ids, labels=labels).loss
+    loss.backward()
+    close("loss", found["loss"], loss.detach())
+    for key, parameter in model.named_parameters():
+        close(
+            f"gradient of {key}", found[f"gradient.{key}"], parameter.grad, 2.0**-14
+        )  # those of queries and keys cancel
+    with torch.no_grad():
+        generated = model.generate(ids, max_new_tokens=12, do_sample=False)
+    tokens = found["generated"]
+    ended = (tokens[:, ids.shape[1] :] == 2).cumsum(1) > 1  # what comes after the end is padding: zeros of theirs
+    theirs = torch.nn.functional.pad(generated, (0, tokens.shape[1] - generated.shape[1]))
+    assert torch.equal(tokens[:, ids.shape[1] :].masked_fill(ended, 0), theirs[:, ids.shape[1] :]), (
+        f"{name}: {tokens}, {theirs}"
+    )
+    reloaded(name, model, ids, folder / "ours")
+
+
+def reloaded(name, model, ids, folder):
+    again = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    assert type(again) is type(model) and again.dtype == model.dtype
+    for key, value in model.state_dict().items():
+        assert torch.equal(again.state_dict()[key], value), f"{name}: C++ wrote another {key}"
+    # Not the same bits: a product of bfloat16 may be summed in another order where memory is aligned otherwise.
+    with torch.no_grad():
+        theirs, ours = model(ids).logits, again(ids).logits
+    limit = 4 * torch.finfo(model.dtype).eps * theirs.abs().max()
+    assert (ours - theirs).abs().max() <= limit, f"{name}: the checkpoint that C++ wrote is another model"
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    for name in MODELS:
+        with tempfile.TemporaryDirectory() as folder:
+            compare(name, sys.argv[1], pathlib.Path(folder))
+        print(name, "agrees", flush=True)

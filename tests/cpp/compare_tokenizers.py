@@ -1,0 +1,149 @@
+"""The C++ tokenizer against Python's `tokenizers`: compare_tokenizers.py <run_tokenizer>.
+
+Tokenizers with the pre-tokenizers, normalizers and templates of Llama 3, Qwen 2 and GPT-2 are trained on documents of
+twelve scripts, some with special and added tokens in them. All ids and all decoded texts of 1,000 documents are equal,
+and another kind of tokenizer is refused.
+"""
+
+import json
+import pathlib
+import pydoc_data.topics
+import random
+import subprocess
+import sys
+import tempfile
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+QWEN2 = LLAMA3.replace("{1,3}", "")
+SCRIPTS = {
+    "Latin": (0x61, 0x7A), "accents": (0xC0, 0x17F), "Greek": (0x370, 0x3FF), "Cyrillic": (0x410, 0x45F),
+    "Hebrew": (0x5D0, 0x5EA), "Arabic": (0x620, 0x64A), "Devanagari": (0x900, 0x97F), "Thai": (0xE01, 0xE4E),
+    "Kana": (0x3041, 0x30FF), "Han": (0x4E00, 0x4FFF), "Hangul": (0xAC00, 0xAE00), "emoji": (0x1F600, 0x1F64F),
+}  # fmt: skip
+# Contractions in both cases and the long s, spaces that Unicode knows or once knew, marks that compose, joined emoji.
+PARTS = [
+    "'s", "'LL", "'ſ", "don't", "12345", "½", "Ⅷ", "٣٤", "\r\n", "\n\n", "\t", "   ", "\u00a0", "\u3000", "\u2028",
+    "\u180e", "\u0085", "\u200b", "\x0b", "\x00", "e\u0301", "A\u030a\u0323", "\u1100\u1161\u11a8", "\u212b", "ﬁ",
+    "👩‍👩‍👧", "🇩🇪", "…", "«", "==", "_x_", "中文。",
+]  # fmt: skip
+SPECIAL = ["<|begin|>", "<|end|>", "<|end|>er"]
+ADDED = [
+    AddedToken("<left>", lstrip=True, normalized=False),
+    AddedToken("<right>", rstrip=True, normalized=False),
+    AddedToken("whole", single_word=True, normalized=False),
+    AddedToken("\u00e9te\u0301", normalized=True),
+    AddedToken("new  word", normalized=True),
+]
+
+
+def documents(count, generator):
+    topics = sorted(pydoc_data.topics.topics.values())
+    marks = [*SPECIAL, *(token.content for token in ADDED), "wholesome", "\u00e9t\u00e9"]
+    made = ["", " ", "a"]
+    while len(made) < count:
+        if len(made) % 5 == 0:
+            topic = generator.choice(topics)
+            begin = generator.randrange(len(topic))
+            made.append(topic[begin : begin + generator.randrange(1, 2000)])
+            continue
+        script = SCRIPTS[generator.choice(list(SCRIPTS))]
+        words = []
+        for _ in range(generator.randrange(1, 80)):
+            kind = generator.random()
+            if kind < 0.6:
+                words.append("".join(chr(generator.randint(*script)) for _ in range(generator.randrange(1, 9))))
+            else:
+                words.append(generator.choice(PARTS if kind < 0.9 else marks))
+            words.append(generator.choice(["", " ", " ", "  ", ", ", ".\n"]))
+        made.append("".join(words))
+    return made
+
+
+def trained(texts, pre_tokenizer, normalizer=None, template=False, ignore_merges=False):
+    tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoders.ByteLevel()
+    if normalizer:
+        tokenizer.normalizer = normalizer
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=3000, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_tokens(ADDED)
+    if template:
+        begin = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
+        tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), begin])
+    return tokenizer
+
+
+def split(pattern):
+    words = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def tokenizers(texts):
+    bytes_only = pre_tokenizers.ByteLevel
+    yield "llama 3", trained(texts, split(LLAMA3), template=True, ignore_merges=True)
+    yield "qwen 2", trained(texts, split(QWEN2), normalizers.NFC())
+    yield "gpt-2", trained(texts, bytes_only(add_prefix_space=False))
+    yield "gpt-2 with a space", trained(texts, bytes_only(add_prefix_space=True))
+    digits = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), bytes_only(False)])
+    yield "digits", trained(texts, digits, normalizers.NFKC())
+
+
+def refused(run, folder, good):
+    """What each change of a good tokenizer.json is told."""
+    changes = {
+        "model is no BPE": lambda t: t["model"].update(type="Unigram"),
+        "byte_fallback": lambda t: t["model"].update(byte_fallback=True),
+        "normalizer": lambda t: t.update(normalizer={"type": "Lowercase"}),
+        "pre_tokenizer is not byte-level": lambda t: t.update(pre_tokenizer=None),
+        "pre_tokenizer Metaspace": lambda t: t.update(pre_tokenizer={"type": "Metaspace"}),
+        "the pattern (": lambda t: t.update(
+            pre_tokenizer={"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated"}
+        ),
+        "post_processor BertProcessing": lambda t: t.update(post_processor={"type": "BertProcessing"}),
+        "is not in the vocabulary": lambda t: t["model"]["merges"].append(["never", "seen"]),
+        "no token for byte 97": lambda t: t["model"]["vocab"].pop("a"),
+        "decoder": lambda t: t.update(decoder={"type": "WordPiece"}),
+    }
+    for words, change in changes.items():
+        changed = json.loads(good)
+        change(changed)
+        (folder / "changed.json").write_text(json.dumps(changed))
+        done = subprocess.run([run, folder / "changed.json", "/dev/null"], capture_output=True, text=True, check=False)
+        assert done.returncode == 1 and words in done.stderr and "changed.json" in done.stderr, (words, done)
+
+
+def compare(run, folder):
+    texts = documents(1000, random.Random(0))
+    (folder / "documents.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    for name, theirs in tokenizers(texts[500:]):
+        theirs.save(str(folder / "tokenizer.json"))
+        command = [run, folder / "tokenizer.json", folder / "documents.jsonl"]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[:-1]
+        assert len(lines) == len(texts)
+        for text, line in zip(texts, lines):
+            ids = theirs.encode(text).ids
+            wanted = {
+                "ids": ids,
+                "bare": theirs.encode(text, add_special_tokens=False).ids,
+                "text": theirs.decode(ids),
+                "all": theirs.decode(ids, skip_special_tokens=False),
+            }
+            found = json.loads(line)
+            for what, value in wanted.items():
+                place = next((i for i, pair in enumerate(zip(found[what], value)) if pair[0] != pair[1]), None)
+                assert found[what] == value, f"{name}: {what} differ at {place} of {text!r}: {found[what]}, {value}"
+        print(f"{name}: {len(texts)} documents, {theirs.get_vocab_size()} tokens, agree", flush=True)
+    refused(run, folder, (folder / "tokenizer.json").read_text())
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        compare(sys.argv[1], pathlib.Path(folder))

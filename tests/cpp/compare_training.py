@@ -1,0 +1,330 @@
+"""liger-train against plain torch, and against itself cut off: compare_training.py <liger-train> [gloo].
+
+The losses, gradient norms and weights of its steps are those of a loop of transformers' model, torch's AdamW and
+transformers' schedule; a run that is killed again and again and resumed gives the bits of one that was not.
+"""
+
+import functools
+import itertools
+import json
+import operator
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+VOCABULARY, LENGTH = 400, 32
+END = "<|end|>"
+TEXTS = [f"Document {i} counts: " + ", ".join(str(i * j) for j in range(i + 3)) + ".\n" for i in range(30)]
+PAIRS = [{"prompt": f"{i} + {i} =", "chosen": f" {2 * i}, so it is.", "rejected": f" {i}."} for i in range(12)]
+
+
+def checkpoint(folder):
+    """A tiny model with a tokenizer; returns both."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2, eos_token_id=0,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
+    return model, tokenizer
+
+
+class Runs:
+    def __init__(self, binary, folder):
+        self.binary, self.folder, self.count = binary, folder, 0
+
+    def command(self, out, *options):
+        return [self.binary, str(self.folder), "--out", str(out), "--threads", "1", *map(str, options)]
+
+    def __call__(self, *options):
+        """The folder of a run's results and its log."""
+        self.count += 1
+        out = self.folder / f"out{self.count}"
+        done = subprocess.run(self.command(out, *options), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return out, log(out)
+
+    def refused(self, words, *options):
+        done = subprocess.run(
+            self.command(self.folder / "refused", *options), capture_output=True, text=True, check=False
+        )
+        assert done.returncode != 0 and words in done.stderr + done.stdout, (words, done)
+
+
+def log(out):
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+def close(what, got, want, bound):
+    assert abs(got - want) <= bound * abs(want), f"{what}: {got}, plain {want}"
+
+
+def nll(model, ids, labels):
+    """The sum over the labels that count."""
+    logits = model(ids).logits[:, :-1].flatten(0, 1)
+    return F.cross_entropy(logits.float(), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
+
+
+def plain_steps(model, losses_of_step, steps, lr, warmup, decay):
+    """Yields the loss and the norm of each step; losses_of_step(step) yields the parts of its loss."""
+    matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == m] for m in (True, False))
+    groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr)
+    schedule = transformers.get_cosine_schedule_with_warmup(optimizer, warmup, steps)
+    for step in range(steps):
+        total = 0.0
+        for loss in losses_of_step(step):
+            loss.backward()
+            total += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        yield total, norm.item()
+
+
+def test_steps(runs, model, dtype):
+    """Rows given as tensors, in an epoch's order, with warm-up, decay, accumulation and labels that do not count."""
+    torch.manual_seed(1)
+    rows, batch, passes, steps = 10, 2, 2, 6
+    ids = torch.randint(1, VOCABULARY, (rows, LENGTH))
+    labels = torch.where(torch.rand(ids.shape) < 0.3, -100, ids)
+    save_file({"input_ids": ids, "labels": labels}, runs.folder / "rows.safetensors")
+    settings = {"steps": steps, "lr": 1e-2, "warmup": 2, "decay": 0.1}
+    out, lines = runs(
+        "--data", runs.folder / "rows.safetensors", "--batch", batch, "--accumulate", passes, "--steps", steps,
+        "--lr", settings["lr"], "--warmup", settings["warmup"], "--weight-decay", settings["decay"], "--seed", 3,
+        "--dtype", dtype, "--eval", runs.folder / "rows.safetensors", "--gradient-checkpointing",
+    )  # fmt: skip
+    order = torch.cat([torch.randperm(rows, generator=torch.Generator().manual_seed(3 + e)) for e in range(3)])
+
+    def losses(step):
+        picked = order[step * batch * passes :][: batch * passes].split(batch)
+        counted = sum(labels[rows, 1:].ne(-100).sum() for rows in picked)
+        for part in picked:
+            yield nll(model, ids[part], labels[part]) / counted
+
+    # Rounding, which steps make larger: AdamW's first steps are signs of gradients. bfloat16's is that of its weights.
+    bound = 1e-4 if dtype == "float32" else 2**-6
+    for line, (loss, norm) in zip(lines, plain_steps(model, losses, **settings), strict=False):
+        close(f"loss of step {line['step']}", line["loss"], loss, bound)
+        close(f"norm of step {line['step']}", line["gradient_norm"], norm, 10 * bound)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 6]
+    trained = transformers.AutoModelForCausalLM.from_pretrained(out / f"checkpoint-{steps}", dtype="auto")
+    assert trained.dtype == getattr(torch, dtype)
+    with torch.no_grad():
+        expected = nll(trained, ids, labels) / labels[:, 1:].ne(-100).sum()
+    close("evaluation", lines[-1]["eval_loss"], expected.item(), bound)
+    for key, value in model.state_dict().items():
+        difference = (trained.state_dict()[key].float() - value).abs().mean()
+        assert difference <= 0.1 * settings["lr"] * (1 + 10 * (dtype != "float32")), f"{key} differs by {difference}"
+
+
+def test_packing(runs, model, tokenizer):
+    path = runs.folder / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    documents = [tokenizer.encode(text).ids + [0] for text in TEXTS]
+    common = ("--data", path, "--length", LENGTH, "--steps", 1, "--no-shuffle", "--lr", 0)
+    everything = torch.tensor(functools.reduce(operator.iadd, documents, []))
+    rows = everything[: everything.numel() // LENGTH * LENGTH].view(-1, LENGTH)
+    with torch.no_grad():
+        (line,) = runs(*common, "--batch", len(rows), "--packing", "join")[1]
+        close("joined", line["loss"], (nll(model, rows, rows) / rows[:, 1:].numel()).item(), 1e-5)
+
+        begins = torch.tensor(
+            functools.reduce(operator.iadd, ([1] + [0] * (len(document) - 1) for document in documents), [])
+        )
+        pieces = []
+        for row, begin in zip(rows, begins[: rows.numel()].view_as(rows)):
+            places = [0, *(i for i in begin.nonzero().flatten().tolist() if i), LENGTH]
+            pieces += [row[a:b] for a, b in itertools.pairwise(places)]
+        total = sum(nll(model, piece[None], piece[None]) for piece in pieces if len(piece) > 1)
+        counted = sum(len(piece) - 1 for piece in pieces)
+        (line,) = runs(*common, "--batch", len(rows), "--packing", "apart")[1]
+        close("apart", line["loss"], (total / counted).item(), 1e-5)
+
+        cut = [torch.tensor(document[:LENGTH])[None] for document in documents]
+        total, counted = sum(nll(model, d, d) for d in cut), sum(d.numel() - 1 for d in cut)
+        (line,) = runs(*common, "--batch", len(cut), "--packing", "none")[1]
+        close("a row each", line["loss"], (total / counted).item(), 1e-5)
+
+        answers = runs.folder / "answers.jsonl"
+        rows = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in PAIRS]
+        answers.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        total, counted = 0, 0
+        for row in rows:
+            ids, labels = answer(tokenizer, row["prompt"], row["completion"])
+            total, counted = total + nll(model, ids, labels), counted + labels.ne(-100).sum()
+        options = ("--data", answers, "--batch", len(rows), "--packing", "none", "--steps", 1, "--lr", 0)
+        close("answers", runs(*options)[1][0]["loss"], (total / counted).item(), 1e-5)
+
+
+def answer(tokenizer, prompt, completion):
+    prompt, completion = tokenizer.encode(prompt).ids, [*tokenizer.encode(completion).ids, 0]
+    return torch.tensor([prompt + completion]), torch.tensor([[-100] * len(prompt) + completion])
+
+
+def test_dpo(runs, model, tokenizer):
+    path = runs.folder / "pairs.jsonl"
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS))
+    steps, batch, passes, lr, beta = 4, 2, 2, 1e-2, 0.3
+    _, lines = runs(
+        "--data", path, "--loss", "dpo", "--dpo-beta", beta, "--steps", steps, "--batch", batch, "--lr", lr,
+        "--accumulate", passes, "--no-shuffle", "--length", 64,
+    )  # fmt: skip
+    reference = transformers.AutoModelForCausalLM.from_pretrained(runs.folder)
+
+    def losses(step):
+        for i in range(step * batch * passes, (step + 1) * batch * passes):
+            pair = PAIRS[i % len(PAIRS)]
+            difference = 0
+            for sign, which in ((1, "chosen"), (-1, "rejected")):
+                ids, labels = answer(tokenizer, pair["prompt"], pair[which])
+                with torch.no_grad():
+                    of_reference = nll(reference, ids, labels)
+                difference = difference + sign * (of_reference - nll(model, ids, labels))
+            yield -F.logsigmoid(beta * difference) / (batch * passes)
+
+    for line, (loss, norm) in zip(lines, plain_steps(model, losses, steps, lr, 0, 0.0), strict=True):
+        close(f"DPO loss of step {line['step']}", line["loss"], loss, 1e-3)
+        close(f"DPO norm of step {line['step']}", line["gradient_norm"], norm, 1e-2)
+
+
+def test_resume(runs, dtype):
+    """Killed after some steps, in one run, with checkpoints between them and before the first one."""
+    options = (
+        "--data", runs.folder / "texts.jsonl", "--length", LENGTH, "--steps", 9, "--save-steps", 2, "--batch", 2,
+        "--lr", 1e-2, "--dtype", dtype, "--keep", 2, "--weight-decay", 0.1,
+    )  # fmt: skip
+    out, whole = runs(*options)
+    cut = runs.folder / f"cut-{dtype}"
+    (cut / "checkpoint-4.tmp").mkdir(parents=True)  # as if one had been killed while it wrote
+    (cut / "checkpoint-4.tmp/config.json").touch()
+    for last in (1, 2, 3, 6, 8):
+        process = subprocess.Popen(
+            runs.command(cut, "--resume", *options), stderr=subprocess.PIPE, text=True, bufsize=1
+        )
+        for line in process.stderr:
+            if line.startswith(f"step {last}/"):
+                break
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stderr.close()
+    subprocess.run(runs.command(cut, "--resume", *options), check=True, capture_output=True)
+    decisive = ("step", "loss", "gradient_norm", "lr", "tokens")
+    found, expected = ([[line[name] for name in decisive] for line in lines] for lines in (log(cut), whole))
+    assert found == expected, f"{dtype}: a run that was killed has the steps\n{found}\nand not\n{expected}"
+    names = sorted(path.name for path in out.iterdir())
+    assert names == sorted(path.name for path in cut.iterdir()), (names, sorted(cut.iterdir()))
+    assert [name for name in names if name.startswith("checkpoint")] == ["checkpoint-8", "checkpoint-9"]
+    for name in ("model.safetensors", "optimizer.safetensors", "config.json", "tokenizer.json"):
+        ours, theirs = ((folder / "checkpoint-9" / name).read_bytes() for folder in (cut, out))
+        assert ours == theirs, f"{dtype}: {name} differs after {len(whole)} steps, some of them resumed"
+    changed = subprocess.run(
+        runs.command(cut, "--resume", *options, "--clip", 2), capture_output=True, text=True, check=False
+    )
+    assert changed.returncode == 1 and "was made with clip 1.0, not 2.0" in changed.stderr, changed
+    again = subprocess.run(runs.command(cut, *options), capture_output=True, text=True, check=False)
+    assert again.returncode == 1 and "--resume" in again.stderr, again
+
+
+def test_ranks(runs, count):
+    """Several processes take the steps of one with as many rows, and go on with their own bits."""
+    rows = ("--data", runs.folder / "texts.jsonl", "--length", LENGTH, "--lr", 1e-2, "--save-steps", 2)
+    _, alone = runs(*rows, "--batch", 2 * count, "--steps", 4, "--eval", runs.folder / "texts.jsonl")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count), "--no-python"]
+    torchrun += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+
+    def run(name, *options):
+        out = runs.folder / name
+        command = torchrun + runs.command(out, *rows, "--batch", 2, *options)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return out, log(out)
+
+    for name, options in (("replicated", ()), ("sharded", ("--shard-optimizer",))):
+        options = (*options, "--steps", 4, "--eval", runs.folder / "texts.jsonl")
+        out, lines = run(name, *options)
+        assert len(lines) == len(alone) == 5
+        for line, expected in zip(lines, alone, strict=True):
+            for what in ("loss", "gradient_norm", "eval_loss"):
+                if what in expected:
+                    close(f"{name}: {what} of step {line['step']}", line[what], expected[what], 1e-4)
+            assert line.get("tokens") == expected.get("tokens")
+        states = sorted(path.name for path in (out / "checkpoint-4").glob("optimizer*"))
+        shares = [f"optimizer-{rank}.safetensors" for rank in range(count)]
+        assert states == (shares if name == "sharded" else ["optimizer.safetensors"])
+        shutil.rmtree(out / "checkpoint-4")
+        again = run(name, *options, "--resume")[1]
+        assert [line["loss"] for line in again[:4]] == [line["loss"] for line in lines[:4]]
+
+
+def test_refusals(runs):
+    texts, lines = runs.folder / "texts.jsonl", runs.folder / "lines.jsonl"
+
+    runs.refused("--loss", "--data", texts, "--loss", "none")
+    runs.refused("nowhere", "--data", runs.folder / "nowhere")
+    runs.refused("no row of 100000 tokens", "--data", texts, "--length", 100000)
+    for line, words in (
+        ('{"text": "fine"}\n\n{"text": 1}', "line 3"),
+        ("{", "line 1"),
+        ('{"other": "text"}', 'expected "text"'),
+        ('{"input_ids": [1, 400]}', "there is no token 400"),
+        ('{"input_ids": [1, 2], "labels": [1]}', "labels must be as many"),
+    ):
+        lines.write_text(line)
+        runs.refused(words, "--data", lines, "--length", 2)
+    lines.write_text('{"text": "no pair"}')
+    runs.refused("prompt", "--data", lines, "--loss", "dpo")
+    help_text = subprocess.run([runs.binary, "--help"], capture_output=True, text=True, check=True).stdout
+    assert "--resume" in help_text and "--gradient-checkpointing" in help_text
+    (runs.folder / "chat_template.jinja").write_text("{{ messages }}")
+    lines.write_text('{"messages": [{"role": "user", "content": "hello"}]}')
+    runs.refused("chat template", "--data", lines)
+
+
+def main(binary, gloo):
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        _, tokenizer = checkpoint(folder)
+        runs = Runs(binary, folder)
+
+        def fresh():
+            return transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+        for dtype in ("float32", "bfloat16"):
+            test_steps(runs, fresh(), dtype)
+        test_packing(runs, fresh(), tokenizer)
+        test_dpo(runs, fresh(), tokenizer)
+        for dtype in ("float32", "bfloat16"):
+            test_resume(runs, dtype)
+        if gloo:
+            test_ranks(runs, 2)
+        test_refusals(runs)
+    print("liger-train agrees with plain torch, and with itself when it is killed")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], "gloo" in sys.argv[2:])

@@ -1,0 +1,26 @@
+// What compare_models.py compares with transformers: run_model <checkpoint> <inputs.safetensors> <new checkpoint>
+// <results.safetensors>
+#include <torch/torch.h>
+#include "liger/models/llama.h"
+
+int main(int argc, char** argv) {
+  if (argc != 5) return 2;
+  const auto model = liger::nn::LlamaForCausalLMImpl::from_pretrained(argv[1]);
+  const liger::SafetensorsFile inputs(argv[2]);
+  const auto ids = inputs.tensor("ids"), mask = inputs.tensor("mask");
+  liger::NamedTensors results;
+  {
+    const torch::NoGradGuard no_gradients;
+    results.emplace_back("logits", model->forward(ids).logits);
+    results.emplace_back(
+        "padded", model->forward(ids, {.position_ids = inputs.tensor("positions"), .attention_mask = mask}).logits);
+  }
+  const auto loss = model->forward(ids, {.labels = inputs.tensor("labels")}).loss;
+  loss.backward();
+  results.emplace_back("loss", loss.detach());
+  for (const auto& item : model->named_parameters())
+    results.emplace_back("gradient." + item.key(), item.value().grad());
+  results.emplace_back("generated", model->generate(ids, liger::nn::GenerateOptions().max_new_tokens(12)));
+  liger::save_safetensors(argv[4], results);
+  model->save_pretrained(argv[3], 20000);
+}

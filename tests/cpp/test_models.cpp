@@ -1,0 +1,366 @@
+// Checkpoints, configs and models in C++; tests/test_models.py compares them with transformers.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include "liger/models/llama.h"
+
+namespace fs = std::filesystem;
+using torch::Tensor;
+
+namespace {
+
+struct Folder {
+  Folder() {
+    std::string name = (fs::temp_directory_path() / "liger-XXXXXX").string();
+    path = ::mkdtemp(name.data());
+  }
+  ~Folder() { fs::remove_all(path); }
+  std::string operator/(const std::string& name) const { return (path / name).string(); }
+  fs::path path;
+};
+
+std::string content(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+void write(const std::string& path, const std::string& bytes) { std::ofstream(path, std::ios::binary) << bytes; }
+
+std::string with_length(const std::string& header, const std::string& data = "") {
+  std::string bytes(8, '\0');
+  for (int i = 0; i < 8; ++i) bytes[i] = char(uint64_t(header.size()) >> (8 * i));
+  return bytes + header + data;
+}
+
+std::string error_of(const std::function<void()>& f) {
+  try {
+    f();
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  }
+  return "none";
+}
+
+TEST(Safetensors, WhatIsWrittenIsRead) {
+  const Folder folder;
+  const liger::NamedTensors tensors{{"a", torch::randn({3, 5})},
+                                    {"half", torch::randn({7}).to(torch::kBFloat16)},
+                                    {"odd", torch::arange(3, torch::kChar)},
+                                    {"turned", torch::randn({4, 6}).t()},
+                                    {"none", torch::empty({0, 2})},
+                                    {"number", torch::tensor(3.5, torch::kDouble)}};
+  liger::save_safetensors(folder / "t.safetensors", tensors, {{"by", "a test"}});
+  {
+    const liger::SafetensorsFile file(folder / "t.safetensors");
+    EXPECT_EQ(file.names().size(), tensors.size());
+    EXPECT_EQ(file.metadata().at("by"), "a test");
+    for (const auto& [name, tensor] : tensors) {
+      EXPECT_TRUE(file.tensor(name).equal(tensor)) << name;
+      EXPECT_EQ(file.tensor(name).scalar_type(), tensor.scalar_type());
+    }
+    EXPECT_EQ(file.tensor("a").data_ptr(), file.tensor("a").data_ptr());  // views
+    file.tensor("a").zero_();                                             // of memory, not of the file
+    EXPECT_NE(error_of([&] { file.tensor("b"); }).find("there is no b"), std::string::npos);
+  }
+  Tensor kept;
+  {
+    const liger::SafetensorsFile again(folder / "t.safetensors");
+    kept = again.tensor("a");
+  }
+  EXPECT_TRUE(kept.equal(tensors[0].second));  // outlives the file
+  EXPECT_EQ(std::distance(fs::directory_iterator(folder.path), fs::directory_iterator()), 1);
+  EXPECT_NE(error_of([&] { liger::save_safetensors(folder / "no/such", tensors); }), "none");
+  EXPECT_NE(error_of([&] { liger::save_safetensors(folder / "x", {tensors[0], tensors[0]}); }), "none");
+}
+
+TEST(Safetensors, BrokenFilesAreErrors) {
+  const Folder folder;
+  const std::string path = folder / "t.safetensors";
+  liger::save_safetensors(path, {{"a", torch::randn({4, 4})}});
+  const std::string good = content(path);
+  const auto says = [&](const std::string& bytes) {
+    write(path, bytes);
+    return error_of([&] { liger::SafetensorsFile file(path); });
+  };
+  EXPECT_EQ(says(good), "none");
+  const auto entry = [](const std::string& dtype, const std::string& shape, const std::string& offsets) {
+    return R"({"a":{"dtype":")" + dtype + R"(","shape":)" + shape + R"(,"data_offsets":)" + offsets + "}}";
+  };
+  const std::string four(4, 'x');
+  const std::pair<std::string, std::string> cases[] = {
+      {"", "0 bytes"},
+      {"1234", "4 bytes"},
+      {good.substr(0, good.size() - 1), "truncated"},
+      {good.substr(0, 20), "truncated"},
+      {good + "x", "leave bytes out"},
+      {std::string(8, '\xff') + "{}", "header of"},
+      {with_length("not json"), "no JSON object"},
+      {with_length("[]"), "no JSON object"},
+      {with_length(entry("F32", "[1]", "[0,8]"), four + four), "has 8 bytes"},
+      {with_length(entry("F32", "[1]", "[0,4]")), "truncated"},
+      {with_length(entry("F99", "[1]", "[0,4]"), four), "unknown dtype, F99"},
+      {with_length(entry("F32", "[-1]", "[0,4]"), four), "shape"},
+      {with_length(entry("F32", "[4611686018427387904,16]", "[0,4]"), four), "shape"},
+      {with_length(entry("F32", "\"one\"", "[0,4]"), four), "a: "},
+      {with_length(R"({"a":{"dtype":"F32","shape":[1]}})", four), "data_offsets"},
+      {with_length(entry("F32", "[1]", "[4,0]"), four), "bytes"},
+  };
+  for (const auto& [bytes, expected] : cases) {
+    const std::string error = says(bytes);
+    EXPECT_NE(error.find(expected), std::string::npos) << expected << ": " << error;
+    EXPECT_NE(error.find(path), std::string::npos) << error;
+  }
+  EXPECT_NE(error_of([&] { liger::SafetensorsFile file(folder / "absent"); }).find("absent"), std::string::npos);
+}
+
+liger::LlamaConfig tiny(const std::string& type = "llama") {
+  liger::LlamaConfig c;
+  c.model_type = type, c.vocab_size = 40, c.hidden_size = 32, c.intermediate_size = 48, c.num_hidden_layers = 2,
+  c.num_attention_heads = 4, c.num_key_value_heads = 2;
+  c.head_dim = 8, c.qk_norm = type == "qwen3", c.qkv_bias = type == "qwen2", c.eos_token_ids = {3},
+  c.initializer_range = 0.2, c.max_position_embeddings = 64;
+  return c;
+}
+
+TEST(Checkpoint, ShardsAndErrors) {
+  const Folder folder;
+  torch::manual_seed(0);
+  liger::nn::LlamaForCausalLM model(tiny("qwen2"));
+  model->save_pretrained(folder.path.string(), 3000);
+  EXPECT_TRUE(fs::exists(folder / "model.safetensors.index.json"));
+  const auto ids = torch::randint(40, {2, 9});
+  const auto loaded = liger::nn::LlamaForCausalLMImpl::from_pretrained(folder.path.string());
+  EXPECT_TRUE(loaded->forward(ids).logits.equal(model->forward(ids).logits));
+  model->save_pretrained(folder.path.string());  // in one file: the index must not lead to the old ones
+  EXPECT_FALSE(fs::exists(folder / "model.safetensors.index.json"));
+  write(folder / "model.safetensors.index.json", R"({"weight_map":{"a":"../model.safetensors"}})");
+  EXPECT_NE(error_of([&] { liger::Checkpoint checkpoint(folder.path.string()); }).find("a has no file of this folder"),
+            std::string::npos);
+  fs::remove(folder / "model.safetensors.index.json");
+  const auto load = [&] { liger::nn::LlamaForCausalLMImpl::from_pretrained(folder.path.string()); };
+  EXPECT_EQ(error_of(load), "none");
+
+  liger::NamedTensors tensors;
+  for (const auto& item : model->named_parameters()) tensors.emplace_back(item.key(), item.value());
+  const auto changed = [&](const std::function<void(liger::NamedTensors&)>& change) {
+    auto copy = tensors;
+    change(copy);
+    liger::save_checkpoint(folder.path.string(), copy);
+    return error_of(load);
+  };
+  EXPECT_NE(changed([](auto& t) { t.pop_back(); }).find("has no lm_head.weight"), std::string::npos);
+  EXPECT_NE(changed([](auto& t) { t.emplace_back("extra", torch::zeros(1)); }).find("lacks, extra"), std::string::npos);
+  EXPECT_NE(changed([](auto& t) { t[0].second = torch::zeros({2, 2}); }).find("is of shape [2, 2]"), std::string::npos);
+  EXPECT_NE(changed([](auto& t) { t[0].second = t[0].second.to(torch::kLong); }).find("is of Long"), std::string::npos);
+}
+
+TEST(Llama, ConfigsThatAreNone) {
+  const Folder folder;
+  const auto says = [&](const std::string& text) {
+    write(folder / "config.json", text);
+    return error_of([&] { liger::LlamaConfig::load(folder.path.string()); });
+  };
+  const std::string sizes =
+      R"("vocab_size":10,"hidden_size":8,"intermediate_size":8,"num_hidden_layers":1,"num_attention_heads":)";
+  EXPECT_EQ(says(R"({"model_type":"llama",)" + sizes + "2}"), "none");
+  const std::pair<std::string, std::string> cases[] = {
+      {"{", "no JSON object"},
+      {R"({"model_type":"gpt2"})", "model_type gpt2"},
+      {R"({"model_type":"llama"})", "there is no vocab_size"},
+      {R"({"model_type":"llama",)" + sizes + "\"two\"}", "num_attention_heads"},
+      {R"({"model_type":"llama",)" + sizes + R"(2,"hidden_act":"tanh"})", "unknown hidden_act tanh"},
+      {R"({"model_type":"llama",)" + sizes + R"(2,"rope_scaling":{"rope_type":"dynamic"}})",
+       "unknown rope_type dynamic"},
+      {R"({"model_type":"llama",)" + sizes + R"(2,"num_key_value_heads":3})", "sizes"},
+  };
+  for (const auto& [text, expected] : cases)
+    EXPECT_NE(says(text).find(expected), std::string::npos) << expected << ": " << says(text);
+}
+
+/// Of the same weights, but without this library's operators.
+Tensor plain_logits(liger::nn::LlamaForCausalLM& model, const Tensor& ids) {
+  const auto p = model->named_parameters();
+  const auto& c = model->config;
+  const auto norm = [&](const Tensor& x, const std::string& name) {
+    return x * torch::rsqrt(x.square().mean(-1, true) + c.rms_norm_eps) * p[name + ".weight"];
+  };
+  const auto inv = torch::pow(c.rope_theta, -torch::arange(0, c.head_dim, 2, torch::kFloat) / double(c.head_dim));
+  const auto half = torch::outer(torch::arange(ids.size(1), torch::kFloat), inv), angle = torch::cat({half, half}, -1);
+  const auto turn = [&](const Tensor& x) {
+    const auto parts = x.chunk(2, -1);
+    return x * angle.cos() + torch::cat({-parts[1], parts[0]}, -1) * angle.sin();
+  };
+  Tensor x = p["model.embed_tokens.weight"].index_select(0, ids.flatten()).view({ids.size(0), ids.size(1), -1});
+  const auto mask = torch::full({ids.size(1), ids.size(1)}, -INFINITY).triu(1);
+  for (int64_t i = 0; i < c.num_hidden_layers; ++i) {
+    const std::string layer = "model.layers." + std::to_string(i) + ".";
+    const auto linear = [&](const Tensor& t, const std::string& name) {
+      return torch::matmul(t, p[layer + name + ".weight"].t());
+    };
+    const auto heads = [&](const Tensor& t, int64_t n) {
+      return t.view({ids.size(0), ids.size(1), n, c.head_dim}).transpose(1, 2);
+    };
+    const auto y = norm(x, layer + "input_layernorm");
+    const auto q = turn(heads(linear(y, "self_attn.q_proj"), 4)),
+               k = turn(heads(linear(y, "self_attn.k_proj"), 2)).repeat_interleave(2, 1);
+    const auto v = heads(linear(y, "self_attn.v_proj"), 2).repeat_interleave(2, 1);
+    const auto weights = torch::softmax(torch::matmul(q, k.transpose(2, 3)) / std::sqrt(double(c.head_dim)) + mask, -1);
+    x = x +
+        linear(torch::matmul(weights, v).transpose(1, 2).reshape({ids.size(0), ids.size(1), -1}), "self_attn.o_proj");
+    const auto z = norm(x, layer + "post_attention_layernorm");
+    x = x + linear(torch::silu(linear(z, "mlp.gate_proj")) * linear(z, "mlp.up_proj"), "mlp.down_proj");
+  }
+  return torch::matmul(norm(x, "model.norm"), model->head_weight().t());
+}
+
+TEST(Llama, StepsCachesAndCheckpointing) {
+  torch::manual_seed(0);
+  for (const bool tied : {false, true}) {
+    auto config = tiny();
+    config.tie_word_embeddings = tied;
+    liger::nn::LlamaForCausalLM model(config);
+    const auto ids = torch::randint(40, {2, 11});
+    const auto expected = plain_logits(model, ids);
+    EXPECT_TRUE(expected.abs().max().item<double>() > 0.1);
+    EXPECT_TRUE(torch::allclose(model->forward(ids).logits, expected, 1e-4, 1e-5));
+
+    auto labels = ids.clone();
+    labels[0].narrow(0, 0, 4).fill_(-100);
+    const auto loss =
+        torch::nn::functional::cross_entropy(expected.slice(1, 0, -1).flatten(0, 1), labels.slice(1, 1).flatten());
+    loss.backward();
+    std::vector<Tensor> gradients;
+    for (auto& parameter : model->parameters()) gradients.push_back(parameter.grad().clone());
+    const double counted = double(labels.slice(1, 1).ne(-100).sum().item<int64_t>());
+    for (const bool again : {false, true}) {
+      for (const bool sum : {false, true}) {
+        model->zero_grad();
+        model->gradient_checkpointing = again;
+        liger::nn::CausalLMInputs inputs{.labels = labels};
+        if (sum) inputs.num_items = counted;
+        const auto output = model->forward(ids, inputs);
+        EXPECT_FALSE(output.logits.defined());
+        EXPECT_NEAR(output.loss.item<double>(), loss.item<double>(), 1e-5);
+        output.loss.backward();
+        size_t i = 0;
+        for (auto& parameter : model->parameters())
+          EXPECT_TRUE(torch::allclose(parameter.grad(), gradients[i++], 1e-3, 1e-5));
+      }
+    }
+    model->gradient_checkpointing = false;
+
+    liger::nn::KVCache cache;
+    const auto first = model->forward(ids.slice(1, 0, 5), {.cache = &cache}).logits,
+               middle = model->forward(ids.slice(1, 5, 8), {.cache = &cache}).logits;
+    const auto last = model->forward(ids.slice(1, 8, 9), {.cache = &cache}).logits;
+    EXPECT_TRUE(torch::allclose(torch::cat({first, middle, last}, 1), expected.slice(1, 0, 9), 1e-4, 1e-5));
+    EXPECT_EQ(cache.length, 9);
+
+    auto greedy = ids;
+    for (int i = 0; i < 4; ++i) greedy = torch::cat({greedy, plain_logits(model, greedy).slice(1, -1).argmax(-1)}, 1);
+    model->config.eos_token_ids = {};
+    EXPECT_TRUE(model->generate(ids, liger::nn::GenerateOptions().max_new_tokens(4)).equal(greedy));
+    model->config.eos_token_ids = {greedy[0][11].item<int64_t>(), greedy[1][11].item<int64_t>()};
+    EXPECT_EQ(model->generate(ids, liger::nn::GenerateOptions().max_new_tokens(4)).size(1), 12);
+  }
+}
+
+TEST(Llama, PackedDocumentsDoNotSeeEachOther) {
+  torch::manual_seed(0);
+  auto config = tiny("qwen3");
+  liger::nn::LlamaForCausalLM model(config);
+  const auto a = torch::randint(40, {1, 5}), b = torch::randint(40, {1, 7});
+  const auto positions = torch::cat({torch::arange(5), torch::arange(7)}).unsqueeze(0);
+  const auto packed = model->forward(torch::cat({a, b}, 1), {.position_ids = positions}).logits;
+  EXPECT_TRUE(torch::allclose(packed, torch::cat({model->forward(a).logits, model->forward(b).logits}, 1), 1e-4, 1e-5));
+  const auto padded = torch::cat({torch::zeros({1, 3}, torch::kLong), a}, 1);
+  const auto mask = torch::cat({torch::zeros({1, 3}), torch::ones({1, 5})}, 1);
+  const auto left =
+      model
+          ->forward(padded,
+                    {.position_ids = torch::cat({torch::zeros({3}, torch::kLong), torch::arange(5)}).unsqueeze(0),
+                     .attention_mask = mask})
+          .logits;
+  EXPECT_TRUE(torch::allclose(left.slice(1, 3), model->forward(a).logits, 1e-4, 1e-5));
+}
+
+TEST(Llama, SamplesFromTheMostProbableTokens) {
+  torch::manual_seed(0);
+  liger::nn::LlamaForCausalLM model(tiny());
+  model->config.eos_token_ids = {};
+  const auto ids = torch::randint(40, {1, 4}).expand({300, 4}).contiguous();
+  const auto p = torch::softmax(plain_logits(model, ids.slice(0, 0, 1))[0][-1] / 0.7, -1);
+  const auto [sorted, order] = p.sort(-1, true);
+  const auto kept = order.masked_select((sorted.cumsum(-1) - sorted) < 0.6);
+  ASSERT_TRUE(kept.size(0) > 1 && kept.size(0) < 40);
+  const auto drawn = model->generate(ids, liger::nn::GenerateOptions().max_new_tokens(1).temperature(0.7).top_p(0.6))
+                         .slice(1, -1)
+                         .flatten();
+  EXPECT_TRUE(torch::isin(drawn, kept).all().item<bool>());
+  const auto expected = (p.index_select(0, kept) / p.index_select(0, kept).sum() * 300);
+  const auto counts = torch::bincount(drawn, {}, 40).index_select(0, kept).to(torch::kFloat);
+  EXPECT_LT(((counts - expected).square() / expected).sum().item<double>(), 3.0 * double(kept.size(0)) + 10);  // χ²
+  EXPECT_THROW(model->generate(ids, liger::nn::GenerateOptions().top_p(0)), c10::ValueError);
+}
+
+TEST(Llama, ClonesAndSaves) {
+  torch::manual_seed(0);
+  for (const std::string type : {"llama", "qwen3"}) {
+    liger::nn::LlamaForCausalLM model(tiny(type));
+    const auto ids = torch::randint(40, {2, 6});
+    const auto expected = model->forward(ids).logits;
+    const auto copy = std::dynamic_pointer_cast<liger::nn::LlamaForCausalLMImpl>(model->clone());
+    EXPECT_TRUE(copy->forward(ids).logits.equal(expected));
+    std::stringstream stream;
+    torch::save(model, stream);
+    {
+      const torch::NoGradGuard no_gradients;
+      for (auto& parameter : copy->parameters()) parameter.mul_(2);
+    }
+    EXPECT_TRUE(model->forward(ids).logits.equal(expected));  // the copy has weights of its own
+    liger::nn::LlamaForCausalLM loaded(tiny(type));
+    torch::load(loaded, stream);
+    EXPECT_TRUE(loaded->forward(ids).logits.equal(expected));
+    model->to(torch::kBFloat16);
+    EXPECT_EQ(model->forward(ids).logits.scalar_type(), torch::kBFloat16);
+    std::stringstream printed;
+    printed << model;
+    EXPECT_NE(printed.str().find("LlamaForCausalLM(model_type=" + type + ", vocab_size=40"), std::string::npos);
+  }
+}
+
+/// The C++ lines of docs/cpp.md.
+TEST(Llama, TheExampleOfTheDocumentation) {
+  const Folder made;
+  torch::manual_seed(0);
+  liger::nn::LlamaForCausalLM(tiny())->save_pretrained(made.path.string());
+  const std::string folder = made.path.string();
+  const auto ids = torch::randint(4, 40, {2, 12});
+  constexpr int steps = 30;
+  double first = 0, last = 0;
+
+  auto model = liger::nn::LlamaForCausalLM(liger::nn::LlamaForCausalLMImpl::from_pretrained(folder));
+  model->gradient_checkpointing = true;
+  torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(1e-2));
+  for (int step = 0; step < steps; ++step) {
+    optimizer.zero_grad();
+    auto loss = model->forward(ids, {.labels = ids}).loss;
+    loss.backward();
+    torch::nn::utils::clip_grad_norm_(model->parameters(), 1);
+    optimizer.step();
+    last = loss.item<double>();
+    if (step == 0) first = last;
+  }
+  model->save_pretrained(folder);
+  auto tokens =
+      model->generate(ids.slice(1, 0, 4), liger::nn::GenerateOptions().max_new_tokens(16).temperature(0.7).top_p(0.9));
+
+  EXPECT_LT(last, first / 4);
+  EXPECT_GT(tokens.size(1), 4);
+  const auto again = liger::nn::LlamaForCausalLMImpl::from_pretrained(folder);
+  EXPECT_TRUE(again->forward(ids).logits.equal(model->forward(ids).logits));
+}
+
+}  // namespace
