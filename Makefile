@@ -94,12 +94,12 @@ $(venv)/ready: $(venv)/bin/python requirements.txt $(sources)
 
 cpp_files = $(shell git ls-files '*.h' '*.cuh' '*.cpp' '*.cu')
 format: build/lint/ready  ## write C++, CUDA and Python as ruff and clang-format have it
-	build/lint/bin/clang-format -i $(cpp_files)
-	build/lint/bin/ruff check --quiet --fix && build/lint/bin/ruff format --quiet
+	@build/lint/bin/clang-format -i $(cpp_files)
+	@build/lint/bin/ruff check --quiet --fix && build/lint/bin/ruff format --quiet
 
 lint: build/lint/ready  ## check that, and what ruff finds
-	build/lint/bin/clang-format --dry-run --Werror $(cpp_files)
-	build/lint/bin/ruff check --quiet && build/lint/bin/ruff format --quiet --check
+	@build/lint/bin/clang-format --dry-run --Werror $(cpp_files)
+	@build/lint/bin/ruff check --quiet && build/lint/bin/ruff format --quiet --check
 
 build/lint/ready: requirements-lint.txt
 	$(PYTHON) -m venv build/lint && build/lint/bin/python -m pip install --quiet --disable-pip-version-check -r $< && touch $@
