@@ -117,7 +117,9 @@ def gpu_time(calls, rounds):
     graphs = {name: graph for name, each in calls.items() if (graph := graph_of(each, name == "ours"))}
     samples = {name: [] for name in graphs}
     warm = time.perf_counter() + 0.1
-    while graphs and time.perf_counter() < warm:  # a GPU that was idle needs some ms to reach its clock (measured: a tenth slower until then)
+    while (
+        graphs and time.perf_counter() < warm
+    ):  # a GPU that was idle needs some ms to reach its clock (measured: a tenth slower until then)
         for graph in graphs.values():
             graph.replay()
         torch.cuda.synchronize()
@@ -161,8 +163,12 @@ def contestants(case, shape, options, args, sets_wanted):
     sets = [inputs(case, shape, options, args, i) for i in range(sets_wanted)]
     out = case.op(*sets[0], **options)
     torch.manual_seed(0)
-    upstream = [torch.empty_like(o).copy_(torch.randn(o.shape, device=args.device)) if o.dim() and o.is_floating_point() else torch.ones_like(o)
-                for o in (out if isinstance(out, tuple) else (out,))]
+    upstream = [
+        torch.empty_like(o).copy_(torch.randn(o.shape, device=args.device))
+        if o.dim() and o.is_floating_point()
+        else torch.ones_like(o)
+        for o in (out if isinstance(out, tuple) else (out,))
+    ]
     del out
     compiled = torch.compile(lambda *inputs: case.reference(*inputs, **options), dynamic=False)
     # Bound early: each closure has its own inputs.
@@ -187,7 +193,10 @@ def contestants(case, shape, options, args, sets_wanted):
         try:
             contestant.run(MODES[1], 0)
         except Exception as error:
-            print(f"  {name} left out: {str(error).splitlines()[0] if str(error) else type(error).__name__}", file=sys.stderr)
+            print(
+                f"  {name} left out: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+                file=sys.stderr,
+            )
             continue
         chosen.append(contestant)
     return chosen
@@ -209,7 +218,10 @@ def floor_time(case, shape, options, args):
             forward.append(lambda x=hidden, w=weight, z=logits: torch.mm(x, w.T, out=z))
             if trained:
                 dx, dw = torch.empty_like(hidden), torch.empty_like(weight)
-                backward += [lambda x=dx, w=weight, z=logits: torch.mm(z, w, out=x), lambda x=hidden, w=dw, z=logits: torch.mm(z.T, x, out=w)]
+                backward += [
+                    lambda x=dx, w=weight, z=logits: torch.mm(z, w, out=x),
+                    lambda x=hidden, w=dw, z=logits: torch.mm(z.T, x, out=w),
+                ]
         time_of = lambda gemms: sum(timed(g, args.device, args.seconds) for g in gemms)
 
         def gemms():
@@ -238,13 +250,17 @@ def measure(case, shape, options, args):
     if args.device == "cuda":
         size = sum(t.nbytes for t in inputs(case, shape, options, args) if t is not None)
         rotate = max(1, min(8, -(-2 * torch.cuda.get_device_properties(0).L2_cache_size // size)))
-        turns = -(-max(1, min(64, 2**30 // size)) // rotate)  # the start of a replay takes some us, as much as a small call
+        turns = -(
+            -max(1, min(64, 2**30 // size)) // rotate
+        )  # the start of a replay takes some us, as much as a small call
     field = contestants(case, shape, options, args, rotate)
     rows = {c.name: {"case": case.name, "shape": shape, "options": options, "rival": c.name} for c in field}
     floor = floor_time(case, shape, options, args)
     for m, mode in enumerate(MODES):
         if args.device == "cuda":
-            for name, ms in gpu_time({c.name: [lambda c=c, i=i: c.run(mode, i) for i in range(rotate)] * turns for c in field}, args.rounds).items():
+            for name, ms in gpu_time(
+                {c.name: [lambda c=c, i=i: c.run(mode, i) for i in range(rotate)] * turns for c in field}, args.rounds
+            ).items():
                 rows[name][f"gpu {mode}"] = ms
             torch.cuda.empty_cache()
         # In turns: every contestant is timed in each of three rounds, and its median counts.
@@ -280,29 +296,57 @@ def key(row):
 
 def pair(row, what, digits=".3f"):
     values = [row.get(f"{what} {mode}") for mode in MODES]
-    return " / ".join("-" if v is None else format(v, digits) for v in values) if any(v is not None for v in values) else ""
+    return (
+        " / ".join("-" if v is None else format(v, digits) for v in values)
+        if any(v is not None for v in values)
+        else ""
+    )
 
 
 def table(rows, old):
     lines = []
     for row in rows:
         options = " ".join(f"{k}={v}" for k, v in row["options"].items())
-        line = [f"{row['case']} {'x'.join(map(str, row['shape']))} {options}".strip(), row["rival"], pair(row, "gpu"), pair(row, "eager"), pair(row, "host", ".1f"),
-                pair(row, "peak", ".0f"), pair(row, "extra", ".0f"), pair(row, "rate", ".2f")]
+        line = [
+            f"{row['case']} {'x'.join(map(str, row['shape']))} {options}".strip(),
+            row["rival"],
+            pair(row, "gpu"),
+            pair(row, "eager"),
+            pair(row, "host", ".1f"),
+            pair(row, "peak", ".0f"),
+            pair(row, "extra", ".0f"),
+            pair(row, "rate", ".2f"),
+        ]
         if old is not None:
             before = old.get(key(row), {})
             what = next((w for w in ("gpu", "eager", "host") if f"{w} {MODES[1]}" in row), None)
             then = before.get(f"{what} {MODES[1]}")
             line.append(f"{row[f'{what} {MODES[1]}'] / then:.2f}" if then else "new")
         lines.append(line)
-    headers = ["case", "rival", "gpu ms", "eager ms", "host us", "peak MiB", "extra MiB", "rate"] + (["time / old"] if old is not None else [])
+    headers = ["case", "rival", "gpu ms", "eager ms", "host us", "peak MiB", "extra MiB", "rate"] + (
+        ["time / old"] if old is not None else []
+    )
     return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
 
 
 def machine(args):
-    name = torch.cuda.get_device_name() if args.device == "cuda" else next(
-        (line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "CPU") if os.path.exists("/proc/cpuinfo") else "CPU"
-    return {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__, "cuda": torch.version.cuda, "dtype": str(args.dtype)[6:], "date": str(date.today())}
+    name = (
+        torch.cuda.get_device_name()
+        if args.device == "cuda"
+        else next(
+            (line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "CPU"
+        )
+        if os.path.exists("/proc/cpuinfo")
+        else "CPU"
+    )
+    return {
+        "device": name,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "dtype": str(args.dtype)[6:],
+        "date": str(date.today()),
+    }
 
 
 def save(rows, args):
@@ -316,11 +360,17 @@ def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--op", help=f"operators, separated by commas: {', '.join(cases)}")
     p.add_argument("--shape", help="one shape, numbers separated by commas, instead of the case's")
-    p.add_argument("--dtype", default=None, help="bfloat16 (the default on a GPU), float32 (the default on a CPU) or float16")
+    p.add_argument(
+        "--dtype", default=None, help="bfloat16 (the default on a GPU), float32 (the default on a CPU) or float16"
+    )
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--rivals", help="only these, separated by commas: torch, compile, ...")
     p.add_argument("--triton-liger", help="the folder of a liger_kernel with Triton")
-    p.add_argument("--trl", default=os.environ.get("TRL_DIR"), help="the folder of an unpacked wheel of TRL; default: TRL_DIR, or where it is installed")
+    p.add_argument(
+        "--trl",
+        default=os.environ.get("TRL_DIR"),
+        help="the folder of an unpacked wheel of TRL; default: TRL_DIR, or where it is installed",
+    )
     p.add_argument("--seconds", type=float, default=0.3, help="time for each measurement")
     p.add_argument("--rounds", type=int, default=20, help="graph replays in turns")
     p.add_argument("--host", action="store_true", help="host time only")

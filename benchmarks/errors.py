@@ -1,7 +1,7 @@
 """Writes docs/errors-DEVICE.md: how far results and gradients are from float64, ours and eager torch's, over the cases of tests/cases.
 
-    python benchmarks/errors.py              on the GPU if there is one
-    python benchmarks/errors.py --device cpu
+python benchmarks/errors.py              on the GPU if there is one
+python benchmarks/errors.py --device cpu
 """
 
 import argparse
@@ -40,7 +40,14 @@ def rows(device):
                 rms = [x.square().mean().sqrt().item() for x in (e, t)]
                 n = len(ours) - gradients
                 name = f"result {i}" if i < n and n > 1 else "result" if i < n else f"gradient {i - n}"
-                yield case.name, str(dtype)[6:], name, c.numel(), *(x / unit if unit else 0 for x in rms), *(x / y if y else float(x > 0) for x, y in (rms, (e.max().item(), t.max().item())))
+                yield (
+                    case.name,
+                    str(dtype)[6:],
+                    name,
+                    c.numel(),
+                    *(x / unit if unit else 0 for x in rms),
+                    *(x / y if y else float(x > 0) for x, y in (rms, (e.max().item(), t.max().item()))),
+                )
 
 
 def summary(found):

@@ -1,6 +1,6 @@
 """Writes the tables of docs/performance.md and its two pictures out of benchmarks/results/*.json, which bench.py and train.py wrote.
 
-    python benchmarks/plot.py            after a run: bench.py --out benchmarks/results/h200.json
+python benchmarks/plot.py            after a run: bench.py --out benchmarks/results/h200.json
 """
 
 import json
@@ -77,13 +77,24 @@ def table(file, memory):
     for key, rivals in named(rows).items():
         ours, best = rivals[OURS], best_rival(rivals)
         digits = 3 if time(ours) < 1 else 2 if time(ours) < 10 else 1
-        line = [label(key), pair(ours, digits), f"{best['rival']}: {pair(best, digits)}", f"{time(best) / time(ours):.2f}x"]
+        line = [
+            label(key),
+            pair(ours, digits),
+            f"{best['rival']}: {pair(best, digits)}",
+            f"{time(best) / time(ours):.2f}x",
+        ]
         if memory:
             extra = [row.get(f"extra {BOTH}", row.get(f"peak {BOTH}")) for row in (ours, best)]
             line.append(" / ".join(f"{mib:,.0f}" for mib in extra))
             line.append(format(ours[f"rate {BOTH}"], ".2f") if f"rate {BOTH}" in ours else "")
         lines.append(line)
-    headers = ["case", "ours, ms", "best rival, ms", "faster", *(["MiB, ours / rival", "of the limit"] if memory else [])]
+    headers = [
+        "case",
+        "ours, ms",
+        "best rival, ms",
+        "faster",
+        *(["MiB, ours / rival", "of the limit"] if memory else []),
+    ]
     return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
 
 
@@ -91,10 +102,24 @@ def families():
     lines = []
     for family, report in json.loads((RESULTS / "families-h200.json").read_text()).items():
         plain, others = report["plain"], [report[side] for side in ("triton", "liger") if side in report]
-        speeds = [f"{r['tokens_per_second']:,.0f} ({r['tokens_per_second'] / plain['tokens_per_second']:.2f}x)" for r in others]
+        speeds = [
+            f"{r['tokens_per_second']:,.0f} ({r['tokens_per_second'] / plain['tokens_per_second']:.2f}x)"
+            for r in others
+        ]
         memory = [f"{r['step_peak_bytes'] / 2**30:.1f} GiB" for r in (plain, *others)]
-        lines.append([family, f"{plain['parameters'] / 1e6:,.0f} M", f"{plain['tokens_per_second']:,.0f}", *speeds, *memory])
-    headers = ["family", "parameters", "plain, tokens/s", "liger (Triton)", "ours", "plain, memory", "liger (Triton)", "ours"]
+        lines.append(
+            [family, f"{plain['parameters'] / 1e6:,.0f} M", f"{plain['tokens_per_second']:,.0f}", *speeds, *memory]
+        )
+    headers = [
+        "family",
+        "parameters",
+        "plain, tokens/s",
+        "liger (Triton)",
+        "ours",
+        "plain, memory",
+        "liger (Triton)",
+        "ours",
+    ]
     return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
 
 
@@ -140,9 +165,14 @@ def draw_operators():
     names = list(chosen)
     figure, left, right = axes(0.34 * len(names) + 1)
     extra = lambda row: row and row.get(f"peak {BOTH}")
-    for ax, of, title in ((left, time, "time of forward and backward, ours = 1 (cut at 6)"), (right, extra, "peak memory beyond inputs, ours = 1")):
+    for ax, of, title in (
+        (left, time, "time of forward and backward, ours = 1 (cut at 6)"),
+        (right, extra, "peak memory beyond inputs, ours = 1"),
+    ):
         ours = [of(chosen[name][OURS]) for name in names]
-        relation = lambda rival: [(of(r) or 0) / o if (r := chosen[n].get(rival)) and o else None for n, o in zip(names, ours)]
+        relation = lambda rival: [
+            (of(r) or 0) / o if (r := chosen[n].get(rival)) and o else None for n, o in zip(names, ours)
+        ]
         bars(ax, names, {OURS: [1] * len(names), "compile": relation("compile"), TRITON: relation(TRITON)}, title)
         ax.set_xlim(0, 6)
     save(figure, right, "operators.png")

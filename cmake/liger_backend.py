@@ -50,7 +50,13 @@ def _versions(cuda):
         cmake = CMake.default_search(version=SpecifierSet(">=3.30"), env=os.environ)
     except CMakeNotFoundError:
         sys.exit(TOOLS)
-    command = [os.fspath(cmake), f"-DLIGER_TORCH_DIR={_torch()}", f"-DLIGER_CUDA={cuda}", "-P", str(ROOT / "cmake" / "Version.cmake")]
+    command = [
+        os.fspath(cmake),
+        f"-DLIGER_TORCH_DIR={_torch()}",
+        f"-DLIGER_CUDA={cuda}",
+        "-P",
+        str(ROOT / "cmake" / "Version.cmake"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         sys.exit(done.stderr)
@@ -75,9 +81,15 @@ def _wheel(hook):
 
     def run(directory, config_settings=None, *rest):
         global _settings
-        _settings = {"cmake.define.LIGER_CUDA": os.environ.get("LIGER_CUDA", "ON"), **(config_settings or {}), "cmake.define.LIGER_TORCH_DIR": _torch()}
+        _settings = {
+            "cmake.define.LIGER_CUDA": os.environ.get("LIGER_CUDA", "ON"),
+            **(config_settings or {}),
+            "cmake.define.LIGER_TORCH_DIR": _torch(),
+        }
         if json := importlib.util.find_spec("nlohmann_json"):
-            _settings.setdefault("cmake.define.LIGER_JSON_DIR", os.path.join(json.submodule_search_locations[0], "include"))
+            _settings.setdefault(
+                "cmake.define.LIGER_JSON_DIR", os.path.join(json.submodule_search_locations[0], "include")
+            )
         _settings["cmake.define.LIGER_WHEEL_VERSION"] = _versions(_settings["cmake.define.LIGER_CUDA"])[0]
         return hook(directory, _settings, *rest)
 

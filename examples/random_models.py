@@ -74,6 +74,7 @@ _GLM_TOKENS = {
     "video_end_token_id": 125,
 }
 
+
 @dataclass(frozen=True)
 class Size:
     """How much larger than the smallest a model is, and what its training takes as models usually have it."""

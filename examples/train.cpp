@@ -1,6 +1,6 @@
 // Trains a two-layer decoder on a text of its own for a few steps, with the library's modules: no Python runs here.
-//   cmake -S examples -B build/example -DCMAKE_PREFIX_PATH="$(python -c 'import liger_kernel; print(liger_kernel.cmake_prefix_path)')"
-//   cmake --build build/example && build/example/train
+//   cmake -S examples -B build/example -DCMAKE_PREFIX_PATH="$(python -c 'import liger_kernel;
+//   print(liger_kernel.cmake_prefix_path)')" cmake --build build/example && build/example/train
 #include <liger/nn/activation.h>
 #include <liger/nn/loss.h>
 #include <liger/nn/norm.h>
@@ -23,7 +23,8 @@ struct LayerImpl : torch::nn::Module {
         mlp(register_module("mlp", liger::nn::GatedMLP(liger::nn::GatedMLPOptions(kHidden, 3 * kHidden)))) {}
 
   Tensor forward(const Tensor& x) {
-    const auto heads = qkv(attention_norm(x)).view({x.size(0), x.size(1), 3 * kHeads, kHidden / kHeads}).transpose(1, 2).chunk(3, 1);
+    const auto heads =
+        qkv(attention_norm(x)).view({x.size(0), x.size(1), 3 * kHeads, kHidden / kHeads}).transpose(1, 2).chunk(3, 1);
     const auto [q, k] = rotary(heads[0], heads[1]);
     const auto mixed = torch::scaled_dot_product_attention(q, k, heads[2], {}, 0, true);
     const auto y = x + out(mixed.transpose(1, 2).reshape(x.sizes()));
@@ -41,7 +42,8 @@ struct DecoderImpl : torch::nn::Module {
   DecoderImpl()
       : embedding(register_module("embedding", torch::nn::Embedding(kVocabulary, kHidden))),
         norm(register_module("norm", liger::nn::RMSNorm(kHidden))),
-        head(register_module("head", liger::nn::LinearCrossEntropy(liger::nn::LinearCrossEntropyOptions(kHidden, kVocabulary)))) {
+        head(register_module(
+            "head", liger::nn::LinearCrossEntropy(liger::nn::LinearCrossEntropyOptions(kHidden, kVocabulary)))) {
     for (int64_t i = 0; i < kLayers; ++i) layers.push_back(register_module("layer" + std::to_string(i), Layer()));
   }
 
@@ -65,7 +67,8 @@ int main() {
   torch::manual_seed(0);
   const std::string text =
       "The optimiser walks downhill, one small step at a time, and does not ask who made the hill. "
-      "What it is given is a slope; what it gives back is a slightly better guess, and then it asks for the next slope. ";
+      "What it is given is a slope; what it gives back is a slightly better guess, and then it asks for the next "
+      "slope. ";
   std::vector<int64_t> codes(text.begin(), text.end());
   const auto corpus = torch::tensor(codes);
   Decoder model;
@@ -80,7 +83,8 @@ int main() {
     optimizer.step();
     last = loss.item<double>();
     if (step == 0) first = last;
-    if (step % 10 == 0 || step == kSteps - 1) std::printf("step %2lld  loss %.4f\n", static_cast<long long>(step), last);
+    if (step % 10 == 0 || step == kSteps - 1)
+      std::printf("step %2lld  loss %.4f\n", static_cast<long long>(step), last);
   }
   return last < first / 2 ? 0 : 1;
 }

@@ -86,8 +86,15 @@ def fresh_model(run, dtype):
 def work(run):
     """One training run, in a process of its own: its result goes to the file run.result."""
     from tqdm import tqdm
-    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
-    from transformers import PrinterCallback, set_seed
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        PrinterCallback,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+        set_seed,
+    )
 
     config = AutoConfig.from_pretrained(run.model) if run.model else None
     family = config.model_type if config else run.family

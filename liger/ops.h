@@ -15,40 +15,52 @@
 namespace liger {
 
 /// y = x / rms(x) · (weight + offset) over the last dimension of x [..., n] (Zhang & Sennrich 2019, arXiv:1910.07467).
-/// weight [n] in x's dtype or float, or none; the result has x's dtype. casting says where the model that is matched rounds.
+/// weight [n] in x's dtype or float, or none; the result has x's dtype. casting says where the model that is matched
+/// rounds.
 at::Tensor rms_norm(const at::Tensor& x, const std::optional<at::Tensor>& weight, double eps = 1e-6, double offset = 0,
                     Casting casting = Casting::Llama);
 
-/// (rms_norm(s), s) for s = x + residual, rounded to x's dtype: the step between two blocks of a transformer, in one pass.
-std::tuple<at::Tensor, at::Tensor> fused_add_rms_norm(const at::Tensor& x, const at::Tensor& residual, const std::optional<at::Tensor>& weight, double eps = 1e-6,
+/// (rms_norm(s), s) for s = x + residual, rounded to x's dtype: the step between two blocks of a transformer, in one
+/// pass.
+std::tuple<at::Tensor, at::Tensor> fused_add_rms_norm(const at::Tensor& x, const at::Tensor& residual,
+                                                      const std::optional<at::Tensor>& weight, double eps = 1e-6,
                                                       double offset = 0, Casting casting = Casting::Llama);
 
-/// rms_norm(x) · (1 + scale) + shift: adaptive norm (Peebles & Xie 2022, arXiv:2212.09748). scale [..., n], and shift as large, hold a
-/// row for every row of x, or one for each of equal runs of rows (one a sample, or one for all); in x's dtype or float.
-at::Tensor modulated_rms_norm(const at::Tensor& x, const std::optional<at::Tensor>& weight, const at::Tensor& scale, const std::optional<at::Tensor>& shift = {},
-                              double eps = 1e-6, double offset = 0, Casting casting = Casting::Llama);
+/// rms_norm(x) · (1 + scale) + shift: adaptive norm (Peebles & Xie 2022, arXiv:2212.09748). scale [..., n], and shift
+/// as large, hold a row for every row of x, or one for each of equal runs of rows (one a sample, or one for all); in
+/// x's dtype or float.
+at::Tensor modulated_rms_norm(const at::Tensor& x, const std::optional<at::Tensor>& weight, const at::Tensor& scale,
+                              const std::optional<at::Tensor>& shift = {}, double eps = 1e-6, double offset = 0,
+                              Casting casting = Casting::Llama);
 
-/// y = (x − mean) / sqrt(variance + eps) · weight + bias over the last dimension of x (Ba et al. 2016, arXiv:1607.06450); weight and
-/// bias [n] in x's dtype or float, or none. Computed in float, the variance from the centred row.
-at::Tensor layer_norm(const at::Tensor& x, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias, double eps = 1e-6);
+/// y = (x − mean) / sqrt(variance + eps) · weight + bias over the last dimension of x (Ba et al. 2016,
+/// arXiv:1607.06450); weight and bias [n] in x's dtype or float, or none. Computed in float, the variance from the
+/// centred row.
+at::Tensor layer_norm(const at::Tensor& x, const std::optional<at::Tensor>& weight,
+                      const std::optional<at::Tensor>& bias, double eps = 1e-6);
 
-/// y = weight · tanh(alpha · x) + bias: DyT, a norm's replacement without a reduction (Zhu et al. 2025, arXiv:2503.10622). alpha is one
-/// number, weight and bias [n].
-at::Tensor dyt(const at::Tensor& x, const at::Tensor& alpha, const at::Tensor& weight, const std::optional<at::Tensor>& bias = {});
+/// y = weight · tanh(alpha · x) + bias: DyT, a norm's replacement without a reduction (Zhu et al. 2025,
+/// arXiv:2503.10622). alpha is one number, weight and bias [n].
+at::Tensor dyt(const at::Tensor& x, const at::Tensor& alpha, const at::Tensor& weight,
+               const std::optional<at::Tensor>& bias = {});
 
-/// y = w₀ N(x³) + w₁ N(x²) + w₂ N(x) + bias over the last dimension of x, N(u) = u / sqrt(mean(u²) + eps) (Zhuo et al. 2024,
-/// arXiv:2411.03884). weight w [3], bias one number.
+/// y = w₀ N(x³) + w₁ N(x²) + w₂ N(x) + bias over the last dimension of x, N(u) = u / sqrt(mean(u²) + eps) (Zhuo et al.
+/// 2024, arXiv:2411.03884). weight w [3], bias one number.
 at::Tensor poly_norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, double eps = 1e-6);
 
-/// (x − mean) / sqrt(variance + eps) over each of `groups` groups of neighbouring channels of a sample, times a channel's weight, plus its
-/// bias (Wu & He 2018, arXiv:1803.08494). x [N, channels, ...]; weight and bias [channels] in x's dtype or float, or none.
-at::Tensor group_norm(const at::Tensor& x, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias, int64_t groups, double eps = 1e-6);
+/// (x − mean) / sqrt(variance + eps) over each of `groups` groups of neighbouring channels of a sample, times a
+/// channel's weight, plus its bias (Wu & He 2018, arXiv:1803.08494). x [N, channels, ...]; weight and bias [channels]
+/// in x's dtype or float, or none.
+at::Tensor group_norm(const at::Tensor& x, const std::optional<at::Tensor>& weight,
+                      const std::optional<at::Tensor>& bias, int64_t groups, double eps = 1e-6);
 
 /// act(x), element by element: ReLUSquared is relu² (So et al. 2021, arXiv:2109.08668).
 at::Tensor activate(const at::Tensor& x, Activation activation = Activation::ReLUSquared);
 
-/// act(gate_multiplier · a) · b for a, b of one shape and dtype: SwiGLU and its relatives (Shazeer 2020, arXiv:2002.05202).
-at::Tensor gated(const at::Tensor& a, const at::Tensor& b, Activation activation = Activation::SiLU, double gate_multiplier = 1);
+/// act(gate_multiplier · a) · b for a, b of one shape and dtype: SwiGLU and its relatives (Shazeer 2020,
+/// arXiv:2002.05202).
+at::Tensor gated(const at::Tensor& a, const at::Tensor& b, Activation activation = Activation::SiLU,
+                 double gate_multiplier = 1);
 
 /// The same for a fused product y [..., 2F] whose first half is the gate; the result is [..., F].
 at::Tensor gated_packed(const at::Tensor& y, Activation activation = Activation::SiLU, double gate_multiplier = 1);
@@ -59,51 +71,61 @@ struct MLPOptions {
   int64_t chunk = 0;                                // tokens worked on at once, which bounds the memory; 0: all
 };
 
-/// d · (c downᵀ + down_bias), c = act(m · (x gateᵀ + gate_bias)) · (x upᵀ + up_bias), for x [..., n], gate and up [width, n], down [out, width]
-/// in one dtype: a gated MLP that keeps x alone for backward, which makes gate and up again. Sums over chunks are in float.
-at::Tensor fused_mlp(const at::Tensor& x, const at::Tensor& gate, const at::Tensor& up, const at::Tensor& down, const MLPOptions& options = {},
-                     const std::optional<at::Tensor>& gate_bias = {}, const std::optional<at::Tensor>& up_bias = {},
-                     const std::optional<at::Tensor>& down_bias = {});
+/// d · (c downᵀ + down_bias), c = act(m · (x gateᵀ + gate_bias)) · (x upᵀ + up_bias), for x [..., n], gate and up
+/// [width, n], down [out, width] in one dtype: a gated MLP that keeps x alone for backward, which makes gate and up
+/// again. Sums over chunks are in float.
+at::Tensor fused_mlp(const at::Tensor& x, const at::Tensor& gate, const at::Tensor& up, const at::Tensor& down,
+                     const MLPOptions& options = {}, const std::optional<at::Tensor>& gate_bias = {},
+                     const std::optional<at::Tensor>& up_bias = {}, const std::optional<at::Tensor>& down_bias = {});
 
 struct ExpertsOptions {
   Activation activation = Activation::SiLU;
-  bool transposed = false;            // weights are [experts, in, out]
-  bool clamped = false;               // GPT-OSS's gate instead, of columns that interleave: (up' + 1) · gate' · σ(alpha · gate'), gate' = min(gate, limit),
-  double alpha = 1.702, limit = 7;    // up' = clamp(up, −limit, limit)
-  bool recompute = true;              // backward makes gate and up again; false: they are kept
+  bool transposed = false;  // weights are [experts, in, out]
+  bool clamped = false;     // GPT-OSS's gate instead, of columns that interleave: (up' + 1) · gate' · σ(alpha · gate'),
+                            // gate' = min(gate, limit),
+  double alpha = 1.702, limit = 7;  // up' = clamp(up, −limit, limit)
+  bool recompute = true;            // backward makes gate and up again; false: they are kept
 };
 
-/// A mixture of experts (Shazeer et al. 2017, arXiv:1701.06538): y[t] = Σ_k weights[t, k] · E(x[t]), E the gated MLP down_e (act(gate_e x) · up_e x) of expert e =
-/// index[t, k]. x [tokens, n], gate_up [experts, 2 width, n], gate above up, down [experts, n, width], biases [experts, 2 width] and [experts, n] in one dtype;
-/// index [tokens, k] integers, of which those that are no expert add nothing, weights [tokens, k], floating. Tokens are sorted by expert for grouped GEMMs;
-/// copies are summed in float, in their order. Backward keeps x and the routing. On CUDA in bfloat16, with widths that are multiples of 8, nothing is read
-/// on the host, and a graph can capture it; otherwise the counts of tokens are.
-at::Tensor fused_experts(const at::Tensor& x, const at::Tensor& gate_up, const at::Tensor& down, const at::Tensor& index, const at::Tensor& weights,
-                         const ExpertsOptions& options = {}, const std::optional<at::Tensor>& gate_up_bias = {}, const std::optional<at::Tensor>& down_bias = {});
+/// A mixture of experts (Shazeer et al. 2017, arXiv:1701.06538): y[t] = Σ_k weights[t, k] · E(x[t]), E the gated MLP
+/// down_e (act(gate_e x) · up_e x) of expert e = index[t, k]. x [tokens, n], gate_up [experts, 2 width, n], gate above
+/// up, down [experts, n, width], biases [experts, 2 width] and [experts, n] in one dtype; index [tokens, k] integers,
+/// of which those that are no expert add nothing, weights [tokens, k], floating. Tokens are sorted by expert for
+/// grouped GEMMs; copies are summed in float, in their order. Backward keeps x and the routing. On CUDA in bfloat16,
+/// with widths that are multiples of 8, nothing is read on the host, and a graph can capture it; otherwise the counts
+/// of tokens are.
+at::Tensor fused_experts(const at::Tensor& x, const at::Tensor& gate_up, const at::Tensor& down,
+                         const at::Tensor& index, const at::Tensor& weights, const ExpertsOptions& options = {},
+                         const std::optional<at::Tensor>& gate_up_bias = {},
+                         const std::optional<at::Tensor>& down_bias = {});
 
-/// Rotary position embedding (Su et al. 2021, arXiv:2104.09864) of q [batch, heads, seq, dim] and k [batch, k_heads, seq, dim], with
-/// any strides. cos, sin [seq, d], [1, seq, d] or [batch, seq, d]: the leading rotary_dim columns of a head are rotated, as the two
-/// halves that Hugging Face's models have. d is rotary_dim, where the first half of the columns counts, or half of it; rotary_dim -1 stands
-/// for d. inverse turns back. Fresh results, laid out as [batch, seq, heads, dim].
-/// interleaved: neighbouring columns turn, by d/2 angles a token, as in Llama 4; the two views of a complex tensor's parts are read in place.
-/// sections (t, h, w): cos and sin are [3, batch, seq, d], and pair i turns by plane 0 where i < t, 1 where i < t + h, else 2 (Qwen2-VL,
-/// Wang et al. 2024, arXiv:2409.12191).
-std::tuple<at::Tensor, at::Tensor> rope(const at::Tensor& q, const at::Tensor& k, const at::Tensor& cos, const at::Tensor& sin,
-                                        bool inverse = false, bool interleaved = false, at::IntArrayRef sections = {}, int64_t rotary_dim = -1);
+/// Rotary position embedding (Su et al. 2021, arXiv:2104.09864) of q [batch, heads, seq, dim] and k [batch, k_heads,
+/// seq, dim], with any strides. cos, sin [seq, d], [1, seq, d] or [batch, seq, d]: the leading rotary_dim columns of a
+/// head are rotated, as the two halves that Hugging Face's models have. d is rotary_dim, where the first half of the
+/// columns counts, or half of it; rotary_dim -1 stands for d. inverse turns back. Fresh results, laid out as [batch,
+/// seq, heads, dim]. interleaved: neighbouring columns turn, by d/2 angles a token, as in Llama 4; the two views of a
+/// complex tensor's parts are read in place. sections (t, h, w): cos and sin are [3, batch, seq, d], and pair i turns
+/// by plane 0 where i < t, 1 where i < t + h, else 2 (Qwen2-VL, Wang et al. 2024, arXiv:2409.12191).
+std::tuple<at::Tensor, at::Tensor> rope(const at::Tensor& q, const at::Tensor& k, const at::Tensor& cos,
+                                        const at::Tensor& sin, bool inverse = false, bool interleaved = false,
+                                        at::IntArrayRef sections = {}, int64_t rotary_dim = -1);
 
-/// The same for the result of one projection, qkv [batch, seq, (heads + 2 k_heads) · dim]: q and k are rotated, v is copied.
-at::Tensor rope_packed(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin, int64_t heads, int64_t k_heads, bool inverse = false);
+/// The same for the result of one projection, qkv [batch, seq, (heads + 2 k_heads) · dim]: q and k are rotated, v is
+/// copied.
+at::Tensor rope_packed(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin, int64_t heads,
+                       int64_t k_heads, bool inverse = false);
 
-/// Rows ids of weight [classes, n]: the result is [*ids, n], in weight's dtype. ids int64 or int32. The gradient of weight is summed in float,
-/// in a fixed order, and is 0 for the row padding_idx. An id outside [0, classes) is an error: c10::IndexError on the CPU, a device
-/// assertion on CUDA. As torch::embedding.
+/// Rows ids of weight [classes, n]: the result is [*ids, n], in weight's dtype. ids int64 or int32. The gradient of
+/// weight is summed in float, in a fixed order, and is 0 for the row padding_idx. An id outside [0, classes) is an
+/// error: c10::IndexError on the CPU, a device assertion on CUDA. As torch::embedding.
 at::Tensor embedding(const at::Tensor& weight, const at::Tensor& ids, int64_t padding_idx = -1);
 
-/// The exact product of a [m, 4 p], int8, and weights in {−1, 0, 1, 2} that int2_pack has packed into b [p, n], uint8: int32 [m, n].
+/// The exact product of a [m, 4 p], int8, and weights in {−1, 0, 1, 2} that int2_pack has packed into b [p, n], uint8:
+/// int32 [m, n].
 at::Tensor int2_matmul(const at::Tensor& a, const at::Tensor& b);
 
-/// Integer weights [rows, ...] in {−1, 0, 1, 2}, four to a byte: bits 2i and 2i + 1 of row p are the code, weight + 1, of row i P + p of P =
-/// ⌈rows/4⌉, 0 where that does not exist. int2_unpack gives int32 back.
+/// Integer weights [rows, ...] in {−1, 0, 1, 2}, four to a byte: bits 2i and 2i + 1 of row p are the code, weight + 1,
+/// of row i P + p of P = ⌈rows/4⌉, 0 where that does not exist. int2_unpack gives int32 back.
 at::Tensor int2_pack(const at::Tensor& weights);
 at::Tensor int2_unpack(const at::Tensor& packed);
 
@@ -115,51 +137,60 @@ struct CrossEntropyResult {
   at::Tensor predicted;  // [rows], int64; undefined unless asked for
 };
 
-/// Cross entropy of logits x [rows, classes] with labels target [rows]; class_weight [classes]. The gradient is made in the same pass.
-/// A label that is neither a class nor ignore_index is an error: c10::IndexError on the CPU, a device assertion on CUDA.
+/// Cross entropy of logits x [rows, classes] with labels target [rows]; class_weight [classes]. The gradient is made in
+/// the same pass. A label that is neither a class nor ignore_index is an error: c10::IndexError on the CPU, a device
+/// assertion on CUDA.
 CrossEntropyResult cross_entropy(const at::Tensor& x, const at::Tensor& target, const CrossEntropyOptions& options = {},
                                  const std::optional<at::Tensor>& class_weight = {});
 
-/// Cross entropy of the logits hidden weightᵀ + bias, which are never held in full: hidden [tokens, width], weight [classes, width].
-/// The loss and the gradients are those of cross_entropy on the logits; the weight's gradient is summed in float. Tokens that are
-/// ignored cost nothing. With `normalizer`, one number on the device, the losses are summed and divided by it. Under autocast the
-/// GEMMs run in its dtype and the gradients come back in the parameters'. The loss is float.
-CrossEntropyResult fused_linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target, const HeadOptions& options = {},
-                                              const std::optional<at::Tensor>& bias = {}, const std::optional<at::Tensor>& class_weight = {},
+/// Cross entropy of the logits hidden weightᵀ + bias, which are never held in full: hidden [tokens, width], weight
+/// [classes, width]. The loss and the gradients are those of cross_entropy on the logits; the weight's gradient is
+/// summed in float. Tokens that are ignored cost nothing. With `normalizer`, one number on the device, the losses are
+/// summed and divided by it. Under autocast the GEMMs run in its dtype and the gradients come back in the parameters'.
+/// The loss is float.
+CrossEntropyResult fused_linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight,
+                                              const at::Tensor& target, const HeadOptions& options = {},
+                                              const std::optional<at::Tensor>& bias = {},
+                                              const std::optional<at::Tensor>& class_weight = {},
                                               const std::optional<at::Tensor>& normalizer = {});
 
-/// The bytes of logits that heads work on at once, or keep for backward, where a caller names no max_bytes: for the whole process; 0: the defaults. Returns what it
-/// was. Code that torch.compile has traced keeps what was set then.
+/// The bytes of logits that heads work on at once, or keep for backward, where a caller names no max_bytes: for the
+/// whole process; 0: the defaults. Returns what it was. Code that torch.compile has traced keeps what was set then.
 int64_t set_memory_budget(int64_t bytes);
 
 struct HeadPeakOptions {
-  int64_t tokens, width, classes;           // of hidden [tokens, width] that count, and weight [classes, width]
-  at::ScalarType dtype = at::kBFloat16;     // of both
+  int64_t tokens, width, classes;        // of hidden [tokens, width] that count, and weight [classes, width]
+  at::ScalarType dtype = at::kBFloat16;  // of both
   at::Device device = at::kCUDA;
   bool trains_hidden = true, trains_weight = true;
-  bool keeps_logits = true;                 // linear_log_prob; false: fused_linear_cross_entropy
+  bool keeps_logits = true;  // linear_log_prob; false: fused_linear_cross_entropy
   int64_t max_bytes = 0;
 };
 
-/// The bytes beyond hidden and weight that a head's forward and backward pass take at their peak, the gradients among them.
+/// The bytes beyond hidden and weight that a head's forward and backward pass take at their peak, the gradients among
+/// them.
 int64_t head_peak_bytes(const HeadPeakOptions& options);
 
 struct LogProbOptions {
-  double temperature = 1;         // T
-  double softcap = 0;             // c; 0: none
-  double logit_scale = 1;         // s
+  double temperature = 1;  // T
+  double softcap = 0;      // c; 0: none
+  double logit_scale = 1;  // s
   int64_t ignore_index = -100;
-  bool entropy = false;           // what else to return: −Σ p ln p,
-  bool log_sum_squares = false;   // ln Σ p²,
-  bool mean_logit = false;        // the mean of z,
-  bool is_top1 = false;           // whether the id is the first of the largest z,
-  bool lse = false;               // ln Σ exp z,
-  bool argmax = false;            // the first class of the largest z,
-  int64_t top_k = 0;              // and so many of the largest ln p
-  int64_t valid_count = -1;       // how many ids are not ignored, where the host knows it: then the device is not asked; -1: unknown
-  int64_t max_bytes = 0;          // of logits at once, and of those that wait for backward; 0: set_memory_budget's, or 4 GiB on a GPU, 256 MiB on a CPU
-  bool batch_invariant = false;   // a token's results have the same bits whatever else is in the batch: GEMMs of one shape
-  std::optional<at::Tensor> main_grad = {};  // [classes, width], float: backward adds the weight's gradient to it and returns none
+  bool entropy = false;          // what else to return: −Σ p ln p,
+  bool log_sum_squares = false;  // ln Σ p²,
+  bool mean_logit = false;       // the mean of z,
+  bool is_top1 = false;          // whether the id is the first of the largest z,
+  bool lse = false;              // ln Σ exp z,
+  bool argmax = false;           // the first class of the largest z,
+  int64_t top_k = 0;             // and so many of the largest ln p
+  int64_t valid_count =
+      -1;  // how many ids are not ignored, where the host knows it: then the device is not asked; -1: unknown
+  int64_t max_bytes = 0;  // of logits at once, and of those that wait for backward; 0: set_memory_budget's, or 4 GiB on
+                          // a GPU, 256 MiB on a CPU
+  bool batch_invariant =
+      false;  // a token's results have the same bits whatever else is in the batch: GEMMs of one shape
+  std::optional<at::Tensor> main_grad =
+      {};  // [classes, width], float: backward adds the weight's gradient to it and returns none
 };
 
 struct LogProbResult {
@@ -174,28 +205,32 @@ struct LogProbResult {
   at::Tensor top_ids;          // [..., top_k], int64
 };
 
-/// A low-rank part scale · b a of a head's weight (LoRA: Hu et al. 2021, arXiv:2106.09685): a [rank, width], b [classes, rank], or none.
+/// A low-rank part scale · b a of a head's weight (LoRA: Hu et al. 2021, arXiv:2106.09685): a [rank, width], b
+/// [classes, rank], or none.
 struct LowRank {
   std::optional<at::Tensor> a = {}, b = {};
   double scale = 1;
 };
 
-/// ln p_id for p = softmax(z), z = c tanh(s y / c) / T or s y / T, y = hidden (weight + low_rank)ᵀ + bias, whose logits are never held in full: hidden
-/// [..., width], weight [classes, width], ids [...] integers. logp, entropy, mean_logit and lse are differentiable, with any upstream gradient; absent ones cost
-/// nothing. All results are 0 where the id is ignore_index, and such tokens cost nothing. Logits that fit into max_bytes wait for backward, others are made
-/// again there. The weight's gradient is summed in float. An id that is neither a class nor ignore_index is an error: c10::IndexError on the CPU, a device
-/// assertion on CUDA. Mixed dtypes compute in hidden's, or in autocast's.
-LogProbResult linear_log_prob(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& ids, const LogProbOptions& options = {},
-                              const std::optional<at::Tensor>& bias = {}, const LowRank& low_rank = {});
+/// ln p_id for p = softmax(z), z = c tanh(s y / c) / T or s y / T, y = hidden (weight + low_rank)ᵀ + bias, whose logits
+/// are never held in full: hidden
+/// [..., width], weight [classes, width], ids [...] integers. logp, entropy, mean_logit and lse are differentiable,
+/// with any upstream gradient; absent ones cost nothing. All results are 0 where the id is ignore_index, and such
+/// tokens cost nothing. Logits that fit into max_bytes wait for backward, others are made again there. The weight's
+/// gradient is summed in float. An id that is neither a class nor ignore_index is an error: c10::IndexError on the CPU,
+/// a device assertion on CUDA. Mixed dtypes compute in hidden's, or in autocast's.
+LogProbResult linear_log_prob(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& ids,
+                              const LogProbOptions& options = {}, const std::optional<at::Tensor>& bias = {},
+                              const LowRank& low_rank = {});
 
 struct DistillationOptions {
   Distillation kind = Distillation::JensenShannon;
-  double beta = 0.5;             // of JensenShannon, in [0, 1]
-  double temperature = 1;        // T, of the soft loss
+  double beta = 0.5;       // of JensenShannon, in [0, 1]
+  double temperature = 1;  // T, of the soft loss
   double soft_weight = 1, hard_weight = 0;
-  LogitMap student, teacher;     // what their models do to the logits
+  LogitMap student, teacher;  // what their models do to the logits
   int64_t ignore_index = -100;
-  int64_t max_bytes = 0;         // of both heads' logits at once; 0: what is fastest
+  int64_t max_bytes = 0;  // of both heads' logits at once; 0: what is fastest
 };
 
 struct DistillationResult {
@@ -204,41 +239,49 @@ struct DistillationResult {
   at::Tensor hard;  // the mean of −ln softmax(z)_label; undefined without labels
 };
 
-/// Distillation of a teacher's head into a student's (Hinton et al. 2015, arXiv:1503.02531; Agarwal et al. 2024, arXiv:2306.13649), whose logits are
-/// never held in full: student [..., width], student_weight [classes, width], teacher [..., another width], teacher_weight [classes, that width], labels [...] or
-/// none. Means are over the tokens whose label is not ignore_index, or all; others cost nothing; 0 where there are none. Forward makes the gradients of the
-/// student's tensors, the weight's summed in float; the teacher's get none. Under autocast the GEMMs run in its dtype, otherwise in the student's.
-/// A label that is neither a class nor ignore_index is an error: c10::IndexError on the CPU, a device assertion on CUDA.
-DistillationResult linear_distillation(const at::Tensor& student, const at::Tensor& student_weight, const at::Tensor& teacher, const at::Tensor& teacher_weight,
-                                       const std::optional<at::Tensor>& labels = {}, const DistillationOptions& options = {},
-                                       const std::optional<at::Tensor>& student_bias = {}, const std::optional<at::Tensor>& teacher_bias = {});
+/// Distillation of a teacher's head into a student's (Hinton et al. 2015, arXiv:1503.02531; Agarwal et al. 2024,
+/// arXiv:2306.13649), whose logits are never held in full: student [..., width], student_weight [classes, width],
+/// teacher [..., another width], teacher_weight [classes, that width], labels [...] or none. Means are over the tokens
+/// whose label is not ignore_index, or all; others cost nothing; 0 where there are none. Forward makes the gradients of
+/// the student's tensors, the weight's summed in float; the teacher's get none. Under autocast the GEMMs run in its
+/// dtype, otherwise in the student's. A label that is neither a class nor ignore_index is an error: c10::IndexError on
+/// the CPU, a device assertion on CUDA.
+DistillationResult linear_distillation(const at::Tensor& student, const at::Tensor& student_weight,
+                                       const at::Tensor& teacher, const at::Tensor& teacher_weight,
+                                       const std::optional<at::Tensor>& labels = {},
+                                       const DistillationOptions& options = {},
+                                       const std::optional<at::Tensor>& student_bias = {},
+                                       const std::optional<at::Tensor>& teacher_bias = {});
 
-/// Kullback-Leibler divergence Σ t (ln max(t, eps) − x) of log-probabilities x [rows, cols] from probabilities target (Kullback &
-/// Leibler 1951), or Σ eᵗ (t − x) where log_target says that target holds logarithms. target may have another dtype than x and gets
-/// no gradient. The loss is float: a scalar, or [rows, cols] without reduction.
-at::Tensor kl_div(const at::Tensor& x, const at::Tensor& target, Reduction reduction = Reduction::Mean, bool log_target = false, double eps = 1e-10);
+/// Kullback-Leibler divergence Σ t (ln max(t, eps) − x) of log-probabilities x [rows, cols] from probabilities target
+/// (Kullback & Leibler 1951), or Σ eᵗ (t − x) where log_target says that target holds logarithms. target may have
+/// another dtype than x and gets no gradient. The loss is float: a scalar, or [rows, cols] without reduction.
+at::Tensor kl_div(const at::Tensor& x, const at::Tensor& target, Reduction reduction = Reduction::Mean,
+                  bool log_target = false, double eps = 1e-10);
 
-/// Generalised Jensen-Shannon divergence β KL(P ‖ M) + (1 − β) KL(Q ‖ M), M = β P + (1 − β) Q (Lin 1991), of log-probabilities
-/// x = ln Q and target = ln P [rows, cols]; β = 0 gives KL(P ‖ Q), β = 1 KL(Q ‖ P). Rows whose label [rows] is ignore_index do not
-/// count. The loss has x's dtype; target gets no gradient.
-at::Tensor jsd(const at::Tensor& x, const at::Tensor& target, const std::optional<at::Tensor>& labels = {}, double beta = 0.5,
-               int64_t ignore_index = -100, Reduction reduction = Reduction::BatchMean);
+/// Generalised Jensen-Shannon divergence β KL(P ‖ M) + (1 − β) KL(Q ‖ M), M = β P + (1 − β) Q (Lin 1991), of
+/// log-probabilities x = ln Q and target = ln P [rows, cols]; β = 0 gives KL(P ‖ Q), β = 1 KL(Q ‖ P). Rows whose label
+/// [rows] is ignore_index do not count. The loss has x's dtype; target gets no gradient.
+at::Tensor jsd(const at::Tensor& x, const at::Tensor& target, const std::optional<at::Tensor>& labels = {},
+               double beta = 0.5, int64_t ignore_index = -100, Reduction reduction = Reduction::BatchMean);
 
-/// Total variation distance ½ Σ |x − target| of probabilities [rows, cols] (Wen et al. 2023, arXiv:2307.15190). Rows whose label
-/// [rows] is ignore_index do not count. The loss is float; target gets no gradient.
-at::Tensor tvd(const at::Tensor& x, const at::Tensor& target, const std::optional<at::Tensor>& labels = {}, Reduction reduction = Reduction::BatchMean,
-               int64_t ignore_index = -100);
+/// Total variation distance ½ Σ |x − target| of probabilities [rows, cols] (Wen et al. 2023, arXiv:2307.15190). Rows
+/// whose label [rows] is ignore_index do not count. The loss is float; target gets no gradient.
+at::Tensor tvd(const at::Tensor& x, const at::Tensor& target, const std::optional<at::Tensor>& labels = {},
+               Reduction reduction = Reduction::BatchMean, int64_t ignore_index = -100);
 
 /// exp(x) / Σ exp(x) over the last dimension, summed in float, in x's dtype.
 at::Tensor softmax(const at::Tensor& x);
 
-/// The probabilities nearest to x along dim, most of them 0 (Martins & Astudillo 2016, arXiv:1602.02068): max(x − τ, 0) with τ such
-/// that they sum to 1; exact.
+/// The probabilities nearest to x along dim, most of them 0 (Martins & Astudillo 2016, arXiv:1602.02068): max(x − τ, 0)
+/// with τ such that they sum to 1; exact.
 at::Tensor sparsemax(const at::Tensor& x, int64_t dim = -1);
 
-/// (ln p_id, −Σ p ln p) with p = softmax(x / temperature), both float, for logits x [..., classes] and ids [...]: the log-probability of
-/// each token and the entropy of its distribution. 0 where the id is ignore_index, whose logits are not read. An id that is neither a
-/// class nor ignore_index is an error: c10::IndexError on the CPU, a device assertion on CUDA.
-std::tuple<at::Tensor, at::Tensor> selective_log_softmax(const at::Tensor& x, const at::Tensor& ids, double temperature = 1, int64_t ignore_index = -100);
+/// (ln p_id, −Σ p ln p) with p = softmax(x / temperature), both float, for logits x [..., classes] and ids [...]: the
+/// log-probability of each token and the entropy of its distribution. 0 where the id is ignore_index, whose logits are
+/// not read. An id that is neither a class nor ignore_index is an error: c10::IndexError on the CPU, a device assertion
+/// on CUDA.
+std::tuple<at::Tensor, at::Tensor> selective_log_softmax(const at::Tensor& x, const at::Tensor& ids,
+                                                         double temperature = 1, int64_t ignore_index = -100);
 
 }  // namespace liger

@@ -10,14 +10,14 @@ struct LogitMap {
 
 }  // namespace liger
 
-/// The fields of a struct of options, in the order in which an operator's schema has them. Operators that are registered with such a struct read
-/// their parameters' names, types and defaults from it:
+/// The fields of a struct of options, in the order in which an operator's schema has them. Operators that are
+/// registered with such a struct read their parameters' names, types and defaults from it:
 ///
 ///     struct Options {
 ///       double temperature = 1;
 ///       bool entropy = false;
 ///       LIGER_OPTIONS(temperature, entropy)
 ///     };
-#define LIGER_OPTIONS(...)                                       \
+#define LIGER_OPTIONS(...)                                             \
   static constexpr const char* option_names() { return #__VA_ARGS__; } \
   auto option_values() const { return std::make_tuple(__VA_ARGS__); }

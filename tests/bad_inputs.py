@@ -12,10 +12,24 @@ from cases import all_cases, as_tuple
 from torch.utils._python_dispatch import TorchDispatchMode
 
 #: (operator without _forward or _backward, argument): sizes that need not agree with another tensor's. Rows may come in any number of dimensions.
-ROWS = {("embedding", "ids"), ("scale", "saved"), *((name, "x") for name in ("rms_norm", "layer_norm", "dyt", "poly_norm", "modulated_rms_norm", "fused_mlp"))}
+ROWS = {
+    ("embedding", "ids"),
+    ("scale", "saved"),
+    *((name, "x") for name in ("rms_norm", "layer_norm", "dyt", "poly_norm", "modulated_rms_norm", "fused_mlp")),
+}
 FREE = {
-    "one column more": {("embedding", "weight"), ("embedding", "ids"), ("embedding", "dy"), ("cross_entropy", "x"), ("selective_log_softmax", "x"), ("poly_norm", "x"),
-                        ("group_norm", "x"), ("int2_matmul", "b"), ("scale", "saved"), ("fused_linear_cross_entropy", "weight")},
+    "one column more": {
+        ("embedding", "weight"),
+        ("embedding", "ids"),
+        ("embedding", "dy"),
+        ("cross_entropy", "x"),
+        ("selective_log_softmax", "x"),
+        ("poly_norm", "x"),
+        ("group_norm", "x"),
+        ("int2_matmul", "b"),
+        ("scale", "saved"),
+        ("fused_linear_cross_entropy", "weight"),
+    },
     "a dimension more": ROWS,
     "a dimension less": {*ROWS, ("modulated_rms_norm", "scale")},
 }
@@ -51,14 +65,19 @@ def valid_calls(device):
                     if trained and case.differentiable:
                         for retain_graph in (True, False):
                             differentiable = [o for o in out if o.requires_grad]
-                            torch.autograd.backward(differentiable, [torch.ones_like(o) for o in differentiable], retain_graph=retain_graph)
+                            torch.autograd.backward(
+                                differentiable, [torch.ones_like(o) for o in differentiable], retain_graph=retain_graph
+                            )
                 calls = {**recorder.calls, **calls}
     return calls
 
 
 def changes(t):
     yield "on another device", t.to("meta" if t.device.type == "cpu" else "cpu")
-    yield "of another dtype", t.double() if t.is_floating_point() else t.to(torch.float16) if t.dim() else t.to(torch.complex64)
+    yield (
+        "of another dtype",
+        t.double() if t.is_floating_point() else t.to(torch.float16) if t.dim() else t.to(torch.complex64),
+    )
     yield "complex", t.to(torch.complex64)
     if t.dim() and t.numel():
         yield "one column more", torch.cat((t, t[..., :1]), -1)
@@ -82,13 +101,17 @@ def main(device):
             if not given[i]:
                 continue
             for change, wrong in changes(args[i]):
-                print(f"{full}({', '.join(tensors)}): {argument.name} {change}: ", end="", flush=True)  # before the call, which may crash
+                print(
+                    f"{full}({', '.join(tensors)}): {argument.name} {change}: ", end="", flush=True
+                )  # before the call, which may crash
                 try:
                     op(*(wrong if j == i else a.clone() if given[j] else a for j, a in enumerate(args)))
                     said = "valid" if valid(name, argument.name, change, len(tensors)) else "ACCEPTED"
                 except (RuntimeError, TypeError, ValueError, IndexError) as error:
                     text = str(error).splitlines()[0]
-                    said = ("refused: " if name in text and re.search(rf"\b({'|'.join(tensors)})\b", text) else "UNNAMED: ") + text
+                    said = (
+                        "refused: " if name in text and re.search(rf"\b({'|'.join(tensors)})\b", text) else "UNNAMED: "
+                    ) + text
                 print(said, flush=True)
     print("done", flush=True)
 

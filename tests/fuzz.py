@@ -92,7 +92,9 @@ def check_meta(op, arguments, text):
     real = as_tuple(op(*arguments))
     meta = as_tuple(op(*(t.to("meta") if isinstance(t, torch.Tensor) else t for t in arguments)))
     for a, b in zip(real, meta, strict=True):
-        assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype), f"{text}: Meta says {b.shape} {b.stride()} {b.dtype}, not {a.shape} {a.stride()} {a.dtype}"
+        assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype), (
+            f"{text}: Meta says {b.shape} {b.stride()} {b.dtype}, not {a.shape} {a.stride()} {a.dtype}"
+        )
 
 
 def trial(seed, device="cpu", elements=8000, names=tuple(CASES)):
@@ -118,7 +120,9 @@ def trial(seed, device="cpu", elements=8000, names=tuple(CASES)):
         return None if t is None else t.detach().clone().requires_grad_(t.requires_grad)
 
     out = as_tuple(case.op(*inputs, **options))
-    upstream = [torch.randn(o.shape, dtype=torch.float64).to(device, o.dtype) if o.is_floating_point() else None for o in out]
+    upstream = [
+        torch.randn(o.shape, dtype=torch.float64).to(device, o.dtype) if o.is_floating_point() else None for o in out
+    ]
     kind = pick.choice(("ones", "powers of two", "any", "zeros", "expanded", "transposed"))
     if kind == "ones":
         upstream = [g if g is None else torch.ones_like(g) for g in upstream]
@@ -127,7 +131,9 @@ def trial(seed, device="cpu", elements=8000, names=tuple(CASES)):
     elif kind == "zeros":
         upstream = [g if g is None else torch.zeros_like(g) for g in upstream]
     elif kind == "expanded":
-        upstream = [g if g is None or g.dim() == 0 else g.flatten()[:1].expand(g.shape) if g.numel() else g for g in upstream]
+        upstream = [
+            g if g is None or g.dim() == 0 else g.flatten()[:1].expand(g.shape) if g.numel() else g for g in upstream
+        ]
     elif kind == "transposed":
         upstream = [g if g is None else laid_out(g, "transposed") for g in upstream]
     text += f", upstream {kind}"
@@ -137,9 +143,13 @@ def trial(seed, device="cpu", elements=8000, names=tuple(CASES)):
     last = gradients(out, inputs, upstream)
     for a, b, c in zip(found, again, last):
         assert torch.equal(a, b) or a.isnan().any(), f"{text}: a second backward differs"
-        assert torch.allclose(a, c, rtol=2 * torch.finfo(a.dtype).eps, atol=torch.finfo(a.dtype).smallest_normal, equal_nan=True), f"{text}: backward without retain_graph differs"
+        assert torch.allclose(
+            a, c, rtol=2 * torch.finfo(a.dtype).eps, atol=torch.finfo(a.dtype).smallest_normal, equal_nan=True
+        ), f"{text}: backward without retain_graph differs"
     for t, old in zip(inputs, before):
-        assert t is None or torch.equal(t, old) or t.is_floating_point() and t.isnan().any(), f"{text}: an input was changed"
+        assert t is None or torch.equal(t, old) or t.is_floating_point() and t.isnan().any(), (
+            f"{text}: an input was changed"
+        )
         assert t is None or t.requires_grad or t.grad is None, f"{text}: a frozen input has a gradient"
 
     references = []
@@ -193,7 +203,10 @@ def main():
         except Exception:
             failed.append(seed)
             traceback.print_exc()
-            print(f"repeat it with: python tests/fuzz.py --device {args.device} --elements {args.elements}{only} --seed {seed}", flush=True)
+            print(
+                f"repeat it with: python tests/fuzz.py --device {args.device} --elements {args.elements}{only} --seed {seed}",
+                flush=True,
+            )
         seed += 1
     print(f"{seed - first} trials from seed {first}: {len(failed)} failed {failed}")
     sys.exit(bool(failed))

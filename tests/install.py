@@ -31,7 +31,9 @@ class Environment:
 
     def __init__(self, folder):
         self.folder, self.sources = folder / "env", folder / "sources"
-        listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        listed = subprocess.run(
+            ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout
         for name in filter(None, listed.split("\0")):
             if (ROOT / name).exists():
                 (self.sources / name).parent.mkdir(parents=True, exist_ok=True)
@@ -41,8 +43,18 @@ class Environment:
     def run(self, *command, **variables):
         # Not the folder of make's own virtual environment, which has all tools.
         path = os.pathsep.join([str(self.folder / "bin"), "/usr/local/bin", "/usr/bin", "/bin"])
-        kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "LIGER_LIBRARY", "VIRTUAL_ENV")}
-        return subprocess.run(list(map(str, command)), cwd=self.sources, capture_output=True, text=True, env={"LIGER_CUDA": "OFF", **kept, "PATH": path, **variables})
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("PYTHONPATH", "LIGER_LIBRARY", "VIRTUAL_ENV")
+        }
+        return subprocess.run(
+            list(map(str, command)),
+            cwd=self.sources,
+            capture_output=True,
+            text=True,
+            env={"LIGER_CUDA": "OFF", **kept, "PATH": path, **variables},
+        )
 
     def pip(self, *arguments, **variables):
         return self.run(self.folder / "bin/python", "-m", "pip", "--disable-pip-version-check", *arguments, **variables)
@@ -58,8 +70,13 @@ class Environment:
 
     def used(self):
         """What the package says about itself, and that it works, seen from elsewhere."""
-        done = subprocess.run([str(self.folder / "bin/python"), "-c", USE], cwd=self.folder, capture_output=True, text=True,
-                              env={name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "LIGER_LIBRARY")})
+        done = subprocess.run(
+            [str(self.folder / "bin/python"), "-c", USE],
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            env={name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "LIGER_LIBRARY")},
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout.split("\n")[:3]
 
@@ -108,7 +125,11 @@ def test_isolated(with_torch):
     assert with_torch.torch() == before
     assert with_torch.pip("check").returncode == 0
     # Metadata that another torch does not meet.
-    assert re.search(rf"^Requires-Dist: torch=={re.escape(TORCH[1])}\.\*$", (Path(prefix).parent / f"liger_kernel-{version}.dist-info/METADATA").read_text(), re.M)
+    assert re.search(
+        rf"^Requires-Dist: torch=={re.escape(TORCH[1])}\.\*$",
+        (Path(prefix).parent / f"liger_kernel-{version}.dist-info/METADATA").read_text(),
+        re.M,
+    )
 
 
 def test_installed_package_reports_on_itself(with_torch):
@@ -116,7 +137,12 @@ def test_installed_package_reports_on_itself(with_torch):
     done = with_torch.run(with_torch.folder / "bin/python", "-m", "liger_kernel.env_report", "--device", "cpu")
     version, _, prefix = with_torch.used()
     assert done.returncode == 0, done.stdout + done.stderr
-    for line in (f"liger_kernel  {version}", f"file       {prefix}/lib/libliger.so", "built for  CPU: DEFAULT", "no transformers is installed"):
+    for line in (
+        f"liger_kernel  {version}",
+        f"file       {prefix}/lib/libliger.so",
+        "built for  CPU: DEFAULT",
+        "no transformers is installed",
+    ):
         assert line in done.stdout
     assert "not known" not in done.stdout and "all operators agree with plain torch" in done.stdout
 
@@ -125,8 +151,19 @@ def test_installed_package_serves_cmake(with_torch, tmp_path):
     """After test_isolated: a project elsewhere is configured and built with no Python to be found."""
     tools = Path(sys.executable).parent  # CMake and ninja alone are this environment's
     _, _, prefix = with_torch.used()
-    flags = [f"-DCMAKE_PREFIX_PATH={prefix}", "-DCMAKE_DISABLE_FIND_PACKAGE_Python=ON", "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}", "--no-warn-unused-cli"]
-    for command in ([tools / "cmake", "-S", "examples", "-B", tmp_path, *flags], [tools / "cmake", "--build", tmp_path], [tmp_path / "train"]):
+    flags = [
+        f"-DCMAKE_PREFIX_PATH={prefix}",
+        "-DCMAKE_DISABLE_FIND_PACKAGE_Python=ON",
+        "-G",
+        "Ninja",
+        f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}",
+        "--no-warn-unused-cli",
+    ]
+    for command in (
+        [tools / "cmake", "-S", "examples", "-B", tmp_path, *flags],
+        [tools / "cmake", "--build", tmp_path],
+        [tmp_path / "train"],
+    ):
         done = with_torch.run(*command)
         assert done.returncode == 0, done.stdout + done.stderr
 
@@ -136,7 +173,9 @@ def test_editable(with_torch):
     with_torch.remove()
     with_torch.installed("-e", ".")
     _, file, prefix = with_torch.used()
-    assert file == str(with_torch.sources / "python/liger_kernel/__init__.py") and prefix.startswith(str(with_torch.folder))
+    assert file == str(with_torch.sources / "python/liger_kernel/__init__.py") and prefix.startswith(
+        str(with_torch.folder)
+    )
     loader = with_torch.sources / "python/liger_kernel/_library.py"
     loader.write_text(loader.read_text() + '\nprint("changed")\n')
     assert with_torch.used()[0] == "changed"
@@ -157,4 +196,6 @@ def test_source_distribution_is_for_any_torch(with_torch, tmp_path):
     (archive,) = tmp_path.iterdir()
     assert re.fullmatch(r"liger_kernel-\d+\.\d+\.\d+\.tar\.gz", archive.name)
     done = with_torch.pip("install", "--dry-run", "--no-deps", "--force-reinstall", archive)
-    assert done.returncode == 0 and re.search(r"Would install liger-kernel-\d+\.\d+\.\d+\+pt\d+c", done.stdout), done.stdout + done.stderr
+    assert done.returncode == 0 and re.search(r"Would install liger-kernel-\d+\.\d+\.\d+\+pt\d+c", done.stdout), (
+        done.stdout + done.stderr
+    )

@@ -332,11 +332,22 @@ for name in preference.MODULES:
 CASES += [
     # What is known of the old policy, and rewards, are in float.
     loss_case(
-        "grpo", policy_call, policy_plain, policy_make, policy_draw, (9, 10), keep=(5, 6, 7, 8), scales=(1,),
-        **bench(NONE_IGNORED | dict(old=True), NONE_IGNORED | dict(old=True, ref=True), shape=(8, 1024, 4096, 128256))),
+        "grpo",
+        policy_call,
+        policy_plain,
+        policy_make,
+        policy_draw,
+        (9, 10),
+        keep=(5, 6, 7, 8),
+        scales=(1,),
+        **bench(NONE_IGNORED | dict(old=True), NONE_IGNORED | dict(old=True, ref=True), shape=(8, 1024, 4096, 128256)),
+    ),
     loss_case(
-        "jsd", *DISTILLATION, (3, 4),
-        **bench(SOFT, SOFT | dict(beta=0.0), shape=(8192, 2048, 4096, 128256), cpu=(1024, 256, 512, 32768))),
+        "jsd",
+        *DISTILLATION,
+        (3, 4),
+        **bench(SOFT, SOFT | dict(beta=0.0), shape=(8192, 2048, 4096, 128256), cpu=(1024, 256, 512, 32768)),
+    ),
     loss_case("cosine", *DISTILLATION, (3, 4)),
 ]
 LOSSES = {case.name: case for case in CASES}

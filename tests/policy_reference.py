@@ -6,14 +6,24 @@ import torch
 
 B, T, H, V = 4, 7, 24, 61
 CLIPPED, SOFT = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"), ("cispo", "sapo", "vespo")
-LOSSES = [(loss, level) for loss in CLIPPED + SOFT for level in ("token", "sequence") if level == "token" or loss in CLIPPED]
+LOSSES = [
+    (loss, level) for loss in CLIPPED + SOFT for level in ("token", "sequence") if level == "token" or loss in CLIPPED
+]
 MAX_LENGTH = 11
-BOUNDS = {torch.float32: dict(rtol=2e-5, atol=2e-6), torch.bfloat16: dict(rtol=0.05, atol=0.02), torch.float16: dict(rtol=0.02, atol=4e-3)}
+BOUNDS = {
+    torch.float32: dict(rtol=2e-5, atol=2e-6),
+    torch.bfloat16: dict(rtol=0.05, atol=0.02),
+    torch.float16: dict(rtol=0.02, atol=4e-3),
+}
 
 
 def log_probs(x, weight, ids, bias=None, temperature=1.0):
     z = x @ weight.T if bias is None else x @ weight.T + bias
-    return torch.log_softmax(z.to(torch.promote_types(z.dtype, torch.float32)) / temperature, -1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    return (
+        torch.log_softmax(z.to(torch.promote_types(z.dtype, torch.float32)) / temperature, -1)
+        .gather(-1, ids.unsqueeze(-1))
+        .squeeze(-1)
+    )
 
 
 def gamma(advantages, d, mask, ratio, k_pos=2.0, lambda_pos=3.0, k_neg=3.0, lambda_neg=2.0):
@@ -26,8 +36,23 @@ def gamma(advantages, d, mask, ratio, k_pos=2.0, lambda_pos=3.0, k_neg=3.0, lamb
     return torch.nan_to_num(torch.exp(lam + k * s - lam * s.exp()), 0, 0, 0).unsqueeze(1)
 
 
-def terms(lp, mask, advantages, old=None, ref=None, ratio=None, loss="dapo", level="token", low=0.2, high=0.2, delta=None, beta=0.0, unbiased=False,
-          pos=1.0, neg=1.05):
+def terms(
+    lp,
+    mask,
+    advantages,
+    old=None,
+    ref=None,
+    ratio=None,
+    loss="dapo",
+    level="token",
+    low=0.2,
+    high=0.2,
+    delta=None,
+    beta=0.0,
+    unbiased=False,
+    pos=1.0,
+    neg=1.05,
+):
     """(loss, kl, clipped) of each token or sequence, from the definitions."""
     a = advantages.unsqueeze(1)
     d = lp - (lp.detach() if old is None else old)
@@ -87,14 +112,22 @@ def batch(device, dtype=torch.float32, spread=0.5):
     old[0] -= 0.4  # the first completion's own ratio is held back too
     ratio = torch.rand(B, T, generator=g) + 0.5
     move = lambda t, to=None: t.to(device) if to is None else t.to(device, to).requires_grad_()
-    return (move(x, dtype), move(weight, dtype), move(bias, dtype)), *map(move, (ids, mask, advantages, old, ref, ratio))
+    return (move(x, dtype), move(weight, dtype), move(bias, dtype)), *map(
+        move, (ids, mask, advantages, old, ref, ratio)
+    )
 
 
 def check(got, expected, names, bounds):
     for name, a, b in zip(names, got, expected):
         assert b.abs().max() > 1e-5, f"{name} is trivially zero"
         # Against the largest element, as rounding in a sum is.
-        torch.testing.assert_close(a.double() / b.abs().max(), b / b.abs().max(), rtol=bounds["rtol"], atol=bounds["atol"], msg=lambda m: f"{name}: {m}")
+        torch.testing.assert_close(
+            a.double() / b.abs().max(),
+            b / b.abs().max(),
+            rtol=bounds["rtol"],
+            atol=bounds["atol"],
+            msg=lambda m: f"{name}: {m}",
+        )
 
 
 def expected_of(tensors, ids, mask, advantages, temperature, scale=1.0, **options):

@@ -14,7 +14,18 @@ from liger_kernel.chunked_loss import (
 )
 
 N, T, H, V = 3, 7, 10, 23
-LOSS_TYPES = ["sigmoid", "hinge", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop"]
+LOSS_TYPES = [
+    "sigmoid",
+    "hinge",
+    "exo_pair",
+    "nca_pair",
+    "robust",
+    "bco_pair",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+]
 
 
 def tokens(x, w, b, y):
@@ -68,7 +79,11 @@ def reference(name, x, w, b, y, ignore, options, ref=None, nll_y=None, liked=Non
         split = [(v[liked].sum(), v[~liked].sum()) for v in (logp, logits.sum((1, 2)), beta * delta)]
         return loss, [s for pair in split for s in pair]
     pw, pl = logp.chunk(2)
-    nll = nll_of(x[: len(x) // 2], w, b, (y if nll_y is None else nll_y)[: len(x) // 2], ignore, tokens) if options["compute_nll_loss"] else logp.new_zeros(())
+    nll = (
+        nll_of(x[: len(x) // 2], w, b, (y if nll_y is None else nll_y)[: len(x) // 2], ignore, tokens)
+        if options["compute_nll_loss"]
+        else logp.new_zeros(())
+    )
     e = options.get("label_smoothing", 0.0)
     if name == "dpo":
         dw, dl = (logp - ref_logp).chunk(2)
@@ -84,14 +99,29 @@ def reference(name, x, w, b, y, ignore, options, ref=None, nll_y=None, liked=Non
     return options.get("alpha", 1.0) * nll + loss, [pw, pl, *means, nll, *extra]
 
 
-MODULES = {"dpo": LigerFusedLinearDPOLoss, "orpo": LigerFusedLinearORPOLoss, "cpo": LigerFusedLinearCPOLoss, "simpo": LigerFusedLinearSimPOLoss,
-           "kto": LigerFusedLinearKTOLoss}
+MODULES = {
+    "dpo": LigerFusedLinearDPOLoss,
+    "orpo": LigerFusedLinearORPOLoss,
+    "cpo": LigerFusedLinearCPOLoss,
+    "simpo": LigerFusedLinearSimPOLoss,
+    "kto": LigerFusedLinearKTOLoss,
+}
 
 
 class Batch:
     """Hidden states that are a slice, labels of unequal lengths with holes, a reference of another width."""
 
-    def __init__(self, dtype=torch.float32, ignore=-100, bias=True, ref_bias=True, frozen=(), weight_dtype=None, rows=2 * N, device="cpu"):
+    def __init__(
+        self,
+        dtype=torch.float32,
+        ignore=-100,
+        bias=True,
+        ref_bias=True,
+        frozen=(),
+        weight_dtype=None,
+        rows=2 * N,
+        device="cpu",
+    ):
         def to(t, dtype=dtype):
             return t.to(device, dtype)
 
@@ -102,22 +132,44 @@ class Batch:
         for row, length in enumerate((T, 3, 5, 4, T, 1)[:rows]):
             self.y[row, length:] = ignore
         self.y[0, 2] = self.y[4 % rows, 1] = ignore
-        self.ref = (to(torch.randn(rows, T + 1, H + 3) * 0.7)[:, :-1], to(torch.randn(V, H + 3) * 0.5), to(torch.randn(V)) if ref_bias else None)
+        self.ref = (
+            to(torch.randn(rows, T + 1, H + 3) * 0.7)[:, :-1],
+            to(torch.randn(V, H + 3) * 0.5),
+            to(torch.randn(V)) if ref_bias else None,
+        )
         self.liked = torch.tensor([True, False, True, False, False, True], device=device)[:rows]
         self.leaves = [t for t in (self.x, self.w, self.b) if t is not None and t.requires_grad]
 
     def call(self, module, name, ref=False, **extra):
         given = dict(zip(("ref_input", "ref_weight", "ref_bias"), self.ref)) if ref else {}
         if name == "kto":
-            return module(_input=self.x, lin_weight=self.w, target=self.y, bias=self.b, preference_labels=self.liked, **given, **extra)
+            return module(
+                _input=self.x,
+                lin_weight=self.w,
+                target=self.y,
+                bias=self.b,
+                preference_labels=self.liked,
+                **given,
+                **extra,
+            )
         return module(self.w, self.x, self.y, self.b, **given, **extra)
 
     def expected(self, name, options, ignore=-100, ref=False, **extra):
         """(loss, aux, gradients), in float64."""
         copies = {id(t): t.detach().double().requires_grad_() for t in self.leaves}
         x, w, b = (None if t is None else copies.get(id(t), t.detach().double()) for t in (self.x, self.w, self.b))
-        loss, aux = reference(name, x, w, b, self.y, ignore, options, tuple(None if t is None else t.double() for t in self.ref) if ref else None,
-                              liked=self.liked, **extra)
+        loss, aux = reference(
+            name,
+            x,
+            w,
+            b,
+            self.y,
+            ignore,
+            options,
+            tuple(None if t is None else t.double() for t in self.ref) if ref else None,
+            liked=self.liked,
+            **extra,
+        )
         return loss, aux, torch.autograd.grad(loss, [copies[id(t)] for t in self.leaves])
 
 
@@ -132,7 +184,11 @@ def check(batch, ours, expected, bound):
     assert loss.dtype == torch.float32 and loss.ndim == 0 and loss.requires_grad and abs(loss.item()) > 1e-3
     gradients = torch.autograd.grad(loss, batch.leaves, retain_graph=True)
     close(loss, expected[0], bound, 1)  # terms of that size cancel
-    assert len(aux) == len(expected[1]) and not any(a.requires_grad for a in aux) and all(a.dtype == torch.float32 for a in aux)
+    assert (
+        len(aux) == len(expected[1])
+        and not any(a.requires_grad for a in aux)
+        and all(a.dtype == torch.float32 for a in aux)
+    )
     for a, plain in zip(aux, expected[1]):
         close(a, plain, bound, 0.1)
     for leaf, gradient, plain in zip(batch.leaves, gradients, expected[2]):

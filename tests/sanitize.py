@@ -13,7 +13,12 @@ from cases import all_cases
 
 for case in [case for name, case in all_cases().items() if name not in sys.argv[1:]]:
     # The shortest rows, of which the last ones end together with the memory; rows that begin anywhere, and rows over a block's or a cluster's worth, which begin anywhere or not.
-    shapes = case.shapes[:1] + [s for s in case.shapes if torch.Size(s).numel() < 5000][-2:] + [s for s in case.shapes if s[-1] % 8][-1:] + case.shapes[-1:]
+    shapes = (
+        case.shapes[:1]
+        + [s for s in case.shapes if torch.Size(s).numel() < 5000][-2:]
+        + [s for s in case.shapes if s[-1] % 8][-1:]
+        + case.shapes[-1:]
+    )
     for shape in shapes:
         for dtype in case.dtypes[:2]:
             inputs = case.inputs(shape, case.options[0], dtype, "cuda")

@@ -29,11 +29,9 @@ LOGITS = torch.randn(6, 9)
 
 # Parameters of the API, "name" or "name=default", and where ours may have a default that the API has not, "name?".
 SIGNATURES = {
-    "ops.cross_entropy.cross_entropy_forward":
-        "_input target weight ignore_index lse_square_scale label_smoothing reduction softcap return_z_loss? return_token_accuracy=False return_predicted_tokens=False",
+    "ops.cross_entropy.cross_entropy_forward": "_input target weight ignore_index lse_square_scale label_smoothing reduction softcap return_z_loss? return_token_accuracy=False return_predicted_tokens=False",
     "ops.fused_add_rms_norm.fused_add_rms_norm_backward": "dY dS_out S W RSTD offset casting_mode BLOCK_SIZE? num_warps? num_stages? in_place?",
-    "ops.modulated_rms_norm.modulated_rms_norm_backward":
-        "dY X W scale shift RSTD offset casting_mode BLOCK_SIZE? num_warps? rows_per_modulation? in_place?",
+    "ops.modulated_rms_norm.modulated_rms_norm_backward": "dY X W scale shift RSTD offset casting_mode BLOCK_SIZE? num_warps? rows_per_modulation? in_place?",
     "ops.poly_norm.poly_norm_backward": "dY X W RSTD BLOCK_SIZE? num_warps? in_place?",
     "ops.rms_norm.rms_norm_forward": "X W eps offset casting_mode row_mode?",
     "ops.rms_norm.rms_norm_backward": "dY X W RSTD offset casting_mode BLOCK_SIZE? num_warps? in_place? row_mode?",
@@ -42,12 +40,10 @@ SIGNATURES = {
     "ops.softmax.LigerSoftmaxFunction.apply": "input_",
     "ops.sparsemax.LigerSparsemaxFunction.apply": "x dim?",
     "ops.experimental.embedding.LigerEmbeddingFunction.apply": "embeddings indices",
-    "ops.fused_linear_cross_entropy.LigerFusedLinearCrossEntropyFunction.forward":
-        "ctx _input weight target bias=None ce_weight=None ignore_index=-100 lse_square_scale=0.0 label_smoothing=0.0 reduction='mean' softcap=None "
-        "return_z_loss=False accum_dtype=None use_token_scaling=False return_token_accuracy=False return_predicted_tokens=False",
-    "transformers.functional.liger_fused_linear_cross_entropy":
-        "input weight target bias=None ce_weight=None ignore_index=-100 lse_square_scale=0.0 label_smoothing=0.0 reduction='mean' softcap=None "
-        "return_z_loss=False accum_dtype=None use_token_scaling=False return_token_accuracy=False return_predicted_tokens=False",
+    "ops.fused_linear_cross_entropy.LigerFusedLinearCrossEntropyFunction.forward": "ctx _input weight target bias=None ce_weight=None ignore_index=-100 lse_square_scale=0.0 label_smoothing=0.0 reduction='mean' softcap=None "
+    "return_z_loss=False accum_dtype=None use_token_scaling=False return_token_accuracy=False return_predicted_tokens=False",
+    "transformers.functional.liger_fused_linear_cross_entropy": "input weight target bias=None ce_weight=None ignore_index=-100 lse_square_scale=0.0 label_smoothing=0.0 reduction='mean' softcap=None "
+    "return_z_loss=False accum_dtype=None use_token_scaling=False return_token_accuracy=False return_predicted_tokens=False",
     "transformers.llama4_rope.apply_liger_llama4_rope_full": "modeling_module",
     "transformers.mlp.LigerMLP": "config",
     "transformers.relu_squared.LigerReLUSquared": "",
@@ -73,7 +69,7 @@ def test_signatures_of_the_api(name):
         if not text.endswith("?"):
             assert parameter.default == (eval(default) if default else parameter.empty)
     assert len(parameters) >= len(expected)
-    assert all(p.default is not p.empty for p in parameters[len(expected):])
+    assert all(p.default is not p.empty for p in parameters[len(expected) :])
 
 
 def test_the_function_that_others_derive_from():
@@ -113,7 +109,10 @@ LOSSES = {
     "CrossEntropyLoss": (lambda r: LigerCrossEntropyLoss(reduction=r), 3),
     "fused_linear": (lambda r: LF.liger_fused_linear_cross_entropy(X, W, Y, reduction=r), 3),
     "fused_linear_forward": (lambda r: flce.fused_linear_cross_entropy_forward(X, W, Y, reduction=r), 3),
-    "FusedLinearFunction": (lambda r: ops.LigerFusedLinearCrossEntropyFunction.apply(X, W, Y, None, None, -100, 0.0, 0.0, r), 3),
+    "FusedLinearFunction": (
+        lambda r: ops.LigerFusedLinearCrossEntropyFunction.apply(X, W, Y, None, None, -100, 0.0, 0.0, r),
+        3,
+    ),
     "FusedLinearLoss": (lambda r: LigerFusedLinearCrossEntropyLoss(reduction=r), 3),
     "kl_div": (lambda r: LF.liger_kl_div(LOGITS.log_softmax(-1), LOGITS.softmax(-1), reduction=r), 4),
     "KLDIVLoss": (lambda r: LigerKLDIVLoss(reduction=r), 4),
@@ -131,7 +130,9 @@ def test_reductions(name):
     for wrong in ("Mean", "avg", "", None, 1, *reductions[count:]):
         with pytest.raises(ValueError) as error:
             call(wrong)
-        assert all(f"'{valid}'" in str(error.value) for valid in reductions[:count]) and str(error.value).endswith(f"got {wrong!r}")
+        assert all(f"'{valid}'" in str(error.value) for valid in reductions[:count]) and str(error.value).endswith(
+            f"got {wrong!r}"
+        )
 
 
 @pytest.mark.parametrize("wrong", [None, 1.5, "0"])
@@ -148,7 +149,9 @@ def test_ignore_index_is_an_integer(wrong):
             call(wrong)
 
 
-@pytest.mark.parametrize("cls, name", [(LigerCrossEntropyLoss, "weight"), (LigerFusedLinearCrossEntropyLoss, "ce_weight")])
+@pytest.mark.parametrize(
+    "cls, name", [(LigerCrossEntropyLoss, "weight"), (LigerFusedLinearCrossEntropyLoss, "ce_weight")]
+)
 def test_class_weights_are_buffers(cls, name):
     """As torch.nn.CrossEntropyLoss has it: .to() moves them, state_dict holds them."""
     weights = torch.rand(9)
@@ -156,7 +159,11 @@ def test_class_weights_are_buffers(cls, name):
     call = (lambda m: m(LOGITS, Y)) if name == "weight" else (lambda m: m(W, X, Y))
     expected = plain(LOGITS if name == "weight" else X @ W.T, Y)
     torch.testing.assert_close(call(loss), expected)
-    assert [*loss.state_dict()] == [name] and not loss.state_dict(prefix="x.").keys() - {"x." + name} and not cls().state_dict()
+    assert (
+        [*loss.state_dict()] == [name]
+        and not loss.state_dict(prefix="x.").keys() - {"x." + name}
+        and not cls().state_dict()
+    )
     other = cls(**{name: torch.ones(9)})
     other.load_state_dict(loss.state_dict())
     torch.testing.assert_close(call(other), expected)
@@ -167,8 +174,13 @@ def test_class_weights_are_buffers(cls, name):
 
 def test_widths_of_zero():
     empty, config = torch.randn(2, 3, 0), SimpleNamespace(hidden_size=0, intermediate_size=8, hidden_act="silu")
-    assert LF.liger_modulated_rms_norm(empty, torch.randn(0), torch.randn(2, 1, 0), torch.randn(2, 1, 0)).shape == empty.shape
-    assert ops.modulated_rms_norm_forward(empty, torch.randn(0), empty, None, 1e-6, 0.0, "llama")[0].shape == empty.shape
+    assert (
+        LF.liger_modulated_rms_norm(empty, torch.randn(0), torch.randn(2, 1, 0), torch.randn(2, 1, 0)).shape
+        == empty.shape
+    )
+    assert (
+        ops.modulated_rms_norm_forward(empty, torch.randn(0), empty, None, 1e-6, 0.0, "llama")[0].shape == empty.shape
+    )
     with pytest.warns(UserWarning, match="zero-element"):
         mlp = LigerTiledSwiGLUMLP(config)
     assert mlp(empty).shape == empty.shape
@@ -180,7 +192,11 @@ def test_options_that_cannot_be():
         (lambda: LigerGroupNorm(4, 0), AssertionError, "0 groups do not divide 4"),
         (lambda: LigerEmbedding(10, 8, -11), AssertionError, "padding_idx.*10.*-11"),
         (lambda: LigerEmbedding(10, 8, 10), AssertionError, "padding_idx.*10.*10"),
-        (lambda: ops.apply_tiled_mlp(lambda m, x: m(x), torch.nn.Identity(), torch.randn(4)), ValueError, "tokens, width"),
+        (
+            lambda: ops.apply_tiled_mlp(lambda m, x: m(x), torch.nn.Identity(), torch.randn(4)),
+            ValueError,
+            "tokens, width",
+        ),
     ):
         with pytest.raises(error, match=message):
             call()
@@ -233,7 +249,9 @@ def test_rope_refusals():
 def test_multimodal_rope_with_heads_last():
     q, k, angles = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 3, 8), torch.rand(3, 2, 3, 8)
     expected = liger_multimodal_rotary_pos_emb(q, k, angles.cos(), angles.sin(), [1, 1, 2])
-    turned = liger_multimodal_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), angles.cos(), angles.sin(), [1, 1, 2], 2)
+    turned = liger_multimodal_rotary_pos_emb(
+        q.transpose(1, 2), k.transpose(1, 2), angles.cos(), angles.sin(), [1, 1, 2], 2
+    )
     for ours, plain in zip(turned, expected):
         assert torch.equal(ours.transpose(1, 2), plain)
     with pytest.raises(ValueError, match="unsqueeze_dim"):
@@ -248,7 +266,9 @@ ONCE = {
     "tiled_mlp": tiled,
     "gate_up": lambda x: LigerFusedGateUpSiLUMulFunction.apply(x * 1, True),
     "fused_linear": lambda x: ops.LigerFusedLinearCrossEntropyFunction.apply(x, W.requires_grad_(), Y)[0],
-    "fused_linear_single": lambda x: ops.LigerFusedLinearCrossEntropyFunction.apply(x, W.requires_grad_(), Y, None, None, -100, 0.0, 0.0, "none")[0],
+    "fused_linear_single": lambda x: ops.LigerFusedLinearCrossEntropyFunction.apply(
+        x, W.requires_grad_(), Y, None, None, -100, 0.0, 0.0, "none"
+    )[0],
 }
 
 

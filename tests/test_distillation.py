@@ -11,7 +11,6 @@ from liger_kernel.chunked_loss.fused_linear_distillation import LigerFusedLinear
 from liger_kernel.ops import two_heads
 from liger_kernel.transformers import LigerFusedLinearJSD
 from liger_kernel.transformers.functional import liger_fused_linear_jsd
-
 from policy_reference import BOUNDS, check
 
 N, H, H_TEACHER, V = 37, 16, 24, 53
@@ -24,7 +23,11 @@ def heads(device="cpu", dtype=torch.float32, tokens=(N,), vocabulary=V, teacher_
     g = torch.Generator().manual_seed(1)
     draw = lambda *shape: torch.randn(*shape, generator=g).to(device, dtype)
     student = [draw(*tokens, H) * 0.7, draw(vocabulary, H) * 0.5, draw(vocabulary) * 0.3]
-    teacher = [draw(*tokens, H_TEACHER) * 0.7, draw(teacher_vocabulary, H_TEACHER) * 0.5, draw(teacher_vocabulary) * 0.3]
+    teacher = [
+        draw(*tokens, H_TEACHER) * 0.7,
+        draw(teacher_vocabulary, H_TEACHER) * 0.5,
+        draw(teacher_vocabulary) * 0.3,
+    ]
     labels = torch.randint(0, vocabulary, tokens, generator=g)
     labels[torch.rand(tokens, generator=g) < 0.3] = -100
     return [t.requires_grad_() for t in student], teacher, labels.to(device)
@@ -48,7 +51,9 @@ def cosine(s, t, labels, beta):
     return beta * (1 - torch.nn.functional.cosine_similarity(s, t, -1)).sum()
 
 
-def expected_of(student, teacher, labels, soft_of, temperature=1.0, weights=(0.5, 0.5), beta=0.5, scale=1.0, with_ce=True):
+def expected_of(
+    student, teacher, labels, soft_of, temperature=1.0, weights=(0.5, 0.5), beta=0.5, scale=1.0, with_ce=True
+):
     """([loss, gradients of the student], soft, hard) in float64."""
     exact = [None if t is None else t.detach().double().requires_grad_(t.requires_grad) for t in student]
     logits = lambda x, w, b: x.flatten(0, -2) @ w.T + (0 if b is None else b)
@@ -72,7 +77,11 @@ def test_jsd(device, dtype, beta):
     expected, soft_, hard_ = expected_of(student, teacher, labels, jsd, 1.3, beta=beta, scale=1.7)
     check((loss, *(t.grad for t in student)), expected, NAMES, BOUNDS[dtype])
     check((soft, hard), (soft_, hard_), ("soft", "hard"), BOUNDS[dtype])
-    assert all(t.dtype == torch.float32 and t.ndim == 0 for t in (loss, soft, hard)) and not soft.requires_grad and not hard.requires_grad
+    assert (
+        all(t.dtype == torch.float32 and t.ndim == 0 for t in (loss, soft, hard))
+        and not soft.requires_grad
+        and not hard.requires_grad
+    )
     assert all(t.grad.dtype == dtype and t.grad.shape == t.shape for t in student)
     assert student[0].grad[labels == -100].count_nonzero() == 0 and all(t.grad is None for t in teacher)
 
@@ -80,7 +89,9 @@ def test_jsd(device, dtype, beta):
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 def test_cosine(device, dtype):
     student, teacher, labels = heads(device, dtype)
-    loss, soft, hard = Cosine(beta=0.7, temperature=2.0, return_soft_hard_loss=True)(student[0], student[1], teacher[0], teacher[1], labels, student[2], teacher[2])
+    loss, soft, hard = Cosine(beta=0.7, temperature=2.0, return_soft_hard_loss=True)(
+        student[0], student[1], teacher[0], teacher[1], labels, student[2], teacher[2]
+    )
     loss.backward()
     expected, soft_, hard_ = expected_of(student, teacher, labels, cosine, 2.0, beta=0.7)
     check((loss, *(t.grad for t in student)), expected, NAMES, BOUNDS[dtype])
@@ -118,7 +129,15 @@ def test_chunks(monkeypatch):
             loss.backward()
             assert leaf.grad.shape == leaf.shape
             check((loss, *(t.grad for t in student)), expected, NAMES, BOUNDS[torch.float32])
-        flat = JSD()(student[0].flatten(0, 1), student[1], teacher[0].flatten(0, 1), teacher[1], labels.flatten(), student[2], teacher[2])
+        flat = JSD()(
+            student[0].flatten(0, 1),
+            student[1],
+            teacher[0].flatten(0, 1),
+            teacher[1],
+            labels.flatten(),
+            student[2],
+            teacher[2],
+        )
         torch.testing.assert_close(flat, loss)
 
 
@@ -130,7 +149,7 @@ def test_weight_gradient_is_summed_in_float(dtype):
     errors = []
     for chunk in (600, 3):
         loss = JSD(chunk_size=chunk)(student[0], student[1], teacher[0], teacher[1], labels, student[2], teacher[2])
-        gradient, = torch.autograd.grad(loss, student[1])
+        (gradient,) = torch.autograd.grad(loss, student[1])
         errors.append((gradient.double() - expected[2]).norm() / expected[2].norm())
     assert errors[1] < 1.2 * errors[0]
 
@@ -152,7 +171,9 @@ def test_larger_teacher_vocabulary():
 def test_ignored_tokens():
     """All ignored: 0 with gradients of 0. What stands at ignored places is not read."""
     student, teacher, labels = heads()
-    nothing = JSD()(student[0], student[1], teacher[0], teacher[1], torch.full_like(labels, -100), student[2], teacher[2])
+    nothing = JSD()(
+        student[0], student[1], teacher[0], teacher[1], torch.full_like(labels, -100), student[2], teacher[2]
+    )
     nothing.backward()
     assert nothing == 0 and all(t.grad.count_nonzero() == 0 for t in student)
     plain = JSD()(student[0], student[1], teacher[0], teacher[1], labels, student[2], teacher[2])
@@ -164,7 +185,9 @@ def test_ignored_tokens():
     loss.backward()
     torch.testing.assert_close(loss, plain)
     assert plain > 1e-3 and all(t.grad.isfinite().all() and t.grad.abs().max() > 1e-5 for t in student)
-    own = JSD(ignore_index=5)(teacher[0], teacher[1], teacher[0] * 0.5, teacher[1], torch.where(labels == -100, 5, labels))
+    own = JSD(ignore_index=5)(
+        teacher[0], teacher[1], teacher[0] * 0.5, teacher[1], torch.where(labels == -100, 5, labels)
+    )
     other = labels.masked_fill(labels == 5, -100)
     torch.testing.assert_close(own, JSD()(teacher[0], teacher[1], teacher[0] * 0.5, teacher[1], other))
 
@@ -256,9 +279,34 @@ def test_own_loss_on_the_base():
             return beta * (student_logits - teacher_logits)[kept].abs().pow(power).sum()
 
         @classmethod
-        def forward(cls, ctx, student_input, student_weight, teacher_input, teacher_weight, target, student_bias, teacher_bias, with_ce):
-            return super().forward(cls, ctx, student_input, student_weight, teacher_input, teacher_weight, target, student_bias, teacher_bias, chunk_size=4,
-                                   beta=0.3, compute_ce_loss=with_ce, temperature=1.5, power=2)
+        def forward(
+            cls,
+            ctx,
+            student_input,
+            student_weight,
+            teacher_input,
+            teacher_weight,
+            target,
+            student_bias,
+            teacher_bias,
+            with_ce,
+        ):
+            return super().forward(
+                cls,
+                ctx,
+                student_input,
+                student_weight,
+                teacher_input,
+                teacher_weight,
+                target,
+                student_bias,
+                teacher_bias,
+                chunk_size=4,
+                beta=0.3,
+                compute_ce_loss=with_ce,
+                temperature=1.5,
+                power=2,
+            )
 
         @staticmethod
         def backward(ctx, grad_output):
@@ -267,7 +315,9 @@ def test_own_loss_on_the_base():
     soft_of = lambda s, t, labels, beta: beta * (s - t)[labels != -100].pow(2).sum()
     for with_ce in (True, False):
         student, teacher, labels = heads()
-        loss = SquaredError.apply(student[0], student[1], teacher[0], teacher[1], labels, student[2], teacher[2], with_ce)
+        loss = SquaredError.apply(
+            student[0], student[1], teacher[0], teacher[1], labels, student[2], teacher[2], with_ce
+        )
         loss.backward()
         expected, *_ = expected_of(student, teacher, labels, soft_of, 1.5, beta=0.3, with_ce=with_ce)
         check((loss, *(t.grad for t in student)), expected, NAMES, BOUNDS[torch.float32])
@@ -284,10 +334,16 @@ def test_parts_of_the_base():
     torch.testing.assert_close(t, teacher[0] @ teacher[1].T + teacher[2])
     torch.testing.assert_close(ce, torch.nn.functional.cross_entropy(s, labels, reduction="sum"))
     loss, (soft, hard, *_) = LigerFusedLinearDistillationBase._compute_loss(
-        *arguments, jsd_loss.LigerFusedLinearJSDFunction.distillation_loss_fn, temperature=1.2, beta=0.3)
+        *arguments, jsd_loss.LigerFusedLinearJSDFunction.distillation_loss_fn, temperature=1.2, beta=0.3
+    )
     loss.backward()
     expected, soft_, hard_ = expected_of(student, teacher, labels, jsd, 1.2, beta=0.3)
-    check((loss, *(t.grad for t in student), soft, hard), (*expected, soft_, hard_), (*NAMES, "soft", "hard"), BOUNDS[torch.float32])
+    check(
+        (loss, *(t.grad for t in student), soft, hard),
+        (*expected, soft_, hard_),
+        (*NAMES, "soft", "hard"),
+        BOUNDS[torch.float32],
+    )
     fn = jsd_loss.LigerFusedLinearJSDFunction.distillation_loss_fn
     torch.testing.assert_close(fn(s.view(1, N, V), t.view(1, N, V), 0.3), jsd(s, t, labels * 0, 0.3))
 
@@ -300,8 +356,16 @@ def test_fused_linear_jsd(device, dtype, beta, labelled):
     labels = labels if labelled else None
     loss = LigerFusedLinearJSD(beta, temperature=1.3)(student[0], student[1], teacher[0], teacher[1], labels)
     (loss * 1.7).backward()
-    expected, *_ = expected_of([*student[:2], None], [*teacher[:2], None], torch.zeros(N, dtype=torch.long, device=device) if labels is None else labels, jsd, 1.3,
-                               (0, 1), beta, 1.7)
+    expected, *_ = expected_of(
+        [*student[:2], None],
+        [*teacher[:2], None],
+        torch.zeros(N, dtype=torch.long, device=device) if labels is None else labels,
+        jsd,
+        1.3,
+        (0, 1),
+        beta,
+        1.7,
+    )
     check((loss, student[0].grad, student[1].grad), expected, NAMES, BOUNDS[dtype])
     assert loss.dtype == torch.float32 and loss.ndim == 0 and student[0].grad.dtype == dtype == student[1].grad.dtype
     arguments = student[0], student[1], teacher[0], teacher[1], labels, beta, -100
@@ -310,7 +374,12 @@ def test_fused_linear_jsd(device, dtype, beta, labelled):
     gradients = liger_ops.fused_linear_jsd_backward(torch.tensor(1.7), *gradients)
     torch.testing.assert_close(loss_, loss, rtol=0, atol=0)
     for got, t in zip(gradients, student):
-        torch.testing.assert_close(got.to(dtype), t.grad, rtol=1e-2 if dtype == torch.bfloat16 else 2e-3 if dtype == torch.float16 else 1e-6, atol=1e-7)
+        torch.testing.assert_close(
+            got.to(dtype),
+            t.grad,
+            rtol=1e-2 if dtype == torch.bfloat16 else 2e-3 if dtype == torch.float16 else 1e-6,
+            atol=1e-7,
+        )
 
 
 def test_fused_linear_jsd_contract():
@@ -330,7 +399,12 @@ def test_fused_linear_jsd_contract():
         torch.autograd.grad(run(), student[0], create_graph=True)[0].sum().backward()
     student[1].requires_grad_(False)
     torch.testing.assert_close(torch.autograd.grad(run(), student[0])[0], once[0])
-    assert liger_ops.fused_linear_jsd_forward(student[0], student[1], teacher[0], teacher[1], labels, 0.5, -100, True, 1.0)[2] is None
+    assert (
+        liger_ops.fused_linear_jsd_forward(
+            student[0], student[1], teacher[0], teacher[1], labels, 0.5, -100, True, 1.0
+        )[2]
+        is None
+    )
     with pytest.raises(AssertionError):
         LigerFusedLinearJSD(temperature=0.0)
     with pytest.raises(AssertionError, match="shift_labels"):
@@ -350,28 +424,83 @@ def test_half_precision_gradients_neither_vanish_nor_overflow():
 
 
 def test_signatures_and_attributes():
-    weights = [("weight_hard_loss", 0.5), ("weight_soft_loss", 0.5), ("beta", 0.5), ("ignore_index", -100), ("temperature", 1.0), ("compiled", True),
-               ("chunk_size", 1024), ("return_soft_hard_loss", False)]
+    weights = [
+        ("weight_hard_loss", 0.5),
+        ("weight_soft_loss", 0.5),
+        ("beta", 0.5),
+        ("ignore_index", -100),
+        ("temperature", 1.0),
+        ("compiled", True),
+        ("chunk_size", 1024),
+        ("return_soft_hard_loss", False),
+    ]
     tensors = ["student_input", "student_weight", "teacher_input", "teacher_weight"]
-    names = lambda f: [p.name if p.default is p.empty else (p.name, p.default) for p in inspect.signature(f).parameters.values()
-                       if p.name not in ("self", "cls", "ctx")]
+    names = lambda f: [
+        p.name if p.default is p.empty else (p.name, p.default)
+        for p in inspect.signature(f).parameters.values()
+        if p.name not in ("self", "cls", "ctx")
+    ]
     biases = [("student_bias", None), ("teacher_bias", None)]
     for module in (jsd_loss, cosine_similarity_loss):
         name = "JSD" if module is jsd_loss else "CosineSimilarity"
-        loss, function = getattr(module, f"LigerFusedLinear{name}Loss"), getattr(module, f"LigerFusedLinear{name}Function")
+        loss, function = (
+            getattr(module, f"LigerFusedLinear{name}Loss"),
+            getattr(module, f"LigerFusedLinear{name}Function"),
+        )
         assert names(function.forward) == [*tensors, "true_labels", "student_bias", "teacher_bias", *weights]
         assert names(loss) == weights and names(loss.forward) == [*tensors, "true_labels", *biases]
-        options = dict(weight_hard_loss=0.1, weight_soft_loss=0.2, beta=0.3, ignore_index=7, temperature=2.0, compiled=False, chunk_size=3, return_soft_hard_loss=True)
+        options = dict(
+            weight_hard_loss=0.1,
+            weight_soft_loss=0.2,
+            beta=0.3,
+            ignore_index=7,
+            temperature=2.0,
+            compiled=False,
+            chunk_size=3,
+            return_soft_hard_loss=True,
+        )
         made = loss(**options)
-        assert {name: getattr(made, name) for name in options} == options and issubclass(function, torch.autograd.Function)
+        assert {name: getattr(made, name) for name in options} == options and issubclass(
+            function, torch.autograd.Function
+        )
         with pytest.raises(AssertionError):
             loss(temperature=0)
     base = LigerFusedLinearDistillationBase
     assert names(base.forward) == [
-        *tensors, "target", *biases, ("chunk_size", 1024), ("ignore_index", -100), *weights[:3], ("compute_ce_loss", True), ("temperature", 1.0), ("compiled", True),
-        ("return_soft_hard_loss", False), "loss_kwargs"]
-    assert names(base.chunk_forward) == [*(f"{t}_chunk" if "input" in t else t for t in tensors), "target_chunk", *biases, ("ignore_index", -100), ("compute_ce_loss", True)]
+        *tensors,
+        "target",
+        *biases,
+        ("chunk_size", 1024),
+        ("ignore_index", -100),
+        *weights[:3],
+        ("compute_ce_loss", True),
+        ("temperature", 1.0),
+        ("compiled", True),
+        ("return_soft_hard_loss", False),
+        "loss_kwargs",
+    ]
+    assert names(base.chunk_forward) == [
+        *(f"{t}_chunk" if "input" in t else t for t in tensors),
+        "target_chunk",
+        *biases,
+        ("ignore_index", -100),
+        ("compute_ce_loss", True),
+    ]
     assert names(liger_ops.LigerFusedLinearJSDFunction.forward) == [
-        *tensors, ("shift_labels", None), ("jsd_beta", 0.5), ("ignore_index", -100), ("temperature", 1.0), ("accum_dtype", None)]
-    assert names(LigerFusedLinearJSD) == [("jsd_beta", 0.5), ("ignore_index", -100), ("temperature", 1.0), ("accum_dtype", None)]
-    assert names(LigerFusedLinearJSD.forward) == [*tensors, "shift_labels"] and fused_linear_distillation.DistillationLoss.function is None
+        *tensors,
+        ("shift_labels", None),
+        ("jsd_beta", 0.5),
+        ("ignore_index", -100),
+        ("temperature", 1.0),
+        ("accum_dtype", None),
+    ]
+    assert names(LigerFusedLinearJSD) == [
+        ("jsd_beta", 0.5),
+        ("ignore_index", -100),
+        ("temperature", 1.0),
+        ("accum_dtype", None),
+    ]
+    assert (
+        names(LigerFusedLinearJSD.forward) == [*tensors, "shift_labels"]
+        and fused_linear_distillation.DistillationLoss.function is None
+    )

@@ -75,10 +75,16 @@ def test_nan_spreads(device):
     x[1, 7] = math.nan
     for f in (liger_softmax, liger_sparsemax):
         assert f(x).isnan().any(-1).tolist() == [False, True, False] and f(x)[1].isnan().all()
-    for each in (liger_kl_div(x, torch.rand_like(x), reduction="none"), liger_kl_div(torch.rand_like(x), x, reduction="none"), liger_tvd(x, torch.rand_like(x), reduction="none")):
+    for each in (
+        liger_kl_div(x, torch.rand_like(x), reduction="none"),
+        liger_kl_div(torch.rand_like(x), x, reduction="none"),
+        liger_tvd(x, torch.rand_like(x), reduction="none"),
+    ):
         assert each.isnan().nonzero().tolist() == [[1, 7]]
     for beta in (0.0, 0.5, 1.0):
-        assert liger_jsd(x, torch.rand_like(x), beta=beta).isnan() and liger_jsd(torch.rand_like(x), x, beta=beta).isnan()
+        assert (
+            liger_jsd(x, torch.rand_like(x), beta=beta).isnan() and liger_jsd(torch.rand_like(x), x, beta=beta).isnan()
+        )
     for result in liger_selective_log_softmax(x, torch.tensor([1, 2, 3], device=device)):
         assert result.isnan().tolist() == [False, True, False]
 
@@ -100,17 +106,24 @@ def test_masked_logits(dtype, device):
     eps = torch.finfo(dtype).eps
     # In float an exponential is off by up to two units on CUDA, the sum and the quotient by one each, in torch's too.
     close(liger_softmax(x).float(), plain.softmax(-1), rtol=4 * eps if dtype == torch.float32 else eps, atol=eps / 100)
-    assert not liger_sparsemax(x)[0, ::2].any() and liger_sparsemax(x)[1:3].float().tolist() == plain[1:3].softmax(-1).round().tolist()
+    assert (
+        not liger_sparsemax(x)[0, ::2].any()
+        and liger_sparsemax(x)[1:3].float().tolist() == plain[1:3].softmax(-1).round().tolist()
+    )
     ids = torch.tensor([1, 299, 0, 5], device=device)
     logp, entropy = liger_selective_log_softmax(x, ids)
     log_softmax = plain.log_softmax(-1)
     close(logp, log_softmax.gather(-1, ids[:, None])[:, 0], rtol=1e-5, atol=1e-6)
     close(entropy, torch.special.entr(log_softmax.exp()).sum(-1), rtol=1e-5, atol=1e-6)
-    for level in (torch.finfo(dtype).min, -5e4, 3e4, torch.finfo(dtype).max) + (() if dtype == torch.float16 else (-1e10, 1e12, -1e30)):
+    for level in (torch.finfo(dtype).min, -5e4, 3e4, torch.finfo(dtype).max) + (
+        () if dtype == torch.float16 else (-1e10, 1e12, -1e30)
+    ):
         same = torch.full((3, 300), level, device=device, dtype=dtype)
         same[1, 7], same[2, 1:9] = -math.inf, level * (1 - 2 * eps)
         close(liger_softmax(same).float(), same.float().softmax(-1), rtol=4 * eps, atol=torch.finfo(dtype).tiny)
-        close(liger_cross_entropy(same, ids[:3]), F.cross_entropy(same.float(), ids[:3]).to(dtype), rtol=2 * eps, atol=0)
+        close(
+            liger_cross_entropy(same, ids[:3]), F.cross_entropy(same.float(), ids[:3]).to(dtype), rtol=2 * eps, atol=0
+        )
     for f in (liger_softmax, liger_sparsemax):
         assert f(torch.full((1, 5), -math.inf, device=device, dtype=dtype)).isnan().all()
 
@@ -136,7 +149,18 @@ def test_masked_gradient(device):
 
 def test_sparsemax_is_a_distribution(device):
     """Rows sum to 1 and only the support's gradients move, for ties, for one winner, and far from 0."""
-    x = torch.stack([torch.zeros(1000), torch.arange(1000.0), torch.full((1000,), 3e4).add(torch.randn(1000)), torch.randn(1000) * 1e-3]).to(device).requires_grad_()
+    x = (
+        torch.stack(
+            [
+                torch.zeros(1000),
+                torch.arange(1000.0),
+                torch.full((1000,), 3e4).add(torch.randn(1000)),
+                torch.randn(1000) * 1e-3,
+            ]
+        )
+        .to(device)
+        .requires_grad_()
+    )
     y = liger_sparsemax(x)
     close(y.sum(-1), torch.ones(4, device=device))
     close(y[0], torch.full((1000,), 1e-3, device=device))
@@ -167,8 +191,10 @@ def test_labels_select_rows(loss, device):
 def test_single_losses(device):
     """Without a reduction each element has its own upstream gradient."""
     x, t, g = logs(5, 33, device=device), logs(5, 33, device=device).flip(0), torch.randn(5, 33, device=device)
-    for ours, plain in ((lambda x: liger_kl_div(x, t, reduction="none", log_target=True), lambda x: t.exp() * (t - x)),
-                        (lambda x: liger_tvd(x, t.exp(), reduction="none"), lambda x: 0.5 * (x - t.exp()).abs())):
+    for ours, plain in (
+        (lambda x: liger_kl_div(x, t, reduction="none", log_target=True), lambda x: t.exp() * (t - x)),
+        (lambda x: liger_tvd(x, t.exp(), reduction="none"), lambda x: 0.5 * (x - t.exp()).abs()),
+    ):
         a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
         mine, theirs = ours(a), plain(b)
         close(mine, theirs)
@@ -201,7 +227,10 @@ def test_small_float16_gradients(labelled, device):
 def test_kl_functions(device):
     x, t, g = logs(6, 20, device=device), logs(6, 20, device=device).flip(0), torch.tensor(0.3, device=device)
     for log_target, target, df in ((True, t, -t.exp()), (False, t.exp(), -t.exp())):
-        close(kl_functions.kldiv_forward_triton(x, target, log_target, "mean", 1e-10), F.kl_div(x, target, reduction="mean", log_target=log_target))
+        close(
+            kl_functions.kldiv_forward_triton(x, target, log_target, "mean", 1e-10),
+            F.kl_div(x, target, reduction="mean", log_target=log_target),
+        )
         buffer = torch.empty_like(target)
         assert kl_functions.kldiv_backward_triton(target, g, buffer, log_target) is buffer
         close(buffer, df * g)
@@ -215,7 +244,11 @@ def test_kl_functions(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_forward_functions_give_the_gradient(dtype, device):
     """jsd_forward and tv_distance_forward_triton return what autograd computes."""
-    x, t, y = logs(6, 20, device=device).to(dtype), logs(6, 20, device=device).flip(0).to(dtype), torch.tensor([1, -100, 2, 0, 5, 9], device=device)
+    x, t, y = (
+        logs(6, 20, device=device).to(dtype),
+        logs(6, 20, device=device).flip(0).to(dtype),
+        torch.tensor([1, -100, 2, 0, 5, 9], device=device),
+    )
     for labels in (None, y):
         leaf = x.clone().requires_grad_()
         ops.LigerJSDFunction.apply(leaf, t, labels, 0.3).backward()
@@ -228,7 +261,11 @@ def test_forward_functions_give_the_gradient(dtype, device):
             out = module(leaf, t, labels)
             out.backward(torch.ones_like(out))
             loss, grads = tvd_functions.tv_distance_forward_triton(x, t, labels, reduction, -100, labels is not None)
-            close((loss, tvd_functions.tvd_backward_triton(torch.ones_like(loss), grads)), (out.detach(), leaf.grad), check_dtype=False)
+            close(
+                (loss, tvd_functions.tvd_backward_triton(torch.ones_like(loss), grads)),
+                (out.detach(), leaf.grad),
+                check_dtype=False,
+            )
     assert jsd_functions.LigerJSDFunction is ops.LigerJSDFunction
 
 
@@ -287,9 +324,18 @@ print(logp.tolist())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode != 0
-    assert "IndexError" in done.stderr if device == "cpu" else "device-side assert" in done.stderr and "label 5" in done.stdout + done.stderr
+    assert (
+        "IndexError" in done.stderr
+        if device == "cpu"
+        else "device-side assert" in done.stderr and "label 5" in done.stdout + done.stderr
+    )
 
 
 def test_names():
     assert all(hasattr(torch_ops, name) for name in ("divergence", "softmax", "selective_log_softmax"))
-    assert ops.LigerKLDivLossFunction and ops.LigerTVDLossFunction and ops.LigerSoftmaxFunction and ops.LigerSparsemaxFunction
+    assert (
+        ops.LigerKLDivLossFunction
+        and ops.LigerTVDLossFunction
+        and ops.LigerSoftmaxFunction
+        and ops.LigerSparsemaxFunction
+    )

@@ -57,7 +57,11 @@ def compare(case, shape, options, positions, dim, mesh):
     exact = rounded(inputs)
     expected = as_tuple(case.reference(*exact, **options))
     shards = [
-        t if t is None else distribute_tensor(t.detach(), mesh, [Shard(dim) if i in positions else Replicate()], src_data_rank=None).requires_grad_(t.requires_grad)
+        t
+        if t is None
+        else distribute_tensor(
+            t.detach(), mesh, [Shard(dim) if i in positions else Replicate()], src_data_rank=None
+        ).requires_grad_(t.requires_grad)
         for i, t in enumerate(inputs)
     ]
     with CommDebugMode() as forward:
@@ -68,10 +72,17 @@ def compare(case, shape, options, positions, dim, mesh):
         assert a.placements == b.placements and torch.equal(a.to_local(), b.to_local())
     upstream = [torch.randn(o.shape, dtype=torch.float64) for o in expected]
     torch.autograd.backward(expected, upstream)
-    split = [distribute_tensor(g.float(), mesh, [Replicate() if p.is_partial() else p for p in o.placements], src_data_rank=None) for g, o in zip(upstream, found)]
+    split = [
+        distribute_tensor(
+            g.float(), mesh, [Replicate() if p.is_partial() else p for p in o.placements], src_data_rank=None
+        )
+        for g, o in zip(upstream, found)
+    ]
     with CommDebugMode() as backward:
         torch.autograd.backward(found, split)
-    pairs = list(zip(found, expected, strict=True)) + [(a.grad, b.grad) for a, b in zip(shards, exact) if b is not None and b.requires_grad]
+    pairs = list(zip(found, expected, strict=True)) + [
+        (a.grad, b.grad) for a, b in zip(shards, exact) if b is not None and b.requires_grad
+    ]
     for got, want in pairs:
         assert want.abs().max() > 1e-3
         torch.testing.assert_close(got.full_tensor().double(), want, rtol=1e-4, atol=1e-5)
@@ -125,7 +136,9 @@ def mixed(rank):
         matmul(rows.to(torch.int8), distribute_tensor(torch.zeros(2, 4, dtype=torch.uint8), mesh, [Replicate()]))
     weight = distribute_tensor(w, mesh, [Replicate()], src_data_rank=None).requires_grad_()
     leaf, whole = rows.detach().requires_grad_(), x.double().requires_grad_()
-    LigerRMSNormFunction.apply(leaf, weight, 1e-6).redistribute(mesh, [Shard(1)]).cos().redistribute(mesh, [Replicate()]).sum().backward()
+    LigerRMSNormFunction.apply(leaf, weight, 1e-6).redistribute(mesh, [Shard(1)]).cos().redistribute(
+        mesh, [Replicate()]
+    ).sum().backward()
     exact = w.double().requires_grad_()
     torch.nn.functional.rms_norm(whole, (8,), exact, 1e-6).cos().sum().backward()
     torch.testing.assert_close(leaf.grad.full_tensor().double(), whole.grad, rtol=1e-5, atol=1e-6)

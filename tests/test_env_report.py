@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-
 from liger_kernel import _library, _self_test, env_report
 
 

@@ -42,12 +42,20 @@ def test_prediction_of_strange_rows(softcap, device):
     x[2] = -math.inf
     x[3, 4999] = math.inf
     x[4, 7:9] = 50.0
-    for function, inputs in ((LF.liger_cross_entropy, (x,)), (LF.liger_fused_linear_cross_entropy, (x, torch.eye(5000)))):
+    for function, inputs in (
+        (LF.liger_cross_entropy, (x,)),
+        (LF.liger_fused_linear_cross_entropy, (x, torch.eye(5000))),
+    ):
         if function is LF.liger_fused_linear_cross_entropy and EMULATED:
             continue
         rows = x if function is LF.liger_cross_entropy else x[[0, 4]]  # products with 0 make NaN of infinities
         inputs = (rows, *inputs[1:])
-        out = function(*(t.to(device) for t in inputs), torch.zeros(len(rows), dtype=torch.long, device=device), softcap=softcap, return_predicted_tokens=True)
+        out = function(
+            *(t.to(device) for t in inputs),
+            torch.zeros(len(rows), dtype=torch.long, device=device),
+            softcap=softcap,
+            return_predicted_tokens=True,
+        )
         assert torch.equal(out.predicted_tokens.cpu(), rows.argmax(-1))
 
 
@@ -74,7 +82,18 @@ def head(dtype, device, tokens=9, autocast=False):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tokens", [0, 9])
-@pytest.mark.parametrize("options", [{}, dict(reduction="sum"), dict(reduction="none"), dict(normalizer=0.0), dict(normalizer=0.0, reduction="none"), dict(valid_count=0)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(reduction="sum"),
+        dict(reduction="none"),
+        dict(normalizer=0.0),
+        dict(normalizer=0.0, reduction="none"),
+        dict(valid_count=0),
+    ],
+    ids=str,
+)
 def test_nothing_to_learn(options, tokens, dtype, device):
     """Only ignored labels, no tokens or a normalizer of 0: loss 0 and gradients 0."""
     for autocast in (False, True) if dtype == torch.float16 else (False,):
@@ -102,8 +121,14 @@ def test_normalizer_without_reduction(device):
 def test_half_sums_do_not_overflow(device):
     """A sum over tokens is beyond float16 where their mean is not: of the weight, and of the bias."""
     torch.manual_seed(0)
-    hidden, weight = (torch.randn(8192, 16) + 10).to(device).half().requires_grad_(), (torch.randn(50, 16) * 0.02).to(device).half().requires_grad_()
-    bias, target = torch.zeros(50, device=device).half().requires_grad_(), torch.zeros(8192, dtype=torch.long, device=device)
+    hidden, weight = (
+        (torch.randn(8192, 16) + 10).to(device).half().requires_grad_(),
+        (torch.randn(50, 16) * 0.02).to(device).half().requires_grad_(),
+    )
+    bias, target = (
+        torch.zeros(50, device=device).half().requires_grad_(),
+        torch.zeros(8192, dtype=torch.long, device=device),
+    )
     exact = [t.detach().double().requires_grad_() for t in (hidden, weight, bias)]
     F.cross_entropy(F.linear(*exact), target).backward()
     for max_bytes in (0, 1000 * 50 * 2):
@@ -112,7 +137,9 @@ def test_half_sums_do_not_overflow(device):
         LF.liger_fused_linear_cross_entropy(hidden, weight, target, bias, max_bytes=max_bytes).backward()
         for a, b in zip((hidden, weight, bias), exact):
             # Logits and their gradient are rounded to 11 bits, the result once more, or to a unit of the least numbers.
-            torch.testing.assert_close(a.grad.double(), b.grad, rtol=4 * 2**-11, atol=max(4 * 2**-11 * b.grad.abs().max().item(), 2**-24))
+            torch.testing.assert_close(
+                a.grad.double(), b.grad, rtol=4 * 2**-11, atol=max(4 * 2**-11 * b.grad.abs().max().item(), 2**-24)
+            )
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -120,10 +147,16 @@ def test_half_sums_do_not_overflow(device):
 def test_half_gradients_do_not_vanish(reduction, weighted, device):
     """What waits for a loss scale of 2¹⁴ is kept to what float16 holds of the product."""
     torch.manual_seed(0)
-    x, y = torch.randn(1024, 1000, device=device).half().requires_grad_(), torch.randint(0, 1000, (1024,), device=device)
+    x, y = (
+        torch.randn(1024, 1000, device=device).half().requires_grad_(),
+        torch.randint(0, 1000, (1024,), device=device),
+    )
     w = torch.rand(1000, device=device) * 100 if weighted else None
     exact = x.detach().double().requires_grad_()
-    losses = LF.liger_cross_entropy(x, y, w, reduction=reduction), F.cross_entropy(exact, y, None if w is None else w.double(), reduction=reduction)
+    losses = (
+        LF.liger_cross_entropy(x, y, w, reduction=reduction),
+        F.cross_entropy(exact, y, None if w is None else w.double(), reduction=reduction),
+    )
     for loss in losses:
         loss.backward(torch.full_like(loss, 2.0**14 if reduction == "mean" else 1.0))
     # Of float16's rounding, and of one unit of its least numbers.
@@ -137,7 +170,10 @@ def test_half_upstream_gradients(name, upstream, device):
     from liger_kernel.ops.linear_log_prob import linear_log_prob
 
     torch.manual_seed(0)
-    hidden, weight = torch.randn(64, 32, device=device).half().requires_grad_(), torch.randn(300, 32, device=device).half().requires_grad_()
+    hidden, weight = (
+        torch.randn(64, 32, device=device).half().requires_grad_(),
+        torch.randn(300, 32, device=device).half().requires_grad_(),
+    )
     ids, g = torch.randint(0, 300, (64,), device=device), torch.rand(64, device=device) * upstream
     exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
     logp = F.linear(*exact).log_softmax(-1)
@@ -145,13 +181,19 @@ def test_half_upstream_gradients(name, upstream, device):
         linear_log_prob(hidden, weight, ids, entropy=True)[1].backward(g)
         (-(logp.exp() * logp).sum(-1)).backward(g.double())
     else:
-        ours = linear_log_prob(hidden, weight, ids) if name == "log_prob" else LF.liger_fused_linear_cross_entropy(hidden, weight, ids, reduction="none")
+        ours = (
+            linear_log_prob(hidden, weight, ids)
+            if name == "log_prob"
+            else LF.liger_fused_linear_cross_entropy(hidden, weight, ids, reduction="none")
+        )
         ours.backward(g)
         F.nll_loss(logp, ids, reduction="none").backward(g.double() * (-1 if name == "log_prob" else 1))
     for a, b in zip((hidden, weight), exact):
         if b.grad.abs().max() < 6e4:
             # Logits rounded to 11 bits, and the result, which float16 may not hold normally.
-            torch.testing.assert_close(a.grad.double(), b.grad, rtol=16 * 2**-11, atol=max(32 * 2**-11 * b.grad.abs().max().item(), 2**-24))
+            torch.testing.assert_close(
+                a.grad.double(), b.grad, rtol=16 * 2**-11, atol=max(32 * 2**-11 * b.grad.abs().max().item(), 2**-24)
+            )
 
 
 @pytest.mark.parametrize("max_bytes", [0, 1000])
@@ -162,7 +204,10 @@ def test_mixed_dtypes_of_the_head(dtype, weight_dtype, max_bytes, device):
     from liger_kernel.ops.linear_log_prob import linear_log_prob
 
     torch.manual_seed(0)
-    hidden, weight = torch.randn(64, 32, device=device).to(dtype).requires_grad_(), torch.randn(300, 32, device=device).to(weight_dtype).requires_grad_()
+    hidden, weight = (
+        torch.randn(64, 32, device=device).to(dtype).requires_grad_(),
+        torch.randn(300, 32, device=device).to(weight_dtype).requires_grad_(),
+    )
     ids, g = torch.randint(0, 300, (64,), device=device), torch.randn(64, device=device)
     linear_log_prob(hidden, weight, ids, max_bytes=max_bytes).backward(g)
     exact = [t.detach().to(dtype).double().requires_grad_() for t in (hidden, weight)]
@@ -170,21 +215,28 @@ def test_mixed_dtypes_of_the_head(dtype, weight_dtype, max_bytes, device):
     for a, b in zip((hidden, weight), exact):
         assert a.grad.dtype == a.dtype
         inner = 2e-6 if dtype == torch.float32 else 8 * 2**-8  # of logits and their gradient, in the dtype of the GEMMs
-        torch.testing.assert_close(a.grad.double(), b.grad, rtol=torch.finfo(a.dtype).eps / 2 + inner, atol=inner * b.grad.abs().max().item())
+        torch.testing.assert_close(
+            a.grad.double(), b.grad, rtol=torch.finfo(a.dtype).eps / 2 + inner, atol=inner * b.grad.abs().max().item()
+        )
 
 
 @pytest.mark.parametrize("scale", [1e-4, 0.1])
 def test_half_z_loss_does_not_overflow(scale, device):
     """The gradient of the z-loss grows with the logits, and with them what is stored until backward divides it."""
     torch.manual_seed(0)
-    hidden, weight = (torch.randn(30, 16) * 20).to(device).half().requires_grad_(), (torch.randn(50, 16) * 20).to(device).half().requires_grad_()
+    hidden, weight = (
+        (torch.randn(30, 16) * 20).to(device).half().requires_grad_(),
+        (torch.randn(50, 16) * 20).to(device).half().requires_grad_(),
+    )
     target, n = torch.randint(0, 50, (30,), device=device), torch.tensor(1000.0, device=device)
     LF.liger_fused_linear_cross_entropy(hidden, weight, target, lse_square_scale=scale, normalizer=n).backward()
     exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
     z = F.linear(*exact)
     ((F.cross_entropy(z, target, reduction="sum") + scale * torch.logsumexp(z, -1).square().sum()) / 1000).backward()
     for a, b in zip((hidden, weight), exact):
-        torch.testing.assert_close(a.grad.double(), b.grad, rtol=4 * 2**-11, atol=16 * 2**-11 * b.grad.abs().max().item())  # of logits rounded to 11 bits
+        torch.testing.assert_close(
+            a.grad.double(), b.grad, rtol=4 * 2**-11, atol=16 * 2**-11 * b.grad.abs().max().item()
+        )  # of logits rounded to 11 bits
 
 
 @pytest.mark.skipif(EMULATED, reason="of CPU kernels")
@@ -229,7 +281,9 @@ def test_first_of_the_largest(max_bytes, ignored, device):
     top = (hidden @ weight.T).argmax(-1)
     ids = torch.where(torch.rand(400) < 0.5, top, torch.randint(0, 50, (400,)))
     ids[torch.rand(400) < ignored] = -100
-    logp, found = linear_log_prob(*(t.to(device) for t in (hidden, weight, ids)), outputs=("is_top1",), max_bytes=max_bytes)
+    logp, found = linear_log_prob(
+        *(t.to(device) for t in (hidden, weight, ids)), outputs=("is_top1",), max_bytes=max_bytes
+    )
     assert torch.equal(found.cpu(), top == ids) and found.any() and not found.requires_grad and not logp.requires_grad
 
 
@@ -240,8 +294,17 @@ def test_logits_of_any_rank(device):
     for layout in (x, x.transpose(0, 1).contiguous().transpose(0, 1)):
         for reduction in ("mean", "sum", "none"):
             leaf = layout.detach().requires_grad_()
-            out = LF.liger_cross_entropy(leaf, y, reduction=reduction, return_predicted_tokens=True, return_z_loss=True, lse_square_scale=0.1)
-            flat = LF.liger_cross_entropy(x.flatten(0, 1), y.flatten(), reduction=reduction, return_predicted_tokens=True, return_z_loss=True, lse_square_scale=0.1)
+            out = LF.liger_cross_entropy(
+                leaf, y, reduction=reduction, return_predicted_tokens=True, return_z_loss=True, lse_square_scale=0.1
+            )
+            flat = LF.liger_cross_entropy(
+                x.flatten(0, 1),
+                y.flatten(),
+                reduction=reduction,
+                return_predicted_tokens=True,
+                return_z_loss=True,
+                lse_square_scale=0.1,
+            )
             shape = y.shape if reduction == "none" else ()
             assert out.loss.shape == out.z_loss.shape == shape and out.predicted_tokens.shape == y.shape
             for name in ("loss", "z_loss", "predicted_tokens"):

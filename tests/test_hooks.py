@@ -11,7 +11,12 @@ from torch.nn.modules import module as nn_module
 from torch.nn.utils import parametrize
 
 CONFIG = SimpleNamespace(hidden_size=16, intermediate_size=24, mlp_bias=False, mlp_multipliers=(0.5, 2.0))
-MLPS = {LigerMLP: "silu", LigerFalconH1MLP: "silu", LigerTiledSwiGLUMLP: "silu", LigerTiledGEGLUMLP: "gelu_pytorch_tanh"}
+MLPS = {
+    LigerMLP: "silu",
+    LigerFalconH1MLP: "silu",
+    LigerTiledSwiGLUMLP: "silu",
+    LigerTiledGEGLUMLP: "gelu_pytorch_tanh",
+}
 
 
 class Plain(nn.Module):
@@ -19,7 +24,9 @@ class Plain(nn.Module):
 
     def __init__(self, mlp):
         super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = (copy.deepcopy(p) for p in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+        self.gate_proj, self.up_proj, self.down_proj = (
+            copy.deepcopy(p) for p in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        )
         self.gelu = isinstance(mlp, LigerTiledGEGLUMLP)
         self.multipliers = getattr(mlp, "gate_multiplier", 1), getattr(mlp, "down_multiplier", 1)
 

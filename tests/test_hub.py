@@ -9,14 +9,13 @@ import pathlib
 import sys
 import textwrap
 
+import liger_kernel.hub
 import pytest
 import torch
 import transformers
-from torch import nn
-
-import liger_kernel.hub
 from liger_kernel.hub import layers
 from liger_kernel.transformers import hub_kernels, use_as_hub_kernels
+from torch import nn
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent / "hub"))
 

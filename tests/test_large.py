@@ -39,11 +39,14 @@ LARGE = [
 
 needs_a_large_gpu = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_properties(0).total_memory < 120 * 2**30,
-    reason="needs a GPU with 120 GiB")
+    reason="needs a GPU with 120 GiB",
+)
 
 
 @needs_a_large_gpu
-@pytest.mark.parametrize("name,shape,options,gradients", LARGE, ids=[f"{n}-{'x'.join(map(str, s))}" for n, s, *_ in LARGE])
+@pytest.mark.parametrize(
+    "name,shape,options,gradients", LARGE, ids=[f"{n}-{'x'.join(map(str, s))}" for n, s, *_ in LARGE]
+)
 def test_large(name, shape, options, gradients):
     case, dtype = CASES[name], torch.bfloat16
     torch.manual_seed(0)
@@ -61,15 +64,26 @@ def test_large(name, shape, options, gradients):
     if gradients:
         torch.autograd.backward(out, upstream)
 
-    sliced = [t is not None and t.dim() > 0 and t.shape[0] == out[0].shape[0] and (t.dim() > 1 or t.shape[0] != shape[-1]) for t in inputs]
+    sliced = [
+        t is not None and t.dim() > 0 and t.shape[0] == out[0].shape[0] and (t.dim() > 1 or t.shape[0] != shape[-1])
+        for t in inputs
+    ]
     rows = out[0].shape[0]
     n = min(rows, max(1, 2**22 // max(1, out[0].numel() // rows)))
-    for begin in sorted({0, min(rows - n, rows * 2**31 // max(t.numel() for t in out) if case.flops is None else 0), rows - n}):
+    for begin in sorted(
+        {0, min(rows - n, rows * 2**31 // max(t.numel() for t in out) if case.flops is None else 0), rows - n}
+    ):
+
         def part(t, cut=True):
             return t if t is None or not cut else t[begin : begin + n]
 
-        exact = [t if t is None or not t.is_floating_point() else t.detach().float().requires_grad_(t.requires_grad) for t in (part(t, cut) for t, cut in zip(inputs, sliced))]
-        reference = as_tuple(case.reference(*exact, **{k: v for k, v in options.items() if k != "max_bytes"} if case.flops else options))
+        exact = [
+            t if t is None or not t.is_floating_point() else t.detach().float().requires_grad_(t.requires_grad)
+            for t in (part(t, cut) for t, cut in zip(inputs, sliced))
+        ]
+        reference = as_tuple(
+            case.reference(*exact, **{k: v for k, v in options.items() if k != "max_bytes"} if case.flops else options)
+        )
         pairs = list(zip(map(part, out), reference))
         if gradients:
             torch.autograd.backward(reference, [part(g).to(r) for g, r in zip(upstream, reference)])
@@ -77,11 +91,14 @@ def test_large(name, shape, options, gradients):
         for ours, expected in pairs:
             expected = expected.detach().float()
             # Two units of bf16 of a value, and eight of the values' usual size: a difference, and a product between GEMMs, is rounded before.
-            torch.testing.assert_close(ours.detach().float(), expected, rtol=2**-6, atol=2**-4 * expected.square().mean().sqrt().item())
+            torch.testing.assert_close(
+                ours.detach().float(), expected, rtol=2**-6, atol=2**-4 * expected.square().mean().sqrt().item()
+            )
 
 
 @pytest.mark.parametrize(
-    "device, classes, copies", (("cpu", 31, 3), pytest.param("cuda", 128257, 150, marks=needs_a_large_gpu)))
+    "device, classes, copies", (("cpu", 31, 3), pytest.param("cuda", 128257, 150, marks=needs_a_large_gpu))
+)
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_of_copies(name, device, classes, copies):
     """The means of which a loss is made do not change when every sequence is there 150 times: 2.2e9 logits, against plain

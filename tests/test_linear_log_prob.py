@@ -8,7 +8,11 @@ from liger_kernel.ops.linear_log_prob import linear_log_prob
 from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
 N, H, R, V = 40, 24, 4, 91
-BOUNDS = {torch.float32: dict(rtol=2e-5, atol=2e-6), torch.bfloat16: dict(rtol=0.05, atol=0.02), torch.float16: dict(rtol=0.02, atol=4e-3)}
+BOUNDS = {
+    torch.float32: dict(rtol=2e-5, atol=2e-6),
+    torch.bfloat16: dict(rtol=0.05, atol=0.02),
+    torch.float16: dict(rtol=0.02, atol=4e-3),
+}
 
 
 def tensors(device="cpu", dtype=torch.float32, n=N):
@@ -80,7 +84,11 @@ def test_label_smoothing_and_z_loss(device):
     z, valid = h @ w.T, ids != -100
     smooth = torch.nn.functional.cross_entropy(z, ids.clamp(min=0), reduction="none", label_smoothing=0.1)
     plain = torch.nn.functional.cross_entropy(z, ids.clamp(min=0), reduction="none")
-    exact = (tokens.double() * valid * (smooth - 0.9 * plain + classes.double()[ids.clamp(min=0)] * 0.9 * plain + 1e-3 * z.logsumexp(-1) ** 2)).sum()
+    exact = (
+        tokens.double()
+        * valid
+        * (smooth - 0.9 * plain + classes.double()[ids.clamp(min=0)] * 0.9 * plain + 1e-3 * z.logsumexp(-1) ** 2)
+    ).sum()
     for got, want in zip((loss, *gradients), (exact, *torch.autograd.grad(exact, (h, w)))):
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-4)
 
@@ -88,12 +96,18 @@ def test_label_smoothing_and_z_loss(device):
 @pytest.mark.parametrize("max_bytes", [0, 1])
 def test_largest_classes(device, max_bytes):
     hidden, weight, ids = tensors(device)
-    logp, top, argmax, values, classes = linear_log_prob(hidden, weight, ids, softcap=5.0, outputs=("is_top1", "argmax"), top_k=3, max_bytes=max_bytes)
+    logp, top, argmax, values, classes = linear_log_prob(
+        hidden, weight, ids, softcap=5.0, outputs=("is_top1", "argmax"), top_k=3, max_bytes=max_bytes
+    )
     h, w = doubles(hidden, weight)
     exact = torch.log_softmax(5 * torch.tanh(h @ w.T / 5), -1)
     kept = ids != -100
     want_values, want_classes = exact.topk(3, -1)
-    assert torch.equal(classes[kept], want_classes[kept]) and torch.equal(argmax[kept], exact.argmax(-1)[kept]) and torch.equal(top[kept], (argmax == ids)[kept])
+    assert (
+        torch.equal(classes[kept], want_classes[kept])
+        and torch.equal(argmax[kept], exact.argmax(-1)[kept])
+        and torch.equal(top[kept], (argmax == ids)[kept])
+    )
     torch.testing.assert_close(values[kept].double(), want_values[kept], rtol=1e-5, atol=1e-5)
     for t in (logp, top, argmax, values, classes):
         assert t[~kept].count_nonzero() == 0
@@ -106,13 +120,23 @@ def test_largest_classes(device, max_bytes):
 def test_batch_invariance(device, dtype, max_bytes):
     """A sequence's results have the same bits alone, and anywhere in a larger batch."""
     hidden, weight, ids = tensors(device, dtype, 1300)
-    run = lambda rows: linear_log_prob(hidden[rows], weight, ids[rows], outputs=("entropy", "lse"), batch_invariant=True, max_bytes=max_bytes)
+    run = lambda rows: linear_log_prob(
+        hidden[rows], weight, ids[rows], outputs=("entropy", "lse"), batch_invariant=True, max_bytes=max_bytes
+    )
     whole = run(slice(None))
-    for rows in (slice(0, 1), slice(0, 17), slice(700, 1213), slice(1299, 1300), torch.randperm(1300, generator=torch.Generator().manual_seed(1))):
+    for rows in (
+        slice(0, 1),
+        slice(0, 17),
+        slice(700, 1213),
+        slice(1299, 1300),
+        torch.randperm(1300, generator=torch.Generator().manual_seed(1)),
+    ):
         for got, want in zip(run(rows), whole):
             assert torch.equal(got, want[rows])
     exact = exact_log_softmax(*doubles(hidden, weight), ids)[1]
-    torch.testing.assert_close(whole[0].double(), exact, **BOUNDS[dtype] | ({} if dtype == torch.float32 else dict(atol=0.3)))
+    torch.testing.assert_close(
+        whole[0].double(), exact, **BOUNDS[dtype] | ({} if dtype == torch.float32 else dict(atol=0.3))
+    )
 
 
 @pytest.mark.parametrize("softcap", [3.0, 30.0])
@@ -124,7 +148,16 @@ def test_softcap_is_rounded_once(device, softcap):
 
     def eager(h, w, capped_in):
         z = (h @ w.T).to(capped_in)
-        return torch.autograd.grad(loss(torch.where(ids == -100, 0, torch.log_softmax(softcap * torch.tanh(z / softcap), -1).gather(1, ids.clamp(min=0)[:, None])[:, 0])), (h, w))
+        return torch.autograd.grad(
+            loss(
+                torch.where(
+                    ids == -100,
+                    0,
+                    torch.log_softmax(softcap * torch.tanh(z / softcap), -1).gather(1, ids.clamp(min=0)[:, None])[:, 0],
+                )
+            ),
+            (h, w),
+        )
 
     exact, other = eager(*doubles(hidden, weight), torch.float64), eager(hidden, weight, torch.float32)
     for ours, theirs, want in zip(got, other, exact):
@@ -153,7 +186,9 @@ def measured_peak(run, device):
     """The most bytes that a second run() allocates at once; the first one makes what is made once, such as a workspace of cuBLAS."""
     if device == "cuda":
         run()
-        torch.ones((), device=device, requires_grad=True).mul(2).backward()  # autograd's thread holds the last gradients until the next
+        torch.ones((), device=device, requires_grad=True).mul(
+            2
+        ).backward()  # autograd's thread holds the last gradients until the next
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -164,14 +199,19 @@ def measured_peak(run, device):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run()
     now = most = 0
-    for event in sorted((e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+    for event in sorted(
+        (e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()
+    ):
         now += event.nbytes()
         most = max(most, now)
     return most
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-@pytest.mark.parametrize("keeps, max_bytes, trains_weight", [(True, 0, True), (True, 1 << 20, True), (True, 1 << 20, False), (False, 0, True), (False, 1 << 20, True)])
+@pytest.mark.parametrize(
+    "keeps, max_bytes, trains_weight",
+    [(True, 0, True), (True, 1 << 20, True), (True, 1 << 20, False), (False, 0, True), (False, 1 << 20, True)],
+)
 def test_predicted_peak(device, dtype, keeps, max_bytes, trains_weight):
     """Within 5 % of what is allocated. On a CPU the GEMMs of 16-bit types take scratch memory of the library's, which nobody can predict."""
     dtype = torch.float32 if device == "cpu" else dtype
@@ -184,11 +224,17 @@ def test_predicted_peak(device, dtype, keeps, max_bytes, trains_weight):
         if keeps:
             loss = linear_log_prob(hidden, weight, ids, max_bytes=max_bytes).mean()
         else:
-            loss = liger_fused_linear_cross_entropy(hidden, weight, ids, max_bytes=max_bytes) if max_bytes else liger_fused_linear_cross_entropy(hidden, weight, ids)
+            loss = (
+                liger_fused_linear_cross_entropy(hidden, weight, ids, max_bytes=max_bytes)
+                if max_bytes
+                else liger_fused_linear_cross_entropy(hidden, weight, ids)
+            )
         return torch.autograd.grad(loss, [t for t in (hidden, weight) if t.requires_grad])
 
     peak = measured_peak(run, device)
-    predicted = head_peak_bytes(tokens, width, classes, dtype, device, trains_weight=trains_weight, keeps_logits=keeps, max_bytes=max_bytes)
+    predicted = head_peak_bytes(
+        tokens, width, classes, dtype, device, trains_weight=trains_weight, keeps_logits=keeps, max_bytes=max_bytes
+    )
     assert abs(peak - predicted) <= 0.05 * predicted, (peak, predicted)
 
 
@@ -206,7 +252,11 @@ def test_errors_do_not_grow_with_chunks(device, dtype, loss):
     tokens, classes = 1024, 91
     g = torch.Generator().manual_seed(5)
     draw = lambda *shape: torch.randn(*shape, generator=g).to(device, dtype).requires_grad_()
-    hidden, weight, ids = draw(tokens, H), draw(classes, H), torch.randint(0, classes, (tokens,), generator=g).to(device)
+    hidden, weight, ids = (
+        draw(tokens, H),
+        draw(classes, H),
+        torch.randint(0, classes, (tokens,), generator=g).to(device),
+    )
     h, w = doubles(hidden, weight)
     exact = exact_log_softmax(h, w, ids)[1].mean()
     expected = torch.autograd.grad(exact, (h, w))

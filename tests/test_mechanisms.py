@@ -33,14 +33,20 @@ class All(torch.nn.Module):
         self.calls, self.tensors = [], []
         for case in CASES.values():
             for options in (case.options[0], case.options[-1]):
-                inputs = [t if t is None else t.detach() for t in case.inputs(case.shapes[1], options, case.dtypes[0], device)]
+                inputs = [
+                    t if t is None else t.detach() for t in case.inputs(case.shapes[1], options, case.dtypes[0], device)
+                ]
                 op, args = case.schema(inputs, options)
                 self.calls.append((op, args))
                 self.tensors += [a for a in args if isinstance(a, torch.Tensor)]
 
     def forward(self, *tensors):
         given = iter(tensors)
-        return [result for op, args in self.calls for result in as_tuple(op(*(next(given) if isinstance(a, torch.Tensor) else a for a in args)))]
+        return [
+            result
+            for op, args in self.calls
+            for result in as_tuple(op(*(next(given) if isinstance(a, torch.Tensor) else a for a in args)))
+        ]
 
 
 @pytest.fixture(scope="module", params=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
@@ -59,7 +65,10 @@ def test_export(exported):
     check(exported, exported[1].module())
 
 
-@pytest.mark.skipif(Version(torch.__version__) < Version("2.12"), reason="torch 2.11 was seen to crash when it loads the package of any module")
+@pytest.mark.skipif(
+    Version(torch.__version__) < Version("2.12"),
+    reason="torch 2.11 was seen to crash when it loads the package of any module",
+)
 def test_aot_inductor(exported):
     check(exported, torch._inductor.aoti_load_package(torch._inductor.aoti_compile_and_package(exported[1])))
 
@@ -84,7 +93,11 @@ def test_second_derivative(case, device):
     for options in case.options[:3]:
         for function in (losses, lambda out: torch.stack([o.float().pow(2).sum() for o in out]).sum()):
             inputs = case.inputs(case.shapes[1], options, case.dtypes[0], device)
-            gradients = torch.autograd.grad(function(as_tuple(case.op(*inputs, **options))), [t for t in inputs if t is not None and t.requires_grad], create_graph=True)
+            gradients = torch.autograd.grad(
+                function(as_tuple(case.op(*inputs, **options))),
+                [t for t in inputs if t is not None and t.requires_grad],
+                create_graph=True,
+            )
             for gradient in gradients:
                 if case.linear:
                     assert gradient.requires_grad == (function is not losses)
@@ -110,11 +123,18 @@ def test_forward_mode(case, device):
         if inputs[i] is None:
             continue
         with torch.autograd.forward_ad.dual_level():
-            duals = [torch.autograd.forward_ad.make_dual(t, torch.ones_like(t)) if j == i else t for j, t in enumerate(inputs)]
+            duals = [
+                torch.autograd.forward_ad.make_dual(t, torch.ones_like(t)) if j == i else t
+                for j, t in enumerate(inputs)
+            ]
             with pytest.raises(NotImplementedError, match="forward-mode derivative"):
                 case.op(*duals, **options)
         with pytest.raises(NotImplementedError, match="forward-mode derivative"):
-            torch.func.jvp(lambda t: case.op(*inputs[:i], t, *inputs[i + 1:], **options), (inputs[i],), (torch.ones_like(inputs[i]),))
+            torch.func.jvp(
+                lambda t: case.op(*inputs[:i], t, *inputs[i + 1 :], **options),
+                (inputs[i],),
+                (torch.ones_like(inputs[i]),),
+            )
 
 
 class Wrapped(torch.Tensor):
@@ -141,7 +161,9 @@ def test_upstream_gradient(case, device):
     wanted = [t for t in inputs if t is not None and t.requires_grad]
 
     def gradients(upstream, **more):
-        return torch.autograd.grad(as_tuple(case.op(*inputs, **options))[0], wanted, upstream, allow_unused=True, **more)
+        return torch.autograd.grad(
+            as_tuple(case.op(*inputs, **options))[0], wanted, upstream, allow_unused=True, **more
+        )
 
     shape, dtype = as_tuple(case.op(*inputs, **options))[0].shape, as_tuple(case.op(*inputs, **options))[0].dtype
     g = torch.randn(shape, dtype=dtype, device=device)
@@ -149,9 +171,15 @@ def test_upstream_gradient(case, device):
     negated = torch.imag(torch.view_as_complex(torch.stack((torch.zeros_like(g), -g.float()), -1)).conj())
     assert negated.is_neg()
     batch = torch.stack((g, 2 * g))
-    for found in (gradients(negated.to(dtype) if dtype != torch.float32 else negated), gradients(Wrapped(g)), gradients(g.double()),
-                  [t if t is None else t[0] for t in gradients(batch, is_grads_batched=True)]):
+    for found in (
+        gradients(negated.to(dtype) if dtype != torch.float32 else negated),
+        gradients(Wrapped(g)),
+        gradients(g.double()),
+        [t if t is None else t[0] for t in gradients(batch, is_grads_batched=True)],
+    ):
         for a, b in zip(found, expected, strict=True):
             assert (a is None) == (b is None)
             if a is not None:
-                torch.testing.assert_close(a, b, rtol=4 * torch.finfo(a.dtype).eps, atol=torch.finfo(a.dtype).eps * b.abs().max().item())
+                torch.testing.assert_close(
+                    a, b, rtol=4 * torch.finfo(a.dtype).eps, atol=torch.finfo(a.dtype).eps * b.abs().max().item()
+                )

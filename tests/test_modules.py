@@ -12,7 +12,11 @@ from liger_kernel.ops import fused_linear_cross_entropy as flce
 from liger_kernel.ops import llama4_rope
 from liger_kernel.ops.dyt import liger_dyt_bwd, liger_dyt_fwd
 from liger_kernel.ops.experimental import mm_int8int2
-from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction, swiglu_fused_gate_up_backward, swiglu_fused_gate_up_forward
+from liger_kernel.ops.swiglu import (
+    LigerFusedGateUpSiLUMulFunction,
+    swiglu_fused_gate_up_backward,
+    swiglu_fused_gate_up_forward,
+)
 from liger_kernel.transformers import (
     dyt,
     fused_add_rms_norm,
@@ -35,7 +39,9 @@ from liger_kernel.transformers.llama4_rope import liger_llama4_text_rotary_pos_e
 from liger_kernel.transformers.qwen2vl_mrope import liger_multimodal_rotary_pos_emb
 from liger_kernel.transformers.rope import liger_rotary_pos_emb_vision
 
-CONFIG = SimpleNamespace(hidden_size=16, intermediate_size=24, hidden_act="silu", mlp_bias=False, mlp_multipliers=(0.5, 2.0))
+CONFIG = SimpleNamespace(
+    hidden_size=16, intermediate_size=24, hidden_act="silu", mlp_bias=False, mlp_multipliers=(0.5, 2.0)
+)
 close = torch.testing.assert_close  # float: 1.3e-6 of the value, 1e-5
 
 
@@ -53,7 +59,9 @@ MLPS = {
     mlp.LigerFalconH1MLP: lambda m, x: m.down_proj(F.silu(m.gate_proj(x) * 0.5) * m.up_proj(x)) * 2,
     tiled_mlp.LigerTiledSwiGLUMLP: glu(F.silu),
     swiglu.LigerBlockSparseTop2MLP: lambda m, x: m.w2(F.silu(m.w1(x)) * m.w3(x)),
-    swiglu.LigerPhi3SwiGLUMLP: lambda m, x: m.down_proj(F.silu(m.gate_up_proj(x)[..., :24]) * m.gate_up_proj(x)[..., 24:]),
+    swiglu.LigerPhi3SwiGLUMLP: lambda m, x: m.down_proj(
+        F.silu(m.gate_up_proj(x)[..., :24]) * m.gate_up_proj(x)[..., 24:]
+    ),
 }
 
 
@@ -103,7 +111,9 @@ def test_rms_norm(name):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         m, t = m.to(dtype), x.to(dtype)
         m.weight.data.copy_(torch.randn(16))
-        expected = formula(t, m.weight.float().add(offset).to(dtype) if formula is llama_norm else m.weight.float() + offset, 0.3)
+        expected = formula(
+            t, m.weight.float().add(offset).to(dtype) if formula is llama_norm else m.weight.float() + offset, 0.3
+        )
         assert (m(t) != expected).float().mean() < (1 if dtype == torch.float32 else 0.01)
         close(m(t).float(), expected.float(), rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
     with torch.device("meta"):
@@ -123,18 +133,28 @@ def test_norm_modules():
     x, residual = torch.randn(3, 4, 16), torch.randn(3, 4, 16)
     scale, shift = torch.randn(3, 1, 16), torch.randn(3, 1, 16)
     normed = F.rms_norm(x, (16,), eps=1e-6)
-    close(fused_add_rms_norm.LigerFusedAddRMSNorm(16)(x, residual), (F.rms_norm(x + residual, (16,), eps=1e-6), x + residual))
+    close(
+        fused_add_rms_norm.LigerFusedAddRMSNorm(16)(x, residual),
+        (F.rms_norm(x + residual, (16,), eps=1e-6), x + residual),
+    )
     modulated = modulated_rms_norm.LigerModulatedRMSNorm(16)
     close(modulated(x, scale, shift), normed * (1 + scale) + shift)
     close(modulated(x, scale[:1]), normed * (1 + scale[:1]))
     assert not list(modulated_rms_norm.LigerModulatedRMSNorm(16, elementwise_affine=False).parameters())
     layer = layer_norm.LigerLayerNorm(16, bias=True)
     close(layer(x), F.layer_norm(x, (16,), layer.weight, layer.bias, 1e-6))
-    assert layer.bias.abs().sum() > 0 and not layer_norm.LigerLayerNorm(16).bias.any() and "16, eps=1e-06" in repr(layer)
+    assert (
+        layer.bias.abs().sum() > 0 and not layer_norm.LigerLayerNorm(16).bias.any() and "16, eps=1e-06" in repr(layer)
+    )
     group = group_norm.LigerGroupNorm(4, 2)
     close(group(x), F.group_norm(x, 2, eps=1e-6))
     assert "num_groups=2" in repr(group)
-    for call in (lambda: group_norm.LigerGroupNorm(4, 3), lambda: group(x[0]), lambda: group(x[:, :2]), lambda: layer_norm.LigerLayerNorm(4, init_fn="twos")):
+    for call in (
+        lambda: group_norm.LigerGroupNorm(4, 3),
+        lambda: group(x[0]),
+        lambda: group(x[:, :2]),
+        lambda: layer_norm.LigerLayerNorm(4, init_fn="twos"),
+    ):
         with pytest.raises(AssertionError):
             call()
     tanh = dyt.LigerDyT(16)
@@ -153,9 +173,15 @@ def test_norm_helpers():
         return torch.autograd.grad(f(*leaves), leaves, dy)
 
     y, rows, mean, rstd, _, _ = ops.layer_norm_forward(x, w, b, 1e-6)
-    close(ops.layer_norm_backward(dy, rows.view(x.shape), w, b, mean, rstd), gradients(lambda x, w, b: F.layer_norm(x, (16,), w, b, 1e-6), x, w, b))
+    close(
+        ops.layer_norm_backward(dy, rows.view(x.shape), w, b, mean, rstd),
+        gradients(lambda x, w, b: F.layer_norm(x, (16,), w, b, 1e-6), x, w, b),
+    )
     y, same, mean, rstd, _ = ops.group_norm_forward(x, 4, 2, channel, channel, 1e-6)
-    close(ops.group_norm_backward(dy, same, channel, channel, mean, rstd, 4, 2), gradients(lambda x, w, b: F.group_norm(x, 2, w, b, 1e-6), x, channel, channel))
+    close(
+        ops.group_norm_backward(dy, same, channel, channel, mean, rstd, 4, 2),
+        gradients(lambda x, w, b: F.group_norm(x, 2, w, b, 1e-6), x, channel, channel),
+    )
     y, s, rstd, *_, code = ops.fused_add_rms_norm_forward(x, r, w, 1e-6, 0.0, "llama")
     dx, dr, dw = ops.fused_add_rms_norm_backward(dy, ds, s, w, rstd, 0.0, code)
     plain = gradients(lambda x, w: F.rms_norm(x, (16,), w, 1e-6), x + r, w)
@@ -163,19 +189,35 @@ def test_norm_helpers():
     assert dx is dr
     y, rstd, *_, code, each = ops.modulated_rms_norm_forward(x, w, scale, shift, 1e-6, 0.0, "llama")
     assert each == 4
-    close(ops.modulated_rms_norm_backward(dy, x, w, scale, shift, rstd, 0.0, code),
-          gradients(lambda x, w, scale, shift: F.rms_norm(x, (16,), w, 1e-6) * (1 + scale) + shift, x, w, scale, shift))
+    close(
+        ops.modulated_rms_norm_backward(dy, x, w, scale, shift, rstd, 0.0, code),
+        gradients(lambda x, w, scale, shift: F.rms_norm(x, (16,), w, 1e-6) * (1 + scale) + shift, x, w, scale, shift),
+    )
     y, rows, rstd, _, _ = ops.poly_norm_forward(x, torch.ones(3), torch.ones(()))
-    close(ops.poly_norm_backward(dy, rows.view(x.shape), torch.ones(3), rstd)[0], gradients(lambda x: sum(F.rms_norm(x**p, (16,), eps=1e-6) for p in (1, 2, 3)), x)[0])
+    close(
+        ops.poly_norm_backward(dy, rows.view(x.shape), torch.ones(3), rstd)[0],
+        gradients(lambda x: sum(F.rms_norm(x**p, (16,), eps=1e-6) for p in (1, 2, 3)), x)[0],
+    )
     alpha = torch.tensor([0.7])
-    close(liger_dyt_bwd(dy, x, alpha, w, b), gradients(lambda x, alpha, w, b: torch.tanh(alpha * x) * w + b, x, alpha, w, b))
+    close(
+        liger_dyt_bwd(dy, x, alpha, w, b),
+        gradients(lambda x, alpha, w, b: torch.tanh(alpha * x) * w + b, x, alpha, w, b),
+    )
     close(liger_dyt_fwd(x, alpha, w, None), torch.tanh(alpha * x) * w)
 
 
 def test_losses():
-    logits, hidden, weight, y = torch.randn(6, 9), torch.randn(6, 4), torch.randn(9, 4), torch.tensor([0, 8, -100, 3, 3, 1])
+    logits, hidden, weight, y = (
+        torch.randn(6, 9),
+        torch.randn(6, 4),
+        torch.randn(9, 4),
+        torch.tensor([0, 8, -100, 3, 3, 1]),
+    )
     close(LigerCrossEntropyLoss(label_smoothing=0.1)(logits, y), F.cross_entropy(logits, y, label_smoothing=0.1))
-    close(LigerFusedLinearCrossEntropyLoss(reduction="sum")(weight, hidden, y), F.cross_entropy(hidden @ weight.T, y, reduction="sum"))
+    close(
+        LigerFusedLinearCrossEntropyLoss(reduction="sum")(weight, hidden, y),
+        F.cross_entropy(hidden @ weight.T, y, reduction="sum"),
+    )
     out = LigerFusedLinearCrossEntropyLoss(return_token_accuracy=True)(weight, hidden, y)
     assert isinstance(out, CrossEntropyOutput) and out.z_loss is None and out.token_accuracy.dim() == 0
     for wrong in (dict(label_smoothing=2), dict(softcap=0)):
@@ -197,7 +239,9 @@ def test_fused_linear_function(reduction, monkeypatch):
     calls = []
     forward = flce.fused_linear_cross_entropy_forward
     monkeypatch.setattr(flce, "fused_linear_cross_entropy_forward", lambda *a, **k: calls.append(1) or forward(*a, **k))
-    loss, *others = ops.LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, y, bias, None, -100, 0.0, 0.0, reduction)
+    loss, *others = ops.LigerFusedLinearCrossEntropyFunction.apply(
+        hidden, weight, y, bias, None, -100, 0.0, 0.0, reduction
+    )
     assert calls and others == [None] * 3
     (plain_inputs, _) = head_inputs()
     plain = F.cross_entropy(F.linear(*plain_inputs), y, reduction=reduction)
@@ -217,8 +261,10 @@ def test_helpers():
     y, rows, rstd, _, _, code = ops.rms_norm_forward(x, w, 1e-6, 0.0, "llama", None)
     dx, dw = ops.rms_norm_backward(dy, rows.view(x.shape), w, rstd, 0.0, code)
     close((dx, dw), (leaf.grad, weight.grad))
-    for act, forward, backward in ((F.silu, ops.swiglu_forward, ops.swiglu_backward),
-                                   (lambda t: F.gelu(t, approximate="tanh"), ops.geglu_forward, ops.geglu_backward)):
+    for act, forward, backward in (
+        (F.silu, ops.swiglu_forward, ops.swiglu_backward),
+        (lambda t: F.gelu(t, approximate="tanh"), ops.geglu_forward, ops.geglu_backward),
+    ):
         a, b = torch.randn(2, 3, 16).requires_grad_(), torch.randn(2, 3, 16).requires_grad_()
         plain = act(a) * b
         plain.backward(dy)
@@ -230,7 +276,9 @@ def test_helpers():
     turned = ops.rope_forward(q, k, angles.cos(), angles.sin())
     close(ops.rope_backward(*turned[:2], *turned[2:]), (q, k))
     logits, labels = torch.randn(4, 7, requires_grad=True), torch.tensor([1, 2, -100, 6])
-    loss, z_loss, accuracy, predicted, gradient = ops.cross_entropy_forward(logits, labels, None, -100, 0.0, 0.0, "mean", None)
+    loss, z_loss, accuracy, predicted, gradient = ops.cross_entropy_forward(
+        logits, labels, None, -100, 0.0, 0.0, "mean", None
+    )
     F.cross_entropy(logits, labels).backward()
     assert (z_loss, accuracy, predicted) == (None, None, None)
     close(ops.cross_entropy_backward(gradient, torch.tensor(1.0)), logits.grad)
@@ -310,7 +358,10 @@ def test_apply_tiled_mlp_under_autocast():
         y, plain = ops.apply_tiled_mlp(lambda module, t: module(t), m, x, 2), m(x)
     assert y.dtype == torch.bfloat16
     close(y, plain)
-    for ours, expected in zip(torch.autograd.grad(y, [x, m.weight], torch.ones_like(y)), torch.autograd.grad(plain, [x, m.weight], torch.ones_like(y))):
+    for ours, expected in zip(
+        torch.autograd.grad(y, [x, m.weight], torch.ones_like(y)),
+        torch.autograd.grad(plain, [x, m.weight], torch.ones_like(y)),
+    ):
         assert ours.dtype == torch.float32
         close(ours, expected, rtol=1e-2, atol=1e-2)
 
@@ -327,7 +378,11 @@ def test_fused_mlp_under_autocast():
 
 @pytest.mark.parametrize("padding", [None, 0, -1])
 def test_embedding(padding):
-    ours, plain, ids = LigerEmbedding(7, 12, padding), torch.nn.Embedding(7, 12, padding), torch.tensor([[6, 0, 3], [3, 3, 0]], dtype=torch.int32)
+    ours, plain, ids = (
+        LigerEmbedding(7, 12, padding),
+        torch.nn.Embedding(7, 12, padding),
+        torch.tensor([[6, 0, 3], [3, 3, 0]], dtype=torch.int32),
+    )
     assert padding is None or not ours.weight[padding].any()
     plain.weight.data.copy_(ours.weight)
     close(ours(ids), plain(ids))
@@ -340,7 +395,10 @@ def test_int2_weights():
     w = torch.randint(-1, 3, (12, 5))
     kept, packed = w.clone(), mm_int8int2.pack_weights(w)
     assert torch.equal(w, kept) and torch.equal(mm_int8int2.unpack_weights(packed), w.int())
-    assert torch.equal(mm_int8int2.unpack_weights(mm_int8int2.pack_weights(w[:10])), torch.cat((w[:10], -torch.ones(2, 5, dtype=w.dtype))).int())
+    assert torch.equal(
+        mm_int8int2.unpack_weights(mm_int8int2.pack_weights(w[:10])),
+        torch.cat((w[:10], -torch.ones(2, 5, dtype=w.dtype))).int(),
+    )
     a = torch.randint(-128, 128, (3, 12), dtype=torch.int8)
     for b in (packed, packed.t().contiguous().t()):
         assert torch.equal(mm_int8int2.matmul(a, b), a.int() @ w.int())
@@ -364,7 +422,11 @@ def test_llama4_rope(batch):
     freqs = torch.polar(torch.ones_like(angles), angles)
 
     def plain(x):
-        return torch.view_as_real(torch.view_as_complex(x.float().unflatten(-1, (4, 2))) * freqs[..., :5, None, :]).flatten(-2).to(x.dtype)
+        return (
+            torch.view_as_real(torch.view_as_complex(x.float().unflatten(-1, (4, 2))) * freqs[..., :5, None, :])
+            .flatten(-2)
+            .to(x.dtype)
+        )
 
     for function in (liger_llama4_text_rotary_pos_emb, lambda *t: llama4_rope.LigerLlama4RopeFunction.apply(*t, 64)):
         for ours, x in zip(function(q, k, freqs), (q, k)):
@@ -373,7 +435,9 @@ def test_llama4_rope(batch):
     if batch != 2:
         vision = freqs[..., :5, :].reshape(5, 1, 4)
         close(liger_llama4_vision_rotary_pos_emb(q, k, vision), (plain(q), plain(k)))
-    back = llama4_rope.llama4_rope_forward(*liger_llama4_text_rotary_pos_emb(q.float(), k.float(), freqs), freqs, imag_sign=-1.0)
+    back = llama4_rope.llama4_rope_forward(
+        *liger_llama4_text_rotary_pos_emb(q.float(), k.float(), freqs), freqs, imag_sign=-1.0
+    )
     close(back, (q.float(), k.float()))
 
 

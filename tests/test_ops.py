@@ -25,7 +25,9 @@ def run(f, inputs, options, upstream=None, **backward):
         upstream = [g.sign() * g.abs().log2().round().exp2() if o.dim() <= 1 else g for g, o in zip(upstream, out)]
     if any(t is not None and t.requires_grad for t in inputs):
         # A result may have no derivative.
-        torch.autograd.backward([o for o in out if o.requires_grad], [g.to(o) for g, o in zip(upstream, out) if o.requires_grad], **backward)
+        torch.autograd.backward(
+            [o for o in out if o.requires_grad], [g.to(o) for g, o in zip(upstream, out) if o.requires_grad], **backward
+        )
     grads = [t.grad for t in inputs if t is not None and t.requires_grad]
     return [*out, *grads], upstream
 
@@ -46,10 +48,14 @@ def check(ours, eager, exact, dtype, what, gemm=False, terms=0):
     ratio, free = (1.1, unit / 4) if exact.numel() >= 1000 else (3, unit)
     ratio, most_ratio = (2 * ratio, 4) if gemm else (ratio, max(2, ratio))
     scale = max(rms(exact), terms**0.5 if exact.numel() < 1000 else 0)
-    assert rms(e) <= ratio * rms(t) + free * scale, f"{what}: RMS error {rms(e):.3g}, eager {rms(t):.3g}, values {rms(exact):.3g}"
+    assert rms(e) <= ratio * rms(t) + free * scale, (
+        f"{what}: RMS error {rms(e):.3g}, eager {rms(t):.3g}, values {rms(exact):.3g}"
+    )
     if exact.numel():
         most = max(exact.abs().max().item(), scale)
-        assert e.abs().max().item() <= most_ratio * t.abs().max().item() + unit * most, f"{what}: error {e.abs().max():.3g}, eager {t.abs().max():.3g}, values {most:.3g}"
+        assert e.abs().max().item() <= most_ratio * t.abs().max().item() + unit * most, (
+            f"{what}: error {e.abs().max():.3g}, eager {t.abs().max():.3g}, values {most:.3g}"
+        )
 
 
 def compare(case, inputs, options, dtype):
@@ -57,8 +63,15 @@ def compare(case, inputs, options, dtype):
     eager = run(case.reference, [same(t) for t in inputs], options, upstream)[0]
     ours = run(case.op, inputs, options, upstream)[0]
     for i, (a, b, c) in enumerate(zip(ours, eager, exact)):
-        check(a, b, c, dtype, f"{case.name} {options} {[tuple(t.shape) for t in inputs if t is not None]} result {i}", gemm=case.flops is not None and dtype == torch.float32,
-              terms=inputs[0].numel() / (c.numel() if c.numel() > 3 else 1) if case.terms_of_order_one else 0)
+        check(
+            a,
+            b,
+            c,
+            dtype,
+            f"{case.name} {options} {[tuple(t.shape) for t in inputs if t is not None]} result {i}",
+            gemm=case.flops is not None and dtype == torch.float32,
+            terms=inputs[0].numel() / (c.numel() if c.numel() > 3 else 1) if case.terms_of_order_one else 0,
+        )
 
 
 def same(t):
@@ -102,12 +115,25 @@ def test_layouts(case, device):
     for change in (misaligned, transposed):
         changed = [t if t is None else change(t.detach()) for t in inputs]
         before = [t if t is None else t.clone() for t in changed]
-        leaves = [t if t is None or not t.is_floating_point() else t.requires_grad_(i in case.differentiable) for i, t in enumerate(changed)]
+        leaves = [
+            t if t is None or not t.is_floating_point() else t.requires_grad_(i in case.differentiable)
+            for i, t in enumerate(changed)
+        ]
         got, _ = run(case.op, leaves, options, upstream)
         for i, (a, b) in enumerate(zip(got, expected)):
             terms = inputs[0].numel() // max(1, b.numel()) if i >= len(upstream) else 1
-            if terms > 1:  # a gradient's sum over rows, whose order depends on the alignment: either is as near as `check` asks
-                check(a, eager[i], exact[i], case.dtypes[0], f"{change.__name__} {i}", gemm=case.flops is not None, terms=terms if case.terms_of_order_one else 0)
+            if (
+                terms > 1
+            ):  # a gradient's sum over rows, whose order depends on the alignment: either is as near as `check` asks
+                check(
+                    a,
+                    eager[i],
+                    exact[i],
+                    case.dtypes[0],
+                    f"{change.__name__} {i}",
+                    gemm=case.flops is not None,
+                    terms=terms if case.terms_of_order_one else 0,
+                )
             else:  # a library's GEMM depends on the alignment too
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 if case.flops else 1e-6)
         for a, b in zip(changed, before):
@@ -124,7 +150,12 @@ def test_expanded_gradient(case, device):
     torch.stack([o.sum() for o in as_tuple(case.reference(*exact, **options))]).sum().backward()
     for a, b in zip(inputs, exact):
         if a is not None and a.requires_grad:
-            torch.testing.assert_close(a.grad.double(), b.grad, rtol=2e-2 if case.dtypes[0] != torch.float32 else 1e-4, atol=1e-2 if case.dtypes[0] != torch.float32 else 1e-5)
+            torch.testing.assert_close(
+                a.grad.double(),
+                b.grad,
+                rtol=2e-2 if case.dtypes[0] != torch.float32 else 1e-4,
+                atol=1e-2 if case.dtypes[0] != torch.float32 else 1e-5,
+            )
 
 
 @each_case
@@ -132,7 +163,10 @@ def test_empty(case, device):
     for options in case.options[:3]:
         inputs = case.inputs((0, *case.shapes[1][1:]), options, case.dtypes[0], device)
         got, _ = run(case.op, inputs, options)
-        for t, grad in zip([t for t in inputs if t is not None and t.requires_grad], got[-sum(t is not None and t.requires_grad for t in inputs):]):
+        for t, grad in zip(
+            [t for t in inputs if t is not None and t.requires_grad],
+            got[-sum(t is not None and t.requires_grad for t in inputs) :],
+        ):
             assert grad.shape == t.shape and not grad.any()
 
 
@@ -231,9 +265,11 @@ def test_frozen_inputs(case, device):
     inputs = case.inputs(case.shapes[1], options, case.dtypes[0], device)
     present = [i for i in case.differentiable if inputs[i] is not None]
     expected, upstream = run(case.op, inputs, options)
-    grads = dict(zip(present, expected[-len(present):]))
+    grads = dict(zip(present, expected[-len(present) :]))
     for i in present:
-        alone = [t.detach().requires_grad_(j == i) if t is not None and j in present else t for j, t in enumerate(inputs)]
+        alone = [
+            t.detach().requires_grad_(j == i) if t is not None and j in present else t for j, t in enumerate(inputs)
+        ]
         run(case.op, alone, options, upstream)
         torch.testing.assert_close(alone[i].grad, grads[i], rtol=0, atol=0)
         assert all(alone[j].grad is None for j in present if j != i)
@@ -263,11 +299,18 @@ def test_errors(case, device):
 
 
 @not_emulated
-@pytest.mark.parametrize("function,inputs,what", [
-    ("liger_kernel.transformers.functional.liger_cross_entropy", "torch.randn(4, 5), torch.tensor([0, 1, 5, 2])", "label 5"),
-    ("liger_kernel.ops.LigerEmbeddingFunction.apply", "torch.randn(5, 4), torch.tensor([0, 1, 5, 2])", "id 5"),
-    ("liger_kernel.ops.LigerEmbeddingFunction.apply", "torch.randn(5, 4), torch.tensor([0, 1, -5, 2])", "id -5"),
-])
+@pytest.mark.parametrize(
+    "function,inputs,what",
+    [
+        (
+            "liger_kernel.transformers.functional.liger_cross_entropy",
+            "torch.randn(4, 5), torch.tensor([0, 1, 5, 2])",
+            "label 5",
+        ),
+        ("liger_kernel.ops.LigerEmbeddingFunction.apply", "torch.randn(5, 4), torch.tensor([0, 1, 5, 2])", "id 5"),
+        ("liger_kernel.ops.LigerEmbeddingFunction.apply", "torch.randn(5, 4), torch.tensor([0, 1, -5, 2])", "id -5"),
+    ],
+)
 def test_index_out_of_range(function, inputs, what, device):
     """An IndexError on the CPU; on CUDA a device assertion, which ends the process's use of the device: a process of its own."""
     code = f"""
@@ -305,7 +348,14 @@ def test_accuracy_and_predictions(name, device):
     for softcap in (None, 5.0):
         inputs = case.inputs(case.shapes[-2], {}, torch.float32, device)
         y = inputs[-2]
-        out = case.op(*inputs, return_token_accuracy=True, return_predicted_tokens=True, return_z_loss=True, lse_square_scale=1e-2, softcap=softcap)
+        out = case.op(
+            *inputs,
+            return_token_accuracy=True,
+            return_predicted_tokens=True,
+            return_z_loss=True,
+            lse_square_scale=1e-2,
+            softcap=softcap,
+        )
         logits = inputs[0] if name == "cross_entropy" else inputs[0] @ inputs[1].T
         z = softcap * torch.tanh(logits / softcap) if softcap else logits
         valid = y != -100
@@ -315,7 +365,15 @@ def test_accuracy_and_predictions(name, device):
         assert not out.token_accuracy.requires_grad and not out.z_loss.requires_grad
 
 
-@pytest.mark.parametrize("wanted", [{}, {"return_z_loss": True, "lse_square_scale": 1e-2}, {"return_predicted_tokens": True, "return_token_accuracy": True}], ids=str)
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {},
+        {"return_z_loss": True, "lse_square_scale": 1e-2},
+        {"return_predicted_tokens": True, "return_token_accuracy": True},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("name", ["cross_entropy", "fused_linear_cross_entropy"])
 def test_compiled_results(name, wanted, device):
     """What nobody asked for is None there too, and the rest the same."""
@@ -325,7 +383,11 @@ def test_compiled_results(name, wanted, device):
     torch._dynamo.reset()
     compiled = torch.compile(lambda *tensors: case.op(*tensors, **wanted), fullgraph=True, backend="aot_eager")(*inputs)
     assert isinstance(out, torch.Tensor) == (not wanted)
-    for ours, theirs in zip((out,) if not wanted else vars(out).values(), (compiled,) if not wanted else vars(compiled).values(), strict=True):
+    for ours, theirs in zip(
+        (out,) if not wanted else vars(out).values(),
+        (compiled,) if not wanted else vars(compiled).values(),
+        strict=True,
+    ):
         assert (ours is None and theirs is None) or torch.equal(ours, theirs)
 
 
@@ -340,7 +402,9 @@ def test_scaled_gradient(name, device):
             (f(*given) * 0.3).backward()
         for a, b, c in zip(inputs, exact, eager):
             if a is not None and a.requires_grad:
-                assert rms(a.grad.double() - b.grad) <= 1.5 * rms(c.grad.double() - b.grad) + torch.finfo(dtype).eps * rms(b.grad)
+                assert rms(a.grad.double() - b.grad) <= 1.5 * rms(c.grad.double() - b.grad) + torch.finfo(
+                    dtype
+                ).eps * rms(b.grad)
 
 
 def test_confident_logits(device):
@@ -363,8 +427,13 @@ def test_extreme_targets(device):
 
     x = torch.log_softmax(torch.randn(1, 37), -1).to(device)
     t = torch.tensor([0.0, 1.0, math.inf, math.nan, 0.5, 1e30, 1e-30]).repeat(6)[:37].to(device)[None]
-    expected, unit = torch.where(t == 0, 0, t * (t.log() - x)), 8 * torch.finfo(torch.float32).eps  # of three roundings and two logarithms
-    torch.testing.assert_close(liger_kl_div(x, t, reduction="none", eps=0.0), expected, rtol=unit, atol=unit, equal_nan=True)
+    expected, unit = (
+        torch.where(t == 0, 0, t * (t.log() - x)),
+        8 * torch.finfo(torch.float32).eps,
+    )  # of three roundings and two logarithms
+    torch.testing.assert_close(
+        liger_kl_div(x, t, reduction="none", eps=0.0), expected, rtol=unit, atol=unit, equal_nan=True
+    )
 
 
 @pytest.mark.parametrize("cols", [64, 1029, 4096, 9000])
@@ -396,8 +465,12 @@ def test_modulation_of_many_rows(cols, dtype, device):
     from liger_kernel.transformers.functional import liger_modulated_rms_norm
 
     torch.manual_seed(0)
-    rows = 13 if device == "cpu" else 850 if cols < 16384 else 450  # three or more for each block, of which there are up to 4 emulated, and 264 or 132 on an H200
-    x, scale, shift = (torch.randn(shape, device=device).to(dtype) for shape in ((2, rows, cols), (2, 1, cols), (2, 1, cols)))
+    rows = (
+        13 if device == "cpu" else 850 if cols < 16384 else 450
+    )  # three or more for each block, of which there are up to 4 emulated, and 264 or 132 on an H200
+    x, scale, shift = (
+        torch.randn(shape, device=device).to(dtype) for shape in ((2, rows, cols), (2, 1, cols), (2, 1, cols))
+    )
     w = torch.randn(cols, device=device).to(dtype)
     n = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * w.double() * (1 + scale.double())
     expected = n + shift.double()

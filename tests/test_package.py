@@ -18,7 +18,9 @@ INSTALLED = os.path.exists(os.path.join(liger_kernel.cmake_prefix_path, "_build.
 
 
 def python(code, **environment):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment})
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}
+    )
 
 
 def test_import_leaves_torch_alone():
@@ -44,8 +46,20 @@ def test_cmake_finds_an_installed_package(tmp_path):
     """find_package(liger) configures a program against the package's folder; the sources where they stand have nothing to find."""
     examples = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "examples")
     done = subprocess.run(
-        ["cmake", "-S", examples, "-B", tmp_path, "-G", "Ninja", f"-DCMAKE_PREFIX_PATH={liger_kernel.cmake_prefix_path}", "-DCMAKE_DISABLE_FIND_PACKAGE_Python=ON"],
-        capture_output=True, text=True)
+        [
+            "cmake",
+            "-S",
+            examples,
+            "-B",
+            tmp_path,
+            "-G",
+            "Ninja",
+            f"-DCMAKE_PREFIX_PATH={liger_kernel.cmake_prefix_path}",
+            "-DCMAKE_DISABLE_FIND_PACKAGE_Python=ON",
+        ],
+        capture_output=True,
+        text=True,
+    )
     assert (done.returncode == 0) == INSTALLED, done.stderr
 
 
@@ -76,7 +90,13 @@ def test_a_second_library_of_the_same_version_is_shared(tmp_path):
 def test_a_second_library_of_another_version_is_named(tmp_path):
     done = second(tmp_path, b"0.9.9")
     last = done.stderr.strip().splitlines()[-1]
-    assert done.returncode == 1 and last.startswith("ImportError") and str(tmp_path / "another.so") in last and _library._path() in last and "0.9.9" in last
+    assert (
+        done.returncode == 1
+        and last.startswith("ImportError")
+        and str(tmp_path / "another.so") in last
+        and _library._path() in last
+        and "0.9.9" in last
+    )
 
 
 MISMATCH = """
@@ -105,7 +125,9 @@ def test_another_distribution_is_named(tmp_path, name, version):
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     (info / "RECORD").write_text("liger_kernel/__init__.py,,\n")
-    done = python("import liger_kernel", PYTHONPATH=os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(tmp_path)])))
+    done = python(
+        "import liger_kernel", PYTHONPATH=os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(tmp_path)]))
+    )
     assert f"{name} {version}" in done.stderr and "pip uninstall" in done.stderr
 
 

@@ -11,22 +11,59 @@ from liger_kernel.chunked_loss import grpo_loss as fused
 from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
 from liger_kernel.ops import grpo_loss as on_logits
 from liger_kernel.transformers.grpo_loss import _masked_mean, _reduce_grpo_loss, triton_grpo_loss
-
-from policy_reference import BOUNDS, CLIPPED, LOSSES, MAX_LENGTH, SOFT, B, T, V, batch, check, expected_of, gamma, log_probs, reduced, terms
+from policy_reference import (
+    BOUNDS,
+    CLIPPED,
+    LOSSES,
+    MAX_LENGTH,
+    SOFT,
+    B,
+    T,
+    V,
+    batch,
+    check,
+    expected_of,
+    gamma,
+    log_probs,
+    reduced,
+    terms,
+)
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("loss,level", LOSSES)
 def test_fused_loss(device, dtype, loss, level):
     tensors, ids, mask, advantages, old, ref, ratio = batch(device, dtype)
-    module = fused.LigerFusedLinearGRPOLoss(beta=0.1, loss_type=loss, importance_sampling_level=level, temperature=0.8, max_completion_length=MAX_LENGTH,
-                                            epsilon_high=1.1 if loss == "cispo" else 0.3)
+    module = fused.LigerFusedLinearGRPOLoss(
+        beta=0.1,
+        loss_type=loss,
+        importance_sampling_level=level,
+        temperature=0.8,
+        max_completion_length=MAX_LENGTH,
+        epsilon_high=1.1 if loss == "cispo" else 0.3,
+    )
     x, weight, bias = tensors
-    got, metrics = module(x[:, :-1], weight, ids, mask, advantages, bias, ref_per_token_logps=ref, old_per_token_logps=old)
+    got, metrics = module(
+        x[:, :-1], weight, ids, mask, advantages, bias, ref_per_token_logps=ref, old_per_token_logps=old
+    )
     (got * 1.7).backward()
-    loss_, kl, clipped, gradients = expected_of(tensors, ids, mask, advantages, 0.8, 1.7, old=old, ref=ref, loss=loss, level=level, beta=0.1,
-                                                high=1.1 if loss == "cispo" else 0.3)
-    assert got.dtype == torch.float32 and got.ndim == 0 and len(metrics) == 2 and not any(m.requires_grad for m in metrics)
+    loss_, kl, clipped, gradients = expected_of(
+        tensors,
+        ids,
+        mask,
+        advantages,
+        0.8,
+        1.7,
+        old=old,
+        ref=ref,
+        loss=loss,
+        level=level,
+        beta=0.1,
+        high=1.1 if loss == "cispo" else 0.3,
+    )
+    assert (
+        got.dtype == torch.float32 and got.ndim == 0 and len(metrics) == 2 and not any(m.requires_grad for m in metrics)
+    )
     check((got, *(t.grad for t in tensors)), (loss_, *gradients), ("loss", "x", "weight", "bias"), BOUNDS[dtype])
     assert all(t.grad.dtype == dtype for t in tensors) and x.grad[:, -1].count_nonzero() == 0
     check(metrics[:1], (kl,), ("kl",), BOUNDS[dtype])
@@ -36,8 +73,17 @@ def test_fused_loss(device, dtype, loss, level):
 
 
 OPTIONS = [
-    dict(beta=0.0), dict(unbiased=True), dict(delta=1.1), dict(delta=1.6), dict(old=None), dict(ref=None), dict(ratio="token"), dict(ratio="sequence"),
-    dict(unbiased=True, ratio="token", delta=1.3), dict(low=0.05, high=0.4), dict(pos=0.5, neg=2.0),
+    dict(beta=0.0),
+    dict(unbiased=True),
+    dict(delta=1.1),
+    dict(delta=1.6),
+    dict(old=None),
+    dict(ref=None),
+    dict(ratio="token"),
+    dict(ratio="sequence"),
+    dict(unbiased=True, ratio="token", delta=1.3),
+    dict(low=0.05, high=0.4),
+    dict(pos=0.5, neg=2.0),
 ]
 
 
@@ -49,14 +95,42 @@ def test_options(loss, level, options):
     options = {"old": old, "ref": ref, "beta": 0.1, **options, "ratio": ratio}
     x, weight, bias = tensors
     function = lambda beta=options["beta"]: fused.LigerFusedLinearGRPOFunction.apply(
-        x[:, :-1], weight, ids, mask, advantages, bias, options["ref"], options["old"], None, None, None, beta, options.get("low", 0.2), options.get("high", 0.2),
-        loss, MAX_LENGTH, level, options.get("pos", 1.0), options.get("neg", 1.05), 0.8, True, options["ref"] is not None, 1, ratio, options.get("delta"),
-        options.get("unbiased", False))
+        x[:, :-1],
+        weight,
+        ids,
+        mask,
+        advantages,
+        bias,
+        options["ref"],
+        options["old"],
+        None,
+        None,
+        None,
+        beta,
+        options.get("low", 0.2),
+        options.get("high", 0.2),
+        loss,
+        MAX_LENGTH,
+        level,
+        options.get("pos", 1.0),
+        options.get("neg", 1.05),
+        0.8,
+        True,
+        options["ref"] is not None,
+        1,
+        ratio,
+        options.get("delta"),
+        options.get("unbiased", False),
+    )
     got, metrics = function()
     got.backward()
-    expected, kl, clipped, gradients = expected_of(tensors, ids, mask, advantages, 0.8, **options, loss=loss, level=level)
+    expected, kl, clipped, gradients = expected_of(
+        tensors, ids, mask, advantages, 0.8, **options, loss=loss, level=level
+    )
     named = [("loss", got, expected), *zip(("x", "weight", "bias"), (t.grad for t in tensors), gradients)]
-    if expected.abs() < 1e-5 or (options["old"] is None and loss == "sapo"):  # equal advantages may cancel, and do for neither gradient
+    if expected.abs() < 1e-5 or (
+        options["old"] is None and loss == "sapo"
+    ):  # equal advantages may cancel, and do for neither gradient
         named = named[1:]
     check([n[1] for n in named], [n[2] for n in named], [n[0] for n in named], BOUNDS[torch.float32])
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
@@ -76,7 +150,10 @@ def test_normalizer(loss):
     assert plain.abs() > 1e-3
     torch.testing.assert_close(by_sum, plain)
     torch.testing.assert_close(2 * doubled, plain)
-    assert LigerFusedLinearPPOBase._compute_dapo_normalizer(mask) == mask.sum() and on_logits._compute_dapo_normalizer(mask, 0.5) == 1
+    assert (
+        LigerFusedLinearPPOBase._compute_dapo_normalizer(mask) == mask.sum()
+        and on_logits._compute_dapo_normalizer(mask, 0.5) == 1
+    )
 
 
 def test_normalizer_of_ranks(monkeypatch):
@@ -98,11 +175,27 @@ def test_reference_model_and_frozen_weight(device):
     ref_x, ref_weight, ref_bias = x.detach() * 0.5, weight.detach()[:, :].clone() * 0.7, bias.detach() + 0.1
     module = fused.LigerFusedLinearGRPOLoss(beta=0.2)
     weight.requires_grad_(False)
-    got, metrics = module(x[:, :-1], weight, ids, mask, advantages, bias, old_per_token_logps=old, ref_input=ref_x[:, :-1], ref_weight=ref_weight, ref_bias=ref_bias)
+    got, metrics = module(
+        x[:, :-1],
+        weight,
+        ids,
+        mask,
+        advantages,
+        bias,
+        old_per_token_logps=old,
+        ref_input=ref_x[:, :-1],
+        ref_weight=ref_weight,
+        ref_bias=ref_bias,
+    )
     got.backward()
     ref = log_probs(ref_x[:, :-1].double(), ref_weight.double(), ids, ref_bias.double())
     expected, kl, _, gradients = expected_of(tensors, ids, mask, advantages, 1.0, old=old, ref=ref, beta=0.2)
-    check((got, metrics[0], x.grad, bias.grad), (expected, kl, gradients[0], gradients[2]), ("loss", "kl", "x", "bias"), BOUNDS[torch.float32])
+    check(
+        (got, metrics[0], x.grad, bias.grad),
+        (expected, kl, gradients[0], gradients[2]),
+        ("loss", "kl", "x", "bias"),
+        BOUNDS[torch.float32],
+    )
     assert weight.grad is None
 
 
@@ -153,7 +246,9 @@ def test_in_a_compiled_function():
     """The graph breaks at the loss; its gradients are the same."""
     tensors, ids, mask, advantages, old, ref, _ = batch("cpu")
     x, weight, bias = tensors
-    run = lambda x: fused.LigerFusedLinearGRPOLoss(beta=0.1)(x[:, :-1] * 2, weight, ids, mask, advantages, bias, ref, old)[0]
+    run = lambda x: fused.LigerFusedLinearGRPOLoss(beta=0.1)(
+        x[:, :-1] * 2, weight, ids, mask, advantages, bias, ref, old
+    )[0]
     expected = torch.autograd.grad(run(x), tensors)
     torch._dynamo.reset()
     for got, right in zip(torch.autograd.grad(torch.compile(run, backend="eager")(x), tensors), expected):
@@ -174,7 +269,11 @@ def test_padding(loss):
     gradients = [t.grad.clone() for t in tensors]
     assert all(g.abs().max() > 1e-5 for g in gradients)
     x.grad = weight.grad = bias.grad = None
-    padded = run(garbage(ids, -100), old if loss == "luspo" else garbage(old, -300.0), ref if loss == "luspo" else garbage(ref, math.nan))
+    padded = run(
+        garbage(ids, -100),
+        old if loss == "luspo" else garbage(old, -300.0),
+        ref if loss == "luspo" else garbage(ref, math.nan),
+    )
     padded.backward()
     assert padded.isfinite() and all(t.grad.isfinite().all() for t in tensors)
     if loss == "luspo":
@@ -200,7 +299,9 @@ def test_importance_ratio_shapes():
     tensors, ids, mask, advantages, old, ref, ratio = batch("cpu")
     x, weight, bias = tensors
     module = fused.LigerFusedLinearGRPOLoss(beta=0.1)
-    run = lambda ratio: module(x[:, :-1], weight, ids, mask, advantages, bias, ref, old, vllm_is_ratio=ratio)[0].detach()
+    run = lambda ratio: module(x[:, :-1], weight, ids, mask, advantages, bias, ref, old, vllm_is_ratio=ratio)[
+        0
+    ].detach()
     row = ratio[:, 0]
     torch.testing.assert_close(run(row), run(row.unsqueeze(1)))
     torch.testing.assert_close(run(row), run(row.unsqueeze(1).expand(B, T)))
@@ -236,15 +337,45 @@ def test_errors():
         with pytest.raises(ValueError, match="must be positive"):
             run(**options)
     # Positional callers leave anything in the places of sapo's temperatures.
-    loss, _ = fused.LigerFusedLinearGRPOFunction.apply(x[:, :-1], weight, ids, mask, advantages, bias, ref, old, None, None, None, 0.1, 0.2, 0.2, "dapo", None,
-                                                       "token", False, True)
+    loss, _ = fused.LigerFusedLinearGRPOFunction.apply(
+        x[:, :-1],
+        weight,
+        ids,
+        mask,
+        advantages,
+        bias,
+        ref,
+        old,
+        None,
+        None,
+        None,
+        0.1,
+        0.2,
+        0.2,
+        "dapo",
+        None,
+        "token",
+        False,
+        True,
+    )
     assert loss.isfinite()
     with pytest.raises(ValueError, match="max_completion_length"):
         fused.LigerFusedLinearGRPOFunction.ppo_loss_fn(old, mask, advantages, mask, loss_type="dr_grpo")
     with pytest.raises((IndexError, RuntimeError)):
         fused.LigerFusedLinearGRPOLoss(use_ref_model=False)(x[:, :-1], weight, ids + V, mask, advantages)
     with pytest.raises(RuntimeError, match="does not fit"):
-        ops.policy_loss(old, mask, advantages[:2], None, None, None, None, None, None, **on_logits.policy_options("dapo", "token", 0.2, 0.2, None, 0.0, False, 1.0, 1.0))
+        ops.policy_loss(
+            old,
+            mask,
+            advantages[:2],
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+            **on_logits.policy_options("dapo", "token", 0.2, 0.2, None, 0.0, False, 1.0, 1.0),
+        )
 
 
 def test_own_loss_on_the_base():
@@ -259,7 +390,16 @@ def test_own_loss_on_the_base():
 
         @classmethod
         def forward(cls, ctx, _input, weight, ids, mask, advantages, bias=None):
-            return super().forward(cls=cls, ctx=ctx, _input=_input, weight=weight, selected_token_ids=ids, attention_mask=mask, advantages=advantages, bias=bias)
+            return super().forward(
+                cls=cls,
+                ctx=ctx,
+                _input=_input,
+                weight=weight,
+                selected_token_ids=ids,
+                attention_mask=mask,
+                advantages=advantages,
+                bias=bias,
+            )
 
         @staticmethod
         def backward(ctx, *grad_output):
@@ -273,8 +413,20 @@ def test_own_loss_on_the_base():
     lp = log_probs(exact[0][:, :-1], exact[1], ids, exact[2])
     expected = -(lp * advantages.double().unsqueeze(1)).sum() / mask.sum()
     gradients = torch.autograd.grad(expected, exact)
-    check((loss, average, rows, x.grad, weight.grad, bias.grad), (expected, lp.mean(), lp.sum(1), *gradients), ("loss", "average", "rows", "x", "weight", "bias"), BOUNDS[torch.float32])
-    assert len(seen) == 1 and {"ref_per_token_logps", "old_per_token_logps", "epsilon_low", "vllm_is_ratio", "num_items_in_batch", "vespo_k_pos"} <= set(seen[0])
+    check(
+        (loss, average, rows, x.grad, weight.grad, bias.grad),
+        (expected, lp.mean(), lp.sum(1), *gradients),
+        ("loss", "average", "rows", "x", "weight", "bias"),
+        BOUNDS[torch.float32],
+    )
+    assert len(seen) == 1 and {
+        "ref_per_token_logps",
+        "old_per_token_logps",
+        "epsilon_low",
+        "vllm_is_ratio",
+        "num_items_in_batch",
+        "vespo_k_pos",
+    } <= set(seen[0])
     with pytest.raises(NotImplementedError):
         LigerFusedLinearPPOBase.ppo_loss_fn()
 
@@ -290,7 +442,12 @@ def test_chunk_forward():
     exact = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
     expected = torch.where(ids < 0, 0, log_probs(exact[0], exact[1], ids.clamp(min=0), exact[2], 0.7))
     expected.backward(upstream.double())
-    check((got, x.grad, weight.grad, bias.grad), (expected, *(t.grad for t in exact)), ("logp", "x", "weight", "bias"), BOUNDS[torch.float32])
+    check(
+        (got, x.grad, weight.grad, bias.grad),
+        (expected, *(t.grad for t in exact)),
+        ("logp", "x", "weight", "bias"),
+        BOUNDS[torch.float32],
+    )
     assert got.dtype == torch.float32 and got[1, 5:9].count_nonzero() == 0
 
 
@@ -298,7 +455,9 @@ def test_formulas():
     g = torch.Generator().manual_seed(3)
     p, q = torch.randn(2, 5, generator=g, dtype=torch.float64), torch.randn(2, 5, generator=g, dtype=torch.float64)
     torch.testing.assert_close(fused.k3_loss_fn(p, q), (p - q).exp() - (p - q) - 1)
-    assert (fused.k3_loss_fn(torch.full((9,), 1e-4), torch.zeros(9)) > 4.9e-9).all()  # exp(x) − x − 1 in float32 is 0 there
+    assert (
+        fused.k3_loss_fn(torch.full((9,), 1e-4), torch.zeros(9)) > 4.9e-9
+    ).all()  # exp(x) − x − 1 in float32 is 0 there
     torch.testing.assert_close(fused.sapo_loss_fn(p.exp(), 0.7), torch.sigmoid(0.7 * (p.exp() - 1)) * 4 / 0.7)
     with pytest.raises(ValueError):
         fused.sapo_loss_fn(p, 0)
@@ -317,8 +476,13 @@ def test_formulas():
     torch.testing.assert_close(_masked_mean(values, mask), (values * mask).sum() / mask.sum())
     assert _masked_mean(values, mask * 0) == 0
     for loss in CLIPPED + SOFT:
-        torch.testing.assert_close(_reduce_grpo_loss(values, mask, loss, None), reduced(values.double(), mask.double(), loss, 5).float())
-        torch.testing.assert_close(_reduce_grpo_loss(values, None, loss, 9), reduced(values.double(), torch.ones(2, 5).double(), loss, 9).float())
+        torch.testing.assert_close(
+            _reduce_grpo_loss(values, mask, loss, None), reduced(values.double(), mask.double(), loss, 5).float()
+        )
+        torch.testing.assert_close(
+            _reduce_grpo_loss(values, None, loss, 9),
+            reduced(values.double(), torch.ones(2, 5).double(), loss, 9).float(),
+        )
     with pytest.raises(ValueError, match="loss_type"):
         _reduce_grpo_loss(values, mask, "ppo", None)
 
@@ -337,7 +501,11 @@ def expected_on_logits(logits, ids, mask, advantages, reduce, upstream, loss, no
     out, clipped = out * m, clipped * m
     kl = None if kl is None else kl * m
     if reduce:
-        out, kl, clipped = reduced(out, m, loss, max_length, normalizer), None if kl is None else kl.sum() / m.sum().clamp(min=1), clipped.sum() / m.sum().clamp(min=1)
+        out, kl, clipped = (
+            reduced(out, m, loss, max_length, normalizer),
+            None if kl is None else kl.sum() / m.sum().clamp(min=1),
+            clipped.sum() / m.sum().clamp(min=1),
+        )
     out.backward(upstream.double() if not reduce else torch.tensor(1.0, dtype=torch.float64, device=out.device))
     return out, kl, clipped, exact.grad
 
@@ -347,18 +515,44 @@ def expected_on_logits(logits, ids, mask, advantages, reduce, upstream, loss, no
 @pytest.mark.parametrize("loss,level", LOSSES)
 def test_on_logits(device, loss, level, dtype, reduce):
     tensors, ids, mask, advantages, old, ref, ratio = batch(device)
-    for options in (dict(), dict(beta=0.0, old=None), dict(unbiased=True, ratio=ratio), dict(ratio=ratio[:, 0], delta=1.3)):
+    for options in (
+        dict(),
+        dict(beta=0.0, old=None),
+        dict(unbiased=True, ratio=ratio),
+        dict(ratio=ratio[:, 0], delta=1.3),
+    ):
         if loss in SOFT and "delta" in options:
             options.pop("delta")
         options = {"old": old, "ref": ref, "beta": 0.1, **options}
         logits = logits_of(tensors, dtype)
-        upstream = torch.randn(T, B, generator=torch.Generator().manual_seed(4)).to(device).t()  # masked places too, and in other strides
+        upstream = (
+            torch.randn(T, B, generator=torch.Generator().manual_seed(4)).to(device).t()
+        )  # masked places too, and in other strides
         result = triton_grpo_loss(
-            logits, options["old"], options["ref"] if options["beta"] else None, ids, advantages, mask, 0.9, options["beta"], 0.2, 0.3, False, loss, None, level,
-            reduce, vllm_is_ratio=options.get("ratio"), delta=options.get("delta"), use_bias_correction_kl=options.get("unbiased", False))
+            logits,
+            options["old"],
+            options["ref"] if options["beta"] else None,
+            ids,
+            advantages,
+            mask,
+            0.9,
+            options["beta"],
+            0.2,
+            0.3,
+            False,
+            loss,
+            None,
+            level,
+            reduce,
+            vllm_is_ratio=options.get("ratio"),
+            delta=options.get("delta"),
+            use_bias_correction_kl=options.get("unbiased", False),
+        )
         got, second, clipped = unpack(result) if reduce else result
         got.backward(None if reduce else upstream)
-        loss_, kl, ratio_clipped, gradient = expected_on_logits(logits, ids, mask, advantages, reduce, upstream, loss, level=level, high=0.3, **options)
+        loss_, kl, ratio_clipped, gradient = expected_on_logits(
+            logits, ids, mask, advantages, reduce, upstream, loss, level=level, high=0.3, **options
+        )
         bounds = BOUNDS[torch.float32] if dtype == torch.float32 else dict(rtol=0.02, atol=0.01)
         check((got, logits.grad), (loss_, gradient), ("loss", "logits"), bounds)
         assert got.dtype == torch.float32 and logits.grad.dtype == dtype
@@ -379,36 +573,65 @@ def test_grpo_function():
     tensors, ids, mask, advantages, old, ref, _ = batch("cpu")
     logits = logits_of(tensors)
     before = logits.detach().clone()
-    loss, kl, clipped = liger_ops.GrpoLossFunction.apply(logits, old, ref, ids, advantages, mask.bool(), 0.9, 0.1, 0.2, 0.3, True)
+    loss, kl, clipped = liger_ops.GrpoLossFunction.apply(
+        logits, old, ref, ids, advantages, mask.bool(), 0.9, 0.1, 0.2, 0.3, True
+    )
     loss.backward(retain_graph=True)
     once = logits.grad.clone()
     loss.backward()
     torch.testing.assert_close(logits.grad, 2 * once)
     torch.testing.assert_close(logits.detach(), before, rtol=0, atol=0)
     assert once.abs().max() > 1e-4
-    expected = expected_on_logits(logits, ids, mask, advantages, True, None, "grpo", old=old, ref=ref, beta=0.1, high=0.3)
+    expected = expected_on_logits(
+        logits, ids, mask, advantages, True, None, "grpo", old=old, ref=ref, beta=0.1, high=0.3
+    )
     check((loss, kl, clipped, once), expected, ("loss", "kl", "clipped", "logits"), BOUNDS[torch.float32])
     apply = lambda *a, loss_type="grpo", **kw: liger_ops.GrpoLossFunction.apply(
-        *{**dict(zip(("logits", "old", "ref", "ids", "advantages", "mask"), (logits, old, ref, ids, advantages, None))), **kw}.values(), 0.9, 0.1, 0.2, 0.3, False,
-        loss_type, *a)
+        *{
+            **dict(
+                zip(("logits", "old", "ref", "ids", "advantages", "mask"), (logits, old, ref, ids, advantages, None))
+            ),
+            **kw,
+        }.values(),
+        0.9,
+        0.1,
+        0.2,
+        0.3,
+        False,
+        loss_type,
+        *a,
+    )
     everything, _, _ = apply()
     torch.testing.assert_close(everything, apply(mask=torch.ones_like(ids))[0])
-    for wrong, match in ((dict(ref=None), "ref_logp"), (dict(ids=None), "must be given"), (dict(logits=logits.transpose(0, 1)), "."), (dict(old=old[:, :-1]), "old_logp"),
-                         (dict(advantages=old), "advantages")):
+    for wrong, match in (
+        (dict(ref=None), "ref_logp"),
+        (dict(ids=None), "must be given"),
+        (dict(logits=logits.transpose(0, 1)), "."),
+        (dict(old=old[:, :-1]), "old_logp"),
+        (dict(advantages=old), "advantages"),
+    ):
         with pytest.raises(AssertionError, match=match):
             apply(**wrong)
-    for loss_type, options, match in (("ppo", (), "loss_type"), ("vespo", (), "phi_seq"), ("sapo", (None, True, "token", 0.0), "positive"),
-                                      ("cispo", (None, True, "token", 1.0, 1.0, None, 1.5), "delta"),
-                                      ("cispo", (None, True, "sequence"), "Sequence-level importance sampling is not supported")):
+    for loss_type, options, match in (
+        ("ppo", (), "loss_type"),
+        ("vespo", (), "phi_seq"),
+        ("sapo", (None, True, "token", 0.0), "positive"),
+        ("cispo", (None, True, "token", 1.0, 1.0, None, 1.5), "delta"),
+        ("cispo", (None, True, "sequence"), "Sequence-level importance sampling is not supported"),
+    ):
         with pytest.raises(ValueError, match=match):
             apply(*options, loss_type=loss_type)
     with pytest.raises(AssertionError, match="importance_sampling_level"):
         apply(None, True, "word")
     with pytest.raises(ValueError, match="Sequence-level"):
         triton_grpo_loss(logits, old, ref, ids, advantages, loss_type="vespo", importance_sampling_level="sequence")
-    phi = fused.get_gamma_weights(advantages, on_logits.fused_selective_log_softmax(logits, ids, 0.9) - old, torch.ones_like(ids))
-    torch.testing.assert_close(apply(None, True, "token", 1.0, 1.0, None, None, False, None, phi.squeeze(1), loss_type="vespo")[0],
-                               triton_grpo_loss(logits, old, ref, ids, advantages, None, 0.9, 0.1, 0.2, 0.3, False, "vespo", reduce=True)[0])
+    phi = fused.get_gamma_weights(
+        advantages, on_logits.fused_selective_log_softmax(logits, ids, 0.9) - old, torch.ones_like(ids)
+    )
+    torch.testing.assert_close(
+        apply(None, True, "token", 1.0, 1.0, None, None, False, None, phi.squeeze(1), loss_type="vespo")[0],
+        triton_grpo_loss(logits, old, ref, ids, advantages, None, 0.9, 0.1, 0.2, 0.3, False, "vespo", reduce=True)[0],
+    )
 
 
 def test_fused_and_on_logits_agree():
@@ -417,42 +640,176 @@ def test_fused_and_on_logits_agree():
     x, weight, bias = tensors
     for loss in CLIPPED[:-1] + SOFT:
         a, _ = fused.LigerFusedLinearGRPOLoss(beta=0.1, temperature=0.9, loss_type=loss, max_completion_length=T)(
-            x[:, :-1], weight, ids, mask, advantages, bias, ref, old, vllm_is_ratio=ratio[:, :1])
-        b, _ = triton_grpo_loss(logits_of(tensors), old, ref, ids, advantages, mask, 0.9, 0.1, 0.2, 0.2, loss_type=loss, reduce=True, vllm_is_ratio=ratio[:, :1])
+            x[:, :-1], weight, ids, mask, advantages, bias, ref, old, vllm_is_ratio=ratio[:, :1]
+        )
+        b, _ = triton_grpo_loss(
+            logits_of(tensors),
+            old,
+            ref,
+            ids,
+            advantages,
+            mask,
+            0.9,
+            0.1,
+            0.2,
+            0.2,
+            loss_type=loss,
+            reduce=True,
+            vllm_is_ratio=ratio[:, :1],
+        )
         torch.testing.assert_close(a, b)
 
 
 def names(function):
-    return [p.name if p.default is p.empty else (p.name, p.default) for p in inspect.signature(function).parameters.values() if p.name not in ("self", "ctx", "cls")]
+    return [
+        p.name if p.default is p.empty else (p.name, p.default)
+        for p in inspect.signature(function).parameters.values()
+        if p.name not in ("self", "ctx", "cls")
+    ]
 
 
 POLICY = [("sapo_temperature_pos", 1.0), ("sapo_temperature_neg", 1.05)]
 VESPO = [("vespo_k_pos", 2.0), ("vespo_lambda_pos", 3.0), ("vespo_k_neg", 3.0), ("vespo_lambda_neg", 2.0)]
-REFERENCE = [("ref_per_token_logps", None), ("old_per_token_logps", None), ("ref_input", None), ("ref_weight", None), ("ref_bias", None)]
+REFERENCE = [
+    ("ref_per_token_logps", None),
+    ("old_per_token_logps", None),
+    ("ref_input", None),
+    ("ref_weight", None),
+    ("ref_bias", None),
+]
 BATCH = ["selected_token_ids", "attention_mask", "advantages", ("bias", None)]
 SIGNATURES = {
     fused.LigerFusedLinearGRPOFunction.forward: [
-        "_input", "weight", *BATCH, *REFERENCE, ("beta", 0.04), ("epsilon_low", 0.2), ("epsilon_high", 0.2), ("loss_type", "dapo"), ("max_completion_length", None),
-        ("importance_sampling_level", "token"), *POLICY, ("temperature", 1.0), ("compiled", True), ("use_ref_model", True), ("chunk_size", 1), ("vllm_is_ratio", None),
-        ("delta", None), ("use_bias_correction_kl", False), *VESPO, ("num_items_in_batch", None)],
+        "_input",
+        "weight",
+        *BATCH,
+        *REFERENCE,
+        ("beta", 0.04),
+        ("epsilon_low", 0.2),
+        ("epsilon_high", 0.2),
+        ("loss_type", "dapo"),
+        ("max_completion_length", None),
+        ("importance_sampling_level", "token"),
+        *POLICY,
+        ("temperature", 1.0),
+        ("compiled", True),
+        ("use_ref_model", True),
+        ("chunk_size", 1),
+        ("vllm_is_ratio", None),
+        ("delta", None),
+        ("use_bias_correction_kl", False),
+        *VESPO,
+        ("num_items_in_batch", None),
+    ],
     fused.LigerFusedLinearGRPOLoss: [
-        ("beta", 0.04), ("compiled", True), ("use_ref_model", True), ("chunk_size", 1), ("epsilon_low", 0.2), ("epsilon_high", 0.2), ("loss_type", "dapo"),
-        ("max_completion_length", None), ("importance_sampling_level", "token"), *POLICY, ("temperature", 1.0), ("delta", None), ("use_bias_correction_kl", False), *VESPO],
-    fused.LigerFusedLinearGRPOLoss.forward: ["_input", "lin_weight", *BATCH, *REFERENCE, ("vllm_is_ratio", None), ("num_items_in_batch", None)],
+        ("beta", 0.04),
+        ("compiled", True),
+        ("use_ref_model", True),
+        ("chunk_size", 1),
+        ("epsilon_low", 0.2),
+        ("epsilon_high", 0.2),
+        ("loss_type", "dapo"),
+        ("max_completion_length", None),
+        ("importance_sampling_level", "token"),
+        *POLICY,
+        ("temperature", 1.0),
+        ("delta", None),
+        ("use_bias_correction_kl", False),
+        *VESPO,
+    ],
+    fused.LigerFusedLinearGRPOLoss.forward: [
+        "_input",
+        "lin_weight",
+        *BATCH,
+        *REFERENCE,
+        ("vllm_is_ratio", None),
+        ("num_items_in_batch", None),
+    ],
     LigerFusedLinearPPOBase.forward: [
-        "_input", "weight", *BATCH, *REFERENCE, ("epsilon_low", 0.2), ("epsilon_high", 0.2), ("beta", 0.04), ("loss_type", "dapo"), ("max_completion_length", None),
-        ("importance_sampling_level", "token"), ("temperature", 1.0), ("compiled", True), ("use_ref_model", False), ("chunk_size", 1), *POLICY, ("vllm_is_ratio", None),
-        ("delta", None), ("use_bias_correction_kl", False), *VESPO, ("num_items_in_batch", None)],
-    LigerFusedLinearPPOBase.chunk_forward: ["input_chunk", "weight", "selected_token_ids", ("bias", None), ("temperature", 1.0)],
+        "_input",
+        "weight",
+        *BATCH,
+        *REFERENCE,
+        ("epsilon_low", 0.2),
+        ("epsilon_high", 0.2),
+        ("beta", 0.04),
+        ("loss_type", "dapo"),
+        ("max_completion_length", None),
+        ("importance_sampling_level", "token"),
+        ("temperature", 1.0),
+        ("compiled", True),
+        ("use_ref_model", False),
+        ("chunk_size", 1),
+        *POLICY,
+        ("vllm_is_ratio", None),
+        ("delta", None),
+        ("use_bias_correction_kl", False),
+        *VESPO,
+        ("num_items_in_batch", None),
+    ],
+    LigerFusedLinearPPOBase.chunk_forward: [
+        "input_chunk",
+        "weight",
+        "selected_token_ids",
+        ("bias", None),
+        ("temperature", 1.0),
+    ],
     liger_ops.GrpoLossFunction.apply: [
-        "logits", "old_logp", "ref_logp", "completion_ids", "advantages", "completion_mask", "temperature", "beta", "eps_low", "eps_high", "inplace",
-        ("loss_type", "grpo"), ("max_completion_length", None), ("reduce", True), ("importance_sampling_level", "token"), *POLICY, ("vllm_is_ratio", None),
-        ("delta", None), ("use_bias_correction_kl", False), ("num_items_in_batch", None), ("phi_seq", None)],
+        "logits",
+        "old_logp",
+        "ref_logp",
+        "completion_ids",
+        "advantages",
+        "completion_mask",
+        "temperature",
+        "beta",
+        "eps_low",
+        "eps_high",
+        "inplace",
+        ("loss_type", "grpo"),
+        ("max_completion_length", None),
+        ("reduce", True),
+        ("importance_sampling_level", "token"),
+        *POLICY,
+        ("vllm_is_ratio", None),
+        ("delta", None),
+        ("use_bias_correction_kl", False),
+        ("num_items_in_batch", None),
+        ("phi_seq", None),
+    ],
     triton_grpo_loss: [
-        "logits", "old_logp", "ref_logp", "completion_ids", "advantages", ("completion_mask", None), ("temperature", 0.9), ("beta", 0.04), ("eps_low", 0.2),
-        ("eps_high", 0.4), ("inplace", True), ("loss_type", "dapo"), ("max_completion_length", None), ("importance_sampling_level", "token"), ("reduce", False), *POLICY,
-        ("vllm_is_ratio", None), ("delta", None), ("use_bias_correction_kl", False), ("num_items_in_batch", None), *VESPO],
-    fused.get_gamma_weights: ["advantages", "log_ratio_per_token", "mask", ("importance_sampling_ratio", None), ("k_pos", 2.0), ("lambda_pos", 3.0), ("k_neg", 3.0), ("lambda_neg", 2.0)],
+        "logits",
+        "old_logp",
+        "ref_logp",
+        "completion_ids",
+        "advantages",
+        ("completion_mask", None),
+        ("temperature", 0.9),
+        ("beta", 0.04),
+        ("eps_low", 0.2),
+        ("eps_high", 0.4),
+        ("inplace", True),
+        ("loss_type", "dapo"),
+        ("max_completion_length", None),
+        ("importance_sampling_level", "token"),
+        ("reduce", False),
+        *POLICY,
+        ("vllm_is_ratio", None),
+        ("delta", None),
+        ("use_bias_correction_kl", False),
+        ("num_items_in_batch", None),
+        *VESPO,
+    ],
+    fused.get_gamma_weights: [
+        "advantages",
+        "log_ratio_per_token",
+        "mask",
+        ("importance_sampling_ratio", None),
+        ("k_pos", 2.0),
+        ("lambda_pos", 3.0),
+        ("k_neg", 3.0),
+        ("lambda_neg", 2.0),
+    ],
 }
 
 
@@ -462,8 +819,25 @@ def test_signatures(function):
 
 
 def test_attributes():
-    options = dict(beta=0.1, compiled=False, use_ref_model=False, chunk_size=3, epsilon_low=0.1, epsilon_high=0.3, loss_type="sapo", max_completion_length=5,
-                   importance_sampling_level="sequence", sapo_temperature_pos=2.0, sapo_temperature_neg=3.0, temperature=0.5, delta=4.0, use_bias_correction_kl=True,
-                   vespo_k_pos=1.0, vespo_lambda_pos=1.5, vespo_k_neg=1.6, vespo_lambda_neg=1.7)
+    options = dict(
+        beta=0.1,
+        compiled=False,
+        use_ref_model=False,
+        chunk_size=3,
+        epsilon_low=0.1,
+        epsilon_high=0.3,
+        loss_type="sapo",
+        max_completion_length=5,
+        importance_sampling_level="sequence",
+        sapo_temperature_pos=2.0,
+        sapo_temperature_neg=3.0,
+        temperature=0.5,
+        delta=4.0,
+        use_bias_correction_kl=True,
+        vespo_k_pos=1.0,
+        vespo_lambda_pos=1.5,
+        vespo_k_neg=1.6,
+        vespo_lambda_neg=1.7,
+    )
     module = fused.LigerFusedLinearGRPOLoss(**options)
     assert {name: getattr(module, name) for name in options} == options

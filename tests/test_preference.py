@@ -10,12 +10,24 @@ from liger_kernel.chunked_loss import (
     LigerFusedLinearSimPOLoss,
 )
 from liger_kernel.chunked_loss.fused_linear_preference import LigerFusedLinearPreferenceBase
-from preference import LOSS_TYPES, MODULES, N, Batch, H, T, V, check, close, ln_sigma, options_of, reference, sigma
+from preference import LOSS_TYPES, MODULES, Batch, H, N, T, V, check, close, ln_sigma, options_of, reference, sigma
 
 BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 VARIANTS = [
-    *[("dpo", dict(loss_type=kind, label_smoothing=0.2 if kind in ("exo_pair", "robust") else 0.0, beta=0.3, discopop_tau=0.7), True) for kind in LOSS_TYPES],
+    *[
+        (
+            "dpo",
+            dict(
+                loss_type=kind,
+                label_smoothing=0.2 if kind in ("exo_pair", "robust") else 0.0,
+                beta=0.3,
+                discopop_tau=0.7,
+            ),
+            True,
+        )
+        for kind in LOSS_TYPES
+    ],
     ("dpo", dict(loss_type="sigmoid", label_smoothing=0.3), False),
     ("dpo", dict(compute_nll_loss=True, alpha=0.4, average_log_prob=True, loss_type="apo_down", ignore_index=7), True),
     ("orpo", dict(beta=0.4), False),
@@ -29,7 +41,9 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize("name, options, ref", VARIANTS, ids=lambda v: "-".join(map(str, v.values())) if isinstance(v, dict) else str(v))
+@pytest.mark.parametrize(
+    "name, options, ref", VARIANTS, ids=lambda v: "-".join(map(str, v.values())) if isinstance(v, dict) else str(v)
+)
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
 def test_values_and_gradients(name, options, ref, dtype, bias, device):
@@ -55,9 +69,18 @@ def test_nll_target(dtype, ignore):
     nll_y[1] = batch.y[1]
     assert ((nll_y[:N] != batch.y[:N]) & (nll_y[:N] != ignore) & (batch.y[:N] != ignore)).any()
     expected = batch.expected("orpo", options_of("orpo", {}), ignore, nll_y=nll_y)
-    check(batch, batch.call(LigerFusedLinearORPOLoss(ignore_index=ignore), "orpo", nll_target=nll_y), expected, BOUNDS[dtype])
-    without = batch.call(LigerFusedLinearORPOLoss(ignore_index=ignore, compute_nll_loss=False), "orpo", nll_target=nll_y)
-    check(batch, without, batch.expected("orpo", options_of("orpo", dict(compute_nll_loss=False)), ignore), BOUNDS[dtype])
+    check(
+        batch,
+        batch.call(LigerFusedLinearORPOLoss(ignore_index=ignore), "orpo", nll_target=nll_y),
+        expected,
+        BOUNDS[dtype],
+    )
+    without = batch.call(
+        LigerFusedLinearORPOLoss(ignore_index=ignore, compute_nll_loss=False), "orpo", nll_target=nll_y
+    )
+    check(
+        batch, without, batch.expected("orpo", options_of("orpo", dict(compute_nll_loss=False)), ignore), BOUNDS[dtype]
+    )
     assert without[1][4] == 0
 
 
@@ -67,7 +90,11 @@ def test_the_head_works_once_on_a_token(monkeypatch):
 
     batch, passes = Batch(), []
     plain = module.linear_log_prob
-    monkeypatch.setattr(module, "linear_log_prob", lambda x, w, ids, *a, **k: passes.append((ids != -100).sum().item()) or plain(x, w, ids, *a, **k))
+    monkeypatch.setattr(
+        module,
+        "linear_log_prob",
+        lambda x, w, ids, *a, **k: passes.append((ids != -100).sum().item()) or plain(x, w, ids, *a, **k),
+    )
     nll_y = torch.where(batch.y == -100, 3, batch.y)
     batch.call(LigerFusedLinearORPOLoss(), "orpo", nll_target=nll_y)
     assert passes.pop() == N * T + (batch.y[N:] != -100).sum() and not passes
@@ -121,7 +148,10 @@ def test_nothing_is_recorded_under_no_grad(name, monkeypatch):
 @pytest.mark.parametrize("name", MODULES)
 def test_mixed_dtypes_and_autocast(name):
     """bf16 hidden states with a float head, and both in float under autocast: the GEMMs are bf16, the gradients have their inputs' dtypes."""
-    module, options = MODULES[name](**({"use_ref_model": False} if name == "dpo" else {})), options_of(name, dict(use_ref_model=False) if name == "dpo" else {})
+    module, options = (
+        MODULES[name](**({"use_ref_model": False} if name == "dpo" else {})),
+        options_of(name, dict(use_ref_model=False) if name == "dpo" else {}),
+    )
     mixed = Batch(torch.bfloat16, weight_dtype=torch.float32)
     check(mixed, mixed.call(module, name), mixed.expected(name, options), 3e-2)
     plain = Batch()
@@ -253,13 +283,20 @@ def test_kto_details():
     batch = Batch()
     options = options_of("kto", {})
     for kl in (torch.tensor([0.2]), torch.tensor(0.2).bfloat16(), torch.zeros(1)):
-        check(batch, batch.call(LigerFusedLinearKTOLoss(), "kto", kl=kl), batch.expected("kto", options, kl=kl.double()), 2e-5)
+        check(
+            batch,
+            batch.call(LigerFusedLinearKTOLoss(), "kto", kl=kl),
+            batch.expected("kto", options, kl=kl.double()),
+            2e-5,
+        )
     with pytest.raises(ValueError, match="kl must be one number"):
         batch.call(LigerFusedLinearKTOLoss(), "kto", kl=torch.zeros(2 * N))
     with pytest.raises(AssertionError, match="preference_labels"):
         LigerFusedLinearKTOLoss()(batch.x, batch.w, batch.y)
     # References that are given and not asked for do not count.
-    assert torch.equal(batch.call(LigerFusedLinearKTOLoss(), "kto", ref=True)[0], batch.call(LigerFusedLinearKTOLoss(), "kto")[0])
+    assert torch.equal(
+        batch.call(LigerFusedLinearKTOLoss(), "kto", ref=True)[0], batch.call(LigerFusedLinearKTOLoss(), "kto")[0]
+    )
     for liked in (torch.ones(2 * N, dtype=torch.bool), torch.zeros(2 * N, dtype=torch.bool)):
         batch.liked = liked
         loss, aux = batch.call(LigerFusedLinearKTOLoss(chunk_size=4), "kto")
@@ -271,7 +308,10 @@ def test_kto_details():
 def test_chunks_and_compiled_change_nothing(name):
     batch = Batch()
     fixed = {"use_ref_model": False} if name == "dpo" else {}
-    first, *others = [batch.call(MODULES[name](**fixed, chunk_size=c, compiled=compiled), name) for c, compiled in ((1, True), (2, False), (100, True))]
+    first, *others = [
+        batch.call(MODULES[name](**fixed, chunk_size=c, compiled=compiled), name)
+        for c, compiled in ((1, True), (2, False), (100, True))
+    ]
     for other in others:
         assert torch.equal(first[0], other[0]) and all(map(torch.equal, first[1], other[1]))
 
@@ -301,13 +341,20 @@ def test_sequence_operators():
     close(ops.token_nll(logp, labels, 4, torch.zeros(30)), -total.sum().double() / 30, 1e-6)
     hidden, weight, bias = torch.randn(3, 4, 5), torch.randn(7, 5), torch.randn(7)
     with torch.autocast("cpu", torch.bfloat16):
-        close(ops.logit_sums(hidden, weight, bias), (hidden.double() @ weight.double().T + bias.double()).sum((1, 2)), 1e-5)
+        close(
+            ops.logit_sums(hidden, weight, bias),
+            (hidden.double() @ weight.double().T + bias.double()).sum((1, 2)),
+            1e-5,
+        )
 
 
 def test_formulas_give_references_no_gradient():
     logp, ref, kl = (torch.randn(n, requires_grad=True) for n in ((4,), (4,), (1, 1)))
     liked = torch.tensor([True, False, True, True])
-    results = ops.dpo_loss(logp, logp.flip(0), ref, ref.exp(), "apo_zero", 0.3, 0.0, 0.0, 0), ops.kto_loss(logp, liked, ref, kl, 0.3, 0)
+    results = (
+        ops.dpo_loss(logp, logp.flip(0), ref, ref.exp(), "apo_zero", 0.3, 0.0, 0.0, 0),
+        ops.kto_loss(logp, liked, ref, kl, 0.3, 0),
+    )
     for loss, *rewards in results:
         assert loss.ndim == 0 and not any(r.requires_grad for r in rewards)
         loss.backward()

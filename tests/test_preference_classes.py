@@ -12,63 +12,46 @@ from liger_kernel.chunked_loss.dpo_loss import LigerFusedLinearDPOFunction
 from liger_kernel.chunked_loss.fused_linear_preference import LigerFusedLinearPreferenceBase
 from liger_kernel.chunked_loss.fused_linear_unpaired_preference import LigerFusedLinearUnpairedPreferenceBase
 from liger_kernel.chunked_loss.kto_loss import LigerFusedLinearKTOFunction
-from preference import LOSS_TYPES, MODULES, N, T, V, Batch, check, close, nll_of, sequences
+from preference import LOSS_TYPES, MODULES, Batch, N, T, V, check, close, nll_of, sequences
 
 COMMON = "ctx _input weight target bias=None"
 SIGNATURES = {
-    "dpo_loss.LigerFusedLinearDPOFunction.forward":
-        f"{COMMON} ref_input=None ref_weight=None ref_bias=None ignore_index=-100 beta=0.1 compute_nll_loss=False compiled=True use_ref_model=True "
-        "average_log_prob=False chunk_size=1 loss_type='sigmoid' label_smoothing=0.0 discopop_tau=0.05 alpha=1.0",
-    "dpo_loss.LigerFusedLinearDPOLoss":
-        "ignore_index=-100 beta=0.1 alpha=1.0 compute_nll_loss=False compiled=True use_ref_model=True average_log_prob=False chunk_size=1 "
-        "loss_type='sigmoid' label_smoothing=0.0 discopop_tau=0.05",
+    "dpo_loss.LigerFusedLinearDPOFunction.forward": f"{COMMON} ref_input=None ref_weight=None ref_bias=None ignore_index=-100 beta=0.1 compute_nll_loss=False compiled=True use_ref_model=True "
+    "average_log_prob=False chunk_size=1 loss_type='sigmoid' label_smoothing=0.0 discopop_tau=0.05 alpha=1.0",
+    "dpo_loss.LigerFusedLinearDPOLoss": "ignore_index=-100 beta=0.1 alpha=1.0 compute_nll_loss=False compiled=True use_ref_model=True average_log_prob=False chunk_size=1 "
+    "loss_type='sigmoid' label_smoothing=0.0 discopop_tau=0.05",
     "dpo_loss.LigerFusedLinearDPOLoss.forward": "self lin_weight _input target bias=None ref_input=None ref_weight=None ref_bias=None",
-    "dpo_loss.LigerFusedLinearDPOFunction.preference_loss_fn":
-        "chosen_logps rejected_logps full_target ref_chosen_logps=None ref_rejected_logps=None beta=0.1 loss_type='sigmoid' label_smoothing=0.0 discopop_tau=0.05",
-    "orpo_loss.LigerFusedLinearORPOFunction.forward":
-        f"{COMMON} ignore_index=-100 beta=0.1 compute_nll_loss=True nll_target=None compiled=True chunk_size=1",
+    "dpo_loss.LigerFusedLinearDPOFunction.preference_loss_fn": "chosen_logps rejected_logps full_target ref_chosen_logps=None ref_rejected_logps=None beta=0.1 loss_type='sigmoid' label_smoothing=0.0 discopop_tau=0.05",
+    "orpo_loss.LigerFusedLinearORPOFunction.forward": f"{COMMON} ignore_index=-100 beta=0.1 compute_nll_loss=True nll_target=None compiled=True chunk_size=1",
     "orpo_loss.LigerFusedLinearORPOLoss": "ignore_index=-100 beta=0.1 compute_nll_loss=True compiled=True chunk_size=1",
     "orpo_loss.LigerFusedLinearORPOLoss.forward": "self lin_weight _input target bias=None nll_target=None",
     "orpo_loss.LigerFusedLinearORPOFunction.preference_loss_fn": "chosen_logps rejected_logps full_target beta=0.1",
-    "cpo_loss.LigerFusedLinearCPOFunction.forward":
-        f"{COMMON} ignore_index=-100 beta=0.1 alpha=1.0 label_smoothing=0.0 compute_nll_loss=True compiled=True average_log_prob=False chunk_size=1",
-    "cpo_loss.LigerFusedLinearCPOLoss":
-        "ignore_index=-100 beta=0.1 alpha=1.0 label_smoothing=0.0 compute_nll_loss=True compiled=True average_log_prob=False chunk_size=1",
+    "cpo_loss.LigerFusedLinearCPOFunction.forward": f"{COMMON} ignore_index=-100 beta=0.1 alpha=1.0 label_smoothing=0.0 compute_nll_loss=True compiled=True average_log_prob=False chunk_size=1",
+    "cpo_loss.LigerFusedLinearCPOLoss": "ignore_index=-100 beta=0.1 alpha=1.0 label_smoothing=0.0 compute_nll_loss=True compiled=True average_log_prob=False chunk_size=1",
     "cpo_loss.LigerFusedLinearCPOLoss.forward": "self lin_weight _input target bias=None",
     "cpo_loss.LigerFusedLinearCPOFunction.preference_loss_fn": "chosen_logps rejected_logps full_target beta=0.1 label_smoothing=0.0",
-    "simpo_loss.LigerFusedLinearSimPOFunction.forward":
-        f"{COMMON} ignore_index=-100 beta=0.1 alpha=1.0 label_smoothing=0.0 compute_nll_loss=False compiled=True gamma=0.5 chunk_size=1",
-    "simpo_loss.LigerFusedLinearSimPOLoss":
-        "ignore_index=-100 beta=0.1 alpha=1.0 label_smoothing=0.0 compute_nll_loss=True compiled=True gamma=0.5 chunk_size=1",
+    "simpo_loss.LigerFusedLinearSimPOFunction.forward": f"{COMMON} ignore_index=-100 beta=0.1 alpha=1.0 label_smoothing=0.0 compute_nll_loss=False compiled=True gamma=0.5 chunk_size=1",
+    "simpo_loss.LigerFusedLinearSimPOLoss": "ignore_index=-100 beta=0.1 alpha=1.0 label_smoothing=0.0 compute_nll_loss=True compiled=True gamma=0.5 chunk_size=1",
     "simpo_loss.LigerFusedLinearSimPOLoss.forward": "self lin_weight _input target bias=None",
     "simpo_loss.LigerFusedLinearSimPOFunction.preference_loss_fn": "chosen_logps rejected_logps full_target beta=0.1 gamma=0.5 label_smoothing=0.0",
-    "kto_loss.LigerFusedLinearKTOFunction.forward":
-        "ctx _input weight target preference_labels bias=None ref_input=None ref_weight=None ref_bias=None kl=None ignore_index=-100 beta=0.1 compiled=True "
-        "use_ref_model=True average_log_prob=False chunk_size=1",
+    "kto_loss.LigerFusedLinearKTOFunction.forward": "ctx _input weight target preference_labels bias=None ref_input=None ref_weight=None ref_bias=None kl=None ignore_index=-100 beta=0.1 compiled=True "
+    "use_ref_model=True average_log_prob=False chunk_size=1",
     "kto_loss.LigerFusedLinearKTOLoss": "ignore_index=-100 beta=0.1 compiled=True use_ref_model=False average_log_prob=False chunk_size=1",
-    "kto_loss.LigerFusedLinearKTOLoss.forward":
-        "self _input lin_weight target bias=None preference_labels=None ref_input=None ref_weight=None ref_bias=None kl=None",
-    "kto_loss.LigerFusedLinearKTOFunction.preference_loss_fn":
-        "log_prob_chunk preference_labels_chunk full_target ref_log_prob_chunk=None beta=0.1 kl=None",
-    "fused_linear_preference.LigerFusedLinearPreferenceBase.forward":
-        "cls ctx _input weight target bias=None chunk_size=1 ignore_index=-100 alpha=1.0 beta=0.1 compute_nll_loss=True nll_target=None compiled=True "
-        "use_ref_model=False ref_input=None ref_weight=None ref_bias=None average_log_prob=True **loss_kwargs",
+    "kto_loss.LigerFusedLinearKTOLoss.forward": "self _input lin_weight target bias=None preference_labels=None ref_input=None ref_weight=None ref_bias=None kl=None",
+    "kto_loss.LigerFusedLinearKTOFunction.preference_loss_fn": "log_prob_chunk preference_labels_chunk full_target ref_log_prob_chunk=None beta=0.1 kl=None",
+    "fused_linear_preference.LigerFusedLinearPreferenceBase.forward": "cls ctx _input weight target bias=None chunk_size=1 ignore_index=-100 alpha=1.0 beta=0.1 compute_nll_loss=True nll_target=None compiled=True "
+    "use_ref_model=False ref_input=None ref_weight=None ref_bias=None average_log_prob=True **loss_kwargs",
     "fused_linear_preference.LigerFusedLinearPreferenceBase.backward": "ctx *grad_output",
-    "fused_linear_preference.LigerFusedLinearPreferenceBase.chunk_forward":
-        "input_chunk weight target_chunk bias=None ignore_index=-100 compute_nll_loss=True chosen_nll_target_chunk=None average_log_prob=True",
-    "fused_linear_preference.LigerFusedLinearPreferenceBase._compute_loss":
-        "input_chunk weight target_chunk bias=None preference_loss_fn=None full_target=None ignore_index=-100 alpha=1.0 beta=0.1 compute_nll_loss=True "
-        "use_ref_model=False ref_input_chunk=None ref_weight=None ref_bias=None full_nll_target=None chosen_nll_target_chunk=None average_log_prob=True "
-        "**loss_kwargs",
-    "fused_linear_unpaired_preference.LigerFusedLinearUnpairedPreferenceBase.forward":
-        "cls ctx _input weight target preference_labels bias=None chunk_size=1 ignore_index=-100 compiled=True use_ref_model=False ref_input=None "
-        "ref_weight=None ref_bias=None average_log_prob=False **loss_kwargs",
+    "fused_linear_preference.LigerFusedLinearPreferenceBase.chunk_forward": "input_chunk weight target_chunk bias=None ignore_index=-100 compute_nll_loss=True chosen_nll_target_chunk=None average_log_prob=True",
+    "fused_linear_preference.LigerFusedLinearPreferenceBase._compute_loss": "input_chunk weight target_chunk bias=None preference_loss_fn=None full_target=None ignore_index=-100 alpha=1.0 beta=0.1 compute_nll_loss=True "
+    "use_ref_model=False ref_input_chunk=None ref_weight=None ref_bias=None full_nll_target=None chosen_nll_target_chunk=None average_log_prob=True "
+    "**loss_kwargs",
+    "fused_linear_unpaired_preference.LigerFusedLinearUnpairedPreferenceBase.forward": "cls ctx _input weight target preference_labels bias=None chunk_size=1 ignore_index=-100 compiled=True use_ref_model=False ref_input=None "
+    "ref_weight=None ref_bias=None average_log_prob=False **loss_kwargs",
     "fused_linear_unpaired_preference.LigerFusedLinearUnpairedPreferenceBase.backward": "ctx *grad_output",
-    "fused_linear_unpaired_preference.LigerFusedLinearUnpairedPreferenceBase.chunk_forward":
-        "input_chunk weight target_chunk preference_labels_chunk bias=None ignore_index=-100 average_log_prob=False",
-    "fused_linear_unpaired_preference.LigerFusedLinearUnpairedPreferenceBase._compute_loss":
-        "input_chunk weight target_chunk preference_labels_chunk bias=None preference_loss_fn=None full_target=None ignore_index=-100 use_ref_model=False "
-        "ref_input_chunk=None ref_weight=None ref_bias=None average_log_prob=False **loss_kwargs",
+    "fused_linear_unpaired_preference.LigerFusedLinearUnpairedPreferenceBase.chunk_forward": "input_chunk weight target_chunk preference_labels_chunk bias=None ignore_index=-100 average_log_prob=False",
+    "fused_linear_unpaired_preference.LigerFusedLinearUnpairedPreferenceBase._compute_loss": "input_chunk weight target_chunk preference_labels_chunk bias=None preference_loss_fn=None full_target=None ignore_index=-100 use_ref_model=False "
+    "ref_input_chunk=None ref_weight=None ref_bias=None average_log_prob=False **loss_kwargs",
 }
 
 
@@ -89,7 +72,11 @@ def test_names_and_attributes():
         function = getattr(module, cls.__name__.replace("Loss", "Function"))
         assert getattr(CF, f"liger_fused_linear_{name}") == function.apply
         base = LigerFusedLinearUnpairedPreferenceBase if name == "kto" else LigerFusedLinearPreferenceBase
-        assert issubclass(function, base) and issubclass(base, torch.autograd.Function) and issubclass(cls, torch.nn.Module)
+        assert (
+            issubclass(function, base)
+            and issubclass(base, torch.autograd.Function)
+            and issubclass(cls, torch.nn.Module)
+        )
         options = {n: p.default for n, p in inspect.signature(cls).parameters.items()}
         assert {n: getattr(cls(), n) for n in options} == options
     assert LigerFusedLinearDPOLoss._SUPPORTED_LOSS_TYPES == set(LOSS_TYPES)
@@ -103,17 +90,41 @@ def test_functions_take_positions():
     """In the order of the API: what differs from the defaults counts."""
     batch = Batch()
     x, w, b, y = batch.x, batch.w, batch.b, batch.y
-    ours = CF.liger_fused_linear_dpo(x, w, y, b, *batch.ref, -100, 0.3, True, False, True, True, 2, "robust", 0.2, 0.5, 0.7)
-    options = dict(beta=0.3, compute_nll_loss=True, average_log_prob=True, loss_type="robust", label_smoothing=0.2, alpha=0.7)
+    ours = CF.liger_fused_linear_dpo(
+        x, w, y, b, *batch.ref, -100, 0.3, True, False, True, True, 2, "robust", 0.2, 0.5, 0.7
+    )
+    options = dict(
+        beta=0.3, compute_nll_loss=True, average_log_prob=True, loss_type="robust", label_smoothing=0.2, alpha=0.7
+    )
     check(batch, ours, batch.expected("dpo", options, ref=True), 2e-5)
-    check(batch, CF.liger_fused_linear_orpo(x, w, y, b, -100, 0.3, True, y.flip(1), False, 2),
-          batch.expected("orpo", dict(beta=0.3, compute_nll_loss=True), nll_y=y.flip(1)), 2e-5)
-    check(batch, CF.liger_fused_linear_cpo(x, w, y, b, -100, 0.3, 0.6, 0.1, True, False, True, 2),
-          batch.expected("cpo", dict(beta=0.3, alpha=0.6, label_smoothing=0.1, compute_nll_loss=True, average_log_prob=True)), 2e-5)
-    check(batch, CF.liger_fused_linear_simpo(x, w, y, b, -100, 0.3, 0.6, 0.1, True, False, 0.2, 2),
-          batch.expected("simpo", dict(beta=0.3, alpha=0.6, label_smoothing=0.1, compute_nll_loss=True, gamma=0.2)), 2e-5)
-    check(batch, CF.liger_fused_linear_kto(x, w, y, batch.liked, b, *batch.ref, torch.tensor(0.2), -100, 0.3, False, True, True, 2),
-          batch.expected("kto", dict(beta=0.3, average_log_prob=True), ref=True, kl=torch.tensor(0.2).double()), 2e-5)
+    check(
+        batch,
+        CF.liger_fused_linear_orpo(x, w, y, b, -100, 0.3, True, y.flip(1), False, 2),
+        batch.expected("orpo", dict(beta=0.3, compute_nll_loss=True), nll_y=y.flip(1)),
+        2e-5,
+    )
+    check(
+        batch,
+        CF.liger_fused_linear_cpo(x, w, y, b, -100, 0.3, 0.6, 0.1, True, False, True, 2),
+        batch.expected(
+            "cpo", dict(beta=0.3, alpha=0.6, label_smoothing=0.1, compute_nll_loss=True, average_log_prob=True)
+        ),
+        2e-5,
+    )
+    check(
+        batch,
+        CF.liger_fused_linear_simpo(x, w, y, b, -100, 0.3, 0.6, 0.1, True, False, 0.2, 2),
+        batch.expected("simpo", dict(beta=0.3, alpha=0.6, label_smoothing=0.1, compute_nll_loss=True, gamma=0.2)),
+        2e-5,
+    )
+    check(
+        batch,
+        CF.liger_fused_linear_kto(
+            x, w, y, batch.liked, b, *batch.ref, torch.tensor(0.2), -100, 0.3, False, True, True, 2
+        ),
+        batch.expected("kto", dict(beta=0.3, average_log_prob=True), ref=True, kl=torch.tensor(0.2).double()),
+        2e-5,
+    )
     # The Function's own defaults: no nll for SimPO, a reference for KTO and DPO.
     assert CF.liger_fused_linear_simpo(x, w, y, b)[1][4] == 0
     for call in (lambda: CF.liger_fused_linear_kto(x, w, y, batch.liked), lambda: CF.liger_fused_linear_dpo(x, w, y)):
@@ -128,8 +139,16 @@ def test_errors():
         (dict(loss_type="aot"), ValueError, "Unsupported loss_type"),
         (dict(loss_type="exo_pair"), ValueError, r"label_smoothing must be > 0 for loss_type='exo_pair'"),
         (dict(loss_type="exo_pair", label_smoothing=1.0), ValueError, "below 1, got 1"),
-        (dict(loss_type="robust", label_smoothing=0.5), ValueError, r"label_smoothing must lie in \[0.0, 0.5\) for loss_type='robust'"),
-        (dict(loss_type="robust", label_smoothing=-0.1), ValueError, r"label_smoothing must lie in \[0.0, 0.5\) for loss_type='robust'"),
+        (
+            dict(loss_type="robust", label_smoothing=0.5),
+            ValueError,
+            r"label_smoothing must lie in \[0.0, 0.5\) for loss_type='robust'",
+        ),
+        (
+            dict(loss_type="robust", label_smoothing=-0.1),
+            ValueError,
+            r"label_smoothing must lie in \[0.0, 0.5\) for loss_type='robust'",
+        ),
     ):
         with pytest.raises(error, match=message):
             LigerFusedLinearDPOLoss(**options)
@@ -153,14 +172,28 @@ class OwnPaired(LigerFusedLinearPreferenceBase):
     """A user's loss: squared margins, with a reference and an option, and aux of both kinds."""
 
     @staticmethod
-    def preference_loss_fn(chosen_logps, rejected_logps, full_target, ref_chosen_logps=None, ref_rejected_logps=None, beta=0.1, margin=1.0):
+    def preference_loss_fn(
+        chosen_logps, rejected_logps, full_target, ref_chosen_logps=None, ref_rejected_logps=None, beta=0.1, margin=1.0
+    ):
         gap = chosen_logps - ref_chosen_logps - rejected_logps + ref_rejected_logps
         return (beta * gap - margin).square().sum() / (len(full_target) // 2), gap, gap.max()
 
     @classmethod
     def forward(cls, ctx, _input, weight, target, bias, ref_input, ref_weight, margin):
-        return super().forward(cls=cls, ctx=ctx, _input=_input, weight=weight, target=target, bias=bias, beta=0.3, alpha=0.5, use_ref_model=True,
-                               ref_input=ref_input, ref_weight=ref_weight, margin=margin)
+        return super().forward(
+            cls=cls,
+            ctx=ctx,
+            _input=_input,
+            weight=weight,
+            target=target,
+            bias=bias,
+            beta=0.3,
+            alpha=0.5,
+            use_ref_model=True,
+            ref_input=ref_input,
+            ref_weight=ref_weight,
+            margin=margin,
+        )
 
     @staticmethod
     def backward(ctx, *grad_output):
@@ -184,7 +217,11 @@ def test_a_loss_of_ones_own(cls):
     gap = delta[:N] - delta[N:]
     nll = nll_of(x[:N], w, b, batch.y[:N], -100)
     plain = 0.5 * nll + (0.3 * gap - 0.8).square().mean()
-    expected = plain, [*logp.chunk(2), *(part.mean() for part in logits.chunk(2)), nll, gap, gap.max()], torch.autograd.grad(plain, copies)
+    expected = (
+        plain,
+        [*logp.chunk(2), *(part.mean() for part in logits.chunk(2)), nll, gap, gap.max()],
+        torch.autograd.grad(plain, copies),
+    )
     check(batch, (loss, aux), expected, 2e-5)
 
 
@@ -192,12 +229,26 @@ def test_an_unpaired_loss_of_ones_own():
     class Own(LigerFusedLinearUnpairedPreferenceBase):
         @staticmethod
         def preference_loss_fn(log_probs, labels, full_target, ref_log_prob_chunk=None, power=2):
-            return ((log_probs - ref_log_prob_chunk) * torch.where(labels, -1, 1)).exp().pow(power).sum() / len(full_target), log_probs.min()
+            return ((log_probs - ref_log_prob_chunk) * torch.where(labels, -1, 1)).exp().pow(power).sum() / len(
+                full_target
+            ), log_probs.min()
 
         @classmethod
         def forward(cls, ctx, _input, weight, target, labels, bias, ref_input, ref_weight):
-            return super().forward(cls=cls, ctx=ctx, _input=_input, weight=weight, target=target, preference_labels=labels, bias=bias, use_ref_model=True,
-                                   ref_input=ref_input, ref_weight=ref_weight, average_log_prob=True, power=1.5)
+            return super().forward(
+                cls=cls,
+                ctx=ctx,
+                _input=_input,
+                weight=weight,
+                target=target,
+                preference_labels=labels,
+                bias=bias,
+                use_ref_model=True,
+                ref_input=ref_input,
+                ref_weight=ref_weight,
+                average_log_prob=True,
+                power=1.5,
+            )
 
         @staticmethod
         def backward(ctx, *grad_output):
@@ -244,7 +295,13 @@ def test_the_parts_of_a_pass():
         close(ours, plain, 2e-5)
     close(nll, nll_of(x[:N].double(), w.double(), b.double(), y[:N], -100) * (y[:N] != -100).sum(), 2e-5)
     assert base.chunk_forward(x, w, y, b, compute_nll_loss=False)[4] == 0
-    options = dict(preference_loss_fn=LigerFusedLinearDPOFunction.preference_loss_fn, full_target=y, alpha=0.5, beta=0.3, average_log_prob=False)
+    options = dict(
+        preference_loss_fn=LigerFusedLinearDPOFunction.preference_loss_fn,
+        full_target=y,
+        alpha=0.5,
+        beta=0.3,
+        average_log_prob=False,
+    )
     w = w.requires_grad_()
     pairs = [torch.tensor([i, N + i]) for i in range(N)]
     parts = [base._compute_loss(x[p], w, y[p], b, **options, chosen_nll_target_chunk=y[p[:1]]) for p in pairs]
@@ -259,7 +316,9 @@ def test_the_parts_of_a_pass():
     logits, logp = sequences(x.double(), w.double(), b.double(), y, -100, False)
     log_probs, *sums = base.chunk_forward(x, w, y, batch.liked, b)
     close(log_probs, logp, 2e-5)
-    for ours, plain in zip(sums, (s for v in (logp, logits.sum((1, 2))) for s in (v[batch.liked].sum(), v[~batch.liked].sum()))):
+    for ours, plain in zip(
+        sums, (s for v in (logp, logits.sum((1, 2))) for s in (v[batch.liked].sum(), v[~batch.liked].sum()))
+    ):
         close(ours, plain, 2e-5)
     options = dict(preference_loss_fn=LigerFusedLinearKTOFunction.preference_loss_fn, full_target=y)
     parts = [base._compute_loss(x[p], w, y[p], batch.liked[p], b, **options) for p in pairs]

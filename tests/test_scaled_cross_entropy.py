@@ -8,7 +8,6 @@ import pytest
 import torch
 from liger_kernel import ops as liger_ops
 from liger_kernel.ops import fused_linear_scaled_cross_entropy as scaled
-
 from policy_reference import BOUNDS, check
 
 
@@ -23,13 +22,27 @@ def test_scaled_cross_entropy(device, dtype):
     kept = target != 7
     exact = [t.detach().double().requires_grad_() for t in (x, weight)]
     lp = torch.log_softmax(exact[0] @ exact[1].T / 0.7, -1)
-    expected = (torch.where(kept, -lp.gather(1, target.unsqueeze(1)).squeeze(1), 0), torch.where(kept, -(lp.exp() * lp).sum(1), 0))
+    expected = (
+        torch.where(kept, -lp.gather(1, target.unsqueeze(1)).squeeze(1), 0),
+        torch.where(kept, -(lp.exp() * lp).sum(1), 0),
+    )
     up = [torch.randn(19, generator=g).to(device) for _ in range(2)]
-    assert nll.dtype == torch.float32 and entropy.dtype == dtype and nll[~kept].count_nonzero() == 0 == entropy[~kept].count_nonzero()
+    assert (
+        nll.dtype == torch.float32
+        and entropy.dtype == dtype
+        and nll[~kept].count_nonzero() == 0 == entropy[~kept].count_nonzero()
+    )
     check((nll, entropy), expected, ("nll", "entropy"), BOUNDS[dtype])
     for outputs, upstream in (((0, 1), up), ((0,), up[:1]), ((1,), up[1:])):
-        got = torch.autograd.grad([(nll, entropy)[i] for i in outputs], (x, weight), [u.to((nll, entropy)[i].dtype) for i, u in zip(outputs, upstream)], retain_graph=True)
-        right = torch.autograd.grad([expected[i] for i in outputs], exact, [u.double() for u in upstream], retain_graph=True)
+        got = torch.autograd.grad(
+            [(nll, entropy)[i] for i in outputs],
+            (x, weight),
+            [u.to((nll, entropy)[i].dtype) for i, u in zip(outputs, upstream)],
+            retain_graph=True,
+        )
+        right = torch.autograd.grad(
+            [expected[i] for i in outputs], exact, [u.double() for u in upstream], retain_graph=True
+        )
         check(got, right, ("x", "weight"), BOUNDS[dtype])
         assert got[0][~kept].count_nonzero() == 0
     torch.testing.assert_close(apply(x, weight, target, 0.7, 7), nll)
@@ -37,7 +50,15 @@ def test_scaled_cross_entropy(device, dtype):
 
 def test_scaled_cross_entropy_names_and_errors(monkeypatch):
     function = liger_ops.LigerFusedLinearScaledCrossEntropyFunction
-    assert list(inspect.signature(function.apply).parameters) == ["_input", "weight", "target", "temperature", "ignore_index", "m_tiles_per_cluster", "return_entropy"]
+    assert list(inspect.signature(function.apply).parameters) == [
+        "_input",
+        "weight",
+        "target",
+        "temperature",
+        "ignore_index",
+        "m_tiles_per_cluster",
+        "return_entropy",
+    ]
     assert function.apply.__defaults__ == (1.0, -100, 1, False)
     assert function.__module__ == "liger_kernel.ops.fused_linear_scaled_cross_entropy"
     spec = importlib.util.spec_from_file_location("alone", scaled.__file__)
@@ -52,24 +73,45 @@ def test_scaled_cross_entropy_names_and_errors(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
     cuda = torch.device("cuda:0")
-    for device, available, hip, answer, fallback in ((torch.device("cpu"), True, None, (9, 0), True), (cuda, False, None, (9, 0), True), (cuda, True, "6", (9, 0), True),
-                                                     (cuda, True, None, (8, 0), True), (cuda, True, None, (9, 0), False)):
+    for device, available, hip, answer, fallback in (
+        (torch.device("cpu"), True, None, (9, 0), True),
+        (cuda, False, None, (9, 0), True),
+        (cuda, True, "6", (9, 0), True),
+        (cuda, True, None, (8, 0), True),
+        (cuda, True, None, (9, 0), False),
+    ):
         monkeypatch.setattr(torch.version, "hip", hip)
         assert (alone._resolve_implementation(device) is alone._FusedLinearPPOFallbackFunction) == fallback
     assert asked == [cuda, cuda]
     monkeypatch.undo()
 
     called = []
-    monkeypatch.setattr(scaled, "_resolve_implementation", lambda device: type("Other", (), {"apply": staticmethod(lambda *a: called.append(a) or "result")}))
+    monkeypatch.setattr(
+        scaled,
+        "_resolve_implementation",
+        lambda device: type("Other", (), {"apply": staticmethod(lambda *a: called.append(a) or "result")}),
+    )
     x, weight, target = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0, 4, -100])
     assert function.apply(x, weight, target, 0.5, -100, 2) == "result" and called[0][3:] == (0.5, -100, 2, False)
     monkeypatch.undo()
     for error, arguments in (
-        (TypeError, dict(m_tiles_per_cluster=True)), (TypeError, dict(m_tiles_per_cluster=1.0)), (ValueError, dict(m_tiles_per_cluster=0)),
-        (TypeError, dict(return_entropy=1)), (ValueError, dict(_input=x[0])), (ValueError, dict(_input=x[:, :3])), (ValueError, dict(target=target[:2])),
-        (ValueError, dict(_input=x[:0], target=target[:0])), (TypeError, dict(_input=x.half())), (TypeError, dict(_input=x.int(), weight=weight.int())),
-        (TypeError, dict(target=target.int())), (ValueError, dict(target=torch.tensor([0, 5, 1]))), (TypeError, dict(temperature=True)), (TypeError, dict(temperature="1")),
-        (TypeError, dict(temperature=torch.tensor(1.0))), (ValueError, dict(temperature=0.0)), (ValueError, dict(temperature=math.inf)),
+        (TypeError, dict(m_tiles_per_cluster=True)),
+        (TypeError, dict(m_tiles_per_cluster=1.0)),
+        (ValueError, dict(m_tiles_per_cluster=0)),
+        (TypeError, dict(return_entropy=1)),
+        (ValueError, dict(_input=x[0])),
+        (ValueError, dict(_input=x[:, :3])),
+        (ValueError, dict(target=target[:2])),
+        (ValueError, dict(_input=x[:0], target=target[:0])),
+        (TypeError, dict(_input=x.half())),
+        (TypeError, dict(_input=x.int(), weight=weight.int())),
+        (TypeError, dict(target=target.int())),
+        (ValueError, dict(target=torch.tensor([0, 5, 1]))),
+        (TypeError, dict(temperature=True)),
+        (TypeError, dict(temperature="1")),
+        (TypeError, dict(temperature=torch.tensor(1.0))),
+        (ValueError, dict(temperature=0.0)),
+        (ValueError, dict(temperature=math.inf)),
     ):
         with pytest.raises(error):
             function.apply(**{**dict(_input=x, weight=weight, target=target), **arguments})

@@ -12,7 +12,13 @@ def batch(dtype=torch.float32):
     g = torch.Generator().manual_seed(1)
     ids = torch.randint(0, V, (3, N // 3), generator=g)
     ids[0, 0] = ids[2, 3] = -100
-    return torch.randn(3, N // 3, H, generator=g).to(dtype), (torch.randn(V, H, generator=g) * 0.2).to(dtype), torch.randn(V, generator=g).to(dtype), ids, torch.randn(2, 3, N // 3, generator=g)
+    return (
+        torch.randn(3, N // 3, H, generator=g).to(dtype),
+        (torch.randn(V, H, generator=g) * 0.2).to(dtype),
+        torch.randn(V, generator=g).to(dtype),
+        ids,
+        torch.randn(2, 3, N // 3, generator=g),
+    )
 
 
 def expected_of(hidden, weight, bias, ids, upstream, temperature=1.0, softcap=None):
@@ -22,7 +28,10 @@ def expected_of(hidden, weight, bias, ids, upstream, temperature=1.0, softcap=No
     z = (softcap * torch.tanh(z / softcap) if softcap else z) / temperature
     p = torch.log_softmax(z, -1)
     kept = ids != -100
-    logp, entropy = torch.where(kept, p.gather(-1, ids.clamp(min=0)[..., None])[..., 0], 0), torch.where(kept, -(p.exp() * p).sum(-1), 0)
+    logp, entropy = (
+        torch.where(kept, p.gather(-1, ids.clamp(min=0)[..., None])[..., 0], 0),
+        torch.where(kept, -(p.exp() * p).sum(-1), 0),
+    )
     return logp, entropy, *torch.autograd.grad([logp, entropy], leaves, list(upstream.double()))
 
 
@@ -36,7 +45,9 @@ def on_rank(rank):
         hidden, weight, bias, ids, upstream = batch(dtype)
         for options in (dict(), dict(temperature=0.7, softcap=5.0, max_bytes=1)):
             leaves = [t.clone().requires_grad_() for t in (hidden, weight[mine], bias[mine])]
-            found = vocab_parallel_linear_log_prob(leaves[0], leaves[1], ids, torch.distributed.group.WORLD, mine.start, leaves[2], entropy=True, **options)
+            found = vocab_parallel_linear_log_prob(
+                leaves[0], leaves[1], ids, torch.distributed.group.WORLD, mine.start, leaves[2], entropy=True, **options
+            )
             options.pop("max_bytes", None)
             gradients = torch.autograd.grad(found, leaves, list(upstream))
             logp, entropy, *exact = expected_of(hidden, weight, bias, ids, upstream, **options)

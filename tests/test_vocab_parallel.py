@@ -10,7 +10,11 @@ from liger_kernel.transformers.vocab_parallel_cross_entropy import validate_form
 from ranks import on_ranks
 
 S, B, V, RANKS = 5, 3, 24, 2
-OPTIONS = [dict()] + [dict(label_smoothing=0.2, label_smoothing_formula=f, label_smoothing_mode=m) for f in ("pytorch", "megatron") for m in ("global", "partition")]
+OPTIONS = [dict()] + [
+    dict(label_smoothing=0.2, label_smoothing_formula=f, label_smoothing_mode=m)
+    for f in ("pytorch", "megatron")
+    for m in ("global", "partition")
+]
 
 
 def batch(dtype=torch.float32, ignore_index=-100):
@@ -20,7 +24,17 @@ def batch(dtype=torch.float32, ignore_index=-100):
     return (torch.randn(S, B, V, generator=g) * 3).to(dtype), target, torch.randn(S, B, generator=g)
 
 
-def expected_of(logits, target, upstream, ranks=1, rank=0, ignore_index=-100, label_smoothing=0.0, label_smoothing_formula="pytorch", label_smoothing_mode="global"):
+def expected_of(
+    logits,
+    target,
+    upstream,
+    ranks=1,
+    rank=0,
+    ignore_index=-100,
+    label_smoothing=0.0,
+    label_smoothing_formula="pytorch",
+    label_smoothing_mode="global",
+):
     """(loss, gradient of this rank's logits) in float64."""
     x = logits.double().requires_grad_()
     logp = torch.log_softmax(x, -1)
@@ -50,10 +64,23 @@ def test_one_rank(device, dtype, options):
     loss = module(logits, target, One())
     loss.backward(upstream, retain_graph=True)
     expected, gradient = expected_of(logits.detach(), target, upstream, ignore_index=5, **options)
-    assert loss.dtype == torch.float32 and loss.shape == (S, B) and logits.grad.dtype == dtype and torch.equal(logits.detach(), before)
-    assert loss[0].count_nonzero() == 0 == logits.grad[0].count_nonzero() and expected[1:].abs().max() > 1 and gradient.abs().max() > 0.1
+    assert (
+        loss.dtype == torch.float32
+        and loss.shape == (S, B)
+        and logits.grad.dtype == dtype
+        and torch.equal(logits.detach(), before)
+    )
+    assert (
+        loss[0].count_nonzero() == 0 == logits.grad[0].count_nonzero()
+        and expected[1:].abs().max() > 1
+        and gradient.abs().max() > 0.1
+    )
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(logits.grad.double(), gradient, **{torch.float32: dict(rtol=1e-5, atol=1e-6)}.get(dtype, dict(rtol=0.01, atol=0.01)))
+    torch.testing.assert_close(
+        logits.grad.double(),
+        gradient,
+        **{torch.float32: dict(rtol=1e-5, atol=1e-6)}.get(dtype, dict(rtol=0.01, atol=0.01)),
+    )
     once = logits.grad.clone()
     loss.backward(upstream)
     torch.testing.assert_close(logits.grad, 2 * once)
@@ -80,7 +107,9 @@ def test_far_logits():
     logits = torch.zeros(1, 1, 8)
     logits[..., 3] = -200
     loss = LigerVocabParallelCrossEntropy(label_smoothing=0.1)(logits, torch.tensor([[1]]))
-    torch.testing.assert_close(loss.double(), expected_of(logits, torch.tensor([[1]]), torch.ones(1, 1), label_smoothing=0.1)[0])
+    torch.testing.assert_close(
+        loss.double(), expected_of(logits, torch.tensor([[1]]), torch.ones(1, 1), label_smoothing=0.1)[0]
+    )
 
 
 def on_rank(rank):
@@ -93,7 +122,11 @@ def on_rank(rank):
             loss.backward(upstream)
             expected, gradient = expected_of(logits, target, upstream, RANKS, rank, **options)
             torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(x.grad.double(), gradient, **(dict(rtol=1e-5, atol=1e-6) if dtype == torch.float32 else dict(rtol=0.01, atol=0.01)))
+            torch.testing.assert_close(
+                x.grad.double(),
+                gradient,
+                **(dict(rtol=1e-5, atol=1e-6) if dtype == torch.float32 else dict(rtol=0.01, atol=0.01)),
+            )
 
 
 def test_two_ranks():
@@ -103,19 +136,44 @@ def test_two_ranks():
 def test_contract():
     names = lambda f: [(p.name, p.default) for p in inspect.signature(f).parameters.values() if p.name != "self"]
     assert names(LigerVocabParallelCrossEntropy) == [
-        ("ignore_index", -100), ("label_smoothing", 0.0), ("reduction", "none"), ("label_smoothing_formula", "pytorch"), ("label_smoothing_mode", "global")]
-    assert [n for n, _ in names(LigerVocabParallelCrossEntropy.forward)] == ["vocab_parallel_logits", "target", "tp_group"]
+        ("ignore_index", -100),
+        ("label_smoothing", 0.0),
+        ("reduction", "none"),
+        ("label_smoothing_formula", "pytorch"),
+        ("label_smoothing_mode", "global"),
+    ]
+    assert [n for n, _ in names(LigerVocabParallelCrossEntropy.forward)] == [
+        "vocab_parallel_logits",
+        "target",
+        "tp_group",
+    ]
     assert list(inspect.signature(liger_ops.LigerVocabParallelCEFunction.forward).parameters) == [
-        "ctx", "vocab_parallel_logits", "target", "tp_group", "ignore_index", "label_smoothing", "label_smoothing_formula", "label_smoothing_mode"]
+        "ctx",
+        "vocab_parallel_logits",
+        "target",
+        "tp_group",
+        "ignore_index",
+        "label_smoothing",
+        "label_smoothing_formula",
+        "label_smoothing_mode",
+    ]
     assert LigerVocabParallelCrossEntropy().extra_repr() == (
-        "ignore_index=-100, label_smoothing=0.0, reduction='none', label_smoothing_formula='pytorch', label_smoothing_mode='global'")
-    for options, match in ((dict(reduction="mean"), "reduction must be 'none'"), (dict(label_smoothing=1.0), "label_smoothing must be in"),
-                           (dict(label_smoothing=-0.1), "label_smoothing must be in"), (dict(label_smoothing_formula="Megatron"), "label_smoothing_formula"),
-                           (dict(label_smoothing_mode="local"), "label_smoothing_mode")):
+        "ignore_index=-100, label_smoothing=0.0, reduction='none', label_smoothing_formula='pytorch', label_smoothing_mode='global'"
+    )
+    for options, match in (
+        (dict(reduction="mean"), "reduction must be 'none'"),
+        (dict(label_smoothing=1.0), "label_smoothing must be in"),
+        (dict(label_smoothing=-0.1), "label_smoothing must be in"),
+        (dict(label_smoothing_formula="Megatron"), "label_smoothing_formula"),
+        (dict(label_smoothing_mode="local"), "label_smoothing_mode"),
+    ):
         with pytest.raises(ValueError, match=match):
             LigerVocabParallelCrossEntropy(**options)
     with pytest.raises(ValueError, match="label_smoothing_mode"):
         validate_formula_and_mode("pytorch", "Global")
-    for call in (lambda x, y: LigerVocabParallelCrossEntropy()(x, y), lambda x, y: liger_ops.LigerVocabParallelCEFunction.apply(x, y, None, -100, 0.0, "pytorch", "global")):
+    for call in (
+        lambda x, y: LigerVocabParallelCrossEntropy()(x, y),
+        lambda x, y: liger_ops.LigerVocabParallelCEFunction.apply(x, y, None, -100, 0.0, "pytorch", "global"),
+    ):
         with pytest.raises(ValueError, match="3-D"):
             call(torch.randn(4, 8), torch.zeros(4, dtype=torch.long))

@@ -28,8 +28,9 @@ struct Slot {
   int rank = -1;
 };
 
-/// Fills a slot unless it holds a higher rank: a CPU file is built once per instruction set (liger/core/cpu/isa.h). Not inline: files call
-/// it when they are loaded, those for instructions that the machine lacks too, and what they would make of it may not run there.
+/// Fills a slot unless it holds a higher rank: a CPU file is built once per instruction set (liger/core/cpu/isa.h). Not
+/// inline: files call it when they are loaded, those for instructions that the machine lacks too, and what they would
+/// make of it may not run there.
 bool add_kernel(Slot& slot, int rank, void (*run)());
 
 /// One kernel, one slot per backend. A backend that is not built leaves its slot empty.
@@ -48,8 +49,8 @@ struct Kernel {
 };
 
 /// Fills a kernel's slot for the backend in whose namespace it stands, from that backend's own file.
-#define LIGER_REGISTER(kernel, ...)                  \
-  [[maybe_unused]] static const bool kernel##_registered = \
-      ::liger::add_kernel((kernel).slots[kBackend], rank(), reinterpret_cast<void (*)()>(static_cast<decltype(kernel)::Fn>(__VA_ARGS__)))
+#define LIGER_REGISTER(kernel, ...)                                             \
+  [[maybe_unused]] static const bool kernel##_registered = ::liger::add_kernel( \
+      (kernel).slots[kBackend], rank(), reinterpret_cast<void (*)()>(static_cast<decltype(kernel)::Fn>(__VA_ARGS__)))
 
 }  // namespace liger

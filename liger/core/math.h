@@ -9,15 +9,17 @@
 
 namespace liger {
 
-// Formulas for a float or a vector V of them. M brings exp, log, tanh, erf, division and the like for V (liger/core/cuda/math.cuh,
-// liger/core/cpu/row.h).
+// Formulas for a float or a vector V of them. M brings exp, log, tanh, erf, division and the like for V
+// (liger/core/cuda/math.cuh, liger/core/cpu/row.h).
 
 // Activations f and their derivatives.
 
 /// silu(x) = x · σ(x).
 struct SiLU {
   template <class M, class V>
-  static LIGER_HD V value(V x) { return M::div(x, V(1) + M::exp(V(0) - x)); }
+  static LIGER_HD V value(V x) {
+    return M::div(x, V(1) + M::exp(V(0) - x));
+  }
 
   template <class M, class V>
   static LIGER_HD V derivative(V x) {
@@ -26,24 +28,29 @@ struct SiLU {
   }
 };
 
-/// gelu(x) = x/2 · (1 + tanh u) = x · σ(2u), u = √(2/π) (x + 0.044715 x³): as a sigmoid it takes one exponential, and loses nothing where tanh u
-/// is near −1.
+/// gelu(x) = x/2 · (1 + tanh u) = x · σ(2u), u = √(2/π) (x + 0.044715 x³): as a sigmoid it takes one exponential, and
+/// loses nothing where tanh u is near −1.
 struct GeLUTanh {
   static constexpr float kBeta = 0.79788456080286536f, kCubic = 0.044715f;
 
   template <class M, class V>
-  static LIGER_HD V value(V x) { return M::div(x, V(1) + M::exp(V(0) - twice_u(x, x * x))); }
+  static LIGER_HD V value(V x) {
+    return M::div(x, V(1) + M::exp(V(0) - twice_u(x, x * x)));
+  }
 
   /// σ(2u) + 2x u' σ(2u) σ(−2u), where σ(−2u) = e^(−2u) σ(2u) keeps its digits, which 1 − σ(2u) does not.
   template <class M, class V>
   static LIGER_HD V derivative(V x) {
-    const V x2 = x * x, e = M::exp(V(0) - M::max(twice_u(x, x2), V(-80))), s = M::div(V(1), V(1) + e);  // finite: e · 0 would be NaN
+    const V x2 = x * x, e = M::exp(V(0) - M::max(twice_u(x, x2), V(-80))),
+            s = M::div(V(1), V(1) + e);  // finite: e · 0 would be NaN
     return s + x * (s * s * e) * (V(2 * kBeta) + V(6 * kBeta * kCubic) * x2);
   }
 
  private:
   template <class V>
-  static LIGER_HD V twice_u(V x, V x2) { return x * (V(2 * kBeta) + V(2 * kBeta * kCubic) * x2); }
+  static LIGER_HD V twice_u(V x, V x2) {
+    return x * (V(2 * kBeta) + V(2 * kBeta * kCubic) * x2);
+  }
 };
 
 /// gelu(x) = x/2 · (1 + erf(x/√2)).
@@ -51,7 +58,9 @@ struct GeLUErf {
   static constexpr float kSqrtHalf = 0.70710678118654752f, kNormal = 0.39894228040143268f;  // √½, 1/√(2π)
 
   template <class M, class V>
-  static LIGER_HD V value(V x) { return V(0.5f) * x * (V(1) + M::erf(x * V(kSqrtHalf))); }
+  static LIGER_HD V value(V x) {
+    return V(0.5f) * x * (V(1) + M::erf(x * V(kSqrtHalf)));
+  }
 
   template <class M, class V>
   static LIGER_HD V derivative(V x) {
@@ -62,24 +71,33 @@ struct GeLUErf {
 /// relu(x) = max(x, 0), squared.
 struct ReLUSquared {
   template <class M, class V>
-  static LIGER_HD V value(V x) { const V r = M::max(x, V(0)); return r * r; }
+  static LIGER_HD V value(V x) {
+    const V r = M::max(x, V(0));
+    return r * r;
+  }
 
   template <class M, class V>
-  static LIGER_HD V derivative(V x) { return V(2) * M::max(x, V(0)); }
+  static LIGER_HD V derivative(V x) {
+    return V(2) * M::max(x, V(0));
+  }
 };
 
-// Divergences: an element's loss f of a prediction x and a target t, with parameter s, and df = ∂f/∂x. An element whose probability
-// is 0 weighs nothing, whatever its logarithm is (M::product). x = t = kNothing has no loss.
+// Divergences: an element's loss f of a prediction x and a target t, with parameter s, and df = ∂f/∂x. An element whose
+// probability is 0 weighs nothing, whatever its logarithm is (M::product). x = t = kNothing has no loss.
 
 template <class V>
-struct Slope { V f, df; };
+struct Slope {
+  V f, df;
+};
 
 /// t · (ln max(t, s) − x), x a logarithm and t a probability (Kullback & Leibler 1951).
 struct KL {
   static constexpr float kNothing = 0;
 
   template <class M, class V>
-  static LIGER_HD Slope<V> at(V x, V t, V s) { return {M::product(t, M::log(M::max(t, s)) - x), V(0) - t}; }
+  static LIGER_HD Slope<V> at(V x, V t, V s) {
+    return {M::product(t, M::log(M::max(t, s)) - x), V(0) - t};
+  }
 };
 
 /// eᵗ · (t − x): the same with both logarithms.
@@ -152,13 +170,18 @@ LIGER_HD V map_slope(const LogitMap& map, V z) {
   return V(map.scale) * (V(1) - t * t);
 }
 
-// Losses of a token between a student's and a teacher's logits. In a pass over the classes each adds kSums numbers of one class; value() makes the loss of their
-// sums, factors() what slope() needs of them, which is its derivative with respect to one of the student's logits. x and t are logits or, where kLogs says so, ln softmax of them; s is a parameter.
+// Losses of a token between a student's and a teacher's logits. In a pass over the classes each adds kSums numbers of
+// one class; value() makes the loss of their sums, factors() what slope() needs of them, which is its derivative with
+// respect to one of the student's logits. x and t are logits or, where kLogs says so, ln softmax of them; s is a
+// parameter.
 
 template <class V, int n>
-struct Terms { V v[n]; };
+struct Terms {
+  V v[n];
+};
 
-/// A divergence D = Σ f of distributions: the derivative of Σ f with respect to the logit of a class is w − q Σ w, w = ∂f/∂x and q = eˣ.
+/// A divergence D = Σ f of distributions: the derivative of Σ f with respect to the logit of a class is w − q Σ w, w =
+/// ∂f/∂x and q = eˣ.
 template <class Term>
 struct OfLogs {
   static constexpr bool kLogs = true;
@@ -171,9 +194,13 @@ struct OfLogs {
     return {{f, w}};
   }
   template <class S>
-  static LIGER_HD float value(const S* sums) { return float(sums[0]); }
+  static LIGER_HD float value(const S* sums) {
+    return float(sums[0]);
+  }
   template <class S>
-  static LIGER_HD Terms<float, 2> factors(const S* sums) { return {{float(sums[1]), 0}}; }
+  static LIGER_HD Terms<float, 2> factors(const S* sums) {
+    return {{float(sums[1]), 0}};
+  }
   template <class M, class V>
   static LIGER_HD V slope(V x, V t, V s, const Terms<float, 2>& factors) {
     V q, w;
@@ -228,21 +255,29 @@ struct CosineDistance {
   static constexpr int kSums = 3;
 
   template <class M, class V>
-  static LIGER_HD Terms<V, 3> terms(V x, V t, V) { return {{x * x, t * t, x * t}}; }
+  static LIGER_HD Terms<V, 3> terms(V x, V t, V) {
+    return {{x * x, t * t, x * t}};
+  }
   template <class S>
-  static LIGER_HD float value(const S* sums) { return float(1 - sums[2] * inverse(sums[0]) * inverse(sums[1])); }
+  static LIGER_HD float value(const S* sums) {
+    return float(1 - sums[2] * inverse(sums[0]) * inverse(sums[1]));
+  }
   template <class S>
   static LIGER_HD Terms<float, 2> factors(const S* sums) {
     const S of_x = inverse(sums[0]), of_both = of_x * inverse(sums[1]);
     return {{sums[0] < S(kLeast) ? 0 : float(sums[2] * of_x * of_x * of_both), float(of_both)}};
   }
   template <class M, class V>
-  static LIGER_HD V slope(V x, V t, V, const Terms<float, 2>& factors) { return x * V(factors.v[0]) - t * V(factors.v[1]); }
+  static LIGER_HD V slope(V x, V t, V, const Terms<float, 2>& factors) {
+    return x * V(factors.v[0]) - t * V(factors.v[1]);
+  }
 
  private:
   static constexpr float kLeast = 1e-24f;
   template <class S>
-  static LIGER_HD S inverse(S squares) { return S(1) / S(__builtin_sqrt(squares < S(kLeast) ? S(kLeast) : squares)); }
+  static LIGER_HD S inverse(S squares) {
+    return S(1) / S(__builtin_sqrt(squares < S(kLeast) ? S(kLeast) : squares));
+  }
 };
 
 }  // namespace liger

@@ -3,16 +3,17 @@
 
 namespace liger {
 
-/// Elements of the pieces of a row that are worked on at once, each by threads of its own: `least`, or up to `most` where there remain pieces for several turns of all multiprocessors. What a thread does
-/// for a piece, whatever its size, is up to a third of its instructions.
+/// Elements of the pieces of a row that are worked on at once, each by threads of its own: `least`, or up to `most`
+/// where there remain pieces for several turns of all multiprocessors. What a thread does for a piece, whatever its
+/// size, is up to a third of its instructions.
 constexpr int64_t piece_size(int64_t elements, int64_t least, int64_t most) {
   constexpr int64_t kEnough = 4096;
   while (least < most && elements >= 2 * least * kEnough) least *= 2;
   return least;
 }
 
-/// Into how many partial sums a backend splits the rows of each of `groups` sums over rows. It depends on the sizes and the device alone,
-/// never on the number of threads, so that results repeat bit for bit.
+/// Into how many partial sums a backend splits the rows of each of `groups` sums over rows. It depends on the sizes and
+/// the device alone, never on the number of threads, so that results repeat bit for bit.
 struct RowPartials {
   int device;
   int64_t groups, rows, cols;  // rows: of a group
@@ -22,13 +23,13 @@ inline constinit Kernel<RowPartials> row_partials{"row_partials"};
 
 /// out = Σ_partials part · (factor + plus) for each group, in a fixed order.
 struct PartialSum {
-  const float* part;       // [groups, partials, cols]
-  Numbers factor;          // [groups · partials / per_factor, cols]; null: 1
-  void* out;               // [groups, cols]
+  const float* part;  // [groups, partials, cols]
+  Numbers factor;     // [groups · partials / per_factor, cols]; null: 1
+  void* out;          // [groups, cols]
   int64_t groups, partials, cols;
-  int64_t per_factor;      // partial sums that have a row of factor together
+  int64_t per_factor;  // partial sums that have a row of factor together
   float plus;
-  DType dtype;             // of out
+  DType dtype;  // of out
 };
 
 /// Several at once: alone, each takes less time than its launch.
@@ -42,8 +43,8 @@ inline constinit Kernel<AddPartials> add_partials{"add_partials"};
 /// x ← x · g in place, with g one number or one a row. Rows whose factor is 1 are not touched, so that the usual
 /// upstream gradient of a loss costs nothing, without asking the host.
 struct ScaleRows {
-  void* x;                 // [rows, cols]
-  Numbers g;               // [1] or [rows]
+  void* x;    // [rows, cols]
+  Numbers g;  // [1] or [rows]
   int64_t rows, cols;
   bool per_row;
   DType dtype;
@@ -51,7 +52,9 @@ struct ScaleRows {
 inline constinit Kernel<ScaleRows> scale_rows{"scale_rows"};
 
 /// Whether the stream records a graph instead of running.
-struct StreamCapturing { bool* yes; };
+struct StreamCapturing {
+  bool* yes;
+};
 inline constinit Kernel<StreamCapturing> stream_capturing{"stream_capturing"};
 
 }  // namespace liger

@@ -41,9 +41,7 @@ struct Reader {
     if (!from.contains(name) || from[name].is_null()) return false;
     try {
       into = from[name].get<T>();
-    } catch (const json::exception& error) {
-      TORCH_CHECK(false, path, ": ", name, ": ", error.what());
-    }
+    } catch (const json::exception& error) { TORCH_CHECK(false, path, ": ", name, ": ", error.what()); }
     return true;
   }
   template <class T>
@@ -126,10 +124,8 @@ LlamaConfig LlamaConfig::load(const std::string& folder) {
     TORCH_CHECK(partial == 1, path, ": partial_rotary_factor ", partial, " is not known");
   }
   in.read("bos_token_id", c.bos_token_id);
-  if (content.contains("eos_token_id") && content["eos_token_id"].is_array())
-    in.read("eos_token_id", c.eos_token_ids);
-  else if (int64_t one; in.read("eos_token_id", one))
-    c.eos_token_ids = {one};
+  if (content.contains("eos_token_id") && content["eos_token_id"].is_array()) in.read("eos_token_id", c.eos_token_ids);
+  else if (int64_t one; in.read("eos_token_id", one)) c.eos_token_ids = {one};
   TORCH_CHECK(c.hidden_size > 0 && c.vocab_size > 0 && c.intermediate_size > 0 && c.num_hidden_layers >= 0 &&
                   c.num_attention_heads > 0 && c.kv_heads() > 0 && c.num_attention_heads % c.kv_heads() == 0 &&
                   c.head_width() % 2 == 0,
@@ -157,8 +153,7 @@ void LlamaConfig::save(const std::string& folder) const {
   out["tie_word_embeddings"] = tie_word_embeddings;
   if (model_type == "llama" || model_type == "qwen3") out["attention_bias"] = qkv_bias;
   if (model_type == "llama") out["mlp_bias"] = mlp_bias;
-  if (model_type == "mistral")
-    out["sliding_window"] = sliding_window > 0 ? json(sliding_window) : json();
+  if (model_type == "mistral") out["sliding_window"] = sliding_window > 0 ? json(sliding_window) : json();
   else if (sliding_window > 0)
     out["use_sliding_window"] = true, out["sliding_window"] = sliding_window, out["max_window_layers"] = 0;
   json rope = {{"rope_type", rope_scaling.type}, {"rope_theta", rope_theta}};
@@ -177,10 +172,8 @@ void LlamaConfig::save(const std::string& folder) const {
   out["rope_parameters"] = rope, out["rope_theta"] = rope_theta;
   if (r.type != "default") out["rope_scaling"] = rope;
   if (bos_token_id >= 0) out["bos_token_id"] = bos_token_id;
-  if (eos_token_ids.size() == 1)
-    out["eos_token_id"] = eos_token_ids[0];
-  else if (!eos_token_ids.empty())
-    out["eos_token_id"] = eos_token_ids;
+  if (eos_token_ids.size() == 1) out["eos_token_id"] = eos_token_ids[0];
+  else if (!eos_token_ids.empty()) out["eos_token_id"] = eos_token_ids;
   fs::create_directories(folder);
   const std::string beside = path + ".tmp";
   std::ofstream(beside) << out.dump(2) << "\n";

@@ -167,10 +167,8 @@ LlamaForCausalLMImpl::LlamaForCausalLMImpl(LlamaConfig of, bool draw) : config(s
   if (!draw) return;
   const torch::NoGradGuard no_gradients;
   for (const auto& item : named_parameters()) {
-    if (item.key().ends_with("bias"))
-      item.value().zero_();
-    else if (item.value().dim() > 1)
-      item.value().normal_(0, config.initializer_range);
+    if (item.key().ends_with("bias")) item.value().zero_();
+    else if (item.value().dim() > 1) item.value().normal_(0, config.initializer_range);
   }
 }
 

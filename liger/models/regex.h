@@ -19,10 +19,8 @@ class Regex {
     for (size_t i = 0; i < pattern.size(); ++i) {
       const bool escape = pattern[i] == '\\' && i + 1 < pattern.size();
       const char next = escape ? pattern[i + 1] : 0;
-      if (next == 's' || next == 'S')
-        rewritten += next == 's' ? "\\p{White_Space}" : "\\P{White_Space}";
-      else
-        rewritten += pattern.substr(i, 1 + escape);
+      if (next == 's' || next == 'S') rewritten += next == 's' ? "\\p{White_Space}" : "\\P{White_Space}";
+      else rewritten += pattern.substr(i, 1 + escape);
       i += escape;
     }
     int error = 0;

@@ -128,9 +128,7 @@ struct SafetensorsFile::Content {
           fail(name, " of shape ", at::IntArrayRef(entry.shape), " has ", entry.end - entry.begin, " bytes");
         spans.emplace_back(entry.begin, entry.end);
         entries.emplace(name, std::move(entry));
-      } catch (const json::exception& error) {
-        fail(name, ": ", error.what());
-      }
+      } catch (const json::exception& error) { fail(name, ": ", error.what()); }
     }
     std::sort(spans.begin(), spans.end());
     uint64_t at = 0;

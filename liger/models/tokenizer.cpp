@@ -172,9 +172,7 @@ struct Tokenizer::Content {
     const json file = read_json(path);
     try {
       read(file);
-    } catch (const json::exception& error) {
-      TORCH_CHECK(false, path, ": ", error.what());
-    }
+    } catch (const json::exception& error) { TORCH_CHECK(false, path, ": ", error.what()); }
   }
 
   template <class... Why>
@@ -327,8 +325,7 @@ struct Tokenizer::Content {
     const size_t before = into.size();
     if (const auto whole = ignore_merges ? vocabulary.find(word) : vocabulary.end(); whole != vocabulary.end())
       into.push_back(whole->second);
-    else
-      merge(word, into);
+    else merge(word, into);
     const std::lock_guard lock(mutex);
     if (cache.size() < kCachedWords) cache.emplace(word, Ids(into.begin() + before, into.end()));
   }

@@ -5,13 +5,14 @@
 namespace liger::nn {
 
 struct GatedMLPOptions {
-  GatedMLPOptions(int64_t hidden_size, int64_t intermediate_size) : hidden_size_(hidden_size), intermediate_size_(intermediate_size) {}
+  GatedMLPOptions(int64_t hidden_size, int64_t intermediate_size)
+      : hidden_size_(hidden_size), intermediate_size_(intermediate_size) {}
   TORCH_ARG(int64_t, hidden_size);
   TORCH_ARG(int64_t, intermediate_size);
   TORCH_ARG(bool, bias) = false;
   TORCH_ARG(Activation, activation) = Activation::SiLU;
-  TORCH_ARG(bool, recompute) = false;               // keep the input alone for backward: liger::fused_mlp
-  TORCH_ARG(int64_t, chunk) = 0;                    // tokens worked on at once when recomputing; 0: all
+  TORCH_ARG(bool, recompute) = false;  // keep the input alone for backward: liger::fused_mlp
+  TORCH_ARG(int64_t, chunk) = 0;       // tokens worked on at once when recomputing; 0: all
 };
 
 /// act(x), element by element.
@@ -41,13 +42,15 @@ struct GatedMLPImpl : torch::nn::Cloneable<GatedMLPImpl> {
 
   at::Tensor forward(const at::Tensor& x) {
     if (!options.recompute()) return down_proj(gated(gate_proj(x), up_proj(x), options.activation()));
-    return fused_mlp(x, gate_proj->weight, up_proj->weight, down_proj->weight, {.activation = options.activation(), .chunk = options.chunk()},
-                     given(gate_proj->bias), given(up_proj->bias), given(down_proj->bias));
+    return fused_mlp(x, gate_proj->weight, up_proj->weight, down_proj->weight,
+                     {.activation = options.activation(), .chunk = options.chunk()}, given(gate_proj->bias),
+                     given(up_proj->bias), given(down_proj->bias));
   }
 
   void pretty_print(std::ostream& to) const override {
-    print(to, *this, "hidden_size", options.hidden_size(), "intermediate_size", options.intermediate_size(), "bias", options.bias(), "activation",
-          options.activation(), "recompute", options.recompute(), "chunk", options.chunk());
+    print(to, *this, "hidden_size", options.hidden_size(), "intermediate_size", options.intermediate_size(), "bias",
+          options.bias(), "activation", options.activation(), "recompute", options.recompute(), "chunk",
+          options.chunk());
   }
 
   GatedMLPOptions options;

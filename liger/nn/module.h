@@ -4,7 +4,8 @@
 #include <string>
 #include "liger/ops.h"
 
-/// What the modules have in common: how they hand over what they may lack, and print their options as torch's modules do.
+/// What the modules have in common: how they hand over what they may lack, and print their options as torch's modules
+/// do.
 namespace liger::nn {
 
 inline std::optional<at::Tensor> given(const at::Tensor& t) { return t.defined() ? std::optional(t) : std::nullopt; }

@@ -8,7 +8,7 @@ struct RMSNormOptions {
   RMSNormOptions(int64_t hidden_size) : hidden_size_(hidden_size) {}
   TORCH_ARG(int64_t, hidden_size);
   TORCH_ARG(double, eps) = 1e-6;
-  TORCH_ARG(double, offset) = 0;                    // 1 for Gemma, whose weight starts at 0
+  TORCH_ARG(double, offset) = 0;  // 1 for Gemma, whose weight starts at 0
   TORCH_ARG(Casting, casting) = Casting::Llama;
   TORCH_ARG(bool, elementwise_affine) = true;
 };
@@ -19,12 +19,13 @@ struct RMSNormBase : torch::nn::Cloneable<Derived> {
   explicit RMSNormBase(RMSNormOptions o) : options(std::move(o)) { RMSNormBase::reset(); }
 
   void reset() override {
-    if (options.elementwise_affine()) weight = this->register_parameter("weight", torch::full({options.hidden_size()}, 1 - options.offset()));
+    if (options.elementwise_affine())
+      weight = this->register_parameter("weight", torch::full({options.hidden_size()}, 1 - options.offset()));
   }
 
   void pretty_print(std::ostream& to) const override {
-    print(to, *this, "hidden_size", options.hidden_size(), "eps", options.eps(), "offset", options.offset(), "casting", options.casting(), "elementwise_affine",
-          options.elementwise_affine());
+    print(to, *this, "hidden_size", options.hidden_size(), "eps", options.eps(), "offset", options.offset(), "casting",
+          options.casting(), "elementwise_affine", options.elementwise_affine());
   }
 
   RMSNormOptions options;
@@ -34,7 +35,9 @@ struct RMSNormBase : torch::nn::Cloneable<Derived> {
 /// liger::rms_norm with a weight of its own.
 struct RMSNormImpl : RMSNormBase<RMSNormImpl> {
   using RMSNormBase::RMSNormBase;
-  at::Tensor forward(const at::Tensor& x) { return rms_norm(x, given(weight), options.eps(), options.offset(), options.casting()); }
+  at::Tensor forward(const at::Tensor& x) {
+    return rms_norm(x, given(weight), options.eps(), options.offset(), options.casting());
+  }
 };
 TORCH_MODULE(RMSNorm);
 
@@ -52,7 +55,8 @@ struct ModulatedRMSNormImpl : RMSNormBase<ModulatedRMSNormImpl> {
   using RMSNormBase::RMSNormBase;
   FORWARD_HAS_DEFAULT_ARGS({2, torch::nn::AnyValue(at::Tensor())})
   at::Tensor forward(const at::Tensor& x, const at::Tensor& scale, const at::Tensor& shift = {}) {
-    return modulated_rms_norm(x, given(weight), scale, given(shift), options.eps(), options.offset(), options.casting());
+    return modulated_rms_norm(x, given(weight), scale, given(shift), options.eps(), options.offset(),
+                              options.casting());
   }
 };
 TORCH_MODULE(ModulatedRMSNorm);
@@ -60,7 +64,7 @@ TORCH_MODULE(ModulatedRMSNorm);
 struct LayerNormOptions {
   LayerNormOptions(int64_t hidden_size) : hidden_size_(hidden_size) {}
   TORCH_ARG(int64_t, hidden_size);
-  TORCH_ARG(double, eps) = 1e-6;                    // as LigerLayerNorm in Python; torch::nn::LayerNorm has 1e-5
+  TORCH_ARG(double, eps) = 1e-6;  // as LigerLayerNorm in Python; torch::nn::LayerNorm has 1e-5
   TORCH_ARG(bool, bias) = true;
 };
 
@@ -88,7 +92,7 @@ struct GroupNormOptions {
   GroupNormOptions(int64_t groups, int64_t channels) : groups_(groups), channels_(channels) {}
   TORCH_ARG(int64_t, groups);
   TORCH_ARG(int64_t, channels);
-  TORCH_ARG(double, eps) = 1e-6;                    // as LigerGroupNorm in Python; torch::nn::GroupNorm has 1e-5
+  TORCH_ARG(double, eps) = 1e-6;  // as LigerGroupNorm in Python; torch::nn::GroupNorm has 1e-5
 };
 
 /// liger::group_norm with a weight and a bias of its own.

@@ -5,9 +5,10 @@
 #include <torch/nn/pimpl.h>
 #include "liger/nn/module.h"
 
-/// Losses of preferences on a head's hidden states: hidden [rows, tokens, width], weight [classes, width], target [rows, tokens] and bias [classes]. The
-/// logits are never held in full. In the paired losses the first half of the rows is chosen, row i over row n + i; no token is shifted.
-/// Their nll is that of the chosen rows of nll_target [rows, tokens], by default target.
+/// Losses of preferences on a head's hidden states: hidden [rows, tokens, width], weight [classes, width], target
+/// [rows, tokens] and bias [classes]. The logits are never held in full. In the paired losses the first half of the
+/// rows is chosen, row i over row n + i; no token is shifted. Their nll is that of the chosen rows of nll_target [rows,
+/// tokens], by default target.
 namespace liger::nn {
 
 /// ln P of each sequence, and of the nll's tokens where it counts.
@@ -22,8 +23,8 @@ inline SequenceLogProbs sequence_log_probs(const at::Tensor& hidden, const at::T
                                            const at::Tensor& bias, int64_t ignore_index, bool average, bool paired,
                                            bool with_nll = false, const at::Tensor& nll_target = {}) {
   const int64_t rows = target.size(0), chosen = rows / 2;
-  TORCH_CHECK_VALUE(!paired || rows % 2 == 0, "liger::nn: target must hold as many rejected as chosen sequences, and has ", rows,
-                    " rows");
+  TORCH_CHECK_VALUE(!paired || rows % 2 == 0,
+                    "liger::nn: target must hold as many rejected as chosen sequences, and has ", rows, " rows");
   const bool other = with_nll && nll_target.defined();
   TORCH_CHECK_VALUE(!other || nll_target.sizes() == target.sizes(), "liger::nn: nll_target must be ", target.sizes(),
                     " as target, got ", nll_target.sizes());
@@ -40,10 +41,12 @@ inline SequenceLogProbs sequence_log_probs(const at::Tensor& hidden, const at::T
 }
 
 /// The same of a reference, without gradients; undefined where there is none.
-inline SequenceLogProbs reference_log_probs(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target, const at::Tensor& bias, int64_t ignore_index,
+inline SequenceLogProbs reference_log_probs(const at::Tensor& hidden, const at::Tensor& weight,
+                                            const at::Tensor& target, const at::Tensor& bias, int64_t ignore_index,
                                             bool average, bool paired) {
   const at::NoGradGuard no_grad;
-  return hidden.defined() ? sequence_log_probs(hidden, weight, target, bias, ignore_index, average, paired) : SequenceLogProbs{};
+  return hidden.defined() ? sequence_log_probs(hidden, weight, target, bias, ignore_index, average, paired)
+                          : SequenceLogProbs{};
 }
 
 /// loss + alpha · nll.
@@ -65,23 +68,31 @@ struct DPOLossImpl : torch::nn::Cloneable<DPOLossImpl> {
   explicit DPOLossImpl(DPOLossOptions o = {}) : options(std::move(o)) {}
   void reset() override {}
 
-  FORWARD_HAS_DEFAULT_ARGS({3, torch::nn::AnyValue(at::Tensor())}, {4, torch::nn::AnyValue(at::Tensor())}, {5, torch::nn::AnyValue(at::Tensor())},
-                           {6, torch::nn::AnyValue(at::Tensor())}, {7, torch::nn::AnyValue(at::Tensor())})
-  PreferenceResult forward(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target, const at::Tensor& bias = {}, const at::Tensor& ref_hidden = {},
-                           const at::Tensor& ref_weight = {}, const at::Tensor& ref_bias = {}, const at::Tensor& nll_target = {}) {
+  FORWARD_HAS_DEFAULT_ARGS({3, torch::nn::AnyValue(at::Tensor())}, {4, torch::nn::AnyValue(at::Tensor())},
+                           {5, torch::nn::AnyValue(at::Tensor())}, {6, torch::nn::AnyValue(at::Tensor())},
+                           {7, torch::nn::AnyValue(at::Tensor())})
+  PreferenceResult forward(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target,
+                           const at::Tensor& bias = {}, const at::Tensor& ref_hidden = {},
+                           const at::Tensor& ref_weight = {}, const at::Tensor& ref_bias = {},
+                           const at::Tensor& nll_target = {}) {
     const bool average = options.average_log_prob();
     const auto policy = sequence_log_probs(hidden, weight, target, bias, options.ignore_index(), average, true,
                                            options.alpha() != 0, nll_target);
-    const auto reference = reference_log_probs(ref_hidden, ref_weight, target, ref_bias, options.ignore_index(), average, true);
-    const auto half = [&](at::Tensor (SequenceLogProbs::*part)() const) { return ref_hidden.defined() ? std::optional((reference.*part)()) : std::nullopt; };
-    return plus_nll(dpo_loss(policy.chosen(), policy.rejected(), half(&SequenceLogProbs::chosen), half(&SequenceLogProbs::rejected), options.loss()), policy.nll,
-                    options.alpha());
+    const auto reference =
+        reference_log_probs(ref_hidden, ref_weight, target, ref_bias, options.ignore_index(), average, true);
+    const auto half = [&](at::Tensor (SequenceLogProbs::*part)() const) {
+      return ref_hidden.defined() ? std::optional((reference.*part)()) : std::nullopt;
+    };
+    return plus_nll(dpo_loss(policy.chosen(), policy.rejected(), half(&SequenceLogProbs::chosen),
+                             half(&SequenceLogProbs::rejected), options.loss()),
+                    policy.nll, options.alpha());
   }
 
   void pretty_print(std::ostream& to) const override {
     const DPOOptions& o = options.loss();
-    print(to, *this, "loss_type", o.loss_type, "beta", o.beta, "label_smoothing", o.label_smoothing, "discopop_tau", o.discopop_tau, "average_log_prob",
-          options.average_log_prob(), "alpha", options.alpha(), "ignore_index", options.ignore_index());
+    print(to, *this, "loss_type", o.loss_type, "beta", o.beta, "label_smoothing", o.label_smoothing, "discopop_tau",
+          o.discopop_tau, "average_log_prob", options.average_log_prob(), "alpha", options.alpha(), "ignore_index",
+          options.ignore_index());
   }
 
   DPOLossOptions options;
@@ -100,14 +111,17 @@ struct ORPOLossImpl : torch::nn::Cloneable<ORPOLossImpl> {
   void reset() override {}
 
   FORWARD_HAS_DEFAULT_ARGS({3, torch::nn::AnyValue(at::Tensor())}, {4, torch::nn::AnyValue(at::Tensor())})
-  ORPOResult forward(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target, const at::Tensor& bias = {},
-                     const at::Tensor& nll_target = {}) {
+  ORPOResult forward(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target,
+                     const at::Tensor& bias = {}, const at::Tensor& nll_target = {}) {
     const auto policy = sequence_log_probs(hidden, weight, target, bias, options.ignore_index(), true, true,
                                            options.alpha() != 0, nll_target);
-    return plus_nll(orpo_loss(policy.chosen(), policy.rejected(), {.beta = options.beta()}), policy.nll, options.alpha());
+    return plus_nll(orpo_loss(policy.chosen(), policy.rejected(), {.beta = options.beta()}), policy.nll,
+                    options.alpha());
   }
 
-  void pretty_print(std::ostream& to) const override { print(to, *this, "beta", options.beta(), "alpha", options.alpha(), "ignore_index", options.ignore_index()); }
+  void pretty_print(std::ostream& to) const override {
+    print(to, *this, "beta", options.beta(), "alpha", options.alpha(), "ignore_index", options.ignore_index());
+  }
 
   ORPOLossOptions options;
 };
@@ -123,7 +137,9 @@ struct CPOLossOptions {
 
  public:
   /// SimPO: a margin between average log-probabilities.
-  static CPOLossOptions simpo(double beta = 2, double gamma = 0.5) { return CPOLossOptions().beta(beta).gamma(gamma).average_log_prob(true).alpha(0); }
+  static CPOLossOptions simpo(double beta = 2, double gamma = 0.5) {
+    return CPOLossOptions().beta(beta).gamma(gamma).average_log_prob(true).alpha(0);
+  }
 };
 
 /// liger::cpo_loss, and the nll; with CPOLossOptions::simpo() SimPO.
@@ -134,15 +150,17 @@ struct CPOLossImpl : torch::nn::Cloneable<CPOLossImpl> {
   FORWARD_HAS_DEFAULT_ARGS({3, torch::nn::AnyValue(at::Tensor())}, {4, torch::nn::AnyValue(at::Tensor())})
   PreferenceResult forward(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target,
                            const at::Tensor& bias = {}, const at::Tensor& nll_target = {}) {
-    const auto policy = sequence_log_probs(hidden, weight, target, bias, options.ignore_index(), options.average_log_prob(), true,
-                                           options.alpha() != 0, nll_target);
-    const CPOOptions loss{.beta = options.beta(), .label_smoothing = options.label_smoothing(), .gamma = options.gamma()};
+    const auto policy = sequence_log_probs(hidden, weight, target, bias, options.ignore_index(),
+                                           options.average_log_prob(), true, options.alpha() != 0, nll_target);
+    const CPOOptions loss{
+        .beta = options.beta(), .label_smoothing = options.label_smoothing(), .gamma = options.gamma()};
     return plus_nll(cpo_loss(policy.chosen(), policy.rejected(), loss), policy.nll, options.alpha());
   }
 
   void pretty_print(std::ostream& to) const override {
-    print(to, *this, "beta", options.beta(), "label_smoothing", options.label_smoothing(), "gamma", options.gamma(), "average_log_prob", options.average_log_prob(),
-          "alpha", options.alpha(), "ignore_index", options.ignore_index());
+    print(to, *this, "beta", options.beta(), "label_smoothing", options.label_smoothing(), "gamma", options.gamma(),
+          "average_log_prob", options.average_log_prob(), "alpha", options.alpha(), "ignore_index",
+          options.ignore_index());
   }
 
   CPOLossOptions options;
@@ -160,18 +178,23 @@ struct KTOLossImpl : torch::nn::Cloneable<KTOLossImpl> {
   explicit KTOLossImpl(KTOLossOptions o = {}) : options(o) {}
   void reset() override {}
 
-  FORWARD_HAS_DEFAULT_ARGS({4, torch::nn::AnyValue(at::Tensor())}, {5, torch::nn::AnyValue(at::Tensor())}, {6, torch::nn::AnyValue(at::Tensor())},
-                           {7, torch::nn::AnyValue(at::Tensor())}, {8, torch::nn::AnyValue(at::Tensor())})
-  PreferenceResult forward(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target, const at::Tensor& liked, const at::Tensor& bias = {},
-                           const at::Tensor& ref_hidden = {}, const at::Tensor& ref_weight = {}, const at::Tensor& ref_bias = {}, const at::Tensor& kl = {}) {
+  FORWARD_HAS_DEFAULT_ARGS({4, torch::nn::AnyValue(at::Tensor())}, {5, torch::nn::AnyValue(at::Tensor())},
+                           {6, torch::nn::AnyValue(at::Tensor())}, {7, torch::nn::AnyValue(at::Tensor())},
+                           {8, torch::nn::AnyValue(at::Tensor())})
+  PreferenceResult forward(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target,
+                           const at::Tensor& liked, const at::Tensor& bias = {}, const at::Tensor& ref_hidden = {},
+                           const at::Tensor& ref_weight = {}, const at::Tensor& ref_bias = {},
+                           const at::Tensor& kl = {}) {
     const bool average = options.average_log_prob();
     const auto policy = sequence_log_probs(hidden, weight, target, bias, options.ignore_index(), average, false);
-    const auto reference = reference_log_probs(ref_hidden, ref_weight, target, ref_bias, options.ignore_index(), average, false);
+    const auto reference =
+        reference_log_probs(ref_hidden, ref_weight, target, ref_bias, options.ignore_index(), average, false);
     return kto_loss(policy.sequences, liked, given(reference.sequences), given(kl), {.beta = options.beta()});
   }
 
   void pretty_print(std::ostream& to) const override {
-    print(to, *this, "beta", options.beta(), "average_log_prob", options.average_log_prob(), "ignore_index", options.ignore_index());
+    print(to, *this, "beta", options.beta(), "average_log_prob", options.average_log_prob(), "ignore_index",
+          options.ignore_index());
   }
 
   KTOLossOptions options;

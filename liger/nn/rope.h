@@ -6,9 +6,9 @@ namespace liger::nn {
 
 struct RotaryEmbeddingOptions {
   RotaryEmbeddingOptions(int64_t dim) : dim_(dim) {}
-  TORCH_ARG(int64_t, dim);                          // columns of a head that are rotated
+  TORCH_ARG(int64_t, dim);  // columns of a head that are rotated
   TORCH_ARG(double, base) = 10000;
-  TORCH_ARG(bool, interleaved) = false;             // neighbouring columns turn, instead of the two halves
+  TORCH_ARG(bool, interleaved) = false;  // neighbouring columns turn, instead of the two halves
 };
 
 /// liger::rope for tokens at positions first, first + 1, …; angle of column pair i: position · base^(−2i/dim). Angles
@@ -26,7 +26,8 @@ struct RotaryEmbeddingImpl : torch::nn::Cloneable<RotaryEmbeddingImpl> {
   /// q [batch, heads, seq, ≥ dim], k likewise.
   std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& q, const at::Tensor& k, int64_t first = 0) {
     const auto positions = torch::arange(first, first + q.size(2), inv_freq.options());
-    const auto half = torch::outer(positions, inv_freq), angles = options.interleaved() ? half : torch::cat({half, half}, -1);
+    const auto half = torch::outer(positions, inv_freq),
+               angles = options.interleaved() ? half : torch::cat({half, half}, -1);
     return rope(q, k, angles.cos(), angles.sin(), false, options.interleaved());
   }
 

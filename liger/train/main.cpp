@@ -18,8 +18,6 @@ int main(int argc, char** argv) {
     return 0;
   } catch (const c10::Error& error) {
     std::fprintf(stderr, "\nliger-train: %s\n", error.what_without_backtrace());
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "\nliger-train: %s\n", error.what());
-  }
+  } catch (const std::exception& error) { std::fprintf(stderr, "\nliger-train: %s\n", error.what()); }
   return 1;
 }

@@ -95,9 +95,7 @@ Options parse(int argc, char** argv) {
   app.add_flag("--resume", o.resume, "go on from the newest checkpoint in --out, if there is one");
   try {
     app.parse(argc, argv);
-  } catch (const CLI::ParseError& error) {
-    std::exit(app.exit(error));
-  }
+  } catch (const CLI::ParseError& error) { std::exit(app.exit(error)); }
   return o;
 }
 

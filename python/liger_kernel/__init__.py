@@ -27,7 +27,9 @@ def _check_distribution():
             continue
         same = re.sub(r"[-_.]+", "-", name).lower() == "liger-kernel"
         files = "" if same else distribution.read_text("RECORD") or ""
-        if (same and distribution.version != __version__) or any(line.startswith("liger_kernel/") for line in files.splitlines()):
+        if (same and distribution.version != __version__) or any(
+            line.startswith("liger_kernel/") for line in files.splitlines()
+        ):
             warnings.warn(
                 f"{name} {distribution.version} has installed its own liger_kernel in the folder of liger-kernel {__version__}; the two "
                 f"overwrite each other's files. Run: pip uninstall -y {name} liger-kernel, then install the one that you want.",

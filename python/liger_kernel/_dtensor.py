@@ -85,7 +85,9 @@ class _Rule:
         given = {i: letter for i, letter in self.letters.items() if i < len(args) and args[i] is not None}
         for i in given:
             if not isinstance(args[i], DTensor) and args[i].ndim > 0:
-                raise TypeError(f"{self.name}: {self.schema.arguments[i].name} is a plain tensor beside DTensors; torch.distributed.tensor.distribute_tensor makes it one")
+                raise TypeError(
+                    f"{self.name}: {self.schema.arguments[i].name} is a plain tensor beside DTensors; torch.distributed.tensor.distribute_tensor makes it one"
+                )
         # Backward finds the layout that forward had: both go by the last rows, which forward saves.
         rows = args[max(i for i, letter in given.items() if letter in "xne")]
         mesh, adds_up = rows.device_mesh, self._adds_up(args)
@@ -111,7 +113,10 @@ class _Rule:
             else:
                 shape = rows.shape
                 partial = letter == "p" or (letter == "s" and adds_up)
-                placements = [Partial() if partial and row is not None else _placement(letter, row, tensor, tensor) for row in layout]
+                placements = [
+                    Partial() if partial and row is not None else _placement(letter, row, tensor, tensor)
+                    for row in layout
+                ]
                 if self.name == "scale_backward":
                     placements = placed[0]
             if letter == "r" or argument is not None and argument not in placed:
@@ -123,7 +128,9 @@ class _Rule:
             stride = torch.empty(whole, device="meta").stride()
             return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=torch.Size(whole), stride=stride)
 
-        results = [wrapped(letter, tensor) for letter, tensor in zip(self.results, found if several else (found,), strict=True)]
+        results = [
+            wrapped(letter, tensor) for letter, tensor in zip(self.results, found if several else (found,), strict=True)
+        ]
         return tuple(results) if several else results[0]
 
     def _layout(self, rows, args):

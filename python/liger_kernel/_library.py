@@ -29,7 +29,9 @@ def _loaded():
         except (OSError, AttributeError):
             continue  # no library, or another
         version.restype = ctypes.c_char_p
-        address = ctypes.cast(version, ctypes.c_void_p).value  # it may be found through a library that was linked with libliger
+        address = ctypes.cast(
+            version, ctypes.c_void_p
+        ).value  # it may be found through a library that was linked with libliger
         return next(file for begin, end, file in mapped if begin <= address < end), version().decode()
     return "a file that cannot be told", "of a version before 1.0"
 
@@ -46,7 +48,9 @@ def _load() -> None:
             )
         return
     if not os.path.exists(path):
-        raise ImportError(f"liger_kernel {__version__}: {path} is missing; install the package (pip install .) instead of importing its sources.")
+        raise ImportError(
+            f"liger_kernel {__version__}: {path} is missing; install the package (pip install .) instead of importing its sources."
+        )
     try:
         from liger_kernel._build import TORCH_VERSION
     except ImportError:

@@ -14,11 +14,31 @@ def set_memory_budget(bytes):
     return ops.set_memory_budget(bytes)
 
 
-def head_peak_bytes(tokens, width, classes, dtype=torch.bfloat16, device="cuda", trains_hidden=True, trains_weight=True, keeps_logits=True, max_bytes=0):
+def head_peak_bytes(
+    tokens,
+    width,
+    classes,
+    dtype=torch.bfloat16,
+    device="cuda",
+    trains_hidden=True,
+    trains_weight=True,
+    keeps_logits=True,
+    max_bytes=0,
+):
     """The bytes beyond the inputs that a head's forward and backward pass take at their peak, the gradients among them.
 
     hidden is [tokens, width], weight [classes, width], both of dtype; tokens that are ignored do not count. On a
     CPU the scratch memory of 16-bit GEMMs comes on top. keeps_logits: of linear_log_prob and the losses of
     chunked_loss on it; False: of fused_linear_cross_entropy.
     """
-    return ops.head_peak_bytes(tokens, width, classes, dtype, torch.device(device).type == "cpu", trains_hidden, trains_weight, keeps_logits, max_bytes)
+    return ops.head_peak_bytes(
+        tokens,
+        width,
+        classes,
+        dtype,
+        torch.device(device).type == "cpu",
+        trains_hidden,
+        trains_weight,
+        keeps_logits,
+        max_bytes,
+    )

@@ -9,7 +9,8 @@ from transformers.utils import is_triton_available
 from liger_kernel._library import ops
 from liger_kernel.ops.divergence import IGNORE_INDEX
 from liger_kernel.ops.linear_distillation import JENSEN_SHANNON, autocast_dtype, forward_with_gradients
-from liger_kernel.ops.linear_log_prob import OUTPUTS as ALL_OUTPUTS, output_bits
+from liger_kernel.ops.linear_log_prob import OUTPUTS as ALL_OUTPUTS
+from liger_kernel.ops.linear_log_prob import output_bits
 from liger_kernel.ops.two_heads import wanted_gradients
 from liger_kernel.ops.utils import first_derivative_only
 from liger_kernel.transformers.graft import kernels_cover
@@ -26,10 +27,18 @@ class _LinearLogProb(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, ids, temperature, softcap, logit_scale, outputs, max_bytes):
         keep = any(wanted_gradients(ctx, hidden, weight, bias))
         ctx.dtype = autocast_dtype(hidden)
-        ctx.options = dict(temperature=float(temperature), softcap=float(softcap), logit_scale=float(logit_scale), ignore_index=IGNORE_INDEX,
-                           outputs=output_bits(name for name in OUTPUTS if name in outputs),  # TRL may list "log_probs" too
-                           valid_count=ids.numel(), max_bytes=max_bytes)  # no id is ignored, so that the device is not asked for their number
-        logp, *found, _, _, stats, logits = ops.linear_log_prob_forward(hidden, weight, bias, ids, None, None, ctx.dtype, keep, **ctx.options)
+        ctx.options = dict(
+            temperature=float(temperature),
+            softcap=float(softcap),
+            logit_scale=float(logit_scale),
+            ignore_index=IGNORE_INDEX,
+            outputs=output_bits(name for name in OUTPUTS if name in outputs),  # TRL may list "log_probs" too
+            valid_count=ids.numel(),
+            max_bytes=max_bytes,
+        )  # no id is ignored, so that the device is not asked for their number
+        logp, *found, _, _, stats, logits = ops.linear_log_prob_forward(
+            hidden, weight, bias, ids, None, None, ctx.dtype, keep, **ctx.options
+        )
         found = dict(zip(ALL_OUTPUTS, found))
         ctx.save_for_backward(hidden, weight, bias, ids, stats, logits)
         ctx.set_materialize_grads(False)
@@ -46,10 +55,31 @@ class _LinearLogProb(torch.autograd.Function):
 
         hidden, weight, bias, ids, stats, logits = ctx.saved_tensors
         again = torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()
-        backward = ops.linear_log_prob_backward if again else ops.linear_log_prob_backward_  # which overwrites the logits
+        backward = (
+            ops.linear_log_prob_backward if again else ops.linear_log_prob_backward_
+        )  # which overwrites the logits
         wanted = ctx.needs_input_grad[:3]
         with maybe_gather_lm_head_ctx(weight, bias):
-            found = backward(dlogp, dentropy, None, None, hidden, weight, bias, ids, None, None, None, stats, logits, ctx.dtype, *wanted, False, False, **ctx.options)
+            found = backward(
+                dlogp,
+                dentropy,
+                None,
+                None,
+                hidden,
+                weight,
+                bias,
+                ids,
+                None,
+                None,
+                None,
+                stats,
+                logits,
+                ctx.dtype,
+                *wanted,
+                False,
+                False,
+                **ctx.options,
+            )
         return *(t if w else None for t, w in zip(found, wanted)), *(None,) * 6
 
 
@@ -70,7 +100,9 @@ class _Divergence(torch.autograd.Function):
     def backward(ctx, upstream, _):
         if upstream is None:
             return (None,) * 8
-        *_, gradients, rest = _two_heads(ctx.saved_tensors, upstream, ctx.options, ctx.max_bytes, ctx.autocast, ctx.needs_input_grad[2:5])
+        *_, gradients, rest = _two_heads(
+            ctx.saved_tensors, upstream, ctx.options, ctx.max_bytes, ctx.autocast, ctx.needs_input_grad[2:5]
+        )
         return None, None, *(None if g is None else ops.scale_backward(g, rest) for g in gradients), *(None,) * 3
 
 
@@ -81,8 +113,22 @@ def _two_heads(tensors, soft, options, max_bytes, dtype, wanted=(False,) * 3):
     beta, temperature, *maps = options
     with maybe_gather_lm_head_ctx(*student[1:]), maybe_gather_lm_head_ctx(*teacher[1:]):
         # Float logits, as TRL has them.
-        return forward_with_gradients(student, teacher, None, soft, None, JENSEN_SHANNON, beta, temperature, max_bytes=max_bytes, wanted=wanted,
-                                      maps=[float(m or 0) for m in maps], entropy=True, float_logits=True, dtype=dtype)
+        return forward_with_gradients(
+            student,
+            teacher,
+            None,
+            soft,
+            None,
+            JENSEN_SHANNON,
+            beta,
+            temperature,
+            max_bytes=max_bytes,
+            wanted=wanted,
+            maps=[float(m or 0) for m in maps],
+            entropy=True,
+            float_logits=True,
+            dtype=dtype,
+        )
 
 
 def _covered(*tensors):
@@ -92,12 +138,39 @@ def _covered(*tensors):
 def _log_prob_function(original, max_bytes):
     class ChunkedLogProbFunction:
         @staticmethod
-        def apply(hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping=None, logit_scale=1.0, outputs=OUTPUTS):
+        def apply(
+            hidden,
+            weight,
+            bias,
+            targets,
+            temperature,
+            chunk_size,
+            final_logit_softcapping=None,
+            logit_scale=1.0,
+            outputs=OUTPUTS,
+        ):
             softcap = 0.0 if final_logit_softcapping is None else final_logit_softcapping
-            sensible = temperature > 0 and logit_scale > 0 and (final_logit_softcapping is None or 0 < softcap < float("inf")) and len(weight) > 0
+            sensible = (
+                temperature > 0
+                and logit_scale > 0
+                and (final_logit_softcapping is None or 0 < softcap < float("inf"))
+                and len(weight) > 0
+            )
             if not sensible or not _covered(hidden, weight, bias):
-                return original.apply(hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs)
-            return _LinearLogProb.apply(hidden, weight, bias, targets, temperature, softcap, logit_scale, outputs, max_bytes)
+                return original.apply(
+                    hidden,
+                    weight,
+                    bias,
+                    targets,
+                    temperature,
+                    chunk_size,
+                    final_logit_softcapping,
+                    logit_scale,
+                    outputs,
+                )
+            return _LinearLogProb.apply(
+                hidden, weight, bias, targets, temperature, softcap, logit_scale, outputs, max_bytes
+            )
 
     return ChunkedLogProbFunction
 
@@ -105,12 +178,28 @@ def _log_prob_function(original, max_bytes):
 def _divergence_function(original, max_bytes):
     class ChunkedDivergenceFunction:
         @staticmethod
-        def apply(student_hidden, student_weight, student_bias, teacher_hidden, teacher_weight, teacher_bias, beta, temperature=1.0, student_logit_scale=1.0,
-                  student_final_logit_softcapping=None, teacher_logit_scale=1.0, teacher_final_logit_softcapping=None):
+        def apply(
+            student_hidden,
+            student_weight,
+            student_bias,
+            teacher_hidden,
+            teacher_weight,
+            teacher_bias,
+            beta,
+            temperature=1.0,
+            student_logit_scale=1.0,
+            student_final_logit_softcapping=None,
+            teacher_logit_scale=1.0,
+            teacher_final_logit_softcapping=None,
+        ):
             tensors = student_hidden, student_weight, student_bias, teacher_hidden, teacher_weight, teacher_bias
             softcaps = student_final_logit_softcapping, teacher_final_logit_softcapping
             options = beta, temperature, student_logit_scale, softcaps[0], teacher_logit_scale, softcaps[1]
-            sensible = all(cap is None or 0 < cap < float("inf") for cap in softcaps) and min(temperature, *options[2::2]) > 0 and 0 <= beta <= 1
+            sensible = (
+                all(cap is None or 0 < cap < float("inf") for cap in softcaps)
+                and min(temperature, *options[2::2]) > 0
+                and 0 <= beta <= 1
+            )
             if not sensible or not _covered(*tensors):
                 return original.apply(*tensors, *options)
             return _Divergence.apply(options, max_bytes, *tensors)
@@ -133,7 +222,10 @@ def _supports(original, max_bytes):
     def supports(logits, index=None, row_mask=None):
         if not _covered(logits):
             return is_triton_available() and original(logits, index, row_mask)
-        alike = all(t is None or (t.shape == logits.shape[:-1] and t.device == logits.device and not t.is_floating_point()) for t in (index, row_mask))
+        alike = all(
+            t is None or (t.shape == logits.shape[:-1] and t.device == logits.device and not t.is_floating_point())
+            for t in (index, row_mask)
+        )
         return alike and logits.ndim > 0 and logits.shape[-1] > 0
 
     return supports

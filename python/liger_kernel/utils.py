@@ -47,8 +47,17 @@ def infer_comm_backend() -> str:
     raise RuntimeError("torch was built without a communication back end (NCCL, XCCL, MPI or Gloo)")
 
 
-_NVIDIA = {(7, 0): "volta_turing", (7, 5): "volta_turing", (8, 0): "ampere_ada", (8, 6): "ampere_ada", (8, 9): "ampere_ada", (9, 0): "hopper",
-           (10, 0): "blackwell", (10, 3): "blackwell_ultra", (12, 0): "blackwell_consumer"}
+_NVIDIA = {
+    (7, 0): "volta_turing",
+    (7, 5): "volta_turing",
+    (8, 0): "ampere_ada",
+    (8, 6): "ampere_ada",
+    (8, 9): "ampere_ada",
+    (9, 0): "hopper",
+    (10, 0): "blackwell",
+    (10, 3): "blackwell_ultra",
+    (12, 0): "blackwell_consumer",
+}
 
 
 def _infer_nvidia_arch(device_id: int) -> str:
@@ -74,7 +83,9 @@ def get_total_gpu_memory() -> int:
     return getattr(torch, device).get_device_properties(0).total_memory // 2**30
 
 
-def transformers_version_dispatch(required_version, before_fn, after_fn, before_args=(), after_args=(), before_kwargs=None, after_kwargs=None):
+def transformers_version_dispatch(
+    required_version, before_fn, after_fn, before_args=(), after_args=(), before_kwargs=None, after_kwargs=None
+):
     """Calls and returns `before_fn` where the installed transformers is older than `required_version`, else `after_fn`."""
     import transformers
     from packaging.version import Version

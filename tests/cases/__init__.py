@@ -21,27 +21,31 @@ class Case:
     op: Callable
     reference: Callable
     make: Callable
-    shapes: list                                        # [...] with the columns last: the least that shows an edge each
+    shapes: list  # [...] with the columns last: the least that shows an edge each
     options: list = field(default_factory=lambda: [{}])
     differentiable: tuple = (0,)
     keep: tuple = ()
-    schema: Callable = None                             # (inputs, options) -> (torch operator, its arguments), for opcheck
-    fit: Callable = lambda shape: shape                 # any sizes -> a shape that the operator takes, for tests/fuzz.py
-    draw: Callable = None                               # (random.Random) -> options that tests/fuzz.py adds
-    errors: list = field(default_factory=list)          # (call, exception, text)
-    terms_of_order_one: bool = False                    # inputs, gradients and what is summed: √n units of error in a sum of n, however much cancels
-    linear: bool = False                                # has a second derivative
-    captured: tuple = None                              # (shape, dtype) that a CUDA graph captures, where not every one can be
-    emulated: int = 10000                               # the largest product of a shape that the emulated kernels are run on
-    many_rows: tuple = None                             # a shape with more than 65,535 rows
-    bench: list = field(default_factory=list)           # (shape, options) to be timed on a GPU
-    bench_cpu: list = field(default_factory=list)       # and on a CPU
-    rivals: Callable = None                             # (inputs, options) -> {name: function}
-    bytes: Callable = None                              # (shape, options, element size) -> (forward, backward) bytes of the floor
-    flops: Callable = None                              # (shape, options) -> (forward, backward) FLOP of the GEMMs
-    heads: Callable = None                              # (inputs) -> [(hidden, weight, whether it is trained)] of the GEMMs, where there are other ones
+    schema: Callable = None  # (inputs, options) -> (torch operator, its arguments), for opcheck
+    fit: Callable = lambda shape: shape  # any sizes -> a shape that the operator takes, for tests/fuzz.py
+    draw: Callable = None  # (random.Random) -> options that tests/fuzz.py adds
+    errors: list = field(default_factory=list)  # (call, exception, text)
+    terms_of_order_one: bool = (
+        False  # inputs, gradients and what is summed: √n units of error in a sum of n, however much cancels
+    )
+    linear: bool = False  # has a second derivative
+    captured: tuple = None  # (shape, dtype) that a CUDA graph captures, where not every one can be
+    emulated: int = 10000  # the largest product of a shape that the emulated kernels are run on
+    many_rows: tuple = None  # a shape with more than 65,535 rows
+    bench: list = field(default_factory=list)  # (shape, options) to be timed on a GPU
+    bench_cpu: list = field(default_factory=list)  # and on a CPU
+    rivals: Callable = None  # (inputs, options) -> {name: function}
+    bytes: Callable = None  # (shape, options, element size) -> (forward, backward) bytes of the floor
+    flops: Callable = None  # (shape, options) -> (forward, backward) FLOP of the GEMMs
+    heads: Callable = (
+        None  # (inputs) -> [(hidden, weight, whether it is trained)] of the GEMMs, where there are other ones
+    )
     dtypes: tuple = (torch.float32, torch.bfloat16, torch.float16)
-    scales: tuple = (1, 1, 1, 1, 1e-3, 30.0)            # that tests/fuzz.py multiplies floating inputs by
+    scales: tuple = (1, 1, 1, 1, 1e-3, 30.0)  # that tests/fuzz.py multiplies floating inputs by
 
     def inputs(self, shape, options, dtype=torch.float32, device="cpu", seed=0):
         torch.manual_seed(seed)
@@ -61,7 +65,10 @@ def as_tuple(result):
 
 def rounded(inputs, dtype=torch.float64):
     """The same numbers in another dtype, with gradients of their own."""
-    return [t if t is None or not t.is_floating_point() else t.detach().to(dtype).requires_grad_(t.requires_grad) for t in inputs]
+    return [
+        t if t is None or not t.is_floating_point() else t.detach().to(dtype).requires_grad_(t.requires_grad)
+        for t in inputs
+    ]
 
 
 def all_cases():

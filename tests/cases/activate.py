@@ -12,14 +12,25 @@ def op(x, activation="relu_squared"):
 
 CASES = [
     Case(
-        name="activate", op=op, reference=lambda x, activation="relu_squared": ACTIVATIONS[activation][1](x),
-        make=lambda shape, options: (torch.randn(shape) * 2,), shapes=[(3, 5, 1), (5, 7), (7, 129), (3, 4104), (2, 40000)], many_rows=(70000, 8),
+        name="activate",
+        op=op,
+        reference=lambda x, activation="relu_squared": ACTIVATIONS[activation][1](x),
+        make=lambda shape, options: (torch.randn(shape) * 2,),
+        shapes=[(3, 5, 1), (5, 7), (7, 129), (3, 4104), (2, 40000)],
+        many_rows=(70000, 8),
         options=[dict(activation=a) for a in ("relu_squared", *ACTIVATIONS)],
         schema=lambda inputs, options: (ops.activate, (*inputs, ACTIVATIONS[options["activation"]][0])),
-        bench=[((16384, 14336), dict(activation="relu_squared"))], bench_cpu=[((4096, 4096), dict(activation="relu_squared"))],
+        bench=[((16384, 14336), dict(activation="relu_squared"))],
+        bench_cpu=[((4096, 4096), dict(activation="relu_squared"))],
         bytes=lambda shape, options, e: (2 * e * shape[0] * shape[1], 3 * e * shape[0] * shape[1]),
         rivals=lambda inputs, options: {"F.silu": lambda: torch.nn.functional.silu(inputs[0])},
-        errors=[(lambda d: ops.activate(torch.randn(2, 8, device=d), 9), ValueError, "activate: activation is"),
-                (lambda d: liger_relu_squared(torch.ones(2, device=d, dtype=torch.long)), TypeError, "must be a tensor of float32, float16 or bfloat16")],
-    ),
+        errors=[
+            (lambda d: ops.activate(torch.randn(2, 8, device=d), 9), ValueError, "activate: activation is"),
+            (
+                lambda d: liger_relu_squared(torch.ones(2, device=d, dtype=torch.long)),
+                TypeError,
+                "must be a tensor of float32, float16 or bfloat16",
+            ),
+        ],
+    )
 ]

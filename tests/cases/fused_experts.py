@@ -11,7 +11,10 @@ def make(shape, options):
     """x, gate_up, down, the weights of a token's experts, biases or None, and which experts: some are drawn twice, some not at all."""
     tokens, hidden, width = shape
     experts, k = options.get("experts", 5), options.get("k", 2)
-    gate_up, down = torch.randn(experts, 2 * width, hidden) * hidden**-0.5, torch.randn(experts, hidden, width) * width**-0.5
+    gate_up, down = (
+        torch.randn(experts, 2 * width, hidden) * hidden**-0.5,
+        torch.randn(experts, hidden, width) * width**-0.5,
+    )
     if options.get("transposed"):
         gate_up, down = (t.transpose(1, 2).contiguous() for t in (gate_up, down))
     biases = [torch.randn(experts, 2 * width), torch.randn(experts, hidden)] if options.get("biases") else [None, None]
@@ -23,7 +26,16 @@ KNOWN = ("activation", "transposed", "clamped", "alpha", "limit", "recompute")
 
 
 def op(x, gate_up, down, weights, gate_up_bias, down_bias, index, **options):
-    return fused_experts(x, gate_up, down, index, weights, gate_up_bias, down_bias, **{name: value for name, value in options.items() if name in KNOWN})
+    return fused_experts(
+        x,
+        gate_up,
+        down,
+        index,
+        weights,
+        gate_up_bias,
+        down_bias,
+        **{name: value for name, value in options.items() if name in KNOWN},
+    )
 
 
 def gated(a, activation="silu", clamped=False, alpha=1.702, limit=7.0):
@@ -49,11 +61,28 @@ def reference(x, gate_up, down, weights, gate_up_bias, down_bias, index, transpo
 
 
 def schema(inputs, options):
-    return ops.fused_experts, (*inputs, ACTIVATIONS[options.get("activation", "silu")][0], options.get("transposed", False), options.get("clamped", False), 1.702, 7.0, True)
+    return ops.fused_experts, (
+        *inputs,
+        ACTIVATIONS[options.get("activation", "silu")][0],
+        options.get("transposed", False),
+        options.get("clamped", False),
+        1.702,
+        7.0,
+        True,
+    )
 
 
 def draw(pick):
-    drawn = dict(experts=pick.choice((1, 3, 17)), k=pick.choice((1, 2, 5)), transposed=True, biases=True, recompute=False, activation=pick.choice(sorted(ACTIVATIONS)), first=-1, beyond=1)
+    drawn = dict(
+        experts=pick.choice((1, 3, 17)),
+        k=pick.choice((1, 2, 5)),
+        transposed=True,
+        biases=True,
+        recompute=False,
+        activation=pick.choice(sorted(ACTIVATIONS)),
+        first=-1,
+        beyond=1,
+    )
     return {name: drawn[name] for name in pick.sample(sorted(drawn), pick.randrange(5))}
 
 
@@ -66,7 +95,15 @@ def rivals(inputs, options):
     x, gate_up, down, weights, _, _, index = inputs
 
     class Experts:
-        has_gate, has_bias, is_transposed, is_concatenated, has_post_expert_norm, _is_expert_parallel, num_experts = True, False, False, True, False, False, len(gate_up)
+        has_gate, has_bias, is_transposed, is_concatenated, has_post_expert_norm, _is_expert_parallel, num_experts = (
+            True,
+            False,
+            False,
+            True,
+            False,
+            False,
+            len(gate_up),
+        )
         gate_up_proj, down_proj = gate_up, down
 
         def _apply_gate(self, a):
@@ -84,18 +121,58 @@ def flops(shape, options):
 MIXTRAL, QWEN = ((16384, 4096, 14336), dict(experts=8, k=2)), ((16384, 2048, 768), dict(experts=128, k=8))
 CASES = [
     Case(
-        name="fused_experts", op=op, reference=reference, make=make, draw=draw, rivals=rivals, schema=schema, flops=flops, differentiable=tuple(range(6)), keep=(3,),
+        name="fused_experts",
+        op=op,
+        reference=reference,
+        make=make,
+        draw=draw,
+        rivals=rivals,
+        schema=schema,
+        flops=flops,
+        differentiable=tuple(range(6)),
+        keep=(3,),
         captured=((40, 24, 64), torch.bfloat16),
         shapes=[(1, 4, 6), (5, 7, 9), (40, 24, 65), (33, 64, 128)],
-        options=[{}, dict(experts=1, k=1), dict(experts=9, k=4, biases=True), dict(transposed=True, clamped=True, biases=True), dict(first=-1, beyond=2, biases=True), dict(recompute=False),
-                 dict(activation="gelu_tanh", transposed=True), dict(activation="relu_squared", experts=40)],
-        bench=[MIXTRAL, (MIXTRAL[0], MIXTRAL[1] | dict(recompute=False)), QWEN, (QWEN[0], QWEN[1] | dict(recompute=False))],
+        options=[
+            {},
+            dict(experts=1, k=1),
+            dict(experts=9, k=4, biases=True),
+            dict(transposed=True, clamped=True, biases=True),
+            dict(first=-1, beyond=2, biases=True),
+            dict(recompute=False),
+            dict(activation="gelu_tanh", transposed=True),
+            dict(activation="relu_squared", experts=40),
+        ],
+        bench=[
+            MIXTRAL,
+            (MIXTRAL[0], MIXTRAL[1] | dict(recompute=False)),
+            QWEN,
+            (QWEN[0], QWEN[1] | dict(recompute=False)),
+        ],
         bench_cpu=[((512, 512, 256), dict(experts=128, k=8))],
         errors=[
-            (lambda d: fused_experts(torch.randn(2, 4, device=d), torch.randn(3, 6, 4, device=d), torch.randn(3, 4, 2, device=d), torch.zeros(2, 1, device=d, dtype=torch.long), torch.ones(2, 1, device=d)),
-             RuntimeError, r"down must be \[3, 4, 3\]"),
-            (lambda d: fused_experts(torch.randn(2, 4, device=d), torch.randn(3, 6, 4, device=d), torch.randn(3, 4, 3, device=d), torch.zeros(2, 1, device=d), torch.ones(2, 1, device=d)),
-             TypeError, "index must be"),
+            (
+                lambda d: fused_experts(
+                    torch.randn(2, 4, device=d),
+                    torch.randn(3, 6, 4, device=d),
+                    torch.randn(3, 4, 2, device=d),
+                    torch.zeros(2, 1, device=d, dtype=torch.long),
+                    torch.ones(2, 1, device=d),
+                ),
+                RuntimeError,
+                r"down must be \[3, 4, 3\]",
+            ),
+            (
+                lambda d: fused_experts(
+                    torch.randn(2, 4, device=d),
+                    torch.randn(3, 6, 4, device=d),
+                    torch.randn(3, 4, 3, device=d),
+                    torch.zeros(2, 1, device=d),
+                    torch.ones(2, 1, device=d),
+                ),
+                TypeError,
+                "index must be",
+            ),
         ],
-    ),
+    )
 ]

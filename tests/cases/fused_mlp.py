@@ -13,7 +13,11 @@ def make(shape, options):
     """x [tokens, hidden], three weights of an MLP `width` wide, and biases or None."""
     tokens, hidden, width = shape
     weights = [torch.randn(o, i) * i**-0.5 for o, i in ((width, hidden), (width, hidden), (hidden, width))]
-    return torch.randn(tokens, hidden), *weights, *([torch.randn(len(w)) for w in weights] if options.get("biases") else [None] * 3)
+    return (
+        torch.randn(tokens, hidden),
+        *weights,
+        *([torch.randn(len(w)) for w in weights] if options.get("biases") else [None] * 3),
+    )
 
 
 def arguments(activation="silu", by_gate=1.0, by_down=1.0, chunk=0, biases=False):
@@ -34,7 +38,11 @@ def reference(x, gate, up, down, gate_bias, up_bias, down_bias, **options):
 def rivals(inputs, options):
     """The same memory with separate operators: gradient checkpointing."""
     plain = {name: value for name, value in options.items() if name != "chunk"}
-    return {"checkpoint": lambda: checkpoint(partial(reference, **plain), *inputs, use_reentrant=False, preserve_rng_state=False)}
+    return {
+        "checkpoint": lambda: checkpoint(
+            partial(reference, **plain), *inputs, use_reentrant=False, preserve_rng_state=False
+        )
+    }
 
 
 def error(text, exception=RuntimeError, dtype=None, **shapes):
@@ -49,14 +57,32 @@ def error(text, exception=RuntimeError, dtype=None, **shapes):
 
 CASES = [
     Case(
-        name="fused_mlp", op=op, reference=reference, make=make, differentiable=tuple(range(7)), many_rows=(70000, 4, 6),
+        name="fused_mlp",
+        op=op,
+        reference=reference,
+        make=make,
+        differentiable=tuple(range(7)),
+        many_rows=(70000, 4, 6),
         shapes=[(1, 4, 6), (5, 7, 9), (40, 24, 65), (33, 64, 128)],
-        options=[{}, dict(biases=True), dict(chunk=7), dict(biases=True, chunk=16, activation="gelu_tanh"), dict(activation="gelu_erf"),
-                 dict(activation="relu_squared"), dict(by_gate=0.5, by_down=2.0, chunk=3)],
+        options=[
+            {},
+            dict(biases=True),
+            dict(chunk=7),
+            dict(biases=True, chunk=16, activation="gelu_tanh"),
+            dict(activation="gelu_erf"),
+            dict(activation="relu_squared"),
+            dict(by_gate=0.5, by_down=2.0, chunk=3),
+        ],
         schema=lambda inputs, options: (ops.fused_mlp, (*inputs, *arguments(**options))),
-        bench=[((8192, 4096, 14336), {}), ((32768, 4096, 14336), dict(chunk=8192))], bench_cpu=[((1024, 1024, 2816), {})],
+        bench=[((8192, 4096, 14336), {}), ((32768, 4096, 14336), dict(chunk=8192))],
+        bench_cpu=[((1024, 1024, 2816), {})],
         # gate, up and down; in backward gate and up again, and two GEMMs for each of the three
-        rivals=rivals, flops=lambda shape, options: (6 * shape[0] * shape[1] * shape[2], 16 * shape[0] * shape[1] * shape[2]),
-        errors=[error("up must be", up=(5, 4)), error("down must be", down=(4, 5)), error("gate must be .* of float16", TypeError, torch.half)],
-    ),
+        rivals=rivals,
+        flops=lambda shape, options: (6 * shape[0] * shape[1] * shape[2], 16 * shape[0] * shape[1] * shape[2]),
+        errors=[
+            error("up must be", up=(5, 4)),
+            error("down must be", down=(4, 5)),
+            error("gate must be .* of float16", TypeError, torch.half),
+        ],
+    )
 ]

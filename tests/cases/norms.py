@@ -47,8 +47,15 @@ def modulated_reference(x, w, scale, shift, offset=0.0, casting_mode="llama", a_
 
 
 def make_modulated(shape, options):
-    of = {"token": shape, "sample": (shape[0], *[1] * (len(shape) - 2), shape[-1]), "all": shape[-1:]}[options.get("each", "sample")]
-    return torch.randn(shape), torch.randn(shape[-1:]), torch.randn(of) / 2, torch.randn(of) if options.get("shifted", True) else None
+    of = {"token": shape, "sample": (shape[0], *[1] * (len(shape) - 2), shape[-1]), "all": shape[-1:]}[
+        options.get("each", "sample")
+    ]
+    return (
+        torch.randn(shape),
+        torch.randn(shape[-1:]),
+        torch.randn(of) / 2,
+        torch.randn(of) if options.get("shifted", True) else None,
+    )
 
 
 def make_layer(shape, options):
@@ -69,7 +76,9 @@ def poly_reference(x, w, b):
     work = torch.promote_types(x.dtype, torch.float32)
     x, w = x.to(work), w.to(work)
     powers = (x**3, x**2, x)
-    return (sum(w[i] * u * torch.rsqrt(u.square().mean(-1, keepdim=True) + EPS) for i, u in enumerate(powers)) + b.to(work)).to(b.dtype)
+    return (
+        sum(w[i] * u * torch.rsqrt(u.square().mean(-1, keepdim=True) + EPS) for i, u in enumerate(powers)) + b.to(work)
+    ).to(b.dtype)
 
 
 def make_group(shape, options):
@@ -80,8 +89,16 @@ def group_reference(x, w, b, groups=2):
     return F.group_norm(x, groups, w, b, EPS)
 
 
-BENCH = [((16384, 4096), {}), ((8192, 8192), {}), ((16384, 4095), {}), ((65536, 1023), {}), ((8192, 8191), {}), ((4096, 16384), {})]
+BENCH = [
+    ((16384, 4096), {}),
+    ((8192, 8192), {}),
+    ((16384, 4095), {}),
+    ((65536, 1023), {}),
+    ((8192, 8191), {}),
+    ((4096, 16384), {}),
+]
 CPU = [((4096, 4096), {})]
+
 
 def rounding(pick):
     return dict(casting_mode=pick.choice(("llama", "gemma", "none")), offset=pick.choice((0.0, 1.0, -0.5)))
@@ -89,51 +106,194 @@ def rounding(pick):
 
 CASES = [
     Case(
-        terms_of_order_one=True, name="fused_add_rms_norm", draw=rounding, op=added, reference=added_reference, differentiable=(0, 1, 2), options=CASTINGS, shapes=SHAPES, many_rows=(70000, 16), emulated=62_000,
-        make=lambda shape, options: (torch.randn(shape), torch.randn(shape), torch.randn(shape[-1:])), bench=BENCH, bench_cpu=CPU, bytes=two_bytes(4, 4),
-        schema=lambda inputs, options: (ops.fused_add_rms_norm, (*inputs, EPS, options.get("offset", 0.0), casting_code(options.get("casting_mode", "llama")))),
-        errors=[(lambda d: liger_fused_add_rms_norm(torch.randn(2, 8, device=d), torch.randn(2, 7, device=d), None, EPS), RuntimeError, "residual must be")],
-    ),
-    Case(
-        terms_of_order_one=True, name="modulated_rms_norm", draw=rounding, op=modulated, reference=modulated_reference, differentiable=(0, 1, 2, 3), make=make_modulated,
-        options=[{}, dict(each="token"), dict(each="all", casting_mode="gemma", offset=1.0), dict(each="token", shifted=False, casting_mode="none")],
-        shapes=[(3, 5, 1), (5, 7), (2, 2, 64), (4, 35, 129), (9, 4096), (3, 4104), (1, 8200), (2, 16500), (2, 9, 2001), (2, 3, 9001), (1, 3, 20481)], many_rows=(7, 10000, 16), emulated=62_000,
-        bench=[((4, 4096, 4096), {}), ((4, 4096, 4096), dict(each="token"))], bench_cpu=[((4, 1024, 4096), {})],
-        bytes=lambda shape, options, e: tuple(n * e * shape[0] * shape[1] * shape[2] for n in ((4, 6) if options.get("each") == "token" else (2, 3))),
-        schema=lambda inputs, options: (ops.modulated_rms_norm, (*inputs, EPS, options.get("offset", 0.0), casting_code(options.get("casting_mode", "llama")))),
+        terms_of_order_one=True,
+        name="fused_add_rms_norm",
+        draw=rounding,
+        op=added,
+        reference=added_reference,
+        differentiable=(0, 1, 2),
+        options=CASTINGS,
+        shapes=SHAPES,
+        many_rows=(70000, 16),
+        emulated=62_000,
+        make=lambda shape, options: (torch.randn(shape), torch.randn(shape), torch.randn(shape[-1:])),
+        bench=BENCH,
+        bench_cpu=CPU,
+        bytes=two_bytes(4, 4),
+        schema=lambda inputs, options: (
+            ops.fused_add_rms_norm,
+            (*inputs, EPS, options.get("offset", 0.0), casting_code(options.get("casting_mode", "llama"))),
+        ),
         errors=[
-            (lambda d: liger_modulated_rms_norm(torch.randn(6, 8, device=d), None, torch.randn(4, 8, device=d)), AssertionError, "do not divide"),
-            (lambda d: ops.modulated_rms_norm(torch.randn(6, 8, device=d), None, torch.randn(4, 8, device=d), None, EPS, 0.0, 0), RuntimeError, "must divide"),
+            (
+                lambda d: liger_fused_add_rms_norm(torch.randn(2, 8, device=d), torch.randn(2, 7, device=d), None, EPS),
+                RuntimeError,
+                "residual must be",
+            )
         ],
     ),
     Case(
-        terms_of_order_one=True, name="modulated_rms_norm_float", op=modulated, reference=modulated_reference, differentiable=(0, 1, 2, 3), keep=(2, 3), make=make_modulated,
-        dtypes=(torch.bfloat16, torch.float16), shapes=[(4, 1, 1), (5, 7), (6, 33, 256), (3, 9)], options=[{}, dict(each="token")],
+        terms_of_order_one=True,
+        name="modulated_rms_norm",
+        draw=rounding,
+        op=modulated,
+        reference=modulated_reference,
+        differentiable=(0, 1, 2, 3),
+        make=make_modulated,
+        options=[
+            {},
+            dict(each="token"),
+            dict(each="all", casting_mode="gemma", offset=1.0),
+            dict(each="token", shifted=False, casting_mode="none"),
+        ],
+        shapes=[
+            (3, 5, 1),
+            (5, 7),
+            (2, 2, 64),
+            (4, 35, 129),
+            (9, 4096),
+            (3, 4104),
+            (1, 8200),
+            (2, 16500),
+            (2, 9, 2001),
+            (2, 3, 9001),
+            (1, 3, 20481),
+        ],
+        many_rows=(7, 10000, 16),
+        emulated=62_000,
+        bench=[((4, 4096, 4096), {}), ((4, 4096, 4096), dict(each="token"))],
+        bench_cpu=[((4, 1024, 4096), {})],
+        bytes=lambda shape, options, e: tuple(
+            n * e * shape[0] * shape[1] * shape[2] for n in ((4, 6) if options.get("each") == "token" else (2, 3))
+        ),
+        schema=lambda inputs, options: (
+            ops.modulated_rms_norm,
+            (*inputs, EPS, options.get("offset", 0.0), casting_code(options.get("casting_mode", "llama"))),
+        ),
+        errors=[
+            (
+                lambda d: liger_modulated_rms_norm(torch.randn(6, 8, device=d), None, torch.randn(4, 8, device=d)),
+                AssertionError,
+                "do not divide",
+            ),
+            (
+                lambda d: ops.modulated_rms_norm(
+                    torch.randn(6, 8, device=d), None, torch.randn(4, 8, device=d), None, EPS, 0.0, 0
+                ),
+                RuntimeError,
+                "must divide",
+            ),
+        ],
+    ),
+    Case(
+        terms_of_order_one=True,
+        name="modulated_rms_norm_float",
+        op=modulated,
+        reference=modulated_reference,
+        differentiable=(0, 1, 2, 3),
+        keep=(2, 3),
+        make=make_modulated,
+        dtypes=(torch.bfloat16, torch.float16),
+        shapes=[(4, 1, 1), (5, 7), (6, 33, 256), (3, 9)],
+        options=[{}, dict(each="token")],
         schema=lambda inputs, options: (ops.modulated_rms_norm, (*inputs, EPS, 0.0, 0)),
     ),
     Case(
-        terms_of_order_one=True, name="layer_norm", op=lambda x, w, b: liger_layer_norm(x, w, b, EPS), reference=layer_reference, make=make_layer, differentiable=(0, 1, 2), shapes=[(2, 1), *SHAPES[1:]],
-        many_rows=(70000, 16), emulated=62_000, bench=BENCH, bench_cpu=CPU, bytes=two_bytes(2, 3), schema=lambda inputs, options: (ops.layer_norm, (*inputs, EPS)),
-        errors=[(lambda d: liger_layer_norm(torch.randn(2, 8, device=d), torch.ones(7, device=d), None, EPS), ValueError, "last dimension is 8")],
+        terms_of_order_one=True,
+        name="layer_norm",
+        op=lambda x, w, b: liger_layer_norm(x, w, b, EPS),
+        reference=layer_reference,
+        make=make_layer,
+        differentiable=(0, 1, 2),
+        shapes=[(2, 1), *SHAPES[1:]],
+        many_rows=(70000, 16),
+        emulated=62_000,
+        bench=BENCH,
+        bench_cpu=CPU,
+        bytes=two_bytes(2, 3),
+        schema=lambda inputs, options: (ops.layer_norm, (*inputs, EPS)),
+        errors=[
+            (
+                lambda d: liger_layer_norm(torch.randn(2, 8, device=d), torch.ones(7, device=d), None, EPS),
+                ValueError,
+                "last dimension is 8",
+            )
+        ],
     ),
     Case(
-        terms_of_order_one=True, name="poly_norm", op=lambda x, w, b: liger_poly_norm(x, w, b, EPS), reference=poly_reference, differentiable=(0, 1, 2), shapes=SHAPES, many_rows=(70000, 16), emulated=30_000,
-        make=lambda shape, options: (torch.randn(shape), torch.randn(3), torch.randn(1)), bench=BENCH[:2], bench_cpu=CPU, bytes=two_bytes(2, 3),
+        terms_of_order_one=True,
+        name="poly_norm",
+        op=lambda x, w, b: liger_poly_norm(x, w, b, EPS),
+        reference=poly_reference,
+        differentiable=(0, 1, 2),
+        shapes=SHAPES,
+        many_rows=(70000, 16),
+        emulated=30_000,
+        make=lambda shape, options: (torch.randn(shape), torch.randn(3), torch.randn(1)),
+        bench=BENCH[:2],
+        bench_cpu=CPU,
+        bytes=two_bytes(2, 3),
         schema=lambda inputs, options: (ops.poly_norm, (*inputs, EPS)),
-        errors=[(lambda d: liger_poly_norm(torch.randn(2, 8, device=d), torch.ones(2, device=d), torch.ones((), device=d), EPS), AssertionError, "3 elements")],
+        errors=[
+            (
+                lambda d: liger_poly_norm(
+                    torch.randn(2, 8, device=d), torch.ones(2, device=d), torch.ones((), device=d), EPS
+                ),
+                AssertionError,
+                "3 elements",
+            )
+        ],
     ),
     Case(
-        terms_of_order_one=True, name="group_norm", fit=lambda shape: (shape[0], 2 * shape[1], *shape[2:]), op=lambda x, w, b, groups=2: liger_group_norm(x, w, b, x.shape[1], groups, EPS), reference=group_reference, differentiable=(0, 1, 2),
-        shapes=[(2, 2, 1), (5, 6, 7), (3, 4, 5, 4), (7, 6, 24), (2, 8, 513), (3, 4, 1600), (3, 4, 4100), (1, 8, 5120)], many_rows=(35000, 2, 4), make=make_group, options=[{}, dict(groups=1)],
-        bench=[((16, 320, 4096), dict(groups=32)), ((64, 512, 256), dict(groups=32))], bench_cpu=[((4, 320, 4096), dict(groups=32))],
+        terms_of_order_one=True,
+        name="group_norm",
+        fit=lambda shape: (shape[0], 2 * shape[1], *shape[2:]),
+        op=lambda x, w, b, groups=2: liger_group_norm(x, w, b, x.shape[1], groups, EPS),
+        reference=group_reference,
+        differentiable=(0, 1, 2),
+        shapes=[(2, 2, 1), (5, 6, 7), (3, 4, 5, 4), (7, 6, 24), (2, 8, 513), (3, 4, 1600), (3, 4, 4100), (1, 8, 5120)],
+        many_rows=(35000, 2, 4),
+        make=make_group,
+        options=[{}, dict(groups=1)],
+        bench=[((16, 320, 4096), dict(groups=32)), ((64, 512, 256), dict(groups=32))],
+        bench_cpu=[((4, 320, 4096), dict(groups=32))],
         bytes=lambda shape, options, e: tuple(n * e * shape[0] * shape[1] * shape[2] for n in (2, 3)),
         schema=lambda inputs, options: (ops.group_norm, (*inputs, options.get("groups", 2), EPS)),
-        errors=[(lambda d: ops.group_norm(torch.randn(2, 5, 3, device=d), None, None, 2, EPS), RuntimeError, "does not divide")],
+        errors=[
+            (
+                lambda d: ops.group_norm(torch.randn(2, 5, 3, device=d), None, None, 2, EPS),
+                RuntimeError,
+                "does not divide",
+            )
+        ],
     ),
     Case(
-        terms_of_order_one=True, name="dyt", op=liger_dyt, reference=dyt_reference, differentiable=(0, 1, 2, 3), shapes=SHAPES, many_rows=(70000, 16), emulated=62_000, bench=BENCH[:2], bench_cpu=CPU,
-        make=lambda shape, options: (torch.randn(shape), torch.full((1,), 0.7), torch.randn(shape[-1:]), torch.randn(shape[-1:])), bytes=two_bytes(2, 3),
+        terms_of_order_one=True,
+        name="dyt",
+        op=liger_dyt,
+        reference=dyt_reference,
+        differentiable=(0, 1, 2, 3),
+        shapes=SHAPES,
+        many_rows=(70000, 16),
+        emulated=62_000,
+        bench=BENCH[:2],
+        bench_cpu=CPU,
+        make=lambda shape, options: (
+            torch.randn(shape),
+            torch.full((1,), 0.7),
+            torch.randn(shape[-1:]),
+            torch.randn(shape[-1:]),
+        ),
+        bytes=two_bytes(2, 3),
         schema=lambda inputs, options: (ops.dyt, tuple(inputs)),
-        errors=[(lambda d: liger_dyt(torch.randn(2, 8, device=d), torch.ones(2, device=d), torch.ones(8, device=d), None), RuntimeError, "alpha must be one number")],
+        errors=[
+            (
+                lambda d: liger_dyt(
+                    torch.randn(2, 8, device=d), torch.ones(2, device=d), torch.ones(8, device=d), None
+                ),
+                RuntimeError,
+                "alpha must be one number",
+            )
+        ],
     ),
 ]

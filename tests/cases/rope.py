@@ -45,7 +45,9 @@ def reference(q, k, cos, sin, half_tables=False, inverse=False, **_):
 def interleaved_make(shape, options):
     batch, heads, seq, dim = shape
     q, k, _, _ = make(shape, options)
-    angles = torch.rand(*((batch,) if options.get("tables") == "batch" else ()), seq, options.get("rotary", dim) // 2) * 6
+    angles = (
+        torch.rand(*((batch,) if options.get("tables") == "batch" else ()), seq, options.get("rotary", dim) // 2) * 6
+    )
     parts = torch.view_as_real(torch.polar(torch.ones_like(angles), angles))  # as models hold them: complex, in float
     return q, k, parts[..., 0], parts[..., 1]
 
@@ -61,7 +63,15 @@ def interleaved_reference(q, k, cos, sin, **_):
     def turn(x):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         pairs, c, s = wide[..., :d].unflatten(-1, (-1, 2)), cos.unsqueeze(-3), sin.unsqueeze(-3)
-        return torch.cat((torch.stack((pairs[..., 0] * c - pairs[..., 1] * s, pairs[..., 0] * s + pairs[..., 1] * c), -1).flatten(-2), wide[..., d:]), -1).to(x.dtype)
+        return torch.cat(
+            (
+                torch.stack((pairs[..., 0] * c - pairs[..., 1] * s, pairs[..., 0] * s + pairs[..., 1] * c), -1).flatten(
+                    -2
+                ),
+                wide[..., d:],
+            ),
+            -1,
+        ).to(x.dtype)
 
     return turn(q), turn(k)
 
@@ -131,35 +141,115 @@ def traffic(shape, options, e):
 
 CASES = [
     Case(
-        name="rope", op=op, reference=reference, make=make, differentiable=(0, 1), linear=True, fit=fit,
+        name="rope",
+        op=op,
+        reference=reference,
+        make=make,
+        differentiable=(0, 1),
+        linear=True,
+        fit=fit,
         shapes=[(2, 4, 3, 8), (1, 2, 5, 6), (2, 3, 7, 64), (2, 8, 4, 128)],
-        options=[{}, dict(tables="batch"), dict(tables=0), dict(groups=1), dict(rotary=4), dict(half_tables=True), dict(rotary=4, half_tables=True, inverse=True)],
-        many_rows=(70000, 1, 1, 4), schema=schema, bytes=traffic,
+        options=[
+            {},
+            dict(tables="batch"),
+            dict(tables=0),
+            dict(groups=1),
+            dict(rotary=4),
+            dict(half_tables=True),
+            dict(rotary=4, half_tables=True, inverse=True),
+        ],
+        many_rows=(70000, 1, 1, 4),
+        schema=schema,
+        bytes=traffic,
         bench=[((4, 32, 4096, 128), dict(groups=4)), ((1, 32, 512, 128), dict(groups=4))],
         bench_cpu=[((1, 32, 2048, 128), dict(groups=4))],
-        errors=[error("must be .batch, heads, seq, dim.", q=(2, 3, 8)), error("differ in more than heads", k=(1, 2, 4, 8)),
-                error("sin must be", sin=(1, 3, 6)), error("cos and sin must be", cos=(1, 4, 8), sin=(1, 4, 8)), error("even number of the 8 of a head, got 10", cos=(1, 3, 10), sin=(1, 3, 10)),
-                (lambda d: ops.rope(*(torch.randn(*shape, device=d) for shape in ((1, 2, 3, 8),) * 2 + ((3, 3),) * 2), False, False, [], 8), RuntimeError, "all or half of the 8 columns that are rotated, got 3")],
+        errors=[
+            error("must be .batch, heads, seq, dim.", q=(2, 3, 8)),
+            error("differ in more than heads", k=(1, 2, 4, 8)),
+            error("sin must be", sin=(1, 3, 6)),
+            error("cos and sin must be", cos=(1, 4, 8), sin=(1, 4, 8)),
+            error("even number of the 8 of a head, got 10", cos=(1, 3, 10), sin=(1, 3, 10)),
+            (
+                lambda d: ops.rope(
+                    *(torch.randn(*shape, device=d) for shape in ((1, 2, 3, 8),) * 2 + ((3, 3),) * 2),
+                    False,
+                    False,
+                    [],
+                    8,
+                ),
+                RuntimeError,
+                "all or half of the 8 columns that are rotated, got 3",
+            ),
+        ],
     ),
     Case(
-        name="rope_interleaved", op=interleaved_op, reference=interleaved_reference, make=interleaved_make, differentiable=(0, 1), linear=True, keep=(2, 3),
-        shapes=[(2, 4, 3, 8), (1, 2, 5, 6), (2, 3, 7, 64), (2, 8, 4, 128)], options=[{}, dict(tables="batch"), dict(groups=1), dict(rotary=4)], fit=fit,
-        schema=lambda inputs, options: (ops.rope, (*inputs, False, True)), bytes=traffic,
-        bench=[((4, 32, 4096, 128), dict(groups=4))], bench_cpu=[((1, 32, 2048, 128), dict(groups=4))],
-        errors=[(lambda d: interleaved_op(*(torch.randn(*s, device=d) for s in ((1, 2, 3, 8),) * 2 + ((3, 5),) * 2)), RuntimeError, "even number of the 8 of a head, got 10")],
+        name="rope_interleaved",
+        op=interleaved_op,
+        reference=interleaved_reference,
+        make=interleaved_make,
+        differentiable=(0, 1),
+        linear=True,
+        keep=(2, 3),
+        shapes=[(2, 4, 3, 8), (1, 2, 5, 6), (2, 3, 7, 64), (2, 8, 4, 128)],
+        options=[{}, dict(tables="batch"), dict(groups=1), dict(rotary=4)],
+        fit=fit,
+        schema=lambda inputs, options: (ops.rope, (*inputs, False, True)),
+        bytes=traffic,
+        bench=[((4, 32, 4096, 128), dict(groups=4))],
+        bench_cpu=[((1, 32, 2048, 128), dict(groups=4))],
+        errors=[
+            (
+                lambda d: interleaved_op(*(torch.randn(*s, device=d) for s in ((1, 2, 3, 8),) * 2 + ((3, 5),) * 2)),
+                RuntimeError,
+                "even number of the 8 of a head, got 10",
+            )
+        ],
     ),
     Case(
-        name="rope_sections", fit=fit, op=mrope_op, reference=mrope_reference, make=mrope_make, differentiable=(0, 1), linear=True,
-        shapes=[(2, 4, 3, 8), (1, 2, 5, 6), (2, 3, 7, 64), (2, 8, 4, 128)], options=[{}, dict(time=2), dict(groups=1)], bytes=traffic,
+        name="rope_sections",
+        fit=fit,
+        op=mrope_op,
+        reference=mrope_reference,
+        make=mrope_make,
+        differentiable=(0, 1),
+        linear=True,
+        shapes=[(2, 4, 3, 8), (1, 2, 5, 6), (2, 3, 7, 64), (2, 8, 4, 128)],
+        options=[{}, dict(time=2), dict(groups=1)],
+        bytes=traffic,
         schema=lambda inputs, options: (ops.rope, (*inputs, False, False, sections(options, inputs[0].shape[-1]))),
-        bench=[((4, 32, 4096, 128), dict(groups=4, time=16))], bench_cpu=[((1, 32, 2048, 128), dict(groups=4))],
-        errors=[(lambda d: liger_qwen2vl_mrope(*(torch.randn(*s, device=d) for s in ((1, 2, 3, 8),) * 2 + ((3, 1, 3, 8),) * 2), [1, 1, 1]), ValueError, "sections must be")],
+        bench=[((4, 32, 4096, 128), dict(groups=4, time=16))],
+        bench_cpu=[((1, 32, 2048, 128), dict(groups=4))],
+        errors=[
+            (
+                lambda d: liger_qwen2vl_mrope(
+                    *(torch.randn(*s, device=d) for s in ((1, 2, 3, 8),) * 2 + ((3, 1, 3, 8),) * 2), [1, 1, 1]
+                ),
+                ValueError,
+                "sections must be",
+            )
+        ],
     ),
     Case(
-        name="rope_packed", fit=lambda shape: (shape[0], 4 * shape[1], shape[2], 4 * shape[3]), op=packed_op, reference=packed_reference, make=packed_make, linear=True, bytes=lambda shape, options, e: (4 * e * torch.Size(shape).numel(),) * 2,
-        shapes=[(2, 4, 3, 8), (1, 2, 5, 12), (2, 2, 7, 64), (2, 8, 4, 128)], options=[{}, dict(tables="batch"), dict(part=2)],
+        name="rope_packed",
+        fit=lambda shape: (shape[0], 4 * shape[1], shape[2], 4 * shape[3]),
+        op=packed_op,
+        reference=packed_reference,
+        make=packed_make,
+        linear=True,
+        bytes=lambda shape, options, e: (4 * e * torch.Size(shape).numel(),) * 2,
+        shapes=[(2, 4, 3, 8), (1, 2, 5, 12), (2, 2, 7, 64), (2, 8, 4, 128)],
+        options=[{}, dict(tables="batch"), dict(part=2)],
         schema=lambda inputs, options: (ops.rope_packed, (*inputs, *packed_heads(*inputs[:2], **options), False)),
-        bench=[((4, 32, 4096, 128), {})], bench_cpu=[((1, 32, 2048, 128), {})],
-        errors=[(lambda d: liger_rope_packed(torch.randn(1, 3, 31, device=d), torch.randn(3, 8, device=d), torch.randn(3, 8, device=d), 2, 1), RuntimeError, "qkv must be")],
+        bench=[((4, 32, 4096, 128), {})],
+        bench_cpu=[((1, 32, 2048, 128), {})],
+        errors=[
+            (
+                lambda d: liger_rope_packed(
+                    torch.randn(1, 3, 31, device=d), torch.randn(3, 8, device=d), torch.randn(3, 8, device=d), 2, 1
+                ),
+                RuntimeError,
+                "qkv must be",
+            )
+        ],
     ),
 ]

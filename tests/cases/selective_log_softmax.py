@@ -27,15 +27,26 @@ def wrong(d, ids, **options):
 
 CASES = [
     Case(
-        name="selective_log_softmax", draw=lambda pick: dict(temperature=pick.choice((1.0, 0.3, 2.5))), op=op, reference=reference, make=make, options=[{}, dict(temperature=0.7), dict(ignored=0.0), dict(ignored=1.1)],
+        name="selective_log_softmax",
+        draw=lambda pick: dict(temperature=pick.choice((1.0, 0.3, 2.5))),
+        op=op,
+        reference=reference,
+        make=make,
+        options=[{}, dict(temperature=0.7), dict(ignored=0.0), dict(ignored=1.1)],
         schema=lambda inputs, options: (ops.selective_log_softmax, (*inputs, options.get("temperature", 1.0), IGNORE)),
-        shapes=[(2, 3, 2), (5, 7), (9, 1000), (4, 4099), (3, 40000)], many_rows=(70000, 8),
-        bench=[((4096, 151936), dict(ignored=0.0))], bench_cpu=[((512, 151936), dict(ignored=0.0))],
+        shapes=[(2, 3, 2), (5, 7), (9, 1000), (4, 4099), (3, 40000)],
+        many_rows=(70000, 8),
+        bench=[((4096, 151936), dict(ignored=0.0))],
+        bench_cpu=[((512, 151936), dict(ignored=0.0))],
         bytes=lambda shape, options, e: (e * shape[0] * shape[1], 2 * e * shape[0] * shape[1]),
         errors=[
             (lambda d: wrong(d, torch.zeros(3, dtype=torch.long)), RuntimeError, "ids must be"),
             (lambda d: wrong(d, torch.zeros(2)), TypeError, "ids must be .* of an integer type"),
-            (lambda d: wrong(d, torch.zeros(2, dtype=torch.long), temperature=0.0), ValueError, "temperature must be positive"),
+            (
+                lambda d: wrong(d, torch.zeros(2, dtype=torch.long), temperature=0.0),
+                ValueError,
+                "temperature must be positive",
+            ),
         ],
-    ),
+    )
 ]

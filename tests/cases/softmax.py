@@ -36,21 +36,41 @@ def floor(shape, options, e):
 SHAPES = [(3, 5, 1), (5, 7), (2, 2, 64), (70, 129), (9, 4096), (3, 4104), (2, 33000), (2, 70001)]
 ERRORS = [
     (lambda d: liger_softmax(torch.ones((), device=d)), RuntimeError, "at least one dimension"),
-    (lambda d: liger_softmax(torch.ones(2, 8, device=d, dtype=torch.long)), TypeError, "must be a tensor of float32, float16 or bfloat16"),
+    (
+        lambda d: liger_softmax(torch.ones(2, 8, device=d, dtype=torch.long)),
+        TypeError,
+        "must be a tensor of float32, float16 or bfloat16",
+    ),
     (lambda d: ops.softmax(torch.ones(2, 8, device=d), 5), ValueError, "kind is"),
 ]
 
 CASES = [
     Case(
-        name="softmax", op=liger_softmax, reference=softmax_reference, make=make, schema=lambda inputs, options: (ops.softmax, (*inputs, SOFTMAX)),
-        shapes=SHAPES, many_rows=(70000, 8), errors=ERRORS, bytes=floor,
-        bench=[((8192, 32768), {}), ((4096, 131072), {}), ((65536, 1024), {})], bench_cpu=[((1024, 32768), {})],
+        name="softmax",
+        op=liger_softmax,
+        reference=softmax_reference,
+        make=make,
+        schema=lambda inputs, options: (ops.softmax, (*inputs, SOFTMAX)),
+        shapes=SHAPES,
+        many_rows=(70000, 8),
+        errors=ERRORS,
+        bytes=floor,
+        bench=[((8192, 32768), {}), ((4096, 131072), {}), ((65536, 1024), {})],
+        bench_cpu=[((1024, 32768), {})],
     ),
     Case(
         # The spread makes few or nearly all of a row's values members of the support.
-        name="sparsemax", op=sparsemax, reference=sparsemax_reference, make=make, options=[{}, dict(spread=0.01), dict(spread=1e-4), dict(dim=0)],
-        schema=lambda inputs, options: (ops.softmax, (*inputs, SPARSEMAX)), shapes=SHAPES, many_rows=(70000, 8), bytes=floor,
-        bench=[((4096, 4096), {})], bench_cpu=[((4096, 4096), {})],
+        name="sparsemax",
+        op=sparsemax,
+        reference=sparsemax_reference,
+        make=make,
+        options=[{}, dict(spread=0.01), dict(spread=1e-4), dict(dim=0)],
+        schema=lambda inputs, options: (ops.softmax, (*inputs, SPARSEMAX)),
+        shapes=SHAPES,
+        many_rows=(70000, 8),
+        bytes=floor,
+        bench=[((4096, 4096), {})],
+        bench_cpu=[((4096, 4096), {})],
         errors=[(lambda d: liger_sparsemax(torch.ones(2, 8, device=d), 2), IndexError, "Dimension out of range")],
     ),
 ]

@@ -24,19 +24,29 @@ Tensor divergence(Distillation kind, const Tensor& z, const Tensor& t, double be
 }
 
 TEST(Distillation, EveryKind) {
-  const Tensor student = torch::randn({2, 6, 5}, torch::requires_grad()), weight = torch::randn({9, 5}, torch::requires_grad()), bias = torch::randn({9}, torch::requires_grad());
-  const Tensor teacher = torch::randn({2, 6, 7}), teacher_weight = torch::randn({9, 7}), labels = torch::randint(9, {2, 6});
+  const Tensor student = torch::randn({2, 6, 5}, torch::requires_grad()),
+               weight = torch::randn({9, 5}, torch::requires_grad()), bias = torch::randn({9}, torch::requires_grad());
+  const Tensor teacher = torch::randn({2, 6, 7}), teacher_weight = torch::randn({9, 7}),
+               labels = torch::randint(9, {2, 6});
   labels[0][1] = labels[1][5] = -100;
   const Tensor kept = labels.ne(-100);
-  for (const auto kind : {Distillation::ForwardKL, Distillation::ReverseKL, Distillation::JensenShannon, Distillation::TotalVariation, Distillation::Cosine}) {
-    liger::nn::LinearDistillation loss(liger::DistillationOptions{.kind = kind, .beta = 0.3, .temperature = 1.5, .soft_weight = 0.7, .hard_weight = 0.4, .student = {.softcap = 4}});
+  for (const auto kind : {Distillation::ForwardKL, Distillation::ReverseKL, Distillation::JensenShannon,
+                          Distillation::TotalVariation, Distillation::Cosine}) {
+    liger::nn::LinearDistillation loss(liger::DistillationOptions{.kind = kind,
+                                                                  .beta = 0.3,
+                                                                  .temperature = 1.5,
+                                                                  .soft_weight = 0.7,
+                                                                  .hard_weight = 0.4,
+                                                                  .student = {.softcap = 4}});
     const auto result = loss(student, weight, teacher, teacher_weight, labels, bias);
     const auto ours = torch::autograd::grad({result.loss}, {student, weight, bias});
     std::vector<Tensor> d;
     for (const Tensor& t : {student, weight, bias}) d.push_back(t.detach().to(torch::kDouble).requires_grad_());
-    const Tensor z = 4 * torch::tanh(torch::linear(d[0], d[1], d[2]) / 4), t = torch::linear(teacher.to(torch::kDouble), teacher_weight.to(torch::kDouble));
+    const Tensor z = 4 * torch::tanh(torch::linear(d[0], d[1], d[2]) / 4),
+                 t = torch::linear(teacher.to(torch::kDouble), teacher_weight.to(torch::kDouble));
     const Tensor soft = (divergence(kind, z / 1.5, t / 1.5, 0.3) * kept).sum() / kept.sum();
-    const Tensor hard = -(z.log_softmax(-1).gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1) * kept).sum() / kept.sum();
+    const Tensor hard =
+        -(z.log_softmax(-1).gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1) * kept).sum() / kept.sum();
     const Tensor expected = 0.7 * soft + 0.4 * hard;
     EXPECT_NEAR(result.loss.item<double>(), expected.item<double>(), 1e-5);
     EXPECT_NEAR(result.soft.item<double>(), soft.item<double>(), 1e-5);
@@ -50,27 +60,39 @@ TEST(Distillation, EveryKind) {
 }
 
 TEST(Distillation, WithoutLabelsAndErrors) {
-  const Tensor student = torch::randn({4, 5}), weight = torch::randn({9, 5}), teacher = torch::randn({4, 7}), teacher_weight = torch::randn({9, 7});
+  const Tensor student = torch::randn({4, 5}), weight = torch::randn({9, 5}), teacher = torch::randn({4, 7}),
+               teacher_weight = torch::randn({9, 7});
   const auto result = liger::linear_distillation(student, weight, teacher, teacher_weight);
   EXPECT_FALSE(result.hard.defined());
-  EXPECT_NEAR(result.loss.item<double>(), divergence(Distillation::JensenShannon, torch::linear(student, weight), torch::linear(teacher, teacher_weight), 0.5).mean().item<double>(), 1e-5);
-  EXPECT_THROW(liger::linear_distillation(student, weight, teacher, teacher_weight, {}, {.hard_weight = 1}), c10::ValueError);
+  EXPECT_NEAR(result.loss.item<double>(),
+              divergence(Distillation::JensenShannon, torch::linear(student, weight),
+                         torch::linear(teacher, teacher_weight), 0.5)
+                  .mean()
+                  .item<double>(),
+              1e-5);
+  EXPECT_THROW(liger::linear_distillation(student, weight, teacher, teacher_weight, {}, {.hard_weight = 1}),
+               c10::ValueError);
   EXPECT_THROW(liger::linear_distillation(student, weight, teacher, teacher_weight, {}, {.beta = 2}), c10::ValueError);
   std::ostringstream printed;
   printed << liger::nn::LinearDistillation(liger::DistillationOptions{.kind = Distillation::ReverseKL});
-  EXPECT_EQ(printed.str(), "liger::nn::LinearDistillation(kind=ReverseKL, beta=0.5, temperature=1, soft_weight=1, hard_weight=0, ignore_index=-100)");
+  EXPECT_EQ(printed.str(),
+            "liger::nn::LinearDistillation(kind=ReverseKL, beta=0.5, temperature=1, soft_weight=1, hard_weight=0, "
+            "ignore_index=-100)");
 }
 
 /// A low-rank part of the head, the largest classes, and the gradient added to a buffer.
 TEST(LinearLogProb, LowRankTopKAndMainGrad) {
-  const Tensor hidden = torch::randn({6, 5}, torch::requires_grad()), weight = torch::randn({9, 5}), a = torch::randn({2, 5}, torch::requires_grad()), b = torch::randn({9, 2}, torch::requires_grad());
+  const Tensor hidden = torch::randn({6, 5}, torch::requires_grad()), weight = torch::randn({9, 5}),
+               a = torch::randn({2, 5}, torch::requires_grad()), b = torch::randn({9, 2}, torch::requires_grad());
   const Tensor ids = torch::randint(9, {6});
-  const auto result = liger::linear_log_prob(hidden, weight, ids, {.lse = true, .argmax = true, .top_k = 2}, {}, {.a = a, .b = b, .scale = 0.5});
+  const auto result = liger::linear_log_prob(hidden, weight, ids, {.lse = true, .argmax = true, .top_k = 2}, {},
+                                             {.a = a, .b = b, .scale = 0.5});
   const Tensor z = torch::linear(hidden, weight + 0.5 * b.mm(a)), logp = z.log_softmax(-1);
   EXPECT_TRUE(torch::allclose(result.logp, logp.gather(1, ids.unsqueeze(1)).squeeze(1), 1e-4, 1e-5));
   EXPECT_TRUE(torch::allclose(result.lse, z.logsumexp(-1), 1e-4, 1e-5) && torch::equal(result.argmax, z.argmax(-1)));
   EXPECT_TRUE(torch::allclose(result.top_logp, std::get<0>(logp.topk(2)), 1e-4, 1e-5));
-  const auto ours = torch::autograd::grad({result.logp.sum()}, {hidden, a, b}), theirs = torch::autograd::grad({logp.gather(1, ids.unsqueeze(1)).sum()}, {hidden, a, b});
+  const auto ours = torch::autograd::grad({result.logp.sum()}, {hidden, a, b}),
+             theirs = torch::autograd::grad({logp.gather(1, ids.unsqueeze(1)).sum()}, {hidden, a, b});
   for (size_t i = 0; i < 3; ++i) EXPECT_TRUE(torch::allclose(ours[i], theirs[i], 1e-4, 1e-5));
   const Tensor w = weight.clone().requires_grad_(), main = torch::ones_like(weight);
   liger::linear_log_prob(hidden, w, ids, {.main_grad = main}).logp.sum().backward();

@@ -1,4 +1,5 @@
-// Nothing is written past a tensor: every allocation of a test stands between two guards, which are looked at when it is freed.
+// Nothing is written past a tensor: every allocation of a test stands between two guards, which are looked at when it
+// is freed.
 #include <ATen/ATen.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
@@ -35,7 +36,9 @@ class GuardedAllocator : public c10::Allocator {
   static void release(void* data) {
     auto* p = static_cast<unsigned char*>(data);
     const size_t bytes = *reinterpret_cast<size_t*>(p - 2 * kGuard);
-    const auto whole = [](const unsigned char* guard) { return std::all_of(guard, guard + kGuard, [](unsigned char c) { return c == kMark; }); };
+    const auto whole = [](const unsigned char* guard) {
+      return std::all_of(guard, guard + kGuard, [](unsigned char c) { return c == kMark; });
+    };
     broken += !whole(p - kGuard) + !whole(p + bytes);
     std::free(p - 2 * kGuard);
   }
@@ -92,10 +95,12 @@ TEST_P(Guards, Hold) {
     backward(liger::gated_packed(leaf({kRows, 2 * n}, type)));
     backward(liger::fused_mlp(x(), leaf({7, n}, type), leaf({7, n}, type), leaf({n, 7}, type)));
     const Tensor angle = at::randn({1, kRows, 2 * n}, type);
-    backward(std::get<0>(liger::rope(leaf({1, 2, kRows, 2 * n}, type), leaf({1, 1, kRows, 2 * n}, type), angle, angle)));
+    backward(
+        std::get<0>(liger::rope(leaf({1, 2, kRows, 2 * n}, type), leaf({1, 1, kRows, 2 * n}, type), angle, angle)));
     backward(liger::rope_packed(leaf({1, kRows, 4 * 2 * n}, type), angle, angle, 2, 1));
     backward(liger::embedding(leaf({9, n}, type), at::randint(9, {kRows}, at::kLong)));
-    liger::int2_matmul(at::randint(-128, 128, {kRows, 4 * n}, at::kChar), liger::int2_pack(at::randint(-1, 3, {4 * n, 3}, at::kInt)));
+    liger::int2_matmul(at::randint(-128, 128, {kRows, 4 * n}, at::kChar),
+                       liger::int2_pack(at::randint(-1, 3, {4 * n, 3}, at::kInt)));
     liger::CrossEntropyOptions smooth;
     smooth.label_smoothing = 0.1;
     backward(liger::cross_entropy(x(), labels).loss);
@@ -111,6 +116,7 @@ TEST_P(Guards, Hold) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Dtypes, Guards, testing::Values(at::kFloat, at::kBFloat16, at::kHalf), [](const auto& type) { return at::toString(type.param); });
+INSTANTIATE_TEST_SUITE_P(Dtypes, Guards, testing::Values(at::kFloat, at::kBFloat16, at::kHalf),
+                         [](const auto& type) { return at::toString(type.param); });
 
 }  // namespace

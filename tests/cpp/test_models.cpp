@@ -37,9 +37,7 @@ std::string with_length(const std::string& header, const std::string& data = "")
 std::string error_of(const std::function<void()>& f) {
   try {
     f();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
+  } catch (const c10::Error& error) { return error.what_without_backtrace(); }
   return "none";
 }
 

@@ -1,4 +1,5 @@
-// What every module owes to torch: clone(), to(), save and load, printing, and forward through AnyModule; a row of the table each.
+// What every module owes to torch: clone(), to(), save and load, printing, and forward through AnyModule; a row of the
+// table each.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 #include <functional>
@@ -34,7 +35,8 @@ Row row(const char* printed, Make make, Inputs... inputs) {
             const auto cast = [&](const Tensor& t) { return t.is_floating_point() ? t.to(dtype) : t; };
             auto results = listed(holder(cast(inputs)...));
             torch::nn::AnyModule any(holder);  // takes tensors of exactly the types that forward declares
-            EXPECT_TRUE(torch::equal(listed(any.template forward<decltype(holder(cast(inputs)...))>(cast(inputs)...))[0], results[0]));
+            EXPECT_TRUE(torch::equal(
+                listed(any.template forward<decltype(holder(cast(inputs)...))>(cast(inputs)...))[0], results[0]));
             return results;
           }};
 }
@@ -42,40 +44,80 @@ Row row(const char* printed, Make make, Inputs... inputs) {
 const std::vector<Row>& table() {
   torch::manual_seed(3);
   const auto x = torch::randn({3, 4, 16}), y = torch::randn({3, 4, 16}), logits = torch::randn({5, 7});
-  const auto p = torch::softmax(torch::randn({5, 7}), -1), logp = torch::log_softmax(logits, -1), labels = torch::tensor({1, -100, 0, 6, 2});
+  const auto p = torch::softmax(torch::randn({5, 7}), -1), logp = torch::log_softmax(logits, -1),
+             labels = torch::tensor({1, -100, 0, 6, 2});
   const auto q = torch::randn({1, 2, 2048, 8}), hidden = torch::randn({5, 16});
   liger::HeadOptions smoothed;
   smoothed.label_smoothing = 0.1;
   static const std::vector<Row> rows{
-      row("RMSNorm(hidden_size=16, eps=1e-05, offset=1, casting=Gemma, elementwise_affine=true)",
+      row(
+          "RMSNorm(hidden_size=16, eps=1e-05, offset=1, casting=Gemma, elementwise_affine=true)",
           [] { return RMSNorm(RMSNormOptions(16).eps(1e-5).offset(1).casting(liger::Casting::Gemma)); }, x),
-      row("RMSNorm(hidden_size=16, eps=1e-06, offset=0, casting=Llama, elementwise_affine=false)", [] { return RMSNorm(RMSNormOptions(16).elementwise_affine(false)); }, x),
-      row("FusedAddRMSNorm(hidden_size=16, eps=1e-06, offset=0, casting=Llama, elementwise_affine=true)", [] { return FusedAddRMSNorm(16); }, x, y),
-      row("ModulatedRMSNorm(hidden_size=16, eps=1e-06, offset=0, casting=None, elementwise_affine=true)",
+      row(
+          "RMSNorm(hidden_size=16, eps=1e-06, offset=0, casting=Llama, elementwise_affine=false)",
+          [] { return RMSNorm(RMSNormOptions(16).elementwise_affine(false)); }, x),
+      row(
+          "FusedAddRMSNorm(hidden_size=16, eps=1e-06, offset=0, casting=Llama, elementwise_affine=true)",
+          [] { return FusedAddRMSNorm(16); }, x, y),
+      row(
+          "ModulatedRMSNorm(hidden_size=16, eps=1e-06, offset=0, casting=None, elementwise_affine=true)",
           [] { return ModulatedRMSNorm(RMSNormOptions(16).casting(liger::Casting::None)); }, x, y),
-      row("ModulatedRMSNorm(hidden_size=16, eps=1e-06, offset=0, casting=Llama, elementwise_affine=true)", [] { return ModulatedRMSNorm(16); }, x, y, x),
-      row("LayerNorm(hidden_size=16, eps=0.001, bias=true)", [] { return LayerNorm(LayerNormOptions(16).eps(1e-3)); }, x),
-      row("GroupNorm(groups=2, channels=4, eps=1e-06)", [] { return GroupNorm(GroupNormOptions(2, 4)); }, x),
-      row("DyT(hidden_size=16, init_alpha=0.5, bias=false)", [] { return DyT(DyTOptions(16).bias(false)); }, x),
-      row("PolyNorm(eps=1e-06)", [] { return PolyNorm(); }, x),
-      row("ActivationLayer(activation=ReLUSquared)", [] { return ActivationLayer(); }, x),
-      row("GatedMLP(hidden_size=16, intermediate_size=24, bias=true, activation=GeLUTanh, recompute=false, chunk=0)",
+      row(
+          "ModulatedRMSNorm(hidden_size=16, eps=1e-06, offset=0, casting=Llama, elementwise_affine=true)",
+          [] { return ModulatedRMSNorm(16); }, x, y, x),
+      row(
+          "LayerNorm(hidden_size=16, eps=0.001, bias=true)", [] { return LayerNorm(LayerNormOptions(16).eps(1e-3)); },
+          x),
+      row(
+          "GroupNorm(groups=2, channels=4, eps=1e-06)", [] { return GroupNorm(GroupNormOptions(2, 4)); }, x),
+      row(
+          "DyT(hidden_size=16, init_alpha=0.5, bias=false)", [] { return DyT(DyTOptions(16).bias(false)); }, x),
+      row(
+          "PolyNorm(eps=1e-06)", [] { return PolyNorm(); }, x),
+      row(
+          "ActivationLayer(activation=ReLUSquared)", [] { return ActivationLayer(); }, x),
+      row(
+          "GatedMLP(hidden_size=16, intermediate_size=24, bias=true, activation=GeLUTanh, recompute=false, chunk=0)",
           [] { return GatedMLP(GatedMLPOptions(16, 24).bias(true).activation(liger::Activation::GeLUTanh)); }, x),
-      row("GatedMLP(hidden_size=16, intermediate_size=24, bias=false, activation=SiLU, recompute=true, chunk=2)",
+      row(
+          "GatedMLP(hidden_size=16, intermediate_size=24, bias=false, activation=SiLU, recompute=true, chunk=2)",
           [] { return GatedMLP(GatedMLPOptions(16, 24).recompute(true).chunk(2)); }, x),
-      row("Softmax()", [] { return Softmax(); }, x),
-      row("Sparsemax(dim=1)", [] { return Sparsemax(SparsemaxOptions().dim(1)); }, x),
-      row("Embedding(num_embeddings=7, embedding_dim=16, padding_idx=2)", [] { return Embedding(EmbeddingOptions(7, 16).padding_idx(2)); }, torch::tensor({2, 0, 6})),
-      row("RotaryEmbedding(dim=8, base=10000, interleaved=true)", [] { return RotaryEmbedding(RotaryEmbeddingOptions(8).interleaved(true)); }, q, q),
-      row("CrossEntropyLoss(ignore_index=-100, reduction=Sum, label_smoothing=0, lse_square_scale=0, softcap=0, token_scaling=false, weight=[7])",
-          [] { return CrossEntropyLoss(liger::CrossEntropyOptions{.reduction = liger::Reduction::Sum}, torch::arange(1, 8).to(torch::kFloat) / 4); }, logits, labels),
-      row("CrossEntropyLoss(ignore_index=-100, reduction=Mean, label_smoothing=0, lse_square_scale=0, softcap=0, token_scaling=false, weight=none)",
+      row(
+          "Softmax()", [] { return Softmax(); }, x),
+      row(
+          "Sparsemax(dim=1)", [] { return Sparsemax(SparsemaxOptions().dim(1)); }, x),
+      row(
+          "Embedding(num_embeddings=7, embedding_dim=16, padding_idx=2)",
+          [] { return Embedding(EmbeddingOptions(7, 16).padding_idx(2)); }, torch::tensor({2, 0, 6})),
+      row(
+          "RotaryEmbedding(dim=8, base=10000, interleaved=true)",
+          [] { return RotaryEmbedding(RotaryEmbeddingOptions(8).interleaved(true)); }, q, q),
+      row(
+          "CrossEntropyLoss(ignore_index=-100, reduction=Sum, label_smoothing=0, lse_square_scale=0, softcap=0, "
+          "token_scaling=false, weight=[7])",
+          [] {
+            return CrossEntropyLoss(liger::CrossEntropyOptions{.reduction = liger::Reduction::Sum},
+                                    torch::arange(1, 8).to(torch::kFloat) / 4);
+          },
+          logits, labels),
+      row(
+          "CrossEntropyLoss(ignore_index=-100, reduction=Mean, label_smoothing=0, lse_square_scale=0, softcap=0, "
+          "token_scaling=false, weight=none)",
           [] { return CrossEntropyLoss(); }, logits, labels),
-      row("KLDivLoss(reduction=Mean, log_target=false, eps=1e-10)", [] { return KLDivLoss(); }, logp, p),
-      row("JSDLoss(beta=0.25, ignore_index=-100, reduction=BatchMean)", [] { return JSDLoss(JSDLossOptions().beta(0.25)); }, logp, p.log(), labels),
-      row("TVDLoss(reduction=None, ignore_index=-100)", [] { return TVDLoss(TVDLossOptions().reduction(liger::Reduction::None)); }, logp.exp(), p),
-      row("SelectiveLogSoftmax(temperature=0.5, ignore_index=-100)", [] { return SelectiveLogSoftmax(SelectiveLogSoftmaxOptions().temperature(0.5)); }, logits, labels),
-      row("LinearCrossEntropy(hidden_size=16, classes=7, bias=false, ignore_index=-100, reduction=Mean, label_smoothing=0.1, lse_square_scale=0, softcap=0, "
+      row(
+          "KLDivLoss(reduction=Mean, log_target=false, eps=1e-10)", [] { return KLDivLoss(); }, logp, p),
+      row(
+          "JSDLoss(beta=0.25, ignore_index=-100, reduction=BatchMean)",
+          [] { return JSDLoss(JSDLossOptions().beta(0.25)); }, logp, p.log(), labels),
+      row(
+          "TVDLoss(reduction=None, ignore_index=-100)",
+          [] { return TVDLoss(TVDLossOptions().reduction(liger::Reduction::None)); }, logp.exp(), p),
+      row(
+          "SelectiveLogSoftmax(temperature=0.5, ignore_index=-100)",
+          [] { return SelectiveLogSoftmax(SelectiveLogSoftmaxOptions().temperature(0.5)); }, logits, labels),
+      row(
+          "LinearCrossEntropy(hidden_size=16, classes=7, bias=false, ignore_index=-100, reduction=Mean, "
+          "label_smoothing=0.1, lse_square_scale=0, softcap=0, "
           "token_scaling=false, max_bytes=0)",
           [=] { return LinearCrossEntropy(LinearCrossEntropyOptions(16, 7).loss(smoothed)); }, hidden, labels),
   };
@@ -119,7 +161,8 @@ TEST_P(Modules, AreCast) {
   const auto high = row.call(module, torch::kFloat);
   for (const auto& p : module->parameters()) EXPECT_EQ(p.scalar_type(), torch::kFloat);
   for (size_t i = 0; i < low.size(); ++i)
-    EXPECT_LE((low[i] - high[i]).abs().max().item<double>(), 0.05 * (1 + high[i].abs().max().item<double>())) << "result " << i;
+    EXPECT_LE((low[i] - high[i]).abs().max().item<double>(), 0.05 * (1 + high[i].abs().max().item<double>()))
+        << "result " << i;
 }
 
 TEST_P(Modules, AreSavedAndLoaded) {
@@ -149,7 +192,8 @@ TEST(RotaryEmbedding, KeepsItsAnglesInFloat) {
   const auto q = torch::randn({1, 2, 2048, 8});
   RotaryEmbedding rotary(8);
   const auto before = listed(rotary(q, q));
-  struct Parent : torch::nn::Module {} model;
+  struct Parent : torch::nn::Module {
+  } model;
   model.register_module("rotary", rotary);
   model.to(torch::kBFloat16);
   expect_equal(listed(rotary(q, q)), before);
@@ -159,7 +203,8 @@ TEST(RotaryEmbedding, KeepsItsAnglesInFloat) {
 
 TEST(LinearCrossEntropy, GivesLogitsOrTheLoss) {
   LinearCrossEntropy head(LinearCrossEntropyOptions(16, 7));
-  const auto hidden = torch::randn({5, 16}), labels = torch::tensor({1, -100, 0, 6, 2}), logits = torch::linear(hidden, head->linear->weight);
+  const auto hidden = torch::randn({5, 16}), labels = torch::tensor({1, -100, 0, 6, 2}),
+             logits = torch::linear(hidden, head->linear->weight);
   EXPECT_TRUE(torch::equal(head(hidden), logits));
   EXPECT_TRUE(torch::allclose(head(hidden, labels), torch::nn::functional::cross_entropy(logits, labels)));
   RMSNorm norm(16);
@@ -172,7 +217,8 @@ TEST(CrossEntropyLoss, HasAWeightOfItsOwn) {
   CrossEntropyLoss loss(liger::CrossEntropyOptions{}, weight);
   EXPECT_TRUE(loss->named_buffers().contains("weight"));
   const auto before = loss(x, labels);
-  EXPECT_TRUE(torch::allclose(before, torch::nn::functional::cross_entropy(x, labels, torch::nn::functional::CrossEntropyFuncOptions().weight(weight))));
+  EXPECT_TRUE(torch::allclose(before, torch::nn::functional::cross_entropy(
+                                          x, labels, torch::nn::functional::CrossEntropyFuncOptions().weight(weight))));
   weight.zero_();
   EXPECT_TRUE(torch::equal(loss(x, labels), before));
 }

@@ -1,4 +1,5 @@
-// The C++ API against libtorch: values, gradients, modules, errors. What the kernels promise is tested in Python, over all cases.
+// The C++ API against libtorch: values, gradients, modules, errors. What the kernels promise is tested in Python, over
+// all cases.
 #include <ATen/autocast_mode.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -31,14 +32,16 @@ std::vector<Tensor> run(F f, const std::vector<Tensor>& inputs) {
 void expect_close(const std::vector<Tensor>& ours, const std::vector<Tensor>& theirs) {
   ASSERT_EQ(ours.size(), theirs.size());
   for (size_t i = 0; i < ours.size(); ++i)
-    EXPECT_LE((ours[i] - theirs[i]).abs().max().item<double>(), 1e-5 * (1 + theirs[i].abs().max().item<double>())) << "result " << i;
+    EXPECT_LE((ours[i] - theirs[i]).abs().max().item<double>(), 1e-5 * (1 + theirs[i].abs().max().item<double>()))
+        << "result " << i;
 }
 
 const Tensor labels() { return torch::tensor({1, -100, 0, 6, 2}, torch::kLong); }
 
 TEST(RmsNorm, EqualsTorch) {
   const std::vector<Tensor> in{torch::randn({2, 3, 40}), torch::randn({40})};
-  expect_close(run([](auto& t) { return liger::rms_norm(t[0], t[1], 1e-5); }, in), run([](auto& t) { return torch::rms_norm(t[0], {40}, t[1], 1e-5); }, in));
+  expect_close(run([](auto& t) { return liger::rms_norm(t[0], t[1], 1e-5); }, in),
+               run([](auto& t) { return torch::rms_norm(t[0], {40}, t[1], 1e-5); }, in));
 }
 
 TEST(RmsNorm, Module) {
@@ -51,17 +54,21 @@ TEST(RmsNorm, Module) {
 
 TEST(Norms, EqualTorch) {
   const std::vector<Tensor> in{torch::randn({2, 6, 40}), torch::randn({40}), torch::randn({40})};
-  expect_close(run([](auto& t) { return liger::layer_norm(t[0], t[1], t[2], 1e-5); }, in), run([](auto& t) { return torch::layer_norm(t[0], {40}, t[1], t[2], 1e-5); }, in));
+  expect_close(run([](auto& t) { return liger::layer_norm(t[0], t[1], t[2], 1e-5); }, in),
+               run([](auto& t) { return torch::layer_norm(t[0], {40}, t[1], t[2], 1e-5); }, in));
   const std::vector<Tensor> grouped{in[0], torch::randn({6}), torch::randn({6})};
-  expect_close(run([](auto& t) { return liger::group_norm(t[0], t[1], t[2], 3, 1e-5); }, grouped), run([](auto& t) { return torch::group_norm(t[0], 3, t[1], t[2], 1e-5); }, grouped));
+  expect_close(run([](auto& t) { return liger::group_norm(t[0], t[1], t[2], 3, 1e-5); }, grouped),
+               run([](auto& t) { return torch::group_norm(t[0], 3, t[1], t[2], 1e-5); }, grouped));
 }
 
 TEST(Norms, Modules) {
-  const auto x = torch::randn({3, 4, 16}), residual = torch::randn({3, 4, 16}), scale = torch::randn({3, 1, 16}), shift = torch::randn({3, 1, 16});
+  const auto x = torch::randn({3, 4, 16}), residual = torch::randn({3, 4, 16}), scale = torch::randn({3, 1, 16}),
+             shift = torch::randn({3, 1, 16});
   const auto normed = torch::rms_norm(x + residual, {16}, {}, 1e-6);
   auto [y, s] = liger::nn::FusedAddRMSNorm(liger::nn::RMSNormOptions(16))(x, residual);
   expect_close({y, s}, {normed, x + residual});
-  expect_close({liger::nn::ModulatedRMSNorm(liger::nn::RMSNormOptions(16))(x, scale, shift)}, {torch::rms_norm(x, {16}, {}, 1e-6) * (1 + scale) + shift});
+  expect_close({liger::nn::ModulatedRMSNorm(liger::nn::RMSNormOptions(16))(x, scale, shift)},
+               {torch::rms_norm(x, {16}, {}, 1e-6) * (1 + scale) + shift});
   expect_close({liger::nn::LayerNorm(16)(x)}, {torch::layer_norm(x, {16}, {}, {}, 1e-6)});
   expect_close({liger::nn::GroupNorm(liger::nn::GroupNormOptions(2, 4))(x)}, {torch::group_norm(x, 2, {}, {}, 1e-6)});
   expect_close({liger::nn::DyT(16)(x)}, {torch::tanh(0.5 * x)});
@@ -71,7 +78,8 @@ TEST(Norms, Modules) {
 
 TEST(Gated, EqualsTorch) {
   const std::vector<Tensor> in{torch::randn({5, 24}), torch::randn({5, 24})};
-  expect_close(run([](auto& t) { return liger::gated(t[0], t[1]); }, in), run([](auto& t) { return torch::silu(t[0]) * t[1]; }, in));
+  expect_close(run([](auto& t) { return liger::gated(t[0], t[1]); }, in),
+               run([](auto& t) { return torch::silu(t[0]) * t[1]; }, in));
   expect_close(run([](auto& t) { return liger::gated(t[0], t[1], liger::Activation::GeLUTanh); }, in),
                run([](auto& t) { return torch::gelu(t[0], "tanh") * t[1]; }, in));
   expect_close(run([](auto& t) { return liger::gated_packed(t[0]); }, {in[0]}),
@@ -85,23 +93,27 @@ TEST(Gated, Module) {
 }
 
 TEST(Gated, RecomputingModule) {
-  liger::nn::GatedMLP plain(liger::nn::GatedMLPOptions(8, 24).bias(true)), other(liger::nn::GatedMLPOptions(8, 24).bias(true).recompute(true).chunk(2));
+  liger::nn::GatedMLP plain(liger::nn::GatedMLPOptions(8, 24).bias(true)),
+      other(liger::nn::GatedMLPOptions(8, 24).bias(true).recompute(true).chunk(2));
   for (size_t i = 0; i < plain->parameters().size(); ++i) other->parameters()[i].data().copy_(plain->parameters()[i]);
   const std::vector<Tensor> in{torch::randn({5, 8})};
   expect_close(run([&](auto& t) { return other(t[0]); }, in), run([&](auto& t) { return plain(t[0]); }, in));
-  for (size_t i = 0; i < plain->parameters().size(); ++i) expect_close({other->parameters()[i].grad()}, {plain->parameters()[i].grad()});
+  for (size_t i = 0; i < plain->parameters().size(); ++i)
+    expect_close({other->parameters()[i].grad()}, {plain->parameters()[i].grad()});
 }
 
 TEST(Activate, EqualsTorch) {
   const std::vector<Tensor> in{torch::randn({5, 24})};
-  expect_close(run([](auto& t) { return liger::nn::ActivationLayer()(t[0]); }, in), run([](auto& t) { return torch::relu(t[0]).square(); }, in));
+  expect_close(run([](auto& t) { return liger::nn::ActivationLayer()(t[0]); }, in),
+               run([](auto& t) { return torch::relu(t[0]).square(); }, in));
 }
 
 TEST(Rope, TurnsAndTurnsBack) {
   liger::nn::RotaryEmbedding rotary(liger::nn::RotaryEmbeddingOptions(8));
   const auto q = torch::randn({2, 4, 5, 8}), k = torch::randn({2, 2, 5, 8});
   const auto [rq, rk] = rotary(q, k, 3);
-  const auto half = torch::outer(torch::arange(3, 8, torch::kFloat), rotary->inv_freq), angles = torch::cat({half, half}, -1);
+  const auto half = torch::outer(torch::arange(3, 8, torch::kFloat), rotary->inv_freq),
+             angles = torch::cat({half, half}, -1);
   const auto turned = torch::cat({-q.slice(3, 4), q.slice(3, 0, 4)}, -1);
   expect_close({rq}, {q * angles.cos() + turned * angles.sin()});
   const auto [bq, bk] = liger::rope(rq, rk, angles.cos(), angles.sin(), true);
@@ -112,7 +124,11 @@ TEST(Rope, TurnsNeighboursAsComplexNumbers) {
   liger::nn::RotaryEmbedding rotary(liger::nn::RotaryEmbeddingOptions(8).interleaved(true));
   const auto q = torch::randn({2, 4, 5, 8}), k = torch::randn({2, 2, 5, 8});
   const auto angles = torch::outer(torch::arange(5, torch::kFloat), rotary->inv_freq);
-  const auto turned = [&](const Tensor& t) { return torch::view_as_real(torch::view_as_complex(t.unflatten(-1, {4, 2})) * torch::polar(torch::ones_like(angles), angles)).flatten(-2); };
+  const auto turned = [&](const Tensor& t) {
+    return torch::view_as_real(torch::view_as_complex(t.unflatten(-1, {4, 2})) *
+                               torch::polar(torch::ones_like(angles), angles))
+        .flatten(-2);
+  };
   const auto [rq, rk] = rotary(q, k);
   expect_close({rq, rk}, {turned(q), turned(k)});
 }
@@ -121,13 +137,15 @@ TEST(Rope, PackedEqualsUnpacked) {
   const auto qkv = torch::randn({2, 5, 6 * 8}), angles = torch::rand({5, 8}), cos = angles.cos(), sin = angles.sin();
   const auto heads = qkv.view({2, 5, 6, 8}).transpose(1, 2);
   const auto [q, k] = liger::rope(heads.narrow(1, 0, 4), heads.narrow(1, 4, 1), cos, sin);
-  expect_close({liger::rope_packed(qkv, cos, sin, 4, 1)}, {torch::cat({q, k, heads.narrow(1, 5, 1)}, 1).transpose(1, 2).flatten(2)});
+  expect_close({liger::rope_packed(qkv, cos, sin, 4, 1)},
+               {torch::cat({q, k, heads.narrow(1, 5, 1)}, 1).transpose(1, 2).flatten(2)});
 }
 
 TEST(Embedding, EqualsTorch) {
   const std::vector<Tensor> in{torch::randn({7, 12})};
   const auto ids = torch::tensor({{3, 0, 3}, {6, 3, 1}});
-  expect_close(run([&](auto& t) { return liger::embedding(t[0], ids, 1); }, in), run([&](auto& t) { return torch::embedding(t[0], ids, 1); }, in));
+  expect_close(run([&](auto& t) { return liger::embedding(t[0], ids, 1); }, in),
+               run([&](auto& t) { return torch::embedding(t[0], ids, 1); }, in));
 }
 
 TEST(Embedding, Module) {
@@ -138,7 +156,8 @@ TEST(Embedding, Module) {
 }
 
 TEST(Int2Matmul, IsExact) {
-  const auto a = torch::randint(-128, 128, {5, 24}, torch::kChar), w = torch::randint(-1, 3, {24, 7}, torch::kInt), packed = liger::int2_pack(w);
+  const auto a = torch::randint(-128, 128, {5, 24}, torch::kChar), w = torch::randint(-1, 3, {24, 7}, torch::kInt),
+             packed = liger::int2_pack(w);
   EXPECT_EQ(packed.sizes(), (std::vector<int64_t>{6, 7}));
   EXPECT_TRUE(torch::equal(liger::int2_unpack(packed), w));
   EXPECT_TRUE(torch::equal(liger::int2_matmul(a, packed), a.to(torch::kInt).matmul(w)));
@@ -168,13 +187,24 @@ TEST(CrossEntropy, ReturnsWhatIsAskedFor) {
 TEST(FusedLinearCrossEntropy, EqualsTorch) {
   const std::vector<Tensor> in{torch::randn({5, 16}), torch::randn({7, 16}), torch::randn({7})};
   const auto theirs = run([](auto& t) { return F::cross_entropy(torch::linear(t[0], t[1], t[2]), labels()); }, in);
-  expect_close(run([](auto& t) { return liger::fused_linear_cross_entropy(t[0], t[1], labels(), {}, t[2]).loss; }, in), theirs);
+  expect_close(run([](auto& t) { return liger::fused_linear_cross_entropy(t[0], t[1], labels(), {}, t[2]).loss; }, in),
+               theirs);
   liger::HeadOptions one_token;
   one_token.max_bytes = 1;
-  expect_close(run([&](auto& t) { return liger::fused_linear_cross_entropy(t[0], t[1], labels(), one_token, t[2]).loss; }, in), theirs);
+  expect_close(
+      run([&](auto& t) { return liger::fused_linear_cross_entropy(t[0], t[1], labels(), one_token, t[2]).loss; }, in),
+      theirs);
   const auto divisor = torch::tensor(3.f);
-  expect_close(run([&](auto& t) { return liger::fused_linear_cross_entropy(t[0], t[1], labels(), {}, t[2], {}, divisor).loss; }, in),
-               run([](auto& t) { return F::cross_entropy(torch::linear(t[0], t[1], t[2]), labels(), F::CrossEntropyFuncOptions().reduction(torch::kSum)) / 3; }, in));
+  expect_close(
+      run([&](auto& t) { return liger::fused_linear_cross_entropy(t[0], t[1], labels(), {}, t[2], {}, divisor).loss; },
+          in),
+      run(
+          [](auto& t) {
+            return F::cross_entropy(torch::linear(t[0], t[1], t[2]), labels(),
+                                    F::CrossEntropyFuncOptions().reduction(torch::kSum)) /
+                   3;
+          },
+          in));
 }
 
 TEST(FusedLinearCrossEntropy, AutocastKeepsFloatGradients) {
@@ -185,7 +215,8 @@ TEST(FusedLinearCrossEntropy, AutocastKeepsFloatGradients) {
   at::autocast::set_autocast_enabled(at::kCPU, false);
   for (size_t i = 0; i < cast.size(); ++i) {
     EXPECT_EQ(cast[i].scalar_type(), torch::kFloat);
-    EXPECT_LE((cast[i] - exact[i]).norm().item<double>(), 2e-2 * exact[i].norm().item<double>());  // bfloat16: 2^-8 an operand
+    EXPECT_LE((cast[i] - exact[i]).norm().item<double>(),
+              2e-2 * exact[i].norm().item<double>());  // bfloat16: 2^-8 an operand
   }
 }
 
@@ -197,26 +228,34 @@ TEST(FusedLinearCrossEntropy, Module) {
 
 TEST(Divergence, EqualsTorch) {
   const auto x = torch::log_softmax(torch::randn({5, 9}), -1), t = torch::log_softmax(torch::randn({5, 9}), -1);
-  expect_close(run([&](auto& in) { return liger::kl_div(in[0], t.exp()); }, {x}),
-               run([&](auto& in) { return F::kl_div(in[0], t.exp(), F::KLDivFuncOptions().reduction(torch::kMean)); }, {x}));
+  expect_close(
+      run([&](auto& in) { return liger::kl_div(in[0], t.exp()); }, {x}),
+      run([&](auto& in) { return F::kl_div(in[0], t.exp(), F::KLDivFuncOptions().reduction(torch::kMean)); }, {x}));
   const auto mixture = [](const Tensor& q, const Tensor& p) { return (0.3 * p.exp() + 0.7 * q.exp()).log(); };
-  const auto plain = [&](const Tensor& q) { return (0.3 * t.exp() * (t - mixture(q, t)) + 0.7 * q.exp() * (q - mixture(q, t))).sum() / 5; };
-  expect_close(run([&](auto& in) { return liger::jsd(in[0], t, {}, 0.3); }, {x}), run([&](auto& in) { return plain(in[0]); }, {x}));
-  expect_close(run([&](auto& in) { return liger::tvd(in[0], t.exp(), labels()); }, {x.exp()}),
-               run([&](auto& in) { return 0.5 * (in[0] - t.exp()).abs().index({labels() != -100}).sum() / 4; }, {x.exp()}));
+  const auto plain = [&](const Tensor& q) {
+    return (0.3 * t.exp() * (t - mixture(q, t)) + 0.7 * q.exp() * (q - mixture(q, t))).sum() / 5;
+  };
+  expect_close(run([&](auto& in) { return liger::jsd(in[0], t, {}, 0.3); }, {x}),
+               run([&](auto& in) { return plain(in[0]); }, {x}));
+  expect_close(
+      run([&](auto& in) { return liger::tvd(in[0], t.exp(), labels()); }, {x.exp()}),
+      run([&](auto& in) { return 0.5 * (in[0] - t.exp()).abs().index({labels() != -100}).sum() / 4; }, {x.exp()}));
 }
 
 TEST(Divergence, Modules) {
   const auto x = torch::log_softmax(torch::randn({5, 9}), -1), t = torch::log_softmax(torch::randn({5, 9}), -1);
   using namespace liger::nn;
-  expect_close({KLDivLoss(KLDivLossOptions().reduction(liger::Reduction::BatchMean).log_target(true))(x, t)}, {(t.exp() * (t - x)).sum() / 5});
+  expect_close({KLDivLoss(KLDivLossOptions().reduction(liger::Reduction::BatchMean).log_target(true))(x, t)},
+               {(t.exp() * (t - x)).sum() / 5});
   expect_close({JSDLoss(JSDLossOptions().beta(1))(x, t)}, {(x.exp() * (x - t)).sum() / 5});
-  expect_close({TVDLoss(TVDLossOptions().reduction(liger::Reduction::None))(x.exp(), t.exp())}, {0.5 * (x.exp() - t.exp()).abs()});
+  expect_close({TVDLoss(TVDLossOptions().reduction(liger::Reduction::None))(x.exp(), t.exp())},
+               {0.5 * (x.exp() - t.exp()).abs()});
 }
 
 TEST(Softmax, EqualsTorch) {
   const auto x = torch::randn({3, 5, 7});
-  expect_close(run([](auto& t) { return liger::softmax(t[0]); }, {x}), run([](auto& t) { return torch::softmax(t[0], -1); }, {x}));
+  expect_close(run([](auto& t) { return liger::softmax(t[0]); }, {x}),
+               run([](auto& t) { return torch::softmax(t[0], -1); }, {x}));
   expect_close({liger::nn::Softmax()(x)}, {torch::softmax(x, -1)});
 }
 
@@ -230,23 +269,32 @@ TEST(SelectiveLogSoftmax, EqualsTorch) {
   const auto x = torch::randn({5, 7}), ids = labels(), kept = (ids != -100).to(torch::kFloat);
   const auto plain = [&](const Tensor& x) {
     const auto logp = torch::log_softmax(x / 0.8, -1);
-    return torch::stack({logp.gather(1, ids.clamp_min(0).unsqueeze(1)).squeeze(1), -(logp.exp() * logp).sum(-1)}) * kept;
+    return torch::stack({logp.gather(1, ids.clamp_min(0).unsqueeze(1)).squeeze(1), -(logp.exp() * logp).sum(-1)}) *
+           kept;
   };
   liger::nn::SelectiveLogSoftmax module(liger::nn::SelectiveLogSoftmaxOptions().temperature(0.8));
-  expect_close(run([&](auto& t) { const auto [logp, entropy] = module(t[0], ids); return torch::stack({logp, entropy}); }, {x}),
+  expect_close(run(
+                   [&](auto& t) {
+                     const auto [logp, entropy] = module(t[0], ids);
+                     return torch::stack({logp, entropy});
+                   },
+                   {x}),
                run([&](auto& t) { return plain(t[0]); }, {x}));
 }
 
 TEST(PolicyLoss, EqualsTorch) {
-  const auto ids = torch::randint(7, {3, 5}), mask = torch::tensor({{1, 1, 1, 1, 1}, {1, 1, 0, 0, 0}, {0, 0, 0, 0, 0}}), advantages = torch::tensor({1.f, -2.f, 3.f});
+  const auto ids = torch::randint(7, {3, 5}), mask = torch::tensor({{1, 1, 1, 1, 1}, {1, 1, 0, 0, 0}, {0, 0, 0, 0, 0}}),
+             advantages = torch::tensor({1.f, -2.f, 3.f});
   const auto old = -2 + 0.5 * torch::randn({3, 5}), reference = -2 + 0.5 * torch::randn({3, 5});
   const auto plain = [&](const Tensor& hidden, const Tensor& weight, const Tensor& bias) {
-    const auto logp = torch::log_softmax((torch::matmul(hidden, weight.t()) + bias) / 0.8, -1).gather(2, ids.unsqueeze(2)).squeeze(2);
+    const auto logp =
+        torch::log_softmax((torch::matmul(hidden, weight.t()) + bias) / 0.8, -1).gather(2, ids.unsqueeze(2)).squeeze(2);
     const auto c = (logp - old).exp(), a = advantages.unsqueeze(1), x = reference - logp;
     return ((-torch::minimum(c * a, c.clamp(0.8, 1.3) * a) + 0.1 * (x.exp() - x - 1)) * mask).sum() / 7;
   };
   const liger::PolicyInputs inputs{.mask = mask, .advantages = advantages, .old_logp = old, .ref_logp = reference};
-  liger::nn::LinearPolicyLoss loss(liger::nn::LinearPolicyLossOptions().loss({.epsilon_high = 0.3, .beta = 0.1}).temperature(0.8));
+  liger::nn::LinearPolicyLoss loss(
+      liger::nn::LinearPolicyLossOptions().loss({.epsilon_high = 0.3, .beta = 0.1}).temperature(0.8));
   const std::vector<Tensor> in{torch::randn({3, 5, 16}), 0.3 * torch::randn({7, 16}), torch::randn({7})};
   const auto ours = run([&](auto& t) { return loss(t[0], t[1], ids, inputs, t[2]).loss; }, in);
   EXPECT_GT(ours[1].abs().max().item<double>(), 1e-3);
@@ -257,16 +305,16 @@ TEST(PolicyLoss, EqualsTorch) {
   EXPECT_FALSE(liger::policy_loss(old, {.mask = mask, .advantages = advantages}).kl.defined());
   std::ostringstream printed;
   printed << *loss->clone();
-  EXPECT_EQ(printed.str(), "liger::nn::LinearPolicyLoss(loss=dapo, sequence_level=false, epsilon_low=0.2, epsilon_high=0.3, beta=0.1, temperature=0.8)");
+  EXPECT_EQ(printed.str(),
+            "liger::nn::LinearPolicyLoss(loss=dapo, sequence_level=false, epsilon_low=0.2, epsilon_high=0.3, beta=0.1, "
+            "temperature=0.8)");
 }
 
 template <class F>
 bool raises(F f, const char* text) {
   try {
     f();
-  } catch (const c10::Error& e) {
-    return std::string(e.what()).find(text) != std::string::npos;
-  }
+  } catch (const c10::Error& e) { return std::string(e.what()).find(text) != std::string::npos; }
   return false;
 }
 
@@ -284,10 +332,13 @@ TEST(Errors, NameTheArgument) {
   const auto x = torch::randn({2, 8}).requires_grad_();
   const auto dx = torch::autograd::grad({liger::rms_norm(x, {}).pow(2).sum()}, {x}, {}, true, true)[0];
   EXPECT_TRUE(raises([&] { dx.sum().backward(); }, "liger::rms_norm has no second derivative"));
-  EXPECT_TRUE(raises([] { liger::policy_loss(torch::randn({2, 8}), {.mask = torch::ones({2, 7}), .advantages = torch::ones({2})}); }, "mask does not fit logp"));
+  EXPECT_TRUE(raises(
+      [] { liger::policy_loss(torch::randn({2, 8}), {.mask = torch::ones({2, 7}), .advantages = torch::ones({2})}); },
+      "mask does not fit logp"));
   EXPECT_TRUE(raises([] { liger::policy_loss(torch::randn({2, 8}), {.mask = torch::ones({2, 8})}); }, "must be given"));
   EXPECT_TRUE(raises([] { liger::rms_norm(at::Tensor(), {}); }, "rms_norm: x is an undefined tensor"));
-  EXPECT_TRUE(raises([] { liger::cross_entropy(torch::randn({2, 8}), at::Tensor()); }, "cross_entropy: target is an undefined tensor"));
+  EXPECT_TRUE(raises([] { liger::cross_entropy(torch::randn({2, 8}), at::Tensor()); },
+                     "cross_entropy: target is an undefined tensor"));
 }
 
 }  // namespace

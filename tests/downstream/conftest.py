@@ -3,7 +3,12 @@
 import json
 import os
 
-os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "WANDB_MODE": "disabled"}
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "TRL_EXPERIMENTAL_SILENCE": "1",
+    "WANDB_MODE": "disabled",
+}
 
 import pytest
 import torch
@@ -45,7 +50,14 @@ def tokenizer(roles):
     vocabulary = {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *WORDS, *roles])}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>", padding_side="left")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        padding_side="left",
+    )
 
 
 @pytest.fixture
@@ -56,9 +68,23 @@ def width():
 @pytest.fixture
 def model(tokenizer, width, tmp_path):
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=3 * width // 2, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-        initializer_range=0.2, rms_norm_eps=0.03, pad_token_id=0, bos_token_id=1, eos_token_id=2, attn_implementation="eager"))
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=width,
+            intermediate_size=3 * width // 2,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            initializer_range=0.2,
+            rms_norm_eps=0.03,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            attn_implementation="eager",
+        )
+    )
     model.save_pretrained(tmp_path)  # from where a trainer loads its reference model
     return LlamaForCausalLM.from_pretrained(tmp_path)
 

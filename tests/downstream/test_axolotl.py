@@ -8,7 +8,6 @@ import axolotl.common.datasets  # noqa: F401 it imports late, and a child proces
 import axolotl.train  # noqa: F401
 import pytest
 import yaml
-from axolotl.cli.config import load_cfg
 from axolotl.cli.train import do_cli
 from conftest import json_lines, unequal, words
 from snippets import yaml_of

@@ -1,11 +1,10 @@
 """The losses that TRL up to 1.12 takes from liger_kernel.chunked_loss, in its trainers, against those without."""
 
+import liger_kernel.chunked_loss
 import pytest
 from conftest import COMMON
 from trainers import assert_same_steps, train
 from watched import Seen
-
-import liger_kernel.chunked_loss
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,9 @@ import pytest
 import torch
 from bitsandbytes import functional
 from conftest import COMMON, words
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Trainer, TrainingArguments
-from watched import assert_same, logits_of, watched
-
 from liger_kernel.ops.sliced_log_prob import quantised_linear_log_prob
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
+from watched import assert_same, logits_of, watched
 
 FOUR_BITS = dict(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
 KINDS = {
@@ -122,7 +121,13 @@ def test_4_bit_head():
             found = quantised_linear_log_prob(hidden.requires_grad_(), q, ids, bias, entropy=True, classes_at_once=40)
             leaf = hidden.detach().double().requires_grad_()
             p = torch.log_softmax(leaf @ dense.double().T + bias.double(), -1)
-            exact = torch.where(kept, p.gather(-1, ids.clamp(min=0)[:, None])[:, 0], 0), torch.where(kept, -(p.exp() * p).sum(-1), 0)
-            gradients = (torch.autograd.grad(out[0].sum() + 2 * out[1].sum(), x)[0] for out, x in ((found, hidden), (exact, leaf)))
+            exact = (
+                torch.where(kept, p.gather(-1, ids.clamp(min=0)[:, None])[:, 0], 0),
+                torch.where(kept, -(p.exp() * p).sum(-1), 0),
+            )
+            gradients = (
+                torch.autograd.grad(out[0].sum() + 2 * out[1].sum(), x)[0]
+                for out, x in ((found, hidden), (exact, leaf))
+            )
             for a, b in zip((*found, next(gradients)), (*exact, next(gradients))):
                 torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)

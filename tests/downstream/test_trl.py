@@ -4,17 +4,22 @@ import contextlib
 import pathlib
 import sys
 
+import liger_kernel.trl
 import pytest
 import torch
 import trl.trainer.utils as trl_utils
+from liger_kernel.ops import linear_distillation
+from liger_kernel.trl import OUTPUTS
 from trainers import assert_same_steps, train
 from trl.kernels import chunked_divergence, chunked_logprob
 
-import liger_kernel.trl
-from liger_kernel.ops import linear_distillation
-from liger_kernel.trl import OUTPUTS
-
-NAMES = ("_ChunkedLogProbFunction", "_use_triton", "_supports_trl_loss_kernel", "_fused_logprob_entropy", "is_triton_available")
+NAMES = (
+    "_ChunkedLogProbFunction",
+    "_use_triton",
+    "_supports_trl_loss_kernel",
+    "_fused_logprob_entropy",
+    "is_triton_available",
+)
 ALL = tuple(OUTPUTS)
 TWO_HEADS = "linear_distillation_forward"  # in both passes
 
@@ -73,7 +78,9 @@ def test_undo_restores():
     report = liger_kernel.trl.patch()
     after = state()
     assert all(after[name] is not before[name] for name in NAMES)
-    assert not report.skipped and ("_ChunkedLogProbFunction", "linear_log_prob") in {(done.name, done.by) for done in report.replaced}
+    assert not report.skipped and ("_ChunkedLogProbFunction", "linear_log_prob") in {
+        (done.name, done.by) for done in report.replaced
+    }
     again = liger_kernel.trl.patch()
     assert state() == after and len(again.replaced) == len(report.replaced)
     again.undo()
@@ -109,7 +116,11 @@ def inputs(tokens=37, width=24, classes=131, dtype=torch.float32, weight_dtype=N
     generator = torch.Generator().manual_seed(tokens)
     random = lambda *shape: torch.randn(*shape, generator=generator)
     weight_dtype = weight_dtype or dtype
-    tensors = [random(tokens, width).to(dtype), (random(classes, width) * 0.5).to(weight_dtype), random(classes).to(weight_dtype) if bias else None]
+    tensors = [
+        random(tokens, width).to(dtype),
+        (random(classes, width) * 0.5).to(weight_dtype),
+        random(classes).to(weight_dtype) if bias else None,
+    ]
     targets = torch.randint(classes, (tokens,), generator=generator)
     with torch.no_grad():  # some tokens are the likeliest
         targets[::3] = (tensors[0] @ tensors[1].to(dtype).T + (tensors[2] if bias else 0)).argmax(-1)[::3]
@@ -132,7 +143,9 @@ def run(function, tensors, targets, options, upstream=(True, True), autocast=Non
 def both(*args, **kwargs):
     """The results and gradients of TRL's own function, and ours."""
     original = chunked_logprob.ChunkedLogProbFunction
-    return tuple(run(function, *args, **kwargs) for function in (original, liger_kernel.trl._log_prob_function(original, 0)))
+    return tuple(
+        run(function, *args, **kwargs) for function in (original, liger_kernel.trl._log_prob_function(original, 0))
+    )
 
 
 def assert_alike(expected, actual, tolerance):
@@ -164,7 +177,15 @@ def assert_no_worse(tensors, targets, options, ours, theirs, factor=1.1):
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("bias", (True, False))
-@pytest.mark.parametrize("options", ((1.0, 64), (0.7, 50, 3.0, 1.6, ALL), (1.3, 64, None, 0.4, ALL), (0.9, 64, 5.0, 1.0, ("log_probs", "entropy", "is_top1"))))
+@pytest.mark.parametrize(
+    "options",
+    (
+        (1.0, 64),
+        (0.7, 50, 3.0, 1.6, ALL),
+        (1.3, 64, None, 0.4, ALL),
+        (0.9, 64, 5.0, 1.0, ("log_probs", "entropy", "is_top1")),
+    ),
+)
 def test_log_prob_function(calls, dtype, bias, options):
     tensors, targets = inputs(400, dtype=dtype, bias=bias)
     (expected, gradients), (found, own) = both(tensors, targets, options)
@@ -174,7 +195,9 @@ def test_log_prob_function(calls, dtype, bias, options):
         assert expected[4].any()
     else:
         assert_no_worse(tensors, targets, options, (found, own), (expected, gradients))
-    assert own[1].abs().max() > 0.1 and [t.requires_grad for t in found if t is not None] == [t.requires_grad for t in expected if t is not None]
+    assert own[1].abs().max() > 0.1 and [t.requires_grad for t in found if t is not None] == [
+        t.requires_grad for t in expected if t is not None
+    ]
     assert counts(calls) == {"linear_log_prob_forward": 1, "linear_log_prob_backward_": 1}
 
 
@@ -186,7 +209,9 @@ def test_absent_upstream_gradients(calls, upstream, outputs):
     assert_alike(gradients, own, FLOAT)
     assert found[1] is None or "entropy" in outputs
     used = (upstream[0], upstream[1] and "entropy" in outputs)
-    assert [tuple(t is not None for t in args[:2]) for args in calls.get("linear_log_prob_backward_", ())] == [used] * any(used)
+    assert [tuple(t is not None for t in args[:2]) for args in calls.get("linear_log_prob_backward_", ())] == [
+        used
+    ] * any(used)
 
 
 @pytest.mark.parametrize("frozen", ((0,), (1,), (2,), (1, 2), (0, 1, 2)))
@@ -201,7 +226,14 @@ def test_frozen_inputs_get_no_gradient(frozen):
     assert [g is None for g in own] == [place in frozen for place in range(3)]
 
 
-@pytest.mark.parametrize("hidden, weight, autocast", ((torch.bfloat16, torch.float32, None), (torch.float32, torch.bfloat16, None), (torch.float32, torch.float32, torch.bfloat16)))
+@pytest.mark.parametrize(
+    "hidden, weight, autocast",
+    (
+        (torch.bfloat16, torch.float32, None),
+        (torch.float32, torch.bfloat16, None),
+        (torch.float32, torch.float32, torch.bfloat16),
+    ),
+)
 def test_mixed_dtypes(calls, hidden, weight, autocast):
     tensors, targets = inputs(dtype=hidden, weight_dtype=weight)
     options = 0.7, 64, None, 1.0, ("entropy", "mean_logits")
@@ -219,7 +251,11 @@ def test_no_logits_wait_under_no_grad(calls):
 
 
 def test_masked_tokens_are_left_out_where_there_are_kernels(patched):
-    assert trl_utils._use_triton(torch.device("cpu")) and trl_utils._use_triton(torch.device("cuda")) and not trl_utils._use_triton(torch.device("mps"))
+    assert (
+        trl_utils._use_triton(torch.device("cpu"))
+        and trl_utils._use_triton(torch.device("cuda"))
+        and not trl_utils._use_triton(torch.device("mps"))
+    )
 
 
 def test_without_triton_trls_kernel_is_not_asked_for(monkeypatch):
@@ -236,7 +272,9 @@ def test_no_tokens():
     assert found[0].requires_grad and not own[1].any()
 
 
-@pytest.mark.parametrize("change", ({"dtype": torch.float64}, {"options": (1.0, 64, None, 0.0)}, {"options": (1.0, 64, None, -1.5)}))
+@pytest.mark.parametrize(
+    "change", ({"dtype": torch.float64}, {"options": (1.0, 64, None, 0.0)}, {"options": (1.0, 64, None, -1.5)})
+)
 def test_what_has_no_kernel_runs_on_trls_own(calls, change):
     tensors, targets = inputs(dtype=change.get("dtype", torch.float32))
     (expected, gradients), (found, own) = both(tensors, targets, change.get("options", (1.0, 64)))
@@ -251,7 +289,7 @@ def test_backward_twice_and_second_derivatives():
     loss = function.apply(*tensors, targets, 0.7, 64)[0].square().sum()
     first = torch.autograd.grad(loss, tensors, retain_graph=True)
     assert_alike(first, torch.autograd.grad(loss, tensors, retain_graph=True), 0)
-    gradient, = torch.autograd.grad(loss, tensors[:1], create_graph=True)
+    (gradient,) = torch.autograd.grad(loss, tensors[:1], create_graph=True)
     with pytest.raises(RuntimeError, match="second derivative"):
         gradient.sum().backward()
 
@@ -295,7 +333,7 @@ def test_backward_gathers_a_weight_that_was_taken_away(monkeypatch, max_bytes):
 def test_selective_log_softmax(patched, calls, shape, masked, temperature):
     generator = torch.Generator().manual_seed(len(shape))
     classes = 53
-    values = (torch.randn(*shape, classes, generator=generator) * 2)
+    values = torch.randn(*shape, classes, generator=generator) * 2
     index = torch.randint(classes, shape, generator=generator)
     mask = torch.rand(shape, generator=generator) > 0.4 if masked else None
     factors = torch.randn(2, *shape, generator=generator)
@@ -318,7 +356,9 @@ def test_selective_log_softmax_where_ours_does_not_apply(patched, calls):
     logits, index = torch.randn(3, 5, 11), torch.randint(11, (3, 5, 2))
     expected = logits.log_softmax(-1).gather(-1, index)
     torch.testing.assert_close(trl_utils.selective_log_softmax(logits, index), expected)
-    torch.testing.assert_close(trl_utils.selective_log_softmax(logits.double(), index[..., 0]), expected[..., 0].double())
+    torch.testing.assert_close(
+        trl_utils.selective_log_softmax(logits.double(), index[..., 0]), expected[..., 0].double()
+    )
     with pytest.raises(ValueError, match="temperature"):
         trl_utils.selective_log_softmax(logits, index[..., 0], 0.0)
     assert not calls
@@ -326,7 +366,10 @@ def test_selective_log_softmax_where_ours_does_not_apply(patched, calls):
 
 def heads(tokens, dtype=torch.float32, bias=True):
     """A student and a teacher of different widths."""
-    student, teacher = inputs(tokens, dtype=dtype, bias=bias)[0], inputs(tokens + 1, width=17, dtype=dtype, bias=bias)[0]
+    student, teacher = (
+        inputs(tokens, dtype=dtype, bias=bias)[0],
+        inputs(tokens + 1, width=17, dtype=dtype, bias=bias)[0],
+    )
     return [*student, *(t if t is None else t.detach() for t in (teacher[0][:tokens], *teacher[1:]))]
 
 
@@ -343,15 +386,29 @@ def both_divergences(tensors, options, backward=True, autocast=None):
 
 
 @pytest.mark.parametrize("bias", (True, False))
-@pytest.mark.parametrize("options", ((0.0,), (1.0, 0.7), (0.5, 1.3), (0.2, 0.7, 1.6, 3.0, 0.4, None), (0.0, 1.0, 1.0, None, 2.0, 5.0), (1.0, 0.7, 0.8, 3.0)))
+@pytest.mark.parametrize(
+    "options",
+    (
+        (0.0,),
+        (1.0, 0.7),
+        (0.5, 1.3),
+        (0.2, 0.7, 1.6, 3.0, 0.4, None),
+        (0.0, 1.0, 1.0, None, 2.0, 5.0),
+        (1.0, 0.7, 0.8, 3.0),
+    ),
+)
 def test_divergence_function(calls, options, bias):
     (expected, gradients), (found, own) = both_divergences(heads(1100, bias=bias), options)
     assert_alike(expected, found, FLOAT)
     assert_alike(gradients, own, FLOAT)
-    assert own[1].abs().max() > 0.1 and own[3:] == [None] * 3 and not found[1].requires_grad and len(calls[TWO_HEADS]) == 2
+    assert (
+        own[1].abs().max() > 0.1 and own[3:] == [None] * 3 and not found[1].requires_grad and len(calls[TWO_HEADS]) == 2
+    )
 
 
-@pytest.mark.parametrize("dtype, autocast", ((torch.bfloat16, None), (torch.float16, None), (torch.float32, torch.bfloat16)))
+@pytest.mark.parametrize(
+    "dtype, autocast", ((torch.bfloat16, None), (torch.float16, None), (torch.float32, torch.bfloat16))
+)
 @pytest.mark.parametrize("beta", (0.0, 0.5, 1.0))
 def test_divergence_in_16_bits(calls, dtype, autocast, beta):
     tensors, options = heads(700, dtype), (beta, 0.7, 1.0, 5.0)
@@ -376,7 +433,7 @@ def test_divergence_of_frozen_inputs(frozen):
 def test_divergence_has_no_second_derivative():
     tensors = heads(9)
     loss = liger_kernel.trl._divergence_function(None, 0).apply(*tensors, 0.5)[0].square().sum()
-    gradient, = torch.autograd.grad(loss, tensors[:1], create_graph=True)
+    (gradient,) = torch.autograd.grad(loss, tensors[:1], create_graph=True)
     with pytest.raises(RuntimeError, match="second derivative"):
         gradient.sum().backward()
 
@@ -400,11 +457,22 @@ def test_divergence_gathers_the_weights_that_were_taken_away(monkeypatch):
     torch.testing.assert_close(torch.autograd.grad(divergence.sum(), tensors[:3]), expected)
 
 
-@pytest.mark.parametrize("kind, options, keys", (
-    ("sft", {}, {"loss", "entropy", "mean_token_accuracy"}), ("dpo", {}, {"loss", "rewards/margins", "logps/chosen"}),
-    ("dpo", dict(use_weighting=True), {"loss", "rewards/margins"}), ("distillation", dict(beta=0.5), {"loss"}), ("distillation", dict(beta=0.0), {"loss"}),
-    ("distillation", dict(beta=1.0), {"loss"}), ("kto", {}, {"loss", "kl", "rewards/chosen"}), ("grpo", {}, {"loss", "entropy", "kl", "reward"})))
-def test_trainers_take_the_same_steps(kind, options, keys, model, tokenizer, tmp_path, monkeypatch, calls, record_property):
+@pytest.mark.parametrize(
+    "kind, options, keys",
+    (
+        ("sft", {}, {"loss", "entropy", "mean_token_accuracy"}),
+        ("dpo", {}, {"loss", "rewards/margins", "logps/chosen"}),
+        ("dpo", dict(use_weighting=True), {"loss", "rewards/margins"}),
+        ("distillation", dict(beta=0.5), {"loss"}),
+        ("distillation", dict(beta=0.0), {"loss"}),
+        ("distillation", dict(beta=1.0), {"loss"}),
+        ("kto", {}, {"loss", "kl", "rewards/chosen"}),
+        ("grpo", {}, {"loss", "entropy", "kl", "reward"}),
+    ),
+)
+def test_trainers_take_the_same_steps(
+    kind, options, keys, model, tokenizer, tmp_path, monkeypatch, calls, record_property
+):
     expected = train(kind, model, tokenizer, tmp_path, **options)
     assert not calls
     report = liger_kernel.trl.patch()
@@ -415,7 +483,11 @@ def test_trainers_take_the_same_steps(kind, options, keys, model, tokenizer, tmp
         report.undo()
     logged = expected[0][0].keys()
     assert keys <= logged and all(step.keys() == logged for step in (*expected[0], *found[0]))
-    assert_same_steps(expected, found, {name for name in logged if not any(word in name for word in ("runtime", "time", "per_second"))})
+    assert_same_steps(
+        expected,
+        found,
+        {name for name in logged if not any(word in name for word in ("runtime", "time", "per_second"))},
+    )
     chosen = "".join(f", {name} {value}" for name, value in options.items())
     record_property("setup", f"{kind.upper()}{chosen}, `liger_kernel.trl.patch()`")
     record_property("result", "equal metrics and parameters after 2 steps, without TRL's own fused head")
@@ -425,7 +497,10 @@ def test_trainers_take_the_same_steps(kind, options, keys, model, tokenizer, tmp
         assert len(calls["linear_log_prob_forward"]) >= 2 and len(calls["linear_log_prob_backward_"]) == 2
 
 
-@pytest.mark.parametrize("name", ("linear_log_prob", "linear_distillation", "linear_dpo", "linear_orpo", "linear_kto", "linear_grpo", "linear_jsd"))
+@pytest.mark.parametrize(
+    "name",
+    ("linear_log_prob", "linear_distillation", "linear_dpo", "linear_orpo", "linear_kto", "linear_grpo", "linear_jsd"),
+)
 def test_benchmarks_time_the_same_loss(name, monkeypatch):
     """What benchmarks/bench.py takes from TRL, without the rest of it, has our results and gradients."""
     root = pathlib.Path(__file__).parents[2]
@@ -443,7 +518,10 @@ def test_benchmarks_time_the_same_loss(name, monkeypatch):
     tensors = case.inputs(shape, options)
     wanted = [t for t in tensors if t is not None and t.requires_grad]
     found = []
-    for call in (lambda: case.op(*tensors, **options), lambda: rivals.LIBRARIES["trl"][name](kernels, tensors, options)):
+    for call in (
+        lambda: case.op(*tensors, **options),
+        lambda: rivals.LIBRARIES["trl"][name](kernels, tensors, options),
+    ):
         result = call()
         result = result[0] if isinstance(result, tuple) else result
         found.append((result, *torch.autograd.grad(result.sum(), wanted)))

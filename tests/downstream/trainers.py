@@ -9,6 +9,7 @@ from conftest import COMMON, words
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
+
 def rewards(completion_ids, **ignored):
     """Differ within a group and from group to group, whatever was drawn."""
     return [sum(ids[:3]) / 60 + 0.3 * i for i, ids in enumerate(completion_ids)]
@@ -106,7 +107,9 @@ def trainer_of(kind, model, tokenizer, folder, more={}, **options):
         end = "{% if message['role'] == 'assistant' %}</s>{% endif %}"
         tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} " + end + "{% endfor %}"
     config = getattr(home, f"{name}Config")(output_dir=str(folder), **COMMON | own | options)
-    return getattr(home, f"{name}Trainer")(model=model, processing_class=tokenizer, args=config, **arguments(model), **more)
+    return getattr(home, f"{name}Trainer")(
+        model=model, processing_class=tokenizer, args=config, **arguments(model), **more
+    )
 
 
 def train(kind, model, tokenizer, folder, watch=lambda trainer: None, **options):

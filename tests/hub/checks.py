@@ -4,9 +4,8 @@ import functools
 
 import tagged
 import torch
-from tagged import WIDTH, close, make, rotary_inputs
-
 from liger_kernel.hub import layers
+from tagged import WIDTH, close, make, rotary_inputs
 
 # Sums of 64 float terms in another order: some roundings of 2^-24, and gradients that are differences of such sums.
 FLOAT = 2.0**-17

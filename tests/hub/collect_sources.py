@@ -18,7 +18,6 @@ import textwrap
 import tagged
 import torch
 import transformers
-
 from liger_kernel.hub import layers
 from liger_kernel.transformers.source import fingerprint
 

@@ -6,10 +6,9 @@ import pytest
 import tagged
 import torch
 from checks import check_gated_mlp, check_norm, check_rotary_embedding
-from tagged import WIDTH, load, rotary_inputs
-
 from liger_kernel.hub import layers
 from liger_kernel.transformers import hub_kernels
+from tagged import WIDTH, load, rotary_inputs
 
 # What no layer stands for: an opposite sign, adjacent columns, and tables whose halves differ.
 WITHOUT = {"modeling_nanochat", "modeling_openai_privacy_filter", "modeling_hunyuan_vl"}

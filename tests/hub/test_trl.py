@@ -9,11 +9,10 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
 from liger_kernel.hub import layers
 from liger_kernel.transformers import use_as_hub_kernels
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 WORDS = [f"w{i}" for i in range(60)]
 COMMON = {

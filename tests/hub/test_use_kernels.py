@@ -8,19 +8,18 @@ import pathlib
 import types
 
 import kernels
+import liger_kernel.hub
 import pytest
 import torch
 import transformers
+from liger_kernel.hub import layers
+from liger_kernel.transformers import use_as_hub_kernels
 from peft import LoraConfig, get_peft_model
 from tagged import close
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations import hub_kernels as transformers_hub
 from transformers.models.llama import modeling_llama
-
-import liger_kernel.hub
-from liger_kernel.hub import layers
-from liger_kernel.transformers import use_as_hub_kernels
 
 # One with everything, one with norms of heads, one that rounds like Gemma under a tag, one with untagged norms and a
 # softcap, and one without a row.

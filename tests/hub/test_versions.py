@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers
 from conftest import assert_same_step, batch, make
-
 from liger_kernel import env_report
 from liger_kernel.transformers import use_as_hub_kernels
 

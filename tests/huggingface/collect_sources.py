@@ -19,12 +19,11 @@ import zipfile
 from pathlib import Path
 
 import torch
-from torch import nn
-from transformers.activations import ACT2FN
-
 from liger_kernel.transformers import numeric
 from liger_kernel.transformers.families import FAMILIES
 from liger_kernel.transformers.source import fingerprint
+from torch import nn
+from transformers.activations import ACT2FN
 
 TABLE = Path(__file__).parents[2] / "python/liger_kernel/transformers/known_sources.json"
 CONFIG = types.SimpleNamespace(

@@ -10,7 +10,6 @@ import sys
 import pytest
 import torch
 import transformers
-
 from liger_kernel.transformers.families import FAMILIES
 from liger_kernel.transformers.patch import patch
 

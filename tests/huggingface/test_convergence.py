@@ -10,10 +10,9 @@ model itself, trained without the patch once more after a change of every parame
 
 import pytest
 import torch
+from liger_kernel.transformers import monkey_patch
 from test_families import FUSED, UNFUSED, only, switches_of
 from tiny import TINY_MODELS, model_of
-
-from liger_kernel.transformers import monkey_patch
 
 CONVERGED = ("llama", "qwen3", "gemma2", "gemma3", "mixtral", "qwen2_5_vl")
 STEPS, LIKELIEST = 32, 20

@@ -15,17 +15,27 @@ import traceback
 import pytest
 import torch
 from conftest import VOCABULARY, assert_close, make, run
+from liger_kernel.transformers.patch import patch
 from torch import nn
 from torch.distributed import init_device_mesh
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
-
 from transformers.distributed import DistributedConfig
-
-from liger_kernel.transformers.patch import patch
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 from ranks import on_ranks  # noqa: E402
@@ -51,8 +61,12 @@ def is_head(module):
 
 
 def fsdp1(model, own_head=False, **options):
-    policy = lambda module, recurse, nonwrapped_numel: recurse or type(module).__name__.endswith("DecoderLayer") or own_head and is_head(module)
-    return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), **{"use_orig_params": True, **options})
+    policy = lambda module, recurse, nonwrapped_numel: (
+        recurse or type(module).__name__.endswith("DecoderLayer") or own_head and is_head(module)
+    )
+    return FullyShardedDataParallel(
+        model, auto_wrap_policy=policy, device_id=torch.device("cpu"), **{"use_orig_params": True, **options}
+    )
 
 
 def fsdp2(model, own_head=False, checkpointed=False, **options):
@@ -102,7 +116,9 @@ def gradients_of(wrapped):
             for own in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module."):
                 name = name.replace(own, "")
             if parameter.grad is not None:
-                found[name] = (parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad).clone()
+                found[name] = (
+                    parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+                ).clone()
         return found
 
 
@@ -121,7 +137,10 @@ def step(mode, model, rank):
     wrapped, inputs = MODES[mode](model), part(batch(), rank)
     pieces = [inputs]
     if mode.endswith("accumulating"):
-        pieces = [{name: value[i : i + 1] if value.dim() else value for name, value in inputs.items()} for i in range(ROWS // RANKS)]
+        pieces = [
+            {name: value[i : i + 1] if value.dim() else value for name, value in inputs.items()}
+            for i in range(ROWS // RANKS)
+        ]
     total, logits = torch.zeros(()), False
     with contextlib.nullcontext() if mode.endswith("compiled") else Collectives() as collectives:
         for i, piece in enumerate(pieces):
@@ -266,16 +285,25 @@ def sequence_parallel(model):
         elif leaf.endswith("layernorm"):
             plan[name] = SequenceParallel()
         elif leaf == "self_attn":
-            layouts = dict(input_kwarg_layouts={"hidden_states": Shard(1)}, desired_input_kwarg_layouts={"hidden_states": Replicate()})
+            layouts = dict(
+                input_kwarg_layouts={"hidden_states": Shard(1)},
+                desired_input_kwarg_layouts={"hidden_states": Replicate()},
+            )
             plan[name] = PrepareModuleInput(**layouts, use_local_output=True)
         elif leaf == "mlp":
-            plan[name] = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True)
+            plan[name] = PrepareModuleInput(
+                input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True
+            )
     return parallelize_module(model, init_device_mesh("cpu", (RANKS,)), plan)
 
 
 def tensor_parallel(model):
     styles = {"gate_proj": ColwiseParallel, "up_proj": ColwiseParallel, "down_proj": RowwiseParallel}
-    plan = {name: styles[name.rpartition(".")[2]]() for name, _ in model.named_modules() if name.rpartition(".")[2] in styles}
+    plan = {
+        name: styles[name.rpartition(".")[2]]()
+        for name, _ in model.named_modules()
+        if name.rpartition(".")[2] in styles
+    }
     plan["lm_head"] = ColwiseParallel(output_layouts=Replicate())
     return parallelize_module(model, init_device_mesh("cpu", (RANKS,)), plan)
 

@@ -5,18 +5,17 @@ import inspect
 import sys
 from types import SimpleNamespace
 
+import liger_kernel.transformers
 import pytest
 import torch
 from conftest import COMMON, assert_close, batch, class_of, config_of, make, modeling, restored
-from torch import nn
-from transformers import PreTrainedModel
-
-import liger_kernel.transformers
 from liger_kernel.transformers import monkey_patch
 from liger_kernel.transformers.families import FAMILIES, LLAMA, MODEL_TYPES, ROPE, SWIGLU, CausalLM, Family
 from liger_kernel.transformers.model import loss_utils
 from liger_kernel.transformers.patch import Report, patch
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
+from torch import nn
+from transformers import PreTrainedModel
 
 FUSED = "fused_linear_cross_entropy"
 
@@ -258,20 +257,28 @@ def test_importable_forward_works_when_it_is_assigned(family, monkeypatch):
     assert output.logits is None
     assert_close(output.loss, expected.loss)
     ids, labels = batch().values()
-    output = model(ids, None, None, None, None, labels, None, None, True, skip_logits=True, cache_position=None, return_dict=True)
+    output = model(
+        ids, None, None, None, None, labels, None, None, True, skip_logits=True, cache_position=None, return_dict=True
+    )
     assert output.logits is None and len(output.hidden_states) == len(expected.hidden_states)
     assert isinstance(model(ids, labels=labels, return_dict=False), tuple)
 
 
 def test_importable_forward_has_the_parameters_of_the_api(family):
     first = "self input_ids attention_mask position_ids past_key_values inputs_embeds labels use_cache output_attentions output_hidden_states"
-    last = "cache_position logits_to_keep skip_logits return_dict" if family == "qwen3" else "return_dict cache_position logits_to_keep skip_logits"
+    last = (
+        "cache_position logits_to_keep skip_logits return_dict"
+        if family == "qwen3"
+        else "return_dict cache_position logits_to_keep skip_logits"
+    )
     forward = importlib.import_module(f"liger_kernel.transformers.model.{family}").lce_forward
     parameters = inspect.signature(forward).parameters
     assert list(parameters) == [*first.split(), *last.split(), "kwargs"]
     empty = inspect.Parameter.empty
     defaults = {name: p.default for name, p in parameters.items() if name not in ("self", "kwargs")}
-    assert {name for name, default in defaults.items() if default is not None} == {"logits_to_keep"} and defaults["logits_to_keep"] == 0
+    assert {name for name, default in defaults.items() if default is not None} == {"logits_to_keep"} and defaults[
+        "logits_to_keep"
+    ] == 0
     assert parameters["self"].default is empty
 
 

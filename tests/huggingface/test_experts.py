@@ -9,15 +9,15 @@ import pytest
 import torch
 import transformers
 from conftest import TOLERANCE, assert_close, run
+from liger_kernel.transformers.experts import LigerGptOssExperts
+from liger_kernel.transformers.swiglu import LigerExperts
 from packaging import version
 from tiny import model_of, text
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_kernel.transformers.experts import LigerGptOssExperts
-from liger_kernel.transformers.swiglu import LigerExperts
-
 pytestmark = pytest.mark.skipif(
-    version.parse(transformers.__version__) < version.parse("5"), reason="transformers 4 has experts in a list, or others"
+    version.parse(transformers.__version__) < version.parse("5"),
+    reason="transformers 4 has experts in a list, or others",
 )
 CASES = [("mixtral", "MixtralForCausalLM", LigerExperts), ("gpt_oss", "GptOssForCausalLM", LigerGptOssExperts)]
 

@@ -8,16 +8,15 @@ import pytest
 import torch
 import transformers
 from conftest import CURVE_TOLERANCE, TOLERANCE, VOCABULARY, assert_close, assert_rounded_alike
-from packaging import version
-from tiny import TINY_MODELS, model_of
-from torch.nn import functional as F
-
 from liger_kernel.transformers import monkey_patch
 from liger_kernel.transformers.causal_lm import names_in
 from liger_kernel.transformers.experts import LigerGEGLUExperts, LigerGptOssExperts
 from liger_kernel.transformers.families import FAMILIES, SWITCHES
 from liger_kernel.transformers.graft import warn_once
 from liger_kernel.transformers.swiglu import LigerExperts, LigerFalconH1SwiGLUMLP
+from packaging import version
+from tiny import TINY_MODELS, model_of
+from torch.nn import functional as F
 
 # The families whose loss has a part for the balance of the experts.
 ROUTED = ("mixtral", "qwen3_moe", "qwen3_next", "gpt_oss", "deepseek_v4", "qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe")

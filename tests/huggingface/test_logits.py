@@ -5,14 +5,13 @@ import copy
 import pytest
 import torch
 from conftest import COMMON, assert_close, batch, make, run
-from torch import nn
-from torch.nn import functional as F
-from transformers.modeling_outputs import CausalLMOutputWithPast
-
 from liger_kernel.transformers.causal_lm import fused_forward
 from liger_kernel.transformers.families import CausalLM
 from liger_kernel.transformers.graft import with_globals
 from liger_kernel.transformers.model import loss_utils
+from torch import nn
+from torch.nn import functional as F
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 RECORDED = {
     "nothing": lambda x: x,

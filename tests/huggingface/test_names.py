@@ -6,15 +6,14 @@ import re
 import subprocess
 import sys
 
-import pytest
-from tiny import model_of
-from torch import nn
-
 import liger_kernel.ops
 import liger_kernel.transformers
+import pytest
 from liger_kernel.transformers import monkey_patch
 from liger_kernel.transformers.families import FAMILIES
 from liger_kernel.transformers.graft import warn_once
+from tiny import model_of
+from torch import nn
 
 
 @pytest.fixture
@@ -25,7 +24,11 @@ def warnings_of(caplog):
     def warnings_of(call):
         caplog.clear()
         call()
-        return [record.getMessage() for record in caplog.records if record.levelname == "WARNING" and record.name.startswith("liger_kernel")]
+        return [
+            record.getMessage()
+            for record in caplog.records
+            if record.levelname == "WARNING" and record.name.startswith("liger_kernel")
+        ]
 
     return warnings_of
 
@@ -81,7 +84,9 @@ def test_auto_model_of_an_unsupported_type(warnings_of):
 
     config = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16)
     models = []
-    (message,) = warnings_of(lambda: models.append(liger_kernel.transformers.AutoLigerKernelForCausalLM.from_config(config)))
+    (message,) = warnings_of(
+        lambda: models.append(liger_kernel.transformers.AutoLigerKernelForCausalLM.from_config(config))
+    )
     assert models[0].config.model_type == "gpt2" and "'gpt2'" in message
 
 

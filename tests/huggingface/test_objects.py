@@ -13,8 +13,6 @@ from conftest import assert_close
 from tiny import TINY_MODELS, model_of, text
 from torch import nn
 
-from liger_kernel.transformers.families import FAMILIES
-
 CLASSES = {"llama": "LlamaForCausalLM", "gemma2": "Gemma2ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 EXPERTS = "qwen3_moe"
 

@@ -7,12 +7,11 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, SequentialHook, add_hook_to_module
 from conftest import assert_same_step, batch, class_of, config_of, make, modeling, run
-from torch.nn.modules.module import register_module_forward_hook
-
 from liger_kernel.transformers import LigerMLP, LigerTiledSwiGLUMLP, functional
 from liger_kernel.transformers.families import FAMILIES, CausalLM, Family
 from liger_kernel.transformers.graft import warn_once
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
+from torch.nn.modules.module import register_module_forward_hook
 
 FUSED, UNFUSED = "fused_linear_cross_entropy", "cross_entropy"
 
@@ -154,15 +153,25 @@ def test_the_loss_of_a_model_that_holds_a_language_model(patched, monkeypatch, b
     """It hands its logits to transformers' loss itself; the language model in it makes none."""
     from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
 
-    vision = CLIPVisionConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4)
-    model = LlavaForConditionalGeneration(LlavaConfig(text_config=config_of("llama"), vision_config=vision, image_token_index=127))
+    vision = CLIPVisionConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    model = LlavaForConditionalGeneration(
+        LlavaConfig(text_config=config_of("llama"), vision_config=vision, image_token_index=127)
+    )
     inputs = {name: value.clamp(max=126) for name, value in batch().items()}
     reference, shapes = copy.deepcopy(model), []
     cross_entropy = functional.liger_cross_entropy
-    monkeypatch.setattr(functional, "liger_cross_entropy", lambda x, *a, **k: shapes.append(x.shape) or cross_entropy(x, *a, **k))
+    monkeypatch.setattr(
+        functional, "liger_cross_entropy", lambda x, *a, **k: shapes.append(x.shape) or cross_entropy(x, *a, **k)
+    )
     row = "llama" if by == "text" else Family("llava", {}, {"LlavaForConditionalGeneration": CausalLM()})
-    report = patched(row, model, strict=True, **{FUSED: False, UNFUSED: True}, **({"rope": False} if by == "text" else {}))
-    assert [str(entry.where) for entry in report.replaced if entry.by == "causal_lm_loss"] == ["LlavaForConditionalGeneration (1 module)"]
+    report = patched(
+        row, model, strict=True, **{FUSED: False, UNFUSED: True}, **({"rope": False} if by == "text" else {})
+    )
+    assert [str(entry.where) for entry in report.replaced if entry.by == "causal_lm_loss"] == [
+        "LlavaForConditionalGeneration (1 module)"
+    ]
     assert_same_step(model, reference, **inputs)
     assert shapes == [(20, 128)]
 

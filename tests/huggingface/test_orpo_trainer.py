@@ -26,7 +26,10 @@ class ORPOTrainer:
 
     @staticmethod
     def concatenated_inputs(batch, is_encoder_decoder=False, padding_value=0, device=None):
-        return {"concatenated_" + name: torch.cat((batch["chosen_" + name], batch["rejected_" + name])) for name in ("input_ids", "attention_mask", "labels")}
+        return {
+            "concatenated_" + name: torch.cat((batch["chosen_" + name], batch["rejected_" + name]))
+            for name in ("input_ids", "attention_mask", "labels")
+        }
 
 
 class OlderTrainer(ORPOTrainer):
@@ -44,7 +47,9 @@ def imported(monkeypatch):
     """Imports LigerORPOTrainer where ORPOTrainer stands in this module of TRL, or in none."""
 
     def load(where, base=ORPOTrainer):
-        for name in [n for n in sys.modules if n.startswith("liger_kernel.transformers.trainer") and "integration" not in n]:
+        for name in [
+            n for n in sys.modules if n.startswith("liger_kernel.transformers.trainer") and "integration" not in n
+        ]:
             monkeypatch.delitem(sys.modules, name)
         monkeypatch.setitem(sys.modules, "trl", types.ModuleType("trl") if where else None)
         for name in ("trl.trainer", "trl.experimental", "trl.experimental.orpo"):
@@ -85,9 +90,17 @@ def expected(model, batch, beta=0.3):
     chosen, rejected = logp.chunk(2)
     odds = chosen - rejected - (torch.log1p(-chosen.exp()) - torch.log1p(-rejected.exp()))
     means = {
-        "rewards/chosen": beta * chosen, "rewards/rejected": beta * rejected, "rewards/accuracies": (chosen > rejected).float(),
-        "rewards/margins": beta * (chosen - rejected), "logps/rejected": rejected, "logps/chosen": chosen, "logits/rejected": logits[2:],
-        "logits/chosen": logits[:2], "nll_loss": nll, "log_odds_ratio": F.logsigmoid(odds), "log_odds_chosen": odds,
+        "rewards/chosen": beta * chosen,
+        "rewards/rejected": beta * rejected,
+        "rewards/accuracies": (chosen > rejected).float(),
+        "rewards/margins": beta * (chosen - rejected),
+        "logps/rejected": rejected,
+        "logps/chosen": chosen,
+        "logits/rejected": logits[2:],
+        "logits/chosen": logits[:2],
+        "nll_loss": nll,
+        "log_odds_ratio": F.logsigmoid(odds),
+        "log_odds_chosen": odds,
     }
     return nll - beta * F.logsigmoid(odds).mean(), {name: value.mean().item() for name, value in means.items()}
 

@@ -9,8 +9,6 @@ import sys
 import pytest
 import torch
 from conftest import COMMON, assert_close, assert_same_step, batch
-from torch import nn
-
 from liger_kernel.transformers import (
     LigerGEGLUMLPForGemma4,
     LigerSwiGLUMLP,
@@ -25,6 +23,7 @@ from liger_kernel.transformers.rms_norm import (
     LigerRMSNormForGemma4,
     LigerRMSNormForOlmo2,
 )
+from torch import nn
 
 FUSED = "fused_linear_cross_entropy"
 SOURCE = """

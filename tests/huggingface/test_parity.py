@@ -16,10 +16,9 @@ from conftest import (
     make,
     run,
 )
+from liger_kernel.transformers import functional
 from torch import nn
 from torch.nn import functional as F
-
-from liger_kernel.transformers import functional
 
 FUSED, UNFUSED = "fused_linear_cross_entropy", "cross_entropy"
 
@@ -97,7 +96,14 @@ def test_what_skip_logits_decides(pair):
         model.train(training)
         expected = reference.train(training)(**batch())
         # Without labels there is no loss to ask for; Trainer's label smoothing keeps skip_logits=True there.
-        for skip_logits, given in ((None, True), (True, True), (False, True), (None, False), (False, False), (True, False)):
+        for skip_logits, given in (
+            (None, True),
+            (True, True),
+            (False, True),
+            (None, False),
+            (False, False),
+            (True, False),
+        ):
             inputs = batch() if given else {"input_ids": batch()["input_ids"]}
             output = model(**inputs, skip_logits=skip_logits)
             fused = given and (training if skip_logits is None else skip_logits)

@@ -7,20 +7,19 @@ import pathlib
 import re
 import time
 
+import liger_kernel.transformers
 import pytest
 import torch
 import transformers
 from conftest import COMMON, batch, make, modeling
-from packaging import version
-from tiny import TINY_MODELS
-
-import liger_kernel.transformers
 from liger_kernel.transformers import model as forwards
 from liger_kernel.transformers import monkey_patch, source
 from liger_kernel.transformers.causal_lm import hands_logits_over, original_forward
 from liger_kernel.transformers.families import FAMILIES, LLAMA, Family, table
 from liger_kernel.transformers.model import output_classes
 from liger_kernel.transformers.patch import patch
+from packaging import version
+from tiny import TINY_MODELS
 
 ROOT = pathlib.Path(__file__).parents[2]
 _L = "rope=True cross_entropy=False fused_linear_cross_entropy=True rms_norm=True swiglu=True model=None"

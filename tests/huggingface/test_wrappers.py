@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from conftest import VOCABULARY, assert_close, assert_same_step, batch, class_of, make, run
+from liger_kernel.transformers.graft import warn_once
+from liger_kernel.transformers.head import LinearWithLoss
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import Trainer, TrainingArguments
-
-from liger_kernel.transformers.head import LinearWithLoss
-from liger_kernel.transformers.graft import warn_once
 
 LEVELS = pytest.mark.parametrize("level", ["class", "instance"])
 
@@ -314,9 +313,8 @@ def test_fsdp1(family, patched, one_process, first, use_orig_params):
 
 
 def test_fsdp_redirection(one_process):
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
     from liger_kernel.transformers.fsdp import _FSDPForwardRedirection
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
     wrapped = FullyShardedDataParallel(nn.Linear(3, 2), device_id=torch.device("cpu"))
     inner, x = wrapped.module, torch.ones(1, 3)
@@ -390,7 +388,9 @@ def test_trainer_with_label_smoothing(available, tmp_path):
     model = copy.deepcopy(reference)
     arguments = {"label_smoothing_factor": 0.2, "prediction_loss_only": True}
     expected = _train(reference, tmp_path, **arguments)
-    for ours, plain in zip(_train(model, tmp_path, use_liger_kernel=True, liger_kernel_config={"rope": False}, **arguments), expected):
+    for ours, plain in zip(
+        _train(model, tmp_path, use_liger_kernel=True, liger_kernel_config={"rope": False}, **arguments), expected
+    ):
         assert_close(ours, plain, 1e-4)
     assert type(model).forward.liger_original
 
@@ -399,7 +399,11 @@ def test_trainer_warns_of_a_family_without_a_row(available, tmp_path, caplog):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     warn_once.cache_clear()
-    _train(GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=VOCABULARY)), tmp_path, use_liger_kernel=True)
+    _train(
+        GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=VOCABULARY)),
+        tmp_path,
+        use_liger_kernel=True,
+    )
     assert "no Liger kernels for a GPT2LMHeadModel of type 'gpt2'" in caplog.text
 
 

@@ -3,7 +3,6 @@
 import importlib
 
 import torch
-from conftest import VOCABULARY
 from random_models import END, IMAGE, MODELS, START
 
 
@@ -75,7 +74,9 @@ def _pixtral(seed=0):
 INPUTS = {
     "Gemma3ForConditionalGeneration": _with_image(4, types="token_type_ids", pixel_values=_noise(2, 3, 8, 8)),
     "Gemma4ForConditionalGeneration": _gemma4,
-    "PaliGemmaForConditionalGeneration": _with_image(4, start=False, types="token_type_ids", pixel_values=_noise(2, 3, 8, 8)),
+    "PaliGemmaForConditionalGeneration": _with_image(
+        4, start=False, types="token_type_ids", pixel_values=_noise(2, 3, 8, 8)
+    ),
     "Llama4ForConditionalGeneration": _with_image(4, pixel_values=_noise(2, 3, 16, 16)),
     "MllamaForConditionalGeneration": _mllama,
     "LlavaForConditionalGeneration": _with_image(4, start=False, pixel_values=_noise(2, 3, 8, 8)),
@@ -93,7 +94,8 @@ INPUTS = {
 }
 # family -> class -> (its config, its inputs)
 TINY_MODELS = {
-    family: {name: (config, INPUTS.get(name, text)) for name, config in classes.items()} for family, classes in MODELS.items()
+    family: {name: (config, INPUTS.get(name, text)) for name, config in classes.items()}
+    for family, classes in MODELS.items()
 }
 
 

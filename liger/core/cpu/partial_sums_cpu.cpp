@@ -15,9 +15,12 @@ static void sum(const PartialSum& a) {
       const int64_t index = group * a.partials + s;
       const float* part = a.part + index * a.cols + begin;
       if (!a.factor.of) row_map(n, sum, [](Vec sum, Vec part) { return sum + part; }, sum, part);
-      else dispatch(a.factor.dtype, [&]<class F>() {
-        row_map(n, sum, [&](Vec sum, Vec part, Vec f) { return sum + part * (f + Vec(a.plus)); }, sum, part, row_of<F>(a.factor.of, index / a.per_factor, a.cols) + begin);
-      });
+      else
+        dispatch(a.factor.dtype, [&]<class F>() {
+          row_map(
+              n, sum, [&](Vec sum, Vec part, Vec f) { return sum + part * (f + Vec(a.plus)); }, sum, part,
+              row_of<F>(a.factor.of, index / a.per_factor, a.cols) + begin);
+        });
     }
     row_map(n, static_cast<T*>(a.out) + group * a.cols + begin, [](Vec sum) { return sum; }, sum);
   });

@@ -39,8 +39,14 @@ inline float number(const Numbers& n, int64_t i = 0) {
   return v;
 }
 
-template <class T> const T* row_of(const void* m, int64_t row, int64_t cols) { return static_cast<const T*>(m) + row * cols; }
-template <class T> T* row_of(void* m, int64_t row, int64_t cols) { return static_cast<T*>(m) + row * cols; }
+template <class T>
+const T* row_of(const void* m, int64_t row, int64_t cols) {
+  return static_cast<const T*>(m) + row * cols;
+}
+template <class T>
+T* row_of(void* m, int64_t row, int64_t cols) {
+  return static_cast<T*>(m) + row * cols;
+}
 
 /// The first n of p as floats, the rest 0.
 template <class T>
@@ -94,35 +100,45 @@ Vec round_to(const Vec& v) {
 }
 
 template <class T>
-float round_to(float v) { return float(T(v)); }
+float round_to(float v) {
+  return float(T(v));
+}
 
-/// eˣ within 1 unit in the last place (1.2 without FMA), inline: 2ⁿ · eʳ with r = x − n ln 2 and, in |r| <= ½ ln 2, a polynomial whose relative error is at most
-/// 3.1e-9 (r and 1 exactly, the others fitted for the least largest error); 0 below 2^-125.5. What is added to x / ln 2 rounds it to n and leaves
-/// n + 126 in the last bits, the exponent of 2ⁿ⁻¹, or of 0; the 2 that is missing is in the polynomial. NaN stays what it is.
+/// eˣ within 1 unit in the last place (1.2 without FMA), inline: 2ⁿ · eʳ with r = x − n ln 2 and, in |r| <= ½ ln 2, a
+/// polynomial whose relative error is at most 3.1e-9 (r and 1 exactly, the others fitted for the least largest error);
+/// 0 below 2^-125.5. What is added to x / ln 2 rounds it to n and leaves n + 126 in the last bits, the exponent of
+/// 2ⁿ⁻¹, or of 0; the 2 that is missing is in the polynomial. NaN stays what it is.
 inline Vec exp(const Vec& x) {
   const Vec in = at::vec::clamp(x, Vec(-87.3f), Vec(88.7228f)), rounding(12582912.f + 126);
   const Vec t = at::vec::fmadd(in, Vec(1.4426950408889634f), rounding), n = t - rounding;
   const Vec r = at::vec::fmadd(n, Vec(2.12194440e-4f), at::vec::fmadd(n, Vec(-0.693359375f), in));
   Vec p(2 * 0.00138145399f);
-  for (const float c : {0.00836874513f, 0.0416683908f, 0.166665204f, 0.499999934f, 1.f, 1.f}) p = at::vec::fmadd(p, r, Vec(2 * c));
+  for (const float c : {0.00836874513f, 0.0416683908f, 0.166665204f, 0.499999934f, 1.f, 1.f})
+    p = at::vec::fmadd(p, r, Vec(2 * c));
   const auto exponent = at::vec::cast<int32_t>(t);
   return p * at::vec::cast<float>(exponent << std::decay_t<decltype(exponent)>(23));
 }
 
-/// ln x within 1 unit in the last place, inline, for x >= 0 (of subnormal numbers -88 or so): x = 2ⁿ · m with m in [√½, √2),
-/// ln m = f − ½ f² + f³ P(f) with f = m − 1, and P fitted for the least largest relative error, 5.9e-9. NaN and infinity stay what they are.
+/// ln x within 1 unit in the last place, inline, for x >= 0 (of subnormal numbers -88 or so): x = 2ⁿ · m with m in [√½,
+/// √2), ln m = f − ½ f² + f³ P(f) with f = m − 1, and P fitted for the least largest relative error, 5.9e-9. NaN and
+/// infinity stay what they are.
 inline Vec log(const Vec& x) {
   using Int = at::vec::Vectorized<int32_t>;
   const Int bits = at::vec::cast<int32_t>(x), n = (bits - Int(0x3f3504f3)) >> Int(23);
-  const Vec f = at::vec::cast<float>(bits - (n << Int(23))) - Vec(1.f), e = at::vec::convert_to_fp_of_same_size<float>(n), f2 = f * f;
+  const Vec f = at::vec::cast<float>(bits - (n << Int(23))) - Vec(1.f),
+            e = at::vec::convert_to_fp_of_same_size<float>(n), f2 = f * f;
   Vec p(-0.0763654586f);
-  for (const float c : {0.127646717f, -0.131608896f, 0.142013954f, -0.166232531f, 0.200012384f, -0.25000824f, 0.333333316f}) p = at::vec::fmadd(p, f, Vec(c));
-  const Vec rest = at::vec::fmadd(f2, at::vec::fmadd(p, f, Vec(-0.5f)), e * Vec(-2.12194440e-4f)), ln = at::vec::fmadd(e, Vec(0.693359375f), f + rest);
+  for (const float c :
+       {0.127646717f, -0.131608896f, 0.142013954f, -0.166232531f, 0.200012384f, -0.25000824f, 0.333333316f})
+    p = at::vec::fmadd(p, f, Vec(c));
+  const Vec rest = at::vec::fmadd(f2, at::vec::fmadd(p, f, Vec(-0.5f)), e * Vec(-2.12194440e-4f)),
+            ln = at::vec::fmadd(e, Vec(0.693359375f), f + rest);
   return Vec::blendv(Vec::blendv(x, ln, x < Vec(INFINITY)), Vec(-INFINITY), x == Vec(0.f));
 }
 
-/// 0 for what is below a float's normal numbers: GEMMs over such numbers, of which the gradients of a confident model's logits are full, take several times as
-/// long. It changes a sum by less than its rounding, unless all of it is that small.
+/// 0 for what is below a float's normal numbers: GEMMs over such numbers, of which the gradients of a confident model's
+/// logits are full, take several times as long. It changes a sum by less than its rounding, unless all of it is that
+/// small.
 inline Vec flushed(const Vec& x) { return Vec::blendv(x, Vec(0.f), x.abs() < Vec(1.17549435e-38f)); }
 
 /// The functions behind liger/core/math.h.
@@ -158,8 +174,9 @@ float reduce_lanes(const Vec& v, Op op) {
   return lanes[0];
 }
 
-/// Op over f(a, b, …) along a row, from `identity`: four chains, so that one's latency hides behind the others, and a total of type
-/// Total over blocks of columns, so that a sum's error does not grow with the row. Lanes past the end do not count.
+/// Op over f(a, b, …) along a row, from `identity`: four chains, so that one's latency hides behind the others, and a
+/// total of type Total over blocks of columns, so that a sum's error does not grow with the row. Lanes past the end do
+/// not count.
 template <class Total = float, class Op, class F, class... In>
 Total row_reduce(int64_t cols, float identity, Op op, F f, const In*... in) {
   constexpr int64_t kStep = 4 * kLanes, kBlock = 32 * kStep;
@@ -182,7 +199,10 @@ Total row_reduce(int64_t cols, float identity, Op op, F f, const In*... in) {
 }
 
 struct Plus {
-  template <class V> V operator()(const V& a, const V& b) const { return a + b; }
+  template <class V>
+  V operator()(const V& a, const V& b) const {
+    return a + b;
+  }
 };
 struct Max {
   Vec operator()(const Vec& a, const Vec& b) const { return at::vec::maximum(a, b); }
@@ -191,9 +211,12 @@ struct Max {
 
 /// Σ f(a, b, …) along a row.
 template <class F, class... In>
-double row_sum(int64_t cols, F f, const In*... in) { return row_reduce<double>(cols, 0.f, Plus{}, f, in...); }
+double row_sum(int64_t cols, F f, const In*... in) {
+  return row_reduce<double>(cols, 0.f, Plus{}, f, in...);
+}
 
-/// Σ of each of the n vectors that f(a, b, …) gives along a row, in one pass: of short chains, whose sums meet in float first and then in double.
+/// Σ of each of the n vectors that f(a, b, …) gives along a row, in one pass: of short chains, whose sums meet in float
+/// first and then in double.
 template <size_t n, class F, class... In>
 std::array<double, n> row_sums(int64_t cols, F f, const In*... in) {
   constexpr int64_t kStep = 2 * kLanes, kChain = 8 * kStep, kBlock = 8 * kChain;
@@ -209,7 +232,8 @@ std::array<double, n> row_sums(int64_t cols, F f, const In*... in) {
         for (Vec& v : chain) v = Vec(0.f);
       const auto add = [&](int chain, int64_t k) {
         const std::array<Vec, n> v = f(read(in + c, k)...);
-        for (size_t i = 0; i < n; ++i) acc[chain][i] = acc[chain][i] + (k == kLanes ? v[i] : Vec::set(Vec(0.f), v[i], k));
+        for (size_t i = 0; i < n; ++i)
+          acc[chain][i] = acc[chain][i] + (k == kLanes ? v[i] : Vec::set(Vec(0.f), v[i], k));
         c += k;
       };
       while (c + kStep <= end) add(0, kLanes), add(1, kLanes);
@@ -221,18 +245,24 @@ std::array<double, n> row_sums(int64_t cols, F f, const In*... in) {
   return totals;
 }
 
-struct Moments { float mean; double squares; };
+struct Moments {
+  float mean;
+  double squares;
+};
 
-/// A row's mean and Σ (x − mean)². The first mean is the rounded sum's; what the deviations from it still add up to belongs to it, so that those of a
-/// constant row are 0.
+/// A row's mean and Σ (x − mean)². The first mean is the rounded sum's; what the deviations from it still add up to
+/// belongs to it, so that those of a constant row are 0.
 template <class T>
 Moments moments(int64_t cols, const T* x) {
   const double n = double(std::max<int64_t>(cols, 1));
   const float about = float(row_sum(cols, [](Vec x) { return x; }, x) / n);
-  const auto sums = row_sums<2>(cols, [&](Vec x) {
-    const Vec d = x - Vec(about);
-    return std::array{d, d * d};
-  }, x);
+  const auto sums = row_sums<2>(
+      cols,
+      [&](Vec x) {
+        const Vec d = x - Vec(about);
+        return std::array{d, d * d};
+      },
+      x);
   return {float(about + sums[0] / n), std::max(0., sums[1] - sums[0] * sums[0] / n)};
 }
 
@@ -273,20 +303,23 @@ float* float_row(T* y, int64_t n, std::vector<float>& scratch) {
   return scratch.data();
 }
 
-/// Not inlined: at::parallel_for calls f from two places, for one thread and for several. Two copies of a formula may round differently, for the
-/// compiler is free to contract products and sums in each as it likes.
+/// Not inlined: at::parallel_for calls f from two places, for one thread and for several. Two copies of a formula may
+/// round differently, for the compiler is free to contract products and sums in each as it likes.
 template <class F>
 #ifdef __clang__
 [[gnu::noinline]]
 #else
 [[gnu::noinline, gnu::noclone]]
 #endif
-void run_range(const F& f, int64_t begin, int64_t end) { f(begin, end); }
+void run_range(const F& f, int64_t begin, int64_t end) {
+  f(begin, end);
+}
 
 /// f(begin, end) over runs of rows, in parallel; a row is worth `cost` elements of work.
 template <class F>
 void for_runs(int64_t rows, int64_t cost, F f) {
-  at::parallel_for(0, rows, std::max<int64_t>(1, 32768 / std::max<int64_t>(cost, 1)), [&f](int64_t begin, int64_t end) { run_range(f, begin, end); });
+  at::parallel_for(0, rows, std::max<int64_t>(1, 32768 / std::max<int64_t>(cost, 1)),
+                   [&f](int64_t begin, int64_t end) { run_range(f, begin, end); });
 }
 
 /// f(row) for all rows, in parallel.

@@ -7,7 +7,9 @@ namespace liger::cuda {
 template <class T, int kMatrices>
 struct RowSet {
   using Pack = typename Row<T>::Pack;
-  struct Packs { Pack of[kMatrices]; };
+  struct Packs {
+    Pack of[kMatrices];
+  };
   using Value = std::conditional_t<kMatrices == 1, Pack, Packs>;
   Row<T> of[kMatrices];
   T outside;
@@ -31,22 +33,26 @@ struct RowSet {
   }
 };
 
-/// A cluster of blocks on each row. A block has its share of it in shared memory for further passes, where that fits; where not, it loads
-/// again.
+/// A cluster of blocks on each row. A block has its share of it in shared memory for further passes, where that fits;
+/// where not, it loads again.
 template <class T, int kMatrices = 1>
 struct Clusters {
-  static constexpr int kThreads = 256, kBlocks = 3;  // three blocks a multiprocessor: one loads while another reduces and a third stores
-  static constexpr int kBlocksReading = 5;           // where nothing is stored
-  static constexpr int kKeptBytes = 66 * 1024;       // of a row that a block keeps: 2^15 elements of 16 bits, at any alignment
-  static constexpr int kNearBytes = 196 * 1024 / 3 / 128 * 128 - 1024;  // a block's: so much, three times, leaves 60 KiB to L1; more, 28
-  static constexpr int kMost = 8;                    // blocks on a row
-  static constexpr int kEnough = 4096;               // blocks for all multiprocessors: more are not needed where nothing is kept
-  static constexpr int kGroups = 4;                  // of copies to shared memory, which are worked on as they come
-  static constexpr int kBatch = 4;                   // packs of a thread in such a group, where they may be replaced
+  static constexpr int kThreads = 256,
+                       kBlocks =
+                           3;  // three blocks a multiprocessor: one loads while another reduces and a third stores
+  static constexpr int kBlocksReading = 5;  // where nothing is stored
+  static constexpr int kKeptBytes =
+      66 * 1024;  // of a row that a block keeps: 2^15 elements of 16 bits, at any alignment
+  static constexpr int kNearBytes =
+      196 * 1024 / 3 / 128 * 128 - 1024;  // a block's: so much, three times, leaves 60 KiB to L1; more, 28
+  static constexpr int kMost = 8;         // blocks on a row
+  static constexpr int kEnough = 4096;    // blocks for all multiprocessors: more are not needed where nothing is kept
+  static constexpr int kGroups = 4;       // of copies to shared memory, which are worked on as they come
+  static constexpr int kBatch = 4;        // packs of a thread in such a group, where they may be replaced
   using RowSet = cuda::RowSet<T, kMatrices>;
   using Value = typename RowSet::Value;
   int64_t rows;
-  int blocks, share;                                 // blocks on a row, packs of a block
+  int blocks, share;  // blocks on a row, packs of a block
   bool kept;
 
   /// aligned: all rows begin at 16-byte boundaries. keep: there are further passes.
@@ -61,7 +67,10 @@ struct Clusters {
   }
 
   Grid grid() const {
-    return {.blocks = rows * blocks, .threads = kThreads, .shared_bytes = kept ? share * kMatrices * 16 : 0, .cluster = blocks};
+    return {.blocks = rows * blocks,
+            .threads = kThreads,
+            .shared_bytes = kept ? share * kMatrices * 16 : 0,
+            .cluster = blocks};
   }
 
   __device__ int64_t row() const { return blockIdx.x / blocks; }
@@ -74,19 +83,22 @@ struct Clusters {
     return i >= 0 && i < share && i % kThreads == int(threadIdx.x);
   }
 
-  struct Kept { float notes[kGroups]; };  // a thread's own: see replace
+  struct Kept {
+    float notes[kGroups];
+  };  // a thread's own: see replace
 
   /// Sends for the row's first packs, before it is known whether it is wanted.
   __device__ void begin(Kept&, const RowSet& x) const {
     if (kept) send(Part(*this, x), x, 0);
   }
 
-  /// f(k, values) for this thread's packs of the row, n at once, kThreads apart from k on. What is left over comes one at a time or, with
-  /// kFill, together with blanks. After begin.
+  /// f(k, values) for this thread's packs of the row, n at once, kThreads apart from k on. What is left over comes one
+  /// at a time or, with kFill, together with blanks. After begin.
   template <int n, bool kFill, class F>
   __device__ void pass(Kept&, const RowSet& x, F f) const {
     const Part part(*this, x);
-    if (!kept) return for_each_batch<n, kFill>(part.begin, part.end, kThreads, x.blank(), [&](int k) { return x.load(k); }, f);
+    if (!kept)
+      return for_each_batch<n, kFill>(part.begin, part.end, kThreads, x.blank(), [&](int k) { return x.load(k); }, f);
     each_group(part, x, [&](int group) {
       for_each_batch<n, kFill>(part.first(group), part.first(group + 1), kThreads, x.blank(), part, f);
     });
@@ -95,7 +107,8 @@ struct Clusters {
   /// Whether what is kept of a row may be replaced.
   __device__ bool replaces() const { return kept && share <= kGroups * kBatch * kThreads; }
 
-  /// As pass where that may be, once: f(values) puts what is to be kept in the values' place, and returns a note that goes with it.
+  /// As pass where that may be, once: f(values) puts what is to be kept in the values' place, and returns a note that
+  /// goes with it.
   template <class F>
   __device__ void replace(Kept& own, const RowSet& x, F f) const {
     static_assert(kMatrices == 1);
@@ -132,13 +145,17 @@ struct Clusters {
 #pragma unroll
       for (int g = 1; g < kGroups; ++g)
         if (g == group) note = own.notes[g];
-      for_each_batch<kBatch, false>(part.first(group), part.first(group + 1), kThreads, {}, part, [&](int k, auto& values) { f(k, values, note); });
+      for_each_batch<kBatch, false>(part.first(group), part.first(group + 1), kThreads, {}, part,
+                                    [&](int k, auto& values) { f(k, values, note); });
     }
   }
 
-  /// Op over all threads on the row, or those of this block, kTurns = 1: once. What is kept leaves such slots little room.
-  template <class Op, int kTurns = 1> using Reduce = RowReduce<Op, true, true, kThreads / 32, kTurns>;
-  template <class Op, bool kShort = false> using ReduceBlock = RowReduce<Op, false, kShort, kThreads / 32, 1>;
+  /// Op over all threads on the row, or those of this block, kTurns = 1: once. What is kept leaves such slots little
+  /// room.
+  template <class Op, int kTurns = 1>
+  using Reduce = RowReduce<Op, true, true, kThreads / 32, kTurns>;
+  template <class Op, bool kShort = false>
+  using ReduceBlock = RowReduce<Op, false, kShort, kThreads / 32, 1>;
 
  private:
   __device__ int rank() const { return blocks > 1 ? cluster_rank() : 0; }
@@ -190,7 +207,7 @@ struct ShortRows {
   using RowSet = cuda::RowSet<T, kMatrices>;
   using Value = typename RowSet::Value;
   int64_t rows;
-  unsigned x, y;           // threads on a row, rows on a block
+  unsigned x, y;  // threads on a row, rows on a block
 
   /// aligned: all rows begin at 16-byte boundaries. alone: rows do not all pass as many barriers.
   ShortRows(int64_t rows, int64_t cols, bool aligned, bool alone) : rows(rows), x(alone ? 32 : 1) {
@@ -217,7 +234,9 @@ struct ShortRows {
   }
 
   template <int, bool, class F>
-  __device__ void pass(Kept& kept, const RowSet& x, F f) const { again<1>(kept, x, f); }
+  __device__ void pass(Kept& kept, const RowSet& x, F f) const {
+    again<1>(kept, x, f);
+  }
 
   template <int, class F>
   __device__ void again(const Kept& kept, const RowSet& x, F f) const {
@@ -245,8 +264,10 @@ struct ShortRows {
     again<1>(kept, x, [&](int k, auto& values) { f(k, values, kept.note); });
   }
 
-  template <class Op, int kTurns = 1> using Reduce = RowReduce<Op, false, false, kThreads / 32, kTurns>;
-  template <class Op, bool kShort = false> using ReduceBlock = RowReduce<Op, false, kShort, kThreads / 32, 1>;
+  template <class Op, int kTurns = 1>
+  using Reduce = RowReduce<Op, false, false, kThreads / 32, kTurns>;
+  template <class Op, bool kShort = false>
+  using ReduceBlock = RowReduce<Op, false, kShort, kThreads / 32, 1>;
 
  private:
   /// f(k, which of this thread's it is) for this thread's packs of the row. None, where there is no such row.
@@ -259,8 +280,8 @@ struct ShortRows {
   }
 };
 
-/// f(rows), with the one of the two that suits rows of kMatrices matrices, whose first is [rows, cols], `stride` elements apart. alone, keep:
-/// see them.
+/// f(rows), with the one of the two that suits rows of kMatrices matrices, whose first is [rows, cols], `stride`
+/// elements apart. alone, keep: see them.
 template <class T, int kMatrices, class F>
 void dispatch_rows(const void* matrix, int64_t rows, int64_t cols, int64_t stride, bool alone, bool keep, F f) {
   const bool aligned = aligned16({matrix}) && stride % Row<T>::kWidth == 0;

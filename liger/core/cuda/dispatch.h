@@ -21,7 +21,8 @@ void dispatch_weighted(DType x, DType w, F&& f) {
 
 __device__ inline float number(const Numbers& n, int64_t i = 0) {
   if (n.dtype == DType::F32) return static_cast<const float*>(n.of)[i];
-  return n.dtype == DType::F16 ? float(static_cast<const half*>(n.of)[i]) : float(static_cast<const bfloat16*>(n.of)[i]);
+  return n.dtype == DType::F16 ? float(static_cast<const half*>(n.of)[i])
+                               : float(static_cast<const bfloat16*>(n.of)[i]);
 }
 
 __device__ inline void write_number(void* p, DType t, int64_t i, float v) {

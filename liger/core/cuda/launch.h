@@ -8,7 +8,8 @@
 #include <utility>
 #include "liger/core/kernel.h"
 
-extern "C" __device__ void __assertfail(const char* message, const char* file, unsigned line, const char* function, size_t char_size);
+extern "C" __device__ void __assertfail(const char* message, const char* file, unsigned line, const char* function,
+                                        size_t char_size);
 
 namespace liger::cuda {
 
@@ -27,7 +28,7 @@ struct Grid {
   int64_t blocks;
   dim3 threads;
   int shared_bytes = 0;
-  int cluster = 1;         // neighbouring blocks that share a row (compute capability 9.0 and newer)
+  int cluster = 1;  // neighbouring blocks that share a row (compute capability 9.0 and newer)
 };
 
 inline constexpr int kMaxDevices = 64;
@@ -53,10 +54,11 @@ inline int shared_bytes() { return attribute<cudaDevAttrMaxSharedMemoryPerMultip
 inline int shared_bytes_of_block() { return attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() - 3072; }
 inline bool has_clusters() { return attribute<cudaDevAttrComputeCapabilityMajor>() >= 9; }
 
-template <int> __global__ void nothing_kernel() {}
+template <int>
+__global__ void nothing_kernel() {}
 
-/// How many clusters of so many blocks run at once, one block a multiprocessor: a cluster must fit into a part of the chip, and not every part
-/// has a multiple of its blocks.
+/// How many clusters of so many blocks run at once, one block a multiprocessor: a cluster must fit into a part of the
+/// chip, and not every part has a multiple of its blocks.
 inline int clusters_at_once(int cluster, int device = current_device()) {
   if (cluster == 1 || !has_clusters()) return multiprocessors(device) / cluster;
   static int known[kMaxDevices][9];
@@ -71,7 +73,8 @@ inline int clusters_at_once(int cluster, int device = current_device()) {
     config.dynamicSmemBytes = attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>();  // which a multiprocessor has once
     config.attrs = &size;
     config.numAttrs = 1;
-    check(cudaFuncSetAttribute(nothing_kernel<0>, cudaFuncAttributeMaxDynamicSharedMemorySize, int(config.dynamicSmemBytes)));
+    check(cudaFuncSetAttribute(nothing_kernel<0>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               int(config.dynamicSmemBytes)));
     check(cudaOccupancyMaxActiveClusters(&value, nothing_kernel<0>, &config));
   }
   return value;
@@ -91,8 +94,8 @@ void launch(void (*kernel)(P...), const Grid& grid, Stream s, const P&... args) 
   if (grid.blocks == 0) return;
   if (grid.blocks > 2147483647) throw std::runtime_error("liger: more blocks than one launch can have");
   if (grid.shared_bytes > 32 * 1024) {
-    // Raised once per kernel and device: a block gets no more than 48 KiB unasked, its static variables among them. Kernels of one
-    // signature share this function.
+    // Raised once per kernel and device: a block gets no more than 48 KiB unasked, its static variables among them.
+    // Kernels of one signature share this function.
     static std::mutex mutex;
     static std::set<std::pair<const void*, int>> raised;
     const std::lock_guard lock(mutex);
@@ -118,8 +121,9 @@ void launch(void (*kernel)(P...), const Grid& grid, Stream s, const P&... args) 
   check(cudaLaunchKernelEx(&config, kernel, args...));
 }
 
-/// Waits until the kernels before this one are done and what they wrote can be seen; from then on the next one's blocks may come where there is
-/// room for them, and wait here: the end of one kernel and the beginning of the next overlap (compute capability 9.0 and newer).
+/// Waits until the kernels before this one are done and what they wrote can be seen; from then on the next one's blocks
+/// may come where there is room for them, and wait here: the end of one kernel and the beginning of the next overlap
+/// (compute capability 9.0 and newer).
 __device__ inline void await_previous() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -131,7 +135,9 @@ extern __shared__ float4 dynamic_shared[];
 
 /// The block's dynamic shared memory.
 template <class T>
-__device__ T* shared_memory() { return reinterpret_cast<T*>(dynamic_shared); }
+__device__ T* shared_memory() {
+  return reinterpret_cast<T*>(dynamic_shared);
+}
 
 /// Bytes of shared memory that this block has, static and dynamic.
 __device__ inline int shared_bytes_here() {
@@ -163,9 +169,10 @@ __device__ inline int cluster_size() {
 
 __device__ inline unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
 
-/// What each block of a cluster has to tell the others, again and again: every block calls this as often. Values are sent into the others'
-/// shared memory, where a barrier of the receiver's counts their bytes. (A barrier of the cluster would wait until the whole device sees
-/// all that a thread has written, and drop what the multiprocessor has cached: measured, a fifth of a wide norm.) kTurns = 1: once.
+/// What each block of a cluster has to tell the others, again and again: every block calls this as often. Values are
+/// sent into the others' shared memory, where a barrier of the receiver's counts their bytes. (A barrier of the cluster
+/// would wait until the whole device sees all that a thread has written, and drop what the multiprocessor has cached:
+/// measured, a fifth of a wide norm.) kTurns = 1: once.
 template <class V, int kTurns = 2>
 class ClusterExchange {
  public:
@@ -175,7 +182,8 @@ class ClusterExchange {
     __shared__ Box mine;
     box_ = &mine;
     if (threadIdx.x == 0) {
-      for (uint64_t& barrier : box_->barriers) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&barrier)) : "memory");
+      for (uint64_t& barrier : box_->barriers)
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&barrier)) : "memory");
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
@@ -191,21 +199,31 @@ class ClusterExchange {
     if (!open_) asm volatile("barrier.cluster.wait;" ::: "memory");  // until the others' memory is ready
     open_ = true;
     const unsigned barrier = shared_address(&box_->barriers[slot_]);
-    if (threadIdx.x == 0) asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(size * int(sizeof(V))) : "memory");
+    if (threadIdx.x == 0)
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(size * int(sizeof(V)))
+                   : "memory");
     if (int(threadIdx.x) < size) {
       unsigned to, its_barrier, words[kWords];
       memcpy(words, &v, sizeof(V));
-      asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(&box_->slots[slot_][cluster_rank()])), "r"(threadIdx.x));
+      asm("mapa.shared::cluster.u32 %0, %1, %2;"
+          : "=r"(to)
+          : "r"(shared_address(&box_->slots[slot_][cluster_rank()])), "r"(threadIdx.x));
       asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(its_barrier) : "r"(barrier), "r"(threadIdx.x));
 #pragma unroll
       for (int i = 0; i < kWords; ++i)
-        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to + 4 * i), "r"(words[i]), "r"(its_barrier) : "memory");
+        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to + 4 * i),
+                     "r"(words[i]), "r"(its_barrier)
+                     : "memory");
     }
     for (unsigned arrived = 0; !arrived;)
       asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-                   : "=r"(arrived) : "r"(barrier), "r"(parities_ >> slot_ & 1) : "memory");
+                   : "=r"(arrived)
+                   : "r"(barrier), "r"(parities_ >> slot_ & 1)
+                   : "memory");
     for (int rank = 0; rank < size; ++rank) f(box_->slots[slot_][rank]);
-    if (kTurns > 1) parities_ ^= 1u << slot_, slot_ ^= 1;  // a block that is ahead writes beside what others still read; further ahead it cannot get
+    if (kTurns > 1)
+      parities_ ^= 1u << slot_,
+          slot_ ^= 1;  // a block that is ahead writes beside what others still read; further ahead it cannot get
 #else
     f(v);
 #endif
@@ -223,7 +241,8 @@ class ClusterExchange {
   bool open_ = false;
 };
 
-/// Two neighbours of a row in one register. They stay so until the arithmetic: an array of 16-bit values would take a register each.
+/// Two neighbours of a row in one register. They stay so until the arithmetic: an array of 16-bit values would take a
+/// register each.
 template <class T>
 __device__ inline float2 to_floats(unsigned word) {
   if constexpr (std::is_same_v<T, bfloat16>) return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
@@ -239,16 +258,19 @@ __device__ inline unsigned to_word(float low, float high) {
   return *reinterpret_cast<const unsigned*>(&pair);
 }
 
-/// Writes 16 bytes of global memory in one access, into which the compiler does not always make an assignment (it split those of
-/// stream.cuh in four, measured on nvcc 13.0).
+/// Writes 16 bytes of global memory in one access, into which the compiler does not always make an assignment (it split
+/// those of stream.cuh in four, measured on nvcc 13.0).
 __device__ inline void store16(void* p, uint4 v) {
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w)
+               : "memory");
 }
 
-/// Copies `bytes` of 16 from global to shared memory, zeros for the rest; a thread's copies are there after copies_done(), or those of all
-/// groups that it has closed but the last `pending`, 0 to 3, after await_copies(). kNear: through L1. Around it, the
-/// L2 is asked for every 64 bytes alone (ncu: four times the requests), which a kernel then waits for (measured: a tenth of
-/// cross_entropy and of norms of 65536 columns); but what is on its way takes room there, of which shared memory may leave too little.
+/// Copies `bytes` of 16 from global to shared memory, zeros for the rest; a thread's copies are there after
+/// copies_done(), or those of all groups that it has closed but the last `pending`, 0 to 3, after await_copies().
+/// kNear: through L1. Around it, the L2 is asked for every 64 bytes alone (ncu: four times the requests), which a
+/// kernel then waits for (measured: a tenth of cross_entropy and of norms of 65536 columns); but what is on its way
+/// takes room there, of which shared memory may leave too little.
 template <bool kNear = true>
 __device__ void copy_async16(void* shared, const void* global, int bytes = 16) {
 #if __CUDA_ARCH__ >= 800
@@ -321,9 +343,9 @@ __device__ inline unsigned max_words(unsigned a, unsigned b) {
   return *reinterpret_cast<const unsigned*>(&m);
 }
 
-/// The tensor core's product of a 16 x 32 matrix of unsigned bytes and a 32 x 8 one of signed bytes, added to sum [16 x 8]. With group =
-/// lane / 4 and quad = lane % 4: a has rows group, group + 8 in k = 4 quad … + 3, then the same at k + 16; b has column group there;
-/// sum has row group in columns 2 quad, + 1, then row group + 8.
+/// The tensor core's product of a 16 x 32 matrix of unsigned bytes and a 32 x 8 one of signed bytes, added to sum [16 x
+/// 8]. With group = lane / 4 and quad = lane % 4: a has rows group, group + 8 in k = 4 quad … + 3, then the same at k +
+/// 16; b has column group there; sum has row group in columns 2 quad, + 1, then row group + 8.
 __device__ inline void tensor_multiply_add(int (&sum)[4], const unsigned (&a)[4], const int (&b)[2]) {
 #if __CUDA_ARCH__ >= 800
   asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -332,25 +354,31 @@ __device__ inline void tensor_multiply_add(int (&sum)[4], const unsigned (&a)[4]
 #endif
 }
 
-/// Four 8 x 8 matrices of 16-bit numbers from shared memory, whose row i of matrix j is where lane 8 j + i says: a lane gets the pair
-/// lane % 4 of row lane / 4 of each.
+/// Four 8 x 8 matrices of 16-bit numbers from shared memory, whose row i of matrix j is where lane 8 j + i says: a lane
+/// gets the pair lane % 4 of row lane / 4 of each.
 __device__ inline void load_matrices(unsigned (&words)[4], const void* row) {
 #if __CUDA_ARCH__ >= 750
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(shared_address(row)) : "memory");
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(shared_address(row))
+               : "memory");
 #endif
 }
 
-/// As tensor_multiply_add above for two a and a wider b, whose 8 kEights columns lie in shared memory: 128 bytes of k each, of which chunks of 16
-/// `chunk` and the next are b's; chunk c of column r lies at c ^ r % 8, the columns from a multiple of 1024 bytes on. Four neighbouring warps
-/// come here together, with the same columns. On compute capability 9.0 (wgmma) the products are on their way until await_products.
+/// As tensor_multiply_add above for two a and a wider b, whose 8 kEights columns lie in shared memory: 128 bytes of k
+/// each, of which chunks of 16 `chunk` and the next are b's; chunk c of column r lies at c ^ r % 8, the columns from a
+/// multiple of 1024 bytes on. Four neighbouring warps come here together, with the same columns. On compute
+/// capability 9.0 (wgmma) the products are on their way until await_products.
 template <int kEights>
-__device__ void tensor_multiply_add(int (&sums)[2][kEights][4], unsigned (&a)[2][4], const uint4 (*columns)[8], int chunk) {
+__device__ void tensor_multiply_add(int (&sums)[2][kEights][4], unsigned (&a)[2][4], const uint4 (*columns)[8],
+                                    int chunk) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #pragma unroll
   for (int i = 0; i < 8; ++i) forget(a[i / 4][i % 4]);  // made before the fence
-  // PTX ISA, "Matrix descriptor": address / 16, no matter, 1024 / 16 bytes from eight columns to the next, the swizzle of 128 bytes
-  const uint64_t matrix = (shared_address(&columns[0][chunk]) >> 4) | uint64_t(1) << 16 | uint64_t(64) << 32 | uint64_t(1) << 62;
+  // PTX ISA, "Matrix descriptor": address / 16, no matter, 1024 / 16 bytes from eight columns to the next, the swizzle
+  // of 128 bytes
+  const uint64_t matrix =
+      (shared_address(&columns[0][chunk]) >> 4) | uint64_t(1) << 16 | uint64_t(64) << 32 | uint64_t(1) << 62;
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
   constexpr int kAtOnce = 8;
   static_assert(kEights % kAtOnce == 0);
@@ -360,9 +388,11 @@ __device__ void tensor_multiply_add(int (&sums)[2][kEights][4], unsigned (&a)[2]
     for (int h = 0; h < 2; ++h) {
 #define LIGER_SUMS(i) "+r"(sums[h][e + i][0]), "+r"(sums[h][e + i][1]), "+r"(sums[h][e + i][2]), "+r"(sums[h][e + i][3])
       asm volatile(
-          "wgmma.mma_async.sync.aligned.m64n64k32.s32.u8.s8 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
+          "wgmma.mma_async.sync.aligned.m64n64k32.s32.u8.s8 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, "
+          "%13, %14, %15, %16, %17, %18, "
           "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, 1;"
-          : LIGER_SUMS(0), LIGER_SUMS(1), LIGER_SUMS(2), LIGER_SUMS(3), LIGER_SUMS(4), LIGER_SUMS(5), LIGER_SUMS(6), LIGER_SUMS(7)
+          : LIGER_SUMS(0), LIGER_SUMS(1), LIGER_SUMS(2), LIGER_SUMS(3), LIGER_SUMS(4), LIGER_SUMS(5), LIGER_SUMS(6),
+            LIGER_SUMS(7)
           : "r"(a[h][0]), "r"(a[h][1]), "r"(a[h][2]), "r"(a[h][3]), "l"(matrix + e * 64));
 #undef LIGER_SUMS
     }

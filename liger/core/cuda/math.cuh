@@ -30,14 +30,18 @@ __device__ inline float log2_approx(float x) {
 /// ln x in three instructions; that of what is less than the smallest normal float is that one's.
 __device__ inline float log_approx(float x) { return log2_approx(fmaxf(x, 1.17549435e-38f)) * .6931471805599453f; }
 
-/// The functions behind liger/core/math.h. Results that are rounded to 16 bits take the hardware's approximations, whose error
-/// (2 units in the last place of a float) disappears in that rounding; float results take the accurate forms.
+/// The functions behind liger/core/math.h. Results that are rounded to 16 bits take the hardware's approximations,
+/// whose error (2 units in the last place of a float) disappears in that rounding; float results take the accurate
+/// forms.
 template <class T>
 struct Math {
   static constexpr bool kFast = sizeof(T) == 2;
   static __device__ float exp(float x) { return kFast ? exp2_approx(x * kLog2e) : expf(x); }
-  /// s · exp(x): in the fast form no product, and the logarithm of an s that stays the same in a loop is taken before it.
-  static __device__ float exp_times(float s, float x) { return kFast ? exp2_approx(fmaf(x, kLog2e, log2_approx(s))) : s * expf(x); }
+  /// s · exp(x): in the fast form no product, and the logarithm of an s that stays the same in a loop is taken before
+  /// it.
+  static __device__ float exp_times(float s, float x) {
+    return kFast ? exp2_approx(fmaf(x, kLog2e, log2_approx(s))) : s * expf(x);
+  }
   static __device__ float log(float x) { return kFast ? log_approx(x) : logf(x); }
   static __device__ float div(float a, float b) { return kFast ? __fdividef(a, b) : a / b; }
   /// As torch's: NaN if a is; fmaxf would drop it.
@@ -50,7 +54,9 @@ struct Math {
   /// The same for an l from which a logarithm was taken away: a fast one is finite, so that l is not +∞.
   static __device__ float product_less_log(float p, float l) { return kFast ? p * fmaxf(l, -3e38f) : product(p, l); }
   /// tanh.approx is off by 2^-11, which bf16 would show; this form, by 2^-22.
-  static __device__ float tanh(float x) { return kFast ? fmaf(-2, div(1, 1 + exp2_approx(2 * kLog2e * x)), 1) : tanhf(x); }
+  static __device__ float tanh(float x) {
+    return kFast ? fmaf(-2, div(1, 1 + exp2_approx(2 * kLog2e * x)), 1) : tanhf(x);
+  }
 };
 
 }  // namespace liger::cuda

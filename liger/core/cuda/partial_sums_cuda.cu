@@ -8,8 +8,12 @@ namespace {
 
 constexpr int kThreads = 256, kMostColumns = 128;  // of a block
 /// Few columns a block, so that there are many blocks, until there are.
-__host__ __device__ int columns_of(const PartialSum& a) { return a.cols % 4 == 0 && a.cols >= 256 * kMostColumns ? kMostColumns : 32; }
-__host__ __device__ int64_t blocks_of(const PartialSum& a) { return a.groups * ((a.cols + columns_of(a) - 1) / columns_of(a)); }
+__host__ __device__ int columns_of(const PartialSum& a) {
+  return a.cols % 4 == 0 && a.cols >= 256 * kMostColumns ? kMostColumns : 32;
+}
+__host__ __device__ int64_t blocks_of(const PartialSum& a) {
+  return a.groups * ((a.cols + columns_of(a) - 1) / columns_of(a));
+}
 
 /// sum += packs first, first + step, … below n, kBatch in flight, then what is left over by halves of that.
 template <int kBatch, class Pack>
@@ -26,23 +30,28 @@ __device__ void add_packs(float (&sum)[Pack::kWidth], const float* part, int fir
   if constexpr (kBatch > 1) add_packs<kBatch / 2, Pack>(sum, part, first, n, step, cols);
 }
 
-/// The sums of a block's columns, kWidth neighbours a thread: threads that have the same ones walk along the partial sums, and meet in a warp and
-/// then in `partial`.
+/// The sums of a block's columns, kWidth neighbours a thread: threads that have the same ones walk along the partial
+/// sums, and meet in a warp and then in `partial`.
 template <int kWidth, int kColumns>
 __device__ void sum_columns(const PartialSum& a, unsigned block, float (&partial)[kThreads / 32][kMostColumns]) {
   using Pack = cuda::Pack<float, kWidth>;
   constexpr int kLanes = kColumns / kWidth, kWalkers = kThreads / kLanes;
-  const unsigned blocks = unsigned((a.cols + kColumns - 1) / kColumns), group = block / blocks, partials = unsigned(a.partials), per_factor = unsigned(a.per_factor);
+  const unsigned blocks = unsigned((a.cols + kColumns - 1) / kColumns), group = block / blocks,
+                 partials = unsigned(a.partials), per_factor = unsigned(a.per_factor);
   const int64_t first = int64_t(block % blocks) * kColumns;
-  const int column = int(threadIdx.x) % kLanes * kWidth, walker = int(threadIdx.x) / kLanes, warp = int(threadIdx.x) / 32;
+  const int column = int(threadIdx.x) % kLanes * kWidth, walker = int(threadIdx.x) / kLanes,
+            warp = int(threadIdx.x) / 32;
   const bool mine = first + column < a.cols;
   float sum[kWidth] = {};
   for (unsigned index = group * partials; index < (group + 1) * partials;) {  // as many as have one row of factor
-    const unsigned row = a.factor.of ? index / per_factor : 0, stop = a.factor.of ? min((group + 1) * partials, (row + 1) * per_factor) : (group + 1) * partials;
+    const unsigned row = a.factor.of ? index / per_factor : 0,
+                   stop = a.factor.of ? min((group + 1) * partials, (row + 1) * per_factor) : (group + 1) * partials;
     float of_row[kWidth] = {};
-    add_packs<32 / kWidth, Pack>(of_row, a.part + index * a.cols + first + column, walker, mine ? int(stop - index) : 0, kWalkers, a.cols);
+    add_packs<32 / kWidth, Pack>(of_row, a.part + index * a.cols + first + column, walker, mine ? int(stop - index) : 0,
+                                 kWalkers, a.cols);
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) sum[j] += of_row[j] * (a.factor.of && mine ? number(a.factor, row * a.cols + first + column + j) + a.plus : 1);
+    for (int j = 0; j < kWidth; ++j)
+      sum[j] += of_row[j] * (a.factor.of && mine ? number(a.factor, row * a.cols + first + column + j) + a.plus : 1);
     index = stop;
   }
 #pragma unroll
@@ -90,17 +99,20 @@ __global__ void __launch_bounds__(256) scale_rows_kernel(ScaleRows a, Pieces<T, 
 
 }  // namespace
 
-// As many blocks as an SM holds of 512 threads, whose loads hide each other's latency; fewer partial sums where a cluster works on a row (past 16384 columns),
-// and where blocks of several short rows would have none. Where rows begin anywhere they go to a multiple of so many partial sums, or to one each, that all of
-// a partial sum begin alike between 16-byte boundaries.
+// As many blocks as an SM holds of 512 threads, whose loads hide each other's latency; fewer partial sums where a
+// cluster works on a row (past 16384 columns), and where blocks of several short rows would have none. Where rows begin
+// anywhere they go to a multiple of so many partial sums, or to one each, that all of a partial sum begin alike between
+// 16-byte boundaries.
 LIGER_REGISTER(row_partials, [](const RowPartials& a, Stream) {
   const int64_t alike = 8 / std::gcd(a.cols, 8);
   const int64_t blocks = a.cols > 4096 ? 1 : 2, packs = a.cols / 8;
   int64_t cluster = 1;
   while (cluster < 8 && cluster * 2048 < packs) cluster *= 2;
   const int64_t fit = std::max<int64_t>(1, blocks * clusters_at_once(int(cluster), a.device) / a.groups);
-  const int64_t a_block = std::max<int64_t>(1, 4096 / std::max<int64_t>(1, a.cols)), wanted = (a.rows + a_block - 1) / a_block;
-  *a.count = std::max<int64_t>(1, std::min({a.rows, (wanted + alike - 1) / alike * alike, std::max<int64_t>(1, fit / alike) * alike}));
+  const int64_t a_block = std::max<int64_t>(1, 4096 / std::max<int64_t>(1, a.cols)),
+                wanted = (a.rows + a_block - 1) / a_block;
+  *a.count = std::max<int64_t>(
+      1, std::min({a.rows, (wanted + alike - 1) / alike * alike, std::max<int64_t>(1, fit / alike) * alike}));
 });
 LIGER_REGISTER(stream_capturing, [](const StreamCapturing& a, Stream s) { *a.yes = capturing(s); });
 LIGER_REGISTER(add_partials, [](const AddPartials& a, Stream s) {
@@ -113,7 +125,8 @@ LIGER_REGISTER(scale_rows, [](const ScaleRows& whole, Stream s) {
   if (!a.per_row) a.cols *= a.rows, a.rows = a.cols > 0;
   dispatch(a.dtype, [&]<class T>() {
     const Pieces<T, 8> pieces(a.rows, a.cols);
-    Grid grid = pieces.grid();  // of no more blocks than fit on the device: where all factors are 1, to start them is what takes time
+    Grid grid = pieces.grid();  // of no more blocks than fit on the device: where all factors are 1, to start them is
+                                // what takes time
     grid.blocks = std::min<int64_t>(grid.blocks, 8 * multiprocessors(current_device()));
     launch(scale_rows_kernel<T>, grid, s, a, pieces);
   });

@@ -16,56 +16,69 @@ __device__ void for_each_piece(F f) {
 
 /// Where a thread's piece of a row lies, by what does not change from row to row.
 struct PiecePlace : Place {
-  int64_t of_thread;       // elements of the matrix before the thread's first piece
-  int column;              // of that piece
-  bool fits, is_whole;     // whether a row has all of the piece, and this one does
+  int64_t of_thread;    // elements of the matrix before the thread's first piece
+  int column;           // of that piece
+  bool fits, is_whole;  // whether a row has all of the piece, and this one does
 
   template <class Tile, class T>
-  __device__ T* in(T* matrix) const { return matrix + of_thread + int(from); }
+  __device__ T* in(T* matrix) const {
+    return matrix + of_thread + int(from);
+  }
   template <class Tile>
-  __device__ bool whole(int) const { return is_whole; }
-  __device__ PiecePlace of(int64_t row, int64_t rows) const { return {Place::of(row, rows), row * cols + column, column, fits, fits && row < rows}; }
+  __device__ bool whole(int) const {
+    return is_whole;
+  }
+  __device__ PiecePlace of(int64_t row, int64_t rows) const {
+    return {Place::of(row, rows), row * cols + column, column, fits, fits && row < rows};
+  }
   __device__ PiecePlace vector(bool present) const { return of(0, present); }
 };
 
-/// The rows that threadIdx.y walks along, kPieces pieces a thread, a pack each. All begin alike between two 16-byte boundaries.
+/// The rows that threadIdx.y walks along, kPieces pieces a thread, a pack each. All begin alike between two 16-byte
+/// boundaries.
 template <class T, class Tile, int kPieces>
 struct RowPieces {
   static constexpr int kWidth = Tile::kWidth, kCount = kPieces;
   using Pack = cuda::Pack<T, kWidth>;
   static_assert(Tile::kItems == kWidth && sizeof(Pack) == 16 && Tile::kFit != Fit::Peeled);
-  // Of such long rows there are fewer than 2^31, and registers are scarce: what waits on the stack instead comes through a cache that rows stream
-  // through. One such value in each row costs a tenth of all the time and more.
+  // Of such long rows there are fewer than 2^31, and registers are scarce: what waits on the stack instead comes
+  // through a cache that rows stream through. One such value in each row costs a tenth of all the time and more.
   using Row = std::conditional_t<Tile::kFit == Fit::SpreadEdged, int, int64_t>;
   Row row, step, rows;
-  int64_t cols, begin;                   // begin: of this thread's first piece of the row, in elements
-  int shift, column;                     // column: of that piece
-  unsigned fits = 0, whole = 0;          // a bit for each piece that belongs to a row in whole, and to the present one
+  int64_t cols, begin;           // begin: of this thread's first piece of the row, in elements
+  int shift, column;             // column: of that piece
+  unsigned fits = 0, whole = 0;  // a bit for each piece that belongs to a row in whole, and to the present one
 
   /// Before row `first`; the rows are every step-th from there on.
   __device__ RowPieces(const void* matrix, int64_t first, int64_t step, int64_t rows, int64_t cols)
-      : row(Row(first - step)), step(Row(step)), rows(Row(rows)), cols(cols), shift(Tile::template place<T>(matrix, first, rows, cols).shift), column(Tile::column(0, Place(0, 0, 0, shift))) {
+      : row(Row(first - step)),
+        step(Row(step)),
+        rows(Row(rows)),
+        cols(cols),
+        shift(Tile::template place<T>(matrix, first, rows, cols).shift),
+        column(Tile::column(0, Place(0, 0, 0, shift))) {
     begin = int64_t(row) * cols + column;
-    for_each_piece<kPieces>([&](int piece) { fits |= unsigned(int(cols) - column - piece * Tile::covered() >= kWidth) << piece; });
+    for_each_piece<kPieces>(
+        [&](int piece) { fits |= unsigned(int(cols) - column - piece * Tile::covered() >= kWidth) << piece; });
   }
 
   __device__ bool has(int piece) const { return fits >> piece & 1; }
 
   /// The next row is this one now.
-  __device__ void next() {
-    row += step, begin += step * cols, whole = row < rows ? fits : 0;
-  }
+  __device__ void next() { row += step, begin += step * cols, whole = row < rows ? fits : 0; }
 
   /// Where a piece of the present row lies.
   __device__ PiecePlace at(int piece) const {
-    return {Place(row, rows, cols, shift, piece * Tile::covered()), begin, column, bool(fits >> piece & 1), bool(whole >> piece & 1)};
+    return {Place(row, rows, cols, shift, piece * Tile::covered()), begin, column, bool(fits >> piece & 1),
+            bool(whole >> piece & 1)};
   }
 };
 
-/// Rows of kMatrices matrices on their way to shared memory: the next kDepth - 1 come while a block works on one, which all its passes find
-/// there, with zeros beside it. A thread meets no pieces but its own, so that no barrier is needed; beside them kResident packs of a thread stay there.
-/// kDepth = 1: for blocks that work on one row, several on an SM.
-/// What the tile leaves out where it is Edged comes too, an element a thread: those before the first boundary of 16 bytes and those behind the last.
+/// Rows of kMatrices matrices on their way to shared memory: the next kDepth - 1 come while a block works on one, which
+/// all its passes find there, with zeros beside it. A thread meets no pieces but its own, so that no barrier is needed;
+/// beside them kResident packs of a thread stay there. kDepth = 1: for blocks that work on one row, several on an SM.
+/// What the tile leaves out where it is Edged comes too, an element a thread: those before the first boundary of 16
+/// bytes and those behind the last.
 template <class T, class Tile, int kMatrices, int kPieces, int kResident = 0, int kDepth = 2>
 struct Pipeline : RowPieces<T, Tile, kPieces> {
   using Base = RowPieces<T, Tile, kPieces>;
@@ -74,20 +87,23 @@ struct Pipeline : RowPieces<T, Tile, kPieces> {
   static constexpr bool kWalks = kDepth > 1, kEdged = Tile::kEdged;
   static_assert(kWalks || !kEdged);
   static constexpr int kStage = kMatrices * kPieces, kStages = kDepth * kStage;  // packs
-  static constexpr int kThread = (kStages + kResident) | 1;                         // packs of a thread; neighbours' begin in different banks
-  static constexpr int kBytes = kThread * int(sizeof(Pack));                     // of shared memory a thread
-  static constexpr int kEdge = 2 * (Base::kWidth - 1);                           // elements that a row's tile leaves out, at most
+  static constexpr int kThread = (kStages + kResident) | 1;   // packs of a thread; neighbours' begin in different banks
+  static constexpr int kBytes = kThread * int(sizeof(Pack));  // of shared memory a thread
+  static constexpr int kEdge = 2 * (Base::kWidth - 1);        // elements that a row's tile leaves out, at most
   using Word = std::conditional_t<sizeof(T) == 2, unsigned, float>;
-  const void* matrices[kMatrices];       // nothing comes where a third one is null
+  const void* matrices[kMatrices];  // nothing comes where a third one is null
   int stage = kStages - kStage;
-  int edge = -1;                         // the column of that which is this thread's; less than 0: none
+  int edge = -1;  // the column of that which is this thread's; less than 0: none
 
   /// Bytes of shared memory of a block.
-  static int bytes(dim3 threads) { return int(threads.x * threads.y) * kBytes + (kEdged ? int(threads.y) * kDepth * kMatrices * kEdge * 4 : 0); }
+  static int bytes(dim3 threads) {
+    return int(threads.x * threads.y) * kBytes + (kEdged ? int(threads.y) * kDepth * kMatrices * kEdge * 4 : 0);
+  }
 
   /// Sends for row `first` and those behind it.
   template <class... Pointers>
-  __device__ Pipeline(int64_t first, int64_t step, int64_t rows, int64_t cols, const void* matrix, Pointers... more) : Base(matrix, first, step, rows, cols), matrices{matrix, more...} {
+  __device__ Pipeline(int64_t first, int64_t step, int64_t rows, int64_t cols, const void* matrix, Pointers... more)
+      : Base(matrix, first, step, rows, cols), matrices{matrix, more...} {
     for_each_piece<kPieces>([&](int piece) {  // what no copy fills
       for (int i = piece; !Base::has(piece) && i < kStages; i += kPieces) *pack(i) = {};
     });
@@ -122,7 +138,9 @@ struct Pipeline : RowPieces<T, Tile, kPieces> {
     if constexpr (sizeof(T) == 2) *edge_word(stage, matrix) = to_word<T>(v, v);
     else *edge_word(stage, matrix) = v;
   }
-  __device__ PiecePlace edge_at() const { return {Place(row, rows, cols), begin + (edge - column), edge, true, row < rows}; }
+  __device__ PiecePlace edge_at() const {
+    return {Place(row, rows, cols), begin + (edge - column), edge, true, row < rows};
+  }
 
   /// What stays in shared memory beside the stages, the i-th of its kind.
   template <class V>
@@ -143,7 +161,8 @@ struct Pipeline : RowPieces<T, Tile, kPieces> {
     if (row + ahead * step < rows) {
 #pragma unroll
       for (int m = 0; m < kMatrices; ++m) {
-        // Two are always there. Measured: rows that begin anywhere take 3 % less without the branch, others up to 8 % more.
+        // Two are always there. Measured: rows that begin anywhere take 3 % less without the branch, others up to 8 %
+        // more.
         if ((m > 1 || !kEdged) && !matrices[m]) continue;
         const T* from = pinned(static_cast<const T*>(matrices[m]) + begin + ahead * step * cols);
         if (kEdged && edge >= 0) fetch_edge(edge_word(to, m), from + (edge - column), row + ahead * step + 1 == rows);
@@ -169,12 +188,14 @@ struct Pipeline : RowPieces<T, Tile, kPieces> {
   /// The four bytes in which this thread's element is on its way, and whether it is the last two.
   __device__ static Word* edge_word(int stage, int matrix) {
     Word* words = reinterpret_cast<Word*>(shared_memory<Pack>() + int(blockDim.x * blockDim.y) * kThread);
-    return words + (int(threadIdx.y) * kEdge + int(threadIdx.x)) * (kDepth * kMatrices) + (unsigned(stage) / kPieces + matrix);
+    return words + (int(threadIdx.y) * kEdge + int(threadIdx.x)) * (kDepth * kMatrices) +
+           (unsigned(stage) / kPieces + matrix);
   }
   __device__ int second_half() const { return sizeof(T) == 2 ? (shift + edge) & 1 : 0; }
 };
 
-/// The same in registers, for blocks that work on one row: several share an SM, and one's row is on its way while another works.
+/// The same in registers, for blocks that work on one row: several share an SM, and one's row is on its way while
+/// another works.
 template <class T, class Tile, int kMatrices, int kPieces>
 struct Held : RowPieces<T, Tile, kPieces> {
   using Base = RowPieces<T, Tile, kPieces>;
@@ -185,12 +206,14 @@ struct Held : RowPieces<T, Tile, kPieces> {
   Raw<T, Tile> packs[kMatrices][kPieces];
 
   template <class... Pointers>
-  __device__ Held(int64_t first, int64_t step, int64_t rows, int64_t cols, const void* matrix, Pointers... more) : Base(matrix, first, step, rows, cols), matrices{matrix, more...} {}
+  __device__ Held(int64_t first, int64_t step, int64_t rows, int64_t cols, const void* matrix, Pointers... more)
+      : Base(matrix, first, step, rows, cols), matrices{matrix, more...} {}
 
   __device__ void advance() {
     Base::next();
 #pragma unroll
-    for (int m = 0; m < kMatrices; ++m) for_each_piece<kPieces>([&](int piece) { packs[m][piece] = cuda::fetch<T, Tile>(matrices[m], Base::at(piece)); });
+    for (int m = 0; m < kMatrices; ++m)
+      for_each_piece<kPieces>([&](int piece) { packs[m][piece] = cuda::fetch<T, Tile>(matrices[m], Base::at(piece)); });
   }
 
   __device__ const Raw<T, Tile>& get(int matrix, int piece) const { return packs[matrix][piece]; }
@@ -203,7 +226,8 @@ struct Held : RowPieces<T, Tile, kPieces> {
   }
 };
 
-/// f(of each of the first kMatrices matrices, where it lies) for each piece of a thread's present row, and for what the tile leaves out.
+/// f(of each of the first kMatrices matrices, where it lies) for each piece of a thread's present row, and for what the
+/// tile leaves out.
 template <int kMatrices, class Rows, class F>
 __device__ void each_piece(const Rows& rows, F f) {
   [&]<int... m>(std::integer_sequence<int, m...>) {
@@ -213,10 +237,13 @@ __device__ void each_piece(const Rows& rows, F f) {
   }(std::make_integer_sequence<int, kMatrices>());
 }
 
-/// Where a block that only reads its rows again keeps them: many in a pipeline, or one in registers or, if it is spread over a cluster, shared memory.
+/// Where a block that only reads its rows again keeps them: many in a pipeline, or one in registers or, if it is spread
+/// over a cluster, shared memory.
 enum class Keep : int8_t { Walking, Registers, Shared };
-template <class T, class Tile, int kMatrices, int kPieces, Keep kKeep = Tile::kFit == Fit::Whole ? Keep::Registers : Keep::Walking, int kResident = 0>
-using RowsOf = std::conditional_t<kKeep == Keep::Registers, Held<T, Tile, kMatrices, kPieces>, Pipeline<T, Tile, kMatrices, kPieces, kResident, kKeep == Keep::Walking ? 2 : 1>>;
+template <class T, class Tile, int kMatrices, int kPieces,
+          Keep kKeep = Tile::kFit == Fit::Whole ? Keep::Registers : Keep::Walking, int kResident = 0>
+using RowsOf = std::conditional_t<kKeep == Keep::Registers, Held<T, Tile, kMatrices, kPieces>,
+                                  Pipeline<T, Tile, kMatrices, kPieces, kResident, kKeep == Keep::Walking ? 2 : 1>>;
 
 template <class Rows>
 Grid grid_of(const Tiling& t, int64_t rows, int registers) {

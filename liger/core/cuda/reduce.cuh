@@ -16,7 +16,9 @@ using Sum = SumOf<float>;
 /// n sums at once.
 template <int n>
 struct Sums {
-  struct Value { float v[n]; };
+  struct Value {
+    float v[n];
+  };
   static __device__ Value identity() { return {}; }
   __device__ Value operator()(Value a, Value b) const {
 #pragma unroll
@@ -32,17 +34,21 @@ struct Sums {
 
 /// A sum of floats and what it was rounded by on its way (Knuth's TwoSum).
 struct CarriedSum {
-  struct Value { float v[1], rest; };
+  struct Value {
+    float v[1], rest;
+  };
   static __device__ Value identity() { return {}; }
   __device__ Value operator()(Value a, Value b) const {
     const float sum = a.v[0] + b.v[0], of_b = sum - a.v[0];
     return {{sum}, a.rest + b.rest + ((a.v[0] - (sum - of_b)) + (b.v[0] - of_b))};
   }
-  __device__ static Value shuffle(Value v, int lane) { return {{__shfl_xor_sync(~0u, v.v[0], lane)}, __shfl_xor_sync(~0u, v.rest, lane)}; }
+  __device__ static Value shuffle(Value v, int lane) {
+    return {{__shfl_xor_sync(~0u, v.v[0], lane)}, __shfl_xor_sync(~0u, v.rest, lane)};
+  }
 };
 
-/// Reduces over groups of `lanes` neighbouring lanes, a power of two; every one of them gets the result. kShort: by Op's own way, which takes
-/// fewer instructions and waits longer.
+/// Reduces over groups of `lanes` neighbouring lanes, a power of two; every one of them gets the result. kShort: by
+/// Op's own way, which takes fewer instructions and waits longer.
 template <class Op, bool kShort = false>
 __device__ typename Op::Value reduce_lanes(typename Op::Value v, int lanes, Op op = {}) {
   if constexpr (kShort && requires { Op::lanes(v, lanes); }) {
@@ -56,9 +62,9 @@ __device__ typename Op::Value reduce_lanes(typename Op::Value v, int lanes, Op o
   return v;
 }
 
-/// Reduces over the threads of a row (threadIdx.x, and where the row is spread over a cluster its blocks); every one of them gets the
-/// result. blockDim.x is a power of two up to 32 or a multiple of 32, to kWarps · 32 threads a block. Two sets of slots take turns, so that one
-/// barrier a call is enough; kTurns = 1: it is called once.
+/// Reduces over the threads of a row (threadIdx.x, and where the row is spread over a cluster its blocks); every one of
+/// them gets the result. blockDim.x is a power of two up to 32 or a multiple of 32, to kWarps · 32 threads a block. Two
+/// sets of slots take turns, so that one barrier a call is enough; kTurns = 1: it is called once.
 template <class Op, bool kSpread = false, bool kShort = kSpread, int kWarps = 32, int kTurns = 2>
 struct RowReduce {
   struct Nothing {};

@@ -26,16 +26,20 @@ __device__ float largest(const Pack (&packs)[n], float least) {
   }
 }
 
-/// max and Σ exp(z − max) of what was pushed so far (Milakov & Gimelshein 2018, arXiv:1805.02867); merges in any order. T is the
-/// type that z came in: 16-bit logits take one instruction an exponential.
+/// max and Σ exp(z − max) of what was pushed so far (Milakov & Gimelshein 2018, arXiv:1805.02867); merges in any order.
+/// T is the type that z came in: 16-bit logits take one instruction an exponential.
 template <class T>
 struct OnlineSoftmax {
   static constexpr bool kFast = sizeof(T) == 2;
   // The rounding of Σ would be in every value of a row: where values are floats it is a double.
   using Sum = std::conditional_t<kFast, float, double>;
-  struct Value { float max; Sum sum; };
+  struct Value {
+    float max;
+    Sum sum;
+  };
   __device__ static Value identity() { return {-3.402823466e38f, 0}; }  // finite, so that −inf − max is no NaN
-  /// Of 16-bit numbers from here on, two that are not the same are so far apart that one's exp is nothing beside the other's.
+  /// Of 16-bit numbers from here on, two that are not the same are so far apart that one's exp is nothing beside the
+  /// other's.
   static constexpr float kFar = 1 << 20;
   /// What a logit is multiplied by. Beyond kFar the rounding of max · log2(e) would be no factor that a float can hold.
   __device__ static float scale(float max) { return fabsf(max) < kFar ? kLog2e : 1; }
@@ -46,7 +50,8 @@ struct OnlineSoftmax {
     return expf(z - max);
   }
 
-  /// What makes Σ exp(z − to) of Σ exp(z − from): exactly 1 where those are the same. A float's would add its own bias to that of the terms.
+  /// What makes Σ exp(z − to) of Σ exp(z − from): exactly 1 where those are the same. A float's would add its own bias
+  /// to that of the terms.
   __device__ static Sum factor(float from, float to) {
     if constexpr (kFast) return exp2_approx(__fmul_rn(from, scale(to)) - __fmul_rn(to, scale(to)));
     else return from == to ? 1. : ::exp(double(from) - to);
@@ -69,12 +74,13 @@ struct OnlineSoftmax {
     v = {top, v.sum * factor(v.max, top) + sums[0]};
   }
 
-  /// What keep multiplies exponentials by, so that half has all its bits for those from 2^-29 on: what is next to nothing beside 1.
+  /// What keep multiplies exponentials by, so that half has all its bits for those from 2^-29 on: what is next to
+  /// nothing beside 1.
   __device__ static float lift(float max) { return fabsf(max) < kFar ? 15.f : 0.f; }
   __device__ static float lowered(float max) { return fabsf(max) < kFar ? 1.f / (1 << 15) : 1.f; }
 
-  /// As push, of 16-bit numbers, whose place exp(z − max) · 2^lift(max) takes, as half: a later pass needs no exponential. Returns that max;
-  /// v.sum is to be multiplied by lowered(v.max) when all is pushed.
+  /// As push, of 16-bit numbers, whose place exp(z − max) · 2^lift(max) takes, as half: a later pass needs no
+  /// exponential. Returns that max; v.sum is to be multiplied by lowered(v.max) when all is pushed.
   template <class Pack, int n>
   __device__ static float keep(Value& v, Pack (&packs)[n]) {
     const float top = largest<T>(packs, v.max), shift = fmaf(-top, scale(top), lift(top));
@@ -98,7 +104,9 @@ struct OnlineSoftmax {
     return {top, a.sum * factor(a.max, top) + b.sum * factor(b.max, top)};
   }
 
-  __device__ static Value shuffle(Value v, int lane) { return {__shfl_xor_sync(~0u, v.max, lane), __shfl_xor_sync(~0u, v.sum, lane)}; }
+  __device__ static Value shuffle(Value v, int lane) {
+    return {__shfl_xor_sync(~0u, v.max, lane), __shfl_xor_sync(~0u, v.sum, lane)};
+  }
   /// Over groups of `lanes` lanes: the maximum first, so that each sum is scaled once.
   __device__ static Value lanes(Value v, int lanes) {
     const float top = reduce_lanes<Max>(v.max, lanes);
@@ -115,7 +123,10 @@ struct OnlineSoftmax {
 
 /// The largest value and where it stands first.
 struct ArgMax {
-  struct Value { float max; int at; };
+  struct Value {
+    float max;
+    int at;
+  };
   __device__ static Value identity() { return {-INFINITY, 2147483647}; }
   /// Whether a is what argmax takes: the larger, NaN before all others, the first of equals.
   __device__ static bool before(Value a, Value b) {
@@ -124,7 +135,9 @@ struct ArgMax {
     return a.max > b.max || (a.max == b.max && a.at < b.at);
   }
   __device__ Value operator()(Value a, Value b) const { return before(b, a) ? b : a; }
-  __device__ static Value shuffle(Value v, int lane) { return {__shfl_xor_sync(~0u, v.max, lane), __shfl_xor_sync(~0u, v.at, lane)}; }
+  __device__ static Value shuffle(Value v, int lane) {
+    return {__shfl_xor_sync(~0u, v.max, lane), __shfl_xor_sync(~0u, v.at, lane)};
+  }
 };
 
 }  // namespace liger::cuda

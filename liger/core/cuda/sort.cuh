@@ -5,10 +5,12 @@
 
 namespace liger::cuda {
 
-/// keys in ascending order, by their lowest `bits`, and the values that stand beside them; equal keys stay in order. With scratch null, only
-/// tells of how many bytes it must be.
-inline void sort_pairs(void* scratch, size_t& bytes, const int* keys, int* sorted_keys, const int* values, int* sorted_values, int n, int bits, Stream s) {
-  check(cub::DeviceRadixSort::SortPairs(scratch, bytes, keys, sorted_keys, values, sorted_values, n, 0, bits, cudaStream_t(s)));
+/// keys in ascending order, by their lowest `bits`, and the values that stand beside them; equal keys stay in order.
+/// With scratch null, only tells of how many bytes it must be.
+inline void sort_pairs(void* scratch, size_t& bytes, const int* keys, int* sorted_keys, const int* values,
+                       int* sorted_values, int n, int bits, Stream s) {
+  check(cub::DeviceRadixSort::SortPairs(scratch, bytes, keys, sorted_keys, values, sorted_values, n, 0, bits,
+                                        cudaStream_t(s)));
 }
 
 /// One block's own way, of up to kMost keys, in kBytes of shared memory.
@@ -18,7 +20,8 @@ struct BlockSort {
   using Sort = cub::BlockRadixSort<unsigned, kThreads, kItems, int>;
   static constexpr int kBytes = sizeof(typename Sort::TempStorage);
 
-  /// The keys key(0) to key(n - 1), none above 2^bits - 1, in ascending order, and of each which one it is; equal keys stay in order.
+  /// The keys key(0) to key(n - 1), none above 2^bits - 1, in ascending order, and of each which one it is; equal keys
+  /// stay in order.
   template <class F>
   static __device__ void run(int n, int bits, F key, int* sorted_keys, int* order) {
     unsigned keys[kItems];

@@ -4,16 +4,17 @@
 
 namespace liger::cuda {
 
-/// A row of n elements too long for a tile, seen as the 16-byte packs of memory that it touches: rows of any alignment are read
-/// and written in whole packs but for the first and the last.
+/// A row of n elements too long for a tile, seen as the 16-byte packs of memory that it touches: rows of any alignment
+/// are read and written in whole packs but for the first and the last.
 template <class T>
 struct Row {
   static constexpr int kWidth = 16 / sizeof(T);
   using Pack = cuda::Pack<T, kWidth>;
-  template <class L> using PackLike = cuda::Pack<T, Row<L>::kWidth>;
-  T* first;                // where the first pack would begin
-  int shift, n;            // elements of that pack before the row; elements
-  int wholes;              // packs that are all the row's
+  template <class L>
+  using PackLike = cuda::Pack<T, Row<L>::kWidth>;
+  T* first;      // where the first pack would begin
+  int shift, n;  // elements of that pack before the row; elements
+  int wholes;    // packs that are all the row's
 
   __device__ Row(const void* matrix, int64_t row, int64_t stride, int64_t cols) {
     T* p = static_cast<T*>(const_cast<void*>(matrix)) + row * stride;
@@ -34,8 +35,8 @@ struct Row {
 
   __device__ Pack load(int k, T outside) const { return load(k, outside, *this); }
 
-  /// What lies in this row at the columns of pack k of the row `like`, whose alignment may be another, and whose type may be narrower. kWhole: it is
-  /// known to be a pack here, too, and the row's.
+  /// What lies in this row at the columns of pack k of the row `like`, whose alignment may be another, and whose type
+  /// may be narrower. kWhole: it is known to be a pack here, too, and the row's.
   template <bool kWhole = false, class L>
   __device__ PackLike<L> load(int k, T outside, const Row<L>& like) const {
     if constexpr (!kWhole) {
@@ -55,7 +56,8 @@ struct Row {
   /// Brings what load gives to shared memory, where it is after copies_done(). near: see copy_async16.
   template <class L>
   __device__ void copy(int k, T outside, const Row<L>& like, PackLike<L>* to, bool near = true) const {
-    if (sizeof(*to) == 16 && aligned(like) && like.whole(k)) near ? copy_async16<true>(to, at(k, like)) : copy_async16<false>(to, at(k, like));
+    if (sizeof(*to) == 16 && aligned(like) && like.whole(k))
+      near ? copy_async16<true>(to, at(k, like)) : copy_async16<false>(to, at(k, like));
     else *to = load(k, outside, like);
   }
 
@@ -97,7 +99,9 @@ struct Row {
     return shift == like.shift % kWidth;
   }
   template <class L>
-  __device__ T* at(int k, const Row<L>& like) const { return first + k * Row<L>::kWidth - (like.shift - shift); }
+  __device__ T* at(int k, const Row<L>& like) const {
+    return first + k * Row<L>::kWidth - (like.shift - shift);
+  }
 };
 
 /// f(load(i)) for every i below n, by the first `threads` of one block, kBatch loads of a thread in flight at once.
@@ -114,10 +118,11 @@ __device__ void for_each_in_batches(int64_t n, Load load, F f, unsigned threads 
   }
 }
 
-/// f(k, values) for k in [begin, end), n of them at once, `stride` apart from k on, which load(k) gives. Those that are left over come one
-/// at a time, or with kFill together with blanks.
+/// f(k, values) for k in [begin, end), n of them at once, `stride` apart from k on, which load(k) gives. Those that are
+/// left over come one at a time, or with kFill together with blanks.
 template <int n, bool kFill, class Load, class F>
-__device__ void for_each_batch(int begin, int end, int stride, const decltype(std::declval<Load>()(0))& blank, const Load& load, F f) {
+__device__ void for_each_batch(int begin, int end, int stride, const decltype(std::declval<Load>()(0))& blank,
+                               const Load& load, F f) {
   int k = begin + threadIdx.x;
   const auto batch = [&]<int count, bool kAll>(std::integer_sequence<int, count>, std::bool_constant<kAll>) {
     std::remove_cvref_t<decltype(blank)> values[count];
@@ -148,19 +153,21 @@ __device__ void for_each_pack(const Row<T>& row, int begin, int end, T outside, 
   for_each_load<kUnroll>(begin, end, [&](int k) { return row.load(k, outside); }, f);
 }
 
-/// f(k, whole) for every pack k of a row: a std::true_type for those that are all the row's, if `alike`, for which no address is checked, and
-/// after them a std::false_type.
+/// f(k, whole) for every pack k of a row: a std::true_type for those that are all the row's, if `alike`, for which no
+/// address is checked, and after them a std::false_type.
 template <class T, class F>
 __device__ void for_each_place(const Row<T>& row, bool alike, F f) {
   const int before = row.shift > 0, wholes = alike ? row.wholes : 0;
 #pragma unroll 1
   for (int k = threadIdx.x; k < wholes; k += blockDim.x) f(before + k, std::true_type());
 #pragma unroll 1
-  for (int k = threadIdx.x; k < row.packs() - wholes; k += blockDim.x) f(k < before ? k : k + wholes, std::false_type());
+  for (int k = threadIdx.x; k < row.packs() - wholes; k += blockDim.x)
+    f(k < before ? k : k + wholes, std::false_type());
 }
 
-/// The rows out become f of the rows in, element by element: f(x, y) makes y, one number for each row out, of x, one for each row in. The
-/// first kUnroll packs of a thread are in flight together; a row has one more where it begins inside a pack, and no others.
+/// The rows out become f of the rows in, element by element: f(x, y) makes y, one number for each row out, of x, one
+/// for each row in. The first kUnroll packs of a thread are in flight together; a row has one more where it begins
+/// inside a pack, and no others.
 template <int kUnroll, class T, int kOut, int kIn, class F>
 __device__ void map_packs(const Row<T> (&out)[kOut], const Row<T> (&in)[kIn], F f) {
   constexpr int kWidth = Row<T>::kWidth;
@@ -193,15 +200,17 @@ __device__ void map_packs(const Row<T> (&out)[kOut], const Row<T> (&in)[kIn], F 
     }
 }
 
-/// A matrix whose rows a grid of blocks shares out in pieces of kUnroll packs a thread or, where that is 0, of so many elements.
+/// A matrix whose rows a grid of blocks shares out in pieces of kUnroll packs a thread or, where that is 0, of so many
+/// elements.
 template <class T, int kUnroll = 0>
 struct Pieces {
   static constexpr int kThreads = 256;
   int64_t rows, cols;
   unsigned given;
-  int64_t per_row;           // pieces
+  int64_t per_row;  // pieces
 
-  Pieces(int64_t rows, int64_t cols, int64_t given = 0) : rows(rows), cols(cols), given(unsigned(given)), per_row(ceil_div(cols, elements())) {}
+  Pieces(int64_t rows, int64_t cols, int64_t given = 0)
+      : rows(rows), cols(cols), given(unsigned(given)), per_row(ceil_div(cols, elements())) {}
   __host__ __device__ unsigned elements() const { return kUnroll > 0 ? kThreads * kUnroll * Row<T>::kWidth : given; }
   __host__ __device__ int64_t count() const { return rows * per_row; }
   Grid grid() const { return {.blocks = count(), .threads = kThreads}; }

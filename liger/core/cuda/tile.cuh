@@ -53,7 +53,9 @@ struct alignas(sizeof(T) * kWidth_ < 16 ? sizeof(T) * kWidth_ : 16) Pack {
     if constexpr (sizeof(Pack) % 16 != 0) *static_cast<Pack*>(p) = *this;
     else
 #pragma unroll
-      for (int i = 0; i < int(sizeof(Pack) / 16); ++i) store16(static_cast<uint4*>(p) + i, {bits(words[4 * i]), bits(words[4 * i + 1]), bits(words[4 * i + 2]), bits(words[4 * i + 3])});
+      for (int i = 0; i < int(sizeof(Pack) / 16); ++i)
+        store16(static_cast<uint4*>(p) + i,
+                {bits(words[4 * i]), bits(words[4 * i + 1]), bits(words[4 * i + 2]), bits(words[4 * i + 3])});
   }
 
   /// The product of each pair, rounded once.
@@ -72,38 +74,52 @@ struct alignas(sizeof(T) * kWidth_ < 16 ? sizeof(T) * kWidth_ : 16) Pack {
 
 /// How a row meets the threads that hold it.
 enum class Fit : int8_t {
-  Whole,    // every row begins at a 16-byte boundary and ends at one
-  Spread,   // as Whole, in the registers of all blocks of a cluster
-  Peeled,   // rows begin anywhere: the first thread's pack begins at the boundary before the row
-  Edged,    // rows begin anywhere: the first thread's pack begins at the first boundary in the row; what is before it, and behind the last, is not the tile's
+  Whole,   // every row begins at a 16-byte boundary and ends at one
+  Spread,  // as Whole, in the registers of all blocks of a cluster
+  Peeled,  // rows begin anywhere: the first thread's pack begins at the boundary before the row
+  Edged,   // rows begin anywhere: the first thread's pack begins at the first boundary in the row; what is before it,
+           // and behind the last, is not the tile's
   SpreadEdged,
 };
 constexpr bool edged(Fit fit) { return fit == Fit::Edged || fit == Fit::SpreadEdged; }
 constexpr bool spread(Fit fit) { return fit == Fit::Spread || fit == Fit::SpreadEdged; }
 
-/// Where a piece of a row lies: from column `from` on in row `row` of [rows, cols]. shift says how many elements of the first pack come
-/// before the row, for Peeled tiles.
+/// Where a piece of a row lies: from column `from` on in row `row` of [rows, cols]. shift says how many elements of the
+/// first pack come before the row, for Peeled tiles.
 struct Place {
   int64_t row, rows, cols, from;
-  int64_t begin;           // elements of the matrix before it
-  int left;                // columns of the row from there on
-  int shift;               // for Edged ones less than 0: elements of the row before the first pack
-  static constexpr int kNone = INT_MIN / 2;  // where there is no such row: less than what a first pack may have before `from`
+  int64_t begin;  // elements of the matrix before it
+  int left;       // columns of the row from there on
+  int shift;      // for Edged ones less than 0: elements of the row before the first pack
+  static constexpr int kNone =
+      INT_MIN / 2;  // where there is no such row: less than what a first pack may have before `from`
 
   __device__ Place(int64_t row, int64_t rows, int64_t cols, int shift = 0, int64_t from = 0)
-      : row(row), rows(rows), cols(cols), from(from), begin(row * cols + from), left(row >= rows ? kNone : cols - from < INT_MAX ? int(cols - from) : INT_MAX), shift(shift) {}
+      : row(row),
+        rows(rows),
+        cols(cols),
+        from(from),
+        begin(row * cols + from),
+        left(row >= rows             ? kNone
+             : cols - from < INT_MAX ? int(cols - from)
+                                     : INT_MAX),
+        shift(shift) {}
   __device__ Place at(int64_t from) const { return {row, rows, cols, shift, from}; }
   /// The same columns in a row of another matrix, and of a vector that all rows share.
   __device__ Place of(int64_t row, int64_t rows) const { return {row, rows, cols, shift, from}; }
   __device__ Place vector(bool present) const { return of(0, present); }
-  /// The first column that counts: those of the first pack that come before `from` belong to it, where they are the row's.
+  /// The first column that counts: those of the first pack that come before `from` belong to it, where they are the
+  /// row's.
   __device__ int first() const { return from > 0 ? -shift : 0; }
-  /// Whether a pack that reaches past the row's end may reach past the matrix: a pack has up to 8 elements, and a row at least one.
+  /// Whether a pack that reaches past the row's end may reach past the matrix: a pack has up to 8 elements, and a row
+  /// at least one.
   __device__ bool last() const { return row + 8 >= rows; }
 
   /// Where this thread's first pack is in a matrix.
   template <class Tile, class T>
-  __device__ T* in(T* matrix) const { return matrix + begin + Tile::column(0, *this); }
+  __device__ T* in(T* matrix) const {
+    return matrix + begin + Tile::column(0, *this);
+  }
   /// Whether all of the pack at item i belongs to the row.
   template <class Tile>
   __device__ bool whole(int i) const {
@@ -114,7 +130,9 @@ struct Place {
 
 /// How many elements of T lie between the 16-byte boundary before p and p.
 template <class T>
-__host__ __device__ inline int misalignment(const void* p) { return int(reinterpret_cast<uintptr_t>(p) % 16 / sizeof(T)); }
+__host__ __device__ inline int misalignment(const void* p) {
+  return int(reinterpret_cast<uintptr_t>(p) % 16 / sizeof(T));
+}
 
 /// A row held in registers by threadIdx.x, kItems floats a thread; columns past the end are 0.
 template <int kItems_, int kWidth_, Fit kFit_ = Fit::Whole>
@@ -125,7 +143,8 @@ struct Tile {
   float v[kItems] = {};
 
   __device__ static int column(int i, const Place& at) {
-    const int c = (i / kWidth * int(blockDim.x) + int(threadIdx.x)) * kWidth + i % kWidth + (kSpread ? cluster_rank() * int(blockDim.x) * kItems : 0);
+    const int c = (i / kWidth * int(blockDim.x) + int(threadIdx.x)) * kWidth + i % kWidth +
+                  (kSpread ? cluster_rank() * int(blockDim.x) * kItems : 0);
     return kFit == Fit::Peeled || kEdged ? c - at.shift : c;
   }
 
@@ -157,11 +176,21 @@ struct Tile {
     return t;
   }
 
-  __device__ friend Tile operator*(const Tile& a, const Tile& b) { return map([](float x, float y) { return x * y; }, a, b); }
-  __device__ friend Tile operator+(const Tile& a, const Tile& b) { return map([](float x, float y) { return x + y; }, a, b); }
-  __device__ friend Tile operator-(const Tile& a, const Tile& b) { return map([](float x, float y) { return x - y; }, a, b); }
-  __device__ friend Tile operator*(const Tile& a, float s) { return map([s](float x) { return x * s; }, a); }
-  __device__ friend Tile operator+(const Tile& a, float s) { return map([s](float x) { return x + s; }, a); }
+  __device__ friend Tile operator*(const Tile& a, const Tile& b) {
+    return map([](float x, float y) { return x * y; }, a, b);
+  }
+  __device__ friend Tile operator+(const Tile& a, const Tile& b) {
+    return map([](float x, float y) { return x + y; }, a, b);
+  }
+  __device__ friend Tile operator-(const Tile& a, const Tile& b) {
+    return map([](float x, float y) { return x - y; }, a, b);
+  }
+  __device__ friend Tile operator*(const Tile& a, float s) {
+    return map([s](float x) { return x * s; }, a);
+  }
+  __device__ friend Tile operator+(const Tile& a, float s) {
+    return map([s](float x) { return x + s; }, a);
+  }
 };
 
 /// The kWidth elements that begin `start` elements after the first of two packs, 0 < start < kWidth.
@@ -206,7 +235,8 @@ template <class T, class Tile>
 __device__ Raw<T, Tile> packed(const Tile& t) {
   Raw<T, Tile> raw;
 #pragma unroll
-  for (int i = 0; i < Tile::kItems; i += Tile::kWidth) raw.packs[i / Tile::kWidth] = Pack<T, Tile::kWidth>::from_float(t.v + i);
+  for (int i = 0; i < Tile::kItems; i += Tile::kWidth)
+    raw.packs[i / Tile::kWidth] = Pack<T, Tile::kWidth>::from_float(t.v + i);
   return raw;
 }
 
@@ -219,8 +249,8 @@ __device__ Tile to_tile(const Raw<T, Tile>& raw) {
   return t;
 }
 
-/// The row at `at` of a matrix that begins as the one the tile was laid out for, between two 16-byte boundaries. A row's first and last
-/// pack are read in whole; what they hold of the neighbours is masked when they are unpacked.
+/// The row at `at` of a matrix that begins as the one the tile was laid out for, between two 16-byte boundaries. A
+/// row's first and last pack are read in whole; what they hold of the neighbours is masked when they are unpacked.
 template <class T, class Tile, class At>
 __device__ Raw<T, Tile> fetch(const void* matrix, const At& at) {
   constexpr int kWidth = Tile::kWidth;
@@ -241,15 +271,16 @@ __device__ Raw<T, Tile> fetch(const void* matrix, const At& at) {
   return raw;
 }
 
-/// As fetch, from a matrix that may begin anywhere, or of another type: two packs for one. None is touched that holds nothing of the
-/// row, or reaches past the matrix.
+/// As fetch, from a matrix that may begin anywhere, or of another type: two packs for one. None is touched that holds
+/// nothing of the row, or reaches past the matrix.
 template <class T, class Tile, class At>
 __device__ Raw<T, Tile> fetch_loose(const void* matrix, const At& at) {
   constexpr int kWidth = Tile::kWidth;
   using Pack = cuda::Pack<T, kWidth>;
   const T* p = static_cast<const T*>(matrix) + at.begin;
   const int n = at.left, start = misalignment<T>(p - at.shift);
-  if ((Tile::kFit != Fit::Peeled && !Tile::kEdged) || (start == 0 && sizeof(Pack) == 16)) return fetch<T, Tile>(matrix, at);
+  if ((Tile::kFit != Fit::Peeled && !Tile::kEdged) || (start == 0 && sizeof(Pack) == 16))
+    return fetch<T, Tile>(matrix, at);
   Raw<T, Tile> raw{};
 #pragma unroll
   for (int i = 0; i < Tile::kItems; i += kWidth) {
@@ -257,7 +288,8 @@ __device__ Raw<T, Tile> fetch_loose(const void* matrix, const At& at) {
     auto& pack = raw.packs[i / kWidth];
     if (c >= n || (Tile::kEdged && !at.template whole<Tile>(i))) continue;
     if (sizeof(Pack) == 16 && (cut + kWidth <= n || !at.last())) {
-      pack = joined(cut > at.first() ? Pack::read(p + c - start) : Pack(), cut < n ? Pack::read(p + c - start + kWidth) : Pack(), start);
+      pack = joined(cut > at.first() ? Pack::read(p + c - start) : Pack(),
+                    cut < n ? Pack::read(p + c - start + kWidth) : Pack(), start);
     } else {
       float f[kWidth];
 #pragma unroll
@@ -284,9 +316,13 @@ __device__ Tile unpack(const Raw<T, Tile>& raw, const At& at) {
 }
 
 template <class T, class Tile>
-__device__ Tile load(const void* matrix, const Place& at) { return unpack(fetch<T, Tile>(matrix, at), at); }
+__device__ Tile load(const void* matrix, const Place& at) {
+  return unpack(fetch<T, Tile>(matrix, at), at);
+}
 template <class T, class Tile, class At>
-__device__ Tile load_loose(const void* matrix, const At& at) { return unpack(fetch_loose<T, Tile>(matrix, at), at); }
+__device__ Tile load_loose(const void* matrix, const At& at) {
+  return unpack(fetch_loose<T, Tile>(matrix, at), at);
+}
 
 /// Writes the row at `at` of a matrix that begins as the tile's own does, or with kLoose anywhere.
 template <class T, bool kLoose = false, class Tile, class At>
@@ -313,7 +349,9 @@ __device__ void store(const Raw<T, Tile>& raw, void* matrix, At at) {
 }
 
 template <class T, bool kLoose = false, class Tile, class At>
-__device__ void store(const Tile& t, void* matrix, const At& at) { store<T, kLoose>(packed<T>(t), matrix, at); }
+__device__ void store(const Tile& t, void* matrix, const At& at) {
+  store<T, kLoose>(packed<T>(t), matrix, at);
+}
 
 /// f(at) for each piece of a row that is longer than a tile.
 template <class Tile, class F>
@@ -322,7 +360,9 @@ __device__ void for_each_place(const Place& row, F f) {
 }
 
 template <class T>
-__device__ float round_to(float v) { return float(T(v)); }
+__device__ float round_to(float v) {
+  return float(T(v));
+}
 
 template <class T, class Tile>
 __device__ Tile round_to(const Tile& t) {
@@ -366,7 +406,8 @@ inline bool aligned16(std::initializer_list<const void*> pointers) {
   return true;
 }
 
-/// What a kernel reads and writes: `rows` as the tiles are laid out, where it is not null, `loose` by the functions of that name.
+/// What a kernel reads and writes: `rows` as the tiles are laid out, where it is not null, `loose` by the functions of
+/// that name.
 struct Memory {
   std::initializer_list<const void*> rows, loose;
   bool aligned() const { return aligned16(rows) && aligned16(loose); }
@@ -387,26 +428,32 @@ inline constexpr int kTileThreads = 1024, kTileCluster = 8;
 struct Tiling {
   dim3 threads;
   int cluster;
-  int alike = 1;           // rows that are a multiple of so many apart begin alike between two 16-byte boundaries
+  int alike = 1;  // rows that are a multiple of so many apart begin alike between two 16-byte boundaries
 
   /// `groups` blocks, or clusters.
-  Grid grid(int64_t groups, int shared_bytes = 0) const { return {.blocks = groups * cluster, .threads = threads, .shared_bytes = shared_bytes, .cluster = cluster}; }
+  Grid grid(int64_t groups, int shared_bytes = 0) const {
+    return {.blocks = groups * cluster, .threads = threads, .shared_bytes = shared_bytes, .cluster = cluster};
+  }
 
   /// One for each threads.y of so many rows.
-  Grid of_rows(int64_t rows, int shared_bytes = 0) const { return grid((rows + threads.y - 1) / threads.y, shared_bytes); }
+  Grid of_rows(int64_t rows, int shared_bytes = 0) const {
+    return grid((rows + threads.y - 1) / threads.y, shared_bytes);
+  }
 
-  /// As many as fit on the device with so many registers a thread and bytes of shared memory, or as few as take no more turns to walk along the
-  /// rows, by a step after which they begin alike.
+  /// As many as fit on the device with so many registers a thread and bytes of shared memory, or as few as take no more
+  /// turns to walk along the rows, by a step after which they begin alike.
   Grid walking(int64_t rows, int registers, int shared) const {
     const int count = int(threads.x * threads.y);
-    const int64_t groups = of_rows(rows).blocks / cluster, blocks = std::min(shared_bytes() / (shared + 2048), 65536 / (registers * count));
+    const int64_t groups = of_rows(rows).blocks / cluster,
+                  blocks = std::min(shared_bytes() / (shared + 2048), 65536 / (registers * count));
     const int64_t most = std::max<int64_t>(1, blocks * clusters_at_once(cluster) / alike) * alike;
     const int64_t turns = (groups + most - 1) / most, a_turn = (groups + turns - 1) / turns;
     return grid(turns > 1 ? (a_turn + alike - 1) / alike * alike : a_turn, shared);
   }
 };
 
-/// Threads of a block: about as many as short rows get, as many as a row of whole packs gets, and as many as its part of a longer one gets.
+/// Threads of a block: about as many as short rows get, as many as a row of whole packs gets, and as many as its part
+/// of a longer one gets.
 struct Threads {
   int few, most, spread = most;
   /// Those, or as many as find so many bytes of shared memory each.
@@ -416,9 +463,9 @@ struct Threads {
   }
 };
 
-/// Calls f.operator()<Tile>(tiling) where tiles of kItems a thread cover rows of `cols`, of kEdged where rows begin anywhere, by so many more
-/// threads (0: none of these); longer ones are spread over a cluster if kSpread. False where the rows are too long, or begin differently in one
-/// matrix and another, or f returns it.
+/// Calls f.operator()<Tile>(tiling) where tiles of kItems a thread cover rows of `cols`, of kEdged where rows begin
+/// anywhere, by so many more threads (0: none of these); longer ones are spread over a cluster if kSpread. False where
+/// the rows are too long, or begin differently in one matrix and another, or f returns it.
 template <class T, int kItems, int kEdged, bool kSpread, class F>
 bool dispatch_tile(int64_t cols, Threads block, const Memory& memory, F&& f) {
   static_assert(kEdged <= kItems);
@@ -427,7 +474,8 @@ bool dispatch_tile(int64_t cols, Threads block, const Memory& memory, F&& f) {
   if (!whole && (kEdged == 0 || !memory.alike())) return false;
   const auto call = [&]<Fit kWhole, Fit kAnywhere>(const Tiling& tiling) {
     const auto as = [&]<class Tile>() {
-      if constexpr (std::is_void_v<decltype(f.template operator()<Tile>(tiling))>) return f.template operator()<Tile>(tiling), true;
+      if constexpr (std::is_void_v<decltype(f.template operator()<Tile>(tiling))>)
+        return f.template operator()<Tile>(tiling), true;
       else return f.template operator()<Tile>(tiling);
     };
     if constexpr (kEdged > 0)
@@ -435,13 +483,15 @@ bool dispatch_tile(int64_t cols, Threads block, const Memory& memory, F&& f) {
     return as.template operator()<Tile<kItems, kVec, kWhole>>();
   };
   const int items = whole ? kItems : kEdged, alike = int(kVec / std::gcd(cols, int64_t(kVec)));
-  const int most = std::min(kTileThreads, block.most * kItems / items), spread = std::min(kTileThreads, block.spread * kItems / items);
+  const int most = std::min(kTileThreads, block.most * kItems / items),
+            spread = std::min(kTileThreads, block.spread * kItems / items);
   const int64_t need = (cols / kVec * kVec + items - 1) / items;
   if constexpr (kSpread) {
     if (need > most && need <= spread * kTileCluster && has_clusters()) {
       int cluster = 2;
       while (cluster * spread < need) cluster *= 2;
-      return call.template operator()<Fit::Spread, Fit::SpreadEdged>(Tiling{unsigned((need + cluster * 32 - 1) / (cluster * 32) * 32), cluster, alike});
+      return call.template operator()<Fit::Spread, Fit::SpreadEdged>(
+          Tiling{unsigned((need + cluster * 32 - 1) / (cluster * 32) * 32), cluster, alike});
     }
   }
   if (need > most) return false;
@@ -454,7 +504,8 @@ bool dispatch_tile(int64_t cols, Threads block, const Memory& memory, F&& f) {
   return call.template operator()<Fit::Whole, Fit::Edged>(Tiling{dim3(x, y), 1, alike});
 }
 
-/// As dispatch_tile, for kernels that walk along a row of any length, kItems a thread at once; element by element where rows begin differently.
+/// As dispatch_tile, for kernels that walk along a row of any length, kItems a thread at once; element by element where
+/// rows begin differently.
 template <class T, int kItems, class F>
 void dispatch_walk(int64_t cols, const Memory& memory, F&& f) {
   constexpr int kVec = 16 / sizeof(T);

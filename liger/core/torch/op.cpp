@@ -8,7 +8,8 @@ namespace liger {
 Tensor output(Tensor t) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t kPage = 2 << 20;
-  if (t.is_cpu() && t.key_set().has_backend(c10::BackendComponent::CPUBit) && t.nbytes() >= 4 * kPage && t.has_storage()) {
+  if (t.is_cpu() && t.key_set().has_backend(c10::BackendComponent::CPUBit) && t.nbytes() >= 4 * kPage &&
+      t.has_storage()) {
     const auto begin = (reinterpret_cast<uintptr_t>(t.data_ptr()) + kPage - 1) / kPage * kPage;
     const auto end = (reinterpret_cast<uintptr_t>(t.data_ptr()) + t.nbytes()) / kPage * kPage;
     madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // a hint: refusal is no error
@@ -27,18 +28,28 @@ Rows::Rows(const Tensor& t) : tensor(t), stride(cols(t)) {
 
 int64_t partial_count(const Tensor& x, int64_t groups) {
   int64_t count;
-  run(row_partials, x, {.device = x.device().index(), .groups = groups, .rows = rows(x) / groups, .cols = cols(x), .count = &count});
+  run(row_partials, x,
+      {.device = x.device().index(), .groups = groups, .rows = rows(x) / groups, .cols = cols(x), .count = &count});
   return count;
 }
 
-Tensor empty_partials(const Tensor& x, int64_t partials, int64_t cols) { return at::empty({1, partials, cols}, x.options().dtype(at::kFloat)); }
+Tensor empty_partials(const Tensor& x, int64_t partials, int64_t cols) {
+  return at::empty({1, partials, cols}, x.options().dtype(at::kFloat));
+}
 
 Tensor Totals::of(const Tensor& partials, const Tensor& like, const Tensor& factor, double plus) {
   const Tensor out = at::empty(like.sizes(), partials.options().dtype(like.scalar_type()));
   const int64_t count = partials.size(0) * partials.size(1);
   TORCH_INTERNAL_ASSERT(args_.count < AddPartials::kMost);
-  args_.sums[args_.count++] = {.part = data<float>(partials), .factor = numbers(factor), .out = out.data_ptr(), .groups = partials.size(0), .partials = partials.size(1),
-                               .cols = partials.size(2), .per_factor = factor.defined() ? count / rows(factor) : count, .plus = float(plus), .dtype = dtype_of(out)};
+  args_.sums[args_.count++] = {.part = data<float>(partials),
+                               .factor = numbers(factor),
+                               .out = out.data_ptr(),
+                               .groups = partials.size(0),
+                               .partials = partials.size(1),
+                               .cols = partials.size(2),
+                               .per_factor = factor.defined() ? count / rows(factor) : count,
+                               .plus = float(plus),
+                               .dtype = dtype_of(out)};
   first_ = partials;
   return out;
 }
@@ -59,7 +70,8 @@ void project(Tensor out, const Tensor& x, const Tensor& w, const Tensor& bias) {
 }
 
 void accumulate(Tensor& sum, const Tensor& a, const Tensor& b, bool first) {
-  if (sum.scalar_type() != a.scalar_type() && a.is_cpu()) return accumulate(sum, a.to(sum.scalar_type()), b.to(sum.scalar_type()), first);
+  if (sum.scalar_type() != a.scalar_type() && a.is_cpu())
+    return accumulate(sum, a.to(sum.scalar_type()), b.to(sum.scalar_type()), first);
   if (sum.scalar_type() == a.scalar_type()) first ? at::mm_out(sum, a.t(), b) : at::addmm_out(sum, sum, a.t(), b);
   else first ? at::mm_out(sum, a.t(), b, sum.scalar_type()) : at::addmm_out(sum, sum, a.t(), b, sum.scalar_type());
 }
@@ -80,19 +92,26 @@ void scale_backward_(const Tensor& saved, const Tensor& g) {
   if (saved.is_meta() || saved.numel() == 0) return;
   const Tensor factor = (has_dtype(g.scalar_type()) ? g : g.to(at::kFloat)).contiguous();
   run(scale_rows, saved,
-      {.x = saved.data_ptr(), .g = numbers(factor), .rows = rows(saved), .cols = cols(saved), .per_row = g.dim() > 0, .dtype = dtype_of(saved)});
+      {.x = saved.data_ptr(),
+       .g = numbers(factor),
+       .rows = rows(saved),
+       .cols = cols(saved),
+       .per_row = g.dim() > 0,
+       .dtype = dtype_of(saved)});
 }
 
 }  // namespace
 
 bool is_plain(const Tensor& t) {
-  const auto keys = t.key_set() - c10::autograd_dispatch_keyset - c10::autocast_dispatch_keyset - c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView);
+  const auto keys = t.key_set() - c10::autograd_dispatch_keyset - c10::autocast_dispatch_keyset -
+                    c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView);
   return keys.highestFunctionalityKey() == c10::DispatchKey::Dense && !t.is_meta();
 }
 
 Tensor scaled(const Tensor& saved, const Tensor& g) {
   if (!saved.defined() || saved.sym_numel() == 0) return saved;
-  if (torch::autograd::get_current_graph_task_keep_graph() || !is_plain(saved) || !is_plain(g) || !saved.is_contiguous())
+  if (torch::autograd::get_current_graph_task_keep_graph() || !is_plain(saved) || !is_plain(g) ||
+      !saved.is_contiguous())
     return Op<"liger::scale_backward", scale_backward>()(saved, g);
   Op<"liger::scale_backward_", scale_backward_>()(saved, g);
   return saved;
@@ -131,7 +150,8 @@ variable_list refuse_second_derivative(const char* op, const variable_list& upst
   auto edges = node->next_edges();
   for (const Tensor& g : upstream)
     if (wants_grad(g)) edges.push_back(torch::autograd::impl::gradient_edge(g));
-  const auto refusal = make_node<decltype(torch::autograd::get_current_node())>(new NoSecondDerivative(op, std::move(edges)));
+  const auto refusal =
+      make_node<decltype(torch::autograd::get_current_node())>(new NoSecondDerivative(op, std::move(edges)));
   for (Tensor& d : gradients) {
     if (!d.defined()) continue;
     d = d.detach();
@@ -196,22 +216,26 @@ Arguments::Arguments(const char* op, const char* name, const Tensor& x, Type typ
   TORCH_CHECK(x.dim() >= 1, op, ": ", name, " must have at least one dimension, got a scalar");
 }
 
-void Arguments::refuse(const char* name, const Tensor& t, const std::string& expected, Type type, bool wrong_type) const {
-  const auto text = c10::str(op_, ": ", name, " must be ", expected, " of ", described(type, x_.scalar_type()), " on ", x_.device(), ", got ", listed(t.sym_sizes()),
-                             " of ", named(t.scalar_type()), " on ", t.device());
+void Arguments::refuse(const char* name, const Tensor& t, const std::string& expected, Type type,
+                       bool wrong_type) const {
+  const auto text =
+      c10::str(op_, ": ", name, " must be ", expected, " of ", described(type, x_.scalar_type()), " on ", x_.device(),
+               ", got ", listed(t.sym_sizes()), " of ", named(t.scalar_type()), " on ", t.device());
   TORCH_CHECK_TYPE(!wrong_type, text);
   TORCH_CHECK(false, text);
 }
 
 const Arguments& Arguments::shaped(const char* name, const Tensor& t, c10::SymIntArrayRef shape, Type type) const {
   const bool wrong_type = !accepts(type, t.scalar_type(), x_.scalar_type());
-  if (wrong_type || t.device() != x_.device() || t.sym_sizes() != shape) refuse(name, t, listed(shape), type, wrong_type);
+  if (wrong_type || t.device() != x_.device() || t.sym_sizes() != shape)
+    refuse(name, t, listed(shape), type, wrong_type);
   return *this;
 }
 
 const Arguments& Arguments::count(const char* name, const Tensor& t, const c10::SymInt& n, Type type) const {
   const bool wrong_type = !accepts(type, t.scalar_type(), x_.scalar_type());
-  if (wrong_type || t.device() != x_.device() || t.sym_numel() != n) refuse(name, t, n == 1 ? "one number" : c10::str(n, " numbers"), type, wrong_type);
+  if (wrong_type || t.device() != x_.device() || t.sym_numel() != n)
+    refuse(name, t, n == 1 ? "one number" : c10::str(n, " numbers"), type, wrong_type);
   return *this;
 }
 
@@ -222,7 +246,8 @@ const Arguments& Arguments::any(const char* name, const Tensor& t, Type type) co
 }
 
 const Arguments& Arguments::present(const char* wanted, bool flag, const char* name, const OptTensor& t) const {
-  TORCH_CHECK(!flag || (t && t->defined()), op_, ": ", wanted, " asks for the gradient of ", name, ", which is not given");
+  TORCH_CHECK(!flag || (t && t->defined()), op_, ": ", wanted, " asks for the gradient of ", name,
+              ", which is not given");
   return *this;
 }
 

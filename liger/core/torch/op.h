@@ -39,7 +39,8 @@ template <class Args>
 void run(const Kernel<Args>& kernel, const Tensor& t, const Args& args) {
   if (t.is_cpu()) return kernel(kCPU, args, nullptr);
   const auto device = t.device();
-  TORCH_CHECK_NOT_IMPLEMENTED(kernel.has(Backend(device.type())), "liger: ", kernel.name, " was not built for ", device.type());
+  TORCH_CHECK_NOT_IMPLEMENTED(kernel.has(Backend(device.type())), "liger: ", kernel.name, " was not built for ",
+                              device.type());
   const c10::DeviceGuard guard(device);
   const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
   kernel(Backend(device.type()), args, reinterpret_cast<Stream>(stream.native_handle()));
@@ -55,11 +56,15 @@ inline Tensor value_or_undefined(const OptTensor& t) { return t.value_or(Tensor(
 inline OptTensor optional(const Tensor& t) { return t.defined() ? OptTensor(t) : std::nullopt; }
 inline Tensor contiguous(const OptTensor& t) { return t && t->defined() ? t->contiguous() : Tensor(); }
 inline const void* data(const Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; }
-template <class T> T* data(const Tensor& t) { return t.defined() ? static_cast<T*>(t.data_ptr()) : nullptr; }
+template <class T>
+T* data(const Tensor& t) {
+  return t.defined() ? static_cast<T*>(t.data_ptr()) : nullptr;
+}
 
 inline Numbers numbers(const Tensor& t) { return t.defined() ? Numbers{data(t), dtype_of(t)} : Numbers{}; }
 
-/// A result that a kernel will fill. Fresh memory on the CPU costs more in page faults than in work: large results ask for large pages.
+/// A result that a kernel will fill. Fresh memory on the CPU costs more in page faults than in work: large results ask
+/// for large pages.
 Tensor output(Tensor t);
 
 /// t as a matrix whose rows lie `stride` elements apart; a copy only where no single stride describes it.
@@ -69,8 +74,11 @@ struct Rows {
   explicit Rows(const Tensor& t);
 };
 
-/// A schema's result that was not asked for: an empty tensor, because an undefined one is no value for torch.export and AOTInductor.
-inline Tensor or_empty(const Tensor& t, const at::TensorOptions& options) { return t.defined() ? t : at::empty({0}, options); }
+/// A schema's result that was not asked for: an empty tensor, because an undefined one is no value for torch.export and
+/// AOTInductor.
+inline Tensor or_empty(const Tensor& t, const at::TensorOptions& options) {
+  return t.defined() ? t : at::empty({0}, options);
+}
 /// The same result in a graph's node, which must be undefined.
 inline Tensor if_wanted(bool wanted, const Tensor& t) { return wanted ? t : Tensor(); }
 
@@ -86,8 +94,9 @@ Tensor empty_partials(const Tensor& x, int64_t partials, int64_t cols);
 /// Sums of partial sums, all made by one launch.
 class Totals {
  public:
-  /// Σ over the middle dimension of [groups, partials, cols], each partial sum times factor + plus, after run: as large and of the type as `like`, of
-  /// groups x cols numbers. factor has one row for all partial sums, or one for as many as divide them.
+  /// Σ over the middle dimension of [groups, partials, cols], each partial sum times factor + plus, after run: as large
+  /// and of the type as `like`, of groups x cols numbers. factor has one row for all partial sums, or one for as many
+  /// as divide them.
   Tensor of(const Tensor& partials, const Tensor& like, const Tensor& factor = {}, double plus = 0);
   void run();
 
@@ -108,27 +117,28 @@ void for_chunks(int64_t tokens, int64_t chunk, F f) {
   for (int64_t begin = 0; begin < tokens; begin += chunk) f(begin, std::min(chunk, tokens - begin));
 }
 
-/// Whether t's key set says no more than where its numbers lie and that autograd may record: no subclass, no lazy negation, no batch of a
-/// transformation, nothing that traces.
+/// Whether t's key set says no more than where its numbers lie and that autograd may record: no subclass, no lazy
+/// negation, no batch of a transformation, nothing that traces.
 bool is_plain(const Tensor& t);
 
-/// A gradient that forward saved, times the upstream gradient g: one number, or one a row. In place where nobody can see it: where
-/// autograd will not run this node again and both are plain tensors.
+/// A gradient that forward saved, times the upstream gradient g: one number, or one a row. In place where nobody can
+/// see it: where autograd will not run this node again and both are plain tensors.
 Tensor scaled(const Tensor& saved, const Tensor& g);
 
 /// The dtypes that an argument may have.
 enum class Type {
-  Same,        // the first argument's
+  Same,  // the first argument's
   SameOrFloat,
   Float,
-  Kernels,     // float32, float16 or bfloat16
+  Kernels,  // float32, float16 or bfloat16
   Floating,
-  Integer,     // not bool
-  Number       // not complex, not bool
+  Integer,  // not bool
+  Number    // not complex, not bool
 };
 
-/// Checks the tensors that an operator is given, before anything is allocated or launched. Each is called by its name in the operator's schema.
-/// All must be on the first one's device. Raises TypeError for a dtype, RuntimeError for a shape, a device or a missing tensor.
+/// Checks the tensors that an operator is given, before anything is allocated or launched. Each is called by its name
+/// in the operator's schema. All must be on the first one's device. Raises TypeError for a dtype, RuntimeError for a
+/// shape, a device or a missing tensor.
 class Arguments {
  public:
   /// The first argument, `x`: of at least one dimension.
@@ -136,30 +146,40 @@ class Arguments {
 
   /// t must have this shape.
   const Arguments& shaped(const char* name, const Tensor& t, c10::SymIntArrayRef shape, Type type) const;
-  const Arguments& shaped(const char* name, const OptTensor& t, c10::SymIntArrayRef shape, Type type) const { return t ? shaped(name, *t, shape, type) : *this; }
+  const Arguments& shaped(const char* name, const OptTensor& t, c10::SymIntArrayRef shape, Type type) const {
+    return t ? shaped(name, *t, shape, type) : *this;
+  }
   /// t must have the first argument's shape and dtype.
   const Arguments& like(const char* name, const Tensor& t) const { return shaped(name, t, x_.sym_sizes(), Type::Same); }
   const Arguments& like(const char* name, const OptTensor& t) const { return t ? like(name, *t) : *this; }
   /// t must be a vector of n numbers.
   template <class T>
-  const Arguments& vector(const char* name, const T& t, const c10::SymInt& n, Type type = Type::SameOrFloat) const { return shaped(name, t, {&n, 1}, type); }
+  const Arguments& vector(const char* name, const T& t, const c10::SymInt& n, Type type = Type::SameOrFloat) const {
+    return shaped(name, t, {&n, 1}, type);
+  }
   /// t must hold n numbers in any shape.
   const Arguments& count(const char* name, const Tensor& t, const c10::SymInt& n, Type type = Type::Float) const;
-  const Arguments& count(const char* name, const OptTensor& t, const c10::SymInt& n, Type type = Type::Float) const { return t ? count(name, *t, n, type) : *this; }
+  const Arguments& count(const char* name, const OptTensor& t, const c10::SymInt& n, Type type = Type::Float) const {
+    return t ? count(name, *t, n, type) : *this;
+  }
   /// t may have any shape.
   const Arguments& any(const char* name, const Tensor& t, Type type) const;
   /// What has a gradient must be given: `wanted` names the flag.
   const Arguments& present(const char* wanted, bool flag, const char* name, const OptTensor& t) const;
 
  private:
-  [[noreturn]] void refuse(const char* name, const Tensor& t, const std::string& expected, Type type, bool wrong_type) const;
+  [[noreturn]] void refuse(const char* name, const Tensor& t, const std::string& expected, Type type,
+                           bool wrong_type) const;
   const char* op_;
   const Tensor& x_;
 };
 
 inline bool wants_grad(const Tensor& t) { return t.defined() && t.requires_grad(); }
 inline bool wants_grad(const OptTensor& t) { return t && wants_grad(*t); }
-template <class T> bool wants_grad(const T&) { return false; }
+template <class T>
+bool wants_grad(const T&) {
+  return false;
+}
 
 /// A schema's name as a template argument.
 template <size_t n>
@@ -168,8 +188,9 @@ struct Name {
   consteval Name(const char (&s)[n]) { std::copy_n(s, n, text); }
 };
 
-/// The derivative of what a backward pass returned is an error, not a zero, also where the gradient was made in forward and is
-/// connected with nothing: where autograd records (create_graph), the results get a node that raises. `op` is named in its message.
+/// The derivative of what a backward pass returned is an error, not a zero, also where the gradient was made in forward
+/// and is connected with nothing: where autograd records (create_graph), the results get a node that raises. `op` is
+/// named in its message.
 variable_list refuse_second_derivative(const char* op, const variable_list& upstream, variable_list gradients);
 
 /// A list's elements among what a node keeps: compiled autograd cannot keep a list. Loaded by load_list.
@@ -185,14 +206,15 @@ std::vector<T> load_list(AutogradContext* ctx, const std::string& name) {
   return list;
 }
 
-/// The schema kName, which kFunction implements, as a function that goes through the dispatcher; where nothing is recorded, below autograd,
-/// whose refusal of a derivative would be a boxed call that has nothing to refuse.
+/// The schema kName, which kFunction implements, as a function that goes through the dispatcher; where nothing is
+/// recorded, below autograd, whose refusal of a derivative would be a boxed call that has nothing to refuse.
 template <Name kName, auto kFunction>
 struct Op {
   template <class... A>
   auto operator()(const A&... args) const {
     using Signature = std::remove_pointer_t<decltype(kFunction)>;
-    static const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(kName.text, "").template typed<Signature>();
+    static const auto handle =
+        c10::Dispatcher::singleton().findSchemaOrThrow(kName.text, "").template typed<Signature>();
     int position = 0;
     (check_defined(handle, position++, args), ...);
     if (at::GradMode::is_enabled()) return handle.call(args...);
@@ -205,16 +227,19 @@ struct Op {
   template <class Handle, class T>
   static void check_defined(const Handle& handle, int position, const T& arg) {
     if constexpr (std::is_same_v<T, Tensor>)
-      TORCH_CHECK(arg.defined(), handle.schema().name().substr(7), ": ", handle.schema().arguments()[position].name(), " is an undefined tensor");
+      TORCH_CHECK(arg.defined(), handle.schema().name().substr(7), ": ", handle.schema().arguments()[position].name(),
+                  " is an undefined tensor");
   }
 };
 
-/// The graph's node of an operator of kArguments arguments: Node's forward and backward, which returns the gradients of the first ones, and the refusal of a
-/// second derivative, unless Node::kDifferentiableTwice.
+/// The graph's node of an operator of kArguments arguments: Node's forward and backward, which returns the gradients of
+/// the first ones, and the refusal of a second derivative, unless Node::kDifferentiableTwice.
 template <Name kName, class Node, size_t kArguments>
 struct Function : torch::autograd::Function<Function<kName, Node, kArguments>> {
   template <class... A>
-  static auto forward(AutogradContext* ctx, A&&... args) { return Node::forward(ctx, std::forward<A>(args)...); }
+  static auto forward(AutogradContext* ctx, A&&... args) {
+    return Node::forward(ctx, std::forward<A>(args)...);
+  }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& upstream) {
     variable_list gradients = Node::backward(ctx, upstream);
@@ -224,9 +249,10 @@ struct Function : torch::autograd::Function<Function<kName, Node, kArguments>> {
   }
 };
 
-/// What the Autograd key runs for an operator: Node where one of the first kInputs arguments is to be differentiated, and the
-/// operator below autograd where not. Node does not see that other arguments could be. A Node whose forward also takes R* puts the results
-/// there, those that have no derivative among them, and returns the first ones, which have one. A tangent of forward-mode differentiation is refused.
+/// What the Autograd key runs for an operator: Node where one of the first kInputs arguments is to be differentiated,
+/// and the operator below autograd where not. Node does not see that other arguments could be. A Node whose forward
+/// also takes R* puts the results there, those that have no derivative among them, and returns the first ones, which
+/// have one. A tangent of forward-mode differentiation is refused.
 template <class Node, int kInputs, class Op>
 struct Differentiated;
 template <class Node, int kInputs, Name kName, class R, class... A, R (*kFunction)(A...)>
@@ -251,10 +277,15 @@ struct Differentiated<Node, kInputs, Op<kName, kFunction>> {
 
  private:
   template <size_t... i>
-  static bool any_wants_grad(std::index_sequence<i...>, const A&... args) { return ((int(i) < kInputs && wants_grad(args)) || ...); }
+  static bool any_wants_grad(std::index_sequence<i...>, const A&... args) {
+    return ((int(i) < kInputs && wants_grad(args)) || ...);
+  }
 
   template <size_t... i, class... More>
-  static auto apply(std::index_sequence<i...>, const A&... args, More... more) { return Function<kName, Node, sizeof...(A) + sizeof...(More)>::apply(detached<(int(i) >= kInputs)>(args)..., more...); }
+  static auto apply(std::index_sequence<i...>, const A&... args, More... more) {
+    return Function<kName, Node, sizeof...(A) + sizeof...(More)>::apply(detached<(int(i) >= kInputs)>(args)...,
+                                                                        more...);
+  }
 
   template <bool kDetach, class T>
   static T detached(const T& t) {
@@ -275,12 +306,16 @@ struct Differentiated<Node, kInputs, Op<kName, kFunction>> {
 
   static Tensor result(Tensor t) { return t; }
   static R result(const variable_list& list) {
-    return [&]<size_t... i>(std::index_sequence<i...>) { return R(list[i]...); }(std::make_index_sequence<std::tuple_size_v<R>>());
+    return [&]<size_t... i>(std::index_sequence<i...>) {
+      return R(list[i]...);
+    }(std::make_index_sequence<std::tuple_size_v<R>>());
   }
 };
 
 template <class Node, int kInputs, class Op>
-constexpr auto differentiated(Op) { return &Differentiated<Node, kInputs, Op>::call; }
+constexpr auto differentiated(Op) {
+  return &Differentiated<Node, kInputs, Op>::call;
+}
 
 /// Gives schemas autograd's refusal, so that a derivative of a forward or backward pass is an error, not a zero.
 inline void refuse_derivative(torch::Library& m, std::initializer_list<const char*> schemas) {
@@ -288,11 +323,11 @@ inline void refuse_derivative(torch::Library& m, std::initializer_list<const cha
 }
 
 /// Registers one set of functions for CPU, CUDA and Meta: allocation is the shape function, `run` the rest.
-#define LIGER_IMPL(stem, m)                                       \
-  static void stem##_impl(torch::Library&);                       \
-  TORCH_LIBRARY_IMPL(liger, CPU, lib) { stem##_impl(lib); }       \
-  TORCH_LIBRARY_IMPL(liger, CUDA, lib) { stem##_impl(lib); }      \
-  TORCH_LIBRARY_IMPL(liger, Meta, lib) { stem##_impl(lib); }      \
+#define LIGER_IMPL(stem, m)                                  \
+  static void stem##_impl(torch::Library&);                  \
+  TORCH_LIBRARY_IMPL(liger, CPU, lib) { stem##_impl(lib); }  \
+  TORCH_LIBRARY_IMPL(liger, CUDA, lib) { stem##_impl(lib); } \
+  TORCH_LIBRARY_IMPL(liger, Meta, lib) { stem##_impl(lib); } \
   static void stem##_impl(torch::Library& m)
 
 }  // namespace liger

@@ -5,8 +5,8 @@ namespace liger {
 
 /// y = act(x), element by element.
 struct ActivateForward {
-  const void* x;           // [count]
-  void* y;                 // [count]
+  const void* x;  // [count]
+  void* y;        // [count]
   int64_t count;
   DType dtype;
   Activation activation;

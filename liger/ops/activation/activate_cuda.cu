@@ -18,24 +18,28 @@ template <class T, class Act>
 __global__ void __launch_bounds__(256) backward_kernel(ActivateBackward a, Pieces<T, kBackward> pieces) {
   await_previous();
   const Row<T> out[] = {pieces.of(a.dx, a.count)}, in[] = {pieces.of(a.x, a.count), pieces.of(a.dy, a.count)};
-  map_packs<kBackward>(out, in, [](const float (&x)[2], float (&dx)[1]) { dx[0] = x[1] * Act::template derivative<Math<T>>(x[0]); });
+  map_packs<kBackward>(
+      out, in, [](const float (&x)[2], float (&dx)[1]) { dx[0] = x[1] * Act::template derivative<Math<T>>(x[0]); });
 }
 
 /// The elements are one row.
 template <int kUnroll, class Args, class F>
 void run(const Args& a, F f) {
   dispatch(a.dtype, [&]<class T>() {
-    dispatch_activation(a.activation, [&]<class Act>() { f.template operator()<T, Act>(Pieces<T, kUnroll>(a.count > 0, a.count)); });
+    dispatch_activation(a.activation,
+                        [&]<class Act>() { f.template operator()<T, Act>(Pieces<T, kUnroll>(a.count > 0, a.count)); });
   });
 }
 
 }  // namespace
 
 LIGER_REGISTER(activate_forward, [](const ActivateForward& a, Stream s) {
-  run<kForward>(a, [&]<class T, class Act>(const auto& pieces) { launch(forward_kernel<T, Act>, pieces.grid(), s, a, pieces); });
+  run<kForward>(
+      a, [&]<class T, class Act>(const auto& pieces) { launch(forward_kernel<T, Act>, pieces.grid(), s, a, pieces); });
 });
 LIGER_REGISTER(activate_backward, [](const ActivateBackward& a, Stream s) {
-  run<kBackward>(a, [&]<class T, class Act>(const auto& pieces) { launch(backward_kernel<T, Act>, pieces.grid(), s, a, pieces); });
+  run<kBackward>(
+      a, [&]<class T, class Act>(const auto& pieces) { launch(backward_kernel<T, Act>, pieces.grid(), s, a, pieces); });
 });
 
 }  // namespace liger::cuda::activate

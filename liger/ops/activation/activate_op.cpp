@@ -11,7 +11,8 @@ Tensor forward(const Tensor& x_, int64_t activation) {
   const Tensor y = output(at::empty_symint(x_.sym_sizes(), x_.options()));
   if (y.is_meta()) return y;
   const Tensor x = x_.contiguous();
-  run(activate_forward, x, {.x = data(x), .y = y.data_ptr(), .count = x.numel(), .dtype = dtype_of(x), .activation = act});
+  run(activate_forward, x,
+      {.x = data(x), .y = y.data_ptr(), .count = x.numel(), .dtype = dtype_of(x), .activation = act});
   return y;
 }
 
@@ -21,7 +22,12 @@ Tensor backward(const Tensor& dy_, const Tensor& x_, int64_t activation) {
   if (dx.is_meta()) return dx;
   const Tensor dy = dy_.contiguous(), x = x_.contiguous();
   run(activate_backward, x,
-      {.dy = data(dy), .x = data(x), .dx = dx.data_ptr(), .count = x.numel(), .dtype = dtype_of(x), .activation = gated::parse("activate", activation)});
+      {.dy = data(dy),
+       .x = data(x),
+       .dx = dx.data_ptr(),
+       .count = x.numel(),
+       .dtype = dtype_of(x),
+       .activation = gated::parse("activate", activation)});
   return dx;
 }
 

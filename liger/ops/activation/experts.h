@@ -4,23 +4,25 @@
 
 namespace liger {
 
-/// y[t] = Σ_k weights[t, k] · rows[place[t, k]]: what experts make of a token's copies, summed in float. A place below 0 adds nothing.
+/// y[t] = Σ_k weights[t, k] · rows[place[t, k]]: what experts make of a token's copies, summed in float. A place below
+/// 0 adds nothing.
 struct CombineExperts {
-  const void* rows;        // [pairs, cols]
-  const float* weights;    // [tokens, k] or null: 1
-  const int64_t* place;    // [tokens, k]
-  void* y;                 // [tokens, cols]
+  const void* rows;      // [pairs, cols]
+  const float* weights;  // [tokens, k] or null: 1
+  const int64_t* place;  // [tokens, k]
+  void* y;               // [tokens, cols]
   int64_t tokens, k, cols;
   DType dtype;
 };
 
-/// The step back from h = act(a_gate) · a_up, of which expert outputs are weight · (h downᵀ), where dh = dy down: dweight = Σ h · dh, a becomes the gradient of a,
-/// weight · dh · ∂h/∂a, and dh becomes weight · h, whose product with dy is the gradient of down.
+/// The step back from h = act(a_gate) · a_up, of which expert outputs are weight · (h downᵀ), where dh = dy down:
+/// dweight = Σ h · dh, a becomes the gradient of a, weight · dh · ∂h/∂a, and dh becomes weight · h, whose product with
+/// dy is the gradient of down.
 struct ExpertsBackward {
-  void* a;                 // [pairs, 2 cols]: gate, then up
-  void* dh;                // [pairs, cols]
-  const float* weights;    // [pairs]
-  float* dweights;         // [pairs]
+  void* a;               // [pairs, 2 cols]: gate, then up
+  void* dh;              // [pairs, cols]
+  const float* weights;  // [pairs]
+  float* dweights;       // [pairs]
   int64_t pairs, cols;
   DType dtype;
   Activation activation;

@@ -12,7 +12,8 @@ void combine(const CombineExperts& a) {
       Vec sum(0.f);
       for (int64_t k = t * a.k; k < (t + 1) * a.k; ++k) {
         if (a.place[k] < 0) continue;
-        sum = Math::fma(Vec(a.weights ? a.weights[k] : 1.f), read(row_of<T>(a.rows, a.place[k], a.cols) + begin + c, count), sum);
+        sum = Math::fma(Vec(a.weights ? a.weights[k] : 1.f),
+                        read(row_of<T>(a.rows, a.place[k], a.cols) + begin + c, count), sum);
       }
       write(sum, y + c, count);
     });
@@ -26,7 +27,8 @@ void backward(const ExpertsBackward& a) {
     const Vec weight(a.weights[r]);
     LongSum sum;
     for_each(a.cols, [&](int64_t c, int64_t k) {
-      const Vec x = read(gate + c, k), u = read(up + c, k), d = read(dh + c, k), act = round_to<T>(Act::template value<Math>(x)), h = round_to<T>(act * u), dc = weight * d;
+      const Vec x = read(gate + c, k), u = read(up + c, k), d = read(dh + c, k),
+                act = round_to<T>(Act::template value<Math>(x)), h = round_to<T>(act * u), dc = weight * d;
       sum.add(h * d, k);
       write(dc * u * Act::template derivative<Math>(x), gate + c, k);
       write(dc * act, up + c, k);
@@ -38,9 +40,8 @@ void backward(const ExpertsBackward& a) {
 
 }  // namespace
 
-LIGER_REGISTER(combine_experts, [](const CombineExperts& a, Stream) {
-  dispatch(a.dtype, [&]<class T>() { combine<T>(a); });
-});
+LIGER_REGISTER(combine_experts,
+               [](const CombineExperts& a, Stream) { dispatch(a.dtype, [&]<class T>() { combine<T>(a); }); });
 LIGER_REGISTER(experts_backward, [](const ExpertsBackward& a, Stream) {
   dispatch(a.dtype, [&]<class T>() { dispatch_activation(a.activation, [&]<class Act>() { backward<T, Act>(a); }); });
 });

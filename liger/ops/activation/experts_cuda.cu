@@ -33,7 +33,8 @@ __global__ void __launch_bounds__(256) backward_kernel(ExpertsBackward a) {
   using M = Math<T>;
   constexpr int kWidth = Row<T>::kWidth;
   const int64_t pair = blockIdx.x;
-  const Row<T> gate(a.a, pair, 2 * a.cols, a.cols), up(static_cast<T*>(a.a) + a.cols, pair, 2 * a.cols, a.cols), dh(a.dh, pair, a.cols, a.cols);
+  const Row<T> gate(a.a, pair, 2 * a.cols, a.cols), up(static_cast<T*>(a.a) + a.cols, pair, 2 * a.cols, a.cols),
+      dh(a.dh, pair, a.cols, a.cols);
   const float weight = a.weights[pair];
   float sum = 0;
   for (int p = threadIdx.x; p < gate.packs(); p += blockDim.x) {
@@ -60,7 +61,8 @@ LIGER_REGISTER(combine_experts, [](const CombineExperts& a, Stream s) {
 });
 LIGER_REGISTER(experts_backward, [](const ExpertsBackward& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
-    dispatch_activation(a.activation, [&]<class Act>() { launch(backward_kernel<T, Act>, {.blocks = a.pairs, .threads = 256}, s, a); });
+    dispatch_activation(
+        a.activation, [&]<class Act>() { launch(backward_kernel<T, Act>, {.blocks = a.pairs, .threads = 256}, s, a); });
   });
 });
 

@@ -11,7 +11,9 @@ template <class T, class Act>
 __global__ void __launch_bounds__(256) forward_kernel(GatedForward g, Pieces<T, kPacks> pieces) {
   await_previous();
   const Row<T> out[] = {pieces.of(g.c, g.cols)}, in[] = {pieces.of(g.a, g.a_stride), pieces.of(g.b, g.b_stride)};
-  map_packs<kPacks>(out, in, [&](const float (&x)[2], float (&c)[1]) { c[0] = round_to<T>(Act::template value<Math<T>>(g.gate_multiplier * x[0])) * x[1]; });
+  map_packs<kPacks>(out, in, [&](const float (&x)[2], float (&c)[1]) {
+    c[0] = round_to<T>(Act::template value<Math<T>>(g.gate_multiplier * x[0])) * x[1];
+  });
 }
 
 template <class T, class Act>
@@ -45,7 +47,8 @@ LIGER_REGISTER(gated_forward, [](const GatedForward& args, Stream s) {
   });
 });
 LIGER_REGISTER(gated_backward, [](const GatedBackward& args, Stream s) {
-  const GatedBackward g = flat(args, args.a_stride == args.cols && args.b_stride == args.cols && args.d_stride == args.cols);
+  const GatedBackward g =
+      flat(args, args.a_stride == args.cols && args.b_stride == args.cols && args.d_stride == args.cols);
   dispatch(g.dtype, [&]<class T>() {
     dispatch_activation(g.activation, [&]<class Act>() {
       const Pieces<T, kPacks> pieces(g.rows, g.cols);

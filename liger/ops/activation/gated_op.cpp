@@ -5,25 +5,43 @@ namespace liger {
 namespace op::gated {
 
 Activation parse(const char* op, int64_t activation) {
-  TORCH_CHECK_VALUE(activation >= 0 && activation <= 3,
-                    op, ": activation is 0 (silu), 1 (gelu tanh), 2 (gelu erf) or 3 (relu squared), not ", activation);
+  TORCH_CHECK_VALUE(activation >= 0 && activation <= 3, op,
+                    ": activation is 0 (silu), 1 (gelu tanh), 2 (gelu erf) or 3 (relu squared), not ", activation);
   return Activation(activation);
 }
 
 void run_forward(const Tensor& a_, const Tensor& b_, const Tensor& c, Activation activation, double gate_multiplier) {
   const Rows a(a_), b(b_);
   run(gated_forward, c,
-      {.a = data(a.tensor), .b = data(b.tensor), .c = c.data_ptr(), .rows = rows(c), .cols = cols(c), .a_stride = a.stride, .b_stride = b.stride,
-       .dtype = dtype_of(c), .activation = activation, .gate_multiplier = float(gate_multiplier)});
+      {.a = data(a.tensor),
+       .b = data(b.tensor),
+       .c = c.data_ptr(),
+       .rows = rows(c),
+       .cols = cols(c),
+       .a_stride = a.stride,
+       .b_stride = b.stride,
+       .dtype = dtype_of(c),
+       .activation = activation,
+       .gate_multiplier = float(gate_multiplier)});
 }
 
-void run_backward(const Tensor& dc_, const Tensor& a_, const Tensor& b_, const Tensor& da, const Tensor& db, int64_t d_stride,
-                  Activation activation, double gate_multiplier) {
+void run_backward(const Tensor& dc_, const Tensor& a_, const Tensor& b_, const Tensor& da, const Tensor& db,
+                  int64_t d_stride, Activation activation, double gate_multiplier) {
   const Tensor dc = dc_.contiguous();
   const Rows a(a_), b(b_);
   run(gated_backward, dc,
-      {.dc = data(dc), .a = data(a.tensor), .b = data(b.tensor), .da = da.data_ptr(), .db = db.data_ptr(), .rows = rows(dc), .cols = cols(dc),
-       .a_stride = a.stride, .b_stride = b.stride, .d_stride = d_stride, .dtype = dtype_of(dc), .activation = activation,
+      {.dc = data(dc),
+       .a = data(a.tensor),
+       .b = data(b.tensor),
+       .da = da.data_ptr(),
+       .db = db.data_ptr(),
+       .rows = rows(dc),
+       .cols = cols(dc),
+       .a_stride = a.stride,
+       .b_stride = b.stride,
+       .d_stride = d_stride,
+       .dtype = dtype_of(dc),
+       .activation = activation,
        .gate_multiplier = float(gate_multiplier)});
 }
 
@@ -35,16 +53,19 @@ Tensor forward(const Tensor& a, const Tensor& b, int64_t activation, double gate
   return c;
 }
 
-std::tuple<Tensor, Tensor> backward(const Tensor& dc, const Tensor& a, const Tensor& b, int64_t activation, double gate_multiplier) {
+std::tuple<Tensor, Tensor> backward(const Tensor& dc, const Tensor& a, const Tensor& b, int64_t activation,
+                                    double gate_multiplier) {
   Arguments("gated_backward", "a", a).like("b", b).like("dc", dc);
-  const Tensor da = output(at::empty_symint(a.sym_sizes(), a.options())), db = output(at::empty_symint(a.sym_sizes(), a.options()));
+  const Tensor da = output(at::empty_symint(a.sym_sizes(), a.options())),
+               db = output(at::empty_symint(a.sym_sizes(), a.options()));
   if (!da.is_meta()) run_backward(dc, a, b, da, db, cols(a), parse("gated", activation), gate_multiplier);
   return {da, db};
 }
 
 void check_packed(const Tensor& y) {
   Arguments("gated_packed", "y", y);
-  TORCH_CHECK_VALUE(y.sym_size(-1) % 2 == 0, "gated_packed: the last dimension of y holds gate and up and must be even, got ", y.sym_size(-1));
+  TORCH_CHECK_VALUE(y.sym_size(-1) % 2 == 0,
+                    "gated_packed: the last dimension of y holds gate and up and must be even, got ", y.sym_size(-1));
 }
 
 Tensor packed_forward(const Tensor& y, int64_t activation, double gate_multiplier) {
@@ -58,7 +79,8 @@ Tensor packed_backward(const Tensor& dc, const Tensor& y, int64_t activation, do
   const Tensor dy = output(at::empty_symint(y.sym_sizes(), y.options()));
   const auto in = y.chunk(2, -1), out = dy.chunk(2, -1);
   Arguments("gated_packed_backward", "y", in[0]).like("dc", dc);
-  if (!dy.is_meta()) run_backward(dc, in[0], in[1], out[0], out[1], cols(y), parse("gated_packed", activation), gate_multiplier);
+  if (!dy.is_meta())
+    run_backward(dc, in[0], in[1], out[0], out[1], cols(y), parse("gated_packed", activation), gate_multiplier);
   return dy;
 }
 
@@ -68,7 +90,9 @@ void packed_backward_(const Tensor& dc, const Tensor& y, int64_t activation, dou
   const auto halves = y.chunk(2, -1);
   Arguments("gated_packed_backward_", "y", halves[0]).like("dc", dc);
   TORCH_CHECK(y.is_meta() || y.is_contiguous(), "gated_packed: to be overwritten, the input must be contiguous");
-  if (!y.is_meta()) run_backward(dc, halves[0], halves[1], halves[0], halves[1], cols(y), parse("gated_packed", activation), gate_multiplier);
+  if (!y.is_meta())
+    run_backward(dc, halves[0], halves[1], halves[0], halves[1], cols(y), parse("gated_packed", activation),
+                 gate_multiplier);
 }
 
 constexpr Op<"liger::gated", forward> public_op;
@@ -79,7 +103,8 @@ constexpr Op<"liger::gated_packed_forward", packed_forward> packed_forward_op;
 constexpr Op<"liger::gated_packed_backward", packed_backward> packed_backward_op;
 
 struct Autograd {
-  static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b, int64_t activation, double gate_multiplier) {
+  static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b, int64_t activation,
+                        double gate_multiplier) {
     ctx->save_for_backward({a, b});
     ctx->saved_data["attrs"] = std::make_tuple(activation, gate_multiplier);
     return forward_op(a, b, activation, gate_multiplier);
@@ -119,7 +144,8 @@ Tensor gated_packed(const Tensor& y, Activation activation, double gate_multipli
 TORCH_LIBRARY_FRAGMENT(liger, m) {
   m.def("gated(Tensor a, Tensor b, int activation, float gate_multiplier) -> Tensor");
   m.def("gated_forward(Tensor a, Tensor b, int activation, float gate_multiplier) -> Tensor");
-  m.def("gated_backward(Tensor dc, Tensor a, Tensor b, int activation, float gate_multiplier) -> (Tensor da, Tensor db)");
+  m.def(
+      "gated_backward(Tensor dc, Tensor a, Tensor b, int activation, float gate_multiplier) -> (Tensor da, Tensor db)");
   m.def("gated_packed(Tensor y, int activation, float gate_multiplier) -> Tensor");
   m.def("gated_packed_forward(Tensor y, int activation, float gate_multiplier) -> Tensor");
   m.def("gated_packed_backward(Tensor dc, Tensor y, int activation, float gate_multiplier) -> Tensor");

@@ -12,7 +12,7 @@ Activation parse(const char* op, int64_t activation);
 void run_forward(const Tensor& a, const Tensor& b, const Tensor& c, Activation activation, double gate_multiplier);
 
 /// (da, db), whose rows are d_stride elements apart; they may be a and b.
-void run_backward(const Tensor& dc, const Tensor& a, const Tensor& b, const Tensor& da, const Tensor& db, int64_t d_stride, Activation activation,
-                  double gate_multiplier);
+void run_backward(const Tensor& dc, const Tensor& a, const Tensor& b, const Tensor& da, const Tensor& db,
+                  int64_t d_stride, Activation activation, double gate_multiplier);
 
 }  // namespace liger::op::gated

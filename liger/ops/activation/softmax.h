@@ -7,14 +7,14 @@ namespace liger {
 
 /// The table of maps of a row to probabilities.
 /// Softmax: y = exp(x) / Σ exp(x).
-/// Sparsemax: y = max(x − τ, 0) with the τ for which Σ y = 1, the nearest probabilities to x (Martins & Astudillo 2016, arXiv:1602.02068).
-/// The set S where y > 0 determines τ = (Σ_S x − 1) / |S|. It is found exactly, by shrinking S from {x > max − 1} to {x > τ of S} until
-/// nothing leaves it (Michelot 1986): τ only grows.
+/// Sparsemax: y = max(x − τ, 0) with the τ for which Σ y = 1, the nearest probabilities to x (Martins & Astudillo 2016,
+/// arXiv:1602.02068). The set S where y > 0 determines τ = (Σ_S x − 1) / |S|. It is found exactly, by shrinking S from
+/// {x > max − 1} to {x > τ of S} until nothing leaves it (Michelot 1986): τ only grows.
 enum class Simplex : int8_t { Softmax = 0, Sparsemax = 1 };
 
 struct SoftmaxForward {
-  const void* x;           // [rows, cols], stride elements apart
-  void* y;                 // [rows, cols]
+  const void* x;  // [rows, cols], stride elements apart
+  void* y;        // [rows, cols]
   int64_t rows, cols, x_stride;
   DType dtype;
   Simplex kind;
@@ -22,8 +22,8 @@ struct SoftmaxForward {
 
 /// Softmax: dx = y (dy − Σ y dy).  Sparsemax: dx = [y > 0] (dy − Σ [y > 0] dy / Σ [y > 0]).
 struct SoftmaxBackward {
-  const void *dy, *y;      // [rows, cols]
-  void* dx;                // [rows, cols]
+  const void *dy, *y;  // [rows, cols]
+  void* dx;            // [rows, cols]
   int64_t rows, cols;
   DType dtype;
   Simplex kind;

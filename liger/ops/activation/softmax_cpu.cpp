@@ -4,7 +4,8 @@
 namespace LIGER_CPU::softmax {
 namespace {
 
-/// The exponentials wait as floats, in y where it has room: to make them once more costs more than the way to a cache and back.
+/// The exponentials wait as floats, in y where it has room: to make them once more costs more than the way to a cache
+/// and back.
 template <class T>
 void softmax_row(const T* x, T* y, int64_t n, std::vector<float>& scratch) {
   const Vec max(row_reduce(n, -INFINITY, Max{}, [](Vec x) { return x; }, x));
@@ -17,7 +18,9 @@ void softmax_row(const T* x, T* y, int64_t n, std::vector<float>& scratch) {
 template <class T>
 void sparsemax_row(const T* x, T* y, int64_t n, std::vector<float>& members) {
   // τ is searched as its distance from the largest value, which is a member of the support however large it is.
-  const float max = row_reduce(n, -INFINITY, Max{}, [](Vec x) { return x; }, x), bound = std::min(floor_of(max - 1.), std::nextafterf(max, -INFINITY));
+  const float max = row_reduce(
+                  n, -INFINITY, Max{}, [](Vec x) { return x; }, x),
+              bound = std::min(floor_of(max - 1.), std::nextafterf(max, -INFINITY));
   members.clear();
   for_each(n, [&](int64_t c, int64_t k) {
     const Vec v = read(x + c, k);
@@ -35,14 +38,18 @@ void sparsemax_row(const T* x, T* y, int64_t n, std::vector<float>& members) {
     std::erase_if(members, [&](float v) { return double(v) - max <= tau; });
     if (members.size() == before) break;
   }
-  // τ in two floats, and what a difference from it was rounded by (Knuth's TwoSum), so that y has no error but its own. NaN in x, and no finite
-  // largest value, make it NaN.
+  // τ in two floats, and what a difference from it was rounded by (Knuth's TwoSum), so that y has no error but its own.
+  // NaN in x, and no finite largest value, make it NaN.
   const float rounded = float(max + tau);
   const Vec high{rounded}, low{float(max - double(rounded) + tau)}, zero(0.f), least(-1.f);
-  row_map(n, y, [&](Vec x) {
-    const Vec d = x - high, back = d - x, v = d - low - Vec::blendv(zero, (high + back) - (x - (d - back)), d > least);
-    return Vec::blendv(v, zero, v <= zero);
-  }, x);
+  row_map(
+      n, y,
+      [&](Vec x) {
+        const Vec d = x - high, back = d - x,
+                  v = d - low - Vec::blendv(zero, (high + back) - (x - (d - back)), d > least);
+        return Vec::blendv(v, zero, v <= zero);
+      },
+      x);
 }
 
 /// dx = w (dy − Σ w dy), w = y.

@@ -8,10 +8,15 @@ namespace {
 /// Σ and how many.
 template <class S>
 struct SumCount {
-  struct Value { S sum; float count; };
+  struct Value {
+    S sum;
+    float count;
+  };
   static __device__ Value identity() { return {0, 0}; }
   __device__ Value operator()(Value a, Value b) const { return {a.sum + b.sum, a.count + b.count}; }
-  __device__ static Value shuffle(Value v, int lane) { return {__shfl_xor_sync(~0u, v.sum, lane), __shfl_xor_sync(~0u, v.count, lane)}; }
+  __device__ static Value shuffle(Value v, int lane) {
+    return {__shfl_xor_sync(~0u, v.sum, lane), __shfl_xor_sync(~0u, v.count, lane)};
+  }
 };
 
 /// The largest value, or NaN where there is one.
@@ -22,8 +27,8 @@ struct Largest {
   __device__ static Value shuffle(Value v, int lane) { return __shfl_xor_sync(~0u, v, lane); }
 };
 
-// A row of the table: push takes the values of the first pass, settle whatever else is to be known of the row, value gives y.
-// In backward w weighs dy, and kMean says that the weighted sum is a mean.
+// A row of the table: push takes the values of the first pass, settle whatever else is to be known of the row, value
+// gives y. In backward w weighs dy, and kMean says that the weighted sum is a mean.
 
 template <class T>
 struct Softmax {
@@ -33,10 +38,14 @@ struct Softmax {
   typename Online::Sum inverse;
 
   template <class Pack, int n>
-  __device__ void push(const Pack (&packs)[n]) { Online::push(v, packs); }
+  __device__ void push(const Pack (&packs)[n]) {
+    Online::push(v, packs);
+  }
 
   template <class Rows>
-  struct Reduce { typename Rows::template Reduce<Online> all; };
+  struct Reduce {
+    typename Rows::template Reduce<Online> all;
+  };
 
   template <class Rows>
   __device__ void settle(const Rows&, Reduce<Rows>& reduce, typename Rows::Kept&, const typename Rows::RowSet&) {
@@ -73,7 +82,8 @@ struct Sparsemax {
   };
 
   template <class Rows>
-  __device__ void settle(const Rows& rows, Reduce<Rows>& reduce, typename Rows::Kept& kept, const typename Rows::RowSet& set) {
+  __device__ void settle(const Rows& rows, Reduce<Rows>& reduce, typename Rows::Kept& kept,
+                         const typename Rows::RowSet& set) {
     // τ is searched as its distance from the largest value, which is a member of the support however large it is.
     const float largest = reduce.largest(max), below = nextafterf(largest, -INFINITY);
     double tau = -1;
@@ -90,7 +100,8 @@ struct Sparsemax {
         });
       }
       in = reduce.members(in);
-      if (const double next = (in.sum - 1) / in.count; !(next < tau)) tau = next;  // rounding must not let a member return
+      if (const double next = (in.sum - 1) / in.count; !(next < tau))
+        tau = next;  // rounding must not let a member return
       if (in.count == members) break;
       members = in.count;
     }
@@ -160,7 +171,9 @@ __global__ void __launch_bounds__(Rows::kThreads, Rows::kBlocks) backward_kernel
   rows.begin(kept, set);
   rows.template pass<2, true>(kept, set, [&](int, const auto& pairs) {
 #pragma unroll
-    for (const auto& pair : pairs) mapped(pair.of[0], pair.of[1], [&](float w, float d) { return in.count += Map<T>::weight(w), in.sum += Map<T>::weight(w) * d; });
+    for (const auto& pair : pairs)
+      mapped(pair.of[0], pair.of[1],
+             [&](float w, float d) { return in.count += Map<T>::weight(w), in.sum += Map<T>::weight(w) * d; });
   });
   in = reduce(in);
   const float mean = Map<T>::kMean ? in.sum / in.count : in.sum;
@@ -168,7 +181,9 @@ __global__ void __launch_bounds__(Rows::kThreads, Rows::kBlocks) backward_kernel
     constexpr int n = std::extent_v<std::remove_reference_t<decltype(pairs)>>;
     typename Row<T>::Pack packs[n];
 #pragma unroll
-    for (int i = 0; i < n; ++i) packs[i] = mapped(pairs[i].of[0], pairs[i].of[1], [&](float w, float d) { return Map<T>::weight(w) * (d - mean); });
+    for (int i = 0; i < n; ++i)
+      packs[i] =
+          mapped(pairs[i].of[0], pairs[i].of[1], [&](float w, float d) { return Map<T>::weight(w) * (d - mean); });
     dx.template store<Rows::kThreads>(k, packs, set.of[0]);
   });
 }
@@ -176,9 +191,10 @@ __global__ void __launch_bounds__(Rows::kThreads, Rows::kBlocks) backward_kernel
 /// f.operator()<Map>(rows).
 template <class T, int kMatrices, class Args, class F>
 void dispatch_map(const Args& a, const void* matrix, int64_t stride, F f) {
-  dispatch_rows<T, kMatrices>(matrix, a.rows, a.cols, stride, a.kind == Simplex::Sparsemax, true, [&](const auto& rows) {
-    a.kind == Simplex::Softmax ? f.template operator()<Softmax>(rows) : f.template operator()<Sparsemax>(rows);
-  });
+  dispatch_rows<T, kMatrices>(
+      matrix, a.rows, a.cols, stride, a.kind == Simplex::Sparsemax, true, [&](const auto& rows) {
+        a.kind == Simplex::Softmax ? f.template operator()<Softmax>(rows) : f.template operator()<Sparsemax>(rows);
+      });
 }
 
 }  // namespace

@@ -17,7 +17,13 @@ Tensor forward(const Tensor& x_, int64_t kind_) {
   if (y.is_meta()) return y;
   const Rows x(x_);
   run(softmax_forward, y,
-      {.x = data(x.tensor), .y = y.data_ptr(), .rows = rows(y), .cols = cols(y), .x_stride = x.stride, .dtype = dtype_of(y), .kind = kind});
+      {.x = data(x.tensor),
+       .y = y.data_ptr(),
+       .rows = rows(y),
+       .cols = cols(y),
+       .x_stride = x.stride,
+       .dtype = dtype_of(y),
+       .kind = kind});
   return y;
 }
 
@@ -28,7 +34,13 @@ Tensor backward(const Tensor& dy_, const Tensor& y_, int64_t kind_) {
   if (dx.is_meta()) return dx;
   const Tensor dy = dy_.contiguous(), y = y_.contiguous();
   run(softmax_backward, dx,
-      {.dy = data(dy), .y = data(y), .dx = dx.data_ptr(), .rows = rows(dx), .cols = cols(dx), .dtype = dtype_of(dx), .kind = kind});
+      {.dy = data(dy),
+       .y = data(y),
+       .dx = dx.data_ptr(),
+       .rows = rows(dx),
+       .cols = cols(dx),
+       .dtype = dtype_of(dx),
+       .kind = kind});
   return dx;
 }
 

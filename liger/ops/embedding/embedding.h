@@ -6,15 +6,16 @@ namespace liger {
 
 /// y_i = w[id_i].
 struct EmbeddingForward {
-  const void* w;           // [classes, cols]
-  const int64_t* ids;      // [tokens]
-  void* y;                 // [tokens, cols]
-  int64_t* bad_id;         // on the host: an id outside [0, classes); untouched by devices that assert instead
+  const void* w;       // [classes, cols]
+  const int64_t* ids;  // [tokens]
+  void* y;             // [tokens, cols]
+  int64_t* bad_id;     // on the host: an id outside [0, classes); untouched by devices that assert instead
   int64_t tokens, classes, cols;
   DType dtype;
 };
 
-/// dw_v = Σ_{i: id_i = v} dy_i in the order of i, or of chunks of them: 0 where no token has the id, and for v = padding.
+/// dw_v = Σ_{i: id_i = v} dy_i in the order of i, or of chunks of them: 0 where no token has the id, and for v =
+/// padding.
 struct EmbeddingBackward {
   const void* dy;          // [tokens, cols]
   const int64_t* ids;      // [tokens]

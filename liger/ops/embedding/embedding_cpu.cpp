@@ -24,14 +24,16 @@ LIGER_REGISTER(embedding_forward, [](const EmbeddingForward& a, Stream) {
   for (int64_t i = 0; i < a.tokens; ++i)
     if (a.ids[i] < 0 || a.ids[i] >= a.classes) return void(*a.bad_id = a.ids[i]);
   dispatch(a.dtype, [&]<class T>() {
-    for_rows(a.tokens, a.cols, [&](int64_t i) { std::copy_n(row_of<T>(a.w, a.ids[i], a.cols), a.cols, row_of<T>(a.y, i, a.cols)); });
+    for_rows(a.tokens, a.cols,
+             [&](int64_t i) { std::copy_n(row_of<T>(a.w, a.ids[i], a.cols), a.cols, row_of<T>(a.y, i, a.cols)); });
   });
 });
 
 // The tokens are brought in the order of their ids by counting those; then a thread owns a range of the vocabulary.
 LIGER_REGISTER(embedding_backward, [](const EmbeddingBackward& a, Stream) {
   if (!a.scratch) return void(*a.scratch_bytes = (1 + a.classes + a.tokens) * int64_t(sizeof(int64_t)));
-  int64_t *next = static_cast<int64_t*>(a.scratch) + 1, *order = next + a.classes;  // where each id's next token goes, in the end that is their end
+  int64_t *next = static_cast<int64_t*>(a.scratch) + 1,
+          *order = next + a.classes;  // where each id's next token goes, in the end that is their end
   std::fill_n(next - 1, 1 + a.classes, 0);
   for (int64_t i = 0; i < a.tokens; ++i)
     if (a.counts(a.ids[i])) ++next[a.ids[i]];

@@ -46,7 +46,7 @@ __device__ void add_rows(float* sum, int k, const Row<T>& like, int n, F row) {
 /// The tokens in the order of their ids, those of one id one after another; ids without a row come last, as `classes`.
 struct Sorted {
   int *ids, *order;
-  float* part;             // [tokens / chunk, cols]: the sums of chunks of `order` that belong to one row
+  float* part;  // [tokens / chunk, cols]: the sums of chunks of `order` that belong to one row
   int chunk;
 
   /// Whether chunk i is a whole one, and all of it belongs to one row.
@@ -55,14 +55,20 @@ struct Sorted {
     return begin + chunk <= a.tokens && ids[begin] == ids[begin + chunk - 1] && ids[begin] != a.classes;
   }
   template <class T>
-  __device__ Row<T> token(const EmbeddingBackward& a, int i) const { return Row<T>(a.dy, order[i], a.cols, a.cols); }
+  __device__ Row<T> token(const EmbeddingBackward& a, int i) const {
+    return Row<T>(a.dy, order[i], a.cols, a.cols);
+  }
 };
 
 /// What a token is sorted by.
-__device__ int key(const EmbeddingBackward& a, int64_t i) { return a.counts(a.ids[i]) ? int(a.ids[i]) : int(a.classes); }
+__device__ int key(const EmbeddingBackward& a, int64_t i) {
+  return a.counts(a.ids[i]) ? int(a.ids[i]) : int(a.classes);
+}
 
-/// For each row, and for what is beside all rows, whether a token has its id; and what is to be sorted, if that is asked for.
-__global__ void __launch_bounds__(256) prepare_kernel(EmbeddingBackward a, unsigned char* present, int* ids, int* order) {
+/// For each row, and for what is beside all rows, whether a token has its id; and what is to be sorted, if that is
+/// asked for.
+__global__ void __launch_bounds__(256)
+    prepare_kernel(EmbeddingBackward a, unsigned char* present, int* ids, int* order) {
   await_previous();
   const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= a.tokens) return;
@@ -79,8 +85,9 @@ __global__ void __launch_bounds__(Sort::kThreads) sort_kernel(EmbeddingBackward 
 
 constexpr int kAsked = 4;  // rows
 
-/// Zeros in the rows of no token, of kAsked that a thread asks for at once. Beside those of the others, in one kernel, they came at three quarters
-/// of the speed. beside: the kernel before, behind prepare_kernel, is one block that sorts, and need not be done before this one is.
+/// Zeros in the rows of no token, of kAsked that a thread asks for at once. Beside those of the others, in one kernel,
+/// they came at three quarters of the speed. beside: the kernel before, behind prepare_kernel, is one block that sorts,
+/// and need not be done before this one is.
 template <class T>
 __global__ void __launch_bounds__(256) absent_kernel(EmbeddingBackward a, const unsigned char* present, bool beside) {
   if (!beside) await_previous();
@@ -98,10 +105,11 @@ __global__ void __launch_bounds__(256) absent_kernel(EmbeddingBackward a, const 
 
 /// A chunk and 32 packs of a row: one warp's, so that the few chunks of one id are all multiprocessors' work.
 struct Slice {
-  int chunk, k;            // k: this lane's pack
+  int chunk, k;  // k: this lane's pack
 
   __device__ explicit Slice(int slices) {
-    const unsigned thread = threadIdx.y * blockDim.x + threadIdx.x, i = blockIdx.x * (blockDim.x * blockDim.y / 32) + thread / 32;
+    const unsigned thread = threadIdx.y * blockDim.x + threadIdx.x,
+                   i = blockIdx.x * (blockDim.x * blockDim.y / 32) + thread / 32;
     chunk = int(i / slices), k = int(i % slices * 32 + thread % 32);
   }
 };
@@ -133,8 +141,8 @@ __device__ int end_of(const int* ids, int n, int id) {
   return known;
 }
 
-/// The row of an id with chunks that are all its own, by the warps of the first of them: from the tokens before it, such chunks, and the tokens
-/// after them.
+/// The row of an id with chunks that are all its own, by the warps of the first of them: from the tokens before it,
+/// such chunks, and the tokens after them.
 template <class T>
 __device__ void long_row(const EmbeddingBackward& a, const Sorted& s, const Slice& at) {
   if (!s.of_one(a, at.chunk)) return;
@@ -160,7 +168,8 @@ __device__ void long_row(const EmbeddingBackward& a, const Sorted& s, const Slic
   dw.store(at.k, sum, dw);
 }
 
-/// Rows of ids with whole chunks by the first blocks, which take longest; behind them each row by the threads of its first token.
+/// Rows of ids with whole chunks by the first blocks, which take longest; behind them each row by the threads of its
+/// first token.
 template <class T>
 __global__ void __launch_bounds__(256, 4) rows_kernel(EmbeddingBackward a, Sorted s, int slices, unsigned long_blocks) {
   await_previous();
@@ -174,10 +183,12 @@ __global__ void __launch_bounds__(256, 4) rows_kernel(EmbeddingBackward a, Sorte
   const Row<T> dw(a.dw, id, a.cols, a.cols);
   if (n == 1) {  // most
     const Row<T> dy(a.dy, its_token, a.cols, a.cols);
-    for_each_load<2>(0, dw.packs(), [&](int k) { return dy.load(k, T(0), dw); }, [&](int k, const auto& pack) {
-      const typename Row<T>::Pack packs[] = {pack};
-      dw.template store<1>(k, packs, dw);
-    });
+    for_each_load<2>(
+        0, dw.packs(), [&](int k) { return dy.load(k, T(0), dw); },
+        [&](int k, const auto& pack) {
+          const typename Row<T>::Pack packs[] = {pack};
+          dw.template store<1>(k, packs, dw);
+        });
     return;
   }
   for (int k = threadIdx.x; k < dw.packs(); k += blockDim.x) {
@@ -202,7 +213,8 @@ __global__ void __launch_bounds__(256) few_kernel(EmbeddingBackward a) {
   for (int k = threadIdx.x; k < dw.packs(); k += blockDim.x) {
     float sum[Row<T>::kWidth] = {};
     for (int64_t j = i; j < a.tokens;) {
-      constexpr int kMost = 16;  // in a sum of their own, as in chunks of the sorted ones: that of 256 would not be as near as torch's
+      constexpr int kMost =
+          16;  // in a sum of their own, as in chunks of the sorted ones: that of 256 would not be as near as torch's
       int64_t found[kMost];
       int n = 0;
       for (; j < a.tokens && n < kMost; ++j)
@@ -246,7 +258,10 @@ LIGER_REGISTER(embedding_backward, [](const EmbeddingBackward& a, Stream s) {
   };
   const auto ints = [&](bool needed) { return reinterpret_cast<int*>(take(needed, a.tokens * 4)); };
   int *ids = ints(!by_block), *order = ints(!by_block);
-  const Sorted sorted{.ids = ints(!few), .order = ints(!few), .part = reinterpret_cast<float*>(take(!few, a.tokens / chunk * a.cols * 4)), .chunk = int(chunk)};
+  const Sorted sorted{.ids = ints(!few),
+                      .order = ints(!few),
+                      .part = reinterpret_cast<float*>(take(!few, a.tokens / chunk * a.cols * 4)),
+                      .chunk = int(chunk)};
   auto* present = reinterpret_cast<unsigned char*>(take(!few, (a.classes + kAsked) / kAsked * kAsked));
   void* scratch = take(!by_block, int64_t(sorting));
   if (!a.scratch) return void(*a.scratch_bytes = std::max<int64_t>(1, used));
@@ -257,10 +272,14 @@ LIGER_REGISTER(embedding_backward, [](const EmbeddingBackward& a, Stream s) {
     }
     clear(present, (a.classes + kAsked - 1) / kAsked * kAsked, s);
     launch(prepare_kernel, {.blocks = (a.tokens + 255) / 256, .threads = 256}, s, a, present, ids, order);
-    const auto sort = [&]<class Sort>(Sort) { launch(sort_kernel<Sort>, {.blocks = 1, .threads = Sort::kThreads, .shared_bytes = Sort::kBytes}, s, a, sorted, bits); };
+    const auto sort = [&]<class Sort>(Sort) {
+      launch(sort_kernel<Sort>, {.blocks = 1, .threads = Sort::kThreads, .shared_bytes = Sort::kBytes}, s, a, sorted,
+             bits);
+    };
     if (!by_block) sort_pairs(scratch, sorting, ids, sorted.ids, order, sorted.order, n, bits, s);
     else n <= BlockSort<4>::kMost ? sort(BlockSort<4>()) : sort(BlockSort<16>());
-    launch(absent_kernel<T>, grid<T>((a.classes + kAsked - 1) / kAsked, a.cols, 2), s, a, static_cast<const unsigned char*>(present), by_block);
+    launch(absent_kernel<T>, grid<T>((a.classes + kAsked - 1) / kAsked, a.cols, 2), s, a,
+           static_cast<const unsigned char*>(present), by_block);
     const int slices = int(Row<T>::packs(a.cols, false) + 31) / 32;
     const int64_t long_blocks = (a.tokens / chunk * slices + 7) / 8;
     launch(chunks_kernel<T>, {.blocks = long_blocks, .threads = {32, 8}}, s, a, sorted, slices);

@@ -9,7 +9,8 @@ namespace op::embedding {
 Tensor forward(const Tensor& w_, const Tensor& ids_, int64_t padding_idx) {
   Arguments("embedding", "weight", w_).any("ids", ids_, Type::Integer);
   TORCH_CHECK(w_.dim() == 2, "embedding: weight must be [classes, width], got ", w_.sym_sizes());
-  TORCH_CHECK_VALUE(padding_idx < w_.sym_size(0), "embedding: padding_idx must be below ", w_.sym_size(0), ", or negative for none, got ", padding_idx);
+  TORCH_CHECK_VALUE(padding_idx < w_.sym_size(0), "embedding: padding_idx must be below ", w_.sym_size(0),
+                    ", or negative for none, got ", padding_idx);
   c10::SymDimVector shape(ids_.sym_sizes());
   shape.push_back(w_.sym_size(1));
   const Tensor y = output(at::empty_symint(shape, w_.options()));
@@ -17,25 +18,41 @@ Tensor forward(const Tensor& w_, const Tensor& ids_, int64_t padding_idx) {
   const Tensor w = w_.contiguous(), ids = ids_.to(at::kLong).contiguous();
   int64_t bad_id = 0;
   run(embedding_forward, w,
-      {.w = data(w), .ids = data<int64_t>(ids), .y = y.data_ptr(), .bad_id = &bad_id, .tokens = ids.numel(), .classes = w.size(0), .cols = w.size(1),
+      {.w = data(w),
+       .ids = data<int64_t>(ids),
+       .y = y.data_ptr(),
+       .bad_id = &bad_id,
+       .tokens = ids.numel(),
+       .classes = w.size(0),
+       .cols = w.size(1),
        .dtype = dtype_of(w)});
-  TORCH_CHECK_INDEX(bad_id == 0 && w.size(0) > 0, "embedding: id ", bad_id, " is out of range: it is outside [0, ", w.size(0), ")");
+  TORCH_CHECK_INDEX(bad_id == 0 && w.size(0) > 0, "embedding: id ", bad_id, " is out of range: it is outside [0, ",
+                    w.size(0), ")");
   return y;
 }
 
 Tensor backward(const Tensor& dy_, const Tensor& ids_, c10::SymInt classes_, int64_t padding_idx) {
   Arguments("embedding_backward", "dy", dy_).any("ids", ids_, Type::Integer);
-  TORCH_CHECK(dy_.dim() == ids_.dim() + 1 && dy_.sym_sizes().slice(0, ids_.dim()) == ids_.sym_sizes(), "embedding_backward: dy must be [",
-              ids_.sym_sizes(), ", width], got ", dy_.sym_sizes());
+  TORCH_CHECK(dy_.dim() == ids_.dim() + 1 && dy_.sym_sizes().slice(0, ids_.dim()) == ids_.sym_sizes(),
+              "embedding_backward: dy must be [", ids_.sym_sizes(), ", width], got ", dy_.sym_sizes());
   TORCH_CHECK_VALUE(classes_ >= 0, "embedding_backward: classes must not be negative, got ", classes_);
   const Tensor dw = output(at::empty_symint({classes_, dy_.sym_size(-1)}, dy_.options()));
   if (dw.is_meta() || dw.numel() == 0) return dw;
   const int64_t classes = classes_.expect_int(), tokens = ids_.numel();
-  TORCH_CHECK(std::max(tokens, classes) < std::numeric_limits<int>::max(), "embedding: at most 2^31 tokens and classes, got ", tokens, " and ", classes);
+  TORCH_CHECK(std::max(tokens, classes) < std::numeric_limits<int>::max(),
+              "embedding: at most 2^31 tokens and classes, got ", tokens, " and ", classes);
   const Tensor dy = dy_.contiguous(), ids = ids_.to(at::kLong).contiguous();
   int64_t bytes = 0;
-  EmbeddingBackward a{.dy = data(dy), .ids = data<int64_t>(ids), .dw = dw.data_ptr(), .scratch = nullptr, .scratch_bytes = &bytes, .tokens = tokens,
-                      .classes = classes, .cols = dy.size(-1), .padding = padding_idx, .dtype = dtype_of(dy)};
+  EmbeddingBackward a{.dy = data(dy),
+                      .ids = data<int64_t>(ids),
+                      .dw = dw.data_ptr(),
+                      .scratch = nullptr,
+                      .scratch_bytes = &bytes,
+                      .tokens = tokens,
+                      .classes = classes,
+                      .cols = dy.size(-1),
+                      .padding = padding_idx,
+                      .dtype = dtype_of(dy)};
   run(embedding_backward, dy, a);
   const Tensor scratch = at::empty({bytes}, ids.options().dtype(at::kByte));
   a.scratch = scratch.data_ptr();
@@ -56,13 +73,18 @@ struct Autograd {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    return {backward_op(grads[0], ctx->get_saved_variables()[0], ctx->saved_data["classes"].toSymInt(), ctx->saved_data["padding_idx"].toInt()), {}, {}};
+    return {backward_op(grads[0], ctx->get_saved_variables()[0], ctx->saved_data["classes"].toSymInt(),
+                        ctx->saved_data["padding_idx"].toInt()),
+            {},
+            {}};
   }
 };
 
 }  // namespace op::embedding
 
-Tensor embedding(const Tensor& weight, const Tensor& ids, int64_t padding_idx) { return op::embedding::public_op(weight, ids, padding_idx); }
+Tensor embedding(const Tensor& weight, const Tensor& ids, int64_t padding_idx) {
+  return op::embedding::public_op(weight, ids, padding_idx);
+}
 
 TORCH_LIBRARY_FRAGMENT(liger, m) {
   m.def("embedding(Tensor weight, Tensor ids, int padding_idx=-1) -> Tensor");

@@ -5,13 +5,15 @@
 namespace liger::op::head {
 namespace {
 
-constexpr int64_t kTrainableChunk = 4096, kFrozenChunk = 2048;  // tokens: from here on the GEMMs run at full speed on a GPU
-constexpr int64_t kHostBytes = 64 << 20, kHostChunk = 512;      // on a CPU smaller chunks stay nearer to the caches
-constexpr int64_t kStep = 128;                                  // rows of a GEMM that one block works on
-constexpr int64_t kTileBytes = 256 << 20;                       // of 8192 tokens and 16384 classes: adding to hidden's gradient costs 1 % of the GEMMs' time
-constexpr int64_t kMostTiles = 64;                              // terms of a float sum: more would show in float32's gradients
-constexpr int64_t kBlock = 512;                                 // tokens of a GEMM whose result may not depend on their number
-constexpr double kWorthReadingCount = 1e12;                     // FLOP from which waiting for a count on the device pays
+constexpr int64_t kTrainableChunk = 4096,
+                  kFrozenChunk = 2048;                      // tokens: from here on the GEMMs run at full speed on a GPU
+constexpr int64_t kHostBytes = 64 << 20, kHostChunk = 512;  // on a CPU smaller chunks stay nearer to the caches
+constexpr int64_t kStep = 128;                              // rows of a GEMM that one block works on
+constexpr int64_t kTileBytes =
+    256 << 20;  // of 8192 tokens and 16384 classes: adding to hidden's gradient costs 1 % of the GEMMs' time
+constexpr int64_t kMostTiles = 64;           // terms of a float sum: more would show in float32's gradients
+constexpr int64_t kBlock = 512;              // tokens of a GEMM whose result may not depend on their number
+constexpr double kWorthReadingCount = 1e12;  // FLOP from which waiting for a count on the device pays
 
 bool capturing(const Tensor& t) {
   bool yes = false;
@@ -21,7 +23,8 @@ bool capturing(const Tensor& t) {
 
 std::atomic<int64_t> process_bytes = 0;
 
-/// The size of `whole`'s parts, of at most `most` each: even, and multiples of a GEMM's tile where they are larger than that.
+/// The size of `whole`'s parts, of at most `most` each: even, and multiples of a GEMM's tile where they are larger than
+/// that.
 int64_t even_part(int64_t whole, int64_t most) {
   if (most >= whole) return whole;
   const int64_t step = most > kStep ? kStep : 1, largest = std::max<int64_t>(1, most / step * step);
@@ -50,40 +53,54 @@ int64_t chunk_tokens(const Sizes& of, bool trains_weight, int64_t max_bytes) {
 Plan plan(const Sizes& of, bool trains_weight, bool by_class, int64_t max_bytes) {
   const int64_t chunk = chunk_tokens(of, trains_weight, max_bytes);
   if (!by_class || !trains_weight || chunk >= of.tokens || of.tokens >= of.classes) return {chunk, of.classes};
-  const int64_t most = of.cpu ? kHostBytes : kTileBytes, bytes = budget(max_bytes) > 0 ? std::min(budget(max_bytes), most) : most;
+  const int64_t most = of.cpu ? kHostBytes : kTileBytes,
+                bytes = budget(max_bytes) > 0 ? std::min(budget(max_bytes), most) : most;
   // A tile has more classes than a chunk would have tokens, as there are more of them: its GEMMs are no slower.
   const int64_t tile = even_part(of.classes, bytes / (of.tokens * of.element_size));
   return tile * kMostTiles < of.classes ? Plan{chunk, of.classes} : Plan{of.tokens, tile};
 }
 
-/// The bytes beyond inputs that forward and backward of linear_log_prob (keeps) or fused_linear_cross_entropy take at their peak, gradients included; what is of the
-/// size of a few numbers a token is not counted.
-int64_t peak_bytes(int64_t tokens, int64_t width, int64_t classes, at::ScalarType dtype, bool cpu, bool trains_hidden, bool trains_weight, bool keeps, int64_t max_bytes) {
+/// The bytes beyond inputs that forward and backward of linear_log_prob (keeps) or fused_linear_cross_entropy take at
+/// their peak, gradients included; what is of the size of a few numbers a token is not counted.
+int64_t peak_bytes(int64_t tokens, int64_t width, int64_t classes, at::ScalarType dtype, bool cpu, bool trains_hidden,
+                   bool trains_weight, bool keeps, int64_t max_bytes) {
   const Sizes of{tokens, width, classes, int64_t(c10::elementSize(dtype)), cpu};
   const int64_t a_float = 4, e = of.element_size, d_element = int64_t(c10::elementSize(gradient_dtype(dtype, dtype)));
   const int64_t logits = tokens * classes * e;
   const bool kept = keeps && logits <= (budget(max_bytes) > 0 ? budget(max_bytes) : default_bytes(cpu));
   const auto [chunk, tile] = kept ? Plan{tokens, classes} : plan(of, trains_weight, keeps, max_bytes);
-  // What is summed over several chunks is summed in float, and rounded beside the sum; float16 gradients wait in float in any case.
-  const auto sum = [&](bool wanted, bool several, int64_t numbers) { return wanted ? numbers * (several ? a_float : d_element) : 0; };
+  // What is summed over several chunks is summed in float, and rounded beside the sum; float16 gradients wait in float
+  // in any case.
+  const auto sum = [&](bool wanted, bool several, int64_t numbers) {
+    return wanted ? numbers * (several ? a_float : d_element) : 0;
+  };
   const auto rounded = [&](int64_t sum, int64_t numbers) { return sum > numbers * e ? numbers * e : 0; };
-  const int64_t of_weight = sum(trains_weight, chunk < tokens, classes * width), of_hidden = sum(trains_hidden, tile < classes, tokens * width);
+  const int64_t of_weight = sum(trains_weight, chunk < tokens, classes * width),
+                of_hidden = sum(trains_hidden, tile < classes, tokens * width);
   const bool converts = cpu && e < a_float;  // operands, for a GEMM into float
-  const auto converted = [&](bool wanted, bool several, int64_t other) { return converts && wanted && (several || d_element > e) ? (chunk * tile + other * width) * a_float : 0; };
-  const int64_t scratch = std::max(converted(trains_weight, chunk < tokens, chunk), converted(trains_hidden && tile < classes, true, tile));
+  const auto converted = [&](bool wanted, bool several, int64_t other) {
+    return converts && wanted && (several || d_element > e) ? (chunk * tile + other * width) * a_float : 0;
+  };
+  const int64_t scratch =
+      std::max(converted(trains_weight, chunk < tokens, chunk), converted(trains_hidden && tile < classes, true, tile));
   // A gradient that forward has made waits as it is, and one that backward makes is rounded there.
-  return of_weight + of_hidden + std::max(chunk * tile * e + scratch, (kept ? logits : 0) + rounded(of_weight, classes * width) + (tile < classes ? rounded(of_hidden, tokens * width) : 0));
+  return of_weight + of_hidden +
+         std::max(chunk * tile * e + scratch, (kept ? logits : 0) + rounded(of_weight, classes * width) +
+                                                  (tile < classes ? rounded(of_hidden, tokens * width) : 0));
 }
 
-at::ScalarType compute_dtype(const char* op, const Tensor& hidden, const Tensor& weight, std::optional<at::ScalarType> asked) {
-  TORCH_CHECK_TYPE(!asked || has_dtype(*asked), op, ": dtype, in which it computes, must be float32, float16 or bfloat16, got ", *asked);
+at::ScalarType compute_dtype(const char* op, const Tensor& hidden, const Tensor& weight,
+                             std::optional<at::ScalarType> asked) {
+  TORCH_CHECK_TYPE(!asked || has_dtype(*asked), op,
+                   ": dtype, in which it computes, must be float32, float16 or bfloat16, got ", *asked);
   if (asked) return *asked;
-  TORCH_CHECK_TYPE(hidden.scalar_type() == weight.scalar_type(), op, ": hidden is ", hidden.scalar_type(), ", weight is ", weight.scalar_type(),
-                   "; give them one dtype or run under autocast");
+  TORCH_CHECK_TYPE(hidden.scalar_type() == weight.scalar_type(), op, ": hidden is ", hidden.scalar_type(),
+                   ", weight is ", weight.scalar_type(), "; give them one dtype or run under autocast");
   return hidden.scalar_type();
 }
 
-int64_t kept_count(const Tensor& labels, const Tensor& weight, int64_t valid_count, const std::function<int64_t()>& valid) {
+int64_t kept_count(const Tensor& labels, const Tensor& weight, int64_t valid_count,
+                   const std::function<int64_t()>& valid) {
   const int64_t tokens = labels.numel(), worthwhile = tokens - std::max<int64_t>(1, tokens / 64);
   const double work = 6. * double(tokens) * double(weight.size(0)) * double(weight.size(1));
   if (labels.is_cpu() || (valid_count < 0 && work >= kWorthReadingCount && !capturing(labels))) valid_count = valid();
@@ -102,7 +119,8 @@ Tensor scatter(const Tensor& kept, const Tensor& values, int64_t tokens, double 
 }
 
 Tensor unit_power(const Tensor& g) {
-  return g.numel() > 0 ? at::exp2(at::clamp(-at::ceil(at::log2(g.abs().amax())), -100, 100)) : at::ones({}, g.options());
+  return g.numel() > 0 ? at::exp2(at::clamp(-at::ceil(at::log2(g.abs().amax())), -100, 100))
+                       : at::ones({}, g.options());
 }
 
 void Operands::project(const Tensor& z, int64_t begin, bool in_blocks, int64_t first_class) const {
@@ -113,12 +131,16 @@ void Operands::project(const Tensor& z, int64_t begin, bool in_blocks, int64_t f
     liger::project(out, low, low_w, b);
     at::addmm_out(const_cast<Tensor&>(out), out, x, w.t());
   };
-  const auto rows_of = [&](const Tensor& t, int64_t first, int64_t n) { return t.defined() ? t.narrow(0, begin + first, n) : Tensor(); };
+  const auto rows_of = [&](const Tensor& t, int64_t first, int64_t n) {
+    return t.defined() ? t.narrow(0, begin + first, n) : Tensor();
+  };
   if (!in_blocks) return make(z, rows_of(hidden, 0, z.size(0)), rows_of(low_hidden, 0, z.size(0)));
   for_chunks(z.size(0), kBlock, [&](int64_t first, int64_t n) {
     const Tensor out = z.narrow(0, first, n), x = rows_of(hidden, first, n), low = rows_of(low_hidden, first, n);
     if (n == kBlock) return make(out, x, low);
-    const auto padded = [&](const Tensor& t) { return t.defined() ? at::constant_pad_nd(t, {0, 0, 0, kBlock - n}) : t; };
+    const auto padded = [&](const Tensor& t) {
+      return t.defined() ? at::constant_pad_nd(t, {0, 0, 0, kBlock - n}) : t;
+    };
     const Tensor block = at::empty({kBlock, z.size(1)}, z.options());
     make(block, padded(x), padded(low));
     out.copy_(block.narrow(0, 0, n));
@@ -130,17 +152,24 @@ Gradients Pass::run(const Work& work, const Tensor& divisor) const {
   const int64_t tokens = hidden.size(0), classes = weight.size(0);
   const bool there = logits.defined() && !copy_logits;
   const auto [chunk, tile] = there ? Plan{tokens, classes}
-                                   : plan({tokens, hidden.size(1), classes, hidden.element_size(), hidden.is_cpu()}, wants.weight, by_class && !logits.defined(), max_bytes);
+                                   : plan({tokens, hidden.size(1), classes, hidden.element_size(), hidden.is_cpu()},
+                                          wants.weight, by_class && !logits.defined(), max_bytes);
   const bool whole = chunk == tokens, adds = wants.weight && main_grad.defined() && !divisor.defined();
   const auto options = hidden.options();
   const auto dtype = hidden.scalar_type();
-  const auto empty_like = [&](const Tensor& t, at::ScalarType dtype) { return output(at::empty(t.sizes(), options.dtype(dtype))); };
+  const auto empty_like = [&](const Tensor& t, at::ScalarType dtype) {
+    return output(at::empty(t.sizes(), options.dtype(dtype)));
+  };
   const auto of_tokens = tile < classes ? at::kFloat : gradient_dtype(dtype, dtype);
   Gradients d;
   if (wants.hidden) d.hidden = empty_like(hidden, of_tokens);
   if (wants.low_hidden) d.low_hidden = empty_like(of.low_hidden, of_tokens);
   // One chunk needs no accumulator where the result has the GEMM's dtype: it sums in float and rounds once.
-  if (wants.weight) d.weight = adds ? main_grad : empty_like(weight, whole && weight_dtype == dtype && !main_grad.defined() ? gradient_dtype(dtype, dtype) : at::kFloat);
+  if (wants.weight)
+    d.weight =
+        adds ? main_grad
+             : empty_like(weight, whole && weight_dtype == dtype && !main_grad.defined() ? gradient_dtype(dtype, dtype)
+                                                                                         : at::kFloat);
   if (wants.low_weight) d.low_weight = empty_like(of.low_weight, at::kFloat);
   if (wants.bias) d.bias = at::zeros({classes}, options.dtype(at::kFloat));
   if (tokens == 0 && wants.weight && !adds) d.weight.zero_();
@@ -154,7 +183,8 @@ Gradients Pass::run(const Work& work, const Tensor& divisor) const {
     if (wants.bias) d.bias.narrow(0, first, width).add_(z.sum(0, false, at::kFloat));
     if (!wants.any()) return;
     const Tensor dz = z.to(dtype), dz_t = dz.t();
-    const auto add = [](bool wanted, const Tensor& sum, int64_t at, int64_t rows, const Tensor& a, const Tensor& b, bool alone) {
+    const auto add = [](bool wanted, const Tensor& sum, int64_t at, int64_t rows, const Tensor& a, const Tensor& b,
+                        bool alone) {
       if (!wanted) return;
       Tensor part = sum.narrow(0, at, rows);
       accumulate(part, a, b, alone);
@@ -195,13 +225,16 @@ namespace liger {
 int64_t set_memory_budget(int64_t bytes) { return op::head::set_default_bytes(bytes); }
 
 int64_t head_peak_bytes(const HeadPeakOptions& o) {
-  return op::head::peak_bytes(o.tokens, o.width, o.classes, o.dtype, o.device.is_cpu(), o.trains_hidden, o.trains_weight, o.keeps_logits, o.max_bytes);
+  return op::head::peak_bytes(o.tokens, o.width, o.classes, o.dtype, o.device.is_cpu(), o.trains_hidden,
+                              o.trains_weight, o.keeps_logits, o.max_bytes);
 }
 
 TORCH_LIBRARY_FRAGMENT(liger, m) {
   m.def("set_memory_budget(int bytes) -> int", op::head::set_default_bytes);
-  m.def("head_peak_bytes(int tokens, int width, int classes, ScalarType dtype, bool cpu, bool trains_hidden, bool trains_weight, bool keeps_logits, int max_bytes) -> int",
-        op::head::peak_bytes);
+  m.def(
+      "head_peak_bytes(int tokens, int width, int classes, ScalarType dtype, bool cpu, bool trains_hidden, bool "
+      "trains_weight, bool keeps_logits, int max_bytes) -> int",
+      op::head::peak_bytes);
 }
 
 }  // namespace liger

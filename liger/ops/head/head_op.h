@@ -1,8 +1,8 @@
 #pragma once
 #include "liger/core/torch/op.h"
 
-/// What operators on the logits hidden weightᵀ + bias share, which are never held in full: the plan of chunks, the tokens that count, the GEMMs and their
-/// accumulators.
+/// What operators on the logits hidden weightᵀ + bias share, which are never held in full: the plan of chunks, the
+/// tokens that count, the GEMMs and their accumulators.
 namespace liger::op::head {
 
 /// What is to be computed besides the loss. low_hidden and low_weight: of the low-rank part of the weight.
@@ -10,10 +10,12 @@ struct Wants {
   bool hidden, weight, bias, low_hidden = false, low_weight = false;
   bool any() const { return hidden || weight || bias || low_hidden || low_weight; }
 };
-struct Gradients { Tensor hidden, weight, bias, low_hidden, low_weight; };
+struct Gradients {
+  Tensor hidden, weight, bias, low_hidden, low_weight;
+};
 
-/// The largest bytes of logits that wait for backward, or are worked on at once where the caller names none: what the process was told, or 4 GiB on a GPU and
-/// 256 MiB on a CPU.
+/// The largest bytes of logits that wait for backward, or are worked on at once where the caller names none: what the
+/// process was told, or 4 GiB on a GPU and 256 MiB on a CPU.
 int64_t default_bytes(bool cpu);
 
 /// max_bytes or, where a caller names none (0), what the process was told; 0: neither.
@@ -25,22 +27,27 @@ struct Sizes {
   bool cpu;
 };
 
-/// How many of `tokens` meet the vocabulary at once. A caller's budget in bytes decides first. Else all of them, where that takes
-/// less memory than a float accumulator beside the weight's gradient; else a chunk.
+/// How many of `tokens` meet the vocabulary at once. A caller's budget in bytes decides first. Else all of them, where
+/// that takes less memory than a float accumulator beside the weight's gradient; else a chunk.
 int64_t chunk_tokens(const Sizes& of, bool trains_weight, int64_t max_bytes);
 
-/// How many tokens meet how many classes at once. Where not all tokens meet all classes, and the work on logits can be done on some classes at a time,
-/// all tokens meet a tile of the classes: the GEMM of a tile is the final gradient of its rows of the weight, so that the float accumulator is one of
-/// [tokens, width] beside the gradient of hidden instead of one of [classes, width].
-struct Plan { int64_t tokens, classes; };
+/// How many tokens meet how many classes at once. Where not all tokens meet all classes, and the work on logits can be
+/// done on some classes at a time, all tokens meet a tile of the classes: the GEMM of a tile is the final gradient of
+/// its rows of the weight, so that the float accumulator is one of [tokens, width] beside the gradient of hidden
+/// instead of one of [classes, width].
+struct Plan {
+  int64_t tokens, classes;
+};
 Plan plan(const Sizes& of, bool trains_weight, bool by_class, int64_t max_bytes);
 
 /// The dtype that the GEMMs run in: `asked`, or that of hidden.
-at::ScalarType compute_dtype(const char* op, const Tensor& hidden, const Tensor& weight, std::optional<at::ScalarType> asked);
+at::ScalarType compute_dtype(const char* op, const Tensor& hidden, const Tensor& weight,
+                             std::optional<at::ScalarType> asked);
 
-/// How many tokens to work on: those whose label is not ignored, or all where leaving the others out saves too little, or where their number is not known
-/// (valid_count -1) and not to be waited for. `valid` asks the device for it.
-int64_t kept_count(const Tensor& labels, const Tensor& weight, int64_t valid_count, const std::function<int64_t()>& valid);
+/// How many tokens to work on: those whose label is not ignored, or all where leaving the others out saves too little,
+/// or where their number is not known (valid_count -1) and not to be waited for. `valid` asks the device for it.
+int64_t kept_count(const Tensor& labels, const Tensor& weight, int64_t valid_count,
+                   const std::function<int64_t()>& valid);
 
 /// The indices of the `count` tokens whose label is not ignored; undefined where all are kept.
 Tensor kept_tokens(const Tensor& labels, int64_t ignore_index, int64_t count);
@@ -51,36 +58,42 @@ Tensor scatter(const Tensor& kept, const Tensor& values, int64_t tokens, double 
 /// t's kept tokens; t where `kept` is undefined.
 inline Tensor gather(const Tensor& kept, const Tensor& t) { return kept.defined() ? t.index_select(0, kept) : t; }
 
-/// Gradients that float16 GEMMs make stay in float until a power of two is divided out of them: sums over tokens overflow, and a mean's terms vanish.
-inline at::ScalarType gradient_dtype(at::ScalarType compute, at::ScalarType own) { return compute == at::kHalf ? at::kFloat : own; }
+/// Gradients that float16 GEMMs make stay in float until a power of two is divided out of them: sums over tokens
+/// overflow, and a mean's terms vanish.
+inline at::ScalarType gradient_dtype(at::ScalarType compute, at::ScalarType own) {
+  return compute == at::kHalf ? at::kFloat : own;
+}
 
-/// The power of two, on the device, that brings the largest of |g| into (½, 1]: float16 gradients of logits are made of g times it.
+/// The power of two, on the device, that brings the largest of |g| into (½, 1]: float16 gradients of logits are made of
+/// g times it.
 Tensor unit_power(const Tensor& g);
 
-/// hidden [tokens, width], weight [classes, width], bias [classes] or undefined, in one dtype and contiguous. Their logits are hidden weightᵀ + bias and, where it
-/// is defined, + low_hidden [tokens, rank] low_weight [classes, rank]ᵀ (LoRA: Hu et al. 2021, arXiv:2106.09685).
+/// hidden [tokens, width], weight [classes, width], bias [classes] or undefined, in one dtype and contiguous. Their
+/// logits are hidden weightᵀ + bias and, where it is defined, + low_hidden [tokens, rank] low_weight [classes, rank]ᵀ
+/// (LoRA: Hu et al. 2021, arXiv:2106.09685).
 struct Operands {
   Tensor hidden, weight, bias, low_hidden = {}, low_weight = {};
 
-  /// z = the logits of tokens [begin, begin + z's rows) and classes [first, first + z's columns). in_blocks: by GEMMs of one shape, so that a token's logits have
-  /// the same bits whatever the others are.
+  /// z = the logits of tokens [begin, begin + z's rows) and classes [first, first + z's columns). in_blocks: by GEMMs
+  /// of one shape, so that a token's logits have the same bits whatever the others are.
   void project(const Tensor& z, int64_t begin, bool in_blocks = false, int64_t first = 0) const;
 };
 
-/// Calls work(logits, first token, first class) with each chunk's logits and makes the gradients that are wanted of what it leaves in their place: three
-/// GEMMs a chunk. They are of gradient_dtype, that of bias is float.
+/// Calls work(logits, first token, first class) with each chunk's logits and makes the gradients that are wanted of
+/// what it leaves in their place: three GEMMs a chunk. They are of gradient_dtype, that of bias is float.
 struct Pass {
   using Work = std::function<void(const Tensor& logits, int64_t token, int64_t first)>;
   Operands of;
   Wants wants;
   at::ScalarType weight_dtype;  // of the weight as the caller holds it
   int64_t max_bytes;
-  Tensor logits = {};           // [tokens, classes], which may be overwritten; undefined: they are made
-  bool copy_logits = false;     // they may not
-  std::optional<at::ScalarType> logits_dtype = {};  // of the logits, on a GPU: float or hidden's; what is left in their place is rounded to hidden's
-  bool in_blocks = false;       // see Operands::project
-  bool by_class = false;        // work can be done on some of the classes at a time; otherwise the first class is always 0
-  Tensor main_grad = {};        // float, where the weight's gradient is added; it is not returned then
+  Tensor logits = {};        // [tokens, classes], which may be overwritten; undefined: they are made
+  bool copy_logits = false;  // they may not
+  std::optional<at::ScalarType> logits_dtype =
+      {};  // of the logits, on a GPU: float or hidden's; what is left in their place is rounded to hidden's
+  bool in_blocks = false;  // see Operands::project
+  bool by_class = false;   // work can be done on some of the classes at a time; otherwise the first class is always 0
+  Tensor main_grad = {};   // float, where the weight's gradient is added; it is not returned then
 
   /// divisor: a power of two, if any, that the gradients are divided by before they are rounded.
   Gradients run(const Work& work, const Tensor& divisor = {}) const;

@@ -5,16 +5,17 @@
 
 namespace liger {
 
-/// D = the divergence of softmax(z / T) of a student and a teacher, nll = −ln softmax(z)_label, entropy = that of the student's softmax(z / T);
-/// dx = ∂(soft · D + hard · nll)/∂x. Rows whose label is ignore_index have nll 0 and, with skip_ignored, 0 for all: they are not read then.
+/// D = the divergence of softmax(z / T) of a student and a teacher, nll = −ln softmax(z)_label, entropy = that of the
+/// student's softmax(z / T); dx = ∂(soft · D + hard · nll)/∂x. Rows whose label is ignore_index have nll 0 and, with
+/// skip_ignored, 0 for all: they are not read then.
 struct LinearDistillation {
-  const void *x, *y;           // what the student's and the teacher's GEMM gave [rows, cols], of which x_map and y_map make z
-  void* dx;                    // [rows, cols]; may be x; null: none
-  const int64_t* labels;       // [rows] or null: no nll
-  const float *soft, *hard;    // [rows] or null: 0
-  float *divergence, *nll;     // [rows]
-  float* entropy;              // [rows] or null
-  int64_t* bad_label;          // on the host: a label outside [0, cols); null on devices that assert instead
+  const void *x, *y;  // what the student's and the teacher's GEMM gave [rows, cols], of which x_map and y_map make z
+  void* dx;           // [rows, cols]; may be x; null: none
+  const int64_t* labels;     // [rows] or null: no nll
+  const float *soft, *hard;  // [rows] or null: 0
+  float *divergence, *nll;   // [rows]
+  float* entropy;            // [rows] or null
+  int64_t* bad_label;        // on the host: a label outside [0, cols); null on devices that assert instead
   int64_t rows, cols, ignore_index;
   LogitMap x_map, y_map;
   float inverse_temperature, beta;

@@ -8,7 +8,9 @@ namespace {
 /// The softmaxes of a row: the student's and the teacher's at the temperature, and the student's at 1.
 template <class Softmax>
 struct Softmaxes {
-  struct Value { typename Softmax::Value of[3]; };
+  struct Value {
+    typename Softmax::Value of[3];
+  };
   static __device__ Value identity() { return {Softmax::identity(), Softmax::identity(), Softmax::identity()}; }
   __device__ Value operator()(Value a, const Value& b) const {
 #pragma unroll
@@ -30,10 +32,12 @@ struct LogSoftmax {
   __device__ float operator()(float z) const { return z - max - log_sum; }
 };
 
-/// A cluster of blocks on a row of both matrices. Three passes over it: the softmaxes, the sums over classes, the gradient; the second and the third
-/// read what the block has kept in shared memory. kPlain: z is what the GEMM gave, and the temperature is 1.
+/// A cluster of blocks on a row of both matrices. Three passes over it: the softmaxes, the sums over classes, the
+/// gradient; the second and the third read what the block has kept in shared memory. kPlain: z is what the GEMM gave,
+/// and the temperature is 1.
 template <class T, class Formula, bool kPlain>
-__global__ void __launch_bounds__(Clusters<T, 2>::kThreads, Clusters<T, 2>::kBlocks) rows_kernel(LinearDistillation a, Clusters<T, 2> rows) {
+__global__ void __launch_bounds__(Clusters<T, 2>::kThreads, Clusters<T, 2>::kBlocks)
+    rows_kernel(LinearDistillation a, Clusters<T, 2> rows) {
   await_previous();
   using Rows = Clusters<T, 2>;
   using Softmax = OnlineSoftmax<T>;
@@ -51,7 +55,8 @@ __global__ void __launch_bounds__(Clusters<T, 2>::kThreads, Clusters<T, 2>::kBlo
   if (ignored) label = -1;
   else if (a.labels && (label < 0 || label >= a.cols)) fail_label(label, a.cols);
   if (ignored && a.skip_ignored) {
-    if (a.dx) rows.template again<1>(kept, set, [&](int k, auto&) {
+    if (a.dx)
+      rows.template again<1>(kept, set, [&](int k, auto&) {
         constexpr float zeros[kWidth] = {};
         dx.store(k, zeros, x);
       });
@@ -93,7 +98,9 @@ __global__ void __launch_bounds__(Clusters<T, 2>::kThreads, Clusters<T, 2>::kBlo
       for (auto& of : z)
 #pragma unroll
         for (float& v : of) v = -INFINITY;
-      each(k, values[0], [&](int j, int, float s, float t) { z[0][j] = s * a.inverse_temperature, z[1][j] = t * a.inverse_temperature, z[2][j] = s; });
+      each(k, values[0], [&](int j, int, float s, float t) {
+        z[0][j] = s * a.inverse_temperature, z[1][j] = t * a.inverse_temperature, z[2][j] = s;
+      });
 #pragma unroll
       for (int i = 0; i < 3; ++i) {
         const cuda::Pack<float, kWidth> of[] = {cuda::Pack<float, kWidth>::from_float(z[i])};
@@ -103,10 +110,15 @@ __global__ void __launch_bounds__(Clusters<T, 2>::kThreads, Clusters<T, 2>::kBlo
   });
   const float y_label = label >= 0 ? float(x.first[x.shift + label]) : 0;  // before another block writes there
   softmaxes = reduce_softmaxes(softmaxes);
-  const LogSoftmax of_x(softmaxes.of[0]), of_t(softmaxes.of[1]), hard = kPlain || !tempered ? of_x : LogSoftmax(softmaxes.of[2]);
+  const LogSoftmax of_x(softmaxes.of[0]), of_t(softmaxes.of[1]),
+      hard = kPlain || !tempered ? of_x : LogSoftmax(softmaxes.of[2]);
   /// A class's arguments of the formula.
-  const auto student = [&](float z) { return Formula::kLogs ? of_x(z * a.inverse_temperature) : z * a.inverse_temperature; };
-  const auto teacher = [&](float z) { return Formula::kLogs ? of_t(z * a.inverse_temperature) : z * a.inverse_temperature; };
+  const auto student = [&](float z) {
+    return Formula::kLogs ? of_x(z * a.inverse_temperature) : z * a.inverse_temperature;
+  };
+  const auto teacher = [&](float z) {
+    return Formula::kLogs ? of_t(z * a.inverse_temperature) : z * a.inverse_temperature;
+  };
 
   typename Sums<kSums + 1>::Value sums{};
   rows.template again<1>(kept, set, [&](int k, auto& values) {

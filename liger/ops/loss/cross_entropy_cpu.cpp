@@ -15,14 +15,26 @@ void norm(const CrossEntropyNorm& a) {
     weight += a.class_weight ? a.class_weight[y] : 1;
   }
   for (int64_t c = 0; a.class_weight && c < a.cols; ++c) all += a.class_weight[c];
-  const float divisor = a.normalizer ? *a.normalizer : a.mean ? float(weight) : 1, z_divisor = a.normalizer ? divisor : a.mean ? float(n) : 1;
-  *a.sums = {.divisor = divisor, .z_divisor = z_divisor, .class_weights = a.class_weight ? float(all) : float(a.cols),
-             .gradient_scale = a.z_bound >= 0 ? gradient_scale(divisor, z_divisor, a.largest_weight ? *a.largest_weight : 1, a.z_bound) : 1, .blocks_done = 0, .valid = n};
+  const float divisor = a.normalizer ? *a.normalizer
+                        : a.mean     ? float(weight)
+                                     : 1,
+              z_divisor = a.normalizer ? divisor
+                          : a.mean     ? float(n)
+                                       : 1;
+  *a.sums = {
+      .divisor = divisor,
+      .z_divisor = z_divisor,
+      .class_weights = a.class_weight ? float(all) : float(a.cols),
+      .gradient_scale =
+          a.z_bound >= 0 ? gradient_scale(divisor, z_divisor, a.largest_weight ? *a.largest_weight : 1, a.z_bound) : 1,
+      .blocks_done = 0,
+      .valid = n};
 }
 
 void totals(const CrossEntropyTotals& a, int64_t valid) {
   double loss = 0, z_loss = 0, correct = 0;
-  for (int64_t r = 0; r < a.rows; ++r) loss += a.loss[r], z_loss += a.z_loss ? a.z_loss[r] : 0, correct += a.correct ? a.correct[r] : 0;
+  for (int64_t r = 0; r < a.rows; ++r)
+    loss += a.loss[r], z_loss += a.z_loss ? a.z_loss[r] : 0, correct += a.correct ? a.correct[r] : 0;
   dispatch(a.dtype, [&]<class T>() {
     *static_cast<T*>(a.loss_total) = T(float(loss));
     if (a.z_loss_total) *static_cast<T*>(a.z_loss_total) = T(float(z_loss));
@@ -46,7 +58,9 @@ void row(const CrossEntropy& a, int64_t r, float* exps) {
   const Vec cap(a.softcap), inverse_cap(a.softcap == 0 ? 0 : 1 / a.softcap);
   const bool capped = a.softcap != 0;
   const auto logit = [&](Vec v) { return capped ? cap * Math::tanh(v * inverse_cap) : v; };
-  const auto logit_at = [&](int64_t c) { return capped ? a.softcap * std::tanh(float(x[c]) / a.softcap) : float(x[c]); };
+  const auto logit_at = [&](int64_t c) {
+    return capped ? a.softcap * std::tanh(float(x[c]) / a.softcap) : float(x[c]);
+  };
 
   // What the vector form of tanh makes of the row is what argmax compares.
   const float max = row_reduce(n, -INFINITY, Max{}, logit, x);
@@ -71,20 +85,26 @@ void row(const CrossEntropy& a, int64_t r, float* exps) {
   const double log_sum = std::log(double(sum)), lse = max + log_sum, p_y = std::exp(double(z_y) - max) / sum;
 
   const auto weight = [&](int64_t c) { return a.class_weight ? a.class_weight[c] : 1; };
-  const double by_0 = a.sums->divisor != 0 ? 1. / a.sums->divisor : 0, by_1 = a.sums->z_divisor != 0 ? 1. / a.sums->z_divisor : 0;
-  const double smooth = double(a.label_smoothing) / n, w_y = (1. - a.label_smoothing) * weight(y), scale = a.token_scaling ? p_y : 1;
+  const double by_0 = a.sums->divisor != 0 ? 1. / a.sums->divisor : 0,
+               by_1 = a.sums->z_divisor != 0 ? 1. / a.sums->z_divisor : 0;
+  const double smooth = double(a.label_smoothing) / n, w_y = (1. - a.label_smoothing) * weight(y),
+               scale = a.token_scaling ? p_y : 1;
   double smoothing = 0;
   if (smooth > 0) {
-    const float weighted = a.class_weight ? row_sum(n, [&](Vec v, Vec w) { return logit(v) * w; }, x, a.class_weight) : row_sum(n, logit, x);
+    const float weighted = a.class_weight ? row_sum(
+                                                n, [&](Vec v, Vec w) { return logit(v) * w; }, x, a.class_weight)
+                                          : row_sum(n, logit, x);
     smoothing = smooth * (lse * a.sums->class_weights - weighted);
   }
   const double z_loss = a.lse_square_scale * lse * lse * by_1 * scale;
-  a.loss[r] = float((w_y * (double(max) - z_y + log_sum) + smoothing) * by_0 * scale + z_loss);  // lse loses log Σ beside a large max
+  a.loss[r] = float((w_y * (double(max) - z_y + log_sum) + smoothing) * by_0 * scale +
+                    z_loss);  // lse loses log Σ beside a large max
   if (a.z_loss) a.z_loss[r] = float(z_loss);
   if (!dx) return;
 
   const double s = scale * a.sums->gradient_scale * (a.upstream ? a.upstream[r] : 1);
-  const double all = s * ((w_y + smooth * a.sums->class_weights) * by_0 + 2 * a.lse_square_scale * lse * by_1), label = s * w_y * by_0;
+  const double all = s * ((w_y + smooth * a.sums->class_weights) * by_0 + 2 * a.lse_square_scale * lse * by_1),
+               label = s * w_y * by_0;
   const Vec each{float(s * smooth * by_0)};
   const double t_y = capped ? std::tanh(double(x[y]) / a.softcap) : 0;  // 1 − t² multiplies a float's rounding
   const double d_y = (all * p_y - s * smooth * by_0 * weight(y) - label) * (1 - t_y * t_y);
@@ -113,7 +133,8 @@ LIGER_REGISTER(cross_entropy_rows, [](const CrossEntropy& a, Stream) {
       // A row's exponentials wait for the second pass, unless x is still needed there.
       std::vector<float> scratch;
       const bool reuse = a.dx && a.softcap == 0 && a.label_smoothing == 0;
-      for (int64_t r = begin; r < end; ++r) row<T>(a, r, reuse ? float_row(static_cast<T*>(a.dx) + r * a.dx_stride, a.cols, scratch) : nullptr);
+      for (int64_t r = begin; r < end; ++r)
+        row<T>(a, r, reuse ? float_row(static_cast<T*>(a.dx) + r * a.dx_stride, a.cols, scratch) : nullptr);
     });
   });
   if (a.totals.loss_total) totals(a.totals, a.sums->valid);

@@ -10,26 +10,42 @@ __global__ void __launch_bounds__(1024) norm_kernel(CrossEntropyNorm a) {
   int64_t n = 0;
   Sums<2>::Value sums{};
   auto& [weight, all] = sums.v;
-  for_each_in_batches<8>(a.rows, [&](int64_t r) { return a.target[r]; }, [&](int64_t y) {
-    if (y == a.ignore_index) return;
-    if (y < 0 || y >= a.cols) fail_label(y, a.cols);
-    n += 1;
-    weight += a.class_weight ? a.class_weight[y] : 1;
-  });
-  if (a.class_weight) for_each_in_batches<8>(a.cols, [&](int64_t c) { return a.class_weight[c]; }, [&](float w) { all += w; });
+  for_each_in_batches<8>(
+      a.rows, [&](int64_t r) { return a.target[r]; },
+      [&](int64_t y) {
+        if (y == a.ignore_index) return;
+        if (y < 0 || y >= a.cols) fail_label(y, a.cols);
+        n += 1;
+        weight += a.class_weight ? a.class_weight[y] : 1;
+      });
+  if (a.class_weight)
+    for_each_in_batches<8>(a.cols, [&](int64_t c) { return a.class_weight[c]; }, [&](float w) { all += w; });
   n = RowReduce<SumOf<int64_t>>()(n);
   sums = RowReduce<Sums<2>>()(sums);
   if (threadIdx.x > 0) return;
-  const float divisor = a.normalizer ? *a.normalizer : a.mean ? weight : 1, z_divisor = a.normalizer ? divisor : a.mean ? float(n) : 1;
-  *a.sums = {.divisor = divisor, .z_divisor = z_divisor, .class_weights = a.class_weight ? all : float(a.cols),
-             .gradient_scale = a.z_bound >= 0 ? gradient_scale(divisor, z_divisor, a.largest_weight ? *a.largest_weight : 1, a.z_bound) : 1, .blocks_done = 0, .valid = n};
+  const float divisor = a.normalizer ? *a.normalizer
+                        : a.mean     ? weight
+                                     : 1,
+              z_divisor = a.normalizer ? divisor
+                          : a.mean     ? float(n)
+                                       : 1;
+  *a.sums = {
+      .divisor = divisor,
+      .z_divisor = z_divisor,
+      .class_weights = a.class_weight ? all : float(a.cols),
+      .gradient_scale =
+          a.z_bound >= 0 ? gradient_scale(divisor, z_divisor, a.largest_weight ? *a.largest_weight : 1, a.z_bound) : 1,
+      .blocks_done = 0,
+      .valid = n};
 }
 
 /// This thread's part of the sums over rows, of the first `threads` of a block.
 __device__ Sums<3>::Value sum_rows(const CrossEntropyTotals& a, unsigned threads) {
   Sums<3>::Value sums{};
-  for_each_in_batches<8>(a.rows, [&](int64_t r) { return Sums<3>::Value{a.loss[r], a.z_loss ? a.z_loss[r] : 0, a.correct ? a.correct[r] : 0}; },
-                         [&](const Sums<3>::Value& row) { sums = Sums<3>()(sums, row); }, threads);
+  for_each_in_batches<8>(
+      a.rows,
+      [&](int64_t r) { return Sums<3>::Value{a.loss[r], a.z_loss ? a.z_loss[r] : 0, a.correct ? a.correct[r] : 0}; },
+      [&](const Sums<3>::Value& row) { sums = Sums<3>()(sums, row); }, threads);
   return sums;
 }
 
@@ -67,7 +83,9 @@ struct Part {
 };
 
 template <class Softmax>
-struct Part<Softmax, true> { typename Softmax::Value sum = Softmax::identity(); };
+struct Part<Softmax, true> {
+  typename Softmax::Value sum = Softmax::identity();
+};
 
 /// The thread's part of its row.
 template <class T, bool kPlain, class Rows, bool kGradient>
@@ -84,10 +102,12 @@ __device__ void do_row(const CrossEntropy& a, const Rows& rows) {
   const Row<T> dx(a.dx ? a.dx : a.x, row, a.dx ? a.dx_stride : a.x_stride, a.cols);
   typename Rows::Kept kept;
   rows.begin(kept, set);
-  const float divisors[] = {a.sums->divisor, a.sums->z_divisor}, class_weights = a.sums->class_weights, upstream = a.sums->gradient_scale * (a.upstream ? a.upstream[row] : 1);
+  const float divisors[] = {a.sums->divisor, a.sums->z_divisor}, class_weights = a.sums->class_weights,
+              upstream = a.sums->gradient_scale * (a.upstream ? a.upstream[row] : 1);
 
   if (y == a.ignore_index) {
-    if (kGradient && a.dx) rows.template again<1>(kept, set, [&](int k, auto& packs) {
+    if (kGradient && a.dx)
+      rows.template again<1>(kept, set, [&](int k, auto& packs) {
         packs[0] = {};
         dx.template store<Rows::kThreads>(k, packs, x);
       });
@@ -102,13 +122,15 @@ __device__ void do_row(const CrossEntropy& a, const Rows& rows) {
 
   ClusterExchange<Part, 1> exchange;
   const float inverse_cap = kPlain || a.softcap == 0 ? 0 : 1 / a.softcap;
-  const auto logit = [&](float v) { return kPlain || a.softcap == 0 ? v : a.softcap * Math<float>::tanh(v * inverse_cap); };
+  const auto logit = [&](float v) {
+    return kPlain || a.softcap == 0 ? v : a.softcap * Math<float>::tanh(v * inverse_cap);
+  };
   const auto weight = [&](int c) { return a.class_weight ? a.class_weight[c] : 1; };
   const float z_y = logit(float(x.first[x.shift + y]));
 
   Part part;
-  // A gradient of 16-bit numbers is made of exponentials in 16 bits: two a logit are what the pass waits for (most of all after a GEMM, as
-  // in the linear loss: 1.22 -> 1.14 ms for 4096 x 248320).
+  // A gradient of 16-bit numbers is made of exponentials in 16 bits: two a logit are what the pass waits for (most of
+  // all after a GEMM, as in the linear loss: 1.22 -> 1.14 ms for 4096 x 248320).
   constexpr bool kKeeps = kPlain && kGradient && Softmax::kFast;
   if (kKeeps && rows.replaces()) {
     if constexpr (kKeeps) rows.replace(kept, set, [&](auto& packs) { return Softmax::keep(part.sum, packs); });
@@ -133,7 +155,9 @@ __device__ void do_row(const CrossEntropy& a, const Rows& rows) {
     });
   }
   part.sum = typename Rows::template ReduceBlock<Softmax, true>()(part.sum);
-  if constexpr (!kPlain) part.best = typename Rows::template ReduceBlock<ArgMax>()(part.best), part.weighted = typename Rows::template ReduceBlock<Sum>()(part.weighted);
+  if constexpr (!kPlain)
+    part.best = typename Rows::template ReduceBlock<ArgMax>()(part.best),
+    part.weighted = typename Rows::template ReduceBlock<Sum>()(part.weighted);
   Part all;
   exchange(part, [&](const Part& p) {
     all.sum = Softmax()(all.sum, p.sum);
@@ -148,7 +172,8 @@ __device__ void do_row(const CrossEntropy& a, const Rows& rows) {
     if constexpr (sizeof(Scalar) == 4) return Math<T>::div(x, y);
     else return x / y;
   };
-  const Scalar p_y = div(Softmax::exp(z_y, sum.max), sum.sum), by_0 = divisors[0] != 0 ? div(1, divisors[0]) : 0, by_1 = divisors[1] != 0 ? div(1, divisors[1]) : 0;
+  const Scalar p_y = div(Softmax::exp(z_y, sum.max), sum.sum), by_0 = divisors[0] != 0 ? div(1, divisors[0]) : 0,
+               by_1 = divisors[1] != 0 ? div(1, divisors[1]) : 0;
   const Scalar smooth = kPlain ? 0 : a.label_smoothing / Scalar(a.cols);
   const Scalar w_y = kPlain ? 1 : (1 - Scalar(a.label_smoothing)) * weight(int(y)), scale = a.token_scaling ? p_y : 1;
   if (rows.first()) {
@@ -159,7 +184,8 @@ __device__ void do_row(const CrossEntropy& a, const Rows& rows) {
       if (a.correct) a.correct[row] = all.best.at == y;
       if (a.predicted) a.predicted[row] = all.best.at;
     }
-    a.loss[row] = float((w_y * (Scalar(sum.max) - z_y + logf(sum.sum)) + smoothing) * by_0 * scale + z_loss);  // lse loses log Σ beside a large max
+    a.loss[row] = float((w_y * (Scalar(sum.max) - z_y + logf(sum.sum)) + smoothing) * by_0 * scale +
+                        z_loss);  // lse loses log Σ beside a large max
     if (a.z_loss) a.z_loss[row] = float(z_loss);
   }
   if (!kGradient || !a.dx) return;
@@ -179,7 +205,8 @@ __device__ void do_row(const CrossEntropy& a, const Rows& rows) {
     return d;
   };
   if (kKeeps && rows.replaces()) {
-    if constexpr (kKeeps) rows.again_replaced(kept, set, [&](int k, auto& packs, float max) {
+    if constexpr (kKeeps)
+      rows.again_replaced(kept, set, [&](int k, auto& packs, float max) {
         const float by = of_exp * Softmax::factor(max, sum.max) * Softmax::lowered(max);
 #pragma unroll
         for (Pack& pack : packs) {
@@ -208,12 +235,15 @@ __device__ void do_row(const CrossEntropy& a, const Rows& rows) {
     });
   }
   // The label's own, by the thread that has stored its pack, and after that.
-  if (rows.mine(x.pack(int(y)))) dx.first[dx.shift + y] = T(float((of_p * p_y - (kPlain ? 0 : each * weight(int(y))) - s * w_y * by_0) * (1 - t_y * t_y)));
+  if (rows.mine(x.pack(int(y))))
+    dx.first[dx.shift + y] =
+        T(float((of_p * p_y - (kPlain ? 0 : each * weight(int(y))) - s * w_y * by_0) * (1 - t_y * t_y)));
 }
 
 /// kPlain: no class weight, smoothing, softcap or argmax. kGradient: there may be one.
 template <class T, bool kPlain, class Rows, bool kGradient = true>
-__global__ void __launch_bounds__(Rows::kThreads, kGradient ? Rows::kBlocks : Rows::kBlocksReading) rows_kernel(CrossEntropy a, Rows rows) {
+__global__ void __launch_bounds__(Rows::kThreads, kGradient ? Rows::kBlocks : Rows::kBlocksReading)
+    rows_kernel(CrossEntropy a, Rows rows) {
   await_previous();
   do_row<T, kPlain, Rows, kGradient>(a, rows);
   if (a.totals.loss_total && rows.leads()) total_when_last(a, gridDim.x / cluster_size());
@@ -221,7 +251,8 @@ __global__ void __launch_bounds__(Rows::kThreads, kGradient ? Rows::kBlocks : Ro
 
 }  // namespace
 
-LIGER_REGISTER(cross_entropy_norm, [](const CrossEntropyNorm& a, Stream s) { launch(norm_kernel, {.blocks = 1, .threads = 1024}, s, a); });
+LIGER_REGISTER(cross_entropy_norm,
+               [](const CrossEntropyNorm& a, Stream s) { launch(norm_kernel, {.blocks = 1, .threads = 1024}, s, a); });
 
 LIGER_REGISTER(cross_entropy_rows, [](const CrossEntropy& given, Stream s) {
   // A launch saved is worth more than what each block takes to say that it is done, where there are few.
@@ -236,7 +267,8 @@ LIGER_REGISTER(cross_entropy_rows, [](const CrossEntropy& given, Stream s) {
       launch(plain ? rows_kernel<T, true, Rows> : rows_kernel<T, false, Rows>, rows.grid(), s, a, rows);
     });
   });
-  if (later) launch(total_kernel, {.blocks = 1, .threads = 1024}, s, given.totals, static_cast<const CrossEntropySums*>(a.sums));
+  if (later)
+    launch(total_kernel, {.blocks = 1, .threads = 1024}, s, given.totals, static_cast<const CrossEntropySums*>(a.sums));
 });
 
 }  // namespace liger::cuda::cross_entropy

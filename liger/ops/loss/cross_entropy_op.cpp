@@ -5,15 +5,18 @@ namespace liger {
 namespace op::cross_entropy {
 
 CrossEntropyOptions unpack(OptInts flags, OptDoubles scales) {
-  TORCH_CHECK_VALUE((!flags || flags->size() == 6) && (!scales || scales->size() == 3), "cross_entropy: expected 6 flags and 3 scales, or none");
+  TORCH_CHECK_VALUE((!flags || flags->size() == 6) && (!scales || scales->size() == 3),
+                    "cross_entropy: expected 6 flags and 3 scales, or none");
   CrossEntropyOptions o;
   if (flags) {
     const auto& f = *flags;
-    o.ignore_index = f[0], o.reduction = Reduction(f[1]), o.token_scaling = f[2] != 0, o.z_loss = f[3] != 0, o.accuracy = f[4] != 0, o.predicted = f[5] != 0;
+    o.ignore_index = f[0], o.reduction = Reduction(f[1]), o.token_scaling = f[2] != 0, o.z_loss = f[3] != 0,
+    o.accuracy = f[4] != 0, o.predicted = f[5] != 0;
   }
   if (scales) {
     const auto& s = *scales;
-    o.label_smoothing = s[0], o.lse_square_scale = s[1], o.softcap = s[2] == std::numeric_limits<double>::infinity() ? 0 : s[2];
+    o.label_smoothing = s[0], o.lse_square_scale = s[1],
+    o.softcap = s[2] == std::numeric_limits<double>::infinity() ? 0 : s[2];
   }
   return o;
 }
@@ -22,13 +25,13 @@ std::vector<int64_t> flags(const CrossEntropyOptions& o) {
   return {o.ignore_index, int64_t(o.reduction), o.token_scaling, o.z_loss, o.accuracy, o.predicted};
 }
 
-std::vector<double> scales(const CrossEntropyOptions& o) {
-  return {o.label_smoothing, o.lse_square_scale, o.softcap};
-}
+std::vector<double> scales(const CrossEntropyOptions& o) { return {o.label_smoothing, o.lse_square_scale, o.softcap}; }
 
 void check_options(const char* op, const CrossEntropyOptions& o, const c10::SymInt& classes) {
-  TORCH_CHECK_VALUE(int(o.reduction) >= 0 && int(o.reduction) <= 2, op, ": reduction is 0 (none), 1 (mean) or 2 (sum), not ", int(o.reduction));
-  TORCH_CHECK_VALUE(o.label_smoothing >= 0 && o.label_smoothing <= 1, op, ": label_smoothing must be in [0, 1], got ", o.label_smoothing);
+  TORCH_CHECK_VALUE(int(o.reduction) >= 0 && int(o.reduction) <= 2, op,
+                    ": reduction is 0 (none), 1 (mean) or 2 (sum), not ", int(o.reduction));
+  TORCH_CHECK_VALUE(o.label_smoothing >= 0 && o.label_smoothing <= 1, op, ": label_smoothing must be in [0, 1], got ",
+                    o.label_smoothing);
   TORCH_CHECK_VALUE(o.softcap >= 0, op, ": softcap must be positive, or 0 for none, got ", o.softcap);
   TORCH_CHECK_VALUE(classes > 0, op, ": there must be at least one class");
 }
@@ -37,19 +40,36 @@ namespace {
 Tensor as_float(const OptTensor& t) { return t ? t->to(at::kFloat).contiguous() : Tensor(); }
 }  // namespace
 
-Batch::Batch(const Tensor& target, const OptTensor& class_weight, const OptTensor& normalizer, int64_t cols, const CrossEntropyOptions& options, at::ScalarType dtype,
-             bool scaled)
-    : options_(options), rows_(target.numel()), cols_(cols), target_(target.to(at::kLong).contiguous()), class_weight_(as_float(class_weight)),
-      reduced_(options.reduction != Reduction::None), dtype_(dtype) {
+Batch::Batch(const Tensor& target, const OptTensor& class_weight, const OptTensor& normalizer, int64_t cols,
+             const CrossEntropyOptions& options, at::ScalarType dtype, bool scaled)
+    : options_(options),
+      rows_(target.numel()),
+      cols_(cols),
+      target_(target.to(at::kLong).contiguous()),
+      class_weight_(as_float(class_weight)),
+      reduced_(options.reduction != Reduction::None),
+      dtype_(dtype) {
   const auto floats = target.options().dtype(at::kFloat);
-  const Tensor divisor = as_float(normalizer), largest_weight = scaled && class_weight_.defined() ? class_weight_.abs().amax() : Tensor();
+  const Tensor divisor = as_float(normalizer),
+               largest_weight = scaled && class_weight_.defined() ? class_weight_.abs().amax() : Tensor();
   stats_ = at::empty({kSums + (reduced_ ? (1 + options.z_loss + options.accuracy) * rows_ : 0)}, floats);
   int64_t bad_label = options.ignore_index;
   run(cross_entropy_norm, stats_,
-      {.target = data<int64_t>(target_), .class_weight = data<float>(class_weight_), .normalizer = data<float>(divisor), .largest_weight = data<float>(largest_weight),
-       .sums = sums(), .bad_label = &bad_label, .rows = rows_, .cols = cols, .ignore_index = options.ignore_index, .mean = options.reduction == Reduction::Mean,
-       .z_bound = scaled ? float(2 * std::abs(options.lse_square_scale) * (options.softcap > 0 ? options.softcap : 65504)) : -1});
-  TORCH_CHECK_INDEX(bad_label == options.ignore_index, "label ", bad_label, " is out of bounds: it is outside [0, ", cols, ") and not ignore_index ", options.ignore_index);
+      {.target = data<int64_t>(target_),
+       .class_weight = data<float>(class_weight_),
+       .normalizer = data<float>(divisor),
+       .largest_weight = data<float>(largest_weight),
+       .sums = sums(),
+       .bad_label = &bad_label,
+       .rows = rows_,
+       .cols = cols,
+       .ignore_index = options.ignore_index,
+       .mean = options.reduction == Reduction::Mean,
+       .z_bound = scaled
+                      ? float(2 * std::abs(options.lse_square_scale) * (options.softcap > 0 ? options.softcap : 65504))
+                      : -1});
+  TORCH_CHECK_INDEX(bad_label == options.ignore_index, "label ", bad_label, " is out of bounds: it is outside [0, ",
+                    cols, ") and not ignore_index ", options.ignore_index);
   if (options.predicted) predicted_ = at::empty({rows_}, target_.options());
   const auto result = [&](at::ScalarType of, float without_rows) {
     if (!reduced_) return at::empty({rows_}, floats);
@@ -66,73 +86,118 @@ float* Batch::of_rows(int which, int64_t begin) const {
   return data<float>(stats_) + kSums + (which == 2 ? 1 + options_.z_loss : which) * rows_ + begin;
 }
 
-Tensor Batch::gradient_scale() const { return stats_.select(0, offsetof(CrossEntropySums, gradient_scale) / sizeof(float)); }
+Tensor Batch::gradient_scale() const {
+  return stats_.select(0, offsetof(CrossEntropySums, gradient_scale) / sizeof(float));
+}
 
 int64_t Batch::valid() const {
-  return stats_.narrow(0, offsetof(CrossEntropySums, valid) / sizeof(float), sizeof(int64_t) / sizeof(float)).view(at::kLong).item<int64_t>();
+  return stats_.narrow(0, offsetof(CrossEntropySums, valid) / sizeof(float), sizeof(int64_t) / sizeof(float))
+      .view(at::kLong)
+      .item<int64_t>();
 }
 
 void Batch::run_rows(const Tensor& x, const Tensor& dx, int64_t begin, const Tensor& upstream) {
   CrossEntropyTotals totals{};
   if (reduced_ && begin + x.size(0) == rows_)
-    totals = {.loss = of_rows(0, 0), .z_loss = of_rows(1, 0), .correct = of_rows(2, 0), .loss_total = loss_.data_ptr(), .z_loss_total = data<void>(z_loss_),
-              .accuracy = data<float>(accuracy_), .rows = rows_, .dtype = dtype_of(loss_)};
+    totals = {.loss = of_rows(0, 0),
+              .z_loss = of_rows(1, 0),
+              .correct = of_rows(2, 0),
+              .loss_total = loss_.data_ptr(),
+              .z_loss_total = data<void>(z_loss_),
+              .accuracy = data<float>(accuracy_),
+              .rows = rows_,
+              .dtype = dtype_of(loss_)};
   run(cross_entropy_rows, x,
-      {.x = data(x), .dx = data<void>(dx), .x_stride = x.stride(0), .dx_stride = dx.defined() ? dx.stride(0) : 0,
-       .target = data<int64_t>(target_) + begin, .class_weight = data<float>(class_weight_), .sums = sums(),
-       .upstream = upstream.defined() ? data<float>(upstream) + begin : nullptr, .loss = of_rows(0, begin), .z_loss = of_rows(1, begin),
-       .correct = of_rows(2, begin), .predicted = options_.predicted ? data<int64_t>(predicted_) + begin : nullptr,
-       .rows = x.size(0), .cols = cols_, .ignore_index = options_.ignore_index, .label_smoothing = float(options_.label_smoothing),
-       .lse_square_scale = float(options_.lse_square_scale), .softcap = float(options_.softcap), .token_scaling = options_.token_scaling,
-       .dtype = dtype_of(x), .totals = totals});
+      {.x = data(x),
+       .dx = data<void>(dx),
+       .x_stride = x.stride(0),
+       .dx_stride = dx.defined() ? dx.stride(0) : 0,
+       .target = data<int64_t>(target_) + begin,
+       .class_weight = data<float>(class_weight_),
+       .sums = sums(),
+       .upstream = upstream.defined() ? data<float>(upstream) + begin : nullptr,
+       .loss = of_rows(0, begin),
+       .z_loss = of_rows(1, begin),
+       .correct = of_rows(2, begin),
+       .predicted = options_.predicted ? data<int64_t>(predicted_) + begin : nullptr,
+       .rows = x.size(0),
+       .cols = cols_,
+       .ignore_index = options_.ignore_index,
+       .label_smoothing = float(options_.label_smoothing),
+       .lse_square_scale = float(options_.lse_square_scale),
+       .softcap = float(options_.softcap),
+       .token_scaling = options_.token_scaling,
+       .dtype = dtype_of(x),
+       .totals = totals});
 }
 
 Results Batch::results(at::ScalarType z_loss_dtype) const {
-  const auto result = [&](const Tensor& t, at::ScalarType dtype) { return t.defined() ? t.to(dtype) : at::empty({0}, stats_.options().dtype(dtype)); };
-  return {loss_.to(dtype_), result(z_loss_, z_loss_dtype), result(accuracy_, at::kFloat), result(predicted_, at::kLong)};
+  const auto result = [&](const Tensor& t, at::ScalarType dtype) {
+    return t.defined() ? t.to(dtype) : at::empty({0}, stats_.options().dtype(dtype));
+  };
+  return {loss_.to(dtype_), result(z_loss_, z_loss_dtype), result(accuracy_, at::kFloat),
+          result(predicted_, at::kLong)};
 }
 
-Results empty_results(const Tensor& target, const CrossEntropyOptions& o, at::ScalarType loss_dtype, at::ScalarType z_loss_dtype, const at::TensorOptions& options) {
-  const auto shape = o.reduction == Reduction::None ? c10::SymDimVector(target.sym_sizes()) : c10::SymDimVector{}, none = c10::SymDimVector{0};
-  const auto of = [&](bool wanted, c10::SymIntArrayRef shape, at::ScalarType dtype) { return at::empty_symint(wanted ? shape : none, options.dtype(dtype)); };
-  return {of(true, shape, loss_dtype), of(o.z_loss, shape, z_loss_dtype), of(o.accuracy, shape, at::kFloat), of(o.predicted, target.sym_sizes(), at::kLong)};
+Results empty_results(const Tensor& target, const CrossEntropyOptions& o, at::ScalarType loss_dtype,
+                      at::ScalarType z_loss_dtype, const at::TensorOptions& options) {
+  const auto shape = o.reduction == Reduction::None ? c10::SymDimVector(target.sym_sizes()) : c10::SymDimVector{},
+             none = c10::SymDimVector{0};
+  const auto of = [&](bool wanted, c10::SymIntArrayRef shape, at::ScalarType dtype) {
+    return at::empty_symint(wanted ? shape : none, options.dtype(dtype));
+  };
+  return {of(true, shape, loss_dtype), of(o.z_loss, shape, z_loss_dtype), of(o.accuracy, shape, at::kFloat),
+          of(o.predicted, target.sym_sizes(), at::kLong)};
 }
 
 Tensor unscaled(const Tensor& g, const Tensor& scale) { return scale.dim() == 0 ? g.to(at::kFloat) / scale : g; }
 
 CrossEntropyResult as_struct(const Results& r, const CrossEntropyOptions& o) {
-  return {std::get<0>(r), if_wanted(o.z_loss, std::get<1>(r)), if_wanted(o.accuracy, std::get<2>(r)), if_wanted(o.predicted, std::get<3>(r))};
+  return {std::get<0>(r), if_wanted(o.z_loss, std::get<1>(r)), if_wanted(o.accuracy, std::get<2>(r)),
+          if_wanted(o.predicted, std::get<3>(r))};
 }
 
 using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-/// The results, dx, and the power of two that dx is still to be divided by: empty but for float16, in which a mean's gradients would vanish before a
-/// loss scale reaches them.
-Forward forward(const Tensor& x_, const Tensor& target, const OptTensor& class_weight, OptInts flags, OptDoubles scales, bool with_dx) {
+/// The results, dx, and the power of two that dx is still to be divided by: empty but for float16, in which a mean's
+/// gradients would vanish before a loss scale reaches them.
+Forward forward(const Tensor& x_, const Tensor& target, const OptTensor& class_weight, OptInts flags, OptDoubles scales,
+                bool with_dx) {
   const CrossEntropyOptions options = unpack(flags, scales);
-  Arguments("cross_entropy", "x", x_).shaped("target", target, x_.sym_sizes().slice(0, x_.dim() - 1), Type::Integer)
+  Arguments("cross_entropy", "x", x_)
+      .shaped("target", target, x_.sym_sizes().slice(0, x_.dim() - 1), Type::Integer)
       .vector("class_weight", class_weight, x_.sym_size(-1), Type::Floating);
   check_options("cross_entropy", options, x_.sym_size(-1));
   const auto dtype = x_.scalar_type();
   const bool scaled = with_dx && dtype == at::kHalf;
   const Tensor dx = with_dx ? output(at::empty_symint(x_.sym_sizes(), x_.options())) : at::empty({0}, x_.options());
-  const auto all = [&](const Results& r, const Tensor& scale) { return std::tuple_cat(r, std::make_tuple(dx, or_empty(scale, x_.options().dtype(at::kFloat)))); };
-  if (x_.is_meta()) return all(empty_results(target, options, dtype, dtype, x_.options()), scaled ? at::empty({}, x_.options().dtype(at::kFloat)) : Tensor());
+  const auto all = [&](const Results& r, const Tensor& scale) {
+    return std::tuple_cat(r, std::make_tuple(dx, or_empty(scale, x_.options().dtype(at::kFloat))));
+  };
+  if (x_.is_meta())
+    return all(empty_results(target, options, dtype, dtype, x_.options()),
+               scaled ? at::empty({}, x_.options().dtype(at::kFloat)) : Tensor());
   const Rows x(x_);
-  const auto matrix = [&](const Tensor& t, int64_t stride) { return t.dim() == 2 ? t : t.as_strided({target.numel(), cols(t)}, {stride, 1}); };
+  const auto matrix = [&](const Tensor& t, int64_t stride) {
+    return t.dim() == 2 ? t : t.as_strided({target.numel(), cols(t)}, {stride, 1});
+  };
   Batch batch(target, class_weight, {}, cols(x_), options, dtype, scaled);
   batch.run_rows(matrix(x.tensor, x.stride), with_dx ? matrix(dx, cols(x_)) : Tensor(), 0, {});
   Results results = batch.results(dtype);
   if (target.dim() != 1) {
-    const auto shaped = [&](Tensor& t, bool of_rows) { if (of_rows) t = t.view(target.sizes()); };
+    const auto shaped = [&](Tensor& t, bool of_rows) {
+      if (of_rows) t = t.view(target.sizes());
+    };
     const bool each = options.reduction == Reduction::None;
-    shaped(std::get<0>(results), each), shaped(std::get<1>(results), each && options.z_loss), shaped(std::get<2>(results), each && options.accuracy);
+    shaped(std::get<0>(results), each), shaped(std::get<1>(results), each && options.z_loss),
+        shaped(std::get<2>(results), each && options.accuracy);
     shaped(std::get<3>(results), options.predicted);
   }
   return all(results, scaled ? batch.gradient_scale().clone() : Tensor());
 }
 
-Results inference(const Tensor& x, const Tensor& target, const OptTensor& class_weight, OptInts flags, OptDoubles scales) {
+Results inference(const Tensor& x, const Tensor& target, const OptTensor& class_weight, OptInts flags,
+                  OptDoubles scales) {
   auto [loss, z_loss, accuracy, predicted, dx, scale] = forward(x, target, class_weight, flags, scales, false);
   return {loss, z_loss, accuracy, predicted};
 }
@@ -142,8 +207,8 @@ constexpr Op<"liger::cross_entropy_forward", forward> forward_op;
 
 /// The gradient is made in forward, where the row is on chip; backward scales it by the upstream gradient.
 struct Autograd {
-  static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& target, const OptTensor& class_weight,
-                               OptInts flags, OptDoubles scales, Results* results) {
+  static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& target,
+                               const OptTensor& class_weight, OptInts flags, OptDoubles scales, Results* results) {
     auto [loss, z_loss, accuracy, predicted, dx, scale] = forward_op(x, target, class_weight, flags, scales, true);
     ctx->save_for_backward({dx, scale});
     *results = {loss, z_loss, accuracy, predicted};
@@ -158,7 +223,8 @@ struct Autograd {
 
 }  // namespace op::cross_entropy
 
-CrossEntropyResult cross_entropy(const Tensor& x, const Tensor& target, const CrossEntropyOptions& options, const OptTensor& class_weight) {
+CrossEntropyResult cross_entropy(const Tensor& x, const Tensor& target, const CrossEntropyOptions& options,
+                                 const OptTensor& class_weight) {
   using namespace op::cross_entropy;
   const auto f = flags(options);
   const auto s = scales(options);
@@ -166,12 +232,15 @@ CrossEntropyResult cross_entropy(const Tensor& x, const Tensor& target, const Cr
 }
 
 TORCH_LIBRARY_FRAGMENT(liger, m) {
-  // flags: ignore_index, reduction, token_scaling, z_loss, accuracy, predicted; scales: label_smoothing, lse_square_scale, softcap. No list
-  // stands for the defaults: a list from Python is read element by element.
-  m.def("cross_entropy(Tensor x, Tensor target, Tensor? class_weight, int[]? flags, float[]? scales) "
-        "-> (Tensor loss, Tensor z_loss, Tensor accuracy, Tensor predicted)");
-  m.def("cross_entropy_forward(Tensor x, Tensor target, Tensor? class_weight, int[]? flags, float[]? scales, bool with_dx) "
-        "-> (Tensor loss, Tensor z_loss, Tensor accuracy, Tensor predicted, Tensor dx, Tensor scale)");
+  // flags: ignore_index, reduction, token_scaling, z_loss, accuracy, predicted; scales: label_smoothing,
+  // lse_square_scale, softcap. No list stands for the defaults: a list from Python is read element by element.
+  m.def(
+      "cross_entropy(Tensor x, Tensor target, Tensor? class_weight, int[]? flags, float[]? scales) "
+      "-> (Tensor loss, Tensor z_loss, Tensor accuracy, Tensor predicted)");
+  m.def(
+      "cross_entropy_forward(Tensor x, Tensor target, Tensor? class_weight, int[]? flags, float[]? scales, bool "
+      "with_dx) "
+      "-> (Tensor loss, Tensor z_loss, Tensor accuracy, Tensor predicted, Tensor dx, Tensor scale)");
 }
 LIGER_IMPL(cross_entropy, m) {
   m.impl("cross_entropy", op::cross_entropy::inference);

@@ -16,13 +16,13 @@ using Results = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 /// A batch of labels on its way through rows of logits that come in one or several chunks.
 class Batch {
  public:
-  /// Checks the labels and sums what the losses are divided by. Logits are [rows, cols]; the loss gets `dtype`. scaled: gradients are multiplied by
-  /// gradient_scale().
-  Batch(const Tensor& target, const OptTensor& class_weight, const OptTensor& normalizer, int64_t cols, const CrossEntropyOptions&, at::ScalarType dtype,
-        bool scaled = false);
+  /// Checks the labels and sums what the losses are divided by. Logits are [rows, cols]; the loss gets `dtype`. scaled:
+  /// gradients are multiplied by gradient_scale().
+  Batch(const Tensor& target, const OptTensor& class_weight, const OptTensor& normalizer, int64_t cols,
+        const CrossEntropyOptions&, at::ScalarType dtype, bool scaled = false);
 
-  /// The rows [begin, begin + x's rows) of the batch, chunk by chunk in their order. dx may be undefined, or x; upstream is one factor a row
-  /// of the batch, or undefined.
+  /// The rows [begin, begin + x's rows) of the batch, chunk by chunk in their order. dx may be undefined, or x;
+  /// upstream is one factor a row of the batch, or undefined.
   void run_rows(const Tensor& x, const Tensor& dx, int64_t begin, const Tensor& upstream);
 
   /// A float scalar.
@@ -40,7 +40,8 @@ class Batch {
   Tensor target_, class_weight_;
   bool reduced_;
   at::ScalarType dtype_;
-  Tensor stats_;  // CrossEntropySums, then what is summed over rows: the losses and, if wanted, z-losses and correct predictions
+  Tensor stats_;  // CrossEntropySums, then what is summed over rows: the losses and, if wanted, z-losses and correct
+                  // predictions
   Tensor loss_, z_loss_, accuracy_, predicted_;  // totals, or of each row
 
   static constexpr int kSums = sizeof(CrossEntropySums) / sizeof(float);
@@ -55,7 +56,8 @@ Tensor unscaled(const Tensor& g, const Tensor& scale);
 CrossEntropyResult as_struct(const Results&, const CrossEntropyOptions&);
 
 /// What Meta returns for them.
-Results empty_results(const Tensor& target, const CrossEntropyOptions&, at::ScalarType loss_dtype, at::ScalarType z_loss_dtype, const at::TensorOptions&);
+Results empty_results(const Tensor& target, const CrossEntropyOptions&, at::ScalarType loss_dtype,
+                      at::ScalarType z_loss_dtype, const at::TensorOptions&);
 
 void check_options(const char* op, const CrossEntropyOptions&, const c10::SymInt& classes);
 

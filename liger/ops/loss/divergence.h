@@ -9,32 +9,32 @@ enum class Divergence : int8_t { KL = 0, LogKL = 1, ReverseKL = 2, JensenShannon
 
 /// n = the rows that are not ignored, at least 1, so that a batch of ignored rows has loss 0.
 struct DivergenceCount {
-  const int64_t* labels;       // [rows]
-  float* count;                // [1]
+  const int64_t* labels;  // [rows]
+  float* count;           // [1]
   int64_t rows, ignore_index;
 };
 
 /// loss = scale/n · Σ f(x, t) over the rows that are not ignored;  dx = g · scale/n · ∂f/∂x, 0 in ignored rows.
 struct DivergencePieces {
-  const void *x, *target;      // [rows, cols]
-  const int64_t* labels;       // [rows] or null: none is ignored
-  const float* count;          // [1] or null: n = 1
-  const float* upstream;       // g [rows, cols] or null: 1
-  void* dx;                    // [rows, cols] or null
-  float* each;                 // f [rows, cols] or null
-  float* sums;                 // Σ f of each piece of a row [rows, ⌈cols / piece⌉] or null
-  int64_t rows, cols, piece;   // piece: elements of a row whose losses are summed at once (piece_size)
+  const void *x, *target;     // [rows, cols]
+  const int64_t* labels;      // [rows] or null: none is ignored
+  const float* count;         // [1] or null: n = 1
+  const float* upstream;      // g [rows, cols] or null: 1
+  void* dx;                   // [rows, cols] or null
+  float* each;                // f [rows, cols] or null
+  float* sums;                // Σ f of each piece of a row [rows, ⌈cols / piece⌉] or null
+  int64_t rows, cols, piece;  // piece: elements of a row whose losses are summed at once (piece_size)
   int64_t ignore_index;
-  DType dtype, target_dtype;   // target_dtype is dtype or float
+  DType dtype, target_dtype;  // target_dtype is dtype or float
   Divergence kind;
   float parameter, scale;
 };
 
 struct DivergenceTotal {
-  const float *sums, *count;   // [pieces]; [1] or null
-  void* total;                 // [1]
+  const float *sums, *count;  // [pieces]; [1] or null
+  void* total;                // [1]
   int64_t pieces;
-  DType dtype;                 // of the total
+  DType dtype;  // of the total
   double scale;
 };
 

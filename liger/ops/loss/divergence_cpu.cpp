@@ -8,20 +8,27 @@ template <class X, class T, class Formula>
 void pieces(const DivergencePieces& a) {
   const int64_t per_row = ceil_div(a.cols, a.piece);
   const Vec parameter(a.parameter), scale(a.count ? a.scale / *a.count : a.scale), zero(0.f);
-  for_pieces(a.rows, a.cols, [&](int64_t r, int64_t begin, int64_t n) {
-    const bool ignored = a.labels && a.labels[r] == a.ignore_index;
-    const X* x = static_cast<const X*>(a.x) + r * a.cols + begin;
-    const int64_t offset = r * a.cols + begin;
-    LongSum sum;
-    for_each(n, [&](int64_t c, int64_t k) {
-      Slope<Vec> at{zero, zero};
-      if (!ignored) at = Formula::template at<Math>(read(x + c, k), read(static_cast<const T*>(a.target) + offset + c, k), parameter);
-      sum.add(at.f, k);
-      if (a.each) write(at.f, a.each + offset + c, k);
-      if (a.dx) write(at.df * (a.upstream ? scale * read(a.upstream + offset + c, k) : scale), static_cast<X*>(a.dx) + offset + c, k);
-    });
-    if (a.sums) a.sums[r * per_row + begin / a.piece] = float(sum.value());
-  }, a.piece);
+  for_pieces(
+      a.rows, a.cols,
+      [&](int64_t r, int64_t begin, int64_t n) {
+        const bool ignored = a.labels && a.labels[r] == a.ignore_index;
+        const X* x = static_cast<const X*>(a.x) + r * a.cols + begin;
+        const int64_t offset = r * a.cols + begin;
+        LongSum sum;
+        for_each(n, [&](int64_t c, int64_t k) {
+          Slope<Vec> at{zero, zero};
+          if (!ignored)
+            at = Formula::template at<Math>(read(x + c, k), read(static_cast<const T*>(a.target) + offset + c, k),
+                                            parameter);
+          sum.add(at.f, k);
+          if (a.each) write(at.f, a.each + offset + c, k);
+          if (a.dx)
+            write(at.df * (a.upstream ? scale * read(a.upstream + offset + c, k) : scale),
+                  static_cast<X*>(a.dx) + offset + c, k);
+        });
+        if (a.sums) a.sums[r * per_row + begin / a.piece] = float(sum.value());
+      },
+      a.piece);
 }
 
 }  // namespace

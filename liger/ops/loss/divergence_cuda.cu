@@ -20,25 +20,28 @@ __global__ void __launch_bounds__(256) pieces_kernel(DivergencePieces a, Pieces<
   constexpr int kWidth = Row<X>::kWidth;
   const Row<X> x = pieces.of(a.x, a.cols), dx = pieces.of(a.dx, a.cols);
   const Row<T> target = pieces.template of<T>(a.target, a.cols);
-  const Row<float> upstream = pieces.template of<float>(a.upstream, a.cols), each = pieces.template of<float>(a.each, a.cols);
+  const Row<float> upstream = pieces.template of<float>(a.upstream, a.cols),
+                   each = pieces.template of<float>(a.each, a.cols);
   const float scale = a.count ? a.scale / *a.count : a.scale;
   const bool ignored = a.labels && a.labels[pieces.row()] == a.ignore_index;
   float sum = 0;
-  for_each_place(x, target.aligned(x) && dx.aligned(x) && upstream.aligned(x) && each.aligned(x), [&]<bool kWhole>(int k, std::bool_constant<kWhole>) {
-    float f[kWidth] = {}, df[kWidth] = {}, g[kWidth];
-    if (!ignored) {
-      x.template load<kWhole>(k, X(Formula::kNothing), x).to_float(f), target.template load<kWhole>(k, T(Formula::kNothing), x).to_float(df);
-      if (kEach && a.upstream) upstream.template load<kWhole>(k, 0, x).to_float(g);
+  for_each_place(x, target.aligned(x) && dx.aligned(x) && upstream.aligned(x) && each.aligned(x),
+                 [&]<bool kWhole>(int k, std::bool_constant<kWhole>) {
+                   float f[kWidth] = {}, df[kWidth] = {}, g[kWidth];
+                   if (!ignored) {
+                     x.template load<kWhole>(k, X(Formula::kNothing), x).to_float(f),
+                         target.template load<kWhole>(k, T(Formula::kNothing), x).to_float(df);
+                     if (kEach && a.upstream) upstream.template load<kWhole>(k, 0, x).to_float(g);
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
-        const auto at = Formula::template at<Math<X>>(f[j], df[j], a.parameter);
-        sum += at.f;
-        f[j] = at.f, df[j] = at.df * (kEach && a.upstream ? scale * g[j] : scale);
-      }
-    }
-    if (kEach && a.each) each.template store<kWhole>(k, f, x);
-    if (a.dx) dx.template store<kWhole>(k, df, x);
-  });
+                     for (int j = 0; j < kWidth; ++j) {
+                       const auto at = Formula::template at<Math<X>>(f[j], df[j], a.parameter);
+                       sum += at.f;
+                       f[j] = at.f, df[j] = at.df * (kEach && a.upstream ? scale * g[j] : scale);
+                     }
+                   }
+                   if (kEach && a.each) each.template store<kWhole>(k, f, x);
+                   if (a.dx) dx.template store<kWhole>(k, df, x);
+                 });
   if (kEach) return;
   sum = RowReduce<Sum>()(sum);
   if (threadIdx.x == 0) a.sums[blockIdx.x] = sum;
@@ -56,13 +59,15 @@ __global__ void __launch_bounds__(1024) total_kernel(DivergenceTotal a) {
 
 }  // namespace
 
-LIGER_REGISTER(divergence_count, [](const DivergenceCount& a, Stream s) { launch(count_kernel, {.blocks = 1, .threads = 1024}, s, a); });
+LIGER_REGISTER(divergence_count,
+               [](const DivergenceCount& a, Stream s) { launch(count_kernel, {.blocks = 1, .threads = 1024}, s, a); });
 
 LIGER_REGISTER(divergence_pieces, [](const DivergencePieces& a, Stream s) {
   dispatch_weighted(a.dtype, a.target_dtype, [&]<class X, class T>() {
     dispatch_divergence(a.kind, [&]<class Formula>() {
       const Pieces<X> pieces(a.rows, a.cols, a.piece);
-      launch(a.sums ? pieces_kernel<X, T, Formula, false> : pieces_kernel<X, T, Formula, true>, pieces.grid(), s, a, pieces);
+      launch(a.sums ? pieces_kernel<X, T, Formula, false> : pieces_kernel<X, T, Formula, true>, pieces.grid(), s, a,
+             pieces);
     });
   });
 });

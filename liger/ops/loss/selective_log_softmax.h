@@ -10,43 +10,46 @@ inline constexpr float kSelectiveLowest = -200;
 /// Statistics of a piece of a row of logits z / T, z = map(x). Rows whose id is ignore_index are not read.
 inline constexpr int kSelectiveParts = 4;
 struct SelectiveParts {
-  const void* x;               // [rows, cols], stride elements apart
-  const int64_t* ids;          // [rows]
-  float* parts;                // [rows, ⌈cols / piece⌉, kSelectiveParts]: m = max z, s = Σ exp((z − m)/T), Σ exp((z − m)/T) (z − m)/T, Σ z
-  int64_t rows, cols, piece;   // piece: elements of a row whose statistics are taken at once (piece_size)
+  const void* x;       // [rows, cols], stride elements apart
+  const int64_t* ids;  // [rows]
+  float* parts;  // [rows, ⌈cols / piece⌉, kSelectiveParts]: m = max z, s = Σ exp((z − m)/T), Σ exp((z − m)/T) (z −
+                 // m)/T, Σ z
+  int64_t rows, cols, piece;  // piece: elements of a row whose statistics are taken at once (piece_size)
   int64_t x_stride, ignore_index;
   float inverse_temperature;
   LogitMap map;
-  bool mean_logit;             // whether Σ z is wanted
+  bool mean_logit;  // whether Σ z is wanted
   DType dtype;
 };
 
-/// p = softmax(z / T), logp = ln p_id, entropy = −Σ p ln p, lse = ln Σ exp(z / T), mean_logit = the mean of z / T; all 0 in ignored rows.
+/// p = softmax(z / T), logp = ln p_id, entropy = −Σ p ln p, lse = ln Σ exp(z / T), mean_logit = the mean of z / T; all
+/// 0 in ignored rows.
 struct SelectiveLogSoftmax {
-  const void* x;               // [rows, cols], stride elements apart
-  const int64_t* ids;          // [rows]
-  const float* parts;          // of SelectiveParts: per_row = ⌈cols / piece⌉
-  float *logp, *entropy;       // [rows]
-  float *lse, *mean_logit;     // [rows] or null
-  float* stats;                // [rows, 3]: m and s of the row, and mean = Σ p (z − m)/T
-  int64_t* bad_id;             // on the host: an id outside [0, cols); null on devices that assert instead
+  const void* x;            // [rows, cols], stride elements apart
+  const int64_t* ids;       // [rows]
+  const float* parts;       // of SelectiveParts: per_row = ⌈cols / piece⌉
+  float *logp, *entropy;    // [rows]
+  float *lse, *mean_logit;  // [rows] or null
+  float* stats;             // [rows, 3]: m and s of the row, and mean = Σ p (z − m)/T
+  int64_t* bad_id;          // on the host: an id outside [0, cols); null on devices that assert instead
   int64_t rows, cols, per_row, x_stride, ignore_index;
   float inverse_temperature;
   LogitMap map;
   DType dtype;
 };
 
-/// dx_j = (g ([j = id] − p_j) − h p_j (ln p_j + entropy) + l p_j + k / classes) / T · ∂z_j/∂x_j with the gradients g of logp, h of entropy, l of lse and k of
-/// mean_logit; 0 in ignored rows. ln p_j + entropy = (z_j − m)/T − mean. The columns may be some of the classes: first, first + 1, ...
+/// dx_j = (g ([j = id] − p_j) − h p_j (ln p_j + entropy) + l p_j + k / classes) / T · ∂z_j/∂x_j with the gradients g of
+/// logp, h of entropy, l of lse and k of mean_logit; 0 in ignored rows. ln p_j + entropy = (z_j − m)/T − mean. The
+/// columns may be some of the classes: first, first + 1, ...
 struct SelectiveBackward {
-  const float *dlogp, *dentropy;   // g, h [rows]
-  const float *dlse, *dmean_logit; // l, k [rows] or null: 0
-  const void* x;               // [rows, cols], stride elements apart
-  const int64_t* ids;          // [rows]
-  const float* stats;          // of SelectiveLogSoftmax
-  void* dx;                    // [rows, cols]; may be x where its rows are cols apart
+  const float *dlogp, *dentropy;    // g, h [rows]
+  const float *dlse, *dmean_logit;  // l, k [rows] or null: 0
+  const void* x;                    // [rows, cols], stride elements apart
+  const int64_t* ids;               // [rows]
+  const float* stats;               // of SelectiveLogSoftmax
+  void* dx;                         // [rows, cols]; may be x where its rows are cols apart
   int64_t rows, cols, x_stride, ignore_index;
-  int64_t first, classes;      // the class of column 0, and how many there are in all
+  int64_t first, classes;  // the class of column 0, and how many there are in all
   float inverse_temperature;
   LogitMap map;
   DType dtype;

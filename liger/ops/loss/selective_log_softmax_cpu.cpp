@@ -8,19 +8,24 @@ template <class T>
 void parts(const SelectiveParts& a) {
   const int64_t per_row = ceil_div(a.cols, a.piece);
   const Vec inverse(a.inverse_temperature), lowest(kSelectiveLowest);
-  for_pieces(a.rows, a.cols, [&](int64_t r, int64_t begin, int64_t n) {
-    if (a.ids[r] == a.ignore_index) return;
-    const T* x = row_of<T>(a.x, r, a.x_stride) + begin;
-    const float max = std::max(row_reduce(n, -INFINITY, Max{}, [&](Vec x) { return map_logit<Math>(a.map, x); }, x), -3.402823466e38f);  // finite, so that −inf − max is no NaN
-    LongSum sum, weighted, logits;
-    for_each(n, [&](int64_t c, int64_t k) {
-      const Vec z = map_logit<Math>(a.map, read(x + c, k)), d = (z - Vec(max)) * inverse, e = Math::exp(d);
-      sum.add(e, k), weighted.add(e * Math::max(d, lowest), k);
-      if (a.mean_logit) logits.add(z, k);
-    });
-    float* part = a.parts + (r * per_row + begin / a.piece) * kSelectiveParts;
-    part[0] = max, part[1] = float(sum.value()), part[2] = float(weighted.value()), part[3] = float(logits.value());
-  }, a.piece);
+  for_pieces(
+      a.rows, a.cols,
+      [&](int64_t r, int64_t begin, int64_t n) {
+        if (a.ids[r] == a.ignore_index) return;
+        const T* x = row_of<T>(a.x, r, a.x_stride) + begin;
+        const float max = std::max(row_reduce(
+                                       n, -INFINITY, Max{}, [&](Vec x) { return map_logit<Math>(a.map, x); }, x),
+                                   -3.402823466e38f);  // finite, so that −inf − max is no NaN
+        LongSum sum, weighted, logits;
+        for_each(n, [&](int64_t c, int64_t k) {
+          const Vec z = map_logit<Math>(a.map, read(x + c, k)), d = (z - Vec(max)) * inverse, e = Math::exp(d);
+          sum.add(e, k), weighted.add(e * Math::max(d, lowest), k);
+          if (a.mean_logit) logits.add(z, k);
+        });
+        float* part = a.parts + (r * per_row + begin / a.piece) * kSelectiveParts;
+        part[0] = max, part[1] = float(sum.value()), part[2] = float(weighted.value()), part[3] = float(logits.value());
+      },
+      a.piece);
 }
 
 template <class T>
@@ -37,7 +42,8 @@ void rows(const SelectiveLogSoftmax& a) {
     for (int64_t i = 1; i < a.per_row; ++i) max = Max{}(max, part[kSelectiveParts * i]);
     double sum = 0, weighted = 0, logits = 0;
     for (int64_t i = 0; i < a.per_row; ++i, part += kSelectiveParts) {
-      const double d = std::max((double(part[0]) - max) * a.inverse_temperature, double(kSelectiveLowest)), e = std::exp(d);
+      const double d = std::max((double(part[0]) - max) * a.inverse_temperature, double(kSelectiveLowest)),
+                   e = std::exp(d);
       sum += e * part[1], weighted += e * (part[2] + d * part[1]), logits += part[3];
     }
     float z[kLanes];
@@ -59,11 +65,14 @@ void backward(const SelectiveBackward& a) {
     const T* x = row_of<T>(a.x, r, a.x_stride) + begin;
     T* dx = row_of<T>(a.dx, r, a.cols) + begin;
     if (a.ids[r] == a.ignore_index) return void(std::fill_n(dx, n, T(0)));
-    const float *stats = a.stats + 3 * r, g = a.dlogp[r] * a.inverse_temperature, h = a.dentropy[r] * a.inverse_temperature;
-    const float l = a.dlse ? a.dlse[r] * a.inverse_temperature : 0, k = a.dmean_logit ? a.dmean_logit[r] * a.inverse_temperature / float(a.classes) : 0;
+    const float *stats = a.stats + 3 * r, g = a.dlogp[r] * a.inverse_temperature,
+                h = a.dentropy[r] * a.inverse_temperature;
+    const float l = a.dlse ? a.dlse[r] * a.inverse_temperature : 0,
+                k = a.dmean_logit ? a.dmean_logit[r] * a.inverse_temperature / float(a.classes) : 0;
     const Vec top(stats[0]), slope(-h / stats[1]), level((h * stats[2] - g + l) / stats[1]), each(k);
     const auto gradient = [&](Vec x, Vec plus) {
-      const Vec z = map_logit<Math>(a.map, x), d = (z - top) * inverse, dz = Math::fma(Math::exp(d), Math::fma(slope, Math::max(d, lowest), level), each) + plus;
+      const Vec z = map_logit<Math>(a.map, x), d = (z - top) * inverse,
+                dz = Math::fma(Math::exp(d), Math::fma(slope, Math::max(d, lowest), level), each) + plus;
       return is_plain(a.map) ? dz : dz * map_slope(a.map, z);
     };
     float lanes[kLanes];
@@ -75,14 +84,11 @@ void backward(const SelectiveBackward& a) {
 
 }  // namespace
 
-LIGER_REGISTER(selective_parts, [](const SelectiveParts& a, Stream) {
-  dispatch(a.dtype, [&]<class T>() { parts<T>(a); });
-});
-LIGER_REGISTER(selective_log_softmax_rows, [](const SelectiveLogSoftmax& a, Stream) {
-  dispatch(a.dtype, [&]<class T>() { rows<T>(a); });
-});
-LIGER_REGISTER(selective_backward, [](const SelectiveBackward& a, Stream) {
-  dispatch(a.dtype, [&]<class T>() { backward<T>(a); });
-});
+LIGER_REGISTER(selective_parts,
+               [](const SelectiveParts& a, Stream) { dispatch(a.dtype, [&]<class T>() { parts<T>(a); }); });
+LIGER_REGISTER(selective_log_softmax_rows,
+               [](const SelectiveLogSoftmax& a, Stream) { dispatch(a.dtype, [&]<class T>() { rows<T>(a); }); });
+LIGER_REGISTER(selective_backward,
+               [](const SelectiveBackward& a, Stream) { dispatch(a.dtype, [&]<class T>() { backward<T>(a); }); });
 
 }  // namespace LIGER_CPU::selective_log_softmax

@@ -5,14 +5,17 @@
 namespace liger::cuda::selective_log_softmax {
 namespace {
 
-/// OnlineSoftmax of z = x / T, which also sums exp(z − max) (z − max); max is x's. Of 16-bit numbers it sees the logarithms to base 2.
+/// OnlineSoftmax of z = x / T, which also sums exp(z − max) (z − max); max is x's. Of 16-bit numbers it sees the
+/// logarithms to base 2.
 template <class T>
 struct OnlineEntropy {
   using Softmax = OnlineSoftmax<T>;
   static constexpr bool kFast = Softmax::kFast;
   static constexpr float kUnit = kFast ? 1 / kLog2e : 1;  // of exponents and what is summed of them
   float scale;
-  struct Value { float max, sum, weighted; };
+  struct Value {
+    float max, sum, weighted;
+  };
   __device__ explicit OnlineEntropy(float inverse_temperature) : scale(inverse_temperature / kUnit) {}
   __device__ static Value identity() { return {Softmax::identity().max, 0, 0}; }
 
@@ -52,7 +55,8 @@ struct OnlineEntropy {
   }
 
   __device__ static Value shuffle(Value v, int lane) {
-    return {__shfl_xor_sync(~0u, v.max, lane), __shfl_xor_sync(~0u, v.sum, lane), __shfl_xor_sync(~0u, v.weighted, lane)};
+    return {__shfl_xor_sync(~0u, v.max, lane), __shfl_xor_sync(~0u, v.sum, lane),
+            __shfl_xor_sync(~0u, v.weighted, lane)};
   }
 };
 
@@ -78,7 +82,8 @@ __global__ void __launch_bounds__(256) parts_kernel(SelectiveParts a, Pieces<T> 
   const auto blank = Row<T>::Pack::filled(T(-INFINITY));
   const auto load = [&](int k) { return x.load(k, T(-INFINITY)); };
   if constexpr (kPlain) {
-    for_each_batch<4, true>(0, x.packs(), blockDim.x, blank, load, [&](int, const auto& packs) { online.push(v, packs); });
+    for_each_batch<4, true>(0, x.packs(), blockDim.x, blank, load,
+                            [&](int, const auto& packs) { online.push(v, packs); });
   } else {
     for_each_batch<1, false>(0, x.packs(), blockDim.x, blank, load, [&](int k, const auto& packs) {
       float z[Row<T>::kWidth];
@@ -116,7 +121,8 @@ __global__ void __launch_bounds__(256) rows_kernel(SelectiveLogSoftmax a) {
   if (threadIdx.x > 0) return;
   const float log_sum = logf(v.sum);
   const float mean = v.weighted / v.sum;
-  const float x = ignored ? 0 : float(static_cast<const T*>(a.x)[row * a.x_stride + id]), z = map_logit<Math<T>>(a.map, x);
+  const float x = ignored ? 0 : float(static_cast<const T*>(a.x)[row * a.x_stride + id]),
+              z = map_logit<Math<T>>(a.map, x);
   a.logp[row] = ignored ? 0 : online.exponent(z, v.max) - log_sum;
   if (a.lse) a.lse[row] = ignored ? 0 : v.max * a.inverse_temperature + log_sum;
   if (a.mean_logit) a.mean_logit[row] = ignored ? 0 : logits * a.inverse_temperature / float(a.cols);
@@ -138,8 +144,10 @@ __global__ void __launch_bounds__(256) backward_kernel(SelectiveBackward a, Piec
     return;
   }
   const OnlineEntropy<T> online(a.inverse_temperature);
-  const float *stats = a.stats + 3 * row, max = stats[0], by = 1 / stats[1], g = a.dlogp[row] * a.inverse_temperature, h = a.dentropy[row] * a.inverse_temperature;
-  const float slope = h * by * online.kUnit, level = (g - h * stats[2] - (a.dlse ? a.dlse[row] * a.inverse_temperature : 0)) * by;
+  const float *stats = a.stats + 3 * row, max = stats[0], by = 1 / stats[1], g = a.dlogp[row] * a.inverse_temperature,
+              h = a.dentropy[row] * a.inverse_temperature;
+  const float slope = h * by * online.kUnit,
+              level = (g - h * stats[2] - (a.dlse ? a.dlse[row] * a.inverse_temperature : 0)) * by;
   const float each = !kPlain && a.dmean_logit ? a.dmean_logit[row] * a.inverse_temperature / float(a.classes) : 0;
   const int at = int(id - a.first - pieces.begin());  // the id's column in this piece, or outside of it
   for_each_pack<4>(x, 0, x.packs(), T(0), [&](int k, const auto& pack) {
@@ -161,18 +169,18 @@ __global__ void __launch_bounds__(256) backward_kernel(SelectiveBackward a, Piec
 LIGER_REGISTER(selective_parts, [](const SelectiveParts& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
     const Pieces<T> pieces(a.rows, a.cols, a.piece);
-    launch(is_plain(a.map) && !a.mean_logit ? parts_kernel<T, true> : parts_kernel<T, false>, pieces.grid(), s, a, pieces);
+    launch(is_plain(a.map) && !a.mean_logit ? parts_kernel<T, true> : parts_kernel<T, false>, pieces.grid(), s, a,
+           pieces);
   });
 });
 LIGER_REGISTER(selective_log_softmax_rows, [](const SelectiveLogSoftmax& a, Stream s) {
-  dispatch(a.dtype, [&]<class T>() {
-    launch(rows_kernel<T>, {.blocks = (a.rows + 7) / 8, .threads = {32, 8}}, s, a);
-  });
+  dispatch(a.dtype, [&]<class T>() { launch(rows_kernel<T>, {.blocks = (a.rows + 7) / 8, .threads = {32, 8}}, s, a); });
 });
 LIGER_REGISTER(selective_backward, [](const SelectiveBackward& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
     const Pieces<T> pieces(a.rows, a.cols, 16384);
-    launch(is_plain(a.map) && !a.dmean_logit ? backward_kernel<T, true> : backward_kernel<T, false>, pieces.grid(), s, a, pieces);
+    launch(is_plain(a.map) && !a.dmean_logit ? backward_kernel<T, true> : backward_kernel<T, false>, pieces.grid(), s,
+           a, pieces);
   });
 });
 

@@ -16,31 +16,73 @@ void run_rows(const LogitRows& of, const LogitColumns& to) {
   constexpr int64_t kLeast = 16384, kMost = 65536;  // elements of a piece
   const int64_t n = of.ids.numel(), width = cols(of.x);
   const float inverse = float(1 / of.temperature);
-  const int64_t piece = of.fixed_pieces ? kMost : piece_size(n * width, kLeast, kMost), per_row = ceil_div(width, piece);
+  const int64_t piece = of.fixed_pieces ? kMost : piece_size(n * width, kLeast, kMost),
+                per_row = ceil_div(width, piece);
   const Tensor parts = at::empty({n, per_row, kSelectiveParts}, to.logp.options());
   run(selective_parts, to.logp,
-      {.x = data(of.x), .ids = data<int64_t>(of.ids), .parts = data<float>(parts), .rows = n, .cols = width, .piece = piece, .x_stride = of.x_stride,
-       .ignore_index = of.ignore_index, .inverse_temperature = inverse, .map = of.map, .mean_logit = to.mean_logit.defined(), .dtype = dtype_of(of.x)});
+      {.x = data(of.x),
+       .ids = data<int64_t>(of.ids),
+       .parts = data<float>(parts),
+       .rows = n,
+       .cols = width,
+       .piece = piece,
+       .x_stride = of.x_stride,
+       .ignore_index = of.ignore_index,
+       .inverse_temperature = inverse,
+       .map = of.map,
+       .mean_logit = to.mean_logit.defined(),
+       .dtype = dtype_of(of.x)});
   int64_t bad_id = of.ignore_index;
   run(selective_log_softmax_rows, to.logp,
-      {.x = data(of.x), .ids = data<int64_t>(of.ids), .parts = data<float>(parts), .logp = data<float>(to.logp), .entropy = data<float>(to.entropy),
-       .lse = data<float>(to.lse), .mean_logit = data<float>(to.mean_logit), .stats = data<float>(to.stats), .bad_id = &bad_id, .rows = n, .cols = width, .per_row = per_row,
-       .x_stride = of.x_stride, .ignore_index = of.ignore_index, .inverse_temperature = inverse, .map = of.map, .dtype = dtype_of(of.x)});
-  TORCH_CHECK_INDEX(bad_id == of.ignore_index, "selective_log_softmax: id ", bad_id, " is out of bounds: it is outside [0, ", width, ") and not ignore_index ", of.ignore_index);
+      {.x = data(of.x),
+       .ids = data<int64_t>(of.ids),
+       .parts = data<float>(parts),
+       .logp = data<float>(to.logp),
+       .entropy = data<float>(to.entropy),
+       .lse = data<float>(to.lse),
+       .mean_logit = data<float>(to.mean_logit),
+       .stats = data<float>(to.stats),
+       .bad_id = &bad_id,
+       .rows = n,
+       .cols = width,
+       .per_row = per_row,
+       .x_stride = of.x_stride,
+       .ignore_index = of.ignore_index,
+       .inverse_temperature = inverse,
+       .map = of.map,
+       .dtype = dtype_of(of.x)});
+  TORCH_CHECK_INDEX(bad_id == of.ignore_index, "selective_log_softmax: id ", bad_id,
+                    " is out of bounds: it is outside [0, ", width, ") and not ignore_index ", of.ignore_index);
 }
 
-void run_backward(const LogitRows& of, const LogitGradients& g, const Tensor& stats, const Tensor& dx, int64_t first, int64_t classes) {
+void run_backward(const LogitRows& of, const LogitGradients& g, const Tensor& stats, const Tensor& dx, int64_t first,
+                  int64_t classes) {
   run(selective_backward, dx,
-      {.dlogp = data<float>(g.dlogp), .dentropy = data<float>(g.dentropy), .dlse = data<float>(g.dlse), .dmean_logit = data<float>(g.dmean_logit), .x = data(of.x),
-       .ids = data<int64_t>(of.ids), .stats = data<float>(stats), .dx = dx.data_ptr(), .rows = rows(dx), .cols = cols(dx), .x_stride = of.x_stride,
-       .ignore_index = of.ignore_index, .first = first, .classes = classes, .inverse_temperature = float(1 / of.temperature), .map = of.map, .dtype = dtype_of(dx)});
+      {.dlogp = data<float>(g.dlogp),
+       .dentropy = data<float>(g.dentropy),
+       .dlse = data<float>(g.dlse),
+       .dmean_logit = data<float>(g.dmean_logit),
+       .x = data(of.x),
+       .ids = data<int64_t>(of.ids),
+       .stats = data<float>(stats),
+       .dx = dx.data_ptr(),
+       .rows = rows(dx),
+       .cols = cols(dx),
+       .x_stride = of.x_stride,
+       .ignore_index = of.ignore_index,
+       .first = first,
+       .classes = classes,
+       .inverse_temperature = float(1 / of.temperature),
+       .map = of.map,
+       .dtype = dtype_of(dx)});
 }
 
 using Forward = std::tuple<Tensor, Tensor, Tensor>;
 
 Forward forward(const Tensor& x_, const Tensor& ids_, double temperature, int64_t ignore_index) {
   check("selective_log_softmax", x_, ids_, temperature);
-  const Tensor logp = empty_stat(x_), entropy = empty_stat(x_), stats = at::empty_symint({logp.sym_numel(), 3}, logp.options());
+  const Tensor logp = empty_stat(x_), entropy = empty_stat(x_),
+               stats = at::empty_symint({logp.sym_numel(), 3}, logp.options());
   if (x_.is_meta() || logp.numel() == 0) return {logp, entropy, stats};
   const Rows x(x_);
   const Tensor ids = ids_.to(at::kLong).contiguous();
@@ -53,15 +95,18 @@ std::tuple<Tensor, Tensor> inference(const Tensor& x, const Tensor& ids, double 
   return {logp, entropy};
 }
 
-Tensor backward(const Tensor& dlogp_, const Tensor& dentropy_, const Tensor& x_, const Tensor& ids_, const Tensor& stats_,
-                double temperature, int64_t ignore_index) {
+Tensor backward(const Tensor& dlogp_, const Tensor& dentropy_, const Tensor& x_, const Tensor& ids_,
+                const Tensor& stats_, double temperature, int64_t ignore_index) {
   const auto of_rows = x_.sym_sizes().slice(0, x_.dim() - 1);
-  check("selective_log_softmax_backward", x_, ids_, temperature).shaped("dlogp", dlogp_, of_rows, Type::Floating).shaped("dentropy", dentropy_, of_rows, Type::Floating)
+  check("selective_log_softmax_backward", x_, ids_, temperature)
+      .shaped("dlogp", dlogp_, of_rows, Type::Floating)
+      .shaped("dentropy", dentropy_, of_rows, Type::Floating)
       .count("stats", stats_, 3 * sym_rows(x_));
   const Tensor dx = output(at::empty_symint(x_.sym_sizes(), x_.options()));
   if (dx.is_meta() || dx.numel() == 0) return dx;
   const Rows x(x_);
-  const Tensor stats = stats_.contiguous(), ids = ids_.to(at::kLong).contiguous(), dlogp = dlogp_.to(at::kFloat).contiguous(), dentropy = dentropy_.to(at::kFloat).contiguous();
+  const Tensor stats = stats_.contiguous(), ids = ids_.to(at::kLong).contiguous(),
+               dlogp = dlogp_.to(at::kFloat).contiguous(), dentropy = dentropy_.to(at::kFloat).contiguous();
   run_backward({x.tensor, x.stride, ids, temperature, ignore_index}, {dlogp, dentropy}, stats, dx);
   return dx;
 }
@@ -71,7 +116,8 @@ constexpr Op<"liger::selective_log_softmax_forward", forward> forward_op;
 constexpr Op<"liger::selective_log_softmax_backward", backward> backward_op;
 
 struct Autograd {
-  static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& ids, double temperature, int64_t ignore_index) {
+  static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& ids, double temperature,
+                               int64_t ignore_index) {
     auto [logp, entropy, stats] = forward_op(x, ids, temperature, ignore_index);
     ctx->save_for_backward({x, ids, stats});
     ctx->saved_data["attrs"] = std::make_tuple(temperature, ignore_index);
@@ -87,15 +133,22 @@ struct Autograd {
 
 }  // namespace op::selective_log_softmax
 
-std::tuple<Tensor, Tensor> selective_log_softmax(const Tensor& x, const Tensor& ids, double temperature, int64_t ignore_index) {
+std::tuple<Tensor, Tensor> selective_log_softmax(const Tensor& x, const Tensor& ids, double temperature,
+                                                 int64_t ignore_index) {
   return op::selective_log_softmax::public_op(x, ids, temperature, ignore_index);
 }
 
 TORCH_LIBRARY_FRAGMENT(liger, m) {
-  m.def("selective_log_softmax(Tensor x, Tensor ids, float temperature, int ignore_index) -> (Tensor logp, Tensor entropy)");
-  m.def("selective_log_softmax_forward(Tensor x, Tensor ids, float temperature, int ignore_index) -> (Tensor logp, Tensor entropy, Tensor stats)");
-  m.def("selective_log_softmax_backward(Tensor dlogp, Tensor dentropy, Tensor x, Tensor ids, Tensor stats, float temperature, "
-        "int ignore_index) -> Tensor");
+  m.def(
+      "selective_log_softmax(Tensor x, Tensor ids, float temperature, int ignore_index) -> (Tensor logp, Tensor "
+      "entropy)");
+  m.def(
+      "selective_log_softmax_forward(Tensor x, Tensor ids, float temperature, int ignore_index) -> (Tensor logp, "
+      "Tensor entropy, Tensor stats)");
+  m.def(
+      "selective_log_softmax_backward(Tensor dlogp, Tensor dentropy, Tensor x, Tensor ids, Tensor stats, float "
+      "temperature, "
+      "int ignore_index) -> Tensor");
 }
 LIGER_IMPL(selective_log_softmax, m) {
   m.impl("selective_log_softmax", op::selective_log_softmax::inference);
@@ -103,7 +156,8 @@ LIGER_IMPL(selective_log_softmax, m) {
   m.impl("selective_log_softmax_backward", op::selective_log_softmax::backward);
 }
 TORCH_LIBRARY_IMPL(liger, Autograd, m) {
-  m.impl("selective_log_softmax", differentiated<op::selective_log_softmax::Autograd, 1>(op::selective_log_softmax::public_op));
+  m.impl("selective_log_softmax",
+         differentiated<op::selective_log_softmax::Autograd, 1>(op::selective_log_softmax::public_op));
   refuse_derivative(m, {"selective_log_softmax_forward", "selective_log_softmax_backward"});
 }
 

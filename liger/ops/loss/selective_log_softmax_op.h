@@ -4,8 +4,8 @@
 
 namespace liger::op::selective_log_softmax {
 
-/// Logits z / temperature, z = map(x), of x [rows, classes], whose rows lie x_stride elements apart. ids [rows], int64: an id that is neither a class nor
-/// ignore_index raises IndexError on the CPU and is a device assertion on CUDA.
+/// Logits z / temperature, z = map(x), of x [rows, classes], whose rows lie x_stride elements apart. ids [rows], int64:
+/// an id that is neither a class nor ignore_index raises IndexError on the CPU and is a device assertion on CUDA.
 struct LogitRows {
   const Tensor& x;
   int64_t x_stride;
@@ -17,15 +17,22 @@ struct LogitRows {
 };
 
 /// Results [rows], float, but for stats [rows, 3], which backward needs; lse and mean_logit may be undefined.
-struct LogitColumns { Tensor logp, entropy, stats, lse = {}, mean_logit = {}; };
+struct LogitColumns {
+  Tensor logp, entropy, stats, lse = {}, mean_logit = {};
+};
 
 /// Upstream gradients [rows], float; dlse and dmean_logit may be undefined.
-struct LogitGradients { Tensor dlogp, dentropy, dlse = {}, dmean_logit = {}; };
+struct LogitGradients {
+  Tensor dlogp, dentropy, dlse = {}, dmean_logit = {};
+};
 
 void run_rows(const LogitRows& of, const LogitColumns& to);
 
 /// dx [rows, classes], which may be x. They may hold some of `classes` classes: `first` and those after it.
-void run_backward(const LogitRows& of, const LogitGradients& g, const Tensor& stats, const Tensor& dx, int64_t first, int64_t classes);
-inline void run_backward(const LogitRows& of, const LogitGradients& g, const Tensor& stats, const Tensor& dx) { run_backward(of, g, stats, dx, 0, cols(dx)); }
+void run_backward(const LogitRows& of, const LogitGradients& g, const Tensor& stats, const Tensor& dx, int64_t first,
+                  int64_t classes);
+inline void run_backward(const LogitRows& of, const LogitGradients& g, const Tensor& stats, const Tensor& dx) {
+  run_backward(of, g, stats, dx, 0, cols(dx));
+}
 
 }  // namespace liger::op::selective_log_softmax

@@ -14,7 +14,8 @@ constexpr int kBytes = 32;
 #else
 constexpr int kBytes = 16;
 #endif
-// Columns of b as 16-bit lanes: a lane holds the codes of two planes, which meet two neighbours of a in one instruction.
+// Columns of b as 16-bit lanes: a lane holds the codes of two planes, which meet two neighbours of a in one
+// instruction.
 using Lanes [[gnu::vector_size(kBytes)]] = int16_t;
 using Bytes [[gnu::vector_size(kBytes / 2)]] = uint8_t;
 
@@ -30,10 +31,10 @@ Lanes multiply_add(Lanes sum, Lanes codes, int16_t a) {
 #endif
 }
 
-constexpr int64_t kColumns = kBytes / 2;          // in one Lanes
-constexpr int64_t kRun = 16;                      // rows of b whose products a 16-bit lane can sum: 16 · 4 · 3 · 128 < 2^15
+constexpr int64_t kColumns = kBytes / 2;  // in one Lanes
+constexpr int64_t kRun = 16;              // rows of b whose products a 16-bit lane can sum: 16 · 4 · 3 · 128 < 2^15
 constexpr int64_t kStep = 64, kVecs = kStep / kColumns;  // columns at once: a cache line of each row of b
-constexpr int64_t kStrip = 512, kRows = 64;       // a task: columns of b and rows of a, whose sums stay in the caches
+constexpr int64_t kStrip = 512, kRows = 64;  // a task: columns of b and rows of a, whose sums stay in the caches
 
 /// The codes of rows [p, p + run) of b, columns [c, c + kStep), as pairs of planes; 0 where there are none.
 void unpack(const Int2Matmul& g, int64_t p, int64_t run, int64_t c, Lanes (&codes)[2 * kRun][kVecs]) {
@@ -51,8 +52,8 @@ void unpack(const Int2Matmul& g, int64_t p, int64_t run, int64_t c, Lanes (&code
 
 /// a's columns p, P + p, 2P + p and 3P + p side by side, and the sums of its rows.
 struct Words {
-  std::vector<int8_t> a;   // [m, packed, 4]
-  std::vector<int> sum;    // [m]
+  std::vector<int8_t> a;  // [m, packed, 4]
+  std::vector<int> sum;   // [m]
   explicit Words(const Int2Matmul& g) : a(g.m * g.packed * 4), sum(g.m) {
     for_rows(g.m, 4 * g.packed, [&](int64_t r) {
       const int8_t* from = g.a + r * 4 * g.packed;
@@ -67,7 +68,8 @@ struct Words {
 
 /// sums += the products of kM rows of words, at p, with kStep columns of codes.
 template <int kM>
-void multiply(const int8_t* words, int64_t packed, int64_t p, int64_t run, const Lanes (&codes)[2 * kRun][kVecs], int* sums) {
+void multiply(const int8_t* words, int64_t packed, int64_t p, int64_t run, const Lanes (&codes)[2 * kRun][kVecs],
+              int* sums) {
   Lanes x[kM][kVecs] = {};
   for (int64_t i = 0; i < 2 * run; ++i)
     for (int j = 0; j < kM; ++j) {

@@ -2,13 +2,14 @@
 #include "liger/core/cuda/tile.cuh"
 #include "liger/ops/matmul/int2_matmul.h"
 
-// outᵀ = codesᵀ aᵀ on the tensor cores, less the sums of a's rows. Their register of weights holds four neighbours of k in one column of b,
-// and any order of k will do that both operands share. So a lane takes four rows of b and four columns, whose bytes it transposes; each
-// of the four planes of codes in a byte is then a mask away, and meets a's bytes as they lie: nothing is laid out anew.
+// outᵀ = codesᵀ aᵀ on the tensor cores, less the sums of a's rows. Their register of weights holds four neighbours of k
+// in one column of b, and any order of k will do that both operands share. So a lane takes four rows of b and four
+// columns, whose bytes it transposes; each of the four planes of codes in a byte is then a mask away, and meets a's
+// bytes as they lie: nothing is laid out anew.
 namespace liger::cuda::int2_matmul {
 namespace {
 
-inline constexpr int kRows = 8;        // of a, in one product of a tensor core
+inline constexpr int kRows = 8;  // of a, in one product of a tensor core
 inline constexpr unsigned kOnes = 0x01010101u;
 
 /// Row i of a 4 x 4 matrix of bytes becomes column i.
@@ -19,9 +20,9 @@ __device__ inline void transpose(unsigned (&w)[4]) {
   w[2] = __byte_perm(high01, high23, 0x5410), w[3] = __byte_perm(high01, high23, 0x7632);
 }
 
-/// sums += the products of four rows of b, 32 columns of a warp in 4 a lane, and kEights · 8 rows of a, whose bytes in plane j
-/// of(e, j) gives. Register 2 i + r of sums[h][e] is that of column 4 group + 2 h + i and row 8 e + 2 quad + r, with group = lane / 4 and
-/// quad = lane % 4.
+/// sums += the products of four rows of b, 32 columns of a warp in 4 a lane, and kEights · 8 rows of a, whose bytes in
+/// plane j of(e, j) gives. Register 2 i + r of sums[h][e] is that of column 4 group + 2 h + i and row 8 e + 2 quad + r,
+/// with group = lane / 4 and quad = lane % 4.
 template <int kEights, class F>
 __device__ void multiply_add(int (&sums)[2][kEights][4], unsigned (&b)[4], F of) {
   transpose(b);
@@ -53,7 +54,8 @@ __device__ Words load(const void* from, int64_t n, bool aligned) {
 #pragma unroll
     for (int i = 0; i < kWords; ++i)
 #pragma unroll 1
-      for (int j = 0; j < 4 && 4 * i + j < n; ++j) words[i] |= unsigned(static_cast<const uint8_t*>(from)[4 * i + j]) << 8 * j;
+      for (int j = 0; j < 4 && 4 * i + j < n; ++j)
+        words[i] |= unsigned(static_cast<const uint8_t*>(from)[4 * i + j]) << 8 * j;
   }
   if constexpr (kWords == 1) return words[0];
   else return {words[0], words[1], words[2], words[3]};
@@ -61,18 +63,22 @@ __device__ Words load(const void* from, int64_t n, bool aligned) {
 
 /// Whether 16 neighbours of a, and so many of b, always begin at such a boundary.
 bool aligned_a(const Int2Matmul& g) { return aligned16({g.a}) && g.packed % 16 == 0; }
-bool aligned_b(const Int2Matmul& g, int bytes) { return reinterpret_cast<uintptr_t>(g.b) % bytes == 0 && g.b_stride % bytes == 0; }
+bool aligned_b(const Int2Matmul& g, int bytes) {
+  return reinterpret_cast<uintptr_t>(g.b) % bytes == 0 && g.b_stride % bytes == 0;
+}
 
 // ---- few rows of a: b is read once and nothing else counts
 
-inline constexpr int kFewColumns = 32, kWarps = 8;  // a warp takes 64 rows of b, 16 a lane; 8 warps of a block take turns
+inline constexpr int kFewColumns = 32,
+                     kWarps = 8;  // a warp takes 64 rows of b, 16 a lane; 8 warps of a block take turns
 
 template <int kEights>
 __global__ void __launch_bounds__(32 * kWarps) few_kernel(Int2Matmul g, bool aligned_a, bool aligned_b, int strips) {
   await_previous();
   __shared__ int partial[kWarps][8 * kEights][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, quad = lane % 4;
-  const int64_t m = int64_t(blockIdx.x / strips) * kRows * kEights, first = int64_t(blockIdx.x % strips) * kFewColumns, c = first + 4 * group;
+  const int64_t m = int64_t(blockIdx.x / strips) * kRows * kEights, first = int64_t(blockIdx.x % strips) * kFewColumns,
+                c = first + 4 * group;
   int sums[2][kEights][4] = {}, less[kEights] = {};
 #pragma unroll 1
   for (int64_t p = warp * 64 + quad * 16; p - quad * 16 < g.packed; p += kWarps * 64) {
@@ -107,7 +113,8 @@ __global__ void __launch_bounds__(32 * kWarps) few_kernel(Int2Matmul g, bool ali
 #pragma unroll
       for (int h = 0; h < 2; ++h)
 #pragma unroll
-        for (int i = 0; i < 2; ++i) partial[warp][(h * 2 + i) * 2 * kEights + e * 2 + r][lane] = sums[h][e][2 * i + r] - of_row;
+        for (int i = 0; i < 2; ++i)
+          partial[warp][(h * 2 + i) * 2 * kEights + e * 2 + r][lane] = sums[h][e][2 * i + r] - of_row;
     }
   }
   __syncthreads();
@@ -115,7 +122,8 @@ __global__ void __launch_bounds__(32 * kWarps) few_kernel(Int2Matmul g, bool ali
     const int row = i / kFewColumns, column = i % kFewColumns;
     int total = 0;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) total += partial[w][column % 4 * 2 * kEights + row / 8 * 2 + row % 2][column / 4 * 4 + row % 8 / 2];
+    for (int w = 0; w < kWarps; ++w)
+      total += partial[w][column % 4 * 2 * kEights + row / 8 * 2 + row % 2][column / 4 * 4 + row % 8 / 2];
     if (m + row < g.m && first + column < g.n) g.out[(m + row) * g.n + first + column] = total;
   }
 }
@@ -125,22 +133,26 @@ __global__ void __launch_bounds__(32 * kWarps) few_kernel(Int2Matmul g, bool ali
 inline constexpr int kTileColumns = 256, kStep = 64;  // of a block; rows of b, a quarter of k, of one step
 inline constexpr int kManyThreads = kTileColumns;
 
-/// Chunks of 16 bytes. Of a, as the tensor core wants them; of b, in an order in which the lanes of a warp meet different banks.
+/// Chunks of 16 bytes. Of a, as the tensor core wants them; of b, in an order in which the lanes of a warp meet
+/// different banks.
 template <int kEights>
 struct alignas(1024) Stage {
-  uint4 a[2][kRows * kEights][8], b[kStep][kTileColumns / 16];  // row of a: its four chunks in planes 0 and 1; in 2 and 3
+  uint4 a[2][kRows * kEights][8],
+      b[kStep][kTileColumns / 16];  // row of a: its four chunks in planes 0 and 1; in 2 and 3
   __device__ uint4& of_a(int row, int chunk) { return a[chunk / 8][row][chunk % 8 ^ row % 8]; }
   __device__ uint4& of_b(int row, int chunk) { return b[row][chunk ^ row / 4 % 4 * 2]; }
 };
 
-/// Blocks walk along tiles, each warp with 32 columns of b and all rows of a. While a plane's products are on their way the next one's weights
-/// are made, and a part of the other work is done. kAligned: of both operands 16 neighbours always begin at such a boundary.
+/// Blocks walk along tiles, each warp with 32 columns of b and all rows of a. While a plane's products are on their way
+/// the next one's weights are made, and a part of the other work is done. kAligned: of both operands 16 neighbours
+/// always begin at such a boundary.
 template <int kEights, int kStages, bool kAligned>
 __global__ void __launch_bounds__(kManyThreads, 1) many_kernel(Int2Matmul g, int strips, int tiles) {
   await_previous();
   constexpr int kTileRows = kRows * kEights;
   using Stage = int2_matmul::Stage<kEights>;
-  auto* stages = reinterpret_cast<Stage*>((reinterpret_cast<uintptr_t>(shared_memory<Stage>()) + alignof(Stage) - 1) / alignof(Stage) * alignof(Stage));
+  auto* stages = reinterpret_cast<Stage*>((reinterpret_cast<uintptr_t>(shared_memory<Stage>()) + alignof(Stage) - 1) /
+                                          alignof(Stage) * alignof(Stage));
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, quad = lane % 4;
   const auto first_column = [=](int tile) { return int64_t(tile % strips) * kTileColumns; };
   const auto first_row = [=](int tile) { return int64_t(tile / strips) * kTileRows; };
@@ -160,10 +172,12 @@ __global__ void __launch_bounds__(kManyThreads, 1) many_kernel(Int2Matmul g, int
   };
   const auto send = [&](int quarter) {
     Stage& s = stages[turn % kStages];
-    copy(s.of_b(line + kLines * quarter, chunk), from_b + quarter * stride_b, line + kLines * quarter < left ? left_b : 0);
+    copy(s.of_b(line + kLines * quarter, chunk), from_b + quarter * stride_b,
+         line + kLines * quarter < left ? left_b : 0);
     const int left_a = max(0, min(int(kMost), left - chunk % 4 * 16));
 #pragma unroll
-    for (int i = quarter; i < kTileRows / kLines; i += 4) copy(s.of_a(line + kLines * i, chunk), from_a + i * stride_a, kLines * i < lines ? left_a : 0);
+    for (int i = quarter; i < kTileRows / kLines; i += 4)
+      copy(s.of_a(line + kLines * i, chunk), from_a + i * stride_a, kLines * i < lines ? left_a : 0);
     if (quarter == 3) {
       close_copies();
       from_b += 4 * stride_b, from_a += kStep, left -= kStep, ++turn;
@@ -171,7 +185,8 @@ __global__ void __launch_bounds__(kManyThreads, 1) many_kernel(Int2Matmul g, int
   };
   const auto start = [&](int tile) {
     const int64_t n = first_column(tile) + chunk * 16, m = first_row(tile) + line;
-    left = int(g.packed), left_b = int(max(int64_t(0), min(kMost, g.n - n))), lines = int(min(int64_t(kTileRows), g.m - m)), turn = 0;
+    left = int(g.packed), left_b = int(max(int64_t(0), min(kMost, g.n - n))),
+    lines = int(min(int64_t(kTileRows), g.m - m)), turn = 0;
     from_b = g.b + line * g.b_stride + n;
     from_a = g.a + (m * 4 + chunk / 4) * g.packed + chunk % 4 * 16;
     for (int step = 0; step < kStages - 1; ++step)
@@ -189,7 +204,8 @@ __global__ void __launch_bounds__(kManyThreads, 1) many_kernel(Int2Matmul g, int
     for (int half = 0; half < 2; ++half)
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        next[half][i] = reinterpret_cast<const unsigned*>(&s.of_b(half_step * 32 + half * 16 + 4 * quad + i, warp * 2 + group / 4))[group % 4];
+        next[half][i] = reinterpret_cast<const unsigned*>(
+            &s.of_b(half_step * 32 + half * 16 + 4 * quad + i, warp * 2 + group / 4))[group % 4];
   };
 
   constexpr int kParts = kManyThreads / kTileRows;  // of a row of a, in one thread's sum each
@@ -215,18 +231,22 @@ __global__ void __launch_bounds__(kManyThreads, 1) many_kernel(Int2Matmul g, int
           for (int i = 0; i < 8; ++i) weights[i / 4][i % 4] = bytes[i % 4 / 2][i / 4 * 2 + i % 2] >> 2 * j & 3 * kOnes;
           tensor_multiply_add(sums, weights, s.a[j / 2], j % 2 * 4 + 2 * half_step);
           await_products<kAligned>();
-          if (half_step == 0 && j == 0) meet(kStages - 3);  // for the next step; and nobody reads the one before any more
+          if (half_step == 0 && j == 0)
+            meet(kStages - 3);  // for the next step; and nobody reads the one before any more
           if (half_step == 0) send(j);
           if (j == 1) read(half_step == 0 ? s : stages[(step + 1) % kStages], 1 - half_step);
           if (half_step * 4 + j >= kChunks / kParts) continue;
           const uint4 four = s.of_a(row, part * (kChunks / kParts) + half_step * 4 + j);
-          less = __dp4a(int(four.x), int(kOnes), __dp4a(int(four.y), int(kOnes), __dp4a(int(four.z), int(kOnes), __dp4a(int(four.w), int(kOnes), less))));
+          less = __dp4a(
+              int(four.x), int(kOnes),
+              __dp4a(int(four.y), int(kOnes), __dp4a(int(four.z), int(kOnes), __dp4a(int(four.w), int(kOnes), less))));
         }
       }
     }
     await_products<false>();
 #pragma unroll
-    for (int i = 0; i < 2 * kEights * 4; ++i) forget(sums[i / (kEights * 4)][i / 4 % kEights][i % 4]);  // not read before they are there
+    for (int i = 0; i < 2 * kEights * 4; ++i)
+      forget(sums[i / (kEights * 4)][i / 4 % kEights][i % 4]);  // not read before they are there
     copies_done();
     less = reduce_lanes<SumOf<int>>(less, kParts);
     __shared__ int of_rows[kTileRows];
@@ -243,7 +263,8 @@ __global__ void __launch_bounds__(kManyThreads, 1) many_kernel(Int2Matmul g, int
         if (m >= g.m) continue;
         int* out = g.out + m * g.n + column;
         const int of_row = of_rows[in_tile];
-        const int4 four{sums[0][e][r] - of_row, sums[0][e][2 + r] - of_row, sums[1][e][r] - of_row, sums[1][e][2 + r] - of_row};
+        const int4 four{sums[0][e][r] - of_row, sums[0][e][2 + r] - of_row, sums[1][e][r] - of_row,
+                        sums[1][e][2 + r] - of_row};
         if (g.n % 4 == 0) {
           if (column < g.n) __stcs(reinterpret_cast<int4*>(out), four);  // L2 is the operands'
         } else {
@@ -258,16 +279,21 @@ __global__ void __launch_bounds__(kManyThreads, 1) many_kernel(Int2Matmul g, int
 template <int kEights>
 void launch_few(const Int2Matmul& g, Stream s) {
   const int64_t strips = (g.n + kFewColumns - 1) / kFewColumns;
-  launch(few_kernel<kEights>, {.blocks = strips * ((g.m + kRows * kEights - 1) / (kRows * kEights)), .threads = 32 * kWarps}, s, g, aligned_a(g), aligned_b(g, 4), int(strips));
+  launch(few_kernel<kEights>,
+         {.blocks = strips * ((g.m + kRows * kEights - 1) / (kRows * kEights)), .threads = 32 * kWarps}, s, g,
+         aligned_a(g), aligned_b(g, 4), int(strips));
 }
 
 template <int kEights, int kStages>
 void launch_many(const Int2Matmul& g, Stream s) {
-  const int64_t strips = (g.n + kTileColumns - 1) / kTileColumns, tiles = strips * ((g.m + kRows * kEights - 1) / (kRows * kEights));
+  const int64_t strips = (g.n + kTileColumns - 1) / kTileColumns,
+                tiles = strips * ((g.m + kRows * kEights - 1) / (kRows * kEights));
   using S = Stage<kEights>;
   launch(aligned_a(g) && aligned_b(g, 16) ? many_kernel<kEights, kStages, true> : many_kernel<kEights, kStages, false>,
-         {.blocks = std::min<int64_t>(tiles, multiprocessors(current_device())), .threads = kManyThreads, .shared_bytes = kStages * int(sizeof(S)) + int(alignof(S))}, s, g,
-         int(strips), int(tiles));
+         {.blocks = std::min<int64_t>(tiles, multiprocessors(current_device())),
+          .threads = kManyThreads,
+          .shared_bytes = kStages * int(sizeof(S)) + int(alignof(S))},
+         s, g, int(strips), int(tiles));
 }
 
 }  // namespace
@@ -280,10 +306,12 @@ LIGER_REGISTER(int2_matmul_kernel, [](const Int2Matmul& g, Stream s) {
     return ((g.n + columns - 1) / columns * ((g.m + rows - 1) / rows) + at_once - 1) / at_once;
   };
   // Measured at k = 4096: a wave of few's blocks takes 8 us, of many's with 64 rows 21, with 128 31.
-  const int64_t few = 8 * waves(kFewColumns, 32), narrow = 21 * waves(kTileColumns, 64), wide = 31 * waves(kTileColumns, 128);
+  const int64_t few = 8 * waves(kFewColumns, 32), narrow = 21 * waves(kTileColumns, 64),
+                wide = 31 * waves(kTileColumns, 128);
   constexpr int kStages = 4;
   if (few < std::min(narrow, wide)) launch_few<4>(g, s);
-  else if (wide < narrow && kStages * int(sizeof(Stage<16>)) + int(alignof(Stage<16>)) <= shared_bytes_of_block()) launch_many<16, kStages>(g, s);
+  else if (wide < narrow && kStages * int(sizeof(Stage<16>)) + int(alignof(Stage<16>)) <= shared_bytes_of_block())
+    launch_many<16, kStages>(g, s);
   else launch_many<8, 3>(g, s);
 });
 

@@ -6,23 +6,31 @@ namespace liger {
 namespace op::int2_matmul {
 
 Tensor forward(const Tensor& a_, const Tensor& b_) {
-  TORCH_CHECK_TYPE(a_.scalar_type() == at::kChar && b_.scalar_type() == at::kByte, "int2_matmul: a must be int8 and b uint8, got ", a_.scalar_type(), " and ",
-                   b_.scalar_type());
-  TORCH_CHECK(a_.dim() == 2 && b_.dim() == 2 && a_.sym_size(1) == 4 * b_.sym_size(0), "int2_matmul: expected a [m, 4 p] and b [p, n], got ", a_.sym_sizes(),
-              " and ", b_.sym_sizes());
-  TORCH_CHECK_VALUE(b_.sym_size(0) < int64_t(1) << 31, "int2_matmul: b must have fewer than 2^31 rows, got ", b_.sym_size(0));
+  TORCH_CHECK_TYPE(a_.scalar_type() == at::kChar && b_.scalar_type() == at::kByte,
+                   "int2_matmul: a must be int8 and b uint8, got ", a_.scalar_type(), " and ", b_.scalar_type());
+  TORCH_CHECK(a_.dim() == 2 && b_.dim() == 2 && a_.sym_size(1) == 4 * b_.sym_size(0),
+              "int2_matmul: expected a [m, 4 p] and b [p, n], got ", a_.sym_sizes(), " and ", b_.sym_sizes());
+  TORCH_CHECK_VALUE(b_.sym_size(0) < int64_t(1) << 31, "int2_matmul: b must have fewer than 2^31 rows, got ",
+                    b_.sym_size(0));
   TORCH_CHECK(a_.device() == b_.device(), "int2_matmul: b must be on ", a_.device(), ", got ", b_.device());
   const Tensor out = at::empty_symint({a_.sym_size(0), b_.sym_size(1)}, a_.options().dtype(at::kInt));
   if (out.is_meta() || out.numel() == 0) return out;
   const Tensor a = a_.contiguous();
   const Rows b(b_);
   run(int2_matmul_kernel, a,
-      {.a = data<int8_t>(a), .b = data<uint8_t>(b.tensor), .out = data<int>(out), .m = a.size(0), .n = out.size(1), .packed = b_.size(0), .b_stride = b.stride});
+      {.a = data<int8_t>(a),
+       .b = data<uint8_t>(b.tensor),
+       .out = data<int>(out),
+       .m = a.size(0),
+       .n = out.size(1),
+       .packed = b_.size(0),
+       .b_stride = b.stride});
   return out;
 }
 
 Tensor pack(const Tensor& weights) {
-  TORCH_CHECK_TYPE(at::isIntegralType(weights.scalar_type(), false), "int2_pack: weights must be integers, got ", weights.scalar_type());
+  TORCH_CHECK_TYPE(at::isIntegralType(weights.scalar_type(), false), "int2_pack: weights must be integers, got ",
+                   weights.scalar_type());
   TORCH_CHECK(weights.dim() >= 1, "int2_pack: expected at least one dimension, got a scalar");
   c10::SymDimVector shape(weights.sym_sizes());
   shape[0] = (shape[0] + 3) / 4;

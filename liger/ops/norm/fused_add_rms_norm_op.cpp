@@ -7,19 +7,24 @@ namespace op::fused_add_rms_norm {
 using Pair = std::tuple<Tensor, Tensor>;
 
 /// (y, s, rstd).
-std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const Tensor& residual, const OptTensor& w, double eps, double offset, int64_t casting) {
-  const auto out = norm::forward("fused_add_rms_norm", Norm::Added, {.x = x, .w = w, .residual = residual}, eps, {offset, casting});
+std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const Tensor& residual, const OptTensor& w, double eps,
+                                           double offset, int64_t casting) {
+  const auto out =
+      norm::forward("fused_add_rms_norm", Norm::Added, {.x = x, .w = w, .residual = residual}, eps, {offset, casting});
   return {out.y, out.s, out.rstd};
 }
 
-Pair inference(const Tensor& x, const Tensor& residual, const OptTensor& w, double eps, double offset, int64_t casting) {
+Pair inference(const Tensor& x, const Tensor& residual, const OptTensor& w, double eps, double offset,
+               int64_t casting) {
   auto [y, s, rstd] = forward(x, residual, w, eps, offset, casting);
   return {y, s};
 }
 
 /// (dx, dw): x's gradient is the residual's too.
-Pair backward(const Tensor& dy, const OptTensor& ds, const Tensor& s, const OptTensor& w, const Tensor& rstd, double offset, int64_t casting, bool with_dx, bool with_dw) {
-  const auto d = norm::backward("fused_add_rms_norm_backward", Norm::Added, dy, ds, {.x = s, .w = w}, {}, rstd, {with_dx, with_dw}, {offset, casting});
+Pair backward(const Tensor& dy, const OptTensor& ds, const Tensor& s, const OptTensor& w, const Tensor& rstd,
+              double offset, int64_t casting, bool with_dx, bool with_dw) {
+  const auto d = norm::backward("fused_add_rms_norm_backward", Norm::Added, dy, ds, {.x = s, .w = w}, {}, rstd,
+                                {with_dx, with_dw}, {offset, casting});
   return {or_empty(d.x, s.options()), or_empty(d.w, s.options())};
 }
 
@@ -28,7 +33,8 @@ constexpr Op<"liger::fused_add_rms_norm_forward", forward> forward_op;
 constexpr Op<"liger::fused_add_rms_norm_backward", backward> backward_op;
 
 struct Autograd {
-  static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& residual, const OptTensor& w, double eps, double offset, int64_t casting) {
+  static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& residual, const OptTensor& w,
+                               double eps, double offset, int64_t casting) {
     auto [y, s, rstd] = forward_op(x, residual, w, eps, offset, casting);
     ctx->save_for_backward({s, value_or_undefined(w), rstd});
     ctx->saved_data["attrs"] = std::make_tuple(offset, casting, wants_grad(x), wants_grad(residual), wants_grad(w));
@@ -38,25 +44,34 @@ struct Autograd {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
-    const auto [offset, casting, with_dx, with_dresidual, with_dw] = ctx->saved_data["attrs"].to<std::tuple<double, int64_t, bool, bool, bool>>();
+    const auto [offset, casting, with_dx, with_dresidual, with_dw] =
+        ctx->saved_data["attrs"].to<std::tuple<double, int64_t, bool, bool, bool>>();
     Tensor d = grads[1], dw;
     if (grads[0].defined())
-      std::tie(d, dw) = backward_op(grads[0], optional(grads[1]), saved[0], optional(saved[1]), saved[2], offset, casting, with_dx || with_dresidual, with_dw);
+      std::tie(d, dw) = backward_op(grads[0], optional(grads[1]), saved[0], optional(saved[1]), saved[2], offset,
+                                    casting, with_dx || with_dresidual, with_dw);
     return {if_wanted(with_dx, d), if_wanted(with_dresidual, d), if_wanted(with_dw, dw), {}, {}, {}};
   }
 };
 
 }  // namespace op::fused_add_rms_norm
 
-std::tuple<Tensor, Tensor> fused_add_rms_norm(const Tensor& x, const Tensor& residual, const OptTensor& w, double eps, double offset, Casting casting) {
+std::tuple<Tensor, Tensor> fused_add_rms_norm(const Tensor& x, const Tensor& residual, const OptTensor& w, double eps,
+                                              double offset, Casting casting) {
   return op::fused_add_rms_norm::public_op(x, residual, w, eps, offset, int64_t(casting));
 }
 
 TORCH_LIBRARY_FRAGMENT(liger, m) {
-  m.def("fused_add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, int casting) -> (Tensor y, Tensor s)");
-  m.def("fused_add_rms_norm_forward(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, int casting) -> (Tensor y, Tensor s, Tensor rstd)");
-  m.def("fused_add_rms_norm_backward(Tensor dy, Tensor? ds, Tensor s, Tensor? weight, Tensor rstd, float offset, int casting, bool with_dx, bool with_dw) "
-        "-> (Tensor dx, Tensor dw)");
+  m.def(
+      "fused_add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, int casting) -> (Tensor "
+      "y, Tensor s)");
+  m.def(
+      "fused_add_rms_norm_forward(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, int casting) -> "
+      "(Tensor y, Tensor s, Tensor rstd)");
+  m.def(
+      "fused_add_rms_norm_backward(Tensor dy, Tensor? ds, Tensor s, Tensor? weight, Tensor rstd, float offset, int "
+      "casting, bool with_dx, bool with_dw) "
+      "-> (Tensor dx, Tensor dw)");
 }
 LIGER_IMPL(fused_add_rms_norm, m) {
   m.impl("fused_add_rms_norm", op::fused_add_rms_norm::inference);

@@ -4,10 +4,11 @@
 namespace liger {
 
 /// Group normalisation (Wu and He 2018) over [samples, groups, channels of a group, spatial]:
-///   x̂ = (x − mean(x)) · rstd, rstd = 1 / sqrt(mean((x − mean(x))²) + eps), over a group of a sample;  y = x̂ · w + b, with a w and b a channel.
+///   x̂ = (x − mean(x)) · rstd, rstd = 1 / sqrt(mean((x − mean(x))²) + eps), over a group of a sample;  y = x̂ · w + b,
+///   with a w and b a channel.
 struct GroupNorm {
-  const void *x, *w;       // w [groups · channels] or null
-  float *mean, *rstd;      // [samples, groups], which forward writes
+  const void *x, *w;   // w [groups · channels] or null
+  float *mean, *rstd;  // [samples, groups], which forward writes
   int64_t samples, groups, channels, spatial;
   DType dtype, w_dtype;
 };
@@ -24,8 +25,8 @@ struct GroupNormForward : GroupNorm {
 /// With g = dy · w: dx = rstd · (g − mean(g) − x̂ · mean(g · x̂));  dw = Σ dy · x̂, db = Σ dy over a segment of a channel.
 struct GroupNormBackward : GroupNorm {
   const void* dy;
-  void* dx;                // null where x is frozen
-  float *dw, *db;          // [samples, segments, groups · channels]; null where not wanted
+  void* dx;        // null where x is frozen
+  float *dw, *db;  // [samples, segments, groups · channels]; null where not wanted
   constexpr int64_t segments() const { return (spatial + kGroupSegment - 1) / kGroupSegment; }
 };
 

@@ -21,7 +21,9 @@ void forward(const GroupNormForward& a) {
     a.mean[r] = mean, a.rstd[r] = rstd;
     for_channels(a, r, [&](int64_t c, int64_t at) {
       const Vec scale(w ? float(w[c]) : 1), bias(b ? float(b[c]) : 0);
-      row_map(a.spatial, static_cast<T*>(a.y) + at, [&](Vec x) { return (x - Vec(mean)) * Vec(rstd) * scale + bias; }, static_cast<const T*>(a.x) + at);
+      row_map(
+          a.spatial, static_cast<T*>(a.y) + at, [&](Vec x) { return (x - Vec(mean)) * Vec(rstd) * scale + bias; },
+          static_cast<const T*>(a.x) + at);
     });
   });
 }
@@ -36,8 +38,10 @@ void backward(const GroupNormBackward& a) {
     double sum = 0, onto = 0;
     for_channels(a, r, [&](int64_t c, int64_t at) {
       for (int64_t s = 0; s < a.segments(); ++s) {
-        const int64_t begin = at + s * kGroupSegment, count = std::min(kGroupSegment, a.spatial - s * kGroupSegment), to = (r / a.groups * a.segments() + s) * all + c;
-        const auto [db, dw] = row_sums<2>(count, [&](Vec dy, Vec x) { return std::array{dy, dy * ((x - mean) * rstd)}; }, dy + begin, x + begin);
+        const int64_t begin = at + s * kGroupSegment, count = std::min(kGroupSegment, a.spatial - s * kGroupSegment),
+                      to = (r / a.groups * a.segments() + s) * all + c;
+        const auto [db, dw] = row_sums<2>(
+            count, [&](Vec dy, Vec x) { return std::array{dy, dy * ((x - mean) * rstd)}; }, dy + begin, x + begin);
         if (a.dw) a.dw[to] = float(dw);
         if (a.db) a.db[to] = float(db);
         sum += weight(c) * db, onto += weight(c) * dw;
@@ -47,14 +51,20 @@ void backward(const GroupNormBackward& a) {
     const Vec mean_g(float(sum / n)), mean_onto(float(onto / n));
     for_channels(a, r, [&](int64_t c, int64_t at) {
       const Vec w(weight(c));
-      row_map(a.spatial, static_cast<T*>(a.dx) + at, [&](Vec dy, Vec x) { return rstd * (dy * w - mean_g - (x - mean) * rstd * mean_onto); }, dy + at, x + at);
+      row_map(
+          a.spatial, static_cast<T*>(a.dx) + at,
+          [&](Vec dy, Vec x) { return rstd * (dy * w - mean_g - (x - mean) * rstd * mean_onto); }, dy + at, x + at);
     });
   });
 }
 
 }  // namespace
 
-LIGER_REGISTER(group_norm_forward, [](const GroupNormForward& a, Stream) { dispatch_weighted(a.dtype, a.w_dtype, [&]<class T, class W>() { forward<T, W>(a); }); });
-LIGER_REGISTER(group_norm_backward, [](const GroupNormBackward& a, Stream) { dispatch_weighted(a.dtype, a.w_dtype, [&]<class T, class W>() { backward<T, W>(a); }); });
+LIGER_REGISTER(group_norm_forward, [](const GroupNormForward& a, Stream) {
+  dispatch_weighted(a.dtype, a.w_dtype, [&]<class T, class W>() { forward<T, W>(a); });
+});
+LIGER_REGISTER(group_norm_backward, [](const GroupNormBackward& a, Stream) {
+  dispatch_weighted(a.dtype, a.w_dtype, [&]<class T, class W>() { backward<T, W>(a); });
+});
 
 }  // namespace LIGER_CPU::group_norm

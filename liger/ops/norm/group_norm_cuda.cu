@@ -11,9 +11,12 @@ __device__ float of_channel(const GroupNorm& a, const void* v, int64_t group, in
   return !v ? absent : a.w_dtype == DType::F32 ? static_cast<const float*>(v)[c] : float(static_cast<const T*>(v)[c]);
 }
 
-struct Stats { float mean, rstd; };
+struct Stats {
+  float mean, rstd;
+};
 
-/// Of Σ (x − about) and Σ (x − about)², where about is the mean but for the rounding of its sum: of a constant row, 0 remains.
+/// Of Σ (x − about) and Σ (x − about)², where about is the mean but for the rounding of its sum: of a constant row, 0
+/// remains.
 __device__ inline Stats stats(const GroupNormForward& a, float about, Sums<2>::Value s, float n) {
   const float d = s.v[0] / n;
   return {about + d, rsqrtf(fmaxf(0, s.v[1] - s.v[0] * d) / n + a.eps)};
@@ -88,12 +91,17 @@ __global__ void __maxnreg__(96) backward_kernel(GroupNormBackward a) {
   sums = reduce(sums);
   __syncthreads();
   // A segment's parts are in one block.
-  const int lanes = min(threads, 32), lane = int(threadIdx.x) % lanes, a_channel = int(a.segments()), begin = Tile::kSpread ? cluster_rank() * packs * kWidth : 0;
-  const int first = begin / int(kGroupSegment), last = Tile::kSpread ? min(first + packs * kWidth / int(kGroupSegment), int(a.channels) * a_channel) : int(a.channels) * a_channel;
+  const int lanes = min(threads, 32), lane = int(threadIdx.x) % lanes, a_channel = int(a.segments()),
+            begin = Tile::kSpread ? cluster_rank() * packs * kWidth : 0;
+  const int first = begin / int(kGroupSegment),
+            last = Tile::kSpread ? min(first + packs * kWidth / int(kGroupSegment), int(a.channels) * a_channel)
+                                 : int(a.channels) * a_channel;
   for (int s = first + int(threadIdx.x) / lanes; (a.dw || a.db) && s < last; s += threads / lanes) {
-    const int channel = s / a_channel, part = s % a_channel, from = channel * int(a.spatial) + part * int(kGroupSegment) - begin;
+    const int channel = s / a_channel, part = s % a_channel,
+              from = channel * int(a.spatial) + part * int(kGroupSegment) - begin;
     Part total{};
-    for (int k = lane; k < min(int(kGroupSegment), int(a.spatial) - part * int(kGroupSegment)) / kWidth; k += lanes) total = Projections()(total, parts[from / kWidth + k]);
+    for (int k = lane; k < min(int(kGroupSegment), int(a.spatial) - part * int(kGroupSegment)) / kWidth; k += lanes)
+      total = Projections()(total, parts[from / kWidth + k]);
     total = reduce_lanes<Projections>(total, lanes);
     const int64_t to = ((int64_t(sample) * a_channel + part) * a.groups + group) * a.channels + channel;
     if (lane > 0 || !present) continue;
@@ -121,19 +129,23 @@ bool dispatch_row(const GroupNorm& a, const Memory& memory, F&& f) {
   constexpr Threads block{.few = 128, .most = 512};
   const int64_t cols = a.channels * a.spatial;
   // The blocks of a cluster meet between two segments.
-  if (a.spatial % (16 / sizeof(T)) != 0 || (cols > block.most * kItems<T> && a.spatial % kGroupSegment != 0)) return false;
+  if (a.spatial % (16 / sizeof(T)) != 0 || (cols > block.most * kItems<T> && a.spatial % kGroupSegment != 0))
+    return false;
   return dispatch_tile<T, kItems<T>, 0, kItems<T> * 32 % kGroupSegment == 0>(cols, block, memory, f);
 }
 
-/// A longer row, or one whose channels do not end with a pack — a group of a sample — of kMatrices matrices on a block, or on the blocks of a cluster. Its work comes in segments of channels,
-/// each for a team of up to 32 lanes. A thread meets the same packs in every pass: they wait in its slots of shared memory, as far as those
-/// go, and all are on their way there at once.
+/// A longer row, or one whose channels do not end with a pack — a group of a sample — of kMatrices matrices on a block,
+/// or on the blocks of a cluster. Its work comes in segments of channels, each for a team of up to 32 lanes. A thread
+/// meets the same packs in every pass: they wait in its slots of shared memory, as far as those go, and all are on
+/// their way there at once.
 template <class T, int kMatrices>
 struct Segments {
   using Pack = typename Row<T>::Pack;
-  struct Packs { Pack of[kMatrices]; };
+  struct Packs {
+    Pack of[kMatrices];
+  };
   static constexpr int kWidth = Row<T>::kWidth, kTeams = 8;
-  static constexpr int kSlotBytes = 56 * 1024;                    // of a block: three share an SM
+  static constexpr int kSlotBytes = 56 * 1024;  // of a block: three share an SM
   const void* matrices[kMatrices];
   int64_t rows;
   int channels, spatial, a_channel, count;  // segments
@@ -141,14 +153,23 @@ struct Segments {
 
   template <class... M>
   explicit Segments(const GroupNorm& a, const M*... matrices)
-      : matrices{matrices...}, rows(a.samples * a.groups), channels(int(a.channels)), spatial(int(a.spatial)),
-        a_channel(int((a.spatial + kGroupSegment - 1) / kGroupSegment)), count(channels * a_channel) {
+      : matrices{matrices...},
+        rows(a.samples * a.groups),
+        channels(int(a.channels)),
+        spatial(int(a.spatial)),
+        a_channel(int((a.spatial + kGroupSegment - 1) / kGroupSegment)),
+        count(channels * a_channel) {
     const int packs = int(std::min(a.spatial, kGroupSegment)) / kWidth + 2;
     while (lanes < packs && lanes < 32) lanes *= 2;
-    const int a_segment = std::max(1, (packs - 3 + lanes) / lanes), a_warp = 32 / lanes, most = kTeams * a_warp;  // slots; teams
+    const int a_segment = std::max(1, (packs - 3 + lanes) / lanes), a_warp = 32 / lanes,
+              most = kTeams * a_warp;  // slots; teams
     const int64_t enough = 2 * multiprocessors(current_device());
-    const auto bytes = [&](int blocks) { return int64_t(count + blocks * most - 1) / (blocks * most) * a_segment * most * lanes * int(sizeof(Packs)); };
-    while (has_clusters() && cluster < 8 && count > cluster * a_warp && (bytes(cluster) > kSlotBytes || rows * cluster < enough)) cluster *= 2;
+    const auto bytes = [&](int blocks) {
+      return int64_t(count + blocks * most - 1) / (blocks * most) * a_segment * most * lanes * int(sizeof(Packs));
+    };
+    while (has_clusters() && cluster < 8 && count > cluster * a_warp &&
+           (bytes(cluster) > kSlotBytes || rows * cluster < enough))
+      cluster *= 2;
     rounds = (count + cluster * most - 1) / (cluster * most);
     teams = (count + cluster * rounds - 1) / (cluster * rounds);  // as few as do it in so many rounds
     teams = (teams + a_warp - 1) / a_warp * a_warp;
@@ -156,14 +177,19 @@ struct Segments {
   }
 
   __host__ __device__ int threads() const { return teams * lanes; }
-  Grid grid() const { return {.blocks = rows * cluster, .threads = unsigned(threads()), .shared_bytes = int(slots * threads() * sizeof(Packs)), .cluster = cluster}; }
+  Grid grid() const {
+    return {.blocks = rows * cluster,
+            .threads = unsigned(threads()),
+            .shared_bytes = int(slots * threads() * sizeof(Packs)),
+            .cluster = cluster};
+  }
   __device__ unsigned row() const { return blockIdx.x / unsigned(cluster); }
   __device__ int lane() const { return threadIdx.x % lanes; }
 
   /// One of this team's, if there is one.
   struct Segment {
     int channel, part;
-    Row<T> like;           // of the first matrix
+    Row<T> like;  // of the first matrix
     bool present;
   };
 
@@ -187,7 +213,8 @@ struct Segments {
         each_pack(segment, [&](int u, int k) {
           Packs v;
 #pragma unroll
-          for (int m = 0; m < kMatrices; ++m) v.of[m] = slot + u < slots ? *kept(slot + u, m) : of(m, segment).load(k, T(0), segment.like);
+          for (int m = 0; m < kMatrices; ++m)
+            v.of[m] = slot + u < slots ? *kept(slot + u, m) : of(m, segment).load(k, T(0), segment.like);
           g(k, v);
         });
       });
@@ -197,12 +224,15 @@ struct Segments {
   /// A segment of any matrix.
   __device__ Row<T> of(const void* matrix, int channel, int part) const {
     const int begin = part * int(kGroupSegment);
-    return Row<T>(static_cast<const T*>(matrix) + begin, int64_t(row()) * channels + channel, spatial, min(int(kGroupSegment), spatial - begin));
+    return Row<T>(static_cast<const T*>(matrix) + begin, int64_t(row()) * channels + channel, spatial,
+                  min(int(kGroupSegment), spatial - begin));
   }
   __device__ Row<T> of(int m, const Segment& s) const { return m == 0 ? s.like : of(matrices[m], s.channel, s.part); }
 
  private:
-  __device__ Pack* kept(int slot, int m) const { return shared_memory<Pack>() + (slot * kMatrices + m) * threads() + threadIdx.x; }
+  __device__ Pack* kept(int slot, int m) const {
+    return shared_memory<Pack>() + (slot * kMatrices + m) * threads() + threadIdx.x;
+  }
 
   /// f(segment, its first slot).
   template <class F>
@@ -262,7 +292,8 @@ __global__ void __launch_bounds__(256, 4) forward_long_kernel(GroupNormForward a
   const auto [mean, rstd] = stats(a, about, reduce(about_mean), n);
   segments.pass([&](const auto& segment, auto each_pack) {
     if (!segment.present) return;
-    const float w = of_channel<T>(a, a.w, group, segment.channel, 1), b = of_channel<T>(a, a.b, group, segment.channel, 0);
+    const float w = of_channel<T>(a, a.w, group, segment.channel, 1),
+                b = of_channel<T>(a, a.b, group, segment.channel, 0);
     const Row<T> y = segments.of(a.y, segment.channel, segment.part);
     each_pack([&](int k, const auto& packs) {
       float x[kWidth];
@@ -303,28 +334,32 @@ __global__ void __launch_bounds__(256, 3) backward_long_kernel(GroupNormBackward
   RowReduce<Projections, kSpread> reduce;
   sums = reduce(sums);
   const float mean_g = sums.v[0] / n, onto = sums.v[1] / n;
-  if (a.dx) segments.pass([&](const auto& segment, auto each_pack) {
-    if (!segment.present) return;
-    const float w = of_channel<T>(a, a.w, group, segment.channel, 1);
-    const Row<T> dx = segments.of(a.dx, segment.channel, segment.part);
-    each_pack([&](int k, const auto& packs) {
-      float x[kWidth], d[kWidth];
-      packs.of[0].to_float(x), packs.of[1].to_float(d);
+  if (a.dx)
+    segments.pass([&](const auto& segment, auto each_pack) {
+      if (!segment.present) return;
+      const float w = of_channel<T>(a, a.w, group, segment.channel, 1);
+      const Row<T> dx = segments.of(a.dx, segment.channel, segment.part);
+      each_pack([&](int k, const auto& packs) {
+        float x[kWidth], d[kWidth];
+        packs.of[0].to_float(x), packs.of[1].to_float(d);
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) d[j] = rstd * (d[j] * w - mean_g - (x[j] - mean) * rstd * onto);
-      dx.store(k, d, segment.like);
+        for (int j = 0; j < kWidth; ++j) d[j] = rstd * (d[j] * w - mean_g - (x[j] - mean) * rstd * onto);
+        dx.store(k, d, segment.like);
+      });
     });
-  });
 }
 
 }  // namespace
 
 LIGER_REGISTER(group_norm_forward, [](const GroupNormForward& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
-    if (dispatch_row<T>(a, {{a.x, (const void*)a.y}, {}}, [&]<class Tile>(Tiling t) { launch(forward_kernel<T, Tile>, t.of_rows(a.samples * a.groups), s, a); }))
+    if (dispatch_row<T>(a, {{a.x, (const void*)a.y}, {}}, [&]<class Tile>(Tiling t) {
+          launch(forward_kernel<T, Tile>, t.of_rows(a.samples * a.groups), s, a);
+        }))
       return;
     const Segments<T, 1> segments(a, a.x);
-    launch(segments.cluster > 1 ? forward_long_kernel<T, true> : forward_long_kernel<T, false>, segments.grid(), s, a, segments);
+    launch(segments.cluster > 1 ? forward_long_kernel<T, true> : forward_long_kernel<T, false>, segments.grid(), s, a,
+           segments);
   });
 });
 LIGER_REGISTER(group_norm_backward, [](const GroupNormBackward& a, Stream s) {
@@ -335,7 +370,8 @@ LIGER_REGISTER(group_norm_backward, [](const GroupNormBackward& a, Stream s) {
         }))
       return;
     const Segments<T, 2> segments(a, a.x, a.dy);
-    launch(segments.cluster > 1 ? backward_long_kernel<T, true> : backward_long_kernel<T, false>, segments.grid(), s, a, segments);
+    launch(segments.cluster > 1 ? backward_long_kernel<T, true> : backward_long_kernel<T, false>, segments.grid(), s, a,
+           segments);
   });
 });
 

@@ -10,9 +10,11 @@ struct Operands {
   Arguments arguments;
   Tensor x, w, b;
 
-  Operands(const char* op, const Tensor& in, const OptTensor& weight, const OptTensor& bias, int64_t groups) : arguments(op, "x", in) {
+  Operands(const char* op, const Tensor& in, const OptTensor& weight, const OptTensor& bias, int64_t groups)
+      : arguments(op, "x", in) {
     TORCH_CHECK(in.dim() >= 2, op, ": x must be [N, channels, ...], got ", in.sym_sizes());
-    TORCH_CHECK(groups > 0 && in.sym_size(1) % groups == 0, op, ": groups, ", groups, ", does not divide the channels of x, ", in.sym_size(1));
+    TORCH_CHECK(groups > 0 && in.sym_size(1) % groups == 0, op, ": groups, ", groups,
+                ", does not divide the channels of x, ", in.sym_size(1));
     arguments.vector("weight", weight, in.sym_size(1)).vector("bias", bias, in.sym_size(1));
     x = in.contiguous(), w = contiguous(weight), b = contiguous(bias);
     if (w.defined() && b.defined() && w.scalar_type() != b.scalar_type()) w = w.to(at::kFloat), b = b.to(at::kFloat);
@@ -22,16 +24,20 @@ struct Operands {
   Args describe(int64_t groups, const Tensor& mean, const Tensor& rstd) const {
     Args a{};
     a.x = data(x), a.w = data(w), a.mean = data<float>(mean), a.rstd = data<float>(rstd);
-    a.samples = x.size(0), a.groups = groups, a.channels = x.size(1) / groups, a.spatial = x.numel() / (x.size(0) * x.size(1));
+    a.samples = x.size(0), a.groups = groups, a.channels = x.size(1) / groups,
+    a.spatial = x.numel() / (x.size(0) * x.size(1));
     a.dtype = dtype_of(x), a.w_dtype = dtype_of(w.defined() ? w : b.defined() ? b : x);
     return a;
   }
 };
 
 /// (y, mean, rstd).
-std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const OptTensor& w, const OptTensor& b, int64_t groups, double eps) {
+std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const OptTensor& w, const OptTensor& b, int64_t groups,
+                                           double eps) {
   const Operands in("group_norm", x, w, b, groups);
-  const Tensor y = output(at::empty_symint(x.sym_sizes(), in.x.options())), mean = at::empty_symint({x.sym_size(0), groups}, x.options().dtype(at::kFloat)), rstd = at::empty_like(mean);
+  const Tensor y = output(at::empty_symint(x.sym_sizes(), in.x.options())),
+               mean = at::empty_symint({x.sym_size(0), groups}, x.options().dtype(at::kFloat)),
+               rstd = at::empty_like(mean);
   if (x.is_meta() || x.numel() == 0) return {y, mean, rstd};
   auto a = in.describe<GroupNormForward>(groups, mean, rstd);
   a.b = data(in.b), a.y = y.data_ptr(), a.eps = float(eps);
@@ -39,19 +45,29 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const OptTensor& w, 
   return {y, mean, rstd};
 }
 
-Tensor inference(const Tensor& x, const OptTensor& w, const OptTensor& b, int64_t groups, double eps) { return std::get<0>(forward(x, w, b, groups, eps)); }
+Tensor inference(const Tensor& x, const OptTensor& w, const OptTensor& b, int64_t groups, double eps) {
+  return std::get<0>(forward(x, w, b, groups, eps));
+}
 
 /// (dx, dw, db).
-std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dy_, const Tensor& x, const OptTensor& w, const OptTensor& b, const Tensor& mean_, const Tensor& rstd_, int64_t groups, bool with_dx,
+std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dy_, const Tensor& x, const OptTensor& w, const OptTensor& b,
+                                            const Tensor& mean_, const Tensor& rstd_, int64_t groups, bool with_dx,
                                             bool with_dw, bool with_db) {
   const Operands in("group_norm_backward", x, w, b, groups);
-  in.arguments.like("dy", dy_).count("mean", mean_, x.sym_size(0) * groups).count("rstd", rstd_, x.sym_size(0) * groups).present("with_dw", with_dw, "weight", w)
+  in.arguments.like("dy", dy_)
+      .count("mean", mean_, x.sym_size(0) * groups)
+      .count("rstd", rstd_, x.sym_size(0) * groups)
+      .present("with_dw", with_dw, "weight", w)
       .present("with_db", with_db, "bias", b);
   const Tensor dy = dy_.contiguous(), mean = mean_.contiguous(), rstd = rstd_.contiguous();
   const Tensor dx = with_dx ? output(at::empty_symint(x.sym_sizes(), in.x.options())) : Tensor();
-  if (x.is_meta() || x.numel() == 0) return {or_empty(dx, x.options()), with_dw ? at::zeros_like(*w) : at::empty({0}, x.options()), with_db ? at::zeros_like(*b) : at::empty({0}, x.options())};
+  if (x.is_meta() || x.numel() == 0)
+    return {or_empty(dx, x.options()), with_dw ? at::zeros_like(*w) : at::empty({0}, x.options()),
+            with_db ? at::zeros_like(*b) : at::empty({0}, x.options())};
   auto a = in.describe<GroupNormBackward>(groups, mean, rstd);
-  const auto partials = [&](bool wanted) { return wanted ? at::empty({1, a.samples * a.segments(), x.size(1)}, mean.options()) : Tensor(); };
+  const auto partials = [&](bool wanted) {
+    return wanted ? at::empty({1, a.samples * a.segments(), x.size(1)}, mean.options()) : Tensor();
+  };
   const Tensor dw = partials(with_dw), db = partials(with_db);
   a.dy = data(dy), a.dx = data<void>(dx), a.dw = data<float>(dw), a.db = data<float>(db);
   run(group_norm_backward, x, a);
@@ -66,7 +82,8 @@ constexpr Op<"liger::group_norm_forward", forward> forward_op;
 constexpr Op<"liger::group_norm_backward", backward> backward_op;
 
 struct Autograd {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptTensor& w, const OptTensor& b, int64_t groups, double eps) {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptTensor& w, const OptTensor& b, int64_t groups,
+                        double eps) {
     auto [y, mean, rstd] = forward_op(x, w, b, groups, eps);
     ctx->save_for_backward({x, value_or_undefined(w), value_or_undefined(b), mean, rstd});
     ctx->saved_data["attrs"] = std::make_tuple(groups, wants_grad(x), wants_grad(w), wants_grad(b));
@@ -75,21 +92,29 @@ struct Autograd {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
-    const auto [groups, with_dx, with_dw, with_db] = ctx->saved_data["attrs"].to<std::tuple<int64_t, bool, bool, bool>>();
-    auto [dx, dw, db] = backward_op(grads[0], saved[0], optional(saved[1]), optional(saved[2]), saved[3], saved[4], groups, with_dx, with_dw, with_db);
+    const auto [groups, with_dx, with_dw, with_db] =
+        ctx->saved_data["attrs"].to<std::tuple<int64_t, bool, bool, bool>>();
+    auto [dx, dw, db] = backward_op(grads[0], saved[0], optional(saved[1]), optional(saved[2]), saved[3], saved[4],
+                                    groups, with_dx, with_dw, with_db);
     return {if_wanted(with_dx, dx), if_wanted(with_dw, dw), if_wanted(with_db, db), {}, {}};
   }
 };
 
 }  // namespace op::group_norm
 
-Tensor group_norm(const Tensor& x, const OptTensor& w, const OptTensor& b, int64_t groups, double eps) { return op::group_norm::public_op(x, w, b, groups, eps); }
+Tensor group_norm(const Tensor& x, const OptTensor& w, const OptTensor& b, int64_t groups, double eps) {
+  return op::group_norm::public_op(x, w, b, groups, eps);
+}
 
 TORCH_LIBRARY_FRAGMENT(liger, m) {
   m.def("group_norm(Tensor x, Tensor? weight, Tensor? bias, int groups, float eps) -> Tensor");
-  m.def("group_norm_forward(Tensor x, Tensor? weight, Tensor? bias, int groups, float eps) -> (Tensor y, Tensor mean, Tensor rstd)");
-  m.def("group_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, int groups, bool with_dx, bool with_dw, bool with_db) "
-        "-> (Tensor dx, Tensor dw, Tensor db)");
+  m.def(
+      "group_norm_forward(Tensor x, Tensor? weight, Tensor? bias, int groups, float eps) -> (Tensor y, Tensor mean, "
+      "Tensor rstd)");
+  m.def(
+      "group_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, int groups, "
+      "bool with_dx, bool with_dw, bool with_db) "
+      "-> (Tensor dx, Tensor dw, Tensor db)");
 }
 LIGER_IMPL(group_norm, m) {
   m.impl("group_norm", op::group_norm::inference);

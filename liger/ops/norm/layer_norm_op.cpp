@@ -10,12 +10,16 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const OptTensor& w, 
   return {out.y, out.mean, out.rstd};
 }
 
-Tensor inference(const Tensor& x, const OptTensor& w, const OptTensor& b, double eps) { return std::get<0>(forward(x, w, b, eps)); }
+Tensor inference(const Tensor& x, const OptTensor& w, const OptTensor& b, double eps) {
+  return std::get<0>(forward(x, w, b, eps));
+}
 
 /// (dx, dw, db).
-std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dy, const Tensor& x, const OptTensor& w, const OptTensor& b, const Tensor& mean, const Tensor& rstd, bool with_dx,
-                                            bool with_dw, bool with_db) {
-  const auto d = norm::backward("layer_norm_backward", Norm::Layer, dy, {}, {.x = x, .w = w, .b = b}, mean, rstd, {.x = with_dx, .w = with_dw, .b = with_db});
+std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dy, const Tensor& x, const OptTensor& w, const OptTensor& b,
+                                            const Tensor& mean, const Tensor& rstd, bool with_dx, bool with_dw,
+                                            bool with_db) {
+  const auto d = norm::backward("layer_norm_backward", Norm::Layer, dy, {}, {.x = x, .w = w, .b = b}, mean, rstd,
+                                {.x = with_dx, .w = with_dw, .b = with_db});
   return {or_empty(d.x, x.options()), or_empty(d.w, x.options()), or_empty(d.b, x.options())};
 }
 
@@ -34,20 +38,26 @@ struct Autograd {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
     const auto [with_dx, with_dw, with_db] = ctx->saved_data["wants"].to<std::tuple<bool, bool, bool>>();
-    auto [dx, dw, db] = backward_op(grads[0], saved[0], optional(saved[1]), optional(saved[2]), saved[3], saved[4], with_dx, with_dw, with_db);
+    auto [dx, dw, db] = backward_op(grads[0], saved[0], optional(saved[1]), optional(saved[2]), saved[3], saved[4],
+                                    with_dx, with_dw, with_db);
     return {if_wanted(with_dx, dx), if_wanted(with_dw, dw), if_wanted(with_db, db), {}};
   }
 };
 
 }  // namespace op::layer_norm
 
-Tensor layer_norm(const Tensor& x, const OptTensor& w, const OptTensor& b, double eps) { return op::layer_norm::public_op(x, w, b, eps); }
+Tensor layer_norm(const Tensor& x, const OptTensor& w, const OptTensor& b, double eps) {
+  return op::layer_norm::public_op(x, w, b, eps);
+}
 
 TORCH_LIBRARY_FRAGMENT(liger, m) {
   m.def("layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor");
-  m.def("layer_norm_forward(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor y, Tensor mean, Tensor rstd)");
-  m.def("layer_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, bool with_dx, bool with_dw, bool with_db) "
-        "-> (Tensor dx, Tensor dw, Tensor db)");
+  m.def(
+      "layer_norm_forward(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor y, Tensor mean, Tensor rstd)");
+  m.def(
+      "layer_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, bool with_dx, "
+      "bool with_dw, bool with_db) "
+      "-> (Tensor dx, Tensor dw, Tensor db)");
 }
 LIGER_IMPL(layer_norm, m) {
   m.impl("layer_norm", op::layer_norm::inference);

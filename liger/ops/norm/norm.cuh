@@ -6,12 +6,16 @@
 namespace liger::cuda::norm {
 
 /// What a row is made of.
-struct Stats { float mean, rstd; };
+struct Stats {
+  float mean, rstd;
+};
 
 template <class T, class Tile, Norm kNorm>
 __device__ Tile normalised(const Tile& x, Stats stats, float alpha) {
   if constexpr (tanh_of(kNorm)) return Tile::map([=](float v) { return Math<T>::tanh(alpha * v); }, x);
-  if constexpr (centred(kNorm)) return (x + -stats.mean) * stats.rstd;  // a product with the mean would be rounded: of a constant row something would remain
+  if constexpr (centred(kNorm))
+    return (x + -stats.mean) *
+           stats.rstd;  // a product with the mean would be rounded: of a constant row something would remain
   return x * stats.rstd;
 }
 

@@ -3,7 +3,8 @@
 
 namespace liger {
 
-/// Where the reference model rounds to x's dtype: x̂ before the weight (Llama), the product only (Gemma), every step (None).
+/// Where the reference model rounds to x's dtype: x̂ before the weight (Llama), the product only (Gemma), every step
+/// (None).
 enum class Casting : int8_t { None = -1, Llama = 0, Gemma = 1 };
 
 /// The table of operators that scale each column of something made of a row:
@@ -19,19 +20,19 @@ constexpr bool modulated(Norm n) { return n == Norm::Modulated || n == Norm::Eac
 /// Those that have b; the reference does not round before w where there is one.
 constexpr bool biased(Norm n) { return centred(n) || tanh_of(n); }
 
-/// y = x̂ · (w + offset) + b for each row, and of that, where modulated, y · (1 + scale) + shift with a row of scale and shift for
-/// every rows / modulations rows.
+/// y = x̂ · (w + offset) + b for each row, and of that, where modulated, y · (1 + scale) + shift with a row of scale and
+/// shift for every rows / modulations rows.
 struct NormForward {
   Norm norm;
-  const void *x, *residual;      // [rows, cols]
-  const void *w, *b;             // [cols] or null
-  const void *scale, *shift;     // [modulations, cols]; shift may be null
-  Numbers alpha;                 // [1]
-  void *s, *y;                   // [rows, cols]
-  float *mean, *rstd;            // [rows], kept for backward
+  const void *x, *residual;                         // [rows, cols]
+  const void *w, *b;                                // [cols] or null
+  const void *scale, *shift;                        // [modulations, cols]; shift may be null
+  Numbers alpha;                                    // [1]
+  void *s, *y;                                      // [rows, cols]
+  float *mean, *rstd;                               // [rows], kept for backward
   int64_t rows, cols, modulations, per_modulation;  // rows
   DType dtype, w_dtype, modulation_dtype;
-  float eps, offset, inv_cols;      // 1 / cols
+  float eps, offset, inv_cols;  // 1 / cols
   Casting casting;
 };
 
@@ -40,20 +41,21 @@ struct NormForward {
 ///   dx = rstd · (g − mean(g) − x̂ · mean(g · x̂))  Layer
 ///   dx = alpha · (1 − x̂²) · g                    Tanh
 ///   dw = Σ_rows dy · x̂, for Each of dy · (1 + scale);  db = Σ_rows dy;  dalpha = Σ x · (1 − x̂²) · g.
-/// Sums over rows come as partial sums (liger/core/partial_sums.h). For Modulated as many for each modulation, in that order, of which the gradients
-/// of w, scale and shift are made: Σ (1 + scale) · dw, (w + offset) · dw and db. Each has rows of its own for them:
+/// Sums over rows come as partial sums (liger/core/partial_sums.h). For Modulated as many for each modulation, in that
+/// order, of which the gradients of w, scale and shift are made: Σ (1 + scale) · dw, (w + offset) · dw and db. Each has
+/// rows of its own for them:
 ///   dscale = dy · n;  dshift = dy.
 struct NormBackward {
   Norm norm;
   const void *dy, *ds, *x, *w, *scale;  // x: the normalised one, s for Added; ds may be null
   Numbers alpha;
   const float *mean, *rstd;
-  void* dx;                             // null where x is frozen
-  float *dw, *db, *dalpha;              // [partials, cols]; dalpha [partials]; null where not wanted
-  void *dscale, *dshift;                // [rows, cols] of modulation_dtype; null where not wanted
+  void* dx;                 // null where x is frozen
+  float *dw, *db, *dalpha;  // [partials, cols]; dalpha [partials]; null where not wanted
+  void *dscale, *dshift;    // [rows, cols] of modulation_dtype; null where not wanted
   int64_t rows, cols, partials, modulations, per_modulation;  // rows
   DType dtype, w_dtype, modulation_dtype;
-  float offset, inv_cols;                  // 1 / cols
+  float offset, inv_cols;  // 1 / cols
   Casting casting;
 };
 

@@ -7,7 +7,9 @@ namespace {
 /// sum = row `row` of m, plus a number.
 void fill(std::vector<float>& sum, DType dtype, const void* m, int64_t row, float plus) {
   const int64_t cols = int64_t(sum.size());
-  dispatch(dtype, [&]<class M>() { row_map(cols, sum.data(), [&](Vec v) { return v + Vec(plus); }, row_of<M>(m, row, cols)); });
+  dispatch(dtype, [&]<class M>() {
+    row_map(cols, sum.data(), [&](Vec v) { return v + Vec(plus); }, row_of<M>(m, row, cols));
+  });
 }
 
 /// v + plus as floats; `absent` where there is no v.
@@ -20,7 +22,9 @@ std::vector<float> floats(const Args& a, const void* v, float plus, float absent
 
 /// The mean of f(a, b, …) along a row.
 template <class F, class... In>
-float mean_of(int64_t cols, F f, const In*... in) { return float(row_sum(cols, f, in...) / cols); }
+float mean_of(int64_t cols, F f, const In*... in) {
+  return float(row_sum(cols, f, in...) / cols);
+}
 
 /// Rows of scale or shift, `plus` more, as floats: one at a time, which many rows share.
 class Modulation {
@@ -42,7 +46,7 @@ class Modulation {
 /// How x̂ is made of x, and where it is rounded.
 template <class T, Norm kNorm>
 struct Row {
-  Vec mean, rstd;          // rstd: alpha for Tanh
+  Vec mean, rstd;  // rstd: alpha for Tanh
   Casting casting;
 
   Vec xhat(const Vec& x) const {
@@ -103,7 +107,8 @@ void backward(const NormBackward& a) {
   const auto weights = floats(a, a.w, a.offset, 1);
   constexpr bool own = kNorm == Norm::Each;
   const int64_t sets = kNorm == Norm::Modulated ? a.modulations : 1;
-  const int64_t set_rows = a.rows / sets, set_partials = a.partials / sets, run = (set_rows + set_partials - 1) / set_partials;
+  const int64_t set_rows = a.rows / sets, set_partials = a.partials / sets,
+                run = (set_rows + set_partials - 1) / set_partials;
   for_rows(a.partials, run * a.cols, [&](int64_t s) {
     const int64_t set = s / set_partials, begin = s % set_partials * run;
     const float* w = weights.data();
@@ -112,25 +117,36 @@ void backward(const NormBackward& a) {
     LongSum dalpha;
     for (float* sums : {dw, db})
       if (sums) std::fill_n(sums, a.cols, 0.f);
-    const auto add = [&](float* sums, int64_t c, int64_t n, Vec v) { if (sums) write(read(sums + c, n) + v, sums + c, n); };
+    const auto add = [&](float* sums, int64_t c, int64_t n, Vec v) {
+      if (sums) write(read(sums + c, n) + v, sums + c, n);
+    };
     Modulation scales;
     for (int64_t i = begin; i < std::min(set_rows, begin + run); ++i) {
       const int64_t r = set * set_rows + i;
-      const T *x = row_of<T>(a.x, r, a.cols), *dy = row_of<T>(a.dy, r, a.cols), *ds = a.ds ? row_of<T>(a.ds, r, a.cols) : nullptr;
+      const T *x = row_of<T>(a.x, r, a.cols), *dy = row_of<T>(a.dy, r, a.cols),
+              *ds = a.ds ? row_of<T>(a.ds, r, a.cols) : nullptr;
       T* dx = a.dx ? row_of<T>(a.dx, r, a.cols) : nullptr;
-      const Row<T, kNorm> row{Vec(centred(kNorm) ? a.mean[r] : 0), Vec(tanh_of(kNorm) ? number(a.alpha) : a.rstd[r]), a.casting};
+      const Row<T, kNorm> row{Vec(centred(kNorm) ? a.mean[r] : 0), Vec(tanh_of(kNorm) ? number(a.alpha) : a.rstd[r]),
+                              a.casting};
       const float* scale = scales.row(a, a.scale, r, 1);
       Vec onto(0.f), mean(0.f);
-      if constexpr (modulated(kNorm)) onto = Vec(mean_of(a.cols, [&](Vec dy, Vec x, Vec w, Vec m) { return dy * m * w * row.xhat(x); }, dy, x, w, scale));
+      if constexpr (modulated(kNorm))
+        onto = Vec(
+            mean_of(a.cols, [&](Vec dy, Vec x, Vec w, Vec m) { return dy * m * w * row.xhat(x); }, dy, x, w, scale));
       else if constexpr (centred(kNorm)) {
-        const auto sums = row_sums<2>(a.cols, [&](Vec dy, Vec x, Vec w) {
-          const Vec g = dy * w;
-          return std::array{g * row.xhat(x), g};
-        }, dy, x, w);
+        const auto sums = row_sums<2>(
+            a.cols,
+            [&](Vec dy, Vec x, Vec w) {
+              const Vec g = dy * w;
+              return std::array{g * row.xhat(x), g};
+            },
+            dy, x, w);
         onto = Vec(float(sums[0] / a.cols)), mean = Vec(float(sums[1] / a.cols));
-      } else if constexpr (!tanh_of(kNorm)) onto = Vec(mean_of(a.cols, [&](Vec dy, Vec x, Vec w) { return dy * w * row.xhat(x); }, dy, x, w));
+      } else if constexpr (!tanh_of(kNorm))
+        onto = Vec(mean_of(a.cols, [&](Vec dy, Vec x, Vec w) { return dy * w * row.xhat(x); }, dy, x, w));
       for_each(a.cols, [&](int64_t c, int64_t n) {
-        const Vec xv = read(x + c, n), wv = read(w + c, n), d = read(dy + c, n), dn = modulated(kNorm) ? d * read(scale + c, n) : d, xhat = row.xhat(xv), g = dn * wv;
+        const Vec xv = read(x + c, n), wv = read(w + c, n), d = read(dy + c, n),
+                  dn = modulated(kNorm) ? d * read(scale + c, n) : d, xhat = row.xhat(xv), g = dn * wv;
         add(dw, c, n, (own ? dn : d) * row.rounded(xhat));
         if constexpr (biased(kNorm) || kNorm == Norm::Modulated) add(db, c, n, d);
         Vec v;
@@ -144,10 +160,14 @@ void backward(const NormBackward& a) {
         if (ds) v = v + read(ds + c, n);
         if (dx) write(v, dx + c, n);
       });
-      if (own) dispatch(a.modulation_dtype, [&]<class M>() {
-        if (a.dscale) row_map(a.cols, row_of<M>(a.dscale, r, a.cols), [&](Vec dy, Vec x, Vec w) { return dy * round_to<T>(row.rounded(row.xhat(x)) * w); }, dy, x, w);
-        if (a.dshift) row_map(a.cols, row_of<M>(a.dshift, r, a.cols), [](Vec dy) { return dy; }, dy);
-      });
+      if (own)
+        dispatch(a.modulation_dtype, [&]<class M>() {
+          if (a.dscale)
+            row_map(
+                a.cols, row_of<M>(a.dscale, r, a.cols),
+                [&](Vec dy, Vec x, Vec w) { return dy * round_to<T>(row.rounded(row.xhat(x)) * w); }, dy, x, w);
+          if (a.dshift) row_map(a.cols, row_of<M>(a.dshift, r, a.cols), [](Vec dy) { return dy; }, dy);
+        });
     }
     if (a.dalpha) a.dalpha[s] = float(dalpha.value());
   });

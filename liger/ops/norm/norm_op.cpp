@@ -4,14 +4,18 @@ namespace liger::op::norm {
 namespace {
 
 Casting parse(const char* name, int64_t casting) {
-  TORCH_CHECK_VALUE(casting >= -1 && casting <= 1, name, ": casting is -1 (none), 0 (llama) or 1 (gemma), not ", casting);
+  TORCH_CHECK_VALUE(casting >= -1 && casting <= 1, name, ": casting is -1 (none), 0 (llama) or 1 (gemma), not ",
+                    casting);
   return Casting(casting);
 }
 
-void check_modulation(const char* name, const char* what, const Tensor& m, const Tensor& x, const Arguments& arguments) {
+void check_modulation(const char* name, const char* what, const Tensor& m, const Tensor& x,
+                      const Arguments& arguments) {
   arguments.any(what, m, Type::SameOrFloat);
-  TORCH_CHECK(m.dim() > 0 && (m.sym_numel() > 0 || x.sym_numel() == 0) && m.sym_size(-1) == x.sym_size(-1), name, ": ", what, " must be [..., ", x.sym_size(-1), "], got ", m.sym_sizes());
-  TORCH_CHECK(x.sym_numel() == 0 || x.sym_numel() % m.sym_numel() == 0, name, ": the rows of ", what, " must divide the input's, got ", m.sym_sizes(), " for ", x.sym_sizes());
+  TORCH_CHECK(m.dim() > 0 && (m.sym_numel() > 0 || x.sym_numel() == 0) && m.sym_size(-1) == x.sym_size(-1), name, ": ",
+              what, " must be [..., ", x.sym_size(-1), "], got ", m.sym_sizes());
+  TORCH_CHECK(x.sym_numel() == 0 || x.sym_numel() % m.sym_numel() == 0, name, ": the rows of ", what,
+              " must divide the input's, got ", m.sym_sizes(), " for ", x.sym_sizes());
 }
 
 /// The inputs as kernels read them, checked.
@@ -20,14 +24,19 @@ struct Operands {
   Tensor x, w, b, residual, scale, shift, alpha;
 
   Operands(const char* name, const Inputs& in, const char* x_name = "x") : arguments(name, x_name, in.x) {
-    arguments.vector("weight", in.w, in.x.sym_size(-1)).vector("bias", in.b, in.x.sym_size(-1)).like("residual", in.residual).count("alpha", in.alpha, 1, Type::Kernels);
+    arguments.vector("weight", in.w, in.x.sym_size(-1))
+        .vector("bias", in.b, in.x.sym_size(-1))
+        .like("residual", in.residual)
+        .count("alpha", in.alpha, 1, Type::Kernels);
     x = in.x.contiguous();
-    w = contiguous(in.w), b = contiguous(in.b), residual = contiguous(in.residual), scale = contiguous(in.scale), shift = contiguous(in.shift);
+    w = contiguous(in.w), b = contiguous(in.b), residual = contiguous(in.residual), scale = contiguous(in.scale),
+    shift = contiguous(in.shift);
     if (w.defined() && b.defined() && w.scalar_type() != b.scalar_type()) w = w.to(at::kFloat), b = b.to(at::kFloat);
     if (scale.defined()) check_modulation(name, "scale", scale, x, arguments);
     if (shift.defined()) {
       arguments.any("shift", shift, Type::SameOrFloat);
-      TORCH_CHECK(shift.sym_numel() == scale.sym_numel(), name, ": shift must be as large as scale, ", scale.sym_sizes(), ", got ", shift.sym_sizes());
+      TORCH_CHECK(shift.sym_numel() == scale.sym_numel(), name, ": shift must be as large as scale, ",
+                  scale.sym_sizes(), ", got ", shift.sym_sizes());
       shift = shift.to(scale.scalar_type());
     }
     if (in.alpha) alpha = *in.alpha;
@@ -36,10 +45,16 @@ struct Operands {
   template <class Args>
   Args describe(Norm norm) const {
     Args a{};
-    a.norm = norm == Norm::Modulated && rows(scale) == rows(x) ? Norm::Each : norm, a.x = data(x), a.w = data(w), a.scale = data(scale), a.alpha = numbers(alpha);
-    a.rows = rows(x), a.cols = cols(x), a.inv_cols = 1.f / std::max<int64_t>(1, a.cols), a.modulations = scale.defined() ? rows(scale) : 1;
+    a.norm = norm == Norm::Modulated && rows(scale) == rows(x) ? Norm::Each : norm, a.x = data(x), a.w = data(w),
+    a.scale = data(scale), a.alpha = numbers(alpha);
+    a.rows = rows(x), a.cols = cols(x), a.inv_cols = 1.f / std::max<int64_t>(1, a.cols),
+    a.modulations = scale.defined() ? rows(scale) : 1;
     a.per_modulation = a.rows / std::max<int64_t>(1, a.modulations);
-    a.dtype = dtype_of(x), a.w_dtype = dtype_of(w.defined() ? w : b.defined() ? b : x), a.modulation_dtype = dtype_of(scale.defined() ? scale : x);
+    a.dtype = dtype_of(x),
+    a.w_dtype = dtype_of(w.defined()   ? w
+                         : b.defined() ? b
+                                       : x),
+    a.modulation_dtype = dtype_of(scale.defined() ? scale : x);
     return a;
   }
 };
@@ -50,8 +65,10 @@ Outputs forward(const char* name, Norm norm, const Inputs& inputs, double eps, R
   const Operands in(name, inputs);
   const Casting casting = parse(name, rounding.casting);
   const bool stats = !tanh_of(norm);
-  Outputs out{.y = output(at::empty_symint(inputs.x.sym_sizes(), in.x.options())), .s = in.residual.defined() ? output(at::empty_symint(inputs.x.sym_sizes(), in.x.options())) : Tensor(),
-              .mean = centred(norm) ? empty_stat(in.x) : Tensor(), .rstd = stats ? empty_stat(in.x) : Tensor()};
+  Outputs out{.y = output(at::empty_symint(inputs.x.sym_sizes(), in.x.options())),
+              .s = in.residual.defined() ? output(at::empty_symint(inputs.x.sym_sizes(), in.x.options())) : Tensor(),
+              .mean = centred(norm) ? empty_stat(in.x) : Tensor(),
+              .rstd = stats ? empty_stat(in.x) : Tensor()};
   if (in.x.is_meta() || rows(in.x) == 0) return out;
   auto a = in.describe<NormForward>(norm);
   a.b = data(in.b), a.residual = data(in.residual), a.shift = data(in.shift);
@@ -61,30 +78,45 @@ Outputs forward(const char* name, Norm norm, const Inputs& inputs, double eps, R
   return out;
 }
 
-Gradients backward(const char* name, Norm norm, const Tensor& dy_, const OptTensor& ds_, const Inputs& inputs, const Tensor& mean_, const Tensor& rstd_, Wants wants,
-                   Rounding rounding) {
+Gradients backward(const char* name, Norm norm, const Tensor& dy_, const OptTensor& ds_, const Inputs& inputs,
+                   const Tensor& mean_, const Tensor& rstd_, Wants wants, Rounding rounding) {
   const Operands in(name, inputs, norm == Norm::Added ? "s" : "x");
-  in.arguments.like("dy", dy_).like("ds", ds_).present("with_dw", wants.w, "weight", inputs.w).present("with_db", wants.b, "bias", inputs.b)
+  in.arguments.like("dy", dy_)
+      .like("ds", ds_)
+      .present("with_dw", wants.w, "weight", inputs.w)
+      .present("with_db", wants.b, "bias", inputs.b)
       .present("with_dshift", wants.shift, "shift", inputs.shift);
   if (mean_.defined()) in.arguments.count("mean", mean_, sym_rows(inputs.x));
   if (rstd_.defined()) in.arguments.count("rstd", rstd_, sym_rows(inputs.x));
-  const Tensor dy = dy_.contiguous(), ds = contiguous(ds_), mean = contiguous(optional(mean_)), rstd = contiguous(optional(rstd_));
+  const Tensor dy = dy_.contiguous(), ds = contiguous(ds_), mean = contiguous(optional(mean_)),
+               rstd = contiguous(optional(rstd_));
   Gradients d;
   if (wants.x) d.x = output(at::empty_symint(inputs.x.sym_sizes(), in.x.options()));
   if (in.x.is_meta() || rows(in.x) == 0) {
     const auto zeros = [](bool wanted, const OptTensor& like) { return wanted ? at::zeros_like(*like) : Tensor(); };
-    return {d.x, zeros(wants.w, inputs.w), zeros(wants.b, inputs.b), zeros(wants.alpha, inputs.alpha), zeros(wants.scale, inputs.scale), zeros(wants.shift, inputs.shift)};
+    return {d.x,
+            zeros(wants.w, inputs.w),
+            zeros(wants.b, inputs.b),
+            zeros(wants.alpha, inputs.alpha),
+            zeros(wants.scale, inputs.scale),
+            zeros(wants.shift, inputs.shift)};
   }
   auto a = in.describe<NormBackward>(norm);
   const bool own = a.norm == Norm::Each, shared = a.norm == Norm::Modulated;
   const int64_t sets = shared ? a.modulations : 1;
   a.partials = sets * partial_count(in.x, sets);
-  const auto sums = [&](bool wanted, int64_t cols) { return wanted ? empty_partials(in.x, a.partials, cols) : Tensor(); };
-  const auto like_scale = [&](bool wanted) { return own && wanted ? at::empty(in.scale.sizes(), in.scale.options()) : Tensor(); };
-  const Tensor dw = sums(wants.w || (shared && wants.scale), a.cols), db = sums(wants.b || (shared && wants.shift), a.cols), dalpha = sums(wants.alpha, 1);
+  const auto sums = [&](bool wanted, int64_t cols) {
+    return wanted ? empty_partials(in.x, a.partials, cols) : Tensor();
+  };
+  const auto like_scale = [&](bool wanted) {
+    return own && wanted ? at::empty(in.scale.sizes(), in.scale.options()) : Tensor();
+  };
+  const Tensor dw = sums(wants.w || (shared && wants.scale), a.cols),
+               db = sums(wants.b || (shared && wants.shift), a.cols), dalpha = sums(wants.alpha, 1);
   d.scale = like_scale(wants.scale), d.shift = like_scale(wants.shift);
   a.dy = data(dy), a.ds = data(ds), a.mean = data<float>(mean), a.rstd = data<float>(rstd), a.dx = data<void>(d.x);
-  a.dw = data<float>(dw), a.db = data<float>(db), a.dalpha = data<float>(dalpha), a.dscale = data<void>(d.scale), a.dshift = data<void>(d.shift);
+  a.dw = data<float>(dw), a.db = data<float>(db), a.dalpha = data<float>(dalpha), a.dscale = data<void>(d.scale),
+  a.dshift = data<void>(d.shift);
   a.offset = float(rounding.offset), a.casting = parse(name, rounding.casting);
   run(norm_backward, in.x, a);
   Totals totals;

@@ -5,19 +5,31 @@
 namespace liger::op::norm {
 
 /// What a norm is given, in the names of liger/ops/norm/norm.h; what it has no use for stays empty.
-struct Inputs { Tensor x; OptTensor w, b, residual, scale, shift, alpha; };
-struct Outputs { Tensor y, s, mean, rstd; };
-struct Rounding { double offset = 0; int64_t casting = int64_t(Casting::Gemma); };
+struct Inputs {
+  Tensor x;
+  OptTensor w, b, residual, scale, shift, alpha;
+};
+struct Outputs {
+  Tensor y, s, mean, rstd;
+};
+struct Rounding {
+  double offset = 0;
+  int64_t casting = int64_t(Casting::Gemma);
+};
 
 /// `name` is the operator's, for error messages.
 Outputs forward(const char* name, Norm norm, const Inputs& inputs, double eps, Rounding rounding = {});
 
 /// Which gradients are wanted; the others stay undefined.
-struct Wants { bool x, w, b = false, alpha = false, scale = false, shift = false; };
-struct Gradients { Tensor x, w, b, alpha, scale, shift; };
+struct Wants {
+  bool x, w, b = false, alpha = false, scale = false, shift = false;
+};
+struct Gradients {
+  Tensor x, w, b, alpha, scale, shift;
+};
 
 /// inputs.x is what was normalised: s where there was a residual, which gets the same gradient.
-Gradients backward(const char* name, Norm norm, const Tensor& dy, const OptTensor& ds, const Inputs& inputs, const Tensor& mean, const Tensor& rstd, Wants wants,
-                   Rounding rounding = {});
+Gradients backward(const char* name, Norm norm, const Tensor& dy, const OptTensor& ds, const Inputs& inputs,
+                   const Tensor& mean, const Tensor& rstd, Wants wants, Rounding rounding = {});
 
 }  // namespace liger::op::norm

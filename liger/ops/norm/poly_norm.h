@@ -5,10 +5,10 @@ namespace liger {
 
 /// y = w₀ · N(x³) + w₁ · N(x²) + w₂ · N(x) + b for each row,  N(u) = u · rstd(u),  rstd(u) = 1 / sqrt(mean(u²) + eps).
 struct PolyNormForward {
-  const void* x;           // [rows, cols]
-  Numbers w, b;            // [3], [1]
-  void* y;                 // [rows, cols]
-  float* rstd;             // [rows, 3], of x³, x², x
+  const void* x;  // [rows, cols]
+  Numbers w, b;   // [3], [1]
+  void* y;        // [rows, cols]
+  float* rstd;    // [rows, 3], of x³, x², x
   int64_t rows, cols;
   DType dtype;
   float eps;
@@ -20,8 +20,8 @@ struct PolyNormBackward {
   const void *dy, *x;
   Numbers w;
   const float* rstd;
-  void* dx;                // null where x is frozen
-  float *dw, *db;          // [partials, 3], [partials], for add_partials
+  void* dx;        // null where x is frozen
+  float *dw, *db;  // [partials, 3], [partials], for add_partials
   int64_t rows, cols, partials;
   DType dtype;
 };

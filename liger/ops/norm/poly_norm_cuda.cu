@@ -24,7 +24,9 @@ __device__ inline Powers::Value powers(float x) {
 __device__ inline Totals::Value products(float x, float dy) { return {dy * x * x * x, dy * x * x, dy * x, dy}; }
 
 /// w_i · r_i, the factor of each power.
-__device__ inline Powers::Value factors(const Powers::Value& w, const float* rstd) { return {w.v[0] * rstd[0], w.v[1] * rstd[1], w.v[2] * rstd[2]}; }
+__device__ inline Powers::Value factors(const Powers::Value& w, const float* rstd) {
+  return {w.v[0] * rstd[0], w.v[1] * rstd[1], w.v[2] * rstd[2]};
+}
 __device__ inline Powers::Value weights(const Numbers& w) { return {number(w, 0), number(w, 1), number(w, 2)}; }
 
 template <class T, class Tile, class At>
@@ -52,15 +54,19 @@ __device__ inline Powers::Value inverse_roots_of(const PolyNormBackward& a, int6
 }
 
 template <class Tile>
-__device__ Tile slope(const PolyNormBackward& a, const Tile& x, const Tile& dy, const Powers::Value& w, const Powers::Value& rstd, const Totals::Value& sums) {
+__device__ Tile slope(const PolyNormBackward& a, const Tile& x, const Tile& dy, const Powers::Value& w,
+                      const Powers::Value& rstd, const Totals::Value& sums) {
   const float* r = rstd.v;
   const auto k = factors(w, r);
   const float inv_cols = 1.f / a.cols;
-  const float c3 = 3 * k.v[0] * r[0] * r[0] * sums.v[0] * inv_cols, c2 = 2 * k.v[1] * r[1] * r[1] * sums.v[1] * inv_cols, c1 = k.v[2] * r[2] * r[2] * sums.v[2] * inv_cols;
-  return Tile::map([=](float x, float dy) {
-    const float x2 = x * x;
-    return dy * (3 * k.v[0] * x2 + 2 * k.v[1] * x + k.v[2]) - ((c3 * x2 + c2) * x2 + c1) * x;
-  }, x, dy);
+  const float c3 = 3 * k.v[0] * r[0] * r[0] * sums.v[0] * inv_cols,
+              c2 = 2 * k.v[1] * r[1] * r[1] * sums.v[1] * inv_cols, c1 = k.v[2] * r[2] * r[2] * sums.v[2] * inv_cols;
+  return Tile::map(
+      [=](float x, float dy) {
+        const float x2 = x * x;
+        return dy * (3 * k.v[0] * x2 + 2 * k.v[1] * x + k.v[2]) - ((c3 * x2 + c2) * x2 + c1) * x;
+      },
+      x, dy);
 }
 
 /// Adds to dw and db what a row does.
@@ -105,7 +111,8 @@ __global__ void __launch_bounds__(kTileThreads) forward_long_kernel(PolyNormForw
   const Place row = Tile::template place<T>(a.x, blockIdx.x, a.rows, a.cols);
   RowReduce<Powers> reduce;
   Powers::Value sums{};
-  for_each_place<Tile>(row, [&](const Place& at) { sums = Powers()(sums, gather<Powers>(powers, load<T, Tile>(a.x, at))); });
+  for_each_place<Tile>(row,
+                       [&](const Place& at) { sums = Powers()(sums, gather<Powers>(powers, load<T, Tile>(a.x, at))); });
   const auto rstd = inverse_roots<T>(reduce(sums), a);
   const auto k = factors(weights(a.w), rstd.v);
   const float b = number(a.b);
@@ -127,10 +134,15 @@ __global__ void __maxnreg__(64) backward_kernel(PolyNormBackward a) {
     pipeline.advance();
     next = inverse_roots_of(a, row + Tile::step());
     Totals::Value sums{};
-    each_piece<2>(pipeline, [&](const auto& x, const auto& dy, const auto&) { sums = Totals()(sums, gather<Totals>(products, x, dy)); });
+    each_piece<2>(pipeline, [&](const auto& x, const auto& dy, const auto&) {
+      sums = Totals()(sums, gather<Totals>(products, x, dy));
+    });
     sums = reduce(sums);
     collect(total, sums, rstd);
-    if (a.dx) each_piece<2>(pipeline, [&](const auto& x, const auto& dy, const auto& at) { store<T>(slope(a, x, dy, w, rstd, sums), a.dx, at); });
+    if (a.dx)
+      each_piece<2>(pipeline, [&](const auto& x, const auto& dy, const auto& at) {
+        store<T>(slope(a, x, dy, w, rstd, sums), a.dx, at);
+      });
   }
   auto* of_rows = shared_memory<Totals::Value>();
   copies_done();  // the last one's zeros too
@@ -153,10 +165,15 @@ __global__ void __launch_bounds__(kTileThreads) backward_long_kernel(PolyNormBac
     const Place whole = Tile::template place<T>(a.x, row, a.rows, a.cols);
     const auto rstd = inverse_roots_of(a, row);
     Totals::Value sums{};
-    for_each_place<Tile>(whole, [&](const Place& at) { sums = Totals()(sums, gather<Totals>(products, load<T, Tile>(a.x, at), load<T, Tile>(a.dy, at))); });
+    for_each_place<Tile>(whole, [&](const Place& at) {
+      sums = Totals()(sums, gather<Totals>(products, load<T, Tile>(a.x, at), load<T, Tile>(a.dy, at)));
+    });
     sums = reduce(sums);
     collect(total, sums, rstd);
-    if (a.dx) for_each_place<Tile>(whole, [&](const Place& at) { store<T>(slope(a, load<T, Tile>(a.x, at), load<T, Tile>(a.dy, at), w, rstd, sums), a.dx, at); });
+    if (a.dx)
+      for_each_place<Tile>(whole, [&](const Place& at) {
+        store<T>(slope(a, load<T, Tile>(a.x, at), load<T, Tile>(a.dy, at), w, rstd, sums), a.dx, at);
+      });
   }
   if (threadIdx.x == 0) put(a, total, blockIdx.x);
 }
@@ -170,10 +187,12 @@ LIGER_REGISTER(poly_norm_forward, [](const PolyNormForward& a, Stream s) {
     const Threads block = Threads{.few = 128, .most = 512}.with(Pipeline<T, Piece<T, Fit::Whole>, 1, kPieces>::kBytes);
     if (dispatch_tile<T, kWidth, kWidth, true>(a.cols, block, memory, [&]<class Tile>(Tiling t) {
           using In = Piece<T, Tile::kFit>;
-          launch(forward_kernel<T, In, kPieces>, grid_of<RowsOf<T, In, 1, kPieces>>(t, a.rows, forward_registers(In::kFit)), s, a);
+          launch(forward_kernel<T, In, kPieces>,
+                 grid_of<RowsOf<T, In, 1, kPieces>>(t, a.rows, forward_registers(In::kFit)), s, a);
         }))
       return;
-    dispatch_walk<T, 16>(a.cols, memory, [&]<class Tile>(Tiling t) { launch(forward_long_kernel<T, Tile>, t.grid(a.rows), s, a); });
+    dispatch_walk<T, 16>(a.cols, memory,
+                         [&]<class Tile>(Tiling t) { launch(forward_long_kernel<T, Tile>, t.grid(a.rows), s, a); });
   });
 });
 LIGER_REGISTER(poly_norm_backward, [](const PolyNormBackward& a, Stream s) {
@@ -181,13 +200,16 @@ LIGER_REGISTER(poly_norm_backward, [](const PolyNormBackward& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
     const Memory memory{{a.dy, a.x, (const void*)a.dx}, {}};
     constexpr int kPieces = 2, kWidth = 16 / sizeof(T) * kPieces;
-    const Threads block = Threads{.few = 512, .most = kTileThreads}.with(Pipeline<T, Piece<T, Fit::Whole>, 2, kPieces>::kBytes);
+    const Threads block =
+        Threads{.few = 512, .most = kTileThreads}.with(Pipeline<T, Piece<T, Fit::Whole>, 2, kPieces>::kBytes);
     if (dispatch_tile<T, kWidth, kWidth, true>(a.cols, block, memory, [&]<class Tile>(Tiling t) {
           using In = Piece<T, Tile::kFit>;
-          launch(backward_kernel<T, In, kPieces>, t.grid(a.partials, Pipeline<T, In, 2, kPieces>::bytes(t.threads)), s, a);
+          launch(backward_kernel<T, In, kPieces>, t.grid(a.partials, Pipeline<T, In, 2, kPieces>::bytes(t.threads)), s,
+                 a);
         }))
       return;
-    dispatch_walk<T, 8>(a.cols, memory, [&]<class Tile>(Tiling t) { launch(backward_long_kernel<T, Tile>, t.grid(a.partials), s, a); });
+    dispatch_walk<T, 8>(a.cols, memory,
+                        [&]<class Tile>(Tiling t) { launch(backward_long_kernel<T, Tile>, t.grid(a.partials), s, a); });
   });
 });
 

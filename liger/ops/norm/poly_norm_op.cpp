@@ -19,30 +19,53 @@ std::tuple<Tensor, Tensor> forward(const Tensor& x_, const Tensor& w_, const Ten
   if (x.is_meta() || rows(x) == 0) return {y, rstd};
   const Tensor w = w_.contiguous();
   run(poly_norm_forward, x,
-      {.x = data(x), .w = numbers(w), .b = numbers(b_), .y = y.data_ptr(), .rstd = data<float>(rstd), .rows = rows(x), .cols = cols(x), .dtype = dtype_of(x),
+      {.x = data(x),
+       .w = numbers(w),
+       .b = numbers(b_),
+       .y = y.data_ptr(),
+       .rstd = data<float>(rstd),
+       .rows = rows(x),
+       .cols = cols(x),
+       .dtype = dtype_of(x),
        .eps = float(eps)});
   return {y, rstd};
 }
 
 /// (dx, dw, db).
-std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dy_, const Tensor& x_, const Tensor& w_, const Tensor& b, const Tensor& rstd_, bool with_dx, bool with_dw, bool with_db) {
+std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dy_, const Tensor& x_, const Tensor& w_, const Tensor& b,
+                                            const Tensor& rstd_, bool with_dx, bool with_dw, bool with_db) {
   check("poly_norm_backward", x_, w_, b).like("dy", dy_).count("rstd", rstd_, 3 * sym_rows(x_));
-  const Tensor x = x_.contiguous(), dy = dy_.contiguous(), rstd = rstd_.contiguous(), dx = with_dx ? output(at::empty_symint(x.sym_sizes(), x.options())) : at::empty({0}, x.options());
-  const auto zeros = [](bool wanted, const Tensor& like) { return wanted ? at::zeros_like(like) : at::empty({0}, like.options()); };
+  const Tensor x = x_.contiguous(), dy = dy_.contiguous(), rstd = rstd_.contiguous(),
+               dx = with_dx ? output(at::empty_symint(x.sym_sizes(), x.options())) : at::empty({0}, x.options());
+  const auto zeros = [](bool wanted, const Tensor& like) {
+    return wanted ? at::zeros_like(like) : at::empty({0}, like.options());
+  };
   if (x.is_meta() || rows(x) == 0) return {dx, zeros(with_dw, w_), zeros(with_db, b)};
   // Sums of four numbers cost no registers: twice as many blocks share an SM as where there is one a column.
   const int64_t partials = std::min(rows(x), 2 * partial_count(x));
   const Tensor w = w_.contiguous(), dw = empty_partials(x, partials, 3), db = empty_partials(x, partials, 1);
   run(poly_norm_backward, x,
-      {.dy = data(dy), .x = data(x), .w = numbers(w), .rstd = data<float>(rstd), .dx = with_dx ? dx.data_ptr() : nullptr, .dw = data<float>(dw), .db = data<float>(db), .rows = rows(x),
-       .cols = cols(x), .partials = partials, .dtype = dtype_of(x)});
+      {.dy = data(dy),
+       .x = data(x),
+       .w = numbers(w),
+       .rstd = data<float>(rstd),
+       .dx = with_dx ? dx.data_ptr() : nullptr,
+       .dw = data<float>(dw),
+       .db = data<float>(db),
+       .rows = rows(x),
+       .cols = cols(x),
+       .partials = partials,
+       .dtype = dtype_of(x)});
   Totals totals;
-  const Tensor dw_sum = with_dw ? totals.of(dw, w_) : at::empty({0}, w.options()), db_sum = with_db ? totals.of(db, b) : at::empty({0}, b.options());
+  const Tensor dw_sum = with_dw ? totals.of(dw, w_) : at::empty({0}, w.options()),
+               db_sum = with_db ? totals.of(db, b) : at::empty({0}, b.options());
   totals.run();
   return {dx, dw_sum, db_sum};
 }
 
-Tensor inference(const Tensor& x, const Tensor& w, const Tensor& b, double eps) { return std::get<0>(forward(x, w, b, eps)); }
+Tensor inference(const Tensor& x, const Tensor& w, const Tensor& b, double eps) {
+  return std::get<0>(forward(x, w, b, eps));
+}
 
 constexpr Op<"liger::poly_norm", inference> public_op;
 constexpr Op<"liger::poly_norm_forward", forward> forward_op;
@@ -66,12 +89,16 @@ struct Autograd {
 
 }  // namespace op::poly_norm
 
-Tensor poly_norm(const Tensor& x, const Tensor& w, const Tensor& b, double eps) { return op::poly_norm::public_op(x, w, b, eps); }
+Tensor poly_norm(const Tensor& x, const Tensor& w, const Tensor& b, double eps) {
+  return op::poly_norm::public_op(x, w, b, eps);
+}
 
 TORCH_LIBRARY_FRAGMENT(liger, m) {
   m.def("poly_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor");
   m.def("poly_norm_forward(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor y, Tensor rstd)");
-  m.def("poly_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor bias, Tensor rstd, bool with_dx, bool with_dw, bool with_db) -> (Tensor dx, Tensor dw, Tensor db)");
+  m.def(
+      "poly_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor bias, Tensor rstd, bool with_dx, bool with_dw, "
+      "bool with_db) -> (Tensor dx, Tensor dw, Tensor db)");
 }
 LIGER_IMPL(poly_norm, m) {
   m.impl("poly_norm", op::poly_norm::inference);

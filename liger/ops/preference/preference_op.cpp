@@ -14,31 +14,36 @@ using OptTensor = std::optional<Tensor>;
 Tensor without(const Tensor& logp, const OptTensor& reference) { return reference ? logp - reference->detach() : logp; }
 
 /// Over the whole batch's number, where a part of it is given. No number is 0 divided by 0.
-Tensor mean(const Tensor& losses, int64_t of) { return losses.sum() / double(std::max<int64_t>(of > 0 ? of : losses.numel(), 1)); }
+Tensor mean(const Tensor& losses, int64_t of) {
+  return losses.sum() / double(std::max<int64_t>(of > 0 ? of : losses.numel(), 1));
+}
 
 void check_pairs(const char* op, const Tensor& chosen, const Tensor& rejected) {
-  TORCH_CHECK(chosen.sizes() == rejected.sizes(), op, ": chosen is ", chosen.sizes(), " and rejected ", rejected.sizes());
+  TORCH_CHECK(chosen.sizes() == rejected.sizes(), op, ": chosen is ", chosen.sizes(), " and rejected ",
+              rejected.sizes());
 }
 
 /// Of the chosen sequences: the target or, where that is ignored, the nll's label; and the nll's where both count and
 /// differ.
 std::pair<Tensor, Tensor> both_labels(const Tensor& target, const Tensor& nll_target, int64_t ignore_index) {
   const int64_t pairs = target.size(0) / 2;
-  TORCH_CHECK_VALUE(target.dim() == 2 && nll_target.sizes() == at::IntArrayRef({pairs, target.size(1)}), "nll_target must be [", pairs,
-                    ", ", target.size(-1), "], the labels of the chosen sequences, got ", nll_target.sizes());
+  TORCH_CHECK_VALUE(target.dim() == 2 && nll_target.sizes() == at::IntArrayRef({pairs, target.size(1)}),
+                    "nll_target must be [", pairs, ", ", target.size(-1), "], the labels of the chosen sequences, got ",
+                    nll_target.sizes());
   const Tensor chosen = target.narrow(0, 0, pairs), shared = at::where(chosen.ne(ignore_index), chosen, nll_target);
   return {shared, nll_target.masked_fill(nll_target.eq(shared), ignore_index)};
 }
 
 /// What the table's rows are made of.
 struct Pairs {
-  Tensor chosen, rejected, h;        // r_w, r_l, h
+  Tensor chosen, rejected, h;           // r_w, r_l, h
   Tensor chosen_ratio, rejected_ratio;  // Δ
   double beta, e, tau;
 };
 
 Tensor exo_pair(const Pairs& p) {
-  return p.h.sigmoid() * (at::log_sigmoid(p.h) - std::log(1 - p.e)) + (-p.h).sigmoid() * (at::log_sigmoid(-p.h) - std::log(p.e));
+  return p.h.sigmoid() * (at::log_sigmoid(p.h) - std::log(1 - p.e)) +
+         (-p.h).sigmoid() * (at::log_sigmoid(-p.h) - std::log(p.e));
 }
 
 /// e^(−h) overflows where its factor vanishes: the product is made of logarithms.
@@ -56,17 +61,26 @@ constexpr std::array<Row, 10> kTable{{
     {"sigmoid", [](const Pairs& p) { return -at::log_sigmoid(p.h); }},
     {"hinge", [](const Pairs& p) { return at::relu(1 - p.h); }},
     {"exo_pair", exo_pair},
-    {"nca_pair", [](const Pairs& p) { return -at::log_sigmoid(p.chosen) - 0.5 * at::log_sigmoid(-p.chosen) - 0.5 * at::log_sigmoid(-p.rejected); }},
-    {"robust", [](const Pairs& p) { return ((p.e - 1) * at::log_sigmoid(p.h) + p.e * at::log_sigmoid(-p.h)) / (1 - 2 * p.e); }},
+    {"nca_pair",
+     [](const Pairs& p) {
+       return -at::log_sigmoid(p.chosen) - 0.5 * at::log_sigmoid(-p.chosen) - 0.5 * at::log_sigmoid(-p.rejected);
+     }},
+    {"robust",
+     [](const Pairs& p) { return ((p.e - 1) * at::log_sigmoid(p.h) + p.e * at::log_sigmoid(-p.h)) / (1 - 2 * p.e); }},
     {"bco_pair", [](const Pairs& p) { return -at::log_sigmoid(p.chosen) - at::log_sigmoid(-p.rejected); }},
-    {"sppo_hard", [](const Pairs& p) { return (p.chosen_ratio - 0.5 / p.beta).square() + (p.rejected_ratio + 0.5 / p.beta).square(); }},
+    {"sppo_hard",
+     [](const Pairs& p) {
+       return (p.chosen_ratio - 0.5 / p.beta).square() + (p.rejected_ratio + 0.5 / p.beta).square();
+     }},
     {"apo_zero", [](const Pairs& p) { return (-p.chosen).sigmoid() + p.rejected.sigmoid(); }},
     {"apo_down", [](const Pairs& p) { return p.chosen.sigmoid() + (-p.h).sigmoid(); }},
     {"discopop", discopop},
 }};
 
 const Row& parse(const std::string& loss_type, double label_smoothing) {
-  TORCH_CHECK_NOT_IMPLEMENTED(loss_type != "ipo", "dpo_loss: loss_type 'ipo' needs the number of tokens of each sequence, which the loss does not see");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      loss_type != "ipo",
+      "dpo_loss: loss_type 'ipo' needs the number of tokens of each sequence, which the loss does not see");
   std::string names;
   for (const Row& row : kTable) {
     if (row.name != loss_type) {
@@ -74,7 +88,8 @@ const Row& parse(const std::string& loss_type, double label_smoothing) {
       continue;
     }
     TORCH_CHECK_VALUE(loss_type != "exo_pair" || (label_smoothing > 0 && label_smoothing < 1),
-                      "dpo_loss: label_smoothing must be > 0 for loss_type='exo_pair', and below 1, got ", label_smoothing);
+                      "dpo_loss: label_smoothing must be > 0 for loss_type='exo_pair', and below 1, got ",
+                      label_smoothing);
     TORCH_CHECK_VALUE(loss_type != "robust" || (label_smoothing >= 0 && label_smoothing < 0.5),
                       "dpo_loss: label_smoothing must lie in [0.0, 0.5) for loss_type='robust', got ", label_smoothing);
     return row;
@@ -82,34 +97,46 @@ const Row& parse(const std::string& loss_type, double label_smoothing) {
   TORCH_CHECK_VALUE(false, "dpo_loss: Unsupported loss_type '", loss_type, "': it is one of ", names);
 }
 
-/// ln(1 − e^x) for x <= 0. e^x that rounds to 1 leaves a probability of the others that is not 0: its logarithm and the loss's gradient stay finite.
+/// ln(1 − e^x) for x <= 0. e^x that rounds to 1 leaves a probability of the others that is not 0: its logarithm and the
+/// loss's gradient stay finite.
 Tensor log1mexp(const Tensor& x) { return (-at::expm1(x.clamp_max(-1e-30))).log(); }
 
 using Paired = std::tuple<Tensor, Tensor, Tensor>;
 
-Paired dpo(const Tensor& chosen, const Tensor& rejected, const OptTensor& ref_chosen, const OptTensor& ref_rejected, std::string loss_type, double beta,
-           double label_smoothing, double discopop_tau, int64_t pairs) {
+Paired dpo(const Tensor& chosen, const Tensor& rejected, const OptTensor& ref_chosen, const OptTensor& ref_rejected,
+           std::string loss_type, double beta, double label_smoothing, double discopop_tau, int64_t pairs) {
   const Row& row = parse(loss_type, label_smoothing);
   check_pairs("dpo_loss", chosen, rejected);
   const Tensor w = without(chosen, ref_chosen), l = without(rejected, ref_rejected);
-  const Pairs p{.chosen = beta * w, .rejected = beta * l, .h = beta * (w - l), .chosen_ratio = w, .rejected_ratio = l, .beta = beta, .e = label_smoothing, .tau = discopop_tau};
+  const Pairs p{.chosen = beta * w,
+                .rejected = beta * l,
+                .h = beta * (w - l),
+                .chosen_ratio = w,
+                .rejected_ratio = l,
+                .beta = beta,
+                .e = label_smoothing,
+                .tau = discopop_tau};
   return {mean(row.loss(p), pairs), p.chosen.detach(), p.rejected.detach()};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> orpo(const Tensor& chosen, const Tensor& rejected, double beta, int64_t pairs) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> orpo(const Tensor& chosen, const Tensor& rejected, double beta,
+                                                        int64_t pairs) {
   check_pairs("orpo_loss", chosen, rejected);
-  const Tensor g = (chosen - rejected) - (log1mexp(chosen) - log1mexp(rejected)), ratio = mean(at::log_sigmoid(g), pairs);
+  const Tensor g = (chosen - rejected) - (log1mexp(chosen) - log1mexp(rejected)),
+               ratio = mean(at::log_sigmoid(g), pairs);
   return {-beta * ratio, (beta * chosen).detach(), (beta * rejected).detach(), ratio.detach(), mean(g.detach(), pairs)};
 }
 
-Paired cpo(const Tensor& chosen, const Tensor& rejected, double beta, double label_smoothing, double gamma, int64_t pairs) {
+Paired cpo(const Tensor& chosen, const Tensor& rejected, double beta, double label_smoothing, double gamma,
+           int64_t pairs) {
   check_pairs("cpo_loss", chosen, rejected);
   const Tensor u = beta * (chosen - rejected) - gamma;
   const Tensor losses = (label_smoothing - 1) * at::log_sigmoid(u) - label_smoothing * at::log_sigmoid(-u);
   return {mean(losses, pairs), (beta * chosen).detach(), (beta * rejected).detach()};
 }
 
-Paired kto(const Tensor& logp, const Tensor& liked, const OptTensor& ref_logp, const OptTensor& kl, double beta, int64_t rows) {
+Paired kto(const Tensor& logp, const Tensor& liked, const OptTensor& ref_logp, const OptTensor& kl, double beta,
+           int64_t rows) {
   TORCH_CHECK_VALUE(!kl || kl->numel() == 1, "kto_loss: kl must be one number, got ", kl->sizes());
   const Tensor delta = without(logp, ref_logp), gain = beta * (kl ? delta - kl->detach().reshape({}) : delta);
   const Tensor losses = at::where(liked.to(at::kBool), -gain, gain).sigmoid();  // 1 − σ(x) = σ(−x)
@@ -128,7 +155,8 @@ Tensor sequence_log_prob(const Tensor& logp, const Tensor& labels, int64_t ignor
 }
 
 Tensor token_nll(const Tensor& logp, const Tensor& labels, int64_t ignore_index, const OptTensor& counted) {
-  return -sequence_log_prob(logp, labels, ignore_index, false).sum() / counted.value_or(labels).ne(ignore_index).sum().clamp_min(1);
+  return -sequence_log_prob(logp, labels, ignore_index, false).sum() /
+         counted.value_or(labels).ne(ignore_index).sum().clamp_min(1);
 }
 
 Tensor labels_with_nll(const Tensor& target, const Tensor& nll_target, int64_t ignore_index) {
@@ -157,12 +185,15 @@ Tensor logit_sums(const Tensor& hidden_, const Tensor& weight, const OptTensor& 
 
 std::tuple<Tensor, Tensor> class_sums(const Tensor& values_, const Tensor& liked_) {
   const Tensor values = values_.detach(), liked = liked_.to(at::kBool);
-  TORCH_CHECK(values.sizes() == liked.sizes(), "class_sums: there are ", values.sizes(), " values and ", liked.sizes(), " labels");
+  TORCH_CHECK(values.sizes() == liked.sizes(), "class_sums: there are ", values.sizes(), " values and ", liked.sizes(),
+              " labels");
   return {at::where(liked, values, 0).sum(), at::where(liked, 0, values).sum()};
 }
 
-PreferenceResult dpo_loss(const Tensor& chosen, const Tensor& rejected, const OptTensor& ref_chosen, const OptTensor& ref_rejected, const DPOOptions& o) {
-  auto [loss, w, l] = op::preference::dpo(chosen, rejected, ref_chosen, ref_rejected, o.loss_type, o.beta, o.label_smoothing, o.discopop_tau, o.pairs);
+PreferenceResult dpo_loss(const Tensor& chosen, const Tensor& rejected, const OptTensor& ref_chosen,
+                          const OptTensor& ref_rejected, const DPOOptions& o) {
+  auto [loss, w, l] = op::preference::dpo(chosen, rejected, ref_chosen, ref_rejected, o.loss_type, o.beta,
+                                          o.label_smoothing, o.discopop_tau, o.pairs);
   return {loss, w, l};
 }
 
@@ -176,7 +207,8 @@ PreferenceResult cpo_loss(const Tensor& chosen, const Tensor& rejected, const CP
   return {loss, w, l};
 }
 
-PreferenceResult kto_loss(const Tensor& logp, const Tensor& liked, const OptTensor& ref_logp, const OptTensor& kl, const KTOOptions& o) {
+PreferenceResult kto_loss(const Tensor& logp, const Tensor& liked, const OptTensor& ref_logp, const OptTensor& kl,
+                          const KTOOptions& o) {
   auto [loss, w, l] = op::preference::kto(logp, liked, ref_logp, kl, o.beta, o.rows);
   return {loss, w, l};
 }
@@ -189,14 +221,26 @@ TORCH_LIBRARY_FRAGMENT(liger, m) {
   m.def("nll_log_probs(Tensor logp, Tensor target, Tensor nll_target, int ignore_index) -> Tensor", nll_log_probs);
   m.def("logit_sums(Tensor hidden, Tensor weight, Tensor? bias) -> Tensor", logit_sums);
   m.def("class_sums(Tensor values, Tensor liked) -> (Tensor, Tensor)", class_sums);
-  m.def("dpo_loss(Tensor chosen, Tensor rejected, Tensor? ref_chosen, Tensor? ref_rejected, str loss_type, float beta, float label_smoothing, "
-        "float discopop_tau, int pairs) -> (Tensor loss, Tensor chosen_rewards, Tensor rejected_rewards)", op::preference::dpo);
-  m.def("orpo_loss(Tensor chosen, Tensor rejected, float beta, int pairs) -> (Tensor loss, Tensor chosen_rewards, Tensor rejected_rewards, "
-        "Tensor log_odds_ratio, Tensor log_odds_chosen)", op::preference::orpo);
-  m.def("cpo_loss(Tensor chosen, Tensor rejected, float beta, float label_smoothing, float gamma, int pairs) -> (Tensor loss, Tensor chosen_rewards, "
-        "Tensor rejected_rewards)", op::preference::cpo);
-  m.def("kto_loss(Tensor logp, Tensor liked, Tensor? ref_logp, Tensor? kl, float beta, int rows) -> (Tensor loss, Tensor chosen_rewards, "
-        "Tensor rejected_rewards)", op::preference::kto);
+  m.def(
+      "dpo_loss(Tensor chosen, Tensor rejected, Tensor? ref_chosen, Tensor? ref_rejected, str loss_type, float beta, "
+      "float label_smoothing, "
+      "float discopop_tau, int pairs) -> (Tensor loss, Tensor chosen_rewards, Tensor rejected_rewards)",
+      op::preference::dpo);
+  m.def(
+      "orpo_loss(Tensor chosen, Tensor rejected, float beta, int pairs) -> (Tensor loss, Tensor chosen_rewards, Tensor "
+      "rejected_rewards, "
+      "Tensor log_odds_ratio, Tensor log_odds_chosen)",
+      op::preference::orpo);
+  m.def(
+      "cpo_loss(Tensor chosen, Tensor rejected, float beta, float label_smoothing, float gamma, int pairs) -> (Tensor "
+      "loss, Tensor chosen_rewards, "
+      "Tensor rejected_rewards)",
+      op::preference::cpo);
+  m.def(
+      "kto_loss(Tensor logp, Tensor liked, Tensor? ref_logp, Tensor? kl, float beta, int rows) -> (Tensor loss, Tensor "
+      "chosen_rewards, "
+      "Tensor rejected_rewards)",
+      op::preference::kto);
 }
 
 }  // namespace liger

@@ -9,39 +9,52 @@ using Pair = std::pair<Vec, Vec>;
 /// Pairs [c, c + n) of a head.
 struct Halves {
   template <class T>
-  static Pair load(const T* x, int64_t half, int64_t c, int64_t n) { return {read(x + c, n), read(x + half + c, n)}; }
+  static Pair load(const T* x, int64_t half, int64_t c, int64_t n) {
+    return {read(x + c, n), read(x + half + c, n)};
+  }
 
   template <class T>
-  static void store(const Pair& p, T* x, int64_t half, int64_t c, int64_t n) { write(p.first, x + c, n), write(p.second, x + half + c, n); }
+  static void store(const Pair& p, T* x, int64_t half, int64_t c, int64_t n) {
+    write(p.first, x + c, n), write(p.second, x + half + c, n);
+  }
 
   template <class Table>
-  static Pair angles(const Table* cos, const Table* sin, int64_t c, int64_t n) { return {read(cos + c, n), read(sin + c, n)}; }
+  static Pair angles(const Table* cos, const Table* sin, int64_t c, int64_t n) {
+    return {read(cos + c, n), read(sin + c, n)};
+  }
 };
 
 struct Interleaved {
   template <class T>
   static Pair load(const T* x, int64_t, int64_t c, int64_t n) {
-    return at::vec::deinterleave2(read(x + 2 * c, std::min(2 * n, kLanes)), read(x + 2 * c + kLanes, std::max<int64_t>(2 * n - kLanes, 0)));
+    return at::vec::deinterleave2(read(x + 2 * c, std::min(2 * n, kLanes)),
+                                  read(x + 2 * c + kLanes, std::max<int64_t>(2 * n - kLanes, 0)));
   }
 
   template <class T>
   static void store(const Pair& p, T* x, int64_t, int64_t c, int64_t n) {
     const auto [low, high] = at::vec::interleave2(p.first, p.second);
-    write(low, x + 2 * c, std::min(2 * n, kLanes)), write(high, x + 2 * c + kLanes, std::max<int64_t>(2 * n - kLanes, 0));
+    write(low, x + 2 * c, std::min(2 * n, kLanes)),
+        write(high, x + 2 * c + kLanes, std::max<int64_t>(2 * n - kLanes, 0));
   }
 
   template <class Table>
-  static Pair angles(const Table* complex, const Table*, int64_t c, int64_t n) { return load(complex, 0, c, n); }
+  static Pair angles(const Table* complex, const Table*, int64_t c, int64_t n) {
+    return load(complex, 0, c, n);
+  }
 };
 
-/// The cosines of a token whose tables begin at `table`, and its sines times the direction: as floats, for all of its heads.
+/// The cosines of a token whose tables begin at `table`, and its sines times the direction: as floats, for all of its
+/// heads.
 template <class Table, class Pairs>
 void angles_of(const Rope& a, int64_t table, float* cosines, float* sines) {
-  const int64_t half = a.rotary / 2, ends[] = {std::min(a.section_ends[0], half), std::min(a.section_ends[1], half), half};
+  const int64_t half = a.rotary / 2,
+                ends[] = {std::min(a.section_ends[0], half), std::min(a.section_ends[1], half), half};
   for (int64_t plane = 0, begin = 0; plane < 3; begin = ends[plane++]) {
     const int64_t at = table + plane * a.table_plane_stride;
     for_each(ends[plane] - begin, [&](int64_t c, int64_t n) {
-      const auto [co, si] = Pairs::angles(static_cast<const Table*>(a.cos) + at, static_cast<const Table*>(a.sin) + at, begin + c, n);
+      const auto [co, si] =
+          Pairs::angles(static_cast<const Table*>(a.cos) + at, static_cast<const Table*>(a.sin) + at, begin + c, n);
       write(co, cosines + begin + c, n), write(si * Vec(a.direction), sines + begin + c, n);
     });
   }

@@ -6,47 +6,66 @@ namespace liger {
 namespace op::rope {
 
 /// Columns of a head that are rotated: `asked`, or as many as the tables have angles for.
-int64_t rotated_columns(const Tensor& cos, bool interleaved, int64_t asked) { return asked >= 0 ? asked : cos.size(-1) * (interleaved ? 2 : 1); }
+int64_t rotated_columns(const Tensor& cos, bool interleaved, int64_t asked) {
+  return asked >= 0 ? asked : cos.size(-1) * (interleaved ? 2 : 1);
+}
 
-void check_tables(const char* op, const Arguments& arguments, const Tensor& cos, const Tensor& sin, const c10::SymInt& batch, const c10::SymInt& seq,
-                  const c10::SymInt& dim, bool interleaved, at::IntArrayRef sections, int64_t rotary_dim) {
+void check_tables(const char* op, const Arguments& arguments, const Tensor& cos, const Tensor& sin,
+                  const c10::SymInt& batch, const c10::SymInt& seq, const c10::SymInt& dim, bool interleaved,
+                  at::IntArrayRef sections, int64_t rotary_dim) {
   arguments.any("cos", cos, Type::Kernels).shaped("sin", sin, cos.sym_sizes(), Type::Kernels);
-  const bool planes = !sections.empty(), batched = cos.dim() >= 3 && (cos.sym_size(-3) == 1 || cos.sym_size(-3) == batch);
-  TORCH_CHECK((planes ? cos.dim() == 4 && cos.size(0) == 3 && batched : cos.dim() == 2 || (cos.dim() == 3 && batched)) && cos.sym_size(-2) == seq, op,
-              ": cos and sin must be ", planes ? "[3, batch, seq, d]" : "[seq, d], [1, seq, d] or [batch, seq, d]", " with batch ", batch, " and seq ", seq,
-              ", got ", cos.sym_sizes());
-  const c10::SymInt given = cos.sym_size(-1), width = rotary_dim >= 0 ? c10::SymInt(rotary_dim) : given * (interleaved ? 2 : 1);
-  TORCH_CHECK(width <= dim && width % 2 == 0, op, ": the columns that are rotated must be an even number of the ", dim, " of a head, got ", width);
-  TORCH_CHECK(given * 2 == width || (given == width && !interleaved), op, ": cos and sin must have ", interleaved ? "half of " : "all or half of ", "the ", width,
-              " columns that are rotated, got ", given);
+  const bool planes = !sections.empty(),
+             batched = cos.dim() >= 3 && (cos.sym_size(-3) == 1 || cos.sym_size(-3) == batch);
+  TORCH_CHECK(
+      (planes ? cos.dim() == 4 && cos.size(0) == 3 && batched : cos.dim() == 2 || (cos.dim() == 3 && batched)) &&
+          cos.sym_size(-2) == seq,
+      op, ": cos and sin must be ", planes ? "[3, batch, seq, d]" : "[seq, d], [1, seq, d] or [batch, seq, d]",
+      " with batch ", batch, " and seq ", seq, ", got ", cos.sym_sizes());
+  const c10::SymInt given = cos.sym_size(-1),
+                    width = rotary_dim >= 0 ? c10::SymInt(rotary_dim) : given * (interleaved ? 2 : 1);
+  TORCH_CHECK(width <= dim && width % 2 == 0, op, ": the columns that are rotated must be an even number of the ", dim,
+              " of a head, got ", width);
+  TORCH_CHECK(given * 2 == width || (given == width && !interleaved), op, ": cos and sin must have ",
+              interleaved ? "half of " : "all or half of ", "the ", width, " columns that are rotated, got ", given);
   if (!planes) return;
   TORCH_CHECK_VALUE(!interleaved, op, ": sections are of halves, not of interleaved pairs");
-  TORCH_CHECK_VALUE(sections.size() == 3 && std::min({sections[0], sections[1], sections[2]}) >= 0 && width / 2 == sections[0] + sections[1] + sections[2], op,
-                    ": sections must be 3 numbers whose sum is ", width / 2, ", got ", sections);
+  TORCH_CHECK_VALUE(sections.size() == 3 && std::min({sections[0], sections[1], sections[2]}) >= 0 &&
+                        width / 2 == sections[0] + sections[1] + sections[2],
+                    op, ": sections must be 3 numbers whose sum is ", width / 2, ", got ", sections);
 }
 
-void check(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool interleaved, at::IntArrayRef sections, int64_t rotary_dim) {
+void check(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool interleaved,
+           at::IntArrayRef sections, int64_t rotary_dim) {
   const Arguments arguments("rope", "q", q);
   arguments.any("k", k, Type::Same);
-  TORCH_CHECK(q.dim() == 4 && k.dim() == 4, "rope: q and k must be [batch, heads, seq, dim], got ", q.sym_sizes(), " and ", k.sym_sizes());
+  TORCH_CHECK(q.dim() == 4 && k.dim() == 4, "rope: q and k must be [batch, heads, seq, dim], got ", q.sym_sizes(),
+              " and ", k.sym_sizes());
   TORCH_CHECK(q.sym_size(0) == k.sym_size(0) && q.sym_size(2) == k.sym_size(2) && q.sym_size(3) == k.sym_size(3),
               "rope: q and k differ in more than heads: ", q.sym_sizes(), " and ", k.sym_sizes());
-  check_tables("rope", arguments, cos, sin, q.sym_size(0), q.sym_size(2), q.sym_size(3), interleaved, sections, rotary_dim);
+  check_tables("rope", arguments, cos, sin, q.sym_size(0), q.sym_size(2), q.sym_size(3), interleaved, sections,
+               rotary_dim);
 }
 
-/// [batch, heads, seq, dim] over [batch, seq, heads, dim], the order in which the projections around attention read and write.
+/// [batch, heads, seq, dim] over [batch, seq, heads, dim], the order in which the projections around attention read and
+/// write.
 Tensor empty_heads(const Tensor& t) {
-  return output(at::empty_symint({t.sym_size(0), t.sym_size(2), t.sym_size(1), t.sym_size(3)}, t.options())).transpose(1, 2);
+  return output(at::empty_symint({t.sym_size(0), t.sym_size(2), t.sym_size(1), t.sym_size(3)}, t.options()))
+      .transpose(1, 2);
 }
 
 Tensor with_unit_stride(const Tensor& t) { return t.stride(-1) == 1 || t.size(-1) == 1 ? t : t.contiguous(); }
 
 RopeTensor describe(const Tensor& in, const Tensor& out) {
   const auto strides = [](const Tensor& t) { return RopeTensor::Strides{t.stride(0), t.stride(1), t.stride(2)}; };
-  return {.in = data(in), .out = out.data_ptr(), .heads = in.size(1), .in_strides = strides(in), .out_strides = strides(out)};
+  return {.in = data(in),
+          .out = out.data_ptr(),
+          .heads = in.size(1),
+          .in_strides = strides(in),
+          .out_strides = strides(out)};
 }
 
-/// cos and sin as the real and imaginary parts of one tensor of complex numbers; a copy only where they are not that already.
+/// cos and sin as the real and imaginary parts of one tensor of complex numbers; a copy only where they are not that
+/// already.
 std::tuple<Tensor, Tensor> as_complex(const Tensor& cos, const Tensor& sin) {
   const bool joined = cos.stride(-1) == 2 && cos.strides() == sin.strides() && cos.stride(-2) >= 2 * cos.size(-1) &&
                       static_cast<const char*>(data(sin)) == static_cast<const char*>(data(cos)) + cos.element_size();
@@ -54,23 +73,37 @@ std::tuple<Tensor, Tensor> as_complex(const Tensor& cos, const Tensor& sin) {
   return joined ? std::make_tuple(cos, sin) : std::make_tuple(both.select(-1, 0), both.select(-1, 1));
 }
 
-void rotate(const RopeTensor& q, const RopeTensor& k, const RopeTensor& v, const Tensor& x, const Tensor& cos_, const Tensor& sin_, bool inverse,
-            bool interleaved, at::IntArrayRef sections, int64_t rotary_dim) {
+void rotate(const RopeTensor& q, const RopeTensor& k, const RopeTensor& v, const Tensor& x, const Tensor& cos_,
+            const Tensor& sin_, bool inverse, bool interleaved, at::IntArrayRef sections, int64_t rotary_dim) {
   const auto table = [&](const Tensor& t) { return t.scalar_type() == x.scalar_type() ? t : t.to(at::kFloat); };
-  const auto [cos, sin] = interleaved ? as_complex(table(cos_), table(sin_)) : std::make_tuple(table(cos_).contiguous(), table(sin_).contiguous());
+  const auto [cos, sin] = interleaved ? as_complex(table(cos_), table(sin_))
+                                      : std::make_tuple(table(cos_).contiguous(), table(sin_).contiguous());
   const int64_t rotary = rotated_columns(cos, interleaved, rotary_dim), half = rotary / 2;
   const bool planes = !sections.empty();
   run(rope_kernel, x,
-      {.q = q, .k = k, .v = v, .cos = data(cos), .sin = data(sin), .table_plane_stride = planes ? cos.stride(0) : 0,
-       .table_batch_stride = cos.dim() >= 3 && cos.size(-3) > 1 ? cos.stride(-3) : 0, .table_seq_stride = cos.stride(-2), .batch = x.size(0),
-       .seq = x.size(2), .dim = x.size(3), .rotary = rotary,
+      {.q = q,
+       .k = k,
+       .v = v,
+       .cos = data(cos),
+       .sin = data(sin),
+       .table_plane_stride = planes ? cos.stride(0) : 0,
+       .table_batch_stride = cos.dim() >= 3 && cos.size(-3) > 1 ? cos.stride(-3) : 0,
+       .table_seq_stride = cos.stride(-2),
+       .batch = x.size(0),
+       .seq = x.size(2),
+       .dim = x.size(3),
+       .rotary = rotary,
        .section_ends = {planes ? sections[0] : half, planes ? sections[0] + sections[1] : half},
-       .pairs = planes ? RopePairs::Sections : interleaved ? RopePairs::Interleaved : RopePairs::Halves, .dtype = dtype_of(x),
-       .table_dtype = dtype_of(cos), .direction = inverse ? -1.f : 1.f});
+       .pairs = planes        ? RopePairs::Sections
+                : interleaved ? RopePairs::Interleaved
+                              : RopePairs::Halves,
+       .dtype = dtype_of(x),
+       .table_dtype = dtype_of(cos),
+       .direction = inverse ? -1.f : 1.f});
 }
 
-std::tuple<Tensor, Tensor> forward(const Tensor& q_, const Tensor& k_, const Tensor& cos, const Tensor& sin, bool inverse, bool interleaved,
-                                   OptInts sections_, int64_t rotary_dim) {
+std::tuple<Tensor, Tensor> forward(const Tensor& q_, const Tensor& k_, const Tensor& cos, const Tensor& sin,
+                                   bool inverse, bool interleaved, OptInts sections_, int64_t rotary_dim) {
   const at::IntArrayRef sections = sections_ ? *sections_ : at::IntArrayRef();
   check(q_, k_, cos, sin, interleaved, sections, rotary_dim);
   const Tensor q_out = empty_heads(q_), k_out = empty_heads(k_);
@@ -80,17 +113,23 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q_, const Tensor& k_, const Ten
   return {q_out, k_out};
 }
 
-Tensor packed_forward(const Tensor& qkv_, const Tensor& cos, const Tensor& sin, int64_t heads, int64_t k_heads, bool inverse) {
+Tensor packed_forward(const Tensor& qkv_, const Tensor& cos, const Tensor& sin, int64_t heads, int64_t k_heads,
+                      bool inverse) {
   const Arguments arguments("rope_packed", "qkv", qkv_);
-  TORCH_CHECK_VALUE(heads >= 0 && k_heads >= 0 && heads + k_heads > 0, "rope_packed: the numbers of heads must be positive, got ", heads, " and ", k_heads);
+  TORCH_CHECK_VALUE(heads >= 0 && k_heads >= 0 && heads + k_heads > 0,
+                    "rope_packed: the numbers of heads must be positive, got ", heads, " and ", k_heads);
   const int64_t all = heads + 2 * k_heads;
-  TORCH_CHECK(qkv_.dim() == 3 && qkv_.sym_size(2) % all == 0, "rope_packed: qkv must be [batch, seq, ", all, " heads], got ", qkv_.sym_sizes());
-  check_tables("rope_packed", arguments, cos, sin, qkv_.sym_size(0), qkv_.sym_size(1), qkv_.sym_size(2) / all, false, {}, -1);
+  TORCH_CHECK(qkv_.dim() == 3 && qkv_.sym_size(2) % all == 0, "rope_packed: qkv must be [batch, seq, ", all,
+              " heads], got ", qkv_.sym_sizes());
+  check_tables("rope_packed", arguments, cos, sin, qkv_.sym_size(0), qkv_.sym_size(1), qkv_.sym_size(2) / all, false,
+               {}, -1);
   const Tensor out = output(at::empty_symint(qkv_.sym_sizes(), qkv_.options()));
   if (out.is_meta()) return out;
   const auto by_heads = [&](const Tensor& t) { return t.unflatten(2, {all, t.size(2) / all}).transpose(1, 2); };
   const Tensor in = by_heads(with_unit_stride(qkv_)), turned = by_heads(out);
-  const auto part = [&](int64_t begin, int64_t n) { return describe(in.narrow(1, begin, n), turned.narrow(1, begin, n)); };
+  const auto part = [&](int64_t begin, int64_t n) {
+    return describe(in.narrow(1, begin, n), turned.narrow(1, begin, n));
+  };
   rotate(part(0, heads), part(heads, k_heads), part(heads + k_heads, k_heads), in, cos, sin, inverse, false, {}, -1);
   return out;
 }
@@ -104,8 +143,9 @@ constexpr Op<"liger::rope_packed_forward", packed_forward> packed_forward_op;
 struct Autograd {
   static constexpr bool kDifferentiableTwice = true;
 
-  static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool inverse,
-                               bool interleaved, OptInts sections, int64_t rotary_dim) {
+  static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& cos,
+                               const Tensor& sin, bool inverse, bool interleaved, OptInts sections,
+                               int64_t rotary_dim) {
     ctx->save_for_backward({cos, sin});
     ctx->saved_data["attrs"] = std::make_tuple(inverse, interleaved, rotary_dim);
     save_list(ctx, "sections", sections ? sections->vec() : std::vector<int64_t>());
@@ -117,7 +157,8 @@ struct Autograd {
     const auto saved = ctx->get_saved_variables();
     const auto [inverse, interleaved, rotary_dim] = ctx->saved_data["attrs"].to<std::tuple<bool, bool, int64_t>>();
     const auto sections = load_list<int64_t>(ctx, "sections");
-    auto [dq, dk] = public_op(grads[0], grads[1], saved[0], saved[1], !inverse, interleaved, OptInts(sections), rotary_dim);
+    auto [dq, dk] =
+        public_op(grads[0], grads[1], saved[0], saved[1], !inverse, interleaved, OptInts(sections), rotary_dim);
     return {dq, dk, {}, {}, {}, {}, {}, {}};
   }
 };
@@ -125,7 +166,8 @@ struct Autograd {
 struct PackedAutograd {
   static constexpr bool kDifferentiableTwice = true;
 
-  static Tensor forward(AutogradContext* ctx, const Tensor& qkv, const Tensor& cos, const Tensor& sin, int64_t heads, int64_t k_heads, bool inverse) {
+  static Tensor forward(AutogradContext* ctx, const Tensor& qkv, const Tensor& cos, const Tensor& sin, int64_t heads,
+                        int64_t k_heads, bool inverse) {
     ctx->save_for_backward({cos, sin});
     ctx->saved_data["attrs"] = std::make_tuple(heads, k_heads, inverse);
     return packed_forward_op(qkv, cos, sin, heads, k_heads, inverse);
@@ -140,16 +182,19 @@ struct PackedAutograd {
 
 }  // namespace op::rope
 
-std::tuple<Tensor, Tensor> rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool inverse, bool interleaved,
-                                at::IntArrayRef sections, int64_t rotary_dim) {
+std::tuple<Tensor, Tensor> rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool inverse,
+                                bool interleaved, at::IntArrayRef sections, int64_t rotary_dim) {
   return op::rope::public_op(q, k, cos, sin, inverse, interleaved, OptInts(sections), rotary_dim);
 }
 
-Tensor rope_packed(const Tensor& qkv, const Tensor& cos, const Tensor& sin, int64_t heads, int64_t k_heads, bool inverse) {
+Tensor rope_packed(const Tensor& qkv, const Tensor& cos, const Tensor& sin, int64_t heads, int64_t k_heads,
+                   bool inverse) {
   return op::rope::packed_public_op(qkv, cos, sin, heads, k_heads, inverse);
 }
 
-#define LIGER_ROPE_SCHEMA "(Tensor q, Tensor k, Tensor cos, Tensor sin, bool inverse, bool interleaved=False, int[]? sections=None, int rotary_dim=-1) -> (Tensor q_out, Tensor k_out)"
+#define LIGER_ROPE_SCHEMA                                                                                         \
+  "(Tensor q, Tensor k, Tensor cos, Tensor sin, bool inverse, bool interleaved=False, int[]? sections=None, int " \
+  "rotary_dim=-1) -> (Tensor q_out, Tensor k_out)"
 #define LIGER_ROPE_PACKED_SCHEMA "(Tensor qkv, Tensor cos, Tensor sin, int heads, int k_heads, bool inverse) -> Tensor"
 TORCH_LIBRARY_FRAGMENT(liger, m) {
   m.def("rope" LIGER_ROPE_SCHEMA);

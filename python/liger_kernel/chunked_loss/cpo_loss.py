@@ -13,11 +13,38 @@ class LigerFusedLinearCPOFunction(LigerFusedLinearPreferenceBase):
         return ops.cpo_loss(chosen_logps, rejected_logps, beta, label_smoothing, 0.0, len(full_target) // 2)
 
     @classmethod
-    def forward(cls, ctx, _input, weight, target, bias=None, ignore_index=-100, beta=0.1, alpha=1.0, label_smoothing=0.0, compute_nll_loss=True,
-                compiled=True, average_log_prob=False, chunk_size=1):
+    def forward(
+        cls,
+        ctx,
+        _input,
+        weight,
+        target,
+        bias=None,
+        ignore_index=-100,
+        beta=0.1,
+        alpha=1.0,
+        label_smoothing=0.0,
+        compute_nll_loss=True,
+        compiled=True,
+        average_log_prob=False,
+        chunk_size=1,
+    ):
         return LigerFusedLinearPreferenceBase.forward(
-            cls, ctx, _input, weight, target, bias=bias, chunk_size=chunk_size, ignore_index=ignore_index, alpha=alpha,
-            beta=beta, compute_nll_loss=compute_nll_loss, compiled=compiled, average_log_prob=average_log_prob, label_smoothing=label_smoothing)
+            cls,
+            ctx,
+            _input,
+            weight,
+            target,
+            bias=bias,
+            chunk_size=chunk_size,
+            ignore_index=ignore_index,
+            alpha=alpha,
+            beta=beta,
+            compute_nll_loss=compute_nll_loss,
+            compiled=compiled,
+            average_log_prob=average_log_prob,
+            label_smoothing=label_smoothing,
+        )
 
     @staticmethod
     def backward(ctx, *grad_output):
@@ -30,13 +57,39 @@ class LigerFusedLinearCPOLoss(nn.Module):
     alpha multiplies the nll.
     """
 
-    def __init__(self, ignore_index=-100, beta=0.1, alpha=1.0, label_smoothing=0.0, compute_nll_loss=True, compiled=True, average_log_prob=False,
-                 chunk_size=1):
+    def __init__(
+        self,
+        ignore_index=-100,
+        beta=0.1,
+        alpha=1.0,
+        label_smoothing=0.0,
+        compute_nll_loss=True,
+        compiled=True,
+        average_log_prob=False,
+        chunk_size=1,
+    ):
         super().__init__()
-        self.ignore_index, self.beta, self.alpha, self.label_smoothing, self.compute_nll_loss = ignore_index, beta, alpha, label_smoothing, compute_nll_loss
+        self.ignore_index, self.beta, self.alpha, self.label_smoothing, self.compute_nll_loss = (
+            ignore_index,
+            beta,
+            alpha,
+            label_smoothing,
+            compute_nll_loss,
+        )
         self.compiled, self.average_log_prob, self.chunk_size = compiled, average_log_prob, chunk_size
 
     def forward(self, lin_weight, _input, target, bias=None):
         return LigerFusedLinearCPOFunction.apply(
-            _input, lin_weight, target, bias, self.ignore_index, self.beta, self.alpha, self.label_smoothing, self.compute_nll_loss, self.compiled,
-            self.average_log_prob, self.chunk_size)
+            _input,
+            lin_weight,
+            target,
+            bias,
+            self.ignore_index,
+            self.beta,
+            self.alpha,
+            self.label_smoothing,
+            self.compute_nll_loss,
+            self.compiled,
+            self.average_log_prob,
+            self.chunk_size,
+        )

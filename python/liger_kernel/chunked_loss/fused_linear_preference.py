@@ -20,8 +20,27 @@ class LigerFusedLinearPreferenceBase(torch.autograd.Function):
         raise NotImplementedError("a preference loss defines preference_loss_fn")
 
     @staticmethod
-    def forward(cls, ctx, _input, weight, target, bias=None, chunk_size=1, ignore_index=-100, alpha=1.0, beta=0.1, compute_nll_loss=True, nll_target=None,
-                compiled=True, use_ref_model=False, ref_input=None, ref_weight=None, ref_bias=None, average_log_prob=True, **loss_kwargs):
+    def forward(
+        cls,
+        ctx,
+        _input,
+        weight,
+        target,
+        bias=None,
+        chunk_size=1,
+        ignore_index=-100,
+        alpha=1.0,
+        beta=0.1,
+        compute_nll_loss=True,
+        nll_target=None,
+        compiled=True,
+        use_ref_model=False,
+        ref_input=None,
+        ref_weight=None,
+        ref_bias=None,
+        average_log_prob=True,
+        **loss_kwargs,
+    ):
         """(loss, aux) for hidden states _input [2n, T, H], weight [V, H], target [2n, T] and bias [V] or None; no token is shifted.
 
         aux: the policy's chosen and rejected log-probabilities [n], the means of the chosen and the rejected logits, the nll, and then what
@@ -37,8 +56,26 @@ class LigerFusedLinearPreferenceBase(torch.autograd.Function):
 
         def loss_of(logp):
             return _loss_of_tokens(
-                logp, _input, weight, target, bias, cls.preference_loss_fn, target, ignore_index, alpha, beta, compute_nll_loss, use_ref_model, ref_input,
-                ref_weight, ref_bias, nll_target, nll_labels, average_log_prob, loss_kwargs)
+                logp,
+                _input,
+                weight,
+                target,
+                bias,
+                cls.preference_loss_fn,
+                target,
+                ignore_index,
+                alpha,
+                beta,
+                compute_nll_loss,
+                use_ref_model,
+                ref_input,
+                ref_weight,
+                ref_bias,
+                nll_target,
+                nll_labels,
+                average_log_prob,
+                loss_kwargs,
+            )
 
         return loss_with_gradients(ctx, head, loss_of, _input, weight, bias)
 
@@ -48,11 +85,22 @@ class LigerFusedLinearPreferenceBase(torch.autograd.Function):
         return grad_input, grad_weight, None, grad_bias, None, None, None, None
 
     @staticmethod
-    def chunk_forward(input_chunk, weight, target_chunk, bias=None, ignore_index=-100, compute_nll_loss=True, chosen_nll_target_chunk=None, average_log_prob=True):
+    def chunk_forward(
+        input_chunk,
+        weight,
+        target_chunk,
+        bias=None,
+        ignore_index=-100,
+        compute_nll_loss=True,
+        chosen_nll_target_chunk=None,
+        average_log_prob=True,
+    ):
         """(chosen_logps, rejected_logps, chosen_logits, rejected_logits, chosen_nll_sum) of some pairs, with their logits; differentiable."""
         logits = torch.nn.functional.linear(input_chunk, weight, bias)
         half = len(target_chunk) // 2
-        logps = ops.sequence_log_prob(_gathered(logits, target_chunk, ignore_index), target_chunk, ignore_index, average_log_prob)
+        logps = ops.sequence_log_prob(
+            _gathered(logits, target_chunk, ignore_index), target_chunk, ignore_index, average_log_prob
+        )
         nll = logps.new_zeros(())
         if compute_nll_loss:
             labels = target_chunk[:half] if chosen_nll_target_chunk is None else chosen_nll_target_chunk
@@ -60,15 +108,50 @@ class LigerFusedLinearPreferenceBase(torch.autograd.Function):
         return logps[:half], logps[half:], logits[:half], logits[half:], nll
 
     @staticmethod
-    def _compute_loss(input_chunk, weight, target_chunk, bias=None, preference_loss_fn=None, full_target=None, ignore_index=-100, alpha=1.0, beta=0.1,
-                      compute_nll_loss=True, use_ref_model=False, ref_input_chunk=None, ref_weight=None, ref_bias=None, full_nll_target=None,
-                      chosen_nll_target_chunk=None, average_log_prob=True, **loss_kwargs):
+    def _compute_loss(
+        input_chunk,
+        weight,
+        target_chunk,
+        bias=None,
+        preference_loss_fn=None,
+        full_target=None,
+        ignore_index=-100,
+        alpha=1.0,
+        beta=0.1,
+        compute_nll_loss=True,
+        use_ref_model=False,
+        ref_input_chunk=None,
+        ref_weight=None,
+        ref_bias=None,
+        full_nll_target=None,
+        chosen_nll_target_chunk=None,
+        average_log_prob=True,
+        **loss_kwargs,
+    ):
         """(loss, aux) of some pairs, as parts of those of the batch full_target; differentiable, and without logits."""
         nll_labels = chosen_nll_target_chunk if compute_nll_loss else None
         logp = _token_log_probs(input_chunk, weight, target_chunk, nll_labels, bias, ignore_index)
         return _loss_of_tokens(
-            logp, input_chunk, weight, target_chunk, bias, preference_loss_fn, full_target, ignore_index, alpha, beta, compute_nll_loss, use_ref_model,
-            ref_input_chunk, ref_weight, ref_bias, full_nll_target, nll_labels, average_log_prob, loss_kwargs)
+            logp,
+            input_chunk,
+            weight,
+            target_chunk,
+            bias,
+            preference_loss_fn,
+            full_target,
+            ignore_index,
+            alpha,
+            beta,
+            compute_nll_loss,
+            use_ref_model,
+            ref_input_chunk,
+            ref_weight,
+            ref_bias,
+            full_nll_target,
+            nll_labels,
+            average_log_prob,
+            loss_kwargs,
+        )
 
 
 def _pairs(target):
@@ -89,8 +172,27 @@ def _token_log_probs(hidden, weight, target, nll_labels, bias, ignore_index):
     return linear_log_prob(hidden, weight, target, bias, ignore_index=ignore_index)
 
 
-def _loss_of_tokens(logp, hidden, weight, target, bias, preference_loss_fn, full_target, ignore_index, alpha, beta, compute_nll_loss, use_ref_model, ref_hidden,
-                    ref_weight, ref_bias, full_nll_target, nll_labels, average_log_prob, loss_kwargs):
+def _loss_of_tokens(
+    logp,
+    hidden,
+    weight,
+    target,
+    bias,
+    preference_loss_fn,
+    full_target,
+    ignore_index,
+    alpha,
+    beta,
+    compute_nll_loss,
+    use_ref_model,
+    ref_hidden,
+    ref_weight,
+    ref_bias,
+    full_nll_target,
+    nll_labels,
+    average_log_prob,
+    loss_kwargs,
+):
     half, pairs = _pairs(target), _pairs(full_target)
     chosen, rejected = ops.sequence_log_prob(logp[: 2 * half], target, ignore_index, average_log_prob).split(half)
     nll = chosen.new_zeros(())
@@ -114,4 +216,6 @@ def reference_log_probs(hidden, weight, target, bias, ignore_index, average):
     if hidden is None or weight is None:
         raise TypeError("use_ref_model=True needs ref_input and ref_weight")
     with torch.no_grad():
-        return ops.sequence_log_prob(linear_log_prob(hidden, weight, target, bias, ignore_index=ignore_index), target, ignore_index, average)
+        return ops.sequence_log_prob(
+            linear_log_prob(hidden, weight, target, bias, ignore_index=ignore_index), target, ignore_index, average
+        )

@@ -20,8 +20,24 @@ class LigerFusedLinearUnpairedPreferenceBase(torch.autograd.Function):
         raise NotImplementedError("a preference loss defines preference_loss_fn")
 
     @staticmethod
-    def forward(cls, ctx, _input, weight, target, preference_labels, bias=None, chunk_size=1, ignore_index=-100, compiled=True, use_ref_model=False,
-                ref_input=None, ref_weight=None, ref_bias=None, average_log_prob=False, **loss_kwargs):
+    def forward(
+        cls,
+        ctx,
+        _input,
+        weight,
+        target,
+        preference_labels,
+        bias=None,
+        chunk_size=1,
+        ignore_index=-100,
+        compiled=True,
+        use_ref_model=False,
+        ref_input=None,
+        ref_weight=None,
+        ref_bias=None,
+        average_log_prob=False,
+        **loss_kwargs,
+    ):
         """(loss, aux) for hidden states _input [B, T, H], weight [V, H], target [B, T], preference_labels [B] of bool, True where the sequence is liked,
         and bias [V] or None; no token is shifted.
 
@@ -36,8 +52,22 @@ class LigerFusedLinearUnpairedPreferenceBase(torch.autograd.Function):
 
         def loss_of(logp):
             return _loss_of_tokens(
-                logp, _input, weight, target, preference_labels, bias, cls.preference_loss_fn, target, ignore_index, use_ref_model, ref_input, ref_weight,
-                ref_bias, average_log_prob, loss_kwargs)
+                logp,
+                _input,
+                weight,
+                target,
+                preference_labels,
+                bias,
+                cls.preference_loss_fn,
+                target,
+                ignore_index,
+                use_ref_model,
+                ref_input,
+                ref_weight,
+                ref_bias,
+                average_log_prob,
+                loss_kwargs,
+            )
 
         return loss_with_gradients(ctx, head, loss_of, _input, weight, bias)
 
@@ -47,31 +77,80 @@ class LigerFusedLinearUnpairedPreferenceBase(torch.autograd.Function):
         return grad_input, grad_weight, None, None, grad_bias
 
     @staticmethod
-    def chunk_forward(input_chunk, weight, target_chunk, preference_labels_chunk, bias=None, ignore_index=-100, average_log_prob=False):
+    def chunk_forward(
+        input_chunk, weight, target_chunk, preference_labels_chunk, bias=None, ignore_index=-100, average_log_prob=False
+    ):
         """(log_probs, chosen_logps_sum, rejected_logps_sum, chosen_logits_sum, rejected_logits_sum) of some sequences; log_probs are differentiable."""
         logp = linear_log_prob(input_chunk, weight, target_chunk, bias, ignore_index=ignore_index)
         log_probs = ops.sequence_log_prob(logp, target_chunk, ignore_index, average_log_prob)
         return log_probs, *_sums(log_probs, input_chunk, weight, bias, preference_labels_chunk)
 
     @staticmethod
-    def _compute_loss(input_chunk, weight, target_chunk, preference_labels_chunk, bias=None, preference_loss_fn=None, full_target=None, ignore_index=-100,
-                      use_ref_model=False, ref_input_chunk=None, ref_weight=None, ref_bias=None, average_log_prob=False, **loss_kwargs):
+    def _compute_loss(
+        input_chunk,
+        weight,
+        target_chunk,
+        preference_labels_chunk,
+        bias=None,
+        preference_loss_fn=None,
+        full_target=None,
+        ignore_index=-100,
+        use_ref_model=False,
+        ref_input_chunk=None,
+        ref_weight=None,
+        ref_bias=None,
+        average_log_prob=False,
+        **loss_kwargs,
+    ):
         """(loss, aux) of some sequences, as parts of those of the batch full_target; differentiable, and without logits."""
         logp = linear_log_prob(input_chunk, weight, target_chunk, bias, ignore_index=ignore_index)
         return _loss_of_tokens(
-            logp, input_chunk, weight, target_chunk, preference_labels_chunk, bias, preference_loss_fn, full_target, ignore_index, use_ref_model,
-            ref_input_chunk, ref_weight, ref_bias, average_log_prob, loss_kwargs)
+            logp,
+            input_chunk,
+            weight,
+            target_chunk,
+            preference_labels_chunk,
+            bias,
+            preference_loss_fn,
+            full_target,
+            ignore_index,
+            use_ref_model,
+            ref_input_chunk,
+            ref_weight,
+            ref_bias,
+            average_log_prob,
+            loss_kwargs,
+        )
 
 
 def _sums(log_probs, hidden, weight, bias, liked):
     return *ops.class_sums(log_probs, liked), *ops.class_sums(ops.logit_sums(hidden, weight, bias), liked)
 
 
-def _loss_of_tokens(logp, hidden, weight, target, liked, bias, preference_loss_fn, full_target, ignore_index, use_ref_model, ref_hidden, ref_weight, ref_bias,
-                    average_log_prob, loss_kwargs):
+def _loss_of_tokens(
+    logp,
+    hidden,
+    weight,
+    target,
+    liked,
+    bias,
+    preference_loss_fn,
+    full_target,
+    ignore_index,
+    use_ref_model,
+    ref_hidden,
+    ref_weight,
+    ref_bias,
+    average_log_prob,
+    loss_kwargs,
+):
     log_probs = ops.sequence_log_prob(logp, target, ignore_index, average_log_prob)
     if use_ref_model:
-        loss_kwargs = loss_kwargs | dict(ref_log_prob_chunk=reference_log_probs(ref_hidden, ref_weight, target, ref_bias, ignore_index, average_log_prob))
+        loss_kwargs = loss_kwargs | dict(
+            ref_log_prob_chunk=reference_log_probs(
+                ref_hidden, ref_weight, target, ref_bias, ignore_index, average_log_prob
+            )
+        )
     result = preference_loss_fn(log_probs, liked, full_target, **loss_kwargs)
     loss, *aux = result if isinstance(result, tuple) else (result,)
     return loss, (*_sums(log_probs, hidden, weight, bias, liked), *aux)

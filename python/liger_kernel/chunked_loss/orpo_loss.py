@@ -13,10 +13,34 @@ class LigerFusedLinearORPOFunction(LigerFusedLinearPreferenceBase):
         return ops.orpo_loss(chosen_logps, rejected_logps, beta, len(full_target) // 2)
 
     @classmethod
-    def forward(cls, ctx, _input, weight, target, bias=None, ignore_index=-100, beta=0.1, compute_nll_loss=True, nll_target=None, compiled=True, chunk_size=1):
+    def forward(
+        cls,
+        ctx,
+        _input,
+        weight,
+        target,
+        bias=None,
+        ignore_index=-100,
+        beta=0.1,
+        compute_nll_loss=True,
+        nll_target=None,
+        compiled=True,
+        chunk_size=1,
+    ):
         return LigerFusedLinearPreferenceBase.forward(
-            cls, ctx, _input, weight, target, bias=bias, chunk_size=chunk_size, ignore_index=ignore_index, beta=beta,
-            compute_nll_loss=compute_nll_loss, nll_target=nll_target, compiled=compiled)
+            cls,
+            ctx,
+            _input,
+            weight,
+            target,
+            bias=bias,
+            chunk_size=chunk_size,
+            ignore_index=ignore_index,
+            beta=beta,
+            compute_nll_loss=compute_nll_loss,
+            nll_target=nll_target,
+            compiled=compiled,
+        )
 
     @staticmethod
     def backward(ctx, *grad_output):
@@ -31,8 +55,24 @@ class LigerFusedLinearORPOLoss(nn.Module):
 
     def __init__(self, ignore_index=-100, beta=0.1, compute_nll_loss=True, compiled=True, chunk_size=1):
         super().__init__()
-        self.ignore_index, self.beta, self.compute_nll_loss, self.compiled, self.chunk_size = ignore_index, beta, compute_nll_loss, compiled, chunk_size
+        self.ignore_index, self.beta, self.compute_nll_loss, self.compiled, self.chunk_size = (
+            ignore_index,
+            beta,
+            compute_nll_loss,
+            compiled,
+            chunk_size,
+        )
 
     def forward(self, lin_weight, _input, target, bias=None, nll_target=None):
         return LigerFusedLinearORPOFunction.apply(
-            _input, lin_weight, target, bias, self.ignore_index, self.beta, self.compute_nll_loss, nll_target, self.compiled, self.chunk_size)
+            _input,
+            lin_weight,
+            target,
+            bias,
+            self.ignore_index,
+            self.beta,
+            self.compute_nll_loss,
+            nll_target,
+            self.compiled,
+            self.chunk_size,
+        )

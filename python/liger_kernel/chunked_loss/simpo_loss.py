@@ -13,11 +13,38 @@ class LigerFusedLinearSimPOFunction(LigerFusedLinearPreferenceBase):
         return ops.cpo_loss(chosen_logps, rejected_logps, beta, label_smoothing, gamma, len(full_target) // 2)
 
     @classmethod
-    def forward(cls, ctx, _input, weight, target, bias=None, ignore_index=-100, beta=0.1, alpha=1.0, label_smoothing=0.0, compute_nll_loss=False,
-                compiled=True, gamma=0.5, chunk_size=1):
+    def forward(
+        cls,
+        ctx,
+        _input,
+        weight,
+        target,
+        bias=None,
+        ignore_index=-100,
+        beta=0.1,
+        alpha=1.0,
+        label_smoothing=0.0,
+        compute_nll_loss=False,
+        compiled=True,
+        gamma=0.5,
+        chunk_size=1,
+    ):
         return LigerFusedLinearPreferenceBase.forward(
-            cls, ctx, _input, weight, target, bias=bias, chunk_size=chunk_size, ignore_index=ignore_index, alpha=alpha,
-            beta=beta, compute_nll_loss=compute_nll_loss, compiled=compiled, label_smoothing=label_smoothing, gamma=gamma)
+            cls,
+            ctx,
+            _input,
+            weight,
+            target,
+            bias=bias,
+            chunk_size=chunk_size,
+            ignore_index=ignore_index,
+            alpha=alpha,
+            beta=beta,
+            compute_nll_loss=compute_nll_loss,
+            compiled=compiled,
+            label_smoothing=label_smoothing,
+            gamma=gamma,
+        )
 
     @staticmethod
     def backward(ctx, *grad_output):
@@ -30,12 +57,39 @@ class LigerFusedLinearSimPOLoss(nn.Module):
     alpha multiplies the nll, which is a part of the loss by default here, and not in the Function.
     """
 
-    def __init__(self, ignore_index=-100, beta=0.1, alpha=1.0, label_smoothing=0.0, compute_nll_loss=True, compiled=True, gamma=0.5, chunk_size=1):
+    def __init__(
+        self,
+        ignore_index=-100,
+        beta=0.1,
+        alpha=1.0,
+        label_smoothing=0.0,
+        compute_nll_loss=True,
+        compiled=True,
+        gamma=0.5,
+        chunk_size=1,
+    ):
         super().__init__()
-        self.ignore_index, self.beta, self.alpha, self.label_smoothing, self.compute_nll_loss = ignore_index, beta, alpha, label_smoothing, compute_nll_loss
+        self.ignore_index, self.beta, self.alpha, self.label_smoothing, self.compute_nll_loss = (
+            ignore_index,
+            beta,
+            alpha,
+            label_smoothing,
+            compute_nll_loss,
+        )
         self.compiled, self.gamma, self.chunk_size = compiled, gamma, chunk_size
 
     def forward(self, lin_weight, _input, target, bias=None):
         return LigerFusedLinearSimPOFunction.apply(
-            _input, lin_weight, target, bias, self.ignore_index, self.beta, self.alpha, self.label_smoothing, self.compute_nll_loss, self.compiled,
-            self.gamma, self.chunk_size)
+            _input,
+            lin_weight,
+            target,
+            bias,
+            self.ignore_index,
+            self.beta,
+            self.alpha,
+            self.label_smoothing,
+            self.compute_nll_loss,
+            self.compiled,
+            self.gamma,
+            self.chunk_size,
+        )

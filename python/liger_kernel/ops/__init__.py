@@ -3,13 +3,21 @@
 from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction, cross_entropy_backward, cross_entropy_forward
 from liger_kernel.ops.dyt import LigerDyTFunction
 from liger_kernel.ops.experimental.embedding import LigerEmbeddingFunction
-from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction, fused_add_rms_norm_backward, fused_add_rms_norm_forward
+from liger_kernel.ops.fused_add_rms_norm import (
+    LigerFusedAddRMSNormFunction,
+    fused_add_rms_norm_backward,
+    fused_add_rms_norm_forward,
+)
 from liger_kernel.ops.fused_linear_cross_entropy import (
     LigerFusedLinearCrossEntropyFunction,
     fused_linear_cross_entropy_backward,
     fused_linear_cross_entropy_forward,
 )
-from liger_kernel.ops.fused_linear_jsd import LigerFusedLinearJSDFunction, fused_linear_jsd_backward, fused_linear_jsd_forward
+from liger_kernel.ops.fused_linear_jsd import (
+    LigerFusedLinearJSDFunction,
+    fused_linear_jsd_backward,
+    fused_linear_jsd_forward,
+)
 from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyFunction
 from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
 from liger_kernel.ops.geglu import LigerGELUMulFunction, geglu_backward, geglu_forward
@@ -20,7 +28,11 @@ from liger_kernel.ops.kl_div import LigerKLDivLossFunction
 from liger_kernel.ops.layer_norm import LigerLayerNormFunction, layer_norm_backward, layer_norm_forward
 from liger_kernel.ops.llama4_rope import LigerLlama4RopeFunction
 from liger_kernel.ops.mlp import LigerMLPFunction
-from liger_kernel.ops.modulated_rms_norm import LigerModulatedRMSNormFunction, modulated_rms_norm_backward, modulated_rms_norm_forward
+from liger_kernel.ops.modulated_rms_norm import (
+    LigerModulatedRMSNormFunction,
+    modulated_rms_norm_backward,
+    modulated_rms_norm_forward,
+)
 from liger_kernel.ops.poly_norm import LigerPolyNormFunction, poly_norm_backward, poly_norm_forward
 from liger_kernel.ops.qwen2vl_mrope import LigerQwen2VLMRopeFunction, qwen2vl_mrope_backward, qwen2vl_mrope_forward
 from liger_kernel.ops.relu_squared import LigerReLUSquaredFunction, relu_squared_backward, relu_squared_forward
@@ -28,7 +40,12 @@ from liger_kernel.ops.rms_norm import LigerRMSNormFunction, rms_norm_backward, r
 from liger_kernel.ops.rope import LigerRopeFunction, rope_backward, rope_forward
 from liger_kernel.ops.softmax import LigerSoftmaxFunction
 from liger_kernel.ops.sparsemax import LigerSparsemaxFunction
-from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction, LigerSiLUMulFunction, swiglu_backward, swiglu_forward
+from liger_kernel.ops.swiglu import (
+    LigerFusedGateUpSiLUMulFunction,
+    LigerSiLUMulFunction,
+    swiglu_backward,
+    swiglu_forward,
+)
 from liger_kernel.ops.tiled_mlp import LigerTiledMLPFunction, apply_tiled_mlp
 from liger_kernel.ops.tvd import LigerTVDLossFunction
 from liger_kernel.ops.vocab_parallel_cross_entropy import LigerVocabParallelCEFunction

@@ -25,7 +25,9 @@ def gradient(x, target, kind, parameter=0.0, labels=None, ignore_index=IGNORE_IN
 def loss_and_gradient(x, target, labels, kind, parameter, ignore_index, reduction, dtype):
     """Both in one pass, without autograd; single losses come with their elements' own gradients."""
     x, target = x.detach(), target.detach()
-    loss, dx, rest = ops.divergence_forward(x, target, labels, kind, parameter, ignore_index, reduction_code(reduction), dtype, True)
+    loss, dx, rest = ops.divergence_forward(
+        x, target, labels, kind, parameter, ignore_index, reduction_code(reduction), dtype, True
+    )
     if reduction == "none":
         return loss, gradient(x, target, kind, parameter, labels, ignore_index)
     return loss, dx if rest.ndim else dx * rest

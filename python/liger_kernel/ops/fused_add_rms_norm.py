@@ -25,6 +25,8 @@ def fused_add_rms_norm_backward(
 ):
     """(dX, dR, dW) from what fused_add_rms_norm_forward returned; dX and dR are one tensor."""
     dS = None if dS_out is None else dS_out.reshape(S.shape)
-    dX, dW = ops.fused_add_rms_norm_backward(dY.reshape(S.shape), dS, S, W, RSTD, float(offset), casting_code(casting_mode), True, W is not None)
+    dX, dW = ops.fused_add_rms_norm_backward(
+        dY.reshape(S.shape), dS, S, W, RSTD, float(offset), casting_code(casting_mode), True, W is not None
+    )
     dX = dX.reshape(dY.shape)
     return dX, dX, dW if W is not None else None

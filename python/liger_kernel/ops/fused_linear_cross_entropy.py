@@ -11,17 +11,42 @@ def _autocast_dtype(device_type):
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
-def fused_linear_cross_entropy_forward(_input, weight, target, ce_weight=None, bias=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0,
-                                       reduction="mean", softcap=None, return_z_loss=False, accum_dtype=None, use_token_scaling=False,
-                                       return_token_accuracy=False, return_predicted_tokens=False, token_grad_output=None, compute_gradients=None,
-                                       weight_requires_grad=None):
+def fused_linear_cross_entropy_forward(
+    _input,
+    weight,
+    target,
+    ce_weight=None,
+    bias=None,
+    ignore_index=-100,
+    lse_square_scale=0.0,
+    label_smoothing=0.0,
+    reduction="mean",
+    softcap=None,
+    return_z_loss=False,
+    accum_dtype=None,
+    use_token_scaling=False,
+    return_token_accuracy=False,
+    return_predicted_tokens=False,
+    token_grad_output=None,
+    compute_gradients=None,
+    weight_requires_grad=None,
+):
     """(loss, z_loss, token_accuracy, predicted_tokens, grad_input, grad_weight, grad_bias), without autograd; None for what is not wanted.
 
     The gradients are made here for a mean or a sum, and for single losses where token_grad_output [tokens] is given. Where it computes in float16
     they are float: in 16 bits sums overflow, and a mean's terms vanish before a loss scale reaches them.
     """
-    flags, scales = loss_options(ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, return_token_accuracy, return_predicted_tokens,
-                                 use_token_scaling)
+    flags, scales = loss_options(
+        ignore_index,
+        lse_square_scale,
+        label_smoothing,
+        reduction,
+        softcap,
+        return_z_loss,
+        return_token_accuracy,
+        return_predicted_tokens,
+        use_token_scaling,
+    )
     wants = [t is not None and t.requires_grad for t in (_input, weight, bias)]
     if weight_requires_grad is not None:
         wants[1] = weight_requires_grad
@@ -31,10 +56,13 @@ def fused_linear_cross_entropy_forward(_input, weight, target, ce_weight=None, b
     tensors = [t if t is None else t.detach() for t in (_input, weight, bias)]
     deferred = token_grad_output is not None
     *results, grad_input, grad_weight, grad_bias, scale = ops.fused_linear_cross_entropy_forward(
-        *tensors, target, ce_weight, None, flags, scales, -1, 0, dtype, *([False] * 3 if deferred else wants))
+        *tensors, target, ce_weight, None, flags, scales, -1, 0, dtype, *([False] * 3 if deferred else wants)
+    )
     gradients = grad_input, grad_weight, grad_bias
     if deferred:
-        gradients = ops.fused_linear_cross_entropy_backward(token_grad_output, *tensors, target, ce_weight, None, flags, scales, -1, 0, dtype, *wants)
+        gradients = ops.fused_linear_cross_entropy_backward(
+            token_grad_output, *tensors, target, ce_weight, None, flags, scales, -1, 0, dtype, *wants
+        )
     elif scale.ndim == 0:
         gradients = [g / scale for g in gradients]
     results = asked_for(results, return_z_loss, return_token_accuracy, return_predicted_tokens)
@@ -50,17 +78,50 @@ class LigerFusedLinearCrossEntropyFunction(torch.autograd.Function):
     """The operator by way of the two functions above, which others replace; `functional` calls libliger's operator itself."""
 
     @staticmethod
-    def forward(ctx, _input, weight, target, bias=None, ce_weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0, reduction="mean",
-                softcap=None, return_z_loss=False, accum_dtype=None, use_token_scaling=False, return_token_accuracy=False, return_predicted_tokens=False):
-        options = dict(ce_weight=ce_weight, ignore_index=ignore_index, lse_square_scale=lse_square_scale, label_smoothing=label_smoothing,
-                       reduction=reduction, softcap=softcap, accum_dtype=accum_dtype, use_token_scaling=use_token_scaling)
+    def forward(
+        ctx,
+        _input,
+        weight,
+        target,
+        bias=None,
+        ce_weight=None,
+        ignore_index=-100,
+        lse_square_scale=0.0,
+        label_smoothing=0.0,
+        reduction="mean",
+        softcap=None,
+        return_z_loss=False,
+        accum_dtype=None,
+        use_token_scaling=False,
+        return_token_accuracy=False,
+        return_predicted_tokens=False,
+    ):
+        options = dict(
+            ce_weight=ce_weight,
+            ignore_index=ignore_index,
+            lse_square_scale=lse_square_scale,
+            label_smoothing=label_smoothing,
+            reduction=reduction,
+            softcap=softcap,
+            accum_dtype=accum_dtype,
+            use_token_scaling=use_token_scaling,
+        )
         *results, grad_input, grad_weight, grad_bias = fused_linear_cross_entropy_forward(
-            _input, weight, target, bias=bias, **options, return_z_loss=return_z_loss, return_token_accuracy=return_token_accuracy,
-            return_predicted_tokens=return_predicted_tokens)
+            _input,
+            weight,
+            target,
+            bias=bias,
+            **options,
+            return_z_loss=return_z_loss,
+            return_token_accuracy=return_token_accuracy,
+            return_predicted_tokens=return_predicted_tokens,
+        )
         ctx.deferred = reduction == "none"
         ctx.options = options
         ctx.autocast = _autocast_dtype(_input.device.type)
-        ctx.save_for_backward(*((_input, weight, target, bias) if ctx.deferred else (grad_input, grad_weight, grad_bias)))
+        ctx.save_for_backward(
+            *((_input, weight, target, bias) if ctx.deferred else (grad_input, grad_weight, grad_bias))
+        )
         ctx.roots = () if ctx.deferred else roots(_input, weight, bias)
         ctx.mark_non_differentiable(*(r for r in results[1:] if r is not None))
         return tuple(results)
@@ -73,7 +134,14 @@ class LigerFusedLinearCrossEntropyFunction(torch.autograd.Function):
             device = _input.device.type
             with torch.autocast(device, dtype=ctx.autocast, enabled=ctx.autocast is not None):
                 *_, grad_input, grad_weight, grad_bias = fused_linear_cross_entropy_forward(
-                    _input, weight, target, bias=bias, **ctx.options, token_grad_output=grad_output, compute_gradients=True)
+                    _input,
+                    weight,
+                    target,
+                    bias=bias,
+                    **ctx.options,
+                    token_grad_output=grad_output,
+                    compute_gradients=True,
+                )
         else:
             grad_input, grad_weight, grad_bias = fused_linear_cross_entropy_backward(grad_output, *ctx.saved_tensors)
         return grad_input, grad_weight, None, grad_bias, *[None] * 11

@@ -32,7 +32,9 @@ def _resolve_implementation(device):
     """What runs on this device; its compute capability is asked for only where it can matter."""
     if device.type != "cuda" or not torch.cuda.is_available() or torch.version.hip is not None:
         return _FusedLinearPPOFallbackFunction
-    return _load_sm90_function() if torch.cuda.get_device_capability(device) == (9, 0) else _FusedLinearPPOFallbackFunction
+    return (
+        _load_sm90_function() if torch.cuda.get_device_capability(device) == (9, 0) else _FusedLinearPPOFallbackFunction
+    )
 
 
 class LigerFusedLinearScaledCrossEntropyFunction:
@@ -48,7 +50,9 @@ class LigerFusedLinearScaledCrossEntropyFunction:
         implementation = _resolve_implementation(_input.device)
         if implementation is _FusedLinearPPOFallbackFunction:
             return implementation.apply(_input, weight, target, temperature, ignore_index, return_entropy)
-        return implementation.apply(_input, weight, target, temperature, ignore_index, m_tiles_per_cluster, return_entropy)
+        return implementation.apply(
+            _input, weight, target, temperature, ignore_index, m_tiles_per_cluster, return_entropy
+        )
 
 
 def _is_number(value):
@@ -63,11 +67,15 @@ def _check_options(temperature, tiles, return_entropy, x, weight, target, ignore
     if not isinstance(return_entropy, bool):
         raise TypeError(f"return_entropy must be True or False, got {return_entropy!r}")
     if x.ndim != 2 or weight.ndim != 2 or target.ndim != 1 or x.shape[1] != weight.shape[1] or len(x) != len(target):
-        raise ValueError(f"expected _input [M, H], weight [V, H] and target [M], got {list(x.shape)}, {list(weight.shape)} and {list(target.shape)}")
+        raise ValueError(
+            f"expected _input [M, H], weight [V, H] and target [M], got {list(x.shape)}, {list(weight.shape)} and {list(target.shape)}"
+        )
     if 0 in (*x.shape, *weight.shape):
         raise ValueError(f"no dimension may be empty, got _input {list(x.shape)} and weight {list(weight.shape)}")
     if not x.device == weight.device == target.device:
-        raise ValueError(f"_input, weight and target must be on one device, got {x.device}, {weight.device} and {target.device}")
+        raise ValueError(
+            f"_input, weight and target must be on one device, got {x.device}, {weight.device} and {target.device}"
+        )
     if x.dtype != weight.dtype or not x.is_floating_point():
         raise TypeError(f"_input and weight must have one floating dtype, got {x.dtype} and {weight.dtype}")
     if target.dtype != torch.int64:
@@ -75,7 +83,9 @@ def _check_options(temperature, tiles, return_entropy, x, weight, target, ignore
     if target.device.type == "cpu":
         outside = target[(target != ignore_index) & ((target < 0) | (target >= len(weight)))]
         if len(outside):
-            raise ValueError(f"target {int(outside[0])} is outside [0, {len(weight)}) and not ignore_index {ignore_index}")
+            raise ValueError(
+                f"target {int(outside[0])} is outside [0, {len(weight)}) and not ignore_index {ignore_index}"
+            )
     if not _is_number(temperature):
         raise TypeError(f"temperature must be a number, got {temperature!r}")
     if not (math.isfinite(temperature) and temperature > 0):

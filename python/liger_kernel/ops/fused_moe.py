@@ -11,7 +11,21 @@ ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH, "gelu_erf": GELU_ERF, "relu
 BLOCK_M_TOKEN = 64
 
 
-def fused_experts(x, gate_up, down, index, weights, gate_up_bias=None, down_bias=None, activation="silu", transposed=False, clamped=False, alpha=1.702, limit=7.0, recompute=True):
+def fused_experts(
+    x,
+    gate_up,
+    down,
+    index,
+    weights,
+    gate_up_bias=None,
+    down_bias=None,
+    activation="silu",
+    transposed=False,
+    clamped=False,
+    alpha=1.702,
+    limit=7.0,
+    recompute=True,
+):
     """y[t] = Σ_k weights[t, k] · down_e (act(gate_e x[t]) · up_e x[t]) for the experts e = index[t, k]; [tokens, H] in x's dtype, summed over k in float.
 
     x [tokens, H], gate_up [E, 2 I, H], gate above up, down [E, H, I], biases [E, 2 I] and [E, H], all in one dtype; transposed: [E, H, 2 I] and [E, I, H]. index
@@ -19,7 +33,21 @@ def fused_experts(x, gate_up, down, index, weights, gate_up_bias=None, down_bias
     makes gate and up again, unless recompute=False. clamped: GPT-OSS's gate instead, of columns that interleave: (up' + 1) · gate' · σ(alpha · gate') with gate' = min(gate,
     limit) and up' = clamp(up, −limit, limit). On CUDA in bfloat16, with widths that are multiples of 8, nothing is read on the host; otherwise the counts of tokens are. Raises KeyError for an activation that is none of "silu", "gelu_tanh", "gelu_erf", "relu_squared".
     """
-    return ops.fused_experts(x, gate_up, down, weights, gate_up_bias, down_bias, index, ACTIVATIONS[activation], transposed, clamped, float(alpha), float(limit), recompute)
+    return ops.fused_experts(
+        x,
+        gate_up,
+        down,
+        weights,
+        gate_up_bias,
+        down_bias,
+        index,
+        ACTIVATIONS[activation],
+        transposed,
+        clamped,
+        float(alpha),
+        float(limit),
+        recompute,
+    )
 
 
 class LigerFusedMoEFunction:
@@ -43,4 +71,6 @@ def compute_routing_metadata(topk_indices, E, block_m_token=BLOCK_M_TOKEN):
     tiles = (counts + block_m_token - 1) // block_m_token
     experts = torch.repeat_interleave(torch.arange(E, device=flat.device), tiles)
     within = torch.arange(len(experts), device=flat.device) - (tiles.cumsum(0) - tiles)[experts]
-    return tuple(t.int() for t in (counts, starts, order // k, order, place, starts[experts] + within * block_m_token, experts))
+    return tuple(
+        t.int() for t in (counts, starts, order // k, order, place, starts[experts] + within * block_m_token, experts)
+    )

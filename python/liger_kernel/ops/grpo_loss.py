@@ -6,7 +6,9 @@ from liger_kernel._library import ops
 from liger_kernel.ops.divergence import IGNORE_INDEX
 
 #: The losses' codes are libliger's.
-_str_to_loss_type = {name: code for code, name in enumerate(("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"))}
+_str_to_loss_type = {
+    name: code for code, name in enumerate(("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"))
+}
 #: Those whose ratio is not clipped: without delta and without a sequence level.
 _SOFT = ("cispo", "sapo", "vespo")
 #: Those divided by the tokens of all ranks.
@@ -21,7 +23,9 @@ def check_loss(loss_type, level="token", sapo_temperature_pos=1.0, sapo_temperat
     if level not in ("token", "sequence"):
         raise ValueError(f"Unknown importance_sampling_level: {level}; known are 'token' and 'sequence'")
     if loss_type == "sapo" and not (sapo_temperature_pos > 0 and sapo_temperature_neg > 0):
-        raise ValueError(f"sapo_temperature_pos and sapo_temperature_neg must be positive, got {sapo_temperature_pos} and {sapo_temperature_neg}")
+        raise ValueError(
+            f"sapo_temperature_pos and sapo_temperature_neg must be positive, got {sapo_temperature_pos} and {sapo_temperature_neg}"
+        )
 
 
 def check_level(loss_type, level):
@@ -33,7 +37,9 @@ def check_ratio(ratio, batch, length):
     """Raises AssertionError where vllm_is_ratio is none of [batch], [batch, 1] and [batch, length]."""
     if ratio is not None:
         shape = tuple(ratio.shape)
-        assert shape in ((batch,), (batch, 1), (batch, length)), f"vllm_is_ratio must be [{batch}], [{batch}, 1] or [{batch}, {length}], got {list(shape)}"
+        assert shape in ((batch,), (batch, 1), (batch, length)), (
+            f"vllm_is_ratio must be [{batch}], [{batch}, 1] or [{batch}, {length}], got {list(shape)}"
+        )
 
 
 def _compute_dapo_normalizer(attention_mask, num_items_in_batch=None):
@@ -76,20 +82,41 @@ def fused_selective_log_softmax(logits, input_ids, temperature=0.9, mask=None):
     whose logits are not read. Without gradients; raises AssertionError where the logits are not contiguous.
     """
     length = logits.shape[1] - 1
-    last = lambda t: t[:, t.shape[1] - length:]
+    last = lambda t: t[:, t.shape[1] - length :]
     return _log_probs(logits, last(input_ids), temperature, None if mask is None else last(mask)).contiguous()
 
 
-def grpo_loss_of_logits(logits, old_logp, ref_logp, completion_ids, advantages, completion_mask, temperature, vllm_is_ratio, phi_seq, reduce,
-                        num_items_in_batch, **options):
+def grpo_loss_of_logits(
+    logits,
+    old_logp,
+    ref_logp,
+    completion_ids,
+    advantages,
+    completion_mask,
+    temperature,
+    vllm_is_ratio,
+    phi_seq,
+    reduce,
+    num_items_in_batch,
+    **options,
+):
     """(loss, kl or None, clipped) of GrpoLossFunction, options those of policy_options; vespo's weights are made here where phi_seq is None."""
-    assert logits is not None and completion_ids is not None and advantages is not None, "logits, completion_ids and advantages must be given"
+    assert logits is not None and completion_ids is not None and advantages is not None, (
+        "logits, completion_ids and advantages must be given"
+    )
     assert options["beta"] == 0 or ref_logp is not None, "ref_logp must be given where beta is not 0"
     batch, length = logits.shape[0], logits.shape[1] - 1
-    for name, t in (("completion_ids", completion_ids), ("old_logp", old_logp), ("ref_logp", ref_logp), ("completion_mask", completion_mask)):
+    for name, t in (
+        ("completion_ids", completion_ids),
+        ("old_logp", old_logp),
+        ("ref_logp", ref_logp),
+        ("completion_mask", completion_mask),
+    ):
         assert t is None or t.shape == (batch, length), f"{name} must be [{batch}, {length}], got {list(t.shape)}"
     assert advantages.shape == (batch,), f"advantages must be [{batch}], got {list(advantages.shape)}"
-    assert phi_seq is None or tuple(phi_seq.shape) in ((batch,), (batch, 1)), f"phi_seq must be [{batch}] or [{batch}, 1], got {list(phi_seq.shape)}"
+    assert phi_seq is None or tuple(phi_seq.shape) in ((batch,), (batch, 1)), (
+        f"phi_seq must be [{batch}] or [{batch}, 1], got {list(phi_seq.shape)}"
+    )
     loss_type, level = options["loss_type"], options["level"]
     assert level in ("token", "sequence"), f"importance_sampling_level must be 'token' or 'sequence', got {level!r}"
     check_loss(loss_type, level, options["sapo_temperature_pos"], options["sapo_temperature_neg"])
@@ -101,7 +128,17 @@ def grpo_loss_of_logits(logits, old_logp, ref_logp, completion_ids, advantages, 
     mask = torch.ones_like(logp) if completion_mask is None else completion_mask
     normalizer = _compute_dapo_normalizer(mask, num_items_in_batch) if reduce and loss_type in NORMALIZED else None
     loss, kl, clipped = (ops.policy_loss if reduce else ops.policy_terms)(
-        logp, mask, advantages, old_logp, ref_logp, vllm_is_ratio, phi_seq, normalizer, None, **policy_options(**options))
+        logp,
+        mask,
+        advantages,
+        old_logp,
+        ref_logp,
+        vllm_is_ratio,
+        phi_seq,
+        normalizer,
+        None,
+        **policy_options(**options),
+    )
     if not reduce:
         loss, kl, clipped = loss * mask, kl.detach() * mask if options["beta"] else kl, clipped * mask
     return loss, kl if options["beta"] else None, clipped
@@ -109,9 +146,30 @@ def grpo_loss_of_logits(logits, old_logp, ref_logp, completion_ids, advantages, 
 
 class GrpoLossFunction:
     @staticmethod
-    def apply(logits, old_logp, ref_logp, completion_ids, advantages, completion_mask, temperature, beta, eps_low, eps_high, inplace, loss_type="grpo",
-              max_completion_length=None, reduce=True, importance_sampling_level="token", sapo_temperature_pos=1.0, sapo_temperature_neg=1.05,
-              vllm_is_ratio=None, delta=None, use_bias_correction_kl=False, num_items_in_batch=None, phi_seq=None):
+    def apply(
+        logits,
+        old_logp,
+        ref_logp,
+        completion_ids,
+        advantages,
+        completion_mask,
+        temperature,
+        beta,
+        eps_low,
+        eps_high,
+        inplace,
+        loss_type="grpo",
+        max_completion_length=None,
+        reduce=True,
+        importance_sampling_level="token",
+        sapo_temperature_pos=1.0,
+        sapo_temperature_neg=1.05,
+        vllm_is_ratio=None,
+        delta=None,
+        use_bias_correction_kl=False,
+        num_items_in_batch=None,
+        phi_seq=None,
+    ):
         """(loss, kl, clipped) of a policy with these contiguous logits [B, L + 1, V]; formulas in liger/ops/preference/policy.h.
 
         completion_ids, completion_mask (None: all count), old_logp and ref_logp (None: the policy's own) [B, L], advantages [B]; vespo's weights phi_seq
@@ -122,16 +180,62 @@ class GrpoLossFunction:
         if loss_type == "vespo" and phi_seq is None:
             raise ValueError("loss_type='vespo' needs phi_seq")
         return grpo_loss_of_logits(
-            logits, old_logp, ref_logp, completion_ids, advantages, completion_mask, temperature, vllm_is_ratio, phi_seq, reduce, num_items_in_batch,
-            loss_type=loss_type, level=importance_sampling_level, epsilon_low=eps_low, epsilon_high=eps_high, delta=delta, beta=beta,
-            unbiased_kl=use_bias_correction_kl, sapo_temperature_pos=sapo_temperature_pos, sapo_temperature_neg=sapo_temperature_neg,
-            max_length=max_completion_length)
+            logits,
+            old_logp,
+            ref_logp,
+            completion_ids,
+            advantages,
+            completion_mask,
+            temperature,
+            vllm_is_ratio,
+            phi_seq,
+            reduce,
+            num_items_in_batch,
+            loss_type=loss_type,
+            level=importance_sampling_level,
+            epsilon_low=eps_low,
+            epsilon_high=eps_high,
+            delta=delta,
+            beta=beta,
+            unbiased_kl=use_bias_correction_kl,
+            sapo_temperature_pos=sapo_temperature_pos,
+            sapo_temperature_neg=sapo_temperature_neg,
+            max_length=max_completion_length,
+        )
 
 
-def policy_options(loss_type, level, epsilon_low, epsilon_high, delta, beta, unbiased_kl, sapo_temperature_pos, sapo_temperature_neg, vespo_k_pos=2.0,
-                   vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0, max_length=None, masked_terms=False):
+def policy_options(
+    loss_type,
+    level,
+    epsilon_low,
+    epsilon_high,
+    delta,
+    beta,
+    unbiased_kl,
+    sapo_temperature_pos,
+    sapo_temperature_neg,
+    vespo_k_pos=2.0,
+    vespo_lambda_pos=3.0,
+    vespo_k_neg=3.0,
+    vespo_lambda_neg=2.0,
+    max_length=None,
+    masked_terms=False,
+):
     """The options of libliger's policy_loss and policy_terms."""
     return dict(
-        loss_type=loss_type, level=level, epsilon_low=epsilon_low, epsilon_high=epsilon_high, delta=delta, beta=beta, unbiased_kl=bool(unbiased_kl),
-        sapo_temperature_pos=sapo_temperature_pos, sapo_temperature_neg=sapo_temperature_neg, vespo_k_pos=vespo_k_pos, vespo_lambda_pos=vespo_lambda_pos,
-        vespo_k_neg=vespo_k_neg, vespo_lambda_neg=vespo_lambda_neg, max_length=max_length or 0, masked_terms=masked_terms)
+        loss_type=loss_type,
+        level=level,
+        epsilon_low=epsilon_low,
+        epsilon_high=epsilon_high,
+        delta=delta,
+        beta=beta,
+        unbiased_kl=bool(unbiased_kl),
+        sapo_temperature_pos=sapo_temperature_pos,
+        sapo_temperature_neg=sapo_temperature_neg,
+        vespo_k_pos=vespo_k_pos,
+        vespo_lambda_pos=vespo_lambda_pos,
+        vespo_k_neg=vespo_k_neg,
+        vespo_lambda_neg=vespo_lambda_neg,
+        max_length=max_length or 0,
+        masked_terms=masked_terms,
+    )

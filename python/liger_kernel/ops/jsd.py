@@ -14,13 +14,24 @@ class LigerJSDFunction:
         0 where there is none. The target gets no gradient. Raises AssertionError for labels of another shape, ValueError for β outside [0, 1].
         """
         check_labels(shift_labels, _input.shape[0], ignore_index)
-        return ops.divergence(_input, target, shift_labels, JENSEN_SHANNON, float(beta), ignore_index, reduction_code("batchmean"), _input.dtype)
+        return ops.divergence(
+            _input,
+            target,
+            shift_labels,
+            JENSEN_SHANNON,
+            float(beta),
+            ignore_index,
+            reduction_code("batchmean"),
+            _input.dtype,
+        )
 
 
 def jsd_forward(_input, target, shift_labels, beta, ignore_index, has_label):
     """(loss, gradient of _input), without autograd."""
     labels = shift_labels if has_label else None
-    return loss_and_gradient(_input, target, labels, JENSEN_SHANNON, float(beta), ignore_index, "batchmean", _input.dtype)
+    return loss_and_gradient(
+        _input, target, labels, JENSEN_SHANNON, float(beta), ignore_index, "batchmean", _input.dtype
+    )
 
 
 def jsd_backward(dX, grad_output):

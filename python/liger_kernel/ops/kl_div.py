@@ -15,7 +15,16 @@ class LigerKLDivLossFunction:
         The dtypes may differ; the loss is float, a scalar or, with "none", [rows, cols]. The target gets no gradient. Raises ValueError
         for an unknown reduction.
         """
-        return ops.divergence(y_pred, y_true, None, LOG_KL if log_target else KL, float(eps), IGNORE_INDEX, reduction_code(reduction), torch.float32)
+        return ops.divergence(
+            y_pred,
+            y_true,
+            None,
+            LOG_KL if log_target else KL,
+            float(eps),
+            IGNORE_INDEX,
+            reduction_code(reduction),
+            torch.float32,
+        )
 
 
 def kldiv_forward_triton(y_pred, y_true, log_target, reduction, eps):

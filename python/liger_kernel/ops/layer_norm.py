@@ -20,7 +20,9 @@ class LigerLayerNormFunction:
         try:
             return ops.layer_norm(X, W, B, float(eps))
         except RuntimeError:
-            _check(X, W, B)  # says it in the API's own exception; asked before, it would add half to the time of a small call
+            _check(
+                X, W, B
+            )  # says it in the API's own exception; asked before, it would add half to the time of a small call
             raise
 
 
@@ -28,7 +30,13 @@ def layer_norm_forward(X, W, B, eps):
     """(y, X [rows, H], mean [rows], rstd [rows], BLOCK_SIZE, num_warps), without autograd."""
     _check(X, W, B)
     y, mean, rstd = ops.layer_norm_forward(X, W, B, float(eps))
-    return y, X.reshape(-1, X.shape[-1]), mean.reshape(-1), rstd.reshape(-1), *calculate_settings(min(X.shape[-1], 65536))
+    return (
+        y,
+        X.reshape(-1, X.shape[-1]),
+        mean.reshape(-1),
+        rstd.reshape(-1),
+        *calculate_settings(min(X.shape[-1], 65536)),
+    )
 
 
 def layer_norm_backward(dY, X, W, B, Mean, RSTD):

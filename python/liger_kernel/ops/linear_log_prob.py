@@ -13,8 +13,24 @@ def output_bits(names):
     return sum(OUTPUTS[name] for name in set(names))
 
 
-def linear_log_prob(hidden, weight, ids, bias=None, temperature=1.0, ignore_index=-100, entropy=False, max_bytes=0, valid_count=None, softcap=None, logit_scale=1.0,
-                    outputs=(), top_k=0, lora=None, main_grad=None, batch_invariant=False):
+def linear_log_prob(
+    hidden,
+    weight,
+    ids,
+    bias=None,
+    temperature=1.0,
+    ignore_index=-100,
+    entropy=False,
+    max_bytes=0,
+    valid_count=None,
+    softcap=None,
+    logit_scale=1.0,
+    outputs=(),
+    top_k=0,
+    lora=None,
+    main_grad=None,
+    batch_invariant=False,
+):
     """log_softmax(z) at ids, float [...], for z = y · logit_scale / temperature, or softcap · tanh(y · logit_scale / softcap) / temperature, y = hidden weightᵀ + bias.
 
     With entropy=True the pair (logp, −Σ p ln p); with outputs, names of OUTPUTS, the tuple (logp, *those) in the order given: also "lse" ln Σ exp z, "mean_logits" the
@@ -37,9 +53,24 @@ def linear_log_prob(hidden, weight, ids, bias=None, temperature=1.0, ignore_inde
         a, low_weight, scale = lora
         low_hidden = torch.nn.functional.linear(hidden, a.to(hidden.dtype)) * scale
     logp, *rest = ops.linear_log_prob(
-        hidden, weight, bias, ids, low_hidden, low_weight, main_grad, None, temperature=float(temperature), softcap=float(softcap or 0), logit_scale=float(logit_scale),
-        ignore_index=ignore_index, outputs=output_bits(names), top_k=top_k, valid_count=-1 if valid_count is None else valid_count, max_bytes=max_bytes,
-        batch_invariant=batch_invariant)
+        hidden,
+        weight,
+        bias,
+        ids,
+        low_hidden,
+        low_weight,
+        main_grad,
+        None,
+        temperature=float(temperature),
+        softcap=float(softcap or 0),
+        logit_scale=float(logit_scale),
+        ignore_index=ignore_index,
+        outputs=output_bits(names),
+        top_k=top_k,
+        valid_count=-1 if valid_count is None else valid_count,
+        max_bytes=max_bytes,
+        batch_invariant=batch_invariant,
+    )
     found = dict(zip(OUTPUTS, rest))
-    top = tuple(rest[len(OUTPUTS):]) if top_k else ()
+    top = tuple(rest[len(OUTPUTS) :]) if top_k else ()
     return (logp, *(found[name] for name in names), *top) if names or top else logp

@@ -15,7 +15,13 @@ def _parts(freqs_cis, batch, seq):
 
 def llama4_rope_forward(q, k, freqs_cis, BLOCK_SIZE=None, imag_sign=1.0):
     """(q, k) [batch, seq, heads, dim] times freqs_cis; with imag_sign=-1 times its conjugate, which is the gradient."""
-    turned = ops.rope(q.transpose(1, 2), k.to(q.dtype).transpose(1, 2), *_parts(freqs_cis, q.shape[0], q.shape[1]), imag_sign < 0, True)
+    turned = ops.rope(
+        q.transpose(1, 2),
+        k.to(q.dtype).transpose(1, 2),
+        *_parts(freqs_cis, q.shape[0], q.shape[1]),
+        imag_sign < 0,
+        True,
+    )
     return tuple(t.transpose(1, 2) for t in turned)
 
 

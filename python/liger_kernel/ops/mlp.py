@@ -12,4 +12,16 @@ class LigerMLPFunction:
         input [..., D]; gate_weight and up_weight [I, D], down_weight [D, I], in input's dtype or under autocast; any strides. backward makes gate and
         up again. Raises TypeError where dtypes differ.
         """
-        return ops.fused_mlp(input, gate_weight, up_weight, down_weight, None, None, None, SILU, float(gate_multiplier), float(down_multiplier), 0)
+        return ops.fused_mlp(
+            input,
+            gate_weight,
+            up_weight,
+            down_weight,
+            None,
+            None,
+            None,
+            SILU,
+            float(gate_multiplier),
+            float(down_multiplier),
+            0,
+        )

@@ -10,8 +10,12 @@ def _check(X, W, scale, shift):
     if X.numel() == 0:
         return
     width, rows = X.shape[-1], X.numel() // X.shape[-1]
-    assert scale.numel() > 0 and scale.numel() % width == 0, f"scale has {scale.numel()} elements, which is no multiple of the width {width}"
-    assert rows % (scale.numel() // width) == 0, f"scale has {scale.numel() // width} rows, which do not divide the input's {rows}"
+    assert scale.numel() > 0 and scale.numel() % width == 0, (
+        f"scale has {scale.numel()} elements, which is no multiple of the width {width}"
+    )
+    assert rows % (scale.numel() // width) == 0, (
+        f"scale has {scale.numel() // width} rows, which do not divide the input's {rows}"
+    )
     assert shift is None or shift.numel() == scale.numel(), f"shift has {shift.numel()} elements, scale {scale.numel()}"
 
 
@@ -30,23 +34,54 @@ class LigerModulatedRMSNormFunction:
         X = full_tensor(X, scale)
         _check(X, W, scale, shift)
         width = X.shape[-1]
-        return ops.modulated_rms_norm(X, W, _rows(scale, width), _rows(shift, width), float(eps), float(offset), casting_code(casting_mode))
+        return ops.modulated_rms_norm(
+            X, W, _rows(scale, width), _rows(shift, width), float(eps), float(offset), casting_code(casting_mode)
+        )
 
 
 def modulated_rms_norm_forward(X, W, scale, shift, eps, offset, casting_mode):
     """(y, rstd [rows], BLOCK_SIZE, num_warps, code of casting_mode, rows for each row of scale), without autograd."""
     _check(X, W, scale, shift)
     width, code = X.shape[-1], casting_code(casting_mode)
-    y, rstd = ops.modulated_rms_norm_forward(X, W, _rows(scale, width), _rows(shift, width), float(eps), float(offset), code)
+    y, rstd = ops.modulated_rms_norm_forward(
+        X, W, _rows(scale, width), _rows(shift, width), float(eps), float(offset), code
+    )
     return y, rstd.reshape(-1), *calculate_settings(min(width, 65536)), code, X.numel() // max(1, scale.numel())
 
 
 def modulated_rms_norm_backward(
-    dY, X, W, scale, shift, RSTD, offset, casting_mode, BLOCK_SIZE=None, num_warps=None, rows_per_modulation=None, in_place=False
+    dY,
+    X,
+    W,
+    scale,
+    shift,
+    RSTD,
+    offset,
+    casting_mode,
+    BLOCK_SIZE=None,
+    num_warps=None,
+    rows_per_modulation=None,
+    in_place=False,
 ):
     """(dX, dW or None, dScale, dShift or None) from what modulated_rms_norm_forward returned."""
     width = X.shape[-1]
     dX, dW, dScale, dShift = ops.modulated_rms_norm_backward(
-        full_tensor(dY).reshape(X.shape), X, W, _rows(scale, width), _rows(shift, width), RSTD, float(offset), casting_code(casting_mode),
-        True, W is not None, True, shift is not None)
-    return dX.reshape(dY.shape), dW if W is not None else None, dScale.reshape(scale.shape), None if shift is None else dShift.reshape(shift.shape)
+        full_tensor(dY).reshape(X.shape),
+        X,
+        W,
+        _rows(scale, width),
+        _rows(shift, width),
+        RSTD,
+        float(offset),
+        casting_code(casting_mode),
+        True,
+        W is not None,
+        True,
+        shift is not None,
+    )
+    return (
+        dX.reshape(dY.shape),
+        dW if W is not None else None,
+        dScale.reshape(scale.shape),
+        None if shift is None else dShift.reshape(shift.shape),
+    )

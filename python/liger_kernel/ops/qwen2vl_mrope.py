@@ -14,7 +14,10 @@ class LigerQwen2VLMRopeFunction:
         else by plane 2. Raises ValueError for other sections and for another unsqueeze_dim.
         """
         if unsqueeze_dim != 1:
-            return heads_swapped(unsqueeze_dim, LigerQwen2VLMRopeFunction.apply(*heads_swapped(unsqueeze_dim, (q, k)), cos, sin, mrope_section))
+            return heads_swapped(
+                unsqueeze_dim,
+                LigerQwen2VLMRopeFunction.apply(*heads_swapped(unsqueeze_dim, (q, k)), cos, sin, mrope_section),
+            )
         return ops.rope(q, k, cos, sin, False, False, list(mrope_section))
 
 

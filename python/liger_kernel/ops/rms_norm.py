@@ -14,7 +14,9 @@ def casting_code(mode) -> int:
 
 
 def check_width(x, w):
-    assert w is None or x.shape[-1] == w.shape[0], f"the input's last dimension is {x.shape[-1]}, the weight has {w.shape[0]}"
+    assert w is None or x.shape[-1] == w.shape[0], (
+        f"the input's last dimension is {x.shape[-1]}, the weight has {w.shape[0]}"
+    )
 
 
 class LigerRMSNormFunction:
@@ -27,7 +29,9 @@ class LigerRMSNormFunction:
         AssertionError where H and W differ.
         """
         try:
-            return ops.rms_norm(X if W is None else full_tensor(X, W), W, float(eps), float(offset), casting_code(casting_mode))
+            return ops.rms_norm(
+                X if W is None else full_tensor(X, W), W, float(eps), float(offset), casting_code(casting_mode)
+            )
         except RuntimeError:
             check_width(X, W)  # see LigerLayerNormFunction
             raise
@@ -41,7 +45,11 @@ def rms_norm_forward(X, W, eps, offset, casting_mode, row_mode=None):
     return y, X.reshape(-1, X.shape[-1]), rstd.reshape(-1), block, warps, casting_code(casting_mode)
 
 
-def rms_norm_backward(dY, X, W, RSTD, offset, casting_mode, BLOCK_SIZE=None, num_warps=None, in_place=False, row_mode=None):
+def rms_norm_backward(
+    dY, X, W, RSTD, offset, casting_mode, BLOCK_SIZE=None, num_warps=None, in_place=False, row_mode=None
+):
     """(dX, dW or None) from what rms_norm_forward returned."""
-    dX, dW = ops.rms_norm_backward(dY.reshape(X.shape), X, W, RSTD, float(offset), casting_code(casting_mode), True, W is not None)
+    dX, dW = ops.rms_norm_backward(
+        dY.reshape(X.shape), X, W, RSTD, float(offset), casting_code(casting_mode), True, W is not None
+    )
     return dX.reshape(dY.shape), dW if W is not None else None

@@ -18,7 +18,9 @@ def rotated(dim, width, rotary_dim=None):
 def heads_swapped(unsqueeze_dim, tensors):
     """Of tensors [batch, seq, heads, dim], as unsqueeze_dim=2 says, views [batch, heads, seq, dim]; the same the other way round."""
     if unsqueeze_dim != 2:
-        raise ValueError(f"unsqueeze_dim must be 1, for q and k [batch, heads, seq, dim], or 2, for [batch, seq, heads, dim], got {unsqueeze_dim!r}")
+        raise ValueError(
+            f"unsqueeze_dim must be 1, for q and k [batch, heads, seq, dim], or 2, for [batch, seq, heads, dim], got {unsqueeze_dim!r}"
+        )
     return tuple(t.transpose(1, 2) for t in tensors)
 
 
@@ -32,7 +34,10 @@ class LigerRopeFunction:
         for tables of another width than the head's where rotary_dim is not given, and for another unsqueeze_dim. position_ids is not used.
         """
         if unsqueeze_dim != 1:
-            return heads_swapped(unsqueeze_dim, LigerRopeFunction.apply(*heads_swapped(unsqueeze_dim, (q, k)), cos, sin, rotary_dim=rotary_dim))
+            return heads_swapped(
+                unsqueeze_dim,
+                LigerRopeFunction.apply(*heads_swapped(unsqueeze_dim, (q, k)), cos, sin, rotary_dim=rotary_dim),
+            )
         return ops.rope(q, k, cos, sin, False, False, None, rotated(q.size(-1), cos.size(-1), rotary_dim))
 
 

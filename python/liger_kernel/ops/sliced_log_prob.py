@@ -60,12 +60,21 @@ def _combined(slices, ids, ignore_index, entropy, group):
 def _of_slice(hidden, weight, bias, ids, first, ignore_index, options):
     local = ids - first
     owned = (local >= 0) & (local < len(weight)) & (ids != ignore_index)
-    found = linear_log_prob(hidden, weight, torch.where(owned, local, 0).masked_fill(ids == ignore_index, ignore_index), bias, ignore_index=ignore_index,
-                            outputs=("lse", "entropy"), **options)
+    found = linear_log_prob(
+        hidden,
+        weight,
+        torch.where(owned, local, 0).masked_fill(ids == ignore_index, ignore_index),
+        bias,
+        ignore_index=ignore_index,
+        outputs=("lse", "entropy"),
+        **options,
+    )
     return *found, owned
 
 
-def vocab_parallel_linear_log_prob(hidden, weight, ids, group, first=None, bias=None, entropy=False, ignore_index=IGNORE_INDEX, **options):
+def vocab_parallel_linear_log_prob(
+    hidden, weight, ids, group, first=None, bias=None, entropy=False, ignore_index=IGNORE_INDEX, **options
+):
     """linear_log_prob under a head whose classes are spread over the ranks of a process group (Shoeybi et al. 2019, arXiv:1909.08053).
 
     weight [V of this rank, H] and bias [V of this rank] are those of classes first, first + 1, ... (by default all ranks have as many, in their order); hidden [..., H]
@@ -76,11 +85,15 @@ def vocab_parallel_linear_log_prob(hidden, weight, ids, group, first=None, bias=
     if first is None:
         first = torch.distributed.get_rank(group) * len(weight)
     hidden = _SumGradientOverRanks.apply(hidden, group)
-    logp, entropies = _combined([_of_slice(hidden, weight, bias, ids, first, ignore_index, options)], ids, ignore_index, entropy, group)
+    logp, entropies = _combined(
+        [_of_slice(hidden, weight, bias, ids, first, ignore_index, options)], ids, ignore_index, entropy, group
+    )
     return (logp, entropies) if entropy else logp
 
 
-def quantised_linear_log_prob(hidden, weight, ids, bias=None, entropy=False, ignore_index=IGNORE_INDEX, classes_at_once=32768, **options):
+def quantised_linear_log_prob(
+    hidden, weight, ids, bias=None, entropy=False, ignore_index=IGNORE_INDEX, classes_at_once=32768, **options
+):
     """linear_log_prob under a frozen head that bitsandbytes has quantised: int8, nf4 or fp4, of which classes_at_once are dequantised at a time, in both passes.
 
     weight is a Params4bit that has been quantised, or an Int8Params; results as of linear_log_prob with entropy or without. Only hidden and bias get gradients.
@@ -93,8 +106,13 @@ def quantised_linear_log_prob(hidden, weight, ids, bias=None, entropy=False, ign
         make = lambda rows=rows: dequantise(rows).to(hidden.dtype)
         dense = make()
         # What the operator keeps for backward is the quantised slice: the dense one is made again there.
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, of=dense.data_ptr(), make=make: make if t.data_ptr() == of else t, lambda t: t() if callable(t) else t):
-            slices.append(_of_slice(hidden, dense, None if bias is None else bias[rows], ids, first, ignore_index, options))
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, of=dense.data_ptr(), make=make: make if t.data_ptr() == of else t,
+            lambda t: t() if callable(t) else t,
+        ):
+            slices.append(
+                _of_slice(hidden, dense, None if bias is None else bias[rows], ids, first, ignore_index, options)
+            )
         del dense
     logp, entropies = _combined(slices, ids, ignore_index, entropy, None)
     return (logp, entropies) if entropy else logp
@@ -109,13 +127,22 @@ def _dequantiser(weight, width):
         absmax = dequantize_blockwise(state.absmax, state.state2) + state.offset if state.nested else state.absmax
         packed, a_row = weight.data.reshape(-1), width // state.blocksize
         if width % state.blocksize:
-            raise TypeError(f"a row of the quantised weight, of {width} numbers, must be made of whole blocks of {state.blocksize}")
+            raise TypeError(
+                f"a row of the quantised weight, of {width} numbers, must be made of whole blocks of {state.blocksize}"
+            )
 
         def rows_of(rows):
             count = rows.stop - rows.start
-            part = QuantState(absmax[rows.start * a_row:rows.stop * a_row].float().contiguous(), torch.Size((count, width)), state.code, state.blocksize, state.quant_type, state.dtype)
+            part = QuantState(
+                absmax[rows.start * a_row : rows.stop * a_row].float().contiguous(),
+                torch.Size((count, width)),
+                state.code,
+                state.blocksize,
+                state.quant_type,
+                state.dtype,
+            )
             bytes_a_row = packed.numel() * packed.element_size() // state.shape[0]
-            data = packed.view(torch.uint8)[rows.start * bytes_a_row:rows.stop * bytes_a_row].reshape(-1, 1)
+            data = packed.view(torch.uint8)[rows.start * bytes_a_row : rows.stop * bytes_a_row].reshape(-1, 1)
             return dequantize_4bit(data.contiguous(), part)
 
         return state.shape[0], rows_of

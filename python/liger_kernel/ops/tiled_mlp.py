@@ -27,7 +27,9 @@ class _TiledMLP(torch.autograd.Function):
         needed = [p for p, needs in zip(parameters, ctx.needs_input_grad[4:]) if needs]
         sums = [torch.zeros_like(p, dtype=_grad_dtype(p)) for p in needed]
         dx = torch.empty_like(x) if ctx.needs_input_grad[2] else None
-        pieces = [t.chunk(ctx.shards, -2) for t in (x, dy)] + [dx.chunk(ctx.shards, -2) if dx is not None else [None] * ctx.shards]
+        pieces = [t.chunk(ctx.shards, -2) for t in (x, dy)] + [
+            dx.chunk(ctx.shards, -2) if dx is not None else [None] * ctx.shards
+        ]
         for shard, upstream, out in zip(*pieces):
             with torch.enable_grad(), torch.autocast(device, dtype=dtype, enabled=enabled):
                 shard = shard.detach().requires_grad_(dx is not None)

@@ -16,12 +16,16 @@ class LigerTVDLossFunction:
         [rows, cols]. q gets no gradient. Raises AssertionError for labels of another shape, ValueError for an unknown reduction.
         """
         check_labels(shift_labels, p.shape[0], ignore_index)
-        return ops.divergence(p, q, shift_labels, TOTAL_VARIATION, 0.0, ignore_index, reduction_code(reduction), torch.float32)
+        return ops.divergence(
+            p, q, shift_labels, TOTAL_VARIATION, 0.0, ignore_index, reduction_code(reduction), torch.float32
+        )
 
 
 def tv_distance_forward_triton(p, q, shift_labels, reduction, ignore_index, has_label):
     """(loss, gradient of p), without autograd."""
-    return loss_and_gradient(p, q, shift_labels if has_label else None, TOTAL_VARIATION, 0.0, ignore_index, reduction, torch.float32)
+    return loss_and_gradient(
+        p, q, shift_labels if has_label else None, TOTAL_VARIATION, 0.0, ignore_index, reduction, torch.float32
+    )
 
 
 def tvd_backward_triton(grad_output, grads):

@@ -15,7 +15,9 @@ PIECE = 512
 def jensen_shannon(student_logits, teacher_logits, labels, beta, ignore_index):
     """Σ over the rows whose label is not ignore_index (labels None: all rows) of the divergence in LigerJSDFunction, of softmax(logits), both [rows, V]."""
     x, target = (torch.log_softmax(z, -1, dtype=torch.float32) for z in (student_logits, teacher_logits))
-    return ops.divergence(x, target, labels, JENSEN_SHANNON, float(beta), ignore_index, reduction_code("sum"), torch.float32)
+    return ops.divergence(
+        x, target, labels, JENSEN_SHANNON, float(beta), ignore_index, reduction_code("sum"), torch.float32
+    )
 
 
 def sums_over_tokens(student, teacher, loss_of, results, factor, chunk_tokens=GPU_CHUNK, wanted=(False, False, False)):
@@ -35,7 +37,14 @@ def sums_over_tokens(student, teacher, loss_of, results, factor, chunk_tokens=GP
 
     heads = [[t if t is None else t.detach().to(dtype) for t in head] for head in (student, teacher)]
     widest = max(len(w) for _, w, _ in heads)
-    chunk = max(1, min(chunk_tokens, tokens, max(CPU_CHUNK, CPU_BYTES // (widest * dtype.itemsize)) if device == "cpu" else GPU_CHUNK))
+    chunk = max(
+        1,
+        min(
+            chunk_tokens,
+            tokens,
+            max(CPU_CHUNK, CPU_BYTES // (widest * dtype.itemsize)) if device == "cpu" else GPU_CHUNK,
+        ),
+    )
     d_hidden = empty(hidden, own(hidden)) if wanted[0] else None
     # One chunk needs no accumulator: its GEMM sums in float and rounds once.
     d_weight = empty(weight, own(weight) if chunk >= tokens else torch.float32) if wanted[1] else None
@@ -56,9 +65,9 @@ def sums_over_tokens(student, teacher, loss_of, results, factor, chunk_tokens=GP
                     z[piece] = _gradient(loss, leaf)
                 totals += torch.stack([s.detach().float() for s in sums])
             if wanted[0]:
-                _accumulate(d_hidden[begin:begin + n], z, heads[0][1])
+                _accumulate(d_hidden[begin : begin + n], z, heads[0][1])
             if wanted[1]:
-                _accumulate(d_weight, z.t(), heads[0][0][begin:begin + n])
+                _accumulate(d_weight, z.t(), heads[0][0][begin : begin + n])
             if wanted[2]:
                 d_bias += z.sum(0, dtype=torch.float32)
     z = teacher_z = leaf = buffers = None  # before the accumulator is rounded
@@ -68,7 +77,9 @@ def sums_over_tokens(student, teacher, loss_of, results, factor, chunk_tokens=GP
 
 def wanted_gradients(ctx, *tensors):
     """Whether the gradient of each tensor, which may be None, is wanted; for the forward of an autograd.Function, whose node has no edges under no_grad."""
-    recorded = torch.compiler.is_compiling() or any(function for function, _ in ctx.next_functions)  # a traced node shows none
+    recorded = torch.compiler.is_compiling() or any(
+        function for function, _ in ctx.next_functions
+    )  # a traced node shows none
     return [recorded and t is not None and t.requires_grad for t in tensors]
 
 
@@ -77,7 +88,7 @@ def _gradient(loss, leaf):
 
 
 def _logits(out, hidden, weight, bias, begin):
-    x = hidden[begin:begin + len(out)]
+    x = hidden[begin : begin + len(out)]
     return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
 

@@ -73,7 +73,9 @@ def first_derivative_only(backward):
         gradients = gradients if isinstance(gradients, tuple) else (gradients,)
         given = [g for g in gradients if g is not None]
         roots = [t for t in (*saved, *getattr(ctx, "roots", ()), *upstream) if t is not None]
-        refused = iter(_Refusal.apply(type(ctx).__name__.removesuffix("Backward").lstrip("_"), len(given), *given, *roots))
+        refused = iter(
+            _Refusal.apply(type(ctx).__name__.removesuffix("Backward").lstrip("_"), len(given), *given, *roots)
+        )
         return tuple(g if g is None else next(refused) for g in gradients)
 
     return wrapper
@@ -109,7 +111,9 @@ def compare_version(package: str, operator, target: str) -> bool:
 def get_amp_custom_fwd_bwd():
     """torch.amp's decorators for the forward and backward of an autograd.Function, for the device at hand."""
     device = infer_device()
-    return functools.partial(torch.amp.custom_fwd, device_type=device), functools.partial(torch.amp.custom_bwd, device_type=device)
+    return functools.partial(torch.amp.custom_fwd, device_type=device), functools.partial(
+        torch.amp.custom_bwd, device_type=device
+    )
 
 
 def is_dtensor(x):

@@ -26,7 +26,16 @@ class LigerVocabParallelCEFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, vocab_parallel_logits, target, tp_group, ignore_index, label_smoothing, label_smoothing_formula, label_smoothing_mode):
+    def forward(
+        ctx,
+        vocab_parallel_logits,
+        target,
+        tp_group,
+        ignore_index,
+        label_smoothing,
+        label_smoothing_formula,
+        label_smoothing_mode,
+    ):
         """Float [S, B] for logits [S, B, V of this rank] and target [S, B] of all ranks' classes; 0, with gradients of 0, where that is ignore_index.
 
         Rank r owns the classes [r V, (r + 1) V). tp_group is a process group, or None, or anything whose size() is 1. Two collectives in forward, none in
@@ -44,7 +53,9 @@ class LigerVocabParallelCEFunction(torch.autograd.Function):
         local = y - (torch.distributed.get_rank(tp_group) * classes if ranks > 1 else 0)
         owned = (local >= 0) & (local < classes) & ~ignored
         reachable = local.where(owned, 0)
-        *_, stats = ops.selective_log_softmax_forward(x, reachable.masked_fill(ignored, IGNORE_INDEX), 1.0, IGNORE_INDEX)
+        *_, stats = ops.selective_log_softmax_forward(
+            x, reachable.masked_fill(ignored, IGNORE_INDEX), 1.0, IGNORE_INDEX
+        )
         top, total = stats[:, 0].masked_fill(ignored, 0), stats[:, 1].masked_fill(ignored, 1)
         largest = top.clone()
         if ranks > 1:

@@ -20,8 +20,18 @@ class LigerCrossEntropyLoss(nn.Module):
     Raises ValueError for an unknown reduction, AssertionError for label_smoothing outside [0, 1] or softcap <= 0.
     """
 
-    def __init__(self, weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0, reduction="mean", softcap=None, return_z_loss=False,
-                 return_token_accuracy=False, return_predicted_tokens=False):
+    def __init__(
+        self,
+        weight=None,
+        ignore_index=-100,
+        lse_square_scale=0.0,
+        label_smoothing=0.0,
+        reduction="mean",
+        softcap=None,
+        return_z_loss=False,
+        return_token_accuracy=False,
+        return_predicted_tokens=False,
+    ):
         super().__init__()
         check_options(reduction, label_smoothing, softcap)
         self.register_buffer("weight", weight)
@@ -35,4 +45,6 @@ class LigerCrossEntropyLoss(nn.Module):
 
 def vars_of(module):
     """A loss module's options, as the keywords of its function."""
-    return {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"} | module._buffers
+    return {
+        name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"
+    } | module._buffers

@@ -41,7 +41,11 @@ class CrossEntropyOutput:
 
 
 def _output(loss, z_loss, token_accuracy, predicted_tokens):
-    return loss if z_loss is token_accuracy is predicted_tokens is None else CrossEntropyOutput(loss, z_loss, token_accuracy, predicted_tokens)
+    return (
+        loss
+        if z_loss is token_accuracy is predicted_tokens is None
+        else CrossEntropyOutput(loss, z_loss, token_accuracy, predicted_tokens)
+    )
 
 
 def liger_rms_norm(X, W, eps, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True):
@@ -54,7 +58,9 @@ def liger_fused_add_rms_norm(X, R, W, eps, offset: float = 0.0, casting_mode: st
     return LigerFusedAddRMSNormFunction.apply(X, R, W, eps, offset, casting_mode, in_place)
 
 
-def liger_modulated_rms_norm(X, W, scale, shift=None, eps=1e-6, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True):
+def liger_modulated_rms_norm(
+    X, W, scale, shift=None, eps=1e-6, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True
+):
     """rms_norm(X) · (1 + scale) + shift; see LigerModulatedRMSNormFunction."""
     return LigerModulatedRMSNormFunction.apply(X, W, scale, shift, eps, offset, casting_mode, in_place)
 
@@ -128,9 +134,21 @@ def liger_cross_entropy(
 
     Returns the loss, or a CrossEntropyOutput where one of the return flags is set.
     """
-    return _output(*LigerCrossEntropyFunction.apply(
-        input, target, weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, return_token_accuracy,
-        return_predicted_tokens))
+    return _output(
+        *LigerCrossEntropyFunction.apply(
+            input,
+            target,
+            weight,
+            ignore_index,
+            lse_square_scale,
+            label_smoothing,
+            reduction,
+            softcap,
+            return_z_loss,
+            return_token_accuracy,
+            return_predicted_tokens,
+        )
+    )
 
 
 def liger_fused_linear_cross_entropy(
@@ -160,14 +178,42 @@ def liger_fused_linear_cross_entropy(
     already; normalizer a number (on the device) that divides the sum of the losses; max_bytes bounds the logits held at once.
     Returns the float loss, or a CrossEntropyOutput where one of the return flags is set.
     """
-    flags, scales = loss_options(ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, return_token_accuracy, return_predicted_tokens,
-                                 use_token_scaling)
-    results = ops.fused_linear_cross_entropy(input, weight, bias, target, ce_weight, normalizer, flags, scales, -1 if valid_count is None else valid_count,
-                                             max_bytes, None)
+    flags, scales = loss_options(
+        ignore_index,
+        lse_square_scale,
+        label_smoothing,
+        reduction,
+        softcap,
+        return_z_loss,
+        return_token_accuracy,
+        return_predicted_tokens,
+        use_token_scaling,
+    )
+    results = ops.fused_linear_cross_entropy(
+        input,
+        weight,
+        bias,
+        target,
+        ce_weight,
+        normalizer,
+        flags,
+        scales,
+        -1 if valid_count is None else valid_count,
+        max_bytes,
+        None,
+    )
     return _output(*asked_for(results, return_z_loss, return_token_accuracy, return_predicted_tokens))
 
 
-def liger_kl_div(input, target, size_average: bool = True, reduce: bool = True, reduction: str = "mean", log_target: bool = False, eps: float = 1e-10):
+def liger_kl_div(
+    input,
+    target,
+    size_average: bool = True,
+    reduce: bool = True,
+    reduction: str = "mean",
+    log_target: bool = False,
+    eps: float = 1e-10,
+):
     """As torch.nn.functional.kl_div for log-probabilities [rows, cols], with a float loss; size_average and reduce are not used."""
     return LigerKLDivLossFunction.apply(input, target, reduction, log_target, eps)
 
@@ -177,10 +223,29 @@ def liger_jsd(input, target, shift_labels=None, beta: float = 0.5, ignore_index:
     return LigerJSDFunction.apply(input, target, shift_labels, beta, ignore_index)
 
 
-def liger_fused_linear_jsd(student_input, student_weight, teacher_input, teacher_weight, shift_labels=None, jsd_beta: float = 0.5, ignore_index: int = -100,
-                           temperature: float = 1.0, accum_dtype=None):
+def liger_fused_linear_jsd(
+    student_input,
+    student_weight,
+    teacher_input,
+    teacher_weight,
+    shift_labels=None,
+    jsd_beta: float = 0.5,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    accum_dtype=None,
+):
     """Generalised Jensen-Shannon divergence of two heads, without their logits; see LigerFusedLinearJSDFunction."""
-    return LigerFusedLinearJSDFunction.apply(student_input, student_weight, teacher_input, teacher_weight, shift_labels, jsd_beta, ignore_index, temperature, accum_dtype)
+    return LigerFusedLinearJSDFunction.apply(
+        student_input,
+        student_weight,
+        teacher_input,
+        teacher_weight,
+        shift_labels,
+        jsd_beta,
+        ignore_index,
+        temperature,
+        accum_dtype,
+    )
 
 
 def liger_tvd(input, target, shift_labels=None, reduction: str = "mean", ignore_index: int = -100):

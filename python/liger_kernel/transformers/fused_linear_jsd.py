@@ -11,8 +11,22 @@ class LigerFusedLinearJSD(nn.Module):
     def __init__(self, jsd_beta=0.5, ignore_index=-100, temperature=1.0, accum_dtype=None):
         super().__init__()
         assert temperature != 0, "temperature must not be 0"
-        self.jsd_beta, self.ignore_index, self.temperature, self.accum_dtype = jsd_beta, ignore_index, temperature, accum_dtype
+        self.jsd_beta, self.ignore_index, self.temperature, self.accum_dtype = (
+            jsd_beta,
+            ignore_index,
+            temperature,
+            accum_dtype,
+        )
 
     def forward(self, student_input, student_weight, teacher_input, teacher_weight, shift_labels):
         return LigerFusedLinearJSDFunction.apply(
-            student_input, student_weight, teacher_input, teacher_weight, shift_labels, self.jsd_beta, self.ignore_index, self.temperature, self.accum_dtype)
+            student_input,
+            student_weight,
+            teacher_input,
+            teacher_weight,
+            shift_labels,
+            self.jsd_beta,
+            self.ignore_index,
+            self.temperature,
+            self.accum_dtype,
+        )

@@ -35,4 +35,8 @@ class LigerFalconH1MLP(LigerFalconH1SwiGLUMLP):
 
     def forward(self, x):
         found = weights(self)
-        return LigerMLPFunction.apply(x, *found, self.gate_multiplier, self.down_multiplier) if found else super().forward(x)
+        return (
+            LigerMLPFunction.apply(x, *found, self.gate_multiplier, self.down_multiplier)
+            if found
+            else super().forward(x)
+        )

@@ -19,12 +19,7 @@ from liger_kernel.transformers.qwen2vl_mrope import liger_multimodal_rotary_pos_
 from liger_kernel.transformers.relu_squared import LigerReLUSquared  # noqa: F401
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
 from liger_kernel.transformers.rope import liger_rotary_pos_emb, liger_rotary_pos_emb_vision  # noqa: F401
-from liger_kernel.transformers.swiglu import (  # noqa: F401
-    LigerBlockSparseTop2MLP,
-    LigerExperts,
-    LigerPhi3SwiGLUMLP,
-    LigerSwiGLUMLP,
-)
+from liger_kernel.transformers.swiglu import LigerBlockSparseTop2MLP, LigerExperts, LigerPhi3SwiGLUMLP, LigerSwiGLUMLP  # noqa: F401
 from liger_kernel.utils import PEFT_AVAILABLE  # noqa: F401
 
 transformer_version = version.parse(transformers.__version__)

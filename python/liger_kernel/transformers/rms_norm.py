@@ -13,7 +13,17 @@ class LigerRMSNorm(nn.Module):
     row_mode are hints. Raises AssertionError for an init_fn other than "ones" and "zeros".
     """
 
-    def __init__(self, hidden_size, eps=1e-6, offset=0.0, casting_mode="llama", init_fn="ones", in_place=True, row_mode=None, elementwise_affine=True):
+    def __init__(
+        self,
+        hidden_size,
+        eps=1e-6,
+        offset=0.0,
+        casting_mode="llama",
+        init_fn="ones",
+        in_place=True,
+        row_mode=None,
+        elementwise_affine=True,
+    ):
         super().__init__()
         assert init_fn in ("ones", "zeros"), f"init_fn is 'ones' or 'zeros', not {init_fn!r}"
         self.elementwise_affine = elementwise_affine
@@ -21,11 +31,23 @@ class LigerRMSNorm(nn.Module):
             self.weight = nn.Parameter(getattr(torch, init_fn)(hidden_size))
         else:
             self.register_parameter("weight", None)
-        self.variance_epsilon, self.offset, self.casting_mode, self.in_place, self.row_mode = eps, offset, casting_mode, in_place, row_mode
+        self.variance_epsilon, self.offset, self.casting_mode, self.in_place, self.row_mode = (
+            eps,
+            offset,
+            casting_mode,
+            in_place,
+            row_mode,
+        )
 
     def forward(self, hidden_states):
         return LigerRMSNormFunction.apply(
-            hidden_states, self.weight, self.variance_epsilon, self.offset, self.casting_mode, self.in_place, self.row_mode
+            hidden_states,
+            self.weight,
+            self.variance_epsilon,
+            self.offset,
+            self.casting_mode,
+            self.in_place,
+            self.row_mode,
         )
 
     def extra_repr(self):
@@ -34,12 +56,16 @@ class LigerRMSNorm(nn.Module):
 
 
 class LigerRMSNormForGemma(LigerRMSNorm):
-    def __init__(self, hidden_size, eps=1e-6, offset=1.0, casting_mode="gemma", init_fn="zeros", in_place=True, row_mode=None):
+    def __init__(
+        self, hidden_size, eps=1e-6, offset=1.0, casting_mode="gemma", init_fn="zeros", in_place=True, row_mode=None
+    ):
         super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
 
 
 class LigerRMSNormForGemma2(LigerRMSNorm):
-    def __init__(self, hidden_size, eps=1e-6, offset=1.0, casting_mode="gemma", init_fn="zeros", in_place=False, row_mode=None):
+    def __init__(
+        self, hidden_size, eps=1e-6, offset=1.0, casting_mode="gemma", init_fn="zeros", in_place=False, row_mode=None
+    ):
         super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
 
 
@@ -51,23 +77,31 @@ class LigerRMSNormForGemma3(LigerRMSNorm):
 class LigerRMSNormForOlmo2(LigerRMSNorm):
     """OLMo-2 multiplies by the weight in float and rounds once, whatever the preset's name says elsewhere."""
 
-    def __init__(self, hidden_size, eps=1e-6, offset=0.0, casting_mode="gemma", init_fn="ones", in_place=False, row_mode=None):
+    def __init__(
+        self, hidden_size, eps=1e-6, offset=0.0, casting_mode="gemma", init_fn="ones", in_place=False, row_mode=None
+    ):
         super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
 
 
 class LigerRMSNormForGlm4(LigerRMSNorm):
-    def __init__(self, hidden_size, eps=1e-6, offset=0.0, casting_mode="llama", init_fn="ones", in_place=False, row_mode=None):
+    def __init__(
+        self, hidden_size, eps=1e-6, offset=0.0, casting_mode="llama", init_fn="ones", in_place=False, row_mode=None
+    ):
         super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
 
 
 class LigerRMSNormForQwen3Next(LigerRMSNorm):
-    def __init__(self, hidden_size, eps=1e-6, offset=1.0, casting_mode="gemma", init_fn="zeros", in_place=False, row_mode=None):
+    def __init__(
+        self, hidden_size, eps=1e-6, offset=1.0, casting_mode="gemma", init_fn="zeros", in_place=False, row_mode=None
+    ):
         super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
 
 
 class LigerRMSNormForGemma4(LigerRMSNorm):
     """Gemma 4's norm, which has a weight or, with with_scale=False, none."""
 
-    def __init__(self, dim, eps=1e-6, offset=0.0, casting_mode="gemma", init_fn="ones", in_place=False, with_scale=True):
+    def __init__(
+        self, dim, eps=1e-6, offset=0.0, casting_mode="gemma", init_fn="ones", in_place=False, with_scale=True
+    ):
         super().__init__(dim, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=with_scale)
         self.with_scale = with_scale

@@ -28,7 +28,9 @@ def liger_interleaved_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueez
     q, k as in LigerRopeFunction; cos, sin [batch or 1, seq, r], r at most the width of a head. Raises ValueError for another unsqueeze_dim.
     """
     if unsqueeze_dim != 1:
-        return heads_swapped(unsqueeze_dim, liger_interleaved_rotary_pos_emb(*heads_swapped(unsqueeze_dim, (q, k)), cos, sin))
+        return heads_swapped(
+            unsqueeze_dim, liger_interleaved_rotary_pos_emb(*heads_swapped(unsqueeze_dim, (q, k)), cos, sin)
+        )
     rotated = cos.shape[-1]
     return ops.rope(q, k, cos[..., : rotated // 2], sin[..., : rotated // 2], False, True, None, rotated)
 

@@ -88,7 +88,9 @@ class LigerExperts(nn.Module):
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
         """[..., H] for hidden_states [..., H] and the experts [..., K] of each token with their weights."""
-        y = LigerFusedMoEFunction.apply(flat(hidden_states), self.gate_up_proj, self.down_proj, flat(top_k_index), flat(top_k_weights))
+        y = LigerFusedMoEFunction.apply(
+            flat(hidden_states), self.gate_up_proj, self.down_proj, flat(top_k_index), flat(top_k_weights)
+        )
         return y.view(hidden_states.shape).to(hidden_states.dtype)  # autocast's is another
 
 

@@ -17,7 +17,9 @@ class _TiledGatedMLP(nn.Module):
     def __init__(self, config, num_shards=None):
         super().__init__()
         if getattr(config, "hidden_act", self.names[0]) not in self.names:
-            raise ValueError(f"{type(self).__name__} needs hidden_act to be one of {list(self.names)}, got {config.hidden_act!r}")
+            raise ValueError(
+                f"{type(self).__name__} needs hidden_act to be one of {list(self.names)}, got {config.hidden_act!r}"
+            )
         self.config, self.num_shards = config, num_shards
         self.hidden_size, self.intermediate_size = config.hidden_size, config.intermediate_size
         self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
@@ -32,7 +34,9 @@ class _TiledGatedMLP(nn.Module):
         if not found:
             return apply_tiled_mlp(type(self)._whole, self, x, self.num_shards)
         tokens = x.shape[:-1].numel()
-        return ops.fused_mlp(x, *found, None, None, None, self.activation, 1.0, 1.0, max(1, -(-tokens // shards_of(x, self.num_shards))))
+        return ops.fused_mlp(
+            x, *found, None, None, None, self.activation, 1.0, 1.0, max(1, -(-tokens // shards_of(x, self.num_shards)))
+        )
 
 
 class LigerTiledSwiGLUMLP(_TiledGatedMLP):

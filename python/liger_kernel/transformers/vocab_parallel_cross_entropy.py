@@ -9,7 +9,14 @@ from liger_kernel.ops.vocab_parallel_cross_entropy import check_smoothing, valid
 class LigerVocabParallelCrossEntropy(nn.Module):
     """Each token's loss; see LigerVocabParallelCEFunction. Raises ValueError for a reduction other than "none", and what that raises."""
 
-    def __init__(self, ignore_index=-100, label_smoothing=0.0, reduction="none", label_smoothing_formula="pytorch", label_smoothing_mode="global"):
+    def __init__(
+        self,
+        ignore_index=-100,
+        label_smoothing=0.0,
+        reduction="none",
+        label_smoothing_formula="pytorch",
+        label_smoothing_mode="global",
+    ):
         super().__init__()
         if reduction != "none":
             raise ValueError(f"reduction must be 'none', got {reduction!r}")
@@ -20,8 +27,17 @@ class LigerVocabParallelCrossEntropy(nn.Module):
 
     def forward(self, vocab_parallel_logits, target, tp_group=None):
         return LigerVocabParallelCEFunction.apply(
-            vocab_parallel_logits, target, tp_group, self.ignore_index, self.label_smoothing, self.label_smoothing_formula, self.label_smoothing_mode)
+            vocab_parallel_logits,
+            target,
+            tp_group,
+            self.ignore_index,
+            self.label_smoothing,
+            self.label_smoothing_formula,
+            self.label_smoothing_mode,
+        )
 
     def extra_repr(self):
-        return (f"ignore_index={self.ignore_index}, label_smoothing={self.label_smoothing}, reduction={self.reduction!r}, "
-                f"label_smoothing_formula={self.label_smoothing_formula!r}, label_smoothing_mode={self.label_smoothing_mode!r}")
+        return (
+            f"ignore_index={self.ignore_index}, label_smoothing={self.label_smoothing}, reduction={self.reduction!r}, "
+            f"label_smoothing_formula={self.label_smoothing_formula!r}, label_smoothing_mode={self.label_smoothing_mode!r}"
+        )

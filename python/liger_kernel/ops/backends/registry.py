@@ -21,7 +21,9 @@ class ImplInfo:
         if not self.devices or not self.module_path:
             raise ValueError(f"{self.name}: devices and module_path must be given")
         if not set(self.default_devices) <= set(self.devices):
-            raise ValueError(f"{self.name}: default_devices {self.default_devices} must be among devices {self.devices}")
+            raise ValueError(
+                f"{self.name}: default_devices {self.default_devices} must be among devices {self.devices}"
+            )
 
 
 IMPL_REGISTRY: dict[str, ImplInfo] = {}
@@ -40,7 +42,9 @@ def select_impl(device, explicit=None):
     if explicit is None:
         return next((info for info in IMPL_REGISTRY.values() if device in info.default_devices), None)
     if explicit not in IMPL_REGISTRY:
-        raise RuntimeError(f"there is no set of kernels named {explicit!r}; registered: {', '.join(IMPL_REGISTRY) or 'none'}")
+        raise RuntimeError(
+            f"there is no set of kernels named {explicit!r}; registered: {', '.join(IMPL_REGISTRY) or 'none'}"
+        )
     info = IMPL_REGISTRY[explicit]
     if device not in info.devices:
         raise RuntimeError(f"{explicit} does not serve {device}, only {', '.join(info.devices)}")

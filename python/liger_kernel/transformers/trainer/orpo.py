@@ -33,8 +33,12 @@ class LigerORPOTrainer(ORPOTrainer):
         # Newer TRL pads labels with -100 alone.
         known = inspect.signature(self.concatenated_inputs).parameters
         inputs = self.concatenated_inputs(
-            batch, is_encoder_decoder=self.is_encoder_decoder, padding_value=self.padding_value, device=self.accelerator.device,
-            **({"label_pad_token_id": pad} if "label_pad_token_id" in known else {}))
+            batch,
+            is_encoder_decoder=self.is_encoder_decoder,
+            padding_value=self.padding_value,
+            device=self.accelerator.device,
+            **({"label_pad_token_id": pad} if "label_pad_token_id" in known else {}),
+        )
         if isinstance(model, FullyShardedDataParallel):
             return _FSDPForwardRedirection()(model, lambda: self._loss(model.module, inputs, pad))
         if isinstance(model, DistributedDataParallel):
@@ -43,7 +47,9 @@ class LigerORPOTrainer(ORPOTrainer):
 
     def _loss(self, model, inputs, pad):
         with self.accelerator.autocast():  # which accelerate begins in the model's own forward
-            return self._loss_of(model.get_base_model() if hasattr(model, "get_base_model") else model, inputs, pad)  # PEFT's
+            return self._loss_of(
+                model.get_base_model() if hasattr(model, "get_base_model") else model, inputs, pad
+            )  # PEFT's
 
     def _loss_of(self, model, inputs, pad):
         _check(model)
@@ -58,7 +64,8 @@ class LigerORPOTrainer(ORPOTrainer):
             nll_target = ids.masked_fill(mask != 1, pad)[:, 1:]
             hidden, target = hidden[:, :-1], target[:, 1:]
         loss, aux = LigerFusedLinearORPOLoss(ignore_index=pad, beta=self.beta)(
-            model.lm_head.weight, hidden, target, model.lm_head.bias, nll_target=nll_target)
+            model.lm_head.weight, hidden, target, model.lm_head.bias, nll_target=nll_target
+        )
         if self.aux_loss_enabled:
             loss = loss + self.aux_loss_coef * outputs.aux_loss
         return loss, aux
@@ -82,12 +89,20 @@ class LigerORPOTrainer(ORPOTrainer):
             "log_odds_chosen": log_odds_chosen,
         }
         prefix = "eval_" if train_eval == "eval" else ""
-        return loss, {prefix + name: self.accelerator.gather_for_metrics(value).mean().item() for name, value in values.items()}
+        return loss, {
+            prefix + name: self.accelerator.gather_for_metrics(value).mean().item() for name, value in values.items()
+        }
 
 
 def _check(model):
-    changed = [name for name, nothing in _LOGIT_OPTIONS.items() if getattr(model.config, name, nothing) not in (None, nothing)]
+    changed = [
+        name for name, nothing in _LOGIT_OPTIONS.items() if getattr(model.config, name, nothing) not in (None, nothing)
+    ]
     if changed:
-        raise ValueError(f"{type(model).__name__} changes its logits ({', '.join(changed)}), and the loss does not: train it with TRL's ORPOTrainer")
+        raise ValueError(
+            f"{type(model).__name__} changes its logits ({', '.join(changed)}), and the loss does not: train it with TRL's ORPOTrainer"
+        )
     if not isinstance(model.lm_head, torch.nn.Linear):
-        raise ValueError(f"the loss reads the weight of lm_head, which is a {type(model.lm_head).__name__} and no Linear: train it with TRL's ORPOTrainer")
+        raise ValueError(
+            f"the loss reads the weight of lm_head, which is a {type(model.lm_head).__name__} and no Linear: train it with TRL's ORPOTrainer"
+        )

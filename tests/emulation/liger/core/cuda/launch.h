@@ -1,6 +1,6 @@
 #pragma once
-// Stands in for liger/core/cuda/launch.h, so that a .cu file can be compiled as C++ and checked where there is no GPU. A block is
-// a set of fibers on one thread, switched at barriers; the blocks of a cluster run on a thread each.
+// Stands in for liger/core/cuda/launch.h, so that a .cu file can be compiled as C++ and checked where there is no GPU.
+// A block is a set of fibers on one thread, switched at barriers; the blocks of a cluster run on a thread each.
 #include <setjmp.h>
 #include <ucontext.h>
 #include <algorithm>
@@ -29,10 +29,18 @@ struct dim3 {
   unsigned x = 1, y = 1, z = 1;
   dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
-struct float2 { float x, y; };
-struct alignas(16) float4 { float x, y, z, w; };
-struct alignas(16) int4 { int x, y, z, w; };
-struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct alignas(16) int4 {
+  int x, y, z, w;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
 inline thread_local dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 using std::max;
@@ -165,7 +173,9 @@ inline void __threadfence() {}
 inline void __syncwarp() { liger::emulation::block->warps[liger::emulation::linear_thread() / 32].wait(); }
 
 template <class V>
-V __ldcg(const V* p) { return *p; }
+V __ldcg(const V* p) {
+  return *p;
+}
 
 template <class V>
 V __shfl_xor_sync(unsigned, V v, int mask) {
@@ -182,7 +192,9 @@ V __shfl_xor_sync(unsigned, V v, int mask) {
 
 /// The value that lane `from` of this thread's warp gives.
 template <class V>
-V __shfl_sync(unsigned, V v, int from) { return __shfl_xor_sync(~0u, v, liger::emulation::linear_thread() % 32 ^ from); }
+V __shfl_sync(unsigned, V v, int from) {
+  return __shfl_xor_sync(~0u, v, liger::emulation::linear_thread() % 32 ^ from);
+}
 
 /// A block's threads take turns on one thread, and so do the blocks of a grid without clusters.
 inline int atomicAdd(int* sum, int v) { return std::exchange(*sum, *sum + v); }
@@ -193,7 +205,9 @@ inline int __dp4a(int a, int b, int sum) {
 }
 
 template <class V>
-void __stcs(V* to, V v) { *to = v; }
+void __stcs(V* to, V v) {
+  *to = v;
+}
 
 inline unsigned __ballot_sync(unsigned, bool mine) {
   unsigned lanes = 0;
@@ -203,7 +217,9 @@ inline unsigned __ballot_sync(unsigned, bool mine) {
 
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 
-inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) { return unsigned((uint64_t(high) << 32 | low) >> by % 32); }
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
+  return unsigned((uint64_t(high) << 32 | low) >> by % 32);
+}
 
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selectors) {
   const uint64_t bytes = uint64_t(b) << 32 | a;
@@ -260,7 +276,9 @@ void launch(void (*kernel)(P...), const Grid& grid, Stream, const P&... args) {
 }
 
 template <class T>
-T* shared_memory() { return reinterpret_cast<T*>(emulation::block->shared.data()); }
+T* shared_memory() {
+  return reinterpret_cast<T*>(emulation::block->shared.data());
+}
 
 inline int shared_bytes_here() { return int(emulation::block->shared.size() * sizeof(float4)); }
 
@@ -292,7 +310,9 @@ template <int kEights>
 void tensor_multiply_add(int (&sums)[2][kEights][4], const unsigned (&a)[2][4], const uint4 (*columns)[8], int chunk) {
   const int lane = emulation::linear_thread() % 32, group = lane / 4, quad = lane % 4;
   for (int e = 0; e < kEights; ++e) {
-    const auto of_b = [&](int half) { return int(reinterpret_cast<const unsigned*>(&columns[8 * e + group][(chunk + half) ^ group])[quad]); };
+    const auto of_b = [&](int half) {
+      return int(reinterpret_cast<const unsigned*>(&columns[8 * e + group][(chunk + half) ^ group])[quad]);
+    };
     for (int h = 0; h < 2; ++h) tensor_multiply_add(sums[h][e], a[h], {of_b(0), of_b(1)});
   }
 }
@@ -310,7 +330,8 @@ struct ClusterExchange {
     if (emulation::linear_thread() == 0) shown = v;
     cluster_sync();
     // A static shared variable lies at the same distance from `base` on every thread.
-    for (char* base : emulation::cluster->bases) f(*reinterpret_cast<const V*>(reinterpret_cast<const char*>(&shown) - &emulation::base + base));
+    for (char* base : emulation::cluster->bases)
+      f(*reinterpret_cast<const V*>(reinterpret_cast<const char*>(&shown) - &emulation::base + base));
     cluster_sync();
   }
 };
@@ -344,7 +365,9 @@ inline void await_copies(int) {}
 template <class V>
 void forget(V&) {}
 template <class T>
-T* pinned(T* p) { return p; }
+T* pinned(T* p) {
+  return p;
+}
 
 template <class T>
 unsigned multiply_words(unsigned a, unsigned b) {
@@ -364,7 +387,8 @@ unsigned max_words(unsigned a, unsigned b) {
 }
 
 [[noreturn]] inline void fail_label(int64_t label, int64_t classes) {
-  std::fprintf(stderr, "liger: label %lld is outside [0, %lld) and not ignore_index\n", (long long)label, (long long)classes);
+  std::fprintf(stderr, "liger: label %lld is outside [0, %lld) and not ignore_index\n", (long long)label,
+               (long long)classes);
   std::abort();
 }
 

@@ -6,7 +6,8 @@
 
 namespace liger::cuda {
 
-inline void sort_pairs(void* scratch, size_t& bytes, const int* keys, int* sorted_keys, const int* values, int* sorted_values, int n, int bits, Stream) {
+inline void sort_pairs(void* scratch, size_t& bytes, const int* keys, int* sorted_keys, const int* values,
+                       int* sorted_values, int n, int bits, Stream) {
   if (!scratch) return void(bytes = n * sizeof(int));
   const auto key = [&](int i) { return keys[i] & ((int64_t(1) << bits) - 1); };
   int* order = static_cast<int*>(scratch);
@@ -28,7 +29,8 @@ struct BlockSort {
     std::iota(order, order + n, 0);
     std::stable_sort(order, order + n, [&](int i, int j) { return values[i] < values[j]; });
     for (int i = 0; i < n; ++i) sorted_keys[i] = values[order[i]];
-    if (n > kMost || sorted_keys[n - 1] >> bits) throw std::runtime_error("emulation: more to sort than a block can, or greater");
+    if (n > kMost || sorted_keys[n - 1] >> bits)
+      throw std::runtime_error("emulation: more to sort than a block can, or greater");
   }
 };
 
