@@ -1,5 +1,5 @@
 #pragma once
-#include "liger/core/cuda/launch.h"
+#include "liger/core/cuda/cluster_exchange.cuh"
 
 namespace liger::cuda {
 

@@ -3,6 +3,7 @@
 #include <climits>
 #include <initializer_list>
 #include <numeric>
+#include "liger/core/cuda/async_copy.cuh"
 #include "liger/core/cuda/dispatch.h"
 #include "liger/core/cuda/reduce.cuh"
 

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include "liger/core/cuda/mma.cuh"
 #include "liger/core/cuda/tile.cuh"
 #include "liger/ops/matmul/int2_matmul.h"
 

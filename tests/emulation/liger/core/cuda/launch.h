@@ -282,60 +282,6 @@ T* shared_memory() {
 
 inline int shared_bytes_here() { return int(emulation::block->shared.size() * sizeof(float4)); }
 
-inline int cluster_rank() { return emulation::cluster_rank; }
-inline int cluster_size() { return int(emulation::cluster->bases.size()); }
-
-inline void cluster_sync() {
-  __syncthreads();
-  if (emulation::linear_thread() == 0) emulation::cluster->barrier.arrive_and_wait();
-  __syncthreads();
-}
-
-/// The lanes of a column or row of sum gather its operands from the lanes that hold them.
-inline void tensor_multiply_add(int (&sum)[4], const unsigned (&a)[4], const int (&b)[2]) {
-  const int lane = emulation::linear_thread() % 32, group = lane / 4, quad = lane % 4;
-  const auto byte = [](unsigned word, int i) { return word >> 8 * i & 0xff; };
-  for (int half = 0; half < 2; ++half)
-    for (int q = 0; q < 4; ++q)
-      for (int column = 0; column < 2; ++column) {
-        const int of_b = __shfl_sync(~0u, b[half], (2 * quad + column) * 4 + q);
-        for (int row = 0; row < 2; ++row) {
-          const unsigned of_a = __shfl_sync(~0u, a[2 * half + row], group * 4 + q);
-          for (int i = 0; i < 4; ++i) sum[2 * row + column] += int(byte(of_a, i)) * int8_t(byte(of_b, i));
-        }
-      }
-}
-
-template <int kEights>
-void tensor_multiply_add(int (&sums)[2][kEights][4], const unsigned (&a)[2][4], const uint4 (*columns)[8], int chunk) {
-  const int lane = emulation::linear_thread() % 32, group = lane / 4, quad = lane % 4;
-  for (int e = 0; e < kEights; ++e) {
-    const auto of_b = [&](int half) {
-      return int(reinterpret_cast<const unsigned*>(&columns[8 * e + group][(chunk + half) ^ group])[quad]);
-    };
-    for (int h = 0; h < 2; ++h) tensor_multiply_add(sums[h][e], a[h], {of_b(0), of_b(1)});
-  }
-}
-
-template <bool kButLast>
-void await_products() {}
-inline void show_tensor_core() {}
-
-template <class V, int kTurns = 2>
-struct ClusterExchange {
-  template <class F>
-  void operator()(const V& v, F f) {
-    if (cluster_size() == 1) return f(v);
-    static thread_local V shown;
-    if (emulation::linear_thread() == 0) shown = v;
-    cluster_sync();
-    // A static shared variable lies at the same distance from `base` on every thread.
-    for (char* base : emulation::cluster->bases)
-      f(*reinterpret_cast<const V*>(reinterpret_cast<const char*>(&shown) - &emulation::base + base));
-    cluster_sync();
-  }
-};
-
 template <class T>
 float2 to_floats(unsigned word) {
   T pair[2];
@@ -352,15 +298,7 @@ unsigned to_word(float low, float high) {
 }
 
 inline void store16(void* p, uint4 v) { *static_cast<uint4*>(p) = v; }
-template <bool kNear = true>
-void copy_async16(void* shared, const void* global, int bytes = 16) {
-  std::memcpy(shared, global, bytes), std::memset(static_cast<char*>(shared) + bytes, 0, 16 - bytes);
-}
-inline void copy_async4(void* shared, const void* global) { std::memcpy(shared, global, 4); }
 inline void await_previous() {}
-inline void copies_done() {}
-inline void close_copies() {}
-inline void await_copies(int) {}
 
 template <class V>
 void forget(V&) {}

@@ -1,0 +1,91 @@
+#pragma once
+// The tensor core's products of bytes: mma, and wgmma on compute capability 9.0.
+#include "liger/core/cuda/launch.h"
+
+namespace liger::cuda {
+
+/// The tensor core's product of a 16 x 32 matrix of unsigned bytes and a 32 x 8 one of signed bytes, added to sum [16 x
+/// 8]. With group = lane / 4 and quad = lane % 4: a has rows group, group + 8 in k = 4 quad … + 3, then the same at k +
+/// 16; b has column group there; sum has row group in columns 2 quad, + 1, then row group + 8.
+__device__ inline void tensor_multiply_add(int (&sum)[4], const unsigned (&a)[4], const int (&b)[2]) {
+#if __CUDA_ARCH__ >= 800
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(sum[0]), "+r"(sum[1]), "+r"(sum[2]), "+r"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
+}
+
+/// Four 8 x 8 matrices of 16-bit numbers from shared memory, whose row i of matrix j is where lane 8 j + i says: a lane
+/// gets the pair lane % 4 of row lane / 4 of each.
+__device__ inline void load_matrices(unsigned (&words)[4], const void* row) {
+#if __CUDA_ARCH__ >= 750
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(shared_address(row))
+               : "memory");
+#endif
+}
+
+/// As tensor_multiply_add above for two a and a wider b, whose 8 kEights columns lie in shared memory: 128 bytes of k
+/// each, of which chunks of 16 `chunk` and the next are b's; chunk c of column r lies at c ^ r % 8, the columns from a
+/// multiple of 1024 bytes on. Four neighbouring warps come here together, with the same columns. On compute
+/// capability 9.0 (wgmma) the products are on their way until await_products.
+template <int kEights>
+__device__ void tensor_multiply_add(int (&sums)[2][kEights][4], unsigned (&a)[2][4], const uint4 (*columns)[8],
+                                    int chunk) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#pragma unroll
+  for (int i = 0; i < 8; ++i) forget(a[i / 4][i % 4]);  // made before the fence
+  // PTX ISA, "Matrix descriptor": address / 16, no matter, 1024 / 16 bytes from eight columns to the next, the swizzle
+  // of 128 bytes
+  const uint64_t matrix =
+      (shared_address(&columns[0][chunk]) >> 4) | uint64_t(1) << 16 | uint64_t(64) << 32 | uint64_t(1) << 62;
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+  constexpr int kAtOnce = 8;
+  static_assert(kEights % kAtOnce == 0);
+#pragma unroll
+  for (int e = 0; e < kEights; e += kAtOnce)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#define LIGER_SUMS(i) "+r"(sums[h][e + i][0]), "+r"(sums[h][e + i][1]), "+r"(sums[h][e + i][2]), "+r"(sums[h][e + i][3])
+      asm volatile(
+          "wgmma.mma_async.sync.aligned.m64n64k32.s32.u8.s8 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, "
+          "%13, %14, %15, %16, %17, %18, "
+          "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, 1;"
+          : LIGER_SUMS(0), LIGER_SUMS(1), LIGER_SUMS(2), LIGER_SUMS(3), LIGER_SUMS(4), LIGER_SUMS(5), LIGER_SUMS(6),
+            LIGER_SUMS(7)
+          : "r"(a[h][0]), "r"(a[h][1]), "r"(a[h][2]), "r"(a[h][3]), "l"(matrix + e * 64));
+#undef LIGER_SUMS
+    }
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#else
+  const int lane = threadIdx.x % 32, of = lane / 8;  // each column's two chunks, of two columns of eight at once
+#pragma unroll
+  for (int e = 0; e < kEights; e += 2) {
+    unsigned b[4];
+    const int column = 8 * (e + of / 2) + lane % 8;
+    load_matrices(b, &columns[column][(chunk + of % 2) ^ column % 8]);
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) tensor_multiply_add(sums[h][e + i], a[h], {int(b[2 * i]), int(b[2 * i + 1])});
+  }
+#endif
+}
+
+/// Waits for all such products of this warp, or all but the last call's.
+template <bool kButLast>
+__device__ void await_products() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(int(kButLast)) : "memory");
+#endif
+}
+
+/// After the next barrier such products may read what this thread has written, or copied and awaited, in shared memory.
+__device__ inline void show_tensor_core() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+}  // namespace liger::cuda
