@@ -4,10 +4,11 @@
     python benchmarks/bench.py --op rms_norm --shape 4096,4096 --dtype float32 --device cpu
     python benchmarks/bench.py --compare benchmarks/results/h200.json  what changed since that run
 
-Rivals: eager torch, torch.compile of the plain operator, torch's own fused operator where there is one, and, where they can be
-imported, quack, cut_cross_entropy, TRL's functions of a head (--trl DIR or TRL_DIR: an unpacked wheel of TRL 1.16, of
-which these need torch and transformers alone) and liger_kernel with Triton (--triton-liger DIR: a folder that holds that package, which has our name).
-Of activate F.silu is one, torch's own operator of one tensor, whatever the activation.
+Rivals: eager torch, torch.compile of the plain operator, torch's own fused operator where there is one, and, where they
+can be imported, quack, cut_cross_entropy, TRL's functions of a head (--trl DIR or TRL_DIR: an unpacked wheel of TRL
+1.16, of which these need torch and transformers alone) and liger_kernel with Triton (--triton-liger DIR: a folder that
+holds that package, which has our name). Of activate F.silu is one, torch's own operator of one tensor, whatever the
+activation.
 
 Per shape and rival, forward / forward and backward:
   gpu    time of a call in a CUDA graph of many, inputs rotating over more than twice the L2 cache (ms)
@@ -15,8 +16,10 @@ Per shape and rival, forward / forward and backward:
   host   time until a call returns, on inputs too small to matter (us)
   peak   memory beyond the inputs (MiB)
   extra  the same beyond the results too, which are the gradients where there are some (MiB)
-  rate   bytes of the floor over the time, as a fraction of a copy of the first input in the same run, where no cache holds that; for
-         operators made of GEMMs the time of the bare GEMMs over the operator's: of a loss those of its heads, forward of
+  rate   bytes of the floor over the time, as a fraction of a copy of the first input in the same run, where no
+  cache holds that; for
+         operators made of GEMMs the time of the bare GEMMs over the operator's: of a loss those of its
+         heads, forward of
          all and two backward of the one that is trained
 """
 
@@ -87,11 +90,13 @@ def timed(f, device, seconds, least=3):
 
 
 def graph_of(calls, ours):
-    """A CUDA graph of these calls, one after another, or None where they cannot be captured. ours: all can, though the linear loss waits outside of one."""
+    """A CUDA graph of these calls, one after another, or None where they cannot be captured. ours: all can, though the
+    linear loss waits outside of one."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     try:
-        # One that waits for the device is found before: a capture that fails leaves torch's allocator and generator in it.
+        # One that waits for the device is found before: a capture that fails leaves torch's allocator and generator in
+        # it.
         with torch.cuda.stream(stream):
             calls[0]()
             torch.cuda.set_sync_debug_mode("default" if ours else "error")
@@ -203,7 +208,8 @@ def contestants(case, shape, options, args, sets_wanted):
 
 
 def floor_time(case, shape, options, args):
-    """A function that times the floor, (forward, forward+backward) in ms: a copy's rate for the bytes, or the bare GEMMs."""
+    """A function that times the floor, (forward, forward+backward) in ms: a copy's rate for the bytes, or the bare
+    GEMMs."""
     if case.flops or case.heads:
         tensors = inputs(case, shape, options, args)
         heads, part = (case.heads(tensors), (1, 1)) if case.heads else ([(*tensors[:2], True)], None)

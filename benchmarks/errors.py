@@ -1,4 +1,5 @@
-"""Writes docs/errors-DEVICE.md: how far results and gradients are from float64, ours and eager torch's, over the cases of tests/cases.
+"""Writes docs/errors-DEVICE.md: how far results and gradients are from float64, ours and eager torch's, over the cases
+of tests/cases.
 
 python benchmarks/errors.py              on the GPU if there is one
 python benchmarks/errors.py --device cpu
@@ -23,7 +24,8 @@ MANY = 1000  # values, of which a ratio says something
 
 
 def rows(device):
-    """For each case, dtype and result: RMS errors in units of the dtype's rounding of the values' RMS, ours over eager's, and that of the largest."""
+    """For each case, dtype and result: RMS errors in units of the dtype's rounding of the values' RMS, ours over
+    eager's, and that of the largest."""
     for case in all_cases().values():
         if not case.differentiable:
             continue  # integers
@@ -51,7 +53,8 @@ def rows(device):
 
 
 def summary(found):
-    """A line an operator: of each dtype the result or gradient whose ratio is largest, of those of many values where there are some."""
+    """A line an operator: of each dtype the result or gradient whose ratio is largest, of those of many values where
+    there are some."""
     worst = {}
     for operator, dtype, name, values, ours, eager, ratio, largest in found:
         better = worst.setdefault(operator, {}).get(dtype)

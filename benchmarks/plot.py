@@ -1,4 +1,5 @@
-"""Writes the tables of docs/performance.md and its two pictures out of benchmarks/results/*.json, which bench.py and train.py wrote.
+"""Writes the tables of docs/performance.md and its two pictures out of benchmarks/results/*.json, which bench.py and
+train.py wrote.
 
 python benchmarks/plot.py            after a run: bench.py --out benchmarks/results/h200.json
 """
@@ -13,7 +14,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
 FORWARD, BOTH = "forward", "forward+backward"
 OURS, EAGER, TRITON = "ours", "torch", "liger (Triton)"
-# Of each operator the first shape is shown, and of these one more: other widths, vocabularies and budgets that models have.
+# Of each operator the first shape is shown, and of these one more: other widths, vocabularies and budgets that models
+# have.
 MORE = {
     ("cross_entropy", (8192, 128256)),
     ("fused_linear_cross_entropy", (16384, 2048, 248320)),

@@ -1,7 +1,9 @@
-"""What pip asks to build this package: scikit-build-core, for the torch of the environment that the package is installed into.
+"""What pip asks to build this package: scikit-build-core, for the torch of the environment that the package is
+installed into.
 
-A build for another torch cannot be loaded, so that pip's isolated build environment gets none of its own: this finds the one outside, or
-stops and says what to type. It is also scikit-build-core's provider of the version and the dependencies, which name that torch.
+A build for another torch cannot be loaded, so that pip's isolated build environment gets none of its own: this finds
+the one outside, or stops and says what to type. It is also scikit-build-core's provider of the version and the
+dependencies, which name that torch.
 """
 
 import functools
@@ -77,7 +79,8 @@ def dynamic_metadata(field, settings):
 
 
 def _wheel(hook):
-    """A hook of scikit-build-core's that knows which torch, and whether to build for CUDA, and what the wheel will be called."""
+    """A hook of scikit-build-core's that knows which torch, and whether to build for CUDA, and what the wheel will be
+    called."""
 
     def run(directory, config_settings=None, *rest):
         global _settings

@@ -1,7 +1,9 @@
-"""Hands every operator each of its arguments wrong, and prints what it says; tests/test_bad_inputs.py runs this in a process of its own.
+"""Hands every operator each of its arguments wrong, and prints what it says; tests/test_bad_inputs.py runs this in a
+process of its own.
 
-Each valid call is one that the cases of tests/cases make, forward and backward. Of each of its tensors the device, the dtype, a size and the number of
-dimensions are changed, one at a time; each must be refused by an exception whose text names the operator and the argument.
+Each valid call is one that the cases of tests/cases make, forward and backward. Of each of its tensors the device, the
+dtype, a size and the number of dimensions are changed, one at a time; each must be refused by an exception whose text
+names the operator and the argument.
 """
 
 import re

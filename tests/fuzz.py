@@ -1,6 +1,8 @@
-"""Random trials of every operator against float64 statements of its formula: shapes, dtypes, layouts, options, frozen inputs, upstream gradients.
+"""Random trials of every operator against float64 statements of its formula: shapes, dtypes, layouts, options, frozen
+inputs, upstream gradients.
 
-`python tests/fuzz.py --seconds 600` draws fresh seeds for so long and prints how to repeat a trial that fails; tests/test_fuzz.py runs fixed ones.
+`python tests/fuzz.py --seconds 600` draws fresh seeds for so long and prints how to repeat a trial that fails;
+tests/test_fuzz.py runs fixed ones.
 """
 
 import argparse
@@ -72,8 +74,9 @@ def gradients(out, inputs, upstream, **more):
 
 
 def check_close(ours, eager, exact, dtype, terms, what):
-    """Each element within eight times eager's largest error, 32 units of the largest value's rounding, and of what a sum of so many terms of order one is
-    rounded by. That is loose on purpose (tests/test_ops.py compares precision): a trial looks for what is wrong, not for what is less exact."""
+    """Each element within eight times eager's largest error, 32 units of the largest value's rounding, and of what a
+    sum of so many terms of order one is rounded by. That is loose on purpose (tests/test_ops.py compares precision):
+    a trial looks for what is wrong, not for what is less exact."""
     exact, ours, eager = exact.double(), ours.double(), eager.double()
     assert ours.shape == exact.shape, f"{what}: shape {list(ours.shape)} instead of {list(exact.shape)}"
     info = torch.finfo(dtype)

@@ -1,4 +1,5 @@
-"""Every documented way to install, each from a virtual environment with nothing in it: `make test-install`. Needs the package index.
+"""Every documented way to install, each from a virtual environment with nothing in it: `make test-install`. Needs the
+package index.
 
 The CUDA kernels are left out, unless LIGER_CUDA=ON: what is tested is how the package is found, named and loaded.
 """

@@ -100,7 +100,8 @@ def mean(values, mask):
 
 
 def batch(device, dtype=torch.float32, spread=0.5):
-    """Completions of unequal lengths, one of which is all masked, one with a hole; probabilities far enough from the old ones that bounds hold some back."""
+    """Completions of unequal lengths, one of which is all masked, one with a hole; probabilities far enough from the
+    old ones that bounds hold some back."""
     g = torch.Generator().manual_seed(1)
     draw = lambda *shape: torch.randn(*shape, generator=g)
     x, weight, bias = draw(B, T + 1, H) * 0.7, draw(V, H) * 0.5, draw(V) * 0.3

@@ -20,7 +20,8 @@ def _rank(rank, port, ranks, results, function, arguments):
 
 
 def on_ranks(function, *arguments, ranks=2):
-    """[function(rank, *arguments) for each rank], all with one seed; raises what a rank raises. The function is a module's, its result can be pickled."""
+    """[function(rank, *arguments) for each rank], all with one seed; raises what a rank raises. The function is a
+    module's, its result can be pickled."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -2,8 +2,9 @@
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/sanitize.py
 
-and likewise with racecheck and initcheck. Without torch's cache of memory a tensor is an allocation, past whose end nothing may be touched.
-Arguments name operators to be left out: initcheck does not see what cuBLAS writes by bulk copies, and takes fused_linear_cross_entropy fused_mlp.
+and likewise with racecheck and initcheck. Without torch's cache of memory a tensor is an allocation, past whose end
+nothing may be touched. Arguments name operators to be left out: initcheck does not see what cuBLAS writes by bulk
+copies, and takes fused_linear_cross_entropy fused_mlp.
 """
 
 import sys
@@ -12,7 +13,8 @@ import torch
 from cases import all_cases
 
 for case in [case for name, case in all_cases().items() if name not in sys.argv[1:]]:
-    # The shortest rows, of which the last ones end together with the memory; rows that begin anywhere, and rows over a block's or a cluster's worth, which begin anywhere or not.
+    # The shortest rows, of which the last ones end together with the memory; rows that begin anywhere, and rows over a
+    # block's or a cluster's worth, which begin anywhere or not.
     shapes = (
         case.shapes[:1]
         + [s for s in case.shapes if torch.Size(s).numel() < 5000][-2:]

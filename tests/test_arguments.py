@@ -204,7 +204,8 @@ def test_options_that_cannot_be():
 
 
 def rotated(x, cos, sin):
-    """x [batch, heads, seq, dim] by an angle for each pair of columns i and i + r/2 of the first r; cos, sin [batch, 1, seq, r/2]."""
+    """x [batch, heads, seq, dim] by an angle for each pair of columns i and i + r/2 of the first r; cos, sin [batch, 1,
+    seq, r/2]."""
     half = cos.shape[-1]
     a, b, rest = x.double()[..., :half], x.double()[..., half : 2 * half], x.double()[..., 2 * half :]
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1).float()

@@ -114,7 +114,8 @@ def test_weights_and_biases(function, weights, biases):
 
 
 def test_chunks(monkeypatch):
-    """The numbers do not depend on chunks or pieces, and a 3-d batch is the same tokens; strides are free. The losses in one operator, and those in a loop."""
+    """The numbers do not depend on chunks or pieces, and a 3-d batch is the same tokens; strides are free. The losses
+    in one operator, and those in a loop."""
     monkeypatch.setattr(two_heads, "CPU_BYTES", 0)
     for extra in (0, 9):  # a larger vocabulary of the teacher's takes the loop
         student, teacher, labels = heads(tokens=(5, 23), teacher_vocabulary=V + extra)
@@ -414,7 +415,8 @@ def test_fused_linear_jsd_contract():
 
 
 def test_half_precision_gradients_neither_vanish_nor_overflow():
-    """A mean's terms are below float16's smallest number until the loss scale reaches them, and their sum over tokens is above its largest."""
+    """A mean's terms are below float16's smallest number until the loss scale reaches them, and their sum over tokens
+    is above its largest."""
     student, teacher, labels = heads(dtype=torch.float16, tokens=(2500,), vocabulary=3000, teacher_vocabulary=3000)
     loss = JSD(temperature=4.0)(student[0], student[1], teacher[0] * 0.1, teacher[1], labels, student[2], teacher[2])
     (loss * 2.0**14).backward()

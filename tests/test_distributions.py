@@ -1,4 +1,5 @@
-"""Losses and maps of distributions where logarithms are infinite, labels select rows, or dtypes run out; and the API's functions."""
+"""Losses and maps of distributions where logarithms are infinite, labels select rows, or dtypes run out; and the API's
+functions."""
 
 import math
 import subprocess
@@ -61,7 +62,8 @@ def test_impossible_elements(dtype, cols, device):
 
 
 def test_disjoint(device):
-    """Where the supports are disjoint the Jensen-Shannon divergence is ln 2, the other divergences are infinite, and nothing is NaN."""
+    """Where the supports are disjoint the Jensen-Shannon divergence is ln 2, the other divergences are infinite, and
+    nothing is NaN."""
     inf = math.inf
     x, t = torch.tensor([[0.0, -inf]], device=device), torch.tensor([[-inf, 0.0]], device=device)
     close(liger_jsd(x, t).item(), math.log(2))

@@ -1,5 +1,5 @@
-"""The operators on DTensors, two ranks: results and gradients are those of plain torch on whole tensors, and nothing is communicated where each
-rank can work on its own rows."""
+"""The operators on DTensors, two ranks: results and gradients are those of plain torch on whole tensors, and nothing is
+communicated where each rank can work on its own rows."""
 
 import pathlib
 import re
@@ -51,7 +51,8 @@ GATHERED = {
 
 
 def compare(case, shape, options, positions, dim, mesh):
-    """The number of communications of a forward and backward pass on shards, whose results are compared with whole ones."""
+    """The number of communications of a forward and backward pass on shards, whose results are compared with whole
+    ones."""
     options = case.options[0] if options is None else options
     inputs = case.inputs(shape, options)
     exact = rounded(inputs)

@@ -166,7 +166,8 @@ def test_half_gradients_do_not_vanish(reduction, weighted, device):
 @pytest.mark.parametrize("upstream", [1e-6, 1.0, 2.0**14])
 @pytest.mark.parametrize("name", ["log_prob", "entropy", "cross_entropy"])
 def test_half_upstream_gradients(name, upstream, device):
-    """A gradient for each token, as small as a mean's or multiplied by a loss scale: nothing on the way to hidden and weight vanishes or overflows."""
+    """A gradient for each token, as small as a mean's or multiplied by a loss scale: nothing on the way to hidden and
+    weight vanishes or overflows."""
     from liger_kernel.ops.linear_log_prob import linear_log_prob
 
     torch.manual_seed(0)
@@ -272,7 +273,8 @@ for threads in (2, 3, 4):
 @pytest.mark.parametrize("ignored", [0.0, 0.01, 0.5])
 @pytest.mark.parametrize("max_bytes", [0, 1])
 def test_first_of_the_largest(max_bytes, ignored, device):
-    """linear_log_prob's is_top1, of labels of which half are the largest logit's, among equals the first; False where ignored."""
+    """linear_log_prob's is_top1, of labels of which half are the largest logit's, among equals the first; False where
+    ignored."""
     from liger_kernel.ops.linear_log_prob import linear_log_prob
 
     torch.manual_seed(0)

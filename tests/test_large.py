@@ -90,7 +90,8 @@ def test_large(name, shape, options, gradients):
             pairs += [(part(t.grad), e.grad) for t, e, cut in zip(inputs, exact, sliced) if cut and t.requires_grad]
         for ours, expected in pairs:
             expected = expected.detach().float()
-            # Two units of bf16 of a value, and eight of the values' usual size: a difference, and a product between GEMMs, is rounded before.
+            # Two units of bf16 of a value, and eight of the values' usual size: a difference, and a product between
+            # GEMMs, is rounded before.
             torch.testing.assert_close(
                 ours.detach().float(), expected, rtol=2**-6, atol=2**-4 * expected.square().mean().sqrt().item()
             )
@@ -101,8 +102,8 @@ def test_large(name, shape, options, gradients):
 )
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_of_copies(name, device, classes, copies):
-    """The means of which a loss is made do not change when every sequence is there 150 times: 2.2e9 logits, against plain
-    torch on one copy in float64."""
+    """The means of which a loss is made do not change when every sequence is there 150 times: 2.2e9 logits, against
+    plain torch on one copy in float64."""
     case, rows = LOSSES[name], 114 if name in ("linear_jsd", "linear_cosine") else 6
     shape = (rows, 48, 64, classes) if rows > 6 else (rows, 19, 48, classes)
     # A reference keeps KTO's sigmoid where its slope has all its digits.

@@ -58,7 +58,8 @@ def test_lora(device, dtype, max_bytes, frozen):
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("max_bytes", [0, 1])
 def test_main_grad(device, dtype, max_bytes):
-    """It grows by the gradient, in float, with every backward pass, a second one through a graph included; weight.grad stays as it is."""
+    """It grows by the gradient, in float, with every backward pass, a second one through a graph included; weight.grad
+    stays as it is."""
     hidden, weight, ids = tensors(device, dtype)
     main = torch.ones(V, H, device=device)
     loss = linear_log_prob(hidden, weight, ids, main_grad=main, max_bytes=max_bytes).sum()
@@ -183,7 +184,8 @@ def test_memory_budget_of_the_process(device):
 
 
 def measured_peak(run, device):
-    """The most bytes that a second run() allocates at once; the first one makes what is made once, such as a workspace of cuBLAS."""
+    """The most bytes that a second run() allocates at once; the first one makes what is made once, such as a workspace
+    of cuBLAS."""
     if device == "cuda":
         run()
         torch.ones((), device=device, requires_grad=True).mul(
@@ -213,7 +215,8 @@ def measured_peak(run, device):
     [(True, 0, True), (True, 1 << 20, True), (True, 1 << 20, False), (False, 0, True), (False, 1 << 20, True)],
 )
 def test_predicted_peak(device, dtype, keeps, max_bytes, trains_weight):
-    """Within 5 % of what is allocated. On a CPU the GEMMs of 16-bit types take scratch memory of the library's, which nobody can predict."""
+    """Within 5 % of what is allocated. On a CPU the GEMMs of 16-bit types take scratch memory of the library's, which
+    nobody can predict."""
     dtype = torch.float32 if device == "cpu" else dtype
     tokens, width, classes = 700, 256, 6000
     hidden = torch.randn(tokens, width, device=device, dtype=dtype, requires_grad=True)
@@ -248,7 +251,8 @@ LOSSES = {
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_errors_do_not_grow_with_chunks(device, dtype, loss):
     """Within 1.2 of one chunk's from 1 to 1024 chunks, because sums over chunks are kept in float. That is the dtype of
-    float32's own gradients: theirs may err as a float sum of all tokens does. The loss is one number: half a unit in its last place."""
+    float32's own gradients: theirs may err as a float sum of all tokens does. The loss is one number: half a unit in
+    its last place."""
     tokens, classes = 1024, 91
     g = torch.Generator().manual_seed(5)
     draw = lambda *shape: torch.randn(*shape, generator=g).to(device, dtype).requires_grad_()

@@ -89,7 +89,8 @@ def test_compiled_autograd(case, device):
 
 @each_gradient
 def test_second_derivative(case, device):
-    """An error, never a zero: of a sum, whose upstream gradient is a constant, and of a square; also with respect to the upstream gradient."""
+    """An error, never a zero: of a sum, whose upstream gradient is a constant, and of a square; also with respect to
+    the upstream gradient."""
     for options in case.options[:3]:
         for function in (losses, lambda out: torch.stack([o.float().pow(2).sum() for o in out]).sum()):
             inputs = case.inputs(case.shapes[1], options, case.dtypes[0], device)

@@ -326,7 +326,8 @@ def test_mlp_of_wrapped_projections():
 @pytest.mark.parametrize("shards", [None, 1, 3, 100])
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_tiled_mlp(shards, wrapped):
-    """Values and gradients of the whole, also of a frozen parameter's neighbours; gradients reach autograd, not .grad alone."""
+    """Values and gradients of the whole, also of a frozen parameter's neighbours; gradients reach autograd, not .grad
+    alone."""
     m, x = tiled_mlp.LigerTiledSwiGLUMLP(CONFIG, shards), torch.randn(2, 37, 16, requires_grad=True)
     if wrapped:
         m.gate_proj.register_forward_hook(lambda *_: None)

@@ -20,7 +20,8 @@ def run(f, inputs, options, upstream=None, **backward):
     """Results and gradients; the upstream gradients are drawn once and given to all that are compared."""
     out = as_tuple(f(*inputs, **options))
     if upstream is None:
-        # Powers of two: a loss makes its gradient in forward, and any other factor costs a second rounding (test_scaled_gradient).
+        # Powers of two: a loss makes its gradient in forward, and any other factor costs a second rounding
+        # (test_scaled_gradient).
         upstream = [torch.randn(o.shape, dtype=torch.float64) for o in out]
         upstream = [g.sign() * g.abs().log2().round().exp2() if o.dim() <= 1 else g for g, o in zip(upstream, out)]
     if any(t is not None and t.requires_grad for t in inputs):
@@ -37,10 +38,11 @@ def rms(t):
 
 
 def check(ours, eager, exact, dtype, what, gemm=False, terms=0):
-    """RMS error at most 1.1 times that of eager torch in the same dtype, the largest at most twice. An error that small is where the
-    two happen to round: a quarter of the dtype's unit of rounding is free, a whole one for the largest. Of few values both are luck:
-    there a whole unit is free, and the ratios are 3; a unit of the root of the number of terms, where those are of order one and their sum
-    may cancel. A library's GEMM sums in an order that changes with the chunk: twice as much."""
+    """RMS error at most 1.1 times that of eager torch in the same dtype, the largest at most twice. An error that small
+    is where the two happen to round: a quarter of the dtype's unit of rounding is free, a whole one for the largest.
+    Of few values both are luck: there a whole unit is free, and the ratios are 3; a unit of the root of the number
+    of terms, where those are of order one and their sum may cancel. A library's GEMM sums in an order that changes
+    with the chunk: twice as much."""
     assert ours.shape == exact.shape and ours.dtype == eager.dtype, what
     exact = exact.to(ours.device)
     unit = torch.finfo(dtype).eps
@@ -312,7 +314,8 @@ def test_errors(case, device):
     ],
 )
 def test_index_out_of_range(function, inputs, what, device):
-    """An IndexError on the CPU; on CUDA a device assertion, which ends the process's use of the device: a process of its own."""
+    """An IndexError on the CPU; on CUDA a device assertion, which ends the process's use of the device: a process of
+    its own."""
     code = f"""
 import torch, liger_kernel.ops, liger_kernel.transformers
 torch.set_default_device("{device}")
@@ -325,7 +328,8 @@ print({function}({inputs}).sum().item())
 
 @pytest.mark.parametrize("name", ["cross_entropy", "softmax", "sparsemax"])
 def test_rows_over_several_blocks(name, device):
-    """Rows of odd and even length that several blocks share on a GPU: kept on chip, and of floats some that are too long for that."""
+    """Rows of odd and even length that several blocks share on a GPU: kept on chip, and of floats some that are too
+    long for that."""
     case = CASES[name]
     for shape, dtype in (((4, 140001), torch.float32), ((4, 140001), torch.bfloat16), ((3, 40000), torch.bfloat16)):
         for options in (case.options[0], case.options[-1]) if name == "cross_entropy" else case.options[:1]:
@@ -393,7 +397,8 @@ def test_compiled_results(name, wanted, device):
 
 @pytest.mark.parametrize("name", ["cross_entropy", "fused_linear_cross_entropy"])
 def test_scaled_gradient(name, device):
-    """The saved gradient times an upstream one that is no power of two: two roundings instead of one, √2 times the error."""
+    """The saved gradient times an upstream one that is no power of two: two roundings instead of one, √2 times the
+    error."""
     case = CASES[name]
     for dtype in case.dtypes:
         inputs = case.inputs(case.shapes[-2], {}, dtype, device)
@@ -439,7 +444,8 @@ def test_extreme_targets(device):
 @pytest.mark.parametrize("cols", [64, 1029, 4096, 9000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_layer_norm_far_from_zero(cols, dtype, device):
-    """A mean far above the deviation, and first columns that are nothing like the row: the variance is not a difference of large numbers."""
+    """A mean far above the deviation, and first columns that are nothing like the row: the variance is not a difference
+    of large numbers."""
     from liger_kernel.transformers.functional import liger_layer_norm
 
     torch.manual_seed(0)
@@ -474,6 +480,7 @@ def test_modulation_of_many_rows(cols, dtype, device):
     w = torch.randn(cols, device=device).to(dtype)
     n = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * w.double() * (1 + scale.double())
     expected = n + shift.double()
-    # Two roundings before the modulation and one behind it, half a unit each, and a hundredth for what they make of one another.
+    # Two roundings before the modulation and one behind it, half a unit each, and a hundredth for what they make of one
+    # another.
     bound = 1.01 * torch.finfo(dtype).eps * (n.abs() + expected.abs() / 2) + torch.finfo(dtype).tiny
     assert ((liger_modulated_rms_norm(x, w, scale, shift, 1e-6).double() - expected).abs() <= bound).all()

@@ -29,7 +29,8 @@ def test_import_leaves_torch_alone():
 
 
 def test_version_says_what_it_was_built_for():
-    """The package, its distribution and its library have one version, and the distribution asks for the torch that it was built for."""
+    """The package, its distribution and its library have one version, and the distribution asks for the torch that it
+    was built for."""
     minor = torch.__version__.split(".")[:2]
     library = ctypes.CDLL(_library._path()).liger_version
     library.restype = ctypes.c_char_p
@@ -43,7 +44,8 @@ def test_version_says_what_it_was_built_for():
 
 
 def test_cmake_finds_an_installed_package(tmp_path):
-    """find_package(liger) configures a program against the package's folder; the sources where they stand have nothing to find."""
+    """find_package(liger) configures a program against the package's folder; the sources where they stand have nothing
+    to find."""
     examples = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "examples")
     done = subprocess.run(
         [

@@ -216,7 +216,8 @@ def test_mixed_dtypes_and_autocast(device):
 
 
 def test_gradients_of_forward():
-    """Twice over a retained graph, accumulated over steps, without the weight in backward, none under no_grad, no second derivative."""
+    """Twice over a retained graph, accumulated over steps, without the weight in backward, none under no_grad, no
+    second derivative."""
     tensors, ids, mask, advantages, old, ref, _ = batch("cpu")
     x, weight, bias = tensors
     module = fused.LigerFusedLinearGRPOLoss(beta=0.1)

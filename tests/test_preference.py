@@ -147,7 +147,8 @@ def test_nothing_is_recorded_under_no_grad(name, monkeypatch):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_mixed_dtypes_and_autocast(name):
-    """bf16 hidden states with a float head, and both in float under autocast: the GEMMs are bf16, the gradients have their inputs' dtypes."""
+    """bf16 hidden states with a float head, and both in float under autocast: the GEMMs are bf16, the gradients have
+    their inputs' dtypes."""
     module, options = (
         MODULES[name](**({"use_ref_model": False} if name == "dpo" else {})),
         options_of(name, dict(use_ref_model=False) if name == "dpo" else {}),

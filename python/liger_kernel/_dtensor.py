@@ -1,8 +1,8 @@
 """How the operators run on DTensors: each rank on its own shard, with no communication where the formula allows it.
 
-Rows may be sharded along any dimension but the last one. What is the same for all rows (a norm's weight, the head's) is whole on every rank, and
-the gradient of it is a partial sum. What is placed in another way is redistributed first, as by DTensor's own operators. Operators that are not in
-the table raise DTensor's error, which names them.
+Rows may be sharded along any dimension but the last one. What is the same for all rows (a norm's weight, the head's) is
+whole on every rank, and the gradient of it is a partial sum. What is placed in another way is redistributed first, as
+by DTensor's own operators. Operators that are not in the table raise DTensor's error, which names them.
 """
 
 import torch
@@ -64,7 +64,8 @@ RULES = {
 
 
 def _placement(letter, row, tensor, rows):
-    """Where a tensor lies on the ranks of a dimension of the mesh that shards `rows` along the dimension `row`, or not at all."""
+    """Where a tensor lies on the ranks of a dimension of the mesh that shards `rows` along the dimension `row`, or not
+    at all."""
     if row is None or letter in "wp":
         return Replicate()
     if letter == "b" and row > 0:

@@ -6,10 +6,11 @@ from liger_kernel._library import ops
 
 
 def set_memory_budget(bytes):
-    """Let heads work on, or keep for backward, `bytes` of logits at once where a caller names no max_bytes, in the whole process. Returns what it was.
+    """Let heads work on, or keep for backward, `bytes` of logits at once where a caller names no max_bytes, in the
+    whole process. Returns what it was.
 
-    0 stands for the defaults: what waits for backward takes up to 4 GiB on a GPU and 256 MiB on a CPU. Code that torch.compile has traced keeps what was
-    set then. Raises ValueError for a negative number.
+    0 stands for the defaults: what waits for backward takes up to 4 GiB on a GPU and 256 MiB on a CPU. Code that
+    torch.compile has traced keeps what was set then. Raises ValueError for a negative number.
     """
     return ops.set_memory_budget(bytes)
 

@@ -1,4 +1,5 @@
-"""TRL's trainers on this library's operators: `liger_kernel.trl.patch()` before or after a trainer is made, nothing else."""
+"""TRL's trainers on this library's operators: `liger_kernel.trl.patch()` before or after a trainer is made, nothing
+else."""
 
 import functools
 import importlib.util
@@ -259,11 +260,13 @@ def _replacement(make, original, max_bytes):
 
 
 def patch(max_bytes: int = 0) -> Report:
-    """Run the fused head, the divergence and the log-probabilities of TRL's trainers on linear_log_prob, divergence and selective_log_softmax, on CPU and CUDA.
+    """Run the fused head, the divergence and the log-probabilities of TRL's trainers on linear_log_prob, divergence and
+    selective_log_softmax, on CPU and CUDA.
 
-    Attributes of TRL's modules are replaced; trainers, models and configurations stay as they are, also those that exist already. Logits of up to max_bytes (0:
-    4 GiB on a GPU, 256 MiB on a CPU) wait for backward, others are made again. Where there are no kernels (float64, other devices), TRL's own functions run.
-    The report says what was replaced, what this TRL does not have, and has undo(). Raises ImportError without TRL.
+    Attributes of TRL's modules are replaced; trainers, models and configurations stay as they are, also those that
+    exist already. Logits of up to max_bytes (0: 4 GiB on a GPU, 256 MiB on a CPU) wait for backward, others are made
+    again. Where there are no kernels (float64, other devices), TRL's own functions run. The report says what was
+    replaced, what this TRL does not have, and has undo(). Raises ImportError without TRL.
     """
     try:
         import trl

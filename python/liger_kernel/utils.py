@@ -67,7 +67,8 @@ def _infer_nvidia_arch(device_id: int) -> str:
 
 @functools.lru_cache
 def infer_device_arch(device_id: int = 0) -> str:
-    """A coarse name of the device's architecture ("hopper", "ampere_ada", ...); the device's kind where it is not known."""
+    """A coarse name of the device's architecture ("hopper", "ampere_ada", ...); the device's kind where it is not
+    known."""
     device = infer_device()
     try:
         return _infer_nvidia_arch(device_id) if device == "cuda" and not torch.version.hip else device

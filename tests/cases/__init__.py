@@ -1,4 +1,5 @@
-"""One case per operator: inputs and a plain-torch reference. tests/test_ops.py and benchmarks/bench.py run over all of them."""
+"""One case per operator: inputs and a plain-torch reference. tests/test_ops.py and benchmarks/bench.py run over all of
+them."""
 
 import importlib
 import pkgutil
@@ -12,9 +13,10 @@ import torch
 class Case:
     """An operator and what it is compared with.
 
-    op and reference take the same inputs and options; reference computes in the dtype that it is given, as eager torch would, so that
-    float64 inputs give the exact result. make(shape, options) gives float inputs on the CPU: floating ones that are `differentiable`
-    (by position) get gradients. keep names positions that stay in float when the others are in a lower precision.
+    op and reference take the same inputs and options; reference computes in the dtype that it is given, as eager torch
+    would, so that float64 inputs give the exact result. make(shape, options) gives float inputs on the CPU: floating
+    ones that are `differentiable` (by position) get gradients. keep names positions that stay in float when the others
+    are in a lower precision.
     """
 
     name: str

@@ -12,7 +12,8 @@ KINDS = dict(kl_div=divergence.KL, jsd=divergence.JENSEN_SHANNON, tvd=divergence
 
 
 def make(shape, options, name):
-    """Prediction, target and labels: logarithms for jsd, probabilities for tvd; kl_div's target is what log_target says."""
+    """Prediction, target and labels: logarithms for jsd, probabilities for tvd; kl_div's target is what log_target
+    says."""
     x, t = torch.log_softmax(torch.randn(shape), -1), torch.log_softmax(torch.randn(shape), -1)
     if name == "tvd":
         x = x.exp()

@@ -8,7 +8,8 @@ from cases.gated import ACTIVATIONS
 
 
 def make(shape, options):
-    """x, gate_up, down, the weights of a token's experts, biases or None, and which experts: some are drawn twice, some not at all."""
+    """x, gate_up, down, the weights of a token's experts, biases or None, and which experts: some are drawn twice, some
+    not at all."""
     tokens, hidden, width = shape
     experts, k = options.get("experts", 5), options.get("k", 2)
     gate_up, down = (

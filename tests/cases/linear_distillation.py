@@ -134,7 +134,8 @@ def schema(inputs, options):
 
 
 def draw(pick):
-    # The cosine is drawn with more than two classes, between which its gradient does not vanish, in tests/loss_cases.py.
+    # The cosine is drawn with more than two classes, between which its gradient does not vanish, in
+    # tests/loss_cases.py.
     drawn = dict(
         kind=pick.choice(sorted(KINDS.keys() - {"cosine"})),
         beta=pick.choice((0.0, 0.1, 0.9, 1.0)),

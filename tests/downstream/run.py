@@ -2,8 +2,8 @@
 
     python tests/downstream/run.py [--only NAME ...] [--wheel FILE] [--environments FOLDER] [pytest's arguments ...]
 
-An environment gets torch, what requirements/NAME.txt lists, and last this package, as a wheel that is built once from the
-sources. What the tests record goes into docs/downstream.md, between the marks that bear a tool's name.
+An environment gets torch, what requirements/NAME.txt lists, and last this package, as a wheel that is built once from
+the sources. What the tests record goes into docs/downstream.md, between the marks that bear a tool's name.
 """
 
 import argparse

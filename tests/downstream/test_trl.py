@@ -295,8 +295,8 @@ def test_backward_twice_and_second_derivatives():
 
 
 def taken_away(monkeypatch, *parameters):
-    """From the first time on that TRL's context is left, these are empty outside of it, as under ZeRO-3: that context, and
-    what it was entered with."""
+    """From the first time on that TRL's context is left, these are empty outside of it, as under ZeRO-3: that context,
+    and what it was entered with."""
     whole = {id(p): p.detach().clone() for p in parameters}
     entered = []
 

@@ -1,10 +1,12 @@
 """Write known_sources.json: the sources of transformers' parts, of several versions, that replacements stand for.
 
-    python tests/huggingface/collect_sources.py transformers-4.57.6-py3-none-any.whl transformers-5.23.0-py3-none-any.whl ...
+    python tests/huggingface/collect_sources.py transformers-4.57.6-py3-none-any.whl
+    transformers-5.23.0-py3-none-any.whl ...
 
-The wheels come from `pip download --no-deps transformers==VERSION`. Every part that a row of the table of families names is
-taken out of its modeling file and run against the row's replacements on random input; its fingerprint is written under
-those that compute the same. A part that none of them stands for is listed, and keeps its forward in a patched model.
+The wheels come from `pip download --no-deps transformers==VERSION`. Every part that a row of the table of families
+names is taken out of its modeling file and run against the row's replacements on random input; its fingerprint is
+written under those that compute the same. A part that none of them stands for is listed, and keeps its forward in a
+patched model.
 """
 
 import ast

@@ -30,8 +30,8 @@ TINY = {
     "gemma2": ("Gemma2Config", {"final_logit_softcapping": 1.0, "query_pre_attn_scalar": 16, "sliding_window": 4}),
 }
 
-# Float32 sums of some hundred terms in another order: 2^7 roundings of 2^-24, doubled. The gradients of queries and keys
-# cancel, softmax's being a difference: another 2^2.
+# Float32 sums of some hundred terms in another order: 2^7 roundings of 2^-24, doubled. The gradients of queries and
+# keys cancel, softmax's being a difference: another 2^2.
 TOLERANCE = 2.0**-14
 # Adam divides gradients by their size, so that rounding noise of 1e-5 stays 1e-5 in every step; 20 steps add up.
 CURVE_TOLERANCE = 2e-4
@@ -85,7 +85,8 @@ def assert_close(actual, expected, tolerance=TOLERANCE):
 
 
 def assert_rounded_alike(actual, expected, part=0.01):
-    """Equal but for the last bits of a `part` of the elements: of sums in another order, or functions computed otherwise."""
+    """Equal but for the last bits of a `part` of the elements: of sums in another order, or functions computed
+    otherwise."""
     assert actual.dtype == expected.dtype and actual.shape == expected.shape
     assert (actual != expected).float().mean() <= part
     assert_close(actual.float(), expected.float(), 4 * torch.finfo(expected.dtype).eps)
@@ -102,8 +103,8 @@ def assert_same_step(model, reference, **inputs):
     return output
 
 
-# One of each thing that a row can say: a scale, a softcap, a router's loss, a head in a model in the model, late swaps, composites, and
-# each formula of the rotary embedding.
+# One of each thing that a row can say: a scale, a softcap, a router's loss, a head in a model in the model, late swaps,
+# composites, and each formula of the rotary embedding.
 REPRESENTATIVES = (
     "granite gemma3 mixtral llama4 nemotron llava gpt_oss glm4 phi3 qwen2_5_vl paligemma falcon_h1 gemma4_text".split()
 )

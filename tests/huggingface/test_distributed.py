@@ -1,7 +1,8 @@
-"""Patched models over two processes: the loss and every gradient are those of the plain model in one process on the whole batch.
+"""Patched models over two processes: the loss and every gradient are those of the plain model in one process on the
+whole batch.
 
-Each process computes its share of a sum of losses over all tokens, as Trainer does with num_items_in_batch. Collectives are as many as the plain
-model's: the head's weight is gathered once a forward and once a backward.
+Each process computes its share of a sum of losses over all tokens, as Trainer does with num_items_in_batch. Collectives
+are as many as the plain model's: the head's weight is gathered once a forward and once a backward.
 """
 
 import contextlib
@@ -123,7 +124,8 @@ def gradients_of(wrapped):
 
 
 class Collectives(TorchDispatchMode):
-    """Counts them; unlike CommDebugMode it leaves the modules without hooks, in sight of which no result is replaced by another."""
+    """Counts them; unlike CommDebugMode it leaves the modules without hooks, in sight of which no result is replaced by
+    another."""
 
     count = 0
 
@@ -133,7 +135,8 @@ class Collectives(TorchDispatchMode):
 
 
 def step(mode, model, rank):
-    """(the sum of the ranks' losses, the gradients, the number of collectives, whether there were logits) of one step of a wrapped model."""
+    """(the sum of the ranks' losses, the gradients, the number of collectives, whether there were logits) of one step
+    of a wrapped model."""
     wrapped, inputs = MODES[mode](model), part(batch(), rank)
     pieces = [inputs]
     if mode.endswith("accumulating"):
@@ -196,7 +199,8 @@ def compare(rank, family, mode, tied):
 
 
 def compare_halves(rank, family, mode):
-    """Context parallelism: a rank has a half of every sequence, and labels that were shifted before the sequences were cut."""
+    """Context parallelism: a rank has a half of every sequence, and labels that were shifted before the sequences were
+    cut."""
     whole, half = batch(), LENGTH // RANKS
     shifted = nn.functional.pad(whole["labels"][:, 1:], (0, 1), value=-100)
 
@@ -269,7 +273,8 @@ def test_modes(found, name, mode):
 
 
 def sequence_parallel(model):
-    """Tensor parallelism with the residual stream sharded along the sequence (Korthikanti et al. 2022, arXiv:2205.05198): norms run on DTensors."""
+    """Tensor parallelism with the residual stream sharded along the sequence (Korthikanti et al. 2022,
+    arXiv:2205.05198): norms run on DTensors."""
     rows = functools.partial(RowwiseParallel, output_layouts=Shard(1), use_local_output=False)
     plan = {
         "model.embed_tokens": rows(input_layouts=Replicate()),

@@ -1,5 +1,5 @@
-"""Every class of every row: a patched model computes what transformers' does. `make test` takes a representative of each
-mechanism; `make test-families`, or `pytest --families all`, takes all, and `--families llama,mixtral` those."""
+"""Every class of every row: a patched model computes what transformers' does. `make test` takes a representative of
+each mechanism; `make test-families`, or `pytest --families all`, takes all, and `--families llama,mixtral` those."""
 
 import copy
 import inspect
@@ -98,8 +98,8 @@ def _step(model, inputs, **others):
 
 
 def assert_same_gradients(actual, expected):
-    """To four times TOLERANCE (these models are deeper than those it was made for) and a rounding of the largest gradient of the model, in
-    whose size the sums behind a gradient that cancels are, as that of a bias of keys."""
+    """To four times TOLERANCE (these models are deeper than those it was made for) and a rounding of the largest
+    gradient of the model, in whose size the sums behind a gradient that cancels are, as that of a bias of keys."""
     assert actual.keys() == expected.keys()
     largest = max(gradient.abs().max() for gradient in expected.values())
     for name, gradient in expected.items():

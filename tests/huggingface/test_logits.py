@@ -1,4 +1,5 @@
-"""The promise of logits: what a model's own forward does to its logits is in the loss, whether it can be recorded or not."""
+"""The promise of logits: what a model's own forward does to its logits is in the loss, whether it can be recorded or
+not."""
 
 import copy
 

@@ -1,4 +1,5 @@
-"""Models without a row: a row of the caller's own, an entry in the mapping of types, single modules, and patching by structure."""
+"""Models without a row: a row of the caller's own, an entry in the mapping of types, single modules, and patching by
+structure."""
 
 import copy
 import importlib.util

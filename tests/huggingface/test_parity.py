@@ -249,7 +249,8 @@ def test_other_outputs_are_kept(pair):
 @pytest.mark.parametrize("level", ["class", "instance"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_parts_round_where_the_originals_do(family, patched, level, dtype):
-    """Every norm and MLP on what it gets in the unpatched model, element by element; and bfloat16 hidden states at the end."""
+    """Every norm and MLP on what it gets in the unpatched model, element by element; and bfloat16 hidden states at the
+    end."""
     reference = make(family).to(dtype)
     seen = {}
     for name, module in reference.named_modules():

@@ -1,4 +1,5 @@
-"""The table of families: the API's names and signatures, what a row relies on in the installed transformers, and the table in the docs."""
+"""The table of families: the API's names and signatures, what a row relies on in the installed transformers, and the
+table in the docs."""
 
 import importlib
 import importlib.util
@@ -53,7 +54,8 @@ SIGNATURES = {
 MORE_TYPES = "qwen3_5_text qwen3_5_moe_text llama4_text mllama_text_model qwen2_vl_text qwen2_5_vl_text qwen3_vl_text qwen3_vl_moe_text".split()
 
 
-# Rotated by tables of another order, in transformers from 5.17 and before 5; off by default, and the report says that they are kept.
+# Rotated by tables of another order, in transformers from 5.17 and before 5; off by default, and the report says that
+# they are kept.
 UNKNOWN = {("glm4v", "apply_rotary_pos_emb"), ("glm4v", "apply_multimodal_rotary_pos_emb")}
 if version.parse(transformers.__version__) < version.parse("5"):  # these take a weight of each expert there
     UNKNOWN |= {("gpt_oss", "GptOssExperts"), ("qwen3_vl_moe", "Qwen3VLMoeTextExperts")}

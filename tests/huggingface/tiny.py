@@ -100,7 +100,8 @@ TINY_MODELS = {
 
 
 def model_of(family, name, config=None):
-    """A model in training mode with random weights; norms' weights, far from one, and biases too, which transformers starts at constants."""
+    """A model in training mode with random weights; norms' weights, far from one, and biases too, which transformers
+    starts at constants."""
     from liger_kernel.transformers.families import FAMILIES
 
     torch.manual_seed(0)

@@ -1,4 +1,5 @@
-"""DeepSpeed's ZeRO over two processes: a patched model takes the steps of the plain one, with no more collectives and no logits.
+"""DeepSpeed's ZeRO over two processes: a patched model takes the steps of the plain one, with no more collectives and
+no logits.
 
 `make downstream` runs this file, in an environment with DeepSpeed.
 """

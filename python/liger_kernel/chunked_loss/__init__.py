@@ -1,4 +1,5 @@
-"""Losses of preferences, distillation and reinforcement learning on hidden states and a head's weight: the logits are never kept."""
+"""Losses of preferences, distillation and reinforcement learning on hidden states and a head's weight: the logits are
+never kept."""
 
 from liger_kernel.chunked_loss.cosine_similarity_loss import LigerFusedLinearCosineSimilarityLoss
 from liger_kernel.chunked_loss.cpo_loss import LigerFusedLinearCPOLoss

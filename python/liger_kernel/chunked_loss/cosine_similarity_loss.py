@@ -15,6 +15,7 @@ class LigerFusedLinearCosineSimilarityFunction(LigerFusedLinearJSDFunction):
 
 
 class LigerFusedLinearCosineSimilarityLoss(DistillationLoss):
-    """weight_hard_loss · cross entropy + weight_soft_loss · beta · (1 − cosine); see LigerFusedLinearCosineSimilarityFunction."""
+    """weight_hard_loss · cross entropy + weight_soft_loss · beta · (1 − cosine); see
+    LigerFusedLinearCosineSimilarityFunction."""
 
     function = LigerFusedLinearCosineSimilarityFunction

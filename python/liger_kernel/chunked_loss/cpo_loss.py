@@ -52,7 +52,8 @@ class LigerFusedLinearCPOFunction(LigerFusedLinearPreferenceBase):
 
 
 class LigerFusedLinearCPOLoss(nn.Module):
-    """CPO of a head `lin_weight` on hidden states of n chosen and n rejected sequences: (loss, aux) with seven entries, the last two the rewards.
+    """CPO of a head `lin_weight` on hidden states of n chosen and n rejected sequences: (loss, aux) with seven entries,
+    the last two the rewards.
 
     alpha multiplies the nll.
     """

@@ -22,7 +22,8 @@ class LigerFusedLinearDPOFunction(LigerFusedLinearPreferenceBase):
     ):
         """(loss, chosen_rewards [n], rejected_rewards [n]); a reference that is not given counts as 0.
 
-        Raises ValueError for an unknown loss_type or a label_smoothing that it cannot have, NotImplementedError for ipo.
+        Raises ValueError for an unknown loss_type or a label_smoothing that it cannot have, NotImplementedError for
+        ipo.
         """
         return ops.dpo_loss(
             chosen_logps,
@@ -88,7 +89,8 @@ class LigerFusedLinearDPOFunction(LigerFusedLinearPreferenceBase):
 
 
 class LigerFusedLinearDPOLoss(nn.Module):
-    """DPO of a head `lin_weight` on hidden states of n chosen and n rejected sequences: (loss, aux) with seven entries, the last two the rewards.
+    """DPO of a head `lin_weight` on hidden states of n chosen and n rejected sequences: (loss, aux) with seven entries,
+    the last two the rewards.
 
     Raises ValueError for an unknown loss_type or a label_smoothing that it cannot have.
     """

@@ -22,11 +22,12 @@ def formula(kind, masks_ignored):
 
 
 class LigerFusedLinearDistillationBase(torch.autograd.Function):
-    """weight_hard_loss · cross entropy + weight_soft_loss · distillation_loss_fn(logits), both as means over the tokens that count, without keeping the logits.
+    """weight_hard_loss · cross entropy + weight_soft_loss · distillation_loss_fn(logits), both as means over the tokens
+    that count, without keeping the logits.
 
-    A loss is a subclass with a static `distillation_loss_fn(student_logits [n, V], teacher_logits [n, V], target, ignore_index, beta, **loss_kwargs)`, which
-    returns a sum over these n tokens and is written in differentiable torch. It takes a loop of chunks in Python; the losses of this package, which are
-    marked by `formula`, run in one operator.
+    A loss is a subclass with a static `distillation_loss_fn(student_logits [n, V], teacher_logits [n, V], target,
+    ignore_index, beta, **loss_kwargs)`, which returns a sum over these n tokens and is written in differentiable torch.
+    It takes a loop of chunks in Python; the losses of this package, which are marked by `formula`, run in one operator.
     """
 
     @staticmethod
@@ -55,12 +56,14 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
         return_soft_hard_loss=False,
         **loss_kwargs,
     ):
-        """The loss, or with return_soft_hard_loss (loss, soft, hard), all float, of which the loss alone is differentiable.
+        """The loss, or with return_soft_hard_loss (loss, soft, hard), all float, of which the loss alone is
+        differentiable.
 
-        student_input [..., H], student_weight [V, H], teacher_input [..., H'], teacher_weight [V', H'], target [...], student_bias [V] and teacher_bias [V'] or
-        None. Both logits are divided by the temperature for the soft loss, and the student's are then padded with zeros where V' > V. At most chunk_size
-        rows of target are worked on at once, unless it is the default, which leaves their number to the library; compiled changes nothing. Raises ValueError
-        where V > V'.
+        student_input [..., H], student_weight [V, H], teacher_input [..., H'], teacher_weight [V', H'], target [...],
+        student_bias [V] and teacher_bias [V'] or None. Both logits are divided by the temperature for the soft loss,
+        and the student's are then padded with zeros where V' > V. At most chunk_size rows of target are worked on at
+        once, unless it is the default, which leaves their number to the library; compiled changes nothing. Raises
+        ValueError where V > V'.
         """
         labels = target.reshape(-1)
         factor = 1 / labels.ne(ignore_index).sum().clamp(min=1)
@@ -168,7 +171,8 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
         temperature=1,
         **loss_kwargs,
     ):
-        """(loss, (soft, hard, student_logits, teacher_logits)) of some tokens, as parts of those of the batch full_target; differentiable."""
+        """(loss, (soft, hard, student_logits, teacher_logits)) of some tokens, as parts of those of the batch
+        full_target; differentiable."""
         student_logits, teacher_logits, _ = LigerFusedLinearDistillationBase.chunk_forward(
             student_input_chunk,
             student_weight,

@@ -11,9 +11,10 @@ from liger_kernel.ops.linear_log_prob import linear_log_prob
 class LigerFusedLinearPPOBase(torch.autograd.Function):
     """ppo_loss_fn(log-probabilities of the tokens), without their logits.
 
-    A loss is a subclass with a static `ppo_loss_fn(per_token_logps [B, T], attention_mask, advantages, ...)`, which takes the keywords of
-    `_compute_loss_from_logps` and returns the loss and a list of metrics. It is written in differentiable torch. Where `_reads_masked(loss_type)` is
-    False, the tokens that the mask leaves out cost nothing, and their log-probabilities are 0.
+    A loss is a subclass with a static `ppo_loss_fn(per_token_logps [B, T], attention_mask, advantages, ...)`, which
+    takes the keywords of `_compute_loss_from_logps` and returns the loss and a list of metrics. It is written in
+    differentiable torch. Where `_reads_masked(loss_type)` is False, the tokens that the mask leaves out cost nothing,
+    and their log-probabilities are 0.
     """
 
     @staticmethod
@@ -62,10 +63,12 @@ class LigerFusedLinearPPOBase(torch.autograd.Function):
         vespo_lambda_neg=2.0,
         num_items_in_batch=None,
     ):
-        """(loss, metrics) for hidden states _input [B, T, H], weight [V, H], selected_token_ids and attention_mask [B, T], advantages [B], bias [V] or None.
+        """(loss, metrics) for hidden states _input [B, T, H], weight [V, H], selected_token_ids and attention_mask [B,
+        T], advantages [B], bias [V] or None.
 
-        The log-probabilities of old_per_token_logps and ref_per_token_logps [B, T] are given, or the reference's are made from ref_input, ref_weight and
-        ref_bias, where use_ref_model says that there is one. chunk_size and compiled change nothing: the head divides its work by itself.
+        The log-probabilities of old_per_token_logps and ref_per_token_logps [B, T] are given, or the reference's are
+        made from ref_input, ref_weight and ref_bias, where use_ref_model says that there is one. chunk_size and
+        compiled change nothing: the head divides its work by itself.
         """
         assert not use_ref_model or ref_per_token_logps is not None or ref_input is not None, (
             "use_ref_model needs ref_per_token_logps or ref_input"
@@ -123,7 +126,8 @@ class LigerFusedLinearPPOBase(torch.autograd.Function):
 
     @staticmethod
     def chunk_forward(input_chunk, weight, selected_token_ids, bias=None, temperature=1.0):
-        """log_softmax((input_chunk weightᵀ + bias) / temperature) at selected_token_ids [b, T], float, differentiable; 0 for negative ids, which are padding."""
+        """log_softmax((input_chunk weightᵀ + bias) / temperature) at selected_token_ids [b, T], float, differentiable;
+        0 for negative ids, which are padding."""
         return linear_log_prob(
             input_chunk, weight, _readable(selected_token_ids, len(weight)), bias, temperature, IGNORE_INDEX
         )
@@ -183,7 +187,8 @@ class LigerFusedLinearPPOBase(torch.autograd.Function):
 
 
 def _readable(ids, classes, mask=None, reads_masked=True):
-    """ids with IGNORE_INDEX for padding: for negative ones, and for masked ones that are not read or are outside the vocabulary."""
+    """ids with IGNORE_INDEX for padding: for negative ones, and for masked ones that are not read or are outside the
+    vocabulary."""
     padding = ids < 0
     if mask is not None:
         padding = padding | ((mask == 0) & (ids >= classes) if reads_masked else mask == 0)

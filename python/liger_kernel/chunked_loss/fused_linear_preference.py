@@ -1,4 +1,5 @@
-"""The base of the losses on pairs of a chosen and a rejected sequence; their formulas are in liger/ops/preference/preference.h."""
+"""The base of the losses on pairs of a chosen and a rejected sequence; their formulas are in
+liger/ops/preference/preference.h."""
 
 import torch
 
@@ -10,9 +11,10 @@ from liger_kernel.ops.linear_log_prob import linear_log_prob
 class LigerFusedLinearPreferenceBase(torch.autograd.Function):
     """alpha · nll + preference_loss_fn(log-probabilities of the sequences), without their logits.
 
-    A loss is a subclass with a static `preference_loss_fn(chosen_logps [n], rejected_logps [n], full_target, beta, **loss_kwargs)`, which returns
-    the loss or (loss, *aux); where there is a reference, it is given ref_chosen_logps and ref_rejected_logps. It is written in differentiable torch.
-    Rows 0 ... n-1 are chosen, row i is preferred to row n + i.
+    A loss is a subclass with a static `preference_loss_fn(chosen_logps [n], rejected_logps [n], full_target, beta,
+    **loss_kwargs)`, which returns the loss or (loss, *aux); where there is a reference, it is given ref_chosen_logps
+    and ref_rejected_logps. It is written in differentiable torch. Rows 0 ... n-1 are chosen, row i is preferred to row
+    n + i.
     """
 
     @staticmethod
@@ -41,11 +43,13 @@ class LigerFusedLinearPreferenceBase(torch.autograd.Function):
         average_log_prob=True,
         **loss_kwargs,
     ):
-        """(loss, aux) for hidden states _input [2n, T, H], weight [V, H], target [2n, T] and bias [V] or None; no token is shifted.
+        """(loss, aux) for hidden states _input [2n, T, H], weight [V, H], target [2n, T] and bias [V] or None; no token
+        is shifted.
 
-        aux: the policy's chosen and rejected log-probabilities [n], the means of the chosen and the rejected logits, the nll, and then what
-        preference_loss_fn adds. The nll is the mean over the chosen tokens of nll_target, by default target. Labels of ignore_index do not count.
-        chunk_size and compiled change nothing: the head divides its work by itself.
+        aux: the policy's chosen and rejected log-probabilities [n], the means of the chosen and the rejected logits,
+        the nll, and then what preference_loss_fn adds. The nll is the mean over the chosen tokens of nll_target, by
+        default target. Labels of ignore_index do not count. chunk_size and compiled change nothing: the head divides
+        its work by itself.
         """
 
         pairs = _pairs(target)
@@ -95,7 +99,8 @@ class LigerFusedLinearPreferenceBase(torch.autograd.Function):
         chosen_nll_target_chunk=None,
         average_log_prob=True,
     ):
-        """(chosen_logps, rejected_logps, chosen_logits, rejected_logits, chosen_nll_sum) of some pairs, with their logits; differentiable."""
+        """(chosen_logps, rejected_logps, chosen_logits, rejected_logits, chosen_nll_sum) of some pairs, with their
+        logits; differentiable."""
         logits = torch.nn.functional.linear(input_chunk, weight, bias)
         half = len(target_chunk) // 2
         logps = ops.sequence_log_prob(

@@ -1,4 +1,5 @@
-"""The base of the losses on single sequences that are liked or not; their formulas are in liger/ops/preference/preference.h."""
+"""The base of the losses on single sequences that are liked or not; their formulas are in
+liger/ops/preference/preference.h."""
 
 import torch
 
@@ -11,8 +12,9 @@ from liger_kernel.ops.linear_log_prob import linear_log_prob
 class LigerFusedLinearUnpairedPreferenceBase(torch.autograd.Function):
     """preference_loss_fn(log-probabilities of the sequences), without their logits.
 
-    A loss is a subclass with a static `preference_loss_fn(log_probs [B], preference_labels [B], full_target, **loss_kwargs)`, which returns the loss
-    or (loss, *aux); where there is a reference, it is given ref_log_prob_chunk. It is written in differentiable torch.
+    A loss is a subclass with a static `preference_loss_fn(log_probs [B], preference_labels [B], full_target,
+    **loss_kwargs)`, which returns the loss or (loss, *aux); where there is a reference, it is given ref_log_prob_chunk.
+    It is written in differentiable torch.
     """
 
     @staticmethod
@@ -38,11 +40,12 @@ class LigerFusedLinearUnpairedPreferenceBase(torch.autograd.Function):
         average_log_prob=False,
         **loss_kwargs,
     ):
-        """(loss, aux) for hidden states _input [B, T, H], weight [V, H], target [B, T], preference_labels [B] of bool, True where the sequence is liked,
-        and bias [V] or None; no token is shifted.
+        """(loss, aux) for hidden states _input [B, T, H], weight [V, H], target [B, T], preference_labels [B] of bool,
+        True where the sequence is liked, and bias [V] or None; no token is shifted.
 
-        aux: the sums over the liked and over the other sequences, of log-probabilities, and of all logits, and then what preference_loss_fn adds.
-        Labels of ignore_index do not count. chunk_size and compiled change nothing: the head divides its work by itself.
+        aux: the sums over the liked and over the other sequences, of log-probabilities, and of all logits, and then
+        what preference_loss_fn adds. Labels of ignore_index do not count. chunk_size and compiled change nothing: the
+        head divides its work by itself.
         """
 
         assert preference_labels is not None, "preference_labels must say of each sequence whether it is liked"
@@ -80,7 +83,8 @@ class LigerFusedLinearUnpairedPreferenceBase(torch.autograd.Function):
     def chunk_forward(
         input_chunk, weight, target_chunk, preference_labels_chunk, bias=None, ignore_index=-100, average_log_prob=False
     ):
-        """(log_probs, chosen_logps_sum, rejected_logps_sum, chosen_logits_sum, rejected_logits_sum) of some sequences; log_probs are differentiable."""
+        """(log_probs, chosen_logps_sum, rejected_logps_sum, chosen_logits_sum, rejected_logits_sum) of some sequences;
+        log_probs are differentiable."""
         logp = linear_log_prob(input_chunk, weight, target_chunk, bias, ignore_index=ignore_index)
         log_probs = ops.sequence_log_prob(logp, target_chunk, ignore_index, average_log_prob)
         return log_probs, *_sums(log_probs, input_chunk, weight, bias, preference_labels_chunk)
@@ -102,7 +106,8 @@ class LigerFusedLinearUnpairedPreferenceBase(torch.autograd.Function):
         average_log_prob=False,
         **loss_kwargs,
     ):
-        """(loss, aux) of some sequences, as parts of those of the batch full_target; differentiable, and without logits."""
+        """(loss, aux) of some sequences, as parts of those of the batch full_target; differentiable, and without
+        logits."""
         logp = linear_log_prob(input_chunk, weight, target_chunk, bias, ignore_index=ignore_index)
         return _loss_of_tokens(
             logp,

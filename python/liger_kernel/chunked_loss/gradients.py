@@ -1,4 +1,5 @@
-"""What the losses have in common: forward makes the gradients, backward multiplies them and needs no weight, which FSDP or ZeRO may have taken away."""
+"""What the losses have in common: forward makes the gradients, backward multiplies them and needs no weight, which FSDP
+or ZeRO may have taken away."""
 
 import torch
 
@@ -8,8 +9,8 @@ from liger_kernel.ops.utils import first_derivative_only, roots
 
 
 def loss_with_gradients(ctx, head, loss_of, *tensors):
-    """(loss, aux) = loss_of(logp) for logp = head(*tensors), float, without autograd. ctx gets the loss's gradients for those tensors that require one,
-    for `scaled_gradients`. What is in loss_of beside logp gets none."""
+    """(loss, aux) = loss_of(logp) for logp = head(*tensors), float, without autograd. ctx gets the loss's gradients for
+    those tensors that require one, for `scaled_gradients`. What is in loss_of beside logp gets none."""
     wanted = wanted_gradients(ctx, *tensors)
     leaves = [t if t is None else t.detach().requires_grad_(w) for t, w in zip(tensors, wanted)]
     with torch.set_grad_enabled(any(wanted)):
@@ -31,7 +32,8 @@ def loss_with_gradients(ctx, head, loss_of, *tensors):
 
 
 def _float16_scale(coefficient):
-    """A power of two: float16 gradients, which wait for the loss scale, neither vanish, a token's share of one being small, nor overflow when they are summed."""
+    """A power of two: float16 gradients, which wait for the loss scale, neither vanish, a token's share of one being
+    small, nor overflow when they are summed."""
     total = coefficient.abs().sum()
     # Beyond these bounds the power, or what is divided by it, leaves float.
     power = torch.floor(6 - torch.log2(total)).clamp(-100, 100)
@@ -47,7 +49,7 @@ def _scaled(ctx, upstream):
 
 
 def scaled_gradients(ctx, grad_output):
-    """The gradients that forward made times the loss's, in fresh memory. grad_output is what backward was called with, or a tuple of that: both
-    are how subclasses hand it on."""
+    """The gradients that forward made times the loss's, in fresh memory. grad_output is what backward was called with,
+    or a tuple of that: both are how subclasses hand it on."""
     upstream = grad_output[0]
     return _scaled(ctx, upstream[0] if isinstance(upstream, tuple) else upstream)

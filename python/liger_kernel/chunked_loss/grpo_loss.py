@@ -1,4 +1,5 @@
-"""Group-relative policy optimisation (Shao et al. 2024, arXiv:2402.03300) and its relatives; formulas in liger/ops/preference/policy.h."""
+"""Group-relative policy optimisation (Shao et al. 2024, arXiv:2402.03300) and its relatives; formulas in
+liger/ops/preference/policy.h."""
 
 import torch
 
@@ -22,7 +23,8 @@ def sapo_loss_fn(importance_ratio, temperature):
 
 
 def clip_coef_fn(coef, epsilon_low, epsilon_high, loss_type):
-    """(the ratio as the loss clips it or None, where it is below, where it is above); cispo's bound is epsilon_high itself and not differentiable."""
+    """(the ratio as the loss clips it or None, where it is below, where it is above); cispo's bound is epsilon_high
+    itself and not differentiable."""
     if loss_type == "cispo":
         return coef.clamp(max=epsilon_high).detach(), False, coef > epsilon_high
     if loss_type in ("sapo", "vespo"):
@@ -40,7 +42,8 @@ def get_gamma_weights(
     k_neg=3.0,
     lambda_neg=2.0,
 ):
-    """vespo's weights [B, 1] of completions with advantages [B], log_ratio_per_token and mask [B, T], not differentiated; see vespo_weights."""
+    """vespo's weights [B, 1] of completions with advantages [B], log_ratio_per_token and mask [B, T], not
+    differentiated; see vespo_weights."""
     return ops.vespo_weights(
         advantages, log_ratio_per_token, mask, importance_sampling_ratio, k_pos, lambda_pos, k_neg, lambda_neg
     )

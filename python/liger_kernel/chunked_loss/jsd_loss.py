@@ -13,8 +13,8 @@ class LigerFusedLinearJSDFunction(LigerFusedLinearDistillationBase):
     @staticmethod
     @formula(JENSEN_SHANNON, masks_ignored=True)
     def distillation_loss_fn(student_logits, teacher_logits, beta=0.5, target=None, ignore_index=-100):
-        """Σ over the tokens whose target is not ignore_index (None: all) of β KL(T ‖ M) + (1 − β) KL(S ‖ M), M = β T + (1 − β) S; β = 0 is KL(T ‖ S), β = 1
-        KL(S ‖ T)."""
+        """Σ over the tokens whose target is not ignore_index (None: all) of β KL(T ‖ M) + (1 − β) KL(S ‖ M), M = β T +
+        (1 − β) S; β = 0 is KL(T ‖ S), β = 1 KL(S ‖ T)."""
         flat = lambda z: z.reshape(-1, z.shape[-1])
         return jensen_shannon(
             flat(student_logits),

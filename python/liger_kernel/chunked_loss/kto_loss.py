@@ -11,7 +11,8 @@ class LigerFusedLinearKTOFunction(LigerFusedLinearUnpairedPreferenceBase):
     def preference_loss_fn(
         log_prob_chunk, preference_labels_chunk, full_target, ref_log_prob_chunk=None, beta=0.1, kl=None
     ):
-        """(loss, chosen_rewards_sum, rejected_rewards_sum); a reference that is not given counts as 0, and so does kl, one number.
+        """(loss, chosen_rewards_sum, rejected_rewards_sum); a reference that is not given counts as 0, and so does kl,
+        one number.
 
         Raises ValueError where kl holds more than one.
         """
@@ -65,7 +66,8 @@ class LigerFusedLinearKTOFunction(LigerFusedLinearUnpairedPreferenceBase):
 class LigerFusedLinearKTOLoss(nn.Module):
     """KTO of a head `lin_weight` on hidden states of sequences that are liked or not: (loss, aux) with six sums.
 
-    The reference counts only with use_ref_model=True, which is the default of the Function, and not here. kl is one number.
+    The reference counts only with use_ref_model=True, which is the default of the Function, and not here. kl is one
+    number.
     """
 
     def __init__(

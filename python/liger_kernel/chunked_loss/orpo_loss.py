@@ -9,7 +9,8 @@ from liger_kernel.chunked_loss.fused_linear_preference import LigerFusedLinearPr
 class LigerFusedLinearORPOFunction(LigerFusedLinearPreferenceBase):
     @staticmethod
     def preference_loss_fn(chosen_logps, rejected_logps, full_target, beta=0.1):
-        """(loss, chosen_rewards [n], rejected_rewards [n], log_odds_ratio, log_odds_chosen) of average log-probabilities."""
+        """(loss, chosen_rewards [n], rejected_rewards [n], log_odds_ratio, log_odds_chosen) of average
+        log-probabilities."""
         return ops.orpo_loss(chosen_logps, rejected_logps, beta, len(full_target) // 2)
 
     @classmethod

@@ -9,7 +9,8 @@ from liger_kernel.chunked_loss.fused_linear_preference import LigerFusedLinearPr
 class LigerFusedLinearSimPOFunction(LigerFusedLinearPreferenceBase):
     @staticmethod
     def preference_loss_fn(chosen_logps, rejected_logps, full_target, beta=0.1, gamma=0.5, label_smoothing=0.0):
-        """(loss, chosen_rewards [n], rejected_rewards [n]) of average log-probabilities; gamma is not multiplied by beta, nor a part of the rewards."""
+        """(loss, chosen_rewards [n], rejected_rewards [n]) of average log-probabilities; gamma is not multiplied by
+        beta, nor a part of the rewards."""
         return ops.cpo_loss(chosen_logps, rejected_logps, beta, label_smoothing, gamma, len(full_target) // 2)
 
     @classmethod
@@ -52,7 +53,8 @@ class LigerFusedLinearSimPOFunction(LigerFusedLinearPreferenceBase):
 
 
 class LigerFusedLinearSimPOLoss(nn.Module):
-    """SimPO of a head `lin_weight` on hidden states of n chosen and n rejected sequences: (loss, aux) with seven entries, the last two the rewards.
+    """SimPO of a head `lin_weight` on hidden states of n chosen and n rejected sequences: (loss, aux) with seven
+    entries, the last two the rewards.
 
     alpha multiplies the nll, which is a part of the loss by default here, and not in the Function.
     """

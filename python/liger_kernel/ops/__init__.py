@@ -1,4 +1,5 @@
-"""The operators under the names of liger_kernel.ops: Function classes with `apply`, and their forward and backward as plain functions."""
+"""The operators under the names of liger_kernel.ops: Function classes with `apply`, and their forward and backward as
+plain functions."""
 
 from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction, cross_entropy_backward, cross_entropy_forward
 from liger_kernel.ops.dyt import LigerDyTFunction

@@ -54,7 +54,8 @@ def loss_options(
 
 
 def asked_for(results, *asked):
-    """(loss, z_loss, token_accuracy, predicted_tokens) with None for what `asked` is false for, which the operators return empty."""
+    """(loss, z_loss, token_accuracy, predicted_tokens) with None for what `asked` is false for, which the operators
+    return empty."""
     return results[0], *(result if wanted else None for result, wanted in zip(results[1:], asked))
 
 
@@ -75,8 +76,9 @@ class LigerCrossEntropyFunction:
     ):
         """(loss, z_loss, token_accuracy, predicted_tokens), None where not asked for; only the loss is differentiable.
 
-        _input [..., classes] logits, which are left alone; target [...]; weight [classes] or None. A label that is neither a class nor
-        ignore_index raises IndexError on the CPU and is a device assertion on CUDA. Only ignored labels: loss 0.
+        _input [..., classes] logits, which are left alone; target [...]; weight [classes] or None. A label that is
+        neither a class nor ignore_index raises IndexError on the CPU and is a device assertion on CUDA. Only ignored
+        labels: loss 0.
         """
         return asked_for(
             ops.cross_entropy(

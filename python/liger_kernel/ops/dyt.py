@@ -6,7 +6,8 @@ from liger_kernel._library import ops
 class LigerDyTFunction:
     @staticmethod
     def apply(x, alpha, gamma, beta):
-        """gamma · tanh(alpha · x) + beta for x [..., H], one number alpha, gamma and beta [H] in x's dtype or float; beta may be None."""
+        """gamma · tanh(alpha · x) + beta for x [..., H], one number alpha, gamma and beta [H] in x's dtype or float;
+        beta may be None."""
         return ops.dyt(x, alpha, gamma, beta)
 
 

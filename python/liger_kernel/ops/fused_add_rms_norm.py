@@ -8,7 +8,8 @@ from liger_kernel.ops.utils import calculate_settings
 class LigerFusedAddRMSNormFunction:
     @staticmethod
     def apply(X, R, W, eps, offset=0.0, casting_mode="llama", in_place=False):
-        """(rms_norm(S), S) for S = X + R, rounded to X's dtype; see LigerRMSNormFunction. in_place is a hint: no argument is changed."""
+        """(rms_norm(S), S) for S = X + R, rounded to X's dtype; see LigerRMSNormFunction. in_place is a hint: no
+        argument is changed."""
         check_width(X, W)
         return ops.fused_add_rms_norm(X, R, W, float(eps), float(offset), casting_code(casting_mode))
 

@@ -31,10 +31,12 @@ def fused_linear_cross_entropy_forward(
     compute_gradients=None,
     weight_requires_grad=None,
 ):
-    """(loss, z_loss, token_accuracy, predicted_tokens, grad_input, grad_weight, grad_bias), without autograd; None for what is not wanted.
+    """(loss, z_loss, token_accuracy, predicted_tokens, grad_input, grad_weight, grad_bias), without autograd; None for
+    what is not wanted.
 
-    The gradients are made here for a mean or a sum, and for single losses where token_grad_output [tokens] is given. Where it computes in float16
-    they are float: in 16 bits sums overflow, and a mean's terms vanish before a loss scale reaches them.
+    The gradients are made here for a mean or a sum, and for single losses where token_grad_output [tokens] is given.
+    Where it computes in float16 they are float: in 16 bits sums overflow, and a mean's terms vanish before a loss scale
+    reaches them.
     """
     flags, scales = loss_options(
         ignore_index,
@@ -75,7 +77,8 @@ def fused_linear_cross_entropy_backward(grad_output, grad_input, grad_weight, gr
 
 
 class LigerFusedLinearCrossEntropyFunction(torch.autograd.Function):
-    """The operator by way of the two functions above, which others replace; `functional` calls libliger's operator itself."""
+    """The operator by way of the two functions above, which others replace; `functional` calls libliger's operator
+    itself."""
 
     @staticmethod
     def forward(

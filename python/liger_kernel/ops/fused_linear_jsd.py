@@ -1,4 +1,5 @@
-"""Generalised Jensen-Shannon divergence of two language models' heads, without their logits (Agarwal et al. 2024, arXiv:2306.13649)."""
+"""Generalised Jensen-Shannon divergence of two language models' heads, without their logits (Agarwal et al. 2024,
+arXiv:2306.13649)."""
 
 import torch
 
@@ -20,7 +21,8 @@ def fused_linear_jsd_forward(
     temperature,
     accum_dtype=None,
 ):
-    """(loss, grad_input, grad_weight), without autograd; None where the tensor requires no gradient. Where it computes in float16 they are float."""
+    """(loss, grad_input, grad_weight), without autograd; None where the tensor requires no gradient. Where it computes
+    in float16 they are float."""
     loss, (grad_input, grad_weight, _), rest = _forward(
         student_input,
         student_weight,
@@ -41,7 +43,8 @@ def fused_linear_jsd_backward(grad_output, grad_input, grad_weight):
 
 
 class LigerFusedLinearJSDFunction(torch.autograd.Function):
-    """β KL(P ‖ M) + (1 − β) KL(Q ‖ M), M = β P + (1 − β) Q, of a student's softmax Q and a teacher's P; β = 0 is KL(P ‖ Q), β = 1 KL(Q ‖ P)."""
+    """β KL(P ‖ M) + (1 − β) KL(Q ‖ M), M = β P + (1 − β) Q, of a student's softmax Q and a teacher's P; β = 0 is KL(P ‖
+    Q), β = 1 KL(Q ‖ P)."""
 
     @staticmethod
     def forward(
@@ -56,10 +59,12 @@ class LigerFusedLinearJSDFunction(torch.autograd.Function):
         temperature=1.0,
         accum_dtype=None,
     ):
-        """The mean over the tokens whose shift_labels [tokens] is not ignore_index (None: all), float; 0 where there is none.
+        """The mean over the tokens whose shift_labels [tokens] is not ignore_index (None: all), float; 0 where there is
+        none.
 
-        student_input [tokens, H], student_weight [V, H], teacher_input [tokens, H'], teacher_weight [V, H']; both logits are divided by the temperature.
-        Only the student's tensors get gradients; the weight's is summed in float, whatever accum_dtype. Raises AssertionError for labels of another shape.
+        student_input [tokens, H], student_weight [V, H], teacher_input [tokens, H'], teacher_weight [V, H']; both
+        logits are divided by the temperature. Only the student's tensors get gradients; the weight's is summed in
+        float, whatever accum_dtype. Raises AssertionError for labels of another shape.
         """
         loss, (grad_input, grad_weight, _), rest = _forward(
             student_input,

@@ -1,4 +1,5 @@
-"""Per-token negative log-likelihood and entropy of a head, without its logits: linear_log_prob with the checks and names of Liger's operator."""
+"""Per-token negative log-likelihood and entropy of a head, without its logits: linear_log_prob with the checks and
+names of Liger's operator."""
 
 import math
 
@@ -40,11 +41,13 @@ def _resolve_implementation(device):
 class LigerFusedLinearScaledCrossEntropyFunction:
     @staticmethod
     def apply(_input, weight, target, temperature=1.0, ignore_index=-100, m_tiles_per_cluster=1, return_entropy=False):
-        """logsumexp(a) − a at target, float [M], a = _input weightᵀ / temperature; with return_entropy also −Σ p ln p of p = softmax(a) in _input's dtype.
+        """logsumexp(a) − a at target, float [M], a = _input weightᵀ / temperature; with return_entropy also −Σ p ln p
+        of p = softmax(a) in _input's dtype.
 
-        _input [M, H] and weight [V, H] of one dtype, target [M] int64. Both are 0, with gradients of 0, where the target is ignore_index, and differentiable.
-        m_tiles_per_cluster changes nothing. Raises TypeError for a wrong type or dtype and ValueError for a wrong shape, device, temperature or, on the
-        CPU, target; on CUDA a target outside [0, V) is a device assertion.
+        _input [M, H] and weight [V, H] of one dtype, target [M] int64. Both are 0, with gradients of 0, where the
+        target is ignore_index, and differentiable. m_tiles_per_cluster changes nothing. Raises TypeError for a wrong
+        type or dtype and ValueError for a wrong shape, device, temperature or, on the CPU, target; on CUDA a target
+        outside [0, V) is a device assertion.
         """
         _check_options(temperature, m_tiles_per_cluster, return_entropy, _input, weight, target, ignore_index)
         implementation = _resolve_implementation(_input.device)

@@ -26,12 +26,16 @@ def fused_experts(
     limit=7.0,
     recompute=True,
 ):
-    """y[t] = Σ_k weights[t, k] · down_e (act(gate_e x[t]) · up_e x[t]) for the experts e = index[t, k]; [tokens, H] in x's dtype, summed over k in float.
+    """y[t] = Σ_k weights[t, k] · down_e (act(gate_e x[t]) · up_e x[t]) for the experts e = index[t, k]; [tokens, H] in
+    x's dtype, summed over k in float.
 
-    x [tokens, H], gate_up [E, 2 I, H], gate above up, down [E, H, I], biases [E, 2 I] and [E, H], all in one dtype; transposed: [E, H, 2 I] and [E, I, H]. index
-    [tokens, k] integers, of which those outside [0, E) add nothing, weights [tokens, k], floating. All but index are differentiable; backward keeps x and the routing and
-    makes gate and up again, unless recompute=False. clamped: GPT-OSS's gate instead, of columns that interleave: (up' + 1) · gate' · σ(alpha · gate') with gate' = min(gate,
-    limit) and up' = clamp(up, −limit, limit). On CUDA in bfloat16, with widths that are multiples of 8, nothing is read on the host; otherwise the counts of tokens are. Raises KeyError for an activation that is none of "silu", "gelu_tanh", "gelu_erf", "relu_squared".
+    x [tokens, H], gate_up [E, 2 I, H], gate above up, down [E, H, I], biases [E, 2 I] and [E, H], all in one dtype;
+    transposed: [E, H, 2 I] and [E, I, H]. index [tokens, k] integers, of which those outside [0, E) add nothing,
+    weights [tokens, k], floating. All but index are differentiable; backward keeps x and the routing and makes gate and
+    up again, unless recompute=False. clamped: GPT-OSS's gate instead, of columns that interleave: (up' + 1) · gate' ·
+    σ(alpha · gate') with gate' = min(gate, limit) and up' = clamp(up, −limit, limit). On CUDA in bfloat16, with widths
+    that are multiples of 8, nothing is read on the host; otherwise the counts of tokens are. Raises KeyError for an
+    activation that is none of "silu", "gelu_tanh", "gelu_erf", "relu_squared".
     """
     return ops.fused_experts(
         x,
@@ -59,9 +63,11 @@ class LigerFusedMoEFunction:
 
 
 def compute_routing_metadata(topk_indices, E, block_m_token=BLOCK_M_TOKEN):
-    """How tokens are sorted by expert: (counts [E], starts [E + 1], token of each sorted pair, pair of each, place of each pair, row and expert of each tile), all int32.
+    """How tokens are sorted by expert: (counts [E], starts [E + 1], token of each sorted pair, pair of each, place of
+    each pair, row and expert of each tile), all int32.
 
-    topk_indices [tokens, k]; pairs are (token, slot), numbered by rows, sorted stably by expert. A tile is at most block_m_token rows of one expert.
+    topk_indices [tokens, k]; pairs are (token, slot), numbered by rows, sorted stably by expert. A tile is at most
+    block_m_token rows of one expert.
     """
     k, flat = topk_indices.shape[1], topk_indices.reshape(-1).long()
     counts = torch.bincount(flat, minlength=E)

@@ -7,7 +7,8 @@ from liger_kernel.ops.utils import calculate_settings
 class LigerGroupNormFunction:
     @staticmethod
     def apply(X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps):
-        """(X − mean) / sqrt(variance + eps) over each group of channels of a sample, times a channel's weight, plus its bias.
+        """(X − mean) / sqrt(variance + eps) over each group of channels of a sample, times a channel's weight, plus its
+        bias.
 
         X [N, num_channels, ...]; weight and bias [num_channels] in X's dtype or float, or None.
         """

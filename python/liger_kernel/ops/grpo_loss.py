@@ -16,7 +16,8 @@ NORMALIZED = ("dapo", "cispo", "vespo")
 
 
 def check_loss(loss_type, level="token", sapo_temperature_pos=1.0, sapo_temperature_neg=1.05):
-    """Raises ValueError for an unknown loss or level, for a sequence level that a loss does not have and for temperatures that are not positive."""
+    """Raises ValueError for an unknown loss or level, for a sequence level that a loss does not have and for
+    temperatures that are not positive."""
     check_level(loss_type, level)
     if loss_type not in _str_to_loss_type:
         raise ValueError(f"Unknown loss_type: {loss_type}; known are {', '.join(_str_to_loss_type)}")
@@ -43,7 +44,8 @@ def check_ratio(ratio, batch, length):
 
 
 def _compute_dapo_normalizer(attention_mask, num_items_in_batch=None):
-    """What dapo, cispo and vespo are divided by, float: num_items_in_batch, or the mask's sum over all ranks, for each rank; at least 1.
+    """What dapo, cispo and vespo are divided by, float: num_items_in_batch, or the mask's sum over all ranks, for each
+    rank; at least 1.
 
     The sum is a collective: every rank must call it.
     """
@@ -76,10 +78,12 @@ def _log_probs(logits, ids, temperature, mask):
 
 @torch.no_grad()
 def fused_selective_log_softmax(logits, input_ids, temperature=0.9, mask=None):
-    """ln softmax(logits / temperature) at the last L of input_ids, as float [B, L], for contiguous logits [B, L + 1, V].
+    """ln softmax(logits / temperature) at the last L of input_ids, as float [B, L], for contiguous logits [B, L + 1,
+    V].
 
-    A position's token is predicted by the logits at its place, the last place's logits predict nothing. 0 where mask [B, >= L] is 0,
-    whose logits are not read. Without gradients; raises AssertionError where the logits are not contiguous.
+    A position's token is predicted by the logits at its place, the last place's logits predict nothing. 0 where mask
+    [B, >= L] is 0, whose logits are not read. Without gradients; raises AssertionError where the logits are not
+    contiguous.
     """
     length = logits.shape[1] - 1
     last = lambda t: t[:, t.shape[1] - length :]
@@ -100,7 +104,8 @@ def grpo_loss_of_logits(
     num_items_in_batch,
     **options,
 ):
-    """(loss, kl or None, clipped) of GrpoLossFunction, options those of policy_options; vespo's weights are made here where phi_seq is None."""
+    """(loss, kl or None, clipped) of GrpoLossFunction, options those of policy_options; vespo's weights are made here
+    where phi_seq is None."""
     assert logits is not None and completion_ids is not None and advantages is not None, (
         "logits, completion_ids and advantages must be given"
     )
@@ -170,12 +175,14 @@ class GrpoLossFunction:
         num_items_in_batch=None,
         phi_seq=None,
     ):
-        """(loss, kl, clipped) of a policy with these contiguous logits [B, L + 1, V]; formulas in liger/ops/preference/policy.h.
+        """(loss, kl, clipped) of a policy with these contiguous logits [B, L + 1, V]; formulas in
+        liger/ops/preference/policy.h.
 
-        completion_ids, completion_mask (None: all count), old_logp and ref_logp (None: the policy's own) [B, L], advantages [B]; vespo's weights phi_seq
-        [B] or [B, 1]. reduce: three numbers, kl and clipped as means over the tokens that count; else all [B, L], 0 where the mask is. kl is None
-        for beta 0. The loss alone is differentiable. The logits are left alone, whatever inplace says. Raises AssertionError for a shape that does not fit
-        or a missing ref_logp, ValueError for options that do not go together.
+        completion_ids, completion_mask (None: all count), old_logp and ref_logp (None: the policy's own) [B, L],
+        advantages [B]; vespo's weights phi_seq [B] or [B, 1]. reduce: three numbers, kl and clipped as means over the
+        tokens that count; else all [B, L], 0 where the mask is. kl is None for beta 0. The loss alone is
+        differentiable. The logits are left alone, whatever inplace says. Raises AssertionError for a shape that does
+        not fit or a missing ref_logp, ValueError for options that do not go together.
         """
         if loss_type == "vespo" and phi_seq is None:
             raise ValueError("loss_type='vespo' needs phi_seq")

@@ -10,8 +10,9 @@ class LigerJSDFunction:
     def apply(_input, target, shift_labels=None, beta=0.5, ignore_index=-100):
         """β KL(P ‖ M) + (1 − β) KL(Q ‖ M), M = β P + (1 − β) Q, for _input = ln Q and target = ln P, both [rows, cols].
 
-        β = 0 is KL(P ‖ Q), β = 1 KL(Q ‖ P). The mean over the rows whose shift_labels [rows] is not ignore_index, in _input's dtype;
-        0 where there is none. The target gets no gradient. Raises AssertionError for labels of another shape, ValueError for β outside [0, 1].
+        β = 0 is KL(P ‖ Q), β = 1 KL(Q ‖ P). The mean over the rows whose shift_labels [rows] is not ignore_index, in
+        _input's dtype; 0 where there is none. The target gets no gradient. Raises AssertionError for labels of another
+        shape, ValueError for β outside [0, 1].
         """
         check_labels(shift_labels, _input.shape[0], ignore_index)
         return ops.divergence(

@@ -10,10 +10,11 @@ from liger_kernel.ops.utils import reduction_code
 class LigerKLDivLossFunction:
     @staticmethod
     def apply(y_pred, y_true, reduction="batchmean", log_target=False, eps=1e-10):
-        """t · (ln max(t, eps) − y), or eᵗ · (t − y) with log_target, for log-probabilities y and a target t, both [rows, cols].
+        """t · (ln max(t, eps) − y), or eᵗ · (t − y) with log_target, for log-probabilities y and a target t, both
+        [rows, cols].
 
-        The dtypes may differ; the loss is float, a scalar or, with "none", [rows, cols]. The target gets no gradient. Raises ValueError
-        for an unknown reduction.
+        The dtypes may differ; the loss is float, a scalar or, with "none", [rows, cols]. The target gets no gradient.
+        Raises ValueError for an unknown reduction.
         """
         return ops.divergence(
             y_pred,

@@ -41,15 +41,18 @@ def linear_distillation(
     teacher_softcap=None,
     max_bytes=0,
 ):
-    """(loss, soft, hard): loss = soft_weight · soft + hard_weight · hard, float, of which the loss alone is differentiable.
+    """(loss, soft, hard): loss = soft_weight · soft + hard_weight · hard, float, of which the loss alone is
+    differentiable.
 
-    soft is the mean over tokens of the divergence of softmax(z / temperature) of student and teacher, kind: "forward_kl" KL(T ‖ S), "reverse_kl" KL(S ‖ T), "jsd" β
-    KL(T ‖ M) + (1 − β) KL(S ‖ M) with M = β T + (1 − β) S, "tvd" ½ Σ |S − T|, "cosine" 1 − cos z; hard is that of −ln softmax(z)_label of the student, 0 without labels.
-    z = softcap · tanh(scale · y / softcap), or scale · y, of y = x weightᵀ + bias.
+    soft is the mean over tokens of the divergence of softmax(z / temperature) of student and teacher, kind:
+    "forward_kl" KL(T ‖ S), "reverse_kl" KL(S ‖ T), "jsd" β KL(T ‖ M) + (1 − β) KL(S ‖ M) with M = β T + (1 − β) S,
+    "tvd" ½ Σ |S − T|, "cosine" 1 − cos z; hard is that of −ln softmax(z)_label of the student, 0 without labels. z =
+    softcap · tanh(scale · y / softcap), or scale · y, of y = x weightᵀ + bias.
 
-    student [..., H], student_weight [V, H], teacher [..., H'], teacher_weight [V, H'], labels [...] integers or None; tokens of ignore_index do not count and
-    cost nothing. Forward makes the gradients of the student's tensors, the weight's summed in float. Logits of max_bytes are worked on at once (0: what is
-    fastest). Raises KeyError for an unknown kind, ValueError for hard_weight without labels, IndexError on the CPU for a label outside [0, V).
+    student [..., H], student_weight [V, H], teacher [..., H'], teacher_weight [V, H'], labels [...] integers or None;
+    tokens of ignore_index do not count and cost nothing. Forward makes the gradients of the student's tensors, the
+    weight's summed in float. Logits of max_bytes are worked on at once (0: what is fastest). Raises KeyError for an
+    unknown kind, ValueError for hard_weight without labels, IndexError on the CPU for a label outside [0, V).
     """
     if labels is None and hard_weight != 0:
         raise ValueError("linear_distillation: hard_weight needs labels")
@@ -100,10 +103,12 @@ def forward_with_gradients(
     float_logits=False,
     dtype=None,
 ):
-    """(loss, divergence, nll, entropy, gradients, rest) without autograd, for Functions that save the gradients: those, times rest, are the loss's.
+    """(loss, divergence, nll, entropy, gradients, rest) without autograd, for Functions that save the gradients: those,
+    times rest, are the loss's.
 
-    student and teacher are (hidden [N, H], weight [V, H], bias [V] or None); soft and hard [N] or None, the coefficients of divergence and nll [N] in the loss.
-    A gradient that is not wanted is None; in float16 they are float. maps: scale and softcap of the student's logits, and of the teacher's.
+    student and teacher are (hidden [N, H], weight [V, H], bias [V] or None); soft and hard [N] or None, the
+    coefficients of divergence and nll [N] in the loss. A gradient that is not wanted is None; in float16 they are
+    float. maps: scale and softcap of the student's logits, and of the teacher's.
     """
     dtype = dtype or autocast_dtype(student[0])
     with torch.autocast(student[0].device.type, enabled=False):

@@ -31,19 +31,24 @@ def linear_log_prob(
     main_grad=None,
     batch_invariant=False,
 ):
-    """log_softmax(z) at ids, float [...], for z = y · logit_scale / temperature, or softcap · tanh(y · logit_scale / softcap) / temperature, y = hidden weightᵀ + bias.
+    """log_softmax(z) at ids, float [...], for z = y · logit_scale / temperature, or softcap · tanh(y · logit_scale /
+    softcap) / temperature, y = hidden weightᵀ + bias.
 
-    With entropy=True the pair (logp, −Σ p ln p); with outputs, names of OUTPUTS, the tuple (logp, *those) in the order given: also "lse" ln Σ exp z, "mean_logits" the
-    mean of z, "log_sum_sq_probs" ln Σ p², "is_top1" whether the id is the first of the largest z, "argmax" which class is. With top_k the tuple ends with the largest
-    log-probabilities [..., top_k] and their classes. Label smoothing ε is (1 − ε) logp + ε (mean_logits − lse), a z-loss λ lse², a class's weight a factor of logp.
+    With entropy=True the pair (logp, −Σ p ln p); with outputs, names of OUTPUTS, the tuple (logp, *those) in the order
+    given: also "lse" ln Σ exp z, "mean_logits" the mean of z, "log_sum_sq_probs" ln Σ p², "is_top1" whether the id is
+    the first of the largest z, "argmax" which class is. With top_k the tuple ends with the largest log-probabilities
+    [..., top_k] and their classes. Label smoothing ε is (1 − ε) logp + ε (mean_logits − lse), a z-loss λ lse², a
+    class's weight a factor of logp.
 
-    hidden [..., H] of any strides, weight [V, H], ids [...] integers, bias [V]. 0 where the id is ignore_index: such tokens cost nothing. logp, entropy, lse and
-    mean_logits are differentiable with respect to hidden, weight and bias, with any upstream gradient. Logits of up to max_bytes (0: set_memory_budget's, else
-    4 GiB on a GPU, 256 MiB on a CPU) wait for backward, others are made again; valid_count is the number of ids that are not ignored, where the host knows it; the
-    weight's gradient is summed in float. Mixed dtypes compute in hidden's.
+    hidden [..., H] of any strides, weight [V, H], ids [...] integers, bias [V]. 0 where the id is ignore_index: such
+    tokens cost nothing. logp, entropy, lse and mean_logits are differentiable with respect to hidden, weight and bias,
+    with any upstream gradient. Logits of up to max_bytes (0: set_memory_budget's, else 4 GiB on a GPU, 256 MiB on a
+    CPU) wait for backward, others are made again; valid_count is the number of ids that are not ignored, where the host
+    knows it; the weight's gradient is summed in float. Mixed dtypes compute in hidden's.
 
-    lora: (a [rank, H], b [V, rank], scale), of which the weight is weight + scale · b a; a and b get gradients, and a frozen weight none. main_grad [V, H], float: backward
-    adds the weight's gradient to it and leaves weight.grad alone, as Megatron has it. batch_invariant: a token's results have the same bits whatever else is in the batch.
+    lora: (a [rank, H], b [V, rank], scale), of which the weight is weight + scale · b a; a and b get gradients, and a
+    frozen weight none. main_grad [V, H], float: backward adds the weight's gradient to it and leaves weight.grad alone,
+    as Megatron has it. batch_invariant: a token's results have the same bits whatever else is in the batch.
 
     Another id raises IndexError on the CPU and is a device assertion on CUDA; an unknown output raises KeyError.
     """

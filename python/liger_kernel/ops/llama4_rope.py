@@ -1,4 +1,5 @@
-"""Rotary position embedding of neighbouring columns, as Llama 4 multiplies complex numbers; formula in liger/ops/rope/rope.h."""
+"""Rotary position embedding of neighbouring columns, as Llama 4 multiplies complex numbers; formula in
+liger/ops/rope/rope.h."""
 
 import torch
 
@@ -28,7 +29,8 @@ def llama4_rope_forward(q, k, freqs_cis, BLOCK_SIZE=None, imag_sign=1.0):
 class LigerLlama4RopeFunction:
     @staticmethod
     def apply(q, k, freqs_cis, BLOCK_SIZE=None):
-        """(q, k), columns 2i and 2i + 1 of each head multiplied as a complex number by freqs_cis[..., i]; fresh tensors in q's dtype.
+        """(q, k), columns 2i and 2i + 1 of each head multiplied as a complex number by freqs_cis[..., i]; fresh tensors
+        in q's dtype.
 
         q [batch, seq, heads, dim], k [batch, seq, k_heads, dim], any strides; freqs_cis complex [seq or more, dim/2] or
         [batch, seq, dim/2]. BLOCK_SIZE is accepted and not used.

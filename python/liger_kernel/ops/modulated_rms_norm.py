@@ -28,8 +28,9 @@ class LigerModulatedRMSNormFunction:
     def apply(X, W, scale, shift, eps, offset=0.0, casting_mode="llama", in_place=True):
         """rms_norm(X) · (1 + scale) + shift; see LigerRMSNormFunction.
 
-        scale and shift (or None) hold a row of X's width for all rows of X, for each of equal runs of them, or for every one, in X's
-        dtype or float. in_place is a hint: no argument is changed. Raises AssertionError for sizes that do not fit.
+        scale and shift (or None) hold a row of X's width for all rows of X, for each of equal runs of them, or for
+        every one, in X's dtype or float. in_place is a hint: no argument is changed. Raises AssertionError for sizes
+        that do not fit.
         """
         X = full_tensor(X, scale)
         _check(X, W, scale, shift)

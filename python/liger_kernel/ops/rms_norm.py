@@ -24,9 +24,9 @@ class LigerRMSNormFunction:
     def apply(X, W, eps, offset=0.0, casting_mode="llama", in_place=True, row_mode=None):
         """y = X / rms(X) · (W + offset) over the last dimension.
 
-        X [..., H]; W [H] in X's dtype or float, or None; casting_mode says where the matched model rounds. in_place and row_mode are
-        accepted as hints: no argument is ever changed. DTensors stay sharded; beside a plain W a DTensor is gathered, and y is plain. Raises
-        AssertionError where H and W differ.
+        X [..., H]; W [H] in X's dtype or float, or None; casting_mode says where the matched model rounds. in_place and
+        row_mode are accepted as hints: no argument is ever changed. DTensors stay sharded; beside a plain W a DTensor
+        is gathered, and y is plain. Raises AssertionError where H and W differ.
         """
         try:
             return ops.rms_norm(

@@ -16,7 +16,8 @@ def rotated(dim, width, rotary_dim=None):
 
 
 def heads_swapped(unsqueeze_dim, tensors):
-    """Of tensors [batch, seq, heads, dim], as unsqueeze_dim=2 says, views [batch, heads, seq, dim]; the same the other way round."""
+    """Of tensors [batch, seq, heads, dim], as unsqueeze_dim=2 says, views [batch, heads, seq, dim]; the same the other
+    way round."""
     if unsqueeze_dim != 2:
         raise ValueError(
             f"unsqueeze_dim must be 1, for q and k [batch, heads, seq, dim], or 2, for [batch, seq, heads, dim], got {unsqueeze_dim!r}"
@@ -27,11 +28,13 @@ def heads_swapped(unsqueeze_dim, tensors):
 class LigerRopeFunction:
     @staticmethod
     def apply(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
-        """(q, k), each head x[:r] · cos + [−x[r/2:r], x[:r/2]] · sin, its columns from r on as they are; fresh tensors laid out as [batch, seq, heads, dim].
+        """(q, k), each head x[:r] · cos + [−x[r/2:r], x[:r/2]] · sin, its columns from r on as they are; fresh tensors
+        laid out as [batch, seq, heads, dim].
 
-        q [batch, heads, seq, dim], k [batch, k_heads, seq, dim], or with unsqueeze_dim=2 [batch, seq, heads, dim], any strides; cos, sin
-        [seq, r], [1, seq, r] or [batch, seq, r] for r = rotary_dim <= dim, of which the first r/2 columns count, or r/2 wide. Raises ValueError
-        for tables of another width than the head's where rotary_dim is not given, and for another unsqueeze_dim. position_ids is not used.
+        q [batch, heads, seq, dim], k [batch, k_heads, seq, dim], or with unsqueeze_dim=2 [batch, seq, heads, dim], any
+        strides; cos, sin [seq, r], [1, seq, r] or [batch, seq, r] for r = rotary_dim <= dim, of which the first r/2
+        columns count, or r/2 wide. Raises ValueError for tables of another width than the head's where rotary_dim is
+        not given, and for another unsqueeze_dim. position_ids is not used.
         """
         if unsqueeze_dim != 1:
             return heads_swapped(

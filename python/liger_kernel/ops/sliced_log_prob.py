@@ -1,4 +1,5 @@
-"""Log-probabilities under a head whose classes come in slices: over the ranks of a process group, or dequantised one after another."""
+"""Log-probabilities under a head whose classes come in slices: over the ranks of a process group, or dequantised one
+after another."""
 
 import torch
 
@@ -40,7 +41,8 @@ class _SumGradientOverRanks(torch.autograd.Function):
 
 
 def _combined(slices, ids, ignore_index, entropy, group):
-    """(logp, entropy or None) of all classes; slices: (logp at the slice's own ids, lse, entropy, whether the id is the slice's) of each."""
+    """(logp, entropy or None) of all classes; slices: (logp at the slice's own ids, lse, entropy, whether the id is the
+    slice's) of each."""
     sum_over = (lambda x: x) if group is None else lambda x: _SumOverRanks.apply(x, group)
     top = torch.stack([lse.detach() for _, lse, _, _ in slices]).amax(0)
     if group is not None:
@@ -75,12 +77,15 @@ def _of_slice(hidden, weight, bias, ids, first, ignore_index, options):
 def vocab_parallel_linear_log_prob(
     hidden, weight, ids, group, first=None, bias=None, entropy=False, ignore_index=IGNORE_INDEX, **options
 ):
-    """linear_log_prob under a head whose classes are spread over the ranks of a process group (Shoeybi et al. 2019, arXiv:1909.08053).
+    """linear_log_prob under a head whose classes are spread over the ranks of a process group (Shoeybi et al. 2019,
+    arXiv:1909.08053).
 
-    weight [V of this rank, H] and bias [V of this rank] are those of classes first, first + 1, ... (by default all ranks have as many, in their order); hidden [..., H]
-    and ids [...] are the same on all ranks, and so are the results: logp, or (logp, entropy) with entropy=True, float. The gradient of hidden is the sum over the
-    ranks. Two collectives of [...] numbers in forward, one of hidden's size in backward. options: temperature, softcap, logit_scale, max_bytes, batch_invariant. An id
-    that no rank has gets −lse, as if its logit were 0; it is not checked.
+    weight [V of this rank, H] and bias [V of this rank] are those of classes first, first + 1, ... (by default all
+    ranks have as many, in their order); hidden [..., H] and ids [...] are the same on all ranks, and so are the
+    results: logp, or (logp, entropy) with entropy=True, float. The gradient of hidden is the sum over the ranks. Two
+    collectives of [...] numbers in forward, one of hidden's size in backward. options: temperature, softcap,
+    logit_scale, max_bytes, batch_invariant. An id that no rank has gets −lse, as if its logit were 0; it is not
+    checked.
     """
     if first is None:
         first = torch.distributed.get_rank(group) * len(weight)
@@ -94,10 +99,12 @@ def vocab_parallel_linear_log_prob(
 def quantised_linear_log_prob(
     hidden, weight, ids, bias=None, entropy=False, ignore_index=IGNORE_INDEX, classes_at_once=32768, **options
 ):
-    """linear_log_prob under a frozen head that bitsandbytes has quantised: int8, nf4 or fp4, of which classes_at_once are dequantised at a time, in both passes.
+    """linear_log_prob under a frozen head that bitsandbytes has quantised: int8, nf4 or fp4, of which classes_at_once
+    are dequantised at a time, in both passes.
 
-    weight is a Params4bit that has been quantised, or an Int8Params; results as of linear_log_prob with entropy or without. Only hidden and bias get gradients.
-    options: temperature, softcap, logit_scale, max_bytes. Raises TypeError for another weight.
+    weight is a Params4bit that has been quantised, or an Int8Params; results as of linear_log_prob with entropy or
+    without. Only hidden and bias get gradients. options: temperature, softcap, logit_scale, max_bytes. Raises TypeError
+    for another weight.
     """
     classes, dequantise = _dequantiser(weight, hidden.shape[-1])
     slices = []

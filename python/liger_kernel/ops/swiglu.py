@@ -12,7 +12,8 @@ SILU, GELU_TANH, GELU_ERF, RELU_SQUARED = range(4)
 class LigerSiLUMulFunction:
     @staticmethod
     def apply(a, b, gate_multiplier=1.0, down_multiplier=1.0):
-        """silu(gate_multiplier · a) · b · down_multiplier for a, b of one shape and dtype; neither is changed. A plain tensor beside a DTensor is placed as that."""
+        """silu(gate_multiplier · a) · b · down_multiplier for a, b of one shape and dtype; neither is changed. A plain
+        tensor beside a DTensor is placed as that."""
         c = ops.gated(placed_as(a, b), placed_as(b, a), SILU, float(gate_multiplier))
         return c if down_multiplier == 1 else c * float(down_multiplier)
 

@@ -50,13 +50,15 @@ class LigerTiledMLPFunction:
     def apply(fn, mlp_module, x, shards, compute_params=None):
         """fn(mlp_module, x) in `shards` pieces along x [..., S, H]'s tokens; backward runs each piece again.
 
-        The module's parameters get their gradients from autograd, once, summed in float over the pieces. compute_params is not used.
+        The module's parameters get their gradients from autograd, once, summed in float over the pieces. compute_params
+        is not used.
         """
         return _TiledMLP.apply(fn, mlp_module, x, shards, *(p for p in mlp_module.parameters() if p.requires_grad))
 
 
 def shards_of(x, num_shards=None) -> int:
-    """num_shards or, unless given, ceil(S / H) for x [..., S, H]; at least 1. Raises ValueError where x has one dimension."""
+    """num_shards or, unless given, ceil(S / H) for x [..., S, H]; at least 1. Raises ValueError where x has one
+    dimension."""
     if x.dim() < 2:
         raise ValueError(f"x must be [..., tokens, width], got {list(x.shape)}")
     return max(1, num_shards or -(-x.shape[-2] // max(1, x.shape[-1])))

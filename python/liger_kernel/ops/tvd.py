@@ -12,8 +12,9 @@ class LigerTVDLossFunction:
     def apply(p, q, shift_labels=None, reduction="batchmean", ignore_index=-100):
         """½ |p − q| for probabilities p and q, both [rows, cols], of any dtypes.
 
-        Rows whose shift_labels [rows] is ignore_index do not count; 0 where all are. The loss is float, a scalar or, with "none",
-        [rows, cols]. q gets no gradient. Raises AssertionError for labels of another shape, ValueError for an unknown reduction.
+        Rows whose shift_labels [rows] is ignore_index do not count; 0 where all are. The loss is float, a scalar or,
+        with "none", [rows, cols]. q gets no gradient. Raises AssertionError for labels of another shape, ValueError for
+        an unknown reduction.
         """
         check_labels(shift_labels, p.shape[0], ignore_index)
         return ops.divergence(

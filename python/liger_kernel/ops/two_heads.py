@@ -13,7 +13,8 @@ PIECE = 512
 
 
 def jensen_shannon(student_logits, teacher_logits, labels, beta, ignore_index):
-    """Σ over the rows whose label is not ignore_index (labels None: all rows) of the divergence in LigerJSDFunction, of softmax(logits), both [rows, V]."""
+    """Σ over the rows whose label is not ignore_index (labels None: all rows) of the divergence in LigerJSDFunction, of
+    softmax(logits), both [rows, V]."""
     x, target = (torch.log_softmax(z, -1, dtype=torch.float32) for z in (student_logits, teacher_logits))
     return ops.divergence(
         x, target, labels, JENSEN_SHANNON, float(beta), ignore_index, reduction_code("sum"), torch.float32
@@ -21,11 +22,13 @@ def jensen_shannon(student_logits, teacher_logits, labels, beta, ignore_index):
 
 
 def sums_over_tokens(student, teacher, loss_of, results, factor, chunk_tokens=GPU_CHUNK, wanted=(False, False, False)):
-    """(Σ of loss_of's results, float [results]; gradients; rest): the gradients, times rest, are those of factor · the first sum.
+    """(Σ of loss_of's results, float [results]; gradients; rest): the gradients, times rest, are those of factor · the
+    first sum.
 
-    student and teacher are (hidden [N, H], weight [V, H], bias [V] or None), each of a width of its own. loss_of(student_logits, teacher_logits, rows) gives
-    `results` numbers that are sums over these rows, of which the first is differentiated, with respect to the student's hidden states, weight and bias where
-    wanted. It computes in the student's dtype, or in autocast's; the weight's gradient is summed in float. float16 leaves the gradients in
+    student and teacher are (hidden [N, H], weight [V, H], bias [V] or None), each of a width of its own.
+    loss_of(student_logits, teacher_logits, rows) gives `results` numbers that are sums over these rows, of which the
+    first is differentiated, with respect to the student's hidden states, weight and bias where wanted. It computes in
+    the student's dtype, or in autocast's; the weight's gradient is summed in float. float16 leaves the gradients in
     float and undivided.
     """
     hidden, weight, bias = student
@@ -76,7 +79,8 @@ def sums_over_tokens(student, teacher, loss_of, results, factor, chunk_tokens=GP
 
 
 def wanted_gradients(ctx, *tensors):
-    """Whether the gradient of each tensor, which may be None, is wanted; for the forward of an autograd.Function, whose node has no edges under no_grad."""
+    """Whether the gradient of each tensor, which may be None, is wanted; for the forward of an autograd.Function, whose
+    node has no edges under no_grad."""
     recorded = torch.compiler.is_compiling() or any(
         function for function, _ in ctx.next_functions
     )  # a traced node shows none

@@ -90,7 +90,8 @@ def roots(*tensors):
 
 
 def calculate_settings(n):
-    """(BLOCK_SIZE, num_warps) of a Triton kernel with a block per row of n columns; raises RuntimeError above 65536 columns."""
+    """(BLOCK_SIZE, num_warps) of a Triton kernel with a block per row of n columns; raises RuntimeError above 65536
+    columns."""
     block = 1 << max(0, n - 1).bit_length()
     if block > 65536:
         raise RuntimeError(f"a Triton block holds at most 65536 columns, got {n}")

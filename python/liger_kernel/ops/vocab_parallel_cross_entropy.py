@@ -1,4 +1,5 @@
-"""Cross entropy of logits whose classes are spread over the ranks of a process group (Shoeybi et al. 2019, arXiv:1909.08053)."""
+"""Cross entropy of logits whose classes are spread over the ranks of a process group (Shoeybi et al. 2019,
+arXiv:1909.08053)."""
 
 import torch
 
@@ -21,8 +22,8 @@ def validate_formula_and_mode(formula, mode):
 class LigerVocabParallelCEFunction(torch.autograd.Function):
     """(1 − a) (log Σ eˣ − x_y) + a · (−mean of log p) of each token, with the sum over the classes of all ranks.
 
-    The mean is over all classes, or in mode "partition" over this rank's. a is label_smoothing or, in formula "megatron", label_smoothing · K / (K − 1) for K
-    classes in that mean.
+    The mean is over all classes, or in mode "partition" over this rank's. a is label_smoothing or, in formula
+    "megatron", label_smoothing · K / (K − 1) for K classes in that mean.
     """
 
     @staticmethod
@@ -36,11 +37,12 @@ class LigerVocabParallelCEFunction(torch.autograd.Function):
         label_smoothing_formula,
         label_smoothing_mode,
     ):
-        """Float [S, B] for logits [S, B, V of this rank] and target [S, B] of all ranks' classes; 0, with gradients of 0, where that is ignore_index.
+        """Float [S, B] for logits [S, B, V of this rank] and target [S, B] of all ranks' classes; 0, with gradients of
+        0, where that is ignore_index.
 
-        Rank r owns the classes [r V, (r + 1) V). tp_group is a process group, or None, or anything whose size() is 1. Two collectives in forward, none in
-        backward. A target that is no class has x_y = max x, without a gradient. Raises ValueError for logits that are not 3-D, and for a formula, mode or
-        label_smoothing that does not exist.
+        Rank r owns the classes [r V, (r + 1) V). tp_group is a process group, or None, or anything whose size() is 1.
+        Two collectives in forward, none in backward. A target that is no class has x_y = max x, without a gradient.
+        Raises ValueError for logits that are not 3-D, and for a formula, mode or label_smoothing that does not exist.
         """
         if vocab_parallel_logits.ndim != 3:
             raise ValueError(f"the logits must be 3-D, [S, B, V of this rank], got {list(vocab_parallel_logits.shape)}")

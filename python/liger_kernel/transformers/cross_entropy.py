@@ -15,7 +15,8 @@ def check_options(reduction, label_smoothing, softcap):
 
 
 class LigerCrossEntropyLoss(nn.Module):
-    """As torch.nn.CrossEntropyLoss for logits [rows, classes] and labels [rows], with z-loss, softcap, accuracy and predictions.
+    """As torch.nn.CrossEntropyLoss for logits [rows, classes] and labels [rows], with z-loss, softcap, accuracy and
+    predictions.
 
     Raises ValueError for an unknown reduction, AssertionError for label_smoothing outside [0, 1] or softcap <= 0.
     """

@@ -5,7 +5,8 @@ from torch import nn
 from liger_kernel.ops.fused_moe import fused_experts
 from liger_kernel.transformers.graft import is_dense
 
-# What transformers' forward computes in another way. The others are a user's choice of how: other kernels, other roundings.
+# What transformers' forward computes in another way. The others are a user's choice of how: other kernels, other
+# roundings.
 _DEFAULTS = (None, "eager", "grouped_mm")
 
 

@@ -16,7 +16,8 @@ class Swap:
 
     Args:
         switch: the keyword that turns it on.
-        targets: classes or functions of this package; the first that stands for the source of what is replaced is taken.
+        targets: classes or functions of this package; the first that stands for the source of what is replaced
+        is taken.
         activations: names in transformers' ACT2FN; any if empty.
         late: replaced in a finished model, because rebinding the name would not reach it.
     """
@@ -56,7 +57,8 @@ class Family:
         loss: class of the modeling module -> where its head is.
         package: the family's package in transformers, the name itself by default.
         model_types: values of `config.model_type` that mean this family; the name itself if empty.
-        parameters: the parameters of the function, in order; by default the switches that swaps and loss use, and `model`.
+        parameters: the parameters of the function, in order; by default the switches that swaps and loss use,
+        and `model`.
         off: switches that are off unless asked for.
         also: modules that define parts which the family's module imports.
         optional: keys of swaps and loss that not every transformers has.
@@ -307,7 +309,8 @@ def unsupported(subject: str) -> str:
 
 
 def missing(module: str, name: str) -> AttributeError:
-    """The error for a name that a module of this package lacks; of a patch the reason is logged too, because an import hides it."""
+    """The error for a name that a module of this package lacks; of a patch the reason is logged too, because an import
+    hides it."""
     text, family = f"module {module!r} has no attribute {name!r}", name.removeprefix("apply_liger_kernel_to_")
     if family != name:
         reason = unsupported(f"the family {family!r}")

@@ -1,4 +1,5 @@
-"""Running code inside the forward of a wrapper: of FSDP1, where a module's parameters are whole, or of DDP, which then sums the gradients."""
+"""Running code inside the forward of a wrapper: of FSDP1, where a module's parameters are whole, or of DDP, which then
+sums the gradients."""
 
 from torch.distributed.fsdp import FullyShardedDataParallel
 

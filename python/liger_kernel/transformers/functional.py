@@ -111,7 +111,8 @@ def liger_qwen2vl_mrope(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
 
 
 def liger_rope_packed(qkv, cos, sin, num_heads: int, num_key_value_heads: int):
-    """The result of a fused projection, qkv [batch, seq, (num_heads + 2 num_key_value_heads) · dim], with q and k rotated; v is copied."""
+    """The result of a fused projection, qkv [batch, seq, (num_heads + 2 num_key_value_heads) · dim], with q and k
+    rotated; v is copied."""
     return ops.rope_packed(qkv, cos, sin, num_heads, num_key_value_heads, False)
 
 
@@ -173,10 +174,11 @@ def liger_fused_linear_cross_entropy(
 ):
     """Cross entropy of the logits `input @ weight.T + bias`, which are never held in full.
 
-    input [tokens, width], weight [classes, width], target [tokens], bias and ce_weight [classes]. Gradients of the weight are always
-    summed in float, so accum_dtype is not used. valid_count is the number of labels that are not ignored, where the host knows it
-    already; normalizer a number (on the device) that divides the sum of the losses; max_bytes bounds the logits held at once.
-    Returns the float loss, or a CrossEntropyOutput where one of the return flags is set.
+    input [tokens, width], weight [classes, width], target [tokens], bias and ce_weight [classes]. Gradients of the
+    weight are always summed in float, so accum_dtype is not used. valid_count is the number of labels that are not
+    ignored, where the host knows it already; normalizer a number (on the device) that divides the sum of the losses;
+    max_bytes bounds the logits held at once. Returns the float loss, or a CrossEntropyOutput where one of the return
+    flags is set.
     """
     flags, scales = loss_options(
         ignore_index,
@@ -214,7 +216,8 @@ def liger_kl_div(
     log_target: bool = False,
     eps: float = 1e-10,
 ):
-    """As torch.nn.functional.kl_div for log-probabilities [rows, cols], with a float loss; size_average and reduce are not used."""
+    """As torch.nn.functional.kl_div for log-probabilities [rows, cols], with a float loss; size_average and reduce are
+    not used."""
     return LigerKLDivLossFunction.apply(input, target, reduction, log_target, eps)
 
 
@@ -264,8 +267,10 @@ def liger_sparsemax(input, dim: int = -1):
 
 
 def liger_selective_log_softmax(logits, ids, temperature: float = 1.0, ignore_index: int = -100):
-    """(ln p at ids, entropy of p) as float [...], p = softmax(logits / temperature), for logits [..., V] and ids [...]; differentiable.
+    """(ln p at ids, entropy of p) as float [...], p = softmax(logits / temperature), for logits [..., V] and ids [...];
+    differentiable.
 
-    0 where the id is ignore_index. An id outside [0, V) that is not raises IndexError on the CPU and is a device assertion on CUDA.
+    0 where the id is ignore_index. An id outside [0, V) that is not raises IndexError on the CPU and is a device
+    assertion on CUDA.
     """
     return ops.selective_log_softmax(logits, ids, float(temperature), ignore_index)

@@ -8,7 +8,8 @@ from liger_kernel.transformers.cross_entropy import check_options, vars_of
 
 
 class LigerFusedLinearCrossEntropyLoss(nn.Module):
-    """Cross entropy of `_input @ lin_weight.T + bias` without the logits; see functional.liger_fused_linear_cross_entropy.
+    """Cross entropy of `_input @ lin_weight.T + bias` without the logits; see
+    functional.liger_fused_linear_cross_entropy.
 
     Raises ValueError for an unknown reduction, AssertionError for label_smoothing outside [0, 1] or softcap <= 0.
     """

@@ -6,7 +6,8 @@ from liger_kernel.ops import LigerFusedLinearJSDFunction
 
 
 class LigerFusedLinearJSD(nn.Module):
-    """The divergence of a teacher's head from a student's; see LigerFusedLinearJSDFunction. Raises AssertionError where the temperature is 0."""
+    """The divergence of a teacher's head from a student's; see LigerFusedLinearJSDFunction. Raises AssertionError where
+    the temperature is 0."""
 
     def __init__(self, jsd_beta=0.5, ignore_index=-100, temperature=1.0, accum_dtype=None):
         super().__init__()

@@ -140,7 +140,8 @@ def is_dense(weight) -> bool:
 
 @functools.cache
 def or_original(part, original, keeps=None):
-    """The method `part`, but `original` where there are no kernels for its first argument, or `keeps(self)` is a reason."""
+    """The method `part`, but `original` where there are no kernels for its first argument, or `keeps(self)` is a
+    reason."""
     name = list(inspect.signature(original).parameters)[1]
 
     @functools.wraps(part)
@@ -227,7 +228,8 @@ def become(module, part, edits: Edits, **attributes) -> None:
 
 @functools.cache
 def variant(base: type, part) -> type:
-    """The subclass of `base` that `part` makes: a class that comes first, or a function from `base` to (name, bases, body)."""
+    """The subclass of `base` that `part` makes: a class that comes first, or a function from `base` to (name, bases,
+    body)."""
     name, bases, body = (part.__name__, (part, base), {}) if isinstance(part, type) else part(base)
 
     def __reduce_ex__(self, protocol):

@@ -9,8 +9,8 @@ from liger_kernel.ops import LigerGroupNormFunction
 class LigerGroupNorm(nn.Module):
     """GroupNorm (Wu & He 2018, arXiv:1803.08494) of [N, num_channels, ...].
 
-    The bias always exists; it starts at zero, or random with bias=True. Raises AssertionError for an init_fn other than "ones" and "zeros",
-    groups that do not divide the channels, and inputs of another shape.
+    The bias always exists; it starts at zero, or random with bias=True. Raises AssertionError for an init_fn other than
+    "ones" and "zeros", groups that do not divide the channels, and inputs of another shape.
     """
 
     def __init__(self, num_channels, num_groups, eps=1e-6, bias=False, init_fn="ones"):

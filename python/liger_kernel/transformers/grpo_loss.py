@@ -33,7 +33,8 @@ def triton_grpo_loss(
     vespo_k_neg=3.0,
     vespo_lambda_neg=2.0,
 ):
-    """(loss, kl or None, clipped) of tokens [B, L], 0 where completion_mask is; with reduce (loss, [mean kl, unless beta is 0, mean clipped]).
+    """(loss, kl or None, clipped) of tokens [B, L], 0 where completion_mask is; with reduce (loss, [mean kl, unless
+    beta is 0, mean clipped]).
 
     Logits [B, L + 1, V]; see GrpoLossFunction, which raises for the rest. vespo's weights are made here.
     """

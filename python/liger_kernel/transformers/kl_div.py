@@ -7,7 +7,8 @@ from liger_kernel.ops.utils import reduction_code
 
 
 class LigerKLDIVLoss(nn.KLDivLoss):
-    """As torch.nn.KLDivLoss for log-probabilities [rows, cols]; eps bounds the probabilities whose logarithm is taken. The loss is float."""
+    """As torch.nn.KLDivLoss for log-probabilities [rows, cols]; eps bounds the probabilities whose logarithm is taken.
+    The loss is float."""
 
     def __init__(self, eps=1e-10, *args, **kwargs):
         super().__init__(*args, **kwargs)

@@ -9,7 +9,8 @@ from liger_kernel.ops import LigerLayerNormFunction
 class LigerLayerNorm(nn.Module):
     """(x − mean) / sqrt(variance + eps) · weight + bias over the last dimension (Ba et al. 2016, arXiv:1607.06450).
 
-    The bias always exists; it starts at zero, or random with bias=True. Raises AssertionError for an init_fn other than "ones" and "zeros".
+    The bias always exists; it starts at zero, or random with bias=True. Raises AssertionError for an init_fn other than
+    "ones" and "zeros".
     """
 
     def __init__(self, hidden_size, eps=1e-6, bias=False, init_fn="ones"):

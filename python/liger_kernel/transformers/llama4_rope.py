@@ -15,7 +15,8 @@ def _scaled(x, freqs):
 
 
 def liger_llama4_vision_rotary_pos_emb(query, key, freqs_ci):
-    """(query, key) [batch, seq, heads, dim] times freqs_ci, complex [seq, dim/2], [seq, 1, dim/2] or [batch, seq, 1, dim/2].
+    """(query, key) [batch, seq, heads, dim] times freqs_ci, complex [seq, dim/2], [seq, 1, dim/2] or [batch, seq, 1,
+    dim/2].
 
     Real freqs_ci scale the pairs of columns. Raises ValueError for complex freqs_ci of another shape.
     """

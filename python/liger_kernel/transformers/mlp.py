@@ -9,7 +9,8 @@ from liger_kernel.transformers.swiglu import LigerFalconH1SwiGLUMLP, LigerSwiGLU
 
 
 def weights(mlp):
-    """The weights of gate_proj, up_proj and down_proj; None where a call is more than its weight: a bias, an adapter, a hook, offloading."""
+    """The weights of gate_proj, up_proj and down_proj; None where a call is more than its weight: a bias, an adapter, a
+    hook, offloading."""
     projections = mlp.gate_proj, mlp.up_proj, mlp.down_proj
     if not all(type(p) is nn.Linear and p.bias is None and is_bare(p) for p in projections):
         return None
@@ -26,7 +27,8 @@ class LigerMLP(LigerSwiGLUMLP):
 
 
 class LigerFalconH1MLP(LigerFalconH1SwiGLUMLP):
-    """LigerMLP with config.mlp_multipliers on the gate and on the result. Raises ValueError where config.mlp_bias is set."""
+    """LigerMLP with config.mlp_multipliers on the gate and on the result. Raises ValueError where config.mlp_bias is
+    set."""
 
     def __init__(self, config):
         if getattr(config, "mlp_bias", False):

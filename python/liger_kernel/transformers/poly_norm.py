@@ -7,7 +7,8 @@ from liger_kernel.ops import LigerPolyNormFunction
 
 
 class LigerPolyNorm(nn.Module):
-    """weight[0] · N(x³) + weight[1] · N(x²) + weight[2] · N(x) + bias, N(u) = u / rms(u) (Zhuo et al. 2024, arXiv:2411.03884)."""
+    """weight[0] · N(x³) + weight[1] · N(x²) + weight[2] · N(x) + bias, N(u) = u / rms(u) (Zhuo et al. 2024,
+    arXiv:2411.03884)."""
 
     def __init__(self, eps=1e-6, in_place=True):
         super().__init__()

@@ -9,8 +9,8 @@ from liger_kernel.ops import LigerRMSNormFunction
 class LigerRMSNorm(nn.Module):
     """y = x / rms(x) · (weight + offset) over the last dimension (Zhang & Sennrich 2019, arXiv:1910.07467).
 
-    casting_mode is where the matched model rounds: "llama" before the weight, "gemma" only the result, "none" every step. in_place and
-    row_mode are hints. Raises AssertionError for an init_fn other than "ones" and "zeros".
+    casting_mode is where the matched model rounds: "llama" before the weight, "gemma" only the result, "none" every
+    step. in_place and row_mode are hints. Raises AssertionError for an init_fn other than "ones" and "zeros".
     """
 
     def __init__(

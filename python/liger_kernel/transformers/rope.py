@@ -16,7 +16,8 @@ def liger_partial_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_di
 
 
 def liger_half_table_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
-    """(q, k) rotated by tables half as wide as a head; see LigerRopeFunction. Raises ValueError for tables of another width."""
+    """(q, k) rotated by tables half as wide as a head; see LigerRopeFunction. Raises ValueError for tables of another
+    width."""
     if 2 * cos.shape[-1] != q.shape[-1]:
         raise ValueError(f"cos must be half as wide as a head, {q.shape[-1]}, and is {cos.shape[-1]} wide")
     return LigerRopeFunction.apply(q, k, cos, sin, None, unsqueeze_dim, q.shape[-1])
@@ -25,7 +26,8 @@ def liger_half_table_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze
 def liger_interleaved_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
     """(q, k), columns 2i and 2i + 1 of each head rotated by column i of the tables, whose second half does not count.
 
-    q, k as in LigerRopeFunction; cos, sin [batch or 1, seq, r], r at most the width of a head. Raises ValueError for another unsqueeze_dim.
+    q, k as in LigerRopeFunction; cos, sin [batch or 1, seq, r], r at most the width of a head. Raises ValueError for
+    another unsqueeze_dim.
     """
     if unsqueeze_dim != 1:
         return heads_swapped(

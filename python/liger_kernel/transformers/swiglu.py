@@ -70,9 +70,11 @@ class LigerBlockSparseTop2MLP(nn.Module):
 
 
 class LigerExperts(nn.Module):
-    """The SwiGLU experts of a mixture, as one operator; see ops.fused_moe.fused_experts. Raises ValueError where config.hidden_act is not silu.
+    """The SwiGLU experts of a mixture, as one operator; see ops.fused_moe.fused_experts. Raises ValueError where
+    config.hidden_act is not silu.
 
-    gate_up_proj [E, 2 I, H] and down_proj [E, H, I] are not initialised; E is config.num_experts or num_local_experts, I moe_intermediate_size or intermediate_size.
+    gate_up_proj [E, 2 I, H] and down_proj [E, H, I] are not initialised; E is config.num_experts or num_local_experts,
+    I moe_intermediate_size or intermediate_size.
     """
 
     kept_by = staticmethod(kept_by)
@@ -95,7 +97,8 @@ class LigerExperts(nn.Module):
 
 
 class LigerPhi3SwiGLUMLP(nn.Module):
-    """down_proj(silu(gate) · up) with gate and up the halves of one projection. Raises ValueError where config.hidden_act is not silu."""
+    """down_proj(silu(gate) · up) with gate and up the halves of one projection. Raises ValueError where
+    config.hidden_act is not silu."""
 
     def __init__(self, config):
         super().__init__()

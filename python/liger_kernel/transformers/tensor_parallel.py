@@ -1,4 +1,5 @@
-"""The loss of a head whose classes tensor parallelism has spread over ranks: no rank sees the logits of another's classes."""
+"""The loss of a head whose classes tensor parallelism has spread over ranks: no rank sees the logits of another's
+classes."""
 
 import torch
 from torch import nn
@@ -13,7 +14,8 @@ if torch.distributed.is_available():
 else:
     FSDPModule = DTensor = ()
 
-# Whose code around a head shards its input and gathers its logits: torch's parallelize_module, and transformers' tp_plan.
+# Whose code around a head shards its input and gathers its logits: torch's parallelize_module, and transformers'
+# tp_plan.
 _STYLES = ("torch.distributed.tensor.", "transformers.distributed.", "transformers.integrations.tensor_parallel")
 
 

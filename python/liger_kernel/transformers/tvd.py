@@ -7,7 +7,8 @@ from liger_kernel.ops.utils import reduction_code
 
 
 class LigerTVDLoss(nn.Module):
-    """The distance of probabilities p and q, both [rows, cols]; see LigerTVDLossFunction. Raises ValueError for an unknown reduction."""
+    """The distance of probabilities p and q, both [rows, cols]; see LigerTVDLossFunction. Raises ValueError for an
+    unknown reduction."""
 
     def __init__(self, reduction="batchmean", ignore_index=-100):
         super().__init__()

@@ -7,7 +7,8 @@ from liger_kernel.ops.vocab_parallel_cross_entropy import check_smoothing, valid
 
 
 class LigerVocabParallelCrossEntropy(nn.Module):
-    """Each token's loss; see LigerVocabParallelCEFunction. Raises ValueError for a reduction other than "none", and what that raises."""
+    """Each token's loss; see LigerVocabParallelCEFunction. Raises ValueError for a reduction other than "none", and
+    what that raises."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""The table of other sets of kernels. libliger's operators choose their own kernels by device, so that nothing stands in it unless somebody registers it."""
+"""The table of other sets of kernels. libliger's operators choose their own kernels by device, so that nothing stands
+in it unless somebody registers it."""
 
 from dataclasses import dataclass
 

@@ -9,7 +9,8 @@ def _two_bits(bits):
 
 
 def pack_weights(intweights, bits=2):
-    """Integer weights [rows, ...] in {-1, 0, 1, 2} as uint8 [ceil(rows / 4), ...]; missing rows count as -1. The argument is not changed."""
+    """Integer weights [rows, ...] in {-1, 0, 1, 2} as uint8 [ceil(rows / 4), ...]; missing rows count as -1. The
+    argument is not changed."""
     _two_bits(bits)
     return ops.int2_pack(intweights)
 

@@ -28,7 +28,8 @@ class LigerORPOTrainer(ORPOTrainer):
     """
 
     def concatenated_forward(self, model, batch):
-        """(loss, aux) of LigerFusedLinearORPOLoss for a batch of pairs; the loss holds the router's where that is enabled."""
+        """(loss, aux) of LigerFusedLinearORPOLoss for a batch of pairs; the loss holds the router's where that is
+        enabled."""
         pad = getattr(self, "label_pad_token_id", -100)
         # Newer TRL pads labels with -100 alone.
         known = inspect.signature(self.concatenated_inputs).parameters
