@@ -14,7 +14,7 @@ sources := $(shell find liger python cmake -name '*.h' -o -name '*.cpp' -o -name
 
 SHELL := bash
 .SHELLFLAGS := -eo pipefail -c
-.PHONY: help format lint train train-cpp align test test-families test-hub downstream fuzz test-install bench install clean
+.PHONY: help format lint docs train train-cpp align test test-families test-hub downstream fuzz test-install bench install clean
 .DEFAULT_GOAL := help
 
 help:  ## what there is
@@ -101,8 +101,17 @@ lint: build/lint/ready  ## check that, and what ruff finds
 	@build/lint/bin/clang-format --dry-run --Werror $(cpp_files)
 	@build/lint/bin/ruff check --quiet && build/lint/bin/ruff format --quiet --check
 
+# The reference of C++ where Doxygen is: apt-get install doxygen.
+docs: build/docs-env/ready  ## the pages, with the reference of Python and C++, as a site: build/docs/index.html
+	NO_MKDOCS_2_WARNING=1 build/docs-env/bin/mkdocs build --quiet
+	if command -v doxygen >/dev/null; then printf '%s\n' 'PROJECT_NAME=liger' 'INPUT=liger/ops.h liger/options.h liger/nn liger/models' \
+	  'FILE_PATTERNS=*.h' 'OUTPUT_DIRECTORY=build/docs/cpp-reference' 'GENERATE_LATEX=NO' 'QUIET=YES' 'WARN_IF_UNDOCUMENTED=NO' \
+	  'EXTRACT_ALL=YES' 'STRIP_FROM_PATH=liger' 'HAVE_DOT=NO' >build/Doxyfile && mkdir -p build/docs/cpp-reference && doxygen build/Doxyfile; fi
+
 build/lint/ready: requirements-lint.txt
-	$(PYTHON) -m venv build/lint && build/lint/bin/python -m pip install --quiet --disable-pip-version-check -r $< && touch $@
+build/docs-env/ready: requirements-docs.txt
+build/lint/ready build/docs-env/ready:
+	$(PYTHON) -m venv $(@D) && $(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $< && touch $@
 
 # Nothing is installed into the system's Python: the library is built beside, and the sources are used where they stand.
 build/system.ready: $(sources)
