@@ -21,9 +21,14 @@ def _check_distribution():
     import warnings
     from importlib import metadata
 
+    here = {os.path.realpath(folder) for folder in __path__}
     for distribution in metadata.distributions():
         name = distribution.metadata["Name"] or ""
-        if not name.lower().startswith("liger"):
+        # Sources that come before an installed package on the path share no folder with it.
+        if (
+            not name.lower().startswith("liger")
+            or os.path.realpath(distribution.locate_file("liger_kernel")) not in here
+        ):
             continue
         same = re.sub(r"[-_.]+", "-", name).lower() == "liger-kernel"
         files = "" if same else distribution.read_text("RECORD") or ""
