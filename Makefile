@@ -103,10 +103,8 @@ lint: build/lint/ready  ## check that, and what ruff finds
 
 # The reference of C++ where Doxygen is: apt-get install doxygen.
 docs: build/docs-env/ready  ## the pages, with the reference of Python and C++, as a site: build/docs/index.html
-	NO_MKDOCS_2_WARNING=1 build/docs-env/bin/mkdocs build --quiet
-	if command -v doxygen >/dev/null; then printf '%s\n' 'PROJECT_NAME=liger' 'INPUT=liger/ops.h liger/options.h liger/nn liger/models' \
-	  'FILE_PATTERNS=*.h' 'OUTPUT_DIRECTORY=build/docs/cpp-reference' 'GENERATE_LATEX=NO' 'QUIET=YES' 'WARN_IF_UNDOCUMENTED=NO' \
-	  'EXTRACT_ALL=YES' 'STRIP_FROM_PATH=liger' 'HAVE_DOT=NO' >build/Doxyfile && mkdir -p build/docs/cpp-reference && doxygen build/Doxyfile; fi
+	@NO_MKDOCS_2_WARNING=1 build/docs-env/bin/mkdocs build --quiet
+	@if command -v doxygen >/dev/null; then mkdir -p build/docs/cpp-reference && doxygen docs/site/Doxyfile; fi
 
 build/lint/ready: requirements-lint.txt
 build/docs-env/ready: requirements-docs.txt

@@ -26,6 +26,10 @@ MORE = {
 SIDES = {"plain": "plain", "triton": "liger (Triton)", "liger": "ours"}
 
 
+def read(file):
+    return json.loads((RESULTS / file).read_text())
+
+
 def cases(rows):
     """(case, shape, options) -> {rival: its row} of those that are timed, not called alone."""
     found = {}
@@ -73,10 +77,9 @@ def pair(row, digits):
     return " / ".join("-" if (t := time(row, mode)) is None else f"{t:.{digits}f}" for mode in (FORWARD, BOTH))
 
 
-def table(file, memory):
-    rows = json.loads((RESULTS / file).read_text())["rows"]
+def table(chosen, memory):
     lines = []
-    for key, rivals in named(rows).items():
+    for key, rivals in chosen.items():
         ours, best = rivals[OURS], best_rival(rivals)
         digits = 3 if time(ours) < 1 else 2 if time(ours) < 10 else 1
         line = [
@@ -100,9 +103,9 @@ def table(file, memory):
     return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
 
 
-def families():
+def families(reports):
     lines = []
-    for family, report in json.loads((RESULTS / "families-h200.json").read_text()).items():
+    for family, report in reports.items():
         plain, others = report["plain"], [report[side] for side in ("triton", "liger") if side in report]
         speeds = [
             f"{r['tokens_per_second']:,.0f} ({r['tokens_per_second'] / plain['tokens_per_second']:.2f}x)"
@@ -158,10 +161,10 @@ def save(figure, ax, file):
     figure.savefig(DOCS / file, dpi=110)
 
 
-def draw_operators():
+def draw_operators(named_cases):
     """Time and memory of forward and backward in relation to ours."""
     chosen = {}
-    for key, rivals in named(json.loads((RESULTS / "h200.json").read_text())["rows"]).items():
+    for key, rivals in named_cases.items():
         if "compile" in rivals or TRITON in rivals:
             chosen.setdefault(key[0], rivals)
     names = list(chosen)
@@ -180,8 +183,7 @@ def draw_operators():
     save(figure, right, "operators.png")
 
 
-def draw_training():
-    reports = json.loads((RESULTS / "families-h200.json").read_text())
+def draw_training(reports):
     names = list(reports)
     figure, left, right = axes(0.8 * len(names) + 1)
     of = lambda side, what, unit: [reports[n].get(side, {}).get(what, 0) / unit for n in names]
@@ -196,14 +198,16 @@ def draw_training():
 def main():
     page = DOCS / "performance.md"
     text = page.read_text()
-    tables = {"h200": table("h200.json", True), "cpu": table("cpu-avx512.json", False), "families": families()}
+    h200, cpu = (named(read(file)["rows"]) for file in ("h200.json", "cpu-avx512.json"))
+    reports = read("families-h200.json")
+    tables = {"h200": table(h200, True), "cpu": table(cpu, False), "families": families(reports)}
     for name, lines in tables.items():
         marked = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
         text, count = re.subn(marked, lambda m: f"{m[1]}{lines}\n{m[2]}", text, flags=re.S)
         assert count == 1, f"{page} has no place for {name}"
     page.write_text(text)
-    draw_operators()
-    draw_training()
+    draw_operators(h200)
+    draw_training(reports)
 
 
 if __name__ == "__main__":

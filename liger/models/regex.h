@@ -9,7 +9,7 @@
 
 namespace liger {
 
-/// A pattern of PCRE2 on valid UTF-8, in which \s is Unicode's White_Space, as in the regular expressions of Rust and
+/// A pattern of PCRE2 on valid UTF-8, in which `\s` is Unicode's White_Space, as in the regular expressions of Rust and
 /// Oniguruma. (PCRE2's own has U+180E besides.)
 class Regex {
  public:
