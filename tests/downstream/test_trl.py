@@ -8,8 +8,8 @@ import liger_kernel.trl
 import pytest
 import torch
 import trl.trainer.utils as trl_utils
+from heads import ALL, FLOAT, assert_alike, assert_no_worse, both, inputs
 from liger_kernel.ops import linear_distillation
-from liger_kernel.trl import OUTPUTS
 from trainers import assert_same_steps, train
 from trl.kernels import chunked_divergence, chunked_logprob
 
@@ -20,7 +20,6 @@ NAMES = (
     "_fused_logprob_entropy",
     "is_triton_available",
 )
-ALL = tuple(OUTPUTS)
 TWO_HEADS = "linear_distillation_forward"  # in both passes
 
 
@@ -107,72 +106,6 @@ def test_no_trl_is_an_error_that_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
     with pytest.raises(ImportError, match="pip install"):
         liger_kernel.trl.patch()
-
-
-FLOAT = 2e-5  # sums of some hundred terms in another order
-
-
-def inputs(tokens=37, width=24, classes=131, dtype=torch.float32, weight_dtype=None, bias=True):
-    generator = torch.Generator().manual_seed(tokens)
-    random = lambda *shape: torch.randn(*shape, generator=generator)
-    weight_dtype = weight_dtype or dtype
-    tensors = [
-        random(tokens, width).to(dtype),
-        (random(classes, width) * 0.5).to(weight_dtype),
-        random(classes).to(weight_dtype) if bias else None,
-    ]
-    targets = torch.randint(classes, (tokens,), generator=generator)
-    with torch.no_grad():  # some tokens are the likeliest
-        targets[::3] = (tensors[0] @ tensors[1].to(dtype).T + (tensors[2] if bias else 0)).argmax(-1)[::3]
-    return [t if t is None else t.requires_grad_() for t in tensors], targets
-
-
-def run(function, tensors, targets, options, upstream=(True, True), autocast=None):
-    """(results, gradients) of function.apply, with random upstream gradients of the first two results."""
-    leaves = [t if t is None else t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
-    with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
-        found = function.apply(*leaves, targets, *options)
-    generator = torch.Generator().manual_seed(1)
-    factors = [torch.randn(len(targets), generator=generator) for _ in range(2)]
-    terms = [(f * t).sum() for f, t, u in zip(factors, found, upstream) if u and t is not None]
-    if terms:
-        sum(terms).backward()
-    return tuple(found), tuple(None if t is None else t.grad for t in leaves)
-
-
-def both(*args, **kwargs):
-    """The results and gradients of TRL's own function, and ours."""
-    original = chunked_logprob.ChunkedLogProbFunction
-    return tuple(
-        run(function, *args, **kwargs) for function in (original, liger_kernel.trl._log_prob_function(original, 0))
-    )
-
-
-def assert_alike(expected, actual, tolerance):
-    assert len(expected) == len(actual)
-    for want, got in zip(expected, actual):
-        assert (want is None) == (got is None)
-        if want is not None:
-            assert want.dtype == got.dtype and want.shape == got.shape
-            if want.numel() and want.dtype != torch.bool:
-                size = want.float().abs().max().item()
-                assert (want.float() - got.float()).abs().max().item() <= tolerance * max(size, 1e-3)
-            else:
-                assert torch.equal(want, got)
-
-
-def assert_no_worse(tensors, targets, options, ours, theirs, factor=1.1):
-    """Results and gradients as near as theirs to TRL's in float64, and of the same dtypes."""
-    whole = [t if t is None else t.detach().double().requires_grad_() for t in tensors]
-    truth = run(chunked_logprob.ChunkedLogProbFunction, whole, targets, options)
-    for place, (want, got, other) in enumerate(zip(*(found + gradients for found, gradients in (truth, ours, theirs)))):
-        assert (got is None) == (want is None)
-        if want is not None and place == ALL.index("is_top1") + 1:
-            assert (got != other).float().mean() <= 0.03  # rounded logits tie
-        elif want is not None:
-            assert got.dtype == other.dtype
-            error, allowed = ((t.double() - want).square().mean().sqrt() for t in (got, other))
-            assert error <= factor * allowed + FLOAT * want.abs().max(), place
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))

@@ -5,80 +5,17 @@
 #include <numeric>
 #include "liger/core/cuda/async_copy.cuh"
 #include "liger/core/cuda/dispatch.h"
+#include "liger/core/cuda/pack.cuh"
 #include "liger/core/cuda/reduce.cuh"
 
 namespace liger::cuda {
-
-/// kWidth neighbours of a row, read and written in one access, in registers of as many bytes.
-template <class T, int kWidth_>
-struct alignas(sizeof(T) * kWidth_ < 16 ? sizeof(T) * kWidth_ : 16) Pack {
-  static constexpr int kWidth = kWidth_;
-  static constexpr bool kPairs = sizeof(T) == 2 && kWidth > 1;
-  std::conditional_t<kPairs, unsigned, T> words[kPairs ? kWidth / 2 : kWidth];
-
-  __device__ void to_float(float* f) const {
-    if constexpr (kPairs) {
-#pragma unroll
-      for (int j = 0; j < kWidth; j += 2) {
-        const float2 pair = to_floats<T>(words[j / 2]);
-        f[j] = pair.x, f[j + 1] = pair.y;
-      }
-    } else {
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) f[j] = float(words[j]);
-    }
-  }
-
-  __device__ static Pack from_float(const float* f) {
-    Pack p;
-    if constexpr (kPairs) {
-#pragma unroll
-      for (int j = 0; j < kWidth; j += 2) p.words[j / 2] = to_word<T>(f[j], f[j + 1]);
-    } else {
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) p.words[j] = T(f[j]);
-    }
-    return p;
-  }
-
-  __device__ static Pack filled(T v) {
-    float f[kWidth];
-    for (float& each : f) each = float(v);
-    return from_float(f);
-  }
-
-  __device__ static Pack read(const void* p) { return *static_cast<const Pack*>(p); }
-
-  /// To global memory.
-  __device__ void write(void* p) const {
-    if constexpr (sizeof(Pack) % 16 != 0) *static_cast<Pack*>(p) = *this;
-    else
-#pragma unroll
-      for (int i = 0; i < int(sizeof(Pack) / 16); ++i)
-        store16(static_cast<uint4*>(p) + i,
-                {bits(words[4 * i]), bits(words[4 * i + 1]), bits(words[4 * i + 2]), bits(words[4 * i + 3])});
-  }
-
-  /// The product of each pair, rounded once.
-  __device__ friend Pack operator*(const Pack& a, const Pack& b) {
-    static_assert(kPairs);
-    Pack p;
-#pragma unroll
-    for (int j = 0; j < kWidth / 2; ++j) p.words[j] = multiply_words<T>(a.words[j], b.words[j]);
-    return p;
-  }
-
- private:
-  __device__ static unsigned bits(unsigned word) { return word; }
-  __device__ static unsigned bits(float word) { return __float_as_uint(word); }
-};
 
 /// How a row meets the threads that hold it.
 enum class Fit : int8_t {
   Whole,   // every row begins at a 16-byte boundary and ends at one
   Spread,  // as Whole, in the registers of all blocks of a cluster
-  Peeled,  // rows begin anywhere: the first thread's pack begins at the boundary before the row
-  Edged,   // rows begin anywhere: the first thread's pack begins at the first boundary in the row; what is before it,
+  Peeled,  // misaligned rows: the first thread's pack begins at the boundary before the row
+  Edged,   // misaligned rows: the first thread's pack begins at the first boundary in the row; what is before it,
            // and behind the last, is not the tile's
   SpreadEdged,
 };
@@ -448,8 +385,8 @@ struct Tiling {
     const int64_t groups = of_rows(rows).blocks / cluster,
                   blocks = std::min(shared_bytes() / (shared + 2048), 65536 / (registers * count));
     const int64_t most = std::max<int64_t>(1, blocks * clusters_at_once(cluster) / alike) * alike;
-    const int64_t turns = (groups + most - 1) / most, a_turn = (groups + turns - 1) / turns;
-    return grid(turns > 1 ? (a_turn + alike - 1) / alike * alike : a_turn, shared);
+    const int64_t turns = ceil_div(groups, most), a_turn = ceil_div(groups, turns);
+    return grid(turns > 1 ? ceil_div(a_turn, alike) * alike : a_turn, shared);
   }
 };
 
@@ -486,7 +423,7 @@ bool dispatch_tile(int64_t cols, Threads block, const Memory& memory, F&& f) {
   const int items = whole ? kItems : kEdged, alike = int(kVec / std::gcd(cols, int64_t(kVec)));
   const int most = std::min(kTileThreads, block.most * kItems / items),
             spread = std::min(kTileThreads, block.spread * kItems / items);
-  const int64_t need = (cols / kVec * kVec + items - 1) / items;
+  const int64_t need = ceil_div(cols / kVec * kVec, items);
   if constexpr (kSpread) {
     if (need > most && need <= spread * kTileCluster && has_clusters()) {
       int cluster = 2;
