@@ -7,7 +7,7 @@ namespace liger::cuda {
 /// Copies `bytes` of 16 from global to shared memory, zeros for the rest; a thread's copies are there after
 /// copies_done(), or those of all groups that it has closed but the last `pending`, 0 to 3, after await_copies().
 /// kNear: through L1. Around it, the L2 is asked for every 64 bytes alone (ncu: four times the requests), which a
-/// kernel then waits for (measured: a tenth of cross_entropy and of norms of 65536 columns); but what is on its way
+/// kernel then waits for (measured: a tenth of cross_entropy and of norms of 65536 columns); but what is in flight
 /// takes room there, of which shared memory may leave too little.
 template <bool kNear = true>
 __device__ void copy_async16(void* shared, const void* global, int bytes = 16) {

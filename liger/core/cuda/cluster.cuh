@@ -217,7 +217,7 @@ struct ShortRows {
     y = alone && x > 32 ? 1 : kThreads / x;
   }
   static bool fit(int64_t cols, bool aligned) { return Row<T>::packs(cols, aligned) <= kThreads * kLoads; }
-  Grid grid() const { return {.blocks = (rows + y - 1) / y, .threads = {x, y}}; }
+  Grid grid() const { return {.blocks = ceil_div(rows, y), .threads = {x, y}}; }
 
   __device__ int64_t row() const { return int64_t(blockIdx.x) * blockDim.y + threadIdx.y; }
   __device__ bool first() const { return threadIdx.x == 0; }

@@ -29,7 +29,7 @@ __device__ inline void load_matrices(unsigned (&words)[4], const void* row) {
 /// As tensor_multiply_add above for two a and a wider b, whose 8 kEights columns lie in shared memory: 128 bytes of k
 /// each, of which chunks of 16 `chunk` and the next are b's; chunk c of column r lies at c ^ r % 8, the columns from a
 /// multiple of 1024 bytes on. Four neighbouring warps come here together, with the same columns. On compute
-/// capability 9.0 (wgmma) the products are on their way until await_products.
+/// capability 9.0 (wgmma) the products are in flight until await_products.
 template <int kEights>
 __device__ void tensor_multiply_add(int (&sums)[2][kEights][4], unsigned (&a)[2][4], const uint4 (*columns)[8],
                                     int chunk) {

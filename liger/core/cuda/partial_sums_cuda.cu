@@ -11,9 +11,7 @@ constexpr int kThreads = 256, kMostColumns = 128;  // of a block
 __host__ __device__ int columns_of(const PartialSum& a) {
   return a.cols % 4 == 0 && a.cols >= 256 * kMostColumns ? kMostColumns : 32;
 }
-__host__ __device__ int64_t blocks_of(const PartialSum& a) {
-  return a.groups * ((a.cols + columns_of(a) - 1) / columns_of(a));
-}
+__host__ __device__ int64_t blocks_of(const PartialSum& a) { return a.groups * ceil_div(a.cols, columns_of(a)); }
 
 /// sum += packs first, first + step, … below n, kBatch in flight, then what is left over by halves of that.
 template <int kBatch, class Pack>
@@ -109,10 +107,9 @@ LIGER_REGISTER(row_partials, [](const RowPartials& a, Stream) {
   int64_t cluster = 1;
   while (cluster < 8 && cluster * 2048 < packs) cluster *= 2;
   const int64_t fit = std::max<int64_t>(1, blocks * clusters_at_once(int(cluster), a.device) / a.groups);
-  const int64_t a_block = std::max<int64_t>(1, 4096 / std::max<int64_t>(1, a.cols)),
-                wanted = (a.rows + a_block - 1) / a_block;
+  const int64_t a_block = std::max<int64_t>(1, 4096 / std::max<int64_t>(1, a.cols)), wanted = ceil_div(a.rows, a_block);
   *a.count = std::max<int64_t>(
-      1, std::min({a.rows, (wanted + alike - 1) / alike * alike, std::max<int64_t>(1, fit / alike) * alike}));
+      1, std::min({a.rows, ceil_div(wanted, alike) * alike, std::max<int64_t>(1, fit / alike) * alike}));
 });
 LIGER_REGISTER(stream_capturing, [](const StreamCapturing& a, Stream s) { *a.yes = capturing(s); });
 LIGER_REGISTER(add_partials, [](const AddPartials& a, Stream s) {

@@ -74,7 +74,7 @@ struct RowPieces {
   }
 };
 
-/// Rows of kMatrices matrices on their way to shared memory: the next kDepth - 1 come while a block works on one, which
+/// Rows of kMatrices matrices in flight to shared memory: the next kDepth - 1 come while a block works on one, which
 /// all its passes find there, with zeros beside it. A thread meets no pieces but its own, so that no barrier is needed;
 /// beside them kResident packs of a thread stay there. kDepth = 1: for blocks that work on one row, several on an SM.
 /// What the tile leaves out where it is Edged comes too, an element a thread: those before the first boundary of 16
@@ -161,7 +161,7 @@ struct Pipeline : RowPieces<T, Tile, kPieces> {
     if (row + ahead * step < rows) {
 #pragma unroll
       for (int m = 0; m < kMatrices; ++m) {
-        // Two are always there. Measured: rows that begin anywhere take 3 % less without the branch, others up to 8 %
+        // Two are always there. Measured: misaligned rows take 3 % less without the branch, others up to 8 %
         // more.
         if ((m > 1 || !kEdged) && !matrices[m]) continue;
         const T* from = pinned(static_cast<const T*>(matrices[m]) + begin + ahead * step * cols);
@@ -185,7 +185,7 @@ struct Pipeline : RowPieces<T, Tile, kPieces> {
   __device__ static Pack* pack(int i) { return shared_memory<Pack>() + Tile::thread() * kThread + i; }
   __device__ static Pack* slot(int stage, int matrix, int piece) { return pack(stage + matrix * kPieces + piece); }
 
-  /// The four bytes in which this thread's element is on its way, and whether it is the last two.
+  /// The four bytes in which this thread's element is in flight, and whether it is the last two.
   __device__ static Word* edge_word(int stage, int matrix) {
     Word* words = reinterpret_cast<Word*>(shared_memory<Pack>() + int(blockDim.x * blockDim.y) * kThread);
     return words + (int(threadIdx.y) * kEdge + int(threadIdx.x)) * (kDepth * kMatrices) +
@@ -194,7 +194,7 @@ struct Pipeline : RowPieces<T, Tile, kPieces> {
   __device__ int second_half() const { return sizeof(T) == 2 ? (shift + edge) & 1 : 0; }
 };
 
-/// The same in registers, for blocks that work on one row: several share an SM, and one's row is on its way while
+/// The same in registers, for blocks that work on one row: several share an SM, and one's row is in flight while
 /// another works.
 template <class T, class Tile, int kMatrices, int kPieces>
 struct Held : RowPieces<T, Tile, kPieces> {

@@ -144,7 +144,7 @@ struct alignas(1024) Stage {
   __device__ uint4& of_b(int row, int chunk) { return b[row][chunk ^ row / 4 % 4 * 2]; }
 };
 
-/// Blocks walk along tiles, each warp with 32 columns of b and all rows of a. While a plane's products are on their way
+/// Blocks walk along tiles, each warp with 32 columns of b and all rows of a. While a plane's products are in flight
 /// the next one's weights are made, and a part of the other work is done. kAligned: of both operands 16 neighbours
 /// always begin at such a boundary.
 template <int kEights, int kStages, bool kAligned>
@@ -304,7 +304,7 @@ LIGER_REGISTER(int2_matmul_kernel, [](const Int2Matmul& g, Stream s) {
   if (g.m <= 16) return launch_few<2>(g, s);
   const auto waves = [&](int64_t columns, int64_t rows) {
     const int64_t at_once = multiprocessors(current_device());
-    return ((g.n + columns - 1) / columns * ((g.m + rows - 1) / rows) + at_once - 1) / at_once;
+    return ceil_div(ceil_div(g.n, columns) * ceil_div(g.m, rows), at_once);
   };
   // Measured at k = 4096: a wave of few's blocks takes 8 us, of many's with 64 rows 21, with 128 31.
   const int64_t few = 8 * waves(kFewColumns, 32), narrow = 21 * waves(kTileColumns, 64),

@@ -136,7 +136,7 @@ __device__ void store_dalpha(const NormBackward& a, float sum, int64_t index) {
   }
 }
 
-/// What backward_kernel has in shared memory: rows on their way, and, resident there, the weight, and what a thread
+/// What backward_kernel has in shared memory: rows in flight, and, resident there, the weight, and what a thread
 /// keeps for what the tile leaves out.
 template <class T, class W, class Tile, Norm kNorm, int kPieces>
 struct BackwardShared {
@@ -162,7 +162,7 @@ struct BackwardShared {
 constexpr int kBackwardThreads = 512;
 constexpr int backward_registers(int pieces) { return pieces == 1 ? 64 : 128; }
 
-/// The block of a partial sum keeps column sums in registers; its next row is on its way to shared memory while it
+/// The block of a partial sum keeps column sums in registers; its next row is in flight to shared memory while it
 /// works on one.
 template <class T, class W, class Tile, Norm kNorm, int kPieces>
 __global__ void __maxnreg__(backward_registers(kPieces)) backward_kernel(NormBackward a) {

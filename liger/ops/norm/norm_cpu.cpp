@@ -107,8 +107,7 @@ void backward(const NormBackward& a) {
   const auto weights = floats(a, a.w, a.offset, 1);
   constexpr bool own = kNorm == Norm::Each;
   const int64_t sets = kNorm == Norm::Modulated ? a.modulations : 1;
-  const int64_t set_rows = a.rows / sets, set_partials = a.partials / sets,
-                run = (set_rows + set_partials - 1) / set_partials;
+  const int64_t set_rows = a.rows / sets, set_partials = a.partials / sets, run = ceil_div(set_rows, set_partials);
   for_rows(a.partials, run * a.cols, [&](int64_t s) {
     const int64_t set = s / set_partials, begin = s % set_partials * run;
     const float* w = weights.data();

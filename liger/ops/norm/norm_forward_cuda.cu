@@ -3,7 +3,7 @@
 namespace liger::cuda::norm {
 namespace {
 
-/// A piece of the row that is normalised, for Added written as the second result: on its way first, then there.
+/// A piece of the row that is normalised, for Added written as the second result: in flight first, then there.
 template <class T, class Tile, Norm kNorm>
 struct Input {
   Raw<T, Tile> x, residual;
@@ -230,7 +230,7 @@ struct Forward {
                                                                       : Keep::Walking;
   static constexpr bool kLate =
       kKeep == Keep::Registers ? biased(kNorm) || modulated(kNorm) || kWide : kKeep == Keep::Shared && modulated(kNorm);
-  // Rows that begin anywhere over a cluster, one block an SM: two, in a pipeline each, would leave L1, through which
+  // Misaligned rows over a cluster, one block an SM: two, in a pipeline each, would leave L1, through which
   // rows come, 20 KiB. Two vectors or matrices leave room for one anyway, and spill with 64 (layer_norm of 32767
   // columns: 118 us, and 76 without).
   static constexpr bool kAlone = Tile::kFit == Fit::SpreadEdged;
