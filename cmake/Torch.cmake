@@ -28,4 +28,8 @@ function(liger_link_torch target folder)
   foreach(name torch torch_cpu c10)
     target_link_libraries(${target} INTERFACE $<BUILD_INTERFACE:${folder}/lib/${CMAKE_SHARED_LIBRARY_PREFIX}${name}${CMAKE_SHARED_LIBRARY_SUFFIX}>)
   endforeach()
+  # libtorch_cpu holds, and shows to others, the std::filesystem of an older GCC. A program that finds part of it there and the rest in
+  # libstdc++ crashes, in remove_all for one: libstdc++ comes first.
+  target_link_options(${target} INTERFACE
+                      $<$<AND:$<PLATFORM_ID:Linux>,$<LINK_LANG_AND_ID:CXX,GNU>>:LINKER:--push-state,--no-as-needed,-lstdc++,--pop-state>)
 endfunction()

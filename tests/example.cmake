@@ -1,5 +1,5 @@
 # Installs libliger into a folder (PACKAGE of it, in a wheel's build), and builds and runs examples/train.cpp against it with find_package(liger),
-# where there is no Python; compiles each header alone.
+# where there is no Python; compiles each header alone; builds examples/backend, and tests it where PYTHON is.
 set(prefix ${BUILD}/example/prefix)
 file(REMOVE_RECURSE ${prefix})
 if(PACKAGE)
@@ -17,6 +17,17 @@ foreach(step
     "${BUILD}/example/headers/uses")
   execute_process(COMMAND ${step} COMMAND_ERROR_IS_FATAL ANY)
 endforeach()
+
+# A backend that is plugged in.
+foreach(step
+    "${CMAKE_COMMAND};-S;${SOURCE}/examples/backend;-B;${BUILD}/example/backend;${flags}"
+    "${CMAKE_COMMAND};--build;${BUILD}/example/backend")
+  execute_process(COMMAND ${step} COMMAND_ERROR_IS_FATAL ANY)
+endforeach()
+if(PYTHON)
+  execute_process(COMMAND ${CMAKE_COMMAND} -E env LIGER_LIBRARY=${BUILD}/libliger.so PYTHONPATH=${SOURCE}/python
+                          ${PYTHON} ${SOURCE}/examples/backend/test.py ${BUILD}/example/backend/libliger_host.so COMMAND_ERROR_IS_FATAL ANY)
+endif()
 
 # The project of docs/cpp.md, in a folder with nothing in it.
 if(EXISTS ${prefix}/${PACKAGE}/include/liger/models/tokenizer.h)
@@ -42,6 +53,9 @@ if(NOT CMAKE_HOST_APPLE)
     if(loaded MATCHES "libpython|libtorch_python" OR NOT loaded MATCHES "libtorch_cpu.so =>" OR
        (binary MATCHES "/bin/|uses" AND loaded MATCHES "not found"))
       message(FATAL_ERROR "${binary} loads ${loaded}")
+    endif()
+    if(binary MATCHES "/bin/|uses" AND NOT loaded MATCHES "libstdc.*libtorch_cpu")
+      message(FATAL_ERROR "${binary} loads torch before libstdc++, some of which torch has too: ${loaded}")
     endif()
   endforeach()
 endif()

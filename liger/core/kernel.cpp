@@ -1,10 +1,27 @@
 #include "liger/core/kernel.h"
 
-namespace liger {
+#include <map>
+#include <string_view>
 
-bool add_kernel(Slot& slot, int rank, void (*run)()) {
-  if (rank > slot.rank) slot = {run, rank};
+namespace liger {
+namespace {
+
+std::map<std::string_view, Slot*>& kernels() {
+  static std::map<std::string_view, Slot*> all;  // made when the first file registers, whichever that is
+  return all;
+}
+
+}  // namespace
+
+bool add_kernel(const char* name, Slot* slots, Backend backend, int rank, void (*run)()) {
+  kernels().emplace(name, slots);
+  if (rank > slots[backend].rank) slots[backend] = {run, rank};
   return true;
+}
+
+Slot* find_kernel(const char* name) {
+  const auto found = kernels().find(name);
+  return found == kernels().end() ? nullptr : found->second;
 }
 
 }  // namespace liger

@@ -28,10 +28,14 @@ struct Slot {
   int rank = -1;
 };
 
-/// Fills a slot unless it holds a higher rank: a CPU file is built once per instruction set (liger/core/cpu/isa.h). Not
-/// inline: files call it when they are loaded, those for instructions that the machine lacks too, and what they would
-/// make of it may not run there.
-bool add_kernel(Slot& slot, int rank, void (*run)());
+/// Fills a backend's slot of a kernel unless it holds a higher rank: a CPU file is built once per instruction set
+/// (liger/core/cpu/isa.h). Not inline: files call it when they are loaded, those for instructions that the machine
+/// lacks too, and what they would make of it may not run there.
+bool add_kernel(const char* name, Slot* slots, Backend backend, int rank, void (*run)());
+
+/// The slots of the kernel of this name in this library, null where there is none. (A library that includes a kernel's
+/// header may have a variable of its own.)
+Slot* find_kernel(const char* name);
 
 /// One kernel, one slot per backend. A backend that is not built leaves its slot empty.
 template <class Args>
@@ -49,8 +53,9 @@ struct Kernel {
 };
 
 /// Fills a kernel's slot for the backend in whose namespace it stands, from that backend's own file.
-#define LIGER_REGISTER(kernel, ...)                                             \
-  [[maybe_unused]] static const bool kernel##_registered = ::liger::add_kernel( \
-      (kernel).slots[kBackend], rank(), reinterpret_cast<void (*)()>(static_cast<decltype(kernel)::Fn>(__VA_ARGS__)))
+#define LIGER_REGISTER(kernel, ...)                                        \
+  [[maybe_unused]] static const bool kernel##_registered =                 \
+      ::liger::add_kernel((kernel).name, (kernel).slots, kBackend, rank(), \
+                          reinterpret_cast<void (*)()>(static_cast<decltype(kernel)::Fn>(__VA_ARGS__)))
 
 }  // namespace liger

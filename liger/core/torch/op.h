@@ -322,12 +322,16 @@ inline void refuse_derivative(torch::Library& m, std::initializer_list<const cha
   for (auto name : schemas) m.impl(name, torch::autograd::autogradNotImplementedFallback());
 }
 
+/// What LIGER_IMPL registers, for backends that are plugged in (liger/backend.h).
+std::vector<void (*)(torch::Library&)>& implementations();
+
 /// Registers one set of functions for CPU, CUDA and Meta: allocation is the shape function, `run` the rest.
-#define LIGER_IMPL(stem, m)                                  \
-  static void stem##_impl(torch::Library&);                  \
-  TORCH_LIBRARY_IMPL(liger, CPU, lib) { stem##_impl(lib); }  \
-  TORCH_LIBRARY_IMPL(liger, CUDA, lib) { stem##_impl(lib); } \
-  TORCH_LIBRARY_IMPL(liger, Meta, lib) { stem##_impl(lib); } \
+#define LIGER_IMPL(stem, m)                                                                           \
+  static void stem##_impl(torch::Library&);                                                           \
+  [[maybe_unused]] static const bool stem##_added = (implementations().push_back(stem##_impl), true); \
+  TORCH_LIBRARY_IMPL(liger, CPU, lib) { stem##_impl(lib); }                                           \
+  TORCH_LIBRARY_IMPL(liger, CUDA, lib) { stem##_impl(lib); }                                          \
+  TORCH_LIBRARY_IMPL(liger, Meta, lib) { stem##_impl(lib); }                                          \
   static void stem##_impl(torch::Library& m)
 
 }  // namespace liger

@@ -1,0 +1,37 @@
+"""The cases of liger's own tests for rms_norm on the device of libliger_host.so: python test.py build/libliger_host.so
+
+Run it in liger's sources, whose tests/ has the cases.
+"""
+
+import pathlib
+import sys
+import types
+
+import liger_kernel.ops  # noqa: F401
+import torch
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "tests"))
+import test_ops  # noqa: E402
+
+torch.ops.load_library(sys.argv[1])
+# What torch asks a device's module.
+module = types.ModuleType("torch.host")
+module._lazy_init, module._is_in_bad_fork, module.manual_seed_all = lambda: None, lambda: False, lambda seed: None
+torch._register_device_module("host", module)
+for name in ("rms_norm", "rms_norm_float_weight"):
+    case = test_ops.CASES[name]
+    for dtype in case.dtypes:
+        test_ops.test_exact(case, dtype, "host")
+test_ops.test_errors(test_ops.CASES["rms_norm"], "host")
+x = torch.ones(2, 8, device="host")
+for call, words in (
+    (lambda: torch.ops.liger.layer_norm(x, x[0], x[0], 1e-5), "rms_norm alone"),
+    (lambda: torch.ops.liger.softmax(x, 0), "not built for host"),
+):
+    try:
+        call()
+    except RuntimeError as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(f"no error with {words!r}")
+print("rms_norm passes its cases on a backend that is plugged in")
