@@ -1,5 +1,5 @@
-"""Writes the tables of docs/performance.md and its two pictures out of benchmarks/results/*.json, which bench.py and
-train.py wrote.
+"""Writes the tables and pictures of docs/performance.md and docs/training.md out of benchmarks/results/*.json, which
+bench.py, train.py and e2e.py wrote.
 
 python benchmarks/plot.py            after a run: bench.py --out benchmarks/results/h200.json
 """
@@ -24,6 +24,8 @@ MORE = {
 }
 #: What a picture calls a run of train.py.
 SIDES = {"plain": "plain", "triton": "liger (Triton)", "liger": "ours"}
+#: And one of e2e.py.
+ARMS = {"plain": "plain", "triton": "liger (Triton)", "ours": "ours"}
 
 
 def read(file):
@@ -106,12 +108,12 @@ def table(chosen, memory):
 def families(reports):
     lines = []
     for family, report in reports.items():
-        plain, others = report["plain"], [report[side] for side in ("triton", "liger") if side in report]
+        plain, others = report["plain"], [report.get(side) for side in ("triton", "liger")]
         speeds = [
-            f"{r['tokens_per_second']:,.0f} ({r['tokens_per_second'] / plain['tokens_per_second']:.2f}x)"
+            r and f"{r['tokens_per_second']:,.0f} ({r['tokens_per_second'] / plain['tokens_per_second']:.2f}x)"
             for r in others
         ]
-        memory = [f"{r['step_peak_bytes'] / 2**30:.1f} GiB" for r in (plain, *others)]
+        memory = [r and f"{r['step_peak_bytes'] / 2**30:.1f} GiB" for r in (plain, *others)]
         lines.append(
             [family, f"{plain['parameters'] / 1e6:,.0f} M", f"{plain['tokens_per_second']:,.0f}", *speeds, *memory]
         )
@@ -126,6 +128,45 @@ def families(reports):
         "ours",
     ]
     return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
+
+
+def by_length(report):
+    """model -> length -> arm -> the result of a run of e2e.py, None where it was out of memory."""
+    found = {}
+    for row in report["rows"]:
+        found.setdefault(row["model"], {}).setdefault(row["length"], {})[row["arm"]] = row["result"]
+    return found
+
+
+def end_to_end(report):
+    lines = []
+    for model, lengths in by_length(report).items():
+        for length, arms in sorted(lengths.items()):
+            line = [model, f"{length:,}"]
+            for arm in ARMS:
+                result, plain = arms.get(arm), arms.get("plain")
+                if not result:
+                    line.append("out of memory" if arm in arms else None)
+                    continue
+                speed = f"{result['tokens_per_second']:,.0f}"
+                if arm != "plain" and plain:
+                    speed += f" ({result['tokens_per_second'] / plain['tokens_per_second']:.2f}x)"
+                line.append(f"{speed}, {result['batch']}, {result['peak_gb']:.1f} GB")
+            lines.append(line)
+    headers = ["model", "length", *(f"{name}: tokens/s, batch, memory" for name in ARMS.values())]
+    return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
+
+
+def step_parts(report):
+    """Where the time of a step of ours goes, in ms and as a part of the step."""
+    lines = []
+    for model, lengths in by_length(report).items():
+        for length, arms in sorted(lengths.items()):
+            if (result := arms.get("ours")) and "profile" in result:
+                parts = {k: v for k, v in result["profile"]["ms"].items() if k not in ("Triton", "communication")}
+                whole = sum(parts.values())
+                lines.append([model, f"{length:,}", *(f"{ms:,.0f} ({ms / whole:.0%})" for ms in parts.values())])
+    return tabulate(lines, ["model", "length", *parts], tablefmt="github", disable_numparse=True)
 
 
 def axes(height):
@@ -195,19 +236,52 @@ def draw_training(reports):
     save(figure, right, "training.png")
 
 
-def main():
-    page = DOCS / "performance.md"
-    text = page.read_text()
-    h200, cpu = (named(read(file)["rows"]) for file in ("h200.json", "cpu-avx512.json"))
-    reports = read("families-h200.json")
-    tables = {"h200": table(h200, True), "cpu": table(cpu, False), "families": families(reports)}
+def draw_lengths(report):
+    """Tokens per second and memory over the length of the sequences, of the first model."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    model, lengths = next(iter(by_length(report).items()))
+    figure, both = pyplot.subplots(1, 2, figsize=(11, 3.6))
+    for ax, what, unit, title in (
+        (both[0], "tokens_per_second", 1000, f"{model}: thousand tokens per second"),
+        (both[1], "peak_gb", 1, "peak memory, GB"),
+    ):
+        for arm, name in ARMS.items():
+            there = [(n, arms[arm][what] / unit) for n, arms in sorted(lengths.items()) if arms.get(arm)]
+            ax.plot(*zip(*there), marker="o", label=name, color=COLORS[name])
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(sorted(lengths), [f"{n:,}" for n in sorted(lengths)])
+        ax.set_ylim(0)
+        ax.set_xlabel("tokens in a sequence")
+        ax.set_title(title, fontsize=11)
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.grid(alpha=0.3)
+    both[1].legend(frameon=False, fontsize=9)
+    figure.tight_layout()
+    figure.savefig(DOCS / "lengths.png", dpi=110)
+
+
+def fill(page, **tables):
+    """Writes each table where the page has a place for its name."""
+    text = (DOCS / page).read_text()
     for name, lines in tables.items():
         marked = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
         text, count = re.subn(marked, lambda m: f"{m[1]}{lines}\n{m[2]}", text, flags=re.S)
         assert count == 1, f"{page} has no place for {name}"
-    page.write_text(text)
+    (DOCS / page).write_text(text)
+
+
+def main():
+    h200, cpu = (named(read(file)["rows"]) for file in ("h200.json", "cpu-avx512.json"))
+    reports, lengths = read("families-h200.json"), read("e2e-h200.json")
+    fill("performance.md", h200=table(h200, True), cpu=table(cpu, False))
+    fill("training.md", families=families(reports), e2e=end_to_end(lengths), parts=step_parts(lengths))
     draw_operators(h200)
     draw_training(reports)
+    draw_lengths(lengths)
 
 
 if __name__ == "__main__":
