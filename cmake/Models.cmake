@@ -1,7 +1,7 @@
 # liger::models: models, checkpoints and tokenizers of Hugging Face's formats for C++ programs. What is not found is
 # left out: nlohmann/json (Debian: nlohmann-json3-dev; PyPI: nlohmann-json) for all of it; PCRE2 and utf8proc (Debian:
 # libpcre2-dev, libutf8proc-dev) for tokenizers; CLI11 besides (libcli11-dev) for liger-train, and gloo's
-# headers (libgloo-dev; the library is in torch's) for its training in several processes.
+# headers (libgloo-dev; the library is in torch's) or NCCL's for its training in several processes.
 option(LIGER_MODELS "Build liger::models when nlohmann/json is found" ON)
 if(NOT LIGER_MODELS)
   return()
@@ -62,5 +62,18 @@ if(LIGER_GLOO_DIR)
   target_include_directories(liger_train SYSTEM PRIVATE ${LIGER_GLOO_DIR})
   target_compile_definitions(liger_train PRIVATE LIGER_GLOO)
 else()
-  message(STATUS "liger: liger-train trains in one process, because gloo's headers were not found")
+  message(STATUS "liger: liger-train trains in one process on CPUs, because gloo's headers were not found")
+endif()
+# NCCL's header must be of the version that torch was built with: that of torch's own wheels stands beside it.
+find_path(LIGER_NCCL_DIR nccl.h HINTS ${site_packages}/nvidia/nccl/include DOC "the folder that holds nccl.h")
+mark_as_advanced(LIGER_NCCL_DIR)
+if(nvcc AND EXISTS ${LIGER_TORCH_DIR}/lib/libtorch_cuda.so)
+  find_path(LIGER_CUSPARSE_DIR cusparse.h HINTS ${CUDAToolkit_INCLUDE_DIRS} ${site_packages}/nvidia/cu13/include)
+  mark_as_advanced(LIGER_CUSPARSE_DIR)
+  if(LIGER_NCCL_DIR AND LIGER_CUSPARSE_DIR)
+    target_include_directories(liger_train SYSTEM PRIVATE ${LIGER_NCCL_DIR} ${LIGER_CUSPARSE_DIR} ${CUDAToolkit_INCLUDE_DIRS})
+    target_compile_definitions(liger_train PRIVATE LIGER_NCCL)
+  else()
+    message(STATUS "liger: liger-train trains in one process on GPUs, because nccl.h or CUDA's libraries' headers were not found")
+  endif()
 endif()

@@ -19,8 +19,8 @@ struct KernelFunction {
 /// Makes liger's operators take tensors of this device type, and those run that these kernels make up; the others raise
 /// NotImplementedError there. Call it once for a device, before its first tensor is given to an operator. A kernel is
 /// called with its device current and with the current stream's native handle.
-/// Raises c10::Error for CPU, CUDA and Meta, which have backends, for a kernel that this version of liger does not have,
-/// and when it is called for a device again.
+/// Raises c10::Error for CPU, CUDA and Meta, which have backends, for a kernel that this version of liger does not
+/// have, and when it is called for a device again.
 void register_backend(c10::DeviceType device, std::initializer_list<KernelFunction> kernels);
 
 }  // namespace liger

@@ -277,15 +277,35 @@ def test_blocks_hold_the_texts_in_turn(tmp_path):
     assert sorted(said[:3]) == ["aaa", "bb", "c"] and "aaa".startswith(said[3][:1])
 
 
+def test_whole_models_by_length(tmp_path):
+    """FSDP2 over two processes; what was measured is not measured again."""
+    script = EXAMPLES.parent / "benchmarks/e2e.py"
+    command = [sys.executable, script, "--models", "tiny", "--arms", "plain,ours", "--gpus", "2", "--batch", "2"]
+    command += ["--out", tmp_path / "e2e.json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    reports = []
+    for _ in range(2):
+        done = subprocess.run([*command, "--lengths", "32,64"], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        reports.append(json.loads((tmp_path / "e2e.json").read_text()))
+    assert reports[0] == reports[1] and reports[0]["machine"]["gpus"] == 2
+    results = {(row["length"], row["arm"]): row["result"] for row in reports[0]["rows"]}
+    assert len(results) == 4
+    for length in (32, 64):
+        plain, ours = (results[length, arm] for arm in ("plain", "ours"))
+        assert plain["batch"] == ours["batch"] == 2 and min(plain["tokens_per_second"], ours["tokens_per_second"]) > 0
+        # Losses near log(512), of bfloat16's logits: a mean of 62 tokens and more errs by less than one rounding.
+        assert numpy.allclose(plain["losses"][:3], ours["losses"][:3], rtol=2**-8)
+
+
 @pytest.mark.skipif("LIGER_TRAIN" not in os.environ, reason="LIGER_TRAIN names no liger-train: tests/run.sh builds it")
-def test_the_trainer_in_cpp_has_the_losses_of_python(tmp_path, prose):
-    done = run(tmp_path, "--text", prose, script="train_cpp.py")
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-3), ("bfloat16", 0.5)])
+def test_the_trainer_in_cpp_has_the_losses_of_python(tmp_path, prose, dtype, bound):
+    done = run(tmp_path, "--text", prose, "--dtype", dtype, script="train_cpp.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "The losses are the same" in done.stdout and "start to first step" in done.stdout
     report = json.loads((tmp_path / "out/train-cpp.json").read_text())
     assert len(report["python"]["losses"]) == len(report["cpp"]["losses"]) == 6
-    assert report["difference"] <= report["limit"] < 1e-3
+    assert report["difference"] <= report["limit"] < bound
     for side in ("python", "cpp"):
         assert all(report[side][key] > 0 for key in ("tokens_per_second", "peak_bytes", "startup_seconds"))
-    apart = run(tmp_path, "--text", prose, "--dtype", "bfloat16", script="train_cpp.py")
-    assert apart.returncode != 0 and "only float32" in apart.stderr

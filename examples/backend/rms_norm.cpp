@@ -74,7 +74,8 @@ void backward(const NormBackward& a, Stream) {
     const float mean = float(projection * double(a.inv_cols));
     for (int64_t col = 0; col < a.cols; ++col) {
       if (a.dx) set(a.dx, a.dtype, row * a.cols + col, rstd * (g(col) - normed(col) * mean));
-      if (a.dw) a.dw[col] += upstream(col) * (a.casting == Casting::Llama ? rounded(normed(col), a.dtype) : normed(col));
+      if (a.dw)
+        a.dw[col] += upstream(col) * (a.casting == Casting::Llama ? rounded(normed(col), a.dtype) : normed(col));
     }
   }
 }

@@ -19,8 +19,7 @@ Optimizer::Optimizer(const torch::nn::Module& model, const Options& options, con
       *least += parameter.numel();
     }
     if (mine(weight)) {
-      const bool is_float = parameter.scalar_type() == at::kFloat;
-      weight.master = is_float ? parameter.detach() : parameter.detach().to(at::kFloat);
+      weight.master = has_copy(weight) ? parameter.detach().to(at::kFloat) : parameter.detach();
       weight.mean = at::zeros_like(weight.master), weight.square = at::zeros_like(weight.master);
     }
     weights_.push_back(std::move(weight));
@@ -32,7 +31,7 @@ void Optimizer::accumulate() {
   for (Weight& weight : weights_) {
     at::Tensor& gradient = weight.parameter.mutable_grad();
     if (!gradient.defined()) continue;
-    if (weight.parameter.scalar_type() == at::kFloat) {
+    if (!has_copy(weight)) {
       weight.gradient = gradient;
       continue;
     }
@@ -47,30 +46,24 @@ double Optimizer::step(double lr) {
   for (const Weight& weight : weights_)
     if (weight.gradient.defined()) all.push_back(weight.gradient);
   ranks_.sum(all);
-  std::vector<at::Tensor> norms;
-  for (const Weight& weight : weights_)
-    if (weight.gradient.defined()) norms.push_back(at::linalg_vector_norm(weight.gradient));
-  const at::Tensor norm = at::linalg_vector_norm(at::stack(norms));
-  if (options_.clip > 0) {
-    const at::Tensor factor = (options_.clip / (norm + 1e-6)).clamp_max(1);
-    for (const Weight& weight : weights_)
-      if (weight.gradient.defined()) weight.gradient.mul_(factor);
-  }
+  const at::Tensor norm = at::linalg_vector_norm(at::stack(at::_foreach_norm(all)).to(at::kFloat));
+  if (options_.clip > 0) at::_foreach_mul_(all, (options_.clip / (norm + 1e-6)).clamp_max(1));
+  const at::Tensor steps = at::add(steps_, 1).to(all[0].device());
   for (const bool decays : {true, false}) {
-    std::vector<at::Tensor> masters, gradients, means, squares, steps;
+    std::vector<at::Tensor> masters, gradients, means, squares;
     for (const Weight& weight : weights_) {
       if (!weight.gradient.defined() || !mine(weight) || (weight.master.dim() > 1) != decays) continue;
       masters.push_back(weight.master), gradients.push_back(weight.gradient);
       means.push_back(weight.mean), squares.push_back(weight.square);
-      steps.push_back(at::add(steps_, 1).to(weight.master.device()));
     }
     if (masters.empty()) continue;
-    at::_fused_adamw_(masters, gradients, means, squares, {}, steps, lr, options_.beta1, options_.beta2,
+    const std::vector<at::Tensor> step_of_each(masters.size(), steps);
+    at::_fused_adamw_(masters, gradients, means, squares, {}, step_of_each, lr, options_.beta1, options_.beta2,
                       decays ? options_.weight_decay : 0, options_.eps, /*amsgrad=*/false, /*maximize=*/false);
   }
   steps_ += 1;
   for (Weight& weight : weights_) {
-    if (mine(weight) && weight.parameter.scalar_type() != at::kFloat) weight.parameter.copy_(weight.master);
+    if (mine(weight) && has_copy(weight)) weight.parameter.copy_(weight.master);
     weight.gradient.reset();
     weight.parameter.mutable_grad().reset();
   }
@@ -87,7 +80,7 @@ NamedTensors Optimizer::state() const {
   NamedTensors tensors{{"steps", steps_}};
   for (const Weight& weight : weights_) {
     if (!mine(weight)) continue;
-    if (weight.parameter.scalar_type() != at::kFloat) tensors.emplace_back("master." + weight.name, weight.master);
+    if (has_copy(weight)) tensors.emplace_back("master." + weight.name, weight.master);
     tensors.emplace_back("mean." + weight.name, weight.mean);
     tensors.emplace_back("square." + weight.name, weight.square);
   }

@@ -8,8 +8,9 @@
 
 namespace liger::train {
 
-/// AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), torch's fused kernel. Of weights that are not float it keeps
-/// float copies, which it updates and rounds to them, and adds up their gradients in float.
+/// AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), torch's fused kernel. Of weights that are not float it keeps,
+/// with options.master_weights, float copies, which it updates and rounds to them, and adds up their gradients in
+/// float.
 class Optimizer {
  public:
   /// With options.shard_optimizer each rank keeps the copies and moments of a share of the weights.
@@ -36,6 +37,9 @@ class Optimizer {
   };
 
   bool mine(const Weight& weight) const { return weight.owner < 0 || weight.owner == ranks_.rank(); }
+  bool has_copy(const Weight& weight) const {
+    return options_.master_weights && weight.parameter.scalar_type() != at::kFloat;
+  }
 
   Options options_;
   Ranks ranks_;

@@ -27,7 +27,8 @@ nlohmann::json Options::decisive() const {
           {"clip", clip},
           {"shuffle", shuffle},
           {"fresh", fresh},
-          {"shard_optimizer", shard_optimizer}};
+          {"shard_optimizer", shard_optimizer},
+          {"master_weights", master_weights}};
 }
 
 Options parse(int argc, char** argv) {
@@ -77,9 +78,12 @@ Options parse(int argc, char** argv) {
   app.add_option("--clip", o.clip, "largest norm of all gradients; 0: any")->check(CLI::NonNegativeNumber);
   app.add_option("--seed", o.seed)->check(CLI::NonNegativeNumber);
 
-  app.add_option("--dtype", o.dtype, "of the model's weights; with bfloat16 the optimiser keeps float copies")
-      ->check(CLI::IsMember({"float32", "bfloat16"}));
+  app.add_option("--dtype", o.dtype, "of the model's weights")->check(CLI::IsMember({"float32", "bfloat16"}));
+  app.add_flag("--master-weights,!--no-master-weights", o.master_weights,
+               "the optimiser keeps float copies of bfloat16 weights, and adds up their gradients in float");
   app.add_option("--device", o.device, "cpu, cuda, cuda:1, ...");
+  app.add_flag("--deterministic,!--no-deterministic", o.deterministic,
+               "the same bits in each run; on a GPU the fastest attention adds up in an order of its own");
   app.add_option("--threads", o.threads, "of the CPU; 0: torch's choice")->check(CLI::NonNegativeNumber);
   app.add_flag("--shard-optimizer", o.shard_optimizer,
                "each of torchrun's processes keeps the optimiser's state of a share of the weights");

@@ -1,13 +1,21 @@
 #include "liger/train/ranks.h"
 
+#include <ATen/DeviceAccelerator.h>
 #include <torch/types.h>
 #include <cstdlib>
 #include <string>
+#if defined(LIGER_GLOO) || defined(LIGER_NCCL)
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#endif
 #ifdef LIGER_GLOO
 #define USE_C10D_GLOO
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#endif
+#ifdef LIGER_NCCL
+#define USE_C10D_NCCL
+#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 #endif
 
 namespace liger::train {
@@ -61,16 +69,44 @@ void in_buckets(const std::vector<at::Tensor>& tensors, F with) {
 
 }  // namespace
 
-#ifdef LIGER_GLOO
+#if defined(LIGER_GLOO) || defined(LIGER_NCCL)
 
 struct Ranks::Group {
   c10::intrusive_ptr<c10d::Store> store;
-  c10::intrusive_ptr<c10d::ProcessGroupGloo> gloo;
-  ~Group() { gloo.reset(); }  // before the store, which it talks through
+  c10::intrusive_ptr<c10d::Backend> backend;
+  ~Group() { backend.reset(); }  // before the store, which it talks through
 };
 
-Ranks::Ranks() {
-  if (variable("WORLD_SIZE").empty() || number("WORLD_SIZE") == 1) return;
+namespace {
+
+c10::intrusive_ptr<c10d::Backend> make_backend(at::Device device, const c10::intrusive_ptr<c10d::Store>& store,
+                                               int rank, int size) {
+  if (device.is_cpu()) {
+#ifdef LIGER_GLOO
+    const auto options = c10d::ProcessGroupGloo::Options::create();
+    options->devices.push_back(c10d::ProcessGroupGloo::createDefaultDevice());
+    return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, options);
+#endif
+  } else if (device.is_cuda()) {
+#ifdef LIGER_NCCL
+    auto backend = c10::make_intrusive<c10d::ProcessGroupNCCL>(store, rank, size);
+    backend->setBoundDeviceId(device);
+    return backend;
+#endif
+  }
+  TORCH_CHECK(false, "several processes on ", device.type(), " need ", device.is_cpu() ? "gloo" : "NCCL",
+              ", whose headers were not found when liger-train was built (docs/cpp.md)");
+}
+
+}  // namespace
+
+Ranks::Ranks(at::Device device) : device_(device) {
+  const bool alone = variable("WORLD_SIZE").empty() || number("WORLD_SIZE") == 1;
+  if (!device_.is_cpu()) {
+    if (!device_.has_index()) device_.set_index(c10::DeviceIndex(alone ? 0 : number("LOCAL_RANK")));
+    at::accelerator::setDeviceIndex(device_.index());
+  }
+  if (alone) return;
   rank_ = number("RANK"), size_ = number("WORLD_SIZE");
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(number("MASTER_PORT"));
@@ -81,16 +117,14 @@ Ranks::Ranks() {
   const auto store = c10::make_intrusive<c10d::TCPStore>(variable("MASTER_ADDR"), options);
   group_->store =
       c10::make_intrusive<c10d::PrefixStore>("liger-train/" + variable("TORCHELASTIC_RESTART_COUNT"), store);
-  const auto of_gloo = c10d::ProcessGroupGloo::Options::create();
-  of_gloo->devices.push_back(c10d::ProcessGroupGloo::createDefaultDevice());
-  group_->gloo = c10::make_intrusive<c10d::ProcessGroupGloo>(group_->store, int(rank_), int(size_), of_gloo);
+  group_->backend = make_backend(device_, group_->store, int(rank_), int(size_));
 }
 
 void Ranks::sum(const std::vector<at::Tensor>& tensors) const {
   if (!group_) return;
   in_buckets(tensors, [&](at::Tensor& tensor) {
     std::vector<at::Tensor> one{tensor};
-    group_->gloo->allreduce(one)->wait();
+    group_->backend->allreduce(one)->wait();
   });
 }
 
@@ -100,7 +134,7 @@ void Ranks::broadcast(const std::vector<at::Tensor>& tensors, int64_t from) cons
     std::vector<at::Tensor> one{tensor};
     c10d::BroadcastOptions options;
     options.rootRank = from;
-    group_->gloo->broadcast(one, options)->wait();
+    group_->backend->broadcast(one, options)->wait();
   });
 }
 
@@ -108,10 +142,11 @@ void Ranks::broadcast(const std::vector<at::Tensor>& tensors, int64_t from) cons
 
 struct Ranks::Group {};
 
-Ranks::Ranks() {
-  TORCH_CHECK(
-      variable("WORLD_SIZE").empty() || number("WORLD_SIZE") == 1,
-      "several processes need gloo, whose headers were not found when liger-train was built (Debian: libgloo-dev)");
+Ranks::Ranks(at::Device device) : device_(device) {
+  if (!device_.is_cpu() && !device_.has_index()) device_.set_index(0);
+  TORCH_CHECK(variable("WORLD_SIZE").empty() || number("WORLD_SIZE") == 1,
+              "several processes need gloo on CPUs and NCCL on GPUs, and liger-train was built with neither's headers "
+              "(docs/cpp.md)");
 }
 
 void Ranks::sum(const std::vector<at::Tensor>&) const {}
@@ -120,7 +155,7 @@ void Ranks::broadcast(const std::vector<at::Tensor>&, int64_t) const {}
 #endif
 
 double Ranks::sum(double value) const {
-  const at::Tensor all = at::full({1}, value, at::kDouble);
+  const at::Tensor all = at::full({1}, value, at::TensorOptions(device_).dtype(at::kDouble));
   sum({all});
   return all.item<double>();
 }

@@ -1,22 +1,26 @@
 #pragma once
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 #include <cstdint>
 #include <memory>
 #include <vector>
 
 namespace liger::train {
 
-/// The processes of one run, as torchrun starts them; they talk through c10d and gloo. One process alone needs neither.
+/// The processes of one run, as torchrun starts them; they talk through c10d: by gloo on CPUs, by NCCL on GPUs. One
+/// process alone needs neither.
 class Ranks {
  public:
-  /// Of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment. Raises c10::Error where there are several
-  /// ranks and liger-train was built without gloo.
-  Ranks();
+  /// Of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment, and LOCAL_RANK, whose GPU a rank takes where
+  /// the device is "cuda". Raises c10::Error where there are several ranks and liger-train was built without what they
+  /// talk by.
+  explicit Ranks(at::Device device);
 
   int64_t rank() const { return rank_; }
   int64_t size() const { return size_; }
+  at::Device device() const { return device_; }
 
-  /// Makes each tensor the sum of all ranks'. All have the same tensors, in the same order.
+  /// Makes each tensor the sum of all ranks'. All have the same tensors on their device, in the same order.
   void sum(const std::vector<at::Tensor>& tensors) const;
   double sum(double value) const;
 
@@ -29,6 +33,7 @@ class Ranks {
  private:
   struct Group;
   std::shared_ptr<Group> group_;
+  at::Device device_;
   int64_t rank_ = 0, size_ = 1;
 };
 

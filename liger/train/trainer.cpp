@@ -1,5 +1,6 @@
 #include "liger/train/trainer.h"
 
+#include <c10/core/CachingDeviceAllocator.h>
 #include <fcntl.h>
 #include <torch/torch.h>
 #include <unistd.h>
@@ -43,8 +44,11 @@ std::vector<int64_t> checkpoints(const fs::path& folder) {
   return steps;
 }
 
-/// The most memory that the process had. (What getrusage says may be that of the process which started this one.)
-int64_t peak_bytes() {
+/// The most memory that the process held: on the GPU, or resident. (What getrusage says may be that of the process
+/// which started this one.)
+int64_t peak_bytes(at::Device device) {
+  if (!device.is_cpu())
+    return c10::getDeviceAllocator(device.type())->getDeviceStats(device.index()).reserved_bytes[0].peak;
   std::ifstream status("/proc/self/status");
   for (std::string line; std::getline(status, line);)
     if (line.starts_with("VmHWM:")) return std::stoll(line.substr(6)) * 1024;
@@ -53,15 +57,13 @@ int64_t peak_bytes() {
 
 }  // namespace
 
-Trainer::Trainer(Options options) : options_(std::move(options)), device_(options_.device) {
+Trainer::Trainer(Options options) : options_(std::move(options)), ranks_(options_.device), device_(ranks_.device()) {
   start_ = std::chrono::steady_clock::now();
-  if (device_.is_cuda()) {  // where the fastest kernels add in an order of their own
+  if (device_.is_cuda() && options_.deterministic) {
     ::setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", 0);
     at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true);
     at::globalContext().setDeterministicFillUninitializedMemory(false);
   }
-  TORCH_CHECK(ranks_.size() == 1 || device_.is_cpu(), "--device ", options_.device,
-              ": several processes train on CPUs only");
   if (options_.threads > 0) at::set_num_threads(int(options_.threads));
   const auto steps = checkpoints(options_.out);
   TORCH_CHECK(steps.empty() || options_.resume, "--out ", options_.out,
@@ -183,7 +185,7 @@ void Trainer::step(int64_t step) {
        {"tokens", tokens},
        {"seconds", since(begin)},
        {"since_start", since(start_)},
-       {"peak_bytes", peak_bytes()}});
+       {"peak_bytes", peak_bytes(device_)}});
   if (ranks_.rank() == 0)
     std::fprintf(stderr, "%sstep %lld/%lld  loss %.4f  lr %.2e  %.0f tokens/s%s", ::isatty(2) ? "\r\033[K" : "",
                  static_cast<long long>(step + 1), static_cast<long long>(options_.steps), loss, lr,

@@ -28,7 +28,7 @@ class Trainer {
 
   Options options_;
   Ranks ranks_;
-  at::Device device_;
+  at::Device device_;  // this rank's
   nn::LlamaForCausalLM model_{nullptr}, reference_{nullptr};
   std::optional<Data> data_, eval_;
   std::optional<Optimizer> optimizer_;
