@@ -17,8 +17,8 @@ if command -v apt-get >/dev/null && [ "$(id -u)" = 0 ] && ! dpkg -s "${packages[
     { apt-get update -qq && apt-get install -y -qq "${packages[@]}"; } >/dev/null || true
 fi
 
-# The C++ tests, and the CUDA kernels on CPU threads, beside the library that was built before.
-cmake -S . -B "$BUILD" -DLIGER_TESTS=ON >/dev/null
+# The C++ tests, and the CUDA kernels on CPU threads, beside the library that was built before; with CUDA, also where it was built without.
+cmake -S . -B "$BUILD" -DLIGER_TESTS=ON -DLIGER_CUDA=ON -DLIGER_CUDA_ARCHITECTURES="${LIGER_CUDA_ARCHITECTURES:-90a}" -DLIGER_WHEEL_VERSION= >/dev/null
 cmake --build "$BUILD" -- -k 0 | tail -1
 failed=0
 ctest --test-dir "$BUILD" --output-on-failure -j 3 || failed=1
