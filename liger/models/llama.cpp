@@ -278,9 +278,13 @@ CausalLMOutput LlamaForCausalLMImpl::forward(const Tensor& ids, const CausalLMIn
       {}};
 }
 
-Tensor LlamaForCausalLMImpl::generate(const Tensor& ids, const GenerateOptions& o) {
+Tensor LlamaForCausalLMImpl::generate(const Tensor& ids, const GenerateOptions& o, Tensor mask) {
   TORCH_CHECK_VALUE(o.temperature() >= 0 && o.top_p() > 0 && o.top_p() <= 1,
                     "temperature must not be negative and top_p be in (0, 1]");
+  TORCH_CHECK(!mask.defined() || mask.sizes() == ids.sizes(), "attention_mask must be of ids' shape ", ids.sizes(),
+              ", got ", mask.defined() ? mask.sizes() : at::IntArrayRef());
+  TORCH_CHECK_VALUE(!mask.defined() || mask.select(1, -1).ne(0).all().item<bool>(),
+                    "attention_mask: rows must be padded on the left, or the next token has nothing before it");
   const torch::NoGradGuard no_gradients;
   KVCache cache{.capacity = ids.size(1) + o.max_new_tokens()};
   const auto ends = [&](const Tensor& token) {
@@ -290,7 +294,9 @@ Tensor LlamaForCausalLMImpl::generate(const Tensor& ids, const GenerateOptions& 
   };
   Tensor all = ids, next = ids, ended = at::zeros({ids.size(0), 1}, ids.options().dtype(at::kBool));
   for (int64_t i = 0; i < o.max_new_tokens(); ++i) {
-    const Tensor hidden = hidden_states(next, {.cache = &cache}).slice(1, -1).squeeze(1);
+    CausalLMInputs inputs{.attention_mask = mask, .cache = &cache};
+    if (mask.defined()) inputs.position_ids = (mask.ne(0).cumsum(1) - 1).clamp_min(0).slice(1, -next.size(1));
+    const Tensor hidden = hidden_states(next, inputs).slice(1, -1).squeeze(1);
     const Tensor logits = at::linear(hidden, head_weight()).to(at::kFloat);
     if (o.temperature() == 0) {
       next = logits.argmax(-1, true);
@@ -302,6 +308,7 @@ Tensor LlamaForCausalLMImpl::generate(const Tensor& ids, const GenerateOptions& 
     if (!config.eos_token_ids.empty())
       next = at::where(ended, at::scalar_tensor(config.eos_token_ids[0], ids.options()), next);
     all = at::cat({all, next}, 1);
+    if (mask.defined()) mask = at::constant_pad_nd(mask, {0, 1}, 1);
     ended = ended.logical_or(ends(next));
     if (!config.eos_token_ids.empty() && ended.all().item<bool>()) break;
   }

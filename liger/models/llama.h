@@ -129,8 +129,9 @@ struct LlamaForCausalLMImpl : torch::nn::Cloneable<LlamaForCausalLMImpl> {
   at::Tensor head_weight() const { return lm_head.is_empty() ? model->embed_tokens->weight : lm_head->weight; }
 
   /// ids [batch, tokens] and up to max_new_tokens more, until each row has one of the config's eos_token_ids; rows that
-  /// end sooner are padded with it. No gradients.
-  at::Tensor generate(const at::Tensor& ids, const GenerateOptions& options = {});
+  /// end sooner are padded with it. attention_mask [batch, tokens] is 0 where a row is padded, on its left. No
+  /// gradients.
+  at::Tensor generate(const at::Tensor& ids, const GenerateOptions& options = {}, at::Tensor attention_mask = {});
 
   void pretty_print(std::ostream& to) const override;
 

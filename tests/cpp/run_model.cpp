@@ -20,7 +20,9 @@ int main(int argc, char** argv) {
   results.emplace_back("loss", loss.detach());
   for (const auto& item : model->named_parameters())
     results.emplace_back("gradient." + item.key(), item.value().grad());
-  results.emplace_back("generated", model->generate(ids, liger::nn::GenerateOptions().max_new_tokens(12)));
+  const auto options = liger::nn::GenerateOptions().max_new_tokens(12);
+  results.emplace_back("generated", model->generate(ids, options));
+  results.emplace_back("generated padded", model->generate(ids, options, mask));
   liger::save_safetensors(argv[4], results);
   model->save_pretrained(argv[3], 20000);
 }

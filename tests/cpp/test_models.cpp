@@ -301,6 +301,8 @@ TEST(Llama, SamplesFromTheMostProbableTokens) {
   const auto counts = torch::bincount(drawn, {}, 40).index_select(0, kept).to(torch::kFloat);
   EXPECT_LT(((counts - expected).square() / expected).sum().item<double>(), 3.0 * double(kept.size(0)) + 10);  // χ²
   EXPECT_THROW(model->generate(ids, liger::nn::GenerateOptions().top_p(0)), c10::ValueError);
+  EXPECT_THROW(model->generate(ids, {}, torch::zeros_like(ids)), c10::ValueError);
+  EXPECT_THROW(model->generate(ids, {}, torch::ones({1, 1})), c10::Error);
 }
 
 TEST(Llama, ClonesAndSaves) {
