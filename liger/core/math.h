@@ -2,7 +2,7 @@
 #include <cmath>
 #include "liger/options.h"
 
-#ifdef __CUDACC__
+#if defined(__CUDACC__) || defined(__HIP__)
 #define LIGER_HD __host__ __device__
 #else
 #define LIGER_HD
