@@ -14,7 +14,7 @@ sources := $(shell find liger python cmake -name '*.h' -o -name '*.cpp' -o -name
 
 SHELL := bash
 .SHELLFLAGS := -eo pipefail -c
-.PHONY: help format lint docs train train-cpp align test test-families test-hub downstream fuzz test-install bench install clean
+.PHONY: help format lint docs train train-cpp align test test-families test-hub downstream fuzz test-install test-platforms bench install clean
 .DEFAULT_GOAL := help
 
 help:  ## what there is
@@ -71,6 +71,9 @@ fuzz: $(ready)  ## draw fresh random cases for as long as told; ARGS="--seconds 
 
 test-install: $(ready)  ## every documented way to install, each from a virtual environment with nothing in it (some 10 minutes)
 	$(py) -m pytest -q -p no:cacheprovider tests/install.py $(ARGS)
+
+test-platforms: $(ready)  ## build for aarch64 (and run it under qemu), Windows (mingw) and ROCm (hipcc); ARGS="aarch64" does one; half an hour
+	PATH="$(abspath $(venv))/bin:$$PATH" $(py) tests/platforms/run.py $(ARGS)
 
 bench: $(ready)  ## time every operator against its rivals; ARGS="--help" lists the options
 	$(py) benchmarks/bench.py $(ARGS)

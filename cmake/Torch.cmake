@@ -25,8 +25,12 @@ function(liger_link_torch target folder)
   foreach(include include include/torch/csrc/api/include)
     target_include_directories(${target} SYSTEM INTERFACE $<BUILD_INTERFACE:${folder}/${include}>)
   endforeach()
+  set(kind SHARED)
+  if(WIN32)
+    set(kind IMPORT)
+  endif()
   foreach(name torch torch_cpu c10)
-    target_link_libraries(${target} INTERFACE $<BUILD_INTERFACE:${folder}/lib/${CMAKE_SHARED_LIBRARY_PREFIX}${name}${CMAKE_SHARED_LIBRARY_SUFFIX}>)
+    target_link_libraries(${target} INTERFACE $<BUILD_INTERFACE:${folder}/lib/${CMAKE_${kind}_LIBRARY_PREFIX}${name}${CMAKE_${kind}_LIBRARY_SUFFIX}>)
   endforeach()
   # libtorch_cpu holds, and shows to others, the std::filesystem of an older GCC. A program that finds part of it there and the rest in
   # libstdc++ crashes, in remove_all for one: libstdc++ comes first.

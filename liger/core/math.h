@@ -1,7 +1,8 @@
 #pragma once
+#include <cmath>
 #include "liger/options.h"
 
-#ifdef __CUDACC__
+#if defined(__CUDACC__) || defined(__HIP__)
 #define LIGER_HD __host__ __device__
 #else
 #define LIGER_HD
@@ -102,7 +103,7 @@ struct KL {
 
 /// eᵗ · (t − x): the same with both logarithms.
 struct LogKL {
-  static constexpr float kNothing = -__builtin_inff();
+  static constexpr float kNothing = -INFINITY;
 
   template <class M, class V>
   static LIGER_HD Slope<V> at(V x, V t, V) {
@@ -113,7 +114,7 @@ struct LogKL {
 
 /// eˣ · (x − t).
 struct ReverseKL {
-  static constexpr float kNothing = -__builtin_inff();
+  static constexpr float kNothing = -INFINITY;
 
   template <class M, class V>
   static LIGER_HD Slope<V> at(V x, V t, V) {
@@ -124,7 +125,7 @@ struct ReverseKL {
 
 /// p (t − ln m) + q (x − ln m) with p = s eᵗ, q = (1 − s) eˣ, m = p + q (Lin 1991).
 struct JensenShannon {
-  static constexpr float kNothing = -__builtin_inff();
+  static constexpr float kNothing = -INFINITY;
 
   template <class M, class V>
   static LIGER_HD Slope<V> at(V x, V t, V s) {
@@ -276,7 +277,7 @@ struct CosineDistance {
   static constexpr float kLeast = 1e-24f;
   template <class S>
   static LIGER_HD S inverse(S squares) {
-    return S(1) / S(__builtin_sqrt(squares < S(kLeast) ? S(kLeast) : squares));
+    return S(1) / std::sqrt(squares < S(kLeast) ? S(kLeast) : squares);
   }
 };
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import sys
 
 import torch
 
@@ -10,7 +11,8 @@ from liger_kernel import __version__, cmake_prefix_path
 
 def _path() -> str:
     # The variable serves the project's tests: another build of the same operators.
-    return os.environ.get("LIGER_LIBRARY") or os.path.join(cmake_prefix_path, "lib", "libliger.so")
+    file = {"darwin": "libliger.dylib", "win32": "liger.dll"}.get(sys.platform, "libliger.so")
+    return os.environ.get("LIGER_LIBRARY") or os.path.join(cmake_prefix_path, "lib", file)
 
 
 def _loaded():
@@ -18,7 +20,7 @@ def _loaded():
     if not torch._C._jit_get_schemas_for_operator("liger::rms_norm"):
         return None
     mapped = []
-    with open("/proc/self/maps") as maps:
+    with open("/proc/self/maps" if sys.platform == "linux" else os.devnull) as maps:
         for line in maps:
             addresses, *_, file = line.rstrip("\n").split(maxsplit=5)
             if file.startswith("/"):

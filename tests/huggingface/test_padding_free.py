@@ -75,8 +75,8 @@ def test_sequences_do_not_see_one_another(family):
 
 
 def assert_as_exact(model, exact, inputs):
-    """A patched model of 16 bits errs no more than the plain one, both against one of float: errors of a loss and of
-    each gradient, with 2 roundings of its largest element besides, because two roundings of one number differ."""
+    """A patched model of 16 bits errs no more than the plain one, both against one of float: by a quarter more in
+    the loss and in the norm of each gradient, and half a rounding, because two roundings of one number differ."""
     copies = {"exact": exact, "plain": model, "patched": copy.deepcopy(model)}
     report = patch(model.config.model_type, copies["patched"])
     assert "Attention" not in str(report)
@@ -87,11 +87,11 @@ def assert_as_exact(model, exact, inputs):
         (output.loss.detach().float(), got) for output, got in found.values()
     )
     eps = torch.finfo(model.dtype).eps
-    assert (patched_loss - loss).abs() <= 1.5 * (plain_loss - loss).abs() + 2 * eps * loss
+    assert (patched_loss - loss).abs() <= 1.25 * (plain_loss - loss).abs() + eps / 2 * loss
     assert gradients.keys() == plain.keys() == patched.keys()
     for name, want in gradients.items():
         errors = [(got[name].float() - want).norm() for got in (patched, plain)]
-        assert want.abs().max() > 0 and errors[0] <= 1.5 * errors[1] + 2 * eps * want.norm(), (name, errors)
+        assert want.abs().max() > 0 and errors[0] <= 1.25 * errors[1] + eps / 2 * want.norm(), (name, errors)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,5 +1,6 @@
 #pragma once
-// Copies from global to shared memory that a thread does not wait for (cp.async).
+// Copies from global to shared memory that a thread does not wait for (cp.async, from compute capability 8.0 on;
+// elsewhere plain copies, which the thread does wait for).
 #include "liger/core/cuda/launch.h"
 
 namespace liger::cuda {
@@ -16,6 +17,11 @@ __device__ void copy_async16(void* shared, const void* global, int bytes = 16) {
   const size_t from = __cvta_generic_to_global(global);
   if (kNear) asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
   else asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+#else
+  uint4 v{};
+  if (bytes == 16) v = *static_cast<const uint4*>(global);
+  else memcpy(&v, global, bytes);
+  *static_cast<uint4*>(shared) = v;
 #endif
 }
 
@@ -25,6 +31,8 @@ __device__ inline void copy_async4(void* shared, const void* global) {
   const unsigned to = shared_address(shared);
   const size_t from = __cvta_generic_to_global(global);
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+#else
+  *static_cast<unsigned*>(shared) = *static_cast<const unsigned*>(global);
 #endif
 }
 

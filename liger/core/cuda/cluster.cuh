@@ -63,7 +63,7 @@ struct Clusters {
     if (!keep) most = std::min(most, ceil_div(kEnough, std::max<int64_t>(1, rows)));
     blocks = int(std::clamp<int64_t>(ceil_div(packs * kMatrices * 16, kKeptBytes), 1, most));
     share = int(ceil_div(packs, blocks * kLine) * kLine);
-    kept = keep && share * kMatrices * 16 <= kKeptBytes;
+    kept = keep && share * kMatrices * 16 <= std::min(kKeptBytes, shared_bytes_of_block());
   }
 
   Grid grid() const {
@@ -98,9 +98,9 @@ struct Clusters {
   __device__ void pass(Kept&, const RowSet& x, F f) const {
     const Part part(*this, x);
     if (!kept)
-      return for_each_batch<n, kFill>(part.begin, part.end, kThreads, x.blank(), [&](int k) { return x.load(k); }, f);
+      return for_each_batch<n, kFill>(part.begin, part.end, kThreads, [&](int k) { return x.load(k); }, x.blank(), f);
     each_group(part, x, [&](int group) {
-      for_each_batch<n, kFill>(part.first(group), part.first(group + 1), kThreads, x.blank(), part, f);
+      for_each_batch<n, kFill>(part.first(group), part.first(group + 1), kThreads, part, x.blank(), f);
     });
   }
 
@@ -115,7 +115,7 @@ struct Clusters {
     const Part part(*this, x);
     each_group(part, x, [&](int group) {
       const int end = part.first(group + 1);
-      for_each_batch<kBatch, true>(part.first(group), end, kThreads, x.blank(), part, [&](int k, auto& values) {
+      for_each_batch<kBatch, true>(part.first(group), end, kThreads, part, x.blank(), [&](int k, auto& values) {
         const float note = f(values);
 #pragma unroll
         for (int i = 0; i < kBatch; ++i)
@@ -131,8 +131,8 @@ struct Clusters {
   template <int n, class F>
   __device__ void again(const Kept&, const RowSet& x, F f) const {
     const Part part(*this, x);
-    if (kept) for_each_batch<n, false>(part.begin, part.end, kThreads, {}, part, f);
-    else for_each_batch<n, false>(part.begin, part.end, kThreads, {}, [&](int k) { return x.load(k); }, f);
+    if (kept) for_each_batch<n, false>(part.begin, part.end, kThreads, part, {}, f);
+    else for_each_batch<n, false>(part.begin, part.end, kThreads, [&](int k) { return x.load(k); }, {}, f);
   }
 
   /// Again after replace: f(k, what was kept, its note).
@@ -145,7 +145,7 @@ struct Clusters {
 #pragma unroll
       for (int g = 1; g < kGroups; ++g)
         if (g == group) note = own.notes[g];
-      for_each_batch<kBatch, false>(part.first(group), part.first(group + 1), kThreads, {}, part,
+      for_each_batch<kBatch, false>(part.first(group), part.first(group + 1), kThreads, part, {},
                                     [&](int k, auto& values) { f(k, values, note); });
     }
   }

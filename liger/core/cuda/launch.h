@@ -1,23 +1,19 @@
 #pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
 #include <mutex>
 #include <set>
 #include <type_traits>
 #include <utility>
 #include "liger/core/kernel.h"
-
-extern "C" __device__ void __assertfail(const char* message, const char* file, unsigned line, const char* function,
-                                        size_t char_size);
+#ifdef __HIP__
+#include "liger/core/cuda/amd.h"
+#else
+#include "liger/core/cuda/nvidia.h"
+#endif
 
 namespace liger::cuda {
 
 inline constexpr Backend kBackend = kCUDA;
 inline int rank() { return 0; }
-
-using half = __half;
-using bfloat16 = __nv_bfloat16;
 
 inline void check(cudaError_t e) {
   if (e != cudaSuccess) throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(e));
@@ -52,7 +48,7 @@ inline int multiprocessors(int device) { return attribute<cudaDevAttrMultiProces
 /// Shared memory of a multiprocessor, and how much of it a block can ask for beside a little of its own.
 inline int shared_bytes() { return attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>(); }
 inline int shared_bytes_of_block() { return attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() - 3072; }
-inline bool has_clusters() { return attribute<cudaDevAttrComputeCapabilityMajor>() >= 9; }
+inline bool has_clusters() { return kHasClusters && attribute<cudaDevAttrComputeCapabilityMajor>() >= 9; }
 
 template <int>
 __global__ void nothing_kernel() {}
@@ -121,88 +117,12 @@ void launch(void (*kernel)(P...), const Grid& grid, Stream s, const P&... args) 
   check(cudaLaunchKernelEx(&config, kernel, args...));
 }
 
-/// Waits until the kernels before this one are done and what they wrote can be seen; from then on the next one's blocks
-/// may come where there is room for them, and wait here: the end of one kernel and the beginning of the next overlap
-/// (compute capability 9.0 and newer).
-__device__ inline void await_previous() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
 extern __shared__ float4 dynamic_shared[];
 
 /// The block's dynamic shared memory.
 template <class T>
 __device__ T* shared_memory() {
   return reinterpret_cast<T*>(dynamic_shared);
-}
-
-/// Bytes of shared memory that this block has, static and dynamic.
-__device__ inline int shared_bytes_here() {
-  unsigned bytes;
-  asm("mov.u32 %0, %%total_smem_size;" : "=r"(bytes));
-  return int(bytes);
-}
-
-__device__ inline unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
-
-/// Two neighbours of a row in one register. They stay so until the arithmetic: an array of 16-bit values would take a
-/// register each.
-template <class T>
-__device__ inline float2 to_floats(unsigned word) {
-  if constexpr (std::is_same_v<T, bfloat16>) return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
-  else return __half22float2(*reinterpret_cast<const __half2*>(&word));
-}
-
-template <class T>
-__device__ inline unsigned to_word(float low, float high) {
-  const auto pair = [&] {
-    if constexpr (std::is_same_v<T, bfloat16>) return __floats2bfloat162_rn(low, high);
-    else return __floats2half2_rn(low, high);
-  }();
-  return *reinterpret_cast<const unsigned*>(&pair);
-}
-
-/// Writes 16 bytes of global memory in one access, into which the compiler does not always make an assignment (it split
-/// those of stream.cuh in four, measured on nvcc 13.0).
-__device__ inline void store16(void* p, uint4 v) {
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(v.x), "r"(v.y),
-               "r"(v.z), "r"(v.w)
-               : "memory");
-}
-
-/// What follows from v is computed again after this: in a loop, carrying it along would take registers.
-template <class V>
-__device__ inline void forget(V& v) {
-  if constexpr (sizeof(V) == 4) asm volatile("" : "+r"(reinterpret_cast<unsigned&>(v)));
-}
-
-/// p, worked out here and no more: as parts of a sum that each access makes anew it takes several instructions a time.
-template <class T>
-__device__ inline T* pinned(T* p) {
-#ifdef __CUDA_ARCH__
-  asm("" : "+l"(p));
-  __builtin_assume(__isGlobal(p));
-#endif
-  return p;
-}
-
-/// The product of each neighbour, rounded once.
-template <class T>
-__device__ inline unsigned multiply_words(unsigned a, unsigned b) {
-  using Pair = std::conditional_t<std::is_same_v<T, bfloat16>, __nv_bfloat162, __half2>;
-  const Pair p = __hmul2(*reinterpret_cast<const Pair*>(&a), *reinterpret_cast<const Pair*>(&b));
-  return *reinterpret_cast<const unsigned*>(&p);
-}
-
-/// The larger of each neighbour; of a number and NaN, the number.
-template <class T>
-__device__ inline unsigned max_words(unsigned a, unsigned b) {
-  using Pair = std::conditional_t<std::is_same_v<T, bfloat16>, __nv_bfloat162, __half2>;
-  const Pair m = __hmax2(*reinterpret_cast<const Pair*>(&a), *reinterpret_cast<const Pair*>(&b));
-  return *reinterpret_cast<const unsigned*>(&m);
 }
 
 /// Device assertions with a message, as torch's own kernels raise them on a bad index.

@@ -1,5 +1,5 @@
 #pragma once
-// The tensor core's products of bytes: mma, and wgmma on compute capability 9.0.
+// The tensor core's products of bytes: mma, wgmma on compute capability 9.0, and a plain form where there is neither.
 #include "liger/core/cuda/launch.h"
 
 namespace liger::cuda {
@@ -12,6 +12,17 @@ __device__ inline void tensor_multiply_add(int (&sum)[4], const unsigned (&a)[4]
   asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+r"(sum[0]), "+r"(sum[1]), "+r"(sum[2]), "+r"(sum[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#else
+  // Each lane gathers the operands of its four sums from the lanes that hold them.
+  const int lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
+  for (int half = 0; half < 2; ++half)
+    for (int q = 0; q < 4; ++q)
+      for (int i = 0; i < 4; ++i) {
+        const int row = i / 2, column = 2 * quad + i % 2;
+        const unsigned of_a = __shfl_sync(~0u, a[2 * half + row], group * 4 + q);
+        const int of_b = __shfl_sync(~0u, b[half], column * 4 + q);
+        for (int k = 0; k < 32; k += 8) sum[i] += int(of_a >> k & 0xff) * int8_t(of_b >> k);
+      }
 #endif
 }
 
@@ -58,7 +69,7 @@ __device__ void tensor_multiply_add(int (&sums)[2][kEights][4], unsigned (&a)[2]
 #undef LIGER_SUMS
     }
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-#else
+#elif __CUDA_ARCH__ >= 800
   const int lane = threadIdx.x % 32, of = lane / 8;  // each column's two chunks, of two columns of eight at once
 #pragma unroll
   for (int e = 0; e < kEights; e += 2) {
@@ -69,6 +80,14 @@ __device__ void tensor_multiply_add(int (&sums)[2][kEights][4], unsigned (&a)[2]
     for (int h = 0; h < 2; ++h)
 #pragma unroll
       for (int i = 0; i < 2; ++i) tensor_multiply_add(sums[h][e + i], a[h], {int(b[2 * i]), int(b[2 * i + 1])});
+  }
+#else
+  const int lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
+  for (int e = 0; e < kEights; ++e) {
+    const auto of_b = [&](int half) {
+      return int(reinterpret_cast<const unsigned*>(&columns[8 * e + group][(chunk + half) ^ group])[quad]);
+    };
+    for (int h = 0; h < 2; ++h) tensor_multiply_add(sums[h][e], a[h], {of_b(0), of_b(1)});
   }
 #endif
 }

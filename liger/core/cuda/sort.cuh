@@ -1,7 +1,11 @@
 #pragma once
+#include "liger/core/cuda/launch.h"
+#ifdef __HIP__
+#include "liger/core/cuda/amd_sort.h"
+#else
 #include <cub/block/block_radix_sort.cuh>
 #include <cub/device/device_radix_sort.cuh>
-#include "liger/core/cuda/launch.h"
+#endif
 
 namespace liger::cuda {
 

@@ -121,8 +121,7 @@ __device__ void for_each_in_batches(int64_t n, Load load, F f, unsigned threads 
 /// f(k, values) for k in [begin, end), n of them at once, `stride` apart from k on, which load(k) gives. Those that are
 /// left over come one at a time, or with kFill together with blanks.
 template <int n, bool kFill, class Load, class F>
-__device__ void for_each_batch(int begin, int end, int stride, const decltype(std::declval<Load>()(0))& blank,
-                               const Load& load, F f) {
+__device__ void for_each_batch(int begin, int end, int stride, const Load& load, const decltype(load(0))& blank, F f) {
   int k = begin + threadIdx.x;
   const auto batch = [&]<int count, bool kAll>(std::integer_sequence<int, count>, std::bool_constant<kAll>) {
     std::remove_cvref_t<decltype(blank)> values[count];
@@ -141,7 +140,7 @@ __device__ void for_each_batch(int begin, int end, int stride, const decltype(st
 template <int kUnroll, class Load, class F>
 __device__ void for_each_load(int begin, int end, Load load, F f) {
   const int stride = blockDim.x;
-  for_each_batch<kUnroll, false>(begin, end, stride, {}, load, [&](int k, const auto& values) {
+  for_each_batch<kUnroll, false>(begin, end, stride, load, {}, [&](int k, const auto& values) {
 #pragma unroll
     for (const auto& value : values) f(k, value), k += stride;
   });

@@ -246,7 +246,8 @@ LIGER_REGISTER(embedding_backward, [](const EmbeddingBackward& a, Stream s) {
   int64_t chunk = 16;  // about √tokens: an id that all tokens share then has two short sums behind each other
   while (chunk * chunk * 4 < a.tokens) chunk *= 2;
   const int bits = int(std::bit_width(uint64_t(a.classes))), n = int(a.tokens);
-  const bool few = n <= kFew, by_block = n <= BlockSort<16>::kMost;
+  const int most = BlockSort<16>::kBytes <= shared_bytes_of_block() ? BlockSort<16>::kMost : BlockSort<4>::kMost;
+  const bool few = n <= kFew, by_block = n <= most;
   size_t sorting = 0;
   if (!by_block) sort_pairs(nullptr, sorting, nullptr, nullptr, nullptr, nullptr, n, bits, s);
   char* base = static_cast<char*>(a.scratch);

@@ -36,7 +36,7 @@ struct LogSoftmax {
 /// gradient; the second and the third read what the block has kept in shared memory. kPlain: z is what the GEMM gave,
 /// and the temperature is 1.
 template <class T, class Formula, bool kPlain>
-__global__ void __launch_bounds__(Clusters<T, 2>::kThreads, Clusters<T, 2>::kBlocks)
+__global__ void __launch_bounds__((Clusters<T, 2>::kThreads), (Clusters<T, 2>::kBlocks))
     rows_kernel(LinearDistillation a, Clusters<T, 2> rows) {
   await_previous();
   using Rows = Clusters<T, 2>;

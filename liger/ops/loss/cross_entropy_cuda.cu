@@ -9,7 +9,7 @@ __global__ void __launch_bounds__(1024) norm_kernel(CrossEntropyNorm a) {
   await_previous();
   int64_t n = 0;
   Sums<2>::Value sums{};
-  auto& [weight, all] = sums.v;
+  float &weight = sums.v[0], &all = sums.v[1];
   for_each_in_batches<8>(
       a.rows, [&](int64_t r) { return a.target[r]; },
       [&](int64_t y) {

@@ -82,10 +82,10 @@ __global__ void __launch_bounds__(256) parts_kernel(SelectiveParts a, Pieces<T> 
   const auto blank = Row<T>::Pack::filled(T(-INFINITY));
   const auto load = [&](int k) { return x.load(k, T(-INFINITY)); };
   if constexpr (kPlain) {
-    for_each_batch<4, true>(0, x.packs(), blockDim.x, blank, load,
+    for_each_batch<4, true>(0, x.packs(), blockDim.x, load, blank,
                             [&](int, const auto& packs) { online.push(v, packs); });
   } else {
-    for_each_batch<1, false>(0, x.packs(), blockDim.x, blank, load, [&](int k, const auto& packs) {
+    for_each_batch<1, false>(0, x.packs(), blockDim.x, load, blank, [&](int k, const auto& packs) {
       float z[Row<T>::kWidth];
 #pragma unroll
       for (float& z_j : z) z_j = -INFINITY;

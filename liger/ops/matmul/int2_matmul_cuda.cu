@@ -285,15 +285,18 @@ void launch_few(const Int2Matmul& g, Stream s) {
          aligned_a(g), aligned_b(g, 4), int(strips));
 }
 
+/// Of shared memory that many_kernel takes.
+template <int kEights, int kStages>
+constexpr int kManyBytes = kStages * int(sizeof(Stage<kEights>)) + int(alignof(Stage<kEights>));
+
 template <int kEights, int kStages>
 void launch_many(const Int2Matmul& g, Stream s) {
   const int64_t strips = (g.n + kTileColumns - 1) / kTileColumns,
                 tiles = strips * ((g.m + kRows * kEights - 1) / (kRows * kEights));
-  using S = Stage<kEights>;
   launch(aligned_a(g) && aligned_b(g, 16) ? many_kernel<kEights, kStages, true> : many_kernel<kEights, kStages, false>,
          {.blocks = std::min<int64_t>(tiles, multiprocessors(current_device())),
           .threads = kManyThreads,
-          .shared_bytes = kStages * int(sizeof(S)) + int(alignof(S))},
+          .shared_bytes = kManyBytes<kEights, kStages>},
          s, g, int(strips), int(tiles));
 }
 
@@ -309,10 +312,8 @@ LIGER_REGISTER(int2_matmul_kernel, [](const Int2Matmul& g, Stream s) {
   // Measured at k = 4096: a wave of few's blocks takes 8 us, of many's with 64 rows 21, with 128 31.
   const int64_t few = 8 * waves(kFewColumns, 32), narrow = 21 * waves(kTileColumns, 64),
                 wide = 31 * waves(kTileColumns, 128);
-  constexpr int kStages = 4;
-  if (few < std::min(narrow, wide)) launch_few<4>(g, s);
-  else if (wide < narrow && kStages * int(sizeof(Stage<16>)) + int(alignof(Stage<16>)) <= shared_bytes_of_block())
-    launch_many<16, kStages>(g, s);
+  if (few < std::min(narrow, wide) || kManyBytes<8, 3> > shared_bytes()) launch_few<4>(g, s);
+  else if (wide < narrow && kManyBytes<16, 4> <= shared_bytes_of_block()) launch_many<16, 4>(g, s);
   else launch_many<8, 3>(g, s);
 });
 

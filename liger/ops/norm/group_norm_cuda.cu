@@ -47,14 +47,14 @@ __global__ void __maxnreg__(80) forward_kernel(GroupNormForward a) {
   RowReduce<Sums<2>, Tile::kSpread> reduce;
   Tile x = load<T, Tile>(a.x, at);
   const float about = reduce({sum(x)}).v[0] / at.cols;
-  const auto [mean, rstd] = stats(a, about, reduce(moments(x, about, at)), at.cols);
+  const Stats of_row = stats(a, about, reduce(moments(x, about, at)), at.cols);
   each_pack<Tile>(a, at, [&](int i, int channel) {
     const float w = of_channel<T>(a, a.w, group, channel, 1), b = of_channel<T>(a, a.b, group, channel, 0);
 #pragma unroll
-    for (int j = 0; j < Tile::kWidth; ++j) x.v[i + j] = (x.v[i + j] - mean) * rstd * w + b;
+    for (int j = 0; j < Tile::kWidth; ++j) x.v[i + j] = (x.v[i + j] - of_row.mean) * of_row.rstd * w + b;
   });
   store<T>(x, a.y, at);
-  if (threadIdx.x == 0 && at.row < at.rows) a.mean[at.row] = mean, a.rstd[at.row] = rstd;
+  if (threadIdx.x == 0 && at.row < at.rows) a.mean[at.row] = of_row.mean, a.rstd[at.row] = of_row.rstd;
 }
 
 /// Each pack leaves its part of dw and db in shared memory, where the segments of channels find them.
@@ -289,7 +289,7 @@ __global__ void __launch_bounds__(256, 4) forward_long_kernel(GroupNormForward a
       for (int j = 0; j < kWidth; ++j) about_mean = Both()(about_mean, {x[j] - about, (x[j] - about) * (x[j] - about)});
     });
   });
-  const auto [mean, rstd] = stats(a, about, reduce(about_mean), n);
+  const Stats of_row = stats(a, about, reduce(about_mean), n);
   segments.pass([&](const auto& segment, auto each_pack) {
     if (!segment.present) return;
     const float w = of_channel<T>(a, a.w, group, segment.channel, 1),
@@ -299,11 +299,11 @@ __global__ void __launch_bounds__(256, 4) forward_long_kernel(GroupNormForward a
       float x[kWidth];
       packs.of[0].to_float(x);
 #pragma unroll
-      for (float& v : x) v = (v - mean) * rstd * w + b;
+      for (float& v : x) v = (v - of_row.mean) * of_row.rstd * w + b;
       y.store(k, x, segment.like);
     });
   });
-  if (threadIdx.x == 0) a.mean[row] = mean, a.rstd[row] = rstd;
+  if (threadIdx.x == 0) a.mean[row] = of_row.mean, a.rstd[row] = of_row.rstd;
 }
 
 template <class T, bool kSpread>
