@@ -191,9 +191,9 @@ def rocm(part):
     build, architectures = part.folder / "liger", ["gfx90a", "gfx1030"]
     options = ["-DLIGER_MODELS=OFF", "-DLIGER_ROCM=ON", f"-DLIGER_ROCM_ARCHITECTURES={';'.join(architectures)}"]
     part.configure(ROOT, build, *options, "-DLIGER_ROCM_FLAGS=-O1", f"-DLIGER_TORCH_DIR={this_torch()}")
-    part.build(build, "liger_rocm")
+    part.build(build, "liger")
     kernels = [*ROOT.glob("liger/**/*_cuda.cu")]
-    return f"all {len(kernels)} files of kernels compile for {' and '.join(architectures)}"
+    return f"all {len(kernels)} files of kernels compile, and the library links, for {' and '.join(architectures)}"
 
 
 PARTS = {"aarch64": aarch64, "windows": windows, "rocm": rocm}
