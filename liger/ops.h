@@ -2,11 +2,9 @@
 #include <ATen/core/Tensor.h>
 #include <optional>
 #include <tuple>
-#include "liger/ops/activation/activate.h"
-#include "liger/ops/activation/gated.h"
+#include "liger/options.h"
 #include "liger/ops/head/options.h"
 #include "liger/ops/loss/options.h"
-#include "liger/ops/norm/norm.h"
 #include "liger/ops/preference/distillation.h"
 #include "liger/ops/preference/policy.h"
 #include "liger/ops/preference/preference.h"

@@ -1,7 +1,21 @@
 #pragma once
+#include <cstdint>
 #include <tuple>
 
+/// The table of activations, in the order of the numbers that operators take: the formula in liger/core/math.h, and its
+/// name in Python. SwiGLU is gated(SiLU), GeGLU gated(GeLUTanh) or gated(GeLUErf).
+#define LIGER_ACTIVATIONS(entry) \
+  entry(SiLU, "silu") entry(GeLUTanh, "gelu_tanh") entry(GeLUErf, "gelu_erf") entry(ReLUSquared, "relu_squared")
+
 namespace liger {
+
+#define LIGER_FORMULA(formula, name) formula,
+enum class Activation : int8_t { LIGER_ACTIVATIONS(LIGER_FORMULA) };
+#undef LIGER_FORMULA
+
+/// Where the reference model of a norm rounds to x's dtype: x̂ before the weight (Llama), the product only (Gemma),
+/// every step (None).
+enum class Casting : int8_t { None = -1, Llama = 0, Gemma = 1 };
 
 /// z = softcap · tanh(scale · y / softcap), or scale · y without a softcap (0), of what a head's GEMM gives.
 struct LogitMap {

@@ -14,10 +14,10 @@ inline const char* name(Casting c) { return c == Casting::Llama ? "Llama" : c ==
 
 inline const char* name(Activation a) {
   switch (a) {
-    case Activation::SiLU: return "SiLU";
-    case Activation::GeLUTanh: return "GeLUTanh";
-    case Activation::GeLUErf: return "GeLUErf";
-    case Activation::ReLUSquared: return "ReLUSquared";
+#define LIGER_CASE(formula, name) \
+  case Activation::formula: return #formula;
+    LIGER_ACTIVATIONS(LIGER_CASE)
+#undef LIGER_CASE
   }
   return "?";
 }

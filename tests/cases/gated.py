@@ -7,12 +7,14 @@ from liger_kernel.transformers.functional import liger_geglu, liger_swiglu
 
 from cases import Case
 
-ACTIVATIONS = {
-    "silu": (swiglu.SILU, F.silu),
-    "gelu_tanh": (swiglu.GELU_TANH, lambda x: F.gelu(x, approximate="tanh")),
-    "gelu_erf": (swiglu.GELU_ERF, F.gelu),
-    "relu_squared": (swiglu.RELU_SQUARED, lambda x: F.relu(x).square()),
+PLAIN = {
+    "silu": F.silu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_erf": F.gelu,
+    "relu_squared": lambda x: F.relu(x).square(),
 }
+#: Of each of the library's activations its number and the plain one.
+ACTIVATIONS = {name: (number, PLAIN[name]) for name, number in swiglu.ACTIVATIONS.items()}
 
 
 def make(shape, options):

@@ -4,10 +4,6 @@
 
 namespace liger {
 
-/// The table of gates: SwiGLU is gated(SiLU), GeGLU gated(GeLUTanh) or gated(GeLUErf); the formulas are in
-/// liger/core/math.h.
-enum class Activation : int8_t { SiLU = 0, GeLUTanh = 1, GeLUErf = 2, ReLUSquared = 3 };
-
 /// c = act(m · a) · b, rounded where the unfused model rounds: act, then the product. Rows may lie apart in memory, as
 /// the halves of a fused gate-up product do.
 struct GatedForward {
@@ -36,10 +32,10 @@ inline constinit Kernel<GatedBackward> gated_backward{"gated_backward"};
 template <class F>
 void dispatch_activation(Activation a, F&& f) {
   switch (a) {
-    case Activation::SiLU: return f.template operator()<SiLU>();
-    case Activation::GeLUTanh: return f.template operator()<GeLUTanh>();
-    case Activation::GeLUErf: return f.template operator()<GeLUErf>();
-    case Activation::ReLUSquared: return f.template operator()<ReLUSquared>();
+#define LIGER_CASE(formula, name) \
+  case Activation::formula: return f.template operator()<formula>();
+    LIGER_ACTIVATIONS(LIGER_CASE)
+#undef LIGER_CASE
   }
 }
 

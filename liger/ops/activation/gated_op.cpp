@@ -4,9 +4,18 @@
 namespace liger {
 namespace op::gated {
 
+std::vector<std::string> names() {
+#define LIGER_NAME(formula, name) name,
+  return {LIGER_ACTIVATIONS(LIGER_NAME)};
+#undef LIGER_NAME
+}
+
 Activation parse(const char* op, int64_t activation) {
-  TORCH_CHECK_VALUE(activation >= 0 && activation <= 3, op,
-                    ": activation is 0 (silu), 1 (gelu tanh), 2 (gelu erf) or 3 (relu squared), not ", activation);
+#define LIGER_ONE(formula, name) +1
+  constexpr int64_t kCount = LIGER_ACTIVATIONS(LIGER_ONE);
+#undef LIGER_ONE
+  TORCH_CHECK_VALUE(activation >= 0 && activation < kCount, op, ": activation is the number of one of ", names(),
+                    ", not ", activation);
   return Activation(activation);
 }
 
@@ -142,6 +151,7 @@ Tensor gated_packed(const Tensor& y, Activation activation, double gate_multipli
 }
 
 TORCH_LIBRARY_FRAGMENT(liger, m) {
+  m.def("activations() -> str[]", op::gated::names);  // their names, in the order of their numbers
   m.def("gated(Tensor a, Tensor b, int activation, float gate_multiplier) -> Tensor");
   m.def("gated_forward(Tensor a, Tensor b, int activation, float gate_multiplier) -> Tensor");
   m.def(

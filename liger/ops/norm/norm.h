@@ -1,11 +1,8 @@
 #pragma once
 #include "liger/core/kernel.h"
+#include "liger/options.h"
 
 namespace liger {
-
-/// Where the reference model rounds to x's dtype: x̂ before the weight (Llama), the product only (Gemma), every step
-/// (None).
-enum class Casting : int8_t { None = -1, Llama = 0, Gemma = 1 };
 
 /// The table of operators that scale each column of something made of a row:
 ///   Rms        x̂ = x · rstd,               rstd = 1 / sqrt(mean(x²) + eps)

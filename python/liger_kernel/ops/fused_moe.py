@@ -3,10 +3,8 @@
 import torch
 
 from liger_kernel._library import ops
-from liger_kernel.ops.swiglu import GELU_ERF, GELU_TANH, RELU_SQUARED, SILU
+from liger_kernel.ops.swiglu import ACTIVATIONS, SILU
 
-#: The table of activations, by the operators' numbers.
-ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH, "gelu_erf": GELU_ERF, "relu_squared": RELU_SQUARED}
 #: Rows of a tile of compute_routing_metadata.
 BLOCK_M_TOKEN = 64
 

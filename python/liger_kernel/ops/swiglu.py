@@ -5,8 +5,9 @@ import torch
 from liger_kernel._library import ops
 from liger_kernel.ops.utils import first_derivative_only, placed_as
 
-#: Rows of libliger's table of gates.
-SILU, GELU_TANH, GELU_ERF, RELU_SQUARED = range(4)
+#: The library's table of activations: the number of each name.
+ACTIVATIONS = {name: number for number, name in enumerate(ops.activations())}
+SILU, GELU_TANH, GELU_ERF, RELU_SQUARED = map(ACTIVATIONS.get, ("silu", "gelu_tanh", "gelu_erf", "relu_squared"))
 
 
 class LigerSiLUMulFunction:
