@@ -32,8 +32,8 @@ function(liger_link_torch target folder)
   foreach(name torch torch_cpu c10)
     target_link_libraries(${target} INTERFACE $<BUILD_INTERFACE:${folder}/lib/${CMAKE_${kind}_LIBRARY_PREFIX}${name}${CMAKE_${kind}_LIBRARY_SUFFIX}>)
   endforeach()
-  # libtorch_cpu holds, and shows to others, the std::filesystem of an older GCC. A program that finds part of it there and the rest in
-  # libstdc++ crashes, in remove_all for one: libstdc++ comes first.
+  # libtorch_cpu holds, and shows to others, the std::filesystem of another GCC. So that no program finds part of it there and the rest in
+  # libstdc++, libstdc++ comes first.
   target_link_options(${target} INTERFACE
                       $<$<AND:$<PLATFORM_ID:Linux>,$<LINK_LANG_AND_ID:CXX,GNU>>:LINKER:--push-state,--no-as-needed,-lstdc++,--pop-state>)
 endfunction()
