@@ -1,14 +1,12 @@
 #include "liger/train/ranks.h"
 
 #include <ATen/DeviceAccelerator.h>
-#include <torch/types.h>
-#include <cstdlib>
-#include <string>
-#if defined(LIGER_GLOO) || defined(LIGER_NCCL)
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
-#endif
+#include <torch/types.h>
+#include <cstdlib>
+#include <string>
 #ifdef LIGER_GLOO
 #define USE_C10D_GLOO
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
@@ -68,8 +66,6 @@ void in_buckets(const std::vector<at::Tensor>& tensors, F with) {
 }
 
 }  // namespace
-
-#if defined(LIGER_GLOO) || defined(LIGER_NCCL)
 
 struct Ranks::Group {
   c10::intrusive_ptr<c10d::Store> store;
@@ -137,22 +133,6 @@ void Ranks::broadcast(const std::vector<at::Tensor>& tensors, int64_t from) cons
     group_->backend->broadcast(one, options)->wait();
   });
 }
-
-#else
-
-struct Ranks::Group {};
-
-Ranks::Ranks(at::Device device) : device_(device) {
-  if (!device_.is_cpu() && !device_.has_index()) device_.set_index(0);
-  TORCH_CHECK(variable("WORLD_SIZE").empty() || number("WORLD_SIZE") == 1,
-              "several processes need gloo on CPUs and NCCL on GPUs, and liger-train was built with neither's headers "
-              "(docs/cpp.md)");
-}
-
-void Ranks::sum(const std::vector<at::Tensor>&) const {}
-void Ranks::broadcast(const std::vector<at::Tensor>&, int64_t) const {}
-
-#endif
 
 double Ranks::sum(double value) const {
   const at::Tensor all = at::full({1}, value, at::TensorOptions(device_).dtype(at::kDouble));
