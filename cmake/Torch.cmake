@@ -29,11 +29,12 @@ function(liger_link_torch target folder)
   if(WIN32)
     set(kind IMPORT)
   endif()
+  # libtorch.so and libtorch_cpu.so hold, and show to others, the std::filesystem of another GCC. So that no program takes part of it from
+  # there and the rest from libstdc++, which crashes, libstdc++ comes first on the command line. Where a toolchain has it as an archive only,
+  # what is taken from it stays inside.
+  target_link_libraries(
+    ${target} INTERFACE $<$<AND:$<PLATFORM_ID:Linux>,$<LINK_LANG_AND_ID:CXX,GNU>>:-Wl$<COMMA>--exclude-libs$<COMMA>libstdc++.a$<COMMA>--push-state$<COMMA>--no-as-needed$<COMMA>-lstdc++$<COMMA>--pop-state>)
   foreach(name torch torch_cpu c10)
     target_link_libraries(${target} INTERFACE $<BUILD_INTERFACE:${folder}/lib/${CMAKE_${kind}_LIBRARY_PREFIX}${name}${CMAKE_${kind}_LIBRARY_SUFFIX}>)
   endforeach()
-  # libtorch_cpu holds, and shows to others, the std::filesystem of another GCC. So that no program finds part of it there and the rest in
-  # libstdc++, libstdc++ comes first.
-  target_link_options(${target} INTERFACE
-                      $<$<AND:$<PLATFORM_ID:Linux>,$<LINK_LANG_AND_ID:CXX,GNU>>:LINKER:--push-state,--no-as-needed,-lstdc++,--pop-state>)
 endfunction()
