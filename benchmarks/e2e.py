@@ -101,7 +101,7 @@ def make_model(name, device, ranks):
 
 
 def kernel_times(step):
-    """{part: ms} of one step, and of the GPU's idle time in it."""
+    """{part: ms} of one step, the time in it when the GPU only communicates, and when it is idle."""
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
@@ -112,13 +112,31 @@ def kernel_times(step):
         whole = (time.perf_counter() - begin) * 1e3
     parts = {part: 0.0 for part, _ in PARTS}
     unnamed = {}
-    for event in profiler.key_averages():
-        part = next(part for part, names in PARTS if re.search(names, event.key))
-        parts[part] += event.self_device_time_total / 1e3
+    spans = {"computing": [], "busy": []}
+    for event in profiler.events():
+        if event.device_type != torch.autograd.DeviceType.CUDA or event.is_user_annotation:
+            continue
+        part = next(part for part, names in PARTS if re.search(names, event.name))
+        span = (event.time_range.start / 1e3, event.time_range.end / 1e3)
+        parts[part] += span[1] - span[0]
+        spans["busy"].append(span)
+        if part != "communication":
+            spans["computing"].append(span)
         if part == "other":
-            unnamed[event.key[:80]] = event.self_device_time_total / 1e3
+            unnamed[event.name[:80]] = unnamed.get(event.name[:80], 0.0) + span[1] - span[0]
     largest = dict(sorted(unnamed.items(), key=lambda item: -item[1])[:8])
-    return {"ms": {**parts, "idle": max(0.0, whole - sum(parts.values()))}, "step": whole, "largest of other": largest}
+    busy, computing = covered(spans["busy"]), covered(spans["computing"])
+    parts |= {"communication alone": busy - computing, "idle": max(0.0, whole - busy)}
+    return {"ms": parts, "step": whole, "largest of other": largest}
+
+
+def covered(spans):
+    """The time that is in at least one of some spans."""
+    total, end = 0.0, float("-inf")
+    for first, last in sorted(spans):
+        total += max(0.0, last - max(first, end))
+        end = max(end, last)
+    return total
 
 
 class Worker:

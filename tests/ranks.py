@@ -1,9 +1,11 @@
-"""Runs a function of a test on several processes of one gloo group."""
+"""Runs a function of a test on several processes of one group: NCCL's where each of two has a GPU, otherwise gloo's."""
 
 import os
 import socket
 
 import torch
+
+DEVICE = "cuda" if torch.cuda.device_count() > 1 else "cpu"
 
 
 def _rank(rank, port, ranks, results, function, arguments):
@@ -12,7 +14,13 @@ def _rank(rank, port, ranks, results, function, arguments):
     )
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=ranks)
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # which FSDP2 would take
+    torch.distributed.init_process_group(
+        "cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo", rank=rank, world_size=ranks
+    )
     try:
         results.put((rank, function(rank, *arguments)))
     finally:

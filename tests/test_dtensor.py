@@ -11,7 +11,7 @@ from cases import all_cases, as_tuple, rounded
 from liger_kernel.ops import LigerRMSNormFunction, LigerSiLUMulFunction
 from liger_kernel.ops.experimental.mm_int8int2 import matmul
 from liger_kernel.transformers.functional import liger_layer_norm
-from ranks import on_ranks
+from ranks import DEVICE, on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -61,7 +61,7 @@ def compare(case, shape, options, positions, dim, mesh):
         t
         if t is None
         else distribute_tensor(
-            t.detach(), mesh, [Shard(dim) if i in positions else Replicate()], src_data_rank=None
+            t.detach().to(DEVICE), mesh, [Shard(dim) if i in positions else Replicate()], src_data_rank=None
         ).requires_grad_(t.requires_grad)
         for i, t in enumerate(inputs)
     ]
@@ -75,7 +75,7 @@ def compare(case, shape, options, positions, dim, mesh):
     torch.autograd.backward(expected, upstream)
     split = [
         distribute_tensor(
-            g.float(), mesh, [Replicate() if p.is_partial() else p for p in o.placements], src_data_rank=None
+            g.float().to(DEVICE), mesh, [Replicate() if p.is_partial() else p for p in o.placements], src_data_rank=None
         )
         for g, o in zip(upstream, found)
     ]
@@ -86,12 +86,12 @@ def compare(case, shape, options, positions, dim, mesh):
     ]
     for got, want in pairs:
         assert want.abs().max() > 1e-3
-        torch.testing.assert_close(got.full_tensor().double(), want, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(got.full_tensor().double().cpu(), want, rtol=1e-4, atol=1e-5)
     return forward.get_total_counts() + backward.get_total_counts()
 
 
 def on_rank(rank, table):
-    mesh, cases, found = init_device_mesh("cpu", (2,)), all_cases(), {}
+    mesh, cases, found = init_device_mesh(DEVICE, (2,)), all_cases(), {}
     for name, variants in table.items():
         for shape, options, positions, dims in variants:
             for dim in dims:
@@ -123,8 +123,8 @@ def test_what_has_to_be_gathered(ranks, name):
 
 def mixed(rank):
     """DTensors beside plain tensors, an operator without a rule, a gradient that comes back in another placement."""
-    mesh = init_device_mesh("cpu", (2,))
-    x, w, b = torch.randn(4, 8), torch.randn(8), torch.randn(4, 8)
+    mesh = init_device_mesh(DEVICE, (2,))
+    x, w, b = (torch.randn(shape, device=DEVICE) for shape in ((4, 8), (8,), (4, 8)))
     rows, columns = (distribute_tensor(x, mesh, [Shard(d)], src_data_rank=None) for d in (0, 1))
     y = LigerRMSNormFunction.apply(rows, w, 1e-6)
     torch.testing.assert_close(y, torch.nn.functional.rms_norm(x, (8,), w, 1e-6))
@@ -134,7 +134,10 @@ def mixed(rank):
     with pytest.raises(TypeError, match="weight is a plain tensor beside DTensors"):
         liger_layer_norm(rows, w, w, 1e-6)
     with pytest.raises((RuntimeError, NotImplementedError), match="int2_matmul"):
-        matmul(rows.to(torch.int8), distribute_tensor(torch.zeros(2, 4, dtype=torch.uint8), mesh, [Replicate()]))
+        matmul(
+            rows.to(torch.int8),
+            distribute_tensor(torch.zeros(2, 4, dtype=torch.uint8, device=DEVICE), mesh, [Replicate()]),
+        )
     weight = distribute_tensor(w, mesh, [Replicate()], src_data_rank=None).requires_grad_()
     leaf, whole = rows.detach().requires_grad_(), x.double().requires_grad_()
     LigerRMSNormFunction.apply(leaf, weight, 1e-6).redistribute(mesh, [Shard(1)]).cos().redistribute(

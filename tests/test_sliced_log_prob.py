@@ -3,7 +3,7 @@
 import pytest
 import torch
 from liger_kernel.ops.sliced_log_prob import quantised_linear_log_prob, vocab_parallel_linear_log_prob
-from ranks import on_ranks
+from ranks import DEVICE, on_ranks
 
 N, H, V, RANKS = 21, 64, 90, 2
 
@@ -42,7 +42,7 @@ def on_rank(rank):
     cuts = [0, 40, V]  # slices of different sizes
     mine = slice(cuts[rank], cuts[rank + 1])
     for dtype, bounds in BOUNDS.items():
-        hidden, weight, bias, ids, upstream = batch(dtype)
+        hidden, weight, bias, ids, upstream = (t.to(DEVICE) for t in batch(dtype))
         for options in (dict(), dict(temperature=0.7, softcap=5.0, max_bytes=1)):
             leaves = [t.clone().requires_grad_() for t in (hidden, weight[mine], bias[mine])]
             found = vocab_parallel_linear_log_prob(

@@ -7,7 +7,7 @@ import torch
 from liger_kernel import ops as liger_ops
 from liger_kernel.transformers import LigerVocabParallelCrossEntropy
 from liger_kernel.transformers.vocab_parallel_cross_entropy import validate_formula_and_mode
-from ranks import on_ranks
+from ranks import DEVICE, on_ranks
 
 S, B, V, RANKS = 5, 3, 24, 2
 OPTIONS = [dict()] + [
@@ -115,7 +115,7 @@ def test_far_logits():
 def on_rank(rank):
     mine = slice(rank * V // RANKS, (rank + 1) * V // RANKS)
     for dtype in (torch.float32, torch.bfloat16):
-        logits, target, upstream = batch(dtype)
+        logits, target, upstream = (t.to(DEVICE) for t in batch(dtype))
         for options in OPTIONS:
             x = logits[..., mine].clone().requires_grad_()
             loss = LigerVocabParallelCrossEntropy(**options)(x, target, torch.distributed.group.WORLD)

@@ -13,9 +13,10 @@ import sys
 import tempfile
 import traceback
 
+import conftest
 import pytest
 import torch
-from conftest import VOCABULARY, assert_close, make, run
+from conftest import VOCABULARY, assert_close, run
 from liger_kernel.transformers.patch import patch
 from torch import nn
 from torch.distributed import init_device_mesh
@@ -39,7 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.distributed import DistributedConfig
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
-from ranks import on_ranks  # noqa: E402
+from ranks import DEVICE, on_ranks  # noqa: E402
 
 RANKS, ROWS, LENGTH = 2, 4, 12
 
@@ -49,7 +50,12 @@ def batch():
     ids = torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=generator)
     labels = ids.clone()
     labels[0, :5], labels[3, 7:] = -100, -100
-    return {"input_ids": ids, "labels": labels, "num_items_in_batch": (labels[:, 1:] != -100).sum()}
+    found = {"input_ids": ids, "labels": labels, "num_items_in_batch": (labels[:, 1:] != -100).sum()}
+    return {name: value.to(DEVICE) for name, value in found.items()}
+
+
+def make(family, **options):
+    return conftest.make(family, **options).to(DEVICE)
 
 
 def part(inputs, rank, ranks=RANKS):
@@ -66,7 +72,7 @@ def fsdp1(model, own_head=False, **options):
         recurse or type(module).__name__.endswith("DecoderLayer") or own_head and is_head(module)
     )
     return FullyShardedDataParallel(
-        model, auto_wrap_policy=policy, device_id=torch.device("cpu"), **{"use_orig_params": True, **options}
+        model, auto_wrap_policy=policy, device_id=torch.device(DEVICE), **{"use_orig_params": True, **options}
     )
 
 
@@ -144,7 +150,7 @@ def step(mode, model, rank):
             {name: value[i : i + 1] if value.dim() else value for name, value in inputs.items()}
             for i in range(ROWS // RANKS)
         ]
-    total, logits = torch.zeros(()), False
+    total, logits = torch.zeros((), device=DEVICE), False
     with contextlib.nullcontext() if mode.endswith("compiled") else Collectives() as collectives:
         for i, piece in enumerate(pieces):
             last = i == len(pieces) - 1
@@ -206,7 +212,7 @@ def compare_halves(rank, family, mode):
 
     def of(rank):
         cut = slice(rank * half, (rank + 1) * half)
-        positions = torch.arange(cut.start, cut.stop).expand(ROWS, half)
+        positions = torch.arange(cut.start, cut.stop, device=DEVICE).expand(ROWS, half)
         return {
             "input_ids": whole["input_ids"][:, cut], "position_ids": positions, "labels": whole["labels"][:, cut].contiguous(),
             "shift_labels": shifted[:, cut].contiguous(), "num_items_in_batch": whole["num_items_in_batch"],
@@ -299,7 +305,7 @@ def sequence_parallel(model):
             plan[name] = PrepareModuleInput(
                 input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True
             )
-    return parallelize_module(model, init_device_mesh("cpu", (RANKS,)), plan)
+    return parallelize_module(model, init_device_mesh(DEVICE, (RANKS,)), plan)
 
 
 def tensor_parallel(model):
@@ -310,7 +316,7 @@ def tensor_parallel(model):
         if name.rpartition(".")[2] in styles
     }
     plan["lm_head"] = ColwiseParallel(output_layouts=Replicate())
-    return parallelize_module(model, init_device_mesh("cpu", (RANKS,)), plan)
+    return parallelize_module(model, init_device_mesh(DEVICE, (RANKS,)), plan)
 
 
 def of_transformers(model):
@@ -320,7 +326,12 @@ def of_transformers(model):
         torch.distributed.broadcast_object_list(shared)
         model.save_pretrained(shared[0])
         torch.distributed.barrier()
-        loaded = type(model).from_pretrained(shared[0], distributed_config=DistributedConfig(tp_size=RANKS)).train()
+        loaded = (
+            type(model)
+            .from_pretrained(shared[0], distributed_config=DistributedConfig(tp_size=RANKS))
+            .to(DEVICE)
+            .train()
+        )
         torch.distributed.barrier()
         return loaded
 

@@ -15,7 +15,7 @@ from test_distributed import on_ranks
 
 STAGES = {"zero1": dict(stage=1), "zero2": dict(stage=2), "zero3": dict(stage=3), "zero3_bf16": dict(stage=3)}
 STEPS = 4
-os.environ["DS_ACCELERATOR"] = "cpu"
+os.environ["DS_ACCELERATOR"] = distributed.DEVICE
 
 
 def trained(name, model, rank):
