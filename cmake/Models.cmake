@@ -53,8 +53,8 @@ set_target_properties(liger_train PROPERTIES OUTPUT_NAME liger-train)
 target_include_directories(liger_train SYSTEM PRIVATE ${LIGER_JSON_DIR} ${LIGER_CLI11_DIR})
 target_link_libraries(liger_train PRIVATE liger_models)
 if(EXISTS ${LIGER_TORCH_DIR}/lib/libtorch_cuda.so)
-  # libtorch.so loads it, which registers the GPU; nothing calls either by name.
-  target_link_options(liger_train PRIVATE LINKER:--no-as-needed)
+  # It registers the GPU when it is loaded, whether or not something of it is called.
+  target_link_libraries(liger_train PRIVATE ${liger_libstdcxx} -Wl,--no-as-needed ${LIGER_TORCH_DIR}/lib/libtorch_cuda.so)
 endif()
 find_path(LIGER_GLOO_DIR gloo/rendezvous/store.h DOC "the folder that holds gloo/rendezvous/store.h")
 mark_as_advanced(LIGER_GLOO_DIR)

@@ -20,6 +20,11 @@ function(liger_torch_digits version result)
   set(${result} ${digits} PARENT_SCOPE)
 endfunction()
 
+# What comes before torch's libraries on a command line. They hold, and show to others, the std::filesystem of another GCC: a program that
+# takes part of it from there and the rest from libstdc++ crashes. Where a toolchain has libstdc++ as an archive only, what is taken from it
+# stays inside.
+set(liger_libstdcxx $<$<AND:$<PLATFORM_ID:Linux>,$<LINK_LANG_AND_ID:CXX,GNU>>:-Wl$<COMMA>--exclude-libs$<COMMA>libstdc++.a$<COMMA>--push-state$<COMMA>--no-as-needed$<COMMA>-lstdc++$<COMMA>--pop-state>)
+
 # Lets an interface target hand over the torch in a folder.
 function(liger_link_torch target folder)
   foreach(include include include/torch/csrc/api/include)
@@ -29,11 +34,7 @@ function(liger_link_torch target folder)
   if(WIN32)
     set(kind IMPORT)
   endif()
-  # libtorch.so and libtorch_cpu.so hold, and show to others, the std::filesystem of another GCC. So that no program takes part of it from
-  # there and the rest from libstdc++, which crashes, libstdc++ comes first on the command line. Where a toolchain has it as an archive only,
-  # what is taken from it stays inside.
-  target_link_libraries(
-    ${target} INTERFACE $<$<AND:$<PLATFORM_ID:Linux>,$<LINK_LANG_AND_ID:CXX,GNU>>:-Wl$<COMMA>--exclude-libs$<COMMA>libstdc++.a$<COMMA>--push-state$<COMMA>--no-as-needed$<COMMA>-lstdc++$<COMMA>--pop-state>)
+  target_link_libraries(${target} INTERFACE ${liger_libstdcxx})
   foreach(name torch torch_cpu c10)
     target_link_libraries(${target} INTERFACE $<BUILD_INTERFACE:${folder}/lib/${CMAKE_${kind}_LIBRARY_PREFIX}${name}${CMAKE_${kind}_LIBRARY_SUFFIX}>)
   endforeach()

@@ -102,7 +102,9 @@ class _Rule:
         local = list(args)
         for i, letter in given.items():
             if isinstance(args[i], DTensor):
-                local[i] = args[i].to_local() if letter == "r" else args[i].redistribute(mesh, placed[i]).to_local()
+                # Below autograd: torch 2.11 cannot redistribute there what requires a gradient.
+                given_here = args[i].detach()
+                local[i] = (given_here if letter == "r" else given_here.redistribute(mesh, placed[i])).to_local()
         found = op(*local, **kwargs)
         several = isinstance(found, (tuple, list))
 

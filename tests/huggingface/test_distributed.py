@@ -123,9 +123,8 @@ def gradients_of(wrapped):
             for own in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module."):
                 name = name.replace(own, "")
             if parameter.grad is not None:
-                found[name] = (
-                    parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-                ).clone()
+                whole = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+                found[name] = whole.to(DEVICE, copy=True)  # of offloaded ones on the CPU
         return found
 
 
