@@ -144,10 +144,7 @@ __device__ inline void store16(void* p, uint4 v) { *static_cast<uint4*>(p) = v; 
 
 template <class V>
 __device__ void forget(V&) {}
-template <class T>
-__device__ T* pinned(T* p) {
-  return p;
-}
+__device__ inline void prefetch(const void*) {}
 
 /// A float holds the product of two 16-bit numbers exactly.
 template <class T>

@@ -25,17 +25,6 @@ __device__ void copy_async16(void* shared, const void* global, int bytes = 16) {
 #endif
 }
 
-/// As copy_async16, of 4 bytes, all of them.
-__device__ inline void copy_async4(void* shared, const void* global) {
-#if __CUDA_ARCH__ >= 800
-  const unsigned to = shared_address(shared);
-  const size_t from = __cvta_generic_to_global(global);
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
-#else
-  *static_cast<unsigned*>(shared) = *static_cast<const unsigned*>(global);
-#endif
-}
-
 __device__ inline void copies_done() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_all;" ::: "memory");

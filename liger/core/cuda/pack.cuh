@@ -1,7 +1,33 @@
 #pragma once
+// Neighbouring elements of a row: as they lie in memory, and as floats.
+#include <initializer_list>
 #include "liger/core/cuda/launch.h"
 
 namespace liger::cuda {
+
+inline bool aligned16(std::initializer_list<const void*> pointers) {
+  for (auto p : pointers)
+    if (reinterpret_cast<uintptr_t>(p) % 16 != 0) return false;
+  return true;
+}
+
+/// How many elements of T lie between the 16-byte boundary before p and p.
+template <class T>
+__host__ __device__ inline int misalignment(const void* p) {
+  return int(reinterpret_cast<uintptr_t>(p) % 16 / sizeof(T));
+}
+
+/// f(i) for each i below n.
+template <int n, class F>
+__device__ void unrolled(F f) {
+#pragma unroll
+  for (int i = 0; i < n; ++i) f(i);
+}
+
+template <class T>
+__device__ float round_to(float v) {
+  return float(T(v));
+}
 
 /// kWidth neighbours of a row, read and written in one access, in registers of as many bytes.
 template <class T, int kWidth_>
@@ -55,10 +81,14 @@ struct alignas(sizeof(T) * kWidth_ < 16 ? sizeof(T) * kWidth_ : 16) Pack {
 
   /// The product of each pair, rounded once.
   __device__ friend Pack operator*(const Pack& a, const Pack& b) {
-    static_assert(kPairs);
     Pack p;
+    if constexpr (kPairs) {
 #pragma unroll
-    for (int j = 0; j < kWidth / 2; ++j) p.words[j] = multiply_words<T>(a.words[j], b.words[j]);
+      for (int j = 0; j < kWidth / 2; ++j) p.words[j] = multiply_words<T>(a.words[j], b.words[j]);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) p.words[j] = T(float(a.words[j]) * float(b.words[j]));
+    }
     return p;
   }
 
@@ -66,5 +96,59 @@ struct alignas(sizeof(T) * kWidth_ < 16 ? sizeof(T) * kWidth_ : 16) Pack {
   __device__ static unsigned bits(unsigned word) { return word; }
   __device__ static unsigned bits(float word) { return __float_as_uint(word); }
 };
+
+/// kWidth floats of a thread, with arithmetic element by element.
+template <int kWidth_>
+struct Vec {
+  static constexpr int kWidth = kWidth_;
+  float v[kWidth] = {};
+
+  /// f(a, b, …) element by element.
+  template <class F, class... Vecs>
+  __device__ static Vec map(F f, const Vecs&... in) {
+    Vec t;
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) t.v[i] = f(in.v[i]...);
+    return t;
+  }
+
+  __device__ friend Vec operator*(const Vec& a, const Vec& b) {
+    return map([](float x, float y) { return x * y; }, a, b);
+  }
+  __device__ friend Vec operator+(const Vec& a, const Vec& b) {
+    return map([](float x, float y) { return x + y; }, a, b);
+  }
+  __device__ friend Vec operator*(const Vec& a, float s) {
+    return map([s](float x) { return x * s; }, a);
+  }
+  __device__ friend Vec operator+(const Vec& a, float s) {
+    return map([s](float x) { return x + s; }, a);
+  }
+};
+
+template <class T, int kWidth>
+__device__ Vec<kWidth> to_vec(const Pack<T, kWidth>& pack) {
+  Vec<kWidth> t;
+  pack.to_float(t.v);
+  return t;
+}
+
+template <class T, int kWidth>
+__device__ Pack<T, kWidth> packed(const Vec<kWidth>& t) {
+  return Pack<T, kWidth>::from_float(t.v);
+}
+
+template <class T, int kWidth>
+__device__ Vec<kWidth> round_to(const Vec<kWidth>& t) {
+  return to_vec(packed<T>(t));
+}
+
+template <int kWidth>
+__device__ float sum(const Vec<kWidth>& t) {
+  float s = 0;
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) s += t.v[i];
+  return s;
+}
 
 }  // namespace liger::cuda

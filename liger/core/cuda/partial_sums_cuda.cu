@@ -97,10 +97,10 @@ __global__ void __launch_bounds__(256) scale_rows_kernel(ScaleRows a, Pieces<T, 
 
 }  // namespace
 
-// As many blocks as an SM holds of 512 threads, whose loads hide each other's latency; fewer partial sums where a
-// cluster works on a row (past 16384 columns), and where blocks of several short rows would have none. Where rows begin
-// anywhere they go to a multiple of so many partial sums, or to one each, that all of a partial sum begin alike between
-// 16-byte boundaries.
+// As many blocks as a multiprocessor holds of 512 threads, whose loads hide each other's latency; fewer partial sums
+// where a cluster works on a row (past 16384 columns), and where blocks of several short rows would have none. Where
+// rows begin between 16-byte boundaries, a multiple of so many partial sums, or one a row, that all rows of one begin
+// alike.
 LIGER_REGISTER(row_partials, [](const RowPartials& a, Stream) {
   const int64_t alike = 8 / std::gcd(a.cols, 8);
   const int64_t blocks = a.cols > 4096 ? 1 : 2, packs = a.cols / 8;

@@ -1,6 +1,7 @@
 #pragma once
 #include "liger/core/cuda/math.cuh"
-#include "liger/core/cuda/tile.cuh"
+#include "liger/core/cuda/pack.cuh"
+#include "liger/core/cuda/reduce.cuh"
 
 namespace liger::cuda {
 

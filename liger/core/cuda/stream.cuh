@@ -1,11 +1,14 @@
 #pragma once
-#include "liger/core/cuda/tile.cuh"
+#include "liger/core/cuda/async_copy.cuh"
+#include "liger/core/cuda/dispatch.h"
+#include "liger/core/cuda/pack.cuh"
+#include "liger/core/cuda/reduce.cuh"
 #include "liger/core/partial_sums.h"
 
 namespace liger::cuda {
 
-/// A row of n elements too long for a tile, seen as the 16-byte packs of memory that it touches: rows of any alignment
-/// are read and written in whole packs but for the first and the last.
+/// A row of n elements, seen as the 16-byte packs of memory that it touches: rows of any alignment are read and written
+/// in whole packs but for the first and the last.
 template <class T>
 struct Row {
   static constexpr int kWidth = 16 / sizeof(T);
@@ -32,6 +35,10 @@ struct Row {
   /// The pack that column c is in.
   __device__ int pack(int c) const { return (shift + c) / kWidth; }
   __device__ bool whole(int k) const { return unsigned(k - (shift > 0)) < unsigned(wholes); }
+
+  /// Which elements of pack k are the row's: [begin(k), end(k)).
+  __device__ int begin(int k) const { return max(0, -column(k)); }
+  __device__ int end(int k) const { return min(kWidth, n - column(k)); }
 
   __device__ Pack load(int k, T outside) const { return load(k, outside, *this); }
 
@@ -75,6 +82,14 @@ struct Row {
     PackLike<L>::from_float(f).write(at(k, like));
   }
 
+  template <class L>
+  __device__ void store(int k, const PackLike<L>& pack, const Row<L>& like) const {
+    if (aligned(like) && like.whole(k)) return pack.write(at(k, like));
+    float f[Row<L>::kWidth];
+    pack.to_float(f);
+    store(k, f, like);
+  }
+
   /// Writes n packs of the row `like`, kStride apart.
   template <int kStride, class L, int n>
   __device__ void store(int k, const PackLike<L> (&packs)[n], const Row<L>& like) const {
@@ -103,6 +118,15 @@ struct Row {
     return first + k * Row<L>::kWidth - (like.shift - shift);
   }
 };
+
+/// f(k) for this thread's packs of a row that its block walks along.
+template <class T, class F>
+__device__ void for_each_pack_of(const Row<T>& row, F f) {
+#pragma unroll 2
+  for (int k = threadIdx.x; k < row.packs(); k += blockDim.x) f(k);
+}
+
+inline constexpr int kLongRowThreads = 1024;  // of a block that walks along rows that registers do not hold
 
 /// f(load(i)) for every i below n, by the first `threads` of one block, kBatch loads of a thread in flight at once.
 template <int kBatch, class Load, class F>

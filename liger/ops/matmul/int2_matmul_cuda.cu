@@ -1,6 +1,8 @@
 #include <algorithm>
+#include "liger/core/cuda/async_copy.cuh"
 #include "liger/core/cuda/mma.cuh"
-#include "liger/core/cuda/tile.cuh"
+#include "liger/core/cuda/pack.cuh"
+#include "liger/core/cuda/reduce.cuh"
 #include "liger/ops/matmul/int2_matmul.h"
 
 // outᵀ = codesᵀ aᵀ on the tensor cores, less the sums of a's rows. Their register of weights holds four neighbours of k

@@ -1,4 +1,4 @@
-#include "liger/core/cuda/stream.cuh"
+#include "liger/core/cuda/row_layout.cuh"
 #include "liger/ops/norm/group_norm.h"
 
 namespace liger::cuda::group_norm {
@@ -22,116 +22,130 @@ __device__ inline Stats stats(const GroupNormForward& a, float about, Sums<2>::V
   return {about + d, rsqrtf(fmaxf(0, s.v[1] - s.v[0] * d) / n + a.eps)};
 }
 
-/// What a thread has of a row that fits into the registers of a block, or of a cluster.
-template <class T>
-inline constexpr int kItems = 64 / sizeof(T);
+constexpr int kPacks = 4, kThreads = 512;  // of a thread; of a block
 
-/// f(i, its channel) for a thread's packs, each of one channel, that begin at item i.
-template <class Tile, class F>
-__device__ void each_pack(const GroupNorm& a, const Place& at, F f) {
-#pragma unroll
-  for (int i = 0; i < Tile::kItems; i += Tile::kWidth)
-    if (at.whole<Tile>(i)) f(i, unsigned(Tile::column(i, at)) / unsigned(a.spatial));
+/// f(p, k, its channel) for this thread's packs k of a row, each of one channel.
+template <class Layout, class T, class F>
+__device__ void each_pack(const GroupNorm& a, const AlignedRow<T>& row, F f) {
+  unrolled<Layout::kPacks>([&](int p) {
+    if (const int k = Layout::pack(p); k < row.packs()) f(p, k, unsigned(row.column(k)) / unsigned(a.spatial));
+  });
 }
 
-template <class T, class Tile>
-__device__ Place place(const GroupNorm& a) {
-  return Place(Tile::row(), a.samples * a.groups, a.channels * a.spatial);
+/// This thread's row of a matrix.
+template <class Layout, class T>
+__device__ AlignedRow<T> row_of(const GroupNorm& a, const void* matrix) {
+  const int64_t row = Layout::row(), cols = a.channels * a.spatial;
+  return {matrix, row, cols, row < a.samples * a.groups ? cols : 0};
 }
 
-template <class T, class Tile>
-__global__ void __maxnreg__(80) forward_kernel(GroupNormForward a) {
+/// A block has blockDim.y rows (groups of a sample), or a cluster one, in registers; the limit is memory.
+template <class T, class Layout>
+__global__ void __launch_bounds__(kThreads, 1) forward_kernel(GroupNormForward a) {
   await_previous();
-  const Place at = place<T, Tile>(a);
-  const unsigned group = unsigned(at.row) % unsigned(a.groups);
-  RowReduce<Sums<2>, Tile::kSpread> reduce;
-  Tile x = load<T, Tile>(a.x, at);
-  const float about = reduce({sum(x)}).v[0] / at.cols;
-  const Stats of_row = stats(a, about, reduce(moments(x, about, at)), at.cols);
-  each_pack<Tile>(a, at, [&](int i, int channel) {
+  using Vec = cuda::Vec<Row<T>::kWidth>;
+  const int64_t index = Layout::row();
+  const AlignedRow<T> in = row_of<Layout, T>(a, a.x), out = row_of<Layout, T>(a, a.y);
+  const unsigned group = unsigned(index) % unsigned(a.groups);
+  const float n = float(a.channels * a.spatial);
+  RowReduce<Sums<2>, Layout::kSpread> reduce;
+  Vec x[kPacks];
+  float all = 0;
+  each_pack<Layout>(a, in, [&](int p, int k, int) { x[p] = to_vec(in.load(k, T(0))); });
+  each_pack<Layout>(a, in, [&](int p, int, int) { all += sum(x[p]); });
+  const float about = reduce({all}).v[0] / n;
+  Sums<2>::Value about_mean{};
+  each_pack<Layout>(a, in, [&](int p, int, int) {
+    const Vec d = x[p] + -about;
+    about_mean = Sums<2>()(about_mean, {sum(d), sum(d * d)});
+  });
+  const Stats of_row = stats(a, about, reduce(about_mean), n);
+  each_pack<Layout>(a, in, [&](int p, int k, int channel) {
     const float w = of_channel<T>(a, a.w, group, channel, 1), b = of_channel<T>(a, a.b, group, channel, 0);
-#pragma unroll
-    for (int j = 0; j < Tile::kWidth; ++j) x.v[i + j] = (x.v[i + j] - of_row.mean) * of_row.rstd * w + b;
+    const auto y = [=](float x) { return (x - of_row.mean) * of_row.rstd * w + b; };
+    out.store(k, packed<T>(Vec::map(y, x[p])), in);
   });
-  store<T>(x, a.y, at);
-  if (threadIdx.x == 0 && at.row < at.rows) a.mean[at.row] = of_row.mean, a.rstd[at.row] = of_row.rstd;
+  if (threadIdx.x == 0 && index < a.samples * a.groups) a.mean[index] = of_row.mean, a.rstd[index] = of_row.rstd;
 }
 
-/// Each pack leaves its part of dw and db in shared memory, where the segments of channels find them.
-template <class T, class Tile>
-__global__ void __maxnreg__(96) backward_kernel(GroupNormBackward a) {
-  await_previous();
-  constexpr int kWidth = Tile::kWidth;
-  using Projections = Sums<2>;
-  using Part = Projections::Value;
-  const Place at = place<T, Tile>(a);
-  const unsigned group = unsigned(at.row) % unsigned(a.groups), sample = unsigned(at.row) / unsigned(a.groups);
-  const bool present = at.row < at.rows;
-  const float mean = present ? a.mean[at.row] : 0, rstd = present ? a.rstd[at.row] : 0;
-  const auto x = fetch<T, Tile>(a.x, at), dy = fetch<T, Tile>(a.dy, at);
-  const auto unpack = [&](int i, float (&xhat)[kWidth], float (&g)[kWidth]) {
-    x.packs[i / kWidth].to_float(xhat), dy.packs[i / kWidth].to_float(g);
-#pragma unroll
-    for (float& v : xhat) v = (v - mean) * rstd;
-  };
-  const int threads = int(blockDim.x), packs = threads * Tile::kItems / kWidth;
-  Part* parts = shared_memory<Part>() + int(threadIdx.y) * packs;
-  Part sums{};
-  each_pack<Tile>(a, at, [&](int i, int channel) {
-    float xhat[kWidth], g[kWidth];
-    unpack(i, xhat, g);
-    Part part{};
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) part.v[0] += g[j], part.v[1] += g[j] * xhat[j];
-    parts[i / kWidth * threads + int(threadIdx.x)] = part;
-    const float w = of_channel<T>(a, a.w, group, channel, 1);
-    sums.v[0] += w * part.v[0], sums.v[1] += w * part.v[1];
-  });
-  RowReduce<Projections, Tile::kSpread> reduce;
-  sums = reduce(sums);
-  __syncthreads();
-  // A segment's parts are in one block.
-  const int lanes = min(threads, 32), lane = int(threadIdx.x) % lanes, a_channel = int(a.segments()),
-            begin = Tile::kSpread ? cluster_rank() * packs * kWidth : 0;
-  const int first = begin / int(kGroupSegment),
-            last = Tile::kSpread ? min(first + packs * kWidth / int(kGroupSegment), int(a.channels) * a_channel)
-                                 : int(a.channels) * a_channel;
-  for (int s = first + int(threadIdx.x) / lanes; (a.dw || a.db) && s < last; s += threads / lanes) {
+using Projections = Sums<2>;  // of g and g · x̂
+
+/// Adds up the parts of each segment of channels, which the packs of a block have left in shared memory. begin, packs:
+/// of the row, what the block has.
+template <int kWidth>
+__device__ void sum_segments(const GroupNormBackward& a, const Projections::Value* parts, int64_t row, bool spread,
+                             int begin, int packs) {
+  const unsigned group = unsigned(row) % unsigned(a.groups), sample = unsigned(row) / unsigned(a.groups);
+  const int threads = int(blockDim.x), lanes = min(threads, 32), lane = int(threadIdx.x) % lanes,
+            a_channel = int(a.segments()), first = begin / int(kGroupSegment), all = int(a.channels) * a_channel,
+            last = spread ? min(first + packs * kWidth / int(kGroupSegment), all) : all;
+  for (int s = first + int(threadIdx.x) / lanes; s < last; s += threads / lanes) {
     const int channel = s / a_channel, part = s % a_channel,
               from = channel * int(a.spatial) + part * int(kGroupSegment) - begin;
-    Part total{};
+    Projections::Value total{};
     for (int k = lane; k < min(int(kGroupSegment), int(a.spatial) - part * int(kGroupSegment)) / kWidth; k += lanes)
       total = Projections()(total, parts[from / kWidth + k]);
     total = reduce_lanes<Projections>(total, lanes);
     const int64_t to = ((int64_t(sample) * a_channel + part) * a.groups + group) * a.channels + channel;
-    if (lane > 0 || !present) continue;
+    if (lane > 0 || row >= a.samples * a.groups) continue;
     if (a.db) a.db[to] = total.v[0];
     if (a.dw) a.dw[to] = total.v[1];
   }
-  if (a.dx) {
-    const float mean_g = sums.v[0] / at.cols, onto = sums.v[1] / at.cols;
-    Raw<T, Tile> dx{};
-    each_pack<Tile>(a, at, [&](int i, int channel) {
-      float xhat[kWidth], d[kWidth];
-      unpack(i, xhat, d);
-      const float w = of_channel<T>(a, a.w, group, channel, 1);
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) d[j] = rstd * (d[j] * w - mean_g - xhat[j] * onto);
-      dx.packs[i / kWidth] = Pack<T, kWidth>::from_float(d);
-    });
-    store<T>(dx, a.dx, at);
-  }
 }
 
-/// Calls f.operator()<Tile>(tiling) where rows are that short, and the packs of a channel its own.
+/// As forward_kernel. Each pack leaves its part of dw and db in shared memory, where the segments of channels find
+/// them.
+template <class T, class Layout>
+__global__ void __launch_bounds__(kThreads, 1) backward_kernel(GroupNormBackward a) {
+  await_previous();
+  constexpr int kWidth = Row<T>::kWidth;
+  using Vec = cuda::Vec<kWidth>;
+  const int64_t index = Layout::row();
+  const AlignedRow<T> in = row_of<Layout, T>(a, a.x), upstream = row_of<Layout, T>(a, a.dy),
+                      out = row_of<Layout, T>(a, a.dx);
+  const unsigned group = unsigned(index) % unsigned(a.groups);
+  const bool present = index < a.samples * a.groups;
+  const float mean = present ? a.mean[index] : 0, rstd = present ? a.rstd[index] : 0, n = float(a.channels * a.spatial);
+  typename Row<T>::Pack x[kPacks], dy[kPacks];
+  each_pack<Layout>(a, in, [&](int p, int k, int) { x[p] = in.load(k, T(0)), dy[p] = upstream.load(k, T(0), in); });
+  const auto normalised = [&](int p) { return (to_vec(x[p]) + -mean) * rstd; };
+  const int packs = int(blockDim.x) * kPacks;
+  auto* parts = shared_memory<Projections::Value>() + int(threadIdx.y) * packs;
+  Projections::Value sums{};
+  each_pack<Layout>(a, in, [&](int p, int, int channel) {
+    const Vec g = to_vec(dy[p]);
+    const Projections::Value part{sum(g), sum(g * normalised(p))};
+    parts[p * int(blockDim.x) + int(threadIdx.x)] = part;
+    const float w = of_channel<T>(a, a.w, group, channel, 1);
+    sums.v[0] += w * part.v[0], sums.v[1] += w * part.v[1];
+  });
+  RowReduce<Projections, Layout::kSpread> reduce;
+  sums = reduce(sums);
+  __syncthreads();
+  // A segment's parts are in one block.
+  if (a.dw || a.db)
+    sum_segments<kWidth>(a, parts, index, Layout::kSpread, Layout::kSpread ? cluster_rank() * packs * kWidth : 0,
+                         packs);
+  if (!a.dx) return;
+  const float mean_g = sums.v[0] / n, onto = sums.v[1] / n;
+  each_pack<Layout>(a, in, [&](int p, int k, int channel) {
+    const float w = of_channel<T>(a, a.w, group, channel, 1);
+    const auto dx = [=](float dy, float xhat) { return rstd * (dy * w - mean_g - xhat * onto); };
+    out.store(k, packed<T>(Vec::map(dx, to_vec(dy[p]), normalised(p))), in);
+  });
+}
+
+/// Calls f.operator()<RowLayout>(threads) where rows are that short, and the packs of a channel its own.
 template <class T, class F>
-bool dispatch_row(const GroupNorm& a, const Memory& memory, F&& f) {
-  constexpr Threads block{.few = 128, .most = 512};
+bool dispatch_row(const GroupNorm& a, bool aligned, F&& f) {
+  constexpr int kItems = kPacks * Row<T>::kWidth;
   const int64_t cols = a.channels * a.spatial;
   // The blocks of a cluster meet between two segments.
-  if (a.spatial % (16 / sizeof(T)) != 0 || (cols > block.most * kItems<T> && a.spatial % kGroupSegment != 0))
+  const bool spread = cols > kThreads * kItems;
+  if (!aligned || a.spatial % Row<T>::kWidth != 0 ||
+      (spread && (a.spatial % kGroupSegment != 0 || kItems * 32 % kGroupSegment != 0)))
     return false;
-  return dispatch_tile<T, kItems<T>, 0, kItems<T> * 32 % kGroupSegment == 0>(cols, block, memory, f);
+  return dispatch_layout<T, kPacks, true, true>(cols, {.few = 128, .most = kThreads}, f);
 }
 
 /// A longer row, or one whose channels do not end with a pack — a group of a sample — of kMatrices matrices on a block,
@@ -312,7 +326,6 @@ __global__ void __launch_bounds__(256, 3) backward_long_kernel(GroupNormBackward
   constexpr int kWidth = Row<T>::kWidth;
   const unsigned row = segments.row(), sample = row / unsigned(a.groups), group = row % unsigned(a.groups);
   const float n = float(a.channels * a.spatial), mean = a.mean[row], rstd = a.rstd[row];
-  using Projections = Sums<2>;
   Projections::Value sums{};
   segments.fetch();
   segments.pass([&](const auto& segment, auto each_pack) {
@@ -353,8 +366,8 @@ __global__ void __launch_bounds__(256, 3) backward_long_kernel(GroupNormBackward
 
 LIGER_REGISTER(group_norm_forward, [](const GroupNormForward& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
-    if (dispatch_row<T>(a, {{a.x, (const void*)a.y}, {}}, [&]<class Tile>(Tiling t) {
-          launch(forward_kernel<T, Tile>, t.of_rows(a.samples * a.groups), s, a);
+    if (dispatch_row<T>(a, aligned16({a.x, a.y}), [&]<class Layout>(const RowThreads& t) {
+          launch(forward_kernel<T, Layout>, t.of_rows(a.samples * a.groups), s, a);
         }))
       return;
     const Segments<T, 1> segments(a, a.x);
@@ -364,9 +377,10 @@ LIGER_REGISTER(group_norm_forward, [](const GroupNormForward& a, Stream s) {
 });
 LIGER_REGISTER(group_norm_backward, [](const GroupNormBackward& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
-    if (dispatch_row<T>(a, {{a.x, a.dy, (const void*)a.dx}, {}}, [&]<class Tile>(Tiling t) {
-          const int parts = int(t.threads.x * t.threads.y) * Tile::kItems / Tile::kWidth;
-          launch(backward_kernel<T, Tile>, t.of_rows(a.samples * a.groups, parts * int(2 * sizeof(float))), s, a);
+    if (dispatch_row<T>(a, aligned16({a.x, a.dy, a.dx}), [&]<class Layout>(const RowThreads& t) {
+          const int parts = int(t.threads.x * t.threads.y) * kPacks;
+          launch(backward_kernel<T, Layout>, t.of_rows(a.samples * a.groups, parts * int(sizeof(Projections::Value))),
+                 s, a);
         }))
       return;
     const Segments<T, 2> segments(a, a.x, a.dy);

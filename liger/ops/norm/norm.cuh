@@ -1,50 +1,46 @@
 #pragma once
+#include "liger/core/cuda/dispatch.h"
 #include "liger/core/cuda/math.cuh"
-#include "liger/core/cuda/pipeline.cuh"
+#include "liger/core/cuda/row_layout.cuh"
 #include "liger/ops/norm/norm.h"
 
 namespace liger::cuda::norm {
 
-/// What a row is made of.
+/// What a row is normalised by.
 struct Stats {
   float mean, rstd;
 };
 
-template <class T, class Tile, Norm kNorm>
-__device__ Tile normalised(const Tile& x, Stats stats, float alpha) {
-  if constexpr (tanh_of(kNorm)) return Tile::map([=](float v) { return Math<T>::tanh(alpha * v); }, x);
-  if constexpr (centred(kNorm))
-    return (x + -stats.mean) *
-           stats.rstd;  // a product with the mean would be rounded: of a constant row something would remain
-  return x * stats.rstd;
-}
-
-/// The row of scale and shift that row `row` shares with others; behind the last where there is none.
-template <Norm kNorm, class Args>
-__device__ int64_t modulation_of(const Args& a, int64_t row) {
-  if (!modulated(kNorm) || row >= a.rows) return a.modulations;
-  return row >> 32 ? row / a.per_modulation : unsigned(row) / unsigned(a.per_modulation);  // the short one if it can be
-}
-
-template <class T, class Tile, class Args, class At>
-__device__ Tile modulation(const Args& a, const void* m, const At& at) {
-  return a.modulation_dtype == DType::F32 ? load_loose<float, Tile>(m, at) : load_loose<T, Tile>(m, at);
+template <bool kCentred, class Vec>
+__device__ Vec normalised(const Vec& x, Stats stats) {
+  if constexpr (!kCentred) return x * stats.rstd;
+  // A product with the mean would be rounded: of a constant row something would remain.
+  else return (x + -stats.mean) * stats.rstd;
 }
 
 /// x̂ · w as the reference rounds it; w has its offset.
-template <class T, Norm kNorm, class Tile>
-__device__ Tile weighted(Tile xhat, Tile w, Casting casting) {
-  if (!biased(kNorm) && casting != Casting::Gemma) xhat = round_to<T>(xhat);
-  if (!biased(kNorm) && casting == Casting::None) w = round_to<T>(w);
+template <class T, class Vec>
+__device__ Vec weighted(Vec xhat, Vec w, Casting casting) {
+  if (casting != Casting::Gemma) xhat = round_to<T>(xhat);
+  if (casting == Casting::None) w = round_to<T>(w);
   return xhat * w;
 }
 
-/// f.operator()<T, W, kNorm>().
-template <class Args, class F>
-void dispatch_args(const Args& a, F&& f) {
-  dispatch_weighted(a.dtype, a.w_dtype, [&]<class T, class W>() {
-    dispatch_norm(a.norm, [&]<Norm kNorm>() { f.template operator()<T, W, kNorm>(); });
-  });
+/// The row of scale and shift that row `row` shares with others.
+template <class Args>
+__device__ int64_t modulation_of(const Args& a, int64_t row) {
+  return row >> 32 ? row / a.per_modulation : unsigned(row) / unsigned(a.per_modulation);  // in 32 bits where it can be
 }
+
+/// The columns of pack k of `like`, in row `row` of a matrix or vector that is of T or of floats; zeros beside the row.
+template <class T, template <class> class R>
+__device__ Vec<R<T>::kWidth> load_like(const void* p, DType dtype, int64_t row, int64_t cols, int k, const R<T>& like) {
+  if (dtype == DType::F32) return to_vec(R<float>(p, row, cols, cols).load(k, 0.f, like));
+  return to_vec(R<T>(p, row, cols, cols).load(k, T(0), like));
+}
+
+/// DyT has kernels of its own (dyt_cuda.cu).
+void dyt_forward(const NormForward& a, Stream s);
+void dyt_backward(const NormBackward& a, Stream s);
 
 }  // namespace liger::cuda::norm

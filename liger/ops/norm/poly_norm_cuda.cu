@@ -1,4 +1,4 @@
-#include "liger/core/cuda/pipeline.cuh"
+#include "liger/core/cuda/staged_rows.cuh"
 #include "liger/ops/norm/poly_norm.h"
 
 namespace liger::cuda::poly_norm {
@@ -7,13 +7,10 @@ namespace {
 using Powers = Sums<3>;  // of x³, x², x
 using Totals = Sums<4>;  // S₃, S₂, S₁ and Σ dy
 
-/// f(x, …)'s values summed over a thread's columns.
-template <class S, class Tile, class F, class... Tiles>
-__device__ typename S::Value gather(F f, const Tile& x, const Tiles&... more) {
-  typename S::Value sums = S::identity();
-#pragma unroll
-  for (int i = 0; i < Tile::kItems; ++i) sums = S()(sums, f(x.v[i], more.v[i]...));
-  return sums;
+/// The sum of f(x, …) over the elements of some packs. What lies behind a row's end is 0, and adds nothing.
+template <class S, class Vec, class F, class... Vecs>
+__device__ void gather(typename S::Value& sums, F f, const Vec& x, const Vecs&... more) {
+  unrolled<Vec::kWidth>([&](int i) { sums = S()(sums, f(x.v[i], more.v[i]...)); });
 }
 
 __device__ inline Powers::Value powers(float x) {
@@ -29,9 +26,9 @@ __device__ inline Powers::Value factors(const Powers::Value& w, const float* rst
 }
 __device__ inline Powers::Value weights(const Numbers& w) { return {number(w, 0), number(w, 1), number(w, 2)}; }
 
-template <class T, class Tile, class At>
-__device__ void output(const PolyNormForward& a, const Tile& x, const Powers::Value& k, float b, const At& at) {
-  store<T>(Tile::map([=](float x) { return ((k.v[0] * x + k.v[1]) * x + k.v[2]) * x + b; }, x), a.y, at);
+template <class Vec>
+__device__ Vec output(const Vec& x, const Powers::Value& k, float b) {
+  return Vec::map([=](float x) { return ((k.v[0] * x + k.v[1]) * x + k.v[2]) * x + b; }, x);
 }
 
 /// 1 / sqrt(mean + eps); exact to a float's last place where that shows.
@@ -53,21 +50,28 @@ __device__ inline Powers::Value inverse_roots_of(const PolyNormBackward& a, int6
   return r;
 }
 
-template <class Tile>
-__device__ Tile slope(const PolyNormBackward& a, const Tile& x, const Tile& dy, const Powers::Value& w,
-                      const Powers::Value& rstd, const Totals::Value& sums) {
-  const float* r = rstd.v;
-  const auto k = factors(w, r);
-  const float inv_cols = 1.f / a.cols;
-  const float c3 = 3 * k.v[0] * r[0] * r[0] * sums.v[0] * inv_cols,
-              c2 = 2 * k.v[1] * r[1] * r[1] * sums.v[1] * inv_cols, c1 = k.v[2] * r[2] * r[2] * sums.v[2] * inv_cols;
-  return Tile::map(
-      [=](float x, float dy) {
-        const float x2 = x * x;
-        return dy * (3 * k.v[0] * x2 + 2 * k.v[1] * x + k.v[2]) - ((c3 * x2 + c2) * x2 + c1) * x;
-      },
-      x, dy);
-}
+/// What is one for a row in its way back.
+struct Slope {
+  Powers::Value k;  // w_i · r_i
+  float c3, c2, c1;
+
+  __device__ Slope(const Powers::Value& w, const Powers::Value& rstd, const Totals::Value& sums, int64_t cols)
+      : k(factors(w, rstd.v)) {
+    const float *r = rstd.v, inv_cols = 1.f / cols;
+    c3 = 3 * k.v[0] * r[0] * r[0] * sums.v[0] * inv_cols, c2 = 2 * k.v[1] * r[1] * r[1] * sums.v[1] * inv_cols,
+    c1 = k.v[2] * r[2] * r[2] * sums.v[2] * inv_cols;
+  }
+
+  template <class Vec>
+  __device__ Vec dx(const Vec& x, const Vec& dy) const {
+    return Vec::map(
+        [this](float x, float dy) {
+          const float x2 = x * x;
+          return dy * (3 * k.v[0] * x2 + 2 * k.v[1] * x + k.v[2]) - ((c3 * x2 + c2) * x2 + c1) * x;
+        },
+        x, dy);
+  }
+};
 
 /// Adds to dw and db what a row does.
 __device__ inline void collect(Totals::Value& total, Totals::Value sums, const Powers::Value& rstd) {
@@ -80,100 +84,107 @@ __device__ inline void put(const PolyNormBackward& a, const Totals::Value& total
   a.db[index] = total.v[3];
 }
 
-constexpr int forward_registers(Fit fit) { return fit == Fit::Whole ? 64 : 56; }
+constexpr int kThreads = 512, kBackwardThreads = 1024;
 
-/// kPieces packs of a row a thread.
-template <class T, class Tile, int kPieces>
-__global__ void __maxnreg__(forward_registers(Tile::kFit)) forward_kernel(PolyNormForward a) {
+/// y and each row's three roots.
+/// A block has blockDim.y rows, or a cluster one; a thread has Layout's packs of a row, in registers. The limit is
+/// memory: x is read once.
+template <class T, class Layout>
+__global__ void __launch_bounds__(kThreads, 2) forward_kernel(PolyNormForward a) {
   await_previous();
-  using Rows = RowsOf<T, Tile, 1, kPieces>;
-  Rows rows(Tile::row(), Tile::step(), a.rows, a.cols, a.x);
-  RowReduce<Powers, Tile::kSpread> reduce;
-  const auto w = weights(a.w);
-  const float b = number(a.b);
-  for (int64_t row = Tile::row(); row - threadIdx.y < a.rows; row += Tile::step()) {
-    rows.advance();
-    Powers::Value sums{};
-    each_piece<1>(rows, [&](const auto& x, const auto&) { sums = Powers()(sums, gather<Powers>(powers, x)); });
-    const auto rstd = inverse_roots<T>(reduce(sums), a);
-    const auto k = factors(w, rstd.v);
-    rows.again();
-    each_piece<1>(rows, [&](const auto& x, const auto& at) { output<T>(a, x, k, b, at); });
-    keep(a, rstd, row);
-    if constexpr (!Rows::kWalks) break;
-  }
-}
-
-/// Longer rows are read again, from a cache.
-template <class T, class Tile>
-__global__ void __launch_bounds__(kTileThreads) forward_long_kernel(PolyNormForward a) {
-  await_previous();
-  const Place row = Tile::template place<T>(a.x, blockIdx.x, a.rows, a.cols);
-  RowReduce<Powers> reduce;
+  constexpr int kPacks = Layout::kPacks;
+  const int64_t row = Layout::row();
+  using Row = typename Layout::template Row<T>;
+  const int64_t cols = row < a.rows ? a.cols : 0;
+  const Row in(a.x, row, a.cols, cols), out(a.y, row, a.cols, cols);
+  typename Row::Pack x[kPacks];
+  const auto each = [&](auto f) {
+    unrolled<kPacks>([&](int p) {
+      if (const int k = Layout::pack(p); k < in.packs()) f(p, k);
+    });
+  };
+  each([&](int p, int k) { x[p] = in.load(k, T(0)); });
   Powers::Value sums{};
-  for_each_place<Tile>(row,
-                       [&](const Place& at) { sums = Powers()(sums, gather<Powers>(powers, load<T, Tile>(a.x, at))); });
-  const auto rstd = inverse_roots<T>(reduce(sums), a);
-  const auto k = factors(weights(a.w), rstd.v);
+  each([&](int p, int) { gather<Powers>(sums, powers, to_vec(x[p])); });
+  RowReduce<Powers, Layout::kSpread> reduce;
+  const auto rstd = inverse_roots<T>(reduce(sums), a), factor = factors(weights(a.w), rstd.v);
   const float b = number(a.b);
-  for_each_place<Tile>(row, [&](const Place& at) { output<T>(a, load<T, Tile>(a.x, at), k, b, at); });
-  keep(a, rstd, row.row);
+  each([&](int p, int k) { out.store(k, packed<T>(output(to_vec(x[p]), factor, b)), in); });
+  keep(a, rstd, row);
 }
 
-/// As forward_kernel; a partial sum takes every partials-th group of rows.
-template <class T, class Tile, int kPieces>
-__global__ void __maxnreg__(64) backward_kernel(PolyNormBackward a) {
+/// The same for longer rows, which are read again, from a cache.
+template <class T>
+__global__ void __launch_bounds__(kLongRowThreads) forward_long_kernel(PolyNormForward a) {
   await_previous();
-  RowReduce<Totals, Tile::kSpread> reduce;
+  const Row<T> x(a.x, blockIdx.x, a.cols, a.cols), y(a.y, blockIdx.x, a.cols, a.cols);
+  Powers::Value sums{};
+  for_each_pack_of(x, [&](int k) { gather<Powers>(sums, powers, to_vec(x.load(k, T(0)))); });
+  RowReduce<Powers> reduce;
+  const auto rstd = inverse_roots<T>(reduce(sums), a), k = factors(weights(a.w), rstd.v);
+  const float b = number(a.b);
+  for_each_pack_of(x, [&](int i) { y.store(i, packed<T>(output(to_vec(x.load(i, T(0))), k, b)), x); });
+  keep(a, rstd, blockIdx.x);
+}
+
+/// dx, and the sums over rows of dw and db.
+/// A block, or a cluster, makes one partial sum and walks along its rows, which come through stages of shared memory
+/// and are read there twice. The limit is memory.
+template <class T, class Layout>
+__global__ void __launch_bounds__(kBackwardThreads) backward_kernel(PolyNormBackward a) {
+  await_previous();
+  constexpr int kPacks = Layout::kPacks;
+  RowReduce<Totals, Layout::kSpread> reduce;
   Totals::Value total{};
-  Pipeline<T, Tile, 2, kPieces> pipeline(Tile::row(), Tile::step(), a.rows, a.cols, a.x, a.dy);
+  StagedRows<T, Layout> rows(Layout::row(), Layout::row(), Layout::step(), a.rows, a.rows, a.cols, 2, a.x, a.dy);
   const auto w = weights(a.w);
-  auto next = inverse_roots_of(a, Tile::row());
-  for (int64_t row = Tile::row(); row - threadIdx.y < a.rows; row += Tile::step()) {
+  auto next = inverse_roots_of(a, Layout::row());
+  for (int64_t row = Layout::row(); row - threadIdx.y < a.rows; row += Layout::step()) {
     const auto rstd = next;
-    pipeline.advance();
-    next = inverse_roots_of(a, row + Tile::step());
+    rows.advance();
+    next = inverse_roots_of(a, row + Layout::step());
     Totals::Value sums{};
-    each_piece<2>(pipeline, [&](const auto& x, const auto& dy, const auto&) {
-      sums = Totals()(sums, gather<Totals>(products, x, dy));
+    unrolled<kPacks>([&](int p) {
+      if (rows.has(p)) gather<Totals>(sums, products, rows.get(0, p), rows.get(1, p));
     });
     sums = reduce(sums);
     collect(total, sums, rstd);
-    if (a.dx)
-      each_piece<2>(pipeline, [&](const auto& x, const auto& dy, const auto& at) {
-        store<T>(slope(a, x, dy, w, rstd, sums), a.dx, at);
-      });
+    if (!a.dx) continue;
+    const Slope slope(w, rstd, sums, a.cols);
+    unrolled<kPacks>([&](int p) {
+      if (rows.has(p))
+        typename Layout::template Row<T>(a.dx, row, a.cols, a.cols)
+            .store(Layout::pack(p), packed<T>(slope.dx(rows.get(0, p), rows.get(1, p))), rows.like);
+    });
   }
   auto* of_rows = shared_memory<Totals::Value>();
-  copies_done();  // the last one's zeros too
+  copies_done();
   __syncthreads();
   if (threadIdx.x == 0) of_rows[threadIdx.y] = total;
   __syncthreads();
-  if (threadIdx.x == 0 && threadIdx.y == 0 && (!Tile::kSpread || cluster_rank() == 0)) {
+  if (threadIdx.x == 0 && threadIdx.y == 0 && (!Layout::kSpread || cluster_rank() == 0)) {
     for (int y = 1; y < int(blockDim.y); ++y) total = Totals()(total, of_rows[y]);
-    put(a, total, Tile::group());
+    put(a, total, Layout::group());
   }
 }
 
-template <class T, class Tile>
-__global__ void __launch_bounds__(kTileThreads) backward_long_kernel(PolyNormBackward a) {
+template <class T>
+__global__ void __launch_bounds__(kLongRowThreads) backward_long_kernel(PolyNormBackward a) {
   await_previous();
   RowReduce<Totals> reduce;
   Totals::Value total{};
   const auto w = weights(a.w);
   for (int64_t row = blockIdx.x; row < a.rows; row += a.partials) {
-    const Place whole = Tile::template place<T>(a.x, row, a.rows, a.cols);
+    const Row<T> x(a.x, row, a.cols, a.cols), dy(a.dy, row, a.cols, a.cols), dx(a.dx, row, a.cols, a.cols);
+    const auto x_of = [&](int k) { return to_vec(x.load(k, T(0))); };
+    const auto dy_of = [&](int k) { return to_vec(dy.load(k, T(0), x)); };
     const auto rstd = inverse_roots_of(a, row);
     Totals::Value sums{};
-    for_each_place<Tile>(whole, [&](const Place& at) {
-      sums = Totals()(sums, gather<Totals>(products, load<T, Tile>(a.x, at), load<T, Tile>(a.dy, at)));
-    });
+    for_each_pack_of(x, [&](int k) { gather<Totals>(sums, products, x_of(k), dy_of(k)); });
     sums = reduce(sums);
     collect(total, sums, rstd);
-    if (a.dx)
-      for_each_place<Tile>(whole, [&](const Place& at) {
-        store<T>(slope(a, load<T, Tile>(a.x, at), load<T, Tile>(a.dy, at), w, rstd, sums), a.dx, at);
-      });
+    const Slope slope(w, rstd, sums, a.cols);
+    if (a.dx) for_each_pack_of(x, [&](int k) { dx.store(k, packed<T>(slope.dx(x_of(k), dy_of(k))), x); });
   }
   if (threadIdx.x == 0) put(a, total, blockIdx.x);
 }
@@ -182,34 +193,27 @@ __global__ void __launch_bounds__(kTileThreads) backward_long_kernel(PolyNormBac
 
 LIGER_REGISTER(poly_norm_forward, [](const PolyNormForward& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
-    const Memory memory{{a.x, (const void*)a.y}, {}};
-    constexpr int kPieces = 4, kWidth = 16 / sizeof(T) * kPieces;
-    const Threads block = Threads{.few = 128, .most = 512}.with(Pipeline<T, Piece<T, Fit::Whole>, 1, kPieces>::kBytes);
-    if (dispatch_tile<T, kWidth, kWidth, true>(a.cols, block, memory, [&]<class Tile>(Tiling t) {
-          using In = Piece<T, Tile::kFit>;
-          launch(forward_kernel<T, In, kPieces>,
-                 grid_of<RowsOf<T, In, 1, kPieces>>(t, a.rows, forward_registers(In::kFit)), s, a);
-        }))
-      return;
-    dispatch_walk<T, 16>(a.cols, memory,
-                         [&]<class Tile>(Tiling t) { launch(forward_long_kernel<T, Tile>, t.grid(a.rows), s, a); });
+    const auto in_registers = [&]<class Layout>(const RowThreads& t) {
+      launch(forward_kernel<T, Layout>, t.of_rows(a.rows), s, a);
+    };
+    const Threads block{.few = 128, .most = kThreads, .spread = 256};
+    if (whole_packs<T>(a.cols, {a.x, a.y}) && dispatch_layout<T, 4, true, true>(a.cols, block, in_registers)) return;
+    launch(forward_long_kernel<T>, {.blocks = a.rows, .threads = kLongRowThreads}, s, a);
   });
 });
 LIGER_REGISTER(poly_norm_backward, [](const PolyNormBackward& a, Stream s) {
   if (a.rows == 0) return;
   dispatch(a.dtype, [&]<class T>() {
-    const Memory memory{{a.dy, a.x, (const void*)a.dx}, {}};
-    constexpr int kPieces = 2, kWidth = 16 / sizeof(T) * kPieces;
-    const Threads block =
-        Threads{.few = 512, .most = kTileThreads}.with(Pipeline<T, Piece<T, Fit::Whole>, 2, kPieces>::kBytes);
-    if (dispatch_tile<T, kWidth, kWidth, true>(a.cols, block, memory, [&]<class Tile>(Tiling t) {
-          using In = Piece<T, Tile::kFit>;
-          launch(backward_kernel<T, In, kPieces>, t.grid(a.partials, Pipeline<T, In, 2, kPieces>::bytes(t.threads)), s,
-                 a);
-        }))
+    constexpr int kPacks = 2, kBytes = 2 * 2 * kPacks * 16;  // of shared memory a thread
+    const auto in_registers = [&]<class Layout>(const RowThreads& t) {
+      launch(backward_kernel<T, Layout>, t.grid(a.partials, StagedRows<T, Layout>::bytes(t.threads, 2, 2)), s, a);
+    };
+    const int most = std::min(kBackwardThreads, shared_bytes_of_block() / kBytes / 32 * 32);
+    const Threads block{.few = 512, .most = most, .spread = most};
+    if (whole_packs<T>(a.cols, {a.dy, a.x, a.dx}) &&
+        dispatch_layout<T, kPacks, true, true>(a.cols, block, in_registers))
       return;
-    dispatch_walk<T, 8>(a.cols, memory,
-                        [&]<class Tile>(Tiling t) { launch(backward_long_kernel<T, Tile>, t.grid(a.partials), s, a); });
+    launch(backward_long_kernel<T>, {.blocks = a.partials, .threads = kLongRowThreads}, s, a);
   });
 });
 

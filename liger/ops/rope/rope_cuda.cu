@@ -1,4 +1,5 @@
-#include "liger/core/cuda/tile.cuh"
+#include "liger/core/cuda/dispatch.h"
+#include "liger/core/cuda/pack.cuh"
 #include "liger/ops/rope/rope.h"
 
 namespace liger::cuda::rope {

@@ -169,6 +169,16 @@ inline thread_local int cluster_rank;
 }  // namespace liger::emulation
 
 inline void __syncthreads() { liger::emulation::block->all.wait(); }
+/// Whether the predicate of any of a block's threads holds.
+inline int __syncthreads_or(int mine) {
+  auto& b = *liger::emulation::block;
+  b.lanes[liger::emulation::linear_thread()] = mine != 0;
+  b.all.wait();
+  bool any = false;
+  for (const uint64_t of_thread : b.lanes) any = any || of_thread;
+  b.all.wait();
+  return any;
+}
 inline void __threadfence() {}
 inline void __syncwarp() { liger::emulation::block->warps[liger::emulation::linear_thread() / 32].wait(); }
 
@@ -302,10 +312,7 @@ inline void await_previous() {}
 
 template <class V>
 void forget(V&) {}
-template <class T>
-T* pinned(T* p) {
-  return p;
-}
+inline void prefetch(const void*) {}
 
 template <class T>
 unsigned multiply_words(unsigned a, unsigned b) {
