@@ -1,3 +1,4 @@
+#include "liger/core/torch/operator.h"
 #include "liger/ops/activation/gated_op.h"
 #include "liger/ops.h"
 
@@ -182,28 +183,25 @@ Tensor fused_mlp(const Tensor& x, const Tensor& gate, const Tensor& up, const Te
                                   options.gate_multiplier, options.down_multiplier, options.chunk);
 }
 
-#define LIGER_MLP_SCHEMA                                                                                        \
-  "(Tensor x, Tensor gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias, int " \
-  "activation, "                                                                                                \
-  "float gate_multiplier, float down_multiplier, int chunk) -> Tensor"
-TORCH_LIBRARY_FRAGMENT(liger, m) {
-  m.def("fused_mlp" LIGER_MLP_SCHEMA);
-  m.def("fused_mlp_forward" LIGER_MLP_SCHEMA);
-  m.def(
-      "fused_mlp_backward(Tensor dy, Tensor x, Tensor gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? "
-      "up_bias, int activation, "
-      "float gate_multiplier, float down_multiplier, int chunk, int wants) -> (Tensor dx, Tensor dgate, Tensor dup, "
-      "Tensor ddown, "
-      "Tensor dgate_bias, Tensor dup_bias, Tensor ddown_bias)");
-}
-LIGER_IMPL(fused_mlp, m) {
-  m.impl("fused_mlp", op::fused_mlp::forward);
-  m.impl("fused_mlp_forward", op::fused_mlp::forward);
-  m.impl("fused_mlp_backward", op::fused_mlp::backward);
-}
-TORCH_LIBRARY_IMPL(liger, Autograd, m) {
-  m.impl("fused_mlp", differentiated<op::fused_mlp::Autograd, 7>(op::fused_mlp::public_op));
-  refuse_derivative(m, {"fused_mlp_forward", "fused_mlp_backward"});
+LIGER_OPERATORS(fused_mlp, r) {
+  using namespace op::fused_mlp;
+  const Names inputs{"x",
+                     "gate",
+                     "up",
+                     "down",
+                     "gate_bias",
+                     "up_bias",
+                     "down_bias",
+                     "activation",
+                     "gate_multiplier",
+                     "down_multiplier",
+                     "chunk"};
+  r.add<Autograd, 7>(public_op, inputs, {"y"});
+  r.add(forward_op, inputs, {"y"});
+  r.add(backward_op,
+        {"dy", "x", "gate", "up", "down", "gate_bias", "up_bias", "activation", "gate_multiplier", "down_multiplier",
+         "chunk", "wants"},
+        {"dx", "dgate", "dup", "ddown", "dgate_bias", "dup_bias", "ddown_bias"});
 }
 TORCH_LIBRARY_IMPL(liger, AutocastCUDA, m) { m.impl("fused_mlp", op::fused_mlp::autocast<c10::DeviceType::CUDA>); }
 TORCH_LIBRARY_IMPL(liger, AutocastCPU, m) { m.impl("fused_mlp", op::fused_mlp::autocast<c10::DeviceType::CPU>); }

@@ -1,3 +1,4 @@
+#include "liger/core/torch/operator.h"
 #include "liger/ops/activation/gated_op.h"
 #include "liger/ops.h"
 
@@ -104,76 +105,43 @@ void packed_backward_(const Tensor& dc, const Tensor& y, int64_t activation, dou
                  gate_multiplier);
 }
 
-constexpr Op<"liger::gated", forward> public_op;
-constexpr Op<"liger::gated_forward", forward> forward_op;
-constexpr Op<"liger::gated_backward", backward> backward_op;
-constexpr Op<"liger::gated_packed", packed_forward> packed_public_op;
-constexpr Op<"liger::gated_packed_forward", packed_forward> packed_forward_op;
-constexpr Op<"liger::gated_packed_backward", packed_backward> packed_backward_op;
+/// The gradient overwrites y.
+constexpr Op<"liger::gated_packed_backward_", packed_backward_> packed_backward_in_place_op;
 
-struct Autograd {
-  static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b, int64_t activation,
-                        double gate_multiplier) {
-    ctx->save_for_backward({a, b});
-    ctx->saved_data["attrs"] = std::make_tuple(activation, gate_multiplier);
-    return forward_op(a, b, activation, gate_multiplier);
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto saved = ctx->get_saved_variables();
-    const auto [activation, gate_multiplier] = ctx->saved_data["attrs"].to<std::tuple<int64_t, double>>();
-    auto [da, db] = backward_op(grads[0], saved[0], saved[1], activation, gate_multiplier);
-    return {da, db, {}, {}};
-  }
+struct Gated {
+  static constexpr Name kName = "gated";
+  static constexpr std::array kInputs{"a", "b", "activation", "gate_multiplier"}, kAll{"c"},
+      kSaved{"a", "b", "activation", "gate_multiplier"}, kGradients{"da", "db"};
+  static constexpr auto forward = gated::forward;
+  static constexpr auto backward = gated::backward;
 };
 
-struct PackedAutograd {
-  static Tensor forward(AutogradContext* ctx, const Tensor& y, int64_t activation, double gate_multiplier) {
-    ctx->save_for_backward({y});
-    ctx->saved_data["attrs"] = std::make_tuple(activation, gate_multiplier);
-    return packed_forward_op(y, activation, gate_multiplier);
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto [activation, gate_multiplier] = ctx->saved_data["attrs"].to<std::tuple<int64_t, double>>();
-    return {packed_backward_op(grads[0], ctx->get_saved_variables()[0], activation, gate_multiplier), {}, {}};
-  }
+struct GatedPacked {
+  static constexpr Name kName = "gated_packed";
+  static constexpr std::array kInputs{"y", "activation", "gate_multiplier"}, kAll{"c"},
+      kSaved{"y", "activation", "gate_multiplier"}, kGradients{"dy"};
+  static constexpr auto forward = packed_forward;
+  static constexpr auto backward = packed_backward;
 };
 
 }  // namespace op::gated
 
 Tensor gated(const Tensor& a, const Tensor& b, Activation activation, double gate_multiplier) {
-  return op::gated::public_op(a, b, int64_t(activation), gate_multiplier);
+  return call<op::gated::Gated>(a, b, int64_t(activation), gate_multiplier);
 }
 
 Tensor gated_packed(const Tensor& y, Activation activation, double gate_multiplier) {
-  return op::gated::packed_public_op(y, int64_t(activation), gate_multiplier);
+  return call<op::gated::GatedPacked>(y, int64_t(activation), gate_multiplier);
 }
 
 TORCH_LIBRARY_FRAGMENT(liger, m) {
   m.def("activations() -> str[]", op::gated::names);  // their names, in the order of their numbers
-  m.def("gated(Tensor a, Tensor b, int activation, float gate_multiplier) -> Tensor");
-  m.def("gated_forward(Tensor a, Tensor b, int activation, float gate_multiplier) -> Tensor");
-  m.def(
-      "gated_backward(Tensor dc, Tensor a, Tensor b, int activation, float gate_multiplier) -> (Tensor da, Tensor db)");
-  m.def("gated_packed(Tensor y, int activation, float gate_multiplier) -> Tensor");
-  m.def("gated_packed_forward(Tensor y, int activation, float gate_multiplier) -> Tensor");
-  m.def("gated_packed_backward(Tensor dc, Tensor y, int activation, float gate_multiplier) -> Tensor");
-  m.def("gated_packed_backward_(Tensor dc, Tensor(a!) y, int activation, float gate_multiplier) -> ()");
 }
-LIGER_IMPL(gated, m) {
-  m.impl("gated", op::gated::forward);
-  m.impl("gated_forward", op::gated::forward);
-  m.impl("gated_backward", op::gated::backward);
-  m.impl("gated_packed", op::gated::packed_forward);
-  m.impl("gated_packed_forward", op::gated::packed_forward);
-  m.impl("gated_packed_backward", op::gated::packed_backward);
-  m.impl("gated_packed_backward_", op::gated::packed_backward_);
-}
-TORCH_LIBRARY_IMPL(liger, Autograd, m) {
-  m.impl("gated", differentiated<op::gated::Autograd, 2>(op::gated::public_op));
-  m.impl("gated_packed", differentiated<op::gated::PackedAutograd, 1>(op::gated::packed_public_op));
-  refuse_derivative(m, {"gated_forward", "gated_backward", "gated_packed_forward", "gated_packed_backward"});
+LIGER_OPERATORS(gated, r) {
+  Operator<op::gated::Gated>::describe(r);
+  Operator<op::gated::GatedPacked>::describe(r);
+  r.add(op::gated::packed_backward_in_place_op,
+        "(Tensor dc, Tensor(a!) y, int activation, float gate_multiplier) -> ()");
 }
 
 }  // namespace liger

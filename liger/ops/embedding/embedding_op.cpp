@@ -1,6 +1,6 @@
 #include <limits>
 #include "liger/ops/embedding/embedding.h"
-#include "liger/core/torch/op.h"
+#include "liger/core/torch/operator.h"
 #include "liger/ops.h"
 
 namespace liger {
@@ -86,19 +86,12 @@ Tensor embedding(const Tensor& weight, const Tensor& ids, int64_t padding_idx) {
   return op::embedding::public_op(weight, ids, padding_idx);
 }
 
-TORCH_LIBRARY_FRAGMENT(liger, m) {
-  m.def("embedding(Tensor weight, Tensor ids, int padding_idx=-1) -> Tensor");
-  m.def("embedding_forward(Tensor weight, Tensor ids, int padding_idx=-1) -> Tensor");
-  m.def("embedding_backward(Tensor dy, Tensor ids, SymInt classes, int padding_idx=-1) -> Tensor");
-}
-LIGER_IMPL(embedding, m) {
-  m.impl("embedding", op::embedding::forward);
-  m.impl("embedding_forward", op::embedding::forward);
-  m.impl("embedding_backward", op::embedding::backward);
-}
-TORCH_LIBRARY_IMPL(liger, Autograd, m) {
-  m.impl("embedding", differentiated<op::embedding::Autograd, 1>(op::embedding::public_op));
-  refuse_derivative(m, {"embedding_forward", "embedding_backward"});
+LIGER_OPERATORS(embedding, r) {
+  using namespace op::embedding;
+  const Names inputs{"weight", "ids", "padding_idx=-1"};
+  r.add<Autograd, 1>(public_op, inputs, {"y"});
+  r.add(forward_op, inputs, {"y"});
+  r.add(backward_op, {"dy", "ids", "classes", "padding_idx=-1"}, {"dw"});
 }
 
 }  // namespace liger

@@ -1,3 +1,4 @@
+#include "liger/core/torch/operator.h"
 #include "liger/ops/loss/cross_entropy_op.h"
 #include "liger/ops.h"
 
@@ -231,24 +232,14 @@ CrossEntropyResult cross_entropy(const Tensor& x, const Tensor& target, const Cr
   return as_struct(public_op(x, target, class_weight, OptInts(f), OptDoubles(s)), options);
 }
 
-TORCH_LIBRARY_FRAGMENT(liger, m) {
+LIGER_OPERATORS(cross_entropy, r) {
+  using namespace op::cross_entropy;
   // flags: ignore_index, reduction, token_scaling, z_loss, accuracy, predicted; scales: label_smoothing,
   // lse_square_scale, softcap. No list stands for the defaults: a list from Python is read element by element.
-  m.def(
-      "cross_entropy(Tensor x, Tensor target, Tensor? class_weight, int[]? flags, float[]? scales) "
-      "-> (Tensor loss, Tensor z_loss, Tensor accuracy, Tensor predicted)");
-  m.def(
-      "cross_entropy_forward(Tensor x, Tensor target, Tensor? class_weight, int[]? flags, float[]? scales, bool "
-      "with_dx) "
-      "-> (Tensor loss, Tensor z_loss, Tensor accuracy, Tensor predicted, Tensor dx, Tensor scale)");
-}
-LIGER_IMPL(cross_entropy, m) {
-  m.impl("cross_entropy", op::cross_entropy::inference);
-  m.impl("cross_entropy_forward", op::cross_entropy::forward);
-}
-TORCH_LIBRARY_IMPL(liger, Autograd, m) {
-  m.impl("cross_entropy", differentiated<op::cross_entropy::Autograd, 1>(op::cross_entropy::public_op));
-  refuse_derivative(m, {"cross_entropy_forward"});
+  r.add<Autograd, 1>(public_op, {"x", "target", "class_weight", "flags", "scales"},
+                     {"loss", "z_loss", "accuracy", "predicted"});
+  r.add(forward_op, {"x", "target", "class_weight", "flags", "scales", "with_dx"},
+        {"loss", "z_loss", "accuracy", "predicted", "dx", "scale"});
 }
 
 }  // namespace liger

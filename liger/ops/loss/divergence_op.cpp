@@ -1,4 +1,4 @@
-#include "liger/core/torch/op.h"
+#include "liger/core/torch/operator.h"
 #include "liger/ops.h"
 #include "liger/ops/loss/divergence.h"
 
@@ -173,26 +173,14 @@ Tensor tvd(const Tensor& x, const Tensor& target, const OptTensor& labels, Reduc
                                    int64_t(reduction), at::kFloat);
 }
 
-TORCH_LIBRARY_FRAGMENT(liger, m) {
-  m.def(
-      "divergence(Tensor x, Tensor target, Tensor? labels, int kind, float parameter, int ignore_index, int reduction, "
-      "ScalarType dtype) -> Tensor");
-  m.def(
-      "divergence_forward(Tensor x, Tensor target, Tensor? labels, int kind, float parameter, int ignore_index, int "
-      "reduction, ScalarType dtype, "
-      "bool with_dx) -> (Tensor loss, Tensor dx, Tensor rest)");
-  m.def(
-      "divergence_backward(Tensor g, Tensor x, Tensor target, Tensor? labels, int kind, float parameter, int "
-      "ignore_index) -> Tensor");
-}
-LIGER_IMPL(divergence, m) {
-  m.impl("divergence", op::divergence::inference);
-  m.impl("divergence_forward", op::divergence::forward);
-  m.impl("divergence_backward", op::divergence::backward);
-}
-TORCH_LIBRARY_IMPL(liger, Autograd, m) {
-  m.impl("divergence", differentiated<op::divergence::Autograd, 1>(op::divergence::public_op));
-  refuse_derivative(m, {"divergence_forward", "divergence_backward"});
+LIGER_OPERATORS(divergence, r) {
+  using namespace op::divergence;
+  const Names inputs{"x", "target", "labels", "kind", "parameter", "ignore_index", "reduction", "dtype"};
+  Names with_dx = inputs;
+  with_dx.push_back("with_dx");
+  r.add<Autograd, 1>(public_op, inputs, {"loss"});
+  r.add(forward_op, with_dx, {"loss", "dx", "rest"});
+  r.add(backward_op, {"g", "x", "target", "labels", "kind", "parameter", "ignore_index"}, {"dx"});
 }
 
 }  // namespace liger

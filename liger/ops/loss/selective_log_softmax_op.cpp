@@ -1,3 +1,4 @@
+#include "liger/core/torch/operator.h"
 #include "liger/ops/loss/selective_log_softmax_op.h"
 #include "liger/ops.h"
 #include "liger/ops/loss/selective_log_softmax.h"
@@ -90,11 +91,6 @@ Forward forward(const Tensor& x_, const Tensor& ids_, double temperature, int64_
   return {logp, entropy, stats};
 }
 
-std::tuple<Tensor, Tensor> inference(const Tensor& x, const Tensor& ids, double temperature, int64_t ignore_index) {
-  auto [logp, entropy, stats] = forward(x, ids, temperature, ignore_index);
-  return {logp, entropy};
-}
-
 Tensor backward(const Tensor& dlogp_, const Tensor& dentropy_, const Tensor& x_, const Tensor& ids_,
                 const Tensor& stats_, double temperature, int64_t ignore_index) {
   const auto of_rows = x_.sym_sizes().slice(0, x_.dim() - 1);
@@ -111,54 +107,22 @@ Tensor backward(const Tensor& dlogp_, const Tensor& dentropy_, const Tensor& x_,
   return dx;
 }
 
-constexpr Op<"liger::selective_log_softmax", inference> public_op;
-constexpr Op<"liger::selective_log_softmax_forward", forward> forward_op;
-constexpr Op<"liger::selective_log_softmax_backward", backward> backward_op;
-
-struct Autograd {
-  static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& ids, double temperature,
-                               int64_t ignore_index) {
-    auto [logp, entropy, stats] = forward_op(x, ids, temperature, ignore_index);
-    ctx->save_for_backward({x, ids, stats});
-    ctx->saved_data["attrs"] = std::make_tuple(temperature, ignore_index);
-    return {logp, entropy};
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto saved = ctx->get_saved_variables();
-    const auto [temperature, ignore_index] = ctx->saved_data["attrs"].to<std::tuple<double, int64_t>>();
-    return {backward_op(grads[0], grads[1], saved[0], saved[1], saved[2], temperature, ignore_index), {}, {}, {}};
-  }
+struct Definition {
+  static constexpr Name kName = "selective_log_softmax";
+  static constexpr std::array kInputs{"x", "ids", "temperature", "ignore_index"}, kAll{"logp", "entropy", "stats"},
+      kSaved{"x", "ids", "stats", "temperature", "ignore_index"}, kGradients{"dx"};
+  static constexpr size_t kResults = 2;
+  static constexpr auto forward = selective_log_softmax::forward;
+  static constexpr auto backward = selective_log_softmax::backward;
 };
 
 }  // namespace op::selective_log_softmax
 
 std::tuple<Tensor, Tensor> selective_log_softmax(const Tensor& x, const Tensor& ids, double temperature,
                                                  int64_t ignore_index) {
-  return op::selective_log_softmax::public_op(x, ids, temperature, ignore_index);
+  return call<op::selective_log_softmax::Definition>(x, ids, temperature, ignore_index);
 }
 
-TORCH_LIBRARY_FRAGMENT(liger, m) {
-  m.def(
-      "selective_log_softmax(Tensor x, Tensor ids, float temperature, int ignore_index) -> (Tensor logp, Tensor "
-      "entropy)");
-  m.def(
-      "selective_log_softmax_forward(Tensor x, Tensor ids, float temperature, int ignore_index) -> (Tensor logp, "
-      "Tensor entropy, Tensor stats)");
-  m.def(
-      "selective_log_softmax_backward(Tensor dlogp, Tensor dentropy, Tensor x, Tensor ids, Tensor stats, float "
-      "temperature, "
-      "int ignore_index) -> Tensor");
-}
-LIGER_IMPL(selective_log_softmax, m) {
-  m.impl("selective_log_softmax", op::selective_log_softmax::inference);
-  m.impl("selective_log_softmax_forward", op::selective_log_softmax::forward);
-  m.impl("selective_log_softmax_backward", op::selective_log_softmax::backward);
-}
-TORCH_LIBRARY_IMPL(liger, Autograd, m) {
-  m.impl("selective_log_softmax",
-         differentiated<op::selective_log_softmax::Autograd, 1>(op::selective_log_softmax::public_op));
-  refuse_derivative(m, {"selective_log_softmax_forward", "selective_log_softmax_backward"});
-}
+LIGER_OPERATORS(selective_log_softmax, r) { Operator<op::selective_log_softmax::Definition>::describe(r); }
 
 }  // namespace liger

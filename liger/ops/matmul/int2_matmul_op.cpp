@@ -1,5 +1,5 @@
 #include "liger/ops/matmul/int2_matmul.h"
-#include "liger/core/torch/op.h"
+#include "liger/core/torch/operator.h"
 #include "liger/ops.h"
 
 namespace liger {
@@ -57,17 +57,11 @@ Tensor int2_matmul(const Tensor& a, const Tensor& b) { return op::int2_matmul::m
 Tensor int2_pack(const Tensor& weights) { return op::int2_matmul::pack_op(weights); }
 Tensor int2_unpack(const Tensor& packed) { return op::int2_matmul::unpack_op(packed); }
 
-TORCH_LIBRARY_FRAGMENT(liger, m) {
-  m.def("int2_matmul(Tensor a, Tensor b) -> Tensor");
-  m.def("int2_pack(Tensor weights) -> Tensor");
-  m.def("int2_unpack(Tensor packed) -> Tensor");
+LIGER_OPERATORS(int2_matmul, r) {
+  using namespace op::int2_matmul;
+  r.add(matmul_op, {"a", "b"}, {"out"});
+  r.add(pack_op, {"weights"}, {"packed"});
+  r.add(unpack_op, {"packed"}, {"weights"});
 }
-LIGER_IMPL(int2_matmul, m) {
-  m.impl("int2_matmul", op::int2_matmul::forward);
-  m.impl("int2_pack", op::int2_matmul::pack);
-  m.impl("int2_unpack", op::int2_matmul::unpack);
-}
-// Integers have no derivative.
-TORCH_LIBRARY_IMPL(liger, Autograd, m) { refuse_derivative(m, {"int2_matmul", "int2_pack", "int2_unpack"}); }
 
 }  // namespace liger

@@ -1,3 +1,4 @@
+#include "liger/core/torch/operator.h"
 #include "liger/ops/norm/norm_op.h"
 #include "liger/ops.h"
 
@@ -61,26 +62,12 @@ std::tuple<Tensor, Tensor> fused_add_rms_norm(const Tensor& x, const Tensor& res
   return op::fused_add_rms_norm::public_op(x, residual, w, eps, offset, int64_t(casting));
 }
 
-TORCH_LIBRARY_FRAGMENT(liger, m) {
-  m.def(
-      "fused_add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, int casting) -> (Tensor "
-      "y, Tensor s)");
-  m.def(
-      "fused_add_rms_norm_forward(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, int casting) -> "
-      "(Tensor y, Tensor s, Tensor rstd)");
-  m.def(
-      "fused_add_rms_norm_backward(Tensor dy, Tensor? ds, Tensor s, Tensor? weight, Tensor rstd, float offset, int "
-      "casting, bool with_dx, bool with_dw) "
-      "-> (Tensor dx, Tensor dw)");
-}
-LIGER_IMPL(fused_add_rms_norm, m) {
-  m.impl("fused_add_rms_norm", op::fused_add_rms_norm::inference);
-  m.impl("fused_add_rms_norm_forward", op::fused_add_rms_norm::forward);
-  m.impl("fused_add_rms_norm_backward", op::fused_add_rms_norm::backward);
-}
-TORCH_LIBRARY_IMPL(liger, Autograd, m) {
-  m.impl("fused_add_rms_norm", differentiated<op::fused_add_rms_norm::Autograd, 3>(op::fused_add_rms_norm::public_op));
-  refuse_derivative(m, {"fused_add_rms_norm_forward", "fused_add_rms_norm_backward"});
+LIGER_OPERATORS(fused_add_rms_norm, r) {
+  using namespace op::fused_add_rms_norm;
+  const Names inputs{"x", "residual", "weight", "eps", "offset", "casting"};
+  r.add<Autograd, 3>(public_op, inputs, {"y", "s"});
+  r.add(forward_op, inputs, {"y", "s", "rstd"});
+  r.add(backward_op, {"dy", "ds", "s", "weight", "rstd", "offset", "casting", "with_dx", "with_dw"}, {"dx", "dw"});
 }
 
 }  // namespace liger

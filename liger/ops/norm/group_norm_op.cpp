@@ -1,4 +1,4 @@
-#include "liger/core/torch/op.h"
+#include "liger/core/torch/operator.h"
 #include "liger/ops.h"
 #include "liger/ops/norm/group_norm.h"
 
@@ -31,99 +31,61 @@ struct Operands {
   }
 };
 
-/// (y, mean, rstd).
-std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const OptTensor& w, const OptTensor& b, int64_t groups,
-                                           double eps) {
-  const Operands in("group_norm", x, w, b, groups);
-  const Tensor y = output(at::empty_symint(x.sym_sizes(), in.x.options())),
-               mean = at::empty_symint({x.sym_size(0), groups}, x.options().dtype(at::kFloat)),
-               rstd = at::empty_like(mean);
-  if (x.is_meta() || x.numel() == 0) return {y, mean, rstd};
-  auto a = in.describe<GroupNormForward>(groups, mean, rstd);
-  a.b = data(in.b), a.y = y.data_ptr(), a.eps = float(eps);
-  run(group_norm_forward, x, a);
-  return {y, mean, rstd};
-}
+struct Definition {
+  static constexpr Name kName = "group_norm";
+  static constexpr std::array kInputs{"x", "weight", "bias", "groups", "eps"}, kAll{"y", "mean", "rstd"},
+      kSaved{"x", "weight", "bias", "mean", "rstd", "groups"}, kGradients{"dx", "dw", "db"};
 
-Tensor inference(const Tensor& x, const OptTensor& w, const OptTensor& b, int64_t groups, double eps) {
-  return std::get<0>(forward(x, w, b, groups, eps));
-}
-
-/// (dx, dw, db).
-std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dy_, const Tensor& x, const OptTensor& w, const OptTensor& b,
-                                            const Tensor& mean_, const Tensor& rstd_, int64_t groups, bool with_dx,
-                                            bool with_dw, bool with_db) {
-  const Operands in("group_norm_backward", x, w, b, groups);
-  in.arguments.like("dy", dy_)
-      .count("mean", mean_, x.sym_size(0) * groups)
-      .count("rstd", rstd_, x.sym_size(0) * groups)
-      .present("with_dw", with_dw, "weight", w)
-      .present("with_db", with_db, "bias", b);
-  const Tensor dy = dy_.contiguous(), mean = mean_.contiguous(), rstd = rstd_.contiguous();
-  const Tensor dx = with_dx ? output(at::empty_symint(x.sym_sizes(), in.x.options())) : Tensor();
-  if (x.is_meta() || x.numel() == 0)
-    return {or_empty(dx, x.options()), with_dw ? at::zeros_like(*w) : at::empty({0}, x.options()),
-            with_db ? at::zeros_like(*b) : at::empty({0}, x.options())};
-  auto a = in.describe<GroupNormBackward>(groups, mean, rstd);
-  const auto partials = [&](bool wanted) {
-    return wanted ? at::empty({1, a.samples * a.segments(), x.size(1)}, mean.options()) : Tensor();
-  };
-  const Tensor dw = partials(with_dw), db = partials(with_db);
-  a.dy = data(dy), a.dx = data<void>(dx), a.dw = data<float>(dw), a.db = data<float>(db);
-  run(group_norm_backward, x, a);
-  Totals totals;
-  const Tensor w_gradient = with_dw ? totals.of(dw, *w) : Tensor(), b_gradient = with_db ? totals.of(db, *b) : Tensor();
-  totals.run();
-  return {or_empty(dx, x.options()), or_empty(w_gradient, x.options()), or_empty(b_gradient, x.options())};
-}
-
-constexpr Op<"liger::group_norm", inference> public_op;
-constexpr Op<"liger::group_norm_forward", forward> forward_op;
-constexpr Op<"liger::group_norm_backward", backward> backward_op;
-
-struct Autograd {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptTensor& w, const OptTensor& b, int64_t groups,
-                        double eps) {
-    auto [y, mean, rstd] = forward_op(x, w, b, groups, eps);
-    ctx->save_for_backward({x, value_or_undefined(w), value_or_undefined(b), mean, rstd});
-    ctx->saved_data["attrs"] = std::make_tuple(groups, wants_grad(x), wants_grad(w), wants_grad(b));
-    return y;
+  /// (y, mean, rstd).
+  static std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const OptTensor& w, const OptTensor& b,
+                                                    int64_t groups, double eps) {
+    const Operands in("group_norm", x, w, b, groups);
+    const Tensor y = output(at::empty_symint(x.sym_sizes(), in.x.options())),
+                 mean = at::empty_symint({x.sym_size(0), groups}, x.options().dtype(at::kFloat)),
+                 rstd = at::empty_like(mean);
+    if (x.is_meta() || x.numel() == 0) return {y, mean, rstd};
+    auto a = in.describe<GroupNormForward>(groups, mean, rstd);
+    a.b = data(in.b), a.y = y.data_ptr(), a.eps = float(eps);
+    run(group_norm_forward, x, a);
+    return {y, mean, rstd};
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto saved = ctx->get_saved_variables();
-    const auto [groups, with_dx, with_dw, with_db] =
-        ctx->saved_data["attrs"].to<std::tuple<int64_t, bool, bool, bool>>();
-    auto [dx, dw, db] = backward_op(grads[0], saved[0], optional(saved[1]), optional(saved[2]), saved[3], saved[4],
-                                    groups, with_dx, with_dw, with_db);
-    return {if_wanted(with_dx, dx), if_wanted(with_dw, dw), if_wanted(with_db, db), {}, {}};
+  /// (dx, dw, db).
+  static std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dy_, const Tensor& x, const OptTensor& w,
+                                                     const OptTensor& b, const Tensor& mean_, const Tensor& rstd_,
+                                                     int64_t groups, bool with_dx, bool with_dw, bool with_db) {
+    const Operands in("group_norm_backward", x, w, b, groups);
+    in.arguments.like("dy", dy_)
+        .count("mean", mean_, x.sym_size(0) * groups)
+        .count("rstd", rstd_, x.sym_size(0) * groups)
+        .present("with_dw", with_dw, "weight", w)
+        .present("with_db", with_db, "bias", b);
+    const Tensor dy = dy_.contiguous(), mean = mean_.contiguous(), rstd = rstd_.contiguous();
+    const Tensor dx = with_dx ? output(at::empty_symint(x.sym_sizes(), in.x.options())) : Tensor();
+    if (x.is_meta() || x.numel() == 0)
+      return {or_empty(dx, x.options()), with_dw ? at::zeros_like(*w) : at::empty({0}, x.options()),
+              with_db ? at::zeros_like(*b) : at::empty({0}, x.options())};
+    auto a = in.describe<GroupNormBackward>(groups, mean, rstd);
+    const auto partials = [&](bool wanted) {
+      return wanted ? at::empty({1, a.samples * a.segments(), x.size(1)}, mean.options()) : Tensor();
+    };
+    const Tensor dw = partials(with_dw), db = partials(with_db);
+    a.dy = data(dy), a.dx = data<void>(dx), a.dw = data<float>(dw), a.db = data<float>(db);
+    run(group_norm_backward, x, a);
+    Totals totals;
+    const Tensor w_gradient = with_dw ? totals.of(dw, *w) : Tensor(),
+                 b_gradient = with_db ? totals.of(db, *b) : Tensor();
+    totals.run();
+    return {or_empty(dx, x.options()), or_empty(w_gradient, x.options()), or_empty(b_gradient, x.options())};
   }
 };
 
 }  // namespace op::group_norm
 
 Tensor group_norm(const Tensor& x, const OptTensor& w, const OptTensor& b, int64_t groups, double eps) {
-  return op::group_norm::public_op(x, w, b, groups, eps);
+  return call<op::group_norm::Definition>(x, w, b, groups, eps);
 }
 
-TORCH_LIBRARY_FRAGMENT(liger, m) {
-  m.def("group_norm(Tensor x, Tensor? weight, Tensor? bias, int groups, float eps) -> Tensor");
-  m.def(
-      "group_norm_forward(Tensor x, Tensor? weight, Tensor? bias, int groups, float eps) -> (Tensor y, Tensor mean, "
-      "Tensor rstd)");
-  m.def(
-      "group_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, int groups, "
-      "bool with_dx, bool with_dw, bool with_db) "
-      "-> (Tensor dx, Tensor dw, Tensor db)");
-}
-LIGER_IMPL(group_norm, m) {
-  m.impl("group_norm", op::group_norm::inference);
-  m.impl("group_norm_forward", op::group_norm::forward);
-  m.impl("group_norm_backward", op::group_norm::backward);
-}
-TORCH_LIBRARY_IMPL(liger, Autograd, m) {
-  m.impl("group_norm", differentiated<op::group_norm::Autograd, 3>(op::group_norm::public_op));
-  refuse_derivative(m, {"group_norm_forward", "group_norm_backward"});
-}
+LIGER_OPERATORS(group_norm, r) { Operator<op::group_norm::Definition>::describe(r); }
 
 }  // namespace liger

@@ -1,5 +1,5 @@
 #include "liger/ops/rope/rope.h"
-#include "liger/core/torch/op.h"
+#include "liger/core/torch/operator.h"
 #include "liger/ops.h"
 
 namespace liger {
@@ -192,26 +192,14 @@ Tensor rope_packed(const Tensor& qkv, const Tensor& cos, const Tensor& sin, int6
   return op::rope::packed_public_op(qkv, cos, sin, heads, k_heads, inverse);
 }
 
-#define LIGER_ROPE_SCHEMA                                                                                         \
-  "(Tensor q, Tensor k, Tensor cos, Tensor sin, bool inverse, bool interleaved=False, int[]? sections=None, int " \
-  "rotary_dim=-1) -> (Tensor q_out, Tensor k_out)"
-#define LIGER_ROPE_PACKED_SCHEMA "(Tensor qkv, Tensor cos, Tensor sin, int heads, int k_heads, bool inverse) -> Tensor"
-TORCH_LIBRARY_FRAGMENT(liger, m) {
-  m.def("rope" LIGER_ROPE_SCHEMA);
-  m.def("rope_forward" LIGER_ROPE_SCHEMA);
-  m.def("rope_packed" LIGER_ROPE_PACKED_SCHEMA);
-  m.def("rope_packed_forward" LIGER_ROPE_PACKED_SCHEMA);
-}
-LIGER_IMPL(rope, m) {
-  m.impl("rope", op::rope::forward);
-  m.impl("rope_forward", op::rope::forward);
-  m.impl("rope_packed", op::rope::packed_forward);
-  m.impl("rope_packed_forward", op::rope::packed_forward);
-}
-TORCH_LIBRARY_IMPL(liger, Autograd, m) {
-  m.impl("rope", differentiated<op::rope::Autograd, 2>(op::rope::public_op));
-  m.impl("rope_packed", differentiated<op::rope::PackedAutograd, 1>(op::rope::packed_public_op));
-  refuse_derivative(m, {"rope_forward", "rope_packed_forward"});
+LIGER_OPERATORS(rope, r) {
+  using namespace op::rope;
+  const Names inputs{"q", "k", "cos", "sin", "inverse", "interleaved=False", "sections=None", "rotary_dim=-1"},
+      packed_inputs{"qkv", "cos", "sin", "heads", "k_heads", "inverse"};
+  r.add<Autograd, 2>(public_op, inputs, {"q_out", "k_out"});
+  r.add(forward_op, inputs, {"q_out", "k_out"});
+  r.add<PackedAutograd, 1>(packed_public_op, packed_inputs, {"out"});
+  r.add(packed_forward_op, packed_inputs, {"out"});
 }
 
 }  // namespace liger
