@@ -158,15 +158,19 @@ def end_to_end(report):
 
 
 def step_parts(report):
-    """Where the time of a step of ours goes, in ms and as a part of the step."""
-    lines = []
-    for model, lengths in by_length(report).items():
-        for length, arms in sorted(lengths.items()):
-            if (result := arms.get("ours")) and "profile" in result:
-                parts = {k: v for k, v in result["profile"]["ms"].items() if k not in ("Triton", "communication")}
-                whole = sum(parts.values())
-                lines.append([model, f"{length:,}", *(f"{ms:,.0f} ({ms / whole:.0%})" for ms in parts.values())])
-    return tabulate(lines, ["model", "length", *parts], tablefmt="github", disable_numparse=True)
+    """Where the time of a step of ours goes, in ms and as a part of the step. Communication overlaps with the rest."""
+    results = [
+        (model, length, arms["ours"]["profile"])
+        for model, lengths in by_length(report).items()
+        for length, arms in sorted(lengths.items())
+        if arms.get("ours") and "profile" in arms["ours"]
+    ]
+    names = [name for name in results[0][2]["ms"] if any(profile["ms"][name] for *_, profile in results)]
+    lines = [
+        [model, f"{n:,}", *(f"{p['ms'][name]:,.0f} ({p['ms'][name] / p['step']:.0%})" for name in names)]
+        for model, n, p in results
+    ]
+    return tabulate(lines, ["model", "length", *names], tablefmt="github", disable_numparse=True)
 
 
 def axes(height):
@@ -276,9 +280,10 @@ def fill(page, **tables):
 
 def main():
     h200, cpu = (named(read(file)["rows"]) for file in ("h200.json", "cpu-avx512.json"))
-    reports, lengths = read("families-h200.json"), read("e2e-h200.json")
+    reports, lengths, two = (read(f"{name}.json") for name in ("families-h200", "e2e-h200", "e2e-h100x2"))
     fill("performance.md", h200=table(h200, True), cpu=table(cpu, False))
     fill("training.md", families=families(reports), e2e=end_to_end(lengths), parts=step_parts(lengths))
+    fill("training.md", two=end_to_end(two), two_parts=step_parts(two))
     draw_operators(h200)
     draw_training(reports)
     draw_lengths(lengths)
