@@ -87,29 +87,54 @@ struct Part<Softmax, true> {
   typename Softmax::Value sum = Softmax::identity();
 };
 
-/// The thread's part of its row.
+/// A row, and this thread's packs of it, which Rows (cluster.cuh) keeps on chip from the first pass to the second.
 template <class T, bool kPlain, class Rows, bool kGradient>
-__device__ void do_row(const CrossEntropy& a, const Rows& rows) {
+struct RowLoss {
   using Softmax = OnlineSoftmax<T>;
   using Part = cross_entropy::Part<Softmax, kPlain>;
   using Pack = typename Row<T>::Pack;
-  constexpr int kWidth = Row<T>::kWidth, kAtOnce = kPlain ? 4 : 1;
-  const int64_t row = rows.row();
-  if (row >= a.rows) return;
-  const int64_t y = a.target[row];
-  const RowSet<T, 1> set{{Row<T>(a.x, row, a.x_stride, a.cols)}, T(-INFINITY)};
-  const Row<T>& x = set.of[0];
-  const Row<T> dx(a.dx ? a.dx : a.x, row, a.dx ? a.dx_stride : a.x_stride, a.cols);
-  typename Rows::Kept kept;
-  rows.begin(kept, set);
-  const float divisors[] = {a.sums->divisor, a.sums->z_divisor}, class_weights = a.sums->class_weights,
-              upstream = a.sums->gradient_scale * (a.upstream ? a.upstream[row] : 1);
+  static constexpr int kWidth = Row<T>::kWidth, kAtOnce = kPlain ? 4 : 1;
+  // A gradient of 16-bit numbers is made of exponentials in 16 bits: two a logit are what the pass waits for (most of
+  // all after a GEMM, as in the linear loss: 1.22 -> 1.14 ms for 4096 x 248320).
+  static constexpr bool kKeeps = kPlain && kGradient && Softmax::kFast;
+  // A row's own numbers are long products: where that shows they are rounded once, at the end.
+  using Scalar = std::conditional_t<kPlain && sizeof(T) == 2, float, double>;
 
-  if (y == a.ignore_index) {
+  const CrossEntropy& a;
+  const Rows& rows;
+  const int64_t row, y;
+  const RowSet<T, 1> set;
+  const Row<T> dx;
+  typename Rows::Kept kept;
+  float inverse_cap;
+
+  /// Sends for the row.
+  __device__ RowLoss(const CrossEntropy& a, const Rows& rows)
+      : a(a),
+        rows(rows),
+        row(rows.row()),
+        y(a.target[row]),
+        set{{Row<T>(a.x, row, a.x_stride, a.cols)}, T(-INFINITY)},
+        dx(a.dx ? a.dx : a.x, row, a.dx ? a.dx_stride : a.x_stride, a.cols) {
+    rows.begin(kept, set);
+  }
+
+  __device__ const Row<T>& x() const { return set.of[0]; }
+  __device__ float logit(float v) const {
+    return kPlain || a.softcap == 0 ? v : a.softcap * Math<float>::tanh(v * inverse_cap);
+  }
+  __device__ float weight(int c) const { return a.class_weight ? a.class_weight[c] : 1; }
+  static __device__ Scalar div(Scalar x, Scalar y) {
+    if constexpr (sizeof(Scalar) == 4) return Math<T>::div(x, y);
+    else return x / y;
+  }
+
+  /// Of a label that does not count.
+  __device__ void ignore() {
     if (kGradient && a.dx)
       rows.template again<1>(kept, set, [&](int k, auto& packs) {
         packs[0] = {};
-        dx.template store<Rows::kThreads>(k, packs, x);
+        dx.template store<Rows::kThreads>(k, packs, x());
       });
     if (rows.first()) {
       a.loss[row] = 0;
@@ -117,97 +142,105 @@ __device__ void do_row(const CrossEntropy& a, const Rows& rows) {
       if (a.correct) a.correct[row] = 0;
       if (a.predicted) a.predicted[row] = -1;
     }
-    return copies_done();
+    copies_done();
   }
 
-  ClusterExchange<Part, 1> exchange;
-  const float inverse_cap = kPlain || a.softcap == 0 ? 0 : 1 / a.softcap;
-  const auto logit = [&](float v) {
-    return kPlain || a.softcap == 0 ? v : a.softcap * Math<float>::tanh(v * inverse_cap);
-  };
-  const auto weight = [&](int c) { return a.class_weight ? a.class_weight[c] : 1; };
-  const float z_y = logit(float(x.first[x.shift + y]));
-
-  Part part;
-  // A gradient of 16-bit numbers is made of exponentials in 16 bits: two a logit are what the pass waits for (most of
-  // all after a GEMM, as in the linear loss: 1.22 -> 1.14 ms for 4096 x 248320).
-  constexpr bool kKeeps = kPlain && kGradient && Softmax::kFast;
-  if (kKeeps && rows.replaces()) {
-    if constexpr (kKeeps) rows.replace(kept, set, [&](auto& packs) { return Softmax::keep(part.sum, packs); });
-    part.sum.sum *= Softmax::lowered(part.sum.max);
-  } else {
-    rows.template pass<kAtOnce, kPlain>(kept, set, [&](int k, const auto& packs) {
-      if constexpr (kPlain) {
-        Softmax::push(part.sum, packs);
-      } else {
-        float z[kWidth];
-        packs[0].to_float(z);
-        for (int j = 0; j < kWidth; ++j) {
-          const int c = x.column(k) + j;
-          if (c < 0 || c >= x.n) continue;  // stays −inf, which a softcap would lift
-          z[j] = logit(z[j]);
-          if (a.label_smoothing > 0) part.weighted += weight(c) * z[j];
-          if (ArgMax::before({z[j], c}, part.best)) part.best = {z[j], c};
+  /// The first pass: what this thread knows of the row.
+  __device__ Part read() {
+    Part part;
+    if (kKeeps && rows.replaces()) {
+      if constexpr (kKeeps) rows.replace(kept, set, [&](auto& packs) { return Softmax::keep(part.sum, packs); });
+      part.sum.sum *= Softmax::lowered(part.sum.max);
+    } else {
+      rows.template pass<kAtOnce, kPlain>(kept, set, [&](int k, const auto& packs) {
+        if constexpr (kPlain) {
+          Softmax::push(part.sum, packs);
+        } else {
+          float z[kWidth];
+          packs[0].to_float(z);
+          for (int j = 0; j < kWidth; ++j) {
+            const int c = x().column(k) + j;
+            if (c < 0 || c >= x().n) continue;  // stays −inf, which a softcap would lift
+            z[j] = logit(z[j]);
+            if (a.label_smoothing > 0) part.weighted += weight(c) * z[j];
+            if (ArgMax::before({z[j], c}, part.best)) part.best = {z[j], c};
+          }
+          const cuda::Pack<float, kWidth> logits[] = {cuda::Pack<float, kWidth>::from_float(z)};
+          Softmax::push(part.sum, logits);
         }
-        const cuda::Pack<float, kWidth> logits[] = {cuda::Pack<float, kWidth>::from_float(z)};
-        Softmax::push(part.sum, logits);
-      }
+      });
+    }
+    return part;
+  }
+
+  /// What all threads of the row know together.
+  template <class Exchange>
+  __device__ static Part together(Part part, Exchange& exchange) {
+    part.sum = typename Rows::template ReduceBlock<Softmax, true>()(part.sum);
+    if constexpr (!kPlain)
+      part.best = typename Rows::template ReduceBlock<ArgMax>()(part.best),
+      part.weighted = typename Rows::template ReduceBlock<Sum>()(part.weighted);
+    Part all;
+    exchange(part, [&](const Part& p) {
+      all.sum = Softmax()(all.sum, p.sum);
+      if constexpr (!kPlain) all.best = ArgMax()(all.best, p.best), all.weighted += p.weighted;
     });
+    return all;
   }
-  part.sum = typename Rows::template ReduceBlock<Softmax, true>()(part.sum);
-  if constexpr (!kPlain)
-    part.best = typename Rows::template ReduceBlock<ArgMax>()(part.best),
-    part.weighted = typename Rows::template ReduceBlock<Sum>()(part.weighted);
-  Part all;
-  exchange(part, [&](const Part& p) {
-    all.sum = Softmax()(all.sum, p.sum);
-    if constexpr (!kPlain) all.best = ArgMax()(all.best, p.best), all.weighted += p.weighted;
-  });
 
-  // A row's own numbers are long products: where that shows they are rounded once, at the end.
-  using Scalar = std::conditional_t<kPlain && sizeof(T) == 2, float, double>;
-  const auto sum = all.sum;
-  const float lse = Softmax::lse(sum);
-  const auto div = [](Scalar x, Scalar y) {
-    if constexpr (sizeof(Scalar) == 4) return Math<T>::div(x, y);
-    else return x / y;
+  /// What the second pass needs: a gradient is of_p · p − each · weight, but for the label's.
+  struct Factors {
+    Scalar p_y, w_y, scale, by_0, by_1, smooth;
+    Scalar s, of_p, each, t_y;
   };
-  const Scalar p_y = div(Softmax::exp(z_y, sum.max), sum.sum), by_0 = divisors[0] != 0 ? div(1, divisors[0]) : 0,
-               by_1 = divisors[1] != 0 ? div(1, divisors[1]) : 0;
-  const Scalar smooth = kPlain ? 0 : a.label_smoothing / Scalar(a.cols);
-  const Scalar w_y = kPlain ? 1 : (1 - Scalar(a.label_smoothing)) * weight(int(y)), scale = a.token_scaling ? p_y : 1;
-  if (rows.first()) {
-    const Scalar z_loss = Scalar(a.lse_square_scale) * lse * lse * by_1 * scale;
-    Scalar smoothing = 0;
-    if constexpr (!kPlain) {
-      if (smooth > 0) smoothing = smooth * (Scalar(lse) * class_weights - all.weighted);
-      if (a.correct) a.correct[row] = all.best.at == y;
-      if (a.predicted) a.predicted[row] = all.best.at;
+
+  /// Writes the loss; returns what scale, label smoothing and divisors make of it.
+  __device__ Factors write(const Part& all, const float (&divisors)[2], float class_weights, float z_y) {
+    Factors f;
+    const auto sum = all.sum;
+    const float lse = Softmax::lse(sum);
+    f.p_y = div(Softmax::exp(z_y, sum.max), sum.sum), f.by_0 = divisors[0] != 0 ? div(1, divisors[0]) : 0,
+    f.by_1 = divisors[1] != 0 ? div(1, divisors[1]) : 0;
+    f.smooth = kPlain ? 0 : a.label_smoothing / Scalar(a.cols);
+    f.w_y = kPlain ? 1 : (1 - Scalar(a.label_smoothing)) * weight(int(y)), f.scale = a.token_scaling ? f.p_y : 1;
+    if (rows.first()) {
+      const Scalar z_loss = Scalar(a.lse_square_scale) * lse * lse * f.by_1 * f.scale;
+      Scalar smoothing = 0;
+      if constexpr (!kPlain) {
+        if (f.smooth > 0) smoothing = f.smooth * (Scalar(lse) * class_weights - all.weighted);
+        if (a.correct) a.correct[row] = all.best.at == y;
+        if (a.predicted) a.predicted[row] = all.best.at;
+      }
+      a.loss[row] = float((f.w_y * (Scalar(sum.max) - z_y + logf(sum.sum)) + smoothing) * f.by_0 * f.scale +
+                          z_loss);  // lse loses log Σ beside a large max
+      if (a.z_loss) a.z_loss[row] = float(z_loss);
     }
-    a.loss[row] = float((w_y * (Scalar(sum.max) - z_y + logf(sum.sum)) + smoothing) * by_0 * scale +
-                        z_loss);  // lse loses log Σ beside a large max
-    if (a.z_loss) a.z_loss[row] = float(z_loss);
+    return f;
   }
-  if (!kGradient || !a.dx) return;
 
-  const Scalar s = scale * upstream;
-  // exp(z − max) / Σ instead of exp(z − lse): the rounding of lse would be in every p.
-  const Scalar of_p = s * ((w_y + smooth * (kPlain ? 0 : class_weights)) * by_0 + 2 * a.lse_square_scale * lse * by_1);
-  const Scalar each = s * smooth * by_0, t_y = z_y * inverse_cap;
-  const float of_exp = float(div(of_p, sum.sum)), each_float = float(each);
-  const auto gradient = [&](float v, int c) {
-    const float z = logit(v);
-    float d = of_exp * Softmax::exp(z, sum.max);
-    if constexpr (!kPlain) {
-      if (each_float != 0) d -= each_float * weight(c);
-      d *= 1 - z * inverse_cap * (z * inverse_cap);
-    }
-    return d;
-  };
-  if (kKeeps && rows.replaces()) {
+  /// The factors of the gradient. exp(z − max) / Σ instead of exp(z − lse): the rounding of lse would be in every p.
+  __device__ void scale(Factors& f, const Part& all, float class_weights, float upstream, float z_y) const {
+    const float lse = Softmax::lse(all.sum);
+    f.s = f.scale * upstream;
+    f.of_p = f.s * ((f.w_y + f.smooth * (kPlain ? 0 : class_weights)) * f.by_0 + 2 * a.lse_square_scale * lse * f.by_1);
+    f.each = f.s * f.smooth * f.by_0, f.t_y = z_y * inverse_cap;
+  }
+
+  /// The second pass: dx, and the label's own, by the thread that has stored its pack, and after that.
+  __device__ void differentiate(const Factors& f, const typename Softmax::Value& sum) {
+    const float of_exp = float(div(f.of_p, sum.sum)), each = float(f.each);
+    if (kKeeps && rows.replaces()) write_kept(of_exp, sum.max);
+    else write_gradient(of_exp, each, sum.max);
+    if (rows.mine(x().pack(int(y))))
+      dx.first[dx.shift + y] = T(float(
+          (f.of_p * f.p_y - (kPlain ? 0 : f.each * weight(int(y))) - f.s * f.w_y * f.by_0) * (1 - f.t_y * f.t_y)));
+  }
+
+  /// From the exponentials that the first pass has left.
+  __device__ void write_kept(float of_exp, float row_max) {
     if constexpr (kKeeps)
       rows.again_replaced(kept, set, [&](int k, auto& packs, float max) {
-        const float by = of_exp * Softmax::factor(max, sum.max) * Softmax::lowered(max);
+        const float by = of_exp * Softmax::factor(max, row_max) * Softmax::lowered(max);
 #pragma unroll
         for (Pack& pack : packs) {
 #pragma unroll
@@ -216,30 +249,59 @@ __device__ void do_row(const CrossEntropy& a, const Rows& rows) {
             word = to_word<T>(e.x * by, e.y * by);
           }
         }
-        dx.template store<Rows::kThreads>(k, packs, x);
+        dx.template store<Rows::kThreads>(k, packs, x());
       });
-  } else {
+  }
+
+  /// From the logits.
+  __device__ void write_gradient(float of_exp, float each, float row_max) {
+    const auto gradient = [&](float v, int c) {
+      const float z = logit(v);
+      float d = of_exp * Softmax::exp(z, row_max);
+      if constexpr (!kPlain) {
+        if (each != 0) d -= each * weight(c);
+        d *= 1 - z * inverse_cap * (z * inverse_cap);
+      }
+      return d;
+    };
     rows.template again<kAtOnce>(kept, set, [&](int k, auto& packs) {
-      int first = x.column(k);
+      int first = x().column(k);
 #pragma unroll
       for (Pack& pack : packs) {
         float f[kWidth];
         pack.to_float(f);
 #pragma unroll
         for (int j = 0; j < kWidth; ++j)
-          if (kPlain || (first + j >= 0 && first + j < x.n)) f[j] = gradient(f[j], first + j);
+          if (kPlain || (first + j >= 0 && first + j < x().n)) f[j] = gradient(f[j], first + j);
         pack = Pack::from_float(f);
         first += Rows::kThreads * kWidth;
       }
-      dx.template store<Rows::kThreads>(k, packs, x);
+      dx.template store<Rows::kThreads>(k, packs, x());
     });
   }
-  // The label's own, by the thread that has stored its pack, and after that.
-  if (rows.mine(x.pack(int(y))))
-    dx.first[dx.shift + y] =
-        T(float((of_p * p_y - (kPlain ? 0 : each * weight(int(y))) - s * w_y * by_0) * (1 - t_y * t_y)));
+};
+
+/// The loss of this thread's row and, where it is asked for, its gradient: two passes over what is kept on chip.
+template <class T, bool kPlain, class Rows, bool kGradient>
+__device__ void do_row(const CrossEntropy& a, const Rows& rows) {
+  if (rows.row() >= a.rows) return;
+  RowLoss<T, kPlain, Rows, kGradient> loss(a, rows);
+  const float divisors[] = {a.sums->divisor, a.sums->z_divisor}, class_weights = a.sums->class_weights,
+              upstream = a.sums->gradient_scale * (a.upstream ? a.upstream[loss.row] : 1);
+  if (loss.y == a.ignore_index) return loss.ignore();
+  ClusterExchange<typename decltype(loss)::Part, 1> exchange;
+  loss.inverse_cap = kPlain || a.softcap == 0 ? 0 : 1 / a.softcap;
+  const float z_y = loss.logit(float(loss.x().first[loss.x().shift + loss.y]));
+  const auto all = loss.together(loss.read(), exchange);
+  auto factors = loss.write(all, divisors, class_weights, z_y);
+  if (!kGradient || !a.dx) return;
+  loss.scale(factors, all, class_weights, upstream, z_y);
+  loss.differentiate(factors, all.sum);
 }
 
+/// The loss of each row and its gradient. A row belongs to a part of a block's threads or to a cluster of blocks, as
+/// Rows says (cluster.cuh), which brings it to registers or shared memory with asynchronous copies, so that the second
+/// pass does not read it again. The limit is memory, and for 16-bit logits two exponentials each.
 /// kPlain: no class weight, smoothing, softcap or argmax. kGradient: there may be one.
 template <class T, bool kPlain, class Rows, bool kGradient = true>
 __global__ void __launch_bounds__(Rows::kThreads, kGradient ? Rows::kBlocks : Rows::kBlocksReading)
