@@ -155,7 +155,7 @@ constexpr int kForwardThreads = 512;
 /// y, the statistics of each row and, where there is a residual, s = x + residual.
 /// A block has blockDim.y rows, or a cluster one; a thread has Layout's packs of a row, in registers. x is read once;
 /// weight, bias and modulation come from L1, which all blocks of a multiprocessor share. The limit is memory: with 64
-/// registers a thread 1,024 threads have 64 bytes each on their way.
+/// registers a thread 1,024 threads have 64 bytes each in flight.
 template <class T, class Layout, bool kCentred>
 __global__ void __launch_bounds__(kForwardThreads, 2) forward_kernel(NormForward a) {
   await_previous();
@@ -164,11 +164,12 @@ __global__ void __launch_bounds__(kForwardThreads, 2) forward_kernel(NormForward
   using Row = typename Layout::template Row<T>;
   const auto matrix = [&](const void* p) { return Row(p, row, a.cols, row < a.rows ? a.cols : 0); };
   const Row in = matrix(a.x), weight(a.w, 0, a.cols, a.cols);
+  const int packs = row < a.rows ? in.packs() : 0;                     // an empty row may still touch one
   const bool ahead = Layout::kAligned && a.w && a.w_dtype == a.dtype;  // the weight comes with x
   typename Row::Pack x[kPacks], w[kPacks];
   const auto each = [&](auto f) {
     unrolled<kPacks>([&](int p) {
-      if (const int k = Layout::pack(p); k < in.packs()) f(p, k);
+      if (const int k = Layout::pack(p); k < packs) f(p, k);
     });
   };
   unrolled<kPacks>([&](int p) { x[p] = {}; });
