@@ -282,8 +282,8 @@ def main():
     h200, cpu = (named(read(file)["rows"]) for file in ("h200.json", "cpu-avx512.json"))
     reports, lengths, two = (read(f"{name}.json") for name in ("families-h200", "e2e-h200", "e2e-h100x2"))
     fill("performance.md", h200=table(h200, True), cpu=table(cpu, False))
-    fill("training.md", families=families(reports), e2e=end_to_end(lengths), parts=step_parts(lengths))
-    fill("training.md", two=end_to_end(two), two_parts=step_parts(two))
+    tables = {"families": families(reports), "e2e": end_to_end(lengths), "parts": step_parts(lengths)}
+    fill("training.md", **tables, two=end_to_end(two), two_parts=step_parts(two))
     draw_operators(h200)
     draw_training(reports)
     draw_lengths(lengths)

@@ -103,8 +103,8 @@ class _Rule:
         for i, letter in given.items():
             if isinstance(args[i], DTensor):
                 # Below autograd: torch 2.11 cannot redistribute there what requires a gradient.
-                given_here = args[i].detach()
-                local[i] = (given_here if letter == "r" else given_here.redistribute(mesh, placed[i])).to_local()
+                detached = args[i].detach()
+                local[i] = (detached if letter == "r" else detached.redistribute(mesh, placed[i])).to_local()
         found = op(*local, **kwargs)
         several = isinstance(found, (tuple, list))
 

@@ -1,5 +1,5 @@
 #pragma once
-// Rows on their way to shared memory, while a block works on the ones before them.
+// Rows in flight to shared memory, while a block works on the ones before them.
 #include "liger/core/cuda/row_layout.cuh"
 
 namespace liger::cuda {

@@ -83,7 +83,7 @@ class Registrar {
   Pass pass_;
 };
 
-/// static void describe(Registrar& r): the body that follows, once a file.
+/// Describes the operators of a file to Registrar r, in the body that follows: once for each of its passes.
 #define LIGER_OPERATORS(stem, r)                                             \
   static void stem##_describe(::liger::Registrar&);                          \
   TORCH_LIBRARY_FRAGMENT(liger, lib) {                                       \
@@ -112,12 +112,12 @@ consteval auto qualified(const Name<n>& a, const char (&b)[m]) {
 
 /// An operator whose derivative needs no more than its own inputs and results. D has
 ///   kName
-///   forward(inputs...)         the results, of which the first kResults (1, unless D says so) are the operator's
-///   backward(upstream..., saved..., with_...)   the gradients of the first inputs; an upstream gradient a result, and,
-///   if
-///                              D says so, a flag a gradient: whether it is wanted. What is not is empty.
-///   kInputs, kAll, kSaved, kGradients   the names of inputs, of all results, of what backward is given of both, and of
-///                              gradients
+///   kInputs, kAll, kSaved, kGradients: the names of inputs, of all results, of what backward is given of both, and of
+///     gradients
+///   kResults, if it is not 1: how many of the results, the first ones, are the operator's
+///   forward(inputs...): all results
+///   backward(upstream..., saved..., flags...): the gradients of the first inputs. There is an upstream gradient a
+///     result. There may be a flag a gradient, with_<gradient>: what is not wanted is empty.
 /// and gets three schemas: <name>, <name>_forward, whose results are all, and <name>_backward.
 template <class D>
 class Operator {
@@ -125,7 +125,6 @@ class Operator {
   struct Signature;
   template <class R, class... A>
   struct Signature<R (*)(A...)> {
-    using Result = R;
     using Arguments = std::tuple<std::remove_cvref_t<A>...>;
     static constexpr size_t kCount = sizeof...(A);
   };
@@ -243,7 +242,7 @@ class Operator {
         return std::make_tuple(wants_grad(std::get<f>(inputs))...);
       }(std::make_index_sequence<kFlags ? kGradients : 0>());
     }
-    template <class... T, size_t... i>
+    template <size_t... i>
     static auto values_of(std::index_sequence<i...>)
         -> decltype(std::tuple_cat(value<i>(std::declval<SavedType<i>>())...));
     template <size_t>

@@ -3,7 +3,7 @@
 namespace liger::cuda::norm {
 namespace {
 
-constexpr int kDyTThreads = 512, kAhead = 4;  // rows of a thread on their way at once
+constexpr int kDyTThreads = 512, kAhead = 4;  // rows of a thread in flight at once
 
 /// f(pack) for this thread's packs of the columns: all threads of a block call it as often, behind the last one too.
 template <class T, class F>

@@ -42,20 +42,16 @@ __device__ Vec weight(const NormBackward& a, int64_t row, Load load) {
   else return w * (load(a.scale, a.modulation_dtype, modulation_of(a, row)) + 1);
 }
 
-/// A pack on its way back.
+/// What both passes over a pack need. dn: dy, for Each times 1 + scale.
 template <class T, class Vec, Norm kNorm>
 struct Gradient {
-  Vec xhat, dn, g;  // dn: dy, for Each times 1 + scale;  g = dn · w
+  Vec xhat, dn, g;  // g = dn · w, rounded, also where it meets a sum
 
   Gradient() = default;
-  __device__ Gradient(const Vec& x, const Vec& dy, const Vec& w, Stats stats)
-      : xhat(normalised<centred(kNorm)>(x, stats)), dn(dy) {
-    set_g(w);
-  }
-  __device__ Gradient(const Vec& x, const Vec& dy, const Vec& w, const Vec& scale, Stats stats)
-      : xhat(normalised<centred(kNorm)>(x, stats)), dn(dy * (scale + 1)) {
-    set_g(w);
-  }
+  __device__ Gradient(const Vec& x, const Vec& dn, const Vec& w, Stats stats)
+      : xhat(normalised<centred(kNorm)>(x, stats)),
+        dn(dn),
+        g(Vec::map([](float dn, float w) { return __fmul_rn(dn, w); }, dn, w)) {}
 
   /// What the row's sums get of it: Σ g · x̂ and, where the mean counts, Σ g.
   __device__ typename Projections<kNorm>::Value project() const {
@@ -73,12 +69,6 @@ struct Gradient {
     const float by = -onto * rstd, plus = -mean * rstd;
     return Vec::map(
         [=](float g, float xhat) { return fmaf(g, rstd, centred(kNorm) ? fmaf(xhat, by, plus) : xhat * by); }, g, xhat);
-  }
-
- private:
-  /// Rounded, also where it meets a sum.
-  __device__ void set_g(const Vec& w) {
-    g = Vec::map([](float dn, float w) { return __fmul_rn(dn, w); }, dn, w);
   }
 };
 
@@ -166,8 +156,9 @@ __global__ void __launch_bounds__(backward_threads(Layout::kAligned), 1) backwar
                   }));
   });
   const auto gradient = [&](int p, Stats stats) {
-    const Vec x = rows.get(0, p), dy = rows.get(1, p), w = weights.get(p);
-    return each ? Gradient(x, dy, w, rows.get(2, p), stats) : Gradient(x, dy, w, stats);
+    Vec dn = rows.get(1, p);
+    if (each) dn = dn * (rows.get(2, p) + 1);
+    return Gradient(rows.get(0, p), dn, weights.get(p), stats);
   };
   RowReduce<Projections<kNorm>, Layout::kSpread> reduce;
   Vec dw[kPacks], db[kPacks];
@@ -223,9 +214,9 @@ __global__ void __launch_bounds__(kLongRowThreads) backward_long_kernel(NormBack
     };
     const auto gradient = [&](int k) {
       const auto of = pack(k);
-      const Vec x = of(a.x, a.dtype, row), dy = of(a.dy, a.dtype, row), w = weight<kNorm, Vec>(a, row, of);
-      return each ? Gradient(x, dy, w, of(a.scale, a.modulation_dtype, modulation_of(a, row)), stats)
-                  : Gradient(x, dy, w, stats);
+      Vec dn = of(a.dy, a.dtype, row);
+      if (each) dn = dn * (of(a.scale, a.modulation_dtype, modulation_of(a, row)) + 1);
+      return Gradient(of(a.x, a.dtype, row), dn, weight<kNorm, Vec>(a, row, of), stats);
     };
     typename Projections<kNorm>::Value sums{};
     for_each_pack_of(like, [&](int k) {  // dy is 0 beside the row
