@@ -165,9 +165,10 @@ def step_parts(report):
         for length, arms in sorted(lengths.items())
         if arms.get("ours") and "profile" in arms["ours"]
     ]
-    names = [name for name in results[0][2]["ms"] if any(profile["ms"][name] for *_, profile in results)]
+    known = dict.fromkeys(name for *_, profile in results for name in profile["ms"])
+    names = [name for name in known if any(profile["ms"].get(name, 0) >= 0.5 for *_, profile in results)]
     lines = [
-        [model, f"{n:,}", *(f"{p['ms'][name]:,.0f} ({p['ms'][name] / p['step']:.0%})" for name in names)]
+        [model, f"{n:,}", *(f"{p['ms'].get(name, 0):,.0f} ({p['ms'].get(name, 0) / p['step']:.0%})" for name in names)]
         for model, n, p in results
     ]
     return tabulate(lines, ["model", "length", *names], tablefmt="github", disable_numparse=True)
@@ -240,14 +241,14 @@ def draw_training(reports):
     save(figure, right, "training.png")
 
 
-def draw_lengths(report):
-    """Tokens per second and memory over the length of the sequences, of the first model."""
+def draw_lengths(report, model="llama-1b"):
+    """Tokens per second and memory of a model over the length of the sequences."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    model, lengths = next(iter(by_length(report).items()))
+    lengths = by_length(report)[model]
     figure, both = pyplot.subplots(1, 2, figsize=(11, 3.6))
     for ax, what, unit, title in (
         (both[0], "tokens_per_second", 1000, f"{model}: thousand tokens per second"),
