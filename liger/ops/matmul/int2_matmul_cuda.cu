@@ -15,6 +15,11 @@ namespace {
 inline constexpr int kRows = 8;  // of a, in one product of a tensor core
 inline constexpr unsigned kOnes = 0x01010101u;
 
+/// Where a thread is in its block, and in the tensor core's operands.
+struct Lane {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, quad = lane % 4;
+};
+
 /// Row i of a 4 x 4 matrix of bytes becomes column i.
 __device__ inline void transpose(unsigned (&w)[4]) {
   const unsigned low01 = __byte_perm(w[0], w[1], 0x5140), high01 = __byte_perm(w[0], w[1], 0x7362);
@@ -133,8 +138,8 @@ __global__ void __launch_bounds__(32 * kWarps) few_kernel(Int2Matmul g, bool ali
 
 // ---- many rows: both operands wait in shared memory
 
-inline constexpr int kTileColumns = 256, kStep = 64;  // of a block; rows of b, a quarter of k, of one step
-inline constexpr int kManyThreads = kTileColumns;
+inline constexpr int kTileColumns = 256, kStep = 64;             // of a block; rows of b, a quarter of k, of one step
+inline constexpr int kManyThreads = kTileColumns, kChunks = 16;  // chunks of 16 bytes in a line of a stage
 
 /// Chunks of 16 bytes. Of a, as the tensor core wants them; of b, in an order in which the lanes of a warp meet
 /// different banks.
@@ -146,136 +151,194 @@ struct alignas(1024) Stage {
   __device__ uint4& of_b(int row, int chunk) { return b[row][chunk ^ row / 4 % 4 * 2]; }
 };
 
-/// Blocks walk along tiles, each warp with 32 columns of b and all rows of a. While a plane's products are in flight
-/// the next one's weights are made, and a part of the other work is done. kAligned: of both operands 16 neighbours
-/// always begin at such a boundary.
+/// Brings both operands of a tile to shared memory, step by step. A thread copies one chunk of every kLines-th line of
+/// each operand, a quarter of a step's with each call of send. kAligned: of both operands 16 neighbours always begin at
+/// such a boundary.
 template <int kEights, int kStages, bool kAligned>
-__global__ void __launch_bounds__(kManyThreads, 1) many_kernel(Int2Matmul g, int strips, int tiles) {
-  await_previous();
-  constexpr int kTileRows = kRows * kEights;
+class Operands {
+ public:
   using Stage = int2_matmul::Stage<kEights>;
-  auto* stages = reinterpret_cast<Stage*>((reinterpret_cast<uintptr_t>(shared_memory<Stage>()) + alignof(Stage) - 1) /
-                                          alignof(Stage) * alignof(Stage));
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, quad = lane % 4;
-  const auto first_column = [=](int tile) { return int64_t(tile % strips) * kTileColumns; };
-  const auto first_row = [=](int tile) { return int64_t(tile / strips) * kTileRows; };
-
-  // A thread sends for one chunk of every 16th line of each operand, a quarter of a step's with each call.
-  constexpr int kChunks = 16, kLines = kManyThreads / kChunks;
+  static constexpr int kTileRows = kRows * kEights, kLines = kManyThreads / kChunks;
   static_assert(kStep == 4 * kLines && kTileRows % (4 * kLines) == 0 && kTileColumns == 16 * kChunks);
-  constexpr int64_t kMost = kAligned ? 16 : 32;  // bytes from a chunk's first on that matter
-  const int chunk = threadIdx.x % kChunks, line = threadIdx.x / kChunks;
-  const int64_t stride_a = kLines * 4 * g.packed, stride_b = kLines * g.b_stride;
-  const uint8_t* from_b = nullptr;
-  const int8_t* from_a = nullptr;
-  int left = 0, left_b = 0, lines = 0, turn = 0;  // rows of b; bytes of each; rows of a
-  const auto copy = [](uint4& to, const void* from, int there) {
-    if (kAligned) copy_async16<false>(&to, from, there);
-    else to = load<4, uint4>(from, there, false);
-  };
-  const auto send = [&](int quarter) {
-    Stage& s = stages[turn % kStages];
-    copy(s.of_b(line + kLines * quarter, chunk), from_b + quarter * stride_b,
-         line + kLines * quarter < left ? left_b : 0);
-    const int left_a = max(0, min(int(kMost), left - chunk % 4 * 16));
-#pragma unroll
-    for (int i = quarter; i < kTileRows / kLines; i += 4)
-      copy(s.of_a(line + kLines * i, chunk), from_a + i * stride_a, kLines * i < lines ? left_a : 0);
-    if (quarter == 3) {
-      close_copies();
-      from_b += 4 * stride_b, from_a += kStep, left -= kStep, ++turn;
-    }
-  };
-  const auto start = [&](int tile) {
-    const int64_t n = first_column(tile) + chunk * 16, m = first_row(tile) + line;
-    left = int(g.packed), left_b = int(max(int64_t(0), min(kMost, g.n - n))),
-    lines = int(min(int64_t(kTileRows), g.m - m)), turn = 0;
-    from_b = g.b + line * g.b_stride + n;
-    from_a = g.a + (m * 4 + chunk / 4) * g.packed + chunk % 4 * 16;
+
+  __device__ explicit Operands(const Int2Matmul& g)
+      : g_(g),
+        stages_(reinterpret_cast<Stage*>((reinterpret_cast<uintptr_t>(shared_memory<Stage>()) + alignof(Stage) - 1) /
+                                         alignof(Stage) * alignof(Stage))),
+        stride_a_(kLines * 4 * g.packed),
+        stride_b_(kLines * g.b_stride) {}
+
+  __device__ Stage& stage(int step) const { return stages_[step % kStages]; }
+
+  /// Sends for the first steps of the tile that begins there.
+  __device__ void start(int64_t first_row, int64_t first_column) {
+    const int64_t n = first_column + chunk_ * 16, m = first_row + line_;
+    left_ = int(g_.packed), left_b_ = int(max(int64_t(0), min(kMost, g_.n - n))),
+    lines_ = int(min(int64_t(kTileRows), g_.m - m)), step_ = 0;
+    from_b_ = g_.b + line_ * g_.b_stride + n;
+    from_a_ = g_.a + (m * 4 + chunk_ / 4) * g_.packed + chunk_ % 4 * 16;
     for (int step = 0; step < kStages - 1; ++step)
 #pragma unroll
       for (int quarter = 0; quarter < 4; ++quarter) send(quarter);
-  };
-  const auto meet = [&](int pending) {  // all see what was sent for, but the last
+  }
+
+  /// Sends for a quarter of the next step.
+  __device__ void send(int quarter) {
+    Stage& s = stage(step_);
+    copy(s.of_b(line_ + kLines * quarter, chunk_), from_b_ + quarter * stride_b_,
+         line_ + kLines * quarter < left_ ? left_b_ : 0);
+    const int left_a = max(0, min(int(kMost), left_ - chunk_ % 4 * 16));
+#pragma unroll
+    for (int i = quarter; i < kTileRows / kLines; i += 4)
+      copy(s.of_a(line_ + kLines * i, chunk_), from_a_ + i * stride_a_, kLines * i < lines_ ? left_a : 0);
+    if (quarter == 3) {
+      close_copies();
+      from_b_ += 4 * stride_b_, from_a_ += kStep, left_ -= kStep, ++step_;
+    }
+  }
+
+  /// All threads, and the tensor cores, see the steps that were sent for, but the last `pending`.
+  __device__ static void await(int pending) {
     await_copies(pending);
     show_tensor_core();
     __syncthreads();
-  };
-  unsigned next[2][4];  // bytes of b, rows 4 quad and 16 + 4 quad of half a step, columns 4 group
-  const auto read = [&](Stage& s, int half_step) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        next[half][i] = reinterpret_cast<const unsigned*>(
-            &s.of_b(half_step * 32 + half * 16 + 4 * quad + i, warp * 2 + group / 4))[group % 4];
-  };
+  }
 
-  constexpr int kParts = kManyThreads / kTileRows;  // of a row of a, in one thread's sum each
-  const int steps = int((g.packed + kStep - 1) / kStep), row = threadIdx.x / kParts, part = threadIdx.x % kParts;
+ private:
+  static constexpr int64_t kMost = kAligned ? 16 : 32;  // bytes from a chunk's first on that matter
+
+  __device__ static void copy(uint4& to, const void* from, int there) {
+    if (kAligned) copy_async16<false>(&to, from, there);
+    else to = load<4, uint4>(from, there, false);
+  }
+
+  const Int2Matmul& g_;
+  Stage* stages_;
+  const int chunk_ = threadIdx.x % kChunks, line_ = threadIdx.x / kChunks;
+  const int64_t stride_a_, stride_b_;
+  const uint8_t* from_b_ = nullptr;
+  const int8_t* from_a_ = nullptr;
+  int left_ = 0, left_b_ = 0, lines_ = 0, step_ = 0;  // rows of b; bytes of each; rows of a
+};
+
+/// The sums of a tile's rows of a, a part of a row in each thread.
+template <int kEights>
+struct RowSums {
+  static constexpr int kParts = kManyThreads / (kRows * kEights), kOfPart = kChunks / kParts;  // chunks of a step
+  const int row = threadIdx.x / kParts, part = threadIdx.x % kParts;
+  int sum = 0;
+
+  __device__ void add(Stage<kEights>& s, int chunk) {
+    if (chunk >= kOfPart) return;
+    const uint4 four = s.of_a(row, part * kOfPart + chunk);
+    for (const unsigned word : {four.w, four.z, four.y, four.x}) sum = __dp4a(int(word), int(kOnes), sum);
+  }
+
+  /// All threads of the block get them; a barrier comes first.
+  __device__ const int* share() {
+    __shared__ int sums[kRows * kEights];
+    sum = reduce_lanes<SumOf<int>>(sum, kParts);
+    if (part == 0) sums[row] = sum;
+    __syncthreads();
+    return sums;
+  }
+};
+
+/// A lane's bytes of b in half a step: rows 4 quad and 16 + 4 quad, columns 4 group.
+template <int kEights>
+__device__ void read_codes(unsigned (&bytes)[2][4], Stage<kEights>& s, int half_step, Lane at) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      bytes[half][i] = reinterpret_cast<const unsigned*>(
+          &s.of_b(half_step * 32 + half * 16 + 4 * at.quad + i, at.warp * 2 + at.group / 4))[at.group % 4];
+}
+
+/// sums += the tile's products, and those of a's rows for `rows`. While a plane's products are in flight the next one's
+/// weights are made, and a part of the other work is done.
+template <int kEights, int kStages, bool kAligned>
+__device__ void multiply_tile(Operands<kEights, kStages, kAligned>& operands, int steps, Lane at,
+                              int (&sums)[2][kEights][4], RowSums<kEights>& rows) {
+  unsigned next[2][4];
+  operands.await(kStages - 2);
+  read_codes(next, operands.stage(0), 0, at);
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    auto& s = operands.stage(step);
+#pragma unroll
+    for (int half_step = 0; half_step < 2; ++half_step) {
+      unsigned bytes[2][4];
+      memcpy(bytes, next, sizeof(bytes));
+      transpose(bytes[0]), transpose(bytes[1]);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        unsigned weights[2][4];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) weights[i / 4][i % 4] = bytes[i % 4 / 2][i / 4 * 2 + i % 2] >> 2 * j & 3 * kOnes;
+        tensor_multiply_add(sums, weights, s.a[j / 2], j % 2 * 4 + 2 * half_step);
+        await_products<kAligned>();
+        // For the next step; and nobody reads the one before any more.
+        if (half_step == 0 && j == 0) operands.await(kStages - 3);
+        if (half_step == 0) operands.send(j);
+        if (j == 1) read_codes(next, half_step == 0 ? s : operands.stage(step + 1), 1 - half_step, at);
+        rows.add(s, half_step * 4 + j);
+      }
+    }
+  }
+  await_products<false>();
+#pragma unroll
+  for (int i = 0; i < 2 * kEights * 4; ++i)
+    forget(sums[i / (kEights * 4)][i / 4 % kEights][i % 4]);  // not read before they are there
+}
+
+/// out = sums − of_rows, for the tile's rows from first_row on and a lane's four columns.
+template <int kEights>
+__device__ void write_tile(const Int2Matmul& g, int64_t first_row, int64_t column, int quad,
+                           const int (&sums)[2][kEights][4], const int* of_rows) {
+#pragma unroll
+  for (int e = 0; e < kEights; ++e)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int in_tile = 8 * e + 2 * quad + r;
+      const int64_t m = first_row + in_tile;
+      if (m >= g.m) continue;
+      int* out = g.out + m * g.n + column;
+      const int of_row = of_rows[in_tile];
+      const int4 four{sums[0][e][r] - of_row, sums[0][e][2 + r] - of_row, sums[1][e][r] - of_row,
+                      sums[1][e][2 + r] - of_row};
+      if (g.n % 4 == 0) {
+        if (column < g.n) __stcs(reinterpret_cast<int4*>(out), four);  // L2 is the operands'
+      } else {
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+          if (column + c < g.n) out[c] = (&four.x)[c];
+      }
+    }
+}
+
+/// out for many rows of a. A block walks along tiles of kRows · kEights rows and kTileColumns columns, a warp has 32 of
+/// the columns and all of the rows; sums are in registers, both operands in stages of shared memory. The limit is the
+/// rate of the tensor cores, which the lanes feed with weights.
+template <int kEights, int kStages, bool kAligned>
+__global__ void __launch_bounds__(kManyThreads, 1) many_kernel(Int2Matmul g, int strips, int tiles) {
+  await_previous();
+  const Lane at;
+  Operands<kEights, kStages, kAligned> operands(g);
+  const auto start = [&](int tile) {
+    operands.start(int64_t(tile / strips) * kRows * kEights, int64_t(tile % strips) * kTileColumns);
+  };
   start(blockIdx.x);
 #pragma unroll 1
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    int sums[2][kEights][4] = {}, less = 0;
-    meet(kStages - 2);
-    read(stages[0], 0);
-#pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
-      Stage& s = stages[step % kStages];
-#pragma unroll
-      for (int half_step = 0; half_step < 2; ++half_step) {
-        unsigned bytes[2][4];
-        memcpy(bytes, next, sizeof(bytes));
-        transpose(bytes[0]), transpose(bytes[1]);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          unsigned weights[2][4];
-#pragma unroll
-          for (int i = 0; i < 8; ++i) weights[i / 4][i % 4] = bytes[i % 4 / 2][i / 4 * 2 + i % 2] >> 2 * j & 3 * kOnes;
-          tensor_multiply_add(sums, weights, s.a[j / 2], j % 2 * 4 + 2 * half_step);
-          await_products<kAligned>();
-          if (half_step == 0 && j == 0)
-            meet(kStages - 3);  // for the next step; and nobody reads the one before any more
-          if (half_step == 0) send(j);
-          if (j == 1) read(half_step == 0 ? s : stages[(step + 1) % kStages], 1 - half_step);
-          if (half_step * 4 + j >= kChunks / kParts) continue;
-          const uint4 four = s.of_a(row, part * (kChunks / kParts) + half_step * 4 + j);
-          less = __dp4a(
-              int(four.x), int(kOnes),
-              __dp4a(int(four.y), int(kOnes), __dp4a(int(four.z), int(kOnes), __dp4a(int(four.w), int(kOnes), less))));
-        }
-      }
-    }
-    await_products<false>();
-#pragma unroll
-    for (int i = 0; i < 2 * kEights * 4; ++i)
-      forget(sums[i / (kEights * 4)][i / 4 % kEights][i % 4]);  // not read before they are there
+    int sums[2][kEights][4] = {};
+    RowSums<kEights> rows;
+    multiply_tile(operands, int(ceil_div(g.packed, kStep)), at, sums, rows);
     copies_done();
-    less = reduce_lanes<SumOf<int>>(less, kParts);
-    __shared__ int of_rows[kTileRows];
-    if (part == 0) of_rows[row] = less;
-    __syncthreads();
+    const int* of_rows = rows.share();
     if (tile + int(gridDim.x) < tiles) start(tile + int(gridDim.x));
-    const int64_t column = first_column(tile) + warp * 32 + 4 * group;
-#pragma unroll
-    for (int e = 0; e < kEights; ++e)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int in_tile = 8 * e + 2 * quad + r;
-        const int64_t m = first_row(tile) + in_tile;
-        if (m >= g.m) continue;
-        int* out = g.out + m * g.n + column;
-        const int of_row = of_rows[in_tile];
-        const int4 four{sums[0][e][r] - of_row, sums[0][e][2 + r] - of_row, sums[1][e][r] - of_row,
-                        sums[1][e][2 + r] - of_row};
-        if (g.n % 4 == 0) {
-          if (column < g.n) __stcs(reinterpret_cast<int4*>(out), four);  // L2 is the operands'
-        } else {
-#pragma unroll
-          for (int c = 0; c < 4; ++c)
-            if (column + c < g.n) out[c] = (&four.x)[c];
-        }
-      }
+    write_tile(g, int64_t(tile / strips) * kRows * kEights,
+               int64_t(tile % strips) * kTileColumns + at.warp * 32 + 4 * at.group, at.quad, sums, of_rows);
   }
 }
 
