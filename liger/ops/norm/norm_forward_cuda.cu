@@ -119,29 +119,42 @@ struct Statistics<float, true, kSpread> {
   }
 };
 
-/// n · (1 + scale) + shift, where the row has a modulation; load(p, dtype, row) gives the same columns of row `row` of
-/// a matrix, or of a vector.
-template <class T, class Pack, class Load>
-__device__ Pack modulated(const NormForward& a, const Pack& n, int64_t row, Load load) {
-  using Vec = cuda::Vec<Pack::kWidth>;
-  if (!a.scale) return n;
-  const int64_t modulation = modulation_of(a, row);
-  const Vec scale = load(a.scale, a.modulation_dtype, modulation),
-            shift = a.shift ? load(a.shift, a.modulation_dtype, modulation) : Vec{};
+/// x̂ · w or, of LayerNorm, x̂ · w + b, for a pack. weight: 0 where there is none; load(p, dtype): the same columns of a
+/// vector.
+template <class T, bool kCentred, class Vec, class Load>
+__device__ auto output(const NormForward& a, const Vec& x, const Vec& weight, Stats stats, Load load) {
+  const Vec xhat = normalised<kCentred>(x, stats), w = weight + (a.w ? a.offset : 1);
+  if constexpr (kCentred) {
+    const Vec b = a.b ? load(a.b, a.w_dtype) : Vec{};
+    return packed<T>(Vec::map([](float x, float w, float b) { return fmaf(x, w, b); }, xhat, w, b));
+  } else {
+    return packed<T>(weighted<T>(xhat, w, a.casting));
+  }
+}
+
+/// n · (1 + scale) + shift.
+template <class T, class Pack, class Vec>
+__device__ Pack modulated(const Pack& n, const Vec& scale, const Vec& shift) {
   return packed<T>(
       Vec::map([](float n, float scale, float shift) { return fmaf(n, scale + 1, shift); }, to_vec(n), scale, shift));
 }
 
-/// y of a pack of row `row`. weight: 0 where there is none.
-template <class T, bool kCentred, class Vec, class Load>
-__device__ auto output(const NormForward& a, const Vec& x, const Vec& weight, Stats stats, int64_t row, Load load) {
-  const Vec xhat = normalised<kCentred>(x, stats), w = weight + (a.w ? a.offset : 1);
-  if constexpr (kCentred) {
-    const Vec b = a.b ? load(a.b, a.w_dtype, 0) : Vec{};
-    return packed<T>(Vec::map([](float x, float w, float b) { return fmaf(x, w, b); }, xhat, w, b));
-  } else {
-    return modulated<T>(a, packed<T>(weighted<T>(xhat, w, a.casting)), row, load);
+/// The same for this thread's packs of row `row`: each(f) calls f(p, k) for x[p], which is pack k of `in`. What has x's
+/// dtype is asked for at once; after x̂ · w registers hold that.
+template <class T, class Row, int kPacks, class Each>
+__device__ void modulate(const NormForward& a, typename Row::Pack (&x)[kPacks], int64_t row, const Row& in, Each each) {
+  const int64_t modulation = modulation_of(a, row);
+  if (a.modulation_dtype == a.dtype) {
+    typename Row::Pack scale[kPacks], shift[kPacks] = {};
+    each([&](int p, int k) { scale[p] = Row(a.scale, modulation, a.cols, a.cols).load(k, T(0), in); });
+    if (a.shift) each([&](int p, int k) { shift[p] = Row(a.shift, modulation, a.cols, a.cols).load(k, T(0), in); });
+    each([&](int p, int) { x[p] = modulated<T>(x[p], to_vec(scale[p]), to_vec(shift[p])); });
+    return;
   }
+  each([&](int p, int k) {
+    const auto load = [&](const void* v) { return load_like(v, DType::F32, modulation, a.cols, k, in); };
+    x[p] = modulated<T>(x[p], load(a.scale), a.shift ? load(a.shift) : Vec<Row::kWidth>{});
+  });
 }
 
 template <bool kCentred>
@@ -193,14 +206,15 @@ __global__ void __launch_bounds__(kForwardThreads, 2) forward_kernel(NormForward
   // Two 16-bit numbers multiply exactly in a float, so that this product is rounded once either way.
   const bool product = sizeof(T) == 2 && ahead && a.casting == Casting::Llama && a.offset == 0;
   each([&](int p, int k) {
-    const auto load = [&](const void* v, DType dtype, int64_t row) { return load_like(v, dtype, row, a.cols, k, in); };
     if (!kCentred && product) {
-      x[p] = modulated<T>(a, packed<T>(normalised<false>(to_vec(x[p]), stats)) * w[p], row, load);
+      x[p] = packed<T>(normalised<false>(to_vec(x[p]), stats)) * w[p];
       return;
     }
-    const auto weight = ahead ? to_vec(w[p]) : a.w ? load(a.w, a.w_dtype, 0) : Vec<Row::kWidth>{};
-    x[p] = output<T, kCentred>(a, to_vec(x[p]), weight, stats, row, load);
+    const auto load = [&](const void* v, DType dtype) { return load_like(v, dtype, 0, a.cols, k, in); };
+    const auto weight = ahead ? to_vec(w[p]) : a.w ? load(a.w, a.w_dtype) : Vec<Row::kWidth>{};
+    x[p] = output<T, kCentred>(a, to_vec(x[p]), weight, stats, load);
   });
+  if (!kCentred && a.scale) modulate<T>(a, x, row, in, each);
   each([&](int p, int k) { matrix(a.y).store(k, x[p], in); });
   if (threadIdx.x == 0 && row < a.rows) keep<kCentred>(a, stats, row);
 }
@@ -221,9 +235,18 @@ __global__ void __launch_bounds__(kLongRowThreads) forward_long_kernel(NormForwa
   for_each_pack_of(x, [&](int k) {
     const auto v = input(k);
     if (a.residual) Row<T>(a.s, row, a.cols, a.cols).store(k, packed<T>(v), x);
-    const auto load = [&](const void* p, DType dtype, int64_t row) { return load_like(p, dtype, row, a.cols, k, x); };
-    const auto weight = a.w ? load(a.w, a.w_dtype, 0) : Vec<Row<T>::kWidth>{};
-    y.store(k, output<T, kCentred>(a, v, weight, stats, row, load), x);
+    const auto of_row = [&](int64_t row) {
+      return [&, row](const void* p, DType dtype) { return load_like(p, dtype, row, a.cols, k, x); };
+    };
+    const auto load = of_row(0);
+    const auto weight = a.w ? load(a.w, a.w_dtype) : Vec<Row<T>::kWidth>{};
+    auto out = output<T, kCentred>(a, v, weight, stats, load);
+    if (!kCentred && a.scale) {
+      const auto modulation = of_row(modulation_of(a, row));
+      out = modulated<T>(out, modulation(a.scale, a.modulation_dtype),
+                         a.shift ? modulation(a.shift, a.modulation_dtype) : Vec<Row<T>::kWidth>{});
+    }
+    y.store(k, out, x);
   });
   if (threadIdx.x == 0) keep<kCentred>(a, stats, row);
 }
