@@ -95,13 +95,12 @@ class StagedRows {
 
   /// A pack that is in part the row's is copied as a whole where the matrix has all of it.
   __device__ void send(int64_t row, int matrix, int stage) const {
-    const T* from = matrices_[matrix] + ahead_;
     unrolled<kPacks>([&](int p) {
       if (!(has_ >> p & 1)) return;
-      const int k = Layout::pack(p);
-      if (Layout::kAligned || !(parted_ >> p & 1) || ((row > 0 || k > 0) && (row + 1 < rows_ || like.end(k) == kWidth)))
-        copy_async16(at(stage, matrix, p), from + p * int(blockDim.x) * kWidth);
-      else *at(stage, matrix, p) = Row(matrices_[matrix], row, cols_, cols_).load(k, T(0));
+      const int64_t element = ahead_ + p * int(blockDim.x) * kWidth;
+      if (Layout::kAligned || !(parted_ >> p & 1) || (element >= 0 && element + kWidth <= rows_ * cols_))
+        copy_async16(at(stage, matrix, p), matrices_[matrix] + element);
+      else *at(stage, matrix, p) = Row(matrices_[matrix], row, cols_, cols_).load(Layout::pack(p), T(0));
     });
   }
 
