@@ -41,7 +41,7 @@ __device__ AlignedRow<T> row_of(const GroupNorm& a, const void* matrix) {
 
 /// A block has blockDim.y rows (groups of a sample), or a cluster one, in registers; the limit is memory.
 template <class T, class Layout>
-__global__ void __launch_bounds__(kThreads, 1) forward_kernel(GroupNormForward a) {
+__global__ void __launch_bounds__(kThreads, 2) forward_kernel(GroupNormForward a) {
   await_previous();
   using Vec = cuda::Vec<Row<T>::kWidth>;
   const int64_t index = Layout::row();
@@ -49,21 +49,21 @@ __global__ void __launch_bounds__(kThreads, 1) forward_kernel(GroupNormForward a
   const unsigned group = unsigned(index) % unsigned(a.groups);
   const float n = float(a.channels * a.spatial);
   RowReduce<Sums<2>, Layout::kSpread> reduce;
-  Vec x[kPacks];
+  typename Row<T>::Pack x[kPacks];
   float all = 0;
-  each_pack<Layout>(a, in, [&](int p, int k, int) { x[p] = to_vec(in.load(k, T(0))); });
-  each_pack<Layout>(a, in, [&](int p, int, int) { all += sum(x[p]); });
+  each_pack<Layout>(a, in, [&](int p, int k, int) { x[p] = in.load(k, T(0)); });
+  each_pack<Layout>(a, in, [&](int p, int, int) { all += sum(to_vec(x[p])); });
   const float about = reduce({all}).v[0] / n;
   Sums<2>::Value about_mean{};
   each_pack<Layout>(a, in, [&](int p, int, int) {
-    const Vec d = x[p] + -about;
+    const Vec d = to_vec(x[p]) + -about;
     about_mean = Sums<2>()(about_mean, {sum(d), sum(d * d)});
   });
   const Stats of_row = stats(a, about, reduce(about_mean), n);
   each_pack<Layout>(a, in, [&](int p, int k, int channel) {
     const float w = of_channel<T>(a, a.w, group, channel, 1), b = of_channel<T>(a, a.b, group, channel, 0);
     const auto y = [=](float x) { return (x - of_row.mean) * of_row.rstd * w + b; };
-    out.store(k, packed<T>(Vec::map(y, x[p])), in);
+    out.store(k, packed<T>(Vec::map(y, to_vec(x[p]))), in);
   });
   if (threadIdx.x == 0 && index < a.samples * a.groups) a.mean[index] = of_row.mean, a.rstd[index] = of_row.rstd;
 }
@@ -96,7 +96,7 @@ __device__ void sum_segments(const GroupNormBackward& a, const Projections::Valu
 /// As forward_kernel. Each pack leaves its part of dw and db in shared memory, where the segments of channels find
 /// them.
 template <class T, class Layout>
-__global__ void __launch_bounds__(kThreads, 1) backward_kernel(GroupNormBackward a) {
+__global__ void __launch_bounds__(kThreads, 2) backward_kernel(GroupNormBackward a) {
   await_previous();
   constexpr int kWidth = Row<T>::kWidth;
   using Vec = cuda::Vec<kWidth>;
