@@ -121,18 +121,18 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(GroupNormBackward
   });
   RowReduce<Projections, Layout::kSpread> reduce;
   sums = reduce(sums);
+  const float mean_g = sums.v[0] / n, onto = sums.v[1] / n;
+  if (a.dx)
+    each_pack<Layout>(a, in, [&](int p, int k, int channel) {
+      const float w = of_channel<T>(a, a.w, group, channel, 1);
+      const auto dx = [=](float dy, float xhat) { return rstd * (dy * w - mean_g - xhat * onto); };
+      out.store(k, packed<T>(Vec::map(dx, to_vec(dy[p]), normalised(p))), in);
+    });
   __syncthreads();
   // A segment's parts are in one block.
   if (a.dw || a.db)
     sum_segments<kWidth>(a, parts, index, Layout::kSpread, Layout::kSpread ? cluster_rank() * packs * kWidth : 0,
                          packs);
-  if (!a.dx) return;
-  const float mean_g = sums.v[0] / n, onto = sums.v[1] / n;
-  each_pack<Layout>(a, in, [&](int p, int k, int channel) {
-    const float w = of_channel<T>(a, a.w, group, channel, 1);
-    const auto dx = [=](float dy, float xhat) { return rstd * (dy * w - mean_g - xhat * onto); };
-    out.store(k, packed<T>(Vec::map(dx, to_vec(dy[p]), normalised(p))), in);
-  });
 }
 
 /// Calls f.operator()<RowLayout>(threads) where rows are that short, and the packs of a channel its own.
@@ -271,14 +271,14 @@ struct Segments {
   }
 };
 
-template <class T, bool kSpread>
+template <class T>
 __global__ void __launch_bounds__(256, 4) forward_long_kernel(GroupNormForward a, Segments<T, 1> segments) {
   await_previous();
   constexpr int kWidth = Row<T>::kWidth;
   const unsigned row = segments.row(), group = row % unsigned(a.groups);
   const float n = float(a.channels * a.spatial);
   using Both = Sums<2>;
-  RowReduce<Both, kSpread> reduce;
+  RowReduce<Both, true> reduce;
   segments.fetch();
   float sum = 0;
   Both::Value about_mean{};
@@ -320,7 +320,7 @@ __global__ void __launch_bounds__(256, 4) forward_long_kernel(GroupNormForward a
   if (threadIdx.x == 0) a.mean[row] = of_row.mean, a.rstd[row] = of_row.rstd;
 }
 
-template <class T, bool kSpread>
+template <class T>
 __global__ void __launch_bounds__(256, 3) backward_long_kernel(GroupNormBackward a, Segments<T, 2> segments) {
   await_previous();
   constexpr int kWidth = Row<T>::kWidth;
@@ -344,7 +344,7 @@ __global__ void __launch_bounds__(256, 3) backward_long_kernel(GroupNormBackward
     if (a.db) a.db[to] = part.v[0];
     if (a.dw) a.dw[to] = part.v[1];
   });
-  RowReduce<Projections, kSpread> reduce;
+  RowReduce<Projections, true> reduce;
   sums = reduce(sums);
   const float mean_g = sums.v[0] / n, onto = sums.v[1] / n;
   if (a.dx)
@@ -371,8 +371,7 @@ LIGER_REGISTER(group_norm_forward, [](const GroupNormForward& a, Stream s) {
         }))
       return;
     const Segments<T, 1> segments(a, a.x);
-    launch(segments.cluster > 1 ? forward_long_kernel<T, true> : forward_long_kernel<T, false>, segments.grid(), s, a,
-           segments);
+    launch(forward_long_kernel<T>, segments.grid(), s, a, segments);
   });
 });
 LIGER_REGISTER(group_norm_backward, [](const GroupNormBackward& a, Stream s) {
@@ -384,8 +383,7 @@ LIGER_REGISTER(group_norm_backward, [](const GroupNormBackward& a, Stream s) {
         }))
       return;
     const Segments<T, 2> segments(a, a.x, a.dy);
-    launch(segments.cluster > 1 ? backward_long_kernel<T, true> : backward_long_kernel<T, false>, segments.grid(), s, a,
-           segments);
+    launch(backward_long_kernel<T>, segments.grid(), s, a, segments);
   });
 });
 
