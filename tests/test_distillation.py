@@ -112,7 +112,7 @@ def test_weights_and_biases(function, weights, biases):
 
 
 def test_chunks(monkeypatch):
-    """The numbers do not depend on chunks or pieces, and a 3-d batch is the same tokens; strides are free. The losses
+    """The numbers do not depend on chunks or rows at once, and a 3-d batch is the same tokens; strides are free. The losses
     in one operator, and those in a loop."""
     monkeypatch.setattr(two_heads, "CPU_BYTES", 0)
     for extra in (0, 9):  # a larger vocabulary of the teacher's takes the loop
@@ -120,8 +120,8 @@ def test_chunks(monkeypatch):
         student[0] = student[0].detach()[:, :-1].requires_grad_()
         leaf, labels, teacher[0] = student[0], labels[:, 1:], teacher[0][:, :-1]
         expected, *_ = expected_of(student, teacher, labels, jsd)
-        for chunk, piece, size in ((4096, 512, 1024), (4096, 7, 1024), (13, 5, 1), (1, 1, 2)):
-            monkeypatch.setattr(two_heads, "CPU_CHUNK", chunk), monkeypatch.setattr(two_heads, "PIECE", piece)
+        for chunk, rows, size in ((4096, 512, 1024), (4096, 7, 1024), (13, 5, 1), (1, 1, 2)):
+            monkeypatch.setattr(two_heads, "CPU_CHUNK", chunk), monkeypatch.setattr(two_heads, "ROWS", rows)
             for t in student:
                 t.grad = None
             loss = JSD(chunk_size=size)(student[0], student[1], teacher[0], teacher[1], labels, student[2], teacher[2])

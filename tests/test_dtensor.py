@@ -41,7 +41,7 @@ SHARDED = {
     "kl_div": [((9, 13), dict(reduction=r), (0, 1), (0,)) for r in ("none", "sum")],
     "fused_experts": [((7, 6, 5), {}, (0, 3, 6), (0,))],
 }
-#: Sums of all rows that are no sum of the ranks', and rows in pieces: right, by communication.
+#: Sums of all rows that are no sum of the ranks', and rows in parts: right, by communication.
 GATHERED = {
     "modulated_rms_norm": [((4, 5, 16), dict(each="token"), (0, 2, 3), (0,)), ((4, 5, 16), {}, (0,), (1,))],
     "rms_norm": [((4, 6), {}, (0,), (1,))],

@@ -3,10 +3,10 @@
 
 namespace liger {
 
-/// Elements of the pieces of a row that are worked on at once, each by threads of its own: `least`, or up to `most`
-/// where there remain pieces for several turns of all multiprocessors. What a thread does for a piece, whatever its
+/// Elements of the chunks of a row that are worked on at once, each by threads of its own: `least`, or up to `most`
+/// where there remain chunks for several rounds of all multiprocessors. What a thread does for a chunk, whatever its
 /// size, is up to a third of its instructions.
-constexpr int64_t piece_size(int64_t elements, int64_t least, int64_t most) {
+constexpr int64_t row_chunk_size(int64_t elements, int64_t least, int64_t most) {
   constexpr int64_t kEnough = 4096;
   while (least < most && elements >= 2 * least * kEnough) least *= 2;
   return least;

@@ -156,12 +156,12 @@ def test_packing(runs, model, tokenizer):
         begins = torch.tensor(
             functools.reduce(operator.iadd, ([1] + [0] * (len(document) - 1) for document in documents), [])
         )
-        pieces = []
+        spans = []
         for row, begin in zip(rows, begins[: rows.numel()].view_as(rows)):
             places = [0, *(i for i in begin.nonzero().flatten().tolist() if i), LENGTH]
-            pieces += [row[a:b] for a, b in itertools.pairwise(places)]
-        total = sum(nll(model, piece[None], piece[None]) for piece in pieces if len(piece) > 1)
-        counted = sum(len(piece) - 1 for piece in pieces)
+            spans += [row[a:b] for a, b in itertools.pairwise(places)]
+        total = sum(nll(model, span[None], span[None]) for span in spans if len(span) > 1)
+        counted = sum(len(span) - 1 for span in spans)
         (line,) = runs(*common, "--batch", len(rows), "--packing", "apart")[1]
         close("apart", line["loss"], (total / counted).item(), 1e-5)
 

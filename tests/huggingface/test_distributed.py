@@ -143,20 +143,20 @@ def step(mode, model, rank):
     """(the sum of the ranks' losses, the gradients, the number of collectives, whether there were logits) of one step
     of a wrapped model."""
     wrapped, inputs = MODES[mode](model), part(batch(), rank)
-    pieces = [inputs]
+    micro_batches = [inputs]
     if mode.endswith("accumulating"):
-        pieces = [
+        micro_batches = [
             {name: value[i : i + 1] if value.dim() else value for name, value in inputs.items()}
             for i in range(ROWS // RANKS)
         ]
     total, logits = torch.zeros((), device=DEVICE), False
     with contextlib.nullcontext() if mode.endswith("compiled") else Collectives() as collectives:
-        for i, piece in enumerate(pieces):
-            last = i == len(pieces) - 1
+        for i, micro_batch in enumerate(micro_batches):
+            last = i == len(micro_batches) - 1
             if hasattr(wrapped, "set_requires_gradient_sync"):
                 wrapped.set_requires_gradient_sync(last)
             with contextlib.nullcontext() if last or not hasattr(wrapped, "no_sync") else wrapped.no_sync():
-                output = wrapped(**piece)
+                output = wrapped(**micro_batch)
                 (output.loss * RANKS).backward()
             total += output.loss.detach().float()
             logits = logits or output.logits is not None

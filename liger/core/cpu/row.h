@@ -330,13 +330,13 @@ void for_rows(int64_t rows, int64_t cost, F f) {
   });
 }
 
-/// f(row, first column, columns) over pieces of all rows, in parallel.
+/// f(row, first column, columns) over chunks of all rows, in parallel.
 template <class F>
-void for_pieces(int64_t rows, int64_t cols, F f, int64_t piece = 8192) {
-  const int64_t per_row = ceil_div(cols, piece);
-  for_rows(rows * per_row, std::min(cols, piece) * 8, [&](int64_t i) {
-    const int64_t begin = i % per_row * piece;
-    f(i / per_row, begin, std::min(piece, cols - begin));
+void for_row_chunks(int64_t rows, int64_t cols, F f, int64_t chunk = 8192) {
+  const int64_t per_row = ceil_div(cols, chunk);
+  for_rows(rows * per_row, std::min(cols, chunk) * 8, [&](int64_t i) {
+    const int64_t begin = i % per_row * chunk;
+    f(i / per_row, begin, std::min(chunk, cols - begin));
   });
 }
 

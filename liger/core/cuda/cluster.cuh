@@ -33,43 +33,42 @@ struct RowSet {
   }
 };
 
-/// A cluster of blocks on each row. A block has its share of it in shared memory for further passes, where that fits;
+/// A cluster of blocks on each row. A block has its part of it in shared memory for further passes, where that fits;
 /// where not, it loads again.
 template <class T, int kMatrices = 1>
 struct Clusters {
-  static constexpr int kThreads = 256,
-                       kBlocks =
-                           3;  // three blocks a multiprocessor: one loads while another reduces and a third stores
-  static constexpr int kBlocksReading = 5;  // where nothing is stored
-  static constexpr int kKeptBytes =
-      66 * 1024;  // of a row that a block keeps: 2^15 elements of 16 bits, at any alignment
-  static constexpr int kNearBytes =
-      196 * 1024 / 3 / 128 * 128 - 1024;  // a block's: so much, three times, leaves 60 KiB to L1; more, 28
-  static constexpr int kMost = 8;         // blocks on a row
-  static constexpr int kEnough = 4096;    // blocks for all multiprocessors: more are not needed where nothing is kept
-  static constexpr int kGroups = 4;       // of copies to shared memory, which are worked on as they come
-  static constexpr int kBatch = 4;        // packs of a thread in such a group, where they may be replaced
+  static constexpr int kThreads = 256;
+  /// Blocks of a multiprocessor: one loads while another reduces and a third stores; and where nothing is stored.
+  static constexpr int kBlocks = 3, kBlocksReading = 5;
+  /// Of a row, that a block keeps: 2^15 elements of 16 bits, at any alignment.
+  static constexpr int kKeptBytes = 66 * 1024;
+  /// Of shared memory, of a block: so much, three times, leaves 60 KiB to L1; more, 28.
+  static constexpr int kNearBytes = 196 * 1024 / 3 / 128 * 128 - 1024;
+  static constexpr int kMost = 8;       // blocks on a row
+  static constexpr int kEnough = 4096;  // blocks for all multiprocessors: more are not needed where nothing is kept
+  static constexpr int kGroups = 4;     // of copies to shared memory, which are worked on as they come
+  static constexpr int kBatch = 4;      // packs of a thread in such a group, where they may be replaced
   using RowSet = cuda::RowSet<T, kMatrices>;
   using Value = typename RowSet::Value;
   int64_t rows;
-  int blocks, share;  // blocks on a row, packs of a block
+  int blocks, packs_per_block;  // blocks on a row, packs of a block
   bool kept;
 
   /// aligned: all rows begin at 16-byte boundaries. keep: there are further passes.
   Clusters(int64_t rows, int64_t cols, bool aligned, bool keep = true) : rows(rows) {
-    constexpr int kLine = 8;  // packs of a cache line, which no two blocks share
+    constexpr int kLine = 8;  // packs of a cache line, which no two blocks packs_per_block
     const int64_t packs = Row<T>::packs(cols, aligned);
     int64_t most = has_clusters() ? kMost : 1;
     if (!keep) most = std::min(most, ceil_div(kEnough, std::max<int64_t>(1, rows)));
     blocks = int(std::clamp<int64_t>(ceil_div(packs * kMatrices * 16, kKeptBytes), 1, most));
-    share = int(ceil_div(packs, blocks * kLine) * kLine);
-    kept = keep && share * kMatrices * 16 <= std::min(kKeptBytes, shared_bytes_of_block());
+    packs_per_block = int(ceil_div(packs, blocks * kLine) * kLine);
+    kept = keep && packs_per_block * kMatrices * 16 <= std::min(kKeptBytes, shared_bytes_of_block());
   }
 
   Grid grid() const {
     return {.blocks = rows * blocks,
             .threads = kThreads,
-            .shared_bytes = kept ? share * kMatrices * 16 : 0,
+            .shared_bytes = kept ? packs_per_block * kMatrices * 16 : 0,
             .cluster = blocks};
   }
 
@@ -79,8 +78,8 @@ struct Clusters {
   __device__ bool leads() const { return rank() == 0; }
   /// Whether pack k of the row is this thread's.
   __device__ bool mine(int k) const {
-    const int i = k - rank() * share;
-    return i >= 0 && i < share && i % kThreads == int(threadIdx.x);
+    const int i = k - rank() * packs_per_block;
+    return i >= 0 && i < packs_per_block && i % kThreads == int(threadIdx.x);
   }
 
   struct Kept {
@@ -105,7 +104,7 @@ struct Clusters {
   }
 
   /// Whether what is kept of a row may be replaced.
-  __device__ bool replaces() const { return kept && share <= kGroups * kBatch * kThreads; }
+  __device__ bool replaces() const { return kept && packs_per_block <= kGroups * kBatch * kThreads; }
 
   /// As pass where that may be, once: f(values) puts what is to be kept in the values' place, and returns a note that
   /// goes with it.
@@ -150,10 +149,10 @@ struct Clusters {
     }
   }
 
-  /// Op over all threads on the row, or those of this block, kTurns = 1: once. What is kept leaves such slots little
+  /// Op over all threads on the row, or those of this block, kBuffers = 1: once. What is kept leaves such slots little
   /// room.
-  template <class Op, int kTurns = 1>
-  using Reduce = RowReduce<Op, true, true, kThreads / 32, kTurns>;
+  template <class Op, int kBuffers = 1>
+  using Reduce = RowReduce<Op, true, true, kThreads / 32, kBuffers>;
   template <class Op, bool kShort = false>
   using ReduceBlock = RowReduce<Op, false, kShort, kThreads / 32, 1>;
 
@@ -162,15 +161,17 @@ struct Clusters {
 
   /// What this block has of a row: packs [begin, end).
   struct Part {
-    int begin, end, a_group, share;
-    __device__ Part(const Clusters& c, const RowSet& x) : share(c.share) {
+    int begin, end, a_group, packs_per_block;
+    __device__ Part(const Clusters& c, const RowSet& x) : packs_per_block(c.packs_per_block) {
       const int packs = x.of[0].packs();
-      begin = min(c.rank() * c.share, packs), end = min(begin + c.share, packs);
-      a_group = (c.share + kGroups * kThreads - 1) / (kGroups * kThreads) * kThreads;
+      begin = min(c.rank() * c.packs_per_block, packs), end = min(begin + c.packs_per_block, packs);
+      a_group = (c.packs_per_block + kGroups * kThreads - 1) / (kGroups * kThreads) * kThreads;
     }
     __device__ int first(int group) const { return min(begin + group * a_group, end); }
     /// Where pack k of matrix m is kept.
-    __device__ auto& at(int m, int k) const { return shared_memory<typename RowSet::Pack>()[m * share + k - begin]; }
+    __device__ auto& at(int m, int k) const {
+      return shared_memory<typename RowSet::Pack>()[m * packs_per_block + k - begin];
+    }
     __device__ Value operator()(int k) const {
       Value v;
 #pragma unroll
@@ -264,8 +265,8 @@ struct ShortRows {
     again<1>(kept, x, [&](int k, auto& values) { f(k, values, kept.note); });
   }
 
-  template <class Op, int kTurns = 1>
-  using Reduce = RowReduce<Op, false, false, kThreads / 32, kTurns>;
+  template <class Op, int kBuffers = 1>
+  using Reduce = RowReduce<Op, false, false, kThreads / 32, kBuffers>;
   template <class Op, bool kShort = false>
   using ReduceBlock = RowReduce<Op, false, kShort, kThreads / 32, 1>;
 

@@ -28,8 +28,8 @@ __device__ inline int cluster_size() {
 /// What each block of a cluster has to tell the others, again and again: every block calls this as often. Values are
 /// sent into the others' shared memory, where a barrier of the receiver's counts their bytes. (A barrier of the cluster
 /// would wait until the whole device sees all that a thread has written, and drop what the multiprocessor has cached:
-/// measured, a fifth of a wide norm.) kTurns = 1: once.
-template <class V, int kTurns = 2>
+/// measured, a fifth of a wide norm.) kBuffers = 1: once.
+template <class V, int kBuffers = 2>
 class ClusterExchange {
  public:
   __device__ ClusterExchange() {
@@ -77,7 +77,7 @@ class ClusterExchange {
                    : "r"(barrier), "r"(parities_ >> slot_ & 1)
                    : "memory");
     for (int rank = 0; rank < size; ++rank) f(box_->slots[slot_][rank]);
-    if (kTurns > 1)
+    if (kBuffers > 1)
       parities_ ^= 1u << slot_,
           slot_ ^= 1;  // a block that is ahead writes beside what others still read; further ahead it cannot get
 #else
@@ -89,8 +89,8 @@ class ClusterExchange {
   static constexpr int kMost = 8, kWords = sizeof(V) / 4;
   static_assert(sizeof(V) % 4 == 0);
   struct Box {
-    uint64_t barriers[kTurns];
-    V slots[kTurns][kMost];
+    uint64_t barriers[kBuffers];
+    V slots[kBuffers][kMost];
   };
   Box* box_ = nullptr;
   unsigned slot_ = 0, parities_ = 0;

@@ -65,7 +65,7 @@ __device__ void sum_columns(const PartialSum& a, unsigned block, float (&partial
   write_number(a.out, a.dtype, group * a.cols + first + threadIdx.x, total);
 }
 
-__global__ void __launch_bounds__(kThreads) sum_shares_kernel(AddPartials all) {
+__global__ void __launch_bounds__(kThreads) sum_partials_kernel(AddPartials all) {
   await_previous();
   alignas(16) __shared__ float partial[kThreads / 32][kMostColumns];
   PartialSum a = all.sums[0];
@@ -79,13 +79,13 @@ __global__ void __launch_bounds__(kThreads) sum_shares_kernel(AddPartials all) {
 }
 
 template <class T>
-__global__ void __launch_bounds__(256) scale_rows_kernel(ScaleRows a, Pieces<T, 8> pieces) {
+__global__ void __launch_bounds__(256) scale_rows_kernel(ScaleRows a, RowChunks<T, 8> chunks) {
   await_previous();
   if (!a.per_row && number(a.g) == 1) return;
-  for (int64_t i = blockIdx.x; i < pieces.count(); i += gridDim.x) {
-    const float g = number(a.g, a.per_row ? pieces.row(i) : 0);
+  for (int64_t i = blockIdx.x; i < chunks.count(); i += gridDim.x) {
+    const float g = number(a.g, a.per_row ? chunks.row(i) : 0);
     if (g == 1) continue;
-    const Row<T> x = pieces.of(a.x, a.cols, i);
+    const Row<T> x = chunks.of(a.x, a.cols, i);
     for_each_pack<4>(x, 0, x.packs(), T(0), [&](int k, const auto& pack) {
       float f[Row<T>::kWidth];
       pack.to_float(f);
@@ -115,17 +115,17 @@ LIGER_REGISTER(stream_capturing, [](const StreamCapturing& a, Stream s) { *a.yes
 LIGER_REGISTER(add_partials, [](const AddPartials& a, Stream s) {
   int64_t blocks = 0;
   for (int i = 0; i < a.count; ++i) blocks += blocks_of(a.sums[i]);
-  launch(sum_shares_kernel, {.blocks = blocks, .threads = kThreads}, s, a);
+  launch(sum_partials_kernel, {.blocks = blocks, .threads = kThreads}, s, a);
 });
 LIGER_REGISTER(scale_rows, [](const ScaleRows& whole, Stream s) {
   ScaleRows a = whole;
   if (!a.per_row) a.cols *= a.rows, a.rows = a.cols > 0;
   dispatch(a.dtype, [&]<class T>() {
-    const Pieces<T, 8> pieces(a.rows, a.cols);
-    Grid grid = pieces.grid();  // of no more blocks than fit on the device: where all factors are 1, to start them is
+    const RowChunks<T, 8> chunks(a.rows, a.cols);
+    Grid grid = chunks.grid();  // of no more blocks than fit on the device: where all factors are 1, to start them is
                                 // what takes time
     grid.blocks = std::min<int64_t>(grid.blocks, 8 * multiprocessors(current_device()));
-    launch(scale_rows_kernel<T>, grid, s, a, pieces);
+    launch(scale_rows_kernel<T>, grid, s, a, chunks);
   });
 });
 

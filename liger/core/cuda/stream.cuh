@@ -223,16 +223,16 @@ __device__ void map_packs(const Row<T> (&out)[kOut], const Row<T> (&in)[kIn], F 
     }
 }
 
-/// A matrix whose rows a grid of blocks shares out in pieces of kUnroll packs a thread or, where that is 0, of so many
+/// A matrix whose rows a grid of blocks shares out in chunks of kUnroll packs a thread or, where that is 0, of so many
 /// elements.
 template <class T, int kUnroll = 0>
-struct Pieces {
+struct RowChunks {
   static constexpr int kThreads = 256;
   int64_t rows, cols;
   unsigned given;
-  int64_t per_row;  // pieces
+  int64_t per_row;  // chunks
 
-  Pieces(int64_t rows, int64_t cols, int64_t given = 0)
+  RowChunks(int64_t rows, int64_t cols, int64_t given = 0)
       : rows(rows), cols(cols), given(unsigned(given)), per_row(ceil_div(cols, elements())) {}
   __host__ __device__ unsigned elements() const { return kUnroll > 0 ? kThreads * kUnroll * Row<T>::kWidth : given; }
   __host__ __device__ int64_t count() const { return rows * per_row; }
@@ -240,7 +240,7 @@ struct Pieces {
   __device__ int64_t row(int64_t i = blockIdx.x) const { return i / per_row; }
   /// Of 32-bit factors: a block's one product of 64-bit ones takes eight registers more of each thread.
   __device__ int64_t begin(int64_t i = blockIdx.x) const { return int64_t(unsigned(i % per_row)) * elements(); }
-  /// This block's piece of a matrix, or piece i.
+  /// This block's chunk of a matrix, or chunk i.
   template <class U = T>
   __device__ Row<U> of(const void* matrix, int64_t stride, int64_t i = blockIdx.x) const {
     return Row<U>(static_cast<const U*>(matrix) + begin(i), row(i), stride, min(int64_t(elements()), cols - begin(i)));

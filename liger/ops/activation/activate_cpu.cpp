@@ -6,7 +6,7 @@ namespace LIGER_CPU::activate {
 LIGER_REGISTER(activate_forward, [](const ActivateForward& a, Stream) {
   dispatch(a.dtype, [&]<class T>() {
     dispatch_activation(a.activation, [&]<class Act>() {
-      for_pieces(1, a.count, [&](int64_t, int64_t begin, int64_t n) {
+      for_row_chunks(1, a.count, [&](int64_t, int64_t begin, int64_t n) {
         row_map(
             n, static_cast<T*>(a.y) + begin, [](Vec x) { return Act::template value<Math>(x); },
             static_cast<const T*>(a.x) + begin);
@@ -17,7 +17,7 @@ LIGER_REGISTER(activate_forward, [](const ActivateForward& a, Stream) {
 LIGER_REGISTER(activate_backward, [](const ActivateBackward& a, Stream) {
   dispatch(a.dtype, [&]<class T>() {
     dispatch_activation(a.activation, [&]<class Act>() {
-      for_pieces(1, a.count, [&](int64_t, int64_t begin, int64_t n) {
+      for_row_chunks(1, a.count, [&](int64_t, int64_t begin, int64_t n) {
         row_map(
             n, static_cast<T*>(a.dx) + begin, [](Vec dy, Vec x) { return dy * Act::template derivative<Math>(x); },
             static_cast<const T*>(a.dy) + begin, static_cast<const T*>(a.x) + begin);

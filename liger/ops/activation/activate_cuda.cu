@@ -8,16 +8,16 @@ namespace {
 inline constexpr int kForward = 4, kBackward = 2;  // packs a thread has in flight of each input
 
 template <class T, class Act>
-__global__ void __launch_bounds__(256) forward_kernel(ActivateForward a, Pieces<T, kForward> pieces) {
+__global__ void __launch_bounds__(256) forward_kernel(ActivateForward a, RowChunks<T, kForward> chunks) {
   await_previous();
-  const Row<T> out[] = {pieces.of(a.y, a.count)}, in[] = {pieces.of(a.x, a.count)};
+  const Row<T> out[] = {chunks.of(a.y, a.count)}, in[] = {chunks.of(a.x, a.count)};
   map_packs<kForward>(out, in, [](const float (&x)[1], float (&y)[1]) { y[0] = Act::template value<Math<T>>(x[0]); });
 }
 
 template <class T, class Act>
-__global__ void __launch_bounds__(256) backward_kernel(ActivateBackward a, Pieces<T, kBackward> pieces) {
+__global__ void __launch_bounds__(256) backward_kernel(ActivateBackward a, RowChunks<T, kBackward> chunks) {
   await_previous();
-  const Row<T> out[] = {pieces.of(a.dx, a.count)}, in[] = {pieces.of(a.x, a.count), pieces.of(a.dy, a.count)};
+  const Row<T> out[] = {chunks.of(a.dx, a.count)}, in[] = {chunks.of(a.x, a.count), chunks.of(a.dy, a.count)};
   map_packs<kBackward>(
       out, in, [](const float (&x)[2], float (&dx)[1]) { dx[0] = x[1] * Act::template derivative<Math<T>>(x[0]); });
 }
@@ -26,8 +26,8 @@ __global__ void __launch_bounds__(256) backward_kernel(ActivateBackward a, Piece
 template <int kUnroll, class Args, class F>
 void run(const Args& a, F f) {
   dispatch(a.dtype, [&]<class T>() {
-    dispatch_activation(a.activation,
-                        [&]<class Act>() { f.template operator()<T, Act>(Pieces<T, kUnroll>(a.count > 0, a.count)); });
+    dispatch_activation(
+        a.activation, [&]<class Act>() { f.template operator()<T, Act>(RowChunks<T, kUnroll>(a.count > 0, a.count)); });
   });
 }
 
@@ -35,11 +35,11 @@ void run(const Args& a, F f) {
 
 LIGER_REGISTER(activate_forward, [](const ActivateForward& a, Stream s) {
   run<kForward>(
-      a, [&]<class T, class Act>(const auto& pieces) { launch(forward_kernel<T, Act>, pieces.grid(), s, a, pieces); });
+      a, [&]<class T, class Act>(const auto& chunks) { launch(forward_kernel<T, Act>, chunks.grid(), s, a, chunks); });
 });
 LIGER_REGISTER(activate_backward, [](const ActivateBackward& a, Stream s) {
   run<kBackward>(
-      a, [&]<class T, class Act>(const auto& pieces) { launch(backward_kernel<T, Act>, pieces.grid(), s, a, pieces); });
+      a, [&]<class T, class Act>(const auto& chunks) { launch(backward_kernel<T, Act>, chunks.grid(), s, a, chunks); });
 });
 
 }  // namespace liger::cuda::activate

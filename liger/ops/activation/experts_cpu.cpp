@@ -6,7 +6,7 @@ namespace {
 
 template <class T>
 void combine(const CombineExperts& a) {
-  for_pieces(a.tokens, a.cols, [&](int64_t t, int64_t begin, int64_t n) {
+  for_row_chunks(a.tokens, a.cols, [&](int64_t t, int64_t begin, int64_t n) {
     T* y = row_of<T>(a.y, t, a.cols) + begin;
     for_each(n, [&](int64_t c, int64_t count) {
       Vec sum(0.f);

@@ -7,7 +7,7 @@ namespace {
 template <class T, class Act>
 void forward(const GatedForward& g) {
   const Vec m(g.gate_multiplier);
-  for_pieces(g.rows, g.cols, [&](int64_t r, int64_t begin, int64_t n) {
+  for_row_chunks(g.rows, g.cols, [&](int64_t r, int64_t begin, int64_t n) {
     row_map(
         n, row_of<T>(g.c, r, g.cols) + begin,
         [&](Vec a, Vec b) { return round_to<T>(Act::template value<Math>(m * a)) * b; },
@@ -18,7 +18,7 @@ void forward(const GatedForward& g) {
 template <class T, class Act>
 void backward(const GatedBackward& g) {
   const Vec m(g.gate_multiplier);
-  for_pieces(g.rows, g.cols, [&](int64_t r, int64_t begin, int64_t n) {
+  for_row_chunks(g.rows, g.cols, [&](int64_t r, int64_t begin, int64_t n) {
     const T *a = row_of<T>(g.a, r, g.a_stride) + begin, *b = row_of<T>(g.b, r, g.b_stride) + begin,
             *dc = row_of<T>(g.dc, r, g.cols) + begin;
     T *da = row_of<T>(g.da, r, g.d_stride) + begin, *db = row_of<T>(g.db, r, g.d_stride) + begin;

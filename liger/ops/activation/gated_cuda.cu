@@ -8,19 +8,19 @@ namespace {
 inline constexpr int kPacks = 2;  // that a thread has in flight of each input
 
 template <class T, class Act>
-__global__ void __launch_bounds__(256) forward_kernel(GatedForward g, Pieces<T, kPacks> pieces) {
+__global__ void __launch_bounds__(256) forward_kernel(GatedForward g, RowChunks<T, kPacks> chunks) {
   await_previous();
-  const Row<T> out[] = {pieces.of(g.c, g.cols)}, in[] = {pieces.of(g.a, g.a_stride), pieces.of(g.b, g.b_stride)};
+  const Row<T> out[] = {chunks.of(g.c, g.cols)}, in[] = {chunks.of(g.a, g.a_stride), chunks.of(g.b, g.b_stride)};
   map_packs<kPacks>(out, in, [&](const float (&x)[2], float (&c)[1]) {
     c[0] = round_to<T>(Act::template value<Math<T>>(g.gate_multiplier * x[0])) * x[1];
   });
 }
 
 template <class T, class Act>
-__global__ void __launch_bounds__(256) backward_kernel(GatedBackward g, Pieces<T, kPacks> pieces) {
+__global__ void __launch_bounds__(256) backward_kernel(GatedBackward g, RowChunks<T, kPacks> chunks) {
   await_previous();
-  const Row<T> out[] = {pieces.of(g.da, g.d_stride), pieces.of(g.db, g.d_stride)};
-  const Row<T> in[] = {pieces.of(g.a, g.a_stride), pieces.of(g.b, g.b_stride), pieces.of(g.dc, g.cols)};
+  const Row<T> out[] = {chunks.of(g.da, g.d_stride), chunks.of(g.db, g.d_stride)};
+  const Row<T> in[] = {chunks.of(g.a, g.a_stride), chunks.of(g.b, g.b_stride), chunks.of(g.dc, g.cols)};
   map_packs<kPacks>(out, in, [&](const float (&x)[3], float (&d)[2]) {
     const float gate = g.gate_multiplier * x[0], dc = x[2];
     d[0] = round_to<T>(dc * x[1]) * Act::template derivative<Math<T>>(gate) * g.gate_multiplier;
@@ -41,8 +41,8 @@ LIGER_REGISTER(gated_forward, [](const GatedForward& args, Stream s) {
   const GatedForward g = flat(args, args.a_stride == args.cols && args.b_stride == args.cols);
   dispatch(g.dtype, [&]<class T>() {
     dispatch_activation(g.activation, [&]<class Act>() {
-      const Pieces<T, kPacks> pieces(g.rows, g.cols);
-      launch(forward_kernel<T, Act>, pieces.grid(), s, g, pieces);
+      const RowChunks<T, kPacks> chunks(g.rows, g.cols);
+      launch(forward_kernel<T, Act>, chunks.grid(), s, g, chunks);
     });
   });
 });
@@ -51,8 +51,8 @@ LIGER_REGISTER(gated_backward, [](const GatedBackward& args, Stream s) {
       flat(args, args.a_stride == args.cols && args.b_stride == args.cols && args.d_stride == args.cols);
   dispatch(g.dtype, [&]<class T>() {
     dispatch_activation(g.activation, [&]<class Act>() {
-      const Pieces<T, kPacks> pieces(g.rows, g.cols);
-      launch(backward_kernel<T, Act>, pieces.grid(), s, g, pieces);
+      const RowChunks<T, kPacks> chunks(g.rows, g.cols);
+      launch(backward_kernel<T, Act>, chunks.grid(), s, g, chunks);
     });
   });
 });

@@ -15,15 +15,15 @@ struct DivergenceCount {
 };
 
 /// loss = scale/n · Σ f(x, t) over the rows that are not ignored;  dx = g · scale/n · ∂f/∂x, 0 in ignored rows.
-struct DivergencePieces {
+struct DivergenceChunks {
   const void *x, *target;     // [rows, cols]
   const int64_t* labels;      // [rows] or null: none is ignored
   const float* count;         // [1] or null: n = 1
   const float* upstream;      // g [rows, cols] or null: 1
   void* dx;                   // [rows, cols] or null
   float* each;                // f [rows, cols] or null
-  float* sums;                // Σ f of each piece of a row [rows, ⌈cols / piece⌉] or null
-  int64_t rows, cols, piece;  // piece: elements of a row whose losses are summed at once (piece_size)
+  float* sums;                // Σ f of each chunk of a row [rows, ⌈cols / chunk⌉] or null
+  int64_t rows, cols, chunk;  // chunk: elements of a row whose losses are summed at once (row_chunk_size)
   int64_t ignore_index;
   DType dtype, target_dtype;  // target_dtype is dtype or float
   Divergence kind;
@@ -31,15 +31,15 @@ struct DivergencePieces {
 };
 
 struct DivergenceTotal {
-  const float *sums, *count;  // [pieces]; [1] or null
+  const float *sums, *count;  // [chunks]; [1] or null
   void* total;                // [1]
-  int64_t pieces;
+  int64_t chunks;
   DType dtype;  // of the total
   double scale;
 };
 
 inline constinit Kernel<DivergenceCount> divergence_count{"divergence_count"};
-inline constinit Kernel<DivergencePieces> divergence_pieces{"divergence"};
+inline constinit Kernel<DivergenceChunks> divergence_chunks{"divergence"};
 inline constinit Kernel<DivergenceTotal> divergence_total{"divergence_total"};
 
 /// Calls f.operator()<Formula>() with the formula of `kind`.

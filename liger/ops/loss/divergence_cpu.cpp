@@ -5,10 +5,10 @@ namespace LIGER_CPU::divergence {
 namespace {
 
 template <class X, class T, class Formula>
-void pieces(const DivergencePieces& a) {
-  const int64_t per_row = ceil_div(a.cols, a.piece);
+void chunks(const DivergenceChunks& a) {
+  const int64_t per_row = ceil_div(a.cols, a.chunk);
   const Vec parameter(a.parameter), scale(a.count ? a.scale / *a.count : a.scale), zero(0.f);
-  for_pieces(
+  for_row_chunks(
       a.rows, a.cols,
       [&](int64_t r, int64_t begin, int64_t n) {
         const bool ignored = a.labels && a.labels[r] == a.ignore_index;
@@ -26,9 +26,9 @@ void pieces(const DivergencePieces& a) {
             write(at.df * (a.upstream ? scale * read(a.upstream + offset + c, k) : scale),
                   static_cast<X*>(a.dx) + offset + c, k);
         });
-        if (a.sums) a.sums[r * per_row + begin / a.piece] = float(sum.value());
+        if (a.sums) a.sums[r * per_row + begin / a.chunk] = float(sum.value());
       },
-      a.piece);
+      a.chunk);
 }
 
 }  // namespace
@@ -39,15 +39,15 @@ LIGER_REGISTER(divergence_count, [](const DivergenceCount& a, Stream) {
   *a.count = float(std::max<int64_t>(n, 1));
 });
 
-LIGER_REGISTER(divergence_pieces, [](const DivergencePieces& a, Stream) {
+LIGER_REGISTER(divergence_chunks, [](const DivergenceChunks& a, Stream) {
   dispatch_weighted(a.dtype, a.target_dtype, [&]<class X, class T>() {
-    dispatch_divergence(a.kind, [&]<class Formula>() { pieces<X, T, Formula>(a); });
+    dispatch_divergence(a.kind, [&]<class Formula>() { chunks<X, T, Formula>(a); });
   });
 });
 
 LIGER_REGISTER(divergence_total, [](const DivergenceTotal& a, Stream) {
   double sum = 0;
-  for (int64_t i = 0; i < a.pieces; ++i) sum += a.sums[i];
+  for (int64_t i = 0; i < a.chunks; ++i) sum += a.sums[i];
   dispatch(a.dtype, [&]<class T>() { *static_cast<T*>(a.total) = T(float(sum * a.scale / (a.count ? *a.count : 1))); });
 });
 

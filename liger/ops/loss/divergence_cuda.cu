@@ -15,15 +15,15 @@ __global__ void __launch_bounds__(1024) count_kernel(DivergenceCount a) {
 
 /// kEach: elements have losses and upstream gradients of their own.
 template <class X, class T, class Formula, bool kEach>
-__global__ void __launch_bounds__(256) pieces_kernel(DivergencePieces a, Pieces<X> pieces) {
+__global__ void __launch_bounds__(256) chunks_kernel(DivergenceChunks a, RowChunks<X> chunks) {
   await_previous();
   constexpr int kWidth = Row<X>::kWidth;
-  const Row<X> x = pieces.of(a.x, a.cols), dx = pieces.of(a.dx, a.cols);
-  const Row<T> target = pieces.template of<T>(a.target, a.cols);
-  const Row<float> upstream = pieces.template of<float>(a.upstream, a.cols),
-                   each = pieces.template of<float>(a.each, a.cols);
+  const Row<X> x = chunks.of(a.x, a.cols), dx = chunks.of(a.dx, a.cols);
+  const Row<T> target = chunks.template of<T>(a.target, a.cols);
+  const Row<float> upstream = chunks.template of<float>(a.upstream, a.cols),
+                   each = chunks.template of<float>(a.each, a.cols);
   const float scale = a.count ? a.scale / *a.count : a.scale;
-  const bool ignored = a.labels && a.labels[pieces.row()] == a.ignore_index;
+  const bool ignored = a.labels && a.labels[chunks.row()] == a.ignore_index;
   float sum = 0;
   for_each_place(x, target.aligned(x) && dx.aligned(x) && upstream.aligned(x) && each.aligned(x),
                  [&]<bool kWhole>(int k, std::bool_constant<kWhole>) {
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(1024) total_kernel(DivergenceTotal a) {
   await_previous();
   float sum = 0;
 #pragma unroll 8
-  for (int64_t i = threadIdx.x; i < a.pieces; i += blockDim.x) sum += a.sums[i];
+  for (int64_t i = threadIdx.x; i < a.chunks; i += blockDim.x) sum += a.sums[i];
   sum = RowReduce<Sum>()(sum);
   if (threadIdx.x == 0) *static_cast<T*>(a.total) = T(float(sum * (a.count ? a.scale / *a.count : a.scale)));
 }
@@ -62,12 +62,12 @@ __global__ void __launch_bounds__(1024) total_kernel(DivergenceTotal a) {
 LIGER_REGISTER(divergence_count,
                [](const DivergenceCount& a, Stream s) { launch(count_kernel, {.blocks = 1, .threads = 1024}, s, a); });
 
-LIGER_REGISTER(divergence_pieces, [](const DivergencePieces& a, Stream s) {
+LIGER_REGISTER(divergence_chunks, [](const DivergenceChunks& a, Stream s) {
   dispatch_weighted(a.dtype, a.target_dtype, [&]<class X, class T>() {
     dispatch_divergence(a.kind, [&]<class Formula>() {
-      const Pieces<X> pieces(a.rows, a.cols, a.piece);
-      launch(a.sums ? pieces_kernel<X, T, Formula, false> : pieces_kernel<X, T, Formula, true>, pieces.grid(), s, a,
-             pieces);
+      const RowChunks<X> chunks(a.rows, a.cols, a.chunk);
+      launch(a.sums ? chunks_kernel<X, T, Formula, false> : chunks_kernel<X, T, Formula, true>, chunks.grid(), s, a,
+             chunks);
     });
   });
 });

@@ -33,7 +33,7 @@ struct Operands {
         target((target.scalar_type() == x.scalar_type() ? target : target.to(at::kFloat)).contiguous()),
         labels(labels ? labels->to(at::kLong).contiguous() : Tensor()) {}
 
-  DivergencePieces pieces(int64_t kind, double parameter, int64_t ignore_index) const {
+  DivergenceChunks chunks(int64_t kind, double parameter, int64_t ignore_index) const {
     // Where no row is ignored nothing depends on rows: all elements are one.
     const int64_t rows = labels.defined() ? x.size(0) : x.numel() > 0, cols = labels.defined() ? x.size(1) : x.numel();
     return {.x = data(x),
@@ -41,7 +41,7 @@ struct Operands {
             .labels = data<int64_t>(labels),
             .rows = rows,
             .cols = cols,
-            .piece = piece_size(rows * cols, 8192, 16384),
+            .chunk = row_chunk_size(rows * cols, 8192, 16384),
             .ignore_index = ignore_index,
             .dtype = dtype_of(x),
             .target_dtype = dtype_of(target),
@@ -74,11 +74,11 @@ Forward forward(const Tensor& x_, const Tensor& target_, const OptTensor& labels
             rest};
 
   const Operands in(x_, target_, labels_);
-  DivergencePieces p = in.pieces(kind, parameter, ignore_index);
+  DivergenceChunks p = in.chunks(kind, parameter, ignore_index);
   if (each) {
     const Tensor loss = output(at::empty(x_.sizes(), floats));
     p.each = data<float>(loss);
-    run(divergence_pieces, in.x, p);
+    run(divergence_chunks, in.x, p);
     return {loss.to(dtype), dx, rest};
   }
   const bool mean = reduction != Reduction::Sum;
@@ -91,15 +91,15 @@ Forward forward(const Tensor& x_, const Tensor& target_, const OptTensor& labels
   const double divisor =
       (reduction == Reduction::Mean ? double(x_.size(1)) : 1) * (mean && !labels_ ? double(x_.size(0)) : 1);
   const double scale = 1 / std::max(divisor, 1.);
-  const Tensor sums = at::empty({p.rows, ceil_div(p.cols, p.piece)}, floats), loss = at::empty({}, floats.dtype(dtype));
+  const Tensor sums = at::empty({p.rows, ceil_div(p.cols, p.chunk)}, floats), loss = at::empty({}, floats.dtype(dtype));
   p.sums = data<float>(sums), p.dx = makes_dx ? dx.data_ptr() : nullptr;
   if (!defer) p.count = data<float>(count), p.scale = float(scale);
-  run(divergence_pieces, in.x, p);
+  run(divergence_chunks, in.x, p);
   run(divergence_total, sums,
       {.sums = p.sums,
        .count = data<float>(count),
        .total = loss.data_ptr(),
-       .pieces = sums.numel(),
+       .chunks = sums.numel(),
        .dtype = dtype_of(loss),
        .scale = scale});
   if (defer) {
@@ -122,9 +122,9 @@ Tensor backward(const Tensor& g, const Tensor& x, const Tensor& target, const Op
   if (dx.is_meta()) return dx;
   const Operands in(x, target, labels);
   const Tensor upstream = g.to(at::kFloat).contiguous();
-  DivergencePieces p = in.pieces(kind, parameter, ignore_index);
+  DivergenceChunks p = in.chunks(kind, parameter, ignore_index);
   p.upstream = data<float>(upstream), p.dx = dx.data_ptr();
-  run(divergence_pieces, in.x, p);
+  run(divergence_chunks, in.x, p);
   return dx;
 }
 

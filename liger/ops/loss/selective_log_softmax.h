@@ -7,14 +7,14 @@ namespace liger {
 /// An exponent whose exp is 0: what lies lower weighs nothing, and its product with 0 is to be no NaN.
 inline constexpr float kSelectiveLowest = -200;
 
-/// Statistics of a piece of a row of logits z / T, z = map(x). Rows whose id is ignore_index are not read.
+/// Statistics of a chunk of a row of logits z / T, z = map(x). Rows whose id is ignore_index are not read.
 inline constexpr int kSelectiveParts = 4;
 struct SelectiveParts {
   const void* x;       // [rows, cols], stride elements apart
   const int64_t* ids;  // [rows]
-  float* parts;  // [rows, ⌈cols / piece⌉, kSelectiveParts]: m = max z, s = Σ exp((z − m)/T), Σ exp((z − m)/T) (z −
+  float* parts;  // [rows, ⌈cols / chunk⌉, kSelectiveParts]: m = max z, s = Σ exp((z − m)/T), Σ exp((z − m)/T) (z −
                  // m)/T, Σ z
-  int64_t rows, cols, piece;  // piece: elements of a row whose statistics are taken at once (piece_size)
+  int64_t rows, cols, chunk;  // chunk: elements of a row whose statistics are taken at once (row_chunk_size)
   int64_t x_stride, ignore_index;
   float inverse_temperature;
   LogitMap map;
@@ -27,7 +27,7 @@ struct SelectiveParts {
 struct SelectiveLogSoftmax {
   const void* x;            // [rows, cols], stride elements apart
   const int64_t* ids;       // [rows]
-  const float* parts;       // of SelectiveParts: per_row = ⌈cols / piece⌉
+  const float* parts;       // of SelectiveParts: per_row = ⌈cols / chunk⌉
   float *logp, *entropy;    // [rows]
   float *lse, *mean_logit;  // [rows] or null
   float* stats;             // [rows, 3]: m and s of the row, and mean = Σ p (z − m)/T

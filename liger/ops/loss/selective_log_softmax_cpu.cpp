@@ -6,9 +6,9 @@ namespace {
 
 template <class T>
 void parts(const SelectiveParts& a) {
-  const int64_t per_row = ceil_div(a.cols, a.piece);
+  const int64_t per_row = ceil_div(a.cols, a.chunk);
   const Vec inverse(a.inverse_temperature), lowest(kSelectiveLowest);
-  for_pieces(
+  for_row_chunks(
       a.rows, a.cols,
       [&](int64_t r, int64_t begin, int64_t n) {
         if (a.ids[r] == a.ignore_index) return;
@@ -22,10 +22,10 @@ void parts(const SelectiveParts& a) {
           sum.add(e, k), weighted.add(e * Math::max(d, lowest), k);
           if (a.mean_logit) logits.add(z, k);
         });
-        float* part = a.parts + (r * per_row + begin / a.piece) * kSelectiveParts;
+        float* part = a.parts + (r * per_row + begin / a.chunk) * kSelectiveParts;
         part[0] = max, part[1] = float(sum.value()), part[2] = float(weighted.value()), part[3] = float(logits.value());
       },
-      a.piece);
+      a.chunk);
 }
 
 template <class T>
@@ -60,7 +60,7 @@ void rows(const SelectiveLogSoftmax& a) {
 template <class T>
 void backward(const SelectiveBackward& a) {
   const Vec inverse(a.inverse_temperature), lowest(kSelectiveLowest);
-  for_pieces(a.rows, a.cols, [&](int64_t r, int64_t begin, int64_t n) {
+  for_row_chunks(a.rows, a.cols, [&](int64_t r, int64_t begin, int64_t n) {
     const int64_t id = a.ids[r] - a.first - begin;
     const T* x = row_of<T>(a.x, r, a.x_stride) + begin;
     T* dx = row_of<T>(a.dx, r, a.cols) + begin;

@@ -70,12 +70,12 @@ __device__ void for_each_logit(const Row<T>& x, int k, const Pack& pack, const L
     if (const int c = x.column(k) + j; c >= 0 && c < x.n) f(j, map_logit<Math<T>>(map, v[j]));
 }
 
-/// A block a piece of a row. kPlain: the logits are x, and their sum is not wanted.
+/// A block a chunk of a row. kPlain: the logits are x, and their sum is not wanted.
 template <class T, bool kPlain>
-__global__ void __launch_bounds__(256) parts_kernel(SelectiveParts a, Pieces<T> pieces) {
+__global__ void __launch_bounds__(256) parts_kernel(SelectiveParts a, RowChunks<T> chunks) {
   await_previous();
-  if (a.ids[pieces.row()] == a.ignore_index) return;
-  const Row<T> x = pieces.of(a.x, a.x_stride);
+  if (a.ids[chunks.row()] == a.ignore_index) return;
+  const Row<T> x = chunks.of(a.x, a.x_stride);
   const OnlineEntropy<T> online(a.inverse_temperature);
   auto v = online.identity();
   float logits = 0;
@@ -133,11 +133,11 @@ __global__ void __launch_bounds__(256) rows_kernel(SelectiveLogSoftmax a) {
 
 /// kPlain: the logits are x, and the mean of logits has no gradient.
 template <class T, bool kPlain>
-__global__ void __launch_bounds__(256) backward_kernel(SelectiveBackward a, Pieces<T> pieces) {
+__global__ void __launch_bounds__(256) backward_kernel(SelectiveBackward a, RowChunks<T> chunks) {
   await_previous();
   constexpr int kWidth = Row<T>::kWidth;
-  const int64_t row = pieces.row(), id = a.ids[row];
-  const Row<T> x = pieces.of(a.x, a.x_stride), dx = pieces.of(a.dx, a.cols);
+  const int64_t row = chunks.row(), id = a.ids[row];
+  const Row<T> x = chunks.of(a.x, a.x_stride), dx = chunks.of(a.dx, a.cols);
   if (id == a.ignore_index) {
     constexpr float zeros[kWidth] = {};
     for (int k = threadIdx.x; k < x.packs(); k += blockDim.x) dx.store(k, zeros, x);
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(256) backward_kernel(SelectiveBackward a, Piec
   const float slope = h * by * online.kUnit,
               level = (g - h * stats[2] - (a.dlse ? a.dlse[row] * a.inverse_temperature : 0)) * by;
   const float each = !kPlain && a.dmean_logit ? a.dmean_logit[row] * a.inverse_temperature / float(a.classes) : 0;
-  const int at = int(id - a.first - pieces.begin());  // the id's column in this piece, or outside of it
+  const int at = int(id - a.first - chunks.begin());  // the id's column in this chunk, or outside of it
   for_each_pack<4>(x, 0, x.packs(), T(0), [&](int k, const auto& pack) {
     float f[kWidth];
     pack.to_float(f);
@@ -168,9 +168,9 @@ __global__ void __launch_bounds__(256) backward_kernel(SelectiveBackward a, Piec
 
 LIGER_REGISTER(selective_parts, [](const SelectiveParts& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
-    const Pieces<T> pieces(a.rows, a.cols, a.piece);
-    launch(is_plain(a.map) && !a.mean_logit ? parts_kernel<T, true> : parts_kernel<T, false>, pieces.grid(), s, a,
-           pieces);
+    const RowChunks<T> chunks(a.rows, a.cols, a.chunk);
+    launch(is_plain(a.map) && !a.mean_logit ? parts_kernel<T, true> : parts_kernel<T, false>, chunks.grid(), s, a,
+           chunks);
   });
 });
 LIGER_REGISTER(selective_log_softmax_rows, [](const SelectiveLogSoftmax& a, Stream s) {
@@ -178,9 +178,9 @@ LIGER_REGISTER(selective_log_softmax_rows, [](const SelectiveLogSoftmax& a, Stre
 });
 LIGER_REGISTER(selective_backward, [](const SelectiveBackward& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
-    const Pieces<T> pieces(a.rows, a.cols, 16384);
-    launch(is_plain(a.map) && !a.dmean_logit ? backward_kernel<T, true> : backward_kernel<T, false>, pieces.grid(), s,
-           a, pieces);
+    const RowChunks<T> chunks(a.rows, a.cols, 16384);
+    launch(is_plain(a.map) && !a.dmean_logit ? backward_kernel<T, true> : backward_kernel<T, false>, chunks.grid(), s,
+           a, chunks);
   });
 });
 

@@ -14,11 +14,11 @@ Arguments check(const char* op, const Tensor& x, const Tensor& ids, double tempe
 }
 
 void run_rows(const LogitRows& of, const LogitColumns& to) {
-  constexpr int64_t kLeast = 16384, kMost = 65536;  // elements of a piece
+  constexpr int64_t kLeast = 16384, kMost = 65536;  // elements of a chunk
   const int64_t n = of.ids.numel(), width = cols(of.x);
   const float inverse = float(1 / of.temperature);
-  const int64_t piece = of.fixed_pieces ? kMost : piece_size(n * width, kLeast, kMost),
-                per_row = ceil_div(width, piece);
+  const int64_t chunk = of.fixed_chunks ? kMost : row_chunk_size(n * width, kLeast, kMost),
+                per_row = ceil_div(width, chunk);
   const Tensor parts = at::empty({n, per_row, kSelectiveParts}, to.logp.options());
   run(selective_parts, to.logp,
       {.x = data(of.x),
@@ -26,7 +26,7 @@ void run_rows(const LogitRows& of, const LogitColumns& to) {
        .parts = data<float>(parts),
        .rows = n,
        .cols = width,
-       .piece = piece,
+       .chunk = chunk,
        .x_stride = of.x_stride,
        .ignore_index = of.ignore_index,
        .inverse_temperature = inverse,

@@ -13,7 +13,7 @@ struct LogitRows {
   double temperature;
   int64_t ignore_index;
   LogitMap map = {};
-  bool fixed_pieces = false;  // sums of a row are made in the same order however many rows there are
+  bool fixed_chunks = false;  // sums of a row are made in the same order however many rows there are
 };
 
 /// Results [rows], float, but for stats [rows, 3], which backward needs; lse and mean_logit may be undefined.

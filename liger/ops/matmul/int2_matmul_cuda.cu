@@ -235,7 +235,7 @@ struct RowSums {
   }
 
   /// All threads of the block get them; a barrier comes first.
-  __device__ const int* share() {
+  __device__ const int* all() {
     __shared__ int sums[kRows * kEights];
     sum = reduce_lanes<SumOf<int>>(sum, kParts);
     if (part == 0) sums[row] = sum;
@@ -335,7 +335,7 @@ __global__ void __launch_bounds__(kManyThreads, 1) many_kernel(Int2Matmul g, int
     RowSums<kEights> rows;
     multiply_tile(operands, int(ceil_div(g.packed, kStep)), at, sums, rows);
     copies_done();
-    const int* of_rows = rows.share();
+    const int* of_rows = rows.all();
     if (tile + int(gridDim.x) < tiles) start(tile + int(gridDim.x));
     write_tile(g, int64_t(tile / strips) * kRows * kEights,
                int64_t(tile % strips) * kTileColumns + at.warp * 32 + 4 * at.group, at.quad, sums, of_rows);

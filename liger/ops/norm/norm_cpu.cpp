@@ -101,7 +101,7 @@ void forward(const NormForward& a) {
   });
 }
 
-/// Share s owns a run of rows, within a modulation's: no two threads add to the same sum.
+/// Partial sum s is that of a run of rows, within a modulation's: no two threads add to the same sum.
 template <class T, Norm kNorm>
 void backward(const NormBackward& a) {
   const auto weights = floats(a, a.w, a.offset, 1);
@@ -111,8 +111,8 @@ void backward(const NormBackward& a) {
   for_rows(a.partials, run * a.cols, [&](int64_t s) {
     const int64_t set = s / set_partials, begin = s % set_partials * run;
     const float* w = weights.data();
-    const auto share_of = [&](void* sums) { return sums ? static_cast<float*>(sums) + s * a.cols : nullptr; };
-    float *dw = share_of(a.dw), *db = share_of(a.db);
+    const auto part_of = [&](void* sums) { return sums ? static_cast<float*>(sums) + s * a.cols : nullptr; };
+    float *dw = part_of(a.dw), *db = part_of(a.db);
     LongSum dalpha;
     for (float* sums : {dw, db})
       if (sums) std::fill_n(sums, a.cols, 0.f);

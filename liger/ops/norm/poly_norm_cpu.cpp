@@ -23,7 +23,7 @@ void forward(const PolyNormForward& a) {
   });
 }
 
-/// Share s owns a run of rows.
+/// Partial sum s is that of a run of rows.
 template <class T>
 void backward(const PolyNormBackward& a) {
   const int64_t run = (a.rows + a.partials - 1) / a.partials;

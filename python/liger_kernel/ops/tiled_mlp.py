@@ -27,10 +27,10 @@ class _TiledMLP(torch.autograd.Function):
         needed = [p for p, needs in zip(parameters, ctx.needs_input_grad[4:]) if needs]
         sums = [torch.zeros_like(p, dtype=_grad_dtype(p)) for p in needed]
         dx = torch.empty_like(x) if ctx.needs_input_grad[2] else None
-        pieces = [t.chunk(ctx.shards, -2) for t in (x, dy)] + [
+        tiles = [t.chunk(ctx.shards, -2) for t in (x, dy)] + [
             dx.chunk(ctx.shards, -2) if dx is not None else [None] * ctx.shards
         ]
-        for shard, upstream, out in zip(*pieces):
+        for shard, upstream, out in zip(*tiles):
             with torch.enable_grad(), torch.autocast(device, dtype=dtype, enabled=enabled):
                 shard = shard.detach().requires_grad_(dx is not None)
                 y = ctx.fn(ctx.module, shard)
@@ -48,9 +48,9 @@ class _TiledMLP(torch.autograd.Function):
 class LigerTiledMLPFunction:
     @staticmethod
     def apply(fn, mlp_module, x, shards, compute_params=None):
-        """fn(mlp_module, x) in `shards` pieces along x [..., S, H]'s tokens; backward runs each piece again.
+        """fn(mlp_module, x) in `shards` tiles along x [..., S, H]'s tokens; backward runs each tile again.
 
-        The module's parameters get their gradients from autograd, once, summed in float over the pieces. compute_params
+        The module's parameters get their gradients from autograd, once, summed in float over the tiles. compute_params
         is not used.
         """
         return _TiledMLP.apply(fn, mlp_module, x, shards, *(p for p in mlp_module.parameters() if p.requires_grad))

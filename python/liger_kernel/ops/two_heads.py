@@ -9,7 +9,7 @@ from liger_kernel.ops.utils import reduction_code
 #: Tokens of a GEMM: from here on it runs at full speed on a GPU. On a CPU smaller chunks stay nearer to the caches.
 GPU_CHUNK, CPU_CHUNK, CPU_BYTES = 4096, 512, 64 << 20
 #: Tokens whose losses are taken at once: theirs is the memory that a loss takes beside the logits.
-PIECE = 512
+ROWS = 512
 
 
 def jensen_shannon(student_logits, teacher_logits, labels, beta, ignore_index):
@@ -58,14 +58,14 @@ def sums_over_tokens(student, teacher, loss_of, results, factor, chunk_tokens=GP
         for begin in range(0, tokens, chunk):
             n = min(chunk, tokens - begin)
             z, teacher_z = (_logits(buffer[:n], *head, begin) for buffer, head in zip(buffers, heads))
-            for first in range(0, n, PIECE):
-                piece = slice(first, min(first + PIECE, n))
-                leaf = z[piece].detach().requires_grad_(needed)
+            for first in range(0, n, ROWS):
+                rows = slice(first, min(first + ROWS, n))
+                leaf = z[rows].detach().requires_grad_(needed)
                 with torch.set_grad_enabled(needed):
-                    sums = loss_of(leaf, teacher_z[piece], slice(begin + piece.start, begin + piece.stop))
+                    sums = loss_of(leaf, teacher_z[rows], slice(begin + rows.start, begin + rows.stop))
                     loss = sums[0] if defer else sums[0] * factor
                 if needed:
-                    z[piece] = _gradient(loss, leaf)
+                    z[rows] = _gradient(loss, leaf)
                 totals += torch.stack([s.detach().float() for s in sums])
             if wanted[0]:
                 _accumulate(d_hidden[begin : begin + n], z, heads[0][1])

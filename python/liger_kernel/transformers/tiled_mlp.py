@@ -10,7 +10,7 @@ from liger_kernel.transformers.mlp import weights
 
 
 class _TiledGatedMLP(nn.Module):
-    """down_proj(act(gate_proj(x)) · up_proj(x)) in num_shards pieces, ceil(S / H) unless given. Raises ValueError for
+    """down_proj(act(gate_proj(x)) · up_proj(x)) in num_shards tiles, ceil(S / H) unless given. Raises ValueError for
     another config.hidden_act."""
 
     activation, names = None, ()

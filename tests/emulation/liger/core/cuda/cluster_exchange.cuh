@@ -13,7 +13,7 @@ inline void cluster_sync() {
   __syncthreads();
 }
 
-template <class V, int kTurns = 2>
+template <class V, int kBuffers = 2>
 struct ClusterExchange {
   template <class F>
   void operator()(const V& v, F f) {
