@@ -65,6 +65,10 @@ __device__ void sum_columns(const PartialSum& a, unsigned block, float (&partial
   write_number(a.out, a.dtype, group * a.cols + first + threadIdx.x, total);
 }
 
+/// The totals of several sums at once.
+/// A block has columns_of(a) columns of one of them. Its threads walk along the partial sums, with kBatch loads of a
+/// thread in flight, and add up in a fixed order: in registers, in a warp, in shared memory. The partial sums have just
+/// been written, and come from L2, whose latency is the limit.
 __global__ void __launch_bounds__(kThreads) sum_partials_kernel(AddPartials all) {
   await_previous();
   alignas(16) __shared__ float partial[kThreads / 32][kMostColumns];
@@ -78,6 +82,8 @@ __global__ void __launch_bounds__(kThreads) sum_partials_kernel(AddPartials all)
   else sum_columns<1, 32>(a, block, partial);
 }
 
+/// x ← x · g, in place. A block walks along row chunks, of which a thread has up to 8 packs, four of them in flight.
+/// Where a factor is 1 nothing but that is read; elsewhere the limit is memory.
 template <class T>
 __global__ void __launch_bounds__(256) scale_rows_kernel(ScaleRows a, RowChunks<T, 8> chunks) {
   await_previous();

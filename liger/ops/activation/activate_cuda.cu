@@ -7,6 +7,8 @@ namespace {
 
 inline constexpr int kForward = 4, kBackward = 2;  // packs a thread has in flight of each input
 
+/// y = f(x). A block has a chunk of the elements, a thread kForward packs of it, all in flight at once. The limit is
+/// memory.
 template <class T, class Act>
 __global__ void __launch_bounds__(256) forward_kernel(ActivateForward a, RowChunks<T, kForward> chunks) {
   await_previous();
@@ -14,6 +16,7 @@ __global__ void __launch_bounds__(256) forward_kernel(ActivateForward a, RowChun
   map_packs<kForward>(out, in, [](const float (&x)[1], float (&y)[1]) { y[0] = Act::template value<Math<T>>(x[0]); });
 }
 
+/// dx = dy · f'(x). As forward_kernel, with kBackward packs of both inputs.
 template <class T, class Act>
 __global__ void __launch_bounds__(256) backward_kernel(ActivateBackward a, RowChunks<T, kBackward> chunks) {
   await_previous();

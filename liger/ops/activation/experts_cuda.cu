@@ -5,7 +5,8 @@
 namespace liger::cuda::experts {
 namespace {
 
-/// A block a token; each thread sums its packs of the token's rows, which lie anywhere.
+/// y = Σ_k weight_k · row_k of each token. A block has a token, a thread its packs of the k rows, which lie anywhere.
+/// The limit is memory: a row is read once.
 template <class T>
 __global__ void __launch_bounds__(256) combine_kernel(CombineExperts a) {
   await_previous();
@@ -26,7 +27,9 @@ __global__ void __launch_bounds__(256) combine_kernel(CombineExperts a) {
   }
 }
 
-/// A block a pair of token and expert.
+/// Of each pair of token and expert, in place: gate and up become their gradients, and dh becomes weight · h, which the
+/// gradient of the down projection is made of; Σ h · dh is the routing weight's gradient.
+/// A block has a pair, a thread a pack at a time. The limit is memory: each number is read and written once.
 template <class T, class Act>
 __global__ void __launch_bounds__(256) backward_kernel(ExpertsBackward a) {
   await_previous();

@@ -7,6 +7,8 @@ namespace {
 
 inline constexpr int kPacks = 2;  // that a thread has in flight of each input
 
+/// c = f(m · a) · b, m being the gate's multiplier; f is rounded as eager torch rounds it.
+/// A block has a row chunk, a thread kPacks packs of each input, all in flight at once. The limit is memory.
 template <class T, class Act>
 __global__ void __launch_bounds__(256) forward_kernel(GatedForward g, RowChunks<T, kPacks> chunks) {
   await_previous();
@@ -16,6 +18,7 @@ __global__ void __launch_bounds__(256) forward_kernel(GatedForward g, RowChunks<
   });
 }
 
+/// da = dc · b · f'(m · a) · m and db = dc · f(m · a), which is made again. As forward_kernel, with three inputs.
 template <class T, class Act>
 __global__ void __launch_bounds__(256) backward_kernel(GatedBackward g, RowChunks<T, kPacks> chunks) {
   await_previous();

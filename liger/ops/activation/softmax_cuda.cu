@@ -140,6 +140,10 @@ __device__ Pack mapped(const Pack& first, const Pack& second, F f) {
   return Pack::from_float(x);
 }
 
+/// y = softmax(x) or sparsemax(x), as Map says.
+/// A row belongs to a part of a block's threads or to a cluster of blocks (Rows, cluster.cuh), which keeps it on chip:
+/// the first pass gathers what settles the row, the last one writes y. The limit is memory; sparsemax searches its
+/// threshold in passes between, on chip.
 template <class T, template <class> class Map, class Rows>
 __global__ void __launch_bounds__(Rows::kThreads, Rows::kBlocks) forward_kernel(SoftmaxForward a, Rows rows) {
   await_previous();
@@ -158,6 +162,8 @@ __global__ void __launch_bounds__(Rows::kThreads, Rows::kBlocks) forward_kernel(
   });
 }
 
+/// dx = w · (dy − Σ w · dy). For softmax w is y; for sparsemax 1 on the support, and the sum is a mean over it.
+/// As forward_kernel: y and dy are read once, and kept on chip for the second pass.
 template <class T, template <class> class Map, class Rows>
 __global__ void __launch_bounds__(Rows::kThreads, Rows::kBlocks) backward_kernel(SoftmaxBackward a, Rows rows) {
   await_previous();

@@ -7,6 +7,7 @@
 namespace liger::cuda::embedding {
 namespace {
 
+/// y_i = w[id_i]. blockDim.x threads have the row of a token, and up to four packs each in flight. The limit is memory.
 template <class T>
 __global__ void __launch_bounds__(256) forward_kernel(EmbeddingForward a) {
   await_previous();
@@ -66,7 +67,7 @@ __device__ int key(const EmbeddingBackward& a, int64_t i) {
 }
 
 /// For each row, and for what is beside all rows, whether a token has its id; and what is to be sorted, if that is
-/// asked for.
+/// asked for. A thread has a token.
 __global__ void __launch_bounds__(256)
     prepare_kernel(EmbeddingBackward a, unsigned char* present, int* ids, int* order) {
   await_previous();
@@ -77,6 +78,8 @@ __global__ void __launch_bounds__(256)
   if (ids) ids[i] = id, order[i] = int(i);
 }
 
+/// The tokens in the order of their ids, those of one id in theirs. One block sorts up to Sort::kMost tokens in shared
+/// memory (sort.cuh); more of them are CUB's.
 template <class Sort>
 __global__ void __launch_bounds__(Sort::kThreads) sort_kernel(EmbeddingBackward a, Sorted s, int bits) {
   await_previous();
@@ -114,7 +117,8 @@ struct Slice {
   }
 };
 
-/// The sums of the chunks that belong to one row.
+/// The sums of the chunks that belong to one row. A warp has a Slice of a chunk: 32 packs of its rows, one a lane, with
+/// kAtOnce rows in flight. The limit is memory: rows of dy lie anywhere, and are read once.
 template <class T>
 __global__ void __launch_bounds__(256) chunks_kernel(EmbeddingBackward a, Sorted s, int slices) {
   await_previous();
@@ -168,8 +172,9 @@ __device__ void long_row(const EmbeddingBackward& a, const Sorted& s, const Slic
   dw.store(at.k, sum, dw);
 }
 
-/// Rows of ids with whole chunks by the first blocks, which take longest; behind them each row by the threads of its
-/// first token.
+/// dw of the ids that have tokens. The first blocks make rows of ids with whole chunks, which take longest, from the
+/// sums of those (long_row); behind them blockDim.x threads have a token, and make the row of its id from dy where it
+/// is the id's first. The limit is memory: dy is read once, and a row of dw written once.
 template <class T>
 __global__ void __launch_bounds__(256, 4) rows_kernel(EmbeddingBackward a, Sorted s, int slices, unsigned long_blocks) {
   await_previous();
@@ -198,9 +203,10 @@ __global__ void __launch_bounds__(256, 4) rows_kernel(EmbeddingBackward a, Sorte
   }
 }
 
-/// So few that each looks for others with its id: the first of them makes its row.
-inline constexpr int64_t kFew = 256;
+inline constexpr int64_t kFew = 256;  // tokens
 
+/// dw of up to kFew tokens, unsorted. blockDim.x threads have a token and look through all ids: the first token of an
+/// id makes its row.
 template <class T>
 __global__ void __launch_bounds__(256) few_kernel(EmbeddingBackward a) {
   await_previous();

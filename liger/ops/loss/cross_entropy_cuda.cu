@@ -5,6 +5,8 @@
 namespace liger::cuda::cross_entropy {
 namespace {
 
+/// What the rows are divided by: how many labels count, and their class weights. One block, a thread of which has eight
+/// labels in flight.
 __global__ void __launch_bounds__(1024) norm_kernel(CrossEntropyNorm a) {
   await_previous();
   int64_t n = 0;
@@ -68,6 +70,8 @@ __device__ void total_when_last(const CrossEntropy& a, unsigned blocks) {
   if (threadIdx.x == 0) write_totals(a.totals, sums, a.sums->valid);
 }
 
+/// The losses of all rows added up, where there are too many for the rows' last block (total_when_last). One block, a
+/// thread of which has eight rows in flight.
 __global__ void __launch_bounds__(1024) total_kernel(CrossEntropyTotals a, const CrossEntropySums* of_labels) {
   await_previous();
   const auto sums = RowReduce<Sums<3>>()(sum_rows(a, 1024));

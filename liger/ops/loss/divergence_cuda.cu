@@ -5,6 +5,7 @@
 namespace liger::cuda::divergence {
 namespace {
 
+/// How many labels count, at least 1. One block.
 __global__ void __launch_bounds__(1024) count_kernel(DivergenceCount a) {
   await_previous();
   float n = 0;
@@ -13,6 +14,9 @@ __global__ void __launch_bounds__(1024) count_kernel(DivergenceCount a) {
   if (threadIdx.x == 0) *a.count = fmaxf(n, 1);
 }
 
+/// Σ f(x, target) over a row chunk and, in the same pass, dx = scale · f'.
+/// A block has the chunk, a thread a pack at a time, for which no address is checked where all matrices lie alike. The
+/// limit is memory: each number is read and written once.
 /// kEach: elements have losses and upstream gradients of their own.
 template <class X, class T, class Formula, bool kEach>
 __global__ void __launch_bounds__(256) chunks_kernel(DivergenceChunks a, RowChunks<X> chunks) {
@@ -47,6 +51,7 @@ __global__ void __launch_bounds__(256) chunks_kernel(DivergenceChunks a, RowChun
   if (threadIdx.x == 0) a.sums[blockIdx.x] = sum;
 }
 
+/// The loss: the chunks' sums, added up in a fixed order, times scale. One block.
 template <class T>
 __global__ void __launch_bounds__(1024) total_kernel(DivergenceTotal a) {
   await_previous();

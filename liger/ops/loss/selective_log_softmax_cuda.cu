@@ -70,7 +70,8 @@ __device__ void for_each_logit(const Row<T>& x, int k, const Pack& pack, const L
     if (const int c = x.column(k) + j; c >= 0 && c < x.n) f(j, map_logit<Math<T>>(map, v[j]));
 }
 
-/// A block a chunk of a row. kPlain: the logits are x, and their sum is not wanted.
+/// The statistics of a row chunk (SelectiveParts). A block has the chunk, a thread four packs of it in flight. The
+/// limit is memory: a logit is read once. kPlain: the logits are x, and their sum is not wanted.
 template <class T, bool kPlain>
 __global__ void __launch_bounds__(256) parts_kernel(SelectiveParts a, RowChunks<T> chunks) {
   await_previous();
@@ -100,7 +101,8 @@ __global__ void __launch_bounds__(256) parts_kernel(SelectiveParts a, RowChunks<
   if (threadIdx.x == 0) part[0] = v.max, part[1] = v.sum, part[2] = v.weighted * online.kUnit, part[3] = logits;
 }
 
-/// A warp a row.
+/// A row's log-probability, log-sum-exp and entropy, of the statistics of its chunks. A warp has a row; of the logits
+/// it reads the label's.
 template <class T>
 __global__ void __launch_bounds__(256) rows_kernel(SelectiveLogSoftmax a) {
   await_previous();
@@ -131,6 +133,8 @@ __global__ void __launch_bounds__(256) rows_kernel(SelectiveLogSoftmax a) {
   stats[0] = v.max, stats[1] = v.sum, stats[2] = mean;
 }
 
+/// dx of a row chunk; the softmax is made again from the row's maximum and sum, which forward has kept.
+/// A block has the chunk, a thread four packs of it in flight. The limit is memory: x is read and dx written once.
 /// kPlain: the logits are x, and the mean of logits has no gradient.
 template <class T, bool kPlain>
 __global__ void __launch_bounds__(256) backward_kernel(SelectiveBackward a, RowChunks<T> chunks) {

@@ -78,8 +78,11 @@ bool aligned_b(const Int2Matmul& g, int bytes) {
 // ---- few rows of a: b is read once and nothing else counts
 
 inline constexpr int kFewColumns = 32,
-                     kWarps = 8;  // a warp takes 64 rows of b, 16 a lane; 8 warps of a block take turns
+                     kWarps = 8;  // a warp takes 64 rows of b, 16 a lane; the warps of a block alternate
 
+/// out for few rows of a. A block has kFewColumns columns of b and kRows · kEights rows of a. A warp takes every
+/// kWarps-th 64 rows of b, a lane 16 of those in 4 columns, from memory to registers; the warps' sums add up in shared
+/// memory. The limit is memory: b is read once.
 template <int kEights>
 __global__ void __launch_bounds__(32 * kWarps) few_kernel(Int2Matmul g, bool aligned_a, bool aligned_b, int strips) {
   await_previous();

@@ -39,7 +39,10 @@ __device__ AlignedRow<T> row_of(const GroupNorm& a, const void* matrix) {
   return {matrix, row, cols, row < a.samples * a.groups ? cols : 0};
 }
 
-/// A block has blockDim.y rows (groups of a sample), or a cluster one, in registers; the limit is memory.
+/// y, and mean and rstd of each row: a group of a sample.
+/// A block has blockDim.y rows, or a cluster one. A thread keeps Layout's packs of a row in registers as they came, so
+/// that 64 registers are enough, and a multiprocessor has a thousand threads; the sums that it takes are first Σ x,
+/// then those about that mean. The limit is memory: x is read once.
 template <class T, class Layout>
 __global__ void __launch_bounds__(kThreads, 2) forward_kernel(GroupNormForward a) {
   await_previous();
@@ -93,8 +96,9 @@ __device__ void sum_segments(const GroupNormBackward& a, const Projections::Valu
   }
 }
 
-/// As forward_kernel. Each pack leaves its part of dw and db in shared memory, where the segments of channels find
-/// them.
+/// dx, and dw and db of each segment of channels.
+/// As forward_kernel, with x and dy in registers. A pack leaves its sums for dw and db in shared memory; when dx is
+/// written, a warp adds up those of a segment.
 template <class T, class Layout>
 __global__ void __launch_bounds__(kThreads, 2) backward_kernel(GroupNormBackward a) {
   await_previous();
@@ -271,6 +275,8 @@ struct Segments {
   }
 };
 
+/// The same for longer rows, and where channels do not end with a pack: a block, or a cluster, has a row, and lanes of
+/// a warp a segment of a channel at a time, whose packs wait in shared memory between the passes (Segments).
 template <class T>
 __global__ void __launch_bounds__(256, 4) forward_long_kernel(GroupNormForward a, Segments<T, 1> segments) {
   await_previous();
@@ -320,6 +326,7 @@ __global__ void __launch_bounds__(256, 4) forward_long_kernel(GroupNormForward a
   if (threadIdx.x == 0) a.mean[row] = of_row.mean, a.rstd[row] = of_row.rstd;
 }
 
+/// The same backward: the lanes that have a segment add up its dw and db in their first pass.
 template <class T>
 __global__ void __launch_bounds__(256, 3) backward_long_kernel(GroupNormBackward a, Segments<T, 2> segments) {
   await_previous();

@@ -168,6 +168,7 @@ __global__ void __launch_bounds__(kBackwardThreads) backward_kernel(PolyNormBack
   }
 }
 
+/// The same for longer rows, which are read again, from a cache.
 template <class T>
 __global__ void __launch_bounds__(kLongRowThreads) backward_long_kernel(PolyNormBackward a) {
   await_previous();

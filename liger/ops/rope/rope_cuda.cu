@@ -106,7 +106,9 @@ __device__ void for_each_item(int n, Fetch fetch, Finish finish) {
   }
 }
 
-/// One block per token. A thread takes kWidth pairs of a head, of all heads of q and then of k in turn.
+/// q and k, rotated by the angles of their tokens, and what is beside those columns, and v, copied.
+/// A block has a token. A thread takes kWidth pairs of a head at a time, of all heads of q and then of k, kAtOnce of
+/// them in flight; the token's angles come from L1. The limit is memory: each number is read and written once.
 template <class T, class Table, int kWidth, class Pairs>
 __global__ void __maxnreg__(Pairs::kAtOnce == 1 ? 64 : 80) rotate_kernel(Rope a) {
   await_previous();
