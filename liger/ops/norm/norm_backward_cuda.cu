@@ -97,8 +97,16 @@ struct SharedWeights {
   __device__ float4& at(int pack, int quad) const {
     return begin[(pack * kQuads + quad) * int(blockDim.x) + int(threadIdx.x)];
   }
-  __device__ void put(int pack, const Vec<Row<T>::kWidth>& w) const {
-    unrolled<kQuads>([&](int q) { at(pack, q) = {w.v[4 * q], w.v[4 * q + 1], w.v[4 * q + 2], w.v[4 * q + 3]}; });
+  /// With those of this thread's packs of a row; `row` is one of those that have its modulation.
+  template <class Layout, Norm kNorm, class Like>
+  __device__ void fill(const NormBackward& a, int64_t row, const Like& like) const {
+    unrolled<kPacks>([&](int p) {
+      const int k = Layout::pack(p);
+      if (k >= like.packs()) return;
+      const auto w = weight<kNorm, Vec<Row<T>::kWidth>>(
+          a, row, [&](const void* v, DType dtype, int64_t of) { return load_like(v, dtype, of, a.cols, k, like); });
+      unrolled<kQuads>([&](int q) { at(p, q) = {w.v[4 * q], w.v[4 * q + 1], w.v[4 * q + 2], w.v[4 * q + 3]}; });
+    });
   }
   __device__ Vec<Row<T>::kWidth> get(int pack) const {
     Vec<Row<T>::kWidth> w;
@@ -155,13 +163,7 @@ __global__ void __launch_bounds__(backward_threads(Layout::kAligned), 1) backwar
   using Row = typename Layout::template Row<T>;
   const Row like = rows.like;
   const SharedWeights<T, kPacks> weights{rows.template behind<float4>()};
-  unrolled<kPacks>([&](int p) {
-    const int k = Layout::pack(p);
-    if (k < like.packs())
-      weights.put(p, weight<kNorm, Vec>(a, walk.begin, [&](const void* v, DType dtype, int64_t row) {
-                    return load_like(v, dtype, row, a.cols, k, like);
-                  }));
-  });
+  weights.template fill<Layout, kNorm>(a, walk.begin, like);
   const auto gradient = [&](int p, Stats stats) {
     Vec dn = rows.get(1, p);
     if (each) dn = dn * (rows.get(2, p) + 1);
