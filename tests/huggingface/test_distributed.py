@@ -327,7 +327,11 @@ def of_transformers(model):
         torch.distributed.barrier()
         loaded = (
             type(model)
-            .from_pretrained(shared[0], distributed_config=DistributedConfig(tp_size=RANKS))
+            .from_pretrained(
+                shared[0],
+                distributed_config=DistributedConfig(tp_size=RANKS),
+                attn_implementation=model.config._attn_implementation,  # a checkpoint doesn't keep it
+            )
             .to(DEVICE)
             .train()
         )
