@@ -42,41 +42,48 @@ void totals(const CrossEntropyTotals& a, int64_t valid) {
   if (a.accuracy) *a.accuracy = float(correct / double(valid));
 }
 
+/// What is written of a row whose label does not count.
+template <class T>
+void ignore(const CrossEntropy& a, int64_t r, T* dx) {
+  if (dx) std::fill_n(dx, a.cols, T(0));
+  a.loss[r] = 0;
+  if (a.z_loss) a.z_loss[r] = 0;
+  if (a.correct) a.correct[r] = 0;
+  if (a.predicted) a.predicted[r] = -1;
+}
+
+/// The first column whose logit is max, or NaN.
+template <class T, class F>
+int64_t first_of(int64_t n, float max, F logit, const T* x) {
+  float lanes[kLanes];
+  int64_t best = n;
+  const auto is_best = [&](float v) { return v == max || std::isnan(v); };
+  for_each(n, [&](int64_t c, int64_t k) {
+    if (best < n) return;
+    logit(read(x + c, k)).store(lanes);
+    if (const int64_t at = std::find_if(lanes, lanes + k, is_best) - lanes; at < k) best = c + at;
+  });
+  return best;
+}
+
 template <class T>
 void row(const CrossEntropy& a, int64_t r, float* exps) {
   const T* x = static_cast<const T*>(a.x) + r * a.x_stride;
   T* dx = a.dx ? static_cast<T*>(a.dx) + r * a.dx_stride : nullptr;
   const int64_t y = a.target[r], n = a.cols;
-  if (y == a.ignore_index) {
-    if (dx) std::fill_n(dx, n, T(0));
-    a.loss[r] = 0;
-    if (a.z_loss) a.z_loss[r] = 0;
-    if (a.correct) a.correct[r] = 0;
-    if (a.predicted) a.predicted[r] = -1;
-    return;
-  }
+  if (y == a.ignore_index) return ignore(a, r, dx);
   const Vec cap(a.softcap), inverse_cap(a.softcap == 0 ? 0 : 1 / a.softcap);
   const bool capped = a.softcap != 0;
   const auto logit = [&](Vec v) { return capped ? cap * Math::tanh(v * inverse_cap) : v; };
-  const auto logit_at = [&](int64_t c) {
-    return capped ? a.softcap * std::tanh(float(x[c]) / a.softcap) : float(x[c]);
-  };
 
   // What the vector form of tanh makes of the row is what argmax compares.
   const float max = row_reduce(n, -INFINITY, Max{}, logit, x);
   if (a.correct || a.predicted) {
-    float lanes[kLanes];
-    int64_t best = n;
-    const auto is_best = [&](float v) { return v == max || std::isnan(v); };
-    for_each(n, [&](int64_t c, int64_t k) {
-      if (best < n) return;
-      logit(read(x + c, k)).store(lanes);
-      if (const int64_t at = std::find_if(lanes, lanes + k, is_best) - lanes; at < k) best = c + at;
-    });
+    const int64_t best = first_of(n, max, logit, x);
     if (a.correct) a.correct[r] = best == y;
     if (a.predicted) a.predicted[r] = best;
   }
-  const float z_y = logit_at(y);
+  const float z_y = capped ? a.softcap * std::tanh(float(x[y]) / a.softcap) : float(x[y]);
   float sum = 0;
   const auto exp_of = [&](Vec v) { return Math::exp(logit(v) - Vec(max)); };
   if (exps) row_map(n, exps, exp_of, x), sum = row_sum(n, [](Vec e) { return e; }, exps);
@@ -91,10 +98,9 @@ void row(const CrossEntropy& a, int64_t r, float* exps) {
                scale = a.token_scaling ? p_y : 1;
   double smoothing = 0;
   if (smooth > 0) {
-    const float weighted = a.class_weight ? row_sum(
-                                                n, [&](Vec v, Vec w) { return logit(v) * w; }, x, a.class_weight)
-                                          : row_sum(n, logit, x);
-    smoothing = smooth * (lse * a.sums->class_weights - weighted);
+    const auto weighted = [&](Vec v, Vec w) { return logit(v) * w; };
+    const float sum_z = a.class_weight ? row_sum(n, weighted, x, a.class_weight) : row_sum(n, logit, x);
+    smoothing = smooth * (lse * a.sums->class_weights - sum_z);
   }
   const double z_loss = a.lse_square_scale * lse * lse * by_1 * scale;
   a.loss[r] = float((w_y * (double(max) - z_y + log_sum) + smoothing) * by_0 * scale +
@@ -105,14 +111,12 @@ void row(const CrossEntropy& a, int64_t r, float* exps) {
   const double s = scale * a.sums->gradient_scale * (a.upstream ? a.upstream[r] : 1);
   const double all = s * ((w_y + smooth * a.sums->class_weights) * by_0 + 2 * a.lse_square_scale * lse * by_1),
                label = s * w_y * by_0;
-  const Vec each{float(s * smooth * by_0)};
+  const Vec by{float(all / sum)}, each{float(s * smooth * by_0)}, shift(max);
   const double t_y = capped ? std::tanh(double(x[y]) / a.softcap) : 0;  // 1 − t² multiplies a float's rounding
   const double d_y = (all * p_y - s * smooth * by_0 * weight(y) - label) * (1 - t_y * t_y);
   if (exps && !capped && smooth == 0) {
-    const Vec by{float(all / sum)};
     row_map(n, dx, [&](Vec e) { return flushed(e * by); }, exps);
   } else {
-    const Vec by{float(all / sum)}, shift(max);
     for_each(n, [&](int64_t c, int64_t k) {
       const Vec v = read(x + c, k), t = capped ? Math::tanh(v * inverse_cap) : v;
       Vec d = by * Math::exp((capped ? cap * t : v) - shift);

@@ -101,6 +101,25 @@ void forward(const NormForward& a) {
   });
 }
 
+/// The means along a row of g · x̂ and, where the mean counts, of g = dy · w · scale.
+template <class T, Norm kNorm>
+std::array<Vec, 2> project(int64_t cols, const Row<T, kNorm>& row, const T* x, const T* dy, const float* w,
+                           const float* scale) {
+  if constexpr (tanh_of(kNorm)) return {Vec(0.f), Vec(0.f)};
+  if constexpr (modulated(kNorm)) {
+    const auto f = [&](Vec dy, Vec x, Vec w, Vec m) { return dy * m * w * row.xhat(x); };
+    return {Vec(mean_of(cols, f, dy, x, w, scale)), Vec(0.f)};
+  }
+  if constexpr (!centred(kNorm))
+    return {Vec(mean_of(cols, [&](Vec dy, Vec x, Vec w) { return dy * w * row.xhat(x); }, dy, x, w)), Vec(0.f)};
+  const auto f = [&](Vec dy, Vec x, Vec w) {
+    const Vec g = dy * w;
+    return std::array{g * row.xhat(x), g};
+  };
+  const auto sums = row_sums<2>(cols, f, dy, x, w);
+  return {Vec(float(sums[0] / cols)), Vec(float(sums[1] / cols))};
+}
+
 /// Partial sum s is that of a run of rows, within a modulation's: no two threads add to the same sum.
 template <class T, Norm kNorm>
 void backward(const NormBackward& a) {
@@ -128,21 +147,7 @@ void backward(const NormBackward& a) {
       const Row<T, kNorm> row{Vec(centred(kNorm) ? a.mean[r] : 0), Vec(tanh_of(kNorm) ? number(a.alpha) : a.rstd[r]),
                               a.casting};
       const float* scale = scales.row(a, a.scale, r, 1);
-      Vec onto(0.f), mean(0.f);
-      if constexpr (modulated(kNorm))
-        onto = Vec(
-            mean_of(a.cols, [&](Vec dy, Vec x, Vec w, Vec m) { return dy * m * w * row.xhat(x); }, dy, x, w, scale));
-      else if constexpr (centred(kNorm)) {
-        const auto sums = row_sums<2>(
-            a.cols,
-            [&](Vec dy, Vec x, Vec w) {
-              const Vec g = dy * w;
-              return std::array{g * row.xhat(x), g};
-            },
-            dy, x, w);
-        onto = Vec(float(sums[0] / a.cols)), mean = Vec(float(sums[1] / a.cols));
-      } else if constexpr (!tanh_of(kNorm))
-        onto = Vec(mean_of(a.cols, [&](Vec dy, Vec x, Vec w) { return dy * w * row.xhat(x); }, dy, x, w));
+      const auto [onto, mean] = project(a.cols, row, x, dy, w, scale);
       for_each(a.cols, [&](int64_t c, int64_t n) {
         const Vec xv = read(x + c, n), wv = read(w + c, n), d = read(dy + c, n),
                   dn = modulated(kNorm) ? d * read(scale + c, n) : d, xhat = row.xhat(xv), g = dn * wv;
