@@ -112,8 +112,8 @@ def test_weights_and_biases(function, weights, biases):
 
 
 def test_chunks(monkeypatch):
-    """The numbers do not depend on chunks or rows at once, and a 3-d batch is the same tokens; strides are free. The losses
-    in one operator, and those in a loop."""
+    """The numbers do not depend on the sizes of chunks, and a 3-d batch is the same tokens; strides are free. The
+    losses in one operator, and those in a loop."""
     monkeypatch.setattr(two_heads, "CPU_BYTES", 0)
     for extra in (0, 9):  # a larger vocabulary of the teacher's takes the loop
         student, teacher, labels = heads(tokens=(5, 23), teacher_vocabulary=V + extra)

@@ -83,7 +83,10 @@ def compare(case, shape, options, positions, dim, mesh):
     # Not Tensor.backward: where two leaves share a gradient it is cloned, for which torch 2.11 gathers odd shards.
     with CommDebugMode() as backward:
         gradients = torch.autograd.grad(found, [shards[i] for i in leaves], split)
-    for got, want in [*zip(found, expected, strict=True), *zip(gradients, (exact[i].grad for i in leaves))]:
+    for got, want in [
+        *zip(found, expected, strict=True),
+        *zip(gradients, (exact[i].grad for i in leaves), strict=True),
+    ]:
         assert want.abs().max() > 1e-3
         torch.testing.assert_close(got.full_tensor().double().cpu(), want, rtol=1e-4, atol=1e-5)
     return forward.get_total_counts() + backward.get_total_counts()

@@ -51,12 +51,12 @@ struct Clusters {
   using RowSet = cuda::RowSet<T, kMatrices>;
   using Value = typename RowSet::Value;
   int64_t rows;
-  int blocks, packs_per_block;  // blocks on a row, packs of a block
+  int blocks, packs_per_block;  // blocks: on a row
   bool kept;
 
   /// aligned: all rows begin at 16-byte boundaries. keep: there are further passes.
   Clusters(int64_t rows, int64_t cols, bool aligned, bool keep = true) : rows(rows) {
-    constexpr int kLine = 8;  // packs of a cache line, which no two blocks packs_per_block
+    constexpr int kLine = 8;  // packs of a cache line, which is one block's alone
     const int64_t packs = Row<T>::packs(cols, aligned);
     int64_t most = has_clusters() ? kMost : 1;
     if (!keep) most = std::min(most, ceil_div(kEnough, std::max<int64_t>(1, rows)));

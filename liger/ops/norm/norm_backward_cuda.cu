@@ -33,8 +33,9 @@ __device__ Stats stats_of(const NormBackward& a, int64_t row, int64_t end) {
   return row < end ? Stats{centred(kNorm) ? a.mean[row] : 0, a.rstd[row]} : Stats{};
 }
 
-/// The same statistics, waited for here, where no others are on their way: a shuffle stays where it is. Where they are
-/// used first instead, ptxas may wait for the next row's, too: measured, a fifth of the time.
+/// The same statistics, waited for here, where no other load of them is in flight: ptxas leaves a shuffle where it is.
+/// Where their first use comes after the load of the next row's, it may wait for those, too: measured, a fifth of the
+/// time.
 __device__ inline Stats arrived(Stats s) {
   const int lane = int(threadIdx.y * blockDim.x) % 32;  // the row's first
   return {__shfl_sync(~0u, s.mean, lane), __shfl_sync(~0u, s.rstd, lane)};

@@ -147,7 +147,8 @@ void backward(const NormBackward& a) {
       const Row<T, kNorm> row{Vec(centred(kNorm) ? a.mean[r] : 0), Vec(tanh_of(kNorm) ? number(a.alpha) : a.rstd[r]),
                               a.casting};
       const float* scale = scales.row(a, a.scale, r, 1);
-      const auto [onto, mean] = project(a.cols, row, x, dy, w, scale);
+      const auto means = project(a.cols, row, x, dy, w, scale);
+      const Vec onto = means[0], mean = means[1];
       for_each(a.cols, [&](int64_t c, int64_t n) {
         const Vec xv = read(x + c, n), wv = read(w + c, n), d = read(dy + c, n),
                   dn = modulated(kNorm) ? d * read(scale + c, n) : d, xhat = row.xhat(xv), g = dn * wv;
