@@ -70,9 +70,12 @@ def write(machine, found, path):
     over = "; ".join(f"{d} {ratio:.2f} ({operator}, {name})" for d, (ratio, operator, name) in most.items())
     text = (
         f"# Errors on {machine}\n\n"
-        f"RMS errors of results and gradients against float64, ours / eager torch's, in units of the dtype's rounding of the values' RMS. Of each operator and dtype the one\n"
-        f"whose ratio to eager's is largest, among those of {MANY} values or more where there are some: of fewer a ratio is luck. The largest ratios of all are:\n{over}.\n\n"
-        f"`tests/test_ops.py` holds every ratio to 1.1, and that of the largest error to 2, where a quarter of a unit and a whole one are free. Written by `benchmarks/errors.py`\n"
+        "RMS errors of results and gradients against float64, ours / eager torch's, in units of the dtype's rounding "
+        "of the values' RMS. Of each operator and dtype the one\n"
+        f"whose ratio to eager's is largest, among those of {MANY} values or more where there are some: of fewer a "
+        f"ratio is luck. The largest ratios of all are:\n{over}.\n\n"
+        "`tests/test_ops.py` holds every ratio to 1.1, and that of the largest error to 2, where a quarter of a unit "
+        "and a whole one are free. Written by `benchmarks/errors.py`\n"
         f"on {date.today()} with torch {torch.__version__}.\n\n"
     )
     with open(path, "w") as f:

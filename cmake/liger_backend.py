@@ -16,7 +16,10 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-TOOLS = "liger-kernel: a build without isolation uses the tools that are there. Run `pip install scikit-build-core cmake ninja` first, or leave out --no-build-isolation."
+TOOLS = (
+    "liger-kernel: a build without isolation uses the tools that are there. Run `pip install scikit-build-core cmake "
+    "ninja` first, or leave out --no-build-isolation."
+)
 
 try:
     import scikit_build_core.build as _build
@@ -40,8 +43,9 @@ def _torch():
         if (torch / "include").is_dir() and (torch / "version.py").is_file():
             return str(torch)
     sys.exit(
-        f"liger-kernel is built for the torch that is installed, and {sys.prefix} has none. Run `pip install torch` first; with a tool that builds "
-        f"elsewhere (uv, build), also give it --no-build-isolation, or set LIGER_TORCH_DIR to torch's folder."
+        f"liger-kernel is built for the torch that is installed, and {sys.prefix} has none. "
+        "Run `pip install torch` first; with a tool that builds elsewhere (uv, build), "
+        "also give it --no-build-isolation, or set LIGER_TORCH_DIR to torch's folder."
     )
 
 

@@ -13,7 +13,8 @@ import torch
 from cases import all_cases, as_tuple
 from torch.utils._python_dispatch import TorchDispatchMode
 
-#: (operator without _forward or _backward, argument): sizes that need not agree with another tensor's. Rows may come in any number of dimensions.
+#: (operator without _forward or _backward, argument): sizes that need not agree with another tensor's.
+#: Rows may come in any number of dimensions.
 ROWS = {
     ("embedding", "ids"),
     ("scale", "saved"),

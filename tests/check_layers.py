@@ -63,7 +63,10 @@ def problems():
                 r"__global__ void [^{;]*\b(\w+)\([^{;]*\{(?!\n  (?:if \(!beside\) )?await_previous\(\);)",
                 path.read_text(),
             ):
-                yield f"{name}: {kernel} must begin with await_previous(), or do so unless it runs `beside` the kernel before: launch() does not wait for the kernel before it"
+                yield (
+                    f"{name}: {kernel} must begin with await_previous(), or do so unless it runs `beside` the kernel "
+                    "before: launch() does not wait for the kernel before it"
+                )
     for path in (ROOT / "python").rglob("*.py"):
         name = path.relative_to(ROOT).as_posix()
         if "torch.ops.liger" in path.read_text() and not name.endswith("_library.py"):

@@ -207,7 +207,8 @@ def main():
             failed.append(seed)
             traceback.print_exc()
             print(
-                f"repeat it with: python tests/fuzz.py --device {args.device} --elements {args.elements}{only} --seed {seed}",
+                f"repeat it with: python tests/fuzz.py --device {args.device} --elements {args.elements}{only} --seed "
+                f"{seed}",
                 flush=True,
             )
         seed += 1

@@ -191,7 +191,10 @@ def test_without_isolation(with_torch):
 
 def test_source_distribution_is_for_any_torch(with_torch, tmp_path):
     """After test_without_isolation, which has brought the tools."""
-    hook = f"import sys; sys.path.insert(0, 'cmake'); import liger_backend; print(liger_backend.build_sdist({str(tmp_path)!r}))"
+    hook = (
+        "import sys; sys.path.insert(0, 'cmake'); import liger_backend; "
+        f"print(liger_backend.build_sdist({str(tmp_path)!r}))"
+    )
     done = with_torch.run(with_torch.folder / "bin/python", "-c", hook)
     assert done.returncode == 0, done.stderr
     (archive,) = tmp_path.iterdir()

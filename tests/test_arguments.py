@@ -29,9 +29,16 @@ LOGITS = torch.randn(6, 9)
 
 # Parameters of the API, "name" or "name=default", and where ours may have a default that the API has not, "name?".
 SIGNATURES = {
-    "ops.cross_entropy.cross_entropy_forward": "_input target weight ignore_index lse_square_scale label_smoothing reduction softcap return_z_loss? return_token_accuracy=False return_predicted_tokens=False",
-    "ops.fused_add_rms_norm.fused_add_rms_norm_backward": "dY dS_out S W RSTD offset casting_mode BLOCK_SIZE? num_warps? num_stages? in_place?",
-    "ops.modulated_rms_norm.modulated_rms_norm_backward": "dY X W scale shift RSTD offset casting_mode BLOCK_SIZE? num_warps? rows_per_modulation? in_place?",
+    "ops.cross_entropy.cross_entropy_forward": (
+        "_input target weight ignore_index lse_square_scale label_smoothing reduction softcap return_z_loss? "
+        "return_token_accuracy=False return_predicted_tokens=False"
+    ),
+    "ops.fused_add_rms_norm.fused_add_rms_norm_backward": (
+        "dY dS_out S W RSTD offset casting_mode BLOCK_SIZE? num_warps? num_stages? in_place?"
+    ),
+    "ops.modulated_rms_norm.modulated_rms_norm_backward": (
+        "dY X W scale shift RSTD offset casting_mode BLOCK_SIZE? num_warps? rows_per_modulation? in_place?"
+    ),
     "ops.poly_norm.poly_norm_backward": "dY X W RSTD BLOCK_SIZE? num_warps? in_place?",
     "ops.rms_norm.rms_norm_forward": "X W eps offset casting_mode row_mode?",
     "ops.rms_norm.rms_norm_backward": "dY X W RSTD offset casting_mode BLOCK_SIZE? num_warps? in_place? row_mode?",
@@ -40,10 +47,16 @@ SIGNATURES = {
     "ops.softmax.LigerSoftmaxFunction.apply": "input_",
     "ops.sparsemax.LigerSparsemaxFunction.apply": "x dim?",
     "ops.experimental.embedding.LigerEmbeddingFunction.apply": "embeddings indices",
-    "ops.fused_linear_cross_entropy.LigerFusedLinearCrossEntropyFunction.forward": "ctx _input weight target bias=None ce_weight=None ignore_index=-100 lse_square_scale=0.0 label_smoothing=0.0 reduction='mean' softcap=None "
-    "return_z_loss=False accum_dtype=None use_token_scaling=False return_token_accuracy=False return_predicted_tokens=False",
-    "transformers.functional.liger_fused_linear_cross_entropy": "input weight target bias=None ce_weight=None ignore_index=-100 lse_square_scale=0.0 label_smoothing=0.0 reduction='mean' softcap=None "
-    "return_z_loss=False accum_dtype=None use_token_scaling=False return_token_accuracy=False return_predicted_tokens=False",
+    "ops.fused_linear_cross_entropy.LigerFusedLinearCrossEntropyFunction.forward": (
+        "ctx _input weight target bias=None ce_weight=None ignore_index=-100 lse_square_scale=0.0 "
+        "label_smoothing=0.0 reduction='mean' softcap=None return_z_loss=False accum_dtype=None "
+        "use_token_scaling=False return_token_accuracy=False return_predicted_tokens=False"
+    ),
+    "transformers.functional.liger_fused_linear_cross_entropy": (
+        "input weight target bias=None ce_weight=None ignore_index=-100 lse_square_scale=0.0 label_smoothing=0.0 "
+        "reduction='mean' softcap=None return_z_loss=False accum_dtype=None use_token_scaling=False "
+        "return_token_accuracy=False return_predicted_tokens=False"
+    ),
     "transformers.llama4_rope.apply_liger_llama4_rope_full": "modeling_module",
     "transformers.mlp.LigerMLP": "config",
     "transformers.relu_squared.LigerReLUSquared": "",

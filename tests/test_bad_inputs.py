@@ -24,7 +24,8 @@ def test_bad_inputs(device):
 
 REFUSED = [
     (
-        "ops.fused_linear_cross_entropy(torch.randn(2, 3), torch.randn(0, 3), None, torch.zeros(2, dtype=torch.long), None, None, None, None, -1, 0, None)",
+        "ops.fused_linear_cross_entropy(torch.randn(2, 3), torch.randn(0, 3), None, torch.zeros(2, dtype=torch.long), "
+        "None, None, None, None, -1, 0, None)",
         "ValueError: fused_linear_cross_entropy: there must be at least one class",
     ),
     (
@@ -32,11 +33,13 @@ REFUSED = [
         "ValueError: cross_entropy: there must be at least one class",
     ),
     (
-        "ops.layer_norm_backward(torch.randn(2, 3), torch.randn(2, 3), None, None, torch.ones(2), torch.ones(2), True, True, True)",
+        "ops.layer_norm_backward(torch.randn(2, 3), torch.randn(2, 3), None, None, torch.ones(2), torch.ones(2), "
+        "True, True, True)",
         "RuntimeError: layer_norm_backward: with_dw asks for the gradient of weight",
     ),
     (
-        "ops.group_norm_backward(torch.randn(2, 4, 3), torch.randn(2, 4, 3), None, None, torch.ones(2, 2), torch.ones(2, 2), 2, True, True, True)",
+        "ops.group_norm_backward(torch.randn(2, 4, 3), torch.randn(2, 4, 3), None, None, "
+        "torch.ones(2, 2), torch.ones(2, 2), 2, True, True, True)",
         "RuntimeError: group_norm_backward: with_dw asks for the gradient of weight",
     ),
     (
@@ -48,7 +51,8 @@ REFUSED = [
         "RuntimeError: rms_norm_backward: rstd must be 200 numbers of float32",
     ),
     (
-        "ops.rms_norm_backward(torch.randn(200, 3), torch.randn(200, 3), None, torch.ones(200).half(), 0.0, 0, True, False)",
+        "ops.rms_norm_backward(torch.randn(200, 3), torch.randn(200, 3), None, torch.ones(200).half(), "
+        "0.0, 0, True, False)",
         "TypeError: rms_norm_backward: rstd must be 200 numbers of float32",
     ),
     (

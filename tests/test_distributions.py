@@ -321,7 +321,8 @@ def test_id_out_of_range(device):
     code = f"""
 import torch
 from liger_kernel.transformers.functional import liger_selective_log_softmax
-logp, _ = liger_selective_log_softmax(torch.randn(4, 5, device="{device}"), torch.tensor([0, 1, 5, 2], device="{device}"))
+ids = torch.tensor([0, 1, 5, 2], device="{device}")
+logp, _ = liger_selective_log_softmax(torch.randn(4, 5, device="{device}"), ids)
 print(logp.tolist())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

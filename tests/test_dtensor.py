@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-#: case -> [(shape, options, positions of the arguments that are sharded, along which dimensions)]. The other arguments are whole. Some sizes are odd.
+#: case -> [(shape, options, positions of the arguments that are sharded, along which dimensions)].
+#: The other arguments are whole. Some sizes are odd.
 SHARDED = {
     "rms_norm": [((4, 5, 16), {}, (0,), (0, 1))],
     "fused_add_rms_norm": [((4, 5, 16), {}, (0, 1), (0, 1))],

@@ -8,7 +8,7 @@ from test_ops import as_tuple
 
 CASES = all_cases()
 NONE = dict(reduction="none")
-#: case, a shape of more than 2^31 elements in the first tensor or in the result, options, whether gradients are compared
+#: case, a shape of more than 2^31 elements in the first tensor or in the result, options, whether to compare gradients
 LARGE = [
     ("rms_norm", (524304, 4100), {}, True),
     ("fused_add_rms_norm", (262160, 8200), {}, True),

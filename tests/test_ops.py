@@ -413,7 +413,7 @@ def test_scaled_gradient(name, device):
 
 
 def test_confident_logits(device):
-    """The label's gradient is formed in float before it is rounded: p − 1 keeps its leading digits where p is nearly 1."""
+    """The label's gradient is formed in float before it is rounded: p − 1 keeps its digits where p is nearly 1."""
     for dtype in (torch.bfloat16, torch.float16):
         x = torch.zeros(4, 100, device=device, dtype=dtype)
         x[torch.arange(4), torch.arange(4)] = torch.tensor([4.0, 8.0, 10.0, 12.0], device=device, dtype=dtype)
@@ -427,7 +427,7 @@ def test_confident_logits(device):
 
 
 def test_extreme_targets(device):
-    """The logarithm of a target is what it is at 0 and infinity too, and NaN stays NaN: t (ln t − x), and 0 where t is."""
+    """A target's logarithm is what it is at 0 and infinity too, and NaN stays NaN: t (ln t − x), and 0 where t is."""
     from liger_kernel.transformers.functional import liger_kl_div
 
     x = torch.log_softmax(torch.randn(1, 37), -1).to(device)

@@ -62,7 +62,7 @@ def test_values_and_gradients(name, options, ref, dtype, bias, device):
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("ignore", [-100, 5])
 def test_nll_target(dtype, ignore):
-    """ORPO's nll has labels of its own: where the preference's are ignored, others, and ignored ones where those count."""
+    """ORPO's nll has labels of its own: where the preference's are ignored, others, and the other way round."""
     batch = Batch(dtype, ignore)
     nll_y = torch.randint(1, V, batch.y.shape)
     nll_y[0, 3:] = nll_y[2, :2] = ignore
@@ -185,7 +185,7 @@ def test_float16_gradients_of_a_tiny_or_huge_loss_are_numbers(factor):
 
 
 def test_float16_gradients_wait_for_the_loss_scale():
-    """Most gradients of a loss over many tokens are below float16's smallest number; the loss scale brings them back."""
+    """Most gradients of a loss over many tokens are below float16's smallest number; a loss scale brings them back."""
     rows, length = 2, 600
     x = (torch.randn(rows, length, H) * 0.05).half().requires_grad_()
     w = (torch.randn(V, H) * 0.0003).half().requires_grad_()

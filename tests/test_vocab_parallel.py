@@ -158,7 +158,8 @@ def test_contract():
         "label_smoothing_mode",
     ]
     assert LigerVocabParallelCrossEntropy().extra_repr() == (
-        "ignore_index=-100, label_smoothing=0.0, reduction='none', label_smoothing_formula='pytorch', label_smoothing_mode='global'"
+        "ignore_index=-100, label_smoothing=0.0, reduction='none', label_smoothing_formula='pytorch', "
+        "label_smoothing_mode='global'"
     )
     for options, match in (
         (dict(reduction="mean"), "reduction must be 'none'"),

@@ -11,7 +11,8 @@ try:
 except ImportError:
     pass  # the sources where they stand
 
-#: Where lib/ and include/ are: `find_package(liger)` works with this on CMAKE_PREFIX_PATH. An editable install has a folder for them.
+#: Where lib/ and include/ are: `find_package(liger)` works with this on CMAKE_PREFIX_PATH.
+#: An editable install has a folder for them.
 cmake_prefix_path = next((folder for folder in __path__ if os.path.isdir(os.path.join(folder, "lib"))), __path__[0])
 
 
@@ -36,8 +37,9 @@ def _check_distribution():
             line.startswith("liger_kernel/") for line in files.splitlines()
         ):
             warnings.warn(
-                f"{name} {distribution.version} has installed its own liger_kernel in the folder of liger-kernel {__version__}; the two "
-                f"overwrite each other's files. Run: pip uninstall -y {name} liger-kernel, then install the one that you want.",
+                f"{name} {distribution.version} has installed its own liger_kernel in the folder of liger-kernel "
+                f"{__version__}; the two overwrite each other's files. Run: pip uninstall -y {name} liger-kernel, "
+                "then install the one that you want.",
                 stacklevel=3,
             )
 

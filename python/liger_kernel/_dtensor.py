@@ -13,12 +13,15 @@ NONE, MEAN, SUM = 0, 1, 2  # the reductions of a loss
 #: operator -> (letters of its tensor arguments, of its results). A rank holds of
 #:   x  rows [..., columns]: its own; n  samples [N, ...], of which only the first dimension is sharded: its own
 #:   e  elements, or rows of them that are the results' last dimension: its own
-#:   t  one value or k values a row, g  one value a row or one in all; r  what is kept of rows for backward, in a layout of its own: its own
+#:   t  one value or k values a row; g  one value a row or one in all: its own
+#:   r  what is kept of rows for backward, in a layout of its own: its own
 #:   b  a row a sample [N, columns], or one for all: its own where the samples are sharded, else everything
-#:   c  cosines and sines [1 or batch, positions, ...] of rows [batch, ..., positions, columns]: its own where it has its own positions or batch
+#:   c  cosines and sines [1 or batch, positions, ...] of rows [batch, ..., positions, columns]: its own where it has
+#:      its own positions or batch
 #:   w  what all rows share: everything
 #:   s  a loss: its own rows' values, or its part of their sum
-#: A digit is what has the shape of the argument at that position, its gradient: its own, or its part of the sum over rows.
+#: A digit is what has the shape of the argument at that position, its gradient: its own, or its part of the sum over
+#: rows.
 RULES = {
     "rms_norm_forward": ("xw", "xr"),
     "rms_norm_backward": ("xxwr", "12"),
@@ -87,7 +90,8 @@ class _Rule:
         for i in given:
             if not isinstance(args[i], DTensor) and args[i].ndim > 0:
                 raise TypeError(
-                    f"{self.name}: {self.schema.arguments[i].name} is a plain tensor beside DTensors; torch.distributed.tensor.distribute_tensor makes it one"
+                    f"{self.name}: {self.schema.arguments[i].name} is a plain tensor beside DTensors; "
+                    "torch.distributed.tensor.distribute_tensor makes it one"
                 )
         # Backward finds the layout that forward had: both go by the last rows, which forward saves.
         rows = args[max(i for i, letter in given.items() if letter in "xne")]

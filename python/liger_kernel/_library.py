@@ -45,13 +45,15 @@ def _load() -> None:
         file, version = loaded
         if __version__ not in (version, version.split("+")[0]):  # sources where they stand know the first part only
             raise ImportError(
-                f"liger_kernel {__version__} would load {path}, but this process holds libliger {version} already ({file}), and a "
-                f"second one's operators would end the process. Build both from one version, for one torch."
+                f"liger_kernel {__version__} would load {path}, but this process holds libliger {version} already "
+                f"({file}), and a second one's operators would end the process. Build both from one version, for one "
+                "torch."
             )
         return
     if not os.path.exists(path):
         raise ImportError(
-            f"liger_kernel {__version__}: {path} is missing; install the package (pip install .) instead of importing its sources."
+            f"liger_kernel {__version__}: {path} is missing; install the package (pip install .) instead of importing "
+            "its sources."
         )
     try:
         from liger_kernel._build import TORCH_VERSION

@@ -240,7 +240,8 @@ def _compacts(original, max_bytes):
     return lambda device: device.type in ("cpu", "cuda") or original(device)
 
 
-#: (module, attribute, what makes its replacement of the original, by what, whether TRL has it only where Triton is installed)
+#: (module, attribute, what makes its replacement of the original, by what, whether TRL has it only where Triton is
+#: installed)
 _PARTS = (
     ("trl.trainer.utils", "_ChunkedLogProbFunction", _log_prob_function, "linear_log_prob", False),
     ("trl.trainer.distillation_trainer", "ChunkedDivergenceFunction", _divergence_function, "divergence", False),

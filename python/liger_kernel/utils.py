@@ -87,7 +87,7 @@ def get_total_gpu_memory() -> int:
 def transformers_version_dispatch(
     required_version, before_fn, after_fn, before_args=(), after_args=(), before_kwargs=None, after_kwargs=None
 ):
-    """Calls and returns `before_fn` where the installed transformers is older than `required_version`, else `after_fn`."""
+    """Calls `before_fn` where the installed transformers is older than `required_version`, else `after_fn`."""
     import transformers
     from packaging.version import Version
 

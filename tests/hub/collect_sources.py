@@ -135,7 +135,8 @@ def main():
     ordered = {layer: dict(sorted(sources.items())) for layer, sources in sorted(table.items())}
     TABLE.write_text(json.dumps(ordered, indent=1) + "\n")
     print(
-        f"transformers {transformers.__version__}: {sum(len(names) for s in found.values() for names in s.values())} parts of {sum(map(len, found.values()))} sources"
+        f"transformers {transformers.__version__}: {sum(len(names) for s in found.values() for names in s.values())} "
+        f"parts of {sum(map(len, found.values()))} sources"
     )
     print("no layer stands for:", ", ".join(sorted(unknown)))
 

@@ -37,9 +37,10 @@ TOLERANCE = 2.0**-14
 def make(name, **fields):
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**{
-        "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 16, "attn_implementation": "eager", "initializer_range": 0.1, "rms_norm_eps": 0.03, "bos_token_id": 1, "eos_token_id": 2,
-        "pad_token_id": 0, **TINY[name], **fields})  # fmt: skip
+        "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "attn_implementation": "eager", "initializer_range": 0.1,
+        "rms_norm_eps": 0.03, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+        **TINY[name], **fields})  # fmt: skip
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():
         for parameter in model.parameters():

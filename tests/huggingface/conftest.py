@@ -43,7 +43,7 @@ def config_of(family, **fields):
 
 
 def make(family, config=None, **fields):
-    """A model with random weights; norm weights, far from one, and biases too, which transformers starts at constants."""
+    """A model with random weights; norm weights, far from one, and biases too, which transformers makes constant."""
     torch.manual_seed(0)
     config = config or config_of(family, **fields)
     model = class_of(family)(config)
@@ -80,7 +80,8 @@ def assert_close(actual, expected, tolerance=TOLERANCE):
     size = expected.abs() + expected.square().mean().sqrt()
     excess = ((actual - expected).abs() - tolerance * size).max().item()
     assert excess <= 0, (
-        f"an element differs by {excess:.3g} more than {tolerance:.3g} of its size; the largest is {expected.abs().max():.3g}"
+        f"an element differs by {excess:.3g} more than {tolerance:.3g} of its size; the largest is "
+        f"{expected.abs().max():.3g}"
     )
 
 

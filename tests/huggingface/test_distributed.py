@@ -92,7 +92,8 @@ def compiled(model):
 
 
 BF16 = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-#: mode -> how a model becomes one over the ranks. The factor of a rank's loss is the number of ranks where gradients are averaged.
+#: mode -> how a model becomes one over the ranks.
+#: The factor of a rank's loss is the number of ranks where gradients are averaged.
 MODES = {
     "ddp": nn.parallel.DistributedDataParallel,
     "ddp_accumulating": nn.parallel.DistributedDataParallel,
@@ -113,7 +114,7 @@ UNTIED = ("own_head",)  # a head of its own group has a weight of its own
 
 
 def gradients_of(wrapped):
-    """name -> gradient of the whole parameter, named as in the plain model; of FSDP1's flat parameters a rank's part."""
+    """name -> gradient of the whole parameter, named as in the plain model; of FSDP1's flat ones a rank's part."""
     context = contextlib.nullcontext()
     if isinstance(wrapped, FullyShardedDataParallel) and wrapped._use_orig_params:
         context = FullyShardedDataParallel.summon_full_params(wrapped, with_grads=True)
@@ -213,8 +214,9 @@ def compare_halves(rank, family, mode):
         cut = slice(rank * half, (rank + 1) * half)
         positions = torch.arange(cut.start, cut.stop, device=DEVICE).expand(ROWS, half)
         return {
-            "input_ids": whole["input_ids"][:, cut], "position_ids": positions, "labels": whole["labels"][:, cut].contiguous(),
-            "shift_labels": shifted[:, cut].contiguous(), "num_items_in_batch": whole["num_items_in_batch"],
+            "input_ids": whole["input_ids"][:, cut], "position_ids": positions,
+            "labels": whole["labels"][:, cut].contiguous(), "shift_labels": shifted[:, cut].contiguous(),
+            "num_items_in_batch": whole["num_items_in_batch"],
         }  # fmt: skip
 
     reference = make(family)

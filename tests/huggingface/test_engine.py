@@ -265,7 +265,10 @@ def test_importable_forward_works_when_it_is_assigned(family, monkeypatch):
 
 
 def test_importable_forward_has_the_parameters_of_the_api(family):
-    first = "self input_ids attention_mask position_ids past_key_values inputs_embeds labels use_cache output_attentions output_hidden_states"
+    first = (
+        "self input_ids attention_mask position_ids past_key_values inputs_embeds labels use_cache output_attentions "
+        "output_hidden_states"
+    )
     last = (
         "cache_position logits_to_keep skip_logits return_dict"
         if family == "qwen3"

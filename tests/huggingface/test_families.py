@@ -170,7 +170,7 @@ def test_training(family, kind, apply, inputs, level, loss):
 
 
 def _left(family, model):
-    """The modules of a class which the row names and that is still transformers' own, but for norms without a weight."""
+    """The modules of a class which the row names and that is still transformers', but for norms without a weight."""
     names = {name.rpartition(".")[2] for name, swap in FAMILIES[family].swaps.items()}
     if version.parse(transformers.__version__) < version.parse("5"):
         names -= {"GptOssExperts", "Qwen3VLMoeTextExperts"}  # they take a weight for every expert

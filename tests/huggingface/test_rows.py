@@ -33,12 +33,12 @@ _IV = f"{_LV} rms_norm=True layer_norm=True model=None kwargs"
 # The signatures of the API, by family.
 SIGNATURES = {
     **dict.fromkeys(
-        "llama smollm3 ministral mistral mixtral qwen2 qwen3 qwen3_moe qwen2_5_vl qwen3_vl_moe phi3 olmo2 olmo3 falcon_h1 hunyuan_v1_dense "
-        "hunyuan_v1_moe exaone4".split(), _L),
+        "llama smollm3 ministral mistral mixtral qwen2 qwen3 qwen3_moe qwen2_5_vl qwen3_vl_moe phi3 olmo2 olmo3 "
+        "falcon_h1 hunyuan_v1_dense hunyuan_v1_moe exaone4".split(), _L),
     **dict.fromkeys("glm4 glm4v glm4v_moe qwen3_next qwen3_5 qwen3_5_moe".split(), _LR),
     **dict.fromkeys("gpt_oss qwen3_vl".split(), _LS),
     "deepseek_v4": _LR.replace("swiglu=True", "swiglu=False"),
-    "granite": _L.replace("cross_entropy=False fused_linear_cross_entropy=True", "cross_entropy=True fused_linear_cross_entropy=False"),
+    "granite": _L.replace(_LV, "cross_entropy=True fused_linear_cross_entropy=False"),
     "llama4": f"{_L} layer_norm=True",
     "mllama": _L.replace("rms_norm=True", "layer_norm=True rms_norm=True"),
     "qwen2_vl": _L.replace("rms_norm=True", "rms_norm=True layer_norm=True"),
@@ -51,7 +51,10 @@ SIGNATURES = {
     "nemotron": f"relu_squared=True {_LV} model=None kwargs",
     "pixtral": "rope=True rms_norm=True swiglu=True model=None",
 }  # fmt: skip
-MORE_TYPES = "qwen3_5_text qwen3_5_moe_text llama4_text mllama_text_model qwen2_vl_text qwen2_5_vl_text qwen3_vl_text qwen3_vl_moe_text".split()
+MORE_TYPES = (
+    "qwen3_5_text qwen3_5_moe_text llama4_text mllama_text_model qwen2_vl_text qwen2_5_vl_text qwen3_vl_text "
+    "qwen3_vl_moe_text"
+).split()
 
 
 # Rotated by tables of another order, in transformers from 5.17 and before 5; off by default, and the report says that
@@ -118,7 +121,8 @@ def test_what_a_row_names_is_there_and_known(name):
 def test_the_table_in_the_docs():
     page = (ROOT / "docs" / "families.md").read_text()
     assert table() in page, (
-        "python -c 'from liger_kernel.transformers.families import table; print(table())' prints what belongs into docs/families.md"
+        "python -c 'from liger_kernel.transformers.families import table; print(table())' prints what belongs into "
+        "docs/families.md"
     )
     readme = (ROOT / "README.md").read_text()
     assert re.search(rf"\b{len(FAMILIES)} model families\b", readme) and "docs/families.md" in readme
@@ -126,9 +130,9 @@ def test_the_table_in_the_docs():
 
 FORWARDS = {
     **dict.fromkeys(
-        "deepseek_v4 exaone4 falcon_h1 gemma gemma2 glm4 glm4v glm4v_moe gpt_oss hunyuan_v1 internvl llama llama4 llava ministral mistral mixtral "
-        "mllama nemotron olmo2 olmo3 paligemma phi3 qwen2 qwen2_5_vl qwen2_vl qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe "
-        "smollm3 smolvlm".split(), ("lce_forward",)),
+        "deepseek_v4 exaone4 falcon_h1 gemma gemma2 glm4 glm4v glm4v_moe gpt_oss hunyuan_v1 internvl llama llama4 "
+        "llava ministral mistral mixtral mllama nemotron olmo2 olmo3 paligemma phi3 qwen2 qwen2_5_vl qwen2_vl qwen3 "
+        "qwen3_5 qwen3_5_moe qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe smollm3 smolvlm".split(), ("lce_forward",)),
     **dict.fromkeys(("gemma3", "gemma4"), ("causal_forward", "multimodal_forward")),
     "pixtral": (),
 }  # fmt: skip
@@ -149,7 +153,8 @@ def test_importable_forwards():
         with pytest.raises(AttributeError):
             module.nothing
     assert list(inspect.signature(forwards.mixtral.lce_forward).parameters)[8:14] == [
-        "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "cache_position", "logits_to_keep"]  # fmt: skip
+        *"output_attentions output_hidden_states output_router_logits return_dict cache_position logits_to_keep".split()
+    ]
     assert list(inspect.signature(forwards.llava.lce_forward).parameters)[1:4] == [
         "input_ids",
         "pixel_values",
@@ -175,7 +180,9 @@ def test_the_loss_of_a_head_by_itself():
 
 
 def test_outputs_with_two_more_fields():
-    stems = "Gemma3 Gemma4 Glm4vMoe InternVL Llava PaliGemma Qwen2VL Qwen2_5_VL Qwen3VL Qwen3VLMoe Qwen3_5 Qwen3_5Moe".split()
+    stems = (
+        "Gemma3 Gemma4 Glm4vMoe InternVL Llava PaliGemma Qwen2VL Qwen2_5_VL Qwen3VL Qwen3VLMoe Qwen3_5 Qwen3_5Moe"
+    ).split()
     found = [stem for stem in stems if hasattr(output_classes, f"Liger{stem}CausalLMOutputWithPast")]
     assert {"Gemma3", "Llava", "PaliGemma"} <= set(found)
     for stem in found:

@@ -269,7 +269,8 @@ def _sums(
         missing = teacher.shape[-1] - student.shape[-1]
         if missing < 0:
             raise ValueError(
-                f"the student's vocabulary, {student.shape[-1]}, must not be larger than the teacher's, {teacher.shape[-1]}"
+                f"the student's vocabulary, {student.shape[-1]}, must not be larger than the teacher's, "
+                f"{teacher.shape[-1]}"
             )
         if missing:
             student = torch.nn.functional.pad(student, (0, missing))

@@ -14,7 +14,7 @@ def k3_loss_fn(log_p, log_q):
 
 
 def sapo_loss_fn(importance_ratio, temperature):
-    """4 / temperature · σ(temperature · (importance_ratio − 1)); raises ValueError unless the temperature is positive."""
+    """4 / temperature · σ(temperature · (importance_ratio − 1)); raises ValueError unless temperature is positive."""
     if not temperature > 0:
         raise ValueError(f"sapo's temperature must be positive, got {temperature}")
     return ops.soft_clip(

@@ -1,4 +1,4 @@
-"""SimPO, which is CPO of average log-probabilities with a margin; the formula is in liger/ops/preference/preference.h."""
+"""SimPO, which is CPO of average log-probabilities with a margin; formula in liger/ops/preference/preference.h."""
 
 from torch import nn
 

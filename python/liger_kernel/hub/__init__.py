@@ -5,4 +5,4 @@ The folder is also a local kernel, `kernels.get_local_kernel(pathlib.Path(liger_
 library of its own: its layers run on the installed one.
 """
 
-from . import layers  # noqa: F401
+from . import layers

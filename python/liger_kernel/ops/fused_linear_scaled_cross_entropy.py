@@ -71,7 +71,8 @@ def _check_options(temperature, tiles, return_entropy, x, weight, target, ignore
         raise TypeError(f"return_entropy must be True or False, got {return_entropy!r}")
     if x.ndim != 2 or weight.ndim != 2 or target.ndim != 1 or x.shape[1] != weight.shape[1] or len(x) != len(target):
         raise ValueError(
-            f"expected _input [M, H], weight [V, H] and target [M], got {list(x.shape)}, {list(weight.shape)} and {list(target.shape)}"
+            f"expected _input [M, H], weight [V, H] and target [M], got {list(x.shape)}, {list(weight.shape)} and "
+            f"{list(target.shape)}"
         )
     if 0 in (*x.shape, *weight.shape):
         raise ValueError(f"no dimension may be empty, got _input {list(x.shape)} and weight {list(weight.shape)}")

@@ -25,7 +25,8 @@ def check_loss(loss_type, level="token", sapo_temperature_pos=1.0, sapo_temperat
         raise ValueError(f"Unknown importance_sampling_level: {level}; known are 'token' and 'sequence'")
     if loss_type == "sapo" and not (sapo_temperature_pos > 0 and sapo_temperature_neg > 0):
         raise ValueError(
-            f"sapo_temperature_pos and sapo_temperature_neg must be positive, got {sapo_temperature_pos} and {sapo_temperature_neg}"
+            f"sapo_temperature_pos and sapo_temperature_neg must be positive, got {sapo_temperature_pos} and "
+            f"{sapo_temperature_neg}"
         )
 
 

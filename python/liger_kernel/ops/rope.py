@@ -7,8 +7,9 @@ def rotated(dim, width, rotary_dim=None):
     """How many columns of a head `dim` wide tables `width` wide rotate; raises ValueError where that is not said."""
     if rotary_dim is None and width != dim:
         raise ValueError(
-            f"cos is {width} wide and a head {dim}, which leaves open what it rotates: rotary_dim={width} for the first {width} columns of a head, "
-            f"rotary_dim={2 * width} for the first {2 * width}, with an angle for each pair of columns"
+            f"cos is {width} wide and a head {dim}, which leaves open what it rotates: rotary_dim={width} for the "
+            f"first {width} columns of a head, rotary_dim={2 * width} for the first {2 * width}, with an angle for "
+            "each pair of columns"
         )
     if rotary_dim not in (None, width, 2 * width):
         raise ValueError(f"cos must be as wide as rotary_dim, {rotary_dim}, or half as wide, and is {width} wide")
@@ -20,7 +21,8 @@ def heads_swapped(unsqueeze_dim, tensors):
     way round."""
     if unsqueeze_dim != 2:
         raise ValueError(
-            f"unsqueeze_dim must be 1, for q and k [batch, heads, seq, dim], or 2, for [batch, seq, heads, dim], got {unsqueeze_dim!r}"
+            "unsqueeze_dim must be 1, for q and k [batch, heads, seq, dim], or 2, for [batch, seq, heads, dim], got "
+            f"{unsqueeze_dim!r}"
         )
     return tuple(t.transpose(1, 2) for t in tensors)
 

@@ -1,4 +1,4 @@
-"""A student's and a teacher's head side by side, a chunk of tokens at a time, for losses that a user writes in torch."""
+"""A student's and a teacher's head side by side, a chunk of tokens at a time, for losses written in torch."""
 
 import torch
 

@@ -6,14 +6,14 @@ Only the patches import transformers, when they are first asked for.
 import importlib
 import importlib.util
 
-from liger_kernel.transformers import functional  # noqa: F401
+from liger_kernel.transformers import functional
 from liger_kernel.transformers.cross_entropy import LigerCrossEntropyLoss
 from liger_kernel.transformers.dyt import LigerDyT
 from liger_kernel.transformers.families import FAMILIES, missing
 from liger_kernel.transformers.fused_add_rms_norm import LigerFusedAddRMSNorm
 from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 from liger_kernel.transformers.fused_linear_jsd import LigerFusedLinearJSD
-from liger_kernel.transformers.geglu import LigerGEGLUMLP, LigerGEGLUMLPForGemma4  # noqa: F401
+from liger_kernel.transformers.geglu import LigerGEGLUMLP, LigerGEGLUMLPForGemma4
 from liger_kernel.transformers.group_norm import LigerGroupNorm
 from liger_kernel.transformers.jsd import LigerJSD
 from liger_kernel.transformers.kl_div import LigerKLDIVLoss
@@ -38,7 +38,9 @@ from liger_kernel.transformers.swiglu import (
 )
 from liger_kernel.transformers.tiled_mlp import LigerTiledGEGLUMLP, LigerTiledSwiGLUMLP
 from liger_kernel.transformers.tvd import LigerTVDLoss
-from liger_kernel.transformers.vocab_parallel_cross_entropy import LigerVocabParallelCrossEntropy  # noqa: F401  (not in __all__, as in the API)
+
+# Not in __all__, as in the API.
+from liger_kernel.transformers.vocab_parallel_cross_entropy import LigerVocabParallelCrossEntropy
 
 _LAZY = {
     "AutoLigerKernelForCausalLM": "auto_model",

@@ -11,7 +11,7 @@ _DEFAULTS = (None, "eager", "grouped_mm")
 
 
 def kept_by(experts, running=True) -> str | None:
-    """Why experts keep transformers' forward, or None; `running`: its weights are what a forward will see, not shards."""
+    """Why experts keep transformers' forward, or None; `running`: its weights are what a forward sees, not shards."""
     chosen = getattr(getattr(experts, "config", None), "_experts_implementation", None)
     if chosen not in _DEFAULTS:
         return f"experts_implementation is {chosen!r}"
@@ -48,6 +48,7 @@ class LigerGptOssExperts(nn.Module):
         """[..., H] for hidden_states [..., H] and the experts [..., K] of each token with their weights."""
         y = fused_experts(
             flat(hidden_states), self.gate_up_proj, self.down_proj, flat(router_indices), flat(routing_weights),
-            self.gate_up_proj_bias, self.down_proj_bias, transposed=True, clamped=True, alpha=self.alpha, limit=self.limit,
+            self.gate_up_proj_bias, self.down_proj_bias, transposed=True, clamped=True, alpha=self.alpha,
+            limit=self.limit,
         )  # fmt: skip
         return y.view_as(hidden_states).to(hidden_states.dtype)

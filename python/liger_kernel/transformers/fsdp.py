@@ -18,7 +18,7 @@ class _FSDPForwardRedirection:
 
 
 def run_inside(wrapper, inner, method, *args, **kwargs):
-    """`method(*args, **kwargs)` in place of the forward of `inner`, which `wrapper` calls between the hooks of its own."""
+    """`method(*args, **kwargs)` in place of the forward of `inner`, which `wrapper` calls between its own hooks."""
     own = vars(inner).get("forward")
 
     def restore():

@@ -50,7 +50,7 @@ class Edits:
         return len(self._done)
 
     def undo(self, mark: int = 0) -> None:
-        """Take every assignment (since `mark`) back, the latest first; what somebody else has reassigned since stays."""
+        """Take every assignment (since `mark`) back, the latest first; what somebody else has reassigned stays."""
         while len(self._done) > mark:
             owner, name, old, value = self._done.pop()
             if _current(owner, name) is not value:

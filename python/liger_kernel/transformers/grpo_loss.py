@@ -3,7 +3,12 @@
 import torch
 
 from liger_kernel._library import ops
-from liger_kernel.ops.grpo_loss import GrpoLossFunction, _reduce_loss, fused_selective_log_softmax, grpo_loss_of_logits  # noqa: F401  (imported from here by others)
+from liger_kernel.ops.grpo_loss import (  # the first three are imported from here by others
+    GrpoLossFunction,
+    _reduce_loss,
+    fused_selective_log_softmax,
+    grpo_loss_of_logits,
+)
 
 
 def triton_grpo_loss(

@@ -9,18 +9,18 @@ from packaging import version
 from torch import nn
 from transformers import PreTrainedModel
 
-from liger_kernel.transformers.cross_entropy import LigerCrossEntropyLoss  # noqa: F401
+from liger_kernel.transformers.cross_entropy import LigerCrossEntropyLoss
 from liger_kernel.transformers.families import FAMILIES, MODEL_TYPES, SWITCHES, missing, unsupported
-from liger_kernel.transformers.functional import liger_cross_entropy  # noqa: F401
-from liger_kernel.transformers.geglu import LigerGEGLUMLP, LigerGEGLUMLPForGemma4  # noqa: F401
+from liger_kernel.transformers.functional import liger_cross_entropy
+from liger_kernel.transformers.geglu import LigerGEGLUMLP, LigerGEGLUMLPForGemma4
 from liger_kernel.transformers.graft import Edits, become, warn_once
 from liger_kernel.transformers.layer_norm import LigerLayerNorm
-from liger_kernel.transformers.qwen2vl_mrope import liger_multimodal_rotary_pos_emb  # noqa: F401
-from liger_kernel.transformers.relu_squared import LigerReLUSquared  # noqa: F401
+from liger_kernel.transformers.qwen2vl_mrope import liger_multimodal_rotary_pos_emb
+from liger_kernel.transformers.relu_squared import LigerReLUSquared
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
-from liger_kernel.transformers.rope import liger_rotary_pos_emb, liger_rotary_pos_emb_vision  # noqa: F401
-from liger_kernel.transformers.swiglu import LigerBlockSparseTop2MLP, LigerExperts, LigerPhi3SwiGLUMLP, LigerSwiGLUMLP  # noqa: F401
-from liger_kernel.utils import PEFT_AVAILABLE  # noqa: F401
+from liger_kernel.transformers.rope import liger_rotary_pos_emb, liger_rotary_pos_emb_vision
+from liger_kernel.transformers.swiglu import LigerBlockSparseTop2MLP, LigerExperts, LigerPhi3SwiGLUMLP, LigerSwiGLUMLP
+from liger_kernel.utils import PEFT_AVAILABLE
 
 transformer_version = version.parse(transformers.__version__)
 MIN_SUPPORTED_TRANSFORMERS_VERSION = version.parse("4.52.0")
@@ -32,7 +32,7 @@ if transformer_version < MIN_SUPPORTED_TRANSFORMERS_VERSION:
         f"{transformers.__version__} is installed. Run `pip install -U transformers`."
     )
 
-from liger_kernel.transformers.patch import Report, StandIn, own_attributes, patch  # noqa: E402
+from liger_kernel.transformers.patch import Report, StandIn, own_attributes, patch
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +85,9 @@ def _apply_function(row):
             *lines,
             "        model: patch this model only; it may also come first. Without it, models made later are patched.",
             "",
-            "    Raises TypeError for an unknown keyword or a model of another family, AssertionError if both cross_entropy",
-            "    and fused_linear_cross_entropy are on, and ImportError if the installed transformers has no such family.",
+            "    Raises TypeError for an unknown keyword or a model of another family, AssertionError if both",
+            "    cross_entropy and fused_linear_cross_entropy are on, and ImportError if the installed transformers",
+            "    has no such family.",
             "    ",
         ]
     )
@@ -133,7 +134,7 @@ MODEL_TYPE_TO_APPLY_LIGER_FN = {model_type: _functions[row.name] for model_type,
 
 
 def switches_of(apply) -> set[str]:
-    """The keywords that a patching function takes, but `model`; of a composite model's those of the models in it, too."""
+    """The keywords that a patching function takes, but `model`; a composite model's include those of its models."""
     parameters = inspect.signature(apply).parameters.values()
     named = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD} - {"model"}
     return named | set(SWITCHES) if len(named) + 1 < len(parameters) else named

@@ -86,7 +86,7 @@ def computes(part, module, forward, rounded: bool = True) -> bool:
 
 
 def _inputs(module):
-    """What a norm, a feed-forward block or experts take, or None. Rows of very different sizes tell where eps is added."""
+    """What a norm, a feed-forward block or experts take, or None. Rows of very different sizes tell where eps is."""
     experts = getattr(module, "gate_up_proj", None)
     if isinstance(experts, nn.Parameter) and experts.dim() == 3:
         width = next((getattr(module, name) for name in ("hidden_dim", "hidden_size") if hasattr(module, name)), None)

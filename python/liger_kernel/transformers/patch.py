@@ -189,7 +189,7 @@ class _Patcher:
                 self._skip(switch, names[switch], _MISSING if self.model is None else "the model has none")
 
     def _warn_of_the_idle(self):
-        """Say once of each switch that replaced nothing why not; a default that the model has nothing for is no news."""
+        """Say once of each switch that replaced nothing why not; a default without a counterpart is no news."""
         done = {entry.switch for entry in self.report.replaced}
         for entry in self.report.skipped:
             if entry.switch not in done:

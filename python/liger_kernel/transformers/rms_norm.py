@@ -52,7 +52,10 @@ class LigerRMSNorm(nn.Module):
 
     def extra_repr(self):
         shape = None if self.weight is None else tuple(self.weight.shape)
-        return f"weight_shape={shape}, eps={self.variance_epsilon}, offset={self.offset}, in_place={self.in_place}, row_mode={self.row_mode}"
+        return (
+            f"weight_shape={shape}, eps={self.variance_epsilon}, offset={self.offset}, in_place={self.in_place}, "
+            f"row_mode={self.row_mode}"
+        )
 
 
 class LigerRMSNormForGemma(LigerRMSNorm):

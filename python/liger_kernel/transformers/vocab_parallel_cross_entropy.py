@@ -40,5 +40,6 @@ class LigerVocabParallelCrossEntropy(nn.Module):
     def extra_repr(self):
         return (
             f"ignore_index={self.ignore_index}, label_smoothing={self.label_smoothing}, reduction={self.reduction!r}, "
-            f"label_smoothing_formula={self.label_smoothing_formula!r}, label_smoothing_mode={self.label_smoothing_mode!r}"
+            f"label_smoothing_formula={self.label_smoothing_formula!r}, "
+            f"label_smoothing_mode={self.label_smoothing_mode!r}"
         )

@@ -1,4 +1,4 @@
-"""Matrix products with weights in {-1, 0, 1, 2}, four to a byte; format and formula in liger/ops/matmul/int2_matmul.h."""
+"""Matrix products with weights in {-1, 0, 1, 2}, four to a byte; formula in liger/ops/matmul/int2_matmul.h."""
 
 from liger_kernel._library import ops
 

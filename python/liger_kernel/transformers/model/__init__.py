@@ -17,12 +17,13 @@ _GRIDS = "pixel_values pixel_values_videos image_grid_thw video_grid_thw"
 _QWEN_VL = f"{_TOKENS} {_TEXT} {_OUTPUTS} return_dict {_GRIDS} rope_deltas mm_token_type_ids cache_position"
 _QWEN3_5_VL = f"{_TOKENS} past_key_values inputs_embeds labels {_GRIDS} mm_token_type_ids {_KEEP}"
 _GEMMA_VL = (
-    "input_ids pixel_values attention_mask position_ids past_key_values token_type_ids cache_position inputs_embeds labels use_cache "
-    f"{_OUTPUTS} return_dict {_KEEP}"
+    "input_ids pixel_values attention_mask position_ids past_key_values token_type_ids cache_position inputs_embeds "
+    f"labels use_cache {_OUTPUTS} return_dict {_KEEP}"
 )
 _LLAVA = (
-    "input_ids pixel_values attention_mask position_ids past_key_values inputs_embeds vision_feature_layer vision_feature_select_strategy labels "
-    f"use_cache {_OUTPUTS} return_dict cache_position logits_to_keep image_sizes skip_logits"
+    "input_ids pixel_values attention_mask position_ids past_key_values inputs_embeds vision_feature_layer "
+    f"vision_feature_select_strategy labels use_cache {_OUTPUTS} return_dict cache_position logits_to_keep "
+    "image_sizes skip_logits"
 )
 _ORDERS = {
     **dict.fromkeys(("exaone4", "falcon_h1", "hunyuan_v1", "qwen3"), _DICT_LAST),
@@ -36,13 +37,14 @@ _ORDERS = {
     "paligemma": _GEMMA_VL,
     "gemma3.multimodal_forward": _GEMMA_VL,
     "gemma4.multimodal_forward": (
-        "input_ids pixel_values pixel_values_videos input_features attention_mask input_features_mask position_ids image_position_ids "
-        f"video_position_ids past_key_values mm_token_type_ids inputs_embeds labels use_cache {_OUTPUTS} return_dict cache_position {_KEEP}"
+        "input_ids pixel_values pixel_values_videos input_features attention_mask input_features_mask position_ids "
+        "image_position_ids video_position_ids past_key_values mm_token_type_ids inputs_embeds labels use_cache "
+        f"{_OUTPUTS} return_dict cache_position {_KEEP}"
     ),
     **dict.fromkeys(("llava", "internvl"), _LLAVA),
     "smolvlm": (
-        f"{_TOKENS} past_key_values inputs_embeds pixel_values pixel_attention_mask image_hidden_states labels use_cache {_OUTPUTS} cache_position "
-        f"return_dict {_KEEP}"
+        f"{_TOKENS} past_key_values inputs_embeds pixel_values pixel_attention_mask image_hidden_states labels "
+        f"use_cache {_OUTPUTS} cache_position return_dict {_KEEP}"
     ),
     "qwen2_vl": f"{_QWEN_VL} skip_logits",
     "qwen2_5_vl": f"{_QWEN_VL} second_per_grid_ts skip_logits",
@@ -52,7 +54,8 @@ _ORDERS = {
     "qwen3_5_moe": _ROUTED.replace("cache_position", "mm_token_type_ids cache_position"),
     "qwen3_5_moe.lce_forward_conditional_generation": _QWEN3_5_VL,
     "glm4v": _USUAL.replace("cache_position", "mm_token_type_ids cache_position"),
-    "glm4v_moe": f"{_TOKENS} past_key_values inputs_embeds labels {_GRIDS} rope_deltas mm_token_type_ids cache_position {_KEEP} return_dict",
+    "glm4v_moe": f"{_TOKENS} past_key_values inputs_embeds labels {_GRIDS} rope_deltas mm_token_type_ids "
+    f"cache_position {_KEEP} return_dict",
 }
 
 # Modules whose forwards are those of more than one class: module -> name -> (family, class).

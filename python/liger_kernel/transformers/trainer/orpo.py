@@ -17,7 +17,8 @@ except ImportError:
     except ImportError as error:
         raise ImportError("LigerORPOTrainer needs TRL with an ORPOTrainer: run `pip install trl`") from error
 
-#: What a model may do to its logits, which the loss does not: options of its configuration, with the value that changes nothing.
+#: What a model may do to its logits, which the loss does not: options of its configuration, with the value that
+#: changes nothing.
 _LOGIT_OPTIONS = {"final_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1}
 
 
@@ -101,9 +102,11 @@ def _check(model):
     ]
     if changed:
         raise ValueError(
-            f"{type(model).__name__} changes its logits ({', '.join(changed)}), and the loss does not: train it with TRL's ORPOTrainer"
+            f"{type(model).__name__} changes its logits ({', '.join(changed)}), and the loss does not: train it with "
+            "TRL's ORPOTrainer"
         )
     if not isinstance(model.lm_head, torch.nn.Linear):
         raise ValueError(
-            f"the loss reads the weight of lm_head, which is a {type(model.lm_head).__name__} and no Linear: train it with TRL's ORPOTrainer"
+            f"the loss reads the weight of lm_head, which is a {type(model.lm_head).__name__} and no Linear: train it "
+            "with TRL's ORPOTrainer"
         )

@@ -1,6 +1,6 @@
 """LigerORPOTrainer, and the helper that others import from here, which needs no TRL."""
 
-from liger_kernel.transformers.fsdp import _FSDPForwardRedirection  # noqa: F401
+from liger_kernel.transformers.fsdp import _FSDPForwardRedirection
 
 
 def __getattr__(name):
