@@ -8,8 +8,16 @@ namespace liger {
 enum class DType : uint8_t { F32, F16, BF16 };
 using Stream = void*;  // a cudaStream_t for CUDA; unused by CPU
 
-/// a / b, rounded up.
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+/// a / b, rounded up; of any integers, in their common type.
+template <class A, class B>
+constexpr auto ceil_div(A a, B b) {
+  return (a + b - 1) / b;
+}
+/// a, rounded up to a multiple of b.
+template <class A, class B>
+constexpr auto round_up(A a, B b) {
+  return ceil_div(a, b) * b;
+}
 
 /// A few numbers of any type, of which kernels read the i-th as number(of, i).
 struct Numbers {

@@ -7,7 +7,7 @@ template <class T>
 static void sum(const PartialSum& a) {
   // Columns in blocks, so that a block's sums stay in registers and L1.
   constexpr int64_t kBlock = 16 * kLanes;
-  const int64_t blocks = (a.cols + kBlock - 1) / kBlock;
+  const int64_t blocks = ceil_div(a.cols, kBlock);
   for_rows(a.groups * blocks, kBlock * a.partials, [&](int64_t i) {
     const int64_t group = i / blocks, begin = i % blocks * kBlock, n = std::min(kBlock, a.cols - begin);
     float sum[kBlock] = {};
@@ -27,7 +27,8 @@ static void sum(const PartialSum& a) {
 }
 
 // 64 rows summed in sequence, then the partial sums: the error stays near eager's for any number of rows.
-LIGER_REGISTER(row_partials, [](const RowPartials& a, Stream) { *a.count = std::max<int64_t>(1, (a.rows + 63) / 64); });
+LIGER_REGISTER(row_partials,
+               [](const RowPartials& a, Stream) { *a.count = std::max<int64_t>(1, ceil_div(a.rows, 64)); });
 
 LIGER_REGISTER(stream_capturing, [](const StreamCapturing& a, Stream) { *a.yes = false; });
 

@@ -165,7 +165,7 @@ struct Clusters {
     __device__ Part(const Clusters& c, const RowSet& x) : packs_per_block(c.packs_per_block) {
       const int packs = x.of[0].packs();
       begin = min(c.rank() * c.packs_per_block, packs), end = min(begin + c.packs_per_block, packs);
-      a_group = (c.packs_per_block + kGroups * kThreads - 1) / (kGroups * kThreads) * kThreads;
+      a_group = ceil_div(c.packs_per_block, kGroups * kThreads) * kThreads;
     }
     __device__ int first(int group) const { return min(begin + group * a_group, end); }
     /// Where pack k of matrix m is kept.
@@ -212,9 +212,9 @@ struct ShortRows {
 
   /// aligned: all rows begin at 16-byte boundaries. alone: rows do not all pass as many barriers.
   ShortRows(int64_t rows, int64_t cols, bool aligned, bool alone) : rows(rows), x(alone ? 32 : 1) {
-    const unsigned need = unsigned((Row<T>::packs(cols, aligned) + kLoads - 1) / kLoads);
+    const unsigned need = unsigned(ceil_div(Row<T>::packs(cols, aligned), kLoads));
     while (x < need && x < 32) x *= 2;
-    if (x < need) x = (need + 31) / 32 * 32;
+    if (x < need) x = round_up(need, 32);
     y = alone && x > 32 ? 1 : kThreads / x;
   }
   static bool fit(int64_t cols, bool aligned) { return Row<T>::packs(cols, aligned) <= kThreads * kLoads; }

@@ -34,8 +34,8 @@ template <int kWidth, int kColumns>
 __device__ void sum_columns(const PartialSum& a, unsigned block, float (&partial)[kThreads / 32][kMostColumns]) {
   using Pack = cuda::Pack<float, kWidth>;
   constexpr int kLanes = kColumns / kWidth, kWalkers = kThreads / kLanes;
-  const unsigned blocks = unsigned((a.cols + kColumns - 1) / kColumns), group = block / blocks,
-                 partials = unsigned(a.partials), per_factor = unsigned(a.per_factor);
+  const unsigned blocks = unsigned(ceil_div(a.cols, kColumns)), group = block / blocks, partials = unsigned(a.partials),
+                 per_factor = unsigned(a.per_factor);
   const int64_t first = int64_t(block % blocks) * kColumns;
   const int column = int(threadIdx.x) % kLanes * kWidth, walker = int(threadIdx.x) / kLanes,
             warp = int(threadIdx.x) / 32;
@@ -114,8 +114,8 @@ LIGER_REGISTER(row_partials, [](const RowPartials& a, Stream) {
   while (cluster < 8 && cluster * 2048 < packs) cluster *= 2;
   const int64_t fit = std::max<int64_t>(1, blocks * clusters_at_once(int(cluster), a.device) / a.groups);
   const int64_t a_block = std::max<int64_t>(1, 4096 / std::max<int64_t>(1, a.cols)), wanted = ceil_div(a.rows, a_block);
-  *a.count = std::max<int64_t>(
-      1, std::min({a.rows, ceil_div(wanted, alike) * alike, std::max<int64_t>(1, fit / alike) * alike}));
+  *a.count =
+      std::max<int64_t>(1, std::min({a.rows, round_up(wanted, alike), std::max<int64_t>(1, fit / alike) * alike}));
 });
 LIGER_REGISTER(stream_capturing, [](const StreamCapturing& a, Stream s) { *a.yes = capturing(s); });
 LIGER_REGISTER(add_partials, [](const AddPartials& a, Stream s) {

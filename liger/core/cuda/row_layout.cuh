@@ -97,7 +97,7 @@ struct RowThreads {
     }
     unsigned x = 1;
     while (x < need && x < 32) x *= 2;
-    if (x < need) x = unsigned(ceil_div(need, 32) * 32);
+    if (x < need) x = unsigned(round_up(need, 32));
     unsigned y = 1;  // rows: a warp exchanges values as a whole, so that it never has less than 32 threads
     while (y * 2 * x <= unsigned(block.few)) y *= 2;
     return {dim3(x, y)};

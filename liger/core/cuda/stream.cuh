@@ -28,8 +28,8 @@ struct Row {
   }
 
   /// As many as a row of so many columns can touch; aligned: it begins at a 16-byte boundary.
-  static int64_t packs(int64_t cols, bool aligned) { return (cols + kWidth - 1) / kWidth + !aligned; }
-  __device__ int packs() const { return (shift + n + kWidth - 1) / kWidth; }
+  static int64_t packs(int64_t cols, bool aligned) { return ceil_div(cols, kWidth) + !aligned; }
+  __device__ int packs() const { return ceil_div(shift + n, kWidth); }
   /// The column of pack k's first element; negative where that lies before the row.
   __device__ int column(int k) const { return k * kWidth - shift; }
   /// The pack that column c is in.

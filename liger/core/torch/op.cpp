@@ -10,7 +10,7 @@ Tensor output(Tensor t) {
   constexpr uintptr_t kPage = 2 << 20;
   if (t.is_cpu() && t.key_set().has_backend(c10::BackendComponent::CPUBit) && t.nbytes() >= 4 * kPage &&
       t.has_storage()) {
-    const auto begin = (reinterpret_cast<uintptr_t>(t.data_ptr()) + kPage - 1) / kPage * kPage;
+    const auto begin = round_up(reinterpret_cast<uintptr_t>(t.data_ptr()), kPage);
     const auto end = (reinterpret_cast<uintptr_t>(t.data_ptr()) + t.nbytes()) / kPage * kPage;
     madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // a hint: refusal is no error
   }

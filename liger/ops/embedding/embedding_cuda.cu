@@ -136,7 +136,7 @@ __device__ int end_of(const int* ids, int n, int id) {
   if (n == 1 || ids[1] != id) return 1;  // most
   int known = 1;
   while (known < n) {
-    const int step = (n - known + 31) / 32, at = known + (int(threadIdx.x) % 32 + 1) * step - 1;
+    const int step = ceil_div(n - known, 32), at = known + (int(threadIdx.x) % 32 + 1) * step - 1;
     const int steps = __popc(__ballot_sync(~0u, at < n && ids[at] == id));
     known += steps * step;
     if (step == 1) break;
@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(256, 4) rows_kernel(EmbeddingBackward a, Sorte
   const int id = s.ids[i], its_token = s.order[i];  // which is asked for before it is known whether the row begins here
   if (id == a.classes || (i > 0 && s.ids[i - 1] == id)) return;
   const int begin = int(i), n = end_of(s.ids + i, int(a.tokens - i), id);
-  if ((begin + s.chunk - 1) / s.chunk < (begin + n) / s.chunk) return;
+  if (ceil_div(begin, s.chunk) < (begin + n) / s.chunk) return;
   const Row<T> dw(a.dw, id, a.cols, a.cols);
   if (n == 1) {  // most
     const Row<T> dy(a.dy, its_token, a.cols, a.cols);
@@ -240,7 +240,7 @@ Grid grid(int64_t rows, int64_t cols, int packs) {
   unsigned x = 32;
   while (x < 256 && x * packs * Row<T>::kWidth < cols) x *= 2;
   const dim3 threads(x, 256 / x);
-  return {.blocks = (rows + threads.y - 1) / threads.y, .threads = threads};
+  return {.blocks = ceil_div(rows, threads.y), .threads = threads};
 }
 
 }  // namespace
@@ -260,7 +260,7 @@ LIGER_REGISTER(embedding_backward, [](const EmbeddingBackward& a, Stream s) {
   int64_t used = 0;
   const auto take = [&](bool needed, int64_t bytes) {
     const int64_t at = used;
-    if (needed) used += (bytes + 255) / 256 * 256;
+    if (needed) used += round_up(bytes, 256);
     return base && needed ? base + at : nullptr;
   };
   const auto ints = [&](bool needed) { return reinterpret_cast<int*>(take(needed, a.tokens * 4)); };
@@ -277,18 +277,18 @@ LIGER_REGISTER(embedding_backward, [](const EmbeddingBackward& a, Stream s) {
       clear(a.dw, a.classes * a.cols * int64_t(sizeof(T)), s);
       return launch(few_kernel<T>, grid<T>(a.tokens, a.cols, 1), s, a);
     }
-    clear(present, (a.classes + kAsked - 1) / kAsked * kAsked, s);
-    launch(prepare_kernel, {.blocks = (a.tokens + 255) / 256, .threads = 256}, s, a, present, ids, order);
+    clear(present, round_up(a.classes, kAsked), s);
+    launch(prepare_kernel, {.blocks = ceil_div(a.tokens, 256), .threads = 256}, s, a, present, ids, order);
     const auto sort = [&]<class Sort>(Sort) {
       launch(sort_kernel<Sort>, {.blocks = 1, .threads = Sort::kThreads, .shared_bytes = Sort::kBytes}, s, a, sorted,
              bits);
     };
     if (!by_block) sort_pairs(scratch, sorting, ids, sorted.ids, order, sorted.order, n, bits, s);
     else n <= BlockSort<4>::kMost ? sort(BlockSort<4>()) : sort(BlockSort<16>());
-    launch(absent_kernel<T>, grid<T>((a.classes + kAsked - 1) / kAsked, a.cols, 2), s, a,
+    launch(absent_kernel<T>, grid<T>(ceil_div(a.classes, kAsked), a.cols, 2), s, a,
            static_cast<const unsigned char*>(present), by_block);
-    const int slices = int(Row<T>::packs(a.cols, false) + 31) / 32;
-    const int64_t long_blocks = (a.tokens / chunk * slices + 7) / 8;
+    const int slices = int(ceil_div(Row<T>::packs(a.cols, false), 32));
+    const int64_t long_blocks = ceil_div(a.tokens / chunk * slices, 8);
     launch(chunks_kernel<T>, {.blocks = long_blocks, .threads = {32, 8}}, s, a, sorted, slices);
     Grid rows = grid<T>(a.tokens, a.cols, 2);
     rows.blocks += long_blocks;

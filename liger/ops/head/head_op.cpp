@@ -29,7 +29,7 @@ int64_t even_part(int64_t whole, int64_t most) {
   if (most >= whole) return whole;
   const int64_t step = most > kStep ? kStep : 1, largest = std::max<int64_t>(1, most / step * step);
   const int64_t even = ceil_div(whole, ceil_div(whole, largest));
-  return ceil_div(even, step) * step;
+  return round_up(even, step);
 }
 
 }  // namespace

@@ -117,8 +117,7 @@ void fill(const Options& o, const Tensor& z, int64_t begin, const Tensor& all_id
   constexpr int64_t kAlike = 8, kRows = 512;
   const int64_t n = z.size(0), width = z.size(1);
   if (o.batch_invariant && z.stride(0) % kAlike != 0) {
-    const Tensor alike =
-        at::empty({std::min(n, kRows), (width + kAlike - 1) / kAlike * kAlike}, z.options()).narrow(1, 0, width);
+    const Tensor alike = at::empty({std::min(n, kRows), round_up(width, kAlike)}, z.options()).narrow(1, 0, width);
     return for_chunks(n, kRows, [&](int64_t first, int64_t rows) {
       fill(o, alike.narrow(0, 0, rows).copy_(z.narrow(0, first, rows)), begin + first, all_ids, to, stats);
     });

@@ -178,7 +178,8 @@ LIGER_REGISTER(selective_parts, [](const SelectiveParts& a, Stream s) {
   });
 });
 LIGER_REGISTER(selective_log_softmax_rows, [](const SelectiveLogSoftmax& a, Stream s) {
-  dispatch(a.dtype, [&]<class T>() { launch(rows_kernel<T>, {.blocks = (a.rows + 7) / 8, .threads = {32, 8}}, s, a); });
+  dispatch(a.dtype,
+           [&]<class T>() { launch(rows_kernel<T>, {.blocks = ceil_div(a.rows, 8), .threads = {32, 8}}, s, a); });
 });
 LIGER_REGISTER(selective_backward, [](const SelectiveBackward& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {

@@ -110,8 +110,8 @@ void task(const Int2Matmul& g, const Words& words, int64_t m, int64_t m_end, int
 
 LIGER_REGISTER(int2_matmul_kernel, [](const Int2Matmul& g, Stream) {
   const Words words(g);
-  const int64_t strips = (g.n + kStrip - 1) / kStrip;
-  for_rows((g.m + kRows - 1) / kRows * strips, kStrip * g.packed, [&](int64_t i) {
+  const int64_t strips = ceil_div(g.n, kStrip);
+  for_rows(ceil_div(g.m, kRows) * strips, kStrip * g.packed, [&](int64_t i) {
     const int64_t m = i / strips * kRows, c = i % strips * kStrip;
     task(g, words, m, std::min(g.m, m + kRows), c, std::min(g.n, c + kStrip));
   });

@@ -347,9 +347,8 @@ __global__ void __launch_bounds__(kManyThreads, 1) many_kernel(Int2Matmul g, int
 
 template <int kEights>
 void launch_few(const Int2Matmul& g, Stream s) {
-  const int64_t strips = (g.n + kFewColumns - 1) / kFewColumns;
-  launch(few_kernel<kEights>,
-         {.blocks = strips * ((g.m + kRows * kEights - 1) / (kRows * kEights)), .threads = 32 * kWarps}, s, g,
+  const int64_t strips = ceil_div(g.n, kFewColumns);
+  launch(few_kernel<kEights>, {.blocks = strips * ceil_div(g.m, kRows * kEights), .threads = 32 * kWarps}, s, g,
          aligned_a(g), aligned_b(g, 4), int(strips));
 }
 
@@ -359,8 +358,7 @@ constexpr int kManyBytes = kStages * int(sizeof(Stage<kEights>)) + int(alignof(S
 
 template <int kEights, int kStages>
 void launch_many(const Int2Matmul& g, Stream s) {
-  const int64_t strips = (g.n + kTileColumns - 1) / kTileColumns,
-                tiles = strips * ((g.m + kRows * kEights - 1) / (kRows * kEights));
+  const int64_t strips = ceil_div(g.n, kTileColumns), tiles = strips * ceil_div(g.m, kRows * kEights);
   launch(aligned_a(g) && aligned_b(g, 16) ? many_kernel<kEights, kStages, true> : many_kernel<kEights, kStages, false>,
          {.blocks = std::min<int64_t>(tiles, multiprocessors(current_device())),
           .threads = kManyThreads,

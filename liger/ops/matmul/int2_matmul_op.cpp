@@ -33,7 +33,7 @@ Tensor pack(const Tensor& weights) {
                    weights.scalar_type());
   TORCH_CHECK(weights.dim() >= 1, "int2_pack: expected at least one dimension, got a scalar");
   c10::SymDimVector shape(weights.sym_sizes());
-  shape[0] = (shape[0] + 3) / 4;
+  shape[0] = ceil_div(shape[0], 4);
   shape.insert(shape.begin(), 4);
   const Tensor codes = at::zeros_symint(shape, weights.options().dtype(at::kByte));
   codes.flatten(0, 1).slice_symint(0, 0, weights.sym_size(0)).copy_(weights.add(1).bitwise_and(3));

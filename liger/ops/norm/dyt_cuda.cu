@@ -105,7 +105,7 @@ void dyt_forward(const NormForward& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
     const dim3 threads = threads_of<T>(a.cols);
     const int64_t alike = Row<T>::kWidth;  // rows so many apart begin alike
-    const int64_t blocks = ceil_div(ceil_div(a.rows, int64_t(threads.y) * kAhead), alike) * alike;
+    const int64_t blocks = round_up(ceil_div(a.rows, int64_t(threads.y) * kAhead), alike);
     launch(dyt_forward_kernel<T>, {.blocks = blocks, .threads = threads}, s, a);
   });
 }

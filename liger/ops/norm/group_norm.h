@@ -3,6 +3,9 @@
 
 namespace liger {
 
+/// The elements of a channel that are summed together, so that their sum does not depend on who sums.
+inline constexpr int64_t kGroupSegment = 1024;
+
 /// Group normalisation (Wu and He 2018) over [samples, groups, channels of a group, spatial]:
 ///   x̂ = (x − mean(x)) · rstd, rstd = 1 / sqrt(mean((x − mean(x))²) + eps), over a group of a sample;  y = x̂ · w + b,
 ///   with a w and b a channel.
@@ -11,10 +14,10 @@ struct GroupNorm {
   float *mean, *rstd;  // [samples, groups], which forward writes
   int64_t samples, groups, channels, spatial;
   DType dtype, w_dtype;
-};
 
-/// The elements of a channel that are summed together, so that their sum does not depend on who sums.
-inline constexpr int64_t kGroupSegment = 1024;
+  /// Of a channel.
+  constexpr int64_t segments() const { return ceil_div(spatial, kGroupSegment); }
+};
 
 struct GroupNormForward : GroupNorm {
   const void* b;
@@ -27,7 +30,6 @@ struct GroupNormBackward : GroupNorm {
   const void* dy;
   void* dx;        // null where x is frozen
   float *dw, *db;  // [samples, segments, groups · channels]; null where not wanted
-  constexpr int64_t segments() const { return (spatial + kGroupSegment - 1) / kGroupSegment; }
 };
 
 inline constinit Kernel<GroupNormForward> group_norm_forward{"group_norm_forward"};

@@ -175,22 +175,21 @@ struct Segments {
         rows(a.samples * a.groups),
         channels(int(a.channels)),
         spatial(int(a.spatial)),
-        a_channel(int((a.spatial + kGroupSegment - 1) / kGroupSegment)),
+        a_channel(int(a.segments())),
         count(channels * a_channel) {
     const int packs = int(std::min(a.spatial, kGroupSegment)) / kWidth + 2;
     while (lanes < packs && lanes < 32) lanes *= 2;
-    const int a_segment = std::max(1, (packs - 3 + lanes) / lanes), a_warp = 32 / lanes,
+    const int a_segment = std::max(1, ceil_div(packs - 2, lanes)), a_warp = 32 / lanes,
               most = kTeams * a_warp;  // slots; teams
     const int64_t enough = 2 * multiprocessors(current_device());
     const auto bytes = [&](int blocks) {
-      return int64_t(count + blocks * most - 1) / (blocks * most) * a_segment * most * lanes * int(sizeof(Packs));
+      return int64_t(ceil_div(count, blocks * most)) * a_segment * most * lanes * int(sizeof(Packs));
     };
     while (has_clusters() && cluster < 8 && count > cluster * a_warp &&
            (bytes(cluster) > kSlotBytes || rows * cluster < enough))
       cluster *= 2;
-    rounds = (count + cluster * most - 1) / (cluster * most);
-    teams = (count + cluster * rounds - 1) / (cluster * rounds);  // as few as do it in so many rounds
-    teams = (teams + a_warp - 1) / a_warp * a_warp;
+    rounds = ceil_div(count, cluster * most);
+    teams = round_up(ceil_div(count, cluster * rounds), a_warp);  // as few as do it in so many rounds
     slots = std::min(rounds * (a_segment + 1), kSlotBytes / int(threads() * sizeof(Packs)));
   }
 
@@ -262,7 +261,7 @@ struct Segments {
       const int channel = present ? i / a_channel : 0, part = present ? i % a_channel : 0;
       const Segment segment{channel, part, of(matrices[0], channel, part), present};
       f(segment, slot);
-      slot += (segment.like.packs() - lane() + lanes - 1) / lanes;
+      slot += ceil_div(segment.like.packs() - lane(), lanes);
     }
   }
 

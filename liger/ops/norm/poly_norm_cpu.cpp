@@ -26,7 +26,7 @@ void forward(const PolyNormForward& a) {
 /// Partial sum s is that of a run of rows.
 template <class T>
 void backward(const PolyNormBackward& a) {
-  const int64_t run = (a.rows + a.partials - 1) / a.partials;
+  const int64_t run = ceil_div(a.rows, a.partials);
   const float w[] = {number(a.w, 0), number(a.w, 1), number(a.w, 2)};
   for_rows(a.partials, run * a.cols, [&](int64_t s) {
     double sums[4] = {};

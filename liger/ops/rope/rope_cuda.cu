@@ -191,7 +191,7 @@ LIGER_REGISTER(rope_kernel, [](const Rope& a, Stream s) {
         divisible(kVec, {a.dim, a.rotary / 2, a.table_plane_stride, a.table_batch_stride, a.table_seq_stride});
     const int64_t items = (a.q.heads + a.k.heads) * std::max<int64_t>(1, a.rotary / 2 / (wide ? kVec : 1));
     // Two items a thread in flight.
-    const unsigned threads = unsigned(std::clamp<int64_t>((items / 2 + 31) / 32 * 32, 32, 512));
+    const unsigned threads = unsigned(std::clamp<int64_t>(round_up(items / 2, 32), 32, 512));
     dispatch_pairs(a.pairs, [&]<class Pairs>() {
       launch(wide ? rotate_kernel<T, Table, kVec, Pairs> : rotate_kernel<T, Table, 1, Pairs>,
              {.blocks = a.batch * a.seq, .threads = threads}, s, a);
