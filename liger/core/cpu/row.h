@@ -38,6 +38,13 @@ inline float number(const Numbers& n, int64_t i = 0) {
   dispatch(n.dtype, [&]<class T>() { v = float(static_cast<const T*>(n.of)[i]); });
   return v;
 }
+/// The first n.
+template <int n>
+std::array<float, n> numbers(const Numbers& of) {
+  std::array<float, n> v;
+  for (int i = 0; i < n; ++i) v[i] = number(of, i);
+  return v;
+}
 
 template <class T>
 const T* row_of(const void* m, int64_t row, int64_t cols) {

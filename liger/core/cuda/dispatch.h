@@ -1,4 +1,5 @@
 #pragma once
+#include <array>
 #include "liger/core/cuda/launch.h"
 
 namespace liger::cuda {
@@ -23,6 +24,14 @@ __device__ inline float number(const Numbers& n, int64_t i = 0) {
   if (n.dtype == DType::F32) return static_cast<const float*>(n.of)[i];
   return n.dtype == DType::F16 ? float(static_cast<const half*>(n.of)[i])
                                : float(static_cast<const bfloat16*>(n.of)[i]);
+}
+
+/// The first n.
+template <int n>
+__device__ std::array<float, n> numbers(const Numbers& of) {
+  std::array<float, n> v;
+  for (int i = 0; i < n; ++i) v[i] = number(of, i);
+  return v;
 }
 
 __device__ inline void write_number(void* p, DType t, int64_t i, float v) {

@@ -36,7 +36,8 @@ struct AlignedRow {
 
 /// Thread threadIdx.x has the packs threadIdx.x, threadIdx.x + blockDim.x, … of a row (stream.cuh), kPacks of them;
 /// threadIdx.y tells the rows of a block apart. kSpread: each block of a cluster has a part of the row, in the order of
-/// their ranks.
+/// their ranks. kPacks = 0: the rows are too long for that; a block walks along each, and reads it again, from a cache,
+/// in each pass.
 template <int kPacks_, bool kAligned_, bool kSpread_ = false>
 struct RowLayout {
   static constexpr int kPacks = kPacks_;
@@ -55,6 +56,60 @@ struct RowLayout {
     return int(threadIdx.x) + (p + (kSpread ? cluster_rank() * kPacks : 0)) * int(blockDim.x);
   }
 };
+
+/// A row that several passes of a kernel read: in registers, as it came, or as RowLayout<0> has it.
+template <class T, class Layout>
+class HeldRow {
+ public:
+  using Row = typename Layout::template Row<T>;
+
+  /// Row `row` of x [rows, cols]; behind the last one, an empty row.
+  __device__ HeldRow(const void* x, int64_t row, int64_t rows, int64_t cols)
+      : in_(x, row, cols, row < rows ? cols : 0), row_(row), cols_(cols) {
+    unrolled<Layout::kPacks>([&](int p) {
+      if (const int k = Layout::pack(p); k < in_.packs()) packs_[p] = in_.load(k, T(0));
+    });
+  }
+
+  /// f(k, vector) for each pack k that this thread has.
+  template <class F>
+  __device__ void each(F f) const {
+    if constexpr (Layout::kPacks == 0) for_each_pack_of(in_, [&](int k) { f(k, to_vec(in_.load(k, T(0)))); });
+    unrolled<Layout::kPacks>([&](int p) {
+      if (const int k = Layout::pack(p); k < in_.packs()) f(k, to_vec(packs_[p]));
+    });
+  }
+
+  /// Writes pack k of the same row of another matrix.
+  __device__ void store(void* y, int k, const Vec<Row::kWidth>& v) const {
+    Row(y, row_, cols_, cols_).store(k, packed<T>(v), in_);
+  }
+
+ private:
+  Row in_;
+  int64_t row_, cols_;
+  typename Row::Pack packs_[std::max(1, Layout::kPacks)];
+};
+
+/// Σ of each of the n numbers that f(x, …) gives, over the elements of a row, or of rows side by side, that this thread
+/// has. What lies behind a row's end is 0, and must add nothing.
+template <int n, class Rows, class F>
+__device__ typename Sums<n>::Value row_sums(const Rows& rows, F f) {
+  typename Sums<n>::Value sums{};
+  rows.each([&](int, const auto& x, const auto&... more) {
+    unrolled<std::remove_cvref_t<decltype(x)>::kWidth>([&](int i) {
+      const std::array<float, n> terms = f(x.v[i], more.v[i]...);
+      unrolled<n>([&](int j) { sums.v[j] += terms[j]; });
+    });
+  });
+  return sums;
+}
+
+/// y = f(x, …) for those elements; y: a matrix that has this row where they do.
+template <class Rows, class F>
+__device__ void row_map(const Rows& rows, void* y, F f) {
+  rows.each([&](int k, const auto& x, const auto&... more) { rows.store(y, k, x.map(f, x, more...)); });
+}
 
 /// Adds up what the rows of a block have summed by column, in a fixed order: the threads of threadIdx.y = 0 have the
 /// totals. All threads of the block call this; it uses blockDim.y / 2 · blockDim.x · n · kWidth floats of shared
@@ -126,6 +181,17 @@ bool dispatch_layout(int64_t cols, Threads block, F&& f) {
   if constexpr (kSpread)
     if (t.cluster > 1) return f.template operator()<RowLayout<kPacks, kAligned, true>>(t), true;
   return f.template operator()<RowLayout<kPacks, kAligned>>(t), true;
+}
+
+/// The same for rows of any length and alignment: where kPacks packs a thread do not hold them as whole_packs, f gets
+/// RowLayout<0>. Calls f.operator()<T, RowLayout>(threads).
+template <int kPacks, class F>
+void dispatch_rows(DType dtype, int64_t cols, std::initializer_list<const void*> pointers, Threads block, F&& f) {
+  dispatch(dtype, [&]<class T>() {
+    const auto of_type = [&]<class Layout>(const RowThreads& t) { f.template operator()<T, Layout>(t); };
+    if (!whole_packs<T>(cols, pointers) || !dispatch_layout<T, kPacks, true, true>(cols, block, of_type))
+      of_type.template operator()<RowLayout<0, false>>(RowThreads{dim3(unsigned(block.most))});
+  });
 }
 
 }  // namespace liger::cuda

@@ -65,6 +65,19 @@ class StagedRows {
     return v;
   }
 
+  /// f(k, a, b) for each pack k of the present row that this thread has, of the first two matrices.
+  template <class F>
+  __device__ void each(F f) const {
+    unrolled<kPacks>([&](int p) {
+      if (has(p)) f(Layout::pack(p), get(0, p), get(1, p));
+    });
+  }
+
+  /// Writes pack k of the present row of another such matrix.
+  __device__ void store(void* y, int k, const Vec<kWidth>& v) const {
+    Row(y, row_, cols_, cols_).store(k, packed<T>(v), like);
+  }
+
   /// The shared memory behind the stages.
   template <class V>
   __device__ V* behind() const {
@@ -108,6 +121,34 @@ class StagedRows {
   int packs_, stage_packs_, all_packs_, stages_, present_;
   unsigned has_ = 0, parted_ = 0;  // a bit a pack: whether rows have it, and not as a whole
   const T* matrices_[kMost];
+};
+
+/// Rows of two such matrices that are too long for that: each pass reads them again, from a cache.
+template <class T>
+class StagedRows<T, RowLayout<0, false>> {
+ public:
+  using Row = cuda::Row<T>;
+  static int bytes(dim3, int, int) { return 0; }
+
+  __device__ StagedRows(int64_t, int64_t first, int64_t step, int64_t, int64_t, int64_t cols, int, const void* a,
+                        const void* b)
+      : row_(first - step), step_(step), cols_(cols), a_(a), b_(b) {}
+  __device__ void advance() { row_ += step_; }
+
+  template <class F>
+  __device__ void each(F f) const {
+    const Row a = row_of(a_), b = row_of(b_);
+    for_each_pack_of(a, [&](int k) { f(k, to_vec(a.load(k, T(0))), to_vec(b.load(k, T(0), a))); });
+  }
+  __device__ void store(void* y, int k, const Vec<Row::kWidth>& v) const {
+    row_of(y).store(k, packed<T>(v), row_of(a_));
+  }
+
+ private:
+  __device__ Row row_of(const void* matrix) const { return Row(matrix, row_, cols_, cols_); }
+
+  int64_t row_, step_, cols_;
+  const void *a_, *b_;
 };
 
 }  // namespace liger::cuda

@@ -81,10 +81,14 @@ inline Tensor or_empty(const Tensor& t, const at::TensorOptions& options) {
 }
 /// The same result in a graph's node, which must be undefined.
 inline Tensor if_wanted(bool wanted, const Tensor& t) { return wanted ? t : Tensor(); }
+/// A weight's gradient where there are no rows: zeros, or undefined where it is not wanted.
+inline Tensor zeros_if(bool wanted, const OptTensor& weight) { return wanted ? at::zeros_like(*weight) : Tensor(); }
 
-/// One float per row of x.
-inline Tensor empty_stat(const Tensor& x) {
-  return at::empty_symint(x.sym_sizes().slice(0, x.dim() - 1), x.options().dtype(at::kFloat));
+/// Room for a float a row of x, or for n: [...] or [..., n] where x is [..., cols].
+inline Tensor empty_stat(const Tensor& x, int64_t n = 0) {
+  c10::SymDimVector shape(x.sym_sizes().slice(0, x.dim() - 1));
+  if (n > 0) shape.push_back(n);
+  return at::empty_symint(shape, x.options().dtype(at::kFloat));
 }
 
 /// How many partial sums the sum over x's rows, or over each of `groups` runs of them, is made of (RowPartials).

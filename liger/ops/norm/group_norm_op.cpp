@@ -63,8 +63,8 @@ struct Definition {
     const Tensor dy = dy_.contiguous(), mean = mean_.contiguous(), rstd = rstd_.contiguous();
     const Tensor dx = with_dx ? output(at::empty_symint(x.sym_sizes(), in.x.options())) : Tensor();
     if (x.is_meta() || x.numel() == 0)
-      return {or_empty(dx, x.options()), with_dw ? at::zeros_like(*w) : at::empty({0}, x.options()),
-              with_db ? at::zeros_like(*b) : at::empty({0}, x.options())};
+      return {or_empty(dx, x.options()), or_empty(zeros_if(with_dw, w), x.options()),
+              or_empty(zeros_if(with_db, b), x.options())};
     auto a = in.describe<GroupNormBackward>(groups, mean, rstd);
     const auto partials = [&](bool wanted) {
       return wanted ? at::empty({1, a.samples * a.segments(), x.size(1)}, mean.options()) : Tensor();

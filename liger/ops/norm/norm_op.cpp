@@ -92,15 +92,13 @@ Gradients backward(const char* name, Norm norm, const Tensor& dy_, const OptTens
                rstd = contiguous(optional(rstd_));
   Gradients d;
   if (wants.x) d.x = output(at::empty_symint(inputs.x.sym_sizes(), in.x.options()));
-  if (in.x.is_meta() || rows(in.x) == 0) {
-    const auto zeros = [](bool wanted, const OptTensor& like) { return wanted ? at::zeros_like(*like) : Tensor(); };
+  if (in.x.is_meta() || rows(in.x) == 0)
     return {d.x,
-            zeros(wants.w, inputs.w),
-            zeros(wants.b, inputs.b),
-            zeros(wants.alpha, inputs.alpha),
-            zeros(wants.scale, inputs.scale),
-            zeros(wants.shift, inputs.shift)};
-  }
+            zeros_if(wants.w, inputs.w),
+            zeros_if(wants.b, inputs.b),
+            zeros_if(wants.alpha, inputs.alpha),
+            zeros_if(wants.scale, inputs.scale),
+            zeros_if(wants.shift, inputs.shift)};
   auto a = in.describe<NormBackward>(norm);
   const bool own = a.norm == Norm::Each, shared = a.norm == Norm::Modulated;
   const int64_t sets = shared ? a.modulations : 1;

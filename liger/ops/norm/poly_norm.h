@@ -1,5 +1,7 @@
 #pragma once
+#include <array>
 #include "liger/core/kernel.h"
+#include "liger/core/math.h"
 
 namespace liger {
 
@@ -28,5 +30,50 @@ struct PolyNormBackward {
 
 inline constinit Kernel<PolyNormForward> poly_norm_forward{"poly_norm_forward"};
 inline constinit Kernel<PolyNormBackward> poly_norm_backward{"poly_norm_backward"};
+
+/// The formulas for a float or a vector V of them; what there are three of is in the order x³, x², x.
+struct PolyNorm {
+  struct Squares {
+    template <class V>
+    LIGER_HD std::array<V, 3> operator()(V x) const {
+      const V x2 = x * x;
+      return {x2 * x2 * x2, x2 * x2, x2};
+    }
+  };
+
+  /// The terms of S, and dy.
+  struct Products {
+    template <class V>
+    LIGER_HD std::array<V, 4> operator()(V x, V dy) const {
+      return {dy * x * x * x, dy * x * x, dy * x, dy};
+    }
+  };
+
+  /// y of a row.
+  template <class V>
+  struct Value {
+    V k[3], b;
+    LIGER_HD Value(const float* w, const float* r, float b) : k{V(w[0] * r[0]), V(w[1] * r[1]), V(w[2] * r[2])}, b(b) {}
+    LIGER_HD V operator()(V x) const { return ((k[0] * x + k[1]) * x + k[2]) * x + b; }
+  };
+
+  /// dx of a row, whose sums S have type N.
+  template <class V>
+  struct Slope {
+    V k[3], c[3];
+    template <class N>
+    LIGER_HD Slope(const float* w, const float* r, const N* s, int64_t cols) {
+      const N inv_cols = N(1) / cols;
+      for (int i = 0; i < 3; ++i) {
+        const N slope = N(3 - i) * w[i] * r[i];
+        k[i] = V(float(slope)), c[i] = V(float(slope * r[i] * r[i] * s[i] * inv_cols));
+      }
+    }
+    LIGER_HD V operator()(V x, V dy) const {
+      const V x2 = x * x;
+      return dy * (k[0] * x2 + k[1] * x + k[2]) - ((c[0] * x2 + c[1]) * x2 + c[2]) * x;
+    }
+  };
+};
 
 }  // namespace liger

@@ -15,24 +15,14 @@ struct Definition {
       kSaved{"x", "weight", "bias", "rstd"}, kGradients{"dx", "dw", "db"};
 
   /// (y, rstd [..., 3]).
-  static std::tuple<Tensor, Tensor> forward(const Tensor& x_, const Tensor& w_, const Tensor& b_, double eps) {
-    check("poly_norm", x_, w_, b_);
-    const Tensor x = x_.contiguous(), y = output(at::empty_symint(x.sym_sizes(), x.options()));
-    auto shape = c10::SymDimVector(x.sym_sizes());
-    shape.back() = 3;
-    const Tensor rstd = at::empty_symint(shape, x.options().dtype(at::kFloat));
+  static std::tuple<Tensor, Tensor> forward(const Tensor& x_, const Tensor& w_, const Tensor& b, double eps) {
+    check("poly_norm", x_, w_, b);
+    const Tensor x = x_.contiguous(), w = w_.contiguous(), y = output(at::empty_symint(x.sym_sizes(), x.options())),
+                 rstd = empty_stat(x, 3);
     if (x.is_meta() || rows(x) == 0) return {y, rstd};
-    const Tensor w = w_.contiguous();
-    run(poly_norm_forward, x,
-        {.x = data(x),
-         .w = numbers(w),
-         .b = numbers(b_),
-         .y = y.data_ptr(),
-         .rstd = data<float>(rstd),
-         .rows = rows(x),
-         .cols = cols(x),
-         .dtype = dtype_of(x),
-         .eps = float(eps)});
+    PolyNormForward a{.x = data(x), .w = numbers(w), .b = numbers(b), .y = y.data_ptr(), .rstd = data<float>(rstd)};
+    a.rows = rows(x), a.cols = cols(x), a.dtype = dtype_of(x), a.eps = float(eps);
+    run(poly_norm_forward, x, a);
     return {y, rstd};
   }
 
@@ -41,29 +31,19 @@ struct Definition {
                                                      const Tensor& b, const Tensor& rstd_, bool with_dx, bool with_dw,
                                                      bool with_db) {
     check("poly_norm_backward", x_, w_, b).like("dy", dy_).count("rstd", rstd_, 3 * sym_rows(x_));
-    const Tensor x = x_.contiguous(), dy = dy_.contiguous(), rstd = rstd_.contiguous(),
+    const Tensor x = x_.contiguous(), dy = dy_.contiguous(), w = w_.contiguous(), rstd = rstd_.contiguous(),
                  dx = with_dx ? output(at::empty_symint(x.sym_sizes(), x.options())) : at::empty({0}, x.options());
-    const auto zeros = [](bool wanted, const Tensor& like) {
-      return wanted ? at::zeros_like(like) : at::empty({0}, like.options());
-    };
-    if (x.is_meta() || rows(x) == 0) return {dx, zeros(with_dw, w_), zeros(with_db, b)};
+    if (x.is_meta() || rows(x) == 0)
+      return {dx, or_empty(zeros_if(with_dw, w), w.options()), or_empty(zeros_if(with_db, b), b.options())};
     // Sums of four numbers cost no registers: twice as many blocks share an SM as where there is one a column.
     const int64_t partials = std::min(rows(x), 2 * partial_count(x));
-    const Tensor w = w_.contiguous(), dw = empty_partials(x, partials, 3), db = empty_partials(x, partials, 1);
-    run(poly_norm_backward, x,
-        {.dy = data(dy),
-         .x = data(x),
-         .w = numbers(w),
-         .rstd = data<float>(rstd),
-         .dx = with_dx ? dx.data_ptr() : nullptr,
-         .dw = data<float>(dw),
-         .db = data<float>(db),
-         .rows = rows(x),
-         .cols = cols(x),
-         .partials = partials,
-         .dtype = dtype_of(x)});
+    const Tensor dw = empty_partials(x, partials, 3), db = empty_partials(x, partials, 1);
+    PolyNormBackward a{.dy = data(dy), .x = data(x), .w = numbers(w), .rstd = data<float>(rstd)};
+    a.dx = with_dx ? dx.data_ptr() : nullptr, a.dw = data<float>(dw), a.db = data<float>(db);
+    a.rows = rows(x), a.cols = cols(x), a.partials = partials, a.dtype = dtype_of(x);
+    run(poly_norm_backward, x, a);
     Totals totals;
-    const Tensor dw_sum = with_dw ? totals.of(dw, w_) : at::empty({0}, w.options()),
+    const Tensor dw_sum = with_dw ? totals.of(dw, w) : at::empty({0}, w.options()),
                  db_sum = with_db ? totals.of(db, b) : at::empty({0}, b.options());
     totals.run();
     return {dx, dw_sum, db_sum};
