@@ -52,9 +52,9 @@ struct PolyNorm {
   /// y of a row.
   template <class V>
   struct Value {
-    V k[3], b;
-    LIGER_HD Value(const float* w, const float* r, float b) : k{V(w[0] * r[0]), V(w[1] * r[1]), V(w[2] * r[2])}, b(b) {}
-    LIGER_HD V operator()(V x) const { return ((k[0] * x + k[1]) * x + k[2]) * x + b; }
+    V k3, k2, k1, b;
+    LIGER_HD Value(const float* w, const float* r, float b) : k3(w[0] * r[0]), k2(w[1] * r[1]), k1(w[2] * r[2]), b(b) {}
+    LIGER_HD V operator()(V x) const { return ((k3 * x + k2) * x + k1) * x + b; }
   };
 
   /// dx of a row, whose sums S have type N.
