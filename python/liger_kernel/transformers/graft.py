@@ -12,6 +12,9 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.modules import module as nn_module
 
+from liger_kernel.transformers.layer_norm import LigerLayerNorm
+from liger_kernel.transformers.rms_norm import LigerRMSNorm
+
 logger = logging.getLogger(__name__)
 
 
@@ -224,6 +227,21 @@ def become(module, part, edits: Edits, **attributes) -> None:
     edits.set(module, "__class__", new)
     if "_old_forward" in vars(module):
         edits.set(module, "_old_forward", types.MethodType(new.forward, module))
+
+
+def own_attributes(module, part, **preset) -> dict:
+    """What the forward of a norm `part` reads and `module` lacks: its eps, and the rest from `preset` or by default."""
+    if issubclass(part, LigerLayerNorm):
+        return {"variance_epsilon": module.eps, "hidden_size": module.normalized_shape[0]}
+    if not issubclass(part, LigerRMSNorm):
+        return {}
+    defaults = {name: parameter.default for name, parameter in inspect.signature(part).parameters.items()} | preset
+    eps = (getattr(module, name, None) for name in ("variance_epsilon", "eps"))
+    found = next((value for value in eps if value is not None), defaults["eps"])
+    return {
+        "variance_epsilon": found,
+        **{name: defaults.get(name) for name in ("offset", "casting_mode", "in_place", "row_mode")},
+    }
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from liger_kernel.transformers.cross_entropy import LigerCrossEntropyLoss
 from liger_kernel.transformers.families import FAMILIES, MODEL_TYPES, SWITCHES, missing, unsupported
 from liger_kernel.transformers.functional import liger_cross_entropy
 from liger_kernel.transformers.geglu import LigerGEGLUMLP, LigerGEGLUMLPForGemma4
-from liger_kernel.transformers.graft import Edits, become, warn_once
+from liger_kernel.transformers.graft import Edits, become, own_attributes, warn_once
 from liger_kernel.transformers.layer_norm import LigerLayerNorm
 from liger_kernel.transformers.qwen2vl_mrope import liger_multimodal_rotary_pos_emb
 from liger_kernel.transformers.relu_squared import LigerReLUSquared
@@ -32,7 +32,7 @@ if transformer_version < MIN_SUPPORTED_TRANSFORMERS_VERSION:
         f"{transformers.__version__} is installed. Run `pip install -U transformers`."
     )
 
-from liger_kernel.transformers.patch import Report, StandIn, own_attributes, patch
+from liger_kernel.transformers.patch import Report, StandIn, patch
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import inspect
 import torch
 from torch import nn
 
-from liger_kernel.transformers.graft import instead_of
+from liger_kernel.transformers.graft import instead_of, own_attributes
 
 _ROWS = 64
 
@@ -55,8 +55,6 @@ def _same_function(part, original):
 def computes(part, module, forward, rounded: bool = True) -> bool:
     """Whether `part.forward` computes what `forward`, a module's own, does; `rounded`: and rounds alike in bfloat16."""
     from transformers.modeling_utils import PreTrainedModel
-
-    from liger_kernel.transformers.patch import own_attributes
 
     if isinstance(module, PreTrainedModel):
         return False

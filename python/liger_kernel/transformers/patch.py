@@ -28,6 +28,7 @@ from liger_kernel.transformers.graft import (
     is_variant,
     kernels_cover,
     or_original,
+    own_attributes,
     variant,
     warn_once,
     with_globals,
@@ -449,18 +450,3 @@ class StandIn:
 
         forward = or_original(self.part.forward, base.forward, getattr(self.part, "kept_by", None))
         return self.part.__name__, (self.part, base), {"__init__": __init__, "forward": forward}
-
-
-def own_attributes(module, part, **preset) -> dict:
-    """What the forward of a norm `part` reads and `module` lacks: its eps, and the rest from `preset` or by default."""
-    if issubclass(part, LigerLayerNorm):
-        return {"variance_epsilon": module.eps, "hidden_size": module.normalized_shape[0]}
-    if not issubclass(part, LigerRMSNorm):
-        return {}
-    defaults = {name: parameter.default for name, parameter in inspect.signature(part).parameters.items()} | preset
-    eps = (getattr(module, name, None) for name in ("variance_epsilon", "eps"))
-    found = next((value for value in eps if value is not None), defaults["eps"])
-    return {
-        "variance_epsilon": found,
-        **{name: defaults.get(name) for name in ("offset", "casting_mode", "in_place", "row_mode")},
-    }

@@ -6,9 +6,10 @@ from torch import nn
 from liger_kernel.transformers import numeric
 from liger_kernel.transformers.causal_lm import FusedLoss, hands_logits_over, has_own_loss, is_fused, original_forward
 from liger_kernel.transformers.families import GEGLU, GEMMA2, LLAMA, PHI3_SWIGLU, SWIGLU, TOP2_SWIGLU, CausalLM, Swap
-from liger_kernel.transformers.graft import become, has_replaced_forward
+from liger_kernel.transformers.graft import become, has_replaced_forward, own_attributes
 from liger_kernel.transformers.head import describe, prepare_head
-from liger_kernel.transformers.patch import Replacement, Report, Skip, StandIn, own_attributes
+from liger_kernel.transformers.patch import StandIn
+from liger_kernel.transformers.report import Replacement, Report, Skip
 
 _NORM = Swap("rms_norm", (*LLAMA.targets, *GEMMA2.targets))
 _GATED = (SWIGLU, GEGLU, PHI3_SWIGLU, TOP2_SWIGLU)
