@@ -17,8 +17,8 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOOLS = (
-    "liger-kernel: a build without isolation uses the tools that are there. Run `pip install scikit-build-core cmake "
-    "ninja` first, or leave out --no-build-isolation."
+    "liger-kernel: a build without isolation uses the tools that are there. "
+    "Run `pip install scikit-build-core cmake ninja` first, or leave out --no-build-isolation."
 )
 
 try:

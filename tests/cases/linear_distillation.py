@@ -157,7 +157,7 @@ CASES = [
         make=make,
         draw=draw,
         differentiable=(0, 1, 2),
-        # p (ln p - ln q) of each class has the rounding of logits of order one, and the sum cancels to a small one.
+        # p (ln p - ln q) of a class rounds as logits of order one do, and the sum cancels to a small divergence.
         terms_of_order_one=True,
         schema=schema,
         shapes=[(1, 4, 3), (33, 16, 101), (40, 64, 1000)],
