@@ -1,6 +1,8 @@
 #pragma once
-#include <c10/core/DeviceType.h>
+#include <c10/core/Device.h>
+#include <c10/util/ArrayRef.h>
 #include <initializer_list>
+#include <string>
 #include "liger/core/kernel.h"
 
 /// A backend of another library's: kernels for a device that torch knows by a plug-in of its own, such as PrivateUse1.
@@ -22,5 +24,10 @@ struct KernelFunction {
 /// Raises c10::Error for CPU, CUDA and Meta, which have backends, for a kernel that this version of liger does not
 /// have, and when it is called for a device again.
 void register_backend(c10::DeviceType device, std::initializer_list<KernelFunction> kernels);
+
+/// Whether operators that run these kernels (by name: `norm_forward.name`) work on this device:
+/// liger was built for it, or a backend was registered, has all of them, and a GPU is of an architecture that there is
+/// code for. Of no names: whether the device has any kernel. Raises c10::Error for a name that no kernel has.
+bool has_kernels(c10::Device device, c10::ArrayRef<std::string> kernels);
 
 }  // namespace liger

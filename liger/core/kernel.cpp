@@ -1,5 +1,6 @@
 #include "liger/core/kernel.h"
 
+#include <algorithm>
 #include <map>
 #include <string_view>
 
@@ -22,6 +23,10 @@ bool add_kernel(const char* name, Slot* slots, Backend backend, int rank, void (
 Slot* find_kernel(const char* name) {
   const auto found = kernels().find(name);
   return found == kernels().end() ? nullptr : found->second;
+}
+
+bool has_any_kernel(Backend backend) {
+  return std::ranges::any_of(kernels(), [&](const auto& kernel) { return kernel.second[backend].run != nullptr; });
 }
 
 }  // namespace liger

@@ -45,6 +45,9 @@ bool add_kernel(const char* name, Slot* slots, Backend backend, int rank, void (
 /// header may have a variable of its own.)
 Slot* find_kernel(const char* name);
 
+/// Whether a backend has any kernel in this library.
+bool has_any_kernel(Backend backend);
+
 /// One kernel, one slot per backend. A backend that is not built leaves its slot empty.
 template <class Args>
 struct Kernel {

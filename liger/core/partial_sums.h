@@ -51,6 +51,12 @@ struct ScaleRows {
 };
 inline constinit Kernel<ScaleRows> scale_rows{"scale_rows"};
 
+/// Whether the current device can run the kernels that were built: a GPU of another architecture may not.
+struct RunsHere {
+  bool* yes;
+};
+inline constinit Kernel<RunsHere> runs_here{"runs_here"};
+
 /// Whether the stream records a graph instead of running.
 struct StreamCapturing {
   bool* yes;

@@ -30,6 +30,7 @@ static void sum(const PartialSum& a) {
 LIGER_REGISTER(row_partials,
                [](const RowPartials& a, Stream) { *a.count = std::max<int64_t>(1, ceil_div(a.rows, 64)); });
 
+LIGER_REGISTER(runs_here, [](const RunsHere& a, Stream) { *a.yes = true; });
 LIGER_REGISTER(stream_capturing, [](const StreamCapturing& a, Stream) { *a.yes = false; });
 
 LIGER_REGISTER(add_partials, [](const AddPartials& all, Stream) {

@@ -47,6 +47,7 @@ inline constexpr auto cudaDevAttrMultiProcessorCount = hipDeviceAttributeMultipr
                       cudaDevAttrComputeCapabilityMajor = hipDeviceAttributeComputeCapabilityMajor;
 
 inline const char* cudaGetErrorString(cudaError_t e) { return hipGetErrorString(e); }
+inline cudaError_t cudaGetLastError() { return hipGetLastError(); }
 inline cudaError_t cudaGetDevice(int* device) { return hipGetDevice(device); }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   return hipDeviceGetAttribute(value, attribute, device);

@@ -53,6 +53,14 @@ inline bool has_clusters() { return kHasClusters && attribute<cudaDevAttrCompute
 template <int>
 __global__ void nothing_kernel() {}
 
+/// Whether the current device is of an architecture that kernels were compiled for, or can compile their PTX.
+inline bool has_code() {
+  cudaFuncAttributes of;
+  const bool found = cudaFuncGetAttributes(&of, nothing_kernel<0>) == cudaSuccess;
+  if (!found) (void)cudaGetLastError();  // which a later launch would report as its own
+  return found;
+}
+
 /// How many clusters of so many blocks run at once, one block a multiprocessor: a cluster must fit into a part of the
 /// chip, and not every part has a multiple of its blocks.
 inline int clusters_at_once(int cluster, int device = current_device()) {

@@ -117,6 +117,7 @@ LIGER_REGISTER(row_partials, [](const RowPartials& a, Stream) {
   *a.count =
       std::max<int64_t>(1, std::min({a.rows, round_up(wanted, alike), std::max<int64_t>(1, fit / alike) * alike}));
 });
+LIGER_REGISTER(runs_here, [](const RunsHere& a, Stream) { *a.yes = has_code(); });
 LIGER_REGISTER(stream_capturing, [](const StreamCapturing& a, Stream s) { *a.yes = capturing(s); });
 LIGER_REGISTER(add_partials, [](const AddPartials& a, Stream s) {
   int64_t blocks = 0;

@@ -22,4 +22,24 @@ void register_backend(c10::DeviceType device, std::initializer_list<KernelFuncti
   for (const auto implement : implementations()) implement(library);
 }
 
+bool has_kernels(c10::Device device, c10::ArrayRef<std::string> kernels) {
+  const auto backend = Backend(device.type());
+  if (!has_any_kernel(backend)) return false;
+  for (const std::string& name : kernels) {
+    const Slot* slots = find_kernel(name.c_str());
+    TORCH_CHECK(slots, "liger: there is no kernel ", name);
+    if (!slots[backend].run) return false;
+  }
+  if (!runs_here.has(backend)) return true;  // a backend that is plugged in
+  bool yes = false;
+  const c10::DeviceGuard guard(device);
+  runs_here(backend, {&yes}, nullptr);
+  return yes;
+}
+
+TORCH_LIBRARY_FRAGMENT(liger, m) {
+  m.def("has_kernels(Device device, str[] kernels) -> bool",
+        [](c10::Device device, const std::vector<std::string>& kernels) { return has_kernels(device, kernels); });
+}
+
 }  // namespace liger

@@ -254,6 +254,7 @@ struct Grid {
 };
 
 inline int current_device() { return 0; }
+inline bool has_code() { return true; }
 inline int multiprocessors(int) { return 2; }
 inline int clusters_at_once(int cluster, int = 0) { return cluster > 2 ? 1 : 2 / cluster; }
 inline int shared_bytes() { return 228 * 1024; }
