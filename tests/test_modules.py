@@ -1,6 +1,7 @@
 """Modules, Function classes and their helper functions, against plain torch."""
 
 import copy
+import itertools
 import pickle
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from liger_kernel.ops.swiglu import (
 )
 from liger_kernel.transformers import (
     dyt,
+    functional,
     fused_add_rms_norm,
     geglu,
     group_norm,
@@ -127,6 +129,37 @@ def test_rms_norm_options():
     close(plain(x), F.rms_norm(x, (16,), eps=1e-6))
     with pytest.raises(AssertionError, match="init_fn"):
         rms_norm.LigerRMSNorm(16, init_fn="twos")
+
+
+MIXED = list(itertools.permutations((torch.float32, torch.bfloat16, torch.float16), 2))
+
+
+@pytest.mark.parametrize("x_dtype, w_dtype", MIXED)
+def test_mixed_dtypes(x_dtype, w_dtype):
+    """A norm gives its input's dtype, whatever its weight has; sums and products have that of torch's."""
+    torch.manual_seed(0)
+    x, other = torch.randn(6, 32).to(x_dtype), torch.randn(6, 32).to(w_dtype)
+    w, b = (torch.randn(32).to(w_dtype).requires_grad_() for _ in range(2))
+    both = torch.promote_types(x_dtype, w_dtype)
+
+    def rms(x, eps=1e-5):
+        return x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + eps)
+
+    tolerance = 4 * max(torch.finfo(dtype).eps for dtype in (x_dtype, w_dtype))
+    checks = (
+        (functional.liger_rms_norm(x, w, 1e-5), rms(x) * w, x_dtype),
+        (functional.liger_layer_norm(x, w, b, 1e-5), F.layer_norm(x.double(), (32,), w.double(), b.double()), x_dtype),
+        (functional.liger_modulated_rms_norm(x, w, other, eps=1e-5), rms(x) * w * (1 + other), x_dtype),
+        (functional.liger_fused_add_rms_norm(x, other, w, 1e-5)[0], rms(x.to(both) + other) * w, both),
+        (functional.liger_fused_add_rms_norm(x, other, w, 1e-5)[1], x.double() + other, both),
+        (functional.liger_swiglu(x, other), F.silu(x.double()) * other, both),
+        (functional.liger_geglu(x, other), F.gelu(x.double(), approximate="tanh") * other, both),
+    )
+    for i, (result, expected, dtype) in enumerate(checks):
+        assert result.dtype == dtype, i
+        torch.testing.assert_close(result.double(), expected.double(), rtol=tolerance, atol=tolerance)
+    functional.liger_rms_norm(x, w, 1e-5).sum().backward()
+    assert w.grad.dtype == w_dtype
 
 
 def test_norm_modules():

@@ -34,4 +34,27 @@ for call, words in (
         assert words in str(error), error
     else:
         raise AssertionError(f"no error with {words!r}")
-print("rms_norm passes its cases on a backend that is plugged in")
+
+# A patched model runs what the backend has, and its own code for the rest: one that was not patched has the same step.
+import copy  # noqa: E402
+
+import transformers  # noqa: E402
+from liger_kernel.ops import LigerRMSNormFunction  # noqa: E402
+from liger_kernel.transformers import apply_liger_kernel_to_llama  # noqa: E402
+
+config = transformers.LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
+)
+config._attn_implementation = "eager"
+reference = transformers.LlamaForCausalLM(config)
+model, reference = copy.deepcopy(reference).to("host"), reference.to("host")
+rms_norm, calls = LigerRMSNormFunction.apply, []
+apply_liger_kernel_to_llama(model)
+LigerRMSNormFunction.apply = lambda x, *args: calls.append(x.device.type) or rms_norm(x, *args)
+ids = torch.arange(10).view(1, 10).to("host")
+for each in (reference, model):
+    each(input_ids=ids, labels=ids).loss.backward()
+for (name, expected), parameter in zip(reference.named_parameters(), model.parameters()):
+    torch.testing.assert_close(parameter.grad.cpu(), expected.grad.cpu(), msg=name)
+assert calls == ["host"] * 3, calls
+print("rms_norm passes its cases, and a patched model trains, on a backend that is plugged in")

@@ -34,6 +34,12 @@ def infer_device() -> str:
     return "cpu"
 
 
+def in_float_under_autocast(device) -> bool:
+    """Whether autocast is on for a device and runs layer_norm and pow, among others, in float32: the CPU's does not."""
+    kind = device.type
+    return kind != "cpu" and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
 def infer_comm_backend() -> str:
     """The first communication back end that torch was built with; raises RuntimeError where there is none."""
     dist = torch.distributed

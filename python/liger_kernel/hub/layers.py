@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from liger_kernel.ops import LigerGELUMulFunction, LigerRMSNormFunction, LigerRopeFunction, LigerSiLUMulFunction
-from liger_kernel.transformers.graft import kernels_cover
+from liger_kernel.transformers.graft import GATED_KERNELS, ROPE_KERNELS, kernels_cover
+from liger_kernel.transformers.rms_norm import NORM_KERNELS
 
 
 class Layer(nn.Module):
@@ -23,7 +24,7 @@ class LigerRMSNorm(Layer):
 
     def forward(self, hidden_states):
         # With a weight of another dtype the product is of neither.
-        if not kernels_cover(hidden_states) or self.weight.dtype != hidden_states.dtype:
+        if not kernels_cover(hidden_states, NORM_KERNELS) or self.weight.dtype != hidden_states.dtype:
             return type(self).forward(self, hidden_states)
         return LigerRMSNormFunction.apply(hidden_states, self.weight, _eps(self), 0.0, "llama", False)
 
@@ -51,7 +52,7 @@ def _eps(norm):
 
 
 def _multiplies_in_float(norm, x):
-    return kernels_cover(x) and norm.weight.dtype in (x.dtype, torch.float32)
+    return kernels_cover(x, NORM_KERNELS) and norm.weight.dtype in (x.dtype, torch.float32)
 
 
 class LigerRotaryEmbedding(Layer):
@@ -86,7 +87,7 @@ def _fits(q, k, cos, sin, unsqueeze_dim, width):
     """Whether the operator has a layout of these tensors: [batch, heads, seq, dim], or [batch, seq, heads, dim] with
     unsqueeze_dim 2."""
     if (
-        not (kernels_cover(q) and kernels_cover(cos))
+        not (kernels_cover(q, ROPE_KERNELS) and kernels_cover(cos))
         or k.dtype != q.dtype
         or sin.dtype != cos.dtype
         or q.dim() != 4
@@ -113,7 +114,7 @@ class LigerGatedMLP(Layer):
     wraps them."""
 
     def forward(self, x):
-        if not kernels_cover(x):
+        if not kernels_cover(x, GATED_KERNELS):
             return type(self).forward(self, x)
         return self.down_proj(gate_of(self).apply(self.gate_proj(x), self.up_proj(x)))
 

@@ -2,16 +2,17 @@
 
 from liger_kernel._library import ops
 from liger_kernel.ops.rms_norm import casting_code, check_width
-from liger_kernel.ops.utils import calculate_settings
+from liger_kernel.ops.utils import beside, calculate_settings, promoted
 
 
 class LigerFusedAddRMSNormFunction:
     @staticmethod
     def apply(X, R, W, eps, offset=0.0, casting_mode="llama", in_place=False):
-        """(rms_norm(S), S) for S = X + R, rounded to X's dtype; see LigerRMSNormFunction. in_place is a hint: no
-        argument is changed."""
+        """(rms_norm(S), S) for S = X + R in the dtype that torch's sum has, to which S is rounded; see
+        LigerRMSNormFunction. in_place is a hint: no argument is changed."""
         check_width(X, W)
-        return ops.fused_add_rms_norm(X, R, W, float(eps), float(offset), casting_code(casting_mode))
+        X, R = promoted(X, R)
+        return ops.fused_add_rms_norm(X, R, beside(X, W), float(eps), float(offset), casting_code(casting_mode))
 
 
 def fused_add_rms_norm_forward(X, R, W, eps, offset, casting_mode):

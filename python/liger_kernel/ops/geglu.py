@@ -2,13 +2,14 @@
 
 from liger_kernel._library import ops
 from liger_kernel.ops.swiglu import GELU_TANH
+from liger_kernel.ops.utils import promoted
 
 
 class LigerGELUMulFunction:
     @staticmethod
     def apply(a, b):
-        """gelu(a) · b for a, b of one shape and dtype; neither is changed."""
-        return ops.gated(a, b, GELU_TANH, 1.0)
+        """gelu(a) · b for a, b of one shape, in the dtype that torch's product has; neither is changed."""
+        return ops.gated(*promoted(a, b), GELU_TANH, 1.0)
 
 
 def geglu_forward(a, b):

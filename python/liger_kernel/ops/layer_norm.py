@@ -1,7 +1,7 @@
 """LayerNorm (Ba et al. 2016, arXiv:1607.06450)."""
 
 from liger_kernel._library import ops
-from liger_kernel.ops.utils import calculate_settings
+from liger_kernel.ops.utils import beside, calculate_settings
 
 
 def _check(X, *vectors):
@@ -15,10 +15,11 @@ class LigerLayerNormFunction:
     def apply(X, W, B, eps):
         """(X − mean) / sqrt(variance + eps) · W + B over the last dimension.
 
-        X [..., H]; W and B [H] in X's dtype or float, or None. Raises ValueError where a width differs.
+        X [..., H]; W and B [H] of any dtype that X may have, or None; the result has X's dtype. Raises ValueError where
+        a width differs.
         """
         try:
-            return ops.layer_norm(X, W, B, float(eps))
+            return ops.layer_norm(X, beside(X, W), beside(X, B), float(eps))
         except RuntimeError:
             _check(
                 X, W, B

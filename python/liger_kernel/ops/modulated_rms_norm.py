@@ -2,7 +2,7 @@
 
 from liger_kernel._library import ops
 from liger_kernel.ops.rms_norm import casting_code, check_width
-from liger_kernel.ops.utils import calculate_settings, full_tensor
+from liger_kernel.ops.utils import beside, calculate_settings, full_tensor
 
 
 def _check(X, W, scale, shift):
@@ -29,12 +29,13 @@ class LigerModulatedRMSNormFunction:
         """rms_norm(X) · (1 + scale) + shift; see LigerRMSNormFunction.
 
         scale and shift (or None) hold a row of X's width for all rows of X, for each of equal runs of them, or for
-        every one, in X's dtype or float. in_place is a hint: no argument is changed. Raises AssertionError for sizes
-        that do not fit.
+        every one, of any dtype that X may have. in_place is a hint: no argument is changed. Raises AssertionError for
+        sizes that do not fit.
         """
         X = full_tensor(X, scale)
         _check(X, W, scale, shift)
         width = X.shape[-1]
+        W, scale, shift = (beside(X, t) for t in (W, scale, shift))
         return ops.modulated_rms_norm(
             X, W, _rows(scale, width), _rows(shift, width), float(eps), float(offset), casting_code(casting_mode)
         )

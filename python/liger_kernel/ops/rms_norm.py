@@ -1,7 +1,7 @@
 """RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467)."""
 
 from liger_kernel._library import ops
-from liger_kernel.ops.utils import calculate_settings, full_tensor
+from liger_kernel.ops.utils import beside, calculate_settings, full_tensor
 
 _CASTING = {"none": -1, "llama": 0, "gemma": 1}
 
@@ -24,13 +24,17 @@ class LigerRMSNormFunction:
     def apply(X, W, eps, offset=0.0, casting_mode="llama", in_place=True, row_mode=None):
         """y = X / rms(X) · (W + offset) over the last dimension.
 
-        X [..., H]; W [H] in X's dtype or float, or None; casting_mode says where the matched model rounds. in_place and
-        row_mode are accepted as hints: no argument is ever changed. DTensors stay sharded; beside a plain W a DTensor
-        is gathered, and y is plain. Raises AssertionError where H and W differ.
+        X [..., H]; W [H] of any dtype that X may have, or None; y has X's dtype. casting_mode says where the matched
+        model rounds. in_place and row_mode are accepted as hints: no argument is ever changed. DTensors stay sharded;
+        beside a plain W a DTensor is gathered, and y is plain. Raises AssertionError where H and W differ.
         """
         try:
             return ops.rms_norm(
-                X if W is None else full_tensor(X, W), W, float(eps), float(offset), casting_code(casting_mode)
+                X if W is None else full_tensor(X, W),
+                beside(X, W),
+                float(eps),
+                float(offset),
+                casting_code(casting_mode),
             )
         except RuntimeError:
             check_width(X, W)  # see LigerLayerNormFunction

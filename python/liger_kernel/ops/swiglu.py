@@ -3,7 +3,7 @@
 import torch
 
 from liger_kernel._library import ops
-from liger_kernel.ops.utils import first_derivative_only, placed_as
+from liger_kernel.ops.utils import first_derivative_only, placed_as, promoted
 
 #: The library's table of activations: the number of each name.
 ACTIVATIONS = {name: number for number, name in enumerate(ops.activations())}
@@ -13,9 +13,9 @@ SILU, GELU_TANH, GELU_ERF, RELU_SQUARED = map(ACTIVATIONS.get, ("silu", "gelu_ta
 class LigerSiLUMulFunction:
     @staticmethod
     def apply(a, b, gate_multiplier=1.0, down_multiplier=1.0):
-        """silu(gate_multiplier · a) · b · down_multiplier for a, b of one shape and dtype; neither is changed. A plain
-        tensor beside a DTensor is placed as that."""
-        c = ops.gated(placed_as(a, b), placed_as(b, a), SILU, float(gate_multiplier))
+        """silu(gate_multiplier · a) · b · down_multiplier for a, b of one shape, in the dtype that torch's product has;
+        neither is changed. A plain tensor beside a DTensor is placed as that."""
+        c = ops.gated(*promoted(placed_as(a, b), placed_as(b, a)), SILU, float(gate_multiplier))
         return c if down_multiplier == 1 else c * float(down_multiplier)
 
 

@@ -81,6 +81,17 @@ def first_derivative_only(backward):
     return wrapper
 
 
+def promoted(*tensors):
+    """The tensors in the dtype that torch's arithmetic between them has; None stays None."""
+    dtype = functools.reduce(torch.promote_types, {t.dtype for t in tensors if t is not None})
+    return tuple(t if t is None or t.dtype == dtype else t.to(dtype) for t in tensors)
+
+
+def beside(x, weight):
+    """A weight in a dtype that kernels take beside x: its own, or float32, where it is neither x's nor float32."""
+    return weight if weight is None or weight.dtype in (x.dtype, torch.float32) else weight.float()
+
+
 def roots(*tensors):
     """Numbers in the graph of each tensor, which keep none of its memory."""
     if torch.compiler.is_compiling():  # refuses second derivatives by itself

@@ -12,7 +12,7 @@ import inspect
 from dataclasses import dataclass
 
 import torch
-from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers import PreTrainedModel
 
 from liger_kernel.transformers.families import CausalLM
 from liger_kernel.transformers.graft import Edits, result_changed_by, warn_once
@@ -37,16 +37,35 @@ def is_fused(model) -> bool:
     return inspect.isfunction(getattr(model.forward, "liger_original", None))
 
 
-def has_own_loss(model) -> bool:
-    """Whether the model's loss is neither transformers' loss of causal language models nor ours."""
-    if getattr(model, "_loss_function", None) not in (None, loss_utils.causal_lm_loss):
-        return True
-    return LOSS_MAPPING.get(getattr(model, "loss_type", None), ForCausalLMLoss) is not ForCausalLMLoss
+def own_loss(model):
+    """The model's loss function if it is neither transformers' loss of causal language models nor ours, or None.
+
+    What the attribute gives now decides: of the model, of its class, a method or a property. So do the functions that
+    transformers' loss calls, where somebody has replaced them.
+    """
+    function = getattr(model, "loss_function", loss_utils.STANDARD_LOSS)
+    if function is not loss_utils.STANDARD_LOSS and function is not loss_utils.causal_lm_loss:
+        return function
+    return loss_utils.replaced_function()
+
+
+def own_class_loss(cls):
+    """The loss function of a class of models that is not PreTrainedModel's, which asks each model, or None."""
+    function = inspect.getattr_static(cls, "loss_function", None)
+    return None if function is PreTrainedModel.__dict__["loss_function"] else function
+
+
+def names_of_loss(function) -> str:
+    """What a loss function is, for messages."""
+    function = getattr(function, "fget", function)
+    return f"it computes its loss with {getattr(function, '__qualname__', type(function).__name__)}"
 
 
 def hands_logits_over(forward) -> bool:
-    """Whether a forward makes its loss from logits by the model's loss function, or by torch's cross entropy."""
-    return bool({"loss_function", "CrossEntropyLoss"} & names_in(forward))
+    """Whether a forward names its parameters and makes its loss from logits by the model's loss function, or by torch's
+    cross entropy."""
+    named = all(p.kind is not p.VAR_POSITIONAL for p in inspect.signature(forward).parameters.values())
+    return named and bool({"loss_function", "CrossEntropyLoss"} & names_in(forward))
 
 
 def names_in(forward) -> set[str]:
@@ -129,8 +148,8 @@ def _can_fuse(model, spec, options):
     head = head_of(model, spec)
     if head is None:
         return False
-    if has_own_loss(model):
-        reason = "the model has a loss function of its own"
+    if function := own_loss(model):
+        reason = names_of_loss(function)
     elif not prepare_head(head, Edits()):
         reason = f"{spec.head} is {describe(head)}"
     elif (reason := inner_obstacle(model, spec)) or (reason := _not_vocab_parallel(head, options)):
@@ -183,8 +202,8 @@ class _Call:
         return _Inside(self, spec)
 
     def own_loss(self):
-        """Whether the model makes its loss in a way of its own."""
-        return has_own_loss(self.model)
+        """The model's own loss function, or None."""
+        return own_loss(self.model)
 
     def part(self, model):
         """What stands for the part of `model` that makes the logits."""

@@ -1,9 +1,12 @@
 """Experts of a mixture, and where those of a model keep transformers' forward."""
 
+import contextlib
+
+import torch
 from torch import nn
 
 from liger_kernel.ops.fused_moe import fused_experts
-from liger_kernel.transformers.graft import is_dense
+from liger_kernel.transformers.graft import GATED_KERNELS, is_dense
 
 # What transformers' forward computes in another way. The others are a user's choice of how: other kernels, other
 # roundings.
@@ -23,32 +26,43 @@ def kept_by(experts, running=True) -> str | None:
     return None
 
 
-def flat(t):
-    return t.reshape(-1, t.shape[-1])
+#: What runs forward and backward of experts, beside GEMMs.
+EXPERTS_KERNELS = ("combine_experts", "experts_backward", *GATED_KERNELS, "row_partials", "add_partials")
+
+
+def computed(experts, hidden_states, top_k_index, top_k_weights, *biases, **options):
+    """fused_experts on the weights of a module, in the dtype in which transformers computes; the result is as
+    hidden_states are.
+
+    transformers' loop over experts computes in autocast's dtype, its grouped GEMMs in that of the weights.
+    """
+    x, index, weights = (t.reshape(-1, t.shape[-1]) for t in (hidden_states, top_k_index, top_k_weights))
+    grouped = getattr(getattr(experts, "config", None), "_experts_implementation", None) == "grouped_mm"
+    autocast = torch.is_autocast_enabled(x.device.type)
+    with torch.autocast(x.device.type, enabled=False) if grouped and autocast else contextlib.nullcontext():
+        x = x.to(experts.gate_up_proj.dtype) if grouped else x
+        y = fused_experts(x, experts.gate_up_proj, experts.down_proj, index, weights, *biases, **options)
+    return y.view(hidden_states.shape).to(hidden_states.dtype)
 
 
 class LigerGEGLUExperts(nn.Module):
     """LigerExperts with gelu, of tanh, for silu: a forward for experts of transformers."""
 
-    kept_by = staticmethod(kept_by)
+    kernels, kept_by = EXPERTS_KERNELS, staticmethod(kept_by)
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
         """As LigerExperts."""
-        x, index, weights = flat(hidden_states), flat(top_k_index), flat(top_k_weights)
-        y = fused_experts(x, self.gate_up_proj, self.down_proj, index, weights, activation="gelu_tanh")
-        return y.view_as(hidden_states).to(hidden_states.dtype)
+        return computed(self, hidden_states, top_k_index, top_k_weights, activation="gelu_tanh")
 
 
 class LigerGptOssExperts(nn.Module):
     """GPT-OSS's experts, as fused_experts has them with `clamped`: a forward for experts of transformers."""
 
-    kept_by = staticmethod(kept_by)
+    kernels, kept_by = EXPERTS_KERNELS, staticmethod(kept_by)
 
     def forward(self, hidden_states, router_indices=None, routing_weights=None):
         """[..., H] for hidden_states [..., H] and the experts [..., K] of each token with their weights."""
-        y = fused_experts(
-            flat(hidden_states), self.gate_up_proj, self.down_proj, flat(router_indices), flat(routing_weights),
-            self.gate_up_proj_bias, self.down_proj_bias, transposed=True, clamped=True, alpha=self.alpha,
-            limit=self.limit,
+        return computed(
+            self, hidden_states, router_indices, routing_weights, self.gate_up_proj_bias, self.down_proj_bias,
+            transposed=True, clamped=True, alpha=self.alpha, limit=self.limit,
         )  # fmt: skip
-        return y.view_as(hidden_states).to(hidden_states.dtype)

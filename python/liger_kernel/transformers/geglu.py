@@ -3,10 +3,13 @@
 from torch import nn
 
 from liger_kernel.ops import LigerGELUMulFunction
+from liger_kernel.transformers.graft import GATED_KERNELS
 
 
 class LigerGEGLUMLP(nn.Module):
     """down_proj(gelu(gate_proj(x)) · up_proj(x)), gelu in its tanh form."""
+
+    kernels = GATED_KERNELS
 
     def __init__(self, config, intermediate_size=None):
         super().__init__()

@@ -12,6 +12,7 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.modules import module as nn_module
 
+from liger_kernel._library import ops
 from liger_kernel.transformers.layer_norm import LigerLayerNorm
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
 
@@ -131,28 +132,55 @@ def has_replaced_forward(module) -> bool:
 _DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
 
 
-def kernels_cover(tensor) -> bool:
-    """Whether there are kernels for the tensor's dtype and device."""
-    return tensor.dtype in _DTYPES and (tensor.is_cuda or tensor.is_cpu or tensor.is_meta)
+_covered = set()
 
 
-def is_dense(weight) -> bool:
-    """Whether a weight is a tensor as torch has them, also while torch.export traces: no shard, nothing quantised."""
-    return type(weight) in _DENSE and kernels_cover(weight)
+@torch.compiler.assume_constant_result
+def _has_kernels(device, kernels):
+    key = device, kernels
+    if key not in _covered and ops.has_kernels(device, list(kernels)):  # a backend may still be plugged in
+        _covered.add(key)
+    return key in _covered
+
+
+def kernels_cover(tensor, kernels: tuple[str, ...] = ()) -> bool:
+    """Whether the library has all of these kernels, or any if none is named, for the tensor's dtype and device."""
+    return tensor.dtype in _DTYPES and (tensor.is_meta or _has_kernels(tensor.device, kernels))
+
+
+#: What runs forward and backward of a gated activation, a rotary embedding, and the loss in a head, beside GEMMs.
+GATED_KERNELS, ROPE_KERNELS = ("gated_forward", "gated_backward"), ("rope",)
+HEAD_KERNELS = ("cross_entropy_norm", "cross_entropy", "add_partials", "scale_rows", "stream_capturing")
+
+
+def is_dense(weight, kernels: tuple[str, ...] = ()) -> bool:
+    """Whether a weight is a tensor as torch has them, also while torch.export traces: no shard, nothing quantised; and
+    there are these kernels for it."""
+    return type(weight) in _DENSE and kernels_cover(weight, kernels)
 
 
 @functools.cache
-def or_original(part, original, keeps=None):
-    """The method `part`, but `original` where there are no kernels for its first argument, or `keeps(self)` is a
-    reason."""
-    name = list(inspect.signature(original).parameters)[1]
+def or_original(part: type, original):
+    """The forward of the class `part`, but `original` where the part would not compute the same.
 
-    @functools.wraps(part)
+    That is where there are none of `part.kernels` for the first argument, where more arguments come than the part
+    takes, where `part.kept_by` gives a reason, and where `part.as_original`, which gives the first argument the dtype
+    of the original's result, has none.
+    """
+    name, kernels = list(inspect.signature(original).parameters)[1], getattr(part, "kernels", ())
+    most = len(inspect.signature(part.forward).parameters) - 1
+    kept_by, as_original = (getattr(part, attribute, None) for attribute in ("kept_by", "as_original"))
+
+    @functools.wraps(part.forward)
     def call(self, *args, **kwargs):
         x = args[0] if args else kwargs.get(name)
-        if x is None or not kernels_cover(x) or (keeps is not None and keeps(self)):
+        if x is None or len(args) + len(kwargs) > most or not kernels_cover(x, kernels):
             return original(self, *args, **kwargs)
-        return part(self, x, *args[1:], **{key: value for key, value in kwargs.items() if key != name})
+        if kept_by is not None and kept_by(self):
+            return original(self, *args, **kwargs)
+        if as_original is not None and (x := as_original(self, x)) is None:
+            return original(self, *args, **kwargs)
+        return part.forward(self, x, *args[1:], **{key: value for key, value in kwargs.items() if key != name})
 
     call.liger_original = original
     return call
@@ -160,20 +188,27 @@ def or_original(part, original, keeps=None):
 
 @functools.cache
 def instead_of(part, original):
-    """The function `part` with the parameters of `original`; `original` where there are no kernels for its arguments.
-
-    Of a rotary embedding that is also where its tables are not laid out as [batch, seq, columns], or [seq, columns]
-    under unsqueeze_dim=0, and where q and k have other dimensions than four.
+    """The rotary embedding `part` with the parameters of `original`; `original` where there are no kernels for its
+    arguments, where its tables are not laid out as [batch, seq, columns], or [seq, columns] under unsqueeze_dim=0, and
+    where q and k have other dimensions than four.
     """
     parameters = inspect.signature(original).parameters
     names, first = list(parameters), next(iter(parameters))
-    plain = "unsqueeze_dim" not in parameters
+    second, plain = names[1], "unsqueeze_dim" not in parameters
 
     @functools.wraps(part)
     def call(*args, **kwargs):
         given = {**dict(zip(names, args)), **kwargs}
-        if not kernels_cover(given[first]):
+        if not kernels_cover(given[first], ROPE_KERNELS):
             return original(*args, **kwargs)
+        dtypes = {value.dtype for value in given.values() if _is_real(value)}
+        if len(dtypes) > 1:
+            # Most originals give what torch promotes to, some the first argument's dtype: the original says which.
+            results = None if torch.compiler.is_compiling() else _result_dtypes(original, given)
+            if results == {torch.float32}:
+                given |= {name: given[name].float() for name in (first, second)}
+            elif results != {given[first].dtype} or given[second].dtype != given[first].dtype:
+                return original(*args, **kwargs)
         if not plain:
             place, dims = given.get("unsqueeze_dim", 1), (given[first].dim(), given["cos"].dim())
             if place == 0 and dims == (4, 2):
@@ -184,6 +219,28 @@ def instead_of(part, original):
 
     call.liger_original = original
     return call
+
+
+def _is_real(value):
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+_results = {}
+
+
+def _result_dtypes(function, arguments):
+    """The dtypes of a function's results for arguments of these dtypes, from a run without numbers; None where it
+    fails."""
+    key = function, tuple(value.dtype if _is_real(value) else None for value in arguments.values())
+    if key not in _results:
+        tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+        made = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
+        try:
+            with torch.no_grad():
+                _results[key] = {result.dtype for result in function(**{**arguments, **made})}
+        except Exception:  # what the original raises, it raises again where it runs
+            _results[key] = None
+    return _results[key]
 
 
 def with_globals(function, names: dict):

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from liger_kernel.transformers.families import CausalLM
-from liger_kernel.transformers.graft import Edits, become, is_dense, result_changed_by
+from liger_kernel.transformers.graft import HEAD_KERNELS, Edits, become, is_dense, result_changed_by
 from liger_kernel.transformers.model import loss_utils
 from liger_kernel.transformers.tensor_parallel import is_vocab_parallel
 
@@ -66,7 +66,7 @@ def _is_plain(linear, fsdp):
         # More than one sharded dimension of the mesh: one of them is tensor parallelism, which FSDP2 does not gather.
         gathered = fsdp or isinstance(linear, FSDPModule)
         return gathered and sum(placement.is_shard() for placement in weight.placements) == 1
-    return is_dense(weight)
+    return is_dense(weight, HEAD_KERNELS)
 
 
 def prepare_head(head, edits: Edits, fsdp: bool = False) -> bool:

@@ -22,7 +22,7 @@ from packaging.version import parse
 
 from liger_kernel import hub
 from liger_kernel.hub import layers
-from liger_kernel.transformers.causal_lm import fused_forward, hands_logits_over, is_fused
+from liger_kernel.transformers.causal_lm import fused_forward, hands_logits_over, is_fused, names_of_loss, own_loss
 from liger_kernel.transformers.families import FAMILIES, CausalLM
 from liger_kernel.transformers.graft import Edits
 from liger_kernel.transformers.head import head_of, prepare_head
@@ -330,6 +330,8 @@ class HubKernels:
                 if not _replaceable(owner)
                 else "there is no layer for its activation"
             )
+        elif plan.spec and (function := own_loss(owner)):
+            reason = names_of_loss(function)
         if reason:
             if (skip := Skip(plan.switch, label, reason)) not in report.skipped:
                 report.skipped.append(skip)

@@ -4,6 +4,8 @@ import torch
 from torch import nn
 
 from liger_kernel.ops import LigerLayerNormFunction
+from liger_kernel.transformers.rms_norm import NORM_KERNELS
+from liger_kernel.utils import in_float_under_autocast
 
 
 class LigerLayerNorm(nn.Module):
@@ -12,6 +14,8 @@ class LigerLayerNorm(nn.Module):
     The bias always exists; it starts at zero, or random with bias=True. Raises AssertionError for an init_fn other than
     "ones" and "zeros".
     """
+
+    kernels = NORM_KERNELS
 
     def __init__(self, hidden_size, eps=1e-6, bias=False, init_fn="ones"):
         super().__init__()
@@ -22,6 +26,14 @@ class LigerLayerNorm(nn.Module):
 
     def forward(self, hidden_states):
         return LigerLayerNormFunction.apply(hidden_states, self.weight, self.bias, self.variance_epsilon)
+
+    @staticmethod
+    def as_original(module, x):
+        """x in the dtype of torch's result; None where torch has none for these dtypes."""
+        if in_float_under_autocast(x.device):
+            return x.float()
+        dtypes = {module.weight.dtype, module.bias.dtype}
+        return x if dtypes == {x.dtype} or (x.is_cpu and dtypes == {torch.float32}) else None
 
     def extra_repr(self):
         return f"{self.hidden_size}, eps={self.eps}"

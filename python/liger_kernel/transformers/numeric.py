@@ -7,7 +7,7 @@ import inspect
 import torch
 from torch import nn
 
-from liger_kernel.transformers.graft import instead_of, own_attributes
+from liger_kernel.transformers.graft import instead_of, or_original, own_attributes
 
 _ROWS = 64
 
@@ -61,7 +61,7 @@ def computes(part, module, forward, rounded: bool = True) -> bool:
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            twin = copy.deepcopy(module).to_empty(device="cpu").float()
+            twin = copy.deepcopy(module).to_empty(device="cpu").float().train()
             vars(twin).update(own_attributes(module, part))
             for parameter in twin.parameters():
                 parameter.copy_(
@@ -72,15 +72,50 @@ def computes(part, module, forward, rounded: bool = True) -> bool:
             if (inputs := _inputs(twin)) is None:
                 return False
             x, *routing = inputs
-            if not _close(part.forward(twin, x, *routing), forward(twin, x, *routing), 2.0**-16):
+            if not _close(*_seeded(part.forward, forward, twin, x, *routing), 2.0**-16):
                 return False
             if not rounded or routing:  # the sum over a token's experts is rounded once, not for each
                 return True
-            twin, x = twin.bfloat16(), x.bfloat16()
-            ours, theirs = part.forward(twin, x), forward(twin, x)
-            return ours.dtype == theirs.dtype and (ours != theirs).float().mean() <= 0.02
+            norm = isinstance(getattr(twin, "weight", None), nn.Parameter)
+            mixed = ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)) if norm else ()
+            return all(_rounds_alike(part, twin, forward, x, *dtypes) for dtypes in ((torch.bfloat16,) * 2, *mixed))
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, NotImplementedError):
         return False
+
+
+@torch.no_grad()
+def same_result(part, module, x) -> bool:
+    """Whether `part` gives what a module gives for an input of the model's, on its device and in its dtypes."""
+    if not isinstance(x, torch.Tensor):
+        return False
+    twin = copy.copy(module)
+    vars(twin).update(own_attributes(module, part))
+    forward = type(module).forward
+    with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
+        ours, theirs = _seeded(or_original(part, forward), forward, twin, x)
+    if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
+        return False
+    return _close(ours.float(), theirs.float(), 2.0**-16 if ours.dtype == torch.float32 else 2.0**-6)
+
+
+def _seeded(part, forward, *arguments):
+    """The results of both, whose dropout draws the same numbers."""
+    results = []
+    for function in (part, forward):
+        torch.manual_seed(0)
+        results.append(function(*arguments))
+    return results
+
+
+def _rounds_alike(part, twin, forward, x, of_input, of_parameters):
+    """Whether both give one dtype, and elements that differ only where that rounds less than the original did."""
+    twin, x = twin.to(of_parameters), x.to(of_input)
+    ours, theirs = _seeded(or_original(part, forward), forward, twin, x)
+    if ours.dtype != theirs.dtype:
+        return False
+    if ours.dtype == torch.float32:
+        return _close(ours, theirs, 2.0**-6)
+    return bool((ours != theirs).float().mean() <= 0.02)
 
 
 def _inputs(module):

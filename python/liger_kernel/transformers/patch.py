@@ -6,18 +6,20 @@ import inspect
 from dataclasses import dataclass, field
 
 from torch import nn
-from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.loss.loss_utils import LOSS_MAPPING
 
 from liger_kernel.transformers import numeric
 from liger_kernel.transformers.causal_lm import (
     FusedLoss,
     fused_forward,
     hands_logits_over,
-    has_own_loss,
     inner_obstacle,
     is_fused,
     names_in,
+    names_of_loss,
     original_forward,
+    own_class_loss,
+    own_loss,
 )
 from liger_kernel.transformers.families import FAMILIES, MODEL_TYPES, CausalLM, Family, Swap
 from liger_kernel.transformers.graft import (
@@ -282,6 +284,8 @@ class _Patcher:
                         self._skip(switch, name, _MISSING)
                 continue
             reason = None if hands_logits_over(original_forward(cls)) else "its forward makes no loss from logits"
+            if function := own_class_loss(cls):
+                reason = names_of_loss(function)
             fused = "fused_linear_cross_entropy" in self.on and not reason
             for switch in sorted(_LOSSES & self.on):
                 if reason:
@@ -316,8 +320,10 @@ class _Patcher:
                 self._skip(switch, next(iter(self.row.loss)), f"the {type(self.model).__name__} holds none")
 
     def _set_loss(self, owner, cls, spec):
-        if not _hands_logits_over(owner) or has_own_loss(owner):
-            return f"it computes its loss with {owner.loss_function.__name__}", None
+        if function := own_loss(owner):
+            return names_of_loss(function), None
+        if not _hands_logits_over(owner):
+            return "its forward makes no loss from logits", None
         self.edits.set(owner, "_loss_function", loss_utils.causal_lm_loss)
         return None, "causal_lm_loss"
 
@@ -328,8 +334,8 @@ class _Patcher:
             return f"{type(owner).__name__} has a forward of its own", None
         if not hands_logits_over(original_forward(cls)):
             return "its forward makes no loss from logits", None
-        if has_own_loss(owner):
-            return f"it computes its loss with {owner.loss_function.__name__}", None
+        if function := own_loss(owner):
+            return names_of_loss(function), None
         if not prepare_head(head, self.edits, sharded):
             return f"{spec.head} is {describe(head)}", None
         if reason := inner_obstacle(owner, spec):
@@ -365,7 +371,7 @@ class Finish:
 
 def _hands_logits_over(module):
     """Whether a module computes its loss from its logits by transformers' loss of causal language models."""
-    known = LOSS_MAPPING.get(getattr(module, "loss_type", None)) is ForCausalLMLoss
+    known = LOSS_MAPPING.get(getattr(module, "loss_type", None)) is loss_utils.STANDARD_LOSS
     return known and "loss_function" in names_in(original_forward(type(module)))
 
 
@@ -448,5 +454,5 @@ class StandIn:
             else:
                 vars(module).update(own_attributes(module, self.part))
 
-        forward = or_original(self.part.forward, base.forward, getattr(self.part, "kept_by", None))
+        forward = or_original(self.part, base.forward)
         return self.part.__name__, (self.part, base), {"__init__": __init__, "forward": forward}

@@ -5,6 +5,9 @@ from torch import nn
 
 from liger_kernel.ops import LigerRMSNormFunction
 
+#: What runs forward and backward of a norm.
+NORM_KERNELS = ("norm_forward", "norm_backward", "row_partials", "add_partials")
+
 
 class LigerRMSNorm(nn.Module):
     """y = x / rms(x) · (weight + offset) over the last dimension (Zhang & Sennrich 2019, arXiv:1910.07467).
@@ -12,6 +15,8 @@ class LigerRMSNorm(nn.Module):
     casting_mode is where the matched model rounds: "llama" before the weight, "gemma" only the result, "none" every
     step. in_place and row_mode are hints. Raises AssertionError for an init_fn other than "ones" and "zeros".
     """
+
+    kernels = NORM_KERNELS
 
     def __init__(
         self,
@@ -49,6 +54,14 @@ class LigerRMSNorm(nn.Module):
             self.in_place,
             self.row_mode,
         )
+
+    @staticmethod
+    def as_original(module, x):
+        """x in the dtype of the original module's result: where it rounds before the weight, the product with the
+        weight has the dtype of both."""
+        if module.weight is None or module.casting_mode == "gemma":
+            return x
+        return x.to(torch.promote_types(x.dtype, module.weight.dtype))
 
     def extra_repr(self):
         shape = None if self.weight is None else tuple(self.weight.shape)

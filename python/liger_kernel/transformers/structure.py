@@ -1,10 +1,19 @@
 """Patching a causal language model that has no row, by what its modules look like and compute."""
 
+import inspect
+
 import torch
 from torch import nn
 
 from liger_kernel.transformers import numeric
-from liger_kernel.transformers.causal_lm import FusedLoss, hands_logits_over, has_own_loss, is_fused, original_forward
+from liger_kernel.transformers.causal_lm import (
+    FusedLoss,
+    hands_logits_over,
+    is_fused,
+    names_of_loss,
+    original_forward,
+    own_loss,
+)
 from liger_kernel.transformers.families import GEGLU, GEMMA2, LLAMA, PHI3_SWIGLU, SWIGLU, TOP2_SWIGLU, CausalLM, Swap
 from liger_kernel.transformers.graft import become, has_replaced_forward, own_attributes
 from liger_kernel.transformers.head import describe, prepare_head
@@ -12,7 +21,8 @@ from liger_kernel.transformers.patch import StandIn
 from liger_kernel.transformers.report import Replacement, Report, Skip
 
 _NORM = Swap("rms_norm", (*LLAMA.targets, *GEMMA2.targets))
-_GATED = (SWIGLU, GEGLU, PHI3_SWIGLU, TOP2_SWIGLU)
+_SEED_OSS = Swap("swiglu", "swiglu.LigerSeedOssSwiGLUMLP")
+_GATED = (SWIGLU, _SEED_OSS, GEGLU, PHI3_SWIGLU, TOP2_SWIGLU)
 _PROJECTIONS = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"}, {"w1", "w2", "w3"})
 
 
@@ -21,46 +31,103 @@ def apply_liger_kernel_by_structure(
 ) -> Report:
     """Patch a causal language model of any family, and return a Report.
 
-    Nothing is replaced that computes something else on random input.
+    Nothing is replaced that computes something else on random input, or that the model calls in another way: it is run
+    on four tokens. An error undoes everything.
 
     Args:
         model: a transformers model with a language-model head.
         rms_norm: modules with one weight vector and an eps.
         mlp: modules with the projections of a gated feed-forward block and nothing else but an activation.
         fused_linear_cross_entropy: the loss in the head, of a model that hands the head's result to its loss function.
-            The model is run on four tokens, with and without logits, and both losses are compared.
+            The model is run with and without logits, and both losses are compared.
 
     Raises TypeError for something that is no torch.nn.Module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, not a torch.nn.Module")
     report = Report(type(model).__name__)
-    counts = {}
+    try:
+        _replace_parts(model, report, rms_norm, mlp)
+        if fused_linear_cross_entropy and (reason := _fuse(model, report)):
+            report.skipped.append(Skip("fused_linear_cross_entropy", type(model).__name__, reason))
+    except BaseException:
+        report.undo()
+        raise
+    return report
+
+
+def _replace_parts(model, report, rms_norm, mlp):
+    found = {}
     for module in list(model.modules()):
         swaps = (_NORM,) if rms_norm and _is_norm(module) else _GATED if mlp and _is_gated(module) else ()
-        if not swaps or "liger_part" in vars(type(module)) or has_replaced_forward(module):
-            continue
+        if swaps and "liger_part" not in vars(type(module)) and not has_replaced_forward(module):
+            found[module] = swaps
+    calls = _calls(model, found)
+    counts = {}
+    for module, swaps in found.items():
         name = type(module).__name__
-        target = next(
-            ((swap, found) for swap in swaps if (found := numeric.same_values(swap, type(module), module))), None
-        )
-        if target is None:
-            skip = Skip(
-                swaps[0].switch if len(swaps) == 1 else "mlp", name, "it computes something else on random input"
-            )
+        part, reason = _part(module, swaps, calls.get(module))
+        if reason:
+            skip = Skip(swaps[0].switch if len(swaps) == 1 else "mlp", name, reason)
             if skip not in report.skipped:
                 report.skipped.append(skip)
             continue
-        part = target[0].load(target[1])
+        swap, part = part
         become(module, StandIn(part), report.edits, **own_attributes(module, part))
-        key = (target[0].switch, name, part.__name__)
+        key = (swap.switch, name, part.__name__)
         counts[key] = counts.get(key, 0) + 1
     report.replaced += [Replacement(*key, count) for key, count in counts.items()]
-    if fused_linear_cross_entropy:
-        reason = _fuse(model, report)
-        if reason:
-            report.skipped.append(Skip("fused_linear_cross_entropy", type(model).__name__, reason))
-    return report
+
+
+def _part(module, swaps, call):
+    """((swap, what may stand for a module), None), or (None, why nothing may)."""
+    if call is not None:
+        args, kwargs = call
+        given = sum(value is not None for value in (*args, *kwargs.values()))
+        if given != 1 or not args:
+            return None, f"the model calls it with {given} arguments" if given != 1 else "it is called by keyword"
+    for swap in swaps:
+        if (target := numeric.same_values(swap, type(module), module)) and (
+            call is None or numeric.same_result(swap.load(target), module, call[0][0])
+        ):
+            return (swap, swap.load(target)), None
+    return None, "it computes something else on random input"
+
+
+def _calls(model, modules):
+    """module -> the arguments of its first call, where the model runs on four tokens."""
+    calls = {}
+
+    def record(module, args, kwargs):
+        calls.setdefault(module, (args, kwargs))
+
+    hooks = [module.register_forward_pre_hook(record, with_kwargs=True) for module in modules]
+    try:
+        _run(model)
+    except Exception:  # whatever a model of unknown code raises: it takes other inputs
+        pass
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def _run(model, labels=False, **options):
+    """The output of a model for four tokens, without dropout."""
+    ids = torch.arange(1, 5, device=next(model.parameters()).device)[None]
+    # A cache of attention's would be an error where no layer has attention.
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        options["use_cache"] = False
+    if labels:
+        options["labels"] = ids
+    training = [module for module in model.modules() if module.training]
+    try:
+        with torch.no_grad():
+            model.eval()
+            return model(input_ids=ids, **options)
+    finally:
+        for module in training:
+            module.training = True
 
 
 def _is_norm(module):
@@ -84,8 +151,10 @@ def _fuse(model, report):
         return "it has no head of its own"
     if is_fused(type(model)):
         return None
-    if not hands_logits_over(original_forward(type(model))) or has_own_loss(model):
+    if not hands_logits_over(original_forward(type(model))):
         return "its forward does not hand logits to transformers' loss of causal language models"
+    if function := own_loss(model):
+        return names_of_loss(function)
     if not prepare_head(head, report.edits):
         return f"{name} is {describe(head)}"
     mark = report.edits.mark()
@@ -98,16 +167,10 @@ def _fuse(model, report):
 
 
 def _differs(model):
-    training = model.training
-    ids = torch.arange(1, 5, device=next(model.parameters()).device)[None]
     try:
-        with torch.no_grad():
-            model.eval()
-            fused, plain = (model(input_ids=ids, labels=ids, skip_logits=skip).loss.float() for skip in (True, False))
+        fused, plain = (_run(model, labels=True, skip_logits=skip).loss.float() for skip in (True, False))
     except Exception as error:  # whatever a model of unknown code raises
         return f"it could not be tried: {type(error).__name__}: {error}"
-    finally:
-        model.train(training)
     if not torch.isfinite(plain):
         return "its loss of four tokens is not finite"
     # A 16-bit model rounds its logits.

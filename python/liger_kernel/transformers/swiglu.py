@@ -3,8 +3,9 @@
 import torch
 from torch import nn
 
-from liger_kernel.ops import LigerFusedGateUpSiLUMulFunction, LigerFusedMoEFunction, LigerSiLUMulFunction
-from liger_kernel.transformers.experts import flat, kept_by
+from liger_kernel.ops import LigerFusedGateUpSiLUMulFunction, LigerSiLUMulFunction
+from liger_kernel.transformers.experts import EXPERTS_KERNELS, computed, kept_by
+from liger_kernel.transformers.graft import GATED_KERNELS
 
 
 def _check_activation(config):
@@ -14,6 +15,8 @@ def _check_activation(config):
 
 class LigerSwiGLUMLP(nn.Module):
     """down_proj(silu(gate_proj(x)) · up_proj(x)). Raises ValueError where config.hidden_act is not silu."""
+
+    kernels = GATED_KERNELS
 
     def __init__(self, config, intermediate_size=None):
         super().__init__()
@@ -54,8 +57,21 @@ class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
         return self.down_proj(y) * self.down_multiplier
 
 
+class LigerSeedOssSwiGLUMLP(LigerSwiGLUMLP):
+    """LigerSwiGLUMLP with a dropout of config.residual_dropout on the result."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.residual_dropout = config.residual_dropout
+
+    def forward(self, x):
+        return nn.functional.dropout(LigerSwiGLUMLP.forward(self, x), self.residual_dropout, self.training)
+
+
 class LigerBlockSparseTop2MLP(nn.Module):
     """An expert: w2(silu(w1(x)) · w3(x)). Raises ValueError where config.hidden_act is not silu."""
+
+    kernels = GATED_KERNELS
 
     def __init__(self, config):
         super().__init__()
@@ -77,7 +93,7 @@ class LigerExperts(nn.Module):
     I moe_intermediate_size or intermediate_size.
     """
 
-    kept_by = staticmethod(kept_by)
+    kernels, kept_by = EXPERTS_KERNELS, staticmethod(kept_by)
 
     def __init__(self, config):
         super().__init__()
@@ -90,15 +106,14 @@ class LigerExperts(nn.Module):
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
         """[..., H] for hidden_states [..., H] and the experts [..., K] of each token with their weights."""
-        y = LigerFusedMoEFunction.apply(
-            flat(hidden_states), self.gate_up_proj, self.down_proj, flat(top_k_index), flat(top_k_weights)
-        )
-        return y.view(hidden_states.shape).to(hidden_states.dtype)  # autocast's is another
+        return computed(self, hidden_states, top_k_index, top_k_weights)
 
 
 class LigerPhi3SwiGLUMLP(nn.Module):
     """down_proj(silu(gate) · up) with gate and up the halves of one projection. Raises ValueError where
     config.hidden_act is not silu."""
+
+    kernels = GATED_KERNELS
 
     def __init__(self, config):
         super().__init__()

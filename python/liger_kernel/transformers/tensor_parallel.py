@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from liger_kernel.ops.sliced_log_prob import vocab_parallel_linear_log_prob
-from liger_kernel.transformers.graft import has_replaced_forward, kernels_cover, result_changed_by
+from liger_kernel.transformers.graft import HEAD_KERNELS, has_replaced_forward, kernels_cover, result_changed_by
 from liger_kernel.transformers.model.loss_utils import shift
 
 if torch.distributed.is_available():
@@ -30,7 +30,7 @@ def is_vocab_parallel(head) -> bool:
     return (
         weight.device_mesh.ndim == 1
         and weight.placements == (Shard(0),)
-        and kernels_cover(weight.to_local())
+        and kernels_cover(weight.to_local(), HEAD_KERNELS)
         and -(-classes // ranks) * (ranks - 1) < classes  # every rank has some
         and result_changed_by(head, but=_STYLES) is None
     )

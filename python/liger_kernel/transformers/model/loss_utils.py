@@ -5,10 +5,11 @@ Both losses, and the operators under them, are looked up through their modules a
 """
 
 import torch
+from transformers.loss import loss_utils as standard
 
 from liger_kernel.transformers import functional
 from liger_kernel.transformers.functional import CrossEntropyOutput
-from liger_kernel.transformers.graft import kernels_cover
+from liger_kernel.transformers.graft import HEAD_KERNELS, kernels_cover
 
 # The options of functional.liger_fused_linear_cross_entropy that a caller of the model may set. A fixed list: somebody
 # may have replaced that function by one of (*args, **kwargs).
@@ -30,6 +31,27 @@ OPTIONS = (
 
 
 _OWN = functional.liger_fused_linear_cross_entropy
+
+
+def _as_written(function, module):
+    """A function of a module's file; None where somebody has put another one in its place."""
+    code = getattr(function, "__code__", None)
+    return function if code is not None and code.co_filename == module.__file__ else None
+
+
+#: transformers' loss of causal language models, and the functions that it calls.
+STANDARD_LOSS = _as_written(standard.LOSS_MAPPING["ForCausalLM"], standard)
+_FIXED = _as_written(standard.fixed_cross_entropy, standard)
+_CROSS_ENTROPY = _as_written(torch.nn.functional.cross_entropy, torch.nn.functional)
+
+
+def replaced_function():
+    """What somebody has put in the place of a function that transformers' loss calls, or None; this package's cross
+    entropy is as good as torch's."""
+    if standard.fixed_cross_entropy is not _FIXED:
+        return standard.fixed_cross_entropy
+    function = torch.nn.functional.cross_entropy
+    return None if function is _CROSS_ENTROPY or function is functional.liger_cross_entropy else function
 
 
 def shift(labels: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
@@ -153,11 +175,11 @@ def causal_lm_loss(
         logits: [..., vocab_size], of any float type; the loss is a float32 scalar.
         labels, num_items_in_batch, ignore_index, shift_labels: as in LigerForCausalLMLoss.
         kwargs: ignored.
-    """
-    if not kernels_cover(logits):
-        from transformers.loss.loss_utils import ForCausalLMLoss
 
-        return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
+    Where there are no kernels, or somebody has replaced the function that transformers' loss calls, that loss runs.
+    """
+    if not kernels_cover(logits, HEAD_KERNELS) or replaced_function() is not None:
+        return standard.ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
     if shift_labels is None:
         shift_labels = shift(labels, ignore_index)
     loss = functional.liger_cross_entropy(

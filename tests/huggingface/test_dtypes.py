@@ -1,0 +1,258 @@
+"""A replaced part has the dtypes of the original, whatever its input, its parameters and autocast have."""
+
+import copy
+import functools
+import importlib.util
+import itertools
+import types
+
+import pytest
+import torch
+from conftest import assert_close
+from liger_kernel.hub import layers
+from liger_kernel.transformers import hub_kernels
+from liger_kernel.transformers.families import FAMILIES
+from liger_kernel.transformers.graft import Edits, become, instead_of, own_attributes
+from liger_kernel.transformers.patch import StandIn, _class_called, patch
+from liger_kernel.transformers.source import as_written, fingerprint, is_known
+from tiny import TINY_MODELS, model_of
+from torch import nn
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+TOKENS = 96
+
+
+def _short(dtype):
+    return {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", None: "off"}[dtype]
+
+
+@functools.cache
+def originals():
+    """(original, target) -> the original class's module, or the function itself, and what replaces it: every source of
+    the installed transformers that a row of the table of families replaces."""
+    found = {}
+    for family, row in FAMILIES.items():
+        if not importlib.util.find_spec(row.module.rpartition(".")[0]):
+            continue
+        modules = [m for kind in TINY_MODELS[family] for m in model_of(family, kind).modules()]
+        for name, swap in row.swaps.items():
+            original = None if "." in name else getattr(row.namespace(), name, None)
+            if original is not None and not isinstance(original, type):
+                found.update(
+                    ((fingerprint(original), target), (as_written(original), swap, target))
+                    for target in swap.targets
+                    if is_known(target, original)
+                )
+                continue
+            for module in modules:
+                cls = _class_called(name, row.homes, module)
+                normless = "RMSNorm" in name and getattr(module, "weight", None) is None
+                if cls is None or normless:
+                    continue
+                targets = swap.targets[:1] if "." in name else [t for t in swap.targets if is_known(t, cls)]
+                found.update(((fingerprint(cls) or name, target), (module, swap, target)) for target in targets[:1])
+    return {f"{target.rpartition('.')[2]}-{key}": value for (key, target), value in sorted(found.items(), key=str)}
+
+
+def layer_of(original):
+    """The layer for `use_as_hub_kernels` that stands for a module's class or a function, or None."""
+    layer = hub_kernels._layer_of(type(original) if isinstance(original, nn.Module) else original)
+    return layer if layer is not layers.LigerGatedMLP or layers.gate_of(original) else None
+
+
+def inputs_of(module):
+    """The tensors that a module takes, in float64."""
+    experts = getattr(module, "gate_up_proj", None)
+    if isinstance(experts, nn.Parameter):
+        width = module.down_proj.shape[2] if experts.shape[1] == module.down_proj.shape[1] else experts.shape[2]
+        routing = torch.rand(TOKENS, len(experts)).topk(2)
+        return torch.randn(TOKENS, width, dtype=torch.float64), routing.indices, routing.values
+    linear = next((m for m in module.modules() if isinstance(m, nn.Linear)), None)
+    weight = getattr(module, "weight", None)
+    width = linear.in_features if linear is not None else 64 if weight is None else weight.shape[0]
+    return (torch.randn(TOKENS, width, dtype=torch.float64),)
+
+
+def rotary_inputs(function):
+    """q and k in float64, the tables, and what else the function needs."""
+    random = functools.partial(torch.randn, dtype=torch.float64)
+    name, code = function.__name__, function.__code__.co_names
+    if name in ("apply_rotary_emb", "vision_apply_rotary_emb"):
+        turns = torch.polar(torch.ones(2, 24, 16), torch.randn(2, 24, 16))
+        return [random(2, 24, 4, 32), random(2, 24, 4, 32)], [turns if name[0] == "a" else turns[0][:, None]], []
+    if name.endswith("vision"):
+        return [random(24, 4, 32), random(24, 4, 32)], [random(24, 16).repeat(1, 2) for _ in range(2)], []
+    q, k = random(2, 4, 24, 32), random(2, 2, 24, 32)
+    if "multimodal" in name:
+        return [q, k], [random(3, 2, 24, 16).repeat(1, 1, 1, 2) for _ in range(2)], [[4, 6, 6]]
+    half = "chunk" in code or "_apply_rotary_emb" in code
+    return [q, k], [random(2, 24, 16).repeat(1, 1, 1 if half else 2) for _ in range(2)], []
+
+
+def step(call, tensors, parameters, autocast, device):
+    """(results, gradients) of a call under autocast, for an upstream gradient that does not depend on dtypes; the
+    exception's class where it raises."""
+    try:
+        with torch.autocast(device, autocast, enabled=autocast is not None):
+            results = call(*tensors)
+    except (RuntimeError, TypeError, ValueError) as error:
+        return type(error)
+    results = results if isinstance(results, tuple) else (results,)
+    leaves = [t for t in (*tensors, *parameters) if isinstance(t, torch.Tensor) and t.requires_grad]
+    if not leaves:
+        return results, ()
+    generator = torch.Generator().manual_seed(1)
+    upstream = [torch.randn(r.shape, generator=generator).bfloat16().half().to(r) for r in results]
+    return results, torch.autograd.grad(results, leaves, upstream)
+
+
+def relative_error(tensors, exact):
+    """The RMS error of some tensors, each in units of its own RMS."""
+    pairs = [(t.double(), true) for t, true in zip(tensors, exact) if t.numel()]
+    squares = [((t - true).square().mean() / true.square().mean()).item() for t, true in pairs]
+    return (sum(squares) / max(1, len(squares))) ** 0.5
+
+
+def assert_as_original(ours, theirs, exact, what):
+    if isinstance(theirs, type):  # what the original cannot compute may work
+        return
+    assert not isinstance(ours, type), f"{what}: raises {ours}"
+    for kind, a, b, c in zip(("result", "gradient"), ours, theirs, exact):
+        assert [(t.dtype, t.shape) for t in a] == [(t.dtype, t.shape) for t in b], f"{what}: {kind}"
+        error, allowed = relative_error(a, c), relative_error(b, c)
+        # Sums in float32 may be in another order.
+        assert error <= 1.1 * allowed + 2.0**-20, f"{what}: {kind} off by {error:.3g}, not {allowed:.3g}"
+
+
+def _leaf(t, dtype, grad):
+    return t.to(dtype).requires_grad_(grad) if t.is_floating_point() else t
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", originals())
+def test_every_combination(kind, device):
+    original, swap, target = originals()[kind]
+    part = swap.load(target)
+    if isinstance(original, nn.Module):
+        run, replaced = check_module, functools.partial(with_part, part=part)
+    else:
+        run, replaced = check_function, functools.partial(instead_of, part)
+    for x, p, autocast, grad in itertools.product(FLOATS, FLOATS, (None, *FLOATS[1:]), (True, False)):
+        torch.manual_seed(0)
+        what = f"input {_short(x)}, parameters {_short(p)}, autocast {_short(autocast)}"
+        run(original, replaced, x, p, autocast, grad, device, what)
+
+
+def with_part(module, part):
+    become(module, StandIn(part), Edits(), **own_attributes(module, part))
+    return module
+
+
+def check_module(module, replaced, x, p, autocast, grad, device, what):
+    module = copy.deepcopy(module).to(device, p).requires_grad_(grad)
+    inputs = [t.to(device) for t in inputs_of(module)]
+    ours, true = copy.deepcopy(module), copy.deepcopy(module).double()
+    if hasattr(true, "config"):
+        true.config._experts_implementation = "eager"  # grouped GEMMs know no float64
+    ours = replaced(ours)
+    tensors = [inputs[0].to(x), *(t.to(x) if t.is_floating_point() else t for t in inputs[1:])]
+
+    def run(m, dtype):
+        leaves = [_leaf(tensors[0], dtype or x, grad), *(_leaf(t, dtype or t.dtype, False) for t in tensors[1:])]
+        return step(m, leaves, m.parameters(), None if dtype else autocast, device)
+
+    assert_as_original(run(ours, None), run(module, None), run(true, torch.float64), what)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", [kind for kind, (original, *_) in originals().items() if layer_of(original)])
+def test_every_combination_of_the_hubs_layers(kind, device):
+    original, layer = originals()[kind][0], layer_of(originals()[kind][0])
+    for x, p, autocast, grad in itertools.product(FLOATS, FLOATS, (None, *FLOATS[1:]), (True, False)):
+        torch.manual_seed(0)
+        what = f"input {_short(x)}, parameters {_short(p)}, autocast {_short(autocast)}"
+        if isinstance(original, nn.Module):
+            check_module(original, bound(layer), x, p, autocast, grad, device, what)
+        else:
+            check_function(original, bound(layer), x, p, autocast, grad, device, what)
+
+
+def bound(layer):
+    """What `kernels` makes of a layer: its forward on a module, or on a module that stands for a function."""
+
+    def of_module(module):
+        module.forward = types.MethodType(layer.forward, module)
+        return module
+
+    def of_function(function):
+        tagged = type("Tagged", (nn.Module,), {"forward": lambda self, *args: function(*args)})()
+        return lambda *args: layer.forward(tagged, *args)
+
+    return of_function if layer in layers.ROTARIES else of_module
+
+
+def check_function(function, replaced, x, p, autocast, grad, device, what):
+    heads, tables, rest = rotary_inputs(function)
+    heads = [t.to(device, x) for t in heads]
+    tables = [t.to(device) if t.is_complex() else t.to(device, p) for t in tables]
+
+    def run(f, dtype):
+        leaves = [_leaf(t, dtype or x, grad) for t in heads]
+        wide = [t.to(torch.complex128) if t.is_complex() else t.double() for t in tables] if dtype else tables
+        return step(f, [*leaves, *wide, *rest], (), None if dtype else autocast, device)
+
+    exact = run(function, torch.float64)
+    assert not isinstance(exact, type)
+    assert_as_original(run(replaced(function), None), run(function, None), exact, what)
+
+
+def _trained(model, autocast, **inputs):
+    """(loss, last hidden states, all gradients as one vector) of a step."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        output = model(**inputs, output_hidden_states=True)
+    output.loss.backward()
+    gradients = torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
+    return output.loss, output.hidden_states[-1], gradients
+
+
+def _error(vector, exact):
+    return ((vector - exact).norm() / exact.norm()).item()
+
+
+def assert_trains_as_original(family, prepare, autocast, **inputs):
+    """A patched model's loss has the original's dtype; its gradients and those of the original are equally far from
+    those of the same numbers in float64."""
+    kind = next(iter(TINY_MODELS[family]))
+    reference = prepare(model_of(family, kind))
+    exact, model = copy.deepcopy(reference).double(), copy.deepcopy(reference)
+    exact.config._experts_implementation = "eager"  # grouped GEMMs know no float64
+    patch(family, model, rope=False)
+    ours, theirs = _trained(model, autocast, **inputs), _trained(reference, autocast, **inputs)
+    true = _trained(exact, False, **{name: t.double() if t.is_floating_point() else t for name, t in inputs.items()})
+    assert [t.dtype for t in ours] == [t.dtype for t in theirs]
+    assert _error(ours[2], true[2]) <= 1.1 * _error(theirs[2], true[2])
+    assert_close(ours[0], theirs[0], 2.0**-8)
+
+
+@pytest.mark.parametrize("family", "llama qwen3 gemma2 phi3 olmo2 exaone4 mistral mixtral".split())
+def test_float_embeddings_beside_16_bit_weights(family):
+    """A residual stream in float32, as embeddings that a caller makes in float32 give it."""
+    labels = torch.arange(20).view(2, 10)
+    embeds = torch.randn(2, 10, 64, generator=torch.Generator().manual_seed(0))
+    assert_trains_as_original(family, lambda m: m.bfloat16(), True, inputs_embeds=embeds, labels=labels)
+
+
+@pytest.mark.parametrize("family", ["llama", "exaone4", "glm4"])
+def test_float_norms_in_a_16_bit_model(family):
+    """The norms' weights promote: hidden states, and EXAONE 4's and GLM-4's residual stream, are float32 after them."""
+    ids = torch.arange(3, 23).view(2, 10)
+
+    def prepare(model):
+        model.bfloat16()
+        for name, module in model.named_modules():
+            if "norm" in name:
+                module.float()
+        return model
+
+    assert_trains_as_original(family, prepare, True, input_ids=ids, labels=ids)
