@@ -13,33 +13,33 @@ from test_own_models import _model, write  # noqa: F401
 
 FUSED = "fused_linear_cross_entropy"
 _SSM = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 8}
-# family -> the fields of its config, the switches that replace something, the class that is kept
+# family -> the fields of its config, the switches that replace something, how many classes are kept
 MODELS = {
-    "Mamba": ({"state_size": 8}, {"rms_norm", FUSED}, None),
-    "FalconMamba": ({"state_size": 8}, {"rms_norm", FUSED}, None),
+    "Mamba": ({"state_size": 8}, {"rms_norm", FUSED}, 0),
+    "FalconMamba": ({"state_size": 8}, {"rms_norm", FUSED}, 0),
     "Mamba2": (
         {"state_size": 16, "head_dim": 16, "num_heads": 8, "n_groups": 2, "expand": 2, "chunk_size": 8},
         {"rms_norm", FUSED},
-        "MambaRMSNormGated",
+        1,
     ),
     "Bamba": (
         {"attn_layer_indices": [1], "mamba_n_groups": 2, **_SSM},
         {"rms_norm", "swiglu", FUSED},
-        "BambaRMSNormGated",
+        1,
     ),
     "GraniteMoeHybrid": (
         {"layer_types": ["mamba", "attention"], "mamba_n_groups": 1, "num_local_experts": 4, "num_experts_per_tok": 2,
          "shared_intermediate_size": 96, **_SSM},
         {"rms_norm", FUSED},
-        "GraniteMoeHybridRMSNormGated",
+        1,
     ),
     "NemotronH": (
         {"layers_block_type": ["mamba", "attention"], "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2,
          "ssm_state_size": 16, "chunk_size": 8, "head_dim": 16},
         {"rms_norm", FUSED},
-        "NemotronHRMSNormGated",
+        1,
     ),
-    "SeedOss": ({"head_dim": 16}, {"rms_norm", "swiglu", FUSED}, None),
+    "SeedOss": ({"head_dim": 16}, {"rms_norm", "swiglu", FUSED}, 0),
 }  # fmt: skip
 
 
@@ -61,9 +61,8 @@ def test_a_family_without_a_row(family):
     model = copy.deepcopy(reference)
     report = apply_liger_kernel_by_structure(model)
     assert {entry.switch for entry in report.replaced} == switches, report
-    assert [(entry.name, entry.reason) for entry in report.skipped] == (
-        [(kept, "the model calls it with 2 arguments")] if kept else []
-    )
+    assert len(report.skipped) == kept
+    assert all(entry.name.endswith("RMSNormGated") and "2 arguments" in entry.reason for entry in report.skipped)
     for dtype in (torch.float32, torch.bfloat16):  # in bfloat16 Mamba's residual stream stays float32
         for each in (model, reference):
             each.to(dtype)
