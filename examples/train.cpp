@@ -1,6 +1,7 @@
 // Trains a two-layer decoder on a text of its own for a few steps, with the library's modules: no Python runs here.
-//   cmake -S examples -B build/example -DCMAKE_PREFIX_PATH="$(python -c 'import liger_kernel;
-//   print(liger_kernel.cmake_prefix_path)')" cmake --build build/example && build/example/train
+//   prefix=$(python -c 'import liger_kernel; print(liger_kernel.cmake_prefix_path)')
+//   cmake -S examples -B build/example -DCMAKE_PREFIX_PATH="$prefix"
+//   cmake --build build/example && build/example/train
 #include <liger/nn/activation.h>
 #include <liger/nn/loss.h>
 #include <liger/nn/norm.h>

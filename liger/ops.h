@@ -12,9 +12,9 @@
 /// The operators as C++ functions, differentiable. A light header: no torch/nn.h.
 namespace liger {
 
-/// y = x / rms(x) · (weight + offset) over the last dimension of x [..., n] (Zhang & Sennrich 2019, arXiv:1910.07467).
-/// weight [n] in x's dtype or float, or none; the result has x's dtype. casting says where the model that is matched
-/// rounds.
+///   y = x / rms(x) · (weight + offset)
+/// over the last dimension of x [..., n] (Zhang & Sennrich 2019, arXiv:1910.07467). weight [n] in x's dtype or float,
+/// or none; the result has x's dtype. casting says where the model that is matched rounds.
 at::Tensor rms_norm(const at::Tensor& x, const std::optional<at::Tensor>& weight, double eps = 1e-6, double offset = 0,
                     Casting casting = Casting::Llama);
 
@@ -31,32 +31,34 @@ at::Tensor modulated_rms_norm(const at::Tensor& x, const std::optional<at::Tenso
                               const std::optional<at::Tensor>& shift = {}, double eps = 1e-6, double offset = 0,
                               Casting casting = Casting::Llama);
 
-/// y = (x − mean) / sqrt(variance + eps) · weight + bias over the last dimension of x (Ba et al. 2016,
-/// arXiv:1607.06450); weight and bias [n] in x's dtype or float, or none. Computed in float, the variance from the
-/// centred row.
+///   y = (x − mean) / sqrt(variance + eps) · weight + bias
+/// over the last dimension of x (Ba et al. 2016, arXiv:1607.06450); weight and bias [n] in x's dtype or float, or none.
+/// Computed in float, the variance from the centred row.
 at::Tensor layer_norm(const at::Tensor& x, const std::optional<at::Tensor>& weight,
                       const std::optional<at::Tensor>& bias, double eps = 1e-6);
 
-/// y = weight · tanh(alpha · x) + bias: DyT, a norm's replacement without a reduction (Zhu et al. 2025,
-/// arXiv:2503.10622). alpha is one number, weight and bias [n].
+///   y = weight · tanh(alpha · x) + bias
+/// DyT, a norm's replacement without a reduction (Zhu et al. 2025, arXiv:2503.10622). alpha is one number, weight and
+/// bias [n].
 at::Tensor dyt(const at::Tensor& x, const at::Tensor& alpha, const at::Tensor& weight,
                const std::optional<at::Tensor>& bias = {});
 
-/// y = w₀ N(x³) + w₁ N(x²) + w₂ N(x) + bias over the last dimension of x, N(u) = u / sqrt(mean(u²) + eps) (Zhuo et al.
-/// 2024, arXiv:2411.03884). weight w [3], bias one number.
+///   y    = w₀ N(x³) + w₁ N(x²) + w₂ N(x) + bias
+///   N(u) = u / sqrt(mean(u²) + eps)
+/// over the last dimension of x (Zhuo et al. 2024, arXiv:2411.03884). weight w [3], bias one number.
 at::Tensor poly_norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, double eps = 1e-6);
 
-/// (x − mean) / sqrt(variance + eps) over each of `groups` groups of neighbouring channels of a sample, times a
-/// channel's weight, plus its bias (Wu & He 2018, arXiv:1803.08494). x [N, channels, ...]; weight and bias [channels]
-/// in x's dtype or float, or none.
+///   y = (x − mean) / sqrt(variance + eps) · weight + bias
+/// over each of `groups` groups of neighbouring channels of a sample, with one weight and bias per channel (Wu & He
+/// 2018, arXiv:1803.08494). x [N, channels, ...]; weight and bias [channels] in x's dtype or float, or none.
 at::Tensor group_norm(const at::Tensor& x, const std::optional<at::Tensor>& weight,
                       const std::optional<at::Tensor>& bias, int64_t groups, double eps = 1e-6);
 
 /// act(x), element by element: ReLUSquared is relu² (So et al. 2021, arXiv:2109.08668).
 at::Tensor activate(const at::Tensor& x, Activation activation = Activation::ReLUSquared);
 
-/// act(gate_multiplier · a) · b for a, b of one shape and dtype: SwiGLU and its relatives (Shazeer 2020,
-/// arXiv:2002.05202).
+///   y = act(gate_multiplier · a) · b
+/// for a, b of one shape and dtype: SwiGLU and its relatives (Shazeer 2020, arXiv:2002.05202).
 at::Tensor gated(const at::Tensor& a, const at::Tensor& b, Activation activation = Activation::SiLU,
                  double gate_multiplier = 1);
 
@@ -69,9 +71,10 @@ struct MLPOptions {
   int64_t chunk = 0;                                // tokens worked on at once, which bounds the memory; 0: all
 };
 
-/// d · (c downᵀ + down_bias), c = act(m · (x gateᵀ + gate_bias)) · (x upᵀ + up_bias), for x [..., n], gate and up
-/// [width, n], down [out, width] in one dtype: a gated MLP that keeps x alone for backward, which makes gate and up
-/// again. Sums over chunks are in float.
+///   y = d · (c downᵀ + down_bias)
+///   c = act(m · (x gateᵀ + gate_bias)) · (x upᵀ + up_bias)
+/// for x [..., n], gate and up [width, n], down [out, width] in one dtype: a gated MLP that saves only x for backward,
+/// which makes gate and up again. Sums over chunks are in float.
 at::Tensor fused_mlp(const at::Tensor& x, const at::Tensor& gate, const at::Tensor& up, const at::Tensor& down,
                      const MLPOptions& options = {}, const std::optional<at::Tensor>& gate_bias = {},
                      const std::optional<at::Tensor>& up_bias = {}, const std::optional<at::Tensor>& down_bias = {});
@@ -79,19 +82,23 @@ at::Tensor fused_mlp(const at::Tensor& x, const at::Tensor& gate, const at::Tens
 struct ExpertsOptions {
   Activation activation = Activation::SiLU;
   bool transposed = false;  // weights are [experts, in, out]
-  bool clamped = false;     // GPT-OSS's gate instead, of columns that interleave: (up' + 1) · gate' · σ(alpha · gate'),
-                            // gate' = min(gate, limit),
-  double alpha = 1.702, limit = 7;  // up' = clamp(up, −limit, limit)
-  bool recompute = true;            // backward makes gate and up again; false: they are kept
+  /// GPT-OSS's gate instead, of columns that interleave:
+  ///   h     = (up' + 1) · gate' · σ(alpha · gate')
+  ///   gate' = min(gate, limit)
+  ///   up'   = clamp(up, −limit, limit)
+  bool clamped = false;
+  double alpha = 1.702, limit = 7;
+  bool recompute = true;  // backward makes gate and up again; false: they are kept
 };
 
-/// A mixture of experts (Shazeer et al. 2017, arXiv:1701.06538): y[t] = Σ_k weights[t, k] · E(x[t]), E the gated MLP
-/// down_e (act(gate_e x) · up_e x) of expert e = index[t, k]. x [tokens, n], gate_up [experts, 2 width, n], gate above
-/// up, down [experts, n, width], biases [experts, 2 width] and [experts, n] in one dtype; index [tokens, k] integers,
-/// of which those that are no expert add nothing, weights [tokens, k], floating. Tokens are sorted by expert for
-/// grouped GEMMs; copies are summed in float, in their order. Backward keeps x and the routing. On CUDA in bfloat16,
-/// with widths that are multiples of 8, nothing is read on the host, and a graph can capture it; otherwise the counts
-/// of tokens are.
+/// A mixture of experts (Shazeer et al. 2017, arXiv:1701.06538), whose expert e is a gated MLP:
+///   y[t]   = Σ_k weights[t, k] · E_e(x[t]), e = index[t, k]
+///   E_e(x) = down_e (act(gate_e x) · up_e x)
+/// x [tokens, n], gate_up [experts, 2 width, n], gate above up, down [experts, n, width], biases [experts, 2 width] and
+/// [experts, n] in one dtype; index [tokens, k] integers, of which those that are no expert add nothing, weights
+/// [tokens, k], floating. Tokens are sorted by expert for grouped GEMMs; copies are summed in float, in their order.
+/// Backward keeps x and the routing. On CUDA in bfloat16, with widths that are multiples of 8, nothing is read on the
+/// host, and a graph can capture it; otherwise the counts of tokens are.
 at::Tensor fused_experts(const at::Tensor& x, const at::Tensor& gate_up, const at::Tensor& down,
                          const at::Tensor& index, const at::Tensor& weights, const ExpertsOptions& options = {},
                          const std::optional<at::Tensor>& gate_up_bias = {},
@@ -100,10 +107,13 @@ at::Tensor fused_experts(const at::Tensor& x, const at::Tensor& gate_up, const a
 /// Rotary position embedding (Su et al. 2021, arXiv:2104.09864) of q [batch, heads, seq, dim] and k [batch, k_heads,
 /// seq, dim], with any strides. cos, sin [seq, d], [1, seq, d] or [batch, seq, d]: the leading rotary_dim columns of a
 /// head are rotated, as the two halves that Hugging Face's models have. d is rotary_dim, where the first half of the
-/// columns counts, or half of it; rotary_dim -1 stands for d. inverse turns back. Fresh results, laid out as [batch,
-/// seq, heads, dim]. interleaved: neighbouring columns turn, by d/2 angles a token, as in Llama 4; the two views of a
-/// complex tensor's parts are read in place. sections (t, h, w): cos and sin are [3, batch, seq, d], and pair i turns
-/// by plane 0 where i < t, 1 where i < t + h, else 2 (Qwen2-VL, Wang et al. 2024, arXiv:2409.12191).
+/// columns counts, or half of it. Fresh results, laid out as [batch, seq, heads, dim].
+///   inverse             turns back
+///   interleaved         neighbouring columns turn, by d/2 angles per token, as in Llama 4; the two views of a complex
+///                       tensor's parts are read in place
+///   sections (t, h, w)  cos and sin are [3, batch, seq, d], and pair i turns by plane 0 where i < t, 1 where
+///                       i < t + h, else 2 (Qwen2-VL, Wang et al. 2024, arXiv:2409.12191)
+///   rotary_dim          -1 stands for d
 std::tuple<at::Tensor, at::Tensor> rope(const at::Tensor& q, const at::Tensor& k, const at::Tensor& cos,
                                         const at::Tensor& sin, bool inverse = false, bool interleaved = false,
                                         at::IntArrayRef sections = {}, int64_t rotary_dim = -1);
@@ -181,14 +191,15 @@ struct LogProbOptions {
   bool lse = false;              // ln Σ exp z,
   bool argmax = false;           // the first class of the largest z,
   int64_t top_k = 0;             // and so many of the largest ln p
-  int64_t valid_count =
-      -1;  // how many ids are not ignored, where the host knows it: then the device is not asked; -1: unknown
-  int64_t max_bytes = 0;  // of logits at once, and of those that wait for backward; 0: set_memory_budget's, or 4 GiB on
-                          // a GPU, 256 MiB on a CPU
-  bool batch_invariant =
-      false;  // a token's results have the same bits whatever else is in the batch: GEMMs of one shape
-  std::optional<at::Tensor> main_grad =
-      {};  // [classes, width], float: backward adds the weight's gradient to it and returns none
+  /// How many ids are not ignored, where the host knows it: then the device is not asked; -1: unknown.
+  int64_t valid_count = -1;
+  /// Of logits at once, and of those that wait for backward; 0: set_memory_budget's, or 4 GiB on a GPU, 256 MiB on a
+  /// CPU.
+  int64_t max_bytes = 0;
+  /// A token's results have the same bits whatever else is in the batch: GEMMs of one shape.
+  bool batch_invariant = false;
+  /// [classes, width], float: backward adds the weight's gradient to it and returns none.
+  std::optional<at::Tensor> main_grad = {};
 };
 
 struct LogProbResult {
@@ -210,13 +221,15 @@ struct LowRank {
   double scale = 1;
 };
 
-/// ln p_id for p = softmax(z), z = c tanh(s y / c) / T or s y / T, y = hidden (weight + low_rank)ᵀ + bias, whose logits
-/// are never held in full: hidden
-/// [..., width], weight [classes, width], ids [...] integers. logp, entropy, mean_logit and lse are differentiable,
-/// with any upstream gradient; absent ones cost nothing. All results are 0 where the id is ignore_index, and such
-/// tokens cost nothing. Logits that fit into max_bytes wait for backward, others are made again there. The weight's
-/// gradient is summed in float. An id that is neither a class nor ignore_index is an error: c10::IndexError on the CPU,
-/// a device assertion on CUDA. Mixed dtypes compute in hidden's, or in autocast's.
+/// ln p_id for the logits y of a head, which are never held in full:
+///   y = hidden (weight + low_rank)ᵀ + bias
+///   z = c tanh(s y / c) / T, or s y / T without a softcap
+///   p = softmax(z)
+/// hidden [..., width], weight [classes, width], ids [...] integers. logp, entropy, mean_logit and lse are
+/// differentiable, with any upstream gradient; absent ones cost nothing. All results are 0 where the id is
+/// ignore_index, and such tokens cost nothing. Logits that fit into max_bytes wait for backward, others are made again
+/// there. The weight's gradient is summed in float. An id that is neither a class nor ignore_index is an error:
+/// c10::IndexError on the CPU, a device assertion on CUDA. Mixed dtypes compute in hidden's, or in autocast's.
 LogProbResult linear_log_prob(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& ids,
                               const LogProbOptions& options = {}, const std::optional<at::Tensor>& bias = {},
                               const LowRank& low_rank = {});
@@ -251,15 +264,19 @@ DistillationResult linear_distillation(const at::Tensor& student, const at::Tens
                                        const std::optional<at::Tensor>& student_bias = {},
                                        const std::optional<at::Tensor>& teacher_bias = {});
 
-/// Kullback-Leibler divergence Σ t (ln max(t, eps) − x) of log-probabilities x [rows, cols] from probabilities target
-/// (Kullback & Leibler 1951), or Σ eᵗ (t − x) where log_target says that target holds logarithms. target may have
-/// another dtype than x and gets no gradient. The loss is float: a scalar, or [rows, cols] without reduction.
+/// Kullback-Leibler divergence of log-probabilities x [rows, cols] from a target t (Kullback & Leibler 1951):
+///   Σ t (ln max(t, eps) − x)   for probabilities t
+///   Σ eᵗ (t − x)               where log_target says that t holds logarithms
+/// target may have another dtype than x and gets no gradient. The loss is float: a scalar, or [rows, cols] without
+/// reduction.
 at::Tensor kl_div(const at::Tensor& x, const at::Tensor& target, Reduction reduction = Reduction::Mean,
                   bool log_target = false, double eps = 1e-10);
 
-/// Generalised Jensen-Shannon divergence β KL(P ‖ M) + (1 − β) KL(Q ‖ M), M = β P + (1 − β) Q (Lin 1991), of
-/// log-probabilities x = ln Q and target = ln P [rows, cols]; β = 0 gives KL(P ‖ Q), β = 1 KL(Q ‖ P). Rows whose label
-/// [rows] is ignore_index do not count. The loss has x's dtype; target gets no gradient.
+/// Generalised Jensen-Shannon divergence (Lin 1991) of log-probabilities x = ln Q and target = ln P [rows, cols]:
+///   0 < β < 1  β KL(P ‖ M) + (1 − β) KL(Q ‖ M), M = β P + (1 − β) Q
+///   β = 0      KL(P ‖ Q)
+///   β = 1      KL(Q ‖ P)
+/// Rows whose label [rows] is ignore_index do not count. The loss has x's dtype; target gets no gradient.
 at::Tensor jsd(const at::Tensor& x, const at::Tensor& target, const std::optional<at::Tensor>& labels = {},
                double beta = 0.5, int64_t ignore_index = -100, Reduction reduction = Reduction::BatchMean);
 
@@ -275,10 +292,11 @@ at::Tensor softmax(const at::Tensor& x);
 /// with τ such that they sum to 1; exact.
 at::Tensor sparsemax(const at::Tensor& x, int64_t dim = -1);
 
-/// (ln p_id, −Σ p ln p) with p = softmax(x / temperature), both float, for logits x [..., classes] and ids [...]: the
-/// log-probability of each token and the entropy of its distribution. 0 where the id is ignore_index, whose logits are
-/// not read. An id that is neither a class nor ignore_index is an error: c10::IndexError on the CPU, a device assertion
-/// on CUDA.
+/// (ln p_id, −Σ p ln p), both float, for logits x [..., classes] and ids [...]: the log-probability of each token and
+/// the entropy of its distribution
+///   p = softmax(x / temperature)
+/// 0 where the id is ignore_index, whose logits are not read. An id that is neither a class nor ignore_index is an
+/// error: c10::IndexError on the CPU, a device assertion on CUDA.
 std::tuple<at::Tensor, at::Tensor> selective_log_softmax(const at::Tensor& x, const at::Tensor& ids,
                                                          double temperature = 1, int64_t ignore_index = -100);
 

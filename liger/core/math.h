@@ -29,8 +29,10 @@ struct SiLU {
   }
 };
 
-/// gelu(x) = x/2 · (1 + tanh u) = x · σ(2u), u = √(2/π) (x + 0.044715 x³): as a sigmoid it takes one exponential, and
-/// loses nothing where tanh u is near −1.
+///   gelu(x) = x/2 · (1 + tanh u)
+///           = x · σ(2u)
+///   u       = √(2/π) (x + 0.044715 x³)
+/// As a sigmoid it takes one exponential, and loses nothing where tanh u is near −1.
 struct GeLUTanh {
   static constexpr float kBeta = 0.79788456080286536f, kCubic = 0.044715f;
 
@@ -39,7 +41,9 @@ struct GeLUTanh {
     return M::div(x, V(1) + M::exp(V(0) - twice_u(x, x * x)));
   }
 
-  /// σ(2u) + 2x u' σ(2u) σ(−2u), where σ(−2u) = e^(−2u) σ(2u) keeps its digits, which 1 − σ(2u) does not.
+  ///   gelu'(x) = σ(2u) + 2x u' σ(2u) σ(−2u)
+  ///   σ(−2u)   = e^(−2u) σ(2u)
+  /// which keeps its digits, and 1 − σ(2u) does not.
   template <class M, class V>
   static LIGER_HD V derivative(V x) {
     const V x2 = x * x, e = M::exp(V(0) - M::max(twice_u(x, x2), V(-80))),
@@ -123,7 +127,10 @@ struct ReverseKL {
   }
 };
 
-/// p (t − ln m) + q (x − ln m) with p = s eᵗ, q = (1 − s) eˣ, m = p + q (Lin 1991).
+/// p (t − ln m) + q (x − ln m) (Lin 1991) with
+///   p = s eᵗ
+///   q = (1 − s) eˣ
+///   m = p + q
 struct JensenShannon {
   static constexpr float kNothing = -INFINITY;
 
@@ -181,8 +188,9 @@ struct Terms {
   V v[n];
 };
 
-/// A divergence D = Σ f of distributions: the derivative of Σ f with respect to the logit of a class is w − q Σ w, w =
-/// ∂f/∂x and q = eˣ.
+/// A divergence Σ f of distributions, whose derivative with respect to the logit of a class is w − q Σ w:
+///   w = ∂f/∂x
+///   q = eˣ
 template <class Term>
 struct OfLogs {
   static constexpr bool kLogs = true;
@@ -229,7 +237,8 @@ struct ReverseKLTerm {
   }
 };
 
-/// s KL(T ‖ M) + (1 − s) KL(S ‖ M), M = s T + (1 − s) S, for s in (0, 1).
+/// s KL(T ‖ M) + (1 − s) KL(S ‖ M) for s in (0, 1), with
+///   M = s T + (1 − s) S
 struct JensenShannonTerm {
   template <class M, class V>
   static LIGER_HD V at(V x, V t, V s, V& q, V& w) {

@@ -21,7 +21,8 @@ struct RowPartials {
 };
 inline constinit Kernel<RowPartials> row_partials{"row_partials"};
 
-/// out = Σ_partials part · (factor + plus) for each group, in a fixed order.
+///   out = Σ_partials part · (factor + plus)
+/// for each group, in a fixed order.
 struct PartialSum {
   const float* part;  // [groups, partials, cols]
   Numbers factor;     // [groups · partials / per_factor, cols]; null: 1
@@ -40,8 +41,9 @@ struct AddPartials {
 };
 inline constinit Kernel<AddPartials> add_partials{"add_partials"};
 
-/// x ← x · g in place, with g one number or one a row. Rows whose factor is 1 are not touched, so that the usual
-/// upstream gradient of a loss costs nothing, without asking the host.
+///   x ← x · g
+/// in place, with g one number or one per row. Rows whose factor is 1 are not touched, so that the usual upstream
+/// gradient of a loss costs nothing, without asking the host.
 struct ScaleRows {
   void* x;    // [rows, cols]
   Numbers g;  // [1] or [rows]

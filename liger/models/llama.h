@@ -83,9 +83,10 @@ TORCH_MODULE(LlamaModel);
 /// What a forward pass may be given beside the tokens' ids.
 struct CausalLMInputs {
   at::Tensor labels = {};  // [batch, tokens], of which labels[:, 1:] are predicted; −100 where a token does not count
-  at::Tensor position_ids = {};    // [1 or batch, tokens]; without: 0, 1, … after the cache. Where they do not grow by
-                                   // one, a packed document begins, which does not see the one before it
-  at::Tensor attention_mask = {};  // [batch, keys], 0 where there is padding
+  /// [1 or batch, tokens]; without: 0, 1, … after the cache. Where they do not grow by one, a packed document begins,
+  /// which does not see the one before it.
+  at::Tensor position_ids = {};
+  at::Tensor attention_mask = {};        // [batch, keys], 0 where there is padding
   std::optional<double> num_items = {};  // divides the sum of the losses; without: their mean
   KVCache* cache = nullptr;              // grows by the tokens
 };
@@ -98,8 +99,8 @@ struct CausalLMOutput {
 struct GenerateOptions {
   TORCH_ARG(int64_t, max_new_tokens) = 20;
   TORCH_ARG(double, temperature) = 0;  // 0: the most probable token
-  TORCH_ARG(double, top_p) =
-      1;  // draws among the most probable tokens that make up this probability (Holtzman et al. 2020, arXiv:1904.09751)
+  /// Draws among the most probable tokens that make up this probability (Holtzman et al. 2020, arXiv:1904.09751).
+  TORCH_ARG(double, top_p) = 1;
   TORCH_ARG(std::optional<at::Generator>, generator);
 };
 

@@ -11,8 +11,8 @@ struct RotaryEmbeddingOptions {
   TORCH_ARG(bool, interleaved) = false;  // neighbouring columns turn, instead of the two halves
 };
 
-/// liger::rope for tokens at positions first, first + 1, …; angle of column pair i: position · base^(−2i/dim). Angles
-/// are float whatever the module is cast to: bfloat16 tells 641 of 2048 positions apart.
+/// liger::rope for tokens at positions first, first + 1, …; the angle of column pair i is position · base^(−2i/dim).
+/// Angles are float whatever the module is cast to: bfloat16 tells 641 of 2048 positions apart.
 struct RotaryEmbeddingImpl : torch::nn::Cloneable<RotaryEmbeddingImpl> {
   explicit RotaryEmbeddingImpl(RotaryEmbeddingOptions o) : options(std::move(o)) { reset(); }
 

@@ -13,9 +13,9 @@ NONE, MEAN, SUM = 0, 1, 2  # the reductions of a loss
 #: operator -> (letters of its tensor arguments, of its results). A rank holds of
 #:   x  rows [..., columns]: its own; n  samples [N, ...], of which only the first dimension is sharded: its own
 #:   e  elements, or rows of them that are the results' last dimension: its own
-#:   t  one value or k values a row; g  one value a row or one in all: its own
+#:   t  one value or k values per row; g  one value per row or one in all: its own
 #:   r  what is kept of rows for backward, in a layout of its own: its own
-#:   b  a row a sample [N, columns], or one for all: its own where the samples are sharded, else everything
+#:   b  one row per sample [N, columns], or one for all: its own where the samples are sharded, else everything
 #:   c  cosines and sines [1 or batch, positions, ...] of rows [batch, ..., positions, columns]: its own where it has
 #:      its own positions or batch
 #:   w  what all rows share: everything

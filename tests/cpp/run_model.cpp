@@ -1,5 +1,5 @@
-// What compare_models.py compares with transformers: run_model <checkpoint> <inputs.safetensors> <new checkpoint>
-// <results.safetensors>
+// What compare_models.py compares with transformers:
+//   run_model <checkpoint> <inputs.safetensors> <new checkpoint> <results.safetensors>
 #include <torch/torch.h>
 #include "liger/models/llama.h"
 

@@ -1,5 +1,7 @@
-// What compare_tokenizers.py compares with `tokenizers`: run_tokenizer <tokenizer.json> <documents.jsonl>, a string a
-// line. Prints, for each, a JSON object of its ids, with and without special tokens, and what they decode to.
+// What compare_tokenizers.py compares with `tokenizers`:
+//   run_tokenizer <tokenizer.json> <documents.jsonl>
+// with one string per line. Prints, for each, a JSON object of its ids, with and without special tokens, and what they
+// decode to.
 #include <cstdio>
 #include <fstream>
 #include <iostream>

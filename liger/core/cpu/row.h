@@ -111,10 +111,12 @@ float round_to(float v) {
   return float(T(v));
 }
 
-/// eˣ within 1 unit in the last place (1.2 without FMA), inline: 2ⁿ · eʳ with r = x − n ln 2 and, in |r| <= ½ ln 2, a
-/// polynomial whose relative error is at most 3.1e-9 (r and 1 exactly, the others fitted for the least largest error);
-/// 0 below 2^-125.5. What is added to x / ln 2 rounds it to n and leaves n + 126 in the last bits, the exponent of
-/// 2ⁿ⁻¹, or of 0; the 2 that is missing is in the polynomial. NaN stays what it is.
+/// eˣ within 1 unit in the last place (1.2 without FMA), inline:
+///   eˣ = 2ⁿ · eʳ
+///   r  = x − n ln 2
+/// with a polynomial for eʳ in |r| <= ½ ln 2 whose relative error is at most 3.1e-9 (r and 1 exactly, the others fitted
+/// for the least largest error); 0 below 2^-125.5. What is added to x / ln 2 rounds it to n and leaves n + 126 in the
+/// last bits, the exponent of 2ⁿ⁻¹, or of 0; the 2 that is missing is in the polynomial. NaN stays what it is.
 inline Vec exp(const Vec& x) {
   const Vec in = at::vec::clamp(x, Vec(-87.3f), Vec(88.7228f)), rounding(12582912.f + 126);
   const Vec t = at::vec::fmadd(in, Vec(1.4426950408889634f), rounding), n = t - rounding;
@@ -126,9 +128,11 @@ inline Vec exp(const Vec& x) {
   return p * at::vec::cast<float>(exponent << std::decay_t<decltype(exponent)>(23));
 }
 
-/// ln x within 1 unit in the last place, inline, for x >= 0 (of subnormal numbers -88 or so): x = 2ⁿ · m with m in [√½,
-/// √2), ln m = f − ½ f² + f³ P(f) with f = m − 1, and P fitted for the least largest relative error, 5.9e-9. NaN and
-/// infinity stay what they are.
+/// ln x within 1 unit in the last place, inline, for x >= 0 (of subnormal numbers -88 or so):
+///   x    = 2ⁿ · m, m in [√½, √2)
+///   ln m = f − ½ f² + f³ P(f)
+///   f    = m − 1
+/// with P fitted for the least largest relative error, 5.9e-9. NaN and infinity stay what they are.
 inline Vec log(const Vec& x) {
   using Int = at::vec::Vectorized<int32_t>;
   const Int bits = at::vec::cast<int32_t>(x), n = (bits - Int(0x3f3504f3)) >> Int(23);

@@ -4,9 +4,14 @@
 
 namespace liger::cuda {
 
-/// The tensor core's product of a 16 x 32 matrix of unsigned bytes and a 32 x 8 one of signed bytes, added to sum [16 x
-/// 8]. With group = lane / 4 and quad = lane % 4: a has rows group, group + 8 in k = 4 quad … + 3, then the same at k +
-/// 16; b has column group there; sum has row group in columns 2 quad, + 1, then row group + 8.
+/// The tensor core's product of a 16 x 32 matrix of unsigned bytes and a 32 x 8 one of signed bytes, added to sum
+/// [16 x 8]. With
+///   group = lane / 4
+///   quad  = lane % 4
+/// a lane has
+///   a     rows group and group + 8 in k = 4 quad … 4 quad + 3, then the same at k + 16
+///   b     column group at the same k
+///   sum   row group in columns 2 quad and 2 quad + 1, then row group + 8
 __device__ inline void tensor_multiply_add(int (&sum)[4], const unsigned (&a)[4], const int (&b)[2]) {
 #if __CUDA_ARCH__ >= 800
   asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -47,8 +52,11 @@ __device__ void tensor_multiply_add(int (&sums)[2][kEights][4], unsigned (&a)[2]
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #pragma unroll
   for (int i = 0; i < 8; ++i) forget(a[i / 4][i % 4]);  // made before the fence
-  // PTX ISA, "Matrix descriptor": address / 16, no matter, 1024 / 16 bytes from eight columns to the next, the swizzle
-  // of 128 bytes
+  // PTX ISA, "Matrix descriptor":
+  //   bits 0   address / 16
+  //   bits 16  no matter
+  //   bits 32  1024 / 16 bytes from eight columns to the next
+  //   bits 62  the swizzle of 128 bytes
   const uint64_t matrix =
       (shared_address(&columns[0][chunk]) >> 4) | uint64_t(1) << 16 | uint64_t(64) << 32 | uint64_t(1) << 62;
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");

@@ -129,8 +129,8 @@ LIGER_REGISTER(scale_rows, [](const ScaleRows& whole, Stream s) {
   if (!a.per_row) a.cols *= a.rows, a.rows = a.cols > 0;
   dispatch(a.dtype, [&]<class T>() {
     const RowChunks<T, 8> chunks(a.rows, a.cols);
-    Grid grid = chunks.grid();  // of no more blocks than fit on the device: where all factors are 1, to start them is
-                                // what takes time
+    // No more blocks than fit on the device: where all factors are 1, to start them is what takes time.
+    Grid grid = chunks.grid();
     grid.blocks = std::min<int64_t>(grid.blocks, 8 * multiprocessors(current_device()));
     launch(scale_rows_kernel<T>, grid, s, a, chunks);
   });

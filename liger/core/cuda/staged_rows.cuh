@@ -119,7 +119,7 @@ class StagedRows {
 
   int64_t row_, step_, end_, rows_, cols_, ahead_;  // ahead_: elements before this thread's first pack
   int packs_, stage_packs_, all_packs_, stages_, present_;
-  unsigned has_ = 0, parted_ = 0;  // a bit a pack: whether rows have it, and not as a whole
+  unsigned has_ = 0, parted_ = 0;  // a bit per pack: whether rows have it, and not as a whole
   const T* matrices_[kMost];
 };
 

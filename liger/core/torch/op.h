@@ -84,11 +84,11 @@ inline Tensor if_wanted(bool wanted, const Tensor& t) { return wanted ? t : Tens
 /// A weight's gradient where there are no rows: zeros, or undefined where it is not wanted.
 inline Tensor zeros_if(bool wanted, const OptTensor& weight) { return wanted ? at::zeros_like(*weight) : Tensor(); }
 
-/// Room for a float a row of x [..., cols]: [...].
+/// Room for one float per row of x [..., cols]: [...].
 inline Tensor empty_stat(const Tensor& x) {
   return at::empty_symint(x.sym_sizes().slice(0, x.dim() - 1), x.options().dtype(at::kFloat));
 }
-/// The same for n of them: [..., n].
+/// The same for n of them per row: [..., n].
 inline Tensor empty_stat(const Tensor& x, int64_t n) {
   c10::SymDimVector shape(x.sym_sizes());
   shape.back() = n;

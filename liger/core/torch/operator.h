@@ -112,13 +112,15 @@ consteval auto qualified(const Name<n>& a, const char (&b)[m]) {
 
 /// An operator whose derivative needs no more than its own inputs and results. D has
 ///   kName
-///   kInputs, kAll, kSaved, kGradients: the names of inputs, of all results, of what backward is given of both, and of
-///     gradients
-///   kResults, if it is not 1: how many of the results, the first ones, are the operator's
-///   forward(inputs...): all results
-///   backward(upstream..., saved..., flags...): the gradients of the first inputs. There is an upstream gradient a
-///     result. There may be a flag a gradient, with_<gradient>: what is not wanted is empty.
-/// and gets three schemas: <name>, <name>_forward, whose results are all, and <name>_backward.
+///   kInputs     the names of inputs
+///   kAll        of all results
+///   kSaved      of what backward is given of both
+///   kGradients  of gradients
+///   kResults    if it is not 1: how many of the results, the first ones, are the operator's
+///   forward(inputs...)                         returns all results
+///   backward(upstream..., saved..., flags...)  returns the gradients of the first inputs
+/// backward gets one upstream gradient per result and, optionally, one flag per gradient, with_<gradient>: what is not
+/// wanted is empty. There are three schemas: <name>, <name>_forward, whose results are all, and <name>_backward.
 template <class D>
 class Operator {
   template <class F>

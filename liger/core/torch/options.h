@@ -8,8 +8,10 @@
 //
 //     Results forward(const Options& options, const Tensor& x, bool wanted);
 //     constexpr Op<"liger::name", flat<forward>> op;
-//     m.def(schema<Options>("name(Tensor x, bool wanted", "Tensor y"));   // name(Tensor x, bool wanted, float
-//     temperature=1, ...) -> Tensor y m.impl("name", flat<forward>); with_options(op, options, x, wanted);
+//     // name(Tensor x, bool wanted, float temperature=1, ...) -> Tensor y
+//     m.def(schema<Options>("name(Tensor x, bool wanted", "Tensor y"));
+//     m.impl("name", flat<forward>);
+//     with_options(op, options, x, wanted);
 
 namespace liger {
 

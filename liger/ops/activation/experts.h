@@ -4,8 +4,8 @@
 
 namespace liger {
 
-/// y[t] = Σ_k weights[t, k] · rows[place[t, k]]: what experts make of a token's copies, summed in float. A place below
-/// 0 adds nothing.
+///   y[t] = Σ_k weights[t, k] · rows[place[t, k]]
+/// What experts make of a token's copies, summed in float. A place below 0 adds nothing.
 struct CombineExperts {
   const void* rows;      // [pairs, cols]
   const float* weights;  // [tokens, k] or null: 1
@@ -15,9 +15,13 @@ struct CombineExperts {
   DType dtype;
 };
 
-/// The step back from h = act(a_gate) · a_up, of which expert outputs are weight · (h downᵀ), where dh = dy down:
-/// dweight = Σ h · dh, a becomes the gradient of a, weight · dh · ∂h/∂a, and dh becomes weight · h, whose product with
-/// dy is the gradient of down.
+/// The step back through an expert's output, weight · (h downᵀ), with
+///   h  = act(a_gate) · a_up
+///   dh = dy down
+/// which gives
+///   dweight = Σ h · dh
+///   a  ← weight · dh · ∂h/∂a, the gradient of a
+///   dh ← weight · h, whose product with dy is the gradient of down
 struct ExpertsBackward {
   void* a;               // [pairs, 2 cols]: gate, then up
   void* dh;              // [pairs, cols]

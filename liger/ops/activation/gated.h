@@ -4,8 +4,9 @@
 
 namespace liger {
 
-/// c = act(m · a) · b, rounded where the unfused model rounds: act, then the product. Rows may lie apart in memory, as
-/// the halves of a fused gate-up product do.
+///   c = act(m · a) · b
+/// rounded where the unfused model rounds: act, then the product. Rows may lie apart in memory, as the halves of a
+/// fused gate-up product do.
 struct GatedForward {
   const void *a, *b;  // [rows, cols], stride elements apart
   void* c;            // [rows, cols]
@@ -15,7 +16,8 @@ struct GatedForward {
   float gate_multiplier;  // m
 };
 
-/// da = (dc · b) · act'(m · a) · m;  db = dc · act(m · a).
+///   da = (dc · b) · act'(m · a) · m
+///   db = dc · act(m · a)
 struct GatedBackward {
   const void *dc, *a, *b;
   void *da, *db;  // d_stride elements apart

@@ -18,7 +18,9 @@ __global__ void __launch_bounds__(256) forward_kernel(GatedForward g, RowChunks<
   });
 }
 
-/// da = dc · b · f'(m · a) · m and db = dc · f(m · a), which is made again. As forward_kernel, with three inputs.
+///   da = dc · b · f'(m · a) · m
+///   db = dc · f(m · a)
+/// f is made again. As forward_kernel, with three inputs.
 template <class T, class Act>
 __global__ void __launch_bounds__(256) backward_kernel(GatedBackward g, RowChunks<T, kPacks> chunks) {
   await_previous();

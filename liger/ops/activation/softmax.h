@@ -6,10 +6,13 @@
 namespace liger {
 
 /// The table of maps of a row to probabilities.
-/// Softmax: y = exp(x) / Σ exp(x).
-/// Sparsemax: y = max(x − τ, 0) with the τ for which Σ y = 1, the nearest probabilities to x (Martins & Astudillo 2016,
-/// arXiv:1602.02068). The set S where y > 0 determines τ = (Σ_S x − 1) / |S|. It is found exactly, by shrinking S from
-/// {x > max − 1} to {x > τ of S} until nothing leaves it (Michelot 1986): τ only grows.
+///   Softmax    y = exp(x) / Σ exp(x)
+///   Sparsemax  y = max(x − τ, 0) with the τ for which Σ y = 1
+/// Sparsemax gives the nearest probabilities to x (Martins & Astudillo 2016, arXiv:1602.02068). The set S where y > 0
+/// determines
+///   τ = (Σ_S x − 1) / |S|
+/// It is found exactly, by shrinking S from {x > max − 1} to {x > τ of S} until nothing leaves it (Michelot 1986): τ
+/// only grows.
 enum class Simplex : int8_t { Softmax = 0, Sparsemax = 1 };
 
 struct SoftmaxForward {
@@ -20,7 +23,8 @@ struct SoftmaxForward {
   Simplex kind;
 };
 
-/// Softmax: dx = y (dy − Σ y dy).  Sparsemax: dx = [y > 0] (dy − Σ [y > 0] dy / Σ [y > 0]).
+///   Softmax    dx = y (dy − Σ y dy)
+///   Sparsemax  dx = [y > 0] (dy − Σ [y > 0] dy / Σ [y > 0])
 struct SoftmaxBackward {
   const void *dy, *y;  // [rows, cols]
   void* dx;            // [rows, cols]

@@ -14,8 +14,8 @@ struct EmbeddingForward {
   DType dtype;
 };
 
-/// dw_v = Σ_{i: id_i = v} dy_i in the order of i, or of chunks of them: 0 where no token has the id, and for v =
-/// padding.
+///   dw_v = Σ_{i: id_i = v} dy_i
+/// in the order of i, or of chunks of them: 0 where no token has the id, and for the id `padding`.
 struct EmbeddingBackward {
   const void* dy;          // [tokens, cols]
   const int64_t* ids;      // [tokens]

@@ -9,8 +9,8 @@ constexpr int64_t kTrainableChunk = 4096,
                   kFrozenChunk = 2048;                      // tokens: from here on the GEMMs run at full speed on a GPU
 constexpr int64_t kHostBytes = 64 << 20, kHostChunk = 512;  // on a CPU smaller chunks stay nearer to the caches
 constexpr int64_t kStep = 128;                              // rows of a GEMM that one block works on
-constexpr int64_t kTileBytes =
-    256 << 20;  // of 8192 tokens and 16384 classes: adding to hidden's gradient costs 1 % of the GEMMs' time
+/// Of 8192 tokens and 16384 classes: adding to hidden's gradient costs 1 % of the GEMMs' time.
+constexpr int64_t kTileBytes = 256 << 20;
 constexpr int64_t kMostTiles = 64;           // terms of a float sum: more would show in float32's gradients
 constexpr int64_t kBlock = 512;              // tokens of a GEMM whose result may not depend on their number
 constexpr double kWorthReadingCount = 1e12;  // FLOP from which waiting for a count on the device pays

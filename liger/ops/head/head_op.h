@@ -68,9 +68,10 @@ inline at::ScalarType gradient_dtype(at::ScalarType compute, at::ScalarType own)
 /// g times it.
 Tensor unit_power(const Tensor& g);
 
-/// hidden [tokens, width], weight [classes, width], bias [classes] or undefined, in one dtype and contiguous. Their
-/// logits are hidden weightᵀ + bias and, where it is defined, + low_hidden [tokens, rank] low_weight [classes, rank]ᵀ
-/// (LoRA: Hu et al. 2021, arXiv:2106.09685).
+/// hidden [tokens, width], weight [classes, width], bias [classes] or undefined, low_hidden [tokens, rank] and
+/// low_weight [classes, rank] or undefined (LoRA: Hu et al. 2021, arXiv:2106.09685), in one dtype and contiguous, whose
+/// logits are
+///   hidden weightᵀ + bias + low_hidden low_weightᵀ
 struct Operands {
   Tensor hidden, weight, bias, low_hidden = {}, low_weight = {};
 
@@ -89,8 +90,8 @@ struct Pass {
   int64_t max_bytes;
   Tensor logits = {};        // [tokens, classes], which may be overwritten; undefined: they are made
   bool copy_logits = false;  // they may not
-  std::optional<at::ScalarType> logits_dtype =
-      {};  // of the logits, on a GPU: float or hidden's; what is left in their place is rounded to hidden's
+  /// Of the logits, on a GPU: float or hidden's; what is left in their place is rounded to hidden's.
+  std::optional<at::ScalarType> logits_dtype = {};
   bool in_blocks = false;  // see Operands::project
   bool by_class = false;   // work can be done on some of the classes at a time; otherwise the first class is always 0
   Tensor main_grad = {};   // float, where the weight's gradient is added; it is not returned then

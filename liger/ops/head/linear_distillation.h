@@ -5,9 +5,12 @@
 
 namespace liger {
 
-/// D = the divergence of softmax(z / T) of a student and a teacher, nll = −ln softmax(z)_label, entropy = that of the
-/// student's softmax(z / T); dx = ∂(soft · D + hard · nll)/∂x. Rows whose label is ignore_index have nll 0 and, with
-/// skip_ignored, 0 for all: they are not read then.
+/// For each row of logits z of a student and a teacher:
+///   divergence  D of their softmax(z / T), or of z / T for Cosine
+///   nll         −ln softmax(z)_label of the student
+///   entropy     that of the student's softmax(z / T)
+///   dx          ∂(soft · D + hard · nll)/∂x
+/// Rows whose label is ignore_index have nll 0 and, with skip_ignored, 0 for all: they are not read then.
 struct LinearDistillation {
   const void *x, *y;  // what the student's and the teacher's GEMM gave [rows, cols], of which x_map and y_map make z
   void* dx;           // [rows, cols]; may be x; null: none

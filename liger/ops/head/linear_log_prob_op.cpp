@@ -253,8 +253,9 @@ Gradients backward(const Options& o, const OptTensor& dlogp, const OptTensor& de
   const auto or_zero = [&](const Tensor& g) { return g.defined() ? g : at::zeros({n}, stats.options()); };
   Tensor all[] = {or_zero(upstream(dlogp)), or_zero(upstream(dentropy)), upstream(dlse), upstream(dmean_logit)};
   Tensor power;
-  if (dtype == at::kHalf) {  // what a mean over many tokens asks for would vanish, and what a loss scale has been
-                             // multiplied into overflow
+  // In float16 what a mean over many tokens asks for would vanish, and what a loss scale has been multiplied into
+  // overflow.
+  if (dtype == at::kHalf) {
     Tensor largest = all[0].abs();
     for (const Tensor& g : all)
       if (g.defined()) largest = at::maximum(largest, g.abs());

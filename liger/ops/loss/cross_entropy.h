@@ -5,9 +5,10 @@
 
 namespace liger {
 
-/// What is known of a batch from its labels; all on the device, so that the host need not wait.
-/// divisors = (Σ w_y, n) for a mean over the n labels that are not ignored, (1, 1) for a sum, (normalizer, normalizer)
-/// where one is given.
+/// What is known of a batch from its labels; all on the device, so that the host need not wait. The divisors are
+///   (Σ w_y, n)                for a mean over the n labels that are not ignored
+///   (1, 1)                    for a sum
+///   (normalizer, normalizer)  where one is given
 struct CrossEntropySums {
   float divisor, z_divisor;  // of the cross entropy and of the z-loss; a loss divided by 0 is 0
   float class_weights;       // Σ_j w_j
@@ -50,13 +51,16 @@ struct CrossEntropyTotals {
   DType dtype;
 };
 
-/// For a row of logits x with label y, z = softcap · tanh(x / softcap) or x, L = logsumexp(z), p = softmax(z), α =
-/// label_smoothing:
-///   loss = ((1 − α) w_y (L − z_y) + α/V Σ_j w_j (L − z_j)) / divisor₀ + λ L² / divisor₁          the second term is
-///   the z-loss dx_j = s · (A p_j − α/V w_j / divisor₀ − [j = y] (1 − α) w_y / divisor₀) · (1 − (z_j / softcap)²) A =
-///   ((1 − α) w_y + α/V Σ_j w_j) / divisor₀ + 2 λ L / divisor₁
-/// s is the token's upstream gradient times gradient_scale, and times p_y with token scaling, which also multiplies the
-/// loss. Ignored rows: 0, predicted −1. predicted is the first of the largest logits, or the first NaN.
+/// For a row of logits x with label y, of V classes, with α = label_smoothing and λ = lse_square_scale:
+///   z      = softcap · tanh(x / softcap), or x without a softcap
+///   L      = ln Σ_j exp(z_j)
+///   p      = softmax(z)
+///   z_loss = λ L² / divisor₁
+///   loss   = ((1 − α) w_y (L − z_y) + α/V Σ_j w_j (L − z_j)) / divisor₀ + z_loss
+///   A      = ((1 − α) w_y + α/V Σ_j w_j) / divisor₀ + 2 λ L / divisor₁
+///   dx_j   = s · (A p_j − α/V w_j / divisor₀ − [j = y] (1 − α) w_y / divisor₀) · (1 − (z_j / softcap)²)
+/// s is the token's upstream gradient times gradient_scale, and times p_y with token scaling, which also multiplies
+/// loss and z_loss. Ignored rows: 0, predicted −1. predicted is the first of the largest logits, or the first NaN.
 struct CrossEntropy {
   const void* x;  // [rows, cols], rows x_stride elements apart
   void* dx;       // [rows, cols] or null; may be x

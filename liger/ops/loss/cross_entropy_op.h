@@ -40,8 +40,8 @@ class Batch {
   Tensor target_, class_weight_;
   bool reduced_;
   at::ScalarType dtype_;
-  Tensor stats_;  // CrossEntropySums, then what is summed over rows: the losses and, if wanted, z-losses and correct
-                  // predictions
+  /// CrossEntropySums, then what is summed over rows: the losses and, if wanted, z-losses and correct predictions.
+  Tensor stats_;
   Tensor loss_, z_loss_, accuracy_, predicted_;  // totals, or of each row
 
   static constexpr int kSums = sizeof(CrossEntropySums) / sizeof(float);

@@ -14,7 +14,8 @@ struct DivergenceCount {
   int64_t rows, ignore_index;
 };
 
-/// loss = scale/n · Σ f(x, t) over the rows that are not ignored;  dx = g · scale/n · ∂f/∂x, 0 in ignored rows.
+///   loss = scale/n · Σ f(x, t), over the rows that are not ignored
+///   dx   = g · scale/n · ∂f/∂x, 0 in ignored rows
 struct DivergenceChunks {
   const void *x, *target;     // [rows, cols]
   const int64_t* labels;      // [rows] or null: none is ignored

@@ -23,10 +23,10 @@ struct CrossEntropyOptions {
 
 /// The options of fused_linear_cross_entropy besides.
 struct HeadOptions : CrossEntropyOptions {
-  int64_t valid_count =
-      -1;  // how many labels are not ignored, where the host knows it: then the device is not asked; -1: unknown
-  int64_t max_bytes =
-      0;  // of logits at once; 0: what is fastest within the memory that the weight's gradient needs anyway
+  /// How many labels are not ignored, where the host knows it: then the device is not asked; -1: unknown.
+  int64_t valid_count = -1;
+  /// Of logits at once; 0: what is fastest within the memory that the weight's gradient needs anyway.
+  int64_t max_bytes = 0;
 };
 
 }  // namespace liger

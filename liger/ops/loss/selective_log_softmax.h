@@ -7,13 +7,16 @@ namespace liger {
 /// An exponent whose exp is 0: what lies lower weighs nothing, and its product with 0 is to be no NaN.
 inline constexpr float kSelectiveLowest = -200;
 
-/// Statistics of a chunk of a row of logits z / T, z = map(x). Rows whose id is ignore_index are not read.
+/// Statistics of a chunk of a row of logits z / T, z = map(x). Rows whose id is ignore_index are not read. They are
+///   m = max z
+///   s = Σ exp((z − m)/T)
+///   Σ exp((z − m)/T) (z − m)/T
+///   Σ z
 inline constexpr int kSelectiveParts = 4;
 struct SelectiveParts {
-  const void* x;       // [rows, cols], stride elements apart
-  const int64_t* ids;  // [rows]
-  float* parts;  // [rows, ⌈cols / chunk⌉, kSelectiveParts]: m = max z, s = Σ exp((z − m)/T), Σ exp((z − m)/T) (z −
-                 // m)/T, Σ z
+  const void* x;              // [rows, cols], stride elements apart
+  const int64_t* ids;         // [rows]
+  float* parts;               // [rows, ⌈cols / chunk⌉, kSelectiveParts]
   int64_t rows, cols, chunk;  // chunk: elements of a row whose statistics are taken at once (row_chunk_size)
   int64_t x_stride, ignore_index;
   float inverse_temperature;
@@ -22,8 +25,12 @@ struct SelectiveParts {
   DType dtype;
 };
 
-/// p = softmax(z / T), logp = ln p_id, entropy = −Σ p ln p, lse = ln Σ exp(z / T), mean_logit = the mean of z / T; all
-/// 0 in ignored rows.
+/// Of a row, all 0 where it is ignored:
+///   p          = softmax(z / T)
+///   logp       = ln p_id
+///   entropy    = −Σ p ln p
+///   lse        = ln Σ exp(z / T)
+///   mean_logit = mean(z / T)
 struct SelectiveLogSoftmax {
   const void* x;            // [rows, cols], stride elements apart
   const int64_t* ids;       // [rows]
@@ -38,9 +45,10 @@ struct SelectiveLogSoftmax {
   DType dtype;
 };
 
-/// dx_j = (g ([j = id] − p_j) − h p_j (ln p_j + entropy) + l p_j + k / classes) / T · ∂z_j/∂x_j with the gradients g of
-/// logp, h of entropy, l of lse and k of mean_logit; 0 in ignored rows. ln p_j + entropy = (z_j − m)/T − mean. The
-/// columns may be some of the classes: first, first + 1, ...
+/// With the gradients g of logp, h of entropy, l of lse and k of mean_logit:
+///   dx_j = (g ([j = id] − p_j) − h p_j (ln p_j + entropy) + l p_j + k / classes) / T · ∂z_j/∂x_j
+///   ln p_j + entropy = (z_j − m)/T − mean
+/// 0 in ignored rows. The columns may be some of the classes: first, first + 1, ...
 struct SelectiveBackward {
   const float *dlogp, *dentropy;    // g, h [rows]
   const float *dlse, *dmean_logit;  // l, k [rows] or null: 0

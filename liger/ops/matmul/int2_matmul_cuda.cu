@@ -28,9 +28,11 @@ __device__ inline void transpose(unsigned (&w)[4]) {
   w[2] = __byte_perm(high01, high23, 0x5410), w[3] = __byte_perm(high01, high23, 0x7632);
 }
 
-/// sums += the products of four rows of b, 32 columns of a warp in 4 a lane, and kEights · 8 rows of a, whose bytes in
-/// plane j of(e, j) gives. Register 2 i + r of sums[h][e] is that of column 4 group + 2 h + i and row 8 e + 2 quad + r,
-/// with group = lane / 4 and quad = lane % 4.
+/// sums += the products of four rows of b, 32 columns of a warp in 4 per lane, and kEights · 8 rows of a, whose bytes
+/// in plane j of(e, j) gives. Register 2 i + r of sums[h][e] is that of column 4 group + 2 h + i and row
+/// 8 e + 2 quad + r:
+///   group = lane / 4
+///   quad  = lane % 4
 template <int kEights, class F>
 __device__ void multiply_add(int (&sums)[2][kEights][4], unsigned (&b)[4], F of) {
   transpose(b);
@@ -77,8 +79,8 @@ bool aligned_b(const Int2Matmul& g, int bytes) {
 
 // ---- few rows of a: b is read once and nothing else counts
 
-inline constexpr int kFewColumns = 32,
-                     kWarps = 8;  // a warp takes 64 rows of b, 16 a lane; the warps of a block alternate
+/// A warp takes 64 rows of b, 16 per lane; the warps of a block alternate.
+inline constexpr int kFewColumns = 32, kWarps = 8;
 
 /// out for few rows of a. A block has kFewColumns columns of b and kRows · kEights rows of a. A warp takes every
 /// kWarps-th 64 rows of b, a lane 16 of those in 4 columns, from memory to registers; the warps' sums add up in shared

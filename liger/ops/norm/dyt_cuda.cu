@@ -60,7 +60,10 @@ __device__ inline void put_dalpha(const NormBackward& a, float sum) {
   a.dalpha[blockIdx.x] = sum;
 }
 
-/// dx = alpha · (1 − t²) · g with t = tanh(alpha · x) and g = dy · w, and the sums over rows dw, db and dalpha.
+/// dx, and the sums over rows dw, db and dalpha, with
+///   t  = tanh(alpha · x)
+///   g  = dy · w
+///   dx = alpha · (1 − t²) · g
 /// A block makes one partial sum: a thread keeps the sums of its columns, and walks along the block's rows; the limit
 /// is memory.
 template <class T>

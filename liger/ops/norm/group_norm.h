@@ -6,9 +6,11 @@ namespace liger {
 /// The elements of a channel that are summed together, so that their sum does not depend on who sums.
 inline constexpr int64_t kGroupSegment = 1024;
 
-/// Group normalisation (Wu and He 2018) over [samples, groups, channels of a group, spatial]:
-///   x̂ = (x − mean(x)) · rstd, rstd = 1 / sqrt(mean((x − mean(x))²) + eps), over a group of a sample;  y = x̂ · w + b,
-///   with a w and b a channel.
+/// Group normalisation (Wu and He 2018) over [samples, groups, channels of a group, spatial], with means over a group
+/// of a sample, and one w and b per channel:
+///   rstd = 1 / sqrt(mean((x − mean(x))²) + eps)
+///   x̂    = (x − mean(x)) · rstd
+///   y    = x̂ · w + b
 struct GroupNorm {
   const void *x, *w;   // w [groups · channels] or null
   float *mean, *rstd;  // [samples, groups], which forward writes
@@ -25,7 +27,10 @@ struct GroupNormForward : GroupNorm {
   float eps;
 };
 
-/// With g = dy · w: dx = rstd · (g − mean(g) − x̂ · mean(g · x̂));  dw = Σ dy · x̂, db = Σ dy over a segment of a channel.
+///   g  = dy · w
+///   dx = rstd · (g − mean(g) − x̂ · mean(g · x̂))
+///   dw = Σ dy · x̂, over a segment of a channel
+///   db = Σ dy, likewise
 struct GroupNormBackward : GroupNorm {
   const void* dy;
   void* dx;        // null where x is frozen

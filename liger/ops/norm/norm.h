@@ -5,11 +5,16 @@
 namespace liger {
 
 /// The table of operators that scale each column of something made of a row:
-///   Rms        x̂ = x · rstd,               rstd = 1 / sqrt(mean(x²) + eps)
+///   Rms        x̂ = x · rstd
 ///   Added      the same of s = x + residual, rounded to x's dtype, which is a result too
-///   Modulated  as Rms; Each: where every row has a modulation of its own
-///   Layer      x̂ = (x − mean(x)) · rstd,   rstd = 1 / sqrt(mean((x − mean(x))²) + eps)
+///   Modulated  as Rms
+///   Each       as Modulated, where every row has a modulation of its own
+///   Layer      x̂ = (x − mean(x)) · rstd
 ///   Tanh       x̂ = tanh(alpha · x)
+/// where
+///   rstd = 1 / sqrt(mean(x²) + eps)
+/// or, in Layer,
+///   rstd = 1 / sqrt(mean((x − mean(x))²) + eps)
 enum class Norm : int8_t { Rms, Added, Modulated, Each, Layer, Tanh };
 constexpr bool centred(Norm n) { return n == Norm::Layer; }
 constexpr bool tanh_of(Norm n) { return n == Norm::Tanh; }
@@ -17,8 +22,9 @@ constexpr bool modulated(Norm n) { return n == Norm::Modulated || n == Norm::Eac
 /// Those that have b; the reference does not round before w where there is one.
 constexpr bool biased(Norm n) { return centred(n) || tanh_of(n); }
 
-/// y = x̂ · (w + offset) + b for each row, and of that, where modulated, y · (1 + scale) + shift with a row of scale and
-/// shift for every rows / modulations rows.
+///   n = x̂ · (w + offset) + b
+///   y = n, or n · (1 + scale) + shift where modulated
+/// with a row of scale and shift for every rows / modulations rows.
 struct NormForward {
   Norm norm;
   const void *x, *residual;                         // [rows, cols]
@@ -33,15 +39,21 @@ struct NormForward {
   Casting casting;
 };
 
-/// n = x̂ · (w + offset), g = dy · (w + offset), where modulated of dy · (1 + scale) instead of dy;
-///   dx = rstd · (g − x̂ · mean(g · x̂))            Rms, Modulated, Each; + ds for Added
-///   dx = rstd · (g − mean(g) − x̂ · mean(g · x̂))  Layer
-///   dx = alpha · (1 − x̂²) · g                    Tanh
-///   dw = Σ_rows dy · x̂, for Each of dy · (1 + scale);  db = Σ_rows dy;  dalpha = Σ x · (1 − x̂²) · g.
+///   g      = dy · (w + offset), where modulated dy · (1 + scale) · (w + offset)
+///   dx     = rstd · (g − x̂ · mean(g · x̂))            Rms, Modulated, Each; + ds for Added
+///   dx     = rstd · (g − mean(g) − x̂ · mean(g · x̂))  Layer
+///   dx     = alpha · (1 − x̂²) · g                    Tanh
+///   dw     = Σ_rows dy · x̂, for Each Σ_rows dy · (1 + scale) · x̂
+///   db     = Σ_rows dy
+///   dalpha = Σ x · (1 − x̂²) · g
 /// Sums over rows come as partial sums (liger/core/partial_sums.h). For Modulated as many for each modulation, in that
-/// order, of which the gradients of w, scale and shift are made: Σ (1 + scale) · dw, (w + offset) · dw and db. Each has
-/// rows of its own for them:
-///   dscale = dy · n;  dshift = dy.
+/// order, of which the gradients are made:
+///   of w      Σ (1 + scale) · dw
+///   of scale  (w + offset) · dw
+///   of shift  db
+/// Each has rows of its own for the last two:
+///   dscale = dy · x̂ · (w + offset)
+///   dshift = dy
 struct NormBackward {
   Norm norm;
   const void *dy, *ds, *x, *w, *scale;  // x: the normalised one, s for Added; ds may be null

@@ -5,7 +5,10 @@
 
 namespace liger {
 
-/// y = w₀ · N(x³) + w₁ · N(x²) + w₂ · N(x) + b for each row,  N(u) = u · rstd(u),  rstd(u) = 1 / sqrt(mean(u²) + eps).
+/// For each row:
+///   rstd(u) = 1 / sqrt(mean(u²) + eps)
+///   N(u)    = u · rstd(u)
+///   y       = w₀ · N(x³) + w₁ · N(x²) + w₂ · N(x) + b
 struct PolyNormForward {
   const void* x;  // [rows, cols]
   Numbers w, b;   // [3], [1]
@@ -16,8 +19,11 @@ struct PolyNormForward {
   float eps;
 };
 
-/// With r_p = rstd(xᵖ) and S_p = Σ_cols dy · xᵖ:
-///   dx = Σ_p w₃₋ₚ · (p · xᵖ⁻¹ · r_p · dy − p/cols · x²ᵖ⁻¹ · r_p³ · S_p);  dw₃₋ₚ = Σ_rows r_p · S_p;  db = Σ dy.
+///   r_p   = rstd(xᵖ)
+///   S_p   = Σ_cols dy · xᵖ
+///   dx    = Σ_p w₃₋ₚ · (p · xᵖ⁻¹ · r_p · dy − p/cols · x²ᵖ⁻¹ · r_p³ · S_p)
+///   dw₃₋ₚ = Σ_rows r_p · S_p
+///   db    = Σ dy
 struct PolyNormBackward {
   const void *dy, *x;
   Numbers w;

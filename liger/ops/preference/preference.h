@@ -14,8 +14,9 @@ namespace liger {
 at::Tensor sequence_log_prob(const at::Tensor& logp, const at::Tensor& labels, int64_t ignore_index = -100,
                              bool average = false);
 
-/// −Σ logp / count over the tokens whose label is not ignore_index, for logp and labels of one shape. `counted` holds
-/// the labels that are counted where logp is a part of a batch, by default `labels`. 0 where every label is ignored.
+///   −Σ logp / count
+/// over the tokens whose label is not ignore_index, for logp and labels of one shape. `counted` holds the labels that
+/// are counted where logp is a part of a batch, by default `labels`. 0 where every label is ignored.
 at::Tensor token_nll(const at::Tensor& logp, const at::Tensor& labels, int64_t ignore_index = -100,
                      const std::optional<at::Tensor>& counted = {});
 
@@ -29,9 +30,9 @@ at::Tensor labels_with_nll(const at::Tensor& target, const at::Tensor& nll_targe
 at::Tensor nll_log_probs(const at::Tensor& logp, const at::Tensor& target, const at::Tensor& nll_target,
                          int64_t ignore_index = -100);
 
-/// Σ over tokens and classes of the logits hidden weightᵀ + bias, for each row of hidden [rows, tokens, width]: (Σ
-/// hidden) · (Σ weight) + tokens Σ bias, in float and without the logits. weight [classes, width], bias [classes]. Not
-/// differentiable.
+/// The sum over tokens and classes of the logits hidden weightᵀ + bias, for each row of hidden [rows, tokens, width]:
+///   (Σ hidden) · (Σ weight) + tokens Σ bias
+/// in float and without the logits. weight [classes, width], bias [classes]. Not differentiable.
 at::Tensor logit_sums(const at::Tensor& hidden, const at::Tensor& weight, const std::optional<at::Tensor>& bias = {});
 
 /// (Σ values where liked, Σ values where not) for values [rows] and liked [rows] of bool. Not differentiable.
@@ -55,8 +56,11 @@ struct DPOOptions {
 };
 
 /// Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290) and its relatives: (1/pairs) Σ ℓ of
-/// log-probabilities [pairs]. A reference that is not given counts as 0. With Δ = ln P − ln P_ref of the chosen (w) and
-/// the rejected (l), r = β Δ, h = r_w − r_l, and σ the logistic function:
+/// log-probabilities [pairs] of the chosen (w) and the rejected (l). A reference that is not given counts as 0. With
+///   Δ = ln P − ln P_ref
+///   r = β Δ
+///   h = r_w − r_l
+/// and σ the logistic function, ℓ is one of
 ///   sigmoid    −ln σ(h)
 ///   hinge      max(0, 1 − h)                                             Zhao et al. 2023, arXiv:2305.10425
 ///   exo_pair   σ(h) (ln σ(h) − ln(1 − ε)) + σ(−h) (ln σ(−h) − ln ε)       Ji et al. 2024, arXiv:2402.00856
@@ -83,8 +87,10 @@ struct ORPOResult : PreferenceResult {
   at::Tensor log_odds_chosen;  // (1/pairs) Σ g
 };
 
-/// Odds ratio preference optimisation (Hong et al. 2024, arXiv:2403.07691), its second term: −(β/pairs) Σ ln σ(g) for
-/// the logarithm of the odds' ratio g = ln(P_w / (1 − P_w)) − ln(P_l / (1 − P_l)) of average log-probabilities [pairs].
+/// Odds ratio preference optimisation (Hong et al. 2024, arXiv:2403.07691), its second term, of average
+/// log-probabilities [pairs]; g is the logarithm of the odds' ratio:
+///   loss = −(β/pairs) Σ ln σ(g)
+///   g    = ln(P_w / (1 − P_w)) − ln(P_l / (1 − P_l))
 /// The rewards are β ln P. A probability that rounds to 1 has large, finite odds.
 ORPOResult orpo_loss(const at::Tensor& chosen, const at::Tensor& rejected, const ORPOOptions& options = {});
 
@@ -95,9 +101,11 @@ struct CPOOptions {
   int64_t pairs = 0;           // as in DPOOptions
 };
 
-/// Contrastive preference optimisation (Xu et al. 2024, arXiv:2401.08417), its first term: (1/pairs) Σ −(1 − ε) ln σ(u)
-/// − ε ln σ(−u) for u = β (ln P_w − ln P_l) − γ. With average log-probabilities and a margin γ it is SimPO (Meng et al.
-/// 2024, arXiv:2405.14734). The rewards are β ln P.
+/// Contrastive preference optimisation (Xu et al. 2024, arXiv:2401.08417), its first term:
+///   loss = (1/pairs) Σ (−(1 − ε) ln σ(u) − ε ln σ(−u))
+///   u    = β (ln P_w − ln P_l) − γ
+/// With average log-probabilities and a margin γ it is SimPO (Meng et al. 2024, arXiv:2405.14734). The rewards are
+/// β ln P.
 PreferenceResult cpo_loss(const at::Tensor& chosen, const at::Tensor& rejected, const CPOOptions& options = {});
 
 struct KTOOptions {
@@ -105,9 +113,12 @@ struct KTOOptions {
   int64_t rows = 0;  // that the sum is divided by, where those given are a part of a batch; 0: as many as given
 };
 
-/// Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv:2402.01306): (1/rows) Σ 1 − σ(s β (Δ − kl)), Δ = ln P −
-/// ln P_ref, for log-probabilities [rows], each liked (s = 1) or not (s = −1). A reference that is not given counts as
-/// 0, and so does kl, one number. The rewards are the sums of β Δ over those that are liked and those that are not.
+/// Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv:2402.01306) for log-probabilities [rows], each liked
+/// (s = 1) or not (s = −1):
+///   loss = (1/rows) Σ (1 − σ(s β (Δ − kl)))
+///   Δ    = ln P − ln P_ref
+/// A reference that is not given counts as 0, and so does kl, one number. The rewards are the sums of β Δ over those
+/// that are liked and those that are not.
 PreferenceResult kto_loss(const at::Tensor& logp, const at::Tensor& liked,
                           const std::optional<at::Tensor>& ref_logp = {}, const std::optional<at::Tensor>& kl = {},
                           const KTOOptions& options = {});

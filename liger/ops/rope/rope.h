@@ -16,12 +16,15 @@ struct RopeTensor {
 
 /// Which columns of a head are a pair, and where its cosine and sine lie in a token's rows of the tables:
 ///   Halves       columns i and rotary/2 + i; cos[i], sin[i]
-///   Sections     the same, in the plane of the tables in whose section i lies: i < section_ends[0], i <
-///   section_ends[1], or beyond Interleaved  columns 2i and 2i + 1; cos[2i], cos[2i + 1]: complex numbers
+///   Sections     the same, in the plane of the tables in whose section i lies:
+///                i < section_ends[0], i < section_ends[1], or beyond
+///   Interleaved  columns 2i and 2i + 1; cos[2i], cos[2i + 1]: complex numbers
 enum class RopePairs : int8_t { Halves, Sections, Interleaved };
 
-/// (o₁, o₂) = (x₁ c − x₂ s, x₂ c + x₁ s) for each pair of the leading `rotary` columns of a head, c and s its cosine
-/// and sine at the token; the other columns pass through, and so does v. direction −1 turns back: that is the gradient.
+///   o₁ = x₁ c − x₂ s
+///   o₂ = x₂ c + x₁ s
+/// for each pair of the leading `rotary` columns of a head, c and s its cosine and sine at the token; the other columns
+/// pass through, and so does v. direction −1 turns back: that is the gradient.
 struct Rope {
   RopeTensor q, k, v;     // v has no heads where q and k are tensors of their own
   const void *cos, *sin;  // [planes, batch or 1, seq, ...]

@@ -1,0 +1,49 @@
+"""The checks that `make lint` runs find what they are for, and leave alone what is right."""
+
+import check_comments
+import pytest
+
+MERGED = [
+    "///   the z-loss dx_j = s · (A p_j − α/V w_j / divisor₀) · (1 − (z_j / softcap)²) A =",
+    "///   PolicyLoss ℓ ← ℓ · ratio, but for Vespo ℓ ← ℓ + beta · kl, kl = e^(ref_logp − logp) − (ref_logp − logp) − 1",
+    "///   x̂ = (x − mean(x)) · rstd, rstd = 1 / sqrt(mean((x − mean(x))²) + eps), over a group of a sample",
+    "/// da = (dc · b) · act'(m · a) · m;  db = dc · act(m · a).",
+    "/// With r_p = rstd(xᵖ) and S_p = Σ_cols dy · xᵖ:",
+    "  float* parts;  // m = max z, s = Σ exp((z − m)/T), t = Σ exp((z − m)/T) (z − m)/T",
+    "/// gelu(x) = x/2 · (1 + tanh u) = x · σ(2u), u = √(2/π) (x + 0.044715 x³)",
+    "// h = a * b, g = c - d",
+]
+SINGLE = [
+    "///   dx_j = s · (A p_j − α/V w_j / divisor₀ − [j = y] (1 − α) w_y / divisor₀) · (1 − (z_j / softcap)²)",
+    "/// The terms of a policy's loss, for logp [batch, tokens]; A = advantages, m = mask.",
+    "/// A sum (a = 1 + 2, b = 3 + 4), of `c = 1 + 2, d = 3 + 4` and of kWidth = 8, kBuffers = 1: once.",
+    "/// (s = 1) or not (s = −1), where x <= 1 + y and z == 2 + y.",
+    "  const float a = b + c, d = e * f;  // g = h + i",
+    '  print("// a = b + c, d = e + f");',
+]
+
+
+@pytest.mark.parametrize("line", MERGED)
+def test_two_equations_on_a_line_are_found(line):
+    assert "two equations" in "".join(check_comments.problems_of("liger/a.h", line))
+
+
+@pytest.mark.parametrize("line", SINGLE)
+def test_one_equation_is_left_alone(line):
+    assert not list(check_comments.problems_of("liger/a.h", line))
+
+
+def test_long_lines_of_cpp_are_found():
+    assert not list(check_comments.problems_of("liger/a.h", "// " + "x̂" * 117))
+    assert "longer than" in "".join(check_comments.problems_of("liger/a.h", "// " + "x̂" * 118))
+
+
+@pytest.mark.parametrize("what", ["a float a row", "a bit a pack", "a gradient an argument"])
+@pytest.mark.parametrize("name", ["liger/a.h", "python/a.py", "docs/a.md"])
+def test_one_per_is_asked_for(name, what):
+    assert "per" in "".join(check_comments.problems_of(name, f"Room for {what} here."))
+    assert not list(check_comments.problems_of(name, "Room for a float per row; a row and a column."))
+
+
+def test_the_tree_has_none():
+    assert not list(check_comments.problems())
