@@ -7,9 +7,12 @@
 
 namespace liger::nn {
 
-/// liger::linear_distillation of a teacher's head into a student's, whose logits are never held in full: student [...,
-/// width], student_weight [classes, width], teacher [..., another width], teacher_weight [classes, that width], labels
-/// [...] where the hard loss or ignored tokens are wanted.
+/// liger::linear_distillation of a teacher's head into a student's, whose logits are never held in full:
+///   student         [..., width]
+///   student_weight  [classes, width]
+///   teacher         [..., another width]
+///   teacher_weight  [classes, that width]
+///   labels          [...], where the hard loss or ignored tokens are wanted
 struct LinearDistillationImpl : torch::nn::Cloneable<LinearDistillationImpl> {
   explicit LinearDistillationImpl(DistillationOptions o = {}) : options(std::move(o)) {}
   void reset() override {}

@@ -12,9 +12,12 @@ struct LinearPolicyLossOptions {
   TORCH_ARG(double, temperature) = 1;
 };
 
-/// liger::policy_loss of completions under a policy's head, whose logits are never held in full: hidden [batch, tokens,
-/// width], weight [classes, width], ids [batch, tokens] and bias [classes]. Tokens that the mask leaves out cost
-/// nothing, unless masked_terms.
+/// liger::policy_loss of completions under a policy's head, whose logits are never held in full:
+///   hidden  [batch, tokens, width]
+///   weight  [classes, width]
+///   ids     [batch, tokens]
+///   bias    [classes]
+/// Tokens that the mask leaves out cost nothing, unless masked_terms.
 struct LinearPolicyLossImpl : torch::nn::Cloneable<LinearPolicyLossImpl> {
   explicit LinearPolicyLossImpl(LinearPolicyLossOptions o = {}) : options(std::move(o)) {}
   void reset() override {}

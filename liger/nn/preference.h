@@ -5,10 +5,14 @@
 #include <torch/nn/pimpl.h>
 #include "liger/nn/module.h"
 
-/// Losses of preferences on a head's hidden states: hidden [rows, tokens, width], weight [classes, width], target
-/// [rows, tokens] and bias [classes]. The logits are never held in full. In the paired losses the first half of the
-/// rows is chosen, row i over row n + i; no token is shifted. Their nll is that of the chosen rows of nll_target [rows,
-/// tokens], by default target.
+/// Losses of preferences on a head's hidden states, whose logits are never held in full:
+///   hidden      [rows, tokens, width]
+///   weight      [classes, width]
+///   target      [rows, tokens]
+///   bias        [classes]
+///   nll_target  [rows, tokens], by default target
+/// In the paired losses the first half of the rows is chosen, row i over row n + i; no token is shifted. Their nll is
+/// that of the chosen rows of nll_target.
 namespace liger::nn {
 
 /// ln P of each sequence, and of the nll's tokens where it counts.
