@@ -10,11 +10,11 @@ export PATH="$(dirname "$PYTHON"):$PATH"
 
 "$PYTHON" tests/check_layers.py
 
-# What the C++ tests, the tokenizers and liger-train are built with.
-packages=(libgtest-dev libpcre2-dev libutf8proc-dev libcli11-dev libgloo-dev)
-if command -v apt-get >/dev/null && [ "$(id -u)" = 0 ] && ! dpkg -s "${packages[@]}" >/dev/null 2>&1; then
-  apt-get install -y -qq "${packages[@]}" >/dev/null 2>&1 ||
-    { apt-get update -qq && apt-get install -y -qq "${packages[@]}"; } >/dev/null || true
+missing=$(bash tests/missing_packages.sh)
+if [ -n "$missing" ]; then
+  echo "Missing, for the C++ tests, the tokenizers and liger-train: ${missing//$'\n'/, }. As root:" >&2
+  echo "  apt-get update && apt-get install -y ${missing//$'\n'/ }" >&2
+  exit 1
 fi
 
 # The C++ tests, and the CUDA kernels on CPU threads, beside the library that was built before; with CUDA, also where it was built without.
