@@ -154,3 +154,33 @@ def test_kernels_run_from_several_threads():
     for t in threads:
         t.join()
     assert len(got) == 4 and all(torch.equal(g, expected) for g in got)
+
+
+REFUSED = """
+import torch
+from liger_kernel import chunked_loss, ops, transformers
+from liger_kernel.transformers import functional as LF
+
+x, rows = torch.randn(3, 8), torch.zeros(3, dtype=torch.long)
+for call in (
+    lambda: LF.liger_rms_norm(x, torch.ones(7), 1e-6),
+    lambda: LF.liger_rms_norm(x, torch.ones(8), 1e-6, casting_mode="other"),
+    lambda: LF.liger_jsd(x, x, rows[:2]),
+    lambda: transformers.LigerRMSNorm(8, init_fn="twos"),
+    lambda: transformers.LigerCrossEntropyLoss(softcap=0),
+    lambda: transformers.LigerFusedLinearJSD(temperature=0),
+    lambda: chunked_loss.LigerFusedLinearKTOLoss()(x[None], torch.randn(5, 8), rows[None]),
+    lambda: LF.liger_cross_entropy(x, rows, return_token_accuracy="yes"),
+):
+    try:
+        call()
+        print("accepted")
+    except Exception as error:
+        print(type(error).__name__)
+"""
+
+
+def test_arguments_are_checked_without_asserts_too():
+    """`python -O` drops assert statements."""
+    done = subprocess.run([sys.executable, "-O", "-c", REFUSED], capture_output=True, text=True)
+    assert done.stdout.split() == ["AssertionError"] * 8, done.stderr

@@ -295,7 +295,8 @@ class DistillationLoss(torch.nn.Module):
         return_soft_hard_loss=False,
     ):
         super().__init__()
-        assert temperature != 0, "temperature must not be 0"
+        if temperature == 0:
+            raise AssertionError("temperature must not be 0")
         self.weight_hard_loss, self.weight_soft_loss, self.beta, self.ignore_index = (
             weight_hard_loss,
             weight_soft_loss,

@@ -8,6 +8,10 @@ from liger_kernel.ops.grpo_loss import _compute_dapo_normalizer, check_ratio
 from liger_kernel.ops.linear_log_prob import linear_log_prob
 
 
+class TwoReferences(ValueError, Warning):
+    """The API raises a bare Warning here, which its callers may catch."""
+
+
 class LigerFusedLinearPPOBase(torch.autograd.Function):
     """ppo_loss_fn(log-probabilities of the tokens), without their logits.
 
@@ -70,14 +74,12 @@ class LigerFusedLinearPPOBase(torch.autograd.Function):
         made from ref_input, ref_weight and ref_bias, where use_ref_model says that there is one. chunk_size and
         compiled change nothing: the head divides its work by itself.
         """
-        assert not use_ref_model or ref_per_token_logps is not None or ref_input is not None, (
-            "use_ref_model needs ref_per_token_logps or ref_input"
-        )
+        if use_ref_model and ref_per_token_logps is None and ref_input is None:
+            raise AssertionError("use_ref_model needs ref_per_token_logps or ref_input")
         if ref_per_token_logps is not None and ref_input is not None:
-            raise Warning("both ref_per_token_logps and ref_input are given: which one is the reference?")
-        assert loss_type != "dr_grpo" or max_completion_length is not None, (
-            "loss_type='dr_grpo' needs max_completion_length"
-        )
+            raise TwoReferences("both ref_per_token_logps and ref_input are given: which one is the reference?")
+        if loss_type == "dr_grpo" and max_completion_length is None:
+            raise AssertionError("loss_type='dr_grpo' needs max_completion_length")
         check_ratio(vllm_is_ratio, *selected_token_ids.shape)
         if vllm_is_ratio is not None and vllm_is_ratio.ndim == 1:
             vllm_is_ratio = vllm_is_ratio.unsqueeze(-1)

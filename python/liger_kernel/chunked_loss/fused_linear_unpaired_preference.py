@@ -47,8 +47,8 @@ class LigerFusedLinearUnpairedPreferenceBase(torch.autograd.Function):
         what preference_loss_fn adds. Labels of ignore_index do not count. chunk_size and compiled change nothing: the
         head divides its work by itself.
         """
-
-        assert preference_labels is not None, "preference_labels must say of each sequence whether it is liked"
+        if preference_labels is None:
+            raise AssertionError("preference_labels must say of each sequence whether it is liked")
 
         def head(_input, weight, bias):
             return linear_log_prob(_input, weight, target, bias, ignore_index=ignore_index)

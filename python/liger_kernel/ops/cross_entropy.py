@@ -39,7 +39,8 @@ def loss_options(
         ("return_token_accuracy", return_token_accuracy),
         ("return_predicted_tokens", return_predicted_tokens),
     ):
-        assert flag in (True, False), f"{name} must be True or False, got {flag!r}"
+        if flag not in (True, False):
+            raise AssertionError(f"{name} must be True or False, got {flag!r}")
     return (
         [
             ignore_index,

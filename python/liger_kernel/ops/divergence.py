@@ -13,7 +13,8 @@ IGNORE_INDEX = -100
 
 def check_labels(labels, rows, ignore_index):
     check_label("ignore_index", ignore_index)
-    assert labels is None or labels.shape == (rows,), f"shift_labels must be [{rows}], got {list(labels.shape)}"
+    if labels is not None and labels.shape != (rows,):
+        raise AssertionError(f"shift_labels must be [{rows}], got {list(labels.shape)}")
 
 
 def gradient(x, target, kind, parameter=0.0, labels=None, ignore_index=IGNORE_INDEX):

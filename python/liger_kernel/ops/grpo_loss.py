@@ -39,9 +39,10 @@ def check_ratio(ratio, batch, length):
     """Raises AssertionError where vllm_is_ratio is none of [batch], [batch, 1] and [batch, length]."""
     if ratio is not None:
         shape = tuple(ratio.shape)
-        assert shape in ((batch,), (batch, 1), (batch, length)), (
-            f"vllm_is_ratio must be [{batch}], [{batch}, 1] or [{batch}, {length}], got {list(shape)}"
-        )
+        if shape not in ((batch,), (batch, 1), (batch, length)):
+            raise AssertionError(
+                f"vllm_is_ratio must be [{batch}], [{batch}, 1] or [{batch}, {length}], got {list(shape)}"
+            )
 
 
 def _compute_dapo_normalizer(attention_mask, num_items_in_batch=None):
@@ -70,7 +71,8 @@ def _reduce_loss(per_token_loss, mask, loss_type, max_completion_length=None, nu
 
 def _log_probs(logits, ids, temperature, mask):
     """ln softmax(logits / temperature) at ids [B, L] for logits [B, L + 1, V], differentiable; 0 where mask is 0."""
-    assert logits.is_contiguous(), "logits must be contiguous"
+    if not logits.is_contiguous():
+        raise AssertionError("logits must be contiguous")
     if mask is not None:
         ids = ids.masked_fill(mask == 0, IGNORE_INDEX)
     ids = torch.nn.functional.pad(ids, (0, 1), value=IGNORE_INDEX)
@@ -107,10 +109,10 @@ def grpo_loss_of_logits(
 ):
     """(loss, kl or None, clipped) of GrpoLossFunction, options those of policy_options; vespo's weights are made here
     where phi_seq is None."""
-    assert logits is not None and completion_ids is not None and advantages is not None, (
-        "logits, completion_ids and advantages must be given"
-    )
-    assert options["beta"] == 0 or ref_logp is not None, "ref_logp must be given where beta is not 0"
+    if logits is None or completion_ids is None or advantages is None:
+        raise AssertionError("logits, completion_ids and advantages must be given")
+    if options["beta"] != 0 and ref_logp is None:
+        raise AssertionError("ref_logp must be given where beta is not 0")
     batch, length = logits.shape[0], logits.shape[1] - 1
     for name, t in (
         ("completion_ids", completion_ids),
@@ -118,13 +120,15 @@ def grpo_loss_of_logits(
         ("ref_logp", ref_logp),
         ("completion_mask", completion_mask),
     ):
-        assert t is None or t.shape == (batch, length), f"{name} must be [{batch}, {length}], got {list(t.shape)}"
-    assert advantages.shape == (batch,), f"advantages must be [{batch}], got {list(advantages.shape)}"
-    assert phi_seq is None or tuple(phi_seq.shape) in ((batch,), (batch, 1)), (
-        f"phi_seq must be [{batch}] or [{batch}, 1], got {list(phi_seq.shape)}"
-    )
+        if t is not None and t.shape != (batch, length):
+            raise AssertionError(f"{name} must be [{batch}, {length}], got {list(t.shape)}")
+    if advantages.shape != (batch,):
+        raise AssertionError(f"advantages must be [{batch}], got {list(advantages.shape)}")
+    if phi_seq is not None and tuple(phi_seq.shape) not in ((batch,), (batch, 1)):
+        raise AssertionError(f"phi_seq must be [{batch}] or [{batch}, 1], got {list(phi_seq.shape)}")
     loss_type, level = options["loss_type"], options["level"]
-    assert level in ("token", "sequence"), f"importance_sampling_level must be 'token' or 'sequence', got {level!r}"
+    if level not in ("token", "sequence"):
+        raise AssertionError(f"importance_sampling_level must be 'token' or 'sequence', got {level!r}")
     check_loss(loss_type, level, options["sapo_temperature_pos"], options["sapo_temperature_neg"])
     if options["delta"] is not None and loss_type in _SOFT:
         raise ValueError(f"delta is not supported for loss_type={loss_type!r}")

@@ -10,13 +10,12 @@ def _check(X, W, scale, shift):
     if X.numel() == 0:
         return
     width, rows = X.shape[-1], X.numel() // X.shape[-1]
-    assert scale.numel() > 0 and scale.numel() % width == 0, (
-        f"scale has {scale.numel()} elements, which is no multiple of the width {width}"
-    )
-    assert rows % (scale.numel() // width) == 0, (
-        f"scale has {scale.numel() // width} rows, which do not divide the input's {rows}"
-    )
-    assert shift is None or shift.numel() == scale.numel(), f"shift has {shift.numel()} elements, scale {scale.numel()}"
+    if scale.numel() == 0 or scale.numel() % width != 0:
+        raise AssertionError(f"scale has {scale.numel()} elements, which is no multiple of the width {width}")
+    if rows % (scale.numel() // width) != 0:
+        raise AssertionError(f"scale has {scale.numel() // width} rows, which do not divide the input's {rows}")
+    if shift is not None and shift.numel() != scale.numel():
+        raise AssertionError(f"shift has {shift.numel()} elements, scale {scale.numel()}")
 
 
 def _rows(t, width):

@@ -5,8 +5,10 @@ from liger_kernel.ops.utils import calculate_settings
 
 
 def _check(W, B):
-    assert W.shape[0] == 3, f"the weight has 3 elements, for the third, second and first power, not {W.shape[0]}"
-    assert B.numel() == 1, f"the bias is one number, not {B.numel()}"
+    if W.shape[0] != 3:
+        raise AssertionError(f"the weight has 3 elements, for the third, second and first power, not {W.shape[0]}")
+    if B.numel() != 1:
+        raise AssertionError(f"the bias is one number, not {B.numel()}")
 
 
 class LigerPolyNormFunction:

@@ -9,14 +9,14 @@ _CASTING = {"none": -1, "llama": 0, "gemma": 1}
 def casting_code(mode) -> int:
     """The code of a casting mode, "llama", "gemma" or "none"; raises AssertionError for another."""
     code = _CASTING.get(mode, mode)
-    assert code in _CASTING.values(), f"casting_mode is one of {list(_CASTING)}, not {mode!r}"
+    if code not in _CASTING.values():
+        raise AssertionError(f"casting_mode is one of {list(_CASTING)}, not {mode!r}")
     return code
 
 
 def check_width(x, w):
-    assert w is None or x.shape[-1] == w.shape[0], (
-        f"the input's last dimension is {x.shape[-1]}, the weight has {w.shape[0]}"
-    )
+    if w is not None and x.shape[-1] != w.shape[0]:
+        raise AssertionError(f"the input's last dimension is {x.shape[-1]}, the weight has {w.shape[0]}")
 
 
 class LigerRMSNormFunction:

@@ -10,8 +10,10 @@ from liger_kernel.transformers import functional
 
 def check_options(reduction, label_smoothing, softcap):
     reduction_code(reduction, REDUCTIONS)
-    assert 0 <= label_smoothing <= 1, f"label_smoothing must be in [0, 1], got {label_smoothing}"
-    assert softcap is None or softcap > 0, f"softcap must be positive, got {softcap}"
+    if not 0 <= label_smoothing <= 1:
+        raise AssertionError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
+    if softcap is not None and not softcap > 0:
+        raise AssertionError(f"softcap must be positive, got {softcap}")
 
 
 class LigerCrossEntropyLoss(nn.Module):

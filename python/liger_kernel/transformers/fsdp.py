@@ -11,9 +11,8 @@ class _FSDPForwardRedirection:
     """
 
     def __call__(self, wrapper_module, method, *args, **kwargs):
-        assert isinstance(wrapper_module, FullyShardedDataParallel), (
-            f"expected a FullyShardedDataParallel module, got {type(wrapper_module).__name__}"
-        )
+        if not isinstance(wrapper_module, FullyShardedDataParallel):
+            raise AssertionError(f"expected a FullyShardedDataParallel module, got {type(wrapper_module).__name__}")
         return run_inside(wrapper_module, wrapper_module._fsdp_wrapped_module, method, *args, **kwargs)
 
 

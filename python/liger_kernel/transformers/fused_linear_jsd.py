@@ -11,7 +11,8 @@ class LigerFusedLinearJSD(nn.Module):
 
     def __init__(self, jsd_beta=0.5, ignore_index=-100, temperature=1.0, accum_dtype=None):
         super().__init__()
-        assert temperature != 0, "temperature must not be 0"
+        if temperature == 0:
+            raise AssertionError("temperature must not be 0")
         self.jsd_beta, self.ignore_index, self.temperature, self.accum_dtype = (
             jsd_beta,
             ignore_index,

@@ -19,7 +19,8 @@ class LigerLayerNorm(nn.Module):
 
     def __init__(self, hidden_size, eps=1e-6, bias=False, init_fn="ones"):
         super().__init__()
-        assert init_fn in ("ones", "zeros"), f"init_fn is 'ones' or 'zeros', not {init_fn!r}"
+        if init_fn not in ("ones", "zeros"):
+            raise AssertionError(f"init_fn is 'ones' or 'zeros', not {init_fn!r}")
         self.hidden_size, self.eps, self.variance_epsilon = hidden_size, eps, eps
         self.weight = nn.Parameter(getattr(torch, init_fn)(hidden_size))
         self.bias = nn.Parameter(torch.randn(hidden_size) if bias else torch.zeros(hidden_size))

@@ -30,7 +30,8 @@ class LigerRMSNorm(nn.Module):
         elementwise_affine=True,
     ):
         super().__init__()
-        assert init_fn in ("ones", "zeros"), f"init_fn is 'ones' or 'zeros', not {init_fn!r}"
+        if init_fn not in ("ones", "zeros"):
+            raise AssertionError(f"init_fn is 'ones' or 'zeros', not {init_fn!r}")
         self.elementwise_affine = elementwise_affine
         if elementwise_affine:
             self.weight = nn.Parameter(getattr(torch, init_fn)(hidden_size))

@@ -26,6 +26,8 @@ def matmul(a, b):
 
     Raises AssertionError where K differs from four times b's rows or a is not contiguous; b may have any strides.
     """
-    assert a.shape[1] == 4 * b.shape[0], f"a has {a.shape[1]} columns, b holds {4 * b.shape[0]} rows"
-    assert a.is_contiguous(), "a must be contiguous"
+    if a.shape[1] != 4 * b.shape[0]:
+        raise AssertionError(f"a has {a.shape[1]} columns, b holds {4 * b.shape[0]} rows")
+    if not a.is_contiguous():
+        raise AssertionError("a must be contiguous")
     return ops.int2_matmul(a, b)
