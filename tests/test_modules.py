@@ -56,6 +56,7 @@ MLPS = {
     swiglu.LigerQwen3MoeSwiGLUMLP: glu(F.silu),
     swiglu.LigerHunyuanV1SwiGLUMLP: glu(F.silu),
     geglu.LigerGEGLUMLP: glu(lambda x: F.gelu(x, approximate="tanh")),
+    tiled_mlp.LigerTiledGEGLUMLP: glu(lambda x: F.gelu(x, approximate="tanh")),
     swiglu.LigerFalconH1SwiGLUMLP: lambda m, x: m.down_proj(F.silu(m.gate_proj(x) * 0.5) * m.up_proj(x)) * 2,
     mlp.LigerMLP: glu(F.silu),
     mlp.LigerFalconH1MLP: lambda m, x: m.down_proj(F.silu(m.gate_proj(x) * 0.5) * m.up_proj(x)) * 2,
@@ -69,7 +70,8 @@ MLPS = {
 
 @pytest.mark.parametrize("cls", MLPS, ids=lambda c: c.__name__)
 def test_mlp(cls):
-    m, x = cls(CONFIG), torch.randn(2, 3, 16)
+    hidden_act = "gelu_pytorch_tanh" if "GEGLU" in cls.__name__ else "silu"
+    m, x = cls(SimpleNamespace(**{**vars(CONFIG), "hidden_act": hidden_act})), torch.randn(2, 3, 16)
     close(m(x), MLPS[cls](m, x))
     for other in (copy.deepcopy(m), pickle.loads(pickle.dumps(m))):
         close(other(x), m(x))

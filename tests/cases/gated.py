@@ -1,7 +1,7 @@
 import torch
 import torch.nn.functional as F
 from liger_kernel._library import ops
-from liger_kernel.ops import swiglu
+from liger_kernel.ops import activations
 from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction, LigerSiLUMulFunction
 from liger_kernel.transformers.functional import liger_geglu, liger_swiglu
 
@@ -14,7 +14,7 @@ PLAIN = {
     "relu_squared": lambda x: F.relu(x).square(),
 }
 #: Of each of the library's activations its number and the plain one.
-ACTIVATIONS = {name: (number, PLAIN[name]) for name, number in swiglu.ACTIVATIONS.items()}
+ACTIVATIONS = {name: (number, PLAIN[name]) for name, number in activations.ACTIVATIONS.items()}
 
 
 def make(shape, options):

@@ -3,7 +3,7 @@
 import torch
 
 from liger_kernel._library import ops
-from liger_kernel.ops.swiglu import ACTIVATIONS, SILU
+from liger_kernel.ops.activations import ACTIVATIONS, SILU
 
 #: Rows of a tile of compute_routing_metadata.
 BLOCK_M_TOKEN = 64

@@ -1,7 +1,7 @@
 """SwiGLU MLP that keeps its input alone for backward; formula in liger/ops.h."""
 
 from liger_kernel._library import ops
-from liger_kernel.ops.swiglu import SILU
+from liger_kernel.ops.activations import SILU
 
 
 class LigerMLPFunction:

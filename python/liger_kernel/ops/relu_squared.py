@@ -1,7 +1,7 @@
 """Squared ReLU (So et al. 2021, arXiv:2109.08668)."""
 
 from liger_kernel._library import ops
-from liger_kernel.ops.swiglu import RELU_SQUARED
+from liger_kernel.ops.activations import RELU_SQUARED
 
 
 class LigerReLUSquaredFunction:

@@ -3,11 +3,8 @@
 import torch
 
 from liger_kernel._library import ops
+from liger_kernel.ops.activations import SILU
 from liger_kernel.ops.utils import first_derivative_only, placed_as, promoted
-
-#: The library's table of activations: the number of each name.
-ACTIVATIONS = {name: number for number, name in enumerate(ops.activations())}
-SILU, GELU_TANH, GELU_ERF, RELU_SQUARED = map(ACTIVATIONS.get, ("silu", "gelu_tanh", "gelu_erf", "relu_squared"))
 
 
 class LigerSiLUMulFunction:

@@ -3,16 +3,20 @@
 from torch import nn
 
 from liger_kernel.ops import LigerGELUMulFunction
+from liger_kernel.ops.activations import GELU_ERF, GELU_TANH, activation_of
 from liger_kernel.transformers.graft import GATED_KERNELS
 
 
 class LigerGEGLUMLP(nn.Module):
-    """down_proj(gelu(gate_proj(x)) · up_proj(x)), gelu in its tanh form."""
+    """down_proj(gelu(gate_proj(x)) · up_proj(x)), gelu in the form that config.hidden_act names, by default and in
+    other models' modules that of tanh. Raises ValueError where it names no gelu."""
 
     kernels = GATED_KERNELS
 
     def __init__(self, config, intermediate_size=None):
         super().__init__()
+        if activation_of(config, GELU_TANH, GELU_ERF, default=GELU_TANH) == GELU_ERF:
+            self.approximate = "none"
         self.config = config
         self.hidden_size = config.hidden_size
         self.intermediate_size = config.intermediate_size if intermediate_size is None else intermediate_size
@@ -21,7 +25,8 @@ class LigerGEGLUMLP(nn.Module):
         self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
 
     def forward(self, x):
-        return self.down_proj(LigerGELUMulFunction.apply(self.gate_proj(x), self.up_proj(x)))
+        approximate = getattr(self, "approximate", "tanh")
+        return self.down_proj(LigerGELUMulFunction.apply(self.gate_proj(x), self.up_proj(x), approximate))
 
 
 class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):

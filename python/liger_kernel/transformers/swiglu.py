@@ -4,13 +4,9 @@ import torch
 from torch import nn
 
 from liger_kernel.ops import LigerFusedGateUpSiLUMulFunction, LigerSiLUMulFunction
+from liger_kernel.ops.activations import SILU, activation_of
 from liger_kernel.transformers.experts import EXPERTS_KERNELS, computed, kept_by
 from liger_kernel.transformers.graft import GATED_KERNELS
-
-
-def _check_activation(config):
-    if config.hidden_act not in ("silu", "swish"):
-        raise ValueError(f"SwiGLU needs hidden_act 'silu' or 'swish', got {config.hidden_act!r}")
 
 
 class LigerSwiGLUMLP(nn.Module):
@@ -20,7 +16,7 @@ class LigerSwiGLUMLP(nn.Module):
 
     def __init__(self, config, intermediate_size=None):
         super().__init__()
-        _check_activation(config)
+        activation_of(config, SILU)
         self.config = config
         self.hidden_size = config.hidden_size
         self.intermediate_size = config.intermediate_size if intermediate_size is None else intermediate_size
@@ -75,7 +71,7 @@ class LigerBlockSparseTop2MLP(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        _check_activation(config)
+        activation_of(config, SILU)
         self.ffn_dim, self.hidden_dim = config.intermediate_size, config.hidden_size
         self.w1 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
         self.w2 = nn.Linear(self.ffn_dim, self.hidden_dim, bias=False)
@@ -97,7 +93,7 @@ class LigerExperts(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        _check_activation(config)
+        activation_of(config, SILU)
         first = lambda *names: next(getattr(config, name) for name in names if getattr(config, name, None) is not None)
         self.num_experts = first("num_experts", "num_local_experts")
         self.hidden_dim, self.intermediate_dim = config.hidden_size, first("moe_intermediate_size", "intermediate_size")
@@ -117,7 +113,7 @@ class LigerPhi3SwiGLUMLP(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        _check_activation(config)
+        activation_of(config, SILU)
         self.config = config
         self.hidden_size, self.intermediate_size = config.hidden_size, config.intermediate_size
         self.gate_up_proj = nn.Linear(self.hidden_size, 2 * self.intermediate_size, bias=False)

@@ -4,23 +4,20 @@ from torch import nn
 
 from liger_kernel._library import ops
 from liger_kernel.ops import apply_tiled_mlp
-from liger_kernel.ops.swiglu import GELU_TANH, SILU
+from liger_kernel.ops.activations import GELU_ERF, GELU_TANH, SILU, activation_of
 from liger_kernel.ops.tiled_mlp import shards_of
 from liger_kernel.transformers.mlp import weights
 
 
 class _TiledGatedMLP(nn.Module):
-    """down_proj(act(gate_proj(x)) · up_proj(x)) in num_shards tiles, ceil(S / H) unless given. Raises ValueError for
-    another config.hidden_act."""
+    """down_proj(act(gate_proj(x)) · up_proj(x)) in num_shards tiles, ceil(S / H) unless given; act is
+    config.hidden_act. Raises ValueError for another one than `activations`, of which the first is the default."""
 
-    activation, names = None, ()
+    activations = ()
 
     def __init__(self, config, num_shards=None):
         super().__init__()
-        if getattr(config, "hidden_act", self.names[0]) not in self.names:
-            raise ValueError(
-                f"{type(self).__name__} needs hidden_act to be one of {list(self.names)}, got {config.hidden_act!r}"
-            )
+        self.activation = activation_of(config, *self.activations, default=self.activations[0])
         self.config, self.num_shards = config, num_shards
         self.hidden_size, self.intermediate_size = config.hidden_size, config.intermediate_size
         self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
@@ -42,9 +39,9 @@ class _TiledGatedMLP(nn.Module):
 
 class LigerTiledSwiGLUMLP(_TiledGatedMLP):
     __doc__ = _TiledGatedMLP.__doc__
-    activation, names = SILU, ("silu", "swish")
+    activations = (SILU,)
 
 
 class LigerTiledGEGLUMLP(_TiledGatedMLP):
     __doc__ = _TiledGatedMLP.__doc__
-    activation, names = GELU_TANH, ("gelu_pytorch_tanh", "gelu", "gelu_new")
+    activations = (GELU_TANH, GELU_ERF)
