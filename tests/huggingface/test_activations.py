@@ -44,6 +44,7 @@ MLPS = {
     swiglu.LigerSwiGLUMLP: (SILU, gated),
     swiglu.LigerQwen3MoeSwiGLUMLP: (SILU, gated),
     swiglu.LigerHunyuanV1SwiGLUMLP: (SILU, gated),
+    swiglu.LigerSeedOssSwiGLUMLP: (SILU, gated),
     swiglu.LigerFalconH1SwiGLUMLP: (SILU, scaled),
     swiglu.LigerBlockSparseTop2MLP: (SILU, lambda m, x, act: m.w2(act(m.w1(x)) * m.w3(x))),
     swiglu.LigerExperts: (SILU, mixture),

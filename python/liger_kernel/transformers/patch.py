@@ -89,10 +89,11 @@ def _enabled(row, switches):
             f"valid are {', '.join(row.switches)} and model"
         )
     on = {name for name, value in {**row.switches, **switches}.items() if value}
-    assert not {"cross_entropy", "fused_linear_cross_entropy"} <= on, (
-        "cross_entropy and fused_linear_cross_entropy cannot both be True: choose fused_linear_cross_entropy, which "
-        "does not materialise the logits, unless you need them during training"
-    )
+    if {"cross_entropy", "fused_linear_cross_entropy"} <= on:
+        raise AssertionError(  # what callers of the API catch
+            "cross_entropy and fused_linear_cross_entropy cannot both be True: choose fused_linear_cross_entropy, "
+            "which does not materialise the logits, unless you need them during training"
+        )
     return on
 
 
