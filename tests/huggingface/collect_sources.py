@@ -1,11 +1,12 @@
-"""Write known_sources.json: the sources of transformers' parts, of several versions, that replacements stand for.
+"""Write sources.json: the sources of transformers' classes and functions, of several versions, that parts stand for.
 
     python tests/huggingface/collect_sources.py transformers-4.57.6-py3-none-any.whl
     transformers-5.23.0-py3-none-any.whl ...
 
-The wheels come from `pip download --no-deps transformers==VERSION`. Every part that a row of the table of families
-names is taken out of its modeling file and run against the row's replacements on random input; its fingerprint is
-written under those that compute the same. A part that none of them stands for is listed, and keeps its forward in a
+The wheels come from `pip download --no-deps transformers==VERSION`. Every norm, feed-forward block, mixture of experts
+and rotary embedding is taken out of its modeling file and run against the parts (liger_kernel/transformers/parts.py) on
+random input, in float32 and in bfloat16; its fingerprint is written under the part that computes the same and rounds in
+the same places. What a row of the table of families names and no part stands for is listed: it keeps its forward in a
 patched model.
 """
 
@@ -22,71 +23,142 @@ from pathlib import Path
 
 import torch
 from liger_kernel.transformers import numeric
-from liger_kernel.transformers.families import FAMILIES
+from liger_kernel.transformers.families import FAMILIES, Swap
+from liger_kernel.transformers.parts import PARTS
 from liger_kernel.transformers.source import fingerprint
 from torch import nn
+from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
-TABLE = Path(__file__).parents[2] / "python/liger_kernel/transformers/known_sources.json"
+TABLE = Path(__file__).parents[2] / "python/liger_kernel/transformers/sources.json"
+WIDTH = 32
 CONFIG = types.SimpleNamespace(
-    hidden_size=32,
+    hidden_size=WIDTH,
+    text_hidden_size=WIDTH,
+    out_hidden_size=WIDTH,
     intermediate_size=48,
-    out_hidden_size=48,
     moe_intermediate_size=48,
+    moe_num_shared_experts=2,
     num_experts=4,
     num_local_experts=4,
     swiglu_alpha=1.5,
     swiglu_limit=2.0,
+    mlp_ratio=2,
     mlp_bias=True,
+    use_bias=False,
+    use_clipped_linears=False,
     mlp_multipliers=(0.7, 1.3),
+    residual_dropout=0.5,
     num_hidden_layers=2,
     num_kv_shared_layers=0,
     kv_sharing_modes=["none", "none"],
     use_double_wide_mlp=False,
+    hidden_act="silu",
+    hidden_activation="silu",
+    activation_function="silu",
 )
+CLASSES = re.compile(r"RMSNorm$|RMSNormalization$|MLP$|Mlp$|Experts$|NaiveMoe$|ReLUSquaredActivation$")
+FUNCTIONS = re.compile(r"^(vision_)?apply_(multimodal_)?rotary_(pos_)?emb(_vision)?$")
+# The parts that each kind of source is tried against, in this order.
+NORMS = ("rms_norm", "float_rms_norm", "offset_rms_norm")
+MLPS = ("gated_mlp", "packed_gated_mlp", "top2_gated_mlp", "scaled_gated_mlp", "gated_mlp_with_dropout")
+EXPERTS = ("experts", "gpt_oss_experts")
+ROPES = ("half_table_rope", "rope", "partial_rope", "interleaved_rope")
 # Falcon-H1's gate times its multiplier stays in float inside the kernel.
-ROUNDS_LESS = {"swiglu.LigerFalconH1SwiGLUMLP"}
+ROUNDS_LESS = {"scaled_gated_mlp"}
+# Sections of its tables differ in the two halves, of which the operator reads one.
+UNEQUAL_HALVES = {"modeling_hunyuan_vl"}
+# Compared by hand, for all that their branches do.
+REVIEWED = {"SeedOssMLP", *(name.rpartition(".")[2] for row in FAMILIES.values() for name in row.swaps)}
 _count = itertools.count()
 
 
-def parts_of(text, names):
-    """The classes and functions of a modeling file that have these names, without what the file imports."""
-    tree, wanted = ast.parse(text), {}
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef) or (isinstance(node, ast.ClassDef) and node.name in names):
-            node.decorator_list = []
-            wanted[node.name] = node
-    code = "from __future__ import annotations\n" + "\n\n".join(map(ast.unparse, wanted.values()))
+def parts_of(text):
+    """The classes and functions of a modeling file that may be parts, without what the file imports."""
+    nodes = [node for node in ast.parse(text).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    nodes = [node for node in nodes if isinstance(node, ast.FunctionDef) or CLASSES.search(node.name)]
+    for node in nodes:
+        node.decorator_list = []
+    code = "from __future__ import annotations\n" + "\n\n".join(map(ast.unparse, nodes))
     name = f"collected_{next(_count)}"
     module = types.ModuleType(name)
     vars(module).update(torch=torch, nn=nn, F=nn.functional, ACT2FN=ACT2FN)
     sys.modules[name] = module
     module.__file__ = f"<{name}>"
     linecache.cache[module.__file__] = (len(code), None, code.splitlines(True), module.__file__)
-    exec(compile(code, module.__file__, "exec"), vars(module))
-    return {found: getattr(module, found) for found in names if hasattr(module, found)}
+    future, *nodes = ast.parse(code).body
+    for node in nodes:
+        try:
+            exec(compile(ast.Module([future, node], []), module.__file__, "exec"), vars(module))
+        except (NameError, AttributeError):  # a class of one that the file imports
+            continue
+    found = {node.name: getattr(module, node.name, None) for node in nodes}
+    return {n: part for n, part in found.items() if part and (isinstance(part, type) or FUNCTIONS.match(n))}
 
 
-def agrees(swap, target, part):
-    """Whether a target computes what the part does, on random input."""
-    replacement = swap.load(target)
-    if not isinstance(part, type):
-        make = INPUTS.get(part.__name__)
-        return numeric._same_function(replacement, part) if make is None else _same(replacement, part, *make())
-    CONFIG.hidden_act = CONFIG.hidden_activation = (swap.activations or ("silu",))[0]
-    arguments = []
-    for parameter in list(inspect.signature(part.__init__).parameters.values())[1:]:
-        given = {"config": CONFIG, "hidden_size": 32, "dim": 32, "layer_idx": 0, "intermediate_size": 48}
-        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
-            arguments.append(given[parameter.name])
-    module = part(*arguments)
+def branches(cls):
+    """Whether a forward may do different things, of which random input shows one."""
+    tree = ast.parse(inspect.getsource(cls).lstrip())
+    methods = [node for node in tree.body[0].body if isinstance(node, ast.FunctionDef)]
+    bodies = [node for method in methods if method.name not in ("__init__", "extra_repr") for node in ast.walk(method)]
+    return any(
+        isinstance(node, (ast.If, ast.IfExp)) or isinstance(node, ast.Attribute) and "drop" in node.attr
+        for node in bodies
+    )
+
+
+def made(cls):
+    """A module of a class, with an eps that counts; None where its constructor wants something else."""
+    given = {"config": CONFIG, "hidden_size": WIDTH, "dim": WIDTH, "layer_idx": 0, "intermediate_size": 48}
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    try:
+        module = cls(*[given[name] for name in needed])
+    except (KeyError, AttributeError, TypeError, NameError):  # a config that has more, what the file imports
+        return None
     for name in ("variance_epsilon", "eps"):
         if hasattr(module, name):
             setattr(module, name, 0.03)
+    return module
+
+
+def part_of(original, file):
+    """The name of the part that computes what a class or a function does, or None."""
+    if not isinstance(original, type):
+        return None if file in UNEQUAL_HALVES else _part_of_function(original)
+    if original.__name__ not in REVIEWED and branches(original):
+        return None
+    if (module := made(original)) is None:
+        return None
     if not list(module.parameters()):
         x = torch.randn(64)
-        return bool(torch.equal(replacement.forward(module, x), module(x)))
-    return numeric.computes(replacement, module, part.forward, rounded=target not in ROUNDS_LESS)
+        same = original.__name__.startswith("ReLUSquared") and torch.equal(module(x), F.relu(x) ** 2)
+        return "relu_squared" if same else None
+    kinds = NORMS if getattr(module, "weight", None) is not None else EXPERTS if _are_experts(module) else MLPS
+    for name in kinds:
+        target = Swap("", PARTS[name].targets).load()
+        if numeric.computes(target, module, original.forward, rounded=name not in ROUNDS_LESS):
+            return name
+    return None
+
+
+def _are_experts(module):
+    return isinstance(getattr(module, "gate_up_proj", None), nn.Parameter)
+
+
+def _part_of_function(function):
+    if make := INPUTS.get(function.__name__):
+        name, inputs = make()
+        return name if _same(Swap("", PARTS[name].targets).load(), function, *inputs) else None
+    for name in ROPES:
+        if numeric._same_function(Swap("", PARTS[name].targets).load(), function):
+            return "float_rope" if name == "rope" and _gives_the_dtype_of_q(function) else name
+    return None
+
+
+def _gives_the_dtype_of_q(function):
+    q, tables = torch.ones(1, 1, 1, 4, dtype=torch.bfloat16), torch.ones(1, 1, 4)
+    return function(q, q, tables, tables)[0].dtype == q.dtype
 
 
 def _random(*shape):
@@ -95,7 +167,12 @@ def _random(*shape):
 
 def _sectioned():
     cos, sin = (_random(3, 2, 6, 16 + i)[..., :16].repeat(1, 1, 1, 2) for i in (0, 1))
-    return _random(2, 4, 6, 32), _random(2, 2, 6, 32), cos, sin, [4, 6, 6]
+    return "sectioned_rope", (_random(2, 4, 6, 32), _random(2, 2, 6, 32), cos, sin, [4, 6, 6])
+
+
+def _vision():
+    tables = (_random(6, 16 + i)[:, :16].repeat(1, 2) for i in (0, 1))
+    return "vision_rope", (_random(6, 4, 32), _random(6, 4, 33)[..., :32], *tables)
 
 
 def _turns(*shape):
@@ -104,48 +181,46 @@ def _turns(*shape):
 
 INPUTS = {
     "apply_multimodal_rotary_pos_emb": _sectioned,
-    "apply_rotary_pos_emb_vision": lambda: (
-        _random(6, 4, 32),
-        _random(6, 4, 33)[..., :32],
-        *(_random(6, 16 + i)[:, :16].repeat(1, 2) for i in (0, 1)),
+    "apply_rotary_pos_emb_vision": _vision,
+    "apply_rotary_emb": lambda: ("llama4_rope", (_random(2, 6, 4, 32), _random(2, 6, 2, 32), _turns(2, 6, 16))),
+    "vision_apply_rotary_emb": lambda: (
+        "llama4_vision_rope",
+        (_random(2, 6, 4, 32), _random(2, 6, 4, 34)[..., :32], _turns(6, 1, 16)),
     ),
-    "apply_rotary_emb": lambda: (_random(2, 6, 4, 32), _random(2, 6, 2, 32), _turns(2, 6, 16)),
-    "vision_apply_rotary_emb": lambda: (_random(2, 6, 4, 32), _random(2, 6, 4, 34)[..., :32], _turns(6, 1, 16)),
 }
 
 
 def _same(replacement, part, *inputs):
     try:
-        return all(numeric._close(a, b, 2.0**-18) for a, b in zip(replacement(*inputs), part(*inputs)))
-    except (ValueError, RuntimeError):
+        return all(numeric._close(a, b, 2.0**-18) for a, b in zip(replacement(*inputs), part(*inputs), strict=True))
+    except (ValueError, RuntimeError, TypeError, IndexError):
         return False
 
 
 def main():
-    found, unknown = {}, {}
+    part_by_source, places, unknown, seen = {}, {}, {}, set()
+    named = {(home, name) for row in FAMILIES.values() for home in row.homes for name in row.swaps}
     for path in sys.argv[1:]:
         version = re.search(r"transformers-([\d.]+)-", path).group(1)
         with zipfile.ZipFile(path) as wheel:
-            members = set(wheel.namelist())
-            for row in FAMILIES.values():
-                for home in (*row.homes, "transformers.activations"):
-                    member = home.replace(".", "/") + ".py"
-                    if member not in members:
+            for member in sorted(wheel.namelist()):
+                if not re.fullmatch(r"transformers/(models/\w+/modeling_\w+|activations)\.py", member):
+                    continue
+                home = member.removesuffix(".py").replace("/", ".")
+                for name, original in parts_of(wheel.read(member).decode()).items():
+                    key = fingerprint(original)
+                    if key is None:
                         continue
-                    names = {
-                        name.rpartition(".")[2]: name for name in row.swaps if "." not in name or name.startswith(home)
-                    }
-                    for short, part in parts_of(wheel.read(member).decode(), names).items():
-                        swap, at = row.swaps[names[short]], f"{short} {version}"
-                        targets = [target for target in swap.targets if agrees(swap, target, part)]
-                        for target in targets:
-                            found.setdefault(target, {}).setdefault(fingerprint(part), {})[at] = None
-                        if not targets:
-                            unknown.setdefault(f"{row.name} {short}", []).append(version)
-    table = {
-        target: {key: _where(places) for key, places in sorted(entries.items())}
-        for target, entries in sorted(found.items())
-    }
+                    if (tried := (key, name in REVIEWED)) not in seen and not part_by_source.get(key):
+                        seen.add(tried)
+                        part_by_source[key] = part_of(original, home.rpartition(".")[2])
+                    if part_by_source[key]:
+                        places.setdefault(key, {})[name, version] = None
+                    elif (home, name) in named:
+                        unknown.setdefault(f"{home.rpartition('.')[2]}.{name}", []).append(version)
+    table = {part: {} for part in PARTS}
+    for key, found in sorted(places.items()):
+        table[part_by_source[key]][key] = _where(found)
     TABLE.write_text(json.dumps(table, indent=1) + "\n")
     for name, versions in unknown.items():
         print(f"nothing stands for {name} of {', '.join(versions)}")
@@ -154,10 +229,8 @@ def main():
 
 def _where(places):
     """For a reader: a class, how many others have the same source, and in which versions."""
-    names = list(dict.fromkeys(place.split()[0] for place in places))
-    versions = sorted(
-        {place.split()[1] for place in places}, key=lambda version: [int(part) for part in version.split(".")]
-    )
+    names = list(dict.fromkeys(name for name, _ in places))
+    versions = sorted({version for _, version in places}, key=lambda version: [int(n) for n in version.split(".")])
     others = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return f"{names[0]}{others}, {versions[0]} to {versions[-1]}"
 

@@ -13,8 +13,9 @@ from liger_kernel.hub import layers
 from liger_kernel.transformers import hub_kernels
 from liger_kernel.transformers.families import FAMILIES
 from liger_kernel.transformers.graft import Edits, become, instead_of, own_attributes
+from liger_kernel.transformers.parts import is_known
 from liger_kernel.transformers.patch import StandIn, _class_called, patch
-from liger_kernel.transformers.source import as_written, fingerprint, is_known
+from liger_kernel.transformers.source import as_written, fingerprint
 from tiny import TINY_MODELS, model_of
 from torch import nn
 

@@ -18,6 +18,7 @@ from liger_kernel.transformers import monkey_patch, source
 from liger_kernel.transformers.causal_lm import hands_logits_over, original_forward
 from liger_kernel.transformers.families import FAMILIES, LLAMA, Family, table
 from liger_kernel.transformers.model import output_classes
+from liger_kernel.transformers.parts import is_known
 from liger_kernel.transformers.patch import patch
 from packaging import version
 from tiny import TINY_MODELS
@@ -105,7 +106,7 @@ def test_what_a_row_names_is_there_and_known(name):
             continue
         assert hasattr(namespace, part) or part in row.optional, part
         if hasattr(namespace, part) and (name, part) not in UNKNOWN:
-            assert any(source.is_known(target, getattr(namespace, part)) for target in swap.targets), part
+            assert any(is_known(target, getattr(namespace, part)) for target in swap.targets), part
     for switch in {swap.switch for swap in row.swaps.values()} - {
         "swiglu" if name == "mixtral" else "rms_norm" if name == "smolvlm" else ""
     }:

@@ -1,15 +1,26 @@
 """Patching by structure of models whose parts only look like others: they train as they did, or better said why not."""
 
 import copy
+import importlib.util
 
 import pytest
+import test_families as families
 import torch
 import transformers
 from conftest import COMMON, assert_same_step, batch
 from liger_kernel.transformers import apply_liger_kernel_by_structure, structure
+from liger_kernel.transformers.families import FAMILIES
+from liger_kernel.transformers.parts import PARTS
+from liger_kernel.transformers.patch import patch
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
 from liger_kernel.transformers.swiglu import LigerSeedOssSwiGLUMLP
 from test_own_models import _model, write  # noqa: F401
+from tiny import TINY_MODELS, model_of
+
+
+def _trains(family):
+    return FAMILIES[family].loss and importlib.util.find_spec(FAMILIES[family].module.rpartition(".")[0])
+
 
 FUSED = "fused_linear_cross_entropy"
 _SSM = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 8}
@@ -30,7 +41,7 @@ MODELS = {
     "GraniteMoeHybrid": (
         {"layer_types": ["mamba", "attention"], "mamba_n_groups": 1, "num_local_experts": 4, "num_experts_per_tok": 2,
          "shared_intermediate_size": 96, **_SSM},
-        {"rms_norm", FUSED},
+        {"rms_norm", "swiglu", FUSED},
         1,
     ),
     "NemotronH": (
@@ -74,6 +85,31 @@ def test_a_family_without_a_row(family):
         # bfloat16: rounding errors of 2^-9 in two layers, averaged over tokens.
         torch.testing.assert_close(*losses, rtol=2.0 ** (-18 if dtype == torch.float32 else -9), atol=0)
         model.zero_grad(), reference.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "family, kind", [(family, kind) for family, kinds in TINY_MODELS.items() for kind in kinds if _trains(family)]
+)
+def test_by_structure_and_by_row_agree(family, kind):
+    """Where both replace a module they do it by parts for the same sources, and the model trains alike."""
+    reference = model_of(family, kind)
+    by_row, model = copy.deepcopy(reference), copy.deepcopy(reference)
+    patch(family, by_row, **({"rope": False} if "rope" in FAMILIES[family].switches else {}))
+    apply_liger_kernel_by_structure(model)
+    both = 0
+    for modules in zip(model.modules(), by_row.modules(), strict=True):
+        made = [getattr(vars(type(module)).get("liger_part"), "part", None) for module in modules]
+        if all(isinstance(part, type) for part in made):
+            both += 1
+            assert _part_of(made[0]) == _part_of(made[1]), made
+    assert both or not FAMILIES[family].swaps
+    families.assert_same_step(model, reference, TINY_MODELS[family][kind][1]())
+
+
+def _part_of(cls):
+    """The name of the part that a class of this package computes; torch's LayerNorm needs none."""
+    target = f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}"
+    return next((name for name, part in PARTS.items() if target in part.targets), target)
 
 
 def test_dropout_is_that_of_the_original():

@@ -135,6 +135,6 @@ def gate_of(mlp):
     return GATES.get(activation.__name__) if known else None
 
 
-#: The layers by the name under which known_sources.json lists what they stand for.
+#: The layers that liger_kernel.transformers.parts names.
 NORMS = (LigerRMSNorm, LigerFloatRMSNorm, LigerZeroCenteredRMSNorm)
 ROTARIES = (LigerRotaryEmbedding, LigerFloatRotaryEmbedding, LigerHalfTableRotaryEmbedding)

@@ -2,8 +2,8 @@
 
 transformers tags norms and rotary embeddings, and `kernels` binds to each tagged module the forward of the layer that
 is registered for its tag. One layer for all of a tag would round a tenth of the norms in another place and rotate some
-models the wrong way. So while `model.set_use_kernels` runs, and no longer, the classes of that model whose source a
-layer was compared with (hub/known_sources.json) carry a tag of ours instead, and so do gated MLPs, norms and causal
+models the wrong way. So while `model.set_use_kernels` runs, and no longer, the classes of that model for whose source
+there is a part (parts.py) with a layer carry a tag of ours instead, and so do gated MLPs, norms and causal
 language models that have none, of families with a row. What has no layer keeps its tag, and what transformers does with
 it.
 """
@@ -11,8 +11,6 @@ it.
 import contextlib
 import functools
 import inspect
-import json
-import pathlib
 import types
 import weakref
 from dataclasses import dataclass
@@ -20,14 +18,14 @@ from dataclasses import dataclass
 import torch
 from packaging.version import parse
 
-from liger_kernel import hub
 from liger_kernel.hub import layers
 from liger_kernel.transformers.causal_lm import fused_forward, hands_logits_over, is_fused, names_of_loss, own_loss
 from liger_kernel.transformers.families import FAMILIES, CausalLM
 from liger_kernel.transformers.graft import Edits
 from liger_kernel.transformers.head import head_of, prepare_head
+from liger_kernel.transformers.parts import find
 from liger_kernel.transformers.report import Replacement, Report, Skip
-from liger_kernel.transformers.source import fingerprint, tagged_function
+from liger_kernel.transformers.source import tagged_function
 
 _CLASSIC = "apply_liger_kernel_to_<family>() and use_liger_kernel=True need no `kernels`"
 #: The versions of `kernels` below this one know no condition: they would bind a layer to every module of a class.
@@ -121,15 +119,10 @@ class _Repository:
         return f"{self.layer.__name__} of liger_kernel.hub"
 
 
-@functools.cache
-def _layers_by_source():
-    table = json.loads((pathlib.Path(hub.__file__).parent / "known_sources.json").read_text())
-    return {key: getattr(layers, name) for name, sources in table.items() for key in sources}
-
-
-def _layer_of(part):
+def _layer_of(original):
     """The layer that stands for a class or a function, or None."""
-    return _layers_by_source().get(fingerprint(part))
+    part = find(original)
+    return getattr(layers, part.layer) if part and part.layer else None
 
 
 class LigerCausalLM(layers.Layer):

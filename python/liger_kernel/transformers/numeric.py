@@ -41,7 +41,7 @@ def _same_function(part, original):
         for function in (original, instead_of(part, original)):
             try:
                 results.append(function(q, k, cos, sin))
-            except (RuntimeError, ValueError, IndexError):
+            except (RuntimeError, ValueError, IndexError, TypeError, NameError):
                 results.append(None)
         if (results[0] is None) != (results[1] is None):
             return False

@@ -38,9 +38,10 @@ from liger_kernel.transformers.graft import (
 from liger_kernel.transformers.head import FSDPModule, describe, head_of, prepare_head
 from liger_kernel.transformers.layer_norm import LigerLayerNorm
 from liger_kernel.transformers.model import loss_utils
+from liger_kernel.transformers.parts import is_known
 from liger_kernel.transformers.report import Replacement, Report, Skip
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
-from liger_kernel.transformers.source import as_written, is_known
+from liger_kernel.transformers.source import as_written
 
 _LOSSES = {"cross_entropy", "fused_linear_cross_entropy"}
 _CLASS_LOSS = staticmethod(loss_utils.causal_lm_loss)
@@ -227,13 +228,13 @@ class _Patcher:
         by = parts[0].__name__
         for module in self.modules:
             cls = _class_called(name, self.row.homes, module)
-            if cls is None or _left_alone(module, parts[0]):
+            if cls is None or left_alone(module, parts[0]):
                 continue
             if isinstance(module, parts):
                 done += 1
                 continue
             target = "." in name and swap.targets[0] or self._target(swap, cls, module)
-            if reason := _obstacle(module, cls, swap) or (None if target else _UNKNOWN):
+            if reason := obstacle(module, cls, swap) or (None if target else _UNKNOWN):
                 self._skip(swap.switch, name, reason)
                 skipped += 1
                 continue
@@ -376,12 +377,12 @@ def _hands_logits_over(module):
     return known and "loss_function" in names_in(original_forward(type(module)))
 
 
-def _left_alone(module, part):
+def left_alone(module, part):
     """Whether a module of a class that is replaced is none of what replaces it computes: a norm without a weight."""
     return issubclass(part, (LigerRMSNorm, LigerLayerNorm)) and getattr(module, "weight", None) is None
 
 
-def _obstacle(module, cls, swap):
+def obstacle(module, cls, swap):
     """Why a module must keep its forward, or None."""
     if type(module).forward is not cls.forward:
         return f"{type(module).__name__} has a forward of its own"
@@ -448,7 +449,7 @@ class StandIn:
             reason = _unfit(module, self.part, self.activations)
             if not reason and not self.tried and not numeric.computes(self.part, module, base.forward):
                 reason = "it computes something else on random input"
-            if reason or _left_alone(module, self.part):
+            if reason or left_alone(module, self.part):
                 module.__class__ = base
                 if reason:
                     warn_once(f"{base.__name__} is not replaced: {reason}")

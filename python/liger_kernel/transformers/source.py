@@ -1,33 +1,18 @@
 """What a class or function of a modeling module computes, told by its source.
 
-A row of the table of families is written for sources that a script has compared with what replaces them
-(tests/huggingface/collect_sources.py). Their fingerprints stand in known_sources.json; other code keeps its forward.
+Parts stand for sources that a script has compared with them (parts.py); other code keeps its forward.
 """
 
 import ast
 import functools
 import hashlib
 import inspect
-import json
-import pathlib
 import textwrap
 
 from torch import nn
 
-_TABLE = pathlib.Path(__file__).with_name("known_sources.json")
 # What does not change a result, and what newer versions of Python add to a tree.
 _IGNORED = {"annotation", "returns", "decorator_list", "type_comment", "type_params", "kind", "ctx"}
-
-
-@functools.cache
-def known_sources() -> dict[str, dict[str, str]]:
-    """Replacement -> fingerprints of the sources it stands for, each with where it is found."""
-    return json.loads(_TABLE.read_text())
-
-
-def is_known(target: str, part) -> bool:
-    """Whether `target`, as a Swap names it, stands for the class or function `part`, by its source."""
-    return fingerprint(part) in known_sources().get(target, ())
 
 
 def fingerprint(part) -> str | None:

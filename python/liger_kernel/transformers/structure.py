@@ -14,32 +14,56 @@ from liger_kernel.transformers.causal_lm import (
     original_forward,
     own_loss,
 )
-from liger_kernel.transformers.families import GEGLU, GEMMA2, LLAMA, PHI3_SWIGLU, SWIGLU, TOP2_SWIGLU, CausalLM, Swap
+from liger_kernel.transformers.families import (
+    EXPERTS,
+    GEGLU,
+    GEGLU_EXPERTS,
+    GEMMA2,
+    GPT_OSS_EXPERTS,
+    LAYER_NORM,
+    LLAMA,
+    PHI3_SWIGLU,
+    RELU_SQUARED,
+    SWIGLU,
+    TOP2_SWIGLU,
+    CausalLM,
+    Swap,
+)
 from liger_kernel.transformers.graft import become, has_replaced_forward, own_attributes
 from liger_kernel.transformers.head import describe, prepare_head
-from liger_kernel.transformers.patch import StandIn
+from liger_kernel.transformers.parts import find
+from liger_kernel.transformers.patch import StandIn, left_alone, obstacle
 from liger_kernel.transformers.report import Replacement, Report, Skip
 
 _NORM = Swap("rms_norm", (*LLAMA.targets, *GEMMA2.targets))
-_SEED_OSS = Swap("swiglu", "swiglu.LigerSeedOssSwiGLUMLP")
-_GATED = (SWIGLU, _SEED_OSS, GEGLU, PHI3_SWIGLU, TOP2_SWIGLU)
+_GATED = (SWIGLU, Swap("swiglu", "swiglu.LigerSeedOssSwiGLUMLP"), GEGLU, PHI3_SWIGLU, TOP2_SWIGLU)
+_LAYER_NORM, _RELU_SQUARED = LAYER_NORM["torch.nn.LayerNorm"], next(iter(RELU_SQUARED.values()))
+# A parameter of the function -> what it turns on.
+_SWAPS = {
+    "rms_norm": (_NORM,),
+    "layer_norm": (_LAYER_NORM,),
+    "mlp": (*_GATED, EXPERTS, GEGLU_EXPERTS, GPT_OSS_EXPERTS, _RELU_SQUARED),
+}
 _PROJECTIONS = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"}, {"w1", "w2", "w3"})
 
 
 def apply_liger_kernel_by_structure(
-    model, rms_norm: bool = True, mlp: bool = True, fused_linear_cross_entropy: bool = True
+    model, rms_norm: bool = True, mlp: bool = True, fused_linear_cross_entropy: bool = True, layer_norm: bool = True
 ) -> Report:
     """Patch a causal language model of any family, and return a Report.
 
-    Nothing is replaced that computes something else on random input, or that the model calls in another way: it is run
-    on four tokens. An error undoes everything.
+    A module whose source is known (parts.py) is replaced by what was compared with it. Of an unknown source nothing is
+    replaced that computes something else on random input, or that the model calls in another way: it is run on four
+    tokens. An error undoes everything.
 
     Args:
         model: a transformers model with a language-model head.
-        rms_norm: modules with one weight vector and an eps.
-        mlp: modules with the projections of a gated feed-forward block and nothing else but an activation.
+        rms_norm: RMSNorms; of unknown source, modules with one weight vector and an eps.
+        mlp: gated feed-forward blocks, experts and squared ReLUs of known source; of unknown source, modules with the
+            projections of a gated block and nothing else but an activation.
         fused_linear_cross_entropy: the loss in the head, of a model that hands the head's result to its loss function.
             The model is run with and without logits, and both losses are compared.
+        layer_norm: torch's LayerNorms over one dimension, with a weight and a bias.
 
     Raises TypeError for something that is no torch.nn.Module.
     """
@@ -47,7 +71,8 @@ def apply_liger_kernel_by_structure(
         raise TypeError(f"model is a {type(model).__name__}, not a torch.nn.Module")
     report = Report(type(model).__name__)
     try:
-        _replace_parts(model, report, rms_norm, mlp)
+        on = {"rms_norm": rms_norm, "layer_norm": layer_norm, "mlp": mlp}
+        _replace_parts(model, report, {name: swaps for name, swaps in _SWAPS.items() if on[name]})
         if fused_linear_cross_entropy and (reason := _fuse(model, report)):
             report.skipped.append(Skip("fused_linear_cross_entropy", type(model).__name__, reason))
     except BaseException:
@@ -56,42 +81,69 @@ def apply_liger_kernel_by_structure(
     return report
 
 
-def _replace_parts(model, report, rms_norm, mlp):
-    found = {}
+def _replace_parts(model, report, on):
+    found, unknown = {}, {}
     for module in list(model.modules()):
-        swaps = (_NORM,) if rms_norm and _is_norm(module) else _GATED if mlp and _is_gated(module) else ()
-        if swaps and "liger_part" not in vars(type(module)) and not has_replaced_forward(module):
-            found[module] = swaps
-    calls = _calls(model, found)
+        if "liger_part" in vars(type(module)) or has_replaced_forward(module):
+            continue
+        for name, swaps in on.items():
+            if known := _by_source(module, swaps):
+                found[module] = name, known
+            elif _looks_like(name, module):
+                unknown[module] = name
+    calls = _calls(model, unknown)
+    found |= {module: (name, _by_trial(module, _SWAPS[name], calls.get(module))) for module, name in unknown.items()}
     counts = {}
-    for module, swaps in found.items():
-        name = type(module).__name__
-        part, reason = _part(module, swaps, calls.get(module))
+    for module in model.modules():
+        if module not in found:
+            continue
+        name, (swap, target, reason) = found[module]
+        kind = type(module).__name__
         if reason:
-            skip = Skip(swaps[0].switch if len(swaps) == 1 else "mlp", name, reason)
+            skip = Skip(name, kind, reason)
             if skip not in report.skipped:
                 report.skipped.append(skip)
             continue
-        swap, part = part
+        part = swap.load(target)
         become(module, StandIn(part), report.edits, **own_attributes(module, part))
-        key = (swap.switch, name, part.__name__)
+        key = (swap.switch, kind, part.__name__)
         counts[key] = counts.get(key, 0) + 1
     report.replaced += [Replacement(*key, count) for key, count in counts.items()]
 
 
-def _part(module, swaps, call):
-    """((swap, what may stand for a module), None), or (None, why nothing may)."""
+def _by_source(module, swaps):
+    """(swap, target, None) of the first swap that stands for the source of a module's class and for its activation, of
+    another activation (swap, target, reason); None for an unknown source."""
+    cls = type(module)
+    if cls is nn.LayerNorm:
+        fits = [(swap, swap.targets[0]) for swap in swaps if swap is _LAYER_NORM and not obstacle(module, cls, swap)]
+    else:
+        part = find(cls)
+        pairs = [(swap, target) for swap in swaps for target in swap.targets if part and target in part.targets]
+        fits = [(swap, target) for swap, target in pairs if not left_alone(module, swap.load(target))]
+    if not fits:
+        return None
+    reasons = [obstacle(module, cls, swap) for swap, _ in fits]
+    return next(((*fit, None) for fit, reason in zip(fits, reasons) if not reason), (*fits[0], reasons[0]))
+
+
+def _looks_like(name, module):
+    return _is_norm(module) if name == "rms_norm" else name == "mlp" and _is_gated(module)
+
+
+def _by_trial(module, swaps, call):
+    """(swap, target, None) of the first swap that computes what a module does, or (None, None, why none may)."""
     if call is not None:
         args, kwargs = call
         given = sum(value is not None for value in (*args, *kwargs.values()))
         if given != 1 or not args:
-            return None, f"the model calls it with {given} arguments" if given != 1 else "it is called by keyword"
+            return None, None, f"the model calls it with {given} arguments" if given != 1 else "it is called by keyword"
     for swap in swaps:
         if (target := numeric.same_values(swap, type(module), module)) and (
             call is None or numeric.same_result(swap.load(target), module, call[0][0])
         ):
-            return (swap, swap.load(target)), None
-    return None, "it computes something else on random input"
+            return swap, target, None
+    return None, None, "it computes something else on random input"
 
 
 def _calls(model, modules):

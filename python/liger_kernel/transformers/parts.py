@@ -1,0 +1,85 @@
+"""What may stand for a class or a function of transformers: one answer, by the source that runs.
+
+A part is a formula and where it rounds. sources.json lists the fingerprints of the sources that compute it, in
+transformers' released versions, as tests/huggingface/collect_sources.py has found them. `apply_liger_kernel_to_*`,
+`apply_liger_kernel_by_structure` and `use_as_hub_kernels` all ask `find`, so that they cannot disagree.
+"""
+
+import functools
+import json
+import pathlib
+from dataclasses import dataclass
+
+from liger_kernel.transformers.source import fingerprint
+
+_TABLE = pathlib.Path(__file__).with_name("sources.json")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What computes as some sources do.
+
+    Args:
+        targets: classes or functions of this package that compute it, as Swap names them; of those for several
+        activations the module's decides.
+        layer: the layer of liger_kernel.hub that computes it, if there is one.
+    """
+
+    targets: tuple[str, ...]
+    layer: str | None = None
+
+
+_RMS = "rms_norm.LigerRMSNorm"
+PARTS = {
+    # rounds before the weight
+    "rms_norm": Part((_RMS, f"{_RMS}ForGlm4"), "LigerRMSNorm"),
+    # multiplies by the weight, or by 1 + weight, in float
+    "float_rms_norm": Part((f"{_RMS}ForOlmo2", f"{_RMS}ForGemma4"), "LigerFloatRMSNorm"),
+    "offset_rms_norm": Part(
+        tuple(f"{_RMS}For{name}" for name in ("Gemma", "Gemma2", "Gemma3", "Qwen3Next")), "LigerZeroCenteredRMSNorm"
+    ),
+    # the projections are gate_proj, up_proj, down_proj; gate_up_proj, down_proj; w1, w3, w2
+    "gated_mlp": Part(
+        (
+            *(f"swiglu.Liger{name}" for name in ("SwiGLUMLP", "Qwen3MoeSwiGLUMLP", "HunyuanV1SwiGLUMLP")),
+            "geglu.LigerGEGLUMLP",
+            "geglu.LigerGEGLUMLPForGemma4",
+        ),
+        "LigerGatedMLP",
+    ),
+    "packed_gated_mlp": Part(("swiglu.LigerPhi3SwiGLUMLP",)),
+    "top2_gated_mlp": Part(("swiglu.LigerBlockSparseTop2MLP",)),
+    "scaled_gated_mlp": Part(("swiglu.LigerFalconH1SwiGLUMLP",)),
+    "gated_mlp_with_dropout": Part(("swiglu.LigerSeedOssSwiGLUMLP",)),
+    "experts": Part(("swiglu.LigerExperts", "experts.LigerGEGLUExperts")),
+    "gpt_oss_experts": Part(("experts.LigerGptOssExperts",)),
+    "relu_squared": Part(("relu_squared.LigerReLUSquared",)),
+    # tables as wide as a head; the same with a result of q's dtype; half as wide; of a part of a head
+    "rope": Part(("rope.liger_rotary_pos_emb",), "LigerRotaryEmbedding"),
+    "float_rope": Part(("rope.liger_rotary_pos_emb",), "LigerFloatRotaryEmbedding"),
+    "half_table_rope": Part(("rope.liger_half_table_rotary_pos_emb",), "LigerHalfTableRotaryEmbedding"),
+    "partial_rope": Part(("rope.liger_partial_rotary_pos_emb",)),
+    "interleaved_rope": Part(("rope.liger_interleaved_rotary_pos_emb",)),
+    "vision_rope": Part(("rope.liger_rotary_pos_emb_vision",)),
+    "sectioned_rope": Part(("qwen2vl_mrope.liger_multimodal_rotary_pos_emb",)),
+    "llama4_rope": Part(("llama4_rope.liger_llama4_text_rotary_pos_emb",)),
+    "llama4_vision_rope": Part(("llama4_rope.liger_llama4_vision_rotary_pos_emb",)),
+}
+
+
+@functools.cache
+def sources() -> dict[str, str]:
+    """Fingerprint of a source -> the name of the part that computes the same."""
+    return {key: name for name, entries in json.loads(_TABLE.read_text()).items() for key in entries}
+
+
+def find(original) -> Part | None:
+    """The part that computes what a class of modules or a function does, by its source; None for an unknown one."""
+    name = sources().get(fingerprint(original))
+    return None if name is None else PARTS[name]
+
+
+def is_known(target: str, original) -> bool:
+    """Whether `target`, as a Swap names it, stands for a class or a function, by its source."""
+    part = find(original)
+    return part is not None and target in part.targets
