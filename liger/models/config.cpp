@@ -1,8 +1,10 @@
 #include "liger/models/config.h"
 
-#include <cmath>
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
+#include <sstream>
+#include <tuple>
 #include "liger/models/json.h"
 
 namespace liger {
@@ -23,17 +25,66 @@ constexpr struct {
   const char* name;
   at::ScalarType dtype;
 } kDtypes[] = {{"float32", at::kFloat}, {"bfloat16", at::kBFloat16}, {"float16", at::kHalf}};
-constexpr struct {
+/// The families, with the defaults in which they differ.
+constexpr struct Family {
   const char* name;
   const char* architecture;
-} kModels[] = {{"llama", "LlamaForCausalLM"},
-               {"mistral", "MistralForCausalLM"},
-               {"qwen2", "Qwen2ForCausalLM"},
-               {"qwen3", "Qwen3ForCausalLM"}};
+  int64_t kv_heads, head_dim, max_position_embeddings, bos_token_id, eos_token_id;  // 0 or -1: none
+} kFamilies[] = {{"llama", "LlamaForCausalLM", 0, 0, 2048, 1, 2},
+                 {"mistral", "MistralForCausalLM", 8, 0, 131072, 1, 2},
+                 {"qwen2", "Qwen2ForCausalLM", 32, 0, 32768, -1, -1},
+                 {"qwen3", "Qwen3ForCausalLM", 32, 128, 32768, -1, -1}};
+
+using enum FieldUse;
+/// Fields of one use; several names stand apart by spaces.
+constexpr struct {
+  FieldUse use;
+  const char* names;
+  const char* allowed = "[]";
+} kFields[] = {
+    {Read,
+     "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
+     "num_key_value_heads head_dim hidden_act rms_norm_eps initializer_range tie_word_embeddings attention_bias "
+     "mlp_bias max_position_embeddings original_max_position_embeddings rope_parameters rope_scaling rope_theta "
+     "use_sliding_window sliding_window max_window_layers layer_types bos_token_id eos_token_id pad_token_id "
+     "dtype torch_dtype"},
+    {Refused, "attention_dropout", "[0]"},
+    {Refused, "partial_rotary_factor", "[1]"},
+    {Refused, "is_causal", "[true]"},
+    {Refused, "is_encoder_decoder torchscript", "[false]"},
+    {Refused, "pruned_heads", "[{}]"},
+    {Refused, "transformers_weights", R"(["model.safetensors"])"},
+    {Refused, "per_layer_config quantization_config compression_config fusion_config"},
+    // Names, and what is cached, printed or returned.
+    {Harmless,
+     "architectures transformers_version name_or_path _name_or_path _commit_hash tokenizer_class prefix "
+     "use_cache return_dict output_hidden_states output_attentions tie_last_hidden_states"},
+    // How the same is computed.
+    {Harmless,
+     "attn_implementation experts_implementation pretraining_tp chunk_size_feed_forward gradient_checkpointing "
+     "use_bfloat16 tf_legacy_loss"},
+    // Of decoders that see an encoder, and of classifiers.
+    {Harmless,
+     "is_decoder add_cross_attention cross_attention_hidden_size tie_encoder_decoder decoder_start_token_id "
+     "sep_token_id finetuning_task task_specific_params problem_type id2label label2id num_labels"},
+    // Of generation: liger::nn::GenerateOptions says how that is done here.
+    {Harmless,
+     "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature "
+     "top_k top_p typical_p epsilon_cutoff eta_cutoff repetition_penalty encoder_repetition_penalty "
+     "length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences "
+     "output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values "
+     "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens num_assistant_tokens "
+     "num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind target_lookbehind"},
+};
 
 struct Reader {
   const json& content;
   const std::string& path;
+
+  template <class... Why>
+  void check(bool holds, const Why&... why) const {
+    TORCH_CHECK(holds, path, ": ", why...);
+  }
 
   /// Reads a field that is there and not null; says whether it was.
   template <class T>
@@ -41,95 +92,185 @@ struct Reader {
     if (!from.contains(name) || from[name].is_null()) return false;
     try {
       into = from[name].get<T>();
-    } catch (const json::exception& error) { TORCH_CHECK(false, path, ": ", name, ": ", error.what()); }
+    } catch (const json::exception& error) { check(false, name, ": ", error.what()); }
     return true;
   }
   template <class T>
   bool read(const char* name, T& into) const {
+    const auto& known = LlamaConfig::fields();
+    TORCH_INTERNAL_ASSERT(known.contains(name) && known.at(name).use == Read, name, " is not in the table as read");
     return read(content, name, into);
   }
-  template <class T>
-  void need(const char* name, T& into) const {
-    TORCH_CHECK(read(name, into), path, ": there is no ", name);
+  /// As transformers: what is missing has the default, and null says none.
+  void read_or_none(const char* name, int64_t& into, int64_t missing, int64_t none) const {
+    into = content.contains(name) ? none : missing;
+    read(name, into);
   }
+  template <class T>
+  void need(const json& from, const char* name, T& into) const {
+    check(read(from, name, into), "there is no ", name);
+  }
+  void need(const char* name, int64_t& into) const { check(read(name, into), "there is no ", name); }
 
   template <class Table, class T>
-  void choose(const char* name, const Table& table, T& into) const {
+  bool choose(const char* name, const Table& table, T& into) const {
     std::string given;
-    if (!read(name, given)) return;
+    if (!read(name, given)) return false;
     for (const auto& [known, value] : table)
       if (given == known) {
         into = value;
-        return;
+        return true;
       }
-    TORCH_CHECK(false, path, ": unknown ", name, " ", given);
+    check(false, "unknown ", name, " ", given);
+    return false;
   }
 };
 
+void refuse_unknown(const Reader& in) {
+  for (const auto& [name, field] : LlamaConfig::fields()) {
+    if (field.use != Refused || !in.content.contains(name) || in.content[name].is_null()) continue;
+    const json allowed = json::parse(field.allowed), &given = in.content[name];
+    in.check(std::find(allowed.begin(), allowed.end(), given) != allowed.end(), name, " ", given.dump(),
+             " is not known");
+  }
+}
+
+const Family& read_family(const Reader& in, LlamaConfig& c) {
+  in.check(in.read("model_type", c.model_type), "there is no model_type");
+  const auto family = std::find_if(std::begin(kFamilies), std::end(kFamilies),
+                                   [&](const Family& known) { return c.model_type == known.name; });
+  in.check(family != std::end(kFamilies), "model_type ", c.model_type, " is none of llama, mistral, qwen2, qwen3");
+  return *family;
+}
+
+void read_sizes(const Reader& in, const Family& family, LlamaConfig& c) {
+  in.need("vocab_size", c.vocab_size), in.need("hidden_size", c.hidden_size);
+  in.need("intermediate_size", c.intermediate_size), in.need("num_hidden_layers", c.num_hidden_layers);
+  in.need("num_attention_heads", c.num_attention_heads);
+  in.read_or_none("num_key_value_heads", c.num_key_value_heads, family.kv_heads, 0);
+  in.read_or_none("head_dim", c.head_dim, family.head_dim, 0);
+  c.max_position_embeddings = family.max_position_embeddings;
+  in.read("max_position_embeddings", c.max_position_embeddings);
+  for (const auto& [name, size, least] :
+       {std::tuple("vocab_size", c.vocab_size, 1), std::tuple("hidden_size", c.hidden_size, 1),
+        std::tuple("intermediate_size", c.intermediate_size, 1),
+        std::tuple("num_hidden_layers", c.num_hidden_layers, 0),
+        std::tuple("num_attention_heads", c.num_attention_heads, 1),
+        std::tuple("num_key_value_heads", c.num_key_value_heads, 0), std::tuple("head_dim", c.head_dim, 0),
+        std::tuple("max_position_embeddings", c.max_position_embeddings, 1)})
+    in.check(size >= least, name, " is ", size);
+  in.check(c.num_attention_heads % c.kv_heads() == 0, "num_attention_heads ", c.num_attention_heads,
+           " is no multiple of num_key_value_heads ", c.kv_heads());
+  in.check(c.head_width() > 0 && c.head_width() % 2 == 0, "head_dim, or hidden_size / num_attention_heads, is ",
+           c.head_width(), ", which is not even");
+}
+
+void read_biases(const Reader& in, LlamaConfig& c) {
+  if (c.model_type == "llama" || c.model_type == "qwen3") in.read("attention_bias", c.qkv_bias);
+  if (c.model_type == "llama") in.read("mlp_bias", c.mlp_bias);
+  c.output_bias = c.qkv_bias;
+  if (c.model_type == "qwen2") c.qkv_bias = true;
+  c.qk_norm = c.model_type == "qwen3";
+}
+
+/// Llama has no window; Mistral's is that of every layer, unless layer_types says otherwise; Qwen's begins with layer
+/// max_window_layers.
+void read_window(const Reader& in, LlamaConfig& c) {
+  int64_t window = 0, first = 0;
+  bool slides = c.model_type == "mistral";
+  if (c.model_type != "llama") in.read_or_none("sliding_window", window, 4096, 0);
+  if (c.model_type.starts_with("qwen"))
+    first = 28, in.read("use_sliding_window", slides), in.read("max_window_layers", first);
+  in.check(window >= 0, "sliding_window is ", window);
+  slides = slides && window > 0;
+  const int64_t layers = c.num_hidden_layers;
+  std::vector<std::string> kinds;
+  if (!in.read("layer_types", kinds))
+    for (int64_t i = 0; i < layers; ++i)
+      kinds.emplace_back(slides && i >= first ? "sliding_attention" : "full_attention");
+  in.check(int64_t(kinds.size()) == layers, "layer_types has ", kinds.size(), " entries, and num_hidden_layers is ",
+           layers);
+  const int64_t sliding = std::count(kinds.begin(), kinds.end(), "sliding_attention"),
+                full = std::count(kinds.begin(), kinds.end(), "full_attention");
+  in.check(sliding + full == layers, "layer_types ", in.content.value("layer_types", json()).dump(), " are not known");
+  in.check(sliding == 0 || full == 0, "a sliding window of some layers only (use_sliding_window, max_window_layers ",
+           first, ", layer_types) is not known");
+  in.check(sliding == 0 || slides,
+           "layer_types has sliding_attention, but there is no use_sliding_window with a "
+           "sliding_window");
+  if (sliding > 0) c.sliding_window = window;
+}
+
+/// rope_parameters since transformers 5, before rope_theta and rope_scaling; where there are both, transformers takes
+/// rope_scaling.
+void read_rope(const Reader& in, LlamaConfig& c) {
+  json rope = json::object();
+  const char* name = "rope_scaling";
+  if (!in.read(name, rope) || rope.empty()) in.read(name = "rope_parameters", rope);
+  in.check(rope.is_object(), name, " is no object");
+  for (const auto& [key, value] : rope.items())
+    in.check(!value.is_object(), name, ".", key, ": rotary angles of some layers only are not known");
+  double partial = 1;
+  in.read(rope, "partial_rotary_factor", partial);
+  in.check(partial == 1, name, ".partial_rotary_factor ", partial, " is not known");
+  if (!in.read(rope, "rope_theta", c.rope_theta)) in.read("rope_theta", c.rope_theta);
+  RopeScaling& r = c.rope_scaling;
+  if (!in.read(rope, "rope_type", r.type)) in.read(rope, "type", r.type);
+  if (r.type == "default") return;
+  in.check(r.type == "linear" || r.type == "llama3" || r.type == "yarn", name, ": unknown rope_type ", r.type);
+  in.need(rope, "factor", r.factor);
+  r.original_max_position_embeddings = double(c.max_position_embeddings);
+  if (!in.read("original_max_position_embeddings", r.original_max_position_embeddings))
+    in.read(rope, "original_max_position_embeddings", r.original_max_position_embeddings);
+  if (r.type == "llama3")
+    in.need(rope, "low_freq_factor", r.low_freq_factor), in.need(rope, "high_freq_factor", r.high_freq_factor);
+  for (const auto& [key, value] : {std::pair("beta_fast", &r.beta_fast), std::pair("beta_slow", &r.beta_slow)})
+    if (double given = 0; in.read(rope, key, given) && given != 0) *value = given;  // 0 says the default
+  in.read(rope, "attention_factor", r.attention_factor), in.read(rope, "mscale", r.mscale);
+  in.read(rope, "mscale_all_dim", r.mscale_all_dim), in.read(rope, "truncate", r.truncate);
+}
+
+void read_tokens(const Reader& in, const Family& family, LlamaConfig& c) {
+  in.read_or_none("bos_token_id", c.bos_token_id, family.bos_token_id, -1);
+  int64_t eos = -1;
+  if (in.content.contains("eos_token_id") && in.content["eos_token_id"].is_array())
+    in.read("eos_token_id", c.eos_token_ids);
+  else if (in.read_or_none("eos_token_id", eos, family.eos_token_id, -1); eos >= 0) c.eos_token_ids = {eos};
+  if (int64_t pad; in.read("pad_token_id", pad)) {
+    in.check(pad >= -c.vocab_size && pad < c.vocab_size, "pad_token_id ", pad, " is no token of ", c.vocab_size);
+    c.pad_token_id = pad < 0 ? pad + c.vocab_size : pad;  // torch's embedding counts from the end
+  }
+}
+
 }  // namespace
+
+const std::map<std::string, ConfigField>& LlamaConfig::fields() {
+  static const auto all = [] {
+    std::map<std::string, ConfigField> found;
+    for (const auto& [use, names, allowed] : kFields) {
+      std::istringstream words(names);
+      for (std::string name; words >> name;) found[name] = {use, allowed};
+    }
+    return found;
+  }();
+  return all;
+}
 
 LlamaConfig LlamaConfig::load(const std::string& folder) {
   const std::string path = (fs::path(folder) / "config.json").string();
   const json content = read_json(path);
   const Reader in{content, path};
   LlamaConfig c;
-  in.need("model_type", c.model_type);
-  bool known = false;
-  for (const auto& model : kModels) known = known || c.model_type == model.name;
-  TORCH_CHECK(known, path, ": model_type ", c.model_type, " is none of llama, mistral, qwen2, qwen3");
-  in.need("vocab_size", c.vocab_size), in.need("hidden_size", c.hidden_size),
-      in.need("intermediate_size", c.intermediate_size);
-  in.need("num_hidden_layers", c.num_hidden_layers), in.need("num_attention_heads", c.num_attention_heads);
-  in.read("num_key_value_heads", c.num_key_value_heads), in.read("head_dim", c.head_dim),
-      in.read("max_position_embeddings", c.max_position_embeddings);
-  in.read("rms_norm_eps", c.rms_norm_eps), in.read("initializer_range", c.initializer_range),
-      in.read("tie_word_embeddings", c.tie_word_embeddings);
-  in.choose("hidden_act", kActivations, c.activation);
-  in.choose(content.contains("dtype") ? "dtype" : "torch_dtype", kDtypes, c.dtype);
-  in.read("attention_bias", c.qkv_bias), in.read("mlp_bias", c.mlp_bias);
-  c.output_bias = c.qkv_bias;
-  if (c.model_type == "qwen2") c.qkv_bias = true, c.output_bias = false;
-  if (c.model_type == "mistral") c.qkv_bias = c.output_bias = false;
-  if (c.model_type == "qwen3" && c.head_dim == 0) c.head_dim = 128;
-  c.qk_norm = c.model_type == "qwen3";
-  bool slides = c.model_type == "mistral";
-  in.read("use_sliding_window", slides);
-  if (slides && in.read("sliding_window", c.sliding_window) && c.model_type != "mistral") {
-    int64_t full_layers = 0;
-    in.read("max_window_layers", full_layers);
-    TORCH_CHECK(full_layers == 0, path, ": a sliding window of some layers only (max_window_layers ", full_layers,
-                ") is not known");
-  }
-  // rope_parameters since transformers 5, before rope_theta and rope_scaling.
-  in.read("rope_theta", c.rope_theta);
-  for (const char* name : {"rope_scaling", "rope_parameters"}) {
-    json rope;
-    if (!in.read(name, rope)) continue;
-    TORCH_CHECK(rope.is_object(), path, ": ", name, " is no object");
-    RopeScaling& r = c.rope_scaling;
-    if (!in.read(rope, "rope_type", r.type)) in.read(rope, "type", r.type);
-    TORCH_CHECK(r.type == "default" || r.type == "linear" || r.type == "llama3" || r.type == "yarn", path,
-                ": unknown rope_type ", r.type);
-    r.original_max_position_embeddings = double(c.max_position_embeddings);
-    in.read(rope, "rope_theta", c.rope_theta), in.read(rope, "factor", r.factor);
-    in.read(rope, "original_max_position_embeddings", r.original_max_position_embeddings),
-        in.read(rope, "low_freq_factor", r.low_freq_factor);
-    in.read(rope, "high_freq_factor", r.high_freq_factor), in.read(rope, "beta_fast", r.beta_fast),
-        in.read(rope, "beta_slow", r.beta_slow);
-    in.read(rope, "attention_factor", r.attention_factor), in.read(rope, "mscale", r.mscale),
-        in.read(rope, "mscale_all_dim", r.mscale_all_dim);
-    in.read(rope, "truncate", r.truncate);
-    double partial = 1;
-    in.read(rope, "partial_rotary_factor", partial);
-    TORCH_CHECK(partial == 1, path, ": partial_rotary_factor ", partial, " is not known");
-  }
-  in.read("bos_token_id", c.bos_token_id);
-  if (content.contains("eos_token_id") && content["eos_token_id"].is_array()) in.read("eos_token_id", c.eos_token_ids);
-  else if (int64_t one; in.read("eos_token_id", one)) c.eos_token_ids = {one};
-  TORCH_CHECK(c.hidden_size > 0 && c.vocab_size > 0 && c.intermediate_size > 0 && c.num_hidden_layers >= 0 &&
-                  c.num_attention_heads > 0 && c.kv_heads() > 0 && c.num_attention_heads % c.kv_heads() == 0 &&
-                  c.head_width() % 2 == 0,
-              path, ": sizes that fit no model");
+  const Family& family = read_family(in, c);
+  refuse_unknown(in);
+  read_sizes(in, family, c);
+  in.read("rms_norm_eps", c.rms_norm_eps), in.read("initializer_range", c.initializer_range);
+  in.read("tie_word_embeddings", c.tie_word_embeddings), in.choose("hidden_act", kActivations, c.activation);
+  if (!in.choose("dtype", kDtypes, c.dtype)) in.choose("torch_dtype", kDtypes, c.dtype);
+  read_biases(in, c);
+  read_window(in, c);
+  read_rope(in, c);
+  read_tokens(in, family, c);
   return c;
 }
 
@@ -141,8 +282,8 @@ void LlamaConfig::save(const std::string& folder) const {
       if (of == value) return std::string(name);
     TORCH_CHECK(false, "a config without a name for one of its values");
   };
-  for (const auto& [name, architecture] : kModels)
-    if (model_type == name) out["architectures"] = {architecture};
+  for (const Family& family : kFamilies)
+    if (model_type == family.name) out["architectures"] = {family.architecture};
   out["model_type"] = model_type, out["vocab_size"] = vocab_size, out["hidden_size"] = hidden_size,
   out["intermediate_size"] = intermediate_size;
   out["num_hidden_layers"] = num_hidden_layers, out["num_attention_heads"] = num_attention_heads,
@@ -153,9 +294,11 @@ void LlamaConfig::save(const std::string& folder) const {
   out["tie_word_embeddings"] = tie_word_embeddings;
   if (model_type == "llama" || model_type == "qwen3") out["attention_bias"] = qkv_bias;
   if (model_type == "llama") out["mlp_bias"] = mlp_bias;
+  out.erase("layer_types");
   if (model_type == "mistral") out["sliding_window"] = sliding_window > 0 ? json(sliding_window) : json();
-  else if (sliding_window > 0)
-    out["use_sliding_window"] = true, out["sliding_window"] = sliding_window, out["max_window_layers"] = 0;
+  else if (model_type != "llama") out["use_sliding_window"] = sliding_window > 0;
+  if (model_type != "mistral" && sliding_window > 0)
+    out["sliding_window"] = sliding_window, out["max_window_layers"] = 0;
   json rope = {{"rope_type", rope_scaling.type}, {"rope_theta", rope_theta}};
   const RopeScaling& r = rope_scaling;
   if (r.type != "default") rope["factor"] = r.factor;
@@ -171,9 +314,12 @@ void LlamaConfig::save(const std::string& folder) const {
   out.erase("rope_scaling"), out.erase("torch_dtype");
   out["rope_parameters"] = rope, out["rope_theta"] = rope_theta;
   if (r.type != "default") out["rope_scaling"] = rope;
-  if (bos_token_id >= 0) out["bos_token_id"] = bos_token_id;
-  if (eos_token_ids.size() == 1) out["eos_token_id"] = eos_token_ids[0];
-  else if (!eos_token_ids.empty()) out["eos_token_id"] = eos_token_ids;
+  // null says that there is none: what is missing has a default.
+  out["bos_token_id"] = bos_token_id >= 0 ? json(bos_token_id) : json();
+  out["pad_token_id"] = pad_token_id >= 0 ? json(pad_token_id) : json();
+  out["eos_token_id"] = eos_token_ids.empty()       ? json()
+                        : eos_token_ids.size() == 1 ? json(eos_token_ids[0])
+                                                    : json(eos_token_ids);
   fs::create_directories(folder);
   const std::string beside = path + ".tmp";
   std::ofstream(beside) << out.dump(2) << "\n";

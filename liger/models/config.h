@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 #include "liger/ops.h"
@@ -15,6 +16,17 @@ struct RopeScaling {
   double beta_fast = 32, beta_slow = 1, attention_factor = 0;  // yarn; 0: what factor and mscale give
   double mscale = 0, mscale_all_dim = 0;
   bool truncate = true;
+};
+
+/// What becomes of a field of config.json.
+enum class FieldUse {
+  Read,      // it says what the model is
+  Harmless,  // it changes neither the loss nor its gradients
+  Refused    // it may change the model in a way that is not known here, unless it is null or one of `allowed`
+};
+struct ConfigField {
+  FieldUse use;
+  const char* allowed = "[]";  // JSON
 };
 
 /// The model that a config.json of Hugging Face describes: llama, mistral, qwen2 or qwen3.
@@ -33,14 +45,19 @@ struct LlamaConfig {
   bool qk_norm = false;               // Qwen 3: an RMS norm of each head's queries and keys
   at::ScalarType dtype = at::kFloat;  // of the checkpoint
   int64_t bos_token_id = -1;          // -1: none
+  int64_t pad_token_id = -1;          // -1: none; its row of the embedding gets no gradient
   std::vector<int64_t> eos_token_ids;
 
   int64_t kv_heads() const { return num_key_value_heads > 0 ? num_key_value_heads : num_attention_heads; }
   int64_t head_width() const { return head_dim > 0 ? head_dim : hidden_size / num_attention_heads; }
 
-  /// Raises c10::Error, naming the file and the field, for what is missing, of another type, or describes a model that
-  /// is none of these.
+  /// Fields that are missing have the defaults of transformers. Raises c10::Error, naming the file and the field, for
+  /// what is of another type, or describes a model that is none of these, and for sizes that are missing.
   static LlamaConfig load(const std::string& folder);
+
+  /// Every field that a config of these families has in transformers 4.57 or 5, and those beyond that its code asks
+  /// for. What is none of them, transformers keeps and does not look at; so does load.
+  static const std::map<std::string, ConfigField>& fields();
 
   /// Writes config.json as transformers reads it. Fields of the file that is there already and are not this struct's
   /// stay.

@@ -170,6 +170,7 @@ LlamaForCausalLMImpl::LlamaForCausalLMImpl(LlamaConfig of, bool draw) : config(s
     if (item.key().ends_with("bias")) item.value().zero_();
     else if (item.value().dim() > 1) item.value().normal_(0, config.initializer_range);
   }
+  if (config.pad_token_id >= 0) model->embed_tokens->weight[config.pad_token_id].zero_();
 }
 
 void LlamaForCausalLMImpl::reset() {
@@ -246,7 +247,7 @@ Positions LlamaForCausalLMImpl::positions_of(const Tensor& ids, const CausalLMIn
 Tensor LlamaForCausalLMImpl::hidden_states(const Tensor& ids, const CausalLMInputs& in) {
   TORCH_CHECK(ids.dim() == 2, "ids must be [batch, tokens], got ", ids.sizes());
   const Positions positions = positions_of(ids, in);
-  Tensor x = liger::embedding(model->embed_tokens->weight, ids);
+  Tensor x = liger::embedding(model->embed_tokens->weight, ids, config.pad_token_id);
   const bool again = gradient_checkpointing && is_training() && torch::GradMode::is_enabled() && !in.cache;
   for (int64_t i = 0; i < config.num_hidden_layers; ++i) {
     const auto layer = model->layers->ptr<LlamaDecoderLayerImpl>(i);
