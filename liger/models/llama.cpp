@@ -10,6 +10,10 @@ namespace {
 
 using at::Tensor;
 
+constexpr const char* kHead = "lm_head.weight";
+constexpr const char* kEmbedding = "model.embed_tokens.weight";
+constexpr const char* kIgnored = "rotary_emb.inv_freq";  // what transformers ignores too, in any layer
+
 RMSNormOptions norm_options(const LlamaConfig& config, int64_t width) {
   return RMSNormOptions(width).eps(config.rms_norm_eps);
 }
@@ -182,26 +186,34 @@ void LlamaForCausalLMImpl::reset() {
 
 std::shared_ptr<LlamaForCausalLMImpl> LlamaForCausalLMImpl::from_pretrained(const std::string& folder,
                                                                             std::optional<at::ScalarType> dtype) {
-  const LlamaConfig config = LlamaConfig::load(folder);
+  LlamaConfig config = LlamaConfig::load(folder);
+  config.dtype = dtype.value_or(config.dtype);
   const Checkpoint checkpoint(folder);
+  const bool has_head = checkpoint.contains(kHead), has_embedding = checkpoint.contains(kEmbedding);
+  const auto loaded = [&](const char* name) { return checkpoint.tensor(name).to(config.dtype); };
+  if (config.tie_word_embeddings && has_head && has_embedding && !loaded(kHead).equal(loaded(kEmbedding))) {
+    TORCH_WARN(folder, ": config.json says tie_word_embeddings, but the checkpoint's ", kHead, " differs from its ",
+               kEmbedding, ": they are not tied");
+    config.tie_word_embeddings = false;
+  }
   const auto made = std::make_shared<LlamaForCausalLMImpl>(config, false);
   const auto parameters = made->named_parameters();
-  for (const auto& name : checkpoint.names()) {
-    const bool unused =
-        name.ends_with(".rotary_emb.inv_freq") || (config.tie_word_embeddings && name == "lm_head.weight");
-    TORCH_CHECK(unused || parameters.contains(name), folder, ": the checkpoint has a weight that the model lacks, ",
-                name);
-  }
+  for (const auto& name : checkpoint.names())
+    TORCH_CHECK(name.find(kIgnored) != std::string::npos || (config.tie_word_embeddings && name == kHead) ||
+                    parameters.contains(name),
+                folder, ": the checkpoint has a weight that the model lacks, ", name);
   for (const auto& item : parameters) {
-    TORCH_CHECK(checkpoint.contains(item.key()), folder, ": the checkpoint has no ", item.key());
-    const Tensor loaded = checkpoint.tensor(item.key());
-    TORCH_CHECK(loaded.sizes() == item.value().sizes(), folder, ": ", item.key(), " is of shape ", loaded.sizes(),
+    // Of two that are tied, the checkpoint may hold either.
+    const bool is_head = config.tie_word_embeddings && item.key() == kEmbedding && has_head && !has_embedding;
+    const std::string name = is_head ? kHead : item.key();
+    TORCH_CHECK(checkpoint.contains(name), folder, ": the checkpoint has no ", name);
+    const Tensor weight = checkpoint.tensor(name);
+    TORCH_CHECK(weight.sizes() == item.value().sizes(), folder, ": ", name, " is of shape ", weight.sizes(),
                 ", and the model's of ", item.value().sizes());
-    TORCH_CHECK(loaded.is_floating_point(), folder, ": ", item.key(), " is of ", loaded.scalar_type());
+    TORCH_CHECK(weight.is_floating_point(), folder, ": ", name, " is of ", weight.scalar_type());
     Tensor parameter = item.value();
-    parameter.set_data(loaded.to(dtype.value_or(config.dtype)));
+    parameter.set_data(weight.to(config.dtype));
   }
-  if (dtype) made->config.dtype = *dtype;
   return made;
 }
 

@@ -111,8 +111,9 @@ struct LlamaForCausalLMImpl : torch::nn::Cloneable<LlamaForCausalLMImpl> {
   void reset() override;  // to weights without values
 
   /// The model of a checkpoint folder, in `dtype` or that of the config. Weights of this dtype are views of the files,
-  /// whose pages a write copies. Raises c10::Error for a weight that is missing, of another shape, or unknown; then
-  /// nothing has been made.
+  /// whose pages a write copies. Where config.json says that head and embedding are tied and the checkpoint has both,
+  /// they are tied if they are equal; if not, it warns, and config.tie_word_embeddings becomes false. Raises c10::Error
+  /// for a weight that is missing, of another shape, or unknown; then nothing has been made.
   static std::shared_ptr<LlamaForCausalLMImpl> from_pretrained(const std::string& folder,
                                                                std::optional<at::ScalarType> dtype = {});
 

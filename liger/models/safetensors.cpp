@@ -210,9 +210,10 @@ void save_safetensors(const std::string& path, const NamedTensors& tensors,
 }
 
 Checkpoint::Checkpoint(const std::string& folder) {
-  const fs::path index = fs::path(folder) / "model.safetensors.index.json";
-  if (!fs::exists(index)) {
-    files_.emplace_back((fs::path(folder) / "model.safetensors").string());
+  const fs::path index = fs::path(folder) / "model.safetensors.index.json",
+                 whole = fs::path(folder) / "model.safetensors";
+  if (fs::exists(whole) || !fs::exists(index)) {
+    files_.emplace_back(whole.string());
     for (const auto& name : files_[0].names()) file_of_[name] = 0;
     return;
   }
@@ -228,6 +229,10 @@ Checkpoint::Checkpoint(const std::string& folder) {
     TORCH_CHECK(files_[place->second].contains(name), index.string(), ": ", place->first, " does not hold ", name);
     file_of_[name] = place->second;
   }
+  for (const auto& [file, i] : opened)  // what the index forgets is of the checkpoint too
+    for (const auto& name : files_[i].names())
+      TORCH_CHECK(file_of_.emplace(name, i).first->second == i, index.string(), ": ", file, " holds ", name,
+                  ", and another file does");
 }
 
 std::vector<std::string> Checkpoint::names() const {
@@ -256,7 +261,7 @@ void save_checkpoint(const std::string& folder, const NamedTensors& tensors, int
   const std::string index = path("model.safetensors.index.json");
   if (shards.size() == 1) {
     save_safetensors(path("model.safetensors"), shards[0]);
-    fs::remove(index);  // of an earlier checkpoint in shards, which a reader would prefer
+    fs::remove(index);  // of an earlier checkpoint in shards
     return;
   }
   json map = json::object();
@@ -269,6 +274,7 @@ void save_checkpoint(const std::string& folder, const NamedTensors& tensors, int
   write_atomically(index, [&](std::ostream& file) {
     file << json{{"metadata", {{"total_size", total}}}, {"weight_map", map}}.dump(2) << "\n";
   });
+  fs::remove(path("model.safetensors"));  // of an earlier checkpoint, which a reader would prefer
 }
 
 }  // namespace liger

@@ -40,12 +40,12 @@ class SafetensorsFile {
 void save_safetensors(const std::string& path, const NamedTensors& tensors,
                       const std::map<std::string, std::string>& metadata = {{"format", "pt"}});
 
-/// The tensors of a Hugging Face checkpoint folder: of model.safetensors, or of the files that
-/// model.safetensors.index.json names.
+/// The tensors of a Hugging Face checkpoint folder: of model.safetensors or, where there is none, all those of the
+/// files that model.safetensors.index.json names.
 class Checkpoint {
  public:
   /// Raises c10::Error, naming the file, for what SafetensorsFile refuses, and for an index that names what its files
-  /// do not hold.
+  /// do not hold, and a tensor that two of them hold.
   explicit Checkpoint(const std::string& folder);
 
   std::vector<std::string> names() const;

@@ -2,7 +2,7 @@
 
 For each of the four families each field of its config class, and each that transformers 4.57 knew, is set to another
 value, and is left out. Then the C++ loss and the norm of its gradients are those of transformers, or the C++ error
-names the field.
+names the field. What a checkpoint holds beside the model's weights is loaded, ignored or refused as transformers does.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import tempfile
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 READ, HARMLESS, REFUSED = range(3)
 # Of PretrainedConfig and of the four families' configs in transformers 4.57.6, whose classes are other ones.
@@ -246,6 +246,54 @@ def test_scaled_angles(configs):
             assert configs.field("Llama", name, changes), f"{changes} is not refused"
 
 
+def test_weights(configs):
+    """Heads where config.json says tied, weights that no part of the model takes, and files that hold them."""
+    tied = {"tie_word_embeddings": True}
+    folder = configs.folder / "checkpoint"
+    single = folder / "model.safetensors"
+
+    def check(what, change, names=()):
+        assert configs.field("Llama", "", tied) is None
+        weights = load_file(single)
+        change(weights)
+        save_file(weights, single, {"format": "pt"})
+        error = configs.agree(what, folder, names)
+        assert bool(error) == bool(names), f"{what}: {error}"
+
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    check("a head that is the embedding", lambda w: w.update({head: w[embedding].clone()}))
+    check("a head of its own", lambda w: w.update({head: torch.randn_like(w[embedding]) * 0.3}))
+    check(
+        "a head that differs in one element",
+        lambda w: w.update({head: w[embedding] + 2 * torch.eye(*w[embedding].shape)}),
+    )
+    check("a head instead of the embedding", lambda w: w.update({head: w.pop(embedding)}))
+    check("neither", lambda w: w.pop(embedding), [embedding])
+    for name in ("model.layers.1.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"):
+        check(name, lambda w, name=name: w.update({name: torch.ones(2)}))
+    for name in ("extra", "lm_head.bias", "model.layers.0.self_attn.q_proj.bias", "model.layers.9.mlp.up_proj.weight",
+                 "lm_head.weight_scale"):  # fmt: skip
+        check(name, lambda w, name=name: w.update({name: torch.ones(2)}), [name])
+
+    # The second file holds a head, which the index forgets.
+    assert configs.field("Llama", "", tied) is None
+    weights = load_file(single)
+    norm = weights.pop("model.norm.weight")
+    other = {head: torch.randn_like(weights[embedding]) * 0.3, "model.norm.weight": norm}
+    save_file(weights, folder / "a.safetensors", {"format": "pt"})
+    save_file(other, folder / "b.safetensors", {"format": "pt"})
+    index = {name: "a.safetensors" for name in weights} | {"model.norm.weight": "b.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    both = configs.theirs(folder)
+    assert configs.agree("a file beside an index", folder, []) is None
+    single.unlink()
+    assert configs.agree("a head that the index forgets", folder, []) is None
+    assert abs(configs.theirs(folder)["loss"] - both["loss"]) > 0.1, "the head changes nothing"
+    save_file(other | {"extra": torch.ones(2)}, folder / "b.safetensors", {"format": "pt"})
+    assert configs.agree("a weight that the index forgets", folder, ["extra"])
+    print("heads, and weights that are not used: as transformers", flush=True)
+
+
 if __name__ == "__main__":
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     transformers.logging.disable_progress_bar()
@@ -255,3 +303,4 @@ if __name__ == "__main__":
         for family in FAMILIES:
             test_fields(configs, family)
         test_scaled_angles(configs)
+        test_weights(configs)

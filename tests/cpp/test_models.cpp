@@ -131,12 +131,21 @@ TEST(Checkpoint, ShardsAndErrors) {
   const auto ids = torch::randint(40, {2, 9});
   const auto loaded = liger::nn::LlamaForCausalLMImpl::from_pretrained(folder.path.string());
   EXPECT_TRUE(loaded->forward(ids).logits.equal(model->forward(ids).logits));
-  model->save_pretrained(folder.path.string());  // in one file: the index must not lead to the old ones
+  const auto indexed = [&](const std::string& map) {
+    write(folder / "model.safetensors.index.json", R"({"weight_map":)" + map + "}");
+    return error_of([&] { liger::Checkpoint checkpoint(folder.path.string()); });
+  };
+  EXPECT_NE(indexed(R"({"a":"../model.safetensors"})").find("a has no file of this folder"), std::string::npos);
+  liger::save_safetensors(folder / "a.safetensors", {{"a", torch::zeros(1)}, {"b", torch::zeros(1)}});
+  liger::save_safetensors(folder / "b.safetensors", {{"b", torch::zeros(1)}});
+  EXPECT_NE(indexed(R"({"a":"b.safetensors"})").find("b.safetensors does not hold a"), std::string::npos);
+  EXPECT_NE(indexed(R"({"a":"a.safetensors","b":"b.safetensors"})").find("a.safetensors holds b"), std::string::npos);
+  // In one file, and in shards again: what was there before is not read.
+  model->save_pretrained(folder.path.string());
   EXPECT_FALSE(fs::exists(folder / "model.safetensors.index.json"));
-  write(folder / "model.safetensors.index.json", R"({"weight_map":{"a":"../model.safetensors"}})");
-  EXPECT_NE(error_of([&] { liger::Checkpoint checkpoint(folder.path.string()); }).find("a has no file of this folder"),
-            std::string::npos);
-  fs::remove(folder / "model.safetensors.index.json");
+  model->save_pretrained(folder.path.string(), 3000);
+  EXPECT_FALSE(fs::exists(folder / "model.safetensors"));
+  model->save_pretrained(folder.path.string());
   const auto load = [&] { liger::nn::LlamaForCausalLMImpl::from_pretrained(folder.path.string()); };
   EXPECT_EQ(error_of(load), "none");
 
@@ -161,8 +170,12 @@ TEST(Llama, ConfigsThatAreNone) {
     return error_of([&] { liger::LlamaConfig::load(folder.path.string()); });
   };
   const std::string sizes =
-      R"("vocab_size":10,"hidden_size":8,"intermediate_size":8,"num_hidden_layers":1,"num_attention_heads":)";
+      R"("vocab_size":10,"hidden_size":16,"intermediate_size":8,"num_hidden_layers":1,"num_attention_heads":)";
   EXPECT_EQ(says(R"({"model_type":"llama",)" + sizes + "2}"), "none");
+  EXPECT_EQ(says(R"({"model_type":"mistral",)" + sizes + "8}"), "none");
+  const auto mistral = liger::LlamaConfig::load(folder.path.string());  // what is missing has a default
+  EXPECT_EQ(mistral.sliding_window, 4096);
+  EXPECT_EQ(mistral.kv_heads(), 8);
   const std::pair<std::string, std::string> cases[] = {
       {"{", "no JSON object"},
       {R"({"model_type":"gpt2"})", "model_type gpt2"},
@@ -171,7 +184,10 @@ TEST(Llama, ConfigsThatAreNone) {
       {R"({"model_type":"llama",)" + sizes + R"(2,"hidden_act":"tanh"})", "unknown hidden_act tanh"},
       {R"({"model_type":"llama",)" + sizes + R"(2,"rope_scaling":{"rope_type":"dynamic"}})",
        "unknown rope_type dynamic"},
-      {R"({"model_type":"llama",)" + sizes + R"(2,"num_key_value_heads":3})", "sizes"},
+      {R"({"model_type":"llama",)" + sizes + R"(2,"num_key_value_heads":3})", "num_key_value_heads 3"},
+      {R"({"model_type":"llama",)" + sizes + R"(2,"head_dim":3})", "head_dim"},
+      {R"({"model_type":"llama",)" + sizes + "0}", "num_attention_heads is 0"},
+      {R"({"model_type":"llama",)" + sizes + R"(2,"attention_dropout":0.5})", "attention_dropout 0.5"},
   };
   for (const auto& [text, expected] : cases)
     EXPECT_NE(says(text).find(expected), std::string::npos) << expected << ": " << says(text);
