@@ -159,6 +159,16 @@ struct Merge {
 
 uint64_t pair_of(int32_t left, int32_t right) { return uint64_t(uint32_t(left)) << 32 | uint32_t(right); }
 
+/// What puts special tokens around the ids of one text, or of two: it makes other parts of parts.
+using Parts = std::vector<Ids>;
+using Processor = std::function<Parts(Parts parts, bool add_special_tokens)>;
+
+/// An entry of a template: a text, or the ids of a special token.
+struct Piece {
+  size_t text = 0;
+  std::optional<Ids> special = {};
+};
+
 /// One step of cutting text into words.
 struct Step {
   bool prefix_space = false;
@@ -197,7 +207,7 @@ struct Tokenizer::Content {
     bool byte_level = false;
     read_steps(field(file, "pre_tokenizer"), byte_level);
     check(byte_level, "pre_tokenizer is not byte-level: only byte-level BPE is known");
-    read_template(field(file, "post_processor"));
+    read_processors(field(file, "post_processor"));
     const json decoder = field(file, "decoder");
     check(decoder.is_object() && decoder.at("type") == "ByteLevel", "decoder is not ByteLevel");
     for (const json& token : field(file, "added_tokens")) {
@@ -216,6 +226,8 @@ struct Tokenizer::Content {
       tokens[added.id] = bytes_of(added.content).value_or(added.content);
       (of_normalized ? added_normalized : added_raw).add(std::move(added));
     }
+    for (const int64_t id : processed({{}}, true))
+      check(id >= 0 && id < int64_t(tokens.size()), "post_processor: there is no token ", id);
   }
 
   void read_vocabulary(const json& bpe) {
@@ -292,26 +304,70 @@ struct Tokenizer::Content {
     }
   }
 
-  void read_template(const json& from) {
+  void read_processors(const json& from) {
     if (from.is_null()) return;
     const std::string type = from.at("type");
     if (type == "ByteLevel") return;  // changes offsets alone
     if (type == "Sequence") {
-      for (const json& one : from.at("processors")) read_template(one);
-      return;
+      for (const json& one : from.at("processors")) read_processors(one);
+    } else if (type == "TemplateProcessing") {
+      processors.push_back([single = read_template(from, "single", 1), pair = read_template(from, "pair", 2), this](
+                               const Parts& parts, bool add) {
+        check(parts.size() == 1 || parts.size() == 2, "post_processor: a TemplateProcessing after one that makes ",
+              parts.size(), " parts is not known");
+        Parts made;
+        for (const Piece& piece : parts.size() == 1 ? single : pair)
+          if (!piece.special || add) made.push_back(piece.special.value_or(parts[piece.text]));
+        return made;
+      });
+    } else if (type == "BertProcessing" || type == "RobertaProcessing") {
+      const int64_t begin = from.at("cls").at(1), end = from.at("sep").at(1);
+      const Ids between = type == "BertProcessing" ? Ids() : Ids{end};  // before the second text
+      processors.push_back([=](Parts parts, bool add) {
+        for (size_t i = 0; add && i < parts.size(); ++i) {
+          const Ids before = i == 0 ? Ids{begin} : between;
+          parts[i].insert(parts[i].begin(), before.begin(), before.end());
+          parts[i].push_back(end);
+        }
+        return parts;
+      });
+    } else {
+      check(false, "post_processor ", type, " is not known");
     }
-    check(type == "TemplateProcessing" && prefix.empty() && suffix.empty(), "post_processor ", type, " is not known");
-    bool after = false;
-    for (const json& part : from.at("single")) {
-      if (part.contains("Sequence")) {
-        check(!after, "post_processor has the text twice");
-        after = true;
-        continue;
+  }
+
+  std::vector<Piece> read_template(const json& from, const char* name, size_t texts) const {
+    std::vector<Piece> pieces;
+    for (const json& piece : from.at(name)) {
+      if (piece.contains("SpecialToken")) {
+        const std::string token = piece["SpecialToken"].at("id");
+        pieces.push_back({.special = from.at("special_tokens").at(token).at("ids").get<Ids>()});
+      } else {
+        pieces.push_back({.text = piece.at("Sequence").at("id") == "A" ? 0u : 1u});
+        check(pieces.back().text < texts, "post_processor: ", name, " has a second text");
       }
-      const json& ids = from.at("special_tokens").at(part.at("SpecialToken").at("id").get<std::string>()).at("ids");
-      for (const json& id : ids) (after ? suffix : prefix).push_back(id.get<int64_t>());
     }
-    check(after, "post_processor leaves the text out");
+    const auto count = std::count_if(pieces.begin(), pieces.end(), [](const Piece& piece) { return !piece.special; });
+    check(texts > 1 || count == 1, "post_processor: ", name, " has its text ", count, " times");
+    return pieces;
+  }
+
+  Ids processed(Parts parts, bool add_special_tokens) const {
+    for (const Processor& process : processors) parts = process(std::move(parts), add_special_tokens);
+    Ids all;
+    for (const Ids& part : parts) all.insert(all.end(), part.begin(), part.end());
+    return all;
+  }
+
+  Ids encode(std::string_view text) const {
+    check_utf8(text);
+    Ids ids;
+    const auto token = [&](int64_t id) { ids.push_back(id); };
+    const auto words = [&](std::string_view piece) { encode_piece(piece, 0, ids); };
+    split(
+        text, added_raw,
+        [&](std::string_view piece) { split(normalized(piece, normalizer), added_normalized, words, token); }, token);
+    return ids;
   }
 
   void encode_word(std::string_view word, Ids& into) const {
@@ -399,7 +455,7 @@ struct Tokenizer::Content {
   std::array<int32_t, 256> bytes;
   std::unordered_map<uint64_t, Merge> merges;
   std::vector<Step> steps;
-  Ids prefix, suffix;
+  std::vector<Processor> processors;
   AddedTokens added_raw, added_normalized;
   std::unordered_set<int64_t> special;
   mutable std::mutex mutex;
@@ -413,17 +469,16 @@ Tokenizer::Tokenizer(const std::string& path) {
 }
 
 std::vector<int64_t> Tokenizer::encode(std::string_view text, bool add_special_tokens) const {
-  check_utf8(text);
-  const Content& c = *content_;
-  Ids ids;
-  if (add_special_tokens) ids = c.prefix;
-  const auto token = [&](int64_t id) { ids.push_back(id); };
-  const auto words = [&](std::string_view piece) { c.encode_piece(piece, 0, ids); };
-  split(
-      text, c.added_raw,
-      [&](std::string_view piece) { split(normalized(piece, c.normalizer), c.added_normalized, words, token); }, token);
-  if (add_special_tokens) ids.insert(ids.end(), c.suffix.begin(), c.suffix.end());
-  return ids;
+  return content_->processed({content_->encode(text)}, add_special_tokens);
+}
+
+std::vector<int64_t> Tokenizer::encode_pair(std::string_view first, std::string_view second,
+                                            bool add_special_tokens) const {
+  return content_->processed({content_->encode(first), content_->encode(second)}, add_special_tokens);
+}
+
+std::vector<int64_t> Tokenizer::with_special_tokens(std::vector<int64_t> ids) const {
+  return content_->processed({std::move(ids)}, true);
 }
 
 std::string Tokenizer::decode(const std::vector<int64_t>& ids, bool skip_special_tokens) const {

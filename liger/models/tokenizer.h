@@ -17,9 +17,16 @@ class Tokenizer {
   /// of tokenizer.
   explicit Tokenizer(const std::string& path);
 
-  /// The ids of UTF-8 text; with add_special_tokens also those that the file's template puts around it. Raises
+  /// The ids of UTF-8 text; with add_special_tokens also those that the file's post_processor puts around it. Raises
   /// c10::Error for text that is no UTF-8. Several threads may call it.
   std::vector<int64_t> encode(std::string_view text, bool add_special_tokens = true) const;
+
+  /// The ids of two texts that belong together, as a template for pairs joins them.
+  std::vector<int64_t> encode_pair(std::string_view first, std::string_view second,
+                                   bool add_special_tokens = true) const;
+
+  /// The ids of a text that has been encoded without special tokens, with them.
+  std::vector<int64_t> with_special_tokens(std::vector<int64_t> ids) const;
 
   /// The bytes that ids stand for: no valid UTF-8 where they begin or end within a character. Raises c10::Error for an
   /// id that is none.

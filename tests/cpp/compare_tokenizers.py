@@ -2,7 +2,8 @@
 
 Tokenizers with the pre-tokenizers, normalizers and templates of Llama 3, Qwen 2 and GPT-2 are trained on documents of
 twelve scripts, some with special and added tokens in them. All ids and all decoded texts of 1,000 documents are equal,
-and another kind of tokenizer is refused.
+and another kind of tokenizer is refused. So are the ids that each kind of post-processor, alone and in sequence, makes
+of one text and of two.
 """
 
 import json
@@ -96,6 +97,70 @@ def tokenizers(texts):
     yield "digits", trained(texts, digits, normalizers.NFKC())
 
 
+def post_processors():
+    special = [("<|begin|>", 0), ("<|end|>", 1)]
+    ends = ("<|end|>", 1), ("<|begin|>", 0)
+
+    def template(single, pair=None):
+        return processors.TemplateProcessing(single=single, pair=pair or "$A:0 $B:1", special_tokens=special)
+
+    both = template("<|begin|> $A <|end|>", "<|begin|> $A <|end|> <|begin|>:1 $B:1 <|end|>:1")
+    one = template("<|begin|> $A", "<|begin|> $A $B")
+    bert, roberta = processors.BertProcessing(*ends), processors.RobertaProcessing(*ends)
+    yield from {
+        "none": None, "a template": both, "a template without pairs": template("<|begin|> $A"), "bert": bert,
+        "roberta": roberta, "the second text first": template("$A <|end|>", "$B <|end|> $A"),
+        "a text twice": template("$A <|end|>", "$A $B $A"),
+        "two tokens": template("<|begin|> <|begin|> $A <|end|>"),
+    }.items()  # fmt: skip
+    for name, parts in {
+        "byte-level and a template": [processors.ByteLevel(), both], "two templates": [one, both], "none": [],
+        "bert twice": [bert, bert], "bert and roberta": [bert, roberta], "bert and a template": [bert, both],
+        "a template and roberta": [both, roberta], "in each other": [processors.Sequence([bert]), one],
+    }.items():  # fmt: skip
+        yield f"a sequence: {name}", processors.Sequence(parts)
+
+
+def attempt(encode, *arguments, **options):
+    """The ids; None where `tokenizers` panics, as it does for what it has not implemented."""
+    try:
+        return encode(*arguments, **options).ids
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        return None
+
+
+def compare_processors(run, folder, theirs):
+    texts = ["", "a", "one two", "<|begin|>three", "four <|end|>"]
+    (folder / "documents.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    count = 0
+    for name, processor in post_processors():
+        changed = json.loads(theirs.to_str()) | {"post_processor": None}
+        if processor is not None:
+            theirs.post_processor = processor
+            changed = json.loads(theirs.to_str())
+        one = Tokenizer.from_str(json.dumps(changed))
+        one.save(str(folder / "tokenizer.json"))
+        command = [run, folder / "tokenizer.json", folder / "documents.jsonl"]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[:-1]
+        for before, text, line in zip(["", *texts], texts, lines, strict=False):
+            found = json.loads(line)
+            for what, value in {
+                "ids": one.encode(text).ids,
+                "added": one.encode(text).ids,
+                "bare": one.encode(text, add_special_tokens=False).ids,
+                "pair": attempt(one.encode, before, text),
+                "bare pair": attempt(one.encode, before, text, add_special_tokens=False),
+            }.items():
+                if value is None:
+                    assert "is not known" in found[what], (name, what, found[what])
+                else:
+                    assert found[what] == value, f"{name}: {what} of {text!r} after {before!r}: {found[what]}, {value}"
+        count += 1
+    print(f"{count} post-processors agree", flush=True)
+
+
 def refused(run, folder, good):
     """What each change of a good tokenizer.json is told."""
     changes = {
@@ -107,7 +172,16 @@ def refused(run, folder, good):
         "the pattern (": lambda t: t.update(
             pre_tokenizer={"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated"}
         ),
-        "post_processor BertProcessing": lambda t: t.update(post_processor={"type": "BertProcessing"}),
+        "post_processor Unknown": lambda t: t.update(post_processor={"type": "Unknown"}),
+        "post_processor: single has a second text": lambda t: t.update(
+            post_processor={"type": "TemplateProcessing", "single": [{"Sequence": {"id": "B"}}], "pair": []}
+        ),
+        "post_processor: single has its text 0 times": lambda t: t.update(
+            post_processor={"type": "TemplateProcessing", "single": [], "pair": []}
+        ),
+        "post_processor: there is no token 9999": lambda t: t.update(
+            post_processor={"type": "BertProcessing", "sep": ["a", 9999], "cls": ["b", 1]}
+        ),
         "is not in the vocabulary": lambda t: t["model"]["merges"].append(["never", "seen"]),
         "no token for byte 97": lambda t: t["model"]["vocab"].pop("a"),
         "decoder": lambda t: t.update(decoder={"type": "WordPiece"}),
@@ -142,6 +216,7 @@ def compare(run, folder):
                 assert found[what] == value, f"{name}: {what} differ at {place} of {text!r}: {found[what]}, {value}"
         print(f"{name}: {len(texts)} documents, {theirs.get_vocab_size()} tokens, agree", flush=True)
     refused(run, folder, (folder / "tokenizer.json").read_text())
+    compare_processors(run, folder, theirs)
 
 
 if __name__ == "__main__":
