@@ -1,34 +1,109 @@
 #include "liger/train/options.h"
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cstdlib>
+#include <type_traits>
+#include <variant>
 
 namespace liger::train {
 
+namespace {
+
+/// What --resume asks of an option.
+enum class Resume {
+  Same,  // the value that the run had before
+  Any
+};
+
+struct Option {
+  std::string flags;  // as CLI11 has them
+  std::variant<std::string Options::*, std::vector<std::string> Options::*, int64_t Options::*, double Options::*,
+               bool Options::*>
+      member;
+  std::string help = {};
+  CLI::Validator check = {};
+  Resume resume = Resume::Same;
+  bool required = false;
+
+  /// As trainer.json has it: dpo_loss of --dpo-loss, shuffle of --shuffle,!--no-shuffle.
+  std::string name() const {
+    std::string name = flags.substr(0, flags.find(','));
+    name.erase(0, name.find_first_not_of('-'));
+    std::replace(name.begin(), name.end(), '-', '_');
+    return name;
+  }
+};
+
+const std::vector<Option>& table() {
+  using O = Options;
+  using CLI::IsMember, CLI::NonNegativeNumber, CLI::PositiveNumber, CLI::ExistingFile, CLI::Range;
+  static const std::vector<Option> all = {
+      {"model", &O::model, "folder of config.json, *.safetensors and tokenizer.json", CLI::ExistingDirectory,
+       Resume::Same, /*required=*/true},
+      // trainer.json has a fingerprint of what the files hold.
+      {"--data", &O::data, "files to train on", ExistingFile, Resume::Any, /*required=*/true},
+      {"--out", &O::out, "folder for checkpoints and the log", {}, Resume::Any, /*required=*/true},
+      {"--loss", &O::loss, "what is learnt", IsMember({"causal", "dpo"})},
+      {"--dpo-loss", &O::dpo_loss, "sigmoid, hinge, exo_pair, nca_pair, robust, bco_pair, sppo_hard, ..."},
+      {"--dpo-beta", &O::dpo_beta, "weight of the reference in DPO", PositiveNumber},
+
+      {"--length", &O::length, "tokens of a row", Range(int64_t(2), int64_t(1) << 40)},
+      {"--batch", &O::batch, "rows, or pairs, in a pass", PositiveNumber},
+      {"--accumulate", &O::accumulate, "passes in a step", PositiveNumber},
+      {"--packing", &O::packing,
+       "how documents fill rows: apart (one does not see another), join (it does), none (a row each)",
+       IsMember({"apart", "join", "none"})},
+      {"--shuffle,!--no-shuffle", &O::shuffle, "draw the rows' order anew for each epoch"},
+
+      // It gives the number of steps, which is compared.
+      {"--epochs", &O::epochs, "passes over the data, where --steps is not given", PositiveNumber, Resume::Any},
+      {"--steps", &O::steps, "steps of the optimiser; 0: what --epochs gives", NonNegativeNumber},
+      {"--lr", &O::lr, "highest learning rate", NonNegativeNumber},
+      {"--schedule", &O::schedule, "of the learning rate, after the warm-up",
+       IsMember({"cosine", "linear", "constant"})},
+      {"--warmup", &O::warmup, "steps in which the learning rate rises from 0", NonNegativeNumber},
+      {"--weight-decay", &O::weight_decay, "of matrices", NonNegativeNumber},
+      {"--beta1", &O::beta1, "", Range(0., 1.)},
+      {"--beta2", &O::beta2, "", Range(0., 1.)},
+      {"--eps", &O::eps, "", PositiveNumber},
+      {"--clip", &O::clip, "largest norm of all gradients; 0: any", NonNegativeNumber},
+      {"--seed", &O::seed, "", NonNegativeNumber},
+
+      {"--dtype", &O::dtype, "of the model's weights", IsMember({"float32", "bfloat16"})},
+      {"--master-weights,!--no-master-weights", &O::master_weights,
+       "the optimiser keeps float copies of bfloat16 weights, and adds up their gradients in float"},
+      {"--device", &O::device, "cpu, cuda, cuda:1, ...", {}, Resume::Any},
+      {"--deterministic,!--no-deterministic",
+       &O::deterministic,
+       "the same bits in each run; on a GPU the fastest attention adds up in an order of its own",
+       {},
+       Resume::Any},
+      {"--threads", &O::threads, "of the CPU; 0: torch's choice", NonNegativeNumber, Resume::Any},
+      {"--shard-optimizer", &O::shard_optimizer,
+       "each of torchrun's processes keeps the optimiser's state of a share of the weights"},
+      {"--gradient-checkpointing", &O::gradient_checkpointing, "less memory, more time", {}, Resume::Any},
+      {"--fresh", &O::fresh, "begin with weights drawn from the seed: the model's folder needs none"},
+
+      {"--eval", &O::eval, "files to evaluate on", ExistingFile, Resume::Any},
+      {"--eval-steps", &O::eval_steps, "evaluate after so many steps each; 0: at the end", NonNegativeNumber,
+       Resume::Any},
+      {"--save-steps", &O::save_steps, "write a checkpoint after so many steps each; 0: at the end", NonNegativeNumber,
+       Resume::Any},
+      {"--keep", &O::keep, "newest checkpoints to keep; 0: all", NonNegativeNumber, Resume::Any},
+      {"--resume", &O::resume, "go on from the newest checkpoint in --out, if there is one", {}, Resume::Any},
+  };
+  return all;
+}
+
+}  // namespace
+
 nlohmann::json Options::decisive() const {
-  return {{"model", model},
-          {"loss", loss},
-          {"dpo_loss", dpo_loss},
-          {"dpo_beta", dpo_beta},
-          {"schedule", schedule},
-          {"dtype", dtype},
-          {"packing", packing},
-          {"length", length},
-          {"batch", batch},
-          {"accumulate", accumulate},
-          {"steps", steps},
-          {"warmup", warmup},
-          {"seed", seed},
-          {"lr", lr},
-          {"weight_decay", weight_decay},
-          {"beta1", beta1},
-          {"beta2", beta2},
-          {"eps", eps},
-          {"clip", clip},
-          {"shuffle", shuffle},
-          {"fresh", fresh},
-          {"shard_optimizer", shard_optimizer},
-          {"master_weights", master_weights}};
+  nlohmann::json found = nlohmann::json::object();
+  for (const Option& option : table())
+    if (option.resume == Resume::Same)
+      std::visit([&](auto member) { found[option.name()] = this->*member; }, option.member);
+  return found;
 }
 
 Options parse(int argc, char** argv) {
@@ -48,55 +123,14 @@ Options parse(int argc, char** argv) {
       "pass.",
       "liger-train");
   app.option_defaults()->always_capture_default();
-  app.add_option("model", o.model, "folder of config.json, *.safetensors and tokenizer.json")
-      ->required()
-      ->check(CLI::ExistingDirectory);
-  app.add_option("--data", o.data, "files to train on")->required()->check(CLI::ExistingFile);
-  app.add_option("--out", o.out, "folder for checkpoints and the log")->required();
-  app.add_option("--loss", o.loss, "what is learnt")->check(CLI::IsMember({"causal", "dpo"}));
-  app.add_option("--dpo-loss", o.dpo_loss, "sigmoid, hinge, exo_pair, nca_pair, robust, bco_pair, sppo_hard, ...");
-  app.add_option("--dpo-beta", o.dpo_beta, "weight of the reference in DPO")->check(CLI::PositiveNumber);
-
-  app.add_option("--length", o.length, "tokens of a row")->check(CLI::Range(int64_t(2), int64_t(1) << 40));
-  app.add_option("--batch", o.batch, "rows, or pairs, in a pass")->check(CLI::PositiveNumber);
-  app.add_option("--accumulate", o.accumulate, "passes in a step")->check(CLI::PositiveNumber);
-  app.add_option("--packing", o.packing,
-                 "how documents fill rows: apart (one does not see another), join (it does), none (a row each)")
-      ->check(CLI::IsMember({"apart", "join", "none"}));
-  app.add_flag("--shuffle,!--no-shuffle", o.shuffle, "draw the rows' order anew for each epoch");
-
-  app.add_option("--epochs", o.epochs, "passes over the data, where --steps is not given")->check(CLI::PositiveNumber);
-  app.add_option("--steps", o.steps, "steps of the optimiser; 0: what --epochs gives")->check(CLI::NonNegativeNumber);
-  app.add_option("--lr", o.lr, "highest learning rate")->check(CLI::NonNegativeNumber);
-  app.add_option("--schedule", o.schedule, "of the learning rate, after the warm-up")
-      ->check(CLI::IsMember({"cosine", "linear", "constant"}));
-  app.add_option("--warmup", o.warmup, "steps in which the learning rate rises from 0")->check(CLI::NonNegativeNumber);
-  app.add_option("--weight-decay", o.weight_decay, "of matrices")->check(CLI::NonNegativeNumber);
-  app.add_option("--beta1", o.beta1)->check(CLI::Range(0., 1.));
-  app.add_option("--beta2", o.beta2)->check(CLI::Range(0., 1.));
-  app.add_option("--eps", o.eps)->check(CLI::PositiveNumber);
-  app.add_option("--clip", o.clip, "largest norm of all gradients; 0: any")->check(CLI::NonNegativeNumber);
-  app.add_option("--seed", o.seed)->check(CLI::NonNegativeNumber);
-
-  app.add_option("--dtype", o.dtype, "of the model's weights")->check(CLI::IsMember({"float32", "bfloat16"}));
-  app.add_flag("--master-weights,!--no-master-weights", o.master_weights,
-               "the optimiser keeps float copies of bfloat16 weights, and adds up their gradients in float");
-  app.add_option("--device", o.device, "cpu, cuda, cuda:1, ...");
-  app.add_flag("--deterministic,!--no-deterministic", o.deterministic,
-               "the same bits in each run; on a GPU the fastest attention adds up in an order of its own");
-  app.add_option("--threads", o.threads, "of the CPU; 0: torch's choice")->check(CLI::NonNegativeNumber);
-  app.add_flag("--shard-optimizer", o.shard_optimizer,
-               "each of torchrun's processes keeps the optimiser's state of a share of the weights");
-  app.add_flag("--gradient-checkpointing", o.gradient_checkpointing, "less memory, more time");
-  app.add_flag("--fresh", o.fresh, "begin with weights drawn from the seed: the model's folder needs none");
-
-  app.add_option("--eval", o.eval, "files to evaluate on")->check(CLI::ExistingFile);
-  app.add_option("--eval-steps", o.eval_steps, "evaluate after so many steps each; 0: at the end")
-      ->check(CLI::NonNegativeNumber);
-  app.add_option("--save-steps", o.save_steps, "write a checkpoint after so many steps each; 0: at the end")
-      ->check(CLI::NonNegativeNumber);
-  app.add_option("--keep", o.keep, "newest checkpoints to keep; 0: all")->check(CLI::NonNegativeNumber);
-  app.add_flag("--resume", o.resume, "go on from the newest checkpoint in --out, if there is one");
+  for (const Option& option : table()) {
+    const auto add = [&](auto member) {
+      if constexpr (std::is_same_v<decltype(member), bool Options::*>)
+        return app.add_flag(option.flags, o.*member, option.help);
+      else return app.add_option(option.flags, o.*member, option.help)->check(option.check);
+    };
+    std::visit(add, option.member)->required(option.required);
+  }
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) { std::exit(app.exit(error)); }

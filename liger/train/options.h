@@ -17,7 +17,7 @@ struct Options {
   bool gradient_checkpointing = false, fresh = false, resume = false, shuffle = true;
   bool shard_optimizer = false, master_weights = true, deterministic = true;
 
-  /// Those that a run's losses depend on: a run that goes on must have the same.
+  /// Those that a run which goes on must share with the one before: all but those which the table of options excepts.
   nlohmann::json decisive() const;
 };
 

@@ -68,6 +68,7 @@ Trainer::Trainer(Options options) : options_(std::move(options)), ranks_(options
   const auto steps = checkpoints(options_.out);
   TORCH_CHECK(steps.empty() || options_.resume, "--out ", options_.out,
               " holds checkpoints: go on from them with --resume, or name another folder");
+  if (!steps.empty()) check_options(steps.back());
   const std::string folder = steps.empty() ? options_.model : checkpoint(steps.back());
   const auto dtype = options_.dtype == "bfloat16" ? at::kBFloat16 : at::kFloat;
   LlamaConfig config = LlamaConfig::load(folder);
@@ -104,13 +105,19 @@ std::string Trainer::checkpoint(int64_t step) const {
   return (fs::path(options_.out) / (kCheckpoint + std::to_string(step))).string();
 }
 
+void Trainer::check_options(int64_t step) const {
+  const fs::path folder = checkpoint(step);
+  const json before = read_json((folder / "trainer.json").string()).at("options"), now = options_.decisive();
+  for (const auto& [name, value] : now.items())
+    TORCH_CHECK(before.value(name, json()) == value || (name == "steps" && options_.steps == 0),
+                "--resume: ", folder.string(), " was made with ", name, " ", before.value(name, json()).dump(),
+                ", not ", value.dump());
+}
+
 void Trainer::resume(int64_t step) {
   const fs::path folder = checkpoint(step);
   const json state = read_json((folder / "trainer.json").string());
-  const json now = options_.decisive();
-  for (const auto& [name, value] : now.items())
-    TORCH_CHECK(state.at("options").value(name, json()) == value, "--resume: ", folder.string(), " was made with ",
-                name, " ", state.at("options").value(name, json()).dump(), ", not ", value.dump());
+  check_options(step);  // now with the number of steps that --epochs gives
   TORCH_CHECK(state.at("data") == data_->fingerprint(), "--resume: ", folder.string(), " was made with other data");
   TORCH_CHECK(state.at("ranks") == ranks_.size(), "--resume: ", folder.string(), " was made by ",
               state.at("ranks").dump(), " processes, and these are ", ranks_.size());

@@ -19,6 +19,7 @@ class Trainer {
 
  private:
   at::Tensor loss_of(const Batch& batch, double counted);
+  void check_options(int64_t step) const;
   void resume(int64_t step);
   void step(int64_t step);
   double evaluate();
