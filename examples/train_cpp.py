@@ -65,12 +65,12 @@ def run_cpp(args, model, folder):
     begin = time.time()
     process = subprocess.Popen(command)
     log = out / "log.jsonl"
-    while process.poll() is None and not (log.exists() and "\n" in log.read_text()):
+    while process.poll() is None and not (log.exists() and log.read_text().count("\n") > 1):  # the first: of the data
         time.sleep(0.002)
     first = time.time()
     if code := process.wait():
         sys.exit(f"liger-train failed with code {code}: see above.")
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    lines = [json.loads(line) for line in log.read_text().splitlines()[1:]]
     seconds = [line["seconds"] for line in lines]
     return {
         "losses": [line["loss"] for line in lines],

@@ -49,8 +49,11 @@ class Texts {
     return *tokenizer_;
   }
 
-  /// Ends a document.
-  std::optional<int64_t> end() const { return tokenizer(), end_; }
+  /// Ends a document that does not end with it.
+  void end(std::vector<int64_t>& ids) const {
+    tokenizer();
+    if (end_ && (ids.empty() || ids.back() != *end_)) ids.push_back(*end_);
+  }
 
   std::string chat(const json& messages) const {
     const bool has_template =
@@ -88,14 +91,25 @@ Data::Data(const std::vector<std::string>& files, const Options& options, const 
       read_lines(file, texts);
     } else {
       TORCH_CHECK(of_item_ == 1, file, ": --loss dpo needs *.jsonl with \"prompt\", \"chosen\" and \"rejected\"");
-      Document document{texts.tokenizer().encode(content(file), false), {}};
-      if (texts.end()) document.ids.push_back(*texts.end());
-      add(document);
+      add(text(texts, content(file)));
     }
   }
   if (!whole_rows_) cut();
   hash();
   TORCH_CHECK(size() > 0, files[0], ": no row of ", options.length, " tokens: give more data, or a smaller --length");
+  check_labels(files[0]);
+}
+
+void Data::check_labels(const std::string& file) {
+  for (const auto& row : rows_) without_labels_ += learnt(row) == 0;
+  TORCH_CHECK(without_labels_ < int64_t(rows_.size()), file, ": no row has a label that is learnt",
+              whole_rows_ ? ": prompts fill --length " + std::to_string(options_.length) + ", or labels are -100" : "");
+}
+
+int64_t Data::learnt(const std::pair<int64_t, int64_t>& row) const {
+  int64_t count = 0;
+  for (int64_t i = row.first + 1; i < row.second; ++i) count += labels_[i] != kIgnored && !(apart() && begins_[i]);
+  return count;
 }
 
 void Data::add(const Document& document) {
@@ -114,6 +128,36 @@ void Data::add(const Document& document) {
   }
 }
 
+std::vector<int64_t> Data::framed(const Texts& texts, std::vector<int64_t> ids) {
+  if (!options_.special_tokens) return ids;
+  const int64_t before = int64_t(ids.size());
+  ids = texts.tokenizer().with_special_tokens(std::move(ids));
+  special_tokens_ += int64_t(ids.size()) - before;
+  return ids;
+}
+
+/// As TRL's SFTTrainer: text that does not end with the end token gets it, then come the special tokens around both.
+Data::Document Data::text(const Texts& texts, const std::string& text) {
+  std::vector<int64_t> ids = texts.tokenizer().encode(text, false);
+  texts.end(ids);
+  return {framed(texts, std::move(ids)), {}};
+}
+
+/// Prompt and completion as one text, of which the beginning that it shares with the prompt alone is not learnt: the
+/// special tokens before it neither. A completion has none before it.
+Data::Document Data::answer(const Texts& texts, const std::string& prompt, const std::string& completion) {
+  const auto asked = texts.tokenizer().encode(prompt, false);
+  std::vector<int64_t> ids = texts.tokenizer().encode(completion, false);
+  texts.end(ids);
+  ids.insert(ids.begin(), asked.begin(), asked.end());
+  Document document{framed(texts, std::move(ids)), {}};
+  document.labels = document.ids;
+  const auto alone = options_.special_tokens ? texts.tokenizer().with_special_tokens(asked) : asked;
+  const auto learnt = std::mismatch(document.labels.begin(), document.labels.end(), alone.begin(), alone.end()).first;
+  std::fill(document.labels.begin(), learnt, kIgnored);
+  return document;
+}
+
 void Data::read_lines(const std::string& file, const Texts& texts) {
   std::ifstream in(file);
   int64_t number = 0;
@@ -122,36 +166,27 @@ void Data::read_lines(const std::string& file, const Texts& texts) {
     if (line.find_first_not_of(" \t\r") == std::string::npos) continue;
     try {
       const json row = json::parse(line);
-      const auto ids_of = [&](const char* name) {
-        return texts.tokenizer().encode(row.at(name).get_ref<const std::string&>(), false);
-      };
-      // An answer is learnt, what it answers is not.
-      const auto answer = [&](const std::vector<int64_t>& prompt, std::vector<int64_t> completion) {
-        if (texts.end()) completion.push_back(*texts.end());
-        Document document{prompt, std::vector<int64_t>(prompt.size(), kIgnored)};
-        for (auto* part : {&document.ids, &document.labels})
-          part->insert(part->end(), completion.begin(), completion.end());
-        return document;
+      const auto string = [&](const char* name) { return row.at(name).get_ref<const std::string&>(); };
+      const auto answered = [&](const char* name) {
+        const std::string prompt = string("prompt");
+        return answer(texts, prompt, string(name));
       };
       if (of_item_ == 2) {
-        const auto prompt = ids_of("prompt");
-        TORCH_CHECK(int64_t(prompt.size()) < options_.length, "the prompt fills --length ", options_.length);
-        const auto chosen = answer(prompt, ids_of("chosen")), rejected = answer(prompt, ids_of("rejected"));
-        add(chosen), add(rejected);
+        for (const char* name : {"chosen", "rejected"}) {
+          add(answered(name));
+          TORCH_CHECK(learnt(rows_.back()) > 0, "nothing of ", name, " is learnt: the prompt fills --length ",
+                      options_.length);
+        }
       } else if (row.contains("input_ids")) {
         Document document{row["input_ids"].get<std::vector<int64_t>>(), {}};
         if (row.contains("labels")) document.labels = row["labels"].get<std::vector<int64_t>>();
         add(document);
       } else if (row.contains("completion")) {
-        add(answer(ids_of("prompt"), ids_of("completion")));
+        add(answered("completion"));
       } else {
         TORCH_CHECK(row.contains("text") || row.contains("messages"),
                     "expected \"text\", \"messages\", \"prompt\" with \"completion\", or \"input_ids\"");
-        Document document;
-        document.ids =
-            row.contains("text") ? ids_of("text") : texts.tokenizer().encode(texts.chat(row["messages"]), false);
-        if (texts.end()) document.ids.push_back(*texts.end());
-        add(document);
+        add(text(texts, row.contains("text") ? string("text") : texts.chat(row["messages"])));
       }
     } catch (const json::exception& error) {
       TORCH_CHECK(false, file, ", line ", number, ": ", error.what());
@@ -237,20 +272,19 @@ Batch Data::batch(const std::vector<int64_t>& items) const {
   for (const auto& [from, to] : rows) longest = std::max(longest, to - from);
   const int64_t count = int64_t(rows.size());
   Batch batch{at::zeros({count, longest}, at::kLong), at::full({count, longest}, kIgnored, at::kLong), {}, 0};
-  const bool apart = options_.packing == "apart" && !whole_rows_;
-  if (apart) batch.positions = at::zeros({count, longest}, at::kLong);
+  if (apart()) batch.positions = at::zeros({count, longest}, at::kLong);
   for (int64_t r = 0; r < count; ++r) {
     int64_t* ids = batch.ids.mutable_data_ptr<int64_t>() + r * longest;
     int64_t* labels = batch.labels.mutable_data_ptr<int64_t>() + r * longest;
-    int64_t* positions = apart ? batch.positions.mutable_data_ptr<int64_t>() + r * longest : nullptr;
+    int64_t* positions = apart() ? batch.positions.mutable_data_ptr<int64_t>() + r * longest : nullptr;
     const auto [from, to] = rows[r];
     for (int64_t i = 0; i < to - from; ++i) {
-      const bool begins = apart && begins_[from + i];
+      const bool begins = apart() && begins_[from + i];
       ids[i] = ids_[from + i];
       labels[i] = begins ? kIgnored : labels_[from + i];  // nothing before it says what it is
-      if (apart) positions[i] = i == 0 || begins ? 0 : positions[i - 1] + 1;
-      if (i > 0) batch.counted += labels[i] != kIgnored;
+      if (apart()) positions[i] = i == 0 || begins ? 0 : positions[i - 1] + 1;
     }
+    batch.counted += learnt(rows[r]);
   }
   if (of_item_ == 2) batch.counted = int64_t(items.size());
   return batch;

@@ -31,6 +31,14 @@ class Data {
 
   Batch batch(const std::vector<int64_t>& items) const;
 
+  int64_t rows() const { return int64_t(rows_.size()); }
+
+  /// The tokens that the tokenizer's post_processor added.
+  int64_t special_tokens() const { return special_tokens_; }
+
+  /// Rows of which nothing is learnt: they add nothing to a step's loss.
+  int64_t without_labels() const { return without_labels_; }
+
   /// Of all tokens and rows: that of other data is another.
   uint64_t fingerprint() const { return hash_; }
 
@@ -39,14 +47,23 @@ class Data {
     std::vector<int64_t> ids, labels;
   };
   void add(const Document& document);
+  Document text(const class Texts& texts, const std::string& text);
+  Document answer(const class Texts& texts, const std::string& prompt, const std::string& completion);
+  std::vector<int64_t> framed(const class Texts& texts, std::vector<int64_t> ids);
   void read_lines(const std::string& file, const class Texts& texts);
   void read_tensors(const std::string& file);
   void cut();
   void hash();
+  void check_labels(const std::string& file);
+
+  /// The labels of a row that are learnt: its first token's is not, nor, where documents are apart, theirs.
+  int64_t learnt(const std::pair<int64_t, int64_t>& row) const;
+  bool apart() const { return options_.packing == "apart" && !whole_rows_; }
 
   Options options_;
   int64_t classes_;
   int64_t of_item_ = 1;
+  int64_t special_tokens_ = 0, without_labels_ = 0;
   std::vector<int32_t> ids_, labels_;
   std::vector<char> begins_;                       // a document, at this token
   std::vector<std::pair<int64_t, int64_t>> rows_;  // from, to

@@ -54,6 +54,8 @@ const std::vector<Option>& table() {
       {"--packing", &O::packing,
        "how documents fill rows: apart (one does not see another), join (it does), none (a row each)",
        IsMember({"apart", "join", "none"})},
+      {"--special-tokens,!--no-special-tokens", &O::special_tokens,
+       "add the tokens that the tokenizer's post_processor adds, such as one at the beginning of a text"},
       {"--shuffle,!--no-shuffle", &O::shuffle, "draw the rows' order anew for each epoch"},
 
       // It gives the number of steps, which is compared.
@@ -117,8 +119,8 @@ Options parse(int argc, char** argv) {
       "\"rejected\"}\n"
       "  *.safetensors  input_ids [rows, tokens] and, if others are to be learnt, labels: taken as they are\n"
       "  others         one document of text each\n\n"
-      "OUT receives log.jsonl, a line a step, and checkpoint-<step>, which transformers loads and --resume goes on "
-      "from.\n"
+      "OUT receives log.jsonl, a line about the data and one for each step, and checkpoint-<step>, which transformers "
+      "loads and --resume goes on from.\n"
       "`torchrun --no-python --nproc-per-node N liger-train ...` trains in N processes, each with --batch rows in a "
       "pass.",
       "liger-train");

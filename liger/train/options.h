@@ -15,7 +15,7 @@ struct Options {
   int64_t save_steps = 0, keep = 0, eval_steps = 0, threads = 0;
   double epochs = 1, lr = 1e-5, weight_decay = 0, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, clip = 1, dpo_beta = 0.1;
   bool gradient_checkpointing = false, fresh = false, resume = false, shuffle = true;
-  bool shard_optimizer = false, master_weights = true, deterministic = true;
+  bool shard_optimizer = false, master_weights = true, deterministic = true, special_tokens = true;
 
   /// Those that a run which goes on must share with the one before: all but those which the table of options excepts.
   nlohmann::json decisive() const;

@@ -263,6 +263,22 @@ void Trainer::log(const json& line) {
               "/log.jsonl: ", std::strerror(errno));
 }
 
+void Trainer::describe_data() {
+  if (ranks_.rank() > 0) return;
+  if (done_ == 0)
+    log({{"step", 0},
+         {"rows", data_->rows()},
+         {"special_tokens", data_->special_tokens()},
+         {"rows_without_labels", data_->without_labels()}});
+  const auto say = [](const char* what, const Data& data) {
+    std::fprintf(stderr, "%s: %lld rows; special tokens added: %lld; rows without a label that is learnt: %lld\n", what,
+                 static_cast<long long>(data.rows()), static_cast<long long>(data.special_tokens()),
+                 static_cast<long long>(data.without_labels()));
+  };
+  say("data", *data_);
+  if (eval_) say("evaluation", *eval_);
+}
+
 void Trainer::run() {
   const std::string path = (fs::path(options_.out) / "log.jsonl").string();
   if (ranks_.rank() == 0) {
@@ -274,6 +290,7 @@ void Trainer::run() {
         halves.push_back(entry.path());
     for (const fs::path& half : halves) fs::remove_all(half);
   }
+  describe_data();
   const auto due = [&](int64_t every, int64_t step) {
     return step == options_.steps || (every > 0 && step % every == 0);
   };

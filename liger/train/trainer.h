@@ -24,6 +24,7 @@ class Trainer {
   void step(int64_t step);
   double evaluate();
   void save(int64_t step);
+  void describe_data();
   void log(const nlohmann::json& line);
   std::string checkpoint(int64_t step) const;
 

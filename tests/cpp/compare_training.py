@@ -10,6 +10,7 @@ import itertools
 import json
 import operator
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -20,10 +21,10 @@ import torch
 import torch.nn.functional as F
 import transformers
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 VOCABULARY, LENGTH = 400, 32
-END = "<|end|>"
+END, BEGIN = "<|end|>", "<|begin|>"
 TEXTS = [f"Document {i} counts: " + ", ".join(str(i * j) for j in range(i + 3)) + ".\n" for i in range(30)]
 PAIRS = [{"prompt": f"{i} + {i} =", "chosen": f" {2 * i}, so it is.", "rejected": f" {i}."} for i in range(12)]
 
@@ -41,7 +42,7 @@ def checkpoint(folder):
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+        vocab_size=VOCABULARY, special_tokens=[END, BEGIN], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(TEXTS, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -73,7 +74,17 @@ class Runs:
 
 
 def log(out):
-    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    """Without its first line, which is about the data."""
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()][1:]
+
+
+def about_data(out):
+    return json.loads((out / "log.jsonl").read_text().splitlines()[0])
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 def close(what, got, want, bound):
@@ -184,6 +195,156 @@ def test_packing(runs, model, tokenizer):
 def answer(tokenizer, prompt, completion):
     prompt, completion = tokenizer.encode(prompt).ids, [*tokenizer.encode(completion).ids, 0]
     return torch.tensor([prompt + completion]), torch.tensor([[-100] * len(prompt) + completion])
+
+
+def test_special_tokens(runs, model, tokenizer):
+    """Text and answers become what TRL's SFTTrainer and DPOTrainer make of them: `tokenizer(text + eos)`, and
+    `tokenizer(prompt + completion + eos)`, of which what it shares with `tokenizer(prompt)` is not learnt."""
+    special = [(BEGIN, 1), (END, 0)]
+    ends = processors.TemplateProcessing(single=f"{BEGIN} $A {END}", special_tokens=special)
+    for name, processor in {
+        "begin": processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=special),
+        "begin and end": ends,
+        "sequence": processors.Sequence([processors.ByteLevel(), processors.RobertaProcessing((END, 0), (BEGIN, 1))]),
+    }.items():
+        changed = Tokenizer.from_str(tokenizer.to_str())
+        changed.post_processor = processor
+        changed.save(str(runs.folder / "tokenizer.json"))
+        fast = transformers.PreTrainedTokenizerFast(tokenizer_file=str(runs.folder / "tokenizer.json"))
+        for added in (True, False):
+
+            def ids_of(text, added=added, fast=fast):
+                return fast(text, add_special_tokens=added)["input_ids"]
+
+            compare_special_tokens(runs, model, f"{name}, {added}", ids_of, tokenizer, added)
+    tokenizer.save(str(runs.folder / "tokenizer.json"))
+
+
+def compare_special_tokens(runs, model, name, ids_of, bare, added):
+    option = () if added else ("--no-special-tokens",)
+    common = ("--packing", "none", "--steps", 1, "--lr", 0, "--length", 200, *option)
+
+    def ended(text):
+        return text if text.endswith(END) else text + END
+
+    def parts(prompt, completion):
+        ids, alone = ids_of(prompt + ended(completion)), ids_of(prompt)
+        pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ids, alone, strict=False))
+        shared = len(list(pairs))
+        return torch.tensor([ids]), torch.tensor([[-100] * shared + ids[shared:]])
+
+    texts = [*TEXTS[:6], f"It ends.{END}"]
+    text_rows = [(torch.tensor([ids_of(ended(text))]),) * 2 for text in texts]
+    answers = [(pair["prompt"], pair["chosen"]) for pair in PAIRS]
+    for what, file, rows, sources in (
+        ("text", [{"text": text} for text in texts], text_rows, [ended(text) for text in texts]),
+        (
+            "answers",
+            [{"prompt": prompt, "completion": completion} for prompt, completion in answers],
+            [parts(*answer) for answer in answers],
+            [prompt + ended(completion) for prompt, completion in answers],
+        ),
+    ):
+        path = write(runs.folder / "special.jsonl", file)
+        out, (line,) = runs("--data", path, *common, "--batch", len(rows))
+        with torch.no_grad():
+            total = sum(nll(model, *row) for row in rows).item()
+        counted = sum(labels[:, 1:].ne(-100).sum() for _, labels in rows).item()
+        close(f"{what}, special tokens: {name}", line["loss"], total / counted, 1e-5)
+        all_added = sum(ids.numel() for ids, _ in rows) - sum(len(bare.encode(source).ids) for source in sources)
+        assert (all_added > 0) == added
+        expected = {"step": 0, "rows": len(rows), "special_tokens": all_added, "rows_without_labels": 0}
+        assert about_data(out) == expected, (name, about_data(out), expected)
+
+    def losses(step):
+        for pair in PAIRS[:4]:
+            chosen, rejected = (nll(model, *parts(pair["prompt"], pair[which])) for which in ("chosen", "rejected"))
+            difference = (chosen.detach() - chosen) - (rejected.detach() - rejected)  # the reference is the model
+            yield -F.logsigmoid(0.1 * difference) / 4
+
+    path = write(runs.folder / "special.jsonl", PAIRS[:4])
+    _, (line,) = runs("--data", path, *common, "--batch", 4, "--loss", "dpo")
+    ((_, norm),) = plain_steps(model, losses, 1, 0.0, 0, 0.0)
+    close(f"DPO norm, special tokens: {name}", line["gradient_norm"], norm, 1e-4)
+
+
+def test_rows_without_labels(runs, model, tokenizer):
+    """Prompts that fill --length have nothing to learn: they are counted, and a run of them alone is refused."""
+    long, short = ({"prompt": prompt, "completion": " 5"} for prompt in ("1 + 2 + 3 + 4 + 5 + 6 + 7 =", "2 + 3 ="))
+    path = runs.folder / "prompts.jsonl"
+    options = ("--data", path, "--packing", "none", "--length", 10, "--steps", 1, "--lr", 0, "--no-shuffle")
+    write(path, [long, short, long])
+    out, (line, evaluation) = runs(*options, "--batch", 3, "--eval", path)
+    assert about_data(out) == {"step": 0, "rows": 3, "special_tokens": 0, "rows_without_labels": 2}, about_data(out)
+    ids, labels = answer(tokenizer, short["prompt"], short["completion"])
+    with torch.no_grad():
+        expected = (nll(model, ids, labels) / labels.ne(-100).sum()).item()
+    close("a row with labels", line["loss"], expected, 1e-5)
+    close("a row with labels, evaluated", evaluation["eval_loss"], expected, 1e-5)
+    done = subprocess.run(runs.command(runs.folder / "said", *options), capture_output=True, text=True, check=True)
+    assert "rows without a label that is learnt: 2" in done.stderr, done.stderr
+    write(path, [long, long])
+    runs.refused("no row has a label that is learnt: prompts fill --length 10", *options)
+    runs.refused(
+        "prompts.jsonl: no row has a label", "--data", runs.folder / "texts.jsonl", "--eval", path, *options[2:]
+    )
+    write(path, [{"input_ids": [5, 6, 7], "labels": [5, -100, -100]}, {"input_ids": [5]}])  # labels[0] is not predicted
+    runs.refused("no row has a label", *options)
+    runs.refused("no row has a label", "--data", path, "--length", 2, "--packing", "apart")
+    write(path, [{"prompt": long["prompt"], "chosen": " 5", "rejected": " 6"}])
+    runs.refused("line 1: nothing of chosen is learnt: the prompt fills --length 10", *options, "--loss", "dpo")
+
+
+# Another value of each option, and what --resume says to it; None: it goes on.
+CHANGED = {
+    "--loss": (["dpo"], "loss"), "--dpo-loss": (["hinge"], "dpo_loss"), "--dpo-beta": ([0.2], "dpo_beta"),
+    "--length": ([16], "length"), "--batch": ([3], "batch"), "--accumulate": ([2], "accumulate"),
+    "--packing": (["join"], "packing"), "--no-special-tokens": ([], "special_tokens"), "--no-shuffle": ([], "shuffle"),
+    "--steps": ([3], "steps"), "--lr": ([1e-3], "lr"), "--schedule": (["linear"], "schedule"),
+    "--warmup": ([1], "warmup"), "--weight-decay": ([0.2], "weight_decay"), "--beta1": ([0.8], "beta1"),
+    "--beta2": ([0.9], "beta2"), "--eps": ([1e-6], "eps"), "--clip": ([2], "clip"), "--seed": ([1], "seed"),
+    "--dtype": (["bfloat16"], "dtype"), "--no-master-weights": ([], "master_weights"),
+    "--shard-optimizer": ([], "shard_optimizer"), "--fresh": ([], "fresh"),
+    "--epochs": ([2], None), "--no-deterministic": ([], None), "--gradient-checkpointing": ([], None),
+    "--eval-steps": ([1], None), "--save-steps": ([1], None), "--keep": ([1], None), "--threads": ([2], None),
+    "--device": (["cpu"], None),
+}  # fmt: skip
+
+
+def test_changed_options(runs):
+    """A run that goes on has every option of the one before, but those that do not change its steps."""
+    path = runs.folder / "texts.jsonl"
+    before = {"--data": [path], "--length": [LENGTH], "--steps": [2], "--batch": [2]}
+    out, _ = runs(*itertools.chain.from_iterable((option, *value) for option, value in before.items()))
+
+    def resumed(option, *value, folder=runs.folder):
+        options = before | {option: value}
+        command = [runs.binary, folder, "--out", out, "--resume"]
+        command += itertools.chain.from_iterable((option, *value) for option, value in options.items())
+        return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+
+    for option, (value, name) in CHANGED.items():
+        done = resumed(option, *value)
+        if name is None:
+            assert done.returncode == 0 and "is finished" in done.stderr, (option, done)
+        else:
+            assert done.returncode == 1 and f"was made with {name} " in done.stderr, (option, done)
+    other = runs.folder / "other.jsonl"
+    write(other, [{"text": text} for text in TEXTS[1:]])
+    assert "was made with other data" in resumed("--data", other).stderr
+    write(other, [{"text": text} for text in TEXTS])
+    assert resumed("--data", other).returncode == resumed("--eval", other).returncode == 0
+    again = runs.folder / "again"
+    again.mkdir()
+    for file in runs.folder.glob("*.json*"):
+        shutil.copy(file, again)
+    shutil.copy(runs.folder / "model.safetensors", again)
+    assert "was made with model " in resumed("--keep", 0, folder=again).stderr
+    help_text = subprocess.run([runs.binary, "--help"], capture_output=True, text=True, check=True).stdout
+    options = set(re.findall(r"^  (?:-\w,)?(--[\w-]+(?:,--[\w-]+)?)", help_text, re.MULTILINE))
+    known = {*CHANGED, "--help", "--data", "--eval", "--out", "--resume"}
+    unknown = [option for option in options if not known & set(option.split(","))]
+    assert len(options) > 30 and not unknown, f"no value is known for {unknown}"
 
 
 def test_dpo(runs, model, tokenizer):
@@ -321,6 +482,9 @@ def main(binary, features):
             test_steps(runs, fresh(), dtype)
         test_steps(runs, fresh().bfloat16(), "bfloat16", "--no-master-weights")
         test_packing(runs, fresh(), tokenizer)
+        test_special_tokens(runs, fresh(), tokenizer)
+        test_rows_without_labels(runs, fresh(), tokenizer)
+        test_changed_options(runs)
         test_dpo(runs, fresh(), tokenizer)
         for dtype in ("float32", "bfloat16"):
             test_resume(runs, dtype)
