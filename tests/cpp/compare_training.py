@@ -1,7 +1,8 @@
 """liger-train against plain torch, and against itself cut off: compare_training.py <liger-train> [gloo] [cuda] [nccl].
 
 The losses, gradient norms and weights of its steps are those of a loop of transformers' model, torch's AdamW and
-transformers' schedule; a run that is killed again and again and resumed gives the bits of one that was not.
+transformers' schedule, on the tokens that TRL makes of the data; a run that is killed again and again and resumed
+gives the bits of one that was not, and is refused with another option.
 With gloo or nccl also in several processes; with cuda on a GPU.
 """
 
