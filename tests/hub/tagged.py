@@ -112,6 +112,8 @@ def make(cls, dtype=torch.float32):
             if parameter.name not in given:
                 return None
             arguments.append(given[parameter.name])
+        elif parameter.name == "dim":  # which may be None, of a norm without a weight
+            arguments.append(given["dim"])
     torch.manual_seed(0)
     try:
         module = cls(*arguments)

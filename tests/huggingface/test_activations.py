@@ -60,7 +60,12 @@ MLPS = {
 
 def config(**fields):
     return SimpleNamespace(
-        hidden_size=HIDDEN, intermediate_size=WIDTH, num_experts=2, mlp_multipliers=(0.5, 2.0), **fields
+        hidden_size=HIDDEN,
+        intermediate_size=WIDTH,
+        num_experts=2,
+        mlp_multipliers=(0.5, 2.0),
+        residual_dropout=0,
+        **fields,
     )
 
 

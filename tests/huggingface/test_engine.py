@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import COMMON, assert_close, batch, class_of, config_of, make, modeling, restored
 from liger_kernel.transformers import monkey_patch
-from liger_kernel.transformers.families import FAMILIES, LLAMA, MODEL_TYPES, ROPE, SWIGLU, CausalLM, Family
+from liger_kernel.transformers.families import FAMILIES, MODEL_TYPES, RMS_NORM, ROPE, SWIGLU, CausalLM, Family
 from liger_kernel.transformers.model import loss_utils
 from liger_kernel.transformers.patch import Report, patch
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
@@ -157,7 +157,7 @@ def test_errors(family):
 def test_a_row_of_the_callers_own(patched):
     from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
-    swaps = {"SmolLM3RMSNorm": LLAMA, "SmolLM3MLP": SWIGLU, **ROPE}
+    swaps = {"SmolLM3RMSNorm": RMS_NORM, "SmolLM3MLP": SWIGLU, **ROPE}
     model = SmolLM3ForCausalLM(SmolLM3Config(**{**COMMON, "head_dim": 16})).train()
     expected = model(**batch()).loss
     patched(Family("smollm3", swaps, {"SmolLM3ForCausalLM": CausalLM()}), model, strict=True)

@@ -16,7 +16,7 @@ from conftest import COMMON, batch, make, modeling
 from liger_kernel.transformers import model as forwards
 from liger_kernel.transformers import monkey_patch, source
 from liger_kernel.transformers.causal_lm import hands_logits_over, original_forward
-from liger_kernel.transformers.families import FAMILIES, LLAMA, Family, table
+from liger_kernel.transformers.families import FAMILIES, RMS_NORM, Family, table
 from liger_kernel.transformers.model import output_classes
 from liger_kernel.transformers.parts import is_known
 from liger_kernel.transformers.patch import patch
@@ -264,7 +264,7 @@ def _twice(x):
 
 def test_a_family_that_transformers_lacks():
     with pytest.raises(ImportError, match=f"transformers {transformers.__version__} has no glm17"):
-        patch(Family("glm17", {"Glm17RMSNorm": LLAMA}))
+        patch(Family("glm17", {"Glm17RMSNorm": RMS_NORM}))
 
 
 def test_patching_is_fast(patched):

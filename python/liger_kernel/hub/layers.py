@@ -52,7 +52,8 @@ def _eps(norm):
 
 
 def _multiplies_in_float(norm, x):
-    return kernels_cover(x, NORM_KERNELS) and norm.weight.dtype in (x.dtype, torch.float32)
+    weight = getattr(norm, "weight", None)  # some of a class have none
+    return weight is not None and kernels_cover(x, NORM_KERNELS) and weight.dtype in (x.dtype, torch.float32)
 
 
 class LigerRotaryEmbedding(Layer):

@@ -5,7 +5,7 @@ the same kinds of parts takes one row here and one row in the list of tiny confi
 """
 
 import importlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from liger_kernel.transformers.graft import warn_once
 
@@ -128,31 +128,14 @@ SWITCHES = {
     "relu_squared": "the squared ReLU",
 }
 
-_PLAIN = "rms_norm.LigerRMSNorm"  # rounds before the weight
-_FLOAT = "rms_norm.LigerRMSNormForOlmo2"  # multiplies by the weight in float
-LLAMA = Swap("rms_norm", (_PLAIN, _FLOAT))
-OLMO2 = Swap("rms_norm", (_FLOAT, _PLAIN))
-GLM4 = Swap("rms_norm", ("rms_norm.LigerRMSNormForGlm4", _FLOAT))
-GEMMA = Swap("rms_norm", "rms_norm.LigerRMSNormForGemma")
-GEMMA2 = Swap("rms_norm", "rms_norm.LigerRMSNormForGemma2")
-GEMMA3 = Swap("rms_norm", "rms_norm.LigerRMSNormForGemma3")
-GEMMA4 = Swap("rms_norm", "rms_norm.LigerRMSNormForGemma4")
-QWEN3_NEXT = Swap("rms_norm", "rms_norm.LigerRMSNormForQwen3Next")
-LATE_RMS_NORM = Swap("rms_norm", (_PLAIN, _FLOAT), late=True)
+# What stands for a name of a row is found by its source (parts.py), among these. Of a row that is not in FAMILIES an
+# unknown source is tried against them, in this order.
+RMS_NORM = Swap("rms_norm", tuple(f"rms_norm.LigerRMSNorm{kind}" for kind in ("", "ForOlmo2", "ForGemma")))
 LAYER_NORM = {"torch.nn.LayerNorm": Swap("layer_norm", "layer_norm.LigerLayerNorm", late=True)}
-
-_SILU, _TANH_GELU = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_new")
-SWIGLU = Swap("swiglu", "swiglu.LigerSwiGLUMLP", _SILU)
-MOE_SWIGLU = Swap("swiglu", "swiglu.LigerQwen3MoeSwiGLUMLP", _SILU)
-PHI3_SWIGLU = Swap("swiglu", "swiglu.LigerPhi3SwiGLUMLP", _SILU)
-HUNYUAN_SWIGLU = Swap("swiglu", "swiglu.LigerHunyuanV1SwiGLUMLP", _SILU)
-FALCON_SWIGLU = Swap("swiglu", "swiglu.LigerFalconH1SwiGLUMLP", _SILU)
-TOP2_SWIGLU = Swap("swiglu", "swiglu.LigerBlockSparseTop2MLP", _SILU)
-EXPERTS = Swap("swiglu", "swiglu.LigerExperts", _SILU)
+_MLPS = ("SwiGLUMLP", "Phi3SwiGLUMLP", "BlockSparseTop2MLP", "FalconH1SwiGLUMLP", "SeedOssSwiGLUMLP", "Experts")
+SWIGLU = Swap("swiglu", tuple(f"swiglu.Liger{name}" for name in _MLPS), ("silu", "swish"))
 GPT_OSS_EXPERTS = Swap("swiglu", "experts.LigerGptOssExperts")
-GEGLU = Swap("geglu", "geglu.LigerGEGLUMLP", _TANH_GELU)
-GEGLU_EXPERTS = Swap("geglu", "experts.LigerGEGLUExperts", _TANH_GELU)
-GEMMA4_GEGLU = Swap("geglu", "geglu.LigerGEGLUMLPForGemma4", _TANH_GELU)
+GEGLU = Swap("geglu", ("geglu.LigerGEGLUMLP", "experts.LigerGEGLUExperts"), ("gelu_pytorch_tanh", "gelu_new"))
 RELU_SQUARED = {
     "transformers.activations.ReLUSquaredActivation": Swap("relu_squared", "relu_squared.LigerReLUSquared", late=True)
 }
@@ -180,20 +163,20 @@ def _heads(*names):
     return {name: CausalLM() for name in names}
 
 
-def _dense(name, prefix, norm=LLAMA, mlp=SWIGLU, parameters=_L, **fields):
+def _dense(name, prefix, mlp=SWIGLU, parameters=_L, **fields):
     """A causal language model of norms, gated MLPs and a rotary embedding under the usual names."""
-    swaps = {f"{prefix}RMSNorm": norm, f"{prefix}MLP": mlp, **fields.pop("swaps", {}), **ROPE}
+    swaps = {f"{prefix}RMSNorm": RMS_NORM, f"{prefix}MLP": mlp, **fields.pop("swaps", {}), **ROPE}
     return Family(name, swaps, _heads(f"{prefix}ForCausalLM"), parameters=parameters, **fields)
 
 
-def _mixture(name, prefix, mlp=MOE_SWIGLU, **fields):
+def _mixture(name, prefix, **fields):
     """One whose experts are modules in a list, and one module of them all since transformers 5."""
     experts = f"{prefix}Experts"
-    return _dense(name, prefix, mlp=mlp, swaps={experts: EXPERTS}, optional=(experts,), **fields)
+    return _dense(name, prefix, swaps={experts: SWIGLU}, optional=(experts,), **fields)
 
 
-_GEMMA3 = {"Gemma3RMSNorm": GEMMA3, "Gemma3MLP": GEGLU, **ROPE}
-_GEMMA4 = {"Gemma4RMSNorm": GEMMA4, "Gemma4TextMLP": GEMMA4_GEGLU, "Gemma4TextExperts": GEGLU_EXPERTS}
+_GEMMA3 = {"Gemma3RMSNorm": RMS_NORM, "Gemma3MLP": GEGLU, **ROPE}
+_GEMMA4 = {"Gemma4RMSNorm": RMS_NORM, "Gemma4TextMLP": GEGLU, "Gemma4TextExperts": GEGLU}
 _GEMMA4_WITHOUT = {"rope": "its rotary embedding takes one tensor at a time"}
 _QWEN2 = ("transformers.models.qwen2.modeling_qwen2",)
 
@@ -206,16 +189,16 @@ FAMILIES = {row.name: row for row in (
     _dense("qwen3", "Qwen3"),
     _dense("smollm3", "SmolLM3"),
     _dense("granite", "Granite", off=("fused_linear_cross_entropy",)),
-    _dense("phi3", "Phi3", mlp=PHI3_SWIGLU),
-    _dense("glm4", "Glm4", norm=GLM4, mlp=PHI3_SWIGLU, off=_NO_ROPE),
-    _dense("olmo2", "Olmo2", norm=OLMO2),
-    _dense("olmo3", "Olmo3", norm=OLMO2),
+    _dense("phi3", "Phi3"),
+    _dense("glm4", "Glm4", off=_NO_ROPE),
+    _dense("olmo2", "Olmo2"),
+    _dense("olmo3", "Olmo3"),
     _dense("exaone4", "Exaone4"),
-    _dense("falcon_h1", "FalconH1", mlp=FALCON_SWIGLU),
-    _dense("hunyuan_v1_dense", "HunYuanDenseV1", mlp=HUNYUAN_SWIGLU),
-    _mixture("hunyuan_v1_moe", "HunYuanMoEV1", mlp=HUNYUAN_SWIGLU),
-    _dense("gemma", "Gemma", norm=GEMMA, mlp=GEGLU, parameters=_GE),
-    _dense("gemma2", "Gemma2", norm=GEMMA2, mlp=GEGLU, parameters=_GE),
+    _dense("falcon_h1", "FalconH1"),
+    _dense("hunyuan_v1_dense", "HunYuanDenseV1"),
+    _mixture("hunyuan_v1_moe", "HunYuanMoEV1"),
+    _dense("gemma", "Gemma", mlp=GEGLU, parameters=_GE),
+    _dense("gemma2", "Gemma2", mlp=GEGLU, parameters=_GE),
     Family("gemma3_text", _GEMMA3, _heads("Gemma3ForCausalLM"), "gemma3", parameters=_GE),
     Family("gemma3", {**_GEMMA3, **LAYER_NORM}, _heads("Gemma3ForConditionalGeneration"), parameters=_GEL),
     Family("gemma4_text", _GEMMA4, _heads("Gemma4ForCausalLM", "Gemma4TextForCausalLM"), "gemma4", parameters=_GE,
@@ -225,62 +208,62 @@ FAMILIES = {row.name: row for row in (
     Family("paligemma", LAYER_NORM, _heads("PaliGemmaForConditionalGeneration"), parameters=_GEL,
            holds=("gemma", "gemma2"), composite=True),
     _mixture("qwen3_moe", "Qwen3Moe"),
-    _mixture("qwen3_next", "Qwen3Next", norm=QWEN3_NEXT, off=_NO_ROPE),
+    _mixture("qwen3_next", "Qwen3Next", off=_NO_ROPE),
     Family("mixtral",
-           {"MixtralRMSNorm": LLAMA, "MixtralBlockSparseTop2MLP": TOP2_SWIGLU, "MixtralExperts": EXPERTS, **ROPE},
+           {"MixtralRMSNorm": RMS_NORM, "MixtralBlockSparseTop2MLP": SWIGLU, "MixtralExperts": SWIGLU, **ROPE},
            _heads("MixtralForCausalLM"), parameters=_L, optional=("MixtralBlockSparseTop2MLP", "MixtralExperts")),
-    Family("gpt_oss", {"GptOssRMSNorm": OLMO2, "GptOssExperts": GPT_OSS_EXPERTS, **ROPE}, _heads("GptOssForCausalLM"),
-           parameters=_L, off=_NO_SWIGLU),
-    Family("deepseek_v4", {"DeepseekV4RMSNorm": LLAMA}, _heads("DeepseekV4ForCausalLM"), parameters=_L,
+    Family("gpt_oss", {"GptOssRMSNorm": RMS_NORM, "GptOssExperts": GPT_OSS_EXPERTS, **ROPE},
+           _heads("GptOssForCausalLM"), parameters=_L, off=_NO_SWIGLU),
+    Family("deepseek_v4", {"DeepseekV4RMSNorm": RMS_NORM}, _heads("DeepseekV4ForCausalLM"), parameters=_L,
            off=("rope", *_NO_SWIGLU),
            without={"swiglu": "its experts clamp gate and up",
                     "rope": "its rotary embedding takes one tensor at a time"}),
     Family("nemotron", RELU_SQUARED, _heads("NemotronForCausalLM"),
            parameters=("relu_squared", *_LOSSES, "model", "kwargs")),
-    Family("llama4", {"Llama4TextRMSNorm": LLAMA, "Llama4TextMLP": SWIGLU, **LLAMA4_ROPE, **LAYER_NORM},
+    Family("llama4", {"Llama4TextRMSNorm": RMS_NORM, "Llama4TextMLP": SWIGLU, **LLAMA4_ROPE, **LAYER_NORM},
            {"Llama4ForCausalLM": CausalLM(), "Llama4ForConditionalGeneration": CausalLM("language_model.lm_head")},
            model_types=("llama4_text", "llama4"), parameters=(*_L, "layer_norm")),
-    Family("mllama", {"MllamaTextRMSNorm": LLAMA, "MllamaTextMLP": SWIGLU, **ROPE, **LAYER_NORM},
+    Family("mllama", {"MllamaTextRMSNorm": RMS_NORM, "MllamaTextMLP": SWIGLU, **ROPE, **LAYER_NORM},
            _heads("MllamaForCausalLM", "MllamaForConditionalGeneration"), model_types=("mllama", "mllama_text_model"),
            parameters=("rope", *_LOSSES, "layer_norm", "rms_norm", "swiglu", "model")),
     Family("llava", {}, _heads("LlavaForConditionalGeneration"), parameters=(*_LOSSES, "model", "kwargs"),
            composite=True),
-    Family("internvl", {"InternVLVisionRMSNorm": LATE_RMS_NORM, **LAYER_NORM},
+    Family("internvl", {"InternVLVisionRMSNorm": replace(RMS_NORM, late=True), **LAYER_NORM},
            _heads("InternVLForConditionalGeneration"), parameters=_IV, composite=True),
-    Family("smolvlm", {"SmolVLMRMSNorm": LLAMA, **LAYER_NORM}, _heads("SmolVLMForConditionalGeneration"),
+    Family("smolvlm", {"SmolVLMRMSNorm": RMS_NORM, **LAYER_NORM}, _heads("SmolVLMForConditionalGeneration"),
            parameters=_IV, composite=True, optional=("SmolVLMRMSNorm",)),
-    Family("qwen2_vl", {"Qwen2RMSNorm": LLAMA, "Qwen2VLRMSNorm": LLAMA, "Qwen2MLP": SWIGLU, **ROPE, **SECTIONED_ROPE,
-                        **VISION_ROPE, **LAYER_NORM}, _heads("Qwen2VLForConditionalGeneration"),
+    Family("qwen2_vl", {"Qwen2RMSNorm": RMS_NORM, "Qwen2VLRMSNorm": RMS_NORM, "Qwen2MLP": SWIGLU, **ROPE,
+                        **SECTIONED_ROPE, **VISION_ROPE, **LAYER_NORM}, _heads("Qwen2VLForConditionalGeneration"),
            model_types=("qwen2_vl", "qwen2_vl_text"),
            parameters=("rope", *_LOSSES, "rms_norm", "layer_norm", "swiglu", "model"), also=_QWEN2,
            optional=("Qwen2RMSNorm", "Qwen2VLRMSNorm", *_EITHER_ROPE)),
-    Family("qwen2_5_vl", {"Qwen2RMSNorm": LLAMA, "Qwen2_5_VLRMSNorm": LLAMA, "Qwen2MLP": SWIGLU,
+    Family("qwen2_5_vl", {"Qwen2RMSNorm": RMS_NORM, "Qwen2_5_VLRMSNorm": RMS_NORM, "Qwen2MLP": SWIGLU,
                           "Qwen2_5_VLMLP": SWIGLU, **ROPE, **SECTIONED_ROPE, **VISION_ROPE},
            _heads("Qwen2_5_VLForConditionalGeneration"), model_types=("qwen2_5_vl", "qwen2_5_vl_text"), parameters=_L,
            also=_QWEN2, optional=("Qwen2RMSNorm", "Qwen2_5_VLRMSNorm", *_EITHER_ROPE)),
-    Family("qwen3_vl", {"Qwen3VLTextRMSNorm": LLAMA, "Qwen3VLTextMLP": SWIGLU, **ROPE, **VISION_ROPE},
+    Family("qwen3_vl", {"Qwen3VLTextRMSNorm": RMS_NORM, "Qwen3VLTextMLP": SWIGLU, **ROPE, **VISION_ROPE},
            _heads("Qwen3VLForConditionalGeneration"), model_types=("qwen3_vl", "qwen3_vl_text"), parameters=_L,
            off=_NO_SWIGLU),
-    Family("qwen3_vl_moe", {"Qwen3VLMoeTextRMSNorm": LLAMA, "Qwen3VLMoeTextMLP": MOE_SWIGLU,
-                            "Qwen3VLMoeTextExperts": EXPERTS, **ROPE, **VISION_ROPE},
+    Family("qwen3_vl_moe", {"Qwen3VLMoeTextRMSNorm": RMS_NORM, "Qwen3VLMoeTextMLP": SWIGLU,
+                            "Qwen3VLMoeTextExperts": SWIGLU, **ROPE, **VISION_ROPE},
            _heads("Qwen3VLMoeForConditionalGeneration"), model_types=("qwen3_vl_moe", "qwen3_vl_moe_text"),
            parameters=_L),
-    Family("qwen3_5", {"Qwen3_5RMSNorm": QWEN3_NEXT, "Qwen3_5MLP": MOE_SWIGLU, **ROPE, **VISION_ROPE},
+    Family("qwen3_5", {"Qwen3_5RMSNorm": RMS_NORM, "Qwen3_5MLP": SWIGLU, **ROPE, **VISION_ROPE},
            _heads("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"), model_types=("qwen3_5", "qwen3_5_text"),
            parameters=_L, off=_NO_ROPE),
-    Family("qwen3_5_moe", {"Qwen3_5MoeRMSNorm": QWEN3_NEXT, "Qwen3_5MoeMLP": MOE_SWIGLU, "Qwen3_5MoeExperts": EXPERTS,
+    Family("qwen3_5_moe", {"Qwen3_5MoeRMSNorm": RMS_NORM, "Qwen3_5MoeMLP": SWIGLU, "Qwen3_5MoeExperts": SWIGLU,
                            **ROPE, **VISION_ROPE},
            _heads("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
            model_types=("qwen3_5_moe", "qwen3_5_moe_text"), parameters=_L, off=_NO_ROPE),
-    Family("glm4v", {"Glm4vRMSNorm": GLM4, "Glm4vTextMLP": PHI3_SWIGLU, "Glm4VisionMlp": SWIGLU, **ROPE,
+    Family("glm4v", {"Glm4vRMSNorm": RMS_NORM, "Glm4vTextMLP": SWIGLU, "Glm4VisionMlp": SWIGLU, **ROPE,
                      **SECTIONED_ROPE, **VISION_ROPE}, _heads("Glm4vForConditionalGeneration"),
            model_types=("glm4v", "glm4v_text"), parameters=_L, off=_NO_ROPE, optional=_EITHER_ROPE),
-    Family("glm4v_moe", {"Glm4vMoeRMSNorm": GLM4, "Glm4vMoeTextRMSNorm": GLM4, "Glm4vMoeTextMLP": SWIGLU,
-                         "Glm4vMoeisionMlp": SWIGLU, "Glm4vMoeTextNaiveMoe": EXPERTS, "Glm4vMoeTextExperts": EXPERTS,
+    Family("glm4v_moe", {"Glm4vMoeRMSNorm": RMS_NORM, "Glm4vMoeTextRMSNorm": RMS_NORM, "Glm4vMoeTextMLP": SWIGLU,
+                         "Glm4vMoeisionMlp": SWIGLU, "Glm4vMoeTextNaiveMoe": SWIGLU, "Glm4vMoeTextExperts": SWIGLU,
                          **ROPE, **SECTIONED_ROPE, **VISION_ROPE}, _heads("Glm4vMoeForConditionalGeneration"),
            model_types=("glm4v_moe", "glm4v_moe_text"), parameters=_L, off=_NO_ROPE,
            optional=("Glm4vMoeTextNaiveMoe", "Glm4vMoeTextExperts", *_EITHER_ROPE)),
-    Family("pixtral", {"PixtralRMSNorm": LLAMA, "PixtralMLP": SWIGLU, **ROPE},
+    Family("pixtral", {"PixtralRMSNorm": RMS_NORM, "PixtralMLP": SWIGLU, **ROPE},
            parameters=("rope", "rms_norm", "swiglu", "model")),
 )}
 # fmt: on
@@ -306,7 +289,8 @@ def table() -> str:
             names = ("swiglu", "geglu", "relu_squared") if switch == "swiglu" else (switch,)
             found = next((name for name in names if name in row.switches and name in made), None)
             label = {"geglu": " (GeGLU)", "relu_squared": " (ReLU²)"}.get(found, "")
-            if any(swap.switch == found and swap.targets[0].endswith("Experts") for swap in row.swaps.values()):
+            experts = {swap.switch for part, swap in row.swaps.items() if part.endswith(("Experts", "NaiveMoe"))}
+            if found in experts:
                 label += ", experts"
             held = row.composite and not row.holds and switch in ("rms_norm", "swiglu", "rope")
             cells.append(

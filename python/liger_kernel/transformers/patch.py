@@ -224,21 +224,20 @@ class _Patcher:
             self._done(swap.switch, name, swap.load(target).__name__)
 
     def _convert(self, swap, name):
-        done, skipped, parts = 0, 0, tuple(map(swap.load, swap.targets))
+        done, parts = 0, tuple(map(swap.load, swap.targets))
         by = parts[0].__name__
         for module in self.modules:
             cls = _class_called(name, self.row.homes, module)
             if cls is None or left_alone(module, parts[0]):
                 continue
             if isinstance(module, parts):
-                done += 1
+                done, by = done + 1, type(module).__name__
                 continue
             target = "." in name and swap.targets[0] or self._target(swap, cls, module)
-            if reason := obstacle(module, cls, swap) or (None if target else _UNKNOWN):
-                self._skip(swap.switch, name, reason)
-                skipped += 1
-                continue
             part = swap.load(target)
+            if reason := obstacle(module, cls, part, swap.activations) or (None if target else _UNKNOWN):
+                self._skip(swap.switch, name, reason)
+                continue
             become(module, StandIn(part, swap.activations), self.edits, **own_attributes(module, part))
             done, by = done + 1, part.__name__
         if done:
@@ -382,15 +381,15 @@ def left_alone(module, part):
     return issubclass(part, (LigerRMSNorm, LigerLayerNorm)) and getattr(module, "weight", None) is None
 
 
-def obstacle(module, cls, swap):
-    """Why a module must keep its forward, or None."""
+def obstacle(module, cls, part, activations):
+    """Why a module must keep its forward instead of that of the class `part`, or None."""
     if type(module).forward is not cls.forward:
         return f"{type(module).__name__} has a forward of its own"
     if has_replaced_forward(module):
         return "its forward was replaced on the instance"
-    if (kept_by := getattr(swap.load(), "kept_by", None)) and (reason := kept_by(module, running=False)):
+    if (kept_by := getattr(part, "kept_by", None)) and (reason := kept_by(module, running=False)):
         return reason
-    return _unfit(module, swap.load(), swap.activations)
+    return _unfit(module, part, activations)
 
 
 def _unfit(module, part, activations):

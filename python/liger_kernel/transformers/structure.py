@@ -15,19 +15,13 @@ from liger_kernel.transformers.causal_lm import (
     own_loss,
 )
 from liger_kernel.transformers.families import (
-    EXPERTS,
     GEGLU,
-    GEGLU_EXPERTS,
-    GEMMA2,
     GPT_OSS_EXPERTS,
     LAYER_NORM,
-    LLAMA,
-    PHI3_SWIGLU,
     RELU_SQUARED,
+    RMS_NORM,
     SWIGLU,
-    TOP2_SWIGLU,
     CausalLM,
-    Swap,
 )
 from liger_kernel.transformers.graft import become, has_replaced_forward, own_attributes
 from liger_kernel.transformers.head import describe, prepare_head
@@ -35,15 +29,9 @@ from liger_kernel.transformers.parts import find
 from liger_kernel.transformers.patch import StandIn, left_alone, obstacle
 from liger_kernel.transformers.report import Replacement, Report, Skip
 
-_NORM = Swap("rms_norm", (*LLAMA.targets, *GEMMA2.targets))
-_GATED = (SWIGLU, Swap("swiglu", "swiglu.LigerSeedOssSwiGLUMLP"), GEGLU, PHI3_SWIGLU, TOP2_SWIGLU)
 _LAYER_NORM, _RELU_SQUARED = LAYER_NORM["torch.nn.LayerNorm"], next(iter(RELU_SQUARED.values()))
 # A parameter of the function -> what it turns on.
-_SWAPS = {
-    "rms_norm": (_NORM,),
-    "layer_norm": (_LAYER_NORM,),
-    "mlp": (*_GATED, EXPERTS, GEGLU_EXPERTS, GPT_OSS_EXPERTS, _RELU_SQUARED),
-}
+_SWAPS = {"rms_norm": (RMS_NORM,), "layer_norm": (_LAYER_NORM,), "mlp": (SWIGLU, GEGLU, GPT_OSS_EXPERTS, _RELU_SQUARED)}
 _PROJECTIONS = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"}, {"w1", "w2", "w3"})
 
 
@@ -114,16 +102,13 @@ def _replace_parts(model, report, on):
 def _by_source(module, swaps):
     """(swap, target, None) of the first swap that stands for the source of a module's class and for its activation, of
     another activation (swap, target, reason); None for an unknown source."""
-    cls = type(module)
-    if cls is nn.LayerNorm:
-        fits = [(swap, swap.targets[0]) for swap in swaps if swap is _LAYER_NORM and not obstacle(module, cls, swap)]
-    else:
-        part = find(cls)
-        pairs = [(swap, target) for swap in swaps for target in swap.targets if part and target in part.targets]
-        fits = [(swap, target) for swap, target in pairs if not left_alone(module, swap.load(target))]
-    if not fits:
+    cls, part = type(module), find(type(module))
+    known = part.targets if part else _LAYER_NORM.targets if cls is nn.LayerNorm else ()
+    fits = [(swap, target) for swap in swaps for target in swap.targets if target in known]
+    fits = [(swap, target) for swap, target in fits if not left_alone(module, swap.load(target))]
+    reasons = [obstacle(module, cls, swap.load(target), swap.activations) for swap, target in fits]
+    if not fits or (cls is nn.LayerNorm and reasons[0]):
         return None
-    reasons = [obstacle(module, cls, swap) for swap, _ in fits]
     return next(((*fit, None) for fit, reason in zip(fits, reasons) if not reason), (*fits[0], reasons[0]))
 
 
