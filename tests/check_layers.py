@@ -1,5 +1,6 @@
 """Checks that no file reaches around its layer: what may include what, and how long a file may be."""
 
+import ast
 import pathlib
 import re
 import sys
@@ -41,9 +42,63 @@ RULES = [
 BORROWS = {"head": {"loss"}}
 LONGEST = 500
 
+#: The floors of liger_kernel, from below: a file imports from its own floor and those below it, and no two files import
+#: each other. An __init__.py, which only hands on names, is left out.
+FLOORS = (
+    r"_library|_dtensor|_build|utils|memory",
+    r"ops\..*",
+    # one operator's modules, and what they and the patches are told by
+    r"chunked_loss\..*|transformers\.(coverage|source|functional|experimental\..*|fsdp|(?!trainer)\w*"
+    r"(norm|glu|mlp|experts|rope|entropy|div|jsd|tvd|dyt|softmax|sparsemax|squared|loss))",
+    r"transformers\.(parts|replace|families|report|numeric|model\..*)",
+    r"transformers\.(head|logits|tensor_parallel|causal_lm)|hub\.layers",
+    r"transformers\.(patch|structure|hub_kernels)",
+    r"transformers\.(monkey_patch|auto_model|trainer\b.*|trainer_integration)|trl|env_report|_self_test",
+)
+
 
 def includes(path):
     return re.findall(r'#include\s*[<"]([^>"]+)[>"]', path.read_text())
+
+
+def imports(path, modules):
+    """The modules of liger_kernel that a file imports, inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in modules)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from {name if name in modules else node.module for name in names} & modules.keys()
+
+
+def import_problems(folder):
+    """What is wrong with the imports of the package in a folder."""
+    paths = {".".join(p.relative_to(folder).with_suffix("").parts): p for p in sorted(folder.rglob("*.py"))}
+    modules = {name: path for name, path in paths.items() if not name.endswith("__init__")}
+    found = {name: set(imports(path, modules)) - {name} for name, path in modules.items()}
+    floors = {}
+    for name in modules:
+        fits = [i for i, floor in enumerate(FLOORS) if re.fullmatch(floor, name.removeprefix("liger_kernel."))]
+        if not fits:
+            yield f"{name} stands on no floor: tests/check_layers.py names them"
+        floors[name] = min(fits, default=len(FLOORS))
+    for name, others in found.items():
+        above = sorted(other for other in others if floors[other] > floors[name])
+        yield from (f"{name} imports {other}, which stands above it" for other in above)
+    done, path = set(), []
+
+    def circle(name):
+        if name in path:
+            return path[path.index(name) :]
+        if name in done:
+            return None
+        done.add(name)
+        path.append(name)
+        here = next((c for other in sorted(found[name]) if (c := circle(other))), None)
+        path.pop()
+        return here
+
+    yield from (f"a circle of imports: {' -> '.join(c)}" for name in sorted(modules) if (c := circle(name)))
 
 
 def problems():
@@ -71,6 +126,7 @@ def problems():
         name = path.relative_to(ROOT).as_posix()
         if "torch.ops.liger" in path.read_text() and not name.endswith("_library.py"):
             yield f"{name} uses torch.ops.liger: liger_kernel/_library.py is where libliger is loaded"
+    yield from import_problems(ROOT / "python")
     for folder in ("liger", "python", "tests", "benchmarks", "examples"):
         for path in (ROOT / folder).rglob("*"):
             if path.suffix in (".h", ".cpp", ".cu", ".cuh", ".py") and len(path.read_text().splitlines()) > LONGEST:

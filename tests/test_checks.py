@@ -1,6 +1,7 @@
 """The checks that `make lint` runs find what they are for, and leave alone what is right."""
 
 import check_comments
+import check_layers
 import pytest
 
 MERGED = [
@@ -47,3 +48,25 @@ def test_one_per_is_asked_for(name, what):
 
 def test_the_tree_has_none():
     assert not list(check_comments.problems())
+
+
+def test_imports_of_the_package(tmp_path):
+    """An import from a floor above, a circle (of imports inside functions too), and a file without a floor."""
+    package = tmp_path / "liger_kernel"
+    for name, text in {
+        "utils": "",
+        "ops/rope": "from liger_kernel.utils import x\nfrom liger_kernel.ops import norm",
+        "ops/norm": "def f():\n    import liger_kernel.ops.rope",
+        "memory": "from liger_kernel.ops.norm import y",
+        "elsewhere": "",
+    }.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / f"{name}.py").write_text(text)
+    found = sorted(check_layers.import_problems(tmp_path))
+    assert [line.split(":")[0] for line in found] == [
+        "a circle of imports",
+        "liger_kernel.elsewhere stands on no floor",
+        "liger_kernel.memory imports liger_kernel.ops.norm, which stands above it",
+    ]
+    (package / "ops" / "norm.py").write_text("")
+    assert not any("circle" in line for line in check_layers.import_problems(tmp_path))

@@ -14,7 +14,7 @@ from liger_kernel.ops.linear_log_prob import OUTPUTS as ALL_OUTPUTS
 from liger_kernel.ops.linear_log_prob import output_bits
 from liger_kernel.ops.two_heads import wanted_gradients
 from liger_kernel.ops.utils import first_derivative_only
-from liger_kernel.transformers.graft import kernels_cover
+from liger_kernel.transformers.coverage import kernels_cover
 from liger_kernel.transformers.patch import Replacement, Report, Skip
 
 #: What TRL's function can give, in its order.

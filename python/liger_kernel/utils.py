@@ -2,11 +2,21 @@
 
 import functools
 import importlib.util
+import logging
 
 import torch
 
 #: Whether PEFT can be imported.
 PEFT_AVAILABLE = importlib.util.find_spec("peft") is not None
+
+
+logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Log a warning, unless the same was logged before."""
+    logger.warning(message)
 
 
 def is_peft_available() -> bool:

@@ -199,7 +199,7 @@ def _same(replacement, part, *inputs):
 
 def main():
     part_by_source, places, unknown, seen = {}, {}, {}, set()
-    named = {(home, name) for row in FAMILIES.values() for home in row.homes for name in row.swaps}
+    named = {(home, name) for row in FAMILIES.values() for home in row.modules for name in row.swaps}
     for path in sys.argv[1:]:
         version = re.search(r"transformers-([\d.]+)-", path).group(1)
         with zipfile.ZipFile(path) as wheel:

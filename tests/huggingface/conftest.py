@@ -104,8 +104,8 @@ def assert_same_step(model, reference, **inputs):
     return output
 
 
-# One of each thing that a row can say: a scale, a softcap, a router's loss, a head in a model in the model, late swaps,
-# composites, and each formula of the rotary embedding.
+# One of each thing that a row can say: a scale, a softcap, a router's loss, a head in a model in the model, deferred
+# swaps, composites, and each formula of the rotary embedding.
 REPRESENTATIVES = (
     "granite gemma3 mixtral llama4 nemotron llava gpt_oss glm4 phi3 qwen2_5_vl paligemma falcon_h1 gemma4_text".split()
 )

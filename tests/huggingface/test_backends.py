@@ -11,7 +11,7 @@ import torch
 from conftest import assert_same_step, batch, make, run
 from liger_kernel import _library
 from liger_kernel.ops import LigerSiLUMulFunction
-from liger_kernel.transformers import graft
+from liger_kernel.transformers import coverage
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
 
 
@@ -29,7 +29,7 @@ def without(monkeypatch):
     emptied = []
 
     def without(*kernels):
-        monkeypatch.setattr(graft, "_covered", set())
+        monkeypatch.setattr(coverage, "_covered", set())
         for name in kernels:
             slot = find(name.encode())[0]
             emptied.append((slot, slot.run))

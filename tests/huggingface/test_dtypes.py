@@ -12,9 +12,9 @@ from conftest import assert_close
 from liger_kernel.hub import layers
 from liger_kernel.transformers import hub_kernels
 from liger_kernel.transformers.families import FAMILIES
-from liger_kernel.transformers.graft import Edits, become, instead_of, own_attributes
 from liger_kernel.transformers.parts import is_known
-from liger_kernel.transformers.patch import StandIn, _class_called, patch
+from liger_kernel.transformers.patch import ReplacedModule, _class_called, patch
+from liger_kernel.transformers.replace import Edits, instead_of, own_attributes, replace_class
 from liger_kernel.transformers.source import as_written, fingerprint
 from tiny import TINY_MODELS, model_of
 from torch import nn
@@ -47,7 +47,7 @@ def originals():
                 )
                 continue
             for module in modules:
-                cls = _class_called(name, row.homes, module)
+                cls = _class_called(name, row.modules, module)
                 normless = "RMSNorm" in name and getattr(module, "weight", None) is None
                 if cls is None or normless:
                     continue
@@ -146,7 +146,7 @@ def test_every_combination(kind, device):
 
 
 def with_part(module, part):
-    become(module, StandIn(part), Edits(), **own_attributes(module, part))
+    replace_class(module, ReplacedModule(part), Edits(), **own_attributes(module, part))
     return module
 
 

@@ -12,8 +12,8 @@ from liger_kernel.transformers import monkey_patch
 from liger_kernel.transformers.causal_lm import names_in
 from liger_kernel.transformers.experts import LigerGEGLUExperts, LigerGptOssExperts
 from liger_kernel.transformers.families import FAMILIES, SWITCHES
-from liger_kernel.transformers.graft import warn_once
 from liger_kernel.transformers.swiglu import LigerExperts, LigerFalconH1SwiGLUMLP
+from liger_kernel.utils import warn_once
 from packaging import version
 from tiny import TINY_MODELS, model_of
 from torch.nn import functional as F

@@ -11,7 +11,7 @@ import liger_kernel.transformers
 import pytest
 from liger_kernel.transformers import monkey_patch
 from liger_kernel.transformers.families import FAMILIES
-from liger_kernel.transformers.graft import warn_once
+from liger_kernel.utils import warn_once
 from tiny import model_of
 from torch import nn
 

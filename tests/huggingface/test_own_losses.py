@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import assert_same_step, batch, class_of, config_of, make
 from liger_kernel.transformers import functional
-from liger_kernel.transformers.graft import warn_once
+from liger_kernel.utils import warn_once
 from torch.nn import functional as F
 from transformers.loss import loss_utils
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from conftest import VOCABULARY, assert_close, assert_same_step, batch, class_of, make, run
-from liger_kernel.transformers.graft import warn_once
 from liger_kernel.transformers.head import LinearWithLoss
+from liger_kernel.utils import warn_once
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import Trainer, TrainingArguments

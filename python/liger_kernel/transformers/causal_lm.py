@@ -14,12 +14,14 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from liger_kernel.transformers.coverage import result_changed_by
 from liger_kernel.transformers.families import CausalLM
-from liger_kernel.transformers.graft import Edits, result_changed_by, warn_once
 from liger_kernel.transformers.head import describe, head_of, prepare_head
 from liger_kernel.transformers.logits import Logits, computed
 from liger_kernel.transformers.model import loss_utils, output_classes
+from liger_kernel.transformers.replace import Edits
 from liger_kernel.transformers.tensor_parallel import is_vocab_parallel, vocab_parallel_loss
+from liger_kernel.utils import warn_once
 
 # Keywords that transformers' loss understands, those that only ours does, and which of these change its value.
 _SHARED = ("num_items_in_batch", "ignore_index", "shift_labels")

@@ -6,14 +6,14 @@ import torch
 from torch import nn
 
 from liger_kernel.ops.fused_moe import fused_experts
-from liger_kernel.transformers.graft import GATED_KERNELS, is_dense
+from liger_kernel.transformers.coverage import EXPERTS_KERNELS, is_dense
 
 # What transformers' forward computes in another way. The others are a user's choice of how: other kernels, other
 # roundings.
 _DEFAULTS = (None, "eager", "grouped_mm")
 
 
-def kept_by(experts, running=True) -> str | None:
+def reason_to_keep(experts, running=True) -> str | None:
     """Why experts keep transformers' forward, or None; `running`: its weights are what a forward sees, not shards."""
     chosen = getattr(getattr(experts, "config", None), "_experts_implementation", None)
     if chosen not in _DEFAULTS:
@@ -24,10 +24,6 @@ def kept_by(experts, running=True) -> str | None:
     if not all(map(is_dense, weights)):
         return "a weight is sharded or quantised"
     return None
-
-
-#: What runs forward and backward of experts, beside GEMMs.
-EXPERTS_KERNELS = ("combine_experts", "experts_backward", *GATED_KERNELS, "row_partials", "add_partials")
 
 
 def computed(experts, hidden_states, top_k_index, top_k_weights, *biases, **options):
@@ -48,7 +44,7 @@ def computed(experts, hidden_states, top_k_index, top_k_weights, *biases, **opti
 class LigerGEGLUExperts(nn.Module):
     """LigerExperts with gelu, of tanh, for silu: a forward for experts of transformers."""
 
-    kernels, kept_by = EXPERTS_KERNELS, staticmethod(kept_by)
+    kernels, reason_to_keep = EXPERTS_KERNELS, staticmethod(reason_to_keep)
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
         """As LigerExperts."""
@@ -58,7 +54,7 @@ class LigerGEGLUExperts(nn.Module):
 class LigerGptOssExperts(nn.Module):
     """GPT-OSS's experts, as fused_experts has them with `clamped`: a forward for experts of transformers."""
 
-    kernels, kept_by = EXPERTS_KERNELS, staticmethod(kept_by)
+    kernels, reason_to_keep = EXPERTS_KERNELS, staticmethod(reason_to_keep)
 
     def forward(self, hidden_states, router_indices=None, routing_weights=None):
         """[..., H] for hidden_states [..., H] and the experts [..., K] of each token with their weights."""

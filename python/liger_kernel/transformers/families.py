@@ -7,7 +7,7 @@ the same kinds of parts takes one row here and one row in the list of tiny confi
 import importlib
 from dataclasses import dataclass, field, replace
 
-from liger_kernel.transformers.graft import warn_once
+from liger_kernel.utils import warn_once
 
 
 @dataclass(frozen=True)
@@ -19,13 +19,13 @@ class Swap:
         targets: classes or functions of this package; the first that stands for the source of what is replaced
         is taken.
         activations: names in transformers' ACT2FN; any if empty.
-        late: replaced in a finished model, because rebinding the name would not reach it.
+        deferred: replaced in a finished model, because rebinding the name would not reach it.
     """
 
     switch: str
     targets: tuple[str, ...] | str
     activations: tuple[str, ...] = ()
-    late: bool = False
+    deferred: bool = False
 
     def __post_init__(self):
         if isinstance(self.targets, str):
@@ -88,7 +88,7 @@ class Family:
         return self.modeling or f"transformers.models.{package}.modeling_{package}"
 
     @property
-    def homes(self) -> tuple[str, ...]:
+    def modules(self) -> tuple[str, ...]:
         """The modules in which the family's classes are defined."""
         return (self.module, *self.also)
 
@@ -131,13 +131,15 @@ SWITCHES = {
 # What stands for a name of a row is found by its source (parts.py), among these. Of a row that is not in FAMILIES an
 # unknown source is tried against them, in this order.
 RMS_NORM = Swap("rms_norm", tuple(f"rms_norm.LigerRMSNorm{kind}" for kind in ("", "ForOlmo2", "ForGemma")))
-LAYER_NORM = {"torch.nn.LayerNorm": Swap("layer_norm", "layer_norm.LigerLayerNorm", late=True)}
+LAYER_NORM = {"torch.nn.LayerNorm": Swap("layer_norm", "layer_norm.LigerLayerNorm", deferred=True)}
 _MLPS = ("SwiGLUMLP", "Phi3SwiGLUMLP", "BlockSparseTop2MLP", "FalconH1SwiGLUMLP", "SeedOssSwiGLUMLP", "Experts")
 SWIGLU = Swap("swiglu", tuple(f"swiglu.Liger{name}" for name in _MLPS), ("silu", "swish"))
 GPT_OSS_EXPERTS = Swap("swiglu", "experts.LigerGptOssExperts")
 GEGLU = Swap("geglu", ("geglu.LigerGEGLUMLP", "experts.LigerGEGLUExperts"), ("gelu_pytorch_tanh", "gelu_new"))
 RELU_SQUARED = {
-    "transformers.activations.ReLUSquaredActivation": Swap("relu_squared", "relu_squared.LigerReLUSquared", late=True)
+    "transformers.activations.ReLUSquaredActivation": Swap(
+        "relu_squared", "relu_squared.LigerReLUSquared", deferred=True
+    )
 }
 
 _ROPES = ("", "partial_", "half_table_", "interleaved_")
@@ -228,7 +230,7 @@ FAMILIES = {row.name: row for row in (
            parameters=("rope", *_LOSSES, "layer_norm", "rms_norm", "swiglu", "model")),
     Family("llava", {}, _heads("LlavaForConditionalGeneration"), parameters=(*_LOSSES, "model", "kwargs"),
            composite=True),
-    Family("internvl", {"InternVLVisionRMSNorm": replace(RMS_NORM, late=True), **LAYER_NORM},
+    Family("internvl", {"InternVLVisionRMSNorm": replace(RMS_NORM, deferred=True), **LAYER_NORM},
            _heads("InternVLForConditionalGeneration"), parameters=_IV, composite=True),
     Family("smolvlm", {"SmolVLMRMSNorm": RMS_NORM, **LAYER_NORM}, _heads("SmolVLMForConditionalGeneration"),
            parameters=_IV, composite=True, optional=("SmolVLMRMSNorm",)),

@@ -4,7 +4,7 @@ from torch import nn
 
 from liger_kernel.ops import LigerGELUMulFunction
 from liger_kernel.ops.activations import GELU_ERF, GELU_TANH, activation_of
-from liger_kernel.transformers.graft import GATED_KERNELS
+from liger_kernel.transformers.coverage import GATED_KERNELS
 
 
 class LigerGEGLUMLP(nn.Module):

@@ -3,9 +3,10 @@
 import torch
 from torch import nn
 
+from liger_kernel.transformers.coverage import HEAD_KERNELS, is_dense, result_changed_by
 from liger_kernel.transformers.families import CausalLM
-from liger_kernel.transformers.graft import HEAD_KERNELS, Edits, become, is_dense, result_changed_by
 from liger_kernel.transformers.model import loss_utils
+from liger_kernel.transformers.replace import Edits, replace_class
 from liger_kernel.transformers.tensor_parallel import is_vocab_parallel
 
 if torch.distributed.is_available():
@@ -77,7 +78,7 @@ def prepare_head(head, edits: Edits, fsdp: bool = False) -> bool:
     linears = head_linears(head, fsdp)
     for linear in linears or ():
         if not isinstance(linear, LinearWithLoss) and not is_vocab_parallel(linear):
-            become(linear, LinearWithLoss, edits)
+            replace_class(linear, LinearWithLoss, edits)
     return linears is not None
 
 

@@ -21,9 +21,9 @@ from packaging.version import parse
 from liger_kernel.hub import layers
 from liger_kernel.transformers.causal_lm import fused_forward, hands_logits_over, is_fused, names_of_loss, own_loss
 from liger_kernel.transformers.families import FAMILIES, CausalLM
-from liger_kernel.transformers.graft import Edits
 from liger_kernel.transformers.head import head_of, prepare_head
 from liger_kernel.transformers.parts import find
+from liger_kernel.transformers.replace import Edits
 from liger_kernel.transformers.report import Replacement, Report, Skip
 from liger_kernel.transformers.source import tagged_function
 

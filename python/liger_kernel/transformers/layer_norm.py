@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from liger_kernel.ops import LigerLayerNormFunction
-from liger_kernel.transformers.rms_norm import NORM_KERNELS
+from liger_kernel.transformers.coverage import NORM_KERNELS
 from liger_kernel.utils import in_float_under_autocast
 
 
@@ -35,6 +35,11 @@ class LigerLayerNorm(nn.Module):
             return x.float()
         dtypes = {module.weight.dtype, module.bias.dtype}
         return x if dtypes == {x.dtype} or (x.is_cpu and dtypes == {torch.float32}) else None
+
+    @staticmethod
+    def attributes_for(module):
+        """What forward reads and a torch.nn.LayerNorm lacks."""
+        return {"variance_epsilon": module.eps, "hidden_size": module.normalized_shape[0]}
 
     def extra_repr(self):
         return f"{self.hidden_size}, eps={self.eps}"

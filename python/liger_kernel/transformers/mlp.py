@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from liger_kernel.ops import LigerMLPFunction
-from liger_kernel.transformers.graft import is_bare
+from liger_kernel.transformers.coverage import is_bare
 from liger_kernel.transformers.swiglu import LigerFalconH1SwiGLUMLP, LigerSwiGLUMLP
 
 

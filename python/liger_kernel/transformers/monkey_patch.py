@@ -13,14 +13,14 @@ from liger_kernel.transformers.cross_entropy import LigerCrossEntropyLoss
 from liger_kernel.transformers.families import FAMILIES, MODEL_TYPES, SWITCHES, missing, unsupported
 from liger_kernel.transformers.functional import liger_cross_entropy
 from liger_kernel.transformers.geglu import LigerGEGLUMLP, LigerGEGLUMLPForGemma4
-from liger_kernel.transformers.graft import Edits, become, own_attributes, warn_once
 from liger_kernel.transformers.layer_norm import LigerLayerNorm
 from liger_kernel.transformers.qwen2vl_mrope import liger_multimodal_rotary_pos_emb
 from liger_kernel.transformers.relu_squared import LigerReLUSquared
+from liger_kernel.transformers.replace import Edits, own_attributes, replace_class
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
 from liger_kernel.transformers.rope import liger_rotary_pos_emb, liger_rotary_pos_emb_vision
 from liger_kernel.transformers.swiglu import LigerBlockSparseTop2MLP, LigerExperts, LigerPhi3SwiGLUMLP, LigerSwiGLUMLP
-from liger_kernel.utils import PEFT_AVAILABLE
+from liger_kernel.utils import PEFT_AVAILABLE, warn_once
 
 transformer_version = version.parse(transformers.__version__)
 MIN_SUPPORTED_TRANSFORMERS_VERSION = version.parse("4.52.0")
@@ -32,7 +32,7 @@ if transformer_version < MIN_SUPPORTED_TRANSFORMERS_VERSION:
         f"{transformers.__version__} is installed. Run `pip install -U transformers`."
     )
 
-from liger_kernel.transformers.patch import Report, StandIn, patch
+from liger_kernel.transformers.patch import ReplacedModule, Report, patch
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ def _patch_held(row, report, switches, model):
         return
     if not row.composite:
         return
-    held = [m for m in model.modules() if isinstance(m, PreTrainedModel) and type(m).__module__ not in row.homes]
+    held = [m for m in model.modules() if isinstance(m, PreTrainedModel) and type(m).__module__ not in row.modules]
     outermost = [m for m in held if not any(m is not other and m in set(other.modules()) for other in held)]
     for part in outermost:
         kind = getattr(part.config, "model_type", None)
@@ -190,7 +190,7 @@ def _patch_rms_norm_module(module, offset=0.0, eps=1e-6, casting_mode="llama", i
         parts = [module]
     preset = {"offset": offset, "eps": eps, "casting_mode": casting_mode, "in_place": in_place, "row_mode": row_mode}
     for part in parts:
-        become(part, StandIn(LigerRMSNorm), Edits(), **own_attributes(part, LigerRMSNorm, **preset))
+        replace_class(part, ReplacedModule(LigerRMSNorm), Edits(), **own_attributes(part, LigerRMSNorm, **preset))
 
 
 def _patch_layer_norm_module(module, eps=1e-6) -> None:
@@ -205,9 +205,9 @@ def _patch_layer_norm_module(module, eps=1e-6) -> None:
         own = next(
             (value for name in ("variance_epsilon", "eps") if (value := getattr(part, name, None)) is not None), eps
         )
-        become(
+        replace_class(
             part,
-            StandIn(LigerLayerNorm),
+            ReplacedModule(LigerLayerNorm),
             Edits(),
             variance_epsilon=own,
             hidden_size=getattr(part, "hidden_size", None) or shape[0],
@@ -216,9 +216,9 @@ def _patch_layer_norm_module(module, eps=1e-6) -> None:
 
 def _patch_swiglu_module(module, liger_module) -> None:
     """Make one gated feed-forward module compute as `liger_module`, a class, does."""
-    become(module, StandIn(liger_module), Edits())
+    replace_class(module, ReplacedModule(liger_module), Edits())
 
 
 def _patch_geglu_module(module) -> None:
     """Make one gated feed-forward module compute as LigerGEGLUMLP does."""
-    become(module, StandIn(LigerGEGLUMLP), Edits())
+    replace_class(module, ReplacedModule(LigerGEGLUMLP), Edits())

@@ -21,27 +21,26 @@ from liger_kernel.transformers.causal_lm import (
     own_class_loss,
     own_loss,
 )
+from liger_kernel.transformers.coverage import has_replaced_forward, kernels_cover
 from liger_kernel.transformers.families import FAMILIES, MODEL_TYPES, CausalLM, Family, Swap
-from liger_kernel.transformers.graft import (
-    Edits,
-    become,
-    has_replaced_forward,
-    instead_of,
-    is_variant,
-    kernels_cover,
-    or_original,
-    own_attributes,
-    variant,
-    warn_once,
-    with_globals,
-)
 from liger_kernel.transformers.head import FSDPModule, describe, head_of, prepare_head
 from liger_kernel.transformers.layer_norm import LigerLayerNorm
 from liger_kernel.transformers.model import loss_utils
 from liger_kernel.transformers.parts import is_known
+from liger_kernel.transformers.replace import (
+    Edits,
+    instead_of,
+    is_variant,
+    or_original,
+    own_attributes,
+    replace_class,
+    variant,
+    with_globals,
+)
 from liger_kernel.transformers.report import Replacement, Report, Skip
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
 from liger_kernel.transformers.source import as_written
+from liger_kernel.utils import warn_once
 
 _LOSSES = {"cross_entropy", "fused_linear_cross_entropy"}
 _CLASS_LOSS = staticmethod(loss_utils.causal_lm_loss)
@@ -112,9 +111,9 @@ def _check_family(row, model):
     raise WrongModel(f"apply_liger_kernel_to_{row.name} got a {type(model).__name__}: {advice}")
 
 
-def _classes(homes, module):
+def _classes(names, module):
     """The classes of these modules that a module derives from, by name: names survive a reload of a modeling module."""
-    return {cls.__name__: cls for cls in type(module).__mro__ if cls.__module__ in homes}
+    return {cls.__name__: cls for cls in type(module).__mro__ if cls.__module__ in names}
 
 
 @functools.cache
@@ -124,10 +123,10 @@ def _foreign(name):
     return getattr(importlib.import_module(home), name)
 
 
-def _class_called(name, homes, module):
+def _class_called(name, modules, module):
     """The class that a row calls `name`, where the module is of it."""
     if "." not in name:
-        return _classes(homes, module).get(name)
+        return _classes(modules, module).get(name)
     cls = _foreign(name)
     return (
         cls
@@ -142,7 +141,8 @@ class _Patcher:
         self.row, self.model, self.on, self.report, self.edits = row, model, on, report, report.edits
         self.namespace = row.namespace()
         self.modules = [] if model is None else list(model.modules())
-        self.late = {name: swap for name, swap in row.swaps.items() if swap.switch in on and (swap.late or "." in name)}
+        enabled = {name: swap for name, swap in row.swaps.items() if swap.switch in on}
+        self.deferred = {name: swap for name, swap in enabled.items() if swap.deferred or "." in name}
 
     def run(self):
         if reason := self._uncovered():
@@ -209,7 +209,7 @@ class _Patcher:
         return numeric.same_values(swap, as_written(original), module)
 
     def _rebind(self, swap, name):
-        if name in self.late and "." in name:
+        if name in self.deferred and "." in name:
             for cls in self._loss_classes():
                 self._done(swap.switch, f"{name.rpartition('.')[2]} of {cls.__name__}", swap.load().__name__)
             return
@@ -227,7 +227,7 @@ class _Patcher:
         done, parts = 0, tuple(map(swap.load, swap.targets))
         by = parts[0].__name__
         for module in self.modules:
-            cls = _class_called(name, self.row.homes, module)
+            cls = _class_called(name, self.row.modules, module)
             if cls is None or left_alone(module, parts[0]):
                 continue
             if isinstance(module, parts):
@@ -238,7 +238,7 @@ class _Patcher:
             if reason := obstacle(module, cls, part, swap.activations) or (None if target else _UNKNOWN):
                 self._skip(swap.switch, name, reason)
                 continue
-            become(module, StandIn(part, swap.activations), self.edits, **own_attributes(module, part))
+            replace_class(module, ReplacedModule(part, swap.activations), self.edits, **own_attributes(module, part))
             done, by = done + 1, part.__name__
         if done:
             self._done(swap.switch, name.rpartition(".")[2], by, done)
@@ -249,7 +249,7 @@ class _Patcher:
         for module in self.modules:
             forward = inspect.unwrap(type(module).forward)
             if (
-                not _classes(self.row.homes, module)
+                not _classes(self.row.modules, module)
                 or name not in names_in(forward)
                 or name not in getattr(forward, "__globals__", ())
             ):
@@ -268,7 +268,7 @@ class _Patcher:
             if reason:
                 self._skip(swap.switch, name, reason)
                 continue
-            become(module, Calling(name, swap, target), self.edits)
+            replace_class(module, ReplacedCall(name, swap, target), self.edits)
             done, by = done + 1, swap.load(target).__name__
         if done:
             self._done(swap.switch, name, by, done)
@@ -298,8 +298,8 @@ class _Patcher:
                     if not is_fused(cls):
                         self.edits.set(cls, "forward", fused_forward(cls.forward, spec))
                     self._done(switch, name, "lce_forward")
-            finish = Finish(self.row, spec if fused else None, tuple(self.late))
-            if (fused or self.late) and getattr(cls.post_init, "liger_finish", None) != finish:
+            finish = AfterInit(self.row, spec if fused else None, tuple(self.deferred))
+            if (fused or self.deferred) and getattr(cls.post_init, "liger_after_init", None) != finish:
                 self.edits.set(cls, "post_init", finish.after(cls.post_init))
 
     def _model_losses(self):
@@ -342,17 +342,17 @@ class _Patcher:
         if reason := inner_obstacle(owner, spec):
             return reason, None
         if not is_fused(type(owner)):
-            become(owner, FusedLoss(spec), self.edits)
+            replace_class(owner, FusedLoss(spec), self.edits)
         return None, "lce_forward"
 
 
 @dataclass(frozen=True)
-class Finish:
-    """What is done to a model of patched classes when it is made: its head is prepared, and late swaps are made."""
+class AfterInit:
+    """What is done to a model of patched classes when it is made: its head is prepared, and deferred swaps are made."""
 
     row: Family = field(hash=False)
     spec: CausalLM | None
-    late: tuple[str, ...]
+    deferred: tuple[str, ...]
 
     def after(self, post_init):
         """`post_init`, and then this. torch.compile could not prepare the head while it traces."""
@@ -363,10 +363,10 @@ class Finish:
             if self.spec is not None:
                 prepare_head(head_of(model, self.spec), Edits())
             patcher = _Patcher(self.row, model, set(), Report(self.row.name))
-            for name in self.late:
+            for name in self.deferred:
                 patcher._convert(self.row.swaps[name], name)
 
-        finish.liger_finish = self
+        finish.liger_after_init = self
         return finish
 
 
@@ -387,7 +387,7 @@ def obstacle(module, cls, part, activations):
         return f"{type(module).__name__} has a forward of its own"
     if has_replaced_forward(module):
         return "its forward was replaced on the instance"
-    if (kept_by := getattr(part, "kept_by", None)) and (reason := kept_by(module, running=False)):
+    if (reason_to_keep := getattr(part, "reason_to_keep", None)) and (reason := reason_to_keep(module, running=False)):
         return reason
     return _unfit(module, part, activations)
 
@@ -411,12 +411,12 @@ def _replacement(original, swap, target):
         return instead_of(part, as_written(original))
     if not isinstance(original, type):
         return part
-    part = StandIn(part, swap.activations, is_known(target, original))
+    part = ReplacedModule(part, swap.activations, is_known(target, original))
     return original if is_variant(original, part) else variant(original, part)
 
 
 @dataclass(frozen=True)
-class Calling:
+class ReplacedCall:
     """The part whose forward is the class's own, but that it calls `target` where it names the function `name`."""
 
     name: str
@@ -430,7 +430,7 @@ class Calling:
 
 
 @dataclass(frozen=True)
-class StandIn:
+class ReplacedModule:
     """The part that computes as the class `part` does, and as the original where there are no kernels.
 
     A module of it is made as the original is. One that comes out with another activation than `activations` stays an

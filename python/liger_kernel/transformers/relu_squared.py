@@ -3,13 +3,14 @@
 from torch import nn
 
 from liger_kernel.ops import LigerReLUSquaredFunction
+from liger_kernel.transformers.coverage import ACTIVATION_KERNELS
 from liger_kernel.utils import in_float_under_autocast
 
 
 class LigerReLUSquared(nn.Module):
     """max(x, 0)², element by element."""
 
-    kernels = ("activate_forward", "activate_backward")
+    kernels = ACTIVATION_KERNELS
 
     def __init__(self):
         super().__init__()

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from liger_kernel.transformers.graft import Edits
+from liger_kernel.transformers.replace import Edits
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """RMSNorm modules: one class, and a line of presets for each model that rounds or initialises in another way."""
 
+import inspect
+
 import torch
 from torch import nn
 
 from liger_kernel.ops import LigerRMSNormFunction
-
-#: What runs forward and backward of a norm.
-NORM_KERNELS = ("norm_forward", "norm_backward", "row_partials", "add_partials")
+from liger_kernel.transformers.coverage import NORM_KERNELS
 
 
 class LigerRMSNorm(nn.Module):
@@ -63,6 +63,16 @@ class LigerRMSNorm(nn.Module):
         if module.weight is None or module.casting_mode == "gemma":
             return x
         return x.to(torch.promote_types(x.dtype, module.weight.dtype))
+
+    @classmethod
+    def attributes_for(cls, module, **preset):
+        """What forward reads and a norm of another class lacks: its eps, and the rest from `preset` or by default."""
+        defaults = {name: parameter.default for name, parameter in inspect.signature(cls).parameters.items()} | preset
+        eps = (getattr(module, name, None) for name in ("variance_epsilon", "eps"))
+        return {
+            "variance_epsilon": next((value for value in eps if value is not None), defaults["eps"]),
+            **{name: defaults.get(name) for name in ("offset", "casting_mode", "in_place", "row_mode")},
+        }
 
     def extra_repr(self):
         shape = None if self.weight is None else tuple(self.weight.shape)

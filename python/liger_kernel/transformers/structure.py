@@ -14,6 +14,7 @@ from liger_kernel.transformers.causal_lm import (
     original_forward,
     own_loss,
 )
+from liger_kernel.transformers.coverage import has_replaced_forward
 from liger_kernel.transformers.families import (
     GEGLU,
     GPT_OSS_EXPERTS,
@@ -23,10 +24,10 @@ from liger_kernel.transformers.families import (
     SWIGLU,
     CausalLM,
 )
-from liger_kernel.transformers.graft import become, has_replaced_forward, own_attributes
 from liger_kernel.transformers.head import describe, prepare_head
 from liger_kernel.transformers.parts import find
-from liger_kernel.transformers.patch import StandIn, left_alone, obstacle
+from liger_kernel.transformers.patch import ReplacedModule, left_alone, obstacle
+from liger_kernel.transformers.replace import own_attributes, replace_class
 from liger_kernel.transformers.report import Replacement, Report, Skip
 
 _LAYER_NORM, _RELU_SQUARED = LAYER_NORM["torch.nn.LayerNorm"], next(iter(RELU_SQUARED.values()))
@@ -93,7 +94,7 @@ def _replace_parts(model, report, on):
                 report.skipped.append(skip)
             continue
         part = swap.load(target)
-        become(module, StandIn(part), report.edits, **own_attributes(module, part))
+        replace_class(module, ReplacedModule(part), report.edits, **own_attributes(module, part))
         key = (swap.switch, kind, part.__name__)
         counts[key] = counts.get(key, 0) + 1
     report.replaced += [Replacement(*key, count) for key, count in counts.items()]
@@ -195,7 +196,7 @@ def _fuse(model, report):
     if not prepare_head(head, report.edits):
         return f"{name} is {describe(head)}"
     mark = report.edits.mark()
-    become(model, FusedLoss(CausalLM(name)), report.edits)
+    replace_class(model, FusedLoss(CausalLM(name)), report.edits)
     if reason := _differs(model):
         report.edits.undo(mark)
         return reason

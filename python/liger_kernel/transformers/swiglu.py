@@ -5,8 +5,8 @@ from torch import nn
 
 from liger_kernel.ops import LigerFusedGateUpSiLUMulFunction, LigerSiLUMulFunction
 from liger_kernel.ops.activations import SILU, activation_of
-from liger_kernel.transformers.experts import EXPERTS_KERNELS, computed, kept_by
-from liger_kernel.transformers.graft import GATED_KERNELS
+from liger_kernel.transformers.coverage import EXPERTS_KERNELS, GATED_KERNELS
+from liger_kernel.transformers.experts import computed, reason_to_keep
 
 
 class LigerSwiGLUMLP(nn.Module):
@@ -89,7 +89,7 @@ class LigerExperts(nn.Module):
     I moe_intermediate_size or intermediate_size.
     """
 
-    kernels, kept_by = EXPERTS_KERNELS, staticmethod(kept_by)
+    kernels, reason_to_keep = EXPERTS_KERNELS, staticmethod(reason_to_keep)
 
     def __init__(self, config):
         super().__init__()

@@ -8,8 +8,8 @@ import torch
 from transformers.loss import loss_utils as standard
 
 from liger_kernel.transformers import functional
+from liger_kernel.transformers.coverage import HEAD_KERNELS, kernels_cover
 from liger_kernel.transformers.functional import CrossEntropyOutput
-from liger_kernel.transformers.graft import HEAD_KERNELS, kernels_cover
 
 # The options of functional.liger_fused_linear_cross_entropy that a caller of the model may set. A fixed list: somebody
 # may have replaced that function by one of (*args, **kwargs).

@@ -1,4 +1,4 @@
-"""Changes to modules and classes that can be taken back, and what else runs when a module is called."""
+"""Replacements of forwards and functions that can be taken back, and that run the original where they would differ."""
 
 import functools
 import importlib
@@ -8,25 +8,12 @@ import sys
 import types
 
 import torch
-from torch._subclasses import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.nn.modules import module as nn_module
 
-from liger_kernel._library import ops
-from liger_kernel.transformers.layer_norm import LigerLayerNorm
-from liger_kernel.transformers.rms_norm import LigerRMSNorm
+from liger_kernel.transformers.coverage import ROPE_KERNELS, kernels_cover
 
 logger = logging.getLogger(__name__)
 
-
-@functools.cache
-def warn_once(message) -> None:
-    logger.warning(message)
-
-
 _ABSENT = object()
-# The last two stand for the others where torch.export traces.
-_DENSE = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
 
 
 class Edits:
@@ -69,114 +56,24 @@ def _current(owner, name):
     return type(owner) if name == "__class__" else vars(owner).get(name, _ABSENT)
 
 
-_AFTER = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
-_HOOKS = ("_forward_pre_hooks", *_AFTER)
-_GLOBAL = {name: getattr(nn_module, "_global" + name) for name in _HOOKS}
-
-# Whose hooks hand on what a forward returns, whatever it is: they gather weights, or watch.
-_HANDING_ON = ("torch.distributed.fsdp.", "torch.distributed._composable.", "torch.utils.", "accelerate.", "deepspeed.")
-
-
-def is_bare(module) -> bool:
-    """Whether a call of `module` runs the forward of its class and nothing else.
-
-    It does not where the instance has a forward of its own (accelerate's offloading) or a compiled one, and where the
-    module, or all modules, have hooks. A parametrisation changes the class, which is the caller's to compare.
-    """
-    own = module.__dict__
-    if "forward" in own or own.get("_compiled_call_impl"):
-        return False
-    for name in _HOOKS:
-        if own[name] or _GLOBAL[name]:
-            return False
-    return True
-
-
-def result_changed_by(module, but=()):
-    """What may change the result of a call of `module` or that result's gradient, or None: it must see a usual result.
-
-    Code of the modules whose names begin with one of `but` is left out.
-    """
-    if has_replaced_forward(module):
-        own = module.__dict__["forward"]
-        # One of this package, which kernels has put there, hands on what is asked for.
-        if getattr(own, "liger_original", None) is not type(module).forward and not _is_of(own, but):
-            return own
-    found = [hook for hooks in (module.__dict__, _GLOBAL) for name in _AFTER for hook in hooks[name].values()]
-    steps = [module._hf_hook] if "_old_forward" in module.__dict__ else []
-    for step in steps:
-        steps += getattr(step, "hooks", ())
-        found.append(step.post_forward)
-    return next((hook for hook in found if not _hands_on(hook) and not _is_of(hook, but)), None)
-
-
-def _hands_on(hook) -> bool:
-    return _is_of(hook, _HANDING_ON)
-
-
-def _is_of(hook, modules) -> bool:
-    # A partial object's own module is functools.
-    return (getattr(getattr(hook, "func", hook), "__module__", None) or "").startswith(tuple(modules))
-
-
-def has_replaced_forward(module) -> bool:
-    """Whether somebody has put a forward on the instance; accelerate's hooks do, and call `_old_forward` from it."""
-    own = module.__dict__
-    if "_old_forward" in own:
-        return (
-            not _hands_on(own["forward"]) or getattr(own["_old_forward"], "__func__", None) is not type(module).forward
-        )
-    return "forward" in own
-
-
-_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
-
-
-_covered = set()
-
-
-@torch.compiler.assume_constant_result
-def _has_kernels(device, kernels):
-    key = device, kernels
-    if key not in _covered and ops.has_kernels(device, list(kernels)):  # a backend may still be plugged in
-        _covered.add(key)
-    return key in _covered
-
-
-def kernels_cover(tensor, kernels: tuple[str, ...] = ()) -> bool:
-    """Whether the library has all of these kernels, or any if none is named, for the tensor's dtype and device."""
-    return tensor.dtype in _DTYPES and (tensor.is_meta or _has_kernels(tensor.device, kernels))
-
-
-#: What runs forward and backward of a gated activation, a rotary embedding, and the loss in a head, beside GEMMs.
-GATED_KERNELS, ROPE_KERNELS = ("gated_forward", "gated_backward"), ("rope",)
-HEAD_KERNELS = ("cross_entropy_norm", "cross_entropy", "add_partials", "scale_rows", "stream_capturing")
-
-
-def is_dense(weight, kernels: tuple[str, ...] = ()) -> bool:
-    """Whether a weight is a tensor as torch has them, also while torch.export traces: no shard, nothing quantised; and
-    there are these kernels for it."""
-    return type(weight) in _DENSE and kernels_cover(weight, kernels)
-
-
 @functools.cache
 def or_original(part: type, original):
     """The forward of the class `part`, but `original` where the part would not compute the same.
 
     That is where there are none of `part.kernels` for the first argument, where more arguments come than the part
-    takes, where `part.kept_by` gives a reason, and where `part.as_original`, which gives the first argument the dtype
-    of the original's result, has none.
+    takes, where `part.reason_to_keep` gives a reason, and where `part.as_original`, which gives the first argument the
+    dtype of the original's result, has none.
     """
     name, kernels = list(inspect.signature(original).parameters)[1], getattr(part, "kernels", ())
     most = len(inspect.signature(part.forward).parameters) - 1
-    kept_by, as_original = (getattr(part, attribute, None) for attribute in ("kept_by", "as_original"))
+    reason_to_keep, as_original = (getattr(part, attribute, None) for attribute in ("reason_to_keep", "as_original"))
 
     @functools.wraps(part.forward)
     def call(self, *args, **kwargs):
         x = args[0] if args else kwargs.get(name)
         if x is None or len(args) + len(kwargs) > most or not kernels_cover(x, kernels):
             return original(self, *args, **kwargs)
-        if kept_by is not None and kept_by(self):
+        if reason_to_keep is not None and reason_to_keep(self):
             return original(self, *args, **kwargs)
         if as_original is not None and (x := as_original(self, x)) is None:
             return original(self, *args, **kwargs)
@@ -273,7 +170,7 @@ def with_globals(function, names: dict):
 
 
 @torch.compiler.disable
-def become(module, part, edits: Edits, **attributes) -> None:
+def replace_class(module, part, edits: Edits, **attributes) -> None:
     """Turn a live module into the subclass of its class in which `part` comes first, and set attributes on it.
 
     Unlike a method bound to the instance, a class survives copy.deepcopy, pickle and nn.DataParallel's replicas.
@@ -287,18 +184,9 @@ def become(module, part, edits: Edits, **attributes) -> None:
 
 
 def own_attributes(module, part, **preset) -> dict:
-    """What the forward of a norm `part` reads and `module` lacks: its eps, and the rest from `preset` or by default."""
-    if issubclass(part, LigerLayerNorm):
-        return {"variance_epsilon": module.eps, "hidden_size": module.normalized_shape[0]}
-    if not issubclass(part, LigerRMSNorm):
-        return {}
-    defaults = {name: parameter.default for name, parameter in inspect.signature(part).parameters.items()} | preset
-    eps = (getattr(module, name, None) for name in ("variance_epsilon", "eps"))
-    found = next((value for value in eps if value is not None), defaults["eps"])
-    return {
-        "variance_epsilon": found,
-        **{name: defaults.get(name) for name in ("offset", "casting_mode", "in_place", "row_mode")},
-    }
+    """What the forward of the class `part` reads and a module of another class lacks."""
+    attributes_for = getattr(part, "attributes_for", None)
+    return attributes_for(module, **preset) if attributes_for else {}
 
 
 @functools.cache

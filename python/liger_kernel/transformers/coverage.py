@@ -1,0 +1,105 @@
+"""What runs when a module is called, and for which tensors there are kernels."""
+
+import torch
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.nn.modules import module as nn_module
+
+from liger_kernel._library import ops
+
+# The last two stand for the others where torch.export traces.
+_DENSE = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
+
+
+_AFTER = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS = ("_forward_pre_hooks", *_AFTER)
+_GLOBAL = {name: getattr(nn_module, "_global" + name) for name in _HOOKS}
+
+# Whose hooks hand on what a forward returns, whatever it is: they gather weights, or watch.
+_HANDING_ON = ("torch.distributed.fsdp.", "torch.distributed._composable.", "torch.utils.", "accelerate.", "deepspeed.")
+
+
+def is_bare(module) -> bool:
+    """Whether a call of `module` runs the forward of its class and nothing else.
+
+    It does not where the instance has a forward of its own (accelerate's offloading) or a compiled one, and where the
+    module, or all modules, have hooks. A parametrisation changes the class, which is the caller's to compare.
+    """
+    own = module.__dict__
+    if "forward" in own or own.get("_compiled_call_impl"):
+        return False
+    for name in _HOOKS:
+        if own[name] or _GLOBAL[name]:
+            return False
+    return True
+
+
+def result_changed_by(module, but=()):
+    """What may change the result of a call of `module` or that result's gradient, or None: it must see a usual result.
+
+    Code of the modules whose names begin with one of `but` is left out.
+    """
+    if has_replaced_forward(module):
+        own = module.__dict__["forward"]
+        # One of this package, which kernels has put there, hands on what is asked for.
+        if getattr(own, "liger_original", None) is not type(module).forward and not _is_of(own, but):
+            return own
+    found = [hook for hooks in (module.__dict__, _GLOBAL) for name in _AFTER for hook in hooks[name].values()]
+    steps = [module._hf_hook] if "_old_forward" in module.__dict__ else []
+    for step in steps:
+        steps += getattr(step, "hooks", ())
+        found.append(step.post_forward)
+    return next((hook for hook in found if not _hands_on(hook) and not _is_of(hook, but)), None)
+
+
+def _hands_on(hook) -> bool:
+    return _is_of(hook, _HANDING_ON)
+
+
+def _is_of(hook, modules) -> bool:
+    # A partial object's own module is functools.
+    return (getattr(getattr(hook, "func", hook), "__module__", None) or "").startswith(tuple(modules))
+
+
+def has_replaced_forward(module) -> bool:
+    """Whether somebody has put a forward on the instance; accelerate's hooks do, and call `_old_forward` from it."""
+    own = module.__dict__
+    if "_old_forward" in own:
+        return (
+            not _hands_on(own["forward"]) or getattr(own["_old_forward"], "__func__", None) is not type(module).forward
+        )
+    return "forward" in own
+
+
+_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
+
+
+_covered = set()
+
+
+@torch.compiler.assume_constant_result
+def _has_kernels(device, kernels):
+    key = device, kernels
+    if key not in _covered and ops.has_kernels(device, list(kernels)):  # a backend may still be plugged in
+        _covered.add(key)
+    return key in _covered
+
+
+def kernels_cover(tensor, kernels: tuple[str, ...] = ()) -> bool:
+    """Whether the library has all of these kernels, or any if none is named, for the tensor's dtype and device."""
+    return tensor.dtype in _DTYPES and (tensor.is_meta or _has_kernels(tensor.device, kernels))
+
+
+# What runs forward and backward of each kind of part, beside GEMMs.
+NORM_KERNELS = ("norm_forward", "norm_backward", "row_partials", "add_partials")
+GATED_KERNELS = ("gated_forward", "gated_backward")
+EXPERTS_KERNELS = ("combine_experts", "experts_backward", *GATED_KERNELS, "row_partials", "add_partials")
+ACTIVATION_KERNELS = ("activate_forward", "activate_backward")
+ROPE_KERNELS = ("rope",)
+HEAD_KERNELS = ("cross_entropy_norm", "cross_entropy", "add_partials", "scale_rows", "stream_capturing")
+
+
+def is_dense(weight, kernels: tuple[str, ...] = ()) -> bool:
+    """Whether a weight is a tensor as torch has them, also while torch.export traces: no shard, nothing quantised; and
+    there are these kernels for it."""
+    return type(weight) in _DENSE and kernels_cover(weight, kernels)
