@@ -3,12 +3,22 @@
 import torch
 
 from liger_kernel._library import ops
+from liger_kernel.chunked_loss.classes import Loss
+from liger_kernel.chunked_loss.gradients import gradients_of_arguments, save_gradients
 from liger_kernel.ops.linear_distillation import forward_with_gradients
 from liger_kernel.ops.two_heads import sums_over_tokens, wanted_gradients
-from liger_kernel.ops.utils import first_derivative_only, roots
+from liger_kernel.signatures import required, takes
 
 #: The chunk_size of the API's signatures: it stands for the library's own choice.
 DEFAULT_CHUNK = 1024
+
+HEADS = required("student_input", "student_weight", "teacher_input", "teacher_weight")
+CHUNK = required("student_input_chunk", "student_weight", "teacher_input_chunk", "teacher_weight", "target_chunk")
+BIASES = dict(student_bias=None, teacher_bias=None)
+WEIGHTS = dict(weight_hard_loss=0.5, weight_soft_loss=0.5, beta=0.5)
+#: The options of a loss, as the API has them.
+OPTIONS = WEIGHTS | dict(ignore_index=-100, temperature=1.0, compiled=True, chunk_size=DEFAULT_CHUNK)
+OPTIONS |= dict(return_soft_hard_loss=False)
 
 
 def formula(kind, masks_ignored):
@@ -35,27 +45,17 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
         raise NotImplementedError("a distillation loss defines distillation_loss_fn")
 
     @staticmethod
-    def forward(
-        cls,
-        ctx,
-        student_input,
-        student_weight,
-        teacher_input,
-        teacher_weight,
-        target,
-        student_bias=None,
-        teacher_bias=None,
-        chunk_size=1024,
-        ignore_index=-100,
-        weight_hard_loss=0.5,
-        weight_soft_loss=0.5,
-        beta=0.5,
-        compute_ce_loss=True,
-        temperature=1.0,
-        compiled=True,
-        return_soft_hard_loss=False,
-        **loss_kwargs,
-    ):
+    @takes(
+        required("cls", "ctx")
+        | HEADS
+        | required("target")
+        | BIASES
+        | dict(chunk_size=DEFAULT_CHUNK, ignore_index=-100)
+        | WEIGHTS
+        | dict(compute_ce_loss=True, temperature=1.0, compiled=True, return_soft_hard_loss=False),
+        extra="loss_kwargs",
+    )
+    def forward(cls, ctx, target, chunk_size, return_soft_hard_loss, loss_kwargs, compiled, **given):
         """The loss, or with return_soft_hard_loss (loss, soft, hard), all float, of which the loss alone is
         differentiable.
 
@@ -66,54 +66,23 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
         ValueError where V > V'.
         """
         labels = target.reshape(-1)
-        factor = 1 / labels.ne(ignore_index).sum().clamp(min=1)
-        flat = lambda t: t.reshape(-1, t.shape[-1])
-        tensors = student_input, student_weight, student_bias
-        student, teacher = (flat(student_input), *tensors[1:]), (flat(teacher_input), teacher_weight, teacher_bias)
-        wanted = wanted_gradients(ctx, *tensors)
+        factor = 1 / labels.ne(given["ignore_index"]).sum().clamp(min=1)
+        heads = {name: given.pop(name) for name in (*HEADS, *BIASES)}
+        flat = lambda hidden, *others: (hidden.reshape(-1, hidden.shape[-1]), *others)
+        tensors, teacher = _head(heads, "student"), flat(*_head(heads, "teacher"))
+        student, wanted = flat(*tensors), wanted_gradients(ctx, *tensors)
+        chunk = chunk_size * target[:1].numel()
         kind, masks_ignored = getattr(cls.distillation_loss_fn, "formula", (None, False))
-        if kind is not None and len(student_weight) == len(teacher_weight) and not loss_kwargs:
-            chunk = 0 if chunk_size == DEFAULT_CHUNK else chunk_size * target[:1].numel()
-            sums, gradients, rest = _run_operator(
-                student,
-                teacher,
-                labels,
-                factor,
-                kind,
-                masks_ignored,
-                ignore_index,
-                weight_hard_loss * bool(compute_ce_loss),
-                weight_soft_loss,
-                beta,
-                temperature,
-                chunk,
-                wanted,
-                compute_ce_loss,
-            )
+        if kind is not None and len(student[1]) == len(teacher[1]) and not loss_kwargs:
+            chunk = 0 if chunk_size == DEFAULT_CHUNK else chunk
+            made = _run_operator(student, teacher, labels, factor, kind, masks_ignored, chunk, wanted, **given)
         else:
-
-            def loss_of(student_logits, teacher_logits, rows):
-                return _sums(
-                    student_logits,
-                    teacher_logits,
-                    labels[rows],
-                    cls.distillation_loss_fn,
-                    ignore_index,
-                    weight_hard_loss,
-                    weight_soft_loss,
-                    compute_ce_loss,
-                    temperature,
-                    return_soft_hard_loss,
-                    beta=beta,
-                    **loss_kwargs,
-                )
-
-            sums, gradients, rest = sums_over_tokens(
-                student, teacher, loss_of, 3, factor, chunk_size * target[:1].numel(), wanted=wanted
-            )
-        grad_input, *others = gradients
-        ctx.save_for_backward(grad_input if grad_input is None else grad_input.view(student_input.shape), *others, rest)
-        ctx.roots = roots(*tensors)
+            terms = dict(all_terms=return_soft_hard_loss, **given, **loss_kwargs)
+            loss_of = lambda z, teacher_z, rows: _sums(z, teacher_z, labels[rows], cls.distillation_loss_fn, **terms)
+            made = sums_over_tokens(student, teacher, loss_of, 3, factor, chunk, wanted=wanted)
+        sums, (grad_input, *others), rest = made
+        grad_input = grad_input if grad_input is None else grad_input.view(tensors[0].shape)
+        save_gradients(ctx, tensors, (grad_input, *others), rest)
         loss, soft, hard = (s.clone() for s in sums * factor)
         if not return_soft_hard_loss:
             return loss
@@ -121,124 +90,70 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
         return loss, soft, hard
 
     @staticmethod
-    @first_derivative_only
     def backward(ctx, grad_output, *args):
-        *gradients, rest = ctx.saved_tensors
-        grad_input, grad_weight, grad_bias = (
-            None if g is None else ops.scale_backward(g, grad_output * rest) for g in gradients
-        )
-        return grad_input, grad_weight, None, None, None, grad_bias
+        return gradients_of_arguments(ctx, (grad_output,), bias=5)
 
     @staticmethod
-    def chunk_forward(
-        student_input_chunk,
-        student_weight,
-        teacher_input_chunk,
-        teacher_weight,
-        target_chunk,
-        student_bias=None,
-        teacher_bias=None,
-        ignore_index=-100,
-        compute_ce_loss=True,
-    ):
+    @takes(CHUNK | BIASES | dict(ignore_index=-100, compute_ce_loss=True))
+    def chunk_forward(target_chunk, ignore_index, compute_ce_loss, **heads):
         """(student_logits, teacher_logits, Σ of the cross entropy) of some tokens, differentiable."""
-        student_logits = torch.nn.functional.linear(student_input_chunk, student_weight, student_bias)
+        logits = lambda model: torch.nn.functional.linear(*_head(heads, model, "input_chunk"))
+        student_logits = logits("student")
         with torch.no_grad():
-            teacher_logits = torch.nn.functional.linear(teacher_input_chunk, teacher_weight, teacher_bias)
-        return (
-            student_logits,
-            teacher_logits,
-            _cross_entropy(student_logits, target_chunk, ignore_index)
-            if compute_ce_loss
-            else student_logits.new_zeros(()).float(),
-        )
+            teacher_logits = logits("teacher")
+        ce_loss = student_logits.new_zeros(()).float()
+        if compute_ce_loss:
+            ce_loss = _cross_entropy(student_logits, target_chunk, ignore_index)
+        return student_logits, teacher_logits, ce_loss
 
     @staticmethod
-    def _compute_loss(
-        student_input_chunk,
-        student_weight,
-        teacher_input_chunk,
-        teacher_weight,
-        target_chunk,
-        student_bias=None,
-        teacher_bias=None,
-        distillation_loss_fn=None,
-        full_target=None,
-        ignore_index=-100,
-        weight_hard_loss=0.5,
-        weight_soft_loss=0.5,
-        compute_ce_loss=True,
-        temperature=1,
-        **loss_kwargs,
-    ):
+    @takes(
+        CHUNK
+        | BIASES
+        | dict(distillation_loss_fn=None, full_target=None, ignore_index=-100, weight_hard_loss=0.5)
+        | dict(weight_soft_loss=0.5, compute_ce_loss=True, temperature=1),
+        extra="loss_kwargs",
+    )
+    def _compute_loss(target_chunk, distillation_loss_fn, full_target, loss_kwargs, **given):
         """(loss, (soft, hard, student_logits, teacher_logits)) of some tokens, as parts of those of the batch
         full_target; differentiable."""
-        student_logits, teacher_logits, _ = LigerFusedLinearDistillationBase.chunk_forward(
-            student_input_chunk,
-            student_weight,
-            teacher_input_chunk,
-            teacher_weight,
-            target_chunk,
-            student_bias,
-            teacher_bias,
-            ignore_index,
-            False,
-        )
-        sums = _sums(
-            student_logits,
-            teacher_logits,
-            target_chunk,
-            distillation_loss_fn,
-            ignore_index,
-            weight_hard_loss,
-            weight_soft_loss,
-            compute_ce_loss,
-            temperature,
-            True,
-            **loss_kwargs,
-        )
-        count = (target_chunk if full_target is None else full_target).ne(ignore_index).sum().clamp(min=1)
-        loss, soft, hard = (s / count for s in sums)
-        return loss, (soft, hard, student_logits, teacher_logits)
+        heads = {name: given.pop(name) for name in (*CHUNK, *BIASES) if name in given}
+        chunk_forward = LigerFusedLinearDistillationBase.chunk_forward
+        *logits, _ = chunk_forward(target_chunk=target_chunk, compute_ce_loss=False, **heads)
+        sums = _sums(*logits, target_chunk, distillation_loss_fn, all_terms=True, **given, **loss_kwargs)
+        counted = target_chunk if full_target is None else full_target
+        loss, soft, hard = (s / counted.ne(given["ignore_index"]).sum().clamp(min=1) for s in sums)
+        return loss, (soft, hard, *logits)
 
 
-def _run_operator(
-    student,
-    teacher,
-    labels,
-    factor,
-    kind,
-    masks_ignored,
-    ignore_index,
-    weight_hard_loss,
-    weight_soft_loss,
-    beta,
-    temperature,
-    chunk,
-    wanted,
-    with_hard,
-):
+def _head(heads, model, hidden="input"):
+    return heads[f"{model}_{hidden}"], heads[f"{model}_weight"], heads[f"{model}_bias"]
+
+
+def _run_operator(student, teacher, labels, factor, kind, masks_ignored, chunk, wanted, **options):
     """([weighted sum, soft, hard] over the tokens, gradients, rest), of the loss that is factor times the first."""
+    ignore_index, beta, temperature = options["ignore_index"], options["beta"], options["temperature"]
+    with_hard, soft_weight = options["compute_ce_loss"], options["weight_soft_loss"]
+    hard_weight = options["weight_hard_loss"] * bool(with_hard)
     counts = labels.ne(ignore_index).float()
     each = counts if masks_ignored else torch.ones_like(counts)
     share = 1.0 if masks_ignored else beta  # the cosine distance has beta as a factor
-    max_bytes = chunk * 2 * len(student[1]) * student[0].element_size()
     loss, divergence, nll, _, gradients, rest = forward_with_gradients(
         student,
         teacher,
         labels,
-        each * factor * (weight_soft_loss * share),
-        counts * factor * weight_hard_loss,
+        each * factor * (soft_weight * share),
+        counts * factor * hard_weight,
         kind,
         beta if masks_ignored else 0.5,
         temperature,
         ignore_index,
         masks_ignored,
-        max_bytes,
+        chunk * 2 * len(student[1]) * student[0].element_size(),
         wanted,
     )
     soft, hard = share * (each @ divergence), counts @ nll if with_hard else torch.zeros_like(loss)
-    return torch.stack([weight_soft_loss * soft + weight_hard_loss * hard, soft, hard]), gradients, rest
+    return torch.stack([soft_weight * soft + hard_weight * hard, soft, hard]), gradients, rest
 
 
 def _cross_entropy(logits, labels, ignore_index):
@@ -246,10 +161,11 @@ def _cross_entropy(logits, labels, ignore_index):
 
 
 def _sums(
-    student_logits,
-    teacher_logits,
+    student,
+    teacher,
     labels,
     distillation_loss_fn,
+    *,
     ignore_index,
     weight_hard_loss,
     weight_soft_loss,
@@ -258,82 +174,39 @@ def _sums(
     all_terms,
     **loss_kwargs,
 ):
-    """[weighted sum, soft, hard] of these tokens; a term of weight 0 is left out unless all are asked for."""
-    soft = hard = student_logits.new_zeros((), dtype=torch.float32)
+    """[weighted sum, soft, hard] of these tokens' logits; a term of weight 0 is left out unless all are asked for."""
+    soft = hard = student.new_zeros((), dtype=torch.float32)
     if compute_ce_loss and (weight_hard_loss or all_terms):
-        hard = _cross_entropy(student_logits, labels, ignore_index)
+        hard = _cross_entropy(student, labels, ignore_index)
     if weight_soft_loss or all_terms:
-        student, teacher = (
-            z if temperature == 1 else z.float() / temperature for z in (student_logits, teacher_logits)
-        )
-        missing = teacher.shape[-1] - student.shape[-1]
-        if missing < 0:
-            raise ValueError(
-                f"the student's vocabulary, {student.shape[-1]}, must not be larger than the teacher's, "
-                f"{teacher.shape[-1]}"
-            )
-        if missing:
-            student = torch.nn.functional.pad(student, (0, missing))
-        soft = distillation_loss_fn(student, teacher, target=labels, ignore_index=ignore_index, **loss_kwargs)
+        logits = _for_the_soft_loss(student, teacher, temperature)
+        soft = distillation_loss_fn(*logits, target=labels, ignore_index=ignore_index, **loss_kwargs)
     return [weight_hard_loss * hard + weight_soft_loss * soft, soft, hard]
 
 
-class DistillationLoss(torch.nn.Module):
-    """A Function of the base as a module. Raises AssertionError where the temperature is 0."""
-
-    function = None
-
-    def __init__(
-        self,
-        weight_hard_loss=0.5,
-        weight_soft_loss=0.5,
-        beta=0.5,
-        ignore_index=-100,
-        temperature=1.0,
-        compiled=True,
-        chunk_size=1024,
-        return_soft_hard_loss=False,
-    ):
-        super().__init__()
-        if temperature == 0:
-            raise AssertionError("temperature must not be 0")
-        self.weight_hard_loss, self.weight_soft_loss, self.beta, self.ignore_index = (
-            weight_hard_loss,
-            weight_soft_loss,
-            beta,
-            ignore_index,
+def _for_the_soft_loss(student, teacher, temperature):
+    """Both logits divided by the temperature, as many of the student's as of the teacher's."""
+    missing = teacher.shape[-1] - student.shape[-1]
+    if missing < 0:
+        raise ValueError(
+            f"the student's vocabulary, {student.shape[-1]}, must not be larger than the teacher's, {teacher.shape[-1]}"
         )
-        self.temperature, self.compiled, self.chunk_size, self.return_soft_hard_loss = (
-            temperature,
-            compiled,
-            chunk_size,
-            return_soft_hard_loss,
-        )
+    if temperature != 1:
+        student, teacher = student.float() / temperature, teacher.float() / temperature
+    return torch.nn.functional.pad(student, (0, missing)) if missing else student, teacher
 
-    def forward(
-        self,
-        student_input,
-        student_weight,
-        teacher_input,
-        teacher_weight,
-        true_labels,
-        student_bias=None,
-        teacher_bias=None,
-    ):
-        return self.function.apply(
-            student_input,
-            student_weight,
-            teacher_input,
-            teacher_weight,
-            true_labels,
-            student_bias,
-            teacher_bias,
-            self.weight_hard_loss,
-            self.weight_soft_loss,
-            self.beta,
-            self.ignore_index,
-            self.temperature,
-            self.compiled,
-            self.chunk_size,
-            self.return_soft_hard_loss,
-        )
+
+def check_temperature(module):
+    if module.temperature == 0:
+        raise AssertionError("temperature must not be 0")
+
+
+#: What the losses of distillation share.
+DISTILLATION = Loss(
+    base=LigerFusedLinearDistillationBase,
+    arguments=HEADS | required("true_labels", *BIASES) | OPTIONS,
+    call=HEADS | required("true_labels") | BIASES,
+    check=check_temperature,
+    doc="A Function of the base as a module. Raises AssertionError where the temperature is 0.",
+)
+DistillationLoss = DISTILLATION.module(None, "DistillationLoss", __name__)

@@ -4,8 +4,13 @@ liger/ops/preference/preference.h."""
 import torch
 
 from liger_kernel._library import ops
-from liger_kernel.chunked_loss.gradients import loss_with_gradients, scaled_gradients
+from liger_kernel.chunked_loss.gradients import gradients_of_arguments, loss_with_gradients
 from liger_kernel.ops.linear_log_prob import linear_log_prob
+from liger_kernel.signatures import required, takes
+
+#: What the head needs, and a reference model.
+PAIRS = required("_input", "weight", "target") | dict(bias=None)
+REFERENCE = dict(ref_input=None, ref_weight=None, ref_bias=None)
 
 
 class LigerFusedLinearPreferenceBase(torch.autograd.Function):
@@ -22,27 +27,16 @@ class LigerFusedLinearPreferenceBase(torch.autograd.Function):
         raise NotImplementedError("a preference loss defines preference_loss_fn")
 
     @staticmethod
-    def forward(
-        cls,
-        ctx,
-        _input,
-        weight,
-        target,
-        bias=None,
-        chunk_size=1,
-        ignore_index=-100,
-        alpha=1.0,
-        beta=0.1,
-        compute_nll_loss=True,
-        nll_target=None,
-        compiled=True,
-        use_ref_model=False,
-        ref_input=None,
-        ref_weight=None,
-        ref_bias=None,
-        average_log_prob=True,
-        **loss_kwargs,
-    ):
+    @takes(
+        required("cls", "ctx")
+        | PAIRS
+        | dict(chunk_size=1, ignore_index=-100, alpha=1.0, beta=0.1, compute_nll_loss=True, nll_target=None)
+        | dict(compiled=True, use_ref_model=False)
+        | REFERENCE
+        | dict(average_log_prob=True),
+        extra="loss_kwargs",
+    )
+    def forward(cls, ctx, _input, weight, target, bias, nll_target, chunk_size, compiled, **options):
         """(loss, aux) for hidden states _input [2n, T, H], weight [V, H], target [2n, T] and bias [V] or None; no token
         is shifted.
 
@@ -51,112 +45,47 @@ class LigerFusedLinearPreferenceBase(torch.autograd.Function):
         default target. Labels of ignore_index do not count. chunk_size and compiled change nothing: the head divides
         its work by itself.
         """
-
-        pairs = _pairs(target)
-        nll_labels = nll_target[:pairs] if compute_nll_loss and nll_target is not None else None
-
-        def head(_input, weight, bias):
-            return _token_log_probs(_input, weight, target, nll_labels, bias, ignore_index)
-
-        def loss_of(logp):
-            return _loss_of_tokens(
-                logp,
-                _input,
-                weight,
-                target,
-                bias,
-                cls.preference_loss_fn,
-                target,
-                ignore_index,
-                alpha,
-                beta,
-                compute_nll_loss,
-                use_ref_model,
-                ref_input,
-                ref_weight,
-                ref_bias,
-                nll_target,
-                nll_labels,
-                average_log_prob,
-                loss_kwargs,
-            )
-
+        nll_labels = None if nll_target is None else nll_target[: _pairs(target)]
+        parts = _input, weight, target, bias
+        head, loss_of = _head_and_loss(parts, cls.preference_loss_fn, target, nll_target, nll_labels, **options)
         return loss_with_gradients(ctx, head, loss_of, _input, weight, bias)
 
     @staticmethod
     def backward(ctx, *grad_output):
-        grad_input, grad_weight, grad_bias = scaled_gradients(ctx, grad_output)
-        return grad_input, grad_weight, None, grad_bias, None, None, None, None
+        return gradients_of_arguments(ctx, grad_output, bias=3)
 
     @staticmethod
-    def chunk_forward(
-        input_chunk,
-        weight,
-        target_chunk,
-        bias=None,
-        ignore_index=-100,
-        compute_nll_loss=True,
-        chosen_nll_target_chunk=None,
-        average_log_prob=True,
-    ):
+    @takes(
+        required("input_chunk", "weight", "target_chunk")
+        | dict(bias=None, ignore_index=-100, compute_nll_loss=True, chosen_nll_target_chunk=None, average_log_prob=True)
+    )
+    def chunk_forward(input_chunk, weight, target_chunk, bias, ignore_index, average_log_prob, **nll):
         """(chosen_logps, rejected_logps, chosen_logits, rejected_logits, chosen_nll_sum) of some pairs, with their
         logits; differentiable."""
         logits = torch.nn.functional.linear(input_chunk, weight, bias)
         half = len(target_chunk) // 2
-        logps = ops.sequence_log_prob(
-            _gathered(logits, target_chunk, ignore_index), target_chunk, ignore_index, average_log_prob
-        )
-        nll = logps.new_zeros(())
-        if compute_nll_loss:
-            labels = target_chunk[:half] if chosen_nll_target_chunk is None else chosen_nll_target_chunk
-            nll = -_gathered(logits[:half], labels, ignore_index).sum()
-        return logps[:half], logps[half:], logits[:half], logits[half:], nll
+        gathered = lambda logits, labels: ops.selective_log_softmax(logits, labels, 1.0, ignore_index)[0]
+        logps = ops.sequence_log_prob(gathered(logits, target_chunk), target_chunk, ignore_index, average_log_prob)
+        nll_sum = logps.new_zeros(())
+        if nll["compute_nll_loss"]:
+            labels = nll["chosen_nll_target_chunk"]
+            nll_sum = -gathered(logits[:half], target_chunk[:half] if labels is None else labels).sum()
+        return *logps.split(half), *logits.split(half), nll_sum
 
     @staticmethod
-    def _compute_loss(
-        input_chunk,
-        weight,
-        target_chunk,
-        bias=None,
-        preference_loss_fn=None,
-        full_target=None,
-        ignore_index=-100,
-        alpha=1.0,
-        beta=0.1,
-        compute_nll_loss=True,
-        use_ref_model=False,
-        ref_input_chunk=None,
-        ref_weight=None,
-        ref_bias=None,
-        full_nll_target=None,
-        chosen_nll_target_chunk=None,
-        average_log_prob=True,
-        **loss_kwargs,
-    ):
+    @takes(
+        required("input_chunk", "weight", "target_chunk")
+        | dict(bias=None, preference_loss_fn=None, full_target=None, ignore_index=-100, alpha=1.0, beta=0.1)
+        | dict(compute_nll_loss=True, use_ref_model=False, ref_input_chunk=None, ref_weight=None, ref_bias=None)
+        | dict(full_nll_target=None, chosen_nll_target_chunk=None, average_log_prob=True),
+        extra="loss_kwargs",
+    )
+    def _compute_loss(input_chunk, weight, target_chunk, bias, ref_input_chunk, chosen_nll_target_chunk, **options):
         """(loss, aux) of some pairs, as parts of those of the batch full_target; differentiable, and without logits."""
-        nll_labels = chosen_nll_target_chunk if compute_nll_loss else None
-        logp = _token_log_probs(input_chunk, weight, target_chunk, nll_labels, bias, ignore_index)
-        return _loss_of_tokens(
-            logp,
-            input_chunk,
-            weight,
-            target_chunk,
-            bias,
-            preference_loss_fn,
-            full_target,
-            ignore_index,
-            alpha,
-            beta,
-            compute_nll_loss,
-            use_ref_model,
-            ref_input_chunk,
-            ref_weight,
-            ref_bias,
-            full_nll_target,
-            nll_labels,
-            average_log_prob,
-            loss_kwargs,
-        )
+        parts = input_chunk, weight, target_chunk, bias
+        given = dict(ref_input=ref_input_chunk, nll_labels=chosen_nll_target_chunk)
+        head, loss_of = _head_and_loss(parts, **given, **options)
+        return loss_of(head(input_chunk, weight, bias))
 
 
 def _pairs(target):
@@ -165,8 +94,34 @@ def _pairs(target):
     return len(target) // 2
 
 
-def _gathered(logits, labels, ignore_index):
-    return ops.selective_log_softmax(logits, labels, 1.0, ignore_index)[0]
+def _head_and_loss(parts, preference_loss_fn, full_target, full_nll_target, nll_labels, loss_kwargs, **options):
+    """(head, loss_of) for parts: hidden, weight, target and bias. head gives the log-probabilities of the tokens,
+    loss_of makes (loss, aux) of them."""
+    hidden, weight, target, bias = parts
+    half, pairs = _pairs(target), _pairs(full_target)
+    ignore_index, average, with_nll = (options[n] for n in ("ignore_index", "average_log_prob", "compute_nll_loss"))
+    nll_labels = nll_labels if with_nll else None
+
+    def head(hidden, weight, bias):
+        return _token_log_probs(hidden, weight, target, nll_labels, bias, ignore_index)
+
+    def loss_of(logp):
+        chosen, rejected = ops.sequence_log_prob(logp[: 2 * half], target, ignore_index, average).split(half)
+        nll = chosen.new_zeros(())
+        if with_nll:
+            counted = full_target if full_nll_target is None else full_nll_target
+            nll = _nll(logp, target, nll_labels, ignore_index, counted[:pairs])
+        known = {}
+        if options["use_ref_model"]:
+            ref_input, ref_weight, ref_bias = (options[name] for name in REFERENCE)
+            ref = reference_log_probs(ref_input, ref_weight, target, ref_bias, ignore_index, average)
+            known = dict(ref_chosen_logps=ref[:half], ref_rejected_logps=ref[half:])
+        result = preference_loss_fn(chosen, rejected, full_target, beta=options["beta"], **loss_kwargs, **known)
+        preference, *aux = result if isinstance(result, tuple) else (result,)
+        logits = ops.logit_sums(hidden, weight, bias).view(2, half).sum(1) / (pairs * target.shape[1] * len(weight))
+        return options["alpha"] * nll + preference, (chosen, rejected, *logits, nll, *aux)
+
+    return head, loss_of
 
 
 def _token_log_probs(hidden, weight, target, nll_labels, bias, ignore_index):
@@ -177,43 +132,11 @@ def _token_log_probs(hidden, weight, target, nll_labels, bias, ignore_index):
     return linear_log_prob(hidden, weight, target, bias, ignore_index=ignore_index)
 
 
-def _loss_of_tokens(
-    logp,
-    hidden,
-    weight,
-    target,
-    bias,
-    preference_loss_fn,
-    full_target,
-    ignore_index,
-    alpha,
-    beta,
-    compute_nll_loss,
-    use_ref_model,
-    ref_hidden,
-    ref_weight,
-    ref_bias,
-    full_nll_target,
-    nll_labels,
-    average_log_prob,
-    loss_kwargs,
-):
-    half, pairs = _pairs(target), _pairs(full_target)
-    chosen, rejected = ops.sequence_log_prob(logp[: 2 * half], target, ignore_index, average_log_prob).split(half)
-    nll = chosen.new_zeros(())
-    if compute_nll_loss:
-        labels, chosen_logp = target[:half], logp[:half]
-        if nll_labels is not None:
-            labels, chosen_logp = nll_labels, ops.nll_log_probs(logp, target, nll_labels, ignore_index)
-        counted = full_target if full_nll_target is None else full_nll_target
-        nll = ops.token_nll(chosen_logp, labels, ignore_index, counted[:pairs])
-    if use_ref_model:
-        reference = reference_log_probs(ref_hidden, ref_weight, target, ref_bias, ignore_index, average_log_prob)
-        loss_kwargs = loss_kwargs | dict(ref_chosen_logps=reference[:half], ref_rejected_logps=reference[half:])
-    result = preference_loss_fn(chosen, rejected, full_target, beta=beta, **loss_kwargs)
-    preference, *aux = result if isinstance(result, tuple) else (result,)
-    logits = ops.logit_sums(hidden, weight, bias).view(2, half).sum(1) / (pairs * target.shape[1] * len(weight))
-    return alpha * nll + preference, (chosen, rejected, *logits, nll, *aux)
+def _nll(logp, target, nll_labels, ignore_index, counted):
+    half = len(target) // 2
+    if nll_labels is None:
+        return ops.token_nll(logp[:half], target[:half], ignore_index, counted)
+    return ops.token_nll(ops.nll_log_probs(logp, target, nll_labels, ignore_index), nll_labels, ignore_index, counted)
 
 
 def reference_log_probs(hidden, weight, target, bias, ignore_index, average):
@@ -221,6 +144,5 @@ def reference_log_probs(hidden, weight, target, bias, ignore_index, average):
     if hidden is None or weight is None:
         raise TypeError("use_ref_model=True needs ref_input and ref_weight")
     with torch.no_grad():
-        return ops.sequence_log_prob(
-            linear_log_prob(hidden, weight, target, bias, ignore_index=ignore_index), target, ignore_index, average
-        )
+        logp = linear_log_prob(hidden, weight, target, bias, ignore_index=ignore_index)
+        return ops.sequence_log_prob(logp, target, ignore_index, average)

@@ -17,18 +17,46 @@ def loss_with_gradients(ctx, head, loss_of, *tensors):
         logp = head(*leaves)
         point = logp.detach().requires_grad_(any(wanted))
         loss, aux = loss_of(point)
-    gradients, scale = [None] * len(leaves), None
+    gradients, rest = [None] * len(leaves), None
     if any(wanted):
         coefficient = torch.autograd.grad(loss, point)[0] if loss.requires_grad else torch.zeros_like(point)
         inputs = [t for t, w in zip(leaves, wanted) if w]
         if any(t.dtype == torch.float16 for t in inputs):
             scale = _float16_scale(coefficient)
-            coefficient = coefficient * scale
+            coefficient, rest = coefficient * scale, 1 / scale
         made = iter(torch.autograd.grad(logp, inputs, coefficient))
         gradients = [next(made) if w else None for w in wanted]
-    ctx.save_for_backward(scale, *gradients)
-    ctx.roots = roots(*tensors)
+    save_gradients(ctx, tensors, gradients, rest)
     return loss.detach().float(), tuple(a.detach() if a.ndim else a.detach().float() for a in aux)
+
+
+def save_gradients(ctx, tensors, gradients, rest):
+    """For `scaled_gradients`: gradients of these tensors, which are those of the loss where rest, unless it is None,
+    multiplies them."""
+    ctx.save_for_backward(rest, *gradients)
+    ctx.roots = roots(*tensors)
+
+
+def scaled_gradients(ctx, grad_output):
+    """The saved gradients times the loss's, in fresh memory. grad_output is what backward was called with, or a tuple
+    of that: both are how subclasses hand it on."""
+    upstream = grad_output[0]
+    return _scaled(ctx, upstream[0] if isinstance(upstream, tuple) else upstream)
+
+
+def gradients_of_arguments(ctx, grad_output, bias):
+    """What backward returns: `scaled_gradients` at forward's arguments 0, 1 and `bias`, and None for all others."""
+    of_input, of_weight, of_bias = scaled_gradients(ctx, grad_output)
+    found = of_input, of_weight, *[None] * (bias - 2), of_bias
+    return *found, *[None] * (len(ctx.needs_input_grad) - len(found))
+
+
+@first_derivative_only
+def _scaled(ctx, upstream):
+    rest, *gradients = ctx.saved_tensors
+    if rest is not None:
+        upstream = upstream.float() * rest
+    return tuple(None if t is None else ops.scale_backward(t, upstream) for t in gradients)
 
 
 def _float16_scale(coefficient):
@@ -38,18 +66,3 @@ def _float16_scale(coefficient):
     # Beyond these bounds the power, or what is divided by it, leaves float.
     power = torch.floor(6 - torch.log2(total)).clamp(-100, 100)
     return torch.where((total > 0) & total.isfinite(), torch.exp2(power), 1.0)
-
-
-@first_derivative_only
-def _scaled(ctx, upstream):
-    scale, *gradients = ctx.saved_tensors
-    if scale is not None:
-        upstream = upstream.float() / scale
-    return tuple(None if t is None else ops.scale_backward(t, upstream) for t in gradients)
-
-
-def scaled_gradients(ctx, grad_output):
-    """The gradients that forward made times the loss's, in fresh memory. grad_output is what backward was called with,
-    or a tuple of that: both are how subclasses hand it on."""
-    upstream = grad_output[0]
-    return _scaled(ctx, upstream[0] if isinstance(upstream, tuple) else upstream)

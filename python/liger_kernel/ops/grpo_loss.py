@@ -13,6 +13,11 @@ _str_to_loss_type = {
 _SOFT = ("cispo", "sapo", "vespo")
 #: Those divided by the tokens of all ranks.
 NORMALIZED = ("dapo", "cispo", "vespo")
+#: Options of several functions, with their defaults.
+SAPO = dict(sapo_temperature_pos=1.0, sapo_temperature_neg=1.05)
+CORRECTION = dict(delta=None, use_bias_correction_kl=False)
+VESPO = dict(vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0)
+WHOLE = dict(num_items_in_batch=None)
 
 
 def check_loss(loss_type, level="token", sapo_temperature_pos=1.0, sapo_temperature_neg=1.05):
