@@ -26,22 +26,26 @@ def takes(parameters, extra=None, renamed={}):
     signature = inspect.Signature(listed)
     names, needed = list(parameters), [name for name, default in parameters.items() if default is REQUIRED]
     own_names = [renamed.get(name, name) for name in names]
+    renamed = {name: own for name, own in zip(names, own_names) if name != own}
 
     def decorate(function):
         @functools.wraps(function)
         def wrapper(*args, **kwargs):
+            others = {}
             if kwargs or len(args) != len(names):
                 found = {**parameters, **dict(zip(names, args)), **kwargs} if args else {**parameters, **kwargs}
                 missing = len(args) < len(needed) and any(name not in kwargs for name in needed[len(args) :])
                 twice = args and kwargs and any(name in kwargs for name in names[: len(args)])
                 if missing or twice or len(args) > len(names) or (len(found) > len(names) and not extra):
                     _refuse(wrapper, signature, args, kwargs)
+                if len(found) > len(names):
+                    others = {name: found.pop(name) for name in [*found][len(names) :]}
                 for name in renamed:
                     found[renamed[name]] = found.pop(name)
             else:
                 found = dict(zip(own_names, args))
             if extra:
-                found[extra] = {} if len(found) == len(names) else {n: found.pop(n) for n in [*found][len(names) :]}
+                found[extra] = others
             return function(**found)
 
         wrapper.__signature__ = signature

@@ -49,9 +49,8 @@ class Loss:
     def function(self, module):
         """The Function, as a class of the Python module of this name."""
         cls = f"LigerFusedLinear{self.name}Function"
-        renamed = {name: BASE_NAMES[name] for name in self.arguments if name in BASE_NAMES}
         # The base by its name: torch.compile cannot trace super().
-        forward = takes(required("cls", "ctx") | self.arguments, renamed=renamed)(self.base.forward)
+        forward = takes(required("cls", "ctx") | self.arguments, renamed=BASE_NAMES)(self.base.forward)
         _name(forward, module, f"{cls}.forward")
         members = {name: staticmethod(hook) for name, hook in self.hooks.items()}
         members |= dict(forward=classmethod(breaks_graph(forward)))

@@ -34,8 +34,8 @@ def dpo(chosen_logps, rejected_logps, full_target, ref_chosen_logps, ref_rejecte
 
     Raises ValueError for an unknown loss_type or a label_smoothing that it cannot have, NotImplementedError for ipo.
     """
-    policy, reference = (chosen_logps, rejected_logps), (ref_chosen_logps, ref_rejected_logps)
-    return ops.dpo_loss(*policy, *reference, **options, pairs=len(full_target) // 2)
+    logps = chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps
+    return ops.dpo_loss(*logps, **options, pairs=len(full_target) // 2)
 
 
 def check_dpo(module):
@@ -164,23 +164,22 @@ KTO = Loss(
 LOGPS = required("per_token_logps", "attention_mask", "advantages", "full_attention_mask") | ppo.KNOWN
 
 
-@takes(LOGPS | ppo.CLIP | ppo.KL | ppo.KIND | policy.SAPO | ppo.LAST, extra="kwargs")
+@takes(LOGPS | ppo.CLIP | ppo.KL | ppo.KIND | policy.SAPO | ppo.LAST, extra="kwargs", renamed=policy.OPERATOR_NAMES)
 def grpo(per_token_logps, attention_mask, advantages, full_attention_mask, kwargs, **options):
     """(loss, [mean kl, unless beta is 0, mean clipped]); policy_loss of libliger."""
     ref, old, ratio, items = (options.pop(name) for name in (*ppo.KNOWN, "vllm_is_ratio", "num_items_in_batch"))
-    loss_type, level = options["loss_type"], options.pop("importance_sampling_level")
-    max_length, unbiased_kl = options.pop("max_completion_length"), options.pop("use_bias_correction_kl")
-    policy.check_loss(loss_type, level, *(options[name] for name in policy.SAPO))
-    if loss_type == "dr_grpo" and max_length is None:
+    loss_type = options["loss_type"]
+    policy.check_loss(loss_type, options["level"], *(options[name] for name in policy.SAPO))
+    if loss_type == "dr_grpo" and options["max_length"] is None:
         raise ValueError("loss_type='dr_grpo' needs max_completion_length")
     if loss_type != "sapo":
         options |= policy.SAPO  # callers by position leave anything there
     normalizer = None
     if loss_type in policy.NORMALIZED:
         normalizer = policy._compute_dapo_normalizer(full_attention_mask, items)
-    renamed = dict(level=level, max_length=max_length, unbiased_kl=unbiased_kl, masked_terms=loss_type == "luspo")
     batch = attention_mask, advantages, old, ref, ratio, None, normalizer, full_attention_mask
-    loss, kl, clipped = ops.policy_loss(per_token_logps, *batch, **policy.policy_options(**options, **renamed))
+    options = policy.policy_options(**options, masked_terms=loss_type == "luspo")
+    loss, kl, clipped = ops.policy_loss(per_token_logps, *batch, **options)
     return loss, [kl, clipped] if options["beta"] else [clipped]
 
 

@@ -4,6 +4,7 @@ import torch
 
 from liger_kernel._library import ops
 from liger_kernel.ops.divergence import IGNORE_INDEX
+from liger_kernel.signatures import required, takes
 
 #: The losses' codes are libliger's.
 _str_to_loss_type = {
@@ -18,6 +19,17 @@ SAPO = dict(sapo_temperature_pos=1.0, sapo_temperature_neg=1.05)
 CORRECTION = dict(delta=None, use_bias_correction_kl=False)
 VESPO = dict(vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0)
 WHOLE = dict(num_items_in_batch=None)
+#: What the operators call options that the API calls otherwise.
+OPERATOR_NAMES = {
+    "eps_low": "epsilon_low",
+    "eps_high": "epsilon_high",
+    "importance_sampling_level": "level",
+    "max_completion_length": "max_length",
+    "use_bias_correction_kl": "unbiased_kl",
+}
+
+
+LOGITS = required("logits", "old_logp", "ref_logp", "completion_ids", "advantages")
 
 
 def check_loss(loss_type, level="token", sapo_temperature_pos=1.0, sapo_temperature_neg=1.05):
@@ -161,30 +173,18 @@ def grpo_loss_of_logits(
 
 class GrpoLossFunction:
     @staticmethod
-    def apply(
-        logits,
-        old_logp,
-        ref_logp,
-        completion_ids,
-        advantages,
-        completion_mask,
-        temperature,
-        beta,
-        eps_low,
-        eps_high,
-        inplace,
-        loss_type="grpo",
-        max_completion_length=None,
-        reduce=True,
-        importance_sampling_level="token",
-        sapo_temperature_pos=1.0,
-        sapo_temperature_neg=1.05,
-        vllm_is_ratio=None,
-        delta=None,
-        use_bias_correction_kl=False,
-        num_items_in_batch=None,
-        phi_seq=None,
-    ):
+    @takes(
+        LOGITS
+        | required("completion_mask", "temperature", "beta", "eps_low", "eps_high", "inplace")
+        | dict(loss_type="grpo", max_completion_length=None, reduce=True, importance_sampling_level="token")
+        | SAPO
+        | dict(vllm_is_ratio=None)
+        | CORRECTION
+        | WHOLE
+        | dict(phi_seq=None),
+        renamed=OPERATOR_NAMES,
+    )
+    def apply(inplace, **given):
         """(loss, kl, clipped) of a policy with these contiguous logits [B, L + 1, V]; formulas in
         liger/ops/preference/policy.h.
 
@@ -194,31 +194,9 @@ class GrpoLossFunction:
         differentiable. The logits are left alone, whatever inplace says. Raises AssertionError for a shape that does
         not fit or a missing ref_logp, ValueError for options that do not go together.
         """
-        if loss_type == "vespo" and phi_seq is None:
+        if given["loss_type"] == "vespo" and given["phi_seq"] is None:
             raise ValueError("loss_type='vespo' needs phi_seq")
-        return grpo_loss_of_logits(
-            logits,
-            old_logp,
-            ref_logp,
-            completion_ids,
-            advantages,
-            completion_mask,
-            temperature,
-            vllm_is_ratio,
-            phi_seq,
-            reduce,
-            num_items_in_batch,
-            loss_type=loss_type,
-            level=importance_sampling_level,
-            epsilon_low=eps_low,
-            epsilon_high=eps_high,
-            delta=delta,
-            beta=beta,
-            unbiased_kl=use_bias_correction_kl,
-            sapo_temperature_pos=sapo_temperature_pos,
-            sapo_temperature_neg=sapo_temperature_neg,
-            max_length=max_completion_length,
-        )
+        return grpo_loss_of_logits(**given)
 
 
 def policy_options(

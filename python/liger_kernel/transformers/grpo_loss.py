@@ -3,73 +3,39 @@
 import torch
 
 from liger_kernel._library import ops
-from liger_kernel.ops.grpo_loss import (  # the first three are imported from here by others
+from liger_kernel.ops.grpo_loss import (  # GrpoLossFunction and the two functions are imported from here by others
+    CORRECTION,
+    LOGITS,
+    OPERATOR_NAMES,
+    SAPO,
+    VESPO,
+    WHOLE,
     GrpoLossFunction,
     _reduce_loss,
     fused_selective_log_softmax,
     grpo_loss_of_logits,
 )
+from liger_kernel.signatures import takes
 
 
-def triton_grpo_loss(
-    logits,
-    old_logp,
-    ref_logp,
-    completion_ids,
-    advantages,
-    completion_mask=None,
-    temperature=0.9,
-    beta=0.04,
-    eps_low=0.2,
-    eps_high=0.4,
-    inplace=True,
-    loss_type="dapo",
-    max_completion_length=None,
-    importance_sampling_level="token",
-    reduce=False,
-    sapo_temperature_pos=1.0,
-    sapo_temperature_neg=1.05,
-    vllm_is_ratio=None,
-    delta=None,
-    use_bias_correction_kl=False,
-    num_items_in_batch=None,
-    vespo_k_pos=2.0,
-    vespo_lambda_pos=3.0,
-    vespo_k_neg=3.0,
-    vespo_lambda_neg=2.0,
-):
+@takes(
+    LOGITS
+    | dict(completion_mask=None, temperature=0.9, beta=0.04, eps_low=0.2, eps_high=0.4, inplace=True)
+    | dict(loss_type="dapo", max_completion_length=None, importance_sampling_level="token", reduce=False)
+    | SAPO
+    | dict(vllm_is_ratio=None)
+    | CORRECTION
+    | WHOLE
+    | VESPO,
+    renamed=OPERATOR_NAMES,
+)
+def triton_grpo_loss(inplace, reduce, **given):
     """(loss, kl or None, clipped) of tokens [B, L], 0 where completion_mask is; with reduce (loss, [mean kl, unless
     beta is 0, mean clipped]).
 
     Logits [B, L + 1, V]; see GrpoLossFunction, which raises for the rest. vespo's weights are made here.
     """
-    loss, kl, clipped = grpo_loss_of_logits(
-        logits,
-        old_logp,
-        ref_logp,
-        completion_ids,
-        advantages,
-        completion_mask,
-        temperature,
-        vllm_is_ratio,
-        None,
-        reduce,
-        num_items_in_batch,
-        loss_type=loss_type,
-        level=importance_sampling_level,
-        epsilon_low=eps_low,
-        epsilon_high=eps_high,
-        delta=delta,
-        beta=beta,
-        unbiased_kl=use_bias_correction_kl,
-        sapo_temperature_pos=sapo_temperature_pos,
-        sapo_temperature_neg=sapo_temperature_neg,
-        vespo_k_pos=vespo_k_pos,
-        vespo_lambda_pos=vespo_lambda_pos,
-        vespo_k_neg=vespo_k_neg,
-        vespo_lambda_neg=vespo_lambda_neg,
-        max_length=max_completion_length,
-    )
+    loss, kl, clipped = grpo_loss_of_logits(phi_seq=None, reduce=reduce, **given)
     return (loss, [clipped] if kl is None else [kl, clipped]) if reduce else (loss, kl, clipped)
 
 
