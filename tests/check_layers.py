@@ -45,7 +45,7 @@ LONGEST = 500
 #: The floors of liger_kernel, from below: a file imports from its own floor and those below it, and no two files import
 #: each other. An __init__.py, which only hands on names, is left out.
 FLOORS = (
-    r"_library|_dtensor|_build|utils|memory",
+    r"_library|_dtensor|_build|utils|memory|signatures",
     r"ops\..*",
     # one operator's modules, and what they and the patches are told by
     r"chunked_loss\..*|transformers\.(coverage|source|functional|experimental\..*|fsdp|(?!trainer)\w*"
