@@ -1,7 +1,6 @@
 """Per-token negative log-likelihood and entropy of a head, against plain torch in float64."""
 
 import importlib.util
-import inspect
 import math
 
 import pytest
@@ -50,16 +49,6 @@ def test_scaled_cross_entropy(device, dtype):
 
 def test_scaled_cross_entropy_names_and_errors(monkeypatch):
     function = liger_ops.LigerFusedLinearScaledCrossEntropyFunction
-    assert list(inspect.signature(function.apply).parameters) == [
-        "_input",
-        "weight",
-        "target",
-        "temperature",
-        "ignore_index",
-        "m_tiles_per_cluster",
-        "return_entropy",
-    ]
-    assert function.apply.__defaults__ == (1.0, -100, 1, False)
     assert function.__module__ == "liger_kernel.ops.fused_linear_scaled_cross_entropy"
     spec = importlib.util.spec_from_file_location("alone", scaled.__file__)
     alone = importlib.util.module_from_spec(spec)

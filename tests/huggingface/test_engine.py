@@ -107,16 +107,12 @@ def test_switches_that_are_off(family, patched):
     assert model(**batch()).logits is not None and isinstance(model.model.norm, LigerRMSNorm)
 
 
-def test_signature(family):
+def test_annotations(family):
     function = _function(family)
     parameters = inspect.signature(function).parameters
-    expected = ["rope", "cross_entropy", FUSED, "rms_norm", _gate(family), "model"]
-    assert list(parameters) == expected
-    assert [p.default for p in parameters.values()] == [True, False, True, True, True, None]
     assert all(p.annotation is bool for p in list(parameters.values())[:-1])
     assert parameters["model"].annotation is PreTrainedModel
     assert inspect.isfunction(function) and function.__doc__ and function.__name__ in repr(function)
-    assert getattr(liger_kernel.transformers, function.__name__) is function
 
 
 def test_functions_and_mapping_agree():
