@@ -14,7 +14,8 @@ sources := $(shell find liger python cmake -name '*.h' -o -name '*.cpp' -o -name
 
 SHELL := bash
 .SHELLFLAGS := -eo pipefail -c
-.PHONY: help format lint docs train train-cpp align test test-families test-hub downstream fuzz test-install test-platforms bench install clean
+.PHONY: help format lint docs train train-cpp align test test-all nightly test-families test-hub downstream fuzz fuzz-hour sanitize nightly-families test-install test-platforms \
+        bench install clean
 .DEFAULT_GOAL := help
 
 help:  ## what there is
@@ -35,14 +36,23 @@ align: $(ready)  ## align a Llama by DPO and GRPO twice, plain and with this lib
 gpu := $(shell command -v nvidia-smi)
 export LIGER_CUDA ?= $(if $(gpu),ON,OFF)
 export LIGER_CUDA_ARCHITECTURES ?= $(if $(gpu),native)
-test: $(ready)  ## everything: the C++ API, every operator, the CUDA kernels (emulated without a GPU), Hugging Face, the layers
+test: $(ready)  ## before a change lands: the C++ API, every operator, the CUDA kernels (emulated without a GPU), Hugging Face, the layers
 	PYTHON=$(python) BUILD=$(build) bash tests/run.sh
+
+test-all: $(ready)  ## before a release: the same on every case
+	LIGER_TESTS=all PYTHON=$(python) BUILD=$(build) bash tests/run.sh
+
+# `make -k nightly` goes on after what fails. One after another: each takes all cores.
+.NOTPARALLEL: nightly
+nightly: test-all fuzz-hour sanitize nightly-families test-hub downstream  ## every night: test-all, an hour of fuzz, sanitizers, other versions of transformers, other tools
+nightly-families:
+	$(MAKE) test-families VERSIONS="4.57.6 5.6.0"
 
 # Every family's models. VERSIONS="4.57.6 5.6.0" does it again with those versions of transformers, over the first environment's packages.
 VERSIONS ?=
 test-families: $(ready) $(VERSIONS:%=build/transformers-%/ready)  ## every model family, with the installed transformers and with VERSIONS="4.57.6 5.6.0 ..."
 	for python in $(python) $(VERSIONS:%=build/transformers-%/bin/python); do \
-	  $(environment) OMP_NUM_THREADS=2 $$python -m pytest -q -n 2 -p no:cacheprovider tests/huggingface/test_{families,convergence,experts}.py --families all $(ARGS) || exit 1; done
+	  $(environment) LIGER_TESTS=all OMP_NUM_THREADS=2 $$python -m pytest -q -n 2 -p no:cacheprovider tests/huggingface/test_{families,convergence,experts}.py --families all $(ARGS) || exit 1; done
 
 build/transformers-%/ready: $(ready)
 	$(python) -m venv --without-pip build/transformers-$*
@@ -56,7 +66,7 @@ downstream: $(ready)  ## this package inside TRL, LLaMA-Factory, ms-swift, Axolo
 # Where there are kernels, the functions that the classic patches replace are modules.
 test-hub: build/hub-5.22/ready build/hub-5.23/ready build/hub-4.57/ready  ## use_kernels=True on this library's layers: transformers 5.22 and its kernels, 5.23 with another, 4.57
 	$(environment) OMP_NUM_THREADS=2 build/hub-5.22/bin/python -m pytest -q -p no:cacheprovider --import-mode=importlib tests/hub tests/test_hub.py $(ARGS)
-	$(environment) OMP_NUM_THREADS=2 build/hub-5.22/bin/python -m pytest -q -p no:cacheprovider tests/huggingface/test_rows.py tests/huggingface/test_families.py $(ARGS)
+	$(environment) LIGER_TESTS=all OMP_NUM_THREADS=2 build/hub-5.22/bin/python -m pytest -q -p no:cacheprovider tests/huggingface/test_rows.py tests/huggingface/test_families.py $(ARGS)
 	$(environment) OMP_NUM_THREADS=2 build/hub-5.23/bin/python -m pytest -q -p no:cacheprovider --import-mode=importlib tests/hub/test_versions.py $(ARGS)
 	$(environment) OMP_NUM_THREADS=2 build/hub-4.57/bin/python -m pytest -q -p no:cacheprovider --import-mode=importlib tests/hub/test_versions.py $(ARGS)
 
@@ -68,6 +78,18 @@ build/%/ready: requirements-%.txt $(ready)
 
 fuzz: $(ready)  ## draw fresh random cases for as long as told; ARGS="--seconds 600 --device cuda"
 	$(py) tests/fuzz.py $(ARGS)
+
+fuzz-hour: $(ready)
+	$(py) tests/fuzz.py --seconds $(if $(gpu),1800,3600)
+	$(if $(gpu),$(py) tests/fuzz.py --seconds 1800 --device cuda)
+
+# initcheck does not see what cuBLAS writes by bulk copies: operators with GEMMs are left out there (tests/sanitize.py).
+gemms = fused_linear_cross_entropy fused_mlp fused_experts linear_log_prob linear_distillation
+sanitizer := $(or $(shell command -v compute-sanitizer),$(wildcard /usr/local/cuda/bin/compute-sanitizer))
+sanitize: $(ready)  ## CUDA kernels under compute-sanitizer: memory, races, what is not initialised; where there is a GPU and that tool
+	@$(if $(gpu),$(if $(sanitizer),:,echo "no compute-sanitizer: it is part of CUDA's toolkit" >&2; exit 1),echo "no GPU: nothing to sanitize")
+	$(if $(gpu),for tool in memcheck racecheck initcheck; do PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(environment) $(sanitizer) --error-exitcode 1 --tool $$tool \
+	  $(python) tests/sanitize.py $$([ $$tool != initcheck ] || echo $(gemms)) || exit 1; done)
 
 test-install: $(ready)  ## every documented way to install, each from a virtual environment with nothing in it (some 10 minutes)
 	$(py) -m pytest -q -p no:cacheprovider tests/install.py $(ARGS)

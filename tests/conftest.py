@@ -5,6 +5,7 @@ import pytest
 import torch
 
 sys.path.insert(0, os.path.dirname(__file__))
+from tiers import left_out  # noqa: E402
 
 #: The CUDA kernels on CPU threads: slow, so that only small shapes and the kernels' own promises are run.
 EMULATED = "emulated" in os.environ.get("LIGER_LIBRARY", "")
@@ -23,3 +24,16 @@ def device(request):
 def same_numbers():
     """Every run draws the same: a bound holds or it does not."""
     torch.manual_seed(0)
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "full(when=None): only in `make test-all` (tests/tiers.py)")
+
+
+def pytest_collection_modifyitems(config, items):
+    kept, dropped = [], []
+    for item in items:
+        (dropped if left_out(item) else kept).append(item)
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = kept

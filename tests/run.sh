@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Runs every test. PYTHON is an interpreter with the package or, where it is not installed, with what the package needs; BUILD is where
-# CMake has built the library.
+# Runs the tests: those of `make test`, or with LIGER_TESTS=all those of `make test-all` (tests/tiers.py). PYTHON is an
+# interpreter with the package or, where it is not installed, with what the package needs; BUILD is where CMake has built
+# the library.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -18,10 +19,12 @@ if [ -n "$missing" ]; then
 fi
 
 # The C++ tests, and the CUDA kernels on CPU threads, beside the library that was built before; with CUDA, also where it was built without.
-cmake -S . -B "$BUILD" -DLIGER_TESTS=ON -DLIGER_CUDA=ON -DLIGER_CUDA_ARCHITECTURES="${LIGER_CUDA_ARCHITECTURES:-90a}" -DLIGER_WHEEL_VERSION= >/dev/null
-cmake --build "$BUILD" -- -k 0 | tail -1
+TIMEFORMAT="  in %0lR, with %0lU of CPU time"
+cmake -S . -B "$BUILD" -DLIGER_TESTS=ON -DLIGER_CUDA=ON -DLIGER_CUDA_ARCHITECTURES="${LIGER_CUDA_ARCHITECTURES:-90a}" \
+  -DLIGER_WHEEL_VERSION= >/dev/null
+time cmake --build "$BUILD" -- -k 0 | tail -1
 failed=0
-ctest --test-dir "$BUILD" --output-on-failure -j 3 || failed=1
+time ctest --test-dir "$BUILD" --output-on-failure -j 3 || failed=1
 
 # An installed package is tested as it is; otherwise the sources with the library that was built here.
 if ! (cd / && "$PYTHON" -c "import liger_kernel.ops" 2>/dev/null); then
@@ -29,14 +32,17 @@ if ! (cd / && "$PYTHON" -c "import liger_kernel.ops" 2>/dev/null); then
 fi
 if [ -x "$BUILD/liger-train" ]; then export LIGER_TRAIN="$root/$BUILD/liger-train"; fi
 # Every suite runs, whatever the others said.
-suite() { "$PYTHON" -m pytest -q -p no:cacheprovider "$@" || failed=1; }
+suite() { time "$PYTHON" -m pytest -q -p no:cacheprovider "$@" || failed=1; }
 parallel=()
 if "$PYTHON" -c "import xdist" 2>/dev/null; then
   parallel=(-n "$(($(nproc) < 16 ? $(nproc) : 16))")
   export OMP_NUM_THREADS=2 TORCHINDUCTOR_COMPILE_THREADS=1  # of each process: all cores in each were slower, the more there are
 fi
 suite "${parallel[@]}" --import-mode=importlib --ignore=tests/huggingface --ignore=tests/downstream --ignore=tests/hub --ignore=tests/test_large.py tests
-ATEN_CPU_CAPABILITY=default suite "${parallel[@]}" --import-mode=importlib -k "exact and cpu" tests/test_ops.py  # the set that no newer machine chooses
+# The set of instructions that no newer machine chooses, which handles both 16-bit types alike.
+exact="exact and cpu"
+if [ "${LIGER_TESTS:-}" != all ]; then exact+=" and (float32 or bfloat16)"; fi
+ATEN_CPU_CAPABILITY=default suite "${parallel[@]}" --import-mode=importlib -k "$exact" tests/test_ops.py
 suite "${parallel[@]}" tests/huggingface
 suite tests/test_large.py  # fills a GPU's memory: alone
 # The emulation has the CPU's tensors: a GPU is out of sight.

@@ -2,9 +2,9 @@
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/sanitize.py
 
-and likewise with racecheck and initcheck. Without torch's cache of memory a tensor is an allocation, past whose end
-nothing may be touched. Arguments name operators to be left out: initcheck does not see what cuBLAS writes by bulk
-copies, and takes fused_linear_cross_entropy fused_mlp.
+and likewise with racecheck and initcheck, as `make sanitize` does. Without torch's cache of memory a tensor is an
+allocation, past whose end nothing may be touched. Arguments name operators to be left out: initcheck does not see what
+cuBLAS writes by bulk copies, and takes those with GEMMs.
 """
 
 import sys

@@ -16,13 +16,15 @@ RECORD = pathlib.Path(__file__).with_name("api.json")
 # Modules that patches and losses are made of, whose names are no API's; and the trainer, which is a class of TRL's
 # and has tests/huggingface/test_orpo_trainer.py.
 INTERNAL = {
-    "chunked_loss.gradients",
+    "signatures",
+    *(f"chunked_loss.{name}" for name in ("classes", "gradients", "losses")),
     *(f"ops.{name}" for name in "activations divergence linear_distillation sliced_log_prob two_heads".split()),
     *(f"transformers.trainer{name}" for name in ("", ".orpo", ".orpo_trainer")),
     *(
         f"transformers.{name}"
         for name in (
-            "causal_lm experts families graft head hub_kernels logits numeric parts patch source tensor_parallel"
+            "causal_lm coverage experts families head hub_kernels logits numeric parts patch replace source "
+            "tensor_parallel"
         ).split()
     ),
 }

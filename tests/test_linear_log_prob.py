@@ -214,6 +214,7 @@ def measured_peak(run, device):
     "keeps, max_bytes, trains_weight",
     [(True, 0, True), (True, 1 << 20, True), (True, 1 << 20, False), (False, 0, True), (False, 1 << 20, True)],
 )
+@pytest.mark.full(when=lambda p: p["device"] == "cpu" and p["dtype"] != torch.float32)  # which is what it takes there
 def test_predicted_peak(device, dtype, keeps, max_bytes, trains_weight):
     """Within 5 % of what is allocated. On a CPU the GEMMs of 16-bit types take scratch memory of the library's, which
     nobody can predict."""

@@ -55,6 +55,7 @@ def _distance(a, b):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.full(when=lambda p: p["case"][0] != "mixtral" and (not p["fused"] or p["dtype"] != torch.float32))
 @only(lambda row: row.name in CONVERGED)
 def test_convergence(case, fused, dtype):
     family, kind = case

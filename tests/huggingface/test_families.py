@@ -411,6 +411,7 @@ def test_gradient_checkpointing(family, kind, apply, inputs):
 
 
 @only(lambda row: row.name in COMPILED)
+@pytest.mark.full(when=lambda p: p["case"][0] not in ("granite", "nemotron", "llama4"))
 def test_compile(family, kind, apply, inputs):
     reference = model_of(family, kind)
     model = copy.deepcopy(reference)

@@ -108,6 +108,7 @@ def test_export(family_name, training, pair_of):
 
 
 @pytest.mark.parametrize("family_name", CLASSES)
+@pytest.mark.full(when=lambda p: p["family_name"] != EXPERTS)
 def test_packages_of_aot_inductor(family_name, pair_of, tmp_path):
     # What is compiled for a second layer is the same again; of the experts' model only the second has experts.
     model, reference = pair_of(family_name, **({} if family_name == EXPERTS else {"num_hidden_layers": 1}))
