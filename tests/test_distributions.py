@@ -316,6 +316,18 @@ def test_strided_logits(device):
         close(a, b)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tanh_of_small_numbers(dtype, device):
+    """Of dyt, and of a softcap, which a cosine divides by its size: relative errors count."""
+    x = torch.logspace(-7, 1, 256, device=device).to(dtype).view(1, -1)
+    one, zero = torch.ones(256, device=device, dtype=dtype), torch.zeros(256, device=device, dtype=dtype)
+    y, expected = torch_ops.dyt(x, one[:1], one, zero), x.double().tanh()
+    # A rounding of the result, and four of the computation in float.
+    bound = torch.finfo(dtype).eps / 2 + 4 * torch.finfo(torch.float32).eps
+    subnormal = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    assert ((y.double() - expected).abs() <= bound * expected + subnormal).all()
+
+
 @not_emulated
 def test_id_out_of_range(device):
     code = f"""
