@@ -92,7 +92,8 @@ struct ExpertsOptions {
 };
 
 /// A mixture of experts (Shazeer et al. 2017, arXiv:1701.06538), whose expert e is a gated MLP:
-///   y[t]   = Σ_k weights[t, k] · E_e(x[t]), e = index[t, k]
+///   y[t]   = Σ_k weights[t, k] · E_e(x[t])
+///   e      = index[t, k]
 ///   E_e(x) = down_e (act(gate_e x) · up_e x)
 /// x [tokens, n], gate_up [experts, 2 width, n], gate above up, down [experts, n, width], biases [experts, 2 width] and
 /// [experts, n] in one dtype; index [tokens, k] integers, of which those that are no expert add nothing, weights

@@ -78,7 +78,7 @@ const std::vector<Option>& table() {
       {"--device", &O::device, "cpu, cuda, cuda:1, ...", {}, Resume::Any},
       {"--deterministic,!--no-deterministic",
        &O::deterministic,
-       "the same bits in each run; on a GPU the fastest attention adds up in an order of its own",
+       "the same bits in each run; on a GPU the fastest attention adds up in its own order",
        {},
        Resume::Any},
       {"--threads", &O::threads, "of the CPU; 0: torch's choice", NonNegativeNumber, Resume::Any},

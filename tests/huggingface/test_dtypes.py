@@ -135,10 +135,14 @@ def _leaf(t, dtype, grad):
 def test_every_combination(kind, device):
     original, swap, target = originals()[kind]
     part = swap.load(target)
-    if isinstance(original, nn.Module):
-        run, replaced = check_module, functools.partial(with_part, part=part)
-    else:
-        run, replaced = check_function, functools.partial(instead_of, part)
+    is_module = isinstance(original, nn.Module)
+    replaced = functools.partial(with_part, part=part) if is_module else functools.partial(instead_of, part)
+    check(original, replaced, device)
+
+
+def check(original, replaced, device):
+    """`replaced(original)` against the original, for every combination of dtypes, autocast and gradients."""
+    run = check_module if isinstance(original, nn.Module) else check_function
     for x, p, autocast, grad in itertools.product(FLOATS, FLOATS, (None, *FLOATS[1:]), (True, False)):
         torch.manual_seed(0)
         what = f"input {_short(x)}, parameters {_short(p)}, autocast {_short(autocast)}"
@@ -169,14 +173,8 @@ def check_module(module, replaced, x, p, autocast, grad, device, what):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", [kind for kind, (original, *_) in originals().items() if layer_of(original)])
 def test_every_combination_of_the_hubs_layers(kind, device):
-    original, layer = originals()[kind][0], layer_of(originals()[kind][0])
-    for x, p, autocast, grad in itertools.product(FLOATS, FLOATS, (None, *FLOATS[1:]), (True, False)):
-        torch.manual_seed(0)
-        what = f"input {_short(x)}, parameters {_short(p)}, autocast {_short(autocast)}"
-        if isinstance(original, nn.Module):
-            check_module(original, bound(layer), x, p, autocast, grad, device, what)
-        else:
-            check_function(original, bound(layer), x, p, autocast, grad, device, what)
+    original, *_ = originals()[kind]
+    check(original, bound(layer_of(original)), device)
 
 
 def bound(layer):

@@ -8,7 +8,7 @@ namespace liger {
 ///   Rms        x̂ = x · rstd
 ///   Added      the same of s = x + residual, rounded to x's dtype, which is a result too
 ///   Modulated  as Rms
-///   Each       as Modulated, where every row has a modulation of its own
+///   Each       as Modulated, where every row has its own modulation
 ///   Layer      x̂ = (x − mean(x)) · rstd
 ///   Tanh       x̂ = tanh(alpha · x)
 /// where
@@ -51,7 +51,7 @@ struct NormForward {
 ///   of w      Σ (1 + scale) · dw
 ///   of scale  (w + offset) · dw
 ///   of shift  db
-/// Each has rows of its own for the last two:
+/// Each has its own rows for the last two:
 ///   dscale = dy · x̂ · (w + offset)
 ///   dshift = dy
 struct NormBackward {

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from liger_kernel.ops import LigerGELUMulFunction, LigerRMSNormFunction, LigerRopeFunction, LigerSiLUMulFunction
-from liger_kernel.transformers.coverage import GATED_KERNELS, ROPE_KERNELS, kernels_cover
-from liger_kernel.transformers.rms_norm import NORM_KERNELS
+from liger_kernel.transformers.coverage import GATED_KERNELS, NORM_KERNELS, ROPE_KERNELS, kernels_cover
 
 
 class Layer(nn.Module):

@@ -10,7 +10,6 @@ from liger_kernel._library import ops
 # The last two stand for the others where torch.export traces.
 _DENSE = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
 
-
 _AFTER = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HOOKS = ("_forward_pre_hooks", *_AFTER)
 _GLOBAL = {name: getattr(nn_module, "_global" + name) for name in _HOOKS}
@@ -22,7 +21,7 @@ _HANDING_ON = ("torch.distributed.fsdp.", "torch.distributed._composable.", "tor
 def is_bare(module) -> bool:
     """Whether a call of `module` runs the forward of its class and nothing else.
 
-    It does not where the instance has a forward of its own (accelerate's offloading) or a compiled one, and where the
+    It does not where the instance has its own forward (accelerate's offloading) or a compiled one, and where the
     module, or all modules, have hooks. A parametrisation changes the class, which is the caller's to compare.
     """
     own = module.__dict__
@@ -72,9 +71,7 @@ def has_replaced_forward(module) -> bool:
 
 
 _DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
-
-
-_covered = set()
+_covered = set()  # (device, kernels) that the library has said yes to
 
 
 @torch.compiler.assume_constant_result
