@@ -9,6 +9,7 @@ import torch
 from cases import all_cases
 from conftest import EMULATED
 from liger_kernel._library import ops
+from liger_kernel.ops.linear_distillation import linear_distillation
 from liger_kernel.transformers import functional as LF
 
 F = torch.nn.functional
@@ -257,6 +258,7 @@ def test_bits_do_not_depend_on_threads():
     code = """
 import torch
 from liger_kernel._library import ops
+from liger_kernel.ops.linear_distillation import linear_distillation
 def gradient(threads):
     torch.set_num_threads(threads)
     torch.manual_seed(0)
@@ -319,3 +321,51 @@ def test_logits_of_any_rank(device):
             torch.testing.assert_close(gradient.double(), exact.grad, rtol=1e-5, atol=1e-6)
     single = LF.liger_cross_entropy(x[0, 0], torch.tensor(3, device=device))
     torch.testing.assert_close(single, F.cross_entropy(x[0, 0], torch.tensor(3, device=device)))
+
+
+@pytest.mark.parametrize("kind", ["jsd", "forward_kl", "reverse_kl", "tvd"])
+@pytest.mark.parametrize("scale, softcap", [(1.0, None), (1.7, None), (1.7, 30000.0)])
+def test_distillation_of_one_sure_class(kind, scale, softcap, device):
+    """Logits of thousands at a temperature that rounds them: the largest class's probability is 1. Its logarithm is 0,
+    and not what the maximum was rounded by, which would be multiplied by the other model's logarithm."""
+    if EMULATED:
+        pytest.skip("heads need GEMMs")
+    torch.manual_seed(0)
+    student, teacher, temperature = torch.randn(64, 96), torch.randn(64, 96) * 3000, 0.7
+    teacher[range(64), teacher.argmax(-1)] += 500
+    if kind == "reverse_kl":
+        student, teacher = teacher, student
+    student = student.requires_grad_()
+
+    def loss(x, t, divergence):
+        x, t = ((softcap * torch.tanh(z * scale / softcap) if softcap else z * scale) / temperature for z in (x, t))
+        return divergence(torch.log_softmax(x, -1), torch.log_softmax(t, -1)).sum(-1).mean()
+
+    def divergence(x, t):
+        if kind == "tvd":
+            return 0.5 * (x.exp() - t.exp()).abs()
+        if kind == "reverse_kl":
+            return x.exp() * (x - t)
+        return t.exp() * (t - x)  # of jsd with beta 0 as well
+
+    eye = torch.eye(96, device=device)
+    x, t = student.detach().to(device).requires_grad_(), teacher.detach().to(device)
+    ours = linear_distillation(
+        x,
+        eye,
+        t,
+        eye,
+        kind=kind,
+        beta=0.0,
+        temperature=temperature,
+        student_scale=scale,
+        student_softcap=softcap,
+        teacher_scale=scale,
+        teacher_softcap=softcap,
+    )[0]
+    ours.backward()
+    expected = loss(student.double(), teacher.double(), divergence)
+    (gradient,) = torch.autograd.grad(expected, student)
+    # Sums of 96 floats; what is beside the sure class has no weight that a float could show.
+    torch.testing.assert_close(ours.detach().cpu().double(), expected.detach(), rtol=4e-6, atol=1e-6)
+    torch.testing.assert_close(x.grad.cpu(), gradient, rtol=2e-5, atol=1e-8)

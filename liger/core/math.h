@@ -164,11 +164,12 @@ struct TotalVariation {
 /// Whether logits are what the GEMM gives.
 LIGER_HD inline bool is_plain(const LogitMap& map) { return map.scale == 1 && map.softcap == 0; }
 
-/// z of y.
+/// z of y, rounded: each pass over a row must find the z of which the first took the maximum.
 template <class M, class V>
 LIGER_HD V map_logit(const LogitMap& map, V y) {
   if (is_plain(map)) return y;
-  return map.softcap > 0 ? V(map.softcap) * M::tanh(y * V(map.scale / map.softcap)) : y * V(map.scale);
+  return map.softcap > 0 ? M::rounded_product(V(map.softcap), M::tanh(y * V(map.scale / map.softcap)))
+                         : M::rounded_product(y, V(map.scale));
 }
 
 /// ∂z/∂y.

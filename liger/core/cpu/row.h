@@ -160,6 +160,8 @@ struct Math {
   static Vec tanh(const Vec& x) { return x.tanh(); }
   static Vec erf(const Vec& x) { return x.erf(); }
   static Vec div(const Vec& a, const Vec& b) { return a / b; }
+  /// a · b, which the compiler cannot merge with what is added to it.
+  static Vec rounded_product(const Vec& a, const Vec& b) { return at::vec::fmadd(a, b, Vec(-0.f)); }
   static Vec fma(const Vec& a, const Vec& b, const Vec& c) { return at::vec::fmadd(a, b, c); }
   static Vec max(const Vec& a, const Vec& b) { return at::vec::maximum(a, b); }
   static Vec sign(const Vec& x) { return Vec::blendv(Vec::blendv(x, Vec(1.f), x > Vec(0.f)), Vec(-1.f), x < Vec(0.f)); }

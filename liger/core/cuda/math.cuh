@@ -46,6 +46,8 @@ struct Math {
   static __device__ float div(float a, float b) { return kFast ? __fdividef(a, b) : a / b; }
   /// As torch's: NaN if a is; fmaxf would drop it.
   static __device__ float max(float a, float b) { return a >= b || a != a ? a : b; }
+  /// a · b, never part of a fused multiply-add.
+  static __device__ float rounded_product(float a, float b) { return __fmul_rn(a, b); }
   static __device__ float fma(float a, float b, float c) { return fmaf(a, b, c); }
   static __device__ float erf(float x) { return erff(x); }
   static __device__ float sign(float x) { return x > 0 ? 1 : x < 0 ? -1 : x; }

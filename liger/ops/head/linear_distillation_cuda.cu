@@ -72,6 +72,9 @@ __global__ void __launch_bounds__((Clusters<T, 2>::kThreads), (Clusters<T, 2>::k
   const bool tempered = a.inverse_temperature != 1;
   /// z of one class.
   const auto mapped = [&](const LogitMap& map, float y) { return kPlain ? y : map_logit<M>(map, y); };
+  /// z at the temperature: rounded, as it was when the maximum was taken of it. In one instruction with the subtraction
+  /// of that maximum, the largest class's own exponent would be what the maximum was rounded by, and not 0.
+  const auto at_temperature = [&](float z) { return M::rounded_product(z, a.inverse_temperature); };
   /// f(j, column, the student's z, the teacher's) for each class of a pack that is the row's.
   const auto each = [&](int k, auto& packs, auto f) {
     float s[kWidth], t[kWidth];
@@ -99,7 +102,7 @@ __global__ void __launch_bounds__((Clusters<T, 2>::kThreads), (Clusters<T, 2>::k
 #pragma unroll
         for (float& v : of) v = -INFINITY;
       each(k, values[0], [&](int j, int, float s, float t) {
-        z[0][j] = s * a.inverse_temperature, z[1][j] = t * a.inverse_temperature, z[2][j] = s;
+        z[0][j] = at_temperature(s), z[1][j] = at_temperature(t), z[2][j] = s;
       });
 #pragma unroll
       for (int i = 0; i < 3; ++i) {
@@ -114,10 +117,10 @@ __global__ void __launch_bounds__((Clusters<T, 2>::kThreads), (Clusters<T, 2>::k
       hard = kPlain || !tempered ? of_x : LogSoftmax(softmaxes.of[2]);
   /// A class's arguments of the formula.
   const auto student = [&](float z) {
-    return Formula::kLogs ? of_x(z * a.inverse_temperature) : z * a.inverse_temperature;
+    return Formula::kLogs ? of_x(at_temperature(z)) : at_temperature(z);
   };
   const auto teacher = [&](float z) {
-    return Formula::kLogs ? of_t(z * a.inverse_temperature) : z * a.inverse_temperature;
+    return Formula::kLogs ? of_t(at_temperature(z)) : at_temperature(z);
   };
 
   typename Sums<kSums + 1>::Value sums{};
@@ -127,7 +130,7 @@ __global__ void __launch_bounds__((Clusters<T, 2>::kThreads), (Clusters<T, 2>::k
 #pragma unroll
       for (int i = 0; i < kSums; ++i) sums.v[i] += terms.v[i];
       if (a.entropy) {
-        const float log_q = of_x(s * a.inverse_temperature);
+        const float log_q = of_x(at_temperature(s));
         sums.v[kSums] -= M::product(M::exp(log_q), log_q);
       }
     });
