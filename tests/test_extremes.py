@@ -324,18 +324,28 @@ def test_logits_of_any_rank(device):
 
 
 @pytest.mark.parametrize("kind", ["jsd", "forward_kl", "reverse_kl", "tvd"])
-@pytest.mark.parametrize("scale, softcap", [(1.0, None), (1.7, None), (1.7, 30000.0)])
-def test_distillation_of_one_sure_class(kind, scale, softcap, device):
-    """Logits of thousands at a temperature that rounds them: the largest class's probability is 1. Its logarithm is 0,
-    and not what the maximum was rounded by, which would be multiplied by the other model's logarithm."""
+@pytest.mark.parametrize(
+    "dtype, temperature, scale, softcap",
+    [
+        (torch.float32, 0.7, 1.0, None),
+        (torch.float32, 0.7, 1.7, None),
+        (torch.float32, 0.7, 1.7, 30000.0),
+        (torch.bfloat16, 1.0, 1.0, None),
+        (torch.bfloat16, 0.7, 1.7, None),
+    ],
+    ids=str,
+)
+def test_distillation_of_one_sure_class(kind, dtype, temperature, scale, softcap, device):
+    """Logits of thousands, rounded by a temperature: the largest class's probability is 1. Its logarithm is 0, and not
+    what the maximum was rounded by, which would be multiplied by the other model's logarithm."""
     if EMULATED:
         pytest.skip("heads need GEMMs")
     torch.manual_seed(0)
-    student, teacher, temperature = torch.randn(64, 96), torch.randn(64, 96) * 3000, 0.7
+    student, teacher = torch.randn(64, 96), torch.randn(64, 96) * 3000
     teacher[range(64), teacher.argmax(-1)] += 500
     if kind == "reverse_kl":
         student, teacher = teacher, student
-    student = student.requires_grad_()
+    student, teacher = student.to(dtype).requires_grad_(), teacher.to(dtype)
 
     def loss(x, t, divergence):
         x, t = ((softcap * torch.tanh(z * scale / softcap) if softcap else z * scale) / temperature for z in (x, t))
@@ -348,7 +358,7 @@ def test_distillation_of_one_sure_class(kind, scale, softcap, device):
             return x.exp() * (x - t)
         return t.exp() * (t - x)  # of jsd with beta 0 as well
 
-    eye = torch.eye(96, device=device)
+    eye = torch.eye(96, device=device, dtype=dtype)
     x, t = student.detach().to(device).requires_grad_(), teacher.detach().to(device)
     ours = linear_distillation(
         x,
@@ -368,4 +378,14 @@ def test_distillation_of_one_sure_class(kind, scale, softcap, device):
     (gradient,) = torch.autograd.grad(expected, student)
     # Sums of 96 floats; what is beside the sure class has no weight that a float could show.
     torch.testing.assert_close(ours.detach().cpu().double(), expected.detach(), rtol=4e-6, atol=1e-6)
-    torch.testing.assert_close(x.grad.cpu(), gradient, rtol=2e-5, atol=1e-8)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(x.grad.cpu(), gradient, rtol=max(2e-5, eps), atol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_cross_entropy_of_one_sure_class(dtype, device):
+    """0, whatever the largest logit times log2(e) is rounded by."""
+    x = torch.zeros(40, 4096, dtype=dtype)
+    x[:, 7] = torch.linspace(90, 60000, 40)
+    loss = LF.liger_cross_entropy(x.to(device), torch.full((40,), 7, device=device), reduction="none").float()
+    assert loss.abs().max() < 1e-6

@@ -119,7 +119,14 @@ struct OnlineSoftmax {
     __device__ static Value shuffle(Value v, int lane) { return __shfl_xor_sync(~0u, v, lane); }
   };
 
-  __device__ static float lse(Value v) { return v.max + logf(v.sum); }
+  /// ln Σ exp(z − max). In the fast form what max · log2(e) was rounded by is a factor of the sum; it is taken out, so
+  /// that a row of one sure class has 0.
+  __device__ static float log_sum(Value v) {
+    if constexpr (!kFast) return logf(float(v.sum));
+    const float by = scale(v.max);
+    return fmaf(fmaf(v.max, by, -__fmul_rn(v.max, by)), -1 / kLog2e, logf(v.sum));
+  }
+  __device__ static float lse(Value v) { return v.max + log_sum(v); }
 };
 
 /// The largest value and where it stands first.

@@ -25,10 +25,10 @@ struct Softmaxes {
 };
 
 /// ln softmax(z) = z − max − ln Σ exp(z − max).
+template <class Softmax>
 struct LogSoftmax {
   float max, log_sum;
-  template <class V>
-  __device__ explicit LogSoftmax(const V& v) : max(v.max), log_sum(logf(float(v.sum))) {}
+  __device__ explicit LogSoftmax(const typename Softmax::Value& v) : max(v.max), log_sum(Softmax::log_sum(v)) {}
   __device__ float operator()(float z) const { return z - max - log_sum; }
 };
 
@@ -113,8 +113,8 @@ __global__ void __launch_bounds__((Clusters<T, 2>::kThreads), (Clusters<T, 2>::k
   });
   const float y_label = label >= 0 ? float(x.first[x.shift + label]) : 0;  // before another block writes there
   softmaxes = reduce_softmaxes(softmaxes);
-  const LogSoftmax of_x(softmaxes.of[0]), of_t(softmaxes.of[1]),
-      hard = kPlain || !tempered ? of_x : LogSoftmax(softmaxes.of[2]);
+  const LogSoftmax<Softmax> of_x(softmaxes.of[0]), of_t(softmaxes.of[1]),
+      hard = kPlain || !tempered ? of_x : LogSoftmax<Softmax>(softmaxes.of[2]);
   /// A class's arguments of the formula.
   const auto student = [&](float z) {
     return Formula::kLogs ? of_x(at_temperature(z)) : at_temperature(z);

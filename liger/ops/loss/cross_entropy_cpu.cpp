@@ -98,9 +98,11 @@ void row(const CrossEntropy& a, int64_t r, float* exps) {
                scale = a.token_scaling ? p_y : 1;
   double smoothing = 0;
   if (smooth > 0) {
-    const auto weighted = [&](Vec v, Vec w) { return logit(v) * w; };
-    const float sum_z = a.class_weight ? row_sum(n, weighted, x, a.class_weight) : row_sum(n, logit, x);
-    smoothing = smooth * (lse * a.sums->class_weights - sum_z);
+    // Σ w (L − z) about max: the rounding of a large logit times its weight would be in the loss.
+    const auto below = [&](Vec v) { return logit(v) - Vec(max); };
+    const auto weighted = [&](Vec v, Vec w) { return below(v) * w; };
+    const float sum_z = a.class_weight ? row_sum(n, weighted, x, a.class_weight) : row_sum(n, below, x);
+    smoothing = smooth * (log_sum * a.sums->class_weights - sum_z);
   }
   const double z_loss = a.lse_square_scale * lse * lse * by_1 * scale;
   a.loss[r] = float((w_y * (double(max) - z_y + log_sum) + smoothing) * by_0 * scale +

@@ -215,7 +215,7 @@ struct RowLoss {
         if (a.correct) a.correct[row] = all.best.at == y;
         if (a.predicted) a.predicted[row] = all.best.at;
       }
-      a.loss[row] = float((f.w_y * (Scalar(sum.max) - z_y + logf(sum.sum)) + smoothing) * f.by_0 * f.scale +
+      a.loss[row] = float((f.w_y * (Scalar(sum.max) - z_y + Softmax::log_sum(sum)) + smoothing) * f.by_0 * f.scale +
                           z_loss);  // lse loses log Σ beside a large max
       if (a.z_loss) a.z_loss[row] = float(z_loss);
     }
