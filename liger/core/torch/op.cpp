@@ -82,11 +82,6 @@ void check_scale(const Tensor& saved, const Tensor& g) {
   Arguments("scale_backward", "saved", saved).count("g", g, g.dim() > 0 ? sym_rows(saved) : 1, Type::Number);
 }
 
-Tensor scale_backward(const Tensor& saved, const Tensor& g) {
-  check_scale(saved, g);
-  return saved.mul(g.dim() > 0 ? g.unsqueeze(-1) : g).to(saved.scalar_type());
-}
-
 void scale_backward_(const Tensor& saved, const Tensor& g) {
   check_scale(saved, g);
   if (saved.is_meta() || saved.numel() == 0) return;
@@ -98,6 +93,13 @@ void scale_backward_(const Tensor& saved, const Tensor& g) {
        .cols = cols(saved),
        .per_row = g.dim() > 0,
        .dtype = dtype_of(saved)});
+}
+
+/// Not ATen's product, which takes a g of no dimensions in the type of a float16 `saved`: there it may be 0.
+Tensor scale_backward(const Tensor& saved, const Tensor& g) {
+  Tensor out = saved.clone(at::MemoryFormat::Contiguous);
+  scale_backward_(out, g);
+  return out;
 }
 
 }  // namespace
