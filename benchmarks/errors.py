@@ -70,15 +70,14 @@ def write(machine, found, path):
     over = "; ".join(f"{d} {ratio:.2f} ({operator}, {name})" for d, (ratio, operator, name) in most.items())
     text = (
         f"# Errors on {machine}\n\n"
-        "RMS errors of results and gradients against float64: this library / eager torch, in units of the dtype's rounding "
-        "unit times\nthe RMS of the values. For each operator and dtype, the table shows the result or gradient with the "
-        "largest ratio to eager's,\n"
-        f"among those with at least {MANY} values if there are any: with fewer values, a ratio is luck. The largest ratios "
-        f"of all are:\n{over}.\n\n"
-        "`tests/test_ops.py` requires every ratio to be at most 1.1, and at most 2 for the largest single error; a quarter "
-        "of a unit and a\nwhole unit are free ([the rule](decisions/0006-exactness-rule.md)). Written by "
-        "`benchmarks/errors.py`\n"
-        f"on {date.today()} with torch {torch.__version__}.\n\n"
+        "RMS errors of results and gradients against float64: this library / eager torch, in units of the dtype's "
+        "rounding unit times\nthe RMS of the values. For each operator and dtype, the table shows the result or "
+        "gradient with the largest ratio to eager's,\n"
+        f"among those with at least {MANY} values if there are any: with fewer values, a ratio is luck. The largest "
+        f"ratios of all are:\n{over}.\n\n"
+        "`tests/test_ops.py` requires every ratio to be at most 1.1, and at most 2 for the largest single error; a "
+        "quarter of a unit and a\nwhole unit are free ([the rule](decisions/0006-exactness-rule.md)). Written by "
+        f"`benchmarks/errors.py`\non {date.today()} with torch {torch.__version__}.\n\n"
     )
     with open(path, "w") as f:
         f.write(text + tabulate(summary(found), ["operator", *DTYPES], tablefmt="github", disable_numparse=True) + "\n")
