@@ -3,6 +3,7 @@
     python benchmarks/bench.py                                  every operator at its shapes, on the GPU if there is one
     python benchmarks/bench.py --op rms_norm --shape 4096,4096 --dtype float32 --device cpu
     python benchmarks/bench.py --compare benchmarks/results/h200.json  what changed since that run
+    python benchmarks/history.py rms_norm                       that operator over the commits
 
 Rivals: eager torch, torch.compile of the plain operator, torch's own fused operator where there is one, and, where they
 can be imported, quack, cut_cross_entropy, TRL's functions of a head (--trl DIR or TRL_DIR: an unpacked wheel of TRL
@@ -27,6 +28,7 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from datetime import date
@@ -34,7 +36,8 @@ from datetime import date
 import torch
 from tabulate import tabulate
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "tests"))
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, os.path.join(ROOT, "tests"))
 
 from cases import all_cases  # noqa: E402
 from loss_cases import LOSSES  # noqa: E402
@@ -283,7 +286,7 @@ def measure(case, shape, options, args):
                 row[f"peak {mode}"], row[f"extra {mode}"] = peak_memory(c, mode)
             if floor:
                 row[f"rate {mode}"] = statistics.median(floors) / row.get(f"gpu {mode}", row[f"eager {mode}"])
-    return list(rows.values())
+    return stamped(rows, args)
 
 
 def measure_host(case, options, args):
@@ -293,7 +296,7 @@ def measure_host(case, options, args):
     for mode in MODES:
         for name, us in host_times(field, mode, args.device).items():
             rows[name][f"host {mode}"] = us
-    return list(rows.values())
+    return stamped(rows, args)
 
 
 def key(row):
@@ -335,18 +338,35 @@ def table(rows, old):
     return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
 
 
+def device_name(args):
+    if args.device == "cuda":
+        return torch.cuda.get_device_name()
+    if not os.path.exists("/proc/cpuinfo"):
+        return "CPU"
+    with open("/proc/cpuinfo") as info:
+        return next((line.split(":")[1].strip() for line in info if line.startswith("model name")), "CPU")
+
+
+def commit():
+    """The commit of the sources, with a + where tracked files differ from it; None outside a repository."""
+    try:
+        git = lambda *command: subprocess.check_output(("git", "-C", ROOT, *command), text=True, stderr=subprocess.PIPE)
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results", ":!docs")
+        return git("rev-parse", "--short=12", "HEAD").strip() + "+" * bool(changed)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def stamped(rows, args):
+    """The rows with what tells them from those of other runs (benchmarks/history.py)."""
+    return [
+        row | {"commit": args.commit, "date": str(date.today()), "machine": device_name(args)} for row in rows.values()
+    ]
+
+
 def machine(args):
-    name = (
-        torch.cuda.get_device_name()
-        if args.device == "cuda"
-        else next(
-            (line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "CPU"
-        )
-        if os.path.exists("/proc/cpuinfo")
-        else "CPU"
-    )
     return {
-        "device": name,
+        "device": device_name(args),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -387,7 +407,7 @@ def main():
     if args.show:
         return print(table(json.load(open(args.show))["rows"], None))
     args.dtype = getattr(torch, args.dtype or ("bfloat16" if args.device == "cuda" else "float32"))
-    args.libraries = libraries(args)
+    args.libraries, args.commit = libraries(args), commit()
     old = {key(row): row for row in json.load(open(args.compare))["rows"]} if args.compare else None
     rows = []
     for name in args.op.split(",") if args.op else cases:

@@ -53,8 +53,8 @@ def rows(device):
 
 
 def summary(found):
-    """A line an operator: of each dtype the result or gradient whose ratio is largest, of those of many values where
-    there are some."""
+    """One line per operator: for each dtype, the result or gradient with the largest ratio, of those with many values
+    if there are any."""
     worst = {}
     for operator, dtype, name, values, ours, eager, ratio, largest in found:
         better = worst.setdefault(operator, {}).get(dtype)
@@ -70,13 +70,14 @@ def write(machine, found, path):
     over = "; ".join(f"{d} {ratio:.2f} ({operator}, {name})" for d, (ratio, operator, name) in most.items())
     text = (
         f"# Errors on {machine}\n\n"
-        "RMS errors of results and gradients against float64, ours / eager torch's, in units of the dtype's rounding "
-        "of the values' RMS. Of each operator and dtype the one\n"
-        f"whose ratio to eager's is largest, among those of {MANY} values or more where there are some: of fewer a "
-        f"ratio is luck. The largest ratios of all are:\n{over}.\n\n"
-        "`tests/test_ops.py` holds every ratio to 1.1, and that of the largest error to 2, where a quarter of a unit "
-        "and a whole one are free. Written by `benchmarks/errors.py`\n"
-        f"on {date.today()} with torch {torch.__version__}.\n\n"
+        "RMS errors of results and gradients against float64: this library / eager torch, in units of the dtype's "
+        "rounding unit times\nthe RMS of the values. For each operator and dtype, the table shows the result or "
+        "gradient with the largest ratio to eager's,\n"
+        f"among those with at least {MANY} values if there are any: with fewer values, a ratio is luck. The largest "
+        f"ratios of all are:\n{over}.\n\n"
+        "`tests/test_ops.py` requires every ratio to be at most 1.1, and at most 2 for the largest single error; a "
+        "quarter of a unit and a\nwhole unit are free ([the rule](decisions/0006-exactness-rule.md)). Written by "
+        f"`benchmarks/errors.py`\non {date.today()} with torch {torch.__version__}.\n\n"
     )
     with open(path, "w") as f:
         f.write(text + tabulate(summary(found), ["operator", *DTYPES], tablefmt="github", disable_numparse=True) + "\n")

@@ -1,16 +1,16 @@
-"""Pages of the site that are made and not written: the first one out of README.md, and the reference of Python."""
+"""Generates two pages of the site: the first one, from README.md, and the Python reference."""
 
 from pathlib import Path
 
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[2]
-#: What a user imports, by module; the names are those of __all__, or of the module's own classes and functions.
+#: The modules that users import, with their titles.
 MODULES = {
     "liger_kernel.chunked_loss": "Losses on hidden states",
     "liger_kernel.ops.linear_log_prob": "Log-probabilities under a head",
     "liger_kernel.ops.linear_distillation": "Distillation of a head",
-    "liger_kernel.ops.sliced_log_prob": "Heads over ranks, and quantised ones",
+    "liger_kernel.ops.sliced_log_prob": "Sharded and quantised heads",
     "liger_kernel.transformers.functional": "Functions",
     "liger_kernel.transformers.rms_norm": "RMSNorm",
     "liger_kernel.transformers.layer_norm": "LayerNorm",
@@ -19,7 +19,7 @@ MODULES = {
     "liger_kernel.transformers.cross_entropy": "Cross entropy",
     "liger_kernel.transformers.fused_linear_cross_entropy": "Fused linear cross entropy",
     "liger_kernel.transformers.patch": "Patches",
-    "liger_kernel.transformers.report": "What a patch did",
+    "liger_kernel.transformers.report": "Reports of patches",
     "liger_kernel.memory": "Memory of a head",
     "liger_kernel.trl": "TRL",
 }
