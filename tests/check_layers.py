@@ -38,8 +38,8 @@ RULES = [
         "a public header of functions is light",
     ),
 ]
-#: An operator uses its own folder; the head runs the losses' rows over its chunks.
-BORROWS = {"head": {"loss"}}
+#: An operator uses its own folder; the head runs the losses' rows over its chunks, an MLP with adapters its activation.
+BORROWS = {"head": {"loss"}, "lora": {"activation"}}
 LONGEST = 500
 
 #: The floors of liger_kernel, from below: a file imports from its own floor and those below it, and no two files import
@@ -51,7 +51,7 @@ FLOORS = (
     r"chunked_loss\..*|transformers\.(coverage|source|functional|experimental\..*|fsdp|(?!trainer)\w*"
     r"(norm|glu|mlp|experts|rope|entropy|div|jsd|tvd|dyt|softmax|sparsemax|squared|loss))",
     r"transformers\.(parts|replace|families|report|numeric|model\..*)",
-    r"transformers\.(head|logits|tensor_parallel|causal_lm)|hub\.layers",
+    r"transformers\.(head|logits|lora|tensor_parallel|causal_lm)|hub\.layers",
     r"transformers\.(patch|structure|hub_kernels)",
     r"transformers\.(monkey_patch|auto_model|trainer\b.*|trainer_integration)|trl|env_report|_self_test",
 )

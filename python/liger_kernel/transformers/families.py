@@ -114,7 +114,7 @@ class Family:
         if self.loss:
             used |= {"cross_entropy", "fused_linear_cross_entropy"}
         names = [name for name in self.parameters if name in SWITCHES] or [name for name in SWITCHES if name in used]
-        return {name: name not in self.off for name in names}
+        return {name: name not in self.off for name in (*names, "lora")}
 
 
 SWITCHES = {
@@ -126,6 +126,7 @@ SWITCHES = {
     "swiglu": "the SwiGLU feed-forward block",
     "geglu": "the GeGLU feed-forward block",
     "relu_squared": "the squared ReLU",
+    "lora": "linear layers with LoRA adapters of PEFT, and gated MLPs of them",
 }
 
 # What stands for a name of a row is found by its source (parts.py), among these. Of a row that is not in FAMILIES an

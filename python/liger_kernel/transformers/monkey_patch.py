@@ -40,7 +40,8 @@ logger = logging.getLogger(__name__)
 def _apply_function(row):
     """The function `apply_liger_kernel_to_<row.name>`."""
     kind, switches = inspect.Parameter.POSITIONAL_OR_KEYWORD, row.switches
-    names = [name for name in row.parameters or (*switches, "model") if name != "kwargs"]
+    names = [name for name in row.parameters or (*switches, "model") if name not in ("kwargs", "lora")]
+    names.append("lora")  # the API has none: it comes last
     parameters = [
         inspect.Parameter(name, kind, default=None, annotation=PreTrainedModel)
         if name == "model"

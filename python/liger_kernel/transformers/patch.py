@@ -25,6 +25,7 @@ from liger_kernel.transformers.coverage import has_replaced_forward, kernels_cov
 from liger_kernel.transformers.families import FAMILIES, MODEL_TYPES, CausalLM, Family, Swap
 from liger_kernel.transformers.head import FSDPModule, describe, head_of, prepare_head
 from liger_kernel.transformers.layer_norm import LigerLayerNorm
+from liger_kernel.transformers.lora import watch_adapters
 from liger_kernel.transformers.model import loss_utils
 from liger_kernel.transformers.parts import is_known
 from liger_kernel.transformers.replace import (
@@ -164,6 +165,8 @@ class _Patcher:
             self._class_losses()
         else:
             self._model_losses()
+        if "lora" in self.on:
+            self._adapters()
         self._name_the_idle()
         self._warn_of_the_idle()
 
@@ -319,6 +322,14 @@ class _Patcher:
                         self._done(switch, kind, by, 1)
             if not found and self.row.loss:
                 self._skip(switch, next(iter(self.row.loss)), f"the {type(self.model).__name__} holds none")
+
+    def _adapters(self):
+        """Fuse the adapters of the model; those that come later when a patched forward next runs."""
+        if self.model is not None:
+            watch_adapters(self.model, self.report)
+        for owner in self._loss_classes() if self.model is None else self.modules:
+            if is_fused(owner if isinstance(owner, type) else type(owner)):
+                self.edits.set(owner, "liger_lora", True)
 
     def _set_loss(self, owner, cls, spec):
         if function := own_loss(owner):

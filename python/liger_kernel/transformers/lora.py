@@ -1,0 +1,195 @@
+"""PEFT's LoRA layers of a patched model, computed by the operators lora_linear and lora_mlp.
+
+Which of them a call uses is decided when it is made, by what the layers are then: adapters may be added, switched,
+merged, disabled or taken off at any time. What the operators do not compute runs PEFT's own forward: several active
+adapters, DoRA and other variants, biases of an adapter, hooks, sharded or quantised weights, and without autocast an
+adapter of another dtype than the input's.
+"""
+
+import sys
+import weakref
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from liger_kernel._library import ops
+from liger_kernel.ops.activations import GELU_ERF, GELU_TANH, SILU
+from liger_kernel.transformers.coverage import GATED_KERNELS, is_bare, is_dense, kernels_cover
+from liger_kernel.transformers.geglu import LigerGEGLUMLP
+from liger_kernel.transformers.mlp import LigerMLP
+from liger_kernel.transformers.replace import Edits, is_variant, replace_class
+from liger_kernel.transformers.report import Replacement, Report, Skip
+from liger_kernel.transformers.swiglu import LigerSwiGLUMLP
+
+
+class Layer(NamedTuple):
+    """y = x weightᵀ + bias + scale · (dropout(x) aᵀ) bᵀ; a, b and dropout are None where there is no adapter."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    a: torch.Tensor | None = None
+    b: torch.Tensor | None = None
+    scale: float = 1.0
+    dropout: nn.Module | None = None
+
+
+def layer_of(module, x) -> Layer | None:
+    """What a call of a linear layer with x computes; None where that is more than a Layer."""
+    if type(module) is nn.Linear:
+        return Layer(module.weight, module.bias) if is_bare(module) and is_dense(module.weight) else None
+    return _adapted(module, x) if is_variant(type(module), LoRALinear) and is_bare(module) else None
+
+
+def _adapted(module, x):
+    """What the forward of a LoRA layer computes, or None."""
+    base = layer_of(module.base_layer, x)
+    if base is None or module.merged and module.disable_adapters:
+        return None
+    if module.merged or module.disable_adapters:
+        return base
+    active = [name for name in module.active_adapters if name in module.lora_A]
+    if not active:
+        return base
+    (name, *more), variants = active, module.lora_variant
+    low, high, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
+    plain = all(type(part) is nn.Linear and part.bias is None and is_bare(part) for part in (low, high))
+    if more or name in variants or not plain or not (is_dense(low.weight) and is_dense(high.weight)):
+        return None
+    if not torch.is_autocast_enabled(x.device.type) and not (
+        x.dtype == base.weight.dtype == low.weight.dtype == high.weight.dtype
+    ):
+        return None
+    if type(dropout) is nn.Identity or type(dropout) is nn.Dropout and not (dropout.p and dropout.training):
+        dropout = None
+    return Layer(*base[:2], low.weight, high.weight, module.scaling[name], dropout)
+
+
+class LoRALinear:
+    """The part of a PEFT layer on an nn.Linear whose forward is one operator."""
+
+    def forward(self, x, *args, **kwargs):
+        layer = None if args or kwargs or not kernels_cover(x) else _adapted(self, x)
+        if layer is None or layer.a is None:
+            return super().forward(x, *args, **kwargs)
+        # In the dtype that PEFT gives it, in which torch draws the same mask.
+        dropped = None if layer.dropout is None else layer.dropout(super()._cast_input_dtype(x, layer.a.dtype))
+        return ops.lora_linear(x, layer.weight, layer.bias, layer.a, layer.b, dropped, float(layer.scale))
+
+    def _cast_input_dtype(self, x, dtype):
+        """Not to float under autocast, whose GEMM would take it back."""
+        if x is None or self.lora_variant or not torch.is_autocast_enabled(x.device.type):
+            return super()._cast_input_dtype(x, dtype)
+        dropouts = (self.lora_dropout[name] for name in self.active_adapters if name in self.lora_dropout)
+        if any(type(dropout) is not nn.Identity for dropout in dropouts):
+            return super()._cast_input_dtype(x, dtype)
+        return x
+
+
+class LoRAMLP:
+    """The part of a gated MLP of this package whose forward is one operator, where projections have adapters."""
+
+    def forward(self, x):
+        y = _gated_mlp(self, x)
+        return super().forward(x) if y is None else y
+
+
+def _gated_mlp(mlp, x):
+    """down(act(gate(x)) · up(x)) by lora_mlp, or None where it would compute something else."""
+    if not kernels_cover(x, GATED_KERNELS):
+        return None
+    layers = [layer_of(getattr(mlp, name), x) for name in _PROJECTIONS]
+    if any(layer is None or layer.dropout is not None for layer in layers) or all(layer.a is None for layer in layers):
+        return None
+    if not torch.is_autocast_enabled(x.device.type) and any(layer.weight.dtype != x.dtype for layer in layers):
+        return None
+    tensors = (tensor for layer in layers for tensor in layer[:4])
+    scales = (float(layer.scale) for layer in layers)
+    return ops.lora_mlp(x, *tensors, *scales, _activation_of(mlp), isinstance(mlp, LigerMLP))
+
+
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def _activation_of(mlp):
+    """The number of the activation of a plain gated MLP of this package; None for any other module."""
+    own = (cls for cls in type(mlp).__mro__ if cls.__module__.startswith("liger_kernel.") and cls is not LoRAMLP)
+    forward = next((vars(cls)["forward"] for cls in own if "forward" in vars(cls)), None)
+    if forward in (LigerSwiGLUMLP.forward, LigerMLP.forward):
+        return SILU
+    if forward is LigerGEGLUMLP.forward:
+        return GELU_ERF if getattr(mlp, "approximate", "tanh") == "none" else GELU_TANH
+    return None
+
+
+def _reason_to_keep(module):
+    """Why a LoRA layer runs PEFT's forward, as far as that is known before a call; None if it is fused."""
+    base = module.base_layer
+    if type(base) is not nn.Linear:
+        return f"its base is a {type(base).__name__}"
+    if not is_dense(base.weight):
+        return "its weight is sharded or quantised"
+    if any(name in module.lora_variant for name in module.active_adapters):
+        return "its adapter is DoRA or another variant"
+    if any(layer.bias is not None for layer in module.lora_B.values()):
+        return "its adapter has a bias"
+    return None
+
+
+def fuse_adapters(model, edits: Edits) -> tuple[list[Replacement], list[Skip]]:
+    """Give the LoRA layers of a model, and the gated MLPs that hold some, the forwards of this module.
+
+    Returns what was replaced and what was kept, for a report.
+    """
+    peft = sys.modules.get("peft.tuners.lora.layer")  # without it no model has its layers
+    if peft is None:
+        return [], []
+    linears, mlps, kept = 0, {}, {}
+    for module in list(model.modules()):
+        if isinstance(module, peft.LoraLayer):
+            if type(module) is peft.Linear:
+                replace_class(module, LoRALinear, edits)
+            if not is_variant(type(module), LoRALinear):
+                kept.setdefault(f"a {type(module).__name__} of PEFT runs its own forward", None)
+            elif reason := _reason_to_keep(module):
+                kept.setdefault(reason, None)
+            else:
+                linears += 1
+    for module in list(model.modules()):
+        projections = [getattr(module, name, None) for name in _PROJECTIONS]
+        if _activation_of(module) is None or not any(is_variant(type(p), LoRALinear) for p in projections):
+            continue
+        if not is_variant(type(module), LoRAMLP):
+            replace_class(module, LoRAMLP, edits)
+        mlps[type(module).__name__] = mlps.get(type(module).__name__, 0) + 1
+    done = [Replacement("lora", "Linear with an adapter", "lora_linear", linears)] if linears else []
+    done += [Replacement("lora", "gated MLP with adapters", "lora_mlp", sum(mlps.values()))] if mlps else []
+    return done, [Skip("lora", "Linear with an adapter", reason) for reason in kept]
+
+
+#: The reports of patched models, which adapters that come later are added to.
+_reports: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def watch_adapters(model, report: Report) -> None:
+    """Fuse the adapters that `model` has, and have follow_adapters report those that come later."""
+    done, kept = fuse_adapters(model, report.edits)
+    report.replaced += done
+    report.skipped += kept
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            _reports[module] = report
+
+
+@torch.compiler.disable
+def follow_adapters(model) -> None:
+    """Fuse what was added to a patched model since the last call. PEFT keeps a dict of adapters on the model."""
+    adapters, seen = vars(model).get("peft_config"), vars(model).get("liger_adapters")
+    if adapters is None or seen is not None and seen[0] is adapters and seen[1] == (*adapters,):
+        return
+    model.liger_adapters = adapters, (*adapters,)
+    report = _reports.get(model) or Report(type(model).__name__)
+    done, kept = fuse_adapters(model, report.edits)
+    report.replaced = [entry for entry in report.replaced if entry.switch != "lora"] + done
+    report.skipped = [entry for entry in report.skipped if entry.switch != "lora"] + kept
