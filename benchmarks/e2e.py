@@ -101,7 +101,7 @@ def make_model(name, device, ranks):
 
 
 def kernel_times(step):
-    """{part: ms} of one step, the time in it when the GPU only communicates, and when it is idle."""
+    """{part: ms} of one step, the time in it when the GPU only communicates, and when it is idle; its launches."""
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
@@ -111,7 +111,7 @@ def kernel_times(step):
         torch.cuda.synchronize()
         whole = (time.perf_counter() - begin) * 1e3
     parts = {part: 0.0 for part, _ in PARTS}
-    unnamed = {}
+    unnamed, launches = {}, 0
     spans = {"computing": [], "busy": []}
     for event in profiler.events():
         if event.device_type != torch.autograd.DeviceType.CUDA or event.is_user_annotation:
@@ -119,6 +119,7 @@ def kernel_times(step):
         part = next(part for part, names in PARTS if re.search(names, event.name))
         span = (event.time_range.start / 1e3, event.time_range.end / 1e3)
         parts[part] += span[1] - span[0]
+        launches += 1
         spans["busy"].append(span)
         if part != "communication":
             spans["computing"].append(span)
@@ -127,7 +128,7 @@ def kernel_times(step):
     largest = dict(sorted(unnamed.items(), key=lambda item: -item[1])[:8])
     busy, computing = covered(spans["busy"]), covered(spans["computing"])
     parts |= {"communication alone": busy - computing, "idle": max(0.0, whole - busy)}
-    return {"ms": parts, "step": whole, "largest of other": largest}
+    return {"ms": parts, "step": whole, "launches": launches, "largest of other": largest}
 
 
 def covered(spans):
