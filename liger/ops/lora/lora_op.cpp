@@ -53,20 +53,63 @@ void product_of_rows(const Tensor& out_, const Tensor& a, const Tensor& b, doubl
   else at::addmm_out(out, out, a.t(), b, out.scalar_type(), 0, factor);
 }
 
-/// The adapters' A of layers that share their input, one below the other, in the input's type: one GEMM reads the input
-/// for all of them. Undefined where there is no adapter.
+/// The adapters of layers that share their input, in the input's type: one GEMM reads the input for all A, which lie one
+/// below the other.
 template <size_t n>
-Tensor joined(const std::array<Layer, n>& layers, at::ScalarType dtype) {
-  std::vector<Tensor> all;
-  for (const Layer& layer : layers)
-    if (layer.a) all.push_back(layer.a->to(dtype));
-  return all.empty() ? Tensor() : all.size() == 1 ? all[0] : at::cat(all);
+struct Adapters {
+  Tensor a;                 // [Σ rank, in]; undefined where there is no adapter
+  std::array<Tensor, n> b;  // [out, rank] each
+  Tensor cast;              // what both are parts of, for backward; empty where the adapters have the input's type
+
+  /// `made` is what an earlier one was cast to, if anything.
+  Adapters(const std::array<Layer, n>& layers, const Tensor& x, const Tensor& made = {}) {
+    std::vector<Tensor> given;
+    int64_t ranks = 0, numbers = 0;
+    bool same = true;
+    for (const Layer& layer : layers) {
+      if (!layer.a) continue;
+      ranks += layer.a->size(0), numbers += layer.a->numel() + layer.b->numel();
+      same = same && layer.a->scalar_type() == x.scalar_type() && layer.b->scalar_type() == x.scalar_type();
+      given.push_back(*layer.a);
+    }
+    cast = made;
+    if (given.empty() || same) {
+      if (!given.empty()) a = given.size() == 1 ? given[0] : at::cat(given);
+      for (size_t i = 0; i < n; ++i)
+        if (layers[i].b) b[i] = *layers[i].b;
+      if (!cast.defined()) cast = x.new_empty({0});
+      return;
+    }
+    if (!cast.defined()) cast = at::empty({numbers}, x.options());
+    a = cast.narrow(0, 0, ranks * x.size(-1)).view({ranks, x.size(-1)});
+    int64_t row = 0, begin = a.numel();
+    std::vector<Tensor> to;
+    for (const Layer& layer : layers)
+      if (layer.a) to.push_back(a.narrow(0, row, layer.a->size(0))), row += layer.a->size(0);
+    for (size_t i = 0; i < n; ++i) {
+      if (!layers[i].b) continue;
+      b[i] = cast.narrow(0, begin, layers[i].b->numel()).view(layers[i].b->sizes()), begin += b[i].numel();
+      to.push_back(b[i]), given.push_back(*layers[i].b);
+    }
+    if (!made.defined()) at::_foreach_copy_(to, given);  // one launch for all
+  }
+};
+
+/// How many numbers Adapters::cast has.
+template <size_t n>
+c10::SymInt cast_size(const std::array<Layer, n>& layers, at::ScalarType dtype) {
+  c10::SymInt numbers = 0;
+  bool same = true;
+  for (const Layer& layer : layers) {
+    if (!layer.a) continue;
+    numbers += layer.a->sym_numel() + layer.b->sym_numel();
+    same = same && layer.a->scalar_type() == dtype && layer.b->scalar_type() == dtype;
+  }
+  return same ? c10::SymInt(0) : numbers;
 }
 
 /// x Aᵀ of all layers side by side [tokens, Σ rank].
-template <size_t n>
-Tensor low_rank(const Tensor& x, const std::array<Layer, n>& layers) {
-  const Tensor a = joined(layers, x.scalar_type());
+Tensor low_rank(const Tensor& x, const Tensor& a) {
   return a.defined() ? x.mm(a.t()) : x.new_empty({x.size(0), 0});
 }
 
@@ -80,9 +123,8 @@ Tensor columns_of(const Tensor& low, const std::array<Layer, n>& layers, size_t 
 
 /// y = x weightᵀ + bias + scale · low bᵀ. The low-rank term comes first: the GEMM of the weight adds it in float and
 /// rounds the sum once, and what it reads for that hides behind its arithmetic.
-void run_forward(Tensor y, const Tensor& x, const Tensor& low, const Layer& layer) {
+void run_forward(Tensor y, const Tensor& x, const Tensor& low, const Layer& layer, const Tensor& b) {
   if (!layer.a) return project(y, x, layer.weight, value_or_undefined(layer.bias));
-  const Tensor b = layer.b->to(x.scalar_type());
   at::addmm_out(y, layer.bias ? *layer.bias : y, low, b.t(), layer.bias ? 1 : 0, layer.scale);
   at::addmm_out(y, y, x, layer.weight.t());
 }
@@ -92,9 +134,10 @@ void run_forward(Tensor y, const Tensor& x, const Tensor& low, const Layer& laye
 template <size_t n>
 std::array<Gradients, n> run_backward(const std::array<Tensor, n>& dy, const Tensor& x, const Tensor& seen,
                                       const Tensor& low, const std::array<Layer, n>& layers,
-                                      const std::array<Wanted, n>& wanted, Tensor dx, Tensor dseen) {
+                                      const Adapters<n>& adapters, const std::array<Wanted, n>& wanted, Tensor dx,
+                                      Tensor dseen) {
   std::array<Gradients, n> gradients;
-  const Tensor a = joined(layers, x.scalar_type());
+  const Tensor& a = adapters.a;
   bool wants_a = false;
   for (const Wanted& w : wanted) wants_a = wants_a || w.a;
   Tensor dlow;  // scale · dy b of all layers side by side
@@ -106,7 +149,7 @@ std::array<Gradients, n> run_backward(const std::array<Tensor, n>& dy, const Ten
       const Tensor part = columns_of(low, layers, i);
       if (dlow.defined()) {
         Tensor out = columns_of(dlow, layers, i);
-        at::addmm_out(out, out, dy[i], layer.b->to(x.scalar_type()), 0, layer.scale);
+        at::addmm_out(out, out, dy[i], adapters.b[i], 0, layer.scale);
       }
       if (wanted[i].b) product_of_rows(d.b = at::empty_like(*layer.b), dy[i], part, layer.scale);
     }
@@ -151,21 +194,24 @@ Arguments check_linear(const char* op, const Tensor& x, const Layer& layer, cons
   return arguments;
 }
 
-std::tuple<Tensor, Tensor> linear_forward(const Tensor& x, const Tensor& weight, const OptTensor& bias,
+std::tuple<Tensor, Tensor, Tensor> linear_forward(const Tensor& x, const Tensor& weight, const OptTensor& bias,
                                           const OptTensor& a, const OptTensor& b, const OptTensor& dropped,
                                           double scale) {
   const std::array layers{Layer{"weight", weight, bias, a, b, scale}};
   check_linear("lora_linear", x, layers[0], dropped);
   const Tensor y = output(at::empty_symint(shape_of(x, weight.sym_size(0)), x.options()));
-  if (y.is_meta() || y.numel() == 0) return {y, at::empty_symint({sym_rows(x), layers[0].rank()}, x.options())};
-  const Tensor rows = matrix(x), low = low_rank(dropped ? matrix(*dropped) : rows, layers);
-  run_forward(matrix(y), rows, low, layers[0]);
-  return {y, low};
+  if (y.is_meta() || y.numel() == 0)
+    return {y, at::empty_symint({sym_rows(x), layers[0].rank()}, x.options()),
+            at::empty_symint({cast_size(layers, x.scalar_type())}, x.options())};
+  const Adapters adapters(layers, x);
+  const Tensor rows = matrix(x), low = low_rank(dropped ? matrix(*dropped) : rows, adapters.a);
+  run_forward(matrix(y), rows, low, layers[0], adapters.b[0]);
+  return {y, low, adapters.cast};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> linear_backward(
-    const Tensor& dy, const Tensor& x, const Tensor& low, const Tensor& weight, const OptTensor& bias,
-    const OptTensor& a, const OptTensor& b, const OptTensor& dropped, double scale, bool with_dx, bool with_dweight,
+    const Tensor& dy, const Tensor& x, const Tensor& low, const Tensor& cast, const Tensor& weight,
+    const OptTensor& bias, const OptTensor& a, const OptTensor& b, const OptTensor& dropped, double scale, bool with_dx, bool with_dweight,
     bool with_dbias, bool with_da, bool with_db, bool with_ddropped) {
   const std::array layers{Layer{"weight", weight, bias, a, b, scale}};
   check_linear("lora_linear_backward", x, layers[0], dropped)
@@ -180,7 +226,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> linear_backward(
   }
   const Tensor rows = matrix(x), out = with_dx ? matrix(dx) : Tensor();
   const auto [d] =
-      run_backward<1>({matrix(dy)}, rows, dropped ? matrix(*dropped) : rows, low, layers,
+      run_backward<1>({matrix(dy)}, rows, dropped ? matrix(*dropped) : rows, low, layers, Adapters(layers, x, cast),
                       {Wanted{with_dweight, with_dbias, with_da, with_db}}, out,
                       dropped ? (with_ddropped ? matrix(ddropped) : Tensor()) : out);
   return {dx, result(d.weight, x), result(d.bias, x), result(d.a, x), result(d.b, x), ddropped};
@@ -188,8 +234,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> linear_backward(
 
 struct Linear {
   static constexpr Name kName = "lora_linear";
-  static constexpr std::array kInputs{"x", "weight", "bias", "a", "b", "dropped", "scale"}, kAll{"y", "low"},
-      kSaved{"x", "low", "weight", "bias", "a", "b", "dropped", "scale"},
+  static constexpr std::array kInputs{"x", "weight", "bias", "a", "b", "dropped", "scale"}, kAll{"y", "low", "cast"},
+      kSaved{"x", "low", "cast", "weight", "bias", "a", "b", "dropped", "scale"},
       kGradients{"dx", "dweight", "dbias", "da", "db", "ddropped"};
   static constexpr auto forward = linear_forward;
   static constexpr auto backward = linear_backward;
@@ -234,7 +280,7 @@ c10::SymInt rank_of(const std::array<Layer, 3>& layers) {
   return layers[0].rank() + layers[1].rank() + layers[2].rank();
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> qkv_forward(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> qkv_forward(
     const Tensor& x, const Tensor& q, const OptTensor& q_bias, const OptTensor& q_a, const OptTensor& q_b,
     const Tensor& k, const OptTensor& k_bias, const OptTensor& k_a, const OptTensor& k_b, const Tensor& v,
     const OptTensor& v_bias, const OptTensor& v_a, const OptTensor& v_b, double q_scale, double k_scale,
@@ -247,14 +293,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> qkv_forward(
   for (size_t i = 0; i < 3; ++i)
     y[i] = output(at::empty_symint(shape_of(x, layers[i].weight.sym_size(0)), x.options()));
   if (x.is_meta() || x.numel() == 0)
-    return {y[0], y[1], y[2], at::empty_symint({sym_rows(x), rank_of(layers)}, x.options())};
-  const Tensor rows = matrix(x), low = low_rank(rows, layers);
-  for (size_t i = 0; i < 3; ++i) run_forward(matrix(y[i]), rows, columns_of(low, layers, i), layers[i]);
-  return {y[0], y[1], y[2], low};
+    return {y[0], y[1], y[2], at::empty_symint({sym_rows(x), rank_of(layers)}, x.options()),
+            at::empty_symint({cast_size(layers, x.scalar_type())}, x.options())};
+  const Adapters adapters(layers, x);
+  const Tensor rows = matrix(x), low = low_rank(rows, adapters.a);
+  for (size_t i = 0; i < 3; ++i)
+    run_forward(matrix(y[i]), rows, columns_of(low, layers, i), layers[i], adapters.b[i]);
+  return {y[0], y[1], y[2], low, adapters.cast};
 }
 
 Thirteen qkv_backward(const Tensor& dq, const Tensor& dk, const Tensor& dv, const Tensor& x, const Tensor& low,
-                      const Tensor& q, const OptTensor& q_bias, const OptTensor& q_a, const OptTensor& q_b,
+                      const Tensor& cast, const Tensor& q, const OptTensor& q_bias, const OptTensor& q_a, const OptTensor& q_b,
                       const Tensor& k, const OptTensor& k_bias, const OptTensor& k_a, const OptTensor& k_b,
                       const Tensor& v, const OptTensor& v_bias, const OptTensor& v_a, const OptTensor& v_b,
                       double q_scale, double k_scale, double v_scale, bool with_dx, bool with_dq_weight,
@@ -276,7 +325,9 @@ Thirteen qkv_backward(const Tensor& dq, const Tensor& dk, const Tensor& dv, cons
   if (x.is_meta() || x.numel() == 0) return nothing(x, layers, wanted);
   const Tensor dx = shape_only(with_dx, x, x), rows = matrix(x), out = with_dx ? matrix(dx) : Tensor();
   return in_order(
-      dx, run_backward<3>({matrix(dq), matrix(dk), matrix(dv)}, rows, rows, low, layers, of_flags(wanted), out, out),
+      dx,
+      run_backward<3>({matrix(dq), matrix(dk), matrix(dv)}, rows, rows, low, layers, Adapters(layers, x, cast),
+                      of_flags(wanted), out, out),
       x);
 }
 
@@ -284,8 +335,8 @@ struct QKV {
   static constexpr Name kName = "lora_qkv";
   static constexpr std::array kInputs{"x",      "q",   "q_bias", "q_a", "q_b",     "k",       "k_bias", "k_a",
                                       "k_b",    "v",   "v_bias", "v_a", "v_b",     "q_scale", "k_scale", "v_scale"},
-      kAll{"yq", "yk", "yv", "low"},
-      kSaved{"x", "low", "q", "q_bias", "q_a", "q_b", "k", "k_bias", "k_a", "k_b", "v", "v_bias", "v_a", "v_b",
+      kAll{"yq", "yk", "yv", "low", "cast"},
+      kSaved{"x", "low", "cast", "q", "q_bias", "q_a", "q_b", "k", "k_bias", "k_a", "k_b", "v", "v_bias", "v_a", "v_b",
              "q_scale", "k_scale", "v_scale"},
       kGradients{"dx",        "dq_weight", "dq_bias",   "dq_a",    "dq_b",  "dk_weight", "dk_bias",
                  "dk_a",      "dk_b",      "dv_weight", "dv_bias", "dv_a",  "dv_b"};
@@ -297,11 +348,12 @@ struct QKV {
 // A gated MLP.
 
 /// gate and up of x, each [tokens, width].
-std::array<Tensor, 2> gate_and_up(const Tensor& x, const Tensor& low, const std::array<Layer, 2>& layers) {
+std::array<Tensor, 2> gate_and_up(const Tensor& x, const Tensor& low, const std::array<Layer, 2>& layers,
+                                  const Adapters<2>& adapters) {
   std::array<Tensor, 2> y;
   for (size_t i = 0; i < 2; ++i) {
     y[i] = output(at::empty({x.size(0), layers[i].weight.size(0)}, x.options()));
-    run_forward(y[i], x, columns_of(low, layers, i), layers[i]);
+    run_forward(y[i], x, columns_of(low, layers, i), layers[i], adapters.b[i]);
   }
   return y;
 }
@@ -314,7 +366,7 @@ Arguments check_mlp(const char* op, const Tensor& x, const std::array<Layer, 2>&
   return arguments;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_forward(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> mlp_forward(
     const Tensor& x, const Tensor& gate, const OptTensor& gate_bias, const OptTensor& gate_a, const OptTensor& gate_b,
     const Tensor& up, const OptTensor& up_bias, const OptTensor& up_a, const OptTensor& up_b, const Tensor& down,
     const OptTensor& down_bias, const OptTensor& down_a, const OptTensor& down_b, double gate_scale, double up_scale,
@@ -330,19 +382,24 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_forward(
     const auto tokens = sym_rows(x);
     const auto made = [&](const c10::SymInt& cols) { return at::empty_symint({tokens, cols}, x.options()); };
     return {y, made(of_x[0].rank() + of_x[1].rank()), made(of_product[0].rank()),
-            recompute ? none : made(gate.sym_size(0)), recompute ? none : made(gate.sym_size(0))};
+            recompute ? none : made(gate.sym_size(0)), recompute ? none : made(gate.sym_size(0)),
+            at::empty_symint({cast_size(of_x, x.scalar_type())}, x.options()),
+            at::empty_symint({cast_size(of_product, x.scalar_type())}, x.options())};
   }
-  const Tensor rows = matrix(x), low = low_rank(rows, of_x);
-  const auto [g, u] = gate_and_up(rows, low, of_x);
+  const Adapters adapters(of_x, x);
+  const Tensor rows = matrix(x), low = low_rank(rows, adapters.a);
+  const auto [g, u] = gate_and_up(rows, low, of_x, adapters);
   const Tensor c = recompute ? g : output(at::empty_like(g));
   gated::run_forward(g, u, c, act, 1);
-  const Tensor low_down = low_rank(c, of_product);
-  run_forward(matrix(y), c, low_down, of_product[0]);
-  return {y, low, low_down, recompute ? none : g, recompute ? none : u};
+  const Adapters of_down(of_product, c);
+  const Tensor low_down = low_rank(c, of_down.a);
+  run_forward(matrix(y), c, low_down, of_product[0], of_down.b[0]);
+  return {y, low, low_down, recompute ? none : g, recompute ? none : u, adapters.cast, of_down.cast};
 }
 
 Thirteen mlp_backward(const Tensor& dy_, const Tensor& x, const Tensor& low, const Tensor& low_down,
-                      const Tensor& gates, const Tensor& ups, const Tensor& gate, const OptTensor& gate_bias,
+                      const Tensor& gates, const Tensor& ups, const Tensor& cast, const Tensor& cast_down,
+                      const Tensor& gate, const OptTensor& gate_bias,
                       const OptTensor& gate_a, const OptTensor& gate_b, const Tensor& up, const OptTensor& up_bias,
                       const OptTensor& up_a, const OptTensor& up_b, const Tensor& down, const OptTensor& down_bias,
                       const OptTensor& down_a, const OptTensor& down_b, double gate_scale, double up_scale,
@@ -362,20 +419,22 @@ Thirteen mlp_backward(const Tensor& dy_, const Tensor& x, const Tensor& low, con
   const Activation act = gated::parse("lora_mlp_backward", activation);
   const auto wanted = of_flags(flags);
   const Tensor rows = matrix(x), dy = matrix(dy_);
-  const auto [g, u] = recompute ? gate_and_up(rows, low, of_x) : std::array{gates, ups};
+  const Adapters adapters(of_x, x, cast);
+  const auto [g, u] = recompute ? gate_and_up(rows, low, of_x, adapters) : std::array{gates, ups};
   // The product of gate and up, and then its gradient.
   const Tensor c = output(at::empty_like(g));
   if (wanted[2].weight || wanted[2].a) gated::run_forward(g, u, c, act, 1);
   const bool inner = with_dx || with_dgate || with_dgate_bias || with_dgate_a || with_dgate_b || with_dup ||
                      with_dup_bias || with_dup_a || with_dup_b;
-  const auto [d_down] = run_backward<1>({dy}, c, c, low_down, of_product, {wanted[2]}, inner ? c : Tensor(),
-                                        inner ? c : Tensor());
+  const Tensor dc = inner ? c : Tensor();
+  const auto [d_down] =
+      run_backward<1>({dy}, c, c, low_down, of_product, Adapters(of_product, c, cast_down), {wanted[2]}, dc, dc);
   const Tensor dx = shape_only(with_dx, x, x), out = with_dx ? matrix(dx) : Tensor();
   std::array<Gradients, 2> d{};
   if (inner) {
     const Tensor dg = recompute ? g : output(at::empty_like(g)), du = recompute ? u : output(at::empty_like(u));
     gated::run_backward(c, g, u, dg, du, cols(g), act, 1);
-    d = run_backward<2>({dg, du}, rows, rows, low, of_x, {wanted[0], wanted[1]}, out, out);
+    d = run_backward<2>({dg, du}, rows, rows, low, of_x, adapters, {wanted[0], wanted[1]}, out, out);
   }
   return in_order(dx, {d[0], d[1], d_down}, x);
 }
@@ -385,8 +444,8 @@ struct MLP {
   static constexpr std::array kInputs{"x",    "gate",      "gate_bias", "gate_a", "gate_b",     "up",
                                       "up_bias", "up_a",   "up_b",      "down",   "down_bias",  "down_a",
                                       "down_b", "gate_scale", "up_scale", "down_scale", "activation", "recompute"},
-      kAll{"y", "low", "low_down", "gates", "ups"},
-      kSaved{"x",       "low",  "low_down", "gates", "ups",       "gate",   "gate_bias", "gate_a",
+      kAll{"y", "low", "low_down", "gates", "ups", "cast", "cast_down"},
+      kSaved{"x",       "low",  "low_down", "gates", "ups",  "cast", "cast_down",     "gate",   "gate_bias", "gate_a",
              "gate_b",  "up",   "up_bias",  "up_a",  "up_b",      "down",   "down_bias", "down_a",
              "down_b",  "gate_scale", "up_scale", "down_scale", "activation", "recompute"},
       kGradients{"dx",    "dgate",   "dgate_bias", "dgate_a", "dgate_b",    "dup",     "dup_bias",

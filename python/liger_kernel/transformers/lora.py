@@ -70,9 +70,13 @@ class LoRALinear:
     """The part of a PEFT layer on an nn.Linear whose forward is one operator."""
 
     def forward(self, x, *args, **kwargs):
+        if "liger_waiting" in vars(self) and (found := _taken(self, x)) is not None:
+            return found
         layer = None if args or kwargs or not kernels_cover(x) else _adapted(self, x)
         if layer is None or layer.a is None:
             return super().forward(x, *args, **kwargs)
+        if "liger_group" in vars(self) and (found := _grouped(self, layer, x)) is not None:
+            return found
         # In the dtype that PEFT gives it, in which torch draws the same mask.
         dropped = None if layer.dropout is None else layer.dropout(super()._cast_input_dtype(x, layer.a.dtype))
         return ops.lora_linear(x, layer.weight, layer.bias, layer.a, layer.b, dropped, float(layer.scale))
@@ -85,6 +89,38 @@ class LoRALinear:
         if any(type(dropout) is not nn.Identity for dropout in dropouts):
             return super()._cast_input_dtype(x, dtype)
         return x
+
+
+# Projections of one input are computed together when the first is called: A is applied once for all, and their gradients
+# of the input are summed by the GEMMs. The others hand out what waits for them if they are called with that very tensor.
+# Where a model does otherwise, its layers stay apart from then on.
+
+
+def _grouped(first, layer, x):
+    """first(x), while the results of the layers of its group wait in them; None where they cannot be computed so."""
+    if torch.compiler.is_compiling() or x.is_inference():
+        return None
+    others = first.liger_group
+    layers = [layer, *(_adapted(module, x) for module in others)]
+    if any(each is None or each.a is None or each.dropout is not None for each in layers):
+        return None
+    if any("liger_waiting" in vars(module) for module in others):
+        vars(first).pop("liger_group")
+        return None
+    tensors = (tensor for each in layers for tensor in each[:4])
+    result, *waiting = ops.lora_qkv(x, *tensors, *(float(each.scale) for each in layers))
+    for module, value in zip(others, waiting):
+        vars(module)["liger_waiting"] = weakref.ref(x), x._version, torch.is_grad_enabled(), value
+    return result
+
+
+def _taken(module, x):
+    """What waits in a layer for a call with x, or None."""
+    of, version, grad, value = vars(module).pop("liger_waiting")
+    if of() is x and x._version == version and torch.is_grad_enabled() == grad:
+        return value
+    vars(module.liger_first[0]).pop("liger_group", None)
+    return None
 
 
 class LoRAMLP:
@@ -163,6 +199,12 @@ def fuse_adapters(model, edits: Edits) -> tuple[list[Replacement], list[Skip]]:
         if not is_variant(type(module), LoRAMLP):
             replace_class(module, LoRAMLP, edits)
         mlps[type(module).__name__] = mlps.get(type(module).__name__, 0) + 1
+    for module in model.modules():
+        group = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj")]
+        if all(is_variant(type(layer), LoRALinear) for layer in group):
+            edits.set(group[0], "liger_group", tuple(group[1:]))
+            for layer in group[1:]:
+                edits.set(layer, "liger_first", (group[0],))
     done = [Replacement("lora", "Linear with an adapter", "lora_linear", linears)] if linears else []
     done += [Replacement("lora", "gated MLP with adapters", "lora_mlp", sum(mlps.values()))] if mlps else []
     return done, [Skip("lora", "Linear with an adapter", reason) for reason in kept]
