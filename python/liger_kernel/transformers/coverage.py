@@ -7,8 +7,8 @@ from torch.nn.modules import module as nn_module
 
 from liger_kernel._library import ops
 
-# The last two stand for the others where torch.export traces.
-_DENSE = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
+#: The types of tensors as torch has them. The last two stand for the others where torch.export traces.
+DENSE = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
 
 _AFTER = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HOOKS = ("_forward_pre_hooks", *_AFTER)
@@ -99,4 +99,4 @@ HEAD_KERNELS = ("cross_entropy_norm", "cross_entropy", "add_partials", "scale_ro
 def is_dense(weight, kernels: tuple[str, ...] = ()) -> bool:
     """Whether a weight is a tensor as torch has them, also while torch.export traces: no shard, nothing quantised; and
     there are these kernels for it."""
-    return type(weight) in _DENSE and kernels_cover(weight, kernels)
+    return type(weight) in DENSE and kernels_cover(weight, kernels)

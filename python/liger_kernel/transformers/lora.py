@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from liger_kernel._library import ops
 from liger_kernel.ops.activations import GELU_ERF, GELU_TANH, SILU
-from liger_kernel.transformers.coverage import GATED_KERNELS, is_bare, is_dense, kernels_cover
+from liger_kernel.transformers.coverage import DENSE, GATED_KERNELS, is_bare, is_dense, kernels_cover
 from liger_kernel.transformers.geglu import LigerGEGLUMLP
 from liger_kernel.transformers.mlp import LigerMLP
 from liger_kernel.transformers.replace import Edits, is_variant, replace_class
@@ -38,32 +38,46 @@ class Layer(NamedTuple):
 def layer_of(module, x) -> Layer | None:
     """What a call of a linear layer with x computes; None where that is more than a Layer."""
     if type(module) is nn.Linear:
-        return Layer(module.weight, module.bias) if is_bare(module) and is_dense(module.weight) else None
+        weight, bias = module._parameters["weight"], module._parameters["bias"]
+        return Layer(weight, bias) if is_bare(module) and type(weight) in DENSE else None
     return _adapted(module, x) if is_variant(type(module), LoRALinear) and is_bare(module) else None
 
 
 def _adapted(module, x):
-    """What the forward of a LoRA layer computes, or None."""
-    base = layer_of(module.base_layer, x)
-    if base is None or module.merged and module.disable_adapters:
+    """What the forward of a LoRA layer computes, or None. Runs at each call: modules are taken from where torch keeps
+    them, which is faster than attributes."""
+    parts = module._modules
+    base, adapters = layer_of(parts["base_layer"], x), parts["lora_A"]._modules
+    if base is None or module.merged and module._disable_adapters:
         return None
-    if module.merged or module.disable_adapters:
+    if module.merged or module._disable_adapters:
         return base
-    active = [name for name in module.active_adapters if name in module.lora_A]
-    if not active:
+    active = module.active_adapters
+    if len(active) != 1:
+        active = [name for name in active if name in adapters]
+        if len(active) > 1:
+            return None
+    if not active or active[0] not in adapters:
         return base
-    (name, *more), variants = active, module.lora_variant
-    low, high, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
-    plain = all(type(part) is nn.Linear and part.bias is None and is_bare(part) for part in (low, high))
-    if more or name in variants or not plain or not (is_dense(low.weight) and is_dense(high.weight)):
+    name = active[0]
+    low, high = adapters[name], parts["lora_B"]._modules[name]
+    a, b = _weight_of(low), _weight_of(high)
+    if a is None or b is None or module.lora_variant and name in module.lora_variant:
         return None
-    if not torch.is_autocast_enabled(x.device.type) and not (
-        x.dtype == base.weight.dtype == low.weight.dtype == high.weight.dtype
-    ):
+    if not (x.dtype == base.weight.dtype == a.dtype == b.dtype or torch.is_autocast_enabled(x.device.type)):
         return None
+    dropout = parts["lora_dropout"]._modules[name]
     if type(dropout) is nn.Identity or type(dropout) is nn.Dropout and not (dropout.p and dropout.training):
         dropout = None
-    return Layer(*base[:2], low.weight, high.weight, module.scaling[name], dropout)
+    return Layer(base.weight, base.bias, a, b, float(module.scaling[name]), dropout)
+
+
+def _weight_of(layer):
+    """The weight of a matrix of an adapter; None where a call of it is more than that."""
+    if type(layer) is not nn.Linear or layer._parameters["bias"] is not None or not is_bare(layer):
+        return None
+    weight = layer._parameters["weight"]
+    return weight if type(weight) in DENSE else None
 
 
 class LoRALinear:
@@ -79,7 +93,7 @@ class LoRALinear:
             return found
         # In the dtype that PEFT gives it, in which torch draws the same mask.
         dropped = None if layer.dropout is None else layer.dropout(super()._cast_input_dtype(x, layer.a.dtype))
-        return ops.lora_linear(x, layer.weight, layer.bias, layer.a, layer.b, dropped, float(layer.scale))
+        return ops.lora_linear(x, layer.weight, layer.bias, layer.a, layer.b, dropped, layer.scale)
 
     def _cast_input_dtype(self, x, dtype):
         """Not to float under autocast, whose GEMM would take it back."""
@@ -108,7 +122,7 @@ def _grouped(first, layer, x):
         vars(first).pop("liger_group")
         return None
     tensors = (tensor for each in layers for tensor in each[:4])
-    result, *waiting = ops.lora_qkv(x, *tensors, *(float(each.scale) for each in layers))
+    result, *waiting = ops.lora_qkv(x, *tensors, *(each.scale for each in layers))
     for module, value in zip(others, waiting):
         vars(module)["liger_waiting"] = weakref.ref(x), x._version, torch.is_grad_enabled(), value
     return result
@@ -141,7 +155,7 @@ def _gated_mlp(mlp, x):
     if not torch.is_autocast_enabled(x.device.type) and any(layer.weight.dtype != x.dtype for layer in layers):
         return None
     tensors = (tensor for layer in layers for tensor in layer[:4])
-    scales = (float(layer.scale) for layer in layers)
+    scales = (layer.scale for layer in layers)
     return ops.lora_mlp(x, *tensors, *scales, _activation_of(mlp), isinstance(mlp, LigerMLP))
 
 
