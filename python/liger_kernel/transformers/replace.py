@@ -209,14 +209,24 @@ def is_variant(cls, part) -> bool:
 
 
 def _address(base):
-    """The class, or where it stands if pickle would find the variant that its name means now."""
+    """The class; where it stands if pickle would find the variant that its name means now; what a variant is made of."""
+    if "liger_part" in vars(base):
+        return _address(base.__bases__[-1]), vars(base)["liger_part"]
     named = getattr(sys.modules.get(base.__module__), base.__name__, None)
     rebound = isinstance(named, type) and named is not base and base in named.__bases__ and "liger_part" in vars(named)
     return (base.__module__, base.__name__) if rebound else base
 
 
 def _new(base, part):
-    if isinstance(base, tuple):
-        base = getattr(importlib.import_module(base[0]), base[1])
-    cls = base if is_variant(base, part) else variant(base, part)
+    cls = _variant_at(base, part)
     return cls.__new__(cls)
+
+
+def _variant_at(address, part):
+    if not isinstance(address, tuple):
+        base = address
+    elif isinstance(address[0], str):
+        base = getattr(importlib.import_module(address[0]), address[1])
+    else:
+        base = _variant_at(*address)
+    return base if is_variant(base, part) else variant(base, part)

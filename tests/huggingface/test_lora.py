@@ -1,0 +1,301 @@
+"""PEFT's LoRA layers in patched models, against PEFT's own."""
+
+import collections
+import copy
+import io
+import pickle
+
+import peft
+import pytest
+import torch
+from conftest import TOLERANCE, batch, make
+from liger_kernel.transformers.lora import LoRALinear, LoRAMLP
+from liger_kernel.transformers.replace import is_variant
+from peft import LoraConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+#: What runs of two layers, each with one group of projections, an output projection and an MLP.
+EACH = {"lora_qkv": 2, "lora_linear": 2, "lora_mlp": 2}
+
+
+class Ran(TorchDispatchMode):
+    """How often each operator for adapters ran forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = collections.Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._opname.removesuffix("_forward")
+        if function.namespace == "liger" and name in EACH:
+            self.counts[name] += 1
+        return function(*args, **kwargs or {})
+
+
+def adapters(**fields):
+    return LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": ALL, "init_lora_weights": False, **fields})
+
+
+def adapted(family="llama", dtype=torch.float32, model=None, **fields):
+    """A model with random adapters, whose weights are frozen as PEFT freezes them."""
+    torch.manual_seed(1)
+    return get_peft_model(make(family) if model is None else model, adapters(**fields)).to(dtype).train()
+
+
+def step(model, autocast=None, seed=3, **inputs):
+    """(loss, the gradients by name) of one step."""
+    model.zero_grad()
+    torch.manual_seed(seed)
+    with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+        loss = model(**{**batch(), **inputs}).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(model, reference, counts=None, **options):
+    """Both take the same step in float32; `counts` are the operators that ran in the first."""
+    expected_loss, expected = step(reference, **options)
+    with Ran() as ran:
+        loss, found = step(model, **options)
+    assert counts is None or dict(ran.counts) == counts
+    torch.testing.assert_close(loss, expected_loss, rtol=TOLERANCE, atol=TOLERANCE)
+    assert found.keys() == expected.keys() and expected
+    for name, gradient in expected.items():
+        size = gradient.abs().max()
+        assert (found[name] - gradient).abs().max() <= TOLERANCE * max(size, 1e-3), name
+
+
+def patched_copy(model, patched, family="llama", **switches):
+    ours = copy.deepcopy(model)
+    return ours, patched(family, ours, **switches)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma", "gemma2"])
+def test_precision(family, autocast, patched):
+    """The loss and the gradients are at most 1.1 times as far from float64's as PEFT's own are."""
+    base = make(family)
+    if autocast is not None:
+        base = base.to(autocast)
+    model = get_peft_model(base, adapters(r=8)).train()
+    assert {p.dtype for name, p in model.named_parameters() if "lora" in name} == {torch.float32}
+    exact_model, theirs = copy.deepcopy(model).double(), patched_copy(model, patched, family, lora=False)[0]
+    ours = patched_copy(model, patched, family)[0]
+    errors = {"ours": [], "theirs": [], "size": []}
+    for seed in range(6):  # one batch's rounding is chance
+        inputs = batch(seed)
+        exact_loss, exact = step(exact_model, **inputs)
+        their_loss, their_gradients = step(theirs, autocast, **inputs)
+        with Ran() as ran:
+            loss, gradients = step(ours, autocast, **inputs)
+        assert ran.counts == EACH
+        assert gradients.keys() == their_gradients.keys() == exact.keys()
+        assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
+        errors["ours"] += [(gradients[name] - exact[name]).square().sum() for name in exact]
+        errors["theirs"] += [(their_gradients[name] - exact[name]).square().sum() for name in exact]
+        errors["size"] += [exact[name].square().sum() for name in exact]
+        rounding = torch.finfo(autocast or torch.float32).eps
+        assert abs(loss - exact_loss) <= max(2 * abs(their_loss - exact_loss), rounding * exact_loss)
+    ours, theirs, size = (torch.stack(squares).sum().sqrt() for squares in errors.values())
+    assert ours <= max(1.1 * theirs, rounding / 8 * size)
+
+
+@pytest.mark.parametrize(
+    "fields, counts",
+    [
+        ({}, EACH),
+        ({"use_rslora": True, "r": 7}, EACH),
+        ({"rank_pattern": {"q_proj": 2, "up_proj": 9}, "alpha_pattern": {"k_proj": 3, "down_proj": 1}}, EACH),
+        ({"r": 1}, EACH),
+        ({"r": 256}, EACH),
+        ({"lora_dropout": 0.3}, {"lora_linear": 14}),
+        ({"target_modules": ["k_proj", "v_proj"]}, {"lora_linear": 4}),
+        ({"target_modules": ["gate_proj"]}, {"lora_mlp": 2}),
+        ({"target_modules": ALL, "layers_to_transform": [1]}, {"lora_qkv": 1, "lora_linear": 1, "lora_mlp": 1}),
+        ({"modules_to_save": ["lm_head", "embed_tokens"]}, EACH),
+        ({"target_modules": [*ALL, "embed_tokens"]}, EACH),
+        ({"target_modules": [*ALL, "lm_head"]}, EACH | {"lora_linear": 3}),
+        ({"bias": "all"}, EACH),
+        ({"bias": "lora_only"}, EACH),
+        ({"trainable_token_indices": [1, 5]}, EACH),
+        ({"use_dora": True}, {}),
+        ({"lora_bias": True}, {}),
+    ],
+    ids=str,
+)
+def test_configurations(fields, counts, patched):
+    reference = adapted("qwen2" if "bias" in fields else "llama", **fields)
+    ours, report = patched_copy(reference, patched, "qwen2" if "bias" in fields else "llama")
+    assert_same(ours, reference, counts)
+    reasons = [entry.reason for entry in report.skipped if entry.switch == "lora"]
+    if fields.get("use_dora"):
+        assert reasons == ["its adapter is DoRA or another variant"]
+    elif fields.get("lora_bias"):
+        assert reasons == ["its adapter has a bias"]
+
+
+def test_dtypes_without_autocast(patched):
+    """Adapters of the weights' dtype are fused; float ones beside 16-bit weights compute in float, as PEFT does."""
+    reference = adapted(dtype=torch.bfloat16)
+    ours, _ = patched_copy(reference, patched)
+    with Ran() as ran:
+        step(ours)
+    assert ran.counts == EACH
+    mixed = get_peft_model(make("llama").to(torch.bfloat16), adapters()).train()
+    ours, _ = patched_copy(mixed, patched)
+    with Ran() as ran:
+        _, found = step(ours)
+    assert not ran.counts
+    _, expected = step(patched_copy(mixed, patched, lora=False)[0])
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_input_is_not_cast_under_autocast(patched, monkeypatch):
+    """What PEFT's own forward computes is the same to the bit without the cast to float that autocast takes back."""
+    model = get_peft_model(make("llama").to(torch.bfloat16), adapters()).train()
+    _, expected = step(patched_copy(model, patched, lora=False)[0], torch.bfloat16)
+    monkeypatch.setattr("liger_kernel.transformers.lora._adapted", lambda module, x: None)
+    seen = set()
+    ours, _ = patched_copy(model, patched)
+    for module in ours.modules():
+        if is_variant(type(module), LoRALinear):
+            module.lora_A["default"].register_forward_hook(lambda m, args, y: seen.add(args[0].dtype))
+    _, found = step(ours, torch.bfloat16)
+    assert seen == {torch.bfloat16}
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_dropout_draws_the_same_masks(patched):
+    model = get_peft_model(make("llama").to(torch.bfloat16), adapters(lora_dropout=0.5)).train()
+    expected = step(patched_copy(model, patched, lora=False)[0], torch.bfloat16)[1]
+    found = step(patched_copy(model, patched)[0], torch.bfloat16)[1]
+    for name, gradient in expected.items():
+        assert torch.nn.functional.cosine_similarity(gradient.flatten(), found[name].flatten(), 0) > 0.99, name
+
+
+def test_adapters_come_and_go(patched):
+    """Decided at each call: switched, disabled, merged, several, taken off."""
+    reference = adapted()
+    ours, _ = patched_copy(reference, patched)
+    models = reference, ours
+    both = lambda act: [act(model) for model in models]
+    assert_same(ours, reference, EACH)
+    with reference.disable_adapter(), ours.disable_adapter(), torch.no_grad():
+        with Ran() as ran:
+            a, b = both(lambda model: model(**batch()).loss)
+        torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=0)
+        assert not ran.counts
+    torch.manual_seed(2)
+    reference.add_adapter("other", adapters(r=3, target_modules=["q_proj", "o_proj", "up_proj"]))
+    ours.add_adapter("other", adapters(r=3, target_modules=["q_proj", "o_proj", "up_proj"]))
+    ours.load_state_dict(reference.state_dict())
+    both(lambda model: model.set_adapter("other"))
+    assert_same(ours, reference, {"lora_linear": 4, "lora_mlp": 2})
+    both(lambda model: model.base_model.set_adapter(["default", "other"]))
+    assert_same(ours, reference, {"lora_linear": 8})  # of layers with one active adapter: k, v, gate and down
+    both(lambda model: model.set_adapter("default"))
+    assert_same(ours, reference, EACH)
+    both(lambda model: model.merge_adapter())
+    with torch.no_grad():
+        torch.testing.assert_close(*both(lambda model: model(**batch()).loss), rtol=TOLERANCE, atol=0)
+    both(lambda model: model.unmerge_adapter())
+    assert_same(ours, reference, EACH)
+    merged = both(lambda model: model.merge_and_unload())
+    assert not any(isinstance(module, peft.tuners.lora.LoraLayer) for module in merged[1].modules())
+    with torch.no_grad():
+        torch.testing.assert_close(merged[1](**batch()).loss, merged[0](**batch()).loss, rtol=TOLERANCE, atol=0)
+
+
+@pytest.mark.parametrize("level", ["instance", "class"])
+def test_adapters_after_the_patch(level, patched):
+    reference = make("llama")
+    if level == "instance":
+        ours = copy.deepcopy(reference)
+        report = patched("llama", ours)
+    else:
+        report = patched("llama")
+        ours = make("llama")
+        ours.load_state_dict(reference.state_dict())
+        report.undo()  # the model keeps what it was made with
+        patched("llama", reference, lora=False)
+    reference, ours = (adapted(model=model) for model in (reference, ours))
+    ours.load_state_dict(reference.state_dict())
+    if level == "instance":
+        assert_same(ours, reference, EACH)
+        assert [entry.count for entry in report.replaced if entry.switch == "lora"] == [14, 2]
+        report.undo()
+        assert not any(is_variant(type(module), part) for module in ours.modules() for part in (LoRALinear, LoRAMLP))
+    assert_same(ours, reference)
+
+
+def test_undo_and_switch(patched):
+    reference = adapted()
+    ours, report = patched_copy(reference, patched)
+    assert "lora_linear" in str(report) and "lora_mlp" in str(report)
+    report.undo()
+    assert [type(m) for m in ours.modules()] == [type(m) for m in reference.modules()]
+    assert_same(ours, reference, {})
+    ours, report = patched_copy(reference, patched, lora=False)
+    assert not [entry for entry in report.replaced if entry.switch == "lora"]
+    assert_same(ours, reference, {})
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
+def test_copies(how, patched):
+    reference = adapted()
+    ours, _ = patched_copy(reference, patched)
+    if how == "deepcopy":
+        ours = copy.deepcopy(ours)
+    elif how == "pickle":
+        ours = pickle.loads(pickle.dumps(ours))
+    else:
+        file = io.BytesIO()
+        torch.save(ours, file)
+        file.seek(0)
+        ours = torch.load(file, weights_only=False)
+    assert_same(ours, reference, EACH)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing(reentrant, patched):
+    reference = adapted()
+    ours, _ = patched_copy(reference, patched)
+    for model in (reference, ours):
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert_same(ours, reference)
+
+
+def test_hooks_and_groups(patched):
+    """A hook on a matrix of an adapter runs; a module called with another input is not mistaken for its neighbour."""
+    reference = adapted()
+    ours, _ = patched_copy(reference, patched)
+    called = []
+    first = next(m for name, m in ours.named_modules() if name.endswith("layers.0.self_attn.k_proj"))
+    handle = first.lora_A["default"].register_forward_hook(lambda *_: called.append(1))
+    assert_same(ours, reference, {"lora_qkv": 1, "lora_linear": 4, "lora_mlp": 2})
+    assert called
+    handle.remove()
+    attention = next(m for name, m in ours.named_modules() if name.endswith("layers.0.self_attn"))
+    x, y = torch.randn(2, 3, 5, attention.q_proj.in_features).unbind()
+    expected = next(m for name, m in reference.named_modules() if name.endswith("layers.0.self_attn"))
+    attention.q_proj(x)
+    torch.testing.assert_close(attention.k_proj(y), expected.k_proj(y), rtol=1e-4, atol=1e-4)
+    attention.q_proj(x)
+    x.mul_(2)
+    torch.testing.assert_close(attention.v_proj(x), expected.v_proj(x), rtol=1e-4, atol=1e-4)
+    assert_same(ours, reference)
+
+
+def test_compiled(patched):
+    torch._dynamo.reset()
+    reference = adapted()
+    ours, _ = patched_copy(reference, patched)
+    expected_loss, expected = step(reference)
+    loss, found = step(torch.compile(ours, backend="aot_eager"))
+    torch.testing.assert_close(loss, expected_loss, rtol=TOLERANCE, atol=TOLERANCE)
+    for name, gradient in expected.items():
+        found_gradient = found["_orig_mod." + name]
+        assert (found_gradient - gradient).abs().max() <= TOLERANCE * max(gradient.abs().max(), 1e-3), name
