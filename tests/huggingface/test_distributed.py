@@ -14,6 +14,7 @@ import tempfile
 import traceback
 
 import conftest
+import peft
 import pytest
 import torch
 from conftest import VOCABULARY, assert_close, run
@@ -55,8 +56,13 @@ def batch():
     return {name: value.to(DEVICE) for name, value in found.items()}
 
 
-def make(family, **options):
-    return conftest.make(family, **options).to(DEVICE)
+def make(family, adapted=False, **options):
+    model = conftest.make(family, **options)
+    if adapted:
+        config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        torch.manual_seed(1)
+        model = peft.inject_adapter_in_model(config, model)
+    return model.to(DEVICE)
 
 
 def part(inputs, rank, ranks=RANKS):
@@ -174,8 +180,8 @@ def evaluated(mode, model, rank):
     return output.loss, output.logits
 
 
-def compare(rank, family, mode, tied):
-    reference = make(family, tie_word_embeddings=tied)
+def compare(rank, family, mode, tied, adapted=False):
+    reference = make(family, adapted, tie_word_embeddings=tied)
     expected, expected_gradients = run(copy.deepcopy(reference), **batch())
     plain = step(mode, copy.deepcopy(reference), rank)
     model = copy.deepcopy(reference)
@@ -260,6 +266,32 @@ def on_rank(rank, families):
                 except Exception:
                     found[family, mode, tied] = traceback.format_exc()
     return found
+
+
+def on_lora_rank(rank):
+    found = {}
+    for mode in LORA_MODES:
+        try:
+            compare(rank, "llama", mode, False, adapted=True)
+            found[mode] = None
+        except Exception:
+            found[mode] = traceback.format_exc()
+    return found
+
+
+#: FSDP1's flat parameters are all trained or none is.
+LORA_MODES = [mode for mode in MODES if mode != "fsdp1_flat"]
+
+
+@pytest.fixture(scope="module")
+def found_lora():
+    return on_ranks(on_lora_rank)
+
+
+@pytest.mark.parametrize("mode", LORA_MODES)
+def test_lora(found_lora, mode):
+    for of_rank in found_lora:
+        assert of_rank[mode] is None, of_rank[mode]
 
 
 FAMILIES = ("llama", "gemma2")

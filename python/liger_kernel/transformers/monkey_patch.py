@@ -41,13 +41,15 @@ def _apply_function(row):
     """The function `apply_liger_kernel_to_<row.name>`."""
     kind, switches = inspect.Parameter.POSITIONAL_OR_KEYWORD, row.switches
     names = [name for name in row.parameters or (*switches, "model") if name not in ("kwargs", "lora")]
-    names.append("lora")  # the API has none: it comes last
     parameters = [
         inspect.Parameter(name, kind, default=None, annotation=PreTrainedModel)
         if name == "model"
         else inspect.Parameter(name, kind, default=switches[name], annotation=bool)
         for name in names
     ]
+    parameters.append(  # the API has none
+        inspect.Parameter("lora", inspect.Parameter.KEYWORD_ONLY, default=switches["lora"], annotation=bool)
+    )
     takes_others = "kwargs" in row.parameters
     if takes_others:
         parameters.append(inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD))
