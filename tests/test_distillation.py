@@ -6,7 +6,7 @@ from liger_kernel import ops as liger_ops
 from liger_kernel._library import ops
 from liger_kernel.chunked_loss import cosine_similarity_loss, fused_linear_distillation, jsd_loss
 from liger_kernel.chunked_loss.fused_linear_distillation import LigerFusedLinearDistillationBase
-from liger_kernel.ops import two_heads
+from liger_kernel.operators import distillation as two_heads
 from liger_kernel.transformers import LigerFusedLinearJSD
 from liger_kernel.transformers.functional import liger_fused_linear_jsd
 from policy_reference import BOUNDS, check

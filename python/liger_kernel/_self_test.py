@@ -13,9 +13,9 @@ from liger_kernel.chunked_loss import (
     LigerFusedLinearKTOLoss,
     LigerFusedLinearORPOLoss,
 )
+from liger_kernel.operators.experts import fused_experts
+from liger_kernel.operators.head import linear_log_prob
 from liger_kernel.ops import LigerEmbeddingFunction, LigerMLPFunction
-from liger_kernel.ops.fused_moe import fused_experts
-from liger_kernel.ops.linear_log_prob import linear_log_prob
 from liger_kernel.transformers import functional as liger
 
 EPS = 1e-6
