@@ -18,7 +18,7 @@ RECORD = pathlib.Path(__file__).with_name("api.json")
 INTERNAL = {
     "signatures",
     *(f"chunked_loss.{name}" for name in ("classes", "gradients", "losses")),
-    *(f"ops.{name}" for name in "divergence linear_distillation sliced_log_prob two_heads".split()),
+    *(f"ops.{name}" for name in ("linear_distillation", "sliced_log_prob")),
     *(f"transformers.trainer{name}" for name in ("", ".orpo", ".orpo_trainer")),
     *(
         f"transformers.{name}"

@@ -189,7 +189,7 @@ CHECKS = (
         ((2, 4, 3, 8), (2, 2, 3, 8)),
         _TABLES,
     ),
-    Check("rope_packed", lambda qkv, *t: liger.liger_rope_packed(qkv, *t, 2, 1), _packed, ((2, 3, 32),), _TABLES),
+    Check("rope_packed", lambda x, c, s: liger.liger_rope_packed(x, c, s, 2, 1), _packed, ((2, 3, 32),), _TABLES),
     Check("embedding", LigerEmbeddingFunction.apply, lambda w, ids: F.embedding(ids, w), ((5, 40),), (_IDS,)),
     Check("softmax", liger.liger_softmax, lambda x: x.softmax(-1), ((6, 40),)),
     Check("softmax, sparse", liger.liger_sparsemax, _sparsemax, ((6, 40),)),

@@ -4,8 +4,11 @@ By one operator, and for losses written in torch a chunk of tokens at a time. Th
 is that of Agarwal et al. 2024, arXiv:2306.13649.
 """
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from liger_kernel._library import ops
 from liger_kernel.operators.common import autocast_dtype, first_derivative_only, reduction_code, roots, wanted_gradients
@@ -29,10 +32,12 @@ def _shares(tokens, labels, ignore_index, device):
 
 
 def linear_distillation(
-    student, student_weight, teacher, teacher_weight, labels=None, kind="jsd", beta=0.5, temperature=1.0,
-    soft_weight=1.0, hard_weight=0.0, ignore_index=-100, student_bias=None, teacher_bias=None, student_scale=1.0,
-    student_softcap=None, teacher_scale=1.0, teacher_softcap=None, max_bytes=0,
-):  # fmt: skip
+    student: Tensor, student_weight: Tensor, teacher: Tensor, teacher_weight: Tensor, labels: Tensor | None = None,
+    kind: str = "jsd", beta: float = 0.5, temperature: float = 1.0, soft_weight: float = 1.0, hard_weight: float = 0.0,
+    ignore_index: int = -100, student_bias: Tensor | None = None, teacher_bias: Tensor | None = None,
+    student_scale: float = 1.0, student_softcap: float | None = None, teacher_scale: float = 1.0,
+    teacher_softcap: float | None = None, max_bytes: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(loss, soft, hard): loss = soft_weight · soft + hard_weight · hard, float, of which the loss alone is
     differentiable.
 
@@ -62,9 +67,11 @@ def linear_distillation(
 
 
 def forward_with_gradients(
-    student, teacher, labels, soft, hard, kind, beta=0.5, temperature=1.0, ignore_index=-100, skip_ignored=True,
-    max_bytes=0, wanted=(False, False, False), maps=(1.0, 0.0, 1.0, 0.0), entropy=False, float_logits=False, dtype=None,
-):  # fmt: skip
+    student: Sequence[Any], teacher: Sequence[Any], labels: Tensor | None, soft: Tensor | None, hard: Tensor | None,
+    kind: int, beta: float = 0.5, temperature: float = 1.0, ignore_index: int = -100, skip_ignored: bool = True,
+    max_bytes: int = 0, wanted: Sequence[bool] = (False, False, False), maps: Sequence[float] = (1.0, 0.0, 1.0, 0.0),
+    entropy: bool = False, float_logits: bool = False, dtype: torch.dtype | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
     """(loss, divergence, nll, entropy, gradients, rest) without autograd, for Functions that save the gradients: those,
     times rest, are the loss's.
 
@@ -84,8 +91,9 @@ def forward_with_gradients(
 
 
 def linear_jsd_with_gradients(
-    student, student_weight, teacher, teacher_weight, labels, beta, ignore_index, temperature, wanted
-):
+    student: Tensor, student_weight: Tensor, teacher: Tensor, teacher_weight: Tensor, labels: Tensor | None,
+    beta: float, ignore_index: int, temperature: float, wanted: Sequence[bool],
+) -> tuple[Any, ...]:  # fmt: skip
     """(loss, (gradient of student, of student_weight), rest) of LigerFusedLinearJSDFunction; those, times rest, are the
     loss's gradients."""
     check_labels(labels, len(student), ignore_index)
@@ -103,9 +111,10 @@ class LigerFusedLinearJSDFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, student_input, student_weight, teacher_input, teacher_weight, shift_labels=None, jsd_beta=0.5,
-        ignore_index=-100, temperature=1.0, accum_dtype=None,
-    ):  # fmt: skip
+        ctx: Any, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
+        shift_labels: Tensor | None = None, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0,
+        accum_dtype: torch.dtype | None = None,
+    ) -> Tensor:  # fmt: skip
         """The mean over the tokens whose shift_labels [tokens] is not ignore_index (None: all), float; 0 where there is
         none.
 
@@ -124,16 +133,17 @@ class LigerFusedLinearJSDFunction(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx, grad_output):
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         *gradients, rest = ctx.saved_tensors
         factor = grad_output * rest
         return *(g if g is None else g * factor for g in gradients), *[None] * 7
 
 
 def liger_fused_linear_jsd(
-    student_input, student_weight, teacher_input, teacher_weight, shift_labels=None, jsd_beta: float = 0.5,
-    ignore_index: int = -100, temperature: float = 1.0, accum_dtype=None,
-):  # fmt: skip
+    student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
+    shift_labels: Tensor | None = None, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0,
+    accum_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """Generalised Jensen-Shannon divergence of two heads, without their logits; see LigerFusedLinearJSDFunction."""
     return LigerFusedLinearJSDFunction.apply(
         student_input, student_weight, teacher_input, teacher_weight, shift_labels, jsd_beta, ignore_index, temperature
@@ -144,20 +154,28 @@ class LigerFusedLinearJSD(nn.Module):
     """The divergence of a teacher's head from a student's; see LigerFusedLinearJSDFunction. Raises AssertionError where
     the temperature is 0."""
 
-    def __init__(self, jsd_beta=0.5, ignore_index=-100, temperature=1.0, accum_dtype=None):
+    def __init__(
+        self, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0,
+        accum_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         if temperature == 0:
             raise AssertionError("temperature must not be 0")
         self.jsd_beta, self.ignore_index, self.temperature = jsd_beta, ignore_index, temperature
         self.accum_dtype = accum_dtype
 
-    def forward(self, student_input, student_weight, teacher_input, teacher_weight, shift_labels):
+    def forward(
+        self, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
+        shift_labels: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         heads = student_input, student_weight, teacher_input, teacher_weight
         options = self.jsd_beta, self.ignore_index, self.temperature
         return LigerFusedLinearJSDFunction.apply(*heads, shift_labels, *options)
 
 
-def jensen_shannon(student_logits, teacher_logits, labels, beta, ignore_index):
+def jensen_shannon(
+    student_logits: Tensor, teacher_logits: Tensor, labels: Tensor | None, beta: float, ignore_index: int
+) -> Tensor:
     """Σ over the rows whose label is not ignore_index (labels None: all rows) of the divergence in LigerJSDFunction, of
     softmax(logits), both [rows, V]."""
     x, target = (torch.log_softmax(z, -1, dtype=torch.float32) for z in (student_logits, teacher_logits))
@@ -165,7 +183,10 @@ def jensen_shannon(student_logits, teacher_logits, labels, beta, ignore_index):
     return ops.divergence(x, target, labels, *options, torch.float32)
 
 
-def sums_over_tokens(student, teacher, loss_of, results, factor, chunk_tokens=GPU_CHUNK, wanted=(False, False, False)):
+def sums_over_tokens(
+    student: Sequence[Any], teacher: Sequence[Any], loss_of: Callable[..., Any], results: int, factor: Tensor,
+    chunk_tokens: int = GPU_CHUNK, wanted: Sequence[bool] = (False, False, False),
+) -> tuple[Any, ...]:  # fmt: skip
     """(Σ of loss_of's results, float [results]; gradients; rest): the gradients, times rest, are those of factor · the
     first sum.
 
@@ -182,20 +203,20 @@ def sums_over_tokens(student, teacher, loss_of, results, factor, chunk_tokens=GP
     own = lambda t: t.dtype if t.dtype == dtype and not defer else torch.float32
     empty = lambda t, dtype: torch.zeros(t.shape, dtype=dtype, device=hidden.device)
 
-    heads = [[t if t is None else t.detach().to(dtype) for t in head] for head in (student, teacher)]
+    heads: list[Any] = [[t if t is None else t.detach().to(dtype) for t in head] for head in (student, teacher)]
     widest = max(len(w) for _, w, _ in heads)
     most = max(CPU_CHUNK, CPU_BYTES // (widest * dtype.itemsize)) if device == "cpu" else GPU_CHUNK
     chunk = max(1, min(chunk_tokens, tokens, most))
-    d_hidden = empty(hidden, own(hidden)) if wanted[0] else None
+    d_hidden: Any = empty(hidden, own(hidden)) if wanted[0] else None
     # One chunk needs no accumulator: its GEMM sums in float and rounds once.
     d_weight = empty(weight, own(weight) if chunk >= tokens else torch.float32) if wanted[1] else None
     d_bias = empty(bias, torch.float32) if wanted[2] else None
-    buffers = [torch.empty(chunk, len(w), dtype=dtype, device=hidden.device) for _, w, _ in heads]
+    buffers: Any = [torch.empty(chunk, len(w), dtype=dtype, device=hidden.device) for _, w, _ in heads]
     totals = torch.zeros(results, device=hidden.device)
     with torch.autocast(device, enabled=False):
         for begin in range(0, tokens, chunk):
             n = min(chunk, tokens - begin)
-            z, teacher_z = (_logits(buffer[:n], *head, begin) for buffer, head in zip(buffers, heads))
+            z, teacher_z = (_logits(buffer[:n], begin, *head) for buffer, head in zip(buffers, heads))
             for first in range(0, n, ROWS):
                 rows = slice(first, min(first + ROWS, n))
                 leaf = z[rows].detach().requires_grad_(needed)
@@ -220,7 +241,7 @@ def _gradient(loss, leaf):
     return torch.autograd.grad(loss, leaf, materialize_grads=True)[0] if loss.requires_grad else 0
 
 
-def _logits(out, hidden, weight, bias, begin):
+def _logits(out, begin, hidden, weight, bias):
     x = hidden[begin : begin + len(out)]
     return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 

@@ -2,14 +2,14 @@
 liger/ops/matmul/int2_matmul.h. The API calls both experimental; here they are not."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from liger_kernel._library import ops
 
 
 class LigerEmbeddingFunction:
     @staticmethod
-    def apply(embeddings, indices, padding_idx=-1):
+    def apply(embeddings: Tensor, indices: Tensor, padding_idx: int = -1) -> Tensor:
         """Rows indices of embeddings [num, dim]: [*indices, dim] in the table's dtype; the row padding_idx gets no
         gradient.
 
@@ -25,7 +25,7 @@ class LigerEmbedding(nn.Module):
     Raises AssertionError for a padding_idx outside the table.
     """
 
-    def __init__(self, num_embeddings, embedding_dim, padding_idx=None):
+    def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None) -> None:
         super().__init__()
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise AssertionError(f"padding_idx must be within num_embeddings, {num_embeddings}, got {padding_idx}")
@@ -36,10 +36,10 @@ class LigerEmbedding(nn.Module):
             with torch.no_grad():
                 self.weight[self.padding_idx].zero_()
 
-    def forward(self, indices):
+    def forward(self, indices: Tensor) -> Tensor:
         return ops.embedding(self.weight, indices, -1 if self.padding_idx is None else self.padding_idx)
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, padding_idx={self.padding_idx}"
 
 
@@ -48,20 +48,20 @@ def _two_bits(bits):
         raise ValueError(f"weights have 2 bits, not {bits}")
 
 
-def pack_weights(intweights, bits=2):
+def pack_weights(intweights: Tensor, bits: int = 2) -> Tensor:
     """Integer weights [rows, ...] in {-1, 0, 1, 2} as uint8 [ceil(rows / 4), ...]; missing rows count as -1. The
     argument is not changed."""
     _two_bits(bits)
     return ops.int2_pack(intweights)
 
 
-def unpack_weights(packed, bits=2):
+def unpack_weights(packed: Tensor, bits: int = 2) -> Tensor:
     """The weights of uint8 packed [rows / 4, ...], as int32 [rows, ...]."""
     _two_bits(bits)
     return ops.int2_unpack(packed)
 
 
-def matmul(a, b):
+def matmul(a: Tensor, b: Tensor) -> Tensor:
     """The exact product of int8 a [M, K] and packed weights b [K/4, N], as int32 [M, N]; it has no gradient.
 
     Raises AssertionError where K differs from four times b's rows or a is not contiguous; b may have any strides.

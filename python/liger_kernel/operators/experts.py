@@ -1,9 +1,10 @@
 """Experts of a mixture by grouped GEMMs (see liger/ops.h), and where those of a model keep transformers' forward."""
 
 import contextlib
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from liger_kernel._library import ops
 from liger_kernel.operators.activation import ACTIVATIONS, SILU, activation_of
@@ -15,9 +16,10 @@ _DEFAULTS = (None, "eager", "grouped_mm")
 
 
 def fused_experts(
-    x, gate_up, down, index, weights, gate_up_bias=None, down_bias=None, activation="silu", transposed=False,
-    clamped=False, alpha=1.702, limit=7.0, recompute=True,
-):  # fmt: skip
+    x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor, gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None, activation: str = "silu", transposed: bool = False, clamped: bool = False,
+    alpha: float = 1.702, limit: float = 7.0, recompute: bool = True,
+) -> Tensor:  # fmt: skip
     """y[t] = Σ_k weights[t, k] · down_e (act(gate_e x[t]) · up_e x[t]) for the experts e = index[t, k]; [tokens, H] in
     x's dtype, summed over k in float.
 
@@ -37,11 +39,11 @@ class LigerFusedMoEFunction:
     """fused_experts of SwiGLU experts without biases, under the API's name."""
 
     @staticmethod
-    def apply(x, gate_up_proj, down_proj, top_k_index, top_k_weights):
+    def apply(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         return fused_experts(x, gate_up_proj, down_proj, top_k_index, top_k_weights)
 
 
-def reason_to_keep(experts, running=True) -> str | None:
+def reason_to_keep(experts: nn.Module, running: bool = True) -> str | None:
     """Why experts keep transformers' forward, or None; `running`: its weights are what a forward sees, not shards."""
     chosen = getattr(getattr(experts, "config", None), "_experts_implementation", None)
     if chosen not in _DEFAULTS:
@@ -54,7 +56,9 @@ def reason_to_keep(experts, running=True) -> str | None:
     return None
 
 
-def computed(experts, hidden_states, top_k_index, top_k_weights, *biases, **options):
+def computed(
+    experts: Any, hidden_states: Tensor, top_k_index: Any, top_k_weights: Any, *biases: Any, **options: Any
+) -> Tensor:
     """fused_experts on the weights of a module, in the dtype in which transformers computes; the result is as
     hidden_states are.
 
@@ -81,7 +85,7 @@ class LigerExperts(_Experts):
     I moe_intermediate_size or intermediate_size.
     """
 
-    def __init__(self, config):
+    def __init__(self, config: Any) -> None:
         super().__init__()
         activation_of(config, SILU)
         first = lambda *names: next(getattr(config, name) for name in names if getattr(config, name, None) is not None)
@@ -90,7 +94,7 @@ class LigerExperts(_Experts):
         self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * self.intermediate_dim, self.hidden_dim))
         self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
 
-    def forward(self, hidden_states, top_k_index, top_k_weights):
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[..., H] for hidden_states [..., H] and the experts [..., K] of each token with their weights."""
         return computed(self, hidden_states, top_k_index, top_k_weights)
 
@@ -98,7 +102,7 @@ class LigerExperts(_Experts):
 class LigerGEGLUExperts(_Experts):
     """LigerExperts with gelu, of tanh, for silu: a forward for experts of transformers."""
 
-    def forward(self, hidden_states, top_k_index, top_k_weights):
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """As LigerExperts."""
         return computed(self, hidden_states, top_k_index, top_k_weights, activation="gelu_tanh")
 
@@ -106,7 +110,9 @@ class LigerGEGLUExperts(_Experts):
 class LigerGptOssExperts(_Experts):
     """GPT-OSS's experts, as fused_experts has them with `clamped`: a forward for experts of transformers."""
 
-    def forward(self, hidden_states, router_indices=None, routing_weights=None):
+    def forward(
+        self, hidden_states: Tensor, router_indices: Tensor | None = None, routing_weights: Tensor | None = None
+    ) -> Tensor:
         """[..., H] for hidden_states [..., H] and the experts [..., K] of each token with their weights."""
         biases, gate = (self.gate_up_proj_bias, self.down_proj_bias), dict(alpha=self.alpha, limit=self.limit)
         return computed(

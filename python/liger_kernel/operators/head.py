@@ -4,10 +4,11 @@ Cross entropy, and log-probabilities of given tokens, also under a head whose cl
 a process group, or dequantised one after another.
 """
 
-from typing import Optional
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from liger_kernel._library import ops
 from liger_kernel.operators.common import IGNORE_INDEX, first_derivative_only
@@ -18,12 +19,12 @@ OUTPUTS = {"entropy": 1, "lse": 16, "mean_logits": 4, "log_sum_sq_probs": 2, "is
 
 
 def liger_fused_linear_cross_entropy(
-    input, weight, target, bias=None, ce_weight=None, ignore_index: int = -100, lse_square_scale: float = 0.0,
-    label_smoothing: float = 0.0, reduction: str = "mean", softcap: Optional[float] = None, return_z_loss: bool = False,
-    accum_dtype: Optional[torch.dtype] = None, use_token_scaling: bool = False, return_token_accuracy: bool = False,
-    return_predicted_tokens: bool = False, valid_count: Optional[int] = None,
-    normalizer: Optional[torch.Tensor] = None, max_bytes: int = 0,
-):  # fmt: skip
+    input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ce_weight: Tensor | None = None,
+    ignore_index: int = -100, lse_square_scale: float = 0.0, label_smoothing: float = 0.0, reduction: str = "mean",
+    softcap: float | None = None, return_z_loss: bool = False, accum_dtype: torch.dtype | None = None,
+    use_token_scaling: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
+    valid_count: int | None = None, normalizer: Tensor | None = None, max_bytes: int = 0,
+) -> Any:  # fmt: skip
     """Cross entropy of the logits `input @ weight.T + bias`, which are never held in full.
 
     input [tokens, width], weight [classes, width], target [tokens], bias and ce_weight [classes]. Gradients of the
@@ -51,10 +52,11 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
     """
 
     def __init__(
-        self, ce_weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0, reduction="mean",
-        softcap=None, return_z_loss=False, accum_dtype=None, use_token_scaling=False, return_token_accuracy=False,
-        return_predicted_tokens=False,
-    ):  # fmt: skip
+        self, ce_weight: Tensor | None = None, ignore_index: int = -100, lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
+        return_z_loss: bool = False, accum_dtype: torch.dtype | None = None, use_token_scaling: bool = False,
+        return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         check_options(reduction, label_smoothing, softcap)
         self.register_buffer("ce_weight", ce_weight)
@@ -63,19 +65,21 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         self.accum_dtype, self.use_token_scaling = accum_dtype, use_token_scaling
         self.return_token_accuracy, self.return_predicted_tokens = return_token_accuracy, return_predicted_tokens
 
-    def forward(self, lin_weight, _input, target, bias=None):
+    def forward(self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None) -> Any:
         return liger_fused_linear_cross_entropy(_input, lin_weight, target, bias, **vars_of(self))
 
 
-def output_bits(names):
+def output_bits(names: Iterable[str]) -> int:
     """The operator's `outputs` for names of OUTPUTS. Raises KeyError for another."""
     return sum(OUTPUTS[name] for name in set(names))
 
 
 def linear_log_prob(
-    hidden, weight, ids, bias=None, temperature=1.0, ignore_index=-100, entropy=False, max_bytes=0, valid_count=None,
-    softcap=None, logit_scale=1.0, outputs=(), top_k=0, lora=None, main_grad=None, batch_invariant=False,
-):  # fmt: skip
+    hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None = None, temperature: float = 1.0,
+    ignore_index: int = -100, entropy: bool = False, max_bytes: int = 0, valid_count: int | None = None,
+    softcap: float | None = None, logit_scale: float = 1.0, outputs: Sequence[str] = (), top_k: int = 0,
+    lora: tuple[Tensor, Tensor, float] | None = None, main_grad: Tensor | None = None, batch_invariant: bool = False,
+) -> Any:  # fmt: skip
     """log_softmax(z) at ids, float [...], for z = y · logit_scale / temperature, or softcap · tanh(y · logit_scale /
     softcap) / temperature, y = hidden weightᵀ + bias.
 
@@ -174,8 +178,9 @@ def _of_slice(hidden, weight, bias, ids, first, ignore_index, options):
 
 
 def vocab_parallel_linear_log_prob(
-    hidden, weight, ids, group, first=None, bias=None, entropy=False, ignore_index=IGNORE_INDEX, **options
-):
+    hidden: Tensor, weight: Tensor, ids: Tensor, group: Any, first: int | None = None, bias: Tensor | None = None,
+    entropy: bool = False, ignore_index: int = IGNORE_INDEX, **options: Any,
+) -> Any:  # fmt: skip
     """linear_log_prob under a head whose classes are spread over the ranks of a process group (Shoeybi et al. 2019,
     arXiv:1909.08053).
 
@@ -194,8 +199,9 @@ def vocab_parallel_linear_log_prob(
 
 
 def quantised_linear_log_prob(
-    hidden, weight, ids, bias=None, entropy=False, ignore_index=IGNORE_INDEX, classes_at_once=32768, **options
-):
+    hidden: Tensor, weight: Any, ids: Tensor, bias: Tensor | None = None, entropy: bool = False,
+    ignore_index: int = IGNORE_INDEX, classes_at_once: int = 32768, **options: Any,
+) -> Any:  # fmt: skip
     """linear_log_prob under a frozen head that bitsandbytes has quantised: int8, nf4 or fp4, of which classes_at_once
     are dequantised at a time, in both passes.
 

@@ -5,11 +5,12 @@ arXiv:1909.08053); the divergences of Kullback & Leibler (1951) and Jensen & Sha
 et al. 2024, arXiv:2306.13649), and the total variation distance (Wen et al. 2023, arXiv:2307.15190).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Optional
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from liger_kernel._library import ops
 from liger_kernel.operators.common import IGNORE_INDEX, check_label, first_derivative_only, reduction_code, roots
@@ -31,15 +32,15 @@ class CrossEntropyOutput:
     """A loss and what was asked for beside it."""
 
     loss: torch.Tensor
-    z_loss: Optional[torch.Tensor] = None
-    token_accuracy: Optional[torch.Tensor] = None
-    predicted_tokens: Optional[torch.Tensor] = None
+    z_loss: Tensor | None = None
+    token_accuracy: Tensor | None = None
+    predicted_tokens: Tensor | None = None
 
 
 def loss_options(
-    ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, return_token_accuracy,
-    return_predicted_tokens, use_token_scaling=False,
-):  # fmt: skip
+    ignore_index: int, lse_square_scale: float, label_smoothing: float, reduction: str, softcap: float | None,
+    return_z_loss: bool, return_token_accuracy: bool, return_predicted_tokens: bool, use_token_scaling: bool = False,
+) -> tuple[list[int] | None, list[float] | None]:  # fmt: skip
     """The options as libliger's schemas carry them: flags and scales, None for the defaults.
 
     Raises ValueError for an unknown reduction, TypeError where ignore_index is no integer.
@@ -55,13 +56,15 @@ def loss_options(
     return [ignore_index, reduction_code(reduction, REDUCTIONS), *map(bool, flags)], list(scales)
 
 
-def asked_for(results, *asked):
+def asked_for(results: Sequence[Tensor], *asked: bool) -> tuple[Any, ...]:
     """(loss, z_loss, token_accuracy, predicted_tokens) with None for what `asked` is false for, which the operators
     return empty."""
     return results[0], *(result if wanted else None for result, wanted in zip(results[1:], asked))
 
 
-def as_output(loss, z_loss, token_accuracy, predicted_tokens):
+def as_output(
+    loss: Tensor, z_loss: Tensor | None, token_accuracy: Tensor | None, predicted_tokens: Tensor | None
+) -> Any:
     """The loss, or a CrossEntropyOutput where something was asked for beside it."""
     if z_loss is token_accuracy is predicted_tokens is None:
         return loss
@@ -71,9 +74,10 @@ def as_output(loss, z_loss, token_accuracy, predicted_tokens):
 class LigerCrossEntropyFunction:
     @staticmethod
     def apply(
-        _input, target, weight, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0, reduction="mean",
-        softcap=None, return_z_loss=False, return_token_accuracy=False, return_predicted_tokens=False,
-    ):  # fmt: skip
+        _input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int = -100, lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
+        return_z_loss: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
         """(loss, z_loss, token_accuracy, predicted_tokens), None where not asked for; only the loss is differentiable.
 
         _input [..., classes] logits, which are left alone; target [...]; weight [classes] or None. A label that is
@@ -86,10 +90,11 @@ class LigerCrossEntropyFunction:
 
 
 def liger_cross_entropy(
-    input, target, weight=None, size_average=None, ignore_index: int = -100, reduce=None, reduction: str = "mean",
-    label_smoothing: float = 0.0, lse_square_scale: float = 0.0, softcap: Optional[float] = None,
-    return_z_loss: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
-):  # fmt: skip
+    input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None, ignore_index: int = -100,
+    reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0, lse_square_scale: float = 0.0,
+    softcap: float | None = None, return_z_loss: bool = False, return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+) -> Any:  # fmt: skip
     """As torch.nn.functional.cross_entropy for logits [rows, classes]; size_average and reduce are not used.
 
     Returns the loss, or a CrossEntropyOutput where one of the return flags is set.
@@ -99,7 +104,7 @@ def liger_cross_entropy(
     return as_output(*asked_for(ops.cross_entropy(input, target, weight, *options), *asked))
 
 
-def check_options(reduction, label_smoothing, softcap):
+def check_options(reduction: str, label_smoothing: float, softcap: float | None) -> None:
     reduction_code(reduction, REDUCTIONS)
     if not 0 <= label_smoothing <= 1:
         raise AssertionError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
@@ -107,7 +112,7 @@ def check_options(reduction, label_smoothing, softcap):
         raise AssertionError(f"softcap must be positive, got {softcap}")
 
 
-def vars_of(module):
+def vars_of(module: nn.Module) -> dict[str, Any]:
     """A loss module's options, as the keywords of its function."""
     return {
         name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"
@@ -122,9 +127,10 @@ class LigerCrossEntropyLoss(nn.Module):
     """
 
     def __init__(
-        self, weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0, reduction="mean", softcap=None,
-        return_z_loss=False, return_token_accuracy=False, return_predicted_tokens=False,
-    ):  # fmt: skip
+        self, weight: Tensor | None = None, ignore_index: int = -100, lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
+        return_z_loss: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         check_options(reduction, label_smoothing, softcap)
         self.register_buffer("weight", weight)
@@ -132,11 +138,11 @@ class LigerCrossEntropyLoss(nn.Module):
         self.reduction, self.softcap, self.return_z_loss = reduction, softcap, return_z_loss
         self.return_token_accuracy, self.return_predicted_tokens = return_token_accuracy, return_predicted_tokens
 
-    def forward(self, _input, target):
+    def forward(self, _input: Tensor, target: Tensor) -> Any:
         return liger_cross_entropy(_input, target, **vars_of(self))
 
 
-def check_labels(labels, rows, ignore_index):
+def check_labels(labels: Tensor | None, rows: int, ignore_index: int) -> None:
     check_label("ignore_index", ignore_index)
     if labels is not None and labels.shape != (rows,):
         raise AssertionError(f"shift_labels must be [{rows}], got {list(labels.shape)}")
@@ -144,7 +150,9 @@ def check_labels(labels, rows, ignore_index):
 
 class LigerKLDivLossFunction:
     @staticmethod
-    def apply(y_pred, y_true, reduction="batchmean", log_target=False, eps=1e-10):
+    def apply(
+        y_pred: Tensor, y_true: Tensor, reduction: str = "batchmean", log_target: bool = False, eps: float = 1e-10
+    ) -> Tensor:
         """t · (ln max(t, eps) − y), or eᵗ · (t − y) with log_target, for log-probabilities y and a target t, both
         [rows, cols].
 
@@ -156,9 +164,9 @@ class LigerKLDivLossFunction:
 
 
 def liger_kl_div(
-    input, target, size_average: bool = True, reduce: bool = True, reduction: str = "mean", log_target: bool = False,
-    eps: float = 1e-10,
-):  # fmt: skip
+    input: Tensor, target: Tensor, size_average: bool = True, reduce: bool = True, reduction: str = "mean",
+    log_target: bool = False, eps: float = 1e-10,
+) -> Tensor:  # fmt: skip
     """As torch.nn.functional.kl_div for log-probabilities [rows, cols], with a float loss; size_average and reduce are
     not used. See LigerKLDivLossFunction."""
     return LigerKLDivLossFunction.apply(input, target, reduction, log_target, eps)
@@ -168,18 +176,20 @@ class LigerKLDIVLoss(nn.KLDivLoss):
     """As torch.nn.KLDivLoss for log-probabilities [rows, cols]; eps bounds the probabilities whose logarithm is taken.
     The loss is float."""
 
-    def __init__(self, eps=1e-10, *args, **kwargs):
+    def __init__(self, eps: float = 1e-10, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         reduction_code(self.reduction)
         self.eps = eps
 
-    def forward(self, y_pred, y_true):
+    def forward(self, y_pred: Tensor, y_true: Tensor) -> Tensor:
         return LigerKLDivLossFunction.apply(y_pred, y_true, self.reduction, self.log_target, self.eps)
 
 
 class LigerJSDFunction:
     @staticmethod
-    def apply(_input, target, shift_labels=None, beta=0.5, ignore_index=-100):
+    def apply(
+        _input: Tensor, target: Tensor, shift_labels: Tensor | None = None, beta: float = 0.5, ignore_index: int = -100
+    ) -> Tensor:
         """β KL(P ‖ M) + (1 − β) KL(Q ‖ M), M = β P + (1 − β) Q, for _input = ln Q and target = ln P, both [rows, cols].
 
         β = 0 is KL(P ‖ Q), β = 1 KL(Q ‖ P). The mean over the rows whose shift_labels [rows] is not ignore_index, in
@@ -191,7 +201,9 @@ class LigerJSDFunction:
         return ops.divergence(_input, target, shift_labels, *options, _input.dtype)
 
 
-def liger_jsd(input, target, shift_labels=None, beta: float = 0.5, ignore_index: int = -100):
+def liger_jsd(
+    input: Tensor, target: Tensor, shift_labels: Tensor | None = None, beta: float = 0.5, ignore_index: int = -100
+) -> Tensor:
     """Generalised Jensen-Shannon divergence of logarithms; see LigerJSDFunction."""
     return LigerJSDFunction.apply(input, target, shift_labels, beta, ignore_index)
 
@@ -199,17 +211,19 @@ def liger_jsd(input, target, shift_labels=None, beta: float = 0.5, ignore_index:
 class LigerJSD(nn.Module):
     """The divergence of log_p from log_q, both logarithms [rows, cols]; see LigerJSDFunction."""
 
-    def __init__(self, beta=0.5, ignore_index=-100):
+    def __init__(self, beta: float = 0.5, ignore_index: int = -100) -> None:
         super().__init__()
         self.beta, self.ignore_index = beta, ignore_index
 
-    def forward(self, log_q, log_p, shift_labels=None):
+    def forward(self, log_q: Tensor, log_p: Tensor, shift_labels: Tensor | None = None) -> Tensor:
         return LigerJSDFunction.apply(log_q, log_p, shift_labels, self.beta, self.ignore_index)
 
 
 class LigerTVDLossFunction:
     @staticmethod
-    def apply(p, q, shift_labels=None, reduction="batchmean", ignore_index=-100):
+    def apply(
+        p: Tensor, q: Tensor, shift_labels: Tensor | None = None, reduction: str = "batchmean", ignore_index: int = -100
+    ) -> Tensor:
         """½ |p − q| for probabilities p and q, both [rows, cols], of any dtypes.
 
         Rows whose shift_labels [rows] is ignore_index do not count; 0 where all are. The loss is float, a scalar or,
@@ -221,7 +235,9 @@ class LigerTVDLossFunction:
         return ops.divergence(p, q, shift_labels, *options, torch.float32)
 
 
-def liger_tvd(input, target, shift_labels=None, reduction: str = "mean", ignore_index: int = -100):
+def liger_tvd(
+    input: Tensor, target: Tensor, shift_labels: Tensor | None = None, reduction: str = "mean", ignore_index: int = -100
+) -> Tensor:
     """Total variation distance of probabilities; see LigerTVDLossFunction."""
     return LigerTVDLossFunction.apply(input, target, shift_labels, reduction, ignore_index)
 
@@ -230,16 +246,18 @@ class LigerTVDLoss(nn.Module):
     """The distance of probabilities p and q, both [rows, cols]; see LigerTVDLossFunction. Raises ValueError for an
     unknown reduction."""
 
-    def __init__(self, reduction="batchmean", ignore_index=-100):
+    def __init__(self, reduction: str = "batchmean", ignore_index: int = -100) -> None:
         super().__init__()
         reduction_code(reduction)
         self.reduction, self.ignore_index = reduction, ignore_index
 
-    def forward(self, p, q, shift_labels=None):
+    def forward(self, p: Tensor, q: Tensor, shift_labels: Tensor | None = None) -> Tensor:
         return LigerTVDLossFunction.apply(p, q, shift_labels, self.reduction, self.ignore_index)
 
 
-def liger_selective_log_softmax(logits, ids, temperature: float = 1.0, ignore_index: int = -100):
+def liger_selective_log_softmax(
+    logits: Tensor, ids: Tensor, temperature: float = 1.0, ignore_index: int = -100
+) -> tuple[Tensor, Tensor]:
     """(ln p at ids, entropy of p) as float [...], p = softmax(logits / temperature), for logits [..., V] and ids [...];
     differentiable.
 
@@ -249,14 +267,14 @@ def liger_selective_log_softmax(logits, ids, temperature: float = 1.0, ignore_in
     return ops.selective_log_softmax(logits, ids, float(temperature), ignore_index)
 
 
-def validate_formula_and_mode(formula, mode):
+def validate_formula_and_mode(formula: str, mode: str) -> None:
     """Raises ValueError for an unknown label_smoothing_formula or label_smoothing_mode."""
     for name, value, known in (("label_smoothing_formula", formula, _FORMULAS), ("label_smoothing_mode", mode, _MODES)):
         if value not in known:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
 
 
-def check_smoothing(label_smoothing):
+def check_smoothing(label_smoothing: float) -> None:
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing must be in [0, 1), got {label_smoothing}")
 
@@ -270,9 +288,9 @@ class LigerVocabParallelCEFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, vocab_parallel_logits, target, tp_group, ignore_index, label_smoothing, label_smoothing_formula,
-        label_smoothing_mode,
-    ):  # fmt: skip
+        ctx: Any, vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any, ignore_index: int,
+        label_smoothing: float, label_smoothing_formula: str, label_smoothing_mode: str,
+    ) -> Tensor:  # fmt: skip
         """Float [S, B] for logits [S, B, V of this rank] and target [S, B] of all ranks' classes; 0, with gradients of
         0, where that is ignore_index.
 
@@ -298,11 +316,11 @@ class LigerVocabParallelCEFunction(torch.autograd.Function):
         if ranks > 1:
             torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=tp_group)
         at_target = (x.gather(1, reachable.unsqueeze(1)).squeeze(1).float() - largest).masked_fill(~owned, 0)
-        sums = [total * (top - largest).exp(), at_target]
+        terms = [total * (top - largest).exp(), at_target]
         if label_smoothing:
             mean = x.mean(1, dtype=torch.float32) - largest
-            sums.append(mean / ranks)  # the mean over all classes, once it is summed
-        sums = torch.stack(sums)
+            terms.append(mean / ranks)  # the mean over all classes, once it is summed
+        sums = torch.stack(terms)
         if ranks > 1:
             torch.distributed.all_reduce(sums, group=tp_group)
         log_total = sums[0].log()
@@ -320,7 +338,7 @@ class LigerVocabParallelCEFunction(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx, grad_output):
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         x, ids, stats = ctx.saved_tensors
         g = grad_output.reshape(-1).float()
         dx = ops.selective_log_softmax_backward(-g, torch.zeros_like(g), x, ids, stats, 1.0, IGNORE_INDEX)
@@ -337,9 +355,9 @@ class LigerVocabParallelCrossEntropy(nn.Module):
     what that raises."""
 
     def __init__(
-        self, ignore_index=-100, label_smoothing=0.0, reduction="none", label_smoothing_formula="pytorch",
-        label_smoothing_mode="global",
-    ):  # fmt: skip
+        self, ignore_index: int = -100, label_smoothing: float = 0.0, reduction: str = "none",
+        label_smoothing_formula: str = "pytorch", label_smoothing_mode: str = "global",
+    ) -> None:  # fmt: skip
         super().__init__()
         if reduction != "none":
             raise ValueError(f"reduction must be 'none', got {reduction!r}")
@@ -348,9 +366,9 @@ class LigerVocabParallelCrossEntropy(nn.Module):
         self.ignore_index, self.label_smoothing, self.reduction = ignore_index, label_smoothing, reduction
         self.label_smoothing_formula, self.label_smoothing_mode = label_smoothing_formula, label_smoothing_mode
 
-    def forward(self, vocab_parallel_logits, target, tp_group=None):
+    def forward(self, vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any = None) -> Tensor:
         options = self.label_smoothing, self.label_smoothing_formula, self.label_smoothing_mode
         return LigerVocabParallelCEFunction.apply(vocab_parallel_logits, target, tp_group, self.ignore_index, *options)
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in vars_of(self).items())

@@ -4,8 +4,11 @@ As they are, with projections that keep their input alone for backward (formula 
 at a time, so that their activations do not grow with the sequence.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from liger_kernel._library import ops
 from liger_kernel.operators.activation import (
@@ -26,7 +29,7 @@ class _GatedMLP(nn.Module):
 
     kernels = GATED_KERNELS
 
-    def __init__(self, config, intermediate_size=None, bias=False):
+    def __init__(self, config: Any, intermediate_size: int | None = None, bias: bool = False) -> None:
         super().__init__()
         self.config, self.hidden_size = config, config.hidden_size
         self.intermediate_size = config.intermediate_size if intermediate_size is None else intermediate_size
@@ -38,11 +41,11 @@ class _GatedMLP(nn.Module):
 class LigerSwiGLUMLP(_GatedMLP):
     """down_proj(silu(gate_proj(x)) · up_proj(x)). Raises ValueError where config.hidden_act is not silu."""
 
-    def __init__(self, config, intermediate_size=None):
+    def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
         activation_of(config, SILU)
         super().__init__(config, intermediate_size, getattr(config, "mlp_bias", False))
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(LigerSiLUMulFunction.apply(self.gate_proj(x), self.up_proj(x)))
 
 
@@ -53,7 +56,7 @@ class LigerQwen3MoeSwiGLUMLP(LigerSwiGLUMLP):
 class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
     """LigerSwiGLUMLP that knows its layer."""
 
-    def __init__(self, config, layer_idx=None, is_shared_mlp=False):
+    def __init__(self, config: Any, layer_idx: int | None = None, is_shared_mlp: bool = False) -> None:
         super().__init__(config)
         self.layer_idx = layer_idx
 
@@ -61,11 +64,11 @@ class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
 class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
     """LigerSwiGLUMLP with config.mlp_multipliers on the gate and on the result."""
 
-    def __init__(self, config):
+    def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.gate_multiplier, self.down_multiplier = config.mlp_multipliers
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         y = LigerSiLUMulFunction.apply(self.gate_proj(x), self.up_proj(x), self.gate_multiplier)
         return self.down_proj(y) * self.down_multiplier
 
@@ -73,11 +76,11 @@ class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
 class LigerSeedOssSwiGLUMLP(LigerSwiGLUMLP):
     """LigerSwiGLUMLP with a dropout of config.residual_dropout on the result."""
 
-    def __init__(self, config):
+    def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.residual_dropout = config.residual_dropout
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return nn.functional.dropout(LigerSwiGLUMLP.forward(self, x), self.residual_dropout, self.training)
 
 
@@ -85,13 +88,13 @@ class LigerGEGLUMLP(_GatedMLP):
     """down_proj(gelu(gate_proj(x)) · up_proj(x)), gelu in the form that config.hidden_act names, by default and in
     other models' modules that of tanh. Raises ValueError where it names no gelu."""
 
-    def __init__(self, config, intermediate_size=None):
+    def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
         activation = activation_of(config, GELU_TANH, GELU_ERF, default=GELU_TANH)
         super().__init__(config, intermediate_size)
         if activation == GELU_ERF:
             self.approximate = "none"
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         approximate = getattr(self, "approximate", "tanh")
         return self.down_proj(LigerGELUMulFunction.apply(self.gate_proj(x), self.up_proj(x), approximate))
 
@@ -99,7 +102,7 @@ class LigerGEGLUMLP(_GatedMLP):
 class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
     """LigerGEGLUMLP, twice as wide in layers that share keys and values where config.use_double_wide_mlp says so."""
 
-    def __init__(self, config, layer_idx=None):
+    def __init__(self, config: Any, layer_idx: int | None = None) -> None:
         shared = getattr(config, "num_kv_shared_layers", 0) or 0
         wide = getattr(config, "use_double_wide_mlp", False) and shared > 0 and layer_idx is not None
         twice = wide and layer_idx >= config.num_hidden_layers - shared
@@ -111,7 +114,7 @@ class LigerBlockSparseTop2MLP(nn.Module):
 
     kernels = GATED_KERNELS
 
-    def __init__(self, config):
+    def __init__(self, config: Any) -> None:
         super().__init__()
         activation_of(config, SILU)
         self.ffn_dim, self.hidden_dim = config.intermediate_size, config.hidden_size
@@ -119,7 +122,7 @@ class LigerBlockSparseTop2MLP(nn.Module):
         self.w2 = nn.Linear(self.ffn_dim, self.hidden_dim, bias=False)
         self.w3 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return self.w2(LigerSiLUMulFunction.apply(self.w1(x), self.w3(x)))
 
 
@@ -129,7 +132,7 @@ class LigerPhi3SwiGLUMLP(nn.Module):
 
     kernels = GATED_KERNELS
 
-    def __init__(self, config):
+    def __init__(self, config: Any) -> None:
         super().__init__()
         activation_of(config, SILU)
         self.config = config
@@ -137,23 +140,26 @@ class LigerPhi3SwiGLUMLP(nn.Module):
         self.gate_up_proj = nn.Linear(self.hidden_size, 2 * self.intermediate_size, bias=False)
         self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(LigerFusedGateUpSiLUMulFunction.apply(self.gate_up_proj(x)))
 
 
-def weights(mlp):
+def weights(mlp: Any) -> tuple[Tensor, Tensor, Tensor] | None:
     """The weights of gate_proj, up_proj and down_proj; None where a call is more than its weight: a bias, an adapter, a
     hook, offloading."""
     projections = mlp.gate_proj, mlp.up_proj, mlp.down_proj
     if not all(type(p) is nn.Linear and p.bias is None and is_bare(p) for p in projections):
         return None
-    found = tuple(p.weight for p in projections)
+    found = mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
     return found if all(type(w) in (nn.Parameter, torch.Tensor) for w in found) else None
 
 
 class LigerMLPFunction:
     @staticmethod
-    def apply(input, gate_weight, up_weight, down_weight, gate_multiplier=1.0, down_multiplier=1.0):
+    def apply(
+        input: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, gate_multiplier: float = 1.0,
+        down_multiplier: float = 1.0,
+    ) -> Tensor:  # fmt: skip
         """(silu(gate_multiplier · input gate_weightᵀ) · input up_weightᵀ) down_weightᵀ · down_multiplier.
 
         input [..., D]; gate_weight and up_weight [I, D], down_weight [D, I], in input's dtype or under autocast; any
@@ -166,7 +172,7 @@ class LigerMLPFunction:
 class LigerMLP(LigerSwiGLUMLP):
     """down_proj(silu(gate_proj(x)) · up_proj(x)); where a projection is no plain Linear, as LigerSwiGLUMLP."""
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         found = weights(self)
         return LigerMLPFunction.apply(x, *found) if found else super().forward(x)
 
@@ -175,12 +181,12 @@ class LigerFalconH1MLP(LigerFalconH1SwiGLUMLP):
     """LigerMLP with config.mlp_multipliers on the gate and on the result. Raises ValueError where config.mlp_bias is
     set."""
 
-    def __init__(self, config):
+    def __init__(self, config: Any) -> None:
         if getattr(config, "mlp_bias", False):
             raise ValueError("LigerFalconH1MLP has no biases, and config.mlp_bias asks for them")
         super().__init__(config)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         found = weights(self)
         if not found:
             return super().forward(x)
@@ -227,7 +233,9 @@ class _TiledMLP(torch.autograd.Function):
 
 class LigerTiledMLPFunction:
     @staticmethod
-    def apply(fn, mlp_module, x, shards, compute_params=None):
+    def apply(
+        fn: Callable[..., Any], mlp_module: nn.Module, x: Tensor, shards: int, compute_params: Any = None
+    ) -> Tensor:
         """fn(mlp_module, x) in `shards` tiles along x [..., S, H]'s tokens; backward runs each tile again.
 
         The module's parameters get their gradients from autograd, once, summed in float over the tiles. compute_params
@@ -236,7 +244,7 @@ class LigerTiledMLPFunction:
         return _TiledMLP.apply(fn, mlp_module, x, shards, *(p for p in mlp_module.parameters() if p.requires_grad))
 
 
-def shards_of(x, num_shards=None) -> int:
+def shards_of(x: Tensor, num_shards: int | None = None) -> int:
     """num_shards or, unless given, ceil(S / H) for x [..., S, H]; at least 1. Raises ValueError where x has one
     dimension."""
     if x.dim() < 2:
@@ -244,7 +252,9 @@ def shards_of(x, num_shards=None) -> int:
     return max(1, num_shards or -(-x.shape[-2] // max(1, x.shape[-1])))
 
 
-def apply_tiled_mlp(fn, mlp_module, x, num_shards=None, compute_params=None):
+def apply_tiled_mlp(
+    fn: Callable[..., Any], mlp_module: nn.Module, x: Tensor, num_shards: int | None = None, compute_params: Any = None
+) -> Tensor:
     """LigerTiledMLPFunction with ceil(S / H) shards unless num_shards is given."""
     return LigerTiledMLPFunction.apply(fn, mlp_module, x, shards_of(x, num_shards))
 
@@ -253,7 +263,7 @@ class _TiledGatedMLP(_GatedMLP):
     """down_proj(act(gate_proj(x)) · up_proj(x)) in num_shards tiles, ceil(S / H) unless given; act is
     config.hidden_act. Raises ValueError for another one than `activations`, of which the first is the default."""
 
-    activations = ()
+    activations: tuple[int, ...] = ()
 
     def __init__(self, config, num_shards=None):
         activation = activation_of(config, *self.activations, default=self.activations[0])

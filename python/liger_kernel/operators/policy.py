@@ -1,6 +1,9 @@
 """Policy losses on logits, and the log-probabilities that they need; formulas in liger/ops/preference/policy.h."""
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from liger_kernel._library import ops
 from liger_kernel.operators.common import IGNORE_INDEX
@@ -30,7 +33,9 @@ OPERATOR_NAMES = {
 LOGITS = required("logits", "old_logp", "ref_logp", "completion_ids", "advantages")
 
 
-def check_loss(loss_type, level="token", sapo_temperature_pos=1.0, sapo_temperature_neg=1.05):
+def check_loss(
+    loss_type: str, level: str = "token", sapo_temperature_pos: float = 1.0, sapo_temperature_neg: float = 1.05
+) -> None:
     """Raises ValueError for an unknown loss or level, for a sequence level that a loss does not have and for
     temperatures that are not positive."""
     check_level(loss_type, level)
@@ -43,12 +48,12 @@ def check_loss(loss_type, level="token", sapo_temperature_pos=1.0, sapo_temperat
         raise ValueError(f"sapo_temperature_pos and sapo_temperature_neg must be positive, got {temperatures}")
 
 
-def check_level(loss_type, level):
+def check_level(loss_type: str, level: str) -> None:
     if level == "sequence" and loss_type in _SOFT:
         raise ValueError(f"Sequence-level importance sampling is not supported for loss_type={loss_type!r}")
 
 
-def check_ratio(ratio, batch, length):
+def check_ratio(ratio: Tensor | None, batch: int, length: int) -> None:
     """Raises AssertionError where vllm_is_ratio is none of [batch], [batch, 1] and [batch, length]."""
     if ratio is not None:
         shape = tuple(ratio.shape)
@@ -98,7 +103,9 @@ def _log_probs(logits, ids, temperature, mask):
 
 
 @torch.no_grad()
-def fused_selective_log_softmax(logits, input_ids, temperature=0.9, mask=None):
+def fused_selective_log_softmax(
+    logits: Tensor, input_ids: Tensor, temperature: float = 0.9, mask: Tensor | None = None
+) -> Tensor:
     """ln softmax(logits / temperature) at the last L of input_ids, as float [B, L], for contiguous logits [B, L + 1,
     V].
 
@@ -112,9 +119,10 @@ def fused_selective_log_softmax(logits, input_ids, temperature=0.9, mask=None):
 
 
 def grpo_loss_of_logits(
-    logits, old_logp, ref_logp, completion_ids, advantages, completion_mask, temperature, vllm_is_ratio, phi_seq,
-    reduce, num_items_in_batch, **options,
-):  # fmt: skip
+    logits: Tensor, old_logp: Tensor | None, ref_logp: Tensor | None, completion_ids: Tensor, advantages: Tensor,
+    completion_mask: Tensor | None, temperature: float, vllm_is_ratio: Tensor | None, phi_seq: Tensor | None,
+    reduce: bool, num_items_in_batch: Tensor | float | None, **options: Any,
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """(loss, kl or None, clipped) of GrpoLossFunction, options those of policy_options; vespo's weights are made here
     where phi_seq is None."""
     if logits is None or completion_ids is None or advantages is None:
@@ -161,7 +169,7 @@ class GrpoLossFunction:
         | dict(phi_seq=None),
         renamed=OPERATOR_NAMES,
     )
-    def apply(inplace, **given):
+    def apply(inplace: bool, **given: Any) -> tuple[Tensor, Tensor | None, Tensor]:
         """(loss, kl, clipped) of a policy with these contiguous logits [B, L + 1, V]; formulas in
         liger/ops/preference/policy.h.
 
@@ -177,9 +185,11 @@ class GrpoLossFunction:
 
 
 def policy_options(
-    loss_type, level, epsilon_low, epsilon_high, delta, beta, unbiased_kl, sapo_temperature_pos, sapo_temperature_neg,
-    vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0, max_length=None, masked_terms=False,
-):  # fmt: skip
+    loss_type: str, level: str, epsilon_low: float, epsilon_high: float, delta: float | None, beta: float,
+    unbiased_kl: bool, sapo_temperature_pos: float, sapo_temperature_neg: float, vespo_k_pos: float = 2.0,
+    vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
+    max_length: float | None = None, masked_terms: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """The options of libliger's policy_loss and policy_terms."""
     return dict(
         loss_type=loss_type, level=level, epsilon_low=epsilon_low, epsilon_high=epsilon_high, delta=delta, beta=beta,
@@ -201,7 +211,7 @@ def policy_options(
     | VESPO,
     renamed=OPERATOR_NAMES,
 )
-def triton_grpo_loss(inplace, reduce, **given):
+def triton_grpo_loss(inplace: bool, reduce: bool, **given: Any) -> tuple[Any, ...]:
     """(loss, kl or None, clipped) of tokens [B, L], 0 where completion_mask is; with reduce (loss, [mean kl, unless
     beta is 0, mean clipped]).
 

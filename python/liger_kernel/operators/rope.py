@@ -5,12 +5,16 @@ Wang et al. 2024, arXiv:2409.12191), and of neighbouring columns, as Llama 4 mul
 bear the names that Hugging Face's modules are patched with.
 """
 
+from collections.abc import Iterable, Sequence
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from liger_kernel._library import ops
 
 
-def rotated(dim, width, rotary_dim=None):
+def rotated(dim: int, width: int, rotary_dim: int | None = None) -> int:
     """How many columns of a head `dim` wide tables `width` wide rotate; raises ValueError where that is not said."""
     if rotary_dim is None and width != dim:
         raise ValueError(
@@ -23,7 +27,7 @@ def rotated(dim, width, rotary_dim=None):
     return -1 if rotary_dim is None else rotary_dim
 
 
-def heads_swapped(unsqueeze_dim, tensors):
+def heads_swapped(unsqueeze_dim: int, tensors: Iterable[Tensor]) -> Any:
     """Of tensors [batch, seq, heads, dim], as unsqueeze_dim=2 says, views [batch, heads, seq, dim]; the same the other
     way round."""
     if unsqueeze_dim != 2:
@@ -34,7 +38,10 @@ def heads_swapped(unsqueeze_dim, tensors):
     return tuple(t.transpose(1, 2) for t in tensors)
 
 
-def liger_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
+def liger_rotary_pos_emb(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(q, k), each head x[:r] · cos + [−x[r/2:r], x[:r/2]] · sin, its columns from r on as they are; fresh tensors
     laid out as [batch, seq, heads, dim].
 
@@ -50,18 +57,23 @@ def liger_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rot
 
 
 liger_rope = liger_rotary_pos_emb
+"""(q, k) rotated; see liger_rotary_pos_emb."""
 
 
 class LigerRopeFunction:
     apply = staticmethod(liger_rotary_pos_emb)
 
 
-def liger_partial_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+def liger_partial_rotary_pos_emb(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
     """(q, k), of each head as many columns rotated as the tables are wide; see liger_rotary_pos_emb."""
     return liger_rotary_pos_emb(q, k, cos, sin, None, unsqueeze_dim, cos.shape[-1])
 
 
-def liger_half_table_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+def liger_half_table_rotary_pos_emb(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
     """(q, k) rotated by tables half as wide as a head; see liger_rotary_pos_emb. Raises ValueError for tables of
     another width."""
     if 2 * cos.shape[-1] != q.shape[-1]:
@@ -69,7 +81,9 @@ def liger_half_table_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze
     return liger_rotary_pos_emb(q, k, cos, sin, None, unsqueeze_dim, q.shape[-1])
 
 
-def liger_interleaved_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+def liger_interleaved_rotary_pos_emb(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
     """(q, k), columns 2i and 2i + 1 of each head rotated by column i of the tables, whose second half does not count.
 
     q, k as in liger_rotary_pos_emb; cos, sin [batch or 1, seq, r], r at most the width of a head. Raises ValueError for
@@ -82,19 +96,21 @@ def liger_interleaved_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueez
     return ops.rope(q, k, cos[..., : width // 2], sin[..., : width // 2], False, True, None, width)
 
 
-def liger_rotary_pos_emb_vision(q, k, cos, sin):
+def liger_rotary_pos_emb_vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """(q, k) [seq, heads, dim] rotated by cos, sin [seq, dim]; the arithmetic is in float, as in vision towers."""
-    found = liger_rotary_pos_emb(*(t.unsqueeze(0).transpose(1, 2) for t in (q, k)), cos, sin)
-    return tuple(t.transpose(1, 2).squeeze(0) for t in found)
+    q, k = liger_rotary_pos_emb(q.unsqueeze(0).transpose(1, 2), k.unsqueeze(0).transpose(1, 2), cos, sin)
+    return q.transpose(1, 2).squeeze(0), k.transpose(1, 2).squeeze(0)
 
 
-def liger_rope_packed(qkv, cos, sin, num_heads: int, num_key_value_heads: int):
+def liger_rope_packed(qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_key_value_heads: int) -> Tensor:
     """The result of a fused projection, qkv [batch, seq, (num_heads + 2 num_key_value_heads) · dim], with q and k
     rotated; v is copied."""
     return ops.rope_packed(qkv, cos, sin, num_heads, num_key_value_heads, False)
 
 
-def liger_multimodal_rotary_pos_emb(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
+def liger_multimodal_rotary_pos_emb(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int], unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
     """(q, k) rotated; fresh tensors laid out as [batch, seq, heads, dim].
 
     q [batch, heads, seq, dim], k [batch, k_heads, seq, dim], or with unsqueeze_dim=2 [batch, seq, heads, dim], any
@@ -109,6 +125,7 @@ def liger_multimodal_rotary_pos_emb(q, k, cos, sin, mrope_section, unsqueeze_dim
 
 
 liger_qwen2vl_mrope = liger_multimodal_rotary_pos_emb
+"""(q, k) rotated by three positions per token; see liger_multimodal_rotary_pos_emb."""
 
 
 class LigerQwen2VLMRopeFunction:
@@ -123,7 +140,9 @@ def _parts(freqs_cis, batch, seq):
     return parts[..., :seq, :, 0], parts[..., :seq, :, 1]
 
 
-def llama4_rope_forward(q, k, freqs_cis, BLOCK_SIZE=None, imag_sign=1.0):
+def llama4_rope_forward(
+    q: Tensor, k: Tensor, freqs_cis: Tensor, BLOCK_SIZE: int | None = None, imag_sign: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """(q, k) [batch, seq, heads, dim] times freqs_cis; with imag_sign=-1 times its conjugate, which is the gradient."""
     q, k, tables = q.transpose(1, 2), k.to(q.dtype).transpose(1, 2), _parts(freqs_cis, q.shape[0], q.shape[1])
     return tuple(t.transpose(1, 2) for t in ops.rope(q, k, *tables, imag_sign < 0, True))
@@ -131,7 +150,7 @@ def llama4_rope_forward(q, k, freqs_cis, BLOCK_SIZE=None, imag_sign=1.0):
 
 class LigerLlama4RopeFunction:
     @staticmethod
-    def apply(q, k, freqs_cis, BLOCK_SIZE=None):
+    def apply(q: Tensor, k: Tensor, freqs_cis: Tensor, BLOCK_SIZE: int | None = None) -> tuple[Tensor, Tensor]:
         """(q, k), columns 2i and 2i + 1 of each head multiplied as a complex number by freqs_cis[..., i]; fresh tensors
         in q's dtype.
 
@@ -141,7 +160,7 @@ class LigerLlama4RopeFunction:
         return llama4_rope_forward(q, k, freqs_cis)
 
 
-def liger_llama4_text_rotary_pos_emb(xq, xk, freqs_cis):
+def liger_llama4_text_rotary_pos_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
     """(xq, xk) [batch, seq, heads, dim] times freqs_cis; see LigerLlama4RopeFunction."""
     return llama4_rope_forward(xq, xk, freqs_cis)
 
@@ -152,7 +171,7 @@ def _scaled(x, freqs):
     return (pairs * freqs.view(*shape, 1)).flatten(-2).to(x.dtype)
 
 
-def liger_llama4_vision_rotary_pos_emb(query, key, freqs_ci):
+def liger_llama4_vision_rotary_pos_emb(query: Tensor, key: Tensor, freqs_ci: Tensor) -> tuple[Tensor, Tensor]:
     """(query, key) [batch, seq, heads, dim] times freqs_ci, complex [seq, dim/2], [seq, 1, dim/2] or [batch, seq, 1,
     dim/2].
 
@@ -165,7 +184,7 @@ def liger_llama4_vision_rotary_pos_emb(query, key, freqs_ci):
     return llama4_rope_forward(query, key, freqs_ci if freqs_ci.dim() == 2 else freqs_ci.squeeze(-2))
 
 
-def apply_liger_llama4_rope_full(modeling_module):
+def apply_liger_llama4_rope_full(modeling_module: Any) -> None:
     """Rebinds both rotary functions of a Llama 4 modeling module."""
     modeling_module.apply_rotary_emb = liger_llama4_text_rotary_pos_emb
     modeling_module.vision_apply_rotary_emb = liger_llama4_vision_rotary_pos_emb

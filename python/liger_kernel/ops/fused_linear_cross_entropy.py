@@ -3,7 +3,10 @@
 liger_kernel.operators.head calls libliger's operator itself.
 """
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from liger_kernel._library import ops
 from liger_kernel.operators.common import autocast_dtype, first_derivative_only, roots
@@ -11,11 +14,13 @@ from liger_kernel.operators.loss import asked_for, loss_options
 
 
 def fused_linear_cross_entropy_forward(
-    _input, weight, target, ce_weight=None, bias=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0,
-    reduction="mean", softcap=None, return_z_loss=False, accum_dtype=None, use_token_scaling=False,
-    return_token_accuracy=False, return_predicted_tokens=False, token_grad_output=None, compute_gradients=None,
-    weight_requires_grad=None,
-):  # fmt: skip
+    _input: Tensor, weight: Tensor, target: Tensor, ce_weight: Tensor | None = None, bias: Tensor | None = None,
+    ignore_index: int = -100, lse_square_scale: float = 0.0, label_smoothing: float = 0.0, reduction: str = "mean",
+    softcap: float | None = None, return_z_loss: bool = False, accum_dtype: torch.dtype | None = None,
+    use_token_scaling: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
+    token_grad_output: Tensor | None = None, compute_gradients: bool | None = None,
+    weight_requires_grad: bool | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
     """(loss, z_loss, token_accuracy, predicted_tokens, grad_input, grad_weight, grad_bias), without autograd; None for
     what is not wanted.
 
@@ -38,7 +43,7 @@ def fused_linear_cross_entropy_forward(
     *results, grad_input, grad_weight, grad_bias, scale = ops.fused_linear_cross_entropy_forward(
         *arguments, *([False] * 3 if deferred else wants)
     )
-    gradients = grad_input, grad_weight, grad_bias
+    gradients = [grad_input, grad_weight, grad_bias]
     if deferred:
         gradients = ops.fused_linear_cross_entropy_backward(token_grad_output, *arguments, *wants)
     elif scale.ndim == 0:
@@ -46,7 +51,9 @@ def fused_linear_cross_entropy_forward(
     return *asked_for(results, *asked), *(g if wanted else None for g, wanted in zip(gradients, wants))
 
 
-def fused_linear_cross_entropy_backward(grad_output, grad_input, grad_weight, grad_bias):
+def fused_linear_cross_entropy_backward(
+    grad_output: Tensor, grad_input: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None
+) -> tuple[Tensor | None, ...]:
     """The three gradients times the scalar grad_output, in fresh memory."""
     return tuple(g if g is None else (g * grad_output).to(g.dtype) for g in (grad_input, grad_weight, grad_bias))
 
@@ -56,10 +63,12 @@ class LigerFusedLinearCrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, _input, weight, target, bias=None, ce_weight=None, ignore_index=-100, lse_square_scale=0.0,
-        label_smoothing=0.0, reduction="mean", softcap=None, return_z_loss=False, accum_dtype=None,
-        use_token_scaling=False, return_token_accuracy=False, return_predicted_tokens=False,
-    ):  # fmt: skip
+        ctx: Any, _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
+        ce_weight: Tensor | None = None, ignore_index: int = -100, lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
+        return_z_loss: bool = False, accum_dtype: torch.dtype | None = None, use_token_scaling: bool = False,
+        return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
+    ) -> tuple[Any, ...]:  # fmt: skip
         ctx.options = dict(
             ce_weight=ce_weight, ignore_index=ignore_index, lse_square_scale=lse_square_scale,
             label_smoothing=label_smoothing, reduction=reduction, softcap=softcap, accum_dtype=accum_dtype,
@@ -78,7 +87,7 @@ class LigerFusedLinearCrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx, grad_output, *ignored):
+    def backward(ctx: Any, grad_output: Tensor, *ignored: Any) -> tuple[Tensor | None, ...]:
         if ctx.deferred:
             _input, weight, target, bias = ctx.saved_tensors
             given = dict(bias=bias, **ctx.options, token_grad_output=grad_output, compute_gradients=True)

@@ -1,2 +1,4 @@
 from liger_kernel.operators.head import LigerFusedLinearCrossEntropyLoss
 from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction
+
+__all__ = ["LigerFusedLinearCrossEntropyLoss"]

@@ -1,1 +1,3 @@
 from liger_kernel.operators.mlp import LigerGEGLUMLP, LigerGEGLUMLPForGemma4
+
+__all__ = ["LigerGEGLUMLP", "LigerGEGLUMLPForGemma4"]

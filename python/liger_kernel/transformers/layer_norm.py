@@ -1,1 +1,3 @@
 from liger_kernel.operators.norm import LigerLayerNorm
+
+__all__ = ["LigerLayerNorm"]

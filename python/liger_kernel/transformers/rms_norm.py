@@ -8,3 +8,8 @@ from liger_kernel.operators.norm import (
     LigerRMSNormForOlmo2,
     LigerRMSNormForQwen3Next,
 )  # fmt: skip
+
+__all__ = [
+    "LigerRMSNorm", "LigerRMSNormForGemma", "LigerRMSNormForGemma2", "LigerRMSNormForGemma3", "LigerRMSNormForGemma4",
+    "LigerRMSNormForGlm4", "LigerRMSNormForOlmo2", "LigerRMSNormForQwen3Next",
+]  # fmt: skip

@@ -8,3 +8,8 @@ from liger_kernel.operators.mlp import (
     LigerSeedOssSwiGLUMLP,
     LigerSwiGLUMLP,
 )
+
+__all__ = [
+    "LigerBlockSparseTop2MLP", "LigerExperts", "LigerFalconH1SwiGLUMLP", "LigerHunyuanV1SwiGLUMLP",
+    "LigerPhi3SwiGLUMLP", "LigerQwen3MoeSwiGLUMLP", "LigerSeedOssSwiGLUMLP", "LigerSwiGLUMLP",
+]  # fmt: skip
