@@ -78,12 +78,16 @@ _DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
 _covered: set[tuple] = set()  # (device, kernels) that the library has said yes to
 
 
-@torch.compiler.assume_constant_result
 def _has_kernels(device, kernels):
     key = device, kernels
     if key not in _covered and ops.has_kernels(device, list(kernels)):  # a backend may still be plugged in
         _covered.add(key)
     return key in _covered
+
+
+# What torch.compiler.assume_constant_result does. That function imports torch._dynamo, which takes two seconds, also
+# where nothing is compiled.
+vars(_has_kernels)["_dynamo_marked_constant"] = True
 
 
 def kernels_cover(tensor: torch.Tensor, kernels: tuple[str, ...] = ()) -> bool:

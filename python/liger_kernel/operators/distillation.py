@@ -190,7 +190,7 @@ def sums_over_tokens(
     """(Σ of loss_of's results, float [results]; gradients; rest): the gradients, times rest, are those of factor · the
     first sum.
 
-    student and teacher are (hidden [N, H], weight [V, H], bias [V] or None), each of a width of its own.
+    student and teacher are (hidden [N, H], weight [V, H], bias [V] or None); their widths H may differ.
     loss_of(student_logits, teacher_logits, rows) gives `results` numbers that are sums over these rows, of which the
     first is differentiated, with respect to the student's hidden states, weight and bias where wanted. It computes in
     the student's dtype, or in autocast's; the weight's gradient is summed in float. float16 leaves the gradients in
