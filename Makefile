@@ -123,9 +123,10 @@ format: build/lint/ready  ## write C++, CUDA and Python as ruff and clang-format
 	@build/lint/bin/clang-format -i $(cpp_files)
 	@build/lint/bin/ruff check --quiet --fix && build/lint/bin/ruff format --quiet
 
-lint: build/lint/ready  ## check that, what ruff finds, and that comments keep a line for each formula
+lint: build/lint/ready  ## check that, what ruff and mypy find, and that comments keep a line for each formula
 	@build/lint/bin/clang-format --dry-run --Werror $(cpp_files)
 	@build/lint/bin/ruff check --quiet && build/lint/bin/ruff format --quiet --check
+	@build/lint/bin/mypy --no-error-summary
 	@build/lint/bin/python tests/check_comments.py
 
 # The reference of C++ where Doxygen is: apt-get install doxygen.

@@ -46,9 +46,11 @@ LONGEST = 500
 #: each other. An __init__.py, which only hands on names, is left out.
 FLOORS = (
     r"_library|_dtensor|_build|utils|memory|signatures",
+    # the families of operators, which the two packages of public names hand on
+    r"operators\..*",
+    r"_compat",
     r"ops\..*",
-    # one operator's modules, and what they and the patches are told by
-    r"chunked_loss\..*|transformers\.(coverage|source|functional|experimental\..*|fsdp|(?!trainer)\w*"
+    r"chunked_loss\..*|transformers\.(source|functional|experimental\..*|fsdp|(?!trainer)\w*"
     r"(norm|glu|mlp|experts|rope|entropy|div|jsd|tvd|dyt|softmax|sparsemax|squared|loss))",
     r"transformers\.(parts|replace|families|report|numeric|model\..*)",
     r"transformers\.(head|logits|lora|tensor_parallel|causal_lm)|hub\.layers",

@@ -13,18 +13,17 @@ import torch
 from liger_kernel.chunked_loss import cosine_similarity_loss, grpo_loss, jsd_loss
 
 RECORD = pathlib.Path(__file__).with_name("api.json")
-# Modules that patches and losses are made of, whose names are no API's; and the trainer, which is a class of TRL's
-# and has tests/huggingface/test_orpo_trainer.py.
+# Modules that patches and losses are made of, whose names are no API's, as those of operators/ are not; and the
+# trainer, which is a class of TRL's and has tests/huggingface/test_orpo_trainer.py.
 INTERNAL = {
     "signatures",
     *(f"chunked_loss.{name}" for name in ("classes", "gradients", "losses")),
-    *(f"ops.{name}" for name in "activations divergence linear_distillation sliced_log_prob two_heads".split()),
+    *(f"ops.{name}" for name in ("linear_distillation", "sliced_log_prob")),
     *(f"transformers.trainer{name}" for name in ("", ".orpo", ".orpo_trainer")),
     *(
         f"transformers.{name}"
         for name in (
-            "causal_lm coverage experts families head hub_kernels logits numeric parts patch replace source "
-            "tensor_parallel"
+            "causal_lm experts families head hub_kernels logits numeric parts patch replace source tensor_parallel"
         ).split()
     ),
 }
@@ -72,7 +71,7 @@ def api(recorded):
     found = {}
     for name in ["liger_kernel", *(m.name for m in pkgutil.walk_packages(liger_kernel.__path__, "liger_kernel."))]:
         path = name.split(".")[1:]
-        if ".".join(path) in INTERNAL or any(part.startswith("_") for part in path):
+        if ".".join(path) in INTERNAL or "operators" in path or any(part.startswith("_") for part in path):
             continue
         module = importlib.import_module(name)
         kept = (n for n in recorded.get(name, ()) if "." not in n and hasattr(module, n))

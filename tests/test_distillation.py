@@ -6,7 +6,7 @@ from liger_kernel import ops as liger_ops
 from liger_kernel._library import ops
 from liger_kernel.chunked_loss import cosine_similarity_loss, fused_linear_distillation, jsd_loss
 from liger_kernel.chunked_loss.fused_linear_distillation import LigerFusedLinearDistillationBase
-from liger_kernel.ops import two_heads
+from liger_kernel.operators import distillation
 from liger_kernel.transformers import LigerFusedLinearJSD
 from liger_kernel.transformers.functional import liger_fused_linear_jsd
 from policy_reference import BOUNDS, check
@@ -114,14 +114,14 @@ def test_weights_and_biases(function, weights, biases):
 def test_chunks(monkeypatch):
     """The numbers do not depend on the sizes of chunks, and a 3-d batch is the same tokens; strides are free. The
     losses in one operator, and those in a loop."""
-    monkeypatch.setattr(two_heads, "CPU_BYTES", 0)
+    monkeypatch.setattr(distillation, "CPU_BYTES", 0)
     for extra in (0, 9):  # a larger vocabulary of the teacher's takes the loop
         student, teacher, labels = heads(tokens=(5, 23), teacher_vocabulary=V + extra)
         student[0] = student[0].detach()[:, :-1].requires_grad_()
         leaf, labels, teacher[0] = student[0], labels[:, 1:], teacher[0][:, :-1]
         expected, *_ = expected_of(student, teacher, labels, jsd)
         for chunk, rows, size in ((4096, 512, 1024), (4096, 7, 1024), (13, 5, 1), (1, 1, 2)):
-            monkeypatch.setattr(two_heads, "CPU_CHUNK", chunk), monkeypatch.setattr(two_heads, "ROWS", rows)
+            monkeypatch.setattr(distillation, "CPU_CHUNK", chunk), monkeypatch.setattr(distillation, "ROWS", rows)
             for t in student:
                 t.grad = None
             loss = JSD(chunk_size=size)(student[0], student[1], teacher[0], teacher[1], labels, student[2], teacher[2])

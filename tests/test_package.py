@@ -11,6 +11,7 @@ import liger_kernel
 import pytest
 import torch
 from liger_kernel import _library
+from liger_kernel.operators import coverage
 from packaging.version import Version
 
 #: Where the package is installed, not used from its sources where they stand, CMake has left this.
@@ -26,6 +27,14 @@ def python(code, **environment):
 def test_import_leaves_torch_alone():
     done = python("import sys, liger_kernel; assert 'torch' not in sys.modules; print(liger_kernel.__version__)")
     assert done.returncode == 0 and done.stdout.strip() == liger_kernel.__version__, done.stderr
+
+
+def test_import_leaves_the_compiler_alone():
+    """torch._dynamo takes seconds to import; the mark that its decorator leaves is on the function without it."""
+    done = python("import sys, liger_kernel.transformers; assert 'torch._dynamo' not in sys.modules")
+    assert done.returncode == 0, done.stderr
+    marked = torch.compiler.assume_constant_result(lambda: None)
+    assert vars(coverage._has_kernels) == vars(marked)
 
 
 def test_version_says_what_it_was_built_for():

@@ -7,7 +7,8 @@ import os
 
 __version__ = "1.0.0"
 try:
-    from liger_kernel._build import VERSION as __version__  # and what it was built for: 1.0.0+pt213cu130
+    # And what it was built for: 1.0.0+pt213cu130.
+    from liger_kernel._build import VERSION as __version__  # type: ignore[no-redef]
 except ImportError:
     pass  # the sources where they stand
 

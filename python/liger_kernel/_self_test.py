@@ -13,9 +13,9 @@ from liger_kernel.chunked_loss import (
     LigerFusedLinearKTOLoss,
     LigerFusedLinearORPOLoss,
 )
+from liger_kernel.operators.experts import fused_experts
+from liger_kernel.operators.head import linear_log_prob
 from liger_kernel.ops import LigerEmbeddingFunction, LigerMLPFunction
-from liger_kernel.ops.fused_moe import fused_experts
-from liger_kernel.ops.linear_log_prob import linear_log_prob
 from liger_kernel.transformers import functional as liger
 
 EPS = 1e-6
@@ -189,7 +189,7 @@ CHECKS = (
         ((2, 4, 3, 8), (2, 2, 3, 8)),
         _TABLES,
     ),
-    Check("rope_packed", lambda qkv, *t: liger.liger_rope_packed(qkv, *t, 2, 1), _packed, ((2, 3, 32),), _TABLES),
+    Check("rope_packed", lambda x, c, s: liger.liger_rope_packed(x, c, s, 2, 1), _packed, ((2, 3, 32),), _TABLES),
     Check("embedding", LigerEmbeddingFunction.apply, lambda w, ids: F.embedding(ids, w), ((5, 40),), (_IDS,)),
     Check("softmax", liger.liger_softmax, lambda x: x.softmax(-1), ((6, 40),)),
     Check("softmax, sparse", liger.liger_sparsemax, _sparsemax, ((6, 40),)),

@@ -8,13 +8,11 @@ import torch
 from transformers.utils import is_triton_available
 
 from liger_kernel._library import ops
-from liger_kernel.ops.divergence import IGNORE_INDEX
-from liger_kernel.ops.linear_distillation import JENSEN_SHANNON, autocast_dtype, forward_with_gradients
-from liger_kernel.ops.linear_log_prob import OUTPUTS as ALL_OUTPUTS
-from liger_kernel.ops.linear_log_prob import output_bits
-from liger_kernel.ops.two_heads import wanted_gradients
-from liger_kernel.ops.utils import first_derivative_only
-from liger_kernel.transformers.coverage import kernels_cover
+from liger_kernel.operators.common import IGNORE_INDEX, autocast_dtype, first_derivative_only, wanted_gradients
+from liger_kernel.operators.coverage import kernels_cover
+from liger_kernel.operators.distillation import JENSEN_SHANNON, forward_with_gradients
+from liger_kernel.operators.head import OUTPUTS as ALL_OUTPUTS
+from liger_kernel.operators.head import output_bits
 from liger_kernel.transformers.patch import Replacement, Report, Skip
 
 #: What TRL's function can give, in its order.

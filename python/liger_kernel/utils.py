@@ -3,6 +3,8 @@
 import functools
 import importlib.util
 import logging
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -44,7 +46,7 @@ def infer_device() -> str:
     return "cpu"
 
 
-def in_float_under_autocast(device) -> bool:
+def in_float_under_autocast(device: torch.device) -> bool:
     """Whether autocast is on for a device and runs layer_norm and pow, among others, in float32: the CPU's does not."""
     kind = device.type
     return kind != "cpu" and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
@@ -101,8 +103,10 @@ def get_total_gpu_memory() -> int:
 
 
 def transformers_version_dispatch(
-    required_version, before_fn, after_fn, before_args=(), after_args=(), before_kwargs=None, after_kwargs=None
-):
+    required_version: str, before_fn: Callable[..., Any], after_fn: Callable[..., Any], before_args: Iterable[Any] = (),
+    after_args: Iterable[Any] = (), before_kwargs: dict[str, Any] | None = None,
+    after_kwargs: dict[str, Any] | None = None,
+) -> Any:  # fmt: skip
     """Calls `before_fn` where the installed transformers is older than `required_version`, else `after_fn`."""
     import transformers
     from packaging.version import Version

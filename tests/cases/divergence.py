@@ -2,7 +2,7 @@ from functools import partial
 
 import torch
 from liger_kernel._library import ops
-from liger_kernel.ops import divergence
+from liger_kernel.operators import loss as divergence
 from liger_kernel.transformers.functional import liger_jsd, liger_kl_div, liger_tvd
 
 from cases import Case

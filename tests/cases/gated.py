@@ -1,7 +1,7 @@
 import torch
 import torch.nn.functional as F
 from liger_kernel._library import ops
-from liger_kernel.ops import activations
+from liger_kernel.operators import activation as activations
 from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction, LigerSiLUMulFunction
 from liger_kernel.transformers.functional import liger_geglu, liger_swiglu
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import trl.trainer.utils as trl_utils
 from heads import ALL, FLOAT, assert_alike, assert_no_worse, both, inputs
-from liger_kernel.ops import linear_distillation
+from liger_kernel.operators import distillation
 from trainers import assert_same_steps, train
 from trl.kernels import chunked_divergence, chunked_logprob
 
@@ -39,7 +39,7 @@ def calls(monkeypatch):
 
             return run
 
-    for module in (liger_kernel.trl, linear_distillation):
+    for module in (liger_kernel.trl, distillation):
         monkeypatch.setattr(module, "ops", Counted(module.ops))
     return found
 

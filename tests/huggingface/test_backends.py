@@ -10,8 +10,8 @@ import pytest
 import torch
 from conftest import assert_same_step, batch, make, run
 from liger_kernel import _library
+from liger_kernel.operators import coverage
 from liger_kernel.ops import LigerSiLUMulFunction
-from liger_kernel.transformers import coverage
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
 
 

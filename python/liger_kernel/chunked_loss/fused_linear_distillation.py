@@ -5,8 +5,8 @@ import torch
 from liger_kernel._library import ops
 from liger_kernel.chunked_loss.classes import Loss
 from liger_kernel.chunked_loss.gradients import gradients_of_arguments, save_gradients
-from liger_kernel.ops.linear_distillation import forward_with_gradients
-from liger_kernel.ops.two_heads import sums_over_tokens, wanted_gradients
+from liger_kernel.operators.common import wanted_gradients
+from liger_kernel.operators.distillation import forward_with_gradients, sums_over_tokens
 from liger_kernel.signatures import required, takes
 
 #: The chunk_size of the API's signatures: it stands for the library's own choice.

@@ -4,9 +4,9 @@ import torch
 
 from liger_kernel.chunked_loss.fused_linear_preference import REFERENCE
 from liger_kernel.chunked_loss.gradients import gradients_of_arguments, loss_with_gradients
-from liger_kernel.ops.divergence import IGNORE_INDEX
-from liger_kernel.ops.grpo_loss import CORRECTION, SAPO, VESPO, WHOLE, _compute_dapo_normalizer, check_ratio
-from liger_kernel.ops.linear_log_prob import linear_log_prob
+from liger_kernel.operators.common import IGNORE_INDEX
+from liger_kernel.operators.head import linear_log_prob
+from liger_kernel.operators.policy import CORRECTION, SAPO, VESPO, WHOLE, _compute_dapo_normalizer, check_ratio
 from liger_kernel.signatures import required, takes
 
 #: What the head needs, the completions, and the log-probabilities that are known of them or made of a reference model.

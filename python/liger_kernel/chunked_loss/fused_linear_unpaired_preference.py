@@ -6,7 +6,7 @@ import torch
 from liger_kernel._library import ops
 from liger_kernel.chunked_loss.fused_linear_preference import REFERENCE, reference_log_probs
 from liger_kernel.chunked_loss.gradients import gradients_of_arguments, loss_with_gradients
-from liger_kernel.ops.linear_log_prob import linear_log_prob
+from liger_kernel.operators.head import linear_log_prob
 from liger_kernel.signatures import required, takes
 
 #: What the head needs, and which sequences are liked.

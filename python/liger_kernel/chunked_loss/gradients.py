@@ -4,8 +4,7 @@ or ZeRO may have taken away."""
 import torch
 
 from liger_kernel._library import ops
-from liger_kernel.ops.two_heads import wanted_gradients
-from liger_kernel.ops.utils import first_derivative_only, roots
+from liger_kernel.operators.common import first_derivative_only, roots, wanted_gradients
 
 
 def loss_with_gradients(ctx, head, loss_of, *tensors):

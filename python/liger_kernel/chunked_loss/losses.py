@@ -11,9 +11,8 @@ from liger_kernel.chunked_loss.classes import Loss
 from liger_kernel.chunked_loss.fused_linear_distillation import DISTILLATION, DistillationLoss, formula
 from liger_kernel.chunked_loss.fused_linear_preference import PAIRS, REFERENCE, LigerFusedLinearPreferenceBase
 from liger_kernel.chunked_loss.fused_linear_unpaired_preference import SEQUENCES, LigerFusedLinearUnpairedPreferenceBase
-from liger_kernel.ops import grpo_loss as policy
-from liger_kernel.ops.linear_distillation import COSINE, JENSEN_SHANNON
-from liger_kernel.ops.two_heads import jensen_shannon
+from liger_kernel.operators import policy
+from liger_kernel.operators.distillation import COSINE, JENSEN_SHANNON, jensen_shannon
 from liger_kernel.signatures import required, takes
 
 # Preferences. A call of a module has the weight first, but for KTO's.

@@ -7,8 +7,8 @@ What the operators have no kernel for, and what they would round in another way,
 import torch
 from torch import nn
 
+from liger_kernel.operators.coverage import GATED_KERNELS, NORM_KERNELS, ROPE_KERNELS, kernels_cover
 from liger_kernel.ops import LigerGELUMulFunction, LigerRMSNormFunction, LigerRopeFunction, LigerSiLUMulFunction
-from liger_kernel.transformers.coverage import GATED_KERNELS, NORM_KERNELS, ROPE_KERNELS, kernels_cover
 
 
 class Layer(nn.Module):

@@ -50,3 +50,21 @@ from liger_kernel.ops.swiglu import (
 from liger_kernel.ops.tiled_mlp import LigerTiledMLPFunction, apply_tiled_mlp
 from liger_kernel.ops.tvd import LigerTVDLossFunction
 from liger_kernel.ops.vocab_parallel_cross_entropy import LigerVocabParallelCEFunction
+
+__all__ = [
+    "GrpoLossFunction", "LigerCrossEntropyFunction", "LigerDyTFunction", "LigerEmbeddingFunction",
+    "LigerFusedAddRMSNormFunction", "LigerFusedGateUpSiLUMulFunction", "LigerFusedLinearCrossEntropyFunction",
+    "LigerFusedLinearJSDFunction", "LigerFusedLinearScaledCrossEntropyFunction", "LigerFusedMoEFunction",
+    "LigerGELUMulFunction", "LigerGroupNormFunction", "LigerJSDFunction", "LigerKLDivLossFunction",
+    "LigerLayerNormFunction", "LigerLlama4RopeFunction", "LigerMLPFunction", "LigerModulatedRMSNormFunction",
+    "LigerPolyNormFunction", "LigerQwen2VLMRopeFunction", "LigerRMSNormFunction", "LigerReLUSquaredFunction",
+    "LigerRopeFunction", "LigerSiLUMulFunction", "LigerSoftmaxFunction", "LigerSparsemaxFunction",
+    "LigerTVDLossFunction", "LigerTiledMLPFunction", "LigerVocabParallelCEFunction", "apply_tiled_mlp",
+    "cross_entropy_backward", "cross_entropy_forward", "fused_add_rms_norm_backward", "fused_add_rms_norm_forward",
+    "fused_linear_cross_entropy_backward", "fused_linear_cross_entropy_forward", "fused_linear_jsd_backward",
+    "fused_linear_jsd_forward", "geglu_backward", "geglu_forward", "group_norm_backward", "group_norm_forward",
+    "jsd_backward", "jsd_forward", "layer_norm_backward", "layer_norm_forward", "modulated_rms_norm_backward",
+    "modulated_rms_norm_forward", "poly_norm_backward", "poly_norm_forward", "qwen2vl_mrope_backward",
+    "qwen2vl_mrope_forward", "relu_squared_backward", "relu_squared_forward", "rms_norm_backward", "rms_norm_forward",
+    "rope_backward", "rope_forward", "swiglu_backward", "swiglu_forward",
+]  # fmt: skip

@@ -2,8 +2,10 @@
 names of Liger's operator."""
 
 import math
+from typing import Any
 
 import torch
+from torch import Tensor
 
 
 class _FusedLinearPPOFallbackFunction:
@@ -33,14 +35,16 @@ def _resolve_implementation(device):
     """What runs on this device; its compute capability is asked for only where it can matter."""
     if device.type != "cuda" or not torch.cuda.is_available() or torch.version.hip is not None:
         return _FusedLinearPPOFallbackFunction
-    return (
-        _load_sm90_function() if torch.cuda.get_device_capability(device) == (9, 0) else _FusedLinearPPOFallbackFunction
-    )
+    hopper = torch.cuda.get_device_capability(device) == (9, 0)
+    return _load_sm90_function() if hopper else _FusedLinearPPOFallbackFunction
 
 
 class LigerFusedLinearScaledCrossEntropyFunction:
     @staticmethod
-    def apply(_input, weight, target, temperature=1.0, ignore_index=-100, m_tiles_per_cluster=1, return_entropy=False):
+    def apply(
+        _input: Tensor, weight: Tensor, target: Tensor, temperature: float = 1.0, ignore_index: int = -100,
+        m_tiles_per_cluster: int = 1, return_entropy: bool = False,
+    ) -> Any:  # fmt: skip
         """logsumexp(a) − a at target, float [M], a = _input weightᵀ / temperature; with return_entropy also −Σ p ln p
         of p = softmax(a) in _input's dtype.
 
@@ -51,11 +55,8 @@ class LigerFusedLinearScaledCrossEntropyFunction:
         """
         _check_options(temperature, m_tiles_per_cluster, return_entropy, _input, weight, target, ignore_index)
         implementation = _resolve_implementation(_input.device)
-        if implementation is _FusedLinearPPOFallbackFunction:
-            return implementation.apply(_input, weight, target, temperature, ignore_index, return_entropy)
-        return implementation.apply(
-            _input, weight, target, temperature, ignore_index, m_tiles_per_cluster, return_entropy
-        )
+        tiles = () if implementation is _FusedLinearPPOFallbackFunction else (m_tiles_per_cluster,)
+        return implementation.apply(_input, weight, target, temperature, ignore_index, *tiles, return_entropy)
 
 
 def _is_number(value):

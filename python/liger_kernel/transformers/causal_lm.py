@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from liger_kernel.transformers.coverage import result_changed_by
+from liger_kernel.operators.coverage import result_changed_by
 from liger_kernel.transformers.families import CausalLM
 from liger_kernel.transformers.head import describe, head_of, prepare_head
 from liger_kernel.transformers.logits import Logits, computed

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from liger_kernel.transformers.coverage import HEAD_KERNELS, is_dense, result_changed_by
+from liger_kernel.operators.coverage import HEAD_KERNELS, is_dense, result_changed_by
 from liger_kernel.transformers.families import CausalLM
 from liger_kernel.transformers.model import loss_utils
 from liger_kernel.transformers.replace import Edits, replace_class

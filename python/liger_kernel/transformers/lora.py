@@ -15,8 +15,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from liger_kernel._library import ops
-from liger_kernel.ops.activations import GELU_ERF, GELU_TANH, SILU
-from liger_kernel.transformers.coverage import DENSE, GATED_KERNELS, is_bare, is_dense, kernels_cover
+from liger_kernel.operators.activation import GELU_ERF, GELU_TANH, SILU
+from liger_kernel.operators.coverage import DENSE, GATED_KERNELS, is_bare, is_dense, kernels_cover
 from liger_kernel.transformers.geglu import LigerGEGLUMLP
 from liger_kernel.transformers.mlp import LigerMLP
 from liger_kernel.transformers.replace import Edits, is_variant, replace_class

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 from transformers.loss.loss_utils import LOSS_MAPPING
 
+from liger_kernel.operators.coverage import has_replaced_forward, kernels_cover
 from liger_kernel.transformers import numeric
 from liger_kernel.transformers.causal_lm import (
     FusedLoss,
@@ -21,7 +22,6 @@ from liger_kernel.transformers.causal_lm import (
     own_class_loss,
     own_loss,
 )
-from liger_kernel.transformers.coverage import has_replaced_forward, kernels_cover
 from liger_kernel.transformers.families import FAMILIES, MODEL_TYPES, CausalLM, Family, Swap
 from liger_kernel.transformers.head import FSDPModule, describe, head_of, prepare_head
 from liger_kernel.transformers.layer_norm import LigerLayerNorm

@@ -9,7 +9,7 @@ import types
 
 import torch
 
-from liger_kernel.transformers.coverage import ROPE_KERNELS, kernels_cover
+from liger_kernel.operators.coverage import ROPE_KERNELS, kernels_cover
 
 logger = logging.getLogger(__name__)
 

@@ -5,6 +5,7 @@ import inspect
 import torch
 from torch import nn
 
+from liger_kernel.operators.coverage import has_replaced_forward
 from liger_kernel.transformers import numeric
 from liger_kernel.transformers.causal_lm import (
     FusedLoss,
@@ -14,7 +15,6 @@ from liger_kernel.transformers.causal_lm import (
     original_forward,
     own_loss,
 )
-from liger_kernel.transformers.coverage import has_replaced_forward
 from liger_kernel.transformers.families import (
     GEGLU,
     GPT_OSS_EXPERTS,

@@ -4,8 +4,8 @@ classes."""
 import torch
 from torch import nn
 
-from liger_kernel.ops.sliced_log_prob import vocab_parallel_linear_log_prob
-from liger_kernel.transformers.coverage import HEAD_KERNELS, has_replaced_forward, kernels_cover, result_changed_by
+from liger_kernel.operators.coverage import HEAD_KERNELS, has_replaced_forward, kernels_cover, result_changed_by
+from liger_kernel.operators.head import vocab_parallel_linear_log_prob
 from liger_kernel.transformers.model.loss_utils import shift
 
 if torch.distributed.is_available():

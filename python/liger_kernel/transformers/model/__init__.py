@@ -80,13 +80,14 @@ def _forwards_module(name, forwards):
     module = types.ModuleType(f"{__name__}.{name}", f"The fused-loss forward of {name}.")
 
     def __getattr__(attribute):
+        heads = ("lce_maybe_trainable_lm_head", "_liger_for_causal_lm_loss") if name in ("llama", "smollm3") else ()
+        # Before any import: inspect.getmodule asks all modules for __file__, also while transformers is being imported.
+        if attribute not in (*forwards, *heads):
+            raise AttributeError(f"module {module.__name__!r} has no attribute {attribute!r}")
         from liger_kernel.transformers import causal_lm, head
 
-        if attribute in ("lce_maybe_trainable_lm_head", "_liger_for_causal_lm_loss") and name in ("llama", "smollm3"):
+        if attribute in heads:
             return getattr(head, attribute)
-        if attribute not in forwards:
-            raise AttributeError(f"module {module.__name__!r} has no attribute {attribute!r}")
-
         family, class_name = forwards[attribute]
         row = FAMILIES[family]
         original = causal_lm.original_forward(getattr(row.namespace(), class_name))

@@ -7,8 +7,8 @@ Both losses, and the operators under them, are looked up through their modules a
 import torch
 from transformers.loss import loss_utils as standard
 
+from liger_kernel.operators.coverage import HEAD_KERNELS, kernels_cover
 from liger_kernel.transformers import functional
-from liger_kernel.transformers.coverage import HEAD_KERNELS, kernels_cover
 from liger_kernel.transformers.functional import CrossEntropyOutput
 
 # The options of functional.liger_fused_linear_cross_entropy that a caller of the model may set. A fixed list: somebody

@@ -1,6 +1,10 @@
 """What runs when a module is called, and for which tensors there are kernels."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
+from torch import nn
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.modules import module as nn_module
@@ -18,7 +22,7 @@ _GLOBAL = {name: getattr(nn_module, "_global" + name) for name in _HOOKS}
 _HANDING_ON = ("torch.distributed.fsdp.", "torch.distributed._composable.", "torch.utils.", "accelerate.", "deepspeed.")
 
 
-def is_bare(module) -> bool:
+def is_bare(module: nn.Module) -> bool:
     """Whether a call of `module` runs the forward of its class and nothing else.
 
     It does not where the instance has its own forward (accelerate's offloading) or a compiled one, and where the
@@ -33,7 +37,7 @@ def is_bare(module) -> bool:
     return True
 
 
-def result_changed_by(module, but=()):
+def result_changed_by(module: nn.Module, but: Iterable[str] = ()) -> Any:
     """What may change the result of a call of `module` or that result's gradient, or None: it must see a usual result.
 
     Code of the modules whose names begin with one of `but` is left out.
@@ -44,7 +48,7 @@ def result_changed_by(module, but=()):
         if getattr(own, "liger_original", None) is not type(module).forward and not _is_of(own, but):
             return own
     found = [hook for hooks in (module.__dict__, _GLOBAL) for name in _AFTER for hook in hooks[name].values()]
-    steps = [module._hf_hook] if "_old_forward" in module.__dict__ else []
+    steps: list[Any] = [module._hf_hook] if "_old_forward" in module.__dict__ else []
     for step in steps:
         steps += getattr(step, "hooks", ())
         found.append(step.post_forward)
@@ -60,7 +64,7 @@ def _is_of(hook, modules) -> bool:
     return (getattr(getattr(hook, "func", hook), "__module__", None) or "").startswith(tuple(modules))
 
 
-def has_replaced_forward(module) -> bool:
+def has_replaced_forward(module: nn.Module) -> bool:
     """Whether somebody has put a forward on the instance; accelerate's hooks do, and call `_old_forward` from it."""
     own = module.__dict__
     if "_old_forward" in own:
@@ -71,10 +75,9 @@ def has_replaced_forward(module) -> bool:
 
 
 _DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
-_covered = set()  # (device, kernels) that the library has said yes to
+_covered: set[tuple] = set()  # (device, kernels) that the library has said yes to
 
 
-@torch.compiler.assume_constant_result
 def _has_kernels(device, kernels):
     key = device, kernels
     if key not in _covered and ops.has_kernels(device, list(kernels)):  # a backend may still be plugged in
@@ -82,7 +85,12 @@ def _has_kernels(device, kernels):
     return key in _covered
 
 
-def kernels_cover(tensor, kernels: tuple[str, ...] = ()) -> bool:
+# What torch.compiler.assume_constant_result does. That function imports torch._dynamo, which takes two seconds, also
+# where nothing is compiled.
+vars(_has_kernels)["_dynamo_marked_constant"] = True
+
+
+def kernels_cover(tensor: torch.Tensor, kernels: tuple[str, ...] = ()) -> bool:
     """Whether the library has all of these kernels, or any if none is named, for the tensor's dtype and device."""
     return tensor.dtype in _DTYPES and (tensor.is_meta or _has_kernels(tensor.device, kernels))
 
@@ -96,7 +104,7 @@ ROPE_KERNELS = ("rope",)
 HEAD_KERNELS = ("cross_entropy_norm", "cross_entropy", "add_partials", "scale_rows", "stream_capturing")
 
 
-def is_dense(weight, kernels: tuple[str, ...] = ()) -> bool:
+def is_dense(weight: torch.Tensor, kernels: tuple[str, ...] = ()) -> bool:
     """Whether a weight is a tensor as torch has them, also while torch.export traces: no shard, nothing quantised; and
     there are these kernels for it."""
     return type(weight) in DENSE and kernels_cover(weight, kernels)

@@ -1,0 +1,170 @@
+"""Activations, alone and gated, and maps to probabilities; formulas in liger/core/math.h and liger/ops/activation.
+
+SwiGLU and GeGLU (Shazeer 2020, arXiv:2002.05202), squared ReLU (So et al. 2021, arXiv:2109.08668), softmax, and
+sparsemax (Martins & Astudillo 2016, arXiv:1602.02068).
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from liger_kernel._library import ops
+from liger_kernel.operators.common import first_derivative_only, placed_as, promoted
+from liger_kernel.operators.coverage import ACTIVATION_KERNELS
+from liger_kernel.utils import in_float_under_autocast
+
+#: The number of each name in LIGER_ACTIVATIONS (liger/options.h).
+ACTIVATIONS = {name: number for number, name in enumerate(ops.activations())}
+SILU, GELU_TANH, GELU_ERF, RELU_SQUARED = (ACTIVATIONS[n] for n in ("silu", "gelu_tanh", "gelu_erf", "relu_squared"))
+
+#: The number of each name in transformers' ACT2FN.
+CONFIG_NAMES = {
+    **dict.fromkeys(("silu", "swish"), SILU),
+    **dict.fromkeys(("gelu", "gelu_python"), GELU_ERF),
+    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_accurate", "gelu_fast"), GELU_TANH),
+    "relu2": RELU_SQUARED,
+}
+
+#: Rows of libliger's table of maps to probabilities.
+SOFTMAX, SPARSEMAX = range(2)
+
+
+def activation_of(config: Any, *allowed: int, default: int | None = None) -> int:
+    """The number of config.hidden_activation or hidden_act, `default` where it has neither; raises ValueError where it
+    is none of `allowed`."""
+    name = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+    number = default if name is None else CONFIG_NAMES.get(name)
+    if number not in allowed:
+        names = [known for known, number in CONFIG_NAMES.items() if number in allowed]
+        raise ValueError(f"hidden_act must be one of {names}, got {name!r}")
+    return number
+
+
+class LigerSiLUMulFunction:
+    @staticmethod
+    def apply(a: Tensor, b: Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0) -> Tensor:
+        """silu(gate_multiplier · a) · b · down_multiplier for a, b of one shape, in the dtype that torch's product has;
+        neither is changed. A plain tensor beside a DTensor is placed as that."""
+        c = ops.gated(*promoted(placed_as(a, b), placed_as(b, a)), SILU, float(gate_multiplier))
+        return c if down_multiplier == 1 else c * float(down_multiplier)
+
+
+def liger_swiglu(a: Tensor, b: Tensor) -> Tensor:
+    """silu(a) · b; see LigerSiLUMulFunction."""
+    return LigerSiLUMulFunction.apply(a, b)
+
+
+class LigerGELUMulFunction:
+    @staticmethod
+    def apply(a: Tensor, b: Tensor, approximate: str = "tanh") -> Tensor:
+        """gelu(a) · b for a, b of one shape, in the dtype that torch's product has; neither is changed. approximate is
+        "tanh" or "none", as torch.nn.functional.gelu has it."""
+        return ops.gated(*promoted(a, b), {"tanh": GELU_TANH, "none": GELU_ERF}[approximate], 1.0)
+
+
+def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
+    """gelu(a) · b, gelu in its tanh form; see LigerGELUMulFunction."""
+    return LigerGELUMulFunction.apply(a, b)
+
+
+class _InPlaceGateUp(Function):
+    @staticmethod
+    def forward(ctx, y):
+        ctx.save_for_backward(y)
+        ctx.done = False
+        return ops.gated_packed_forward(y, SILU, 1.0)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, dc):
+        if ctx.done:
+            raise RuntimeError("backward ran twice, and in_place=True has put the gradient where the input was")
+        ctx.done = True
+        (y,) = ctx.saved_tensors
+        ops.gated_packed_backward_(dc, y, SILU, 1.0)
+        return y
+
+
+class LigerFusedGateUpSiLUMulFunction:
+    @staticmethod
+    def apply(y: Tensor, in_place: bool = False) -> Tensor:
+        """silu(gate) · up for y [..., 2F] = [gate, up]; the result is [..., F]. Raises ValueError where 2F is odd.
+
+        in_place=True lets backward write the gradient over y; a second backward then raises RuntimeError.
+        """
+        return _InPlaceGateUp.apply(y.contiguous()) if in_place else ops.gated_packed(y, SILU, 1.0)
+
+
+class LigerReLUSquaredFunction:
+    @staticmethod
+    def apply(X: Tensor) -> Tensor:
+        """max(X, 0)², element by element, in fresh memory."""
+        return ops.activate(X, RELU_SQUARED)
+
+
+def liger_relu_squared(x: Tensor) -> Tensor:
+    """max(x, 0)², element by element."""
+    return ops.activate(x, RELU_SQUARED)
+
+
+class LigerReLUSquared(nn.Module):
+    """max(x, 0)², element by element."""
+
+    kernels = ACTIVATION_KERNELS
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.activate(x, RELU_SQUARED)
+
+    @staticmethod
+    def as_original(module: Any, x: Tensor) -> Tensor:
+        """x in the dtype of the original's result."""
+        return x.float() if in_float_under_autocast(x.device) else x
+
+
+class LigerSoftmaxFunction:
+    @staticmethod
+    def apply(input_: Tensor) -> Tensor:
+        """exp(x) / Σ exp(x) over the last dimension of x [..., n], summed in float, in x's dtype."""
+        return ops.softmax(input_, SOFTMAX)
+
+
+def liger_softmax(x: Tensor) -> Tensor:
+    """Softmax over the last dimension; see LigerSoftmaxFunction."""
+    return ops.softmax(x, SOFTMAX)
+
+
+class LigerSoftmax(nn.Module):
+    """Softmax over the last dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.softmax(x, SOFTMAX)
+
+
+class LigerSparsemaxFunction:
+    @staticmethod
+    def apply(x: Tensor, dim: int = -1) -> Tensor:
+        """max(x − τ, 0) along dim, with the τ for which it sums to 1: the probabilities nearest to x. In x's dtype."""
+        return ops.softmax(x.transpose(dim, -1), SPARSEMAX).transpose(dim, -1)
+
+
+def liger_sparsemax(input: Tensor, dim: int = -1) -> Tensor:
+    """Sparsemax along dim; see LigerSparsemaxFunction."""
+    return LigerSparsemaxFunction.apply(input, dim)
+
+
+class LigerSparsemax(nn.Module):
+    """Sparsemax along dim; see LigerSparsemaxFunction."""
+
+    def __init__(self, dim: int = -1) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return LigerSparsemaxFunction.apply(x, self.dim)

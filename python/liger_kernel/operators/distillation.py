@@ -1,0 +1,256 @@
+"""Losses between a student's and a teacher's head without their logits; see liger/ops.h.
+
+By one operator, and for losses written in torch a chunk of tokens at a time. The generalised Jensen-Shannon divergence
+is that of Agarwal et al. 2024, arXiv:2306.13649.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_kernel._library import ops
+from liger_kernel.operators.common import autocast_dtype, first_derivative_only, reduction_code, roots, wanted_gradients
+from liger_kernel.operators.loss import JENSEN_SHANNON as LOG_JENSEN_SHANNON
+from liger_kernel.operators.loss import check_labels
+
+#: What is between the two distributions of a token, S and T, by the operator's numbers.
+FORWARD_KL, REVERSE_KL, JENSEN_SHANNON, TOTAL_VARIATION, COSINE = range(5)
+KINDS = dict(forward_kl=FORWARD_KL, reverse_kl=REVERSE_KL, jsd=JENSEN_SHANNON, tvd=TOTAL_VARIATION, cosine=COSINE)
+
+#: Tokens of a GEMM: from here on it runs at full speed on a GPU. On a CPU smaller chunks stay nearer to the caches.
+GPU_CHUNK, CPU_CHUNK, CPU_BYTES = 4096, 512, 64 << 20
+#: Tokens whose losses are taken at once: theirs is the memory that a loss takes beside the logits.
+ROWS = 512
+
+
+def _shares(tokens, labels, ignore_index, device):
+    """The share of each token in the mean over those whose label is not ignored, float [tokens]."""
+    counts = torch.ones(tokens, device=device) if labels is None else labels.ne(ignore_index).float()
+    return counts / counts.sum().clamp(min=1)
+
+
+def linear_distillation(
+    student: Tensor, student_weight: Tensor, teacher: Tensor, teacher_weight: Tensor, labels: Tensor | None = None,
+    kind: str = "jsd", beta: float = 0.5, temperature: float = 1.0, soft_weight: float = 1.0, hard_weight: float = 0.0,
+    ignore_index: int = -100, student_bias: Tensor | None = None, teacher_bias: Tensor | None = None,
+    student_scale: float = 1.0, student_softcap: float | None = None, teacher_scale: float = 1.0,
+    teacher_softcap: float | None = None, max_bytes: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(loss, soft, hard): loss = soft_weight · soft + hard_weight · hard, float, of which the loss alone is
+    differentiable.
+
+    soft is the mean over tokens of the divergence of softmax(z / temperature) of student and teacher, kind:
+    "forward_kl" KL(T ‖ S), "reverse_kl" KL(S ‖ T), "jsd" β KL(T ‖ M) + (1 − β) KL(S ‖ M) with M = β T + (1 − β) S,
+    "tvd" ½ Σ |S − T|, "cosine" 1 − cos z; hard is that of −ln softmax(z)_label of the student, 0 without labels. z =
+    softcap · tanh(scale · y / softcap), or scale · y, of y = x weightᵀ + bias.
+
+    student [..., H], student_weight [V, H], teacher [..., H'], teacher_weight [V, H'], labels [...] integers or None;
+    tokens of ignore_index do not count and cost nothing. Forward makes the gradients of the student's tensors, the
+    weight's summed in float. Logits of max_bytes are worked on at once (0: what is fastest). Raises KeyError for an
+    unknown kind, ValueError for hard_weight without labels, IndexError on the CPU for a label outside [0, V).
+    """
+    if labels is None and hard_weight != 0:
+        raise ValueError("linear_distillation: hard_weight needs labels")
+    x, y = student.reshape(-1, student.shape[-1]), teacher.reshape(-1, teacher.shape[-1])
+    ids = None if labels is None else labels.reshape(-1)
+    each = _shares(len(x), ids, ignore_index, x.device)
+    soft, hard = (each * weight if weight != 0 else None for weight in (soft_weight, hard_weight))
+    loss, divergence, nll, _ = ops.linear_distillation(
+        x, student_weight, student_bias, y, teacher_weight, teacher_bias, ids, soft, hard, None, kind=KINDS[kind],
+        beta=float(beta), temperature=float(temperature), student_scale=float(student_scale),
+        student_softcap=float(student_softcap or 0), teacher_scale=float(teacher_scale),
+        teacher_softcap=float(teacher_softcap or 0), ignore_index=ignore_index, max_bytes=max_bytes,
+    )  # fmt: skip
+    return loss, each @ divergence, each @ nll
+
+
+def forward_with_gradients(
+    student: Sequence[Any], teacher: Sequence[Any], labels: Tensor | None, soft: Tensor | None, hard: Tensor | None,
+    kind: int, beta: float = 0.5, temperature: float = 1.0, ignore_index: int = -100, skip_ignored: bool = True,
+    max_bytes: int = 0, wanted: Sequence[bool] = (False, False, False), maps: Sequence[float] = (1.0, 0.0, 1.0, 0.0),
+    entropy: bool = False, float_logits: bool = False, dtype: torch.dtype | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """(loss, divergence, nll, entropy, gradients, rest) without autograd, for Functions that save the gradients: those,
+    times rest, are the loss's.
+
+    student and teacher are (hidden [N, H], weight [V, H], bias [V] or None); soft and hard [N] or None, the
+    coefficients of divergence and nll [N] in the loss. A gradient that is not wanted is None; in float16 they are
+    float. maps: scale and softcap of the student's logits, and of the teacher's.
+    """
+    dtype = dtype or autocast_dtype(student[0])
+    numbers = float(beta), float(temperature), *maps
+    with torch.autocast(student[0].device.type, enabled=False):
+        loss, divergence, nll, entropies, *gradients, power = ops.linear_distillation_forward(
+            *student, *teacher, labels, soft, hard, dtype, *wanted, kind, *numbers, ignore_index, skip_ignored, entropy,
+            float_logits, max_bytes,
+        )  # fmt: skip
+    rest = 1 / power if power.ndim == 0 else torch.ones((), device=loss.device)
+    return loss, divergence, nll, entropies, [g if w else None for g, w in zip(gradients, wanted)], rest
+
+
+def linear_jsd_with_gradients(
+    student: Tensor, student_weight: Tensor, teacher: Tensor, teacher_weight: Tensor, labels: Tensor | None,
+    beta: float, ignore_index: int, temperature: float, wanted: Sequence[bool],
+) -> tuple[Any, ...]:  # fmt: skip
+    """(loss, (gradient of student, of student_weight), rest) of LigerFusedLinearJSDFunction; those, times rest, are the
+    loss's gradients."""
+    check_labels(labels, len(student), ignore_index)
+    shares, heads = _shares(len(student), labels, ignore_index, student.device), (student, student_weight, None)
+    loss, *_, gradients, rest = forward_with_gradients(
+        heads, (teacher, teacher_weight, None), labels, shares, None, JENSEN_SHANNON, beta, temperature, ignore_index,
+        wanted=(*wanted, False),
+    )  # fmt: skip
+    return loss, gradients[:2], rest
+
+
+class LigerFusedLinearJSDFunction(torch.autograd.Function):
+    """β KL(P ‖ M) + (1 − β) KL(Q ‖ M), M = β P + (1 − β) Q, of a student's softmax Q and a teacher's P; β = 0 is KL(P ‖
+    Q), β = 1 KL(Q ‖ P)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
+        shift_labels: Tensor | None = None, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0,
+        accum_dtype: torch.dtype | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The mean over the tokens whose shift_labels [tokens] is not ignore_index (None: all), float; 0 where there is
+        none.
+
+        student_input [tokens, H], student_weight [V, H], teacher_input [tokens, H'], teacher_weight [V, H']; both
+        logits are divided by the temperature. Only the student's tensors get gradients; the weight's is summed in
+        float, whatever accum_dtype. Raises AssertionError for labels of another shape.
+        """
+        wanted = wanted_gradients(ctx, student_input, student_weight)
+        loss, gradients, rest = linear_jsd_with_gradients(
+            student_input, student_weight, teacher_input, teacher_weight, shift_labels, jsd_beta, ignore_index,
+            temperature, wanted,
+        )  # fmt: skip
+        ctx.save_for_backward(*gradients, rest)
+        ctx.roots = roots(student_input, student_weight)
+        return loss
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        *gradients, rest = ctx.saved_tensors
+        factor = grad_output * rest
+        return *(g if g is None else g * factor for g in gradients), *[None] * 7
+
+
+def liger_fused_linear_jsd(
+    student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
+    shift_labels: Tensor | None = None, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0,
+    accum_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """Generalised Jensen-Shannon divergence of two heads, without their logits; see LigerFusedLinearJSDFunction."""
+    return LigerFusedLinearJSDFunction.apply(
+        student_input, student_weight, teacher_input, teacher_weight, shift_labels, jsd_beta, ignore_index, temperature
+    )
+
+
+class LigerFusedLinearJSD(nn.Module):
+    """The divergence of a teacher's head from a student's; see LigerFusedLinearJSDFunction. Raises AssertionError where
+    the temperature is 0."""
+
+    def __init__(
+        self, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0,
+        accum_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if temperature == 0:
+            raise AssertionError("temperature must not be 0")
+        self.jsd_beta, self.ignore_index, self.temperature = jsd_beta, ignore_index, temperature
+        self.accum_dtype = accum_dtype
+
+    def forward(
+        self, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
+        shift_labels: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        heads = student_input, student_weight, teacher_input, teacher_weight
+        options = self.jsd_beta, self.ignore_index, self.temperature
+        return LigerFusedLinearJSDFunction.apply(*heads, shift_labels, *options)
+
+
+def jensen_shannon(
+    student_logits: Tensor, teacher_logits: Tensor, labels: Tensor | None, beta: float, ignore_index: int
+) -> Tensor:
+    """Σ over the rows whose label is not ignore_index (labels None: all rows) of the divergence in LigerJSDFunction, of
+    softmax(logits), both [rows, V]."""
+    x, target = (torch.log_softmax(z, -1, dtype=torch.float32) for z in (student_logits, teacher_logits))
+    options = LOG_JENSEN_SHANNON, float(beta), ignore_index, reduction_code("sum")
+    return ops.divergence(x, target, labels, *options, torch.float32)
+
+
+def sums_over_tokens(
+    student: Sequence[Any], teacher: Sequence[Any], loss_of: Callable[..., Any], results: int, factor: Tensor,
+    chunk_tokens: int = GPU_CHUNK, wanted: Sequence[bool] = (False, False, False),
+) -> tuple[Any, ...]:  # fmt: skip
+    """(Σ of loss_of's results, float [results]; gradients; rest): the gradients, times rest, are those of factor · the
+    first sum.
+
+    student and teacher are (hidden [N, H], weight [V, H], bias [V] or None); their widths H may differ.
+    loss_of(student_logits, teacher_logits, rows) gives `results` numbers that are sums over these rows, of which the
+    first is differentiated, with respect to the student's hidden states, weight and bias where wanted. It computes in
+    the student's dtype, or in autocast's; the weight's gradient is summed in float. float16 leaves the gradients in
+    float and undivided.
+    """
+    hidden, weight, bias = student
+    device, tokens, needed = hidden.device.type, len(hidden), any(wanted)
+    dtype = autocast_dtype(hidden) or hidden.dtype
+    defer = dtype == torch.float16
+    own = lambda t: t.dtype if t.dtype == dtype and not defer else torch.float32
+    empty = lambda t, dtype: torch.zeros(t.shape, dtype=dtype, device=hidden.device)
+
+    heads: list[Any] = [[t if t is None else t.detach().to(dtype) for t in head] for head in (student, teacher)]
+    widest = max(len(w) for _, w, _ in heads)
+    most = max(CPU_CHUNK, CPU_BYTES // (widest * dtype.itemsize)) if device == "cpu" else GPU_CHUNK
+    chunk = max(1, min(chunk_tokens, tokens, most))
+    d_hidden: Any = empty(hidden, own(hidden)) if wanted[0] else None
+    # One chunk needs no accumulator: its GEMM sums in float and rounds once.
+    d_weight = empty(weight, own(weight) if chunk >= tokens else torch.float32) if wanted[1] else None
+    d_bias = empty(bias, torch.float32) if wanted[2] else None
+    buffers: Any = [torch.empty(chunk, len(w), dtype=dtype, device=hidden.device) for _, w, _ in heads]
+    totals = torch.zeros(results, device=hidden.device)
+    with torch.autocast(device, enabled=False):
+        for begin in range(0, tokens, chunk):
+            n = min(chunk, tokens - begin)
+            z, teacher_z = (_logits(buffer[:n], begin, *head) for buffer, head in zip(buffers, heads))
+            for first in range(0, n, ROWS):
+                rows = slice(first, min(first + ROWS, n))
+                leaf = z[rows].detach().requires_grad_(needed)
+                with torch.set_grad_enabled(needed):
+                    sums = loss_of(leaf, teacher_z[rows], slice(begin + rows.start, begin + rows.stop))
+                    loss = sums[0] if defer else sums[0] * factor
+                if needed:
+                    z[rows] = _gradient(loss, leaf)
+                totals += torch.stack([s.detach().float() for s in sums])
+            if wanted[0]:
+                _accumulate(d_hidden[begin : begin + n], z, heads[0][1])
+            if wanted[1]:
+                _accumulate(d_weight, z.t(), heads[0][0][begin : begin + n])
+            if wanted[2]:
+                d_bias += z.sum(0, dtype=torch.float32)
+    z = teacher_z = leaf = buffers = None  # before the accumulator is rounded
+    d_weight, d_bias = (None if d is None else d.to(own(t)) for d, t in ((d_weight, weight), (d_bias, bias)))
+    return totals, (d_hidden, d_weight, d_bias), (factor.float() if defer else torch.ones((), device=hidden.device))
+
+
+def _gradient(loss, leaf):
+    return torch.autograd.grad(loss, leaf, materialize_grads=True)[0] if loss.requires_grad else 0
+
+
+def _logits(out, begin, hidden, weight, bias):
+    x = hidden[begin : begin + len(out)]
+    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+
+
+def _accumulate(total, a, b):
+    """total += a b, summed in total's dtype."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))

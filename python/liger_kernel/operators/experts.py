@@ -1,0 +1,120 @@
+"""Experts of a mixture by grouped GEMMs (see liger/ops.h), and where those of a model keep transformers' forward."""
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_kernel._library import ops
+from liger_kernel.operators.activation import ACTIVATIONS, SILU, activation_of
+from liger_kernel.operators.coverage import EXPERTS_KERNELS, is_dense
+
+# What transformers' forward computes in another way. The others are a user's choice of how: other kernels, other
+# roundings.
+_DEFAULTS = (None, "eager", "grouped_mm")
+
+
+def fused_experts(
+    x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor, gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None, activation: str = "silu", transposed: bool = False, clamped: bool = False,
+    alpha: float = 1.702, limit: float = 7.0, recompute: bool = True,
+) -> Tensor:  # fmt: skip
+    """y[t] = Σ_k weights[t, k] · down_e (act(gate_e x[t]) · up_e x[t]) for the experts e = index[t, k]; [tokens, H] in
+    x's dtype, summed over k in float.
+
+    x [tokens, H], gate_up [E, 2 I, H], gate above up, down [E, H, I], biases [E, 2 I] and [E, H], all in one dtype;
+    transposed: [E, H, 2 I] and [E, I, H]. index [tokens, k] integers, of which those outside [0, E) add nothing,
+    weights [tokens, k], floating. All but index are differentiable; backward keeps x and the routing and makes gate and
+    up again, unless recompute=False. clamped: GPT-OSS's gate instead, of columns that interleave: (up' + 1) · gate' ·
+    σ(alpha · gate') with gate' = min(gate, limit) and up' = clamp(up, −limit, limit). On CUDA in bfloat16, with widths
+    that are multiples of 8, nothing is read on the host; otherwise the counts of tokens are. Raises KeyError for an
+    activation that is none of "silu", "gelu_tanh", "gelu_erf", "relu_squared".
+    """
+    options = ACTIVATIONS[activation], transposed, clamped, float(alpha), float(limit), recompute
+    return ops.fused_experts(x, gate_up, down, weights, gate_up_bias, down_bias, index, *options)
+
+
+class LigerFusedMoEFunction:
+    """fused_experts of SwiGLU experts without biases, under the API's name."""
+
+    @staticmethod
+    def apply(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return fused_experts(x, gate_up_proj, down_proj, top_k_index, top_k_weights)
+
+
+def reason_to_keep(experts: nn.Module, running: bool = True) -> str | None:
+    """Why experts keep transformers' forward, or None; `running`: its weights are what a forward sees, not shards."""
+    chosen = getattr(getattr(experts, "config", None), "_experts_implementation", None)
+    if chosen not in _DEFAULTS:
+        return f"experts_implementation is {chosen!r}"
+    if getattr(experts, "_is_expert_parallel", False):
+        return "its experts are spread over ranks"
+    weights = experts.parameters(recurse=False) if running else ()
+    if not all(map(is_dense, weights)):
+        return "a weight is sharded or quantised"
+    return None
+
+
+def computed(
+    experts: Any, hidden_states: Tensor, top_k_index: Any, top_k_weights: Any, *biases: Any, **options: Any
+) -> Tensor:
+    """fused_experts on the weights of a module, in the dtype in which transformers computes; the result is as
+    hidden_states are.
+
+    transformers' loop over experts computes in autocast's dtype, its grouped GEMMs in that of the weights.
+    """
+    x, index, weights = (t.reshape(-1, t.shape[-1]) for t in (hidden_states, top_k_index, top_k_weights))
+    grouped = getattr(getattr(experts, "config", None), "_experts_implementation", None) == "grouped_mm"
+    autocast = torch.is_autocast_enabled(x.device.type)
+    with torch.autocast(x.device.type, enabled=False) if grouped and autocast else contextlib.nullcontext():
+        x = x.to(experts.gate_up_proj.dtype) if grouped else x
+        y = fused_experts(x, experts.gate_up_proj, experts.down_proj, index, weights, *biases, **options)
+    return y.view(hidden_states.shape).to(hidden_states.dtype)
+
+
+class _Experts(nn.Module):
+    kernels, reason_to_keep = EXPERTS_KERNELS, staticmethod(reason_to_keep)
+
+
+class LigerExperts(_Experts):
+    """The SwiGLU experts of a mixture, as one operator; see fused_experts. Raises ValueError where config.hidden_act is
+    not silu.
+
+    gate_up_proj [E, 2 I, H] and down_proj [E, H, I] are not initialised; E is config.num_experts or num_local_experts,
+    I moe_intermediate_size or intermediate_size.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        activation_of(config, SILU)
+        first = lambda *names: next(getattr(config, name) for name in names if getattr(config, name, None) is not None)
+        self.num_experts = first("num_experts", "num_local_experts")
+        self.hidden_dim, self.intermediate_dim = config.hidden_size, first("moe_intermediate_size", "intermediate_size")
+        self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * self.intermediate_dim, self.hidden_dim))
+        self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """[..., H] for hidden_states [..., H] and the experts [..., K] of each token with their weights."""
+        return computed(self, hidden_states, top_k_index, top_k_weights)
+
+
+class LigerGEGLUExperts(_Experts):
+    """LigerExperts with gelu, of tanh, for silu: a forward for experts of transformers."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """As LigerExperts."""
+        return computed(self, hidden_states, top_k_index, top_k_weights, activation="gelu_tanh")
+
+
+class LigerGptOssExperts(_Experts):
+    """GPT-OSS's experts, as fused_experts has them with `clamped`: a forward for experts of transformers."""
+
+    def forward(
+        self, hidden_states: Tensor, router_indices: Tensor | None = None, routing_weights: Tensor | None = None
+    ) -> Tensor:
+        """[..., H] for hidden_states [..., H] and the experts [..., K] of each token with their weights."""
+        biases, gate = (self.gate_up_proj_bias, self.down_proj_bias), dict(alpha=self.alpha, limit=self.limit)
+        return computed(
+            self, hidden_states, router_indices, routing_weights, *biases, transposed=True, clamped=True, **gate
+        )

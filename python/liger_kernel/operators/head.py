@@ -1,0 +1,254 @@
+"""What is computed of a language model's logits without the logits; see liger/ops.h.
+
+Cross entropy, and log-probabilities of given tokens, also under a head whose classes come in slices: over the ranks of
+a process group, or dequantised one after another.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_kernel._library import ops
+from liger_kernel.operators.common import IGNORE_INDEX, first_derivative_only
+from liger_kernel.operators.loss import as_output, asked_for, check_options, loss_options, vars_of
+
+#: What there is beside the log-probabilities, by the operator's bits, in the order of its results.
+OUTPUTS = {"entropy": 1, "lse": 16, "mean_logits": 4, "log_sum_sq_probs": 2, "is_top1": 8, "argmax": 32}
+
+
+def liger_fused_linear_cross_entropy(
+    input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ce_weight: Tensor | None = None,
+    ignore_index: int = -100, lse_square_scale: float = 0.0, label_smoothing: float = 0.0, reduction: str = "mean",
+    softcap: float | None = None, return_z_loss: bool = False, accum_dtype: torch.dtype | None = None,
+    use_token_scaling: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
+    valid_count: int | None = None, normalizer: Tensor | None = None, max_bytes: int = 0,
+) -> Any:  # fmt: skip
+    """Cross entropy of the logits `input @ weight.T + bias`, which are never held in full.
+
+    input [tokens, width], weight [classes, width], target [tokens], bias and ce_weight [classes]. Gradients of the
+    weight are always summed in float, so accum_dtype is not used. valid_count is the number of labels that are not
+    ignored, where the host knows it already; normalizer a number (on the device) that divides the sum of the losses;
+    max_bytes bounds the logits held at once. Returns the float loss, or a CrossEntropyOutput where one of the return
+    flags is set.
+    """
+    asked = return_z_loss, return_token_accuracy, return_predicted_tokens
+    flags, scales = loss_options(
+        ignore_index, lse_square_scale, label_smoothing, reduction, softcap, *asked, use_token_scaling
+    )
+    count = -1 if valid_count is None else valid_count
+    results = ops.fused_linear_cross_entropy(
+        input, weight, bias, target, ce_weight, normalizer, flags, scales, count, max_bytes, None
+    )
+    return as_output(*asked_for(results, *asked))
+
+
+class LigerFusedLinearCrossEntropyLoss(nn.Module):
+    """Cross entropy of `_input @ lin_weight.T + bias` without the logits; see
+    functional.liger_fused_linear_cross_entropy.
+
+    Raises ValueError for an unknown reduction, AssertionError for label_smoothing outside [0, 1] or softcap <= 0.
+    """
+
+    def __init__(
+        self, ce_weight: Tensor | None = None, ignore_index: int = -100, lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
+        return_z_loss: bool = False, accum_dtype: torch.dtype | None = None, use_token_scaling: bool = False,
+        return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        check_options(reduction, label_smoothing, softcap)
+        self.register_buffer("ce_weight", ce_weight)
+        self.ignore_index, self.lse_square_scale, self.label_smoothing = ignore_index, lse_square_scale, label_smoothing
+        self.reduction, self.softcap, self.return_z_loss = reduction, softcap, return_z_loss
+        self.accum_dtype, self.use_token_scaling = accum_dtype, use_token_scaling
+        self.return_token_accuracy, self.return_predicted_tokens = return_token_accuracy, return_predicted_tokens
+
+    def forward(self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None) -> Any:
+        return liger_fused_linear_cross_entropy(_input, lin_weight, target, bias, **vars_of(self))
+
+
+def output_bits(names: Iterable[str]) -> int:
+    """The operator's `outputs` for names of OUTPUTS. Raises KeyError for another."""
+    return sum(OUTPUTS[name] for name in set(names))
+
+
+def linear_log_prob(
+    hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None = None, temperature: float = 1.0,
+    ignore_index: int = -100, entropy: bool = False, max_bytes: int = 0, valid_count: int | None = None,
+    softcap: float | None = None, logit_scale: float = 1.0, outputs: Sequence[str] = (), top_k: int = 0,
+    lora: tuple[Tensor, Tensor, float] | None = None, main_grad: Tensor | None = None, batch_invariant: bool = False,
+) -> Any:  # fmt: skip
+    """log_softmax(z) at ids, float [...], for z = y · logit_scale / temperature, or softcap · tanh(y · logit_scale /
+    softcap) / temperature, y = hidden weightᵀ + bias.
+
+    With entropy=True the pair (logp, −Σ p ln p); with outputs, names of OUTPUTS, the tuple (logp, *those) in the order
+    given: also "lse" ln Σ exp z, "mean_logits" the mean of z, "log_sum_sq_probs" ln Σ p², "is_top1" whether the id is
+    the first of the largest z, "argmax" which class is. With top_k the tuple ends with the largest log-probabilities
+    [..., top_k] and their classes. Label smoothing ε is (1 − ε) logp + ε (mean_logits − lse), a z-loss λ lse², a
+    class's weight a factor of logp.
+
+    hidden [..., H] of any strides, weight [V, H], ids [...] integers, bias [V]. 0 where the id is ignore_index: such
+    tokens cost nothing. logp, entropy, lse and mean_logits are differentiable with respect to hidden, weight and bias,
+    with any upstream gradient. Logits of up to max_bytes (0: set_memory_budget's, else 4 GiB on a GPU, 256 MiB on a
+    CPU) wait for backward, others are made again; valid_count is the number of ids that are not ignored, where the host
+    knows it; the weight's gradient is summed in float. Mixed dtypes compute in hidden's.
+
+    lora: (a [rank, H], b [V, rank], scale), of which the weight is weight + scale · b a; a and b get gradients, and a
+    frozen weight none. main_grad [V, H], float: backward adds the weight's gradient to it and leaves weight.grad alone,
+    as Megatron has it. batch_invariant: a token's results have the same bits whatever else is in the batch.
+
+    Another id raises IndexError on the CPU and is a device assertion on CUDA; an unknown output raises KeyError.
+    """
+    names = ("entropy",) if entropy else tuple(outputs)
+    low_hidden = low_weight = None
+    if lora is not None:
+        a, low_weight, scale = lora
+        low_hidden = torch.nn.functional.linear(hidden, a.to(hidden.dtype)) * scale
+    logp, *rest = ops.linear_log_prob(
+        hidden, weight, bias, ids, low_hidden, low_weight, main_grad, None, temperature=float(temperature),
+        softcap=float(softcap or 0), logit_scale=float(logit_scale), ignore_index=ignore_index,
+        outputs=output_bits(names), top_k=top_k, valid_count=-1 if valid_count is None else valid_count,
+        max_bytes=max_bytes, batch_invariant=batch_invariant,
+    )  # fmt: skip
+    found = dict(zip(OUTPUTS, rest))
+    top = tuple(rest[len(OUTPUTS) :]) if top_k else ()
+    return (logp, *(found[name] for name in names), *top) if names or top else logp
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Σ over the ranks, of which each goes on with the same numbers: so the gradient of the sum is every term's."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        x = x.clone()
+        torch.distributed.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, g):
+        return g, None
+
+
+class _SumGradientOverRanks(torch.autograd.Function):
+    """x, which all ranks have: its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, g):
+        g = g.contiguous().clone()
+        torch.distributed.all_reduce(g, group=ctx.group)
+        return g, None
+
+
+def _combined(slices, ids, ignore_index, entropy, group=None):
+    """logp, or (logp, entropy), of all classes; slices: (logp at the slice's own ids, lse, entropy, whether the id is
+    the slice's) of each."""
+    sum_over = (lambda x: x) if group is None else lambda x: _SumOverRanks.apply(x, group)
+    top = torch.stack([lse.detach() for _, lse, _, _ in slices]).amax(0)
+    if group is not None:
+        torch.distributed.all_reduce(top, torch.distributed.ReduceOp.MAX, group=group)
+    parts = [[], [], []]
+    for logp, lse, of_slice, owned in slices:
+        weight = (lse - top).exp()  # of the slice's classes together
+        parts[0].append(weight)
+        parts[1].append(torch.where(owned, logp + lse, 0))
+        parts[2].append(weight * (lse - of_slice) if entropy else torch.zeros_like(weight))
+    total, at_id, mean = sum_over(torch.stack([torch.stack(part).sum(0) for part in parts])).unbind()
+    lse = top + total.log()
+    zeroed = lambda t: torch.where(ids == ignore_index, 0, t)
+    return (zeroed(at_id - lse), zeroed(lse - mean / total)) if entropy else zeroed(at_id - lse)
+
+
+def _of_slice(hidden, weight, bias, ids, first, ignore_index, options):
+    local = ids - first
+    owned = (local >= 0) & (local < len(weight)) & (ids != ignore_index)
+    own_ids = torch.where(owned, local, 0).masked_fill(ids == ignore_index, ignore_index)
+    found = linear_log_prob(
+        hidden, weight, own_ids, bias, ignore_index=ignore_index, outputs=("lse", "entropy"), **options
+    )
+    return *found, owned
+
+
+def vocab_parallel_linear_log_prob(
+    hidden: Tensor, weight: Tensor, ids: Tensor, group: Any, first: int | None = None, bias: Tensor | None = None,
+    entropy: bool = False, ignore_index: int = IGNORE_INDEX, **options: Any,
+) -> Any:  # fmt: skip
+    """linear_log_prob under a head whose classes are spread over the ranks of a process group (Shoeybi et al. 2019,
+    arXiv:1909.08053).
+
+    weight [V of this rank, H] and bias [V of this rank] are those of classes first, first + 1, ... (by default all
+    ranks have as many, in their order); hidden [..., H] and ids [...] are the same on all ranks, and so are the
+    results: logp, or (logp, entropy) with entropy=True, float. The gradient of hidden is the sum over the ranks. Two
+    collectives of [...] numbers in forward, one of hidden's size in backward. options: temperature, softcap,
+    logit_scale, max_bytes, batch_invariant. An id that no rank has gets −lse, as if its logit were 0; it is not
+    checked.
+    """
+    if first is None:
+        first = torch.distributed.get_rank(group) * len(weight)
+    hidden = _SumGradientOverRanks.apply(hidden, group)
+    found = _of_slice(hidden, weight, bias, ids, first, ignore_index, options)
+    return _combined([found], ids, ignore_index, entropy, group)
+
+
+def quantised_linear_log_prob(
+    hidden: Tensor, weight: Any, ids: Tensor, bias: Tensor | None = None, entropy: bool = False,
+    ignore_index: int = IGNORE_INDEX, classes_at_once: int = 32768, **options: Any,
+) -> Any:  # fmt: skip
+    """linear_log_prob under a frozen head that bitsandbytes has quantised: int8, nf4 or fp4, of which classes_at_once
+    are dequantised at a time, in both passes.
+
+    weight is a Params4bit that has been quantised, or an Int8Params; results as of linear_log_prob with entropy or
+    without. Only hidden and bias get gradients. options: temperature, softcap, logit_scale, max_bytes. Raises TypeError
+    for another weight.
+    """
+    classes, dequantise = _dequantiser(weight, hidden.shape[-1])
+    slices = []
+    for first in range(0, classes, classes_at_once):
+        rows = slice(first, min(first + classes_at_once, classes))
+        make = lambda rows=rows: dequantise(rows).to(hidden.dtype)
+        dense, own_bias = make(), None if bias is None else bias[rows]
+        # What the operator keeps for backward is the quantised slice: the dense one is made again there.
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, of=dense.data_ptr(), make=make: make if t.data_ptr() == of else t,
+            lambda t: t() if callable(t) else t,
+        ):
+            slices.append(_of_slice(hidden, dense, own_bias, ids, first, ignore_index, options))
+        del dense
+    return _combined(slices, ids, ignore_index, entropy)
+
+
+def _dequantiser(weight, width):
+    """(number of classes, function of a slice of them that makes their rows)."""
+    if getattr(weight, "quant_state", None) is not None:
+        from bitsandbytes.functional import QuantState, dequantize_4bit, dequantize_blockwise
+
+        state = weight.quant_state
+        absmax = dequantize_blockwise(state.absmax, state.state2) + state.offset if state.nested else state.absmax
+        packed, a_row = weight.data.reshape(-1), width // state.blocksize
+        if width % state.blocksize:
+            raise TypeError(
+                f"a row of the quantised weight, of {width} numbers, must be made of whole blocks of {state.blocksize}"
+            )
+
+        def rows_of(rows):
+            part = QuantState(
+                absmax[rows.start * a_row : rows.stop * a_row].float().contiguous(),
+                torch.Size((rows.stop - rows.start, width)), state.code, state.blocksize, state.quant_type, state.dtype,
+            )  # fmt: skip
+            bytes_a_row = packed.numel() * packed.element_size() // state.shape[0]
+            data = packed.view(torch.uint8)[rows.start * bytes_a_row : rows.stop * bytes_a_row].reshape(-1, 1)
+            return dequantize_4bit(data.contiguous(), part)
+
+        return state.shape[0], rows_of
+    scale = getattr(weight, "SCB", None)
+    if scale is not None and weight.dtype == torch.int8:
+        return len(weight), lambda rows: weight.data[rows].float() * (scale[rows] / 127).unsqueeze(1)
+    raise TypeError(f"no weight that bitsandbytes has quantised: {type(weight).__name__}")

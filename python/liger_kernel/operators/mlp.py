@@ -1,0 +1,291 @@
+"""Gated MLPs. A forward uses its projections alone: it is also bound to other models' modules.
+
+As they are, with projections that keep their input alone for backward (formula in liger/ops.h), and a shard of tokens
+at a time, so that their activations do not grow with the sequence.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_kernel._library import ops
+from liger_kernel.operators.activation import (
+    GELU_ERF,
+    GELU_TANH,
+    SILU,
+    LigerFusedGateUpSiLUMulFunction,
+    LigerGELUMulFunction,
+    LigerSiLUMulFunction,
+    activation_of,
+)
+from liger_kernel.operators.common import first_derivative_only
+from liger_kernel.operators.coverage import GATED_KERNELS, is_bare
+
+
+class _GatedMLP(nn.Module):
+    """The three projections of down_proj(act(gate_proj(x)) · up_proj(x))."""
+
+    kernels = GATED_KERNELS
+
+    def __init__(self, config: Any, intermediate_size: int | None = None, bias: bool = False) -> None:
+        super().__init__()
+        self.config, self.hidden_size = config, config.hidden_size
+        self.intermediate_size = config.intermediate_size if intermediate_size is None else intermediate_size
+        self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=bias)
+
+
+class LigerSwiGLUMLP(_GatedMLP):
+    """down_proj(silu(gate_proj(x)) · up_proj(x)). Raises ValueError where config.hidden_act is not silu."""
+
+    def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
+        activation_of(config, SILU)
+        super().__init__(config, intermediate_size, getattr(config, "mlp_bias", False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(LigerSiLUMulFunction.apply(self.gate_proj(x), self.up_proj(x)))
+
+
+class LigerQwen3MoeSwiGLUMLP(LigerSwiGLUMLP):
+    """LigerSwiGLUMLP, whose width may differ from the config's."""
+
+
+class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
+    """LigerSwiGLUMLP that knows its layer."""
+
+    def __init__(self, config: Any, layer_idx: int | None = None, is_shared_mlp: bool = False) -> None:
+        super().__init__(config)
+        self.layer_idx = layer_idx
+
+
+class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
+    """LigerSwiGLUMLP with config.mlp_multipliers on the gate and on the result."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.gate_multiplier, self.down_multiplier = config.mlp_multipliers
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = LigerSiLUMulFunction.apply(self.gate_proj(x), self.up_proj(x), self.gate_multiplier)
+        return self.down_proj(y) * self.down_multiplier
+
+
+class LigerSeedOssSwiGLUMLP(LigerSwiGLUMLP):
+    """LigerSwiGLUMLP with a dropout of config.residual_dropout on the result."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.residual_dropout = config.residual_dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(LigerSwiGLUMLP.forward(self, x), self.residual_dropout, self.training)
+
+
+class LigerGEGLUMLP(_GatedMLP):
+    """down_proj(gelu(gate_proj(x)) · up_proj(x)), gelu in the form that config.hidden_act names, by default and in
+    other models' modules that of tanh. Raises ValueError where it names no gelu."""
+
+    def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
+        activation = activation_of(config, GELU_TANH, GELU_ERF, default=GELU_TANH)
+        super().__init__(config, intermediate_size)
+        if activation == GELU_ERF:
+            self.approximate = "none"
+
+    def forward(self, x: Tensor) -> Tensor:
+        approximate = getattr(self, "approximate", "tanh")
+        return self.down_proj(LigerGELUMulFunction.apply(self.gate_proj(x), self.up_proj(x), approximate))
+
+
+class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
+    """LigerGEGLUMLP, twice as wide in layers that share keys and values where config.use_double_wide_mlp says so."""
+
+    def __init__(self, config: Any, layer_idx: int | None = None) -> None:
+        shared = getattr(config, "num_kv_shared_layers", 0) or 0
+        wide = getattr(config, "use_double_wide_mlp", False) and shared > 0 and layer_idx is not None
+        twice = wide and layer_idx >= config.num_hidden_layers - shared
+        super().__init__(config, config.intermediate_size * (2 if twice else 1))
+
+
+class LigerBlockSparseTop2MLP(nn.Module):
+    """An expert: w2(silu(w1(x)) · w3(x)). Raises ValueError where config.hidden_act is not silu."""
+
+    kernels = GATED_KERNELS
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        activation_of(config, SILU)
+        self.ffn_dim, self.hidden_dim = config.intermediate_size, config.hidden_size
+        self.w1 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
+        self.w2 = nn.Linear(self.ffn_dim, self.hidden_dim, bias=False)
+        self.w3 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(LigerSiLUMulFunction.apply(self.w1(x), self.w3(x)))
+
+
+class LigerPhi3SwiGLUMLP(nn.Module):
+    """down_proj(silu(gate) · up) with gate and up the halves of one projection. Raises ValueError where
+    config.hidden_act is not silu."""
+
+    kernels = GATED_KERNELS
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        activation_of(config, SILU)
+        self.config = config
+        self.hidden_size, self.intermediate_size = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = nn.Linear(self.hidden_size, 2 * self.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(LigerFusedGateUpSiLUMulFunction.apply(self.gate_up_proj(x)))
+
+
+def weights(mlp: Any) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The weights of gate_proj, up_proj and down_proj; None where a call is more than its weight: a bias, an adapter, a
+    hook, offloading."""
+    projections = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+    if not all(type(p) is nn.Linear and p.bias is None and is_bare(p) for p in projections):
+        return None
+    found = mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
+    return found if all(type(w) in (nn.Parameter, torch.Tensor) for w in found) else None
+
+
+class LigerMLPFunction:
+    @staticmethod
+    def apply(
+        input: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, gate_multiplier: float = 1.0,
+        down_multiplier: float = 1.0,
+    ) -> Tensor:  # fmt: skip
+        """(silu(gate_multiplier · input gate_weightᵀ) · input up_weightᵀ) down_weightᵀ · down_multiplier.
+
+        input [..., D]; gate_weight and up_weight [I, D], down_weight [D, I], in input's dtype or under autocast; any
+        strides. backward makes gate and up again. Raises TypeError where dtypes differ.
+        """
+        multipliers = float(gate_multiplier), float(down_multiplier)
+        return ops.fused_mlp(input, gate_weight, up_weight, down_weight, None, None, None, SILU, *multipliers, 0)
+
+
+class LigerMLP(LigerSwiGLUMLP):
+    """down_proj(silu(gate_proj(x)) · up_proj(x)); where a projection is no plain Linear, as LigerSwiGLUMLP."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = weights(self)
+        return LigerMLPFunction.apply(x, *found) if found else super().forward(x)
+
+
+class LigerFalconH1MLP(LigerFalconH1SwiGLUMLP):
+    """LigerMLP with config.mlp_multipliers on the gate and on the result. Raises ValueError where config.mlp_bias is
+    set."""
+
+    def __init__(self, config: Any) -> None:
+        if getattr(config, "mlp_bias", False):
+            raise ValueError("LigerFalconH1MLP has no biases, and config.mlp_bias asks for them")
+        super().__init__(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = weights(self)
+        if not found:
+            return super().forward(x)
+        return LigerMLPFunction.apply(x, *found, self.gate_multiplier, self.down_multiplier)
+
+
+def _grad_dtype(t):
+    return torch.float32 if t.dtype in (torch.bfloat16, torch.float16) else t.dtype
+
+
+class _TiledMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, fn, module, x, shards, *parameters):
+        ctx.fn, ctx.module, ctx.shards = fn, module, shards
+        ctx.save_for_backward(x, *parameters)
+        device = x.device.type
+        ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        return torch.cat([fn(module, shard) for shard in x.chunk(shards, -2)], -2)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, dy):
+        """The shards run again, and their gradients are summed in float, in order."""
+        x, *parameters = ctx.saved_tensors
+        device, dtype, enabled = ctx.autocast
+        needed = [p for p, needs in zip(parameters, ctx.needs_input_grad[4:]) if needs]
+        sums = [torch.zeros_like(p, dtype=_grad_dtype(p)) for p in needed]
+        dx = torch.empty_like(x) if ctx.needs_input_grad[2] else None
+        chunks = lambda t: [None] * ctx.shards if t is None else t.chunk(ctx.shards, -2)
+        for shard, upstream, out in zip(*map(chunks, (x, dy, dx))):
+            with torch.enable_grad(), torch.autocast(device, dtype=dtype, enabled=enabled):
+                shard = shard.detach().requires_grad_(dx is not None)
+                y = ctx.fn(ctx.module, shard)
+            wanted = needed if dx is None else [shard, *needed]
+            gradients = list(torch.autograd.grad(y, wanted, upstream, allow_unused=True))
+            if dx is not None:
+                out.copy_(gradients.pop(0))
+            for total, gradient in zip(sums, gradients):
+                if gradient is not None:
+                    total += gradient
+        found = iter([s.to(p.dtype) for s, p in zip(sums, needed)])
+        return None, None, dx, None, *(next(found) if needs else None for needs in ctx.needs_input_grad[4:])
+
+
+class LigerTiledMLPFunction:
+    @staticmethod
+    def apply(
+        fn: Callable[..., Any], mlp_module: nn.Module, x: Tensor, shards: int, compute_params: Any = None
+    ) -> Tensor:
+        """fn(mlp_module, x) in `shards` tiles along x [..., S, H]'s tokens; backward runs each tile again.
+
+        The module's parameters get their gradients from autograd, once, summed in float over the tiles. compute_params
+        is not used.
+        """
+        return _TiledMLP.apply(fn, mlp_module, x, shards, *(p for p in mlp_module.parameters() if p.requires_grad))
+
+
+def shards_of(x: Tensor, num_shards: int | None = None) -> int:
+    """num_shards or, unless given, ceil(S / H) for x [..., S, H]; at least 1. Raises ValueError where x has one
+    dimension."""
+    if x.dim() < 2:
+        raise ValueError(f"x must be [..., tokens, width], got {list(x.shape)}")
+    return max(1, num_shards or -(-x.shape[-2] // max(1, x.shape[-1])))
+
+
+def apply_tiled_mlp(
+    fn: Callable[..., Any], mlp_module: nn.Module, x: Tensor, num_shards: int | None = None, compute_params: Any = None
+) -> Tensor:
+    """LigerTiledMLPFunction with ceil(S / H) shards unless num_shards is given."""
+    return LigerTiledMLPFunction.apply(fn, mlp_module, x, shards_of(x, num_shards))
+
+
+class _TiledGatedMLP(_GatedMLP):
+    """down_proj(act(gate_proj(x)) · up_proj(x)) in num_shards tiles, ceil(S / H) unless given; act is
+    config.hidden_act. Raises ValueError for another one than `activations`, of which the first is the default."""
+
+    activations: tuple[int, ...] = ()
+
+    def __init__(self, config, num_shards=None):
+        activation = activation_of(config, *self.activations, default=self.activations[0])
+        super().__init__(config)
+        self.activation, self.num_shards = activation, num_shards
+
+    def _whole(self, x):
+        return self.down_proj(ops.gated(self.gate_proj(x), self.up_proj(x), self.activation, 1.0))
+
+    def forward(self, x):
+        found = weights(self)
+        if not found:
+            return apply_tiled_mlp(type(self)._whole, self, x, self.num_shards)
+        rows = max(1, -(-x.shape[:-1].numel() // shards_of(x, self.num_shards)))
+        return ops.fused_mlp(x, *found, None, None, None, self.activation, 1.0, 1.0, rows)
+
+
+class LigerTiledSwiGLUMLP(_TiledGatedMLP):
+    __doc__ = _TiledGatedMLP.__doc__
+    activations = (SILU,)
+
+
+class LigerTiledGEGLUMLP(_TiledGatedMLP):
+    __doc__ = _TiledGatedMLP.__doc__
+    activations = (GELU_TANH, GELU_ERF)

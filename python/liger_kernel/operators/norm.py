@@ -1,0 +1,423 @@
+"""The norms; formulas in liger/ops/norm/norm.h and poly_norm.h.
+
+RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467) alone, of a sum and with a modulation, LayerNorm (Ba et al. 2016,
+arXiv:1607.06450), GroupNorm (Wu & He 2018, arXiv:1803.08494), PolyNorm (Zhuo et al. 2024, arXiv:2411.03884), and DyT,
+dynamic tanh in place of a norm (Zhu et al. 2025, arXiv:2503.10622).
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_kernel._library import ops
+from liger_kernel.operators.common import beside, full_tensor, promoted
+from liger_kernel.operators.coverage import NORM_KERNELS
+from liger_kernel.utils import in_float_under_autocast
+
+_CASTING: dict[str | int, int] = {"none": -1, "llama": 0, "gemma": 1}
+
+
+def casting_code(mode: str | int) -> int:
+    """The code of a casting mode, "llama", "gemma" or "none"; raises AssertionError for another."""
+    code: Any = _CASTING.get(mode, mode)
+    if code not in _CASTING.values():
+        raise AssertionError(f"casting_mode is one of {list(_CASTING)}, not {mode!r}")
+    return code
+
+
+def check_width(x: Tensor, w: Tensor | None) -> None:
+    if w is not None and x.shape[-1] != w.shape[0]:
+        raise AssertionError(f"the input's last dimension is {x.shape[-1]}, the weight has {w.shape[0]}")
+
+
+def check_widths(X: Tensor, *vectors: Tensor | None) -> None:
+    for v in vectors:
+        if v is not None and X.shape[-1] != v.shape[0]:
+            raise ValueError(f"the input's last dimension is {X.shape[-1]}, a weight or bias has {v.shape[0]}")
+
+
+def check_modulation(X: Tensor, W: Tensor | None, scale: Tensor, shift: Tensor | None) -> None:
+    check_width(X, W)
+    if X.numel() == 0:
+        return
+    width, rows = X.shape[-1], X.numel() // X.shape[-1]
+    if scale.numel() == 0 or scale.numel() % width != 0:
+        raise AssertionError(f"scale has {scale.numel()} elements, which is no multiple of the width {width}")
+    if rows % (scale.numel() // width) != 0:
+        raise AssertionError(f"scale has {scale.numel() // width} rows, which do not divide the input's {rows}")
+    if shift is not None and shift.numel() != scale.numel():
+        raise AssertionError(f"shift has {shift.numel()} elements, scale {scale.numel()}")
+
+
+def check_poly_norm(W: Tensor, B: Tensor) -> None:
+    if W.shape[0] != 3:
+        raise AssertionError(f"the weight has 3 elements, for the third, second and first power, not {W.shape[0]}")
+    if B.numel() != 1:
+        raise AssertionError(f"the bias is one number, not {B.numel()}")
+
+
+def as_rows(t: Any, width: int) -> Any:
+    return None if t is None else t.reshape(-1 if width else 1, width)
+
+
+class LigerRMSNormFunction:
+    @staticmethod
+    def apply(
+        X: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str | int = "llama",
+        in_place: bool = True, row_mode: bool | None = None,
+    ) -> Tensor:  # fmt: skip
+        """y = X / rms(X) · (W + offset) over the last dimension.
+
+        X [..., H]; W [H] of any dtype that X may have, or None; y has X's dtype. casting_mode says where the matched
+        model rounds. in_place and row_mode are accepted as hints: no argument is ever changed. DTensors stay sharded;
+        beside a plain W a DTensor is gathered, and y is plain. Raises AssertionError where H and W differ.
+        """
+        try:
+            x, code = X if W is None else full_tensor(X, W), casting_code(casting_mode)
+            return ops.rms_norm(x, beside(X, W), float(eps), float(offset), code)
+        except RuntimeError:
+            check_width(X, W)  # see liger_layer_norm
+            raise
+
+
+def liger_rms_norm(
+    X: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True
+) -> Tensor:
+    """X / rms(X) · (W + offset) over the last dimension; see LigerRMSNormFunction."""
+    return LigerRMSNormFunction.apply(X, W, eps, offset, casting_mode)
+
+
+class LigerFusedAddRMSNormFunction:
+    @staticmethod
+    def apply(
+        X: Tensor, R: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str | int = "llama",
+        in_place: bool = False,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """(rms_norm(S), S) for S = X + R in the dtype that torch's sum has, to which S is rounded; see
+        LigerRMSNormFunction. in_place is a hint: no argument is changed."""
+        check_width(X, W)
+        X, R = promoted(X, R)
+        return ops.fused_add_rms_norm(X, R, beside(X, W), float(eps), float(offset), casting_code(casting_mode))
+
+
+def liger_fused_add_rms_norm(
+    X: Tensor, R: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str = "llama",
+    in_place: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(rms_norm(X + R), X + R); see LigerFusedAddRMSNormFunction."""
+    return LigerFusedAddRMSNormFunction.apply(X, R, W, eps, offset, casting_mode)
+
+
+class LigerModulatedRMSNormFunction:
+    @staticmethod
+    def apply(
+        X: Tensor, W: Tensor | None, scale: Tensor, shift: Tensor | None, eps: float, offset: float = 0.0,
+        casting_mode: str | int = "llama", in_place: bool = True,
+    ) -> Tensor:  # fmt: skip
+        """rms_norm(X) · (1 + scale) + shift, an adaptive norm (Peebles & Xie 2022, arXiv:2212.09748); see
+        LigerRMSNormFunction.
+
+        scale and shift (or None) hold a row of X's width for all rows of X, for each of equal runs of them, or for
+        every one, of any dtype that X may have. in_place is a hint: no argument is changed. Raises AssertionError for
+        sizes that do not fit.
+        """
+        X = full_tensor(X, scale)
+        check_modulation(X, W, scale, shift)
+        width, code = X.shape[-1], casting_code(casting_mode)
+        scale, shift = as_rows(beside(X, scale), width), as_rows(beside(X, shift), width)
+        return ops.modulated_rms_norm(X, beside(X, W), scale, shift, float(eps), float(offset), code)
+
+
+def liger_modulated_rms_norm(
+    X: Tensor, W: Tensor | None, scale: Tensor, shift: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0,
+    casting_mode: str = "llama", in_place: bool = True,
+) -> Tensor:  # fmt: skip
+    """rms_norm(X) · (1 + scale) + shift; see LigerModulatedRMSNormFunction."""
+    return LigerModulatedRMSNormFunction.apply(X, W, scale, shift, eps, offset, casting_mode)
+
+
+def liger_layer_norm(X: Tensor, W: Tensor | None, B: Tensor | None, eps: float) -> Tensor:
+    """(X − mean) / sqrt(variance + eps) · W + B over the last dimension.
+
+    X [..., H]; W and B [H] of any dtype that X may have, or None; the result has X's dtype. Raises ValueError where a
+    width differs.
+    """
+    try:
+        return ops.layer_norm(X, beside(X, W), beside(X, B), float(eps))
+    except RuntimeError:
+        # Says it in the API's own exception. Asked before, it would add half to the time of a small call.
+        check_widths(X, W, B)
+        raise
+
+
+class LigerLayerNormFunction:
+    apply = staticmethod(liger_layer_norm)
+
+
+def liger_group_norm(
+    X: Tensor, affine_scaling_weight: Tensor | None, affine_shifting_bias: Tensor | None, num_channels: int,
+    num_groups: int, eps: float,
+) -> Tensor:  # fmt: skip
+    """(X − mean) / sqrt(variance + eps) over each group of channels of a sample, times a channel's weight, plus its
+    bias.
+
+    X [N, num_channels, ...]; weight and bias [num_channels] in X's dtype or float, or None.
+    """
+    return ops.group_norm(X, affine_scaling_weight, affine_shifting_bias, num_groups, float(eps))
+
+
+class LigerGroupNormFunction:
+    apply = staticmethod(liger_group_norm)
+
+
+def liger_poly_norm(X: Tensor, W: Tensor, B: Tensor, eps: float = 1e-6, in_place: bool = True) -> Tensor:
+    """W[0] · N(X³) + W[1] · N(X²) + W[2] · N(X) + B with N(u) = u / sqrt(mean(u²) + eps) over the last dimension.
+
+    in_place is a hint: no argument is changed. Raises AssertionError for other sizes of W and B.
+    """
+    check_poly_norm(W, B)
+    return ops.poly_norm(X, W, B, float(eps))
+
+
+class LigerPolyNormFunction:
+    apply = staticmethod(liger_poly_norm)
+
+
+def liger_dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
+    """gamma · tanh(alpha · x) + beta for x [..., H], one number alpha, gamma and beta [H] in x's dtype or float; beta
+    may be None."""
+    return ops.dyt(x, alpha, gamma, beta)
+
+
+class LigerDyTFunction:
+    apply = staticmethod(liger_dyt)
+
+
+def _initial(init_fn, size):
+    if init_fn not in ("ones", "zeros"):
+        raise AssertionError(f"init_fn is 'ones' or 'zeros', not {init_fn!r}")
+    return nn.Parameter(getattr(torch, init_fn)(size))
+
+
+class LigerRMSNorm(nn.Module):
+    """y = x / rms(x) · (weight + offset) over the last dimension (Zhang & Sennrich 2019, arXiv:1910.07467).
+
+    casting_mode is where the matched model rounds: "llama" before the weight, "gemma" only the result, "none" every
+    step. in_place and row_mode are hints. Raises AssertionError for an init_fn other than "ones" and "zeros".
+    """
+
+    kernels = NORM_KERNELS
+    weight: nn.Parameter | None
+
+    def __init__(
+        self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str | int = "llama",
+        init_fn: str = "ones", in_place: bool = True, row_mode: bool | None = None, elementwise_affine: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        weight = _initial(init_fn, hidden_size)
+        self.register_parameter("weight", weight if elementwise_affine else None)
+        self.elementwise_affine, self.variance_epsilon, self.offset = elementwise_affine, eps, offset
+        self.casting_mode, self.in_place, self.row_mode = casting_mode, in_place, row_mode
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return LigerRMSNormFunction.apply(
+            hidden_states, self.weight, self.variance_epsilon, self.offset, self.casting_mode
+        )
+
+    @staticmethod
+    def as_original(module: Any, x: Tensor) -> Tensor:
+        """x in the dtype of the original module's result: where it rounds before the weight, the product with the
+        weight has the dtype of both."""
+        if module.weight is None or module.casting_mode == "gemma":
+            return x
+        return x.to(torch.promote_types(x.dtype, module.weight.dtype))
+
+    @classmethod
+    def attributes_for(cls, module: nn.Module, **preset: Any) -> dict[str, Any]:
+        """What forward reads and a norm of another class lacks: its eps, and the rest from `preset` or by default."""
+        defaults = {name: parameter.default for name, parameter in inspect.signature(cls).parameters.items()} | preset
+        eps = (getattr(module, name, None) for name in ("variance_epsilon", "eps"))
+        return {
+            "variance_epsilon": next((value for value in eps if value is not None), defaults["eps"]),
+            **{name: defaults.get(name) for name in ("offset", "casting_mode", "in_place", "row_mode")},
+        }
+
+    def extra_repr(self) -> str:
+        shape = None if self.weight is None else tuple(self.weight.shape)
+        return (
+            f"weight_shape={shape}, eps={self.variance_epsilon}, offset={self.offset}, in_place={self.in_place}, "
+            f"row_mode={self.row_mode}"
+        )
+
+
+def _preset(name, offset, casting_mode, init_fn, in_place):
+    """LigerRMSNorm under a model's name, with that model's defaults."""
+
+    class Preset(LigerRMSNorm):
+        def __init__(
+            self, hidden_size, eps=1e-6, offset=offset, casting_mode=casting_mode, init_fn=init_fn, in_place=in_place,
+            row_mode=None,
+        ):  # fmt: skip
+            super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
+
+    Preset.__name__ = Preset.__qualname__ = name
+    return Preset
+
+
+LigerRMSNormForGemma = _preset("LigerRMSNormForGemma", 1.0, "gemma", "zeros", True)
+LigerRMSNormForGemma2 = _preset("LigerRMSNormForGemma2", 1.0, "gemma", "zeros", False)
+LigerRMSNormForGlm4 = _preset("LigerRMSNormForGlm4", 0.0, "llama", "ones", False)
+LigerRMSNormForQwen3Next = _preset("LigerRMSNormForQwen3Next", 1.0, "gemma", "zeros", False)
+# OLMo-2 multiplies by the weight in float and rounds once, whatever the preset's name says elsewhere.
+LigerRMSNormForOlmo2 = _preset("LigerRMSNormForOlmo2", 0.0, "gemma", "ones", False)
+
+
+class LigerRMSNormForGemma3(LigerRMSNorm):
+    def __init__(
+        self, dim: int, eps: float = 1e-6, offset: float = 1.0, casting_mode: str | int = "gemma",
+        init_fn: str = "zeros", in_place: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(dim, eps, offset, casting_mode, init_fn, in_place)
+
+
+class LigerRMSNormForGemma4(LigerRMSNorm):
+    """Gemma 4's norm, which has a weight or, with with_scale=False, none."""
+
+    def __init__(
+        self, dim: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str | int = "gemma",
+        init_fn: str = "ones", in_place: bool = False, with_scale: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__(dim, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=with_scale)
+        self.with_scale = with_scale
+
+
+class LigerFusedAddRMSNorm(LigerRMSNorm):
+    """(rms_norm(s), s) for s = hidden_states + residual; options as LigerRMSNorm."""
+
+    def __init__(
+        self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str | int = "llama",
+        init_fn: str = "ones", in_place: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place)
+
+    def forward(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return LigerFusedAddRMSNormFunction.apply(
+            hidden_states, residual, self.weight, self.variance_epsilon, self.offset, self.casting_mode
+        )
+
+
+class LigerModulatedRMSNorm(LigerRMSNorm):
+    """rms_norm(x) · (1 + scale) + shift; options as LigerRMSNorm, shapes as LigerModulatedRMSNormFunction."""
+
+    def __init__(
+        self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str | int = "llama",
+        init_fn: str = "ones", in_place: bool = True, elementwise_affine: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, None, elementwise_affine)
+
+    def forward(self, hidden_states: Tensor, scale: Tensor, shift: Tensor | None = None) -> Tensor:
+        return LigerModulatedRMSNormFunction.apply(
+            hidden_states, self.weight, scale, shift, self.variance_epsilon, self.offset, self.casting_mode
+        )
+
+
+class LigerLayerNorm(nn.Module):
+    """(x − mean) / sqrt(variance + eps) · weight + bias over the last dimension (Ba et al. 2016, arXiv:1607.06450).
+
+    The bias always exists; it starts at zero, or random with bias=True. Raises AssertionError for an init_fn other than
+    "ones" and "zeros".
+    """
+
+    kernels = NORM_KERNELS
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones") -> None:
+        super().__init__()
+        self.hidden_size, self.eps, self.variance_epsilon = hidden_size, eps, eps
+        self.weight = _initial(init_fn, hidden_size)
+        self.bias = nn.Parameter(torch.randn(hidden_size) if bias else torch.zeros(hidden_size))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return liger_layer_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
+
+    @staticmethod
+    def as_original(module: Any, x: Tensor) -> Tensor | None:
+        """x in the dtype of torch's result; None where torch has none for these dtypes."""
+        if in_float_under_autocast(x.device):
+            return x.float()
+        dtypes = {module.weight.dtype, module.bias.dtype}
+        return x if dtypes == {x.dtype} or (x.is_cpu and dtypes == {torch.float32}) else None
+
+    @staticmethod
+    def attributes_for(module: nn.LayerNorm) -> dict[str, Any]:
+        """What forward reads and a torch.nn.LayerNorm lacks."""
+        return {"variance_epsilon": module.eps, "hidden_size": module.normalized_shape[0]}
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, eps={self.eps}"
+
+
+class LigerGroupNorm(nn.Module):
+    """GroupNorm (Wu & He 2018, arXiv:1803.08494) of [N, num_channels, ...].
+
+    The bias always exists; it starts at zero, or random with bias=True. Raises AssertionError for an init_fn other than
+    "ones" and "zeros", groups that do not divide the channels, and inputs of another shape.
+    """
+
+    def __init__(
+        self, num_channels: int, num_groups: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones"
+    ) -> None:
+        super().__init__()
+        if num_groups <= 0 or num_channels % num_groups != 0:
+            raise AssertionError(f"{num_groups} groups do not divide {num_channels} channels")
+        self.num_channels, self.num_groups, self.eps, self.variance_epsilon = num_channels, num_groups, eps, eps
+        self.weight = _initial(init_fn, num_channels)
+        self.bias = nn.Parameter(torch.randn(num_channels) if bias else torch.zeros(num_channels))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        channels, dims = self.num_channels, hidden_states.dim()
+        if dims < 3:
+            raise AssertionError(f"the input is [N, channels, ...], at least three dimensions, not {dims}")
+        if hidden_states.shape[1] != channels:
+            raise AssertionError(f"the input has {hidden_states.shape[1]} channels, not {channels}")
+        return liger_group_norm(hidden_states, self.weight, self.bias, channels, self.num_groups, self.variance_epsilon)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_channels}, num_groups={self.num_groups}, eps={self.eps}"
+
+
+class LigerPolyNorm(nn.Module):
+    """weight[0] · N(x³) + weight[1] · N(x²) + weight[2] · N(x) + bias, N(u) = u / rms(u) (Zhuo et al. 2024,
+    arXiv:2411.03884)."""
+
+    def __init__(self, eps: float = 1e-6, in_place: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3,), 1 / 3))
+        self.bias = nn.Parameter(torch.tensor(1.0))
+        self.variance_epsilon, self.in_place = eps, in_place
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return liger_poly_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
+
+    def extra_repr(self) -> str:
+        return f"eps={self.variance_epsilon}, in_place={self.in_place}"
+
+
+class LigerDyT(nn.Module):
+    """gamma · tanh(alpha · x) + beta in place of a norm (Zhu et al. 2025, arXiv:2503.10622)."""
+
+    beta: nn.Parameter | None
+
+    def __init__(self, hidden_size: int, beta: bool = True, init_alpha: float = 0.5) -> None:
+        super().__init__()
+        self.hidden_size, self.init_alpha = hidden_size, init_alpha
+        self.alpha = nn.Parameter(torch.full((1,), float(init_alpha)))
+        self.gamma = nn.Parameter(torch.ones(hidden_size))
+        self.register_parameter("beta", nn.Parameter(torch.zeros(hidden_size)) if beta else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return liger_dyt(x, self.alpha, self.gamma, self.beta)
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, init_alpha={self.init_alpha}, beta={self.beta is not None}"
