@@ -61,6 +61,10 @@ def _experts(x, gate_up, down, weights, index):
     return (every.gather(1, index[..., None].expand(-1, -1, x.shape[1])) * weights[..., None]).sum(1)
 
 
+def _adapted(x, w, a, b):
+    return x @ w.T + 2 * (x @ a.T) @ b.T
+
+
 def _sparsemax(x):
     z = x.sort(-1, descending=True).values
     rank = torch.arange(1, x.shape[-1] + 1, device=x.device)
@@ -191,6 +195,26 @@ CHECKS = (
     ),
     Check("rope_packed", lambda x, c, s: liger.liger_rope_packed(x, c, s, 2, 1), _packed, ((2, 3, 32),), _TABLES),
     Check("embedding", LigerEmbeddingFunction.apply, lambda w, ids: F.embedding(ids, w), ((5, 40),), (_IDS,)),
+    Check(
+        "lora_linear",
+        lambda x, w, a, b: ops.lora_linear(x, w, None, a, b, None, 2.0),
+        _adapted,
+        ((6, 8), (12, 8), (3, 8), (12, 3)),
+    ),
+    Check(
+        "lora_qkv",
+        lambda x, w, a, b: ops.lora_qkv(x, w, None, a, b, w, None, None, None, w, None, a, b, 2.0, 1.0, 2.0),
+        lambda x, w, a, b: (_adapted(x, w, a, b), x @ w.T, _adapted(x, w, a, b)),
+        ((6, 8), (12, 8), (3, 8), (12, 3)),
+    ),
+    Check(
+        "lora_mlp",
+        lambda x, w, a, b, d: ops.lora_mlp(
+            x, w, None, a, b, w, None, None, None, d, None, None, None, 2.0, 1.0, 1.0, 0, False
+        ),
+        lambda x, w, a, b, d: (F.silu(_adapted(x, w, a, b)) * (x @ w.T)) @ d.T,
+        ((6, 8), (12, 8), (3, 8), (12, 3), (8, 12)),
+    ),
     Check("softmax", liger.liger_softmax, lambda x: x.softmax(-1), ((6, 40),)),
     Check("softmax, sparse", liger.liger_sparsemax, _sparsemax, ((6, 40),)),
     Check("cross_entropy", liger.liger_cross_entropy, F.cross_entropy, ((6, 40),), (_IDS,)),

@@ -116,12 +116,8 @@ __global__ void __launch_bounds__((Clusters<T, 2>::kThreads), (Clusters<T, 2>::k
   const LogSoftmax<Softmax> of_x(softmaxes.of[0]), of_t(softmaxes.of[1]),
       hard = kPlain || !tempered ? of_x : LogSoftmax<Softmax>(softmaxes.of[2]);
   /// A class's arguments of the formula.
-  const auto student = [&](float z) {
-    return Formula::kLogs ? of_x(at_temperature(z)) : at_temperature(z);
-  };
-  const auto teacher = [&](float z) {
-    return Formula::kLogs ? of_t(at_temperature(z)) : at_temperature(z);
-  };
+  const auto student = [&](float z) { return Formula::kLogs ? of_x(at_temperature(z)) : at_temperature(z); };
+  const auto teacher = [&](float z) { return Formula::kLogs ? of_t(at_temperature(z)) : at_temperature(z); };
 
   typename Sums<kSums + 1>::Value sums{};
   rows.template again<1>(kept, set, [&](int k, auto& values) {

@@ -8,7 +8,7 @@ namespace op::lora {
 /// A linear layer with an adapter, or without one: a and b are undefined then. `name` is that of its weight.
 struct Layer {
   const char* name;
-  const Tensor& weight;  // [out, in]
+  const Tensor& weight;           // [out, in]
   const OptTensor &bias, &a, &b;  // [out]; [rank, in]; [out, rank]
   double scale;
 
@@ -109,9 +109,7 @@ c10::SymInt cast_size(const std::array<Layer, n>& layers, at::ScalarType dtype) 
 }
 
 /// x Aᵀ of all layers side by side [tokens, Σ rank].
-Tensor low_rank(const Tensor& x, const Tensor& a) {
-  return a.defined() ? x.mm(a.t()) : x.new_empty({x.size(0), 0});
-}
+Tensor low_rank(const Tensor& x, const Tensor& a) { return a.defined() ? x.mm(a.t()) : x.new_empty({x.size(0), 0}); }
 
 /// The columns of a layer in what low_rank gives.
 template <size_t n>
@@ -195,8 +193,8 @@ Arguments check_linear(const char* op, const Tensor& x, const Layer& layer, cons
 }
 
 std::tuple<Tensor, Tensor, Tensor> linear_forward(const Tensor& x, const Tensor& weight, const OptTensor& bias,
-                                          const OptTensor& a, const OptTensor& b, const OptTensor& dropped,
-                                          double scale) {
+                                                  const OptTensor& a, const OptTensor& b, const OptTensor& dropped,
+                                                  double scale) {
   const std::array layers{Layer{"weight", weight, bias, a, b, scale}};
   check_linear("lora_linear", x, layers[0], dropped);
   const Tensor y = output(at::empty_symint(shape_of(x, weight.sym_size(0)), x.options()));
@@ -211,8 +209,8 @@ std::tuple<Tensor, Tensor, Tensor> linear_forward(const Tensor& x, const Tensor&
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> linear_backward(
     const Tensor& dy, const Tensor& x, const Tensor& low, const Tensor& cast, const Tensor& weight,
-    const OptTensor& bias, const OptTensor& a, const OptTensor& b, const OptTensor& dropped, double scale, bool with_dx, bool with_dweight,
-    bool with_dbias, bool with_da, bool with_db, bool with_ddropped) {
+    const OptTensor& bias, const OptTensor& a, const OptTensor& b, const OptTensor& dropped, double scale, bool with_dx,
+    bool with_dweight, bool with_dbias, bool with_da, bool with_db, bool with_ddropped) {
   const std::array layers{Layer{"weight", weight, bias, a, b, scale}};
   check_linear("lora_linear_backward", x, layers[0], dropped)
       .shaped("dy", dy, shape_of(x, weight.sym_size(0)), Type::Same);
@@ -221,14 +219,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> linear_backward(
     const auto zeros = [&](bool wanted, const OptTensor& like) {
       return x.is_meta() ? shape_only(wanted, like, x) : shape_only(wanted, like, x).zero_();
     };
-    return {zeros(with_dx, x),  zeros(with_dweight, weight), zeros(with_dbias, bias),
+    return {zeros(with_dx, x), zeros(with_dweight, weight), zeros(with_dbias, bias),
             zeros(with_da, a), zeros(with_db, b),           zeros(with_ddropped, dropped)};
   }
   const Tensor rows = matrix(x), out = with_dx ? matrix(dx) : Tensor();
-  const auto [d] =
-      run_backward<1>({matrix(dy)}, rows, dropped ? matrix(*dropped) : rows, low, layers, Adapters(layers, x, cast),
-                      {Wanted{with_dweight, with_dbias, with_da, with_db}}, out,
-                      dropped ? (with_ddropped ? matrix(ddropped) : Tensor()) : out);
+  const auto [d] = run_backward<1>({matrix(dy)}, rows, dropped ? matrix(*dropped) : rows, low, layers,
+                                   Adapters(layers, x, cast), {Wanted{with_dweight, with_dbias, with_da, with_db}}, out,
+                                   dropped ? (with_ddropped ? matrix(ddropped) : Tensor()) : out);
   return {dx, result(d.weight, x), result(d.bias, x), result(d.a, x), result(d.b, x), ddropped};
 }
 
@@ -245,8 +242,8 @@ struct Linear {
 
 /// How many gradients three layers have, and the first, of x.
 constexpr size_t kThree = 13;
-using Thirteen = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
-                            Tensor, Tensor>;
+using Thirteen =
+    std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 std::array<Wanted, 3> of_flags(const std::array<bool, kThree>& w) {
   std::array<Wanted, 3> wanted;
@@ -257,10 +254,8 @@ std::array<Wanted, 3> of_flags(const std::array<bool, kThree>& w) {
 /// The gradients of x and of the layers in the order of a schema.
 Thirteen in_order(const Tensor& dx, const std::array<Gradients, 3>& d, const Tensor& x) {
   const auto r = [&](const Tensor& t) { return result(t, x); };
-  return {dx,
-          r(d[0].weight), r(d[0].bias), r(d[0].a), r(d[0].b),
-          r(d[1].weight), r(d[1].bias), r(d[1].a), r(d[1].b),
-          r(d[2].weight), r(d[2].bias), r(d[2].a), r(d[2].b)};
+  return {dx,        r(d[0].weight), r(d[0].bias),   r(d[0].a),    r(d[0].b), r(d[1].weight), r(d[1].bias),
+          r(d[1].a), r(d[1].b),      r(d[2].weight), r(d[2].bias), r(d[2].a), r(d[2].b)};
 }
 
 /// The same where there is nothing to compute: shapes, or zeros where there are no rows.
@@ -297,19 +292,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> qkv_forward(
             at::empty_symint({cast_size(layers, x.scalar_type())}, x.options())};
   const Adapters adapters(layers, x);
   const Tensor rows = matrix(x), low = low_rank(rows, adapters.a);
-  for (size_t i = 0; i < 3; ++i)
-    run_forward(matrix(y[i]), rows, columns_of(low, layers, i), layers[i], adapters.b[i]);
+  for (size_t i = 0; i < 3; ++i) run_forward(matrix(y[i]), rows, columns_of(low, layers, i), layers[i], adapters.b[i]);
   return {y[0], y[1], y[2], low, adapters.cast};
 }
 
 Thirteen qkv_backward(const Tensor& dq, const Tensor& dk, const Tensor& dv, const Tensor& x, const Tensor& low,
-                      const Tensor& cast, const Tensor& q, const OptTensor& q_bias, const OptTensor& q_a, const OptTensor& q_b,
-                      const Tensor& k, const OptTensor& k_bias, const OptTensor& k_a, const OptTensor& k_b,
-                      const Tensor& v, const OptTensor& v_bias, const OptTensor& v_a, const OptTensor& v_b,
-                      double q_scale, double k_scale, double v_scale, bool with_dx, bool with_dq_weight,
-                      bool with_dq_bias, bool with_dq_a, bool with_dq_b, bool with_dk_weight, bool with_dk_bias,
-                      bool with_dk_a, bool with_dk_b, bool with_dv_weight, bool with_dv_bias, bool with_dv_a,
-                      bool with_dv_b) {
+                      const Tensor& cast, const Tensor& q, const OptTensor& q_bias, const OptTensor& q_a,
+                      const OptTensor& q_b, const Tensor& k, const OptTensor& k_bias, const OptTensor& k_a,
+                      const OptTensor& k_b, const Tensor& v, const OptTensor& v_bias, const OptTensor& v_a,
+                      const OptTensor& v_b, double q_scale, double k_scale, double v_scale, bool with_dx,
+                      bool with_dq_weight, bool with_dq_bias, bool with_dq_a, bool with_dq_b, bool with_dk_weight,
+                      bool with_dk_bias, bool with_dk_a, bool with_dk_b, bool with_dv_weight, bool with_dv_bias,
+                      bool with_dv_a, bool with_dv_b) {
   const Arguments arguments("lora_qkv_backward", "x", x);
   const std::array layers{Layer{"q", q, q_bias, q_a, q_b, q_scale}, Layer{"k", k, k_bias, k_a, k_b, k_scale},
                           Layer{"v", v, v_bias, v_a, v_b, v_scale}};
@@ -319,27 +313,26 @@ Thirteen qkv_backward(const Tensor& dq, const Tensor& dk, const Tensor& dv, cons
     layers[i].check(arguments, x.sym_size(-1));
     arguments.shaped(names[i], *dy[i], shape_of(x, layers[i].weight.sym_size(0)), Type::Same);
   }
-  const std::array wanted{with_dx,      with_dq_weight, with_dq_bias, with_dq_a,      with_dq_b,
-                          with_dk_weight, with_dk_bias, with_dk_a,    with_dk_b,      with_dv_weight,
-                          with_dv_bias, with_dv_a,      with_dv_b};
+  const std::array wanted{with_dx,        with_dq_weight, with_dq_bias, with_dq_a, with_dq_b,
+                          with_dk_weight, with_dk_bias,   with_dk_a,    with_dk_b, with_dv_weight,
+                          with_dv_bias,   with_dv_a,      with_dv_b};
   if (x.is_meta() || x.numel() == 0) return nothing(x, layers, wanted);
   const Tensor dx = shape_only(with_dx, x, x), rows = matrix(x), out = with_dx ? matrix(dx) : Tensor();
-  return in_order(
-      dx,
-      run_backward<3>({matrix(dq), matrix(dk), matrix(dv)}, rows, rows, low, layers, Adapters(layers, x, cast),
-                      of_flags(wanted), out, out),
-      x);
+  return in_order(dx,
+                  run_backward<3>({matrix(dq), matrix(dk), matrix(dv)}, rows, rows, low, layers,
+                                  Adapters(layers, x, cast), of_flags(wanted), out, out),
+                  x);
 }
 
 struct QKV {
   static constexpr Name kName = "lora_qkv";
-  static constexpr std::array kInputs{"x",      "q",   "q_bias", "q_a", "q_b",     "k",       "k_bias", "k_a",
-                                      "k_b",    "v",   "v_bias", "v_a", "v_b",     "q_scale", "k_scale", "v_scale"},
+  static constexpr std::array kInputs{"x",   "q", "q_bias", "q_a", "q_b", "k",       "k_bias",  "k_a",
+                                      "k_b", "v", "v_bias", "v_a", "v_b", "q_scale", "k_scale", "v_scale"},
       kAll{"yq", "yk", "yv", "low", "cast"},
-      kSaved{"x", "low", "cast", "q", "q_bias", "q_a", "q_b", "k", "k_bias", "k_a", "k_b", "v", "v_bias", "v_a", "v_b",
-             "q_scale", "k_scale", "v_scale"},
-      kGradients{"dx",        "dq_weight", "dq_bias",   "dq_a",    "dq_b",  "dk_weight", "dk_bias",
-                 "dk_a",      "dk_b",      "dv_weight", "dv_bias", "dv_a",  "dv_b"};
+      kSaved{"x",   "low", "cast", "q",      "q_bias", "q_a", "q_b",     "k",       "k_bias",
+             "k_a", "k_b", "v",    "v_bias", "v_a",    "v_b", "q_scale", "k_scale", "v_scale"},
+      kGradients{"dx",   "dq_weight", "dq_bias",   "dq_a",    "dq_b", "dk_weight", "dk_bias",
+                 "dk_a", "dk_b",      "dv_weight", "dv_bias", "dv_a", "dv_b"};
   static constexpr int kResults = 3;
   static constexpr auto forward = qkv_forward;
   static constexpr auto backward = qkv_backward;
@@ -381,8 +374,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> mlp_forward(
   if (x.is_meta() || x.numel() == 0) {
     const auto tokens = sym_rows(x);
     const auto made = [&](const c10::SymInt& cols) { return at::empty_symint({tokens, cols}, x.options()); };
-    return {y, made(of_x[0].rank() + of_x[1].rank()), made(of_product[0].rank()),
-            recompute ? none : made(gate.sym_size(0)), recompute ? none : made(gate.sym_size(0)),
+    return {y,
+            made(of_x[0].rank() + of_x[1].rank()),
+            made(of_product[0].rank()),
+            recompute ? none : made(gate.sym_size(0)),
+            recompute ? none : made(gate.sym_size(0)),
             at::empty_symint({cast_size(of_x, x.scalar_type())}, x.options()),
             at::empty_symint({cast_size(of_product, x.scalar_type())}, x.options())};
   }
@@ -399,22 +395,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> mlp_forward(
 
 Thirteen mlp_backward(const Tensor& dy_, const Tensor& x, const Tensor& low, const Tensor& low_down,
                       const Tensor& gates, const Tensor& ups, const Tensor& cast, const Tensor& cast_down,
-                      const Tensor& gate, const OptTensor& gate_bias,
-                      const OptTensor& gate_a, const OptTensor& gate_b, const Tensor& up, const OptTensor& up_bias,
-                      const OptTensor& up_a, const OptTensor& up_b, const Tensor& down, const OptTensor& down_bias,
-                      const OptTensor& down_a, const OptTensor& down_b, double gate_scale, double up_scale,
-                      double down_scale, int64_t activation, bool recompute, bool with_dx, bool with_dgate,
-                      bool with_dgate_bias, bool with_dgate_a, bool with_dgate_b, bool with_dup, bool with_dup_bias,
-                      bool with_dup_a, bool with_dup_b, bool with_ddown, bool with_ddown_bias, bool with_ddown_a,
-                      bool with_ddown_b) {
+                      const Tensor& gate, const OptTensor& gate_bias, const OptTensor& gate_a, const OptTensor& gate_b,
+                      const Tensor& up, const OptTensor& up_bias, const OptTensor& up_a, const OptTensor& up_b,
+                      const Tensor& down, const OptTensor& down_bias, const OptTensor& down_a, const OptTensor& down_b,
+                      double gate_scale, double up_scale, double down_scale, int64_t activation, bool recompute,
+                      bool with_dx, bool with_dgate, bool with_dgate_bias, bool with_dgate_a, bool with_dgate_b,
+                      bool with_dup, bool with_dup_bias, bool with_dup_a, bool with_dup_b, bool with_ddown,
+                      bool with_ddown_bias, bool with_ddown_a, bool with_ddown_b) {
   const std::array of_x{Layer{"gate", gate, gate_bias, gate_a, gate_b, gate_scale},
                         Layer{"up", up, up_bias, up_a, up_b, up_scale}};
   const std::array of_product{Layer{"down", down, down_bias, down_a, down_b, down_scale}};
-  check_mlp("lora_mlp_backward", x, of_x, of_product[0])
-      .shaped("dy", dy_, shape_of(x, down.sym_size(0)), Type::Same);
-  const std::array flags{with_dx,    with_dgate,    with_dgate_bias, with_dgate_a,    with_dgate_b,
-                         with_dup,   with_dup_bias, with_dup_a,      with_dup_b,      with_ddown,
-                         with_ddown_bias, with_ddown_a, with_ddown_b};
+  check_mlp("lora_mlp_backward", x, of_x, of_product[0]).shaped("dy", dy_, shape_of(x, down.sym_size(0)), Type::Same);
+  const std::array flags{with_dx,         with_dgate,    with_dgate_bias, with_dgate_a, with_dgate_b,
+                         with_dup,        with_dup_bias, with_dup_a,      with_dup_b,   with_ddown,
+                         with_ddown_bias, with_ddown_a,  with_ddown_b};
   if (x.is_meta() || x.numel() == 0) return nothing(x, {of_x[0], of_x[1], of_product[0]}, flags);
   const Activation act = gated::parse("lora_mlp_backward", activation);
   const auto wanted = of_flags(flags);
@@ -441,15 +435,15 @@ Thirteen mlp_backward(const Tensor& dy_, const Tensor& x, const Tensor& low, con
 
 struct MLP {
   static constexpr Name kName = "lora_mlp";
-  static constexpr std::array kInputs{"x",    "gate",      "gate_bias", "gate_a", "gate_b",     "up",
-                                      "up_bias", "up_a",   "up_b",      "down",   "down_bias",  "down_a",
-                                      "down_b", "gate_scale", "up_scale", "down_scale", "activation", "recompute"},
+  static constexpr std::array kInputs{"x",       "gate",       "gate_bias", "gate_a",     "gate_b",     "up",
+                                      "up_bias", "up_a",       "up_b",      "down",       "down_bias",  "down_a",
+                                      "down_b",  "gate_scale", "up_scale",  "down_scale", "activation", "recompute"},
       kAll{"y", "low", "low_down", "gates", "ups", "cast", "cast_down"},
-      kSaved{"x",       "low",  "low_down", "gates", "ups",  "cast", "cast_down",     "gate",   "gate_bias", "gate_a",
-             "gate_b",  "up",   "up_bias",  "up_a",  "up_b",      "down",   "down_bias", "down_a",
-             "down_b",  "gate_scale", "up_scale", "down_scale", "activation", "recompute"},
-      kGradients{"dx",    "dgate",   "dgate_bias", "dgate_a", "dgate_b",    "dup",     "dup_bias",
-                 "dup_a", "dup_b",   "ddown",      "ddown_bias", "ddown_a", "ddown_b"};
+      kSaved{"x",         "low",    "low_down", "gates",      "ups",      "cast",       "cast_down",  "gate",
+             "gate_bias", "gate_a", "gate_b",   "up",         "up_bias",  "up_a",       "up_b",       "down",
+             "down_bias", "down_a", "down_b",   "gate_scale", "up_scale", "down_scale", "activation", "recompute"},
+      kGradients{"dx",    "dgate", "dgate_bias", "dgate_a",    "dgate_b", "dup",    "dup_bias",
+                 "dup_a", "dup_b", "ddown",      "ddown_bias", "ddown_a", "ddown_b"};
   static constexpr auto forward = mlp_forward;
   static constexpr auto backward = mlp_backward;
 };
@@ -461,9 +455,7 @@ struct Autocast {
   static auto cast(const auto& t) {
     return at::autocast::cached_cast(at::autocast::get_autocast_dtype(kDevice), t, kDevice);
   }
-  static OptTensor adapter(const OptTensor& t) {
-    return t && t->scalar_type() == at::kFloat ? t : cast(t);
-  }
+  static OptTensor adapter(const OptTensor& t) { return t && t->scalar_type() == at::kFloat ? t : cast(t); }
 
   static Tensor linear(const Tensor& x, const Tensor& weight, const OptTensor& bias, const OptTensor& a,
                        const OptTensor& b, const OptTensor& dropped, const double& scale) {
@@ -471,11 +463,12 @@ struct Autocast {
     return call<Linear>(cast(x), cast(weight), cast(bias), adapter(a), adapter(b), cast(dropped), scale);
   }
 
-  static std::tuple<Tensor, Tensor, Tensor> qkv(
-      const Tensor& x, const Tensor& q, const OptTensor& q_bias, const OptTensor& q_a, const OptTensor& q_b,
-      const Tensor& k, const OptTensor& k_bias, const OptTensor& k_a, const OptTensor& k_b, const Tensor& v,
-      const OptTensor& v_bias, const OptTensor& v_a, const OptTensor& v_b, const double& q_scale, const double& k_scale,
-      const double& v_scale) {
+  static std::tuple<Tensor, Tensor, Tensor> qkv(const Tensor& x, const Tensor& q, const OptTensor& q_bias,
+                                                const OptTensor& q_a, const OptTensor& q_b, const Tensor& k,
+                                                const OptTensor& k_bias, const OptTensor& k_a, const OptTensor& k_b,
+                                                const Tensor& v, const OptTensor& v_bias, const OptTensor& v_a,
+                                                const OptTensor& v_b, const double& q_scale, const double& k_scale,
+                                                const double& v_scale) {
     const c10::impl::ExcludeDispatchKeyGuard below_autocast(c10::autocast_dispatch_keyset);
     return call<QKV>(cast(x), cast(q), cast(q_bias), adapter(q_a), adapter(q_b), cast(k), cast(k_bias), adapter(k_a),
                      adapter(k_b), cast(v), cast(v_bias), adapter(v_a), adapter(v_b), q_scale, k_scale, v_scale);

@@ -105,9 +105,9 @@ class LoRALinear:
         return x
 
 
-# Projections of one input are computed together when the first is called: A is applied once for all, and their gradients
-# of the input are summed by the GEMMs. The others hand out what waits for them if they are called with that very tensor.
-# Where a model does otherwise, its layers stay apart from then on.
+# Projections of one input are computed together when the first is called: one GEMM applies all A, and the gradients of
+# the input are summed by GEMMs. The others return what waits for them if they are called with that very tensor. Where a
+# model does otherwise, its layers stay apart from then on.
 
 
 def _grouped(first, layer, x):

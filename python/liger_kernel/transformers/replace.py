@@ -209,7 +209,7 @@ def is_variant(cls, part) -> bool:
 
 
 def _address(base):
-    """The class; where it stands if pickle would find the variant that its name means now; what a variant is made of."""
+    """The class; where it stands, if pickle would find a variant by its name; of a variant, what it is made of."""
     if "liger_part" in vars(base):
         return _address(base.__bases__[-1]), vars(base)["liger_part"]
     named = getattr(sys.modules.get(base.__module__), base.__name__, None)
