@@ -44,6 +44,7 @@ def arguments():
     add("--shapes", default="4x2048", help="sequences x tokens, separated by commas (default: %(default)s)")
     add("--checkpointing", default="on,off", help="default: %(default)s")
     add("--rank", type=int, default=16)
+    add("--nf4", action="store_true", help="weights of the layers in 4 bits, by bitsandbytes (QLoRA)")
     add("--rounds", type=int, default=2, help="default: %(default)s")
     add("--profile", action="store_true", help="also where the time of a step goes, and its launches")
     add("--triton-liger", metavar="DIR", default="", help="a folder that holds liger_kernel with Triton")
@@ -52,7 +53,23 @@ def arguments():
     return parser.parse_args()
 
 
-def make(model, arm, rank, checkpointing, device):
+def quantise(module):
+    """Holds the weights of the blocks' linear layers in nf4."""
+    import bitsandbytes
+
+    for name, child in list(module.named_children()):
+        if name in TARGETS:
+            weight = bitsandbytes.nn.Params4bit(child.weight.data.cpu(), requires_grad=False, quant_type="nf4")
+            linear = bitsandbytes.nn.Linear4bit(
+                child.in_features, child.out_features, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4"
+            )
+            linear.weight = weight
+            setattr(module, name, linear.to(child.weight.device))
+        else:
+            quantise(child)
+
+
+def make(model, arm, rank, checkpointing, nf4, device):
     import transformers
 
     family, fields = MODELS[model]
@@ -61,6 +78,9 @@ def make(model, arm, rank, checkpointing, device):
     with torch.device(device):
         made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
     made.requires_grad_(False)
+    if nf4:
+        quantise(made)
+        made.is_loaded_in_4bit = True  # what PEFT asks for
     if checkpointing:
         made.gradient_checkpointing_enable({"use_reentrant": False})
     if checkpointing or arm == "frozen":
@@ -82,10 +102,10 @@ def make(model, arm, rank, checkpointing, device):
     return made
 
 
-def work(model, arm, batch, length, checkpointing, rank, profile):
+def work(model, arm, batch, length, checkpointing, rank, nf4, profile):
     cuda = torch.cuda.is_available()
     device = "cuda" if cuda else "cpu"
-    made = make(model, arm, rank, checkpointing, device)
+    made = make(model, arm, rank, checkpointing, nf4, device)
     trained = [p for p in made.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=cuda) if trained else None
     vocabulary = MODELS[model][1]["vocab_size"]
@@ -143,7 +163,7 @@ def main():
 
     args.gpus, args.cap_gb = 1, None
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    report = {"machine": machine(args), "rank": args.rank, "rows": []}
+    report = {"machine": machine(args), "rank": args.rank, "nf4": args.nf4, "rows": []}
     table = []
     for model in args.models.split(","):
         for shape in args.shapes.split(","):
@@ -152,7 +172,7 @@ def main():
                 found = {arm: [] for arm in args.arms.split(",")}
                 for _ in range(args.rounds):
                     for arm, results in found.items():
-                        worker = {"model": model, "arm": arm, "batch": batch, "length": length, "rank": args.rank,
+                        worker = {"model": model, "arm": arm, "batch": batch, "length": length, "rank": args.rank, "nf4": args.nf4,
                                   "checkpointing": checkpointing == "on", "profile": args.profile}  # fmt: skip
                         if result := launch(args, worker):
                             results.append(result)

@@ -2,8 +2,8 @@
 
 Which of them a call uses is decided when it is made, by what the layers are then: adapters may be added, switched,
 merged, disabled or taken off at any time. What the operators do not compute runs PEFT's own forward: several active
-adapters, DoRA and other variants, biases of an adapter, hooks, sharded or quantised weights, and without autocast an
-adapter of another dtype than the input's.
+adapters, DoRA and other variants, biases of an adapter, hooks, sharded weights, weights that are quantised otherwise than
+in bitsandbytes' four bits, and without autocast an adapter of another dtype than the input's.
 """
 
 import sys
@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from liger_kernel._library import ops
 from liger_kernel.operators.activation import GELU_ERF, GELU_TANH, SILU
 from liger_kernel.operators.coverage import DENSE, GATED_KERNELS, is_bare, is_dense, kernels_cover
 from liger_kernel.transformers.geglu import LigerGEGLUMLP
 from liger_kernel.transformers.mlp import LigerMLP
+from liger_kernel.transformers.quantised import call, is_in_4_bits, weight_in_4_bits
 from liger_kernel.transformers.replace import Edits, is_variant, replace_class
 from liger_kernel.transformers.report import Replacement, Report, Skip
 from liger_kernel.transformers.swiglu import LigerSwiGLUMLP
@@ -40,6 +40,9 @@ def layer_of(module, x) -> Layer | None:
     if type(module) is nn.Linear:
         weight, bias = module._parameters["weight"], module._parameters["bias"]
         return Layer(weight, bias) if is_bare(module) and type(weight) in DENSE else None
+    if is_bare(module) and (weight := weight_in_4_bits(module, x)) is not None:
+        bias = module.bias
+        return Layer(weight, bias) if bias is None or bias.dtype == x.dtype and not bias.requires_grad else None
     return _adapted(module, x) if is_variant(type(module), LoRALinear) and is_bare(module) else None
 
 
@@ -64,7 +67,8 @@ def _adapted(module, x):
     a, b = _weight_of(low), _weight_of(high)
     if a is None or b is None or module.lora_variant and name in module.lora_variant:
         return None
-    if not (x.dtype == base.weight.dtype == a.dtype == b.dtype or torch.is_autocast_enabled(x.device.type)):
+    of_base = x.dtype if is_in_4_bits(base.weight) else base.weight.dtype
+    if not (x.dtype == of_base == a.dtype == b.dtype or torch.is_autocast_enabled(x.device.type)):
         return None
     dropout = parts["lora_dropout"]._modules[name]
     if type(dropout) is nn.Identity or type(dropout) is nn.Dropout and not (dropout.p and dropout.training):
@@ -92,8 +96,9 @@ class LoRALinear:
         if "liger_group" in vars(self) and (found := _grouped(self, layer, x)) is not None:
             return found
         # In the dtype that PEFT gives it, in which torch draws the same mask.
-        dropped = None if layer.dropout is None else layer.dropout(super()._cast_input_dtype(x, layer.a.dtype))
-        return ops.lora_linear(x, layer.weight, layer.bias, layer.a, layer.b, dropped, layer.scale)
+        seen = x if is_in_4_bits(layer.weight) else super()._cast_input_dtype(x, layer.a.dtype)
+        dropped = None if layer.dropout is None else layer.dropout(seen).to(x.dtype)
+        return call("lora_linear", 1, x, *layer[:4], dropped, layer.scale)
 
     def _cast_input_dtype(self, x, dtype):
         """Not to float under autocast, whose GEMM would take it back."""
@@ -122,7 +127,7 @@ def _grouped(first, layer, x):
         vars(first).pop("liger_group")
         return None
     tensors = (tensor for each in layers for tensor in each[:4])
-    result, *waiting = ops.lora_qkv(x, *tensors, *(each.scale for each in layers))
+    result, *waiting = call("lora_qkv", 3, x, *tensors, *(each.scale for each in layers))
     for module, value in zip(others, waiting):
         vars(module)["liger_waiting"] = weakref.ref(x), x._version, torch.is_grad_enabled(), value
     return result
@@ -152,11 +157,13 @@ def _gated_mlp(mlp, x):
     layers = [layer_of(getattr(mlp, name), x) for name in _PROJECTIONS]
     if any(layer is None or layer.dropout is not None for layer in layers) or all(layer.a is None for layer in layers):
         return None
-    if not torch.is_autocast_enabled(x.device.type) and any(layer.weight.dtype != x.dtype for layer in layers):
+    if not torch.is_autocast_enabled(x.device.type) and any(
+        layer.weight.dtype != x.dtype for layer in layers if not is_in_4_bits(layer.weight)
+    ):
         return None
     tensors = (tensor for layer in layers for tensor in layer[:4])
     scales = (layer.scale for layer in layers)
-    return ops.lora_mlp(x, *tensors, *scales, _activation_of(mlp), isinstance(mlp, LigerMLP))
+    return call("lora_mlp", 1, x, *tensors, *scales, _activation_of(mlp), isinstance(mlp, LigerMLP))
 
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -176,6 +183,8 @@ def _activation_of(mlp):
 def _reason_to_keep(module):
     """Why a LoRA layer runs PEFT's forward, as far as that is known before a call; None if it is fused."""
     base = module.base_layer
+    if type(base).__name__ == "Linear4bit":
+        return None
     if type(base) is not nn.Linear:
         return f"its base is a {type(base).__name__}"
     if not is_dense(base.weight):
@@ -195,10 +204,12 @@ def fuse_adapters(model, edits: Edits) -> tuple[list[Replacement], list[Skip]]:
     peft = sys.modules.get("peft.tuners.lora.layer")  # without it no model has its layers
     if peft is None:
         return [], []
+    in_4_bits = sys.modules.get("peft.tuners.lora.bnb")
+    classes = peft.Linear, getattr(in_4_bits, "Linear4bit", peft.Linear)
     linears, mlps, kept = 0, {}, {}
     for module in list(model.modules()):
         if isinstance(module, peft.LoraLayer):
-            if type(module) is peft.Linear:
+            if type(module) in classes:
                 replace_class(module, LoRALinear, edits)
             if not is_variant(type(module), LoRALinear):
                 kept.setdefault(f"a {type(module).__name__} of PEFT runs its own forward", None)

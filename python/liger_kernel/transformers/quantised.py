@@ -1,0 +1,77 @@
+"""Operators on frozen weights that bitsandbytes holds in four bits."""
+
+import sys
+
+import torch
+from torch import nn
+
+from liger_kernel._library import ops
+from liger_kernel.operators.common import first_derivative_only
+
+
+def weight_in_4_bits(module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
+    """The weight of a Linear4bit of bitsandbytes (nf4 or fp4) that a call with x multiplies by in x's dtype, or in
+    autocast's; None for any other module, and where the layer would cast x."""
+    bitsandbytes = sys.modules.get("bitsandbytes")
+    if bitsandbytes is None or type(module) is not bitsandbytes.nn.Linear4bit:
+        return None
+    weight, device = module.weight, x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    known = type(weight) is bitsandbytes.nn.Params4bit and weight.quant_state is not None and not weight.requires_grad
+    return weight if known and x.dtype == dtype and module.compute_dtype in (None, dtype) else None
+
+
+def is_in_4_bits(weight) -> bool:
+    """Whether a weight is one that weight_in_4_bits may give."""
+    return hasattr(weight, "quant_state")
+
+
+def _whole(weight, dtype):
+    """A weight in `dtype`."""
+    if weight is None or not is_in_4_bits(weight):
+        return weight
+    return sys.modules["bitsandbytes"].functional.dequantize_4bit(weight.data, weight.quant_state).to(dtype)
+
+
+class _OnQuantised(torch.autograd.Function):
+    """An operator whose schemas are <name>_forward and <name>_backward. Weights in four bits are made whole for each
+    pass and are not kept between them."""
+
+    @staticmethod
+    def forward(ctx, name, count, x, *arguments):
+        whole = [_whole(argument, x.dtype) if isinstance(argument, torch.Tensor) else argument for argument in arguments]
+        results, kept = _split(getattr(ops, f"{name}_forward")(x, *whole), count)
+        small = [t for t in arguments if isinstance(t, torch.Tensor) and not is_in_4_bits(t)]
+        ctx.save_for_backward(x, *kept, *small)
+        # What is no tensor, or a weight in four bits, stands in its place; None where a saved tensor does.
+        ctx.others = [None if any(t is s for s in small) else t for t in arguments]
+        ctx.places = [any(t is s for s in small) for t in arguments]
+        ctx.name, ctx.kept = name, len(kept)
+        return results if count > 1 else results[0]
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, *grads):
+        x, *saved = ctx.saved_tensors
+        kept, small = saved[: ctx.kept], iter(saved[ctx.kept :])
+        arguments = [
+            next(small) if is_saved else _whole(t, x.dtype) if isinstance(t, torch.Tensor) else t
+            for is_saved, t in zip(ctx.places, ctx.others)
+        ]
+        # The first arguments of an operator, tensors or None, have gradients; numbers come last.
+        tensors = [i for i, t in enumerate(arguments) if t is None or isinstance(t, torch.Tensor)]
+        wanted = ctx.needs_input_grad[2], *(ctx.needs_input_grad[3 + i] for i in tensors)
+        gradients = getattr(ops, f"{ctx.name}_backward")(*grads, x, *kept, *arguments, *wanted)
+        found = [gradient if want else None for gradient, want in zip(gradients, wanted)]
+        return None, None, *found, *(None for _ in range(len(arguments) - len(tensors)))
+
+
+def _split(results, count):
+    return tuple(results[:count]), list(results[count:])
+
+
+def call(name: str, count: int, x: torch.Tensor, *arguments):
+    """The first `count` results of the operator `name` for x and arguments, of which weights may be in four bits."""
+    if not any(is_in_4_bits(argument) for argument in arguments):
+        return getattr(ops, name)(x, *arguments)
+    return _OnQuantised.apply(name, count, x, *arguments)
