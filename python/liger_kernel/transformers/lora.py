@@ -95,9 +95,10 @@ class LoRALinear:
             return super().forward(x, *args, **kwargs)
         if "liger_group" in vars(self) and (found := _grouped(self, layer, x)) is not None:
             return found
-        # In the dtype that PEFT gives it, in which torch draws the same mask.
-        seen = x if is_in_4_bits(layer.weight) else super()._cast_input_dtype(x, layer.a.dtype)
-        dropped = None if layer.dropout is None else layer.dropout(seen).to(x.dtype)
+        dropped = None
+        if layer.dropout is not None:  # of x in the dtype that PEFT gives it, in which torch draws the same mask
+            seen = x if is_in_4_bits(layer.weight) else super()._cast_input_dtype(x, layer.a.dtype)
+            dropped = layer.dropout(seen).to(x.dtype)
         return call("lora_linear", 1, x, *layer[:4], dropped, layer.scale)
 
     def _cast_input_dtype(self, x, dtype):
