@@ -69,6 +69,7 @@ struct MLPOptions {
   Activation activation = Activation::SiLU;
   double gate_multiplier = 1, down_multiplier = 1;  // m and d
   int64_t chunk = 0;                                // tokens worked on at once, which bounds the memory; 0: all
+  LIGER_FIELDS(activation, gate_multiplier, down_multiplier, chunk)
 };
 
 ///   y = d · (c downᵀ + down_bias)
@@ -89,6 +90,7 @@ struct ExpertsOptions {
   bool clamped = false;
   double alpha = 1.702, limit = 7;
   bool recompute = true;  // backward makes gate and up again; false: they are kept
+  LIGER_OPTIONS(activation, transposed, clamped, alpha, limit, recompute)
 };
 
 /// A mixture of experts (Shazeer et al. 2017, arXiv:1701.06538), whose expert e is a gated MLP:
@@ -144,6 +146,7 @@ struct CrossEntropyResult {
   at::Tensor z_loss;     // as loss: the part of it that lse_square_scale adds; undefined unless asked for
   at::Tensor accuracy;   // as loss; undefined unless asked for
   at::Tensor predicted;  // [rows], int64; undefined unless asked for
+  LIGER_FIELDS(loss, z_loss, accuracy, predicted)
 };
 
 /// Cross entropy of logits x [rows, classes] with labels target [rows]; class_weight [classes]. The gradient is made in

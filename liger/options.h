@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdint>
 #include <tuple>
+#include <type_traits>
 
 /// The table of activations, in the order of the numbers that operators take: the formula in liger/core/math.h, and its
 /// name in Python. SwiGLU is gated(SiLU), GeGLU gated(GeLUTanh) or gated(GeLUErf).
@@ -24,14 +25,20 @@ struct LogitMap {
 
 }  // namespace liger
 
-/// The fields of a struct of options, in the order in which an operator's schema has them. Operators that are
-/// registered with such a struct read their parameters' names, types and defaults from it:
+/// Lists a struct's fields. Schemas, bindings and what the graph keeps for backward follow from the list
+/// (liger/core/torch/fields.h). A field may be a struct that lists its fields too.
+#define LIGER_FIELDS(...)                                             \
+  static constexpr const char* field_names() { return #__VA_ARGS__; } \
+  auto fields() { return std::tie(__VA_ARGS__); }                     \
+  auto fields() const { return std::tie(__VA_ARGS__); }
+
+/// The same for options, which a schema has last and with their defaults:
 ///
 ///     struct Options {
 ///       double temperature = 1;
 ///       bool entropy = false;
 ///       LIGER_OPTIONS(temperature, entropy)
 ///     };
-#define LIGER_OPTIONS(...)                                             \
-  static constexpr const char* option_names() { return #__VA_ARGS__; } \
-  auto option_values() const { return std::make_tuple(__VA_ARGS__); }
+#define LIGER_OPTIONS(...)         \
+  using Defaults = std::true_type; \
+  LIGER_FIELDS(__VA_ARGS__)

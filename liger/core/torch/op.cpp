@@ -1,4 +1,4 @@
-#include "liger/core/torch/options.h"
+#include "liger/core/torch/operator.h"
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
@@ -78,12 +78,19 @@ void accumulate(Tensor& sum, const Tensor& a, const Tensor& b, bool first) {
 
 namespace {
 
-void check_scale(const Tensor& saved, const Tensor& g) {
-  Arguments("scale_backward", "saved", saved).count("g", g, g.dim() > 0 ? sym_rows(saved) : 1, Type::Number);
+struct ScaleInputs {
+  Tensor saved, g;
+  LIGER_FIELDS(saved, g)
+};
+
+void check_scale(const ScaleInputs& in) {
+  Arguments("scale_backward", "saved", in.saved)
+      .count("g", in.g, in.g.dim() > 0 ? sym_rows(in.saved) : 1, Type::Number);
 }
 
-void scale_backward_(const Tensor& saved, const Tensor& g) {
-  check_scale(saved, g);
+void scale_backward_(const ScaleInputs& in) {
+  check_scale(in);
+  const auto& [saved, g] = in;
   if (saved.is_meta() || saved.numel() == 0) return;
   const Tensor factor = (has_dtype(g.scalar_type()) ? g : g.to(at::kFloat)).contiguous();
   run(scale_rows, saved,
@@ -96,11 +103,14 @@ void scale_backward_(const Tensor& saved, const Tensor& g) {
 }
 
 /// Not ATen's product, which takes a g of no dimensions in the type of a float16 `saved`: there it may be 0.
-Tensor scale_backward(const Tensor& saved, const Tensor& g) {
-  Tensor out = saved.clone(at::MemoryFormat::Contiguous);
-  scale_backward_(out, g);
+Tensor scale_backward(const ScaleInputs& in) {
+  Tensor out = in.saved.clone(at::MemoryFormat::Contiguous);
+  scale_backward_({out, in.g});
   return out;
 }
+
+using ScaleBackward = Undifferentiated<"scale_backward", scale_backward>;
+using ScaleBackwardInPlace = Undifferentiated<"scale_backward_", scale_backward_, "saved(a!)">;
 
 }  // namespace
 
@@ -114,20 +124,12 @@ Tensor scaled(const Tensor& saved, const Tensor& g) {
   if (!saved.defined() || saved.sym_numel() == 0) return saved;
   if (torch::autograd::get_current_graph_task_keep_graph() || !is_plain(saved) || !is_plain(g) ||
       !saved.is_contiguous())
-    return Op<"liger::scale_backward", scale_backward>()(saved, g);
-  Op<"liger::scale_backward_", scale_backward_>()(saved, g);
+    return ScaleBackward::op(saved, g);
+  ScaleBackwardInPlace::op(saved, g);
   return saved;
 }
 
-TORCH_LIBRARY_FRAGMENT(liger, m) {
-  m.def("scale_backward(Tensor saved, Tensor g) -> Tensor");
-  m.def("scale_backward_(Tensor(a!) saved, Tensor g) -> ()");
-}
-LIGER_IMPL(scale, m) {
-  m.impl("scale_backward", scale_backward);
-  m.impl("scale_backward_", scale_backward_);
-}
-TORCH_LIBRARY_IMPL(liger, Autograd, m) { refuse_derivative(m, {"scale_backward", "scale_backward_"}); }
+LIGER_OPERATORS(scale, ScaleBackward, ScaleBackwardInPlace)
 
 namespace {
 
@@ -253,19 +255,33 @@ const Arguments& Arguments::present(const char* wanted, bool flag, const char* n
   return *this;
 }
 
-namespace detail {
-
-std::string option_schema(const char* names, const std::vector<std::string>& texts) {
+std::vector<std::string> split_names(const char* names) {
   std::istringstream list(names);
-  std::string schema, name;
-  for (const std::string& text : texts) {
-    list >> std::ws;
-    std::getline(list, name, ',');
-    schema += ", " + text.substr(0, text.find('%')) + name + text.substr(text.find('%') + 1);
+  std::vector<std::string> all;
+  for (std::string name; std::getline(list >> std::ws, name, ',');) {
+    std::replace(name.begin(), name.end(), '.', '_');
+    all.push_back(name);
+  }
+  return all;
+}
+
+std::string schema_text(const std::string& name, const std::vector<std::string>& arguments,
+                        const std::vector<std::string>& results) {
+  const auto listed = [](const std::vector<std::string>& parts) {
+    std::string text;
+    for (const std::string& part : parts) text += (text.empty() ? "" : ", ") + part;
+    return "(" + text + ")";
+  };
+  return name + listed(arguments) + " -> " + (results.size() == 1 ? "Tensor" : listed(results));
+}
+
+std::string with_writes(std::string schema, const char* writes) {
+  std::istringstream list(writes);
+  for (std::string written; list >> written;) {
+    const size_t mark = written.find('('), name = schema.find(" " + written.substr(0, mark));
+    schema.insert(schema.rfind("Tensor", name) + std::string_view("Tensor").size(), written.substr(mark));
   }
   return schema;
 }
-
-}  // namespace detail
 
 }  // namespace liger

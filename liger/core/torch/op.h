@@ -16,9 +16,6 @@ namespace liger {
 
 using at::Tensor;
 using OptTensor = std::optional<Tensor>;
-// A schema's lists: absent rather than empty, which AOTInductor cannot pass.
-using OptInts = at::OptionalIntArrayRef;
-using OptDoubles = std::optional<at::ArrayRef<double>>;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
@@ -189,146 +186,10 @@ bool wants_grad(const T&) {
   return false;
 }
 
-/// A schema's name as a template argument.
-template <size_t n>
-struct Name {
-  char text[n];
-  consteval Name(const char (&s)[n]) { std::copy_n(s, n, text); }
-};
-
 /// The derivative of what a backward pass returned is an error, not a zero, also where the gradient was made in forward
 /// and is connected with nothing: where autograd records (create_graph), the results get a node that raises. `op` is
 /// named in its message.
 variable_list refuse_second_derivative(const char* op, const variable_list& upstream, variable_list gradients);
-
-/// A list's elements among what a node keeps: compiled autograd cannot keep a list. Loaded by load_list.
-template <class T>
-void save_list(AutogradContext* ctx, const std::string& name, const std::vector<T>& list) {
-  ctx->saved_data[name] = int64_t(list.size());
-  for (size_t i = 0; i < list.size(); ++i) ctx->saved_data[name + std::to_string(i)] = list[i];
-}
-template <class T>
-std::vector<T> load_list(AutogradContext* ctx, const std::string& name) {
-  std::vector<T> list(size_t(ctx->saved_data[name].toInt()));
-  for (size_t i = 0; i < list.size(); ++i) list[i] = ctx->saved_data[name + std::to_string(i)].to<T>();
-  return list;
-}
-
-/// The schema kName, which kFunction implements, as a function that goes through the dispatcher; where nothing is
-/// recorded, below autograd, whose refusal of a derivative would be a boxed call that has nothing to refuse.
-template <Name kName, auto kFunction>
-struct Op {
-  template <class... A>
-  auto operator()(const A&... args) const {
-    using Signature = std::remove_pointer_t<decltype(kFunction)>;
-    static const auto handle =
-        c10::Dispatcher::singleton().findSchemaOrThrow(kName.text, "").template typed<Signature>();
-    int position = 0;
-    (check_defined(handle, position++, args), ...);
-    if (at::GradMode::is_enabled()) return handle.call(args...);
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return handle.call(args...);
-  }
-
- private:
-  /// The dispatcher's own message for an undefined tensor is a table of kernels.
-  template <class Handle, class T>
-  static void check_defined(const Handle& handle, int position, const T& arg) {
-    if constexpr (std::is_same_v<T, Tensor>)
-      TORCH_CHECK(arg.defined(), handle.schema().name().substr(7), ": ", handle.schema().arguments()[position].name(),
-                  " is an undefined tensor");
-  }
-};
-
-/// The graph's node of an operator of kArguments arguments: Node's forward and backward, which returns the gradients of
-/// the first ones, and the refusal of a second derivative, unless Node::kDifferentiableTwice.
-template <Name kName, class Node, size_t kArguments>
-struct Function : torch::autograd::Function<Function<kName, Node, kArguments>> {
-  template <class... A>
-  static auto forward(AutogradContext* ctx, A&&... args) {
-    return Node::forward(ctx, std::forward<A>(args)...);
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& upstream) {
-    variable_list gradients = Node::backward(ctx, upstream);
-    gradients.resize(kArguments);
-    if constexpr (requires { Node::kDifferentiableTwice; }) return gradients;
-    else return refuse_second_derivative(kName.text, upstream, std::move(gradients));
-  }
-};
-
-/// What the Autograd key runs for an operator: Node where one of the first kInputs arguments is to be differentiated,
-/// and the operator below autograd where not. Node does not see that other arguments could be. A Node whose forward
-/// also takes R* puts the results there, those that have no derivative among them, and returns the first ones, which
-/// have one. A tangent of forward-mode differentiation is refused.
-template <class Node, int kInputs, class Op>
-struct Differentiated;
-template <class Node, int kInputs, Name kName, class R, class... A, R (*kFunction)(A...)>
-struct Differentiated<Node, kInputs, Op<kName, kFunction>> {
-  static R call(A... args) {
-    TORCH_CHECK_NOT_IMPLEMENTED(!(has_tangent(args) || ...), kName.text, " has no forward-mode derivative");
-    if (at::GradMode::is_enabled() && any_wants_grad(std::index_sequence_for<A...>(), args...)) {
-      if constexpr (std::is_invocable_v<decltype(Node::forward), AutogradContext*, A..., R*>) {
-        R all;
-        const auto first = apply(std::index_sequence_for<A...>(), args..., &all);
-        [&]<size_t... i>(std::index_sequence<i...>) {
-          ((i < first.size() ? void(std::get<i>(all) = first[i]) : void()), ...);
-        }(std::make_index_sequence<std::tuple_size_v<R>>());
-        return all;
-      } else {
-        return result(apply(std::index_sequence_for<A...>(), args...));
-      }
-    }
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return Op<kName, kFunction>()(args...);
-  }
-
- private:
-  template <size_t... i>
-  static bool any_wants_grad(std::index_sequence<i...>, const A&... args) {
-    return ((int(i) < kInputs && wants_grad(args)) || ...);
-  }
-
-  template <size_t... i, class... More>
-  static auto apply(std::index_sequence<i...>, const A&... args, More... more) {
-    return Function<kName, Node, sizeof...(A) + sizeof...(More)>::apply(detached<(int(i) >= kInputs)>(args)...,
-                                                                        more...);
-  }
-
-  template <bool kDetach, class T>
-  static T detached(const T& t) {
-    if constexpr (kDetach && (std::is_same_v<T, Tensor> || std::is_same_v<T, OptTensor>)) {
-      if (wants_grad(t)) return Tensor(optional_value(t)).detach();
-    }
-    return t;
-  }
-
-  template <class T>
-  static bool has_tangent(const T& t) {
-    if constexpr (std::is_same_v<T, Tensor> || std::is_same_v<T, OptTensor>) return torch::autograd::isFwGradDefined(t);
-    return false;
-  }
-
-  static const Tensor& optional_value(const Tensor& t) { return t; }
-  static const Tensor& optional_value(const OptTensor& t) { return *t; }
-
-  static Tensor result(Tensor t) { return t; }
-  static R result(const variable_list& list) {
-    return [&]<size_t... i>(std::index_sequence<i...>) {
-      return R(list[i]...);
-    }(std::make_index_sequence<std::tuple_size_v<R>>());
-  }
-};
-
-template <class Node, int kInputs, class Op>
-constexpr auto differentiated(Op) {
-  return &Differentiated<Node, kInputs, Op>::call;
-}
-
-/// Gives schemas autograd's refusal, so that a derivative of a forward or backward pass is an error, not a zero.
-inline void refuse_derivative(torch::Library& m, std::initializer_list<const char*> schemas) {
-  for (auto name : schemas) m.impl(name, torch::autograd::autogradNotImplementedFallback());
-}
 
 /// What LIGER_IMPL registers, for backends that are plugged in (liger/backend.h).
 std::vector<void (*)(torch::Library&)>& implementations();

@@ -1,287 +1,444 @@
 #pragma once
-// From typed functions to operators: schemas, the bindings of CPU, CUDA, Meta and of backends that are plugged in, and
-// the graph's nodes of those whose backward pass needs no more than what forward was given and returned.
-#include <array>
-#include <string_view>
-#include "liger/core/torch/op.h"
+// One struct describes an operator; its schemas, the bindings of CPU, CUDA, Meta and of backends that are plugged in,
+// autocast and the graph's node follow from it.
+#include "liger/core/torch/binding.h"
 
 namespace liger {
 
-/// The name of a C++ type in a schema.
+/// What an operator with GEMMs does under autocast: it casts its tensors, as the linear layers do that it replaces, or
+/// takes them as they are and the dtype to compute in as `dtype`, so that a weight's gradient comes back in float, not
+/// rounded on the way.
+enum class Autocast { None, Cast, Compute };
+
+namespace detail {
+
+template <class D>
+struct OptionsOf {
+  using Type = NoFields;
+};
+template <class D>
+  requires requires { typename D::Options; }
+struct OptionsOf<D> {
+  using Type = typename D::Options;
+};
+
+template <class D, bool kMayBeLater>
+struct LaterOf {
+  using Type = NoFields;
+};
+template <class D>
+struct LaterOf<D, true> {
+  using Type = std::optional<typename D::Saved>;
+};
+
 template <class T>
-constexpr const char* schema_type() {
-  using U = std::remove_cvref_t<T>;
-  if constexpr (std::is_same_v<U, Tensor>) return "Tensor";
-  else if constexpr (std::is_same_v<U, OptTensor>) return "Tensor?";
-  else if constexpr (std::is_same_v<U, double>) return "float";
-  else if constexpr (std::is_same_v<U, std::optional<double>>) return "float?";
-  else if constexpr (std::is_same_v<U, bool>) return "bool";
-  else if constexpr (std::is_same_v<U, int64_t>) return "int";
-  else if constexpr (std::is_same_v<U, c10::SymInt>) return "SymInt";
-  else if constexpr (std::is_same_v<U, at::ScalarType>) return "ScalarType";
-  else if constexpr (std::is_same_v<U, c10::string_view>) return "str";
-  else if constexpr (std::is_same_v<U, OptInts>) return "int[]?";
-  else if constexpr (std::is_same_v<U, at::IntArrayRef>) return "int[]";
-  else if constexpr (std::is_same_v<U, OptDoubles>) return "float[]?";
-  else static_assert(!sizeof(U), "a schema has no such type");
-}
+inline constexpr bool is_optional_struct = false;
+template <Fields S>
+inline constexpr bool is_optional_struct<std::optional<S>> = true;
 
-using Names = std::vector<std::string>;
+/// Values that compiled autograd lifts out of the graph, which it cannot do inside of a tuple.
+template <class T>
+inline constexpr bool is_lifted = std::is_same_v<T, Untracked> || std::is_same_v<T, c10::SymInt>;
 
-/// "name(Tensor x, float eps) -> (Tensor y, Tensor rstd)". A name may bring a default: "padding_idx=-1". One result has
-/// no name.
-template <class R, class... A>
-std::string schema_of(const std::string& name, R (*)(A...), const Names& arguments, const Names& results) {
-  TORCH_INTERNAL_ASSERT(arguments.size() == sizeof...(A), name, " has ", sizeof...(A), " arguments");
-  std::string s = name + "(";
-  size_t i = 0;
-  ((s += std::string(i > 0 ? ", " : "") + schema_type<A>() + " " + arguments[i], ++i), ...);
-  s += ") -> ";
-  if (results.size() == 1) return s + "Tensor";
-  for (i = 0; i < results.size(); ++i) s += (i > 0 ? ", Tensor " : "(Tensor ") + results[i];
-  return s + ")";
-}
-
-/// What is done with an operator's description. The same function describes it each time (LIGER_OPERATORS).
-class Registrar {
+/// What a node keeps: tensors as saved variables, the rest as values. Of a struct that may be absent it keeps first
+/// whether it is there.
+class State {
  public:
-  enum class Pass { Schemas, Kernels, Autograd };
-  Registrar(torch::Library& library, Pass pass) : library_(library), pass_(pass) {}
-
-  /// An operator without a derivative: to ask for it is an error, not a zero.
-  template <Name kName, auto kFunction>
-  void add(Op<kName, kFunction>, const Names& arguments, const Names& results) {
-    add<kName, kFunction>(schema_of(stem(kName.text), kFunction, arguments, results),
-                          [] { return torch::autograd::autogradNotImplementedFallback(); });
+  template <class... S>
+  static void save(AutogradContext* ctx, S&... structs) {
+    State state{ctx};
+    constexpr size_t kTensors = []<class... T>(std::type_identity<std::tuple<T&...>>) {
+      return (size_t(is_tensor<T>) + ... + 0);
+    }(std::type_identity<Leaves<S...>>());
+    state.tensors_.reserve(kTensors), state.values_.reserve(std::tuple_size_v<Leaves<S...>> - kTensors);
+    (state.save_leaf(structs), ...);
+    ctx->save_for_backward(std::move(state.tensors_));
+    if (!state.values_.empty()) ctx->saved_data["values"] = c10::ivalue::Tuple::create(std::move(state.values_));
   }
 
-  /// The same with the rest of its schema spelt out, where an argument is written to.
-  template <Name kName, auto kFunction>
-  void add(Op<kName, kFunction>, const std::string& signature) {
-    add<kName, kFunction>(stem(kName.text) + signature,
-                          [] { return torch::autograd::autogradNotImplementedFallback(); });
-  }
-
-  /// One that Node differentiates by the first kInputs arguments (Differentiated).
-  template <class Node, int kInputs, Name kName, auto kFunction>
-  void add(Op<kName, kFunction> op, const Names& arguments, const Names& results) {
-    add<kName, kFunction>(schema_of(stem(kName.text), kFunction, arguments, results),
-                          [&] { return differentiated<Node, kInputs>(op); });
+  template <class... S>
+  static void load(AutogradContext* ctx, S&... structs) {
+    State state{ctx};
+    state.tensors_ = ctx->get_saved_variables();
+    if (const auto found = ctx->saved_data.find("values"); found != ctx->saved_data.end())
+      state.values_ = found->second.toTupleRef().elements().vec();
+    (state.load_leaf(structs), ...);
   }
 
  private:
-  template <Name kName, auto kFunction, class Derivative>
-  void add(const std::string& schema, Derivative derivative) {
-    const char* name = stem(kName.text);
-    if (pass_ == Pass::Schemas) library_.def(schema.c_str());
-    else if (pass_ == Pass::Kernels) library_.impl(name, kFunction);
-    else library_.impl(name, derivative());
-  }
-  static const char* stem(const char* name) { return name + std::string_view("liger::").size(); }
+  explicit State(AutogradContext* ctx) : ctx_(ctx) {}
 
-  torch::Library& library_;
-  Pass pass_;
+  template <class T>
+  void save_leaf(T& leaf) {
+    if constexpr (Fields<T>) {
+      std::apply([&](auto&... field) { (save_leaf(field), ...); }, leaf.fields());
+    } else if constexpr (is_optional_struct<T>) {
+      values_.push_back(leaf.has_value());
+      if (leaf) save_leaf(*leaf);
+    } else if constexpr (std::is_same_v<T, Tensor>) {
+      tensors_.push_back(std::move(leaf));
+    } else if constexpr (std::is_same_v<T, OptTensor>) {
+      tensors_.push_back(value_or_undefined(leaf));
+    } else if constexpr (is_lifted<T>) {
+      ctx_->saved_data[next_key()] = as_argument(leaf);
+    } else {
+      values_.push_back(as_value(leaf));
+    }
+  }
+
+  template <class T>
+  void load_leaf(T& leaf) {
+    if constexpr (Fields<T>) {
+      std::apply([&](auto&... field) { (load_leaf(field), ...); }, leaf.fields());
+    } else if constexpr (is_optional_struct<T>) {
+      if (values_[value_++].toBool()) load_leaf(leaf.emplace());
+    } else if constexpr (std::is_same_v<T, Tensor>) {
+      leaf = std::move(tensors_[tensor_++]);
+    } else if constexpr (std::is_same_v<T, OptTensor>) {
+      leaf = optional(tensors_[tensor_++]);
+    } else if constexpr (std::is_same_v<T, c10::SymInt>) {
+      leaf = ctx_->saved_data[next_key()].toSymInt();
+    } else if constexpr (std::is_same_v<T, Untracked>) {
+      leaf = ctx_->saved_data[next_key()].template to<OptTensor>();
+    } else {
+      set_value(leaf, values_[value_++]);
+    }
+  }
+
+  std::string next_key() { return "lifted" + std::to_string(lifted_++); }
+
+  AutogradContext* ctx_;
+  variable_list tensors_;
+  std::vector<c10::IValue> values_;
+  size_t tensor_ = 0, value_ = 0;
+  int lifted_ = 0;
 };
 
-/// Describes the operators of a file to Registrar r, in the body that follows: once for each of its passes.
-#define LIGER_OPERATORS(stem, r)                                             \
-  static void stem##_describe(::liger::Registrar&);                          \
-  TORCH_LIBRARY_FRAGMENT(liger, lib) {                                       \
-    ::liger::Registrar of_schemas(lib, ::liger::Registrar::Pass::Schemas);   \
-    stem##_describe(of_schemas);                                             \
-  }                                                                          \
-  LIGER_IMPL(stem, lib) {                                                    \
-    ::liger::Registrar of_kernels(lib, ::liger::Registrar::Pass::Kernels);   \
-    stem##_describe(of_kernels);                                             \
-  }                                                                          \
-  TORCH_LIBRARY_IMPL(liger, Autograd, lib) {                                 \
-    ::liger::Registrar of_autograd(lib, ::liger::Registrar::Pass::Autograd); \
-    stem##_describe(of_autograd);                                            \
-  }                                                                          \
-  static void stem##_describe(::liger::Registrar& r)
+}  // namespace detail
 
-/// "liger::" + a + b.
-template <size_t n, size_t m>
-consteval auto qualified(const Name<n>& a, const char (&b)[m]) {
-  char text[7 + n + m - 1]{};
-  std::copy_n("liger::", 7, text);
-  std::copy_n(a.text, n - 1, text + 7);
-  std::copy_n(b, m, text + 7 + n - 1);
-  return Name<7 + n + m - 1>(text);
-}
-
-/// An operator whose derivative needs no more than its own inputs and results. D has
+/// An operator that is described by a struct D. D has
 ///   kName
-///   kInputs     the names of inputs
-///   kAll        of all results
-///   kSaved      of what backward is given of both
-///   kGradients  of gradients
-///   kResults    if it is not 1: how many of the results, the first ones, are the operator's
-///   forward(inputs...)                         returns all results
-///   backward(upstream..., saved..., flags...)  returns the gradients of the first inputs
-/// backward gets one upstream gradient per result and, optionally, one flag per gradient, with_<gradient>: what is not
-/// wanted is empty. There are three schemas: <name>, <name>_forward, whose results are all, and <name>_backward.
+///   Inputs         the arguments, those that are differentiated first
+///   Upstream       the gradients of the first results; absent ones are zeros, unless one of them is optional
+///   Saved          what the graph keeps for backward, besides Options
+///   Gradients<T>   one T per gradient
+///   forward(...)   returns all results: a tensor, or a struct of them
+///   save(const Inputs&, const Results&)
+///   backward(...)  returns Gradients<Tensor>, or the tensor where there is one; undefined where not wanted
+/// forward takes any of (Inputs, Record, Options), and backward any of (Upstream, Saved, Gradients<bool>, Options); the
+/// flags say which gradients are wanted. The order of their parameters is that of their schemas. There are three
+/// schemas: <name>, <name>_forward and <name>_backward. Optional are
+///   Options               arguments with defaults, which come last
+///   kResults              how many of forward's results the operator returns, if more than Upstream has
+///   kGradientOf           for each of the first inputs, the index of its gradient; −1: none
+///   kAutocast             with Autocast::Cast also uncast(Inputs&): the tensor that is not cast
+///   kDifferentiableTwice  a second derivative is not refused
+///   record(Inputs&, Options&, const Gradients<bool>&)
+///                         returns Record, what forward is told about backward; in inference, nothing is wanted
+///   differentiate(...)    takes what backward may take; replaces the node's call of <name>_backward
 template <class D>
 class Operator {
-  template <class F>
-  struct Signature;
-  template <class R, class... A>
-  struct Signature<R (*)(A...)> {
-    using Arguments = std::tuple<std::remove_cvref_t<A>...>;
-    static constexpr size_t kCount = sizeof...(A);
-  };
-  using Forward = Signature<decltype(+D::forward)>;
-  using Backward = Signature<decltype(+D::backward)>;
-
-  static constexpr size_t kResults = [] {
-    if constexpr (requires { D::kResults; }) return size_t(D::kResults);
-    else return size_t(1);
-  }();
-  static constexpr size_t kSaved = D::kSaved.size(), kGradients = D::kGradients.size(), kFlagsAt = kResults + kSaved;
-  static constexpr bool kFlags = Backward::kCount == kFlagsAt + kGradients;
-  static_assert(kFlags || Backward::kCount == kFlagsAt);
-
-  /// A tuple, also of one.
-  template <class... T>
-  static std::tuple<T...> all(std::tuple<T...> t) {
-    return t;
-  }
-  static std::tuple<Tensor> all(Tensor t) { return {std::move(t)}; }
-
-  /// Where backward's saved argument i is: among the inputs or, from their count on, among all results.
-  static constexpr size_t place(size_t i) {
-    const std::string_view name = D::kSaved[i];
-    for (size_t k = 0; k < D::kInputs.size(); ++k)
-      if (name == D::kInputs[k]) return k;
-    for (size_t k = 0; k < D::kAll.size(); ++k)
-      if (name == D::kAll[k]) return D::kInputs.size() + k;
-    throw "saved is what forward was given or returned";
-  }
-  template <size_t i>
-  using SavedType = std::tuple_element_t<kResults + i, typename Backward::Arguments>;
-  template <size_t i>
-  static constexpr bool is_tensor = std::is_same_v<SavedType<i>, Tensor> || std::is_same_v<SavedType<i>, OptTensor>;
-  /// How many tensors, or other values, are saved before i.
-  template <bool kTensors, size_t i>
-  static constexpr size_t before = []<size_t... k>(std::index_sequence<k...>) {
-    return (size_t(is_tensor<k> == kTensors) + ... + size_t(0));
-  }(std::make_index_sequence<i>());
-
-  template <class... A>
-  struct PublicOf;
-  template <class... A>
-  struct PublicOf<std::tuple<A...>> {
-    static auto call(const A&... args) { return first(all(D::forward(args...)), std::make_index_sequence<kResults>()); }
-    template <class... T, size_t... i>
-    static auto first(std::tuple<T...> t, std::index_sequence<i...>) {
-      if constexpr (kResults == 1) return std::get<0>(std::move(t));
-      else return std::make_tuple(std::get<i>(t)...);
-    }
-  };
-
  public:
-  static constexpr Op<qualified(D::kName, ""), &PublicOf<typename Forward::Arguments>::call> public_op{};
-  static constexpr Op<qualified(D::kName, "_forward"), +D::forward> forward_op{};
-  static constexpr Op<qualified(D::kName, "_backward"), +D::backward> backward_op{};
+  using Inputs = typename D::Inputs;
+  using Options = typename detail::OptionsOf<D>::Type;
+  using Upstream = typename D::Upstream;
+  using Saved = typename D::Saved;
+  using Gradients = typename D::template Gradients<Tensor>;
+  using Wanted = typename D::template Gradients<bool>;
+  using Results = typename Flat<&D::forward>::Result;
 
-  template <class Inputs>
-  struct NodeOf;
-  template <class... A>
-  struct NodeOf<std::tuple<A...>> {
-    static auto forward(AutogradContext* ctx, const A&... inputs) {
-      auto results = all(forward_op(inputs...));
-      const auto known = std::tuple_cat(std::tie(inputs...), results);
-      [&]<size_t... i>(std::index_sequence<i...>) {
-        variable_list tensors;
-        tensors.reserve(kSaved);
-        (save<i>(tensors, std::get<place(i)>(known)), ...);
-        ctx->save_for_backward(std::move(tensors));
-        auto values = std::tuple_cat(value<i>(std::get<place(i)>(known))..., flags(std::tie(inputs...)));
-        if constexpr (std::tuple_size_v<decltype(values)> > 0) ctx->saved_data["values"] = std::move(values);
-      }(std::make_index_sequence<kSaved>());
-      if constexpr (kResults == 1) return std::get<0>(std::move(results));
-      else
-        return [&]<size_t... i>(std::index_sequence<i...>) {
-          return variable_list{std::get<i>(results)...};
-        }(std::make_index_sequence<kResults>());
+ private:
+  static constexpr size_t kUpstream = kLeaves<Upstream>, kResults = [] {
+    if constexpr (requires { D::kResults; }) return size_t(D::kResults);
+    else return kUpstream;
+  }();
+  static constexpr auto kGradientOf = [] {
+    if constexpr (requires { D::kGradientOf; }) {
+      return D::kGradientOf;
+    } else {
+      std::array<int, kLeaves<Gradients>> each{};
+      for (size_t i = 0; i < each.size(); ++i) each[i] = int(i);
+      return each;
+    }
+  }();
+
+  static auto record(Inputs& in, Options& options, const Wanted& wanted) {
+    if constexpr (requires { D::record(in, options, wanted); }) return D::record(in, options, wanted);
+    else return NoFields{};
+  }
+
+  static Wanted wants(const Inputs& in) {
+    Wanted wanted{};
+    for_each_index<kGradientOf.size()>([&](auto i) {
+      if constexpr (constexpr int k = kGradientOf[i]; k >= 0)
+        std::get<size_t(k)>(leaves(wanted)) |= wants_grad(std::get<i>(leaves(in)));
+    });
+    return wanted;
+  }
+
+  template <class L>
+  struct Of;
+  /// The functions of the operator's flat arguments.
+  template <class... L>
+  struct Of<std::tuple<L&...>> {
+    using Public = decltype(first_results<kResults>(std::declval<Results&>()));
+
+    static Public kernel(typename Argument<L>::Type... args) {
+      auto [in, options] = structs(args...);
+      const auto of_record = record(in, options, Wanted{});
+      const auto given = std::tie(std::as_const(in), of_record, std::as_const(options));
+      Results all = complete(call_as<&D::forward>(&D::forward, given), first_tensor(leaves(in)));
+      return first_results<kResults>(all);
     }
 
-    static variable_list backward(AutogradContext* ctx, const variable_list& upstream) {
-      const variable_list tensors = ctx->get_saved_variables();
-      Values values;
-      if constexpr (std::tuple_size_v<Values> > 0) values = ctx->saved_data["values"].template to<Values>();
-      const auto flag = [&]<size_t i>(std::integral_constant<size_t, i>) -> bool {
-        if constexpr (kFlags) return std::get<before<false, kSaved> + i>(values);
-        else return true;
-      };
-      return [&]<size_t... g, size_t... i, size_t... f>(std::index_sequence<g...>, std::index_sequence<i...>,
-                                                        std::index_sequence<f...>) {
-        auto gradients = [&] {
-          if constexpr (kFlags)
-            return all(
-                backward_op(upstream[g]..., load<i>(tensors, values)..., flag(std::integral_constant<size_t, f>())...));
-          else return all(backward_op(upstream[g]..., load<i>(tensors, values)...));
-        }();
-        return variable_list{if_wanted(flag(std::integral_constant<size_t, f>()), std::get<f>(gradients))...};
-      }(std::make_index_sequence<kResults>(), std::make_index_sequence<kSaved>(),
-             std::make_index_sequence<kGradients>());
+    /// The operator below autograd, or the graph's node where an input that has a gradient is to be differentiated. A
+    /// tangent of forward-mode differentiation is refused.
+    static Public differentiated(typename Argument<L>::Type... args) {
+      TORCH_CHECK_NOT_IMPLEMENTED(!(has_tangent(args) || ...), public_op_name(), " has no forward-mode derivative");
+      if (!at::GradMode::is_enabled() || !any_wants_grad(std::index_sequence_for<L...>(), args...)) {
+        const at::AutoDispatchBelowADInplaceOrView below_autograd;
+        return public_op(args...);
+      }
+      Results all;
+      const auto recorded = apply(std::index_sequence_for<L...>(), &all, args...);
+      for_each_index<kUpstream>([&](auto i) {
+        if constexpr (kUpstream == 1) std::get<i>(leaves(all)) = recorded;
+        else std::get<i>(leaves(all)) = recorded[i];
+      });
+      return first_results<kResults>(all);
+    }
+
+    template <c10::DeviceType kDevice>
+    static Public autocast(typename Argument<L>::Type... args) {
+      const c10::impl::ExcludeDispatchKeyGuard below_autocast(c10::autocast_dispatch_keyset);
+      const auto dtype = at::autocast::get_autocast_dtype(kDevice);
+      auto [in, options] = structs(args...);
+      if constexpr (D::kAutocast == Autocast::Compute) {
+        if (!in.dtype) in.dtype = dtype;
+      } else {
+        const Inputs given = in;
+        for_each_index<kLeaves<Inputs>>([&](auto i) {
+          auto& t = std::get<i>(leaves(in));
+          if constexpr (is_tensor<std::remove_cvref_t<decltype(t)>>) t = at::autocast::cached_cast(dtype, t, kDevice);
+        });
+        if constexpr (requires { D::uncast(in); }) D::uncast(in) = D::uncast(given);
+      }
+      return public_op(in, options);
     }
 
    private:
-    template <size_t i, class T>
-    static auto value(const T& v) {
-      if constexpr (is_tensor<i>) return std::tuple<>();
-      else return std::tuple<SavedType<i>>(v);
+    static std::tuple<Inputs, Options> structs(const std::remove_cvref_t<typename Argument<L>::Type>&... args) {
+      std::tuple<Inputs, Options> both;
+      set_fields(std::tuple_cat(leaves(std::get<0>(both)), leaves(std::get<1>(both))), args...);
+      return both;
     }
-    template <size_t i, class T>
-    static void save(variable_list& tensors, const T& v) {
-      if constexpr (std::is_same_v<T, OptTensor>) tensors.push_back(value_or_undefined(v));
-      else if constexpr (is_tensor<i>) tensors.push_back(v);
+    template <size_t... i, class... A>
+    static bool any_wants_grad(std::index_sequence<i...>, const A&... args) {
+      return ((i < kGradientOf.size() && wants_grad(args)) || ...);
     }
-    template <class Inputs>
-    static auto flags(const Inputs& inputs) {
-      return [&]<size_t... f>(std::index_sequence<f...>) {
-        return std::make_tuple(wants_grad(std::get<f>(inputs))...);
-      }(std::make_index_sequence<kFlags ? kGradients : 0>());
+    template <size_t... i, class... A>
+    static auto apply(std::index_sequence<i...>, Results* all, const A&... args) {
+      return Node::apply(detached<(i >= kGradientOf.size())>(args)..., all);
     }
-    template <size_t... i>
-    static auto values_of(std::index_sequence<i...>)
-        -> decltype(std::tuple_cat(value<i>(std::declval<SavedType<i>>())...));
-    template <size_t>
-    using Flag = bool;
-    template <size_t... f>
-    static std::tuple<Flag<f>...> flags_of(std::index_sequence<f...>);
-    using Values = decltype(std::tuple_cat(values_of(std::make_index_sequence<kSaved>()),
-                                           flags_of(std::make_index_sequence<kFlags ? kGradients : 0>())));
+    /// The node does not see that an input without a gradient could have one.
+    template <bool kDetach, class T>
+    static T detached(const T& t) {
+      if constexpr (kDetach && std::is_same_v<T, Tensor>) {
+        if (wants_grad(t)) return t.detach();
+      } else if constexpr (kDetach && std::is_same_v<T, OptTensor>) {
+        if (wants_grad(t)) return t->detach();
+      }
+      return t;
+    }
+    template <class T>
+    static bool has_tangent(const T& t) {
+      if constexpr (is_tensor<T>) return torch::autograd::isFwGradDefined(t);
+      else return false;
+    }
 
-    template <size_t i>
-    static auto load(const variable_list& tensors, const Values& values) {
-      if constexpr (!is_tensor<i>) return std::get<before<false, i>>(values);
-      else if constexpr (std::is_same_v<SavedType<i>, OptTensor>) return optional(tensors[before<true, i>]);
-      else return tensors[before<true, i>];
-    }
+    struct Node : torch::autograd::Function<Node> {
+      static auto forward(AutogradContext* ctx, const std::remove_cvref_t<typename Argument<L>::Type>&... args,
+                          Results* all) {
+        auto [in, options] = structs(args...);
+        Wanted wanted = wants(in);
+        const auto of_record = record(in, options, wanted);
+        *all = as_fields<Results>(
+            call_as<&D::forward>(forward_op, std::tie(std::as_const(in), of_record, std::as_const(options))));
+        Saved saved = D::save(std::as_const(in), *all);
+        if constexpr (kLeaves<Wanted> > 1) detail::State::save(ctx, saved, options, wanted);
+        else detail::State::save(ctx, saved, options);  // the node is there because its one gradient is wanted
+        if constexpr (kMayBeAbsent) ctx->set_materialize_grads(false);
+        return [&]<size_t... i>(std::index_sequence<i...>) {
+          if constexpr (kUpstream == 1) return Tensor(std::get<0>(leaves(*all)));
+          else return variable_list{std::get<i>(leaves(*all))...};
+        }(std::make_index_sequence<kUpstream>());
+      }
+
+      static variable_list backward(AutogradContext* ctx, const variable_list& upstream) {
+        Upstream g;
+        Saved saved;
+        Options options;
+        Wanted wanted;
+        if constexpr (kLeaves<Wanted> > 1) detail::State::load(ctx, saved, options, wanted);
+        else std::get<0>(leaves(wanted)) = true, detail::State::load(ctx, saved, options);
+        for_each_index<kUpstream>([&](auto i) {
+          auto& d = std::get<i>(leaves(g));
+          if constexpr (std::is_same_v<std::remove_cvref_t<decltype(d)>, OptTensor>) d = optional(upstream[i]);
+          else d = upstream[i];
+        });
+        const auto given =
+            std::tie(std::as_const(g), std::as_const(saved), std::as_const(wanted), std::as_const(options));
+        const Gradients gradients = [&] {
+          if constexpr (requires { &D::differentiate; }) return call_as<&D::differentiate>(&D::differentiate, given);
+          else return as_fields<Gradients>(call_as<&D::backward>(backward_op, given));
+        }();
+        variable_list of_inputs(sizeof...(L) + 1);
+        for_each_index<kGradientOf.size()>([&](auto i) {
+          if constexpr (constexpr int k = kGradientOf[i]; k >= 0)
+            if (std::get<size_t(k)>(leaves(wanted))) of_inputs[i] = std::get<size_t(k)>(leaves(gradients));
+        });
+        if constexpr (requires { D::kDifferentiableTwice; }) return of_inputs;
+        else return refuse_second_derivative(public_op_name(), upstream, std::move(of_inputs));
+      }
+
+     private:
+      static constexpr bool kMayBeAbsent = []<class... T>(std::type_identity<std::tuple<T&...>>) {
+        return (std::is_same_v<T, OptTensor> || ...);
+      }(std::type_identity<Leaves<Upstream>>());
+    };
   };
+  using Functions = Of<Leaves<Inputs, Options>>;
 
-  using Node = NodeOf<typename Forward::Arguments>;
+  static constexpr auto kQualified = qualified(D::kName, "");
+  static const char* public_op_name() { return kQualified.text; }
+
+ public:
+  static constexpr Op<kQualified, &Functions::kernel> public_op{};
+  static constexpr Op<qualified(D::kName, "_forward"), Flat<&D::forward>::call> forward_op{};
+  static constexpr auto backward_op = [] {
+    if constexpr (requires { &D::backward; }) return Op<qualified(D::kName, "_backward"), Flat<&D::backward>::call>{};
+    else return nullptr;
+  }();
 
   static void describe(Registrar& r) {
-    const Names inputs(D::kInputs.begin(), D::kInputs.end()), results(D::kAll.begin(), D::kAll.end()),
-        gradients(D::kGradients.begin(), D::kGradients.end()), first(results.begin(), results.begin() + kResults);
-    Names to_backward;
-    for (const std::string& name : first) to_backward.push_back("d" + name);
-    to_backward.insert(to_backward.end(), D::kSaved.begin(), D::kSaved.end());
-    if (kFlags)
-      for (const std::string& name : gradients) to_backward.push_back("with_" + name);
-    r.template add<Node, int(kGradients)>(public_op, inputs, first);
-    r.add(forward_op, inputs, results);
-    r.add(backward_op, to_backward, gradients);
+    const std::string name = D::kName.text;
+    auto results = result_names<Results>();
+    results.resize(kResults);
+    const auto schema = schema_text(D::kName.text, argument_names<Inputs, Options>(), results);
+    if constexpr (requires { D::kAutocast; })
+      r.add(schema, &Functions::kernel, &Functions::differentiated,
+            &Functions::template autocast<c10::DeviceType::CUDA>, &Functions::template autocast<c10::DeviceType::CPU>);
+    else r.add(schema, &Functions::kernel, &Functions::differentiated);
+    r.add(Flat<&D::forward>::schema(name + "_forward"), Flat<&D::forward>::call);
+    if constexpr (requires { &D::backward; })
+      r.add(Flat<&D::backward>::schema(name + "_backward"), Flat<&D::backward>::call);
   }
 };
 
-/// An operator through the dispatcher.
-template <class D, class... A>
-auto call(const A&... args) {
-  return Operator<D>::public_op(args...);
+/// How float16 gradients that forward computes are kept until the loss scale reaches them, so that they neither
+/// vanish nor overflow: multiplied by `scale`, or not yet multiplied by `rest`.
+enum class Factor { Scale, Rest };
+
+/// What the forward pass of a loss returns. `factor` is empty but for float16.
+template <class R, template <class> class G, Factor kFactorIs = Factor::Scale>
+struct Made {
+  static constexpr Factor kFactor = kFactorIs;
+  R results;
+  G<Tensor> gradients;
+  Tensor factor;
+
+  static constexpr const char* field_names() {
+    return kFactor == Factor::Scale ? "results, gradients, scale" : "results, gradients, rest";
+  }
+  auto fields() { return std::tie(results, gradients, factor); }
+  auto fields() const { return std::tie(results, gradients, factor); }
+
+  /// The upstream gradient of the loss as that of what is kept.
+  static Tensor upstream(const Tensor& g, const Tensor& factor) {
+    if (factor.dim() > 0) return g;
+    return kFactor == Factor::Scale ? g.to(at::kFloat) / factor : g.to(at::kFloat) * factor;
+  }
+};
+
+/// The upstream gradient of a loss.
+struct LossGradient {
+  Tensor g;
+  LIGER_FIELDS(g)
+};
+
+/// A loss whose gradients are computed in forward, where the logits are at hand; backward multiplies them by the
+/// upstream gradient. D is as for Operator, but without Upstream, Saved, save and backward, and
+///   forward(const Inputs&, const Gradients<bool>& wanted, ...)
+/// returns Made. Calls with an upstream gradient per token need backward after all. For those, in_forward(const
+/// Inputs&) is false, forward is asked for no gradients, and D has Saved, save(const Inputs&) and backward.
+template <class D>
+struct GradientInForward : D {
+  using Upstream = LossGradient;
+  using Results = typename Flat<&D::forward>::Result;
+  using Inputs = typename D::Inputs;
+  using Wanted = typename D::template Gradients<bool>;
+  static constexpr size_t kResults = kLeaves<decltype(Results::results)>;
+
+  static constexpr bool kMayBeLater = requires(const Inputs& in) { D::in_forward(in); };
+  using Later = typename detail::LaterOf<D, kMayBeLater>::Type;
+  struct Saved {
+    typename D::template Gradients<Tensor> gradients;
+    Tensor factor;
+    Later later;  // where the gradients are made in backward
+    LIGER_FIELDS(gradients, factor, later)
+  };
+
+  static bool in_forward(const Inputs& in) {
+    if constexpr (kMayBeLater) return D::in_forward(in);
+    else return true;
+  }
+
+  static Wanted record(const Inputs& in, const auto&, const Wanted& wanted) {
+    return in_forward(in) ? wanted : Wanted{};
+  }
+
+  static Saved save(const Inputs& in, const Results& made) {
+    Saved saved;
+    if constexpr (kMayBeLater)
+      if (!in_forward(in)) {
+        saved.later = D::save(in);
+        return saved;
+      }
+    saved.gradients = made.gradients, saved.factor = made.factor;
+    return saved;
+  }
+
+  /// Autograd casts gradients to their inputs' dtypes.
+  static typename D::template Gradients<Tensor> differentiate(const Upstream& up, const Saved& saved,
+                                                              const Wanted& wanted) {
+    typename D::template Gradients<Tensor> gradients;
+    if constexpr (kMayBeLater)
+      if (saved.later)
+        return as_fields<decltype(gradients)>(
+            call_as<&D::backward>(Operator<GradientInForward>::backward_op, std::tie(up, *saved.later, wanted)));
+    const Tensor g = Results::upstream(up.g, saved.factor);
+    for_each_index<kLeaves<Wanted>>([&](auto i) {
+      if (std::get<i>(leaves(wanted))) std::get<i>(leaves(gradients)) = scaled(std::get<i>(leaves(saved.gradients)), g);
+    });
+    return gradients;
+  }
+};
+
+/// Whether any of Gradients<bool> is wanted.
+template <class G>
+bool any(const G& wanted) {
+  return std::apply([](const auto&... flag) { return (flag || ...); }, wanted.fields());
 }
+
+/// What most operators have: one result y, and the gradient of one input.
+struct Dy {
+  Tensor dy;
+  LIGER_FIELDS(dy)
+};
+template <class T>
+struct Dx {
+  T dx;
+  LIGER_FIELDS(dx)
+};
 
 }  // namespace liger

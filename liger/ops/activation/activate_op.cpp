@@ -4,45 +4,53 @@
 #include "liger/ops.h"
 
 namespace liger {
-namespace op::activate {
+namespace op {
 
-struct Definition {
+struct Activate {
   static constexpr Name kName = "activate";
-  static constexpr std::array kInputs{"x", "activation"}, kAll{"y"}, kSaved{"x", "activation"}, kGradients{"dx"};
+  struct Inputs {
+    Tensor x;
+    int64_t activation;
+    LIGER_FIELDS(x, activation)
+  };
+  using Saved = Inputs;
+  using Upstream = Dy;
+  template <class T>
+  using Gradients = Dx<T>;
 
-  static Tensor forward(const Tensor& x_, int64_t activation) {
-    Arguments("activate", "x", x_);
-    const Activation act = gated::parse("activate", activation);
-    const Tensor y = output(at::empty_symint(x_.sym_sizes(), x_.options()));
+  static Tensor forward(const Inputs& in) {
+    Arguments("activate", "x", in.x);
+    const Activation act = gated::parse("activate", in.activation);
+    const Tensor y = output(at::empty_symint(in.x.sym_sizes(), in.x.options()));
     if (y.is_meta()) return y;
-    const Tensor x = x_.contiguous();
+    const Tensor x = in.x.contiguous();
     run(activate_forward, x,
         {.x = data(x), .y = y.data_ptr(), .count = x.numel(), .dtype = dtype_of(x), .activation = act});
     return y;
   }
 
-  static Tensor backward(const Tensor& dy_, const Tensor& x_, int64_t activation) {
-    Arguments("activate_backward", "x", x_).like("dy", dy_);
-    const Tensor dx = output(at::empty_symint(x_.sym_sizes(), x_.options()));
+  static Saved save(const Inputs& in, const Tensor&) { return in; }
+
+  static Tensor backward(const Upstream& up, const Saved& in) {
+    Arguments("activate_backward", "x", in.x).like("dy", up.dy);
+    const Tensor dx = output(at::empty_symint(in.x.sym_sizes(), in.x.options()));
     if (dx.is_meta()) return dx;
-    const Tensor dy = dy_.contiguous(), x = x_.contiguous();
+    const Tensor dy = up.dy.contiguous(), x = in.x.contiguous();
     run(activate_backward, x,
         {.dy = data(dy),
          .x = data(x),
          .dx = dx.data_ptr(),
          .count = x.numel(),
          .dtype = dtype_of(x),
-         .activation = gated::parse("activate", activation)});
+         .activation = gated::parse("activate", in.activation)});
     return dx;
   }
 };
 
-}  // namespace op::activate
+}  // namespace op
 
-Tensor activate(const Tensor& x, Activation activation) {
-  return call<op::activate::Definition>(x, int64_t(activation));
-}
+Tensor activate(const Tensor& x, Activation activation) { return Operator<op::Activate>::public_op(x, activation); }
 
-LIGER_OPERATORS(activate, r) { Operator<op::activate::Definition>::describe(r); }
+LIGER_OPERATORS(activate, Operator<op::Activate>)
 
 }  // namespace liger

@@ -3,207 +3,187 @@
 #include "liger/ops.h"
 
 namespace liger {
-namespace op::fused_mlp {
-
-/// Tokens that are worked on at once: 0 asks for all.
-int64_t chunk_of(int64_t tokens, int64_t asked) {
-  return std::max<int64_t>(1, asked > 0 ? std::min(asked, tokens) : tokens);
-}
-
-Arguments check(const char* op, const Tensor& x, const Tensor& gate, const Tensor& up, const Tensor& down,
-                const OptTensor& gate_bias, const OptTensor& up_bias, const OptTensor& down_bias) {
-  const Arguments arguments(op, "x", x);
-  TORCH_CHECK(gate.dim() == 2 && down.dim() == 2, op, ": gate must be [width, ", x.sym_size(-1),
-              "] and down [out, width], got ", gate.sym_sizes(), " and ", down.sym_sizes());
-  const c10::SymInt width = gate.sym_size(0), out = down.sym_size(0);
-  arguments.shaped("gate", gate, {width, x.sym_size(-1)}, Type::Same)
-      .shaped("up", up, gate.sym_sizes(), Type::Same)
-      .shaped("down", down, {out, width}, Type::Same)
-      .vector("gate_bias", gate_bias, width, Type::Same)
-      .vector("up_bias", up_bias, width, Type::Same)
-      .vector("down_bias", down_bias, out, Type::Same);
-  return arguments;
-}
-
-Tensor forward(const Tensor& x_, const Tensor& gate, const Tensor& up, const Tensor& down, const OptTensor& gate_bias,
-               const OptTensor& up_bias, const OptTensor& down_bias, int64_t activation, double gate_multiplier,
-               double down_multiplier, int64_t chunk_) {
-  check("fused_mlp", x_, gate, up, down, gate_bias, up_bias, down_bias);
-  const Activation act = gated::parse("fused_mlp", activation);
-  c10::SymDimVector shape(x_.sym_sizes());
-  shape.back() = down.sym_size(0);
-  const Tensor y = output(at::empty_symint(shape, x_.options()));
-  if (y.is_meta() || y.numel() == 0) return y;
-  const Tensor x = x_.reshape({-1, x_.size(-1)}), out = y.view({x.size(0), down.size(0)});
-  const int64_t tokens = x.size(0), chunk = chunk_of(tokens, chunk_);
-  const Tensor gates = output(at::empty({chunk, gate.size(0)}, x.options())), ups = output(at::empty_like(gates));
-  for_chunks(tokens, chunk, [&](int64_t begin, int64_t n) {
-    const Tensor rows = x.narrow(0, begin, n), g = gates.narrow(0, 0, n), u = ups.narrow(0, 0, n);
-    project(g, rows, gate, value_or_undefined(gate_bias));
-    project(u, rows, up, value_or_undefined(up_bias));
-    gated::run_forward(g, u, g, act, gate_multiplier);
-    project(out.narrow(0, begin, n), g, down, value_or_undefined(down_bias));
-  });
-  if (down_multiplier != 1) out.mul_(down_multiplier);
-  return y;
-}
-
-using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-
-/// The gradients of forward's first seven arguments: of argument i where bit i of `wants` is set, else an empty tensor.
-/// The activations are made again; of the weights' gradients, the sums over chunks are in float.
-Gradients backward(const Tensor& dy_, const Tensor& x_, const Tensor& gate, const Tensor& up, const Tensor& down,
-                   const OptTensor& gate_bias, const OptTensor& up_bias, int64_t activation, double gate_multiplier,
-                   double down_multiplier, int64_t chunk_, int64_t wants) {
-  const Arguments arguments = check("fused_mlp_backward", x_, gate, up, down, gate_bias, up_bias, {});
-  c10::SymDimVector shape(x_.sym_sizes());
-  shape.back() = down.sym_size(0);
-  arguments.shaped("dy", dy_, shape, Type::Same)
-      .present("wants", (wants >> 4 & 1) != 0, "gate_bias", gate_bias)
-      .present("wants", (wants >> 5 & 1) != 0, "up_bias", up_bias);
-  const auto wanted = [&](int i) { return (wants >> i & 1) != 0; };
-  const auto empty = [&](int i, c10::SymIntArrayRef shape) {
-    return wanted(i) ? output(at::empty_symint(shape, x_.options())) : at::empty({0}, x_.options());
-  };
-  const Tensor dx = empty(0, x_.sym_sizes());
-  const auto width = gate.sym_sizes().slice(0, 1), out_width = down.sym_sizes().slice(0, 1);
-  if (dx.is_meta()) {
-    return {dx,
-            empty(1, gate.sym_sizes()),
-            empty(2, up.sym_sizes()),
-            empty(3, down.sym_sizes()),
-            empty(4, width),
-            empty(5, width),
-            empty(6, out_width)};
-  }
-  const Activation act = gated::parse("fused_mlp", activation);
-  const Tensor x = x_.reshape({-1, x_.size(-1)}), dy = dy_.reshape({x.size(0), down.size(0)});
-  const int64_t tokens = x.size(0), chunk = chunk_of(tokens, chunk_);
-  // One chunk needs no accumulator: its GEMM sums in float and rounds once.
-  const auto sum_of = [&](int i, const Tensor& w) {
-    const Tensor sum =
-        wanted(i) ? output(at::empty(w.sizes(), w.options().dtype(chunk >= tokens ? w.scalar_type() : at::kFloat)))
-                  : at::empty({0}, w.options());
-    return tokens == 0 ? sum.zero_() : sum;
-  };
-  const auto bias_sum = [&](int i, const Tensor& w) {
-    return at::zeros({wanted(i) ? w.size(0) : 0}, x.options().dtype(at::kFloat));
-  };
-  Tensor dgate = sum_of(1, gate), dup = sum_of(2, up), ddown = sum_of(3, down);
-  const Tensor dgate_bias = bias_sum(4, gate), dup_bias = bias_sum(5, up), ddown_bias = bias_sum(6, down);
-  const Tensor gates = output(at::empty({chunk, gate.size(0)}, x.options())), ups = output(at::empty_like(gates)),
-               products = output(at::empty_like(gates));
-  for_chunks(tokens, chunk, [&](int64_t begin, int64_t n) {
-    const Tensor rows = x.narrow(0, begin, n), g = gates.narrow(0, 0, n), u = ups.narrow(0, 0, n);
-    Tensor c = products.narrow(0, 0, n), d = dy.narrow(0, begin, n);
-    if (down_multiplier != 1) d = d * down_multiplier;
-    if (wanted(6)) ddown_bias.add_(d.sum(0, false, at::kFloat));
-    if ((wants & 0b0111111) == 0) return;
-    project(g, rows, gate, value_or_undefined(gate_bias));
-    project(u, rows, up, value_or_undefined(up_bias));
-    if (wanted(3)) {
-      gated::run_forward(g, u, c, act, gate_multiplier);
-      accumulate(ddown, d, c, begin == 0);
-    }
-    if ((wants & 0b0110111) == 0) return;
-    at::mm_out(c, d, down);
-    gated::run_backward(c, g, u, g, u, gate.size(0), act, gate_multiplier);
-    if (wanted(1)) accumulate(dgate, g, rows, begin == 0);
-    if (wanted(2)) accumulate(dup, u, rows, begin == 0);
-    if (wanted(4)) dgate_bias.add_(g.sum(0, false, at::kFloat));
-    if (wanted(5)) dup_bias.add_(u.sum(0, false, at::kFloat));
-    if (!wanted(0)) return;
-    Tensor out = dx.view({tokens, x.size(1)}).narrow(0, begin, n);
-    at::mm_out(out, g, gate);
-    at::addmm_out(out, out, u, up);
-  });
-  const auto dtype = x.scalar_type();
-  return {dx,
-          dgate.to(dtype),
-          dup.to(dtype),
-          ddown.to(dtype),
-          dgate_bias.to(dtype),
-          dup_bias.to(dtype),
-          ddown_bias.to(dtype)};
-}
-
-constexpr Op<"liger::fused_mlp", forward> public_op;
-constexpr Op<"liger::fused_mlp_forward", forward> forward_op;
-constexpr Op<"liger::fused_mlp_backward", backward> backward_op;
+namespace op {
 
 /// Keeps the input alone: gate, up and their product, each as wide as the MLP, are made again in backward.
-struct Autograd {
-  using Attributes = std::tuple<int64_t, double, double, int64_t, int64_t>;
+struct FusedMLP {
+  static constexpr Name kName = "fused_mlp";
+  static constexpr Autocast kAutocast = Autocast::Cast;
+  struct Inputs {
+    Tensor x, gate, up, down;
+    OptTensor gate_bias, up_bias, down_bias;
+    MLPOptions options;
+    LIGER_FIELDS(x, gate, up, down, gate_bias, up_bias, down_bias, options)
+  };
+  struct Saved {
+    Tensor x, gate, up, down;
+    OptTensor gate_bias, up_bias;
+    MLPOptions options;
+    LIGER_FIELDS(x, gate, up, down, gate_bias, up_bias, options)
+  };
+  using Upstream = Dy;
+  template <class T>
+  struct Gradients {
+    T dx, dgate, dup, ddown, dgate_bias, dup_bias, ddown_bias;
+    LIGER_FIELDS(dx, dgate, dup, ddown, dgate_bias, dup_bias, ddown_bias)
+  };
+  /// Bit i: the gradient of forward's i-th argument.
+  struct Wants {
+    int64_t wants;
+    LIGER_FIELDS(wants)
 
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& gate, const Tensor& up, const Tensor& down,
-                        const OptTensor& gate_bias, const OptTensor& up_bias, const OptTensor& down_bias,
-                        int64_t activation, double gate_multiplier, double down_multiplier, int64_t chunk) {
-    const bool wanted[] = {wants_grad(x),         wants_grad(gate),    wants_grad(up),       wants_grad(down),
-                           wants_grad(gate_bias), wants_grad(up_bias), wants_grad(down_bias)};
-    int64_t wants = 0;
-    for (int i = 0; i < 7; ++i) wants |= int64_t(wanted[i]) << i;
-    ctx->save_for_backward({x, gate, up, down, value_or_undefined(gate_bias), value_or_undefined(up_bias)});
-    ctx->saved_data["attrs"] = Attributes(activation, gate_multiplier, down_multiplier, chunk, wants);
-    return forward_op(x, gate, up, down, gate_bias, up_bias, down_bias, activation, gate_multiplier, down_multiplier,
-                      chunk);
+    static Wants of(const Gradients<bool>& wanted) {
+      int64_t bits = 0, bit = 1;
+      std::apply([&](const auto&... flag) { ((bits |= flag * bit, bit <<= 1), ...); }, wanted.fields());
+      return {bits};
+    }
+    Gradients<bool> wanted() const {
+      Gradients<bool> flags;
+      int bit = 0;
+      std::apply([&](auto&... flag) { ((flag = (wants >> bit++ & 1) != 0), ...); }, flags.fields());
+      return flags;
+    }
+  };
+
+  static Arguments check(const char* op, const auto& in) {
+    const Arguments arguments(op, "x", in.x);
+    TORCH_CHECK(in.gate.dim() == 2 && in.down.dim() == 2, op, ": gate must be [width, ", in.x.sym_size(-1),
+                "] and down [out, width], got ", in.gate.sym_sizes(), " and ", in.down.sym_sizes());
+    const c10::SymInt width = in.gate.sym_size(0), out = in.down.sym_size(0);
+    arguments.shaped("gate", in.gate, {width, in.x.sym_size(-1)}, Type::Same)
+        .shaped("up", in.up, in.gate.sym_sizes(), Type::Same)
+        .shaped("down", in.down, {out, width}, Type::Same)
+        .vector("gate_bias", in.gate_bias, width, Type::Same)
+        .vector("up_bias", in.up_bias, width, Type::Same);
+    return arguments;
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto s = ctx->get_saved_variables();
-    const auto [activation, gate_multiplier, down_multiplier, chunk, wants] = ctx->saved_data["attrs"].to<Attributes>();
-    auto [dx, dgate, dup, ddown, dgate_bias, dup_bias, ddown_bias] =
-        backward_op(grads[0], s[0], s[1], s[2], s[3], optional(s[4]), optional(s[5]), activation, gate_multiplier,
-                    down_multiplier, chunk, wants);
-    variable_list d{dx, dgate, dup, ddown, dgate_bias, dup_bias, ddown_bias};
-    for (int i = 0; i < 7; ++i)
-      if ((wants >> i & 1) == 0) d[i] = Tensor();
-    d.resize(11);
+  /// [..., rows of down] for x [..., n].
+  static c10::SymDimVector result_shape(const auto& in) {
+    c10::SymDimVector shape(in.x.sym_sizes());
+    shape.back() = in.down.sym_size(0);
+    return shape;
+  }
+
+  /// Tokens that are worked on at once: 0 asks for all.
+  static int64_t chunk_of(int64_t tokens, int64_t asked) {
+    return std::max<int64_t>(1, asked > 0 ? std::min(asked, tokens) : tokens);
+  }
+
+  static Tensor forward(const Inputs& in) {
+    check("fused_mlp", in).vector("down_bias", in.down_bias, in.down.sym_size(0), Type::Same);
+    const Activation act = gated::parse("fused_mlp", int64_t(in.options.activation));
+    const Tensor y = output(at::empty_symint(result_shape(in), in.x.options()));
+    if (y.is_meta() || y.numel() == 0) return y;
+    const Tensor x = in.x.reshape({-1, in.x.size(-1)}), out = y.view({x.size(0), in.down.size(0)});
+    const int64_t tokens = x.size(0), chunk = chunk_of(tokens, in.options.chunk);
+    const Tensor gates = output(at::empty({chunk, in.gate.size(0)}, x.options())), ups = output(at::empty_like(gates));
+    for_chunks(tokens, chunk, [&](int64_t begin, int64_t n) {
+      const Tensor rows = x.narrow(0, begin, n), g = gates.narrow(0, 0, n), u = ups.narrow(0, 0, n);
+      project(g, rows, in.gate, value_or_undefined(in.gate_bias));
+      project(u, rows, in.up, value_or_undefined(in.up_bias));
+      gated::run_forward(g, u, g, act, in.options.gate_multiplier);
+      project(out.narrow(0, begin, n), g, in.down, value_or_undefined(in.down_bias));
+    });
+    if (in.options.down_multiplier != 1) out.mul_(in.options.down_multiplier);
+    return y;
+  }
+
+  static Saved save(const Inputs& in, const Tensor&) {
+    return {in.x, in.gate, in.up, in.down, in.gate_bias, in.up_bias, in.options};
+  }
+
+  static Gradients<Tensor> empty_gradients(const Saved& in, const Gradients<bool>& wanted, at::ScalarType of_weights,
+                                           at::ScalarType of_biases) {
+    const auto empty = [&](bool wanted, c10::SymIntArrayRef shape, at::ScalarType dtype) {
+      return wanted ? output(at::empty_symint(shape, in.x.options().dtype(dtype))) : Tensor();
+    };
+    const auto width = in.gate.sym_sizes().slice(0, 1), out = in.down.sym_sizes().slice(0, 1);
+    return {empty(wanted.dx, in.x.sym_sizes(), in.x.scalar_type()),
+            empty(wanted.dgate, in.gate.sym_sizes(), of_weights),
+            empty(wanted.dup, in.up.sym_sizes(), of_weights),
+            empty(wanted.ddown, in.down.sym_sizes(), of_weights),
+            empty(wanted.dgate_bias, width, of_biases),
+            empty(wanted.dup_bias, width, of_biases),
+            empty(wanted.ddown_bias, out, of_biases)};
+  }
+
+  /// Adds what a chunk of tokens contributes to the gradients d. gates, ups and products are buffers with one row per
+  /// token of a chunk.
+  struct Chunks {
+    const Saved& in;
+    const Gradients<bool>& wanted;
+    Gradients<Tensor>& d;
+    Tensor gates, ups, products;
+    Activation act;
+
+    void add(int64_t begin, const Tensor& rows, const Tensor& dy) {
+      const double gate_multiplier = in.options.gate_multiplier, down_multiplier = in.options.down_multiplier;
+      const auto of_chunk = [&](const Tensor& buffer) { return buffer.narrow(0, 0, rows.size(0)); };
+      const Tensor g = of_chunk(gates), u = of_chunk(ups), dout = down_multiplier != 1 ? dy * down_multiplier : dy;
+      Tensor c = of_chunk(products);
+      const bool through_gate = wanted.dx || wanted.dgate || wanted.dup || wanted.dgate_bias || wanted.dup_bias;
+      if (wanted.ddown_bias) d.ddown_bias.add_(dout.sum(0, false, at::kFloat));
+      if (!through_gate && !wanted.ddown) return;
+      project(g, rows, in.gate, value_or_undefined(in.gate_bias));
+      project(u, rows, in.up, value_or_undefined(in.up_bias));
+      if (wanted.ddown) {
+        gated::run_forward(g, u, c, act, gate_multiplier);
+        accumulate(d.ddown, dout, c, begin == 0);
+      }
+      if (!through_gate) return;
+      at::mm_out(c, dout, in.down);
+      gated::run_backward(c, g, u, g, u, in.gate.size(0), act, gate_multiplier);
+      if (wanted.dgate) accumulate(d.dgate, g, rows, begin == 0);
+      if (wanted.dup) accumulate(d.dup, u, rows, begin == 0);
+      if (wanted.dgate_bias) d.dgate_bias.add_(g.sum(0, false, at::kFloat));
+      if (wanted.dup_bias) d.dup_bias.add_(u.sum(0, false, at::kFloat));
+      if (!wanted.dx) return;
+      Tensor out = d.dx.view({-1, rows.size(1)}).narrow(0, begin, rows.size(0));
+      at::mm_out(out, g, in.gate);
+      at::addmm_out(out, out, u, in.up);
+    }
+  };
+
+  /// The activations are made again; of the weights' gradients, the sums over chunks are in float.
+  static Gradients<Tensor> backward(const Upstream& up, const Saved& in, const Wants& wants) {
+    const Gradients<bool> wanted = wants.wanted();
+    const Arguments arguments = check("fused_mlp_backward", in);
+    arguments.shaped("dy", up.dy, result_shape(in), Type::Same)
+        .present("wants", wanted.dgate_bias, "gate_bias", in.gate_bias)
+        .present("wants", wanted.dup_bias, "up_bias", in.up_bias);
+    const auto dtype = in.x.scalar_type();
+    if (in.x.is_meta()) return empty_gradients(in, wanted, dtype, dtype);
+    const Tensor x = in.x.reshape({-1, in.x.size(-1)}), dy = up.dy.reshape({x.size(0), in.down.size(0)});
+    const int64_t tokens = x.size(0), chunk = chunk_of(tokens, in.options.chunk);
+    // One chunk needs no accumulator: its GEMM sums in float and rounds once.
+    Gradients<Tensor> d = empty_gradients(in, wanted, chunk >= tokens ? dtype : at::kFloat, at::kFloat);
+    for (Tensor* bias : {&d.dgate_bias, &d.dup_bias, &d.ddown_bias})
+      if (bias->defined()) bias->zero_();
+    for (Tensor* weight : {&d.dgate, &d.dup, &d.ddown})
+      if (weight->defined() && tokens == 0) weight->zero_();
+    const auto buffer = [&] { return output(at::empty({chunk, in.gate.size(0)}, x.options())); };
+    Chunks chunks{
+        in, wanted, d, buffer(), buffer(), buffer(), gated::parse("fused_mlp", int64_t(in.options.activation))};
+    for_chunks(tokens, chunk,
+               [&](int64_t begin, int64_t n) { chunks.add(begin, x.narrow(0, begin, n), dy.narrow(0, begin, n)); });
+    for (Tensor* sum : {&d.dgate, &d.dup, &d.ddown, &d.dgate_bias, &d.dup_bias, &d.ddown_bias})
+      if (sum->defined()) *sum = sum->to(dtype);
     return d;
+  }
+
+  static Gradients<Tensor> differentiate(const Upstream& up, const Saved& saved, const Gradients<bool>& wanted) {
+    return as_fields<Gradients<Tensor>>(Operator<FusedMLP>::backward_op(up, saved, Wants::of(wanted)));
   }
 };
 
-/// As for the linear layers that it replaces: everything is cast, a weight once for a forward pass.
-template <c10::DeviceType kDevice>
-Tensor autocast(const Tensor& x, const Tensor& gate, const Tensor& up, const Tensor& down, const OptTensor& gate_bias,
-                const OptTensor& up_bias, const OptTensor& down_bias, int64_t activation, double gate_multiplier,
-                double down_multiplier, int64_t chunk) {
-  const c10::impl::ExcludeDispatchKeyGuard below_autocast(c10::autocast_dispatch_keyset);
-  const auto cast = [](const auto& t) {
-    return at::autocast::cached_cast(at::autocast::get_autocast_dtype(kDevice), t, kDevice);
-  };
-  return public_op(cast(x), cast(gate), cast(up), cast(down), cast(gate_bias), cast(up_bias), cast(down_bias),
-                   activation, gate_multiplier, down_multiplier, chunk);
-}
+}  // namespace op
 
-}  // namespace op::fused_mlp
-
-Tensor fused_mlp(const Tensor& x, const Tensor& gate, const Tensor& up, const Tensor& down, const MLPOptions& options,
+Tensor fused_mlp(const Tensor& x, const Tensor& gate, const Tensor& up, const Tensor& down, const MLPOptions& o,
                  const OptTensor& gate_bias, const OptTensor& up_bias, const OptTensor& down_bias) {
-  return op::fused_mlp::public_op(x, gate, up, down, gate_bias, up_bias, down_bias, int64_t(options.activation),
-                                  options.gate_multiplier, options.down_multiplier, options.chunk);
+  return Operator<op::FusedMLP>::public_op(x, gate, up, down, gate_bias, up_bias, down_bias, o);
 }
 
-LIGER_OPERATORS(fused_mlp, r) {
-  using namespace op::fused_mlp;
-  const Names inputs{"x",
-                     "gate",
-                     "up",
-                     "down",
-                     "gate_bias",
-                     "up_bias",
-                     "down_bias",
-                     "activation",
-                     "gate_multiplier",
-                     "down_multiplier",
-                     "chunk"};
-  r.add<Autograd, 7>(public_op, inputs, {"y"});
-  r.add(forward_op, inputs, {"y"});
-  r.add(backward_op,
-        {"dy", "x", "gate", "up", "down", "gate_bias", "up_bias", "activation", "gate_multiplier", "down_multiplier",
-         "chunk", "wants"},
-        {"dx", "dgate", "dup", "ddown", "dgate_bias", "dup_bias", "ddown_bias"});
-}
-TORCH_LIBRARY_IMPL(liger, AutocastCUDA, m) { m.impl("fused_mlp", op::fused_mlp::autocast<c10::DeviceType::CUDA>); }
-TORCH_LIBRARY_IMPL(liger, AutocastCPU, m) { m.impl("fused_mlp", op::fused_mlp::autocast<c10::DeviceType::CPU>); }
+LIGER_OPERATORS(fused_mlp, Operator<op::FusedMLP>)
 
 }  // namespace liger

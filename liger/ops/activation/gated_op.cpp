@@ -55,93 +55,121 @@ void run_backward(const Tensor& dc_, const Tensor& a_, const Tensor& b_, const T
        .gate_multiplier = float(gate_multiplier)});
 }
 
-Tensor forward(const Tensor& a, const Tensor& b, int64_t activation, double gate_multiplier) {
-  Arguments("gated", "a", a).like("b", b);
-  const Activation act = parse("gated", activation);
-  const Tensor c = output(at::empty_symint(a.sym_sizes(), a.options()));
-  if (!c.is_meta()) run_forward(a, b, c, act, gate_multiplier);
-  return c;
-}
+}  // namespace op::gated
 
-std::tuple<Tensor, Tensor> backward(const Tensor& dc, const Tensor& a, const Tensor& b, int64_t activation,
-                                    double gate_multiplier) {
-  Arguments("gated_backward", "a", a).like("b", b).like("dc", dc);
-  const Tensor da = output(at::empty_symint(a.sym_sizes(), a.options())),
-               db = output(at::empty_symint(a.sym_sizes(), a.options()));
-  if (!da.is_meta()) run_backward(dc, a, b, da, db, cols(a), parse("gated", activation), gate_multiplier);
-  return {da, db};
-}
+namespace op {
 
-void check_packed(const Tensor& y) {
-  Arguments("gated_packed", "y", y);
-  TORCH_CHECK_VALUE(y.sym_size(-1) % 2 == 0,
-                    "gated_packed: the last dimension of y holds gate and up and must be even, got ", y.sym_size(-1));
-}
-
-Tensor packed_forward(const Tensor& y, int64_t activation, double gate_multiplier) {
-  check_packed(y);
-  const auto halves = y.chunk(2, -1);
-  return forward(halves[0], halves[1], activation, gate_multiplier);
-}
-
-Tensor packed_backward(const Tensor& dc, const Tensor& y, int64_t activation, double gate_multiplier) {
-  check_packed(y);
-  const Tensor dy = output(at::empty_symint(y.sym_sizes(), y.options()));
-  const auto in = y.chunk(2, -1), out = dy.chunk(2, -1);
-  Arguments("gated_packed_backward", "y", in[0]).like("dc", dc);
-  if (!dy.is_meta())
-    run_backward(dc, in[0], in[1], out[0], out[1], cols(y), parse("gated_packed", activation), gate_multiplier);
-  return dy;
-}
-
-/// Writes the gradient over y.
-void packed_backward_(const Tensor& dc, const Tensor& y, int64_t activation, double gate_multiplier) {
-  check_packed(y);
-  const auto halves = y.chunk(2, -1);
-  Arguments("gated_packed_backward_", "y", halves[0]).like("dc", dc);
-  TORCH_CHECK(y.is_meta() || y.is_contiguous(), "gated_packed: to be overwritten, the input must be contiguous");
-  if (!y.is_meta())
-    run_backward(dc, halves[0], halves[1], halves[0], halves[1], cols(y), parse("gated_packed", activation),
-                 gate_multiplier);
-}
-
-/// The gradient overwrites y.
-constexpr Op<"liger::gated_packed_backward_", packed_backward_> packed_backward_in_place_op;
+struct Dc {
+  Tensor dc;
+  LIGER_FIELDS(dc)
+};
 
 struct Gated {
   static constexpr Name kName = "gated";
-  static constexpr std::array kInputs{"a", "b", "activation", "gate_multiplier"}, kAll{"c"},
-      kSaved{"a", "b", "activation", "gate_multiplier"}, kGradients{"da", "db"};
-  static constexpr auto forward = gated::forward;
-  static constexpr auto backward = gated::backward;
+  struct Inputs {
+    Tensor a, b;
+    int64_t activation;
+    double gate_multiplier;
+    LIGER_FIELDS(a, b, activation, gate_multiplier)
+  };
+  using Saved = Inputs;
+  using Upstream = Dc;
+  template <class T>
+  struct Gradients {
+    T da, db;
+    LIGER_FIELDS(da, db)
+  };
+
+  static Tensor forward(const Inputs& in) {
+    Arguments("gated", "a", in.a).like("b", in.b);
+    const Activation act = gated::parse("gated", in.activation);
+    const Tensor c = output(at::empty_symint(in.a.sym_sizes(), in.a.options()));
+    if (!c.is_meta()) gated::run_forward(in.a, in.b, c, act, in.gate_multiplier);
+    return c;
+  }
+
+  static Saved save(const Inputs& in, const Tensor&) { return in; }
+
+  static Gradients<Tensor> backward(const Upstream& up, const Saved& in) {
+    Arguments("gated_backward", "a", in.a).like("b", in.b).like("dc", up.dc);
+    const Tensor da = output(at::empty_symint(in.a.sym_sizes(), in.a.options())),
+                 db = output(at::empty_symint(in.a.sym_sizes(), in.a.options()));
+    if (!da.is_meta())
+      gated::run_backward(up.dc, in.a, in.b, da, db, cols(in.a), gated::parse("gated", in.activation),
+                          in.gate_multiplier);
+    return {da, db};
+  }
 };
 
+/// The same for the two halves of y.
 struct GatedPacked {
   static constexpr Name kName = "gated_packed";
-  static constexpr std::array kInputs{"y", "activation", "gate_multiplier"}, kAll{"c"},
-      kSaved{"y", "activation", "gate_multiplier"}, kGradients{"dy"};
-  static constexpr auto forward = packed_forward;
-  static constexpr auto backward = packed_backward;
+  struct Inputs {
+    Tensor y;
+    int64_t activation;
+    double gate_multiplier;
+    LIGER_FIELDS(y, activation, gate_multiplier)
+  };
+  using Saved = Inputs;
+  using Upstream = Dc;
+  template <class T>
+  struct Gradients {
+    T dy;
+    LIGER_FIELDS(dy)
+  };
+
+  static std::vector<Tensor> halves(const Tensor& y) {
+    Arguments("gated_packed", "y", y);
+    TORCH_CHECK_VALUE(y.sym_size(-1) % 2 == 0,
+                      "gated_packed: the last dimension of y holds gate and up and must be even, got ", y.sym_size(-1));
+    return y.chunk(2, -1);
+  }
+
+  static Tensor forward(const Inputs& in) {
+    const auto of = halves(in.y);
+    return Gated::forward({of[0], of[1], in.activation, in.gate_multiplier});
+  }
+
+  static Saved save(const Inputs& in, const Tensor&) { return in; }
+
+  static Tensor backward(const Upstream& up, const Saved& in) {
+    const Tensor dy = output(at::empty_symint(in.y.sym_sizes(), in.y.options()));
+    write_gradient("gated_packed_backward", up.dc, in, dy);
+    return dy;
+  }
+
+  /// Writes the gradient over y.
+  static void backward_(const Upstream& up, const Saved& in) {
+    halves(in.y);
+    TORCH_CHECK(in.y.is_meta() || in.y.is_contiguous(),
+                "gated_packed: to be overwritten, the input must be contiguous");
+    write_gradient("gated_packed_backward_", up.dc, in, in.y);
+  }
+
+  static void write_gradient(const char* op, const Tensor& dc, const Saved& in, const Tensor& dy) {
+    const auto from = halves(in.y), to = dy.chunk(2, -1);
+    Arguments(op, "y", from[0]).like("dc", dc);
+    if (!dy.is_meta())
+      gated::run_backward(dc, from[0], from[1], to[0], to[1], cols(in.y), gated::parse("gated_packed", in.activation),
+                          in.gate_multiplier);
+  }
 };
 
-}  // namespace op::gated
+using GatedPackedInPlace = Undifferentiated<"gated_packed_backward_", &GatedPacked::backward_, "y(a!)">;
+
+}  // namespace op
 
 Tensor gated(const Tensor& a, const Tensor& b, Activation activation, double gate_multiplier) {
-  return call<op::gated::Gated>(a, b, int64_t(activation), gate_multiplier);
+  return Operator<op::Gated>::public_op(a, b, activation, gate_multiplier);
 }
 
 Tensor gated_packed(const Tensor& y, Activation activation, double gate_multiplier) {
-  return call<op::gated::GatedPacked>(y, int64_t(activation), gate_multiplier);
+  return Operator<op::GatedPacked>::public_op(y, activation, gate_multiplier);
 }
 
 TORCH_LIBRARY_FRAGMENT(liger, m) {
   m.def("activations() -> str[]", op::gated::names);  // their names, in the order of their numbers
 }
-LIGER_OPERATORS(gated, r) {
-  Operator<op::gated::Gated>::describe(r);
-  Operator<op::gated::GatedPacked>::describe(r);
-  r.add(op::gated::packed_backward_in_place_op,
-        "(Tensor dc, Tensor(a!) y, int activation, float gate_multiplier) -> ()");
-}
+LIGER_OPERATORS(gated, Operator<op::Gated>, Operator<op::GatedPacked>, op::GatedPackedInPlace)
 
 }  // namespace liger

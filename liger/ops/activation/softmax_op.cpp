@@ -3,23 +3,35 @@
 #include "liger/ops.h"
 
 namespace liger {
-namespace op::softmax {
+namespace op {
 
-Simplex parse(int64_t kind) {
-  TORCH_CHECK_VALUE(kind >= 0 && kind <= 1, "softmax: kind is 0 (softmax) or 1 (sparsemax), not ", kind);
-  return Simplex(kind);
-}
-
-struct Definition {
+struct Softmax {
   static constexpr Name kName = "softmax";
-  static constexpr std::array kInputs{"x", "kind"}, kAll{"y"}, kSaved{"y", "kind"}, kGradients{"dx"};
+  struct Inputs {
+    Tensor x;
+    int64_t kind;
+    LIGER_FIELDS(x, kind)
+  };
+  struct Saved {
+    Tensor y;
+    int64_t kind;
+    LIGER_FIELDS(y, kind)
+  };
+  using Upstream = Dy;
+  template <class T>
+  using Gradients = Dx<T>;
 
-  static Tensor forward(const Tensor& x_, int64_t kind_) {
-    Arguments("softmax", "x", x_);
-    const Simplex kind = parse(kind_);
-    const Tensor y = output(at::empty_symint(x_.sym_sizes(), x_.options()));
+  static Simplex parse(int64_t kind) {
+    TORCH_CHECK_VALUE(kind >= 0 && kind <= 1, "softmax: kind is 0 (softmax) or 1 (sparsemax), not ", kind);
+    return Simplex(kind);
+  }
+
+  static Tensor forward(const Inputs& in) {
+    Arguments("softmax", "x", in.x);
+    const Simplex kind = parse(in.kind);
+    const Tensor y = output(at::empty_symint(in.x.sym_sizes(), in.x.options()));
     if (y.is_meta()) return y;
-    const Rows x(x_);
+    const Rows x(in.x);
     run(softmax_forward, y,
         {.x = data(x.tensor),
          .y = y.data_ptr(),
@@ -31,12 +43,14 @@ struct Definition {
     return y;
   }
 
-  static Tensor backward(const Tensor& dy_, const Tensor& y_, int64_t kind_) {
-    Arguments("softmax_backward", "y", y_).like("dy", dy_);
-    const Simplex kind = parse(kind_);
-    const Tensor dx = output(at::empty_symint(y_.sym_sizes(), y_.options()));
+  static Saved save(const Inputs& in, const Tensor& y) { return {y, in.kind}; }
+
+  static Tensor backward(const Upstream& up, const Saved& s) {
+    Arguments("softmax_backward", "y", s.y).like("dy", up.dy);
+    const Simplex kind = parse(s.kind);
+    const Tensor dx = output(at::empty_symint(s.y.sym_sizes(), s.y.options()));
     if (dx.is_meta()) return dx;
-    const Tensor dy = dy_.contiguous(), y = y_.contiguous();
+    const Tensor dy = up.dy.contiguous(), y = s.y.contiguous();
     run(softmax_backward, dx,
         {.dy = data(dy),
          .y = data(y),
@@ -49,14 +63,14 @@ struct Definition {
   }
 };
 
-}  // namespace op::softmax
+}  // namespace op
 
-Tensor softmax(const Tensor& x) { return call<op::softmax::Definition>(x, int64_t(Simplex::Softmax)); }
+Tensor softmax(const Tensor& x) { return Operator<op::Softmax>::public_op(x, Simplex::Softmax); }
 
 Tensor sparsemax(const Tensor& x, int64_t dim) {
-  return call<op::softmax::Definition>(x.transpose(dim, -1), int64_t(Simplex::Sparsemax)).transpose(dim, -1);
+  return Operator<op::Softmax>::public_op(x.transpose(dim, -1), Simplex::Sparsemax).transpose(dim, -1);
 }
 
-LIGER_OPERATORS(softmax, r) { Operator<op::softmax::Definition>::describe(r); }
+LIGER_OPERATORS(softmax, Operator<op::Softmax>)
 
 }  // namespace liger

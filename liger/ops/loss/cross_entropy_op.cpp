@@ -1,11 +1,10 @@
-#include "liger/core/torch/operator.h"
 #include "liger/ops/loss/cross_entropy_op.h"
 #include "liger/ops.h"
 
 namespace liger {
 namespace op::cross_entropy {
 
-CrossEntropyOptions unpack(OptInts flags, OptDoubles scales) {
+CrossEntropyOptions unpack(IntsRef flags, DoublesRef scales) {
   TORCH_CHECK_VALUE((!flags || flags->size() == 6) && (!scales || scales->size() == 3),
                     "cross_entropy: expected 6 flags and 3 scales, or none");
   CrossEntropyOptions o;
@@ -22,11 +21,11 @@ CrossEntropyOptions unpack(OptInts flags, OptDoubles scales) {
   return o;
 }
 
-std::vector<int64_t> flags(const CrossEntropyOptions& o) {
-  return {o.ignore_index, int64_t(o.reduction), o.token_scaling, o.z_loss, o.accuracy, o.predicted};
+Ints flags(const CrossEntropyOptions& o) {
+  return {{o.ignore_index, int64_t(o.reduction), o.token_scaling, o.z_loss, o.accuracy, o.predicted}};
 }
 
-std::vector<double> scales(const CrossEntropyOptions& o) { return {o.label_smoothing, o.lse_square_scale, o.softcap}; }
+Doubles scales(const CrossEntropyOptions& o) { return {{o.label_smoothing, o.lse_square_scale, o.softcap}}; }
 
 void check_options(const char* op, const CrossEntropyOptions& o, const c10::SymInt& classes) {
   TORCH_CHECK_VALUE(int(o.reduction) >= 0 && int(o.reduction) <= 2, op,
@@ -132,114 +131,89 @@ void Batch::run_rows(const Tensor& x, const Tensor& dx, int64_t begin, const Ten
        .totals = totals});
 }
 
-Results Batch::results(at::ScalarType z_loss_dtype) const {
-  const auto result = [&](const Tensor& t, at::ScalarType dtype) {
-    return t.defined() ? t.to(dtype) : at::empty({0}, stats_.options().dtype(dtype));
-  };
-  return {loss_.to(dtype_), result(z_loss_, z_loss_dtype), result(accuracy_, at::kFloat),
-          result(predicted_, at::kLong)};
+CrossEntropyResult Batch::results(at::ScalarType z_loss_dtype) const {
+  const auto as = [](const Tensor& t, at::ScalarType dtype) { return t.defined() ? t.to(dtype) : t; };
+  return {loss_.to(dtype_), as(z_loss_, z_loss_dtype), accuracy_, predicted_};
 }
 
-Results empty_results(const Tensor& target, const CrossEntropyOptions& o, at::ScalarType loss_dtype,
-                      at::ScalarType z_loss_dtype, const at::TensorOptions& options) {
-  const auto shape = o.reduction == Reduction::None ? c10::SymDimVector(target.sym_sizes()) : c10::SymDimVector{},
-             none = c10::SymDimVector{0};
+CrossEntropyResult empty_results(const Tensor& target, const CrossEntropyOptions& o, at::ScalarType loss_dtype,
+                                 at::ScalarType z_loss_dtype, const at::TensorOptions& options) {
+  const auto shape = o.reduction == Reduction::None ? target.sym_sizes() : c10::SymIntArrayRef();
   const auto of = [&](bool wanted, c10::SymIntArrayRef shape, at::ScalarType dtype) {
-    return at::empty_symint(wanted ? shape : none, options.dtype(dtype));
+    return wanted ? at::empty_symint(shape, options.dtype(dtype)) : Tensor();
   };
   return {of(true, shape, loss_dtype), of(o.z_loss, shape, z_loss_dtype), of(o.accuracy, shape, at::kFloat),
           of(o.predicted, target.sym_sizes(), at::kLong)};
 }
 
-Tensor unscaled(const Tensor& g, const Tensor& scale) { return scale.dim() == 0 ? g.to(at::kFloat) / scale : g; }
-
-CrossEntropyResult as_struct(const Results& r, const CrossEntropyOptions& o) {
-  return {std::get<0>(r), if_wanted(o.z_loss, std::get<1>(r)), if_wanted(o.accuracy, std::get<2>(r)),
-          if_wanted(o.predicted, std::get<3>(r))};
+CrossEntropyResult asked_for(CrossEntropyResult r, const CrossEntropyOptions& o) {
+  if (!o.z_loss) r.z_loss.reset();
+  if (!o.accuracy) r.accuracy.reset();
+  if (!o.predicted) r.predicted.reset();
+  return r;
 }
 
-using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+}  // namespace op::cross_entropy
 
-/// The results, dx, and the power of two that dx is still to be divided by: empty but for float16, in which a mean's
-/// gradients would vanish before a loss scale reaches them.
-Forward forward(const Tensor& x_, const Tensor& target, const OptTensor& class_weight, OptInts flags, OptDoubles scales,
-                bool with_dx) {
-  const CrossEntropyOptions options = unpack(flags, scales);
-  Arguments("cross_entropy", "x", x_)
-      .shaped("target", target, x_.sym_sizes().slice(0, x_.dim() - 1), Type::Integer)
-      .vector("class_weight", class_weight, x_.sym_size(-1), Type::Floating);
-  check_options("cross_entropy", options, x_.sym_size(-1));
-  const auto dtype = x_.scalar_type();
-  const bool scaled = with_dx && dtype == at::kHalf;
-  const Tensor dx = with_dx ? output(at::empty_symint(x_.sym_sizes(), x_.options())) : at::empty({0}, x_.options());
-  const auto all = [&](const Results& r, const Tensor& scale) {
-    return std::tuple_cat(r, std::make_tuple(dx, or_empty(scale, x_.options().dtype(at::kFloat))));
+namespace op {
+
+struct CrossEntropy {
+  static constexpr Name kName = "cross_entropy";
+  struct Inputs {
+    Tensor x, target;
+    OptTensor class_weight;
+    IntsRef flags;
+    DoublesRef scales;
+    LIGER_FIELDS(x, target, class_weight, flags, scales)
   };
-  if (x_.is_meta())
-    return all(empty_results(target, options, dtype, dtype, x_.options()),
-               scaled ? at::empty({}, x_.options().dtype(at::kFloat)) : Tensor());
-  const Rows x(x_);
-  const auto matrix = [&](const Tensor& t, int64_t stride) {
-    return t.dim() == 2 ? t : t.as_strided({target.numel(), cols(t)}, {stride, 1});
-  };
-  Batch batch(target, class_weight, {}, cols(x_), options, dtype, scaled);
-  batch.run_rows(matrix(x.tensor, x.stride), with_dx ? matrix(dx, cols(x_)) : Tensor(), 0, {});
-  Results results = batch.results(dtype);
-  if (target.dim() != 1) {
-    const auto shaped = [&](Tensor& t, bool of_rows) {
-      if (of_rows) t = t.view(target.sizes());
+  template <class T>
+  using Gradients = Dx<T>;
+
+  /// In float16 a mean's gradients would vanish before a loss scale reaches them.
+  static Made<CrossEntropyResult, Dx> forward(const Inputs& in, const Dx<bool>& wanted) {
+    const Tensor& target = in.target;
+    const CrossEntropyOptions options = cross_entropy::unpack(in.flags, in.scales);
+    Arguments("cross_entropy", "x", in.x)
+        .shaped("target", target, in.x.sym_sizes().slice(0, in.x.dim() - 1), Type::Integer)
+        .vector("class_weight", in.class_weight, in.x.sym_size(-1), Type::Floating);
+    cross_entropy::check_options("cross_entropy", options, in.x.sym_size(-1));
+    const auto dtype = in.x.scalar_type();
+    const bool scaled = wanted.dx && dtype == at::kHalf;
+    Made<CrossEntropyResult, Dx> made;
+    if (wanted.dx) made.gradients.dx = output(at::empty_symint(in.x.sym_sizes(), in.x.options()));
+    if (in.x.is_meta()) {
+      made.results = cross_entropy::empty_results(target, options, dtype, dtype, in.x.options());
+      if (scaled) made.factor = at::empty({}, in.x.options().dtype(at::kFloat));
+      return made;
+    }
+    const Rows x(in.x);
+    const auto matrix = [&](const Tensor& t, int64_t stride) {
+      return t.dim() == 2 ? t : t.as_strided({target.numel(), cols(t)}, {stride, 1});
     };
+    cross_entropy::Batch batch(target, in.class_weight, {}, cols(in.x), options, dtype, scaled);
+    batch.run_rows(matrix(x.tensor, x.stride), wanted.dx ? matrix(made.gradients.dx, cols(in.x)) : Tensor(), 0, {});
+    made.results = batch.results(dtype);
+    if (scaled) made.factor = batch.gradient_scale().clone();
+    if (target.dim() == 1) return made;
     const bool each = options.reduction == Reduction::None;
-    shaped(std::get<0>(results), each), shaped(std::get<1>(results), each && options.z_loss),
-        shaped(std::get<2>(results), each && options.accuracy);
-    shaped(std::get<3>(results), options.predicted);
-  }
-  return all(results, scaled ? batch.gradient_scale().clone() : Tensor());
-}
-
-Results inference(const Tensor& x, const Tensor& target, const OptTensor& class_weight, OptInts flags,
-                  OptDoubles scales) {
-  auto [loss, z_loss, accuracy, predicted, dx, scale] = forward(x, target, class_weight, flags, scales, false);
-  return {loss, z_loss, accuracy, predicted};
-}
-
-constexpr Op<"liger::cross_entropy", inference> public_op;
-constexpr Op<"liger::cross_entropy_forward", forward> forward_op;
-
-/// The gradient is made in forward, where the row is on chip; backward scales it by the upstream gradient.
-struct Autograd {
-  static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& target,
-                               const OptTensor& class_weight, OptInts flags, OptDoubles scales, Results* results) {
-    auto [loss, z_loss, accuracy, predicted, dx, scale] = forward_op(x, target, class_weight, flags, scales, true);
-    ctx->save_for_backward({dx, scale});
-    *results = {loss, z_loss, accuracy, predicted};
-    return {loss};
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto saved = ctx->get_saved_variables();
-    return {scaled(saved[0], unscaled(grads[0], saved[1])), {}, {}, {}, {}, {}};
+    auto& [loss, z_loss, accuracy, predicted] = made.results;
+    for (Tensor* t : {&loss, &z_loss, &accuracy})
+      if (each && t->defined()) *t = t->view(target.sizes());
+    if (predicted.defined()) predicted = predicted.view(target.sizes());
+    return made;
   }
 };
 
-}  // namespace op::cross_entropy
+}  // namespace op
 
 CrossEntropyResult cross_entropy(const Tensor& x, const Tensor& target, const CrossEntropyOptions& options,
                                  const OptTensor& class_weight) {
   using namespace op::cross_entropy;
-  const auto f = flags(options);
-  const auto s = scales(options);
-  return as_struct(public_op(x, target, class_weight, OptInts(f), OptDoubles(s)), options);
+  return asked_for(as_fields<CrossEntropyResult>(Operator<GradientInForward<op::CrossEntropy>>::public_op(
+                       x, target, class_weight, flags(options), scales(options))),
+                   options);
 }
 
-LIGER_OPERATORS(cross_entropy, r) {
-  using namespace op::cross_entropy;
-  // flags: ignore_index, reduction, token_scaling, z_loss, accuracy, predicted; scales: label_smoothing,
-  // lse_square_scale, softcap. No list stands for the defaults: a list from Python is read element by element.
-  r.add<Autograd, 1>(public_op, {"x", "target", "class_weight", "flags", "scales"},
-                     {"loss", "z_loss", "accuracy", "predicted"});
-  r.add(forward_op, {"x", "target", "class_weight", "flags", "scales", "with_dx"},
-        {"loss", "z_loss", "accuracy", "predicted", "dx", "scale"});
-}
+LIGER_OPERATORS(cross_entropy, Operator<GradientInForward<op::CrossEntropy>>)
 
 }  // namespace liger

@@ -1,17 +1,17 @@
 #pragma once
-#include "liger/core/torch/op.h"
+#include "liger/core/torch/operator.h"
 #include "liger/ops.h"
 #include "liger/ops/loss/cross_entropy.h"
 
 namespace liger::op::cross_entropy {
 
-/// The options as schemas carry them; no list stands for the defaults.
-CrossEntropyOptions unpack(OptInts flags, OptDoubles scales);
-std::vector<int64_t> flags(const CrossEntropyOptions&);
-std::vector<double> scales(const CrossEntropyOptions&);
-
-/// (loss, z_loss, accuracy, predicted); all but the loss are empty unless asked for.
-using Results = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+/// The options as schemas carry them, because a list from Python is read element by element:
+///   flags   ignore_index, reduction, token_scaling, z_loss, accuracy, predicted
+///   scales  label_smoothing, lse_square_scale, softcap
+/// No list stands for the defaults.
+CrossEntropyOptions unpack(IntsRef flags, DoublesRef scales);
+Ints flags(const CrossEntropyOptions&);
+Doubles scales(const CrossEntropyOptions&);
 
 /// A batch of labels on its way through rows of logits that come in one or several chunks.
 class Batch {
@@ -31,8 +31,8 @@ class Batch {
   /// How many labels are not ignored; waits for the device.
   int64_t valid() const;
 
-  /// When all rows have been run.
-  Results results(at::ScalarType z_loss_dtype) const;
+  /// When all rows have been run; those that are not asked for are undefined.
+  CrossEntropyResult results(at::ScalarType z_loss_dtype) const;
 
  private:
   CrossEntropyOptions options_;
@@ -50,14 +50,12 @@ class Batch {
   float* of_rows(int which, int64_t begin) const;
 };
 
-/// The upstream gradient of gradients that are stored times `scale`, where that is not empty.
-Tensor unscaled(const Tensor& g, const Tensor& scale);
-
-CrossEntropyResult as_struct(const Results&, const CrossEntropyOptions&);
-
 /// What Meta returns for them.
-Results empty_results(const Tensor& target, const CrossEntropyOptions&, at::ScalarType loss_dtype,
-                      at::ScalarType z_loss_dtype, const at::TensorOptions&);
+CrossEntropyResult empty_results(const Tensor& target, const CrossEntropyOptions&, at::ScalarType loss_dtype,
+                                 at::ScalarType z_loss_dtype, const at::TensorOptions&);
+
+/// What an operator returned, less the empty tensors in the place of results that are not asked for.
+CrossEntropyResult asked_for(CrossEntropyResult, const CrossEntropyOptions&);
 
 void check_options(const char* op, const CrossEntropyOptions&, const c10::SymInt& classes);
 

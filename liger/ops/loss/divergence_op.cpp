@@ -3,184 +3,183 @@
 #include "liger/ops/loss/divergence.h"
 
 namespace liger {
-namespace op::divergence {
+namespace op {
 
-/// A Jensen-Shannon divergence whose mixture is one of the two distributions alone is the other's distance from it.
-Divergence parse(int64_t kind, double parameter) {
-  TORCH_CHECK_VALUE(kind >= 0 && kind <= 4,
-                    "divergence: kind is 0 (kl), 1 (kl, target in logarithms), 2 (reverse kl), 3 (jensen-shannon) or 4 "
-                    "(total variation), not ",
-                    kind);
-  if (Divergence(kind) != Divergence::JensenShannon) return Divergence(kind);
-  TORCH_CHECK_VALUE(parameter >= 0 && parameter <= 1, "divergence: beta must be in [0, 1], got ", parameter);
-  return parameter == 0 ? Divergence::LogKL : parameter == 1 ? Divergence::ReverseKL : Divergence::JensenShannon;
-}
+struct DivergenceLoss {
+  static constexpr Name kName = "divergence";
+  struct Operands {
+    Tensor x, target;
+    OptTensor labels;
+    int64_t kind;
+    double parameter;
+    int64_t ignore_index;
+    LIGER_FIELDS(x, target, labels, kind, parameter, ignore_index)
 
-Arguments check(const char* op, const Tensor& x, const Tensor& target, const OptTensor& labels) {
-  Arguments arguments(op, "x", x);
-  TORCH_CHECK(x.dim() == 2, op, ": x must be [rows, cols], got ", x.sym_sizes());
-  arguments.shaped("target", target, x.sym_sizes(), Type::Kernels)
-      .vector("labels", labels, x.sym_size(0), Type::Integer);
-  return arguments;
-}
+    /// A Jensen-Shannon divergence whose mixture is one of the two distributions alone is the other's distance from it.
+    Divergence formula() const {
+      TORCH_CHECK_VALUE(
+          kind >= 0 && kind <= 4,
+          "divergence: kind is 0 (kl), 1 (kl, target in logarithms), 2 (reverse kl), 3 (jensen-shannon) or 4 (total "
+          "variation), not ",
+          kind);
+      if (Divergence(kind) != Divergence::JensenShannon) return Divergence(kind);
+      TORCH_CHECK_VALUE(parameter >= 0 && parameter <= 1, "divergence: beta must be in [0, 1], got ", parameter);
+      return parameter == 0 ? Divergence::LogKL : parameter == 1 ? Divergence::ReverseKL : Divergence::JensenShannon;
+    }
 
-/// The operands as the kernels read them.
-struct Operands {
-  Tensor x, target, labels;
+    Arguments check(const char* op) const {
+      Arguments arguments(op, "x", x);
+      TORCH_CHECK(x.dim() == 2, op, ": x must be [rows, cols], got ", x.sym_sizes());
+      arguments.shaped("target", target, x.sym_sizes(), Type::Kernels)
+          .vector("labels", labels, x.sym_size(0), Type::Integer);
+      return arguments;
+    }
+  };
+  struct Inputs {
+    Operands of;
+    int64_t reduction;
+    at::ScalarType dtype;  // of the loss
+    LIGER_FIELDS(of, reduction, dtype)
+  };
+  struct Results {
+    Tensor loss;
+    LIGER_FIELDS(loss)
+  };
+  using Saved = Operands;
+  template <class T>
+  using Gradients = Dx<T>;
+  using Made = liger::Made<Results, Dx, Factor::Rest>;
 
-  Operands(const Tensor& x, const Tensor& target, const OptTensor& labels)
-      : x(x.contiguous()),
-        target((target.scalar_type() == x.scalar_type() ? target : target.to(at::kFloat)).contiguous()),
-        labels(labels ? labels->to(at::kLong).contiguous() : Tensor()) {}
+  /// The operands as the kernels read them.
+  struct Contiguous {
+    Tensor x, target, labels;
 
-  DivergenceChunks chunks(int64_t kind, double parameter, int64_t ignore_index) const {
-    // Where no row is ignored nothing depends on rows: all elements are one.
-    const int64_t rows = labels.defined() ? x.size(0) : x.numel() > 0, cols = labels.defined() ? x.size(1) : x.numel();
-    return {.x = data(x),
-            .target = data(target),
-            .labels = data<int64_t>(labels),
-            .rows = rows,
-            .cols = cols,
-            .chunk = row_chunk_size(rows * cols, 8192, 16384),
-            .ignore_index = ignore_index,
-            .dtype = dtype_of(x),
-            .target_dtype = dtype_of(target),
-            .kind = parse(kind, parameter),
-            .parameter = float(parameter),
-            .scale = 1};
+    explicit Contiguous(const Operands& in)
+        : x(in.x.contiguous()),
+          target((in.target.scalar_type() == x.scalar_type() ? in.target : in.target.to(at::kFloat)).contiguous()),
+          labels(in.labels ? in.labels->to(at::kLong).contiguous() : Tensor()) {}
+
+    DivergenceChunks chunks(const Operands& in) const {
+      // Where no row is ignored nothing depends on rows: all elements are one.
+      const int64_t rows = labels.defined() ? x.size(0) : x.numel() > 0,
+                    cols = labels.defined() ? x.size(1) : x.numel();
+      return {.x = data(x),
+              .target = data(target),
+              .labels = data<int64_t>(labels),
+              .rows = rows,
+              .cols = cols,
+              .chunk = row_chunk_size(rows * cols, 8192, 16384),
+              .ignore_index = in.ignore_index,
+              .dtype = dtype_of(x),
+              .target_dtype = dtype_of(target),
+              .kind = in.formula(),
+              .parameter = float(in.parameter),
+              .scale = 1};
+    }
+  };
+
+  /// float16 keeps dx undivided, so that it does not vanish before the loss scale reaches it. There is none without a
+  /// reduction.
+  static Made forward(const Inputs& inputs, const Dx<bool>& wanted) {
+    const Operands& of = inputs.of;
+    of.check("divergence");
+    TORCH_CHECK_TYPE(has_dtype(inputs.dtype),
+                     "divergence: dtype, the loss's, must be float32, float16 or bfloat16, got ", inputs.dtype);
+    of.formula();
+    TORCH_CHECK_VALUE(inputs.reduction >= 0 && inputs.reduction <= 3,
+                      "divergence: reduction is 0 (none), 1 (mean), 2 (sum) or 3 (batchmean), not ", inputs.reduction);
+    const auto floats = of.x.options().dtype(at::kFloat);
+    const bool each = !in_forward(inputs), makes_dx = wanted.dx && !each,
+               defer = makes_dx && of.x.scalar_type() == at::kHalf;
+    Made made;
+    if (makes_dx) made.gradients.dx = output(at::empty_symint(of.x.sym_sizes(), of.x.options()));
+    if (defer) made.factor = at::empty({}, floats);
+    Tensor& loss = made.results.loss;
+    if (of.x.is_meta()) {
+      loss = at::empty_symint(each ? of.x.sym_sizes() : c10::SymIntArrayRef(), floats.dtype(inputs.dtype));
+      return made;
+    }
+    const Contiguous in(of);
+    DivergenceChunks p = in.chunks(of);
+    if (each) {
+      loss = output(at::empty(of.x.sizes(), floats));
+      p.each = data<float>(loss);
+      run(divergence_chunks, in.x, p);
+      loss = loss.to(inputs.dtype);
+    } else {
+      loss = at::empty({}, floats.dtype(inputs.dtype));
+      p.dx = data<void>(made.gradients.dx);
+      reduce(p, in, Reduction(inputs.reduction), loss, made.factor);
+    }
+    return made;
   }
-};
 
-using Forward = std::tuple<Tensor, Tensor, Tensor>;
-
-/// loss, dx (none without a reduction) and what dx is still to be multiplied by: float16 keeps it undivided, so that it
-/// does not vanish before the loss scale reaches it.
-Forward forward(const Tensor& x_, const Tensor& target_, const OptTensor& labels_, int64_t kind, double parameter,
-                int64_t ignore_index, int64_t reduction_, at::ScalarType dtype, bool with_dx) {
-  check("divergence", x_, target_, labels_);
-  TORCH_CHECK_TYPE(has_dtype(dtype), "divergence: dtype, the loss's, must be float32, float16 or bfloat16, got ",
-                   dtype);
-  parse(kind, parameter);
-  TORCH_CHECK_VALUE(reduction_ >= 0 && reduction_ <= 3,
-                    "divergence: reduction is 0 (none), 1 (mean), 2 (sum) or 3 (batchmean), not ", reduction_);
-  const Reduction reduction(static_cast<Reduction>(reduction_));
-  const auto floats = x_.options().dtype(at::kFloat);
-  const bool each = reduction == Reduction::None, makes_dx = with_dx && !each,
-             defer = makes_dx && x_.scalar_type() == at::kHalf;
-  const Tensor dx = makes_dx ? output(at::empty_symint(x_.sym_sizes(), x_.options())) : at::empty({0}, x_.options());
-  const Tensor rest = defer ? at::empty({}, floats) : at::empty({0}, floats);
-  if (x_.is_meta())
-    return {each ? at::empty_symint(x_.sym_sizes(), floats.dtype(dtype)) : at::empty({}, floats.dtype(dtype)), dx,
-            rest};
-
-  const Operands in(x_, target_, labels_);
-  DivergenceChunks p = in.chunks(kind, parameter, ignore_index);
-  if (each) {
-    const Tensor loss = output(at::empty(x_.sizes(), floats));
-    p.each = data<float>(loss);
+  /// rest: what dx is still to be multiplied by, where it is defined.
+  static void reduce(DivergenceChunks p, const Contiguous& in, Reduction reduction, const Tensor& loss,
+                     const Tensor& rest) {
+    const bool mean = reduction != Reduction::Sum;
+    const auto floats = loss.options().dtype(at::kFloat);
+    Tensor count;
+    if (mean && in.labels.defined()) {
+      count = at::empty({}, floats);
+      run(divergence_count, count,
+          {.labels = p.labels, .count = data<float>(count), .rows = p.rows, .ignore_index = p.ignore_index});
+    }
+    const double divisor = (reduction == Reduction::Mean ? double(in.x.size(1)) : 1) *
+                           (mean && !in.labels.defined() ? double(in.x.size(0)) : 1);
+    const double scale = 1 / std::max(divisor, 1.);
+    const Tensor sums = at::empty({p.rows, ceil_div(p.cols, p.chunk)}, floats);
+    p.sums = data<float>(sums);
+    if (!rest.defined()) p.count = data<float>(count), p.scale = float(scale);
     run(divergence_chunks, in.x, p);
-    return {loss.to(dtype), dx, rest};
-  }
-  const bool mean = reduction != Reduction::Sum;
-  Tensor count;
-  if (mean && labels_) {
-    count = at::empty({}, floats);
-    run(divergence_count, count,
-        {.labels = p.labels, .count = data<float>(count), .rows = p.rows, .ignore_index = ignore_index});
-  }
-  const double divisor =
-      (reduction == Reduction::Mean ? double(x_.size(1)) : 1) * (mean && !labels_ ? double(x_.size(0)) : 1);
-  const double scale = 1 / std::max(divisor, 1.);
-  const Tensor sums = at::empty({p.rows, ceil_div(p.cols, p.chunk)}, floats), loss = at::empty({}, floats.dtype(dtype));
-  p.sums = data<float>(sums), p.dx = makes_dx ? dx.data_ptr() : nullptr;
-  if (!defer) p.count = data<float>(count), p.scale = float(scale);
-  run(divergence_chunks, in.x, p);
-  run(divergence_total, sums,
-      {.sums = p.sums,
-       .count = data<float>(count),
-       .total = loss.data_ptr(),
-       .chunks = sums.numel(),
-       .dtype = dtype_of(loss),
-       .scale = scale});
-  if (defer) {
+    run(divergence_total, sums,
+        {.sums = p.sums,
+         .count = data<float>(count),
+         .total = loss.data_ptr(),
+         .chunks = sums.numel(),
+         .dtype = dtype_of(loss),
+         .scale = scale});
+    if (!rest.defined()) return;
     rest.fill_(scale);
     if (count.defined()) rest.div_(count);
   }
-  return {loss, dx, rest};
-}
 
-Tensor inference(const Tensor& x, const Tensor& target, const OptTensor& labels, int64_t kind, double parameter,
-                 int64_t ignore_index, int64_t reduction, at::ScalarType dtype) {
-  return std::get<0>(forward(x, target, labels, kind, parameter, ignore_index, reduction, dtype, false));
-}
+  static bool in_forward(const Inputs& in) { return Reduction(in.reduction) != Reduction::None; }
+  static Saved save(const Inputs& in) { return in.of; }
 
-/// For losses without a reduction: g has x's shape.
-Tensor backward(const Tensor& g, const Tensor& x, const Tensor& target, const OptTensor& labels, int64_t kind,
-                double parameter, int64_t ignore_index) {
-  check("divergence_backward", x, target, labels).shaped("g", g, x.sym_sizes(), Type::Floating);
-  const Tensor dx = output(at::empty_symint(x.sym_sizes(), x.options()));
-  if (dx.is_meta()) return dx;
-  const Operands in(x, target, labels);
-  const Tensor upstream = g.to(at::kFloat).contiguous();
-  DivergenceChunks p = in.chunks(kind, parameter, ignore_index);
-  p.upstream = data<float>(upstream), p.dx = dx.data_ptr();
-  run(divergence_chunks, in.x, p);
-  return dx;
-}
-
-constexpr Op<"liger::divergence", inference> public_op;
-constexpr Op<"liger::divergence_forward", forward> forward_op;
-constexpr Op<"liger::divergence_backward", backward> backward_op;
-
-/// The gradient of a sum is made in forward, where both rows are on chip; that of single losses in backward.
-struct Autograd {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& target, const OptTensor& labels,
-                        int64_t kind, double parameter, int64_t ignore_index, int64_t reduction, at::ScalarType dtype) {
-    const bool each = Reduction(reduction) == Reduction::None;
-    auto [loss, dx, rest] = forward_op(x, target, labels, kind, parameter, ignore_index, reduction, dtype, !each);
-    ctx->save_for_backward(each ? variable_list{x, target, value_or_undefined(labels)} : variable_list{dx, rest});
-    ctx->saved_data["attrs"] = std::make_tuple(kind, parameter, ignore_index);
-    return loss;
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto saved = ctx->get_saved_variables();
-    const auto gradient = [&] {
-      if (saved.size() == 2)
-        return scaled(saved[0], saved[1].dim() > 0 ? grads[0] : grads[0].to(at::kFloat) * saved[1]);
-      const auto [kind, parameter, ignore_index] = ctx->saved_data["attrs"].to<std::tuple<int64_t, double, int64_t>>();
-      return backward_op(grads[0], saved[0], saved[1], optional(saved[2]), kind, parameter, ignore_index);
-    };
-    return {gradient(), {}, {}, {}, {}, {}, {}, {}};
+  /// For losses without a reduction: g has x's shape.
+  static Tensor backward(const LossGradient& up, const Saved& of) {
+    of.check("divergence_backward").shaped("g", up.g, of.x.sym_sizes(), Type::Floating);
+    const Tensor dx = output(at::empty_symint(of.x.sym_sizes(), of.x.options()));
+    if (dx.is_meta()) return dx;
+    const Contiguous in(of);
+    const Tensor upstream = up.g.to(at::kFloat).contiguous();
+    DivergenceChunks p = in.chunks(of);
+    p.upstream = data<float>(upstream), p.dx = dx.data_ptr();
+    run(divergence_chunks, in.x, p);
+    return dx;
   }
 };
 
-}  // namespace op::divergence
+}  // namespace op
 
 Tensor kl_div(const Tensor& x, const Tensor& target, Reduction reduction, bool log_target, double eps) {
-  return op::divergence::public_op(x, target, OptTensor(), int64_t(log_target ? Divergence::LogKL : Divergence::KL),
-                                   eps, int64_t(-100), int64_t(reduction), at::kFloat);
+  return Operator<GradientInForward<op::DivergenceLoss>>::public_op(x, target, OptTensor(),
+                                                                    log_target ? Divergence::LogKL : Divergence::KL,
+                                                                    eps, int64_t(-100), reduction, at::kFloat);
 }
 
 Tensor jsd(const Tensor& x, const Tensor& target, const OptTensor& labels, double beta, int64_t ignore_index,
            Reduction reduction) {
-  return op::divergence::public_op(x, target, labels, int64_t(Divergence::JensenShannon), beta, ignore_index,
-                                   int64_t(reduction), x.scalar_type());
+  return Operator<GradientInForward<op::DivergenceLoss>>::public_op(x, target, labels, Divergence::JensenShannon, beta,
+                                                                    ignore_index, reduction, x.scalar_type());
 }
 
 Tensor tvd(const Tensor& x, const Tensor& target, const OptTensor& labels, Reduction reduction, int64_t ignore_index) {
-  return op::divergence::public_op(x, target, labels, int64_t(Divergence::TotalVariation), 0., ignore_index,
-                                   int64_t(reduction), at::kFloat);
+  return Operator<GradientInForward<op::DivergenceLoss>>::public_op(x, target, labels, Divergence::TotalVariation, 0.,
+                                                                    ignore_index, reduction, at::kFloat);
 }
 
-LIGER_OPERATORS(divergence, r) {
-  using namespace op::divergence;
-  const Names inputs{"x", "target", "labels", "kind", "parameter", "ignore_index", "reduction", "dtype"};
-  Names with_dx = inputs;
-  with_dx.push_back("with_dx");
-  r.add<Autograd, 1>(public_op, inputs, {"loss"});
-  r.add(forward_op, with_dx, {"loss", "dx", "rest"});
-  r.add(backward_op, {"g", "x", "target", "labels", "kind", "parameter", "ignore_index"}, {"dx"});
-}
+LIGER_OPERATORS(divergence, Operator<GradientInForward<op::DivergenceLoss>>)
 
 }  // namespace liger

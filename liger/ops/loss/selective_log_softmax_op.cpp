@@ -6,13 +6,6 @@
 namespace liger {
 namespace op::selective_log_softmax {
 
-Arguments check(const char* op, const Tensor& x, const Tensor& ids, double temperature) {
-  Arguments arguments(op, "x", x);
-  arguments.shaped("ids", ids, x.sym_sizes().slice(0, x.dim() - 1), Type::Integer);
-  TORCH_CHECK_VALUE(temperature > 0, op, ": temperature must be positive, got ", temperature);
-  return arguments;
-}
-
 void run_rows(const LogitRows& of, const LogitColumns& to) {
   constexpr int64_t kLeast = 16384, kMost = 65536;  // elements of a chunk
   const int64_t n = of.ids.numel(), width = cols(of.x);
@@ -78,51 +71,81 @@ void run_backward(const LogitRows& of, const LogitGradients& g, const Tensor& st
        .dtype = dtype_of(dx)});
 }
 
-using Forward = std::tuple<Tensor, Tensor, Tensor>;
+}  // namespace op::selective_log_softmax
 
-Forward forward(const Tensor& x_, const Tensor& ids_, double temperature, int64_t ignore_index) {
-  check("selective_log_softmax", x_, ids_, temperature);
-  const Tensor logp = empty_stat(x_), entropy = empty_stat(x_),
-               stats = at::empty_symint({logp.sym_numel(), 3}, logp.options());
-  if (x_.is_meta() || logp.numel() == 0) return {logp, entropy, stats};
-  const Rows x(x_);
-  const Tensor ids = ids_.to(at::kLong).contiguous();
-  run_rows({x.tensor, x.stride, ids, temperature, ignore_index}, {logp, entropy, stats});
-  return {logp, entropy, stats};
-}
+namespace op {
 
-Tensor backward(const Tensor& dlogp_, const Tensor& dentropy_, const Tensor& x_, const Tensor& ids_,
-                const Tensor& stats_, double temperature, int64_t ignore_index) {
-  const auto of_rows = x_.sym_sizes().slice(0, x_.dim() - 1);
-  check("selective_log_softmax_backward", x_, ids_, temperature)
-      .shaped("dlogp", dlogp_, of_rows, Type::Floating)
-      .shaped("dentropy", dentropy_, of_rows, Type::Floating)
-      .count("stats", stats_, 3 * sym_rows(x_));
-  const Tensor dx = output(at::empty_symint(x_.sym_sizes(), x_.options()));
-  if (dx.is_meta() || dx.numel() == 0) return dx;
-  const Rows x(x_);
-  const Tensor stats = stats_.contiguous(), ids = ids_.to(at::kLong).contiguous(),
-               dlogp = dlogp_.to(at::kFloat).contiguous(), dentropy = dentropy_.to(at::kFloat).contiguous();
-  run_backward({x.tensor, x.stride, ids, temperature, ignore_index}, {dlogp, dentropy}, stats, dx);
-  return dx;
-}
-
-struct Definition {
+struct SelectiveLogSoftmax {
   static constexpr Name kName = "selective_log_softmax";
-  static constexpr std::array kInputs{"x", "ids", "temperature", "ignore_index"}, kAll{"logp", "entropy", "stats"},
-      kSaved{"x", "ids", "stats", "temperature", "ignore_index"}, kGradients{"dx"};
-  static constexpr size_t kResults = 2;
-  static constexpr auto forward = selective_log_softmax::forward;
-  static constexpr auto backward = selective_log_softmax::backward;
+  struct Inputs {
+    Tensor x, ids;
+    double temperature;
+    int64_t ignore_index;
+    LIGER_FIELDS(x, ids, temperature, ignore_index)
+  };
+  struct Results {
+    Tensor logp, entropy, stats;
+    LIGER_FIELDS(logp, entropy, stats)
+  };
+  struct Upstream {
+    Tensor dlogp, dentropy;
+    LIGER_FIELDS(dlogp, dentropy)
+  };
+  struct Saved {
+    Tensor x, ids, stats;
+    double temperature;
+    int64_t ignore_index;
+    LIGER_FIELDS(x, ids, stats, temperature, ignore_index)
+  };
+  template <class T>
+  using Gradients = Dx<T>;
+
+  static Arguments check(const char* op, const auto& in) {
+    Arguments arguments(op, "x", in.x);
+    arguments.shaped("ids", in.ids, in.x.sym_sizes().slice(0, in.x.dim() - 1), Type::Integer);
+    TORCH_CHECK_VALUE(in.temperature > 0, op, ": temperature must be positive, got ", in.temperature);
+    return arguments;
+  }
+
+  static Results forward(const Inputs& in) {
+    check("selective_log_softmax", in);
+    const Tensor logp = empty_stat(in.x), entropy = empty_stat(in.x),
+                 stats = at::empty_symint({logp.sym_numel(), 3}, logp.options());
+    if (in.x.is_meta() || logp.numel() == 0) return {logp, entropy, stats};
+    const Rows x(in.x);
+    const Tensor ids = in.ids.to(at::kLong).contiguous();
+    selective_log_softmax::run_rows({x.tensor, x.stride, ids, in.temperature, in.ignore_index}, {logp, entropy, stats});
+    return {logp, entropy, stats};
+  }
+
+  static Saved save(const Inputs& in, const Results& out) {
+    return {in.x, in.ids, out.stats, in.temperature, in.ignore_index};
+  }
+
+  static Tensor backward(const Upstream& up, const Saved& in) {
+    const auto of_rows = in.x.sym_sizes().slice(0, in.x.dim() - 1);
+    check("selective_log_softmax_backward", in)
+        .shaped("dlogp", up.dlogp, of_rows, Type::Floating)
+        .shaped("dentropy", up.dentropy, of_rows, Type::Floating)
+        .count("stats", in.stats, 3 * sym_rows(in.x));
+    const Tensor dx = output(at::empty_symint(in.x.sym_sizes(), in.x.options()));
+    if (dx.is_meta() || dx.numel() == 0) return dx;
+    const Rows x(in.x);
+    const Tensor stats = in.stats.contiguous(), ids = in.ids.to(at::kLong).contiguous(),
+                 dlogp = up.dlogp.to(at::kFloat).contiguous(), dentropy = up.dentropy.to(at::kFloat).contiguous();
+    selective_log_softmax::run_backward({x.tensor, x.stride, ids, in.temperature, in.ignore_index}, {dlogp, dentropy},
+                                        stats, dx);
+    return dx;
+  }
 };
 
-}  // namespace op::selective_log_softmax
+}  // namespace op
 
 std::tuple<Tensor, Tensor> selective_log_softmax(const Tensor& x, const Tensor& ids, double temperature,
                                                  int64_t ignore_index) {
-  return call<op::selective_log_softmax::Definition>(x, ids, temperature, ignore_index);
+  return Operator<op::SelectiveLogSoftmax>::public_op(x, ids, temperature, ignore_index);
 }
 
-LIGER_OPERATORS(selective_log_softmax, r) { Operator<op::selective_log_softmax::Definition>::describe(r); }
+LIGER_OPERATORS(selective_log_softmax, Operator<op::SelectiveLogSoftmax>)
 
 }  // namespace liger

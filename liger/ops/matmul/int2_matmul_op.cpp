@@ -5,7 +5,13 @@
 namespace liger {
 namespace op::int2_matmul {
 
-Tensor forward(const Tensor& a_, const Tensor& b_) {
+struct Factors {
+  Tensor a, b;
+  LIGER_FIELDS(a, b)
+};
+
+Tensor forward(const Factors& in) {
+  const auto& [a_, b_] = in;
   TORCH_CHECK_TYPE(a_.scalar_type() == at::kChar && b_.scalar_type() == at::kByte,
                    "int2_matmul: a must be int8 and b uint8, got ", a_.scalar_type(), " and ", b_.scalar_type());
   TORCH_CHECK(a_.dim() == 2 && b_.dim() == 2 && a_.sym_size(1) == 4 * b_.sym_size(0),
@@ -28,7 +34,13 @@ Tensor forward(const Tensor& a_, const Tensor& b_) {
   return out;
 }
 
-Tensor pack(const Tensor& weights) {
+struct Weights {
+  Tensor weights;
+  LIGER_FIELDS(weights)
+};
+
+Tensor pack(const Weights& in) {
+  const Tensor& weights = in.weights;
   TORCH_CHECK_TYPE(at::isIntegralType(weights.scalar_type(), false), "int2_pack: weights must be integers, got ",
                    weights.scalar_type());
   TORCH_CHECK(weights.dim() >= 1, "int2_pack: expected at least one dimension, got a scalar");
@@ -40,28 +52,29 @@ Tensor pack(const Tensor& weights) {
   return codes[0] | codes[1] * 4 | codes[2] * 16 | codes[3] * 64;
 }
 
-Tensor unpack(const Tensor& packed) {
+struct Packed {
+  Tensor packed;
+  LIGER_FIELDS(packed)
+};
+
+Tensor unpack(const Packed& in) {
+  const Tensor& packed = in.packed;
   TORCH_CHECK_TYPE(packed.scalar_type() == at::kByte, "int2_unpack: packed must be uint8, got ", packed.scalar_type());
   TORCH_CHECK(packed.dim() >= 1, "int2_unpack: expected at least one dimension, got a scalar");
   const auto plane = [&](int i) { return packed.bitwise_right_shift(2 * i).bitwise_and(3); };
   return at::cat({plane(0), plane(1), plane(2), plane(3)}).to(at::kInt).sub(1);
 }
 
-constexpr Op<"liger::int2_matmul", forward> matmul_op;
-constexpr Op<"liger::int2_pack", pack> pack_op;
-constexpr Op<"liger::int2_unpack", unpack> unpack_op;
+using Matmul = Undifferentiated<"int2_matmul", forward>;
+using Pack = Undifferentiated<"int2_pack", pack>;
+using Unpack = Undifferentiated<"int2_unpack", unpack>;
 
 }  // namespace op::int2_matmul
 
-Tensor int2_matmul(const Tensor& a, const Tensor& b) { return op::int2_matmul::matmul_op(a, b); }
-Tensor int2_pack(const Tensor& weights) { return op::int2_matmul::pack_op(weights); }
-Tensor int2_unpack(const Tensor& packed) { return op::int2_matmul::unpack_op(packed); }
+Tensor int2_matmul(const Tensor& a, const Tensor& b) { return op::int2_matmul::Matmul::op(a, b); }
+Tensor int2_pack(const Tensor& weights) { return op::int2_matmul::Pack::op(weights); }
+Tensor int2_unpack(const Tensor& packed) { return op::int2_matmul::Unpack::op(packed); }
 
-LIGER_OPERATORS(int2_matmul, r) {
-  using namespace op::int2_matmul;
-  r.add(matmul_op, {"a", "b"}, {"out"});
-  r.add(pack_op, {"weights"}, {"packed"});
-  r.add(unpack_op, {"packed"}, {"weights"});
-}
+LIGER_OPERATORS(int2_matmul, op::int2_matmul::Matmul, op::int2_matmul::Pack, op::int2_matmul::Unpack)
 
 }  // namespace liger

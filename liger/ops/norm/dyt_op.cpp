@@ -3,34 +3,42 @@
 #include "liger/ops.h"
 
 namespace liger {
-namespace op::dyt {
+namespace op {
 
-struct Definition {
+struct DyT {
   static constexpr Name kName = "dyt";
-  static constexpr std::array kInputs{"x", "alpha", "weight", "bias"}, kAll{"y"},
-      kSaved{"x", "alpha", "weight", "bias"}, kGradients{"dx", "dalpha", "dw", "db"};
+  struct Inputs {
+    Tensor x, alpha, weight;
+    OptTensor bias;
+    LIGER_FIELDS(x, alpha, weight, bias)
+  };
+  using Saved = Inputs;
+  using Upstream = Dy;
+  template <class T>
+  struct Gradients {
+    T dx, dalpha, dw, db;
+    LIGER_FIELDS(dx, dalpha, dw, db)
+  };
 
-  static Tensor forward(const Tensor& x, const Tensor& alpha, const Tensor& w, const OptTensor& b) {
-    return norm::forward("dyt", Norm::Tanh, {.x = x, .w = w, .b = b, .alpha = alpha}, 0).y;
-  }
+  static norm::Inputs as_norm(const Inputs& in) { return {.x = in.x, .w = in.weight, .b = in.bias, .alpha = in.alpha}; }
 
-  /// (dx, dalpha, dw, db).
-  static std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& dy, const Tensor& x, const Tensor& alpha,
-                                                             const Tensor& w, const OptTensor& b, bool with_dx,
-                                                             bool with_dalpha, bool with_dw, bool with_db) {
-    const auto d = norm::backward("dyt_backward", Norm::Tanh, dy, {}, {.x = x, .w = w, .b = b, .alpha = alpha}, {}, {},
-                                  {.x = with_dx, .w = with_dw, .b = with_db, .alpha = with_dalpha});
-    return {or_empty(d.x, x.options()), or_empty(d.alpha, x.options()), or_empty(d.w, x.options()),
-            or_empty(d.b, x.options())};
+  static Tensor forward(const Inputs& in) { return norm::forward("dyt", Norm::Tanh, as_norm(in), 0).y; }
+
+  static Saved save(const Inputs& in, const Tensor&) { return in; }
+
+  static Gradients<Tensor> backward(const Upstream& up, const Saved& in, const Gradients<bool>& wanted) {
+    const auto d = norm::backward("dyt_backward", Norm::Tanh, up.dy, {}, as_norm(in), {}, {},
+                                  {.x = wanted.dx, .w = wanted.dw, .b = wanted.db, .alpha = wanted.dalpha});
+    return {d.x, d.alpha, d.w, d.b};
   }
 };
 
-}  // namespace op::dyt
+}  // namespace op
 
 Tensor dyt(const Tensor& x, const Tensor& alpha, const Tensor& w, const OptTensor& b) {
-  return call<op::dyt::Definition>(x, alpha, w, b);
+  return Operator<op::DyT>::public_op(x, alpha, w, b);
 }
 
-LIGER_OPERATORS(dyt, r) { Operator<op::dyt::Definition>::describe(r); }
+LIGER_OPERATORS(dyt, Operator<op::DyT>)
 
 }  // namespace liger

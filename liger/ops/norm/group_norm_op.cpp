@@ -1,16 +1,17 @@
 #include "liger/core/torch/operator.h"
 #include "liger/ops.h"
+#include "liger/ops/norm/norm_op.h"
 #include "liger/ops/norm/group_norm.h"
 
 namespace liger {
-namespace op::group_norm {
+namespace op {
 
 /// What both passes are told of x [samples, channels, ...] and the vectors, checked; one element of w and b a channel.
-struct Operands {
+struct GroupNormOperands {
   Arguments arguments;
   Tensor x, w, b;
 
-  Operands(const char* op, const Tensor& in, const OptTensor& weight, const OptTensor& bias, int64_t groups)
+  GroupNormOperands(const char* op, const Tensor& in, const OptTensor& weight, const OptTensor& bias, int64_t groups)
       : arguments(op, "x", in) {
     TORCH_CHECK(in.dim() >= 2, op, ": x must be [N, channels, ...], got ", in.sym_sizes());
     TORCH_CHECK(groups > 0 && in.sym_size(1) % groups == 0, op, ": groups, ", groups,
@@ -31,61 +32,76 @@ struct Operands {
   }
 };
 
-struct Definition {
+struct GroupNorm {
   static constexpr Name kName = "group_norm";
-  static constexpr std::array kInputs{"x", "weight", "bias", "groups", "eps"}, kAll{"y", "mean", "rstd"},
-      kSaved{"x", "weight", "bias", "mean", "rstd", "groups"}, kGradients{"dx", "dw", "db"};
+  struct Inputs {
+    Tensor x;
+    OptTensor weight, bias;
+    int64_t groups;
+    double eps;
+    LIGER_FIELDS(x, weight, bias, groups, eps)
+  };
+  using Results = norm::WithMoments;
+  struct Saved {
+    Tensor x;
+    OptTensor weight, bias;
+    Tensor mean, rstd;
+    int64_t groups;
+    LIGER_FIELDS(x, weight, bias, mean, rstd, groups)
+  };
+  using Upstream = Dy;
+  template <class T>
+  using Gradients = norm::OfWeightAndBias<T>;
 
-  /// (y, mean, rstd).
-  static std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const OptTensor& w, const OptTensor& b,
-                                                    int64_t groups, double eps) {
-    const Operands in("group_norm", x, w, b, groups);
+  static Results forward(const Inputs& inputs) {
+    const Tensor& x = inputs.x;
+    const GroupNormOperands in("group_norm", x, inputs.weight, inputs.bias, inputs.groups);
     const Tensor y = output(at::empty_symint(x.sym_sizes(), in.x.options())),
-                 mean = at::empty_symint({x.sym_size(0), groups}, x.options().dtype(at::kFloat)),
+                 mean = at::empty_symint({x.sym_size(0), inputs.groups}, x.options().dtype(at::kFloat)),
                  rstd = at::empty_like(mean);
     if (x.is_meta() || x.numel() == 0) return {y, mean, rstd};
-    auto a = in.describe<GroupNormForward>(groups, mean, rstd);
-    a.b = data(in.b), a.y = y.data_ptr(), a.eps = float(eps);
+    auto a = in.describe<GroupNormForward>(inputs.groups, mean, rstd);
+    a.b = data(in.b), a.y = y.data_ptr(), a.eps = float(inputs.eps);
     run(group_norm_forward, x, a);
     return {y, mean, rstd};
   }
 
-  /// (dx, dw, db).
-  static std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dy_, const Tensor& x, const OptTensor& w,
-                                                     const OptTensor& b, const Tensor& mean_, const Tensor& rstd_,
-                                                     int64_t groups, bool with_dx, bool with_dw, bool with_db) {
-    const Operands in("group_norm_backward", x, w, b, groups);
-    in.arguments.like("dy", dy_)
-        .count("mean", mean_, x.sym_size(0) * groups)
-        .count("rstd", rstd_, x.sym_size(0) * groups)
-        .present("with_dw", with_dw, "weight", w)
-        .present("with_db", with_db, "bias", b);
-    const Tensor dy = dy_.contiguous(), mean = mean_.contiguous(), rstd = rstd_.contiguous();
-    const Tensor dx = with_dx ? output(at::empty_symint(x.sym_sizes(), in.x.options())) : Tensor();
-    if (x.is_meta() || x.numel() == 0)
-      return {or_empty(dx, x.options()), or_empty(zeros_if(with_dw, w), x.options()),
-              or_empty(zeros_if(with_db, b), x.options())};
-    auto a = in.describe<GroupNormBackward>(groups, mean, rstd);
+  static Saved save(const Inputs& in, const Results& out) {
+    return {in.x, in.weight, in.bias, out.mean, out.rstd, in.groups};
+  }
+
+  static Gradients<Tensor> backward(const Upstream& up, const Saved& s, const Gradients<bool>& wanted) {
+    const Tensor& x = s.x;
+    const GroupNormOperands in("group_norm_backward", x, s.weight, s.bias, s.groups);
+    in.arguments.like("dy", up.dy)
+        .count("mean", s.mean, x.sym_size(0) * s.groups)
+        .count("rstd", s.rstd, x.sym_size(0) * s.groups)
+        .present("with_dw", wanted.dw, "weight", s.weight)
+        .present("with_db", wanted.db, "bias", s.bias);
+    const Tensor dy = up.dy.contiguous(), mean = s.mean.contiguous(), rstd = s.rstd.contiguous();
+    const Tensor dx = wanted.dx ? output(at::empty_symint(x.sym_sizes(), in.x.options())) : Tensor();
+    if (x.is_meta() || x.numel() == 0) return {dx, zeros_if(wanted.dw, s.weight), zeros_if(wanted.db, s.bias)};
+    auto a = in.describe<GroupNormBackward>(s.groups, mean, rstd);
     const auto partials = [&](bool wanted) {
       return wanted ? at::empty({1, a.samples * a.segments(), x.size(1)}, mean.options()) : Tensor();
     };
-    const Tensor dw = partials(with_dw), db = partials(with_db);
+    const Tensor dw = partials(wanted.dw), db = partials(wanted.db);
     a.dy = data(dy), a.dx = data<void>(dx), a.dw = data<float>(dw), a.db = data<float>(db);
     run(group_norm_backward, x, a);
     Totals totals;
-    const Tensor w_gradient = with_dw ? totals.of(dw, *w) : Tensor(),
-                 b_gradient = with_db ? totals.of(db, *b) : Tensor();
+    const Gradients<Tensor> d{dx, wanted.dw ? totals.of(dw, *s.weight) : Tensor(),
+                              wanted.db ? totals.of(db, *s.bias) : Tensor()};
     totals.run();
-    return {or_empty(dx, x.options()), or_empty(w_gradient, x.options()), or_empty(b_gradient, x.options())};
+    return d;
   }
 };
 
-}  // namespace op::group_norm
+}  // namespace op
 
 Tensor group_norm(const Tensor& x, const OptTensor& w, const OptTensor& b, int64_t groups, double eps) {
-  return call<op::group_norm::Definition>(x, w, b, groups, eps);
+  return Operator<op::GroupNorm>::public_op(x, w, b, groups, eps);
 }
 
-LIGER_OPERATORS(group_norm, r) { Operator<op::group_norm::Definition>::describe(r); }
+LIGER_OPERATORS(group_norm, Operator<op::GroupNorm>)
 
 }  // namespace liger

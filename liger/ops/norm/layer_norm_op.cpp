@@ -3,36 +3,47 @@
 #include "liger/ops.h"
 
 namespace liger {
-namespace op::layer_norm {
+namespace op {
 
-struct Definition {
+struct LayerNorm {
   static constexpr Name kName = "layer_norm";
-  static constexpr std::array kInputs{"x", "weight", "bias", "eps"}, kAll{"y", "mean", "rstd"},
-      kSaved{"x", "weight", "bias", "mean", "rstd"}, kGradients{"dx", "dw", "db"};
+  struct Inputs {
+    Tensor x;
+    OptTensor weight, bias;
+    double eps;
+    LIGER_FIELDS(x, weight, bias, eps)
+  };
+  using Results = norm::WithMoments;
+  struct Saved {
+    Tensor x;
+    OptTensor weight, bias;
+    Tensor mean, rstd;
+    LIGER_FIELDS(x, weight, bias, mean, rstd)
+  };
+  using Upstream = Dy;
+  template <class T>
+  using Gradients = norm::OfWeightAndBias<T>;
 
-  /// (y, mean, rstd).
-  static std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const OptTensor& w, const OptTensor& b,
-                                                    double eps) {
-    const auto out = norm::forward("layer_norm", Norm::Layer, {.x = x, .w = w, .b = b}, eps);
+  static Results forward(const Inputs& in) {
+    const auto out = norm::forward("layer_norm", Norm::Layer, {.x = in.x, .w = in.weight, .b = in.bias}, in.eps);
     return {out.y, out.mean, out.rstd};
   }
 
-  /// (dx, dw, db).
-  static std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dy, const Tensor& x, const OptTensor& w,
-                                                     const OptTensor& b, const Tensor& mean, const Tensor& rstd,
-                                                     bool with_dx, bool with_dw, bool with_db) {
-    const auto d = norm::backward("layer_norm_backward", Norm::Layer, dy, {}, {.x = x, .w = w, .b = b}, mean, rstd,
-                                  {.x = with_dx, .w = with_dw, .b = with_db});
-    return {or_empty(d.x, x.options()), or_empty(d.w, x.options()), or_empty(d.b, x.options())};
+  static Saved save(const Inputs& in, const Results& out) { return {in.x, in.weight, in.bias, out.mean, out.rstd}; }
+
+  static Gradients<Tensor> backward(const Upstream& up, const Saved& s, const Gradients<bool>& wanted) {
+    const auto d = norm::backward("layer_norm_backward", Norm::Layer, up.dy, {}, {.x = s.x, .w = s.weight, .b = s.bias},
+                                  s.mean, s.rstd, {.x = wanted.dx, .w = wanted.dw, .b = wanted.db});
+    return {d.x, d.w, d.b};
   }
 };
 
-}  // namespace op::layer_norm
+}  // namespace op
 
 Tensor layer_norm(const Tensor& x, const OptTensor& w, const OptTensor& b, double eps) {
-  return call<op::layer_norm::Definition>(x, w, b, eps);
+  return Operator<op::LayerNorm>::public_op(x, w, b, eps);
 }
 
-LIGER_OPERATORS(layer_norm, r) { Operator<op::layer_norm::Definition>::describe(r); }
+LIGER_OPERATORS(layer_norm, Operator<op::LayerNorm>)
 
 }  // namespace liger

@@ -3,41 +3,63 @@
 #include "liger/ops.h"
 
 namespace liger {
-namespace op::modulated_rms_norm {
+namespace op {
 
-struct Definition {
+struct ModulatedRMSNorm {
   static constexpr Name kName = "modulated_rms_norm";
-  static constexpr std::array kInputs{"x", "weight", "scale", "shift", "eps", "offset", "casting"}, kAll{"y", "rstd"},
-      kSaved{"x", "weight", "scale", "shift", "rstd", "offset", "casting"}, kGradients{"dx", "dw", "dscale", "dshift"};
+  struct Inputs {
+    Tensor x;
+    OptTensor weight;
+    Tensor scale;
+    OptTensor shift;
+    double eps;
+    norm::Rounding rounding;
+    LIGER_FIELDS(x, weight, scale, shift, eps, rounding)
+  };
+  using Results = norm::WithRstd;
+  struct Saved {
+    Tensor x;
+    OptTensor weight;
+    Tensor scale;
+    OptTensor shift;
+    Tensor rstd;
+    norm::Rounding rounding;
+    LIGER_FIELDS(x, weight, scale, shift, rstd, rounding)
+  };
+  using Upstream = Dy;
+  template <class T>
+  struct Gradients {
+    T dx, dw, dscale, dshift;
+    LIGER_FIELDS(dx, dw, dscale, dshift)
+  };
 
-  static std::tuple<Tensor, Tensor> forward(const Tensor& x, const OptTensor& w, const Tensor& scale,
-                                            const OptTensor& shift, double eps, double offset, int64_t casting) {
-    const auto out = norm::forward("modulated_rms_norm", Norm::Modulated,
-                                   {.x = x, .w = w, .scale = scale, .shift = shift}, eps, {offset, casting});
+  static Results forward(const Inputs& in) {
+    const auto out =
+        norm::forward("modulated_rms_norm", Norm::Modulated,
+                      {.x = in.x, .w = in.weight, .scale = in.scale, .shift = in.shift}, in.eps, in.rounding);
     return {out.y, out.rstd};
   }
 
-  /// (dx, dw, dscale, dshift).
-  static std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& dy, const Tensor& x, const OptTensor& w,
-                                                             const Tensor& scale, const OptTensor& shift,
-                                                             const Tensor& rstd, double offset, int64_t casting,
-                                                             bool with_dx, bool with_dw, bool with_dscale,
-                                                             bool with_dshift) {
-    const auto d = norm::backward(
-        "modulated_rms_norm_backward", Norm::Modulated, dy, {}, {.x = x, .w = w, .scale = scale, .shift = shift}, {},
-        rstd, {.x = with_dx, .w = with_dw, .scale = with_dscale, .shift = with_dshift}, {offset, casting});
-    return {or_empty(d.x, x.options()), or_empty(d.w, x.options()), or_empty(d.scale, x.options()),
-            or_empty(d.shift, x.options())};
+  static Saved save(const Inputs& in, const Results& out) {
+    return {in.x, in.weight, in.scale, in.shift, out.rstd, in.rounding};
+  }
+
+  static Gradients<Tensor> backward(const Upstream& up, const Saved& s, const Gradients<bool>& wanted) {
+    const auto d =
+        norm::backward("modulated_rms_norm_backward", Norm::Modulated, up.dy, {},
+                       {.x = s.x, .w = s.weight, .scale = s.scale, .shift = s.shift}, {}, s.rstd,
+                       {.x = wanted.dx, .w = wanted.dw, .scale = wanted.dscale, .shift = wanted.dshift}, s.rounding);
+    return {d.x, d.w, d.scale, d.shift};
   }
 };
 
-}  // namespace op::modulated_rms_norm
+}  // namespace op
 
 Tensor modulated_rms_norm(const Tensor& x, const OptTensor& w, const Tensor& scale, const OptTensor& shift, double eps,
                           double offset, Casting casting) {
-  return call<op::modulated_rms_norm::Definition>(x, w, scale, shift, eps, offset, int64_t(casting));
+  return Operator<op::ModulatedRMSNorm>::public_op(x, w, scale, shift, eps, offset, casting);
 }
 
-LIGER_OPERATORS(modulated_rms_norm, r) { Operator<op::modulated_rms_norm::Definition>::describe(r); }
+LIGER_OPERATORS(modulated_rms_norm, Operator<op::ModulatedRMSNorm>)
 
 }  // namespace liger

@@ -1,5 +1,5 @@
 #pragma once
-#include "liger/core/torch/op.h"
+#include "liger/core/torch/operator.h"
 #include "liger/ops/norm/norm.h"
 
 namespace liger::op::norm {
@@ -15,6 +15,7 @@ struct Outputs {
 struct Rounding {
   double offset = 0;
   int64_t casting = int64_t(Casting::Gemma);
+  LIGER_FIELDS(offset, casting)
 };
 
 /// `name` is the operator's, for error messages.
@@ -31,5 +32,25 @@ struct Gradients {
 /// inputs.x is what was normalised: s where there was a residual, which gets the same gradient.
 Gradients backward(const char* name, Norm norm, const Tensor& dy, const OptTensor& ds, const Inputs& inputs,
                    const Tensor& mean, const Tensor& rstd, Wants wants, Rounding rounding = {});
+
+/// What the operators of several norms return and the gradients that they have.
+struct WithRstd {
+  Tensor y, rstd;
+  LIGER_FIELDS(y, rstd)
+};
+struct WithMoments {
+  Tensor y, mean, rstd;
+  LIGER_FIELDS(y, mean, rstd)
+};
+template <class T>
+struct OfWeight {
+  T dx, dw;
+  LIGER_FIELDS(dx, dw)
+};
+template <class T>
+struct OfWeightAndBias {
+  T dx, dw, db;
+  LIGER_FIELDS(dx, dw, db)
+};
 
 }  // namespace liger::op::norm

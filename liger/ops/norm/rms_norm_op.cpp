@@ -3,33 +3,49 @@
 #include "liger/ops/norm/norm_op.h"
 
 namespace liger {
-namespace op::rms_norm {
+namespace op {
 
-struct Definition {
+struct RMSNorm {
   static constexpr Name kName = "rms_norm";
-  static constexpr std::array kInputs{"x", "weight", "eps", "offset", "casting"}, kAll{"y", "rstd"},
-      kSaved{"x", "weight", "rstd", "offset", "casting"}, kGradients{"dx", "dw"};
+  struct Inputs {
+    Tensor x;
+    OptTensor weight;
+    double eps;
+    norm::Rounding rounding;
+    LIGER_FIELDS(x, weight, eps, rounding)
+  };
+  using Results = norm::WithRstd;
+  struct Saved {
+    Tensor x;
+    OptTensor weight;
+    Tensor rstd;
+    norm::Rounding rounding;
+    LIGER_FIELDS(x, weight, rstd, rounding)
+  };
+  using Upstream = Dy;
+  template <class T>
+  using Gradients = norm::OfWeight<T>;
 
-  static std::tuple<Tensor, Tensor> forward(const Tensor& x, const OptTensor& w, double eps, double offset,
-                                            int64_t casting) {
-    const auto out = norm::forward("rms_norm", Norm::Rms, {.x = x, .w = w}, eps, {offset, casting});
+  static Results forward(const Inputs& in) {
+    const auto out = norm::forward("rms_norm", Norm::Rms, {.x = in.x, .w = in.weight}, in.eps, in.rounding);
     return {out.y, out.rstd};
   }
 
-  static std::tuple<Tensor, Tensor> backward(const Tensor& dy, const Tensor& x, const OptTensor& w, const Tensor& rstd,
-                                             double offset, int64_t casting, bool with_dx, bool with_dw) {
-    const auto d = norm::backward("rms_norm_backward", Norm::Rms, dy, {}, {.x = x, .w = w}, {}, rstd,
-                                  {with_dx, with_dw}, {offset, casting});
-    return {or_empty(d.x, x.options()), or_empty(d.w, x.options())};
+  static Saved save(const Inputs& in, const Results& out) { return {in.x, in.weight, out.rstd, in.rounding}; }
+
+  static Gradients<Tensor> backward(const Upstream& up, const Saved& s, const Gradients<bool>& wanted) {
+    const auto d = norm::backward("rms_norm_backward", Norm::Rms, up.dy, {}, {.x = s.x, .w = s.weight}, {}, s.rstd,
+                                  {.x = wanted.dx, .w = wanted.dw}, s.rounding);
+    return {d.x, d.w};
   }
 };
 
-}  // namespace op::rms_norm
+}  // namespace op
 
 Tensor rms_norm(const Tensor& x, const OptTensor& w, double eps, double offset, Casting casting) {
-  return call<op::rms_norm::Definition>(x, w, eps, offset, int64_t(casting));
+  return Operator<op::RMSNorm>::public_op(x, w, eps, offset, casting);
 }
 
-LIGER_OPERATORS(rms_norm, r) { Operator<op::rms_norm::Definition>::describe(r); }
+LIGER_OPERATORS(rms_norm, Operator<op::RMSNorm>)
 
 }  // namespace liger

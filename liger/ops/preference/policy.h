@@ -2,6 +2,7 @@
 #include <ATen/core/Tensor.h>
 #include <cstdint>
 #include <optional>
+#include "liger/options.h"
 
 /// Policy gradients of completions, from the log-probabilities of their tokens: vectors [batch, tokens], differentiated
 /// by autograd.
@@ -54,11 +55,13 @@ struct PolicyInputs {
 struct PolicyTerms {
   /// [batch, tokens], or [batch, 1] where a completion has one; kl is undefined for beta 0.
   at::Tensor loss, kl, clipped;
+  LIGER_FIELDS(loss, kl, clipped)
 };
 
 struct PolicyResult {
   /// Numbers; the means of kl and clipped over the tokens that count are not differentiable.
   at::Tensor loss, kl, clipped;
+  LIGER_FIELDS(loss, kl, clipped)
 };
 
 /// The terms of a policy's loss, for logp [batch, tokens]; A = advantages, m = mask.

@@ -1,5 +1,5 @@
 #include "liger/ops/preference/policy.h"
-#include "liger/core/torch/op.h"
+#include "liger/core/torch/operator.h"
 
 namespace liger {
 namespace op::policy {
@@ -164,39 +164,34 @@ PolicyResult policy_loss(const Tensor& logp, const PolicyInputs& in, const Polic
 
 namespace op::policy {
 
-#define LIGER_POLICY_ARGUMENTS                                                                                      \
-  const Tensor &logp, const Tensor &mask, const Tensor &advantages, const OptTensor &old_logp,                      \
-      const OptTensor &ref_logp, const OptTensor &ratio, const OptTensor &weights, const OptTensor &normalizer,     \
-      const OptTensor &whole_mask, c10::string_view loss_type, c10::string_view level, double epsilon_low,          \
-      double epsilon_high, std::optional<double> delta, double beta, bool unbiased_kl, double sapo_temperature_pos, \
-      double sapo_temperature_neg, double vespo_k_pos, double vespo_lambda_pos, double vespo_k_neg,                 \
-      double vespo_lambda_neg, double max_length, bool masked_terms
-#define LIGER_POLICY_INPUTS {mask, advantages, old_logp, ref_logp, ratio, weights, normalizer, whole_mask}
-#define LIGER_POLICY_OPTIONS                                       \
-  {parse_loss(loss_type),                                          \
-   parse_level(level),                                             \
-   epsilon_low,                                                    \
-   epsilon_high,                                                   \
-   delta,                                                          \
-   beta,                                                           \
-   unbiased_kl,                                                    \
-   sapo_temperature_pos,                                           \
-   sapo_temperature_neg,                                           \
-   {vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg}, \
-   max_length,                                                     \
-   masked_terms}
+struct Inputs {
+  Tensor logp, mask, advantages;
+  OptTensor old_logp, ref_logp, ratio, vespo_weights, normalizer, whole_mask;
+  LIGER_FIELDS(logp, mask, advantages, old_logp, ref_logp, ratio, vespo_weights, normalizer, whole_mask)
 
-using Three = std::tuple<Tensor, Tensor, Tensor>;
+  PolicyInputs policy() const {
+    return {mask, advantages, old_logp, ref_logp, ratio, vespo_weights, normalizer, whole_mask};
+  }
+};
 
-Three terms_of(LIGER_POLICY_ARGUMENTS) {
-  const auto r = liger::policy_terms(logp, LIGER_POLICY_INPUTS, LIGER_POLICY_OPTIONS);
-  return {r.loss, or_empty(r.kl, r.loss.options()), r.clipped};
-}
+/// In a schema the loss and the level are names.
+struct Options : PolicyOptions {
+  using KeywordOnly = std::true_type;
+  std::string loss_type, level;
+  LIGER_FIELDS(loss_type, level, epsilon_low, epsilon_high, delta, beta, unbiased_kl, sapo_temperature_pos,
+               sapo_temperature_neg, vespo.k_pos, vespo.lambda_pos, vespo.k_neg, vespo.lambda_neg, max_length,
+               masked_terms)
 
-Three loss_of(LIGER_POLICY_ARGUMENTS) {
-  const auto r = liger::policy_loss(logp, LIGER_POLICY_INPUTS, LIGER_POLICY_OPTIONS);
-  return {r.loss, or_empty(r.kl, r.loss.options()), r.clipped};
-}
+  PolicyOptions policy() const {
+    PolicyOptions o = *this;
+    o.loss = parse_loss(loss_type), o.sequence_level = parse_level(level);
+    return o;
+  }
+};
+
+PolicyTerms terms_of(const Inputs& in, const Options& o) { return policy_terms(in.logp, in.policy(), o.policy()); }
+
+PolicyResult loss_of(const Inputs& in, const Options& o) { return policy_loss(in.logp, in.policy(), o.policy()); }
 
 Tensor reduced(const Tensor& terms, const Tensor& mask, c10::string_view loss_type, double max_length,
                const OptTensor& normalizer) {
@@ -211,19 +206,10 @@ Tensor weights_of(const Tensor& advantages, const Tensor& log_ratio, const Tenso
 
 }  // namespace op::policy
 
-#define LIGER_POLICY_SCHEMA                                                                                            \
-  "(Tensor logp, Tensor mask, Tensor advantages, Tensor? old_logp, Tensor? ref_logp, Tensor? ratio, Tensor? "          \
-  "vespo_weights, Tensor? normalizer, "                                                                                \
-  "Tensor? whole_mask, *, str loss_type, str level, float epsilon_low, float epsilon_high, float? delta, float beta, " \
-  "bool unbiased_kl, "                                                                                                 \
-  "float sapo_temperature_pos, float sapo_temperature_neg, float vespo_k_pos, float vespo_lambda_pos, float "          \
-  "vespo_k_neg, float vespo_lambda_neg, "                                                                              \
-  "float max_length, bool masked_terms) -> (Tensor loss, Tensor kl, Tensor clipped)"
-
 // Composites: what they are made of has CPU, CUDA and Meta forms and derivatives.
 TORCH_LIBRARY_FRAGMENT(liger, m) {
-  m.def("policy_terms" LIGER_POLICY_SCHEMA, op::policy::terms_of);
-  m.def("policy_loss" LIGER_POLICY_SCHEMA, op::policy::loss_of);
+  def_composite<op::policy::terms_of>(m, "policy_terms");
+  def_composite<op::policy::loss_of>(m, "policy_loss");
   m.def("policy_reduce(Tensor terms, Tensor mask, str loss_type, float max_length, Tensor? normalizer) -> Tensor",
         op::policy::reduced);
   m.def("masked_mean(Tensor x, Tensor mask, Tensor? whole_mask=None) -> Tensor", masked_mean);

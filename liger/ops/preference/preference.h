@@ -3,6 +3,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include "liger/options.h"
 
 /// Losses of preferences, on the log-probabilities that a policy (and a reference) gives to sequences. Written with
 /// ATen and differentiated by its autograd: vectors with a number for each sequence cost nothing beside the head that
@@ -43,6 +44,7 @@ struct PreferenceResult {
   at::Tensor loss;            // a scalar
   at::Tensor chosen_rewards;  // [pairs]; KTO: their sum
   at::Tensor rejected_rewards;
+  LIGER_FIELDS(loss, chosen_rewards, rejected_rewards)
 };
 
 struct DPOOptions {
@@ -53,6 +55,7 @@ struct DPOOptions {
   double label_smoothing = 0;  // ε of robust, in [0, 0.5), and of exo_pair, in (0, 1)
   double discopop_tau = 0.05;  // τ
   int64_t pairs = 0;  // that the sum is divided by, where those given are a part of a batch; 0: as many as given
+  LIGER_FIELDS(loss_type, beta, label_smoothing, discopop_tau, pairs)
 };
 
 /// Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290) and its relatives: (1/pairs) Σ ℓ of
@@ -80,11 +83,13 @@ PreferenceResult dpo_loss(const at::Tensor& chosen, const at::Tensor& rejected,
 struct ORPOOptions {
   double beta = 0.1;
   int64_t pairs = 0;  // as in DPOOptions
+  LIGER_FIELDS(beta, pairs)
 };
 
 struct ORPOResult : PreferenceResult {
   at::Tensor log_odds_ratio;   // (1/pairs) Σ ln σ(g)
   at::Tensor log_odds_chosen;  // (1/pairs) Σ g
+  LIGER_FIELDS(loss, chosen_rewards, rejected_rewards, log_odds_ratio, log_odds_chosen)
 };
 
 /// Odds ratio preference optimisation (Hong et al. 2024, arXiv:2403.07691), its second term, of average
@@ -99,6 +104,7 @@ struct CPOOptions {
   double label_smoothing = 0;  // ε
   double gamma = 0;            // γ
   int64_t pairs = 0;           // as in DPOOptions
+  LIGER_FIELDS(beta, label_smoothing, gamma, pairs)
 };
 
 /// Contrastive preference optimisation (Xu et al. 2024, arXiv:2401.08417), its first term:
@@ -111,6 +117,7 @@ PreferenceResult cpo_loss(const at::Tensor& chosen, const at::Tensor& rejected, 
 struct KTOOptions {
   double beta = 0.1;
   int64_t rows = 0;  // that the sum is divided by, where those given are a part of a batch; 0: as many as given
+  LIGER_FIELDS(beta, rows)
 };
 
 /// Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv:2402.01306) for log-probabilities [rows], each liked

@@ -1,15 +1,11 @@
 #include "liger/ops/preference/preference.h"
-#include <ATen/ATen.h>
-#include <torch/library.h>
 #include <array>
 #include <cmath>
 #include <string_view>
+#include "liger/core/torch/operator.h"
 
 namespace liger {
 namespace op::preference {
-
-using at::Tensor;
-using OptTensor = std::optional<Tensor>;
 
 Tensor without(const Tensor& logp, const OptTensor& reference) { return reference ? logp - reference->detach() : logp; }
 
@@ -101,53 +97,7 @@ const Row& parse(const std::string& loss_type, double label_smoothing) {
 /// loss's gradient stay finite.
 Tensor log1mexp(const Tensor& x) { return (-at::expm1(x.clamp_max(-1e-30))).log(); }
 
-using Paired = std::tuple<Tensor, Tensor, Tensor>;
-
-Paired dpo(const Tensor& chosen, const Tensor& rejected, const OptTensor& ref_chosen, const OptTensor& ref_rejected,
-           std::string loss_type, double beta, double label_smoothing, double discopop_tau, int64_t pairs) {
-  const Row& row = parse(loss_type, label_smoothing);
-  check_pairs("dpo_loss", chosen, rejected);
-  const Tensor w = without(chosen, ref_chosen), l = without(rejected, ref_rejected);
-  const Pairs p{.chosen = beta * w,
-                .rejected = beta * l,
-                .h = beta * (w - l),
-                .chosen_ratio = w,
-                .rejected_ratio = l,
-                .beta = beta,
-                .e = label_smoothing,
-                .tau = discopop_tau};
-  return {mean(row.loss(p), pairs), p.chosen.detach(), p.rejected.detach()};
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> orpo(const Tensor& chosen, const Tensor& rejected, double beta,
-                                                        int64_t pairs) {
-  check_pairs("orpo_loss", chosen, rejected);
-  const Tensor g = (chosen - rejected) - (log1mexp(chosen) - log1mexp(rejected)),
-               ratio = mean(at::log_sigmoid(g), pairs);
-  return {-beta * ratio, (beta * chosen).detach(), (beta * rejected).detach(), ratio.detach(), mean(g.detach(), pairs)};
-}
-
-Paired cpo(const Tensor& chosen, const Tensor& rejected, double beta, double label_smoothing, double gamma,
-           int64_t pairs) {
-  check_pairs("cpo_loss", chosen, rejected);
-  const Tensor u = beta * (chosen - rejected) - gamma;
-  const Tensor losses = (label_smoothing - 1) * at::log_sigmoid(u) - label_smoothing * at::log_sigmoid(-u);
-  return {mean(losses, pairs), (beta * chosen).detach(), (beta * rejected).detach()};
-}
-
-Paired kto(const Tensor& logp, const Tensor& liked, const OptTensor& ref_logp, const OptTensor& kl, double beta,
-           int64_t rows) {
-  TORCH_CHECK_VALUE(!kl || kl->numel() == 1, "kto_loss: kl must be one number, got ", kl->sizes());
-  const Tensor delta = without(logp, ref_logp), gain = beta * (kl ? delta - kl->detach().reshape({}) : delta);
-  const Tensor losses = at::where(liked.to(at::kBool), -gain, gain).sigmoid();  // 1 − σ(x) = σ(−x)
-  const auto [chosen, rejected] = class_sums(beta * delta, liked);
-  return {mean(losses, rows), chosen, rejected};
-}
-
 }  // namespace op::preference
-
-using op::preference::OptTensor;
-using op::preference::Tensor;
 
 Tensor sequence_log_prob(const Tensor& logp, const Tensor& labels, int64_t ignore_index, bool average) {
   const Tensor valid = labels.ne(ignore_index), sum = at::where(valid, logp, 0).sum(-1);
@@ -195,26 +145,76 @@ std::tuple<Tensor, Tensor> class_sums(const Tensor& values_, const Tensor& liked
 
 PreferenceResult dpo_loss(const Tensor& chosen, const Tensor& rejected, const OptTensor& ref_chosen,
                           const OptTensor& ref_rejected, const DPOOptions& o) {
-  auto [loss, w, l] = op::preference::dpo(chosen, rejected, ref_chosen, ref_rejected, o.loss_type, o.beta,
-                                          o.label_smoothing, o.discopop_tau, o.pairs);
-  return {loss, w, l};
+  using namespace op::preference;
+  const Row& row = parse(o.loss_type, o.label_smoothing);
+  check_pairs("dpo_loss", chosen, rejected);
+  const Tensor w = without(chosen, ref_chosen), l = without(rejected, ref_rejected);
+  const Pairs p{.chosen = o.beta * w,
+                .rejected = o.beta * l,
+                .h = o.beta * (w - l),
+                .chosen_ratio = w,
+                .rejected_ratio = l,
+                .beta = o.beta,
+                .e = o.label_smoothing,
+                .tau = o.discopop_tau};
+  return {mean(row.loss(p), o.pairs), p.chosen.detach(), p.rejected.detach()};
 }
 
 ORPOResult orpo_loss(const Tensor& chosen, const Tensor& rejected, const ORPOOptions& o) {
-  auto [loss, w, l, ratio, odds] = op::preference::orpo(chosen, rejected, o.beta, o.pairs);
-  return {{loss, w, l}, ratio, odds};
+  using namespace op::preference;
+  check_pairs("orpo_loss", chosen, rejected);
+  const Tensor g = (chosen - rejected) - (log1mexp(chosen) - log1mexp(rejected)),
+               ratio = mean(at::log_sigmoid(g), o.pairs);
+  return {{-o.beta * ratio, (o.beta * chosen).detach(), (o.beta * rejected).detach()},
+          ratio.detach(),
+          mean(g.detach(), o.pairs)};
 }
 
 PreferenceResult cpo_loss(const Tensor& chosen, const Tensor& rejected, const CPOOptions& o) {
-  auto [loss, w, l] = op::preference::cpo(chosen, rejected, o.beta, o.label_smoothing, o.gamma, o.pairs);
-  return {loss, w, l};
+  using namespace op::preference;
+  check_pairs("cpo_loss", chosen, rejected);
+  const Tensor u = o.beta * (chosen - rejected) - o.gamma;
+  const Tensor losses = (o.label_smoothing - 1) * at::log_sigmoid(u) - o.label_smoothing * at::log_sigmoid(-u);
+  return {mean(losses, o.pairs), (o.beta * chosen).detach(), (o.beta * rejected).detach()};
 }
 
 PreferenceResult kto_loss(const Tensor& logp, const Tensor& liked, const OptTensor& ref_logp, const OptTensor& kl,
                           const KTOOptions& o) {
-  auto [loss, w, l] = op::preference::kto(logp, liked, ref_logp, kl, o.beta, o.rows);
-  return {loss, w, l};
+  using namespace op::preference;
+  TORCH_CHECK_VALUE(!kl || kl->numel() == 1, "kto_loss: kl must be one number, got ", kl->sizes());
+  const Tensor delta = without(logp, ref_logp), gain = o.beta * (kl ? delta - kl->detach().reshape({}) : delta);
+  const Tensor losses = at::where(liked.to(at::kBool), -gain, gain).sigmoid();  // 1 − σ(x) = σ(−x)
+  const auto [chosen, rejected] = class_sums(o.beta * delta, liked);
+  return {mean(losses, o.rows), chosen, rejected};
 }
+
+namespace op::preference {
+
+struct PairInputs {
+  Tensor chosen, rejected;
+  LIGER_FIELDS(chosen, rejected)
+};
+struct DPOInputs {
+  PairInputs of;
+  OptTensor ref_chosen, ref_rejected;
+  LIGER_FIELDS(of, ref_chosen, ref_rejected)
+};
+struct KTOInputs {
+  Tensor logp, liked;
+  OptTensor ref_logp, kl;
+  LIGER_FIELDS(logp, liked, ref_logp, kl)
+};
+
+PreferenceResult dpo(const DPOInputs& in, const DPOOptions& o) {
+  return dpo_loss(in.of.chosen, in.of.rejected, in.ref_chosen, in.ref_rejected, o);
+}
+ORPOResult orpo(const PairInputs& in, const ORPOOptions& o) { return orpo_loss(in.chosen, in.rejected, o); }
+PreferenceResult cpo(const PairInputs& in, const CPOOptions& o) { return cpo_loss(in.chosen, in.rejected, o); }
+PreferenceResult kto(const KTOInputs& in, const KTOOptions& o) {
+  return kto_loss(in.logp, in.liked, in.ref_logp, in.kl, o);
+}
+
+}  // namespace op::preference
 
 // Without a backend: each is what ATen's operators make of it, on any device, and is differentiated through them.
 TORCH_LIBRARY_FRAGMENT(liger, m) {
@@ -224,26 +224,10 @@ TORCH_LIBRARY_FRAGMENT(liger, m) {
   m.def("nll_log_probs(Tensor logp, Tensor target, Tensor nll_target, int ignore_index) -> Tensor", nll_log_probs);
   m.def("logit_sums(Tensor hidden, Tensor weight, Tensor? bias) -> Tensor", logit_sums);
   m.def("class_sums(Tensor values, Tensor liked) -> (Tensor, Tensor)", class_sums);
-  m.def(
-      "dpo_loss(Tensor chosen, Tensor rejected, Tensor? ref_chosen, Tensor? ref_rejected, str loss_type, float beta, "
-      "float label_smoothing, "
-      "float discopop_tau, int pairs) -> (Tensor loss, Tensor chosen_rewards, Tensor rejected_rewards)",
-      op::preference::dpo);
-  m.def(
-      "orpo_loss(Tensor chosen, Tensor rejected, float beta, int pairs) -> (Tensor loss, Tensor chosen_rewards, Tensor "
-      "rejected_rewards, "
-      "Tensor log_odds_ratio, Tensor log_odds_chosen)",
-      op::preference::orpo);
-  m.def(
-      "cpo_loss(Tensor chosen, Tensor rejected, float beta, float label_smoothing, float gamma, int pairs) -> (Tensor "
-      "loss, Tensor chosen_rewards, "
-      "Tensor rejected_rewards)",
-      op::preference::cpo);
-  m.def(
-      "kto_loss(Tensor logp, Tensor liked, Tensor? ref_logp, Tensor? kl, float beta, int rows) -> (Tensor loss, Tensor "
-      "chosen_rewards, "
-      "Tensor rejected_rewards)",
-      op::preference::kto);
+  def_composite<op::preference::dpo>(m, "dpo_loss");
+  def_composite<op::preference::orpo>(m, "orpo_loss");
+  def_composite<op::preference::cpo>(m, "cpo_loss");
+  def_composite<op::preference::kto>(m, "kto_loss");
 }
 
 }  // namespace liger

@@ -102,104 +102,124 @@ void rotate(const RopeTensor& q, const RopeTensor& k, const RopeTensor& v, const
        .direction = inverse ? -1.f : 1.f});
 }
 
-std::tuple<Tensor, Tensor> forward(const Tensor& q_, const Tensor& k_, const Tensor& cos, const Tensor& sin,
-                                   bool inverse, bool interleaved, OptInts sections_, int64_t rotary_dim) {
-  const at::IntArrayRef sections = sections_ ? *sections_ : at::IntArrayRef();
-  check(q_, k_, cos, sin, interleaved, sections, rotary_dim);
-  const Tensor q_out = empty_heads(q_), k_out = empty_heads(k_);
-  if (q_.is_meta()) return {q_out, k_out};
-  const Tensor q = with_unit_stride(q_), k = with_unit_stride(k_);
-  rotate(describe(q, q_out), describe(k, k_out), {}, q, cos, sin, inverse, interleaved, sections, rotary_dim);
-  return {q_out, k_out};
-}
+}  // namespace op::rope
 
-Tensor packed_forward(const Tensor& qkv_, const Tensor& cos, const Tensor& sin, int64_t heads, int64_t k_heads,
-                      bool inverse) {
-  const Arguments arguments("rope_packed", "qkv", qkv_);
-  TORCH_CHECK_VALUE(heads >= 0 && k_heads >= 0 && heads + k_heads > 0,
-                    "rope_packed: the numbers of heads must be positive, got ", heads, " and ", k_heads);
-  const int64_t all = heads + 2 * k_heads;
-  TORCH_CHECK(qkv_.dim() == 3 && qkv_.sym_size(2) % all == 0, "rope_packed: qkv must be [batch, seq, ", all,
-              " heads], got ", qkv_.sym_sizes());
-  check_tables("rope_packed", arguments, cos, sin, qkv_.sym_size(0), qkv_.sym_size(1), qkv_.sym_size(2) / all, false,
-               {}, -1);
-  const Tensor out = output(at::empty_symint(qkv_.sym_sizes(), qkv_.options()));
-  if (out.is_meta()) return out;
-  const auto by_heads = [&](const Tensor& t) { return t.unflatten(2, {all, t.size(2) / all}).transpose(1, 2); };
-  const Tensor in = by_heads(with_unit_stride(qkv_)), turned = by_heads(out);
-  const auto part = [&](int64_t begin, int64_t n) {
-    return describe(in.narrow(1, begin, n), turned.narrow(1, begin, n));
-  };
-  rotate(part(0, heads), part(heads, k_heads), part(heads + k_heads, k_heads), in, cos, sin, inverse, false, {}, -1);
-  return out;
-}
-
-constexpr Op<"liger::rope", forward> public_op;
-constexpr Op<"liger::rope_forward", forward> forward_op;
-constexpr Op<"liger::rope_packed", packed_forward> packed_public_op;
-constexpr Op<"liger::rope_packed_forward", packed_forward> packed_forward_op;
+namespace op {
 
 /// The rotation is linear: its gradient is the rotation back, differentiable in turn.
-struct Autograd {
+struct Rope {
+  static constexpr Name kName = "rope";
   static constexpr bool kDifferentiableTwice = true;
+  struct Inputs {
+    Tensor q, k, cos, sin;
+    bool inverse;
+    LIGER_FIELDS(q, k, cos, sin, inverse)
+  };
+  struct Options {
+    bool interleaved = false;
+    Ints sections;
+    int64_t rotary_dim = -1;
+    LIGER_OPTIONS(interleaved, sections, rotary_dim)
+  };
+  struct Results {
+    Tensor q_out, k_out;
+    LIGER_FIELDS(q_out, k_out)
+  };
+  struct Saved {
+    Tensor cos, sin;
+    bool inverse;
+    LIGER_FIELDS(cos, sin, inverse)
+  };
+  template <class T>
+  struct Gradients {
+    T dq, dk;
+    LIGER_FIELDS(dq, dk)
+  };
+  using Upstream = Gradients<Tensor>;
 
-  static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& cos,
-                               const Tensor& sin, bool inverse, bool interleaved, OptInts sections,
-                               int64_t rotary_dim) {
-    ctx->save_for_backward({cos, sin});
-    ctx->saved_data["attrs"] = std::make_tuple(inverse, interleaved, rotary_dim);
-    save_list(ctx, "sections", sections ? sections->vec() : std::vector<int64_t>());
-    auto [q_out, k_out] = forward_op(q, k, cos, sin, inverse, interleaved, sections, rotary_dim);
-    return {q_out, k_out};
+  static Results forward(const Inputs& in, const Options& o) {
+    const at::IntArrayRef sections = o.sections ? at::IntArrayRef(*o.sections) : at::IntArrayRef();
+    rope::check(in.q, in.k, in.cos, in.sin, o.interleaved, sections, o.rotary_dim);
+    const Results out{rope::empty_heads(in.q), rope::empty_heads(in.k)};
+    if (in.q.is_meta()) return out;
+    const Tensor q = rope::with_unit_stride(in.q), k = rope::with_unit_stride(in.k);
+    rope::rotate(rope::describe(q, out.q_out), rope::describe(k, out.k_out), {}, q, in.cos, in.sin, in.inverse,
+                 o.interleaved, sections, o.rotary_dim);
+    return out;
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto saved = ctx->get_saved_variables();
-    const auto [inverse, interleaved, rotary_dim] = ctx->saved_data["attrs"].to<std::tuple<bool, bool, int64_t>>();
-    const auto sections = load_list<int64_t>(ctx, "sections");
-    auto [dq, dk] =
-        public_op(grads[0], grads[1], saved[0], saved[1], !inverse, interleaved, OptInts(sections), rotary_dim);
-    return {dq, dk, {}, {}, {}, {}, {}, {}};
+  static Saved save(const Inputs& in, const Results&) { return {in.cos, in.sin, in.inverse}; }
+
+  static Gradients<Tensor> differentiate(const Upstream& up, const Saved& s, const Options& o) {
+    return as_fields<Gradients<Tensor>>(Operator<Rope>::public_op(up.dq, up.dk, s.cos, s.sin, !s.inverse, o));
   }
 };
 
-struct PackedAutograd {
+struct RopePacked {
+  static constexpr Name kName = "rope_packed";
   static constexpr bool kDifferentiableTwice = true;
+  struct Heads {
+    int64_t heads, k_heads;
+    bool inverse;
+    LIGER_FIELDS(heads, k_heads, inverse)
+  };
+  struct Inputs {
+    Tensor qkv, cos, sin;
+    Heads of;
+    LIGER_FIELDS(qkv, cos, sin, of)
+  };
+  struct Saved {
+    Tensor cos, sin;
+    Heads of;
+    LIGER_FIELDS(cos, sin, of)
+  };
+  using Upstream = Dy;
+  template <class T>
+  using Gradients = Dx<T>;
 
-  static Tensor forward(AutogradContext* ctx, const Tensor& qkv, const Tensor& cos, const Tensor& sin, int64_t heads,
-                        int64_t k_heads, bool inverse) {
-    ctx->save_for_backward({cos, sin});
-    ctx->saved_data["attrs"] = std::make_tuple(heads, k_heads, inverse);
-    return packed_forward_op(qkv, cos, sin, heads, k_heads, inverse);
+  static Tensor forward(const Inputs& inputs) {
+    const auto [heads, k_heads, inverse] = inputs.of;
+    const Tensor &qkv = inputs.qkv, &cos = inputs.cos, &sin = inputs.sin;
+    const Arguments arguments("rope_packed", "qkv", qkv);
+    TORCH_CHECK_VALUE(heads >= 0 && k_heads >= 0 && heads + k_heads > 0,
+                      "rope_packed: the numbers of heads must be positive, got ", heads, " and ", k_heads);
+    const int64_t all = heads + 2 * k_heads;
+    TORCH_CHECK(qkv.dim() == 3 && qkv.sym_size(2) % all == 0, "rope_packed: qkv must be [batch, seq, ", all,
+                " heads], got ", qkv.sym_sizes());
+    rope::check_tables("rope_packed", arguments, cos, sin, qkv.sym_size(0), qkv.sym_size(1), qkv.sym_size(2) / all,
+                       false, {}, -1);
+    const Tensor out = output(at::empty_symint(qkv.sym_sizes(), qkv.options()));
+    if (out.is_meta()) return out;
+    const auto by_heads = [&](const Tensor& t) { return t.unflatten(2, {all, t.size(2) / all}).transpose(1, 2); };
+    const Tensor in = by_heads(rope::with_unit_stride(qkv)), turned = by_heads(out);
+    const auto part = [&](int64_t begin, int64_t n) {
+      return rope::describe(in.narrow(1, begin, n), turned.narrow(1, begin, n));
+    };
+    rope::rotate(part(0, heads), part(heads, k_heads), part(heads + k_heads, k_heads), in, cos, sin, inverse, false, {},
+                 -1);
+    return out;
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto saved = ctx->get_saved_variables();
-    const auto [heads, k_heads, inverse] = ctx->saved_data["attrs"].to<std::tuple<int64_t, int64_t, bool>>();
-    return {packed_public_op(grads[0], saved[0], saved[1], heads, k_heads, !inverse), {}, {}, {}, {}, {}};
+  static Saved save(const Inputs& in, const Tensor&) { return {in.cos, in.sin, in.of}; }
+
+  static Gradients<Tensor> differentiate(const Upstream& up, const Saved& s) {
+    return {Operator<RopePacked>::public_op(up.dy, s.cos, s.sin, s.of.heads, s.of.k_heads, !s.of.inverse)};
   }
 };
 
-}  // namespace op::rope
+}  // namespace op
 
 std::tuple<Tensor, Tensor> rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool inverse,
                                 bool interleaved, at::IntArrayRef sections, int64_t rotary_dim) {
-  return op::rope::public_op(q, k, cos, sin, inverse, interleaved, OptInts(sections), rotary_dim);
+  return Operator<op::Rope>::public_op(q, k, cos, sin, inverse, interleaved, at::OptionalIntArrayRef(sections),
+                                       rotary_dim);
 }
 
 Tensor rope_packed(const Tensor& qkv, const Tensor& cos, const Tensor& sin, int64_t heads, int64_t k_heads,
                    bool inverse) {
-  return op::rope::packed_public_op(qkv, cos, sin, heads, k_heads, inverse);
+  return Operator<op::RopePacked>::public_op(qkv, cos, sin, heads, k_heads, inverse);
 }
 
-LIGER_OPERATORS(rope, r) {
-  using namespace op::rope;
-  const Names inputs{"q", "k", "cos", "sin", "inverse", "interleaved=False", "sections=None", "rotary_dim=-1"},
-      packed_inputs{"qkv", "cos", "sin", "heads", "k_heads", "inverse"};
-  r.add<Autograd, 2>(public_op, inputs, {"q_out", "k_out"});
-  r.add(forward_op, inputs, {"q_out", "k_out"});
-  r.add<PackedAutograd, 1>(packed_public_op, packed_inputs, {"out"});
-  r.add(packed_forward_op, packed_inputs, {"out"});
-}
+LIGER_OPERATORS(rope, Operator<op::Rope>, Operator<op::RopePacked>)
 
 }  // namespace liger
