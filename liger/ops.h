@@ -80,6 +80,29 @@ at::Tensor fused_mlp(const at::Tensor& x, const at::Tensor& gate, const at::Tens
                      const MLPOptions& options = {}, const std::optional<at::Tensor>& gate_bias = {},
                      const std::optional<at::Tensor>& up_bias = {}, const std::optional<at::Tensor>& down_bias = {});
 
+/// A linear layer with a low-rank adapter (Hu et al. 2021, arXiv:2106.09685), or without one:
+///   y = x weightᵀ + bias + scale · (x aᵀ) bᵀ
+/// weight [out, in] and bias [out] in x's dtype; a [rank, in] and b [out, rank], given together, in x's dtype or in
+/// float32: the operators then take them in x's dtype, and make their gradients in float.
+struct AdaptedLinear {
+  at::Tensor weight;
+  std::optional<at::Tensor> bias, a, b;
+  double scale = 1;
+};
+
+/// y of x [..., in]: [..., out]. The low-rank term is added inside the GEMM of the weight, in float. `dropped`, x after
+/// a dropout, is what the adapter sees instead of x. Backward keeps x and x aᵀ.
+at::Tensor lora_linear(const at::Tensor& x, const AdaptedLinear& layer, const std::optional<at::Tensor>& dropped = {});
+
+/// The same of three layers of one input: one GEMM reads x for the three a, and GEMMs add up the gradient of x.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> lora_qkv(const at::Tensor& x, const AdaptedLinear& q,
+                                                        const AdaptedLinear& k, const AdaptedLinear& v);
+
+/// A gated MLP of such layers, down(act(gate(x)) · up(x)). Backward keeps x, gate and up, or x alone with `recompute`,
+/// and makes the rest again.
+at::Tensor lora_mlp(const at::Tensor& x, const AdaptedLinear& gate, const AdaptedLinear& up, const AdaptedLinear& down,
+                    Activation activation = Activation::SiLU, bool recompute = false);
+
 struct ExpertsOptions {
   Activation activation = Activation::SiLU;
   bool transposed = false;  // weights are [experts, in, out]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from cases import all_cases, as_tuple
 from conftest import EMULATED
+from liger_kernel._library import ops
 from packaging.version import Version
 from tiers import ALL, some
 
@@ -185,3 +186,28 @@ def test_upstream_gradient(case, device):
                 torch.testing.assert_close(
                     a, b, rtol=4 * torch.finfo(a.dtype).eps, atol=torch.finfo(a.dtype).eps * b.abs().max().item()
                 )
+
+
+def test_checkpoint_stops_before_the_last_gemm():
+    """Of a layer that ends in lora_mlp, gradient checkpointing makes again what its node keeps, not its result."""
+    torch.manual_seed(0)
+    tokens, hidden, width, rank = 6, 8, 12, 2
+    layers = [
+        (torch.randn(o, i), None, torch.randn(rank, i, requires_grad=True), torch.randn(o, rank, requires_grad=True))
+        for o, i in ((width, hidden), (width, hidden), (hidden, width))
+    ]
+    x = torch.randn(tokens, hidden, requires_grad=True)
+
+    def layer(x):
+        return x + ops.lora_mlp(x, *(t for each in layers for t in each), 1.0, 1.0, 1.0, 0, False)
+
+    def run(function):
+        with torch.profiler.profile() as profiler:
+            y = function(x)
+            gradients = torch.autograd.grad(y.sum(), [x, *(t for each in layers for t in each[2:])])
+        return y, gradients, sum(event.name == "aten::addmm" for event in profiler.events())
+
+    y, gradients, gemms = run(layer)
+    again, found, more = run(lambda x: torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False))
+    assert more - gemms == 4  # gate and up, each with its low-rank term
+    assert torch.equal(again, y) and all(torch.equal(a, b) for a, b in zip(found, gradients))

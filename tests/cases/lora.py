@@ -112,7 +112,7 @@ CASES = [
             error("a must be", a=(3, 5)),
             error("b must be", b=(6, 2)),
             error("dropped must be", dropped=(2, 5)),
-            error("weight_a and weight_b are given together", missing=("a",)),
+            error("a and b are given together", missing=("a",)),
             error("dropped is what an adapter sees", missing=("a", "b")),
             error("float64", TypeError, dtype=torch.float64),
         ],

@@ -133,6 +133,10 @@ class State {
 ///   kGradientOf           for each of the first inputs, the index of its gradient; −1: none
 ///   kAutocast             with Autocast::Cast also uncast(Inputs&): the tensor that is not cast
 ///   kDifferentiableTwice  a second derivative is not refused
+///   start, finish         forward in two parts: all but the first results, which are only allocated, and
+///                         finish(const Inputs&, Results&), which computes those
+/// Of a forward in two parts, the graph's node keeps what it keeps before `finish` runs: where gradient checkpointing
+/// runs a layer again for what its nodes keep, and this operator is its last, it stops there.
 ///   record(Inputs&, Options&, const Gradients<bool>&)
 ///                         returns Record, what forward is told about backward; in inference, nothing is wanted
 ///   differentiate(...)    takes what backward may take; replaces the node's call of <name>_backward
@@ -161,6 +165,12 @@ class Operator {
       return each;
     }
   }();
+
+  static constexpr bool kInTwoParts = requires { &D::finish; };
+  /// Where nobody is to see the operator below autograd as one call.
+  static bool in_two_parts(const Inputs& in) {
+    return kInTwoParts && is_plain(first_tensor(leaves(in))) && !c10::impl::TorchDispatchModeTLS::any_modes_set();
+  }
 
   static auto record(Inputs& in, Options& options, const Wanted& wanted) {
     if constexpr (requires { D::record(in, options, wanted); }) return D::record(in, options, wanted);
@@ -201,6 +211,13 @@ class Operator {
       }
       Results all;
       const auto recorded = apply(std::index_sequence_for<L...>(), &all, args...);
+      if constexpr (kInTwoParts) {
+        const auto [in, options] = structs(args...);
+        if (in_two_parts(in)) {
+          const at::AutoDispatchBelowADInplaceOrView below_autograd;
+          D::finish(in, all);
+        }
+      }
       for_each_index<kUpstream>([&](auto i) {
         if constexpr (kUpstream == 1) std::get<i>(leaves(all)) = recorded;
         else std::get<i>(leaves(all)) = recorded[i];
@@ -262,8 +279,12 @@ class Operator {
         auto [in, options] = structs(args...);
         Wanted wanted = wants(in);
         const auto of_record = record(in, options, wanted);
-        *all = as_fields<Results>(
-            call_as<&D::forward>(forward_op, std::tie(std::as_const(in), of_record, std::as_const(options))));
+        if (in_two_parts(in)) {
+          if constexpr (kInTwoParts) *all = complete(D::start(std::as_const(in)), first_tensor(leaves(in)));
+        } else {
+          *all = as_fields<Results>(
+              call_as<&D::forward>(forward_op, std::tie(std::as_const(in), of_record, std::as_const(options))));
+        }
         Saved saved = D::save(std::as_const(in), *all);
         if constexpr (kLeaves<Wanted> > 1) detail::State::save(ctx, saved, options, wanted);
         else detail::State::save(ctx, saved, options);  // the node is there because its one gradient is wanted

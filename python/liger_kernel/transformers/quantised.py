@@ -61,7 +61,7 @@ class _OnQuantised(torch.autograd.Function):
         # The first arguments of an operator, tensors or None, have gradients; numbers come last.
         tensors = [i for i, t in enumerate(arguments) if t is None or isinstance(t, torch.Tensor)]
         wanted = ctx.needs_input_grad[2], *(ctx.needs_input_grad[3 + i] for i in tensors)
-        gradients = getattr(ops, f"{ctx.name}_backward")(*grads, x, *kept, *arguments, *wanted)
+        gradients = getattr(ops, f"{ctx.name}_backward")(*grads, x, *arguments, *kept, *wanted)
         found = [gradient if want else None for gradient, want in zip(gradients, wanted)]
         return None, None, *found, *(None for _ in range(len(arguments) - len(tensors)))
 

@@ -1,0 +1,208 @@
+#include "liger/ops/lora/lora_op.h"
+
+namespace liger {
+namespace op::lora {
+
+void check(const Arguments& arguments, const AdaptedLinear& layer, const std::string& name, const std::string& stem,
+           const c10::SymInt& in) {
+  TORCH_CHECK(layer.weight.dim() == 2, name, " must be a matrix, got ", layer.weight.sym_sizes());
+  const c10::SymInt out = layer.weight.sym_size(0);
+  const auto called = [&](const char* what) { return stem + what; };
+  arguments.shaped(name.c_str(), layer.weight, {out, in}, Type::Same)
+      .vector(called("bias").c_str(), layer.bias, out, Type::Same);
+  TORCH_CHECK(layer.a.has_value() == layer.b.has_value(), called("a"), " and ", called("b"), " are given together");
+  if (!layer.a) return;
+  TORCH_CHECK(layer.a->dim() == 2, called("a"), " must be a matrix, got ", layer.a->sym_sizes());
+  arguments.shaped(called("a").c_str(), *layer.a, {rank(layer), in}, Type::SameOrFloat)
+      .shaped(called("b").c_str(), *layer.b, {out, rank(layer)}, Type::SameOrFloat);
+}
+
+void product_of_rows(Tensor out, const Tensor& a, const Tensor& b, double factor) {
+  if (out.scalar_type() == a.scalar_type()) at::addmm_out(out, out, a.t(), b, 0, factor);
+  else if (a.is_cpu()) product_of_rows(out, a.to(out.scalar_type()), b.to(out.scalar_type()), factor);
+  else at::addmm_out(out, out, a.t(), b, out.scalar_type(), 0, factor);
+}
+
+void run_forward(Tensor y, const Tensor& x, const Tensor& low, const AdaptedLinear& layer, const Tensor& b) {
+  if (!layer.a) return project(y, x, layer.weight, value_or_undefined(layer.bias));
+  at::addmm_out(y, layer.bias ? *layer.bias : y, low, b.t(), layer.bias ? 1 : 0, layer.scale);
+  at::addmm_out(y, y, x, layer.weight.t());
+}
+
+struct Linear {
+  static constexpr Name kName = "lora_linear";
+  static constexpr Autocast kAutocast = Autocast::Cast;
+  struct Inputs : AdaptedLinear {
+    Tensor x;
+    OptTensor dropped;
+    LIGER_FIELDS(x, weight, bias, a, b, dropped, scale)
+  };
+  struct Results {
+    Tensor y, low, cast;
+    LIGER_FIELDS(y, low, cast)
+  };
+  struct Saved {
+    Inputs in;
+    Tensor low, cast;
+    LIGER_FIELDS(in, low, cast)
+  };
+  using Upstream = Dy;
+  template <class T>
+  struct Gradients {
+    T dx;
+    LayerGradients<T> d;
+    T ddropped;
+    LIGER_FIELDS(dx, d.weight, d.bias, d.a, d.b, ddropped)
+  };
+
+  /// Adapters in float stay so: they are taken in x's type here, and their gradients are made in float.
+  static auto uncast(auto& in) { return std::tie(in.a, in.b); }
+
+  static Arguments check(const char* op, const Inputs& in) {
+    const Arguments arguments(op, "x", in.x);
+    lora::check(arguments.like("dropped", in.dropped), in, "weight", "", in.x.sym_size(-1));
+    TORCH_CHECK(in.a || !in.dropped, op, ": dropped is what an adapter sees, and there is none");
+    return arguments;
+  }
+
+  static Tensor seen(const Inputs& in) { return matrix(in.dropped ? *in.dropped : in.x); }
+
+  /// All but y, which `finish` computes.
+  static Results start(const Inputs& in) {
+    check("lora_linear", in);
+    const Tensor y = output(at::empty_symint(with_columns(in.x, in.weight.sym_size(0)), in.x.options()));
+    const Layers<1> layers{&in};
+    if (is_nothing(in.x) || y.numel() == 0)
+      return {y, Adapters<1>::empty_low_rank(layers, in.x), Adapters<1>::empty_cast(layers, in.x)};
+    const Adapters<1> adapters(layers, in.x);
+    return {y, adapters.low_rank(seen(in)), adapters.cast};
+  }
+
+  static void finish(const Inputs& in, Results& results) {
+    if (is_nothing(in.x) || results.y.numel() == 0) return;
+    const Adapters<1> adapters({&in}, in.x, results.cast);
+    run_forward(matrix(results.y), matrix(in.x), results.low, in, adapters.b[0]);
+  }
+
+  static Results forward(const Inputs& in) {
+    Results results = start(in);
+    finish(in, results);
+    return results;
+  }
+
+  static Saved save(const Inputs& in, const Results& results) { return {in, results.low, results.cast}; }
+
+  static Gradients<Tensor> backward(const Upstream& up, const Saved& saved, const Gradients<bool>& wanted) {
+    const Inputs& in = saved.in;
+    check("lora_linear_backward", in)
+        .shaped("dy", up.dy, with_columns(in.x, in.weight.sym_size(0)), Type::Same);
+    Gradients<Tensor> g{nothing(wanted.dx, in.x), {}, nothing(wanted.ddropped, in.dropped)};
+    if (is_nothing(in.x) || up.dy.numel() == 0) {
+      g.d = nothing(wanted.d, in);
+      return g;
+    }
+    const Tensor x = matrix(in.x), dx = wanted.dx ? matrix(g.dx) : Tensor(),
+                 dseen = wanted.ddropped ? matrix(g.ddropped) : Tensor();
+    const Layers<1> layers{&in};
+    const Adapters<1> adapters(layers, in.x, saved.cast);
+    g.d = run_backward<1>({matrix(up.dy)}, x, seen(in), saved.low, layers, adapters, {wanted.d}, dx,
+                          in.dropped ? dseen : dx)[0];
+    return g;
+  }
+};
+
+struct QKV {
+  static constexpr Name kName = "lora_qkv";
+  static constexpr Autocast kAutocast = Autocast::Cast;
+  struct Inputs {
+    Tensor x;
+    AdaptedLinear q, k, v;
+    LIGER_FIELDS(x, q.weight, q.bias, q.a, q.b, k.weight, k.bias, k.a, k.b, v.weight, v.bias, v.a, v.b, q.scale,
+                 k.scale, v.scale)
+    Layers<3> layers() const { return {&q, &k, &v}; }
+  };
+  struct Results {
+    Tensor q, k, v, low, cast;
+    LIGER_FIELDS(q, k, v, low, cast)
+  };
+  struct Saved {
+    Inputs in;
+    Tensor low, cast;
+    LIGER_FIELDS(in, low, cast)
+  };
+  struct Upstream {
+    Tensor dq, dk, dv;
+    LIGER_FIELDS(dq, dk, dv)
+  };
+  template <class T>
+  struct Gradients {
+    T dx;
+    LayerGradients<T> q, k, v;
+    LIGER_FIELDS(dx, q.weight, q.bias, q.a, q.b, k.weight, k.bias, k.a, k.b, v.weight, v.bias, v.a, v.b)
+  };
+
+  static auto uncast(auto& in) { return std::tie(in.q.a, in.q.b, in.k.a, in.k.b, in.v.a, in.v.b); }
+
+  static Arguments check(const char* op, const Inputs& in) {
+    const Arguments arguments(op, "x", in.x);
+    const char* names[] = {"q", "k", "v"};
+    for (size_t i = 0; i < 3; ++i)
+      lora::check(arguments, *in.layers()[i], names[i] + std::string("_weight"), names[i] + std::string("_"),
+                  in.x.sym_size(-1));
+    return arguments;
+  }
+
+  static Results forward(const Inputs& in) {
+    check("lora_qkv", in);
+    const auto layers = in.layers();
+    std::array<Tensor, 3> y;
+    for (size_t i = 0; i < 3; ++i)
+      y[i] = output(at::empty_symint(with_columns(in.x, layers[i]->weight.sym_size(0)), in.x.options()));
+    if (is_nothing(in.x))
+      return {y[0], y[1], y[2], Adapters<3>::empty_low_rank(layers, in.x), Adapters<3>::empty_cast(layers, in.x)};
+    const Adapters<3> adapters(layers, in.x);
+    const Tensor x = matrix(in.x), low = adapters.low_rank(x);
+    for (size_t i = 0; i < 3; ++i)
+      run_forward(matrix(y[i]), x, adapters.columns_of(low, layers, i), *layers[i], adapters.b[i]);
+    return {y[0], y[1], y[2], low, adapters.cast};
+  }
+
+  static Saved save(const Inputs& in, const Results& results) { return {in, results.low, results.cast}; }
+
+  static Gradients<Tensor> backward(const Upstream& up, const Saved& saved, const Gradients<bool>& wanted) {
+    const Inputs& in = saved.in;
+    const auto shape = [&](const AdaptedLinear& layer) { return with_columns(in.x, layer.weight.sym_size(0)); };
+    check("lora_qkv_backward", in)
+        .shaped("dq", up.dq, shape(in.q), Type::Same)
+        .shaped("dk", up.dk, shape(in.k), Type::Same)
+        .shaped("dv", up.dv, shape(in.v), Type::Same);
+    Gradients<Tensor> g;
+    g.dx = nothing(wanted.dx, in.x);
+    if (is_nothing(in.x)) {
+      g.q = nothing(wanted.q, in.q), g.k = nothing(wanted.k, in.k), g.v = nothing(wanted.v, in.v);
+      return g;
+    }
+    const Tensor x = matrix(in.x), dx = wanted.dx ? matrix(g.dx) : Tensor();
+    const auto layers = in.layers();
+    const Adapters<3> adapters(layers, in.x, saved.cast);
+    std::tie(g.q, g.k, g.v) =
+        std::tuple_cat(run_backward<3>({matrix(up.dq), matrix(up.dk), matrix(up.dv)}, x, x, saved.low, layers, adapters,
+                                       {wanted.q, wanted.k, wanted.v}, dx, dx));
+    return g;
+  }
+};
+
+}  // namespace op::lora
+
+Tensor lora_linear(const Tensor& x, const AdaptedLinear& layer, const OptTensor& dropped) {
+  return Operator<op::lora::Linear>::public_op(x, layer.weight, layer.bias, layer.a, layer.b, dropped, layer.scale);
+}
+
+std::tuple<Tensor, Tensor, Tensor> lora_qkv(const Tensor& x, const AdaptedLinear& q, const AdaptedLinear& k,
+                                            const AdaptedLinear& v) {
+  return Operator<op::lora::QKV>::public_op(op::lora::QKV::Inputs{x, q, k, v});
+}
+
+LIGER_OPERATORS(lora_linear, Operator<op::lora::Linear>, Operator<op::lora::QKV>)
+
+}  // namespace liger

@@ -1,0 +1,163 @@
+#pragma once
+#include "liger/core/torch/operator.h"
+#include "liger/ops.h"
+
+/// What the operators for linear layers with adapters share.
+namespace liger::op::lora {
+
+/// Layers that share their input.
+template <size_t n>
+using Layers = std::array<const AdaptedLinear*, n>;
+
+/// A number per gradient of a layer, or whether it is wanted.
+template <class T>
+struct LayerGradients {
+  T weight, bias, a, b;
+};
+
+inline c10::SymInt rank(const AdaptedLinear& layer) { return layer.a ? layer.a->sym_size(0) : c10::SymInt(0); }
+
+/// Checks a layer whose input has `in` columns; `name` is that of its weight, `stem` what precedes those of the rest.
+void check(const Arguments& arguments, const AdaptedLinear& layer, const std::string& name, const std::string& stem,
+           const c10::SymInt& in);
+
+inline Tensor matrix(const Tensor& t) { return t.reshape({-1, t.size(-1)}); }
+
+/// x's shape with another last dimension.
+inline c10::SymDimVector with_columns(const Tensor& x, const c10::SymInt& columns) {
+  c10::SymDimVector shape(x.sym_sizes());
+  shape.back() = columns;
+  return shape;
+}
+
+/// The adapters of some layers in the input's type: one GEMM reads the input for all A, which lie one below the other.
+template <size_t n>
+struct Adapters {
+  Tensor a;                 // [Σ rank, in]; undefined where there is no adapter
+  std::array<Tensor, n> b;  // [out, rank] each
+  Tensor cast;              // what both are parts of, for backward; empty where the adapters have the input's type
+
+  /// `made` is what an earlier one was cast to, if anything.
+  Adapters(const Layers<n>& layers, const Tensor& x, const Tensor& made = {}) : cast(made) {
+    std::vector<Tensor> given;
+    int64_t ranks = 0;
+    for (const AdaptedLinear* layer : layers)
+      if (layer->a) ranks += layer->a->size(0), given.push_back(*layer->a);
+    const int64_t numbers = cast_size(layers, x.scalar_type()).expect_int();
+    if (!cast.defined()) cast = at::empty({numbers}, x.options());
+    if (numbers == 0) {
+      if (!given.empty()) a = given.size() == 1 ? given[0] : at::cat(given);
+      for (size_t i = 0; i < n; ++i) b[i] = value_or_undefined(layers[i]->b);
+      return;
+    }
+    a = cast.narrow(0, 0, ranks * x.size(-1)).view({ranks, x.size(-1)});
+    int64_t row = 0, begin = a.numel();
+    std::vector<Tensor> to;
+    for (const Tensor& part : given) to.push_back(a.narrow(0, row, part.size(0))), row += part.size(0);
+    for (size_t i = 0; i < n; ++i) {
+      if (!layers[i]->b) continue;
+      b[i] = cast.narrow(0, begin, layers[i]->b->numel()).view(layers[i]->b->sizes()), begin += b[i].numel();
+      to.push_back(b[i]), given.push_back(*layers[i]->b);
+    }
+    if (!made.defined()) at::_foreach_copy_(to, given);  // one launch for all
+  }
+
+  /// How many numbers `cast` has.
+  static c10::SymInt cast_size(const Layers<n>& layers, at::ScalarType dtype) {
+    c10::SymInt numbers = 0;
+    bool same = true;
+    for (const AdaptedLinear* layer : layers) {
+      if (!layer->a) continue;
+      numbers += layer->a->sym_numel() + layer->b->sym_numel();
+      same = same && layer->a->scalar_type() == dtype && layer->b->scalar_type() == dtype;
+    }
+    return same ? c10::SymInt(0) : numbers;
+  }
+  static Tensor empty_cast(const Layers<n>& layers, const Tensor& x) {
+    return at::empty_symint({cast_size(layers, x.scalar_type())}, x.options());
+  }
+
+  /// x Aᵀ of all layers side by side [tokens, Σ rank].
+  Tensor low_rank(const Tensor& x) const { return a.defined() ? x.mm(a.t()) : x.new_empty({x.size(0), 0}); }
+  static Tensor empty_low_rank(const Layers<n>& layers, const Tensor& x) {
+    c10::SymInt ranks = 0;
+    for (const AdaptedLinear* layer : layers) ranks += rank(*layer);
+    return at::empty_symint({sym_rows(x), ranks}, x.options());
+  }
+
+  /// The columns of layer i in what low_rank gives.
+  static Tensor columns_of(const Tensor& low, const Layers<n>& layers, size_t i) {
+    int64_t begin = 0;
+    for (size_t k = 0; k < i; ++k) begin += layers[k]->a ? layers[k]->a->size(0) : 0;
+    return low.narrow(1, begin, layers[i]->a ? layers[i]->a->size(0) : 0);
+  }
+};
+
+/// y = x weightᵀ + bias + scale · low bᵀ. The low-rank term comes first: the GEMM of the weight adds it in float and
+/// rounds the sum once, and what it reads for that hides behind its arithmetic.
+void run_forward(Tensor y, const Tensor& x, const Tensor& low, const AdaptedLinear& layer, const Tensor& b);
+
+/// out = factor · aᵀ b, in out's type: that of a and b, or float.
+void product_of_rows(Tensor out, const Tensor& a, const Tensor& b, double factor);
+
+/// The gradients of layers that share the input x, whose adapters saw `seen`: x, or x after a dropout. dx and dseen are
+/// written where they are defined, after the last use of x and seen; where both are the same, the result is the sum.
+template <size_t n>
+std::array<LayerGradients<Tensor>, n> run_backward(const std::array<Tensor, n>& dy, const Tensor& x, const Tensor& seen,
+                                                   const Tensor& low, const Layers<n>& layers,
+                                                   const Adapters<n>& adapters,
+                                                   const std::array<LayerGradients<bool>, n>& wanted, Tensor dx,
+                                                   Tensor dseen) {
+  std::array<LayerGradients<Tensor>, n> gradients;
+  const Tensor& a = adapters.a;
+  bool wants_a = false, is_float = false;
+  for (size_t i = 0; i < n; ++i) {
+    wants_a = wants_a || wanted[i].a;
+    is_float = is_float || (layers[i]->a && layers[i]->a->scalar_type() == at::kFloat);
+  }
+  Tensor dlow;  // scale · dy b of all layers side by side
+  if (a.defined() && (wants_a || dseen.defined())) dlow = at::empty_like(low);
+  for (size_t i = 0; i < n; ++i) {
+    const AdaptedLinear& layer = *layers[i];
+    LayerGradients<Tensor>& d = gradients[i];
+    if (layer.a && dlow.defined()) {
+      Tensor out = Adapters<n>::columns_of(dlow, layers, i);
+      at::addmm_out(out, out, dy[i], adapters.b[i], 0, layer.scale);
+    }
+    if (wanted[i].b)
+      product_of_rows(d.b = at::empty_like(*layer.b), dy[i], Adapters<n>::columns_of(low, layers, i), layer.scale);
+    if (wanted[i].weight) product_of_rows(d.weight = at::empty_like(layer.weight), dy[i], x, 1);
+    if (wanted[i].bias) d.bias = dy[i].sum(0, false, at::kFloat).to(x.scalar_type());
+  }
+  if (wants_a) {
+    const Tensor da = at::empty(a.sizes(), is_float ? a.options().dtype(at::kFloat) : a.options());
+    product_of_rows(da, dlow, seen, 1);
+    int64_t begin = 0;
+    for (size_t i = 0; i < n; ++i) {
+      if (!layers[i]->a) continue;
+      const int64_t rows = layers[i]->a->size(0);
+      if (wanted[i].a) gradients[i].a = da.narrow(0, begin, rows).to(layers[i]->a->scalar_type());
+      begin += rows;
+    }
+  }
+  if (dseen.defined() && a.defined()) at::mm_out(dseen, dlow, a);
+  bool first = !(a.defined() && dx.defined() && dx.is_same(dseen));
+  for (size_t i = 0; i < n && dx.defined(); ++i, first = false)
+    first ? at::mm_out(dx, dy[i], layers[i]->weight) : at::addmm_out(dx, dx, dy[i], layers[i]->weight);
+  return gradients;
+}
+
+/// A gradient where there is nothing to compute: its shape, or zeros where there are no rows; undefined if not wanted.
+inline Tensor nothing(bool wanted, const OptTensor& like) {
+  if (!wanted) return {};
+  const Tensor t = at::empty_symint(like->sym_sizes(), like->options());
+  return t.is_meta() ? t : t.zero_();
+}
+inline LayerGradients<Tensor> nothing(const LayerGradients<bool>& wanted, const AdaptedLinear& layer) {
+  return {nothing(wanted.weight, layer.weight), nothing(wanted.bias, layer.bias), nothing(wanted.a, layer.a),
+          nothing(wanted.b, layer.b)};
+}
+
+inline bool is_nothing(const Tensor& x) { return x.is_meta() || x.numel() == 0; }
+
+}  // namespace liger::op::lora
