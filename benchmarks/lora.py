@@ -172,8 +172,9 @@ def main():
                 found = {arm: [] for arm in args.arms.split(",")}
                 for _ in range(args.rounds):
                     for arm, results in found.items():
-                        worker = {"model": model, "arm": arm, "batch": batch, "length": length, "rank": args.rank, "nf4": args.nf4,
-                                  "checkpointing": checkpointing == "on", "profile": args.profile}  # fmt: skip
+                        worker = {"model": model, "arm": arm, "batch": batch, "length": length, "rank": args.rank,
+                                  "nf4": args.nf4, "checkpointing": checkpointing == "on",
+                                  "profile": args.profile}  # fmt: skip
                         if result := launch(args, worker):
                             results.append(result)
                 for arm, results in found.items():

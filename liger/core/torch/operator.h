@@ -131,7 +131,7 @@ class State {
 ///   Options               arguments with defaults, which come last
 ///   kResults              how many of forward's results the operator returns, if more than Upstream has
 ///   kGradientOf           for each of the first inputs, the index of its gradient; −1: none
-///   kAutocast             with Autocast::Cast also uncast(Inputs&): the tensor that is not cast
+///   kAutocast             with Autocast::Cast also uncast(Inputs&): references to the tensors that stay
 ///   kDifferentiableTwice  a second derivative is not refused
 ///   start, finish         forward in two parts: all but the first results, which are only allocated, and
 ///                         finish(const Inputs&, Results&), which computes those
@@ -233,12 +233,17 @@ class Operator {
       if constexpr (D::kAutocast == Autocast::Compute) {
         if (!in.dtype) in.dtype = dtype;
       } else {
-        const Inputs given = in;
+        const auto stays = [&](const auto& t) {
+          if constexpr (requires { D::uncast(in); })
+            return std::apply([&](auto&... of) { return ((static_cast<const void*>(&of) == &t) || ...); },
+                              D::uncast(in));
+          else return false;
+        };
         for_each_index<kLeaves<Inputs>>([&](auto i) {
           auto& t = std::get<i>(leaves(in));
-          if constexpr (is_tensor<std::remove_cvref_t<decltype(t)>>) t = at::autocast::cached_cast(dtype, t, kDevice);
+          if constexpr (is_tensor<std::remove_cvref_t<decltype(t)>>)
+            if (!stays(t)) t = at::autocast::cached_cast(dtype, t, kDevice);
         });
-        if constexpr (requires { D::uncast(in); }) D::uncast(in) = D::uncast(given);
       }
       return public_op(in, options);
     }

@@ -94,13 +94,10 @@ struct Linear {
 
   static Gradients<Tensor> backward(const Upstream& up, const Saved& saved, const Gradients<bool>& wanted) {
     const Inputs& in = saved.in;
-    check("lora_linear_backward", in)
-        .shaped("dy", up.dy, with_columns(in.x, in.weight.sym_size(0)), Type::Same);
-    Gradients<Tensor> g{nothing(wanted.dx, in.x), {}, nothing(wanted.ddropped, in.dropped)};
-    if (is_nothing(in.x) || up.dy.numel() == 0) {
-      g.d = nothing(wanted.d, in);
-      return g;
-    }
+    check("lora_linear_backward", in).shaped("dy", up.dy, with_columns(in.x, in.weight.sym_size(0)), Type::Same);
+    if (is_nothing(in.x) || up.dy.numel() == 0)
+      return {nothing(wanted.dx, in.x), nothing(wanted.d, in), nothing(wanted.ddropped, in.dropped)};
+    Gradients<Tensor> g{room(wanted.dx, in.x), {}, room(wanted.ddropped, in.x)};
     const Tensor x = matrix(in.x), dx = wanted.dx ? matrix(g.dx) : Tensor(),
                  dseen = wanted.ddropped ? matrix(g.ddropped) : Tensor();
     const Layers<1> layers{&in};
@@ -176,12 +173,10 @@ struct QKV {
         .shaped("dq", up.dq, shape(in.q), Type::Same)
         .shaped("dk", up.dk, shape(in.k), Type::Same)
         .shaped("dv", up.dv, shape(in.v), Type::Same);
+    if (is_nothing(in.x))
+      return {nothing(wanted.dx, in.x), nothing(wanted.q, in.q), nothing(wanted.k, in.k), nothing(wanted.v, in.v)};
     Gradients<Tensor> g;
-    g.dx = nothing(wanted.dx, in.x);
-    if (is_nothing(in.x)) {
-      g.q = nothing(wanted.q, in.q), g.k = nothing(wanted.k, in.k), g.v = nothing(wanted.v, in.v);
-      return g;
-    }
+    g.dx = room(wanted.dx, in.x);
     const Tensor x = matrix(in.x), dx = wanted.dx ? matrix(g.dx) : Tensor();
     const auto layers = in.layers();
     const Adapters<3> adapters(layers, in.x, saved.cast);

@@ -107,20 +107,16 @@ struct MLP {
 
   static Gradients<Tensor> backward(const Upstream& up, const Saved& saved, const Gradients<bool>& wanted) {
     const Inputs& in = saved.in;
-    check("lora_mlp_backward", in)
-        .shaped("dy", up.dy, with_columns(in.x, in.down.weight.sym_size(0)), Type::Same);
+    check("lora_mlp_backward", in).shaped("dy", up.dy, with_columns(in.x, in.down.weight.sym_size(0)), Type::Same);
     const Activation act = gated::parse("lora_mlp_backward", int64_t(in.activation));
+    if (is_nothing(in.x))
+      return {nothing(wanted.dx, in.x), nothing(wanted.gate, in.gate), nothing(wanted.up, in.up),
+              nothing(wanted.down, in.down)};
     Gradients<Tensor> d;
-    d.dx = nothing(wanted.dx, in.x);
-    if (is_nothing(in.x)) {
-      d.gate = nothing(wanted.gate, in.gate), d.up = nothing(wanted.up, in.up);
-      d.down = nothing(wanted.down, in.down);
-      return d;
-    }
+    d.dx = room(wanted.dx, in.x);
     const Tensor x = matrix(in.x), dx = wanted.dx ? matrix(d.dx) : Tensor();
     const Adapters<2> adapters(in.of_x(), in.x, saved.cast);
-    const auto [g, u] =
-        in.recompute ? gate_and_up(in, x, saved.low, adapters) : std::array{saved.gates, saved.ups};
+    const auto [g, u] = in.recompute ? gate_and_up(in, x, saved.low, adapters) : std::array{saved.gates, saved.ups};
     const Tensor c = output(at::empty_like(g));  // the product of gate and up, and then its gradient
     if (wanted.down.weight || wanted.down.a) gated::run_forward(g, u, c, act, 1);
     const bool inner = wanted.dx || any(wanted.gate) || any(wanted.up);

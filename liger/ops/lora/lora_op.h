@@ -147,6 +147,9 @@ std::array<LayerGradients<Tensor>, n> run_backward(const std::array<Tensor, n>& 
   return gradients;
 }
 
+/// Room for a gradient of x, if it is wanted.
+inline Tensor room(bool wanted, const Tensor& x) { return wanted ? output(at::empty_like(x)) : Tensor(); }
+
 /// A gradient where there is nothing to compute: its shape, or zeros where there are no rows; undefined if not wanted.
 inline Tensor nothing(bool wanted, const OptTensor& like) {
   if (!wanted) return {};

@@ -2,8 +2,8 @@
 
 Which of them a call uses is decided when it is made, by what the layers are then: adapters may be added, switched,
 merged, disabled or taken off at any time. What the operators do not compute runs PEFT's own forward: several active
-adapters, DoRA and other variants, biases of an adapter, hooks, sharded weights, weights that are quantised otherwise than
-in bitsandbytes' four bits, and without autocast an adapter of another dtype than the input's.
+adapters, DoRA and other variants, biases of an adapter, hooks, sharded weights, weights that are quantised in another
+way than bitsandbytes' four bits, and without autocast an adapter of another dtype than the input's.
 """
 
 import sys
@@ -68,7 +68,10 @@ def _adapted(module, x):
     if a is None or b is None or module.lora_variant and name in module.lora_variant:
         return None
     of_base = x.dtype if is_in_4_bits(base.weight) else base.weight.dtype
-    if not (x.dtype == of_base == a.dtype == b.dtype or torch.is_autocast_enabled(x.device.type)):
+    if torch.is_autocast_enabled(device := x.device.type):
+        if not {a.dtype, b.dtype} <= {torch.float32, torch.get_autocast_dtype(device)}:
+            return None
+    elif not x.dtype == of_base == a.dtype == b.dtype:
         return None
     dropout = parts["lora_dropout"]._modules[name]
     if type(dropout) is nn.Identity or type(dropout) is nn.Dropout and not (dropout.p and dropout.training):

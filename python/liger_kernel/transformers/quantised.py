@@ -27,9 +27,7 @@ def is_in_4_bits(weight) -> bool:
 
 
 def _whole(weight, dtype):
-    """A weight in `dtype`."""
-    if weight is None or not is_in_4_bits(weight):
-        return weight
+    """A weight in four bits as a matrix."""
     return sys.modules["bitsandbytes"].functional.dequantize_4bit(weight.data, weight.quant_state).to(dtype)
 
 
@@ -39,15 +37,13 @@ class _OnQuantised(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, name, count, x, *arguments):
-        whole = [_whole(argument, x.dtype) if isinstance(argument, torch.Tensor) else argument for argument in arguments]
-        results, kept = _split(getattr(ops, f"{name}_forward")(x, *whole), count)
-        small = [t for t in arguments if isinstance(t, torch.Tensor) and not is_in_4_bits(t)]
-        ctx.save_for_backward(x, *kept, *small)
-        # What is no tensor, or a weight in four bits, stands in its place; None where a saved tensor does.
-        ctx.others = [None if any(t is s for s in small) else t for t in arguments]
-        ctx.places = [any(t is s for s in small) for t in arguments]
+        whole = [_whole(t, x.dtype) if is_in_4_bits(t) else t for t in arguments]
+        results = getattr(ops, f"{name}_forward")(x, *whole)
+        kept, ctx.is_saved = results[count:], [isinstance(t, torch.Tensor) and not is_in_4_bits(t) for t in arguments]
+        ctx.save_for_backward(x, *kept, *(t for t, is_saved in zip(arguments, ctx.is_saved) if is_saved))
+        ctx.others = [None if is_saved else t for t, is_saved in zip(arguments, ctx.is_saved)]
         ctx.name, ctx.kept = name, len(kept)
-        return results if count > 1 else results[0]
+        return tuple(results[:count]) if count > 1 else results[0]
 
     @staticmethod
     @first_derivative_only
@@ -55,8 +51,8 @@ class _OnQuantised(torch.autograd.Function):
         x, *saved = ctx.saved_tensors
         kept, small = saved[: ctx.kept], iter(saved[ctx.kept :])
         arguments = [
-            next(small) if is_saved else _whole(t, x.dtype) if isinstance(t, torch.Tensor) else t
-            for is_saved, t in zip(ctx.places, ctx.others)
+            next(small) if is_saved else _whole(t, x.dtype) if is_in_4_bits(t) else t
+            for t, is_saved in zip(ctx.others, ctx.is_saved)
         ]
         # The first arguments of an operator, tensors or None, have gradients; numbers come last.
         tensors = [i for i, t in enumerate(arguments) if t is None or isinstance(t, torch.Tensor)]
@@ -64,10 +60,6 @@ class _OnQuantised(torch.autograd.Function):
         gradients = getattr(ops, f"{ctx.name}_backward")(*grads, x, *arguments, *kept, *wanted)
         found = [gradient if want else None for gradient, want in zip(gradients, wanted)]
         return None, None, *found, *(None for _ in range(len(arguments) - len(tensors)))
-
-
-def _split(results, count):
-    return tuple(results[:count]), list(results[count:])
 
 
 def call(name: str, count: int, x: torch.Tensor, *arguments):
