@@ -127,7 +127,7 @@ def _grouped(first, layer, x):
     layers = [layer, *(_adapted(module, x) for module in others)]
     if any(each is None or each.a is None or each.dropout is not None for each in layers):
         return None
-    if any("liger_waiting" in vars(module) for module in others):
+    if any([vars(module).pop("liger_waiting", None) for module in others]):
         vars(first).pop("liger_group")
         return None
     tensors = (tensor for each in layers for tensor in each[:4])
