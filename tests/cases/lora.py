@@ -27,7 +27,7 @@ def applied(x, weight, bias, a, b, scale, seen=None):
 def linear_make(shape, options):
     tokens, into, out = shape
     x = torch.randn(tokens, into)
-    return x, *layer(out, into, options), torch.randn(tokens, into) if options.get("dropout") else None
+    return x, *layer(out, into, options), torch.randn(tokens, into) if options.get("dropout") and options.get("rank", 4) else None
 
 
 def linear_op(*inputs, scale=2.0, **_):

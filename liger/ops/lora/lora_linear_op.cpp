@@ -72,14 +72,14 @@ struct Linear {
     check("lora_linear", in);
     const Tensor y = output(at::empty_symint(with_columns(in.x, in.weight.sym_size(0)), in.x.options()));
     const Layers<1> layers{&in};
-    if (is_nothing(in.x) || y.numel() == 0)
+    if (is_nothing(in.x))
       return {y, Adapters<1>::empty_low_rank(layers, in.x), Adapters<1>::empty_cast(layers, in.x)};
     const Adapters<1> adapters(layers, in.x);
     return {y, adapters.low_rank(seen(in)), adapters.cast};
   }
 
   static void finish(const Inputs& in, Results& results) {
-    if (is_nothing(in.x) || results.y.numel() == 0) return;
+    if (is_nothing(in.x)) return;
     const Adapters<1> adapters({&in}, in.x, results.cast);
     run_forward(matrix(results.y), matrix(in.x), results.low, in, adapters.b[0]);
   }
@@ -95,7 +95,7 @@ struct Linear {
   static Gradients<Tensor> backward(const Upstream& up, const Saved& saved, const Gradients<bool>& wanted) {
     const Inputs& in = saved.in;
     check("lora_linear_backward", in).shaped("dy", up.dy, with_columns(in.x, in.weight.sym_size(0)), Type::Same);
-    if (is_nothing(in.x) || up.dy.numel() == 0)
+    if (is_nothing(in.x))
       return {nothing(wanted.dx, in.x), nothing(wanted.d, in), nothing(wanted.ddropped, in.dropped)};
     Gradients<Tensor> g{room(wanted.dx, in.x), {}, room(wanted.ddropped, in.x)};
     const Tensor x = matrix(in.x), dx = wanted.dx ? matrix(g.dx) : Tensor(),

@@ -21,7 +21,10 @@ inline c10::SymInt rank(const AdaptedLinear& layer) { return layer.a ? layer.a->
 void check(const Arguments& arguments, const AdaptedLinear& layer, const std::string& name, const std::string& stem,
            const c10::SymInt& in);
 
-inline Tensor matrix(const Tensor& t) { return t.reshape({-1, t.size(-1)}); }
+/// Tokens x columns; either may be 0.
+inline Tensor matrix(const Tensor& t) {
+  return t.reshape({c10::multiply_integers(t.sizes().slice(0, t.dim() - 1)), t.size(-1)});
+}
 
 /// x's shape with another last dimension.
 inline c10::SymDimVector with_columns(const Tensor& x, const c10::SymInt& columns) {
@@ -161,6 +164,8 @@ inline LayerGradients<Tensor> nothing(const LayerGradients<bool>& wanted, const 
           nothing(wanted.b, layer.b)};
 }
 
-inline bool is_nothing(const Tensor& x) { return x.is_meta() || x.numel() == 0; }
+inline bool is_nothing(const Tensor& x) {
+  return x.is_meta() || c10::multiply_integers(x.sizes().slice(0, x.dim() - 1)) == 0;
+}
 
 }  // namespace liger::op::lora
