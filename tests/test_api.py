@@ -23,7 +23,8 @@ INTERNAL = {
     *(
         f"transformers.{name}"
         for name in (
-            "causal_lm experts families head hub_kernels logits numeric parts patch replace source tensor_parallel"
+            "causal_lm experts families head hub_kernels logits lora numeric parts patch quantised replace source "
+            "tensor_parallel"
         ).split()
     ),
 }

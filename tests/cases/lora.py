@@ -26,8 +26,9 @@ def applied(x, weight, bias, a, b, scale, seen=None):
 
 def linear_make(shape, options):
     tokens, into, out = shape
+    dropped = options.get("dropout") and options.get("rank", 4)
     x = torch.randn(tokens, into)
-    return x, *layer(out, into, options), torch.randn(tokens, into) if options.get("dropout") and options.get("rank", 4) else None
+    return x, *layer(out, into, options), torch.randn(tokens, into) if dropped else None
 
 
 def linear_op(*inputs, scale=2.0, **_):

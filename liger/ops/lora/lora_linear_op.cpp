@@ -72,8 +72,7 @@ struct Linear {
     check("lora_linear", in);
     const Tensor y = output(at::empty_symint(with_columns(in.x, in.weight.sym_size(0)), in.x.options()));
     const Layers<1> layers{&in};
-    if (is_nothing(in.x))
-      return {y, Adapters<1>::empty_low_rank(layers, in.x), Adapters<1>::empty_cast(layers, in.x)};
+    if (is_nothing(in.x)) return {y, Adapters<1>::empty_low_rank(layers, in.x), Adapters<1>::empty_cast(layers, in.x)};
     const Adapters<1> adapters(layers, in.x);
     return {y, adapters.low_rank(seen(in)), adapters.cast};
   }
