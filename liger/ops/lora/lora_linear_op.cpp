@@ -93,7 +93,11 @@ struct Linear {
 
   static Gradients<Tensor> backward(const Upstream& up, const Saved& saved, const Gradients<bool>& wanted) {
     const Inputs& in = saved.in;
-    check("lora_linear_backward", in).shaped("dy", up.dy, with_columns(in.x, in.weight.sym_size(0)), Type::Same);
+    const Arguments arguments = check("lora_linear_backward", in);
+    arguments.shaped("dy", up.dy, with_columns(in.x, in.weight.sym_size(0)), Type::Same)
+        .present("with_ddropped", wanted.ddropped, "dropped", in.dropped);
+    lora::check(arguments, in, wanted.d, "");
+    Adapters<1>::check(arguments, {&in}, in.x, "low", saved.low, "cast", saved.cast);
     if (is_nothing(in.x))
       return {nothing(wanted.dx, in.x), nothing(wanted.d, in), nothing(wanted.ddropped, in.dropped)};
     Gradients<Tensor> g{room(wanted.dx, in.x), {}, room(wanted.ddropped, in.x)};
@@ -168,10 +172,14 @@ struct QKV {
   static Gradients<Tensor> backward(const Upstream& up, const Saved& saved, const Gradients<bool>& wanted) {
     const Inputs& in = saved.in;
     const auto shape = [&](const AdaptedLinear& layer) { return with_columns(in.x, layer.weight.sym_size(0)); };
-    check("lora_qkv_backward", in)
-        .shaped("dq", up.dq, shape(in.q), Type::Same)
+    const Arguments arguments = check("lora_qkv_backward", in);
+    arguments.shaped("dq", up.dq, shape(in.q), Type::Same)
         .shaped("dk", up.dk, shape(in.k), Type::Same)
         .shaped("dv", up.dv, shape(in.v), Type::Same);
+    lora::check(arguments, in.q, wanted.q, "q_");
+    lora::check(arguments, in.k, wanted.k, "k_");
+    lora::check(arguments, in.v, wanted.v, "v_");
+    Adapters<3>::check(arguments, in.layers(), in.x, "low", saved.low, "cast", saved.cast);
     if (is_nothing(in.x))
       return {nothing(wanted.dx, in.x), nothing(wanted.q, in.q), nothing(wanted.k, in.k), nothing(wanted.v, in.v)};
     Gradients<Tensor> g;

@@ -107,7 +107,18 @@ struct MLP {
 
   static Gradients<Tensor> backward(const Upstream& up, const Saved& saved, const Gradients<bool>& wanted) {
     const Inputs& in = saved.in;
-    check("lora_mlp_backward", in).shaped("dy", up.dy, with_columns(in.x, in.down.weight.sym_size(0)), Type::Same);
+    const Arguments arguments = check("lora_mlp_backward", in);
+    arguments.shaped("dy", up.dy, with_columns(in.x, in.down.weight.sym_size(0)), Type::Same);
+    lora::check(arguments, in.gate, wanted.gate, "gate_");
+    lora::check(arguments, in.up, wanted.up, "up_");
+    lora::check(arguments, in.down, wanted.down, "down_");
+    Adapters<2>::check(arguments, in.of_x(), in.x, "low", saved.low, "cast", saved.cast);
+    Adapters<1>::check(arguments, in.of_product(), in.x, "low_down", saved.low_down, "cast_down", saved.cast_down);
+    if (!in.recompute) {
+      const c10::SymInt tokens = sym_rows(in.x), width = in.gate.weight.sym_size(0);
+      arguments.shaped("gates", saved.gates, {tokens, width}, Type::Same)
+          .shaped("ups", saved.ups, {tokens, width}, Type::Same);
+    }
     const Activation act = gated::parse("lora_mlp_backward", int64_t(in.activation));
     if (is_nothing(in.x))
       return {nothing(wanted.dx, in.x), nothing(wanted.gate, in.gate), nothing(wanted.up, in.up),

@@ -21,6 +21,15 @@ inline c10::SymInt rank(const AdaptedLinear& layer) { return layer.a ? layer.a->
 void check(const Arguments& arguments, const AdaptedLinear& layer, const std::string& name, const std::string& stem,
            const c10::SymInt& in);
 
+/// Checks that a layer has what gradients are wanted of.
+inline void check(const Arguments& arguments, const AdaptedLinear& layer, const LayerGradients<bool>& wanted,
+                  const std::string& stem) {
+  const auto present = [&](const char* what, bool flag, const OptTensor& t) {
+    arguments.present(("with_" + stem + what).c_str(), flag, (stem + what).c_str(), t);
+  };
+  present("bias", wanted.bias, layer.bias), present("a", wanted.a, layer.a), present("b", wanted.b, layer.b);
+}
+
 /// Tokens x columns; either may be 0.
 inline Tensor matrix(const Tensor& t) {
   return t.reshape({c10::multiply_integers(t.sizes().slice(0, t.dim() - 1)), t.size(-1)});
@@ -86,6 +95,15 @@ struct Adapters {
     c10::SymInt ranks = 0;
     for (const AdaptedLinear* layer : layers) ranks += rank(*layer);
     return at::empty_symint({sym_rows(x), ranks}, x.options());
+  }
+
+  /// Checks what forward has kept for backward.
+  static void check(const Arguments& arguments, const Layers<n>& layers, const Tensor& x, const char* low_name,
+                    const Tensor& low, const char* cast_name, const Tensor& cast) {
+    c10::SymInt ranks = 0;
+    for (const AdaptedLinear* layer : layers) ranks += rank(*layer);
+    arguments.shaped(low_name, low, {sym_rows(x), ranks}, Type::Same)
+        .shaped(cast_name, cast, {cast_size(layers, x.scalar_type())}, Type::Same);
   }
 
   /// The columns of layer i in what low_rank gives.
