@@ -25,8 +25,8 @@ struct LogitMap {
 
 }  // namespace liger
 
-/// Lists a struct's fields. Schemas, bindings and what the graph keeps for backward follow from the list. A field may be
-/// a struct that lists its fields too.
+/// Lists a struct's fields. Schemas, bindings and what the graph keeps for backward follow from the list. A field may
+/// be a struct that lists its fields too.
 #define LIGER_FIELDS(...)                                             \
   static constexpr const char* field_names() { return #__VA_ARGS__; } \
   auto fields() { return std::tie(__VA_ARGS__); }                     \

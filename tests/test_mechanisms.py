@@ -211,3 +211,22 @@ def test_checkpoint_stops_before_the_last_gemm():
     again, found, more = run(lambda x: torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False))
     assert more - gemms == 4  # gate and up, each with its low-rank term
     assert torch.equal(again, y) and all(torch.equal(a, b) for a, b in zip(found, gradients))
+
+
+@pytest.mark.parametrize("op, results", [("lora_linear", 1), ("lora_qkv", 3), ("lora_mlp", 1)])
+def test_lora_of_a_transposed_input(op, results, device):
+    """The gradient of an x whose rows no single stride describes."""
+    torch.manual_seed(0)
+    x = torch.randn(3, 4, 8, device=device)
+    layer = [torch.randn(8, 8), None, torch.randn(2, 8), torch.randn(8, 2)]
+    layer = [t if t is None else t.to(device) for t in layer]
+    arguments = {"lora_linear": (*layer, None, 2.0), "lora_qkv": (*layer, *layer, *layer, 2.0, 2.0, 2.0)}
+    arguments["lora_mlp"] = (*layer, *layer, *layer, 2.0, 2.0, 2.0, 0, False)
+
+    def gradient(x):
+        out = as_tuple(getattr(ops, op)(x.requires_grad_(), *arguments[op]))
+        assert len(out) == results
+        return torch.autograd.grad(sum(y.square().sum() for y in out), x)[0]
+
+    expected = gradient(x.transpose(0, 1).contiguous())
+    torch.testing.assert_close(gradient(x.transpose(0, 1)), expected)

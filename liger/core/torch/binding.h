@@ -157,7 +157,7 @@ class Registrar {
 };
 
 /// An operator without a derivative, of a function of structs. kWrites: the arguments that it writes to, with their
-/// letters in the schema: "y(a!)".
+/// alias annotations in the schema: "y(a!)".
 template <Name kName, auto kFunction, Name kWrites = "">
 struct Undifferentiated {
   static constexpr Op<qualified(kName, ""), Flat<kFunction>::call> op{};

@@ -149,6 +149,8 @@ class Arguments {
  public:
   /// The first argument, `x`: of at least one dimension.
   Arguments(const char* op, const char* name, const Tensor& x, Type type = Type::Kernels);
+  /// The operator's name, for what is checked beside.
+  const char* op() const { return op_; }
 
   /// t must have this shape.
   const Arguments& shaped(const char* name, const Tensor& t, c10::SymIntArrayRef shape, Type type) const;

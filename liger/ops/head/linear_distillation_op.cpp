@@ -114,7 +114,7 @@ struct LinearDistillation {
             deferred ? at::empty({}, floats) : Tensor()};
   }
 
-  /// The rows of the tokens that count, on their way through the two heads.
+  /// The hidden states of the tokens that count, and what the two heads make of them.
   struct Rows {
     const Options& o;
     Tensor kept, labels, soft, hard;

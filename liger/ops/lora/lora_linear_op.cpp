@@ -5,16 +5,14 @@ namespace op::lora {
 
 void check(const Arguments& arguments, const AdaptedLinear& layer, const std::string& name, const std::string& stem,
            const c10::SymInt& in) {
-  TORCH_CHECK(layer.weight.dim() == 2, name, " must be a matrix, got ", layer.weight.sym_sizes());
   const c10::SymInt out = layer.weight.sym_size(0);
   const auto called = [&](const char* what) { return stem + what; };
+  TORCH_CHECK(layer.a.has_value() == layer.b.has_value(), arguments.op(), ": ", called("a"), " and ", called("b"),
+              " are given together");
   arguments.shaped(name.c_str(), layer.weight, {out, in}, Type::Same)
-      .vector(called("bias").c_str(), layer.bias, out, Type::Same);
-  TORCH_CHECK(layer.a.has_value() == layer.b.has_value(), called("a"), " and ", called("b"), " are given together");
-  if (!layer.a) return;
-  TORCH_CHECK(layer.a->dim() == 2, called("a"), " must be a matrix, got ", layer.a->sym_sizes());
-  arguments.shaped(called("a").c_str(), *layer.a, {rank(layer), in}, Type::SameOrFloat)
-      .shaped(called("b").c_str(), *layer.b, {out, rank(layer)}, Type::SameOrFloat);
+      .vector(called("bias").c_str(), layer.bias, out, Type::Same)
+      .shaped(called("a").c_str(), layer.a, {rank(layer), in}, Type::SameOrFloat)
+      .shaped(called("b").c_str(), layer.b, {out, rank(layer)}, Type::SameOrFloat);
 }
 
 void product_of_rows(Tensor out, const Tensor& a, const Tensor& b, double factor) {
@@ -40,6 +38,7 @@ struct Linear {
   struct Results {
     Tensor y, low, cast;
     LIGER_FIELDS(y, low, cast)
+    Tensor b;  // in x's type, between start and finish
   };
   struct Saved {
     Inputs in;
@@ -72,15 +71,14 @@ struct Linear {
     check("lora_linear", in);
     const Tensor y = output(at::empty_symint(with_columns(in.x, in.weight.sym_size(0)), in.x.options()));
     const Layers<1> layers{&in};
-    if (is_nothing(in.x)) return {y, Adapters<1>::empty_low_rank(layers, in.x), Adapters<1>::empty_cast(layers, in.x)};
+    if (is_nothing(in.x))
+      return {y, Adapters<1>::empty_low_rank(layers, in.x), Adapters<1>::empty_cast(layers, in.x), Tensor()};
     const Adapters<1> adapters(layers, in.x);
-    return {y, adapters.low_rank(seen(in)), adapters.cast};
+    return {y, adapters.low_rank(seen(in)), adapters.cast, adapters.b[0]};
   }
 
   static void finish(const Inputs& in, Results& results) {
-    if (is_nothing(in.x)) return;
-    const Adapters<1> adapters({&in}, in.x, results.cast);
-    run_forward(matrix(results.y), matrix(in.x), results.low, in, adapters.b[0]);
+    if (!is_nothing(in.x)) run_forward(matrix(results.y), matrix(in.x), results.low, in, results.b);
   }
 
   static Results forward(const Inputs& in) {

@@ -21,7 +21,7 @@ struct MLP {
   struct Results {
     Tensor y, low, low_down, gates, ups, cast, cast_down;
     LIGER_FIELDS(y, low, low_down, gates, ups, cast, cast_down)
-    Tensor product;  // between start and finish
+    Tensor product, down_b;  // between start and finish
   };
   struct Saved {
     Inputs in;
@@ -82,14 +82,13 @@ struct MLP {
     gated::run_forward(g, u, r.product, act, 1);
     if (!in.recompute) r.gates = g, r.ups = u;
     const Adapters<1> of_down(in.of_product(), r.product);
-    r.cast_down = of_down.cast, r.low_down = of_down.low_rank(r.product);
+    r.cast_down = of_down.cast, r.low_down = of_down.low_rank(r.product), r.down_b = of_down.b[0];
     return r;
   }
 
   static void finish(const Inputs& in, Results& r) {
     if (is_nothing(in.x)) return;
-    const Adapters<1> of_down(in.of_product(), r.product, r.cast_down);
-    run_forward(matrix(r.y), r.product, r.low_down, in.down, of_down.b[0]);
+    run_forward(matrix(r.y), r.product, r.low_down, in.down, r.down_b);
     r.product = Tensor();
   }
 

@@ -52,9 +52,8 @@ struct Adapters {
   /// `made` is what an earlier one was cast to, if anything.
   Adapters(const Layers<n>& layers, const Tensor& x, const Tensor& made = {}) : cast(made) {
     std::vector<Tensor> given;
-    int64_t ranks = 0;
     for (const AdaptedLinear* layer : layers)
-      if (layer->a) ranks += layer->a->size(0), given.push_back(*layer->a);
+      if (layer->a) given.push_back(*layer->a);
     const int64_t numbers = cast_size(layers, x.scalar_type()).expect_int();
     if (!cast.defined()) cast = at::empty({numbers}, x.options());
     if (numbers == 0) {
@@ -62,7 +61,8 @@ struct Adapters {
       for (size_t i = 0; i < n; ++i) b[i] = value_or_undefined(layers[i]->b);
       return;
     }
-    a = cast.narrow(0, 0, ranks * x.size(-1)).view({ranks, x.size(-1)});
+    const int64_t rows = ranks(layers).expect_int();
+    a = cast.narrow(0, 0, rows * x.size(-1)).view({rows, x.size(-1)});
     int64_t row = 0, begin = a.numel();
     std::vector<Tensor> to;
     for (const Tensor& part : given) to.push_back(a.narrow(0, row, part.size(0))), row += part.size(0);
@@ -72,6 +72,12 @@ struct Adapters {
       to.push_back(b[i]), given.push_back(*layers[i]->b);
     }
     if (!made.defined()) at::_foreach_copy_(to, given);  // one launch for all
+  }
+
+  static c10::SymInt ranks(const Layers<n>& layers) {
+    c10::SymInt all = 0;
+    for (const AdaptedLinear* layer : layers) all += rank(*layer);
+    return all;
   }
 
   /// How many numbers `cast` has.
@@ -92,17 +98,13 @@ struct Adapters {
   /// x Aᵀ of all layers side by side [tokens, Σ rank].
   Tensor low_rank(const Tensor& x) const { return a.defined() ? x.mm(a.t()) : x.new_empty({x.size(0), 0}); }
   static Tensor empty_low_rank(const Layers<n>& layers, const Tensor& x) {
-    c10::SymInt ranks = 0;
-    for (const AdaptedLinear* layer : layers) ranks += rank(*layer);
-    return at::empty_symint({sym_rows(x), ranks}, x.options());
+    return at::empty_symint({sym_rows(x), ranks(layers)}, x.options());
   }
 
   /// Checks what forward has kept for backward.
   static void check(const Arguments& arguments, const Layers<n>& layers, const Tensor& x, const char* low_name,
                     const Tensor& low, const char* cast_name, const Tensor& cast) {
-    c10::SymInt ranks = 0;
-    for (const AdaptedLinear* layer : layers) ranks += rank(*layer);
-    arguments.shaped(low_name, low, {sym_rows(x), ranks}, Type::Same)
+    arguments.shaped(low_name, low, {sym_rows(x), ranks(layers)}, Type::Same)
         .shaped(cast_name, cast, {cast_size(layers, x.scalar_type())}, Type::Same);
   }
 
@@ -169,7 +171,10 @@ std::array<LayerGradients<Tensor>, n> run_backward(const std::array<Tensor, n>& 
 }
 
 /// Room for a gradient of x, if it is wanted.
-inline Tensor room(bool wanted, const Tensor& x) { return wanted ? output(at::empty_like(x)) : Tensor(); }
+inline Tensor room(bool wanted, const Tensor& x) {
+  // Contiguous, whatever x is: a GEMM must write to it and not to a copy.
+  return wanted ? output(at::empty(x.sizes(), x.options())) : Tensor();
+}
 
 /// A gradient where there is nothing to compute: its shape, or zeros where there are no rows; undefined if not wanted.
 inline Tensor nothing(bool wanted, const OptTensor& like) {

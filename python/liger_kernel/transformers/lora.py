@@ -16,12 +16,10 @@ from transformers import PreTrainedModel
 
 from liger_kernel.operators.activation import GELU_ERF, GELU_TANH, SILU
 from liger_kernel.operators.coverage import DENSE, GATED_KERNELS, is_bare, is_dense, kernels_cover
-from liger_kernel.transformers.geglu import LigerGEGLUMLP
-from liger_kernel.transformers.mlp import LigerMLP
-from liger_kernel.transformers.quantised import call, is_in_4_bits, weight_in_4_bits
+from liger_kernel.operators.mlp import LigerGEGLUMLP, LigerMLP, LigerSwiGLUMLP
+from liger_kernel.transformers.quantised import call, is_in_4_bits, is_linear_in_4_bits, weight_in_4_bits
 from liger_kernel.transformers.replace import Edits, is_variant, replace_class
 from liger_kernel.transformers.report import Replacement, Report, Skip
-from liger_kernel.transformers.swiglu import LigerSwiGLUMLP
 
 
 class Layer(NamedTuple):
@@ -39,7 +37,8 @@ def layer_of(module, x) -> Layer | None:
     """What a call of a linear layer with x computes; None where that is more than a Layer."""
     if type(module) is nn.Linear:
         weight, bias = module._parameters["weight"], module._parameters["bias"]
-        return Layer(weight, bias) if is_bare(module) and type(weight) in DENSE else None
+        known = is_bare(module) and type(weight) in DENSE
+        return Layer(weight, bias) if known and (weight.dtype == x.dtype or is_autocast(x)) else None
     if is_bare(module) and (weight := weight_in_4_bits(module, x)) is not None:
         bias = module.bias
         return Layer(weight, bias) if bias is None or bias.dtype == x.dtype and not bias.requires_grad else None
@@ -67,16 +66,18 @@ def _adapted(module, x):
     a, b = _weight_of(low), _weight_of(high)
     if a is None or b is None or module.lora_variant and name in module.lora_variant:
         return None
-    of_base = x.dtype if is_in_4_bits(base.weight) else base.weight.dtype
-    if torch.is_autocast_enabled(device := x.device.type):
-        if not {a.dtype, b.dtype} <= {torch.float32, torch.get_autocast_dtype(device)}:
-            return None
-    elif not x.dtype == of_base == a.dtype == b.dtype:
+    known = {torch.float32, torch.get_autocast_dtype(x.device.type)} if is_autocast(x) else {x.dtype}
+    if not {a.dtype, b.dtype} <= known:
         return None
     dropout = parts["lora_dropout"]._modules[name]
     if type(dropout) is nn.Identity or type(dropout) is nn.Dropout and not (dropout.p and dropout.training):
         dropout = None
     return Layer(base.weight, base.bias, a, b, float(module.scaling[name]), dropout)
+
+
+def is_autocast(x) -> bool:
+    """Whether a linear layer would cast x."""
+    return torch.is_autocast_enabled(x.device.type)
 
 
 def _weight_of(layer):
@@ -106,7 +107,7 @@ class LoRALinear:
 
     def _cast_input_dtype(self, x, dtype):
         """Not to float under autocast, whose GEMM would take it back."""
-        if x is None or self.lora_variant or not torch.is_autocast_enabled(x.device.type):
+        if x is None or self.lora_variant or not is_autocast(x):
             return super()._cast_input_dtype(x, dtype)
         dropouts = (self.lora_dropout[name] for name in self.active_adapters if name in self.lora_dropout)
         if any(type(dropout) is not nn.Identity for dropout in dropouts):
@@ -161,13 +162,9 @@ def _gated_mlp(mlp, x):
     layers = [layer_of(getattr(mlp, name), x) for name in _PROJECTIONS]
     if any(layer is None or layer.dropout is not None for layer in layers) or all(layer.a is None for layer in layers):
         return None
-    if not torch.is_autocast_enabled(x.device.type) and any(
-        layer.weight.dtype != x.dtype for layer in layers if not is_in_4_bits(layer.weight)
-    ):
-        return None
     tensors = (tensor for layer in layers for tensor in layer[:4])
     scales = (layer.scale for layer in layers)
-    return call("lora_mlp", 1, x, *tensors, *scales, _activation_of(mlp), isinstance(mlp, LigerMLP))
+    return call("lora_mlp", 1, x, *tensors, *scales, mlp.liger_activation, isinstance(mlp, LigerMLP))
 
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -187,12 +184,11 @@ def _activation_of(mlp):
 def _reason_to_keep(module):
     """Why a LoRA layer runs PEFT's forward, as far as that is known before a call; None if it is fused."""
     base = module.base_layer
-    if type(base).__name__ == "Linear4bit":
-        return None
-    if type(base) is not nn.Linear:
-        return f"its base is a {type(base).__name__}"
-    if not is_dense(base.weight):
-        return "its weight is sharded or quantised"
+    if not is_linear_in_4_bits(base):
+        if type(base) is not nn.Linear:
+            return f"its base is a {type(base).__name__}"
+        if not is_dense(base.weight):
+            return "its weight is sharded or quantised"
     if any(name in module.lora_variant for name in module.active_adapters):
         return "its adapter is DoRA or another variant"
     if any(layer.bias is not None for layer in module.lora_B.values()):
@@ -210,7 +206,7 @@ def fuse_adapters(model, edits: Edits) -> tuple[list[Replacement], list[Skip]]:
         return [], []
     in_4_bits = sys.modules.get("peft.tuners.lora.bnb")
     classes = peft.Linear, getattr(in_4_bits, "Linear4bit", peft.Linear)
-    linears, mlps, kept = 0, {}, {}
+    linears, mlps, kept = 0, 0, {}
     for module in list(model.modules()):
         if isinstance(module, peft.LoraLayer):
             if type(module) in classes:
@@ -222,20 +218,20 @@ def fuse_adapters(model, edits: Edits) -> tuple[list[Replacement], list[Skip]]:
             else:
                 linears += 1
     for module in list(model.modules()):
-        projections = [getattr(module, name, None) for name in _PROJECTIONS]
-        if _activation_of(module) is None or not any(is_variant(type(p), LoRALinear) for p in projections):
-            continue
-        if not is_variant(type(module), LoRAMLP):
-            replace_class(module, LoRAMLP, edits)
-        mlps[type(module).__name__] = mlps.get(type(module).__name__, 0) + 1
-    for module in model.modules():
-        group = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj")]
+        of_mlp, group = (
+            [getattr(module, name, None) for name in names] for names in (_PROJECTIONS, ("q_proj", "k_proj", "v_proj"))
+        )
+        activation = _activation_of(module)
+        if activation is not None and any(is_variant(type(layer), LoRALinear) for layer in of_mlp):
+            if not is_variant(type(module), LoRAMLP):
+                replace_class(module, LoRAMLP, edits, liger_activation=activation)
+            mlps += 1
         if all(is_variant(type(layer), LoRALinear) for layer in group):
             edits.set(group[0], "liger_group", tuple(group[1:]))
             for layer in group[1:]:
                 edits.set(layer, "liger_first", (group[0],))
     done = [Replacement("lora", "Linear with an adapter", "lora_linear", linears)] if linears else []
-    done += [Replacement("lora", "gated MLP with adapters", "lora_mlp", sum(mlps.values()))] if mlps else []
+    done += [Replacement("lora", "gated MLP with adapters", "lora_mlp", mlps)] if mlps else []
     return done, [Skip("lora", "Linear with an adapter", reason) for reason in kept]
 
 

@@ -9,15 +9,20 @@ from liger_kernel._library import ops
 from liger_kernel.operators.common import first_derivative_only
 
 
-def weight_in_4_bits(module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
-    """The weight of a Linear4bit of bitsandbytes (nf4 or fp4) that a call with x multiplies by in x's dtype, or in
-    autocast's; None for any other module, and where the layer would cast x."""
+def is_linear_in_4_bits(module: nn.Module) -> bool:
+    """Whether a module is a Linear4bit of bitsandbytes: nf4 or fp4."""
     bitsandbytes = sys.modules.get("bitsandbytes")
-    if bitsandbytes is None or type(module) is not bitsandbytes.nn.Linear4bit:
+    return bitsandbytes is not None and type(module) is bitsandbytes.nn.Linear4bit
+
+
+def weight_in_4_bits(module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
+    """The weight of a Linear4bit that a call with x multiplies by in x's dtype, or in autocast's; None for any other
+    module, and where the layer would cast x."""
+    if not is_linear_in_4_bits(module):
         return None
     weight, device = module.weight, x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    known = type(weight) is bitsandbytes.nn.Params4bit and weight.quant_state is not None and not weight.requires_grad
+    known = type(weight).__name__ == "Params4bit" and weight.quant_state is not None and not weight.requires_grad
     return weight if known and x.dtype == dtype and module.compute_dtype in (None, dtype) else None
 
 
