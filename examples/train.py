@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +21,8 @@ import torch
 # Of docs/families.md: dense, softcapped, with experts, with images.
 MEASURED = "llama,qwen3,phi3,gemma2,gemma3_text,mixtral,qwen3_moe,qwen2_5_vl"
 
+LORA_LR = 2e-4  # of adapters, whose B starts at zero
+
 
 def arguments(argv=None):
     parser = comparison.parser(__doc__)
@@ -31,6 +34,12 @@ def arguments(argv=None):
     add("--batch", type=int, help="sequences in a step (default: 4 on a CPU, up to 8 on a GPU, by its memory)")
     add("--length", type=int, help="tokens in a sequence (default: 1024 on a CPU, 2048 on a GPU)")
     add("--gradient-checkpointing", action="store_true", help="in both runs")
+    add(
+        "--lora",
+        type=int,
+        metavar="RANK",
+        help="train adapters of PEFT of this rank on all linear layers, in both runs",
+    )
     args = parser.parse_args(argv)
     if args.worker:
         return args
@@ -39,13 +48,15 @@ def arguments(argv=None):
     known = random_models.language_models()
     if unknown := set(args.family.split(",")).difference(known):
         parser.error(f"there is no family {', '.join(sorted(unknown))}: take some of {', '.join(known)}")
+    if args.lora and not find_spec("peft"):
+        parser.error("the package peft is not installed")
     if args.model and args.family != "llama":
         parser.error("--family makes fresh models: leave out --model, whose family its configuration says")
     if args.triton_liger and not Path(args.triton_liger, "liger_kernel").is_dir():
         parser.error(f"there is no package liger_kernel in {args.triton_liger}")
     args.length = args.length or (1024 if args.device == "cpu" else 2048)
     args.batch = args.batch or comparison.fitting_batch(args.device, 12)  # GB of the model and its optimiser
-    args.lr = args.lr or (1e-5 if args.model else comparison.SIZES[args.config][1])
+    args.lr = args.lr or (LORA_LR if args.lora else 1e-5 if args.model else comparison.SIZES[args.config][1])
     args.config = None if args.model else args.config
     if not args.model or Path(args.model).is_dir():
         os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing is fetched
@@ -117,6 +128,11 @@ def work(run):
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if run.side == "noise":
         comparison.flip_a_last_bit(model)
+    if run.lora:
+        from peft import LoraConfig, get_peft_model
+
+        settings = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+        model = get_peft_model(model, LoraConfig(r=run.lora, lora_alpha=2 * run.lora, **settings))
 
     marks = () if run.model else random_models.MARKS.get(family, {}).items()
 
@@ -142,6 +158,7 @@ def work(run):
                 per_device_train_batch_size=run.batch,
                 learning_rate=run.lr,
                 lr_scheduler_type="constant",  # so that a shorter run takes the same steps
+                bf16=bool(run.lora) and run.dtype == "bfloat16",  # adapters are in float32
                 use_cpu=run.device == "cpu",
                 dataloader_pin_memory=run.device == "cuda",
                 seed=run.seed,

@@ -74,6 +74,15 @@ def test_trains_families_and_a_rival(tmp_path, prose):
     assert re.search(r"\| mixtral +\|.*x\).*x\).*%\).*%\)", done.stdout) and re.search(r"\| gemma3 +\|", done.stdout)
 
 
+def test_trains_adapters(tmp_path, prose):
+    done = run(tmp_path, "--text", prose, "--lora", 4, "--gradient-checkpointing")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "out/train.json").read_text())
+    check_report(report)
+    of_model = report["plain"]["parameters"] * 4
+    assert of_model < report["plain"]["state_bytes"] < 1.5 * of_model  # gradients and states of adapters only
+
+
 def test_aligns_plain_and_liger(tmp_path, prose):
     done = run(tmp_path, "--text", prose, "--loss", "grpo,dpo", script="align.py", batch=4)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -109,6 +109,23 @@ struct Linear {
   }
 };
 
+/// The second part of lora_linear and of lora_mlp, whose last layer it is, for callers that hold its weight in a form
+/// of their own: y of x, with what the first part gave. <name>_start reads that weight's shape and dtype only.
+struct Finish : AdaptedLinear {
+  Tensor y, x, low, cast;
+  LIGER_FIELDS(y, x, weight, bias, a, b, low, cast, scale)
+};
+void finish(const Finish& in) {
+  const Layers<1> layers{&in};
+  const Arguments arguments("lora_finish", "x", in.x);
+  check(arguments, in, "weight", "", in.x.sym_size(-1));
+  arguments.shaped("y", in.y, with_columns(in.y, in.weight.sym_size(0)), Type::Same);
+  TORCH_CHECK(sym_rows(in.y) == sym_rows(in.x), "lora_finish: y has ", sym_rows(in.y), " rows, and x ", sym_rows(in.x));
+  Adapters<1>::check(arguments, layers, in.x, "low", in.low, "cast", in.cast);
+  if (is_nothing(in.x)) return;
+  run_forward(matrix(in.y), matrix(in.x), in.low, in, Adapters<1>(layers, in.x, in.cast).b[0]);
+}
+
 struct QKV {
   static constexpr Name kName = "lora_qkv";
   static constexpr Autocast kAutocast = Autocast::Cast;
@@ -203,6 +220,8 @@ std::tuple<Tensor, Tensor, Tensor> lora_qkv(const Tensor& x, const AdaptedLinear
   return Operator<op::lora::QKV>::public_op(op::lora::QKV::Inputs{x, q, k, v});
 }
 
-LIGER_OPERATORS(lora_linear, Operator<op::lora::Linear>, Operator<op::lora::QKV>)
+LIGER_OPERATORS(lora_linear, Operator<op::lora::Linear>, Operator<op::lora::QKV>,
+                Undifferentiated<"lora_linear_start", op::lora::Linear::start>,
+                Undifferentiated<"lora_finish", op::lora::finish, "y(a!)">)
 
 }  // namespace liger

@@ -98,6 +98,16 @@ struct MLP {
     return results;
   }
 
+  /// What `start` gives, to callers that finish by lora_finish.
+  struct Started {
+    Tensor y, low, low_down, gates, ups, cast, cast_down, product;
+    LIGER_FIELDS(y, low, low_down, gates, ups, cast, cast_down, product)
+  };
+  static Started started(const Inputs& in) {
+    const Results r = start(in);
+    return {r.y, r.low, r.low_down, r.gates, r.ups, r.cast, r.cast_down, r.product};
+  }
+
   static Saved save(const Inputs& in, const Results& r) {
     return {in, r.low, r.low_down, r.gates, r.ups, r.cast, r.cast_down};
   }
@@ -113,11 +123,9 @@ struct MLP {
     lora::check(arguments, in.down, wanted.down, "down_");
     Adapters<2>::check(arguments, in.of_x(), in.x, "low", saved.low, "cast", saved.cast);
     Adapters<1>::check(arguments, in.of_product(), in.x, "low_down", saved.low_down, "cast_down", saved.cast_down);
-    if (!in.recompute) {
-      const c10::SymInt tokens = sym_rows(in.x), width = in.gate.weight.sym_size(0);
-      arguments.shaped("gates", saved.gates, {tokens, width}, Type::Same)
-          .shaped("ups", saved.ups, {tokens, width}, Type::Same);
-    }
+    const c10::SymDimVector kept =
+        in.recompute ? c10::SymDimVector{0} : c10::SymDimVector{sym_rows(in.x), in.gate.weight.sym_size(0)};
+    arguments.shaped("gates", saved.gates, kept, Type::Same).shaped("ups", saved.ups, kept, Type::Same);
     const Activation act = gated::parse("lora_mlp_backward", int64_t(in.activation));
     if (is_nothing(in.x))
       return {nothing(wanted.dx, in.x), nothing(wanted.gate, in.gate), nothing(wanted.up, in.up),
@@ -149,6 +157,6 @@ Tensor lora_mlp(const Tensor& x, const AdaptedLinear& gate, const AdaptedLinear&
   return Operator<op::lora::MLP>::public_op(op::lora::MLP::Inputs{x, gate, up, down, activation, recompute});
 }
 
-LIGER_OPERATORS(lora_mlp, Operator<op::lora::MLP>)
+LIGER_OPERATORS(lora_mlp, Operator<op::lora::MLP>, Undifferentiated<"lora_mlp_start", op::lora::MLP::started>)
 
 }  // namespace liger

@@ -8,6 +8,7 @@ way than bitsandbytes' four bits, and without autocast an adapter of another dty
 
 import sys
 import weakref
+from collections import Counter
 from typing import NamedTuple
 
 import torch
@@ -45,25 +46,36 @@ def layer_of(module, x) -> Layer | None:
     return _adapted(module, x) if is_variant(type(module), LoRALinear) and is_bare(module) else None
 
 
+class Adapter(NamedTuple):
+    """scale · (dropout(x) aᵀ) bᵀ, which a LoRA layer adds to what its base gives; a, b and dropout may be None."""
+
+    a: torch.Tensor | None = None
+    b: torch.Tensor | None = None
+    scale: float = 1.0
+    dropout: nn.Module | None = None
+
+
 def _adapted(module, x):
     """What the forward of a LoRA layer computes, or None. Runs at each call: modules are taken from where torch keeps
     them, which is faster than attributes."""
-    parts = module._modules
-    base, adapters = layer_of(parts["base_layer"], x), parts["lora_A"]._modules
-    if base is None or module.merged and module._disable_adapters:
-        return None
+    base, adapter = layer_of(module._modules["base_layer"], x), _adapter_of(module, x)
+    return None if base is None or adapter is None else Layer(base.weight, base.bias, *adapter)
+
+
+def _adapter_of(module, x):
+    """The adapter that the forward of a LoRA layer applies; None where that is more than an Adapter."""
     if module.merged or module._disable_adapters:
-        return base
-    active = module.active_adapters
+        return None if module.merged and module._disable_adapters else Adapter()
+    parts = module._modules
+    active, adapters = module.active_adapters, parts["lora_A"]._modules
     if len(active) != 1:
         active = [name for name in active if name in adapters]
         if len(active) > 1:
             return None
     if not active or active[0] not in adapters:
-        return base
+        return Adapter()
     name = active[0]
-    low, high = adapters[name], parts["lora_B"]._modules[name]
-    a, b = _weight_of(low), _weight_of(high)
+    a, b = _weight_of(adapters[name]), _weight_of(parts["lora_B"]._modules[name])
     if a is None or b is None or module.lora_variant and name in module.lora_variant:
         return None
     known = {torch.float32, torch.get_autocast_dtype(x.device.type)} if is_autocast(x) else {x.dtype}
@@ -72,7 +84,7 @@ def _adapted(module, x):
     dropout = parts["lora_dropout"]._modules[name]
     if type(dropout) is nn.Identity or type(dropout) is nn.Dropout and not (dropout.p and dropout.training):
         dropout = None
-    return Layer(base.weight, base.bias, a, b, float(module.scaling[name]), dropout)
+    return Adapter(a, b, float(module.scaling[name]), dropout)
 
 
 def is_autocast(x) -> bool:
@@ -89,21 +101,31 @@ def _weight_of(layer):
 
 
 class LoRALinear:
-    """The part of a PEFT layer on an nn.Linear whose forward is one operator."""
+    """The part of a PEFT layer whose forward is one operator, or two GEMMs after the forward of its base where that is
+    more than a matrix."""
 
     def forward(self, x, *args, **kwargs):
         if "liger_waiting" in vars(self) and (found := _taken(self, x)) is not None:
             return found
-        layer = None if args or kwargs or not kernels_cover(x) else _adapted(self, x)
-        if layer is None or layer.a is None:
+        adapter = None if args or kwargs or not kernels_cover(x) else _adapter_of(self, x)
+        if adapter is None or adapter.a is None:
             return super().forward(x, *args, **kwargs)
+        base = self._modules["base_layer"]
+        if (known := layer_of(base, x)) is None:
+            return _add(base(x), self._dropped(x, adapter), adapter)
+        layer = Layer(known.weight, known.bias, *adapter)
         if "liger_group" in vars(self) and (found := _grouped(self, layer, x)) is not None:
             return found
-        dropped = None
-        if layer.dropout is not None:  # of x in the dtype that PEFT gives it, in which torch draws the same mask
-            seen = x if is_in_4_bits(layer.weight) else super()._cast_input_dtype(x, layer.a.dtype)
-            dropped = layer.dropout(seen).to(x.dtype)
+        dropped = None if adapter.dropout is None else self._dropped(x, adapter)
         return call("lora_linear", 1, x, *layer[:4], dropped, layer.scale)
+
+    def _dropped(self, x, adapter):
+        """What an adapter sees of x. It is dropped out in the dtype that PEFT gives it, in which torch draws the same
+        mask."""
+        if adapter.dropout is None:
+            return x
+        seen = super()._cast_input_dtype(x, adapter.a.dtype) if self.liger_casts else x
+        return adapter.dropout(seen).to(x.dtype)
 
     def _cast_input_dtype(self, x, dtype):
         """Not to float under autocast, whose GEMM would take it back."""
@@ -113,6 +135,14 @@ class LoRALinear:
         if any(type(dropout) is not nn.Identity for dropout in dropouts):
             return super()._cast_input_dtype(x, dtype)
         return x
+
+
+def _add(y, x, adapter):
+    """y + scale · (x aᵀ) bᵀ, rounded once where the dtypes allow it."""
+    low = nn.functional.linear(x, adapter.a)
+    if y.dtype != low.dtype:
+        return y + (nn.functional.linear(low, adapter.b) * adapter.scale).to(y.dtype)
+    return torch.addmm(y.flatten(0, -2), low.flatten(0, -2), adapter.b.t(), alpha=adapter.scale).view(y.shape)
 
 
 # Projections of one input are computed together when the first is called: one GEMM applies all A, and the gradients of
@@ -181,19 +211,40 @@ def _activation_of(mlp):
     return None
 
 
+def _is_matrix(module) -> bool:
+    """Whether a linear layer, or the base of a LoRA layer, multiplies by a matrix that operators take."""
+    base = getattr(module, "base_layer", module)
+    return is_linear_in_4_bits(base) or type(base) is nn.Linear and is_dense(base.weight)
+
+
 def _reason_to_keep(module):
-    """Why a LoRA layer runs PEFT's forward, as far as that is known before a call; None if it is fused."""
-    base = module.base_layer
-    if not is_linear_in_4_bits(base):
-        if type(base) is not nn.Linear:
-            return f"its base is a {type(base).__name__}"
-        if not is_dense(base.weight):
-            return "its weight is sharded or quantised"
+    """Why a LoRA layer runs PEFT's forward, as far as that is known before a call; None if it does not."""
     if any(name in module.lora_variant for name in module.active_adapters):
         return "its adapter is DoRA or another variant"
     if any(layer.bias is not None for layer in module.lora_B.values()):
         return "its adapter has a bias"
     return None
+
+
+# PEFT's classes for linear layers, of which those of packages that are not installed may be missing, and whether their
+# forward casts the input of an adapter under autocast.
+_CLASSES = {
+    "layer.Linear": True,
+    "torchao.TorchaoLoraLinear": True,
+    "inc.IncLoraLinear": True,
+    "gptq.GPTQLoraLinear": True,
+    "bnb.Linear8bitLt": False,
+    "bnb.Linear4bit": False,
+    "awq.AwqLoraLinear": False,
+    "aqlm.AqlmLoraLinear": False,
+    "eetq.EetqLoraLinear": False,
+    "hqq.HqqLoraLinear": False,
+}
+
+
+def _casts_input(cls) -> bool | None:
+    """The value of _CLASSES for a class of PEFT; None if it is not among them."""
+    return _CLASSES.get(f"{cls.__module__}.{cls.__qualname__}".removeprefix("peft.tuners.lora."))
 
 
 def fuse_adapters(model, edits: Edits) -> tuple[list[Replacement], list[Skip]]:
@@ -204,19 +255,17 @@ def fuse_adapters(model, edits: Edits) -> tuple[list[Replacement], list[Skip]]:
     peft = sys.modules.get("peft.tuners.lora.layer")  # without it no model has its layers
     if peft is None:
         return [], []
-    in_4_bits = sys.modules.get("peft.tuners.lora.bnb")
-    classes = peft.Linear, getattr(in_4_bits, "Linear4bit", peft.Linear)
-    linears, mlps, kept = 0, 0, {}
+    linears, mlps, kept = Counter(), 0, {}
     for module in list(model.modules()):
         if isinstance(module, peft.LoraLayer):
-            if type(module) in classes:
-                replace_class(module, LoRALinear, edits)
+            if (casts := _casts_input(type(module))) is not None:
+                replace_class(module, LoRALinear, edits, liger_casts=casts)
             if not is_variant(type(module), LoRALinear):
                 kept.setdefault(f"a {type(module).__name__} of PEFT runs its own forward", None)
             elif reason := _reason_to_keep(module):
                 kept.setdefault(reason, None)
             else:
-                linears += 1
+                linears["Linear" if _is_matrix(module) else type(module.base_layer).__name__] += 1
     for module in list(model.modules()):
         of_mlp, group = (
             [getattr(module, name, None) for name in names] for names in (_PROJECTIONS, ("q_proj", "k_proj", "v_proj"))
@@ -225,12 +274,15 @@ def fuse_adapters(model, edits: Edits) -> tuple[list[Replacement], list[Skip]]:
         if activation is not None and any(is_variant(type(layer), LoRALinear) for layer in of_mlp):
             if not is_variant(type(module), LoRAMLP):
                 replace_class(module, LoRAMLP, edits, liger_activation=activation)
-            mlps += 1
+            mlps += all(_is_matrix(layer) for layer in of_mlp)
         if all(is_variant(type(layer), LoRALinear) for layer in group):
             edits.set(group[0], "liger_group", tuple(group[1:]))
             for layer in group[1:]:
                 edits.set(layer, "liger_first", (group[0],))
-    done = [Replacement("lora", "Linear with an adapter", "lora_linear", linears)] if linears else []
+    done = [
+        Replacement("lora", f"{base} with an adapter", "lora_linear" if base == "Linear" else "addmm", count)
+        for base, count in linears.items()
+    ]
     done += [Replacement("lora", "gated MLP with adapters", "lora_mlp", mlps)] if mlps else []
     return done, [Skip("lora", "Linear with an adapter", reason) for reason in kept]
 

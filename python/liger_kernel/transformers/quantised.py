@@ -36,14 +36,28 @@ def _whole(weight, dtype):
     return sys.modules["bitsandbytes"].functional.dequantize_4bit(weight.data, weight.quant_state).to(dtype)
 
 
+def _like_whole(weight, x):
+    """A tensor of the shape and dtype of a weight in four bits, where nobody reads its numbers."""
+    return x.new_empty(1).expand(weight.quant_state.shape)
+
+
 class _OnQuantised(torch.autograd.Function):
     """An operator whose schemas are <name>_forward and <name>_backward. Weights in four bits are made whole for each
-    pass and are not kept between them."""
+    pass and are not kept between them. With a list `unfinished`, forward leaves out the last GEMM, and appends what it
+    has for _finish."""
 
     @staticmethod
-    def forward(ctx, name, count, x, *arguments):
-        whole = [_whole(t, x.dtype) if is_in_4_bits(t) else t for t in arguments]
-        results = getattr(ops, f"{name}_forward")(x, *whole)
+    def forward(ctx, name, count, unfinished, x, *arguments):
+        starts = unfinished is not None
+        last = _LAST[name] if starts else None
+        whole = [
+            t if not is_in_4_bits(t) else _like_whole(t, x) if i == last else _whole(t, x.dtype)
+            for i, t in enumerate(arguments)
+        ]
+        results = getattr(ops, f"{name}_start" if starts else f"{name}_forward")(x, *whole)
+        if starts:
+            unfinished += results
+            results = results[: _RESULTS[name]]
         kept, ctx.is_saved = results[count:], [isinstance(t, torch.Tensor) and not is_in_4_bits(t) for t in arguments]
         ctx.save_for_backward(x, *kept, *(t for t, is_saved in zip(arguments, ctx.is_saved) if is_saved))
         ctx.others = [None if is_saved else t for t, is_saved in zip(arguments, ctx.is_saved)]
@@ -61,14 +75,40 @@ class _OnQuantised(torch.autograd.Function):
         ]
         # The first arguments of an operator, tensors or None, have gradients; numbers come last.
         tensors = [i for i, t in enumerate(arguments) if t is None or isinstance(t, torch.Tensor)]
-        wanted = ctx.needs_input_grad[2], *(ctx.needs_input_grad[3 + i] for i in tensors)
+        wanted = ctx.needs_input_grad[3], *(ctx.needs_input_grad[4 + i] for i in tensors)
         gradients = getattr(ops, f"{ctx.name}_backward")(*grads, x, *arguments, *kept, *wanted)
         found = [gradient if want else None for gradient, want in zip(gradients, wanted)]
-        return None, None, *found, *(None for _ in range(len(arguments) - len(tensors)))
+        return None, None, None, *found, *(None for _ in range(len(arguments) - len(tensors)))
+
+
+# Of operators whose forward is in two parts: which argument is the weight of the last GEMM, and how many results
+# <name>_forward has, which come first among those of <name>_start.
+_LAST = {"lora_linear": 0, "lora_mlp": 8}
+_RESULTS = {"lora_linear": 3, "lora_mlp": 7}
+
+
+def _finish(name, x, arguments, unfinished):
+    """The last GEMM of lora_linear or lora_mlp, into y."""
+    if name == "lora_linear":
+        (y, low, cast), seen, scale = unfinished, x, arguments[-1]
+    else:
+        (y, _, low, _, _, _, cast, seen), scale = unfinished, arguments[-3]
+    weight, *adapter = arguments[_LAST[name] :][:4]
+    whole = _whole(weight, x.dtype) if is_in_4_bits(weight) else weight
+    ops.lora_finish(y, seen, whole, *adapter, low, cast, scale)
 
 
 def call(name: str, count: int, x: torch.Tensor, *arguments):
     """The first `count` results of the operator `name` for x and arguments, of which weights may be in four bits."""
     if not any(is_in_4_bits(argument) for argument in arguments):
         return getattr(ops, name)(x, *arguments)
-    return _OnQuantised.apply(name, count, x, *arguments)
+    # As the operators themselves do: where gradient checkpointing runs a layer again for what it keeps, the last GEMM
+    # is not needed.
+    eager = not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0
+    if name not in _LAST or not eager or not torch.is_grad_enabled():
+        return _OnQuantised.apply(name, count, None, x, *arguments)
+    unfinished: list[torch.Tensor] = []
+    y = _OnQuantised.apply(name, count, unfinished, x, *arguments)
+    with torch.no_grad():
+        _finish(name, x, arguments, unfinished)
+    return y
