@@ -13,7 +13,7 @@ os.environ |= {
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from watched import Reader, logits_of
 
 torch.set_num_threads(1)
@@ -124,6 +124,14 @@ def teacher(home, model, tokenizer):
 @pytest.fixture
 def initial(home):
     return torch.load(home / "logits.pt")
+
+
+@pytest.fixture
+def initial_in_4_bits(home):
+    """The logits of the model with the weights of its layers in nf4, as QLoRA has them."""
+    quantised = dict(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    config = BitsAndBytesConfig(**quantised, bnb_4bit_compute_dtype=torch.float32)
+    return logits_of(LlamaForCausalLM.from_pretrained(home, quantization_config=config, dtype=torch.float32).train())
 
 
 @pytest.fixture(scope="session")

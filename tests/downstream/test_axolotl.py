@@ -11,14 +11,13 @@ import yaml
 from axolotl.cli.train import do_cli
 from conftest import json_lines, unequal, words
 from snippets import yaml_of
-from watched import assert_same, watched
+from watched import LAYERS, assert_same, watched
 
 FULL = dict(learning_rate=0.05)
 LORA = dict(adapter="lora", lora_r=4, lora_alpha=8, lora_dropout=0.0, lora_target_linear=True, learning_rate=0.2)
 # Its own LoRA kernels are on by default, and for CUDA.
 LORA |= dict(lora_mlp_kernel=False, lora_qkv_kernel=False, lora_o_kernel=False)
-TUNERS = {"full": FULL, "LoRA": LORA}
-LAYERS = ("rms_norm", "gated", "rope")
+TUNERS = {"full": FULL, "LoRA": LORA, "QLoRA": LORA | dict(adapter="qlora", load_in_4bit=True)}
 PLUGIN = yaml_of("Axolotl")
 
 
@@ -123,12 +122,19 @@ def train(kind, home, tuner, liger, folder):
     return watched(lambda run: do_cli(str(path)), liger)
 
 
-@pytest.mark.parametrize("tuner", TUNERS)
+@pytest.mark.parametrize("tuner", ("full", "LoRA"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_training(kind, tuner, home, initial, reader, tmp_path, record_property, monkeypatch):
     monkeypatch.setattr("sys.argv", ["axolotl"])
     off, on = (train(kind, home, tuner, liger, tmp_path / f"out-{liger}") for liger in (False, True))
-    said = assert_same(off, on, initial, (*LAYERS, *KINDS[kind][2].split()))
+    said = assert_same(off, on, initial, (*LAYERS[tuner], *KINDS[kind][2].split()))
     reader.assert_holds(tmp_path / "out-True", on, home if tuner == "LoRA" else None)
     record_property("setup", f"{kind}, {tuner}")
     record_property("result", said)
+
+
+def test_in_4_bits(home, initial_in_4_bits, tmp_path, record_property, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["axolotl"])
+    off, on = (train("SFT", home, "QLoRA", liger, tmp_path / f"out-{liger}") for liger in (False, True))
+    record_property("setup", "SFT, QLoRA")
+    record_property("result", assert_same(off, on, initial_in_4_bits, (*LAYERS["LoRA"], KINDS["SFT"][2])))

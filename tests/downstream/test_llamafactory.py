@@ -6,13 +6,12 @@ import pytest
 from conftest import words
 from llamafactory.train.tuner import run_exp
 from snippets import yaml_of
-from watched import assert_same, watched
+from watched import LAYERS, assert_same, watched
 
 SWITCH = yaml_of("LLaMA-Factory")
 FULL = dict(finetuning_type="full", learning_rate=0.05)
 LORA = dict(finetuning_type="lora", lora_target="all", lora_rank=4, learning_rate=0.5)
 TUNERS = {"full": FULL, "LoRA": LORA}
-LAYERS = ("rms_norm", "gated", "rope")
 #: What computes the loss: the fused head, the loss on logits, or LLaMA-Factory itself.
 LOSSES = {"pt": "fused_linear_cross_entropy", "sft": "fused_linear_cross_entropy"}
 
@@ -76,8 +75,15 @@ def train(kind, home, tuner, liger, folder, **more):
 @pytest.mark.parametrize("kind", COLUMNS)
 def test_training(kind, tuner, home, initial, reader, tmp_path, record_property):
     off, on = (train(kind, home, tuner, liger, tmp_path / f"out-{liger}") for liger in (False, True))
-    said = assert_same(off, on, initial, (*LAYERS, *LOSSES.get(kind, "").split()))
+    said = assert_same(off, on, initial, (*LAYERS[tuner], *LOSSES.get(kind, "").split()))
     folder, base = tmp_path / "out-True", home if tuner == "LoRA" else None
     reader.assert_holds(folder, on, base)
     record_property("setup", f"{kind.upper()}, {tuner}")
     record_property("result", said)
+
+
+def test_in_4_bits(home, initial_in_4_bits, tmp_path, record_property):
+    quantised = dict(quantization_bit=4, quantization_method="bnb")
+    off, on = (train("sft", home, "LoRA", liger, tmp_path / f"out-{liger}", **quantised) for liger in (False, True))
+    record_property("setup", "SFT, QLoRA")
+    record_property("result", assert_same(off, on, initial_in_4_bits, (*LAYERS["LoRA"], LOSSES["sft"])))

@@ -15,7 +15,7 @@ from oumi.core.datasets import BaseExperimentalGrpoDataset
 from oumi.core.registry import RegistryType, register, register_dataset
 from safetensors import safe_open
 from snippets import yaml_of
-from watched import assert_same, logits_of, watched
+from watched import LAYERS, assert_same, logits_of, watched
 
 SWITCH = yaml_of("Oumi")
 TUNERS = {
@@ -25,7 +25,6 @@ TUNERS = {
         peft=dict(lora_r=4, lora_alpha=8, lora_target_modules=["q_proj", "v_proj", "gate_proj", "down_proj"]),
     ),
 }
-LAYERS = ("rms_norm", "gated", "rope")
 HEAD = "fused_linear_cross_entropy"
 COLLATOR = dict(
     collator_name="text_completions_only_with_padding",
@@ -51,13 +50,13 @@ class Prompts(BaseExperimentalGrpoDataset):
         return {"prompt": sample["prompt"]}
 
 
-#: trainer -> (its data, what is added to the training's parameters, what runs with the switch on)
+#: trainer -> (its data, what is added to the training's parameters, what runs with the switch on besides the layers)
 TRAINERS = {
-    "HF": ("text_sft_jsonl", {}, (*LAYERS, HEAD)),
-    "TRL_SFT": ("text_sft_jsonl", {}, (*LAYERS, HEAD)),
-    # Oumi's own patches the classes of a model that exists already: functions and the head, not the layers.
+    "HF": ("text_sft_jsonl", {}, (HEAD,)),
+    "TRL_SFT": ("text_sft_jsonl", {}, (HEAD,)),
+    # Oumi's own trainer patches the classes of a model that exists already: functions and the head, not the layers.
     "OUMI": ("text_sft_jsonl", {}, ("rope", HEAD)),
-    "TRL_DPO": ("text_dpo_jsonl", dict(trainer_kwargs=dict(beta=0.5)), (*LAYERS, "log_prob")),
+    "TRL_DPO": ("text_dpo_jsonl", dict(trainer_kwargs=dict(beta=0.5)), ("log_prob",)),
     "TRL_KTO": ("text_dpo_jsonl", {}, ()),
     "TRL_GRPO": (
         "prompts_of_rows",
@@ -66,7 +65,7 @@ TRAINERS = {
             trainer_kwargs=dict(beta=0.1),
             grpo=dict(max_completion_length=6, num_generations=4, temperature=0.9),
         ),
-        (*LAYERS, "log_prob"),
+        ("log_prob",),
     ),
 }
 
@@ -160,7 +159,8 @@ def test_training(name, tuner, home, initial, reader, tmp_path, record_property)
         assert off.error is None and said in on.error and "liger_kernel/" not in on.error
         record_property("result", f"refused: {said}")
         return
-    record_property("result", assert_same(off, on, initial, TRAINERS[name][2]))
+    layers = () if name == "OUMI" else LAYERS[tuner]
+    record_property("result", assert_same(off, on, initial, (*layers, *TRAINERS[name][2])))
     if name == "OUMI":
         assert not any("rms_norm" in ran or "gated" in ran for ran in on.operators)
         assert len({tuple(sorted(safe_open(folder / "model.safetensors", "pt").keys())) for folder in folders}) == 1

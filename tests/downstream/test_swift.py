@@ -5,13 +5,14 @@ from conftest import conversation, json_lines, unequal, words
 from snippets import arguments_of, snippet
 from swift import rlhf_main, sft_main
 from swift.rewards import ORM, orms
-from watched import assert_same, watched
+from watched import LAYERS, assert_same, watched
 
 SWITCH = arguments_of("ms-swift")
 LORA = ("--tuner_type", "lora", "--target_modules", "all-linear", "--lora_rank", "4", "--learning_rate", "0.1")
 FULL = ("--tuner_type", "full", "--learning_rate", "0.05")
 TUNERS = {"full": FULL, "LoRA": LORA}
-LAYERS = ("rms_norm", "gated", "rope")
+#: Its adapters have a dropout of 0.05: each layer is an operator, and so is the product of gate and up.
+LAYERS = {"full": LAYERS["full"], "LoRA": ("rms_norm", "lora_linear", "gated", "rope")}
 #: What computes the loss. DPO and KTO have their own, on logits.
 LOSSES = {"sft": "fused_linear_cross_entropy", "grpo": "linear_log_prob", "gkd": "linear_distillation"}
 
@@ -65,21 +66,28 @@ def command(kind, home, folder, tuner, *more):
     ]  # fmt: skip
 
 
-def train(kind, home, tuner, liger, folder):
+def train(kind, home, tuner, liger, folder, *more):
     main = sft_main if kind == "sft" else rlhf_main
     switch = SWITCH if liger else ()
-    return watched(lambda run: main(command(kind, home, folder, tuner, *switch)), liger)
+    return watched(lambda run: main(command(kind, home, folder, tuner, *switch, *more)), liger)
 
 
 @pytest.mark.parametrize("tuner", TUNERS)
 @pytest.mark.parametrize("kind", ("sft", "dpo", "grpo", "gkd"))
 def test_training(kind, tuner, home, teacher, initial, reader, tmp_path, record_property):
     off, on = (train(kind, home, tuner, liger, tmp_path / f"out-{liger}") for liger in (False, True))
-    said = assert_same(off, on, initial, (*LAYERS, *LOSSES.get(kind, "").split()))
+    said = assert_same(off, on, initial, (*LAYERS[tuner], *LOSSES.get(kind, "").split()))
     saved = tmp_path / "out-True" / "checkpoint-3"
     reader.assert_holds(saved, on, home if tuner == "LoRA" else None)
     record_property("setup", f"{kind.upper()}, {tuner}")
     record_property("result", said)
+
+
+def test_in_4_bits(home, initial_in_4_bits, tmp_path, record_property):
+    quantised = ("--quant_method", "bnb", "--quant_bits", "4", "--bnb_4bit_compute_dtype", "float32")
+    off, on = (train("sft", home, "LoRA", liger, tmp_path / f"out-{liger}", *quantised) for liger in (False, True))
+    record_property("setup", "SFT, QLoRA")
+    record_property("result", assert_same(off, on, initial_in_4_bits, (*LAYERS["LoRA"], LOSSES["sft"])))
 
 
 #: ms-swift 4.6 leaves out the constructor of TRL's trainer, which makes the loss that `use_liger_kernel` then calls.
@@ -105,7 +113,7 @@ def test_kto_with_a_plugin(tuner, home, initial, reader, tmp_path, record_proper
     folder = tmp_path / "out"
     off = train("kto", home, tuner, False, folder)
     on = watched(lambda run: rlhf_main(command("kto", home, folder, tuner, "--external_plugins", str(plugin))), True)
-    said = assert_same(off, on, initial, LAYERS)
+    said = assert_same(off, on, initial, LAYERS[tuner])
     reader.assert_holds(folder / "checkpoint-3", on, home if tuner == "LoRA" else None)
     record_property("setup", f"KTO, {tuner}, patched by a plugin")
     record_property("result", said)

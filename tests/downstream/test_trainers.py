@@ -13,15 +13,15 @@ from torch.utils.data import DataLoader
 from trainers import trainer_of
 from transformers import (
     AutoModelForCausalLM,
+    BitsAndBytesConfig,
     DataCollatorForSeq2Seq,
     PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
 )
 from transformers.integrations.hub_kernels import is_kernels_available
-from watched import assert_same, logits_of, watched
+from watched import LAYERS, assert_same, logits_of, watched
 
-LAYERS = ("rms_norm", "gated", "rope")
 HEAD = "fused_linear_cross_entropy"
 LINEARS = ["q_proj", "v_proj", "gate_proj", "down_proj"]
 TUNERS = {
@@ -32,6 +32,10 @@ TUNERS = {
 }
 SWITCHES = ["use_kernels"] if is_kernels_available() else ["use_liger_kernel"]
 KINDS = ("sft", "dpo", "kto", "grpo", "rloo", "distillation")
+
+
+def layers(tuner):
+    return LAYERS["full" if tuner == "full" else "LoRA"]
 
 
 def lora(tuner):
@@ -85,8 +89,32 @@ def test_trl(switch, kind, tuner, home, initial, reader, tmp_path, record_proper
         return watched(body, bool(switch))
 
     base = home if tuner == "LoRA" else None
-    runs = [train(None), train(switch)]
-    check(runs, initial, reader, folder, base, LAYERS, record_property, f"{kind.upper()}, {tuner}, `{switch}=True`")
+    runs, setup = [train(None), train(switch)], f"{kind.upper()}, {tuner}, `{switch}=True`"
+    check(runs, initial, reader, folder, base, LAYERS[tuner], record_property, setup)
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_in_4_bits(switch, home, initial_in_4_bits, tmp_path, record_property):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(home, padding_side="left")
+    quantised = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+
+    def train(switch):
+        def body(run):
+            options, loading = options_of(switch, run)
+            options |= dict(model_init_kwargs=loading | dict(quantization_config=quantised, dtype="float32"))
+            more = dict(peft_config=lora("LoRA"))
+            trainer = trainer_of("sft", str(home), tokenizer, tmp_path, more, **options, learning_rate=0.3)
+            finish(trainer, run, tmp_path)
+
+        return watched(body, bool(switch))
+
+    record_property("setup", f"SFT, QLoRA, `{switch}=True`")
+    record_property("result", assert_same(train(None), train(switch), initial_in_4_bits, layers("LoRA")))
 
 
 def rows():
@@ -117,7 +145,7 @@ def test_transformers(switch, tuner, home, initial, reader, tmp_path, record_pro
     # An adapter on the head adds to its logits: they are made, and the loss is the model's own.
     fused = () if tuner == "LoRA, also on the head" else (HEAD,)
     setup = f"transformers' Trainer, {tuner}, `{switch}=True`"
-    check([train(None), train(switch)], initial, reader, folder, base, (*LAYERS, *fused), record_property, setup)
+    check([train(None), train(switch)], initial, reader, folder, base, (*layers(tuner), *fused), record_property, setup)
 
 
 @pytest.mark.parametrize("tuner", TUNERS)
@@ -151,4 +179,4 @@ def test_accelerate(tuner, home, initial, reader, tmp_path, record_property):
     fused = () if tuner == "LoRA, also on the head" else (HEAD,)
     base = None if tuner == "full" else home
     setup = f"a loop of Accelerate's, {tuner}, AutoLigerKernelForCausalLM"
-    check([train(False), train(True)], initial, reader, folder, base, (*LAYERS, *fused), record_property, setup)
+    check([train(False), train(True)], initial, reader, folder, base, (*layers(tuner), *fused), record_property, setup)

@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 TOLERANCE = 2e-5
 #: Of what training has changed, relative to the change: the gradients' differences, which SGD adds up.
 CHANGE = 1e-3
+#: What runs in a patched Llama, besides its loss; without dropout an MLP with adapters is one operator.
+LAYERS = {"full": ("rms_norm", "gated", "rope"), "LoRA": ("rms_norm", "lora_linear", "lora_mlp", "rope")}
 PROBE = torch.arange(4, 60).reshape(4, 14)
 
 
