@@ -7,6 +7,12 @@ Weights and tokens are random; weights, gradients and AdamW's moments are bfloat
 GPUs FSDP2 shards each layer, and the embedding with the head. Each model and arm has processes of its own, which take
 one length of sequences after another, each with --batch sequences a GPU or, where those do not fit, half as many, and
 so on. Results are added to the file --out when a process ends: a run that was cut off goes on where it was.
+
+An arm is plain transformers, liger with Triton or this library, with options: plain+compile, ours+adamw+graph.
+
+    compile  torch.compile of the model
+    adamw    LigerAdamW in place of torch's fused AdamW
+    graph    liger_kernel.graphs.capture_step
 """
 
 import argparse
@@ -40,6 +46,7 @@ MODELS = {  # the class of the configuration, and its fields: those of the publi
                        "num_attention_heads": 4, "num_key_value_heads": 2}),
 }  # fmt: skip
 ARMS = ("plain", "triton", "ours")
+OPTIONS = ("compile", "adamw", "graph")
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 FEWEST = 2  # steps that are measured, after one that warms up and one that tells how many there is time for
 SECONDS = 4  # to measure for, where the fewest steps take less
@@ -60,6 +67,7 @@ def arguments():
     add = parser.add_argument
     add("--models", default="llama-8b", help=f"of {', '.join(MODELS)} (default: %(default)s)")
     add("--arms", default=",".join(ARMS), help="default: %(default)s")
+    add("--no-checkpointing", action="store_true", help="layers keep what backward needs")
     add("--lengths", default=",".join(map(str, LENGTHS)), help="tokens in a sequence (default: %(default)s)")
     add("--batch", type=int, default=8, help="sequences a GPU (default: %(default)s)")
     add("--gpus", type=int, default=torch.cuda.device_count() or 1, help="default: all")
@@ -72,25 +80,27 @@ def arguments():
     args = parser.parse_args()
     if args.worker:
         return args
-    for option, known in (("models", MODELS), ("arms", ARMS)):
-        names = getattr(args, option).split(",")
-        if unknown := set(names).difference(known):
-            parser.error(f"--{option}: there is no {', '.join(sorted(unknown))}")
-        setattr(args, option, names)
+    args.models, args.arms = args.models.split(","), args.arms.split(",")
+    sides = [arm.split("+")[0] for arm in args.arms]
+    options = [option for arm in args.arms for option in arm.split("+")[1:]]
+    for given, known in ((args.models, MODELS), (sides, ARMS), (options, OPTIONS)):
+        if unknown := set(given).difference(known):
+            parser.error(f"there is no {', '.join(sorted(unknown))}")
     args.lengths = sorted(int(n) for n in args.lengths.split(","))
-    if "triton" in args.arms and not Path(args.triton_liger, "liger_kernel").is_dir():
+    if any(arm.startswith("triton") for arm in args.arms) and not Path(args.triton_liger, "liger_kernel").is_dir():
         parser.error("--arms triton: --triton-liger names the folder that holds that liger_kernel")
     return args
 
 
-def make_model(name, device, ranks):
+def make_model(name, device, ranks, checkpointing=True):
     import transformers
 
     family, fields = MODELS[name]
     config = transformers.AutoConfig.for_model(family, **fields, use_cache=False)
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     if ranks > 1:
         from torch.distributed.fsdp import fully_shard
 
@@ -154,14 +164,22 @@ class Worker:
                 torch.cuda.set_per_process_memory_fraction(min(1.0, args["cap_gb"] * 1e9 / total))
         if self.ranks > 1:
             torch.distributed.init_process_group("nccl" if self.cuda else "gloo")
-        if arm != "plain":
+        side, *self.options = arm.split("+")
+        if side != "plain":
             import liger_kernel.transformers
 
             getattr(liger_kernel.transformers, f"apply_liger_kernel_to_{MODELS[model][0]}")()
         torch.manual_seed(0)
-        self.model = make_model(model, self.device, self.ranks)
-        # PyTorch's fused AdamW, as transformers' Trainer takes it.
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+        self.model = make_model(model, self.device, self.ranks, args["checkpointing"])
+        if "adamw" in self.options:
+            from liger_kernel.optim import LigerAdamW
+
+            self.optimizer = LigerAdamW(self.model.parameters(), lr=1e-5)
+        else:  # PyTorch's fused AdamW, as transformers' Trainer takes it
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+        if "compile" in self.options:
+            self.model = torch.compile(self.model)
+        self.captured = None
         self.vocabulary = MODELS[model][1]["vocab_size"]
 
     def synchronize(self):
@@ -172,14 +190,28 @@ class Worker:
         """The mean loss of this rank's tokens, which number, the rank and the shape draw."""
         generator = torch.Generator().manual_seed(number * self.ranks + self.rank)
         ids = torch.randint(self.vocabulary, (batch, length), generator=generator).to(self.device)
+        if "graph" in self.options:
+            return self.captured_step({"input_ids": ids, "labels": ids})
         loss = self.model(input_ids=ids, labels=ids).loss
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
 
+    def captured_step(self, batch):
+        if self.captured is None:
+            from liger_kernel.graphs import capture_step
+
+            self.captured = capture_step(self.model, self.optimizer, batch, warmup=1)
+        return self.captured(batch)
+
     def measure(self, length, batch):
+        begin, self.captured = time.perf_counter(), None
         losses = [self.step(length, batch, 0)]
+        if "compile" in self.options or "graph" in self.options:  # these steps compile, and capture
+            losses += [self.step(length, batch, 0), self.step(length, batch, 0)]
+        self.synchronize()
+        warm_up = time.perf_counter() - begin
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
         self.synchronize()
@@ -195,8 +227,13 @@ class Worker:
         losses += [self.step(length, batch, 2 + i) for i in range(steps)]
         self.synchronize()
         seconds = (time.perf_counter() - begin) / steps
-        result = {"batch": batch, "seconds": seconds, "tokens_per_second": batch * length / seconds,
-                  "losses": [loss.item() for loss in losses]}  # fmt: skip
+        result = {
+            "batch": batch,
+            "seconds": seconds,
+            "warm_up_seconds": warm_up,
+            "tokens_per_second": batch * length / seconds,
+            "losses": [loss.item() for loss in losses],
+        }
         if self.cuda:
             result["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
             result["reserved_gb"] = torch.cuda.max_memory_reserved() / 1e9
@@ -240,9 +277,9 @@ class Worker:
 def launch(args, model, arm, lengths, batch, results):
     """A process a GPU; returns the code that they end with."""
     worker = {"model": model, "arm": arm, "lengths": lengths, "batch": batch, "cap_gb": args.cap_gb,
-              "profile": args.profile, "results": str(results)}  # fmt: skip
+              "checkpointing": not args.no_checkpointing, "profile": args.profile, "results": str(results)}  # fmt: skip
     environment = dict(os.environ)
-    if arm == "triton":  # that package has the name of ours
+    if arm.startswith("triton"):  # that package has the name of ours
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (args.triton_liger, os.environ.get("PYTHONPATH"))))
         environment.pop("LIGER_LIBRARY", None)
     command = [sys.executable]
@@ -286,9 +323,10 @@ def machine(args):
 
 def in_words(key, result):
     if not result:
-        return [*key, "", "out of memory", ""]
+        return [*key, "", "out of memory", "", ""]
     peak = f"{result['peak_gb']:.1f} GB" if "peak_gb" in result else ""
-    return [*key, result["batch"], f"{result['tokens_per_second']:,.0f}", peak]
+    warm_up = f"{result['warm_up_seconds']:.0f} s" if "warm_up_seconds" in result else ""
+    return [*key, result["batch"], f"{result['tokens_per_second']:,.0f}", peak, warm_up]
 
 
 def main():
@@ -312,7 +350,7 @@ def main():
                 ]
                 args.out.write_text(json.dumps(report, indent=1) + "\n")
     args.out.with_suffix(".part").unlink(missing_ok=True)
-    headers = ["model", "length", "arm", "batch", "tokens/s a GPU", "peak memory"]
+    headers = ["model", "length", "arm", "batch", "tokens/s a GPU", "peak memory", "warm-up"]
     table = [in_words(key, result) for key, result in sorted(rows.items())]
     print(tabulate(table, headers, tablefmt="github", disable_numparse=True))
     for key, result in sorted(rows.items()):

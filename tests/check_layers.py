@@ -45,9 +45,9 @@ LONGEST = 500
 #: The floors of liger_kernel, from below: a file imports from its own floor and those below it, and no two files import
 #: each other. An __init__.py, which only hands on names, is left out.
 FLOORS = (
-    r"_library|_dtensor|_build|utils|memory|signatures",
+    r"_library|_dtensor|_build|utils|memory|signatures|graphs",
     # the families of operators, which the two packages of public names hand on
-    r"operators\..*",
+    r"operators\..*|optim",
     r"_compat",
     r"ops\..*",
     r"chunked_loss\..*|transformers\.(source|functional|experimental\..*|fsdp|(?!trainer)\w*"

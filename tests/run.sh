@@ -46,5 +46,5 @@ ATEN_CPU_CAPABILITY=default suite "${parallel[@]}" --import-mode=importlib -k "$
 suite "${parallel[@]}" tests/huggingface
 suite tests/test_large.py  # fills a GPU's memory: alone
 # The emulation has the CPU's tensors: a GPU is out of sight.
-CUDA_VISIBLE_DEVICES= LIGER_LIBRARY="$root/$BUILD/tests/libliger_emulated.so" suite "${parallel[@]}" --import-mode=importlib tests/test_ops.py tests/test_distributions.py tests/test_reads.py
+CUDA_VISIBLE_DEVICES= LIGER_LIBRARY="$root/$BUILD/tests/libliger_emulated.so" suite "${parallel[@]}" --import-mode=importlib tests/test_ops.py tests/test_distributions.py tests/test_reads.py tests/test_optim.py
 exit $failed

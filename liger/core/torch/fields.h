@@ -40,6 +40,7 @@ inline constexpr bool is_tensor = std::is_same_v<T, Tensor> || std::is_same_v<T,
 /// The dtypes that a schema has as "ScalarType?", and its lists: seen, where a struct lives no longer than the call, or
 /// owned.
 using OptDtype = std::optional<at::ScalarType>;
+using Tensors = std::vector<Tensor>;
 using IntsRef = at::OptionalIntArrayRef;
 using DoublesRef = std::optional<at::ArrayRef<double>>;
 using Ints = std::optional<std::vector<int64_t>>;
@@ -59,6 +60,7 @@ struct Argument {
 LIGER_ARGUMENT(Tensor, const Tensor&, "Tensor")
 LIGER_ARGUMENT(OptTensor, const OptTensor&, "Tensor?")
 LIGER_ARGUMENT(Untracked, const OptTensor&, "Tensor?")
+LIGER_ARGUMENT(Tensors, at::TensorList, "Tensor[]")
 LIGER_ARGUMENT(bool, bool, "bool")
 LIGER_ARGUMENT(int64_t, int64_t, "int")
 LIGER_ARGUMENT(c10::SymInt, c10::SymInt, "SymInt")
@@ -83,6 +85,7 @@ decltype(auto) as_argument(const T& t) {
   else if constexpr (std::is_same_v<T, Ints> || std::is_same_v<T, Doubles>)
     return t ? typename Argument<T>::Type(*t) : typename Argument<T>::Type();
   else if constexpr (std::is_same_v<T, std::string>) return c10::string_view(t);
+  else if constexpr (std::is_same_v<T, Tensors>) return at::TensorList(t);
   else if constexpr (std::is_same_v<T, Untracked>) return static_cast<const OptTensor&>(t);
   else return (t);
 }
@@ -98,6 +101,8 @@ void set_field(T& field, A&& from) {
     else field.reset();
   } else if constexpr (std::is_same_v<T, std::string>) {
     field = std::string(from);
+  } else if constexpr (std::is_same_v<T, Tensors>) {
+    field = from.vec();
   } else {
     field = std::forward<A>(from);
   }
