@@ -54,6 +54,7 @@ TOOLS = {
     # It asks for an older torch.
     "oumi": Tool(("downstream/test_oumi.py",), ("oumi", "transformers", "trl", "peft"), alone=("oumi==0.9",)),
     "deepspeed": Tool(("huggingface/zero.py",), ("deepspeed", "transformers")),
+    "megatron": Tool(("downstream/test_megatron.py",), ("megatron-core",)),
     "quantised": Tool(("downstream/test_quantised.py",), ("bitsandbytes", "gptqmodel", "peft", "transformers")),
 }
 

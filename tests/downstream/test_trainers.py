@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 from trainers import trainer_of
 from transformers import (
     AutoModelForCausalLM,
-    BitsAndBytesConfig,
     DataCollatorForSeq2Seq,
     PreTrainedTokenizerFast,
     Trainer,
@@ -91,30 +90,6 @@ def test_trl(switch, kind, tuner, home, initial, reader, tmp_path, record_proper
     base = home if tuner == "LoRA" else None
     runs, setup = [train(None), train(switch)], f"{kind.upper()}, {tuner}, `{switch}=True`"
     check(runs, initial, reader, folder, base, LAYERS[tuner], record_property, setup)
-
-
-@pytest.mark.parametrize("switch", SWITCHES)
-def test_in_4_bits(switch, home, initial_in_4_bits, tmp_path, record_property):
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(home, padding_side="left")
-    quantised = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.float32,
-    )
-
-    def train(switch):
-        def body(run):
-            options, loading = options_of(switch, run)
-            options |= dict(model_init_kwargs=loading | dict(quantization_config=quantised, dtype="float32"))
-            more = dict(peft_config=lora("LoRA"))
-            trainer = trainer_of("sft", str(home), tokenizer, tmp_path, more, **options, learning_rate=0.3)
-            finish(trainer, run, tmp_path)
-
-        return watched(body, bool(switch))
-
-    record_property("setup", f"SFT, QLoRA, `{switch}=True`")
-    record_property("result", assert_same(train(None), train(switch), initial_in_4_bits, layers("LoRA")))
 
 
 def rows():
