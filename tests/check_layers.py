@@ -28,8 +28,8 @@ RULES = [
     (r"liger/ops/.*", r"torch/nn|torch/torch\.h|liger/nn", "operators do not pay for torch/nn.h"),
     (r"liger/(core|ops|nn)/.*", r"liger/(models|train)/|nlohmann/", "the operators and modules know no model"),
     (
-        r"liger/models/(config|llama|safetensors|tokenizer)\.h$",
-        r"nlohmann/|pcre2|utf8proc|liger/models/(json|regex)\.h",
+        r"liger/models/(config|llama|lora|safetensors|tokenizer)\.h$",
+        r"nlohmann/|pcre2|utf8proc|liger/models/(json|regex|config_reader)\.h",
         "a program needs none of what the models are built with",
     ),
     (

@@ -2,10 +2,8 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <fstream>
-#include <sstream>
 #include <tuple>
-#include "liger/models/json.h"
+#include "liger/models/config_reader.h"
 
 namespace liger {
 namespace {
@@ -36,12 +34,7 @@ constexpr struct Family {
                  {"qwen3", "Qwen3ForCausalLM", 32, 128, 32768, -1, -1}};
 
 using enum FieldUse;
-/// Fields of one use; several names stand apart by spaces.
-constexpr struct {
-  FieldUse use;
-  const char* names;
-  const char* allowed = "[]";
-} kFields[] = {
+constexpr ConfigFields kFields[] = {
     {Read,
      "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
      "num_key_value_heads head_dim hidden_act rms_norm_eps initializer_range tie_word_embeddings attention_bias "
@@ -77,63 +70,7 @@ constexpr struct {
      "num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind target_lookbehind"},
 };
 
-struct Reader {
-  const json& content;
-  const std::string& path;
-
-  template <class... Why>
-  void check(bool holds, const Why&... why) const {
-    TORCH_CHECK(holds, path, ": ", why...);
-  }
-
-  /// Reads a field that is there and not null; says whether it was.
-  template <class T>
-  bool read(const json& from, const char* name, T& into) const {
-    if (!from.contains(name) || from[name].is_null()) return false;
-    try {
-      into = from[name].get<T>();
-    } catch (const json::exception& error) { check(false, name, ": ", error.what()); }
-    return true;
-  }
-  template <class T>
-  bool read(const char* name, T& into) const {
-    const auto& known = LlamaConfig::fields();
-    TORCH_INTERNAL_ASSERT(known.contains(name) && known.at(name).use == Read, name, " is not in the table as read");
-    return read(content, name, into);
-  }
-  /// As transformers: what is missing has the default, and null says none.
-  void read_or_none(const char* name, int64_t& into, int64_t missing, int64_t none) const {
-    into = content.contains(name) ? none : missing;
-    read(name, into);
-  }
-  template <class T>
-  void need(const json& from, const char* name, T& into) const {
-    check(read(from, name, into), "there is no ", name);
-  }
-  void need(const char* name, int64_t& into) const { check(read(name, into), "there is no ", name); }
-
-  template <class Table, class T>
-  bool choose(const char* name, const Table& table, T& into) const {
-    std::string given;
-    if (!read(name, given)) return false;
-    for (const auto& [known, value] : table)
-      if (given == known) {
-        into = value;
-        return true;
-      }
-    check(false, "unknown ", name, " ", given);
-    return false;
-  }
-};
-
-void refuse_unknown(const Reader& in) {
-  for (const auto& [name, field] : LlamaConfig::fields()) {
-    if (field.use != Refused || !in.content.contains(name) || in.content[name].is_null()) continue;
-    const json allowed = json::parse(field.allowed), &given = in.content[name];
-    in.check(std::find(allowed.begin(), allowed.end(), given) != allowed.end(), name, " ", given.dump(),
-             " is not known");
-  }
-}
+using Reader = ConfigReader;
 
 const Family& read_family(const Reader& in, LlamaConfig& c) {
   in.check(in.read("model_type", c.model_type), "there is no model_type");
@@ -245,24 +182,17 @@ void read_tokens(const Reader& in, const Family& family, LlamaConfig& c) {
 }  // namespace
 
 const std::map<std::string, ConfigField>& LlamaConfig::fields() {
-  static const auto all = [] {
-    std::map<std::string, ConfigField> found;
-    for (const auto& [use, names, allowed] : kFields) {
-      std::istringstream words(names);
-      for (std::string name; words >> name;) found[name] = {use, allowed};
-    }
-    return found;
-  }();
+  static const auto all = by_name(kFields);
   return all;
 }
 
 LlamaConfig LlamaConfig::load(const std::string& folder) {
   const std::string path = (fs::path(folder) / "config.json").string();
   const json content = read_json(path);
-  const Reader in{content, path};
+  const Reader in{content, path, fields()};
   LlamaConfig c;
   const Family& family = read_family(in, c);
-  refuse_unknown(in);
+  in.refuse_unknown();
   read_sizes(in, family, c);
   in.read("rms_norm_eps", c.rms_norm_eps), in.read("initializer_range", c.initializer_range);
   in.read("tie_word_embeddings", c.tie_word_embeddings), in.choose("hidden_act", kActivations, c.activation);
@@ -320,12 +250,7 @@ void LlamaConfig::save(const std::string& folder) const {
   out["eos_token_id"] = eos_token_ids.empty()       ? json()
                         : eos_token_ids.size() == 1 ? json(eos_token_ids[0])
                                                     : json(eos_token_ids);
-  fs::create_directories(folder);
-  const std::string beside = path + ".tmp";
-  std::ofstream(beside) << out.dump(2) << "\n";
-  std::error_code error;
-  fs::rename(beside, path, error);
-  TORCH_CHECK(!error, path, ": ", error.message());
+  write_json(path, out);
 }
 
 }  // namespace liger

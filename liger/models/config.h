@@ -18,7 +18,7 @@ struct RopeScaling {
   bool truncate = true;
 };
 
-/// What becomes of a field of config.json.
+/// What becomes of a field of config.json, or of an adapter's adapter_config.json.
 enum class FieldUse {
   Read,      // it says what the model is
   Harmless,  // it changes neither the loss nor its gradients

@@ -1,5 +1,6 @@
 #pragma once
 #include <c10/util/Exception.h>
+#include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -13,6 +14,19 @@ inline nlohmann::json read_json(const std::string& path) {
   auto content = nlohmann::json::parse(file, nullptr, false);
   TORCH_CHECK(content.is_object(), path, ": no JSON object");
   return content;
+}
+
+/// Writes an object beside `path`, whose folder it makes, and then moves it there. Raises c10::Error where it cannot.
+inline void write_json(const std::string& path, const nlohmann::json& content) {
+  std::filesystem::create_directories(std::filesystem::path(path).parent_path());
+  const std::string beside = path + ".tmp";
+  std::ofstream file(beside);
+  file << content.dump(2) << "\n";
+  file.close();
+  TORCH_CHECK(file.good(), beside, ": cannot be written");
+  std::error_code error;
+  std::filesystem::rename(beside, path, error);
+  TORCH_CHECK(!error, path, ": ", error.message());
 }
 
 }  // namespace liger

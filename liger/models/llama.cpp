@@ -1,8 +1,12 @@
 #include "liger/models/llama.h"
 
 #include <torch/torch.h>
+#include <algorithm>
 #include <cmath>
+#include <filesystem>
+#include <mutex>
 #include <numbers>
+#include <set>
 #include "liger/nn/activation.h"
 
 namespace liger::nn {
@@ -18,12 +22,54 @@ RMSNormOptions norm_options(const LlamaConfig& config, int64_t width) {
   return RMSNormOptions(width).eps(config.rms_norm_eps);
 }
 
+/// The state of the generator that dropouts on a device draw from.
+Tensor random_state(at::Device device) {
+  at::Generator generator = at::globalContext().defaultGenerator(device);
+  const std::lock_guard lock(generator.mutex());
+  return generator.get_state();
+}
+void set_random_state(at::Device device, const Tensor& state) {
+  if (!state.defined()) return;
+  at::Generator generator = at::globalContext().defaultGenerator(device);
+  const std::lock_guard lock(generator.mutex());
+  generator.set_state(state);
+}
+
+/// Whether an operator for several layers runs these: some have an adapter, and none sees its input through a dropout.
+bool run_together(std::initializer_list<const Projection*> layers) {
+  const auto any = [&](auto holds) {
+    return std::any_of(layers.begin(), layers.end(), [&](const Projection* layer) { return holds(**layer); });
+  };
+  return any([](const ProjectionImpl& layer) { return layer.options.rank() > 0; }) &&
+         !any([](const ProjectionImpl& layer) { return layer.drops(); });
+}
+
+/// The linear layers of the blocks, by name.
+std::vector<std::pair<std::string, std::shared_ptr<ProjectionImpl>>> linear_layers(const LlamaModel& model) {
+  std::vector<std::pair<std::string, std::shared_ptr<ProjectionImpl>>> found;
+  for (const auto& item : model->layers->named_modules("model.layers"))
+    if (auto layer = std::dynamic_pointer_cast<ProjectionImpl>(item.value())) found.emplace_back(item.key(), layer);
+  return found;
+}
+
+bool is_adapter(const std::string& parameter) {
+  return parameter.ends_with(".lora_A") || parameter.ends_with(".lora_B");
+}
+
+std::string adapter_file(const std::string& folder) {
+  return (std::filesystem::path(folder) / "adapter_model.safetensors").string();
+}
+
+/// What adapter_file calls a parameter.
+std::string name_in_file(const std::string& parameter) { return "base_model.model." + parameter + ".weight"; }
+
 /// A layer whose activations are made again in backward: only its input waits for that.
 struct Checkpointed : torch::autograd::Function<Checkpointed> {
   using Layer = std::function<Tensor(const Tensor&)>;
   struct Held : torch::CustomClassHolder {
-    explicit Held(Layer layer) : layer(std::move(layer)) {}
+    Held(Layer layer, Tensor random) : layer(std::move(layer)), random(std::move(random)) {}
     Layer layer;
+    Tensor random;  // the state of the generator before the layer drew its masks; undefined where it draws none
   };
 
   /// `trains` makes the result need a gradient, also where x, of frozen layers, needs none.
@@ -38,9 +84,13 @@ struct Checkpointed : torch::autograd::Function<Checkpointed> {
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  torch::autograd::variable_list gradients) {
     const auto held = ctx->saved_data["layer"].toCustomClass<Held>();
-    const Tensor x = ctx->get_saved_variables()[0].detach().requires_grad_();
+    const Tensor x = ctx->get_saved_variables()[0].detach().requires_grad_(ctx->needs_input_grad(0));
     const at::AutoGradMode with_gradients(true);
-    held->layer(x).backward(gradients[0]);
+    const Tensor after = held->random.defined() ? random_state(x.device()) : Tensor();
+    set_random_state(x.device(), held->random);
+    const Tensor y = held->layer(x);
+    set_random_state(x.device(), after);
+    y.backward(gradients[0]);
     return {x.grad(), Tensor(), Tensor()};
   }
 };
@@ -49,9 +99,9 @@ TORCH_LIBRARY_FRAGMENT(liger, m) { m.class_<Checkpointed::Held>("_CheckpointedLa
 
 }  // namespace
 
-void ProjectionImpl::reset() {
-  weight = register_parameter("weight", torch::empty({out, in}));
-  if (with_bias) bias = register_parameter("bias", torch::empty({out}));
+void ProjectionImpl::adapt(const LoraConfig& lora) {
+  options.rank(lora.rank).alpha(lora.alpha).rslora(lora.rslora).dropout(lora.dropout);
+  add_adapter();
 }
 
 void LlamaAttentionImpl::reset() {
@@ -67,16 +117,23 @@ void LlamaAttentionImpl::reset() {
   }
 }
 
+std::array<Tensor, 3> LlamaAttentionImpl::project(const Tensor& x) {
+  if (!run_together({&q_proj, &k_proj, &v_proj})) return {q_proj(x), k_proj(x), v_proj(x)};  // in this order
+  const auto [q, k, v] = lora_qkv(x, q_proj->layer(), k_proj->layer(), v_proj->layer());
+  return {q, k, v};
+}
+
 Tensor LlamaAttentionImpl::forward(const Tensor& x, const Positions& positions, KVCache* cache, int64_t layer) {
   const int64_t batch = x.size(0), tokens = x.size(1);
   const int64_t heads = config.num_attention_heads, kv_heads = config.kv_heads(), width = config.head_width();
-  const auto split = [&](Projection& projection, RMSNorm& norm, int64_t of_heads) {
-    const Tensor y = projection(x).view({batch, tokens, of_heads, width});
+  const auto split = [&](const Tensor& projected, RMSNorm& norm, int64_t of_heads) {
+    const Tensor y = projected.view({batch, tokens, of_heads, width});
     return (norm.is_empty() ? y : norm(y)).transpose(1, 2);
   };
   RMSNorm none{nullptr};
-  auto [q, k] = rope(split(q_proj, q_norm, heads), split(k_proj, k_norm, kv_heads), positions.cos, positions.sin);
-  Tensor v = split(v_proj, none, kv_heads);
+  const auto [xq, xk, xv] = project(x);
+  auto [q, k] = rope(split(xq, q_norm, heads), split(xk, k_norm, kv_heads), positions.cos, positions.sin);
+  Tensor v = split(xv, none, kv_heads);
   if (cache) {
     const auto grown = [&](std::vector<Tensor>& kept, const Tensor& added) {
       if (int64_t(kept.size()) <= layer) kept.resize(layer + 1);
@@ -105,7 +162,12 @@ void LlamaMLPImpl::reset() {
   down_proj = register_module("down_proj", Projection(c.intermediate_size, c.hidden_size, c.mlp_bias));
 }
 
-Tensor LlamaMLPImpl::forward(const Tensor& x) { return down_proj(gated(gate_proj(x), up_proj(x), config.activation)); }
+Tensor LlamaMLPImpl::forward(const Tensor& x) {
+  if (run_together({&gate_proj, &up_proj, &down_proj}))
+    return lora_mlp(x, gate_proj->layer(), up_proj->layer(), down_proj->layer(), config.activation);
+  const Tensor gate = gate_proj(x), up = up_proj(x);  // in this order, in which PEFT draws the masks of dropouts
+  return down_proj(gated(gate, up, config.activation));
+}
 
 void LlamaDecoderLayerImpl::reset() {
   const LlamaConfig& c = config;
@@ -222,8 +284,63 @@ void LlamaForCausalLMImpl::save_pretrained(const std::string& folder, int64_t ma
   saved.dtype = model->embed_tokens->weight.scalar_type();
   saved.save(folder);
   NamedTensors tensors;
-  for (const auto& item : named_parameters()) tensors.emplace_back(item.key(), item.value());
+  std::map<std::string, Tensor> merged;
+  for (const auto& [name, layer] : linear_layers(model))
+    if (layer->options.rank() > 0) merged[name + ".weight"] = layer->merged_weight();
+  for (const auto& item : named_parameters()) {
+    if (is_adapter(item.key())) continue;
+    const auto found = merged.find(item.key());
+    tensors.emplace_back(item.key(), found == merged.end() ? item.value() : found->second);
+  }
   save_checkpoint(folder, tensors, max_shard_bytes);
+}
+
+void LlamaForCausalLMImpl::add_adapter(const LoraConfig& added) {
+  TORCH_CHECK(!lora, "the model has adapters already");
+  const auto layers = linear_layers(model);
+  const auto names = [](const std::string& target, const std::string& layer) {
+    return layer == target || layer.ends_with("." + target);
+  };
+  const auto& targets = added.target_modules;
+  TORCH_CHECK(!targets.empty(), "target_modules is empty");
+  for (const std::string& target : targets)
+    TORCH_CHECK(
+        std::any_of(layers.begin(), layers.end(), [&](const auto& layer) { return names(target, layer.first); }),
+        "target_modules: ", target, " is no linear layer of a block");
+  for (Tensor& parameter : parameters()) parameter.requires_grad_(false);
+  for (const auto& [name, layer] : layers)
+    if (std::any_of(targets.begin(), targets.end(), [&, &name = name](const auto& t) { return names(t, name); }))
+      layer->adapt(added);
+  lora = added;
+}
+
+void LlamaForCausalLMImpl::load_adapter(const std::string& folder) {
+  const LoraConfig added = LoraConfig::load(folder);
+  const std::string path = adapter_file(folder);
+  const SafetensorsFile file(path);
+  add_adapter(added);
+  const torch::NoGradGuard no_gradients;
+  std::set<std::string> known;
+  for (const auto& item : named_parameters()) {
+    if (!is_adapter(item.key())) continue;
+    const std::string name = name_in_file(item.key());
+    const Tensor value = file.tensor(name);
+    TORCH_CHECK(value.sizes() == item.value().sizes() && value.is_floating_point(), path, ": ", name, " is of ",
+                value.scalar_type(), value.sizes(), ", and the model's of shape ", item.value().sizes());
+    item.value().copy_(value);
+    known.insert(name);
+  }
+  for (const std::string& name : file.names())
+    TORCH_CHECK(known.contains(name), path, ": ", name, " is of no layer that target_modules names");
+}
+
+void LlamaForCausalLMImpl::save_adapter(const std::string& folder) const {
+  TORCH_CHECK(lora, "the model has no adapter");
+  lora->save(folder);
+  NamedTensors tensors;
+  for (const auto& item : named_parameters())
+    if (is_adapter(item.key())) tensors.emplace_back(name_in_file(item.key()), item.value());
+  save_safetensors(adapter_file(folder), tensors);
 }
 
 Positions LlamaForCausalLMImpl::positions_of(const Tensor& ids, const CausalLMInputs& in) const {
@@ -260,14 +377,16 @@ Tensor LlamaForCausalLMImpl::hidden_states(const Tensor& ids, const CausalLMInpu
   TORCH_CHECK(ids.dim() == 2, "ids must be [batch, tokens], got ", ids.sizes());
   const Positions positions = positions_of(ids, in);
   Tensor x = liger::embedding(model->embed_tokens->weight, ids, config.pad_token_id);
+  const bool draws = lora && lora->dropout > 0;
   const bool again = gradient_checkpointing && is_training() && torch::GradMode::is_enabled() && !in.cache;
   for (int64_t i = 0; i < config.num_hidden_layers; ++i) {
     const auto layer = model->layers->ptr<LlamaDecoderLayerImpl>(i);
     if (again) {
       const Tensor trains = x.requires_grad() ? Tensor(x) : at::empty({0}, x.options()).requires_grad_();
-      x = Checkpointed::apply(x, trains, c10::make_intrusive<Checkpointed::Held>([layer, positions](const Tensor& y) {
-                                return layer->forward(y, positions);
-                              }));
+      x = Checkpointed::apply(x, trains,
+                              c10::make_intrusive<Checkpointed::Held>(
+                                  [layer, positions](const Tensor& y) { return layer->forward(y, positions); },
+                                  draws ? random_state(x.device()) : Tensor()));
     } else {
       x = layer->forward(x, positions, in.cache, i);
     }

@@ -1,9 +1,12 @@
 #pragma once
 #include <torch/nn.h>
+#include <array>
 #include <functional>
 #include <optional>
 #include "liger/models/config.h"
+#include "liger/models/lora.h"
 #include "liger/models/safetensors.h"
+#include "liger/nn/lora.h"
 #include "liger/nn/norm.h"
 
 /// Llama and its relatives (Touvron et al. 2023, arXiv:2302.13971) in libtorch, with this library's norms, rotary
@@ -16,14 +19,13 @@ struct KVCache {
   std::vector<at::Tensor> keys, values;
 };
 
-/// y = x weightᵀ + bias. Its weights are not initialised.
-struct ProjectionImpl : torch::nn::Cloneable<ProjectionImpl> {
-  ProjectionImpl(int64_t in, int64_t out, bool with_bias) : in(in), out(out), with_bias(with_bias) { reset(); }
-  void reset() override;
-  at::Tensor forward(const at::Tensor& x) const { return at::linear(x, weight, given(bias)); }
-  int64_t in, out;
-  bool with_bias;
-  at::Tensor weight, bias;
+/// y = x weightᵀ + bias, and what an adapter adds, if there is one. The weights are not initialised.
+struct ProjectionImpl : LoRALinearBase<ProjectionImpl> {
+  ProjectionImpl(int64_t in, int64_t out, bool with_bias)
+      : LoRALinearBase(LoRALinearOptions(in, out).rank(0).bias(with_bias)) {}
+
+  /// Adds an adapter to a layer that has none.
+  void adapt(const LoraConfig& lora);
 };
 TORCH_MODULE(Projection);
 
@@ -41,6 +43,9 @@ struct LlamaAttentionImpl : torch::nn::Cloneable<LlamaAttentionImpl> {
   LlamaConfig config;
   Projection q_proj{nullptr}, k_proj{nullptr}, v_proj{nullptr}, o_proj{nullptr};
   RMSNorm q_norm{nullptr}, k_norm{nullptr};
+
+ private:
+  std::array<at::Tensor, 3> project(const at::Tensor& x);
 };
 TORCH_MODULE(LlamaAttention);
 
@@ -117,8 +122,22 @@ struct LlamaForCausalLMImpl : torch::nn::Cloneable<LlamaForCausalLMImpl> {
   static std::shared_ptr<LlamaForCausalLMImpl> from_pretrained(const std::string& folder,
                                                                std::optional<at::ScalarType> dtype = {});
 
-  /// Writes config.json and model.safetensors, in files of at most max_shard_bytes, as transformers reads them.
+  /// Writes config.json and model.safetensors, in files of at most max_shard_bytes, as transformers reads them. What
+  /// adapters add is part of the weights that are written.
   void save_pretrained(const std::string& folder, int64_t max_shard_bytes = int64_t(5) << 30) const;
+
+  /// Freezes all weights, and gives an adapter in float to each linear layer of a block that lora.target_modules names.
+  /// They are drawn as PEFT draws them: the model computes what it did. Raises c10::Error for a target that is none of
+  /// these layers, and for a model that has adapters.
+  void add_adapter(const LoraConfig& lora);
+
+  /// The same with an adapter that PEFT, or save_adapter, has saved: adapter_config.json and adapter_model.safetensors.
+  /// Raises c10::Error for what LoraConfig::load refuses, and for a tensor that is missing, of another shape, or
+  /// unknown; then the model is as it was.
+  void load_adapter(const std::string& folder);
+
+  /// Writes the adapter as PEFT loads it.
+  void save_adapter(const std::string& folder) const;
 
   /// ids [batch, tokens], int64. With labels the loss, and no logits are made; without, the logits.
   CausalLMOutput forward(const at::Tensor& ids, const CausalLMInputs& inputs = {});
@@ -138,6 +157,7 @@ struct LlamaForCausalLMImpl : torch::nn::Cloneable<LlamaForCausalLMImpl> {
   void pretty_print(std::ostream& to) const override;
 
   LlamaConfig config;
+  std::optional<LoraConfig> lora;       // of the adapters, where there are some
   bool gradient_checkpointing = false;  // of a layer only the input waits for backward, which runs the layer again
   LlamaModel model{nullptr};
   Projection lm_head{nullptr};

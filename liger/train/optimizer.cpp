@@ -12,6 +12,7 @@ Optimizer::Optimizer(const torch::nn::Module& model, const Options& options, con
   std::vector<int64_t> load(ranks.size());
   for (const auto& item : model.named_parameters()) {
     const at::Tensor& parameter = item.value();
+    if (!parameter.requires_grad()) continue;
     Weight weight{item.key(), -1, parameter, {}, {}, {}, {}};
     if (options.shard_optimizer) {
       const auto least = std::min_element(load.begin(), load.end());

@@ -10,7 +10,7 @@ namespace liger::train {
 
 /// AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), torch's fused kernel. Of weights that are not float it keeps,
 /// with options.master_weights, float copies, which it updates and rounds to them, and adds up their gradients in
-/// float.
+/// float. Weights that need no gradient it leaves alone.
 class Optimizer {
  public:
   /// With options.shard_optimizer each rank keeps the copies and moments of a share of the weights.

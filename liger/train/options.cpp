@@ -37,10 +37,11 @@ struct Option {
 
 const std::vector<Option>& table() {
   using O = Options;
-  using CLI::IsMember, CLI::NonNegativeNumber, CLI::PositiveNumber, CLI::ExistingFile, CLI::Range;
+  using CLI::IsMember, CLI::NonNegativeNumber, CLI::PositiveNumber, CLI::ExistingDirectory, CLI::ExistingFile,
+      CLI::Range;
   static const std::vector<Option> all = {
-      {"model", &O::model, "folder of config.json, *.safetensors and tokenizer.json", CLI::ExistingDirectory,
-       Resume::Same, /*required=*/true},
+      {"model", &O::model, "folder of config.json, *.safetensors and tokenizer.json", ExistingDirectory, Resume::Same,
+       /*required=*/true},
       // trainer.json has a fingerprint of what the files hold.
       {"--data", &O::data, "files to train on", ExistingFile, Resume::Any, /*required=*/true},
       {"--out", &O::out, "folder for checkpoints and the log", {}, Resume::Any, /*required=*/true},
@@ -87,6 +88,19 @@ const std::vector<Option>& table() {
       {"--gradient-checkpointing", &O::gradient_checkpointing, "less memory, more time", {}, Resume::Any},
       {"--fresh", &O::fresh, "begin with weights drawn from the seed: the model's folder needs none"},
 
+      {"--lora-rank", &O::lora_rank, "train LoRA adapters of this rank, and freeze the model; 0: train the model",
+       NonNegativeNumber},
+      {"--lora-alpha", &O::lora_alpha, "adapters are scaled by alpha / rank", PositiveNumber},
+      {"--lora-target", &O::lora_target,
+       "layers with adapters: all, attention, mlp, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, "
+       "down_proj, with commas"},
+      {"--lora-dropout", &O::lora_dropout, "of the adapters' input", Range(0., 0.999)},
+      {"--lora-rslora", &O::lora_rslora, "scale adapters by alpha / sqrt(rank)"},
+      {"--adapter", &O::adapter,
+       "begin with the adapters in this folder, which PEFT or liger-train has saved: its adapter_config.json says what "
+       "--lora-rank and its like would",
+       ExistingDirectory},
+
       {"--eval", &O::eval, "files to evaluate on", ExistingFile, Resume::Any},
       {"--eval-steps", &O::eval_steps, "evaluate after so many steps each; 0: at the end", NonNegativeNumber,
        Resume::Any},
@@ -120,7 +134,7 @@ Options parse(int argc, char** argv) {
       "  *.safetensors  input_ids [rows, tokens] and, if others are to be learnt, labels: taken as they are\n"
       "  others         one document of text each\n\n"
       "OUT receives log.jsonl, a line about the data and one for each step, and checkpoint-<step>, which transformers "
-      "loads and --resume goes on from.\n"
+      "loads and --resume goes on from; with --lora-rank or --adapter it holds the adapters, which PEFT loads.\n"
       "`torchrun --no-python --nproc-per-node N liger-train ...` trains in N processes, each with --batch rows in a "
       "pass.",
       "liger-train");
@@ -133,6 +147,10 @@ Options parse(int argc, char** argv) {
     };
     std::visit(add, option.member)->required(option.required);
   }
+  for (const char* name : {"--lora-alpha", "--lora-target", "--lora-dropout", "--lora-rslora"})
+    app.get_option(name)->needs("--lora-rank");
+  app.get_option("--adapter")->excludes("--lora-rank");
+  app.get_option("--fresh")->excludes("--lora-rank")->excludes("--adapter");  // no file has what they adapt
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) { std::exit(app.exit(error)); }

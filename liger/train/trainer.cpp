@@ -10,6 +10,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <sstream>
 #include "liger/models/json.h"
 #include "liger/nn/preference.h"
 
@@ -55,6 +56,24 @@ int64_t peak_bytes(at::Device device) {
   return 0;
 }
 
+/// What --lora-target may name, and the layers that this stands for.
+const std::vector<std::string> kAttention{"q_proj", "k_proj", "v_proj", "o_proj"},
+    kMLP{"gate_proj", "up_proj", "down_proj"};
+
+LoraConfig lora_config(const Options& o) {
+  LoraConfig config{.rank = o.lora_rank, .alpha = o.lora_alpha, .rslora = o.lora_rslora, .dropout = o.lora_dropout};
+  std::istringstream targets(o.lora_target);
+  for (std::string target; std::getline(targets, target, ',');) {
+    const size_t before = config.target_modules.size();
+    for (const auto& [group, layers] : {std::pair("attention", &kAttention), std::pair("mlp", &kMLP)})
+      for (const std::string& layer : *layers)
+        if (target == "all" || target == group || target == layer) config.target_modules.push_back(layer);
+    TORCH_CHECK(config.target_modules.size() > before, "--lora-target: ", target, " is none of all, attention, mlp, ",
+                c10::Join(", ", kAttention), ", ", c10::Join(", ", kMLP));
+  }
+  return config;
+}
+
 }  // namespace
 
 Trainer::Trainer(Options options) : options_(std::move(options)), ranks_(options_.device), device_(ranks_.device()) {
@@ -69,27 +88,8 @@ Trainer::Trainer(Options options) : options_(std::move(options)), ranks_(options
   TORCH_CHECK(steps.empty() || options_.resume, "--out ", options_.out,
               " holds checkpoints: go on from them with --resume, or name another folder");
   if (!steps.empty()) check_options(steps.back());
-  const std::string folder = steps.empty() ? options_.model : checkpoint(steps.back());
-  const auto dtype = options_.dtype == "bfloat16" ? at::kBFloat16 : at::kFloat;
-  LlamaConfig config = LlamaConfig::load(folder);
-  if (options_.fresh && steps.empty()) {
-    torch::manual_seed(uint64_t(options_.seed));
-    config.dtype = dtype;
-    model_ = nn::LlamaForCausalLM(config);
-    model_->to(device_, dtype);
-  } else {
-    model_ = nn::LlamaForCausalLM(nn::LlamaForCausalLMImpl::from_pretrained(folder, dtype));
-    model_->to(device_);
-    // Memory of their own: pages of a file lie where products are summed in another order, and are copied when written.
-    for (auto& parameter : model_->parameters())
-      if (parameter.device().is_cpu()) parameter.set_data(parameter.detach().clone());
-  }
-  model_->gradient_checkpointing = options_.gradient_checkpointing;
-  if (options_.loss == "dpo") {  // its weights stay in the file's pages
-    reference_ = nn::LlamaForCausalLM(nn::LlamaForCausalLMImpl::from_pretrained(options_.model, dtype));
-    reference_->to(device_);
-    for (auto& parameter : reference_->parameters()) parameter.requires_grad_(false);
-  }
+  make_model(steps.empty() ? "" : checkpoint(steps.back()));
+  if (options_.loss == "dpo") make_reference();
   data_.emplace(options_.data, options_, model_->config);
   if (!options_.eval.empty()) eval_.emplace(options_.eval, options_, model_->config);
   const int64_t of_step = options_.batch * options_.accumulate * ranks_.size();
@@ -99,6 +99,48 @@ Trainer::Trainer(Options options) : options_(std::move(options)), ranks_(options
   optimizer_.emplace(*model_, options_, ranks_);
   fs::create_directories(options_.out);
   if (!steps.empty()) resume(steps.back());
+}
+
+/// The model that the run begins with, or goes on with from its newest checkpoint: with adapters that is one of them.
+void Trainer::make_model(const std::string& newest) {
+  const auto dtype = options_.dtype == "bfloat16" ? at::kBFloat16 : at::kFloat;
+  torch::manual_seed(uint64_t(options_.seed));
+  if (options_.fresh && newest.empty()) {
+    LlamaConfig config = LlamaConfig::load(options_.model);
+    config.dtype = dtype;
+    model_ = nn::LlamaForCausalLM(config);
+    model_->to(device_, dtype);
+  } else {
+    const bool whole = newest.empty() || options_.lora();
+    model_ = nn::LlamaForCausalLM(nn::LlamaForCausalLMImpl::from_pretrained(whole ? options_.model : newest, dtype));
+    if (options_.lora()) {
+      if (!newest.empty()) model_->load_adapter(newest);
+      else if (!options_.adapter.empty()) model_->load_adapter(options_.adapter);
+      else model_->add_adapter(lora_config(options_));
+      model_->lora->base_model = fs::absolute(options_.model).lexically_normal().string();
+    }
+    model_->to(device_);
+    // Memory of their own: pages of a file lie where products are summed in another order, and are copied when written.
+    // Frozen weights stay there, where processes share them.
+    for (auto& parameter : model_->parameters())
+      if (parameter.device().is_cpu() && parameter.requires_grad()) parameter.set_data(parameter.detach().clone());
+  }
+  model_->gradient_checkpointing = options_.gradient_checkpointing;
+}
+
+/// What DPO compares with: the model that the run began with. With adapters its weights are the model's.
+void Trainer::make_reference() {
+  if (options_.lora()) {
+    reference_ = nn::LlamaForCausalLM(model_->config, /*draw=*/false);
+    const auto weights = model_->named_parameters();
+    for (auto& item : reference_->named_parameters()) item.value().set_data(weights[item.key()].detach());
+    if (!options_.adapter.empty()) reference_->load_adapter(options_.adapter);
+  } else {  // its weights stay in the file's pages
+    reference_ = nn::LlamaForCausalLM(nn::LlamaForCausalLMImpl::from_pretrained(options_.model, model_->config.dtype));
+    reference_->to(device_);
+  }
+  for (auto& parameter : reference_->parameters()) parameter.requires_grad_(false);
+  reference_->eval();
 }
 
 std::string Trainer::checkpoint(int64_t step) const {
@@ -163,6 +205,8 @@ Tensor Trainer::loss_of(const Batch& b, double counted) {
 
 void Trainer::step(int64_t step) {
   const auto begin = std::chrono::steady_clock::now();
+  // Dropouts of each step and rank draw masks of their own, also in a run that was cut off before.
+  torch::manual_seed(uint64_t(options_.seed + 1 + step * ranks_.size() + ranks_.rank()));
   std::vector<Batch> batches;
   int64_t counted = 0, tokens = 0;
   for (int64_t pass = 0; pass < options_.accumulate; ++pass) {
@@ -202,6 +246,7 @@ void Trainer::step(int64_t step) {
 
 double Trainer::evaluate() {
   const torch::NoGradGuard no_gradients;
+  model_->eval();  // without dropouts
   double sum = 0, counted = 0;
   for (int64_t at = ranks_.rank() * options_.batch; at < eval_->size(); at += ranks_.size() * options_.batch) {
     std::vector<int64_t> items;
@@ -211,6 +256,7 @@ double Trainer::evaluate() {
     sum += loss_of(batch, double(batch.counted)).item<double>() * double(batch.counted);
     counted += double(batch.counted);
   }
+  model_->train();
   sum = ranks_.sum(sum), counted = ranks_.sum(counted);
   return sum / std::max(1., counted);
 }
@@ -227,10 +273,13 @@ void Trainer::save(int64_t step) {
   if (ranks_.rank() == 0 || options_.shard_optimizer) save_safetensors(states.string(), optimizer_->state());
   ranks_.wait();  // for all states
   if (ranks_.rank() > 0) return;
-  for (const char* name : {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-                           "special_tokens_map.json", "chat_template.jinja"})
+  std::vector<const char*> copied{"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+                                  "chat_template.jinja"};
+  if (!options_.lora()) copied.insert(copied.end(), {"config.json", "generation_config.json"});
+  for (const char* name : copied)
     if (fs::exists(fs::path(options_.model) / name)) fs::copy_file(fs::path(options_.model) / name, beside / name);
-  model_->save_pretrained(beside.string());
+  if (options_.lora()) model_->save_adapter(beside.string());
+  else model_->save_pretrained(beside.string());
   std::ofstream state(beside / "trainer.json");
   state << json{{"step", step},
                 {"options", options_.decisive()},
@@ -263,13 +312,20 @@ void Trainer::log(const json& line) {
               "/log.jsonl: ", std::strerror(errno));
 }
 
-void Trainer::describe_data() {
+void Trainer::describe() {
   if (ranks_.rank() > 0) return;
+  int64_t trainable = 0, all = 0;
+  for (const Tensor& parameter : model_->parameters())
+    all += parameter.numel(), trainable += parameter.requires_grad() ? parameter.numel() : 0;
   if (done_ == 0)
     log({{"step", 0},
          {"rows", data_->rows()},
          {"special_tokens", data_->special_tokens()},
-         {"rows_without_labels", data_->without_labels()}});
+         {"rows_without_labels", data_->without_labels()},
+         {"trainable_parameters", trainable},
+         {"parameters", all}});
+  std::fprintf(stderr, "parameters: %lld, of which %lld are trained\n", static_cast<long long>(all),
+               static_cast<long long>(trainable));
   const auto say = [](const char* what, const Data& data) {
     std::fprintf(stderr, "%s: %lld rows; special tokens added: %lld; rows without a label that is learnt: %lld\n", what,
                  static_cast<long long>(data.rows()), static_cast<long long>(data.special_tokens()),
@@ -290,7 +346,7 @@ void Trainer::run() {
         halves.push_back(entry.path());
     for (const fs::path& half : halves) fs::remove_all(half);
   }
-  describe_data();
+  describe();
   const auto due = [&](int64_t every, int64_t step) {
     return step == options_.steps || (every > 0 && step % every == 0);
   };

@@ -18,13 +18,15 @@ class Trainer {
   void run();
 
  private:
+  void make_model(const std::string& newest);
+  void make_reference();
   at::Tensor loss_of(const Batch& batch, double counted);
   void check_options(int64_t step) const;
   void resume(int64_t step);
   void step(int64_t step);
   double evaluate();
   void save(int64_t step);
-  void describe_data();
+  void describe();
   void log(const nlohmann::json& line);
   std::string checkpoint(int64_t step) const;
 

@@ -1,5 +1,5 @@
 """C++ models against transformers, both ways: compare_models.py <run_model>. Logits, losses, gradients and greedy
-tokens agree, and a checkpoint that C++ wrote is the same model to transformers."""
+tokens agree, and a checkpoint that C++ wrote is the same model to transformers. So do models with PEFT's adapters."""
 
 import copy
 import pathlib
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 
+import peft
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -45,9 +46,18 @@ MODELS = {
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "bfloat16": ("Llama", {"dtype": torch.bfloat16}),
 }
+ADAPTERS = {
+    "all layers": ("llama", {"target_modules": "all-linear"}),
+    "queries and values, rsLoRA": ("qwen3", {"target_modules": ["q_proj", "v_proj"], "use_rslora": True}),
+    "some of each": ("qwen2", {"target_modules": ["k_proj", "o_proj", "up_proj"], "lora_alpha": 7}),
+    "a part of an MLP": ("llama tied, head_dim", {"target_modules": ["gate_proj", "down_proj"]}),
+    "layers by their names": ("mistral", {"target_modules": ["0.mlp.up_proj", "model.layers.2.self_attn.v_proj"]}),
+    "bfloat16": ("bfloat16", {"target_modules": "all-linear"}),
+}
 
 
-def compare(name, run_model, folder):
+def made(name):
+    """One of MODELS, and tokens for it."""
     family, fields = MODELS[name]
     fields = dict(fields)
     dtype = fields.pop("dtype", torch.float32)
@@ -59,19 +69,22 @@ def compare(name, run_model, folder):
             if parameter.dim() == 1:  # norms and biases, which start at constants
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     model = model.to(dtype).eval()
-    model.save_pretrained(folder / "theirs")
     ids = torch.randint(3, COMMON["vocab_size"], (2, 20))
     mask = torch.ones_like(ids)
     mask[0, :6] = 0
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     labels = torch.where(torch.rand(ids.shape) < 0.3, -100, ids)
-    save_file({"ids": ids, "mask": mask, "positions": positions, "labels": labels}, folder / "inputs.safetensors")
-    subprocess.run(
-        [run_model, folder / "theirs", folder / "inputs.safetensors", folder / "ours", folder / "results.safetensors"],
-        check=True,
-    )
-    found = load_file(folder / "results.safetensors")
+    return model, {"ids": ids, "mask": mask, "positions": positions, "labels": labels}
 
+
+def run(run_model, folder, inputs, *adapters):
+    save_file(inputs, folder / "inputs.safetensors")
+    names = ("theirs", "inputs.safetensors", "ours", "results.safetensors", *adapters)
+    subprocess.run([run_model, *(folder / name for name in names)], check=True)
+    return load_file(folder / "results.safetensors")
+
+
+def judge(name):
     # The size of an element's rounding is that of the largest ones, of which it is a sum.
     def close(what, got, want, bound=2.0**-16, exact=None):
         """Within the bound; in bfloat16 as near to `exact`, of these weights in float64, as transformers, and half."""
@@ -82,7 +95,15 @@ def compare(name, run_model, folder):
             error = (got.double() - want.double()).abs().max().item()
         assert size > 0 and error <= bound * size, f"{name}: {what} differs by {error:.3g} of {size:.3g}"
 
-    if dtype != torch.float32:
+    return close
+
+
+def compare(name, run_model, folder):
+    model, inputs = made(name)
+    model.save_pretrained(folder / "theirs")
+    found, close = run(run_model, folder, inputs), judge(name)
+    ids, mask, positions, labels = inputs.values()
+    if model.dtype != torch.float32:
         exact = copy.deepcopy(model).double()
         with torch.no_grad():
             close("logits", found["logits"], model(ids).logits, exact=exact(ids).logits)
@@ -120,11 +141,57 @@ def reloaded(name, model, ids, folder):
     assert type(again) is type(model) and again.dtype == model.dtype
     for key, value in model.state_dict().items():
         assert torch.equal(again.state_dict()[key], value), f"{name}: C++ wrote another {key}"
-    # Not the same bits: a product of bfloat16 may be summed in another order where memory is aligned otherwise.
     with torch.no_grad():
-        theirs, ours = model(ids).logits, again(ids).logits
-    limit = 4 * torch.finfo(model.dtype).eps * theirs.abs().max()
-    assert (ours - theirs).abs().max() <= limit, f"{name}: the checkpoint that C++ wrote is another model"
+        same_but_for_order(f"{name}: the checkpoint that C++ wrote", model(ids).logits, again(ids).logits)
+
+
+def same_but_for_order(what, theirs, ours):
+    """Not the same bits: a product of bfloat16 may be summed in another order where memory is aligned otherwise."""
+    limit = 4 * torch.finfo(theirs.dtype).eps * theirs.abs().max()
+    assert (ours - theirs).abs().max() <= limit, f"{what} is another model"
+
+
+def compare_adapter(name, run_model, folder):
+    """C++ runs an adapter that PEFT saved; PEFT runs the one that C++ saved, and transformers the merged weights."""
+    of, fields = ADAPTERS[name]
+    base, inputs = made(of)
+    base.save_pretrained(folder / "theirs")
+    model = peft.get_peft_model(base, peft.LoraConfig(r=3, task_type="CAUSAL_LM", **fields)).eval()
+    trained = {key: value for key, value in model.named_parameters() if value.requires_grad}
+    with torch.no_grad():
+        for key, value in trained.items():
+            if "lora_B" in key:
+                value.normal_(0, 0.3)
+    model.save_pretrained(folder / "adapter")
+    found, close = run(run_model, folder, inputs, "adapter", "new adapter"), judge(f"{name} of {of}")
+    ids, labels = inputs["ids"], inputs["labels"]
+
+    def loaded(adapter):
+        base = transformers.AutoModelForCausalLM.from_pretrained(folder / "theirs", dtype="auto").eval()
+        return peft.PeftModel.from_pretrained(base, folder / adapter).eval() if adapter else base
+
+    wide = model.dtype == torch.float32
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=not wide):
+        loss, theirs = model(ids, labels=labels).loss, model(ids).logits
+        assert (theirs - loaded(None)(ids).logits).abs().max() > 0.1  # the adapter says something
+        before, again = loaded("adapter"), loaded("new adapter")
+        same_but_for_order(f"{name}: the adapter that C++ wrote", before(ids).logits, again(ids).logits)
+    for key, value in before.state_dict().items():
+        assert torch.equal(again.state_dict()[key], value), f"{name}: C++ wrote another {key}"
+    exact = None if wide else copy.deepcopy(model).double()
+    with torch.no_grad():
+        close("logits", found["logits"], theirs, exact=None if wide else exact(ids).logits)
+        close("loss", found["loss"], loss, exact=None if wide else exact(ids, labels=labels).loss)
+    if wide:
+        model(ids, labels=labels).loss.backward()
+        for key, value in trained.items():
+            ours = key.removeprefix("base_model.model.").removesuffix(".default.weight")
+            close(f"gradient of {key}", found.pop(f"gradient.{ours}"), value.grad, 2.0**-14)
+        assert not [key for key in found if key.startswith("gradient.")], found.keys()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(folder / "ours", dtype="auto").state_dict()
+    expected = (model if wide else exact).merge_and_unload().state_dict()
+    for key, value in expected.items():
+        close(f"merged {key}", merged[key], value, 2.0**-20 if wide else 2.0**-8)
 
 
 if __name__ == "__main__":
@@ -135,3 +202,7 @@ if __name__ == "__main__":
         with tempfile.TemporaryDirectory() as folder:
             compare(name, sys.argv[1], pathlib.Path(folder))
         print(name, "agrees", flush=True)
+    for name in ADAPTERS:
+        with tempfile.TemporaryDirectory() as folder:
+            compare_adapter(name, sys.argv[1], pathlib.Path(folder))
+        print(f"{name}: the adapter agrees", flush=True)

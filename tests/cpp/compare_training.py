@@ -22,98 +22,24 @@ import torch
 import torch.nn.functional as F
 import transformers
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-
-VOCABULARY, LENGTH = 400, 32
-END, BEGIN = "<|end|>", "<|begin|>"
-TEXTS = [f"Document {i} counts: " + ", ".join(str(i * j) for j in range(i + 3)) + ".\n" for i in range(30)]
-PAIRS = [{"prompt": f"{i} + {i} =", "chosen": f" {2 * i}, so it is.", "rejected": f" {i}."} for i in range(12)]
-
-
-def checkpoint(folder):
-    """A tiny model with a tokenizer; returns both."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2, eos_token_id=0,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
-    model.save_pretrained(folder)
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=[END, BEGIN], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(TEXTS, trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
-    return model, tokenizer
-
-
-class Runs:
-    def __init__(self, binary, folder, device):
-        self.binary, self.folder, self.device, self.count = binary, folder, device, 0
-
-    def command(self, out, *options):
-        where = ["--device", self.device, "--threads", "1"]
-        return [self.binary, str(self.folder), "--out", str(out), *where, *map(str, options)]
-
-    def __call__(self, *options):
-        """The folder of a run's results and its log."""
-        self.count += 1
-        out = self.folder / f"out{self.count}"
-        done = subprocess.run(self.command(out, *options), capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"{done.stderr}\nexit code {done.returncode}"
-        return out, log(out)
-
-    def refused(self, words, *options):
-        done = subprocess.run(
-            self.command(self.folder / "refused", *options), capture_output=True, text=True, check=False
-        )
-        assert done.returncode != 0 and words in done.stderr + done.stdout, (words, done)
-
-
-def log(out):
-    """Without its first line, which is about the data."""
-    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()][1:]
-
-
-def about_data(out):
-    return json.loads((out / "log.jsonl").read_text().splitlines()[0])
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def close(what, got, want, bound):
-    assert abs(got - want) <= bound * abs(want), f"{what}: {got}, plain {want}"
-
-
-def nll(model, ids, labels):
-    """The sum over the labels that count."""
-    logits = model(ids).logits[:, :-1].flatten(0, 1)
-    return F.cross_entropy(logits.float(), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
-
-
-def plain_steps(model, losses_of_step, steps, lr, warmup, decay):
-    """Yields the loss and the norm of each step; losses_of_step(step) yields the parts of its loss."""
-    matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == m] for m in (True, False))
-    groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr)
-    schedule = transformers.get_cosine_schedule_with_warmup(optimizer, warmup, steps)
-    for step in range(steps):
-        total = 0.0
-        for loss in losses_of_step(step):
-            loss.backward()
-            total += loss.item()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        yield total, norm.item()
+from tokenizers import Tokenizer, processors
+from training_runs import (
+    BEGIN,
+    END,
+    LENGTH,
+    PAIRS,
+    TEXTS,
+    VOCABULARY,
+    Runs,
+    about_data,
+    answer,
+    checkpoint,
+    close,
+    log,
+    nll,
+    plain_steps,
+    write,
+)
 
 
 def test_steps(runs, model, dtype, *options):
@@ -193,11 +119,6 @@ def test_packing(runs, model, tokenizer):
         close("answers", runs(*options)[1][0]["loss"], (total / counted).item(), 1e-5)
 
 
-def answer(tokenizer, prompt, completion):
-    prompt, completion = tokenizer.encode(prompt).ids, [*tokenizer.encode(completion).ids, 0]
-    return torch.tensor([prompt + completion]), torch.tensor([[-100] * len(prompt) + completion])
-
-
 def test_special_tokens(runs, model, tokenizer):
     """Text and answers become what TRL's SFTTrainer and DPOTrainer make of them: `tokenizer(text + eos)`, and
     `tokenizer(prompt + completion + eos)`, of which what it shares with `tokenizer(prompt)` is not learnt."""
@@ -242,7 +163,7 @@ def compare_special_tokens(runs, model, name, ids_of, bare, added):
         (
             "answers",
             [{"prompt": prompt, "completion": completion} for prompt, completion in answers],
-            [parts(*answer) for answer in answers],
+            [parts(*pair) for pair in answers],
             [prompt + ended(completion) for prompt, completion in answers],
         ),
     ):
@@ -310,22 +231,35 @@ CHANGED = {
     "--eval-steps": ([1], None), "--save-steps": ([1], None), "--keep": ([1], None), "--threads": ([2], None),
     "--device": (["cpu"], None),
 }  # fmt: skip
+# The same of a run with adapters.
+CHANGED_LORA = {
+    "--lora-rank": ([3], "lora_rank"), "--lora-alpha": ([8], "lora_alpha"), "--lora-target": (["mlp"], "lora_target"),
+    "--lora-dropout": ([0.5], "lora_dropout"), "--lora-rslora": ([], "lora_rslora"), "--lr": ([1e-3], "lr"),
+    "--keep": ([1], None),
+}  # fmt: skip
 
 
 def test_changed_options(runs):
     """A run that goes on has every option of the one before, but those that do not change its steps."""
     path = runs.folder / "texts.jsonl"
     before = {"--data": [path], "--length": [LENGTH], "--steps": [2], "--batch": [2]}
-    out, _ = runs(*itertools.chain.from_iterable((option, *value) for option, value in before.items()))
+    lora = before | {"--lora-rank": [2]}
+    out, lora_out = (
+        runs(*itertools.chain.from_iterable((option, *value) for option, value in options.items()))[0]
+        for options in (before, lora)
+    )
 
-    def resumed(option, *value, folder=runs.folder):
+    def resumed(option, *value, folder=runs.folder, before=before, out=out):
         options = before | {option: value}
         command = [runs.binary, folder, "--out", out, "--resume"]
         command += itertools.chain.from_iterable((option, *value) for option, value in options.items())
         return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
 
-    for option, (value, name) in CHANGED.items():
-        done = resumed(option, *value)
+    changes = [(option, *change, {}) for option, change in CHANGED.items()]
+    changes += [(option, *change, {"before": lora, "out": lora_out}) for option, change in CHANGED_LORA.items()]
+    changes.append(("--adapter", [lora_out / "checkpoint-2"], "adapter", {}))
+    for option, value, name, run in changes:
+        done = resumed(option, *value, **run)
         if name is None:
             assert done.returncode == 0 and "is finished" in done.stderr, (option, done)
         else:
@@ -343,7 +277,7 @@ def test_changed_options(runs):
     assert "was made with model " in resumed("--keep", 0, folder=again).stderr
     help_text = subprocess.run([runs.binary, "--help"], capture_output=True, text=True, check=True).stdout
     options = set(re.findall(r"^  (?:-\w,)?(--[\w-]+(?:,--[\w-]+)?)", help_text, re.MULTILINE))
-    known = {*CHANGED, "--help", "--data", "--eval", "--out", "--resume"}
+    known = {*CHANGED, *CHANGED_LORA, "--adapter", "--help", "--data", "--eval", "--out", "--resume"}
     unknown = [option for option in options if not known & set(option.split(","))]
     assert len(options) > 30 and not unknown, f"no value is known for {unknown}"
 
@@ -374,14 +308,14 @@ def test_dpo(runs, model, tokenizer):
         close(f"DPO norm of step {line['step']}", line["gradient_norm"], norm, 1e-2)
 
 
-def test_resume(runs, dtype):
+def test_resume(runs, dtype, *more):
     """Killed after some steps, in one run, with checkpoints between them and before the first one."""
     options = (
         "--data", runs.folder / "texts.jsonl", "--length", LENGTH, "--steps", 9, "--save-steps", 2, "--batch", 2,
-        "--lr", 1e-2, "--dtype", dtype, "--keep", 2, "--weight-decay", 0.1,
+        "--lr", 1e-2, "--dtype", dtype, "--keep", 2, "--weight-decay", 0.1, *more,
     )  # fmt: skip
     out, whole = runs(*options)
-    cut = runs.folder / f"cut-{dtype}"
+    cut = runs.folder / f"cut-{out.name}"
     (cut / "checkpoint-4.tmp").mkdir(parents=True)  # as if one had been killed while it wrote
     (cut / "checkpoint-4.tmp/config.json").touch()
     for last in (1, 2, 3, 6, 8):
@@ -401,7 +335,8 @@ def test_resume(runs, dtype):
     names = sorted(path.name for path in out.iterdir())
     assert names == sorted(path.name for path in cut.iterdir()), (names, sorted(cut.iterdir()))
     assert [name for name in names if name.startswith("checkpoint")] == ["checkpoint-8", "checkpoint-9"]
-    for name in ("model.safetensors", "optimizer.safetensors", "config.json", "tokenizer.json"):
+    model = ("adapter_model.safetensors", "adapter_config.json") if more else ("model.safetensors", "config.json")
+    for name in (*model, "optimizer.safetensors", "tokenizer.json"):
         ours, theirs = ((folder / "checkpoint-9" / name).read_bytes() for folder in (cut, out))
         assert ours == theirs, f"{dtype}: {name} differs after {len(whole)} steps, some of them resumed"
     changed = subprocess.run(
@@ -412,15 +347,15 @@ def test_resume(runs, dtype):
     assert again.returncode == 1 and "--resume" in again.stderr, again
 
 
-def test_ranks(runs, count):
+def test_ranks(runs, count, *more):
     """Several processes take the steps of one with as many rows, and go on with their own bits."""
-    rows = ("--data", runs.folder / "texts.jsonl", "--length", LENGTH, "--lr", 1e-2, "--save-steps", 2)
+    rows = ("--data", runs.folder / "texts.jsonl", "--length", LENGTH, "--lr", 1e-2, "--save-steps", 2, *more)
     _, alone = runs(*rows, "--batch", 2 * count, "--steps", 4, "--eval", runs.folder / "texts.jsonl")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count), "--no-python"]
     torchrun += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
 
     def run(name, *options):
-        out = runs.folder / name
+        out = runs.folder / f"{name}{'-'.join(map(str, more))}"
         command = torchrun + runs.command(out, *rows, "--batch", 2, *options)
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{done.stderr}\nexit code {done.returncode}"
@@ -448,6 +383,13 @@ def test_refusals(runs):
 
     runs.refused("--loss", "--data", texts, "--loss", "none")
     runs.refused("nowhere", "--data", runs.folder / "nowhere")
+    runs.refused(
+        "--lora-target: head is none of all, attention", "--data", texts, "--lora-rank", 2, "--lora-target", "mlp,head"
+    )
+    runs.refused("--lora-target: ", "--data", texts, "--lora-rank", 2, "--lora-target", "q_proj,,v_proj")
+    runs.refused("--lora-alpha requires --lora-rank", "--data", texts, "--lora-alpha", 2)
+    runs.refused("--lora-rank excludes --adapter", "--data", texts, "--adapter", runs.folder, "--lora-rank", 2)
+    runs.refused("--fresh excludes --lora-rank", "--data", texts, "--fresh", "--lora-rank", 2)
     runs.refused("no row of 100000 tokens", "--data", texts, "--length", 100000)
     for line, words in (
         ('{"text": "fine"}\n\n{"text": 1}', "line 3"),
@@ -489,8 +431,10 @@ def main(binary, features):
         test_dpo(runs, fresh(), tokenizer)
         for dtype in ("float32", "bfloat16"):
             test_resume(runs, dtype)
+            test_resume(runs, dtype, "--lora-rank", 4, "--lora-dropout", 0.2, "--gradient-checkpointing")
         if {"gloo", "nccl"} & features:
             test_ranks(runs, 2)
+            test_ranks(runs, 2, "--lora-rank", 4)
         test_refusals(runs)
     print("liger-train agrees with plain torch, and with itself when it is killed")
 

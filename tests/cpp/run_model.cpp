@@ -1,11 +1,15 @@
 // What compare_models.py compares with transformers:
-//   run_model <checkpoint> <inputs.safetensors> <new checkpoint> <results.safetensors>
+//   run_model <checkpoint> <inputs.safetensors> <new checkpoint> <results.safetensors> [<adapter> <new adapter>]
 #include <torch/torch.h>
 #include "liger/models/llama.h"
 
 int main(int argc, char** argv) {
-  if (argc != 5) return 2;
+  if (argc != 5 && argc != 7) return 2;
   const auto model = liger::nn::LlamaForCausalLMImpl::from_pretrained(argv[1]);
+  if (argc == 7) {
+    model->load_adapter(argv[5]);
+    model->save_adapter(argv[6]);
+  }
   const liger::SafetensorsFile inputs(argv[2]);
   const auto ids = inputs.tensor("ids"), mask = inputs.tensor("mask");
   liger::NamedTensors results;
@@ -19,7 +23,7 @@ int main(int argc, char** argv) {
   loss.backward();
   results.emplace_back("loss", loss.detach());
   for (const auto& item : model->named_parameters())
-    results.emplace_back("gradient." + item.key(), item.value().grad());
+    if (item.value().requires_grad()) results.emplace_back("gradient." + item.key(), item.value().grad());
   const auto options = liger::nn::GenerateOptions().max_new_tokens(12);
   results.emplace_back("generated", model->generate(ids, options));
   results.emplace_back("generated padded", model->generate(ids, options, mask));
