@@ -45,7 +45,7 @@ LONGEST = 500
 #: The floors of liger_kernel, from below: a file imports from its own floor and those below it, and no two files import
 #: each other. An __init__.py, which only hands on names, is left out.
 FLOORS = (
-    r"_library|_dtensor|_build|utils|memory|signatures|graphs",
+    r"_library|_dtensor|_build|utils|memory|signatures|graphs|_implementations",
     # the families of operators, which the two packages of public names hand on
     r"operators\..*|optim",
     r"_compat",
@@ -53,7 +53,7 @@ FLOORS = (
     r"chunked_loss\..*|transformers\.(source|functional|experimental\..*|fsdp|(?!trainer)\w*"
     r"(norm|glu|mlp|experts|rope|entropy|div|jsd|tvd|dyt|softmax|sparsemax|squared|loss))",
     r"transformers\.(parts|replace|families|report|numeric|model\..*)|megatron\.(cross_entropy|rms_norm|swiglu)|triton\..*",
-    r"transformers\.(head|logits|lora|quantised|tensor_parallel|causal_lm)|hub\.layers",
+    r"functional|transformers\.(head|logits|lora|quantised|tensor_parallel|causal_lm)|hub\.layers",
     r"transformers\.(patch|structure|hub_kernels)",
     r"transformers\.(monkey_patch|auto_model|trainer\b.*|trainer_integration)|trl|megatron\.monkey_patch|env_report|_self_test",
 )

@@ -23,6 +23,7 @@ def _rank(rank, port, ranks, results, function, arguments):
     )
     try:
         results.put((rank, function(rank, *arguments)))
+        torch.distributed.barrier()  # a rank that ends first makes another's last collective fail
     finally:
         torch.distributed.destroy_process_group()
 

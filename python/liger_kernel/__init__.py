@@ -17,6 +17,19 @@ except ImportError:
 cmake_prefix_path = next((folder for folder in __path__ if os.path.isdir(os.path.join(folder, "lib"))), __path__[0])
 
 
+_OF_BACKENDS = ("available_backends", "available_impls", "get_backend", "get_impl", "set_backend", "set_impl")
+
+
+def __getattr__(name):
+    import importlib
+
+    if name == "functional":
+        return importlib.import_module("liger_kernel.functional")
+    if name in _OF_BACKENDS:
+        return getattr(importlib.import_module("liger_kernel.backends"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def _check_distribution():
     """Names another distribution that has written into this package's folder, which would mix two libraries."""
     import re

@@ -4,16 +4,15 @@
   arguments and results they have, block sizes among them. They run the operators without autograd.
 - The helpers of Triton kernels (block sizes, contiguous arguments, dtypes, versions) are for kernels of others that
   import them from liger_kernel.ops.utils.
-- The registry is for packages that add a set of kernels by name.
 
-Two more stand where others replace or load them: ops/fused_linear_cross_entropy.py, whose two functions they replace,
-and ops/fused_linear_scaled_cross_entropy.py, which they load by its path.
+The names that choose among sets of kernels are in _implementations.py. Two more files stand where others replace or
+load them: ops/fused_linear_cross_entropy.py, whose two functions they replace, and
+ops/fused_linear_scaled_cross_entropy.py, which they load by its path.
 """
 
 import functools
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from liger_kernel.operators.loss import (
     asked_for,
     loss_options,
 )
-from liger_kernel.operators.rope import rotated
+from liger_kernel.operators.rope import heads_swapped, rotated
 from liger_kernel.utils import infer_device
 
 
@@ -113,9 +112,10 @@ def rms_norm_forward(
 def rms_norm_backward(
     dY: Tensor, X: Tensor, W: Tensor | None, RSTD: Tensor, offset: float, casting_mode: str | int,
     BLOCK_SIZE: int | None = None, num_warps: int | None = None, in_place: bool = False, row_mode: bool | None = None,
+    needs_dw: bool | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """(dX, dW or None) from what rms_norm_forward returned."""
-    code, weighted = norm.casting_code(casting_mode), W is not None
+    code, weighted = norm.casting_code(casting_mode), W is not None and needs_dw is not False
     dX, dW = ops.rms_norm_backward(dY.reshape(X.shape), X, W, RSTD, float(offset), code, True, weighted)
     return dX.reshape(dY.shape), dW if weighted else None
 
@@ -133,11 +133,11 @@ def fused_add_rms_norm_forward(
 def fused_add_rms_norm_backward(
     dY: Tensor, dS_out: Tensor | None, S: Tensor, W: Tensor | None, RSTD: Tensor, offset: float,
     casting_mode: str | int, BLOCK_SIZE: int | None = None, num_warps: int | None = None, num_stages: int | None = None,
-    in_place: bool = False,
+    in_place: bool = False, needs_dw: bool | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """(dX, dR, dW) from what fused_add_rms_norm_forward returned; dX and dR are one tensor."""
     dS = None if dS_out is None else dS_out.reshape(S.shape)
-    code, weighted = norm.casting_code(casting_mode), W is not None
+    code, weighted = norm.casting_code(casting_mode), W is not None and needs_dw is not False
     dX, dW = ops.fused_add_rms_norm_backward(dY.reshape(S.shape), dS, S, W, RSTD, float(offset), code, True, weighted)
     dX = dX.reshape(dY.shape)
     return dX, dX, dW if weighted else None
@@ -174,11 +174,13 @@ def layer_norm_forward(X: Tensor, W: Tensor | None, B: Tensor | None, eps: float
 
 
 def layer_norm_backward(
-    dY: Tensor, X: Tensor, W: Tensor | None, B: Tensor | None, Mean: Tensor, RSTD: Tensor
-) -> tuple[Any, ...]:
-    """(dX, dW, dB) from what layer_norm_forward returned."""
-    dX, dW, dB = ops.layer_norm_backward(dY.reshape(X.shape), X, W, B, Mean, RSTD, True, True, True)
-    return dX.reshape(dY.shape), dW, dB
+    dY: Tensor, X: Tensor, W: Tensor | None, B: Tensor | None, Mean: Tensor, RSTD: Tensor, needs_dw: bool | None = None,
+    needs_db: bool | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """(dX, dW, dB) from what layer_norm_forward returned; None for what is not needed."""
+    with_dw, with_db = needs_dw is not False, needs_db is not False
+    dX, dW, dB = ops.layer_norm_backward(dY.reshape(X.shape), X, W, B, Mean, RSTD, True, with_dw, with_db)
+    return dX.reshape(dY.shape), dW if with_dw else None, dB if with_db else None
 
 
 def group_norm_forward(
@@ -322,16 +324,28 @@ def compute_routing_metadata(topk_indices: Tensor, E: int, block_m_token: int = 
     return tuple(t.int() for t in found)
 
 
-def rope_forward(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Any, ...]:
-    """(q rotated, k rotated, cos, sin), without autograd."""
-    rotated(q.shape[-1], cos.shape[-1])
-    return *ops.rope_forward(q, k, cos, sin, False), cos, sin
+def _rope(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, inverse):
+    if unsqueeze_dim != 1:
+        q, k = heads_swapped(unsqueeze_dim, (q, k))
+        return heads_swapped(unsqueeze_dim, _rope(q, k, cos, sin, position_ids, 1, rotary_dim, inverse))
+    columns = rotated(q.shape[-1], cos.shape[-1], rotary_dim)
+    return ops.rope_forward(q, k, cos, sin, inverse, False, None, columns)
 
 
-def rope_backward(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rope_forward(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """(q rotated, k rotated, cos, sin), without autograd; arguments as of liger_rotary_pos_emb."""
+    return *_rope(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, False), cos, sin
+
+
+def rope_backward(
+    dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(dq, dk) rotated back."""
-    rotated(dq.shape[-1], cos.shape[-1])
-    return ops.rope_forward(dq, dk, cos, sin, True)
+    return _rope(dq, dk, cos, sin, position_ids, unsqueeze_dim, rotary_dim, True)
 
 
 def qwen2vl_mrope_forward(
@@ -397,8 +411,9 @@ def kldiv_backward_triton(target: Tensor, grad_output: Tensor, new_grads: Tensor
 
 
 def jsd_forward(
-    _input: Tensor, target: Tensor, shift_labels: Tensor | None, beta: float, ignore_index: int, has_label: bool
-) -> tuple[Any, ...]:
+    _input: Tensor, target: Tensor, shift_labels: Tensor | None, beta: float, ignore_index: int, has_label: bool,
+    jsd_impl: str | None = None, jsd_mode: str | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
     """(loss, gradient of _input), without autograd."""
     labels, options = shift_labels if has_label else None, (JENSEN_SHANNON, float(beta), ignore_index)
     return _divergence(_input, target, labels, *options, "batchmean", _input.dtype)
@@ -423,7 +438,7 @@ def tvd_backward_triton(grad_output: Tensor, grads: Tensor) -> Tensor:
 def fused_linear_jsd_forward(
     student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
     shift_labels: Tensor | None, jsd_beta: float, ignore_index: int, has_label: bool, temperature: float,
-    accum_dtype: torch.dtype | None = None,
+    jsd_impl: str | None = None, jsd_mode: str | None = None, accum_dtype: torch.dtype | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """(loss, grad_input, grad_weight), without autograd; None where the tensor requires no gradient. Where it computes
     in float16 they are float."""
@@ -440,54 +455,3 @@ def fused_linear_jsd_backward(
 ) -> tuple[Any, ...]:
     """Both gradients times the scalar grad_output, in fresh memory."""
     return tuple(g if g is None else g * grad_output for g in (grad_input, grad_weight))
-
-
-# The table of other sets of kernels. libliger's operators choose their own kernels by device, so that nothing stands in
-# it unless somebody registers it.
-LIGER_KERNEL_IMPL_ENV = "LIGER_KERNEL_IMPL"
-
-
-@dataclass(frozen=True)
-class ImplInfo:
-    """A set of kernels: the types of device that it serves, those where it is the default, and its module.
-
-    Raises ValueError where devices or module_path is empty, or a default is not among the devices.
-    """
-
-    name: str
-    devices: tuple
-    default_devices: tuple = ()
-    module_path: str = ""
-
-    def __post_init__(self):
-        if not self.devices or not self.module_path:
-            raise ValueError(f"{self.name}: devices and module_path must be given")
-        if not set(self.default_devices) <= set(self.devices):
-            raise ValueError(
-                f"{self.name}: default_devices {self.default_devices} must be among devices {self.devices}"
-            )
-
-
-IMPL_REGISTRY: dict[str, ImplInfo] = {}
-
-
-def register_impl(info: ImplInfo) -> None:
-    """Adds a set of kernels, in place of one of the same name."""
-    IMPL_REGISTRY[info.name] = info
-
-
-def select_impl(device: str, explicit: str | None = None) -> ImplInfo | None:
-    """The set named `explicit`, or else the first that is the default on this type of device, or None.
-
-    Raises RuntimeError where no set has that name, or it does not serve the device.
-    """
-    if explicit is None:
-        return next((info for info in IMPL_REGISTRY.values() if device in info.default_devices), None)
-    if explicit not in IMPL_REGISTRY:
-        raise RuntimeError(
-            f"there is no set of kernels named {explicit!r}; registered: {', '.join(IMPL_REGISTRY) or 'none'}"
-        )
-    info = IMPL_REGISTRY[explicit]
-    if device not in info.devices:
-        raise RuntimeError(f"{explicit} does not serve {device}, only {', '.join(info.devices)}")
-    return info

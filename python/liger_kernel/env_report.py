@@ -134,5 +134,10 @@ def main(arguments=None) -> int:
     return int(failed > 0)
 
 
+def print_env_report() -> None:
+    """Print the report, with the operators tested on all devices there are."""
+    main([])
+
+
 if __name__ == "__main__":
     sys.exit(main())

@@ -113,14 +113,15 @@ class LigerFusedLinearJSDFunction(torch.autograd.Function):
     def forward(
         ctx: Any, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
         shift_labels: Tensor | None = None, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0,
-        accum_dtype: torch.dtype | None = None,
+        accum_dtype: torch.dtype | None = None, jsd_impl: str | None = None, jsd_mode: str | None = None,
     ) -> Tensor:  # fmt: skip
         """The mean over the tokens whose shift_labels [tokens] is not ignore_index (None: all), float; 0 where there is
         none.
 
         student_input [tokens, H], student_weight [V, H], teacher_input [tokens, H'], teacher_weight [V, H']; both
         logits are divided by the temperature. Only the student's tensors get gradients; the weight's is summed in
-        float, whatever accum_dtype. Raises AssertionError for labels of another shape.
+        float, whatever accum_dtype; jsd_impl and jsd_mode change nothing. Raises AssertionError for labels of another
+        shape.
         """
         wanted = wanted_gradients(ctx, student_input, student_weight)
         loss, gradients, rest = linear_jsd_with_gradients(
@@ -136,7 +137,7 @@ class LigerFusedLinearJSDFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         *gradients, rest = ctx.saved_tensors
         factor = grad_output * rest
-        return *(g if g is None else g * factor for g in gradients), *[None] * 7
+        return *(g if g is None else g * factor for g in gradients), *[None] * 9
 
 
 def liger_fused_linear_jsd(

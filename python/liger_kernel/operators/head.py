@@ -23,15 +23,15 @@ def liger_fused_linear_cross_entropy(
     ignore_index: int = -100, lse_square_scale: float = 0.0, label_smoothing: float = 0.0, reduction: str = "mean",
     softcap: float | None = None, return_z_loss: bool = False, accum_dtype: torch.dtype | None = None,
     use_token_scaling: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
-    valid_count: int | None = None, normalizer: Tensor | None = None, max_bytes: int = 0,
+    chunk_mem_const: int = 1, valid_count: int | None = None, normalizer: Tensor | None = None, max_bytes: int = 0,
 ) -> Any:  # fmt: skip
     """Cross entropy of the logits `input @ weight.T + bias`, which are never held in full.
 
     input [tokens, width], weight [classes, width], target [tokens], bias and ce_weight [classes]. Gradients of the
-    weight are always summed in float, so accum_dtype is not used. valid_count is the number of labels that are not
-    ignored, where the host knows it already; normalizer a number (on the device) that divides the sum of the losses;
-    max_bytes bounds the logits held at once. Returns the float loss, or a CrossEntropyOutput where one of the return
-    flags is set.
+    weight are always summed in float, so accum_dtype is not used, and neither is chunk_mem_const. valid_count is the
+    number of labels that are not ignored, where the host knows it already; normalizer a number (on the device) that
+    divides the sum of the losses; max_bytes bounds the logits held at once. Returns the float loss, or a
+    CrossEntropyOutput where one of the return flags is set.
     """
     asked = return_z_loss, return_token_accuracy, return_predicted_tokens
     flags, scales = loss_options(

@@ -188,13 +188,14 @@ class LigerKLDIVLoss(nn.KLDivLoss):
 class LigerJSDFunction:
     @staticmethod
     def apply(
-        _input: Tensor, target: Tensor, shift_labels: Tensor | None = None, beta: float = 0.5, ignore_index: int = -100
-    ) -> Tensor:
+        _input: Tensor, target: Tensor, shift_labels: Tensor | None = None, beta: float = 0.5, ignore_index: int = -100,
+        jsd_impl: str | None = None, jsd_mode: str | None = None,
+    ) -> Tensor:  # fmt: skip
         """β KL(P ‖ M) + (1 − β) KL(Q ‖ M), M = β P + (1 − β) Q, for _input = ln Q and target = ln P, both [rows, cols].
 
         β = 0 is KL(P ‖ Q), β = 1 KL(Q ‖ P). The mean over the rows whose shift_labels [rows] is not ignore_index, in
         _input's dtype; 0 where there is none. The target gets no gradient. Raises AssertionError for labels of another
-        shape, ValueError for β outside [0, 1].
+        shape, ValueError for β outside [0, 1]. jsd_impl and jsd_mode change nothing.
         """
         check_labels(shift_labels, _input.shape[0], ignore_index)
         options = JENSEN_SHANNON, float(beta), ignore_index, reduction_code("batchmean")

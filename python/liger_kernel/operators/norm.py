@@ -327,12 +327,15 @@ class LigerLayerNorm(nn.Module):
     """(x − mean) / sqrt(variance + eps) · weight + bias over the last dimension (Ba et al. 2016, arXiv:1607.06450).
 
     The bias always exists; it starts at zero, or random with bias=True. Raises AssertionError for an init_fn other than
-    "ones" and "zeros".
+    "ones" and "zeros". impl, mode and backend change nothing.
     """
 
     kernels = NORM_KERNELS
 
-    def __init__(self, hidden_size: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones") -> None:
+    def __init__(
+        self, hidden_size: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones", impl: str | None = None,
+        mode: str | None = None, backend: str | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.hidden_size, self.eps, self.variance_epsilon = hidden_size, eps, eps
         self.weight = _initial(init_fn, hidden_size)

@@ -104,14 +104,14 @@ def _log_probs(logits, ids, temperature, mask):
 
 @torch.no_grad()
 def fused_selective_log_softmax(
-    logits: Tensor, input_ids: Tensor, temperature: float = 0.9, mask: Tensor | None = None
+    logits: Tensor, input_ids: Tensor, temperature: float = 0.9, mask: Tensor | None = None, lse: Tensor | None = None
 ) -> Tensor:
     """ln softmax(logits / temperature) at the last L of input_ids, as float [B, L], for contiguous logits [B, L + 1,
     V].
 
     A position's token is predicted by the logits at its place, the last place's logits predict nothing. 0 where mask
-    [B, >= L] is 0, whose logits are not read. Without gradients; raises AssertionError where the logits are not
-    contiguous.
+    [B, >= L] is 0, whose logits are not read. lse is made anew and not used. Without gradients; raises AssertionError
+    where the logits are not contiguous.
     """
     length = logits.shape[1] - 1
     last = lambda t: t[:, t.shape[1] - length :]

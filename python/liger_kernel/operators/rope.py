@@ -15,16 +15,15 @@ from liger_kernel._library import ops
 
 
 def rotated(dim: int, width: int, rotary_dim: int | None = None) -> int:
-    """How many columns of a head `dim` wide tables `width` wide rotate; raises ValueError where that is not said."""
-    if rotary_dim is None and width != dim:
-        raise ValueError(
-            f"cos is {width} wide and a head {dim}, which leaves open what it rotates: rotary_dim={width} for the "
-            f"first {width} columns of a head, rotary_dim={2 * width} for the first {2 * width}, with an angle for "
-            "each pair of columns"
-        )
-    if rotary_dim not in (None, width, 2 * width):
+    """How many columns of a head `dim` wide tables `width` wide rotate, -1 for all: as many as the tables have where it
+    is not said. Raises ValueError for tables that do not fit."""
+    if rotary_dim is None:
+        if width > dim:
+            raise ValueError(f"cos is {width} wide, which is more than a head, {dim}")
+        return -1 if width == dim else width
+    if rotary_dim not in (width, 2 * width):
         raise ValueError(f"cos must be as wide as rotary_dim, {rotary_dim}, or half as wide, and is {width} wide")
-    return -1 if rotary_dim is None else rotary_dim
+    return rotary_dim
 
 
 def heads_swapped(unsqueeze_dim: int, tensors: Iterable[Tensor]) -> Any:
@@ -47,8 +46,8 @@ def liger_rotary_pos_emb(
 
     q [batch, heads, seq, dim], k [batch, k_heads, seq, dim], or with unsqueeze_dim=2 [batch, seq, heads, dim], any
     strides; cos, sin [seq, r], [1, seq, r] or [batch, seq, r] for r = rotary_dim <= dim, of which the first r/2
-    columns count, or r/2 wide. Raises ValueError for tables of another width than the head's where rotary_dim is not
-    given, and for another unsqueeze_dim. position_ids is not used.
+    columns count, or r/2 wide. Without rotary_dim r is the tables' width. Raises ValueError for tables of another
+    width and for another unsqueeze_dim. position_ids is not used.
     """
     if unsqueeze_dim != 1:
         q, k = heads_swapped(unsqueeze_dim, (q, k))

@@ -9,6 +9,7 @@ from liger_kernel.ops.fused_add_rms_norm import (
     fused_add_rms_norm_backward,
     fused_add_rms_norm_forward,
 )
+from liger_kernel.ops.fused_ce_tvd import LigerFusedCETVDFunction
 from liger_kernel.ops.fused_linear_cross_entropy import (
     LigerFusedLinearCrossEntropyFunction,
     fused_linear_cross_entropy_backward,
@@ -19,7 +20,11 @@ from liger_kernel.ops.fused_linear_jsd import (
     fused_linear_jsd_backward,
     fused_linear_jsd_forward,
 )
-from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyFunction
+from liger_kernel.ops.fused_linear_kl_div import LigerFusedLinearKLDivFunction
+from liger_kernel.ops.fused_linear_scaled_cross_entropy import (
+    LigerFusedLinearScaledCrossEntropyFunction,
+    LigerFusedLinearScaledCrossEntropyTPFunction,
+)
 from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
 from liger_kernel.ops.geglu import LigerGELUMulFunction, geglu_backward, geglu_forward
 from liger_kernel.ops.group_norm import LigerGroupNormFunction, group_norm_backward, group_norm_forward

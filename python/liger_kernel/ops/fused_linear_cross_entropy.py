@@ -18,11 +18,11 @@ def fused_linear_cross_entropy_forward(
     ignore_index: int = -100, lse_square_scale: float = 0.0, label_smoothing: float = 0.0, reduction: str = "mean",
     softcap: float | None = None, return_z_loss: bool = False, accum_dtype: torch.dtype | None = None,
     use_token_scaling: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
-    token_grad_output: Tensor | None = None, compute_gradients: bool | None = None,
-    weight_requires_grad: bool | None = None,
+    ce_impl: str | None = None, ce_mode: str | None = None, token_grad_output: Tensor | None = None,
+    compute_gradients: bool | None = None, weight_requires_grad: bool | None = None, chunk_mem_const: int = 1,
 ) -> tuple[Any, ...]:  # fmt: skip
     """(loss, z_loss, token_accuracy, predicted_tokens, grad_input, grad_weight, grad_bias), without autograd; None for
-    what is not wanted.
+    what is not wanted. ce_impl, ce_mode and chunk_mem_const change nothing.
 
     The gradients are made here for a mean or a sum, and for single losses where token_grad_output [tokens] is given.
     Where it computes in float16 they are float: in 16 bits sums overflow, and a mean's terms vanish before a loss scale
@@ -67,7 +67,8 @@ class LigerFusedLinearCrossEntropyFunction(torch.autograd.Function):
         ce_weight: Tensor | None = None, ignore_index: int = -100, lse_square_scale: float = 0.0,
         label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
         return_z_loss: bool = False, accum_dtype: torch.dtype | None = None, use_token_scaling: bool = False,
-        return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
+        return_token_accuracy: bool = False, return_predicted_tokens: bool = False, ce_impl: str | None = None,
+        ce_mode: str | None = None, chunk_mem_const: int = 1,
     ) -> tuple[Any, ...]:  # fmt: skip
         ctx.options = dict(
             ce_weight=ce_weight, ignore_index=ignore_index, lse_square_scale=lse_square_scale,
@@ -97,4 +98,4 @@ class LigerFusedLinearCrossEntropyFunction(torch.autograd.Function):
                 )
         else:
             grad_input, grad_weight, grad_bias = fused_linear_cross_entropy_backward(grad_output, *ctx.saved_tensors)
-        return grad_input, grad_weight, None, grad_bias, *[None] * 11
+        return grad_input, grad_weight, None, grad_bias, *[None] * 14

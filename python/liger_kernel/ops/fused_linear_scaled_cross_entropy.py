@@ -12,19 +12,31 @@ class _FusedLinearPPOFallbackFunction:
     """One operator serves every device and float dtype; the name is Liger's."""
 
     @staticmethod
-    def apply(hidden, weight, ids, temperature, ignore_index, return_entropy):
+    def apply(hidden, weight, ids, temperature, ignore_index, return_entropy, selected_token_ids=None):
         from liger_kernel.ops.linear_log_prob import linear_log_prob  # this file can be loaded by its path alone
 
-        results = linear_log_prob(hidden, weight, ids, None, float(temperature), ignore_index, return_entropy)
-        return (-results[0], results[1].to(hidden.dtype)) if return_entropy else -results
+        selects = selected_token_ids is not None
+        wanted = ("entropy",) * return_entropy + ("lse",) * selects
+        results = linear_log_prob(hidden, weight, ids, None, float(temperature), ignore_index, outputs=wanted)
+        if not wanted:
+            return -results
+        given = (-results[0], *(results[1].to(hidden.dtype),) * return_entropy)
+        if not selects:
+            return given
+        logits = torch.nn.functional.linear(hidden, weight[selected_token_ids]).float() / temperature
+        selected = (logits - results[-1].unsqueeze(1)).masked_fill((ids == ignore_index).unsqueeze(1), 0)
+        return *given, selected
 
 
 class _Sm90Function:
     """The same with the arguments that Liger gives to its kernel for compute capability 9.0."""
 
     @staticmethod
-    def apply(_input, weight, target, temperature, ignore_index, m_tiles_per_cluster, return_entropy):
-        return _FusedLinearPPOFallbackFunction.apply(_input, weight, target, temperature, ignore_index, return_entropy)
+    def apply(
+        _input, weight, target, temperature, ignore_index, m_tiles_per_cluster, return_entropy, selected_token_ids=None
+    ):
+        options = temperature, ignore_index, return_entropy, selected_token_ids
+        return _FusedLinearPPOFallbackFunction.apply(_input, weight, target, *options)
 
 
 def _load_sm90_function():
@@ -43,20 +55,62 @@ class LigerFusedLinearScaledCrossEntropyFunction:
     @staticmethod
     def apply(
         _input: Tensor, weight: Tensor, target: Tensor, temperature: float = 1.0, ignore_index: int = -100,
-        m_tiles_per_cluster: int = 1, return_entropy: bool = False,
+        m_tiles_per_cluster: int = 1, return_entropy: bool = False, selected_token_ids: Tensor | None = None,
     ) -> Any:  # fmt: skip
         """logsumexp(a) − a at target, float [M], a = _input weightᵀ / temperature; with return_entropy also −Σ p ln p
-        of p = softmax(a) in _input's dtype.
+        of p = softmax(a) in _input's dtype; with selected_token_ids [K] also ln p of those classes, float [M, K].
 
-        _input [M, H] and weight [V, H] of one dtype, target [M] int64. Both are 0, with gradients of 0, where the
+        _input [M, H] and weight [V, H] of one dtype, target [M] int64. All are 0, with gradients of 0, where the
         target is ignore_index, and differentiable. m_tiles_per_cluster changes nothing. Raises TypeError for a wrong
         type or dtype and ValueError for a wrong shape, device, temperature or, on the CPU, target; on CUDA a target
         outside [0, V) is a device assertion.
         """
         _check_options(temperature, m_tiles_per_cluster, return_entropy, _input, weight, target, ignore_index)
+        _check_selected(selected_token_ids, weight)
         implementation = _resolve_implementation(_input.device)
         tiles = () if implementation is _FusedLinearPPOFallbackFunction else (m_tiles_per_cluster,)
-        return implementation.apply(_input, weight, target, temperature, ignore_index, *tiles, return_entropy)
+        options = temperature, ignore_index, *tiles, return_entropy
+        selected = () if selected_token_ids is None else (selected_token_ids,)
+        return implementation.apply(_input, weight, target, *options, *selected)
+
+
+class LigerFusedLinearScaledCrossEntropyTPFunction:
+    @staticmethod
+    def apply(
+        _input: Tensor, weight: Tensor, target: Tensor, tp_group: Any, temperature: float = 1.0,
+        ignore_index: int = -100, tiles_per_reduce: int = 1, return_entropy: bool = False,
+    ) -> Any:  # fmt: skip
+        """LigerFusedLinearScaledCrossEntropyFunction under a head whose classes are spread over the ranks of tp_group
+        in their order: weight [V of this rank, H], as many on each.
+
+        _input and target are the same on all ranks, and so are the results. The gradient of _input is the sum over the
+        ranks, that of weight is this rank's. tiles_per_reduce changes nothing.
+        """
+        from liger_kernel.ops.sliced_log_prob import vocab_parallel_linear_log_prob
+
+        results = vocab_parallel_linear_log_prob(
+            _input,
+            weight,
+            target,
+            tp_group,
+            entropy=return_entropy,
+            ignore_index=ignore_index,
+            temperature=float(temperature),
+        )
+        return (-results[0], results[1].to(_input.dtype)) if return_entropy else -results
+
+
+def _check_selected(ids, weight):
+    if ids is None:
+        return
+    if not isinstance(ids, Tensor) or ids.dtype != torch.int64:
+        raise TypeError("selected_token_ids must be an int64 tensor")
+    if ids.ndim != 1:
+        raise ValueError(f"selected_token_ids must be [K], got {list(ids.shape)}")
+    if ids.device != weight.device:
+        raise ValueError(f"selected_token_ids must be on {weight.device}, got {ids.device}")
+    if ids.device.type == "cpu" and len(ids) and not (0 <= int(ids.min()) and int(ids.max()) < len(weight)):
+        raise ValueError(f"selected_token_ids must be in [0, {len(weight)})")
 
 
 def _is_number(value):

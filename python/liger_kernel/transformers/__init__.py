@@ -11,8 +11,10 @@ from liger_kernel.transformers.cross_entropy import LigerCrossEntropyLoss
 from liger_kernel.transformers.dyt import LigerDyT
 from liger_kernel.transformers.families import FAMILIES, missing
 from liger_kernel.transformers.fused_add_rms_norm import LigerFusedAddRMSNorm
+from liger_kernel.transformers.fused_ce_tvd import LigerFusedCETVDLoss
 from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 from liger_kernel.transformers.fused_linear_jsd import LigerFusedLinearJSD
+from liger_kernel.transformers.fused_linear_kl_div import LigerFusedLinearKLDivLoss
 from liger_kernel.transformers.geglu import LigerGEGLUMLP, LigerGEGLUMLPForGemma4
 from liger_kernel.transformers.group_norm import LigerGroupNorm
 from liger_kernel.transformers.jsd import LigerJSD
@@ -66,7 +68,8 @@ def __getattr__(name):
 
 __all__ = [
     "is_transformers_available", "LigerBlockSparseTop2MLP", "LigerCrossEntropyLoss", "LigerDyT", "LigerFalconH1MLP",
-    "LigerFalconH1SwiGLUMLP", "LigerFusedAddRMSNorm", "LigerFusedLinearCrossEntropyLoss", "LigerFusedLinearJSD",
+    "LigerFalconH1SwiGLUMLP", "LigerFusedAddRMSNorm", "LigerFusedCETVDLoss", "LigerFusedLinearCrossEntropyLoss",
+    "LigerFusedLinearJSD", "LigerFusedLinearKLDivLoss",
     "LigerGEGLUMLP", "LigerGroupNorm", "LigerJSD", "LigerKLDIVLoss", "LigerLayerNorm", "LigerMLP",
     "LigerModulatedRMSNorm", "LigerPhi3SwiGLUMLP", "LigerPolyNorm", "LigerQwen3MoeSwiGLUMLP", "LigerReLUSquared",
     "LigerRMSNorm", "LigerSoftmax", "LigerSparsemax", "LigerSwiGLUMLP", "LigerTiledGEGLUMLP", "LigerTiledSwiGLUMLP",

@@ -27,10 +27,15 @@ from liger_kernel.operators.norm import (
     liger_rms_norm,
 )
 from liger_kernel.operators.rope import liger_qwen2vl_mrope, liger_rope, liger_rope_packed
+from liger_kernel.operators.soft_targets import liger_fused_linear_kl_div
+from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyTPFunction
+
+liger_fused_linear_scaled_cross_entropy_tp = LigerFusedLinearScaledCrossEntropyTPFunction.apply
 
 __all__ = [
     "CrossEntropyOutput", "liger_cross_entropy", "liger_dyt", "liger_fused_add_rms_norm",
-    "liger_fused_linear_cross_entropy", "liger_fused_linear_jsd", "liger_geglu", "liger_group_norm", "liger_jsd",
+    "liger_fused_linear_cross_entropy", "liger_fused_linear_jsd", "liger_fused_linear_kl_div",
+    "liger_fused_linear_scaled_cross_entropy_tp", "liger_geglu", "liger_group_norm", "liger_jsd",
     "liger_kl_div", "liger_layer_norm", "liger_modulated_rms_norm", "liger_poly_norm", "liger_qwen2vl_mrope",
     "liger_relu_squared", "liger_rms_norm", "liger_rope", "liger_rope_packed", "liger_selective_log_softmax",
     "liger_softmax", "liger_sparsemax", "liger_swiglu", "liger_tvd",

@@ -1,1 +1,1 @@
-from liger_kernel._compat import IMPL_REGISTRY, LIGER_KERNEL_IMPL_ENV, ImplInfo, register_impl, select_impl
+from liger_kernel._implementations import IMPL_REGISTRY, LIGER_KERNEL_IMPL_ENV, ImplInfo, register_impl, select_impl

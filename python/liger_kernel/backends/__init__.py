@@ -1,0 +1,15 @@
+from liger_kernel._implementations import (
+    IMPLEMENTATION,
+    OPERATORS,
+    ImplNotAvailableError,
+    LigerImplFallbackWarning,
+    NoImplAvailableError,
+    all_impls,
+    available_backends,
+    available_impls,
+    clear_available_cache,
+    get_backend,
+    get_impl,
+    set_backend,
+    set_impl,
+)
