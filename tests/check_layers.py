@@ -54,7 +54,7 @@ FLOORS = (
     r"(norm|glu|mlp|experts|rope|entropy|div|jsd|tvd|dyt|softmax|sparsemax|squared|loss))",
     r"transformers\.(parts|replace|families|report|numeric|model\..*)",
     r"transformers\.(head|logits|lora|quantised|tensor_parallel|causal_lm)|hub\.layers",
-    r"transformers\.(patch|structure|hub_kernels)",
+    r"transformers\.(by_source|patch|structure|hub_kernels)",
     r"transformers\.(monkey_patch|auto_model|trainer\b.*|trainer_integration)|trl|env_report|_self_test",
 )
 

@@ -131,11 +131,13 @@ def _inputs(module):
 
 
 def _width(module):
-    """The width of the input of a norm or of a feed-forward block."""
+    """The width of the input of a norm or of a feed-forward block; any that is even, of a norm without a weight."""
     linear = next((m for m in module.modules() if isinstance(m, nn.Linear)), None)
     if linear is not None:
         return linear.in_features
     weight = getattr(module, "weight", None)
+    if not any(True for _ in module.parameters()):
+        return getattr(module, "normalized_shape", (64,))[-1]
     return weight.shape[0] if weight is not None and weight.dim() == 1 else None
 
 
