@@ -5,6 +5,7 @@ the same kinds of parts takes one row here and one row in the list of tiny confi
 """
 
 import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from liger_kernel.utils import warn_once
@@ -71,7 +72,7 @@ class Family:
     """
 
     name: str
-    swaps: dict[str, Swap | tuple[Swap, ...]] = field(default_factory=dict)
+    swaps: Mapping[str, Swap | tuple[Swap, ...]] = field(default_factory=dict)
     loss: dict[str, CausalLM] = field(default_factory=dict)
     package: str = ""
     model_types: tuple[str, ...] = ()
