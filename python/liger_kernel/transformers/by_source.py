@@ -76,7 +76,8 @@ def completed(row: Family, model: nn.Module | None = None) -> Family:
     chosen = {
         name: kept for name, each in found.items() if (kept := tuple(s for s in each if s.switch in row.switches))
     }
-    if model is None:
+    if model is None:  # what a finished model has of others' classes
+        chosen |= {name: (swap,) for name, swap in (LAYER_NORM | RELU_SQUARED).items() if swap.switch in row.switches}
         return replace(row, swaps=chosen)
     also = tuple(sorted({cls.__module__ for cls in classes} - {row.module}))
     loss, why = heads_of(model) if not row.loss else (row.loss, None)
@@ -136,8 +137,11 @@ def heads_of(model: nn.Module) -> tuple[dict[str, CausalLM], dict[str, str] | No
         if head is None or not path:
             continue
         cls = original_class(module)
-        if hands_logits_over(original_forward(cls)):
-            found[cls.__name__] = CausalLM(path)
-        else:
+        forward = original_forward(cls)
+        if not hands_logits_over(forward):
             reason = "its forward does not hand logits to transformers' loss of causal language models"
+        elif {"isinstance", "is_tensor"} & names_in(forward):  # which a promise of logits is not
+            reason = "its forward may ask whether its logits are a tensor"
+        else:
+            found[cls.__name__] = CausalLM(path)
     return found, None if found else {"fused_linear_cross_entropy": reason, "cross_entropy": reason}

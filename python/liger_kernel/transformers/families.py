@@ -175,6 +175,8 @@ _EITHER_ROPE = ("apply_rotary_pos_emb", "apply_multimodal_rotary_pos_emb")
 
 _LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
 _L = ("rope", *_LOSSES, "rms_norm", "swiglu", "model")
+_LN = (*_L[:-1], "layer_norm", "model")
+_GLU = (*_L[:-1], "geglu", "model")
 _GE = ("rope", *_LOSSES, "rms_norm", "geglu", "model")
 _GEL = ("rope", *_LOSSES, "layer_norm", "rms_norm", "geglu", "model")
 _IV = (*_LOSSES, "rms_norm", "layer_norm", "model", "kwargs")
@@ -195,6 +197,12 @@ def _mixture(name, prefix, **fields):
     """One whose experts are modules in a list, and one module of them all since transformers 5."""
     experts = f"{prefix}Experts"
     return _dense(name, prefix, swaps={experts: SWIGLU}, optional=(experts,), **fields)
+
+
+def _known(name, head, parameters=_L, off=("cross_entropy",), **fields):
+    """A family whose parts are all that sources tell (by_source.py)."""
+    heads = {f"{part}": CausalLM() for part in head.split()}
+    return Family(name, loss=heads, parameters=parameters, off=off, by_source=True, **fields)
 
 
 _GEMMA3 = {"Gemma3RMSNorm": RMS_NORM, "Gemma3MLP": GEGLU, **ROPE}
@@ -285,6 +293,34 @@ FAMILIES = {row.name: row for row in (
                          **ROPE, **SECTIONED_ROPE, **VISION_ROPE}, _heads("Glm4vMoeForConditionalGeneration"),
            model_types=("glm4v_moe", "glm4v_moe_text"), parameters=_L, off=_NO_ROPE,
            optional=("Glm4vMoeTextNaiveMoe", "Glm4vMoeTextExperts", *_EITHER_ROPE)),
+    _known("deepseek_v2", "DeepseekV2ForCausalLM", off=_NO_ROPE),
+    _known("deepseek_v3", "DeepseekV3ForCausalLM", off=_NO_ROPE),
+    _known("deepseek_v32", "DeepseekV32ForCausalLM", _LN),
+    _known("kimi_linear", "KimiLinearForCausalLM"),
+    _known("glm", "GlmForCausalLM"),
+    _known("glm4_moe", "Glm4MoeForCausalLM"),
+    _known("glm4_moe_lite", "Glm4MoeLiteForCausalLM"),
+    _known("glm_moe_dsa", "GlmMoeDsaForCausalLM", _LN),
+    _known("mistral3", "Mistral3ForConditionalGeneration", _GLU, holds=("mistral", "pixtral")),
+    _known("ministral3", "Ministral3ForCausalLM"),
+    _known("mistral4", "Mistral4ForCausalLM"),
+    _known("granitemoe", "GraniteMoeForCausalLM"),
+    _known("granitemoeshared", "GraniteMoeSharedForCausalLM"),
+    _known("granitemoehybrid", "GraniteMoeHybridForCausalLM"),
+    _known("nemotron_h", "NemotronHForCausalLM", (*_L[:-2], "relu_squared", "model")),
+    _known("minimax_m2", "MiniMaxM2ForCausalLM"),
+    _known("qwen2_moe", "Qwen2MoeForCausalLM"),
+    _known("qwen2_audio", "Qwen2AudioForConditionalGeneration", _LN, holds=("qwen2",)),
+    _known("lfm2", "Lfm2ForCausalLM"),
+    _known("lfm2_moe", "Lfm2MoeForCausalLM"),
+    _known("ernie4_5", "Ernie4_5ForCausalLM"),
+    _known("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
+    _known("seed_oss", "SeedOssForCausalLM"),
+    _known("apertus", "ApertusForCausalLM"),
+    _known("arcee", "ArceeForCausalLM", (*_L[:-2], "relu_squared", "model")),
+    _known("cohere", "CohereForCausalLM", _LN),
+    _known("cohere2", "Cohere2ForCausalLM", _LN),
+    _known("olmoe", "OlmoeForCausalLM"),
     Family("pixtral", {"PixtralRMSNorm": RMS_NORM, "PixtralMLP": SWIGLU, **ROPE},
            parameters=("rope", "rms_norm", "swiglu", "model")),
 )}
@@ -305,6 +341,7 @@ def table() -> str:
     lines = ["| family | model types | " + " | ".join(_COLUMNS) + " |", "|" + "---|" * (len(_COLUMNS) + 2)]
     for row in FAMILIES.values():
         made = {swap.switch for name in (row.name, *row.holds) for swap in FAMILIES[name].swaps.values()}
+        made |= set(row.switches) if row.by_source else set()
         made |= {"fused_linear_cross_entropy"} if row.loss else set()
         cells = []
         for switch in _COLUMNS.values():

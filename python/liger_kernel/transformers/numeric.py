@@ -43,7 +43,7 @@ def _same_function(part, original):
                 results.append(function(q, k, cos, sin))
             except (RuntimeError, ValueError, IndexError, TypeError, NameError):
                 results.append(None)
-        if (results[0] is None) != (results[1] is None):
+        if results[0] is not None and results[1] is None:
             return False
         if results[0] is not None:
             tried += 1

@@ -274,8 +274,7 @@ class _Patcher:
         for (switch, by), count in done.items():
             self._done(switch, name.rpartition(".")[2], by, count)
 
-    def _switch_of(self, cls, swaps):
-        """The switch of the swap that has made a class of modules, in an earlier patch."""
+    def _switch_of(self, cls, swaps):  # of the swap that has made a class of modules, in an earlier patch
         return next(swap.switch for swap in swaps if issubclass(cls, tuple(map(swap.load, swap.targets))))
 
     def _convert_callers(self, swaps, name):
@@ -434,10 +433,12 @@ def _unfit(module, part, activations):
     """Why `part` cannot compute what a module does, by how the module was made, or None."""
     from transformers.activations import ACT2FN
 
-    # A source without such an attribute has a silu.
-    activation = next((a for name in ACTIVATIONS if (a := getattr(module, name, None)) is not None), ACT2FN["silu"])
-    if activations and type(activation) not in {type(ACT2FN[name]) for name in activations}:
-        return f"its activation is {type(activation).__name__}, not {activations[0]}"
+    if activations:  # a source without such an attribute has a silu
+        found = (getattr(module, name, None) for name in ACTIVATIONS)
+        activation = next((a for a in found if a is not None), nn.functional.silu)
+        kind = type(ACT2FN["silu"] if activation is nn.functional.silu else activation)
+        if kind not in {type(ACT2FN[name]) for name in activations}:
+            return f"its activation is {kind.__name__}, not {activations[0]}"
     if issubclass(part, LigerLayerNorm):
         weight = getattr(module, "weight", None)
         if len(getattr(module, "normalized_shape", (0,))) != 1 or (weight is not None and weight.dim() != 1):
