@@ -37,7 +37,7 @@ _warned: set[str] = set()
 
 def check_impl(name: str | None) -> None:
     """Warns once of each name of an implementation other than the one there is."""
-    if name not in (None, IMPLEMENTATION, *_warned):
+    if name is not None and name != IMPLEMENTATION and name not in _warned:
         _warned.add(name)
         text = f"there is one implementation, {IMPLEMENTATION}, and it runs in place of {name!r}"
         warnings.warn(text, LigerImplFallbackWarning, stacklevel=3)

@@ -25,6 +25,7 @@ import torch
 from liger_kernel.transformers import numeric
 from liger_kernel.transformers.families import FAMILIES, Swap
 from liger_kernel.transformers.parts import PARTS
+from liger_kernel.transformers.patch import ACTIVATIONS
 from liger_kernel.transformers.source import fingerprint
 from torch import nn
 from torch.nn import functional as F
@@ -40,6 +41,7 @@ CONFIG = types.SimpleNamespace(
     moe_intermediate_size=48,
     moe_num_shared_experts=2,
     num_experts=4,
+    moe_num_experts=4,
     num_local_experts=4,
     swiglu_alpha=1.5,
     swiglu_limit=2.0,
@@ -53,23 +55,36 @@ CONFIG = types.SimpleNamespace(
     num_kv_shared_layers=0,
     kv_sharing_modes=["none", "none"],
     use_double_wide_mlp=False,
+    block_auto_adjust_ff_dim=False,
+    shared_intermediate_size=48,
     hidden_act="silu",
     hidden_activation="silu",
     activation_function="silu",
 )
-CLASSES = re.compile(r"RMSNorm$|RMSNormalization$|MLP$|Mlp$|Experts$|NaiveMoe$|ReLUSquaredActivation$")
-FUNCTIONS = re.compile(r"^(vision_)?apply_(multimodal_)?rotary_(pos_)?emb(_vision)?$")
+CLASSES = re.compile(
+    r"RMSNorm$|RMSNormalization$|L2Norm$|LayerNorm$|MLP$|Mlp$|Experts$|NaiveMoe$|ReLUSquaredActivation$|Rotary|Rope"
+)
+FUNCTIONS = re.compile(r"^(vision_)?apply_(multimodal_)?rotary_(pos_)?emb(_vision|_interleave)?$")
+TABLES = re.compile(r"Rotary|Rope")
+ROPE_CONFIG = types.SimpleNamespace(
+    rope_parameters={"rope_type": "default", "mrope_section": [3, 3, 2]}, head_dim=16, rope_scaling=None
+)
 # The parts that each kind of source is tried against, in this order.
 NORMS = ("rms_norm", "float_rms_norm", "offset_rms_norm")
-MLPS = ("gated_mlp", "packed_gated_mlp", "top2_gated_mlp", "scaled_gated_mlp", "gated_mlp_with_dropout")
-EXPERTS = ("experts", "gpt_oss_experts")
-ROPES = ("half_table_rope", "rope", "partial_rope", "interleaved_rope")
+WEIGHTLESS_NORMS, LAYER_NORMS = ("weightless_rms_norm",), ("float_layer_norm",)
+MLPS = (
+    *("gated_mlp", "packed_gated_mlp", "granite_gated_mlp", "top2_gated_mlp", "scaled_gated_mlp"),
+    "gated_mlp_with_dropout",
+)
+EXPERTS = ("experts", "transposed_experts", "gpt_oss_experts")
+ROPES = ("half_table_rope", "rope", "partial_rope", "interleaved_rope", "deinterleaving_rope")
 # Falcon-H1's gate times its multiplier stays in float inside the kernel.
 ROUNDS_LESS = {"scaled_gated_mlp"}
 # Sections of its tables differ in the two halves, of which the operator reads one.
 UNEQUAL_HALVES = {"modeling_hunyuan_vl"}
 # Compared by hand, for all that their branches do.
-REVIEWED = {"SeedOssMLP", *(name.rpartition(".")[2] for row in FAMILIES.values() for name in row.swaps)}
+REVIEWED = {"SeedOssMLP", "AriaExperts", *(name.rpartition(".")[2] for row in FAMILIES.values() for name in row.swaps)}
+BUILTINS = {"staticmethod", "classmethod", "property"}
 _count = itertools.count()
 
 
@@ -78,7 +93,9 @@ def parts_of(text):
     nodes = [node for node in ast.parse(text).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
     nodes = [node for node in nodes if isinstance(node, ast.FunctionDef) or CLASSES.search(node.name)]
     for node in nodes:
-        node.decorator_list = []
+        for inner in ast.walk(node):
+            if isinstance(inner, (ast.FunctionDef, ast.ClassDef)):
+                inner.decorator_list = [d for d in inner.decorator_list if getattr(d, "id", None) in BUILTINS]
     code = "from __future__ import annotations\n" + "\n\n".join(map(ast.unparse, nodes))
     name = f"collected_{next(_count)}"
     module = types.ModuleType(name)
@@ -111,9 +128,10 @@ def made(cls):
     """A module of a class, with an eps that counts; None where its constructor wants something else."""
     given = {"config": CONFIG, "hidden_size": WIDTH, "dim": WIDTH, "layer_idx": 0, "intermediate_size": 48}
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    needed = [p.name for p in parameters if p.default in (p.empty, None) and p.kind is p.POSITIONAL_OR_KEYWORD]
+    optional = {p.name for p in parameters if p.default is None}
     try:
-        module = cls(*[given[name] for name in needed])
+        module = cls(**{name: given[name] for name in needed if name in given or name not in optional})
     except (KeyError, AttributeError, TypeError, NameError):  # a config that has more, what the file imports
         return None
     for name in ("variance_epsilon", "eps"):
@@ -122,38 +140,78 @@ def made(cls):
     return module
 
 
+def tables_part(cls):
+    """The name of the part that tells how the tables are laid out that a class makes, or None.
+
+    Its positions differ in every dimension that a forward may tell apart: three of a token of text, two of a patch.
+    """
+    module = cls.__new__(cls)
+    nn.Module.__init__(module)
+    frequencies = torch.rand(8)
+    for name in ("inv_freq", "full_attention_inv_freq"):
+        setattr(module, name, frequencies)
+    vars(module).update(
+        attention_scaling=1.25, full_attention_attention_scaling=1.25, mrope_section=[3, 3, 2], config=ROPE_CONFIG,
+        alpha=torch.zeros(()), rope_type="default", rope_init_fn=lambda *_: (frequencies, 1.25),
+    )  # fmt: skip
+    more = ["full_attention"] if "layer_type" in inspect.signature(cls.forward).parameters else []
+    found = set()
+    for shape in ((2, 6), (3, 2, 6), (6, 2)):
+        try:
+            tables = cls.forward(module, torch.ones(2, 6, 8), torch.randint(1, 50, shape), *more)
+            cos, sin = (t for t in tables)
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError, NameError):
+            continue
+        if not all(isinstance(t, torch.Tensor) and t.is_floating_point() and t.shape[-1] % 2 == 0 for t in (cos, sin)):
+            return None
+        kinds = {
+            "tables_of_halves": all(torch.equal(*t.chunk(2, -1)) for t in (cos, sin)),
+            "tables_of_pairs": all(torch.equal(t[..., ::2], t[..., 1::2]) for t in (cos, sin)),
+        }
+        found.add(next((name for name, same in kinds.items() if same), None))
+    return found.pop() if len(found) == 1 else None
+
+
 def part_of(original, file):
     """The name of the part that computes what a class or a function does, or None."""
     if not isinstance(original, type):
         return None if file in UNEQUAL_HALVES else _part_of_function(original)
+    if TABLES.search(original.__name__):
+        return tables_part(original) if issubclass(original, nn.Module) else None
     if original.__name__ not in REVIEWED and branches(original):
         return None
     if (module := made(original)) is None:
         return None
-    if not list(module.parameters()):
+    if original.__name__.startswith("ReLUSquared"):
         x = torch.randn(64)
-        same = original.__name__.startswith("ReLUSquared") and torch.equal(module(x), F.relu(x) ** 2)
-        return "relu_squared" if same else None
-    kinds = NORMS if getattr(module, "weight", None) is not None else EXPERTS if _are_experts(module) else MLPS
-    for name in kinds:
+        return "relu_squared" if torch.equal(module(x), F.relu(x) ** 2) else None
+    if "ACT2FN" in inspect.getsource(original) and not any(hasattr(module, name) for name in ACTIVATIONS):
+        return None  # it is not seen which activation a module has
+    for name in _kinds(original, module):
         target = Swap("", PARTS[name].targets).load()
         if numeric.computes(target, module, original.forward, rounded=name not in ROUNDS_LESS):
             return name
     return None
 
 
-def _are_experts(module):
-    return isinstance(getattr(module, "gate_up_proj", None), nn.Parameter)
+def _kinds(original, module):
+    """The names of the parts that a class is tried against."""
+    if original.__name__.endswith("LayerNorm"):
+        return LAYER_NORMS
+    if "Norm" in original.__name__:
+        return NORMS if list(module.parameters()) else WEIGHTLESS_NORMS
+    return EXPERTS if isinstance(getattr(module, "gate_up_proj", None), nn.Parameter) else MLPS
 
 
 def _part_of_function(function):
-    if make := INPUTS.get(function.__name__):
-        name, inputs = make()
-        return name if _same(Swap("", PARTS[name].targets).load(), function, *inputs) else None
+    if function.__name__ in INPUTS:
+        made = (make() for make in INPUTS[function.__name__])
+        return next((n for n, inputs in made if _same(Swap("", PARTS[n].targets).load(), function, *inputs)), None)
     for name in ROPES:
         if numeric._same_function(Swap("", PARTS[name].targets).load(), function):
             return "float_rope" if name == "rope" and _gives_the_dtype_of_q(function) else name
-    return None
+    name, inputs = _paired()
+    return name if _same(Swap("", PARTS[name].targets).load(), function, *inputs) else None
 
 
 def _gives_the_dtype_of_q(function):
@@ -170,6 +228,11 @@ def _sectioned():
     return "sectioned_rope", (_random(2, 4, 6, 32), _random(2, 2, 6, 32), cos, sin, [4, 6, 6])
 
 
+def _paired():
+    tables = (_random(2, 6, 16 + i)[..., :16].repeat_interleave(2, -1) for i in (0, 1))
+    return "paired_table_rope", (_random(2, 4, 6, 32), _random(2, 2, 6, 32), *tables)
+
+
 def _vision():
     tables = (_random(6, 16 + i)[:, :16].repeat(1, 2) for i in (0, 1))
     return "vision_rope", (_random(6, 4, 32), _random(6, 4, 33)[..., :32], *tables)
@@ -180,12 +243,14 @@ def _turns(*shape):
 
 
 INPUTS = {
-    "apply_multimodal_rotary_pos_emb": _sectioned,
-    "apply_rotary_pos_emb_vision": _vision,
-    "apply_rotary_emb": lambda: ("llama4_rope", (_random(2, 6, 4, 32), _random(2, 6, 2, 32), _turns(2, 6, 16))),
-    "vision_apply_rotary_emb": lambda: (
-        "llama4_vision_rope",
-        (_random(2, 6, 4, 32), _random(2, 6, 4, 34)[..., :32], _turns(6, 1, 16)),
+    "apply_multimodal_rotary_pos_emb": (_sectioned,),
+    "apply_rotary_pos_emb_vision": (_vision,),
+    "apply_rotary_emb": (
+        lambda: ("llama4_rope", (_random(2, 6, 4, 32), _random(2, 6, 2, 32), _turns(2, 6, 16))),
+        lambda: ("complex_rope", (_random(2, 4, 6, 32), _random(2, 2, 6, 32), _turns(2, 6, 16))),
+    ),
+    "vision_apply_rotary_emb": (
+        lambda: ("llama4_vision_rope", (_random(2, 6, 4, 32), _random(2, 6, 4, 34)[..., :32], _turns(6, 1, 16))),
     ),
 }
 

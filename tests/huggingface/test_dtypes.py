@@ -3,19 +3,24 @@
 import copy
 import functools
 import importlib.util
+import inspect
 import itertools
 import types
 
+import every_type
 import pytest
 import torch
+import transformers
 from conftest import assert_close
 from liger_kernel.hub import layers
 from liger_kernel.transformers import hub_kernels
+from liger_kernel.transformers.by_source import row_of
 from liger_kernel.transformers.families import FAMILIES
-from liger_kernel.transformers.parts import is_known
-from liger_kernel.transformers.patch import ReplacedModule, _class_called, patch
+from liger_kernel.transformers.parts import find, is_known
+from liger_kernel.transformers.patch import ReplacedModule, _class_called, _unfit, patch
 from liger_kernel.transformers.replace import Edits, instead_of, own_attributes, replace_class
 from liger_kernel.transformers.source import as_written, fingerprint
+from packaging.version import parse
 from tiny import TINY_MODELS, model_of
 from torch import nn
 
@@ -53,7 +58,28 @@ def originals():
                     continue
                 targets = swap.targets[:1] if "." in name else [t for t in swap.targets if is_known(t, cls)]
                 found.update(((fingerprint(cls) or name, target), (module, swap, target)) for target in targets[:1])
+    if parse(transformers.__version__) >= parse("5.19"):
+        for kind in WITHOUT_ROW:
+            found.update(_by_source(every_type.model_of(kind)))
     return {f"{target.rpartition('.')[2]}-{key}": value for (key, target), value in sorted(found.items(), key=str)}
+
+
+# Model types whose parts no row names.
+WITHOUT_ROW = "aria cohere deepseek_v2 deepseek_v3 ernie4_5 granitemoeshared lfm2 nanochat olmo olmoe".split()
+
+
+def _by_source(model):
+    """What stands for the parts of a model whose type has no row."""
+    row = row_of(model)
+    for module in model.modules():
+        values = getattr(inspect.unwrap(type(module).forward), "__globals__", {})
+        for name, swap in row.pairs():
+            of_class = type(module).__name__ == name
+            original = type(module) if of_class else as_written(values.get(name))
+            usable = of_class or inspect.isfunction(original)
+            targets = [t for t in swap.targets if usable and is_known(t, original)]
+            if targets and not (of_class and _unfit(module, swap.load(targets[0]), swap.activations)):
+                yield (fingerprint(original), targets[0]), (module if of_class else original, swap, targets[0])
 
 
 def layer_of(original):
@@ -79,6 +105,12 @@ def rotary_inputs(function):
     """q and k in float64, the tables, and what else the function needs."""
     random = functools.partial(torch.randn, dtype=torch.float64)
     name, code = function.__name__, function.__code__.co_names
+    if name == "apply_rotary_emb" and "unsqueeze" in code:  # DeepSeek-V2's
+        return (
+            [random(2, 4, 24, 32), random(2, 2, 24, 32)],
+            [torch.polar(torch.ones(2, 24, 16), torch.randn(2, 24, 16))],
+            [],
+        )
     if name in ("apply_rotary_emb", "vision_apply_rotary_emb"):
         turns = torch.polar(torch.ones(2, 24, 16), torch.randn(2, 24, 16))
         return [random(2, 24, 4, 32), random(2, 24, 4, 32)], [turns if name[0] == "a" else turns[0][:, None]], []
@@ -87,6 +119,8 @@ def rotary_inputs(function):
     q, k = random(2, 4, 24, 32), random(2, 2, 24, 32)
     if "multimodal" in name:
         return [q, k], [random(3, 2, 24, 16).repeat(1, 1, 1, 2) for _ in range(2)], [[4, 6, 6]]
+    if find(function).tables == "pairs":
+        return [q, k], [random(2, 24, 16).repeat_interleave(2, -1) for _ in range(2)], []
     half = "chunk" in code or "_apply_rotary_emb" in code
     return [q, k], [random(2, 24, 16).repeat(1, 1, 1 if half else 2) for _ in range(2)], []
 

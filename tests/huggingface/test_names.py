@@ -79,15 +79,21 @@ def test_a_patch_without_a_row_is_an_error_that_says_why(module, warnings_of):
     assert re.search(why, message)
 
 
-def test_auto_model_of_an_unsupported_type(warnings_of):
+@pytest.mark.parametrize(
+    "switches, replaced", [({}, True), ({"layer_norm": False}, True), ({"by_source": False}, False)]
+)
+def test_auto_model_of_a_type_without_a_row(switches, replaced, warnings_of):
     from transformers import GPT2Config
 
     config = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16)
     models = []
     (message,) = warnings_of(
-        lambda: models.append(liger_kernel.transformers.AutoLigerKernelForCausalLM.from_config(config))
+        lambda: models.append(liger_kernel.transformers.AutoLigerKernelForCausalLM.from_config(config, **switches))
     )
     assert models[0].config.model_type == "gpt2" and "'gpt2'" in message
+    assert ("patched by source" in message) == hasattr(type(models[0]).forward, "liger_original") == replaced
+    norms = isinstance(models[0].transformer.ln_f, liger_kernel.transformers.LigerLayerNorm)
+    assert norms == (replaced and not switches)
 
 
 def test_names_of_the_docs():

@@ -8,7 +8,8 @@ import test_families as families
 import torch
 import transformers
 from conftest import COMMON, assert_same_step, batch
-from liger_kernel.transformers import apply_liger_kernel_by_structure, structure
+from liger_kernel.transformers import apply_liger_kernel_by_structure
+from liger_kernel.transformers import patch as patch_module
 from liger_kernel.transformers.families import FAMILIES
 from liger_kernel.transformers.parts import PARTS
 from liger_kernel.transformers.patch import patch
@@ -35,13 +36,13 @@ MODELS = {
     ),
     "Bamba": (
         {"attn_layer_indices": [1], "mamba_n_groups": 2, **_SSM},
-        {"rms_norm", "swiglu", FUSED},
+        {"rms_norm", "swiglu", "rope", FUSED},
         1,
     ),
     "GraniteMoeHybrid": (
         {"layer_types": ["mamba", "attention"], "mamba_n_groups": 1, "num_local_experts": 4, "num_experts_per_tok": 2,
          "shared_intermediate_size": 96, **_SSM},
-        {"rms_norm", "swiglu", FUSED},
+        {"rms_norm", "swiglu", "rope", FUSED},
         1,
     ),
     "NemotronH": (
@@ -50,7 +51,7 @@ MODELS = {
         {"rms_norm", FUSED},
         1,
     ),
-    "SeedOss": ({"head_dim": 16}, {"rms_norm", "swiglu", FUSED}, 0),
+    "SeedOss": ({"head_dim": 16}, {"rms_norm", "swiglu", "rope", FUSED}, 0),
 }  # fmt: skip
 
 
@@ -158,7 +159,7 @@ def test_a_forward_that_names_no_parameters(write):  # noqa: F811
     reference = _model(module)
     model = copy.deepcopy(reference)
     report = apply_liger_kernel_by_structure(model)
-    assert [entry.switch for entry in report.skipped] == [FUSED]
+    assert [entry.switch for entry in report.skipped] == ["rope", FUSED]
     assert {entry.switch for entry in report.replaced} == {"rms_norm", "swiglu"}
     assert_same_step(model, reference, **batch())
 
@@ -171,7 +172,7 @@ def test_an_error_undoes_everything(write, monkeypatch):  # noqa: F811
         assert isinstance(model.norm, LigerRMSNorm)
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(structure, "prepare_head", broken)
+    monkeypatch.setattr(patch_module, "prepare_head", broken)
     with pytest.raises(RuntimeError, match="broken"):
         apply_liger_kernel_by_structure(model)
     assert [type(module) for module in model.modules()] == classes

@@ -395,16 +395,30 @@ def test_trainer_with_label_smoothing(available, tmp_path):
     assert type(model).forward.liger_original
 
 
-def test_trainer_warns_of_a_family_without_a_row(available, tmp_path, caplog):
+def test_trainer_of_a_type_without_a_row(available, tmp_path, caplog):
+    """It is patched by source and trains alike; with by_source=False it is left alone, with a warning."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    warn_once.cache_clear()
-    _train(
-        GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=VOCABULARY)),
-        tmp_path,
-        use_liger_kernel=True,
-    )
-    assert "no Liger kernels for a GPT2LMHeadModel of type 'gpt2'" in caplog.text
+    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    reference = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=VOCABULARY, **dropouts))
+    expected = _train(copy.deepcopy(reference), tmp_path)
+    for by_source, text in (
+        (
+            True,
+            "no row for the model type 'gpt2': a GPT2LMHeadModel is patched by source. Replaced: 3 layer_norm, 1 fu",
+        ),
+        (False, "no Liger kernels for a GPT2LMHeadModel of type 'gpt2'"),
+    ):
+        warn_once.cache_clear()
+        caplog.clear()
+        model = copy.deepcopy(reference)
+        config = {} if by_source else {"by_source": False}
+        for ours, plain in zip(
+            _train(model, tmp_path, use_liger_kernel=True, liger_kernel_config=config), expected, strict=True
+        ):
+            assert_close(ours, plain, 1e-4)
+        assert text in caplog.text
+        assert (type(model) is GPT2LMHeadModel) != by_source
 
 
 def test_trainer(family, available, tmp_path):

@@ -1,9 +1,12 @@
 """A tiny random model of every class that a row of the table of families names, and inputs for it."""
 
+import functools
 import importlib
 
 import torch
+from liger_kernel.transformers.families import FAMILIES
 from random_models import END, IMAGE, MODELS, START
+from shrink import config_of
 
 
 def _generator(seed=0):
@@ -99,11 +102,16 @@ TINY_MODELS = {
 }
 
 
+TINY_MODELS |= {
+    row.name: {name: (functools.partial(config_of, row.name), text) for name in row.loss}
+    for row in FAMILIES.values()
+    if row.by_source
+}
+
+
 def model_of(family, name, config=None):
     """A model in training mode with random weights; norms' weights, far from one, and biases too, which transformers
     starts at constants."""
-    from liger_kernel.transformers.families import FAMILIES
-
     torch.manual_seed(0)
     cls = getattr(importlib.import_module(FAMILIES[family].module), name)
     model = cls(config or TINY_MODELS[family][name][0]())

@@ -107,6 +107,14 @@ class LigerGEGLUExperts(_Experts):
         return computed(self, hidden_states, top_k_index, top_k_weights, activation="gelu_tanh")
 
 
+class LigerTransposedExperts(_Experts):
+    """LigerExperts whose weights are [E, H, 2 I] and [E, I, H] (Aria): a forward for experts of transformers."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """As LigerExperts."""
+        return computed(self, hidden_states, top_k_index, top_k_weights, transposed=True)
+
+
 class LigerGptOssExperts(_Experts):
     """GPT-OSS's experts, as fused_experts has them with `clamped`: a forward for experts of transformers."""
 

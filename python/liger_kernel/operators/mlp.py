@@ -98,6 +98,13 @@ class LigerGEGLUMLP(_GatedMLP):
         approximate = getattr(self, "approximate", "tanh")
         return self.down_proj(LigerGELUMulFunction.apply(self.gate_proj(x), self.up_proj(x), approximate))
 
+    @staticmethod
+    def attributes_for(module: nn.Module) -> dict[str, Any]:
+        """The form of a module of another class: that of its activation, where this is the exact gelu."""
+        activation = getattr(module, "act_fn", None)
+        exact = type(activation).__name__ == "GELUActivation" or getattr(activation, "approximate", None) == "none"
+        return {"approximate": "none"} if exact else {}
+
 
 class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
     """LigerGEGLUMLP, twice as wide in layers that share keys and values where config.use_double_wide_mlp says so."""
@@ -142,6 +149,14 @@ class LigerPhi3SwiGLUMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(LigerFusedGateUpSiLUMulFunction.apply(self.gate_up_proj(x)))
+
+
+class LigerGraniteSwiGLUMLP(LigerPhi3SwiGLUMLP):
+    """LigerPhi3SwiGLUMLP whose projections are called input_linear and output_linear: a forward for MLPs of
+    transformers."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.output_linear(LigerFusedGateUpSiLUMulFunction.apply(self.input_linear(hidden_states)))
 
 
 def weights(mlp: Any) -> tuple[Tensor, Tensor, Tensor] | None:

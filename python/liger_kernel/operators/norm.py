@@ -242,6 +242,7 @@ class LigerRMSNorm(nn.Module):
         return {
             "variance_epsilon": next((value for value in eps if value is not None), defaults["eps"]),
             **{name: defaults.get(name) for name in ("offset", "casting_mode", "in_place", "row_mode")},
+            **({} if hasattr(module, "weight") else {"weight": None}),
         }
 
     def extra_repr(self) -> str:
@@ -291,6 +292,21 @@ class LigerRMSNormForGemma4(LigerRMSNorm):
     ) -> None:  # fmt: skip
         super().__init__(dim, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=with_scale)
         self.with_scale = with_scale
+
+
+class LigerRMSNormWithoutWeight(LigerRMSNorm):
+    """x / rms(x) over the last dimension, in x's dtype; a weight that a module of another class has does not count."""
+
+    def __init__(self, hidden_size: int = 0, eps: float = 1e-6, casting_mode: str | int = "gemma") -> None:
+        super().__init__(hidden_size, eps, casting_mode=casting_mode, elementwise_affine=False)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return LigerRMSNormFunction.apply(hidden_states, None, self.variance_epsilon, 0.0, self.casting_mode)
+
+    @staticmethod
+    def as_original(module: Any, x: Tensor) -> Tensor:
+        """x: the result has its dtype."""
+        return x
 
 
 class LigerFusedAddRMSNorm(LigerRMSNorm):
@@ -349,8 +365,8 @@ class LigerLayerNorm(nn.Module):
         """x in the dtype of torch's result; None where torch has none for these dtypes."""
         if in_float_under_autocast(x.device):
             return x.float()
-        dtypes = {module.weight.dtype, module.bias.dtype}
-        return x if dtypes == {x.dtype} or (x.is_cpu and dtypes == {torch.float32}) else None
+        dtypes = {vector.dtype for vector in (module.weight, module.bias) if vector is not None}
+        return x if dtypes <= {x.dtype} or (x.is_cpu and dtypes == {torch.float32}) else None
 
     @staticmethod
     def attributes_for(module: nn.LayerNorm) -> dict[str, Any]:
@@ -359,6 +375,31 @@ class LigerLayerNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.eps}"
+
+
+class LigerLayerNormForCohere(LigerLayerNorm):
+    """Cohere's LayerNorm, which has a weight and no bias, and OLMo's, which has neither: computed in float, in x's
+    dtype."""
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(self, hidden_size: int, eps: float = 1e-5, bias: bool = False) -> None:
+        super().__init__(hidden_size, eps, bias)
+        if not bias:
+            self.bias = None
+
+    @staticmethod
+    def as_original(module: Any, x: Tensor) -> Tensor:
+        """x: the result has its dtype."""
+        return x
+
+    @staticmethod
+    def attributes_for(module: nn.Module) -> dict[str, Any]:
+        """What forward reads and a module of another class lacks."""
+        eps = next((e for name in ("variance_epsilon", "eps") if (e := getattr(module, name, None)) is not None), 1e-5)
+        absent = {name: None for name in ("weight", "bias") if not hasattr(module, name)}
+        return {"variance_epsilon": eps, **absent}
 
 
 class LigerGroupNorm(nn.Module):

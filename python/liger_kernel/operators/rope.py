@@ -95,6 +95,27 @@ def liger_interleaved_rotary_pos_emb(
     return ops.rope(q, k, cos[..., : width // 2], sin[..., : width // 2], False, True, None, width)
 
 
+def liger_paired_table_rotary_pos_emb(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """(q, k), columns 2i and 2i + 1 of each head rotated by column 2i of the tables, which column 2i + 1 repeats, as in
+    Cohere's models; as many columns as the tables are wide. See liger_interleaved_rotary_pos_emb."""
+    if unsqueeze_dim != 1:
+        q, k = heads_swapped(unsqueeze_dim, (q, k))
+        return heads_swapped(unsqueeze_dim, liger_paired_table_rotary_pos_emb(q, k, cos, sin))
+    # In float, as which autocast lets the operator put them side by side.
+    return ops.rope(q, k, cos[..., ::2].float(), sin[..., ::2].float(), False, True, None, cos.shape[-1])
+
+
+def liger_deinterleaving_rotary_pos_emb(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """(q, k), the even columns of each head before the odd ones and then rotated as two halves, as in multi-head latent
+    attention (DeepSeek-AI 2024, arXiv:2405.04434); see liger_rotary_pos_emb."""
+    q, k = (t.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for t in (q, k))
+    return liger_rotary_pos_emb(q, k, cos, sin, None, unsqueeze_dim)
+
+
 def liger_rotary_pos_emb_vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """(q, k) [seq, heads, dim] rotated by cos, sin [seq, dim]; the arithmetic is in float, as in vision towers."""
     q, k = liger_rotary_pos_emb(q.unsqueeze(0).transpose(1, 2), k.unsqueeze(0).transpose(1, 2), cos, sin)
@@ -162,6 +183,12 @@ class LigerLlama4RopeFunction:
 def liger_llama4_text_rotary_pos_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
     """(xq, xk) [batch, seq, heads, dim] times freqs_cis; see LigerLlama4RopeFunction."""
     return llama4_rope_forward(xq, xk, freqs_cis)
+
+
+def liger_complex_rotary_pos_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
+    """(xq, xk) [batch, heads, seq, dim] times freqs_cis, as DeepSeek-V2 does; see LigerLlama4RopeFunction."""
+    q, k = heads_swapped(2, (xq, xk))
+    return heads_swapped(2, llama4_rope_forward(q, k, freqs_cis))
 
 
 def _scaled(x, freqs):

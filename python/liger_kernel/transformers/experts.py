@@ -1,1 +1,1 @@
-from liger_kernel.operators.experts import LigerGEGLUExperts, LigerGptOssExperts
+from liger_kernel.operators.experts import LigerGEGLUExperts, LigerGptOssExperts, LigerTransposedExperts

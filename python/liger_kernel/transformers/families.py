@@ -5,6 +5,7 @@ the same kinds of parts takes one row here and one row in the list of tiny confi
 """
 
 import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from liger_kernel.utils import warn_once
@@ -53,7 +54,8 @@ class Family:
 
     Args:
         name: the suffix of `apply_liger_kernel_to_<name>`.
-        swaps: attribute of the modeling module, or the full name of a class elsewhere -> what replaces it.
+        swaps: attribute of the modeling module, or the full name of a class elsewhere -> what replaces it; of several
+            the first that fits a module.
         loss: class of the modeling module -> where its head is.
         package: the family's package in transformers, the name itself by default.
         model_types: values of `config.model_type` that mean this family; the name itself if empty.
@@ -66,10 +68,11 @@ class Family:
         holds: families of the language models that the model may hold: patched with it, before a model exists too.
         composite: whether the models that a model holds are patched by their own type's function.
         modeling: the full name of the modeling module, where that is not one of transformers'.
+        by_source: whether the swaps are all that sources tell (by_source.py); it then says nothing of `swaps`.
     """
 
     name: str
-    swaps: dict[str, Swap]
+    swaps: Mapping[str, Swap | tuple[Swap, ...]] = field(default_factory=dict)
     loss: dict[str, CausalLM] = field(default_factory=dict)
     package: str = ""
     model_types: tuple[str, ...] = ()
@@ -81,6 +84,7 @@ class Family:
     holds: tuple[str, ...] = ()
     composite: bool = False
     modeling: str = ""
+    by_source: bool = False
 
     @property
     def module(self) -> str:
@@ -91,6 +95,12 @@ class Family:
     def modules(self) -> tuple[str, ...]:
         """The modules in which the family's classes are defined."""
         return (self.module, *self.also)
+
+    def pairs(self):
+        """(name, swap) of all swaps."""
+        for name, swaps in self.swaps.items():
+            for swap in (swaps,) if isinstance(swaps, Swap) else swaps:
+                yield name, swap
 
     def namespace(self):
         """The modeling module, or its stand-in in the attribute of its package; ImportError if there is none."""
@@ -110,7 +120,7 @@ class Family:
     @property
     def switches(self) -> dict[str, bool]:
         """The boolean keywords of the family's function, in the order of its signature, with their defaults."""
-        used = {swap.switch for swap in self.swaps.values()}
+        used = {swap.switch for _, swap in self.pairs()}
         if self.loss:
             used |= {"cross_entropy", "fused_linear_cross_entropy"}
         names = [name for name in self.parameters if name in SWITCHES] or [name for name in SWITCHES if name in used]
@@ -131,31 +141,42 @@ SWITCHES = {
 
 # What stands for a name of a row is found by its source (parts.py), among these. Of a row that is not in FAMILIES an
 # unknown source is tried against them, in this order.
-RMS_NORM = Swap("rms_norm", tuple(f"rms_norm.LigerRMSNorm{kind}" for kind in ("", "ForOlmo2", "ForGemma")))
-LAYER_NORM = {"torch.nn.LayerNorm": Swap("layer_norm", "layer_norm.LigerLayerNorm", deferred=True)}
-_MLPS = ("SwiGLUMLP", "Phi3SwiGLUMLP", "BlockSparseTop2MLP", "FalconH1SwiGLUMLP", "SeedOssSwiGLUMLP", "Experts")
-SWIGLU = Swap("swiglu", tuple(f"swiglu.Liger{name}" for name in _MLPS), ("silu", "swish"))
+_RMS_NORMS = ("", "ForOlmo2", "ForGemma", "WithoutWeight")
+RMS_NORM = Swap("rms_norm", tuple(f"rms_norm.LigerRMSNorm{kind}" for kind in _RMS_NORMS))
+LAYER_NORM = {
+    "torch.nn.LayerNorm": Swap(
+        "layer_norm", ("layer_norm.LigerLayerNorm", "layer_norm.LigerLayerNormForCohere"), deferred=True
+    )
+}
+_KINDS = ("SwiGLU", "Phi3SwiGLU", "BlockSparseTop2", "FalconH1SwiGLU", "SeedOssSwiGLU", "GraniteSwiGLU")
+_MLPS = (*(f"swiglu.Liger{kind}MLP" for kind in _KINDS), "swiglu.LigerExperts", "experts.LigerTransposedExperts")
+SWIGLU = Swap("swiglu", _MLPS, ("silu", "swish"))
 GPT_OSS_EXPERTS = Swap("swiglu", "experts.LigerGptOssExperts")
 GEGLU = Swap("geglu", ("geglu.LigerGEGLUMLP", "experts.LigerGEGLUExperts"), ("gelu_pytorch_tanh", "gelu_new"))
+EXACT_GEGLU = Swap("geglu", "geglu.LigerGEGLUMLP", ("gelu",))
 RELU_SQUARED = {
     "transformers.activations.ReLUSquaredActivation": Swap(
         "relu_squared", "relu_squared.LigerReLUSquared", deferred=True
     )
 }
 
-_ROPES = ("", "partial_", "half_table_", "interleaved_")
+_ROPES = ("", "partial_", "half_table_", "interleaved_", "paired_table_", "deinterleaving_")
 ROPE = {"apply_rotary_pos_emb": Swap("rope", tuple(f"rope.liger_{kind}rotary_pos_emb" for kind in _ROPES))}
 VISION_ROPE = {"apply_rotary_pos_emb_vision": Swap("rope", "rope.liger_rotary_pos_emb_vision")}
 # Sections of three positions a token: in the rotation itself before transformers 5.17, in its tables since.
 SECTIONED_ROPE = {"apply_multimodal_rotary_pos_emb": Swap("rope", "qwen2vl_mrope.liger_multimodal_rotary_pos_emb")}
 LLAMA4_ROPE = {
-    "apply_rotary_emb": Swap("rope", "llama4_rope.liger_llama4_text_rotary_pos_emb"),
+    "apply_rotary_emb": Swap(
+        "rope", tuple(f"llama4_rope.liger_{kind}_rotary_pos_emb" for kind in ("llama4_text", "complex"))
+    ),
     "vision_apply_rotary_emb": Swap("rope", "llama4_rope.liger_llama4_vision_rotary_pos_emb"),
 }
 _EITHER_ROPE = ("apply_rotary_pos_emb", "apply_multimodal_rotary_pos_emb")
 
 _LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
 _L = ("rope", *_LOSSES, "rms_norm", "swiglu", "model")
+_LN = (*_L[:-1], "layer_norm", "model")
+_GLU = (*_L[:-1], "geglu", "model")
 _GE = ("rope", *_LOSSES, "rms_norm", "geglu", "model")
 _GEL = ("rope", *_LOSSES, "layer_norm", "rms_norm", "geglu", "model")
 _IV = (*_LOSSES, "rms_norm", "layer_norm", "model", "kwargs")
@@ -176,6 +197,12 @@ def _mixture(name, prefix, **fields):
     """One whose experts are modules in a list, and one module of them all since transformers 5."""
     experts = f"{prefix}Experts"
     return _dense(name, prefix, swaps={experts: SWIGLU}, optional=(experts,), **fields)
+
+
+def _known(name, head, parameters=_L, off=("cross_entropy",), **fields):
+    """A family whose parts are all that sources tell (by_source.py)."""
+    heads = {f"{part}": CausalLM() for part in head.split()}
+    return Family(name, loss=heads, parameters=parameters, off=off, by_source=True, **fields)
 
 
 _GEMMA3 = {"Gemma3RMSNorm": RMS_NORM, "Gemma3MLP": GEGLU, **ROPE}
@@ -266,6 +293,34 @@ FAMILIES = {row.name: row for row in (
                          **ROPE, **SECTIONED_ROPE, **VISION_ROPE}, _heads("Glm4vMoeForConditionalGeneration"),
            model_types=("glm4v_moe", "glm4v_moe_text"), parameters=_L, off=_NO_ROPE,
            optional=("Glm4vMoeTextNaiveMoe", "Glm4vMoeTextExperts", *_EITHER_ROPE)),
+    _known("deepseek_v2", "DeepseekV2ForCausalLM", off=_NO_ROPE),
+    _known("deepseek_v3", "DeepseekV3ForCausalLM", off=_NO_ROPE),
+    _known("deepseek_v32", "DeepseekV32ForCausalLM", _LN),
+    _known("kimi_linear", "KimiLinearForCausalLM"),
+    _known("glm", "GlmForCausalLM"),
+    _known("glm4_moe", "Glm4MoeForCausalLM"),
+    _known("glm4_moe_lite", "Glm4MoeLiteForCausalLM"),
+    _known("glm_moe_dsa", "GlmMoeDsaForCausalLM", _LN),
+    _known("mistral3", "Mistral3ForConditionalGeneration", _GLU, holds=("mistral", "pixtral")),
+    _known("ministral3", "Ministral3ForCausalLM"),
+    _known("mistral4", "Mistral4ForCausalLM"),
+    _known("granitemoe", "GraniteMoeForCausalLM"),
+    _known("granitemoeshared", "GraniteMoeSharedForCausalLM"),
+    _known("granitemoehybrid", "GraniteMoeHybridForCausalLM"),
+    _known("nemotron_h", "NemotronHForCausalLM", (*_L[:-2], "relu_squared", "model")),
+    _known("minimax_m2", "MiniMaxM2ForCausalLM"),
+    _known("qwen2_moe", "Qwen2MoeForCausalLM"),
+    _known("qwen2_audio", "Qwen2AudioForConditionalGeneration", _LN, holds=("qwen2",)),
+    _known("lfm2", "Lfm2ForCausalLM"),
+    _known("lfm2_moe", "Lfm2MoeForCausalLM"),
+    _known("ernie4_5", "Ernie4_5ForCausalLM"),
+    _known("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
+    _known("seed_oss", "SeedOssForCausalLM"),
+    _known("apertus", "ApertusForCausalLM"),
+    _known("arcee", "ArceeForCausalLM", (*_L[:-2], "relu_squared", "model")),
+    _known("cohere", "CohereForCausalLM", _LN),
+    _known("cohere2", "Cohere2ForCausalLM", _LN),
+    _known("olmoe", "OlmoeForCausalLM"),
     Family("pixtral", {"PixtralRMSNorm": RMS_NORM, "PixtralMLP": SWIGLU, **ROPE},
            parameters=("rope", "rms_norm", "swiglu", "model")),
 )}
@@ -286,6 +341,7 @@ def table() -> str:
     lines = ["| family | model types | " + " | ".join(_COLUMNS) + " |", "|" + "---|" * (len(_COLUMNS) + 2)]
     for row in FAMILIES.values():
         made = {swap.switch for name in (row.name, *row.holds) for swap in FAMILIES[name].swaps.values()}
+        made |= set(row.switches) if row.by_source else set()
         made |= {"fused_linear_cross_entropy"} if row.loss else set()
         cells = []
         for switch in _COLUMNS.values():

@@ -1,3 +1,3 @@
-from liger_kernel.operators.norm import LigerLayerNorm
+from liger_kernel.operators.norm import LigerLayerNorm, LigerLayerNormForCohere
 
-__all__ = ["LigerLayerNorm"]
+__all__ = ["LigerLayerNorm", "LigerLayerNormForCohere"]

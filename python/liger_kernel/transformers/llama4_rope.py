@@ -1,5 +1,6 @@
 from liger_kernel.operators.rope import (
     apply_liger_llama4_rope_full,
+    liger_complex_rotary_pos_emb,
     liger_llama4_text_rotary_pos_emb,
     liger_llama4_vision_rotary_pos_emb,
 )

@@ -9,6 +9,7 @@ from packaging import version
 from torch import nn
 from transformers import PreTrainedModel
 
+from liger_kernel.transformers.by_source import row_of
 from liger_kernel.transformers.cross_entropy import LigerCrossEntropyLoss
 from liger_kernel.transformers.families import FAMILIES, MODEL_TYPES, SWITCHES, missing, unsupported
 from liger_kernel.transformers.functional import liger_cross_entropy
@@ -116,9 +117,8 @@ def _patch_held(row, report, switches, model):
         kind = getattr(part.config, "model_type", None)
         apply = MODEL_TYPE_TO_APPLY_LIGER_FN.get(kind)
         if apply is None:
-            logger.warning(
-                "no Liger kernels for the %s of type %r in a %s", type(part).__name__, kind, type(model).__name__
-            )
+            off = {name: False for name, value in switches.items() if not value and name in SWITCHES}
+            report.add(_apply_by_source(part, off))
             continue
         known = inspect.signature(apply).parameters
         kept = {name: value for name, value in switches.items() if name in known}
@@ -144,16 +144,25 @@ def switches_of(apply) -> set[str]:
 
 
 def _apply(model_type, found, kwargs):
-    apply = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
-    if apply is None:
+    apply, by_source = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type), kwargs.pop("by_source", True)
+    if apply is None and not (found and by_source and isinstance(found["model"], PreTrainedModel)):
         model = f"a {type(found['model']).__name__}" if found else "a model"
         warn_once(unsupported(f"{model} of type {model_type!r}"))
         return None
-    kept = {name: value for name, value in kwargs.items() if name in switches_of(apply)}
+    known = switches_of(apply) if apply else SWITCHES
+    kept = {name: value for name, value in kwargs.items() if name in known}
     for name in sorted(name for name in kwargs.keys() - kept.keys() if kwargs[name]):
         warn_once(f"{name}=True has no effect on {model_type}: the family has no such switch")
     logger.info("applying Liger kernels to model type %r with %s", model_type, kept)
-    return apply(**found, **kept)
+    return apply(**found, **kept) if apply else _apply_by_source(found["model"], kept)
+
+
+def _apply_by_source(model, switches):
+    """Replace what is known by its source in a model whose type has no row."""
+    report = patch(row_of(model), model, **switches)
+    kind = report.family
+    warn_once(f"no row for the model type {kind!r}: a {type(model).__name__} is patched by source. {report.line()}")
+    return report
 
 
 def _apply_liger_kernel(model_type: str, **kwargs) -> Report | None:
@@ -167,11 +176,13 @@ def _apply_liger_kernel(model_type: str, **kwargs) -> Report | None:
 
 
 def _apply_liger_kernel_to_instance(model: PreTrainedModel, **kwargs) -> Report | None:
-    """Patch one model; a model of an unknown type is left alone with a warning.
+    """Patch one model. Of a type that has no row everything is replaced whose source is known, and the rest keeps its
+    forward; the Report and one log line name both.
 
     Args:
         model: the model, with a `config.model_type`.
-        kwargs: switches; those that the family does not have are dropped, with a warning if they are on.
+        kwargs: switches; those that the family does not have are dropped, with a warning if they are on. A type without
+            a row has all of them. With by_source=False it is left alone, with a warning.
     """
     return _apply(getattr(getattr(model, "config", None), "model_type", None), {"model": model}, kwargs)
 

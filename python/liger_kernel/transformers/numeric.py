@@ -43,7 +43,7 @@ def _same_function(part, original):
                 results.append(function(q, k, cos, sin))
             except (RuntimeError, ValueError, IndexError, TypeError, NameError):
                 results.append(None)
-        if (results[0] is None) != (results[1] is None):
+        if results[0] is not None and results[1] is None:
             return False
         if results[0] is not None:
             tried += 1
@@ -131,11 +131,13 @@ def _inputs(module):
 
 
 def _width(module):
-    """The width of the input of a norm or of a feed-forward block."""
+    """The width of the input of a norm or of a feed-forward block; any that is even, of a norm without a weight."""
     linear = next((m for m in module.modules() if isinstance(m, nn.Linear)), None)
     if linear is not None:
         return linear.in_features
     weight = getattr(module, "weight", None)
+    if not any(True for _ in module.parameters()):
+        return getattr(module, "normalized_shape", (64,))[-1]
     return weight.shape[0] if weight is not None and weight.dim() == 1 else None
 
 

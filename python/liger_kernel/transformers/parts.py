@@ -10,6 +10,8 @@ import json
 import pathlib
 from dataclasses import dataclass
 
+from torch import nn
+
 from liger_kernel.transformers.source import fingerprint
 
 _TABLE = pathlib.Path(__file__).with_name("sources.json")
@@ -23,10 +25,15 @@ class Part:
         targets: classes or functions of this package that compute it, as Swap names them; of those for several
         activations the module's decides.
         layer: the layer of liger_kernel.hub that computes it, if there is one.
+        tables: of a rotary function, how its tables must be laid out: "halves", which are equal, or equal "pairs" of
+            columns; None where it reads half of their columns itself.
+        makes: of a class that makes such tables, how they are laid out.
     """
 
-    targets: tuple[str, ...]
+    targets: tuple[str, ...] = ()
     layer: str | None = None
+    tables: str | None = None
+    makes: str | None = None
 
 
 _RMS = "rms_norm.LigerRMSNorm"
@@ -38,6 +45,10 @@ PARTS = {
     "offset_rms_norm": Part(
         tuple(f"{_RMS}For{name}" for name in ("Gemma", "Gemma2", "Gemma3", "Qwen3Next")), "LigerZeroCenteredRMSNorm"
     ),
+    "weightless_rms_norm": Part((f"{_RMS}WithoutWeight",)),
+    # torch.nn.LayerNorm; one that computes in float and gives the input's dtype
+    "layer_norm": Part(("layer_norm.LigerLayerNorm",)),
+    "float_layer_norm": Part(("layer_norm.LigerLayerNormForCohere",)),
     # the projections are gate_proj, up_proj, down_proj; gate_up_proj, down_proj; w1, w3, w2
     "gated_mlp": Part(
         (
@@ -48,22 +59,31 @@ PARTS = {
         "LigerGatedMLP",
     ),
     "packed_gated_mlp": Part(("swiglu.LigerPhi3SwiGLUMLP",)),
+    "granite_gated_mlp": Part(("swiglu.LigerGraniteSwiGLUMLP",)),
     "top2_gated_mlp": Part(("swiglu.LigerBlockSparseTop2MLP",)),
     "scaled_gated_mlp": Part(("swiglu.LigerFalconH1SwiGLUMLP",)),
     "gated_mlp_with_dropout": Part(("swiglu.LigerSeedOssSwiGLUMLP",)),
     "experts": Part(("swiglu.LigerExperts", "experts.LigerGEGLUExperts")),
+    "transposed_experts": Part(("experts.LigerTransposedExperts",)),
     "gpt_oss_experts": Part(("experts.LigerGptOssExperts",)),
     "relu_squared": Part(("relu_squared.LigerReLUSquared",)),
-    # tables as wide as a head; the same with a result of q's dtype; half as wide; of a part of a head
-    "rope": Part(("rope.liger_rotary_pos_emb",), "LigerRotaryEmbedding"),
-    "float_rope": Part(("rope.liger_rotary_pos_emb",), "LigerFloatRotaryEmbedding"),
+    # tables as wide as a head; the same with a result of q's dtype; half as wide; of a part of a head; for neighbouring
+    # columns, which have one table column, or two that are equal, or are put in halves
+    "rope": Part(("rope.liger_rotary_pos_emb",), "LigerRotaryEmbedding", "halves"),
+    "float_rope": Part(("rope.liger_rotary_pos_emb",), "LigerFloatRotaryEmbedding", "halves"),
     "half_table_rope": Part(("rope.liger_half_table_rotary_pos_emb",), "LigerHalfTableRotaryEmbedding"),
-    "partial_rope": Part(("rope.liger_partial_rotary_pos_emb",)),
+    "partial_rope": Part(("rope.liger_partial_rotary_pos_emb",), tables="halves"),
     "interleaved_rope": Part(("rope.liger_interleaved_rotary_pos_emb",)),
-    "vision_rope": Part(("rope.liger_rotary_pos_emb_vision",)),
-    "sectioned_rope": Part(("qwen2vl_mrope.liger_multimodal_rotary_pos_emb",)),
+    "paired_table_rope": Part(("rope.liger_paired_table_rotary_pos_emb",), tables="pairs"),
+    "deinterleaving_rope": Part(("rope.liger_deinterleaving_rotary_pos_emb",), tables="halves"),
+    "vision_rope": Part(("rope.liger_rotary_pos_emb_vision",), tables="halves"),
+    "sectioned_rope": Part(("qwen2vl_mrope.liger_multimodal_rotary_pos_emb",), tables="halves"),
+    "complex_rope": Part(("llama4_rope.liger_complex_rotary_pos_emb",)),
     "llama4_rope": Part(("llama4_rope.liger_llama4_text_rotary_pos_emb",)),
     "llama4_vision_rope": Part(("llama4_rope.liger_llama4_vision_rotary_pos_emb",)),
+    # what makes the tables
+    "tables_of_halves": Part(makes="halves"),
+    "tables_of_pairs": Part(makes="pairs"),
 }
 
 
@@ -75,6 +95,8 @@ def sources() -> dict[str, str]:
 
 def find(original) -> Part | None:
     """The part that computes what a class of modules or a function does, by its source; None for an unknown one."""
+    if original is nn.LayerNorm:  # whose source differs from one version of torch to the next
+        return PARTS["layer_norm"]
     name = sources().get(fingerprint(original))
     return None if name is None else PARTS[name]
 

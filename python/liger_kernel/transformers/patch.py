@@ -10,6 +10,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 
 from liger_kernel.operators.coverage import has_replaced_forward, kernels_cover
 from liger_kernel.transformers import numeric
+from liger_kernel.transformers.by_source import completed, tables_fit
 from liger_kernel.transformers.causal_lm import (
     FusedLoss,
     fused_forward,
@@ -27,7 +28,7 @@ from liger_kernel.transformers.head import FSDPModule, describe, head_of, prepar
 from liger_kernel.transformers.layer_norm import LigerLayerNorm
 from liger_kernel.transformers.lora import watch_adapters
 from liger_kernel.transformers.model import loss_utils
-from liger_kernel.transformers.parts import is_known
+from liger_kernel.transformers.parts import find, is_known
 from liger_kernel.transformers.replace import (
     Edits,
     instead_of,
@@ -44,9 +45,11 @@ from liger_kernel.transformers.source import as_written
 from liger_kernel.utils import warn_once
 
 _LOSSES = {"cross_entropy", "fused_linear_cross_entropy"}
+ACTIVATIONS = ("act_fn", "activation_fn", "act", "activation")
 _CLASS_LOSS = staticmethod(loss_utils.causal_lm_loss)
 _MISSING = "the installed transformers has none"
-_UNKNOWN = "its source is none of those that the replacement was compared with"
+UNKNOWN = "its source is none of those that the replacement was compared with"
+TABLES = "it is not known how its tables are laid out"
 
 
 def patch(family: str | Family, model: nn.Module | None = None, strict: bool = False, **switches) -> Report:
@@ -73,6 +76,8 @@ def patch(family: str | Family, model: nn.Module | None = None, strict: bool = F
         _check_family(row, model)
     report = Report(row.name)
     try:
+        if row.by_source and not row.swaps:
+            row = completed(row, model)
         _Patcher(row, model, on, report, {name for name, value in switches.items() if value}).run()
         if strict and report.skipped:
             raise RuntimeError(str(report))
@@ -140,10 +145,13 @@ class _Patcher:
     def __init__(self, row, model, on, report, named=frozenset()):
         self.named = named
         self.row, self.model, self.on, self.report, self.edits = row, model, on, report, report.edits
-        self.namespace = row.namespace()
+        self.namespace = row.namespace() if model is None else None
         self.modules = [] if model is None else list(model.modules())
-        enabled = {name: swap for name, swap in row.swaps.items() if swap.switch in on}
-        self.deferred = {name: swap for name, swap in enabled.items() if swap.deferred or "." in name}
+        self.swaps = {}  # those that are on
+        for name, swap in row.pairs():
+            if swap.switch in on:
+                self.swaps.setdefault(name, []).append(swap)
+        self.deferred = [name for name, swaps in self.swaps.items() if swaps[0].deferred or "." in name]
 
     def run(self):
         if reason := self._uncovered():
@@ -153,22 +161,22 @@ class _Patcher:
             return self._warn_of_the_idle()
         for switch in self.on & self.row.without.keys():
             self._skip(switch, self.row.name, self.row.without[switch])
-        for name, swap in self.row.swaps.items():
-            if swap.switch in self.on:
-                if self.model is None:
-                    self._rebind(swap, name)
-                elif isinstance(swap.load(), type):
-                    self._convert(swap, name)
-                else:
-                    self._convert_callers(swap, name)
+        for name, swaps in self.swaps.items():
+            if self.model is None:
+                self._rebind(swaps, name)
+            elif isinstance(swaps[0].load(), type):
+                self._convert(swaps, name)
+            else:
+                self._convert_callers(swaps, name)
         if self.model is None:
             self._class_losses()
         else:
             self._model_losses()
         if "lora" in self.on:
             self._adapters()
-        self._name_the_idle()
-        self._warn_of_the_idle()
+        if not self.row.by_source:  # whose switches are those of all families
+            self._name_the_idle()
+            self._warn_of_the_idle()
 
     def _uncovered(self):
         parameters = () if self.model is None else self.model.parameters()
@@ -190,7 +198,7 @@ class _Patcher:
         """Report the switches that the caller turned on and that found nothing."""
         told = {entry.switch for entry in (*self.report.replaced, *self.report.skipped)}
         names = {}
-        for name, swap in self.row.swaps.items():
+        for name, swap in self.row.pairs():
             names.setdefault(swap.switch, name.rpartition(".")[2])
         for switch in self.row.switches:
             if switch in self.on & self.named - told and switch in names:
@@ -204,14 +212,24 @@ class _Patcher:
                 where = "" if entry.name == self.row.name else f"{entry.name}: "
                 warn_once(f"{entry.switch}=True has no effect on {self.row.name}: {where}{entry.reason}")
 
-    def _target(self, swap, original, module=None):
-        """Which target stands for `original`, or None: by its source, or in a caller's own row by its values."""
-        known = [target for target in swap.targets if is_known(target, original)]
-        if known or self.row is FAMILIES.get(self.row.name):
-            return known[0] if known else None
-        return numeric.same_values(swap, as_written(original), module)
+    def _targets(self, swaps, original, module=None):
+        """(swap, target) of what stands for `original`: by its source, or in a caller's own row by its values."""
+        part = find(original)
+        known = [(swap, target) for swap in swaps for target in swap.targets if part and target in part.targets]
+        if known or self.row.by_source or self.row is FAMILIES.get(self.row.name):
+            return known
+        tried = [(swap, numeric.same_values(swap, as_written(original), module)) for swap in swaps]
+        return [(swap, target) for swap, target in tried if target]
 
-    def _rebind(self, swap, name):
+    def _tables_fit(self, home, original):
+        """Whether a rotary function's tables are laid out as its part reads them; that they have two equal halves is
+        known of a family with a row."""
+        part = find(original)
+        rows_know = part is None or part.tables in (None, "halves") and not self.row.by_source
+        return rows_know or tables_fit(home, original)
+
+    def _rebind(self, swaps, name):
+        swap = swaps[0]
         if name in self.deferred and "." in name:
             for cls in self._loss_classes():
                 self._done(swap.switch, f"{name.rpartition('.')[2]} of {cls.__name__}", swap.load().__name__)
@@ -220,50 +238,62 @@ class _Patcher:
         if original is None:
             if name not in self.row.optional:
                 self._skip(swap.switch, name, _MISSING)
-        elif (target := self._target(swap, original)) is None:
-            self._skip(swap.switch, name, _UNKNOWN)
+        elif not (targets := self._targets(swaps, original)):
+            self._skip(swap.switch, name, UNKNOWN)
+        elif not self._tables_fit(self.row.module, original):
+            self._skip(swap.switch, name, TABLES)
         else:
+            swap, target = targets[0]
             self.edits.set(self.namespace, name, _replacement(original, swap, target))
             self._done(swap.switch, name, swap.load(target).__name__)
 
-    def _convert(self, swap, name):
-        done, parts = 0, tuple(map(swap.load, swap.targets))
-        by = parts[0].__name__
+    def _convert(self, swaps, name):
+        done, parts = {}, tuple(swap.load(target) for swap in swaps for target in swap.targets)
         for module in self.modules:
             cls = _class_called(name, self.row.modules, module)
-            if cls is None or left_alone(module, parts[0]):
+            if cls is None:
                 continue
             if isinstance(module, parts):
-                done, by = done + 1, type(module).__name__
+                key = self._switch_of(type(module), swaps), type(module).__name__
+                done[key] = done.get(key, 0) + 1
                 continue
-            target = "." in name and swap.targets[0] or self._target(swap, cls, module)
-            part = swap.load(target)
-            if reason := obstacle(module, cls, part, swap.activations) or (None if target else _UNKNOWN):
+            foreign = "." in name and not self.row.by_source
+            targets = [(swaps[0], swaps[0].targets[0])] if foreign else self._targets(swaps, cls, module)
+            fits = [
+                (swap, part := swap.load(target), obstacle(module, cls, part, swap.activations))
+                for swap, target in targets or [(swaps[0], None)]
+            ]
+            swap, part, reason = next((fit for fit in fits if not fit[2]), fits[0])
+            if not targets and (self.row.by_source or not reason):
+                reason = UNKNOWN
+            if reason:
                 self._skip(swap.switch, name, reason)
                 continue
             replace_class(module, ReplacedModule(part, swap.activations), self.edits, **own_attributes(module, part))
-            done, by = done + 1, part.__name__
-        if done:
-            self._done(swap.switch, name.rpartition(".")[2], by, done)
+            done[swap.switch, part.__name__] = done.get((swap.switch, part.__name__), 0) + 1
+        for (switch, by), count in done.items():
+            self._done(switch, name.rpartition(".")[2], by, count)
 
-    def _convert_callers(self, swap, name):
+    def _switch_of(self, cls, swaps):  # of the swap that has made a class of modules, in an earlier patch
+        return next(swap.switch for swap in swaps if issubclass(cls, tuple(map(swap.load, swap.targets))))
+
+    def _convert_callers(self, swaps, name):
         """Give the modules whose forward calls a function of the family's module a forward that calls another."""
-        done, by = 0, swap.load().__name__
+        done, by, swap = 0, swaps[0].load().__name__, swaps[0]
         for module in self.modules:
             forward = inspect.unwrap(type(module).forward)
-            if (
-                not _classes(self.row.modules, module)
-                or name not in names_in(forward)
-                or name not in getattr(forward, "__globals__", ())
-            ):
+            classes = _classes(self.row.modules, module)
+            if not classes or name not in names_in(forward) or name not in getattr(forward, "__globals__", ()):
                 continue
             original = forward.__globals__[name]
             if hasattr(original, "liger_original"):
                 done += 1
                 continue
-            target, reason = self._target(swap, original), None
-            if target is None:
-                reason = _UNKNOWN
+            targets, reason = self._targets(swaps, original), None
+            if not targets:
+                reason = UNKNOWN
+            elif not self._tables_fit(next(iter(classes.values())).__module__, original):
+                reason = TABLES
             elif has_replaced_forward(module):
                 reason = f"the forward of a {type(module).__name__} was replaced on the instance"
             elif with_globals(type(module).forward, {name: None}) is None:
@@ -271,6 +301,7 @@ class _Patcher:
             if reason:
                 self._skip(swap.switch, name, reason)
                 continue
+            swap, target = targets[0]
             replace_class(module, ReplacedCall(name, swap, target), self.edits)
             done, by = done + 1, swap.load(target).__name__
         if done:
@@ -310,7 +341,7 @@ class _Patcher:
             convert = self._set_loss if switch == "cross_entropy" else self._fuse
             found = False
             for module in reversed(self.modules):  # a model before the one that holds it
-                classes = _classes((self.row.module,), module)
+                classes = _classes(self.row.modules, module)
                 name = next((name for name in classes if name in self.row.loss), None)
                 # The loss on logits is also that of a model which holds a language model and computes the loss itself.
                 if name or (switch == "cross_entropy" and _hands_logits_over(module)):
@@ -375,7 +406,7 @@ class AfterInit:
                 prepare_head(head_of(model, self.spec), Edits())
             patcher = _Patcher(self.row, model, set(), Report(self.row.name))
             for name in self.deferred:
-                patcher._convert(self.row.swaps[name], name)
+                patcher._convert([swap for key, swap in self.row.pairs() if key == name], name)
 
         finish.liger_after_init = self
         return finish
@@ -385,11 +416,6 @@ def _hands_logits_over(module):
     """Whether a module computes its loss from its logits by transformers' loss of causal language models."""
     known = LOSS_MAPPING.get(getattr(module, "loss_type", None)) is loss_utils.STANDARD_LOSS
     return known and "loss_function" in names_in(original_forward(type(module)))
-
-
-def left_alone(module, part):
-    """Whether a module of a class that is replaced is none of what replaces it computes: a norm without a weight."""
-    return issubclass(part, (LigerRMSNorm, LigerLayerNorm)) and getattr(module, "weight", None) is None
 
 
 def obstacle(module, cls, part, activations):
@@ -407,11 +433,16 @@ def _unfit(module, part, activations):
     """Why `part` cannot compute what a module does, by how the module was made, or None."""
     from transformers.activations import ACT2FN
 
-    activation = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
-    if activations and type(activation) not in {type(ACT2FN[name]) for name in activations}:
-        return f"its activation is {type(activation).__name__}, not {activations[0]}"
-    if issubclass(part, LigerLayerNorm) and (module.bias is None or len(module.normalized_shape) != 1):
-        return "it has no bias, or normalises more than the last dimension"
+    if activations:  # a source without such an attribute has a silu
+        found = (getattr(module, name, None) for name in ACTIVATIONS)
+        activation = next((a for a in found if a is not None), nn.functional.silu)
+        kind = type(ACT2FN["silu"] if activation is nn.functional.silu else activation)
+        if kind not in {type(ACT2FN[name]) for name in activations}:
+            return f"its activation is {kind.__name__}, not {activations[0]}"
+    if issubclass(part, LigerLayerNorm):
+        weight = getattr(module, "weight", None)
+        if len(getattr(module, "normalized_shape", (0,))) != 1 or (weight is not None and weight.dim() != 1):
+            return "it normalises, or weighs, more than the last dimension"
     return None
 
 
@@ -459,10 +490,9 @@ class ReplacedModule:
             reason = _unfit(module, self.part, self.activations)
             if not reason and not self.tried and not numeric.computes(self.part, module, base.forward):
                 reason = "it computes something else on random input"
-            if reason or left_alone(module, self.part):
+            if reason:
                 module.__class__ = base
-                if reason:
-                    warn_once(f"{base.__name__} is not replaced: {reason}")
+                warn_once(f"{base.__name__} is not replaced: {reason}")
             else:
                 vars(module).update(own_attributes(module, self.part))
 

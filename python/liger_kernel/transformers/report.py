@@ -50,6 +50,18 @@ class Report:
         self.skipped += other.skipped
         self.edits.add(other.edits)
 
+    def line(self) -> str:
+        """What was replaced and what was kept, in one line."""
+        done: dict[str, int] = {}
+        kept: dict[str, list[str]] = {}
+        for entry in self.replaced:
+            done[entry.switch] = done.get(entry.switch, 0) + (entry.count or 1)
+        for skip in self.skipped:
+            kept.setdefault(skip.reason, []).append(skip.name)
+        replaced = ", ".join(f"{count} {switch}" for switch, count in done.items()) or "nothing"
+        reasons = "; ".join(f"{', '.join(dict.fromkeys(names))}: {reason}" for reason, names in kept.items())
+        return f"Replaced: {replaced}. " + (f"Kept: {reasons}." if kept else "")
+
     def __str__(self):
         rows = [
             ("module", "operator", "replaced by"),

@@ -7,37 +7,24 @@ from torch import nn
 
 from liger_kernel.operators.coverage import has_replaced_forward
 from liger_kernel.transformers import numeric
-from liger_kernel.transformers.causal_lm import (
-    FusedLoss,
-    hands_logits_over,
-    is_fused,
-    names_of_loss,
-    original_forward,
-    own_loss,
-)
-from liger_kernel.transformers.families import (
-    GEGLU,
-    GPT_OSS_EXPERTS,
-    LAYER_NORM,
-    RELU_SQUARED,
-    RMS_NORM,
-    SWIGLU,
-    CausalLM,
-)
-from liger_kernel.transformers.head import describe, prepare_head
+from liger_kernel.transformers.by_source import row_of
+from liger_kernel.transformers.families import GEGLU, RMS_NORM, SWIGLU
 from liger_kernel.transformers.parts import find
-from liger_kernel.transformers.patch import ReplacedModule, left_alone, obstacle
+from liger_kernel.transformers.patch import UNKNOWN, ReplacedModule, patch
 from liger_kernel.transformers.replace import own_attributes, replace_class
 from liger_kernel.transformers.report import Replacement, Report, Skip
 
-_LAYER_NORM, _RELU_SQUARED = LAYER_NORM["torch.nn.LayerNorm"], next(iter(RELU_SQUARED.values()))
-# A parameter of the function -> what it turns on.
-_SWAPS = {"rms_norm": (RMS_NORM,), "layer_norm": (_LAYER_NORM,), "mlp": (SWIGLU, GEGLU, GPT_OSS_EXPERTS, _RELU_SQUARED)}
+_SWAPS = {"rms_norm": (RMS_NORM,), "mlp": (SWIGLU, GEGLU)}
 _PROJECTIONS = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"}, {"w1", "w2", "w3"})
 
 
 def apply_liger_kernel_by_structure(
-    model, rms_norm: bool = True, mlp: bool = True, fused_linear_cross_entropy: bool = True, layer_norm: bool = True
+    model,
+    rms_norm: bool = True,
+    mlp: bool = True,
+    fused_linear_cross_entropy: bool = True,
+    layer_norm: bool = True,
+    rope: bool = True,
 ) -> Report:
     """Patch a causal language model of any family, and return a Report.
 
@@ -52,45 +39,47 @@ def apply_liger_kernel_by_structure(
             projections of a gated block and nothing else but an activation.
         fused_linear_cross_entropy: the loss in the head, of a model that hands the head's result to its loss function.
             The model is run with and without logits, and both losses are compared.
-        layer_norm: torch's LayerNorms over one dimension, with a weight and a bias.
+        layer_norm: torch's LayerNorms over one dimension, and others of known source.
+        rope: rotary embeddings of known source whose tables are made by code of known source.
 
     Raises TypeError for something that is no torch.nn.Module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, not a torch.nn.Module")
-    report = Report(type(model).__name__)
+    parts = {"rms_norm": rms_norm, "layer_norm": layer_norm, "rope": rope}
+    parts |= dict.fromkeys(("swiglu", "geglu", "relu_squared"), mlp)
+    off = dict.fromkeys((*parts, "lora"), False)
+    report = patch(row := row_of(model), model, **parts, fused_linear_cross_entropy=False, lora=False)
     try:
-        on = {"rms_norm": rms_norm, "layer_norm": layer_norm, "mlp": mlp}
-        _replace_parts(model, report, {name: swaps for name, swaps in _SWAPS.items() if on[name]})
-        if fused_linear_cross_entropy and (reason := _fuse(model, report)):
-            report.skipped.append(Skip("fused_linear_cross_entropy", type(model).__name__, reason))
+        _try_unknown(model, report, {name for name, on in (("rms_norm", rms_norm), ("mlp", mlp)) if on})
+        if fused_linear_cross_entropy:
+            loss = patch(row, model, **off)
+            if loss.replaced and (reason := _differs(model)):
+                loss.undo()
+                loss = Report(row.name, skipped=[Skip("fused_linear_cross_entropy", type(model).__name__, reason)])
+            report.add(loss)
     except BaseException:
         report.undo()
         raise
     return report
 
 
-def _replace_parts(model, report, on):
-    found, unknown = {}, {}
-    for module in list(model.modules()):
-        if "liger_part" in vars(type(module)) or has_replaced_forward(module):
-            continue
-        for name, swaps in on.items():
-            if known := _by_source(module, swaps):
-                found[module] = name, known
-            elif _looks_like(name, module):
-                unknown[module] = name
-    calls = _calls(model, unknown)
-    found |= {module: (name, _by_trial(module, _SWAPS[name], calls.get(module))) for module, name in unknown.items()}
-    counts = {}
+def _try_unknown(model, report, on):
+    """Replace modules of unknown source where a trial says that something computes the same."""
+    unknown = {}
     for module in model.modules():
-        if module not in found:
-            continue
-        name, (swap, target, reason) = found[module]
+        name = next((name for name in on if _looks_like(name, module)), None)
+        own = "liger_part" not in vars(type(module)) and not has_replaced_forward(module)
+        if name and own and find(type(module)) is None:
+            unknown[module] = name
+    tried = {type(module).__name__ for module in unknown}
+    report.skipped = [skip for skip in report.skipped if skip.name not in tried or skip.reason != UNKNOWN]
+    calls, counts = _calls(model, unknown), {}
+    for module, name in unknown.items():
+        swap, target, reason = _by_trial(module, _SWAPS[name], calls.get(module))
         kind = type(module).__name__
         if reason:
-            skip = Skip(name, kind, reason)
-            if skip not in report.skipped:
+            if (skip := Skip(name, kind, reason)) not in report.skipped:
                 report.skipped.append(skip)
             continue
         part = swap.load(target)
@@ -98,19 +87,6 @@ def _replace_parts(model, report, on):
         key = (swap.switch, kind, part.__name__)
         counts[key] = counts.get(key, 0) + 1
     report.replaced += [Replacement(*key, count) for key, count in counts.items()]
-
-
-def _by_source(module, swaps):
-    """(swap, target, None) of the first swap that stands for the source of a module's class and for its activation, of
-    another activation (swap, target, reason); None for an unknown source."""
-    cls, part = type(module), find(type(module))
-    known = part.targets if part else _LAYER_NORM.targets if cls is nn.LayerNorm else ()
-    fits = [(swap, target) for swap in swaps for target in swap.targets if target in known]
-    fits = [(swap, target) for swap, target in fits if not left_alone(module, swap.load(target))]
-    reasons = [obstacle(module, cls, swap.load(target), swap.activations) for swap, target in fits]
-    if not fits or (cls is nn.LayerNorm and reasons[0]):
-        return None
-    return next(((*fit, None) for fit, reason in zip(fits, reasons) if not reason), (*fits[0], reasons[0]))
 
 
 def _looks_like(name, module):
@@ -179,29 +155,6 @@ def _is_norm(module):
 def _is_gated(module):
     names = {name for name, child in module.named_children() if any(True for _ in child.parameters())}
     return names in _PROJECTIONS and not dict(module.named_parameters(recurse=False))
-
-
-def _fuse(model, report):
-    """Give the model the forward without logits; what keeps it from that, or None."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    name = next((name for name, child in model.named_children() if child is head), None)
-    if head is None or name is None:
-        return "it has no head of its own"
-    if is_fused(type(model)):
-        return None
-    if not hands_logits_over(original_forward(type(model))):
-        return "its forward does not hand logits to transformers' loss of causal language models"
-    if function := own_loss(model):
-        return names_of_loss(function)
-    if not prepare_head(head, report.edits):
-        return f"{name} is {describe(head)}"
-    mark = report.edits.mark()
-    replace_class(model, FusedLoss(CausalLM(name)), report.edits)
-    if reason := _differs(model):
-        report.edits.undo(mark)
-        return reason
-    report.replaced.append(Replacement("fused_linear_cross_entropy", type(model).__name__, "lce_forward", 1))
-    return None
 
 
 def _differs(model):

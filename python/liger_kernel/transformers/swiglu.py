@@ -2,6 +2,7 @@ from liger_kernel.operators.experts import LigerExperts
 from liger_kernel.operators.mlp import (
     LigerBlockSparseTop2MLP,
     LigerFalconH1SwiGLUMLP,
+    LigerGraniteSwiGLUMLP,
     LigerHunyuanV1SwiGLUMLP,
     LigerPhi3SwiGLUMLP,
     LigerQwen3MoeSwiGLUMLP,
@@ -10,6 +11,7 @@ from liger_kernel.operators.mlp import (
 )
 
 __all__ = [
-    "LigerBlockSparseTop2MLP", "LigerExperts", "LigerFalconH1SwiGLUMLP", "LigerHunyuanV1SwiGLUMLP",
-    "LigerPhi3SwiGLUMLP", "LigerQwen3MoeSwiGLUMLP", "LigerSeedOssSwiGLUMLP", "LigerSwiGLUMLP",
+    "LigerBlockSparseTop2MLP", "LigerExperts", "LigerFalconH1SwiGLUMLP", "LigerGraniteSwiGLUMLP",
+    "LigerHunyuanV1SwiGLUMLP", "LigerPhi3SwiGLUMLP", "LigerQwen3MoeSwiGLUMLP", "LigerSeedOssSwiGLUMLP",
+    "LigerSwiGLUMLP",
 ]  # fmt: skip
