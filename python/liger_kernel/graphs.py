@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 Batch = Mapping[str, torch.Tensor]
 
 
-def loss_of(model, batch: Batch) -> torch.Tensor:
+def _loss_of(model, batch: Batch) -> torch.Tensor:
     """The loss of a Hugging Face model."""
     return model(**batch).loss
 
@@ -150,7 +150,7 @@ def capture_step(
     optimizer: torch.optim.Optimizer,
     batch: Batch,
     *,
-    loss: Callable[[torch.nn.Module, Batch], torch.Tensor] = loss_of,
+    loss: Callable[[torch.nn.Module, Batch], torch.Tensor] | None = None,
     max_norm: float | None = None,
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     accumulation: int = 1,
@@ -180,7 +180,7 @@ def capture_step(
     reads a number from the GPU, as experts chosen on the host do, cannot be captured, and neither can DDP and FSDP:
     steps then run as they are, `step.reason` says why, and the log says so once.
     """
-    return CapturedStep(model, optimizer, batch, loss, max_norm, scheduler, accumulation, warmup)
+    return CapturedStep(model, optimizer, batch, loss or _loss_of, max_norm, scheduler, accumulation, warmup)
 
 
 def _reason_not_to(model, optimizer, parameters, batch):
