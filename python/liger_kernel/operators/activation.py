@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from liger_kernel._library import ops
+from liger_kernel._recompute import run
 from liger_kernel.operators.common import first_derivative_only, placed_as, promoted
 from liger_kernel.operators.coverage import ACTIVATION_KERNELS
 from liger_kernel.utils import in_float_under_autocast
@@ -46,7 +47,7 @@ class LigerSiLUMulFunction:
     def apply(a: Tensor, b: Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0) -> Tensor:
         """silu(gate_multiplier · a) · b · down_multiplier for a, b of one shape, in the dtype that torch's product has;
         neither is changed. A plain tensor beside a DTensor is placed as that."""
-        c = ops.gated(*promoted(placed_as(a, b), placed_as(b, a)), SILU, float(gate_multiplier))
+        c = run(ops.gated, *promoted(placed_as(a, b), placed_as(b, a)), SILU, float(gate_multiplier))
         return c if down_multiplier == 1 else c * float(down_multiplier)
 
 
@@ -60,7 +61,7 @@ class LigerGELUMulFunction:
     def apply(a: Tensor, b: Tensor, approximate: str = "tanh") -> Tensor:
         """gelu(a) · b for a, b of one shape, in the dtype that torch's product has; neither is changed. approximate is
         "tanh" or "none", as torch.nn.functional.gelu has it."""
-        return ops.gated(*promoted(a, b), {"tanh": GELU_TANH, "none": GELU_ERF}[approximate], 1.0)
+        return run(ops.gated, *promoted(a, b), {"tanh": GELU_TANH, "none": GELU_ERF}[approximate], 1.0)
 
 
 def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
@@ -93,7 +94,7 @@ class LigerFusedGateUpSiLUMulFunction:
 
         in_place=True lets backward write the gradient over y; a second backward then raises RuntimeError.
         """
-        return _InPlaceGateUp.apply(y.contiguous()) if in_place else ops.gated_packed(y, SILU, 1.0)
+        return _InPlaceGateUp.apply(y.contiguous()) if in_place else run(ops.gated_packed, y, SILU, 1.0)
 
 
 class LigerReLUSquaredFunction:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_kernel._library import ops
+from liger_kernel._recompute import run
 from liger_kernel.operators.activation import (
     GELU_ERF,
     GELU_TANH,
@@ -286,7 +287,7 @@ class _TiledGatedMLP(_GatedMLP):
         self.activation, self.num_shards = activation, num_shards
 
     def _whole(self, x):
-        return self.down_proj(ops.gated(self.gate_proj(x), self.up_proj(x), self.activation, 1.0))
+        return self.down_proj(run(ops.gated, self.gate_proj(x), self.up_proj(x), self.activation, 1.0))
 
     def forward(self, x):
         found = weights(self)

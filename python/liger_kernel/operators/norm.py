@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_kernel._library import ops
+from liger_kernel._recompute import run
 from liger_kernel.operators.common import beside, full_tensor, promoted
 from liger_kernel.operators.coverage import NORM_KERNELS
 from liger_kernel.utils import in_float_under_autocast
@@ -76,7 +77,7 @@ class LigerRMSNormFunction:
         """
         try:
             x, code = X if W is None else full_tensor(X, W), casting_code(casting_mode)
-            return ops.rms_norm(x, beside(X, W), float(eps), float(offset), code)
+            return run(ops.rms_norm, x, beside(X, W), float(eps), float(offset), code)
         except RuntimeError:
             check_width(X, W)  # see liger_layer_norm
             raise
@@ -145,7 +146,7 @@ def liger_layer_norm(X: Tensor, W: Tensor | None, B: Tensor | None, eps: float) 
     width differs.
     """
     try:
-        return ops.layer_norm(X, beside(X, W), beside(X, B), float(eps))
+        return run(ops.layer_norm, X, beside(X, W), beside(X, B), float(eps))
     except RuntimeError:
         # Says it in the API's own exception. Asked before, it would add half to the time of a small call.
         check_widths(X, W, B)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel._library import ops
+from liger_kernel._recompute import run
 
 
 def rotated(dim: int, width: int, rotary_dim: int | None = None) -> int:
@@ -52,7 +53,8 @@ def liger_rotary_pos_emb(
     if unsqueeze_dim != 1:
         q, k = heads_swapped(unsqueeze_dim, (q, k))
         return heads_swapped(unsqueeze_dim, liger_rotary_pos_emb(q, k, cos, sin, rotary_dim=rotary_dim))
-    return ops.rope(q, k, cos, sin, False, False, None, rotated(q.size(-1), cos.size(-1), rotary_dim))
+    columns = rotated(q.size(-1), cos.size(-1), rotary_dim)
+    return run(ops.rope, q, k, cos, sin, False, False, None, columns, needs_recipes=True)
 
 
 liger_rope = liger_rotary_pos_emb
