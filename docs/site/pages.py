@@ -20,7 +20,7 @@ MODULES = {
     "liger_kernel.transformers.fused_linear_cross_entropy": "Fused linear cross entropy",
     "liger_kernel.transformers.patch": "Patches",
     "liger_kernel.transformers.report": "Reports of patches",
-    "liger_kernel.memory": "Memory of a head",
+    "liger_kernel.memory": "Memory",
     "liger_kernel.trl": "TRL",
 }
 
