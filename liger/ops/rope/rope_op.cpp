@@ -69,8 +69,12 @@ RopeTensor describe(const Tensor& in, const Tensor& out) {
 std::tuple<Tensor, Tensor> as_complex(const Tensor& cos, const Tensor& sin) {
   const bool joined = cos.stride(-1) == 2 && cos.strides() == sin.strides() && cos.stride(-2) >= 2 * cos.size(-1) &&
                       static_cast<const char*>(data(sin)) == static_cast<const char*>(data(cos)) + cos.element_size();
-  const Tensor both = joined ? Tensor() : at::stack({cos, sin}, -1);
-  return joined ? std::make_tuple(cos, sin) : std::make_tuple(both.select(-1, 0), both.select(-1, 1));
+  if (joined) return {cos, sin};
+  auto shape = cos.sizes().vec();
+  shape.push_back(2);
+  const Tensor both = at::empty(shape, cos.options()), re = both.select(-1, 0), im = both.select(-1, 1);
+  re.copy_(cos), im.copy_(sin);  // at::stack would follow autocast, which refuses the other type of 16 bits
+  return {re, im};
 }
 
 void rotate(const RopeTensor& q, const RopeTensor& k, const RopeTensor& v, const Tensor& x, const Tensor& cos_,
