@@ -340,7 +340,7 @@ struct AdamWOptions {
 /// squares (v) and masters. gradients: in the parameter's dtype or float. means and squares: both in the parameter's
 /// dtype, or both float. masters: none, or the parameters in float, which are updated and then rounded to the
 /// parameters. steps: the number of this step for each parameter, one float where it is. All tensors of a parameter
-/// have its strides.
+/// lie as it does: dense, with its strides.
 void adamw_(at::TensorList parameters, at::TensorList gradients, at::TensorList means, at::TensorList squares,
             at::TensorList masters, at::TensorList steps, const AdamWOptions& options = {});
 

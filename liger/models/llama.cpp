@@ -44,12 +44,32 @@ bool run_together(std::initializer_list<const Projection*> layers) {
          !any([](const ProjectionImpl& layer) { return layer.drops(); });
 }
 
+using LinearLayers = std::vector<std::pair<std::string, std::shared_ptr<ProjectionImpl>>>;
+
 /// The linear layers of the blocks, by name.
-std::vector<std::pair<std::string, std::shared_ptr<ProjectionImpl>>> linear_layers(const LlamaModel& model) {
-  std::vector<std::pair<std::string, std::shared_ptr<ProjectionImpl>>> found;
+LinearLayers linear_layers(const LlamaModel& model) {
+  LinearLayers found;
   for (const auto& item : model->layers->named_modules("model.layers"))
     if (auto layer = std::dynamic_pointer_cast<ProjectionImpl>(item.value())) found.emplace_back(item.key(), layer);
   return found;
+}
+
+/// Those that target_modules names. Raises c10::Error for a name of none of them.
+LinearLayers targets_of(const LlamaModel& model, const LoraConfig& lora) {
+  const auto& targets = lora.target_modules;
+  TORCH_CHECK(!targets.empty(), "target_modules is empty");
+  LinearLayers layers = linear_layers(model);
+  const auto names = [](const std::string& target, const std::string& layer) {
+    return layer == target || layer.ends_with("." + target);
+  };
+  for (const std::string& target : targets)
+    TORCH_CHECK(
+        std::any_of(layers.begin(), layers.end(), [&](const auto& layer) { return names(target, layer.first); }),
+        "target_modules: ", target, " is no linear layer of a block");
+  std::erase_if(layers, [&](const auto& layer) {
+    return std::none_of(targets.begin(), targets.end(), [&](const auto& target) { return names(target, layer.first); });
+  });
+  return layers;
 }
 
 bool is_adapter(const std::string& parameter) {
@@ -239,6 +259,14 @@ LlamaForCausalLMImpl::LlamaForCausalLMImpl(LlamaConfig of, bool draw) : config(s
   if (config.pad_token_id >= 0) model->embed_tokens->weight[config.pad_token_id].zero_();
 }
 
+std::shared_ptr<torch::nn::Module> LlamaForCausalLMImpl::clone(const std::optional<at::Device>& device) const {
+  const auto copy = Cloneable::clone(device);
+  const auto parameters = named_parameters();
+  for (auto& item : copy->named_parameters())  // what reset() has made needs them, but for adapted layers
+    item.value().requires_grad_(parameters[item.key()].requires_grad());
+  return copy;
+}
+
 void LlamaForCausalLMImpl::reset() {
   model = register_module("model", LlamaModel(config));
   if (!config.tie_word_embeddings)
@@ -297,20 +325,9 @@ void LlamaForCausalLMImpl::save_pretrained(const std::string& folder, int64_t ma
 
 void LlamaForCausalLMImpl::add_adapter(const LoraConfig& added) {
   TORCH_CHECK(!lora, "the model has adapters already");
-  const auto layers = linear_layers(model);
-  const auto names = [](const std::string& target, const std::string& layer) {
-    return layer == target || layer.ends_with("." + target);
-  };
-  const auto& targets = added.target_modules;
-  TORCH_CHECK(!targets.empty(), "target_modules is empty");
-  for (const std::string& target : targets)
-    TORCH_CHECK(
-        std::any_of(layers.begin(), layers.end(), [&](const auto& layer) { return names(target, layer.first); }),
-        "target_modules: ", target, " is no linear layer of a block");
+  const LinearLayers targets = targets_of(model, added);
   for (Tensor& parameter : parameters()) parameter.requires_grad_(false);
-  for (const auto& [name, layer] : layers)
-    if (std::any_of(targets.begin(), targets.end(), [&, &name = name](const auto& t) { return names(t, name); }))
-      layer->adapt(added);
+  for (const auto& [name, layer] : targets) layer->adapt(added);
   lora = added;
 }
 
@@ -318,20 +335,25 @@ void LlamaForCausalLMImpl::load_adapter(const std::string& folder) {
   const LoraConfig added = LoraConfig::load(folder);
   const std::string path = adapter_file(folder);
   const SafetensorsFile file(path);
-  add_adapter(added);
-  const torch::NoGradGuard no_gradients;
-  std::set<std::string> known;
-  for (const auto& item : named_parameters()) {
-    if (!is_adapter(item.key())) continue;
-    const std::string name = name_in_file(item.key());
+  std::map<std::string, Tensor> values;  // all are checked before the model changes
+  const auto read = [&](const std::string& parameter, int64_t rows, int64_t columns) {
+    const std::string name = name_in_file(parameter);
+    const std::array shape{rows, columns};
     const Tensor value = file.tensor(name);
-    TORCH_CHECK(value.sizes() == item.value().sizes() && value.is_floating_point(), path, ": ", name, " is of ",
-                value.scalar_type(), value.sizes(), ", and the model's of shape ", item.value().sizes());
-    item.value().copy_(value);
-    known.insert(name);
+    TORCH_CHECK(value.sizes() == shape && value.is_floating_point(), path, ": ", name, " is of ", value.scalar_type(),
+                value.sizes(), ", and the model's of shape ", at::IntArrayRef(shape));
+    values[name] = value;
+  };
+  for (const auto& [name, layer] : targets_of(model, added)) {
+    read(name + ".lora_A", added.rank, layer->options.in_features());
+    read(name + ".lora_B", layer->options.out_features(), added.rank);
   }
   for (const std::string& name : file.names())
-    TORCH_CHECK(known.contains(name), path, ": ", name, " is of no layer that target_modules names");
+    TORCH_CHECK(values.contains(name), path, ": ", name, " is of no layer that target_modules names");
+  add_adapter(added);
+  const torch::NoGradGuard no_gradients;
+  for (auto& item : named_parameters())
+    if (is_adapter(item.key())) item.value().copy_(values.at(name_in_file(item.key())));
 }
 
 void LlamaForCausalLMImpl::save_adapter(const std::string& folder) const {

@@ -115,6 +115,9 @@ struct LlamaForCausalLMImpl : torch::nn::Cloneable<LlamaForCausalLMImpl> {
   explicit LlamaForCausalLMImpl(LlamaConfig config, bool draw = true);
   void reset() override;  // to weights without values
 
+  /// A copy, in which the same weights need gradients.
+  std::shared_ptr<torch::nn::Module> clone(const std::optional<at::Device>& device = {}) const override;
+
   /// The model of a checkpoint folder, in `dtype` or that of the config. Weights of this dtype are views of the files,
   /// whose pages a write copies. Where config.json says that head and embedding are tied and the checkpoint has both,
   /// they are tied if they are equal; if not, it warns, and config.tie_word_embeddings becomes false. Raises c10::Error

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <numbers>
+#include "liger/ops.h"
 
 namespace liger::train {
 
@@ -20,8 +21,9 @@ Optimizer::Optimizer(const torch::nn::Module& model, const Options& options, con
       *least += parameter.numel();
     }
     if (mine(weight)) {
-      weight.master = has_copy(weight) ? parameter.detach().to(at::kFloat) : parameter.detach();
-      weight.mean = at::zeros_like(weight.master), weight.square = at::zeros_like(weight.master);
+      const at::Tensor updated = has_copy(weight) ? parameter.detach().to(at::kFloat) : parameter.detach();
+      if (has_copy(weight)) weight.master = updated;
+      weight.mean = at::zeros_like(updated), weight.square = at::zeros_like(updated);
     }
     weights_.push_back(std::move(weight));
   }
@@ -29,10 +31,12 @@ Optimizer::Optimizer(const torch::nn::Module& model, const Options& options, con
 }
 
 void Optimizer::accumulate() {
+  // The kernel reads gradients of 16 bits as they are: a float copy of them is for sums.
+  const bool adds = options_.accumulate > 1 || ranks_.size() > 1;
   for (Weight& weight : weights_) {
     at::Tensor& gradient = weight.parameter.mutable_grad();
     if (!gradient.defined()) continue;
-    if (!has_copy(weight)) {
+    if (!has_copy(weight) || !adds) {
       weight.gradient = gradient;
       continue;
     }
@@ -47,24 +51,25 @@ double Optimizer::step(double lr) {
   for (const Weight& weight : weights_)
     if (weight.gradient.defined()) all.push_back(weight.gradient);
   ranks_.sum(all);
-  const at::Tensor norm = at::linalg_vector_norm(at::stack(at::_foreach_norm(all)).to(at::kFloat));
-  if (options_.clip > 0) at::_foreach_mul_(all, (options_.clip / (norm + 1e-6)).clamp_max(1));
-  const at::Tensor steps = at::add(steps_, 1).to(all[0].device());
-  for (const bool decays : {true, false}) {
-    std::vector<at::Tensor> masters, gradients, means, squares;
+  const at::Tensor norm = at::linalg_vector_norm(at::stack(at::_foreach_norm(all, 2, at::kFloat)));
+  AdamWOptions settings{.lr = lr, .beta1 = options_.beta1, .beta2 = options_.beta2, .eps = options_.eps};
+  if (options_.clip > 0) settings.factor = (options_.clip / (norm + 1e-6)).clamp_max(1);
+  const at::Tensor steps = at::add(steps_, 1).to(norm.device());
+  for (const auto& [decays, copies] : {std::pair(true, true), {true, false}, {false, true}, {false, false}}) {
+    std::vector<at::Tensor> parameters, gradients, means, squares, masters;
     for (const Weight& weight : weights_) {
-      if (!weight.gradient.defined() || !mine(weight) || (weight.master.dim() > 1) != decays) continue;
-      masters.push_back(weight.master), gradients.push_back(weight.gradient);
+      if (!weight.gradient.defined() || !mine(weight)) continue;
+      if ((weight.parameter.dim() > 1) != decays || has_copy(weight) != copies) continue;
+      parameters.push_back(weight.parameter), gradients.push_back(weight.gradient);
       means.push_back(weight.mean), squares.push_back(weight.square);
+      if (copies) masters.push_back(weight.master);
     }
-    if (masters.empty()) continue;
-    const std::vector<at::Tensor> step_of_each(masters.size(), steps);
-    at::_fused_adamw_(masters, gradients, means, squares, {}, step_of_each, lr, options_.beta1, options_.beta2,
-                      decays ? options_.weight_decay : 0, options_.eps, /*amsgrad=*/false, /*maximize=*/false);
+    if (parameters.empty()) continue;
+    settings.weight_decay = decays ? options_.weight_decay : 0;
+    adamw_(parameters, gradients, means, squares, masters, std::vector(parameters.size(), steps), settings);
   }
   steps_ += 1;
   for (Weight& weight : weights_) {
-    if (mine(weight) && has_copy(weight)) weight.parameter.copy_(weight.master);
     weight.gradient.reset();
     weight.parameter.mutable_grad().reset();
   }

@@ -8,9 +8,9 @@
 
 namespace liger::train {
 
-/// AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), torch's fused kernel. Of weights that are not float it keeps,
-/// with options.master_weights, float copies, which it updates and rounds to them, and adds up their gradients in
-/// float. Weights that need no gradient it leaves alone.
+/// AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) by liger::adamw_, with weight decay on matrices. With
+/// options.master_weights it keeps float copies of weights that are not float, which it updates and rounds to them, and
+/// adds up the gradients of several passes or ranks in float. Weights that need no gradient do not change.
 class Optimizer {
  public:
   /// With options.shard_optimizer each rank keeps the copies and moments of a share of the weights.
@@ -19,8 +19,8 @@ class Optimizer {
   /// Takes what a backward pass has left in the parameters' gradients.
   void accumulate();
 
-  /// Adds up all ranks' gradients, scales them to a norm of at most clip, updates the weights, and forgets the
-  /// gradients; returns the norm.
+  /// Adds up all ranks' gradients, updates the weights as if these were scaled to a norm of at most clip, and forgets
+  /// the gradients; returns the norm, in float.
   double step(double lr);
 
   /// The float copies, the moments and the number of steps, by name: those of this rank.
@@ -32,8 +32,8 @@ class Optimizer {
  private:
   struct Weight {
     std::string name;
-    int64_t owner;  // the rank that updates it; -1: each does
-    at::Tensor parameter, master, gradient, mean, square;
+    int64_t owner;                                         // the rank that updates it; -1: each does
+    at::Tensor parameter, gradient, master, mean, square;  // the last three where mine(); master where has_copy()
   };
 
   bool mine(const Weight& weight) const { return weight.owner < 0 || weight.owner == ranks_.rank(); }

@@ -42,11 +42,11 @@ from training_runs import (
 )
 
 
-def test_steps(runs, model, dtype, *options):
+def test_steps(runs, model, dtype, passes, *options):
     """Rows given as tensors, in an epoch's order, with warm-up, decay, accumulation and labels that do not count; the
     plain steps are the model's as it is given."""
     torch.manual_seed(1)
-    rows, batch, passes, steps = 10, 2, 2, 6
+    rows, batch, steps = 10, 2, 6
     ids = torch.randint(1, VOCABULARY, (rows, LENGTH))
     labels = torch.where(torch.rand(ids.shape) < 0.3, -100, ids)
     save_file({"input_ids": ids, "labels": labels}, runs.folder / "rows.safetensors")
@@ -422,8 +422,9 @@ def main(binary, features):
             return transformers.AutoModelForCausalLM.from_pretrained(folder)
 
         for dtype in ("float32", "bfloat16"):
-            test_steps(runs, fresh(), dtype)
-        test_steps(runs, fresh().bfloat16(), "bfloat16", "--no-master-weights")
+            for passes in (1, 2):  # of one, gradients are read in the weights' dtype
+                test_steps(runs, fresh(), dtype, passes)
+        test_steps(runs, fresh().bfloat16(), "bfloat16", 2, "--no-master-weights")
         test_packing(runs, fresh(), tokenizer)
         test_special_tokens(runs, fresh(), tokenizer)
         test_rows_without_labels(runs, fresh(), tokenizer)

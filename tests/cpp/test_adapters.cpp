@@ -85,6 +85,8 @@ TEST(Adapters, AreClonedSavedAndMerged) {
     const auto expected = model->forward(ids).logits;
     const auto copy = std::dynamic_pointer_cast<liger::nn::LlamaForCausalLMImpl>(model->clone());
     EXPECT_TRUE(copy->forward(ids).logits.equal(expected));
+    for (const auto& item : copy->named_parameters())
+      EXPECT_EQ(item.value().requires_grad(), item.key().find(".lora_") != std::string::npos) << item.key();
     model->save_adapter(adapter.path.string());
     liger::NamedTensors weights;
     for (const auto& item : model->named_parameters())
@@ -120,8 +122,16 @@ TEST(Adapters, ThatAreNone) {
       std::string::npos);
 
   model->save_adapter(folder.path.string());
+  // A model that has refused an adapter is as it was.
   const auto load = [&] {
-    return error_of([&] { liger::nn::LlamaForCausalLM(tiny())->load_adapter(folder.path.string()); });
+    liger::nn::LlamaForCausalLM into(tiny());
+    const auto before = into->named_parameters();
+    const std::string error = error_of([&] { into->load_adapter(folder.path.string()); });
+    if (error == "none") return error;
+    EXPECT_FALSE(into->lora.has_value());
+    EXPECT_EQ(into->named_parameters().keys(), before.keys());
+    for (const auto& item : into->named_parameters()) EXPECT_TRUE(item.value().requires_grad()) << item.key();
+    return error;
   };
   EXPECT_EQ(load(), "none");
   const std::string file = folder / "adapter_model.safetensors",

@@ -318,6 +318,68 @@ bool raises(F f, const char* text) {
   return false;
 }
 
+/// Parameters of a dtype with float moments after three steps, with and without masters, against the formula in double.
+TEST(AdamW, EqualsItsFormula) {
+  const double lr = 0.03, beta1 = 0.8, beta2 = 0.9, decay = 0.1, eps = 1e-6, factor = 0.25;
+  const std::vector<std::vector<int64_t>> shapes{{7, 33}, {1}, {5000}};
+  struct Case {
+    at::ScalarType parameter, gradient;
+    bool masters, tensor_rate;
+  };
+  for (const auto& [dtype, gradient_dtype, has_masters, tensor_rate] :
+       {Case{at::kFloat, at::kFloat, false, true}, Case{at::kBFloat16, at::kBFloat16, true, false},
+        Case{at::kHalf, at::kFloat, true, true}}) {
+    torch::manual_seed(2);
+    std::vector<Tensor> parameters, means, squares, masters, steps;
+    std::vector<std::array<Tensor, 3>> exact;  // p, m and v
+    for (const auto& shape : shapes) {
+      parameters.push_back(torch::randn(shape).to(dtype).requires_grad_());
+      const auto p = parameters.back().detach();
+      means.push_back(torch::zeros(shape)), squares.push_back(torch::zeros(shape)), steps.push_back(torch::zeros({}));
+      if (has_masters) masters.push_back(p.to(at::kFloat));
+      exact.push_back({p.to(at::kDouble), torch::zeros(shape, at::kDouble), torch::zeros(shape, at::kDouble)});
+    }
+    liger::AdamWOptions options{.beta1 = beta1, .beta2 = beta2, .weight_decay = decay, .eps = eps};
+    options.factor = torch::full({}, factor);
+    if (tensor_rate) options.lr_tensor = torch::full({}, lr);
+    else options.lr = lr;
+    for (int t = 1; t <= 3; ++t) {
+      std::vector<Tensor> gradients;
+      for (size_t i = 0; i < shapes.size(); ++i) {
+        gradients.push_back(torch::randn(shapes[i]).to(gradient_dtype));
+        steps[i].fill_(t);
+        auto& [p, m, v] = exact[i];
+        const auto g = factor * gradients[i].to(at::kDouble);
+        m = beta1 * m + (1 - beta1) * g, v = beta2 * v + (1 - beta2) * g * g;
+        p = p * (1 - lr * decay) - lr * m / (1 - std::pow(beta1, t)) / ((v / (1 - std::pow(beta2, t))).sqrt() + eps);
+      }
+      liger::adamw_(parameters, gradients, means, squares, masters, steps, options);
+      options.found_inf = torch::ones({});
+      liger::adamw_(parameters, gradients, means, squares, masters, steps, options);  // no step
+      options.found_inf.reset();
+    }
+    for (size_t i = 0; i < shapes.size(); ++i) {
+      const auto p = parameters[i].detach(), updated = has_masters ? masters[i] : p;
+      expect_close({updated, means[i], squares[i]}, {exact[i][0], exact[i][1], exact[i][2]});
+      if (has_masters) EXPECT_TRUE(p.equal(updated.to(dtype)));
+    }
+  }
+}
+
+/// Of a dimension of 1 a gradient may have another stride; of others not.
+TEST(AdamW, TakesGradientsThatLieAlike) {
+  const auto one = torch::ones({1}), p = torch::zeros({1, 8}), m = torch::zeros({1, 8}), v = torch::zeros({1, 8});
+  const auto step = [&](const Tensor& p, const Tensor& g, const Tensor& m, const Tensor& v) {
+    liger::adamw_({p}, {g}, {m}, {v}, {}, {one}, {.lr = 0.5, .weight_decay = 0});
+  };
+  const auto gradient = torch::ones({8, 1}).t();
+  ASSERT_NE(gradient.strides(), p.strides());
+  step(p, gradient, m, v);
+  expect_close({p}, {torch::full({1, 8}, -0.5)});  // the first step has the length of the learning rate
+  const auto square = [] { return torch::zeros({4, 4}); };
+  EXPECT_TRUE(raises([&] { step(square(), square().t(), square(), square()); }, "gradients must be as its parameter"));
+}
+
 TEST(Errors, LabelOnTheCpu) {  // on a GPU a device assertion, which ends the program
   EXPECT_TRUE(raises([] { liger::cross_entropy(torch::randn({2, 4}), torch::tensor({0, 9})); }, "label 9"));
 }

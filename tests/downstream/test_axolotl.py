@@ -127,9 +127,7 @@ def train(kind, home, tuner, liger, folder):
 def test_training(kind, tuner, home, initial, reader, tmp_path, record_property, monkeypatch):
     monkeypatch.setattr("sys.argv", ["axolotl"])
     off, on = (train(kind, home, tuner, liger, tmp_path / f"out-{liger}") for liger in (False, True))
-    # Adapters that come after the patch are found by the forward of the fused head (docs/lora.md).
-    layers = LAYERS["full" if KINDS[kind][1].get("liger_fused_linear_cross_entropy", True) is None else tuner]
-    said = assert_same(off, on, initial, (*layers, *KINDS[kind][2].split()))
+    said = assert_same(off, on, initial, (*LAYERS[tuner], *KINDS[kind][2].split()))
     reader.assert_holds(tmp_path / "out-True", on, home if tuner == "LoRA" else None)
     record_property("setup", f"{kind}, {tuner}")
     record_property("result", said)

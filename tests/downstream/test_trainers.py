@@ -33,8 +33,9 @@ SWITCHES = ["use_kernels"] if is_kernels_available() else ["use_liger_kernel"]
 KINDS = ("sft", "dpo", "kto", "grpo", "rloo", "distillation")
 
 
-def layers(tuner):
-    return LAYERS["full" if tuner == "full" else "LoRA"]
+def layers(tuner, switch="use_liger_kernel"):
+    """What runs: kernels of a hub stand for modules of transformers, not for PEFT's."""
+    return LAYERS["full" if tuner == "full" or switch == "use_kernels" else "LoRA"]
 
 
 def lora(tuner):
@@ -89,7 +90,7 @@ def test_trl(switch, kind, tuner, home, initial, reader, tmp_path, record_proper
 
     base = home if tuner == "LoRA" else None
     runs, setup = [train(None), train(switch)], f"{kind.upper()}, {tuner}, `{switch}=True`"
-    check(runs, initial, reader, folder, base, LAYERS[tuner], record_property, setup)
+    check(runs, initial, reader, folder, base, layers(tuner, switch), record_property, setup)
 
 
 def rows():
@@ -120,7 +121,8 @@ def test_transformers(switch, tuner, home, initial, reader, tmp_path, record_pro
     # An adapter on the head adds to its logits: they are made, and the loss is the model's own.
     fused = () if tuner == "LoRA, also on the head" else (HEAD,)
     setup = f"transformers' Trainer, {tuner}, `{switch}=True`"
-    check([train(None), train(switch)], initial, reader, folder, base, (*layers(tuner), *fused), record_property, setup)
+    ran = (*layers(tuner, switch), *fused)
+    check([train(None), train(switch)], initial, reader, folder, base, ran, record_property, setup)
 
 
 @pytest.mark.parametrize("tuner", TUNERS)

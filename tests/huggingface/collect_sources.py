@@ -24,8 +24,7 @@ from pathlib import Path
 import torch
 from liger_kernel.transformers import numeric
 from liger_kernel.transformers.families import FAMILIES, Swap
-from liger_kernel.transformers.parts import PARTS
-from liger_kernel.transformers.patch import ACTIVATIONS
+from liger_kernel.transformers.parts import ACTIVATIONS, PARTS
 from liger_kernel.transformers.source import fingerprint
 from torch import nn
 from torch.nn import functional as F

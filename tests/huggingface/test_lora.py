@@ -4,6 +4,7 @@ import collections
 import copy
 import io
 import pickle
+import types
 
 import peft
 import pytest
@@ -210,20 +211,26 @@ def test_adapters_come_and_go(patched):
         torch.testing.assert_close(merged[1](**batch()).loss, merged[0](**batch()).loss, rtol=TOLERANCE, atol=0)
 
 
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("level", ["instance", "class"])
-def test_adapters_after_the_patch(level, patched):
+def test_adapters_after_the_patch(level, fused, patched):
+    """With the loss in the head, and with the model's own forward."""
     reference = make("llama")
     if level == "instance":
         ours = copy.deepcopy(reference)
-        report = patched("llama", ours)
+        report = patched("llama", ours, fused_linear_cross_entropy=fused)
     else:
-        report = patched("llama")
+        report = patched("llama", fused_linear_cross_entropy=fused)
         ours = make("llama")
         ours.load_state_dict(reference.state_dict())
-        report.undo()  # the model keeps what it was made with
+        if fused:
+            report.undo()  # the model keeps what it was made with
         patched("llama", reference, lora=False)
     reference, ours = (adapted(model=model) for model in (reference, ours))
     ours.load_state_dict(reference.state_dict())
+    if level == "class" and not fused:
+        assert_same(ours, reference, EACH)
+        report.undo()
     if level == "instance":
         assert_same(ours, reference, EACH)
         assert [entry.count for entry in report.replaced if entry.switch == "lora"] == [14, 2]
@@ -354,6 +361,24 @@ def test_other_bases(kind, autocast, dropout):
     for a, b, c in zip(found, own, exact):
         error, allowed = (a - c).norm(), (b - c).norm()
         assert error <= max(1.1 * allowed, torch.finfo(a.dtype).eps / 8 * c.norm())
+
+
+def test_matrices_that_ms_swift_moves_inputs_to(patched, monkeypatch):
+    """Their forward is replaced on the instance; x is where they are."""
+    reference = adapted()
+    ours, _ = patched_copy(reference, patched)
+
+    def keep_device_forward(self, *args, **kwargs):
+        return self.forward_origin(*args, **kwargs)
+
+    for model in (reference, ours):
+        for name, module in model.named_modules():
+            if name.endswith((".lora_A.default", ".lora_B.default")):
+                module.forward_origin = module.forward
+                module.forward = types.MethodType(keep_device_forward, module)
+    assert_same(ours, reference, {})
+    keep_device_forward.__module__ = "swift.tuners.peft"
+    assert_same(ours, reference, EACH)
 
 
 def test_compiled(patched):

@@ -218,11 +218,15 @@ def test_by_structure_keeps_what_computes_something_else(write):
 
 def test_by_structure_compares_the_loss(write):
     """A forward that asks what its logits are takes another way, which the promise of logits cannot see."""
-    reference = _model(write(extra="loss = loss if isinstance(logits, torch.Tensor) else 2 * loss"))
-    model = copy.deepcopy(reference)
-    report = apply_liger_kernel_by_structure(model, rope=False)
-    assert {entry.switch: entry.reason for entry in report.skipped} == {FUSED: "its loss without logits is another"}
-    assert type(model) is type(reference) and model(**batch()).logits is not None
+    for asks, reason in (
+        ("isinstance(logits, torch.Tensor)", "its forward may ask whether its logits are a tensor"),
+        ("logits.__class__ is torch.Tensor", "its loss without logits is another"),
+    ):
+        reference = _model(write(extra=f"loss = loss if {asks} else 2 * loss"))
+        model = copy.deepcopy(reference)
+        report = apply_liger_kernel_by_structure(model, rope=False)
+        assert {entry.switch: entry.reason for entry in report.skipped} == {FUSED: reason}
+        assert type(model) is type(reference) and model(**batch()).logits is not None
     with pytest.raises(TypeError, match="str"):
         apply_liger_kernel_by_structure("a model")
 

@@ -15,12 +15,20 @@ struct Inputs {
                weight_decay, eps, maximize)
 };
 
+/// Whether two tensors of one shape lie alike. The stride of a dimension of 1 says nothing, and gradients of autograd
+/// have another there than their parameters.
+bool lie_alike(const Tensor& a, const Tensor& b) {
+  for (int64_t d = 0; d < a.dim(); ++d)
+    if (a.size(d) != 1 && a.stride(d) != b.stride(d)) return false;
+  return true;
+}
+
 /// A tensor that is written where it lies, or read as it lies beside one: like the parameter, and dense.
 void check(const char* name, const Tensor& t, const Tensor& parameter, bool or_float) {
   const Tensor& p = parameter;
-  TORCH_CHECK(t.sizes() == p.sizes() && t.strides() == p.strides() && t.device() == p.device(), "adamw_: a tensor of ",
-              name, " must be as its parameter, ", p.sizes(), " with strides ", p.strides(), " on ", p.device(),
-              ", got ", t.sizes(), " with strides ", t.strides(), " on ", t.device());
+  TORCH_CHECK(t.sizes() == p.sizes() && lie_alike(t, p) && t.device() == p.device(), "adamw_: a tensor of ", name,
+              " must be as its parameter, ", p.sizes(), " with strides ", p.strides(), " on ", p.device(), ", got ",
+              t.sizes(), " with strides ", t.strides(), " on ", t.device());
   TORCH_CHECK_TYPE(t.scalar_type() == at::kFloat || (or_float && t.scalar_type() == p.scalar_type()), "adamw_: ", name,
                    " must be of ", or_float ? "the parameter's dtype or float32" : "float32", ", got ",
                    t.scalar_type());

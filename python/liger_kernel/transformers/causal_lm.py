@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
+from transformers.loss.loss_utils import LOSS_MAPPING
 
 from liger_kernel.operators.coverage import result_changed_by
 from liger_kernel.transformers.families import CausalLM
@@ -38,6 +39,12 @@ def original_forward(cls):
 def is_fused(model) -> bool:
     """Whether the forward of a model, or of a class of models, computes the loss inside the head."""
     return inspect.isfunction(getattr(model.forward, "liger_original", None))
+
+
+def uses_standard_loss(module):
+    """Whether a module computes its loss from its logits by transformers' loss of causal language models."""
+    known = LOSS_MAPPING.get(getattr(module, "loss_type", None)) is loss_utils.STANDARD_LOSS
+    return known and "loss_function" in names_in(original_forward(type(module)))
 
 
 def own_loss(model):

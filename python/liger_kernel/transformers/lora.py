@@ -75,7 +75,7 @@ def _adapter_of(module, x):
     if not active or active[0] not in adapters:
         return Adapter()
     name = active[0]
-    a, b = _weight_of(adapters[name]), _weight_of(parts["lora_B"]._modules[name])
+    a, b = (_weight_of(parts[matrix]._modules[name], x) for matrix in ("lora_A", "lora_B"))
     if a is None or b is None or module.lora_variant and name in module.lora_variant:
         return None
     known = {torch.float32, torch.get_autocast_dtype(x.device.type)} if is_autocast(x) else {x.dtype}
@@ -92,12 +92,22 @@ def is_autocast(x) -> bool:
     return torch.is_autocast_enabled(x.device.type)
 
 
-def _weight_of(layer):
-    """The weight of a matrix of an adapter; None where a call of it is more than that."""
-    if type(layer) is not nn.Linear or layer._parameters["bias"] is not None or not is_bare(layer):
+def _weight_of(layer, x):
+    """The weight of a matrix of an adapter; None where a call of it with x is more than that."""
+    if type(layer) is not nn.Linear or layer._parameters["bias"] is not None:
+        return None
+    if not is_bare(layer) and not _only_moves(layer, x):
         return None
     weight = layer._parameters["weight"]
     return weight if type(weight) in DENSE else None
+
+
+def _only_moves(layer, x):
+    """Whether the forward of a matrix is that of ms-swift, which moves x to the matrix, and x is there."""
+    own = getattr(layer.__dict__.get("forward"), "__func__", None)
+    if f"{getattr(own, '__module__', '')}.{getattr(own, '__name__', '')}" != "swift.tuners.peft.keep_device_forward":
+        return False
+    return layer.weight.device == x.device and not layer._forward_hooks and not layer._forward_pre_hooks
 
 
 class LoRALinear:
@@ -312,3 +322,14 @@ def follow_adapters(model) -> None:
     done, kept = fuse_adapters(model, report.edits)
     report.replaced = [entry for entry in report.replaced if entry.switch != "lora"] + done
     report.skipped = [entry for entry in report.skipped if entry.switch != "lora"] + kept
+
+
+def follow_later(model) -> None:
+    """Have follow_adapters run before a model whose forward is its own, while its `liger_lora` is True."""
+    if _follow not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_follow)
+
+
+def _follow(model, args):
+    if getattr(model, "liger_lora", False) and not torch.compiler.is_compiling():
+        follow_adapters(model)

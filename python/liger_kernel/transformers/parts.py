@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from liger_kernel.transformers.layer_norm import LigerLayerNorm
 from liger_kernel.transformers.source import fingerprint
 
 _TABLE = pathlib.Path(__file__).with_name("sources.json")
@@ -105,3 +106,23 @@ def is_known(target: str, original) -> bool:
     """Whether `target`, as a Swap names it, stands for a class or a function, by its source."""
     part = find(original)
     return part is not None and target in part.targets
+
+
+ACTIVATIONS = ("act_fn", "activation_fn", "act", "activation")
+
+
+def unfit(module, part, activations):
+    """Why `part` cannot compute what a module does, by how the module was made, or None."""
+    from transformers.activations import ACT2FN
+
+    if activations:  # a source without such an attribute has a silu
+        found = (getattr(module, name, None) for name in ACTIVATIONS)
+        activation = next((a for a in found if a is not None), nn.functional.silu)
+        kind = type(ACT2FN["silu"] if activation is nn.functional.silu else activation)
+        if kind not in {type(ACT2FN[name]) for name in activations}:
+            return f"its activation is {kind.__name__}, not {activations[0]}"
+    if issubclass(part, LigerLayerNorm):
+        weight = getattr(module, "weight", None)
+        if len(getattr(module, "normalized_shape", (0,))) != 1 or (weight is not None and weight.dim() != 1):
+            return "it normalises, or weighs, more than the last dimension"
+    return None

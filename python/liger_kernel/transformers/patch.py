@@ -6,7 +6,7 @@ import inspect
 from dataclasses import dataclass, field
 
 from torch import nn
-from transformers.loss.loss_utils import LOSS_MAPPING
+from transformers import PreTrainedModel
 
 from liger_kernel.operators.coverage import has_replaced_forward, kernels_cover
 from liger_kernel.transformers import numeric
@@ -22,13 +22,13 @@ from liger_kernel.transformers.causal_lm import (
     original_forward,
     own_class_loss,
     own_loss,
+    uses_standard_loss,
 )
 from liger_kernel.transformers.families import FAMILIES, MODEL_TYPES, CausalLM, Family, Swap
 from liger_kernel.transformers.head import FSDPModule, describe, head_of, prepare_head
-from liger_kernel.transformers.layer_norm import LigerLayerNorm
-from liger_kernel.transformers.lora import watch_adapters
+from liger_kernel.transformers.lora import follow_later, watch_adapters
 from liger_kernel.transformers.model import loss_utils
-from liger_kernel.transformers.parts import find, is_known
+from liger_kernel.transformers.parts import find, is_known, unfit
 from liger_kernel.transformers.replace import (
     Edits,
     instead_of,
@@ -45,7 +45,6 @@ from liger_kernel.transformers.source import as_written
 from liger_kernel.utils import warn_once
 
 _LOSSES = {"cross_entropy", "fused_linear_cross_entropy"}
-ACTIVATIONS = ("act_fn", "activation_fn", "act", "activation")
 _CLASS_LOSS = staticmethod(loss_utils.causal_lm_loss)
 _MISSING = "the installed transformers has none"
 UNKNOWN = "its source is none of those that the replacement was compared with"
@@ -332,8 +331,10 @@ class _Patcher:
                     if not is_fused(cls):
                         self.edits.set(cls, "forward", fused_forward(cls.forward, spec))
                     self._done(switch, name, "lce_forward")
-            finish = AfterInit(self.row, spec if fused else None, tuple(self.deferred))
-            if (fused or self.deferred) and getattr(cls.post_init, "liger_after_init", None) != finish:
+            finish = AfterInit(self.row, spec if fused else None, tuple(self.deferred), "lora" in self.on and not fused)
+            if (fused or self.deferred or finish.follows) and getattr(
+                cls.post_init, "liger_after_init", None
+            ) != finish:
                 self.edits.set(cls, "post_init", finish.after(cls.post_init))
 
     def _model_losses(self):
@@ -344,7 +345,7 @@ class _Patcher:
                 classes = _classes(self.row.modules, module)
                 name = next((name for name in classes if name in self.row.loss), None)
                 # The loss on logits is also that of a model which holds a language model and computes the loss itself.
-                if name or (switch == "cross_entropy" and _hands_logits_over(module)):
+                if name or (switch == "cross_entropy" and uses_standard_loss(module)):
                     found, kind = True, name or type(module).__name__
                     reason, by = convert(module, classes.get(name), self.row.loss.get(name))
                     if reason:
@@ -355,17 +356,20 @@ class _Patcher:
                 self._skip(switch, next(iter(self.row.loss)), f"the {type(self.model).__name__} holds none")
 
     def _adapters(self):
-        """Fuse the adapters of the model; those that come later when a patched forward next runs."""
+        """Fuse the adapters of the model; those that come later when it next runs."""
+        owners = self._loss_classes()
         if self.model is not None:
             watch_adapters(self.model, self.report)
-        for owner in self._loss_classes() if self.model is None else self.modules:
-            if is_fused(owner if isinstance(owner, type) else type(owner)):
-                self.edits.set(owner, "liger_lora", True)
+            if not (owners := [m for m in self.modules if isinstance(m, PreTrainedModel) and is_fused(type(m))]):
+                follow_later(self.model)
+                owners = [self.model]
+        for owner in owners:
+            self.edits.set(owner, "liger_lora", True)
 
     def _set_loss(self, owner, cls, spec):
         if function := own_loss(owner):
             return names_of_loss(function), None
-        if not _hands_logits_over(owner):
+        if not uses_standard_loss(owner):
             return "its forward makes no loss from logits", None
         self.edits.set(owner, "_loss_function", loss_utils.causal_lm_loss)
         return None, "causal_lm_loss"
@@ -395,6 +399,8 @@ class AfterInit:
     row: Family = field(hash=False)
     spec: CausalLM | None
     deferred: tuple[str, ...]
+    follows: bool  # whether a hook looks for adapters, because the forward is the model's own
+    does_anything = property(lambda self: self.spec is not None or bool(self.deferred) or self.follows)
 
     def after(self, post_init):
         """`post_init`, and then this. torch.compile could not prepare the head while it traces."""
@@ -404,18 +410,14 @@ class AfterInit:
             post_init(model)
             if self.spec is not None:
                 prepare_head(head_of(model, self.spec), Edits())
+            if self.follows:
+                follow_later(model)
             patcher = _Patcher(self.row, model, set(), Report(self.row.name))
             for name in self.deferred:
                 patcher._convert([swap for key, swap in self.row.pairs() if key == name], name)
 
         finish.liger_after_init = self
         return finish
-
-
-def _hands_logits_over(module):
-    """Whether a module computes its loss from its logits by transformers' loss of causal language models."""
-    known = LOSS_MAPPING.get(getattr(module, "loss_type", None)) is loss_utils.STANDARD_LOSS
-    return known and "loss_function" in names_in(original_forward(type(module)))
 
 
 def obstacle(module, cls, part, activations):
@@ -426,24 +428,7 @@ def obstacle(module, cls, part, activations):
         return "its forward was replaced on the instance"
     if (reason_to_keep := getattr(part, "reason_to_keep", None)) and (reason := reason_to_keep(module, running=False)):
         return reason
-    return _unfit(module, part, activations)
-
-
-def _unfit(module, part, activations):
-    """Why `part` cannot compute what a module does, by how the module was made, or None."""
-    from transformers.activations import ACT2FN
-
-    if activations:  # a source without such an attribute has a silu
-        found = (getattr(module, name, None) for name in ACTIVATIONS)
-        activation = next((a for a in found if a is not None), nn.functional.silu)
-        kind = type(ACT2FN["silu"] if activation is nn.functional.silu else activation)
-        if kind not in {type(ACT2FN[name]) for name in activations}:
-            return f"its activation is {kind.__name__}, not {activations[0]}"
-    if issubclass(part, LigerLayerNorm):
-        weight = getattr(module, "weight", None)
-        if len(getattr(module, "normalized_shape", (0,))) != 1 or (weight is not None and weight.dim() != 1):
-            return "it normalises, or weighs, more than the last dimension"
-    return None
+    return unfit(module, part, activations)
 
 
 def _replacement(original, swap, target):
@@ -487,7 +472,7 @@ class ReplacedModule:
         @functools.wraps(base.__init__)
         def __init__(module, *args, **kwargs):
             base.__init__(module, *args, **kwargs)
-            reason = _unfit(module, self.part, self.activations)
+            reason = unfit(module, self.part, self.activations)
             if not reason and not self.tried and not numeric.computes(self.part, module, base.forward):
                 reason = "it computes something else on random input"
             if reason:
