@@ -16,8 +16,8 @@ from liger_kernel.hub import layers
 from liger_kernel.transformers import hub_kernels
 from liger_kernel.transformers.by_source import row_of
 from liger_kernel.transformers.families import FAMILIES
-from liger_kernel.transformers.parts import find, is_known
-from liger_kernel.transformers.patch import ReplacedModule, _class_called, _unfit, patch
+from liger_kernel.transformers.parts import find, is_known, unfit
+from liger_kernel.transformers.patch import ReplacedModule, _class_called, patch
 from liger_kernel.transformers.replace import Edits, instead_of, own_attributes, replace_class
 from liger_kernel.transformers.source import as_written, fingerprint
 from packaging.version import parse
@@ -78,7 +78,7 @@ def _by_source(model):
             original = type(module) if of_class else as_written(values.get(name))
             usable = of_class or inspect.isfunction(original)
             targets = [t for t in swap.targets if usable and is_known(t, original)]
-            if targets and not (of_class and _unfit(module, swap.load(targets[0]), swap.activations)):
+            if targets and not (of_class and unfit(module, swap.load(targets[0]), swap.activations)):
                 yield (fingerprint(original), targets[0]), (module if of_class else original, swap, targets[0])
 
 
