@@ -124,12 +124,13 @@ def _is_plain(t: Tensor) -> bool:
 
 
 _local = threading.local()
+_recordings = 0  # of all threads: what every call of an operator looks at
 
 
 def run(op, *arguments, needs_recipes: bool = False):
     """op(*arguments). While a model records, backward makes the results again instead of keeping them. needs_recipes:
     the operator keeps none of its arguments, which is worth it only where they are made again too."""
-    if torch.compiler.is_compiling():
+    if not _recordings or torch.compiler.is_compiling():
         return op(*arguments)
     results = op(*arguments)
     if (recording := getattr(_local, "recording", None)) is not None:
@@ -141,12 +142,16 @@ def start() -> bool:
     """Begins to record; False where that has begun already, or nothing is recorded for backward."""
     if getattr(_local, "recording", None) is not None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
+    global _recordings
     _local.recording = Recording()
     _local.recording.__enter__()
+    _recordings += 1
     return True
 
 
 def stop() -> None:
     """Ends what start began."""
+    global _recordings
     recording, _local.recording = _local.recording, None
+    _recordings -= 1
     recording.__exit__(None, None, None)

@@ -1,18 +1,20 @@
 """Megatron-LM's GPTModel on CPUs, patched and not, on one rank and on two tensor-parallel ones."""
 
 import contextlib
-import multiprocessing
-import socket
+import pathlib
+import sys
 
 import pytest
 import torch
 
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
+from ranks import on_ranks  # noqa: E402
+
 TOLERANCE = 2e-5  # of float32 losses, relative: sums in another order, carried on over the steps
 
 
-def _train(rank, ranks, port, flags, results):
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+def _train(rank, flags):
+    ranks = torch.distributed.get_world_size()
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -60,35 +62,14 @@ def _train(rank, ranks, port, flags, results):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    if rank == 0:
-        results.put((losses, norms))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-
-
-def train(ranks, **flags):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    children = [context.Process(target=_train, args=(rank, ranks, port, flags, results)) for rank in range(ranks)]
-    for child in children:
-        child.start()
-    while any(child.is_alive() for child in children) and results.empty():
-        assert not any(child.exitcode for child in children)
-        children[0].join(0.1)
-    found = results.get(timeout=10)
-    for child in children:
-        child.join()
-        assert child.exitcode == 0
-    return found
+    return losses, norms
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_training(ranks, record_property):
     (plain, norms), (patched, patched_norms) = (
-        train(ranks, rms_norm=on, cross_entropy=on, swiglu=on) for on in (False, True)
+        on_ranks(_train, dict.fromkeys(("rms_norm", "cross_entropy", "swiglu"), on), ranks=ranks)[0]
+        for on in (False, True)
     )
     assert set(norms) == {"RMSNorm"} and set(patched_norms) == {"LigerMegatronRMSNorm"}
     assert len(norms) == len(patched_norms)

@@ -110,3 +110,13 @@ def wanted_gradients(ctx: Any, *tensors: Tensor | None) -> list[bool]:
     # A traced node shows no edges.
     recorded = torch.compiler.is_compiling() or any(function for function, _ in ctx.next_functions)
     return [recorded and t is not None and t.requires_grad for t in tensors]
+
+
+def accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b, summed in total's dtype."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from liger_kernel._library import ops
-from liger_kernel.operators.common import autocast_dtype, first_derivative_only, reduction_code, roots, wanted_gradients
+from liger_kernel.operators.common import (
+    accumulate,
+    autocast_dtype,
+    first_derivative_only,
+    reduction_code,
+    roots,
+    wanted_gradients,
+)
 from liger_kernel.operators.loss import JENSEN_SHANNON as LOG_JENSEN_SHANNON
 from liger_kernel.operators.loss import check_labels
 
@@ -228,9 +235,9 @@ def sums_over_tokens(
                     z[rows] = _gradient(loss, leaf)
                 totals += torch.stack([s.detach().float() for s in sums])
             if wanted[0]:
-                _accumulate(d_hidden[begin : begin + n], z, heads[0][1])
+                accumulate(d_hidden[begin : begin + n], z, heads[0][1])
             if wanted[1]:
-                _accumulate(d_weight, z.t(), heads[0][0][begin : begin + n])
+                accumulate(d_weight, z.t(), heads[0][0][begin : begin + n])
             if wanted[2]:
                 d_bias += z.sum(0, dtype=torch.float32)
     z = teacher_z = leaf = buffers = None  # before the accumulator is rounded
@@ -245,13 +252,3 @@ def _gradient(loss, leaf):
 def _logits(out, begin, hidden, weight, bias):
     x = hidden[begin : begin + len(out)]
     return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
-
-
-def _accumulate(total, a, b):
-    """total += a b, summed in total's dtype."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    elif a.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))

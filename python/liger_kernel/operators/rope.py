@@ -105,8 +105,7 @@ def liger_paired_table_rotary_pos_emb(
     if unsqueeze_dim != 1:
         q, k = heads_swapped(unsqueeze_dim, (q, k))
         return heads_swapped(unsqueeze_dim, liger_paired_table_rotary_pos_emb(q, k, cos, sin))
-    # In float, as which autocast lets the operator put them side by side.
-    return ops.rope(q, k, cos[..., ::2].float(), sin[..., ::2].float(), False, True, None, cos.shape[-1])
+    return ops.rope(q, k, cos[..., ::2], sin[..., ::2], False, True, None, cos.shape[-1])
 
 
 def liger_deinterleaving_rotary_pos_emb(

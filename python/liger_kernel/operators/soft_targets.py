@@ -5,7 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_kernel.operators.common import IGNORE_INDEX, autocast_dtype, first_derivative_only, roots, wanted_gradients
+from liger_kernel.operators.common import (
+    IGNORE_INDEX,
+    accumulate,
+    autocast_dtype,
+    first_derivative_only,
+    roots,
+    wanted_gradients,
+)
 from liger_kernel.operators.loss import check_labels
 
 #: Numbers of float logits that exist at once.
@@ -15,12 +22,6 @@ CHUNK = 1 << 26
 def _chunks(rows, classes):
     step = max(1, CHUNK // max(1, classes))
     return (slice(begin, min(begin + step, rows)) for begin in range(0, rows, step))
-
-
-def _float_product(a, b):
-    if a.dtype == torch.float32:
-        return a @ b
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 
 class LigerFusedLinearKLDivFunction(torch.autograd.Function):
@@ -69,7 +70,7 @@ class LigerFusedLinearKLDivFunction(torch.autograd.Function):
             if dx is not None:
                 dx[rows] = gradient @ weight
             if dw is not None:
-                dw += _float_product(gradient.t(), x[rows])
+                accumulate(dw, gradient.t(), x[rows])
         ctx.save_for_backward(dx, dw, torch.as_tensor(factor, device=x.device))
         ctx.dtypes, ctx.roots = (student_input.dtype, student_weight.dtype), roots(student_input, student_weight)
         return loss * factor

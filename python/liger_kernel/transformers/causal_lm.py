@@ -19,7 +19,7 @@ from liger_kernel.operators.coverage import result_changed_by
 from liger_kernel.transformers.families import CausalLM
 from liger_kernel.transformers.head import describe, head_of, prepare_head
 from liger_kernel.transformers.logits import Logits, computed
-from liger_kernel.transformers.lora import follow_adapters
+from liger_kernel.transformers.lora import follow
 from liger_kernel.transformers.model import loss_utils, output_classes
 from liger_kernel.transformers.replace import Edits
 from liger_kernel.transformers.tensor_parallel import is_vocab_parallel, vocab_parallel_loss
@@ -125,8 +125,7 @@ def fused_forward(original, spec: CausalLM, order: tuple[str, ...] = ()):
             if kwargs.get(name) is None:
                 kwargs.pop(name, None)
         skip_logits = kwargs.pop("skip_logits", None)
-        if getattr(self, "liger_lora", False) and not torch.compiler.is_compiling():
-            follow_adapters(self)
+        follow(self)
         if "liger_outer" in kwargs:
             outer = kwargs.pop("liger_outer").within(spec)
             return original(self if outer is None else _view(self, outer), **kwargs)

@@ -326,10 +326,11 @@ def follow_adapters(model) -> None:
 
 def follow_later(model) -> None:
     """Have follow_adapters run before a model whose forward is its own, while its `liger_lora` is True."""
-    if _follow not in model._forward_pre_hooks.values():
-        model.register_forward_pre_hook(_follow)
+    if follow not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(follow)
 
 
-def _follow(model, args):
+def follow(model, args=()) -> None:
+    """follow_adapters, before a forward of a model that asks for it."""
     if getattr(model, "liger_lora", False) and not torch.compiler.is_compiling():
         follow_adapters(model)
