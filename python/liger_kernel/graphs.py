@@ -4,6 +4,7 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -104,9 +105,11 @@ class CapturedStep:
 
     def _what_waits(self):
         """The reason why the passes of this model cannot be captured, found without a capture, which leaves torch's
-        allocator and generator in it where it fails."""
+        allocator and generator in it where it fails. Code that asks whether there is one, as transformers' masks do,
+        is told that there is."""
         state = torch.cuda.get_rng_state()
-        with warnings.catch_warnings(record=True) as found:
+        capturing = mock.patch("torch.cuda.is_current_stream_capturing", return_value=True)
+        with capturing, warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
@@ -165,8 +168,9 @@ def capture_step(
     ```
 
     The host launches one graph per step instead of thousands of kernels. That pays where the GPU waits for the host:
-    small models, short sequences, few of them. The steps are those of the same loop without a graph, to the bit: the
-    first `warmup` run without it, the next is captured. Batches of another shape run without it too.
+    small models, short sequences, few of them. The steps are those of the same loop without a graph, with a capturable
+    optimizer, to the bit: the first `warmup` run without it, the next is captured. Batches of another shape run
+    without it too.
 
     Args:
         batch: an example; the graph is for tensors of its shapes and dtypes.
