@@ -211,10 +211,14 @@ def test_adapters_come_and_go(patched):
         torch.testing.assert_close(merged[1](**batch()).loss, merged[0](**batch()).loss, rtol=TOLERANCE, atol=0)
 
 
+@pytest.mark.parametrize("past_hooks", [False, True])
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("level", ["instance", "class"])
-def test_adapters_after_the_patch(level, fused, patched):
-    """With the loss in the head, and with the model's own forward."""
+def test_adapters_after_the_patch(level, fused, past_hooks, patched, monkeypatch):
+    """With the loss in the head, and with the model's own forward, which PEFT before 0.21 calls past its hooks."""
+    if past_hooks:
+        call = lambda self, *args, **kwargs: self.get_base_model().forward(*args, **kwargs)
+        monkeypatch.setattr(peft.PeftModel, "forward", call)
     reference = make("llama")
     if level == "instance":
         ours = copy.deepcopy(reference)

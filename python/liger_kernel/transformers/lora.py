@@ -324,13 +324,24 @@ def follow_adapters(model) -> None:
     report.skipped = [entry for entry in report.skipped if entry.switch != "lora"] + kept
 
 
+#: The model that asks for follow_adapters, by the inner model that its forward calls.
+_owners: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
 def follow_later(model) -> None:
-    """Have follow_adapters run before a model whose forward is its own, while its `liger_lora` is True."""
-    if follow not in model._forward_pre_hooks.values():
-        model.register_forward_pre_hook(follow)
+    """Have follow_adapters run before a model whose forward is its own, while its `liger_lora` is True. PEFT before
+    0.21 calls that forward past its hooks, but not past those of the model within."""
+    inner = model.base_model if isinstance(model, PreTrainedModel) else model
+    _owners[inner] = weakref.ref(model)
+    for module in (model, inner):
+        if follow not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(follow)
 
 
 def follow(model, args=()) -> None:
     """follow_adapters, before a forward of a model that asks for it."""
-    if getattr(model, "liger_lora", False) and not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return
+    model = _owners.get(model, lambda: model)()
+    if getattr(model, "liger_lora", False):
         follow_adapters(model)
