@@ -13,6 +13,7 @@ An arm is plain transformers, liger with Triton or this library, with options: p
     compile  torch.compile of the model
     adamw    LigerAdamW in place of torch's fused AdamW
     graph    liger_kernel.graphs.capture_step
+    plan     layers keep what fits into --budget, by liger_kernel.memory.plan
 """
 
 import argparse
@@ -46,7 +47,7 @@ MODELS = {  # the class of the configuration, and its fields: those of the publi
                        "num_attention_heads": 4, "num_key_value_heads": 2}),
 }  # fmt: skip
 ARMS = ("plain", "triton", "ours")
-OPTIONS = ("compile", "adamw", "graph")
+OPTIONS = ("compile", "adamw", "graph", "plan")
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 FEWEST = 2  # steps that are measured, after one that warms up and one that tells how many there is time for
 SECONDS = 4  # to measure for, where the fewest steps take less
@@ -72,6 +73,7 @@ def arguments():
     add("--batch", type=int, default=8, help="sequences a GPU (default: %(default)s)")
     add("--gpus", type=int, default=torch.cuda.device_count() or 1, help="default: all")
     add("--cap-gb", type=float, help="memory that a process may take of a GPU")
+    add("--budget", default="70GiB", help="of memory, for the option plan (default: %(default)s)")
     add("--profile", action="store_true", help="also where the time of a step goes, by the name of each kernel")
     add("--triton-liger", metavar="DIR", default="", help="a folder that holds liger_kernel with Triton")
     add("--again", action="store_true", help="measure also what --out has")
@@ -179,17 +181,31 @@ class Worker:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         if "compile" in self.options:
             self.model = torch.compile(self.model)
-        self.captured = None
+        self.captured = self.plan = None
         self.vocabulary = MODELS[model][1]["vocab_size"]
 
     def synchronize(self):
         if self.cuda:
             torch.cuda.synchronize()
 
+    def tokens(self, length, batch, number):
+        generator = torch.Generator().manual_seed(number * self.ranks + self.rank)
+        return torch.randint(self.vocabulary, (batch, length), generator=generator).to(self.device)
+
+    def make_plan(self, length, batch):
+        from liger_kernel.memory import plan
+
+        if self.plan is not None:
+            self.plan.undo()
+        ids = self.tokens(length, batch, 0)
+        inputs = {"input_ids": ids, "labels": ids}
+        self.plan = plan(self.model, inputs, self.args["budget"], optimizer=self.optimizer).apply()
+        if self.rank == 0:
+            print(self.plan, flush=True)
+
     def step(self, length, batch, number):
         """The mean loss of this rank's tokens, which number, the rank and the shape draw."""
-        generator = torch.Generator().manual_seed(number * self.ranks + self.rank)
-        ids = torch.randint(self.vocabulary, (batch, length), generator=generator).to(self.device)
+        ids = self.tokens(length, batch, number)
         if "graph" in self.options:
             return self.captured_step({"input_ids": ids, "labels": ids})
         loss = self.model(input_ids=ids, labels=ids).loss
@@ -208,6 +224,8 @@ class Worker:
     def measure(self, length, batch):
         begin, self.captured = time.perf_counter(), None
         losses = [self.step(length, batch, 0)]
+        if "plan" in self.options:
+            self.make_plan(length, batch)
         if "compile" in self.options or "graph" in self.options:  # these steps compile, and capture
             losses += [self.step(length, batch, 0), self.step(length, batch, 0)]
         self.synchronize()
@@ -236,6 +254,8 @@ class Worker:
         }
         if self.cuda:
             result["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+            if self.plan is not None:
+                result["predicted_gb"], result["predicted_seconds"] = self.plan.peak_bytes / 1e9, self.plan.seconds
             result["reserved_gb"] = torch.cuda.max_memory_reserved() / 1e9
             if self.args["profile"]:
                 result["profile"] = kernel_times(lambda: self.step(length, batch, 99))
@@ -277,7 +297,8 @@ class Worker:
 def launch(args, model, arm, lengths, batch, results):
     """A process a GPU; returns the code that they end with."""
     worker = {"model": model, "arm": arm, "lengths": lengths, "batch": batch, "cap_gb": args.cap_gb,
-              "checkpointing": not args.no_checkpointing, "profile": args.profile, "results": str(results)}  # fmt: skip
+              "checkpointing": not args.no_checkpointing, "budget": args.budget, "profile": args.profile,
+              "results": str(results)}  # fmt: skip
     environment = dict(os.environ)
     if arm.startswith("triton"):  # that package has the name of ours
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (args.triton_liger, os.environ.get("PYTHONPATH"))))

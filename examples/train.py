@@ -40,6 +40,7 @@ def arguments(argv=None):
         metavar="RANK",
         help="train adapters of PEFT of this rank on all linear layers, in both runs",
     )
+    add("--budget", metavar="BYTES", help='memory of a GPU, as "70GiB": layers of the patched run keep what fits in it')
     args = parser.parse_args(argv)
     if args.worker:
         return args
@@ -126,6 +127,10 @@ def work(run):
             model = fresh_model(run, dtype)
     if run.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if run.budget and run.side == "liger":
+        import liger_kernel.memory
+
+        liger_kernel.memory.plan_later(model, run.budget)
     if run.side == "noise":
         comparison.flip_a_last_bit(model)
     if run.lora:

@@ -155,3 +155,22 @@ def stop() -> None:
     recording, _local.recording = _local.recording, None
     _recordings -= 1
     recording.__exit__(None, None, None)
+
+
+class Recomputed:
+    """What liger_kernel.memory.recompute returns; `remove()` takes it back."""
+
+    def __init__(self, model: torch.nn.Module):
+        self._began: list[bool] = []
+        self._handles = [
+            model.register_forward_pre_hook(lambda *_: self._began.append(start())),
+            model.register_forward_hook(lambda *_: self._end(), always_call=True),
+        ]
+
+    def _end(self):
+        if self._began.pop():
+            stop()
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()

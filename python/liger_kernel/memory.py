@@ -1,9 +1,13 @@
 """Less memory: of the language-model heads, and of what layers keep for backward."""
 
+from collections.abc import Callable, Mapping
+
 import torch
 
-from liger_kernel import _recompute
 from liger_kernel._library import ops
+from liger_kernel._memory.layers import LEVELS
+from liger_kernel._memory.plan import Plan, Planner, bytes_of_moments, make_plan
+from liger_kernel._recompute import Recomputed
 
 
 def set_memory_budget(bytes: int) -> int:
@@ -31,25 +35,6 @@ def head_peak_bytes(
     return ops.head_peak_bytes(tokens, width, classes, dtype, cpu, *trains, keeps_logits, max_bytes)
 
 
-class Recomputed:
-    """What recompute returns; `remove()` takes it back."""
-
-    def __init__(self, model: torch.nn.Module):
-        self._began: list[bool] = []
-        self._handles = [
-            model.register_forward_pre_hook(lambda *_: self._began.append(_recompute.start())),
-            model.register_forward_hook(lambda *_: self._end(), always_call=True),
-        ]
-
-    def _end(self):
-        if self._began.pop():
-            _recompute.stop()
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-
 def recompute(model: torch.nn.Module) -> Recomputed:
     """Have backward make again what this library's operators can make from what is kept anyway: the results of norms,
     beside their inputs, the product of an MLP, beside gate and up, and rotated queries and keys whose norm is made
@@ -66,3 +51,57 @@ def recompute(model: torch.nn.Module) -> Recomputed:
     must be patched, or made of this library's modules.
     """
     return Recomputed(model)
+
+
+def plan(
+    model: torch.nn.Module,
+    batch: Mapping[str, torch.Tensor],
+    budget: int | float | str,
+    *,
+    loss: Callable[[torch.nn.Module, Mapping], torch.Tensor] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Plan:
+    """What each layer of a transformers model should keep for backward, so that a step is as fast as a budget of
+    memory allows.
+
+    ```python
+    plan = liger_kernel.memory.plan(model, batch, budget="70GiB", optimizer=optimizer)
+    print(plan)
+    plan.apply()
+    ```
+
+    Runs two steps with every layer checkpointed, and a layer of each kind by itself at each level of LEVELS; no
+    gradient and no state of the random number generator is left behind. Layers then get the level that saves the most
+    time per byte, until the predicted peak reaches the budget. Losses and gradients are the same to the bit at every
+    level.
+
+    Args:
+        model: in training; its layers are transformers' GradientCheckpointingLayer. Gradient checkpointing that is on
+            is overridden where the plan is applied.
+        batch: as large as batches get.
+        budget: of what torch's allocator gives out on the model's device: bytes, or a text such as "70GiB". Leave a
+            few GiB of a GPU for what is not torch's, and for gaps between its blocks.
+        loss: what is differentiated, of the model and a batch; by default `model(**batch).loss`.
+        optimizer: if it has not taken a step, the two moments of an Adam are added to the peak.
+
+    Raises ValueError if the budget is below what a step takes with every layer's input on the host, or checkpointed on
+    a CPU, and where there are no such layers or the model is in evaluation. With several processes all must call it;
+    they take the measurements of the one that needs most.
+    """
+    compute = loss or (lambda model, batch: model(**batch).loss)
+    moments = 0
+    if optimizer is not None:
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        moments = bytes_of_moments(p for p in every if not optimizer.state.get(p))
+    return make_plan(model, lambda: compute(model, batch), budget, moments)
+
+
+def plan_later(model: torch.nn.Module, budget: int | float | str) -> Planner:
+    """Make and apply a plan for `budget` when the model first runs in training with labels, and again for a batch that
+    has more tokens. The Planner that is returned has it as `plan`; the log shows it.
+
+    This is what `TrainingArguments(use_liger_kernel=True, liger_kernel_config={"memory_budget": "70GiB"})` does. Before
+    the first step of an optimizer, room is left for two moments of each trained parameter, as AdamW has them. FSDP and
+    ZeRO, which shard a model while it runs, need `plan`, called by all processes between two steps; DDP does not.
+    """
+    return Planner(model, budget)

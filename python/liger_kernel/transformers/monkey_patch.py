@@ -9,6 +9,7 @@ from packaging import version
 from torch import nn
 from transformers import PreTrainedModel
 
+from liger_kernel.memory import plan_later
 from liger_kernel.transformers.by_source import row_of
 from liger_kernel.transformers.cross_entropy import LigerCrossEntropyLoss
 from liger_kernel.transformers.families import FAMILIES, MODEL_TYPES, SWITCHES, missing, unsupported
@@ -175,15 +176,20 @@ def _apply_liger_kernel(model_type: str, **kwargs) -> Report | None:
     return _apply(model_type, {}, kwargs)
 
 
-def _apply_liger_kernel_to_instance(model: PreTrainedModel, **kwargs) -> Report | None:
+def _apply_liger_kernel_to_instance(
+    model: PreTrainedModel, *, memory_budget: int | str | None = None, **kwargs
+) -> Report | None:
     """Patch one model. Of a type that has no row everything is replaced whose source is known, and the rest keeps its
     forward; the Report and one log line name both.
 
     Args:
         model: the model, with a `config.model_type`.
+        memory_budget: liger_kernel.memory.plan_later plans for it.
         kwargs: switches; those that the family does not have are dropped, with a warning if they are on. A type without
             a row has all of them. With by_source=False it is left alone, with a warning.
     """
+    if memory_budget is not None:
+        plan_later(model, memory_budget)
     return _apply(getattr(getattr(model, "config", None), "model_type", None), {"model": model}, kwargs)
 
 

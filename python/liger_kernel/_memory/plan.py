@@ -1,0 +1,168 @@
+"""The levels of a model's layers that fit into a budget; liger_kernel.memory.plan."""
+
+import logging
+import re
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves
+
+from liger_kernel._memory.layers import LEVELS, Host, Layer, outermost
+from liger_kernel._memory.measure import Measured, measure
+
+log = logging.getLogger(__name__)
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def bytes_of(budget: int | float | str) -> int:
+    """A number of bytes, also as "70GiB" or "70 GB"."""
+    if not isinstance(budget, str):
+        return int(budget)
+    found = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", budget)
+    if not found or found[2].upper() not in _UNITS:
+        raise ValueError(f'a budget is a number of bytes or a text such as "70GiB", got {budget!r}')
+    return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+class Plan:
+    """What liger_kernel.memory.plan returns. Printed, it is a table of the layers.
+
+    Attributes:
+        levels: of each layer, by name: a key of LEVELS.
+        peak_bytes: the most that torch's allocator will have given out in a step.
+        seconds: of forward and backward.
+        checkpointed_bytes, checkpointed_seconds: the same with every layer checkpointed.
+        costs: of each kind of layers: {level: Cost}.
+    """
+
+    def __init__(self, layers, measured: Measured, levels: list[str], budget: int, host: Host | None):
+        self._layers, self._host, self._measured, self.budget = layers, host, measured, budget
+        self.levels = {layer.name: level for layer, level in zip(layers, levels)}
+        self.costs = measured.costs
+        self.peak_bytes, self.seconds = measured.peak(levels), measured.time(levels)
+        every = ["input"] * len(levels)
+        self.checkpointed_bytes, self.checkpointed_seconds = measured.peak(every), measured.time(every)
+
+    def apply(self) -> "Plan":
+        """Have the layers keep what was planned; returns the plan."""
+        for layer in self._layers:
+            layer.set(self.levels[layer.name], self._host)
+        return self
+
+    def undo(self) -> None:
+        """Have the layers keep what they kept before plan()."""
+        for layer in self._layers:
+            layer.restore()
+
+    def __str__(self):
+        rows = [("layers", "keep", "MB per layer", "ms per layer")]
+        levels = list(self.levels.values())
+        for kind, costs in enumerate(self.costs):
+            mine = [level for level, k in zip(levels, self._measured.kinds) if k == kind]
+            for level, cost in costs.items():
+                rows.append((str(mine.count(level)), LEVELS[level], f"{cost.bytes / 1e6:,.1f}",
+                             f"{cost.seconds * 1e3:,.2f}"))  # fmt: skip
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in rows]
+        gib = lambda bytes: f"{bytes / 2**30:.2f} GiB"
+        ms = lambda seconds: f"{seconds * 1e3:,.1f} ms"
+        lines.append(
+            f"peak {gib(self.peak_bytes)} of {gib(self.budget)}, {ms(self.seconds)}; with every layer checkpointed"
+            f" {gib(self.checkpointed_bytes)}, {ms(self.checkpointed_seconds)}"
+        )
+        return "\n".join(lines)
+
+
+def make_plan(model: nn.Module, loss: Callable[[], Tensor], budget, more_bytes: int) -> Plan:
+    """The plan for the step of which `loss` computes the loss; `more_bytes` are added to its peak."""
+    limit = bytes_of(budget)
+    if not model.training:
+        raise ValueError("memory.plan: the model is in evaluation, where transformers checkpoints nothing")
+    layers = [Layer(name, module) for name, module in outermost(model)]
+    device = next(model.parameters()).device
+    host = Host(device) if device.type == "cuda" else None
+    try:
+        layers, measured = measure(model, loss, layers, device, more_bytes)
+    finally:
+        for layer in layers:
+            layer.restore()
+        if device.type == "cuda":  # blocks of other sizes than those that the plan's steps ask for
+            torch.cuda.empty_cache()
+    if not layers:
+        raise ValueError(f"memory.plan: {type(model).__name__} has no layers that transformers can checkpoint")
+    levels = _choose(measured, limit, host is not None)
+    return Plan(layers, measured, levels, limit, host)
+
+
+def bytes_of_moments(parameters: Iterable[Tensor]) -> int:
+    """What the two moments of an Adam take."""
+    local = lambda p: p.to_local() if isinstance(p, DTensor) else p
+    return sum(2 * local(p).nbytes for p in parameters if p.requires_grad)
+
+
+def _choose(measured: Measured, budget: int, has_host: bool) -> list[str]:
+    """The levels: from every layer checkpointed on, first what saves the most time per byte, the last layers first,
+    whose memory backward frees first."""
+    count = len(measured.kinds)
+    levels = ["input"] * count
+    for i in range(count if has_host else 0):
+        if measured.peak(levels) <= budget:
+            break
+        levels[i] = "host"
+    if (least := measured.peak(levels)) > budget:
+        raise ValueError(
+            f"memory.plan: {budget / 2**30:.2f} GiB are too few: {least / 2**30:.2f} GiB are in use at the peak even "
+            f"with every layer {'in memory of the host' if has_host else 'checkpointed'}; take a smaller batch or "
+            "shorter sequences"
+        )
+    steps = []
+    for i in range(count):
+        at = {level: measured.cost(i, level) for level in ("input", "cheap", "all")}
+        smaller = at["cheap"].bytes < 0.99 * at["all"].bytes
+        ways = [("input", "cheap"), ("cheap", "all")] if smaller else []
+        for low, high in (*ways, ("input", "all")):
+            saved, taken = at[low].seconds - at[high].seconds, at[high].bytes - at[low].bytes
+            if saved >= 0:
+                steps.append((saved / max(taken, 1), i, low, high))
+    changed = True
+    while changed:
+        changed = False
+        for _, i, low, high in sorted(steps, key=lambda s: (-s[0], -s[1])):
+            if levels[i] == low:
+                tried = [*levels[:i], high, *levels[i + 1 :]]
+                if measured.peak(tried) <= budget:
+                    levels, changed = tried, True
+    return levels
+
+
+class Planner:
+    """Makes a plan when a model first runs in training, and again for a batch that has more tokens. Before the
+    optimizer has taken a step, room is left for the moments of an Adam."""
+
+    def __init__(self, model: nn.Module, budget: int | float | str):
+        self.budget, self.tokens, self.busy = bytes_of(budget), 0, False
+        self.plan: Plan | None = None
+        self.has_states = False
+        register_optimizer_step_post_hook(lambda *_: setattr(self, "has_states", True))
+        model.register_forward_pre_hook(self._before, with_kwargs=True)
+
+    def _before(self, model, args, kwargs):
+        if self.busy or not model.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        tokens = max((t.shape[:2].numel() for t in tensors), default=0)
+        if tokens <= self.tokens or kwargs.get("labels") is None:
+            return
+        self.busy, self.tokens = True, tokens
+        try:
+            if self.plan is not None:
+                self.plan.undo()
+            moments = 0 if self.has_states else bytes_of_moments(model.parameters())
+            self.plan = make_plan(model, lambda: model(*args, **kwargs).loss, self.budget, moments).apply()
+        finally:
+            self.busy = False
+        log.warning("memory budget, for %d tokens:\n%s", tokens, self.plan)

@@ -1,0 +1,257 @@
+"""liger_kernel.memory.plan: layers keep what fits into a budget, and the numbers are the same to the bit."""
+
+import copy
+import logging
+import pathlib
+import sys
+
+import peft
+import pytest
+import torch
+from conftest import batch, make
+from liger_kernel import memory
+from test_recompute import Storages, same, step
+from transformers import Trainer, TrainingArguments
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
+from ranks import DEVICE, on_ranks  # noqa: E402
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="memory of the host is for a GPU's tensors")
+LAYERS = 4
+INPUTS = dict(rows=2, length=32)
+
+
+class Peak(Storages):
+    """The most bytes that were alive at once; those of `before` are none of them."""
+
+    def __init__(self, before):
+        super().__init__()
+        self.before, self.most = {t.untyped_storage()._cdata for t in before}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        results = super().__torch_dispatch__(function, types, args, kwargs)
+        for key in self.before & self.found.keys():
+            del self.found[key]
+        self.found = {key: entry for key, entry in self.found.items() if not entry[0].expired()}
+        self.most = max(self.most, self.alive())
+        return results
+
+
+def made(family="llama", patched=None, **fields):
+    model = make(family, num_hidden_layers=LAYERS, **fields)
+    if patched is not None:
+        patched(family, model)
+    return model
+
+
+def peak(model, inputs):
+    model.zero_grad()
+    with Peak([*model.parameters(), *model.buffers(), *inputs.values()]) as found:
+        model(**inputs).loss.backward()
+    return found.most
+
+
+def between(model, inputs, share):
+    """A budget: this share of the way from every layer checkpointed to nothing checkpointed."""
+    plan = memory.plan(model, inputs, "1GiB")
+    assert set(plan.levels.values()) == {"all"}
+    return int(plan.checkpointed_bytes + share * (plan.peak_bytes - plan.checkpointed_bytes))
+
+
+@pytest.mark.parametrize("family, fields", [("llama", {"attention_dropout": 0.3}), ("gemma2", {}), ("qwen3", {})])
+def test_the_same_step(family, fields, patched):
+    model, inputs = made(family, patched, **fields), batch(**INPUTS)
+
+    def run():
+        torch.manual_seed(7)  # of dropout
+        return step(model, inputs)
+
+    expected = run()
+    seen = set()
+    for share in (0, 0.6, 1):
+        plan = memory.plan(model, inputs, between(model, inputs, share)).apply()
+        seen |= set(plan.levels.values())
+        same(run(), expected)
+        plan.undo()
+    assert {"all", "input"} <= seen
+    same(run(), expected)
+
+
+@pytest.mark.parametrize("share", [0, 0.3, 0.6, 1])
+def test_the_peak_is_what_was_predicted(share, patched):
+    """Within 5 %, and within the budget."""
+    model, inputs = made(patched=patched), batch(**INPUTS)
+    budget = between(model, inputs, share)
+    plan = memory.plan(model, inputs, budget).apply()
+    found = peak(model, inputs)
+    assert plan.peak_bytes <= budget and found <= budget
+    assert plan.peak_bytes == pytest.approx(found, rel=0.05)
+    if share == 0.6:  # backward frees what the last layers keep first
+        order = {"input": 0, "cheap": 1, "all": 2}
+        levels = [order[level] for level in plan.levels.values()]
+        assert levels[0] < levels[-1]
+
+
+def test_states_that_the_optimizer_has_yet_to_make(patched):
+    model, inputs = made(patched=patched), batch(**INPUTS)
+    optimizer = torch.optim.AdamW(model.parameters())
+    without, with_states = memory.plan(model, inputs, "1GiB"), memory.plan(model, inputs, "1GiB", optimizer=optimizer)
+    moments = 2 * sum(p.nbytes for p in model.parameters())
+    assert with_states.peak_bytes - without.peak_bytes == moments
+    model(**inputs).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert memory.plan(model, inputs, "1GiB", optimizer=optimizer).peak_bytes == without.peak_bytes
+
+
+def test_it_leaves_nothing_behind(patched):
+    model, inputs = made(patched=patched), batch(**INPUTS)
+    before = [set(vars(module)) for module in model.modules()]
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    plan = memory.plan(model, inputs, "1GiB")
+    assert torch.equal(torch.rand(1), expected) and all(p.grad is None for p in model.parameters())
+    plan.apply().undo()
+    assert [set(vars(module)) for module in model.modules()] == before
+    model.gradient_checkpointing_enable()
+    plan = memory.plan(model, inputs, "1GiB").apply()
+    assert not any(layer.gradient_checkpointing for layer in model.model.layers)
+    plan.undo()
+    assert all(layer.gradient_checkpointing for layer in model.model.layers)
+
+
+def test_the_table(patched):
+    model, inputs = made(patched=patched), batch(**INPUTS)
+    plan = memory.plan(model, inputs, between(model, inputs, 0.5))
+    lines = str(plan).splitlines()
+    assert [line.split()[0] for line in lines[1:-1]] == [
+        str([*plan.levels.values()].count(level)) for level in ("all", "cheap", "input")
+    ]
+    assert lines[-1].startswith(f"peak {plan.peak_bytes / 2**30:.2f} GiB of {plan.budget / 2**30:.2f} GiB")
+    assert list(plan.levels) == [f"model.layers.{i}" for i in range(LAYERS)]
+
+
+def test_errors(patched):
+    model, inputs = made(patched=patched), batch(**INPUTS)
+    with pytest.raises(ValueError, match="0.00 GiB are too few: .* even with every layer checkpointed; take a smaller"):
+        memory.plan(model, inputs, 10_000)
+    with pytest.raises(ValueError, match="in evaluation"):
+        memory.plan(model.eval(), inputs, "1GiB")
+    with pytest.raises(ValueError, match="'much'"):
+        memory.plan(model, inputs, "much")
+    loss = lambda model, batch: model(torch.ones(2, 3)).sum()
+    with pytest.raises(ValueError, match="Linear has no layers that transformers can checkpoint"):
+        memory.plan(torch.nn.Linear(3, 3), {}, "1GiB", loss=loss)
+
+
+@pytest.mark.parametrize("text, bytes", [("70GiB", 70 << 30), ("1.5 gb", 1_500_000_000), ("12", 12), (7e9, 7 * 10**9)])
+def test_budgets(text, bytes, patched):
+    model, inputs = made(patched=patched), batch(**INPUTS)
+    if bytes < 1000:
+        with pytest.raises(ValueError, match="too few"):
+            memory.plan(model, inputs, text)
+    else:
+        assert memory.plan(model, inputs, text).budget == bytes
+
+
+def test_with_adapters_and_autocast(patched):
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, lora_dropout=0.2, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(made(patched=patched), config)
+    inputs = batch(**INPUTS)
+
+    def run():
+        torch.manual_seed(5)
+        with torch.autocast("cpu", torch.bfloat16):
+            return step(model, inputs)
+
+    expected = run()
+    with torch.autocast("cpu", torch.bfloat16):
+        budget = between(model, inputs, 0.5)
+        plan = memory.plan(model, inputs, budget).apply()
+    assert len(plan.costs) == 2, "the first layer's input has no gradient"
+    same(run(), expected)
+
+
+def test_layers_of_two_kinds(patched):
+    """Each kind of layers has costs of its own: here the second layer has no window."""
+    model, inputs = made("gemma2", patched), batch(**INPUTS)
+    model.model.layers[1].mlp.requires_grad_(False)
+    plan = memory.plan(model, inputs, "1GiB")
+    assert len(plan.costs) == 2 and plan.costs[0]["all"].bytes > plan.costs[1]["all"].bytes
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, lengths):
+        self.lengths = lengths
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, i):
+        return {name: t[0] for name, t in batch(i, rows=1, length=self.lengths[i]).items()}
+
+
+def trained(model, folder, lengths, **options):
+    arguments = TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=1, logging_steps=1, report_to=[], use_cpu=True,
+        save_strategy="no", learning_rate=1e-2, num_train_epochs=1, **options,
+    )  # fmt: skip
+    trainer = Trainer(model, arguments, train_dataset=Rows(lengths))
+    trainer.get_train_dataloader = lambda: torch.utils.data.DataLoader(Rows(lengths))
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_trainer(tmp_path, caplog, monkeypatch):
+    """A plan is made for the first batch, and again where one is longer."""
+    for name in ("transformers.trainer", "transformers.integrations.liger"):
+        if name in sys.modules:
+            monkeypatch.setattr(sys.modules[name], "is_liger_kernel_available", lambda: True, raising=False)
+    reference, lengths = made(), (32, 16, 64, 48)
+    on = dict(use_liger_kernel=True)
+    expected = trained(copy.deepcopy(reference), tmp_path, lengths, **on)
+    with caplog.at_level(logging.WARNING):
+        found = trained(
+            copy.deepcopy(reference), tmp_path, lengths, liger_kernel_config={"memory_budget": "1GiB"}, **on
+        )
+    assert found == expected
+    plans = [record.getMessage() for record in caplog.records if "memory budget" in record.getMessage()]
+    assert [plan.split(":")[0] for plan in plans] == ["memory budget, for 32 tokens", "memory budget, for 64 tokens"]
+
+
+def _planned(rank, budget):
+    """The levels of a rank, whose batch is the longer the higher its rank, and the most bytes in use on it."""
+    model, inputs = made().to(DEVICE), {name: t.to(DEVICE) for name, t in batch(length=16 * (1 + rank)).items()}
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    expected = step(wrapped, inputs)
+    planner = memory.plan_later(model, budget)
+    same(step(wrapped, inputs), expected)
+    return planner.plan.levels, planner.plan.peak_bytes
+
+
+@pytest.mark.full()
+def test_ranks_agree():
+    """A rank that checkpoints another layer would gather its weights at another time."""
+    budget = between(made(), batch(length=32), 0.5) + 2 * sum(p.nbytes for p in made().parameters())
+    (levels, peak), others = on_ranks(_planned, budget)
+    assert others == (levels, peak) and set(levels.values()) >= {"input", "all"} and peak <= budget
+
+
+@cuda
+def test_inputs_in_memory_of_the_host(patched):
+    model, inputs = made(hidden_size=256, intermediate_size=512), batch(rows=8, length=512)
+    patched("llama", model.cuda())
+    inputs = {name: t.cuda() for name, t in inputs.items()}
+    expected = step(model, inputs)
+    least = memory.plan(model, inputs, "1GiB").checkpointed_bytes
+    plan = memory.plan(model, inputs, least - (4 << 20)).apply()
+    assert "host" in plan.levels.values()
+    for _ in range(3):
+        same(step(model, inputs), expected)
+    torch.cuda.reset_peak_memory_stats()
+    step(model, inputs)
+    assert torch.cuda.max_memory_allocated() < least
+    plan.undo()
+    same(step(model, inputs), expected)
