@@ -5,7 +5,7 @@ import logging
 
 import pytest
 import torch
-from liger_kernel.graphs import capture_step
+from liger_kernel.graphs import _obstacle, capture_model, capture_step
 from liger_kernel.optim import LigerAdamW
 from torch import nn
 
@@ -103,6 +103,17 @@ def test_clipping_and_its_norm():
 
 
 @cuda
+def test_a_loss_that_is_still_held():
+    """It holds where autograd accumulates gradients: on the stream of the steps before."""
+    model = Model().cuda()
+    (batch,) = batches(1, "cuda")
+    held = [loss_of(model, batch) for _ in range(2)]
+    step = capture_step(model, torch_adamw(model), batch, loss=loss_of)
+    losses = [step(batch).item() for _ in range(8)]
+    assert step.graphs and losses[-1] < losses[0] and held[0].requires_grad
+
+
+@cuda
 def test_dropout_draws_new_masks():
     model = Model(dropout=0.5).cuda()
     for p in model.parameters():
@@ -155,3 +166,156 @@ def test_without_a_gpu(caplog):
     expected_losses, expected, _ = run(plain, made, 6, accumulation=2, max_norm=0.5, captured=False)
     assert step.reason == "the parameters are not on a GPU" and step.reason in caplog.text
     assert torch.equal(losses, expected_losses) and all(torch.equal(p, q) for p, q in zip(found, expected))
+
+
+def test_checkpointed_layers_are_not_captured():
+    model = Model()
+    model.layers.gradient_checkpointing = True
+    assert _obstacle(model, []).startswith("layers are checkpointed")
+
+
+class ReturnsLoss(Model):
+    """A model that returns its loss and its result, as those of transformers do."""
+
+    def forward(self, x, y, scale=1.0):
+        if self.waits:
+            x.sum().item()
+        made = self.layers(x)
+        return {"loss": (made - y).square().mean() * scale, "made": made, "kind": "regression"}
+
+
+def loop(model, data, accumulation=1, autocast=False, **options):
+    """(losses, parameters) of AdamW in a loop as people write it."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for i, batch in enumerate(data):
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            outputs = model(**batch, **options)
+        assert outputs["kind"] == "regression" and outputs["made"].shape == batch["y"].shape
+        (outputs["loss"] / accumulation).backward()
+        losses.append(outputs["loss"].detach())
+        if (i + 1) % accumulation == 0:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    return torch.stack(losses), list(model.parameters())
+
+
+def pair(**options):
+    torch.manual_seed(1)
+    model = ReturnsLoss(**options).cuda()
+    return model, copy.deepcopy(model)
+
+
+@cuda
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_captured_model_is_the_model(accumulation, autocast):
+    model, plain = pair()
+    captured = capture_model(model)
+    data = batches(12, "cuda")
+    found, expected = loop(model, data, accumulation, autocast), loop(plain, data, accumulation, autocast)
+    assert captured.reason is None and len(captured.graphs) == 1
+    assert torch.equal(found[0], expected[0]) and all(torch.equal(p, q) for p, q in zip(found[1], expected[1]))
+    captured.remove()
+    assert "forward" not in vars(model)
+
+
+@cuda
+def test_two_forwards_before_a_backward():
+    """The second runs without the graph, whose memory holds what the first one's backward reads."""
+    model, plain = pair()
+    captured = capture_model(model, warmup=1)
+    first, second = batches(2, "cuda")
+    for _ in range(3):
+        for m in (model, plain):
+            m.zero_grad()
+            losses = [m(**batch)["loss"] for batch in (first, second)]
+            (losses[0] + 2 * losses[1]).backward()
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.layers.parameters(), plain.layers.parameters()))
+    assert captured.graphs
+
+
+@cuda
+def test_the_gradient_of_another_result():
+    """Any result may be differentiated: here the one beside the loss."""
+    model, plain = pair()
+    capture_model(model, warmup=1)
+    for batch in batches(4, "cuda"):
+        for m in (model, plain):
+            m.zero_grad()
+            m(**batch)["made"].abs().sum().backward()
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.layers.parameters(), plain.layers.parameters()))
+
+
+@cuda
+def test_what_runs_without_graphs():
+    model, plain = pair()
+    captured = capture_model(model, warmup=1)
+    (batch,), (longer,) = batches(1, "cuda"), batches(1, "cuda", rows=5)
+    for _ in range(3):
+        model(**batch)["loss"].backward()
+    assert len(captured.graphs) == 1
+    for inputs, options in ((longer, {}), (batch, {"scale": 3.0})):
+        for _ in range(3):
+            assert torch.equal(model(**inputs, **options)["loss"], plain(**inputs, **options)["loss"])
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.zero_()
+        assert torch.equal(model(**batch)["loss"], plain(**batch)["loss"])
+    assert twin(**batch)["loss"] == batch["y"].square().mean()
+    model.eval()
+    assert torch.equal(model(**batch)["loss"], plain(**batch)["loss"])
+    assert len(captured.graphs) == 1
+
+
+@cuda
+def test_parameters_that_move_are_captured_again():
+    model, plain = pair()
+    captured = capture_model(model, warmup=1)
+    (batch,) = batches(1, "cuda")
+    for step in range(6):
+        if step == 3:
+            for m in (model, plain):
+                for p in m.parameters():
+                    p.data = p.data * 2
+        for m in (model, plain):
+            m.zero_grad()
+            m(**batch)["loss"].backward()
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.layers.parameters(), plain.layers.parameters()))
+    assert captured.graphs
+
+
+@cuda
+def test_a_captured_model_draws_new_masks():
+    model, _ = pair(dropout=0.5)
+    captured = capture_model(model)
+    (batch,) = batches(1, "cuda")
+    losses = set()
+    for _ in range(8):
+        loss = model(**batch)["loss"]
+        loss.backward()
+        losses.add(loss.item())
+    assert len(losses) == 8 and captured.graphs
+
+
+@cuda
+def test_a_model_that_waits_is_not_captured(caplog):
+    model, plain = pair(waits="always")
+    with caplog.at_level(logging.WARNING):
+        captured = capture_model(model)
+        found, expected = loop(model, batches(6, "cuda")), loop(plain, batches(6, "cuda"))
+    assert "the host reads what the GPU computes, at" in captured.reason and captured.reason in caplog.text
+    assert torch.equal(found[0], expected[0]) and not captured.graphs
+
+
+def test_a_model_on_a_cpu_is_not_captured(caplog):
+    torch.manual_seed(1)
+    model = ReturnsLoss()
+    plain = copy.deepcopy(model)
+    with caplog.at_level(logging.WARNING):
+        captured = capture_model(model)
+        found, expected = loop(model, batches(6, "cpu")), loop(plain, batches(6, "cpu"))
+    assert captured.reason == "the inputs are not on a GPU" and captured.reason in caplog.text
+    assert torch.equal(found[0], expected[0])

@@ -1,12 +1,20 @@
-"""A training step as one CUDA graph, for steps in which the GPU waits for the host."""
+"""A training step, or the passes of a model, as CUDA graphs: for steps in which the GPU waits for the host."""
 
+import functools
+import inspect
 import logging
+import types
 import warnings
+import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from unittest import mock
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 _HERE = Path(__file__).parent
 log = logging.getLogger(__name__)
@@ -64,8 +72,10 @@ class CapturedStep:
         """A step, or one of the passes that its gradient is the sum of: what a graph holds."""
         if first:
             self._forget_gradients()
-        loss = self.loss(self.model, batch) / self.accumulation
-        loss.backward()
+        capturing = self.reason is None and torch.cuda.is_current_stream_capturing()
+        with _new_leaves(self.model, self.parameters) if capturing else nullcontext():
+            loss = self.loss(self.model, batch) / self.accumulation
+            loss.backward()
         if last:
             if self.max_norm is not None:
                 clip = getattr(self.optimizer, "clip_grad_norm_", None)
@@ -100,27 +110,9 @@ class CapturedStep:
             result = self._run(self.static, first, last)
         torch.cuda.current_stream().wait_stream(self.stream)
         if self.calls == self.warmup * self.accumulation:
-            self._fall_back(self._what_waits())
+            passes = lambda: torch.autograd.grad(self.loss(self.model, self.static), self.parameters, allow_unused=True)
+            self._fall_back(_what_waits(passes))
         return result
-
-    def _what_waits(self):
-        """The reason why the passes of this model cannot be captured, found without a capture, which leaves torch's
-        allocator and generator in it where it fails. Code that asks whether there is one, as transformers' masks do,
-        is told that there is."""
-        state = torch.cuda.get_rng_state()
-        capturing = mock.patch("torch.cuda.is_current_stream_capturing", return_value=True)
-        with capturing, warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-            try:
-                torch.autograd.grad(self.loss(self.model, self.static), self.parameters, allow_unused=True)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-                torch.cuda.set_rng_state(state)
-        for warning in found:  # this library's losses count labels, but not in a capture
-            if "synchronizing CUDA operation" in str(warning.message) and _HERE not in Path(warning.filename).parents:
-                return f"the host reads what the GPU computes, at {warning.filename}:{warning.lineno}"
-        return None
 
     def _replay(self, batch, first, last):
         which = f"{'first' if first else 'more'}{'+step' if last else ''}"
@@ -187,9 +179,234 @@ def capture_step(
     return CapturedStep(model, optimizer, batch, loss or _loss_of, max_norm, scheduler, accumulation, warmup)
 
 
-def _reason_not_to(model, optimizer, parameters, batch):
+@contextmanager
+def _new_leaves(model, parameters):
+    """Puts new parameters in place of a model's, which have the same memory and gradients. Autograd remembers of the
+    old ones on which stream their gradients are accumulated, which a capture may not wait for."""
+    new = {id(p): torch.nn.Parameter(p.detach()) for p in parameters}
+    for p in parameters:
+        new[id(p)].grad = p.grad
+    held = [(module._parameters, name, p) for module in model.modules() for name, p in module._parameters.items()]
+    held = [(owner, name, p) for owner, name, p in held if id(p) in new]
+    for owner, name, p in held:
+        owner[name] = new[id(p)]
+    try:
+        yield list(new.values())
+    finally:
+        for owner, name, p in held:
+            owner[name] = p
+        for p in parameters:
+            p.grad = new[id(p)].grad
+
+
+class _Passes:
+    """The forward and the backward of a model for inputs of one kind, each a graph. Both work in the same memory."""
+
+    def __init__(self, model, forward, parameters, inputs, structure):
+        self.static = [t.clone() if isinstance(t, torch.Tensor) else t for t in inputs]
+        self.parameters, self.graphs = parameters, [torch.cuda.CUDAGraph() for _ in range(2)]
+        self.state = _state_of(parameters)
+        self.last: Callable = lambda: None  # gives what the backward of the last forward is waiting for
+        args, kwargs = tree_unflatten(self.static, structure)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        # Weights that autocast has cast and keeps would not be cast again by the graph.
+        kind = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        autocast = torch.autocast("cuda", kind[1], enabled=kind[0], cache_enabled=False)
+        with _new_leaves(model, parameters) as leaves:
+            with autocast, torch.cuda.graph(self.graphs[0], stream=stream):
+                outputs, self.structure = tree_flatten(forward(*args, **kwargs))
+            made = [t for t in outputs if isinstance(t, torch.Tensor) and t.requires_grad]
+            self.upstream = [torch.empty_like(t) for t in made]
+            with torch.cuda.graph(self.graphs[1], pool=self.graphs[0].pool(), stream=stream):
+                self.gradients = torch.autograd.grad(made, leaves, self.upstream, allow_unused=True)
+        self.differentiable = [isinstance(t, torch.Tensor) and t.requires_grad for t in outputs]
+        self.outputs = [t.detach() if isinstance(t, torch.Tensor) else t for t in outputs]
+
+    def run(self, leaves):
+        for static, given in zip(self.static, leaves):
+            if isinstance(static, torch.Tensor):
+                static.copy_(given, non_blocking=True)
+        token = _Token()
+        self.last = weakref.ref(token)
+        results = iter(_Replay.apply(self, token, *self.parameters))
+        outputs = [next(results) if isinstance(t, torch.Tensor) else t for t in self.outputs]
+        return tree_unflatten(outputs, self.structure)
+
+    def is_free(self):
+        """Whether no backward is to come that needs what the last forward left."""
+        token = self.last()
+        return token is None or token.done
+
+
+class _Token:
+    """Lives as long as a backward can come."""
+
+    done = False
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, passes, token, *parameters):
+        ctx.passes, ctx.token = passes, token
+        for p, gradient in zip(passes.parameters, passes.gradients):
+            if gradient is not None and p.grad is not None and p.grad.data_ptr() == gradient.data_ptr():
+                p.grad = p.grad.clone()  # of the backward before, to which the next is added
+        passes.graphs[0].replay()
+        results = [t.clone() for t in passes.outputs if isinstance(t, torch.Tensor)]
+        differentiable = [d for d, t in zip(passes.differentiable, passes.outputs) if isinstance(t, torch.Tensor)]
+        ctx.mark_non_differentiable(*(t for t, d in zip(results, differentiable) if not d))
+        ctx.differentiable = differentiable
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx, *upstream):
+        passes = ctx.passes
+        for static, given in zip(passes.upstream, (g for g, d in zip(upstream, ctx.differentiable) if d)):
+            static.copy_(given)
+        passes.graphs[1].replay()
+        ctx.token.done = True
+        # Autograd makes them p.grad without a copy.
+        return None, None, *(None if g is None else g.detach() for g in passes.gradients)
+
+
+def _state_of(parameters):
+    return [p.data_ptr() for p in parameters]
+
+
+class CapturedModel:
+    """What capture_model returns.
+
+    Attributes:
+        reason: why the model runs without graphs, once that is known.
+        graphs: of each kind of inputs that is captured.
+    """
+
+    def __init__(self, model: torch.nn.Module, warmup: int, shapes: int):
+        self.model, self.forward, self.warmup, self.shapes = model, model.forward, warmup, shapes
+        self.before = vars(model).get("forward")
+        self.takes_cache = "use_cache" in inspect.signature(model.forward).parameters
+        self.graphs: dict[object, _Passes] = {}
+        self.seen: Counter = Counter()
+        self.reason: str | None = None
+
+        @functools.wraps(type(model).forward)
+        def forward(model, *args, **kwargs):
+            if model is not self.model:  # a copy, as trainers make of a reference
+                return type(model).forward(model, *args, **kwargs)
+            return self(*args, **kwargs)
+
+        model.forward = types.MethodType(forward, model)
+
+    def remove(self) -> None:
+        """Have the model run without graphs."""
+        del self.model.forward
+        if self.before is not None:
+            self.model.forward = self.before
+        self.graphs.clear()
+
+    def __call__(self, *args, **kwargs):
+        if self.reason is not None or not self.model.training or not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self.forward(*args, **kwargs)
+        if self.takes_cache:
+            kwargs.setdefault("use_cache", False)  # a cache is none of a training step's results
+        leaves, structure = tree_flatten((args, kwargs))
+        passes = self._passes(leaves, structure)
+        if passes is None or not passes.is_free():
+            return self.forward(*args, **kwargs)
+        return passes.run(leaves)
+
+    def _passes(self, leaves, structure):
+        tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
+        if not all(t.is_cuda for t in tensors):
+            return self._fall_back("the inputs are not on a GPU")
+        if not tensors or any(t.requires_grad for t in tensors) or torch.cuda.is_current_stream_capturing():
+            return None
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        describe = lambda t: (t.shape, t.dtype, t.device) if isinstance(t, torch.Tensor) else t
+        autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        key = str(structure), tuple(map(describe, leaves)), autocast, tuple(map(id, parameters))
+        try:
+            passes = self.graphs.get(key)
+        except TypeError:  # an argument that cannot be compared
+            return None
+        if passes is not None and passes.state == _state_of(parameters):
+            return passes
+        self.graphs.pop(key, None)  # its parameters lie elsewhere now
+        self.seen[key] += 1
+        if self.seen[key] <= self.warmup or len(self.graphs) >= self.shapes:
+            return None
+        args, kwargs = tree_unflatten(leaves, structure)
+        passes = lambda: self._gradients(args, kwargs, parameters)
+        if reason := _obstacle(self.model, parameters) or _what_waits(passes):
+            return self._fall_back(reason)
+        self.graphs[key] = _Passes(self.model, self.forward, parameters, leaves, structure)
+        return self.graphs[key]
+
+    def _fall_back(self, reason):
+        self.reason = reason
+        log.warning("capture_model: the model runs without CUDA graphs: %s", reason)
+
+    def _gradients(self, args, kwargs, parameters):
+        outputs = [t for t in tree_leaves(self.forward(*args, **kwargs)) if isinstance(t, torch.Tensor)]
+        made = [t for t in outputs if t.requires_grad]
+        torch.autograd.grad(made, parameters, [torch.ones_like(t) for t in made], allow_unused=True)
+
+
+def capture_model(model: torch.nn.Module, *, warmup: int = 3, shapes: int = 1) -> CapturedModel:
+    """Has a model's forward and backward run as CUDA graphs in training, under any loop and any optimizer.
+
+    ```python
+    captured = capture_model(model)  # of transformers, before Trainer, Accelerate or DDP wraps it
+    ```
+
+    `TrainingArguments(use_liger_kernel=True, liger_kernel_config={"cuda_graphs": True})` does the same. The losses and
+    gradients are those of the model without graphs, to the bit. The first `warmup` calls with inputs of one kind run
+    without; inputs of more than `shapes` kinds do too, each of which takes the memory of a step: pack sequences, or pad
+    them to one length. Where a second forward comes before the first one's backward, it runs without a graph.
+
+    Hooks of modules and other Python code within the model run when it is captured, not at each step. A model that
+    reads a number from the GPU cannot be captured, and neither can FSDP, ZeRO-3 and gradient checkpointing: `reason`
+    then says why, and the log says so once. `capture_step` also takes in the optimizer, and is faster.
+    """
+    return CapturedModel(model, warmup, shapes)
+
+
+def _obstacle(model, parameters):
+    """Why the passes of a model cannot be captured, as far as that can be seen without running it."""
     if not all(p.is_cuda for p in parameters):
         return "the parameters are not on a GPU"
+    if any(isinstance(p, DTensor) for p in parameters):
+        return "the parameters are sharded"
+    if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
+        return "layers are checkpointed, which reads the state of the random number generator on the host"
+    return None
+
+
+def _what_waits(passes: Callable[[], object]) -> str | None:
+    """The reason why passes cannot be captured, found without a capture, which leaves torch's allocator and generator
+    in it where it fails. Code that asks whether there is one, as transformers' masks do, is told that there is."""
+    state = torch.cuda.get_rng_state()
+    capturing = mock.patch("torch.cuda.is_current_stream_capturing", return_value=True)
+    with capturing, warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            passes()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.set_rng_state(state)
+    for warning in found:  # this library's losses count labels, but not in a capture
+        if "synchronizing CUDA operation" in str(warning.message) and _HERE not in Path(warning.filename).parents:
+            return f"the host reads what the GPU computes, at {warning.filename}:{warning.lineno}"
+    return None
+
+
+def _reason_not_to(model, optimizer, parameters, batch):
+    if reason := _obstacle(model, parameters):
+        return reason
     if (
         torch.distributed.is_available()
         and torch.distributed.is_initialized()

@@ -9,6 +9,7 @@ from packaging import version
 from torch import nn
 from transformers import PreTrainedModel
 
+from liger_kernel.graphs import capture_model
 from liger_kernel.memory import plan_later
 from liger_kernel.transformers.by_source import row_of
 from liger_kernel.transformers.cross_entropy import LigerCrossEntropyLoss
@@ -177,7 +178,7 @@ def _apply_liger_kernel(model_type: str, **kwargs) -> Report | None:
 
 
 def _apply_liger_kernel_to_instance(
-    model: PreTrainedModel, *, memory_budget: int | str | None = None, **kwargs
+    model: PreTrainedModel, *, memory_budget: int | str | None = None, cuda_graphs: bool = False, **kwargs
 ) -> Report | None:
     """Patch one model. Of a type that has no row everything is replaced whose source is known, and the rest keeps its
     forward; the Report and one log line name both.
@@ -185,12 +186,16 @@ def _apply_liger_kernel_to_instance(
     Args:
         model: the model, with a `config.model_type`.
         memory_budget: liger_kernel.memory.plan_later plans for it.
+        cuda_graphs: liger_kernel.graphs.capture_model captures the model.
         kwargs: switches; those that the family does not have are dropped, with a warning if they are on. A type without
             a row has all of them. With by_source=False it is left alone, with a warning.
     """
     if memory_budget is not None:
         plan_later(model, memory_budget)
-    return _apply(getattr(getattr(model, "config", None), "model_type", None), {"model": model}, kwargs)
+    report = _apply(getattr(getattr(model, "config", None), "model_type", None), {"model": model}, kwargs)
+    if cuda_graphs:
+        capture_model(model)
+    return report
 
 
 def __getattr__(name):
