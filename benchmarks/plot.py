@@ -157,6 +157,26 @@ def end_to_end(report):
     return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
 
 
+def in_turns(report, first, **names):
+    """A table with a row for each model and shape and a column for each arm of `names`, against the arm `first`."""
+    shapes = {}
+    for row in report["rows"]:
+        shape = row["model"], f"{row['result']['batch']} x {row['length']:,}"
+        shapes.setdefault(shape, {})[row["arm"]] = row["result"]
+    lines = []
+    for shape, arms in shapes.items():
+        line = [*shape]
+        for arm in names:
+            if not (result := arms.get(arm)):
+                line.append(None)
+                continue
+            ratio = result["tokens_per_second"] / arms[first]["tokens_per_second"]
+            ratio = "" if arm == first else f" ({ratio:.2f}x)"
+            line.append(f"{result['tokens_per_second']:,.0f}{ratio}, {result['peak_gb']:.1f} GB")
+        lines.append(line)
+    return tabulate(lines, ["model", "batch", *names.values()], tablefmt="github", disable_numparse=True)
+
+
 def step_parts(report):
     """Where the time of a step of ours goes, in ms and as a part of the step. Communication overlaps with the rest."""
     results = [
@@ -285,6 +305,12 @@ def main():
     fill("performance.md", h200=table(h200, True), cpu=table(cpu, False))
     tables = {"families": families(reports), "e2e": end_to_end(lengths), "parts": step_parts(lengths)}
     fill("training.md", **tables, two=end_to_end(two), two_parts=step_parts(two))
+    planned = {"plain": "plain", "ours": "ours, every layer checkpointed", "ours+plan": "ours, planned"}
+    fill("memory.md", budget=in_turns(read("e2e-budget-h100.json"), "ours", **planned))
+    captured = {"ours+adamw+passes": "ours, captured model", "ours+adamw+graph": "ours, captured step"}
+    compiled = {"plain+compile": "torch.compile", "ours": "ours", "ours+compile": "ours, torch.compile"}
+    small = {"plain": "plain", **compiled, **captured}
+    fill("graphs.md", small=in_turns(read("e2e-small-h100.json"), "plain", **small))
     draw_operators(h200)
     draw_training(reports)
     draw_lengths(lengths)
