@@ -13,8 +13,9 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from liger_kernel.utils import is_dtensor
 
 _HERE = Path(__file__).parent
 log = logging.getLogger(__name__)
@@ -378,7 +379,7 @@ def _obstacle(model, parameters):
     """Why the passes of a model cannot be captured, as far as that can be seen without running it."""
     if not all(p.is_cuda for p in parameters):
         return "the parameters are not on a GPU"
-    if any(isinstance(p, DTensor) for p in parameters):
+    if any(map(is_dtensor, parameters)):
         return "the parameters are sharded"
     if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
         return "layers are checkpointed, which reads the state of the random number generator on the host"

@@ -3,9 +3,9 @@
 from itertools import chain
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from liger_kernel._library import ops
+from liger_kernel.utils import is_dtensor
 
 
 class LigerAdamW(torch.optim.AdamW):
@@ -153,6 +153,6 @@ class LigerAdamW(torch.optim.AdamW):
 
 def _local(t: torch.Tensor, whole: bool = False) -> torch.Tensor:
     """This rank's part of a DTensor, or all of it."""
-    if not isinstance(t, DTensor):
+    if not is_dtensor(t):
         return t
     return t.full_tensor() if whole else t.to_local()

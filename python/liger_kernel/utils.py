@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import logging
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -50,6 +51,12 @@ def in_float_under_autocast(device: torch.device) -> bool:
     """Whether autocast is on for a device and runs layer_norm and pow, among others, in float32: the CPU's does not."""
     kind = device.type
     return kind != "cpu" and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def is_dtensor(t: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor. Where there are none their module, which takes seconds, is not imported."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(t, module.DTensor)
 
 
 def infer_comm_backend() -> str:

@@ -421,6 +421,17 @@ def test_trainer_of_a_type_without_a_row(available, tmp_path, caplog):
         assert (type(model) is GPT2LMHeadModel) != by_source
 
 
+def test_trainer_with_graphs_of_a_model_on_a_cpu(available, tmp_path, caplog):
+    """The model runs without them, and says so; columns that its forward does not take are still left out."""
+    reference = make("llama")
+    model = copy.deepcopy(reference)
+    expected = _train(reference, tmp_path)
+    config = {"rope": False, "cuda_graphs": True}
+    for ours, plain in zip(_train(model, tmp_path, use_liger_kernel=True, liger_kernel_config=config), expected):
+        assert_close(ours, plain, 1e-4)
+    assert "runs without CUDA graphs: the inputs are not on a GPU" in caplog.text
+
+
 def test_trainer(family, available, tmp_path):
     reference = make(family)
     model = copy.deepcopy(reference)

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from liger_kernel._memory.layers import Layer
+from liger_kernel.utils import is_dtensor
 
 _REPEATS = 3
 
@@ -118,7 +118,7 @@ class Measured:
 
 def _backward(loss: Tensor, parameters: list[Tensor]) -> list[Tensor] | None:
     """The gradients, which go nowhere; what is sharded has them made and reduced by its own hooks."""
-    if any(isinstance(p, DTensor) for p in parameters):
+    if any(map(is_dtensor, parameters)):
         loss.backward()
         return None
     return torch.autograd.grad(loss, parameters, allow_unused=True)
@@ -127,7 +127,7 @@ def _backward(loss: Tensor, parameters: list[Tensor]) -> list[Tensor] | None:
 def measure(model, loss, layers, device, more_bytes) -> tuple[list[Layer], Measured]:
     """The layers that run, in their order, and what they cost."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    sharded = any(isinstance(p, DTensor) for p in parameters)
+    sharded = any(map(is_dtensor, parameters))
 
     def step():
         gradients = _backward(loss(), parameters)
@@ -223,7 +223,7 @@ def _costs(layer, call, meter, device) -> dict[str, Cost]:
             results = module(*call.args, **call.kwargs)
         results = [t for t in tree_leaves(results) if isinstance(t, Tensor) and t.requires_grad]
         kept = meter.now() - begin - sum(t.nbytes for t in results)
-        if any(isinstance(p, DTensor) for p in parameters):
+        if any(map(is_dtensor, parameters)):
             torch.autograd.backward(results, [torch.ones_like(t) for t in results])
             for t in (*parameters, *given):
                 t.grad = None

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from liger_kernel._memory.layers import LEVELS, Host, Layer, outermost
 from liger_kernel._memory.measure import Measured, measure
+from liger_kernel.utils import is_dtensor
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ def make_plan(model: nn.Module, loss: Callable[[], Tensor], budget, more_bytes: 
 
 def bytes_of_moments(parameters: Iterable[Tensor]) -> int:
     """What the two moments of an Adam take."""
-    local = lambda p: p.to_local() if isinstance(p, DTensor) else p
+    local = lambda p: p.to_local() if is_dtensor(p) else p
     return sum(2 * local(p).nbytes for p in parameters if p.requires_grad)
 
 
