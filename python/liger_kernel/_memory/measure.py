@@ -94,6 +94,8 @@ class _Segment:
 
 @dataclass
 class Measured:
+    """What plans are made of."""
+
     kinds: list[int]  # of each layer
     costs: list[dict[str, Cost]]  # of each kind
     segments: list[_Segment]
@@ -152,7 +154,7 @@ def measure(model, loss, layers, device, more_bytes) -> tuple[list[Layer], Measu
                 costs.append(_costs(layer, calls[layer], meter, device))
                 input_bytes.append(calls[layer].input_bytes)
                 layer.set("input")
-            calls[layer].forget()
+                calls[layer].forget()
         segments, seconds = _timeline(layers, step, meter)
     measured = Measured(kinds, costs, segments, seconds, more_bytes, input_bytes)
     return layers, _agreed(measured) if sharded or _ranks() > 1 else measured
@@ -198,12 +200,16 @@ def _hooks(handles):
 
 
 def _calls_of(layers, step) -> dict[Layer, _Call]:
-    """The first call of each layer that runs in a step, in their order."""
+    """The first call of each layer that runs in a step, in their order; of a kind, the first has its arguments."""
     calls: dict[Layer, _Call] = {}
 
     def note(layer, module, args, kwargs):
-        if layer not in calls:
-            calls[layer] = _Call(module, args, kwargs, next(module.parameters()).device.type)
+        if layer in calls:
+            return
+        call = _Call(module, args, kwargs, next(module.parameters()).device.type)
+        if any(call.kind == other.kind for other in calls.values()):
+            call.forget()
+        calls[layer] = call
 
     hook = lambda layer: layer.module.register_forward_pre_hook(partial(note, layer), with_kwargs=True)
     with _hooks([hook(layer) for layer in layers]):
@@ -281,7 +287,8 @@ def _timeline(layers, step, meter) -> tuple[list[_Segment], float]:
     def ends_forward(i, module, args, results):
         if i not in seen and torch.is_grad_enabled():
             cut()
-            seen.add(i), holding.add(i)
+            seen.add(i)
+            holding.add(i)
             result = next((t for t in tree_leaves(results) if isinstance(t, Tensor) and t.requires_grad), None)
             if result is not None:
                 result.register_hook(partial(begins_backward, i))
