@@ -231,6 +231,20 @@ def _planned(rank, budget):
     return planner.plan.levels, planner.plan.peak_bytes
 
 
+def test_what_is_not_planned(caplog):
+    """A model that is sharded while it runs, and one that makes no loss: the log says so, and the model runs."""
+    inputs = batch(**INPUTS)
+    for change, reason in (
+        (lambda model: setattr(model.lm_head.weight, "ds_id", 0), "the model is sharded: call"),
+        (lambda model: inputs.pop("labels"), "the model is called without labels"),
+    ):
+        model = made()
+        planner = memory.plan_later(model, "1GiB")
+        change(model)
+        model(**inputs)
+        assert planner.plan is None and reason in caplog.text
+
+
 @pytest.mark.full()
 def test_ranks_agree():
     """A rank that checkpoints another layer would gather its weights at another time."""

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from liger_kernel._memory.layers import LEVELS, Host, Layer, outermost
 from liger_kernel._memory.measure import Measured, measure
-from liger_kernel.utils import is_dtensor
+from liger_kernel.utils import is_dtensor, warn_once
 
 log = logging.getLogger(__name__)
 
@@ -139,6 +139,15 @@ def _choose(measured: Measured, budget: int, has_host: bool) -> list[str]:
     return levels
 
 
+def _reason_not_to(model, kwargs):
+    """Why no plan can be made while a model runs, or None."""
+    parameters = list(model.parameters())
+    sharded = any(map(is_dtensor, parameters)) or any(hasattr(p, "ds_id") for p in parameters)  # by FSDP2, by ZeRO-3
+    if sharded or any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        return "the model is sharded: call liger_kernel.memory.plan between two steps"
+    return "the model is called without labels" if kwargs.get("labels") is None else None
+
+
 class Planner:
     """Makes a plan when a model first runs in training, and again for a batch that has more tokens. Before the
     optimizer has taken a step, room is left for the moments of an Adam."""
@@ -155,7 +164,10 @@ class Planner:
             return
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         tokens = max((t.shape[:2].numel() for t in tensors), default=0)
-        if tokens <= self.tokens or kwargs.get("labels") is None:
+        if tokens <= self.tokens:
+            return
+        if reason := _reason_not_to(model, kwargs):
+            warn_once(f"memory budget: layers keep what they kept, because {reason}")
             return
         self.busy, self.tokens = True, tokens
         try:
