@@ -125,6 +125,8 @@ def pytest_generate_tests(metafunc):
 
         chosen = metafunc.config.getoption("--families")
         named = list(TINY_MODELS) if chosen == "all" else chosen.split(",")
+        if int(transformers.__version__.partition(".")[0]) < 5:  # its head is that of the model that it holds
+            named = [name for name in named if name != "qwen2_audio"]
         there = [name for name in named if importlib.util.find_spec(FAMILIES[name].module.rpartition(".")[0])]
         wanted = getattr(metafunc.function, "wanted", lambda row: True)
         cases = [(name, kind) for name in there if wanted(FAMILIES[name]) for kind in TINY_MODELS[name]]

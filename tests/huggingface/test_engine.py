@@ -430,3 +430,16 @@ def test_patching_one_module(patched):
     linear = nn.Linear(2, 2)
     monkey_patch._bind_method_to_module(linear, "forward", lambda self, x: self.in_features)
     assert linear(x) == 2 and "forward" in linear.__dict__
+
+
+@pytest.mark.parametrize("level", ["class", "instance"])
+def test_a_head_that_the_forward_does_not_run(level, patched):
+    """As Qwen2-Audio of transformers 4.57: the loss is made from the logits of another model."""
+    row = Family("llama", {"LlamaRMSNorm": RMS_NORM}, {"LlamaForCausalLM": CausalLM("output")})
+    reference = make("llama")
+    model = make("llama") if level == "instance" else None
+    report = patched(row, model)
+    model = model or make("llama")
+    model.load_state_dict(reference.state_dict())
+    assert [(entry.switch, entry.reason) for entry in report.skipped] == [(FUSED, "its forward has no output")]
+    assert_close(model(**batch()).loss, reference(**batch()).loss)

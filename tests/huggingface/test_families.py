@@ -184,6 +184,8 @@ def _left(family, model):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_parts_round_where_the_originals_do(family, kind, apply, inputs, dtype):
     """Every norm and feed-forward block on what it gets in the unpatched model, element by element."""
+    if family == "ernie4_5_moe" and version.parse(transformers.__version__) < version.parse("5"):
+        pytest.skip("the plain model multiplies float32 by 16 bits and fails")
     reference = model_of(family, kind).to(dtype)
     model = copy.deepcopy(reference)
     apply(model, **switches_of(family, rope=False) if "rope" in FAMILIES[family].switches else switches_of(family))

@@ -122,6 +122,17 @@ def tables_fit(home: str, function) -> bool:
     return bool(kinds) and all(kind is not None and kind.makes == part.tables for kind in kinds)
 
 
+def _asks_for_types(forward) -> bool:
+    """Whether a forward may ask of what type its logits are; of logits_to_keep it may."""
+    if not {"isinstance", "is_tensor"} & names_in(forward):
+        return False
+    try:
+        source = inspect.getsource(inspect.unwrap(forward))
+    except (OSError, TypeError):
+        return True
+    return bool(re.search(r"is_tensor|isinstance\((?!logits_to_keep, int\))", source))
+
+
 def heads_of(model: nn.Module) -> tuple[dict[str, CausalLM], dict[str, str] | None]:
     """The classes of a model, and of models in it, whose loss can be computed in their head, and where that is; what
     keeps all of them from it."""
@@ -140,7 +151,7 @@ def heads_of(model: nn.Module) -> tuple[dict[str, CausalLM], dict[str, str] | No
         forward = original_forward(cls)
         if not hands_logits_over(forward):
             reason = "its forward does not hand logits to transformers' loss of causal language models"
-        elif {"isinstance", "is_tensor"} & names_in(forward):  # which a promise of logits is not
+        elif _asks_for_types(forward):  # a promise of logits is no tensor
             reason = "its forward may ask whether its logits are a tensor"
         else:
             found[cls.__name__] = CausalLM(path)

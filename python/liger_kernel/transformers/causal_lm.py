@@ -78,6 +78,14 @@ def hands_logits_over(forward) -> bool:
     return named and bool({"loss_function", "CrossEntropyLoss"} & names_in(forward))
 
 
+def no_logits_of(forward, spec: CausalLM) -> str | None:
+    """Why a forward makes no loss from the logits of its head, or None."""
+    if not hands_logits_over(forward):
+        return "its forward makes no loss from logits"
+    name = spec.head.partition(".")[0]
+    return None if name in names_in(forward) else f"its forward has no {name}"
+
+
 def names_in(forward) -> set[str]:
     """The attributes and globals that a forward's code names."""
     return set(getattr(getattr(inspect.unwrap(forward), "__code__", None), "co_names", ()))

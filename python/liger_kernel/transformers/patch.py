@@ -14,11 +14,11 @@ from liger_kernel.transformers.by_source import completed, tables_fit
 from liger_kernel.transformers.causal_lm import (
     FusedLoss,
     fused_forward,
-    hands_logits_over,
     inner_obstacle,
     is_fused,
     names_in,
     names_of_loss,
+    no_logits_of,
     original_forward,
     own_class_loss,
     own_loss,
@@ -317,7 +317,7 @@ class _Patcher:
                     for switch in sorted(_LOSSES & self.on):
                         self._skip(switch, name, _MISSING)
                 continue
-            reason = None if hands_logits_over(original_forward(cls)) else "its forward makes no loss from logits"
+            reason = no_logits_of(original_forward(cls), spec)
             if function := own_class_loss(cls):
                 reason = names_of_loss(function)
             fused = "fused_linear_cross_entropy" in self.on and not reason
@@ -379,8 +379,8 @@ class _Patcher:
         sharded = any(isinstance(module, FSDPModule) for module in self.modules)
         if original_forward(type(owner)) is not original_forward(cls):
             return f"{type(owner).__name__} has a forward of its own", None
-        if not hands_logits_over(original_forward(cls)):
-            return "its forward makes no loss from logits", None
+        if reason := no_logits_of(original_forward(cls), spec):
+            return reason, None
         if function := own_loss(owner):
             return names_of_loss(function), None
         if not prepare_head(head, self.edits, sharded):
