@@ -119,6 +119,8 @@ def trial(seed, device="cpu", elements=8000, names=tuple(CASES)):
     torch.manual_seed(seed)
     case = CASES[pick.choice(sorted(names))]
     shape, options, dtype = draw_shape(case, pick, elements), draw_options(case, pick), pick.choice(case.dtypes)
+    if options.get("kind") == "cosine" and shape[-1] == 1:
+        return  # of one class the cosine is 1 or -1, and all of its gradient is rounding
     drawn = case.inputs(shape, options, dtype, device, seed)
     present = [i for i in case.differentiable if drawn[i] is not None]
     trained = [i for i in present if pick.random() < 0.75]

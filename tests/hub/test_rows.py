@@ -36,5 +36,7 @@ def test_a_model_is_the_one_that_it_replaces(row, kind, installed, monkeypatch):
         if FAMILIES[row].loss:
             assert (output.logits is None) == training
     (report,) = installed.reports
-    assert report.replaced and not report.skipped
+    # Mistral 3's images go through an MLP with erf's GELU.
+    kept = [skip for skip in report.skipped if (row, skip.name) != ("mistral3", "PixtralMLP")]
+    assert report.replaced and not kept
     assert any(entry.switch == "fused_linear_cross_entropy" for entry in report.replaced) == bool(FAMILIES[row].loss)
