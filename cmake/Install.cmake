@@ -1,5 +1,10 @@
 # `cmake --install` and the wheel lay out the same tree: lib/, include/ and lib/cmake/liger/ under one prefix, which in a wheel is the
-# package's folder (liger_kernel.cmake_prefix_path).
+# package's folder (liger_kernel.cmake_prefix_path). What is compiled for one minor version of torch is in folders of that version
+# (a wheel's libraries, every package's targets), so that the trees of several merge into one (cmake/wheels.py).
+set(libraries_dir lib)
+if(LIGER_PACKAGE_DIR)
+  set(libraries_dir lib/torch-${LIGER_TORCH_MINOR})
+endif()
 include(CMakePackageConfigHelpers)
 # torch is loaded before the library in Python; a C++ program finds it beside.
 set(public_headers ops.h options.h backend.h nn/activation.h nn/distillation.h nn/embedding.h nn/lora.h nn/loss.h nn/module.h nn/norm.h nn/policy.h nn/preference.h nn/rope.h
@@ -15,10 +20,15 @@ set(here $ORIGIN)
 if(APPLE)
   set(here @loader_path)
 endif()
-set_target_properties(${libraries} PROPERTIES INSTALL_RPATH "${here};${here}/../../torch/lib")
-install(TARGETS ${libraries} liger_torch EXPORT liger LIBRARY DESTINATION ${prefix}lib RUNTIME DESTINATION ${prefix}lib ARCHIVE DESTINATION ${prefix}lib)
+set(rpath "${here};${here}/../../torch/lib")
+if(LIGER_PACKAGE_DIR)
+  set(rpath "${here};${here}/..;${here}/../../../torch/lib")
+endif()
+set_target_properties(${libraries} PROPERTIES INSTALL_RPATH "${rpath}")
+install(TARGETS ${libraries} liger_torch EXPORT liger LIBRARY DESTINATION ${prefix}${libraries_dir} RUNTIME DESTINATION ${prefix}${libraries_dir}
+        ARCHIVE DESTINATION ${prefix}${libraries_dir})
 if(TARGET liger_train)
-  set(rpath "${here}/../lib;${here}/../../torch/lib")
+  set(rpath "${here}/../${libraries_dir};${here}/../../torch/lib")
   if(NOT LIGER_PACKAGE_DIR)
     list(APPEND rpath ${LIGER_TORCH_DIR}/lib)
   endif()
@@ -31,7 +41,7 @@ foreach(header ${public_headers})
   install(FILES liger/${header} DESTINATION ${prefix}include/liger/${folder})
 endforeach()
 install(FILES ${PROJECT_BINARY_DIR}/include/liger/version.h DESTINATION ${prefix}include/liger)
-install(EXPORT liger NAMESPACE liger:: FILE ligerTargets.cmake DESTINATION ${prefix}lib/cmake/liger)
+install(EXPORT liger NAMESPACE liger:: FILE ligerTargets.cmake DESTINATION ${prefix}lib/cmake/liger/torch-${LIGER_TORCH_MINOR})
 set(built_with_torch "")
 if(NOT LIGER_PACKAGE_DIR)
   set(built_with_torch ${LIGER_TORCH_DIR})  # a wheel goes to other machines
@@ -42,6 +52,6 @@ install(FILES ${PROJECT_BINARY_DIR}/ligerConfig.cmake ${PROJECT_BINARY_DIR}/lige
         DESTINATION ${prefix}lib/cmake/liger)
 if(LIGER_PACKAGE_DIR)
   file(WRITE ${PROJECT_BINARY_DIR}/_build.py
-       "\"\"\"Written by the build.\"\"\"\n\nVERSION = \"${LIGER_VERSION}\"\nTORCH_VERSION = \"${LIGER_TORCH_VERSION}\"\nCUDA = \"${cuda_built}\"\n")
+       "\"\"\"Written by the build.\"\"\"\n\nVERSION = \"${LIGER_VERSION}\"\nCUDA = \"${cuda_built}\"\n")
   install(FILES ${PROJECT_BINARY_DIR}/_build.py DESTINATION ${LIGER_PACKAGE_DIR})
 endif()

@@ -14,10 +14,10 @@ function(liger_torch_version folder result)
   set(${result} "${version}" PARENT_SCOPE)
 endfunction()
 
-# 213 of 2.13.0: what a library built for torch 2.13 runs with.
-function(liger_torch_digits version result)
-  string(REGEX REPLACE "^([0-9]+)\\.([0-9]+).*" "\\1\\2" digits "${version}")
-  set(${result} ${digits} PARENT_SCOPE)
+# 2.13 of 2.13.0: what a library built for torch 2.13.0 runs with.
+function(liger_torch_minor version result)
+  string(REGEX MATCH "^[0-9]+\\.[0-9]+" minor "${version}")
+  set(${result} "${minor}" PARENT_SCOPE)
 endfunction()
 
 # What comes before torch's libraries on a command line. They hold, and show to others, the std::filesystem of another GCC: a program that

@@ -12,7 +12,8 @@ if(NOT LIGER_TORCH_VERSION)
 elseif(LIGER_TORCH_VERSION VERSION_LESS 2.11)
   message(FATAL_ERROR "liger: needs torch >= 2.11, found ${LIGER_TORCH_VERSION} in ${LIGER_TORCH_DIR}")
 endif()
-liger_torch_digits(${LIGER_TORCH_VERSION} torch_digits)
+liger_torch_minor(${LIGER_TORCH_VERSION} LIGER_TORCH_MINOR)
+string(REPLACE . "" torch_digits ${LIGER_TORCH_MINOR})
 
 # nvcc: the one that was named, on the path or where NVIDIA's installers put it, else the one that the package index carries (nvidia-cuda-nvcc).
 unset(nvcc)

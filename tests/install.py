@@ -140,7 +140,7 @@ def test_installed_package_reports_on_itself(with_torch):
     assert done.returncode == 0, done.stdout + done.stderr
     for line in (
         f"liger_kernel  {version}",
-        f"file       {prefix}/lib/libliger.so",
+        f"file       {prefix}/lib/torch-{TORCH[1]}/libliger.so",
         "built for  CPU: DEFAULT",
         "no transformers is installed",
     ):

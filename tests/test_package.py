@@ -110,19 +110,35 @@ def test_a_second_library_of_another_version_is_named(tmp_path):
     )
 
 
-MISMATCH = """
-import sys, types
-build = types.ModuleType("liger_kernel._build")
-build.TORCH_VERSION = "2.1.0"
-sys.modules["liger_kernel._build"] = build
+#: The package with the libraries of a folder.
+LIBRARIES = """
+import sys, liger_kernel
+liger_kernel.cmake_prefix_path = sys.argv[1]
 import liger_kernel.ops
+print(liger_kernel._library._path())
 """
 
 
-def test_another_torch_is_one_sentence():
-    done = python(MISMATCH)
+def with_libraries(folder, *minors):
+    for minor in minors:
+        (folder / "lib" / f"torch-{minor}").mkdir(parents=True)
+        (folder / "lib" / f"torch-{minor}" / "libliger.so").symlink_to(_library._path())
+    environment = {name: value for name, value in os.environ.items() if name != "LIGER_LIBRARY"}
+    command = [sys.executable, "-c", LIBRARIES, str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def test_the_library_of_the_installed_torch_is_taken(tmp_path):
+    minor = ".".join(torch.__version__.split(".")[:2])
+    done = with_libraries(tmp_path, "2.1", minor, "2.99")
+    assert done.stdout.strip() == str(tmp_path / "lib" / f"torch-{minor}" / "libliger.so"), done.stderr
+
+
+def test_no_library_for_the_installed_torch_is_one_sentence(tmp_path):
+    done = with_libraries(tmp_path, "2.99", "2.1")
     last = done.stderr.strip().splitlines()[-1]
-    assert done.returncode != 0 and "was built for torch 2.1.0" in last and "rebuild it" in last
+    assert done.returncode == 1 and last.startswith("ImportError")
+    assert f"was built for torch 2.1, 2.99, and torch {torch.__version__} is installed" in last and "rebuild it" in last
 
 
 def test_a_missing_library_is_one_sentence():

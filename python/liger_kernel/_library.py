@@ -1,6 +1,7 @@
 """Loads libliger, once, and registers its operators as torch.ops.liger.*."""
 
 import ctypes
+import glob
 import os
 import sys
 
@@ -8,11 +9,27 @@ import torch
 
 from liger_kernel import __version__, cmake_prefix_path
 
+_LIBRARIES = os.path.join(cmake_prefix_path, "lib")
+
 
 def _path() -> str:
+    """The library for the minor version of the torch that is installed."""
     # The variable serves the project's tests: another build of the same operators.
     file = {"darwin": "libliger.dylib", "win32": "liger.dll"}.get(sys.platform, "libliger.so")
-    return os.environ.get("LIGER_LIBRARY") or os.path.join(cmake_prefix_path, "lib", file)
+    minor = ".".join(torch.__version__.split(".")[:2])
+    return os.environ.get("LIGER_LIBRARY") or os.path.join(_LIBRARIES, f"torch-{minor}", file)
+
+
+def _missing(path) -> str:
+    """Why there is no library at this path, and what to do."""
+    built = glob.glob("torch-*", root_dir=_LIBRARIES)
+    if not built or os.environ.get("LIGER_LIBRARY"):
+        return f"{path} is missing; install the package (pip install .) instead of importing its sources."
+    versions = ", ".join(sorted(folder.removeprefix("torch-") for folder in built))
+    return (
+        f"it was built for torch {versions}, and torch {torch.__version__} is installed: install one of these, or "
+        "rebuild it for yours (pip install --force-reinstall --no-deps . in a clone)."
+    )
 
 
 def _loaded():
@@ -51,20 +68,7 @@ def _load() -> None:
             )
         return
     if not os.path.exists(path):
-        raise ImportError(
-            f"liger_kernel {__version__}: {path} is missing; install the package (pip install .) instead of importing "
-            "its sources."
-        )
-    try:
-        from liger_kernel._build import TORCH_VERSION
-    except ImportError:
-        TORCH_VERSION = None
-    running = torch.__version__.split("+")[0]
-    if TORCH_VERSION and running.split(".")[:2] != TORCH_VERSION.split(".")[:2]:
-        raise ImportError(
-            f"liger_kernel {__version__} was built for torch {TORCH_VERSION}, and torch {running} is installed: "
-            f"rebuild it with `pip install --force-reinstall --no-deps .`, or install torch {TORCH_VERSION}."
-        )
+        raise ImportError(f"liger_kernel {__version__}: {_missing(path)}")
     torch.ops.load_library(path)
 
 
