@@ -1,4 +1,5 @@
-# liger_cuda: every *_cuda.cu, for LIGER_CUDA_ARCHITECTURES.
+# liger_cuda: every *_cuda.cu, for LIGER_CUDA_ARCHITECTURES. It is a part of the library; liger_kernels is the same as a library of its own, for
+# LIGER_KERNELS of other builds.
 set(LIGER_CUDA_ARCHITECTURES "" CACHE STRING
     "CUDA architectures, such as 80;90a, as they are; native: the GPU that is there; empty: that GPU, else 80;90a, and PTX for newer ones")
 set(architectures ${LIGER_CUDA_ARCHITECTURES})
@@ -32,7 +33,7 @@ enable_language(CUDA)
 find_package(CUDAToolkit REQUIRED)
 file(GLOB_RECURSE cuda_kernels CONFIGURE_DEPENDS liger/core/*_cuda.cu liger/ops/*_cuda.cu)
 list(SORT cuda_kernels ORDER DESCENDING)  # the norms, which take the longest, are not what a build waits for at its end
-add_library(liger_cuda OBJECT ${cuda_kernels})
+add_library(liger_cuda OBJECT EXCLUDE_FROM_ALL ${cuda_kernels})
 target_include_directories(liger_cuda PRIVATE ${PROJECT_SOURCE_DIR})
 target_compile_features(liger_cuda PRIVATE cuda_std_20)
 target_compile_options(liger_cuda PRIVATE --expt-relaxed-constexpr --extended-lambda -Xcudafe=--diag_suppress=177)
@@ -40,6 +41,14 @@ if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.1)
   # The one that a build waits for, on all cores (measured on 16 of them: 94 -> 64 s).
   set_source_files_properties(liger/ops/norm/norm_backward_cuda.cu PROPERTIES COMPILE_OPTIONS --split-compile=0)
 endif()
-target_link_libraries(liger PRIVATE liger_cuda CUDA::cudart_static)
+add_library(liger_kernels SHARED EXCLUDE_FROM_ALL liger/core/kernel.cpp)
+target_include_directories(liger_kernels PRIVATE ${PROJECT_SOURCE_DIR})
+target_link_libraries(liger_kernels PRIVATE liger_cuda CUDA::cudart_static)
+target_link_options(liger_kernels PRIVATE -Wl,--exclude-libs,ALL)  # as of liger_ops
+if(LIGER_KERNELS)
+  target_link_libraries(liger PRIVATE ${LIGER_KERNELS})
+else()
+  target_link_libraries(liger PRIVATE liger_cuda CUDA::cudart_static)
+endif()
 set_target_properties(liger PROPERTIES CUDA_ARCHITECTURES "${CMAKE_CUDA_ARCHITECTURES}")  # it was declared before they were known
 set(cuda_built "sm ${cuda_built} (nvcc ${CMAKE_CUDA_COMPILER_VERSION})")
