@@ -15,7 +15,7 @@ sources := $(shell find liger python cmake -name '*.h' -o -name '*.cpp' -o -name
 SHELL := bash
 .SHELLFLAGS := -eo pipefail -c
 .PHONY: help format lint docs train train-cpp align test test-all nightly test-families test-hub downstream fuzz fuzz-hour sanitize nightly-families test-install test-platforms \
-        bench install clean
+        bench install wheel test-wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## what there is
@@ -102,6 +102,14 @@ bench: $(ready)  ## time every operator against its rivals; ARGS="--help" lists 
 
 install: $(ready)  ## build the package and install it into the virtual environment
 
+TORCH ?= 2.11 2.13 2.14 2.15
+CUDA_ARCHITECTURES ?= 80;86;89;90a;100;120
+wheel: build/wheel-env/ready  ## one wheel in dist/ for TORCH="2.11 2.13 2.14 2.15"; CUDA_ARCHITECTURES="80;90a", empty: without CUDA kernels
+	build/wheel-env/bin/python cmake/wheels.py "$(TORCH)" "$(CUDA_ARCHITECTURES)"
+
+test-wheel: build/wheel-env/ready  ## install the wheel in dist/ beside each torch, without a compiler; operators, a patched Llama, a C++ program; other Pythons
+	build/wheel-env/bin/python -m pytest -q -p no:cacheprovider --noconftest tests/wheels.py $(ARGS)
+
 clean:  ## remove what was built
 	rm -rf build out $(venv)
 
@@ -136,7 +144,8 @@ docs: build/docs-env/ready  ## the pages, with the reference of Python and C++, 
 
 build/lint/ready: requirements-lint.txt
 build/docs-env/ready: requirements-docs.txt
-build/lint/ready build/docs-env/ready:
+build/wheel-env/ready: requirements-wheel.txt
+build/lint/ready build/docs-env/ready build/wheel-env/ready:
 	$(PYTHON) -m venv $(@D) && $(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $< && touch $@
 
 # Nothing is installed into the system's Python: the library is built beside, and the sources are used where they stand.

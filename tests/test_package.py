@@ -1,10 +1,12 @@
 """Importing the package: what it loads, and what it says when it cannot."""
 
 import ctypes
+import importlib
 import os
 import re
 import subprocess
 import sys
+import zipfile
 from importlib import metadata
 
 import liger_kernel
@@ -139,6 +141,28 @@ def test_no_library_for_the_installed_torch_is_one_sentence(tmp_path):
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1 and last.startswith("ImportError")
     assert f"was built for torch 2.1, 2.99, and torch {torch.__version__} is installed" in last and "rebuild it" in last
+
+
+def test_wheels_for_several_versions_of_torch_become_one(tmp_path, monkeypatch):
+    """What `make wheel` does with wheels that it has built."""
+    monkeypatch.syspath_prepend(os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "cmake"))
+    wheels = importlib.import_module("wheels")
+    monkeypatch.setattr(wheels, "BUILD", tmp_path)
+    for minor in ("2.11", "2.13"):
+        version = f"1.0.0+pt{minor.replace('.', '')}cpu"
+        with zipfile.ZipFile(tmp_path / f"{minor}.whl", "w") as wheel:
+            wheel.writestr(f"liger_kernel/lib/torch-{minor}/libliger.so", minor)
+            wheel.writestr("liger_kernel/_build.py", f'VERSION = "{version}"\n')
+            metadata = f"Name: liger-kernel\nVersion: {version}\nRequires-Dist: torch=={minor}.*\n"
+            wheel.writestr(f"liger_kernel-{version}.dist-info/METADATA", metadata)
+    tree = wheels.merge([tmp_path / "2.11.whl", tmp_path / "2.13.whl"], ["2.11", "2.13"], "")
+    assert {str(file.relative_to(tree)): file.read_text() for file in tree.rglob("*") if file.is_file()} == {
+        "liger_kernel/lib/torch-2.11/libliger.so": "2.11",
+        "liger_kernel/lib/torch-2.13/libliger.so": "2.13",
+        "liger_kernel/_build.py": 'VERSION = "1.0.0"\n',
+        "liger_kernel-1.0.0.dist-info/METADATA": "Name: liger-kernel\nVersion: 1.0.0\n"
+        "Requires-Dist: torch>=2.11,!=2.12.*,<2.14\n",
+    }
 
 
 def test_a_missing_library_is_one_sentence():
