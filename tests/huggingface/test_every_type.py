@@ -54,9 +54,12 @@ def test_switches_of_a_type_without_a_row(caplog):
         warn_once.cache_clear()
         caplog.clear()
         report = _apply_liger_kernel_to_instance(model=model, **switches)
-        assert {entry.switch for entry in report.replaced} == expected and not report.skipped
+        # The tables of some versions of transformers were not compared.
+        kept = {skip.switch for skip in report.skipped if skip.reason == every_type.TABLES}
+        assert {entry.switch for entry in report.replaced} | kept == expected
+        assert len(kept) == len(report.skipped) and kept <= {"rope"}
         (message,) = [r.getMessage() for r in caplog.records if r.name.startswith("liger_kernel.utils")]
-        assert "'olmo'" in message and all(switch in message for switch in expected)
+        assert "'olmo'" in message and all(switch in message for switch in expected - kept)
         report.undo()
         assert [type(module) for module in model.modules()] == [type(module) for module in plain.modules()]
     assert _apply_liger_kernel_to_instance(model=model, by_source=False) is None
