@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from liger_kernel.utils import is_dtensor
+from liger_kernel.utils import is_dtensor, world_size
 
 _HERE = Path(__file__).parent
 log = logging.getLogger(__name__)
@@ -408,11 +408,7 @@ def _what_waits(passes: Callable[[], object]) -> str | None:
 def _reason_not_to(model, optimizer, parameters, batch):
     if reason := _obstacle(model, parameters):
         return reason
-    if (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    ):
+    if world_size() > 1:
         return "training is distributed"
     if not all("capturable" in group for group in optimizer.param_groups):
         return f"{type(optimizer).__name__} cannot be captured"

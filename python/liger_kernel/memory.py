@@ -93,7 +93,7 @@ def plan(
     if optimizer is not None:
         every = [p for group in optimizer.param_groups for p in group["params"]]
         moments = bytes_of_moments(p for p in every if not optimizer.state.get(p))
-    return make_plan(model, lambda: compute(model, batch), budget, moments)
+    return make_plan(model, lambda: compute(model, batch), budget, moments, agree=True)
 
 
 def plan_later(model: torch.nn.Module, budget: int | float | str) -> Planner:

@@ -59,6 +59,12 @@ def is_dtensor(t: torch.Tensor) -> bool:
     return module is not None and isinstance(t, module.DTensor)
 
 
+def world_size() -> int:
+    """How many processes train together; 1 where nothing is distributed."""
+    dist = torch.distributed
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
 def infer_comm_backend() -> str:
     """The first communication back end that torch was built with; raises RuntimeError where there is none."""
     dist = torch.distributed

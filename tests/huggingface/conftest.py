@@ -140,6 +140,14 @@ def family(request):
     return request.param
 
 
+@pytest.fixture
+def available(monkeypatch):
+    """transformers looks for an installed distribution; packaging is not what is tested here."""
+    for name in ("transformers.trainer", "transformers.integrations.liger"):
+        if name in sys.modules:
+            monkeypatch.setattr(sys.modules[name], "is_liger_kernel_available", lambda: True, raising=False)
+
+
 @contextlib.contextmanager
 def restored():
     """Every class and modeling module is afterwards what it was, also where a patch was not undone."""

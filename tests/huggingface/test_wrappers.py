@@ -3,7 +3,6 @@
 import copy
 import io
 import pickle
-import sys
 
 import accelerate
 import peft
@@ -373,14 +372,6 @@ def _train(model, path, **kwargs):
     trainer.train()
     losses = torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
     return losses, torch.tensor(trainer.evaluate()["eval_loss"])
-
-
-@pytest.fixture
-def available(monkeypatch):
-    """transformers looks for an installed distribution; packaging is not what is tested here."""
-    for name in ("transformers.trainer", "transformers.integrations.liger"):
-        if name in sys.modules:
-            monkeypatch.setattr(sys.modules[name], "is_liger_kernel_available", lambda: True, raising=False)
 
 
 def test_trainer_with_label_smoothing(available, tmp_path):

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from liger_kernel._memory.layers import Layer
-from liger_kernel.utils import is_dtensor
+from liger_kernel.utils import is_dtensor, world_size
 
 _REPEATS = 3
 
@@ -118,25 +118,21 @@ class Measured:
         )
 
 
-def _backward(loss: Tensor, parameters: list[Tensor]) -> list[Tensor] | None:
-    """The gradients, which go nowhere; what is sharded has them made and reduced by its own hooks."""
-    if any(map(is_dtensor, parameters)):
-        loss.backward()
-        return None
-    return torch.autograd.grad(loss, parameters, allow_unused=True)
+def _backward(results: list[Tensor], inputs: list[Tensor]) -> None:
+    """Makes gradients that go nowhere; what is sharded has them made and reduced by its own hooks."""
+    upstream = [torch.ones_like(t) for t in results]
+    if any(map(is_dtensor, inputs)):
+        torch.autograd.backward(results, upstream)
+        for t in inputs:
+            t.grad = None
+    else:
+        torch.autograd.grad(results, inputs, upstream, allow_unused=True)
 
 
-def measure(model, loss, layers, device, more_bytes) -> tuple[list[Layer], Measured]:
-    """The layers that run, in their order, and what they cost."""
+def measure(model, loss, layers, device, more_bytes, agree) -> tuple[list[Layer], Measured]:
+    """The layers that run, in their order, and what they cost: with `agree`, to the rank that needs most."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    sharded = any(map(is_dtensor, parameters))
-
-    def step():
-        gradients = _backward(loss(), parameters)
-        if gradients is None:
-            for p in parameters:
-                p.grad = None
-
+    step = lambda: _backward([loss()], parameters)
     for layer in layers:
         layer.set("input")
     meter = _DeviceMeter(device) if device.type == "cuda" else _HostMeter()
@@ -157,17 +153,12 @@ def measure(model, loss, layers, device, more_bytes) -> tuple[list[Layer], Measu
                 calls[layer].forget()
         segments, seconds = _timeline(layers, step, meter)
     measured = Measured(kinds, costs, segments, seconds, more_bytes, input_bytes)
-    return layers, _agreed(measured) if sharded or _ranks() > 1 else measured
-
-
-def _ranks():
-    ready = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if ready else 1
+    return layers, _agreed(measured) if agree and world_size() > 1 else measured
 
 
 def _agreed(measured: Measured) -> Measured:
     """What the rank with the least room measured: ranks that checkpoint other layers would wait for each other."""
-    every: list = [None] * _ranks()
+    every: list = [None] * world_size()
     torch.distributed.all_gather_object(every, measured)
     return max(every, key=lambda m: m.peak(["input"] * len(m.kinds)))
 
@@ -229,12 +220,7 @@ def _costs(layer, call, meter, device) -> dict[str, Cost]:
             results = module(*call.args, **call.kwargs)
         results = [t for t in tree_leaves(results) if isinstance(t, Tensor) and t.requires_grad]
         kept = meter.now() - begin - sum(t.nbytes for t in results)
-        if any(map(is_dtensor, parameters)):
-            torch.autograd.backward(results, [torch.ones_like(t) for t in results])
-            for t in (*parameters, *given):
-                t.grad = None
-        else:
-            torch.autograd.grad(results, given + parameters, [torch.ones_like(t) for t in results], allow_unused=True)
+        _backward(results, given + parameters)
         return kept
 
     costs = {}

@@ -2,6 +2,7 @@
 
 import logging
 import re
+import weakref
 from collections.abc import Callable, Iterable
 
 import torch
@@ -39,8 +40,8 @@ class Plan:
         costs: of each kind of layers: {level: Cost}.
     """
 
-    def __init__(self, layers, measured: Measured, levels: list[str], budget: int, host: Host | None):
-        self._layers, self._host, self._measured, self.budget = layers, host, measured, budget
+    def __init__(self, layers, measured: Measured, levels: list[str], budget: int):
+        self._layers, self._measured, self.budget = layers, measured, budget
         self.levels = {layer.name: level for layer, level in zip(layers, levels)}
         self.costs = measured.costs
         self.peak_bytes, self.seconds = measured.peak(levels), measured.time(levels)
@@ -49,8 +50,10 @@ class Plan:
 
     def apply(self) -> "Plan":
         """Have the layers keep what was planned; returns the plan."""
+        devices = [next(layer.module.parameters()).device for layer in self._layers]
+        host = Host(devices[0]) if "host" in self.levels.values() else None
         for layer in self._layers:
-            layer.set(self.levels[layer.name], self._host)
+            layer.set(self.levels[layer.name], host)
         return self
 
     def undo(self) -> None:
@@ -77,16 +80,16 @@ class Plan:
         return "\n".join(lines)
 
 
-def make_plan(model: nn.Module, loss: Callable[[], Tensor], budget, more_bytes: int) -> Plan:
-    """The plan for the step of which `loss` computes the loss; `more_bytes` are added to its peak."""
+def make_plan(model: nn.Module, loss: Callable[[], Tensor], budget, more_bytes: int, agree: bool) -> Plan:
+    """The plan for the step of which `loss` computes the loss; `more_bytes` are added to its peak. With `agree` all
+    processes call it, and have one plan."""
     limit = bytes_of(budget)
     if not model.training:
         raise ValueError("memory.plan: the model is in evaluation, where transformers checkpoints nothing")
     layers = [Layer(name, module) for name, module in outermost(model)]
     device = next(model.parameters()).device
-    host = Host(device) if device.type == "cuda" else None
     try:
-        layers, measured = measure(model, loss, layers, device, more_bytes)
+        layers, measured = measure(model, loss, layers, device, more_bytes, agree)
     finally:
         for layer in layers:
             layer.restore()
@@ -94,8 +97,7 @@ def make_plan(model: nn.Module, loss: Callable[[], Tensor], budget, more_bytes: 
             torch.cuda.empty_cache()
     if not layers:
         raise ValueError(f"memory.plan: {type(model).__name__} has no layers that transformers can checkpoint")
-    levels = _choose(measured, limit, host is not None)
-    return Plan(layers, measured, levels, limit, host)
+    return Plan(layers, measured, _choose(measured, limit, device.type == "cuda"), limit)
 
 
 def bytes_of_moments(parameters: Iterable[Tensor]) -> int:
@@ -128,10 +130,11 @@ def _choose(measured: Measured, budget: int, has_host: bool) -> list[str]:
             saved, taken = at[low].seconds - at[high].seconds, at[high].bytes - at[low].bytes
             if saved >= 0:
                 steps.append((saved / max(taken, 1), i, low, high))
+    steps.sort(key=lambda s: (-s[0], -s[1]))
     changed = True
     while changed:
         changed = False
-        for _, i, low, high in sorted(steps, key=lambda s: (-s[0], -s[1])):
+        for _, i, low, high in steps:
             if levels[i] == low:
                 tried = [*levels[:i], high, *levels[i + 1 :]]
                 if measured.peak(tried) <= budget:
@@ -139,24 +142,27 @@ def _choose(measured: Measured, budget: int, has_host: bool) -> list[str]:
     return levels
 
 
-def _reason_not_to(model, kwargs):
-    """Why no plan can be made while a model runs, or None."""
-    parameters = list(model.parameters())
-    sharded = any(map(is_dtensor, parameters)) or any(hasattr(p, "ds_id") for p in parameters)  # by FSDP2, by ZeRO-3
-    if sharded or any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
-        return "the model is sharded: call liger_kernel.memory.plan between two steps"
-    return "the model is called without labels" if kwargs.get("labels") is None else None
+def _is_sharded(model) -> bool:
+    by_fsdp = any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules())
+    return by_fsdp or any(is_dtensor(p) or hasattr(p, "ds_id") for p in model.parameters())  # by FSDP2, by ZeRO-3
 
 
 class Planner:
     """Makes a plan when a model first runs in training, and again for a batch that has more tokens. Before the
-    optimizer has taken a step, room is left for the moments of an Adam."""
+    optimizer has taken a step, room is left for the moments of an Adam. Processes plan by themselves: their batches
+    grow at different steps, and what DDP exchanges does not depend on what layers keep."""
 
     def __init__(self, model: nn.Module, budget: int | float | str):
         self.budget, self.tokens, self.busy = bytes_of(budget), 0, False
         self.plan: Plan | None = None
         self.has_states = False
-        register_optimizer_step_post_hook(lambda *_: setattr(self, "has_states", True))
+        this = weakref.ref(self)  # the hook is that of all optimizers, and outlives the model
+
+        def note(*_):
+            if (planner := this()) is not None:
+                planner.has_states = True
+
+        register_optimizer_step_post_hook(note)
         model.register_forward_pre_hook(self._before, with_kwargs=True)
 
     def _before(self, model, args, kwargs):
@@ -166,15 +172,18 @@ class Planner:
         tokens = max((t.shape[:2].numel() for t in tensors), default=0)
         if tokens <= self.tokens:
             return
-        if reason := _reason_not_to(model, kwargs):
-            warn_once(f"memory budget: layers keep what they kept, because {reason}")
-            return
-        self.busy, self.tokens = True, tokens
+        kept = "memory budget: layers keep what they kept, because the model is"
+        if kwargs.get("labels") is None:
+            return warn_once(f"{kept} called without labels")
+        self.tokens = tokens
+        if _is_sharded(model):
+            return warn_once(f"{kept} sharded: call liger_kernel.memory.plan between two steps")
+        self.busy = True
         try:
             if self.plan is not None:
                 self.plan.undo()
             moments = 0 if self.has_states else bytes_of_moments(model.parameters())
-            self.plan = make_plan(model, lambda: model(*args, **kwargs).loss, self.budget, moments).apply()
+            self.plan = make_plan(model, lambda: model(*args, **kwargs).loss, self.budget, moments, agree=False).apply()
         finally:
             self.busy = False
         log.warning("memory budget, for %d tokens:\n%s", tokens, self.plan)

@@ -8,6 +8,7 @@ from torch import Tensor
 from liger_kernel._library import ops
 from liger_kernel.operators.common import IGNORE_INDEX
 from liger_kernel.signatures import required, takes
+from liger_kernel.utils import world_size
 
 #: The losses' codes are libliger's.
 _str_to_loss_type = {
@@ -68,14 +69,14 @@ def _compute_dapo_normalizer(attention_mask, num_items_in_batch=None):
 
     The sum is a collective: every rank must call it.
     """
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    ranks = world_size()
     if num_items_in_batch is None:
         items = attention_mask.sum(dtype=torch.float32)
-        if distributed:
+        if ranks > 1:
             torch.distributed.all_reduce(items)
     else:
         items = torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=attention_mask.device)
-    return (items / (torch.distributed.get_world_size() if distributed else 1)).clamp(min=1.0)
+    return (items / ranks).clamp(min=1.0)
 
 
 def _reduce_grpo_loss(per_token_loss, completion_mask, loss_type, max_completion_length=None, num_items_in_batch=None):
