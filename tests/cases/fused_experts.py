@@ -120,6 +120,7 @@ def flops(shape, options):
 
 
 MIXTRAL, QWEN = ((16384, 4096, 14336), dict(experts=8, k=2)), ((16384, 2048, 768), dict(experts=128, k=8))
+QWEN_NEXT, OLMOE = ((16384, 2048, 512), dict(experts=512, k=10)), ((16384, 2048, 1024), dict(experts=64, k=8))
 CASES = [
     Case(
         name="fused_experts",
@@ -145,10 +146,9 @@ CASES = [
             dict(activation="relu_squared", experts=40),
         ],
         bench=[
-            MIXTRAL,
-            (MIXTRAL[0], MIXTRAL[1] | dict(recompute=False)),
-            QWEN,
-            (QWEN[0], QWEN[1] | dict(recompute=False)),
+            (shape, options | more)
+            for shape, options in (MIXTRAL, QWEN, QWEN_NEXT, OLMOE, ((4096, *QWEN[0][1:]), QWEN[1]))
+            for more in ({}, dict(recompute=False))
         ],
         bench_cpu=[((512, 512, 256), dict(experts=128, k=8))],
         errors=[

@@ -4,34 +4,69 @@
 
 namespace liger {
 
-///   y[t] = Σ_k weights[t, k] · rows[place[t, k]]
-/// What experts make of a token's copies, summed in float. A place below 0 adds nothing.
-struct CombineExperts {
-  const void* rows;      // [pairs, cols]
-  const float* weights;  // [tokens, k] or null: 1
-  const int64_t* place;  // [tokens, k]
-  void* y;               // [tokens, cols]
+/// A pair is a token and one of its k experts. Pairs in the order of their experts, those of one expert in the order of
+/// their tokens, and behind them those whose id is no expert:
+///   order[p]        = the pair at place p
+///   place[order[p]] = p, or −1 for a pair whose id is no expert
+///   ends[e]         = the number of pairs of experts 0 to e
+struct SortByExpert {
+  const int64_t* index;    // [pairs]
+  int *order, *place;      // [pairs], [pairs]
+  int* ends;               // [experts]
+  void* scratch;           // null: nothing is done, but *scratch_bytes told, at least 1, that are needed here
+  int64_t* scratch_bytes;  // on the host
+  int64_t pairs, experts;
+
+  /// What a pair is sorted by.
+  LIGER_HD int key(int64_t pair) const {
+    const int64_t e = index[pair];
+    return e >= 0 && e < experts ? int(e) : int(experts);
+  }
+};
+
+///   rows[place[t, k]] = x[t]
+struct SpreadTokens {
+  const void* x;     // [tokens, cols]
+  const int* place;  // [tokens, k]
+  void* rows;        // [pairs, cols]; rows of pairs without an expert are not written
   int64_t tokens, k, cols;
   DType dtype;
 };
 
-/// The step back through an expert's output, weight · (h downᵀ), with
+///   y[t] = Σ_k weights[t, k] · rows[place[t, k]]
+/// What experts make of a token's copies, summed in float. A place below 0 adds nothing.
+struct CombineExperts {
+  const void* rows;  // [pairs, cols]
+  Numbers weights;   // [tokens, k] or null: 1
+  const int* place;  // [tokens, k]
+  void* y;           // [tokens, cols]
+  int64_t tokens, k, cols;
+  DType dtype;
+};
+
+/// The step back through an expert's output, weight · (h downᵀ), of the pairs in the order of their experts, with
 ///   h  = act(a_gate) · a_up
 ///   dh = dy down
 /// which gives
-///   dweight = Σ h · dh
-///   a  ← weight · dh · ∂h/∂a, the gradient of a
+///   dweight = Σ h · dh, 0 for a pair without an expert
+///   da = weight · dh · ∂h/∂a
 ///   dh ← weight · h, whose product with dy is the gradient of down
+/// Pairs behind `valid` have no expert: of them only dweight is written.
 struct ExpertsBackward {
-  void* a;               // [pairs, 2 cols]: gate, then up
-  void* dh;              // [pairs, cols]
-  const float* weights;  // [pairs]
-  float* dweights;       // [pairs]
+  const void* a;     // [pairs, 2 cols]: gate, then up
+  void* da;          // [pairs, 2 cols], may be a
+  void* dh;          // [pairs, cols]
+  const int* order;  // [pairs], of SortByExpert
+  const int* valid;  // [1]: the pairs that have an expert
+  Numbers weights;   // of pair order[p]
+  float* dweights;   // of pair order[p]
   int64_t pairs, cols;
   DType dtype;
   Activation activation;
 };
 
+inline constinit Kernel<SortByExpert> sort_by_expert{"sort_by_expert"};
+inline constinit Kernel<SpreadTokens> spread_tokens{"spread_tokens"};
 inline constinit Kernel<CombineExperts> combine_experts{"combine_experts"};
 inline constinit Kernel<ExpertsBackward> experts_backward{"experts_backward"};
 

@@ -4,6 +4,30 @@
 namespace LIGER_CPU::experts {
 namespace {
 
+/// A counting sort.
+void sort_pairs(const SortByExpert& a) {
+  if (!a.scratch) return void(*a.scratch_bytes = (a.experts + 1) * int64_t(sizeof(int)));
+  int* next = static_cast<int*>(a.scratch);  // where the next pair of each expert goes
+  std::fill_n(next, a.experts + 1, 0);
+  for (int64_t i = 0; i < a.pairs; ++i) ++next[a.key(i)];
+  for (int64_t e = 0, before = 0; e <= a.experts; ++e) {
+    before += next[e], next[e] = int(before) - next[e];
+    if (e < a.experts) a.ends[e] = int(before);
+  }
+  for (int64_t i = 0; i < a.pairs; ++i) {
+    const int key = a.key(i), p = next[key]++;
+    a.order[p] = int(i), a.place[i] = key < a.experts ? p : -1;
+  }
+}
+
+template <class T>
+void spread(const SpreadTokens& a) {
+  for_rows(a.tokens, a.cols * a.k, [&](int64_t t) {
+    for (int64_t k = t * a.k; k < (t + 1) * a.k; ++k)
+      if (a.place[k] >= 0) std::copy_n(row_of<T>(a.x, t, a.cols), a.cols, row_of<T>(a.rows, a.place[k], a.cols));
+  });
+}
+
 template <class T>
 void combine(const CombineExperts& a) {
   for_row_chunks(a.tokens, a.cols, [&](int64_t t, int64_t begin, int64_t n) {
@@ -12,7 +36,7 @@ void combine(const CombineExperts& a) {
       Vec sum(0.f);
       for (int64_t k = t * a.k; k < (t + 1) * a.k; ++k) {
         if (a.place[k] < 0) continue;
-        sum = Math::fma(Vec(a.weights ? a.weights[k] : 1.f),
+        sum = Math::fma(Vec(a.weights.of ? number(a.weights, k) : 1.f),
                         read(row_of<T>(a.rows, a.place[k], a.cols) + begin + c, count), sum);
       }
       write(sum, y + c, count);
@@ -23,23 +47,28 @@ void combine(const CombineExperts& a) {
 template <class T, class Act>
 void backward(const ExpertsBackward& a) {
   for_rows(a.pairs, a.cols * 8, [&](int64_t r) {
-    T *gate = row_of<T>(a.a, r, 2 * a.cols), *up = gate + a.cols, *dh = row_of<T>(a.dh, r, a.cols);
-    const Vec weight(a.weights[r]);
+    if (r >= *a.valid) return void(a.dweights[a.order[r]] = 0);
+    const T *gate = row_of<T>(a.a, r, 2 * a.cols), *up = gate + a.cols;
+    T *dgate = row_of<T>(a.da, r, 2 * a.cols), *dup = dgate + a.cols, *dh = row_of<T>(a.dh, r, a.cols);
+    const Vec weight(number(a.weights, a.order[r]));
     LongSum sum;
     for_each(a.cols, [&](int64_t c, int64_t k) {
       const Vec x = read(gate + c, k), u = read(up + c, k), d = read(dh + c, k),
                 act = round_to<T>(Act::template value<Math>(x)), h = round_to<T>(act * u), dc = weight * d;
       sum.add(h * d, k);
-      write(dc * u * Act::template derivative<Math>(x), gate + c, k);
-      write(dc * act, up + c, k);
+      write(dc * u * Act::template derivative<Math>(x), dgate + c, k);
+      write(dc * act, dup + c, k);
       write(weight * h, dh + c, k);
     });
-    a.dweights[r] = float(sum.value());
+    a.dweights[a.order[r]] = float(sum.value());
   });
 }
 
 }  // namespace
 
+LIGER_REGISTER(sort_by_expert, [](const SortByExpert& a, Stream) { sort_pairs(a); });
+LIGER_REGISTER(spread_tokens,
+               [](const SpreadTokens& a, Stream) { dispatch(a.dtype, [&]<class T>() { spread<T>(a); }); });
 LIGER_REGISTER(combine_experts,
                [](const CombineExperts& a, Stream) { dispatch(a.dtype, [&]<class T>() { combine<T>(a); }); });
 LIGER_REGISTER(experts_backward, [](const ExpertsBackward& a, Stream) {

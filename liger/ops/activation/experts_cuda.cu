@@ -1,9 +1,50 @@
+#include <bit>
 #include "liger/core/cuda/math.cuh"
+#include "liger/core/cuda/sort.cuh"
 #include "liger/core/cuda/stream.cuh"
 #include "liger/ops/activation/experts.h"
 
 namespace liger::cuda::experts {
 namespace {
+
+/// What is to be sorted. A thread has a pair.
+__global__ void __launch_bounds__(256) keys_kernel(SortByExpert a, int* keys, int* pairs) {
+  await_previous();
+  const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i < a.pairs) keys[i] = a.key(i), pairs[i] = int(i);
+}
+
+/// The same of up to Sort::kMost pairs, sorted by one block.
+template <class Sort>
+__global__ void __launch_bounds__(Sort::kThreads) sort_kernel(SortByExpert a, int* sorted_keys, int bits) {
+  await_previous();
+  Sort::run(int(a.pairs), bits, [&](int i) { return a.key(i); }, sorted_keys, a.order);
+}
+
+/// Where each pair went, and where each expert's pairs end: behind the last whose key is not above it. A thread has a
+/// sorted pair, and the first one the experts before it, too.
+__global__ void __launch_bounds__(256) places_kernel(SortByExpert a, const int* sorted_keys) {
+  await_previous();
+  const int64_t p = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (p >= a.pairs) return;
+  const int key = sorted_keys[p], experts = int(a.experts), next = p + 1 < a.pairs ? sorted_keys[p + 1] : experts;
+  a.place[a.order[p]] = key < experts ? int(p) : -1;
+  for (int e = key; e < next; ++e) a.ends[e] = int(p) + 1;
+  if (p == 0)
+    for (int e = 0; e < key; ++e) a.ends[e] = 0;
+}
+
+/// A block has a token, a thread its packs, which go to the token's k places. The limit is memory: x is read once.
+template <class T>
+__global__ void __launch_bounds__(256) spread_kernel(SpreadTokens a) {
+  await_previous();
+  const int64_t token = blockIdx.x;
+  const Row<T> x(a.x, token, a.cols, a.cols);
+  for_each_pack<2>(x, 0, x.packs(), T(0), [&](int p, const auto& pack) {
+    for (int64_t k = token * a.k; k < (token + 1) * a.k; ++k)
+      if (a.place[k] >= 0) Row<T>(a.rows, a.place[k], a.cols, a.cols).store(p, pack, x);
+  });
+}
 
 /// y = Σ_k weight_k · row_k of each token. A block has a token, a thread its packs of the k rows, which lie anywhere.
 /// The limit is memory: a row is read once.
@@ -17,7 +58,7 @@ __global__ void __launch_bounds__(256) combine_kernel(CombineExperts a) {
     float sum[kWidth] = {};
     for (int64_t k = token * a.k; k < (token + 1) * a.k; ++k) {
       if (a.place[k] < 0) continue;
-      const float weight = a.weights ? a.weights[k] : 1;
+      const float weight = a.weights.of ? number(a.weights, k) : 1;
       float x[kWidth];
       Row<T>(a.rows, a.place[k], a.cols, a.cols).load(p, T(0), y).to_float(x);
 #pragma unroll
@@ -27,8 +68,6 @@ __global__ void __launch_bounds__(256) combine_kernel(CombineExperts a) {
   }
 }
 
-/// Of each pair of token and expert, in place: gate and up become their gradients, and dh becomes weight · h, which the
-/// gradient of the down projection is made of; Σ h · dh is the routing weight's gradient.
 /// A block has a pair, a thread a pack at a time. The limit is memory: each number is read and written once.
 template <class T, class Act>
 __global__ void __launch_bounds__(256) backward_kernel(ExpertsBackward a) {
@@ -36,9 +75,15 @@ __global__ void __launch_bounds__(256) backward_kernel(ExpertsBackward a) {
   using M = Math<T>;
   constexpr int kWidth = Row<T>::kWidth;
   const int64_t pair = blockIdx.x;
-  const Row<T> gate(a.a, pair, 2 * a.cols, a.cols), up(static_cast<T*>(a.a) + a.cols, pair, 2 * a.cols, a.cols),
+  const int to = a.order[pair];
+  if (pair >= *a.valid) {
+    if (threadIdx.x == 0) a.dweights[to] = 0;
+    return;
+  }
+  const Row<T> gate(a.a, pair, 2 * a.cols, a.cols), up(static_cast<const T*>(a.a) + a.cols, pair, 2 * a.cols, a.cols),
+      dgate(a.da, pair, 2 * a.cols, a.cols), dup(static_cast<T*>(a.da) + a.cols, pair, 2 * a.cols, a.cols),
       dh(a.dh, pair, a.cols, a.cols);
-  const float weight = a.weights[pair];
+  const float weight = number(a.weights, to);
   float sum = 0;
   for (int p = threadIdx.x; p < gate.packs(); p += blockDim.x) {
     float x[kWidth], u[kWidth], d[kWidth];
@@ -51,21 +96,47 @@ __global__ void __launch_bounds__(256) backward_kernel(ExpertsBackward a) {
       u[j] = dc * act;
       d[j] = weight * h;
     }
-    gate.store(p, x, gate), up.store(p, u, gate), dh.store(p, d, gate);
+    dgate.store(p, x, gate), dup.store(p, u, gate), dh.store(p, d, gate);
   }
   sum = RowReduce<Sum>()(sum);
-  if (threadIdx.x == 0) a.dweights[pair] = sum;
+  if (threadIdx.x == 0) a.dweights[to] = sum;
 }
 
 }  // namespace
 
+LIGER_REGISTER(sort_by_expert, [](const SortByExpert& a, Stream s) {
+  using Block = BlockSort<4>;
+  const int bits = int(std::bit_width(uint64_t(a.experts))), n = int(a.pairs);
+  const bool by_block = n <= Block::kMost;
+  size_t sorting = 0;
+  if (!by_block) sort_pairs(nullptr, sorting, nullptr, nullptr, nullptr, nullptr, n, bits, s);
+  const int64_t ints = round_up(a.pairs * 4, 256);  // bytes of one of up to three arrays
+  if (!a.scratch) return void(*a.scratch_bytes = std::max<int64_t>(1, ints * (by_block ? 1 : 3) + int64_t(sorting)));
+  char* base = static_cast<char*>(a.scratch);
+  int *sorted_keys = reinterpret_cast<int*>(base), *keys = reinterpret_cast<int*>(base + ints),
+      *pairs = reinterpret_cast<int*>(base + 2 * ints);
+  const Grid each{.blocks = ceil_div(a.pairs, 256), .threads = 256};
+  if (n == 0) return clear(a.ends, a.experts * 4, s);
+  if (by_block) {
+    launch(sort_kernel<Block>, {.blocks = 1, .threads = Block::kThreads, .shared_bytes = Block::kBytes}, s, a,
+           sorted_keys, bits);
+  } else {
+    launch(keys_kernel, each, s, a, keys, pairs);
+    sort_pairs(base + 3 * ints, sorting, keys, sorted_keys, pairs, a.order, n, bits, s);
+  }
+  launch(places_kernel, each, s, a, static_cast<const int*>(sorted_keys));
+});
+LIGER_REGISTER(spread_tokens, [](const SpreadTokens& a, Stream s) {
+  dispatch(a.dtype, [&]<class T>() { launch(spread_kernel<T>, {.blocks = a.tokens, .threads = 256}, s, a); });
+});
 LIGER_REGISTER(combine_experts, [](const CombineExperts& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() { launch(combine_kernel<T>, {.blocks = a.tokens, .threads = 256}, s, a); });
 });
 LIGER_REGISTER(experts_backward, [](const ExpertsBackward& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
-    dispatch_activation(
-        a.activation, [&]<class Act>() { launch(backward_kernel<T, Act>, {.blocks = a.pairs, .threads = 256}, s, a); });
+    // Experts are narrow: no warp of a block has nothing to do.
+    const auto threads = unsigned(std::min<int64_t>(256, round_up(Row<T>::packs(a.cols, true), 32)));
+    dispatch_activation(a.activation, [&]<class Act>() { launch(backward_kernel<T, Act>, {a.pairs, threads}, s, a); });
   });
 });
 

@@ -7,23 +7,59 @@
 namespace liger {
 namespace op::fused_experts {
 
-/// Which tokens an expert gets: pairs of token and expert, sorted by expert, in their order.
+/// Which tokens an expert gets (SortByExpert).
 struct Routing {
-  Tensor tokens;  // [pairs] of each sorted pair, int64
-  Tensor place;   // [tokens, k]: where a pair stands when sorted, −1 for an id that is no expert; int64
-  Tensor ends;    // [experts]: where each expert's pairs end, int32
+  Tensor order;  // [pairs] int32
+  Tensor place;  // [tokens, k] int32
+  Tensor ends;   // [experts] int32
+
+  /// What stands beside each sorted pair, beside the tokens: [tokens, k], 0 for a pair without an expert.
+  Tensor of_tokens(const Tensor& of_pairs) const {
+    const Tensor found = of_pairs.index_select(0, place.view(-1).clamp_min(0)).view(place.sizes());
+    return found.masked_fill_(place.lt(0), 0);
+  }
+  /// What stands beside the tokens, beside each sorted pair, in float: [pairs].
+  Tensor of_pairs(const Tensor& of_tokens) const {
+    const Tensor valid = at::arange(order.numel(), ends.options()).lt(ends[-1]);
+    return of_tokens.reshape(-1).to(at::kFloat).index_select(0, order).mul_(valid);
+  }
 };
 
-Routing route(const Tensor& index, int64_t experts) {
-  const int64_t k = index.size(1), pairs = index.numel();
-  const Tensor ids = index.reshape(-1).to(at::kLong), valid = ids.ge(0).logical_and_(ids.lt(experts));
-  auto [sorted, order] =
-      at::sort(at::where(valid, ids, at::scalar_tensor(experts, ids.options())), std::optional<bool>(true), 0, false);
-  const auto longs = ids.options();
-  const Tensor place =
-      at::empty({pairs}, longs).scatter_(0, order, at::arange(pairs, longs)).masked_fill_(valid.logical_not(), -1);
-  return {order.div(k, "floor"), place.view(index.sizes()),
-          at::searchsorted(sorted, at::arange(experts, longs), /*out_int32=*/true, /*right=*/true)};
+Routing sorted_by_expert(const Tensor& index_, int64_t experts) {
+  TORCH_CHECK(experts > 0, "fused_experts: gate_up must hold an expert");
+  const Tensor index = index_.to(at::kLong).contiguous();
+  const auto ints = index.options().dtype(at::kInt);
+  const Routing r{at::empty({index.numel()}, ints), at::empty(index.sizes(), ints), at::empty({experts}, ints)};
+  TORCH_CHECK(index.numel() <= std::numeric_limits<int>::max(), "fused_experts: index has ", index.numel(),
+              " numbers, 2^31 - 1 at most");
+  int64_t bytes = 0;
+  SortByExpert a{.index = data<int64_t>(index),
+                 .order = data<int>(r.order),
+                 .place = data<int>(r.place),
+                 .ends = data<int>(r.ends),
+                 .scratch = nullptr,
+                 .scratch_bytes = &bytes,
+                 .pairs = index.numel(),
+                 .experts = experts};
+  run(sort_by_expert, index, a);
+  const Tensor scratch = at::empty({bytes}, index.options().dtype(at::kByte));
+  a.scratch = scratch.data_ptr();
+  run(sort_by_expert, index, a);
+  return r;
+}
+
+/// The token's row of x for each sorted pair: [pairs, cols].
+Tensor spread(const Tensor& x_, const Routing& r) {
+  const Tensor x = x_.contiguous(), rows = output(at::empty({r.order.numel(), x.size(1)}, x.options()));
+  run(spread_tokens, x,
+      {.x = data(x),
+       .place = data<int>(r.place),
+       .rows = rows.data_ptr(),
+       .tokens = x.size(0),
+       .k = r.place.size(1),
+       .cols = x.size(1),
+       .dtype = dtype_of(x)});
+  return rows;
 }
 
 /// ATen's grouped GEMM takes 16-bit operands whose rows begin at multiples of 16 bytes. f(expert, first pair, pairs)
@@ -83,7 +119,7 @@ Tensor grouped_outer(const Tensor& a, const Tensor& b, const Tensor& ends) {
 
 /// The expert of each sorted pair; the last one for pairs that have none, whose results nobody reads.
 Tensor experts_of(const Routing& r) {
-  const int64_t experts = r.ends.numel(), pairs = r.tokens.numel();
+  const int64_t experts = r.ends.numel(), pairs = r.order.numel();
   return at::searchsorted(r.ends, at::arange(pairs, r.ends.options()), false, true).clamp_max_(experts - 1);
 }
 
@@ -99,12 +135,12 @@ Tensor sum_by_expert(const Tensor& rows, const Routing& r, const Tensor& experts
   return one_hot.scatter_(0, experts.to(at::kLong).unsqueeze(0), 1).mm(kept);
 }
 
-Tensor combine(const Tensor& rows, const Routing& r, const OptTensor& weights) {
+Tensor combine(const Tensor& rows, const Routing& r, const Tensor& weights) {
   const Tensor y = output(at::empty({r.place.size(0), rows.size(1)}, rows.options()));
   run(combine_experts, y,
       {.rows = data(rows),
-       .weights = data<float>(value_or_undefined(weights)),
-       .place = data<int64_t>(r.place),
+       .weights = numbers(weights),
+       .place = data<int>(r.place),
        .y = y.data_ptr(),
        .tokens = y.size(0),
        .k = r.place.size(1),
@@ -138,6 +174,11 @@ std::tuple<Tensor, Tensor, Tensor> clamped_backward(const ExpertsOptions& o, con
   return {at::stack({dx, dy}, 2).view(a.sizes()).to(a.scalar_type()), (h * w).to(a.scalar_type()), (h * dh).sum(1)};
 }
 
+/// Routing weights as kernels read them: in float where their dtype is none that kernels know.
+Tensor as_numbers(const Tensor& weights) {
+  return (has_dtype(weights.scalar_type()) ? weights : weights.to(at::kFloat)).contiguous();
+}
+
 /// w [experts, out, in] as [experts, in, out], for products of rows with it.
 Tensor inputs_first(const ExpertsOptions& o, const Tensor& w) { return o.transposed ? w : w.transpose(1, 2); }
 Tensor outputs_first(const ExpertsOptions& o, const Tensor& w) { return o.transposed ? w.transpose(1, 2) : w; }
@@ -164,13 +205,13 @@ struct FusedExperts {
     LIGER_FIELDS(keep)
   };
   struct Results {
-    Tensor y, tokens, place, ends, kept;  // kept: gate and up [pairs, 2 width] or empty
-    LIGER_FIELDS(y, tokens, place, ends, kept)
+    Tensor y, order, place, ends, kept;  // kept: gate and up [pairs, 2 width] or empty
+    LIGER_FIELDS(y, order, place, ends, kept)
   };
   struct Saved {
     Operands of;
-    Tensor tokens, place, ends, kept;
-    LIGER_FIELDS(of, tokens, place, ends, kept)
+    Tensor order, place, ends, kept;
+    LIGER_FIELDS(of, order, place, ends, kept)
   };
   using Upstream = Dy;
   template <class T>
@@ -213,30 +254,29 @@ struct FusedExperts {
     check(kName.text, o, in.of, in.index.sym_sizes())
         .shaped("index", in.index, {x_.sym_size(0), in.index.sym_size(1)}, Type::Integer);
     const c10::SymInt pairs = in.index.sym_numel();
-    const auto longs = x_.options().dtype(at::kLong);
+    const auto ints = x_.options().dtype(at::kInt);
     if (x_.is_meta()) {
       const c10::SymInt none = 0, twice = 2 * (down.sym_numel() / (down.sym_size(0) * x_.sym_size(1)));
-      return {at::empty_symint(x_.sym_sizes(), x_.options()), at::empty_symint({pairs}, longs),
-              at::empty_symint(in.index.sym_sizes(), longs),
-              at::empty_symint({gate_up.sym_size(0)}, longs.dtype(at::kInt)),
+      return {at::empty_symint(x_.sym_sizes(), x_.options()), at::empty_symint({pairs}, ints),
+              at::empty_symint(in.index.sym_sizes(), ints), at::empty_symint({gate_up.sym_size(0)}, ints),
               at::empty_symint({record.keep ? pairs : none, record.keep ? twice : none}, x_.options())};
     }
-    const Routing r = route(in.index, gate_up.size(0));
-    const Tensor x = x_.index_select(0, r.tokens), experts = gate_up_bias || down_bias ? experts_of(r) : Tensor();
+    const Routing r = sorted_by_expert(in.index, gate_up.size(0));
+    const Tensor x = spread(x_, r), experts = gate_up_bias || down_bias ? experts_of(r) : Tensor();
     const Tensor a = add_bias(grouped(x, inputs_first(o, gate_up), r.ends), gate_up_bias, experts);
     const Tensor outputs = add_bias(grouped(activated(o, a), inputs_first(o, down), r.ends), down_bias, experts);
-    return {combine(outputs, r, weights.to(at::kFloat).contiguous()), r.tokens, r.place, r.ends,
+    return {combine(outputs, r, as_numbers(weights)), r.order, r.place, r.ends,
             record.keep ? a : at::empty({0, 0}, x.options())};
   }
 
-  static Saved save(const Inputs& in, const Results& out) { return {in.of, out.tokens, out.place, out.ends, out.kept}; }
+  static Saved save(const Inputs& in, const Results& out) { return {in.of, out.order, out.place, out.ends, out.kept}; }
 
   static void check_saved(const Upstream& up, const Saved& s, const Gradients<bool>& wanted, const Options& o) {
     const auto pairs = s.place.sym_numel();
     const Arguments arguments = check("fused_experts_backward", o, s.of, s.place.sym_sizes());
     arguments.like("dy", up.dy)
         .shaped("place", s.place, {s.of.x.sym_size(0), s.place.sym_size(1)}, Type::Integer)
-        .vector("tokens", s.tokens, pairs, Type::Integer)
+        .vector("order", s.order, pairs, Type::Integer)
         .vector("ends", s.ends, s.of.gate_up.sym_size(0), Type::Integer)
         .present("with_dgate_up_bias", wanted.dgate_up_bias, "gate_up_bias", s.of.gate_up_bias)
         .present("with_ddown_bias", wanted.ddown_bias, "down_bias", s.of.down_bias);
@@ -248,45 +288,38 @@ struct FusedExperts {
   struct Pairs {
     fused_experts::Routing r;
     Tensor x, dy, experts;   // rows of each pair, and its expert where there is a bias
-    Tensor weights;          // of each pair; 0 for those that have no expert
     Tensor da, h, dweights;  // the gradient of gate and up, weight · activated, the gradient of weights
 
     Pairs(const Upstream& up, const Saved& s, const Options& o)
-        : r{s.tokens.to(at::kLong).contiguous(), s.place.to(at::kLong).contiguous(), s.ends.to(at::kInt).contiguous()},
-          x(s.of.x.index_select(0, r.tokens)),
-          dy(up.dy.index_select(0, r.tokens)) {
+        : r{s.order.to(at::kInt).contiguous(), s.place.to(at::kInt).contiguous(), s.ends.to(at::kInt).contiguous()},
+          x(fused_experts::spread(s.of.x, r)),
+          dy(fused_experts::spread(up.dy, r)) {
       using namespace fused_experts;
       if (s.of.gate_up_bias || s.of.down_bias) experts = experts_of(r);
-      const int64_t pairs = r.tokens.numel();
-      const Tensor place = r.place.view(-1);
-      weights = at::zeros({pairs}, x.options().dtype(at::kFloat));
-      weights.scatter_(
-          0, at::where(place.ge(0), place, pairs - 1),
-          at::where(place.ge(0), s.of.weights.reshape(-1).to(at::kFloat), at::scalar_tensor(0., weights.options())));
-      da = s.kept.numel() > 0 ? s.kept.clone()
-                              : add_bias(grouped(x, inputs_first(o, s.of.gate_up), r.ends), s.of.gate_up_bias, experts);
+      const Tensor a = s.kept.numel() > 0
+                           ? s.kept.contiguous()
+                           : add_bias(grouped(x, inputs_first(o, s.of.gate_up), r.ends), s.of.gate_up_bias, experts);
       h = grouped(dy, outputs_first(o, s.of.down), r.ends);  // dy down, and then weight · activated
-      dweights = at::empty({pairs}, weights.options());
       if (o.clamped) {
-        std::tie(da, h, dweights) = clamped_backward(o, da, h, weights);
-      } else {
-        run(experts_backward, da,
-            {.a = da.data_ptr(),
-             .dh = h.data_ptr(),
-             .weights = data<float>(weights),
-             .dweights = data<float>(dweights),
-             .pairs = pairs,
-             .cols = h.size(1),
-             .dtype = dtype_of(da),
-             .activation = o.activation});
+        std::tie(da, h, dweights) = clamped_backward(o, a, h, r.of_pairs(s.of.weights));
+        dweights = r.of_tokens(dweights);
+        return;
       }
-    }
-
-    Tensor of_weights(const Tensor& like) const {
-      const Tensor zero = at::scalar_tensor(0., dweights.options());
-      return at::where(r.place.ge(0), dweights.index_select(0, r.place.view(-1).clamp_min(0)).view(r.place.sizes()),
-                       zero)
-          .to(like.scalar_type());
+      const Tensor weights = as_numbers(s.of.weights);
+      dweights = at::empty(weights.sizes(), weights.options().dtype(at::kFloat));
+      da = s.kept.numel() > 0 ? output(at::empty(a.sizes(), a.options())) : a;
+      run(experts_backward, da,
+          {.a = data(a),
+           .da = da.data_ptr(),
+           .dh = h.data_ptr(),
+           .order = data<int>(r.order),
+           .valid = data<int>(r.ends) + r.ends.numel() - 1,
+           .weights = numbers(weights),
+           .dweights = data<float>(dweights),
+           .pairs = r.order.numel(),
+           .cols = h.size(1),
+           .dtype = dtype_of(da),
+           .activation = o.activation});
     }
   };
 
@@ -309,19 +342,19 @@ struct FusedExperts {
     }
     Pairs p(up, s, o);
     if (of.down_bias && wanted.dweights)
-      p.dweights.add_((p.dy * of.down_bias->index_select(0, p.experts)).sum(1, false, at::kFloat));
+      p.dweights.add_(p.r.of_tokens((p.dy * of.down_bias->index_select(0, p.experts)).sum(1, false, at::kFloat)));
     const auto outer = [&](const Tensor& d_out, const Tensor& in) {
       return o.transposed ? grouped_outer(in, d_out, p.r.ends) : grouped_outer(d_out, in, p.r.ends);
     };
     const auto by_expert = [&](const Tensor& rows, const Tensor& like) {
       return sum_by_expert(rows, p.r, p.experts).to(like.scalar_type());
     };
-    if (wanted.dx) d.dx = combine(grouped(p.da, outputs_first(o, of.gate_up), p.r.ends), p.r, std::nullopt);
+    if (wanted.dx) d.dx = combine(grouped(p.da, outputs_first(o, of.gate_up), p.r.ends), p.r, {});
     if (wanted.dgate_up) d.dgate_up = outer(p.da, p.x);
     if (wanted.ddown) d.ddown = outer(p.dy, p.h);
-    if (wanted.dweights) d.dweights = p.of_weights(of.weights);
+    if (wanted.dweights) d.dweights = p.dweights.to(of.weights.scalar_type());
     if (wanted.dgate_up_bias) d.dgate_up_bias = by_expert(p.da, *of.gate_up_bias);
-    if (wanted.ddown_bias) d.ddown_bias = by_expert(p.dy * p.weights.unsqueeze(1), *of.down_bias);
+    if (wanted.ddown_bias) d.ddown_bias = by_expert(p.dy * p.r.of_pairs(of.weights).unsqueeze(1), *of.down_bias);
     return d;
   }
 };

@@ -98,7 +98,10 @@ def kernels_cover(tensor: torch.Tensor, kernels: tuple[str, ...] = ()) -> bool:
 # What runs forward and backward of each kind of part, beside GEMMs.
 NORM_KERNELS = ("norm_forward", "norm_backward", "row_partials", "add_partials")
 GATED_KERNELS = ("gated_forward", "gated_backward")
-EXPERTS_KERNELS = ("combine_experts", "experts_backward", *GATED_KERNELS, "row_partials", "add_partials")
+EXPERTS_KERNELS = (
+    *("sort_by_expert", "spread_tokens", "combine_experts", "experts_backward"),
+    *(*GATED_KERNELS, "row_partials", "add_partials"),
+)
 ACTIVATION_KERNELS = ("activate_forward", "activate_backward")
 ROPE_KERNELS = ("rope",)
 HEAD_KERNELS = ("cross_entropy_norm", "cross_entropy", "add_partials", "scale_rows", "stream_capturing")
