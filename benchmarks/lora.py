@@ -12,6 +12,9 @@ turns, --rounds times; the median of the rounds is shown.
     peft    this library with lora=False: PEFT's own layers
     ours    this library
     frozen  this library and no adapters: the gradient passes through the frozen layers to the embeddings
+
+"ours+host" has layers keep their input on the host, and "ours+plan" what fits into --budget (liger_kernel.memory). A
+step that takes longer than 20 s is measured once, and not warmed up.
 """
 
 import argparse
@@ -33,6 +36,7 @@ MODELS = MODELS | {
 }  # fmt: skip
 ARMS = ("plain", "triton", "peft", "ours", "frozen")
 SECONDS = 5  # to measure for
+LONG = 20  # seconds of a step that is measured once
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -44,6 +48,7 @@ def arguments():
     add("--shapes", default="4x2048", help="sequences x tokens, separated by commas (default: %(default)s)")
     add("--checkpointing", default="on,off", help="default: %(default)s")
     add("--rank", type=int, default=16)
+    add("--budget", default="70GiB", help="of memory, for the option plan (default: %(default)s)")
     add("--nf4", action="store_true", help="weights of the layers in 4 bits, by bitsandbytes (QLoRA)")
     add("--rounds", type=int, default=2, help="default: %(default)s")
     add("--profile", action="store_true", help="also where the time of a step goes, and its launches")
@@ -102,18 +107,24 @@ def make(model, arm, rank, checkpointing, nf4, device):
     return made
 
 
-def work(model, arm, batch, length, checkpointing, rank, nf4, profile):
+def work(model, arm, batch, length, checkpointing, rank, nf4, profile, budget):
     cuda = torch.cuda.is_available()
     device = "cuda" if cuda else "cpu"
+    arm, _, option = arm.partition("+")
     made = make(model, arm, rank, checkpointing, nf4, device)
     trained = [p for p in made.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=cuda) if trained else None
     vocabulary = MODELS[model][1]["vocab_size"]
 
-    def step(number=0):
-        ids = torch.randint(vocabulary, (batch, length), generator=torch.Generator().manual_seed(number)).to(device)
+    def tokens(number):
+        return torch.randint(vocabulary, (batch, length), generator=torch.Generator().manual_seed(number)).to(device)
+
+    def loss_of(model, ids):
         with torch.autocast(device, torch.bfloat16):
-            loss = made(input_ids=ids, labels=ids).loss
+            return model(input_ids=ids, labels=ids).loss
+
+    def step(number=0):
+        loss = loss_of(made, tokens(number))
         loss.backward()
         if optimizer:
             optimizer.step()
@@ -127,13 +138,24 @@ def work(model, arm, batch, length, checkpointing, rank, nf4, profile):
         torch.cuda.synchronize() if cuda else None
         return (time.perf_counter() - begin) / steps, losses
 
-    losses = [step(), step()]
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    one, _ = timed(1)
-    seconds, more = timed(max(2, min(20, int(SECONDS / one))))
+    if option == "host":
+        from liger_kernel.memory import keep
+
+        keep(made, "host")
+    elif option == "plan":
+        from liger_kernel.memory import plan
+
+        planned = plan(made, tokens(0), budget, loss=loss_of, optimizer=optimizer).apply()
+        print(planned, file=sys.stderr, flush=True)
+    seconds, losses = timed(1)
+    if seconds < LONG:
+        losses += timed(1)[1]
+        torch.cuda.reset_peak_memory_stats() if cuda else None
+        one, _ = timed(1)
+        seconds, more = timed(max(2, min(20, int(SECONDS / one))))
+        losses += more
     result = {"seconds": seconds, "tokens_per_second": batch * length / seconds,
-              "losses": [loss.item() for loss in losses + more]}  # fmt: skip
+              "losses": [loss.item() for loss in losses]}  # fmt: skip
     if cuda:
         result["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
         if profile:
@@ -143,7 +165,7 @@ def work(model, arm, batch, length, checkpointing, rank, nf4, profile):
 
 def launch(args, worker):
     environment = dict(os.environ)
-    if worker["arm"] == "triton":  # that package has the name of ours
+    if worker["arm"].startswith("triton"):  # that package has the name of ours
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (args.triton_liger, os.environ.get("PYTHONPATH"))))
         environment.pop("LIGER_LIBRARY", None)
     command = [sys.executable, __file__, "--worker", json.dumps(worker)]
@@ -174,7 +196,7 @@ def main():
                     for arm, results in found.items():
                         worker = {"model": model, "arm": arm, "batch": batch, "length": length, "rank": args.rank,
                                   "nf4": args.nf4, "checkpointing": checkpointing == "on",
-                                  "profile": args.profile}  # fmt: skip
+                                  "profile": args.profile, "budget": args.budget}  # fmt: skip
                         if result := launch(args, worker):
                             results.append(result)
                 for arm, results in found.items():

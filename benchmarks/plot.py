@@ -6,6 +6,7 @@ python benchmarks/plot.py            after a run: bench.py --out benchmarks/resu
 
 import json
 import re
+import statistics
 from pathlib import Path
 
 from tabulate import tabulate
@@ -170,11 +171,23 @@ def in_turns(report, first, **names):
             if not (result := arms.get(arm)):
                 line.append(None)
                 continue
-            ratio = result["tokens_per_second"] / arms[first]["tokens_per_second"]
-            ratio = "" if arm == first else f" ({ratio:.2f}x)"
+            ratio = ""
+            if arm != first and first in arms:
+                ratio = f" ({result['tokens_per_second'] / arms[first]['tokens_per_second']:.2f}x)"
             line.append(f"{result['tokens_per_second']:,.0f}{ratio}, {result['peak_gb']:.1f} GB")
         lines.append(line)
     return tabulate(lines, ["model", "batch", *names.values()], tablefmt="github", disable_numparse=True)
+
+
+def of_lora(report):
+    """The rows of lora.py as those of e2e.py."""
+    rows = []
+    for row in report["rows"]:
+        batch, length = map(int, row["shape"].split("x"))
+        rate = statistics.median(result["tokens_per_second"] for result in row["results"])
+        result = {"batch": batch, "tokens_per_second": rate, "peak_gb": row["results"][0]["peak_gb"]}
+        rows.append({"model": row["model"], "arm": row["arm"], "length": length, "result": result})
+    return {"rows": rows}
 
 
 def step_parts(report):
@@ -306,7 +319,9 @@ def main():
     tables = {"families": families(reports), "e2e": end_to_end(lengths), "parts": step_parts(lengths)}
     fill("training.md", **tables, two=end_to_end(two), two_parts=step_parts(two))
     planned = {"plain": "plain", "ours": "ours, every layer checkpointed", "ours+plan": "ours, planned"}
-    fill("memory.md", budget=in_turns(read("e2e-budget-h100.json"), "ours", **planned))
+    long = {"plain": "plain", "triton": "liger (Triton)", "ours": "ours", "ours+host": "ours, inputs on the host"}
+    long = in_turns(of_lora(read("long-h100.json")), "plain", **long)
+    fill("memory.md", budget=in_turns(read("e2e-budget-h100.json"), "ours", **planned), long=long)
     small = {
         "plain": "plain",
         "plain+compile": "torch.compile",

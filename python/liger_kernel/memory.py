@@ -6,7 +6,7 @@ import torch
 
 from liger_kernel._library import ops
 from liger_kernel._memory.layers import LEVELS
-from liger_kernel._memory.plan import Plan, Planner, bytes_of_moments, make_plan
+from liger_kernel._memory.plan import Kept, Plan, Planner, bytes_of_moments, make_plan
 from liger_kernel._recompute import Recomputed
 
 
@@ -53,6 +53,22 @@ def recompute(model: torch.nn.Module) -> Recomputed:
     return Recomputed(model)
 
 
+def keep(model: torch.nn.Module, level: str) -> Kept:
+    """Have every layer of a transformers model keep for backward what one level of LEVELS says, unmeasured: "all",
+    "cheap", "input" (gradient checkpointing) or "host" (its input in pinned memory of the host, by copies that run
+    beside the computation). `undo()` of what is returned takes it back.
+
+    ```python
+    kept = liger_kernel.memory.keep(model, "host")
+    ```
+
+    For sequences so long that not even the inputs of layers fit on the GPU, and a plan's steps would take long. Losses
+    and gradients are the same to the bit. Raises ValueError for another level, for "host" where the model is not on a
+    GPU, and where the model has no GradientCheckpointingLayer.
+    """
+    return Kept(model, level)
+
+
 def plan(
     model: torch.nn.Module,
     batch: Mapping[str, torch.Tensor],
@@ -70,10 +86,10 @@ def plan(
     plan.apply()
     ```
 
-    Runs two steps with every layer checkpointed, and a layer of each kind by itself at each level of LEVELS; no
-    gradient and no state of the random number generator is left behind. Layers then get the level that saves the most
-    time per byte, until the predicted peak reaches the budget. Losses and gradients are the same to the bit at every
-    level.
+    Runs two steps with every layer checkpointed, and a layer of each kind by itself at each level of LEVELS; where such
+    a step does not fit on the GPU, and there is one process, with every layer's input on the host. No gradient and no
+    state of the random number generator is left behind. Layers then get the level that saves the most time per byte,
+    until the predicted peak reaches the budget. Losses and gradients are the same to the bit at every level.
 
     Args:
         model: in training; its layers are transformers' GradientCheckpointingLayer. Gradient checkpointing that is on

@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import batch, make
 from liger_kernel import memory
+from liger_kernel._memory.layers import Host
 from test_recompute import Storages, same, step
 from transformers import Trainer, TrainingArguments
 
@@ -302,3 +303,52 @@ def check_host(patched):
     assert held["input"] - held["host"] >= (LAYERS - 1) * size
     plan.undo()
     same(step(model, inputs), expected)
+
+
+@cuda
+def test_a_step_that_fits_only_with_inputs_on_the_host(patched):
+    """It is measured there, and the peak of what is planned from it is right."""
+    model, inputs = made(hidden_size=256, intermediate_size=512), batch(rows=8, length=512)
+    patched("llama", model.cuda())
+    inputs = {name: t.cuda() for name, t in inputs.items()}
+
+    def loss(model, inputs):
+        if not isinstance(getattr(model.model.layers[0]._gradient_checkpointing_func, "__self__", None), Host):
+            raise torch.OutOfMemoryError
+        return model(**inputs).loss
+
+    at_host = memory.plan(model, inputs, "1GiB", loss=loss)
+    at_input = memory.plan(model, inputs, "1GiB")
+    for share in (0.2, 0.7):
+        budget = int(at_host.checkpointed_bytes + share * (at_host.peak_bytes - at_host.checkpointed_bytes))
+        plan = memory.plan(model, inputs, budget, loss=loss).apply()
+        step(model, inputs)
+        torch.cuda.reset_peak_memory_stats()
+        step(model, inputs)
+        assert plan.peak_bytes == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.05)
+        assert plan.peak_bytes <= budget
+        plan.undo()
+    assert at_host.peak_bytes == pytest.approx(at_input.peak_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize("level", ["all", "cheap", "input", pytest.param("host", marks=cuda)])
+def test_one_level_for_all_layers(level, patched):
+    device = "cuda" if level == "host" else "cpu"
+    model, inputs = made(patched=patched).to(device), {name: t.to(device) for name, t in batch(**INPUTS).items()}
+    expected, usual = step(model, inputs), peak(model, inputs)
+    kept = memory.keep(model, level)
+    same(step(model, inputs), expected)
+    assert (peak(model, inputs) < usual) == (level != "all")
+    kept.undo()
+    assert peak(model, inputs) == usual
+
+
+def test_errors_of_keep(patched):
+    model = made(patched=patched)
+    with pytest.raises(ValueError, match="level must be one of all, cheap, input, host, got 'less'"):
+        memory.keep(model, "less")
+    with pytest.raises(ValueError, match="Linear has no layers that transformers can checkpoint"):
+        memory.keep(torch.nn.Linear(3, 3), "input")
+    if next(model.parameters()).device.type == "cpu":
+        with pytest.raises(ValueError, match="the model is on cpu"):
+            memory.keep(model, "host")

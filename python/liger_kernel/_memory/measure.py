@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from liger_kernel._memory.layers import Layer
+from liger_kernel._memory.layers import Host, Layer
 from liger_kernel.utils import is_dtensor, world_size
 
 _REPEATS = 3
+NEVER = 1 << 50  # bytes of a layer that no GPU holds
 
 
 class _DeviceMeter:
@@ -85,8 +86,8 @@ class Cost:
 
 @dataclass(frozen=True)
 class _Segment:
-    """A part of a step in which every layer kept its input, the most bytes that were in use in it, and the layers that
-    held something for backward meanwhile."""
+    """A part of a step in which every layer was at Measured.base, the most bytes that were in use in it, and the layers
+    that held something for backward meanwhile."""
 
     peak: int
     holding: frozenset[int]
@@ -99,22 +100,23 @@ class Measured:
     kinds: list[int]  # of each layer
     costs: list[dict[str, Cost]]  # of each kind
     segments: list[_Segment]
-    seconds: float  # of forward and backward, with every layer at "input"
+    seconds: float  # of forward and backward, with every layer at `base`
     more_bytes: int  # that will be in use throughout, beyond those
     input_bytes: list[int]  # of each kind
+    base: str  # "input", or "host" where that does not fit
 
     def cost(self, layer: int, level: str) -> Cost:
         return self.costs[self.kinds[layer]][level]
 
     def peak(self, levels: list[str]) -> int:
-        more = [self.cost(i, level).bytes - self.cost(i, "input").bytes for i, level in enumerate(levels)]
+        more = [self.cost(i, level).bytes - self.cost(i, self.base).bytes for i, level in enumerate(levels)]
         most = max(s.peak + sum(more[i] for i in s.holding) for s in self.segments)
-        fetched = [self.input_bytes[self.kinds[i]] for i, level in enumerate(levels) if level == "host"]
+        fetched = [self.input_bytes[self.kinds[i]] for i, level in enumerate(levels) if level == "host" != self.base]
         return most + self.more_bytes + 2 * max(fetched, default=0)  # this layer's, and the one that comes next
 
     def time(self, levels: list[str]) -> float:
         return self.seconds + sum(
-            self.cost(i, level).seconds - self.cost(i, "input").seconds for i, level in enumerate(levels)
+            self.cost(i, level).seconds - self.cost(i, self.base).seconds for i, level in enumerate(levels)
         )
 
 
@@ -130,11 +132,29 @@ def _backward(results: list[Tensor], inputs: list[Tensor]) -> None:
 
 
 def measure(model, loss, layers, device, more_bytes, agree) -> tuple[list[Layer], Measured]:
-    """The layers that run, in their order, and what they cost: with `agree`, to the rank that needs most."""
+    """The layers that run, in their order, and what they cost: with `agree`, to the rank that needs most.
+
+    Where a step does not fit with the inputs of layers on the GPU, it is measured with them on the host. One rank of
+    several cannot do so: the others wait for it in the collectives of the first attempt.
+    """
+    several = agree and world_size() > 1
+    if device.type == "cuda" and not several:
+        try:
+            return _measure(model, loss, layers, device, more_bytes, "input")
+        except torch.OutOfMemoryError:
+            pass  # what the failed step holds goes with its frames
+        torch.cuda.empty_cache()
+        return _measure(model, loss, layers, device, more_bytes, "host")
+    layers, measured = _measure(model, loss, layers, device, more_bytes, "input")
+    return layers, _agreed(measured) if several else measured
+
+
+def _measure(model, loss, layers, device, more_bytes, base) -> tuple[list[Layer], Measured]:
     parameters = [p for p in model.parameters() if p.requires_grad]
     step = lambda: _backward([loss()], parameters)
+    host = Host(device) if base == "host" else None
     for layer in layers:
-        layer.set("input")
+        layer.set(base, host)
     meter = _DeviceMeter(device) if device.type == "cuda" else _HostMeter()
     with torch.random.fork_rng([device] if device.type == "cuda" else []), meter:
         calls = _calls_of(layers, step)
@@ -149,11 +169,10 @@ def measure(model, loss, layers, device, more_bytes, agree) -> tuple[list[Layer]
             if kind == len(costs):
                 costs.append(_costs(layer, calls[layer], meter, device))
                 input_bytes.append(calls[layer].input_bytes)
-                layer.set("input")
+                layer.set(base, host)
                 calls[layer].forget()
         segments, seconds = _timeline(layers, step, meter)
-    measured = Measured(kinds, costs, segments, seconds, more_bytes, input_bytes)
-    return layers, _agreed(measured) if agree and world_size() > 1 else measured
+    return layers, Measured(kinds, costs, segments, seconds, more_bytes, input_bytes, base)
 
 
 def _agreed(measured: Measured) -> Measured:
@@ -226,7 +245,11 @@ def _costs(layer, call, meter, device) -> dict[str, Cost]:
     costs = {}
     for level in ("all", "cheap", "input"):
         layer.set(level)
-        kept, seconds = passes(), []
+        try:
+            kept, seconds = passes(), []
+        except torch.OutOfMemoryError:
+            costs[level] = Cost(NEVER, float("inf"))
+            continue
         for _ in range(_REPEATS):
             meter.wait()
             begin = time.perf_counter()

@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from liger_kernel._memory.layers import LEVELS, Host, Layer, outermost
-from liger_kernel._memory.measure import Measured, measure
+from liger_kernel._memory.measure import NEVER, Measured, measure
 from liger_kernel.utils import is_dtensor, warn_once
 
 log = logging.getLogger(__name__)
@@ -50,10 +50,7 @@ class Plan:
 
     def apply(self) -> "Plan":
         """Have the layers keep what was planned; returns the plan."""
-        devices = [next(layer.module.parameters()).device for layer in self._layers]
-        host = Host(devices[0]) if "host" in self.levels.values() else None
-        for layer in self._layers:
-            layer.set(self.levels[layer.name], host)
+        apply(self._layers, self.levels.values())
         return self
 
     def undo(self) -> None:
@@ -67,7 +64,8 @@ class Plan:
         for kind, costs in enumerate(self.costs):
             mine = [level for level, k in zip(levels, self._measured.kinds) if k == kind]
             for level, cost in costs.items():
-                rows.append((str(mine.count(level)), LEVELS[level], f"{cost.bytes / 1e6:,.1f}",
+                known = cost.bytes < NEVER
+                rows.append((str(mine.count(level)), LEVELS[level], f"{cost.bytes / 1e6:,.1f}" if known else "too many",
                              f"{cost.seconds * 1e3:,.2f}"))  # fmt: skip
         widths = [max(map(len, column)) for column in zip(*rows)]
         lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in rows]
@@ -80,13 +78,44 @@ class Plan:
         return "\n".join(lines)
 
 
+def apply(layers: list[Layer], levels: Iterable[str]) -> None:
+    levels = list(levels)
+    host = Host(next(layers[0].module.parameters()).device) if "host" in levels else None
+    for layer, level in zip(layers, levels):
+        layer.set(level, host)
+
+
+def layers_of(model: nn.Module) -> list[Layer]:
+    """Raises ValueError where there are none."""
+    if layers := [Layer(name, module) for name, module in outermost(model)]:
+        return layers
+    raise ValueError(f"liger_kernel.memory: {type(model).__name__} has no layers that transformers can checkpoint")
+
+
+class Kept:
+    """What liger_kernel.memory.keep returns."""
+
+    def __init__(self, model: nn.Module, level: str):
+        if level not in LEVELS:
+            raise ValueError(f"memory.keep: level must be one of {', '.join(LEVELS)}, got {level!r}")
+        self._layers = layers_of(model)
+        if level == "host" and (device := next(model.parameters()).device).type != "cuda":
+            raise ValueError(f"memory.keep: the model is on {device}: pinned memory of the host is for a GPU")
+        apply(self._layers, [level] * len(self._layers))
+
+    def undo(self) -> None:
+        """Have the layers keep what they kept before."""
+        for layer in self._layers:
+            layer.restore()
+
+
 def make_plan(model: nn.Module, loss: Callable[[], Tensor], budget, more_bytes: int, agree: bool) -> Plan:
     """The plan for the step of which `loss` computes the loss; `more_bytes` are added to its peak. With `agree` all
     processes call it, and have one plan."""
     limit = bytes_of(budget)
     if not model.training:
         raise ValueError("memory.plan: the model is in evaluation, where transformers checkpoints nothing")
-    layers = [Layer(name, module) for name, module in outermost(model)]
+    layers = layers_of(model)
     device = next(model.parameters()).device
     try:
         layers, measured = measure(model, loss, layers, device, more_bytes, agree)
@@ -95,8 +124,6 @@ def make_plan(model: nn.Module, loss: Callable[[], Tensor], budget, more_bytes: 
             layer.restore()
         if device.type == "cuda":  # blocks of other sizes than those that the plan's steps ask for
             torch.cuda.empty_cache()
-    if not layers:
-        raise ValueError(f"memory.plan: {type(model).__name__} has no layers that transformers can checkpoint")
     return Plan(layers, measured, _choose(measured, limit, device.type == "cuda"), limit)
 
 
