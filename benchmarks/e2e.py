@@ -19,6 +19,7 @@ An arm is plain transformers, liger with Triton or this library, with options: p
 
 import argparse
 import datetime
+import importlib
 import json
 import os
 import platform
@@ -44,6 +45,14 @@ MODELS = {  # the class of the configuration, and its fields: those of the publi
     "gemma2-2b": ("gemma2", {"vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216,
                              "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
                              "head_dim": 256}),
+    # The first 6 of 48 layers of Qwen3-30B-A3B, and the first 2 of Mixtral's.
+    "qwen3-moe-4b": ("qwen3_moe", {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
+                                   "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+                                   "num_hidden_layers": 6, "num_attention_heads": 32, "num_key_value_heads": 4,
+                                   "head_dim": 128, "norm_topk_prob": True}),
+    "mixtral-3b": ("mixtral", {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,
+                               "num_local_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 2,
+                               "num_attention_heads": 32, "num_key_value_heads": 8}),
     "tiny": ("llama", {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
                        "num_attention_heads": 4, "num_key_value_heads": 2}),
 }  # fmt: skip
@@ -113,6 +122,13 @@ def make_model(name, device, ranks, checkpointing=True):
     return model
 
 
+def tune_less(module):
+    """Triton's tuner tries three configurations, not all, for minutes, of each kernel of a module."""
+    for kernel in vars(module).values():
+        if type(kernel).__name__ == "Autotuner":
+            kernel.configs = kernel.configs[:3]
+
+
 def kernel_times(step):
     """{part: ms} of one step, the time in it when the GPU only communicates, and when it is idle; its launches."""
     from torch.profiler import ProfilerActivity, profile
@@ -172,6 +188,8 @@ class Worker:
             import liger_kernel.transformers
 
             getattr(liger_kernel.transformers, f"apply_liger_kernel_to_{MODELS[model][0]}")()
+            if side == "triton":
+                tune_less(importlib.import_module("liger_kernel.ops.fused_moe"))
         torch.manual_seed(0)
         self.model = make_model(model, self.device, self.ranks, args["checkpointing"])
         if "adamw" in self.options:

@@ -3,9 +3,9 @@
     python benchmarks/lora.py --models llama-1b,llama-8b --shapes 4x2048 --arms plain,peft,ours,frozen
     python benchmarks/lora.py --models llama-1b --checkpointing off --profile
 
-The base model is in bfloat16, with random weights; adapters of rank 16 on all linear layers of the blocks are in
-float32, under autocast to bfloat16, as in transformers' Trainer. Each arm has a process of its own, and the arms run in
-turns, --rounds times; the median of the rounds is shown.
+The base model is in bfloat16, with random weights; adapters of rank 16 on all linear layers of the blocks, and on
+experts, are in float32, under autocast to bfloat16, as in transformers' Trainer. Each arm has a process of its own, and
+the arms run in turns, --rounds times; the median of the rounds is shown.
 
     plain   transformers and PEFT
     triton  liger_kernel with Triton, which --triton-liger names
@@ -94,6 +94,8 @@ def make(model, arm, rank, checkpointing, nf4, device):
         from peft import LoraConfig, get_peft_model
 
         adapters = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(TARGETS), task_type="CAUSAL_LM")
+        if "moe" in family:
+            adapters.target_parameters = ["experts.gate_up_proj", "experts.down_proj"]
         made = get_peft_model(made, adapters)
         for name, parameter in made.named_parameters():  # as in training, where B is no longer 0
             if "lora_B" in name:

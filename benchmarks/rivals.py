@@ -8,6 +8,7 @@ import sys
 import types
 
 import torch
+from e2e import tune_less
 from loss_cases import CALLS, IGNORE, LOSSES, flat, policy_plain, preference_plain
 
 
@@ -47,10 +48,7 @@ def triton_liger(folder):
             vars(module).get("__file__", "") is None
         ):  # a folder without __init__.py, at which inspect, and so torch.compile, fails
             del module.__file__
-    # Every shape of experts would be tuned for minutes.
-    for kernel in vars(modules["liger_kernel.ops.fused_moe"]).values():
-        if type(kernel).__name__ == "Autotuner":
-            kernel.configs = kernel.configs[:3]
+    tune_less(modules["liger_kernel.ops.fused_moe"])
     functional.modules = modules
     return functional
 
@@ -66,7 +64,7 @@ def triton_loss(name):
 
 
 def triton_experts(functional, tensors, options):
-    x, gate_up, down, weights, _, _, index = tensors
+    x, gate_up, down, weights, *_, index = tensors
     with in_place_of_ours(functional.modules):
         function = functional.modules["liger_kernel.ops.fused_moe"].LigerFusedMoEFunction
         return function.apply(x, gate_up, down, index.int(), weights)

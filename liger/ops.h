@@ -112,8 +112,16 @@ struct ExpertsOptions {
   ///   up'   = clamp(up, −limit, limit)
   bool clamped = false;
   double alpha = 1.702, limit = 7;
-  bool recompute = true;  // backward makes gate and up again; false: they are kept
-  LIGER_OPTIONS(activation, transposed, clamped, alpha, limit, recompute)
+  bool recompute = true;                     // backward makes gate and up again; false: they are kept
+  double gate_up_scale = 1, down_scale = 1;  // of adapters
+  LIGER_OPTIONS(activation, transposed, clamped, alpha, limit, recompute, gate_up_scale, down_scale)
+};
+
+/// LoRA adapters (Hu et al. 2021, arXiv:2106.09685) of experts, which add scale · b_e a_e to the matrices of expert e:
+/// gate_up_a [experts, rank, n] and gate_up_b [experts, 2 width, rank], down_a [experts, rank, width] and down_b
+/// [experts, n, rank], each pair given together, in x's dtype.
+struct ExpertsAdapters {
+  std::optional<at::Tensor> gate_up_a, gate_up_b, down_a, down_b;
 };
 
 /// A mixture of experts (Shazeer et al. 2017, arXiv:1701.06538), whose expert e is a gated MLP:
@@ -123,12 +131,13 @@ struct ExpertsOptions {
 /// x [tokens, n], gate_up [experts, 2 width, n], gate above up, down [experts, n, width], biases [experts, 2 width] and
 /// [experts, n] in one dtype; index [tokens, k] integers, of which those that are no expert add nothing, weights
 /// [tokens, k], floating. Tokens are sorted by expert for grouped GEMMs; copies are summed in float, in their order.
-/// Backward keeps x and the routing. On CUDA in bfloat16, with widths that are multiples of 8, nothing is read on the
-/// host, and a graph can capture it; otherwise the counts of tokens are.
+/// Backward keeps x and the routing. On CUDA in bfloat16, with widths and ranks that are multiples of 8, nothing is read
+/// on the host, and a graph can capture it; otherwise the counts of tokens are. Rows are multiplied by the matrices of
+/// adapters, so that no weight is changed or copied, and a frozen one has no gradient.
 at::Tensor fused_experts(const at::Tensor& x, const at::Tensor& gate_up, const at::Tensor& down,
                          const at::Tensor& index, const at::Tensor& weights, const ExpertsOptions& options = {},
                          const std::optional<at::Tensor>& gate_up_bias = {},
-                         const std::optional<at::Tensor>& down_bias = {});
+                         const std::optional<at::Tensor>& down_bias = {}, const ExpertsAdapters& adapters = {});
 
 /// Rotary position embedding (Su et al. 2021, arXiv:2104.09864) of q [batch, heads, seq, dim] and k [batch, k_heads,
 /// seq, dim], with any strides. cos, sin [seq, d], [1, seq, d] or [batch, seq, d]: the leading rotary_dim columns of a

@@ -1,15 +1,15 @@
 import torch
 import torch.nn.functional as F
 from liger_kernel._library import ops
-from liger_kernel.ops.fused_moe import fused_experts
+from liger_kernel.operators.experts import Adapter, fused_experts
 
 from cases import Case
 from cases.gated import ACTIVATIONS
 
 
 def make(shape, options):
-    """x, gate_up, down, the weights of a token's experts, biases or None, and which experts: some are drawn twice, some
-    not at all."""
+    """x, gate_up, down, the weights of a token's experts, biases or None, adapters or None, and which experts: some are
+    drawn twice, some not at all."""
     tokens, hidden, width = shape
     experts, k = options.get("experts", 5), options.get("k", 2)
     gate_up, down = (
@@ -19,14 +19,24 @@ def make(shape, options):
     if options.get("transposed"):
         gate_up, down = (t.transpose(1, 2).contiguous() for t in (gate_up, down))
     biases = [torch.randn(experts, 2 * width), torch.randn(experts, hidden)] if options.get("biases") else [None, None]
+    adapters = [None] * 4
+    if rank := options.get("rank"):
+        sizes = (rank, hidden), (2 * width, rank), (rank, width), (hidden, rank)
+        adapters = [torch.randn(experts, *size) * size[-1] ** -0.5 for size in sizes]
     index = torch.randint(options.get("first", 0), experts + options.get("beyond", 0), (tokens, k))
-    return torch.randn(tokens, hidden), gate_up, down, torch.rand(tokens, k), *biases, index
+    return torch.randn(tokens, hidden), gate_up, down, torch.rand(tokens, k), *biases, *adapters, index
 
 
 KNOWN = ("activation", "transposed", "clamped", "alpha", "limit", "recompute")
+SCALES = 0.7, 1.5
 
 
-def op(x, gate_up, down, weights, gate_up_bias, down_bias, index, **options):
+def op(x, gate_up, down, weights, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b, index, **options):
+    adapters = {}
+    if gate_up_a is not None:
+        adapters = dict(
+            gate_up_adapter=Adapter(gate_up_a, gate_up_b, SCALES[0]), down_adapter=Adapter(down_a, down_b, SCALES[1])
+        )
     return fused_experts(
         x,
         gate_up,
@@ -36,6 +46,7 @@ def op(x, gate_up, down, weights, gate_up_bias, down_bias, index, **options):
         gate_up_bias,
         down_bias,
         **{name: value for name, value in options.items() if name in KNOWN},
+        **adapters,
     )
 
 
@@ -47,16 +58,29 @@ def gated(a, activation="silu", clamped=False, alpha=1.702, limit=7.0):
     return ACTIVATIONS[activation][1](gate) * up
 
 
-def reference(x, gate_up, down, weights, gate_up_bias, down_bias, index, transposed=False, **options):
+def linear(x, w, bias, a, b, scale):
+    y = F.linear(x, w, bias)
+    return y if a is None else y + F.linear(F.linear(x, a) * scale, b)
+
+
+def reference(
+    x, gate_up, down, weights, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b, index, transposed=False,
+    **options,
+):  # fmt: skip
     """A loop over the experts, whose outputs are summed in float."""
+    of_expert = lambda t, e: None if t is None else t[e]
     options = {name: value for name, value in options.items() if name in ("activation", "clamped", "alpha", "limit")}
     wide = torch.promote_types(x.dtype, torch.float32)
     y = torch.zeros(x.shape, dtype=wide, device=x.device)
     for e in range(len(gate_up)):
         token, slot = (index == e).nonzero(as_tuple=True)
         first, second = (w[e].T if transposed else w[e] for w in (gate_up, down))
-        a = F.linear(x[token], first, None if gate_up_bias is None else gate_up_bias[e])
-        out = F.linear(gated(a, **options), second, None if down_bias is None else down_bias[e])
+        of_gate_up, of_down = (
+            [of_expert(t, e) for t in tensors]
+            for tensors in ((gate_up_bias, gate_up_a, gate_up_b), (down_bias, down_a, down_b))
+        )
+        a = linear(x[token], first, *of_gate_up, SCALES[0])
+        out = linear(gated(a, **options), second, *of_down, SCALES[1])
         y = y.index_add(0, token, out.to(wide) * weights[token, slot].to(wide)[:, None])
     return y.to(x.dtype)
 
@@ -70,6 +94,7 @@ def schema(inputs, options):
         1.702,
         7.0,
         True,
+        *SCALES,
     )
 
 
@@ -80,6 +105,7 @@ def draw(pick):
         transposed=True,
         biases=True,
         recompute=False,
+        rank=pick.choice((1, 4, 16)),
         activation=pick.choice(sorted(ACTIVATIONS)),
         first=-1,
         beyond=1,
@@ -93,7 +119,7 @@ def rivals(inputs, options):
         from transformers.integrations.moe import grouped_mm_experts_forward
     except ImportError:
         return {}
-    x, gate_up, down, weights, _, _, index = inputs
+    x, gate_up, down, weights, *_, index = inputs
 
     class Experts:
         has_gate, has_bias, is_transposed, is_concatenated, has_post_expert_norm, _is_expert_parallel, num_experts = (
@@ -131,7 +157,7 @@ CASES = [
         rivals=rivals,
         schema=schema,
         flops=flops,
-        differentiable=tuple(range(6)),
+        differentiable=tuple(range(10)),
         keep=(3,),
         captured=((40, 24, 64), torch.bfloat16),
         shapes=[(1, 4, 6), (5, 7, 9), (40, 24, 65), (33, 64, 128)],
@@ -142,6 +168,8 @@ CASES = [
             dict(transposed=True, clamped=True, biases=True),
             dict(first=-1, beyond=2, biases=True),
             dict(recompute=False),
+            dict(rank=3, biases=True),
+            dict(rank=8, transposed=True, first=-1, recompute=False),
             dict(activation="gelu_tanh", transposed=True),
             dict(activation="relu_squared", experts=40),
         ],

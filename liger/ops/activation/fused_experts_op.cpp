@@ -135,6 +135,31 @@ Tensor sum_by_expert(const Tensor& rows, const Routing& r, const Tensor& experts
   return one_hot.scatter_(0, experts.to(at::kLong).unsqueeze(0), 1).mm(kept);
 }
 
+/// A matrix of every expert, and what adapters add to it: y = x matrix + scale · (x aᵀ) bᵀ.
+struct Matrix {
+  Tensor of;    // [experts, in, out]
+  Tensor a, b;  // [experts, rank, in], [experts, out, rank], undefined where there is no adapter
+  double scale;
+
+  Matrix(const Tensor& of, const OptTensor& a, const OptTensor& b, double scale)
+      : of(of), a(value_or_undefined(a)), b(value_or_undefined(b)), scale(scale) {}
+
+  /// x aᵀ: [pairs, rank].
+  Tensor low(const Tensor& x, const Tensor& ends) const { return grouped(x, a.transpose(1, 2), ends); }
+  /// dy b, which a makes a gradient of x.
+  Tensor low_of_gradient(const Tensor& dy, const Tensor& ends) const { return grouped(dy, b, ends); }
+
+  Tensor apply(const Tensor& x, const Tensor& ends) const {
+    const Tensor y = grouped(x, of, ends);
+    return a.defined() ? y.add_(grouped(low(x, ends), b.transpose(1, 2), ends), scale) : y;
+  }
+  /// dx of dy, with low_of_gradient(dy) where there is an adapter.
+  Tensor apply_transposed(const Tensor& dy, const Tensor& low, const Tensor& ends) const {
+    const Tensor dx = grouped(dy, of.transpose(1, 2), ends);
+    return a.defined() ? dx.add_(grouped(low, a, ends), scale) : dx;
+  }
+};
+
 Tensor combine(const Tensor& rows, const Routing& r, const Tensor& weights) {
   const Tensor y = output(at::empty({r.place.size(0), rows.size(1)}, rows.options()));
   run(combine_experts, y,
@@ -179,9 +204,8 @@ Tensor as_numbers(const Tensor& weights) {
   return (has_dtype(weights.scalar_type()) ? weights : weights.to(at::kFloat)).contiguous();
 }
 
-/// w [experts, out, in] as [experts, in, out], for products of rows with it.
+/// w [experts, out, in], or transposed, as [experts, in, out].
 Tensor inputs_first(const ExpertsOptions& o, const Tensor& w) { return o.transposed ? w : w.transpose(1, 2); }
-Tensor outputs_first(const ExpertsOptions& o, const Tensor& w) { return o.transposed ? w.transpose(1, 2) : w; }
 
 }  // namespace op::fused_experts
 
@@ -192,8 +216,15 @@ struct FusedExperts {
   using Options = ExpertsOptions;
   struct Operands {
     Tensor x, gate_up, down, weights;
-    OptTensor gate_up_bias, down_bias;
-    LIGER_FIELDS(x, gate_up, down, weights, gate_up_bias, down_bias)
+    OptTensor gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b;
+    LIGER_FIELDS(x, gate_up, down, weights, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b)
+
+    fused_experts::Matrix gate_up_of(const Options& o) const {
+      return {fused_experts::inputs_first(o, gate_up), gate_up_a, gate_up_b, o.gate_up_scale};
+    }
+    fused_experts::Matrix down_of(const Options& o) const {
+      return {fused_experts::inputs_first(o, down), down_a, down_b, o.down_scale};
+    }
   };
   struct Inputs {
     Operands of;
@@ -216,8 +247,8 @@ struct FusedExperts {
   using Upstream = Dy;
   template <class T>
   struct Gradients {
-    T dx, dgate_up, ddown, dweights, dgate_up_bias, ddown_bias;
-    LIGER_FIELDS(dx, dgate_up, ddown, dweights, dgate_up_bias, ddown_bias)
+    T dx, dgate_up, ddown, dweights, dgate_up_bias, ddown_bias, dgate_up_a, dgate_up_b, ddown_a, ddown_b;
+    LIGER_FIELDS(dx, dgate_up, ddown, dweights, dgate_up_bias, ddown_bias, dgate_up_a, dgate_up_b, ddown_a, ddown_b)
   };
 
   /// The weights of experts stay as they are.
@@ -240,6 +271,17 @@ struct FusedExperts {
         .shaped("weights", in.weights, pairs, Type::Floating)
         .shaped("gate_up_bias", in.gate_up_bias, std::array{experts, twice}, Type::Same)
         .shaped("down_bias", in.down_bias, std::array{experts, width}, Type::Same);
+    const auto adapter = [&](const char* name_a, const OptTensor& a, const char* name_b, const OptTensor& b,
+                             const c10::SymInt& in, const c10::SymInt& out) {
+      TORCH_CHECK(a.has_value() == b.has_value(), op, ": ", name_a, " and ", name_b, " must be given together");
+      if (!a) return;
+      TORCH_CHECK(a->dim() == 3, op, ": ", name_a, " must be three-dimensional, got ", a->sym_sizes());
+      const c10::SymInt rank = a->sym_size(1);
+      arguments.shaped(name_a, a, std::array{experts, rank, in}, Type::Same)
+          .shaped(name_b, b, std::array{experts, out, rank}, Type::Same);
+    };
+    adapter("gate_up_a", in.gate_up_a, "gate_up_b", in.gate_up_b, width, twice);
+    adapter("down_a", in.down_a, "down_b", in.down_b, twice / 2, width);
     gated::parse(op, int64_t(o.activation));
     return arguments;
   }
@@ -250,7 +292,8 @@ struct FusedExperts {
 
   static Results forward(const Inputs& in, const Record& record, const Options& o) {
     using namespace fused_experts;
-    const auto& [x_, gate_up, down, weights, gate_up_bias, down_bias] = in.of;
+    const Tensor &x_ = in.of.x, &gate_up = in.of.gate_up, &down = in.of.down;
+    const OptTensor &gate_up_bias = in.of.gate_up_bias, &down_bias = in.of.down_bias;
     check(kName.text, o, in.of, in.index.sym_sizes())
         .shaped("index", in.index, {x_.sym_size(0), in.index.sym_size(1)}, Type::Integer);
     const c10::SymInt pairs = in.index.sym_numel();
@@ -263,9 +306,9 @@ struct FusedExperts {
     }
     const Routing r = sorted_by_expert(in.index, gate_up.size(0));
     const Tensor x = spread(x_, r), experts = gate_up_bias || down_bias ? experts_of(r) : Tensor();
-    const Tensor a = add_bias(grouped(x, inputs_first(o, gate_up), r.ends), gate_up_bias, experts);
-    const Tensor outputs = add_bias(grouped(activated(o, a), inputs_first(o, down), r.ends), down_bias, experts);
-    return {combine(outputs, r, as_numbers(weights)), r.order, r.place, r.ends,
+    const Tensor a = add_bias(in.of.gate_up_of(o).apply(x, r.ends), gate_up_bias, experts);
+    const Tensor outputs = add_bias(in.of.down_of(o).apply(activated(o, a), r.ends), down_bias, experts);
+    return {combine(outputs, r, as_numbers(in.of.weights)), r.order, r.place, r.ends,
             record.keep ? a : at::empty({0, 0}, x.options())};
   }
 
@@ -279,7 +322,11 @@ struct FusedExperts {
         .vector("order", s.order, pairs, Type::Integer)
         .vector("ends", s.ends, s.of.gate_up.sym_size(0), Type::Integer)
         .present("with_dgate_up_bias", wanted.dgate_up_bias, "gate_up_bias", s.of.gate_up_bias)
-        .present("with_ddown_bias", wanted.ddown_bias, "down_bias", s.of.down_bias);
+        .present("with_ddown_bias", wanted.ddown_bias, "down_bias", s.of.down_bias)
+        .present("with_dgate_up_a", wanted.dgate_up_a, "gate_up_a", s.of.gate_up_a)
+        .present("with_dgate_up_b", wanted.dgate_up_b, "gate_up_b", s.of.gate_up_b)
+        .present("with_ddown_a", wanted.ddown_a, "down_a", s.of.down_a)
+        .present("with_ddown_b", wanted.ddown_b, "down_b", s.of.down_b);
     if (s.kept.sym_numel() == 0) arguments.any("kept", s.kept, Type::Same);
     else arguments.shaped("kept", s.kept, {pairs, s.of.gate_up.sym_size(o.transposed ? 2 : 1)}, Type::Same);
   }
@@ -289,6 +336,7 @@ struct FusedExperts {
     fused_experts::Routing r;
     Tensor x, dy, experts;   // rows of each pair, and its expert where there is a bias
     Tensor da, h, dweights;  // the gradient of gate and up, weight · activated, the gradient of weights
+    Tensor low_dy, low_da;   // low_of_gradient of dy and da where there are adapters
 
     Pairs(const Upstream& up, const Saved& s, const Options& o)
         : r{s.order.to(at::kInt).contiguous(), s.place.to(at::kInt).contiguous(), s.ends.to(at::kInt).contiguous()},
@@ -296,10 +344,18 @@ struct FusedExperts {
           dy(fused_experts::spread(up.dy, r)) {
       using namespace fused_experts;
       if (s.of.gate_up_bias || s.of.down_bias) experts = experts_of(r);
-      const Tensor a = s.kept.numel() > 0
-                           ? s.kept.contiguous()
-                           : add_bias(grouped(x, inputs_first(o, s.of.gate_up), r.ends), s.of.gate_up_bias, experts);
-      h = grouped(dy, outputs_first(o, s.of.down), r.ends);  // dy down, and then weight · activated
+      const Tensor a = s.kept.numel() > 0 ? s.kept.contiguous()
+                                          : add_bias(s.of.gate_up_of(o).apply(x, r.ends), s.of.gate_up_bias, experts);
+      const Matrix down = s.of.down_of(o);
+      if (s.of.down_a) low_dy = down.low_of_gradient(dy, r.ends);
+      h = down.apply_transposed(dy, low_dy, r.ends);  // and then weight · activated
+      activate(s, o, a);
+      if (s.of.gate_up_a) low_da = s.of.gate_up_of(o).low_of_gradient(da, r.ends);
+    }
+
+    /// da, h and dweights, of gate and up and of the gradient of what they are activated to, which is in h.
+    void activate(const Saved& s, const Options& o, const Tensor& a) {
+      using namespace fused_experts;
       if (o.clamped) {
         std::tie(da, h, dweights) = clamped_backward(o, a, h, r.of_pairs(s.of.weights));
         dweights = r.of_tokens(dweights);
@@ -338,7 +394,11 @@ struct FusedExperts {
               like(wanted.ddown, of.down),
               like(wanted.dweights, of.weights),
               like(wanted.dgate_up_bias, of.gate_up_bias),
-              like(wanted.ddown_bias, of.down_bias)};
+              like(wanted.ddown_bias, of.down_bias),
+              like(wanted.dgate_up_a, of.gate_up_a),
+              like(wanted.dgate_up_b, of.gate_up_b),
+              like(wanted.ddown_a, of.down_a),
+              like(wanted.ddown_b, of.down_b)};
     }
     Pairs p(up, s, o);
     if (of.down_bias && wanted.dweights)
@@ -349,11 +409,17 @@ struct FusedExperts {
     const auto by_expert = [&](const Tensor& rows, const Tensor& like) {
       return sum_by_expert(rows, p.r, p.experts).to(like.scalar_type());
     };
-    if (wanted.dx) d.dx = combine(grouped(p.da, outputs_first(o, of.gate_up), p.r.ends), p.r, {});
+    const Tensor& ends = p.r.ends;
+    const Matrix gate_up = of.gate_up_of(o), down = of.down_of(o);
+    if (wanted.dx) d.dx = combine(gate_up.apply_transposed(p.da, p.low_da, ends), p.r, {});
     if (wanted.dgate_up) d.dgate_up = outer(p.da, p.x);
     if (wanted.ddown) d.ddown = outer(p.dy, p.h);
     if (wanted.dweights) d.dweights = p.dweights.to(of.weights.scalar_type());
     if (wanted.dgate_up_bias) d.dgate_up_bias = by_expert(p.da, *of.gate_up_bias);
+    if (wanted.dgate_up_a) d.dgate_up_a = grouped_outer(p.low_da, p.x, ends).mul_(gate_up.scale);
+    if (wanted.dgate_up_b) d.dgate_up_b = grouped_outer(p.da, gate_up.low(p.x, ends), ends).mul_(gate_up.scale);
+    if (wanted.ddown_a) d.ddown_a = grouped_outer(p.low_dy, p.h, ends).mul_(down.scale);
+    if (wanted.ddown_b) d.ddown_b = grouped_outer(p.dy, down.low(p.h, ends), ends).mul_(down.scale);
     if (wanted.ddown_bias) d.ddown_bias = by_expert(p.dy * p.r.of_pairs(of.weights).unsqueeze(1), *of.down_bias);
     return d;
   }
@@ -363,8 +429,9 @@ struct FusedExperts {
 
 Tensor fused_experts(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& index,
                      const Tensor& weights, const ExpertsOptions& o, const OptTensor& gate_up_bias,
-                     const OptTensor& down_bias) {
-  return Operator<op::FusedExperts>::public_op(x, gate_up, down, weights, gate_up_bias, down_bias, index, o);
+                     const OptTensor& down_bias, const ExpertsAdapters& of) {
+  return Operator<op::FusedExperts>::public_op(x, gate_up, down, weights, gate_up_bias, down_bias, of.gate_up_a,
+                                               of.gate_up_b, of.down_a, of.down_b, index, o);
 }
 
 LIGER_OPERATORS(fused_experts, Operator<op::FusedExperts>)

@@ -1,7 +1,7 @@
 """Experts of a mixture by grouped GEMMs (see liger/ops.h), and where those of a model keep transformers' forward."""
 
 import contextlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,26 @@ from liger_kernel.operators.coverage import EXPERTS_KERNELS, is_dense
 _DEFAULTS = (None, "eager", "grouped_mm")
 
 
+class Adapter(NamedTuple):
+    """scale · b_e a_e, which is added to the matrix of each expert e: a [E, rank, in], b [E, out, rank], whatever the
+    layout of the matrix."""
+
+    a: Tensor | None
+    b: Tensor | None
+    scale: float
+
+    def padded(self) -> tuple[Tensor | None, Tensor | None]:
+        """a and b with zeros up to a rank that is a multiple of 8, which grouped GEMMs ask for."""
+        if self.a is None or self.b is None or not (missing := -self.a.shape[1] % 8):
+            return self.a, self.b
+        return nn.functional.pad(self.a, (0, 0, 0, missing)), nn.functional.pad(self.b, (0, missing))
+
+
 def fused_experts(
     x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor, gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None, activation: str = "silu", transposed: bool = False, clamped: bool = False,
-    alpha: float = 1.702, limit: float = 7.0, recompute: bool = True,
+    alpha: float = 1.702, limit: float = 7.0, recompute: bool = True, gate_up_adapter: Adapter | None = None,
+    down_adapter: Adapter | None = None,
 ) -> Tensor:  # fmt: skip
     """y[t] = Σ_k weights[t, k] · down_e (act(gate_e x[t]) · up_e x[t]) for the experts e = index[t, k]; [tokens, H] in
     x's dtype, summed over k in float.
@@ -27,12 +43,17 @@ def fused_experts(
     transposed: [E, H, 2 I] and [E, I, H]. index [tokens, k] integers, of which those outside [0, E) add nothing,
     weights [tokens, k], floating. All but index are differentiable; backward keeps x and the routing and makes gate and
     up again, unless recompute=False. clamped: GPT-OSS's gate instead, of columns that interleave: (up' + 1) · gate' ·
-    σ(alpha · gate') with gate' = min(gate, limit) and up' = clamp(up, −limit, limit). On CUDA in bfloat16, with widths
-    that are multiples of 8, nothing is read on the host; otherwise the counts of tokens are. Raises KeyError for an
-    activation that is none of "silu", "gelu_tanh", "gelu_erf", "relu_squared".
+    σ(alpha · gate') with gate' = min(gate, limit) and up' = clamp(up, −limit, limit). Adapters (LoRA, Hu et al. 2021,
+    arXiv:2106.09685) add scale · b_e a_e to the matrices of each expert, which stay as they are. On CUDA in bfloat16,
+    with widths that are multiples of 8, nothing is read on the host; otherwise the counts of tokens are. Raises
+    KeyError for an activation that is none of "silu", "gelu_tanh", "gelu_erf", "relu_squared".
     """
     options = ACTIVATIONS[activation], transposed, clamped, float(alpha), float(limit), recompute
-    return ops.fused_experts(x, gate_up, down, weights, gate_up_bias, down_bias, index, *options)
+    of_gate_up, of_down = (adapter or Adapter(None, None, 1.0) for adapter in (gate_up_adapter, down_adapter))
+    adapters = (*of_gate_up.padded(), *of_down.padded())
+    return ops.fused_experts(
+        x, gate_up, down, weights, gate_up_bias, down_bias, *adapters, index, *options, of_gate_up.scale, of_down.scale
+    )
 
 
 class LigerFusedMoEFunction:
@@ -62,15 +83,27 @@ def computed(
     """fused_experts on the weights of a module, in the dtype in which transformers computes; the result is as
     hidden_states are.
 
-    transformers' loop over experts computes in autocast's dtype, its grouped GEMMs in that of the weights.
+    transformers' loop over experts computes in autocast's dtype, its grouped GEMMs in that of the weights. An adapter
+    that waits for this call in the module's dict `liger_adapters` is taken out of it.
     """
     x, index, weights = (t.reshape(-1, t.shape[-1]) for t in (hidden_states, top_k_index, top_k_weights))
     grouped = getattr(getattr(experts, "config", None), "_experts_implementation", None) == "grouped_mm"
     autocast = torch.is_autocast_enabled(x.device.type)
     with torch.autocast(x.device.type, enabled=False) if grouped and autocast else contextlib.nullcontext():
         x = x.to(experts.gate_up_proj.dtype) if grouped else x
-        y = fused_experts(x, experts.gate_up_proj, experts.down_proj, index, weights, *biases, **options)
+        transposed = options.get("transposed", False)
+        adapters = {f"{name}_adapter": _waiting(experts, f"{name}_proj", transposed) for name in ("gate_up", "down")}
+        y = fused_experts(x, experts.gate_up_proj, experts.down_proj, index, weights, *biases, **options, **adapters)
     return y.view(hidden_states.shape).to(hidden_states.dtype)
+
+
+def _waiting(experts, name, transposed) -> Adapter | None:
+    """The adapter of a weight, given as (first, second, scale): scale · first second, in the layout of the weight."""
+    if (given := vars(experts).get("liger_adapters", {}).pop(name, None)) is None:
+        return None
+    first, second, scale = given
+    a, b = (first.transpose(1, 2), second.transpose(1, 2)) if transposed else (second, first)
+    return Adapter(a.contiguous(), b.contiguous(), float(scale))
 
 
 class _Experts(nn.Module):

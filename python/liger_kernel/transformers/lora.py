@@ -1,4 +1,4 @@
-"""PEFT's LoRA layers of a patched model, computed by the operators lora_linear and lora_mlp.
+"""PEFT's LoRA layers of a patched model, computed by the operators lora_linear, lora_mlp and fused_experts.
 
 Which of them a call uses is decided when it is made, by what the layers are then: adapters may be added, switched,
 merged, disabled or taken off at any time. What the operators do not compute runs PEFT's own forward: several active
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from liger_kernel.operators.activation import GELU_ERF, GELU_TANH, SILU
 from liger_kernel.operators.coverage import DENSE, GATED_KERNELS, is_bare, is_dense, kernels_cover
+from liger_kernel.operators.experts import reason_to_keep
 from liger_kernel.operators.mlp import LigerGEGLUMLP, LigerMLP, LigerSwiGLUMLP
 from liger_kernel.transformers.quantised import call, is_in_4_bits, is_linear_in_4_bits, weight_in_4_bits
 from liger_kernel.transformers.replace import Edits, is_variant, replace_class
@@ -187,6 +188,38 @@ def _taken(module, x):
     return None
 
 
+class ParamWrapper:
+    """The part of PEFT's layer for a weight of experts (`target_parameters`): rows are multiplied by the matrices of
+    its adapter, which PEFT adds to the weight at each call. PEFT looks for its own class by this name."""
+
+    def forward(self, x, *args, **kwargs):
+        experts = self.get_base_layer()
+        adapter = None if "liger_kept" in vars(self) else self._adapter(experts)
+        if adapter is None or "adapter_names" in kwargs or torch.compiler.is_compiling():
+            return super().forward(x, *args, **kwargs)
+        waiting = vars(experts).setdefault("liger_adapters", {})
+        waiting[self.parameter_name] = adapter
+        try:
+            y = self.base_layer(x, *args, **kwargs)
+        finally:
+            taken = waiting.pop(self.parameter_name, None) is None
+        if taken:
+            return y
+        self.liger_kept = True  # what ran was no forward of ours
+        return super().forward(x, *args, **kwargs)
+
+    def _adapter(self, experts):
+        """(first, second, scale) of the one adapter that the forward applies; None where there is none, or more."""
+        active = [name for name in self.active_adapters if name in self.lora_A]
+        weight = experts._parameters.get(self.parameter_name)
+        if self.merged or self.disable_adapters or len(active) != 1 or weight is None or not is_dense(weight):
+            return None
+        matrices = self.lora_A[active[0]].weight, self.lora_B[active[0]].weight
+        if self.num_experts == 1 or reason_to_keep(experts) or any(type(matrix) not in DENSE for matrix in matrices):
+            return None
+        return self.get_delta_factors(active[0])
+
+
 class LoRAMLP:
     """The part of a gated MLP of this package whose forward is one operator, where projections have adapters."""
 
@@ -227,6 +260,16 @@ def _is_matrix(module) -> bool:
     return is_linear_in_4_bits(base) or type(base) is nn.Linear and is_dense(base.weight)
 
 
+def _has_experts(module) -> bool:
+    """Whether PEFT's layer for a parameter is that of experts whose forward can take its adapter."""
+    experts, known = module.get_base_layer(), ("gate_up_proj", "down_proj")
+    return (
+        hasattr(module, "get_delta_factors")
+        and module.parameter_name in known
+        and all(hasattr(experts, name) for name in known)
+    )
+
+
 def _reason_to_keep(module):
     """Why a LoRA layer runs PEFT's forward, as far as that is known before a call; None if it does not."""
     if any(name in module.lora_variant for name in module.active_adapters):
@@ -265,12 +308,16 @@ def fuse_adapters(model, edits: Edits) -> tuple[list[Replacement], list[Skip]]:
     peft = sys.modules.get("peft.tuners.lora.layer")  # without it no model has its layers
     if peft is None:
         return [], []
-    linears, mlps, kept = Counter(), 0, {}
+    linears, mlps, experts, kept = Counter(), 0, 0, {}
     for module in list(model.modules()):
         if isinstance(module, peft.LoraLayer):
             if (casts := _casts_input(type(module))) is not None:
                 replace_class(module, LoRALinear, edits, liger_casts=casts)
-            if not is_variant(type(module), LoRALinear):
+            if type(module).__name__ == "ParamWrapper" and _has_experts(module):
+                if not is_variant(type(module), ParamWrapper):
+                    replace_class(module, ParamWrapper, edits)
+                experts += 1
+            elif not is_variant(type(module), LoRALinear):
                 kept.setdefault(f"a {type(module).__name__} of PEFT runs its own forward", None)
             elif reason := _reason_to_keep(module):
                 kept.setdefault(reason, None)
@@ -294,6 +341,7 @@ def fuse_adapters(model, edits: Edits) -> tuple[list[Replacement], list[Skip]]:
         for base, count in linears.items()
     ]
     done += [Replacement("lora", "gated MLP with adapters", "lora_mlp", mlps)] if mlps else []
+    done += [Replacement("lora", "weight of experts with an adapter", "fused_experts", experts)] if experts else []
     return done, [Skip("lora", "Linear with an adapter", reason) for reason in kept]
 
 
