@@ -31,6 +31,24 @@ at::Tensor modulated_rms_norm(const at::Tensor& x, const std::optional<at::Tenso
                               const std::optional<at::Tensor>& shift = {}, double eps = 1e-6, double offset = 0,
                               Casting casting = Casting::Llama);
 
+struct GatedNormOptions {
+  Gate activation = Gate::SiLU;
+  bool norm_before_gate = true;
+  int64_t groups = 1;
+  Casting casting = Casting::Llama;
+  LIGER_OPTIONS(activation, norm_before_gate, groups, casting)
+};
+
+///   y = x / rms(x) · weight · act(gate)
+/// or, where the gate comes before the norm,
+///   y = u / rms(u) · weight
+///   u = x · act(gate)
+/// with means over each of `groups` groups of neighbouring columns of x [..., n]: the norms of gated linear attention
+/// (Yang et al. 2024, arXiv:2312.06635) and of Mamba-2 (Dao & Gu 2024, arXiv:2405.21060). gate as x; weight [n] in x's
+/// dtype or float. casting is Llama or Gemma.
+at::Tensor gated_rms_norm(const at::Tensor& x, const at::Tensor& gate, const at::Tensor& weight, double eps = 1e-6,
+                          const GatedNormOptions& options = {});
+
 ///   y = (x − mean) / sqrt(variance + eps) · weight + bias
 /// over the last dimension of x (Ba et al. 2016, arXiv:1607.06450); weight and bias [n] in x's dtype or float, or none.
 /// Computed in float, the variance from the centred row.

@@ -15,6 +15,7 @@ LARGE = [
     ("modulated_rms_norm", (524304, 4100), dict(each="token"), True),
     ("modulated_rms_norm", (16, 32784, 4100), {}, True),
     ("layer_norm", (131088, 16400), {}, True),
+    ("gated_rms_norm", (524304, 4100), {}, True),
     ("poly_norm", (524304, 4100), {}, True),
     ("dyt", (524304, 4100), {}, True),
     ("group_norm", (33, 64, 1048580), {}, True),

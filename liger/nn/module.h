@@ -12,6 +12,8 @@ inline std::optional<at::Tensor> given(const at::Tensor& t) { return t.defined()
 
 inline const char* name(Casting c) { return c == Casting::Llama ? "Llama" : c == Casting::Gemma ? "Gemma" : "None"; }
 
+inline const char* name(Gate g) { return g == Gate::SiLU ? "SiLU" : "Sigmoid"; }
+
 inline const char* name(Activation a) {
   switch (a) {
 #define LIGER_CASE(formula, name) \

@@ -61,6 +61,34 @@ struct ModulatedRMSNormImpl : RMSNormBase<ModulatedRMSNormImpl> {
 };
 TORCH_MODULE(ModulatedRMSNorm);
 
+struct RMSNormGatedOptions {
+  RMSNormGatedOptions(int64_t hidden_size) : hidden_size_(hidden_size) {}
+  TORCH_ARG(int64_t, hidden_size);
+  TORCH_ARG(double, eps) = 1e-6;
+  TORCH_ARG(GatedNormOptions, norm);
+};
+
+/// liger::gated_rms_norm with a weight of its own.
+struct RMSNormGatedImpl : torch::nn::Cloneable<RMSNormGatedImpl> {
+  explicit RMSNormGatedImpl(RMSNormGatedOptions o) : options(std::move(o)) { reset(); }
+
+  void reset() override { weight = register_parameter("weight", torch::ones({options.hidden_size()})); }
+
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& gate) {
+    return gated_rms_norm(x, gate, weight, options.eps(), options.norm());
+  }
+
+  void pretty_print(std::ostream& to) const override {
+    const GatedNormOptions& norm = options.norm();
+    print(to, *this, "hidden_size", options.hidden_size(), "eps", options.eps(), "activation", norm.activation,
+          "norm_before_gate", norm.norm_before_gate, "groups", norm.groups, "casting", norm.casting);
+  }
+
+  RMSNormGatedOptions options;
+  at::Tensor weight;
+};
+TORCH_MODULE(RMSNormGated);
+
 struct LayerNormOptions {
   LayerNormOptions(int64_t hidden_size) : hidden_size_(hidden_size) {}
   TORCH_ARG(int64_t, hidden_size);

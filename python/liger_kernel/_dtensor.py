@@ -29,6 +29,8 @@ RULES = {
     "fused_add_rms_norm_backward": ("xxxwr", "23"),
     "modulated_rms_norm_forward": ("xwbb", "xr"),
     "modulated_rms_norm_backward": ("xxwbbr", "1234"),
+    "gated_rms_norm_forward": ("xxw", "xr"),
+    "gated_rms_norm_backward": ("xxxwr", "123"),
     "layer_norm_forward": ("xww", "xrr"),
     "layer_norm_backward": ("xxwwrr", "123"),
     "group_norm_forward": ("nww", "nrr"),

@@ -154,6 +154,12 @@ CHECKS = (
         ((6, 40), (40,), (6, 40), (6, 40)),
     ),
     Check(
+        "gated_rms_norm",
+        lambda x, z, w: liger.liger_gated_rms_norm(x, z, w, EPS),
+        lambda x, z, w: _rms(x, w) * F.silu(z),
+        ((6, 40), (6, 40), (40,)),
+    ),
+    Check(
         "layer_norm",
         lambda x, w, b: liger.liger_layer_norm(x, w, b, EPS),
         lambda x, w, b: F.layer_norm(x, (40,), w, b, EPS),

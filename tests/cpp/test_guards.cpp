@@ -86,6 +86,7 @@ TEST_P(Guards, Hold) {
     backward(liger::rms_norm(x(), row()));
     backward(std::get<0>(liger::fused_add_rms_norm(x(), x(), row())));
     backward(liger::modulated_rms_norm(x(), row(), x(), x()));
+    backward(liger::gated_rms_norm(x(), x(), row()));
     backward(liger::layer_norm(x(), row(), row()));
     backward(liger::dyt(x(), leaf({1}, type), row(), row()));
     backward(liger::poly_norm(x(), leaf({3}, type), leaf({1}, type)));

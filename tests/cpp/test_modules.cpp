@@ -67,6 +67,10 @@ const std::vector<Row>& table() {
           "ModulatedRMSNorm(hidden_size=16, eps=1e-06, offset=0, casting=Llama, elementwise_affine=true)",
           [] { return ModulatedRMSNorm(16); }, x, y, x),
       row(
+          "RMSNormGated(hidden_size=16, eps=1e-06, activation=Sigmoid, norm_before_gate=true, groups=2, casting=Llama)",
+          [] { return RMSNormGated(RMSNormGatedOptions(16).norm({.activation = liger::Gate::Sigmoid, .groups = 2})); },
+          x, y),
+      row(
           "LayerNorm(hidden_size=16, eps=0.001, bias=true)", [] { return LayerNorm(LayerNormOptions(16).eps(1e-3)); },
           x),
       row(

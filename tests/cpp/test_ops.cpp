@@ -69,6 +69,8 @@ TEST(Norms, Modules) {
   expect_close({y, s}, {normed, x + residual});
   expect_close({liger::nn::ModulatedRMSNorm(liger::nn::RMSNormOptions(16))(x, scale, shift)},
                {torch::rms_norm(x, {16}, {}, 1e-6) * (1 + scale) + shift});
+  expect_close({liger::nn::RMSNormGated(16)(x, residual)},
+               {torch::rms_norm(x, {16}, {}, 1e-6) * torch::silu(residual)});
   expect_close({liger::nn::LayerNorm(16)(x)}, {torch::layer_norm(x, {16}, {}, {}, 1e-6)});
   expect_close({liger::nn::GroupNorm(liger::nn::GroupNormOptions(2, 4))(x)}, {torch::group_norm(x, 2, {}, {}, 1e-6)});
   expect_close({liger::nn::DyT(16)(x)}, {torch::tanh(0.5 * x)});

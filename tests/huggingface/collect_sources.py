@@ -61,7 +61,7 @@ CONFIG = types.SimpleNamespace(
     activation_function="silu",
 )
 CLASSES = re.compile(
-    r"RMSNorm$|RMSNormalization$|L2Norm$|LayerNorm$|MLP$|Mlp$|Experts$|NaiveMoe$|ReLUSquaredActivation$|Rotary|Rope"
+    r"RMSNorm(Gated|alization)?$|L2Norm$|LayerNorm$|MLP$|Mlp$|Experts$|NaiveMoe$|ReLUSquaredActivation$|Rotary|Rope"
 )
 FUNCTIONS = re.compile(r"^(vision_)?apply_(multimodal_)?rotary_(pos_)?emb(_vision|_interleave)?$")
 TABLES = re.compile(r"Rotary|Rope")
@@ -70,6 +70,7 @@ ROPE_CONFIG = types.SimpleNamespace(
 )
 # The parts that each kind of source is tried against, in this order.
 NORMS = ("rms_norm", "float_rms_norm", "offset_rms_norm")
+GATED_NORMS = ("gated_rms_norm", "gate_first_rms_norm", "float_gated_rms_norm")
 WEIGHTLESS_NORMS, LAYER_NORMS = ("weightless_rms_norm",), ("float_layer_norm",)
 MLPS = (
     *("gated_mlp", "packed_gated_mlp", "granite_gated_mlp", "top2_gated_mlp", "scaled_gated_mlp"),
@@ -83,6 +84,7 @@ ROUNDS_LESS = {"scaled_gated_mlp"}
 UNEQUAL_HALVES = {"modeling_hunyuan_vl"}
 # Compared by hand, for all that their branches do.
 REVIEWED = {"SeedOssMLP", "AriaExperts", *(name.rpartition(".")[2] for row in FAMILIES.values() for name in row.swaps)}
+REVIEWED |= {f"{name}RMSNormGated" for name in ("Bamba", "GraniteMoeHybrid", "Mamba", "NemotronH", "Zamba2")}
 BUILTINS = {"staticmethod", "classmethod", "property"}
 _count = itertools.count()
 
@@ -126,6 +128,7 @@ def branches(cls):
 def made(cls):
     """A module of a class, with an eps that counts; None where its constructor wants something else."""
     given = {"config": CONFIG, "hidden_size": WIDTH, "dim": WIDTH, "layer_idx": 0, "intermediate_size": 48}
+    given["group_size"] = WIDTH // 2
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
     needed = [p.name for p in parameters if p.default in (p.empty, None) and p.kind is p.POSITIONAL_OR_KEYWORD]
     optional = {p.name for p in parameters if p.default is None}
@@ -197,6 +200,8 @@ def _kinds(original, module):
     """The names of the parts that a class is tried against."""
     if original.__name__.endswith("LayerNorm"):
         return LAYER_NORMS
+    if original.__name__.endswith("NormGated"):
+        return GATED_NORMS
     if "Norm" in original.__name__:
         return NORMS if list(module.parameters()) else WEIGHTLESS_NORMS
     return EXPERTS if isinstance(getattr(module, "gate_up_proj", None), nn.Parameter) else MLPS

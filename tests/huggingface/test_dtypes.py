@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import importlib
 import importlib.util
 import inspect
 import itertools
@@ -15,7 +16,7 @@ from conftest import assert_close
 from liger_kernel.hub import layers
 from liger_kernel.transformers import hub_kernels
 from liger_kernel.transformers.by_source import row_of
-from liger_kernel.transformers.families import FAMILIES
+from liger_kernel.transformers.families import FAMILIES, GATED_RMS_NORM
 from liger_kernel.transformers.parts import find, is_known, unfit
 from liger_kernel.transformers.patch import ReplacedModule, _class_called, patch
 from liger_kernel.transformers.replace import Edits, instead_of, own_attributes, replace_class
@@ -65,7 +66,9 @@ def originals():
 
 
 # Model types whose parts no row names.
-WITHOUT_ROW = "aria cohere deepseek_v2 deepseek_v3 ernie4_5 granitemoeshared lfm2 nanochat olmo olmoe".split()
+WITHOUT_ROW = (
+    "aria bamba cohere deepseek_v2 deepseek_v3 ernie4_5 granitemoeshared kimi_linear lfm2 nanochat olmo olmoe"
+).split()
 
 
 def _by_source(model):
@@ -98,7 +101,8 @@ def inputs_of(module):
     linear = next((m for m in module.modules() if isinstance(m, nn.Linear)), None)
     weight = getattr(module, "weight", None)
     width = linear.in_features if linear is not None else 64 if weight is None else weight.shape[0]
-    return (torch.randn(TOKENS, width, dtype=torch.float64),)
+    given = 2 if "gate" in inspect.signature(type(module).forward).parameters else 1
+    return tuple(torch.randn(TOKENS, width, dtype=torch.float64) for _ in range(given))
 
 
 def rotary_inputs(function):
@@ -195,10 +199,12 @@ def check_module(module, replaced, x, p, autocast, grad, device, what):
     if hasattr(true, "config"):
         true.config._experts_implementation = "eager"  # grouped GEMMs know no float64
     ours = replaced(ours)
-    tensors = [inputs[0].to(x), *(t.to(x) if t.is_floating_point() else t for t in inputs[1:])]
+    gated = len(inputs) == 2  # a gate is what a Linear gives, and x what no Linear does
+    tensors = [inputs[0].to(x), *(t.to(p if gated else x) if t.is_floating_point() else t for t in inputs[1:])]
 
     def run(m, dtype):
-        leaves = [_leaf(tensors[0], dtype or x, grad), *(_leaf(t, dtype or t.dtype, False) for t in tensors[1:])]
+        more = (_leaf(t, dtype or t.dtype, grad and gated) for t in tensors[1:])
+        leaves = [_leaf(tensors[0], dtype or x, grad), *more]
         return step(m, leaves, m.parameters(), None if dtype else autocast, device)
 
     assert_as_original(run(ours, None), run(module, None), run(true, torch.float64), what)
@@ -289,3 +295,26 @@ def test_float_norms_in_a_16_bit_model(family):
         return model
 
     assert_trains_as_original(family, prepare, True, input_ids=ids, labels=ids)
+
+
+@pytest.mark.parametrize(
+    "model,name,options",
+    [
+        ("falcon_h1", "FalconH1RMSNormGated", dict(n_groups=2)),
+        ("falcon_h1", "FalconH1RMSNormGated", dict(n_groups=2, norm_before_gate=False)),
+        ("mamba2", "MambaRMSNormGated", dict(group_size=16)),
+    ],
+)
+def test_options_of_gated_norms(model, name, options):
+    cls = getattr(importlib.import_module(f"transformers.models.{model}.modeling_{model}"), name)
+    part = find(cls)
+    if part is None or not options.keys() <= inspect.signature(cls).parameters.keys():
+        pytest.skip("another version's")
+    torch.manual_seed(0)
+    module = cls(64, eps=0.03, **options)
+    nn.init.normal_(module.weight)
+    replaced = functools.partial(with_part, part=GATED_RMS_NORM.load(part.targets[0]))
+    check(module, replaced, "cpu")
+    x, without_gate = torch.randn(2, 3, 64), replaced(copy.deepcopy(module))
+    for arguments in ((x,), (x, None)):
+        assert torch.equal(without_gate(*arguments), module(*arguments))

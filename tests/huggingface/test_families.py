@@ -199,14 +199,20 @@ def test_parts_round_where_the_originals_do(family, kind, apply, inputs, dtype):
     assert parts or family == "llava"
     for name, _ in parts:
         reference.get_submodule(name).register_forward_hook(
-            lambda m, x, y, name=name: seen.update({name: (x[0].clone(), y.clone())})
+            lambda m, x, y, name=name: seen.update({name: (copy.deepcopy(x), y.clone())})
         )
     with torch.no_grad():
         reference(**inputs)
         for name, part in parts:
             if name in seen and not isinstance(part, (LigerFalconH1SwiGLUMLP, *EXPERTS)):  # they round less
                 x, y = seen[name]
-                assert_rounded_alike(part(x), y, 0.02)
+                taken = len(inspect.signature(part.forward).parameters)
+                ours = part(*x[:taken])
+                if y.dtype == dtype:
+                    assert_rounded_alike(ours, y, 0.02)
+                else:  # a float state meets a norm's 16-bit gate and weight
+                    assert ours.dtype == y.dtype
+                    assert_close(ours, y)
 
 
 def _curve(model, inputs):

@@ -57,38 +57,47 @@ struct RowLayout {
   }
 };
 
-/// A row that several passes of a kernel read: in registers, as it came, or as RowLayout<0> has it.
-template <class T, class Layout>
+/// A row that several passes of a kernel read, or rows of several matrices side by side: in registers, as they came, or
+/// as RowLayout<0> has them.
+template <class T, class Layout, int kMatrices = 1>
 class HeldRow {
  public:
   using Row = typename Layout::template Row<T>;
 
-  /// Row `row` of x [rows, cols]; behind the last one, an empty row.
-  __device__ HeldRow(const void* x, int64_t row, int64_t rows, int64_t cols)
-      : in_(x, row, cols, row < rows ? cols : 0), row_(row), cols_(cols) {
+  /// Row `row` of [rows, cols] matrices; behind the last one, an empty row.
+  template <class... Matrix>
+  __device__ HeldRow(int64_t row, int64_t rows, int64_t cols, const Matrix*... matrices)
+      : rows_{Row(matrices, row, cols, row < rows ? cols : 0)...}, row_(row), cols_(cols) {
     unrolled<Layout::kPacks>([&](int p) {
-      if (const int k = Layout::pack(p); k < in_.packs()) packs_[p] = in_.load(k, T(0));
+      if (const int k = Layout::pack(p); k < like().packs())
+        unrolled<kMatrices>([&](int m) { packs_[p][m] = rows_[m].load(k, T(0), like()); });
     });
   }
 
-  /// f(k, vector) for each pack k that this thread has.
+  /// The row of the first matrix.
+  __device__ const Row& like() const { return rows_[0]; }
+
+  /// f(k, vector, …) for each pack k that this thread has, with a vector of each matrix.
   template <class F>
   __device__ void each(F f) const {
-    if constexpr (Layout::kPacks == 0) for_each_pack_of(in_, [&](int k) { f(k, to_vec(in_.load(k, T(0)))); });
-    unrolled<Layout::kPacks>([&](int p) {
-      if (const int k = Layout::pack(p); k < in_.packs()) f(k, to_vec(packs_[p]));
-    });
+    [&]<int... m>(std::integer_sequence<int, m...>) {
+      if constexpr (Layout::kPacks == 0)
+        for_each_pack_of(like(), [&](int k) { f(k, to_vec(rows_[m].load(k, T(0), like()))...); });
+      unrolled<Layout::kPacks>([&](int p) {
+        if (const int k = Layout::pack(p); k < like().packs()) f(k, to_vec(packs_[p][m])...);
+      });
+    }(std::make_integer_sequence<int, kMatrices>());
   }
 
   /// Writes pack k of the same row of another matrix.
   __device__ void store(void* y, int k, const Vec<Row::kWidth>& v) const {
-    Row(y, row_, cols_, cols_).store(k, packed<T>(v), in_);
+    Row(y, row_, cols_, cols_).store(k, packed<T>(v), like());
   }
 
  private:
-  Row in_;
+  Row rows_[kMatrices];
   int64_t row_, cols_;
-  typename Row::Pack packs_[std::max(1, Layout::kPacks)];
+  typename Row::Pack packs_[std::max(1, Layout::kPacks)][kMatrices];
 };
 
 /// Σ of each of the n numbers that f(x, …) gives, over the elements of a row, or of rows side by side, that this thread

@@ -13,7 +13,7 @@ template <class T, class Layout>
 __global__ void __launch_bounds__(kThreads, 2) forward_kernel(PolyNormForward a) {
   await_previous();
   const int64_t row = Layout::row();
-  const HeldRow<T, Layout> x(a.x, row, a.rows, a.cols);
+  const HeldRow<T, Layout> x(row, a.rows, a.cols, a.x);
   RowReduce<Sums<3>, Layout::kSpread> reduce;
   Sums<3>::Value rstd = reduce(row_sums<3>(x, PolyNorm::Squares{}));
   for (float& r : rstd.v)  // exact to a float's last place where that shows

@@ -97,6 +97,7 @@ def kernels_cover(tensor: torch.Tensor, kernels: tuple[str, ...] = ()) -> bool:
 
 # What runs forward and backward of each kind of part, beside GEMMs.
 NORM_KERNELS = ("norm_forward", "norm_backward", "row_partials", "add_partials")
+GATED_NORM_KERNELS = ("gated_rms_norm_forward", "gated_rms_norm_backward", "row_partials", "add_partials")
 GATED_KERNELS = ("gated_forward", "gated_backward")
 EXPERTS_KERNELS = (
     *("sort_by_expert", "spread_tokens", "combine_experts", "experts_backward"),

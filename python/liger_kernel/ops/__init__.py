@@ -26,6 +26,7 @@ from liger_kernel.ops.fused_linear_scaled_cross_entropy import (
     LigerFusedLinearScaledCrossEntropyTPFunction,
 )
 from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
+from liger_kernel.ops.gated_rms_norm import LigerGatedRMSNormFunction
 from liger_kernel.ops.geglu import LigerGELUMulFunction, geglu_backward, geglu_forward
 from liger_kernel.ops.group_norm import LigerGroupNormFunction, group_norm_backward, group_norm_forward
 from liger_kernel.ops.grpo_loss import GrpoLossFunction
@@ -60,9 +61,10 @@ __all__ = [
     "GrpoLossFunction", "LigerCrossEntropyFunction", "LigerDyTFunction", "LigerEmbeddingFunction",
     "LigerFusedAddRMSNormFunction", "LigerFusedGateUpSiLUMulFunction", "LigerFusedLinearCrossEntropyFunction",
     "LigerFusedLinearJSDFunction", "LigerFusedLinearScaledCrossEntropyFunction", "LigerFusedMoEFunction",
-    "LigerGELUMulFunction", "LigerGroupNormFunction", "LigerJSDFunction", "LigerKLDivLossFunction",
-    "LigerLayerNormFunction", "LigerLlama4RopeFunction", "LigerMLPFunction", "LigerModulatedRMSNormFunction",
-    "LigerPolyNormFunction", "LigerQwen2VLMRopeFunction", "LigerRMSNormFunction", "LigerReLUSquaredFunction",
+    "LigerGELUMulFunction", "LigerGatedRMSNormFunction", "LigerGroupNormFunction", "LigerJSDFunction",
+    "LigerKLDivLossFunction", "LigerLayerNormFunction", "LigerLlama4RopeFunction", "LigerMLPFunction",
+    "LigerModulatedRMSNormFunction", "LigerPolyNormFunction", "LigerQwen2VLMRopeFunction", "LigerRMSNormFunction",
+    "LigerReLUSquaredFunction",
     "LigerRopeFunction", "LigerSiLUMulFunction", "LigerSoftmaxFunction", "LigerSparsemaxFunction",
     "LigerTVDLossFunction", "LigerTiledMLPFunction", "LigerVocabParallelCEFunction", "apply_tiled_mlp",
     "cross_entropy_backward", "cross_entropy_forward", "fused_add_rms_norm_backward", "fused_add_rms_norm_forward",

@@ -15,6 +15,7 @@ from liger_kernel.transformers.fused_ce_tvd import LigerFusedCETVDLoss
 from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 from liger_kernel.transformers.fused_linear_jsd import LigerFusedLinearJSD
 from liger_kernel.transformers.fused_linear_kl_div import LigerFusedLinearKLDivLoss
+from liger_kernel.transformers.gated_rms_norm import LigerRMSNormGated
 from liger_kernel.transformers.geglu import LigerGEGLUMLP, LigerGEGLUMLPForGemma4
 from liger_kernel.transformers.group_norm import LigerGroupNorm
 from liger_kernel.transformers.jsd import LigerJSD
@@ -72,8 +73,8 @@ __all__ = [
     "LigerFusedLinearJSD", "LigerFusedLinearKLDivLoss",
     "LigerGEGLUMLP", "LigerGroupNorm", "LigerJSD", "LigerKLDIVLoss", "LigerLayerNorm", "LigerMLP",
     "LigerModulatedRMSNorm", "LigerPhi3SwiGLUMLP", "LigerPolyNorm", "LigerQwen3MoeSwiGLUMLP", "LigerReLUSquared",
-    "LigerRMSNorm", "LigerSoftmax", "LigerSparsemax", "LigerSwiGLUMLP", "LigerTiledGEGLUMLP", "LigerTiledSwiGLUMLP",
-    "LigerTVDLoss", "liger_llama4_text_rotary_pos_emb", "liger_llama4_vision_rotary_pos_emb",
+    "LigerRMSNorm", "LigerRMSNormGated", "LigerSoftmax", "LigerSparsemax", "LigerSwiGLUMLP", "LigerTiledGEGLUMLP",
+    "LigerTiledSwiGLUMLP", "LigerTVDLoss", "liger_llama4_text_rotary_pos_emb", "liger_llama4_vision_rotary_pos_emb",
     "liger_multimodal_rotary_pos_emb", "liger_rotary_pos_emb",
 ]  # fmt: skip
 if is_transformers_available():

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from liger_kernel.transformers.causal_lm import hands_logits_over, names_in, original_forward
 from liger_kernel.transformers.families import (
     EXACT_GEGLU,
+    GATED_RMS_NORM,
     GEGLU,
     GPT_OSS_EXPERTS,
     LAYER_NORM,
@@ -35,7 +36,8 @@ from liger_kernel.transformers.source import as_written
 
 _LAYER_NORM = LAYER_NORM["torch.nn.LayerNorm"]
 _ROPES = tuple(swap for table in (ROPE, VISION_ROPE, SECTIONED_ROPE, LLAMA4_ROPE) for swap in table.values())
-_SWAPS = (RMS_NORM, _LAYER_NORM, SWIGLU, GEGLU, EXACT_GEGLU, GPT_OSS_EXPERTS, *RELU_SQUARED.values(), *_ROPES)
+_NORMS = (RMS_NORM, GATED_RMS_NORM, _LAYER_NORM)
+_SWAPS = (*_NORMS, SWIGLU, GEGLU, EXACT_GEGLU, GPT_OSS_EXPERTS, *RELU_SQUARED.values(), *_ROPES)
 # The name of a class or a function -> what would stand for it if its source were known.
 _KINDS = (
     (re.compile(r"RMSNorm|RmsNorm|L2Norm"), RMS_NORM),

@@ -143,6 +143,9 @@ SWITCHES = {
 # unknown source is tried against them, in this order.
 _RMS_NORMS = ("", "ForOlmo2", "ForGemma", "WithoutWeight")
 RMS_NORM = Swap("rms_norm", tuple(f"rms_norm.LigerRMSNorm{kind}" for kind in _RMS_NORMS))
+GATED_RMS_NORM = Swap(
+    "rms_norm", tuple(f"gated_rms_norm.LigerRMSNormGated{kind}" for kind in ("", "ForMamba2", "ForKimiLinear"))
+)
 LAYER_NORM = {
     "torch.nn.LayerNorm": Swap(
         "layer_norm", ("layer_norm.LigerLayerNorm", "layer_norm.LigerLayerNormForCohere"), deferred=True
@@ -196,7 +199,8 @@ def _dense(name, prefix, mlp=SWIGLU, parameters=_L, **fields):
 def _mixture(name, prefix, **fields):
     """One whose experts are modules in a list, and one module of them all since transformers 5."""
     experts = f"{prefix}Experts"
-    return _dense(name, prefix, swaps={experts: SWIGLU}, optional=(experts,), **fields)
+    swaps = {experts: SWIGLU, **fields.pop("swaps", {})}
+    return _dense(name, prefix, swaps=swaps, optional=(experts,), **fields)
 
 
 def _known(name, head, parameters=_L, off=("cross_entropy",), **fields):
@@ -224,7 +228,7 @@ FAMILIES = {row.name: row for row in (
     _dense("olmo2", "Olmo2"),
     _dense("olmo3", "Olmo3"),
     _dense("exaone4", "Exaone4"),
-    _dense("falcon_h1", "FalconH1"),
+    _dense("falcon_h1", "FalconH1", swaps={"FalconH1RMSNormGated": GATED_RMS_NORM}),
     _dense("hunyuan_v1_dense", "HunYuanDenseV1"),
     _mixture("hunyuan_v1_moe", "HunYuanMoEV1"),
     _dense("gemma", "Gemma", mlp=GEGLU, parameters=_GE),
@@ -238,7 +242,7 @@ FAMILIES = {row.name: row for row in (
     Family("paligemma", LAYER_NORM, _heads("PaliGemmaForConditionalGeneration"), parameters=_GEL,
            holds=("gemma", "gemma2"), composite=True),
     _mixture("qwen3_moe", "Qwen3Moe"),
-    _mixture("qwen3_next", "Qwen3Next", off=_NO_ROPE),
+    _mixture("qwen3_next", "Qwen3Next", off=_NO_ROPE, swaps={"Qwen3NextRMSNormGated": GATED_RMS_NORM}),
     Family("mixtral",
            {"MixtralRMSNorm": RMS_NORM, "MixtralBlockSparseTop2MLP": SWIGLU, "MixtralExperts": SWIGLU, **ROPE},
            _heads("MixtralForCausalLM"), parameters=_L, optional=("MixtralBlockSparseTop2MLP", "MixtralExperts")),
@@ -278,11 +282,12 @@ FAMILIES = {row.name: row for row in (
                             "Qwen3VLMoeTextExperts": SWIGLU, **ROPE, **VISION_ROPE},
            _heads("Qwen3VLMoeForConditionalGeneration"), model_types=("qwen3_vl_moe", "qwen3_vl_moe_text"),
            parameters=_L),
-    Family("qwen3_5", {"Qwen3_5RMSNorm": RMS_NORM, "Qwen3_5MLP": SWIGLU, **ROPE, **VISION_ROPE},
+    Family("qwen3_5", {"Qwen3_5RMSNorm": RMS_NORM, "Qwen3_5RMSNormGated": GATED_RMS_NORM, "Qwen3_5MLP": SWIGLU,
+                       **ROPE, **VISION_ROPE},
            _heads("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"), model_types=("qwen3_5", "qwen3_5_text"),
            parameters=_L, off=_NO_ROPE),
-    Family("qwen3_5_moe", {"Qwen3_5MoeRMSNorm": RMS_NORM, "Qwen3_5MoeMLP": SWIGLU, "Qwen3_5MoeExperts": SWIGLU,
-                           **ROPE, **VISION_ROPE},
+    Family("qwen3_5_moe", {"Qwen3_5MoeRMSNorm": RMS_NORM, "Qwen3_5MoeRMSNormGated": GATED_RMS_NORM,
+                           "Qwen3_5MoeMLP": SWIGLU, "Qwen3_5MoeExperts": SWIGLU, **ROPE, **VISION_ROPE},
            _heads("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
            model_types=("qwen3_5_moe", "qwen3_5_moe_text"), parameters=_L, off=_NO_ROPE),
     Family("glm4v", {"Glm4vRMSNorm": RMS_NORM, "Glm4vTextMLP": SWIGLU, "Glm4VisionMlp": SWIGLU, **ROPE,

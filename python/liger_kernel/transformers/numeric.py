@@ -69,16 +69,16 @@ def computes(part, module, forward, rounded: bool = True) -> bool:
                     if parameter.dim() > 1
                     else torch.randn_like(parameter)
                 )
-            if (inputs := _inputs(twin)) is None:
+            if (inputs := _inputs(twin, part.forward)) is None:
                 return False
-            x, *routing = inputs
-            if not _close(*_seeded(part.forward, forward, twin, x, *routing), 2.0**-16):
+            if not _close(*_seeded(part.forward, forward, twin, *inputs), 2.0**-16):
                 return False
-            if not rounded or routing:  # the sum over a token's experts is rounded once, not for each
+            if not rounded or len(inputs) > 2:  # the sum over a token's experts is rounded once, not for each
                 return True
             norm = isinstance(getattr(twin, "weight", None), nn.Parameter)
             mixed = ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)) if norm else ()
-            return all(_rounds_alike(part, twin, forward, x, *dtypes) for dtypes in ((torch.bfloat16,) * 2, *mixed))
+            dtypes = ((torch.bfloat16,) * 2, *mixed)
+            return all(_rounds_alike(part, twin, forward, inputs, *each) for each in dtypes)
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, NotImplementedError):
         return False
 
@@ -107,10 +107,10 @@ def _seeded(part, forward, *arguments):
     return results
 
 
-def _rounds_alike(part, twin, forward, x, of_input, of_parameters):
+def _rounds_alike(part, twin, forward, inputs, of_inputs, of_parameters):
     """Whether both give one dtype, and elements that differ only where that rounds less than the original did."""
-    twin, x = twin.to(of_parameters), x.to(of_input)
-    ours, theirs = _seeded(or_original(part, forward), forward, twin, x)
+    twin, inputs = twin.to(of_parameters), [x.to(of_inputs) for x in inputs]
+    ours, theirs = _seeded(or_original(part, forward), forward, twin, *inputs)
     if ours.dtype != theirs.dtype:
         return False
     if ours.dtype == torch.float32:
@@ -118,8 +118,11 @@ def _rounds_alike(part, twin, forward, x, of_input, of_parameters):
     return bool((ours != theirs).float().mean() <= 0.02)
 
 
-def _inputs(module):
-    """What a norm, a feed-forward block or experts take, or None. Rows of very different sizes tell where eps is."""
+def _inputs(module, forward):
+    """What a norm, a feed-forward block or experts take, or None; with a gate if `forward`, a part's, takes one.
+
+    Rows of very different sizes tell where eps is.
+    """
     experts = getattr(module, "gate_up_proj", None)
     if isinstance(experts, nn.Parameter) and experts.dim() == 3:
         width = next((getattr(module, name) for name in ("hidden_dim", "hidden_size") if hasattr(module, name)), None)
@@ -127,7 +130,12 @@ def _inputs(module):
         extra = (routing.indices, routing.values)
     else:
         width, extra = _width(module), ()
-    return None if width is None else (torch.randn(_ROWS, width) * torch.logspace(-4, 1, _ROWS)[:, None], *extra)
+    if width is None:
+        return None
+    x = torch.randn(_ROWS, width) * torch.logspace(-4, 1, _ROWS)[:, None]
+    if "gate" in inspect.signature(forward).parameters:  # sequences of one token, which some originals tell apart
+        return x[:, None], torch.randn(_ROWS, 1, width)
+    return x, *extra
 
 
 def _width(module):

@@ -38,6 +38,7 @@ class Part:
 
 
 _RMS = "rms_norm.LigerRMSNorm"
+_GATED_RMS = "gated_rms_norm.LigerRMSNormGated"
 PARTS = {
     # rounds before the weight
     "rms_norm": Part((_RMS, f"{_RMS}ForGlm4"), "LigerRMSNorm"),
@@ -47,6 +48,10 @@ PARTS = {
         tuple(f"{_RMS}For{name}" for name in ("Gemma", "Gemma2", "Gemma3", "Qwen3Next")), "LigerZeroCenteredRMSNorm"
     ),
     "weightless_rms_norm": Part((f"{_RMS}WithoutWeight",)),
+    # the gate last, or first, of a norm that rounds before the weight; all of it in float
+    "gated_rms_norm": Part((_GATED_RMS,)),
+    "gate_first_rms_norm": Part((f"{_GATED_RMS}ForMamba2",)),
+    "float_gated_rms_norm": Part((f"{_GATED_RMS}ForKimiLinear",)),
     # torch.nn.LayerNorm; one that computes in float and gives the input's dtype
     "layer_norm": Part(("layer_norm.LigerLayerNorm",)),
     "float_layer_norm": Part(("layer_norm.LigerLayerNormForCohere",)),

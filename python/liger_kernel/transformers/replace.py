@@ -60,18 +60,20 @@ def _current(owner, name):
 def or_original(part: type, original):
     """The forward of the class `part`, but `original` where the part would not compute the same.
 
-    That is where there are none of `part.kernels` for the first argument, where more arguments come than the part
-    takes, where `part.reason_to_keep` gives a reason, and where `part.as_original`, which gives the first argument the
-    dtype of the original's result, has none.
+    That is where there are none of `part.kernels` for the first argument, where more or fewer arguments come than the
+    part takes or one is None, where `part.reason_to_keep` gives a reason, and where `part.as_original`, which gives the
+    first argument the dtype of the original's result, has none.
     """
     name, kernels = list(inspect.signature(original).parameters)[1], getattr(part, "kernels", ())
-    most = len(inspect.signature(part.forward).parameters) - 1
+    taken = list(inspect.signature(part.forward).parameters.values())[1:]
+    most, least = len(taken), sum(parameter.default is parameter.empty for parameter in taken)
     reason_to_keep, as_original = (getattr(part, attribute, None) for attribute in ("reason_to_keep", "as_original"))
 
     @functools.wraps(part.forward)
     def call(self, *args, **kwargs):
         x = args[0] if args else kwargs.get(name)
-        if x is None or len(args) + len(kwargs) > most or not kernels_cover(x, kernels):
+        fits = least <= len(args) + len(kwargs) <= most and all(a is not None for a in (x, *args, *kwargs.values()))
+        if not fits or not kernels_cover(x, kernels):
             return original(self, *args, **kwargs)
         if reason_to_keep is not None and reason_to_keep(self):
             return original(self, *args, **kwargs)
