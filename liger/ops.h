@@ -54,6 +54,15 @@ at::Tensor poly_norm(const at::Tensor& x, const at::Tensor& weight, const at::Te
 at::Tensor group_norm(const at::Tensor& x, const std::optional<at::Tensor>& weight,
                       const std::optional<at::Tensor>& bias, int64_t groups, double eps = 1e-6);
 
+/// The residual stream's mean over the outputs of earlier blocks v_n = blocks[n], weighted by attention over depth
+/// (Kimi Team 2026, Attention Residuals):
+///   h = Σ_n α_n · v_n
+///   α = softmax_n(Σ query · weight · v_n / rms(v_n))
+/// blocks [n, ..., width], n of up to 32; query and weight, that of the keys' RMSNorm, [width] in blocks' dtype or
+/// float. Computed in float and rounded once.
+at::Tensor attention_residuals(const at::Tensor& blocks, const at::Tensor& query, const at::Tensor& weight,
+                               double eps = 1e-6);
+
 /// act(x), element by element: ReLUSquared is relu² (So et al. 2021, arXiv:2109.08668).
 at::Tensor activate(const at::Tensor& x, Activation activation = Activation::ReLUSquared);
 

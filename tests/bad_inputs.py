@@ -19,6 +19,7 @@ ROWS = {
     ("embedding", "ids"),
     ("scale", "saved"),
     *((name, "x") for name in ("rms_norm", "layer_norm", "dyt", "poly_norm", "modulated_rms_norm", "fused_mlp")),
+    ("attention_residuals", "blocks"),
     *((name, "x") for name in ("lora_linear", "lora_qkv", "lora_mlp")),
 }
 FREE = {

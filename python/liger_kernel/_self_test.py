@@ -76,6 +76,10 @@ def _poly(x, w, b):
     return sum(w[i] * _rms(x ** (3 - i), 1) for i in range(3)) + b
 
 
+def _attention_residuals(v, query, weight):
+    return (v * (_rms(v, weight) * query).sum(-1, keepdim=True).softmax(0)).sum(0)
+
+
 def _jsd(x, t):
     m = (x.exp() + t.exp()) / 2
     return ((x.exp() * (x - m.log())).sum() + (t.exp() * (t - m.log())).sum()) / (2 * x.shape[0])
@@ -167,6 +171,7 @@ CHECKS = (
     ),
     Check("dyt", liger.liger_dyt, lambda x, alpha, w, b: torch.tanh(alpha * x) * w + b, ((6, 40), (1,), (40,), (40,))),
     Check("poly_norm", liger.liger_poly_norm, _poly, ((6, 40), (3,), (1,))),
+    Check("attention_residuals", liger.liger_attn_res, _attention_residuals, ((3, 6, 40), (40,), (40,))),
     Check("gated", liger.liger_swiglu, lambda a, b: F.silu(a) * b, ((6, 40), (6, 40))),
     Check("gated, gelu", liger.liger_geglu, lambda a, b: F.gelu(a, approximate="tanh") * b, ((6, 40), (6, 40))),
     Check(

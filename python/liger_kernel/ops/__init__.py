@@ -1,6 +1,7 @@
 """The operators under the names of liger_kernel.ops: Function classes with `apply`, and their forward and backward as
 plain functions."""
 
+from liger_kernel.ops.attn_res import LigerAttnResFunction, attn_res_backward, attn_res_forward
 from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction, cross_entropy_backward, cross_entropy_forward
 from liger_kernel.ops.dyt import LigerDyTFunction
 from liger_kernel.ops.experimental.embedding import LigerEmbeddingFunction
@@ -57,14 +58,17 @@ from liger_kernel.ops.tvd import LigerTVDLossFunction
 from liger_kernel.ops.vocab_parallel_cross_entropy import LigerVocabParallelCEFunction
 
 __all__ = [
-    "GrpoLossFunction", "LigerCrossEntropyFunction", "LigerDyTFunction", "LigerEmbeddingFunction",
+    "GrpoLossFunction", "LigerAttnResFunction", "LigerCrossEntropyFunction", "LigerDyTFunction",
+    "LigerEmbeddingFunction",
     "LigerFusedAddRMSNormFunction", "LigerFusedGateUpSiLUMulFunction", "LigerFusedLinearCrossEntropyFunction",
     "LigerFusedLinearJSDFunction", "LigerFusedLinearScaledCrossEntropyFunction", "LigerFusedMoEFunction",
     "LigerGELUMulFunction", "LigerGroupNormFunction", "LigerJSDFunction", "LigerKLDivLossFunction",
-    "LigerLayerNormFunction", "LigerLlama4RopeFunction", "LigerMLPFunction", "LigerModulatedRMSNormFunction",
+    "LigerLayerNormFunction", "LigerLlama4RopeFunction",
+    "LigerMLPFunction", "LigerModulatedRMSNormFunction",
     "LigerPolyNormFunction", "LigerQwen2VLMRopeFunction", "LigerRMSNormFunction", "LigerReLUSquaredFunction",
     "LigerRopeFunction", "LigerSiLUMulFunction", "LigerSoftmaxFunction", "LigerSparsemaxFunction",
     "LigerTVDLossFunction", "LigerTiledMLPFunction", "LigerVocabParallelCEFunction", "apply_tiled_mlp",
+    "attn_res_backward", "attn_res_forward",
     "cross_entropy_backward", "cross_entropy_forward", "fused_add_rms_norm_backward", "fused_add_rms_norm_forward",
     "fused_linear_cross_entropy_backward", "fused_linear_cross_entropy_forward", "fused_linear_jsd_backward",
     "fused_linear_jsd_forward", "geglu_backward", "geglu_forward", "group_norm_backward", "group_norm_forward",

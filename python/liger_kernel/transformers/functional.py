@@ -7,6 +7,7 @@ from liger_kernel.operators.activation import (
     liger_sparsemax,
     liger_swiglu,
 )
+from liger_kernel.operators.connections import liger_attn_res
 from liger_kernel.operators.distillation import liger_fused_linear_jsd
 from liger_kernel.operators.head import liger_fused_linear_cross_entropy
 from liger_kernel.operators.loss import (
@@ -33,10 +34,13 @@ from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearS
 liger_fused_linear_scaled_cross_entropy_tp = LigerFusedLinearScaledCrossEntropyTPFunction.apply
 
 __all__ = [
-    "CrossEntropyOutput", "liger_cross_entropy", "liger_dyt", "liger_fused_add_rms_norm",
+    "CrossEntropyOutput", "liger_attn_res", "liger_cross_entropy", "liger_dyt", "liger_fused_add_rms_norm",
     "liger_fused_linear_cross_entropy", "liger_fused_linear_jsd", "liger_fused_linear_kl_div",
-    "liger_fused_linear_scaled_cross_entropy_tp", "liger_geglu", "liger_group_norm", "liger_jsd",
-    "liger_kl_div", "liger_layer_norm", "liger_modulated_rms_norm", "liger_poly_norm", "liger_qwen2vl_mrope",
+    "liger_fused_linear_scaled_cross_entropy_tp", "liger_geglu",
+    "liger_group_norm", "liger_jsd",
+    "liger_kl_div", "liger_layer_norm",
+    "liger_modulated_rms_norm", "liger_poly_norm",
+    "liger_qwen2vl_mrope",
     "liger_relu_squared", "liger_rms_norm", "liger_rope", "liger_rope_packed", "liger_selective_log_softmax",
     "liger_softmax", "liger_sparsemax", "liger_swiglu", "liger_tvd",
 ]  # fmt: skip
