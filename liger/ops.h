@@ -63,6 +63,36 @@ at::Tensor group_norm(const at::Tensor& x, const std::optional<at::Tensor>& weig
 at::Tensor attention_residuals(const at::Tensor& blocks, const at::Tensor& query, const at::Tensor& weight,
                                double eps = 1e-6);
 
+struct MHCOptions {
+  int64_t iterations = 20;  // of Sinkhorn's algorithm
+  double rms_eps = 1e-6, pre_eps = 0, sinkhorn_eps = 1e-6, post_scale = 2;
+  LIGER_OPTIONS(iterations, rms_eps, pre_eps, sinkhorn_eps, post_scale)
+};
+
+/// The coefficients of manifold-constrained hyper-connections (Xie et al. 2025, arXiv:2512.24880) of a token's streams
+/// x [..., streams, width], up to 16 of them:
+///   mix   = (x phi) / rms(x), x as one row
+///   pre   = σ(alpha_pre · mix + b) + pre_eps
+///   post  = σ(alpha_post · mix + b) · post_scale
+///   res   = Sinkhorn(alpha_res · mix + b)
+/// phi [streams · width, 2 streams + streams²] has columns for pre, for post and for the rows of res, b a float for
+/// each; alphas are one float. Sinkhorn is a softmax of rows, plus sinkhorn_eps, whose columns and rows are divided in
+/// turn by their sum + sinkhorn_eps. Float results (pre, post, res): [..., streams], [..., streams] and
+/// [..., streams, streams].
+std::tuple<at::Tensor, at::Tensor, at::Tensor> mhc_coefficients(const at::Tensor& x, const at::Tensor& phi,
+                                                                const at::Tensor& b, const at::Tensor& alpha_pre,
+                                                                const at::Tensor& alpha_post,
+                                                                const at::Tensor& alpha_res,
+                                                                const MHCOptions& options = {});
+
+/// A layer's input Σ_i pre_i · x_i, [..., width] in x's dtype, of x [..., streams, width], float pre [..., streams].
+at::Tensor mhc_pre(const at::Tensor& x, const at::Tensor& pre);
+
+/// The streams after a layer, whose result is f [..., width], in x's dtype or float:
+///   y_o = Σ_i res_oi · x_i + post_o · f
+/// for x [..., streams, width], float post [..., streams] and res [..., streams, streams]; y is as x.
+at::Tensor mhc_post_res(const at::Tensor& x, const at::Tensor& f, const at::Tensor& post, const at::Tensor& res);
+
 /// act(x), element by element: ReLUSquared is relu² (So et al. 2021, arXiv:2109.08668).
 at::Tensor activate(const at::Tensor& x, Activation activation = Activation::ReLUSquared);
 

@@ -34,6 +34,7 @@ from liger_kernel.ops.jsd import LigerJSDFunction, jsd_backward, jsd_forward
 from liger_kernel.ops.kl_div import LigerKLDivLossFunction
 from liger_kernel.ops.layer_norm import LigerLayerNormFunction, layer_norm_backward, layer_norm_forward
 from liger_kernel.ops.llama4_rope import LigerLlama4RopeFunction
+from liger_kernel.ops.mhc import LigerMHCCoeffsFunction, LigerMHCPostResFunction, LigerMHCPreFunction
 from liger_kernel.ops.mlp import LigerMLPFunction
 from liger_kernel.ops.modulated_rms_norm import (
     LigerModulatedRMSNormFunction,
@@ -63,8 +64,8 @@ __all__ = [
     "LigerFusedAddRMSNormFunction", "LigerFusedGateUpSiLUMulFunction", "LigerFusedLinearCrossEntropyFunction",
     "LigerFusedLinearJSDFunction", "LigerFusedLinearScaledCrossEntropyFunction", "LigerFusedMoEFunction",
     "LigerGELUMulFunction", "LigerGroupNormFunction", "LigerJSDFunction", "LigerKLDivLossFunction",
-    "LigerLayerNormFunction", "LigerLlama4RopeFunction",
-    "LigerMLPFunction", "LigerModulatedRMSNormFunction",
+    "LigerLayerNormFunction", "LigerLlama4RopeFunction", "LigerMHCCoeffsFunction", "LigerMHCPostResFunction",
+    "LigerMHCPreFunction", "LigerMLPFunction", "LigerModulatedRMSNormFunction",
     "LigerPolyNormFunction", "LigerQwen2VLMRopeFunction", "LigerRMSNormFunction", "LigerReLUSquaredFunction",
     "LigerRopeFunction", "LigerSiLUMulFunction", "LigerSoftmaxFunction", "LigerSparsemaxFunction",
     "LigerTVDLossFunction", "LigerTiledMLPFunction", "LigerVocabParallelCEFunction", "apply_tiled_mlp",
