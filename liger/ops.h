@@ -2,6 +2,7 @@
 #include <ATen/core/Tensor.h>
 #include <optional>
 #include <tuple>
+#include <vector>
 #include "liger/options.h"
 #include "liger/ops/head/options.h"
 #include "liger/ops/loss/options.h"
@@ -351,12 +352,26 @@ at::Tensor jsd(const at::Tensor& x, const at::Tensor& target, const std::optiona
 at::Tensor tvd(const at::Tensor& x, const at::Tensor& target, const std::optional<at::Tensor>& labels = {},
                Reduction reduction = Reduction::BatchMean, int64_t ignore_index = -100);
 
-/// exp(x) / Σ exp(x) over the last dimension, summed in float, in x's dtype.
-at::Tensor softmax(const at::Tensor& x);
+/// exp(x) / Σ exp(x) over the last dimension, summed in float, in x's dtype. causal: row i of x [..., queries, keys]
+/// has the columns up to i alone, and 0 behind them.
+at::Tensor softmax(const at::Tensor& x, bool causal = false);
 
 /// The probabilities nearest to x along dim, most of them 0 (Martins & Astudillo 2016, arXiv:1602.02068): max(x − τ, 0)
-/// with τ such that they sum to 1; exact.
-at::Tensor sparsemax(const at::Tensor& x, int64_t dim = -1);
+/// with τ such that they sum to 1; exact. causal, of the last dimension: as softmax.
+at::Tensor sparsemax(const at::Tensor& x, int64_t dim = -1, bool causal = false);
+
+struct MultiTokenAttentionOptions {
+  std::vector<int64_t> stride = {1, 1}, padding = {0, 0}, dilation = {1, 1};
+  int64_t groups = 1;
+  bool sparse = false;  // sparsemax in place of softmax
+};
+
+/// Multi-token attention's weights (Golovneva et al. 2025, arXiv:2504.00927): a causal softmax of scores
+/// [batch, channels, queries, keys], a convolution over queries, keys and heads, and 0 for keys behind their query.
+/// weight [out, channels / groups, k, k] and bias [out], in scores' dtype.
+at::Tensor multi_token_attention(const at::Tensor& scores, const at::Tensor& weight,
+                                 const std::optional<at::Tensor>& bias = {},
+                                 const MultiTokenAttentionOptions& options = {});
 
 /// (ln p_id, −Σ p ln p), both float, for logits x [..., classes] and ids [...]: the log-probability of each token and
 /// the entropy of its distribution

@@ -90,6 +90,12 @@ def _attention_residuals(v, query, weight):
     return (v * (_rms(v, weight) * query).sum(-1, keepdim=True).softmax(0)).sum(0)
 
 
+def _multi_token(scores, weight, bias):
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    maps = F.conv2d(scores.masked_fill(future, -1e9).softmax(-1), weight, bias, padding=1)
+    return maps.masked_fill(future, 0)
+
+
 def _jsd(x, t):
     m = (x.exp() + t.exp()) / 2
     return ((x.exp() * (x - m.log())).sum() + (t.exp() * (t - m.log())).sum()) / (2 * x.shape[0])
@@ -194,6 +200,12 @@ CHECKS = (
         liger.liger_mhc_post_res,
         lambda x, f, post, res: res @ x + post[..., None] * f[..., None, :],
         ((6, 2, 40), (6, 40), (6, 2), (6, 2, 2)),
+    ),
+    Check(
+        "causal_softmax",
+        lambda scores, w, b: liger.liger_multi_token_attention(scores, w, b, padding=1),
+        _multi_token,
+        ((2, 2, 12, 12), (3, 2, 3, 3), (3,)),
     ),
     Check("gated", liger.liger_swiglu, lambda a, b: F.silu(a) * b, ((6, 40), (6, 40))),
     Check("gated, gelu", liger.liger_geglu, lambda a, b: F.gelu(a, approximate="tanh") * b, ((6, 40), (6, 40))),

@@ -41,6 +41,7 @@ from liger_kernel.ops.modulated_rms_norm import (
     modulated_rms_norm_backward,
     modulated_rms_norm_forward,
 )
+from liger_kernel.ops.multi_token_attention import LigerMultiTokenAttentionFunction
 from liger_kernel.ops.poly_norm import LigerPolyNormFunction, poly_norm_backward, poly_norm_forward
 from liger_kernel.ops.qwen2vl_mrope import LigerQwen2VLMRopeFunction, qwen2vl_mrope_backward, qwen2vl_mrope_forward
 from liger_kernel.ops.relu_squared import LigerReLUSquaredFunction, relu_squared_backward, relu_squared_forward
@@ -63,6 +64,7 @@ __all__ = [
     "LigerEmbeddingFunction",
     "LigerFusedAddRMSNormFunction", "LigerFusedGateUpSiLUMulFunction", "LigerFusedLinearCrossEntropyFunction",
     "LigerFusedLinearJSDFunction", "LigerFusedLinearScaledCrossEntropyFunction", "LigerFusedMoEFunction",
+    "LigerMultiTokenAttentionFunction",
     "LigerGELUMulFunction", "LigerGroupNormFunction", "LigerJSDFunction", "LigerKLDivLossFunction",
     "LigerLayerNormFunction", "LigerLlama4RopeFunction", "LigerMHCCoeffsFunction", "LigerMHCPostResFunction",
     "LigerMHCPreFunction", "LigerMLPFunction", "LigerModulatedRMSNormFunction",

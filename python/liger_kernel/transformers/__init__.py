@@ -24,6 +24,7 @@ from liger_kernel.transformers.llama4_rope import liger_llama4_text_rotary_pos_e
 from liger_kernel.transformers.mhc import LigerMHC
 from liger_kernel.transformers.mlp import LigerFalconH1MLP, LigerMLP
 from liger_kernel.transformers.modulated_rms_norm import LigerModulatedRMSNorm
+from liger_kernel.transformers.multi_token_attention import LigerMultiTokenAttention
 from liger_kernel.transformers.poly_norm import LigerPolyNorm
 from liger_kernel.transformers.qwen2vl_mrope import liger_multimodal_rotary_pos_emb
 from liger_kernel.transformers.relu_squared import LigerReLUSquared
@@ -72,7 +73,7 @@ __all__ = [
     "LigerFalconH1SwiGLUMLP", "LigerFusedAddRMSNorm", "LigerFusedCETVDLoss", "LigerFusedLinearCrossEntropyLoss",
     "LigerFusedLinearJSD", "LigerFusedLinearKLDivLoss",
     "LigerGEGLUMLP", "LigerGroupNorm", "LigerJSD", "LigerKLDIVLoss", "LigerLayerNorm", "LigerMHC", "LigerMLP",
-    "LigerModulatedRMSNorm", "LigerPhi3SwiGLUMLP", "LigerPolyNorm",
+    "LigerModulatedRMSNorm", "LigerMultiTokenAttention", "LigerPhi3SwiGLUMLP", "LigerPolyNorm",
     "LigerQwen3MoeSwiGLUMLP", "LigerReLUSquared",
     "LigerRMSNorm", "LigerSoftmax", "LigerSparsemax", "LigerSwiGLUMLP", "LigerTiledGEGLUMLP", "LigerTiledSwiGLUMLP",
     "LigerTVDLoss", "liger_llama4_text_rotary_pos_emb", "liger_llama4_vision_rotary_pos_emb",

@@ -7,6 +7,7 @@ from liger_kernel.operators.activation import (
     liger_sparsemax,
     liger_swiglu,
 )
+from liger_kernel.operators.attention import liger_multi_token_attention
 from liger_kernel.operators.connections import (
     liger_attn_res,
     liger_mhc_apply,
@@ -46,7 +47,7 @@ __all__ = [
     "liger_fused_linear_scaled_cross_entropy_tp", "liger_geglu",
     "liger_group_norm", "liger_jsd",
     "liger_kl_div", "liger_layer_norm", "liger_mhc_apply", "liger_mhc_coeffs", "liger_mhc_forward",
-    "liger_mhc_post_res", "liger_mhc_pre", "liger_modulated_rms_norm", "liger_poly_norm",
+    "liger_mhc_post_res", "liger_mhc_pre", "liger_modulated_rms_norm", "liger_multi_token_attention", "liger_poly_norm",
     "liger_qwen2vl_mrope",
     "liger_relu_squared", "liger_rms_norm", "liger_rope", "liger_rope_packed", "liger_selective_log_softmax",
     "liger_softmax", "liger_sparsemax", "liger_swiglu", "liger_tvd",
