@@ -373,6 +373,14 @@ at::Tensor multi_token_attention(const at::Tensor& scores, const at::Tensor& wei
                                  const std::optional<at::Tensor>& bias = {},
                                  const MultiTokenAttentionOptions& options = {});
 
+/// Attention of each query to the keys around it (Hassani et al. 2022, arXiv:2204.07143; dilated: arXiv:2209.15001):
+///   out_i = Σ_j softmax_j(scale · q_i · k_j) · v_j
+///   j     = i + t · dilation, |t| <= kernel_size / 2, inside the sequence
+/// for q, k, v [batch, heads, seq, dim] of one dtype; scale: 1/√dim unless given. Statistics and sums are float, and
+/// no more than kernel_size scores of a query exist.
+at::Tensor neighborhood_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                  int64_t kernel_size = 7, int64_t dilation = 1, std::optional<double> scale = {});
+
 /// (ln p_id, −Σ p ln p), both float, for logits x [..., classes] and ids [...]: the log-probability of each token and
 /// the entropy of its distribution
 ///   p = softmax(x / temperature)

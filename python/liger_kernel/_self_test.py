@@ -96,6 +96,12 @@ def _multi_token(scores, weight, bias):
     return maps.masked_fill(future, 0)
 
 
+def _neighborhood(q, k, v):
+    place = torch.arange(q.shape[-2], device=q.device)
+    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill((place[:, None] - place).abs() > 3, -torch.inf)
+    return scores.softmax(-1) @ v
+
+
 def _jsd(x, t):
     m = (x.exp() + t.exp()) / 2
     return ((x.exp() * (x - m.log())).sum() + (t.exp() * (t - m.log())).sum()) / (2 * x.shape[0])
@@ -207,6 +213,7 @@ CHECKS = (
         _multi_token,
         ((2, 2, 12, 12), (3, 2, 3, 3), (3,)),
     ),
+    Check("neighborhood_attention", liger.liger_fused_neighborhood_attention, _neighborhood, ((2, 2, 9, 8),) * 3),
     Check("gated", liger.liger_swiglu, lambda a, b: F.silu(a) * b, ((6, 40), (6, 40))),
     Check("gated, gelu", liger.liger_geglu, lambda a, b: F.gelu(a, approximate="tanh") * b, ((6, 40), (6, 40))),
     Check(

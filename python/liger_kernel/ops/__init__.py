@@ -27,6 +27,7 @@ from liger_kernel.ops.fused_linear_scaled_cross_entropy import (
     LigerFusedLinearScaledCrossEntropyTPFunction,
 )
 from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
+from liger_kernel.ops.fused_neighborhood_attention import LigerFusedNeighborhoodAttentionFunction
 from liger_kernel.ops.geglu import LigerGELUMulFunction, geglu_backward, geglu_forward
 from liger_kernel.ops.group_norm import LigerGroupNormFunction, group_norm_backward, group_norm_forward
 from liger_kernel.ops.grpo_loss import GrpoLossFunction
@@ -64,7 +65,7 @@ __all__ = [
     "LigerEmbeddingFunction",
     "LigerFusedAddRMSNormFunction", "LigerFusedGateUpSiLUMulFunction", "LigerFusedLinearCrossEntropyFunction",
     "LigerFusedLinearJSDFunction", "LigerFusedLinearScaledCrossEntropyFunction", "LigerFusedMoEFunction",
-    "LigerMultiTokenAttentionFunction",
+    "LigerFusedNeighborhoodAttentionFunction", "LigerMultiTokenAttentionFunction",
     "LigerGELUMulFunction", "LigerGroupNormFunction", "LigerJSDFunction", "LigerKLDivLossFunction",
     "LigerLayerNormFunction", "LigerLlama4RopeFunction", "LigerMHCCoeffsFunction", "LigerMHCPostResFunction",
     "LigerMHCPreFunction", "LigerMLPFunction", "LigerModulatedRMSNormFunction",

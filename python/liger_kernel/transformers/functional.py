@@ -7,7 +7,7 @@ from liger_kernel.operators.activation import (
     liger_sparsemax,
     liger_swiglu,
 )
-from liger_kernel.operators.attention import liger_multi_token_attention
+from liger_kernel.operators.attention import liger_fused_neighborhood_attention, liger_multi_token_attention
 from liger_kernel.operators.connections import (
     liger_attn_res,
     liger_mhc_apply,
@@ -44,7 +44,7 @@ liger_fused_linear_scaled_cross_entropy_tp = LigerFusedLinearScaledCrossEntropyT
 __all__ = [
     "CrossEntropyOutput", "liger_attn_res", "liger_cross_entropy", "liger_dyt", "liger_fused_add_rms_norm",
     "liger_fused_linear_cross_entropy", "liger_fused_linear_jsd", "liger_fused_linear_kl_div",
-    "liger_fused_linear_scaled_cross_entropy_tp", "liger_geglu",
+    "liger_fused_linear_scaled_cross_entropy_tp", "liger_fused_neighborhood_attention", "liger_geglu",
     "liger_group_norm", "liger_jsd",
     "liger_kl_div", "liger_layer_norm", "liger_mhc_apply", "liger_mhc_coeffs", "liger_mhc_forward",
     "liger_mhc_post_res", "liger_mhc_pre", "liger_modulated_rms_norm", "liger_multi_token_attention", "liger_poly_norm",
