@@ -19,6 +19,8 @@ ROWS = {
     ("embedding", "ids"),
     ("scale", "saved"),
     *((name, "x") for name in ("rms_norm", "layer_norm", "dyt", "poly_norm", "modulated_rms_norm", "fused_mlp")),
+    ("attention_residuals", "blocks"),
+    ("mhc_coefficients", "x"),
     *((name, "x") for name in ("lora_linear", "lora_qkv", "lora_mlp")),
 }
 FREE = {
@@ -29,6 +31,7 @@ FREE = {
         ("cross_entropy", "x"),
         ("selective_log_softmax", "x"),
         ("poly_norm", "x"),
+        ("mhc_pre", "x"),
         ("group_norm", "x"),
         ("int2_matmul", "b"),
         ("scale", "saved"),

@@ -21,7 +21,7 @@ from torch import Tensor
 from liger_kernel._library import ops
 from liger_kernel.operators import norm
 from liger_kernel.operators.activation import GELU_TANH, RELU_SQUARED, SILU, SOFTMAX, SPARSEMAX
-from liger_kernel.operators.common import IGNORE_INDEX, full_tensor, reduction_code
+from liger_kernel.operators.common import IGNORE_INDEX, beside, full_tensor, reduction_code
 from liger_kernel.operators.distillation import linear_jsd_with_gradients
 from liger_kernel.operators.loss import (
     JENSEN_SHANNON,
@@ -213,6 +213,26 @@ def poly_norm_backward(
     """(dX, dW, dB) from what poly_norm_forward returned."""
     dX, dW, dB = ops.poly_norm_backward(dY.reshape(X.shape), X, W, W.new_zeros(()), RSTD, True, True, True)
     return dX.reshape(dY.shape), dW, dB
+
+
+def attn_res_forward(
+    blocks: Tensor | Sequence[Tensor], w_query: Tensor, w_norm: Tensor, eps: float = 1e-6
+) -> tuple[Any, ...]:
+    """(h, blocks [N, M, D], alpha [M, N], rstd [M, N]), without autograd."""
+    V = blocks if isinstance(blocks, Tensor) else torch.stack(tuple(blocks))
+    h, alpha, rstd = ops.attention_residuals_forward(V, beside(V, w_query), beside(V, w_norm), float(eps))
+    return h, V.flatten(1, -2), _as_rows(alpha), _as_rows(rstd)
+
+
+def attn_res_backward(
+    dh: Tensor, V: Tensor, w_query: Tensor, w_norm: Tensor, alpha: Tensor, rstd: Tensor, eps: float = 1e-6
+) -> tuple[Any, ...]:
+    """(dV [N, M, D], dw_query, dw_norm) from what attn_res_forward returned."""
+    query, weight = beside(V, w_query), beside(V, w_norm)
+    dV, dquery, dweight = ops.attention_residuals_backward(
+        _as_rows(dh), V, query, weight, alpha, rstd, True, True, True
+    )
+    return dV, dquery.to(w_query.dtype), dweight.to(w_norm.dtype)
 
 
 def liger_dyt_fwd(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:

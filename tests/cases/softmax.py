@@ -1,3 +1,5 @@
+import math
+
 import torch
 from liger_kernel._library import ops
 from liger_kernel.ops.softmax import SOFTMAX, SPARSEMAX
@@ -27,6 +29,16 @@ def sparsemax_reference(x, dim=-1, spread=None):
 
 def sparsemax(x, dim=-1, spread=None):
     return liger_sparsemax(x, dim)
+
+
+def causal(x, sparse=False, spread=None):
+    return ops.causal_softmax(x, SPARSEMAX if sparse else SOFTMAX)
+
+
+def causal_reference(x, sparse=False, spread=None):
+    future = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
+    scores = x.masked_fill(future, -1e9 if x.dtype != torch.float16 else -6e4)
+    return sparsemax_reference(scores) if sparse else softmax_reference(scores)
 
 
 def floor(shape, options, e):
@@ -72,5 +84,19 @@ CASES = [
         bench=[((4096, 4096), {})],
         bench_cpu=[((4096, 4096), {})],
         errors=[(lambda d: liger_sparsemax(torch.ones(2, 8, device=d), 2), IndexError, "Dimension out of range")],
+    ),
+    Case(
+        name="causal_softmax",
+        op=causal,
+        reference=causal_reference,
+        make=make,
+        options=[{}, dict(sparse=True), dict(sparse=True, spread=0.01)],
+        schema=lambda inputs, options: (ops.causal_softmax, (*inputs, SOFTMAX)),
+        shapes=[(3, 1, 1), (5, 7), (2, 3, 9, 9), (7, 5), (2, 33, 64), (130, 129), (2, 5, 4104), (3, 33000), (2, 70001)],
+        many_rows=(70000, 8),
+        errors=[(lambda d: ops.causal_softmax(torch.ones(8, device=d), SOFTMAX), RuntimeError, "queries, keys")],
+        bytes=lambda shape, options, e: tuple(n * e * math.prod(shape) // 2 for n in (3, 6)),
+        bench=[((4, 16, 4096, 4096), {})],
+        bench_cpu=[((1, 8, 1024, 1024), {})],
     ),
 ]

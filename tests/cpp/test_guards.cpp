@@ -111,6 +111,15 @@ TEST_P(Guards, Hold) {
     backward(liger::jsd(x(), at::randn({kRows, n}, type)));
     backward(liger::tvd(x(), at::rand({kRows, n}, type)));
     backward(liger::softmax(x()));
+    backward(liger::softmax(leaf({2, kRows, n}, type), true));
+    backward(liger::attention_residuals(leaf({3, kRows, n}, type), row(), row()));
+    backward(liger::mhc_pre(leaf({kRows, 3, n}, type), leaf({kRows, 3}, at::kFloat)));
+    backward(liger::mhc_post_res(leaf({kRows, 3, n}, type), x(), leaf({kRows, 3}, at::kFloat),
+                                 leaf({kRows, 3, 3}, at::kFloat)));
+    const auto alpha = [] { return leaf({}, at::kFloat); };
+    backward(std::get<2>(liger::mhc_coefficients(leaf({kRows, 3, n}, type), leaf({3 * n, 15}, type),
+                                                 leaf({15}, at::kFloat), alpha(), alpha(), alpha())));
+    backward(liger::neighborhood_attention(x(), x(), x(), 3));
     backward(liger::sparsemax(x()));
     backward(std::get<0>(liger::selective_log_softmax(x(), labels)));
     ASSERT_EQ(GuardedAllocator::broken, 0) << "width " << n;

@@ -48,6 +48,7 @@ const std::vector<Row>& table() {
   const auto p = torch::softmax(torch::randn({5, 7}), -1), logp = torch::log_softmax(logits, -1),
              labels = torch::tensor({1, -100, 0, 6, 2});
   const auto q = torch::randn({1, 2, 2048, 8}), hidden = torch::randn({5, 16});
+  const auto scores = torch::randn({2, 4, 9, 9});
   liger::HeadOptions smoothed;
   smoothed.label_smoothing = 0.1;
   static const std::vector<Row> rows{
@@ -97,6 +98,10 @@ const std::vector<Row>& table() {
           "Softmax()", [] { return Softmax(); }, x),
       row(
           "Sparsemax(dim=1)", [] { return Sparsemax(SparsemaxOptions().dim(1)); }, x),
+      row(
+          "MultiTokenAttention(in_channels=4, out_channels=6, kernel_size=3, padding=1, groups=2, bias=true, "
+          "sparse=false)",
+          [] { return MultiTokenAttention(MultiTokenAttentionOptions(4, 6, 3).padding(1).groups(2)); }, scores),
       row(
           "Embedding(num_embeddings=7, embedding_dim=16, padding_idx=2)",
           [] { return Embedding(EmbeddingOptions(7, 16).padding_idx(2)); }, torch::tensor({2, 0, 6})),

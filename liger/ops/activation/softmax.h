@@ -19,6 +19,7 @@ struct SoftmaxForward {
   const void* x;  // [rows, cols], stride elements apart
   void* y;        // [rows, cols]
   int64_t rows, cols, x_stride;
+  int64_t queries;  // causal: row r has its first r % queries + 1 columns, the others are not read, and 0; or 0
   DType dtype;
   Simplex kind;
 };
@@ -32,6 +33,12 @@ struct SoftmaxBackward {
   DType dtype;
   Simplex kind;
 };
+
+/// How many columns of a row there are.
+LIGER_HD inline int64_t length(const SoftmaxForward& a, int64_t row) {
+  if (a.queries == 0 || row % a.queries >= a.cols) return a.cols;
+  return row % a.queries + 1;
+}
 
 /// The largest float that is not above v: x > v and x > floor_of(v) are the same for floats x.
 LIGER_HD inline float floor_of(double v) {

@@ -77,7 +77,9 @@ LIGER_REGISTER(softmax_forward, [](const SoftmaxForward& a, Stream) {
       for (int64_t r = begin; r < end; ++r) {
         const T* x = row_of<T>(a.x, r, a.x_stride);
         T* y = row_of<T>(a.y, r, a.cols);
-        a.kind == Simplex::Softmax ? softmax_row(x, y, a.cols, scratch) : sparsemax_row(x, y, a.cols, scratch);
+        const int64_t n = length(a, r);
+        a.kind == Simplex::Softmax ? softmax_row(x, y, n, scratch) : sparsemax_row(x, y, n, scratch);
+        std::fill(y + n, y + a.cols, T(0));
       }
     });
   });

@@ -143,12 +143,13 @@ __device__ Pack mapped(const Pack& first, const Pack& second, F f) {
 /// y = softmax(x) or sparsemax(x), as Map says.
 /// A row belongs to a part of a block's threads or to a cluster of blocks (Rows, cluster.cuh), which keeps it on chip:
 /// the first pass gathers what settles the row, the last one writes y. The limit is memory; sparsemax searches its
-/// threshold in passes between, on chip.
+/// threshold in passes between, on chip. Of a causal row only what counts is read.
 template <class T, template <class> class Map, class Rows>
 __global__ void __launch_bounds__(Rows::kThreads, Rows::kBlocks) forward_kernel(SoftmaxForward a, Rows rows) {
   await_previous();
-  const RowSet<T, 1> set{{Row<T>(a.x, rows.row(), a.x_stride, a.cols)}, T(-INFINITY)};
-  const Row<T> y(a.y, rows.row(), a.cols, a.cols);
+  const int64_t n = length(a, rows.row());
+  const RowSet<T, 1> set{{Row<T>(a.x, rows.row(), a.x_stride, n)}, T(-INFINITY)};
+  const Row<T> y(a.y, rows.row(), a.cols, n);
   typename Rows::Kept kept;
   rows.begin(kept, set);
   typename Map<T>::template Reduce<Rows> reduce;
@@ -160,6 +161,9 @@ __global__ void __launch_bounds__(Rows::kThreads, Rows::kBlocks) forward_kernel(
     for (auto& pack : packs) pack = mapped(pack, [&](float v) { return map.value(v); });
     y.template store<Rows::kThreads>(k, packs, set.of[0]);
   });
+  if (n == a.cols || !rows.leads() || rows.row() >= a.rows) return;
+  const Row<T> rest(static_cast<T*>(a.y) + n, rows.row(), a.cols, a.cols - n);
+  for_each_pack_of(rest, [&](int k) { rest.store(k, Row<T>::Pack::filled(T(0)), rest); });
 }
 
 /// dx = w · (dy − Σ w · dy). For softmax w is y; for sparsemax 1 on the support, and the sum is a mean over it.

@@ -5,8 +5,10 @@
 namespace liger {
 namespace op {
 
-struct Softmax {
-  static constexpr Name kName = "softmax";
+/// kCausal: of [..., queries, keys], a query's keys up to its own place.
+template <Name kName_, bool kCausal>
+struct SoftmaxOf {
+  static constexpr auto kName = kName_;
   struct Inputs {
     Tensor x;
     int64_t kind;
@@ -22,12 +24,13 @@ struct Softmax {
   using Gradients = Dx<T>;
 
   static Simplex parse(int64_t kind) {
-    TORCH_CHECK_VALUE(kind >= 0 && kind <= 1, "softmax: kind is 0 (softmax) or 1 (sparsemax), not ", kind);
+    TORCH_CHECK_VALUE(kind >= 0 && kind <= 1, kName.text, ": kind is 0 (softmax) or 1 (sparsemax), not ", kind);
     return Simplex(kind);
   }
 
   static Tensor forward(const Inputs& in) {
-    Arguments("softmax", "x", in.x);
+    Arguments(kName.text, "x", in.x);
+    TORCH_CHECK(!kCausal || in.x.dim() >= 2, kName.text, ": x must be [..., queries, keys], got ", in.x.sym_sizes());
     const Simplex kind = parse(in.kind);
     const Tensor y = output(at::empty_symint(in.x.sym_sizes(), in.x.options()));
     if (y.is_meta()) return y;
@@ -38,6 +41,7 @@ struct Softmax {
          .rows = rows(y),
          .cols = cols(y),
          .x_stride = x.stride,
+         .queries = kCausal ? y.size(-2) : 0,
          .dtype = dtype_of(y),
          .kind = kind});
     return y;
@@ -46,7 +50,8 @@ struct Softmax {
   static Saved save(const Inputs& in, const Tensor& y) { return {y, in.kind}; }
 
   static Tensor backward(const Upstream& up, const Saved& s) {
-    Arguments("softmax_backward", "y", s.y).like("dy", up.dy);
+    static constexpr auto kBackward = qualified(kName, "_backward");
+    Arguments(kBackward.text + std::string_view("liger::").size(), "y", s.y).like("dy", up.dy);
     const Simplex kind = parse(s.kind);
     const Tensor dx = output(at::empty_symint(s.y.sym_sizes(), s.y.options()));
     if (dx.is_meta()) return dx;
@@ -62,15 +67,23 @@ struct Softmax {
     return dx;
   }
 };
+using Softmax = SoftmaxOf<"softmax", false>;
+using CausalSoftmax = SoftmaxOf<"causal_softmax", true>;
 
 }  // namespace op
 
-Tensor softmax(const Tensor& x) { return Operator<op::Softmax>::public_op(x, Simplex::Softmax); }
+Tensor softmax(const Tensor& x, bool causal) {
+  return causal ? Operator<op::CausalSoftmax>::public_op(x, Simplex::Softmax)
+                : Operator<op::Softmax>::public_op(x, Simplex::Softmax);
+}
 
-Tensor sparsemax(const Tensor& x, int64_t dim) {
+Tensor sparsemax(const Tensor& x, int64_t dim, bool causal) {
+  TORCH_CHECK_VALUE(!causal || dim == -1 || dim == x.dim() - 1, "sparsemax: causal is of the last dimension, not of ",
+                    dim);
+  if (causal) return Operator<op::CausalSoftmax>::public_op(x, Simplex::Sparsemax);
   return Operator<op::Softmax>::public_op(x.transpose(dim, -1), Simplex::Sparsemax).transpose(dim, -1);
 }
 
-LIGER_OPERATORS(softmax, Operator<op::Softmax>)
+LIGER_OPERATORS(softmax, Operator<op::Softmax>, Operator<op::CausalSoftmax>)
 
 }  // namespace liger

@@ -1,6 +1,7 @@
 """The operators under the names of liger_kernel.ops: Function classes with `apply`, and their forward and backward as
 plain functions."""
 
+from liger_kernel.ops.attn_res import LigerAttnResFunction, attn_res_backward, attn_res_forward
 from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction, cross_entropy_backward, cross_entropy_forward
 from liger_kernel.ops.dyt import LigerDyTFunction
 from liger_kernel.ops.experimental.embedding import LigerEmbeddingFunction
@@ -26,6 +27,7 @@ from liger_kernel.ops.fused_linear_scaled_cross_entropy import (
     LigerFusedLinearScaledCrossEntropyTPFunction,
 )
 from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
+from liger_kernel.ops.fused_neighborhood_attention import LigerFusedNeighborhoodAttentionFunction
 from liger_kernel.ops.gated_rms_norm import LigerGatedRMSNormFunction
 from liger_kernel.ops.geglu import LigerGELUMulFunction, geglu_backward, geglu_forward
 from liger_kernel.ops.group_norm import LigerGroupNormFunction, group_norm_backward, group_norm_forward
@@ -34,12 +36,14 @@ from liger_kernel.ops.jsd import LigerJSDFunction, jsd_backward, jsd_forward
 from liger_kernel.ops.kl_div import LigerKLDivLossFunction
 from liger_kernel.ops.layer_norm import LigerLayerNormFunction, layer_norm_backward, layer_norm_forward
 from liger_kernel.ops.llama4_rope import LigerLlama4RopeFunction
+from liger_kernel.ops.mhc import LigerMHCCoeffsFunction, LigerMHCPostResFunction, LigerMHCPreFunction
 from liger_kernel.ops.mlp import LigerMLPFunction
 from liger_kernel.ops.modulated_rms_norm import (
     LigerModulatedRMSNormFunction,
     modulated_rms_norm_backward,
     modulated_rms_norm_forward,
 )
+from liger_kernel.ops.multi_token_attention import LigerMultiTokenAttentionFunction
 from liger_kernel.ops.poly_norm import LigerPolyNormFunction, poly_norm_backward, poly_norm_forward
 from liger_kernel.ops.qwen2vl_mrope import LigerQwen2VLMRopeFunction, qwen2vl_mrope_backward, qwen2vl_mrope_forward
 from liger_kernel.ops.relu_squared import LigerReLUSquaredFunction, relu_squared_backward, relu_squared_forward
@@ -58,15 +62,18 @@ from liger_kernel.ops.tvd import LigerTVDLossFunction
 from liger_kernel.ops.vocab_parallel_cross_entropy import LigerVocabParallelCEFunction
 
 __all__ = [
-    "GrpoLossFunction", "LigerCrossEntropyFunction", "LigerDyTFunction", "LigerEmbeddingFunction",
+    "GrpoLossFunction", "LigerAttnResFunction", "LigerCrossEntropyFunction", "LigerDyTFunction",
+    "LigerEmbeddingFunction",
     "LigerFusedAddRMSNormFunction", "LigerFusedGateUpSiLUMulFunction", "LigerFusedLinearCrossEntropyFunction",
     "LigerFusedLinearJSDFunction", "LigerFusedLinearScaledCrossEntropyFunction", "LigerFusedMoEFunction",
-    "LigerGELUMulFunction", "LigerGatedRMSNormFunction", "LigerGroupNormFunction", "LigerJSDFunction",
-    "LigerKLDivLossFunction", "LigerLayerNormFunction", "LigerLlama4RopeFunction", "LigerMLPFunction",
-    "LigerModulatedRMSNormFunction", "LigerPolyNormFunction", "LigerQwen2VLMRopeFunction", "LigerRMSNormFunction",
-    "LigerReLUSquaredFunction",
+    "LigerFusedNeighborhoodAttentionFunction", "LigerGatedRMSNormFunction", "LigerGELUMulFunction",
+    "LigerGroupNormFunction", "LigerJSDFunction", "LigerKLDivLossFunction", "LigerLayerNormFunction",
+    "LigerLlama4RopeFunction", "LigerMHCCoeffsFunction", "LigerMHCPostResFunction", "LigerMHCPreFunction",
+    "LigerMLPFunction", "LigerModulatedRMSNormFunction", "LigerMultiTokenAttentionFunction", "LigerPolyNormFunction",
+    "LigerQwen2VLMRopeFunction", "LigerReLUSquaredFunction", "LigerRMSNormFunction",
     "LigerRopeFunction", "LigerSiLUMulFunction", "LigerSoftmaxFunction", "LigerSparsemaxFunction",
     "LigerTVDLossFunction", "LigerTiledMLPFunction", "LigerVocabParallelCEFunction", "apply_tiled_mlp",
+    "attn_res_backward", "attn_res_forward",
     "cross_entropy_backward", "cross_entropy_forward", "fused_add_rms_norm_backward", "fused_add_rms_norm_forward",
     "fused_linear_cross_entropy_backward", "fused_linear_cross_entropy_forward", "fused_linear_jsd_backward",
     "fused_linear_jsd_forward", "geglu_backward", "geglu_forward", "group_norm_backward", "group_norm_forward",

@@ -22,8 +22,10 @@ from liger_kernel.transformers.jsd import LigerJSD
 from liger_kernel.transformers.kl_div import LigerKLDIVLoss
 from liger_kernel.transformers.layer_norm import LigerLayerNorm
 from liger_kernel.transformers.llama4_rope import liger_llama4_text_rotary_pos_emb, liger_llama4_vision_rotary_pos_emb
+from liger_kernel.transformers.mhc import LigerMHC
 from liger_kernel.transformers.mlp import LigerFalconH1MLP, LigerMLP
 from liger_kernel.transformers.modulated_rms_norm import LigerModulatedRMSNorm
+from liger_kernel.transformers.multi_token_attention import LigerMultiTokenAttention
 from liger_kernel.transformers.poly_norm import LigerPolyNorm
 from liger_kernel.transformers.qwen2vl_mrope import liger_multimodal_rotary_pos_emb
 from liger_kernel.transformers.relu_squared import LigerReLUSquared
@@ -71,10 +73,11 @@ __all__ = [
     "is_transformers_available", "LigerBlockSparseTop2MLP", "LigerCrossEntropyLoss", "LigerDyT", "LigerFalconH1MLP",
     "LigerFalconH1SwiGLUMLP", "LigerFusedAddRMSNorm", "LigerFusedCETVDLoss", "LigerFusedLinearCrossEntropyLoss",
     "LigerFusedLinearJSD", "LigerFusedLinearKLDivLoss",
-    "LigerGEGLUMLP", "LigerGroupNorm", "LigerJSD", "LigerKLDIVLoss", "LigerLayerNorm", "LigerMLP",
-    "LigerModulatedRMSNorm", "LigerPhi3SwiGLUMLP", "LigerPolyNorm", "LigerQwen3MoeSwiGLUMLP", "LigerReLUSquared",
+    "liger_llama4_text_rotary_pos_emb", "liger_llama4_vision_rotary_pos_emb", "LigerGEGLUMLP", "LigerGroupNorm",
+    "LigerJSD", "LigerKLDIVLoss", "LigerLayerNorm", "LigerMHC", "LigerMLP", "LigerModulatedRMSNorm",
+    "LigerMultiTokenAttention", "LigerPhi3SwiGLUMLP", "LigerPolyNorm", "LigerQwen3MoeSwiGLUMLP", "LigerReLUSquared",
     "LigerRMSNorm", "LigerRMSNormGated", "LigerSoftmax", "LigerSparsemax", "LigerSwiGLUMLP", "LigerTiledGEGLUMLP",
-    "LigerTiledSwiGLUMLP", "LigerTVDLoss", "liger_llama4_text_rotary_pos_emb", "liger_llama4_vision_rotary_pos_emb",
+    "LigerTiledSwiGLUMLP", "LigerTVDLoss",
     "liger_multimodal_rotary_pos_emb", "liger_rotary_pos_emb",
 ]  # fmt: skip
 if is_transformers_available():

@@ -7,6 +7,15 @@ from liger_kernel.operators.activation import (
     liger_sparsemax,
     liger_swiglu,
 )
+from liger_kernel.operators.attention import liger_fused_neighborhood_attention, liger_multi_token_attention
+from liger_kernel.operators.connections import (
+    liger_attn_res,
+    liger_mhc_apply,
+    liger_mhc_coeffs,
+    liger_mhc_forward,
+    liger_mhc_post_res,
+    liger_mhc_pre,
+)
 from liger_kernel.operators.distillation import liger_fused_linear_jsd
 from liger_kernel.operators.gated_norm import liger_gated_rms_norm
 from liger_kernel.operators.head import liger_fused_linear_cross_entropy
@@ -34,10 +43,12 @@ from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearS
 liger_fused_linear_scaled_cross_entropy_tp = LigerFusedLinearScaledCrossEntropyTPFunction.apply
 
 __all__ = [
-    "CrossEntropyOutput", "liger_cross_entropy", "liger_dyt", "liger_fused_add_rms_norm",
+    "CrossEntropyOutput", "liger_attn_res", "liger_cross_entropy", "liger_dyt", "liger_fused_add_rms_norm",
     "liger_fused_linear_cross_entropy", "liger_fused_linear_jsd", "liger_fused_linear_kl_div",
-    "liger_fused_linear_scaled_cross_entropy_tp", "liger_gated_rms_norm", "liger_geglu", "liger_group_norm",
-    "liger_jsd", "liger_kl_div", "liger_layer_norm", "liger_modulated_rms_norm", "liger_poly_norm",
-    "liger_qwen2vl_mrope", "liger_relu_squared", "liger_rms_norm", "liger_rope", "liger_rope_packed",
-    "liger_selective_log_softmax", "liger_softmax", "liger_sparsemax", "liger_swiglu", "liger_tvd",
+    "liger_fused_linear_scaled_cross_entropy_tp", "liger_fused_neighborhood_attention", "liger_gated_rms_norm",
+    "liger_geglu", "liger_group_norm", "liger_jsd", "liger_kl_div", "liger_layer_norm", "liger_mhc_apply",
+    "liger_mhc_coeffs", "liger_mhc_forward", "liger_mhc_post_res", "liger_mhc_pre", "liger_modulated_rms_norm",
+    "liger_multi_token_attention", "liger_poly_norm", "liger_qwen2vl_mrope", "liger_relu_squared", "liger_rms_norm",
+    "liger_rope", "liger_rope_packed", "liger_selective_log_softmax", "liger_softmax", "liger_sparsemax",
+    "liger_swiglu", "liger_tvd",
 ]  # fmt: skip

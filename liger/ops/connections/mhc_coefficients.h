@@ -1,0 +1,57 @@
+#pragma once
+#include "liger/core/kernel.h"
+
+namespace liger {
+
+/// For each row of y = x phi, which has columns for pre, for post and for the rows of res:
+///   r    = 1 / sqrt(mean(x²) + rms_eps)
+///   mix  = r · y
+///   pre  = σ(alpha_pre · mix + b) + pre_eps
+///   post = σ(alpha_post · mix + b) · post_scale
+///   A    = softmax(alpha_res · mix + b) + ε, row by row
+///   res  = R_i · A_ij · C_j
+/// Sinkhorn's algorithm (Sinkhorn & Knopp 1967) in the form that keeps what rows and columns were divided by:
+///   R = C = 1
+///   C ← C / (Σ_i R_i · A_ij · C_j + ε)
+///   R ← R / (Σ_j R_i · A_ij · C_j + ε)
+/// of which the first comes once and then both, rows before columns, iterations − 1 times.
+struct MHCCoefficientsForward {
+  static constexpr int kMostStreams = 16;
+  const void* x;                                    // [rows, cols]
+  const float *y, *b;                               // [rows, columns], [columns]
+  const float *alpha_pre, *alpha_post, *alpha_res;  // [1]
+  float *pre, *post, *res;                          // [rows, streams], the same, [rows, streams, streams]
+  float* rstd;                                      // [rows]
+  int64_t rows, cols, iterations;
+  int streams;  // s: there are 2 s + s² columns
+  DType dtype;
+  float rms_eps, pre_eps, sinkhorn_eps, post_scale;
+};
+
+/// With l for the argument of a sigmoid or of the softmax:
+///   dl_pre  = dpre · σ(l) · (1 − σ(l))
+///   dl_post = dpost · post_scale · σ(l) · (1 − σ(l))
+///   dl_res  = p · (G − Σ_j p · G), p the softmax
+///   dy      = r · alpha · dl
+///   scale   = −r³ / cols · Σ_columns alpha · dl · y
+///   dx      = dy phiᵀ + scale · x
+///   db      = Σ_rows dl
+///   dalpha  = Σ_rows Σ_columns dl · mix
+/// G, the gradient of A, begins as dres · R · C. Each step of Sinkhorn's algorithm, from the last one on, takes away,
+/// with R and C as they were after it,
+///   G_ij ← G_ij − R_i · C_j · Σ_i A_ij · G_ij, of one that divides columns
+///   G_ij ← G_ij − R_i · C_j · Σ_j A_ij · G_ij, of one that divides rows
+struct MHCCoefficientsBackward {
+  const float *dpre, *dpost, *dres, *y, *b, *alpha_pre, *alpha_post, *alpha_res, *rstd;
+  float* factors;      // [iterations, rows, 2, streams], scratch: R and C
+  float *dy, *scale;   // [rows, columns], [rows]
+  float *db, *dalpha;  // [partials, columns], [3, partials], for add_partials
+  int64_t rows, cols, iterations, partials;
+  int streams;
+  float sinkhorn_eps, post_scale;
+};
+
+inline constinit Kernel<MHCCoefficientsForward> mhc_coefficients_forward{"mhc_coefficients_forward"};
+inline constinit Kernel<MHCCoefficientsBackward> mhc_coefficients_backward{"mhc_coefficients_backward"};
+
+}  // namespace liger

@@ -1,0 +1,6 @@
+from liger_kernel.operators.attention import (
+    LigerFusedNeighborhoodAttention,
+    LigerFusedNeighborhoodAttentionConfig,
+    LigerFusedNeighborhoodAttentionFunction,
+    LigerFusedNeighborhoodAttentionLayer,
+)

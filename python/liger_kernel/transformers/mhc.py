@@ -1,0 +1,6 @@
+from liger_kernel.operators.connections import (
+    LigerMHC,
+    LigerMHCCoeffsFunction,
+    LigerMHCPostResFunction,
+    LigerMHCPreFunction,
+)

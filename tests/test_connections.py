@@ -1,0 +1,81 @@
+"""Attention residuals and manifold-constrained hyper-connections, as functions and modules, against plain torch."""
+
+import pytest
+import torch
+from cases.attention_residuals import reference as residuals_reference
+from cases.mhc import coefficients_reference
+from liger_kernel import ops
+from liger_kernel.transformers import LigerMHC, functional
+from torch import nn
+
+close = torch.testing.assert_close  # float: 1.3e-6 of the value, 1e-5
+
+
+def gradients(f, *inputs, unused=False):
+    leaves = [t.detach().clone().requires_grad_() for t in inputs]
+    y = f(*leaves)
+    return y, torch.autograd.grad(y, leaves, torch.ones_like(y).cumsum(-1), materialize_grads=unused)
+
+
+def test_attention_residuals():
+    """A list of blocks is as a stack of them, and the functions without autograd give what autograd does."""
+    v, query, weight = torch.randn(3, 2, 4, 16), torch.randn(16) / 4, torch.randn(16)
+    h, expected = gradients(lambda *t: residuals_reference(*t), v, query, weight)
+    ours, found = gradients(lambda *t: functional.liger_attn_res(list(t[0]), *t[1:]), v, query, weight)
+    close((ours, *found), (h, *expected))
+    y, rows, alpha, rstd = ops.attn_res_forward(list(v), query, weight)
+    assert rows.shape == (3, 8, 16) and alpha.shape == rstd.shape == (8, 3)
+    close(y, h)
+    close(alpha.sum(-1), torch.ones(8))
+    dv, *of_weights = ops.attn_res_backward(torch.ones_like(h).cumsum(-1), rows, query, weight, alpha, rstd)
+    close((dv.view(v.shape), *of_weights), tuple(expected))
+    half = query.half()
+    assert functional.liger_attn_res(v.bfloat16(), half, weight).dtype == torch.bfloat16
+    assert gradients(lambda q: functional.liger_attn_res(v.bfloat16(), q, weight), half)[1][0].dtype == torch.float16
+
+
+@pytest.mark.parametrize("streams", [1, 4, 5, 16])
+def test_mhc(streams):
+    """The module is its layer between streams that coefficients mix, which are doubly stochastic."""
+    layer = nn.Linear(24, 24)
+    module = LigerMHC(layer, hc=streams, c=24, phi_dtype=torch.float32, allow_fp32=True)
+    assert {p.dtype for p in module.parameters()} == {torch.float32} and not module.b.any() and module.alpha_pre == 1
+    with torch.no_grad():
+        module.phi.normal_(), module.b.normal_()
+    inputs = (module.phi, module.b, module.alpha_pre, module.alpha_post, module.alpha_res)
+    x = torch.randn(2, 3, streams, 24, requires_grad=True)
+    out, (pre, post, res) = functional.liger_mhc_forward(x, layer, *inputs, allow_fp32=True, return_coeffs=True)
+    close((pre, post, res), coefficients_reference(x, *inputs))
+    close(res.sum(-2), torch.ones(2, 3, streams))
+    x_in = (pre[..., None] * x).sum(-2)
+    close(out, res @ x + post[..., None] * layer(x_in)[..., None, :])
+    assert torch.equal(module(x), out)
+    plain, both = (functional.liger_mhc_apply(x, layer(x_in), pre, post, res, return_x_in=r) for r in (False, True))
+    close((both[0], both[1]), (plain, x_in))
+    out.square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in (x, *module.parameters()))
+
+
+def test_mhc_unused_results():
+    """Each of the three results alone gives every input a gradient, that of the others a zero."""
+    inputs = torch.randn(5, 4, 6), torch.randn(24, 24) / 5, torch.randn(24), *[torch.tensor(0.7)] * 3
+    for which in range(3):
+        ours = gradients(lambda *t: functional.liger_mhc_coeffs(*t, allow_fp32=True)[which], *inputs)
+        close(ours, gradients(lambda *t: coefficients_reference(*t)[which], *inputs, unused=True))
+
+
+def test_mhc_dtypes():
+    """phi may have another dtype than x, and the layer another than both."""
+    layer = nn.Linear(8, 8)
+    module = LigerMHC(layer, hc=4, c=8)
+    assert module.phi.dtype == torch.float16
+    x = torch.randn(3, 4, 8).bfloat16().requires_grad_()
+    y = module(x)
+    y.sum().backward()
+    assert y.dtype == x.grad.dtype == torch.bfloat16 and module.phi.grad.dtype == torch.float16
+    assert module.b.grad.dtype == module.alpha_res.grad.dtype == layer.weight.grad.dtype == torch.float32
+    for wrong, error in ((x.float(), AssertionError), (x[:, :2], ValueError)):
+        with pytest.raises(error):
+            module(wrong)
+    with pytest.raises(ValueError, match="at most 16"):
+        LigerMHC(layer, hc=17, c=8)
