@@ -92,7 +92,7 @@ def computed(
     with torch.autocast(x.device.type, enabled=False) if grouped and autocast else contextlib.nullcontext():
         x = x.to(experts.gate_up_proj.dtype) if grouped else x
         transposed = options.get("transposed", False)
-        adapters = {f"{name}_adapter": _waiting(experts, f"{name}_proj", transposed) for name in ("gate_up", "down")}
+        adapters: dict[str, Any] = {f"{name}_adapter": _waiting(experts, f"{name}_proj", transposed) for name in ("gate_up", "down")}
         y = fused_experts(x, experts.gate_up_proj, experts.down_proj, index, weights, *biases, **options, **adapters)
     return y.view(hidden_states.shape).to(hidden_states.dtype)
 
