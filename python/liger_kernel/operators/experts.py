@@ -91,9 +91,9 @@ def computed(
     autocast = torch.is_autocast_enabled(x.device.type)
     with torch.autocast(x.device.type, enabled=False) if grouped and autocast else contextlib.nullcontext():
         x = x.to(experts.gate_up_proj.dtype) if grouped else x
-        transposed = options.get("transposed", False)
-        adapters: dict[str, Any] = {f"{name}_adapter": _waiting(experts, f"{name}_proj", transposed) for name in ("gate_up", "down")}
-        y = fused_experts(x, experts.gate_up_proj, experts.down_proj, index, weights, *biases, **options, **adapters)
+        for name in ("gate_up", "down"):
+            options[f"{name}_adapter"] = _waiting(experts, f"{name}_proj", options.get("transposed", False))
+        y = fused_experts(x, experts.gate_up_proj, experts.down_proj, index, weights, *biases, **options)
     return y.view(hidden_states.shape).to(hidden_states.dtype)
 
 
