@@ -128,9 +128,9 @@ def test_layouts(case, device):
         got, _ = run(case.op, leaves, options, upstream)
         for i, (a, b) in enumerate(zip(got, expected)):
             terms = inputs[0].numel() // max(1, b.numel()) if i >= len(upstream) else 1
-            if (
-                terms > 1
-            ):  # a gradient's sum over rows, whose order depends on the alignment: either is as near as `check` asks
+            # The order of a sum over rows depends on the alignment, and 16 bits round floats that differ in their last
+            # place to neighbours: each is as near as `check` asks.
+            if terms > 1 or b.dtype != torch.float32:
                 check(
                     a,
                     eager[i],

@@ -86,7 +86,9 @@ __global__ void __launch_bounds__(kThreads) queries_kernel(NeighborhoodAttention
     delta += p * dp, of_dp = of_dp + k * (p * dp), of_p = of_p + k * p;
   }
   if (row < 0) return;
-  part.store(a.dq, row, (of_dp + of_p * -delta) * a.scale);
+  // The product is rounded, as it is in of_dp: the difference is 0 where there is one key.
+  const auto less = [&](float x, float y) { return a.scale * (x - Math<float>::rounded_product(y, delta)); };
+  part.store(a.dq, row, Part<T>::Vec::map(less, of_dp, of_p));
   if (threadIdx.x == 0) a.delta[row] = delta;
 }
 
