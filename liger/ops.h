@@ -190,8 +190,8 @@ struct ExpertsAdapters {
 /// [experts, n] in one dtype; index [tokens, k] integers, of which those that are no expert add nothing, weights
 /// [tokens, k], floating. Tokens are sorted by expert for grouped GEMMs; copies are summed in float, in their order.
 /// Backward keeps x and the routing. On CUDA in bfloat16, with widths and ranks that are multiples of 8, nothing is
-/// read on the host, and a graph can capture it; otherwise the counts of tokens are. Rows are multiplied by the matrices
-/// of adapters: no weight is changed or copied, and a frozen one has no gradient.
+/// read on the host, and a graph can capture it; otherwise the counts of tokens are. Tokens are multiplied by the
+/// matrices of adapters: no weight is changed or copied, and a frozen one has no gradient.
 at::Tensor fused_experts(const at::Tensor& x, const at::Tensor& gate_up, const at::Tensor& down,
                          const at::Tensor& index, const at::Tensor& weights, const ExpertsOptions& options = {},
                          const std::optional<at::Tensor>& gate_up_bias = {},
