@@ -315,8 +315,11 @@ def fill(page, **tables):
 def main():
     h200, cpu = (named(read(file)["rows"]) for file in ("h200.json", "cpu-avx512.json"))
     reports, lengths, two = (read(f"{name}.json") for name in ("families-h200", "e2e-h200", "e2e-h100x2"))
-    fill("performance.md", h200=table(h200, True), cpu=table(cpu, False))
+    newer = table(cases(read("experts-h100.json")["rows"]), True)
+    fill("performance.md", h200=table(h200, True), cpu=table(cpu, False), newer=newer)
     tables = {"families": families(reports), "e2e": end_to_end(lengths), "parts": step_parts(lengths)}
+    names = {"plain": "plain", "triton": "liger (Triton)", "ours": "ours"}
+    tables["experts"] = in_turns(read("e2e-moe-h100.json"), "plain", **names)
     fill("training.md", **tables, two=end_to_end(two), two_parts=step_parts(two))
     planned = {"plain": "plain", "ours": "ours, every layer checkpointed", "ours+plan": "ours, planned"}
     long = {"plain": "plain", "triton": "liger (Triton)", "ours": "ours", "ours+host": "ours, inputs on the host"}
