@@ -54,6 +54,12 @@ TOOLS = {
     # It asks for an older torch.
     "oumi": Tool(("downstream/test_oumi.py",), ("oumi", "transformers", "trl", "peft"), alone=("oumi==0.9",)),
     "deepspeed": Tool(("huggingface/zero.py",), ("deepspeed", "transformers")),
+    # Whole tools on GPUs: tested are their calls of this package.
+    "verl": Tool(("downstream/test_verl.py",), ("verl", "transformers"), alone=("verl==0.9.1",)),
+    "veomni": Tool(("downstream/test_veomni.py",), ("veomni", "transformers"), alone=("veomni==0.1.12",)),
+    "automodel": Tool(
+        ("downstream/test_automodel.py",), ("nemo-automodel", "transformers"), alone=("nemo-automodel==0.7.0",)
+    ),
     "megatron": Tool(("downstream/test_megatron.py",), ("megatron-core",)),
     "quantised": Tool(("downstream/test_quantised.py",), ("bitsandbytes", "gptqmodel", "peft", "transformers")),
 }
@@ -109,7 +115,8 @@ def rows(found):
     lines += [f"| {row['setup']} | {row['result']} | {row['seconds']:.0f} |" for row in found["rows"]]
     if found["others"]:
         passed = sum(outcome == "passed" for outcome in found["others"])
-        lines.append(f"| {len(found['others'])} other tests | {passed} passed | {found['seconds_of_others']:.0f} |")
+        others = "other tests" if found["rows"] else "tests"
+        lines.append(f"| {len(found['others'])} {others} | {passed} passed | {found['seconds_of_others']:.0f} |")
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     return "\n".join([f"{versions}. {found['seconds']:.0f} s in all.", "", *lines])
 
