@@ -60,8 +60,9 @@ def names_of(module):
     yield from getattr(module, "__all__", ())
     yield from getattr(module, "_LAZY", ())
     package = hasattr(module, "__path__")
+    made = getattr(module, "_made", {}).values()  # by what ran before
     for name, value in vars(module).items():
-        if not name.startswith("_") and callable(value):
+        if not name.startswith("_") and callable(value) and value not in made:
             # A Function's `apply` under another name has no module.
             if value.__module__ == module.__name__ or (package and is_ours(value)) or inspect.ismethod(value):
                 yield name
