@@ -26,24 +26,26 @@ struct MHCMix {
     return c10::SymDimVector(x.sym_sizes().slice(0, x.dim() - 1));
   }
 
+  /// What the kernels share, of contiguous tensors; f and of_f may be undefined.
+  template <class Args>
+  static Args describe(const Tensor& x, const Tensor& f, const Tensor& weight, const Tensor& of_f) {
+    Args a{};
+    a.x = data(x), a.f = data(f), a.weight = data<float>(weight), a.of_f = data<float>(of_f);
+    a.rows = x.numel() / (x.size(-2) * x.size(-1)), a.cols = cols(x);
+    a.in = int(x.size(-2)), a.out = int(weight.numel() * x.size(-1) / x.numel());
+    a.dtype = dtype_of(x), a.f_dtype = dtype_of(f.defined() ? f : x);
+    return a;
+  }
+
   static Tensor forward(const Tensor& x, const OptTensor& f, const Tensor& weight, const OptTensor& of_f,
                         const c10::SymDimVector& shape) {
     const Tensor y = output(at::empty_symint(shape, x.options()));
     if (y.is_meta() || y.numel() == 0) return y;
     const Tensor x_rows = x.contiguous(), f_rows = contiguous(f), weight_rows = weight.contiguous(),
                  of_f_rows = contiguous(of_f);
-    run(mhc_mix_forward, x,
-        {.x = data(x_rows),
-         .f = data(f_rows),
-         .weight = data<float>(weight_rows),
-         .of_f = data<float>(of_f_rows),
-         .y = y.data_ptr(),
-         .rows = x.numel() / (x.size(-2) * x.size(-1)),
-         .cols = cols(x),
-         .in = int(x.size(-2)),
-         .out = int(weight.numel() * x.size(-1) / x.numel()),
-         .dtype = dtype_of(x),
-         .f_dtype = f ? dtype_of(*f) : dtype_of(x)});
+    auto a = describe<MHCMixForward>(x_rows, f_rows, weight_rows, of_f_rows);
+    a.y = y.data_ptr();
+    run(mhc_mix_forward, x, a);
     return y;
   }
 
@@ -65,22 +67,10 @@ struct MHCMix {
     }
     const Tensor dy_rows = dy.contiguous(), x_rows = x.contiguous(), f_rows = contiguous(f),
                  weight_rows = weight.contiguous(), of_f_rows = contiguous(of_f);
-    run(mhc_mix_backward, x,
-        {.dy = data(dy_rows),
-         .x = data(x_rows),
-         .f = data(f_rows),
-         .weight = data<float>(weight_rows),
-         .of_f = data<float>(of_f_rows),
-         .dx = data<void>(d.x),
-         .df = data<void>(d.f),
-         .dweight = data<float>(d.weight),
-         .dof_f = data<float>(d.of_f),
-         .rows = x.numel() / (x.size(-2) * x.size(-1)),
-         .cols = cols(x),
-         .in = int(x.size(-2)),
-         .out = int(weight.numel() * x.size(-1) / x.numel()),
-         .dtype = dtype_of(x),
-         .f_dtype = f ? dtype_of(*f) : dtype_of(x)});
+    auto a = describe<MHCMixBackward>(x_rows, f_rows, weight_rows, of_f_rows);
+    a.dy = data(dy_rows), a.dx = data<void>(d.x), a.df = data<void>(d.f);
+    a.dweight = data<float>(d.weight), a.dof_f = data<float>(d.of_f);
+    run(mhc_mix_backward, x, a);
     return d;
   }
 };
