@@ -93,7 +93,7 @@ struct MultiTokenAttentionOptions {
   TORCH_ARG(bool, sparse) = false;
 };
 
-/// liger::multi_token_attention with a weight and a bias of its own.
+/// liger::multi_token_attention with its own weight and bias.
 struct MultiTokenAttentionImpl : torch::nn::Cloneable<MultiTokenAttentionImpl> {
   explicit MultiTokenAttentionImpl(MultiTokenAttentionOptions o) : options(std::move(o)) { reset(); }
 

@@ -32,7 +32,7 @@ struct RMSNormBase : torch::nn::Cloneable<Derived> {
   at::Tensor weight;
 };
 
-/// liger::rms_norm with a weight of its own.
+/// liger::rms_norm with its own weight.
 struct RMSNormImpl : RMSNormBase<RMSNormImpl> {
   using RMSNormBase::RMSNormBase;
   at::Tensor forward(const at::Tensor& x) {
@@ -68,7 +68,7 @@ struct RMSNormGatedOptions {
   TORCH_ARG(GatedNormOptions, norm);
 };
 
-/// liger::gated_rms_norm with a weight of its own.
+/// liger::gated_rms_norm with its own weight.
 struct RMSNormGatedImpl : torch::nn::Cloneable<RMSNormGatedImpl> {
   explicit RMSNormGatedImpl(RMSNormGatedOptions o) : options(std::move(o)) { reset(); }
 
@@ -96,7 +96,7 @@ struct LayerNormOptions {
   TORCH_ARG(bool, bias) = true;
 };
 
-/// liger::layer_norm with a weight, and a bias, of its own.
+/// liger::layer_norm with its own weight and bias.
 struct LayerNormImpl : torch::nn::Cloneable<LayerNormImpl> {
   explicit LayerNormImpl(LayerNormOptions o) : options(std::move(o)) { reset(); }
 
@@ -123,7 +123,7 @@ struct GroupNormOptions {
   TORCH_ARG(double, eps) = 1e-6;  // as LigerGroupNorm in Python; torch::nn::GroupNorm has 1e-5
 };
 
-/// liger::group_norm with a weight and a bias of its own.
+/// liger::group_norm with its own weight and bias.
 struct GroupNormImpl : torch::nn::Cloneable<GroupNormImpl> {
   explicit GroupNormImpl(GroupNormOptions o) : options(std::move(o)) { reset(); }
 

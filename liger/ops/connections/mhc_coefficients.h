@@ -11,7 +11,8 @@ namespace liger {
 ///   A    = softmax(alpha_res · mix + b) + ε, row by row
 ///   res  = R_i · A_ij · C_j
 /// Sinkhorn's algorithm (Sinkhorn & Knopp 1967) in the form that keeps what rows and columns were divided by:
-///   R = C = 1
+///   R = 1
+///   C = 1
 ///   C ← C / (Σ_i R_i · A_ij · C_j + ε)
 ///   R ← R / (Σ_j R_i · A_ij · C_j + ε)
 /// of which the first comes once and then both, rows before columns, iterations − 1 times.

@@ -36,7 +36,7 @@ class LigerMultiTokenAttentionFunction:
 
 
 class LigerMultiTokenAttention(nn.Module):
-    """liger_multi_token_attention with a weight and a bias of its own, which begin as those of torch.nn.Conv2d and as
+    """liger_multi_token_attention with its own weight and bias, which begin as those of torch.nn.Conv2d and as
     zeros."""
 
     bias: nn.Parameter | None
