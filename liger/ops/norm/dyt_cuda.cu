@@ -1,7 +1,10 @@
+#include "liger/ops/norm/dyt.h"
 #include "liger/ops/norm/norm.cuh"
 
-namespace liger::cuda::norm {
+namespace liger::cuda::dyt {
 namespace {
+
+using norm::load_like;
 
 constexpr int kDyTThreads = 512, kAhead = 4;  // rows of a thread in flight at once
 
@@ -30,7 +33,7 @@ __device__ void for_each_row(const void* const (&matrices)[kMatrices], int64_t f
 
 /// y = tanh(alpha · x) · w + b. A thread has w and b of its columns for kAhead rows; the limit is memory.
 template <class T>
-__global__ void __launch_bounds__(kDyTThreads, 2) dyt_forward_kernel(NormForward a) {
+__global__ void __launch_bounds__(kDyTThreads, 2) dyt_forward_kernel(DyTForward a) {
   await_previous();
   using Vec = cuda::Vec<Row<T>::kWidth>;
   const float alpha = number(a.alpha);
@@ -48,7 +51,7 @@ __global__ void __launch_bounds__(kDyTThreads, 2) dyt_forward_kernel(NormForward
 }
 
 /// A partial sum of dalpha from what the threads of a block have.
-__device__ inline void put_dalpha(const NormBackward& a, float sum) {
+__device__ inline void put_dalpha(const DyTBackward& a, float sum) {
   if (!a.dalpha) return;
   __shared__ float of_rows[kDyTThreads];
   RowReduce<Sum> reduce;
@@ -60,14 +63,10 @@ __device__ inline void put_dalpha(const NormBackward& a, float sum) {
   a.dalpha[blockIdx.x] = sum;
 }
 
-/// dx, and the sums over rows dw, db and dalpha, with
-///   t  = tanh(alpha · x)
-///   g  = dy · w
-///   dx = alpha · (1 − t²) · g
-/// A block makes one partial sum: a thread keeps the sums of its columns, and walks along the block's rows; the limit
+/// dx, and the sums over rows dw, db and dalpha. A block makes one partial sum: a thread keeps the sums of its columns, and walks along the block's rows; the limit
 /// is memory.
 template <class T>
-__global__ void __launch_bounds__(kDyTThreads, 1) dyt_backward_kernel(NormBackward a) {
+__global__ void __launch_bounds__(kDyTThreads, 1) dyt_backward_kernel(DyTBackward a) {
   await_previous();
   using Vec = cuda::Vec<Row<T>::kWidth>;
   const float alpha = number(a.alpha);
@@ -104,21 +103,21 @@ dim3 threads_of(int64_t cols) {
 
 }  // namespace
 
-void dyt_forward(const NormForward& a, Stream s) {
+LIGER_REGISTER(dyt_forward, [](const DyTForward& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
     const dim3 threads = threads_of<T>(a.cols);
     const int64_t alike = Row<T>::kWidth;  // rows so many apart begin alike
     const int64_t blocks = round_up(ceil_div(a.rows, int64_t(threads.y) * kAhead), alike);
     launch(dyt_forward_kernel<T>, {.blocks = blocks, .threads = threads}, s, a);
   });
-}
+});
 
-void dyt_backward(const NormBackward& a, Stream s) {
+LIGER_REGISTER(dyt_backward, [](const DyTBackward& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
     const dim3 threads = threads_of<T>(a.cols);
     const int shared = int(threads.x * threads.y / 2) * Row<T>::kWidth * int(sizeof(float));
     launch(dyt_backward_kernel<T>, {.blocks = a.partials, .threads = threads, .shared_bytes = shared}, s, a);
   });
-}
+});
 
-}  // namespace liger::cuda::norm
+}  // namespace liger::cuda::dyt

@@ -35,8 +35,8 @@ struct FusedAddRMSNorm {
   static constexpr std::array kGradientOf{0, 0, 1};  // x's gradient is the residual's too
 
   static Results forward(const Inputs& in) {
-    const auto out = norm::forward("fused_add_rms_norm", Norm::Added,
-                                   {.x = in.x, .w = in.weight, .residual = in.residual}, in.eps, in.rounding);
+    const auto out =
+        norm::forward("fused_add_rms_norm", {.x = in.x, .w = in.weight, .residual = in.residual}, in.eps, in.rounding);
     return {out.y, out.s, out.rstd};
   }
 
@@ -44,8 +44,8 @@ struct FusedAddRMSNorm {
 
   static Gradients<Tensor> backward(const Upstream& up, const Saved& saved, const Gradients<bool>& wanted) {
     const auto d =
-        norm::backward("fused_add_rms_norm_backward", Norm::Added, up.dy, up.ds, {.x = saved.s, .w = saved.weight}, {},
-                       saved.rstd, {.x = wanted.dx, .w = wanted.dw}, saved.rounding);
+        norm::backward("fused_add_rms_norm_backward", up.dy, up.ds, {.x = saved.s, .w = saved.weight, .x_name = "s"},
+                       {}, saved.rstd, {.x = wanted.dx, .w = wanted.dw}, saved.rounding);
     return {d.x, d.w};
   }
 

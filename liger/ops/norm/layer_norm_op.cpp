@@ -25,15 +25,16 @@ struct LayerNorm {
   using Gradients = norm::OfWeightAndBias<T>;
 
   static Results forward(const Inputs& in) {
-    const auto out = norm::forward("layer_norm", Norm::Layer, {.x = in.x, .w = in.weight, .b = in.bias}, in.eps);
+    const auto out = norm::forward("layer_norm", {.x = in.x, .w = in.weight, .b = in.bias, .centred = true}, in.eps);
     return {out.y, out.mean, out.rstd};
   }
 
   static Saved save(const Inputs& in, const Results& out) { return {in.x, in.weight, in.bias, out.mean, out.rstd}; }
 
   static Gradients<Tensor> backward(const Upstream& up, const Saved& s, const Gradients<bool>& wanted) {
-    const auto d = norm::backward("layer_norm_backward", Norm::Layer, up.dy, {}, {.x = s.x, .w = s.weight, .b = s.bias},
-                                  s.mean, s.rstd, {.x = wanted.dx, .w = wanted.dw, .b = wanted.db});
+    const auto d =
+        norm::backward("layer_norm_backward", up.dy, {}, {.x = s.x, .w = s.weight, .b = s.bias, .centred = true},
+                       s.mean, s.rstd, {.x = wanted.dx, .w = wanted.dw, .b = wanted.db});
     return {d.x, d.w, d.b};
   }
 };

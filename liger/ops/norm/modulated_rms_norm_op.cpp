@@ -34,9 +34,8 @@ struct ModulatedRMSNorm {
   };
 
   static Results forward(const Inputs& in) {
-    const auto out =
-        norm::forward("modulated_rms_norm", Norm::Modulated,
-                      {.x = in.x, .w = in.weight, .scale = in.scale, .shift = in.shift}, in.eps, in.rounding);
+    const auto out = norm::forward(
+        "modulated_rms_norm", {.x = in.x, .w = in.weight, .scale = in.scale, .shift = in.shift}, in.eps, in.rounding);
     return {out.y, out.rstd};
   }
 
@@ -45,10 +44,9 @@ struct ModulatedRMSNorm {
   }
 
   static Gradients<Tensor> backward(const Upstream& up, const Saved& s, const Gradients<bool>& wanted) {
-    const auto d =
-        norm::backward("modulated_rms_norm_backward", Norm::Modulated, up.dy, {},
-                       {.x = s.x, .w = s.weight, .scale = s.scale, .shift = s.shift}, {}, s.rstd,
-                       {.x = wanted.dx, .w = wanted.dw, .scale = wanted.dscale, .shift = wanted.dshift}, s.rounding);
+    const auto d = norm::backward(
+        "modulated_rms_norm_backward", up.dy, {}, {.x = s.x, .w = s.weight, .scale = s.scale, .shift = s.shift}, {},
+        s.rstd, {.x = wanted.dx, .w = wanted.dw, .scale = wanted.dscale, .shift = wanted.dshift}, s.rounding);
     return {d.x, d.w, d.scale, d.shift};
   }
 };

@@ -69,8 +69,4 @@ __device__ void add_columns(float* partials, const Vec<Row<T>::kWidth>& v, bool 
   to.store(k, (first ? v : to_vec(to.load(k, 0.f, like)) + v).v, like);
 }
 
-/// DyT has its own kernels (dyt_cuda.cu).
-void dyt_forward(const NormForward& a, Stream s);
-void dyt_backward(const NormBackward& a, Stream s);
-
 }  // namespace liger::cuda::norm

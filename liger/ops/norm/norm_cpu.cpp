@@ -44,54 +44,51 @@ class Modulation {
 };
 
 /// How x̂ is made of x, and where it is rounded.
-template <class T, Norm kNorm>
-struct Row {
-  Vec mean, rstd;  // rstd: alpha for Tanh
+template <class T, bool kCentred>
+struct Normalised {
+  Vec mean, rstd;
   Casting casting;
 
   Vec xhat(const Vec& x) const {
-    if constexpr (tanh_of(kNorm)) return Math::tanh(x * rstd);
-    if constexpr (centred(kNorm)) return (x - mean) * rstd;
+    if constexpr (kCentred) return (x - mean) * rstd;
     return x * rstd;
   }
   /// As it meets the weight.
-  Vec rounded(const Vec& xhat) const { return biased(kNorm) || casting == Casting::Gemma ? xhat : round_to<T>(xhat); }
+  Vec rounded(const Vec& xhat) const { return kCentred || casting == Casting::Gemma ? xhat : round_to<T>(xhat); }
 };
 
-template <class T, Norm kNorm>
+template <class T, bool kCentred, bool kModulated>
 void forward(const NormForward& a) {
   auto weights = floats(a, a.w, a.offset, 1);
   if (a.casting == Casting::None) row_map(a.cols, weights.data(), [](Vec w) { return round_to<T>(w); }, weights.data());
-  const auto biases = biased(kNorm) ? floats(a, a.b, 0, 0) : std::vector<float>();
+  const auto biases = kCentred ? floats(a, a.b, 0, 0) : std::vector<float>();
   for_runs(a.rows, a.cols, [&](int64_t begin, int64_t end) {
     Modulation scales, shifts;
     for (int64_t r = begin; r < end; ++r) {
       const T* x = row_of<T>(a.x, r, a.cols);
       T* y = row_of<T>(a.y, r, a.cols);
-      if constexpr (kNorm == Norm::Added) {
+      if (a.residual) {
         T* s = row_of<T>(a.s, r, a.cols);
         row_map(a.cols, s, [](Vec x, Vec residual) { return x + residual; }, x, row_of<T>(a.residual, r, a.cols));
         x = s;
       }
       const float *w = weights.data(), *b = biases.data();
-      float mean = 0, rstd = tanh_of(kNorm) ? number(a.alpha) : 0;
-      if constexpr (!tanh_of(kNorm)) {
-        double squares;
-        if constexpr (centred(kNorm)) {
-          const Moments of_row = moments(a.cols, x);
-          a.mean[r] = mean = of_row.mean, squares = of_row.squares;
-        } else {
-          squares = row_sum(a.cols, [](Vec x) { return x * x; }, x);
-        }
-        rstd = float(1 / std::sqrt(squares / a.cols + a.eps));
-        a.rstd[r] = rstd = a.casting == Casting::None ? round_to<T>(rstd) : rstd;
+      float mean = 0;
+      double squares;
+      if constexpr (kCentred) {
+        const Moments of_row = moments(a.cols, x);
+        a.mean[r] = mean = of_row.mean, squares = of_row.squares;
+      } else {
+        squares = row_sum(a.cols, [](Vec x) { return x * x; }, x);
       }
-      const Row<T, kNorm> row{Vec(mean), Vec(rstd), a.casting};
+      float rstd = float(1 / std::sqrt(squares / a.cols + a.eps));
+      a.rstd[r] = rstd = a.casting == Casting::None ? round_to<T>(rstd) : rstd;
+      const Normalised<T, kCentred> row{Vec(mean), Vec(rstd), a.casting};
       const float *scale = scales.row(a, a.scale, r, 1), *shift = shifts.row(a, a.shift, r, 0);
       for_each(a.cols, [&](int64_t c, int64_t n) {
         Vec v = row.rounded(row.xhat(read(x + c, n))) * read(w + c, n);
-        if constexpr (biased(kNorm)) v = v + read(b + c, n);
-        if constexpr (modulated(kNorm)) {
+        if constexpr (kCentred) v = v + read(b + c, n);
+        if constexpr (kModulated) {
           v = round_to<T>(v) * read(scale + c, n);
           if (shift) v = v + read(shift + c, n);
         }
@@ -102,37 +99,34 @@ void forward(const NormForward& a) {
 }
 
 /// The means along a row of g · x̂ and, where the mean counts, of g = dy · w · scale.
-template <class T, Norm kNorm>
-std::array<Vec, 2> project(int64_t cols, const Row<T, kNorm>& row, const T* x, const T* dy, const float* w,
+template <class T, bool kCentred>
+std::array<Vec, 2> project(int64_t cols, const Normalised<T, kCentred>& row, const T* x, const T* dy, const float* w,
                            const float* scale) {
-  if constexpr (tanh_of(kNorm)) return {Vec(0.f), Vec(0.f)};
-  if constexpr (modulated(kNorm)) {
-    const auto f = [&](Vec dy, Vec x, Vec w, Vec m) { return dy * m * w * row.xhat(x); };
-    return {Vec(mean_of(cols, f, dy, x, w, scale)), Vec(0.f)};
+  if constexpr (kCentred) {
+    const auto f = [&](Vec dy, Vec x, Vec w) {
+      const Vec g = dy * w;
+      return std::array{g * row.xhat(x), g};
+    };
+    const auto sums = row_sums<2>(cols, f, dy, x, w);
+    return {Vec(float(sums[0] / cols)), Vec(float(sums[1] / cols))};
   }
-  if constexpr (!centred(kNorm))
-    return {Vec(mean_of(cols, [&](Vec dy, Vec x, Vec w) { return dy * w * row.xhat(x); }, dy, x, w)), Vec(0.f)};
-  const auto f = [&](Vec dy, Vec x, Vec w) {
-    const Vec g = dy * w;
-    return std::array{g * row.xhat(x), g};
-  };
-  const auto sums = row_sums<2>(cols, f, dy, x, w);
-  return {Vec(float(sums[0] / cols)), Vec(float(sums[1] / cols))};
+  const auto f = [&](Vec dy, Vec x, Vec w) { return dy * w * row.xhat(x); };
+  const auto modulated = [&](Vec dy, Vec x, Vec w, Vec m) { return dy * m * w * row.xhat(x); };
+  return {Vec(scale ? mean_of(cols, modulated, dy, x, w, scale) : mean_of(cols, f, dy, x, w)), Vec(0.f)};
 }
 
 /// Partial sum s is that of a run of rows, within a modulation's: no two threads add to the same sum.
-template <class T, Norm kNorm>
+template <class T, bool kCentred, bool kModulated>
 void backward(const NormBackward& a) {
   const auto weights = floats(a, a.w, a.offset, 1);
-  constexpr bool own = kNorm == Norm::Each;
-  const int64_t sets = kNorm == Norm::Modulated ? a.modulations : 1;
+  const bool own = a.own_modulation();
+  const int64_t sets = a.shared_modulation() ? a.modulations : 1;
   const int64_t set_rows = a.rows / sets, set_partials = a.partials / sets, run = ceil_div(set_rows, set_partials);
   for_rows(a.partials, run * a.cols, [&](int64_t s) {
     const int64_t set = s / set_partials, begin = s % set_partials * run;
     const float* w = weights.data();
     const auto part_of = [&](void* sums) { return sums ? static_cast<float*>(sums) + s * a.cols : nullptr; };
     float *dw = part_of(a.dw), *db = part_of(a.db);
-    LongSum dalpha;
     for (float* sums : {dw, db})
       if (sums) std::fill_n(sums, a.cols, 0.f);
     const auto add = [&](float* sums, int64_t c, int64_t n, Vec v) {
@@ -144,24 +138,16 @@ void backward(const NormBackward& a) {
       const T *x = row_of<T>(a.x, r, a.cols), *dy = row_of<T>(a.dy, r, a.cols),
               *ds = a.ds ? row_of<T>(a.ds, r, a.cols) : nullptr;
       T* dx = a.dx ? row_of<T>(a.dx, r, a.cols) : nullptr;
-      const Row<T, kNorm> row{Vec(centred(kNorm) ? a.mean[r] : 0), Vec(tanh_of(kNorm) ? number(a.alpha) : a.rstd[r]),
-                              a.casting};
+      const Normalised<T, kCentred> row{Vec(kCentred ? a.mean[r] : 0), Vec(a.rstd[r]), a.casting};
       const float* scale = scales.row(a, a.scale, r, 1);
       const auto means = project(a.cols, row, x, dy, w, scale);
       const Vec onto = means[0], mean = means[1];
       for_each(a.cols, [&](int64_t c, int64_t n) {
         const Vec xv = read(x + c, n), wv = read(w + c, n), d = read(dy + c, n),
-                  dn = modulated(kNorm) ? d * read(scale + c, n) : d, xhat = row.xhat(xv), g = dn * wv;
+                  dn = kModulated ? d * read(scale + c, n) : d, xhat = row.xhat(xv), g = dn * wv;
         add(dw, c, n, (own ? dn : d) * row.rounded(xhat));
-        if constexpr (biased(kNorm) || kNorm == Norm::Modulated) add(db, c, n, d);
-        Vec v;
-        if constexpr (tanh_of(kNorm)) {
-          const Vec slope = (Vec(1.f) - xhat * xhat) * g;
-          if (a.dalpha) dalpha.add(xv * slope, n);
-          v = slope * row.rstd;
-        } else {
-          v = row.rstd * (g - mean - xhat * onto);
-        }
+        if constexpr (kCentred || kModulated) add(db, c, n, d);
+        Vec v = row.rstd * (g - mean - xhat * onto);
         if (ds) v = v + read(ds + c, n);
         if (dx) write(v, dx + c, n);
       });
@@ -174,17 +160,26 @@ void backward(const NormBackward& a) {
           if (a.dshift) row_map(a.cols, row_of<M>(a.dshift, r, a.cols), [](Vec dy) { return dy; }, dy);
         });
     }
-    if (a.dalpha) a.dalpha[s] = float(dalpha.value());
+  });
+}
+
+/// Calls f.operator()<T, kCentred, kModulated>().
+template <class Args, class F>
+void dispatch_norm(const Args& a, F&& f) {
+  dispatch(a.dtype, [&]<class T>() {
+    if (a.centred) f.template operator()<T, true, false>();
+    else if (a.scale) f.template operator()<T, false, true>();
+    else f.template operator()<T, false, false>();
   });
 }
 
 }  // namespace
 
 LIGER_REGISTER(norm_forward, [](const NormForward& a, Stream) {
-  dispatch(a.dtype, [&]<class T>() { dispatch_norm(a.norm, [&]<Norm kNorm>() { forward<T, kNorm>(a); }); });
+  dispatch_norm(a, [&]<class T, bool kCentred, bool kModulated>() { forward<T, kCentred, kModulated>(a); });
 });
 LIGER_REGISTER(norm_backward, [](const NormBackward& a, Stream) {
-  dispatch(a.dtype, [&]<class T>() { dispatch_norm(a.norm, [&]<Norm kNorm>() { backward<T, kNorm>(a); }); });
+  dispatch_norm(a, [&]<class T, bool kCentred, bool kModulated>() { backward<T, kCentred, kModulated>(a); });
 });
 
 }  // namespace LIGER_CPU::norm

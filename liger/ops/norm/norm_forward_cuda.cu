@@ -268,8 +268,7 @@ void forward(const NormForward& a, Stream s) {
 }  // namespace
 
 LIGER_REGISTER(norm_forward, [](const NormForward& a, Stream s) {
-  if (a.norm == Norm::Tanh) return dyt_forward(a, s);
-  dispatch(a.dtype, [&]<class T>() { centred(a.norm) ? forward<T, true>(a, s) : forward<T, false>(a, s); });
+  dispatch(a.dtype, [&]<class T>() { a.centred ? forward<T, true>(a, s) : forward<T, false>(a, s); });
 });
 
 }  // namespace liger::cuda::norm

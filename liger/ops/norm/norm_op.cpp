@@ -21,13 +21,13 @@ void check_modulation(const char* name, const char* what, const Tensor& m, const
 /// The inputs as kernels read them, checked.
 struct Operands {
   Arguments arguments;
-  Tensor x, w, b, residual, scale, shift, alpha;
+  Tensor x, w, b, residual, scale, shift;
+  bool centred;
 
-  Operands(const char* name, const Inputs& in, const char* x_name = "x") : arguments(name, x_name, in.x) {
+  Operands(const char* name, const Inputs& in) : arguments(name, in.x_name, in.x), centred(in.centred) {
     arguments.vector("weight", in.w, in.x.sym_size(-1))
         .vector("bias", in.b, in.x.sym_size(-1))
-        .like("residual", in.residual)
-        .count("alpha", in.alpha, 1, Type::Kernels);
+        .like("residual", in.residual);
     x = in.x.contiguous();
     w = contiguous(in.w), b = contiguous(in.b), residual = contiguous(in.residual), scale = contiguous(in.scale),
     shift = contiguous(in.shift);
@@ -39,21 +39,17 @@ struct Operands {
                   scale.sym_sizes(), ", got ", shift.sym_sizes());
       shift = shift.to(scale.scalar_type());
     }
-    if (in.alpha) alpha = *in.alpha;
   }
 
   template <class Args>
-  Args describe(Norm norm) const {
+  Args describe() const {
     Args a{};
-    a.norm = norm == Norm::Modulated && rows(scale) == rows(x) ? Norm::Each : norm, a.x = data(x), a.w = data(w),
-    a.scale = data(scale), a.alpha = numbers(alpha);
-    a.rows = rows(x), a.cols = cols(x), a.inv_cols = 1.f / std::max<int64_t>(1, a.cols),
+    a.centred = centred;
+    a.x = data(x), a.w = data(w), a.scale = data(scale);
+    a.rows = rows(x), a.cols = cols(x), a.inv_cols = 1.f / std::max<int64_t>(1, a.cols);
     a.modulations = scale.defined() ? rows(scale) : 1;
     a.per_modulation = a.rows / std::max<int64_t>(1, a.modulations);
-    a.dtype = dtype_of(x),
-    a.w_dtype = dtype_of(w.defined()   ? w
-                         : b.defined() ? b
-                                       : x),
+    a.dtype = dtype_of(x), a.w_dtype = dtype_of(w.defined() ? w : b.defined() ? b : x);
     a.modulation_dtype = dtype_of(scale.defined() ? scale : x);
     return a;
   }
@@ -61,16 +57,16 @@ struct Operands {
 
 }  // namespace
 
-Outputs forward(const char* name, Norm norm, const Inputs& inputs, double eps, Rounding rounding) {
+Outputs forward(const char* name, const Inputs& inputs, double eps, Rounding rounding) {
   const Operands in(name, inputs);
   const Casting casting = parse(name, rounding.casting);
-  const bool stats = !tanh_of(norm);
-  Outputs out{.y = output(at::empty_symint(inputs.x.sym_sizes(), in.x.options())),
-              .s = in.residual.defined() ? output(at::empty_symint(inputs.x.sym_sizes(), in.x.options())) : Tensor(),
-              .mean = centred(norm) ? empty_stat(in.x) : Tensor(),
-              .rstd = stats ? empty_stat(in.x) : Tensor()};
+  const auto like_x = [&] { return output(at::empty_symint(inputs.x.sym_sizes(), in.x.options())); };
+  Outputs out{.y = like_x(),
+              .s = in.residual.defined() ? like_x() : Tensor(),
+              .mean = inputs.centred ? empty_stat(in.x) : Tensor(),
+              .rstd = empty_stat(in.x)};
   if (in.x.is_meta() || rows(in.x) == 0) return out;
-  auto a = in.describe<NormForward>(norm);
+  auto a = in.describe<NormForward>();
   a.b = data(in.b), a.residual = data(in.residual), a.shift = data(in.shift);
   a.y = out.y.data_ptr(), a.s = data<void>(out.s), a.mean = data<float>(out.mean), a.rstd = data<float>(out.rstd);
   a.eps = float(eps), a.offset = float(rounding.offset), a.casting = casting;
@@ -78,9 +74,9 @@ Outputs forward(const char* name, Norm norm, const Inputs& inputs, double eps, R
   return out;
 }
 
-Gradients backward(const char* name, Norm norm, const Tensor& dy_, const OptTensor& ds_, const Inputs& inputs,
-                   const Tensor& mean_, const Tensor& rstd_, Wants wants, Rounding rounding) {
-  const Operands in(name, inputs, norm == Norm::Added ? "s" : "x");
+Gradients backward(const char* name, const Tensor& dy_, const OptTensor& ds_, const Inputs& inputs, const Tensor& mean_,
+                   const Tensor& rstd_, Wants wants, Rounding rounding) {
+  const Operands in(name, inputs);
   in.arguments.like("dy", dy_)
       .like("ds", ds_)
       .present("with_dw", wants.w, "weight", inputs.w)
@@ -93,14 +89,10 @@ Gradients backward(const char* name, Norm norm, const Tensor& dy_, const OptTens
   Gradients d;
   if (wants.x) d.x = output(at::empty_symint(inputs.x.sym_sizes(), in.x.options()));
   if (in.x.is_meta() || rows(in.x) == 0)
-    return {d.x,
-            zeros_if(wants.w, inputs.w),
-            zeros_if(wants.b, inputs.b),
-            zeros_if(wants.alpha, inputs.alpha),
-            zeros_if(wants.scale, inputs.scale),
+    return {d.x, zeros_if(wants.w, inputs.w), zeros_if(wants.b, inputs.b), zeros_if(wants.scale, inputs.scale),
             zeros_if(wants.shift, inputs.shift)};
-  auto a = in.describe<NormBackward>(norm);
-  const bool own = a.norm == Norm::Each, shared = a.norm == Norm::Modulated;
+  auto a = in.describe<NormBackward>();
+  const bool own = a.own_modulation(), shared = a.shared_modulation();
   const int64_t sets = shared ? a.modulations : 1;
   a.partials = sets * partial_count(in.x, sets);
   const auto sums = [&](bool wanted, int64_t cols) {
@@ -110,17 +102,15 @@ Gradients backward(const char* name, Norm norm, const Tensor& dy_, const OptTens
     return own && wanted ? at::empty(in.scale.sizes(), in.scale.options()) : Tensor();
   };
   const Tensor dw = sums(wants.w || (shared && wants.scale), a.cols),
-               db = sums(wants.b || (shared && wants.shift), a.cols), dalpha = sums(wants.alpha, 1);
+               db = sums(wants.b || (shared && wants.shift), a.cols);
   d.scale = like_scale(wants.scale), d.shift = like_scale(wants.shift);
   a.dy = data(dy), a.ds = data(ds), a.mean = data<float>(mean), a.rstd = data<float>(rstd), a.dx = data<void>(d.x);
-  a.dw = data<float>(dw), a.db = data<float>(db), a.dalpha = data<float>(dalpha), a.dscale = data<void>(d.scale),
-  a.dshift = data<void>(d.shift);
+  a.dw = data<float>(dw), a.db = data<float>(db), a.dscale = data<void>(d.scale), a.dshift = data<void>(d.shift);
   a.offset = float(rounding.offset), a.casting = parse(name, rounding.casting);
   run(norm_backward, in.x, a);
   Totals totals;
   if (wants.w) d.w = totals.of(dw, *inputs.w, shared ? in.scale : Tensor(), 1);
   if (wants.b) d.b = totals.of(db, *inputs.b);
-  if (wants.alpha) d.alpha = totals.of(dalpha, *inputs.alpha);
   const auto of_sets = [&](const Tensor& sums) { return sums.view({sets, -1, a.cols}); };
   if (shared && wants.scale) d.scale = totals.of(of_sets(dw), *inputs.scale, in.w, rounding.offset);
   if (shared && wants.shift) d.shift = totals.of(of_sets(db), *inputs.shift);

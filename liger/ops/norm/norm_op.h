@@ -7,7 +7,9 @@ namespace liger::op::norm {
 /// What a norm is given, in the names of liger/ops/norm/norm.h; what it has no use for stays empty.
 struct Inputs {
   Tensor x;
-  OptTensor w, b, residual, scale, shift, alpha;
+  OptTensor w, b, residual, scale, shift;
+  bool centred = false;
+  const char* x_name = "x";  // the operator's, for error messages
 };
 struct Outputs {
   Tensor y, s, mean, rstd;
@@ -19,19 +21,19 @@ struct Rounding {
 };
 
 /// `name` is the operator's, for error messages.
-Outputs forward(const char* name, Norm norm, const Inputs& inputs, double eps, Rounding rounding = {});
+Outputs forward(const char* name, const Inputs& inputs, double eps, Rounding rounding = {});
 
 /// Which gradients are wanted; the others stay undefined.
 struct Wants {
-  bool x, w, b = false, alpha = false, scale = false, shift = false;
+  bool x, w, b = false, scale = false, shift = false;
 };
 struct Gradients {
-  Tensor x, w, b, alpha, scale, shift;
+  Tensor x, w, b, scale, shift;
 };
 
 /// inputs.x is what was normalised: s where there was a residual, which gets the same gradient.
-Gradients backward(const char* name, Norm norm, const Tensor& dy, const OptTensor& ds, const Inputs& inputs,
-                   const Tensor& mean, const Tensor& rstd, Wants wants, Rounding rounding = {});
+Gradients backward(const char* name, const Tensor& dy, const OptTensor& ds, const Inputs& inputs, const Tensor& mean,
+                   const Tensor& rstd, Wants wants, Rounding rounding = {});
 
 /// What the operators of several norms return and the gradients that they have.
 struct WithRstd {

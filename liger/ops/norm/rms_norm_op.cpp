@@ -27,14 +27,14 @@ struct RMSNorm {
   using Gradients = norm::OfWeight<T>;
 
   static Results forward(const Inputs& in) {
-    const auto out = norm::forward("rms_norm", Norm::Rms, {.x = in.x, .w = in.weight}, in.eps, in.rounding);
+    const auto out = norm::forward("rms_norm", {.x = in.x, .w = in.weight}, in.eps, in.rounding);
     return {out.y, out.rstd};
   }
 
   static Saved save(const Inputs& in, const Results& out) { return {in.x, in.weight, out.rstd, in.rounding}; }
 
   static Gradients<Tensor> backward(const Upstream& up, const Saved& s, const Gradients<bool>& wanted) {
-    const auto d = norm::backward("rms_norm_backward", Norm::Rms, up.dy, {}, {.x = s.x, .w = s.weight}, {}, s.rstd,
+    const auto d = norm::backward("rms_norm_backward", up.dy, {}, {.x = s.x, .w = s.weight}, {}, s.rstd,
                                   {.x = wanted.dx, .w = wanted.dw}, s.rounding);
     return {d.x, d.w};
   }
