@@ -1,4 +1,13 @@
 #pragma once
+// Rows that several passes of a kernel read: over a cluster of blocks (Clusters), or in the registers of a block's
+// threads (ShortRows). All threads of a row call the same, in this order:
+//
+//   begin ──> pass ────> again …            begin   sends for the row
+//         └─> replace ─> again_replaced …   pass    reads it for the first time
+//                                           replace does, and puts other values in its place, if replaces()
+//                                           again, again_replaced  read what is kept, as often as wanted
+//
+// A kernel that has called begin and leaves without pass or replace calls copies_done(). `State` is a thread's own.
 #include "liger/core/cuda/stream.cuh"
 
 namespace liger::cuda {
@@ -82,19 +91,19 @@ struct Clusters {
     return i >= 0 && i < packs_per_block && i % kThreads == int(threadIdx.x);
   }
 
-  struct Kept {
-    float notes[kGroups];
-  };  // a thread's own: see replace
+  struct State {
+    float notes[kGroups];  // see replace
+  };
 
   /// Sends for the row's first packs, before it is known whether it is wanted.
-  __device__ void begin(Kept&, const RowSet& x) const {
+  __device__ void begin(State&, const RowSet& x) const {
     if (kept) send(Part(*this, x), x, 0);
   }
 
   /// f(k, values) for this thread's packs of the row, n at once, kThreads apart from k on. What is left over comes one
   /// at a time or, with kFill, together with blanks. After begin.
   template <int n, bool kFill, class F>
-  __device__ void pass(Kept&, const RowSet& x, F f) const {
+  __device__ void pass(State&, const RowSet& x, F f) const {
     const Part part(*this, x);
     if (!kept)
       return for_each_batch<n, kFill>(part.begin, part.end, kThreads, [&](int k) { return x.load(k); }, x.blank(), f);
@@ -109,7 +118,7 @@ struct Clusters {
   /// As pass where that may be, once: f(values) puts what is to be kept in the values' place, and returns a note that
   /// goes with it.
   template <class F>
-  __device__ void replace(Kept& own, const RowSet& x, F f) const {
+  __device__ void replace(State& state, const RowSet& x, F f) const {
     static_assert(kMatrices == 1);
     const Part part(*this, x);
     each_group(part, x, [&](int group) {
@@ -121,14 +130,14 @@ struct Clusters {
           if (k + i * kThreads < end) part.at(0, k + i * kThreads) = values[i];
 #pragma unroll
         for (int g = 0; g < kGroups; ++g)
-          if (g == group) own.notes[g] = note;
+          if (g == group) state.notes[g] = note;
       });
     });
   }
 
   /// Once more, what is left over one at a time.
   template <int n, class F>
-  __device__ void again(const Kept&, const RowSet& x, F f) const {
+  __device__ void again(const State&, const RowSet& x, F f) const {
     const Part part(*this, x);
     if (kept) for_each_batch<n, false>(part.begin, part.end, kThreads, part, {}, f);
     else for_each_batch<n, false>(part.begin, part.end, kThreads, [&](int k) { return x.load(k); }, {}, f);
@@ -136,14 +145,14 @@ struct Clusters {
 
   /// Again after replace: f(k, what was kept, its note).
   template <class F>
-  __device__ void again_replaced(const Kept& own, const RowSet& x, F f) const {
+  __device__ void again_replaced(const State& state, const RowSet& x, F f) const {
     const Part part(*this, x);
 #pragma unroll 1
     for (int group = 0; group < kGroups; ++group) {
-      float note = own.notes[0];
+      float note = state.notes[0];
 #pragma unroll
       for (int g = 1; g < kGroups; ++g)
-        if (g == group) note = own.notes[g];
+        if (g == group) note = state.notes[g];
       for_each_batch<kBatch, false>(part.first(group), part.first(group + 1), kThreads, part, {},
                                     [&](int k, auto& values) { f(k, values, note); });
     }
@@ -225,24 +234,24 @@ struct ShortRows {
   __device__ static constexpr bool leads() { return true; }
   __device__ bool mine(int k) const { return k % int(blockDim.x) == int(threadIdx.x); }
 
-  struct Kept {
+  struct State {
     Value values[kLoads];
     float note;
   };
 
-  __device__ void begin(Kept& kept, const RowSet& x) const {
-    each(x, [&](int k, int u) { kept.values[u] = x.load(k); });
+  __device__ void begin(State& state, const RowSet& x) const {
+    each(x, [&](int k, int u) { state.values[u] = x.load(k); });
   }
 
   template <int, bool, class F>
-  __device__ void pass(Kept& kept, const RowSet& x, F f) const {
-    again<1>(kept, x, f);
+  __device__ void pass(State& state, const RowSet& x, F f) const {
+    again<1>(state, x, f);
   }
 
   template <int, class F>
-  __device__ void again(const Kept& kept, const RowSet& x, F f) const {
+  __device__ void again(const State& state, const RowSet& x, F f) const {
     each(x, [&](int k, int u) {
-      Value values[1] = {kept.values[u]};
+      Value values[1] = {state.values[u]};
       f(k, values);
     });
   }
@@ -250,19 +259,19 @@ struct ShortRows {
   __device__ static constexpr bool replaces() { return true; }
 
   template <class F>
-  __device__ void replace(Kept& kept, const RowSet& x, F f) const {
+  __device__ void replace(State& state, const RowSet& x, F f) const {
     Value values[kLoads];
 #pragma unroll
     for (Value& value : values) value = x.blank();
-    each(x, [&](int, int u) { values[u] = kept.values[u]; });
-    kept.note = f(values);
+    each(x, [&](int, int u) { values[u] = state.values[u]; });
+    state.note = f(values);
 #pragma unroll
-    for (int u = 0; u < kLoads; ++u) kept.values[u] = values[u];
+    for (int u = 0; u < kLoads; ++u) state.values[u] = values[u];
   }
 
   template <class F>
-  __device__ void again_replaced(const Kept& kept, const RowSet& x, F f) const {
-    again<1>(kept, x, [&](int k, auto& values) { f(k, values, kept.note); });
+  __device__ void again_replaced(const State& state, const RowSet& x, F f) const {
+    again<1>(state, x, [&](int k, auto& values) { f(k, values, state.note); });
   }
 
   template <class Op, int kBuffers = 1>

@@ -27,7 +27,8 @@ __device__ float largest(const Pack (&packs)[n], float least) {
   }
 }
 
-/// max and Σ exp(z − max) of what was pushed so far (Milakov & Gimelshein 2018, arXiv:1805.02867); merges in any order.
+/// The online softmax (Milakov & Gimelshein 2018, arXiv:1805.02867): max and Σ exp(z − max) of what was pushed so far.
+/// Where the maximum grows, the sum is rescaled; two such pairs merge in any order.
 /// T is the type that z came in: 16-bit logits take one instruction an exponential.
 template <class T>
 struct OnlineSoftmax {
@@ -53,7 +54,7 @@ struct OnlineSoftmax {
 
   /// What makes Σ exp(z − to) of Σ exp(z − from): exactly 1 where those are the same. A float's would add its own bias
   /// to that of the terms.
-  __device__ static Sum factor(float from, float to) {
+  __device__ static Sum rescale(float from, float to) {
     if constexpr (kFast) return exp2_approx(__fmul_rn(from, scale(to)) - __fmul_rn(to, scale(to)));
     else return from == to ? 1. : ::exp(double(from) - to);
   }
@@ -72,19 +73,19 @@ struct OnlineSoftmax {
     }
 #pragma unroll
     for (int i = 1; i < n; ++i) sums[0] += sums[i];
-    v = {top, v.sum * factor(v.max, top) + sums[0]};
+    v = {top, v.sum * rescale(v.max, top) + sums[0]};
   }
 
-  /// What keep multiplies exponentials by, so that half has all its bits for those from 2^-29 on: what is next to
-  /// nothing beside 1.
-  __device__ static float lift(float max) { return fabsf(max) < kFar ? 15.f : 0.f; }
-  __device__ static float lowered(float max) { return fabsf(max) < kFar ? 1.f / (1 << 15) : 1.f; }
+  /// Exponentials in half are multiplied by 2^half_exponent, so that those from 2^-29 on have all their bits, and smaller
+  /// ones are next to nothing beside 1; what is summed of them is multiplied by half_scale in the end.
+  __device__ static float half_exponent(float max) { return fabsf(max) < kFar ? 15.f : 0.f; }
+  __device__ static float half_scale(float max) { return fabsf(max) < kFar ? 1.f / (1 << 15) : 1.f; }
 
-  /// As push, of 16-bit numbers, whose place exp(z − max) · 2^lift(max) takes, as half: a later pass needs no
-  /// exponential. Returns that max; v.sum is to be multiplied by lowered(v.max) when all is pushed.
+  /// As push, of 16-bit numbers, whose place exp(z − max) · 2^half_exponent(max) takes, as half: a later pass needs no
+  /// exponential. Returns that max; v.sum is to be multiplied by half_scale(v.max) when all is pushed.
   template <class Pack, int n>
-  __device__ static float keep(Value& v, Pack (&packs)[n]) {
-    const float top = largest<T>(packs, v.max), shift = fmaf(-top, scale(top), lift(top));
+  __device__ static float push_exponentials(Value& v, Pack (&packs)[n]) {
+    const float top = largest<T>(packs, v.max), shift = fmaf(-top, scale(top), half_exponent(top));
     float sum = 0;
 #pragma unroll
     for (Pack& pack : packs) {
@@ -96,13 +97,13 @@ struct OnlineSoftmax {
         word = to_word<half>(low, high);
       }
     }
-    v = {top, v.sum * factor(v.max, top) + sum};
+    v = {top, v.sum * rescale(v.max, top) + sum};
     return top;
   }
 
   __device__ Value operator()(Value a, Value b) const {
     const float top = fmaxf(a.max, b.max);
-    return {top, a.sum * factor(a.max, top) + b.sum * factor(b.max, top)};
+    return {top, a.sum * rescale(a.max, top) + b.sum * rescale(b.max, top)};
   }
 
   __device__ static Value shuffle(Value v, int lane) {
@@ -111,7 +112,7 @@ struct OnlineSoftmax {
   /// Over groups of `lanes` lanes: the maximum first, so that each sum is scaled once.
   __device__ static Value lanes(Value v, int lanes) {
     const float top = reduce_lanes<Max>(v.max, lanes);
-    return {top, reduce_lanes<SumOf<Sum>>(v.sum * factor(v.max, top), lanes)};
+    return {top, reduce_lanes<SumOf<Sum>>(v.sum * rescale(v.max, top), lanes)};
   }
   struct Max {
     using Value = float;

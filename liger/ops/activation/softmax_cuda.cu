@@ -48,7 +48,7 @@ struct Softmax {
   };
 
   template <class Rows>
-  __device__ void settle(const Rows&, Reduce<Rows>& reduce, typename Rows::Kept&, const typename Rows::RowSet&) {
+  __device__ void settle(const Rows&, Reduce<Rows>& reduce, typename Rows::State&, const typename Rows::RowSet&) {
     v = reduce.all(v);
     inverse = 1 / v.sum;
   }
@@ -82,7 +82,7 @@ struct Sparsemax {
   };
 
   template <class Rows>
-  __device__ void settle(const Rows& rows, Reduce<Rows>& reduce, typename Rows::Kept& kept,
+  __device__ void settle(const Rows& rows, Reduce<Rows>& reduce, typename Rows::State& state,
                          const typename Rows::RowSet& set) {
     // τ is searched as its distance from the largest value, which is a member of the support however large it is.
     const float largest = reduce.largest(max), below = nextafterf(largest, -INFINITY);
@@ -91,7 +91,7 @@ struct Sparsemax {
       const float rounded = floor_of(largest + tau), bound = rounded < below ? rounded : below;
       auto in = Members::identity();
       if (!(max <= bound)) {  // else none of this thread's values is a member; NaN is one, and spreads
-        rows.template again<1>(kept, set, [&](int, const auto& packs) {
+        rows.template again<1>(state, set, [&](int, const auto& packs) {
           float x[Row<T>::kWidth];
           packs[0].to_float(x);
 #pragma unroll
@@ -150,13 +150,13 @@ __global__ void __launch_bounds__(Rows::kThreads, Rows::kBlocks) forward_kernel(
   const int64_t n = length(a, rows.row());
   const RowSet<T, 1> set{{Row<T>(a.x, rows.row(), a.x_stride, n)}, T(-INFINITY)};
   const Row<T> y(a.y, rows.row(), a.cols, n);
-  typename Rows::Kept kept;
-  rows.begin(kept, set);
+  typename Rows::State state;
+  rows.begin(state, set);
   typename Map<T>::template Reduce<Rows> reduce;
   Map<T> map;
-  rows.template pass<2, true>(kept, set, [&](int, const auto& packs) { map.push(packs); });
-  map.settle(rows, reduce, kept, set);
-  rows.template again<2>(kept, set, [&](int k, auto& packs) {
+  rows.template pass<2, true>(state, set, [&](int, const auto& packs) { map.push(packs); });
+  map.settle(rows, reduce, state, set);
+  rows.template again<2>(state, set, [&](int k, auto& packs) {
 #pragma unroll
     for (auto& pack : packs) pack = mapped(pack, [&](float v) { return map.value(v); });
     y.template store<Rows::kThreads>(k, packs, set.of[0]);
@@ -177,9 +177,9 @@ __global__ void __launch_bounds__(Rows::kThreads, Rows::kBlocks) backward_kernel
   using Weighted = SumCount<float>;
   typename Rows::template Reduce<Weighted> reduce;
   auto in = Weighted::identity();
-  typename Rows::Kept kept;
-  rows.begin(kept, set);
-  rows.template pass<2, true>(kept, set, [&](int, const auto& pairs) {
+  typename Rows::State state;
+  rows.begin(state, set);
+  rows.template pass<2, true>(state, set, [&](int, const auto& pairs) {
 #pragma unroll
     for (const auto& pair : pairs)
       mapped(pair.of[0], pair.of[1],
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(Rows::kThreads, Rows::kBlocks) backward_kernel
   });
   in = reduce(in);
   const float mean = Map<T>::kMean ? in.sum / in.count : in.sum;
-  rows.template again<2>(kept, set, [&](int k, const auto& pairs) {
+  rows.template again<2>(state, set, [&](int k, const auto& pairs) {
     constexpr int n = std::extent_v<std::remove_reference_t<decltype(pairs)>>;
     typename Row<T>::Pack packs[n];
 #pragma unroll

@@ -109,7 +109,7 @@ struct RowLoss {
   const int64_t row, y;
   const RowSet<T, 1> set;
   const Row<T> dx;
-  typename Rows::Kept kept;
+  typename Rows::State state;
   float inverse_cap;
 
   /// Sends for the row.
@@ -120,7 +120,7 @@ struct RowLoss {
         y(a.target[row]),
         set{{Row<T>(a.x, row, a.x_stride, a.cols)}, T(-INFINITY)},
         dx(a.dx ? a.dx : a.x, row, a.dx ? a.dx_stride : a.x_stride, a.cols) {
-    rows.begin(kept, set);
+    rows.begin(state, set);
   }
 
   __device__ const Row<T>& x() const { return set.of[0]; }
@@ -136,7 +136,7 @@ struct RowLoss {
   /// Of a label that does not count.
   __device__ void ignore() {
     if (kGradient && a.dx)
-      rows.template again<1>(kept, set, [&](int k, auto& packs) {
+      rows.template again<1>(state, set, [&](int k, auto& packs) {
         packs[0] = {};
         dx.template store<Rows::kThreads>(k, packs, x());
       });
@@ -153,10 +153,11 @@ struct RowLoss {
   __device__ Part read() {
     Part part;
     if (kKeeps && rows.replaces()) {
-      if constexpr (kKeeps) rows.replace(kept, set, [&](auto& packs) { return Softmax::keep(part.sum, packs); });
-      part.sum.sum *= Softmax::lowered(part.sum.max);
+      if constexpr (kKeeps)
+        rows.replace(state, set, [&](auto& packs) { return Softmax::push_exponentials(part.sum, packs); });
+      part.sum.sum *= Softmax::half_scale(part.sum.max);
     } else {
-      rows.template pass<kAtOnce, kPlain>(kept, set, [&](int k, const auto& packs) {
+      rows.template pass<kAtOnce, kPlain>(state, set, [&](int k, const auto& packs) {
         if constexpr (kPlain) {
           Softmax::push(part.sum, packs);
         } else {
@@ -243,8 +244,8 @@ struct RowLoss {
   /// From the exponentials that the first pass has left.
   __device__ void write_kept(float of_exp, float row_max) {
     if constexpr (kKeeps)
-      rows.again_replaced(kept, set, [&](int k, auto& packs, float max) {
-        const float by = of_exp * Softmax::factor(max, row_max) * Softmax::lowered(max);
+      rows.again_replaced(state, set, [&](int k, auto& packs, float max) {
+        const float by = of_exp * Softmax::rescale(max, row_max) * Softmax::half_scale(max);
 #pragma unroll
         for (Pack& pack : packs) {
 #pragma unroll
@@ -268,7 +269,7 @@ struct RowLoss {
       }
       return d;
     };
-    rows.template again<kAtOnce>(kept, set, [&](int k, auto& packs) {
+    rows.template again<kAtOnce>(state, set, [&](int k, auto& packs) {
       int first = x().column(k);
 #pragma unroll
       for (Pack& pack : packs) {
