@@ -147,70 +147,100 @@ void Operands::project(const Tensor& z, int64_t begin, bool in_blocks, int64_t f
   });
 }
 
-Gradients Pass::run(const Work& work, const Tensor& divisor) const {
-  const Tensor &hidden = of.hidden, &weight = of.weight;
-  const int64_t tokens = hidden.size(0), classes = weight.size(0);
-  const bool there = logits.defined() && !copy_logits;
-  const auto [chunk, tile] = there ? Plan{tokens, classes}
-                                   : plan({tokens, hidden.size(1), classes, hidden.element_size(), hidden.is_cpu()},
-                                          wants.weight, by_class && !logits.defined(), max_bytes);
-  const bool whole = chunk == tokens, adds = wants.weight && main_grad.defined() && !divisor.defined();
-  const auto options = hidden.options();
-  const auto dtype = hidden.scalar_type();
-  const auto empty_like = [&](const Tensor& t, at::ScalarType dtype) {
-    return output(at::empty(t.sizes(), options.dtype(dtype)));
-  };
-  const auto of_tokens = tile < classes ? at::kFloat : gradient_dtype(dtype, dtype);
-  Gradients d;
-  if (wants.hidden) d.hidden = empty_like(hidden, of_tokens);
-  if (wants.low_hidden) d.low_hidden = empty_like(of.low_hidden, of_tokens);
-  // One chunk needs no accumulator where the result has the GEMM's dtype: it sums in float and rounds once.
-  if (wants.weight)
-    d.weight =
-        adds ? main_grad
-             : empty_like(weight, whole && weight_dtype == dtype && !main_grad.defined() ? gradient_dtype(dtype, dtype)
-                                                                                         : at::kFloat);
-  if (wants.low_weight) d.low_weight = empty_like(of.low_weight, at::kFloat);
-  if (wants.bias) d.bias = at::zeros({classes}, options.dtype(at::kFloat));
-  if (tokens == 0 && wants.weight && !adds) d.weight.zero_();
-  if (tokens == 0 && wants.low_weight) d.low_weight.zero_();
-  Tensor buffer = there ? logits : output(at::empty({chunk * tile}, options.dtype(logits_dtype.value_or(dtype))));
-  const auto block = [&](int64_t begin, int64_t n, int64_t first, int64_t width) {
-    const Tensor z = there ? buffer : buffer.narrow(0, 0, n * width).view({n, width});
-    if (!logits.defined()) of.project(z, begin, in_blocks, first);
-    else if (copy_logits) z.copy_(logits.narrow(0, begin, n));
-    work(z, begin, first);
-    if (wants.bias) d.bias.narrow(0, first, width).add_(z.sum(0, false, at::kFloat));
-    if (!wants.any()) return;
-    const Tensor dz = z.to(dtype), dz_t = dz.t();
-    const auto add = [](bool wanted, const Tensor& sum, int64_t at, int64_t rows, const Tensor& a, const Tensor& b,
-                        bool alone) {
-      if (!wanted) return;
-      Tensor part = sum.narrow(0, at, rows);
-      accumulate(part, a, b, alone);
+namespace {
+
+/// The gradients of a pass while its chunks add to them.
+class Accumulators {
+ public:
+  Accumulators(const Pass& pass, const Plan& plan, bool divides)
+      : pass_(pass),
+        dtype_(pass.of.hidden.scalar_type()),
+        adds_(pass.wants.weight && pass.main_grad.defined() && !divides) {
+    const Wants& wants = pass.wants;
+    const Operands& of = pass.of;
+    const int64_t tokens = of.hidden.size(0), classes = of.weight.size(0);
+    // Several tiles of classes are summed in float.
+    const auto of_tokens = plan.classes < classes ? at::kFloat : gradient_dtype(dtype_, dtype_);
+    // One chunk needs no accumulator where the result has the GEMM's dtype: it sums in float and rounds once.
+    const bool once = plan.tokens == tokens && pass.weight_dtype == dtype_ && !pass.main_grad.defined();
+    if (wants.hidden) d_.hidden = empty(of.hidden, of_tokens);
+    if (wants.low_hidden) d_.low_hidden = empty(of.low_hidden, of_tokens);
+    if (adds_) d_.weight = pass.main_grad;
+    else if (wants.weight) d_.weight = empty(of.weight, once ? gradient_dtype(dtype_, dtype_) : at::kFloat);
+    if (wants.low_weight) d_.low_weight = empty(of.low_weight, at::kFloat);
+    if (wants.bias) d_.bias = at::zeros({classes}, of.hidden.options().dtype(at::kFloat));
+    if (tokens == 0 && wants.weight && !adds_) d_.weight.zero_();
+    if (tokens == 0 && wants.low_weight) d_.low_weight.zero_();
+  }
+
+  /// Adds what z [n, width], the gradient of the logits of tokens from `begin` on and of classes from `first` on, gives.
+  void add(const Tensor& z, int64_t begin, int64_t first) {
+    const Wants& wants = pass_.wants;
+    const int64_t n = z.size(0), width = z.size(1);
+    if (wants.bias) d_.bias.narrow(0, first, width).add_(z.sum(0, false, at::kFloat));
+    const Tensor dz = z.to(dtype_), dz_t = dz.t();
+    const auto of_classes = [&](const Tensor& t) { return t.narrow(0, first, width); };
+    const auto of_rows = [&](const Tensor& t) { return t.narrow(0, begin, n); };
+    const auto sum = [](Tensor part, const Tensor& a, const Tensor& b, bool is_first) {
+      accumulate(part, a, b, is_first);
     };
-    const auto of_classes = [&](const Tensor& t) { return t.defined() ? t.narrow(0, first, width) : t; };
-    const auto of_rows = [&](const Tensor& t) { return t.defined() ? t.narrow(0, begin, n) : t; };
-    add(wants.weight, d.weight, first, width, dz, of_rows(hidden), begin == 0 && !adds);
-    add(wants.low_weight, d.low_weight, first, width, dz, of_rows(of.low_hidden), begin == 0);
-    add(wants.hidden, d.hidden, begin, n, dz_t, of_classes(weight), first == 0);
-    add(wants.low_hidden, d.low_hidden, begin, n, dz_t, of_classes(of.low_weight), first == 0);
-  };
-  for_chunks(tokens, chunk, [&](int64_t begin, int64_t n) {
-    for_chunks(classes, tile, [&](int64_t first, int64_t width) { block(begin, n, first, width); });
+    const Operands& of = pass_.of;
+    if (wants.weight) sum(of_classes(d_.weight), dz, of_rows(of.hidden), begin == 0 && !adds_);
+    if (wants.low_weight) sum(of_classes(d_.low_weight), dz, of_rows(of.low_hidden), begin == 0);
+    if (wants.hidden) sum(of_rows(d_.hidden), dz_t, of_classes(of.weight), first == 0);
+    if (wants.low_hidden) sum(of_rows(d_.low_hidden), dz_t, of_classes(of.low_weight), first == 0);
+  }
+
+  /// The gradients, divided by a power of two, if any, before they are rounded.
+  Gradients finish(const Tensor& divisor) {
+    for (Tensor* t : {&d_.hidden, &d_.weight, &d_.bias, &d_.low_hidden, &d_.low_weight})
+      if (divisor.defined() && t->defined()) t->div_(divisor);
+    for (Tensor* t : {&d_.hidden, &d_.low_hidden})
+      if (t->defined()) *t = t->to(gradient_dtype(dtype_, dtype_));
+    if (!d_.weight.defined()) return d_;
+    if (pass_.main_grad.defined()) {
+      if (!adds_) pass_.main_grad.add_(d_.weight);
+      d_.weight.reset();
+    } else {
+      d_.weight = d_.weight.to(gradient_dtype(dtype_, pass_.weight_dtype));
+    }
+    return d_;
+  }
+
+ private:
+  Tensor empty(const Tensor& like, at::ScalarType dtype) const {
+    return output(at::empty(like.sizes(), pass_.of.hidden.options().dtype(dtype)));
+  }
+
+  const Pass& pass_;
+  at::ScalarType dtype_;
+  bool adds_;  // straight to main_grad
+  Gradients d_;
+};
+
+}  // namespace
+
+Gradients Pass::run(const Work& work, const Tensor& divisor) const {
+  const Tensor& hidden = of.hidden;
+  const int64_t tokens = hidden.size(0), classes = of.weight.size(0);
+  const bool there = logits.defined() && !copy_logits;
+  const auto chunks = there ? Plan{tokens, classes}
+                            : plan({tokens, hidden.size(1), classes, hidden.element_size(), hidden.is_cpu()},
+                                   wants.weight, by_class && !logits.defined(), max_bytes);
+  Accumulators sums(*this, chunks, divisor.defined());
+  const auto logits_type = hidden.options().dtype(logits_dtype.value_or(hidden.scalar_type()));
+  Tensor buffer = there ? logits : output(at::empty({chunks.tokens * chunks.classes}, logits_type));
+  for_chunks(tokens, chunks.tokens, [&](int64_t begin, int64_t n) {
+    for_chunks(classes, chunks.classes, [&](int64_t first, int64_t width) {
+      const Tensor z = there ? buffer : buffer.narrow(0, 0, n * width).view({n, width});
+      if (!logits.defined()) of.project(z, begin, in_blocks, first);
+      else if (copy_logits) z.copy_(logits.narrow(0, begin, n));
+      work(z, begin, first);
+      if (wants.any()) sums.add(z, begin, first);
+    });
   });
   buffer.reset();  // before the accumulators are rounded, so that they never meet
-  for (Tensor* t : {&d.hidden, &d.weight, &d.bias, &d.low_hidden, &d.low_weight})
-    if (divisor.defined() && t->defined()) t->div_(divisor);
-  for (Tensor* t : {&d.hidden, &d.low_hidden})
-    if (t->defined()) *t = t->to(gradient_dtype(dtype, dtype));
-  if (wants.weight && main_grad.defined()) {
-    if (!adds) main_grad.add_(d.weight);
-    d.weight.reset();
-  } else if (wants.weight) {
-    d.weight = d.weight.to(gradient_dtype(dtype, weight_dtype));
-  }
-  return d;
+  return sums.finish(divisor);
 }
 
 int64_t set_default_bytes(int64_t bytes) {

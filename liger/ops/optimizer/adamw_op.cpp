@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <span>
 #include "liger/ops/optimizer/adamw.h"
 #include "liger/core/torch/binding.h"
 #include "liger/ops.h"
@@ -43,71 +44,83 @@ const float* number(const char* name, const OptTensor& t, const Tensor& paramete
   return data<float>(*t);
 }
 
-void run(const Inputs& in) {
+/// Raises for lists of unlike lengths, and for tensors that the kernels cannot take.
+void check(const Inputs& in) {
   const size_t count = in.parameters.size();
   const auto of_each = [&](const char* name, const Tensors& list) {
     TORCH_CHECK(list.size() == count, "adamw_: there are ", count, " parameters and ", list.size(), " ", name);
   };
-  of_each("gradients", in.gradients), of_each("means", in.means), of_each("squares", in.squares);
+  of_each("gradients", in.gradients);
+  of_each("means", in.means);
+  of_each("squares", in.squares);
   of_each("steps", in.steps);
   if (!in.masters.empty()) of_each("masters", in.masters);
   TORCH_CHECK_VALUE(in.beta1 >= 0 && in.beta1 < 1 && in.beta2 >= 0 && in.beta2 < 1,
                     "adamw_: beta1 and beta2 must be in [0, 1), got ", in.beta1, " and ", in.beta2);
-  // A launch takes tensors of the same dtypes and device.
-  std::vector<size_t> order;
   for (size_t i = 0; i < count; ++i) {
     const Tensor& p = in.parameters[i];
     TORCH_CHECK_TYPE(has_dtype(p.scalar_type()), "adamw_: parameters must be float32, float16 or bfloat16, got ",
                      p.scalar_type());
     TORCH_CHECK(p.is_non_overlapping_and_dense(), "adamw_: parameters must be dense, got ", p.sizes(), " with strides ",
                 p.strides());
-    check("gradients", in.gradients[i], p, true), check("means", in.means[i], p, true);
+    check("gradients", in.gradients[i], p, true);
+    check("means", in.means[i], p, true);
     check("squares", in.squares[i], p, true);
     TORCH_CHECK_TYPE(in.means[i].scalar_type() == in.squares[i].scalar_type(),
                      "adamw_: means and squares must be of one dtype");
     if (!in.masters.empty()) {
       TORCH_CHECK_TYPE(p.scalar_type() != at::kFloat, "adamw_: masters are of parameters in 16 bits, got float32");
-      check("masters", in.masters[i], p, false), check("means", in.means[i], p, false);
+      check("masters", in.masters[i], p, false);
+      check("means", in.means[i], p, false);
     }
     number("steps", in.steps[i], p);
-    if (p.numel() > 0 && !p.is_meta()) order.push_back(i);
   }
+}
+
+/// One launch for these tensors, which have the same dtypes and device.
+void launch(const Inputs& in, std::span<const size_t> indices) {
+  std::vector<AdamWTensor> tensors;
+  for (const size_t i : indices)
+    tensors.push_back({.parameter = in.parameters[i].data_ptr(),
+                       .gradient = data(in.gradients[i]),
+                       .mean = in.means[i].data_ptr(),
+                       .square = in.squares[i].data_ptr(),
+                       .master = in.masters.empty() ? nullptr : data<float>(in.masters[i]),
+                       .step = data<float>(in.steps[i]),
+                       .count = in.parameters[i].numel()});
+  const size_t first = indices[0];
+  const Tensor& p = in.parameters[first];
+  liger::run(liger::adamw, p,
+             {.tensors = tensors.data(),
+              .tensors_count = int64_t(tensors.size()),
+              .lr = number("lr_tensor", in.lr_tensor, p),
+              .factor = number("factor", in.factor, p),
+              .found_inf = number("found_inf", in.found_inf, p),
+              .lr_value = float(in.lr),
+              .beta1 = in.beta1,
+              .beta2 = in.beta2,
+              .weight_decay = float(in.weight_decay),
+              .eps = float(in.eps),
+              .maximize = in.maximize,
+              .parameter = dtype_of(p),
+              .gradient = dtype_of(in.gradients[first]),
+              .moments = dtype_of(in.means[first])});
+}
+
+void run(const Inputs& in) {
+  check(in);
+  std::vector<size_t> order;
+  for (size_t i = 0; i < in.parameters.size(); ++i)
+    if (in.parameters[i].numel() > 0 && !in.parameters[i].is_meta()) order.push_back(i);
   const auto kind = [&](size_t i) {
     const Tensor& p = in.parameters[i];
     return std::tuple(p.device().type(), p.device().index(), p.scalar_type(), in.gradients[i].scalar_type(),
                       in.means[i].scalar_type());
   };
   std::ranges::stable_sort(order, {}, kind);
-  for (size_t begin = 0; begin < order.size();) {
-    const Tensor& first = in.parameters[order[begin]];
-    std::vector<AdamWTensor> tensors;
-    size_t end = begin;
-    for (; end < order.size() && kind(order[end]) == kind(order[begin]); ++end) {
-      const size_t i = order[end];
-      tensors.push_back({.parameter = in.parameters[i].data_ptr(),
-                         .gradient = data(in.gradients[i]),
-                         .mean = in.means[i].data_ptr(),
-                         .square = in.squares[i].data_ptr(),
-                         .master = in.masters.empty() ? nullptr : data<float>(in.masters[i]),
-                         .step = data<float>(in.steps[i]),
-                         .count = in.parameters[i].numel()});
-    }
-    liger::run(liger::adamw, first,
-               {.tensors = tensors.data(),
-                .tensors_count = int64_t(tensors.size()),
-                .lr = number("lr_tensor", in.lr_tensor, first),
-                .factor = number("factor", in.factor, first),
-                .found_inf = number("found_inf", in.found_inf, first),
-                .lr_value = float(in.lr),
-                .beta1 = in.beta1,
-                .beta2 = in.beta2,
-                .weight_decay = float(in.weight_decay),
-                .eps = float(in.eps),
-                .maximize = in.maximize,
-                .parameter = dtype_of(first),
-                .gradient = dtype_of(in.gradients[order[begin]]),
-                .moments = dtype_of(in.means[order[begin]])});
-    begin = end;
+  for (size_t begin = 0, end = 0; begin < order.size(); begin = end) {
+    while (end < order.size() && kind(order[end]) == kind(order[begin])) ++end;
+    launch(in, std::span(order).subspan(begin, end - begin));
   }
 }
 
