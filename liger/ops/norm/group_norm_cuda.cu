@@ -152,200 +152,120 @@ bool dispatch_row(const GroupNorm& a, bool aligned, F&& f) {
   return dispatch_layout<T, kPacks, true, true>(cols, {.few = 128, .most = kThreads}, f);
 }
 
-/// A longer row, or one whose channels do not end with a pack — a group of a sample — of kMatrices matrices on a block,
-/// or on the blocks of a cluster. Its work comes in segments of channels, each for a team of up to 32 lanes. A thread
-/// meets the same packs in every pass: they wait in its slots of shared memory, as far as those go, and all are on
-/// their way there at once.
-template <class T, int kMatrices>
+constexpr int kLongThreads = 512;  // of a block, at most
+
+/// A longer row, or one whose channels do not end with a pack, on the blocks of a cluster: a team of up to 32 lanes has
+/// a segment of a channel at a time. Each pass reads it again, from a cache.
+template <class T>
 struct Segments {
-  using Pack = typename Row<T>::Pack;
-  struct Packs {
-    Pack of[kMatrices];
-  };
-  static constexpr int kWidth = Row<T>::kWidth, kTeams = 8;
-  static constexpr int kSlotBytes = 56 * 1024;  // of a block: three share an SM
-  const void* matrices[kMatrices];
   int64_t rows;
-  int channels, spatial, a_channel, count;  // segments
-  int lanes = 1, teams, rounds, cluster = 1, slots;
+  int channels, spatial, per_channel;
+  int lanes = 1, cluster = 1, threads;
 
-  template <class... M>
-  explicit Segments(const GroupNorm& a, const M*... matrices)
-      : matrices{matrices...},
-        rows(a.samples * a.groups),
-        channels(int(a.channels)),
-        spatial(int(a.spatial)),
-        a_channel(int(a.segments())),
-        count(channels * a_channel) {
-    const int packs = int(std::min(a.spatial, kGroupSegment)) / kWidth + 2;
+  explicit Segments(const GroupNorm& a)
+      : rows(a.samples * a.groups), channels(int(a.channels)), spatial(int(a.spatial)), per_channel(int(a.segments())) {
+    const int packs = int(Row<T>::packs(std::min(a.spatial, kGroupSegment), false));
     while (lanes < packs && lanes < 32) lanes *= 2;
-    const int a_segment = std::max(1, ceil_div(packs - 2, lanes)), a_warp = 32 / lanes,
-              most = kTeams * a_warp;  // slots; teams
     const int64_t enough = 2 * multiprocessors(current_device());
-    const auto bytes = [&](int blocks) {
-      return int64_t(ceil_div(count, blocks * most)) * a_segment * most * lanes * int(sizeof(Packs));
-    };
-    while (has_clusters() && cluster < 8 && count > cluster * a_warp &&
-           (bytes(cluster) > kSlotBytes || rows * cluster < enough))
+    while (has_clusters() && cluster < 8 && rows * cluster < enough && count() > cluster * (kLongThreads / lanes))
       cluster *= 2;
-    rounds = ceil_div(count, cluster * most);
-    teams = round_up(ceil_div(count, cluster * rounds), a_warp);  // as few as do it in so many rounds
-    slots = std::min(rounds * (a_segment + 1), kSlotBytes / int(threads() * sizeof(Packs)));
+    threads = int(std::min<int64_t>(kLongThreads, round_up(int64_t(ceil_div(count(), cluster)) * lanes, 32)));
   }
+  __host__ __device__ int count() const { return channels * per_channel; }
+  __device__ int teams() const { return threads / lanes; }
+  Grid grid() const { return {.blocks = rows * cluster, .threads = unsigned(threads), .cluster = cluster}; }
 
-  __host__ __device__ int threads() const { return teams * lanes; }
-  Grid grid() const {
-    return {.blocks = rows * cluster,
-            .threads = unsigned(threads()),
-            .shared_bytes = int(slots * threads() * sizeof(Packs)),
-            .cluster = cluster};
-  }
   __device__ unsigned row() const { return blockIdx.x / unsigned(cluster); }
-  __device__ int lane() const { return threadIdx.x % lanes; }
+  __device__ int lane() const { return int(threadIdx.x) % lanes; }
 
-  /// One of this team's, if there is one.
+  /// A team's segment; `present` is false where the other teams of its warp have one more.
   struct Segment {
     int channel, part;
-    Row<T> like;  // of the first matrix
     bool present;
   };
 
-  /// To be called before the first pass.
-  __device__ void fetch() const {
-    each_segment([&](const Segment& segment, int slot) {
-      each_pack(segment, [&](int u, int k) {
-#pragma unroll
-        for (int m = 0; m < kMatrices; ++m)
-          if (slot + u < slots) of(m, segment).copy(k, T(0), segment.like, kept(slot + u, m));
-      });
-    });
-    copies_done();
-  }
-
-  /// f(segment, each_pack), where each_pack(g) calls g(k, packs) for this lane's; all lanes of a warp come along.
+  /// f(segment) for each segment of this team; all lanes of a warp come along.
   template <class F>
-  __device__ void pass(F f) const {
-    each_segment([&](const Segment& segment, int slot) {
-      f(segment, [&](auto g) {
-        each_pack(segment, [&](int u, int k) {
-          Packs v;
-#pragma unroll
-          for (int m = 0; m < kMatrices; ++m)
-            v.of[m] = slot + u < slots ? *kept(slot + u, m) : of(m, segment).load(k, T(0), segment.like);
-          g(k, v);
-        });
-      });
-    });
-  }
-
-  /// A segment of any matrix.
-  __device__ Row<T> of(const void* matrix, int channel, int part) const {
-    const int begin = part * int(kGroupSegment);
-    return Row<T>(static_cast<const T*>(matrix) + begin, int64_t(row()) * channels + channel, spatial,
-                  min(int(kGroupSegment), spatial - begin));
-  }
-  __device__ Row<T> of(int m, const Segment& s) const { return m == 0 ? s.like : of(matrices[m], s.channel, s.part); }
-
- private:
-  __device__ Pack* kept(int slot, int m) const {
-    return shared_memory<Pack>() + (slot * kMatrices + m) * threads() + threadIdx.x;
-  }
-
-  /// f(segment, its first slot).
-  template <class F>
-  __device__ void each_segment(F f) const {
-    int slot = 0;
-    for (int round = 0; round < rounds; ++round) {
-      const int i = (round * cluster + (cluster > 1 ? cluster_rank() : 0)) * teams + int(threadIdx.x) / lanes;
-      const bool present = i < count;
-      const int channel = present ? i / a_channel : 0, part = present ? i % a_channel : 0;
-      const Segment segment{channel, part, of(matrices[0], channel, part), present};
-      f(segment, slot);
-      slot += ceil_div(segment.like.packs() - lane(), lanes);
+  __device__ void each(F f) const {
+    const int step = cluster * teams(), first = (cluster > 1 ? cluster_rank() : 0) * teams();
+    for (int base = first; base < count(); base += step) {
+      const int i = base + int(threadIdx.x) / lanes;
+      f(Segment{i / per_channel, i % per_channel, i < count()});
     }
   }
 
-  /// f(which of this lane's it is, k).
+  /// A segment of a matrix, and f(k) for its packs k that are this lane's.
+  __device__ Row<T> of(const void* matrix, Segment s) const {
+    const int begin = s.part * int(kGroupSegment);
+    return Row<T>(static_cast<const T*>(matrix) + begin, int64_t(row()) * channels + s.channel, spatial,
+                  s.present ? min(int(kGroupSegment), spatial - begin) : 0);
+  }
   template <class F>
-  __device__ void each_pack(const Segment& segment, F f) const {
-    const int packs = segment.present ? segment.like.packs() : 0;
+  __device__ void each_pack(const Row<T>& like, F f) const {
+    const int packs = like.n > 0 ? like.packs() : 0;
 #pragma unroll 1  // the code that serves any alignment, several times over, would not stay in the instruction cache
-    for (int u = 0, k = lane(); k < packs; ++u, k += lanes) f(u, k);
+    for (int k = lane(); k < packs; k += lanes) f(k);
   }
 };
 
-/// The same for longer rows, and where channels do not end with a pack: a block, or a cluster, has a row, and lanes of
-/// a warp a segment of a channel at a time, whose packs wait in shared memory between the passes (Segments).
+/// The same for such rows.
 template <class T>
-__global__ void __launch_bounds__(256, 4) forward_long_kernel(GroupNormForward a, Segments<T, 1> segments) {
+__global__ void __launch_bounds__(kLongThreads, 2) forward_long_kernel(GroupNormForward a, Segments<T> segments) {
   await_previous();
-  constexpr int kWidth = Row<T>::kWidth;
+  using Vec = cuda::Vec<Row<T>::kWidth>;
   const unsigned row = segments.row(), group = row % unsigned(a.groups);
   const float n = float(a.channels * a.spatial);
   using Both = Sums<2>;
   RowReduce<Both, true> reduce;
-  segments.fetch();
-  float sum = 0;
-  Both::Value about_mean{};
-  segments.pass([&](const auto&, auto each_pack) {
-    each_pack([&](int, const auto& packs) {
-      float x[kWidth];
-      packs.of[0].to_float(x);
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) sum += x[j];
-    });
+  float all = 0;
+  segments.each([&](auto segment) {
+    const Row<T> x = segments.of(a.x, segment);
+    segments.each_pack(x, [&](int k) { all += sum(to_vec(x.load(k, T(0)))); });
   });
-  const float about = reduce({sum}).v[0] / n;
-  segments.pass([&](const auto& segment, auto each_pack) {
-    each_pack([&](int k, const auto& packs) {
-      float x[kWidth];
-      packs.of[0].to_float(x);
-      if (!segment.like.whole(k))
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j)
-          if (const int c = segment.like.column(k) + j; c < 0 || c >= segment.like.n) x[j] = about;
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) about_mean = Both()(about_mean, {x[j] - about, (x[j] - about) * (x[j] - about)});
+  const float about = reduce({all}).v[0] / n;
+  Both::Value about_mean{};
+  segments.each([&](auto segment) {
+    const Row<T> x = segments.of(a.x, segment);
+    segments.each_pack(x, [&](int k) {
+      const Vec v = to_vec(x.load(k, T(0)));
+      unrolled<Vec::kWidth>([&](int j) {
+        const float d = j >= x.begin(k) && j < x.end(k) ? v.v[j] - about : 0;
+        about_mean = Both()(about_mean, {d, d * d});
+      });
     });
   });
   const Stats of_row = stats(a, about, reduce(about_mean), n);
-  segments.pass([&](const auto& segment, auto each_pack) {
+  segments.each([&](auto segment) {
     if (!segment.present) return;
     const float w = of_channel<T>(a, a.w, group, segment.channel, 1),
                 b = of_channel<T>(a, a.b, group, segment.channel, 0);
-    const Row<T> y = segments.of(a.y, segment.channel, segment.part);
-    each_pack([&](int k, const auto& packs) {
-      float x[kWidth];
-      packs.of[0].to_float(x);
-#pragma unroll
-      for (float& v : x) v = (v - of_row.mean) * of_row.rstd * w + b;
-      y.store(k, x, segment.like);
-    });
+    const Row<T> x = segments.of(a.x, segment), y = segments.of(a.y, segment);
+    const auto f = [=](float x) { return (x - of_row.mean) * of_row.rstd * w + b; };
+    segments.each_pack(x, [&](int k) { y.store(k, Vec::map(f, to_vec(x.load(k, T(0)))).v, x); });
   });
   if (threadIdx.x == 0) a.mean[row] = of_row.mean, a.rstd[row] = of_row.rstd;
 }
 
 /// The same backward: the lanes that have a segment add up its dw and db in their first pass.
 template <class T>
-__global__ void __launch_bounds__(256, 3) backward_long_kernel(GroupNormBackward a, Segments<T, 2> segments) {
+__global__ void __launch_bounds__(kLongThreads, 2) backward_long_kernel(GroupNormBackward a, Segments<T> segments) {
   await_previous();
-  constexpr int kWidth = Row<T>::kWidth;
+  using Vec = cuda::Vec<Row<T>::kWidth>;
   const unsigned row = segments.row(), sample = row / unsigned(a.groups), group = row % unsigned(a.groups);
   const float n = float(a.channels * a.spatial), mean = a.mean[row], rstd = a.rstd[row];
+  /// f(k, dy, x̂) for this lane's packs; dy is 0 beside the row.
+  const auto each_pack = [&](const Row<T>& x, const Row<T>& dy, auto f) {
+    segments.each_pack(x, [&](int k) { f(k, to_vec(dy.load(k, T(0), x)), (to_vec(x.load(k, T(0))) + -mean) * rstd); });
+  };
   Projections::Value sums{};
-  segments.fetch();
-  segments.pass([&](const auto& segment, auto each_pack) {
+  segments.each([&](auto segment) {
     Projections::Value part{};
-    each_pack([&](int, const auto& packs) {
-      float x[kWidth], dy[kWidth];
-      packs.of[0].to_float(x), packs.of[1].to_float(dy);
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) part.v[0] += dy[j], part.v[1] += dy[j] * ((x[j] - mean) * rstd);
-    });
+    each_pack(segments.of(a.x, segment), segments.of(a.dy, segment),
+              [&](int, const Vec& dy, const Vec& xhat) { part = Projections()(part, {sum(dy), sum(dy * xhat)}); });
     part = reduce_lanes<Projections>(part, segments.lanes);
     if (!segment.present || segments.lane() > 0) return;
     const float w = of_channel<T>(a, a.w, group, segment.channel, 1);
-    sums.v[0] += w * part.v[0], sums.v[1] += w * part.v[1];
+    sums = Projections()(sums, {w * part.v[0], w * part.v[1]});
     const int64_t to = ((sample * a.segments() + segment.part) * a.groups + group) * a.channels + segment.channel;
     if (a.db) a.db[to] = part.v[0];
     if (a.dw) a.dw[to] = part.v[1];
@@ -353,19 +273,15 @@ __global__ void __launch_bounds__(256, 3) backward_long_kernel(GroupNormBackward
   RowReduce<Projections, true> reduce;
   sums = reduce(sums);
   const float mean_g = sums.v[0] / n, onto = sums.v[1] / n;
-  if (a.dx)
-    segments.pass([&](const auto& segment, auto each_pack) {
-      if (!segment.present) return;
-      const float w = of_channel<T>(a, a.w, group, segment.channel, 1);
-      const Row<T> dx = segments.of(a.dx, segment.channel, segment.part);
-      each_pack([&](int k, const auto& packs) {
-        float x[kWidth], d[kWidth];
-        packs.of[0].to_float(x), packs.of[1].to_float(d);
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) d[j] = rstd * (d[j] * w - mean_g - (x[j] - mean) * rstd * onto);
-        dx.store(k, d, segment.like);
-      });
-    });
+  if (!a.dx) return;
+  segments.each([&](auto segment) {
+    if (!segment.present) return;
+    const float w = of_channel<T>(a, a.w, group, segment.channel, 1);
+    const Row<T> x = segments.of(a.x, segment), dx = segments.of(a.dx, segment);
+    const auto f = [=](float dy, float xhat) { return rstd * (dy * w - mean_g - xhat * onto); };
+    each_pack(x, segments.of(a.dy, segment),
+              [&](int k, const Vec& dy, const Vec& xhat) { dx.store(k, Vec::map(f, dy, xhat).v, x); });
+  });
 }
 
 }  // namespace
@@ -376,7 +292,7 @@ LIGER_REGISTER(group_norm_forward, [](const GroupNormForward& a, Stream s) {
           launch(forward_kernel<T, Layout>, t.of_rows(a.samples * a.groups), s, a);
         }))
       return;
-    const Segments<T, 1> segments(a, a.x);
+    const Segments<T> segments(a);
     launch(forward_long_kernel<T>, segments.grid(), s, a, segments);
   });
 });
@@ -388,7 +304,7 @@ LIGER_REGISTER(group_norm_backward, [](const GroupNormBackward& a, Stream s) {
                  s, a);
         }))
       return;
-    const Segments<T, 2> segments(a, a.x, a.dy);
+    const Segments<T> segments(a);
     launch(backward_long_kernel<T>, segments.grid(), s, a, segments);
   });
 });
