@@ -6,8 +6,17 @@ function, the loss is computed inside `lm_head.__call__`: the head is called wit
 at its bottom returns the loss instead of logits. So everything that wraps or hooks the head (FSDP, ZeRO-3, offloading,
 PEFT) does its work, and everything else that the forward does (router losses, outputs of its own) happens as it stands
 there. Whatever a `Logits` cannot record makes it compute the logits, which is slower and never wrong.
+
+Who stands for whom in a call without logits:
+
+    model.forward(self = _View of the model)
+      self.lm_head        -> _Part of the head, whose call gives Logits
+      self.loss_function  -> _Call.loss, which takes the Logits to the head's own call
+    and where the head belongs to a model inside, as of an image-text model:
+      self.model          -> _Part of that model, whose forward gets a _View of it with its head as above
 """
 
+import functools
 import inspect
 from dataclasses import dataclass
 
@@ -227,7 +236,7 @@ class _Call:
     def part(self, model):
         """What stands for the part of `model` that makes the logits."""
         inner = getattr(model, self.place)
-        return _InnerModel(inner, self) if self.rest else _Head(inner, self)
+        return _inner_model(inner, self) if self.rest else _promising_head(inner, self)
 
     def loss(self, logits, labels, vocab_size=None, **kwargs):
         """The model's loss function, without logits where `logits` is a promise that can be kept so."""
@@ -261,7 +270,7 @@ class _Inside:
         self.call, self.place = call, spec.head
 
     def part(self, model):
-        return _Head(getattr(model, self.place), self.call)
+        return _promising_head(getattr(model, self.place), self.call)
 
     def loss(self, *args, **kwargs):
         raise RuntimeError("a model inside another computes a loss of its own")
@@ -282,7 +291,7 @@ class _Shifted:
         return None
 
     def part(self, model):
-        return _InnerModel(getattr(model, self.place), self)
+        return _inner_model(getattr(model, self.place), self)
 
     def loss(self, *args, **kwargs):
         return self.model.loss_function(*args, **{**kwargs, "shift_labels": self.shift_labels})
@@ -320,30 +329,27 @@ def _view(model, call):
     return (_View if torch.compiler.is_compiling() else _EagerView)(model, call)
 
 
-class _InnerModel:
-    """The model inside a model, whose call hands over a promise of logits."""
+class _Part:
+    """The head, or the model that has it, as a view shows it: everything but its call."""
 
-    def __init__(self, model, call):
-        self.liger_model, self.liger_call = model, call
+    def __init__(self, module, called):
+        self.liger_module, self.liger_called = module, called
 
     def __call__(self, *args, **kwargs):
-        return self.liger_model(*args, liger_outer=self.liger_call, **kwargs)
+        return self.liger_called(*args, **kwargs)
 
     def __getattr__(self, name):
-        return getattr(self.__dict__["liger_model"], name)
+        return getattr(self.__dict__["liger_module"], name)
 
 
-class _Head:
-    """The head during a call without logits: calling it gives a promise."""
+def _promising_head(head, call):
+    """A head whose call gives a promise of logits."""
+    return _Part(head, functools.partial(Logits, head, call))
 
-    def __init__(self, head, call):
-        self.liger_head, self.liger_call = head, call
 
-    def __call__(self, hidden_states):
-        return Logits(self.liger_head, self.liger_call, hidden_states)
-
-    def __getattr__(self, name):
-        return getattr(self.__dict__["liger_head"], name)
+def _inner_model(model, call):
+    """The model inside a model, whose call hands over a promise of logits."""
+    return _Part(model, functools.partial(model, liger_outer=call))
 
 
 def _finished(call, output, outputs):
