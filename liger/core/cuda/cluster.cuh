@@ -293,7 +293,7 @@ struct ShortRows {
 /// f(rows), with the one of the two that suits rows of kMatrices matrices, whose first is [rows, cols], `stride`
 /// elements apart. alone, keep: see them.
 template <class T, int kMatrices, class F>
-void dispatch_rows(const void* matrix, int64_t rows, int64_t cols, int64_t stride, bool alone, bool keep, F f) {
+void dispatch_kept_rows(const void* matrix, int64_t rows, int64_t cols, int64_t stride, bool alone, bool keep, F f) {
   const bool aligned = aligned16({matrix}) && stride % Row<T>::kWidth == 0;
   if (ShortRows<T, kMatrices>::fit(cols, aligned)) f(ShortRows<T, kMatrices>(rows, cols, aligned, alone));
   else f(Clusters<T, kMatrices>(rows, cols, aligned, keep));

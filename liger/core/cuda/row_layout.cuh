@@ -1,5 +1,11 @@
 #pragma once
-// How the threads of a block, or of a cluster of blocks, share a row that their registers hold.
+// Rows that the registers of a block's threads, or of a cluster's, hold:
+//
+//   host    dispatch_layout, dispatch_rows   choose a RowLayout: the packs of a thread, the threads and blocks of a row
+//   kernel  HeldRow                          loads a row of each matrix once
+//           each, row_sums                   read it, as often as wanted; RowReduce in between, by all threads of the row
+//           store, row_map                   write the same row of another matrix
+//           sum_over_rows                    adds up by column what a block's rows have, once, at the end
 #include <algorithm>
 #include "liger/core/cuda/stream.cuh"
 

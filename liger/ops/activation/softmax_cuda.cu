@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(Rows::kThreads, Rows::kBlocks) backward_kernel
 /// f.operator()<Map>(rows).
 template <class T, int kMatrices, class Args, class F>
 void dispatch_map(const Args& a, const void* matrix, int64_t stride, F f) {
-  dispatch_rows<T, kMatrices>(
+  dispatch_kept_rows<T, kMatrices>(
       matrix, a.rows, a.cols, stride, a.kind == Simplex::Sparsemax, true, [&](const auto& rows) {
         a.kind == Simplex::Softmax ? f.template operator()<Softmax>(rows) : f.template operator()<Sparsemax>(rows);
       });

@@ -329,7 +329,7 @@ LIGER_REGISTER(cross_entropy_rows, [](const CrossEntropy& given, Stream s) {
   if (later) a.totals = {};
   dispatch(a.dtype, [&]<class T>() {
     const bool plain = !a.class_weight && a.label_smoothing == 0 && a.softcap == 0 && !a.correct && !a.predicted;
-    dispatch_rows<T, 1>(a.x, a.rows, a.cols, a.x_stride, true, a.dx != nullptr, [&]<class Rows>(const Rows& rows) {
+    dispatch_kept_rows<T, 1>(a.x, a.rows, a.cols, a.x_stride, true, a.dx != nullptr, [&]<class Rows>(const Rows& rows) {
       if (plain && !a.dx) return launch(rows_kernel<T, true, Rows, false>, rows.grid(), s, a, rows);
       launch(plain ? rows_kernel<T, true, Rows> : rows_kernel<T, false, Rows>, rows.grid(), s, a, rows);
     });
