@@ -5,7 +5,7 @@
 #include <string>
 #include "liger/core/kernel.h"
 
-/// A backend of another library's: kernels for a device that torch knows by a plug-in of its own, such as PrivateUse1.
+/// A backend of another library's: kernels for a device that torch knows through a plug-in, such as PrivateUse1.
 /// docs/architecture.md says what a kernel must do; examples/backend is one.
 namespace liger {
 

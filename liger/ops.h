@@ -156,7 +156,7 @@ at::Tensor lora_linear(const at::Tensor& x, const AdaptedLinear& layer, const st
 std::tuple<at::Tensor, at::Tensor, at::Tensor> lora_qkv(const at::Tensor& x, const AdaptedLinear& q,
                                                         const AdaptedLinear& k, const AdaptedLinear& v);
 
-/// A gated MLP of such layers, down(act(gate(x)) · up(x)). Backward keeps x, gate and up, or x alone with `recompute`,
+/// A gated MLP of such layers, down(act(gate(x)) · up(x)). Backward keeps x, gate and up, or only x with `recompute`,
 /// and makes the rest again.
 at::Tensor lora_mlp(const at::Tensor& x, const AdaptedLinear& gate, const AdaptedLinear& up, const AdaptedLinear& down,
                     Activation activation = Activation::SiLU, bool recompute = false);
@@ -339,7 +339,7 @@ struct DistillationOptions {
 };
 
 struct DistillationResult {
-  at::Tensor loss;  // soft_weight · soft + hard_weight · hard, a float scalar; alone differentiable
+  at::Tensor loss;  // soft_weight · soft + hard_weight · hard, a float scalar; only this is differentiable
   at::Tensor soft;  // the mean divergence of softmax(z / T), or of z / T for Cosine
   at::Tensor hard;  // the mean of −ln softmax(z)_label; undefined without labels
 };
@@ -380,7 +380,7 @@ at::Tensor tvd(const at::Tensor& x, const at::Tensor& target, const std::optiona
                Reduction reduction = Reduction::BatchMean, int64_t ignore_index = -100);
 
 /// exp(x) / Σ exp(x) over the last dimension, summed in float, in x's dtype. causal: row i of x [..., queries, keys]
-/// has the columns up to i alone, and 0 behind them.
+/// has the columns up to i, and 0 behind them.
 at::Tensor softmax(const at::Tensor& x, bool causal = false);
 
 /// The probabilities nearest to x along dim, most of them 0 (Martins & Astudillo 2016, arXiv:1602.02068): max(x − τ, 0)

@@ -42,7 +42,7 @@ struct Slot {
 bool add_kernel(const char* name, Slot* slots, Backend backend, int rank, void (*run)());
 
 /// The slots of the kernel of this name in this library, null where there is none. (A library that includes a kernel's
-/// header may have a variable of its own.)
+/// header may have its own variable.)
 Slot* find_kernel(const char* name);
 
 /// Whether a backend has any kernel in this library.

@@ -3,7 +3,7 @@
 
 namespace liger {
 
-/// Elements of the chunks of a row that are worked on at once, each by threads of its own: `least`, or up to `most`
+/// Elements of the chunks of a row that are worked on at once, each by other threads: `least`, or up to `most`
 /// where there remain chunks for several rounds of all multiprocessors. What a thread does for a chunk, whatever its
 /// size, is up to a third of its instructions.
 constexpr int64_t row_chunk_size(int64_t elements, int64_t least, int64_t most) {
@@ -12,8 +12,8 @@ constexpr int64_t row_chunk_size(int64_t elements, int64_t least, int64_t most) 
   return least;
 }
 
-/// Into how many partial sums a backend splits the rows of each of `groups` sums over rows. It depends on the sizes and
-/// the device alone, never on the number of threads, so that results repeat bit for bit.
+/// Into how many partial sums a backend splits the rows of each of `groups` sums over rows. It depends
+/// only on sizes and device, never on the number of threads, so that results repeat bit for bit.
 struct RowPartials {
   int device;
   int64_t groups, rows, cols;  // rows: of a group
@@ -33,7 +33,7 @@ struct PartialSum {
   DType dtype;  // of out
 };
 
-/// Several at once: alone, each takes less time than its launch.
+/// Several at once: each takes less time than a launch.
 struct AddPartials {
   static constexpr int kMost = 4;
   PartialSum sums[kMost];

@@ -16,7 +16,7 @@ inline nlohmann::json read_json(const std::string& path) {
   return content;
 }
 
-/// Writes an object beside `path`, whose folder it makes, and then moves it there. Raises c10::Error where it cannot.
+/// Writes an object next to `path`, whose folder it makes, and then moves it there. Raises c10::Error where it cannot.
 inline void write_json(const std::string& path, const nlohmann::json& content) {
   std::filesystem::create_directories(std::filesystem::path(path).parent_path());
   const std::string beside = path + ".tmp";

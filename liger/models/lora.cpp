@@ -21,7 +21,7 @@ constexpr ConfigFields kFields[] = {
      "target_parameters alora_invocation_tokens",
      "[[], {}]"},
     {Refused, "velora_config monteclora_config use_bdlora arrow_config kasa_config megatron_config"},
-    // Others change the weights beside the adapter, when it begins and when PEFT loads it.
+    // Others change weights besides the adapter, when it begins and when PEFT loads it.
     {Refused, "init_lora_weights", R"([true, false, "gaussian", "orthogonal", "eva"])"},
     {Harmless,
      "auto_mapping peft_version revision inference_mode runtime_config megatron_core qalora_group_size loftq_config "

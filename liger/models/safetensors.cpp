@@ -63,7 +63,7 @@ struct Mapping {
   uint64_t size = 0;
 };
 
-/// What is written beside `path`, and takes its place only when all of it is on the disk.
+/// What is written next to `path`, and takes its place only when all of it is on the disk.
 template <class F>
 void write_atomically(const std::string& path, F write) {
   const std::string beside = path + ".tmp" + std::to_string(::getpid());

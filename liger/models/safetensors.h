@@ -34,7 +34,7 @@ class SafetensorsFile {
   std::shared_ptr<const Content> content_;
 };
 
-/// Writes a file of the tensors, wherever they are and however they lie, beside `path` and then moves it there: a
+/// Writes a file of the tensors, wherever they are and however they lie, next to `path`, and then moves it there: a
 /// reader sees the old file or the new one. Raises c10::Error where it cannot be written, or for two tensors of one
 /// name.
 void save_safetensors(const std::string& path, const NamedTensors& tensors,

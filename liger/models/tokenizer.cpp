@@ -95,7 +95,7 @@ std::string normalized(std::string_view text, int options) {
   return result;
 }
 
-/// A token beside the vocabulary, which is found in the text before anything else is.
+/// A token added to the vocabulary, which is found in the text before anything else is.
 struct Added {
   std::string content;
   int64_t id;
@@ -172,7 +172,7 @@ struct Piece {
 /// One step of cutting text into words.
 struct Step {
   bool prefix_space = false;
-  std::optional<Regex> words;  // each of which stands alone, as does what lies between
+  std::optional<Regex> words;  // each of which stands for itself, as does what lies between
 };
 
 }  // namespace
@@ -307,7 +307,7 @@ struct Tokenizer::Content {
   void read_processors(const json& from) {
     if (from.is_null()) return;
     const std::string type = from.at("type");
-    if (type == "ByteLevel") return;  // changes offsets alone
+    if (type == "ByteLevel") return;  // changes only offsets
     if (type == "Sequence") {
       for (const json& one : from.at("processors")) read_processors(one);
     } else if (type == "TemplateProcessing") {

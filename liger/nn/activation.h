@@ -11,7 +11,7 @@ struct GatedMLPOptions {
   TORCH_ARG(int64_t, intermediate_size);
   TORCH_ARG(bool, bias) = false;
   TORCH_ARG(Activation, activation) = Activation::SiLU;
-  TORCH_ARG(bool, recompute) = false;  // keep the input alone for backward: liger::fused_mlp
+  TORCH_ARG(bool, recompute) = false;  // keep only the input for backward: liger::fused_mlp
   TORCH_ARG(int64_t, chunk) = 0;       // tokens worked on at once when recomputing; 0: all
 };
 

@@ -29,7 +29,7 @@ std::string content(const std::string& file) {
 
 }  // namespace
 
-/// What turns a model folder's texts into ids: loaded when the first text comes, for data may be tokens alone.
+/// What turns a model folder's texts into ids: loaded when the first text comes, for data may be tokens already.
 class Texts {
  public:
   Texts(const std::string& folder, const LlamaConfig& config) : folder_(folder) {

@@ -1,4 +1,4 @@
-"""What exists for other people's code alone: nothing in this package calls it.
+"""What exists only for other people's code: nothing in this package calls it.
 
 - `*_forward` and `*_backward` are for Functions that others write on top of Liger's functions of these names, whose
   arguments and results they have, block sizes among them. They run the operators without autograd.

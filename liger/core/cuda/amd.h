@@ -2,7 +2,7 @@
 // What nvidia.h has, for AMD's GPUs through HIP, and CUDA's names for what HIP calls otherwise. They stand in this
 // namespace, where they hide what a newer HIP may have under the same names. A warp is 32 lanes here too: where the
 // hardware's has 64, each half is one, and no kernel shuffles past it. No cluster, no programmatic launch, no tensor
-// cores: what kernels call for these has a portable body beside NVIDIA's (async_copy.cuh, cluster_exchange.cuh,
+// cores: what kernels call for these has a portable body next to NVIDIA's (async_copy.cuh, cluster_exchange.cuh,
 // mma.cuh).
 #include <hip/hip_runtime.h>
 #include <cmath>

@@ -12,7 +12,7 @@
 
 namespace liger::cuda {
 
-/// A row of each of kMatrices matrices, seen as the packs of the first; `outside` stands for what is beside it.
+/// A row of each of kMatrices matrices, seen as the packs of the first; `outside` stands for what is outside it.
 template <class T, int kMatrices>
 struct RowSet {
   using Pack = typename Row<T>::Pack;
@@ -65,7 +65,7 @@ struct Clusters {
 
   /// aligned: all rows begin at 16-byte boundaries. keep: there are further passes.
   Clusters(int64_t rows, int64_t cols, bool aligned, bool keep = true) : rows(rows) {
-    constexpr int kLine = 8;  // packs of a cache line, which is one block's alone
+    constexpr int kLine = 8;  // packs of a cache line, which only one block touches
     const int64_t packs = Row<T>::packs(cols, aligned);
     int64_t most = has_clusters() ? kMost : 1;
     if (!keep) most = std::min(most, ceil_div(kEnough, std::max<int64_t>(1, rows)));

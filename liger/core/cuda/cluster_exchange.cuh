@@ -79,7 +79,7 @@ class ClusterExchange {
     for (int rank = 0; rank < size; ++rank) f(box_->slots[slot_][rank]);
     if (kBuffers > 1)
       parities_ ^= 1u << slot_,
-          slot_ ^= 1;  // a block that is ahead writes beside what others still read; further ahead it cannot get
+          slot_ ^= 1;  // a block that is ahead writes next to what others still read; further ahead it cannot get
 #else
     f(v);
 #endif

@@ -45,7 +45,7 @@ int attribute(int device = current_device()) {
 }
 
 inline int multiprocessors(int device) { return attribute<cudaDevAttrMultiProcessorCount>(device); }
-/// Shared memory of a multiprocessor, and how much of it a block can ask for beside a little of its own.
+/// Shared memory of a multiprocessor, and how much of it a block can ask for, which needs a little itself.
 inline int shared_bytes() { return attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>(); }
 inline int shared_bytes_of_block() { return attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() - 3072; }
 inline bool has_clusters() { return kHasClusters && attribute<cudaDevAttrComputeCapabilityMajor>() >= 9; }

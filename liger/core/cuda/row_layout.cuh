@@ -3,7 +3,7 @@
 //
 //   host    dispatch_layout, dispatch_rows   choose a RowLayout: the packs of a thread, the threads and blocks of a row
 //   kernel  HeldRow                          loads a row of each matrix once
-//           each, row_sums                   read it, as often as wanted; RowReduce in between, by all threads of the row
+//           each, row_sums                   read it, as often as wanted; RowReduce between them, by all its threads
 //           store, row_map                   write the same row of another matrix
 //           sum_over_rows                    adds up by column what a block's rows have, once, at the end
 #include <algorithm>

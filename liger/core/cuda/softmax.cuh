@@ -40,7 +40,7 @@ struct OnlineSoftmax {
     Sum sum;
   };
   __device__ static Value identity() { return {-3.402823466e38f, 0}; }  // finite, so that −inf − max is no NaN
-  /// Of 16-bit numbers from here on, two that are not the same are so far apart that one's exp is nothing beside the
+  /// Of 16-bit numbers from here on, two that are not the same are so far apart that one's exp is nothing against the
   /// other's.
   static constexpr float kFar = 1 << 20;
   /// What a logit is multiplied by. Beyond kFar the rounding of max · log2(e) would be no factor that a float can hold.
@@ -76,8 +76,8 @@ struct OnlineSoftmax {
     v = {top, v.sum * rescale(v.max, top) + sums[0]};
   }
 
-  /// Exponentials in half are multiplied by 2^half_exponent, so that those from 2^-29 on have all their bits, and smaller
-  /// ones are next to nothing beside 1; what is summed of them is multiplied by half_scale in the end.
+  /// Exponentials in half are multiplied by 2^half_exponent, so that those from 2^-29 on have all their bits, and
+  /// smaller ones are next to nothing; what is summed of them is multiplied by half_scale in the end.
   __device__ static float half_exponent(float max) { return fabsf(max) < kFar ? 15.f : 0.f; }
   __device__ static float half_scale(float max) { return fabsf(max) < kFar ? 1.f / (1 << 15) : 1.f; }
 

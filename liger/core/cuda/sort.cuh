@@ -9,7 +9,7 @@
 
 namespace liger::cuda {
 
-/// keys in ascending order, by their lowest `bits`, and the values that stand beside them; equal keys stay in order.
+/// keys in ascending order, by their lowest `bits`, and the values that belong to them; equal keys stay in order.
 /// With scratch null, only tells of how many bytes it must be.
 inline void sort_pairs(void* scratch, size_t& bytes, const int* keys, int* sorted_keys, const int* values,
                        int* sorted_values, int n, int bits, Stream s) {

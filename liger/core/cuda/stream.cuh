@@ -1,6 +1,7 @@
 #pragma once
-// Rows in memory as flat packs, each read once and by one thread: Row is the address arithmetic, RowChunks shares the rows
-// of a matrix out among blocks, map_packs makes rows of rows. Kernels of several passes: row_layout.cuh, cluster.cuh.
+// Rows in memory as flat packs, each read once and by one thread: Row is the address arithmetic, RowChunks shares the
+// rows of a matrix out among blocks, map_packs makes rows of rows. Kernels of several passes: row_layout.cuh,
+// cluster.cuh.
 #include "liger/core/cuda/async_copy.cuh"
 #include "liger/core/cuda/dispatch.h"
 #include "liger/core/cuda/pack.cuh"

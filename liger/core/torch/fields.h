@@ -196,7 +196,7 @@ std::vector<std::string> argument_names() {
   return names;
 }
 
-/// The names of results, of which one alone has none.
+/// The names of results, of which a single one has none.
 template <class R>
 std::vector<std::string> result_names() {
   std::vector<std::string> arguments;

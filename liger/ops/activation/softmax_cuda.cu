@@ -111,7 +111,7 @@ struct Sparsemax {
   __device__ float value(float x) const {
     float y = x - high, rest = low;
     if constexpr (sizeof(T) == 4) {
-      // And what the difference was rounded by (Knuth's TwoSum), where it can show: what stands alone is 1.
+      // And what the difference was rounded by (Knuth's TwoSum), where it can show: the only entry of a row is 1.
       const float back = y - x;
       if (y > -1) rest += (high + back) - (x - (y - back));
     }

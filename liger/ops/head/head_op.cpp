@@ -69,7 +69,7 @@ int64_t peak_bytes(int64_t tokens, int64_t width, int64_t classes, at::ScalarTyp
   const int64_t logits = tokens * classes * e;
   const bool kept = keeps && logits <= (budget(max_bytes) > 0 ? budget(max_bytes) : default_bytes(cpu));
   const auto [chunk, tile] = kept ? Plan{tokens, classes} : plan(of, trains_weight, keeps, max_bytes);
-  // What is summed over several chunks is summed in float, and rounded beside the sum; float16 gradients wait in float
+  // What is summed over several chunks is summed in float, and rounded next to it; float16 gradients wait in float
   // in any case.
   const auto sum = [&](bool wanted, bool several, int64_t numbers) {
     return wanted ? numbers * (several ? a_float : d_element) : 0;
@@ -173,7 +173,7 @@ class Accumulators {
     if (tokens == 0 && wants.low_weight) d_.low_weight.zero_();
   }
 
-  /// Adds what z [n, width], the gradient of the logits of tokens from `begin` on and of classes from `first` on, gives.
+  /// Adds what z [n, width] gives, the gradient of the logits of tokens from `begin` and of classes from `first` on.
   void add(const Tensor& z, int64_t begin, int64_t first) {
     const Wants& wants = pass_.wants;
     const int64_t n = z.size(0), width = z.size(1);

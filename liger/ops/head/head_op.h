@@ -28,12 +28,12 @@ struct Sizes {
 };
 
 /// How many of `tokens` meet the vocabulary at once. A caller's budget in bytes decides first. Else all of them, where
-/// that takes less memory than a float accumulator beside the weight's gradient; else a chunk.
+/// that takes less memory than a float accumulator next to the weight's gradient; else a chunk.
 int64_t chunk_tokens(const Sizes& of, bool trains_weight, int64_t max_bytes);
 
 /// How many tokens meet how many classes at once. Where not all tokens meet all classes, and the work on logits can be
 /// done on some classes at a time, all tokens meet a tile of the classes: the GEMM of a tile is the final gradient of
-/// its rows of the weight, so that the float accumulator is one of [tokens, width] beside the gradient of hidden
+/// its rows of the weight, so that the float accumulator is one of [tokens, width] next to the gradient of hidden
 /// instead of one of [classes, width].
 struct Plan {
   int64_t tokens, classes;

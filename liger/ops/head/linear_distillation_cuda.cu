@@ -70,7 +70,7 @@ struct Logits {
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
       const int c = x().column(k) + j;
-      // Where nothing is mapped, −inf stands for what is beside the row, and weighs nothing.
+      // Where nothing is mapped, −inf stands for what is outside the row, and weighs nothing.
       if ((kPlain && Formula::kLogs) || (c >= 0 && c < x().n)) f(j, c, mapped(a.x_map, s[j]), mapped(a.y_map, t[j]));
     }
   }

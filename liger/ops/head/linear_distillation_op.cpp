@@ -16,7 +16,7 @@ struct LinearDistillation {
     LIGER_OPTIONS(kind, beta, temperature, student.scale, student.softcap, teacher.scale, teacher.softcap, ignore_index,
                   skip_ignored, entropy, float_logits, max_bytes)
 
-    /// A mixture that is one of the two distributions alone is a divergence from the other.
+    /// A mixture of only one of the two distributions is a divergence from the other.
     Distillation formula() const {
       if (kind != Distillation::JensenShannon || (beta > 0 && beta < 1)) return kind;
       return beta == 0 ? Distillation::ForwardKL : Distillation::ReverseKL;

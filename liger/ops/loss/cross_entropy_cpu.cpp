@@ -106,7 +106,7 @@ void row(const CrossEntropy& a, int64_t r, float* exps) {
   }
   const double z_loss = a.lse_square_scale * lse * lse * by_1 * scale;
   a.loss[r] = float((w_y * (double(max) - z_y + log_sum) + smoothing) * by_0 * scale +
-                    z_loss);  // lse loses log Σ beside a large max
+                    z_loss);  // lse loses log Σ when max is large
   if (a.z_loss) a.z_loss[r] = float(z_loss);
   if (!dx) return;
 

@@ -217,7 +217,7 @@ struct RowLoss {
         if (a.predicted) a.predicted[row] = all.best.at;
       }
       a.loss[row] = float((f.w_y * (Scalar(sum.max) - z_y + Softmax::log_sum(sum)) + smoothing) * f.by_0 * f.scale +
-                          z_loss);  // lse loses log Σ beside a large max
+                          z_loss);  // lse loses log Σ when max is large
       if (a.z_loss) a.z_loss[row] = float(z_loss);
     }
     return f;

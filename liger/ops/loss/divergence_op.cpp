@@ -15,7 +15,7 @@ struct DivergenceLoss {
     int64_t ignore_index;
     LIGER_FIELDS(x, target, labels, kind, parameter, ignore_index)
 
-    /// A Jensen-Shannon divergence whose mixture is one of the two distributions alone is the other's distance from it.
+    /// A Jensen-Shannon divergence whose mixture is only one of the two distributions is the other's distance from it.
     Divergence formula() const {
       TORCH_CHECK_VALUE(
           kind >= 0 && kind <= 4,

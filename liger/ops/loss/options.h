@@ -3,7 +3,7 @@
 
 namespace liger {
 
-/// BatchMean divides by the rows alone, Mean by the elements.
+/// BatchMean divides by the number of rows, Mean by that of elements.
 enum class Reduction : int8_t { None = 0, Mean = 1, Sum = 2, BatchMean = 3 };
 
 /// The options of cross_entropy and fused_linear_cross_entropy; formulas in liger/ops/loss/cross_entropy.h.

@@ -63,8 +63,8 @@ __device__ inline void put_dalpha(const DyTBackward& a, float sum) {
   a.dalpha[blockIdx.x] = sum;
 }
 
-/// dx, and the sums over rows dw, db and dalpha. A block makes one partial sum: a thread keeps the sums of its columns, and walks along the block's rows; the limit
-/// is memory.
+/// dx, and the sums over rows dw, db and dalpha. A block makes one partial sum: a thread keeps the sums of its columns,
+/// and walks along the block's rows; the limit is memory.
 template <class T>
 __global__ void __launch_bounds__(kDyTThreads, 1) dyt_backward_kernel(DyTBackward a) {
   await_previous();

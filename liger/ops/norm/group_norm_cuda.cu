@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(kLongThreads, 2) backward_long_kernel(GroupNor
   using Vec = cuda::Vec<Row<T>::kWidth>;
   const unsigned row = segments.row(), sample = row / unsigned(a.groups), group = row % unsigned(a.groups);
   const float n = float(a.channels * a.spatial), mean = a.mean[row], rstd = a.rstd[row];
-  /// f(k, dy, x̂) for this lane's packs; dy is 0 beside the row.
+  /// f(k, dy, x̂) for this lane's packs; dy is 0 outside the row.
   const auto each_pack = [&](const Row<T>& x, const Row<T>& dy, auto f) {
     segments.each_pack(x, [&](int k) { f(k, to_vec(dy.load(k, T(0), x)), (to_vec(x.load(k, T(0))) + -mean) * rstd); });
   };

@@ -32,7 +32,7 @@ __device__ int64_t modulation_of(const Args& a, int64_t row) {
   return row >> 32 ? row / a.per_modulation : unsigned(row) / unsigned(a.per_modulation);  // in 32 bits where it can be
 }
 
-/// The columns of pack k of `like`, in row `row` of a matrix or vector that is of T or of floats; zeros beside the row.
+/// The columns of pack k of `like`, in row `row` of a matrix or vector that is of T or of floats; zeros outside it.
 template <class T, template <class> class R>
 __device__ Vec<R<T>::kWidth> load_like(const void* p, DType dtype, int64_t row, int64_t cols, int k, const R<T>& like) {
   if (dtype == DType::F32) return to_vec(R<float>(p, row, cols, cols).load(k, 0.f, like));

@@ -5,11 +5,13 @@
 namespace liger {
 
 /// RMSNorm and, where `centred`, LayerNorm:
-///   s = x + residual, rounded to x's dtype; x where residual is null
-///   x̂ = s · rstd                 rstd = 1 / sqrt(mean(s²) + eps)
-///   x̂ = (s − mean(s)) · rstd     rstd = 1 / sqrt(mean((s − mean(s))²) + eps), centred
-///   n = x̂ · (w + offset) + b
-///   y = n, or n · (1 + scale) + shift where scale is given
+///   s    = x + residual, rounded to x's dtype; x where residual is null
+///   rstd = 1 / sqrt(mean(s²) + eps)
+///   rstd = 1 / sqrt(mean((s − mean(s))²) + eps)  centred
+///   x̂    = s · rstd
+///   x̂    = (s − mean(s)) · rstd                  centred
+///   n    = x̂ · (w + offset) + b
+///   y    = n, or n · (1 + scale) + shift where scale is given
 /// Only a centred norm has b, only one that is not has residual, scale and shift. `casting` says where x̂ is rounded
 /// before it meets the weight; LayerNorm's is not.
 struct NormForward {

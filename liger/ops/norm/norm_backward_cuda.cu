@@ -4,8 +4,8 @@
 namespace liger::cuda::norm {
 namespace {
 
-/// The three kinds of gradient, which have kernels of their own: LayerNorm's, RMSNorm's, and RMSNorm's where the rows of
-/// a partial sum share a modulation.
+/// The three kinds of gradient, each with a kernel: of LayerNorm, of RMSNorm, and of RMSNorm where several rows share a
+/// modulation.
 enum class Kind { Layer, Rms, SharedModulation };
 constexpr bool centred(Kind k) { return k == Kind::Layer; }
 constexpr bool has_db(Kind k) { return k != Kind::Rms; }
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(kLongRowThreads) backward_long_kernel(NormBack
       return Gradient(of(a.x, a.dtype, row), dn, weight<kKind, Vec>(a, row, of), stats);
     };
     typename Projections<kKind>::Value sums{};
-    for_each_pack_of(like, [&](int k) {  // dy is 0 beside the row
+    for_each_pack_of(like, [&](int k) {  // dy is 0 outside the row
       sums = Projections<kKind>()(sums, gradient(k).project());
     });
     sums = reduce(sums);

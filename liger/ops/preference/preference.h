@@ -6,8 +6,8 @@
 #include "liger/options.h"
 
 /// Losses of preferences, on the log-probabilities that a policy (and a reference) gives to sequences. Written with
-/// ATen and differentiated by its autograd: vectors with a number for each sequence cost nothing beside the head that
-/// made them. Gradients reach the policy's log-probabilities alone; of the results only the loss has one.
+/// ATen and differentiated by its autograd: vectors with a number for each sequence cost nothing next to the head that
+/// made them. Only the policy's log-probabilities get gradients, and of the results only the loss has one.
 namespace liger {
 
 /// ln P(sequence) of tokens' log-probabilities logp [..., tokens]: their sum, or with `average` their mean, over the

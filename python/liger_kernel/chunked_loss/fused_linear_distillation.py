@@ -56,7 +56,7 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
         extra="loss_kwargs",
     )
     def forward(cls, ctx, target, chunk_size, return_soft_hard_loss, loss_kwargs, compiled, **given):
-        """The loss, or with return_soft_hard_loss (loss, soft, hard), all float, of which the loss alone is
+        """The loss, or with return_soft_hard_loss (loss, soft, hard), all float, of which only the loss is
         differentiable.
 
         student_input [..., H], student_weight [V, H], teacher_input [..., H'], teacher_weight [V', H'], target [...],

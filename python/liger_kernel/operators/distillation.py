@@ -28,7 +28,7 @@ KINDS = dict(forward_kl=FORWARD_KL, reverse_kl=REVERSE_KL, jsd=JENSEN_SHANNON, t
 
 #: Tokens of a GEMM: from here on it runs at full speed on a GPU. On a CPU smaller chunks stay nearer to the caches.
 GPU_CHUNK, CPU_CHUNK, CPU_BYTES = 4096, 512, 64 << 20
-#: Tokens whose losses are taken at once: theirs is the memory that a loss takes beside the logits.
+#: Tokens whose losses are taken at once: theirs is the memory that a loss takes besides the logits.
 ROWS = 512
 
 
@@ -45,7 +45,7 @@ def linear_distillation(
     student_scale: float = 1.0, student_softcap: float | None = None, teacher_scale: float = 1.0,
     teacher_softcap: float | None = None, max_bytes: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(loss, soft, hard): loss = soft_weight · soft + hard_weight · hard, float, of which the loss alone is
+    """(loss, soft, hard): loss = soft_weight · soft + hard_weight · hard, float, of which only the loss is
     differentiable.
 
     soft is the mean over tokens of the divergence of softmax(z / temperature) of student and teacher, kind:

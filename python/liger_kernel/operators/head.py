@@ -96,7 +96,7 @@ def linear_log_prob(
     knows it; the weight's gradient is summed in float. Mixed dtypes compute in hidden's.
 
     lora: (a [rank, H], b [V, rank], scale), of which the weight is weight + scale · b a; a and b get gradients, and a
-    frozen weight none. main_grad [V, H], float: backward adds the weight's gradient to it and leaves weight.grad alone,
+    frozen weight none. main_grad [V, H], float: backward adds the weight's gradient to it instead of weight.grad,
     as Megatron has it. batch_invariant: a token's results have the same bits whatever else is in the batch.
 
     Another id raises IndexError on the CPU and is a device assertion on CUDA; an unknown output raises KeyError.

@@ -29,7 +29,7 @@ _ELSEWHERE = -1
 
 @dataclass
 class CrossEntropyOutput:
-    """A loss and what was asked for beside it."""
+    """A loss and what else was asked for."""
 
     loss: torch.Tensor
     z_loss: Tensor | None = None
@@ -65,7 +65,7 @@ def asked_for(results: Sequence[Tensor], *asked: bool) -> tuple[Any, ...]:
 def as_output(
     loss: Tensor, z_loss: Tensor | None, token_accuracy: Tensor | None, predicted_tokens: Tensor | None
 ) -> Any:
-    """The loss, or a CrossEntropyOutput where something was asked for beside it."""
+    """The loss, or a CrossEntropyOutput where something else was asked for."""
     if z_loss is token_accuracy is predicted_tokens is None:
         return loss
     return CrossEntropyOutput(loss, z_loss, token_accuracy, predicted_tokens)
@@ -80,7 +80,7 @@ class LigerCrossEntropyFunction:
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         """(loss, z_loss, token_accuracy, predicted_tokens), None where not asked for; only the loss is differentiable.
 
-        _input [..., classes] logits, which are left alone; target [...]; weight [classes] or None. A label that is
+        _input [..., classes] logits, which are not changed; target [...]; weight [classes] or None. A label that is
         neither a class nor ignore_index raises IndexError on the CPU and is a device assertion on CUDA. Only ignored
         labels: loss 0.
         """

@@ -176,8 +176,8 @@ class GrpoLossFunction:
 
         completion_ids, completion_mask (None: all count), old_logp and ref_logp (None: the policy's own) [B, L],
         advantages [B]; vespo's weights phi_seq [B] or [B, 1]. reduce: three numbers, kl and clipped as means over the
-        tokens that count; else all [B, L], 0 where the mask is. kl is None for beta 0. The loss alone is
-        differentiable. The logits are left alone, whatever inplace says. Raises AssertionError for a shape that does
+        tokens that count; else all [B, L], 0 where the mask is. kl is None for beta 0. Only the loss is
+        differentiable. The logits are not changed, whatever inplace says. Raises AssertionError for a shape that does
         not fit or a missing ref_logp, ValueError for options that do not go together.
         """
         if given["loss_type"] == "vespo" and given["phi_seq"] is None:

@@ -59,7 +59,7 @@ def fused_linear_cross_entropy_backward(
 
 
 class LigerFusedLinearCrossEntropyFunction(torch.autograd.Function):
-    """The cross entropy of `_input @ weight.T + bias` and what is asked for beside it, as a Function to derive from."""
+    """The cross entropy of `_input @ weight.T + bias` and what else is asked for, as a Function to derive from."""
 
     @staticmethod
     def forward(

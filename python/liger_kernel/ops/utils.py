@@ -1,4 +1,4 @@
-"""Helpers that third-party kernels import beside the operators."""
+"""Helpers that third-party kernels import besides the operators."""
 
 from liger_kernel._compat import __getattr__, calculate_settings, compare_version, ensure_contiguous, is_hip
 from liger_kernel._compat import get_amp_custom_fwd_bwd as get_amp_custom_fwd_bwd

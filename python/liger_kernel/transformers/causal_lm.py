@@ -215,7 +215,7 @@ def _warn_of_lost(options):
 
 
 class _Call:
-    """One call of a model without logits: what was asked for, and what the head returned beside the loss."""
+    """One call of a model without logits: what was asked for, and what the head returned besides the loss."""
 
     def __init__(self, model, spec, options, kwargs):
         self.model, self.options = model, options
@@ -367,7 +367,7 @@ def _finished(call, output, outputs):
 
 
 def _made(cls, values):
-    """An output of a class, of its fields and of what a decorator of the forward has put beside them."""
+    """An output of a class, of its fields and of what a decorator of the forward has added."""
     output = cls(**{name: value for name, value in values.items() if name in cls.__dataclass_fields__})
     for name, value in values.items():
         if name not in cls.__dataclass_fields__:

@@ -73,7 +73,7 @@ def _is_plain(linear, fsdp):
 def prepare_head(head, edits: Edits, fsdp: bool = False) -> bool:
     """Make the Linears at the bottom of `head` able to return the loss; False if that is not possible.
 
-    A head of tensor parallelism stays as it is: its loss is computed beside it.
+    A head of tensor parallelism stays as it is: its loss is computed outside it.
     """
     linears = head_linears(head, fsdp)
     for linear in linears or ():

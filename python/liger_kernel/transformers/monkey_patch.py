@@ -168,7 +168,7 @@ def _apply_by_source(model, switches):
 
 
 def _apply_liger_kernel(model_type: str, **kwargs) -> Report | None:
-    """Patch the classes of a model type, for models created afterwards; an unknown type is left alone with a warning.
+    """Patch the classes of a model type, for models created afterwards; an unknown type stays as it is, with a warning.
 
     Args:
         model_type: `config.model_type`.
@@ -188,7 +188,7 @@ def _apply_liger_kernel_to_instance(
         memory_budget: liger_kernel.memory.plan_later plans for it.
         cuda_graphs: liger_kernel.graphs.capture_model captures the model.
         kwargs: switches; those that the family does not have are dropped, with a warning if they are on. A type without
-            a row has all of them. With by_source=False it is left alone, with a warning.
+            a row has all of them. With by_source=False it stays as it is, with a warning.
     """
     if memory_budget is not None:
         plan_later(model, memory_budget)

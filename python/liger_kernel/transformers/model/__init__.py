@@ -5,7 +5,7 @@ import types
 
 from liger_kernel.transformers.families import FAMILIES
 
-# The parameters of the API's forwards, after `self`: transformers' own forwards take some of them as keywords alone.
+# The parameters of the API's forwards, after `self`: transformers' own forwards take some of them only as keywords.
 _TOKENS = "input_ids attention_mask position_ids"
 _TEXT = "past_key_values inputs_embeds labels use_cache"
 _OUTPUTS = "output_attentions output_hidden_states"

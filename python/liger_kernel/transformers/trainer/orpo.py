@@ -32,7 +32,7 @@ class LigerORPOTrainer(ORPOTrainer):
         """(loss, aux) of LigerFusedLinearORPOLoss for a batch of pairs; the loss holds the router's where that is
         enabled."""
         pad = getattr(self, "label_pad_token_id", -100)
-        # Newer TRL pads labels with -100 alone.
+        # Newer TRL pads only labels with -100.
         known = inspect.signature(self.concatenated_inputs).parameters
         inputs = self.concatenated_inputs(
             batch,
