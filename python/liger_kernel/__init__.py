@@ -31,31 +31,34 @@ def __getattr__(name):
 
 
 def _check_distribution():
-    """Names another distribution that has written into this package's folder, which would mix two libraries."""
-    import re
-    import warnings
-    from importlib import metadata
+    """Names another distribution that has written into this package's folder, which would mix two libraries.
 
-    here = {os.path.realpath(folder) for folder in __path__}
-    for distribution in metadata.distributions():
-        name = distribution.metadata["Name"] or ""
-        # Sources that come before an installed package on the path share no folder with it.
-        if (
-            not name.lower().startswith("liger")
-            or os.path.realpath(distribution.locate_file("liger_kernel")) not in here
-        ):
-            continue
-        same = re.sub(r"[-_.]+", "-", name).lower() == "liger-kernel"
-        files = "" if same else distribution.read_text("RECORD") or ""
-        if (same and distribution.version != __version__) or any(
-            line.startswith("liger_kernel/") for line in files.splitlines()
-        ):
-            warnings.warn(
-                f"{name} {distribution.version} has installed its own liger_kernel in the folder of liger-kernel "
-                f"{__version__}; the two overwrite each other's files. Run: pip uninstall -y {name} liger-kernel, "
-                "then install the one that you want.",
-                stacklevel=3,
-            )
+    importlib.metadata, which reads what every installed package says of itself, takes longer than all of this import.
+    """
+    for parent in {os.path.dirname(os.path.abspath(folder)) for folder in __path__}:
+        for entry in os.listdir(parent):
+            if not (entry.lower().startswith("liger") and entry.endswith(".dist-info")):
+                continue
+            name, _, version = entry.removesuffix(".dist-info").rpartition("-")
+            ours = name.lower().replace("-", "_") == "liger_kernel"
+            if version != __version__ if ours else _writes_here(os.path.join(parent, entry, "RECORD")):
+                import warnings
+
+                name = name.replace("_", "-")
+                warnings.warn(
+                    f"{name} {version} has installed its own liger_kernel in the folder of liger-kernel "
+                    f"{__version__}; the two overwrite each other's files. Run: pip uninstall -y {name} liger-kernel, "
+                    "then install the one that you want.",
+                    stacklevel=3,
+                )
+
+
+def _writes_here(record):
+    """Whether a list of installed files names some of this package."""
+    if not os.path.exists(record):
+        return False
+    with open(record, encoding="utf-8") as files:
+        return any(line.startswith("liger_kernel/") for line in files)
 
 
 _check_distribution()
