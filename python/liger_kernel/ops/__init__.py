@@ -60,6 +60,7 @@ from liger_kernel.ops.swiglu import (
 from liger_kernel.ops.tiled_mlp import LigerTiledMLPFunction, apply_tiled_mlp
 from liger_kernel.ops.tvd import LigerTVDLossFunction
 from liger_kernel.ops.vocab_parallel_cross_entropy import LigerVocabParallelCEFunction
+from liger_kernel.ops.xielu import LigerXIELUFunction
 
 __all__ = [
     "GrpoLossFunction", "LigerAttnResFunction", "LigerCrossEntropyFunction", "LigerDyTFunction",
@@ -72,8 +73,8 @@ __all__ = [
     "LigerMLPFunction", "LigerModulatedRMSNormFunction", "LigerMultiTokenAttentionFunction", "LigerPolyNormFunction",
     "LigerQwen2VLMRopeFunction", "LigerReLUSquaredFunction", "LigerRMSNormFunction",
     "LigerRopeFunction", "LigerSiLUMulFunction", "LigerSoftmaxFunction", "LigerSparsemaxFunction",
-    "LigerTVDLossFunction", "LigerTiledMLPFunction", "LigerVocabParallelCEFunction", "apply_tiled_mlp",
-    "attn_res_backward", "attn_res_forward",
+    "LigerTVDLossFunction", "LigerTiledMLPFunction", "LigerVocabParallelCEFunction",
+    "LigerXIELUFunction", "apply_tiled_mlp", "attn_res_backward", "attn_res_forward",
     "cross_entropy_backward", "cross_entropy_forward", "fused_add_rms_norm_backward", "fused_add_rms_norm_forward",
     "fused_linear_cross_entropy_backward", "fused_linear_cross_entropy_forward", "fused_linear_jsd_backward",
     "fused_linear_jsd_forward", "geglu_backward", "geglu_forward", "group_norm_backward", "group_norm_forward",

@@ -43,9 +43,8 @@ from liger_kernel.transformers.swiglu import (
 )
 from liger_kernel.transformers.tiled_mlp import LigerTiledGEGLUMLP, LigerTiledSwiGLUMLP
 from liger_kernel.transformers.tvd import LigerTVDLoss
-
-# Not in __all__, as in the API.
-from liger_kernel.transformers.vocab_parallel_cross_entropy import LigerVocabParallelCrossEntropy
+from liger_kernel.transformers.vocab_parallel_cross_entropy import LigerVocabParallelCrossEntropy  # noqa: F401
+from liger_kernel.transformers.xielu import LigerXIELU
 
 _LAZY = {
     "AutoLigerKernelForCausalLM": "auto_model",
@@ -77,7 +76,7 @@ __all__ = [
     "LigerJSD", "LigerKLDIVLoss", "LigerLayerNorm", "LigerMHC", "LigerMLP", "LigerModulatedRMSNorm",
     "LigerMultiTokenAttention", "LigerPhi3SwiGLUMLP", "LigerPolyNorm", "LigerQwen3MoeSwiGLUMLP", "LigerReLUSquared",
     "LigerRMSNorm", "LigerRMSNormGated", "LigerSoftmax", "LigerSparsemax", "LigerSwiGLUMLP", "LigerTiledGEGLUMLP",
-    "LigerTiledSwiGLUMLP", "LigerTVDLoss",
+    "LigerTiledSwiGLUMLP", "LigerTVDLoss", "LigerXIELU",
     "liger_multimodal_rotary_pos_emb", "liger_rotary_pos_emb",
 ]  # fmt: skip
 if is_transformers_available():

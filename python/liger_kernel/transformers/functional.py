@@ -6,6 +6,7 @@ from liger_kernel.operators.activation import (
     liger_softmax,
     liger_sparsemax,
     liger_swiglu,
+    liger_xielu,
 )
 from liger_kernel.operators.attention import liger_fused_neighborhood_attention, liger_multi_token_attention
 from liger_kernel.operators.connections import (
@@ -50,5 +51,5 @@ __all__ = [
     "liger_mhc_coeffs", "liger_mhc_forward", "liger_mhc_post_res", "liger_mhc_pre", "liger_modulated_rms_norm",
     "liger_multi_token_attention", "liger_poly_norm", "liger_qwen2vl_mrope", "liger_relu_squared", "liger_rms_norm",
     "liger_rope", "liger_rope_packed", "liger_selective_log_softmax", "liger_softmax", "liger_sparsemax",
-    "liger_swiglu", "liger_tvd",
+    "liger_swiglu", "liger_tvd", "liger_xielu",
 ]  # fmt: skip
