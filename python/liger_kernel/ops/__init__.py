@@ -26,6 +26,11 @@ from liger_kernel.ops.fused_linear_scaled_cross_entropy import (
     LigerFusedLinearScaledCrossEntropyFunction,
     LigerFusedLinearScaledCrossEntropyTPFunction,
 )
+from liger_kernel.ops.fused_linear_score_centering import (
+    ISCorrection,
+    LigerFusedLinearScoreCenteringFunction,
+    fused_linear_score_centering,
+)
 from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
 from liger_kernel.ops.fused_neighborhood_attention import LigerFusedNeighborhoodAttentionFunction
 from liger_kernel.ops.gated_rms_norm import LigerGatedRMSNormFunction
@@ -63,7 +68,8 @@ from liger_kernel.ops.vocab_parallel_cross_entropy import LigerVocabParallelCEFu
 from liger_kernel.ops.xielu import LigerXIELUFunction
 
 __all__ = [
-    "GrpoLossFunction", "LigerAttnResFunction", "LigerCrossEntropyFunction", "LigerDyTFunction",
+    "GrpoLossFunction", "ISCorrection", "LigerFusedLinearScoreCenteringFunction", "fused_linear_score_centering",
+    "LigerAttnResFunction", "LigerCrossEntropyFunction", "LigerDyTFunction",
     "LigerEmbeddingFunction",
     "LigerFusedAddRMSNormFunction", "LigerFusedGateUpSiLUMulFunction", "LigerFusedLinearCrossEntropyFunction",
     "LigerFusedLinearJSDFunction", "LigerFusedLinearScaledCrossEntropyFunction", "LigerFusedMoEFunction",

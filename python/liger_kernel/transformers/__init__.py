@@ -15,6 +15,7 @@ from liger_kernel.transformers.fused_ce_tvd import LigerFusedCETVDLoss
 from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 from liger_kernel.transformers.fused_linear_jsd import LigerFusedLinearJSD
 from liger_kernel.transformers.fused_linear_kl_div import LigerFusedLinearKLDivLoss
+from liger_kernel.transformers.fused_linear_score_centering import ISCorrection, LigerFusedLinearScoreCenteringLoss
 from liger_kernel.transformers.gated_rms_norm import LigerRMSNormGated
 from liger_kernel.transformers.geglu import LigerGEGLUMLP, LigerGEGLUMLPForGemma4
 from liger_kernel.transformers.group_norm import LigerGroupNorm
@@ -69,7 +70,8 @@ def __getattr__(name):
 
 
 __all__ = [
-    "is_transformers_available", "LigerBlockSparseTop2MLP", "LigerCrossEntropyLoss", "LigerDyT", "LigerFalconH1MLP",
+    "is_transformers_available", "ISCorrection", "LigerFusedLinearScoreCenteringLoss",
+    "LigerBlockSparseTop2MLP", "LigerCrossEntropyLoss", "LigerDyT", "LigerFalconH1MLP",
     "LigerFalconH1SwiGLUMLP", "LigerFusedAddRMSNorm", "LigerFusedCETVDLoss", "LigerFusedLinearCrossEntropyLoss",
     "LigerFusedLinearJSD", "LigerFusedLinearKLDivLoss",
     "liger_llama4_text_rotary_pos_emb", "liger_llama4_vision_rotary_pos_emb", "LigerGEGLUMLP", "LigerGroupNorm",
