@@ -115,13 +115,39 @@ at::Tensor mhc_post_res(const at::Tensor& x, const at::Tensor& f, const at::Tens
 /// act(x), element by element: ReLUSquared is relu² (So et al. 2021, arXiv:2109.08668).
 at::Tensor activate(const at::Tensor& x, Activation activation = Activation::ReLUSquared);
 
+///   y = p x² + beta x                          where x > 0
+///   y = n (expm1(min(x, eps)) − x) + beta x    elsewhere
+///   p = softplus(alpha_p)
+///   n = beta + softplus(alpha_n)
+/// element by element: xIELU (Huang & Schlag 2024, arXiv:2411.13010). alpha_p, alpha_n, beta and eps are one number
+/// each; the last two have no gradient.
+at::Tensor xielu(const at::Tensor& x, const at::Tensor& alpha_p, const at::Tensor& alpha_n, const at::Tensor& beta,
+                 const at::Tensor& eps);
+
+/// The clamped SwiGLU of GPT-OSS and DeepSeek-V4 in place of silu(a) · b:
+///   y  = a' · σ(alpha · a') · (b' + up_offset)
+///   a' = min(a, limit)
+///   b' = clamp(b, −limit, limit)
+struct GateOptions {
+  double limit = 0;  // 0: none
+  double alpha = 1, up_offset = 0;
+  LIGER_OPTIONS(limit, alpha, up_offset)
+};
+
 ///   y = act(gate_multiplier · a) · b
 /// for a, b of one shape and dtype: SwiGLU and its relatives (Shazeer 2020, arXiv:2002.05202).
 at::Tensor gated(const at::Tensor& a, const at::Tensor& b, Activation activation = Activation::SiLU,
-                 double gate_multiplier = 1);
+                 double gate_multiplier = 1, const GateOptions& options = {});
+
+struct GatedPackedOptions {
+  bool interleaved = false;  // gate and up are neighbouring columns; SiLU's
+  GateOptions gate;
+  LIGER_OPTIONS(interleaved, gate)
+};
 
 /// The same for a fused product y [..., 2F] whose first half is the gate; the result is [..., F].
-at::Tensor gated_packed(const at::Tensor& y, Activation activation = Activation::SiLU, double gate_multiplier = 1);
+at::Tensor gated_packed(const at::Tensor& y, Activation activation = Activation::SiLU, double gate_multiplier = 1,
+                        const GatedPackedOptions& options = {});
 
 struct MLPOptions {
   Activation activation = Activation::SiLU;
@@ -163,16 +189,12 @@ at::Tensor lora_mlp(const at::Tensor& x, const AdaptedLinear& gate, const Adapte
 
 struct ExpertsOptions {
   Activation activation = Activation::SiLU;
-  bool transposed = false;  // weights are [experts, in, out]
-  /// GPT-OSS's gate instead, of columns that interleave:
-  ///   h     = (up' + 1) · gate' · σ(alpha · gate')
-  ///   gate' = min(gate, limit)
-  ///   up'   = clamp(up, −limit, limit)
-  bool clamped = false;
-  double alpha = 1.702, limit = 7;
+  bool transposed = false;                   // weights are [experts, in, out]
+  bool interleaved = false;                  // gate and up are neighbouring columns; SiLU's
+  GateOptions gate;                          // GPT-OSS: interleaved, {.limit = 7, .alpha = 1.702, .up_offset = 1}
   bool recompute = true;                     // backward makes gate and up again; false: they are kept
   double gate_up_scale = 1, down_scale = 1;  // of adapters
-  LIGER_OPTIONS(activation, transposed, clamped, alpha, limit, recompute, gate_up_scale, down_scale)
+  LIGER_OPTIONS(activation, transposed, interleaved, gate, recompute, gate_up_scale, down_scale)
 };
 
 /// LoRA adapters (Hu et al. 2021, arXiv:2106.09685) of experts, which add scale · b_e a_e to the matrices of expert e:

@@ -34,6 +34,14 @@ def test_attention_residuals():
     assert gradients(lambda q: functional.liger_attn_res(v.bfloat16(), q, weight), half)[1][0].dtype == torch.float16
 
 
+@pytest.mark.parametrize("blocks", [3, 32])
+def test_equal_blocks(blocks):
+    """Whatever their weights are rounded by, they add up to one: query and weight have no gradient."""
+    v = 30 * torch.randn(5, 257).expand(blocks, 5, 257)
+    _, (_, *of_weights) = gradients(functional.liger_attn_res, v, torch.randn(257), torch.randn(257))
+    assert not any(d.any() for d in of_weights)
+
+
 @pytest.mark.parametrize("streams", [1, 4, 5, 16])
 def test_mhc(streams):
     """The module is its layer between streams that coefficients mix, which are doubly stochastic."""

@@ -87,6 +87,11 @@ struct ReLUSquared {
   }
 };
 
+/// σ(a) = 1 / (1 + e⁻ᵃ).
+LIGER_HD inline float sigmoid(float a) { return 1 / (1 + expf(-a)); }
+/// ln(1 + eᵃ).
+LIGER_HD inline float softplus(float a) { return (a > 0 ? a : 0) + log1pf(expf(a > 0 ? -a : a)); }
+
 // Divergences: an element's loss f of a prediction x and a target t, with parameter s, and df = ∂f/∂x. An element whose
 // probability is 0 weighs nothing, whatever its logarithm is (M::product). x = t = kNothing has no loss.
 

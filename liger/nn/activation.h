@@ -27,6 +27,36 @@ struct ActivationLayerImpl : torch::nn::Cloneable<ActivationLayerImpl> {
 };
 TORCH_MODULE(ActivationLayer);
 
+struct XIELUOptions {
+  TORCH_ARG(double, alpha_p) = 0.8;  // at the start
+  TORCH_ARG(double, alpha_n) = 0.8;
+  TORCH_ARG(double, beta) = 0.5;
+  TORCH_ARG(double, eps) = -1e-6;
+};
+
+/// liger::xielu with its parameters.
+struct XIELUImpl : torch::nn::Cloneable<XIELUImpl> {
+  explicit XIELUImpl(XIELUOptions o = {}) : options(o) { reset(); }
+
+  void reset() override {
+    const auto inverse = [](double softplus) { return torch::full({1}, std::log(std::expm1(softplus))); };
+    alpha_p = register_parameter("alpha_p", inverse(options.alpha_p()));
+    alpha_n = register_parameter("alpha_n", inverse(options.alpha_n() - options.beta()));
+    beta = register_buffer("beta", torch::scalar_tensor(options.beta()));
+    eps = register_buffer("eps", torch::scalar_tensor(options.eps()));
+  }
+
+  at::Tensor forward(const at::Tensor& x) { return xielu(x, alpha_p, alpha_n, beta, eps); }
+  void pretty_print(std::ostream& to) const override {
+    print(to, *this, "alpha_p", options.alpha_p(), "alpha_n", options.alpha_n(), "beta", options.beta(), "eps",
+          options.eps());
+  }
+
+  XIELUOptions options;
+  at::Tensor alpha_p, alpha_n, beta, eps;
+};
+TORCH_MODULE(XIELU);
+
 /// down_proj(act(gate_proj(x)) · up_proj(x)): SwiGLU, GeGLU and their relatives.
 struct GatedMLPImpl : torch::nn::Cloneable<GatedMLPImpl> {
   explicit GatedMLPImpl(GatedMLPOptions o) : options(std::move(o)) { reset(); }

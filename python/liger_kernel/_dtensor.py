@@ -41,6 +41,8 @@ RULES = {
     "dyt_backward": ("xxwww", "1234"),
     "activate_forward": ("e", "e"),
     "activate_backward": ("ee", "1"),
+    "xielu_forward": ("ewwww", "e"),
+    "xielu_backward": ("eewwww", "123"),
     "gated_forward": ("ee", "e"),
     "gated_backward": ("eee", "12"),
     "gated_packed_forward": ("x", "x"),

@@ -147,6 +147,11 @@ def _policy_loss(logp, mask, advantages):
     return ops.policy_loss(logp, mask, advantages, None, None, None, None, None, None, **options)[0]
 
 
+def _xielu(x, alpha_p, alpha_n):
+    n = 0.5 + F.softplus(alpha_n)
+    return torch.where(x > 0, F.softplus(alpha_p) * x * x, n * (torch.expm1(x.clamp(max=-1e-6)) - x)) + 0.5 * x
+
+
 def _int2(a, b):
     codes = torch.cat([b >> 2 * i & 3 for i in range(4)])
     return (a.double() @ (codes.double() - 1)).int()
@@ -226,6 +231,7 @@ CHECKS = (
         "gated_packed", lambda y: ops.gated_packed(y, 0, 1.0), lambda y: F.silu(y[..., :20]) * y[..., 20:], ((6, 40),)
     ),
     Check("activate", liger.liger_relu_squared, lambda x: F.relu(x).square(), ((6, 40),)),
+    Check("xielu", liger.liger_xielu, _xielu, ((6, 40), (1,), (1,))),
     Check(
         "fused_mlp",
         LigerMLPFunction.apply,

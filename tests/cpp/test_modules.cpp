@@ -83,6 +83,9 @@ const std::vector<Row>& table() {
       row(
           "ActivationLayer(activation=ReLUSquared)", [] { return ActivationLayer(); }, x),
       row(
+          "XIELU(alpha_p=0.8, alpha_n=0.9, beta=0.5, eps=-1e-06)", [] { return XIELU(XIELUOptions().alpha_n(0.9)); },
+          x),
+      row(
           "GatedMLP(hidden_size=16, intermediate_size=24, bias=true, activation=GeLUTanh, recompute=false, chunk=0)",
           [] { return GatedMLP(GatedMLPOptions(16, 24).bias(true).activation(liger::Activation::GeLUTanh)); }, x),
       row(

@@ -1,9 +1,10 @@
-"""Write sources.json: the sources of transformers' classes and functions, of several versions, that parts stand for.
+"""Write into sources.json the sources of transformers' classes and functions that parts stand for, and print what
+changes.
 
-    python tests/huggingface/collect_sources.py transformers-4.57.6-py3-none-any.whl
-    transformers-5.23.0-py3-none-any.whl ...
+    python tests/huggingface/collect_sources.py            # of the newest transformers that pip finds
+    python tests/huggingface/collect_sources.py 4.57.6 transformers-5.23.0-py3-none-any.whl ...
 
-The wheels come from `pip download --no-deps transformers==VERSION`. Every norm, feed-forward block, mixture of experts
+pip downloads versions. What is known of other versions stays. Every norm, feed-forward block, mixture of experts
 and rotary embedding is taken out of its modeling file and run against the parts (liger_kernel/transformers/parts.py) on
 random input, in float32 and in bfloat16; its fingerprint is written under the part that computes the same and rounds in
 the same places. What a row of the table of families names and no part stands for is listed: it keeps its forward in a
@@ -15,8 +16,11 @@ import inspect
 import itertools
 import json
 import linecache
+import logging
 import re
+import subprocess
 import sys
+import tempfile
 import types
 import zipfile
 from pathlib import Path
@@ -27,7 +31,6 @@ from liger_kernel.transformers.families import FAMILIES, Swap
 from liger_kernel.transformers.parts import ACTIVATIONS, PARTS
 from liger_kernel.transformers.source import fingerprint
 from torch import nn
-from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 TABLE = Path(__file__).parents[2] / "python/liger_kernel/transformers/sources.json"
@@ -56,12 +59,13 @@ CONFIG = types.SimpleNamespace(
     use_double_wide_mlp=False,
     block_auto_adjust_ff_dim=False,
     shared_intermediate_size=48,
+    dense_intermediate_size=48,
     hidden_act="silu",
     hidden_activation="silu",
     activation_function="silu",
 )
 CLASSES = re.compile(
-    r"RMSNorm(Gated|alization)?$|L2Norm$|LayerNorm$|MLP$|Mlp$|Experts$|NaiveMoe$|ReLUSquaredActivation$|Rotary|Rope"
+    r"RMSNorm(Gated|alization)?$|L2Norm$|LayerNorm$|MLP$|Mlp$|Experts$|NaiveMoe$|(ReLUSquared|XIELU)Activation$|Rotary|Rope"
 )
 FUNCTIONS = re.compile(r"^(vision_)?apply_(multimodal_)?rotary_(pos_)?emb(_vision|_interleave)?$")
 TABLES = re.compile(r"Rotary|Rope")
@@ -74,16 +78,18 @@ GATED_NORMS = ("gated_rms_norm", "gate_first_rms_norm", "float_gated_rms_norm")
 WEIGHTLESS_NORMS, LAYER_NORMS = ("weightless_rms_norm",), ("float_layer_norm",)
 MLPS = (
     *("gated_mlp", "packed_gated_mlp", "granite_gated_mlp", "top2_gated_mlp", "scaled_gated_mlp"),
-    "gated_mlp_with_dropout",
+    *("gated_mlp_with_dropout", "clamped_gated_mlp", "clamped_swish_mlp"),
 )
-EXPERTS = ("experts", "transposed_experts", "gpt_oss_experts")
-ROPES = ("half_table_rope", "rope", "partial_rope", "interleaved_rope", "deinterleaving_rope")
+EXPERTS = ("experts", "transposed_experts", "gpt_oss_experts", "clamped_experts", "clamped_swish_experts")
+ROPES = ("half_table_rope", "rope", "interleaved_rope", "deinterleaving_rope")
+ACTIVATION_PARTS = ("relu_squared", "xielu")
 # Falcon-H1's gate times its multiplier stays in float inside the kernel.
 ROUNDS_LESS = {"scaled_gated_mlp"}
 # Sections of its tables differ in the two halves, of which the operator reads one.
 UNEQUAL_HALVES = {"modeling_hunyuan_vl"}
 # Compared by hand, for all that their branches do.
-REVIEWED = {"SeedOssMLP", "AriaExperts", *(name.rpartition(".")[2] for row in FAMILIES.values() for name in row.swaps)}
+REVIEWED = {"SeedOssMLP", "AriaExperts", "Glm5NextTextExperts", "HYV4Experts", "MiniMaxM3VLExperts", "XIELUActivation"}
+REVIEWED |= {name.rpartition(".")[2] for row in FAMILIES.values() for name in row.swaps}
 REVIEWED |= {f"{name}RMSNormGated" for name in ("Bamba", "GraniteMoeHybrid", "Mamba", "NemotronH", "Zamba2")}
 BUILTINS = {"staticmethod", "classmethod", "property"}
 _count = itertools.count()
@@ -100,7 +106,7 @@ def parts_of(text):
     code = "from __future__ import annotations\n" + "\n\n".join(map(ast.unparse, nodes))
     name = f"collected_{next(_count)}"
     module = types.ModuleType(name)
-    vars(module).update(torch=torch, nn=nn, F=nn.functional, ACT2FN=ACT2FN)
+    vars(module).update(torch=torch, nn=nn, F=nn.functional, ACT2FN=ACT2FN, logger=logging.getLogger(name))
     sys.modules[name] = module
     module.__file__ = f"<{name}>"
     linecache.cache[module.__file__] = (len(code), None, code.splitlines(True), module.__file__)
@@ -137,7 +143,7 @@ def made(cls):
     except (KeyError, AttributeError, TypeError, NameError):  # a config that has more, what the file imports
         return None
     for name in ("variance_epsilon", "eps"):
-        if hasattr(module, name):
+        if isinstance(getattr(module, name, None), float):
             setattr(module, name, 0.03)
     return module
 
@@ -184,9 +190,8 @@ def part_of(original, file):
         return None
     if (module := made(original)) is None:
         return None
-    if original.__name__.startswith("ReLUSquared"):
-        x = torch.randn(64)
-        return "relu_squared" if torch.equal(module(x), F.relu(x) ** 2) else None
+    if original.__name__.endswith("Activation"):
+        return next((name for name in ACTIVATION_PARTS if _same_activation(name, module.float())), None)
     if "ACT2FN" in inspect.getsource(original) and not any(hasattr(module, name) for name in ACTIVATIONS):
         return None  # it is not seen which activation a module has
     for name in _kinds(original, module):
@@ -194,6 +199,14 @@ def part_of(original, file):
         if numeric.computes(target, module, original.forward, rounded=name not in ROUNDS_LESS):
             return name
     return None
+
+
+def _same_activation(name, module):
+    target, x = Swap("", PARTS[name].targets).load(), torch.randn(2, WIDTH)
+    try:
+        return _same(lambda x: (target.forward(module, x),), lambda x: (module(x),), x)
+    except AttributeError:  # a module without the parameters of the target
+        return False
 
 
 def _kinds(original, module):
@@ -213,14 +226,19 @@ def _part_of_function(function):
         return next((n for n, inputs in made if _same(Swap("", PARTS[n].targets).load(), function, *inputs)), None)
     for name in ROPES:
         if numeric._same_function(Swap("", PARTS[name].targets).load(), function):
-            return "float_rope" if name == "rope" and _gives_the_dtype_of_q(function) else name
+            return _kind_of_rope(function) if name == "rope" else name
     name, inputs = _paired()
     return name if _same(Swap("", PARTS[name].targets).load(), function, *inputs) else None
 
 
-def _gives_the_dtype_of_q(function):
+def _kind_of_rope(function):
+    """Which of the parts that one operator computes: of a part of a head, in q's dtype, or neither."""
     q, tables = torch.ones(1, 1, 1, 4, dtype=torch.bfloat16), torch.ones(1, 1, 4)
-    return function(q, q, tables, tables)[0].dtype == q.dtype
+    try:
+        function(q, q, tables[..., :2], tables[..., :2])
+        return "partial_rope"
+    except RuntimeError:  # the tables must be as wide as a head
+        return "float_rope" if function(q, q, tables, tables)[0].dtype == q.dtype else "rope"
 
 
 def _random(*shape):
@@ -266,10 +284,28 @@ def _same(replacement, part, *inputs):
         return False
 
 
+def wheels(arguments, folder):
+    """The wheels that arguments name, by a path or by a version, which is downloaded."""
+    for argument in arguments or [""]:
+        if argument.endswith(".whl"):
+            yield argument
+            continue
+        wanted = f"transformers=={argument}" if argument else "transformers"
+        place = Path(folder) / (argument or "newest")
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", place, wanted]
+        subprocess.run(command, check=True)
+        yield from map(str, place.glob("*.whl"))
+
+
 def main():
+    with tempfile.TemporaryDirectory() as folder:
+        collect(list(wheels(sys.argv[1:], folder)))
+
+
+def collect(paths):
     part_by_source, places, unknown, seen = {}, {}, {}, set()
     named = {(home, name) for row in FAMILIES.values() for home in row.modules for name in row.swaps}
-    for path in sys.argv[1:]:
+    for path in paths:
         version = re.search(r"transformers-([\d.]+)-", path).group(1)
         with zipfile.ZipFile(path) as wheel:
             for member in sorted(wheel.namelist()):
@@ -287,21 +323,45 @@ def main():
                         places.setdefault(key, {})[name, version] = None
                     elif (home, name) in named:
                         unknown.setdefault(f"{home.rpartition('.')[2]}.{name}", []).append(version)
+    before = {key: (part, where) for part, keys in json.loads(TABLE.read_text()).items() for key, where in keys.items()}
+    after = dict(before)
+    for key, found in places.items():
+        after[key] = part_by_source[key], _where(found, before.get(key, ("", ""))[1])
+    for key in set(before) & set(part_by_source):
+        if not part_by_source[key]:
+            del after[key]  # a source that no part computes any more
     table = {part: {} for part in PARTS}
-    for key, found in sorted(places.items()):
-        table[part_by_source[key]][key] = _where(found)
+    for key, (part, where) in sorted(after.items()):
+        table[part][key] = where
     TABLE.write_text(json.dumps(table, indent=1) + "\n")
+    for key in sorted(set(before) | set(after)):
+        (old, old_where), (new, where) = (entries.get(key, ("", "")) for entries in (before, after))
+        if old != new:
+            print(f"{key}: {old or 'new'} -> {new or 'nothing stands for it'} ({where or old_where})")
+    wider = sum(
+        key in before and before[key][0] == part and before[key][1] != where for key, (part, where) in after.items()
+    )
+    print(f"{wider} known sources are in more versions, or classes, than before")
     for name, versions in unknown.items():
         print(f"nothing stands for {name} of {', '.join(versions)}")
-    print(f"{sum(map(len, table.values()))} sources in {TABLE}")
+    print(f"{len(after)} sources in {TABLE}")
 
 
-def _where(places):
-    """For a reader: a class, how many others have the same source, and in which versions."""
+def _where(places, before):
+    """For a reader: a class, how many others have the same source, and in which versions. Names are those of the oldest
+    collection."""
     names = list(dict.fromkeys(name for name, _ in places))
-    versions = sorted({version for _, version in places}, key=lambda version: [int(n) for n in version.split(".")])
+    versions = {version for _, version in places}
+    oldest = min(versions, key=_numbers)
+    known, _, of = before.rpartition(", ")
+    versions |= set(of.split(" to ")) - {""}
+    first, last = (pick(versions, key=_numbers) for pick in (min, max))
     others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"{names[0]}{others}, {versions[0]} to {versions[-1]}"
+    return f"{known if known and first != oldest else names[0] + others}, {first} to {last}"
+
+
+def _numbers(version):
+    return [int(n) for n in version.split(".")]
 
 
 if __name__ == "__main__":

@@ -99,8 +99,11 @@ def compare(kind) -> Result:
     return Result(report, ((ours - loss).abs() / loss.abs()).item(), worst, logits is None)
 
 
-COLUMNS = {"RMSNorm": ("rms_norm",), "LayerNorm": ("layer_norm",), "MLP, experts": ("swiglu", "geglu", "relu_squared"),
-           "rope": ("rope",), "loss": ("fused_linear_cross_entropy",)}  # fmt: skip
+COLUMNS = {
+    "RMSNorm": ("rms_norm",), "LayerNorm": ("layer_norm",),
+    "MLP, experts": ("swiglu", "geglu", "relu_squared", "xielu"), "rope": ("rope",),
+    "loss": ("fused_linear_cross_entropy",),
+}  # fmt: skip
 SHORT = {UNKNOWN: "unknown source", TABLES: "unknown tables"}
 
 

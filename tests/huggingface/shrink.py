@@ -38,8 +38,9 @@ _SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 
 _TWO_ROPES = {name: {"rope_type": "default", "rope_theta": 1e4} for name in ("full_attention", "sliding_attention")}
 _MIXED = ["sliding_attention", "full_attention"] * 2
 FIELDS: dict[str, dict[str, typing.Any]] = {
-    **dict.fromkeys(("glm46v", "glmga", "paddleocr_vl", "qwen2_5_omni_thinker", "glm_ocr"),
-                    {"text_config.rope_parameters": _SECTIONS}),
+    **dict.fromkeys(("glm46v", "glmga", "paddleocr_vl", "glm_ocr"), {"text_config.rope_parameters": _SECTIONS}),
+    "qwen2_5_omni_thinker": {"text_config.rope_parameters": _SECTIONS, "vision_start_token_id": 151652},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 151652},
     "deepseek_v2": {"num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},

@@ -1,13 +1,16 @@
 """Every MLP class computes the activation that its config names, as transformers has it, or refuses it."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
-from liger_kernel.transformers import geglu, mlp, swiglu, tiled_mlp
-from transformers.activations import ACT2FN
+from liger_kernel.transformers import LigerXIELU, geglu, mlp, swiglu, tiled_mlp
+from liger_kernel.transformers.replace import or_original
+from transformers.activations import ACT2FN, XIELUActivation
 
 HIDDEN, WIDTH, TOKENS = 16, 24, 7
+LIMIT = 2.0  # which products of 16 normal numbers reach
 SILU = ["silu", "swish"]
 GELU = ["gelu", "gelu_python", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_accurate", "gelu_fast"]
 
@@ -23,6 +26,17 @@ def scaled(m, x, act):
 def packed(m, x, act):
     gate, up = m.gate_up_proj(x).chunk(2, -1)
     return m.down_proj(act(gate) * up)
+
+
+def clamped(m, x, act):
+    gate, up = m.gate_proj(x).clamp(max=LIMIT), m.up_proj(x).clamp(-LIMIT, LIMIT)
+    return m.down_proj(act(gate) * up)
+
+
+def clamped_swish(m, x, act):
+    gate, up = m.gate_up_proj(x).chunk(2, -1)
+    gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+    return m.down_proj(gate * torch.sigmoid(1.7 * gate) * (up + 1))
 
 
 def mixture(m, x, act):
@@ -49,6 +63,8 @@ MLPS = {
     swiglu.LigerBlockSparseTop2MLP: (SILU, lambda m, x, act: m.w2(act(m.w1(x)) * m.w3(x))),
     swiglu.LigerExperts: (SILU, mixture),
     swiglu.LigerPhi3SwiGLUMLP: (SILU, packed),
+    swiglu.LigerClampedSwiGLUMLP: (SILU, clamped),
+    swiglu.LigerClampedSwishMLP: (SILU, clamped_swish),
     mlp.LigerMLP: (SILU, gated),
     mlp.LigerFalconH1MLP: (SILU, scaled),
     tiled_mlp.LigerTiledSwiGLUMLP: (SILU, gated),
@@ -65,6 +81,8 @@ def config(**fields):
         num_experts=2,
         mlp_multipliers=(0.5, 2.0),
         residual_dropout=0,
+        swiglu_limit=LIMIT,
+        swiglu_alpha=1.7,
         **fields,
     )
 
@@ -106,3 +124,41 @@ def test_gemma_configs_name_theirs_in_hidden_activation():
         ):
             m = cls(config(**fields))
             torch.testing.assert_close(m(x), gated(m, x, ACT2FN[name]), rtol=1e-6, atol=1e-7)
+
+
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+
+
+@pytest.mark.parametrize("of_parameters", DTYPES, ids=str)
+@pytest.mark.parametrize("of_input", DTYPES, ids=str)
+def test_xielu_as_transformers(of_input, of_parameters):
+    """In every combination of dtypes a result and gradients of the original's dtypes, as near to float64 as it is."""
+    module = XIELUActivation(dtype=of_parameters)
+    with torch.no_grad():
+        module.alpha_p.fill_(0.3), module.alpha_n.fill_(-0.7)
+    exact, x, dy = copy.deepcopy(module).double(), torch.randn(64, 32).to(of_input), torch.randn(64, 32)
+    results = []
+    for forward, m in (
+        (or_original(LigerXIELU, XIELUActivation.forward), module),
+        (XIELUActivation.forward, module),
+        (XIELUActivation.forward, exact),
+    ):
+        leaf = x.clone().to(torch.float64 if m is exact else of_input).requires_grad_()
+        y = forward(m, leaf)
+        results.append([y, *torch.autograd.grad(y, (leaf, m.alpha_p, m.alpha_n), dy.to(y.dtype))])
+    for ours, theirs, true in zip(*results):
+        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        errors = [(found.double() - true).square().mean().sqrt() for found in (ours, theirs)]
+        # A unit of rounding of the narrower dtype is free: of one number both errors are luck.
+        unit = max(torch.finfo(of_input).eps, torch.finfo(of_parameters).eps)
+        assert errors[0] <= 1.1 * errors[1] + unit * true.abs().max()
+
+
+def test_xielu_keeps_its_parameters():
+    """A checkpoint of transformers' is one of ours."""
+    theirs, ours = XIELUActivation(dtype=torch.float32), LigerXIELU()
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(ours(x), theirs(x))
+    for name, value in LigerXIELU().state_dict().items():
+        torch.testing.assert_close(value, getattr(theirs, name), check_stride=False, rtol=1e-6, atol=1e-7)

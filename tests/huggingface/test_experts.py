@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from conftest import TOLERANCE, assert_close, run
-from liger_kernel.transformers.experts import LigerGptOssExperts
+from liger_kernel.transformers.experts import LigerClampedExperts, LigerGptOssExperts
 from liger_kernel.transformers.swiglu import LigerExperts
 from packaging import version
 from tiny import model_of, text
@@ -19,7 +19,11 @@ pytestmark = pytest.mark.skipif(
     version.parse(transformers.__version__) < version.parse("5"),
     reason="transformers 4 has experts in a list, or others",
 )
-CASES = [("mixtral", "MixtralForCausalLM", LigerExperts), ("gpt_oss", "GptOssForCausalLM", LigerGptOssExperts)]
+CASES = [
+    ("mixtral", "MixtralForCausalLM", LigerExperts),
+    ("gpt_oss", "GptOssForCausalLM", LigerGptOssExperts),
+    ("deepseek_v4", "DeepseekV4ForCausalLM", LigerClampedExperts),
+]
 
 
 class Count(TorchDispatchMode):

@@ -156,6 +156,7 @@ inline Vec flushed(const Vec& x) { return Vec::blendv(x, Vec(0.f), x.abs() < Vec
 struct Math {
   static Vec exp(const Vec& x) { return cpu::exp(x); }
   static Vec exp_times(const Vec& s, const Vec& x) { return s * exp(x); }
+  static Vec expm1(const Vec& x) { return x.expm1(); }
   static Vec log(const Vec& x) { return cpu::log(x); }
   static Vec tanh(const Vec& x) { return x.tanh(); }
   static Vec erf(const Vec& x) { return x.erf(); }
@@ -164,6 +165,8 @@ struct Math {
   static Vec rounded_product(const Vec& a, const Vec& b) { return at::vec::fmadd(a, b, Vec(-0.f)); }
   static Vec fma(const Vec& a, const Vec& b, const Vec& c) { return at::vec::fmadd(a, b, c); }
   static Vec max(const Vec& a, const Vec& b) { return at::vec::maximum(a, b); }
+  /// a where x > 0, b elsewhere.
+  static Vec if_positive(const Vec& x, const Vec& a, const Vec& b) { return Vec::blendv(b, a, x > Vec(0.f)); }
   static Vec sign(const Vec& x) { return Vec::blendv(Vec::blendv(x, Vec(1.f), x > Vec(0.f)), Vec(-1.f), x < Vec(0.f)); }
   /// p · l, and 0 where p is 0.
   static Vec product(const Vec& p, const Vec& l) { return Vec::blendv(p * l, Vec(0.f), p == Vec(0.f)); }

@@ -42,6 +42,12 @@ struct Math {
   static __device__ float exp_times(float s, float x) {
     return kFast ? exp2_approx(fmaf(x, kLog2e, log2_approx(s))) : s * expf(x);
   }
+  /// Near 0, where eˣ − 1 loses digits, the fast form is the series.
+  static __device__ float expm1(float x) {
+    if (!kFast) return expm1f(x);
+    const float series = x * fmaf(x, fmaf(x, fmaf(x, fmaf(x, 1 / 120.f, 1 / 24.f), 1 / 6.f), .5f), 1);
+    return fabsf(x) < .25f ? series : exp(x) - 1;
+  }
   static __device__ float log(float x) { return kFast ? log_approx(x) : logf(x); }
   static __device__ float div(float a, float b) { return kFast ? __fdividef(a, b) : a / b; }
   /// As torch's: NaN if a is; fmaxf would drop it.
@@ -50,6 +56,8 @@ struct Math {
   static __device__ float rounded_product(float a, float b) { return __fmul_rn(a, b); }
   static __device__ float fma(float a, float b, float c) { return fmaf(a, b, c); }
   static __device__ float erf(float x) { return erff(x); }
+  /// a where x > 0, b elsewhere.
+  static __device__ float if_positive(float x, float a, float b) { return x > 0 ? a : b; }
   static __device__ float sign(float x) { return x > 0 ? 1 : x < 0 ? -1 : x; }
   /// p · l, and 0 where p is 0.
   static __device__ float product(float p, float l) { return p == 0 ? 0 : p * l; }

@@ -45,7 +45,7 @@ struct CombineExperts {
 };
 
 /// The step back through an expert's output, weight · (h downᵀ), of the pairs in the order of their experts, with
-///   h  = act(a_gate) · a_up
+///   h  = g(a_gate) · u(a_up)
 ///   dh = dy down
 /// which gives
 ///   dweight = Σ h · dh, 0 for a pair without an expert
@@ -53,7 +53,7 @@ struct CombineExperts {
 ///   dh ← weight · h, whose product with dy is the gradient of down
 /// Pairs behind `valid` have no expert: of them only dweight is written.
 struct ExpertsBackward {
-  const void* a;     // [pairs, 2 cols]: gate, then up
+  const void* a;     // [pairs, 2 cols]: gate, then up, or both in turn
   void* da;          // [pairs, 2 cols], may be a
   void* dh;          // [pairs, cols]
   const int* order;  // [pairs], of SortByExpert
@@ -62,7 +62,7 @@ struct ExpertsBackward {
   float* dweights;   // of pair order[p]
   int64_t pairs, cols;
   DType dtype;
-  Activation activation;
+  GateForm form;
 };
 
 inline constinit Kernel<SortByExpert> sort_by_expert{"sort_by_expert"};

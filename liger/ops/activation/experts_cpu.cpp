@@ -1,4 +1,4 @@
-#include "liger/core/cpu/row.h"
+#include "liger/core/cpu/pair_row.h"
 #include "liger/ops/activation/experts.h"
 
 namespace LIGER_CPU::experts {
@@ -44,20 +44,22 @@ void combine(const CombineExperts& a) {
   });
 }
 
-template <class T, class Act>
+template <class T, class Gate>
 void backward(const ExpertsBackward& a) {
+  const typename Gate::template Of<Math, Vec> gate(a.form);
   for_rows(a.pairs, a.cols * 8, [&](int64_t r) {
     if (r >= *a.valid) return void(a.dweights[a.order[r]] = 0);
-    const T *gate = row_of<T>(a.a, r, 2 * a.cols), *up = gate + a.cols;
-    T *dgate = row_of<T>(a.da, r, 2 * a.cols), *dup = dgate + a.cols, *dh = row_of<T>(a.dh, r, a.cols);
+    const int64_t stride = 2 * a.cols;
+    const PairRow<const T, Gate::kInterleaved> in(a.a, static_cast<const T*>(a.a) + a.cols, r, stride, stride);
+    const PairRow<T, Gate::kInterleaved> out(a.da, static_cast<T*>(a.da) + a.cols, r, stride, stride);
+    T* dh = row_of<T>(a.dh, r, a.cols);
     const Vec weight(number(a.weights, a.order[r]));
     LongSum sum;
     for_each(a.cols, [&](int64_t c, int64_t k) {
-      const Vec x = read(gate + c, k), u = read(up + c, k), d = read(dh + c, k),
-                act = round_to<T>(Act::template value<Math>(x)), h = round_to<T>(act * u), dc = weight * d;
-      sum.add(h * d, k);
-      write(dc * u * Act::template derivative<Math>(x), dgate + c, k);
-      write(dc * act, dup + c, k);
+      const auto [x, b] = in.read(c, k);
+      const Vec d = read(dh + c, k), act = round_to<T>(gate.act(x)), u = gate.up(b), h = act * u, dc = weight * d;
+      sum.add(round_to<T>(h) * d, k);
+      out.write(dc * u * gate.slope(x), gate.through_up(b, dc * act), c, k);
       write(weight * h, dh + c, k);
     });
     a.dweights[a.order[r]] = float(sum.value());
@@ -72,7 +74,7 @@ LIGER_REGISTER(spread_tokens,
 LIGER_REGISTER(combine_experts,
                [](const CombineExperts& a, Stream) { dispatch(a.dtype, [&]<class T>() { combine<T>(a); }); });
 LIGER_REGISTER(experts_backward, [](const ExpertsBackward& a, Stream) {
-  dispatch(a.dtype, [&]<class T>() { dispatch_activation(a.activation, [&]<class Act>() { backward<T, Act>(a); }); });
+  dispatch(a.dtype, [&]<class T>() { dispatch_gate(a.form, [&]<class Gate>() { backward<T, Gate>(a); }); });
 });
 
 }  // namespace LIGER_CPU::experts

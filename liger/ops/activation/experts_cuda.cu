@@ -1,8 +1,8 @@
 #include <bit>
 #include "liger/core/cuda/math.cuh"
 #include "liger/core/cuda/sort.cuh"
-#include "liger/core/cuda/stream.cuh"
 #include "liger/ops/activation/experts.h"
+#include "liger/ops/activation/gate_up.cuh"
 
 namespace liger::cuda::experts {
 namespace {
@@ -68,35 +68,52 @@ __global__ void __launch_bounds__(256) combine_kernel(CombineExperts a) {
   }
 }
 
-/// A block has a pair, a thread a pack at a time. The limit is memory: each number is read and written once.
-template <class T, class Act>
-__global__ void __launch_bounds__(256) backward_kernel(ExpertsBackward a) {
+/// A block has a pair of token and expert, a thread a pack at a time. The limit is memory: each number is read and
+/// written once.
+template <class T, class Gate>
+__global__ void __launch_bounds__(256) backward_kernel(ExpertsBackward a, Interleaved<T> in) {
   await_previous();
-  using M = Math<T>;
-  constexpr int kWidth = Row<T>::kWidth;
+  const typename Gate::template Of<Math<T>, float> gate(a.form);
   const int64_t pair = blockIdx.x;
   const int to = a.order[pair];
   if (pair >= *a.valid) {
     if (threadIdx.x == 0) a.dweights[to] = 0;
     return;
   }
-  const Row<T> gate(a.a, pair, 2 * a.cols, a.cols), up(static_cast<const T*>(a.a) + a.cols, pair, 2 * a.cols, a.cols),
-      dgate(a.da, pair, 2 * a.cols, a.cols), dup(static_cast<T*>(a.da) + a.cols, pair, 2 * a.cols, a.cols),
-      dh(a.dh, pair, a.cols, a.cols);
   const float weight = number(a.weights, to);
   float sum = 0;
-  for (int p = threadIdx.x; p < gate.packs(); p += blockDim.x) {
-    float x[kWidth], u[kWidth], d[kWidth];
-    gate.load(p, T(0)).to_float(x), up.load(p, T(0), gate).to_float(u), dh.load(p, T(0), gate).to_float(d);
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      const float act = round_to<T>(Act::template value<M>(x[j])), h = round_to<T>(act * u[j]), dc = weight * d[j];
-      sum += h * d[j];
-      x[j] = dc * u[j] * Act::template derivative<M>(x[j]);
-      u[j] = dc * act;
+  // Of gate, up and dh makes their gradients and weight · h.
+  const auto step = [&]<int n>(float (&x)[n], float (&b)[n], float (&d)[n]) {
+    unrolled<n>([&](int j) {
+      const float act = round_to<T>(gate.act(x[j])), u = gate.up(b[j]), h = act * u, dc = weight * d[j];
+      sum += round_to<T>(h) * d[j];
+      x[j] = dc * u * gate.slope(x[j]);
+      b[j] = gate.through_up(b[j], dc * act);
       d[j] = weight * h;
+    });
+  };
+  if constexpr (Gate::kInterleaved) {
+    constexpr int kPairs = Interleaved<T>::kPairs;
+    const T* rows = static_cast<const T*>(a.a) + pair * 2 * a.cols;
+    T *drows = static_cast<T*>(a.da) + pair * 2 * a.cols, *dh = static_cast<T*>(a.dh) + pair * a.cols;
+    for (int64_t i = threadIdx.x; i < in.steps(); i += blockDim.x) {
+      float x[kPairs], b[kPairs], d[kPairs];
+      in.load(rows, i, x, b), in.load(dh, i, d);
+      step(x, b, d);
+      in.store(drows, i, x, b), in.store(dh, i, d);
     }
-    dgate.store(p, x, gate), dup.store(p, u, gate), dh.store(p, d, gate);
+  } else {
+    constexpr int kWidth = Row<T>::kWidth;
+    const int64_t stride = 2 * a.cols;
+    const Row<T> gates(a.a, pair, stride, a.cols), ups(static_cast<const T*>(a.a) + a.cols, pair, stride, a.cols),
+        dgates(a.da, pair, stride, a.cols), dups(static_cast<T*>(a.da) + a.cols, pair, stride, a.cols),
+        dh(a.dh, pair, a.cols, a.cols);
+    for (int p = threadIdx.x; p < gates.packs(); p += blockDim.x) {
+      float x[kWidth], b[kWidth], d[kWidth];
+      gates.load(p, T(0)).to_float(x), ups.load(p, T(0), gates).to_float(b), dh.load(p, T(0), gates).to_float(d);
+      step(x, b, d);
+      dgates.store(p, x, gates), dups.store(p, b, gates), dh.store(p, d, gates);
+    }
   }
   sum = RowReduce<Sum>()(sum);
   if (threadIdx.x == 0) a.dweights[to] = sum;
@@ -136,7 +153,8 @@ LIGER_REGISTER(experts_backward, [](const ExpertsBackward& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() {
     // Experts are narrow: no warp of a block has nothing to do.
     const auto threads = unsigned(std::min<int64_t>(256, round_up(Row<T>::packs(a.cols, true), 32)));
-    dispatch_activation(a.activation, [&]<class Act>() { launch(backward_kernel<T, Act>, {a.pairs, threads}, s, a); });
+    const Interleaved<T> in(a.cols, {a.a, a.da, a.dh});
+    dispatch_gate(a.form, [&]<class Gate>() { launch(backward_kernel<T, Gate>, {a.pairs, threads}, s, a, in); });
   });
 });
 

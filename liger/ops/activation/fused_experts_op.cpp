@@ -174,29 +174,16 @@ Tensor combine(const Tensor& rows, const Routing& r, const Tensor& weights) {
   return y;
 }
 
-Tensor activated(const ExpertsOptions& o, const Tensor& a) {
-  const int64_t width = a.size(1) / 2;
-  if (!o.clamped) {
-    const Tensor h = output(at::empty({a.size(0), width}, a.options()));
-    gated::run_forward(a.narrow(1, 0, width), a.narrow(1, width, width), h, o.activation, 1);
-    return h;
-  }
-  const Tensor gate = a.slice(1, 0, std::nullopt, 2).clamp_max(o.limit),
-               up = a.slice(1, 1, std::nullopt, 2).clamp(-o.limit, o.limit);
-  return (up + 1) * (gate * at::sigmoid(gate * o.alpha));
+GateForm form(const char* op, const ExpertsOptions& o) {
+  return gated::form(op, int64_t(o.activation), 1, o.gate, o.interleaved);
 }
 
-/// As the kernel ExpertsBackward for GPT-OSS's gate (up + 1) · gate · σ(alpha · gate), both clamped: (da, weight · h,
-/// dweights).
-std::tuple<Tensor, Tensor, Tensor> clamped_backward(const ExpertsOptions& o, const Tensor& a, const Tensor& dh_,
-                                                    const Tensor& weights) {
-  const Tensor x = a.slice(1, 0, std::nullopt, 2).to(at::kFloat), y = a.slice(1, 1, std::nullopt, 2).to(at::kFloat),
-               dh = dh_.to(at::kFloat), w = weights.unsqueeze(1);
-  const Tensor gate = x.clamp_max(o.limit), up = y.clamp(-o.limit, o.limit), s = at::sigmoid(gate * o.alpha),
-               glu = gate * s, h = (up + 1) * glu, dc = dh * w;
-  const Tensor dx = (dc * (up + 1) * (s + o.alpha * glu * (1 - s))).mul_(x.le(o.limit)),
-               dy = (dc * glu).mul_(y.abs().le(o.limit));
-  return {at::stack({dx, dy}, 2).view(a.sizes()).to(a.scalar_type()), (h * w).to(a.scalar_type()), (h * dh).sum(1)};
+Tensor activated(const ExpertsOptions& o, const Tensor& a) {
+  const int64_t width = a.size(1) / 2;
+  const Tensor h = output(at::empty({a.size(0), width}, a.options()));
+  if (o.interleaved) gated::run_forward(a, h, h, form("fused_experts", o));
+  else gated::run_forward(a.narrow(1, 0, width), a.narrow(1, width, width), h, form("fused_experts", o));
+  return h;
 }
 
 /// Routing weights as kernels read them: in float where their dtype is none that kernels know.
@@ -282,7 +269,7 @@ struct FusedExperts {
     };
     adapter("gate_up_a", in.gate_up_a, "gate_up_b", in.gate_up_b, width, twice);
     adapter("down_a", in.down_a, "down_b", in.down_b, twice / 2, width);
-    gated::parse(op, int64_t(o.activation));
+    fused_experts::form(op, o);
     return arguments;
   }
 
@@ -356,11 +343,6 @@ struct FusedExperts {
     /// da, h and dweights, of gate and up and of the gradient of what they are activated to, which is in h.
     void activate(const Saved& s, const Options& o, const Tensor& a) {
       using namespace fused_experts;
-      if (o.clamped) {
-        std::tie(da, h, dweights) = clamped_backward(o, a, h, r.of_pairs(s.of.weights));
-        dweights = r.of_tokens(dweights);
-        return;
-      }
       const Tensor weights = as_numbers(s.of.weights);
       dweights = at::empty(weights.sizes(), weights.options().dtype(at::kFloat));
       da = s.kept.numel() > 0 ? output(at::empty(a.sizes(), a.options())) : a;
@@ -375,7 +357,7 @@ struct FusedExperts {
            .pairs = r.order.numel(),
            .cols = h.size(1),
            .dtype = dtype_of(da),
-           .activation = o.activation});
+           .form = form("fused_experts_backward", o)});
     }
   };
 

@@ -82,7 +82,7 @@ struct FusedMLP {
       const Tensor rows = x.narrow(0, begin, n), g = gates.narrow(0, 0, n), u = ups.narrow(0, 0, n);
       project(g, rows, in.gate, value_or_undefined(in.gate_bias));
       project(u, rows, in.up, value_or_undefined(in.up_bias));
-      gated::run_forward(g, u, g, act, in.options.gate_multiplier);
+      gated::run_forward(g, u, g, {act, float(in.options.gate_multiplier)});
       project(out.narrow(0, begin, n), g, in.down, value_or_undefined(in.down_bias));
     });
     if (in.options.down_multiplier != 1) out.mul_(in.options.down_multiplier);
@@ -118,7 +118,8 @@ struct FusedMLP {
     Activation act;
 
     void add(int64_t begin, const Tensor& rows, const Tensor& dy) {
-      const double gate_multiplier = in.options.gate_multiplier, down_multiplier = in.options.down_multiplier;
+      const GateForm form{act, float(in.options.gate_multiplier)};
+      const double down_multiplier = in.options.down_multiplier;
       const auto of_chunk = [&](const Tensor& buffer) { return buffer.narrow(0, 0, rows.size(0)); };
       const Tensor g = of_chunk(gates), u = of_chunk(ups), dout = down_multiplier != 1 ? dy * down_multiplier : dy;
       Tensor c = of_chunk(products);
@@ -128,12 +129,12 @@ struct FusedMLP {
       project(g, rows, in.gate, value_or_undefined(in.gate_bias));
       project(u, rows, in.up, value_or_undefined(in.up_bias));
       if (wanted.ddown) {
-        gated::run_forward(g, u, c, act, gate_multiplier);
+        gated::run_forward(g, u, c, form);
         accumulate(d.ddown, dout, c, begin == 0);
       }
       if (!through_gate) return;
       at::mm_out(c, dout, in.down);
-      gated::run_backward(c, g, u, g, u, in.gate.size(0), act, gate_multiplier);
+      gated::run_backward(c, g, u, g, u, in.gate.size(0), form);
       if (wanted.dgate) accumulate(d.dgate, g, rows, begin == 0);
       if (wanted.dup) accumulate(d.dup, u, rows, begin == 0);
       if (wanted.dgate_bias) d.dgate_bias.add_(g.sum(0, false, at::kFloat));

@@ -4,27 +4,37 @@
 
 namespace liger {
 
-///   c = act(m · a) · b
-/// rounded where the unfused model rounds: act, then the product. Rows may lie apart in memory, as the halves of a
-/// fused gate-up product do.
+/// What a gate's activation g(a) and its factor u(b) are:
+///   g(a) = act(alpha · min(m · a, limit)) / alpha
+///   u(b) = clamp(b, −limit, limit) + up_offset
+/// limit and what is below it take SiLU.
+struct GateForm {
+  Activation activation;
+  float m = 1, limit = INFINITY, alpha = 1, up_offset = 0;
+  bool interleaved = false;  // a row holds a and b in turn
+
+  bool plain() const { return limit == INFINITY && alpha == 1 && up_offset == 0 && !interleaved; }
+};
+
+///   c = g(a) · u(b)
+/// rounded where the unfused model rounds: g, then the product. Rows may lie apart in memory, as the halves of a fused
+/// gate-up product do.
 struct GatedForward {
-  const void *a, *b;  // [rows, cols], stride elements apart
+  const void *a, *b;  // [rows, cols], stride elements apart; interleaved: a [rows, 2 cols] has both, without gaps
   void* c;            // [rows, cols]
   int64_t rows, cols, a_stride, b_stride;
   DType dtype;
-  Activation activation;
-  float gate_multiplier;  // m
+  GateForm form;
 };
 
-///   da = (dc · b) · act'(m · a) · m
-///   db = dc · act(m · a)
+///   da = (dc · u(b)) · g'(a)
+///   db = dc · g(a), 0 where b is clamped
 struct GatedBackward {
   const void *dc, *a, *b;
-  void *da, *db;  // d_stride elements apart
+  void *da, *db;  // d_stride elements apart; interleaved: da is as a
   int64_t rows, cols, a_stride, b_stride, d_stride;
   DType dtype;
-  Activation activation;
-  float gate_multiplier;
+  GateForm form;
 };
 
 inline constinit Kernel<GatedForward> gated_forward{"gated_forward"};
@@ -39,6 +49,55 @@ void dispatch_activation(Activation a, F&& f) {
     LIGER_ACTIVATIONS(LIGER_CASE)
 #undef LIGER_CASE
   }
+}
+
+/// The formulas of a form for a float or a vector V, with the functions of M.
+template <class Act>
+struct PlainGate {
+  static constexpr bool kInterleaved = false;
+
+  template <class M, class V>
+  struct Of {
+    V m;
+    LIGER_HD explicit Of(const GateForm& form) : m(form.m) {}
+    LIGER_HD V act(V a) const { return Act::template value<M>(m * a); }
+    LIGER_HD V slope(V a) const { return Act::template derivative<M>(m * a) * m; }
+    LIGER_HD V up(V b) const { return b; }
+    /// d times the derivative of up.
+    LIGER_HD V through_up(V, V d) const { return d; }
+  };
+};
+
+template <bool kInterleaved_>
+struct ClampedGate {
+  static constexpr bool kInterleaved = kInterleaved_;
+
+  template <class M, class V>
+  struct Of {
+    V m, limit, alpha, inverse, up_offset;
+    LIGER_HD explicit Of(const GateForm& form)
+        : m(form.m), limit(form.limit), alpha(form.alpha), inverse(1 / form.alpha), up_offset(form.up_offset) {}
+    LIGER_HD V act(V a) const { return SiLU::value<M>(alpha * min(m * a)) * inverse; }
+    LIGER_HD V slope(V a) const {
+      return M::if_positive(m * a - limit, V(0), SiLU::derivative<M>(alpha * min(m * a)) * m);
+    }
+    LIGER_HD V up(V b) const { return M::max(min(b), V(0) - limit) + up_offset; }
+    LIGER_HD V through_up(V b, V d) const {
+      return M::if_positive(b - limit, V(0), M::if_positive(V(0) - limit - b, V(0), d));
+    }
+
+   private:
+    /// min(x, limit), NaN if x is.
+    LIGER_HD V min(V x) const { return V(0) - M::max(V(0) - x, V(0) - limit); }
+  };
+};
+
+/// Calls f.operator()<Gate>() with the formulas of a form.
+template <class F>
+void dispatch_gate(const GateForm& form, F&& f) {
+  if (form.plain()) dispatch_activation(form.activation, [&]<class Act>() { f.template operator()<PlainGate<Act>>(); });
+  else if (form.interleaved) f.template operator()<ClampedGate<true>>();
+  else f.template operator()<ClampedGate<false>>();
 }
 
 }  // namespace liger

@@ -1,36 +1,84 @@
 #include "liger/core/cuda/math.cuh"
-#include "liger/core/cuda/stream.cuh"
-#include "liger/ops/activation/gated.h"
+#include "liger/ops/activation/gate_up.cuh"
 
 namespace liger::cuda::gated {
 namespace {
 
 inline constexpr int kPacks = 2;  // that a thread has in flight of each input
 
-/// c = f(m · a) · b, m being the gate's multiplier; f is rounded as eager torch rounds it.
+/// c = g(a) · u(b); g is rounded as eager torch rounds it.
 /// A block has a row chunk, a thread kPacks packs of each input, all in flight at once. The limit is memory.
-template <class T, class Act>
+template <class T, class Gate>
 __global__ void __launch_bounds__(256) forward_kernel(GatedForward g, RowChunks<T, kPacks> chunks) {
   await_previous();
+  const typename Gate::template Of<Math<T>, float> gate(g.form);
   const Row<T> out[] = {chunks.of(g.c, g.cols)}, in[] = {chunks.of(g.a, g.a_stride), chunks.of(g.b, g.b_stride)};
-  map_packs<kPacks>(out, in, [&](const float (&x)[2], float (&c)[1]) {
-    c[0] = round_to<T>(Act::template value<Math<T>>(g.gate_multiplier * x[0])) * x[1];
-  });
+  map_packs<kPacks>(out, in,
+                    [&](const float (&x)[2], float (&c)[1]) { c[0] = round_to<T>(gate.act(x[0])) * gate.up(x[1]); });
 }
 
-///   da = dc · b · f'(m · a) · m
-///   db = dc · f(m · a)
-/// f is made again. As forward_kernel, with three inputs.
-template <class T, class Act>
+///   da = dc · u(b) · g'(a)
+///   db = dc · g(a) · u'(b)
+/// g is made again. As forward_kernel, with three inputs.
+template <class T, class Gate>
 __global__ void __launch_bounds__(256) backward_kernel(GatedBackward g, RowChunks<T, kPacks> chunks) {
   await_previous();
+  const typename Gate::template Of<Math<T>, float> gate(g.form);
   const Row<T> out[] = {chunks.of(g.da, g.d_stride), chunks.of(g.db, g.d_stride)};
   const Row<T> in[] = {chunks.of(g.a, g.a_stride), chunks.of(g.b, g.b_stride), chunks.of(g.dc, g.cols)};
   map_packs<kPacks>(out, in, [&](const float (&x)[3], float (&d)[2]) {
-    const float gate = g.gate_multiplier * x[0], dc = x[2];
-    d[0] = round_to<T>(dc * x[1]) * Act::template derivative<Math<T>>(gate) * g.gate_multiplier;
-    d[1] = dc * round_to<T>(Act::template value<Math<T>>(gate));
+    d[0] = round_to<T>(x[2] * gate.up(x[1])) * gate.slope(x[0]);
+    d[1] = gate.through_up(x[1], x[2] * round_to<T>(gate.act(x[0])));
   });
+}
+
+inline constexpr int kSteps = 2;  // that a thread has in flight of each input
+
+/// f(step, i) for the steps of this thread, its i-th.
+template <class T, class F>
+__device__ void each_step(const Interleaved<T>& in, F f) {
+  const int64_t first = int64_t(blockIdx.x) * blockDim.x * kSteps + threadIdx.x;
+  unrolled<kSteps>([&](int i) {
+    if (const int64_t step = first + i * int64_t(blockDim.x); step < in.steps()) f(step, i);
+  });
+}
+
+/// The same of pairs in turn, which are one row. A thread has kSteps steps, all in flight at once.
+template <class T, class Gate>
+__global__ void __launch_bounds__(256) forward_pairs_kernel(GatedForward g, Interleaved<T> in) {
+  await_previous();
+  constexpr int kPairs = Interleaved<T>::kPairs;
+  const typename Gate::template Of<Math<T>, float> gate(g.form);
+  float a[kSteps][kPairs], b[kSteps][kPairs];
+  each_step(in, [&](int64_t step, int i) { in.load(static_cast<const T*>(g.a), step, a[i], b[i]); });
+  each_step(in, [&](int64_t step, int i) {
+    unrolled<kPairs>([&](int j) { a[i][j] = round_to<T>(gate.act(a[i][j])) * gate.up(b[i][j]); });
+    in.store(static_cast<T*>(g.c), step, a[i]);
+  });
+}
+
+template <class T, class Gate>
+__global__ void __launch_bounds__(256) backward_pairs_kernel(GatedBackward g, Interleaved<T> in) {
+  await_previous();
+  constexpr int kPairs = Interleaved<T>::kPairs;
+  const typename Gate::template Of<Math<T>, float> gate(g.form);
+  float a[kSteps][kPairs], b[kSteps][kPairs], dc[kSteps][kPairs];
+  each_step(in, [&](int64_t step, int i) {
+    in.load(static_cast<const T*>(g.a), step, a[i], b[i]), in.load(static_cast<const T*>(g.dc), step, dc[i]);
+  });
+  each_step(in, [&](int64_t step, int i) {
+    unrolled<kPairs>([&](int j) {
+      const float x = a[i][j], up = b[i][j], d = dc[i][j];
+      a[i][j] = round_to<T>(d * gate.up(up)) * gate.slope(x);
+      b[i][j] = gate.through_up(up, d * round_to<T>(gate.act(x)));
+    });
+    in.store(static_cast<T*>(g.da), step, a[i], b[i]);
+  });
+}
+
+template <class T>
+Grid grid(const Interleaved<T>& in) {
+  return {.blocks = ceil_div(in.steps(), 256 * kSteps), .threads = 256};
 }
 
 /// Rows that follow one another are one row.
@@ -43,21 +91,32 @@ Args flat(Args g, bool contiguous) {
 }  // namespace
 
 LIGER_REGISTER(gated_forward, [](const GatedForward& args, Stream s) {
-  const GatedForward g = flat(args, args.a_stride == args.cols && args.b_stride == args.cols);
+  const GatedForward g =
+      flat(args, args.form.interleaved || (args.a_stride == args.cols && args.b_stride == args.cols));
   dispatch(g.dtype, [&]<class T>() {
-    dispatch_activation(g.activation, [&]<class Act>() {
-      const RowChunks<T, kPacks> chunks(g.rows, g.cols);
-      launch(forward_kernel<T, Act>, chunks.grid(), s, g, chunks);
+    dispatch_gate(g.form, [&]<class Gate>() {
+      if constexpr (Gate::kInterleaved) {
+        const Interleaved<T> in(g.cols, {g.a, g.c});
+        launch(forward_pairs_kernel<T, Gate>, grid(in), s, g, in);
+      } else {
+        const RowChunks<T, kPacks> chunks(g.rows, g.cols);
+        launch(forward_kernel<T, Gate>, chunks.grid(), s, g, chunks);
+      }
     });
   });
 });
 LIGER_REGISTER(gated_backward, [](const GatedBackward& args, Stream s) {
-  const GatedBackward g =
-      flat(args, args.a_stride == args.cols && args.b_stride == args.cols && args.d_stride == args.cols);
+  const bool rows_follow = args.a_stride == args.cols && args.b_stride == args.cols && args.d_stride == args.cols;
+  const GatedBackward g = flat(args, args.form.interleaved || rows_follow);
   dispatch(g.dtype, [&]<class T>() {
-    dispatch_activation(g.activation, [&]<class Act>() {
-      const RowChunks<T, kPacks> chunks(g.rows, g.cols);
-      launch(backward_kernel<T, Act>, chunks.grid(), s, g, chunks);
+    dispatch_gate(g.form, [&]<class Gate>() {
+      if constexpr (Gate::kInterleaved) {
+        const Interleaved<T> in(g.cols, {g.a, g.dc, g.da});
+        launch(backward_pairs_kernel<T, Gate>, grid(in), s, g, in);
+      } else {
+        const RowChunks<T, kPacks> chunks(g.rows, g.cols);
+        launch(backward_kernel<T, Gate>, chunks.grid(), s, g, chunks);
+      }
     });
   });
 });

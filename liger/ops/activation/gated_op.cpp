@@ -20,8 +20,26 @@ Activation parse(const char* op, int64_t activation) {
   return Activation(activation);
 }
 
-void run_forward(const Tensor& a_, const Tensor& b_, const Tensor& c, Activation activation, double gate_multiplier) {
-  const Rows a(a_), b(b_);
+GateForm form(const char* op, int64_t activation, double multiplier, const GateOptions& o, bool interleaved) {
+  GateForm form{.activation = parse(op, activation), .m = float(multiplier)};
+  TORCH_CHECK_VALUE(o.limit >= 0, op, ": limit must not be negative, got ", o.limit);
+  TORCH_CHECK_VALUE(o.alpha != 0, op, ": alpha must not be 0");
+  if (o.limit > 0) form.limit = float(o.limit);
+  form.alpha = float(o.alpha), form.up_offset = float(o.up_offset), form.interleaved = interleaved;
+  TORCH_CHECK_VALUE(form.plain() || form.activation == Activation::SiLU, op,
+                    ": limit, alpha, up_offset and interleaved are silu's, not ", names()[activation], "'s");
+  return form;
+}
+
+namespace {
+
+/// Both in turn are read without gaps.
+Tensor rows_of(const Tensor& t, const GateForm& form) { return form.interleaved ? t.contiguous() : t; }
+
+}  // namespace
+
+void run_forward(const Tensor& a_, const Tensor& b_, const Tensor& c, const GateForm& form) {
+  const Rows a(rows_of(a_, form)), b(b_);
   run(gated_forward, c,
       {.a = data(a.tensor),
        .b = data(b.tensor),
@@ -31,14 +49,13 @@ void run_forward(const Tensor& a_, const Tensor& b_, const Tensor& c, Activation
        .a_stride = a.stride,
        .b_stride = b.stride,
        .dtype = dtype_of(c),
-       .activation = activation,
-       .gate_multiplier = float(gate_multiplier)});
+       .form = form});
 }
 
 void run_backward(const Tensor& dc_, const Tensor& a_, const Tensor& b_, const Tensor& da, const Tensor& db,
-                  int64_t d_stride, Activation activation, double gate_multiplier) {
+                  int64_t d_stride, const GateForm& form) {
   const Tensor dc = dc_.contiguous();
-  const Rows a(a_), b(b_);
+  const Rows a(rows_of(a_, form)), b(b_);
   run(gated_backward, dc,
       {.dc = data(dc),
        .a = data(a.tensor),
@@ -51,8 +68,7 @@ void run_backward(const Tensor& dc_, const Tensor& a_, const Tensor& b_, const T
        .b_stride = b.stride,
        .d_stride = d_stride,
        .dtype = dtype_of(dc),
-       .activation = activation,
-       .gate_multiplier = float(gate_multiplier)});
+       .form = form});
 }
 
 }  // namespace op::gated
@@ -66,6 +82,7 @@ struct Dc {
 
 struct Gated {
   static constexpr Name kName = "gated";
+  using Options = GateOptions;
   struct Inputs {
     Tensor a, b;
     int64_t activation;
@@ -80,30 +97,30 @@ struct Gated {
     LIGER_FIELDS(da, db)
   };
 
-  static Tensor forward(const Inputs& in) {
+  static Tensor forward(const Inputs& in, const Options& o) {
     Arguments("gated", "a", in.a).like("b", in.b);
-    const Activation act = gated::parse("gated", in.activation);
+    const GateForm form = gated::form("gated", in.activation, in.gate_multiplier, o);
     const Tensor c = output(at::empty_symint(in.a.sym_sizes(), in.a.options()));
-    if (!c.is_meta()) gated::run_forward(in.a, in.b, c, act, in.gate_multiplier);
+    if (!c.is_meta()) gated::run_forward(in.a, in.b, c, form);
     return c;
   }
 
   static Saved save(const Inputs& in, const Tensor&) { return in; }
 
-  static Gradients<Tensor> backward(const Upstream& up, const Saved& in) {
+  static Gradients<Tensor> backward(const Upstream& up, const Saved& in, const Options& o) {
     Arguments("gated_backward", "a", in.a).like("b", in.b).like("dc", up.dc);
+    const GateForm form = gated::form("gated_backward", in.activation, in.gate_multiplier, o);
     const Tensor da = output(at::empty_symint(in.a.sym_sizes(), in.a.options())),
                  db = output(at::empty_symint(in.a.sym_sizes(), in.a.options()));
-    if (!da.is_meta())
-      gated::run_backward(up.dc, in.a, in.b, da, db, cols(in.a), gated::parse("gated", in.activation),
-                          in.gate_multiplier);
+    if (!da.is_meta()) gated::run_backward(up.dc, in.a, in.b, da, db, cols(in.a), form);
     return {da, db};
   }
 };
 
-/// The same for the two halves of y.
+/// The same for the two halves of y, or for its columns in turn.
 struct GatedPacked {
   static constexpr Name kName = "gated_packed";
+  using Options = GatedPackedOptions;
   struct Inputs {
     Tensor y;
     int64_t activation;
@@ -125,33 +142,41 @@ struct GatedPacked {
     return y.chunk(2, -1);
   }
 
-  static Tensor forward(const Inputs& in) {
+  static GateForm form(const char* op, const Inputs& in, const Options& o) {
+    return gated::form(op, in.activation, in.gate_multiplier, o.gate, o.interleaved);
+  }
+
+  static Tensor forward(const Inputs& in, const Options& o) {
     const auto of = halves(in.y);
-    return Gated::forward({of[0], of[1], in.activation, in.gate_multiplier});
+    const GateForm form = GatedPacked::form("gated_packed", in, o);
+    const Tensor c = output(at::empty_symint(of[0].sym_sizes(), in.y.options()));
+    if (!c.is_meta()) o.interleaved ? gated::run_forward(in.y, c, c, form) : gated::run_forward(of[0], of[1], c, form);
+    return c;
   }
 
   static Saved save(const Inputs& in, const Tensor&) { return in; }
 
-  static Tensor backward(const Upstream& up, const Saved& in) {
+  static Tensor backward(const Upstream& up, const Saved& in, const Options& o) {
     const Tensor dy = output(at::empty_symint(in.y.sym_sizes(), in.y.options()));
-    write_gradient("gated_packed_backward", up.dc, in, dy);
+    write_gradient("gated_packed_backward", up.dc, in, dy, o);
     return dy;
   }
 
   /// Writes the gradient over y.
-  static void backward_(const Upstream& up, const Saved& in) {
+  static void backward_(const Upstream& up, const Saved& in, const Options& o) {
     halves(in.y);
     TORCH_CHECK(in.y.is_meta() || in.y.is_contiguous(),
                 "gated_packed: to be overwritten, the input must be contiguous");
-    write_gradient("gated_packed_backward_", up.dc, in, in.y);
+    write_gradient("gated_packed_backward_", up.dc, in, in.y, o);
   }
 
-  static void write_gradient(const char* op, const Tensor& dc, const Saved& in, const Tensor& dy) {
+  static void write_gradient(const char* op, const Tensor& dc, const Saved& in, const Tensor& dy, const Options& o) {
     const auto from = halves(in.y), to = dy.chunk(2, -1);
     Arguments(op, "y", from[0]).like("dc", dc);
-    if (!dy.is_meta())
-      gated::run_backward(dc, from[0], from[1], to[0], to[1], cols(in.y), gated::parse("gated_packed", in.activation),
-                          in.gate_multiplier);
+    const GateForm form = GatedPacked::form(op, in, o);
+    if (dy.is_meta()) return;
+    if (o.interleaved) gated::run_backward(dc, in.y, dc, dy, dy, cols(in.y), form);
+    else gated::run_backward(dc, from[0], from[1], to[0], to[1], cols(in.y), form);
   }
 };
 
@@ -159,12 +184,13 @@ using GatedPackedInPlace = Undifferentiated<"gated_packed_backward_", &GatedPack
 
 }  // namespace op
 
-Tensor gated(const Tensor& a, const Tensor& b, Activation activation, double gate_multiplier) {
-  return Operator<op::Gated>::public_op(a, b, activation, gate_multiplier);
+Tensor gated(const Tensor& a, const Tensor& b, Activation activation, double gate_multiplier,
+             const GateOptions& options) {
+  return Operator<op::Gated>::public_op(a, b, activation, gate_multiplier, options);
 }
 
-Tensor gated_packed(const Tensor& y, Activation activation, double gate_multiplier) {
-  return Operator<op::GatedPacked>::public_op(y, activation, gate_multiplier);
+Tensor gated_packed(const Tensor& y, Activation activation, double gate_multiplier, const GatedPackedOptions& options) {
+  return Operator<op::GatedPacked>::public_op(y, activation, gate_multiplier, options);
 }
 
 TORCH_LIBRARY_FRAGMENT(liger, m) {

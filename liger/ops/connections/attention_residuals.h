@@ -44,6 +44,19 @@ inline constinit Kernel<AttentionResidualsBackward> attention_residuals_backward
 struct AttentionResiduals {
   static constexpr int kMostBlocks = 32;
 
+  /// Makes dα what it is less that of the block with the largest weight, and returns their mean Σ_n α_n · dα_n. The
+  /// difference of the two is ds / α: of equal blocks it is 0, whatever the weights were rounded by.
+  template <class N>
+  LIGER_HD static N mean_from_heaviest(const float* alpha, N* dalpha, int blocks) {
+    int heaviest = 0;
+    for (int n = 1; n < blocks; ++n)
+      if (alpha[n] > alpha[heaviest]) heaviest = n;
+    const N base = dalpha[heaviest];
+    N mean = 0;
+    for (int n = 0; n < blocks; ++n) mean += alpha[n] * (dalpha[n] -= base);
+    return mean;
+  }
+
   /// The terms of mean(v²) and of s.
   struct Scores {
     template <class V>

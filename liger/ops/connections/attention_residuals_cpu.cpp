@@ -40,13 +40,13 @@ void backward(const AttentionResidualsBackward& a) {
       const auto v = [&](int n) { return n * a.rows + r; };
       const float *alpha = a.alpha + r * a.blocks, *rstd = a.rstd + r * a.blocks;
       std::array<double, AttentionResiduals::kMostBlocks> dalpha, score;
-      double mean = 0;
       for (int n = 0; n < a.blocks; ++n) {
         const auto sums = row_sums<2>(
             a.cols, [](Vec v, Vec dh, Vec query, Vec weight) { return std::array{v * dh, v * (query * weight)}; },
             row_of<T>(a.v, v(n), a.cols), dh, query, weight);
-        dalpha[n] = sums[0], score[n] = sums[1], mean += alpha[n] * dalpha[n];
+        dalpha[n] = sums[0], score[n] = sums[1];
       }
+      const double mean = AttentionResiduals::mean_from_heaviest(alpha, dalpha.data(), a.blocks);
       std::array<float, AttentionResiduals::kMostBlocks> of_u, of_v;
       for (int n = 0; n < a.blocks; ++n) {
         const double ds = alpha[n] * (dalpha[n] - mean) * rstd[n];

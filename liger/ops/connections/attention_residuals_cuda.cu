@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(AttentionResidualsBa
     const bool mine = row < a.rows;
     const Row dh(a.dh, row, a.cols, a.cols);
     const float *alpha = a.alpha + row * a.blocks, *rstd = a.rstd + row * a.blocks;
-    float dalpha[AttentionResiduals::kMostBlocks], along[AttentionResiduals::kMostBlocks], mean = 0;
+    float dalpha[AttentionResiduals::kMostBlocks], along[AttentionResiduals::kMostBlocks];
     for (int n = 0; n < a.blocks; ++n) {
       Sums<2>::Value sums{};
       if (mine)
@@ -133,8 +133,8 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(AttentionResidualsBa
         });
       sums = reduce(sums);
       dalpha[n] = sums.v[0], along[n] = sums.v[1];
-      if (mine) mean += alpha[n] * sums.v[0];
     }
+    const float mean = mine ? AttentionResiduals::mean_from_heaviest(alpha, dalpha, a.blocks) : 0;
     for (int n = 0; mine && n < a.blocks; ++n) {
       const float r = rstd[n], of_u = alpha[n] * (dalpha[n] - mean) * r, of_v = of_u * r * r / a.cols * along[n];
       const Row dv(a.dv, n * a.rows + row, a.cols, a.cols);

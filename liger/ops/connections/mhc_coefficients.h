@@ -1,5 +1,6 @@
 #pragma once
 #include "liger/core/kernel.h"
+#include "liger/core/math.h"
 
 namespace liger {
 

@@ -7,8 +7,6 @@ namespace {
 constexpr int kMost = MHCCoefficientsForward::kMostStreams;
 using Column = std::array<float, kMost>;
 
-float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
-
 /// A row's softmax p, and the factors R and C after the steps so far.
 struct Sinkhorn {
   int s;

@@ -22,8 +22,6 @@ __global__ void __launch_bounds__(256) rstd_kernel(MHCCoefficientsForward a) {
   if (threadIdx.x == 0) a.rstd[blockIdx.x] = 1 / sqrtf(squares / a.cols + a.rms_eps);
 }
 
-__device__ float sigmoid(float x) { return 1 / (1 + expf(-x)); }
-
 /// A row belongs to kLanes neighbouring threads, of which each has a row of A: thread i has R_i and all C_j. What lies
 /// past the streams has factors of 0.
 template <int kLanes>

@@ -79,7 +79,7 @@ struct MLP {
     r.cast = adapters.cast, r.low = adapters.low_rank(x);
     const auto [g, u] = gate_and_up(in, x, r.low, adapters);
     r.product = in.recompute ? g : output(at::empty_like(g));
-    gated::run_forward(g, u, r.product, act, 1);
+    gated::run_forward(g, u, r.product, {act});
     if (!in.recompute) r.gates = g, r.ups = u;
     const Adapters<1> of_down(in.of_product(), r.product);
     r.cast_down = of_down.cast, r.low_down = of_down.low_rank(r.product), r.down_b = of_down.b[0];
@@ -136,14 +136,14 @@ struct MLP {
     const Adapters<2> adapters(in.of_x(), in.x, saved.cast);
     const auto [g, u] = in.recompute ? gate_and_up(in, x, saved.low, adapters) : std::array{saved.gates, saved.ups};
     const Tensor c = output(at::empty_like(g));  // the product of gate and up, and then its gradient
-    if (wanted.down.weight || wanted.down.a) gated::run_forward(g, u, c, act, 1);
+    if (wanted.down.weight || wanted.down.a) gated::run_forward(g, u, c, {act});
     const bool inner = wanted.dx || any(wanted.gate) || any(wanted.up);
     const Tensor dc = inner ? c : Tensor();
     const Adapters<1> of_down(in.of_product(), c, saved.cast_down);
     d.down = run_backward<1>({matrix(up.dy)}, c, c, saved.low_down, in.of_product(), of_down, {wanted.down}, dc, dc)[0];
     if (!inner) return d;
     const Tensor dg = in.recompute ? g : output(at::empty_like(g)), du = in.recompute ? u : output(at::empty_like(u));
-    gated::run_backward(c, g, u, dg, du, cols(g), act, 1);
+    gated::run_backward(c, g, u, dg, du, cols(g), {act});
     std::tie(d.gate, d.up) = std::tuple_cat(
         run_backward<2>({dg, du}, x, x, saved.low, in.of_x(), adapters, {wanted.gate, wanted.up}, dx, dx));
     return d;

@@ -1,18 +1,20 @@
 """Activations, alone and gated, and maps to probabilities; formulas in liger/core/math.h and liger/ops/activation.
 
-SwiGLU and GeGLU (Shazeer 2020, arXiv:2002.05202), squared ReLU (So et al. 2021, arXiv:2109.08668), softmax, and
-sparsemax (Martins & Astudillo 2016, arXiv:1602.02068).
+SwiGLU and GeGLU (Shazeer 2020, arXiv:2002.05202), squared ReLU (So et al. 2021, arXiv:2109.08668), xIELU (Huang &
+Schlag 2024, arXiv:2411.13010), softmax, and sparsemax (Martins & Astudillo 2016, arXiv:1602.02068).
 """
 
+import math
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
 from liger_kernel._library import ops
 from liger_kernel._recompute import run
 from liger_kernel.operators.common import first_derivative_only, placed_as, promoted
-from liger_kernel.operators.coverage import ACTIVATION_KERNELS
+from liger_kernel.operators.coverage import ACTIVATION_KERNELS, XIELU_KERNELS
 from liger_kernel.utils import in_float_under_autocast
 
 #: The number of each name in LIGER_ACTIVATIONS (liger/options.h).
@@ -124,6 +126,54 @@ class LigerReLUSquared(nn.Module):
     def as_original(module: Any, x: Tensor) -> Tensor:
         """x in the dtype of the original's result."""
         return x.float() if in_float_under_autocast(x.device) else x
+
+
+def liger_xielu(
+    x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float | Tensor = 0.5, eps: float | Tensor = -1e-6
+) -> Tensor:
+    """p x² + beta x where x > 0, n (expm1(min(x, eps)) − x) + beta x elsewhere, with p = softplus(alpha_p) and
+    n = beta + softplus(alpha_n); in x's dtype.
+
+    alpha_p and alpha_n are one number each and have gradients; beta and eps are numbers, or tensors without gradients.
+    """
+    beta, eps = (v if isinstance(v, Tensor) else x.new_full((), v, dtype=torch.float32) for v in (beta, eps))
+    return ops.xielu(x, alpha_p, alpha_n, beta, eps)
+
+
+class LigerXIELUFunction:
+    apply = staticmethod(liger_xielu)
+
+
+class LigerXIELU(nn.Module):
+    """liger_xielu with its parameters, which have the names and shapes of transformers' XIELUActivation.
+
+    p and n are alpha_p_init and alpha_n_init at the start.
+    """
+
+    kernels = XIELU_KERNELS
+    beta: Tensor
+    eps: Tensor
+
+    def __init__(
+        self, alpha_p_init: float = 0.8, alpha_n_init: float = 0.8, beta: float = 0.5, eps: float = -1e-6,
+        dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        inverse = lambda softplus: nn.Parameter(torch.full((1,), math.log(math.expm1(softplus)), dtype=dtype))
+        self.alpha_p, self.alpha_n = inverse(alpha_p_init), inverse(alpha_n_init - beta)
+        self.register_buffer("beta", torch.tensor(beta, dtype=dtype))
+        self.register_buffer("eps", torch.tensor(eps, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return liger_xielu(x, self.alpha_p, self.alpha_n, self.beta, self.eps)
+
+    @staticmethod
+    def as_original(module: Any, x: Tensor) -> Tensor | None:
+        """x in the dtype of the original's result; None where the original rounds p and n to a narrower one."""
+        if in_float_under_autocast(x.device):
+            return x.float()
+        dtype = module.alpha_p.dtype
+        return x.to(dtype) if torch.promote_types(x.dtype, dtype) == dtype else None
 
 
 class LigerSoftmaxFunction:

@@ -104,6 +104,7 @@ EXPERTS_KERNELS = (
     *(*GATED_KERNELS, "row_partials", "add_partials"),
 )
 ACTIVATION_KERNELS = ("activate_forward", "activate_backward")
+XIELU_KERNELS = ("xielu_forward", "xielu_backward", "row_partials", "add_partials")
 ROPE_KERNELS = ("rope",)
 HEAD_KERNELS = ("cross_entropy_norm", "cross_entropy", "add_partials", "scale_rows", "stream_capturing")
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from liger_kernel._library import ops
 from liger_kernel.operators.activation import ACTIVATIONS, SILU, activation_of
 from liger_kernel.operators.coverage import EXPERTS_KERNELS, is_dense
+from liger_kernel.operators.mlp import limit_of
 
 # What transformers' forward computes in another way. The others are a user's choice of how: other kernels, other
 # roundings.
@@ -32,23 +33,28 @@ class Adapter(NamedTuple):
 
 def fused_experts(
     x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor, gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None, activation: str = "silu", transposed: bool = False, clamped: bool = False,
-    alpha: float = 1.702, limit: float = 7.0, recompute: bool = True, gate_up_adapter: Adapter | None = None,
-    down_adapter: Adapter | None = None,
+    down_bias: Tensor | None = None, activation: str = "silu", transposed: bool = False, interleaved: bool = False,
+    limit: float = 0.0, alpha: float = 1.0, up_offset: float = 0.0, recompute: bool = True,
+    gate_up_adapter: Adapter | None = None, down_adapter: Adapter | None = None,
 ) -> Tensor:  # fmt: skip
     """y[t] = Σ_k weights[t, k] · down_e (act(gate_e x[t]) · up_e x[t]) for the experts e = index[t, k]; [tokens, H] in
     x's dtype, summed over k in float.
 
     x [tokens, H], gate_up [E, 2 I, H], gate above up, down [E, H, I], biases [E, 2 I] and [E, H], all in one dtype;
-    transposed: [E, H, 2 I] and [E, I, H]. index [tokens, k] integers, of which those outside [0, E) add nothing,
-    weights [tokens, k], floating. All but index are differentiable; backward keeps x and the routing and makes gate and
-    up again, unless recompute=False. clamped: GPT-OSS's gate instead, of columns that interleave: (up' + 1) · gate' ·
-    σ(alpha · gate') with gate' = min(gate, limit) and up' = clamp(up, −limit, limit). Adapters (LoRA, Hu et al. 2021,
-    arXiv:2106.09685) add scale · b_e a_e to the matrices of each expert, which stay as they are. On CUDA in bfloat16,
-    with widths that are multiples of 8, nothing is read on the host; otherwise the counts of tokens are. Raises
-    KeyError for an activation that is none of "silu", "gelu_tanh", "gelu_erf", "relu_squared".
+    transposed: [E, H, 2 I] and [E, I, H]; interleaved: rows of gate and up in turn. index [tokens, k] integers, of
+    which those outside [0, E) add nothing, weights [tokens, k], floating. All but index are differentiable; backward
+    keeps x and the routing and makes gate and up again, unless recompute=False. Adapters (LoRA, Hu et al. 2021,
+    arXiv:2106.09685) add scale · b_e a_e to the matrices of each expert, which stay as they are.
+
+    limit, alpha and up_offset, of silu, are the clamped gate of GPT-OSS and DeepSeek-V4: gate' · σ(alpha · gate') ·
+    (up' + up_offset) with gate' = min(gate, limit) and up' = clamp(up, −limit, limit); limit 0 is none.
+
+    On CUDA in bfloat16, with widths that are multiples of 8, nothing is read on the host; otherwise the counts of
+    tokens are. Raises KeyError for an activation that is none of "silu", "gelu_tanh", "gelu_erf", "relu_squared", and
+    ValueError for options of silu with another.
     """
-    options = ACTIVATIONS[activation], transposed, clamped, float(alpha), float(limit), recompute
+    gate = float(limit), float(alpha), float(up_offset)
+    options = ACTIVATIONS[activation], transposed, interleaved, *gate, recompute
     of_gate_up, of_down = (adapter or Adapter(None, None, 1.0) for adapter in (gate_up_adapter, down_adapter))
     adapters = (*of_gate_up.padded(), *of_down.padded())
     return ops.fused_experts(
@@ -148,14 +154,30 @@ class LigerTransposedExperts(_Experts):
         return computed(self, hidden_states, top_k_index, top_k_weights, transposed=True)
 
 
+class LigerClampedExperts(_Experts):
+    """LigerExperts that clamp gate and up (DeepSeek-V4): a forward for experts of transformers."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """As LigerExperts."""
+        return computed(self, hidden_states, top_k_index, top_k_weights, limit=limit_of(self))
+
+
+class LigerClampedSwishExperts(_Experts):
+    """LigerClampedExperts with GPT-OSS's gate (MiniMax-M3): a forward for experts of transformers."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """As LigerExperts."""
+        gate = dict(limit=limit_of(self), alpha=self.swiglu_alpha, up_offset=1.0)
+        return computed(self, hidden_states, top_k_index, top_k_weights, **gate)
+
+
 class LigerGptOssExperts(_Experts):
-    """GPT-OSS's experts, as fused_experts has them with `clamped`: a forward for experts of transformers."""
+    """GPT-OSS's experts, whose gate and up interleave and are clamped: a forward for experts of transformers."""
 
     def forward(
         self, hidden_states: Tensor, router_indices: Tensor | None = None, routing_weights: Tensor | None = None
     ) -> Tensor:
         """[..., H] for hidden_states [..., H] and the experts [..., K] of each token with their weights."""
-        biases, gate = (self.gate_up_proj_bias, self.down_proj_bias), dict(alpha=self.alpha, limit=self.limit)
-        return computed(
-            self, hidden_states, router_indices, routing_weights, *biases, transposed=True, clamped=True, **gate
-        )
+        biases = self.gate_up_proj_bias, self.down_proj_bias
+        gate = dict(interleaved=True, limit=self.limit, alpha=self.alpha, up_offset=1.0)
+        return computed(self, hidden_states, router_indices, routing_weights, *biases, transposed=True, **gate)

@@ -25,6 +25,11 @@ from liger_kernel.operators.common import first_derivative_only
 from liger_kernel.operators.coverage import GATED_KERNELS, is_bare
 
 
+def limit_of(module: Any) -> float:
+    """Where a module of transformers clamps its gate."""
+    return module.limit if hasattr(module, "limit") else module.swiglu_limit
+
+
 class _GatedMLP(nn.Module):
     """The three projections of down_proj(act(gate_proj(x)) · up_proj(x))."""
 
@@ -83,6 +88,17 @@ class LigerSeedOssSwiGLUMLP(LigerSwiGLUMLP):
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.dropout(LigerSwiGLUMLP.forward(self, x), self.residual_dropout, self.training)
+
+
+class LigerClampedSwiGLUMLP(LigerSwiGLUMLP):
+    """LigerSwiGLUMLP whose gate is at most config.swiglu_limit, and whose up is clamped to ± that (DeepSeek-V4)."""
+
+    def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
+        super().__init__(config, intermediate_size)
+        self.limit = config.swiglu_limit
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(run(ops.gated, self.gate_proj(x), self.up_proj(x), SILU, 1.0, float(limit_of(self))))
 
 
 class LigerGEGLUMLP(_GatedMLP):
@@ -150,6 +166,18 @@ class LigerPhi3SwiGLUMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(LigerFusedGateUpSiLUMulFunction.apply(self.gate_up_proj(x)))
+
+
+class LigerClampedSwishMLP(LigerPhi3SwiGLUMLP):
+    """down_proj(gate · σ(config.swiglu_alpha · gate) · (up + 1)), clamped as in LigerClampedSwiGLUMLP (MiniMax-M3)."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.swiglu_alpha, self.swiglu_limit = config.swiglu_alpha, config.swiglu_limit
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        gate = float(limit_of(self)), float(self.swiglu_alpha), 1.0
+        return self.down_proj(run(ops.gated_packed, self.gate_up_proj(hidden_states), SILU, 1.0, False, *gate))
 
 
 class LigerGraniteSwiGLUMLP(LigerPhi3SwiGLUMLP):

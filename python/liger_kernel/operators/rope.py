@@ -65,13 +65,6 @@ class LigerRopeFunction:
     apply = staticmethod(liger_rotary_pos_emb)
 
 
-def liger_partial_rotary_pos_emb(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1
-) -> tuple[Tensor, Tensor]:
-    """(q, k), of each head as many columns rotated as the tables are wide; see liger_rotary_pos_emb."""
-    return liger_rotary_pos_emb(q, k, cos, sin, None, unsqueeze_dim, cos.shape[-1])
-
-
 def liger_half_table_rotary_pos_emb(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,6 @@
 """Losses against given probabilities or a teacher's logits, token by token, in chunks of tokens."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from liger_kernel.operators.loss import check_labels
 CHUNK = 1 << 26
 
 
-def _chunks(rows, classes):
-    step = max(1, CHUNK // max(1, classes))
+def chunks(rows: int, classes: int, most: int | None = None) -> Iterator[slice]:
+    """Slices of rows, of at most `most`, whose logits are CHUNK numbers."""
+    step = max(1, min(CHUNK // max(1, classes), rows if most is None else most))
     return (slice(begin, min(begin + step, rows)) for begin in range(0, rows, step))
 
 
@@ -58,7 +60,7 @@ class LigerFusedLinearKLDivFunction(torch.autograd.Function):
         loss = torch.zeros((), device=x.device)
         dx = torch.empty(x.shape, device=x.device) if wanted[0] else None
         dw = torch.zeros(weight.shape, device=x.device) if wanted[1] else None
-        for rows in _chunks(tokens, classes):
+        for rows in chunks(tokens, classes):
             t = target[rows].detach().float()
             logp = torch.log_softmax((x[rows] @ weight.t()).float() / temperature, -1)
             if kept is not None:
@@ -136,7 +138,7 @@ class LigerFusedCETVDFunction(torch.autograd.Function):
         kept = target.reshape(-1) != ignore_index
         ids = target.reshape(-1).where(kept, 0)
         ce, tvd = torch.empty(2, len(student), device=student.device)
-        for rows in _chunks(len(student), classes):
+        for rows in chunks(len(student), classes):
             logp = student[rows].float().log_softmax(-1)
             ce[rows] = -logp.gather(1, ids[rows].unsqueeze(1)).squeeze(1)
             tvd[rows] = (logp.exp_() - teacher[rows].float().softmax(-1)).abs_().sum(-1) / 2
@@ -151,7 +153,7 @@ class LigerFusedCETVDFunction(torch.autograd.Function):
         student, teacher = (t.reshape(-1, classes) for t in (student_logits, teacher_logits))
         of_ce, of_tvd = (g.reshape(-1).where(kept, 0).unsqueeze(1) for g in (grad_ce, grad_tvd))
         gradient = torch.empty_like(student)
-        for rows in _chunks(len(student), classes):
+        for rows in chunks(len(student), classes):
             p = student[rows].float().softmax(-1)
             sign = (p - teacher[rows].float().softmax(-1)).sign_().mul_(0.5)
             of_rows = of_ce[rows] * p

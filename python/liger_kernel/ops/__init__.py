@@ -26,6 +26,11 @@ from liger_kernel.ops.fused_linear_scaled_cross_entropy import (
     LigerFusedLinearScaledCrossEntropyFunction,
     LigerFusedLinearScaledCrossEntropyTPFunction,
 )
+from liger_kernel.ops.fused_linear_score_centering import (
+    ISCorrection,
+    LigerFusedLinearScoreCenteringFunction,
+    fused_linear_score_centering,
+)
 from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
 from liger_kernel.ops.fused_neighborhood_attention import LigerFusedNeighborhoodAttentionFunction
 from liger_kernel.ops.gated_rms_norm import LigerGatedRMSNormFunction
@@ -60,9 +65,11 @@ from liger_kernel.ops.swiglu import (
 from liger_kernel.ops.tiled_mlp import LigerTiledMLPFunction, apply_tiled_mlp
 from liger_kernel.ops.tvd import LigerTVDLossFunction
 from liger_kernel.ops.vocab_parallel_cross_entropy import LigerVocabParallelCEFunction
+from liger_kernel.ops.xielu import LigerXIELUFunction
 
 __all__ = [
-    "GrpoLossFunction", "LigerAttnResFunction", "LigerCrossEntropyFunction", "LigerDyTFunction",
+    "GrpoLossFunction", "ISCorrection", "LigerFusedLinearScoreCenteringFunction", "fused_linear_score_centering",
+    "LigerAttnResFunction", "LigerCrossEntropyFunction", "LigerDyTFunction",
     "LigerEmbeddingFunction",
     "LigerFusedAddRMSNormFunction", "LigerFusedGateUpSiLUMulFunction", "LigerFusedLinearCrossEntropyFunction",
     "LigerFusedLinearJSDFunction", "LigerFusedLinearScaledCrossEntropyFunction", "LigerFusedMoEFunction",
@@ -72,8 +79,8 @@ __all__ = [
     "LigerMLPFunction", "LigerModulatedRMSNormFunction", "LigerMultiTokenAttentionFunction", "LigerPolyNormFunction",
     "LigerQwen2VLMRopeFunction", "LigerReLUSquaredFunction", "LigerRMSNormFunction",
     "LigerRopeFunction", "LigerSiLUMulFunction", "LigerSoftmaxFunction", "LigerSparsemaxFunction",
-    "LigerTVDLossFunction", "LigerTiledMLPFunction", "LigerVocabParallelCEFunction", "apply_tiled_mlp",
-    "attn_res_backward", "attn_res_forward",
+    "LigerTVDLossFunction", "LigerTiledMLPFunction", "LigerVocabParallelCEFunction",
+    "LigerXIELUFunction", "apply_tiled_mlp", "attn_res_backward", "attn_res_forward",
     "cross_entropy_backward", "cross_entropy_forward", "fused_add_rms_norm_backward", "fused_add_rms_norm_forward",
     "fused_linear_cross_entropy_backward", "fused_linear_cross_entropy_forward", "fused_linear_jsd_backward",
     "fused_linear_jsd_forward", "geglu_backward", "geglu_forward", "group_norm_backward", "group_norm_forward",

@@ -15,6 +15,7 @@ from liger_kernel.transformers.fused_ce_tvd import LigerFusedCETVDLoss
 from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 from liger_kernel.transformers.fused_linear_jsd import LigerFusedLinearJSD
 from liger_kernel.transformers.fused_linear_kl_div import LigerFusedLinearKLDivLoss
+from liger_kernel.transformers.fused_linear_score_centering import ISCorrection, LigerFusedLinearScoreCenteringLoss
 from liger_kernel.transformers.gated_rms_norm import LigerRMSNormGated
 from liger_kernel.transformers.geglu import LigerGEGLUMLP, LigerGEGLUMLPForGemma4
 from liger_kernel.transformers.group_norm import LigerGroupNorm
@@ -43,9 +44,8 @@ from liger_kernel.transformers.swiglu import (
 )
 from liger_kernel.transformers.tiled_mlp import LigerTiledGEGLUMLP, LigerTiledSwiGLUMLP
 from liger_kernel.transformers.tvd import LigerTVDLoss
-
-# Not in __all__, as in the API.
-from liger_kernel.transformers.vocab_parallel_cross_entropy import LigerVocabParallelCrossEntropy
+from liger_kernel.transformers.vocab_parallel_cross_entropy import LigerVocabParallelCrossEntropy  # noqa: F401
+from liger_kernel.transformers.xielu import LigerXIELU
 
 _LAZY = {
     "AutoLigerKernelForCausalLM": "auto_model",
@@ -70,14 +70,15 @@ def __getattr__(name):
 
 
 __all__ = [
-    "is_transformers_available", "LigerBlockSparseTop2MLP", "LigerCrossEntropyLoss", "LigerDyT", "LigerFalconH1MLP",
+    "is_transformers_available", "ISCorrection", "LigerFusedLinearScoreCenteringLoss",
+    "LigerBlockSparseTop2MLP", "LigerCrossEntropyLoss", "LigerDyT", "LigerFalconH1MLP",
     "LigerFalconH1SwiGLUMLP", "LigerFusedAddRMSNorm", "LigerFusedCETVDLoss", "LigerFusedLinearCrossEntropyLoss",
     "LigerFusedLinearJSD", "LigerFusedLinearKLDivLoss",
     "liger_llama4_text_rotary_pos_emb", "liger_llama4_vision_rotary_pos_emb", "LigerGEGLUMLP", "LigerGroupNorm",
     "LigerJSD", "LigerKLDIVLoss", "LigerLayerNorm", "LigerMHC", "LigerMLP", "LigerModulatedRMSNorm",
     "LigerMultiTokenAttention", "LigerPhi3SwiGLUMLP", "LigerPolyNorm", "LigerQwen3MoeSwiGLUMLP", "LigerReLUSquared",
     "LigerRMSNorm", "LigerRMSNormGated", "LigerSoftmax", "LigerSparsemax", "LigerSwiGLUMLP", "LigerTiledGEGLUMLP",
-    "LigerTiledSwiGLUMLP", "LigerTVDLoss",
+    "LigerTiledSwiGLUMLP", "LigerTVDLoss", "LigerXIELU",
     "liger_multimodal_rotary_pos_emb", "liger_rotary_pos_emb",
 ]  # fmt: skip
 if is_transformers_available():

@@ -27,6 +27,7 @@ from liger_kernel.transformers.families import (
     SWIGLU,
     SWITCHES,
     VISION_ROPE,
+    XIELU,
     CausalLM,
     Family,
     Swap,
@@ -37,7 +38,7 @@ from liger_kernel.transformers.source import as_written
 _LAYER_NORM = LAYER_NORM["torch.nn.LayerNorm"]
 _ROPES = tuple(swap for table in (ROPE, VISION_ROPE, SECTIONED_ROPE, LLAMA4_ROPE) for swap in table.values())
 _NORMS = (RMS_NORM, GATED_RMS_NORM, _LAYER_NORM)
-_SWAPS = (*_NORMS, SWIGLU, GEGLU, EXACT_GEGLU, GPT_OSS_EXPERTS, *RELU_SQUARED.values(), *_ROPES)
+_SWAPS = (*_NORMS, SWIGLU, GEGLU, EXACT_GEGLU, GPT_OSS_EXPERTS, *(RELU_SQUARED | XIELU).values(), *_ROPES)
 # The name of a class or a function -> what would stand for it if its source were known.
 _KINDS = (
     (re.compile(r"RMSNorm|RmsNorm|L2Norm"), RMS_NORM),
@@ -79,7 +80,8 @@ def completed(row: Family, model: nn.Module | None = None) -> Family:
         name: kept for name, each in found.items() if (kept := tuple(s for s in each if s.switch in row.switches))
     }
     if model is None:  # what a finished model has of others' classes
-        chosen |= {name: (swap,) for name, swap in (LAYER_NORM | RELU_SQUARED).items() if swap.switch in row.switches}
+        others = LAYER_NORM | RELU_SQUARED | XIELU
+        chosen |= {name: (swap,) for name, swap in others.items() if swap.switch in row.switches}
         return replace(row, swaps=chosen)
     also = tuple(sorted({cls.__module__ for cls in classes} - {row.module}))
     loss, why = heads_of(model) if not row.loss else (row.loss, None)

@@ -1,1 +1,12 @@
-from liger_kernel.operators.experts import LigerGEGLUExperts, LigerGptOssExperts, LigerTransposedExperts
+from liger_kernel.operators.experts import (
+    LigerClampedExperts,
+    LigerClampedSwishExperts,
+    LigerGEGLUExperts,
+    LigerGptOssExperts,
+    LigerTransposedExperts,
+)
+
+__all__ = [
+    "LigerClampedExperts", "LigerClampedSwishExperts", "LigerGEGLUExperts", "LigerGptOssExperts",
+    "LigerTransposedExperts",
+]  # fmt: skip

@@ -136,6 +136,7 @@ SWITCHES = {
     "swiglu": "the SwiGLU feed-forward block",
     "geglu": "the GeGLU feed-forward block",
     "relu_squared": "the squared ReLU",
+    "xielu": "xIELU",
     "lora": "linear layers with LoRA adapters of PEFT, and gated MLPs of them",
 }
 
@@ -151,8 +152,15 @@ LAYER_NORM = {
         "layer_norm", ("layer_norm.LigerLayerNorm", "layer_norm.LigerLayerNormForCohere"), deferred=True
     )
 }
-_KINDS = ("SwiGLU", "Phi3SwiGLU", "BlockSparseTop2", "FalconH1SwiGLU", "SeedOssSwiGLU", "GraniteSwiGLU")
-_MLPS = (*(f"swiglu.Liger{kind}MLP" for kind in _KINDS), "swiglu.LigerExperts", "experts.LigerTransposedExperts")
+_KINDS = (
+    *("SwiGLU", "Phi3SwiGLU", "BlockSparseTop2", "FalconH1SwiGLU", "SeedOssSwiGLU", "GraniteSwiGLU"),
+    *("ClampedSwiGLU", "ClampedSwish"),
+)
+_EXPERTS = ("Transposed", "Clamped", "ClampedSwish")
+_MLPS = (
+    *(f"swiglu.Liger{kind}MLP" for kind in _KINDS),
+    *("swiglu.LigerExperts", *(f"experts.Liger{kind}Experts" for kind in _EXPERTS)),
+)
 SWIGLU = Swap("swiglu", _MLPS, ("silu", "swish"))
 GPT_OSS_EXPERTS = Swap("swiglu", "experts.LigerGptOssExperts")
 GEGLU = Swap("geglu", ("geglu.LigerGEGLUMLP", "experts.LigerGEGLUExperts"), ("gelu_pytorch_tanh", "gelu_new"))
@@ -162,8 +170,9 @@ RELU_SQUARED = {
         "relu_squared", "relu_squared.LigerReLUSquared", deferred=True
     )
 }
+XIELU = {"transformers.activations.XIELUActivation": Swap("xielu", "xielu.LigerXIELU", deferred=True)}
 
-_ROPES = ("", "partial_", "half_table_", "interleaved_", "paired_table_", "deinterleaving_")
+_ROPES = ("", "half_table_", "interleaved_", "paired_table_", "deinterleaving_")
 ROPE = {"apply_rotary_pos_emb": Swap("rope", tuple(f"rope.liger_{kind}rotary_pos_emb" for kind in _ROPES))}
 VISION_ROPE = {"apply_rotary_pos_emb_vision": Swap("rope", "rope.liger_rotary_pos_emb_vision")}
 # Sections of three positions a token: in the rotation itself before transformers 5.17, in its tables since.
@@ -248,10 +257,10 @@ FAMILIES = {row.name: row for row in (
            _heads("MixtralForCausalLM"), parameters=_L, optional=("MixtralBlockSparseTop2MLP", "MixtralExperts")),
     Family("gpt_oss", {"GptOssRMSNorm": RMS_NORM, "GptOssExperts": GPT_OSS_EXPERTS, **ROPE},
            _heads("GptOssForCausalLM"), parameters=_L, off=_NO_SWIGLU),
-    Family("deepseek_v4", {"DeepseekV4RMSNorm": RMS_NORM}, _heads("DeepseekV4ForCausalLM"), parameters=_L,
-           off=("rope", *_NO_SWIGLU),
-           without={"swiglu": "its experts clamp gate and up",
-                    "rope": "its rotary embedding takes one tensor at a time"}),
+    Family("deepseek_v4",
+           {"DeepseekV4RMSNorm": RMS_NORM, "DeepseekV4MLP": SWIGLU, "DeepseekV4Experts": SWIGLU},
+           _heads("DeepseekV4ForCausalLM"), parameters=_L, off=("rope", *_NO_SWIGLU),
+           without={"rope": "its rotary embedding takes one tensor at a time"}),
     Family("nemotron", RELU_SQUARED, _heads("NemotronForCausalLM"),
            parameters=("relu_squared", *_LOSSES, "model", "kwargs")),
     Family("llama4", {"Llama4TextRMSNorm": RMS_NORM, "Llama4TextMLP": SWIGLU, **LLAMA4_ROPE, **LAYER_NORM},
@@ -321,11 +330,21 @@ FAMILIES = {row.name: row for row in (
     _known("ernie4_5", "Ernie4_5ForCausalLM"),
     _known("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
     _known("seed_oss", "SeedOssForCausalLM"),
-    _known("apertus", "ApertusForCausalLM"),
+    _known("apertus", "ApertusForCausalLM", (*_L[:-2], "xielu", "model")),
     _known("arcee", "ArceeForCausalLM", (*_L[:-2], "relu_squared", "model")),
     _known("cohere", "CohereForCausalLM", _LN),
     _known("cohere2", "Cohere2ForCausalLM", _LN),
     _known("olmoe", "OlmoeForCausalLM"),
+    _known("phimoe", "PhimoeForCausalLM", _LN),
+    _known("gemma3n_text", "Gemma3nForCausalLM", (*_LOSSES, "rms_norm", "model"), package="gemma3n"),
+    _known("muse_glimmer", "MuseGlimmerForConditionalGeneration",
+           ("rope", *_LOSSES, "layer_norm", "rms_norm", "swiglu", "model")),
+    _known("kimi_k25", "Kimi_K25ForConditionalGeneration", _LN, holds=("deepseek_v3",)),
+    _known("glm46v", "Glm46VForConditionalGeneration", (*_LOSSES, "rms_norm", "swiglu", "layer_norm", "model"),
+           holds=("glm4v",)),
+    _known("phi4_multimodal", "Phi4MultimodalForCausalLM", _LN),
+    _known("qwen2_5_omni_thinker", "Qwen2_5OmniThinkerForConditionalGeneration", _LN, package="qwen2_5_omni"),
+    _known("qwen3_omni_moe_thinker", "Qwen3OmniMoeThinkerForConditionalGeneration", _LN, package="qwen3_omni_moe"),
     Family("pixtral", {"PixtralRMSNorm": RMS_NORM, "PixtralMLP": SWIGLU, **ROPE},
            parameters=("rope", "rms_norm", "swiglu", "model")),
 )}
@@ -350,9 +369,9 @@ def table() -> str:
         made |= {"fused_linear_cross_entropy"} if row.loss else set()
         cells = []
         for switch in _COLUMNS.values():
-            names = ("swiglu", "geglu", "relu_squared") if switch == "swiglu" else (switch,)
+            names = ("swiglu", "geglu", "relu_squared", "xielu") if switch == "swiglu" else (switch,)
             found = next((name for name in names if name in row.switches and name in made), None)
-            label = {"geglu": " (GeGLU)", "relu_squared": " (ReLU²)"}.get(found, "")
+            label = {"geglu": " (GeGLU)", "relu_squared": " (ReLU²)", "xielu": " (xIELU)"}.get(found, "")
             experts = {swap.switch for part, swap in row.swaps.items() if part.endswith(("Experts", "NaiveMoe"))}
             if found in experts:
                 label += ", experts"

@@ -69,16 +69,22 @@ PARTS = {
     "top2_gated_mlp": Part(("swiglu.LigerBlockSparseTop2MLP",)),
     "scaled_gated_mlp": Part(("swiglu.LigerFalconH1SwiGLUMLP",)),
     "gated_mlp_with_dropout": Part(("swiglu.LigerSeedOssSwiGLUMLP",)),
+    # gate and up clamped; gate · σ(alpha · gate) · (up + 1) of them
+    "clamped_gated_mlp": Part(("swiglu.LigerClampedSwiGLUMLP",)),
+    "clamped_swish_mlp": Part(("swiglu.LigerClampedSwishMLP",)),
+    "clamped_experts": Part(("experts.LigerClampedExperts",)),
+    "clamped_swish_experts": Part(("experts.LigerClampedSwishExperts",)),
     "experts": Part(("swiglu.LigerExperts", "experts.LigerGEGLUExperts")),
     "transposed_experts": Part(("experts.LigerTransposedExperts",)),
     "gpt_oss_experts": Part(("experts.LigerGptOssExperts",)),
     "relu_squared": Part(("relu_squared.LigerReLUSquared",)),
+    "xielu": Part(("xielu.LigerXIELU",)),
     # tables as wide as a head; the same with a result of q's dtype; half as wide; of a part of a head; for neighbouring
     # columns, which have one table column, or two that are equal, or are put in halves
     "rope": Part(("rope.liger_rotary_pos_emb",), "LigerRotaryEmbedding", "halves"),
     "float_rope": Part(("rope.liger_rotary_pos_emb",), "LigerFloatRotaryEmbedding", "halves"),
     "half_table_rope": Part(("rope.liger_half_table_rotary_pos_emb",), "LigerHalfTableRotaryEmbedding"),
-    "partial_rope": Part(("rope.liger_partial_rotary_pos_emb",), tables="halves"),
+    "partial_rope": Part(("rope.liger_rotary_pos_emb",), tables="halves"),
     "interleaved_rope": Part(("rope.liger_interleaved_rotary_pos_emb",)),
     "paired_table_rope": Part(("rope.liger_paired_table_rotary_pos_emb",), tables="pairs"),
     "deinterleaving_rope": Part(("rope.liger_deinterleaving_rotary_pos_emb",), tables="halves"),

@@ -3,7 +3,6 @@ from liger_kernel.operators.rope import (
     liger_half_table_rotary_pos_emb,
     liger_interleaved_rotary_pos_emb,
     liger_paired_table_rotary_pos_emb,
-    liger_partial_rotary_pos_emb,
     liger_rotary_pos_emb,
     liger_rotary_pos_emb_vision,
 )

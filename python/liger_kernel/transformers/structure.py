@@ -47,7 +47,7 @@ def apply_liger_kernel_by_structure(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, not a torch.nn.Module")
     parts = {"rms_norm": rms_norm, "layer_norm": layer_norm, "rope": rope}
-    parts |= dict.fromkeys(("swiglu", "geglu", "relu_squared"), mlp)
+    parts |= dict.fromkeys(("swiglu", "geglu", "relu_squared", "xielu"), mlp)
     off = dict.fromkeys((*parts, "lora"), False)
     report = patch(row := row_of(model), model, **parts, fused_linear_cross_entropy=False, lora=False)
     try:

@@ -1,6 +1,8 @@
 from liger_kernel.operators.experts import LigerExperts
 from liger_kernel.operators.mlp import (
     LigerBlockSparseTop2MLP,
+    LigerClampedSwiGLUMLP,
+    LigerClampedSwishMLP,
     LigerFalconH1SwiGLUMLP,
     LigerGraniteSwiGLUMLP,
     LigerHunyuanV1SwiGLUMLP,
@@ -11,7 +13,7 @@ from liger_kernel.operators.mlp import (
 )
 
 __all__ = [
-    "LigerBlockSparseTop2MLP", "LigerExperts", "LigerFalconH1SwiGLUMLP", "LigerGraniteSwiGLUMLP",
-    "LigerHunyuanV1SwiGLUMLP", "LigerPhi3SwiGLUMLP", "LigerQwen3MoeSwiGLUMLP", "LigerSeedOssSwiGLUMLP",
-    "LigerSwiGLUMLP",
+    "LigerBlockSparseTop2MLP", "LigerClampedSwiGLUMLP", "LigerClampedSwishMLP", "LigerExperts",
+    "LigerFalconH1SwiGLUMLP", "LigerGraniteSwiGLUMLP", "LigerHunyuanV1SwiGLUMLP", "LigerPhi3SwiGLUMLP",
+    "LigerQwen3MoeSwiGLUMLP", "LigerSeedOssSwiGLUMLP", "LigerSwiGLUMLP",
 ]  # fmt: skip

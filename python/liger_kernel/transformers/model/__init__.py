@@ -53,6 +53,10 @@ _ORDERS = {
     "qwen3_5.lce_forward_for_multimodal": _QWEN3_5_VL,
     "qwen3_5_moe": _ROUTED.replace("cache_position", "mm_token_type_ids cache_position"),
     "qwen3_5_moe.lce_forward_conditional_generation": _QWEN3_5_VL,
+    "muse_glimmer": (
+        "input_ids pixel_values image_grid_thw pixel_values_videos video_grid_thw attention_mask position_ids "
+        f"{_TEXT} {_KEEP}"
+    ),
     "glm4v": _USUAL.replace("cache_position", "mm_token_type_ids cache_position"),
     "glm4v_moe": f"{_TOKENS} past_key_values inputs_embeds labels {_GRIDS} rope_deltas mm_token_type_ids "
     f"cache_position {_KEEP} return_dict",

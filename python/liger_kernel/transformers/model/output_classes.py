@@ -17,7 +17,7 @@ _FIELDS = [
 ]
 _FAMILIES = {
     "Gemma3": "gemma3", "Gemma4": "gemma4", "Glm4vMoe": "glm4v_moe", "InternVL": "internvl", "Llava": "llava",
-    "PaliGemma": "paligemma", "Qwen2VL": "qwen2_vl", "Qwen2_5_VL": "qwen2_5_vl",
+    "MuseGlimmer": "muse_glimmer", "PaliGemma": "paligemma", "Qwen2VL": "qwen2_vl", "Qwen2_5_VL": "qwen2_5_vl",
     "Qwen3VL": "qwen3_vl", "Qwen3VLMoe": "qwen3_vl_moe", "Qwen3_5": "qwen3_5", "Qwen3_5Moe": "qwen3_5_moe",
 }  # fmt: skip
 _HOMES = {

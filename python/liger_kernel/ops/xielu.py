@@ -1,0 +1,1 @@
+from liger_kernel.operators.activation import LigerXIELUFunction
