@@ -48,7 +48,7 @@ FLOORS = (
     r"_library|_recompute|_memory\..*|_dtensor|_build|utils|memory|signatures|graphs|_implementations",
     # the families of operators, which the two packages of public names hand on
     r"operators\..*|optim",
-    r"_compat",
+    r"_compat(_mhc)?",
     r"ops\..*",
     r"chunked_loss\..*|transformers\.(source|functional|experimental\..*|fsdp|(?!trainer)\w*"
     r"(norm|glu|mlp|mhc|attention|experts|rope|entropy|div|jsd|tvd|dyt|softmax|sparsemax|squared|xielu|centering|loss))",

@@ -5,6 +5,7 @@ import torch
 from cases.attention_residuals import reference as residuals_reference
 from cases.mhc import coefficients_reference
 from liger_kernel import ops
+from liger_kernel.ops import mhc
 from liger_kernel.transformers import LigerMHC, functional
 from torch import nn
 
@@ -62,6 +63,46 @@ def test_mhc(streams):
     close((both[0], both[1]), (plain, x_in))
     out.square().sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in (x, *module.parameters()))
+
+
+def test_mhc_steps():
+    """The steps of liger-kernel's, one after the other, are the operator; their gradients are autograd's in float64."""
+    streams, tmax, eps = 3, 4, 1e-4
+    x, phi, b = torch.randn(5, streams, 8), torch.randn(24, 15) / 5, torch.randn(15)
+    alphas = torch.rand(3).unbind()
+    rows, options = x.flatten(1), dict(tmax=tmax, pre_eps=0.01, sinkhorn_eps=eps, post_mult=2.0)
+    mix, invr = mhc.mhc_mm_norm_fwd(rows, phi, 1e-6, block_n=16)
+    *split, history = mhc.mhc_split_sinkhorn_fwd(mix, b, *alphas, return_hist=True, **options)
+    close(tuple(split), functional.liger_mhc_coeffs(x, phi, b, *alphas, allow_fp32=True, **options))
+    assert torch.equal(history[:, -1], split[2]) and history.shape == (5, tmax, streams, streams)
+    pre, post, res = split
+    f, out = torch.randn(5, 8), torch.empty(5, 8)
+    assert mhc.mhc_pre_fwd(x, pre, out=out) is out and torch.equal(out, functional.liger_mhc_pre(x, pre))
+    close(mhc.mhc_post_res_fwd(x, f, post, res), functional.liger_mhc_post_res(x, f, post, res))
+    assert mhc.mhc_pre_fwd(x.bfloat16(), pre).dtype == torch.float32
+
+    def backward(function, given, dy):
+        leaves = [t.double().requires_grad_() for t in given]
+        return tuple(g.float() for g in torch.autograd.grad(function(*leaves), leaves, dy.double()))
+
+    normed = lambda x, phi: x @ phi * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-6)
+    dmix = torch.randn_like(mix)
+    close(mhc.mhc_mm_norm_bwd(rows, phi, mix, invr, dmix), backward(normed, (rows, phi), dmix))
+    dres, logits = torch.randn(5, 3, 3), (mix[:, 6:] * alphas[2] + b[6:]).view(5, 3, 3)
+    (expected,) = backward(lambda t: sinkhorn(t, tmax, eps), (logits,), dres)
+    close(mhc.mhc_sinkhorn_bwd(mix, b, alphas[2], dres, tmax=tmax, sinkhorn_eps=eps), expected)
+    dx_in, dy = torch.randn(5, 8), torch.randn(5, 3, 8)
+    close(mhc.mhc_pre_bwd(x, pre, dx_in), backward(lambda x, pre: (pre[..., None] * x).sum(1), (x, pre), dx_in))
+    mixed = lambda x, f, post, res: res @ x + post[..., None] * f[:, None]
+    close(mhc.mhc_post_res_bwd(x, f, post, res, dy), backward(mixed, (x, f, post, res), dy))
+
+
+def sinkhorn(logits, iterations, eps):
+    p = logits.softmax(-1) + eps
+    for i in range(iterations):
+        p = p if i == 0 else p / (p.sum(-1, keepdim=True) + eps)
+        p = p / (p.sum(-2, keepdim=True) + eps)
+    return p
 
 
 def test_mhc_unused_results():

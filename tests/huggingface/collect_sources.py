@@ -83,8 +83,8 @@ MLPS = (
 EXPERTS = ("experts", "transposed_experts", "gpt_oss_experts", "clamped_experts", "clamped_swish_experts")
 ROPES = ("half_table_rope", "rope", "interleaved_rope", "deinterleaving_rope")
 ACTIVATION_PARTS = ("relu_squared", "xielu")
-# Falcon-H1's gate times its multiplier stays in float inside the kernel.
-ROUNDS_LESS = {"scaled_gated_mlp"}
+# Falcon-H1's gate times its multiplier stays in float inside the kernel, and so do the steps of MiniMax-M3's gate.
+ROUNDS_LESS = {"scaled_gated_mlp", "clamped_swish_mlp"}
 # Sections of its tables differ in the two halves, of which the operator reads one.
 UNEQUAL_HALVES = {"modeling_hunyuan_vl"}
 # Compared by hand, for all that their branches do.

@@ -268,9 +268,12 @@ def liger_selective_log_softmax(
     return ops.selective_log_softmax(logits, ids, float(temperature), ignore_index)
 
 
-def validate_formula_and_mode(formula: str, mode: str) -> None:
+def validate_formula_and_mode(label_smoothing_formula: str, label_smoothing_mode: str) -> None:
     """Raises ValueError for an unknown label_smoothing_formula or label_smoothing_mode."""
-    for name, value, known in (("label_smoothing_formula", formula, _FORMULAS), ("label_smoothing_mode", mode, _MODES)):
+    for name, value, known in (
+        ("label_smoothing_formula", label_smoothing_formula, _FORMULAS),
+        ("label_smoothing_mode", label_smoothing_mode, _MODES),
+    ):
         if value not in known:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
 

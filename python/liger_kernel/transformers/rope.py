@@ -6,3 +6,5 @@ from liger_kernel.operators.rope import (
     liger_rotary_pos_emb,
     liger_rotary_pos_emb_vision,
 )
+
+liger_rotary_pos_emb_gpt_oss = liger_half_table_rotary_pos_emb

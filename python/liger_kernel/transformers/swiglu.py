@@ -12,8 +12,10 @@ from liger_kernel.operators.mlp import (
     LigerSwiGLUMLP,
 )
 
+LigerSwiGLUMLPForMuseGlimmer = LigerSwiGLUMLP
+
 __all__ = [
     "LigerBlockSparseTop2MLP", "LigerClampedSwiGLUMLP", "LigerClampedSwishMLP", "LigerExperts",
     "LigerFalconH1SwiGLUMLP", "LigerGraniteSwiGLUMLP", "LigerHunyuanV1SwiGLUMLP", "LigerPhi3SwiGLUMLP",
-    "LigerQwen3MoeSwiGLUMLP", "LigerSeedOssSwiGLUMLP", "LigerSwiGLUMLP",
+    "LigerQwen3MoeSwiGLUMLP", "LigerSeedOssSwiGLUMLP", "LigerSwiGLUMLP", "LigerSwiGLUMLPForMuseGlimmer",
 ]  # fmt: skip
