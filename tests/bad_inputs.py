@@ -18,7 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 ROWS = {
     ("embedding", "ids"),
     ("scale", "saved"),
-    *((name, "x") for name in ("rms_norm", "layer_norm", "dyt", "poly_norm", "modulated_rms_norm", "fused_mlp")),
+    *(
+        (name, "x")
+        for name in ("rms_norm", "layer_norm", "dyt", "poly_norm", "modulated_rms_norm", "fused_mlp", "xielu")
+    ),
     ("attention_residuals", "blocks"),
     ("mhc_coefficients", "x"),
     *((name, "x") for name in ("lora_linear", "lora_qkv", "lora_mlp")),
@@ -31,6 +34,7 @@ FREE = {
         ("cross_entropy", "x"),
         ("selective_log_softmax", "x"),
         ("poly_norm", "x"),
+        ("xielu", "x"),
         ("mhc_pre", "x"),
         ("group_norm", "x"),
         ("int2_matmul", "b"),

@@ -31,6 +31,7 @@ CASES = [
         differentiable=(0, 1, 2),
         many_rows=(70000, 8),
         schema=lambda inputs, options: (ops.xielu, tuple(inputs)),
+        scales=(1, 1, 1, 30.0),  # 1e-3 makes a float16 eps to 0, where torch.min shares the gradient between equals
         bench=[((16384, 14336), {})],
         bench_cpu=[((4096, 4096), {})],
         bytes=lambda shape, options, e: (2 * e * shape[0] * shape[1], 3 * e * shape[0] * shape[1]),
