@@ -3,6 +3,19 @@
 
 namespace LIGER_CPU::partial_sums {
 
+/// A single number for each group, which may be small where its terms are not: summed in double.
+template <class T>
+static void sum_numbers(const PartialSum& a) {
+  for (int64_t group = 0; group < a.groups; ++group) {
+    double total = 0;
+    for (int64_t s = 0; s < a.partials; ++s) {
+      const int64_t index = group * a.partials + s;
+      total += a.part[index] * double(a.factor.of ? number(a.factor, index / a.per_factor) + a.plus : 1);
+    }
+    static_cast<T*>(a.out)[group] = T(float(total));
+  }
+}
+
 template <class T>
 static void sum(const PartialSum& a) {
   // Columns in blocks, so that a block's sums stay in registers and L1.
@@ -36,7 +49,7 @@ LIGER_REGISTER(stream_capturing, [](const StreamCapturing& a, Stream) { *a.yes =
 LIGER_REGISTER(add_partials, [](const AddPartials& all, Stream) {
   for (int i = 0; i < all.count; ++i) {
     const PartialSum& a = all.sums[i];
-    dispatch(a.dtype, [&]<class T>() { sum<T>(a); });
+    dispatch(a.dtype, [&]<class T>() { a.cols == 1 ? sum_numbers<T>(a) : sum<T>(a); });
   }
 });
 
