@@ -178,9 +178,11 @@ struct AdaptedLinear {
 /// a dropout, is what the adapter sees instead of x. Backward keeps x and x aᵀ.
 at::Tensor lora_linear(const at::Tensor& x, const AdaptedLinear& layer, const std::optional<at::Tensor>& dropped = {});
 
-/// The same of three layers of one input: one GEMM reads x for the three a, and GEMMs add up the gradient of x.
+/// The same of three layers of one input: one GEMM reads x for the three a, and GEMMs add up the gradient of x. With
+/// head_dim the results for x [..., seq, in] are [..., heads, seq, head_dim], laid out as [..., seq, heads, head_dim].
 std::tuple<at::Tensor, at::Tensor, at::Tensor> lora_qkv(const at::Tensor& x, const AdaptedLinear& q,
-                                                        const AdaptedLinear& k, const AdaptedLinear& v);
+                                                        const AdaptedLinear& k, const AdaptedLinear& v,
+                                                        int64_t head_dim = 0);
 
 /// A gated MLP of such layers, down(act(gate(x)) · up(x)). Backward keeps x, gate and up, or only x with `recompute`,
 /// and makes the rest again.

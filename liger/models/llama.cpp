@@ -365,16 +365,16 @@ void LlamaForCausalLMImpl::save_adapter(const std::string& folder) const {
   save_safetensors(adapter_file(folder), tensors);
 }
 
-Positions LlamaForCausalLMImpl::positions_of(const Tensor& ids, const CausalLMInputs& in) const {
+Positions LlamaForCausalLMImpl::positions_of(const Tensor& ids, const CausalLMInputs& in) {
   const int64_t tokens = ids.size(1), before = in.cache ? in.cache->length : 0, keys = before + tokens;
   const auto longs = ids.options().dtype(at::kLong);
   const Tensor ordinary = at::arange(before, keys, longs).unsqueeze(0);
   const Tensor positions = in.position_ids.defined() ? in.position_ids.to(at::kLong) : ordinary;
-  const Tensor half = positions.to(at::kFloat).unsqueeze(-1) * inv_freq_.to(ids.device()),
-               angles = at::cat({half, half}, -1);
+  inv_freq_ = inv_freq_.to(ids.device());  // once
+  const Tensor half = positions.to(at::kFloat).unsqueeze(-1) * inv_freq_, angles = at::cat({half, half}, -1);
   Positions p{angles.cos() * attention_factor_, angles.sin() * attention_factor_, {}};
-  const bool packed =
-      in.position_ids.defined() && before == 0 && tokens > 1 && at::diff(positions).ne(1).any().item<bool>();
+  const bool packed = in.position_ids.defined() && before == 0 && tokens > 1 &&
+                      (in.packed ? *in.packed : at::diff(positions).ne(1).any().item<bool>());
   const bool windowed = config.sliding_window > 0 && keys > config.sliding_window;
   if (!in.attention_mask.defined() && !packed && !windowed && (before == 0 || tokens == 1)) return p;
   const Tensor row = ordinary.unsqueeze(-1), column = at::arange(keys, longs);  // places, not positions
@@ -424,9 +424,10 @@ CausalLMOutput LlamaForCausalLMImpl::forward(const Tensor& ids, const CausalLMIn
               in.labels.sizes());
   const Tensor shifted = at::constant_pad_nd(in.labels.slice(1, 1), {0, 1}, -100);
   HeadOptions options;
-  if (in.num_items) options.reduction = Reduction::Sum;
-  const auto divisor =
-      in.num_items ? std::optional(at::full({}, *in.num_items, hidden.options().dtype(at::kFloat))) : std::nullopt;
+  std::optional<Tensor> divisor;
+  if (in.divisor.defined()) divisor = in.divisor;
+  else if (in.num_items) divisor = at::full({}, *in.num_items, hidden.options().dtype(at::kFloat));
+  if (divisor) options.reduction = Reduction::Sum;
   return {
       fused_linear_cross_entropy(hidden.flatten(0, 1), head_weight(), shifted.flatten(), options, {}, {}, divisor).loss,
       {}};

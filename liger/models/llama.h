@@ -94,6 +94,10 @@ struct CausalLMInputs {
   at::Tensor attention_mask = {};        // [batch, keys], 0 where there is padding
   std::optional<double> num_items = {};  // divides the sum of the losses; without: their mean
   KVCache* cache = nullptr;              // grows by the tokens
+  // What a CUDA graph cannot ask the device for, or change: whether position_ids begin documents within a row; without,
+  // they are looked at. And a float on the device, in place of num_items.
+  std::optional<bool> packed = {};
+  at::Tensor divisor = {};
 };
 
 struct CausalLMOutput {
@@ -166,7 +170,7 @@ struct LlamaForCausalLMImpl : torch::nn::Cloneable<LlamaForCausalLMImpl> {
   Projection lm_head{nullptr};
 
  private:
-  Positions positions_of(const at::Tensor& ids, const CausalLMInputs& inputs) const;
+  Positions positions_of(const at::Tensor& ids, const CausalLMInputs& inputs);
   at::Tensor inv_freq_;
   double attention_factor_ = 1;
 };

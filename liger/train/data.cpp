@@ -278,8 +278,10 @@ Batch Data::batch(const std::vector<int64_t>& items) const {
     int64_t* labels = batch.labels.mutable_data_ptr<int64_t>() + r * longest;
     int64_t* positions = apart() ? batch.positions.mutable_data_ptr<int64_t>() + r * longest : nullptr;
     const auto [from, to] = rows[r];
+    batch.packed = batch.packed || (apart() && to - from < longest);
     for (int64_t i = 0; i < to - from; ++i) {
       const bool begins = apart() && begins_[from + i];
+      batch.packed = batch.packed || (begins && i > 0);
       ids[i] = ids_[from + i];
       labels[i] = begins ? kIgnored : labels_[from + i];  // nothing before it says what it is
       if (apart()) positions[i] = i == 0 || begins ? 0 : positions[i - 1] + 1;

@@ -15,6 +15,7 @@ struct Batch {
   at::Tensor ids, labels;
   at::Tensor positions;  // where documents are apart, else undefined
   int64_t counted = 0;   // labels that are learnt; pairs of --loss dpo
+  bool packed = false;   // whether a document begins within a row
 };
 
 /// The tokens of files, in rows.

@@ -9,6 +9,7 @@ namespace liger::train {
 /// What liger-train is told; `liger-train --help` says what each means.
 struct Options {
   std::string model, out, loss = "causal", dpo_loss = "sigmoid", schedule = "cosine", dtype = "float32", device = "cpu";
+  std::string cuda_graphs = "auto";
   std::string packing = "apart", adapter, lora_target = "all";
   std::vector<std::string> data, eval;
   int64_t length = 1024, batch = 4, accumulate = 1, steps = 0, warmup = 0, seed = 0;

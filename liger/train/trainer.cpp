@@ -23,6 +23,8 @@ namespace fs = std::filesystem;
 namespace {
 
 constexpr const char* kCheckpoint = "checkpoint-";
+constexpr int64_t kWarmUp = 3;     // passes of a shape before it is captured
+constexpr size_t kMostGraphs = 4;  // each of which holds the memory of a pass
 
 /// What has been written to a folder is on the disk.
 void sync_folder(const fs::path& folder) {
@@ -97,6 +99,8 @@ Trainer::Trainer(Options options) : options_(std::move(options)), ranks_(options
     options_.steps =
         std::max<int64_t>(1, int64_t(std::ceil(double(data_->size()) * options_.epochs / double(of_step))));
   optimizer_.emplace(*model_, options_, ranks_);
+  no_graphs_ = reason_for_no_graphs();
+  if (no_graphs_.empty()) Graph::use_stream(device_);
   fs::create_directories(options_.out);
   if (!steps.empty()) resume(steps.back());
 }
@@ -182,7 +186,7 @@ void Trainer::resume(int64_t step) {
   fs::rename(beside, log);
 }
 
-Tensor Trainer::loss_of(const Batch& b, double counted) {
+Tensor Trainer::loss_of(const Batch& b, double counted, const Tensor& divisor) {
   const Tensor ids = b.ids.to(device_), labels = b.labels.to(device_);
   nn::CausalLMInputs inputs;
   if (b.positions.defined()) inputs.position_ids = b.positions.to(device_);
@@ -199,8 +203,62 @@ Tensor Trainer::loss_of(const Batch& b, double counted) {
         ->forward(hidden(model_), model_->head_weight(), labels.slice(1, 1), {}, reference, reference_->head_weight())
         .loss;
   }
-  inputs.labels = labels, inputs.num_items = counted;
+  inputs.labels = labels, inputs.num_items = counted, inputs.divisor = divisor, inputs.packed = b.packed;
   return model_->forward(ids, inputs).loss;
+}
+
+std::string Trainer::reason_for_no_graphs() const {
+  const bool adds_apart = options_.master_weights && options_.dtype != "float32";
+  if (options_.cuda_graphs == "off") return "--cuda-graphs off";
+  if (!device_.is_cuda()) return "there is no GPU";
+  if (!Graph::available(device_)) return "liger-train was built without CUDA's headers";
+  if (options_.loss != "causal") return "--loss " + options_.loss + " has rows of many lengths";
+  if (options_.packing == "none") return "--packing none has rows of many lengths";
+  if (options_.gradient_checkpointing) return "--gradient-checkpointing runs layers within backward";
+  if (options_.accumulate > 1 && !adds_apart) return "without float copies passes add to the gradients of the first";
+  return "";
+}
+
+/// Forward and backward: returns the loss, and leaves gradients in the parameters. What a graph computes are the same
+/// kernels' results.
+Tensor Trainer::pass(const Batch& batch, double counted) {
+  const auto plain = [&](const Batch& b, const Tensor& divisor) {
+    const Tensor loss = loss_of(b, counted, divisor);
+    loss.backward();
+    return loss.detach();
+  };
+  if (!no_graphs_.empty()) return plain(batch, {});
+  const std::pair key(batch.ids.sizes().vec(), batch.packed);
+  auto found = std::find_if(captured_.begin(), captured_.end(), [&](const auto& each) { return each.first == key; });
+  if (found == captured_.end()) {
+    if (captured_.size() == kMostGraphs) return plain(batch, {});
+    captured_.emplace_back(key, Captured{}), found = captured_.end() - 1;
+  }
+  Captured& c = found->second;
+  auto parameters = model_->parameters();
+  if (!c.graph) {
+    if (c.seen++ < kWarmUp) return plain(batch, {});
+    c.batch = batch;
+    for (Tensor* t : {&c.batch.ids, &c.batch.labels, &c.batch.positions})
+      if (t->defined()) *t = t->to(device_, t->scalar_type(), /*non_blocking=*/false, /*copy=*/true);
+    c.divisor = at::empty({}, at::TensorOptions(device_).dtype(at::kFloat));
+    try {
+      c.graph = std::make_unique<Graph>([&] { c.loss = plain(c.batch, c.divisor); });
+    } catch (const std::exception& error) {
+      no_graphs_ = error.what();
+      no_graphs_ = no_graphs_.substr(0, no_graphs_.find('\n'));
+      if (ranks_.rank() == 0) std::fprintf(stderr, "no CUDA graphs: %s\n", no_graphs_.c_str());
+      captured_.clear();
+      for (Tensor& parameter : parameters) parameter.mutable_grad().reset();
+      return plain(batch, {});
+    }
+    for (const Tensor& parameter : parameters) c.gradients.push_back(parameter.grad());
+  }
+  c.batch.ids.copy_(batch.ids), c.batch.labels.copy_(batch.labels), c.divisor.fill_(counted);
+  if (batch.positions.defined()) c.batch.positions.copy_(batch.positions);
+  c.graph->replay();
+  for (size_t i = 0; i < parameters.size(); ++i) parameters[i].mutable_grad() = c.gradients[i];
+  return c.loss;
 }
 
 void Trainer::step(int64_t step) {
@@ -220,8 +278,7 @@ void Trainer::step(int64_t step) {
   counted = int64_t(ranks_.sum(double(counted))), tokens = int64_t(ranks_.sum(double(tokens)));
   double loss = 0;
   for (const Batch& batch : batches) {
-    const Tensor part = loss_of(batch, double(std::max<int64_t>(1, counted)));
-    part.backward();
+    const Tensor part = pass(batch, double(std::max<int64_t>(1, counted)));
     optimizer_->accumulate();
     loss += part.item<double>();
   }
@@ -331,6 +388,7 @@ void Trainer::describe() {
                  static_cast<long long>(data.rows()), static_cast<long long>(data.special_tokens()),
                  static_cast<long long>(data.without_labels()));
   };
+  if (device_.is_cuda() && !no_graphs_.empty()) std::fprintf(stderr, "no CUDA graphs: %s\n", no_graphs_.c_str());
   say("data", *data_);
   if (eval_) say("evaluation", *eval_);
 }

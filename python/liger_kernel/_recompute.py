@@ -138,6 +138,12 @@ def run(op, *arguments, needs_recipes: bool = False):
     return results
 
 
+def note(op, arguments: tuple[Any, ...], result: Tensor) -> None:
+    """While a model records, backward makes a result again as op(*arguments)."""
+    if _recordings and (recording := getattr(_local, "recording", None)) is not None:
+        recording.note(op, arguments, result, False)
+
+
 def start() -> bool:
     """Begins to record; False where that has begun already, or nothing is recorded for backward."""
     if getattr(_local, "recording", None) is not None or not torch.is_grad_enabled() or torch.compiler.is_compiling():

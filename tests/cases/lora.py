@@ -50,12 +50,27 @@ def qkv_make(shape, options):
     return torch.randn(tokens, into), *(t for each in layers for t in each)
 
 
-def qkv_op(*inputs, **_):
-    return ops.lora_qkv(*inputs, *SCALES)
+def head_dim_of(inputs, options):
+    """As wide as k: of q there are two heads."""
+    return inputs[5].shape[0] if options.get("heads") else 0
 
 
-def qkv_reference(x, *rest, **_):
-    return tuple(applied(x, *rest[4 * i : 4 * i + 4], SCALES[i]) for i in range(3))
+def qkv_op(*inputs, **options):
+    return ops.lora_qkv(*inputs, *SCALES, head_dim_of(inputs, options))
+
+
+def qkv_reference(x, *rest, **options):
+    results = tuple(applied(x, *rest[4 * i : 4 * i + 4], SCALES[i]) for i in range(3))
+    dim = head_dim_of((x, *rest), options)
+    return tuple(y.unflatten(-1, (-1, dim)).transpose(-3, -2) for y in results) if dim else results
+
+
+def qkv_error(text, head_dim, *shape):
+    def call(d):
+        w = torch.randn(6, 4, device=d)
+        return ops.lora_qkv(torch.randn(*shape, device=d), *(w, None, None, None) * 3, *SCALES, head_dim)
+
+    return call, RuntimeError, text
 
 
 def mlp_make(shape, options):
@@ -125,11 +140,16 @@ CASES = [
         make=qkv_make,
         differentiable=tuple(range(13)),
         shapes=SHAPES,
-        options=[{}, dict(biases=True), dict(frozen_k=True, rank=3)],
-        schema=lambda inputs, options: (ops.lora_qkv, (*inputs, *SCALES)),
+        options=[{}, dict(biases=True), dict(frozen_k=True, rank=3), dict(heads=True), dict(heads=True, rank=0)],
+        schema=lambda inputs, options: (ops.lora_qkv, (*inputs, *SCALES, head_dim_of(inputs, options))),
         bench=[((8192, 4096, 4096), dict(rank=16))],
         bench_cpu=[((1024, 1024, 1024), dict(rank=16))],
         flops=gemms(2),
+        errors=[
+            qkv_error("head_dim 4 does not divide 6", 4, 2, 4),
+            qkv_error("head_dim is the width of the heads", -1, 2, 4),
+            qkv_error("head_dim is the width of the heads", 3, 4),
+        ],
     ),
     Case(
         name="lora_mlp",

@@ -378,6 +378,28 @@ def test_ranks(runs, count, *more):
         assert [line["loss"] for line in again[:4]] == [line["loss"] for line in lines[:4]]
 
 
+def test_graphs(runs):
+    """Passes that a CUDA graph computes, from the fourth of a shape, have the losses of those that are launched one by
+    one, to the bit; where none can be captured, the reason is said."""
+    texts = write(runs.folder / "texts.jsonl", [{"text": text} for text in TEXTS])
+    for options in (
+        ("--packing", "join"),
+        ("--packing", "apart"),
+        ("--dtype", "bfloat16", "--accumulate", 2),
+        ("--lora-rank", 4, "--lora-dropout", 0.2),
+    ):
+        losses = []
+        for graphs in ("auto", "off"):
+            out = runs.folder / f"graphs-{len(list(runs.folder.glob('graphs-*')))}"
+            data = ["--data", texts, "--length", LENGTH, "--batch", 2, "--steps", 8, "--lr", 1e-2]
+            command = runs.command(out, *data, "--cuda-graphs", graphs, *options)
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            told = f"no CUDA graphs: --cuda-graphs {graphs}" if graphs == "off" else "no CUDA graphs"
+            assert (told in done.stderr) == (graphs == "off" and runs.device == "cuda"), done.stderr
+            losses.append([(line["loss"], line["gradient_norm"]) for line in log(out) if "loss" in line])
+        assert len(losses[0]) == 8 and losses[0] == losses[1], (options, *losses)
+
+
 def test_refusals(runs):
     texts, lines = runs.folder / "texts.jsonl", runs.folder / "lines.jsonl"
 
@@ -436,6 +458,7 @@ def main(binary, features):
         if {"gloo", "nccl"} & features:
             test_ranks(runs, 2)
             test_ranks(runs, 2, "--lora-rank", 4)
+        test_graphs(runs)
         test_refusals(runs)
     print("liger-train agrees with plain torch, and with itself when it is killed")
 

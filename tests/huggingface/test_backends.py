@@ -11,8 +11,8 @@ import torch
 from conftest import assert_same_step, batch, make, run
 from liger_kernel import _library
 from liger_kernel.operators import coverage
-from liger_kernel.ops import LigerSiLUMulFunction
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
+from liger_kernel.transformers.swiglu import LigerSwiGLUMLP
 
 
 class Slot(ctypes.Structure):
@@ -58,13 +58,11 @@ def test_a_model_without_some_kernels(without, patched):
     calls = []
     without("norm_backward", "cross_entropy")
     with pytest.MonkeyPatch.context() as patch:
-        for owner in (LigerRMSNorm, LigerSiLUMulFunction):
-            name = "forward" if owner is LigerRMSNorm else "apply"
-            method = getattr(owner, name)
-            patch.setattr(owner, name, lambda *a, m=method, o=owner: calls.append(o) or m(*a))
+        for owner in (LigerRMSNorm, LigerSwiGLUMLP):
+            patch.setattr(owner, "forward", lambda *a, m=owner.forward, o=owner: calls.append(o) or m(*a))
         output = assert_same_step(model, reference, **batch())
     assert output.logits is not None
-    assert LigerSiLUMulFunction in calls and LigerRMSNorm not in calls
+    assert LigerSwiGLUMLP in calls and LigerRMSNorm not in calls
 
 
 def test_a_model_without_kernels(without, patched):

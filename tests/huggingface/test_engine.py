@@ -65,12 +65,17 @@ def test_instance_level_changes_this_model_only(family, patched):
     assert torch.equal(model(**batch()).loss, loss) and model(**batch()).logits is not None
 
 
+REWRITTEN = ("fused_add_rms_norm", "lora_qkv")
+
+
 def test_report(family, patched):
     model = make(family)
     report = patched(family, model)
     assert not report.skipped
     norms = sum("RMSNorm" in type(module).__name__ for module in make(family).modules())
-    counts = {entry.switch: entry.count for entry in report.replaced}
+    layers = {entry.by: entry.count for entry in report.replaced if entry.by in REWRITTEN}
+    assert layers == dict.fromkeys(REWRITTEN, 2)
+    counts = {entry.switch: entry.count for entry in report.replaced if entry.by not in REWRITTEN}
     assert counts == {"rope": 2, "rms_norm": norms, _gate(family): 2, FUSED: 1}
     text = str(report)
     assert text.splitlines()[1].split() == ["module", "operator", "replaced", "by"]
@@ -92,7 +97,8 @@ def test_applying_twice_changes_nothing_more(family, patched):
     model = class_of(family)(config_of(family)).train()
     kinds = [type(module) for module in model.modules()]
     report = patched(family, model, strict=True)
-    assert [entry.switch for entry in report.replaced if entry.count] == ["rms_norm", _gate(family), "rope", FUSED]
+    switches = ["rms_norm", _gate(family), "rope", "rms_norm", "rope", FUSED]  # parts, layers and attention, the loss
+    assert [entry.switch for entry in report.replaced if entry.count] == switches
     assert [type(module) for module in model.modules()] == kinds
     assert model(**batch()).logits is None
 

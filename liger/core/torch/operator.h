@@ -172,6 +172,19 @@ class Operator {
     return kInTwoParts && is_plain(first_tensor(leaves(in))) && !c10::impl::TorchDispatchModeTLS::any_modes_set();
   }
 
+  /// Whether nobody but autograd looks at what is done to the tensors of some structs: a node then calls the functions
+  /// below it as they are, without the dispatcher.
+  template <class... S>
+  static bool unseen(const S&... structs) {
+    const auto plain = []<class T>(const T& leaf) {
+      if constexpr (std::is_same_v<T, Tensor>) return !leaf.defined() || is_plain(leaf);
+      else if constexpr (std::is_same_v<T, OptTensor>) return !leaf || is_plain(*leaf);
+      else return !detail::is_optional_struct<T>;
+    };
+    return std::apply([&](const auto&... leaf) { return (plain(leaf) && ...); }, std::tuple_cat(leaves(structs)...)) &&
+           !c10::impl::TorchDispatchModeTLS::any_modes_set();
+  }
+
   static auto record(Inputs& in, Options& options, const Wanted& wanted) {
     if constexpr (requires { D::record(in, options, wanted); }) return D::record(in, options, wanted);
     else return NoFields{};
@@ -284,11 +297,14 @@ class Operator {
         auto [in, options] = structs(args...);
         Wanted wanted = wants(in);
         const auto of_record = record(in, options, wanted);
+        const at::AutoDispatchBelowADInplaceOrView below_autograd;  // which would look at each tensor for nothing
         if (in_two_parts(in)) {
           if constexpr (kInTwoParts) *all = complete(D::start(std::as_const(in)), first_tensor(leaves(in)));
         } else {
-          *all = as_fields<Results>(
-              call_as<&D::forward>(forward_op, std::tie(std::as_const(in), of_record, std::as_const(options))));
+          const auto given = std::tie(std::as_const(in), of_record, std::as_const(options));
+          if (unseen(std::as_const(in)))
+            *all = complete(call_as<&D::forward>(&D::forward, given), first_tensor(leaves(in)));
+          else *all = as_fields<Results>(call_as<&D::forward>(forward_op, given));
         }
         Saved saved = D::save(std::as_const(in), *all);
         if constexpr (kLeaves<Wanted> > 1) detail::State::save(ctx, saved, options, wanted);
@@ -315,8 +331,15 @@ class Operator {
         const auto given =
             std::tie(std::as_const(g), std::as_const(saved), std::as_const(wanted), std::as_const(options));
         const Gradients gradients = [&] {
-          if constexpr (requires { &D::differentiate; }) return call_as<&D::differentiate>(&D::differentiate, given);
-          else return as_fields<Gradients>(call_as<&D::backward>(backward_op, given));
+          std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd;
+          if (!at::GradMode::is_enabled()) below_autograd.emplace();
+          if constexpr (requires { &D::differentiate; }) {
+            return call_as<&D::differentiate>(&D::differentiate, given);
+          } else {
+            if (below_autograd && unseen(std::as_const(g), std::as_const(saved)))
+              return as_gradients(call_as<&D::backward>(&D::backward, given));
+            return as_fields<Gradients>(call_as<&D::backward>(backward_op, given));
+          }
         }();
         variable_list of_inputs(sizeof...(L) + 1);
         for_each_index<kGradientOf.size()>([&](auto i) {
@@ -328,6 +351,13 @@ class Operator {
       }
 
      private:
+      static Gradients as_gradients(Gradients gradients) { return gradients; }
+      template <class T>
+        requires(std::is_same_v<T, Tensor> && !std::is_same_v<Gradients, Tensor>)
+      static Gradients as_gradients(T gradient) {
+        return as_fields<Gradients>(std::move(gradient));
+      }
+
       static constexpr bool kMayBeAbsent = []<class... T>(std::type_identity<std::tuple<T&...>>) {
         return (std::is_same_v<T, OptTensor> || ...);
       }(std::type_identity<Leaves<Upstream>>());

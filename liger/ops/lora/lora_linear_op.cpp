@@ -16,7 +16,8 @@ void check(const Arguments& arguments, const AdaptedLinear& layer, const std::st
 }
 
 void product_of_rows(Tensor out, const Tensor& a, const Tensor& b, double factor) {
-  if (out.scalar_type() == a.scalar_type()) at::addmm_out(out, out, a.t(), b, 0, factor);
+  if (out.scalar_type() == a.scalar_type() && factor == 1) at::mm_out(out, a.t(), b);
+  else if (out.scalar_type() == a.scalar_type()) at::addmm_out(out, out, a.t(), b, 0, factor);
   else if (a.is_cpu()) product_of_rows(out, a.to(out.scalar_type()), b.to(out.scalar_type()), factor);
   else at::addmm_out(out, out, a.t(), b, out.scalar_type(), 0, factor);
 }
@@ -136,6 +137,10 @@ struct QKV {
                  k.scale, v.scale)
     Layers<3> layers() const { return {&q, &k, &v}; }
   };
+  struct Options {
+    int64_t head_dim = 0;
+    LIGER_OPTIONS(head_dim)
+  };
   struct Results {
     Tensor q, k, v, low, cast;
     LIGER_FIELDS(q, k, v, low, cast)
@@ -158,39 +163,61 @@ struct QKV {
 
   static auto uncast(auto& in) { return std::tie(in.q.a, in.q.b, in.k.a, in.k.b, in.v.a, in.v.b); }
 
-  static Arguments check(const char* op, const Inputs& in) {
+  static Arguments check(const char* op, const Inputs& in, const Options& options) {
     const Arguments arguments(op, "x", in.x);
+    TORCH_CHECK(options.head_dim >= 0 && (options.head_dim == 0 || in.x.dim() > 1), op,
+                ": head_dim is the width of the heads of x [..., seq, columns], or 0, got ", options.head_dim);
     const char* names[] = {"q", "k", "v"};
     for (size_t i = 0; i < 3; ++i)
       lora::check(arguments, *in.layers()[i], names[i] + std::string("_weight"), names[i] + std::string("_"),
                   in.x.sym_size(-1));
+    for (const AdaptedLinear* layer : in.layers())
+      TORCH_CHECK(options.head_dim == 0 || layer->weight.sym_size(0) % options.head_dim == 0, op, ": head_dim ",
+                  options.head_dim, " does not divide ", layer->weight.sym_size(0));
     return arguments;
   }
 
-  static Results forward(const Inputs& in) {
-    check("lora_qkv", in);
+  /// A layer's result [..., seq, out]; with head_dim as [..., seq, heads, head_dim].
+  static c10::SymDimVector shape(const Inputs& in, const AdaptedLinear& layer, const Options& options) {
+    c10::SymDimVector shape = with_columns(in.x, layer.weight.sym_size(0));
+    if (options.head_dim) shape.back() /= options.head_dim, shape.push_back(options.head_dim);
+    return shape;
+  }
+  /// [..., seq, heads, head_dim] as [..., heads, seq, head_dim], and the other way round.
+  static Tensor swapped(const Tensor& t, const Options& options) {
+    return options.head_dim && t.defined() ? t.transpose(-3, -2) : t;
+  }
+  static Tensor matrix_of(const Tensor& t, const Tensor& x, const AdaptedLinear& layer) {
+    return t.reshape({x.size(0), layer.weight.size(0)});
+  }
+
+  static Results forward(const Inputs& in, const Options& options) {
+    check("lora_qkv", in, options);
     const auto layers = in.layers();
     std::array<Tensor, 3> y;
-    for (size_t i = 0; i < 3; ++i)
-      y[i] = output(at::empty_symint(with_columns(in.x, layers[i]->weight.sym_size(0)), in.x.options()));
+    for (size_t i = 0; i < 3; ++i) y[i] = output(at::empty_symint(shape(in, *layers[i], options), in.x.options()));
+    const auto results = [&](const Tensor& low, const Tensor& cast) {
+      return Results{swapped(y[0], options), swapped(y[1], options), swapped(y[2], options), low, cast};
+    };
     if (is_nothing(in.x))
-      return {y[0], y[1], y[2], Adapters<3>::empty_low_rank(layers, in.x), Adapters<3>::empty_cast(layers, in.x)};
+      return results(Adapters<3>::empty_low_rank(layers, in.x), Adapters<3>::empty_cast(layers, in.x));
     const Adapters<3> adapters(layers, in.x);
     const Tensor x = matrix(in.x), low = adapters.low_rank(x);
     for (size_t i = 0; i < 3; ++i)
-      run_forward(matrix(y[i]), x, adapters.columns_of(low, layers, i), *layers[i], adapters.b[i]);
-    return {y[0], y[1], y[2], low, adapters.cast};
+      run_forward(matrix_of(y[i], x, *layers[i]), x, adapters.columns_of(low, layers, i), *layers[i], adapters.b[i]);
+    return results(low, adapters.cast);
   }
 
   static Saved save(const Inputs& in, const Results& results) { return {in, results.low, results.cast}; }
 
-  static Gradients<Tensor> backward(const Upstream& up, const Saved& saved, const Gradients<bool>& wanted) {
+  static Gradients<Tensor> backward(const Upstream& up, const Saved& saved, const Gradients<bool>& wanted,
+                                    const Options& options) {
     const Inputs& in = saved.in;
-    const auto shape = [&](const AdaptedLinear& layer) { return with_columns(in.x, layer.weight.sym_size(0)); };
-    const Arguments arguments = check("lora_qkv_backward", in);
-    arguments.shaped("dq", up.dq, shape(in.q), Type::Same)
-        .shaped("dk", up.dk, shape(in.k), Type::Same)
-        .shaped("dv", up.dv, shape(in.v), Type::Same);
+    const auto layers = in.layers();
+    const Arguments arguments = check("lora_qkv_backward", in, options);
+    const std::array<Tensor, 3> dy{swapped(up.dq, options), swapped(up.dk, options), swapped(up.dv, options)};
+    const char* names[] = {"dq", "dk", "dv"};
+    for (size_t i = 0; i < 3; ++i) arguments.shaped(names[i], dy[i], shape(in, *layers[i], options), Type::Same);
     lora::check(arguments, in.q, wanted.q, "q_");
     lora::check(arguments, in.k, wanted.k, "k_");
     lora::check(arguments, in.v, wanted.v, "v_");
@@ -200,11 +227,10 @@ struct QKV {
     Gradients<Tensor> g;
     g.dx = room(wanted.dx, in.x);
     const Tensor x = matrix(in.x), dx = wanted.dx ? matrix(g.dx) : Tensor();
-    const auto layers = in.layers();
     const Adapters<3> adapters(layers, in.x, saved.cast);
-    std::tie(g.q, g.k, g.v) =
-        std::tuple_cat(run_backward<3>({matrix(up.dq), matrix(up.dk), matrix(up.dv)}, x, x, saved.low, layers, adapters,
-                                       {wanted.q, wanted.k, wanted.v}, dx, dx));
+    std::tie(g.q, g.k, g.v) = std::tuple_cat(
+        run_backward<3>({matrix_of(dy[0], x, in.q), matrix_of(dy[1], x, in.k), matrix_of(dy[2], x, in.v)}, x, x,
+                        saved.low, layers, adapters, {wanted.q, wanted.k, wanted.v}, dx, dx));
     return g;
   }
 };
@@ -216,8 +242,8 @@ Tensor lora_linear(const Tensor& x, const AdaptedLinear& layer, const OptTensor&
 }
 
 std::tuple<Tensor, Tensor, Tensor> lora_qkv(const Tensor& x, const AdaptedLinear& q, const AdaptedLinear& k,
-                                            const AdaptedLinear& v) {
-  return Operator<op::lora::QKV>::public_op(op::lora::QKV::Inputs{x, q, k, v});
+                                            const AdaptedLinear& v, int64_t head_dim) {
+  return Operator<op::lora::QKV>::public_op(op::lora::QKV::Inputs{x, q, k, v}, op::lora::QKV::Options{head_dim});
 }
 
 LIGER_OPERATORS(lora_linear, Operator<op::lora::Linear>, Operator<op::lora::QKV>,

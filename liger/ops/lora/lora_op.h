@@ -32,6 +32,7 @@ inline void check(const Arguments& arguments, const AdaptedLinear& layer, const 
 
 /// Tokens x columns; either may be 0.
 inline Tensor matrix(const Tensor& t) {
+  if (t.dim() == 2) return t;
   return t.reshape({c10::multiply_integers(t.sizes().slice(0, t.dim() - 1)), t.size(-1)});
 }
 
@@ -96,7 +97,7 @@ struct Adapters {
   }
 
   /// x Aᵀ of all layers side by side [tokens, Σ rank].
-  Tensor low_rank(const Tensor& x) const { return a.defined() ? x.mm(a.t()) : x.new_empty({x.size(0), 0}); }
+  Tensor low_rank(const Tensor& x) const { return a.defined() ? x.mm(a.t()) : at::empty({x.size(0), 0}, x.options()); }
   static Tensor empty_low_rank(const Layers<n>& layers, const Tensor& x) {
     return at::empty_symint({sym_rows(x), ranks(layers)}, x.options());
   }
@@ -108,11 +109,12 @@ struct Adapters {
         .shaped(cast_name, cast, {cast_size(layers, x.scalar_type())}, Type::Same);
   }
 
-  /// The columns of layer i in what low_rank gives.
+  /// The columns of layer i in what low_rank gives; undefined where it has no adapter.
   static Tensor columns_of(const Tensor& low, const Layers<n>& layers, size_t i) {
+    if (!layers[i]->a) return {};
     int64_t begin = 0;
     for (size_t k = 0; k < i; ++k) begin += layers[k]->a ? layers[k]->a->size(0) : 0;
-    return low.narrow(1, begin, layers[i]->a ? layers[i]->a->size(0) : 0);
+    return low.narrow(1, begin, layers[i]->a->size(0));
   }
 };
 

@@ -27,7 +27,10 @@ def check_label(name: str, label: Any) -> None:
 
 def promoted(*tensors: Tensor | None) -> tuple[Any, ...]:
     """The tensors in the dtype that torch's arithmetic between them has; None stays None."""
-    dtype = functools.reduce(torch.promote_types, {t.dtype for t in tensors if t is not None})
+    dtypes = {t.dtype for t in tensors if t is not None}
+    if len(dtypes) == 1:
+        return tensors
+    dtype = functools.reduce(torch.promote_types, dtypes)
     return tuple(t if t is None or t.dtype == dtype else t.to(dtype) for t in tensors)
 
 
@@ -37,6 +40,8 @@ def beside(x: Tensor, weight: Tensor | None) -> Tensor | None:
 
 
 def is_dtensor(x: Any) -> bool:
+    if x.__class__ is Tensor or x.__class__ is torch.nn.Parameter:  # asked at each call
+        return False
     return isinstance(x, getattr(getattr(torch.distributed, "tensor", None), "DTensor", ()))
 
 

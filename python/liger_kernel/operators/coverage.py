@@ -28,13 +28,12 @@ def is_bare(module: nn.Module) -> bool:
     It does not where the instance has its own forward (accelerate's offloading) or a compiled one, and where the
     module, or all modules, have hooks. A parametrisation changes the class, which is the caller's to compare.
     """
-    own = module.__dict__
+    own = module.__dict__  # asked at each call, of several modules: what is told at once comes first
+    if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+        return False
     if "forward" in own or own.get("_compiled_call_impl"):
         return False
-    for name in _HOOKS:
-        if own[name] or _GLOBAL[name]:
-            return False
-    return True
+    return not any(_GLOBAL.values())
 
 
 def result_changed_by(module: nn.Module, but: Iterable[str] = ()) -> Any:

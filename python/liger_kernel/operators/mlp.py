@@ -23,6 +23,7 @@ from liger_kernel.operators.activation import (
 )
 from liger_kernel.operators.common import first_derivative_only
 from liger_kernel.operators.coverage import GATED_KERNELS, is_bare
+from liger_kernel.operators.together import gated_mlp
 
 
 def limit_of(module: Any) -> float:
@@ -52,7 +53,8 @@ class LigerSwiGLUMLP(_GatedMLP):
         super().__init__(config, intermediate_size, getattr(config, "mlp_bias", False))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(LigerSiLUMulFunction.apply(self.gate_proj(x), self.up_proj(x)))
+        y = gated_mlp(self, x, SILU)
+        return self.down_proj(LigerSiLUMulFunction.apply(self.gate_proj(x), self.up_proj(x))) if y is None else y
 
 
 class LigerQwen3MoeSwiGLUMLP(LigerSwiGLUMLP):
@@ -113,6 +115,9 @@ class LigerGEGLUMLP(_GatedMLP):
 
     def forward(self, x: Tensor) -> Tensor:
         approximate = getattr(self, "approximate", "tanh")
+        y = gated_mlp(self, x, GELU_TANH if approximate == "tanh" else GELU_ERF)
+        if y is not None:
+            return y
         return self.down_proj(LigerGELUMulFunction.apply(self.gate_proj(x), self.up_proj(x), approximate))
 
     @staticmethod

@@ -231,9 +231,10 @@ class LigerRMSNorm(nn.Module):
     def as_original(module: Any, x: Tensor) -> Tensor:
         """x in the dtype of the original module's result: where it rounds before the weight, the product with the
         weight has the dtype of both."""
-        if module.weight is None or module.casting_mode == "gemma":
+        weight = module.weight
+        if weight is None or weight.dtype is x.dtype or module.casting_mode == "gemma":
             return x
-        return x.to(torch.promote_types(x.dtype, module.weight.dtype))
+        return x.to(torch.promote_types(x.dtype, weight.dtype))
 
     @classmethod
     def attributes_for(cls, module: nn.Module, **preset: Any) -> dict[str, Any]:

@@ -40,10 +40,12 @@ from liger_kernel.transformers.replace import (
     with_globals,
 )
 from liger_kernel.transformers.report import Replacement, Report, Skip
+from liger_kernel.transformers.rewrite import ADD_AND_NORM, OPERATORS, PROJECTIONS, rewrite_classes, rewrite_modules
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
 from liger_kernel.transformers.source import as_written
 from liger_kernel.utils import warn_once
 
+REWRITES = {ADD_AND_NORM: "rms_norm", PROJECTIONS: "rope"}
 _LOSSES = {"cross_entropy", "fused_linear_cross_entropy"}
 _CLASS_LOSS = staticmethod(loss_utils.causal_lm_loss)
 _MISSING = "the installed transformers has none"
@@ -167,6 +169,7 @@ class _Patcher:
                 self._convert(swaps, name)
             else:
                 self._convert_callers(swaps, name)
+        self._rewrite()
         if self.model is None:
             self._class_losses()
         else:
@@ -305,6 +308,18 @@ class _Patcher:
             done, by = done + 1, swap.load(target).__name__
         if done:
             self._done(swap.switch, name, by, done)
+
+    def _rewrite(self):
+        kinds = frozenset(k for k, switch in REWRITES.items() if switch in {e.switch for e in self.report.replaced})
+        done, kept = rewrite_modules(self.modules, kinds, self.edits)
+        if self.model is None:
+            norms = {entry.name for entry in self.report.replaced if entry.switch == "rms_norm"}
+            classes = [cls for cls in vars(self.namespace).values() if getattr(cls, "__module__", 0) == self.row.module]
+            done, kept = rewrite_classes(classes, kinds, self.edits, lambda cls: norms & names_in(cls.__init__))
+        for kind, name, reason in kept:
+            self._skip(REWRITES[kind], name, reason)
+        for (kind, name), count in sorted(done.items()):
+            self._done(REWRITES[kind], name, OPERATORS[kind], None if self.model is None else count)
 
     def _loss_classes(self):
         return [cls for name in self.row.loss if (cls := getattr(self.namespace, name, None)) is not None]

@@ -69,17 +69,23 @@ def or_original(part: type, original):
     most, least = len(taken), sum(parameter.default is parameter.empty for parameter in taken)
     reason_to_keep, as_original = (getattr(part, attribute, None) for attribute in ("reason_to_keep", "as_original"))
 
+    takes_one = least <= 1 <= most
+
     @functools.wraps(part.forward)
     def call(self, *args, **kwargs):
         x = args[0] if args else kwargs.get(name)
-        fits = least <= len(args) + len(kwargs) <= most and all(a is not None for a in (x, *args, *kwargs.values()))
+        if takes_one and len(args) == 1 and not kwargs:  # as nearly all calls are
+            fits = x is not None
+        else:
+            fits = least <= len(args) + len(kwargs) <= most and all(a is not None for a in (x, *args, *kwargs.values()))
         if not fits or not kernels_cover(x, kernels):
             return original(self, *args, **kwargs)
         if reason_to_keep is not None and reason_to_keep(self):
             return original(self, *args, **kwargs)
         if as_original is not None and (x := as_original(self, x)) is None:
             return original(self, *args, **kwargs)
-        return part.forward(self, x, *args[1:], **{key: value for key, value in kwargs.items() if key != name})
+        kwargs.pop(name, None)
+        return part.forward(self, x, *args[1:], **kwargs)
 
     call.liger_original = original
     return call
@@ -94,9 +100,15 @@ def instead_of(part, original):
     parameters = inspect.signature(original).parameters
     names, first = list(parameters), next(iter(parameters))
     second, plain = names[1], "unsqueeze_dim" not in parameters
+    usual = names[:4] == list(inspect.signature(part).parameters)[:4] and names[2:4] == ["cos", "sin"]
 
     @functools.wraps(part)
     def call(*args, **kwargs):
+        if usual and len(args) == 4 and not kwargs:  # as nearly all calls are
+            q, k, cos, sin = args
+            if q.dtype is cos.dtype is k.dtype is sin.dtype and kernels_cover(q, ROPE_KERNELS):
+                if plain or q.dim() == 4 and cos.dim() in (3, 4):
+                    return part(q, k, cos, sin)
         given = {**dict(zip(names, args)), **kwargs}
         if not kernels_cover(given[first], ROPE_KERNELS):
             return original(*args, **kwargs)
