@@ -89,16 +89,16 @@ def _together(x, layers, head_dim):
 
 
 @functools.cache
-def is_rms_norm(cls: type) -> bool:
+def is_rms_norm(cls: Any) -> bool:
     """Whether modules of a class, or of the variant that a patch has made of one, run LigerRMSNorm's forward."""
-    part = getattr(vars(cls).get("liger_part"), "part", cls)
+    part: Any = getattr(vars(cls).get("liger_part"), "part", cls)
     return issubclass(part, LigerRMSNorm) and part.forward is LigerRMSNorm.forward
 
 
 def add_and_normalise(norm: Any, a: Any, b: Any) -> tuple[Tensor, Tensor]:
     """(a + b, norm(a + b))."""
     if is_recorded(a) and b.__class__ is Tensor and a.dtype is b.dtype and a.shape == b.shape and a.device == b.device:
-        if is_rms_norm(type(norm)) and is_bare(norm) and kernels_cover(a, NORM_KERNELS):
+        if is_rms_norm(norm.__class__) and is_bare(norm) and kernels_cover(a, NORM_KERNELS):
             weight, mode = norm._parameters.get("weight"), norm.casting_mode
             # A weight of another type changes that of the result where it is rounded before the weight.
             if type(weight) in DENSE and (weight.dtype is a.dtype or mode == "gemma"):

@@ -16,8 +16,9 @@ import inspect
 import textwrap
 import types
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -241,12 +242,16 @@ class RewrittenForward:
         return base.__name__, (base,), {"forward": rewritten(base.forward, self.kinds)[0]}
 
 
-def rewrite_classes(classes, kinds: frozenset[str], edits: Edits, has_rms_norm: Callable[[type], object]):
+def rewrite_classes(
+    classes: Iterable[Any], kinds: frozenset[str], edits: Edits, has_rms_norm: Callable[[type], object]
+):
     """Give classes of layers and of attention such forwards: ({(kind, name): how many}, [])."""
     done: Counter[tuple[str, str]] = Counter()
-    for cls in classes:
-        if not (isinstance(cls, type) and issubclass(cls, nn.Module)) or issubclass(cls, PreTrainedModel):
+    found: frozenset[str]
+    for part in classes:
+        if not isinstance(part, type) or not issubclass(part, nn.Module) or issubclass(part, PreTrainedModel):
             continue
+        cls: Any = part
         if "liger_part" in vars(cls) or "forward" not in vars(cls):
             continue
         if not (found := getattr(cls.forward, "liger_rewritten", frozenset())):
@@ -257,15 +262,17 @@ def rewrite_classes(classes, kinds: frozenset[str], edits: Edits, has_rms_norm: 
     return done, []
 
 
-def rewrite_modules(modules, kinds: frozenset[str], edits: Edits):
+def rewrite_modules(modules: Iterable[Any], kinds: frozenset[str], edits: Edits):
     """Give live layers and attention such forwards: ({(kind, name of the class): modules}, [(kind, name, why not)])."""
     done: Counter[tuple[str, str]] = Counter()
-    kept, has_any = {}, functools.cache(lambda cls: rewritten(cls.forward, kinds)[1])  # of the many modules of a class
+    kept: dict[tuple[str, str, str], None] = {}
+    has_any = functools.cache(lambda cls: rewritten(cls.forward, kinds)[1])  # of the many modules of a class
     for module in modules:
-        cls = type(module)
+        cls: Any = module.__class__
+        found: frozenset[str]
         if not (found := getattr(cls.forward, "liger_rewritten", frozenset())):
             found = frozenset() if isinstance(module, PreTrainedModel) else has_any(cls)
-            if ADD_AND_NORM in found and not any(together.is_rms_norm(type(child)) for child in module.children()):
+            if ADD_AND_NORM in found and not any(together.is_rms_norm(child.__class__) for child in module.children()):
                 found -= {ADD_AND_NORM}
             if found and has_replaced_forward(module):
                 kept |= {(kind, cls.__name__, "its forward was replaced on the instance"): None for kind in found}
