@@ -213,7 +213,7 @@ def contestants(case, shape, options, args, sets_wanted):
 def floor_time(case, shape, options, args):
     """A function that times the floor, (forward, forward+backward) in ms: a copy's rate for the bytes, or the bare
     GEMMs."""
-    if case.flops or case.heads:
+    if (case.flops or case.heads) and not case.bytes:
         tensors = inputs(case, shape, options, args)
         heads, part = (case.heads(tensors), (1, 1)) if case.heads else ([(*tensors[:2], True)], None)
         if part is None:  # by the rate of the GEMMs between the first two inputs; the head's are all there are
@@ -221,7 +221,8 @@ def floor_time(case, shape, options, args):
             part = [flops / (one * n) for n, flops in enumerate(case.flops(shape, options), 1)]
         forward, backward = [], []
         for hidden, weight, trained in heads:
-            hidden, weight = hidden.detach().flatten(0, -2), weight.detach().flatten(0, -2)
+            hidden = hidden.detach().flatten(0, -2)
+            weight = weight.detach().reshape(-1, hidden.shape[-1])
             logits = hidden @ weight.T
             # Bound early: each head has its own tensors.
             forward.append(lambda x=hidden, w=weight, z=logits: torch.mm(x, w.T, out=z))
