@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from liger_kernel.hub import layers
-from liger_kernel.transformers import use_as_hub_kernels
+from liger_kernel.transformers import _apply_liger_kernel_to_instance, use_as_hub_kernels
 from peft import LoraConfig, get_peft_model
 from tagged import close
 from torch import nn
@@ -124,6 +124,21 @@ def test_what_runs_on_layers(installed):
     olmo = make("Olmo2")
     olmo.set_use_kernels(True)
     assert on_layers(olmo)["LigerFloatRMSNorm"] == 9 and on_layers(olmo)["LigerFloatRotaryEmbedding"] == 2
+
+
+def test_the_classic_patch_replaces_the_same_modules(installed):
+    """One model in both ways; what each does with a rotary function has its own name, and only the classic patch
+    computes steps of a layer by one operator."""
+
+    def modules(report):
+        of_layers = ("fused_add_rms_norm", "lora_qkv")
+        return {r.name: r.count for r in report.replaced if r.switch != "rope" and r.by not in of_layers}
+
+    for name in set(TINY) - {"Helium"}:
+        model = make(name)
+        classic = modules(_apply_liger_kernel_to_instance(copy.deepcopy(model)))
+        model.set_use_kernels(True)
+        assert modules(installed.reports[-1]) == classic and len(classic) == 3, name
 
 
 def test_from_pretrained(tmp_path, installed):
