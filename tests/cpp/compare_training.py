@@ -229,7 +229,7 @@ CHANGED = {
     "--shard-optimizer": ([], "shard_optimizer"), "--fresh": ([], "fresh"),
     "--epochs": ([2], None), "--no-deterministic": ([], None), "--gradient-checkpointing": ([], None),
     "--eval-steps": ([1], None), "--save-steps": ([1], None), "--keep": ([1], None), "--threads": ([2], None),
-    "--device": (["cpu"], None),
+    "--device": (["cpu"], None), "--cuda-graphs": (["off"], None),
 }  # fmt: skip
 # The same of a run with adapters.
 CHANGED_LORA = {
