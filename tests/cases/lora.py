@@ -1,5 +1,7 @@
 """Linear layers with adapters: y = x Wᵀ + bias + scale · (x Aᵀ) Bᵀ (Hu et al. 2021, arXiv:2106.09685)."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from liger_kernel._library import ops
@@ -51,8 +53,8 @@ def qkv_make(shape, options):
 
 
 def head_dim_of(inputs, options):
-    """As wide as k: of q there are two heads."""
-    return inputs[5].shape[0] if options.get("heads") else 0
+    """As wide as k, where of q there are two heads; else as the widest heads that all three have."""
+    return math.gcd(inputs[1].shape[0], inputs[5].shape[0]) if options.get("heads") else 0
 
 
 def qkv_op(*inputs, **options):

@@ -183,6 +183,12 @@ struct QKV {
     if (options.head_dim) shape.back() /= options.head_dim, shape.push_back(options.head_dim);
     return shape;
   }
+  /// The same as the result has it: [..., heads, seq, head_dim].
+  static c10::SymDimVector result_shape(const Inputs& in, const AdaptedLinear& layer, const Options& options) {
+    c10::SymDimVector of = shape(in, layer, options);
+    if (options.head_dim) std::swap(of[of.size() - 3], of[of.size() - 2]);
+    return of;
+  }
   /// [..., seq, heads, head_dim] as [..., heads, seq, head_dim], and the other way round.
   static Tensor swapped(const Tensor& t, const Options& options) {
     return options.head_dim && t.defined() ? t.transpose(-3, -2) : t;
@@ -215,9 +221,10 @@ struct QKV {
     const Inputs& in = saved.in;
     const auto layers = in.layers();
     const Arguments arguments = check("lora_qkv_backward", in, options);
+    arguments.shaped("dq", up.dq, result_shape(in, in.q, options), Type::Same)
+        .shaped("dk", up.dk, result_shape(in, in.k, options), Type::Same)
+        .shaped("dv", up.dv, result_shape(in, in.v, options), Type::Same);
     const std::array<Tensor, 3> dy{swapped(up.dq, options), swapped(up.dk, options), swapped(up.dv, options)};
-    const char* names[] = {"dq", "dk", "dv"};
-    for (size_t i = 0; i < 3; ++i) arguments.shaped(names[i], dy[i], shape(in, *layers[i], options), Type::Same);
     lora::check(arguments, in.q, wanted.q, "q_");
     lora::check(arguments, in.k, wanted.k, "k_");
     lora::check(arguments, in.v, wanted.v, "v_");
