@@ -133,6 +133,7 @@ DTYPES = torch.float32, torch.bfloat16, torch.float16
 @pytest.mark.parametrize("of_input", DTYPES, ids=str)
 def test_xielu_as_transformers(of_input, of_parameters):
     """In every combination of dtypes a result and gradients of the original's dtypes, as near to float64 as it is."""
+    torch.manual_seed(0)
     module = XIELUActivation(dtype=of_parameters)
     with torch.no_grad():
         module.alpha_p.fill_(0.3), module.alpha_n.fill_(-0.7)
@@ -149,9 +150,11 @@ def test_xielu_as_transformers(of_input, of_parameters):
     for ours, theirs, true in zip(*results):
         assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
         errors = [(found.double() - true).square().mean().sqrt() for found in (ours, theirs)]
-        # A unit of rounding of the narrower dtype is free: of one number both errors are luck.
+        # A unit of rounding of the narrower dtype is free: of one number both errors are luck. Of a sum, which may
+        # cancel, a unit of the norm of its terms.
         unit = max(torch.finfo(of_input).eps, torch.finfo(of_parameters).eps)
-        assert errors[0] <= 1.1 * errors[1] + unit * true.abs().max()
+        terms = (dy.double() * x.double().square()).norm() if true.numel() == 1 else 0
+        assert errors[0] <= 1.1 * errors[1] + unit * max(true.abs().max(), terms)
 
 
 def test_xielu_keeps_its_parameters():
