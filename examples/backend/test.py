@@ -25,7 +25,7 @@ for name in ("rms_norm", "rms_norm_float_weight"):
 test_ops.test_errors(test_ops.CASES["rms_norm"], "host")
 x = torch.ones(2, 8, device="host")
 for call, words in (
-    (lambda: torch.ops.liger.layer_norm(x, x[0], x[0], 1e-5), "rms_norm alone"),
+    (lambda: torch.ops.liger.layer_norm(x, x[0], x[0], 1e-5), "only rms_norm"),
     (lambda: torch.ops.liger.softmax(x, 0), "not built for host"),
 ):
     try:
