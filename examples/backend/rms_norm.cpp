@@ -1,4 +1,4 @@
-// liger's rms_norm on this device: the kernels that the operator is made of. Their headers say what they compute.
+// liger's rms_norm and fused_add_rms_norm on this device: the kernels that the operator is made of. Their headers say what they compute.
 #include <liger/backend.h>
 #include <liger/core/partial_sums.h>
 #include <liger/ops/norm/norm.h>
@@ -38,22 +38,24 @@ float rounded(float value, DType dtype) {
 
 /// Raises for the other norms that share the kernels.
 void check(bool is_another) {
-  if (is_another) throw std::runtime_error("of the norms this device has only rms_norm");
+  if (is_another) throw std::runtime_error("of the norms this device has only rms_norm, also of a sum");
 }
 
 void forward(const NormForward& a, Stream) {
-  check(a.centred || a.residual || a.scale);
+  check(a.centred || a.scale);
+  const void* from = a.residual ? a.s : a.x;
   for (int64_t row = 0; row < a.rows; ++row) {
     double squares = 0;
     for (int64_t i = row * a.cols; i < (row + 1) * a.cols; ++i) {
-      const double x = get(a.x, a.dtype, i);
+      if (a.residual) set(a.s, a.dtype, i, get(a.x, a.dtype, i) + get(a.residual, a.dtype, i));
+      const double x = get(from, a.dtype, i);
       squares += x * x;
     }
     const float rstd = float(1 / std::sqrt(squares * double(a.inv_cols) + double(a.eps)));
     a.rstd[row] = rstd;
     for (int64_t col = 0; col < a.cols; ++col) {
       const int64_t i = row * a.cols + col;
-      float y = get(a.x, a.dtype, i) * rstd;
+      float y = get(from, a.dtype, i) * rstd;
       if (a.casting == Casting::Llama) y = rounded(y, a.dtype);
       if (a.w) y *= get(a.w, a.w_dtype, col) + a.offset;
       set(a.y, a.dtype, i, y);
@@ -62,7 +64,7 @@ void forward(const NormForward& a, Stream) {
 }
 
 void backward(const NormBackward& a, Stream) {
-  check(a.centred || a.ds || a.scale);
+  check(a.centred || a.scale);
   for (int64_t col = 0; a.dw && col < a.cols; ++col) a.dw[col] = 0;
   for (int64_t row = 0; row < a.rows; ++row) {
     const float rstd = a.rstd[row];
@@ -73,7 +75,9 @@ void backward(const NormBackward& a, Stream) {
     for (int64_t col = 0; col < a.cols; ++col) projection += double(g(col)) * double(normed(col));
     const float mean = float(projection * double(a.inv_cols));
     for (int64_t col = 0; col < a.cols; ++col) {
-      if (a.dx) set(a.dx, a.dtype, row * a.cols + col, rstd * (g(col) - normed(col) * mean));
+      const int64_t i = row * a.cols + col;
+      const float of_sum = a.ds ? get(a.ds, a.dtype, i) : 0;
+      if (a.dx) set(a.dx, a.dtype, i, rstd * (g(col) - normed(col) * mean) + of_sum);
       if (a.dw)
         a.dw[col] += upstream(col) * (a.casting == Casting::Llama ? rounded(normed(col), a.dtype) : normed(col));
     }
