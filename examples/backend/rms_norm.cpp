@@ -1,4 +1,5 @@
-// liger's rms_norm and fused_add_rms_norm on this device: the kernels that the operator is made of. Their headers say what they compute.
+// liger's rms_norm and fused_add_rms_norm on this device: the kernels that they are made of. Their headers say what
+// these compute.
 #include <liger/backend.h>
 #include <liger/core/partial_sums.h>
 #include <liger/ops/norm/norm.h>
