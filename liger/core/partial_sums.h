@@ -12,8 +12,8 @@ constexpr int64_t row_chunk_size(int64_t elements, int64_t least, int64_t most) 
   return least;
 }
 
-/// Into how many partial sums a backend splits the rows of each of `groups` sums over rows. It depends
-/// only on sizes and device, never on the number of threads, so that results repeat bit for bit.
+/// Into how many partial sums a backend splits the rows of each of `groups` sums over rows. Their number depends on
+/// sizes and device, never on the number of threads, so that results repeat bit for bit.
 struct RowPartials {
   int device;
   int64_t groups, rows, cols;  // rows: of a group

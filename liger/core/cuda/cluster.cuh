@@ -12,7 +12,7 @@
 
 namespace liger::cuda {
 
-/// A row of each of kMatrices matrices, seen as the packs of the first; `outside` stands for what is outside it.
+/// A row of each of kMatrices matrices, seen as the packs of the first; `outside` stands for what is not the row's.
 template <class T, int kMatrices>
 struct RowSet {
   using Pack = typename Row<T>::Pack;

@@ -17,7 +17,7 @@ class ISCorrection(NamedTuple):
     """The weight of a class with the ratio r = p / q of its probabilities: r in [low, high], outside of that 0 ("drop")
     or the nearest bound ("clamp").
 
-    With the sign "ppo" a positive advantage has the upper bound alone; a negative one the lower bound, and is outside
+    With the sign "ppo" a positive advantage has only the upper bound; a negative one the lower bound, and is outside
     above 3 too.
     """
 
