@@ -154,33 +154,43 @@ def _result_dtypes(function, arguments):
     return _results[key]
 
 
+def function_like(function, code=None, namespace=None, closure=None):
+    """A copy of a function, with other code, globals or cells where given."""
+    new = types.FunctionType(
+        code or function.__code__, namespace or function.__globals__, function.__name__, function.__defaults__,
+        function.__closure__ if closure is None else closure,
+    )  # fmt: skip
+    for name in ("__kwdefaults__", "__qualname__", "__doc__", "__module__", "__annotations__"):
+        setattr(new, name, getattr(function, name))
+    new.__dict__.update(function.__dict__)
+    return new
+
+
+def redecorated(function, make):
+    """What decorators have made of a function, made of make(that function); None where that is None, or where a
+    decorator does not hold what it wraps in a cell."""
+    if (inner := getattr(function, "__wrapped__", None)) is None:
+        return make(function)
+    cells, copy, found = list(function.__closure__ or ()), redecorated(inner, make), False
+    for i, cell in enumerate(cells):
+        if cell.cell_contents is inner:
+            cells[i], found = types.CellType(copy), True
+    if copy is None or not found:
+        return None
+    new = function_like(function, closure=tuple(cells))
+    new.__wrapped__ = copy
+    return new
+
+
 def with_globals(function, names: dict):
     """A copy of `function`, or of what its decorators wrap, that has `names` among its globals; None if it has none."""
-    inner, cells = getattr(function, "__wrapped__", None), list(function.__closure__ or ())
-    if inner is None:
+
+    def make(inner):
         # Without the module's name torch.compile takes the globals from here, not from the module.
-        namespace = {name: value for name, value in function.__globals__.items() if name != "__name__"} | names
-    else:
-        namespace, copy, found = function.__globals__, with_globals(inner, names), False
-        for i, cell in enumerate(cells):
-            if cell.cell_contents is inner:
-                cells[i], found = types.CellType(copy), True
-        if copy is None or not found:
-            return None
-    new = types.FunctionType(
-        function.__code__, namespace, function.__name__, function.__defaults__, tuple(cells) or None
-    )
-    new.__kwdefaults__, new.__qualname__, new.__doc__, new.__module__ = (
-        function.__kwdefaults__,
-        function.__qualname__,
-        function.__doc__,
-        function.__module__,
-    )
-    new.__annotations__ = function.__annotations__
-    new.__dict__.update(function.__dict__)
-    if inner is not None:
-        new.__wrapped__ = copy
-    return new
+        namespace = {name: value for name, value in inner.__globals__.items() if name != "__name__"} | names
+        return function_like(inner, namespace=namespace)
+
+    return redecorated(function, make)
 
 
 @torch.compiler.disable

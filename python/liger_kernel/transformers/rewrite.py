@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from liger_kernel.operators import together
 from liger_kernel.operators.coverage import has_replaced_forward
-from liger_kernel.transformers.replace import Edits, replace_class
+from liger_kernel.transformers.replace import Edits, function_like, redecorated, replace_class
 
 ADD_AND_NORM, PROJECTIONS = "add and norm", "projections"
 #: What is rewritten -> the operator that computes it, for reports.
@@ -45,32 +45,10 @@ def rewritten(forward, kinds: frozenset[str]):
         return None, frozenset()
     cells = dict(zip(inner.__code__.co_freevars, inner.__closure__ or ()))
     closure = tuple(cells.get(name) or types.CellType(_FUNCTIONS[name]) for name in code.co_freevars)
-    new = types.FunctionType(code, inner.__globals__, inner.__name__, inner.__defaults__, closure)
-    new.__kwdefaults__, new.__annotations__ = inner.__kwdefaults__, inner.__annotations__
-    new.__qualname__, new.__doc__, new.__module__ = inner.__qualname__, inner.__doc__, inner.__module__
-    new.__dict__.update(vars(inner))
-    if (new := _decorated(forward, inner, new)) is None:
+    if (new := redecorated(forward, lambda inner: function_like(inner, code, closure=closure))) is None:
         return None, frozenset()
     new.liger_original, new.liger_rewritten = forward, found
     return new, found
-
-
-def _decorated(function, inner, new):
-    """What decorators have made of `inner`, made of `new`; None where one does not hold what it wraps in a cell."""
-    if function is inner:
-        return new
-    wrapped, cells, found = function.__wrapped__, list(function.__closure__ or ()), False
-    copy = _decorated(wrapped, inner, new)
-    for i, cell in enumerate(cells):
-        if cell.cell_contents is wrapped:
-            cells[i], found = types.CellType(copy), True
-    if copy is None or not found:
-        return None
-    outer = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
-    )
-    outer.__kwdefaults__ = function.__kwdefaults__
-    return functools.wraps(copy)(outer)
 
 
 @functools.cache
