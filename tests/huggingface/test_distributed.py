@@ -356,8 +356,9 @@ def tensor_parallel(model):
     return parallelize_module(model, init_device_mesh(DEVICE, (RANKS,)), plan)
 
 
-def of_transformers(model):
-    """transformers' own plan of the model, which shards weights as it loads them."""
+def of_transformers(model, **spread):
+    """The model under transformers' plan for it, which shards weights as it loads them; over RANKS tensor-parallel
+    ranks, or as `spread`, options of DistributedConfig, has it."""
     with tempfile.TemporaryDirectory() as folder:
         shared = [folder]  # the first rank's, which alone writes
         torch.distributed.broadcast_object_list(shared)
@@ -367,7 +368,7 @@ def of_transformers(model):
             type(model)
             .from_pretrained(
                 shared[0],
-                distributed_config=DistributedConfig(tp_size=RANKS),
+                distributed_config=DistributedConfig(**(spread or dict(tp_size=RANKS))),
                 attn_implementation=model.config._attn_implementation,  # a checkpoint doesn't keep it
             )
             .to(DEVICE)

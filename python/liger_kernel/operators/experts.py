@@ -75,8 +75,6 @@ def reason_to_keep(experts: nn.Module, running: bool = True) -> str | None:
     chosen = getattr(getattr(experts, "config", None), "_experts_implementation", None)
     if chosen not in _DEFAULTS:
         return f"experts_implementation is {chosen!r}"
-    if getattr(experts, "_is_expert_parallel", False):
-        return "its experts are spread over ranks"
     weights = experts.parameters(recurse=False) if running else ()
     if not all(map(is_dense, weights)):
         return "a weight is sharded or quantised"

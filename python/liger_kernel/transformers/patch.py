@@ -33,6 +33,7 @@ from liger_kernel.transformers.replace import (
     Edits,
     instead_of,
     is_variant,
+    kept_forwards,
     or_original,
     own_attributes,
     replace_class,
@@ -439,7 +440,7 @@ def obstacle(module, cls, part, activations):
     """Why a module must keep its forward instead of that of the class `part`, or None."""
     if type(module).forward is not cls.forward:
         return f"{type(module).__name__} has a forward of its own"
-    if has_replaced_forward(module):
+    if has_replaced_forward(module) and not kept_forwards(module):
         return "its forward was replaced on the instance"
     if (reason_to_keep := getattr(part, "reason_to_keep", None)) and (reason := reason_to_keep(module, running=False)):
         return reason

@@ -14,6 +14,7 @@ from liger_kernel.operators.coverage import ROPE_KERNELS, kernels_cover
 logger = logging.getLogger(__name__)
 
 _ABSENT = object()
+_PARALLEL = "transformers.distributed."
 
 
 class Edits:
@@ -53,6 +54,8 @@ class Edits:
 
 
 def _current(owner, name):
+    if isinstance(owner, types.CellType):
+        return owner.cell_contents
     return type(owner) if name == "__class__" else vars(owner).get(name, _ABSENT)
 
 
@@ -201,10 +204,36 @@ def replace_class(module, part, edits: Edits, **attributes) -> None:
     """
     for name, value in attributes.items():
         edits.set(module, name, value)
+    places = kept_forwards(module)
     new = variant(type(module), part)
     edits.set(module, "__class__", new)
     if "_old_forward" in vars(module):
         edits.set(module, "_old_forward", types.MethodType(new.forward, module))
+    for owner, name in places:
+        edits.set(owner, name, types.MethodType(new.forward, module))
+
+
+def kept_forwards(module) -> list[tuple]:
+    """Where a forward that transformers' parallelism has put on the instance keeps the one that was there before, for
+    replace_class to change: (owner, name of an attribute). Empty if there is no such forward, or if that is not the
+    class's.
+
+    Tensor parallelism keeps it in a cell of the new forward, expert parallelism in the objects that dispatch tokens.
+    """
+    forward = vars(module).get("forward")
+    if not (getattr(forward, "__module__", None) or "").startswith(_PARALLEL):
+        return []
+    found, owners = [], [(cell, "cell_contents") for cell in forward.__closure__ or ()]
+    while owners:
+        owner, name = owners.pop()
+        value = getattr(owner, name)
+        if isinstance(value, types.MethodType) and value.__self__ is module:
+            if value.__func__ is not type(module).forward:
+                return []
+            found.append((owner, name))
+        elif value is not module and type(value).__module__.startswith(_PARALLEL):
+            owners += [(value, name) for name in vars(value)]
+    return found
 
 
 def own_attributes(module, part, **preset) -> dict:
