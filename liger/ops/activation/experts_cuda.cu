@@ -1,25 +1,16 @@
-#include <bit>
 #include "liger/core/cuda/math.cuh"
-#include "liger/core/cuda/sort.cuh"
+#include "liger/core/cuda/sort_by_key.cuh"
 #include "liger/ops/activation/experts.h"
 #include "liger/ops/activation/gate_up.cuh"
 
 namespace liger::cuda::experts {
 namespace {
 
-/// What is to be sorted. A thread has a pair.
-__global__ void __launch_bounds__(256) keys_kernel(SortByExpert a, int* keys, int* pairs) {
-  await_previous();
-  const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i < a.pairs) keys[i] = a.key(i), pairs[i] = int(i);
-}
-
-/// The same of up to Sort::kMost pairs, sorted by one block.
-template <class Sort>
-__global__ void __launch_bounds__(Sort::kThreads) sort_kernel(SortByExpert a, int* sorted_keys, int bits) {
-  await_previous();
-  Sort::run(int(a.pairs), bits, [&](int i) { return a.key(i); }, sorted_keys, a.order);
-}
+/// What a pair is sorted by.
+struct PairKey {
+  SortByExpert a;
+  __device__ int operator()(int i) const { return a.key(i); }
+};
 
 /// Where each pair went, and where each expert's pairs end: behind the last whose key is not above it. A thread has a
 /// sorted pair, and the first one the experts before it, too.
@@ -122,26 +113,13 @@ __global__ void __launch_bounds__(256) backward_kernel(ExpertsBackward a, Interl
 }  // namespace
 
 LIGER_REGISTER(sort_by_expert, [](const SortByExpert& a, Stream s) {
-  using Block = BlockSort<4>;
-  const int bits = int(std::bit_width(uint64_t(a.experts))), n = int(a.pairs);
-  const bool by_block = n <= Block::kMost;
-  size_t sorting = 0;
-  if (!by_block) sort_pairs(nullptr, sorting, nullptr, nullptr, nullptr, nullptr, n, bits, s);
-  const int64_t ints = round_up(a.pairs * 4, 256);  // bytes of one of up to three arrays
-  if (!a.scratch) return void(*a.scratch_bytes = std::max<int64_t>(1, ints * (by_block ? 1 : 3) + int64_t(sorting)));
-  char* base = static_cast<char*>(a.scratch);
-  int *sorted_keys = reinterpret_cast<int*>(base), *keys = reinterpret_cast<int*>(base + ints),
-      *pairs = reinterpret_cast<int*>(base + 2 * ints);
-  const Grid each{.blocks = ceil_div(a.pairs, 256), .threads = 256};
-  if (n == 0) return clear(a.ends, a.experts * 4, s);
-  if (by_block) {
-    launch(sort_kernel<Block>, {.blocks = 1, .threads = Block::kThreads, .shared_bytes = Block::kBytes}, s, a,
-           sorted_keys, bits);
-  } else {
-    launch(keys_kernel, each, s, a, keys, pairs);
-    sort_pairs(base + 3 * ints, sorting, keys, sorted_keys, pairs, a.order, n, bits, s);
-  }
-  launch(places_kernel, each, s, a, static_cast<const int*>(sorted_keys));
+  const KeySort<4> sort(int(a.pairs), a.experts, s);
+  const int64_t keys = round_up(a.pairs * 4, 256);  // bytes
+  if (!a.scratch) return void(*a.scratch_bytes = std::max<int64_t>(1, keys + sort.scratch_bytes()));
+  if (a.pairs == 0) return clear(a.ends, a.experts * 4, s);
+  auto* sorted_keys = static_cast<int*>(a.scratch);
+  sort(PairKey{a}, sorted_keys, a.order, static_cast<char*>(a.scratch) + keys);
+  launch(places_kernel, {.blocks = ceil_div(a.pairs, 256), .threads = 256}, s, a, static_cast<const int*>(sorted_keys));
 });
 LIGER_REGISTER(spread_tokens, [](const SpreadTokens& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() { launch(spread_kernel<T>, {.blocks = a.tokens, .threads = 256}, s, a); });

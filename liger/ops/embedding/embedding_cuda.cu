@@ -1,6 +1,6 @@
 #include <algorithm>
-#include <bit>
-#include "liger/core/cuda/sort.cuh"
+#include <utility>
+#include "liger/core/cuda/sort_by_key.cuh"
 #include "liger/core/cuda/stream.cuh"
 #include "liger/ops/embedding/embedding.h"
 
@@ -62,34 +62,22 @@ struct Sorted {
 };
 
 /// What a token is sorted by.
-__device__ int key(const EmbeddingBackward& a, int64_t i) {
-  return a.counts(a.ids[i]) ? int(a.ids[i]) : int(a.classes);
-}
+struct TokenKey {
+  EmbeddingBackward a;
+  __device__ int operator()(int i) const { return a.counts(a.ids[i]) ? int(a.ids[i]) : int(a.classes); }
+};
 
-/// For each row, and for what is beside all rows, whether a token has its id; and what is to be sorted, if that is
-/// asked for. A thread has a token.
-__global__ void __launch_bounds__(256)
-    prepare_kernel(EmbeddingBackward a, unsigned char* present, int* ids, int* order) {
+/// For each row, and for the ids without one, whether a token has its id. A thread has a token.
+__global__ void __launch_bounds__(256) present_kernel(TokenKey key, unsigned char* present) {
   await_previous();
   const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i >= a.tokens) return;
-  const int id = key(a, i);
-  present[id] = 1;
-  if (ids) ids[i] = id, order[i] = int(i);
-}
-
-/// The tokens in the order of their ids, those of one id in theirs. One block sorts up to Sort::kMost tokens in shared
-/// memory (sort.cuh); more of them are CUB's.
-template <class Sort>
-__global__ void __launch_bounds__(Sort::kThreads) sort_kernel(EmbeddingBackward a, Sorted s, int bits) {
-  await_previous();
-  Sort::run(int(a.tokens), bits, [&](int i) { return key(a, i); }, s.ids, s.order);
+  if (i < key.a.tokens) present[key(int(i))] = 1;
 }
 
 constexpr int kAsked = 4;  // rows
 
 /// Zeros in the rows of no token, of kAsked that a thread asks for at once. Beside those of the others, in one kernel,
-/// they came at three quarters of the speed. beside: the kernel before, behind prepare_kernel, is one block that sorts,
+/// they came at three quarters of the speed. beside: the kernel before, behind present_kernel, is one block that sorts,
 /// and need not be done before this one is.
 template <class T>
 __global__ void __launch_bounds__(256) absent_kernel(EmbeddingBackward a, const unsigned char* present, bool beside) {
@@ -203,37 +191,6 @@ __global__ void __launch_bounds__(256, 4) rows_kernel(EmbeddingBackward a, Sorte
   }
 }
 
-inline constexpr int64_t kFew = 256;  // tokens
-
-/// dw of up to kFew tokens, unsorted. blockDim.x threads have a token and look through all ids: the first token of an
-/// id makes its row.
-template <class T>
-__global__ void __launch_bounds__(256) few_kernel(EmbeddingBackward a) {
-  await_previous();
-  const int64_t i = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
-  if (i >= a.tokens || !a.counts(a.ids[i])) return;
-  const int64_t id = a.ids[i];
-  for (int64_t j = 0; j < i; ++j)
-    if (a.ids[j] == id) return;
-  const Row<T> dw(a.dw, id, a.cols, a.cols);
-  for (int k = threadIdx.x; k < dw.packs(); k += blockDim.x) {
-    float sum[Row<T>::kWidth] = {};
-    for (int64_t j = i; j < a.tokens;) {
-      constexpr int kMost =
-          16;  // in a sum of their own, as in chunks of the sorted ones: that of 256 would not be as near as torch's
-      int64_t found[kMost];
-      int n = 0;
-      for (; j < a.tokens && n < kMost; ++j)
-        if (a.ids[j] == id) found[n++] = j;
-      float part[Row<T>::kWidth] = {};
-      add_rows(part, k, dw, n, [&](int u) { return Row<T>(a.dy, found[u], a.cols, a.cols); });
-#pragma unroll
-      for (int u = 0; u < Row<T>::kWidth; ++u) sum[u] += part[u];
-    }
-    dw.store(k, sum, dw);
-  }
-}
-
 /// 256 threads, so many on a row that each has `packs` of its packs.
 template <class T>
 Grid grid(int64_t rows, int64_t cols, int packs) {
@@ -251,42 +208,26 @@ LIGER_REGISTER(embedding_forward, [](const EmbeddingForward& a, Stream s) {
 LIGER_REGISTER(embedding_backward, [](const EmbeddingBackward& a, Stream s) {
   int64_t chunk = 16;  // about √tokens: an id that all tokens share then has two short sums behind each other
   while (chunk * chunk * 4 < a.tokens) chunk *= 2;
-  const int bits = int(std::bit_width(uint64_t(a.classes))), n = int(a.tokens);
-  const int most = BlockSort<16>::kBytes <= shared_bytes_of_block() ? BlockSort<16>::kMost : BlockSort<4>::kMost;
-  const bool few = n <= kFew, by_block = n <= most;
-  size_t sorting = 0;
-  if (!by_block) sort_pairs(nullptr, sorting, nullptr, nullptr, nullptr, nullptr, n, bits, s);
-  char* base = static_cast<char*>(a.scratch);
+  const KeySort<16> sort(int(a.tokens), a.classes, s);
   int64_t used = 0;
-  const auto take = [&](bool needed, int64_t bytes) {
-    const int64_t at = used;
-    if (needed) used += round_up(bytes, 256);
-    return base && needed ? base + at : nullptr;
+  const auto take = [&](int64_t bytes) {
+    const int64_t at = std::exchange(used, used + round_up(bytes, 256));
+    return a.scratch ? static_cast<char*>(a.scratch) + at : nullptr;
   };
-  const auto ints = [&](bool needed) { return reinterpret_cast<int*>(take(needed, a.tokens * 4)); };
-  int *ids = ints(!by_block), *order = ints(!by_block);
-  const Sorted sorted{.ids = ints(!few),
-                      .order = ints(!few),
-                      .part = reinterpret_cast<float*>(take(!few, a.tokens / chunk * a.cols * 4)),
+  const Sorted sorted{.ids = reinterpret_cast<int*>(take(a.tokens * 4)),
+                      .order = reinterpret_cast<int*>(take(a.tokens * 4)),
+                      .part = reinterpret_cast<float*>(take(a.tokens / chunk * a.cols * 4)),
                       .chunk = int(chunk)};
-  auto* present = reinterpret_cast<unsigned char*>(take(!few, (a.classes + kAsked) / kAsked * kAsked));
-  void* scratch = take(!by_block, int64_t(sorting));
-  if (!a.scratch) return void(*a.scratch_bytes = std::max<int64_t>(1, used));
+  auto* present = reinterpret_cast<unsigned char*>(take(round_up(a.classes + 1, kAsked)));
+  void* scratch = take(sort.scratch_bytes());
+  if (!a.scratch) return void(*a.scratch_bytes = used);
   dispatch(a.dtype, [&]<class T>() {
-    if (few) {
-      clear(a.dw, a.classes * a.cols * int64_t(sizeof(T)), s);
-      return launch(few_kernel<T>, grid<T>(a.tokens, a.cols, 1), s, a);
-    }
     clear(present, round_up(a.classes, kAsked), s);
-    launch(prepare_kernel, {.blocks = ceil_div(a.tokens, 256), .threads = 256}, s, a, present, ids, order);
-    const auto sort = [&]<class Sort>(Sort) {
-      launch(sort_kernel<Sort>, {.blocks = 1, .threads = Sort::kThreads, .shared_bytes = Sort::kBytes}, s, a, sorted,
-             bits);
-    };
-    if (!by_block) sort_pairs(scratch, sorting, ids, sorted.ids, order, sorted.order, n, bits, s);
-    else n <= BlockSort<4>::kMost ? sort(BlockSort<4>()) : sort(BlockSort<16>());
+    const TokenKey key{a};
+    launch(present_kernel, {.blocks = ceil_div(a.tokens, 256), .threads = 256}, s, key, present);
+    sort(key, sorted.ids, sorted.order, scratch);
     launch(absent_kernel<T>, grid<T>(ceil_div(a.classes, kAsked), a.cols, 2), s, a,
-           static_cast<const unsigned char*>(present), by_block);
+           static_cast<const unsigned char*>(present), sort.by_block());
     const int slices = int(ceil_div(Row<T>::packs(a.cols, false), 32));
     const int64_t long_blocks = ceil_div(a.tokens / chunk * slices, 8);
     launch(chunks_kernel<T>, {.blocks = long_blocks, .threads = {32, 8}}, s, a, sorted, slices);

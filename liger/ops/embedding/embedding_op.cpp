@@ -69,6 +69,7 @@ struct Embedding {
     const int64_t classes = classes_.expect_int(), tokens = ids_.numel();
     TORCH_CHECK(std::max(tokens, classes) < std::numeric_limits<int>::max(),
                 "embedding: at most 2^31 tokens and classes, got ", tokens, " and ", classes);
+    if (tokens == 0) return dw.zero_();
     const Tensor dy = dy_.contiguous(), ids = ids_.to(at::kLong).contiguous();
     int64_t bytes = 0;
     EmbeddingBackward a{.dy = data(dy),
