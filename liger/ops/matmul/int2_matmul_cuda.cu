@@ -47,28 +47,17 @@ __device__ void multiply_add(int (&sums)[2][kEights][4], unsigned (&b)[4], F of)
     }
 }
 
-/// kWords · 4 neighbouring bytes from `from` on, of which `n` are there. aligned: `from` is a multiple of as many.
-template <int kWords, class Words>
+/// The first `n` bytes from `from` on, and zeros behind them. aligned: `from` is a multiple of sizeof(Words).
+template <class Words>
 __device__ Words load(const void* from, int64_t n, bool aligned) {
-  if (aligned && n >= kWords * 4) return *static_cast<const Words*>(from);
-  unsigned words[kWords] = {};
-  if (n >= kWords * 4 + 4) {  // whole words around them
-    const int shift = int(reinterpret_cast<uintptr_t>(from) % 4);
-    const auto* whole = reinterpret_cast<const unsigned*>(static_cast<const uint8_t*>(from) - shift);
-    unsigned read[kWords + 1];
+  if (aligned && n >= int64_t(sizeof(Words))) return *static_cast<const Words*>(from);
+  uint8_t bytes[sizeof(Words)] = {};
 #pragma unroll
-    for (int i = 0; i <= kWords; ++i) read[i] = whole[i];
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) words[i] = __funnelshift_r(read[i], read[i + 1], 8 * shift);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kWords; ++i)
-#pragma unroll 1
-      for (int j = 0; j < 4 && 4 * i + j < n; ++j)
-        words[i] |= unsigned(static_cast<const uint8_t*>(from)[4 * i + j]) << 8 * j;
-  }
-  if constexpr (kWords == 1) return words[0];
-  else return {words[0], words[1], words[2], words[3]};
+  for (int i = 0; i < int(sizeof(Words)); ++i)
+    if (i < n) bytes[i] = static_cast<const uint8_t*>(from)[i];
+  Words words;
+  memcpy(&words, bytes, sizeof(words));
+  return words;
 }
 
 /// Whether 16 neighbours of a, and so many of b, always begin at such a boundary.
@@ -89,7 +78,7 @@ template <int kEights>
 __global__ void __launch_bounds__(32 * kWarps) few_kernel(Int2Matmul g, bool aligned_a, bool aligned_b, int strips) {
   await_previous();
   __shared__ int partial[kWarps][8 * kEights][32];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, quad = lane % 4;
+  const auto [lane, warp, group, quad] = Lane();
   const int64_t m = int64_t(blockIdx.x / strips) * kRows * kEights, first = int64_t(blockIdx.x % strips) * kFewColumns,
                 c = first + 4 * group;
   int sums[2][kEights][4] = {}, less[kEights] = {};
@@ -98,14 +87,14 @@ __global__ void __launch_bounds__(32 * kWarps) few_kernel(Int2Matmul g, bool ali
     unsigned b[4][4];
 #pragma unroll
     for (int i = 0; i < 16; ++i)
-      b[i / 4][i % 4] = load<1, unsigned>(g.b + (p + i) * g.b_stride + c, p + i < g.packed ? g.n - c : 0, aligned_b);
+      b[i / 4][i % 4] = load<unsigned>(g.b + (p + i) * g.b_stride + c, p + i < g.packed ? g.n - c : 0, aligned_b);
     uint4 a[kEights][4];
 #pragma unroll
     for (int e = 0; e < kEights; ++e)
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int64_t row = m + kRows * e + group;
-        a[e][j] = load<4, uint4>(g.a + (row * 4 + j) * g.packed + p, row < g.m ? g.packed - p : 0, aligned_a);
+        a[e][j] = load<uint4>(g.a + (row * 4 + j) * g.packed + p, row < g.m ? g.packed - p : 0, aligned_a);
       }
     const auto word = [](const uint4& v, int i) { return int(i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w); };
 #pragma unroll
@@ -141,7 +130,7 @@ __global__ void __launch_bounds__(32 * kWarps) few_kernel(Int2Matmul g, bool ali
   }
 }
 
-// ---- many rows: both operands wait in shared memory
+// ---- many rows: both operands wait in shared memory, to which chunks that are aligned are copied
 
 inline constexpr int kTileColumns = 256, kStep = 64;             // of a block; rows of b, a quarter of k, of one step
 inline constexpr int kManyThreads = kTileColumns, kChunks = 16;  // chunks of 16 bytes in a line of a stage
@@ -157,9 +146,8 @@ struct alignas(1024) Stage {
 };
 
 /// Brings both operands of a tile to shared memory, step by step. A thread copies one chunk of every kLines-th line of
-/// each operand, a quarter of a step's with each call of send. kAligned: of both operands 16 neighbours always begin at
-/// such a boundary.
-template <int kEights, int kStages, bool kAligned>
+/// each operand, a quarter of a step's with each call of send. Chunks of both operands begin at multiples of 16 bytes.
+template <int kEights, int kStages>
 class Operands {
  public:
   using Stage = int2_matmul::Stage<kEights>;
@@ -178,7 +166,7 @@ class Operands {
   /// Sends for the first steps of the tile that begins there.
   __device__ void start(int64_t first_row, int64_t first_column) {
     const int64_t n = first_column + chunk_ * 16, m = first_row + line_;
-    left_ = int(g_.packed), left_b_ = int(max(int64_t(0), min(kMost, g_.n - n))),
+    left_ = int(g_.packed), left_b_ = int(max(int64_t(0), min(int64_t(16), g_.n - n))),
     lines_ = int(min(int64_t(kTileRows), g_.m - m)), step_ = 0;
     from_b_ = g_.b + line_ * g_.b_stride + n;
     from_a_ = g_.a + (m * 4 + chunk_ / 4) * g_.packed + chunk_ % 4 * 16;
@@ -190,12 +178,13 @@ class Operands {
   /// Sends for a quarter of the next step.
   __device__ void send(int quarter) {
     Stage& s = stage(step_);
-    copy(s.of_b(line_ + kLines * quarter, chunk_), from_b_ + quarter * stride_b_,
-         line_ + kLines * quarter < left_ ? left_b_ : 0);
-    const int left_a = max(0, min(int(kMost), left_ - chunk_ % 4 * 16));
+    copy_async16<false>(&s.of_b(line_ + kLines * quarter, chunk_), from_b_ + quarter * stride_b_,
+                        line_ + kLines * quarter < left_ ? left_b_ : 0);
+    const int left_a = max(0, min(16, left_ - chunk_ % 4 * 16));
 #pragma unroll
     for (int i = quarter; i < kTileRows / kLines; i += 4)
-      copy(s.of_a(line_ + kLines * i, chunk_), from_a_ + i * stride_a_, kLines * i < lines_ ? left_a : 0);
+      copy_async16<false>(&s.of_a(line_ + kLines * i, chunk_), from_a_ + i * stride_a_,
+                          kLines * i < lines_ ? left_a : 0);
     if (quarter == 3) {
       close_copies();
       from_b_ += 4 * stride_b_, from_a_ += kStep, left_ -= kStep, ++step_;
@@ -210,13 +199,6 @@ class Operands {
   }
 
  private:
-  static constexpr int64_t kMost = kAligned ? 16 : 32;  // bytes from a chunk's first on that matter
-
-  __device__ static void copy(uint4& to, const void* from, int there) {
-    if (kAligned) copy_async16<false>(&to, from, there);
-    else to = load<4, uint4>(from, there, false);
-  }
-
   const Int2Matmul& g_;
   Stage* stages_;
   const int chunk_ = threadIdx.x % kChunks, line_ = threadIdx.x / kChunks;
@@ -262,9 +244,9 @@ __device__ void read_codes(unsigned (&bytes)[2][4], Stage<kEights>& s, int half_
 
 /// sums += the tile's products, and those of a's rows for `rows`. While a plane's products are in flight the next one's
 /// weights are made, and a part of the other work is done.
-template <int kEights, int kStages, bool kAligned>
-__device__ void multiply_tile(Operands<kEights, kStages, kAligned>& operands, int steps, Lane at,
-                              int (&sums)[2][kEights][4], RowSums<kEights>& rows) {
+template <int kEights, int kStages>
+__device__ void multiply_tile(Operands<kEights, kStages>& operands, int steps, Lane at, int (&sums)[2][kEights][4],
+                              RowSums<kEights>& rows) {
   unsigned next[2][4];
   operands.await(kStages - 2);
   read_codes(next, operands.stage(0), 0, at);
@@ -282,7 +264,7 @@ __device__ void multiply_tile(Operands<kEights, kStages, kAligned>& operands, in
 #pragma unroll
         for (int i = 0; i < 8; ++i) weights[i / 4][i % 4] = bytes[i % 4 / 2][i / 4 * 2 + i % 2] >> 2 * j & 3 * kOnes;
         tensor_multiply_add(sums, weights, s.a[j / 2], j % 2 * 4 + 2 * half_step);
-        await_products<kAligned>();
+        await_products<true>();
         // For the next step; and nobody reads the one before any more.
         if (half_step == 0 && j == 0) operands.await(kStages - 3);
         if (half_step == 0) operands.send(j);
@@ -325,11 +307,11 @@ __device__ void write_tile(const Int2Matmul& g, int64_t first_row, int64_t colum
 /// out for many rows of a. A block walks along tiles of kRows · kEights rows and kTileColumns columns, a warp has 32 of
 /// the columns and all of the rows; sums are in registers, both operands in stages of shared memory. The limit is the
 /// rate of the tensor cores, which the lanes feed with weights.
-template <int kEights, int kStages, bool kAligned>
+template <int kEights, int kStages>
 __global__ void __launch_bounds__(kManyThreads, 1) many_kernel(Int2Matmul g, int strips, int tiles) {
   await_previous();
   const Lane at;
-  Operands<kEights, kStages, kAligned> operands(g);
+  Operands<kEights, kStages> operands(g);
   const auto start = [&](int tile) {
     operands.start(int64_t(tile / strips) * kRows * kEights, int64_t(tile % strips) * kTileColumns);
   };
@@ -361,7 +343,7 @@ constexpr int kManyBytes = kStages * int(sizeof(Stage<kEights>)) + int(alignof(S
 template <int kEights, int kStages>
 void launch_many(const Int2Matmul& g, Stream s) {
   const int64_t strips = ceil_div(g.n, kTileColumns), tiles = strips * ceil_div(g.m, kRows * kEights);
-  launch(aligned_a(g) && aligned_b(g, 16) ? many_kernel<kEights, kStages, true> : many_kernel<kEights, kStages, false>,
+  launch(many_kernel<kEights, kStages>,
          {.blocks = std::min<int64_t>(tiles, multiprocessors(current_device())),
           .threads = kManyThreads,
           .shared_bytes = kManyBytes<kEights, kStages>},
@@ -380,7 +362,8 @@ LIGER_REGISTER(int2_matmul_kernel, [](const Int2Matmul& g, Stream s) {
   // Measured at k = 4096: a wave of few's blocks takes 8 us, of many's with 64 rows 21, with 128 31.
   const int64_t few = 8 * waves(kFewColumns, 32), narrow = 21 * waves(kTileColumns, 64),
                 wide = 31 * waves(kTileColumns, 128);
-  if (few < std::min(narrow, wide) || kManyBytes<8, 3> > shared_bytes()) launch_few<4>(g, s);
+  const bool many = aligned_a(g) && aligned_b(g, 16) && kManyBytes<8, 3> <= shared_bytes();
+  if (!many || few < std::min(narrow, wide)) launch_few<4>(g, s);
   else if (wide < narrow && kManyBytes<16, 4> <= shared_bytes_of_block()) launch_many<16, 4>(g, s);
   else launch_many<8, 3>(g, s);
 });
