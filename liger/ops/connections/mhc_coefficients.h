@@ -53,7 +53,25 @@ struct MHCCoefficientsBackward {
   float sinkhorn_eps, post_scale;
 };
 
+/// The last of backward, with phi in memory as [cols, columns]:
+///   dx   = dy phiᵀ + scale · x
+///   dphi = xᵀ dy
+/// the latter in partial sums, each over rows that follow one another. A backend may leave it out: GEMMs do the same.
+struct MHCProjectionBackward {
+  static constexpr int kMostColumns = 24;                         // those of four streams
+  static constexpr int64_t kLeastRows = 256, kMostPartials = 32;  // of a partial sum; the more, the more memory
+  const void* x;                                                  // [rows, cols]
+  const float *dy, *scale;                                        // [rows, columns], [rows]
+  Numbers phi;
+  void* dx;     // null: not wanted
+  float* dphi;  // [partials, cols, columns], or null
+  int64_t rows, cols, partials;
+  int columns;
+  DType dtype;  // of x and dx
+};
+
 inline constinit Kernel<MHCCoefficientsForward> mhc_coefficients_forward{"mhc_coefficients_forward"};
 inline constinit Kernel<MHCCoefficientsBackward> mhc_coefficients_backward{"mhc_coefficients_backward"};
+inline constinit Kernel<MHCProjectionBackward> mhc_projection_backward{"mhc_projection_backward"};
 
 }  // namespace liger

@@ -71,6 +71,39 @@ struct Sinkhorn {
       if (c[j] > 0) c[j] /= c[j] * sum + eps;
     });
   }
+
+  /// All iterations; factors(t)[0] and factors(t)[s] become R and C of this thread's row and column after step t.
+  template <class F>
+  __device__ void run(const Lanes<kLanes>& at, int64_t iterations, F factors) {
+    for (int64_t t = 0; t < iterations; ++t) {
+      step(t > 0);
+      if (at.mine) factors(t)[0] = r;
+      unrolled<kLanes>([&](int j) {
+        if (at.mine && j == at.i) factors(t)[at.s] = c[j];
+      });
+    }
+  }
+
+  /// After run: the gradient of the result becomes that of the logits, by the factors of each iteration from the last
+  /// to the first.
+  template <class F>
+  __device__ void backward(const Lanes<kLanes>& at, int64_t iterations, F factors, float (&g)[kLanes]) {
+    unrolled<kLanes>([&](int j) { g[j] *= r * c[j]; });
+    float c_after = at.mine ? factors(iterations - 1)[at.s] : 0;
+    for (int64_t t = iterations - 1; t >= 0; --t) {
+      const float r_now = at.mine ? factors(t)[0] : 0, c_before = at.mine && t > 0 ? factors(t - 1)[at.s] : 0;
+      float of_row = 0;
+      unrolled<kLanes>([&](int j) {
+        g[j] -= r_now * Lanes<kLanes>::of(c_after, j) * Lanes<kLanes>::sum(a(j) * g[j]);
+        of_row += a(j) * g[j];
+      });
+      unrolled<kLanes>([&](int j) { g[j] -= r_now * Lanes<kLanes>::of(c_before, j) * of_row; });  // 0 of the first
+      c_after = c_before;
+    }
+    float dot = 0;
+    unrolled<kLanes>([&](int j) { dot += p[j] * g[j]; });
+    unrolled<kLanes>([&](int j) { g[j] = p[j] * (g[j] - dot); });
+  }
 };
 
 /// pre, post and res. Latency is the limit: a row's steps follow one another.
@@ -94,6 +127,33 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(MHCCoefficientsForwar
   });
 }
 
+/// The block's partial sums of db and dalpha: the sums over its groups of lanes, in their order.
+template <int kLanes>
+__device__ void write_partials(const MHCCoefficientsBackward& a, float db_pre, float db_post,
+                               const float (&db_res)[kLanes], const float (&dalpha)[3]) {
+  using Lanes = mhc_coefficients::Lanes<kLanes>;
+  __shared__ float sums[Lanes::kRows][kLanes * (kLanes + 2) + 3];
+  const Lanes at(a, 0);
+  float* const group = sums[Lanes::group()];
+  if (at.i < at.s) {
+    group[at.column(0)] = db_pre, group[at.column(1)] = db_post;
+    unrolled<kLanes>([&](int j) {
+      if (j < at.s) group[at.of_res(j)] = db_res[j];
+    });
+  }
+  for (int k = 0; k < 3; ++k) {
+    const float sum = Lanes::sum(dalpha[k]);
+    if (at.i == 0) group[at.columns() + k] = sum;
+  }
+  __syncthreads();
+  for (int m = int(threadIdx.x); m < at.columns() + 3; m += kThreads) {
+    float sum = 0;
+    for (const auto& of_group : sums) sum += of_group[m];
+    if (m < at.columns()) a.db[int64_t(blockIdx.x) * at.columns() + m] = sum;
+    else a.dalpha[(m - at.columns()) * a.partials + blockIdx.x] = sum;
+  }
+}
+
 /// dy and scale, and the sums over rows of db and dalpha.
 /// A block makes one partial sum and walks along its rows, whose factors it makes again and keeps in `factors`. Latency
 /// is the limit.
@@ -101,7 +161,6 @@ template <int kLanes>
 __global__ void __launch_bounds__(kThreads) backward_kernel(MHCCoefficientsBackward a) {
   await_previous();
   using Lanes = mhc_coefficients::Lanes<kLanes>;
-  __shared__ float sums[Lanes::kRows][kLanes * (kLanes + 2) + 3];
   float db_pre = 0, db_post = 0, db_res[kLanes] = {}, dalpha[3] = {};
   for (int64_t first = int64_t(blockIdx.x) * Lanes::kRows; first < a.rows; first += int64_t(gridDim.x) * Lanes::kRows) {
     const Lanes at(a, first + Lanes::group());
@@ -127,53 +186,81 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(MHCCoefficientsBackw
     Sinkhorn<kLanes> of(at, a.sinkhorn_eps,
                         [&](int j) { return alpha * (rstd * y(at.of_res(j))) + a.b[at.of_res(j)]; });
     const auto factors = [&](int64_t t) { return a.factors + (t * a.rows + at.row) * 2 * at.s + at.i; };
-    for (int64_t t = 0; t < a.iterations; ++t) {
-      of.step(t > 0);
-      if (at.mine) factors(t)[0] = of.r;
-      unrolled<kLanes>([&](int j) {
-        if (at.mine && j == at.i) factors(t)[at.s] = of.c[j];
-      });
-    }
+    of.run(at, a.iterations, factors);
     float g[kLanes];
-    unrolled<kLanes>([&](int j) { g[j] = j < of.s ? a.dres[(at.row * at.s + at.i) * at.s + j] * of.r * of.c[j] : 0; });
-    float c = at.mine ? factors(a.iterations - 1)[at.s] : 0;
-    for (int64_t t = a.iterations - 1; t >= 0; --t) {
-      const float r = at.mine ? factors(t)[0] : 0, before = at.mine && t > 0 ? factors(t - 1)[at.s] : 0;
-      float of_row = 0;
-      unrolled<kLanes>([&](int j) {
-        g[j] -= r * Lanes::of(c, j) * Lanes::sum(of.a(j) * g[j]);
-        of_row += of.a(j) * g[j];
-      });
-      unrolled<kLanes>([&](int j) { g[j] -= r * Lanes::of(before, j) * of_row; });  // 0 of the first
-      c = before;
-    }
-    float dot = 0;
-    unrolled<kLanes>([&](int j) { dot += of.p[j] * g[j]; });
+    unrolled<kLanes>([&](int j) { g[j] = j < of.s ? a.dres[(at.row * at.s + at.i) * at.s + j] : 0; });
+    of.backward(at, a.iterations, factors, g);
     unrolled<kLanes>([&](int j) {
-      if (j < of.s) put(alpha, at.of_res(j), of.p[j] * (g[j] - dot), db_res[j], dalpha[2]);
+      if (j < of.s) put(alpha, at.of_res(j), g[j], db_res[j], dalpha[2]);
     });
     along = Lanes::sum(along);
     if (at.mine && at.i == 0) a.scale[at.row] = -along * rstd * rstd * rstd / a.cols;
   }
-  const Lanes at(a, 0);
-  float* const own = sums[Lanes::group()];
-  if (at.i < at.s) {
-    own[at.column(0)] = db_pre, own[at.column(1)] = db_post;
-    unrolled<kLanes>([&](int j) {
-      if (j < at.s) own[at.of_res(j)] = db_res[j];
+  write_partials<kLanes>(a, db_pre, db_post, db_res, dalpha);
+}
+
+/// dx, and a partial sum of dphi. A thread has two columns and walks along the chunk's rows: with its columns' phi and
+/// sums in registers it reads x once and makes both from it. A block has dy of kTileRows rows in shared memory. The
+/// limit are 96 multiply-adds for two columns of a row, which take about as long as reading x and writing dx.
+template <class T>
+__global__ void __launch_bounds__(kThreads, 3) projection_backward_kernel(MHCProjectionBackward a, int strips) {
+  await_previous();
+  constexpr int kTileRows = 32, kAtOnce = 4, kColumns = MHCProjectionBackward::kMostColumns;
+  using Pair = Pack<T, 2>;
+  __shared__ float dy[kTileRows][kColumns], scale[kTileRows];
+  const int64_t chunk = ceil_div(a.rows, a.partials), part = blockIdx.x / strips, begin = part * chunk,
+                end = min(begin + chunk, a.rows), c = (int64_t(blockIdx.x % strips) * kThreads + threadIdx.x) * 2;
+  const bool two = c + 1 < a.cols, pairs = a.cols % 2 == 0 && reinterpret_cast<uintptr_t>(a.x) % sizeof(Pair) == 0;
+  float phi[2][kColumns], sums[2][kColumns] = {};
+  unrolled<2 * kColumns>([&](int i) {
+    const int u = i / kColumns, j = i % kColumns;
+    phi[u][j] = c + u < a.cols && j < a.columns ? number(a.phi, (c + u) * a.columns + j) : 0;
+  });
+  const auto load = [&](int64_t row) {
+    const T* x = static_cast<const T*>(a.x) + row * a.cols + c;
+    if (pairs) return Pair::read(x);
+    const float f[2] = {float(x[0]), two ? float(x[1]) : 0};
+    return Pair::from_float(f);
+  };
+  const auto add = [&](int64_t row, int in_tile, const Pair& pair) {
+    float x[2], dx[2];
+    pair.to_float(x);
+    dx[0] = scale[in_tile] * x[0], dx[1] = scale[in_tile] * x[1];
+    unrolled<kColumns>([&](int j) {
+      const float d = dy[in_tile][j];
+      unrolled<2>([&](int u) { dx[u] = fmaf(d, phi[u][j], dx[u]), sums[u][j] = fmaf(d, x[u], sums[u][j]); });
     });
+    if (!a.dx) return;
+    T* to = static_cast<T*>(a.dx) + row * a.cols + c;
+    if (pairs) return Pair::from_float(dx).write(to);
+    to[0] = T(dx[0]);
+    if (two) to[1] = T(dx[1]);
+  };
+  for (int64_t first = begin; first < end; first += kTileRows) {
+    const int n = int(min(int64_t(kTileRows), end - first));
+    __syncthreads();
+    for (int i = int(threadIdx.x); i < n * kColumns; i += kThreads) {
+      const int r = i / kColumns, j = i % kColumns;
+      dy[r][j] = j < a.columns ? a.dy[(first + r) * a.columns + j] : 0;
+    }
+    for (int r = int(threadIdx.x); r < n; r += kThreads) scale[r] = a.scale[first + r];
+    __syncthreads();
+    if (c >= a.cols) continue;
+    for (int r = 0; r < n; r += kAtOnce) {
+      Pair x[kAtOnce];
+      unrolled<kAtOnce>([&](int u) {
+        if (r + u < n) x[u] = load(first + r + u);
+      });
+      unrolled<kAtOnce>([&](int u) {
+        if (r + u < n) add(first + r + u, r + u, x[u]);
+      });
+    }
   }
-  for (int k = 0; k < 3; ++k) {
-    const float sum = Lanes::sum(dalpha[k]);
-    if (at.i == 0) own[at.columns() + k] = sum;
-  }
-  __syncthreads();
-  for (int m = int(threadIdx.x); m < at.columns() + 3; m += kThreads) {
-    float sum = 0;
-    for (const auto& of_row : sums) sum += of_row[m];
-    if (m < at.columns()) a.db[int64_t(blockIdx.x) * at.columns() + m] = sum;
-    else a.dalpha[(m - at.columns()) * a.partials + blockIdx.x] = sum;
-  }
+  if (!a.dphi) return;
+  for (int u = 0; u < 2; ++u)
+    unrolled<kColumns>([&](int j) {
+      if (c + u < a.cols && j < a.columns) a.dphi[(part * a.cols + c + u) * a.columns + j] = sums[u][j];
+    });
 }
 
 /// f.operator()<kLanes>().
@@ -195,6 +282,13 @@ LIGER_REGISTER(mhc_coefficients_forward, [](const MHCCoefficientsForward& a, Str
 LIGER_REGISTER(mhc_coefficients_backward, [](const MHCCoefficientsBackward& a, Stream s) {
   dispatch_streams(a.streams, [&]<int kLanes>() {
     launch(backward_kernel<kLanes>, {.blocks = a.partials, .threads = kThreads}, s, a);
+  });
+});
+
+LIGER_REGISTER(mhc_projection_backward, [](const MHCProjectionBackward& a, Stream s) {
+  const int64_t strips = ceil_div(a.cols, 2 * kThreads);
+  dispatch(a.dtype, [&]<class T>() {
+    launch(projection_backward_kernel<T>, {.blocks = strips * a.partials, .threads = kThreads}, s, a, int(strips));
   });
 });
 

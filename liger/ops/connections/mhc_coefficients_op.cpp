@@ -174,19 +174,52 @@ struct MHCCoefficients {
                         of(wanted.dalpha_post, dalpha[1], in.alpha_post),
                         of(wanted.dalpha_res, dalpha[2], in.alpha_res)};
     totals.run();
-    if (!wanted.dx && !wanted.dphi) return d;
-    const Tensor phi = in.phi.to(at::kFloat);
-    Tensor dphi = wanted.dphi ? at::empty(phi.sizes(), y.options()) : Tensor();
-    for_float_rows(x, [&](int64_t begin, const Tensor& of_x) {
-      const Tensor of_dy = dy.narrow(0, begin, of_x.size(0));
-      if (wanted.dphi) accumulate(dphi, of_x, of_dy, begin == 0);
-      if (wanted.dx)
-        dx.view_as(x)
-            .narrow(0, begin, of_x.size(0))
-            .copy_(at::mm(of_dy, phi.t()).addcmul_(of_x, scale.narrow(0, begin, of_x.size(0)).unsqueeze(1)));
-    });
-    if (wanted.dphi) d.dphi = dphi.to(in.phi.scalar_type());
+    if (wanted.dx || wanted.dphi) d.dphi = backward_of_projection(x, in.phi, dy, scale, dx, wanted.dphi);
     return d;
+  }
+
+  /// dphi = xᵀ dy, where it is wanted, and into dx, where it is defined: dy phiᵀ + scale · x, of which scale is the
+  /// norm's part.
+  static Tensor backward_of_projection(const Tensor& x, const Tensor& phi, const Tensor& dy, const Tensor& scale,
+                                       const Tensor& dx, bool wants_dphi) {
+    if (mhc_projection_backward.has(Backend(x.device().type())) && dy.size(1) <= MHCProjectionBackward::kMostColumns)
+      return backward_of_projection_by_kernel(x, phi.contiguous(), dy, scale, dx, wants_dphi);
+    const Tensor phi_float = phi.to(at::kFloat);
+    Tensor dphi = wants_dphi ? at::empty(phi.sizes(), dy.options()) : Tensor();
+    for_float_rows(x, [&](int64_t begin, const Tensor& x_rows) {
+      const int64_t n = x_rows.size(0);
+      const Tensor dy_rows = dy.narrow(0, begin, n);
+      if (wants_dphi) accumulate(dphi, x_rows, dy_rows, begin == 0);
+      if (dx.defined())
+        dx.view_as(x)
+            .narrow(0, begin, n)
+            .copy_(at::mm(dy_rows, phi_float.t()).addcmul_(x_rows, scale.narrow(0, begin, n).unsqueeze(1)));
+    });
+    return wants_dphi ? dphi.to(phi.scalar_type()) : dphi;
+  }
+
+  static Tensor backward_of_projection_by_kernel(const Tensor& x, const Tensor& phi, const Tensor& dy,
+                                                 const Tensor& scale, const Tensor& dx, bool wants_dphi) {
+    using Args = MHCProjectionBackward;
+    const int64_t partials = std::min(Args::kMostPartials, ceil_div(x.size(0), Args::kLeastRows));
+    const Tensor dphi_parts = wants_dphi ? empty_partials(x, partials, phi.numel()) : Tensor();
+    run(mhc_projection_backward, x,
+        {.x = data(x),
+         .dy = data<float>(dy),
+         .scale = data<float>(scale),
+         .phi = {data(phi), dtype_of(phi)},
+         .dx = dx.defined() ? dx.data_ptr() : nullptr,
+         .dphi = wants_dphi ? data<float>(dphi_parts) : nullptr,
+         .rows = x.size(0),
+         .cols = x.size(1),
+         .partials = partials,
+         .columns = int(dy.size(1)),
+         .dtype = dtype_of(x)});
+    if (!wants_dphi) return {};
+    Totals totals;
+    const Tensor dphi = totals.of(dphi_parts, phi);
+    totals.run();
+    return dphi;
   }
 };
 

@@ -32,44 +32,59 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(MHCMixForward a, int6
   }
 }
 
-/// dx and the gradients of the weights of an input x of a row, `step` apart.
-template <class T, class X, int kMost, class Reduce>
-__device__ void input_backward(const MHCMixBackward& a, int64_t row, const Row<X>& x, void* dx, int64_t dx_row,
-                               const float* weight, float* dweight, int step, Reduce& reduce) {
-  using Vec = cuda::Vec<Row<T>::kWidth>;
-  const Row<T> like(a.dy, row * a.out, a.cols, a.cols);
-  float own[kMost];
-  unrolled<kMost>([&](int o) { own[o] = o < a.out ? weight[o * step] : 0; });
-  typename Sums<kMost>::Value sums{};
-  for_each_pack_of(like, [&](int k) {
-    const Vec of_x = to_vec(x.load(k, X(0), like));
-    Vec sum;
-    unrolled<kMost>([&](int o) {
-      if (o >= a.out) return;
-      const Vec dy = to_vec(Row<T>(a.dy, row * a.out + o, a.cols, a.cols).load(k, T(0), like));
-      sum = sum + dy * own[o], sums.v[o] += cuda::sum(dy * of_x);
-    });
-    if (dx) Row<X>(dx, dx_row, a.cols, a.cols).store(k, packed<X>(sum), like);
-  });
-  sums = reduce(sums);
-  unrolled<kMost>([&](int o) {
-    if (o < a.out && threadIdx.x == 0) dweight[o * step] = sums.v[o];
-  });
-}
-
-/// dx, df and the gradients of the weights. A block has a row. It reads dy for each input, but for the first from a
-/// cache. The limit is memory.
-template <class T, class F, int kMost>
+/// dx, df and the gradients of the weights. A block has a row and takes kIn of its x at a time, the last ones together
+/// with f; a thread has a pack of columns of these and of all dy. dy is read once where kIn are all. The limit is memory.
+template <class T, class F, int kIn, int kOut>
 __global__ void __launch_bounds__(kBackwardThreads) backward_kernel(MHCMixBackward a) {
   await_previous();
+  using Vec = cuda::Vec<Row<T>::kWidth>;
   const int64_t row = blockIdx.x;
-  RowReduce<Sums<kMost>> reduce;
-  for (int i = 0; i < a.in; ++i)
-    input_backward<T, T, kMost>(a, row, Row<T>(a.x, row * a.in + i, a.cols, a.cols), a.dx, row * a.in + i,
-                                a.weight + row * a.out * a.in + i, a.dweight + row * a.out * a.in + i, a.in, reduce);
-  if (a.f)
-    input_backward<T, F, kMost>(a, row, Row<F>(a.f, row, a.cols, a.cols), a.df, row, a.of_f + row * a.out,
-                                a.dof_f + row * a.out, 1, reduce);
+  const Row<T> like(a.dy, row * a.out, a.cols, a.cols);
+  RowReduce<Sums<(kIn + 1) * kOut>> reduce;
+  for (int first = 0; first < a.in; first += kIn) {
+    const int n = min(kIn, a.in - first);
+    const bool with_f = a.f && first + n == a.in;
+    const auto x = [&](const void* of, int i) { return Row<T>(of, row * a.in + first + i, a.cols, a.cols); };
+    const auto weight = [&](int o, int i) { return (row * a.out + o) * a.in + first + i; };
+    typename Sums<(kIn + 1) * kOut>::Value sums{};
+    for_each_pack_of(like, [&](int k) {
+      typename Row<T>::Pack dys[kOut], xs[kIn];
+      Vec f;
+      unrolled<kOut>([&](int o) {
+        if (o < a.out) dys[o] = Row<T>(a.dy, row * a.out + o, a.cols, a.cols).load(k, T(0), like);
+      });
+      unrolled<kIn>([&](int i) {
+        if (i < n) xs[i] = x(a.x, i).load(k, T(0), like);
+      });
+      if (with_f) f = to_vec(Row<F>(a.f, row, a.cols, a.cols).load(k, F(0), like));
+      const auto gradient = [&](int i, const Vec& in, auto weight_of) {
+        Vec d;
+        unrolled<kOut>([&](int o) {
+          if (o >= a.out) return;
+          const Vec dy = to_vec(dys[o]);
+          d = d + dy * weight_of(o), sums.v[i * kOut + o] += cuda::sum(dy * in);
+        });
+        return d;
+      };
+      unrolled<kIn>([&](int i) {
+        if (i >= n) return;
+        const Vec dx = gradient(i, to_vec(xs[i]), [&](int o) { return a.weight[weight(o, i)]; });
+        if (a.dx) x(a.dx, i).store(k, packed<T>(dx), like);
+      });
+      if (!with_f) return;
+      const Vec df = gradient(kIn, f, [&](int o) { return a.of_f[row * a.out + o]; });
+      if (a.df) Row<F>(a.df, row, a.cols, a.cols).store(k, packed<F>(df), like);
+    });
+    sums = reduce(sums);
+    if (threadIdx.x > 0) continue;
+    unrolled<kOut>([&](int o) {
+      if (o >= a.out) return;
+      unrolled<kIn>([&](int i) {
+        if (i < n) a.dweight[weight(o, i)] = sums.v[i * kOut + o];
+      });
+      if (with_f) a.dof_f[row * a.out + o] = sums.v[kIn * kOut + o];
+    });
+  }
 }
 
 /// f.operator()<T, F, kMost>().
@@ -90,8 +105,11 @@ LIGER_REGISTER(mhc_mix_forward, [](const MHCMixForward& a, Stream s) {
   });
 });
 LIGER_REGISTER(mhc_mix_backward, [](const MHCMixBackward& a, Stream s) {
-  dispatch_streams(a, a.out, [&]<class T, class F, int kMost>() {
-    launch(backward_kernel<T, F, kMost>, {.blocks = a.rows, .threads = kBackwardThreads}, s, a);
+  dispatch_weighted(a.dtype, a.f_dtype, [&]<class T, class F>() {
+    const Grid grid{.blocks = a.rows, .threads = kBackwardThreads};
+    if (a.in <= 4 && a.out == 1) launch(backward_kernel<T, F, 4, 1>, grid, s, a);  // a layer's input, of four streams
+    else if (a.in <= 4 && a.out <= 4) launch(backward_kernel<T, F, 4, 4>, grid, s, a);  // and its output
+    else launch(backward_kernel<T, F, 1, MHCMixForward::kMostStreams>, grid, s, a);
   });
 });
 
