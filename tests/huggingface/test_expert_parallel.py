@@ -9,7 +9,6 @@ import sys
 import traceback
 
 import pytest
-import torch
 import transformers
 from conftest import assert_close, run
 from liger_kernel.transformers import monkey_patch

@@ -33,7 +33,8 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(MHCMixForward a, int6
 }
 
 /// dx, df and the gradients of the weights. A block has a row and takes kIn of its x at a time, the last ones together
-/// with f; a thread has a pack of columns of these and of all dy. dy is read once where kIn are all. The limit is memory.
+/// with f; a thread has a pack of columns of these and of all dy. dy is read once where kIn are all. The limit is
+/// memory.
 template <class T, class F, int kIn, int kOut>
 __global__ void __launch_bounds__(kBackwardThreads) backward_kernel(MHCMixBackward a) {
   await_previous();
