@@ -14,7 +14,7 @@ sources := $(shell find liger python cmake -name '*.h' -o -name '*.cpp' -o -name
 
 SHELL := bash
 .SHELLFLAGS := -eo pipefail -c
-.PHONY: help format lint docs train train-cpp align test test-all nightly test-families test-hub downstream fuzz fuzz-hour sanitize nightly-families test-install test-platforms \
+.PHONY: help format lint docs test-docs train train-cpp align test test-all nightly test-families test-torch test-hub downstream fuzz fuzz-hour sanitize nightly-families test-install test-platforms \
         bench install wheel test-wheel clean
 .DEFAULT_GOAL := help
 
@@ -58,6 +58,23 @@ build/transformers-%/ready: $(ready)
 	$(python) -m venv --without-pip build/transformers-$*
 	$(py) -c "import sysconfig; print(sysconfig.get_path('purelib'))" >$$(build/transformers-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth
 	build/transformers-$*/bin/python -m pip install --quiet --disable-pip-version-check transformers==$* && touch $@
+
+# Other versions of torch, each over the first environment's packages, with the library built against it.
+test-torch: $(VERSIONS:%=build/torch-%/ready)  ## operators, modules and model families, also compiled, with other versions of torch: VERSIONS="2.14.1 2.15.0"
+	export PYTHONPATH=$(CURDIR)/python OMP_NUM_THREADS=2 TORCHINDUCTOR_COMPILE_THREADS=1; \
+	for folder in $(VERSIONS:%=build/torch-%); do \
+	  export LIGER_LIBRARY=$(CURDIR)/$$folder/build/libliger.so; \
+	  test="$$folder/bin/python -m pytest -q -n 2 -p no:cacheprovider $(ARGS)"; \
+	  $$test --import-mode=importlib tests/test_ops.py tests/test_modules.py && $$test tests/huggingface/test_families.py || exit 1; done
+
+build/torch-%/ready: $(ready)
+	$(python) -m venv --without-pip $(@D)
+	$(py) -c "import sysconfig; print(sysconfig.get_path('purelib'))" >$$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check torch==$*
+	export PATH="$(abspath $(venv))/bin:$$PATH"; \
+	cmake -S . -B $(@D)/build -G Ninja -DPython_EXECUTABLE=$(abspath $(@D))/bin/python -DLIGER_CUDA="$$LIGER_CUDA" \
+	  -DLIGER_CUDA_ARCHITECTURES="$$LIGER_CUDA_ARCHITECTURES" | sed -n '/liger 1/p' && cmake --build $(@D)/build --target liger
+	touch $@
 
 downstream: $(ready)  ## this package inside TRL, LLaMA-Factory, ms-swift, Axolotl, Oumi, DeepSpeed, ...; ARGS="--only axolotl"; half an hour of downloads and tests
 	$(py) tests/downstream/run.py $(ARGS)
@@ -131,16 +148,21 @@ format: build/lint/ready  ## write C++, CUDA and Python as ruff and clang-format
 	@build/lint/bin/clang-format -i $(cpp_files)
 	@build/lint/bin/ruff check --quiet --fix && build/lint/bin/ruff format --quiet
 
-lint: build/lint/ready  ## check that, what ruff and mypy find, and that comments keep a line for each formula
+lint: build/lint/ready  ## check that, what ruff and mypy find, the workflows, and that comments keep a line for each formula
 	@build/lint/bin/clang-format --dry-run --Werror $(cpp_files)
 	@build/lint/bin/ruff check --quiet && build/lint/bin/ruff format --quiet --check
 	@build/lint/bin/mypy --no-error-summary
 	@build/lint/bin/python tests/check_comments.py
+	@build/lint/bin/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	@build/lint/bin/zizmor --offline --quiet --no-progress .github/workflows
 
 # The reference of C++ where Doxygen is: apt-get install doxygen.
 docs: build/docs-env/ready  ## the pages, with the reference of Python and C++, as a site: build/docs/index.html
 	@NO_MKDOCS_2_WARNING=1 build/docs-env/bin/mkdocs build --quiet
 	@if command -v doxygen >/dev/null; then mkdir -p build/docs/cpp-reference && doxygen docs/site/Doxyfile; fi
+
+test-docs: docs  ## every page of the site in a headless Chromium: links, pictures, errors of scripts, search
+	@build/docs-env/bin/python tests/site.py build/docs $(ARGS)
 
 build/lint/ready: requirements-lint.txt
 build/docs-env/ready: requirements-docs.txt

@@ -1,5 +1,8 @@
-"""Generates two pages of the site: the first one, from README.md, and the Python reference."""
+"""Generates pages of the site: from the documents at the top of the repository, and the Python reference. Links to
+other files of the repository lead to `repo_url`; without one they are text."""
 
+import posixpath
+import re
 from pathlib import Path
 
 from mkdocs.structure.files import File
@@ -30,8 +33,32 @@ def reference():
     return "# Python\n\n" + "\n".join(parts)
 
 
+#: Documents outside docs/, and the pages that are made of them.
+DOCUMENTS = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+_LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
+
+
 def on_files(files, config):
-    readme = (ROOT / "README.md").read_text().replace("](docs/", "](").replace("](liger/", "](../liger/")
-    files.append(File.generated(config, "index.md", content=readme))
+    for document, page in DOCUMENTS.items():
+        text = (ROOT / document).read_text().replace("](docs/", "](")
+        inside = lambda link: link[0] if (ROOT / "docs" / link[2]).exists() else link[0].replace("](", "](../", 1)
+        text = _LINK.sub(lambda link: link[0] if "://" in link[2] else inside(link), text)
+        files.append(File.generated(config, page, content=text))
     files.append(File.generated(config, "python.md", content=reference()))
     return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    folder = posixpath.join("docs", posixpath.dirname(page.file.src_uri))
+
+    def target(link):
+        text, path, anchor = link[1], link[2], link[3] or ""
+        name = posixpath.normpath(posixpath.join(folder, path))
+        if "://" in path or name.startswith("docs/"):
+            return link[0]
+        if name in DOCUMENTS:
+            depth = posixpath.relpath("docs", folder)
+            return f"[{text}]({posixpath.normpath(posixpath.join(depth, DOCUMENTS[name]))}{anchor})"
+        return f"[{text}]({config.repo_url.rstrip('/')}/blob/HEAD/{name}{anchor})" if config.repo_url else text
+
+    return _LINK.sub(target, markdown)
