@@ -3,7 +3,9 @@
 import ctypes
 import importlib
 import os
+import pathlib
 import re
+import runpy
 import subprocess
 import sys
 import zipfile
@@ -163,6 +165,23 @@ def test_wheels_for_several_versions_of_torch_become_one(tmp_path, monkeypatch):
         "liger_kernel-1.0.0.dist-info/METADATA": "Name: liger-kernel\nVersion: 1.0.0\n"
         "Requires-Dist: torch>=2.11,!=2.12.*,<2.14\n",
     }
+
+
+def test_a_release_has_its_entry_in_the_changelog():
+    root = pathlib.Path(__file__).parents[1]
+    notes = runpy.run_path(str(root / ".github/release_notes.py"))["notes"]
+    changelog = (root / "CHANGELOG.md").read_text()
+    old = "\n\n## 0.9 (2026-01-31)\nOld."
+    dated = re.sub(r"^(## \S+) \(unreleased\)", rf"\1 (2027-01-31)\n\nNew.{old}", changelog, count=1, flags=re.M)
+    version = re.search(r"^## (\S+)", changelog, re.M)[1]
+    assert notes(f"v{version}", dated, version) == "New."
+    for tag, text, reason in (
+        ("v9", dated, "the tag is v9"),
+        (f"v{version}", changelog, "'unreleased' where the date belongs"),
+        (f"v{version}", "", "no entry"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            notes(tag, text, version)
 
 
 def test_a_missing_library_is_one_sentence():
