@@ -152,7 +152,8 @@ def _run_operator(student, teacher, labels, factor, kind, masks_ignored, chunk, 
         chunk * 2 * len(student[1]) * student[0].element_size(),
         wanted,
     )
-    soft, hard = share * (each @ divergence), counts @ nll if with_hard else torch.zeros_like(loss)
+    # Not a product of vectors, which autocast would round to 16 bits.
+    soft, hard = share * (each * divergence).sum(), (counts * nll).sum() if with_hard else torch.zeros_like(loss)
     return torch.stack([soft_weight * soft + hard_weight * hard, soft, hard]), gradients, rest
 
 
