@@ -52,7 +52,7 @@ nightly-families:
 VERSIONS ?=
 test-families: $(ready) $(VERSIONS:%=build/transformers-%/ready)  ## every model family, with the installed transformers and with VERSIONS="4.57.6 5.6.0 ..."
 	for python in $(python) $(VERSIONS:%=build/transformers-%/bin/python); do \
-	  $(environment) LIGER_TESTS=all OMP_NUM_THREADS=2 $$python -m pytest -q -n 2 -p no:cacheprovider tests/huggingface/test_{families,convergence,experts,every_type}.py --families all $(ARGS) || exit 1; done
+	  $(environment) LIGER_TESTS=all OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $$python -m pytest -q -n 2 -p no:cacheprovider tests/huggingface/test_{families,convergence,experts,every_type}.py --families all $(ARGS) || exit 1; done
 
 build/transformers-%/ready: $(ready)
 	$(python) -m venv --without-pip build/transformers-$*

@@ -1,4 +1,5 @@
-"""Cases of the losses on a head without logits: classes, not operators. For fuzz.py, test_large.py and bench.py."""
+"""Cases of the losses on a head without logits: classes, not operators. For test_ops.py, fuzz.py, test_large.py and
+bench.py."""
 
 import liger_kernel.chunked_loss
 import policy_reference
@@ -9,7 +10,10 @@ from cases import Case
 
 IGNORE = -100
 #: Options of what the inputs are, which the losses are not given.
-MADE = ("with_bias", "ref_bias", "ignored", "empty_row", "nll_labels", "with_kl", "old", "ref", "ratio", "scale")
+MADE = (
+    *("with_bias", "ref_bias", "ignored", "empty_row", "nll_labels", "with_kl", "old", "ref", "ratio", "scale"),
+    "more_classes",
+)
 TITLES = {
     "dpo": "DPO",
     "orpo": "ORPO",
@@ -31,7 +35,7 @@ def module(losses, name, options):
 
 def flat(result):
     loss, *aux = result if isinstance(result, tuple) else (result,)
-    return (loss, *(aux[0] if aux else ()))
+    return (loss, *(aux[0] if len(aux) == 1 else aux))
 
 
 def head(rows, tokens, width, classes, options):
@@ -43,9 +47,10 @@ def head(rows, tokens, width, classes, options):
 
 
 def labels(shape, classes, options):
-    y = torch.randint(0, classes, shape).masked_fill(torch.rand(shape) < options.get("ignored", 0.25), IGNORE)
+    ignore = options.get("ignore_index", IGNORE)
+    y = torch.randint(0, classes, shape).masked_fill(torch.rand(shape) < options.get("ignored", 0.25), ignore)
     if options.get("empty_row"):
-        y[-1] = IGNORE
+        y[-1] = ignore
     return y
 
 
@@ -94,9 +99,8 @@ def preference_call(losses, name, inputs, options):
 def preference_plain(name, inputs, options, **more):
     x, w, b, y, nll, liked, *ref, kl = inputs
     own = preference.options_of(name, {key: value for key, value in options.items() if key not in MADE})
-    loss, aux = preference.reference(
-        name, x, w, b, y, IGNORE, own, None if ref[0] is None else ref, nll, liked, kl, **more
-    )
+    ref, ignore = None if ref[0] is None else ref, own["ignore_index"]
+    loss, aux = preference.reference(name, x, w, b, y, ignore, own, ref, nll, liked, kl, **more)
     return (loss, *(a.detach() for a in aux))
 
 
@@ -132,6 +136,44 @@ def preference_draw(name):
     return draw
 
 
+#: Of each loss, the least that takes every branch; those of `draw` go on from there.
+KINDS = [
+    dict(loss_type=kind, beta=0.3, discopop_tau=0.7, label_smoothing=0.2 if kind in ("exo_pair", "robust") else 0.0)
+    for kind in preference.LOSS_TYPES
+]
+PREFERENCE_OPTIONS = {
+    "dpo": [
+        {},
+        *(kind | dict(with_bias=i % 2 == 0, ref_bias=i % 3 == 0) for i, kind in enumerate(KINDS)),
+        dict(loss_type="sigmoid", label_smoothing=0.3, use_ref_model=False),
+        dict(compute_nll_loss=True, alpha=0.4, average_log_prob=True, loss_type="apo_down", ignore_index=2),
+    ],
+    "orpo": [
+        {},
+        dict(beta=0.4, with_bias=True),
+        dict(compute_nll_loss=False),
+        dict(nll_labels=True),
+        dict(nll_labels=True, ignore_index=2, with_bias=True),
+    ],
+    "cpo": [
+        {},
+        dict(beta=0.2, alpha=0.3, label_smoothing=0.1, with_bias=True),
+        dict(average_log_prob=True, compute_nll_loss=False, ignore_index=0),
+    ],
+    "simpo": [
+        {},
+        dict(beta=2.0, gamma=0.4, label_smoothing=0.2, alpha=0.5, with_bias=True),
+        dict(compute_nll_loss=False),
+    ],
+    "kto": [
+        {},
+        dict(use_ref_model=True, beta=0.3, with_bias=True, with_kl=True),
+        dict(average_log_prob=True, with_kl=True),
+        dict(use_ref_model=True, ref_bias=True, ignore_index=2),
+    ],
+}
+
+
 # Policies: hidden, weight, bias, ids, mask, advantages, old, ref, ratio, ref_hidden, ref_weight.
 
 
@@ -151,7 +193,11 @@ def policy_make(shape, options):
         if hidden.numel() * classes < 1e9
         else torch.full(ids.shape, -5.0)
     )
-    old, ref = (near + torch.randn(near.shape) * 0.3 if options.get(name) else None for name in ("old", "ref"))
+    # Where a ratio is not clipped in one precision and clipped in another there is nothing to compare: these are not
+    # near a bound.
+    steps = torch.tensor([-0.6, -0.04, 0.03, 0.26, 0.6, 1.5])
+    moved = lambda: near + steps[torch.randint(0, len(steps), near.shape)]
+    old, ref = (moved() if options.get(name) else None for name in ("old", "ref"))
     ratio = {None: None, "token": torch.rand(rows, tokens) + 0.5, "sequence": torch.rand(rows, 1) + 0.5}[
         options.get("ratio")
     ]
@@ -207,6 +253,7 @@ def policy_plain(name, inputs, options, log_probs=policy_reference.log_probs):
         beta,
         options.get("use_bias_correction_kl", False),
         options.get("sapo_temperature_pos", 1.0),
+        options.get("sapo_temperature_neg", 1.05),
     )
     loss = policy_reference.reduced(out, m, loss_type, options.get("max_completion_length"))
     return (
@@ -240,12 +287,35 @@ def policy_draw(pick):
     )
 
 
+#: Each loss and level with the old policy; and each option with a loss that is clipped and two that are not.
+POLICY_OPTIONS = [
+    dict(old=True, ref=True),
+    *(
+        dict(loss_type=loss, importance_sampling_level=level, old=True, ref=True, with_bias=i % 2 == 0, temperature=0.8)
+        | (dict(max_completion_length=11) if loss == "dr_grpo" else {})
+        | (dict(epsilon_high=3.0) if loss == "cispo" else {})
+        for i, (loss, level) in enumerate(policy_reference.LOSSES)
+    ),
+    *(
+        dict(loss_type=loss, old=True, ref=True) | changed
+        for loss in ("dapo", "cispo", "vespo")
+        for changed in (dict(old=False), dict(ratio="token"), dict(beta=0.0), dict(use_bias_correction_kl=True))
+    ),
+    dict(old=True, delta=1.1, ratio="sequence", importance_sampling_level="sequence"),
+    dict(old=True, delta=1.6, use_bias_correction_kl=True, epsilon_low=0.05, epsilon_high=0.4),
+    dict(loss_type="sapo", old=True, sapo_temperature_pos=0.5, sapo_temperature_neg=2.0, use_ref_model=False),
+    dict(ignored=1.1),
+]
+
 # Distillation: hidden, weight, bias, teacher's, labels.
 
 
 def distillation_make(shape, options):
+    """with_bias: True, or "student" or "teacher" for one of the two."""
     tokens, width, teachers, classes = shape
-    student, teacher = (head(1, tokens, w, classes, options) for w in (width, teachers))
+    biased = lambda model: dict(with_bias=options.get("with_bias") in (True, model))
+    student = head(1, tokens, width, classes, biased("student"))
+    teacher = head(1, tokens, teachers, classes + options.get("more_classes", 0), biased("teacher"))
     return student[0][0], *student[1:], teacher[0][0], *teacher[1:], labels((tokens,), classes, options)
 
 
@@ -269,11 +339,14 @@ def distillation_plain(name, inputs, options):
     hidden, weight, bias, teacher, teacher_weight, teacher_bias, y = inputs
     wide = lambda z: z.to(torch.promote_types(z.dtype, torch.float32))
     student, teacher = wide(F.linear(hidden, weight, bias)), wide(F.linear(teacher, teacher_weight, teacher_bias))
-    valid, temperature = y != IGNORE, options.get("temperature", 1.0)
+    ignore, temperature = options.get("ignore_index", IGNORE), options.get("temperature", 1.0)
+    valid = y != ignore
     count = valid.sum().clamp(min=1)
-    hard = F.cross_entropy(student, y, ignore_index=IGNORE, reduction="sum") / count
-    soft = divergence(name, student / temperature, teacher / temperature, valid, options.get("beta", 0.5)) / count
-    return (options.get("weight_hard_loss", 0.5) * hard + options.get("weight_soft_loss", 0.5) * soft,)
+    hard = F.cross_entropy(student, y, ignore_index=ignore, reduction="sum") / count
+    padded = F.pad(student / temperature, (0, options.get("more_classes", 0)))
+    soft = divergence(name, padded, teacher / temperature, valid, options.get("beta", 0.5)) / count
+    loss = options.get("weight_hard_loss", 0.5) * hard + options.get("weight_soft_loss", 0.5) * soft
+    return (loss, soft.detach(), hard.detach()) if options.get("return_soft_hard_loss") else (loss,)
 
 
 def distillation_draw(pick):
@@ -287,6 +360,22 @@ def distillation_draw(pick):
         chunk_size=pick.choice((1, 3)),
     )
     return pick_some(pick, drawn)
+
+
+DISTILLATION_OPTIONS = [
+    {},
+    dict(weight_hard_loss=0.0, weight_soft_loss=1.0, with_bias="student"),
+    dict(weight_hard_loss=1.0, weight_soft_loss=0.0, with_bias="teacher"),
+    dict(beta=0.3, temperature=1.3, with_bias=True, return_soft_hard_loss=True),
+    dict(weight_hard_loss=0.2, weight_soft_loss=3.0, temperature=0.8, chunk_size=3, ignore_index=2),
+    dict(more_classes=9, temperature=0.8, with_bias=True),
+    dict(ignored=1.1),
+]
+JSD_OPTIONS = [
+    *DISTILLATION_OPTIONS,
+    dict(beta=0.0, temperature=1.3, with_bias=True),
+    dict(beta=1.0, temperature=1.3, return_soft_hard_loss=True),
+]
 
 
 def even(shape):
@@ -309,7 +398,7 @@ def loss_case(name, call, plain, make, draw, teacher, **more):
         reference=lambda *inputs, **options: plain(name, inputs, options),
         differentiable=(0, 1, 2),
         heads=heads,
-        **dict(shapes=[(2, 3, 4, 5), (4, 6, 8, 31)], scales=(1, 1, 1, 1e-3, 3.0)) | more,
+        **dict(shapes=[(2, 3, 4, 5), (6, 9, 24, 101), (8, 10, 40, 301)], scales=(1, 1, 1, 1e-3, 3.0)) | more,
     )
 
 
@@ -320,6 +409,7 @@ def bench(*options, shape=(8, 2048, 4096, 128256), cpu=(4, 256, 256, 32768)):
 NONE_IGNORED = dict(ignored=0.0)
 TIMED = {"dpo": NONE_IGNORED, "orpo": NONE_IGNORED, "kto": NONE_IGNORED | dict(use_ref_model=True)}
 SOFT = NONE_IGNORED | dict(weight_hard_loss=0.0, weight_soft_loss=1.0)
+TOKENS = [(3, 4, 5, 6), (45, 24, 16, 101), (130, 40, 56, 301)]
 DISTILLATION = distillation_call, distillation_plain, distillation_make, distillation_draw
 #: case -> (how its class is called, the class's name in TITLES)
 CALLS = {f"linear_{name}": (preference_call, name) for name in preference.MODULES}
@@ -328,7 +418,8 @@ CALLS |= {"linear_grpo": (policy_call, "grpo"), **{f"linear_{n}": (distillation_
 CASES = []
 for name in preference.MODULES:
     parts = preference_call, preference_plain, preference_make(name), preference_draw(name)
-    CASES.append(loss_case(name, *parts, (6, 7), **bench(TIMED[name]) if name in TIMED else {}))
+    timed = bench(TIMED[name]) if name in TIMED else {}
+    CASES.append(loss_case(name, *parts, (6, 7), options=PREFERENCE_OPTIONS[name], **timed))
 CASES += [
     # What is known of the old policy, and rewards, are in float.
     loss_case(
@@ -340,14 +431,17 @@ CASES += [
         (9, 10),
         keep=(5, 6, 7, 8),
         scales=(1,),
+        options=POLICY_OPTIONS,
         **bench(NONE_IGNORED | dict(old=True), NONE_IGNORED | dict(old=True, ref=True), shape=(8, 1024, 4096, 128256)),
     ),
     loss_case(
         "jsd",
         *DISTILLATION,
         (3, 4),
+        options=JSD_OPTIONS,
+        shapes=TOKENS,
         **bench(SOFT, SOFT | dict(beta=0.0), shape=(8192, 2048, 4096, 128256), cpu=(1024, 256, 512, 32768)),
     ),
-    loss_case("cosine", *DISTILLATION, (3, 4)),
+    loss_case("cosine", *DISTILLATION, (3, 4), options=DISTILLATION_OPTIONS, shapes=TOKENS),
 ]
 LOSSES = {case.name: case for case in CASES}

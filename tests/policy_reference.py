@@ -62,10 +62,10 @@ def terms(
     if loss in CLIPPED:
         first = c if delta is None else c.clamp(max=delta)
         out = -torch.min(first * a, c.clamp(1 - low, 1 + high) * a)
-        clipped = (((c < 1 - low) & (a < 0)) | ((c > 1 + high) & (a > 0))).double()
+        clipped = (((c < 1 - low) & (a < 0)) | ((c > 1 + high) & (a > 0))).to(c.dtype)
     elif loss == "cispo":
         out = -c.clamp(max=high).detach() * a * lp
-        clipped = ((c > high) & (a > 0)).double()
+        clipped = ((c > high) & (a > 0)).to(c.dtype)
     elif loss == "sapo":
         tau = torch.where(a > 0, pos, neg)
         out = -a * 4 / tau * torch.sigmoid(tau * (c - 1))

@@ -29,9 +29,9 @@ LOSS_TYPES = [
 
 
 def tokens(x, w, b, y):
-    logits = x @ w.T + (0 if b is None else b)
-    logp = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-    return logits, logp.gather(-1, y.clamp_min(0)[..., None])[..., 0]
+    logits = F.linear(x, w, b)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits, logits.log_softmax(-1).gather(-1, y.clamp_min(0)[..., None])[..., 0]
 
 
 def sequences(x, w, b, y, ignore, average, tokens=tokens):

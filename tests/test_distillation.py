@@ -65,52 +65,6 @@ def expected_of(
     return [loss, *gradients], soft, hard
 
 
-@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-@pytest.mark.parametrize("beta", [0.0, 0.5, 0.3, 1.0])
-def test_jsd(device, dtype, beta):
-    student, teacher, labels = heads(device, dtype)
-    module = JSD(beta=beta, temperature=1.3, return_soft_hard_loss=True)
-    loss, soft, hard = module(student[0], student[1], teacher[0], teacher[1], labels, student[2], teacher[2])
-    (loss * 1.7).backward()
-    expected, soft_, hard_ = expected_of(student, teacher, labels, jsd, 1.3, beta=beta, scale=1.7)
-    check((loss, *(t.grad for t in student)), expected, NAMES, BOUNDS[dtype])
-    check((soft, hard), (soft_, hard_), ("soft", "hard"), BOUNDS[dtype])
-    assert (
-        all(t.dtype == torch.float32 and t.ndim == 0 for t in (loss, soft, hard))
-        and not soft.requires_grad
-        and not hard.requires_grad
-    )
-    assert all(t.grad.dtype == dtype and t.grad.shape == t.shape for t in student)
-    assert student[0].grad[labels == -100].count_nonzero() == 0 and all(t.grad is None for t in teacher)
-
-
-@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-def test_cosine(device, dtype):
-    student, teacher, labels = heads(device, dtype)
-    loss, soft, hard = Cosine(beta=0.7, temperature=2.0, return_soft_hard_loss=True)(
-        student[0], student[1], teacher[0], teacher[1], labels, student[2], teacher[2]
-    )
-    loss.backward()
-    expected, soft_, hard_ = expected_of(student, teacher, labels, cosine, 2.0, beta=0.7)
-    check((loss, *(t.grad for t in student)), expected, NAMES, BOUNDS[dtype])
-    check((soft, hard), (soft_, hard_), ("soft", "hard"), BOUNDS[dtype])
-    assert student[0].grad[labels == -100].count_nonzero() > 0  # the soft loss is of all tokens
-    assert not ops.cosine_distance(torch.zeros(2, 3), torch.ones(2, 3)).sub(1).any()
-
-
-@pytest.mark.parametrize("function", [JSD, Cosine])
-@pytest.mark.parametrize("weights", [(0.5, 0.5), (0.0, 1.0), (1.0, 0.0), (0.2, 3.0)], ids=str)
-@pytest.mark.parametrize("biases", ["both", "student", "teacher", "none"])
-def test_weights_and_biases(function, weights, biases):
-    student, teacher, labels = heads()
-    student[2] = student[2] if biases in ("both", "student") else None
-    teacher[2] = teacher[2] if biases in ("both", "teacher") else None
-    loss = function(*weights)(student[0], student[1], teacher[0], teacher[1], labels, student[2], teacher[2])
-    loss.backward()
-    expected, *_ = expected_of(student, teacher, labels, jsd if function is JSD else cosine, weights=weights)
-    check((loss, *(t.grad for t in student if t is not None)), expected, NAMES, BOUNDS[torch.float32])
-
-
 def test_chunks(monkeypatch):
     """The numbers do not depend on the sizes of chunks, and a 3-d batch is the same tokens; strides are free. The
     losses in one operator, and those in a loop."""
@@ -153,15 +107,11 @@ def test_weight_gradient_is_summed_in_float(dtype):
     assert errors[1] < 1.2 * errors[0]
 
 
-def test_larger_teacher_vocabulary():
-    student, teacher, labels = heads(teacher_vocabulary=V + 9)
-    for function, soft in ((JSD, jsd), (Cosine, cosine)):
-        for t in student:
-            t.grad = None
-        loss = function(temperature=0.8)(student[0], student[1], teacher[0], teacher[1], labels, student[2], teacher[2])
-        loss.backward()
-        expected, *_ = expected_of(student, teacher, labels, soft, 0.8)
-        check((loss, *(t.grad for t in student)), expected, NAMES, BOUNDS[torch.float32])
+def test_the_cosine_of_nothing():
+    assert not ops.cosine_distance(torch.zeros(2, 3), torch.ones(2, 3)).sub(1).any()
+
+
+def test_larger_student_vocabulary():
     student, teacher, labels = heads(vocabulary=V + 9)
     with pytest.raises(ValueError, match="vocabulary"):
         JSD()(student[0], student[1], teacher[0], teacher[1], labels)
@@ -238,34 +188,15 @@ def test_no_gradient_is_made_where_none_is_wanted(monkeypatch):
     assert made == [[False, False, False], [True, False, False]]
 
 
-@pytest.mark.parametrize("module", [JSD, Cosine, LigerFusedLinearJSD])
-def test_in_a_compiled_function(module):
+def test_in_a_compiled_function():
     """The graph breaks at the loss; its gradients are the same."""
-    student, teacher, labels = heads()
-    labels = None if module is LigerFusedLinearJSD else labels  # which would break the graph by themselves
-    run = lambda x: module()(x * 2, student[1], teacher[0], teacher[1], labels)
+    student, teacher, _ = heads()
+    run = lambda x: LigerFusedLinearJSD()(x * 2, student[1], teacher[0], teacher[1], None)
     expected = torch.autograd.grad(run(student[0]), student[:2])
     torch._dynamo.reset()
     for got, right in zip(torch.autograd.grad(torch.compile(run, backend="eager")(student[0]), student[:2]), expected):
         assert right.abs().max() > 1e-5
         torch.testing.assert_close(got, right)
-
-
-def test_autocast_and_mixed_dtypes(device):
-    student, teacher, labels = heads(device)
-    expected, *_ = expected_of(student, teacher, labels, jsd)
-    run = lambda x: JSD()(x, student[1], teacher[0].to(x.dtype), teacher[1], labels, student[2], teacher[2])
-    with torch.autocast(device, torch.bfloat16):
-        loss = run(student[0])
-    loss.backward()
-    assert all(t.grad.dtype == torch.float32 for t in student)
-    check((loss, *(t.grad for t in student)), expected, NAMES, dict(rtol=0.1, atol=0.05))
-    student[1].grad = student[2].grad = None
-    half = student[0].detach().bfloat16().requires_grad_()
-    loss = run(half)
-    loss.backward()
-    assert half.grad.dtype == torch.bfloat16 and student[1].grad.dtype == torch.float32
-    check((loss, half.grad, *(t.grad for t in student[1:])), expected, NAMES, dict(rtol=0.1, atol=0.05))
 
 
 def test_own_loss_on_the_base():

@@ -6,7 +6,8 @@ from cases import all_cases, as_tuple
 from conftest import EMULATED
 from liger_kernel._library import ops
 from packaging.version import Version
-from tiers import ALL, some
+from test_ops import COMPILED
+from tiers import ALL
 
 pytestmark = pytest.mark.skipif(EMULATED, reason="says nothing about the kernels that the emulation shares")
 
@@ -22,7 +23,7 @@ def losses(out):
 
 @each_case
 def test_opcheck(case, device):
-    for options in some(case.options):
+    for options in case.options if ALL else case.options[:1]:
         op, args = case.schema(case.inputs(case.shapes[1], options, case.dtypes[0], device), options)
         torch.library.opcheck(op, args)
 
@@ -67,6 +68,8 @@ def test_export(exported):
     check(exported, exported[1].module())
 
 
+# Every run compiles a model with this: tests/huggingface/test_objects.py.
+@pytest.mark.full()
 @pytest.mark.skipif(
     Version(torch.__version__) < Version("2.12"),
     reason="torch 2.11 was seen to crash when it loads the package of any module",
@@ -75,7 +78,9 @@ def test_aot_inductor(exported):
     check(exported, torch._inductor.aoti_load_package(torch._inductor.aoti_compile_and_package(exported[1])))
 
 
+# The nodes of all operators are made of one template (liger/core/torch/operator.h).
 @each_gradient
+@pytest.mark.full(when=lambda p: p["case"].name not in COMPILED)
 def test_compiled_autograd(case, device):
     """The same gradients, from a graph of the backward pass."""
     for options in case.options[: 3 if ALL else 1]:

@@ -5,18 +5,12 @@ What repeats a check on more cases stands under the marker `full`, and `make tes
     @pytest.mark.full()                                         # the whole test
     @pytest.mark.full(when=lambda p: p["backend"] == "other")   # with these parameters
 
-Where a test goes over a list itself, `some(list)` is the part of it that every run takes.
+Where a test goes over a list itself, it looks at ALL.
 """
 
 import os
 
 ALL = os.environ.get("LIGER_TESTS") == "all"
-
-
-def some(cases, count=1):
-    """All of a sequence, or its first `count` and its last."""
-    cases = list(cases)
-    return cases if ALL or len(cases) <= count else cases[:count] + cases[-1:]
 
 
 def left_out(item):

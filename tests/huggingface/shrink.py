@@ -23,7 +23,7 @@ SIZES = (
     (r"q_lora_rank|kv_lora_rank|\w*_lora_rank", 32),
     (r"(\w*_)?(hidden_size|d_model|n_embd|embed_dim|embedding_size|hidden_dim|model_dim|embed_size|input_dim)|dim|width"
      r"|embedding_dim|projection_dim|out_hidden_size|output_dim|word_embed_proj_dim|d_embed", WIDTH),
-    (r"(\w*_)?(intermediate_size|ffn_dim|d_ff|n_inner|mlp_dim|inner_dim|ffn_hidden_size|dim_ff|dff)(_\w+)?", 96),
+    (r"(\w*_)?(intermediate_size|ffn_dim|ff_dim|d_ff|n_inner|mlp_dim|inner_dim|ffn_hidden_size|dim_ff|dff)(_\w+)?", 96),
     (r"(n_routed_experts|num_experts|num_local_experts|moe_num_experts|n_experts)", 4),
     (r"(num_experts_per_tok|moe_k|moe_topk|num_experts_per_token|top_k_experts|moe_top_k|num_selected_experts)", 2),
     (r"n_group|topk_group|num_expert_groups", 1),

@@ -257,7 +257,7 @@ def on_rank(rank, families):
             except Exception:
                 found[family, "halves", mode] = traceback.format_exc()
         for mode in MODES:
-            for tied in (False, True):
+            for tied in (False, True) if ALL or mode in ("ddp", "fsdp2") else (False,):
                 if tied and mode.endswith(UNTIED):
                     continue
                 try:
@@ -270,7 +270,7 @@ def on_rank(rank, families):
 
 def on_lora_rank(rank):
     found = {}
-    for mode in LORA_MODES:
+    for mode in LORA_MODES if ALL else LORA_MODES_OF_EVERY_RUN:
         try:
             compare(rank, "llama", mode, False, adapted=True)
             found[mode] = None
@@ -281,6 +281,7 @@ def on_lora_rank(rank):
 
 #: FSDP1's flat parameters are all trained or none is.
 LORA_MODES = [mode for mode in MODES if mode != "fsdp1_flat"]
+LORA_MODES_OF_EVERY_RUN = ("ddp", "fsdp1", "fsdp2_checkpointed", "fsdp2_bf16")
 
 
 @pytest.fixture(scope="module")
@@ -289,6 +290,7 @@ def found_lora():
 
 
 @pytest.mark.parametrize("mode", LORA_MODES)
+@pytest.mark.full(when=lambda p: p["mode"] not in LORA_MODES_OF_EVERY_RUN)
 def test_lora(found_lora, mode):
     for of_rank in found_lora:
         assert of_rank[mode] is None, of_rank[mode]

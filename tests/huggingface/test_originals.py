@@ -37,9 +37,10 @@ def test_a_float64_model_of_patched_classes(family, patched, loss):
     torch.testing.assert_close(output.loss, expected.loss, check_dtype=False)
     for name, gradient in expected_gradients.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-7)
-    torch._dynamo.reset()
-    compiled = torch.compile(model.model, backend="eager", fullgraph=True)(batch()["input_ids"])
-    assert torch.equal(compiled.last_hidden_state, model.model(batch()["input_ids"]).last_hidden_state)
+    if loss == UNFUSED:  # what is compiled has no loss
+        torch._dynamo.reset()
+        compiled = torch.compile(model.model, backend="eager", fullgraph=True)(batch()["input_ids"])
+        assert torch.equal(compiled.last_hidden_state, model.model(batch()["input_ids"]).last_hidden_state)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -138,21 +138,13 @@ def _run_operator(student, teacher, labels, factor, kind, masks_ignored, chunk, 
     counts = labels.ne(ignore_index).float()
     each = counts if masks_ignored else torch.ones_like(counts)
     share = 1.0 if masks_ignored else beta  # the cosine distance has beta as a factor
-    loss, divergence, nll, _, gradients, rest = forward_with_gradients(
-        student,
-        teacher,
-        labels,
-        each * factor * (soft_weight * share),
-        counts * factor * hard_weight,
-        kind,
-        beta if masks_ignored else 0.5,
-        temperature,
-        ignore_index,
-        masks_ignored,
-        chunk * 2 * len(student[1]) * student[0].element_size(),
-        wanted,
-    )
-    soft, hard = share * (each @ divergence), counts @ nll if with_hard else torch.zeros_like(loss)
+    weights = each * factor * (soft_weight * share), counts * factor * hard_weight
+    divergence_of = kind, beta if masks_ignored else 0.5, temperature, ignore_index, masks_ignored
+    max_bytes = chunk * 2 * len(student[1]) * student[0].element_size()
+    made = forward_with_gradients(student, teacher, labels, *weights, *divergence_of, max_bytes, wanted)
+    loss, divergence, nll, _, gradients, rest = made
+    # Not a product of vectors, which autocast would round to 16 bits.
+    soft, hard = share * (each * divergence).sum(), (counts * nll).sum() if with_hard else torch.zeros_like(loss)
     return torch.stack([soft_weight * soft + hard_weight * hard, soft, hard]), gradients, rest
 
 
@@ -160,28 +152,16 @@ def _cross_entropy(logits, labels, ignore_index):
     return -ops.selective_log_softmax(logits, labels, 1.0, ignore_index)[0].sum()
 
 
-def _sums(
-    student,
-    teacher,
-    labels,
-    distillation_loss_fn,
-    *,
-    ignore_index,
-    weight_hard_loss,
-    weight_soft_loss,
-    compute_ce_loss,
-    temperature,
-    all_terms,
-    **loss_kwargs,
-):
+def _sums(student, teacher, labels, distillation_loss_fn, compute_ce_loss, temperature, all_terms, **options):
     """[weighted sum, soft, hard] of these tokens' logits; a term of weight 0 is left out unless all are asked for."""
+    hard_weight, soft_weight = (options.pop(name) for name in ("weight_hard_loss", "weight_soft_loss"))
     soft = hard = student.new_zeros((), dtype=torch.float32)
-    if compute_ce_loss and (weight_hard_loss or all_terms):
-        hard = _cross_entropy(student, labels, ignore_index)
-    if weight_soft_loss or all_terms:
+    if compute_ce_loss and (hard_weight or all_terms):
+        hard = _cross_entropy(student, labels, options["ignore_index"])
+    if soft_weight or all_terms:
         logits = _for_the_soft_loss(student, teacher, temperature)
-        soft = distillation_loss_fn(*logits, target=labels, ignore_index=ignore_index, **loss_kwargs)
-    return [weight_hard_loss * hard + weight_soft_loss * soft, soft, hard]
+        soft = distillation_loss_fn(*logits, target=labels, **options)
+    return [hard_weight * hard + soft_weight * soft, soft, hard]
 
 
 def _for_the_soft_loss(student, teacher, temperature):

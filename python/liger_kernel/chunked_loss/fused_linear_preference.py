@@ -106,7 +106,7 @@ def _head_and_loss(parts, preference_loss_fn, full_target, full_nll_target, nll_
         return _token_log_probs(hidden, weight, target, nll_labels, bias, ignore_index)
 
     def loss_of(logp):
-        chosen, rejected = ops.sequence_log_prob(logp[: 2 * half], target, ignore_index, average).split(half)
+        chosen, rejected = ops.sequence_log_prob(logp[: 2 * half], target, ignore_index, average).view(2, half)
         nll = chosen.new_zeros(())
         if with_nll:
             counted = full_target if full_nll_target is None else full_nll_target

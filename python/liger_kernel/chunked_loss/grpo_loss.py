@@ -5,6 +5,8 @@ import torch
 
 from liger_kernel._library import ops
 from liger_kernel.chunked_loss.losses import GRPO
+from liger_kernel.operators.policy import VESPO
+from liger_kernel.signatures import required, takes
 
 
 def k3_loss_fn(log_p, log_q):
@@ -31,21 +33,15 @@ def clip_coef_fn(coef, epsilon_low, epsilon_high, loss_type):
     return coef.clamp(1 - epsilon_low, 1 + epsilon_high), coef < 1 - epsilon_low, coef > 1 + epsilon_high
 
 
-def get_gamma_weights(
-    advantages,
-    log_ratio_per_token,
-    mask,
-    importance_sampling_ratio=None,
-    k_pos=2.0,
-    lambda_pos=3.0,
-    k_neg=3.0,
-    lambda_neg=2.0,
-):
+@takes(
+    required("advantages", "log_ratio_per_token", "mask")
+    | dict(importance_sampling_ratio=None)
+    | {name.removeprefix("vespo_"): default for name, default in VESPO.items()}
+)
+def get_gamma_weights(**given):
     """vespo's weights [B, 1] of completions with advantages [B], log_ratio_per_token and mask [B, T], not
     differentiated; see vespo_weights."""
-    return ops.vespo_weights(
-        advantages, log_ratio_per_token, mask, importance_sampling_ratio, k_pos, lambda_pos, k_neg, lambda_neg
-    )
+    return ops.vespo_weights(*given.values())
 
 
 LigerFusedLinearGRPOFunction = GRPO.function(__name__)
