@@ -61,7 +61,7 @@ build/transformers-%/ready: $(ready)
 
 # Other versions of torch, each over the first environment's packages, with the library built against it.
 test-torch: $(VERSIONS:%=build/torch-%/ready)  ## operators, modules and model families, also compiled, with other versions of torch: VERSIONS="2.14.1 2.15.0"
-	export PYTHONPATH=$(CURDIR)/python OMP_NUM_THREADS=2 TORCHINDUCTOR_COMPILE_THREADS=1; \
+	export PYTHONPATH=$(CURDIR)/python OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE TORCHINDUCTOR_COMPILE_THREADS=1; \
 	for folder in $(VERSIONS:%=build/torch-%); do \
 	  export LIGER_LIBRARY=$(CURDIR)/$$folder/build/libliger.so; \
 	  test="$$folder/bin/python -m pytest -q -n 2 -p no:cacheprovider $(ARGS)"; \

@@ -108,8 +108,8 @@ class HeldRow {
 
 /// Σ of each of the n numbers that f(x, …) gives, over the elements of a row, or of rows side by side, that this thread
 /// has. What lies behind a row's end is 0, and must add nothing.
-template <int n, class Rows, class F>
-__device__ typename Sums<n>::Value row_sums(const Rows& rows, F f) {
+template <int n, class HeldRows, class F>
+__device__ typename Sums<n>::Value row_sums(const HeldRows& rows, F f) {
   typename Sums<n>::Value sums{};
   rows.each([&](int, const auto& x, const auto&... more) {
     unrolled<std::remove_cvref_t<decltype(x)>::kWidth>([&](int i) {
@@ -121,8 +121,8 @@ __device__ typename Sums<n>::Value row_sums(const Rows& rows, F f) {
 }
 
 /// y = f(x, …) for those elements; y: a matrix that has this row where they do.
-template <class Rows, class F>
-__device__ void row_map(const Rows& rows, void* y, F f) {
+template <class HeldRows, class F>
+__device__ void row_map(const HeldRows& rows, void* y, F f) {
   rows.each([&](int k, const auto& x, const auto&... more) { rows.store(y, k, x.map(f, x, more...)); });
 }
 

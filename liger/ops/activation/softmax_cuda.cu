@@ -42,13 +42,14 @@ struct Softmax {
     Online::push(v, packs);
   }
 
-  template <class Rows>
+  template <class KeptRows>
   struct Reduce {
-    typename Rows::template Reduce<Online> all;
+    typename KeptRows::template Reduce<Online> all;
   };
 
-  template <class Rows>
-  __device__ void settle(const Rows&, Reduce<Rows>& reduce, typename Rows::State&, const typename Rows::RowSet&) {
+  template <class KeptRows>
+  __device__ void settle(const KeptRows&, Reduce<KeptRows>& reduce, typename KeptRows::State&,
+                         const typename KeptRows::RowSet&) {
     v = reduce.all(v);
     inverse = 1 / v.sum;
   }
@@ -75,15 +76,15 @@ struct Sparsemax {
     }
   }
 
-  template <class Rows>
+  template <class KeptRows>
   struct Reduce {
-    typename Rows::template Reduce<Largest> largest;
-    typename Rows::template Reduce<Members, 2> members;
+    typename KeptRows::template Reduce<Largest> largest;
+    typename KeptRows::template Reduce<Members, 2> members;
   };
 
-  template <class Rows>
-  __device__ void settle(const Rows& rows, Reduce<Rows>& reduce, typename Rows::State& state,
-                         const typename Rows::RowSet& set) {
+  template <class KeptRows>
+  __device__ void settle(const KeptRows& rows, Reduce<KeptRows>& reduce, typename KeptRows::State& state,
+                         const typename KeptRows::RowSet& set) {
     // τ is searched as its distance from the largest value, which is a member of the support however large it is.
     const float largest = reduce.largest(max), below = nextafterf(largest, -INFINITY);
     double tau = -1;
@@ -141,25 +142,26 @@ __device__ Pack mapped(const Pack& first, const Pack& second, F f) {
 }
 
 /// y = softmax(x) or sparsemax(x), as Map says.
-/// A row belongs to a part of a block's threads or to a cluster of blocks (Rows, cluster.cuh), which keeps it on chip:
-/// the first pass gathers what settles the row, the last one writes y. The limit is memory; sparsemax searches its
-/// threshold in passes between, on chip. Of a causal row only what counts is read.
-template <class T, template <class> class Map, class Rows>
-__global__ void __launch_bounds__(Rows::kThreads, Rows::kBlocks) forward_kernel(SoftmaxForward a, Rows rows) {
+/// A row belongs to a part of a block's threads or to a cluster of blocks (KeptRows, cluster.cuh), which keeps it on
+/// chip: the first pass gathers what settles the row, the last one writes y. The limit is memory; sparsemax searches
+/// its threshold in passes between, on chip. Of a causal row only what counts is read.
+template <class T, template <class> class Map, class KeptRows>
+__global__ void __launch_bounds__(KeptRows::kThreads, KeptRows::kBlocks)
+    forward_kernel(SoftmaxForward a, KeptRows rows) {
   await_previous();
   const int64_t n = length(a, rows.row());
   const RowSet<T, 1> set{{Row<T>(a.x, rows.row(), a.x_stride, n)}, T(-INFINITY)};
   const Row<T> y(a.y, rows.row(), a.cols, n);
-  typename Rows::State state;
+  typename KeptRows::State state;
   rows.begin(state, set);
-  typename Map<T>::template Reduce<Rows> reduce;
+  typename Map<T>::template Reduce<KeptRows> reduce;
   Map<T> map;
   rows.template pass<2, true>(state, set, [&](int, const auto& packs) { map.push(packs); });
   map.settle(rows, reduce, state, set);
   rows.template again<2>(state, set, [&](int k, auto& packs) {
 #pragma unroll
     for (auto& pack : packs) pack = mapped(pack, [&](float v) { return map.value(v); });
-    y.template store<Rows::kThreads>(k, packs, set.of[0]);
+    y.template store<KeptRows::kThreads>(k, packs, set.of[0]);
   });
   if (n == a.cols || !rows.leads() || rows.row() >= a.rows) return;
   const Row<T> rest(static_cast<T*>(a.y) + n, rows.row(), a.cols, a.cols - n);
@@ -168,16 +170,17 @@ __global__ void __launch_bounds__(Rows::kThreads, Rows::kBlocks) forward_kernel(
 
 /// dx = w · (dy − Σ w · dy). For softmax w is y; for sparsemax 1 on the support, and the sum is a mean over it.
 /// As forward_kernel: y and dy are read once, and kept on chip for the second pass.
-template <class T, template <class> class Map, class Rows>
-__global__ void __launch_bounds__(Rows::kThreads, Rows::kBlocks) backward_kernel(SoftmaxBackward a, Rows rows) {
+template <class T, template <class> class Map, class KeptRows>
+__global__ void __launch_bounds__(KeptRows::kThreads, KeptRows::kBlocks)
+    backward_kernel(SoftmaxBackward a, KeptRows rows) {
   await_previous();
   const auto of = [&](const void* matrix) { return Row<T>(matrix, rows.row(), a.cols, a.cols); };
   const RowSet<T, 2> set{{of(a.y), of(a.dy)}, T(0)};
   const Row<T> dx = of(a.dx);
   using Weighted = SumCount<float>;
-  typename Rows::template Reduce<Weighted> reduce;
+  typename KeptRows::template Reduce<Weighted> reduce;
   auto in = Weighted::identity();
-  typename Rows::State state;
+  typename KeptRows::State state;
   rows.begin(state, set);
   rows.template pass<2, true>(state, set, [&](int, const auto& pairs) {
 #pragma unroll
@@ -194,7 +197,7 @@ __global__ void __launch_bounds__(Rows::kThreads, Rows::kBlocks) backward_kernel
     for (int i = 0; i < n; ++i)
       packs[i] =
           mapped(pairs[i].of[0], pairs[i].of[1], [&](float w, float d) { return Map<T>::weight(w) * (d - mean); });
-    dx.template store<Rows::kThreads>(k, packs, set.of[0]);
+    dx.template store<KeptRows::kThreads>(k, packs, set.of[0]);
   });
 }
 

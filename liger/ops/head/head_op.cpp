@@ -123,7 +123,7 @@ Tensor unit_power(const Tensor& g) {
                        : at::ones({}, g.options());
 }
 
-void Operands::project(const Tensor& z, int64_t begin, bool in_blocks, int64_t first_class) const {
+void HeadOperands::project(const Tensor& z, int64_t begin, bool in_blocks, int64_t first_class) const {
   const auto of_classes = [&](const Tensor& t) { return t.defined() ? t.narrow(0, first_class, z.size(1)) : Tensor(); };
   const Tensor w = of_classes(weight), b = of_classes(bias), low_w = of_classes(low_weight);
   const auto make = [&](const Tensor& out, const Tensor& x, const Tensor& low) {
@@ -157,7 +157,7 @@ class Accumulators {
         dtype_(pass.of.hidden.scalar_type()),
         adds_(pass.wants.weight && pass.main_grad.defined() && !divides) {
     const Wants& wants = pass.wants;
-    const Operands& of = pass.of;
+    const HeadOperands& of = pass.of;
     const int64_t tokens = of.hidden.size(0), classes = of.weight.size(0);
     // Several tiles of classes are summed in float.
     const auto of_tokens = plan.classes < classes ? at::kFloat : gradient_dtype(dtype_, dtype_);
@@ -184,7 +184,7 @@ class Accumulators {
     const auto sum = [](Tensor part, const Tensor& a, const Tensor& b, bool is_first) {
       accumulate(part, a, b, is_first);
     };
-    const Operands& of = pass_.of;
+    const HeadOperands& of = pass_.of;
     if (wants.weight) sum(of_classes(d_.weight), dz, of_rows(of.hidden), begin == 0 && !adds_);
     if (wants.low_weight) sum(of_classes(d_.low_weight), dz, of_rows(of.low_hidden), begin == 0);
     if (wants.hidden) sum(of_rows(d_.hidden), dz_t, of_classes(of.weight), first == 0);

@@ -72,7 +72,7 @@ Tensor unit_power(const Tensor& g);
 /// low_weight [classes, rank] or undefined (LoRA: Hu et al. 2021, arXiv:2106.09685), in one dtype and contiguous, whose
 /// logits are
 ///   hidden weightᵀ + bias + low_hidden low_weightᵀ
-struct Operands {
+struct HeadOperands {
   Tensor hidden, weight, bias, low_hidden = {}, low_weight = {};
 
   /// z = the logits of tokens [begin, begin + z's rows) and classes [first, first + z's columns). in_blocks: by GEMMs
@@ -84,7 +84,7 @@ struct Operands {
 /// what it leaves in their place: three GEMMs a chunk. They are of gradient_dtype, that of bias is float.
 struct Pass {
   using Work = std::function<void(const Tensor& logits, int64_t token, int64_t first)>;
-  Operands of;
+  HeadOperands of;
   Wants wants;
   at::ScalarType weight_dtype;  // of the weight as the caller holds it
   int64_t max_bytes;
@@ -92,7 +92,7 @@ struct Pass {
   bool copy_logits = false;  // they may not
   /// Of the logits, on a GPU: float or hidden's; what is left in their place is rounded to hidden's.
   std::optional<at::ScalarType> logits_dtype = {};
-  bool in_blocks = false;  // see Operands::project
+  bool in_blocks = false;  // see HeadOperands::project
   bool by_class = false;   // work can be done on some of the classes at a time; otherwise the first class is always 0
   Tensor main_grad = {};   // float, where the weight's gradient is added; it is not returned then
 

@@ -35,19 +35,19 @@ struct LogSoftmax {
 /// A row of the student's and the teacher's logits. kPlain: z is what the GEMM gave, and the temperature is 1.
 template <class T, class Formula, bool kPlain>
 struct Logits {
-  using Rows = Clusters<T, 2>;
+  using KeptRows = Clusters<T, 2>;
   using Softmax = OnlineSoftmax<T>;
   using M = Math<T>;
   static constexpr int kWidth = Row<T>::kWidth, kSums = Formula::kSums;
   using Sums = cuda::Sums<kSums + 1>;  // of the formula's terms, and the entropy
 
   const LinearDistillation& a;
-  const Rows& rows;
+  const KeptRows& rows;
   int64_t row;
   RowSet<T, 2> set;
-  typename Rows::State state;
+  typename KeptRows::State state;
 
-  __device__ Logits(const LinearDistillation& a, const Rows& rows)
+  __device__ Logits(const LinearDistillation& a, const KeptRows& rows)
       : a(a),
         rows(rows),
         row(rows.row()),

@@ -115,7 +115,7 @@ struct LinearDistillation {
   }
 
   /// The hidden states of the tokens that count, and what the two heads make of them.
-  struct Rows {
+  struct CountedTokens {
     const Options& o;
     Tensor kept, labels, soft, hard;
     Tensor x, y, y_weight, y_bias;           // in the dtype of the GEMMs
@@ -123,7 +123,7 @@ struct LinearDistillation {
     Tensor divergence, nll, entropy;         // results
     Tensor teacher_logits;                   // of a chunk
 
-    Rows(const Inputs& in, const Options& o, at::ScalarType compute, bool deferred) : o(o) {
+    CountedTokens(const Inputs& in, const Options& o, at::ScalarType compute, bool deferred) : o(o) {
       const Tensor ids = in.labels ? in.labels->to(at::kLong).contiguous() : Tensor();
       if (ids.defined() && o.skip_ignored)
         kept = head::kept_tokens(ids, o.ignore_index, head::kept_count(ids, in.student_weight, -1, [&] {
@@ -210,7 +210,7 @@ struct LinearDistillation {
     const auto compute = compute_dtype(in, o);
     const bool deferred = compute == at::kHalf && any(wanted);
     if (in.student.is_meta()) return empty(in, wanted, o, compute, deferred);
-    Rows rows(in, o, compute, deferred);
+    CountedTokens rows(in, o, compute, deferred);
     const head::Pass pass{.of = {rows.x, in.student_weight.to(compute).contiguous(),
                                  in.student_bias ? in.student_bias->to(compute) : Tensor()},
                           .wants = {wanted.dstudent, wanted.dweight, wanted.dbias},

@@ -91,8 +91,8 @@ struct Part<Softmax, true> {
   typename Softmax::Value sum = Softmax::identity();
 };
 
-/// A row, and this thread's packs of it, which Rows (cluster.cuh) keeps on chip from the first pass to the second.
-template <class T, bool kPlain, class Rows, bool kGradient>
+/// A row, and this thread's packs of it, which KeptRows (cluster.cuh) keeps on chip from the first pass to the second.
+template <class T, bool kPlain, class KeptRows, bool kGradient>
 struct RowLoss {
   using Softmax = OnlineSoftmax<T>;
   using Part = cross_entropy::Part<Softmax, kPlain>;
@@ -105,15 +105,15 @@ struct RowLoss {
   using Scalar = std::conditional_t<kPlain && sizeof(T) == 2, float, double>;
 
   const CrossEntropy& a;
-  const Rows& rows;
+  const KeptRows& rows;
   const int64_t row, y;
   const RowSet<T, 1> set;
   const Row<T> dx;
-  typename Rows::State state;
+  typename KeptRows::State state;
   float inverse_cap;
 
   /// Sends for the row.
-  __device__ RowLoss(const CrossEntropy& a, const Rows& rows)
+  __device__ RowLoss(const CrossEntropy& a, const KeptRows& rows)
       : a(a),
         rows(rows),
         row(rows.row()),
@@ -138,7 +138,7 @@ struct RowLoss {
     if (kGradient && a.dx)
       rows.template again<1>(state, set, [&](int k, auto& packs) {
         packs[0] = {};
-        dx.template store<Rows::kThreads>(k, packs, x());
+        dx.template store<KeptRows::kThreads>(k, packs, x());
       });
     if (rows.first()) {
       a.loss[row] = 0;
@@ -181,10 +181,10 @@ struct RowLoss {
   /// What all threads of the row know together.
   template <class Exchange>
   __device__ static Part together(Part part, Exchange& exchange) {
-    part.sum = typename Rows::template ReduceBlock<Softmax, true>()(part.sum);
+    part.sum = typename KeptRows::template ReduceBlock<Softmax, true>()(part.sum);
     if constexpr (!kPlain)
-      part.best = typename Rows::template ReduceBlock<ArgMax>()(part.best),
-      part.weighted = typename Rows::template ReduceBlock<Sum>()(part.weighted);
+      part.best = typename KeptRows::template ReduceBlock<ArgMax>()(part.best),
+      part.weighted = typename KeptRows::template ReduceBlock<Sum>()(part.weighted);
     Part all;
     exchange(part, [&](const Part& p) {
       all.sum = Softmax()(all.sum, p.sum);
@@ -254,7 +254,7 @@ struct RowLoss {
             word = to_word<T>(e.x * by, e.y * by);
           }
         }
-        dx.template store<Rows::kThreads>(k, packs, x());
+        dx.template store<KeptRows::kThreads>(k, packs, x());
       });
   }
 
@@ -279,18 +279,18 @@ struct RowLoss {
         for (int j = 0; j < kWidth; ++j)
           if (kPlain || (first + j >= 0 && first + j < x().n)) f[j] = gradient(f[j], first + j);
         pack = Pack::from_float(f);
-        first += Rows::kThreads * kWidth;
+        first += KeptRows::kThreads * kWidth;
       }
-      dx.template store<Rows::kThreads>(k, packs, x());
+      dx.template store<KeptRows::kThreads>(k, packs, x());
     });
   }
 };
 
 /// The loss of this thread's row and, where it is asked for, its gradient: two passes over what is kept on chip.
-template <class T, bool kPlain, class Rows, bool kGradient>
-__device__ void do_row(const CrossEntropy& a, const Rows& rows) {
+template <class T, bool kPlain, class KeptRows, bool kGradient>
+__device__ void do_row(const CrossEntropy& a, const KeptRows& rows) {
   if (rows.row() >= a.rows) return;
-  RowLoss<T, kPlain, Rows, kGradient> loss(a, rows);
+  RowLoss<T, kPlain, KeptRows, kGradient> loss(a, rows);
   const float divisors[] = {a.sums->divisor, a.sums->z_divisor}, class_weights = a.sums->class_weights,
               upstream = a.sums->gradient_scale * (a.upstream ? a.upstream[loss.row] : 1);
   if (loss.y == a.ignore_index) return loss.ignore();
@@ -305,14 +305,14 @@ __device__ void do_row(const CrossEntropy& a, const Rows& rows) {
 }
 
 /// The loss of each row and its gradient. A row belongs to a part of a block's threads or to a cluster of blocks, as
-/// Rows says (cluster.cuh), which brings it to registers or shared memory with asynchronous copies, so that the second
-/// pass does not read it again. The limit is memory, and for 16-bit logits two exponentials each.
+/// KeptRows says (cluster.cuh), which brings it to registers or shared memory with asynchronous copies, so that the
+/// second pass does not read it again. The limit is memory, and for 16-bit logits two exponentials each.
 /// kPlain: no class weight, smoothing, softcap or argmax. kGradient: there may be one.
-template <class T, bool kPlain, class Rows, bool kGradient = true>
-__global__ void __launch_bounds__(Rows::kThreads, kGradient ? Rows::kBlocks : Rows::kBlocksReading)
-    rows_kernel(CrossEntropy a, Rows rows) {
+template <class T, bool kPlain, class KeptRows, bool kGradient = true>
+__global__ void __launch_bounds__(KeptRows::kThreads, kGradient ? KeptRows::kBlocks : KeptRows::kBlocksReading)
+    rows_kernel(CrossEntropy a, KeptRows rows) {
   await_previous();
-  do_row<T, kPlain, Rows, kGradient>(a, rows);
+  do_row<T, kPlain, KeptRows, kGradient>(a, rows);
   if (a.totals.loss_total && rows.leads()) total_when_last(a, gridDim.x / cluster_size());
 }
 
@@ -329,10 +329,11 @@ LIGER_REGISTER(cross_entropy_rows, [](const CrossEntropy& given, Stream s) {
   if (later) a.totals = {};
   dispatch(a.dtype, [&]<class T>() {
     const bool plain = !a.class_weight && a.label_smoothing == 0 && a.softcap == 0 && !a.correct && !a.predicted;
-    dispatch_kept_rows<T, 1>(a.x, a.rows, a.cols, a.x_stride, true, a.dx != nullptr, [&]<class Rows>(const Rows& rows) {
-      if (plain && !a.dx) return launch(rows_kernel<T, true, Rows, false>, rows.grid(), s, a, rows);
-      launch(plain ? rows_kernel<T, true, Rows> : rows_kernel<T, false, Rows>, rows.grid(), s, a, rows);
-    });
+    dispatch_kept_rows<T, 1>(
+        a.x, a.rows, a.cols, a.x_stride, true, a.dx != nullptr, [&]<class KeptRows>(const KeptRows& rows) {
+          if (plain && !a.dx) return launch(rows_kernel<T, true, KeptRows, false>, rows.grid(), s, a, rows);
+          launch(plain ? rows_kernel<T, true, KeptRows> : rows_kernel<T, false, KeptRows>, rows.grid(), s, a, rows);
+        });
   });
   if (later)
     launch(total_kernel, {.blocks = 1, .threads = 1024}, s, given.totals, static_cast<const CrossEntropySums*>(a.sums));

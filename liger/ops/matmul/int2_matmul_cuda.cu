@@ -148,13 +148,13 @@ struct alignas(1024) Stage {
 /// Brings both operands of a tile to shared memory, step by step. A thread copies one chunk of every kLines-th line of
 /// each operand, a quarter of a step's with each call of send. Chunks of both operands begin at multiples of 16 bytes.
 template <int kEights, int kStages>
-class Operands {
+class OperandStages {
  public:
   using Stage = int2_matmul::Stage<kEights>;
   static constexpr int kTileRows = kRows * kEights, kLines = kManyThreads / kChunks;
   static_assert(kStep == 4 * kLines && kTileRows % (4 * kLines) == 0 && kTileColumns == 16 * kChunks);
 
-  __device__ explicit Operands(const Int2Matmul& g)
+  __device__ explicit OperandStages(const Int2Matmul& g)
       : g_(g),
         stages_(reinterpret_cast<Stage*>((reinterpret_cast<uintptr_t>(shared_memory<Stage>()) + alignof(Stage) - 1) /
                                          alignof(Stage) * alignof(Stage))),
@@ -245,7 +245,7 @@ __device__ void read_codes(unsigned (&bytes)[2][4], Stage<kEights>& s, int half_
 /// sums += the tile's products, and those of a's rows for `rows`. While a plane's products are in flight the next one's
 /// weights are made, and a part of the other work is done.
 template <int kEights, int kStages>
-__device__ void multiply_tile(Operands<kEights, kStages>& operands, int steps, Lane at, int (&sums)[2][kEights][4],
+__device__ void multiply_tile(OperandStages<kEights, kStages>& operands, int steps, Lane at, int (&sums)[2][kEights][4],
                               RowSums<kEights>& rows) {
   unsigned next[2][4];
   operands.await(kStages - 2);
@@ -311,7 +311,7 @@ template <int kEights, int kStages>
 __global__ void __launch_bounds__(kManyThreads, 1) many_kernel(Int2Matmul g, int strips, int tiles) {
   await_previous();
   const Lane at;
-  Operands<kEights, kStages> operands(g);
+  OperandStages<kEights, kStages> operands(g);
   const auto start = [&](int tile) {
     operands.start(int64_t(tile / strips) * kRows * kEights, int64_t(tile % strips) * kTileColumns);
   };

@@ -15,7 +15,7 @@ std::vector<float> weights(const GatedRMSNorm& a) {
 
 /// What a row's elements become, and where that is rounded.
 template <class T>
-struct Row {
+struct GatedRow {
   const GatedRMSNorm& a;
   Vec rstd{0.f};
 
@@ -35,7 +35,7 @@ void forward(const GatedRMSNormForward& a) {
   const auto w = weights(a);
   for_rows(a.rows, a.cols, [&](int64_t r) {
     const T *x = row_of<T>(a.x, r, a.cols), *gate = row_of<T>(a.gate, r, a.cols);
-    Row<T> row{a};
+    GatedRow<T> row{a};
     const auto square = [&](Vec x, Vec gate) {
       const Vec u = row.normed(x, gate);
       return u * u;
@@ -63,7 +63,7 @@ void backward(const GatedRMSNormBackward& a) {
     for (int64_t i = begin; i < std::min(rows, begin + run); ++i) {
       const int64_t r = i * a.groups + group;
       const T *x = row_of<T>(a.x, r, a.cols), *gate = row_of<T>(a.gate, r, a.cols), *dy = row_of<T>(a.dy, r, a.cols);
-      const Row<T> row{a, Vec(a.rstd[r])};
+      const GatedRow<T> row{a, Vec(a.rstd[r])};
       const auto dn = [&](Vec gate, Vec dy) { return a.gate_first ? dy : dy * row.act(gate); };
       const auto project = [&](Vec x, Vec gate, Vec dy, Vec w) {
         return dn(gate, dy) * w * row.normed(x, gate) * row.rstd;

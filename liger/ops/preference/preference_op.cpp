@@ -48,12 +48,12 @@ Tensor discopop(const Pairs& p) {
   return -at::log_sigmoid(p.h) * (-modulation).sigmoid() + (at::log_sigmoid(modulation) - p.h).exp();
 }
 
-struct Row {
+struct LossFormula {
   std::string_view name;
   Tensor (*loss)(const Pairs&);
 };
 
-constexpr std::array<Row, 10> kTable{{
+constexpr std::array<LossFormula, 10> kTable{{
     {"sigmoid", [](const Pairs& p) { return -at::log_sigmoid(p.h); }},
     {"hinge", [](const Pairs& p) { return at::relu(1 - p.h); }},
     {"exo_pair", exo_pair},
@@ -73,12 +73,12 @@ constexpr std::array<Row, 10> kTable{{
     {"discopop", discopop},
 }};
 
-const Row& parse(const std::string& loss_type, double label_smoothing) {
+const LossFormula& parse(const std::string& loss_type, double label_smoothing) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       loss_type != "ipo",
       "dpo_loss: loss_type 'ipo' needs the number of tokens of each sequence, which the loss does not see");
   std::string names;
-  for (const Row& row : kTable) {
+  for (const LossFormula& row : kTable) {
     if (row.name != loss_type) {
       names.append(names.empty() ? "" : ", ").append(row.name);
       continue;
@@ -146,7 +146,7 @@ std::tuple<Tensor, Tensor> class_sums(const Tensor& values_, const Tensor& liked
 PreferenceResult dpo_loss(const Tensor& chosen, const Tensor& rejected, const OptTensor& ref_chosen,
                           const OptTensor& ref_rejected, const DPOOptions& o) {
   using namespace op::preference;
-  const Row& row = parse(o.loss_type, o.label_smoothing);
+  const LossFormula& row = parse(o.loss_type, o.label_smoothing);
   check_pairs("dpo_loss", chosen, rejected);
   const Tensor w = without(chosen, ref_chosen), l = without(rejected, ref_rejected);
   const Pairs p{.chosen = o.beta * w,
