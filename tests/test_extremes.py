@@ -9,6 +9,7 @@ import torch
 from cases import all_cases
 from conftest import EMULATED
 from liger_kernel._library import ops
+from liger_kernel.operators.activation import SILU
 from liger_kernel.ops.linear_distillation import linear_distillation
 from liger_kernel.transformers import functional as LF
 
@@ -106,6 +107,18 @@ def test_nothing_to_learn(options, tokens, dtype, device):
             loss = LF.liger_fused_linear_cross_entropy(hidden, weight, target, bias, **given)
         loss.sum().backward()
         assert not loss.any() and all(t.grad.shape == t.shape and not t.grad.any() for t in (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gates_at_their_limit(dtype, device):
+    """torch.clamp says whether a value at its limit has a gradient: before 2.14 it does."""
+    values = torch.tensor([-9, -7.0625, -7, -6.9375, 0, 6.9375, 7, 7.0625, 9], dtype=dtype, device=device)
+    gate, up = (t.clone().requires_grad_() for t in torch.meshgrid(values, values, indexing="ij"))
+    below = gate.clamp(max=7)
+    plain = (up.clamp(-7, 7) + 1) * (below * torch.sigmoid(1.702 * below))
+    ours = ops.gated(gate, up, SILU, 1.0, 7.0, 1.702, 1.0)
+    for got, expected in zip(*(torch.autograd.grad(y.sum(), (gate, up)) for y in (ours, plain))):
+        assert torch.equal(got == 0, expected == 0)
 
 
 def test_normalizer_without_reduction(device):

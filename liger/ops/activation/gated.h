@@ -7,10 +7,11 @@ namespace liger {
 /// What a gate's activation g(a) and its factor u(b) are:
 ///   g(a) = act(alpha · min(m · a, limit)) / alpha
 ///   u(b) = clamp(b, −limit, limit) + up_offset
-/// limit and what is below it take SiLU.
+/// limit and what is below it take SiLU. Derivatives are 0 past `last`: limit where values at it still count, as torch's
+/// clamp has it before 2.14, and the number before limit where they do not.
 struct GateForm {
   Activation activation;
-  float m = 1, limit = INFINITY, alpha = 1, up_offset = 0;
+  float m = 1, limit = INFINITY, last = INFINITY, alpha = 1, up_offset = 0;
   bool interleaved = false;  // a row holds a and b in turn
 
   bool plain() const { return limit == INFINITY && alpha == 1 && up_offset == 0 && !interleaved; }
@@ -28,7 +29,7 @@ struct GatedForward {
 };
 
 ///   da = (dc · u(b)) · g'(a)
-///   db = dc · g(a), 0 where b is clamped
+///   db = dc · g(a) · u'(b)
 struct GatedBackward {
   const void *dc, *a, *b;
   void *da, *db;  // d_stride elements apart; interleaved: da is as a
@@ -74,16 +75,21 @@ struct ClampedGate {
 
   template <class M, class V>
   struct Of {
-    V m, limit, alpha, inverse, up_offset;
+    V m, limit, last, alpha, inverse, up_offset;
     LIGER_HD explicit Of(const GateForm& form)
-        : m(form.m), limit(form.limit), alpha(form.alpha), inverse(1 / form.alpha), up_offset(form.up_offset) {}
+        : m(form.m),
+          limit(form.limit),
+          last(form.last),
+          alpha(form.alpha),
+          inverse(1 / form.alpha),
+          up_offset(form.up_offset) {}
     LIGER_HD V act(V a) const { return SiLU::value<M>(alpha * min(m * a)) * inverse; }
     LIGER_HD V slope(V a) const {
-      return M::if_positive(m * a - limit, V(0), SiLU::derivative<M>(alpha * min(m * a)) * m);
+      return M::if_positive(m * a - last, V(0), SiLU::derivative<M>(alpha * min(m * a)) * m);
     }
     LIGER_HD V up(V b) const { return M::max(min(b), V(0) - limit) + up_offset; }
     LIGER_HD V through_up(V b, V d) const {
-      return M::if_positive(b - limit, V(0), M::if_positive(V(0) - limit - b, V(0), d));
+      return M::if_positive(b - last, V(0), M::if_positive(V(0) - last - b, V(0), d));
     }
 
    private:

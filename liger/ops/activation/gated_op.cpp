@@ -1,3 +1,5 @@
+#include <torch/headeronly/version.h>
+#include <cmath>
 #include "liger/core/torch/operator.h"
 #include "liger/ops/activation/gated_op.h"
 #include "liger/ops.h"
@@ -20,11 +22,17 @@ Activation parse(const char* op, int64_t activation) {
   return Activation(activation);
 }
 
+/// Whether torch.clamp passes the gradient of a value at its limit, where 16-bit values often are.
+constexpr bool kSlopeAtLimit = TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 14;
+
 GateForm form(const char* op, int64_t activation, double multiplier, const GateOptions& o, bool interleaved) {
   GateForm form{.activation = parse(op, activation), .m = float(multiplier)};
   TORCH_CHECK_VALUE(o.limit >= 0, op, ": limit must not be negative, got ", o.limit);
   TORCH_CHECK_VALUE(o.alpha != 0, op, ": alpha must not be 0");
-  if (o.limit > 0) form.limit = float(o.limit);
+  if (o.limit > 0) {
+    form.limit = float(o.limit);
+    form.last = kSlopeAtLimit ? form.limit : std::nextafter(form.limit, 0.f);
+  }
   form.alpha = float(o.alpha), form.up_offset = float(o.up_offset), form.interleaved = interleaved;
   TORCH_CHECK_VALUE(form.plain() || form.activation == Activation::SiLU, op,
                     ": limit, alpha, up_offset and interleaved are silu's, not ", names()[activation], "'s");

@@ -110,7 +110,7 @@ struct LinearLogProb {
 
   /// The operands of the tokens that count, in the dtype of the GEMMs, and which tokens those are.
   struct Kept {
-    head::Operands operands;
+    head::HeadOperands operands;
     Tensor ids, all_ids, which;
     int64_t tokens;
 
