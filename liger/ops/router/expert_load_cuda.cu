@@ -34,9 +34,9 @@ __global__ void __launch_bounds__(256) load_kernel(ExpertLoadForward a) {
     }
     const auto key = [](int, float v) { return order_of(v); };
     const auto keys = keys_of<kHeld>(z, key);
-    int64_t last = std::numeric_limits<int64_t>::max();
+    int64_t last = 0;
     for (int64_t i = 0; i < a.k; ++i) {
-      last = keys.next(last);
+      last = i == 0 ? keys.next() : keys.next(last);
       if (z.lane == 0 && counted) counts.add(expert_of(last));
     }
   }

@@ -76,15 +76,16 @@ struct Keys {
     if constexpr (kHeld > 0) z.each([&](int e, float v, int j) { held[j] = key(e, v); });
   }
 
-  /// The largest of a row that is smaller than `last`, as `ranked`. All lanes of a warp must ask together.
-  __device__ int64_t next(int64_t last) const {
-    constexpr int64_t kNone = std::numeric_limits<int64_t>::min();
-    int64_t best = kNone;
+  /// What comes behind `last` (`ranked`), or first. All lanes of a warp must ask together.
+  __device__ int64_t next(int64_t last = ranked(std::numeric_limits<int>::max(), -1)) const {
+    const int last_key = int(last >> 32), last_expert = int(expert_of(last));
+    int best = kNoKey, expert = std::numeric_limits<int>::max();
     z.each([&](int e, float v, int j) {
-      const int64_t mine = ranked(kHeld > 0 ? held[j] : key(e, v), e);
-      if (mine < last && mine > best) best = mine;
+      const int mine = kHeld > 0 ? held[j] : key(e, v);
+      const bool behind = mine < last_key || (mine == last_key && e > last_expert);
+      if (behind && mine > best) best = mine, expert = e;  // of equal keys a lane sees the lower number first
     });
-    return reduce_lanes<Largest<int64_t>>(best, z.lanes);
+    return reduce_lanes<Largest<int64_t>>(ranked(best, expert), z.lanes);
   }
 };
 template <int kHeld, class Row, class Key>
@@ -123,12 +124,12 @@ struct Counts {
 /// f.operator()<kHeld>(threads): the lanes of a team, and the teams of a block.
 template <class F>
 void dispatch_team(int64_t experts, F f) {
-  if (experts > 32 * 32) return f.template operator()<0>(dim3(32, 8));
-  const int held = experts > 32 * 16 ? 32 : 16;
+  const int held = experts > 32 * 8 ? 16 : 8;
+  if (experts > 32 * held) return f.template operator()<0>(dim3(32, 8));
   unsigned lanes = 1;
   while (int64_t(lanes) * held < experts) lanes *= 2;
-  if (held == 32) f.template operator()<32>(dim3(lanes, 256 / lanes));
-  else f.template operator()<16>(dim3(lanes, 256 / lanes));
+  if (held == 16) f.template operator()<16>(dim3(lanes, 256 / lanes));
+  else f.template operator()<8>(dim3(lanes, 256 / lanes));
 }
 
 }  // namespace liger::cuda::router

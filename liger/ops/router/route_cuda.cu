@@ -49,10 +49,10 @@ __global__ void __launch_bounds__(256) forward_kernel(RouteForward a) {
                       [&](int e) { return key(e, z[e]); });
   const auto ordered = [&](int e, float v) { return groups.has(e) ? order_of(key(e, v)) : kNoKey; };
   const auto keys = keys_of<kHeld>(z, ordered);
-  int64_t last = std::numeric_limits<int64_t>::max();
+  int64_t last = 0;
   float sum = 0;
   for (int64_t i = 0; i < a.k; ++i) {
-    last = keys.next(last);
+    last = i == 0 ? keys.next() : keys.next(last);
     const int64_t e = expert_of(last);
     sum += score(z[e]);
     if (z.lane == 0 && at < a.tokens) a.index[token * a.k + i] = e;
