@@ -191,8 +191,8 @@ at::Tensor lora_mlp(const at::Tensor& x, const AdaptedLinear& gate, const Adapte
 
 struct RouteOptions {
   RouterScore score = RouterScore::Softmax;
-  bool normalise = false;                 // of softmax: the same as a softmax over the chosen logits
-  double epsilon = 0, least_sum = 0;      // of the sum that normalises
+  bool normalise = false;             // of softmax: the same as a softmax over the chosen logits
+  double epsilon = 0, least_sum = 0;  // of the sum that normalises
   double scale = 1;
   int64_t groups = 1, kept_groups = 1;    // of neighbouring experts
   int64_t group_best = 2;                 // how many keys make a group's score: 1 or 2

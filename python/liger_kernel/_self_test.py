@@ -230,6 +230,18 @@ CHECKS = (
     Check(
         "gated_packed", lambda y: ops.gated_packed(y, 0, 1.0), lambda y: F.silu(y[..., :20]) * y[..., 20:], ((6, 40),)
     ),
+    Check(
+        "route",
+        lambda z: liger.liger_route(z, 2, normalise=True).weights,
+        lambda z: torch.softmax(z.topk(2).values, -1),
+        ((6, 40),),
+    ),
+    Check(
+        "expert_load",
+        lambda z: liger.liger_load_balancing_loss(z, 40),
+        lambda z: z.softmax(-1).sum(-1).mean(),
+        ((6, 40),),
+    ),
     Check("activate", liger.liger_relu_squared, lambda x: F.relu(x).square(), ((6, 40),)),
     Check("xielu", liger.liger_xielu, _xielu, ((6, 40), (1,), (1,))),
     Check(

@@ -143,7 +143,7 @@ CASES = [
         errors=[
             (lambda d: wrong_load(d, top_k=5), ValueError, "top_k must be 1 to 4"),
             (lambda d: wrong_load(d, torch.ones(3, dtype=torch.bool)), RuntimeError, r"mask must be \[2\]"),
-            (lambda d: wrong_load(d, torch.ones(2)), RuntimeError, "mask must be bool"),
+            (lambda d: wrong_load(d, torch.ones(2)), TypeError, "mask must be .* of bool"),
         ],
     ),
 ]

@@ -1,15 +1,12 @@
 #include "liger/ops/router/expert_load.h"
-#include "liger/core/cpu/row.h"
+#include "liger/core/cpu/router_scores.h"
 
 namespace LIGER_CPU::expert_load {
 namespace {
 
 template <class T>
 void softmax(const T* z, float* p, int64_t n) {
-  const Vec max(row_reduce(n, -INFINITY, Max{}, [](Vec z) { return z; }, z));
-  row_map(n, p, [&](Vec z) { return Math::exp(z - max); }, z);
-  const Vec sum(row_sum(n, [](Vec e) { return e; }, p));
-  row_map(n, p, [&](Vec e) { return e / sum; }, p);
+  router::scores(RouterScore::Softmax, z, p, n);
 }
 
 template <class T>
@@ -55,7 +52,8 @@ void backward(const ExpertLoadBackward& a) {
 
 }  // namespace
 
-LIGER_REGISTER(expert_load_forward, [](const ExpertLoadForward& a, Stream) { dispatch(a.dtype, [&]<class T>() { forward<T>(a); }); });
+LIGER_REGISTER(expert_load_forward,
+               [](const ExpertLoadForward& a, Stream) { dispatch(a.dtype, [&]<class T>() { forward<T>(a); }); });
 LIGER_REGISTER(expert_load_backward,
                [](const ExpertLoadBackward& a, Stream) { dispatch(a.dtype, [&]<class T>() { backward<T>(a); }); });
 

@@ -35,11 +35,7 @@ struct ExpertLoad {
 
   static Arguments check(const char* op, const auto& in) {
     const Arguments arguments(op, "logits", in.logits);
-    TORCH_CHECK(!in.mask || in.mask->scalar_type() == at::kBool, op, ": mask must be bool, got ",
-                in.mask ? in.mask->scalar_type() : at::kBool);
-    if (in.mask) TORCH_CHECK(in.mask->sym_sizes() == in.logits.sym_sizes().slice(0, in.logits.dim() - 1), op,
-                             ": mask must be ", in.logits.sym_sizes().slice(0, in.logits.dim() - 1), ", got ",
-                             in.mask->sym_sizes());
+    arguments.shaped("mask", in.mask, in.logits.sym_sizes().slice(0, in.logits.dim() - 1), Type::Bool);
     return arguments;
   }
 

@@ -1,25 +1,10 @@
-#include "liger/core/cpu/row.h"
+#include "liger/core/cpu/router_scores.h"
 #include "liger/ops/router/route.h"
 
 namespace LIGER_CPU::route {
 namespace {
 
-/// The scores of a row of logits.
-template <class T>
-void scores(RouterScore kind, const T* z, float* s, int64_t n) {
-  if (kind == RouterScore::Softmax) {
-    const Vec max(row_reduce(n, -INFINITY, Max{}, [](Vec z) { return z; }, z));
-    row_map(n, s, [&](Vec z) { return Math::exp(z - max); }, z);
-    const Vec sum(row_sum(n, [](Vec e) { return e; }, s));
-    row_map(n, s, [&](Vec e) { return e / sum; }, s);
-  } else if (kind == RouterScore::Sigmoid) {
-    row_map(n, s, [](Vec z) { return Vec(1.f) / (Vec(1.f) + Math::exp(Vec(0.f) - z)); }, z);
-  } else {
-    row_map(
-        n, s,
-        [](Vec z) { return (at::vec::maximum(z, Vec(0.f)) + Math::exp(Vec(0.f) - z.abs()).log1p()).sqrt(); }, z);
-  }
-}
+using router::scores;
 
 /// What one thread works with.
 struct Scratch {

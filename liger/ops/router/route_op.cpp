@@ -50,7 +50,8 @@ struct Route {
         .shaped("bias", in.bias, {in.logits.sym_sizes().slice(in.logits.dim() - 1)}, Type::Floating);
     const int64_t experts = in.logits.sym_size(-1).guard_int(__FILE__, __LINE__);
     TORCH_CHECK_VALUE(o.groups >= 1 && o.groups <= RouteForward::kMostGroups && experts % o.groups == 0, op,
-                      ": groups must divide the ", experts, " experts and be ", RouteForward::kMostGroups, " at most, got ", o.groups);
+                      ": groups must divide the ", experts, " experts and be ", RouteForward::kMostGroups,
+                      " at most, got ", o.groups);
     TORCH_CHECK_VALUE(o.kept_groups >= 1 && o.kept_groups <= o.groups, op, ": kept_groups must be 1 to groups (",
                       o.groups, "), got ", o.kept_groups);
     const int64_t size = experts / o.groups;
@@ -68,7 +69,8 @@ struct Route {
     c10::SymDimVector chosen(in.logits.sym_sizes());
     chosen.back() = in.top_k;
     const auto& options = in.logits.options();
-    const Results out{at::empty_symint(chosen, options.dtype(dtype)), at::empty_symint(chosen, options.dtype(at::kLong)),
+    const Results out{at::empty_symint(chosen, options.dtype(dtype)),
+                      at::empty_symint(chosen, options.dtype(at::kLong)),
                       at::empty_symint({in.logits.sym_size(-1)}, options.dtype(at::kInt))};
     if (in.logits.is_meta()) return out;
     if (in.logits.numel() == 0) return out.counts.zero_(), out;
@@ -105,7 +107,8 @@ struct Route {
     if (dz.is_meta() || dz.numel() == 0) return dz;
     const Rows z(s.logits);
     const Tensor index = s.index.to(at::kLong).contiguous(),
-                 dweights = (has_dtype(up.dweights.scalar_type()) ? up.dweights : up.dweights.to(at::kFloat)).contiguous();
+                 dweights =
+                     (has_dtype(up.dweights.scalar_type()) ? up.dweights : up.dweights.to(at::kFloat)).contiguous();
     run(route_backward, dz,
         {.z = data(z.tensor),
          .index = data<int64_t>(index),
