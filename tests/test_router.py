@@ -93,7 +93,9 @@ def test_layouts(device):
 
 def test_module(device):
     """The module against plain torch, with a bias of both kinds."""
-    router = LigerRouter(16, 12, 3, bias=True, selection_bias=True, score="sigmoid", normalise=True, scale=2.5).to(device)
+    router = LigerRouter(16, 12, 3, bias=True, selection_bias=True, score="sigmoid", normalise=True, scale=2.5).to(
+        device
+    )
     with torch.no_grad():
         router.e_score_correction_bias.copy_(torch.randn(12))
     x = torch.randn(4, 5, 16, device=device)

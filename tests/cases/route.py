@@ -23,25 +23,35 @@ def make(shape, options):
     return rank / 2 ** max(4, math.ceil(math.log2(experts)) - 3), bias
 
 
-def chosen(keys, k, groups, kept_groups, group_best):
-    """The experts with the largest keys, by stable sorts: of equal ones, the lower number first."""
+def by_sort(keys, k):
+    """The places of the largest keys: of equal ones, the lower number first."""
+    return keys.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+def by_topk(keys, k):
+    """As transformers has it; of equal keys torch takes any."""
+    return keys.topk(k).indices
+
+
+def chosen(keys, k, groups, kept_groups, group_best, largest=by_sort):
+    """The experts with the largest keys."""
     if groups > 1:
         of_group = keys.unflatten(-1, (groups, -1))
-        best = of_group.sort(-1, descending=True).values[..., :group_best].sum(-1)
-        kept = best.sort(dim=-1, descending=True, stable=True).indices[..., :kept_groups]
+        best = of_group.topk(group_best).values.sum(-1)
+        kept = largest(best, kept_groups)
         out = torch.ones_like(best, dtype=torch.bool).scatter(-1, kept, False)
         keys = of_group.masked_fill(out[..., None], -math.inf).flatten(-2)
-    return keys.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    return largest(keys, k)
 
 
 def reference(
     logits, bias, top_k, score="softmax", normalise=False, epsilon=0.0, least_sum=0.0, scale=1.0, groups=1,
-    kept_groups=1, group_best=2, dtype=None, **made,
+    kept_groups=1, group_best=2, dtype=None, largest=by_sort, **made,
 ):  # fmt: skip
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     s = SCORES[score](z)
     keys = (s if bias is None else s + bias) if groups > 1 or bias is not None else z
-    index = chosen(keys.detach(), top_k, groups, kept_groups, group_best)
+    index = chosen(keys.detach(), top_k, groups, kept_groups, group_best, largest)
     weights = s.gather(-1, index)
     if normalise:
         weights = weights / (weights.sum(-1, keepdim=True).clamp(min=least_sum) + epsilon)
@@ -64,6 +74,19 @@ def schema(inputs, options):
     values = {name: options.get(name, default) for name, default in DEFAULTS.items()}
     values["score"] = list(SCORES).index(values["score"])
     return ops.route, (*inputs, options["top_k"], *values.values())
+
+
+def rivals(inputs, options):
+    def plain(*given):
+        return reference(*given, largest=by_topk, **options)
+
+    compiled = torch.compile(plain, dynamic=False)
+    return {"topk": lambda: plain(*inputs), "topk, compiled": lambda: compiled(*inputs)}
+
+
+def floor(shape, options, e):
+    tokens, experts = shape
+    return tokens * (e * experts + 12 * options["top_k"]), tokens * (2 * e * experts + 12 * options["top_k"])
 
 
 def wrong(d, *shape, top_k=1, bias=None, **options):
@@ -114,6 +137,15 @@ CASES = [
             dict(top_k=7, normalise=True, scale=0.25, score="sigmoid"),
         ],
         many_rows=(70000, 8),
+        rivals=rivals,
+        bytes=floor,
+        bench=[
+            ((16384, 128), dict(top_k=8, normalise=True)),
+            ((16384, 8), dict(top_k=2, normalise=True)),
+            ((16384, 512), dict(top_k=10, normalise=True)),
+            ((16384, 256), {**DEEPSEEK_V3, "top_k": 8, "groups": 8, "kept_groups": 4}),
+        ],
+        bench_cpu=[((4096, 128), dict(top_k=8, normalise=True))],
         errors=[
             (lambda d: wrong(d, 2, 4, top_k=5), ValueError, "top_k must be 1 to 4"),
             (lambda d: wrong(d, 2, 4, top_k=0), ValueError, "top_k must be 1 to 4"),
@@ -140,6 +172,9 @@ CASES = [
             dict(top_k=16, masked=True, ties=True),
         ],
         many_rows=(70000, 8),
+        bytes=lambda shape, options, e: (e * shape[0] * shape[1], 2 * e * shape[0] * shape[1]),
+        bench=[((16384, 128), dict(top_k=8)), ((16384, 8), dict(top_k=2))],
+        bench_cpu=[((4096, 128), dict(top_k=8))],
         errors=[
             (lambda d: wrong_load(d, top_k=5), ValueError, "top_k must be 1 to 4"),
             (lambda d: wrong_load(d, torch.ones(3, dtype=torch.bool)), RuntimeError, r"mask must be \[2\]"),
