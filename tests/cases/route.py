@@ -116,6 +116,9 @@ DEEPSEEK_V3 = dict(
 )
 ERNIE = dict(top_k=4, normalise=True, least_sum=0.9, biased=True)
 
+#: Every option together with another, and no scores that are equal in float alone.
+FUZZ = dict(fit=lambda shape: (*shape[:-1], -(-shape[-1] // 32) * 32), scales=(1, 1, 1, 0.125))
+
 CASES = [
     Case(
         name="route",
@@ -137,6 +140,7 @@ CASES = [
             dict(top_k=7, normalise=True, scale=0.25, score="sigmoid"),
         ],
         many_rows=(70000, 8),
+        **FUZZ,
         rivals=rivals,
         bytes=floor,
         bench=[
@@ -172,6 +176,7 @@ CASES = [
             dict(top_k=16, masked=True, ties=True),
         ],
         many_rows=(70000, 8),
+        **FUZZ,
         bytes=lambda shape, options, e: (e * shape[0] * shape[1], 2 * e * shape[0] * shape[1]),
         bench=[((16384, 128), dict(top_k=8)), ((16384, 8), dict(top_k=2))],
         bench_cpu=[((4096, 128), dict(top_k=8))],
