@@ -50,7 +50,7 @@ struct Route {
         .shaped("bias", in.bias, {in.logits.sym_sizes().slice(in.logits.dim() - 1)}, Type::Floating);
     const int64_t experts = in.logits.sym_size(-1).guard_int(__FILE__, __LINE__);
     TORCH_CHECK_VALUE(o.groups >= 1 && o.groups <= RouteForward::kMostGroups && experts % o.groups == 0, op,
-                      ": groups must divide the ", experts, " experts and be ", RouteForward::kMostGroups,
+                      ": groups must divide the ", experts, " experts of logits and be ", RouteForward::kMostGroups,
                       " at most, got ", o.groups);
     TORCH_CHECK_VALUE(o.kept_groups >= 1 && o.kept_groups <= o.groups, op, ": kept_groups must be 1 to groups (",
                       o.groups, "), got ", o.kept_groups);
