@@ -100,19 +100,27 @@ def test_router(cls):
         assert torch.equal(results[0][1] > 0, results[1][1] > 0)
 
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
 @pytest.mark.parametrize("cls", KNOWN)
-def test_low_precision(cls):
-    """bfloat16, and autocast: the same dtypes, experts and roundings."""
-    for router, original in pairs(cls):
-        x = torch.randn(TOKENS, WIDTH)
-        with torch.autocast("cpu", torch.bfloat16):
-            under_autocast = [routed(r, x)[:2] for r in (router, original)]
-        in_bfloat16 = [routed(r.bfloat16(), x.bfloat16())[:2] for r in (router, original)]
-        for (logits, dense), (expected, weights) in (under_autocast, in_bfloat16):
-            assert torch.equal(logits, expected) and logits.dtype == expected.dtype and dense.dtype == weights.dtype
-            clear = without_ties(logits)
-            assert clear.sum() > 10
-            assert_rounded_alike(dense[clear].bfloat16(), weights[clear].bfloat16())
+def test_every_combination_of_dtypes(cls):
+    """Inputs, parameters and autocast: the same dtypes, experts and roundings as the original's, where it runs."""
+    for (router, original), of_x, of_parameters, autocast in itertools.product(
+        pairs(cls), FLOATS, FLOATS, (None, *FLOATS[1:])
+    ):
+        x = torch.randn(TOKENS, WIDTH).to(of_x)
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            try:
+                expected, wanted, _ = routed(original.to(of_parameters), x)
+            except RuntimeError:  # a product of two dtypes
+                continue
+            logits, dense, _ = routed(router.to(of_parameters), x)
+        assert torch.equal(logits, expected) and logits.dtype == expected.dtype and dense.dtype == wanted.dtype
+        clear = without_ties(logits)
+        assert clear.sum() > 10
+        assert torch.equal(dense[clear] > 0, wanted[clear] > 0)
+        assert_rounded_alike(*(t[clear].to(torch.float16) for t in (dense, wanted)), 0.02)
 
 
 @pytest.mark.parametrize("cls", KNOWN[:3])
