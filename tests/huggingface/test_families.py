@@ -184,6 +184,9 @@ def _left(family, model):
     names = {name.rpartition(".")[2] for name, swap in FAMILIES[family].swaps.items()}
     if version.parse(transformers.__version__) < version.parse("5"):
         names -= {"GptOssExperts", "Qwen3VLMoeTextExperts"}  # they take a weight for every expert
+        names -= {"GptOssTopKRouter"}  # which gives one
+    if version.parse(transformers.__version__) < version.parse("5.16"):
+        names -= {"Glm4vMoeTextTopkRouter"}  # gives logits only
     return [
         m
         for m in model.modules()
