@@ -21,6 +21,9 @@ enum class Casting : int8_t { None = -1, Llama = 0, Gemma = 1 };
 /// What a gated norm makes of its gate: silu(x) = x · σ(x), or σ(x).
 enum class Gate : int8_t { SiLU, Sigmoid };
 
+/// What a router makes of its logits: softmax(z) over all experts, σ(z), or √softplus(z).
+enum class RouterScore : int8_t { Softmax, Sigmoid, SqrtSoftplus };
+
 /// z = softcap · tanh(scale · y / softcap), or scale · y without a softcap (0), of what a head's GEMM gives.
 struct LogitMap {
   float scale = 1, softcap = 0;

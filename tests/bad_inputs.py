@@ -25,6 +25,8 @@ ROWS = {
     ("attention_residuals", "blocks"),
     ("mhc_coefficients", "x"),
     *((name, "x") for name in ("lora_linear", "lora_qkv", "lora_mlp")),
+    ("route", "logits"),
+    ("expert_load", "logits"),
 }
 FREE = {
     "one column more": {
@@ -40,12 +42,16 @@ FREE = {
         ("int2_matmul", "b"),
         ("scale", "saved"),
         ("fused_linear_cross_entropy", "weight"),
+        ("route", "logits"),
+        ("expert_load", "logits"),
     },
+    "of another dtype": {("route", "bias")},
     "a dimension more": ROWS,
     "a dimension less": {*ROWS, ("modulated_rms_norm", "scale")},
 }
 #: Arguments that are converted from any floating dtype.
 CONVERTED = {"class_weight", "normalizer", "g", "dlogp", "dentropy", "soft", "hard", "dlse", "dmean_logit", "weights"}
+CONVERTED |= {"dweights", "dload"}
 
 
 class Recorder(TorchDispatchMode):

@@ -51,7 +51,7 @@ FLOORS = (
     r"_compat(_mhc)?",
     r"ops\..*",
     r"chunked_loss\..*|transformers\.(source|functional|experimental\..*|fsdp|(?!trainer)\w*"
-    r"(norm|glu|mlp|mhc|attention|experts|rope|entropy|div|jsd|tvd|dyt|softmax|sparsemax|squared|xielu|centering|loss))",
+    r"(norm|glu|mlp|mhc|attention|experts|router|rope|entropy|div|jsd|tvd|dyt|softmax|sparsemax|squared|xielu|centering|loss))",
     r"transformers\.(parts|replace|families|report|numeric|model\..*)|megatron\.(cross_entropy|rms_norm|swiglu)"
     r"|triton\..*",
     r"functional|transformers\.(head|logits|lora|quantised|rewrite|tensor_parallel|causal_lm)|hub\.layers",

@@ -152,6 +152,11 @@ def _xielu(x, alpha_p, alpha_n):
     return torch.where(x > 0, F.softplus(alpha_p) * x * x, n * (torch.expm1(x.clamp(max=-1e-6)) - x)) + 0.5 * x
 
 
+def _load_balancing(z):
+    chosen = torch.zeros_like(z).scatter(-1, z.topk(2).indices, 1).mean(0)
+    return len(chosen) * chosen @ z.softmax(-1).mean(0)
+
+
 def _int2(a, b):
     codes = torch.cat([b >> 2 * i & 3 for i in range(4)])
     return (a.double() @ (codes.double() - 1)).int()
@@ -230,6 +235,13 @@ CHECKS = (
     Check(
         "gated_packed", lambda y: ops.gated_packed(y, 0, 1.0), lambda y: F.silu(y[..., :20]) * y[..., 20:], ((6, 40),)
     ),
+    Check(
+        "route",
+        lambda z: liger.liger_route(z, 2, normalise=True).weights,
+        lambda z: torch.softmax(z.topk(2).values, -1),
+        ((6, 40),),
+    ),
+    Check("expert_load", lambda z: liger.liger_load_balancing_loss(z, 2), _load_balancing, ((6, 40),)),
     Check("activate", liger.liger_relu_squared, lambda x: F.relu(x).square(), ((6, 40),)),
     Check("xielu", liger.liger_xielu, _xielu, ((6, 40), (1,), (1,))),
     Check(

@@ -315,6 +315,30 @@ TEST(Sparsemax, NearestProbabilities) {
   expect_close({liger::nn::Sparsemax(liger::nn::SparsemaxOptions().dim(0))(x)}, {liger::sparsemax(x.t()).t()});
 }
 
+TEST(Route, EqualsTorch) {
+  const std::vector<Tensor> in{torch::randn({9, 20})};
+  expect_close(run([](auto& t) { return liger::route(t[0], 3, {.normalise = true, .scale = 2}).weights; }, in),
+               run([](auto& t) { return 2 * torch::softmax(std::get<0>(t[0].topk(3)), -1); }, in));
+  const auto bias = torch::randn({20});
+  const auto routed = liger::route(in[0], 4, {.score = liger::RouterScore::Sigmoid, .dtype = torch::kBFloat16}, bias);
+  EXPECT_TRUE(torch::equal(routed.index, std::get<1>((torch::sigmoid(in[0]) + bias).topk(4))));
+  EXPECT_EQ(routed.weights.scalar_type(), torch::kBFloat16);
+  EXPECT_TRUE(torch::equal(routed.counts.to(torch::kLong), torch::bincount(routed.index.flatten(), {}, 20)));
+}
+
+TEST(LoadBalancingLoss, EqualsTorch) {
+  const std::vector<Tensor> in{torch::randn({9, 6}), torch::randn({9, 6})};
+  const auto mask = torch::arange(9).lt(7);
+  const auto plain = [&](auto& t) {
+    const auto kept = torch::cat({t[0].index({mask}), t[1].index({mask})});
+    const auto chosen = torch::zeros_like(kept).scatter(1, std::get<1>(kept.topk(2)), 1);
+    return 6 * chosen.detach().mean(0).dot(torch::softmax(kept, -1).mean(0));
+  };
+  expect_close(run([&](auto& t) { return liger::load_balancing_loss(t, 2, mask); }, in), run(plain, in));
+  const auto all = torch::ones({9}, torch::kBool);
+  expect_close({liger::load_balancing_loss(in, 2)}, {liger::load_balancing_loss(in, 2, all)});
+}
+
 TEST(SelectiveLogSoftmax, EqualsTorch) {
   const auto x = torch::randn({5, 7}), ids = labels(), kept = (ids != -100).to(torch::kFloat);
   const auto plain = [&](const Tensor& x) {

@@ -4,11 +4,11 @@ changes.
     python tests/huggingface/collect_sources.py            # of the newest transformers that pip finds
     python tests/huggingface/collect_sources.py 4.57.6 transformers-5.23.0-py3-none-any.whl ...
 
-pip downloads versions. What is known of other versions stays. Every norm, feed-forward block, mixture of experts
-and rotary embedding is taken out of its modeling file and run against the parts (liger_kernel/transformers/parts.py) on
-random input, in float32 and in bfloat16; its fingerprint is written under the part that computes the same and rounds in
-the same places. What a row of the table of families names and no part stands for is listed: it keeps its forward in a
-patched model.
+pip downloads versions. What is known of other versions stays. Every norm, feed-forward block, mixture of experts,
+router and rotary embedding is taken out of its modeling file and run against the parts
+(liger_kernel/transformers/parts.py) on random input, in float32 and in bfloat16; its fingerprint is written under the
+part that computes the same and rounds in the same places. What a row of the table of families names and no part stands
+for is listed: it keeps its forward in a patched model.
 """
 
 import ast
@@ -66,12 +66,27 @@ CONFIG = types.SimpleNamespace(
 )
 CLASSES = re.compile(
     r"RMSNorm(Gated|alization)?$|L2Norm$|LayerNorm$|MLP$|Mlp$|Experts$|NaiveMoe$|(ReLUSquared|XIELU)Activation$|Rotary|Rope"
+    r"|Top[kK]Router$|MoeStatics$"
 )
-FUNCTIONS = re.compile(r"^(vision_)?apply_(multimodal_)?rotary_(pos_)?emb(_vision|_interleave)?$")
+FUNCTIONS = re.compile(
+    r"^(vision_)?apply_(multimodal_)?rotary_(pos_)?emb(_vision|_interleave)?$|^load_balancing_loss_func$"
+)
 TABLES = re.compile(r"Rotary|Rope")
 ROPE_CONFIG = types.SimpleNamespace(
     rope_parameters={"rope_type": "default", "mrope_section": [3, 3, 2]}, head_dim=16, rope_scaling=None
 )
+ROUTER = re.compile(r"Top[kK]Router$")
+ROUTER_CONFIG = dict(
+    vars(CONFIG),
+    **dict.fromkeys(("num_experts", "num_local_experts", "moe_num_experts", "n_routed_experts"), 8),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 3),
+    **dict.fromkeys(("routed_scaling_factor", "router_scaling_factor"), 1.7),
+    n_group=4,
+    topk_group=2,
+    moe_norm_min=0.6,
+)
+# What branches of routers ask for.
+ROUTER_BRANCHES = dict(norm_topk_prob=(True, False), topk_method=("greedy", "group_limited_greedy"))
 # The parts that each kind of source is tried against, in this order.
 NORMS = ("rms_norm", "float_rms_norm", "offset_rms_norm")
 GATED_NORMS = ("gated_rms_norm", "gate_first_rms_norm", "float_gated_rms_norm")
@@ -82,6 +97,7 @@ MLPS = (
 )
 EXPERTS = ("experts", "transposed_experts", "gpt_oss_experts", "clamped_experts", "clamped_swish_experts")
 ROPES = ("half_table_rope", "rope", "interleaved_rope", "deinterleaving_rope")
+ROUTERS = tuple(name for name in PARTS if name.endswith("_router"))
 ACTIVATION_PARTS = ("relu_squared", "xielu")
 # Falcon-H1's gate times its multiplier stays in float inside the kernel, and so do the steps of MiniMax-M3's gate.
 ROUNDS_LESS = {"scaled_gated_mlp", "clamped_swish_mlp"}
@@ -91,6 +107,8 @@ UNEQUAL_HALVES = {"modeling_hunyuan_vl"}
 REVIEWED = {"SeedOssMLP", "AriaExperts", "Glm5NextTextExperts", "HYV4Experts", "MiniMaxM3VLExperts", "XIELUActivation"}
 REVIEWED |= {name.rpartition(".")[2] for row in FAMILIES.values() for name in row.swaps}
 REVIEWED |= {f"{name}RMSNormGated" for name in ("Bamba", "GraniteMoeHybrid", "Mamba", "NemotronH", "Zamba2")}
+REVIEWED |= {f"{name}TopKRouter" for name in ("Beam", "Ernie4_5_Moe", "Flint", "Olmoe", "Qwen2Moe")}
+REVIEWED |= {"DeepseekV2TopkRouter", "DeepseekV3TopkRouter"}
 BUILTINS = {"staticmethod", "classmethod", "property"}
 _count = itertools.count()
 
@@ -107,6 +125,7 @@ def parts_of(text):
     name = f"collected_{next(_count)}"
     module = types.ModuleType(name)
     vars(module).update(torch=torch, nn=nn, F=nn.functional, ACT2FN=ACT2FN, logger=logging.getLogger(name))
+    vars(module).update(maybe_autocast=torch.autocast)
     sys.modules[name] = module
     module.__file__ = f"<{name}>"
     linecache.cache[module.__file__] = (len(code), None, code.splitlines(True), module.__file__)
@@ -131,9 +150,9 @@ def branches(cls):
     )
 
 
-def made(cls):
+def made(cls, config=CONFIG):
     """A module of a class, with an eps that counts; None where its constructor wants something else."""
-    given = {"config": CONFIG, "hidden_size": WIDTH, "dim": WIDTH, "layer_idx": 0, "intermediate_size": 48}
+    given = {"config": config, "hidden_size": WIDTH, "dim": WIDTH, "layer_idx": 0, "intermediate_size": 48}
     given["group_size"] = WIDTH // 2
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
     needed = [p.name for p in parameters if p.default in (p.empty, None) and p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -188,6 +207,8 @@ def part_of(original, file):
         return tables_part(original) if issubclass(original, nn.Module) else None
     if original.__name__ not in REVIEWED and branches(original):
         return None
+    if ROUTER.search(original.__name__):
+        return _part_of_router(original)
     if (module := made(original)) is None:
         return None
     if original.__name__.endswith("Activation"):
@@ -199,6 +220,57 @@ def part_of(original, file):
         if numeric.computes(target, module, original.forward, rounded=name not in ROUNDS_LESS):
             return name
     return None
+
+
+def _part_of_router(cls):
+    """The name of the part that routes as a class does, in every branch."""
+    branches = [dict(zip(ROUTER_BRANCHES, values)) for values in itertools.product(*ROUTER_BRANCHES.values())]
+    modules = [made(cls, types.SimpleNamespace(**ROUTER_CONFIG, **branch)) for branch in branches]
+    if None in modules:
+        return None
+    return next((n for n in ROUTERS if all(_same_router(Swap("", PARTS[n].targets).load(), m) for m in modules)), None)
+
+
+@torch.no_grad()
+def _same_router(target, module):
+    generator = torch.Generator().manual_seed(0)
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.2)
+    given = [p for p in inspect.signature(type(module).forward).parameters.values() if p.default is p.empty]
+    extra = [torch.randn(8, generator=generator) * 0.2 for _ in given[2:]]
+    for dtype in (torch.float32, torch.bfloat16):
+        router, x = module.to(dtype), torch.randn(64, WIDTH, generator=generator).to(dtype)
+        try:
+            ours, theirs = (forward(router, x, *extra) for forward in (target.forward, type(module).forward))
+        except (RuntimeError, TypeError, ValueError, AttributeError, NameError):
+            return False
+        if len(theirs) != 3 or any(a.dtype != b.dtype or a.shape != b.shape for a, b in zip(ours, theirs)):
+            return False
+        # Of equal logits the original takes any.
+        clear = (theirs[0].sort(-1).values.diff(dim=-1) > 0).all(-1)
+        chosen = [index.sort(-1) for _, _, index in (ours, theirs)]
+        weights = [w.gather(-1, order.indices)[clear].float() for (_, w, _), order in zip((ours, theirs), chosen)]
+        same = clear.sum() > 10 and torch.equal(ours[0], theirs[0])
+        if not same or not torch.equal(*(order.values[clear] for order in chosen)):
+            return False
+        if not torch.allclose(*weights, rtol=2.0**-18 if theirs[1].dtype == torch.float32 else 2.0**-8, atol=0):
+            return False
+    return True
+
+
+def _same_router_loss(function):
+    target = Swap("", PARTS["load_balancing_loss"].targets).load()
+    if list(inspect.signature(function).parameters) != list(inspect.signature(target).parameters):
+        return False
+    logits = tuple(torch.randn(12, 8, generator=torch.Generator().manual_seed(i)) for i in (0, 1))
+    mask = torch.ones(3, 4)
+    mask[:2, 1:3] = 0
+    given = ((logits, 8, 2), (logits, 8, 3, mask.long()), (None, 8), (list(logits), 8))
+    try:
+        results = [[torch.as_tensor(f(*arguments)) for f in (target, function)] for arguments in given]
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    return all(a.dtype == b.dtype and torch.allclose(a, b, rtol=2.0**-18) for a, b in results)
 
 
 def _same_activation(name, module):
@@ -221,6 +293,8 @@ def _kinds(original, module):
 
 
 def _part_of_function(function):
+    if function.__name__ == "load_balancing_loss_func":
+        return "load_balancing_loss" if _same_router_loss(function) else None
     if function.__name__ in INPUTS:
         made = (make() for make in INPUTS[function.__name__])
         return next((n for n, inputs in made if _same(Swap("", PARTS[n].targets).load(), function, *inputs)), None)

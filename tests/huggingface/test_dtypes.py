@@ -1,4 +1,5 @@
-"""A replaced part has the dtypes of the original, whatever its input, its parameters and autocast have."""
+"""A replaced part has the dtypes of the original, whatever its input, its parameters and autocast have; routers, which
+choose any of equal experts, are in test_routers.py."""
 
 import copy
 import functools
@@ -44,6 +45,8 @@ def originals():
             continue
         modules = [m for kind in TINY_MODELS[family] for m in model_of(family, kind).modules()]
         for name, swap in row.swaps.items():
+            if swap.switch == "router":
+                continue
             original = None if "." in name else getattr(row.namespace(), name, None)
             if original is not None and not isinstance(original, type):
                 found.update(
@@ -73,10 +76,10 @@ WITHOUT_ROW = (
 
 def _by_source(model):
     """What stands for the parts of a model whose type has no row."""
-    row = row_of(model)
+    swaps = [(name, swap) for name, swap in row_of(model).pairs() if swap.switch != "router"]
     for module in model.modules():
         values = getattr(inspect.unwrap(type(module).forward), "__globals__", {})
-        for name, swap in row.pairs():
+        for name, swap in swaps:
             of_class = type(module).__name__ == name
             original = type(module) if of_class else as_written(values.get(name))
             usable = of_class or inspect.isfunction(original)

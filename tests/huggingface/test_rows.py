@@ -36,6 +36,9 @@ MORE_TYPES = (
 UNKNOWN = {("glm4v", "apply_rotary_pos_emb"), ("glm4v", "apply_multimodal_rotary_pos_emb")}
 if version.parse(transformers.__version__) < version.parse("5"):  # these take a weight of each expert there
     UNKNOWN |= {("gpt_oss", "GptOssExperts"), ("qwen3_vl_moe", "Qwen3VLMoeTextExperts")}
+    UNKNOWN |= {("gpt_oss", "GptOssTopKRouter")}  # gives scores of all experts
+if version.parse(transformers.__version__) < version.parse("5.16"):  # gives logits only
+    UNKNOWN |= {("glm4v_moe", "Glm4vMoeTextTopkRouter")}
 
 
 def _there(row):

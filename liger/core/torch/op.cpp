@@ -191,6 +191,7 @@ bool accepts(Type type, at::ScalarType t, at::ScalarType first) {
     case Type::Float: return t == at::kFloat;
     case Type::Kernels: return has_dtype(t);
     case Type::Floating: return at::isFloatingType(t);
+    case Type::Bool: return t == at::kBool;
     case Type::Integer: return at::isIntegralType(t, false);
     case Type::Number: return at::isFloatingType(t) || at::isIntegralType(t, false);
   }
@@ -219,6 +220,7 @@ std::string described(Type type, at::ScalarType first) {
     case Type::Float: return "float32";
     case Type::Kernels: return "float32, float16 or bfloat16";
     case Type::Floating: return "a floating-point type";
+    case Type::Bool: return "bool";
     case Type::Integer: return "an integer type";
     case Type::Number: return "a real type";
   }

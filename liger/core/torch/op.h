@@ -140,6 +140,7 @@ enum class Type {
   Float,
   Kernels,  // float32, float16 or bfloat16
   Floating,
+  Bool,
   Integer,  // not bool
   Number    // not complex, not bool
 };

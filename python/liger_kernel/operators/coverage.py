@@ -102,6 +102,8 @@ EXPERTS_KERNELS = (
     *("sort_by_expert", "spread_tokens", "combine_experts", "experts_backward"),
     *(*GATED_KERNELS, "row_partials", "add_partials"),
 )
+ROUTER_KERNELS = ("route_forward", "route_backward")
+ROUTER_LOSS_KERNELS = ("expert_load_forward", "expert_load_backward", "row_partials", "add_partials")
 ACTIVATION_KERNELS = ("activate_forward", "activate_backward")
 XIELU_KERNELS = ("xielu_forward", "xielu_backward", "row_partials", "add_partials")
 ROPE_KERNELS = ("rope",)

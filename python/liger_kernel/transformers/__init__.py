@@ -32,6 +32,7 @@ from liger_kernel.transformers.qwen2vl_mrope import liger_multimodal_rotary_pos_
 from liger_kernel.transformers.relu_squared import LigerReLUSquared
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
 from liger_kernel.transformers.rope import liger_rotary_pos_emb
+from liger_kernel.transformers.router import LigerRouter
 from liger_kernel.transformers.softmax import LigerSoftmax
 from liger_kernel.transformers.sparsemax import LigerSparsemax
 from liger_kernel.transformers.swiglu import (
@@ -77,8 +78,8 @@ __all__ = [
     "liger_llama4_text_rotary_pos_emb", "liger_llama4_vision_rotary_pos_emb", "LigerGEGLUMLP", "LigerGroupNorm",
     "LigerJSD", "LigerKLDIVLoss", "LigerLayerNorm", "LigerMHC", "LigerMLP", "LigerModulatedRMSNorm",
     "LigerMultiTokenAttention", "LigerPhi3SwiGLUMLP", "LigerPolyNorm", "LigerQwen3MoeSwiGLUMLP", "LigerReLUSquared",
-    "LigerRMSNorm", "LigerRMSNormGated", "LigerSoftmax", "LigerSparsemax", "LigerSwiGLUMLP", "LigerTiledGEGLUMLP",
-    "LigerTiledSwiGLUMLP", "LigerTVDLoss", "LigerXIELU",
+    "LigerRMSNorm", "LigerRMSNormGated", "LigerRouter", "LigerSoftmax", "LigerSparsemax", "LigerSwiGLUMLP",
+    "LigerTiledGEGLUMLP", "LigerTiledSwiGLUMLP", "LigerTVDLoss", "LigerXIELU",
     "liger_multimodal_rotary_pos_emb", "liger_rotary_pos_emb",
 ]  # fmt: skip
 if is_transformers_available():

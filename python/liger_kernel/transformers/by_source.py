@@ -1,7 +1,7 @@
 """Rows made of sources: of a model type without a row, and of a row that says nothing else of its parts.
 
-Every class and every rotary function whose source is known (parts.py) becomes an entry of the row; what only its name
-tells becomes one too, so that the report names it as kept.
+Every class, every rotary function and every routers' loss whose source is known (parts.py) becomes an entry of the row;
+what only its name tells becomes one too, so that the report names it as kept.
 """
 
 import inspect
@@ -23,6 +23,8 @@ from liger_kernel.transformers.families import (
     RELU_SQUARED,
     RMS_NORM,
     ROPE,
+    ROUTER,
+    ROUTER_LOSS,
     SECTIONED_ROPE,
     SWIGLU,
     SWITCHES,
@@ -38,7 +40,8 @@ from liger_kernel.transformers.source import as_written
 _LAYER_NORM = LAYER_NORM["torch.nn.LayerNorm"]
 _ROPES = tuple(swap for table in (ROPE, VISION_ROPE, SECTIONED_ROPE, LLAMA4_ROPE) for swap in table.values())
 _NORMS = (RMS_NORM, GATED_RMS_NORM, _LAYER_NORM)
-_SWAPS = (*_NORMS, SWIGLU, GEGLU, EXACT_GEGLU, GPT_OSS_EXPERTS, *(RELU_SQUARED | XIELU).values(), *_ROPES)
+_OTHERS = (RELU_SQUARED | XIELU | ROUTER_LOSS).values()
+_SWAPS = (*_NORMS, SWIGLU, GEGLU, EXACT_GEGLU, GPT_OSS_EXPERTS, ROUTER, *_OTHERS, *_ROPES)
 # The name of a class or a function -> what would stand for it if its source were known.
 _KINDS = (
     (re.compile(r"RMSNorm|RmsNorm|L2Norm"), RMS_NORM),
@@ -71,7 +74,7 @@ def completed(row: Family, model: nn.Module | None = None) -> Family:
     ordered = sorted(classes, key=lambda cls: (cls.__module__, cls.__qualname__))
     found: dict[str, tuple[Swap, ...]] = {}
     for cls in ordered:
-        entries = [(name, swaps_of(function, name)) for name, function in _rotary_functions(cls)]
+        entries = [(name, swaps_of(function, name)) for name, function in _functions(cls)]
         if not issubclass(cls, PreTrainedModel):
             entries.append(("torch.nn.LayerNorm" if cls is nn.LayerNorm else cls.__name__, swaps_of(cls, cls.__name__)))
         for name, swaps in entries:  # classes and functions of several modules may have one name
@@ -105,13 +108,13 @@ def swaps_of(original, name: str) -> tuple[Swap, ...]:
     return next(((replace(swap, targets=swap.targets[:1]),) for names, swap in _KINDS if names.search(name)), ())
 
 
-def _rotary_functions(cls):
-    """(name, function) of the rotary functions that the forward of a class calls."""
+def _functions(cls):
+    """(name, function) of the rotary functions, and of the routers' loss, that the forward of a class calls."""
     forward = inspect.unwrap(original_forward(cls))
     values = getattr(forward, "__globals__", {})
     for name in sorted(names_in(forward)):
         function = as_written(values.get(name))
-        if inspect.isfunction(function) and _KINDS[-1][0].search(name):
+        if inspect.isfunction(function) and (name in ROUTER_LOSS or _KINDS[-1][0].search(name)):
             yield name, function
 
 

@@ -45,6 +45,12 @@ def original_forward(cls):
     return getattr(cls.forward, "liger_original", cls.forward)
 
 
+def same_code(one, other) -> bool:
+    """Whether a forward is another, or a copy of it that calls other functions (with_globals)."""
+    codes = [getattr(inspect.unwrap(forward), "__code__", forward) for forward in (one, other)]
+    return codes[0] is codes[1]
+
+
 def is_fused(model) -> bool:
     """Whether the forward of a model, or of a class of models, computes the loss inside the head."""
     return inspect.isfunction(getattr(model.forward, "liger_original", None))

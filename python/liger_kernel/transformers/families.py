@@ -69,6 +69,7 @@ class Family:
         composite: whether the models that a model holds are patched by their own type's function.
         modeling: the full name of the modeling module, where that is not one of transformers'.
         by_source: whether the swaps are all that sources tell (by_source.py); it then says nothing of `swaps`.
+        router: of such a row, whether it has the switch of that name.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Family:
     composite: bool = False
     modeling: str = ""
     by_source: bool = False
+    router: bool = False
 
     @property
     def module(self) -> str:
@@ -124,6 +126,8 @@ class Family:
         if self.loss:
             used |= {"cross_entropy", "fused_linear_cross_entropy"}
         names = [name for name in self.parameters if name in SWITCHES] or [name for name in SWITCHES if name in used]
+        if self.router or "router" in used:
+            names.append("router")
         return {name: name not in self.off for name in (*names, "lora")}
 
 
@@ -137,6 +141,7 @@ SWITCHES = {
     "geglu": "the GeGLU feed-forward block",
     "relu_squared": "the squared ReLU",
     "xielu": "xIELU",
+    "router": "the routers of experts, and their load-balancing loss",
     "lora": "linear layers with LoRA adapters of PEFT, and gated MLPs of them",
 }
 
@@ -171,6 +176,13 @@ RELU_SQUARED = {
     )
 }
 XIELU = {"transformers.activations.XIELUActivation": Swap("xielu", "xielu.LigerXIELU", deferred=True)}
+
+_ROUTERS = (
+    *("Softmax", "Normalised", "Mixtral", "Jamba", "Granite", "PrivacyFilter", "DeepseekV2"),
+    *("DeepseekV3", "Beam", "MistralLarge4", "HYV3", "MiniMaxM2", "MiniMaxM3", "Ernie", "Flint"),
+)
+ROUTER = Swap("router", tuple(f"router.Liger{kind}Router" for kind in _ROUTERS))
+ROUTER_LOSS = {"load_balancing_loss_func": Swap("router", "router.liger_load_balancing_loss_func")}
 
 _ROPES = ("", "half_table_", "interleaved_", "paired_table_", "deinterleaving_")
 ROPE = {"apply_rotary_pos_emb": Swap("rope", tuple(f"rope.liger_{kind}rotary_pos_emb" for kind in _ROPES))}
@@ -207,9 +219,9 @@ def _dense(name, prefix, mlp=SWIGLU, parameters=_L, **fields):
 
 def _mixture(name, prefix, **fields):
     """One whose experts are modules in a list, and one module of them all since transformers 5."""
-    experts = f"{prefix}Experts"
-    swaps = {experts: SWIGLU, **fields.pop("swaps", {})}
-    return _dense(name, prefix, swaps=swaps, optional=(experts,), **fields)
+    experts, router = f"{prefix}Experts", f"{prefix}TopKRouter"
+    swaps = {experts: SWIGLU, router: ROUTER, **ROUTER_LOSS, **fields.pop("swaps", {})}
+    return _dense(name, prefix, swaps=swaps, optional=(experts, router), **fields)
 
 
 def _known(name, head, parameters=_L, off=("cross_entropy",), **fields):
@@ -239,7 +251,7 @@ FAMILIES = {row.name: row for row in (
     _dense("exaone4", "Exaone4"),
     _dense("falcon_h1", "FalconH1", swaps={"FalconH1RMSNormGated": GATED_RMS_NORM}),
     _dense("hunyuan_v1_dense", "HunYuanDenseV1"),
-    _mixture("hunyuan_v1_moe", "HunYuanMoEV1"),
+    _dense("hunyuan_v1_moe", "HunYuanMoEV1", swaps={"HunYuanMoEV1Experts": SWIGLU}, optional=("HunYuanMoEV1Experts",)),
     _dense("gemma", "Gemma", mlp=GEGLU, parameters=_GE),
     _dense("gemma2", "Gemma2", mlp=GEGLU, parameters=_GE),
     Family("gemma3_text", _GEMMA3, _heads("Gemma3ForCausalLM"), "gemma3", parameters=_GE),
@@ -253,10 +265,14 @@ FAMILIES = {row.name: row for row in (
     _mixture("qwen3_moe", "Qwen3Moe"),
     _mixture("qwen3_next", "Qwen3Next", off=_NO_ROPE, swaps={"Qwen3NextRMSNormGated": GATED_RMS_NORM}),
     Family("mixtral",
-           {"MixtralRMSNorm": RMS_NORM, "MixtralBlockSparseTop2MLP": SWIGLU, "MixtralExperts": SWIGLU, **ROPE},
-           _heads("MixtralForCausalLM"), parameters=_L, optional=("MixtralBlockSparseTop2MLP", "MixtralExperts")),
-    Family("gpt_oss", {"GptOssRMSNorm": RMS_NORM, "GptOssExperts": GPT_OSS_EXPERTS, **ROPE},
-           _heads("GptOssForCausalLM"), parameters=_L, off=_NO_SWIGLU),
+           {"MixtralRMSNorm": RMS_NORM, "MixtralBlockSparseTop2MLP": SWIGLU, "MixtralExperts": SWIGLU,
+            "MixtralTopKRouter": ROUTER, **ROUTER_LOSS, **ROPE},
+           _heads("MixtralForCausalLM"), parameters=_L,
+           optional=("MixtralBlockSparseTop2MLP", "MixtralExperts", "MixtralTopKRouter")),
+    Family("gpt_oss",
+           {"GptOssRMSNorm": RMS_NORM, "GptOssExperts": GPT_OSS_EXPERTS, "GptOssTopKRouter": ROUTER,
+            **ROUTER_LOSS, **ROPE},
+           _heads("GptOssForCausalLM"), parameters=_L, off=_NO_SWIGLU, optional=("GptOssTopKRouter",)),
     Family("deepseek_v4",
            {"DeepseekV4RMSNorm": RMS_NORM, "DeepseekV4MLP": SWIGLU, "DeepseekV4Experts": SWIGLU},
            _heads("DeepseekV4ForCausalLM"), parameters=_L, off=("rope", *_NO_SWIGLU),
@@ -288,53 +304,58 @@ FAMILIES = {row.name: row for row in (
            _heads("Qwen3VLForConditionalGeneration"), model_types=("qwen3_vl", "qwen3_vl_text"), parameters=_L,
            off=_NO_SWIGLU),
     Family("qwen3_vl_moe", {"Qwen3VLMoeTextRMSNorm": RMS_NORM, "Qwen3VLMoeTextMLP": SWIGLU,
-                            "Qwen3VLMoeTextExperts": SWIGLU, **ROPE, **VISION_ROPE},
+                            "Qwen3VLMoeTextExperts": SWIGLU, "Qwen3VLMoeTextTopKRouter": ROUTER,
+                            **ROUTER_LOSS, **ROPE, **VISION_ROPE},
            _heads("Qwen3VLMoeForConditionalGeneration"), model_types=("qwen3_vl_moe", "qwen3_vl_moe_text"),
-           parameters=_L),
+           parameters=_L, optional=("Qwen3VLMoeTextTopKRouter",)),
     Family("qwen3_5", {"Qwen3_5RMSNorm": RMS_NORM, "Qwen3_5RMSNormGated": GATED_RMS_NORM, "Qwen3_5MLP": SWIGLU,
                        **ROPE, **VISION_ROPE},
            _heads("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"), model_types=("qwen3_5", "qwen3_5_text"),
            parameters=_L, off=_NO_ROPE),
     Family("qwen3_5_moe", {"Qwen3_5MoeRMSNorm": RMS_NORM, "Qwen3_5MoeRMSNormGated": GATED_RMS_NORM,
-                           "Qwen3_5MoeMLP": SWIGLU, "Qwen3_5MoeExperts": SWIGLU, **ROPE, **VISION_ROPE},
+                           "Qwen3_5MoeMLP": SWIGLU, "Qwen3_5MoeExperts": SWIGLU,
+                           "Qwen3_5MoeTopKRouter": ROUTER, **ROUTER_LOSS, **ROPE, **VISION_ROPE},
            _heads("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
-           model_types=("qwen3_5_moe", "qwen3_5_moe_text"), parameters=_L, off=_NO_ROPE),
+           model_types=("qwen3_5_moe", "qwen3_5_moe_text"), parameters=_L, off=_NO_ROPE,
+           optional=("Qwen3_5MoeTopKRouter",)),
     Family("glm4v", {"Glm4vRMSNorm": RMS_NORM, "Glm4vTextMLP": SWIGLU, "Glm4VisionMlp": SWIGLU, **ROPE,
                      **SECTIONED_ROPE, **VISION_ROPE}, _heads("Glm4vForConditionalGeneration"),
            model_types=("glm4v", "glm4v_text"), parameters=_L, off=_NO_ROPE, optional=_EITHER_ROPE),
     Family("glm4v_moe", {"Glm4vMoeRMSNorm": RMS_NORM, "Glm4vMoeTextRMSNorm": RMS_NORM, "Glm4vMoeTextMLP": SWIGLU,
                          "Glm4vMoeisionMlp": SWIGLU, "Glm4vMoeTextNaiveMoe": SWIGLU, "Glm4vMoeTextExperts": SWIGLU,
-                         **ROPE, **SECTIONED_ROPE, **VISION_ROPE}, _heads("Glm4vMoeForConditionalGeneration"),
+                         "Glm4vMoeTextTopkRouter": ROUTER, **ROUTER_LOSS, **ROPE, **SECTIONED_ROPE, **VISION_ROPE},
+           _heads("Glm4vMoeForConditionalGeneration"),
            model_types=("glm4v_moe", "glm4v_moe_text"), parameters=_L, off=_NO_ROPE,
-           optional=("Glm4vMoeTextNaiveMoe", "Glm4vMoeTextExperts", *_EITHER_ROPE)),
-    _known("deepseek_v2", "DeepseekV2ForCausalLM", off=_NO_ROPE),
-    _known("deepseek_v3", "DeepseekV3ForCausalLM", off=_NO_ROPE),
-    _known("deepseek_v32", "DeepseekV32ForCausalLM", _LN),
-    _known("kimi_linear", "KimiLinearForCausalLM"),
+           optional=("Glm4vMoeTextNaiveMoe", "Glm4vMoeTextExperts", "Glm4vMoeTextTopkRouter", *ROUTER_LOSS,
+                     *_EITHER_ROPE)),
+    _known("deepseek_v2", "DeepseekV2ForCausalLM", off=_NO_ROPE, router=True),
+    _known("deepseek_v3", "DeepseekV3ForCausalLM", off=_NO_ROPE, router=True),
+    _known("deepseek_v32", "DeepseekV32ForCausalLM", _LN, router=True),
+    _known("kimi_linear", "KimiLinearForCausalLM", router=True),
     _known("glm", "GlmForCausalLM"),
-    _known("glm4_moe", "Glm4MoeForCausalLM"),
-    _known("glm4_moe_lite", "Glm4MoeLiteForCausalLM"),
-    _known("glm_moe_dsa", "GlmMoeDsaForCausalLM", _LN),
+    _known("glm4_moe", "Glm4MoeForCausalLM", router=True),
+    _known("glm4_moe_lite", "Glm4MoeLiteForCausalLM", router=True),
+    _known("glm_moe_dsa", "GlmMoeDsaForCausalLM", _LN, router=True),
     _known("mistral3", "Mistral3ForConditionalGeneration", _GLU, holds=("mistral", "pixtral")),
     _known("ministral3", "Ministral3ForCausalLM"),
     _known("mistral4", "Mistral4ForCausalLM"),
-    _known("granitemoe", "GraniteMoeForCausalLM"),
-    _known("granitemoeshared", "GraniteMoeSharedForCausalLM"),
-    _known("granitemoehybrid", "GraniteMoeHybridForCausalLM"),
-    _known("nemotron_h", "NemotronHForCausalLM", (*_L[:-2], "relu_squared", "model")),
-    _known("minimax_m2", "MiniMaxM2ForCausalLM"),
-    _known("qwen2_moe", "Qwen2MoeForCausalLM"),
+    _known("granitemoe", "GraniteMoeForCausalLM", router=True),
+    _known("granitemoeshared", "GraniteMoeSharedForCausalLM", router=True),
+    _known("granitemoehybrid", "GraniteMoeHybridForCausalLM", router=True),
+    _known("nemotron_h", "NemotronHForCausalLM", (*_L[:-2], "relu_squared", "model"), router=True),
+    _known("minimax_m2", "MiniMaxM2ForCausalLM", router=True),
+    _known("qwen2_moe", "Qwen2MoeForCausalLM", router=True),
     _known("qwen2_audio", "Qwen2AudioForConditionalGeneration", _LN, holds=("qwen2",)),
     _known("lfm2", "Lfm2ForCausalLM"),
     _known("lfm2_moe", "Lfm2MoeForCausalLM"),
     _known("ernie4_5", "Ernie4_5ForCausalLM"),
-    _known("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
+    _known("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", router=True),
     _known("seed_oss", "SeedOssForCausalLM"),
     _known("apertus", "ApertusForCausalLM", (*_L[:-2], "xielu", "model")),
     _known("arcee", "ArceeForCausalLM", (*_L[:-2], "relu_squared", "model")),
     _known("cohere", "CohereForCausalLM", _LN),
     _known("cohere2", "Cohere2ForCausalLM", _LN),
-    _known("olmoe", "OlmoeForCausalLM"),
+    _known("olmoe", "OlmoeForCausalLM", router=True),
     _known("phimoe", "PhimoeForCausalLM", _LN),
     _known("gemma3n_text", "Gemma3nForCausalLM", (*_LOSSES, "rms_norm", "model"), package="gemma3n"),
     _known("muse_glimmer", "MuseGlimmerForConditionalGeneration",
@@ -344,7 +365,8 @@ FAMILIES = {row.name: row for row in (
            holds=("glm4v",)),
     _known("phi4_multimodal", "Phi4MultimodalForCausalLM", _LN),
     _known("qwen2_5_omni_thinker", "Qwen2_5OmniThinkerForConditionalGeneration", _LN, package="qwen2_5_omni"),
-    _known("qwen3_omni_moe_thinker", "Qwen3OmniMoeThinkerForConditionalGeneration", _LN, package="qwen3_omni_moe"),
+    _known("qwen3_omni_moe_thinker", "Qwen3OmniMoeThinkerForConditionalGeneration", _LN, package="qwen3_omni_moe",
+           router=True),
     Family("pixtral", {"PixtralRMSNorm": RMS_NORM, "PixtralMLP": SWIGLU, **ROPE},
            parameters=("rope", "rms_norm", "swiglu", "model")),
 )}
@@ -357,6 +379,7 @@ _COLUMNS = {
     "LayerNorm": "layer_norm",
     "MLP": "swiglu",
     "rope": "rope",
+    "router": "router",
 }
 
 

@@ -38,6 +38,7 @@ from liger_kernel.operators.norm import (
     liger_rms_norm,
 )
 from liger_kernel.operators.rope import liger_qwen2vl_mrope, liger_rope, liger_rope_packed
+from liger_kernel.operators.router import Routed, liger_expert_load, liger_load_balancing_loss, liger_route
 from liger_kernel.operators.score_centering import fused_linear_score_centering as liger_fused_linear_score_centering
 from liger_kernel.operators.soft_targets import liger_fused_linear_kl_div
 from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyTPFunction
@@ -45,13 +46,15 @@ from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearS
 liger_fused_linear_scaled_cross_entropy_tp = LigerFusedLinearScaledCrossEntropyTPFunction.apply
 
 __all__ = [
-    "CrossEntropyOutput", "liger_attn_res", "liger_cross_entropy", "liger_dyt", "liger_fused_add_rms_norm",
+    "CrossEntropyOutput", "Routed", "liger_attn_res", "liger_cross_entropy", "liger_dyt", "liger_expert_load",
+    "liger_fused_add_rms_norm",
     "liger_fused_linear_cross_entropy", "liger_fused_linear_jsd", "liger_fused_linear_kl_div",
     "liger_fused_linear_scaled_cross_entropy_tp", "liger_fused_linear_score_centering",
     "liger_fused_neighborhood_attention", "liger_gated_rms_norm",
-    "liger_geglu", "liger_group_norm", "liger_jsd", "liger_kl_div", "liger_layer_norm", "liger_mhc_apply",
+    "liger_geglu", "liger_group_norm", "liger_jsd", "liger_kl_div", "liger_layer_norm",
+    "liger_load_balancing_loss", "liger_mhc_apply",
     "liger_mhc_coeffs", "liger_mhc_forward", "liger_mhc_post_res", "liger_mhc_pre", "liger_modulated_rms_norm",
     "liger_multi_token_attention", "liger_poly_norm", "liger_qwen2vl_mrope", "liger_relu_squared", "liger_rms_norm",
-    "liger_rope", "liger_rope_packed", "liger_selective_log_softmax", "liger_softmax", "liger_sparsemax",
+    "liger_rope", "liger_rope_packed", "liger_route", "liger_selective_log_softmax", "liger_softmax", "liger_sparsemax",
     "liger_swiglu", "liger_tvd", "liger_xielu",
 ]  # fmt: skip

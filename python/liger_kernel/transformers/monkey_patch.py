@@ -39,20 +39,25 @@ from liger_kernel.transformers.patch import ReplacedModule, Report, patch
 
 logger = logging.getLogger(__name__)
 
+# The switches that the API has not.
+_OURS = ("router", "lora")
+
 
 def _apply_function(row):
     """The function `apply_liger_kernel_to_<row.name>`."""
     kind, switches = inspect.Parameter.POSITIONAL_OR_KEYWORD, row.switches
-    names = [name for name in row.parameters or (*switches, "model") if name not in ("kwargs", "lora")]
+    names = [name for name in row.parameters or (*switches, "model") if name not in ("kwargs", *_OURS)]
     parameters = [
         inspect.Parameter(name, kind, default=None, annotation=PreTrainedModel)
         if name == "model"
         else inspect.Parameter(name, kind, default=switches[name], annotation=bool)
         for name in names
     ]
-    parameters.append(  # the API has none
-        inspect.Parameter("lora", inspect.Parameter.KEYWORD_ONLY, default=switches["lora"], annotation=bool)
-    )
+    parameters += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=switches[name], annotation=bool)
+        for name in _OURS
+        if name in switches
+    ]
     takes_others = "kwargs" in row.parameters
     if takes_others:
         parameters.append(inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD))

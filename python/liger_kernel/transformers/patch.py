@@ -22,6 +22,7 @@ from liger_kernel.transformers.causal_lm import (
     original_forward,
     own_class_loss,
     own_loss,
+    same_code,
     uses_standard_loss,
 )
 from liger_kernel.transformers.families import FAMILIES, MODEL_TYPES, CausalLM, Family, Swap
@@ -31,7 +32,7 @@ from liger_kernel.transformers.model import loss_utils
 from liger_kernel.transformers.parts import find, is_known, unfit
 from liger_kernel.transformers.replace import (
     Edits,
-    instead_of,
+    in_place_of,
     is_variant,
     kept_forwards,
     or_original,
@@ -193,8 +194,7 @@ class _Patcher:
         self.report.replaced.append(Replacement(switch, name, by, count))
 
     def _skip(self, switch, name, reason):
-        entry = Skip(switch, name, reason)
-        if entry not in self.report.skipped:
+        if (entry := Skip(switch, name, reason)) not in self.report.skipped:
             self.report.skipped.append(entry)
 
     def _name_the_idle(self):
@@ -393,7 +393,7 @@ class _Patcher:
     def _fuse(self, owner, cls, spec):
         head = head_of(owner, spec)
         sharded = any(isinstance(module, FSDPModule) for module in self.modules)
-        if original_forward(type(owner)) is not original_forward(cls):
+        if not same_code(original_forward(type(owner)), original_forward(cls)):
             return f"{type(owner).__name__} has a forward of its own", None
         if reason := no_logits_of(original_forward(cls), spec):
             return reason, None
@@ -451,7 +451,7 @@ def _replacement(original, swap, target):
     """What a name of a modeling module is bound to in place of `original`."""
     part = swap.load(target)
     if not isinstance(part, type):
-        return instead_of(part, as_written(original))
+        return in_place_of(part, as_written(original), swap.switch == "rope")
     if not isinstance(original, type):
         return part
     part = ReplacedModule(part, swap.activations, is_known(target, original))

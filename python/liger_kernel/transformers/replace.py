@@ -94,6 +94,24 @@ def or_original(part: type, original):
     return call
 
 
+def in_place_of(part, original, rotary: bool):
+    """The function `part` instead of `original`, which may be a rotary embedding."""
+    return (instead_of if rotary else function_or_original)(part, original)
+
+
+@functools.cache
+def function_or_original(part, original):
+    """The function `part`, but `original` where it returns NotImplemented."""
+
+    @functools.wraps(part)
+    def call(*args, **kwargs):
+        result = part(*args, **kwargs)
+        return original(*args, **kwargs) if result is NotImplemented else result
+
+    call.liger_original = original
+    return call
+
+
 @functools.cache
 def instead_of(part, original):
     """The rotary embedding `part` with the parameters of `original`; `original` where there are no kernels for its

@@ -35,8 +35,8 @@ def apply_liger_kernel_by_structure(
     Args:
         model: a transformers model with a language-model head.
         rms_norm: RMSNorms; of unknown source, modules with one weight vector and an eps.
-        mlp: gated feed-forward blocks, experts and squared ReLUs of known source; of unknown source, modules with the
-            projections of a gated block and nothing else but an activation.
+        mlp: gated feed-forward blocks, experts, routers and squared ReLUs of known source; of unknown source, modules
+            with the projections of a gated block and nothing else but an activation.
         fused_linear_cross_entropy: the loss in the head, of a model that hands the head's result to its loss function.
             The model is run with and without logits, and both losses are compared.
         layer_norm: torch's LayerNorms over one dimension, and others of known source.
@@ -47,7 +47,7 @@ def apply_liger_kernel_by_structure(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, not a torch.nn.Module")
     parts = {"rms_norm": rms_norm, "layer_norm": layer_norm, "rope": rope}
-    parts |= dict.fromkeys(("swiglu", "geglu", "relu_squared", "xielu"), mlp)
+    parts |= dict.fromkeys(("swiglu", "geglu", "relu_squared", "xielu", "router"), mlp)
     off = dict.fromkeys((*parts, "lora"), False)
     report = patch(row := row_of(model), model, **parts, fused_linear_cross_entropy=False, lora=False)
     try:
