@@ -7,8 +7,8 @@ namespace liger {
 /// What a gate's activation g(a) and its factor u(b) are:
 ///   g(a) = act(alpha · min(m · a, limit)) / alpha
 ///   u(b) = clamp(b, −limit, limit) + up_offset
-/// limit and what is below it take SiLU. Derivatives are 0 past `last`: limit where values at it still count, as torch's
-/// clamp has it before 2.14, and the number before limit where they do not.
+/// limit and what is below it take SiLU. Derivatives are 0 past `last`: limit where values at it still count, as in
+/// torch's clamp before 2.14, and the number before limit where they do not.
 struct GateForm {
   Activation activation;
   float m = 1, limit = INFINITY, last = INFINITY, alpha = 1, up_offset = 0;

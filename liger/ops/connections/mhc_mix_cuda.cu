@@ -4,7 +4,10 @@
 namespace liger::cuda::mhc_mix {
 namespace {
 
-constexpr int kThreads = 128, kBackwardThreads = 256;
+constexpr int kThreads = 128;
+/// Of a block of backward. Of a single y, four x and its gradient need few registers.
+template <int kOut>
+constexpr int kBackwardThreads = kOut == 1 ? 512 : 256;
 
 /// y. A thread has a pack of columns of all of a row's x, in registers. The limit is memory.
 template <class T, class F, int kMost>
@@ -33,10 +36,10 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(MHCMixForward a, int6
 }
 
 /// dx, df and the gradients of the weights. A block has a row and takes kIn of its x at a time, the last ones together
-/// with f; a thread has a pack of columns of these and of all dy. dy is read once where kIn are all. The limit is
-/// memory.
+/// with f; a thread has a pack of columns of these and of all dy, which it reads again, from a cache, for the next x.
+/// The limit is memory.
 template <class T, class F, int kIn, int kOut>
-__global__ void __launch_bounds__(kBackwardThreads) backward_kernel(MHCMixBackward a) {
+__global__ void __launch_bounds__(kBackwardThreads<kOut>, kOut == 1 ? 2 : 1) backward_kernel(MHCMixBackward a) {
   await_previous();
   using Vec = cuda::Vec<Row<T>::kWidth>;
   const int64_t row = blockIdx.x;
@@ -107,10 +110,12 @@ LIGER_REGISTER(mhc_mix_forward, [](const MHCMixForward& a, Stream s) {
 });
 LIGER_REGISTER(mhc_mix_backward, [](const MHCMixBackward& a, Stream s) {
   dispatch_weighted(a.dtype, a.f_dtype, [&]<class T, class F>() {
-    const Grid grid{.blocks = a.rows, .threads = kBackwardThreads};
-    if (a.in <= 4 && a.out == 1) launch(backward_kernel<T, F, 4, 1>, grid, s, a);  // a layer's input, of four streams
-    else if (a.in <= 4 && a.out <= 4) launch(backward_kernel<T, F, 4, 4>, grid, s, a);  // and its output
-    else launch(backward_kernel<T, F, 1, MHCMixForward::kMostStreams>, grid, s, a);
+    const auto start = [&]<int kIn, int kOut>() {
+      launch(backward_kernel<T, F, kIn, kOut>, {.blocks = a.rows, .threads = kBackwardThreads<kOut>}, s, a);
+    };
+    if (a.in <= 4 && a.out == 1) start.template operator()<4, 1>();  // a layer's input, of four streams
+    else if (a.out <= 4) start.template operator()<1, 4>();
+    else start.template operator()<1, MHCMixForward::kMostStreams>();
   });
 });
 
