@@ -36,10 +36,10 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(MHCMixForward a, int6
 }
 
 /// dx, df and the gradients of the weights. A block has a row and takes kIn of its x at a time, the last ones together
-/// with f; a thread has a pack of columns of these and of all dy, which it reads again, from a cache, for the next x.
-/// The limit is memory.
+/// with f; a thread has a pack of columns of these and of all dy. dy is read once where kIn are all. The limit is
+/// memory.
 template <class T, class F, int kIn, int kOut>
-__global__ void __launch_bounds__(kBackwardThreads<kOut>, kOut == 1 ? 2 : 1) backward_kernel(MHCMixBackward a) {
+__global__ void __launch_bounds__(kBackwardThreads<kOut>, kOut <= 4 ? 2 : 1) backward_kernel(MHCMixBackward a) {
   await_previous();
   using Vec = cuda::Vec<Row<T>::kWidth>;
   const int64_t row = blockIdx.x;
@@ -113,8 +113,8 @@ LIGER_REGISTER(mhc_mix_backward, [](const MHCMixBackward& a, Stream s) {
     const auto start = [&]<int kIn, int kOut>() {
       launch(backward_kernel<T, F, kIn, kOut>, {.blocks = a.rows, .threads = kBackwardThreads<kOut>}, s, a);
     };
-    if (a.in <= 4 && a.out == 1) start.template operator()<4, 1>();  // a layer's input, of four streams
-    else if (a.out <= 4) start.template operator()<1, 4>();
+    if (a.in <= 4 && a.out == 1) start.template operator()<4, 1>();       // a layer's input, of four streams
+    else if (a.in <= 4 && a.out <= 4) start.template operator()<4, 4>();  // and its output
     else start.template operator()<1, MHCMixForward::kMostStreams>();
   });
 });

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from liger_kernel.operators.coverage import has_replaced_forward
 from liger_kernel.transformers.layer_norm import LigerLayerNorm
+from liger_kernel.transformers.replace import kept_forwards
 from liger_kernel.transformers.source import fingerprint
 
 _TABLE = pathlib.Path(__file__).with_name("sources.json")
@@ -154,3 +156,14 @@ def unfit(module, part, activations):
         if len(getattr(module, "normalized_shape", (0,))) != 1 or (weight is not None and weight.dim() != 1):
             return "it normalises, or weighs, more than the last dimension"
     return None
+
+
+def obstacle(module, cls, part, activations):
+    """Why a module must keep its forward instead of that of the class `part`, or None."""
+    if type(module).forward is not cls.forward:
+        return f"{type(module).__name__} has a forward of its own"
+    if has_replaced_forward(module) and not kept_forwards(module):
+        return "its forward was replaced on the instance"
+    if (reason_to_keep := getattr(part, "reason_to_keep", None)) and (reason := reason_to_keep(module, running=False)):
+        return reason
+    return unfit(module, part, activations)

@@ -29,12 +29,11 @@ from liger_kernel.transformers.families import FAMILIES, MODEL_TYPES, CausalLM, 
 from liger_kernel.transformers.head import FSDPModule, describe, head_of, prepare_head
 from liger_kernel.transformers.lora import follow_later, watch_adapters
 from liger_kernel.transformers.model import loss_utils
-from liger_kernel.transformers.parts import find, is_known, unfit
+from liger_kernel.transformers.parts import find, is_known, obstacle, unfit
 from liger_kernel.transformers.replace import (
     Edits,
     in_place_of,
     is_variant,
-    kept_forwards,
     or_original,
     own_attributes,
     replace_class,
@@ -434,17 +433,6 @@ class AfterInit:
 
         finish.liger_after_init = self
         return finish
-
-
-def obstacle(module, cls, part, activations):
-    """Why a module must keep its forward instead of that of the class `part`, or None."""
-    if type(module).forward is not cls.forward:
-        return f"{type(module).__name__} has a forward of its own"
-    if has_replaced_forward(module) and not kept_forwards(module):
-        return "its forward was replaced on the instance"
-    if (reason_to_keep := getattr(part, "reason_to_keep", None)) and (reason := reason_to_keep(module, running=False)):
-        return reason
-    return unfit(module, part, activations)
 
 
 def _replacement(original, swap, target):
