@@ -56,9 +56,10 @@ def named(rows):
     return chosen
 
 
-def time(row, mode=BOTH):
-    """A call in a CUDA graph where it can be captured, which compaction of ignored tokens and some rivals cannot."""
-    captured = f"gpu {mode}" in row and row["options"].get("ignored", 0) == 0
+def time(row, mode=BOTH, beside=()):
+    """A call in a CUDA graph where it and those `beside` it can be captured; otherwise a call as it is. Compaction of
+    ignored tokens and some rivals cannot be."""
+    captured = all(f"gpu {mode}" in each for each in (row, *beside)) and row["options"].get("ignored", 0) == 0
     return row.get(f"gpu {mode}" if captured else f"eager {mode}")
 
 
@@ -76,8 +77,9 @@ def label(key):
     return f"{name} {'x'.join(map(str, shape))}" + (f" ({values})" if values else "")
 
 
-def pair(row, digits):
-    return " / ".join("-" if (t := time(row, mode)) is None else f"{t:.{digits}f}" for mode in (FORWARD, BOTH))
+def pair(row, digits, beside=()):
+    times = (time(row, mode, beside) for mode in (FORWARD, BOTH))
+    return " / ".join("-" if t is None else f"{t:.{digits}f}" for t in times)
 
 
 def table(chosen, memory):
@@ -87,9 +89,9 @@ def table(chosen, memory):
         digits = 3 if time(ours) < 1 else 2 if time(ours) < 10 else 1
         line = [
             label(key),
-            pair(ours, digits),
-            f"{best['rival']}: {pair(best, digits)}",
-            f"{time(best) / time(ours):.2f}x",
+            pair(ours, digits, [best]),
+            f"{best['rival']}: {pair(best, digits, [ours])}",
+            f"{time(best, beside=[ours]) / time(ours, beside=[best]):.2f}x",
         ]
         if memory:
             extra = [row.get(f"extra {BOTH}", row.get(f"peak {BOTH}")) for row in (ours, best)]
