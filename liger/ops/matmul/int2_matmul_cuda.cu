@@ -47,17 +47,28 @@ __device__ void multiply_add(int (&sums)[2][kEights][4], unsigned (&b)[4], F of)
     }
 }
 
-/// The first `n` bytes from `from` on, and zeros behind them. aligned: `from` is a multiple of sizeof(Words).
-template <class Words>
+/// kWords · 4 neighbouring bytes from `from` on, of which `n` are there. aligned: `from` is a multiple of as many.
+template <int kWords, class Words>
 __device__ Words load(const void* from, int64_t n, bool aligned) {
-  if (aligned && n >= int64_t(sizeof(Words))) return *static_cast<const Words*>(from);
-  uint8_t bytes[sizeof(Words)] = {};
+  if (aligned && n >= kWords * 4) return *static_cast<const Words*>(from);
+  unsigned words[kWords] = {};
+  if (n >= kWords * 4 + 4) {  // whole words around them
+    const int shift = int(reinterpret_cast<uintptr_t>(from) % 4);
+    const auto* whole = reinterpret_cast<const unsigned*>(static_cast<const uint8_t*>(from) - shift);
+    unsigned read[kWords + 1];
 #pragma unroll
-  for (int i = 0; i < int(sizeof(Words)); ++i)
-    if (i < n) bytes[i] = static_cast<const uint8_t*>(from)[i];
-  Words words;
-  memcpy(&words, bytes, sizeof(words));
-  return words;
+    for (int i = 0; i <= kWords; ++i) read[i] = whole[i];
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) words[i] = __funnelshift_r(read[i], read[i + 1], 8 * shift);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i)
+#pragma unroll 1
+      for (int j = 0; j < 4 && 4 * i + j < n; ++j)
+        words[i] |= unsigned(static_cast<const uint8_t*>(from)[4 * i + j]) << 8 * j;
+  }
+  if constexpr (kWords == 1) return words[0];
+  else return {words[0], words[1], words[2], words[3]};
 }
 
 /// Whether 16 neighbours of a, and so many of b, always begin at such a boundary.
@@ -87,14 +98,14 @@ __global__ void __launch_bounds__(32 * kWarps) few_kernel(Int2Matmul g, bool ali
     unsigned b[4][4];
 #pragma unroll
     for (int i = 0; i < 16; ++i)
-      b[i / 4][i % 4] = load<unsigned>(g.b + (p + i) * g.b_stride + c, p + i < g.packed ? g.n - c : 0, aligned_b);
+      b[i / 4][i % 4] = load<1, unsigned>(g.b + (p + i) * g.b_stride + c, p + i < g.packed ? g.n - c : 0, aligned_b);
     uint4 a[kEights][4];
 #pragma unroll
     for (int e = 0; e < kEights; ++e)
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int64_t row = m + kRows * e + group;
-        a[e][j] = load<uint4>(g.a + (row * 4 + j) * g.packed + p, row < g.m ? g.packed - p : 0, aligned_a);
+        a[e][j] = load<4, uint4>(g.a + (row * 4 + j) * g.packed + p, row < g.m ? g.packed - p : 0, aligned_a);
       }
     const auto word = [](const uint4& v, int i) { return int(i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w); };
 #pragma unroll
