@@ -48,6 +48,12 @@ nightly: test-all fuzz-hour sanitize nightly-families test-hub downstream  ## ev
 nightly-families:
 	$(MAKE) test-families VERSIONS="4.57.6 5.6.0"
 
+# A virtual environment, where the target stands, that sees the first one's packages behind those installed into it.
+define environment_over_the_first
+$(python) -m venv --without-pip $(@D)
+$(py) -c "import sysconfig; print(sysconfig.get_path('purelib'))" >$$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth
+endef
+
 # Every family's models. VERSIONS="4.57.6 5.6.0" does it again with those versions of transformers, over the first environment's packages.
 VERSIONS ?=
 test-families: $(ready) $(VERSIONS:%=build/transformers-%/ready)  ## every model family, with the installed transformers and with VERSIONS="4.57.6 5.6.0 ..."
@@ -55,9 +61,8 @@ test-families: $(ready) $(VERSIONS:%=build/transformers-%/ready)  ## every model
 	  $(environment) LIGER_TESTS=all OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $$python -m pytest -q -n 2 -p no:cacheprovider tests/huggingface/test_{families,convergence,experts,every_type}.py --families all $(ARGS) || exit 1; done
 
 build/transformers-%/ready: $(ready)
-	$(python) -m venv --without-pip build/transformers-$*
-	$(py) -c "import sysconfig; print(sysconfig.get_path('purelib'))" >$$(build/transformers-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth
-	build/transformers-$*/bin/python -m pip install --quiet --disable-pip-version-check transformers==$* && touch $@
+	$(environment_over_the_first)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check transformers==$* && touch $@
 
 # Other versions of torch, each over the first environment's packages, with the library built against it.
 test-torch: $(VERSIONS:%=build/torch-%/ready)  ## operators, modules and model families, also compiled, with other versions of torch: VERSIONS="2.14.1 2.15.0"
@@ -68,8 +73,7 @@ test-torch: $(VERSIONS:%=build/torch-%/ready)  ## operators, modules and model f
 	  $$test --import-mode=importlib tests/test_ops.py tests/test_modules.py && $$test tests/huggingface/test_families.py || exit 1; done
 
 build/torch-%/ready: $(ready)
-	$(python) -m venv --without-pip $(@D)
-	$(py) -c "import sysconfig; print(sysconfig.get_path('purelib'))" >$$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth
+	$(environment_over_the_first)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check torch==$*
 	export PATH="$(abspath $(venv))/bin:$$PATH"; \
 	cmake -S . -B $(@D)/build -G Ninja -DPython_EXECUTABLE=$(abspath $(@D))/bin/python -DLIGER_CUDA="$$LIGER_CUDA" \
@@ -89,8 +93,7 @@ test-hub: build/hub-5.22/ready build/hub-5.23/ready build/hub-4.57/ready  ## use
 
 # Versions of other packages, with what they need, stand in an environment of their own, over the first one's packages.
 build/%/ready: requirements-%.txt $(ready)
-	$(python) -m venv --without-pip $(@D)
-	$(py) -c "import sysconfig; print(sysconfig.get_path('purelib'))" >$$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth
+	$(environment_over_the_first)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $< && touch $@
 
 fuzz: $(ready)  ## draw fresh random cases for as long as told; ARGS="--seconds 600 --device cuda"
