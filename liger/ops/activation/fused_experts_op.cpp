@@ -1,4 +1,4 @@
-#include <ATen/Parallel.h>
+#include "liger/core/torch/grouped.h"
 #include "liger/core/torch/operator.h"
 #include "liger/ops.h"
 #include "liger/ops/activation/experts.h"
@@ -60,61 +60,6 @@ Tensor spread(const Tensor& x_, const Routing& r) {
        .cols = x.size(1),
        .dtype = dtype_of(x)});
   return rows;
-}
-
-/// ATen's grouped GEMM takes 16-bit operands whose rows begin at multiples of 16 bytes. f(expert, first pair, pairs)
-/// for each expert elsewhere.
-bool grouped_by_aten(const Tensor& a, const Tensor& b) {
-  const auto fits = [](const Tensor& t) {
-    int units = 0;
-    for (int64_t d = t.dim() - 2; d < t.dim(); ++d) {
-      if (t.stride(d) == 1) ++units;
-      else if (t.stride(d) % 8 != 0) return false;
-    }
-    return units == 1 && reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
-  };
-  return a.is_cuda() && a.scalar_type() == at::kBFloat16 && fits(a) && fits(b);
-}
-
-template <class F>
-void for_experts(const Tensor& ends_, F f) {
-  const Tensor ends = ends_.to(at::kCPU);
-  const int* end = ends.const_data_ptr<int>();
-  const int64_t experts = ends.numel();
-  const auto run = [&](int64_t first, int64_t last) {
-    for (int64_t e = first; e < last; ++e) {
-      const int64_t begin = e > 0 ? end[e - 1] : 0;
-      f(e, begin, end[e] - begin);
-    }
-  };
-  // Many small products on a CPU: a thread each. It has no state of the caller's: what f uses must not be recorded.
-  if (ends_.is_cpu() && experts >= 2 * at::get_num_threads()) at::parallel_for(0, experts, 1, run);
-  else run(0, experts);
-}
-
-/// out[p] = x[p] w[e] for the pairs p of each expert e: x [pairs, in], w [experts, in, out].
-Tensor grouped(const Tensor& x, const Tensor& w_, const Tensor& ends) {
-  const Tensor w = w_.detach();
-  if (grouped_by_aten(x, w))
-    return at::_grouped_mm(x, w, ends).contiguous();  // its rows begin at multiples of 16 bytes
-  const Tensor out = output(at::empty({x.size(0), w.size(2)}, x.options()));
-  for_experts(ends, [&](int64_t e, int64_t begin, int64_t n) {
-    Tensor part = out.narrow(0, begin, n);
-    if (n > 0) at::mm_out(part, x.narrow(0, begin, n), w.select(0, e));
-  });
-  return out;
-}
-
-/// out[e] = Σ a[p]ᵀ b[p] over the pairs p of each expert e: [experts, columns of a, columns of b].
-Tensor grouped_outer(const Tensor& a, const Tensor& b, const Tensor& ends) {
-  if (grouped_by_aten(a.t(), b)) return at::_grouped_mm(a.t(), b, ends).contiguous();
-  const Tensor out = output(at::empty({ends.numel(), a.size(1), b.size(1)}, a.options()));
-  for_experts(ends, [&](int64_t e, int64_t begin, int64_t n) {
-    Tensor part = out.select(0, e);
-    if (n > 0) at::mm_out(part, a.narrow(0, begin, n).t(), b.narrow(0, begin, n));
-    else part.zero_();
-  });
-  return out;
 }
 
 /// The expert of each sorted pair; the last one for pairs that have none, whose results nobody reads.
