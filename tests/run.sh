@@ -44,14 +44,20 @@ fi
 suite "${parallel[@]}" --import-mode=importlib --ignore=tests/huggingface --ignore=tests/downstream --ignore=tests/hub --ignore=tests/test_large.py tests
 # The set of instructions that no newer machine chooses, which handles both 16-bit types alike.
 exact="exact and cpu"
-emulated=test  # all of them
+emulated=test limited="sm_80 sm_89 sm_120" limits=test  # all of them
 if [ "${LIGER_TESTS:-}" != all ]; then
   exact+=" and (float32 or bfloat16)"
   emulated="not exact or float32 or bfloat16"  # both 16-bit types are one template
+  limited=sm_89 limits="exact and float32"
 fi
 ATEN_CPU_CAPABILITY=default suite "${parallel[@]}" --import-mode=importlib -k "$exact" tests/test_ops.py
 suite "${parallel[@]}" tests/huggingface
 suite tests/test_large.py  # fills a GPU's memory: alone
 # The emulation has the CPU's tensors: a GPU is out of sight.
-CUDA_VISIBLE_DEVICES= LIGER_LIBRARY="$root/$BUILD/tests/libliger_emulated.so" suite "${parallel[@]}" --import-mode=importlib -k "$emulated" tests/test_ops.py tests/test_distributions.py tests/test_reads.py tests/test_optim.py
+emulation() {
+  CUDA_VISIBLE_DEVICES= LIGER_LIBRARY="$root/$BUILD/tests/libliger_emulated.so" LIGER_EMULATED_DEVICE="$1" suite "${parallel[@]}" --import-mode=importlib "${@:2}"
+}
+emulation sm_90 -k "$emulated" tests/test_ops.py tests/test_distributions.py tests/test_reads.py tests/test_optim.py
+# Devices with less shared memory, and without clusters: other kernels run there.
+for device in $limited; do emulation "$device" -k "$limits" tests/test_ops.py; done
 exit $failed

@@ -10,7 +10,7 @@ namespace {
 using nlohmann::json;
 
 using enum FieldUse;
-constexpr ConfigFields kFields[] = {
+constexpr ConfigFields kAdapterFields[] = {
     {Read, "peft_type r lora_alpha use_rslora lora_dropout target_modules base_model_name_or_path"},
     {Refused, "task_type", R"(["CAUSAL_LM"])"},
     {Refused, "bias", R"(["none"])"},
@@ -35,7 +35,7 @@ std::string path_in(const std::string& folder) {
 }  // namespace
 
 const std::map<std::string, ConfigField>& LoraConfig::fields() {
-  static const auto all = by_name(kFields);
+  static const auto all = by_name(kAdapterFields);
   return all;
 }
 

@@ -27,18 +27,18 @@ struct Name {
   const char* name;
   at::ScalarType dtype;
 };
-constexpr Name kDtypes[] = {{"F64", at::kDouble},
-                            {"F32", at::kFloat},
-                            {"F16", at::kHalf},
-                            {"BF16", at::kBFloat16},
-                            {"F8_E4M3", at::kFloat8_e4m3fn},
-                            {"F8_E5M2", at::kFloat8_e5m2},
-                            {"I64", at::kLong},
-                            {"I32", at::kInt},
-                            {"I16", at::kShort},
-                            {"I8", at::kChar},
-                            {"U8", at::kByte},
-                            {"BOOL", at::kBool}};
+constexpr Name kStoredDtypes[] = {{"F64", at::kDouble},
+                                  {"F32", at::kFloat},
+                                  {"F16", at::kHalf},
+                                  {"BF16", at::kBFloat16},
+                                  {"F8_E4M3", at::kFloat8_e4m3fn},
+                                  {"F8_E5M2", at::kFloat8_e5m2},
+                                  {"I64", at::kLong},
+                                  {"I32", at::kInt},
+                                  {"I16", at::kShort},
+                                  {"I8", at::kChar},
+                                  {"U8", at::kByte},
+                                  {"BOOL", at::kBool}};
 
 /// A file's bytes in memory, in pages that a write copies.
 struct Mapping {
@@ -112,9 +112,9 @@ struct SafetensorsFile::Content {
           continue;
         }
         const auto dtype_name = value.at("dtype").get<std::string>();
-        const auto* dtype =
-            std::find_if(std::begin(kDtypes), std::end(kDtypes), [&](const Name& n) { return n.name == dtype_name; });
-        if (dtype == std::end(kDtypes)) fail(name, " is of an unknown dtype, ", dtype_name);
+        const auto* dtype = std::find_if(std::begin(kStoredDtypes), std::end(kStoredDtypes),
+                                         [&](const Name& n) { return n.name == dtype_name; });
+        if (dtype == std::end(kStoredDtypes)) fail(name, " is of an unknown dtype, ", dtype_name);
         const auto offsets = value.at("data_offsets").get<std::vector<uint64_t>>();
         Entry entry{dtype->dtype, value.at("shape").get<std::vector<int64_t>>(), 0, 0};
         uint64_t bytes = c10::elementSize(entry.dtype);
@@ -186,9 +186,9 @@ void save_safetensors(const std::string& path, const NamedTensors& tensors,
   int64_t at = 0;
   for (const size_t i : order) {
     const auto& [name, tensor] = tensors[i];
-    const auto* dtype = std::find_if(std::begin(kDtypes), std::end(kDtypes),
+    const auto* dtype = std::find_if(std::begin(kStoredDtypes), std::end(kStoredDtypes),
                                      [&, &tensor = tensor](const Name& n) { return n.dtype == tensor.scalar_type(); });
-    TORCH_CHECK(dtype != std::end(kDtypes), path, ": ", name, " is of ", tensor.scalar_type(),
+    TORCH_CHECK(dtype != std::end(kStoredDtypes), path, ": ", name, " is of ", tensor.scalar_type(),
                 ", which safetensors does not have");
     TORCH_CHECK(!header.contains(name), path, ": two tensors are called ", name);
     const int64_t bytes = tensor.numel() * tensor.element_size();

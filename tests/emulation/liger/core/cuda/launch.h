@@ -16,6 +16,7 @@
 #include <vector>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
+#include "device.h"
 #include "liger/core/kernel.h"
 
 #define __global__
@@ -256,15 +257,17 @@ struct Grid {
 inline int current_device() { return 0; }
 inline bool has_code() { return true; }
 inline int multiprocessors(int) { return 2; }
-inline int clusters_at_once(int cluster, int = 0) { return cluster > 2 ? 1 : 2 / cluster; }
-inline int shared_bytes() { return 228 * 1024; }
-inline int shared_bytes_of_block() { return 225 * 1024; }
-inline bool has_clusters() { return true; }
+inline int shared_bytes() { return emulation::device().shared_kib * 1024; }
+inline int shared_bytes_of_block() { return emulation::device().shared_kib_of_block * 1024 - 3072; }
+inline bool has_clusters() { return emulation::device().has_clusters(); }
+inline int clusters_at_once(int cluster, int = 0) { return has_clusters() && cluster > 2 ? 1 : 2 / cluster; }
 inline void clear(void* p, int64_t bytes, Stream) { std::memset(p, 0, size_t(bytes)); }
 inline bool capturing(Stream) { return false; }
 
 template <class... P>
 void launch(void (*kernel)(P...), const Grid& grid, Stream, const P&... args) {
+  if (grid.blocks == 0) return;
+  emulation::check_launch(emulation::device(), int(grid.threads.x * grid.threads.y), grid.shared_bytes, grid.cluster);
   if (grid.threads.x * grid.threads.y % 32 != 0) throw std::runtime_error("emulation: a block of half a warp");
   if (grid.blocks % grid.cluster != 0) throw std::runtime_error("emulation: a grid of half a cluster");
   const auto body = [&] { kernel(args...); };
