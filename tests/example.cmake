@@ -1,5 +1,5 @@
 # Installs libliger into a folder (PACKAGE of it, in a wheel's build), and builds and runs examples/train.cpp against it with find_package(liger),
-# where there is no Python; compiles each header alone; builds examples/backend, and tests it where PYTHON is.
+# where there is no Python; compiles the headers, with LIGER_TESTS=all in the environment each alone; builds examples/backend, and tests it where PYTHON is.
 set(prefix ${BUILD}/example/prefix)
 file(REMOVE_RECURSE ${prefix})
 if(PACKAGE)
@@ -7,12 +7,16 @@ if(PACKAGE)
   file(CREATE_LINK ${TORCH} ${prefix}/torch SYMBOLIC)  # as in a Python environment; otherwise the build's torch is known
 endif()
 set(flags -G Ninja -DCMAKE_PREFIX_PATH=${prefix}/${PACKAGE} -DCMAKE_DISABLE_FIND_PACKAGE_Python=ON -DCMAKE_DISABLE_FIND_PACKAGE_Python3=ON --no-warn-unused-cli)
+set(headers -DCMAKE_UNITY_BUILD=ON -DCMAKE_UNITY_BUILD_BATCH_SIZE=0)  # torch's are parsed once, and not by each
+if("$ENV{LIGER_TESTS}" STREQUAL all)
+  set(headers -DCMAKE_UNITY_BUILD=OFF)
+endif()
 foreach(step
     "${CMAKE_COMMAND};--install;${BUILD};--prefix;${prefix}"
     "${CMAKE_COMMAND};-S;${SOURCE}/examples;-B;${BUILD}/example/build;-DCMAKE_BUILD_TYPE=Release;${flags}"
     "${CMAKE_COMMAND};--build;${BUILD}/example/build"
     "${BUILD}/example/build/train"
-    "${CMAKE_COMMAND};-S;${SOURCE}/tests/installed;-B;${BUILD}/example/headers;-DVERSION=1.0;${flags}"
+    "${CMAKE_COMMAND};-S;${SOURCE}/tests/installed;-B;${BUILD}/example/headers;-DVERSION=1.0;${headers};${flags}"
     "${CMAKE_COMMAND};--build;${BUILD}/example/headers"
     "${BUILD}/example/headers/uses")
   execute_process(COMMAND ${step} COMMAND_ERROR_IS_FATAL ANY)

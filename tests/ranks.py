@@ -2,6 +2,7 @@
 
 import os
 import socket
+import traceback
 
 import torch
 
@@ -37,3 +38,23 @@ def on_ranks(function, *arguments, ranks=2):
     results = torch.multiprocessing.get_context("spawn").SimpleQueue()
     torch.multiprocessing.spawn(_rank, (port, ranks, results, function, arguments), nprocs=ranks)
     return [result for _, result in sorted((results.get() for _ in range(ranks)), key=lambda pair: pair[0])]
+
+
+def _each(rank, cases):
+    found = dict.fromkeys(cases, "")
+    for case in cases:
+        function, *arguments = case
+        torch.manual_seed(0)
+        try:
+            function(rank, *arguments)
+        except Exception:
+            found[case] = f"rank {rank}: {traceback.format_exc()}"
+    return found
+
+
+def each_on_ranks(cases, ranks=2):
+    """case -> the tracebacks of what it raises on the ranks, "" where it raises nothing. A case is (function,
+    *arguments) and runs as function(rank, *arguments). The processes, whose start takes seconds, are the same for all
+    cases: a fixture of the module calls this, and each test asks for its own case."""
+    of_ranks = on_ranks(_each, cases, ranks=ranks)
+    return {case: "".join(found[case] for found in of_ranks) for case in cases}

@@ -3,7 +3,6 @@ communicated where each rank can work on its own rows."""
 
 import pathlib
 import re
-import traceback
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from cases import all_cases, as_tuple, rounded
 from liger_kernel.ops import LigerRMSNormFunction, LigerSiLUMulFunction
 from liger_kernel.ops.experimental.mm_int8int2 import matmul
 from liger_kernel.transformers.functional import liger_layer_norm
-from ranks import DEVICE, on_ranks
+from ranks import DEVICE, each_on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -54,9 +53,11 @@ GATHERED = {
 }
 
 
-def compare(case, shape, options, positions, dim, mesh):
+def compare(table, name, number, dim):
     """The number of communications of a forward and backward pass on shards, whose results are compared with whole
     ones."""
+    shape, options, positions, _ = table[name][number]
+    case, mesh = all_cases()[name], init_device_mesh(DEVICE, (2,))
     options = case.options[0] if options is None else options
     inputs = case.inputs(shape, options)
     exact = rounded(inputs)
@@ -100,36 +101,35 @@ def compare(case, shape, options, positions, dim, mesh):
     return forward.get_total_counts() + backward.get_total_counts()
 
 
-def on_rank(rank, table):
-    mesh, cases, found = init_device_mesh(DEVICE, (2,)), all_cases(), {}
-    for name, variants in table.items():
-        for shape, options, positions, dims in variants:
-            for dim in dims:
-                try:
-                    found[f"{name} {options} dim {dim}"] = compare(cases[name], shape, options, positions, dim, mesh)
-                except Exception:
-                    found[f"{name} {options} dim {dim}"] = traceback.format_exc()
-    return found
+def on_shards(rank, *case):
+    assert compare(SHARDED, *case) == 0
+
+
+def on_gathered(rank, *case):
+    assert compare(GATHERED, *case) > 0
+
+
+def cases_of(function, table, name):
+    return [(function, name, number, dim) for number, (*_, dims) in enumerate(table[name]) for dim in dims]
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    """What each rank says of everything: two processes for all tests."""
-    return on_ranks(everything)
+def found():
+    tables = ((on_shards, SHARDED), (on_gathered, GATHERED))
+    cases = [case for function, table in tables for name in table for case in cases_of(function, table, name)]
+    return each_on_ranks([*cases, (mixed,), (page,)])
 
 
 @pytest.mark.parametrize("name", SHARDED)
-def test_shards_of_rows(ranks, name):
-    for found in (said["sharded"] for said in ranks):
-        of_case = {key: value for key, value in found.items() if key.split()[0] == name}
-        assert of_case and not any(of_case.values()), of_case
+def test_shards_of_rows(found, name):
+    for case in cases_of(on_shards, SHARDED, name):
+        assert not found[case], f"{case}: {found[case]}"
 
 
 @pytest.mark.parametrize("name", GATHERED)
-def test_what_has_to_be_gathered(ranks, name):
-    for found in (said["gathered"] for said in ranks):
-        of_case = {key: value for key, value in found.items() if key.split()[0] == name}
-        assert all(isinstance(count, int) and count > 0 for count in of_case.values()), of_case
+def test_what_has_to_be_gathered(found, name):
+    for case in cases_of(on_gathered, GATHERED, name):
+        assert not found[case], f"{case}: {found[case]}"
 
 
 def mixed(rank):
@@ -160,8 +160,8 @@ def mixed(rank):
     torch.testing.assert_close(weight.grad.full_tensor().double(), exact.grad, rtol=1e-5, atol=1e-5)
 
 
-def test_mixed(ranks):
-    assert [said["mixed"] for said in ranks] == [None, None]
+def test_mixed(found):
+    assert not found[(mixed,)], found[(mixed,)]
 
 
 def page(rank):
@@ -172,16 +172,5 @@ def page(rank):
     assert names["y"].placements == (Shard(1),) and names["weight"].grad.placements == (Partial(),)
 
 
-def test_the_example_of_the_documentation(ranks):
-    assert [said["page"] for said in ranks] == [None, None]
-
-
-def everything(rank):
-    found = {"sharded": on_rank(rank, SHARDED), "gathered": on_rank(rank, GATHERED)}
-    for function in (mixed, page):
-        torch.manual_seed(0)
-        try:
-            found[function.__name__] = function(rank)
-        except Exception:
-            found[function.__name__] = traceback.format_exc()
-    return found
+def test_the_example_of_the_documentation(found):
+    assert not found[(page,)], found[(page,)]

@@ -10,7 +10,22 @@ from liger_kernel.chunked_loss import (
     LigerFusedLinearSimPOLoss,
 )
 from liger_kernel.chunked_loss.fused_linear_preference import LigerFusedLinearPreferenceBase
-from preference import LOSS_TYPES, MODULES, Batch, H, N, T, V, check, close, ln_sigma, options_of, reference, sigma
+from preference import (
+    LOSS_TYPES,
+    MODULES,
+    Batch,
+    H,
+    N,
+    T,
+    V,
+    check,
+    close,
+    dpo_terms,
+    ln_sigma,
+    options_of,
+    reference,
+    sigma,
+)
 
 
 def test_the_head_works_once_on_a_token(monkeypatch):
@@ -140,6 +155,29 @@ def test_discopop_far_from_zero():
     plain = -ln_sigma(x) * sigma(-x / 0.05) + torch.exp(ln_sigma(x / 0.05) - x)
     close(loss, plain.sum(), 1e-6)
     close(gradient, torch.autograd.grad(plain.sum(), x)[0], 1e-5)
+
+
+@pytest.mark.parametrize("loss_type", [*LOSS_TYPES, "kto"])
+def test_gradients_where_a_sigmoid_rounds_to_1(loss_type):
+    """Each keeps its digits: float's 1 − σ(20) is 0, and float64's has eight."""
+    # None of them makes two slopes cancel in a sum.
+    pairs = torch.cartesian_prod(torch.tensor([-20.0, -10, -1, 2, 10, 20]), torch.tensor([-19.0, -8, 3, 7, 15]))
+    chosen, rejected = pairs[(pairs[:, 0] - pairs[:, 1]).abs() <= 20].unbind(1)
+    e = 0.2 if loss_type in ("exo_pair", "robust") else 0.0
+
+    def gradients(loss, dtype):
+        w, l = (t.to(dtype).requires_grad_() for t in (chosen, rejected))
+        return torch.autograd.grad(loss(w, l), (w, l))
+
+    liked = torch.arange(2 * len(chosen)) % 2 == 0
+    if loss_type == "kto":
+        ours = gradients(lambda *pair: ops.kto_loss(torch.cat(pair), liked, None, None, 1.0, 1)[0], torch.float32)
+        exact = gradients(lambda *pair: sigma(torch.where(liked, -1, 1) * torch.cat(pair)).sum(), torch.float64)
+    else:
+        ours = gradients(lambda w, l: ops.dpo_loss(w, l, None, None, loss_type, 1.0, e, 1.0, 1)[0], torch.float32)
+        exact = gradients(lambda w, l: dpo_terms(loss_type, w, l, 1.0, e, 1.0).sum(), torch.float64)
+    for got, want in zip(ours, exact):
+        torch.testing.assert_close(got.double(), want, rtol=2**-20, atol=0)  # some roundings
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)

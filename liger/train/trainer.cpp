@@ -154,10 +154,12 @@ std::string Trainer::checkpoint(int64_t step) const {
 void Trainer::check_options(int64_t step) const {
   const fs::path folder = checkpoint(step);
   const json before = read_json((folder / "trainer.json").string()).at("options"), now = options_.decisive();
+  std::string changed;
   for (const auto& [name, value] : now.items())
-    TORCH_CHECK(before.value(name, json()) == value || (name == "steps" && options_.steps == 0),
-                "--resume: ", folder.string(), " was made with ", name, " ", before.value(name, json()).dump(),
-                ", not ", value.dump());
+    if (const json of_before = before.value(name, json());
+        of_before != value && !(name == "steps" && options_.steps == 0))
+      changed += (changed.empty() ? "" : "; ") + name + " " + of_before.dump() + ", not " + value.dump();
+  TORCH_CHECK(changed.empty(), "--resume: ", folder.string(), " was made with ", changed);
 }
 
 void Trainer::resume(int64_t step) {

@@ -131,21 +131,27 @@ def attempt(encode, *arguments, **options):
         return None
 
 
+def run_all(run, documents, files):
+    """What C++ prints of the documents with each of the files."""
+    done = subprocess.run([run, documents, *files], capture_output=True, text=True, check=True)
+    return [json.loads(line) for line in done.stdout.split("\n")[:-1]]
+
+
 def compare_processors(run, folder, theirs):
     texts = ["", "a", "one two", "<|begin|>three", "four <|end|>"]
     (folder / "documents.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
-    count = 0
-    for name, processor in post_processors():
+    made = {}
+    for i, (name, processor) in enumerate(post_processors()):
         changed = json.loads(theirs.to_str()) | {"post_processor": None}
         if processor is not None:
             theirs.post_processor = processor
             changed = json.loads(theirs.to_str())
-        one = Tokenizer.from_str(json.dumps(changed))
-        one.save(str(folder / "tokenizer.json"))
-        command = [run, folder / "tokenizer.json", folder / "documents.jsonl"]
-        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[:-1]
-        for before, text, line in zip(["", *texts], texts, lines, strict=False):
-            found = json.loads(line)
+        made[name] = folder / f"tokenizer{i}.json", Tokenizer.from_str(json.dumps(changed))
+        made[name][1].save(str(made[name][0]))
+    lines = iter(run_all(run, folder / "documents.jsonl", [file for file, _ in made.values()]))
+    for name, (_, one) in made.items():
+        for before, text in zip(["", *texts], texts):
+            found = next(lines)
             for what, value in {
                 "ids": one.encode(text).ids,
                 "added": one.encode(text).ids,
@@ -157,8 +163,8 @@ def compare_processors(run, folder, theirs):
                     assert "is not known" in found[what], (name, what, found[what])
                 else:
                     assert found[what] == value, f"{name}: {what} of {text!r} after {before!r}: {found[what]}, {value}"
-        count += 1
-    print(f"{count} post-processors agree", flush=True)
+    assert next(lines, None) is None
+    print(f"{len(made)} post-processors agree", flush=True)
 
 
 def refused(run, folder, good):
@@ -186,12 +192,18 @@ def refused(run, folder, good):
         "no token for byte 97": lambda t: t["model"]["vocab"].pop("a"),
         "decoder": lambda t: t.update(decoder={"type": "WordPiece"}),
     }
+    files = {words: folder / f"changed{i}.json" for i, words in enumerate(changes)}
     for words, change in changes.items():
         changed = json.loads(good)
         change(changed)
-        (folder / "changed.json").write_text(json.dumps(changed))
-        done = subprocess.run([run, folder / "changed.json", "/dev/null"], capture_output=True, text=True, check=False)
-        assert done.returncode == 1 and words in done.stderr and "changed.json" in done.stderr, (words, done)
+        files[words].write_text(json.dumps(changed))
+    for (words, file), found in zip(files.items(), run_all(run, "/dev/null", files.values()), strict=True):
+        assert words in found["error"] and file.name in found["error"], (words, found)
+
+
+def difference(found, value):
+    place = next((i for i, pair in enumerate(zip(found, value)) if pair[0] != pair[1]), None)
+    return f"differ at {place}: {found}, {value}"
 
 
 def compare(run, folder):
@@ -199,10 +211,8 @@ def compare(run, folder):
     (folder / "documents.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
     for name, theirs in tokenizers(texts[500:]):
         theirs.save(str(folder / "tokenizer.json"))
-        command = [run, folder / "tokenizer.json", folder / "documents.jsonl"]
-        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[:-1]
-        assert len(lines) == len(texts)
-        for text, line in zip(texts, lines):
+        lines = run_all(run, folder / "documents.jsonl", [folder / "tokenizer.json"])
+        for text, found in zip(texts, lines, strict=True):
             ids = theirs.encode(text).ids
             wanted = {
                 "ids": ids,
@@ -210,10 +220,8 @@ def compare(run, folder):
                 "text": theirs.decode(ids),
                 "all": theirs.decode(ids, skip_special_tokens=False),
             }
-            found = json.loads(line)
             for what, value in wanted.items():
-                place = next((i for i, pair in enumerate(zip(found[what], value)) if pair[0] != pair[1]), None)
-                assert found[what] == value, f"{name}: {what} differ at {place} of {text!r}: {found[what]}, {value}"
+                assert found[what] == value, f"{name}: {what} {difference(found[what], value)} of {text!r}"
         print(f"{name}: {len(texts)} documents, {theirs.get_vocab_size()} tokens, agree", flush=True)
     refused(run, folder, (folder / "tokenizer.json").read_text())
     compare_processors(run, folder, theirs)

@@ -1,12 +1,19 @@
 """What the tests of liger-train share: a tiny checkpoint, runs of the program, and the steps of plain torch."""
 
 import json
+import os
+import pathlib
+import socket
 import subprocess
+import sys
 
 import torch
 import torch.nn.functional as F
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
+from tiers import ALL  # noqa: E402, F401
 
 VOCABULARY, LENGTH = 400, 32
 END, BEGIN = "<|end|>", "<|begin|>"
@@ -50,6 +57,35 @@ class Runs:
         done = subprocess.run(self.command(out, *options), capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{done.stderr}\nexit code {done.returncode}"
         return out, log(out)
+
+    def on_ranks(self, count, out, *options, torchrun=False):
+        """The same of a run in `count` processes; without torchrun, whose start takes seconds, with its variables."""
+        command = self.command(out, *options)
+        if torchrun:
+            launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count), "--no-python"]
+            launcher += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+            started = [subprocess.Popen([*launcher, *command], stderr=subprocess.PIPE, text=True)]
+        else:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                group = {
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(free.getsockname()[1]),
+                    "WORLD_SIZE": str(count),
+                }
+            started = [
+                subprocess.Popen(
+                    command,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    env=os.environ | group | {"RANK": rank, "LOCAL_RANK": rank},
+                )
+                for rank in map(str, range(count))
+            ]
+        for process in started:
+            said = process.communicate()[1]
+            assert process.returncode == 0, f"{said}\nexit code {process.returncode}"
+        return log(out)
 
     def refused(self, words, *options):
         done = subprocess.run(

@@ -30,6 +30,12 @@ std::pair<Tensor, Tensor> both_labels(const Tensor& target, const Tensor& nll_ta
   return {shared, nll_target.masked_fill(nll_target.eq(shared), ignore_index)};
 }
 
+/// σ(x). Its derivative is σ(−|x|) (1 − σ(−|x|)): the σ(x) (1 − σ(x)) of ATen's is 0 where σ(x) rounds to 1.
+Tensor logistic(const Tensor& x) {
+  const Tensor positive = x > 0, small = at::where(positive, -x, x).sigmoid();
+  return at::where(positive, 1 - small, small);
+}
+
 /// What the table's rows are made of.
 struct Pairs {
   Tensor chosen, rejected, h;           // r_w, r_l, h
@@ -38,14 +44,14 @@ struct Pairs {
 };
 
 Tensor exo_pair(const Pairs& p) {
-  return p.h.sigmoid() * (at::log_sigmoid(p.h) - std::log(1 - p.e)) +
-         (-p.h).sigmoid() * (at::log_sigmoid(-p.h) - std::log(p.e));
+  return logistic(p.h) * (at::log_sigmoid(p.h) - std::log(1 - p.e)) +
+         logistic(-p.h) * (at::log_sigmoid(-p.h) - std::log(p.e));
 }
 
 /// e^(−h) overflows where its factor vanishes: the product is made of logarithms.
 Tensor discopop(const Pairs& p) {
   const Tensor modulation = p.h / p.tau;
-  return -at::log_sigmoid(p.h) * (-modulation).sigmoid() + (at::log_sigmoid(modulation) - p.h).exp();
+  return -at::log_sigmoid(p.h) * logistic(-modulation) + (at::log_sigmoid(modulation) - p.h).exp();
 }
 
 struct LossFormula {
@@ -68,8 +74,8 @@ constexpr std::array<LossFormula, 10> kTable{{
      [](const Pairs& p) {
        return (p.chosen_ratio - 0.5 / p.beta).square() + (p.rejected_ratio + 0.5 / p.beta).square();
      }},
-    {"apo_zero", [](const Pairs& p) { return (-p.chosen).sigmoid() + p.rejected.sigmoid(); }},
-    {"apo_down", [](const Pairs& p) { return p.chosen.sigmoid() + (-p.h).sigmoid(); }},
+    {"apo_zero", [](const Pairs& p) { return logistic(-p.chosen) + logistic(p.rejected); }},
+    {"apo_down", [](const Pairs& p) { return logistic(p.chosen) + logistic(-p.h); }},
     {"discopop", discopop},
 }};
 
@@ -183,7 +189,7 @@ PreferenceResult kto_loss(const Tensor& logp, const Tensor& liked, const OptTens
   using namespace op::preference;
   TORCH_CHECK_VALUE(!kl || kl->numel() == 1, "kto_loss: kl must be one number, got ", kl->sizes());
   const Tensor delta = without(logp, ref_logp), gain = o.beta * (kl ? delta - kl->detach().reshape({}) : delta);
-  const Tensor losses = at::where(liked.to(at::kBool), -gain, gain).sigmoid();  // 1 − σ(x) = σ(−x)
+  const Tensor losses = logistic(at::where(liked.to(at::kBool), -gain, gain));  // 1 − σ(x) = σ(−x)
   const auto [chosen, rejected] = class_sums(o.beta * delta, liked);
   return {mean(losses, o.rows), chosen, rejected};
 }

@@ -161,7 +161,7 @@ def unfit(module, part, activations):
 def obstacle(module, cls, part, activations):
     """Why a module must keep its forward instead of that of the class `part`, or None."""
     if type(module).forward is not cls.forward:
-        return f"{type(module).__name__} has a forward of its own"
+        return f"{type(module).__name__} defines its own forward"
     if has_replaced_forward(module) and not kept_forwards(module):
         return "its forward was replaced on the instance"
     if (reason_to_keep := getattr(part, "reason_to_keep", None)) and (reason := reason_to_keep(module, running=False)):

@@ -393,7 +393,7 @@ class _Patcher:
         head = head_of(owner, spec)
         sharded = any(isinstance(module, FSDPModule) for module in self.modules)
         if not same_code(original_forward(type(owner)), original_forward(cls)):
-            return f"{type(owner).__name__} has a forward of its own", None
+            return f"{type(owner).__name__} defines its own forward", None
         if reason := no_logits_of(original_forward(cls), spec):
             return reason, None
         if function := own_loss(owner):
