@@ -31,9 +31,9 @@ class Case:
     fit: Callable = lambda shape: shape  # any sizes -> a shape that the operator takes, for tests/fuzz.py
     draw: Callable = None  # (random.Random) -> options that tests/fuzz.py adds
     errors: list = field(default_factory=list)  # (call, exception, text)
-    terms_of_order_one: bool = (
-        False  # inputs, gradients and what is summed: √n units of error in a sum of n, however much cancels
-    )
+    # Inputs, gradients and what is summed are of order one: √n units of error in a sum of n, however much cancels. How
+    # many of n there are for each number of the first input; 0: they are not.
+    terms_of_order_one: int = 0
     linear: bool = False  # has a second derivative
     captured: tuple = None  # (shape, dtype) that a CUDA graph captures, where not every one can be
     emulated: int = 10000  # the largest product of a shape that the emulated kernels are run on

@@ -49,7 +49,7 @@ def case(name, **fields):
 CASES = [
     case(
         "attention_residuals",
-        terms_of_order_one=True,
+        terms_of_order_one=1,
         options=[{}, dict(n=1), dict(n=32)],
         shapes=[(3, 5, 1), (5, 7), (2, 2, 64), (70, 129), (9, 4096), (3, 4104), (5, 8200), (3, 9001), (2, 16500)],
         many_rows=(70000, 16),
@@ -65,7 +65,7 @@ CASES = [
     ),
     case(
         "attention_residuals_float",
-        terms_of_order_one=True,
+        terms_of_order_one=1,
         keep=(1, 2),
         dtypes=(torch.bfloat16, torch.float16),
         shapes=[(4, 1, 1), (5, 7), (6, 33, 256), (3, 9)],

@@ -57,7 +57,7 @@ def errors():
 
 CASES = [
     Case(
-        terms_of_order_one=True,
+        terms_of_order_one=1,
         name="gated_rms_norm",
         op=op,
         reference=reference,
@@ -93,7 +93,7 @@ CASES = [
         bytes=lambda shape, options, e: (3 * e * shape[0] * shape[1], 5 * e * shape[0] * shape[1]),
     ),
     Case(
-        terms_of_order_one=True,
+        terms_of_order_one=1,
         name="gated_rms_norm_float_weight",
         op=op,
         reference=reference,

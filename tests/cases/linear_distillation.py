@@ -158,7 +158,7 @@ CASES = [
         draw=draw,
         differentiable=(0, 1, 2),
         # p (ln p - ln q) of a class rounds as logits of order one do, and the sum cancels to a small divergence.
-        terms_of_order_one=True,
+        terms_of_order_one=1,
         schema=schema,
         shapes=[(1, 4, 3), (33, 16, 101), (40, 64, 1000)],
         options=[

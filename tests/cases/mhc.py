@@ -90,7 +90,7 @@ BENCH = [((16384, 4, 4096), {})]
 CASES = [
     Case(
         name="mhc_coefficients",
-        terms_of_order_one=True,
+        terms_of_order_one=1,
         op=coefficients,
         reference=coefficients_reference,
         make=make_coefficients,

@@ -106,7 +106,7 @@ def rounding(pick):
 
 CASES = [
     Case(
-        terms_of_order_one=True,
+        terms_of_order_one=1,
         name="fused_add_rms_norm",
         draw=rounding,
         op=added,
@@ -133,7 +133,7 @@ CASES = [
         ],
     ),
     Case(
-        terms_of_order_one=True,
+        terms_of_order_one=1,
         name="modulated_rms_norm",
         draw=rounding,
         op=modulated,
@@ -186,7 +186,7 @@ CASES = [
         ],
     ),
     Case(
-        terms_of_order_one=True,
+        terms_of_order_one=1,
         name="modulated_rms_norm_float",
         op=modulated,
         reference=modulated_reference,
@@ -199,7 +199,7 @@ CASES = [
         schema=lambda inputs, options: (ops.modulated_rms_norm, (*inputs, EPS, 0.0, 0)),
     ),
     Case(
-        terms_of_order_one=True,
+        terms_of_order_one=1,
         name="layer_norm",
         op=lambda x, w, b: liger_layer_norm(x, w, b, EPS),
         reference=layer_reference,
@@ -221,7 +221,7 @@ CASES = [
         ],
     ),
     Case(
-        terms_of_order_one=True,
+        terms_of_order_one=1,
         name="poly_norm",
         op=lambda x, w, b: liger_poly_norm(x, w, b, EPS),
         reference=poly_reference,
@@ -245,7 +245,7 @@ CASES = [
         ],
     ),
     Case(
-        terms_of_order_one=True,
+        terms_of_order_one=1,
         name="group_norm",
         fit=lambda shape: (shape[0], 2 * shape[1], *shape[2:]),
         op=lambda x, w, b, groups=2: liger_group_norm(x, w, b, x.shape[1], groups, EPS),
@@ -268,7 +268,7 @@ CASES = [
         ],
     ),
     Case(
-        terms_of_order_one=True,
+        terms_of_order_one=1,
         name="dyt",
         op=liger_dyt,
         reference=dyt_reference,

@@ -74,7 +74,7 @@ def width_errors():
 
 CASES = [
     Case(
-        terms_of_order_one=True,
+        terms_of_order_one=1,
         name="rms_norm",
         op=op,
         reference=reference,
@@ -103,7 +103,7 @@ CASES = [
         bytes=lambda shape, options, e: (2 * e * shape[0] * shape[1], 3 * e * shape[0] * shape[1]),
     ),
     Case(
-        terms_of_order_one=True,
+        terms_of_order_one=1,
         name="rms_norm_float_weight",
         op=op,
         reference=reference,

@@ -22,7 +22,7 @@ def reference(x, alpha_p, alpha_n, beta, eps):
 
 CASES = [
     Case(
-        terms_of_order_one=True,
+        terms_of_order_one=1,
         name="xielu",
         op=liger_xielu,
         reference=reference,

@@ -232,8 +232,8 @@ def test_parts_round_where_the_originals_do(family, kind, apply, inputs, dtype):
 
 
 def _curve(model, inputs):
-    # Adam's first step moves each weight by lr * g / (|g| + eps). With the default eps of 1e-8 a gradient that cancels to
-    # the rounding of its terms, whose sign is chance, would move its weight by the whole learning rate.
+    # Adam's first step moves each weight by lr * g / (|g| + eps). With the default eps of 1e-8, a gradient that cancels
+    # to the rounding of its terms, whose sign is chance, would move its weight by the whole learning rate.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
     losses = []
     for _ in range(10):

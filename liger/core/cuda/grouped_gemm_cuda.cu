@@ -272,12 +272,23 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_kernel(const __grid_const
     } else {
       switch (t.columns / 16) {
 #define LIGER_COLUMNS(i) \
-  case i: multiply<Work, 16 * i>(work, t, shared, sums, stage, group, thread); break;
-        LIGER_COLUMNS(1)
-        LIGER_COLUMNS(2)
-        LIGER_COLUMNS(3) LIGER_COLUMNS(4) LIGER_COLUMNS(5) LIGER_COLUMNS(6) LIGER_COLUMNS(7) LIGER_COLUMNS(8)
-            LIGER_COLUMNS(9) LIGER_COLUMNS(10) LIGER_COLUMNS(11) LIGER_COLUMNS(12) LIGER_COLUMNS(13) LIGER_COLUMNS(14)
-                LIGER_COLUMNS(15) LIGER_COLUMNS(16)
+  case i: multiply<Work, 16 * i>(work, t, shared, sums, stage, group, thread); break
+        LIGER_COLUMNS(1);
+        LIGER_COLUMNS(2);
+        LIGER_COLUMNS(3);
+        LIGER_COLUMNS(4);
+        LIGER_COLUMNS(5);
+        LIGER_COLUMNS(6);
+        LIGER_COLUMNS(7);
+        LIGER_COLUMNS(8);
+        LIGER_COLUMNS(9);
+        LIGER_COLUMNS(10);
+        LIGER_COLUMNS(11);
+        LIGER_COLUMNS(12);
+        LIGER_COLUMNS(13);
+        LIGER_COLUMNS(14);
+        LIGER_COLUMNS(15);
+        LIGER_COLUMNS(16);
 #undef LIGER_COLUMNS
       }
     }

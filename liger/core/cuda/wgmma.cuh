@@ -1,7 +1,8 @@
 #pragma once
 // What Hopper's tensor cores take from shared memory (compute capability 9.0a): boxes of a matrix, copied by the Tensor
 // Memory Accelerator, barriers that count their bytes, and the products of a warpgroup, wgmma. PTX ISA, "Asynchronous
-// Warpgroup Level Matrix Instructions" and "Tensor Memory".
+// Warpgroup Level Matrix Instructions" and "Data Movement: cp.async.bulk.tensor". Compiled for anything else these
+// functions do nothing: ask has_wgmma().
 #include <cuda.h>
 #include "liger/core/cuda/launch.h"
 
@@ -113,7 +114,7 @@ __device__ inline void copy_box(void* to, const TensorMap& map, int x, int y, in
 #endif
 }
 
-/// What threads wrote to shared memory before a barrier is seen by the products that follow this.
+/// What this thread wrote to shared memory is seen by products that follow a barrier.
 __device__ inline void show_to_tensor_core() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -181,8 +182,8 @@ __device__ inline uint64_t matrix_at(const void* tile) {
 #define LIGER_SUMS_16 LIGER_SUMS_15, LIGER_SUMS_OF(30), LIGER_SUMS_OF(31)
 #endif
 
-/// sums += a b for 64 rows of a, kColumns columns of b and the 16 k of `step`, 0 to 3, of both tiles; by the 128 threads
-/// of a warpgroup, between products_begin and products_issued. With
+/// sums += a b for 64 rows of a, kColumns columns of b and the 16 k of `step`, 0 to 3, of both tiles; by the 128
+/// threads of a warpgroup, between products_begin and products_issued. With
 ///   group = lane / 4
 ///   quad  = lane % 4
 /// a lane of warp w has of the columns 8 c to 8 c + 7
@@ -244,8 +245,8 @@ __device__ void await_products() {
 #endif
 }
 
-/// Four 8 x 8 matrices of 16-bit numbers to shared memory: of each a lane has the pair lane % 4 of row lane / 4, and row
-/// i of matrix j goes where lane 8 j + i says. kTransposed: column i.
+/// Four 8 x 8 matrices of 16-bit numbers to shared memory: of each a lane has the pair lane % 4 of row lane / 4, and
+/// row i of matrix j goes where lane 8 j + i says. kTransposed: column i.
 template <bool kTransposed>
 __device__ void store_matrices(void* row, const unsigned (&words)[4]) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL

@@ -5,8 +5,8 @@
 namespace liger {
 namespace {
 
-/// Whether rows, or columns, of a matrix or of each of several begin at multiples of 16 bytes, which ATen's grouped GEMM
-/// and ours need.
+/// Whether rows, or columns, of a matrix or of each of several begin at multiples of 16 bytes, which ATen's grouped
+/// GEMM and ours need.
 bool fits(const Tensor& t) {
   int units = 0;
   for (int64_t d = 0; d < t.dim(); ++d) {

@@ -6,7 +6,7 @@
 
 namespace liger::cuda {
 
-inline bool has_wgmma() { return true; }
+inline bool has_wgmma() { return emulation::device().capability_major == 9; }
 
 enum class Layout { AlongK, AcrossK };
 
