@@ -231,10 +231,9 @@ def test_adapters_that_mean_another_model_are_refused_by_name(adapters, tmp_path
         return "" if done.returncode == 0 else done.stderr
 
     assert said({}) == said({"of_a_later_version": None}) == said({"of_a_later_version": []}) == ""
+    assert said({name: "other" for name, value in REFUSED.items() if value is None}) == ""
     for name, value in REFUSED.items():
-        if value is None:
-            assert said({name: "other"}) == "", name
-        else:
+        if value is not None:
             stderr = said({name: value})
             assert re.search(rf"adapter_config\.json: {name}\b", stderr), (name, stderr)
     assert "there is no" in said({"target_modules": ["v_proj"]})
