@@ -202,7 +202,7 @@ __device__ void clear_rows(T* a, T* b, int rows, int group, int thread) {
     T* box = i < chunks ? a : b + (2 * group + i / chunks - 1) * 64 * kDepth;
     reinterpret_cast<uint4*>(box)[rows * 8 + i % chunks] = {};
   }
-  show_to_tensor_core();
+  show_tensor_core();
   await_threads(3, 256);
 }
 
@@ -226,12 +226,12 @@ __device__ void multiply(const Work& work, const Task& t, Shared<T>& shared, flo
         multiply_add<T, Work::kFirst, Work::kSecond, kColumnsHere>(sums, a, b, k);
     }
     products_issued();
-    await_products<1>();
+    await_products<true>();
     if (previous >= 0 && thread % 32 == 0) shared.empty[previous].arrive();
     previous = stage.at;
     stage.next();
   }
-  await_products<0>();
+  await_products<false>();
   if (previous >= 0 && thread % 32 == 0) shared.empty[previous].arrive();
 }
 

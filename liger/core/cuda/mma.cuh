@@ -42,6 +42,48 @@ __device__ inline void load_matrices(unsigned (&words)[4], const void* row) {
 #endif
 }
 
+/// What wgmma needs around its products: begin, products, issued, and await_products before the sums are read.
+__device__ inline void products_begin() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#endif
+}
+__device__ inline void products_issued() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#endif
+}
+
+/// Waits for all products that this warp has issued, or all but the last group's.
+template <bool kButLast>
+__device__ void await_products() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(int(kButLast)) : "memory");
+#endif
+}
+
+/// After the next barrier products may read what this thread has written, or copied and awaited, in shared memory.
+__device__ inline void show_tensor_core() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+/// What wgmma reads an operand by that begins at `tile`, rows of 128 bytes whose chunks of 16 lie at chunk ^ row % 8,
+/// the rows from a multiple of 1024 bytes on. PTX ISA, "Matrix descriptor":
+///   bits 0   address / 16
+///   bits 16  bytes / 16 to the next 64 numbers across k; no matter where rows go along k
+///   bits 32  bytes / 16 from eight rows to the next
+///   bits 62  the swizzle of 128 bytes
+__device__ inline uint64_t matrix_at(const void* tile, int bytes_across = 16) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  return (shared_address(tile) >> 4) | uint64_t(bytes_across >> 4) << 16 | uint64_t(1024 >> 4) << 32 |
+         uint64_t(1) << 62;
+#else
+  return 0;
+#endif
+}
+
 /// As tensor_multiply_add above for two a and a wider b, whose 8 kEights columns lie in shared memory: 128 bytes of k
 /// each, of which chunks of 16 `chunk` and the next are b's; chunk c of column r lies at c ^ r % 8, the columns from a
 /// multiple of 1024 bytes on. Four neighbouring warps come here together, with the same columns. On compute
@@ -52,14 +94,8 @@ __device__ void tensor_multiply_add(int (&sums)[2][kEights][4], unsigned (&a)[2]
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #pragma unroll
   for (int i = 0; i < 8; ++i) forget(a[i / 4][i % 4]);  // made before the fence
-  // PTX ISA, "Matrix descriptor":
-  //   bits 0   address / 16
-  //   bits 16  no matter
-  //   bits 32  1024 / 16 bytes from eight columns to the next
-  //   bits 62  the swizzle of 128 bytes
-  const uint64_t matrix =
-      (shared_address(&columns[0][chunk]) >> 4) | uint64_t(1) << 16 | uint64_t(64) << 32 | uint64_t(1) << 62;
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+  const uint64_t matrix = matrix_at(&columns[0][chunk]);
+  products_begin();
   constexpr int kAtOnce = 8;
   static_assert(kEights % kAtOnce == 0);
 #pragma unroll
@@ -76,7 +112,7 @@ __device__ void tensor_multiply_add(int (&sums)[2][kEights][4], unsigned (&a)[2]
           : "r"(a[h][0]), "r"(a[h][1]), "r"(a[h][2]), "r"(a[h][3]), "l"(matrix + e * 64));
 #undef LIGER_SUMS
     }
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  products_issued();
 #elif __CUDA_ARCH__ >= 800
   const int lane = threadIdx.x % 32, of = lane / 8;  // each column's two chunks, of two columns of eight at once
 #pragma unroll
@@ -97,21 +133,6 @@ __device__ void tensor_multiply_add(int (&sums)[2][kEights][4], unsigned (&a)[2]
     };
     for (int h = 0; h < 2; ++h) tensor_multiply_add(sums[h][e], a[h], {of_b(0), of_b(1)});
   }
-#endif
-}
-
-/// Waits for all such products of this warp, or all but the last call's.
-template <bool kButLast>
-__device__ void await_products() {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(int(kButLast)) : "memory");
-#endif
-}
-
-/// After the next barrier such products may read what this thread has written, or copied and awaited, in shared memory.
-__device__ inline void show_tensor_core() {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
 

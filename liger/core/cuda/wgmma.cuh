@@ -4,7 +4,7 @@
 // Warpgroup Level Matrix Instructions" and "Data Movement: cp.async.bulk.tensor". Compiled for anything else these
 // functions do nothing: ask has_wgmma().
 #include <cuda.h>
-#include "liger/core/cuda/launch.h"
+#include "liger/core/cuda/mma.cuh"
 
 namespace liger::cuda {
 
@@ -114,13 +114,6 @@ __device__ inline void copy_box(void* to, const TensorMap& map, int x, int y, in
 #endif
 }
 
-/// What this thread wrote to shared memory is seen by products that follow a barrier.
-__device__ inline void show_to_tensor_core() {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
-
 /// A barrier of `threads` neighbouring threads of a block, number 1 to 15.
 __device__ inline void await_threads(int number, int threads) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -135,15 +128,6 @@ __device__ void resize_registers() {
   if constexpr (kTake) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(n));
   else asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(n));
 #endif
-}
-
-// PTX ISA, "Matrix descriptor":
-//   bits 0   address / 16
-//   bits 16  bytes / 16 from 64 rows to the next, across k
-//   bits 32  bytes / 16 from 8 rows of shared memory to the next
-//   bits 62  the swizzle of 128 bytes
-__device__ inline uint64_t matrix_at(const void* tile) {
-  return (shared_address(tile) >> 4) | uint64_t(8192 >> 4) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -194,8 +178,8 @@ __device__ void multiply_add(float (&sums)[32][4], const T* a, const T* b, int s
   constexpr bool kBfloat = std::is_same_v<T, bfloat16>;
   constexpr int kAcrossA = kA == Layout::AcrossK, kAcrossB = kB == Layout::AcrossK;
   // 16 k are 32 bytes of a row along k, or 16 rows across k.
-  const uint64_t of_a = matrix_at(a) + step * (kAcrossA ? 2048 >> 4 : 32 >> 4),
-                 of_b = matrix_at(b) + step * (kAcrossB ? 2048 >> 4 : 32 >> 4);
+  const uint64_t of_a = matrix_at(a, 8192) + step * (kAcrossA ? 2048 >> 4 : 32 >> 4),
+                 of_b = matrix_at(b, 8192) + step * (kAcrossB ? 2048 >> 4 : 32 >> 4);
 #define LIGER_PRODUCT_OF(i, types, n, a, b, across_a, across_b)                                \
   asm volatile("wgmma.mma_async.sync.aligned.m64n" n "k16.f32." types " {" LIGER_REGISTERS_##i \
                "}, " a ", " b ", 1, 1, 1, " across_a ", " across_b ";"                         \
@@ -224,24 +208,6 @@ __device__ void multiply_add(float (&sums)[32][4], const T* a, const T* b, int s
   LIGER_PRODUCT(16, "256", "%128", "%129", "%130", "%131")
 #undef LIGER_PRODUCT
 #undef LIGER_PRODUCT_OF
-#endif
-}
-
-__device__ inline void products_begin() {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#endif
-}
-__device__ inline void products_issued() {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-#endif
-}
-/// Waits for the products of all groups that were issued, but the last `kPending`.
-template <int kPending>
-__device__ void await_products() {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 #endif
 }
 

@@ -1,6 +1,6 @@
 #pragma once
 // Stands in for liger/core/cuda/wgmma.cuh: copies and products are done at once, by the thread that asks for them.
-#include "liger/core/cuda/launch.h"
+#include "liger/core/cuda/mma.cuh"
 
 #define __grid_constant__
 
@@ -50,7 +50,6 @@ inline void copy_box(void* to, const TensorMap& map, int x, int y, int z, CopyBa
   barrier.count(0, -map.box_rows * 128);
 }
 
-inline void show_to_tensor_core() {}
 inline void await_threads(int number, int threads) {
   static thread_local emulation::Barrier barriers[16];
   barriers[number].expected = threads;
@@ -76,10 +75,6 @@ void multiply_add(float (&sums)[32][4], const T* a, const T* b, int step) {
         sums[c][i] +=
             operand<kA>(a, 16 * warp + lane / 4 + i / 2 * 8, k) * operand<kB>(b, 8 * c + 2 * (lane % 4) + i % 2, k);
 }
-inline void products_begin() {}
-inline void products_issued() {}
-template <int kPending>
-void await_products() {}
 
 template <bool kTransposed>
 void store_matrices(void* row, const unsigned (&words)[4]) {
