@@ -20,14 +20,16 @@ bool fits_aten(const Tensor& a, const Tensor& b) {
   return a.is_cuda() && a.scalar_type() == at::kBFloat16 && fits(a) && fits(b);
 }
 
+/// Whether the kernels of this library take a, rows [rows, ...], and b, whose last size is that of the result's rows.
 /// Groups of many rows are ATen's where it takes them: measured on an H100, its GEMMs are up to 1.12 times as fast from
 /// 2048 rows per group on, and ours 1.03 to 1.3 times up to 1024.
-bool fits_ours(const Tensor& a, const Tensor& b, int64_t rows, int64_t groups) {
+bool fits_ours(const Tensor& a, const Tensor& b, int64_t groups) {
+  const int64_t rows = a.size(0);
   const bool is_16_bit = a.scalar_type() == at::kBFloat16 || a.scalar_type() == at::kHalf;
   constexpr int64_t kMostRows = 1536, kMost = std::numeric_limits<int>::max();
-  if (!is_16_bit || !has_grouped.has(Backend(a.device().type())) || groups > kGroupedMost || !fits(a) || !fits(b) ||
-      rows > kMost || a.size(-1) > kMost || b.size(-1) > kMost || b.size(-2) > kMost ||
-      (rows > kMostRows * groups && fits_aten(a, b)))
+  if (!is_16_bit || !has_grouped.has(Backend(a.device().type())) || groups > kGroupedMost || a.stride(1) != 1 ||
+      b.size(-1) % 8 != 0 || !fits(a) || !fits(b) || rows > kMost || a.size(1) > kMost || b.size(-1) > kMost ||
+      b.size(-2) > kMost || (rows > kMostRows * groups && fits_aten(a, b)))
     return false;
   bool yes = false;
   run(has_grouped, a, {&yes});
@@ -55,7 +57,7 @@ void for_groups(const Tensor& ends_, F f) {
 
 Tensor grouped(const Tensor& x, const Tensor& w_, const Tensor& ends) {
   const Tensor w = w_.detach();
-  if (x.stride(1) == 1 && w.size(2) % 8 == 0 && fits_ours(x, w, x.size(0), w.size(0))) {
+  if (fits_ours(x, w, w.size(0))) {
     const Tensor out = output(at::empty({x.size(0), w.size(2)}, x.options()));
     const bool along_depth = w.stride(1) == 1;
     run(grouped_rows, x,
@@ -84,7 +86,7 @@ Tensor grouped(const Tensor& x, const Tensor& w_, const Tensor& ends) {
 }
 
 Tensor grouped_outer(const Tensor& a, const Tensor& b, const Tensor& ends) {
-  if (a.stride(1) == 1 && b.stride(1) == 1 && fits_ours(a, b, a.size(0), ends.numel())) {
+  if (b.stride(1) == 1 && fits_ours(a, b, ends.numel())) {
     const Tensor out = output(at::empty({ends.numel(), a.size(1), b.size(1)}, a.options()));
     run(grouped_outer_products, a,
         {.a = a.const_data_ptr(),
