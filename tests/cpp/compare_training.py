@@ -262,6 +262,7 @@ def test_changed_options(runs):
         done = resumed(changes, **run)
         changed = re.findall(r"(?:was made with|;) (\w+) [^;]*?, not ", done.stderr)
         assert done.returncode == 1 and sorted(changed) == sorted(map(name, changes)), (changes, done)
+        assert "--clip" not in changes or "clip 1.0, not 2.0" in done.stderr, done
     write(other, [{"text": text} for text in TEXTS])  # the same data in another file
     done = resumed(ALLOWED | {"--data": [other], "--eval": [other]})
     assert done.returncode == 0 and "is finished" in done.stderr, done
