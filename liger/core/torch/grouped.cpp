@@ -1,6 +1,5 @@
 #include "liger/core/torch/grouped.h"
 #include <ATen/Parallel.h>
-#include "liger/core/grouped_gemm.h"
 
 namespace liger {
 namespace {
@@ -55,25 +54,30 @@ void for_groups(const Tensor& ends_, F f) {
 
 }  // namespace
 
+std::optional<GroupedRows> grouped_by_kernel(const Tensor& x, const Tensor& w, const Tensor& ends) {
+  if (!fits_ours(x, w, w.size(0))) return {};
+  const bool along_depth = w.stride(1) == 1;
+  return GroupedRows{.x = x.const_data_ptr(),
+                     .matrix = w.const_data_ptr(),
+                     .out = nullptr,
+                     .ends = data<int>(ends),
+                     .rows = x.size(0),
+                     .groups = w.size(0),
+                     .depth = w.size(1),
+                     .cols = w.size(2),
+                     .x_stride = x.stride(0),
+                     .matrix_stride = w.stride(along_depth ? 2 : 1),
+                     .group_stride = w.stride(0),
+                     .along_depth = along_depth,
+                     .dtype = dtype_of(x)};
+}
+
 Tensor grouped(const Tensor& x, const Tensor& w_, const Tensor& ends) {
   const Tensor w = w_.detach();
-  if (fits_ours(x, w, w.size(0))) {
+  if (std::optional<GroupedRows> product = grouped_by_kernel(x, w, ends)) {
     const Tensor out = output(at::empty({x.size(0), w.size(2)}, x.options()));
-    const bool along_depth = w.stride(1) == 1;
-    run(grouped_rows, x,
-        {.x = x.const_data_ptr(),
-         .matrix = w.const_data_ptr(),
-         .out = out.data_ptr(),
-         .ends = data<int>(ends),
-         .rows = x.size(0),
-         .groups = w.size(0),
-         .depth = w.size(1),
-         .cols = w.size(2),
-         .x_stride = x.stride(0),
-         .matrix_stride = w.stride(along_depth ? 2 : 1),
-         .group_stride = w.stride(0),
-         .along_depth = along_depth,
-         .dtype = dtype_of(x)});
+    product->out = out.data_ptr();
+    run(grouped_rows, x, *product);
     return out;
   }
   if (fits_aten(x, w)) return at::_grouped_mm(x, w, ends).contiguous();  // its rows begin at multiples of 16 bytes

@@ -1,4 +1,6 @@
 #pragma once
+#include <optional>
+#include "liger/core/grouped_gemm.h"
 #include "liger/core/torch/op.h"
 
 namespace liger {
@@ -6,6 +8,9 @@ namespace liger {
 /// out[r] = x[r] w[g] for the rows r of each group g, of which ends[g] [groups] int32 is the number of rows of groups 0
 /// to g: x [rows, in], w [groups, in, out]. Rows behind the last group are undefined.
 Tensor grouped(const Tensor& x, const Tensor& w, const Tensor& ends);
+
+/// What grouped_rows is given for that, all but `out`; nothing where the product is not its to make.
+std::optional<GroupedRows> grouped_by_kernel(const Tensor& x, const Tensor& w, const Tensor& ends);
 
 /// out[g] = Σ a[r]ᵀ b[r] over the rows r of each group g: [groups, columns of a, columns of b].
 Tensor grouped_outer(const Tensor& a, const Tensor& b, const Tensor& ends);

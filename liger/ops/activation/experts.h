@@ -1,4 +1,5 @@
 #pragma once
+#include "liger/core/grouped_gemm.h"
 #include "liger/core/kernel.h"
 #include "liger/ops/activation/gated.h"
 
@@ -31,6 +32,15 @@ struct SpreadTokens {
   void* rows;        // [pairs, cols]; rows of pairs without an expert are not written
   int64_t tokens, k, cols;
   DType dtype;
+};
+
+///   a[r] = x[r] matrix[g]            for the rows r of each group g: gate, then up
+///   h[r] = g(a[r]_gate) · u(a[r]_up)
+/// rounded as grouped_rows and gated_forward round them.
+struct GroupedGated {
+  GroupedRows product;  // its out, a, [rows, 2 cols] may be null: only h is written. cols is a multiple of 8
+  void* h;              // [rows, cols]
+  GateForm form;        // not interleaved
 };
 
 ///   y[t] = Σ_k weights[t, k] · rows[place[t, k]]
@@ -67,6 +77,7 @@ struct ExpertsBackward {
 
 inline constinit Kernel<SortByExpert> sort_by_expert{"sort_by_expert"};
 inline constinit Kernel<SpreadTokens> spread_tokens{"spread_tokens"};
+inline constinit Kernel<GroupedGated> grouped_gated{"grouped_gated"};  // where has_grouped says so
 inline constinit Kernel<CombineExperts> combine_experts{"combine_experts"};
 inline constinit Kernel<ExpertsBackward> experts_backward{"experts_backward"};
 

@@ -14,7 +14,7 @@ struct GateForm {
   float m = 1, limit = INFINITY, last = INFINITY, alpha = 1, up_offset = 0;
   bool interleaved = false;  // a row holds a and b in turn
 
-  bool plain() const { return limit == INFINITY && alpha == 1 && up_offset == 0 && !interleaved; }
+  LIGER_HD bool plain() const { return limit == INFINITY && alpha == 1 && up_offset == 0 && !interleaved; }
 };
 
 ///   c = g(a) · u(b)
