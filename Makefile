@@ -124,11 +124,11 @@ install: $(ready)  ## build the package and install it into the virtual environm
 
 TORCH ?= 2.11 2.13 2.14 2.15
 CUDA_ARCHITECTURES ?= 80;86;89;90a;100;120
-wheel: build/wheel-env/ready  ## one wheel in dist/ for TORCH="2.11 2.13 2.14 2.15"; CUDA_ARCHITECTURES="80;90a", empty: without CUDA kernels
-	build/wheel-env/bin/python cmake/wheels.py "$(TORCH)" "$(CUDA_ARCHITECTURES)"
+wheel: build/wheel-env/ready  ## one wheel in dist/ for TORCH="2.11 2.13 2.14 2.15"; CUDA_ARCHITECTURES="80;90a", empty: without CUDA kernels; MACHINE=aarch64 cross-builds
+	build/wheel-env/bin/python cmake/wheels.py "$(TORCH)" "$(CUDA_ARCHITECTURES)" $(MACHINE)
 
-test-wheel: build/wheel-env/ready  ## install the wheel in dist/ beside each torch, without a compiler; operators, a patched Llama, a C++ program; other Pythons
-	build/wheel-env/bin/python -m pytest -q -p no:cacheprovider --noconftest tests/wheels.py $(ARGS)
+test-wheel: build/wheel-env/ready  ## install the wheel in dist/ beside each torch, without a compiler; operators, a patched Llama, a C++ program; other Pythons; MACHINE=aarch64: a C++ program under qemu
+	$(if $(MACHINE),PATH="$(abspath build/wheel-env/bin):$$PATH" python tests/platforms/run.py wheel,build/wheel-env/bin/python -m pytest -q -p no:cacheprovider --noconftest tests/wheels.py) $(ARGS)
 
 clean:  ## remove what was built
 	rm -rf build out $(venv)

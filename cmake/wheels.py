@@ -1,14 +1,16 @@
 """Builds one wheel for several minor versions of torch and for every Python: `make wheel`.
 
-    python cmake/wheels.py "2.11 2.13" ["80;90a"]
+    python cmake/wheels.py "2.11 2.13" ["80;90a" [aarch64]]
 
 For each torch this builds the wheel that `pip install .` builds, and merges them: what depends on torch stands in a
 folder of its version. The CUDA kernels include nothing of torch and are one library beside these. torch itself is not
-installed: headers and libraries are taken out of its wheel. Everything stays under build/wheels, so that a build that
-was stopped goes on where it was. The wheel is put into dist/.
+installed: headers and libraries are taken out of its wheel. For a machine that is not this one, the compiler is that
+of its file in cmake/toolchains, and there are no CUDA kernels. Everything stays under build/wheels, so that a build
+that was stopped goes on where it was. The wheel is put into dist/.
 """
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -29,13 +31,14 @@ def run(*command, **variables):
     subprocess.run(command, cwd=ROOT, env={**os.environ, "PATH": path, **variables}, check=True)
 
 
-def torch(minor):
+def torch(minor, machine):
     """The folder of a torch's headers and of the libraries that are linked with."""
-    folder = BUILD / f"torch-{minor}" / "torch"
+    folder = BUILD / f"torch-{minor}-{machine}" / "torch"
     if not folder.exists():
         folder.parent.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=BUILD) as there:
-            run(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", there, f"torch=={minor}.*")
+            which = ("--no-deps", "--only-binary=:all:", f"--platform=manylinux_2_28_{machine}", f"torch=={minor}.*")
+            run(sys.executable, "-m", "pip", "download", "--quiet", "--dest", there, *which)
             (file,) = Path(there).iterdir()
             with zipfile.ZipFile(file) as wheel:
                 needed = re.compile(r"torch/(include/.*|lib/lib(torch|torch_cpu|c10)\.so)")
@@ -53,16 +56,18 @@ def kernels(torch, architectures):
     return folder / "libliger_kernels.so"
 
 
-def wheel(torch, library, architectures):
-    """The wheel that `pip install .` would build for a torch."""
+def wheel(torch, machine, library, architectures):
+    """The wheel that `pip install .` would build for a torch on a machine."""
     folder = torch.parent
     for old in folder.glob("*.whl"):
         old.unlink()
-    settings = (
+    settings = [
         f"build-dir={folder / 'build'}",
         f"cmake.define.LIGER_KERNELS={library}",
         "cmake.define.LIGER_pcre2_DIR=OFF",  # tokenizers need libraries that other machines may lack
-    )
+    ]
+    if machine != platform.machine():
+        settings.append(f"cmake.define.CMAKE_TOOLCHAIN_FILE={ROOT}/cmake/toolchains/{machine}-linux-gnu.cmake")
     options = [word for setting in settings for word in ("-C", setting)]
     pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "-w", folder)
     run(
@@ -70,6 +75,7 @@ def wheel(torch, library, architectures):
         LIGER_TORCH_DIR=str(torch),
         LIGER_CUDA="ON" if library else "OFF",
         LIGER_CUDA_ARCHITECTURES=architectures,
+        _PYTHON_HOST_PLATFORM=f"linux-{machine}",  # of the wheel's tag
     )
     return next(folder.glob("*.whl"))
 
@@ -119,12 +125,13 @@ def pack(tree):
     return max((ROOT / "dist").glob("*.whl"), key=os.path.getmtime)
 
 
-def main(minors, architectures=""):
+def main(minors, architectures="", machine=platform.machine()):
     minors = minors.split()
     BUILD.mkdir(parents=True, exist_ok=True)
-    nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc")
-    library = kernels(torch(minors[0]), architectures) if nvcc and architectures else ""
-    file = pack(merge([wheel(torch(minor), library, architectures) for minor in minors], minors, library))
+    nvcc = machine == platform.machine() and (os.environ.get("CUDACXX") or shutil.which("nvcc"))
+    torches = [torch(minor, machine) for minor in minors]
+    library = kernels(torches[0], architectures) if nvcc and architectures else ""
+    file = pack(merge([wheel(torch, machine, library, architectures) for torch in torches], minors, library))
     with zipfile.ZipFile(file) as content:
         for item in content.infolist():
             if item.filename.endswith(".so"):

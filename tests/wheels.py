@@ -1,8 +1,10 @@
-"""The wheel in dist/, in virtual environments with one version of torch each and no compiler on the path: `make
-test-wheel`. Needs the package index and, for the C++ program, a compiler. The environments stay under build/wheels.
+"""This machine's wheel in dist/, in virtual environments with one version of torch each and no compiler on the path:
+`make test-wheel`. Needs the package index and, for the C++ program, a compiler. The environments stay under
+build/wheels.
 """
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -15,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "wheels"
-WHEEL = max((ROOT / "dist").glob("*.whl"), key=os.path.getmtime)
+WHEEL = max((ROOT / "dist").glob(f"*_{platform.machine()}.whl"), key=os.path.getmtime)
 MINORS = sorted(set(re.findall(r"lib/torch-([\d.]+)/libliger.so", "\n".join(zipfile.ZipFile(WHEEL).namelist()))))
 BESIDE = re.findall(r"^(?:transformers|numpy|pytest)==.*", (ROOT / "requirements.txt").read_text(), re.M)
 

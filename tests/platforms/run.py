@@ -1,8 +1,9 @@
 """Builds the library for what this machine is not: `make test-platforms`.
 
-    python tests/platforms/run.py [aarch64] [windows] [rocm] [--jobs N]
+    python tests/platforms/run.py [aarch64] [wheel] [windows] [rocm] [--jobs N]
 
-aarch64 is cross-compiled and runs its C++ tests under qemu-user; for Windows (mingw) and ROCm (hipcc) objects are
+aarch64 is cross-compiled and runs its C++ tests under qemu-user. The aarch64 wheel in dist/ (`make wheel
+MACHINE=aarch64`) is used by a C++ program there, with each torch. For Windows (mingw) and ROCm (hipcc) objects are
 compiled, which nothing runs. A part whose compiler is not there is left out, and says which Debian package has it.
 Prints a line for each part; what the tools say is in build/platforms/*.log. docs/platforms.md says what follows from
 it.
@@ -20,6 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 OUT = ROOT / "build" / "platforms"
+AARCH64 = OUT / "aarch64"
+AARCH64_TOOLCHAIN = f"-DCMAKE_TOOLCHAIN_FILE={ROOT}/cmake/toolchains/aarch64-linux-gnu.cmake"
 #: Of one core that the tests under qemu take for the machine's: what torch reads of an Arm processor (a Neoverse N1).
 CPU = """processor\t: {core}
 BogoMIPS\t: 243.75
@@ -95,9 +98,9 @@ def unpack(wheel, folder, wanted):
                 archive.extract(name, folder)
 
 
-def aarch64_torch(part):
-    """A folder torch/ of the same version as this machine's, of which libtorch.so needs no GPU's libraries."""
-    folder = part.folder / f"torch-{torch_version()}"
+def aarch64_torch(part, version):
+    """A folder torch/ of that version, of which libtorch.so needs no GPU's libraries."""
+    folder = AARCH64 / f"torch-{version}"
     if (folder / "ready").exists():
         return folder / "torch"
     shutil.rmtree(folder, ignore_errors=True)
@@ -106,7 +109,7 @@ def aarch64_torch(part):
     platforms = [f"--platform=manylinux_2_{minor}_aarch64" for minor in (28, 27, 25, 17)]
     download = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--python-version", python]
     download += [*platforms, "--platform=manylinux2014_aarch64", "--dest", wheels]
-    part.run(*download, f"torch=={torch_version()}")
+    part.run(*download, f"torch=={version}")
     wheel = next(wheels.glob("torch-*.whl"))
     unpack(
         wheel,
@@ -129,9 +132,9 @@ def aarch64_torch(part):
     return folder / "torch"
 
 
-def aarch64_root(part):
+def aarch64_root():
     """What programs under qemu take for /: the C library, and a processor of that kind in place of this machine's."""
-    root = part.folder / "root"
+    root = AARCH64 / "root"
     (root / "proc").mkdir(parents=True, exist_ok=True)
     if not (root / "lib").exists():
         (root / "lib").symlink_to("/usr/aarch64-linux-gnu/lib")
@@ -144,19 +147,21 @@ def aarch64_root(part):
     return root
 
 
+def need_aarch64(part, *packages):
+    packages = ["g++-aarch64-linux-gnu", "qemu-user", "ninja-build", *packages]
+    part.need(["aarch64-linux-gnu-g++", "qemu-aarch64", "ninja"], packages)
+
+
 def aarch64(part):
-    part.need(
-        ["aarch64-linux-gnu-g++", "qemu-aarch64", "ninja"],
-        ["g++-aarch64-linux-gnu", "qemu-user", "libgtest-dev", "ninja-build"],
-    )
+    need_aarch64(part, "libgtest-dev")
     if not Path("/usr/src/googletest").exists():
         raise Missing("/usr/src/googletest (apt-get install libgtest-dev)")
-    toolchain = f"-DCMAKE_TOOLCHAIN_FILE={ROOT}/cmake/toolchains/aarch64-linux-gnu.cmake"
-    torch, gtest, build = aarch64_torch(part), part.folder / "googletest", part.folder / "liger"
-    part.configure("/usr/src/googletest", gtest, toolchain, "-DBUILD_GMOCK=OFF", f"-DCMAKE_INSTALL_PREFIX={gtest}/out")
+    torch, gtest, build = aarch64_torch(part, torch_version()), part.folder / "googletest", part.folder / "liger"
+    asked = ("-DBUILD_GMOCK=OFF", f"-DCMAKE_INSTALL_PREFIX={gtest}/out")
+    part.configure("/usr/src/googletest", gtest, AARCH64_TOOLCHAIN, *asked)
     part.build(gtest, "install")
     options = ["-DLIGER_CUDA=OFF", "-DLIGER_MODELS=OFF", "-DLIGER_TESTS=ON", f"-DLIGER_TORCH_DIR={torch}"]
-    part.configure(ROOT, build, toolchain, *options, f"-DGTest_DIR={gtest}/out/lib/cmake/GTest")
+    part.configure(ROOT, build, AARCH64_TOOLCHAIN, *options, f"-DGTest_DIR={gtest}/out/lib/cmake/GTest")
     part.build(build, "test_liger")
     code = subprocess.run(
         ["aarch64-linux-gnu-objdump", "-d", "--no-show-raw-insn", build / "libliger.so"], capture_output=True, text=True
@@ -164,10 +169,28 @@ def aarch64(part):
     vectors = len(re.findall(r"\sfmla\tv\d+\.4s", code))
     if vectors < 1000:
         raise RuntimeError(f"the library has {vectors} fused multiply-adds of NEON's vectors")
-    test = ["qemu-aarch64", "-L", aarch64_root(part), build / "tests" / "test_liger"]
+    test = ["qemu-aarch64", "-L", aarch64_root(), build / "tests" / "test_liger"]
     said = part.run(*test, OMP_NUM_THREADS="2")
     passed = re.search(r"\[  PASSED  \] (\d+) tests", said)[1]
     return f"{passed} C++ tests passed under qemu-user; {vectors} fused multiply-adds of NEON's vectors in the library"
+
+
+def wheel(part):
+    found = sorted(ROOT.glob("dist/*_aarch64.whl"), key=os.path.getmtime)
+    if not found:
+        raise Missing("wheel for aarch64 in dist/ (make wheel MACHINE=aarch64)")
+    need_aarch64(part)
+    package = part.folder / "site-packages"
+    shutil.rmtree(package, ignore_errors=True)
+    unpack(found[-1], package, "")
+    minors = sorted(folder.name.removeprefix("torch-") for folder in package.glob("liger_kernel/lib/torch-*"))
+    for minor in minors:
+        build, asked = part.folder / minor, ("-DVERSION=1.0", "-DCOMPONENTS=models")
+        where = (f"-Dliger_ROOT={package}/liger_kernel", f"-DLIGER_TORCH_DIR={aarch64_torch(part, f'{minor}.0')}")
+        part.configure(ROOT / "tests" / "installed", build, AARCH64_TOOLCHAIN, *where, *asked)
+        part.build(build, "uses")
+        part.run("qemu-aarch64", "-L", aarch64_root(), build / "uses")
+    return f"a C++ program runs under qemu-user on the libraries of {found[-1].name} for torch {', '.join(minors)}"
 
 
 def windows(part):
@@ -193,7 +216,7 @@ def rocm(part):
     return f"all {len(kernels)} files of kernels compile, and the library links, for {' and '.join(architectures)}"
 
 
-PARTS = {"aarch64": aarch64, "windows": windows, "rocm": rocm}
+PARTS = {"aarch64": aarch64, "wheel": wheel, "windows": windows, "rocm": rocm}
 
 
 def main():
