@@ -1,11 +1,22 @@
 """Runs a function of a test on several processes of one group: NCCL's where each of two has a GPU, otherwise gloo's."""
 
+import multiprocessing
 import os
 import socket
+import sys
 import traceback
 
 import torch
 
+#: What takes seconds to import. The server of a process that tests does so once, and every rank is forked from it.
+SLOW = (
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "transformers.modeling_utils",
+    "peft",
+    "liger_kernel.transformers",
+)
 DEVICE = "cuda" if torch.cuda.device_count() > 1 else "cpu"
 
 
@@ -35,8 +46,11 @@ def on_ranks(function, *arguments, ranks=2):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    results = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    torch.multiprocessing.spawn(_rank, (port, ranks, results, function, arguments), nprocs=ranks)
+    multiprocessing.set_forkserver_preload([name for name in SLOW if name in sys.modules])
+    results = multiprocessing.get_context("forkserver").SimpleQueue()
+    torch.multiprocessing.start_processes(
+        _rank, (port, ranks, results, function, arguments), nprocs=ranks, start_method="forkserver"
+    )
     return [result for _, result in sorted((results.get() for _ in range(ranks)), key=lambda pair: pair[0])]
 
 
