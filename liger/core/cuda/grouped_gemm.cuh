@@ -5,6 +5,7 @@
 #include "liger/core/grouped_gemm.h"
 
 namespace liger::cuda::grouped_gemm {
+
 // A block has a tile of 128 x 256 sums at a time, two warpgroups 64 x 256 each, and a third one copies operands to a
 // ring of stages ahead of them, those of the block's next tile too. One block per multiprocessor.
 constexpr int kRows = 128, kColumns = 256, kDepth = 64, kStages = 4, kThreads = 384, kProducer = 2;
@@ -27,7 +28,7 @@ __device__ void store_pair(const float (&sums)[32][4], int c, uint4* to) {
                                to_word<T>(sums[c + 1][0], sums[c + 1][1]), to_word<T>(sums[c + 1][2], sums[c + 1][3])});
 }
 
-/// RowsOfGroups whose result is no more than the product.
+/// The result is the product, and nothing is made of its halves.
 struct NoHalves {};
 
 /// out[r] = x[r] matrix: the matrices are the first operand and their columns the rows of sums, so that the rows of a
@@ -47,7 +48,7 @@ struct RowsOfGroups {
   int groups, depth, cols;
   Halves halves;
 
-  /// Of the first operand, from the rows of a warpgroup to those of the next; and how many a tile has of these.
+  /// From the first operand's rows of one warpgroup to those of the other.
   __device__ int to_next() const { return kHalves ? cols / 2 : 64; }
   __device__ int row_tiles() const { return kHalves ? ceil_div(cols / 2, 64) : ceil_div(cols, kRows); }
   __device__ int begin(int group) const { return group > 0 ? ends[group - 1] : 0; }
