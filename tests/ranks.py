@@ -8,7 +8,7 @@ import traceback
 
 import torch
 
-#: What takes seconds to import. The server of a process that tests does so once, and every rank is forked from it.
+#: What takes seconds to import. A server of the process that tests does so once, and ranks on CPUs are forked from it.
 SLOW = (
     "torch",
     "torch.distributed.fsdp",
@@ -46,10 +46,12 @@ def on_ranks(function, *arguments, ranks=2):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    # An import may start CUDA, which a forked process cannot use.
+    method = "spawn" if DEVICE == "cuda" else "forkserver"
     multiprocessing.set_forkserver_preload([name for name in SLOW if name in sys.modules])
-    results = multiprocessing.get_context("forkserver").SimpleQueue()
+    results = multiprocessing.get_context(method).SimpleQueue()
     torch.multiprocessing.start_processes(
-        _rank, (port, ranks, results, function, arguments), nprocs=ranks, start_method="forkserver"
+        _rank, (port, ranks, results, function, arguments), nprocs=ranks, start_method=method
     )
     return [result for _, result in sorted((results.get() for _ in range(ranks)), key=lambda pair: pair[0])]
 
