@@ -13,6 +13,7 @@ struct GatedHalves {
   int cols;
   GateForm form;
 
+  /// dispatch_gate is the host's: here one kernel has every formula, because its products take long to compile.
   __device__ void operator()(const uint4& gates, const uint4& ups, int64_t row, int column) const {
     T* to = h + row * cols + column;
     if (!form.plain()) return write<ClampedGate<false>>(gates, ups, to);

@@ -150,7 +150,7 @@ Gated gated_rows(const Tensor& x, const Matrix& gate_up, const OptTensor& bias, 
       return out;
     }
   const Tensor a = add_bias(gate_up.apply(x, r.ends), bias, experts);
-  return {a, activated(o, a)};
+  return {keep ? a : Tensor(), activated(o, a)};
 }
 
 /// Routing weights as kernels read them: in float where their dtype is none that kernels know.
@@ -260,11 +260,10 @@ struct FusedExperts {
     }
     const Routing r = sorted_by_expert(in.index, gate_up.size(0));
     const Tensor x = spread(x_, r), experts = gate_up_bias || down_bias ? experts_of(r) : Tensor();
-    Gated gated = gated_rows(x, in.of.gate_up_of(o), gate_up_bias, r, experts, o, record.keep);
-    const Tensor kept = record.keep ? gated.a : at::empty({0, 0}, x.options());
-    gated.a.reset();  // its memory is free for the outputs unless it is kept
+    const Gated gated = gated_rows(x, in.of.gate_up_of(o), gate_up_bias, r, experts, o, record.keep);
     const Tensor outputs = add_bias(in.of.down_of(o).apply(gated.h, r.ends), down_bias, experts);
-    return {combine(outputs, r, as_numbers(in.of.weights)), r.order, r.place, r.ends, kept};
+    return {combine(outputs, r, as_numbers(in.of.weights)), r.order, r.place, r.ends,
+            record.keep ? gated.a : at::empty({0, 0}, x.options())};
   }
 
   static Saved save(const Inputs& in, const Results& out) { return {in.of, out.order, out.place, out.ends, out.kept}; }
