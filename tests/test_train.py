@@ -243,7 +243,9 @@ def test_the_peak_of_a_step_is_what_it_allocates():
     torch.ones(1 << 24).add(1)  # two of 64 MiB at once
     torch.ones(1 << 20)
     peak = memory.step(parameters=0, gradients=1 << 20, optimiser=0)
-    assert abs(peak - (127 << 20)) <= 2 * (2 << 20)  # each of the two takes up to one large page more
+    # Each of the two takes up to one large page and its header's page more, and the kernel counts pages in batches per
+    # core: an eighth of one block covers them.
+    assert abs(peak - (127 << 20)) <= 8 << 20
 
 
 def test_reads_text_and_json_lines(tmp_path):
