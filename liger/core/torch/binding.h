@@ -24,8 +24,7 @@ consteval auto qualified(const Name<n>& a, const char (&b)[m]) {
 /// Makes undefined results empty tensors: torch.export and AOTInductor have no value for an undefined one.
 template <class R>
 R complete(R results, const Tensor& like) {
-  std::apply([&](auto&... t) { ((t.defined() ? void() : void(t = at::empty({0}, like.options()))), ...); },
-             leaves(results));
+  leaves(results).apply([&](auto&... t) { ((t.defined() ? void() : void(t = at::empty({0}, like.options()))), ...); });
   return results;
 }
 
@@ -42,16 +41,16 @@ template <size_t n, class R>
 auto first_results(R& all) {
   const auto results = leaves(all);
   return [&]<size_t... i>(std::index_sequence<i...>) {
-    if constexpr (n == 1) return Tensor(std::move(std::get<0>(results)));
-    else return std::make_tuple(Tensor(std::move(std::get<i>(results)))...);
+    if constexpr (n == 1) return Tensor(std::move(get<0>(results)));
+    else return std::make_tuple(Tensor(std::move(get<i>(results)))...);
   }(std::make_index_sequence<n>());
 }
 
 /// The first tensor among leaves.
 template <class... T>
-const Tensor& first_tensor(const std::tuple<T&...>& leaves) {
+const Tensor& first_tensor(const Refs<T...>& leaves) {
   constexpr bool tensors[] = {std::is_same_v<std::remove_const_t<T>, Tensor>...};
-  return std::get<size_t(std::find(std::begin(tensors), std::end(tensors), true) - std::begin(tensors))>(leaves);
+  return get<size_t(std::find(std::begin(tensors), std::end(tensors), true) - std::begin(tensors))>(leaves);
 }
 
 /// A function of structs as the dispatcher's function of their leaves.
@@ -65,10 +64,10 @@ struct Flat<kFunction> {
   template <class L>
   struct Of;
   template <class... L>
-  struct Of<std::tuple<L&...>> {
+  struct Of<Refs<L...>> {
     static auto call(typename Argument<L>::Type... args) {
       Parameters structs;
-      const auto all = std::apply([](auto&... s) { return std::tuple_cat(leaves(s)...); }, structs);
+      const auto all = std::apply([](auto&... s) { return leaves(s...); }, structs);
       set_fields(all, args...);
       if constexpr (std::is_void_v<R>) {
         std::apply(kFunction, structs);
@@ -93,8 +92,7 @@ template <Name kName, auto kFunction>
 struct Op {
   template <class... S>
   auto operator()(const S&... structs) const {
-    return std::apply([](const auto&... leaf) { return call(as_argument(leaf)...); },
-                      std::tuple_cat(leaves(structs)...));
+    return leaves(structs...).apply([](const auto&... leaf) { return call(as_argument(leaf)...); });
   }
 
  private:

@@ -17,17 +17,27 @@ struct NoFields {
   LIGER_FIELDS()
 };
 
-/// A struct's leaves, as a tuple of references; anything else is one leaf.
+/// The leaves of structs; anything else is one leaf.
+template <class T, class... S>
+auto leaves(T& first, S&... others);
 template <class T>
 auto leaves(T& t) {
   if constexpr (Fields<std::remove_const_t<T>>)
-    return std::apply([](auto&... field) { return std::tuple_cat(leaves(field)...); }, t.fields());
-  else return std::tie(t);
+    return t.fields().apply([]<class... F>(F&... field) {
+      if constexpr ((Fields<std::remove_const_t<F>> || ...)) return leaves(field...);
+      else return refs(field...);
+    });
+  else return refs(t);
+}
+template <class T, class... S>
+auto leaves(T& first, S&... others) {
+  return leaves(first).apply(
+      [&](auto&... a) { return leaves(others...).apply([&](auto&... b) { return refs(a..., b...); }); });
 }
 template <class... S>
-using Leaves = decltype(std::tuple_cat(leaves(std::declval<S&>())...));
+using Leaves = decltype(leaves(std::declval<S&>()...));
 template <class S>
-inline constexpr size_t kLeaves = std::tuple_size_v<Leaves<S>>;
+inline constexpr size_t kLeaves = Leaves<S>::kSize;
 
 /// A tensor that backward writes to: autograd is not asked whether it has changed.
 struct Untracked : OptTensor {
@@ -108,10 +118,10 @@ void set_field(T& field, A&& from) {
   }
 }
 
-/// Sets leaves (a tuple of references) to as many arguments.
+/// Sets leaves to as many arguments.
 template <class Leaves, class... A>
 void set_fields(const Leaves& leaves, A&&... args) {
-  std::apply([&](auto&... field) { (set_field(field, std::forward<A>(args)), ...); }, leaves);
+  leaves.apply([&](auto&... field) { (set_field(field, std::forward<A>(args)), ...); });
 }
 
 /// A leaf among what a node keeps. A list is a tuple there: compiled autograd cannot keep a list.
@@ -142,13 +152,13 @@ void set_value(T& to, const c10::IValue& from) {
 template <class S>
 S as_fields(Tensor t) {
   S s;
-  std::get<0>(leaves(s)) = std::move(t);
+  get<0>(leaves(s)) = std::move(t);
   return s;
 }
 template <class S, class... T>
 S as_fields(std::tuple<T...> t) {
   S s;
-  leaves(s) = std::move(t);
+  leaves(s).apply([&](auto&... leaf) { std::tie(leaf...) = std::move(t); });
   return s;
 }
 
@@ -186,7 +196,7 @@ void add_arguments(std::vector<std::string>& to) {
       to.push_back(std::string(Argument<T>::kName) + " " + name + "=" + default_text(field));
     else to.push_back(std::string(Argument<T>::kName) + " " + kPrefix<S> + name);
   };
-  std::apply([&](const auto&... field) { (add(field), ...); }, defaults.fields());
+  defaults.fields().apply([&](const auto&... field) { (add(field), ...); });
 }
 
 template <class... S>

@@ -47,10 +47,10 @@ class State {
   template <class... S>
   static void save(AutogradContext* ctx, S&... structs) {
     State state{ctx};
-    constexpr size_t kTensors = []<class... T>(std::type_identity<std::tuple<T&...>>) {
+    constexpr size_t kTensors = []<class... T>(std::type_identity<Refs<T...>>) {
       return (size_t(is_tensor<T>) + ... + 0);
     }(std::type_identity<Leaves<S...>>());
-    state.tensors_.reserve(kTensors), state.values_.reserve(std::tuple_size_v<Leaves<S...>> - kTensors);
+    state.tensors_.reserve(kTensors), state.values_.reserve(Leaves<S...>::kSize - kTensors);
     (state.save_leaf(structs), ...);
     ctx->save_for_backward(std::move(state.tensors_));
     if (!state.values_.empty()) ctx->saved_data["values"] = c10::ivalue::Tuple::create(std::move(state.values_));
@@ -71,7 +71,7 @@ class State {
   template <class T>
   void save_leaf(T& leaf) {
     if constexpr (Fields<T>) {
-      std::apply([&](auto&... field) { (save_leaf(field), ...); }, leaf.fields());
+      leaf.fields().apply([&](auto&... field) { (save_leaf(field), ...); });
     } else if constexpr (is_optional_struct<T>) {
       values_.push_back(leaf.has_value());
       if (leaf) save_leaf(*leaf);
@@ -89,7 +89,7 @@ class State {
   template <class T>
   void load_leaf(T& leaf) {
     if constexpr (Fields<T>) {
-      std::apply([&](auto&... field) { (load_leaf(field), ...); }, leaf.fields());
+      leaf.fields().apply([&](auto&... field) { (load_leaf(field), ...); });
     } else if constexpr (is_optional_struct<T>) {
       if (values_[value_++].toBool()) load_leaf(leaf.emplace());
     } else if constexpr (std::is_same_v<T, Tensor>) {
@@ -181,7 +181,7 @@ class Operator {
       else if constexpr (std::is_same_v<T, OptTensor>) return !leaf || is_plain(*leaf);
       else return !detail::is_optional_struct<T>;
     };
-    return std::apply([&](const auto&... leaf) { return (plain(leaf) && ...); }, std::tuple_cat(leaves(structs)...)) &&
+    return leaves(structs...).apply([&](const auto&... leaf) { return (plain(leaf) && ...); }) &&
            !c10::impl::TorchDispatchModeTLS::any_modes_set();
   }
 
@@ -194,7 +194,7 @@ class Operator {
     Wanted wanted{};
     for_each_index<kGradientOf.size()>([&](auto i) {
       if constexpr (constexpr int k = kGradientOf[i]; k >= 0)
-        std::get<size_t(k)>(leaves(wanted)) |= wants_grad(std::get<i>(leaves(in)));
+        get<size_t(k)>(leaves(wanted)) |= wants_grad(get<i>(leaves(in)));
     });
     return wanted;
   }
@@ -203,7 +203,7 @@ class Operator {
   struct Of;
   /// The functions of the operator's flat arguments.
   template <class... L>
-  struct Of<std::tuple<L&...>> {
+  struct Of<Refs<L...>> {
     using Public = decltype(first_results<kResults>(std::declval<Results&>()));
 
     static Public kernel(typename Argument<L>::Type... args) {
@@ -232,8 +232,8 @@ class Operator {
         }
       }
       for_each_index<kUpstream>([&](auto i) {
-        if constexpr (kUpstream == 1) std::get<i>(leaves(all)) = recorded;
-        else std::get<i>(leaves(all)) = recorded[i];
+        if constexpr (kUpstream == 1) get<i>(leaves(all)) = recorded;
+        else get<i>(leaves(all)) = recorded[i];
       });
       return first_results<kResults>(all);
     }
@@ -248,12 +248,11 @@ class Operator {
       } else {
         const auto stays = [&](const auto& t) {
           if constexpr (requires { D::uncast(in); })
-            return std::apply([&](auto&... of) { return ((static_cast<const void*>(&of) == &t) || ...); },
-                              D::uncast(in));
+            return D::uncast(in).apply([&](auto&... of) { return ((static_cast<const void*>(&of) == &t) || ...); });
           else return false;
         };
         for_each_index<kLeaves<Inputs>>([&](auto i) {
-          auto& t = std::get<i>(leaves(in));
+          auto& t = get<i>(leaves(in));
           if constexpr (is_tensor<std::remove_cvref_t<decltype(t)>>)
             if (!stays(t)) t = at::autocast::cached_cast(dtype, t, kDevice);
         });
@@ -264,7 +263,7 @@ class Operator {
    private:
     static std::tuple<Inputs, Options> structs(const std::remove_cvref_t<typename Argument<L>::Type>&... args) {
       std::tuple<Inputs, Options> both;
-      set_fields(std::tuple_cat(leaves(std::get<0>(both)), leaves(std::get<1>(both))), args...);
+      set_fields(leaves(std::get<0>(both), std::get<1>(both)), args...);
       return both;
     }
     template <size_t... i, class... A>
@@ -311,8 +310,8 @@ class Operator {
         else detail::State::save(ctx, saved, options);  // the node is there because its one gradient is wanted
         if constexpr (kMayBeAbsent) ctx->set_materialize_grads(false);
         return [&]<size_t... i>(std::index_sequence<i...>) {
-          if constexpr (kUpstream == 1) return Tensor(std::get<0>(leaves(*all)));
-          else return variable_list{std::get<i>(leaves(*all))...};
+          if constexpr (kUpstream == 1) return Tensor(get<0>(leaves(*all)));
+          else return variable_list{get<i>(leaves(*all))...};
         }(std::make_index_sequence<kUpstream>());
       }
 
@@ -322,9 +321,9 @@ class Operator {
         Options options;
         Wanted wanted;
         if constexpr (kLeaves<Wanted> > 1) detail::State::load(ctx, saved, options, wanted);
-        else std::get<0>(leaves(wanted)) = true, detail::State::load(ctx, saved, options);
+        else get<0>(leaves(wanted)) = true, detail::State::load(ctx, saved, options);
         for_each_index<kUpstream>([&](auto i) {
-          auto& d = std::get<i>(leaves(g));
+          auto& d = get<i>(leaves(g));
           if constexpr (std::is_same_v<std::remove_cvref_t<decltype(d)>, OptTensor>) d = optional(upstream[i]);
           else d = upstream[i];
         });
@@ -344,7 +343,7 @@ class Operator {
         variable_list of_inputs(sizeof...(L) + 1);
         for_each_index<kGradientOf.size()>([&](auto i) {
           if constexpr (constexpr int k = kGradientOf[i]; k >= 0)
-            if (std::get<size_t(k)>(leaves(wanted))) of_inputs[i] = std::get<size_t(k)>(leaves(gradients));
+            if (get<size_t(k)>(leaves(wanted))) of_inputs[i] = get<size_t(k)>(leaves(gradients));
         });
         if constexpr (requires { D::kDifferentiableTwice; }) return of_inputs;
         else return refuse_second_derivative(public_op_name(), upstream, std::move(of_inputs));
@@ -358,7 +357,7 @@ class Operator {
         return as_fields<Gradients>(std::move(gradient));
       }
 
-      static constexpr bool kMayBeAbsent = []<class... T>(std::type_identity<std::tuple<T&...>>) {
+      static constexpr bool kMayBeAbsent = []<class... T>(std::type_identity<Refs<T...>>) {
         return (std::is_same_v<T, OptTensor> || ...);
       }(std::type_identity<Leaves<Upstream>>());
     };
@@ -406,8 +405,8 @@ struct Made {
   static constexpr const char* field_names() {
     return kFactor == Factor::Scale ? "results, gradients, scale" : "results, gradients, rest";
   }
-  auto fields() { return std::tie(results, gradients, factor); }
-  auto fields() const { return std::tie(results, gradients, factor); }
+  auto fields() { return refs(results, gradients, factor); }
+  auto fields() const { return refs(results, gradients, factor); }
 
   /// The upstream gradient of the loss as that of what is kept.
   static Tensor upstream(const Tensor& g, const Tensor& factor) {
@@ -474,7 +473,7 @@ struct GradientInForward : D {
             call_as<&D::backward>(Operator<GradientInForward>::backward_op, std::tie(up, *saved.later, wanted)));
     const Tensor g = Results::upstream(up.g, saved.factor);
     for_each_index<kLeaves<Wanted>>([&](auto i) {
-      if (std::get<i>(leaves(wanted))) std::get<i>(leaves(gradients)) = scaled(std::get<i>(leaves(saved.gradients)), g);
+      if (get<i>(leaves(wanted))) get<i>(leaves(gradients)) = scaled(get<i>(leaves(saved.gradients)), g);
     });
     return gradients;
   }
@@ -483,7 +482,7 @@ struct GradientInForward : D {
 /// Whether any of Gradients<bool> is wanted.
 template <class G>
 bool any(const G& wanted) {
-  return std::apply([](const auto&... flag) { return (flag || ...); }, wanted.fields());
+  return wanted.fields().apply([](const auto&... flag) { return (flag || ...); });
 }
 
 /// What most operators have: one result y, and the gradient of one input.

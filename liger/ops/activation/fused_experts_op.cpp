@@ -207,7 +207,7 @@ struct FusedExperts {
 
   /// The weights of experts stay as they are.
   static constexpr Autocast kAutocast = Autocast::Cast;
-  static auto uncast(auto& in) { return std::tie(in.of.weights); }
+  static auto uncast(auto& in) { return refs(in.of.weights); }
 
   static Arguments check(const char* op, const Options& o, const Operands& in, c10::SymIntArrayRef pairs) {
     const Arguments arguments(op, "x", in.x);

@@ -34,13 +34,13 @@ struct FusedMLP {
 
     static Wants of(const Gradients<bool>& wanted) {
       int64_t bits = 0, bit = 1;
-      std::apply([&](const auto&... flag) { ((bits |= flag * bit, bit <<= 1), ...); }, wanted.fields());
+      wanted.fields().apply([&](const auto&... flag) { ((bits |= flag * bit, bit <<= 1), ...); });
       return {bits};
     }
     Gradients<bool> wanted() const {
       Gradients<bool> flags;
       int bit = 0;
-      std::apply([&](auto&... flag) { ((flag = (wants >> bit++ & 1) != 0), ...); }, flags.fields());
+      flags.fields().apply([&](auto&... flag) { ((flag = (wants >> bit++ & 1) != 0), ...); });
       return flags;
     }
   };

@@ -245,7 +245,7 @@ struct LinearLogProb {
       if (t.dim() > 1) sizes.push_back(o.top_k);
       t = head::scatter(in.which, t, in.tokens, 0).view(sizes);
     };
-    std::apply([&](auto&... t) { (put(t), ...); }, columns.fields());
+    columns.fields().apply([&](auto&... t) { (put(t), ...); });
   }
 
   static Saved save(const Inputs& in, const Results& out) {

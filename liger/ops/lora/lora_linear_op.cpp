@@ -56,7 +56,7 @@ struct Linear {
   };
 
   /// Adapters in float stay so: they are taken in x's type here, and their gradients are made in float.
-  static auto uncast(auto& in) { return std::tie(in.a, in.b); }
+  static auto uncast(auto& in) { return refs(in.a, in.b); }
 
   static Arguments check(const char* op, const Inputs& in) {
     const Arguments arguments(op, "x", in.x);
@@ -161,7 +161,7 @@ struct QKV {
     LIGER_FIELDS(dx, q.weight, q.bias, q.a, q.b, k.weight, k.bias, k.a, k.b, v.weight, v.bias, v.a, v.b)
   };
 
-  static auto uncast(auto& in) { return std::tie(in.q.a, in.q.b, in.k.a, in.k.b, in.v.a, in.v.b); }
+  static auto uncast(auto& in) { return refs(in.q.a, in.q.b, in.k.a, in.k.b, in.v.a, in.v.b); }
 
   static Arguments check(const char* op, const Inputs& in, const Options& options) {
     const Arguments arguments(op, "x", in.x);

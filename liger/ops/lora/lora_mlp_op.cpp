@@ -37,7 +37,7 @@ struct MLP {
                  down.a, down.b)
   };
 
-  static auto uncast(auto& in) { return std::tie(in.gate.a, in.gate.b, in.up.a, in.up.b, in.down.a, in.down.b); }
+  static auto uncast(auto& in) { return refs(in.gate.a, in.gate.b, in.up.a, in.up.b, in.down.a, in.down.b); }
 
   static Arguments check(const char* op, const Inputs& in) {
     const Arguments arguments(op, "x", in.x);
