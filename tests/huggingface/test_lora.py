@@ -58,16 +58,20 @@ def step(model, autocast=None, seed=3, **inputs):
 
 
 def assert_same(model, reference, counts=None, **options):
-    """Both take the same step in float32; `counts` are the operators that ran in the first."""
+    """Both take the same step in float32, or the first is no further from float64's where the second's own rounding is
+    large; `counts` are the operators that ran in the first."""
     expected_loss, expected = step(reference, **options)
     with Ran() as ran:
         loss, found = step(model, **options)
     assert counts is None or dict(ran.counts) == counts
     torch.testing.assert_close(loss, expected_loss, rtol=TOLERANCE, atol=TOLERANCE)
     assert found.keys() == expected.keys() and expected
+    exact = None
     for name, gradient in expected.items():
         size = gradient.abs().max()
-        assert (found[name] - gradient).abs().max() <= TOLERANCE * max(size, 1e-3), name
+        if (found[name] - gradient).abs().max() > TOLERANCE * max(size, 1e-3):
+            exact = exact or step(copy.deepcopy(reference).double(), **options)[1]
+            assert (found[name] - exact[name]).abs().max() <= (gradient - exact[name]).abs().max(), name
 
 
 def patched_copy(model, patched, family="llama", **switches):
