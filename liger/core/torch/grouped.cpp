@@ -4,6 +4,10 @@
 namespace liger {
 namespace {
 
+LIGER_OPTIONAL(has_grouped);
+LIGER_OPTIONAL(grouped_rows);
+LIGER_OPTIONAL(grouped_outer_products);
+
 /// Whether rows, or columns, of a matrix or of each of several begin at multiples of 16 bytes, which ATen's grouped
 /// GEMM and ours need.
 bool fits(const Tensor& t) {

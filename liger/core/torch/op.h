@@ -44,6 +44,12 @@ void run(const Kernel<Args>& kernel, const Tensor& t, const Args& args) {
   kernel(Backend(device.type()), args, reinterpret_cast<Stream>(stream.native_handle()));
 }
 
+/// Makes the name known of a kernel that an operator runs only where there is one, so that a backend that is plugged in
+/// can have it whichever backends this library was built with.
+#define LIGER_OPTIONAL(kernel)                        \
+  [[maybe_unused]] static const bool kernel##_known = \
+      ::liger::add_kernel((kernel).name, (kernel).slots, ::liger::kCPU, -1, nullptr)
+
 inline int64_t cols(const Tensor& t) { return t.size(-1); }
 inline int64_t rows(const Tensor& t) { return t.numel() / std::max<int64_t>(cols(t), 1); }
 

@@ -5,6 +5,8 @@
 #include "liger/ops/activation/gated_op.h"
 
 namespace liger {
+LIGER_OPTIONAL(grouped_gated);
+
 namespace op::fused_experts {
 
 /// Which tokens an expert gets (SortByExpert).

@@ -3,6 +3,8 @@
 #include "liger/ops.h"
 
 namespace liger {
+LIGER_OPTIONAL(mhc_projection_backward);
+
 namespace op {
 
 struct MHCCoefficients {
