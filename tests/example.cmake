@@ -13,7 +13,7 @@ if("$ENV{LIGER_TESTS}" STREQUAL all)
 endif()
 foreach(step
     "${CMAKE_COMMAND};--install;${BUILD};--prefix;${prefix}"
-    "${CMAKE_COMMAND};-S;${SOURCE}/examples;-B;${BUILD}/example/build;-DCMAKE_BUILD_TYPE=Release;${flags}"
+    "${CMAKE_COMMAND};-S;${SOURCE}/examples;-B;${BUILD}/example/build;${flags}"
     "${CMAKE_COMMAND};--build;${BUILD}/example/build"
     "${BUILD}/example/build/train"
     "${CMAKE_COMMAND};-S;${SOURCE}/tests/installed;-B;${BUILD}/example/headers;-DVERSION=1.0;${headers};${flags}"

@@ -86,7 +86,7 @@ def test_trains_adapters(tmp_path, prose):
 
 
 @pytest.mark.parametrize("losses", ["grpo", "grpo,dpo"])
-@pytest.mark.full(when=lambda p: p["losses"] != "grpo")
+@pytest.mark.full()
 def test_aligns_plain_and_liger(tmp_path, prose, losses):
     done = run(tmp_path, "--text", prose, "--loss", losses, script="align.py", batch=4)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -323,7 +323,7 @@ def test_whole_models_by_length(tmp_path):
 
 @pytest.mark.skipif("LIGER_TRAIN" not in os.environ, reason="LIGER_TRAIN names no liger-train: tests/run.sh builds it")
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-3), ("bfloat16", 0.5)])
-@pytest.mark.full(when=lambda p: p["dtype"] != "float32")
+@pytest.mark.full()  # tests/cpp/compare_training.py compares more of it
 def test_the_trainer_in_cpp_has_the_losses_of_python(tmp_path, prose, dtype, bound):
     done = run(tmp_path, "--text", prose, "--dtype", dtype, script="train_cpp.py")
     assert done.returncode == 0, done.stdout + done.stderr
