@@ -36,7 +36,8 @@ list(SORT cuda_kernels ORDER DESCENDING)  # the norms, which take the longest, a
 add_library(liger_cuda OBJECT EXCLUDE_FROM_ALL ${cuda_kernels})
 target_include_directories(liger_cuda PRIVATE ${PROJECT_SOURCE_DIR})
 target_compile_features(liger_cuda PRIVATE cuda_std_20)
-target_compile_options(liger_cuda PRIVATE --expt-relaxed-constexpr --extended-lambda -Xcudafe=--diag_suppress=177)
+# The environment's options are for one configuration and are not cached: what tests/run.sh compiles for its errors alone, a later build compiles again.
+target_compile_options(liger_cuda PRIVATE --expt-relaxed-constexpr --extended-lambda -Xcudafe=--diag_suppress=177 $ENV{LIGER_CUDA_OPTIONS})
 if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.1)
   # The one that a build waits for, on all cores (measured on 16 of them: 94 -> 64 s).
   set_source_files_properties(liger/ops/norm/norm_backward_cuda.cu PROPERTIES COMPILE_OPTIONS --split-compile=0)

@@ -23,13 +23,12 @@ export OMP_WAIT_POLICY=PASSIVE
 
 # The C++ tests, and the CUDA kernels on CPU threads, beside the library that was built before; with CUDA, also where it
 # was built without: CUDA kernels that no GPU runs are compiled for their errors alone, without optimisation.
-cuda_flags=${CUDAFLAGS:-}
 if [ "${LIGER_TESTS:-}" != all ] && [ "${LIGER_CUDA:-}" = OFF ] && [[ $("${CUDACXX:-nvcc}" --help 2>&1) == *Ofast-compile* ]]; then
-  cuda_flags+=" --Ofast-compile=max"
+  export LIGER_CUDA_OPTIONS=--Ofast-compile=max
 fi
 TIMEFORMAT="  in %0lR, with %0lU of CPU time"
 cmake -S . -B "$BUILD" -DLIGER_TESTS=ON -DLIGER_CUDA=ON -DLIGER_CUDA_ARCHITECTURES="${LIGER_CUDA_ARCHITECTURES:-90a}" \
-  -DCMAKE_CUDA_FLAGS="$cuda_flags" -DLIGER_WHEEL_VERSION= >/dev/null
+  -DLIGER_WHEEL_VERSION= >/dev/null
 time cmake --build "$BUILD" -- -k 0 | tail -1
 failed=0
 time ctest --test-dir "$BUILD" --output-on-failure -j 3 || failed=1
