@@ -243,9 +243,11 @@ def test_the_peak_of_a_step_is_what_it_allocates():
     torch.ones(1 << 24).add(1)  # two of 64 MiB at once
     torch.ones(1 << 20)
     peak = memory.step(parameters=0, gradients=1 << 20, optimiser=0)
-    # Each of the two takes up to one large page and its header's page more, and the kernel counts pages in batches per
-    # core: an eighth of one block covers them.
-    assert abs(peak - (127 << 20)) <= 8 << 20
+    # Each of the two takes up to one large page and its header's page more. Linux counts resident pages per core and
+    # adds them up in batches (percpu_counter_batch).
+    cores, page = os.cpu_count(), 4096
+    late = cores * max(32, 2 * cores) * page
+    assert abs(peak - (127 << 20)) <= 2 * ((2 << 20) + page) + late
 
 
 def test_reads_text_and_json_lines(tmp_path):
