@@ -125,6 +125,7 @@ def _is_plain(t: Tensor) -> bool:
 
 _local = threading.local()
 _recordings = 0  # of all threads: what every call of an operator looks at
+_counting = threading.Lock()  # without a global interpreter lock, an increment can be lost
 
 
 def run(op, *arguments, needs_recipes: bool = False):
@@ -145,38 +146,56 @@ def note(op, arguments: tuple[Any, ...], result: Tensor) -> None:
 
 
 def start() -> bool:
-    """Begins to record; False where that has begun already, or nothing is recorded for backward."""
+    """Begins to record; False where that has begun already, where nothing is recorded for backward, and where hooks for
+    saved tensors are forbidden."""
     if getattr(_local, "recording", None) is not None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
-    global _recordings
-    _local.recording = Recording()
-    _local.recording.__enter__()
-    _recordings += 1
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        return False
+    recording = Recording()
+    recording.__enter__()
+    _local.recording = recording
+    _count(1)
     return True
 
 
 def stop() -> None:
     """Ends what start began."""
-    global _recordings
     recording, _local.recording = _local.recording, None
-    _recordings -= 1
+    _count(-1)
     recording.__exit__(None, None, None)
+
+
+def _count(change: int) -> None:
+    global _recordings
+    with _counting:
+        _recordings += change
 
 
 class Recomputed:
     """What liger_kernel.memory.recompute returns; `remove()` takes it back."""
 
     def __init__(self, model: torch.nn.Module):
-        self._began: list[bool] = []
         self._handles = [
-            model.register_forward_pre_hook(lambda *_: self._began.append(start())),
-            model.register_forward_hook(lambda *_: self._end(), always_call=True),
+            model.register_forward_pre_hook(self._begin),
+            model.register_forward_hook(self._end, always_call=True),
         ]
 
-    def _end(self):
-        if self._began.pop():
+    def _begin(self, *_):
+        _calls().append((self, start()))
+
+    def _end(self, *_):
+        calls = _calls()
+        if calls and calls[-1][0] is self and calls.pop()[1]:  # not where another hook has raised before _begin
             stop()
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+def _calls() -> list[tuple[Recomputed, bool]]:
+    """The calls of models that this thread is in, and whether each began to record. Replicas of a model share hooks."""
+    if not hasattr(_local, "calls"):
+        _local.calls = []
+    return _local.calls

@@ -1,11 +1,36 @@
 """AdamW at the rate of the memory."""
 
+import functools
+import inspect
+import weakref
+from collections.abc import Iterable, Mapping
 from itertools import chain
+from typing import Any
 
 import torch
 
 from liger_kernel._library import ops
 from liger_kernel.utils import is_dtensor
+
+_STATES = {"step", "exp_avg", "exp_avg_sq", "master"}
+
+
+@functools.cache
+def _foreign_options() -> frozenset[str]:
+    """The options of torch's optimizers that this one has not."""
+    optimizers = [o for o in vars(torch.optim).values() if isinstance(o, type) and issubclass(o, torch.optim.Optimizer)]
+    every = {name for optimizer in optimizers for name in inspect.signature(optimizer.__init__).parameters}
+    own = {*inspect.signature(LigerAdamW.__init__).parameters, "foreach", "fused"}
+    return frozenset(every - own - {"args", "kwargs", "defaults"})
+
+
+def _check_options(group: Mapping[str, Any]) -> None:
+    """Raises ValueError where a group asks for what LigerAdamW would leave out without a word."""
+    for name in sorted(_foreign_options() & group.keys()):
+        if isinstance(value := group[name], torch.Tensor) or value:
+            raise ValueError(f"LigerAdamW has no {name}, and a group of parameters has {name}={value}")
+    if group.get("decoupled_weight_decay") is False and group.get("weight_decay"):
+        raise ValueError("LigerAdamW decays weights apart from the gradients, and the group is one of torch.optim.Adam")
 
 
 class LigerAdamW(torch.optim.AdamW):
@@ -23,7 +48,8 @@ class LigerAdamW(torch.optim.AdamW):
             parameter, as `state["master"]`; the moments are then float32.
         capturable: the learning rate is read from the device by a captured CUDA graph; give it as a tensor, then.
 
-    The other arguments are torch's; `amsgrad` and `differentiable` are not supported.
+    The other arguments are torch's. `amsgrad`, `differentiable` and what else torch's optimizers know raise ValueError,
+    in a group of parameters and in a state dict.
     """
 
     def __init__(
@@ -56,8 +82,27 @@ class LigerAdamW(torch.optim.AdamW):
         """
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         norm = _local(torch.nn.utils.get_total_norm(gradients, norm_type), whole=True)
-        self._factor = (max_norm / (norm + 1e-6)).clamp(max=1).float()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1).float()
+        self._clipped = factor, [weakref.ref(gradient) for gradient in gradients]
         return norm
+
+    def _clipping(self) -> torch.Tensor | None:
+        """The factor of clip_grad_norm_, where the gradients are still those that it has measured: a step that was
+        skipped leaves its factor behind."""
+        factor, measured = self.__dict__.pop("_clipped", (None, ()))
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        same = len(measured) == len(gradients) and all(of() is g for of, g in zip(measured, gradients))
+        return factor if same else None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch.optim.Optimizer.zero_grad."""
+        self.__dict__.pop("_clipped", None)
+        super().zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch.optim.Optimizer.add_param_group. Raises ValueError for an option of another optimizer."""
+        _check_options(param_group)
+        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -68,10 +113,11 @@ class LigerAdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        factor, found_inf = self.__dict__.pop("_factor", None), getattr(self, "found_inf", None)
+        factor, found_inf = self._clipping(), getattr(self, "found_inf", None)
         if (scale := getattr(self, "grad_scale", None)) is not None:
             factor = scale.reciprocal() if factor is None else factor / scale
         for group in self.param_groups:
+            _check_options(group)
             self._update(group, factor, found_inf)
         return loss
 
@@ -84,7 +130,6 @@ class LigerAdamW(torch.optim.AdamW):
         parameters, gradients, means, squares, _, steps = lists
         if not parameters:
             return
-        masters = [self.state[p]["master"] for p in parameters] if group["master_weights"] else []
         rows = [tuple(map(_local, row)) for row in zip(parameters, gradients, means, squares, steps)]
         torch._foreach_add_([row[-1] for row in rows], 1)
         masters = [self.state[p].get("master") for p in parameters]
@@ -130,7 +175,13 @@ class LigerAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict) -> None:
-        """Load a state dict, of this class or of torch's AdamW. The dtypes of moments stay this optimizer's."""
+        """Load a state dict, of this class or of torch's AdamW. The dtypes of moments stay this optimizer's.
+
+        Raises ValueError for the state, or an option, of another optimizer.
+        """
+        for group in state_dict["param_groups"]:
+            _check_options(group)
+        _check_states(state_dict["state"].values())
         own = [(group["state_dtype"], group["master_weights"]) for group in self.param_groups]
         super().load_state_dict(state_dict)
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
@@ -149,6 +200,13 @@ class LigerAdamW(torch.optim.AdamW):
         for group in self.param_groups:
             group.setdefault("state_dtype", None)
             group.setdefault("master_weights", False)
+
+
+def _check_states(states: Iterable[Mapping[str, Any]]) -> None:
+    """Raises ValueError where a parameter's state is not that of an AdamW without options."""
+    for state in states:
+        if state and (unknown := sorted(state.keys() - _STATES)):
+            raise ValueError(f"LigerAdamW does not know the state {', '.join(unknown)} of the optimizer that was saved")
 
 
 def _local(t: torch.Tensor, whole: bool = False) -> torch.Tensor:

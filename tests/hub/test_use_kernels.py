@@ -131,7 +131,7 @@ def test_the_classic_patch_replaces_the_same_modules(installed):
     computes steps of a layer by one operator."""
 
     def modules(report):
-        of_layers = ("fused_add_rms_norm", "lora_qkv")
+        of_layers = ("fused_add_rms_norm", "qkv", "gated_mlp")
         return {r.name: r.count for r in report.replaced if r.switch != "rope" and r.by not in of_layers}
 
     for name in set(TINY) - {"Helium"}:

@@ -65,7 +65,7 @@ def test_instance_level_changes_this_model_only(family, patched):
     assert torch.equal(model(**batch()).loss, loss) and model(**batch()).logits is not None
 
 
-REWRITTEN = ("fused_add_rms_norm", "lora_qkv")
+REWRITTEN = ("gated_mlp", "fused_add_rms_norm", "qkv")
 
 
 def test_report(family, patched):
@@ -97,7 +97,7 @@ def test_applying_twice_changes_nothing_more(family, patched):
     model = class_of(family)(config_of(family)).train()
     kinds = [type(module) for module in model.modules()]
     report = patched(family, model, strict=True)
-    switches = ["rms_norm", _gate(family), "rope", "rms_norm", "rope", FUSED]  # parts, layers and attention, the loss
+    switches = ["rms_norm", _gate(family), "rope", "layers", "layers", "layers", FUSED]  # parts, layers and attention, the loss
     assert [entry.switch for entry in report.replaced if entry.count] == switches
     assert [type(module) for module in model.modules()] == kinds
     assert model(**batch()).logits is None
@@ -207,7 +207,7 @@ def test_a_dtype_without_kernels_is_left_alone(family, patched):
     before, expected = _state(family, model), model(**batch()).loss
     report = patched(family, model)
     assert not report.replaced
-    assert {entry.switch for entry in report.skipped} == {"rope", "rms_norm", _gate(family), FUSED, "lora"}
+    assert {entry.switch for entry in report.skipped} == {"rope", "rms_norm", _gate(family), FUSED, "layers", "lora"}
     assert "float64" in str(report)
     assert _state(family, model) == before and torch.equal(model(**batch()).loss, expected)
     # The same, for a model that changes its type after the patch at class level.

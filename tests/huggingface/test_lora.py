@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 from conftest import TOLERANCE, batch, make
-from liger_kernel.transformers.lora import LoRALinear, LoRAMLP, fuse_adapters
+from liger_kernel.transformers.lora import LoRALinear, fuse_adapters
 from liger_kernel.transformers.replace import Edits, is_variant
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.gptq import GPTQLoraLinear
@@ -118,7 +118,7 @@ def test_precision(family, autocast, patched):
         ({"r": 1}, EACH),
         ({"r": 256}, EACH),
         ({"lora_dropout": 0.3}, {"lora_linear": 14}),
-        ({"target_modules": ["k_proj", "v_proj"]}, {"lora_linear": 4}),
+        ({"target_modules": ["k_proj", "v_proj"]}, {"lora_qkv": 2}),
         ({"target_modules": ["gate_proj"]}, {"lora_mlp": 2}),
         ({"target_modules": ALL, "layers_to_transform": [1]}, {"lora_qkv": 1, "lora_linear": 1, "lora_mlp": 1}),
         ({"modules_to_save": ["lm_head", "embed_tokens"]}, EACH),
@@ -200,7 +200,7 @@ def test_adapters_come_and_go(patched):
     ours.add_adapter("other", adapters(r=3, target_modules=["q_proj", "o_proj", "up_proj"]))
     ours.load_state_dict(reference.state_dict())
     both(lambda model: model.set_adapter("other"))
-    assert_same(ours, reference, {"lora_linear": 4, "lora_mlp": 2})
+    assert_same(ours, reference, {"lora_qkv": 2, "lora_linear": 2, "lora_mlp": 2})
     both(lambda model: model.base_model.set_adapter(["default", "other"]))
     assert_same(ours, reference, {"lora_linear": 8})  # of layers with one active adapter: k, v, gate and down
     both(lambda model: model.set_adapter("default"))
@@ -244,14 +244,14 @@ def test_adapters_after_the_patch(level, fused, past_hooks, patched, monkeypatch
         assert_same(ours, reference, EACH)
         assert [entry.count for entry in report.replaced if entry.switch == "lora"] == [14, 2]
         report.undo()
-        assert not any(is_variant(type(module), part) for module in ours.modules() for part in (LoRALinear, LoRAMLP))
+        assert not any(is_variant(type(module), LoRALinear) for module in ours.modules())
     assert_same(ours, reference)
 
 
 def test_undo_and_switch(patched):
     reference = adapted()
     ours, report = patched_copy(reference, patched)
-    assert "lora_linear" in str(report) and "lora_mlp" in str(report)
+    assert "lora_linear" in str(report) and "gated_mlp" in str(report)
     report.undo()
     assert [type(m) for m in ours.modules()] == [type(m) for m in reference.modules()]
     assert_same(ours, reference, {})

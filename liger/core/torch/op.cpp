@@ -1,9 +1,22 @@
 #include "liger/core/torch/operator.h"
+
+#include <ATen/FuncTorchTLS.h>
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
 
 namespace liger {
+
+void check_no_transform(const char* name) {
+  const auto& functorch = at::functorch::functorchTLSAccessor();
+  if (!functorch) return;
+  try {
+    functorch->checkSupportsCppAutogradFunction();
+  } catch (const c10::Error&) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        false, name, " has no derivative under transforms of torch.func (grad, vjp, jacrev, vmap of these)");
+  }
+}
 
 Tensor output(Tensor t) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)

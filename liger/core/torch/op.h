@@ -67,6 +67,10 @@ T* data(const Tensor& t) {
 
 inline Numbers numbers(const Tensor& t) { return t.defined() ? Numbers{data(t), dtype_of(t)} : Numbers{}; }
 
+/// Raises an error that names the operator where a transform of torch.func is active: torch differentiates no node of C++
+/// under one.
+void check_no_transform(const char* name);
+
 /// A result that a kernel will fill. Fresh memory on the CPU costs more in page faults than in work: large results ask
 /// for large pages.
 Tensor output(Tensor t);

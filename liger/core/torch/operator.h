@@ -222,6 +222,7 @@ class Operator {
         const at::AutoDispatchBelowADInplaceOrView below_autograd;
         return public_op(args...);
       }
+      check_no_transform(public_op_name());
       Results all;
       const auto recorded = apply(std::index_sequence_for<L...>(), &all, args...);
       if constexpr (kInTwoParts) {

@@ -182,12 +182,20 @@ def _agreed(measured: Measured) -> Measured:
     return max(every, key=lambda m: m.peak(["input"] * len(m.kinds)))
 
 
+def _without_cache(value):
+    """An argument of a layer, but None for keys and values of earlier tokens, whatever it is called: the layer is to
+    run several times."""
+    of = (cls for cls in type(value).__mro__ if cls.__module__.partition(".")[0] == "transformers")
+    return None if any(cls.__name__.endswith("Cache") for cls in of) else value
+
+
 class _Call:
     """How a layer was called."""
 
     def __init__(self, module, args, kwargs, device):
-        own = {"past_key_values": None, "past_key_value": None, "use_cache": False}
-        kwargs = {name: own.get(name, value) for name, value in kwargs.items()}
+        args, kwargs = tuple(map(_without_cache, args)), {name: _without_cache(value) for name, value in kwargs.items()}
+        if "use_cache" in kwargs:
+            kwargs["use_cache"] = False
         leaf = lambda t: t.detach().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t
         self.args, self.kwargs = tree_map(leaf, (args, kwargs))
         self.autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)

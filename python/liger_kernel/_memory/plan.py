@@ -1,6 +1,7 @@
 """The levels of a model's layers that fit into a budget; liger_kernel.memory.plan."""
 
 import logging
+import os
 import re
 import weakref
 from collections.abc import Callable, Iterable
@@ -19,14 +20,28 @@ log = logging.getLogger(__name__)
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def bytes_of(budget: int | float | str) -> int:
-    """A number of bytes, also as "70GiB" or "70 GB"."""
+def bytes_of(budget: int | float | str, device: torch.device | None = None) -> int:
+    """A number of bytes, also as "70GiB" or "70 GB", as "90%" of the device's memory, and as "auto": 90 % of what other
+    processes leave of it. Without a device, the last two are 0."""
     if not isinstance(budget, str):
         return int(budget)
-    found = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", budget)
-    if not found or found[2].upper() not in _UNITS:
-        raise ValueError(f'a budget is a number of bytes or a text such as "70GiB", got {budget!r}')
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    if budget.strip().lower() == "auto":
+        return 0 if device is None else int(0.9 * _memory_of(device)[0])
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*(%|[A-Za-z]*)\s*", budget)
+    if not found or found[2] != "%" and found[2].upper() not in _UNITS:
+        raise ValueError(f'a budget is a number of bytes, a text such as "70GiB" or "90%", or "auto", got {budget!r}')
+    if found[2] != "%":
+        return int(float(found[1]) * _UNITS[found[2].upper()])
+    return 0 if device is None else int(float(found[1]) / 100 * _memory_of(device)[1])
+
+
+def _memory_of(device: torch.device) -> tuple[int, int]:
+    """The bytes of a device that this process has or can have, and all of them."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device), total
+    page = os.sysconf("SC_PAGE_SIZE")
+    return page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
 
 
 class Plan:
@@ -112,11 +127,11 @@ class Kept:
 def make_plan(model: nn.Module, loss: Callable[[], Tensor], budget, more_bytes: int, agree: bool) -> Plan:
     """The plan for the step of which `loss` computes the loss; `more_bytes` are added to its peak. With `agree` all
     processes call it, and have one plan."""
-    limit = bytes_of(budget)
     if not model.training:
         raise ValueError("memory.plan: the model is in evaluation, where transformers checkpoints nothing")
     layers = layers_of(model)
     device = next(model.parameters()).device
+    limit = bytes_of(budget, device)
     try:
         layers, measured = measure(model, loss, layers, device, more_bytes, agree)
     finally:
@@ -180,7 +195,8 @@ class Planner:
     grow at different steps, and what DDP exchanges does not depend on what layers keep."""
 
     def __init__(self, model: nn.Module, budget: int | float | str):
-        self.budget, self.tokens, self.busy = bytes_of(budget), 0, False
+        bytes_of(budget)  # raises where it is no budget; the device is known when the model first runs
+        self.budget, self.tokens, self.busy = budget, 0, False
         self.plan: Plan | None = None
         self.has_states = False
         this = weakref.ref(self)  # the hook is that of all optimizers, and outlives the model
@@ -189,7 +205,7 @@ class Planner:
             if (planner := this()) is not None:
                 planner.has_states = True
 
-        register_optimizer_step_post_hook(note)
+        weakref.finalize(self, register_optimizer_step_post_hook(note).remove)
         model.register_forward_pre_hook(self._before, with_kwargs=True)
 
     def _before(self, model, args, kwargs):
@@ -202,7 +218,6 @@ class Planner:
         kept = "memory budget: layers keep what they kept, because the model is"
         if kwargs.get("labels") is None:
             return warn_once(f"{kept} called without labels")
-        self.tokens = tokens
         if _is_sharded(model):
             return warn_once(f"{kept} sharded: call liger_kernel.memory.plan between two steps")
         self.busy = True
@@ -213,4 +228,5 @@ class Planner:
             self.plan = make_plan(model, lambda: model(*args, **kwargs).loss, self.budget, moments, agree=False).apply()
         finally:
             self.busy = False
+        self.tokens = tokens  # not where the batch, or memory, was at fault: the next one plans
         log.warning("memory budget, for %d tokens:\n%s", tokens, self.plan)

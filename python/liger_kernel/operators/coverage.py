@@ -36,6 +36,36 @@ def is_bare(module: nn.Module) -> bool:
     return not any(_GLOBAL.values())
 
 
+#: What modules of transformers call the activation that they hold, and the submodules that forwards of gated MLPs call.
+_ACTIVATIONS = ("act_fn", "activation_fn", "act", "activation")
+_CALLED = frozenset(
+    ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3", "input_linear", "output_linear")
+)
+
+
+def activations_in(module: nn.Module) -> list[Any]:
+    """What a gated MLP, or experts, hold beside the submodules that their forward calls: activations, as modules and as
+    functions; silu where there is none, which their source then has."""
+    own = module.__dict__
+    held = [child for name, child in own["_modules"].items() if child is not None and name not in _CALLED]
+    held += [own[name] for name in _ACTIVATIONS if callable(own.get(name))]
+    return held or [nn.functional.silu]
+
+
+def kinds_in(module: nn.Module) -> frozenset:
+    """The classes, or functions, of what activations_in finds."""
+    return frozenset(type(held) if isinstance(held, nn.Module) else held for held in activations_in(module))
+
+
+def runs_activation(module: nn.Module, kinds: frozenset) -> bool:
+    """Whether each activation that a module holds now is one of these functions, or of one of these classes and bare: a
+    fused forward does not call it."""
+    return all(
+        held.__class__ in kinds and is_bare(held) if isinstance(held, nn.Module) else held in kinds
+        for held in activations_in(module)
+    )
+
+
 def result_changed_by(module: nn.Module, but: Iterable[str] = ()) -> Any:
     """What may change the result of a call of `module` or that result's gradient, or None: it must see a usual result.
 
@@ -90,8 +120,11 @@ vars(_has_kernels)["_dynamo_marked_constant"] = True
 
 
 def kernels_cover(tensor: torch.Tensor, kernels: tuple[str, ...] = ()) -> bool:
-    """Whether the library has all of these kernels, or any if none is named, for the tensor's dtype and device."""
-    return tensor.dtype in _DTYPES and (tensor.is_meta or _has_kernels(tensor.device, kernels))
+    """Whether the library has all of these kernels, or any if none is named, for the tensor's dtype and device, and
+    nobody transforms what is done to it, as torch.func's grad and vmap do: operators have no rules for that."""
+    if tensor.dtype not in _DTYPES or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    return tensor.is_meta or _has_kernels(tensor.device, kernels)
 
 
 # What runs forward and backward of each kind of part, beside GEMMs.

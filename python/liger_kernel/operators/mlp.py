@@ -22,7 +22,9 @@ from liger_kernel.operators.activation import (
     activation_of,
 )
 from liger_kernel.operators.common import first_derivative_only
-from liger_kernel.operators.coverage import GATED_KERNELS, is_bare
+from liger_kernel.operators.coverage import GATED_KERNELS
+from liger_kernel.operators.linear import layer_of
+from liger_kernel.operators.quantised import is_in_4_bits
 from liger_kernel.operators.together import gated_mlp
 
 
@@ -35,6 +37,7 @@ class _GatedMLP(nn.Module):
     """The three projections of down_proj(act(gate_proj(x)) · up_proj(x))."""
 
     kernels = GATED_KERNELS
+    liger_whole = True  # whether forward is one operator where the projections are plain matrices
 
     def __init__(self, config: Any, intermediate_size: int | None = None, bias: bool = False) -> None:
         super().__init__()
@@ -72,6 +75,8 @@ class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
 class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
     """LigerSwiGLUMLP with config.mlp_multipliers on the gate and on the result."""
 
+    liger_whole = False
+
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.gate_multiplier, self.down_multiplier = config.mlp_multipliers
@@ -94,6 +99,8 @@ class LigerSeedOssSwiGLUMLP(LigerSwiGLUMLP):
 
 class LigerClampedSwiGLUMLP(LigerSwiGLUMLP):
     """LigerSwiGLUMLP whose gate is at most config.swiglu_limit, and whose up is clamped to ± that (DeepSeek-V4)."""
+
+    liger_whole = False
 
     def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
         super().__init__(config, intermediate_size)
@@ -193,14 +200,14 @@ class LigerGraniteSwiGLUMLP(LigerPhi3SwiGLUMLP):
         return self.output_linear(LigerFusedGateUpSiLUMulFunction.apply(self.input_linear(hidden_states)))
 
 
-def weights(mlp: Any) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The weights of gate_proj, up_proj and down_proj; None where a call is more than its weight: a bias, an adapter, a
-    hook, offloading."""
-    projections = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-    if not all(type(p) is nn.Linear and p.bias is None and is_bare(p) for p in projections):
+def weights(mlp: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The weights of gate_proj, up_proj and down_proj; None where a call with x is more than its weight: a bias, an
+    adapter, a hook, offloading."""
+    layers = [layer_of(projection, x) for projection in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
+    if not all(layer is not None and layer.bias is layer.a is None for layer in layers):
         return None
-    found = mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
-    return found if all(type(w) in (nn.Parameter, torch.Tensor) for w in found) else None
+    gate, up, down = (layer.weight for layer in layers if layer is not None)
+    return None if any(map(is_in_4_bits, (gate, up, down))) else (gate, up, down)
 
 
 class LigerMLPFunction:
@@ -222,8 +229,10 @@ class LigerMLP(LigerSwiGLUMLP):
     """down_proj(silu(gate_proj(x)) · up_proj(x)); where a projection is no plain Linear, as LigerSwiGLUMLP."""
 
     def forward(self, x: Tensor) -> Tensor:
-        found = weights(self)
-        return LigerMLPFunction.apply(x, *found) if found else super().forward(x)
+        if found := weights(self, x):
+            return LigerMLPFunction.apply(x, *found)
+        y = gated_mlp(self, x, SILU, recompute=True)
+        return super().forward(x) if y is None else y
 
 
 class LigerFalconH1MLP(LigerFalconH1SwiGLUMLP):
@@ -236,7 +245,7 @@ class LigerFalconH1MLP(LigerFalconH1SwiGLUMLP):
         super().__init__(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        found = weights(self)
+        found = weights(self, x)
         if not found:
             return super().forward(x)
         return LigerMLPFunction.apply(x, *found, self.gate_multiplier, self.down_multiplier)
@@ -323,7 +332,7 @@ class _TiledGatedMLP(_GatedMLP):
         return self.down_proj(run(ops.gated, self.gate_proj(x), self.up_proj(x), self.activation, 1.0))
 
     def forward(self, x):
-        found = weights(self)
+        found = weights(self, x)
         if not found:
             return apply_tiled_mlp(type(self)._whole, self, x, self.num_shards)
         rows = max(1, -(-x.shape[:-1].numel() // shards_of(x, self.num_shards)))

@@ -196,6 +196,31 @@ class LigerDyTFunction:
     apply = staticmethod(liger_dyt)
 
 
+def _eps(module: Any) -> float:
+    """The eps of a norm, which transformers calls by either name: read when it runs, from what the module has now."""
+    own = module.__dict__
+    found = own.get("variance_epsilon")
+    return own["eps"] if found is None else found
+
+
+def _set_eps(module: Any, value: float) -> None:
+    own = module.__dict__
+    own["eps" if "eps" in own and "variance_epsilon" not in own else "variance_epsilon"] = value
+
+
+def _eps_for(module: nn.Module, default: float) -> dict[str, float]:
+    """What _eps reads and a module of another class lacks."""
+    own = vars(module)
+    if own.get("variance_epsilon") is not None or own.get("eps") is not None:
+        return {}
+    return {"variance_epsilon": getattr(module, "eps", None) or default}
+
+
+def weight_in(norm: Any) -> Tensor | None:
+    """The weight that an RMSNorm multiplies by: Gemma 4's has one that a flag leaves out."""
+    return None if norm.__dict__.get("with_scale") is False else norm.weight
+
+
 def _initial(init_fn, size):
     if init_fn not in ("ones", "zeros"):
         raise AssertionError(f"init_fn is 'ones' or 'zeros', not {init_fn!r}")
@@ -210,6 +235,7 @@ class LigerRMSNorm(nn.Module):
     """
 
     kernels = NORM_KERNELS
+    variance_epsilon = property(_eps, _set_eps)
     weight: nn.Parameter | None
 
     def __init__(
@@ -224,25 +250,24 @@ class LigerRMSNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return LigerRMSNormFunction.apply(
-            hidden_states, self.weight, self.variance_epsilon, self.offset, self.casting_mode
+            hidden_states, weight_in(self), self.variance_epsilon, self.offset, self.casting_mode
         )
 
     @staticmethod
     def as_original(module: Any, x: Tensor) -> Tensor:
         """x in the dtype of the original module's result: where it rounds before the weight, the product with the
         weight has the dtype of both."""
-        weight = module.weight
+        weight = weight_in(module)
         if weight is None or weight.dtype is x.dtype or module.casting_mode == "gemma":
             return x
         return x.to(torch.promote_types(x.dtype, weight.dtype))
 
     @classmethod
     def attributes_for(cls, module: nn.Module, **preset: Any) -> dict[str, Any]:
-        """What forward reads and a norm of another class lacks: its eps, and the rest from `preset` or by default."""
+        """What forward reads and a norm of another class lacks, from `preset` or by default."""
         defaults = {name: parameter.default for name, parameter in inspect.signature(cls).parameters.items()} | preset
-        eps = (getattr(module, name, None) for name in ("variance_epsilon", "eps"))
         return {
-            "variance_epsilon": next((value for value in eps if value is not None), defaults["eps"]),
+            **_eps_for(module, defaults["eps"]),
             **{name: defaults.get(name) for name in ("offset", "casting_mode", "in_place", "row_mode")},
             **({} if hasattr(module, "weight") else {"weight": None}),
         }
@@ -349,6 +374,7 @@ class LigerLayerNorm(nn.Module):
     """
 
     kernels = NORM_KERNELS
+    variance_epsilon = property(_eps, _set_eps)
 
     def __init__(
         self, hidden_size: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones", impl: str | None = None,
@@ -373,7 +399,7 @@ class LigerLayerNorm(nn.Module):
     @staticmethod
     def attributes_for(module: nn.LayerNorm) -> dict[str, Any]:
         """What forward reads and a torch.nn.LayerNorm lacks."""
-        return {"variance_epsilon": module.eps, "hidden_size": module.normalized_shape[0]}
+        return {"hidden_size": module.normalized_shape[0]}
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.eps}"
@@ -399,9 +425,8 @@ class LigerLayerNormForCohere(LigerLayerNorm):
     @staticmethod
     def attributes_for(module: nn.Module) -> dict[str, Any]:
         """What forward reads and a module of another class lacks."""
-        eps = next((e for name in ("variance_epsilon", "eps") if (e := getattr(module, name, None)) is not None), 1e-5)
         absent = {name: None for name in ("weight", "bias") if not hasattr(module, name)}
-        return {"variance_epsilon": eps, **absent}
+        return {**_eps_for(module, 1e-5), **absent}
 
 
 class LigerGroupNorm(nn.Module):

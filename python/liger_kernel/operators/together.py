@@ -15,7 +15,9 @@ from liger_kernel import _recompute
 from liger_kernel._library import ops
 from liger_kernel.operators.common import beside
 from liger_kernel.operators.coverage import DENSE, GATED_KERNELS, NORM_KERNELS, is_bare, kernels_cover
-from liger_kernel.operators.norm import LigerRMSNorm, casting_code
+from liger_kernel.operators.linear import Layer, layer_of
+from liger_kernel.operators.norm import LigerRMSNorm, casting_code, weight_in
+from liger_kernel.operators.quantised import call
 
 
 def is_recorded(x: Any) -> bool:
@@ -29,37 +31,35 @@ def is_recorded(x: Any) -> bool:
     )
 
 
-def matrices(x: Tensor, *layers: Any) -> list[tuple[Tensor, Tensor | None]] | None:
-    """The weight and the bias of each layer; None where a call of one with x is more than a product with its weight: an
-    adapter, a hook, offloading, a shard, a quantised weight."""
-    found = []
-    casts = torch.is_autocast_enabled(x.device.type)
-    for layer in layers:
-        if type(layer) is not nn.Linear or not is_bare(layer):
-            return None
-        weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
-        if type(weight) not in DENSE or not (bias is None or type(bias) in DENSE):
-            return None
-        if not casts and (weight.dtype != x.dtype or bias is not None and bias.dtype != x.dtype):
-            return None
-        found.append((weight, bias))
-    return found
-
-
-def gated_mlp(mlp: Any, x: Tensor, activation: int) -> Tensor | None:
-    """down_proj(act(gate_proj(x)) · up_proj(x)), of which backward keeps gate and up but not their product; None where
-    the modules must be called."""
-    if not is_recorded(x) or not kernels_cover(x, GATED_KERNELS):
+def gated_mlp(mlp: Any, x: Tensor, activation: int, recompute: bool = False) -> Tensor | None:
+    """down_proj(act(gate_proj(x)) · up_proj(x)), of which backward keeps gate and up but not their product, and with
+    `recompute` neither; None where the modules must be called. Adapters on the projections are part of it."""
+    if not kernels_cover(x, GATED_KERNELS):
         return None
     modules = mlp._modules
-    found = matrices(x, modules.get("gate_proj"), modules.get("up_proj"), modules.get("down_proj"))
-    if found is None:
+    layers = _layers(x, [modules.get(name) for name in ("gate_proj", "up_proj", "down_proj")])
+    if layers is None:
         return None
-    (gate, gate_bias), (up, up_bias), (down, down_bias) = found
-    return ops.lora_mlp(
-        x, gate, gate_bias, None, None, up, up_bias, None, None, down, down_bias, None, None,
-        1.0, 1.0, 1.0, activation, False,
-    )  # fmt: skip
+    if not _are_adapted(layers) and not (is_recorded(x) and mlp.liger_whole):
+        return None
+    tensors = (tensor for layer in layers for tensor in layer[:4])
+    scales = (layer.scale for layer in layers)
+    return call("lora_mlp", 1, x, *tensors, *scales, activation, recompute)
+
+
+def _layers(x: Tensor, modules: Sequence[Any]) -> list[Layer] | None:
+    """What calls of modules with x compute; None where an operator of all of them computes something else."""
+    layers = []
+    for module in modules:
+        if (layer := layer_of(module, x)) is None or layer.dropout is not None:
+            return None
+        layers.append(layer)
+    return layers
+
+
+def _are_adapted(layers: Sequence[Layer]) -> bool:
+    """Whether there is an adapter: its operator then also pays where autograd is not all that looks on."""
+    return any(layer.a is not None for layer in layers)
 
 
 def projections(x: Tensor, *layers: nn.Module) -> Sequence[Tensor]:
@@ -76,16 +76,14 @@ def heads(x: Tensor, shape: Any, *layers: nn.Module) -> Sequence[Tensor]:
     return [layer(x).view(shape).transpose(1, 2) for layer in layers] if found is None else found
 
 
-def _together(x, layers, head_dim):
-    if not is_recorded(x) or not kernels_cover(x):
+def _together(x, modules, head_dim):
+    if torch.compiler.is_compiling() or not kernels_cover(x):
         return None
-    found = matrices(x, *layers)
-    if found is None:
+    layers = _layers(x, modules)
+    if layers is None or not (is_recorded(x) or _are_adapted(layers) and not x.is_inference()):
         return None
-    (q, q_bias), (k, k_bias), (v, v_bias) = found
-    return ops.lora_qkv(
-        x, q, q_bias, None, None, k, k_bias, None, None, v, v_bias, None, None, 1.0, 1.0, 1.0, head_dim
-    )  # fmt: skip
+    tensors = (tensor for layer in layers for tensor in layer[:4])
+    return call("lora_qkv", 3, x, *tensors, *(layer.scale for layer in layers), head_dim)
 
 
 @functools.cache
@@ -99,7 +97,7 @@ def add_and_normalise(norm: Any, a: Any, b: Any) -> tuple[Tensor, Tensor]:
     """(a + b, norm(a + b))."""
     if is_recorded(a) and b.__class__ is Tensor and a.dtype is b.dtype and a.shape == b.shape and a.device == b.device:
         if is_rms_norm(norm.__class__) and is_bare(norm) and kernels_cover(a, NORM_KERNELS):
-            weight, mode = norm._parameters.get("weight"), norm.casting_mode
+            weight, mode = weight_in(norm), norm.casting_mode
             # A weight of another type changes that of the result where it is rounded before the weight.
             if type(weight) in DENSE and (weight.dtype is a.dtype or mode == "gemma"):
                 options = float(norm.variance_epsilon), float(norm.offset), casting_code(mode)

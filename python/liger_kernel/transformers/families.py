@@ -128,7 +128,7 @@ class Family:
         names = [name for name in self.parameters if name in SWITCHES] or [name for name in SWITCHES if name in used]
         if self.router or "router" in used:
             names.append("router")
-        return {name: name not in self.off for name in (*names, "lora")}
+        return {name: name not in self.off for name in (*names, "layers", "lora")}
 
 
 SWITCHES = {
@@ -142,6 +142,7 @@ SWITCHES = {
     "relu_squared": "the squared ReLU",
     "xielu": "xIELU",
     "router": "the routers of experts, and their load-balancing loss",
+    "layers": "several steps of a layer as one operator: q, k and v; a gated MLP; the residual sum and the norm after it",
     "lora": "linear layers with LoRA adapters of PEFT, and gated MLPs of them",
 }
 

@@ -218,7 +218,7 @@ class HubKernels:
     def __init__(self):
         self.on = frozenset()
         self._edits = Edits()
-        self._reports = weakref.WeakKeyDictionary()
+        self._models: weakref.WeakSet = weakref.WeakSet()
 
     def install(self, model_class) -> None:
         """Let `set_use_kernels` of every model pass by here."""
@@ -239,7 +239,7 @@ class HubKernels:
     @property
     def reports(self) -> list[Report]:
         """A report for each model in memory whose kernels were set."""
-        return list(self._reports.values())
+        return [report for model in self._models if (report := Report.kept_on(model)) is not None]
 
     def __str__(self):
         return (
@@ -249,11 +249,12 @@ class HubKernels:
     def undo(self) -> None:
         """Give transformers its `set_use_kernels` back, and the models in memory their forwards."""
         self._edits.undo()
-        for model, report in list(self._reports.items()):
+        for model in list(self._models):
             for _, owner in _owners(model):
                 _unbind(owner)
-            report.undo()
-        self._reports.clear()
+            if (report := Report.kept_on(model)) is not None:
+                report.undo()
+        self._models.clear()
 
     @contextlib.contextmanager
     def _tagged(self, model, kernel_config):
@@ -262,8 +263,10 @@ class HubKernels:
 
         config = kernel_config or model.kernel_config
         taken = {name for name in (config.kernel_mapping if config else ()) if isinstance(name, str)}
-        earlier = self._reports.get(model)
-        report = self._reports[model] = Report(type(model).__name__, edits=earlier.edits if earlier else Edits())
+        earlier = Report.kept_on(model)
+        report = Report(type(model).__name__, edits=earlier.edits if earlier else Edits())
+        report.keep_on(model)
+        self._models.add(model)
         plans, counts = {}, {}
         for label, owner in _owners(model):
             cls = type(owner)

@@ -134,7 +134,8 @@ def _cross_entropy(
     factors = logits.factors()
     if factors is None or not usual or logits.liger_hidden.dim() != 2 or logits.liger_call.own_loss():
         return None
-    return logits.liger_call.reduced(logits, factors, labels=None, shift_labels=target, ignore_index=ignore_index)
+    loss = logits.liger_call.reduced(logits, factors, labels=None, shift_labels=target, ignore_index=ignore_index)
+    return loss if torch.is_autocast_enabled(loss.device.type) else loss.to(logits.dtype)  # as torch's has it
 
 
 def computed(x):

@@ -15,36 +15,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from liger_kernel.operators.activation import GELU_ERF, GELU_TANH, SILU
-from liger_kernel.operators.coverage import DENSE, GATED_KERNELS, is_bare, is_dense, kernels_cover
+from liger_kernel.operators.coverage import DENSE, is_bare, is_dense, kernels_cover
 from liger_kernel.operators.experts import reason_to_keep
+from liger_kernel.operators.linear import Layer, is_autocast, layer_of, tensor_of
 from liger_kernel.operators.mlp import LigerGEGLUMLP, LigerMLP, LigerSwiGLUMLP
-from liger_kernel.transformers.quantised import call, is_in_4_bits, is_linear_in_4_bits, weight_in_4_bits
+from liger_kernel.operators.quantised import call, is_linear_in_4_bits
 from liger_kernel.transformers.replace import Edits, is_variant, replace_class
 from liger_kernel.transformers.report import Replacement, Report, Skip
-
-
-class Layer(NamedTuple):
-    """y = x weightᵀ + bias + scale · (dropout(x) aᵀ) bᵀ; a, b and dropout are None where there is no adapter."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    a: torch.Tensor | None = None
-    b: torch.Tensor | None = None
-    scale: float = 1.0
-    dropout: nn.Module | None = None
-
-
-def layer_of(module, x) -> Layer | None:
-    """What a call of a linear layer with x computes; None where that is more than a Layer."""
-    if type(module) is nn.Linear:
-        weight, bias = module._parameters["weight"], module._parameters["bias"]
-        known = is_bare(module) and type(weight) in DENSE
-        return Layer(weight, bias) if known and (weight.dtype == x.dtype or is_autocast(x)) else None
-    if is_bare(module) and (weight := weight_in_4_bits(module, x)) is not None:
-        bias = module.bias
-        return Layer(weight, bias) if bias is None or bias.dtype == x.dtype and not bias.requires_grad else None
-    return _adapted(module, x) if is_variant(type(module), LoRALinear) and is_bare(module) else None
 
 
 class Adapter(NamedTuple):
@@ -54,13 +31,6 @@ class Adapter(NamedTuple):
     b: torch.Tensor | None = None
     scale: float = 1.0
     dropout: nn.Module | None = None
-
-
-def _adapted(module, x):
-    """What the forward of a LoRA layer computes, or None. Runs at each call: modules are taken from where torch keeps
-    them, which is faster than attributes."""
-    base, adapter = layer_of(module._modules["base_layer"], x), _adapter_of(module, x)
-    return None if base is None or adapter is None else Layer(base.weight, base.bias, *adapter)
 
 
 def _adapter_of(module, x):
@@ -83,23 +53,20 @@ def _adapter_of(module, x):
     if not {a.dtype, b.dtype} <= known:
         return None
     dropout = parts["lora_dropout"]._modules[name]
+    if not is_bare(dropout):
+        return None
     if type(dropout) is nn.Identity or type(dropout) is nn.Dropout and not (dropout.p and dropout.training):
         dropout = None
     return Adapter(a, b, float(module.scaling[name]), dropout)
 
 
-def is_autocast(x) -> bool:
-    """Whether a linear layer would cast x."""
-    return torch.is_autocast_enabled(x.device.type)
-
-
 def _weight_of(layer, x):
     """The weight of a matrix of an adapter; None where a call of it with x is more than that."""
-    if type(layer) is not nn.Linear or layer._parameters["bias"] is not None:
+    if type(layer) is not nn.Linear or tensor_of(layer, "bias") is not None:
         return None
     if not is_bare(layer) and not _only_moves(layer, x):
         return None
-    weight = layer._parameters["weight"]
+    weight = tensor_of(layer, "weight")
     return weight if type(weight) in DENSE else None
 
 
@@ -115,20 +82,20 @@ class LoRALinear:
     """The part of a PEFT layer whose forward is one operator, or two GEMMs after the forward of its base where that is
     more than a matrix."""
 
+    def liger_layer(self, x) -> Layer | None:
+        """What forward computes; None where that is more than a Layer."""
+        base, adapter = layer_of(self._modules["base_layer"], x), _adapter_of(self, x)
+        return None if base is None or adapter is None else Layer(base.weight, base.bias, *adapter)
+
     def forward(self, x, *args, **kwargs):
-        if "liger_waiting" in vars(self) and (found := _taken(self, x)) is not None:
-            return found
         adapter = None if args or kwargs or not kernels_cover(x) else _adapter_of(self, x)
         if adapter is None or adapter.a is None:
             return super().forward(x, *args, **kwargs)
         base = self._modules["base_layer"]
-        if (known := layer_of(base, x)) is None:
+        if (layer := layer_of(base, x)) is None:
             return _add(base(x), self._dropped(x, adapter), adapter)
-        layer = Layer(known.weight, known.bias, *adapter)
-        if "liger_group" in vars(self) and (found := _grouped(self, layer, x)) is not None:
-            return found
         dropped = None if adapter.dropout is None else self._dropped(x, adapter)
-        return call("lora_linear", 1, x, *layer[:4], dropped, layer.scale)
+        return call("lora_linear", 1, x, layer.weight, layer.bias, adapter.a, adapter.b, dropped, adapter.scale)
 
     def _dropped(self, x, adapter):
         """What an adapter sees of x. It is dropped out in the dtype that PEFT gives it, in which torch draws the same
@@ -154,38 +121,6 @@ def _add(y, x, adapter):
     if y.dtype != low.dtype:
         return y + (nn.functional.linear(low, adapter.b) * adapter.scale).to(y.dtype)
     return torch.addmm(y.flatten(0, -2), low.flatten(0, -2), adapter.b.t(), alpha=adapter.scale).view(y.shape)
-
-
-# Projections of one input are computed together when the first is called: one GEMM applies all A, and the gradients of
-# the input are summed by GEMMs. The others return what waits for them if they are called with that very tensor. Where a
-# model does otherwise, its layers stay apart from then on.
-
-
-def _grouped(first, layer, x):
-    """first(x), while the results of the layers of its group wait in them; None where they cannot be computed so."""
-    if torch.compiler.is_compiling() or x.is_inference():
-        return None
-    others = first.liger_group
-    layers = [layer, *(_adapted(module, x) for module in others)]
-    if any(each is None or each.a is None or each.dropout is not None for each in layers):
-        return None
-    if any([vars(module).pop("liger_waiting", None) for module in others]):
-        vars(first).pop("liger_group")
-        return None
-    tensors = (tensor for each in layers for tensor in each[:4])
-    result, *waiting = call("lora_qkv", 3, x, *tensors, *(each.scale for each in layers))
-    for module, value in zip(others, waiting):
-        vars(module)["liger_waiting"] = weakref.ref(x), x._version, torch.is_grad_enabled(), value
-    return result
-
-
-def _taken(module, x):
-    """What waits in a layer for a call with x, or None."""
-    of, version, grad, value = vars(module).pop("liger_waiting")
-    if of() is x and x._version == version and torch.is_grad_enabled() == grad:
-        return value
-    vars(module.liger_first[0]).pop("liger_group", None)
-    return None
 
 
 class ParamWrapper:
@@ -220,38 +155,14 @@ class ParamWrapper:
         return self.get_delta_factors(active[0])
 
 
-class LoRAMLP:
-    """The part of a gated MLP of this package whose forward is one operator, where projections have adapters."""
-
-    def forward(self, x):
-        y = _gated_mlp(self, x)
-        return super().forward(x) if y is None else y
-
-
-def _gated_mlp(mlp, x):
-    """down(act(gate(x)) · up(x)) by lora_mlp, or None where it would compute something else."""
-    if not kernels_cover(x, GATED_KERNELS):
-        return None
-    layers = [layer_of(getattr(mlp, name), x) for name in _PROJECTIONS]
-    if any(layer is None or layer.dropout is not None for layer in layers) or all(layer.a is None for layer in layers):
-        return None
-    tensors = (tensor for layer in layers for tensor in layer[:4])
-    scales = (layer.scale for layer in layers)
-    return call("lora_mlp", 1, x, *tensors, *scales, mlp.liger_activation, isinstance(mlp, LigerMLP))
-
-
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
-def _activation_of(mlp):
-    """The number of the activation of a plain gated MLP of this package; None for any other module."""
-    own = (cls for cls in type(mlp).__mro__ if cls.__module__.startswith("liger_kernel.") and cls is not LoRAMLP)
+def _is_gated_mlp(module) -> bool:
+    """Whether a module runs the forward of a gated MLP of this package, which adapters are part of."""
+    own = (cls for cls in type(module).__mro__ if cls.__module__.startswith("liger_kernel."))
     forward = next((vars(cls)["forward"] for cls in own if "forward" in vars(cls)), None)
-    if forward in (LigerSwiGLUMLP.forward, LigerMLP.forward):
-        return SILU
-    if forward is LigerGEGLUMLP.forward:
-        return GELU_ERF if getattr(mlp, "approximate", "tanh") == "none" else GELU_TANH
-    return None
+    return forward in (LigerSwiGLUMLP.forward, LigerMLP.forward, LigerGEGLUMLP.forward)
 
 
 def _is_matrix(module) -> bool:
@@ -323,30 +234,17 @@ def fuse_adapters(model, edits: Edits) -> tuple[list[Replacement], list[Skip]]:
                 kept.setdefault(reason, None)
             else:
                 linears["Linear" if _is_matrix(module) else type(module.base_layer).__name__] += 1
-    for module in list(model.modules()):
-        of_mlp, group = (
-            [getattr(module, name, None) for name in names] for names in (_PROJECTIONS, ("q_proj", "k_proj", "v_proj"))
-        )
-        activation = _activation_of(module)
-        if activation is not None and any(is_variant(type(layer), LoRALinear) for layer in of_mlp):
-            if not is_variant(type(module), LoRAMLP):
-                replace_class(module, LoRAMLP, edits, liger_activation=activation)
+    for module in model.modules():
+        of_mlp = [getattr(module, name, None) for name in _PROJECTIONS]
+        if _is_gated_mlp(module) and any(is_variant(type(layer), LoRALinear) for layer in of_mlp):
             mlps += all(_is_matrix(layer) for layer in of_mlp)
-        if all(is_variant(type(layer), LoRALinear) for layer in group):
-            edits.set(group[0], "liger_group", tuple(group[1:]))
-            for layer in group[1:]:
-                edits.set(layer, "liger_first", (group[0],))
     done = [
         Replacement("lora", f"{base} with an adapter", "lora_linear" if base == "Linear" else "addmm", count)
         for base, count in linears.items()
     ]
-    done += [Replacement("lora", "gated MLP with adapters", "lora_mlp", mlps)] if mlps else []
+    done += [Replacement("lora", "gated MLP with adapters", "gated_mlp", mlps)] if mlps else []
     done += [Replacement("lora", "weight of experts with an adapter", "fused_experts", experts)] if experts else []
     return done, [Skip("lora", "Linear with an adapter", reason) for reason in kept]
-
-
-#: The reports of patched models, which adapters that come later are added to.
-_reports: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def watch_adapters(model, report: Report) -> None:
@@ -356,7 +254,7 @@ def watch_adapters(model, report: Report) -> None:
     report.skipped += kept
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            _reports[module] = report
+            report.keep_on(module)
 
 
 @torch.compiler.disable
@@ -366,7 +264,7 @@ def follow_adapters(model) -> None:
     if adapters is None or seen is not None and seen[0] is adapters and seen[1] == (*adapters,):
         return
     model.liger_adapters = adapters, (*adapters,)
-    report = _reports.get(model) or Report(type(model).__name__)
+    report = Report.kept_on(model) or Report(type(model).__name__)
     done, kept = fuse_adapters(model, report.edits)
     report.replaced = [entry for entry in report.replaced if entry.switch != "lora"] + done
     report.skipped = [entry for entry in report.skipped if entry.switch != "lora"] + kept

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from liger_kernel.graphs import capture_model
 from liger_kernel.memory import plan_later
+from liger_kernel.operators.coverage import kinds_in
 from liger_kernel.transformers.by_source import row_of
 from liger_kernel.transformers.cross_entropy import LigerCrossEntropyLoss
 from liger_kernel.transformers.families import FAMILIES, MODEL_TYPES, SWITCHES, missing, unsupported
@@ -40,7 +41,7 @@ from liger_kernel.transformers.patch import ReplacedModule, Report, patch
 logger = logging.getLogger(__name__)
 
 # The switches that the API has not.
-_OURS = ("router", "lora")
+_OURS = ("router", "layers", "lora")
 
 
 def _apply_function(row):
@@ -232,23 +233,17 @@ def _patch_layer_norm_module(module, eps=1e-6) -> None:
     )
     for part in parts:
         shape = getattr(part, "normalized_shape", None) or part.weight.shape
-        own = next(
-            (value for name in ("variance_epsilon", "eps") if (value := getattr(part, name, None)) is not None), eps
-        )
-        replace_class(
-            part,
-            ReplacedModule(LigerLayerNorm),
-            Edits(),
-            variance_epsilon=own,
-            hidden_size=getattr(part, "hidden_size", None) or shape[0],
-        )
+        own = {"hidden_size": getattr(part, "hidden_size", None) or shape[0]}
+        if not any(name in vars(part) for name in ("variance_epsilon", "eps")):
+            own["variance_epsilon"] = getattr(part, "eps", eps)
+        replace_class(part, ReplacedModule(LigerLayerNorm), Edits(), **own)
 
 
 def _patch_swiglu_module(module, liger_module) -> None:
     """Make one gated feed-forward module compute as `liger_module`, a class, does."""
-    replace_class(module, ReplacedModule(liger_module), Edits())
+    replace_class(module, ReplacedModule(liger_module, kinds=kinds_in(module)), Edits())
 
 
 def _patch_geglu_module(module) -> None:
     """Make one gated feed-forward module compute as LigerGEGLUMLP does."""
-    replace_class(module, ReplacedModule(LigerGEGLUMLP), Edits())
+    replace_class(module, ReplacedModule(LigerGEGLUMLP, kinds=kinds_in(module)), Edits())

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from liger_kernel.operators.coverage import has_replaced_forward
+from liger_kernel.operators.coverage import has_replaced_forward, kinds_in
 from liger_kernel.transformers.layer_norm import LigerLayerNorm
 from liger_kernel.transformers.replace import kept_forwards
 from liger_kernel.transformers.source import fingerprint
@@ -138,19 +138,20 @@ def is_known(target: str, original) -> bool:
     return part is not None and target in part.targets
 
 
-ACTIVATIONS = ("act_fn", "activation_fn", "act", "activation")
+@functools.cache
+def kinds_of(names: tuple[str, ...]) -> frozenset:
+    """The classes and functions that compute activations which transformers' ACT2FN has under these names."""
+    from transformers.activations import ACT2FN
+
+    functions = {"silu": nn.functional.silu, "gelu": nn.functional.gelu}
+    return frozenset((*(type(ACT2FN[name]) for name in names), *(functions[n] for n in names if n in functions)))
 
 
 def unfit(module, part, activations):
     """Why `part` cannot compute what a module does, by how the module was made, or None."""
-    from transformers.activations import ACT2FN
-
-    if activations:  # a source without such an attribute has a silu
-        found = (getattr(module, name, None) for name in ACTIVATIONS)
-        activation = next((a for a in found if a is not None), nn.functional.silu)
-        kind = type(ACT2FN["silu"] if activation is nn.functional.silu else activation)
-        if kind not in {type(ACT2FN[name]) for name in activations}:
-            return f"its activation is {kind.__name__}, not {activations[0]}"
+    if activations and (others := kinds_in(module) - kinds_of(activations)):
+        names = ", ".join(sorted(getattr(kind, "__name__", str(kind)) for kind in others))
+        return f"its activation is {names}, not {activations[0]}"
     if issubclass(part, LigerLayerNorm):
         weight = getattr(module, "weight", None)
         if len(getattr(module, "normalized_shape", (0,))) != 1 or (weight is not None and weight.dim() != 1):

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import inspect
+from collections import Counter
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -10,7 +11,7 @@ from transformers import PreTrainedModel
 
 from liger_kernel.operators.coverage import has_replaced_forward, kernels_cover
 from liger_kernel.transformers import numeric
-from liger_kernel.transformers.by_source import completed, tables_fit
+from liger_kernel.transformers.by_source import completed, original_class, tables_fit
 from liger_kernel.transformers.causal_lm import (
     FusedLoss,
     fused_forward,
@@ -29,7 +30,7 @@ from liger_kernel.transformers.families import FAMILIES, MODEL_TYPES, CausalLM, 
 from liger_kernel.transformers.head import FSDPModule, describe, head_of, prepare_head
 from liger_kernel.transformers.lora import follow_later, watch_adapters
 from liger_kernel.transformers.model import loss_utils
-from liger_kernel.transformers.parts import find, is_known, obstacle, unfit
+from liger_kernel.transformers.parts import find, is_known, kinds_of, obstacle, unfit
 from liger_kernel.transformers.replace import (
     Edits,
     in_place_of,
@@ -46,7 +47,6 @@ from liger_kernel.transformers.rms_norm import LigerRMSNorm
 from liger_kernel.transformers.source import as_written
 from liger_kernel.utils import warn_once
 
-REWRITES = {ADD_AND_NORM: "rms_norm", PROJECTIONS: "rope"}
 _LOSSES = {"cross_entropy", "fused_linear_cross_entropy"}
 _CLASS_LOSS = staticmethod(loss_utils.causal_lm_loss)
 _MISSING = "the installed transformers has none"
@@ -246,7 +246,7 @@ class _Patcher:
             self._skip(swap.switch, name, TABLES)
         else:
             swap, target = targets[0]
-            self.edits.set(self.namespace, name, _replacement(original, swap, target))
+            self.edits.set(self.namespace, name, _replacement(original, swap, target, "layers" in self.on))
             self._done(swap.switch, name, swap.load(target).__name__)
 
     def _convert(self, swaps, name):
@@ -271,7 +271,8 @@ class _Patcher:
             if reason:
                 self._skip(swap.switch, name, reason)
                 continue
-            replace_class(module, ReplacedModule(part, swap.activations), self.edits, **own_attributes(module, part))
+            made = ReplacedModule(part, swap.activations, whole="layers" in self.on)
+            replace_class(module, made, self.edits, **own_attributes(module, part))
             done[swap.switch, part.__name__] = done.get((swap.switch, part.__name__), 0) + 1
         for (switch, by), count in done.items():
             self._done(switch, name.rpartition(".")[2], by, count)
@@ -310,16 +311,28 @@ class _Patcher:
             self._done(swap.switch, name, by, done)
 
     def _rewrite(self):
-        kinds = frozenset(k for k, switch in REWRITES.items() if switch in {e.switch for e in self.report.replaced})
+        if "layers" not in self.on:
+            return
+        kinds = frozenset(OPERATORS)
         done, kept = rewrite_modules(self.modules, kinds, self.edits)
         if self.model is None:
             norms = {entry.name for entry in self.report.replaced if entry.switch == "rms_norm"}
             classes = [cls for cls in vars(self.namespace).values() if getattr(cls, "__module__", 0) == self.row.module]
             done, kept = rewrite_classes(classes, kinds, self.edits, lambda cls: norms & names_in(cls.__init__))
         for kind, name, reason in kept:
-            self._skip(REWRITES[kind], name, reason)
+            self._skip("layers", name, reason)
+        for name, count in self._whole_mlps().items():
+            self._done("layers", name, "gated_mlp", count)
         for (kind, name), count in sorted(done.items()):
-            self._done(REWRITES[kind], name, OPERATORS[kind], None if self.model is None else count)
+            self._done("layers", name, OPERATORS[kind], None if self.model is None else count)
+
+    def _whole_mlps(self):
+        """The classes of gated MLPs that are one operator, by name, with the number of modules."""
+        if self.model is None:
+            bound = {name: getattr(self.namespace, name, None) for name in self.swaps}
+            return {name: None for name, cls in bound.items() if _is_one_operator(cls)}
+        found = [original_class(module).__name__ for module in self.modules if _is_one_operator(type(module))]
+        return Counter(found)
 
     def _loss_classes(self):
         return [cls for name in self.row.loss if (cls := getattr(self.namespace, name, None)) is not None]
@@ -435,14 +448,19 @@ class AfterInit:
         return finish
 
 
-def _replacement(original, swap, target):
+def _is_one_operator(cls) -> bool:
+    """Whether the forward of a class of modules is one operator where its submodules are what they seem to be."""
+    return getattr(cls, "liger_whole", False)
+
+
+def _replacement(original, swap, target, whole=True):
     """What a name of a modeling module is bound to in place of `original`."""
     part = swap.load(target)
     if not isinstance(part, type):
         return in_place_of(part, as_written(original), swap.switch == "rope")
     if not isinstance(original, type):
         return part
-    part = ReplacedModule(part, swap.activations, is_known(target, original))
+    part = ReplacedModule(part, swap.activations, is_known(target, original), whole=whole)
     return original if is_variant(original, part) else variant(original, part)
 
 
@@ -466,11 +484,15 @@ class ReplacedModule:
 
     A module of it is made as the original is. One that comes out with another activation than `activations` stays an
     original, and so does, unless `tried` says that it was, one whose forward turns out to compute something else.
+    `kinds` are the classes of activations where there are no such names, because a module was tried. Without `whole` a
+    gated MLP calls its submodules.
     """
 
     part: type
     activations: tuple[str, ...] = ()
     tried: bool = True
+    kinds: frozenset = frozenset()
+    whole: bool = True
 
     def __call__(self, base):
         @functools.wraps(base.__init__)
@@ -485,5 +507,9 @@ class ReplacedModule:
             else:
                 vars(module).update(own_attributes(module, self.part))
 
-        forward = or_original(self.part, base.forward)
-        return self.part.__name__, (self.part, base), {"__init__": __init__, "forward": forward}
+        kinds = kinds_of(self.activations) if self.activations else self.kinds
+        forward = or_original(self.part, base.forward, kinds)
+        body = {"__init__": __init__, "forward": forward}
+        if _is_one_operator(self.part) and not self.whole:
+            body["liger_whole"] = False
+        return self.part.__name__, (self.part, base), body

@@ -9,7 +9,7 @@ import types
 
 import torch
 
-from liger_kernel.operators.coverage import ROPE_KERNELS, kernels_cover
+from liger_kernel.operators.coverage import ROPE_KERNELS, kernels_cover, runs_activation
 
 logger = logging.getLogger(__name__)
 
@@ -60,12 +60,13 @@ def _current(owner, name):
 
 
 @functools.cache
-def or_original(part: type, original):
+def or_original(part: type, original, activations: frozenset = frozenset()):
     """The forward of the class `part`, but `original` where the part would not compute the same.
 
     That is where there are none of `part.kernels` for the first argument, where more or fewer arguments come than the
-    part takes or one is None, where `part.reason_to_keep` gives a reason, and where `part.as_original`, which gives the
-    first argument the dtype of the original's result, has none.
+    part takes or one is None, where the module holds an activation that is none of `activations`, unless that is empty,
+    or one with hooks, where `part.reason_to_keep` gives a reason, and where `part.as_original`, which gives the first
+    argument the dtype of the original's result, has none.
     """
     name, kernels = list(inspect.signature(original).parameters)[1], getattr(part, "kernels", ())
     taken = list(inspect.signature(part.forward).parameters.values())[1:]
@@ -81,7 +82,7 @@ def or_original(part: type, original):
             fits = x is not None
         else:
             fits = least <= len(args) + len(kwargs) <= most and all(a is not None for a in (x, *args, *kwargs.values()))
-        if not fits or not kernels_cover(x, kernels):
+        if not fits or not kernels_cover(x, kernels) or activations and not runs_activation(self, activations):
             return original(self, *args, **kwargs)
         if reason_to_keep is not None and reason_to_keep(self):
             return original(self, *args, **kwargs)

@@ -31,6 +31,20 @@ class Skip:
     by = property(lambda self: f"kept: {self.reason}")
 
 
+class _Kept:
+    """Holds a report in the dict of a model, which lives no longer for it. A copy of the model, or a pickle, has none:
+    undo is not for them."""
+
+    def __init__(self, report: "Report | None" = None):
+        self.report = report
+
+    def __deepcopy__(self, memo):
+        return _Kept()
+
+    def __reduce__(self):
+        return _Kept, ()
+
+
 @dataclass
 class Report:
     """What a patch did; `replaced` includes what an earlier patch had replaced already."""
@@ -49,6 +63,16 @@ class Report:
         self.replaced += other.replaced
         self.skipped += other.skipped
         self.edits.add(other.edits)
+
+    def keep_on(self, model) -> None:
+        """Put the report on a model, for `kept_on`; undo takes it off."""
+        self.edits.set(model, "liger_report", _Kept(self))
+
+    @staticmethod
+    def kept_on(model) -> "Report | None":
+        """The report that was put on a model last."""
+        kept = vars(model).get("liger_report")
+        return None if kept is None else kept.report
 
     def line(self) -> str:
         """What was replaced and what was kept, in one line."""

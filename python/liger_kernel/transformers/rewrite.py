@@ -29,7 +29,7 @@ from liger_kernel.transformers.replace import Edits, function_like, redecorated,
 
 ADD_AND_NORM, PROJECTIONS = "add and norm", "projections"
 #: What is rewritten -> the operator that computes it, for reports.
-OPERATORS = {ADD_AND_NORM: "fused_add_rms_norm", PROJECTIONS: "lora_qkv"}
+OPERATORS = {ADD_AND_NORM: "fused_add_rms_norm", PROJECTIONS: "qkv"}
 _FUNCTIONS = {f"liger_{name}": getattr(together, name) for name in ("add_and_normalise", "heads", "projections")}
 _QKV = ("q_proj", "k_proj", "v_proj")
 
@@ -59,7 +59,7 @@ def _rewritten_code(code, kinds):
     except (OSError, TypeError, SyntaxError):
         return None, frozenset()
     (method,) = tree.body
-    if not isinstance(method, ast.FunctionDef) or not method.args.args:
+    if not isinstance(method, ast.FunctionDef) or not method.args.args or _has_private_names(method):
         return None, frozenset()
     rewriter = _Rewriter(method.args.args[0].arg, kinds)
     rewriter.visit_blocks(method)
@@ -79,6 +79,13 @@ def _rewritten_code(code, kinds):
     if hasattr(code, "co_qualname"):
         new = new.replace(co_qualname=code.co_qualname)
     return new, frozenset(rewriter.found)
+
+
+def _has_private_names(method):
+    """Whether a method has names that its class's would be put before (`self.__x`), which the class does here no
+    more."""
+    names = (getattr(node, field, None) for node in ast.walk(method) for field in ("id", "attr", "arg", "name"))
+    return any(isinstance(name, str) and name.startswith("__") and not name.endswith("__") for name in names)
 
 
 def _no_arguments():

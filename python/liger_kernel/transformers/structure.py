@@ -5,7 +5,7 @@ import inspect
 import torch
 from torch import nn
 
-from liger_kernel.operators.coverage import has_replaced_forward
+from liger_kernel.operators.coverage import has_replaced_forward, kinds_in
 from liger_kernel.transformers import numeric
 from liger_kernel.transformers.by_source import row_of
 from liger_kernel.transformers.families import GEGLU, RMS_NORM, SWIGLU
@@ -25,6 +25,7 @@ def apply_liger_kernel_by_structure(
     fused_linear_cross_entropy: bool = True,
     layer_norm: bool = True,
     rope: bool = True,
+    layers: bool = True,
 ) -> Report:
     """Patch a causal language model of any family, and return a Report.
 
@@ -41,6 +42,7 @@ def apply_liger_kernel_by_structure(
             The model is run with and without logits, and both losses are compared.
         layer_norm: torch's LayerNorms over one dimension, and others of known source.
         rope: rotary embeddings of known source whose tables are made by code of known source.
+        layers: several steps of a layer as one operator.
 
     Raises TypeError for something that is no torch.nn.Module.
     """
@@ -48,10 +50,11 @@ def apply_liger_kernel_by_structure(
         raise TypeError(f"model is a {type(model).__name__}, not a torch.nn.Module")
     parts = {"rms_norm": rms_norm, "layer_norm": layer_norm, "rope": rope}
     parts |= dict.fromkeys(("swiglu", "geglu", "relu_squared", "xielu", "router"), mlp)
+    parts["layers"] = layers
     off = dict.fromkeys((*parts, "lora"), False)
     report = patch(row := row_of(model), model, **parts, fused_linear_cross_entropy=False, lora=False)
     try:
-        _try_unknown(model, report, {name for name, on in (("rms_norm", rms_norm), ("mlp", mlp)) if on})
+        _try_unknown(model, report, {name for name, on in (("rms_norm", rms_norm), ("mlp", mlp)) if on}, layers)
         if fused_linear_cross_entropy:
             loss = patch(row, model, **off)
             if loss.replaced and (reason := _differs(model)):
@@ -64,7 +67,7 @@ def apply_liger_kernel_by_structure(
     return report
 
 
-def _try_unknown(model, report, on):
+def _try_unknown(model, report, on, layers):
     """Replace modules of unknown source where a trial says that something computes the same."""
     unknown = {}
     for module in model.modules():
@@ -83,7 +86,8 @@ def _try_unknown(model, report, on):
                 report.skipped.append(skip)
             continue
         part = swap.load(target)
-        replace_class(module, ReplacedModule(part), report.edits, **own_attributes(module, part))
+        kinds = kinds_in(module) if name == "mlp" else frozenset()
+        replace_class(module, ReplacedModule(part, kinds=kinds, whole=layers), report.edits, **own_attributes(module, part))
         key = (swap.switch, kind, part.__name__)
         counts[key] = counts.get(key, 0) + 1
     report.replaced += [Replacement(*key, count) for key, count in counts.items()]

@@ -1,6 +1,8 @@
 """Operators on frozen weights that bitsandbytes holds in four bits."""
 
+import copy
 import sys
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,23 +19,35 @@ def is_linear_in_4_bits(module: nn.Module) -> bool:
 
 def weight_in_4_bits(module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
     """The weight of a Linear4bit that a call with x multiplies by in x's dtype, or in autocast's; None for any other
-    module, and where the layer would cast x."""
+    module, where the layer would cast x, and in inference on a CPU, for which bitsandbytes has packed the weight and has
+    a faster product."""
     if not is_linear_in_4_bits(module):
         return None
     weight, device = module.weight, x.device.type
+    if not is_in_4_bits(weight) or weight.quant_state is None or weight.requires_grad:
+        return None
+    if _is_packed(weight) and not torch.is_grad_enabled():
+        return None
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    known = type(weight).__name__ == "Params4bit" and weight.quant_state is not None and not weight.requires_grad
-    return weight if known and x.dtype == dtype and module.compute_dtype in (None, dtype) else None
+    return weight if x.dtype == dtype and module.compute_dtype in (None, dtype) else None
 
 
-def is_in_4_bits(weight) -> bool:
-    """Whether a weight is one that weight_in_4_bits may give."""
-    return hasattr(weight, "quant_state")
+def is_in_4_bits(weight: Any) -> bool:
+    """Whether a weight is one that weight_in_4_bits may give. Asked of every argument of an operator."""
+    return type(weight).__name__ == "Params4bit"
+
+
+def _is_packed(weight):
+    """Whether bitsandbytes has put a weight in another order, as it does in evaluation on CPUs with bfloat16."""
+    return getattr(weight.quant_state, "packing_format_for_cpu", False)
 
 
 def _whole(weight, dtype):
     """A weight in four bits as a matrix."""
-    return sys.modules["bitsandbytes"].functional.dequantize_4bit(weight.data, weight.quant_state).to(dtype)
+    functional, data, state = sys.modules["bitsandbytes"].functional, weight.data, weight.quant_state
+    if _is_packed(weight):
+        data, state = functional._convert_weight_packed_for_cpu_inverse(data, copy.copy(state))  # which writes to it
+    return functional.dequantize_4bit(data, state).to(dtype)
 
 
 def _like_whole(weight, x):
