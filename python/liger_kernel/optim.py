@@ -21,7 +21,7 @@ def _foreign_options() -> frozenset[str]:
     optimizers = [o for o in vars(torch.optim).values() if isinstance(o, type) and issubclass(o, torch.optim.Optimizer)]
     every = {name for optimizer in optimizers for name in inspect.signature(optimizer.__init__).parameters}
     own = {*inspect.signature(LigerAdamW.__init__).parameters, "foreach", "fused"}
-    return frozenset(every - own - {"args", "kwargs", "defaults"})
+    return frozenset(every - own - {"args", "kwargs", "defaults", "self", "params", "decoupled_weight_decay"})
 
 
 def _check_options(group: Mapping[str, Any]) -> None:

@@ -45,10 +45,10 @@ def test_every_type_is_in_the_page():
 def test_switches_of_a_type_without_a_row(caplog):
     plain = every_type.model_of("olmo")
     for switches, expected in (
-        ({}, {"layer_norm", "swiglu", "rope", "fused_linear_cross_entropy"}),
-        ({"rope": False, "swiglu": False, "geglu": False}, {"layer_norm", "fused_linear_cross_entropy"}),
+        ({}, {"layer_norm", "swiglu", "rope", "layers", "fused_linear_cross_entropy"}),
+        ({"rope": False, "swiglu": False, "geglu": False}, {"layer_norm", "layers", "fused_linear_cross_entropy"}),
         ({"fused_linear_cross_entropy": False, "cross_entropy": True, "geglu": True},
-         {"layer_norm", "swiglu", "rope", "cross_entropy"}),
+         {"layer_norm", "swiglu", "rope", "layers", "cross_entropy"}),
     ):  # fmt: skip
         model = copy.deepcopy(plain)
         warn_once.cache_clear()

@@ -159,7 +159,7 @@ def test_a_row_of_the_callers_own(write, patched, level):
     reference = _model(module)
     model = copy.deepcopy(reference) if level == "instance" else None
     report = patched(row, model, strict=True)
-    assert {entry.switch for entry in report.replaced} == {"rms_norm", "swiglu", "rope", FUSED}
+    assert {entry.switch for entry in report.replaced} == {"rms_norm", "swiglu", "rope", "layers", FUSED}
     if level == "class":
         model = _model(module)
         model.load_state_dict(reference.state_dict())
@@ -266,7 +266,7 @@ def test_an_entry_in_the_mapping(write, monkeypatch):
     assert_close(other(**batch()).loss, expected)
     third = _model(module)
     report = monkey_patch._apply_liger_kernel_to_instance(model=third, rope=False, other=1)
-    assert {entry.switch for entry in report.replaced} == {"rms_norm", "swiglu", FUSED}
+    assert {entry.switch for entry in report.replaced} == {"rms_norm", "layers", "swiglu", FUSED}
     assert_close(third(**batch()).loss, expected)
     assert third(**batch()).logits is None
 
@@ -319,7 +319,7 @@ def test_a_composite_models_switches_reach_the_model_in_it(patched):
     model = model_of("llava", "LlavaForConditionalGeneration")
     report = monkey_patch._apply_liger_kernel_to_instance(model=model, rope=False, rms_norm=False, torch_dtype="auto")
     # The vision model has no row: its LayerNorms are replaced by source.
-    assert {entry.switch for entry in report.replaced} == {"swiglu", "layer_norm", FUSED} and "llava" in TINY_MODELS
+    assert {entry.switch for entry in report.replaced} == {"swiglu", "layer_norm", "layers", FUSED} and "llava" in TINY_MODELS
     report.undo()
     assert monkey_patch.switches_of(monkey_patch.apply_liger_kernel_to_llava) >= {"rope", "swiglu", FUSED}
     with pytest.raises(TypeError, match="str"):

@@ -127,6 +127,7 @@ class Kept:
 def make_plan(model: nn.Module, loss: Callable[[], Tensor], budget, more_bytes: int, agree: bool) -> Plan:
     """The plan for the step of which `loss` computes the loss; `more_bytes` are added to its peak. With `agree` all
     processes call it, and have one plan."""
+    bytes_of(budget)
     if not model.training:
         raise ValueError("memory.plan: the model is in evaluation, where transformers checkpoints nothing")
     layers = layers_of(model)

@@ -36,10 +36,11 @@ def is_bare(module: nn.Module) -> bool:
     return not any(_GLOBAL.values())
 
 
-#: What modules of transformers call the activation that they hold, and the submodules that forwards of gated MLPs call.
+#: What modules of transformers call the activation that they hold, and the submodules that forwards of gated MLPs call,
+#: if only to read a parameter (torch.nn.utils.parametrize).
 _ACTIVATIONS = ("act_fn", "activation_fn", "act", "activation")
 _CALLED = frozenset(
-    ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3", "input_linear", "output_linear")
+    ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3", "input_linear", "output_linear", "parametrizations")
 )
 
 
@@ -114,15 +115,21 @@ def _has_kernels(device, kernels):
     return key in _covered
 
 
+def is_transformed() -> bool:
+    """Whether a transform of torch.func (grad, vjp, vmap) is active."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 # What torch.compiler.assume_constant_result does. That function imports torch._dynamo, which takes two seconds, also
-# where nothing is compiled.
-vars(_has_kernels)["_dynamo_marked_constant"] = True
+# where nothing is compiled. Compiled code is guarded by the transforms under which it was traced.
+for _constant in (_has_kernels, is_transformed):
+    vars(_constant)["_dynamo_marked_constant"] = True
 
 
 def kernels_cover(tensor: torch.Tensor, kernels: tuple[str, ...] = ()) -> bool:
     """Whether the library has all of these kernels, or any if none is named, for the tensor's dtype and device, and
     nobody transforms what is done to it, as torch.func's grad and vmap do: operators have no rules for that."""
-    if tensor.dtype not in _DTYPES or torch._C._functorch.peek_interpreter_stack() is not None:
+    if tensor.dtype not in _DTYPES or is_transformed():
         return False
     return tensor.is_meta or _has_kernels(tensor.device, kernels)
 

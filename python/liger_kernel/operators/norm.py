@@ -197,7 +197,8 @@ class LigerDyTFunction:
 
 
 def _eps(module: Any) -> float:
-    """The eps of a norm, which transformers calls by either name: read when it runs, from what the module has now."""
+    """The eps of a norm, which transformers calls by either name: what the module has now. Forwards call this, not the
+    property, because they also run on modules of other classes."""
     own = module.__dict__
     found = own.get("variance_epsilon")
     return own["eps"] if found is None else found
@@ -250,7 +251,7 @@ class LigerRMSNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return LigerRMSNormFunction.apply(
-            hidden_states, weight_in(self), self.variance_epsilon, self.offset, self.casting_mode
+            hidden_states, weight_in(self), _eps(self), self.offset, self.casting_mode
         )
 
     @staticmethod
@@ -328,7 +329,7 @@ class LigerRMSNormWithoutWeight(LigerRMSNorm):
         super().__init__(hidden_size, eps, casting_mode=casting_mode, elementwise_affine=False)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return LigerRMSNormFunction.apply(hidden_states, None, self.variance_epsilon, 0.0, self.casting_mode)
+        return LigerRMSNormFunction.apply(hidden_states, None, _eps(self), 0.0, self.casting_mode)
 
     @staticmethod
     def as_original(module: Any, x: Tensor) -> Tensor:
@@ -386,7 +387,7 @@ class LigerLayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.randn(hidden_size) if bias else torch.zeros(hidden_size))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return liger_layer_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
+        return liger_layer_norm(hidden_states, self.weight, self.bias, _eps(self))
 
     @staticmethod
     def as_original(module: Any, x: Tensor) -> Tensor | None:

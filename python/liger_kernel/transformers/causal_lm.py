@@ -24,7 +24,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING
 
-from liger_kernel.operators.coverage import result_changed_by
+from liger_kernel.operators.coverage import is_transformed, result_changed_by
 from liger_kernel.transformers.families import CausalLM
 from liger_kernel.transformers.head import describe, head_of, prepare_head
 from liger_kernel.transformers.logits import Logits, computed
@@ -180,7 +180,7 @@ def fused_forward(original, spec: CausalLM, order: tuple[str, ...] = ()):
 
 def _can_fuse(model, spec, options):
     head = head_of(model, spec)
-    if head is None:
+    if head is None or is_transformed():
         return False
     if function := own_loss(model):
         reason = names_of_loss(function)

@@ -6,6 +6,7 @@ adapters, DoRA and other variants, biases of an adapter, hooks, sharded weights,
 way than bitsandbytes' four bits, and without autocast an adapter of another dtype than the input's.
 """
 
+import operator
 import sys
 import weakref
 from collections import Counter
@@ -57,7 +58,10 @@ def _adapter_of(module, x):
         return None
     if type(dropout) is nn.Identity or type(dropout) is nn.Dropout and not (dropout.p and dropout.training):
         dropout = None
-    return Adapter(a, b, float(module.scaling[name]), dropout)
+    scale = module.scaling[name]
+    if isinstance(scale, torch.Tensor):  # as PEFT's hot-swapping has it: the host would wait for its value
+        return None
+    return Adapter(a, b, scale, dropout)
 
 
 def _weight_of(layer, x):
@@ -259,11 +263,17 @@ def watch_adapters(model, report: Report) -> None:
 
 @torch.compiler.disable
 def follow_adapters(model) -> None:
-    """Fuse what was added to a patched model since the last call. PEFT keeps a dict of adapters on the model."""
-    adapters, seen = vars(model).get("peft_config"), vars(model).get("liger_adapters")
-    if adapters is None or seen is not None and seen[0] is adapters and seen[1] == (*adapters,):
+    """Fuse what was added to a patched model since the last call. PEFT keeps a dict of adapters on the model, whose
+    configurations are other ones where an adapter has been deleted and added again under its name."""
+    adapters, seen = vars(model).get("peft_config"), vars(model).get("liger_adapters", ())
+    if adapters is None:
         return
-    model.liger_adapters = adapters, (*adapters,)
+    now = [adapters]
+    for config in adapters.values():
+        now += config, getattr(config, "target_modules", None)
+    if len(seen) == len(now) and all(map(operator.is_, seen, now)):
+        return
+    model.liger_adapters = now
     report = Report.kept_on(model) or Report(type(model).__name__)
     done, kept = fuse_adapters(model, report.edits)
     report.replaced = [entry for entry in report.replaced if entry.switch != "lora"] + done

@@ -72,7 +72,7 @@ def _apply_function(row):
         if twice := given.keys() & kwargs.keys():
             raise TypeError(f"{apply.__name__} got {', '.join(sorted(twice))} twice")
         given |= kwargs
-        others = {name: given.pop(name) for name in list(given) if takes_others and name not in names}
+        others = {name: given.pop(name) for name in list(given) if takes_others and name not in (*switches, "model")}
         report = patch(row, **given)
         try:
             _patch_held(
