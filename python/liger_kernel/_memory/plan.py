@@ -230,4 +230,4 @@ class Planner:
         finally:
             self.busy = False
         self.tokens = tokens  # not where the batch, or memory, was at fault: the next one plans
-        log.warning("memory budget, for %d tokens:\n%s", tokens, self.plan)
+        log.warning("memory budget, for %d tokens:\n%s", tokens, str(self.plan))  # a record that is kept keeps no model
