@@ -97,7 +97,15 @@ def test_applying_twice_changes_nothing_more(family, patched):
     model = class_of(family)(config_of(family)).train()
     kinds = [type(module) for module in model.modules()]
     report = patched(family, model, strict=True)
-    switches = ["rms_norm", _gate(family), "rope", "layers", "layers", "layers", FUSED]  # parts, layers and attention, the loss
+    switches = [
+        "rms_norm",
+        _gate(family),
+        "rope",
+        "layers",
+        "layers",
+        "layers",
+        FUSED,
+    ]  # parts, layers and attention, the loss
     assert [entry.switch for entry in report.replaced if entry.count] == switches
     assert [type(module) for module in model.modules()] == kinds
     assert model(**batch()).logits is None

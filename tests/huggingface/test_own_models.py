@@ -319,7 +319,12 @@ def test_a_composite_models_switches_reach_the_model_in_it(patched):
     model = model_of("llava", "LlavaForConditionalGeneration")
     report = monkey_patch._apply_liger_kernel_to_instance(model=model, rope=False, rms_norm=False, torch_dtype="auto")
     # The vision model has no row: its LayerNorms are replaced by source.
-    assert {entry.switch for entry in report.replaced} == {"swiglu", "layer_norm", "layers", FUSED} and "llava" in TINY_MODELS
+    assert {entry.switch for entry in report.replaced} == {
+        "swiglu",
+        "layer_norm",
+        "layers",
+        FUSED,
+    } and "llava" in TINY_MODELS
     report.undo()
     assert monkey_patch.switches_of(monkey_patch.apply_liger_kernel_to_llava) >= {"rope", "swiglu", FUSED}
     with pytest.raises(TypeError, match="str"):

@@ -55,7 +55,11 @@ def test_a_step_as_the_modules_compute_it(family, dtype, patched):
     report = patched(family, model)
     by = {entry.by: entry for entry in report.replaced}
     assert by["fused_add_rms_norm"].count == by["qkv"].count == by["gated_mlp"].count == model.config.num_hidden_layers
-    assert "DecoderLayer" in by["fused_add_rms_norm"].name and "Attention" in by["qkv"].name and "MLP" in by["gated_mlp"].name
+    assert (
+        "DecoderLayer" in by["fused_add_rms_norm"].name
+        and "Attention" in by["qkv"].name
+        and "MLP" in by["gated_mlp"].name
+    )
     output, found = run(model, **batch())
     assert count(output.loss) == dict.fromkeys(OPERATORS, model.config.num_hidden_layers)
     with Watching():

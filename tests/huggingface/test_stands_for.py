@@ -2,15 +2,17 @@
 
 import copy
 
-import pytest
+import test_families
 import torch
 from conftest import TOLERANCE
 from liger_kernel.transformers.causal_lm import names_in, original_forward
 from liger_kernel.transformers.families import FAMILIES
-from test_families import _loss, apply, family, inputs, kind, switches_of  # noqa: F401  (fixtures)
+from test_families import switches_of
 from tiny import model_of
 from torch import nn
 from transformers import PreTrainedModel
+
+apply, family, inputs, kind = (getattr(test_families, name) for name in ("apply", "family", "inputs", "kind"))
 
 
 class Larger(nn.Module):
@@ -54,7 +56,7 @@ def parts_of(model):
 
 def loss_of(model, inputs):
     torch.manual_seed(0)
-    return _loss(model(**inputs)).detach()
+    return test_families._loss(model(**inputs)).detach()
 
 
 def assert_same_loss(model, reference, inputs, what):
@@ -70,7 +72,7 @@ def assert_same_loss(model, reference, inputs, what):
     return True
 
 
-def test_submodules(family, kind, apply, inputs):  # noqa: F811
+def test_submodules(family, kind, apply, inputs):
     """A hook on any submodule of any replaced module, and another module in its place, change what they change in the
     unpatched model."""
     model, reference = pair(family, kind, apply)
@@ -97,7 +99,7 @@ def test_submodules(family, kind, apply, inputs):  # noqa: F811
     assert tried == 0 or differing > 0
 
 
-def test_plain_attributes(family, kind, apply, inputs):  # noqa: F811
+def test_plain_attributes(family, kind, apply, inputs):
     """Each number that the original forward of a replaced class reads, set on a patched module, has the effect that it
     has on an unpatched one."""
     model, reference = pair(family, kind, apply)

@@ -13,8 +13,8 @@ void check_no_transform(const char* name) {
   try {
     functorch->checkSupportsCppAutogradFunction();
   } catch (const c10::Error&) {
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        false, name, " has no derivative under transforms of torch.func (grad, vjp, jacrev, vmap of these)");
+    TORCH_CHECK_NOT_IMPLEMENTED(false, name,
+                                " has no derivative under transforms of torch.func (grad, vjp, jacrev, vmap of these)");
   }
 }
 

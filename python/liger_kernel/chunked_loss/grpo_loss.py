@@ -4,6 +4,7 @@ liger/ops/preference/policy.h."""
 import torch
 
 from liger_kernel._library import ops
+from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
 from liger_kernel.chunked_loss.losses import GRPO
 from liger_kernel.operators.policy import VESPO
 from liger_kernel.signatures import required, takes

@@ -1,5 +1,6 @@
 """Distillation by the generalised Jensen-Shannon divergence; see losses.py."""
 
+from liger_kernel.chunked_loss.fused_linear_distillation import LigerFusedLinearDistillationBase
 from liger_kernel.chunked_loss.losses import JSD
 
 LigerFusedLinearJSDFunction = JSD.function(__name__)

@@ -40,7 +40,18 @@ def is_bare(module: nn.Module) -> bool:
 #: if only to read a parameter (torch.nn.utils.parametrize).
 _ACTIVATIONS = ("act_fn", "activation_fn", "act", "activation")
 _CALLED = frozenset(
-    ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3", "input_linear", "output_linear", "parametrizations")
+    (
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        "gate_up_proj",
+        "w1",
+        "w2",
+        "w3",
+        "input_linear",
+        "output_linear",
+        "parametrizations",
+    )
 )
 
 

@@ -250,9 +250,7 @@ class LigerRMSNorm(nn.Module):
         self.casting_mode, self.in_place, self.row_mode = casting_mode, in_place, row_mode
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return LigerRMSNormFunction.apply(
-            hidden_states, weight_in(self), _eps(self), self.offset, self.casting_mode
-        )
+        return LigerRMSNormFunction.apply(hidden_states, weight_in(self), _eps(self), self.offset, self.casting_mode)
 
     @staticmethod
     def as_original(module: Any, x: Tensor) -> Tensor:

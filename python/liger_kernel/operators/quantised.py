@@ -19,8 +19,7 @@ def is_linear_in_4_bits(module: nn.Module) -> bool:
 
 def weight_in_4_bits(module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
     """The weight of a Linear4bit that a call with x multiplies by in x's dtype, or in autocast's; None for any other
-    module, where the layer would cast x, and in inference on a CPU, for which bitsandbytes has packed the weight and has
-    a faster product."""
+    module, where the layer would cast x, and in inference on a CPU, for which bitsandbytes has packed the weight."""
     if not is_linear_in_4_bits(module):
         return None
     weight, device = module.weight, x.device.type

@@ -77,19 +77,19 @@ class LigerFusedLinearScaledCrossEntropyFunction:
 class LigerFusedLinearScaledCrossEntropyTPFunction:
     @staticmethod
     def apply(
-        _input: Tensor, weight: Tensor, target: Tensor, tp_group: Any, temperature: float = 1.0,
+        input: Tensor, weight: Tensor, target: Tensor, tp_group: Any, temperature: float = 1.0,
         ignore_index: int = -100, tiles_per_reduce: int = 1, return_entropy: bool = False,
     ) -> Any:  # fmt: skip
         """LigerFusedLinearScaledCrossEntropyFunction under a head whose classes are spread over the ranks of tp_group
         in their order: weight [V of this rank, H], as many on each.
 
-        _input and target are the same on all ranks, and so are the results. The gradient of _input is the sum over the
+        input and target are the same on all ranks, and so are the results. The gradient of input is the sum over the
         ranks, that of weight is this rank's. tiles_per_reduce changes nothing.
         """
         from liger_kernel.ops.sliced_log_prob import vocab_parallel_linear_log_prob
 
         results = vocab_parallel_linear_log_prob(
-            _input,
+            input,
             weight,
             target,
             tp_group,
@@ -97,7 +97,7 @@ class LigerFusedLinearScaledCrossEntropyTPFunction:
             ignore_index=ignore_index,
             temperature=float(temperature),
         )
-        return (-results[0], results[1].to(_input.dtype)) if return_entropy else -results
+        return (-results[0], results[1].to(input.dtype)) if return_entropy else -results
 
 
 def _check_selected(ids, weight):

@@ -30,7 +30,11 @@ from liger_kernel.transformers.multi_token_attention import LigerMultiTokenAtten
 from liger_kernel.transformers.poly_norm import LigerPolyNorm
 from liger_kernel.transformers.qwen2vl_mrope import liger_multimodal_rotary_pos_emb
 from liger_kernel.transformers.relu_squared import LigerReLUSquared
-from liger_kernel.transformers.rms_norm import LigerRMSNorm
+from liger_kernel.transformers.rms_norm import (  # noqa: F401
+    LigerRMSNorm,
+    LigerRMSNormForMuseGlimmer,
+    LigerRMSNormForMuseGlimmerTextCentered,
+)
 from liger_kernel.transformers.rope import liger_rotary_pos_emb
 from liger_kernel.transformers.router import LigerRouter
 from liger_kernel.transformers.softmax import LigerSoftmax
@@ -42,6 +46,7 @@ from liger_kernel.transformers.swiglu import (
     LigerPhi3SwiGLUMLP,
     LigerQwen3MoeSwiGLUMLP,
     LigerSwiGLUMLP,
+    LigerSwiGLUMLPForMuseGlimmer,  # noqa: F401
 )
 from liger_kernel.transformers.tiled_mlp import LigerTiledGEGLUMLP, LigerTiledSwiGLUMLP
 from liger_kernel.transformers.tvd import LigerTVDLoss

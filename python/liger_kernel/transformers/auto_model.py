@@ -4,6 +4,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from liger_kernel.transformers import monkey_patch
 from liger_kernel.transformers.families import SWITCHES
+from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
 
 def _get_model_config(model_dir, **model_init_kwargs):
@@ -14,7 +15,7 @@ def _patch_type(config, kwargs):
     """Patch the classes for a config; the keywords that are no switches of its family, and those that are where it has
     no row and the model is to be patched when it is made."""
     model_type = getattr(config, "model_type", None)
-    apply = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
+    apply = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
     names = monkey_patch.switches_of(apply) if apply else {*SWITCHES, "by_source"}
     rest = {name: value for name, value in kwargs.items() if name not in names}
     if apply is not None:

@@ -1,3 +1,9 @@
-from liger_kernel.operators.loss import LigerCrossEntropyFunction, LigerCrossEntropyLoss, check_options, vars_of
+from liger_kernel.operators.loss import (
+    CrossEntropyOutput,
+    LigerCrossEntropyFunction,
+    LigerCrossEntropyLoss,
+    check_options,
+    vars_of,
+)
 
 __all__ = ["LigerCrossEntropyLoss"]

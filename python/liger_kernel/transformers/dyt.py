@@ -1,1 +1,1 @@
-from liger_kernel.operators.norm import LigerDyT
+from liger_kernel.operators.norm import LigerDyT, LigerDyTFunction

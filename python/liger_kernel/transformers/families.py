@@ -142,7 +142,7 @@ SWITCHES = {
     "relu_squared": "the squared ReLU",
     "xielu": "xIELU",
     "router": "the routers of experts, and their load-balancing loss",
-    "layers": "several steps of a layer as one operator: q, k and v; a gated MLP; the residual sum and the norm after it",
+    "layers": "steps of a layer as one operator: q, k and v; a gated MLP; the residual sum and the norm after it",
     "lora": "linear layers with LoRA adapters of PEFT, and gated MLPs of them",
 }
 

@@ -1,6 +1,11 @@
 """The operators as functions."""
 
 from liger_kernel.operators.activation import (
+    LigerGELUMulFunction,
+    LigerReLUSquaredFunction,
+    LigerSiLUMulFunction,
+    LigerSoftmaxFunction,
+    LigerSparsemaxFunction,
     liger_geglu,
     liger_relu_squared,
     liger_softmax,
@@ -8,8 +13,17 @@ from liger_kernel.operators.activation import (
     liger_swiglu,
     liger_xielu,
 )
-from liger_kernel.operators.attention import liger_fused_neighborhood_attention, liger_multi_token_attention
+from liger_kernel.operators.attention import (
+    LigerFusedNeighborhoodAttentionFunction,
+    LigerMultiTokenAttentionFunction,
+    liger_fused_neighborhood_attention,
+    liger_multi_token_attention,
+)
 from liger_kernel.operators.connections import (
+    LigerAttnResFunction,
+    LigerMHCCoeffsFunction,
+    LigerMHCPostResFunction,
+    LigerMHCPreFunction,
     liger_attn_res,
     liger_mhc_apply,
     liger_mhc_coeffs,
@@ -17,11 +31,15 @@ from liger_kernel.operators.connections import (
     liger_mhc_post_res,
     liger_mhc_pre,
 )
-from liger_kernel.operators.distillation import liger_fused_linear_jsd
+from liger_kernel.operators.distillation import LigerFusedLinearJSDFunction, liger_fused_linear_jsd
 from liger_kernel.operators.gated_norm import liger_gated_rms_norm
 from liger_kernel.operators.head import liger_fused_linear_cross_entropy
 from liger_kernel.operators.loss import (
     CrossEntropyOutput,
+    LigerCrossEntropyFunction,
+    LigerJSDFunction,
+    LigerKLDivLossFunction,
+    LigerTVDLossFunction,
     liger_cross_entropy,
     liger_jsd,
     liger_kl_div,
@@ -29,6 +47,13 @@ from liger_kernel.operators.loss import (
     liger_tvd,
 )
 from liger_kernel.operators.norm import (
+    LigerDyTFunction,
+    LigerFusedAddRMSNormFunction,
+    LigerGroupNormFunction,
+    LigerLayerNormFunction,
+    LigerModulatedRMSNormFunction,
+    LigerPolyNormFunction,
+    LigerRMSNormFunction,
     liger_dyt,
     liger_fused_add_rms_norm,
     liger_group_norm,
@@ -37,10 +62,17 @@ from liger_kernel.operators.norm import (
     liger_poly_norm,
     liger_rms_norm,
 )
-from liger_kernel.operators.rope import liger_qwen2vl_mrope, liger_rope, liger_rope_packed
+from liger_kernel.operators.rope import (
+    LigerQwen2VLMRopeFunction,
+    LigerRopeFunction,
+    liger_qwen2vl_mrope,
+    liger_rope,
+    liger_rope_packed,
+)
 from liger_kernel.operators.router import Routed, liger_expert_load, liger_load_balancing_loss, liger_route
 from liger_kernel.operators.score_centering import fused_linear_score_centering as liger_fused_linear_score_centering
-from liger_kernel.operators.soft_targets import liger_fused_linear_kl_div
+from liger_kernel.operators.soft_targets import LigerFusedLinearKLDivFunction, liger_fused_linear_kl_div
+from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyTPFunction
 
 liger_fused_linear_scaled_cross_entropy_tp = LigerFusedLinearScaledCrossEntropyTPFunction.apply

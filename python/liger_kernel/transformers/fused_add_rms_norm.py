@@ -1,1 +1,1 @@
-from liger_kernel.operators.norm import LigerFusedAddRMSNorm
+from liger_kernel.operators.norm import LigerFusedAddRMSNorm, LigerFusedAddRMSNormFunction

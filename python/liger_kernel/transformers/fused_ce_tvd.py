@@ -1,1 +1,1 @@
-from liger_kernel.operators.soft_targets import LigerFusedCETVDLoss
+from liger_kernel.operators.soft_targets import LigerFusedCETVDFunction, LigerFusedCETVDLoss

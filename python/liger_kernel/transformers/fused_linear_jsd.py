@@ -1,1 +1,1 @@
-from liger_kernel.operators.distillation import LigerFusedLinearJSD
+from liger_kernel.operators.distillation import LigerFusedLinearJSD, LigerFusedLinearJSDFunction

@@ -1,1 +1,1 @@
-from liger_kernel.operators.soft_targets import LigerFusedLinearKLDivLoss
+from liger_kernel.operators.soft_targets import LigerFusedLinearKLDivFunction, LigerFusedLinearKLDivLoss

@@ -1,1 +1,1 @@
-from liger_kernel.operators.norm import LigerGroupNorm
+from liger_kernel.operators.norm import LigerGroupNorm, LigerGroupNormFunction

@@ -1,3 +1,5 @@
+from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
+from liger_kernel.chunked_loss.grpo_loss import get_gamma_weights
 from liger_kernel.operators.policy import (
     GrpoLossFunction,
     _masked_mean,

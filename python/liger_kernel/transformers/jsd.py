@@ -1,1 +1,1 @@
-from liger_kernel.operators.loss import LigerJSD
+from liger_kernel.operators.loss import LigerJSD, LigerJSDFunction

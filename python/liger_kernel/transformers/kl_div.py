@@ -1,1 +1,1 @@
-from liger_kernel.operators.loss import LigerKLDIVLoss
+from liger_kernel.operators.loss import LigerKLDIVLoss, LigerKLDivLossFunction

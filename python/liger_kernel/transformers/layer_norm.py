@@ -1,3 +1,3 @@
-from liger_kernel.operators.norm import LigerLayerNorm, LigerLayerNormForCohere
+from liger_kernel.operators.norm import LigerLayerNorm, LigerLayerNormForCohere, LigerLayerNormFunction
 
 __all__ = ["LigerLayerNorm", "LigerLayerNormForCohere"]

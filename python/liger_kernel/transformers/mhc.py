@@ -3,4 +3,7 @@ from liger_kernel.operators.connections import (
     LigerMHCCoeffsFunction,
     LigerMHCPostResFunction,
     LigerMHCPreFunction,
+    liger_mhc_coeffs,
+    liger_mhc_post_res,
+    liger_mhc_pre,
 )

@@ -1,1 +1,1 @@
-from liger_kernel.operators.norm import LigerModulatedRMSNorm
+from liger_kernel.operators.norm import LigerModulatedRMSNorm, LigerModulatedRMSNormFunction

@@ -1,5 +1,6 @@
 """`apply_liger_kernel_to_<family>` and the other patching functions, made from the table of families."""
 
+import importlib
 import inspect
 import logging
 import types
@@ -21,9 +22,23 @@ from liger_kernel.transformers.layer_norm import LigerLayerNorm
 from liger_kernel.transformers.qwen2vl_mrope import liger_multimodal_rotary_pos_emb
 from liger_kernel.transformers.relu_squared import LigerReLUSquared
 from liger_kernel.transformers.replace import Edits, own_attributes, replace_class
-from liger_kernel.transformers.rms_norm import LigerRMSNorm
-from liger_kernel.transformers.rope import liger_rotary_pos_emb, liger_rotary_pos_emb_vision
-from liger_kernel.transformers.swiglu import LigerBlockSparseTop2MLP, LigerExperts, LigerPhi3SwiGLUMLP, LigerSwiGLUMLP
+from liger_kernel.transformers.rms_norm import (
+    LigerRMSNorm,
+    LigerRMSNormForMuseGlimmer,
+    LigerRMSNormForMuseGlimmerTextCentered,
+)
+from liger_kernel.transformers.rope import (
+    liger_rotary_pos_emb,
+    liger_rotary_pos_emb_gpt_oss,
+    liger_rotary_pos_emb_vision,
+)
+from liger_kernel.transformers.swiglu import (
+    LigerBlockSparseTop2MLP,
+    LigerExperts,
+    LigerPhi3SwiGLUMLP,
+    LigerSwiGLUMLP,
+    LigerSwiGLUMLPForMuseGlimmer,
+)
 from liger_kernel.utils import PEFT_AVAILABLE, warn_once
 
 transformer_version = version.parse(transformers.__version__)
@@ -205,6 +220,9 @@ def _apply_liger_kernel_to_instance(
 
 
 def __getattr__(name):
+    # Before the lookup, which imports: inspect.getmodule asks for __file__.
+    if name.endswith("_lce_forward") and (family := name.removesuffix("_lce_forward")) in FAMILIES:
+        return importlib.import_module(f"liger_kernel.transformers.model.{family}").lce_forward
     raise missing(__name__, name)
 
 

@@ -41,6 +41,7 @@ from liger_kernel.transformers.replace import (
     variant,
     with_globals,
 )
+from liger_kernel.transformers.replaced import ReplacedCall, ReplacedModule, is_one_operator, replacement
 from liger_kernel.transformers.report import Replacement, Report, Skip
 from liger_kernel.transformers.rewrite import ADD_AND_NORM, OPERATORS, PROJECTIONS, rewrite_classes, rewrite_modules
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
@@ -246,7 +247,7 @@ class _Patcher:
             self._skip(swap.switch, name, TABLES)
         else:
             swap, target = targets[0]
-            self.edits.set(self.namespace, name, _replacement(original, swap, target, "layers" in self.on))
+            self.edits.set(self.namespace, name, replacement(original, swap, target, "layers" in self.on))
             self._done(swap.switch, name, swap.load(target).__name__)
 
     def _convert(self, swaps, name):
@@ -330,8 +331,8 @@ class _Patcher:
         """The classes of gated MLPs that are one operator, by name, with the number of modules."""
         if self.model is None:
             bound = {name: getattr(self.namespace, name, None) for name in self.swaps}
-            return {name: None for name, cls in bound.items() if _is_one_operator(cls)}
-        found = [original_class(module).__name__ for module in self.modules if _is_one_operator(type(module))]
+            return {name: None for name, cls in bound.items() if is_one_operator(cls)}
+        found = [original_class(module).__name__ for module in self.modules if is_one_operator(type(module))]
         return Counter(found)
 
     def _loss_classes(self):
@@ -446,70 +447,3 @@ class AfterInit:
 
         finish.liger_after_init = self
         return finish
-
-
-def _is_one_operator(cls) -> bool:
-    """Whether the forward of a class of modules is one operator where its submodules are what they seem to be."""
-    return getattr(cls, "liger_whole", False)
-
-
-def _replacement(original, swap, target, whole=True):
-    """What a name of a modeling module is bound to in place of `original`."""
-    part = swap.load(target)
-    if not isinstance(part, type):
-        return in_place_of(part, as_written(original), swap.switch == "rope")
-    if not isinstance(original, type):
-        return part
-    part = ReplacedModule(part, swap.activations, is_known(target, original), whole=whole)
-    return original if is_variant(original, part) else variant(original, part)
-
-
-@dataclass(frozen=True)
-class ReplacedCall:
-    """The part whose forward is the class's own, but that it calls `target` where it names the function `name`."""
-
-    name: str
-    swap: Swap
-    target: str
-
-    def __call__(self, base):
-        original = inspect.unwrap(base.forward).__globals__[self.name]
-        function = _replacement(original, self.swap, self.target)
-        return base.__name__, (base,), {"forward": with_globals(base.forward, {self.name: function})}
-
-
-@dataclass(frozen=True)
-class ReplacedModule:
-    """The part that computes as the class `part` does, and as the original where there are no kernels.
-
-    A module of it is made as the original is. One that comes out with another activation than `activations` stays an
-    original, and so does, unless `tried` says that it was, one whose forward turns out to compute something else.
-    `kinds` are the classes of activations where there are no such names, because a module was tried. Without `whole` a
-    gated MLP calls its submodules.
-    """
-
-    part: type
-    activations: tuple[str, ...] = ()
-    tried: bool = True
-    kinds: frozenset = frozenset()
-    whole: bool = True
-
-    def __call__(self, base):
-        @functools.wraps(base.__init__)
-        def __init__(module, *args, **kwargs):
-            base.__init__(module, *args, **kwargs)
-            reason = unfit(module, self.part, self.activations)
-            if not reason and not self.tried and not numeric.computes(self.part, module, base.forward):
-                reason = "it computes something else on random input"
-            if reason:
-                module.__class__ = base
-                warn_once(f"{base.__name__} is not replaced: {reason}")
-            else:
-                vars(module).update(own_attributes(module, self.part))
-
-        kinds = kinds_of(self.activations) if self.activations else self.kinds
-        forward = or_original(self.part, base.forward, kinds)
-        body = {"__init__": __init__, "forward": forward}
-        if _is_one_operator(self.part) and not self.whole:
-            body["liger_whole"] = False
-        return self.part.__name__, (self.part, base), body

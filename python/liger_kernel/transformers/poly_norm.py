@@ -1,1 +1,1 @@
-from liger_kernel.operators.norm import LigerPolyNorm
+from liger_kernel.operators.norm import LigerPolyNorm, LigerPolyNormFunction

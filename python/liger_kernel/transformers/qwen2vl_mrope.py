@@ -1,1 +1,1 @@
-from liger_kernel.operators.rope import liger_multimodal_rotary_pos_emb
+from liger_kernel.operators.rope import LigerQwen2VLMRopeFunction, liger_multimodal_rotary_pos_emb

@@ -1,1 +1,1 @@
-from liger_kernel.operators.activation import LigerReLUSquared
+from liger_kernel.operators.activation import LigerReLUSquared, LigerReLUSquaredFunction

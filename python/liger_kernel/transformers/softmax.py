@@ -1,1 +1,1 @@
-from liger_kernel.operators.activation import LigerSoftmax
+from liger_kernel.operators.activation import LigerSoftmax, LigerSoftmaxFunction

@@ -1,1 +1,1 @@
-from liger_kernel.operators.activation import LigerSparsemax
+from liger_kernel.operators.activation import LigerSparsemax, LigerSparsemaxFunction

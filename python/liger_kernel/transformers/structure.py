@@ -87,7 +87,9 @@ def _try_unknown(model, report, on, layers):
             continue
         part = swap.load(target)
         kinds = kinds_in(module) if name == "mlp" else frozenset()
-        replace_class(module, ReplacedModule(part, kinds=kinds, whole=layers), report.edits, **own_attributes(module, part))
+        replace_class(
+            module, ReplacedModule(part, kinds=kinds, whole=layers), report.edits, **own_attributes(module, part)
+        )
         key = (swap.switch, kind, part.__name__)
         counts[key] = counts.get(key, 0) + 1
     report.replaced += [Replacement(*key, count) for key, count in counts.items()]

@@ -1,4 +1,5 @@
-from liger_kernel.operators.experts import LigerExperts
+from liger_kernel.operators.activation import LigerSiLUMulFunction
+from liger_kernel.operators.experts import LigerExperts, LigerFusedMoEFunction
 from liger_kernel.operators.mlp import (
     LigerBlockSparseTop2MLP,
     LigerClampedSwiGLUMLP,

@@ -1,1 +1,2 @@
-from liger_kernel.operators.mlp import LigerTiledGEGLUMLP, LigerTiledSwiGLUMLP
+from liger_kernel.operators.activation import LigerGELUMulFunction, LigerSiLUMulFunction
+from liger_kernel.operators.mlp import LigerTiledGEGLUMLP, LigerTiledSwiGLUMLP, apply_tiled_mlp

@@ -1,1 +1,1 @@
-from liger_kernel.operators.loss import LigerTVDLoss
+from liger_kernel.operators.loss import LigerTVDLoss, LigerTVDLossFunction

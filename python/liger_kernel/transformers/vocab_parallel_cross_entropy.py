@@ -1,1 +1,5 @@
-from liger_kernel.operators.loss import LigerVocabParallelCrossEntropy, validate_formula_and_mode
+from liger_kernel.operators.loss import (
+    LigerVocabParallelCEFunction,
+    LigerVocabParallelCrossEntropy,
+    validate_formula_and_mode,
+)

@@ -1,1 +1,1 @@
-from liger_kernel.operators.embedding import LigerEmbedding
+from liger_kernel.operators.embedding import LigerEmbedding, LigerEmbeddingFunction

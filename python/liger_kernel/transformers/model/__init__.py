@@ -1,5 +1,7 @@
 """Fused-loss forwards and losses; `model.<module>.lce_forward` is made from the family's row when it is asked for."""
 
+import importlib
+import re
 import sys
 import types
 
@@ -76,6 +78,13 @@ _NAMES = {
     "qwen3_5": {"lce_forward_for_multimodal": ("qwen3_5", "Qwen3_5ForConditionalGeneration")},
     "qwen3_5_moe": {"lce_forward_conditional_generation": ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration")},
 }
+# What callers import from any of these modules -> where it is.
+_SHARED = {
+    "lce_maybe_trainable_lm_head|_liger_for_causal_lm_loss": "liger_kernel.transformers.head",
+    "LigerForCausalLMLoss|unpack_cross_entropy_result": f"{__name__}.loss_utils",
+    r"Liger\w*CausalLMOutputWithPast": f"{__name__}.output_classes",
+    "PEFT_AVAILABLE": "liger_kernel.utils",
+}
 _ELSEWHERE = ("gemma3_text", "gemma4_text", "hunyuan_v1_dense", "hunyuan_v1_moe")
 
 
@@ -84,14 +93,14 @@ def _forwards_module(name, forwards):
     module = types.ModuleType(f"{__name__}.{name}", f"The fused-loss forward of {name}.")
 
     def __getattr__(attribute):
-        heads = ("lce_maybe_trainable_lm_head", "_liger_for_causal_lm_loss") if name in ("llama", "smollm3") else ()
         # Before any import: inspect.getmodule asks all modules for __file__, also while transformers is being imported.
-        if attribute not in (*forwards, *heads):
+        home = next((home for names, home in _SHARED.items() if re.fullmatch(names, attribute)), None)
+        if home is not None:
+            return getattr(importlib.import_module(home), attribute)
+        if attribute not in forwards:
             raise AttributeError(f"module {module.__name__!r} has no attribute {attribute!r}")
-        from liger_kernel.transformers import causal_lm, head
+        from liger_kernel.transformers import causal_lm
 
-        if attribute in heads:
-            return getattr(head, attribute)
         family, class_name = forwards[attribute]
         row = FAMILIES[family]
         original = causal_lm.original_forward(getattr(row.namespace(), class_name))

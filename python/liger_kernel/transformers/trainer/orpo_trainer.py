@@ -1,5 +1,6 @@
 """LigerORPOTrainer, and the helper that others import from here, which needs no TRL."""
 
+from liger_kernel.chunked_loss import LigerFusedLinearORPOLoss
 from liger_kernel.transformers.fsdp import _FSDPForwardRedirection
 
 
