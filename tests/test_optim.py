@@ -264,3 +264,80 @@ def test_captured():
         optimizers[1].clip_grad_norm_(1.0)
         optimizers[1].step()
     assert all(torch.equal(p, q) for p, q in zip(own, eager))
+
+
+@pytest.mark.parametrize("state_dtype, master_weights", [(None, False), (torch.float32, False), (None, True)])
+def test_mixed_dtypes(state_dtype, master_weights, device):
+    """One group of float32, bfloat16 and float16 parameters, as of a model with float norms or adapters: each is
+    updated as alone."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    own = [p for dtype in dtypes for p in parameters(dtype, device)]
+    apart = [parameters(dtype, device) for dtype in dtypes]
+    options = dict(state_dtype=state_dtype, master_weights=master_weights, **HYPER)
+    together, alone = LigerAdamW(own, **options), [LigerAdamW(each, **options) for each in apart]
+    for t in range(3):
+        for number, each in enumerate(apart):
+            set_gradients(each, 10 * t + number)
+        for p, q in zip(own, (q for each in apart for q in each)):
+            p.grad = q.grad.clone()
+        for optimizer in (together, *alone):
+            optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(own, (q for each in apart for q in each)))
+    assert all(("master" in together.state[p]) == (master_weights and p.dtype != torch.float32) for p in own)
+
+
+def test_options_of_others_are_refused(device):
+    own = parameters(torch.float32, device)
+    for name, value in (("amsgrad", True), ("nesterov", True), ("momentum", 0.9), ("differentiable", True)):
+        with pytest.raises(ValueError, match=f"LigerAdamW has no {name}"):
+            LigerAdamW([{"params": own, name: value}])
+    LigerAdamW([{"params": own, "amsgrad": False, "momentum": 0, "name": "decayed", "lr_scale": 2.0}])
+    optimizer = LigerAdamW(own)
+    set_gradients(own, 0)
+    optimizer.param_groups[0]["amsgrad"] = True
+    with pytest.raises(ValueError, match="amsgrad"):
+        optimizer.step()
+    for theirs, words in (
+        (torch.optim.AdamW(own, amsgrad=True), "amsgrad"),
+        (torch.optim.SGD(own, momentum=0.9), "dampening|momentum"),
+        (torch.optim.Adam(own, weight_decay=0.1), "torch.optim.Adam"),
+    ):
+        theirs.step()
+        state = theirs.state_dict()
+        with pytest.raises(ValueError, match=words):
+            LigerAdamW(own).load_state_dict(state)
+    state = torch.optim.AdamW(own, amsgrad=True)
+    state.step()
+    state = state.state_dict()
+    state["param_groups"][0]["amsgrad"] = False  # its state still says so
+    with pytest.raises(ValueError, match="max_exp_avg_sq"):
+        LigerAdamW(own).load_state_dict(state)
+    theirs = torch.optim.Adam(own)
+    theirs.step()
+    LigerAdamW(own).load_state_dict(theirs.state_dict())
+
+
+@pytest.mark.parametrize("how", ["zero_grad", "new gradients", "none"])
+def test_a_clipping_whose_step_was_skipped(how, device):
+    """Its factor scales no other gradients."""
+    ours, theirs = parameters(torch.float32, device), parameters(torch.float32, device)
+    optimizers = LigerAdamW(ours, **HYPER), torch.optim.AdamW(theirs, **HYPER)
+    set_gradients(ours, 0)
+    optimizers[0].clip_grad_norm_(1e-3)  # and the step is skipped, as a gradient scaler does
+    if how == "zero_grad":
+        for p in ours:
+            p.grad.zero_()
+        optimizers[0].zero_grad(set_to_none=False)
+        kept = [p.grad for p in ours]
+        set_gradients(theirs, 1)
+        for gradient, p in zip(kept, theirs):
+            gradient.copy_(p.grad)
+    else:
+        set_gradients(ours, 1), set_gradients(theirs, 1)
+    if how == "none":
+        for each in (ours, theirs):
+            each[0].grad = None
+    for optimizer in optimizers:
+        optimizer.step()
+    for p, q in zip(ours, theirs):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)

@@ -19,9 +19,9 @@ _STATES = {"step", "exp_avg", "exp_avg_sq", "master"}
 def _foreign_options() -> frozenset[str]:
     """The options of torch's optimizers that this one has not."""
     optimizers = [o for o in vars(torch.optim).values() if isinstance(o, type) and issubclass(o, torch.optim.Optimizer)]
-    every = {name for optimizer in optimizers for name in inspect.signature(optimizer.__init__).parameters}
-    own = {*inspect.signature(LigerAdamW.__init__).parameters, "foreach", "fused"}
-    return frozenset(every - own - {"args", "kwargs", "defaults", "self", "params", "decoupled_weight_decay"})
+    every = {name for optimizer in optimizers for name in inspect.signature(optimizer).parameters}
+    own = {*inspect.signature(LigerAdamW).parameters, "foreach", "fused"}
+    return frozenset(every - own - {"args", "kwargs", "defaults", "decoupled_weight_decay"})
 
 
 def _check_options(group: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 import copy
 import gc
 import logging
+import os
 import pathlib
 import sys
 import weakref
@@ -10,11 +11,14 @@ import weakref
 import peft
 import pytest
 import torch
-from conftest import batch, make
+from conftest import VOCABULARY, batch, make
 from liger_kernel import memory
 from liger_kernel._memory.layers import Host
+from liger_kernel._memory.measure import _Call
+from liger_kernel._memory.plan import bytes_of
+from liger_kernel.transformers import _apply_liger_kernel_to_instance
 from test_recompute import Storages, same, step
-from transformers import Trainer, TrainingArguments
+from transformers import DynamicCache, Trainer, TrainingArguments
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 from ranks import DEVICE, on_ranks  # noqa: E402
@@ -352,3 +356,56 @@ def test_errors_of_keep(patched):
     if next(model.parameters()).device.type == "cpu":
         with pytest.raises(ValueError, match="the model is on cpu"):
             memory.keep(model, "host")
+
+
+def test_a_cache_is_left_out_by_its_type(patched):
+    """Layers are called with a cache, whatever the argument is called, and measured without it."""
+    model = made(patched=patched)
+    model.config.use_cache = True
+    inputs = batch(**INPUTS)
+    expected = step(model, inputs)
+    same(step(model, inputs), expected)
+    plan = memory.plan(model, inputs, between(model, inputs, 0.5)).apply()
+    same(step(model, inputs), expected)
+    plan.undo()
+    layer = torch.nn.Linear(2, 2)
+    for name in ("cache", "past_key_values", "past_key_value", "some_cache"):
+        call = _Call(layer, (torch.ones(1), DynamicCache()), {name: DynamicCache(), "use_cache": True}, "cpu")
+        assert call.args[1] is None and call.kwargs == {name: None, "use_cache": False}
+
+
+def test_a_first_batch_that_fails(patched):
+    """The next batch is planned for."""
+    model = made()
+    _apply_liger_kernel_to_instance(model, memory_budget="1GiB")
+    (planner,) = [hook.__self__ for hook in model._forward_pre_hooks.values() if hasattr(hook, "__self__")]
+    inputs = batch(**INPUTS)
+    for bad in (
+        inputs | {"labels": inputs["labels"] + VOCABULARY},
+        batch(rows=9, length=32) | {"labels": torch.ones(1)},
+    ):
+        with pytest.raises(Exception):
+            model(**bad)
+        assert planner.plan is None
+    model(**inputs)
+    assert planner.plan is not None
+
+
+def test_budgets():
+    device = torch.device("cpu")
+    total, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    assert bytes_of("70GiB") == 70 * 2**30 and bytes_of("70 GB") == 70 * 10**9 and bytes_of(5) == 5
+    assert bytes_of("50%", device) == total * page // 2 and bytes_of(" 12.5 %", device) == total * page // 8
+    assert 0 < bytes_of("auto", device) < total * page
+    for bad in ("much", "5 XiB", "", "1.2.3GB", "%"):
+        with pytest.raises(ValueError, match="a budget is"):
+            bytes_of(bad, device)
+
+
+@pytest.mark.parametrize("budget", ["auto", "90%"])
+def test_a_share_of_the_memory_is_a_budget(budget, patched):
+    model = made()
+    _apply_liger_kernel_to_instance(model, memory_budget=budget)
+    step(model, batch(**INPUTS))
+    with pytest.raises(ValueError, match="a budget is"):
+        _apply_liger_kernel_to_instance(made(), memory_budget="90 percent")

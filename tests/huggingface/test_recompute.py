@@ -1,9 +1,15 @@
 """liger_kernel.memory.recompute: less is kept for backward, and the numbers are the same to the bit."""
 
+import copy
+import io
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from conftest import batch, make
-from liger_kernel.memory import recompute
+from liger_kernel import _recompute
+from liger_kernel.memory import keep, recompute
 from liger_kernel.transformers import LigerRMSNorm
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -209,3 +215,69 @@ def test_without_gradients(patched):
     with torch.no_grad():
         first = model(**batch()).loss
     assert not first.requires_grad and torch.equal(first, model(**batch()).loss)
+
+
+def test_where_hooks_for_saved_tensors_are_forbidden(patched):
+    """The forward runs without it, and the next one with it again."""
+    model = make("llama")
+    patched("llama", model)
+    expected = step(model, batch())
+    recomputed = recompute(model)
+    with torch.autograd.graph.disable_saved_tensors_hooks("forbidden"):
+        same(step(model, batch()), expected)
+    with Storages() as found:
+        loss = model(**batch()).loss
+    recomputed.remove()
+    with Storages() as without:
+        kept = model(**batch()).loss
+    assert found.alive() < without.alive()
+    del loss, kept
+
+
+def test_a_forward_that_raises(patched):
+    """Inside, and in a hook that runs before."""
+    model = make("llama")
+    patched("llama", model)
+    first = model.register_forward_pre_hook(lambda module, args, kwargs: kwargs["fail"](), with_kwargs=True)
+    recompute(model)
+
+    def fail():
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        model(**batch(), fail=fail)
+    first.remove()
+    with pytest.raises(TypeError):
+        model(input_ids=3.5)
+    assert getattr(_recompute._local, "recording", None) is None and not _recompute._recordings
+
+
+@pytest.mark.parametrize("how", ["pickle", "deepcopy", "save"])
+@pytest.mark.parametrize("what", ["recompute", "cheap", "input"])
+def test_copies(what, how, patched):
+    model = make("llama")
+    patched("llama", model)
+    expected = step(model, batch())
+    recompute(model) if what == "recompute" else keep(model, what)
+    if how == "save":
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    else:
+        other = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    for each in (other, model, other):
+        same(step(each, batch()), expected)
+
+
+def test_threads(patched):
+    """Replicas of a model share its hooks, and begin and end at other times."""
+    model = make("llama")
+    patched("llama", model)
+    expected = step(model, batch())
+    recompute(model)
+    replicas = [copy.copy(model) for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        losses = list(pool.map(lambda replica: replica(**batch()).loss.detach(), replicas * 4))
+    assert all(torch.equal(loss, expected[0]) for loss in losses) and not _recompute._recordings
+    same(step(model, batch()), expected)

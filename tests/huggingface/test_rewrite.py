@@ -247,3 +247,33 @@ def test_sums_of_what_the_operator_does_not_take(mixed):
     assert torch.equal(total, a + b) and torch.equal(y, norm(a + b))
     total, y = together.add_and_normalise(norm, a.bfloat16(), a.bfloat16())
     assert torch.equal(y, norm(a.bfloat16() + a.bfloat16())) and "FusedAdd" not in y.grad_fn.name()
+
+
+class Private(nn.Module):
+    """A decoder layer with a name that its class's goes before."""
+
+    def __init__(self):
+        super().__init__()
+        self.__scale = 2.0
+        self.norm = LigerRMSNorm(8)
+
+    def forward(self, hidden_states, residual):
+        hidden_states = self.__scale * hidden_states
+        hidden_states = residual + hidden_states
+        residual = hidden_states
+        hidden_states = self.norm(hidden_states)
+        return hidden_states, residual
+
+
+class Public(Private):
+    def forward(self, hidden_states, residual):
+        hidden_states = residual + hidden_states
+        residual = hidden_states
+        hidden_states = self.norm(hidden_states)
+        return hidden_states, residual
+
+
+def test_private_names_keep_their_forward():
+    """Outside of its class a forward would look for another name."""
+    assert rewritten(Public.forward, BOTH)[1] == {ADD_AND_NORM}
+    assert rewritten(Private.forward, BOTH) == (None, frozenset())
