@@ -265,7 +265,7 @@ def test_an_entry_in_the_mapping(write, monkeypatch):
     )
     assert_close(other(**batch()).loss, expected)
     third = _model(module)
-    report = monkey_patch._apply_liger_kernel_to_instance(model=third, rope=False, other=1)
+    report = monkey_patch._apply_liger_kernel_to_instance(model=third, rope=False)
     assert {entry.switch for entry in report.replaced} == {"rms_norm", "layers", "swiglu", FUSED}
     assert_close(third(**batch()).loss, expected)
     assert third(**batch()).logits is None
@@ -317,7 +317,7 @@ def test_a_composite_models_switches_reach_the_model_in_it(patched):
     from tiny import TINY_MODELS, model_of
 
     model = model_of("llava", "LlavaForConditionalGeneration")
-    report = monkey_patch._apply_liger_kernel_to_instance(model=model, rope=False, rms_norm=False, torch_dtype="auto")
+    report = monkey_patch._apply_liger_kernel_to_instance(model=model, rope=False, rms_norm=False)
     # The vision model has no row: its LayerNorms are replaced by source.
     assert {entry.switch for entry in report.replaced} == {
         "swiglu",

@@ -19,7 +19,8 @@ def _patch_type(config, kwargs):
     names = monkey_patch.switches_of(apply) if apply else {*SWITCHES, "by_source"}
     rest = {name: value for name, value in kwargs.items() if name not in names}
     if apply is not None:
-        monkey_patch._apply_liger_kernel(model_type, **kwargs)
+        known = {name: value for name, value in kwargs.items() if name in SWITCHES or name == "by_source"}
+        monkey_patch._apply_liger_kernel(model_type, **known)
     return rest, None if apply else {name: value for name, value in kwargs.items() if name in names}
 
 

@@ -4,8 +4,9 @@ A row names what the family's Hugging Face module calls its parts and what repla
 the same kinds of parts takes one row here and one row in the list of tiny configurations of the tests.
 """
 
+import difflib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from liger_kernel.utils import warn_once
@@ -410,9 +411,18 @@ def table() -> str:
 MODEL_TYPES = {model_type: row for row in FAMILIES.values() for model_type in row.model_types or (row.name,)}
 
 
-def unsupported(subject: str) -> str:
+def nearest(name: object, known: Iterable[str]) -> str:
+    """The names that one may have been meant to be, for the end of a message."""
+    found = difflib.get_close_matches(str(name), known, 3)
+    return f": did you mean {' or '.join(found)}?" if found else ""
+
+
+def unsupported(subject: str, name: object) -> str:
     """What is said of a model, a type or a family without a row."""
-    return f"no Liger kernels for {subject}, which stays as it is; there are some for {', '.join(MODEL_TYPES)}"
+    return (
+        f"no Liger kernels for {subject}, which stays as it is{nearest(name, MODEL_TYPES) or '.'} liger_kernel."
+        "transformers.monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN and docs/families.md list those that there are"
+    )
 
 
 def missing(module: str, name: str) -> AttributeError:
@@ -420,7 +430,7 @@ def missing(module: str, name: str) -> AttributeError:
     hides it."""
     text, family = f"module {module!r} has no attribute {name!r}", name.removeprefix("apply_liger_kernel_to_")
     if family != name:
-        reason = unsupported(f"the family {family!r}")
+        reason = unsupported(f"the family {family!r}", family)
         warn_once(reason)
         text += f": {reason}"
     return AttributeError(text)

@@ -15,7 +15,7 @@ from liger_kernel.memory import plan_later
 from liger_kernel.operators.coverage import kinds_in
 from liger_kernel.transformers.by_source import row_of
 from liger_kernel.transformers.cross_entropy import LigerCrossEntropyLoss
-from liger_kernel.transformers.families import FAMILIES, MODEL_TYPES, SWITCHES, missing, unsupported
+from liger_kernel.transformers.families import FAMILIES, MODEL_TYPES, SWITCHES, missing, nearest, unsupported
 from liger_kernel.transformers.functional import liger_cross_entropy
 from liger_kernel.transformers.geglu import LigerGEGLUMLP, LigerGEGLUMLPForGemma4
 from liger_kernel.transformers.layer_norm import LigerLayerNorm
@@ -55,6 +55,8 @@ from liger_kernel.transformers.patch import ReplacedModule, Report, patch
 
 logger = logging.getLogger(__name__)
 
+# The keywords of _apply_liger_kernel_to_instance that are no switches of a family.
+_OPTIONS = ("memory_budget", "cuda_graphs", "by_source")
 # The switches that the API has not.
 _OURS = ("router", "layers", "lora")
 
@@ -166,11 +168,19 @@ def switches_of(apply) -> set[str]:
     return named | set(SWITCHES) if len(named) + 1 < len(parameters) else named
 
 
+def _check_options(names):
+    """Raises TypeError for a keyword that is no option of any family."""
+    known = (*SWITCHES, *_OPTIONS)
+    for name in sorted(set(names) - {*known}):
+        raise TypeError(f"unknown option {name!r}{nearest(name, known) or ': known are ' + ', '.join(known)}")
+
+
 def _apply(model_type, found, kwargs):
+    _check_options(kwargs)
     apply, by_source = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type), kwargs.pop("by_source", True)
     if apply is None and not (found and by_source and isinstance(found["model"], PreTrainedModel)):
         model = f"a {type(found['model']).__name__}" if found else "a model"
-        warn_once(unsupported(f"{model} of type {model_type!r}"))
+        warn_once(unsupported(f"{model} of type {model_type!r}", model_type))
         return None
     known = switches_of(apply) if apply else SWITCHES
     kept = {name: value for name, value in kwargs.items() if name in known}
@@ -194,6 +204,8 @@ def _apply_liger_kernel(model_type: str, **kwargs) -> Report | None:
     Args:
         model_type: `config.model_type`.
         kwargs: switches; those that the family does not have are dropped, with a warning if they are on.
+
+    Raises TypeError for a keyword that no family has.
     """
     return _apply(model_type, {}, kwargs)
 
@@ -210,7 +222,10 @@ def _apply_liger_kernel_to_instance(
         cuda_graphs: liger_kernel.graphs.capture_model captures the model.
         kwargs: switches; those that the family does not have are dropped, with a warning if they are on. A type without
             a row has all of them. With by_source=False it stays as it is, with a warning.
+
+    Raises TypeError for a keyword that no family has, and ValueError for a budget that is none.
     """
+    _check_options(kwargs)
     if memory_budget is not None:
         plan_later(model, memory_budget)
     report = _apply(getattr(getattr(model, "config", None), "model_type", None), {"model": model}, kwargs)
