@@ -17,7 +17,7 @@ from liger_kernel.operators.common import beside
 from liger_kernel.operators.coverage import DENSE, GATED_KERNELS, NORM_KERNELS, is_bare, kernels_cover
 from liger_kernel.operators.linear import Layer, layer_of
 from liger_kernel.operators.norm import LigerRMSNorm, casting_code, weight_in
-from liger_kernel.operators.quantised import call
+from liger_kernel.operators.quantised import call, is_in_4_bits
 
 
 def is_recorded(x: Any) -> bool:
@@ -82,8 +82,11 @@ def _together(x, modules, head_dim):
     layers = _layers(x, modules)
     if layers is None or not (is_recorded(x) or _are_adapted(layers) and not x.is_inference()):
         return None
-    tensors = (tensor for layer in layers for tensor in layer[:4])
-    return call("lora_qkv", 3, x, *tensors, *(layer.scale for layer in layers), head_dim)
+    arguments = [*(tensor for layer in layers for tensor in layer[:4]), *(layer.scale for layer in layers)]
+    if not any(is_in_4_bits(layer.weight) for layer in layers):
+        return ops.lora_qkv(x, *arguments, head_dim)
+    found = call("lora_qkv", 3, x, *arguments)
+    return [y.view(*y.shape[:-1], -1, head_dim).transpose(1, 2) for y in found] if head_dim else found
 
 
 @functools.cache

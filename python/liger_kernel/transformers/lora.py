@@ -61,6 +61,8 @@ def _adapter_of(module, x):
     scale = module.scaling[name]
     if isinstance(scale, torch.Tensor):  # as PEFT's hot-swapping has it: the host would wait for its value
         return None
+    if torch.compiler.is_compiling() and scale != 1:  # a number would be a constant of the graph
+        b, scale = b * scale, 1.0
     return Adapter(a, b, scale, dropout)
 
 
@@ -155,6 +157,8 @@ class ParamWrapper:
             return None
         matrices = self.lora_A[active[0]].weight, self.lora_B[active[0]].weight
         if self.num_experts == 1 or reason_to_keep(experts) or any(type(matrix) not in DENSE for matrix in matrices):
+            return None
+        if isinstance(self.scaling[active[0]], torch.Tensor):
             return None
         return self.get_delta_factors(active[0])
 
