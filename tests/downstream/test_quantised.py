@@ -86,7 +86,7 @@ def test_bitsandbytes(kind, head, home, tmp_path, record_property):
 def test_weights_that_evaluation_has_packed(twice, model):
     """On CPUs with bfloat16 bitsandbytes packs a weight when it first runs in evaluation: training goes on with what
     the packed weight stands for, also where a backward is still to come."""
-    config = peft.LoraConfig(r=4, target_modules=[*LINEARS, "k_proj", "up_proj"], init_lora_weights=False)
+    config = peft.LoraConfig(r=4, target_modules=[*LINEARS, "k_proj", "up_proj", "o_proj"], init_lora_weights=False)
     torch.manual_seed(0)
     model = model.to(torch.bfloat16)
     for name, module in list(model.named_modules()):

@@ -45,7 +45,10 @@ def _whole(weight, dtype):
     """A weight in four bits as a matrix."""
     functional, data, state = sys.modules["bitsandbytes"].functional, weight.data, weight.quant_state
     if _is_packed(weight):
-        data, state = functional._convert_weight_packed_for_cpu_inverse(data, copy.copy(state))  # which writes to it
+        scales, state = state.absmax, copy.copy(state)  # which is written to
+        state.original_nested = False
+        data, state = functional._convert_weight_packed_for_cpu_inverse(data, state)
+        state.absmax = scales.t().flatten().float()  # by rows again, which the inverse leaves out
     return functional.dequantize_4bit(data, state).to(dtype)
 
 
