@@ -121,10 +121,11 @@ def test_weights_that_evaluation_has_packed(twice, model):
     weights = [m.weight for m in model.modules() if isinstance(m, Linear4bit)]
     packs = [getattr(w.quant_state, "packing_format_for_cpu", False) for w in weights]
     assert all(packs) == any(packs) == has_avx512bf16()
-    # Packed scales are rounded to bfloat16: 2^-9 of each weight.
+    # Packed scales are rounded to bfloat16, by at most 2^-9 of each weight; the 14 weights are read in forward, and
+    # again in backward for the gradients of two operands.
     for found in (first, gradients(), gradients()):
         for a, b in zip(found, expected):
-            assert (a - b).norm() <= 2.0**-6 * b.norm().clamp(min=1e-3)
+            assert (a - b).norm() <= 3 * 14 * 2.0**-9 * b.norm().clamp(min=1e-3)
 
 
 @pytest.fixture
