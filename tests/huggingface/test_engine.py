@@ -378,8 +378,8 @@ def test_reload_undoes_and_can_be_patched_again():
 def test_by_model_type(family, patched, caplog):
     model = make(family)
     caplog.set_level("INFO")
-    report = monkey_patch._apply_liger_kernel_to_instance(model=model, rope=False, unknown=True)
-    assert isinstance(model.model.norm, LigerRMSNorm) and "unknown" in caplog.text
+    report = monkey_patch._apply_liger_kernel_to_instance(model=model, rope=False, layer_norm=True)
+    assert isinstance(model.model.norm, LigerRMSNorm) and "layer_norm" in caplog.text
     report.undo()
     report = monkey_patch._apply_liger_kernel(family, rms_norm=False)
     assert "rms_norm" not in {entry.switch for entry in report.replaced}
@@ -394,7 +394,7 @@ def test_mapping_entries_may_be_replaced(monkeypatch):
 
     stand_in.__signature__ = inspect.signature(_function("llama"))
     monkeypatch.setitem(monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN, "llama", stand_in)
-    monkey_patch._apply_liger_kernel("llama", rope=False, other=1)
+    monkey_patch._apply_liger_kernel("llama", rope=False, layer_norm=False)
     assert calls == [{"rope": False}]
 
 
@@ -457,3 +457,33 @@ def test_a_head_that_the_forward_does_not_run(level, patched):
     model.load_state_dict(reference.state_dict())
     assert [(entry.switch, entry.reason) for entry in report.skipped] == [(FUSED, "its forward has no output")]
     assert_close(model(**batch()).loss, reference(**batch()).loss)
+
+
+def test_fused_layers_have_a_switch(family, patched):
+    """And rope=False changes the rotary embedding alone."""
+    by = lambda report: {entry.by for entry in report.replaced if entry.switch == "layers"}
+    for switches, expected in (
+        ({"rope": False}, {"gated_mlp", "fused_add_rms_norm", "qkv"}),
+        ({"layers": False}, set()),
+        ({"rms_norm": False}, {"gated_mlp", "qkv"}),
+    ):
+        for level in ("instance", "class"):
+            model = make(family) if level == "instance" else None
+            report = patched(family, model, **switches)
+            assert by(report) == expected, (switches, level)
+            model = model or make(family)
+            output = model(**batch())
+            ran = {name for name in ("lora::MLP", "lora::QKV", "FusedAddRMSNorm") if name in graph_of(output.loss)}
+            names = {"lora::MLP": "gated_mlp", "lora::QKV": "qkv", "FusedAddRMSNorm": "fused_add_rms_norm"}
+            assert {names[name] for name in ran} == expected
+            report.undo()
+
+
+def graph_of(loss):
+    """The names of all nodes of a graph."""
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        if (node := waiting.pop()) is not None and node not in seen:
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return " ".join(node.name() for node in seen)

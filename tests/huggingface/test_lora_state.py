@@ -136,3 +136,14 @@ def test_compiled_scales(hot_swap, patched):
         torch.testing.assert_close(compiled(**batch()).loss, model(**batch()).loss, rtol=TOLERANCE, atol=0)
         seen.append(counter.frame_count)
     assert seen[-1] == seen[-2] <= (1 if hot_swap else 3)
+
+
+def test_the_report_of_a_base_with_a_hook(patched):
+    reference = adapted()
+    ours = copy.deepcopy(reference)
+    for model in (reference, ours):
+        attention_of(model).o_proj.base_layer.register_forward_hook(lambda module, args, y: 1.5 * y)
+    report = patched("llama", ours)
+    counts = {(entry.name, entry.by): entry.count for entry in report.replaced if entry.switch == "lora"}
+    assert counts[("Linear with an adapter", "addmm")] == 1 and counts[("Linear with an adapter", "lora_linear")] == 13
+    assert_same(ours, reference)

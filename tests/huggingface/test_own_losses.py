@@ -4,8 +4,9 @@ import copy
 
 import pytest
 import torch
+import transformers
 from conftest import assert_same_step, batch, class_of, config_of, make
-from liger_kernel.transformers import functional
+from liger_kernel.transformers import _apply_liger_kernel_to_instance, functional
 from liger_kernel.utils import warn_once
 from torch.nn import functional as F
 from transformers.loss import loss_utils
@@ -119,3 +120,24 @@ def test_a_wrapper_of_transformers_loss_is_another(patched, monkeypatch):
     for each in (model, reference):
         each.loss_function = tripled
     assert assert_same_step(model, reference, **batch()).logits is not None
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_dtype_of_torchs_own_loss(dtype, autocast):
+    """A model whose forward calls torch's cross entropy has that function's dtype, patched and not."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=64, d_model=32, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=32)
+    layers = dict(encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2, dropout=0.0)
+    reference = transformers.BartForConditionalGeneration(transformers.BartConfig(**sizes, **layers)).to(dtype).train()
+    model = copy.deepcopy(reference)
+    _apply_liger_kernel_to_instance(model)
+    ids = torch.arange(4, 24).view(2, 10)
+    losses = []
+    for each in (reference, model):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            output = each(input_ids=ids, labels=ids, use_cache=False)
+        losses.append(output.loss)
+        output.loss.backward()
+    assert output.logits is None and losses[0].dtype == losses[1].dtype
+    torch.testing.assert_close(losses[1], losses[0], rtol=2 * torch.finfo(dtype).eps, atol=0)

@@ -181,3 +181,9 @@ def test_an_error_undoes_everything(write, monkeypatch):  # noqa: F811
     with pytest.raises(RuntimeError, match="broken"):
         apply_liger_kernel_by_structure(model)
     assert [type(module) for module in model.modules()] == classes
+
+
+def test_no_row_of_the_report_comes_twice():
+    report = apply_liger_kernel_by_structure(make("SeedOss").train())
+    rows = [(entry.switch, entry.name, entry.by) for entry in report.replaced]
+    assert len(rows) == len(set(rows)) and ("layers", "SeedOssMLP", "gated_mlp") in rows

@@ -174,9 +174,10 @@ def _is_gated_mlp(module) -> bool:
 
 
 def _is_matrix(module) -> bool:
-    """Whether a linear layer, or the base of a LoRA layer, multiplies by a matrix that operators take."""
+    """Whether a linear layer, or the base of a LoRA layer, multiplies by a matrix that operators take, and runs nothing
+    else."""
     base = getattr(module, "base_layer", module)
-    return is_linear_in_4_bits(base) or type(base) is nn.Linear and is_dense(base.weight)
+    return is_bare(base) and (is_linear_in_4_bits(base) or type(base) is nn.Linear and is_dense(base.weight))
 
 
 def _has_experts(module) -> bool:
@@ -241,15 +242,13 @@ def fuse_adapters(model, edits: Edits) -> tuple[list[Replacement], list[Skip]]:
             elif reason := _reason_to_keep(module):
                 kept.setdefault(reason, None)
             else:
-                linears["Linear" if _is_matrix(module) else type(module.base_layer).__name__] += 1
+                kind = type(module.base_layer).__name__
+                linears[("Linear", "lora_linear") if _is_matrix(module) else (kind, "addmm")] += 1
     for module in model.modules():
         of_mlp = [getattr(module, name, None) for name in _PROJECTIONS]
         if _is_gated_mlp(module) and any(is_variant(type(layer), LoRALinear) for layer in of_mlp):
             mlps += all(_is_matrix(layer) for layer in of_mlp)
-    done = [
-        Replacement("lora", f"{base} with an adapter", "lora_linear" if base == "Linear" else "addmm", count)
-        for base, count in linears.items()
-    ]
+    done = [Replacement("lora", f"{base} with an adapter", by, count) for (base, by), count in linears.items()]
     done += [Replacement("lora", "gated MLP with adapters", "gated_mlp", mlps)] if mlps else []
     done += [Replacement("lora", "weight of experts with an adapter", "fused_experts", experts)] if experts else []
     return done, [Skip("lora", "Linear with an adapter", reason) for reason in kept]

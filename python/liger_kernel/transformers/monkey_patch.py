@@ -168,15 +168,16 @@ def switches_of(apply) -> set[str]:
     return named | set(SWITCHES) if len(named) + 1 < len(parameters) else named
 
 
-def _check_options(names):
-    """Raises TypeError for a keyword that is no option of any family."""
-    known = (*SWITCHES, *_OPTIONS)
+def _check_options(model_type, names):
+    """Raises TypeError for a keyword that is no option of any family, nor of the function of this one."""
+    apply = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
+    known = {**SWITCHES, **dict.fromkeys((*_OPTIONS, *(switches_of(apply) if apply else ())))}
     for name in sorted(set(names) - {*known}):
         raise TypeError(f"unknown option {name!r}{nearest(name, known) or ': known are ' + ', '.join(known)}")
 
 
 def _apply(model_type, found, kwargs):
-    _check_options(kwargs)
+    _check_options(model_type, kwargs)
     apply, by_source = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type), kwargs.pop("by_source", True)
     if apply is None and not (found and by_source and isinstance(found["model"], PreTrainedModel)):
         model = f"a {type(found['model']).__name__}" if found else "a model"
@@ -225,10 +226,11 @@ def _apply_liger_kernel_to_instance(
 
     Raises TypeError for a keyword that no family has, and ValueError for a budget that is none.
     """
-    _check_options(kwargs)
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    _check_options(model_type, kwargs)
     if memory_budget is not None:
         plan_later(model, memory_budget)
-    report = _apply(getattr(getattr(model, "config", None), "model_type", None), {"model": model}, kwargs)
+    report = _apply(model_type, {"model": model}, kwargs)
     if cuda_graphs:
         capture_model(model)
     return report
