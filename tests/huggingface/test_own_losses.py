@@ -122,8 +122,17 @@ def test_a_wrapper_of_transformers_loss_is_another(patched, monkeypatch):
     assert assert_same_step(model, reference, **batch()).logits is not None
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype, autocast",
+    [
+        (torch.float32, False),
+        (torch.bfloat16, False),
+        (torch.float16, False),
+        (torch.float32, True),
+        (torch.bfloat16, True),
+    ],
+    ids=str,
+)
 def test_the_dtype_of_torchs_own_loss(dtype, autocast):
     """A model whose forward calls torch's cross entropy has that function's dtype, patched and not."""
     torch.manual_seed(0)
