@@ -70,6 +70,9 @@ def triton_experts(functional, tensors, options):
         return function.apply(x, gate_up, down, index.int(), weights)
 
 
+TRL_MODULES = "chunked_logprob", "chunked_divergence", "logprob_entropy"
+
+
 def trl_kernels(folder):
     """The functions of trl/kernels in `folder`, without the rest of TRL, of which they use one context."""
     for name, path in (("trl", ["trl"]), ("trl.trainer", []), ("trl.trainer.utils", None)):
@@ -77,9 +80,14 @@ def trl_kernels(folder):
         if path is not None:
             module.__path__ = [os.path.join(folder, *path)] if path else []
     sys.modules["trl.trainer.utils"].maybe_gather_lm_head_ctx = lambda *parameters: contextlib.nullcontext()
-    parts = (importlib.import_module(f"trl.kernels.{name}") for name in ("chunked_logprob", "chunked_divergence"))
+    parts = (importlib.import_module(f"trl.kernels.{name}") for name in TRL_MODULES)
     return types.SimpleNamespace(
-        **{name: value for part in parts for name, value in vars(part).items() if name.startswith("Chunked")}
+        **{
+            name: value
+            for part in parts
+            for name, value in vars(part).items()
+            if name.startswith(("Chunked", "select"))
+        }
     )
 
 
