@@ -37,28 +37,22 @@ class Texts {
   }
 
   const Tokenizer& tokenizer() const {
-    if (!tokenizer_) {
-      tokenizer_.emplace(folder_);
-      if (const auto named = setting("eos_token"); !named.is_null()) {
-        const std::string token = named.is_object() ? named.value("content", "") : named.get<std::string>();
-        const auto id = tokenizer_->id(token);
-        TORCH_CHECK(id, folder_, "/tokenizer_config.json: eos_token ", token, " is no token");
-        end_ = *id;
-      }
-    }
+    if (!tokenizer_) tokenizer_.emplace(folder_);
     return *tokenizer_;
   }
 
-  /// Ends a document that does not end with it.
-  void end(std::vector<int64_t>& ids) const {
-    tokenizer();
-    if (end_ && (ids.empty() || ids.back() != *end_)) ids.push_back(*end_);
+  /// As TRL has it: text that does not end with the end token gets it, as text. Where the tokenizer names none, the ids
+  /// get that of config.json.
+  std::vector<int64_t> ended(std::string text) const {
+    const auto& end = tokenizer().eos_token();
+    if (end && !text.ends_with(*end)) text += *end;
+    std::vector<int64_t> ids = tokenizer().encode(text, false);
+    if (!end && end_ && (ids.empty() || ids.back() != *end_)) ids.push_back(*end_);
+    return ids;
   }
 
   std::string chat(const json& messages) const {
-    const bool has_template =
-        fs::exists(fs::path(folder_) / "chat_template.jinja") || !setting("chat_template").is_null();
-    TORCH_CHECK(!has_template,
+    TORCH_CHECK(!tokenizer().has_chat_template(),
                 "the tokenizer has a chat template, which this cannot apply: give \"text\" or \"input_ids\"");
     std::string text;
     for (const json& message : messages)
@@ -68,15 +62,9 @@ class Texts {
   }
 
  private:
-  json setting(const char* name) const {
-    const fs::path file = fs::path(folder_) / "tokenizer_config.json";
-    const json all = fs::exists(file) ? read_json(file.string()) : json::object();
-    return all.contains(name) ? all[name] : json();
-  }
-
   std::string folder_;
   mutable std::optional<Tokenizer> tokenizer_;
-  mutable std::optional<int64_t> end_;
+  std::optional<int64_t> end_;
 };
 
 Data::Data(const std::vector<std::string>& files, const Options& options, const LlamaConfig& config)
@@ -138,17 +126,14 @@ std::vector<int64_t> Data::framed(const Texts& texts, std::vector<int64_t> ids) 
 
 /// As TRL's SFTTrainer: text that does not end with the end token gets it, then come the special tokens around both.
 Data::Document Data::text(const Texts& texts, const std::string& text) {
-  std::vector<int64_t> ids = texts.tokenizer().encode(text, false);
-  texts.end(ids);
-  return {framed(texts, std::move(ids)), {}};
+  return {framed(texts, texts.ended(text)), {}};
 }
 
 /// Prompt and completion as one text, of which the beginning that it shares with the prompt alone is not learnt: the
 /// special tokens before it neither. A completion has none before it.
 Data::Document Data::answer(const Texts& texts, const std::string& prompt, const std::string& completion) {
   const auto asked = texts.tokenizer().encode(prompt, false);
-  std::vector<int64_t> ids = texts.tokenizer().encode(completion, false);
-  texts.end(ids);
+  std::vector<int64_t> ids = texts.ended(completion);
   ids.insert(ids.begin(), asked.begin(), asked.end());
   Document document{framed(texts, std::move(ids)), {}};
   document.labels = document.ids;
