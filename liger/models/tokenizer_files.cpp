@@ -160,10 +160,11 @@ class Folder {
     json bytes = {{"type", "ByteLevel"}, {"add_prefix_space", prefix_space_}, {"use_regex", !class_->words}};
     json cut = bytes;
     if (class_->words)
-      cut = {{"type", "Sequence"},
-             {"pretokenizers",
-              {{{"type", "Split"}, {"pattern", {{"Regex", class_->words}}}, {"behavior", "Isolated"}, {"invert", false}},
-               bytes}}};
+      cut = {
+          {"type", "Sequence"},
+          {"pretokenizers",
+           {{{"type", "Split"}, {"pattern", {{"Regex", class_->words}}}, {"behavior", "Isolated"}, {"invert", false}},
+            bytes}}};
     for (const auto& [name, value] : {std::pair("normalizer", class_->normalizer), std::pair("pre_tokenizer", cut)}) {
       json before = file.value(name, json());
       plain(before);
@@ -366,8 +367,7 @@ class Folder {
   void add_again() {
     std::vector<AddedToken> tokens;
     for (const auto* more : {&named_, &unnamed_})
-      for (const AddedToken& token : *more)
-        tokens.push_back({token.content, false, false, false, /*special=*/true});
+      for (const AddedToken& token : *more) tokens.push_back({token.content, false, false, false, /*special=*/true});
     files_.added.push_back(std::move(tokens));
   }
 
@@ -375,7 +375,7 @@ class Folder {
   std::string path_;                           // of tokenizer_config.json
   std::map<std::string, std::string> source_;  // of fields that another file has
   TokenizerFiles files_;
-  ordered_json fields_;  // of tokenizer_config.json, and what other files add to them
+  ordered_json fields_;                         // of tokenizer_config.json, and what other files add to them
   std::string extra_ = "extra_special_tokens";  // what the file calls them
   const Class* class_ = nullptr;
   bool prefix_space_ = false;

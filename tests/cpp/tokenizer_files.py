@@ -18,8 +18,15 @@ from transformers import tokenization_utils_base, tokenization_utils_tokenizers
 READ, HARMLESS, REFUSED = range(3)
 END, BEGIN = "<|end|>", "<|begin|>"
 TEXTS = [
-    "", "one two  three", "a<|begin|>b<|end|>", " <new> word<new>s <more> x<|image|>y <pad>", "e\u0301t\u00e9 <e\u0301> <\u00e9>",
-    "12345 don't DON'T", "  <|end|>  <new>  x <unk> [PAD] ", "<|endoftext|>end of text", "<s>mid</s>",
+    "",
+    "one two  three",
+    "a<|begin|>b<|end|>",
+    " <new> word<new>s <more> x<|image|>y <pad>",
+    "e\u0301t\u00e9 <e\u0301> <\u00e9>",
+    "12345 don't DON'T",
+    "  <|end|>  <new>  x <unk> [PAD] ",
+    "<|endoftext|>end of text",
+    "<s>mid</s>",
 ]
 
 
@@ -53,38 +60,91 @@ def base():
 # What makes another of each field of tokenizer_config.json: a list of values, and what goes with them.
 NAMED = [END, "<new>", saved("<new>", lstrip=True), saved("<e\u0301>", normalized=True), token("<new>"), None, 3]
 OTHERS = {
-    **{name: NAMED for name in ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")},
+    **{
+        name: NAMED
+        for name in ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+    },
     "tokenizer_class": [
-        "PreTrainedTokenizerFast", "PreTrainedTokenizer", "TokenizersBackend", "LlamaTokenizer", "LlamaTokenizerFast",
-        "Qwen2Tokenizer", "Qwen2TokenizerFast", "GPT2Tokenizer", "GPT2TokenizerFast", "GPTNeoXTokenizerFast",
-        "BertTokenizer", "T5TokenizerFast", "MistralCommonBackend",
+        "PreTrainedTokenizerFast",
+        "PreTrainedTokenizer",
+        "TokenizersBackend",
+        "LlamaTokenizer",
+        "LlamaTokenizerFast",
+        "Qwen2Tokenizer",
+        "Qwen2TokenizerFast",
+        "GPT2Tokenizer",
+        "GPT2TokenizerFast",
+        "GPTNeoXTokenizerFast",
+        "BertTokenizer",
+        "T5TokenizerFast",
+        "MistralCommonBackend",
     ],
     "additional_special_tokens": [
-        ["<new>", "<pad>"], [saved("<new>", rstrip=True), "<|image|>"], [], None, ["<new>", 3], {"a_token": "<new>"},
+        ["<new>", "<pad>"],
+        [saved("<new>", rstrip=True), "<|image|>"],
+        [],
+        None,
+        ["<new>", 3],
+        {"a_token": "<new>"},
     ],
     "extra_special_tokens": [
-        ["<new>", "<pad>"], [saved("<new>", rstrip=True)], {"image_token": "<|image|>", "x": saved("<new>")}, [], None,
-        {"image_token": 3}, "<new>",
+        ["<new>", "<pad>"],
+        [saved("<new>", rstrip=True)],
+        {"image_token": "<|image|>", "x": saved("<new>")},
+        [],
+        None,
+        {"image_token": 3},
+        "<new>",
     ],
     "model_specific_special_tokens": [{"image_token": "<|image|>", "some": "<new>"}, {}, None, ["<new>"]],
     "added_tokens_decoder": [
         {"0": token(END, special=True), "330": token("<new>", special=True), "331": token("<pad>")},
         {"500": token("<new>", lstrip=True), "400": token("<pad>", rstrip=True)},
-        {"330": token("<more>", lstrip=True)}, {"5": token("w", special=True)}, {}, {"x": token("<new>")}, {"5": "w"},
-        {"330": token("<e\u0301>", normalized=True)}, {"330": {"content": "<e\u0301>"}}, {"330": {"content": "<new>", "special": True}},
+        {"330": token("<more>", lstrip=True)},
+        {"5": token("w", special=True)},
+        {},
+        {"x": token("<new>")},
+        {"5": "w"},
+        {"330": token("<e\u0301>", normalized=True)},
+        {"330": {"content": "<e\u0301>"}},
+        {"330": {"content": "<new>", "special": True}},
     ],
     "add_prefix_space": [True, False, None],
     "split_special_tokens": [True, False],
     "chat_template": ["{{ messages }}", [{"name": "default", "template": "x"}], None],
-    "padding_side": ["left", "right", "middle"], "truncation_side": ["left", "right", "middle"],
-    "auto_map": [{"AutoTokenizer": [None, "x.Y"]}], "fast_tokenizer_files": [["tokenizer.json", "tokenizer.4.0.0.json"]],
-    "init_inputs": [[], ["x"]], "model_max_length": [3, 1e30], "max_len": [3], "model_input_names": [["input_ids"]],
-    "errors": ["strict"], "max_length": [3], "stride": [2], "truncation_strategy": ["only_first"],
-    "pad_to_multiple_of": [8], "pad_token_type_id": [2], "chat_control_tokens": [["<new>"]], "vocab": [{"a": 0}],
-    "merges": [[["a", "b"]]], "sp_model_kwargs": [{"enable_sampling": True}], "name_or_path": ["x"], "backend": ["x"],
-    "files_loaded": [["x"]], "processor_class": ["X"], "_commit_hash": ["0"], "response_template": [{"a": 1}],
-    "response_schema": [{"a": 1}], "vocab_file": ["x"], "merges_file": ["x"], "tokenizer_file": ["x"], "unk_id": [3],
-    "token": ["x"], "_spm_precompiled_charsmap": ["x"], "local_files_only": [True], "is_local": [False],
+    "padding_side": ["left", "right", "middle"],
+    "truncation_side": ["left", "right", "middle"],
+    "auto_map": [{"AutoTokenizer": [None, "x.Y"]}],
+    "fast_tokenizer_files": [["tokenizer.json", "tokenizer.4.0.0.json"]],
+    "init_inputs": [[], ["x"]],
+    "model_max_length": [3, 1e30],
+    "max_len": [3],
+    "model_input_names": [["input_ids"]],
+    "errors": ["strict"],
+    "max_length": [3],
+    "stride": [2],
+    "truncation_strategy": ["only_first"],
+    "pad_to_multiple_of": [8],
+    "pad_token_type_id": [2],
+    "chat_control_tokens": [["<new>"]],
+    "vocab": [{"a": 0}],
+    "merges": [[["a", "b"]]],
+    "sp_model_kwargs": [{"enable_sampling": True}],
+    "name_or_path": ["x"],
+    "backend": ["x"],
+    "files_loaded": [["x"]],
+    "processor_class": ["X"],
+    "_commit_hash": ["0"],
+    "response_template": [{"a": 1}],
+    "response_schema": [{"a": 1}],
+    "vocab_file": ["x"],
+    "merges_file": ["x"],
+    "tokenizer_file": ["x"],
+    "unk_id": [3],
+    "token": ["x"],
+    "_spm_precompiled_charsmap": ["x"],
+    "local_files_only": [True],
+    "is_local": [False],
 }
 # Several fields at once, of all files.
 FOLDERS = {
@@ -92,7 +152,9 @@ FOLDERS = {
     "an empty list first": {"tokenizer_config": {"additional_special_tokens": ["<new>"], "extra_special_tokens": []}},
     "names of other tokens": {"tokenizer_config": {"image_token": "<|image|>", "pad_token": "<pad>", "x_token": 3}},
     "an object with another name": {"tokenizer_config": {"image_token": saved("<|image|>"), "a_token": "<new>"}},
-    "their order": {"tokenizer_config": {"z_token": "<new>", "a_token": "<pad>", "unk_token": "<unk>", "bos_token": "<s>"}},
+    "their order": {
+        "tokenizer_config": {"z_token": "<new>", "a_token": "<pad>", "unk_token": "<unk>", "bos_token": "<s>"}
+    },
     "two names of one token": {"tokenizer_config": {"eos_token": saved("<new>", lstrip=True), "pad_token": "<new>"}},
     "a token of the vocabulary": {"tokenizer_config": {"eos_token": "w", "pad_token": "th"}},
     "a decoder names the end": {
@@ -102,7 +164,8 @@ FOLDERS = {
         }
     },
     "a decoder keeps the map out": {
-        "tokenizer_config": {"added_tokens_decoder": {}}, "special_tokens_map": {"eos_token": "<new>"},
+        "tokenizer_config": {"added_tokens_decoder": {}},
+        "special_tokens_map": {"eos_token": "<new>"},
         "added_tokens": {"<pad>": 400},
     },
     "split and a normalized one": {
@@ -122,35 +185,55 @@ FOLDERS = {
     },
     "the map's extra names": {"special_tokens_map": {"extra_special_tokens": {"image_token": "<|image|>"}}},
     "two lists in two files": {
-        "special_tokens_map": {"additional_special_tokens": ["<new>"]}, "tokenizer_config": {"extra_special_tokens": []},
+        "special_tokens_map": {"additional_special_tokens": ["<new>"]},
+        "tokenizer_config": {"extra_special_tokens": []},
     },
     "the map's other field": {"special_tokens_map": {"add_bos_token": True}},
     "added tokens": {"added_tokens": {"<new>": 400, "<pad>": 390, "<e\u0301>": 380}},
     "added tokens that are special": {
-        "added_tokens": {"<new>": 330, "<e\u0301>": 331}, "tokenizer_config": {"eos_token": "<e\u0301>"},
+        "added_tokens": {"<new>": 330, "<e\u0301>": 331},
+        "tokenizer_config": {"eos_token": "<e\u0301>"},
     },
     "added tokens, of a list": {
-        "added_tokens": {"<new>": 330, "<e\u0301>": 331}, "tokenizer_config": {"additional_special_tokens": ["<e\u0301>"]},
+        "added_tokens": {"<new>": 330, "<e\u0301>": 331},
+        "tokenizer_config": {"additional_special_tokens": ["<e\u0301>"]},
     },
     "added tokens, of the map's list": {
-        "added_tokens": {"<new>": 330, "<e\u0301>": 331}, "special_tokens_map": {"additional_special_tokens": ["<e\u0301>"]},
+        "added_tokens": {"<new>": 330, "<e\u0301>": 331},
+        "special_tokens_map": {"additional_special_tokens": ["<e\u0301>"]},
     },
     "added tokens that the file has": {"added_tokens": {"<more>": 330, "<new>": 0}},
     "added tokens without an id": {"added_tokens": {"<new>": "x"}},
     "a class of config.json": {"config": {"tokenizer_class": "GPT2Tokenizer"}},
-    "two classes": {"config": {"tokenizer_class": "GPT2Tokenizer"}, "tokenizer_config": {"tokenizer_class": "Qwen2Tokenizer"}},
+    "two classes": {
+        "config": {"tokenizer_class": "GPT2Tokenizer"},
+        "tokenizer_config": {"tokenizer_class": "Qwen2Tokenizer"},
+    },
     "a class and a prefix": {"tokenizer_config": {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}},
-    "a class and an end": {"tokenizer_config": {"tokenizer_class": "Qwen2Tokenizer", "eos_token": saved("<new>", lstrip=True)}},
-    "a class and no end": {"tokenizer_config": {"tokenizer_class": "Qwen2Tokenizer", "eos_token": None, "add_prefix_space": True}},
+    "a class and an end": {
+        "tokenizer_config": {"tokenizer_class": "Qwen2Tokenizer", "eos_token": saved("<new>", lstrip=True)}
+    },
+    "a class and no end": {
+        "tokenizer_config": {"tokenizer_class": "Qwen2Tokenizer", "eos_token": None, "add_prefix_space": True}
+    },
     "a class and a decoder": {
         "tokenizer_config": {
-            "tokenizer_class": "Qwen2Tokenizer", "added_tokens_decoder": {"331": token("<new>", special=True)},
+            "tokenizer_class": "Qwen2Tokenizer",
+            "added_tokens_decoder": {"331": token("<new>", special=True)},
         }
     },
     "a class and padding": {
         "tokenizer_config": {"tokenizer_class": "GPT2Tokenizer"},
-        "tokenizer": {"padding": {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None,
-                                  "pad_id": 0, "pad_type_id": 0, "pad_token": "[PAD]"}},
+        "tokenizer": {
+            "padding": {
+                "strategy": "BatchLongest",
+                "direction": "Right",
+                "pad_to_multiple_of": None,
+                "pad_id": 0,
+                "pad_type_id": 0,
+                "pad_token": "[PAD]",
+            }
+        },
     },
     "a template's file": {"files": {"chat_template.jinja": "{{ messages }}"}},
     "more templates": {"files": {"additional_chat_templates/tool.jinja": "{{ messages }}"}},
@@ -162,12 +245,25 @@ TOKENIZER_FILES = {
     "version": [{"version": "1.0"}, {"version": "2.0"}],
     "truncation": [{"truncation": {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}}],
     "padding": [
-        {"padding": {"strategy": {"Fixed": 9}, "direction": "Left", "pad_to_multiple_of": 4, "pad_id": 7,
-                     "pad_type_id": 0, "pad_token": "[PAD]"}}
+        {
+            "padding": {
+                "strategy": {"Fixed": 9},
+                "direction": "Left",
+                "pad_to_multiple_of": 4,
+                "pad_id": 7,
+                "pad_type_id": 0,
+                "pad_token": "[PAD]",
+            }
+        }
     ],
     "added_tokens": [
         {"added_tokens": []},
-        {"added_tokens": [ADDED | {"id": 999, "content": "<new>"}, ADDED | {"id": 500, "content": "<pad>", "special": True}]},
+        {
+            "added_tokens": [
+                ADDED | {"id": 999, "content": "<new>"},
+                ADDED | {"id": 500, "content": "<pad>", "special": True},
+            ]
+        },
         {"added_tokens": [ADDED | {"content": "<new>", "lstrip": True}, ADDED | {"content": "<new>", "rstrip": True}]},
         {"added_tokens": [ADDED | {"content": "<e\u0301>", "normalized": True, "single_word": True}]},
     ],
