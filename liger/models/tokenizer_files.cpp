@@ -57,7 +57,8 @@ const std::vector<Class>& classes() {
       {"Qwen2Tokenizer",
        {"unk_token", "eos_token", "pad_token"},
        {{"type", "NFC"}},
-       R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)",
+       R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|)"
+       R"(\s*[\r\n]+|\s+(?!\S)|\s+)",
        true},
       {"GPT2Tokenizer", {"bos_token", "eos_token", "unk_token"}, nullptr, nullptr, false},
   };
