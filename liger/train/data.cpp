@@ -3,6 +3,8 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/types.h>
 #include <algorithm>
+#include <cerrno>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <numeric>
@@ -20,11 +22,34 @@ namespace {
 
 constexpr int64_t kIgnored = -100;
 
-std::string content(const std::string& file) {
+std::ifstream opened(const std::string& file) {
   std::ifstream in(file, std::ios::binary);
+  TORCH_CHECK(in.good(), file, ": ", std::strerror(errno));
+  return in;
+}
+
+/// The text of a file; what is none is refused.
+std::string content(const std::string& file) {
+  std::ifstream in = opened(file);
   std::string text{std::istreambuf_iterator<char>(in), {}};
-  TORCH_CHECK(in.good() || in.eof(), file, ": cannot be read");
+  const size_t zero = text.find('\0');
+  TORCH_CHECK(zero == std::string::npos, file, ": no text: byte ", zero, " is 0");
   return text;
+}
+
+/// A field of a line that has it as a string.
+const std::string& string_of(const json& line, const char* name) {
+  TORCH_CHECK(line.contains(name), "there is no \"", name, "\"");
+  TORCH_CHECK(line[name].is_string(), "\"", name, "\" is no string");
+  return line[name].get_ref<const std::string&>();
+}
+
+std::vector<int64_t> ids_of(const json& line, const char* name) {
+  const json& ids = line[name];
+  TORCH_CHECK(
+      ids.is_array() && std::all_of(ids.begin(), ids.end(), [](const json& id) { return id.is_number_integer(); }),
+      "\"", name, "\" is no list of whole numbers");
+  return ids.get<std::vector<int64_t>>();
 }
 
 }  // namespace
@@ -54,10 +79,12 @@ class Texts {
   std::string chat(const json& messages) const {
     TORCH_CHECK(!tokenizer().has_chat_template(),
                 "the tokenizer has a chat template, which this cannot apply: give \"text\" or \"input_ids\"");
+    TORCH_CHECK(messages.is_array(), "\"messages\" is no list");
     std::string text;
-    for (const json& message : messages)
-      text += (text.empty() ? "" : "\n") + message.at("role").get<std::string>() + ": " +
-              message.at("content").get<std::string>();
+    for (const json& message : messages) {
+      const std::string role = string_of(message, "role");
+      text += (text.empty() ? "" : "\n") + role + ": " + string_of(message, "content");
+    }
     return text;
   }
 
@@ -72,14 +99,20 @@ Data::Data(const std::vector<std::string>& files, const Options& options, const 
   const Texts texts(options.model, config);
   whole_rows_ = options.packing == "none" || of_item_ == 2;
   for (const std::string& file : files) {
-    const std::string extension = fs::path(file).extension().string();
+    std::string extension = fs::path(file).extension().string();
+    std::transform(extension.begin(), extension.end(), extension.begin(), ::tolower);
     if (extension == ".safetensors") {
       read_tensors(file);
     } else if (extension == ".jsonl") {
       read_lines(file, texts);
     } else {
       TORCH_CHECK(of_item_ == 1, file, ": --loss dpo needs *.jsonl with \"prompt\", \"chosen\" and \"rejected\"");
-      add(text(texts, content(file)));
+      try {
+        add(text(texts, content(file)));
+      } catch (const c10::Error& error) {
+        const std::string why = error.what_without_backtrace();
+        TORCH_CHECK(false, why.starts_with(file) ? "" : file + ": ", why);
+      }
     }
   }
   if (!whole_rows_) cut();
@@ -144,17 +177,17 @@ Data::Document Data::answer(const Texts& texts, const std::string& prompt, const
 }
 
 void Data::read_lines(const std::string& file, const Texts& texts) {
-  std::ifstream in(file);
+  std::ifstream in = opened(file);
   int64_t number = 0;
   for (std::string line; std::getline(in, line);) {
     ++number;
     if (line.find_first_not_of(" \t\r") == std::string::npos) continue;
     try {
       const json row = json::parse(line);
-      const auto string = [&](const char* name) { return row.at(name).get_ref<const std::string&>(); };
+      TORCH_CHECK(row.is_object(), "no JSON object");
       const auto answered = [&](const char* name) {
-        const std::string prompt = string("prompt");
-        return answer(texts, prompt, string(name));
+        const std::string& prompt = string_of(row, "prompt");
+        return answer(texts, prompt, string_of(row, name));
       };
       if (of_item_ == 2) {
         for (const char* name : {"chosen", "rejected"}) {
@@ -163,16 +196,18 @@ void Data::read_lines(const std::string& file, const Texts& texts) {
                       options_.length);
         }
       } else if (row.contains("input_ids")) {
-        Document document{row["input_ids"].get<std::vector<int64_t>>(), {}};
-        if (row.contains("labels")) document.labels = row["labels"].get<std::vector<int64_t>>();
+        Document document{ids_of(row, "input_ids"), {}};
+        if (row.contains("labels")) document.labels = ids_of(row, "labels");
         add(document);
       } else if (row.contains("completion")) {
         add(answered("completion"));
       } else {
         TORCH_CHECK(row.contains("text") || row.contains("messages"),
                     "expected \"text\", \"messages\", \"prompt\" with \"completion\", or \"input_ids\"");
-        add(text(texts, row.contains("text") ? string("text") : texts.chat(row["messages"])));
+        add(text(texts, row.contains("text") ? string_of(row, "text") : texts.chat(row["messages"])));
       }
+    } catch (const json::parse_error& error) {
+      TORCH_CHECK(false, file, ", line ", number, ": no JSON at its byte ", error.byte);
     } catch (const json::exception& error) {
       TORCH_CHECK(false, file, ", line ", number, ": ", error.what());
     } catch (const c10::Error& error) {
@@ -234,6 +269,16 @@ void Data::hash() {
     take(uint64_t(to - from));
     for (int64_t i = from; i < to; ++i) take(uint32_t(ids_[i])), take(uint32_t(labels_[i]));
   }
+}
+
+int64_t Data::longest() const {
+  int64_t longest = 0;
+  for (const auto& [from, to] : rows_)
+    for (int64_t i = from, begin = from; i < to; ++i) {
+      if (apart() && begins_[i]) begin = i;
+      longest = std::max(longest, i + 1 - begin);
+    }
+  return longest;
 }
 
 int64_t Data::sample(int64_t sample) const {

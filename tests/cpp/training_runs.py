@@ -59,7 +59,14 @@ class Runs:
         return out, log(out)
 
     def on_ranks(self, count, out, *options, torchrun=False):
-        """The same of a run in `count` processes; without torchrun, whose start takes seconds, with its variables."""
+        """The same of a run in `count` processes."""
+        for process in self.start_ranks(count, out, *options, torchrun=torchrun):
+            said = process.communicate()[1]
+            assert process.returncode == 0, f"{said}\nexit code {process.returncode}"
+        return log(out)
+
+    def start_ranks(self, count, out, *options, torchrun=False):
+        """Their processes, or torchrun's; without that one, whose start takes seconds, with its variables."""
         command = self.command(out, *options)
         if torchrun:
             launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count), "--no-python"]
@@ -82,10 +89,7 @@ class Runs:
                 )
                 for rank in map(str, range(count))
             ]
-        for process in started:
-            said = process.communicate()[1]
-            assert process.returncode == 0, f"{said}\nexit code {process.returncode}"
-        return log(out)
+        return started
 
     def refused(self, words, *options):
         done = subprocess.run(
