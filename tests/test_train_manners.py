@@ -145,6 +145,7 @@ def test_a_gpu_that_is_not_there(train, device):
         ("d.jsonl", b'{"text": "fine"}\n{"text": "fine"\n', "d.jsonl, line 2: no JSON at its byte 16"),
         ("d.jsonl", b"plain text\n", "d.jsonl, line 1: no JSON at its byte 1"),
         ("d.jsonl", b"[1, 2]\n", "d.jsonl, line 1: no JSON object"),
+        ("d.jsonl", b"[" * 300000, "d.jsonl, line 1: its brackets are too deep in each other"),
         ("d.jsonl", b'{"text": "\xff"}\n', "d.jsonl, line 1: no JSON at its byte"),
         ("d.jsonl", b'{"prompt": "x", "completion": null}\n', 'd.jsonl, line 1: "completion" is no string'),
         ("d.jsonl", b'{"completion": "x"}\n', 'd.jsonl, line 1: there is no "prompt"'),
@@ -403,8 +404,8 @@ def test_a_signal_in_the_last_step(runs, tmp_path):
     assert (tmp_path / "out/checkpoint-1").exists()
 
 
-def test_a_checkpoint_is_refused_where_its_options_are_unknown(train, tmp_path):
-    """An older checkpoint that does not know an option has its default."""
+def test_checkpoints_of_another_version(train, tmp_path):
+    """One that does not know an option has its default; one that is none is named."""
     assert train().returncode == 0
     state = tmp_path / "out/checkpoint-2/trainer.json"
     content = json.loads(state.read_text())
@@ -412,3 +413,10 @@ def test_a_checkpoint_is_refused_where_its_options_are_unknown(train, tmp_path):
     state.write_text(json.dumps(content))
     done = train("--resume")
     assert done.returncode == 0 and "is finished" in done.stderr, done
+    for broken, words in (
+        ("{}", "there is no options"),
+        ("[]", "no JSON object"),
+        ('{"options": 1}', "there is no data"),
+    ):
+        state.write_text(broken)
+        sentence(train("--resume"), f"{state}: {words}")

@@ -80,7 +80,7 @@ struct SafetensorsFile::Content {
     if (length > mapping->size - 8) fail("truncated: a header of ", length, " bytes in a file of ", mapping->size);
     first = 8 + length;
     const uint64_t data = mapping->size - first;
-    const json header = json::parse(mapping->bytes + 8, mapping->bytes + first, nullptr, false);
+    const json header = parse_json({mapping->bytes + 8, length});
     if (!header.is_object()) fail("its header is no JSON object");
     std::vector<std::pair<uint64_t, uint64_t>> spans;
     for (const auto& [name, value] : header.items()) {

@@ -79,12 +79,7 @@ bool truth(const json& value) {
 
 /// A file's object, with its fields in the file's order; an empty one where there is no file.
 ordered_json read_ordered(const fs::path& path) {
-  if (!fs::exists(path)) return ordered_json::object();
-  std::ifstream file(path);
-  auto content = ordered_json::parse(file, nullptr, false);
-  TORCH_CHECK(file.good() || file.eof(), path.string(), ": cannot be read");
-  TORCH_CHECK(content.is_object(), path.string(), ": no JSON object");
-  return content;
+  return fs::exists(path) ? read_json<ordered_json>(path.string()) : ordered_json::object();
 }
 
 std::vector<std::pair<int64_t, AddedToken>> added_of(const json& file) {

@@ -56,6 +56,15 @@ std::vector<fs::path> copied(const fs::path& model, bool lora) {
   return found;
 }
 
+/// trainer.json.
+json state_of(const fs::path& checkpoint) {
+  const std::string path = (checkpoint / "trainer.json").string();
+  const json state = read_json(path);
+  for (const char* name : {"options", "data", "ranks"}) TORCH_CHECK(state.contains(name), path, ": there is no ", name);
+  TORCH_CHECK(state["options"].is_object(), path, ": options is no object");
+  return state;
+}
+
 double bytes_of(const NamedTensors& tensors) {
   double bytes = 0;
   for (const auto& [name, tensor] : tensors) bytes += double(tensor.numel()) * double(tensor.element_size());
@@ -89,7 +98,7 @@ std::string Checkpoints::path(int64_t step) const {
 
 void Checkpoints::check_options(int64_t step, const Options& options) const {
   const fs::path folder = path(step);
-  const json before = read_json((folder / "trainer.json").string()).at("options"), now = options.decisive(),
+  const json before = state_of(folder)["options"], now = options.decisive(),
              defaults = Options().decisive();  // of options that it did not know
   std::string changed;
   for (const auto& [name, value] : now.items())
@@ -152,20 +161,19 @@ void Checkpoints::write(const std::string& to, int64_t step, const nn::LlamaForC
   }
   if (lora_) model->save_adapter(folder.string());
   else model->save_pretrained(folder.string());
-  write_json(
-      (folder / "trainer.json").string(),
-      {{"step", step}, {"options", options.decisive()}, {"data", data.fingerprint()}, {"ranks", ranks_.size()}});
+  write_json((folder / "trainer.json").string(),
+             {{"step", step}, {"options", options.decisive()}, {"data", data.fingerprint()}, {"ranks", ranks_.size()}});
   for (const auto& entry : fs::recursive_directory_iterator(folder)) sync(entry.path());
   sync(folder);
 }
 
 void Checkpoints::resume(int64_t step, Optimizer& optimizer, const Data& data, const Options& options) const {
   const fs::path folder = path(step);
-  const json state = read_json((folder / "trainer.json").string());
+  const json state = state_of(folder);
   check_options(step, options);  // now with the number of steps that --epochs gives
-  TORCH_CHECK(state.at("data") == data.fingerprint(), "--resume: ", folder.string(), " was made with other data");
-  TORCH_CHECK(state.at("ranks") == ranks_.size(), "--resume: ", folder.string(), " was made by ",
-              state.at("ranks").dump(), " processes, and these are ", ranks_.size());
+  TORCH_CHECK(state["data"] == data.fingerprint(), "--resume: ", folder.string(), " was made with other data");
+  TORCH_CHECK(state["ranks"] == ranks_.size(), "--resume: ", folder.string(), " was made by ", state["ranks"].dump(),
+              " processes, and these are ", ranks_.size());
   std::vector<SafetensorsFile> files;
   for (const auto& entry : fs::directory_iterator(folder))
     if (entry.path().filename().string().starts_with("optimizer")) files.emplace_back(entry.path().string());

@@ -183,6 +183,7 @@ void Data::read_lines(const std::string& file, const Texts& texts) {
     ++number;
     if (line.find_first_not_of(" \t\r") == std::string::npos) continue;
     try {
+      TORCH_CHECK(!too_deep(line), "its brackets are too deep in each other");
       const json row = json::parse(line);
       TORCH_CHECK(row.is_object(), "no JSON object");
       const auto answered = [&](const char* name) {

@@ -25,7 +25,7 @@ void Log::open(int64_t done) {
   std::string kept;
   std::ifstream in(path_);
   for (std::string line; done > 0 && std::getline(in, line);) {
-    const json entry = json::parse(line, nullptr, false);
+    const json entry = parse_json(line);
     if (entry.is_object() && entry.value("step", done + 1) <= done) kept += line + "\n";
   }
   NewFile(path_).write(kept).finish();

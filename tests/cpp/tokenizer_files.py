@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import tokenization_utils_base, tokenization_utils_tokenizers
 
 READ, HARMLESS, REFUSED = range(3)
+DEEP = "DEEP"
 END, BEGIN = "<|end|>", "<|begin|>"
 TEXTS = [
     "",
@@ -151,6 +152,7 @@ FOLDERS = {
     "both lists": {"tokenizer_config": {"additional_special_tokens": ["<new>"], "extra_special_tokens": ["<pad>"]}},
     "an empty list first": {"tokenizer_config": {"additional_special_tokens": ["<new>"], "extra_special_tokens": []}},
     "names of other tokens": {"tokenizer_config": {"image_token": "<|image|>", "pad_token": "<pad>", "x_token": 3}},
+    "brackets": {"tokenizer_config": {"eos_token": DEEP}},
     "an object with another name": {"tokenizer_config": {"image_token": saved("<|image|>"), "a_token": "<new>"}},
     "their order": {
         "tokenizer_config": {"z_token": "<new>", "a_token": "<pad>", "unk_token": "<unk>", "bos_token": "<s>"}
@@ -275,7 +277,14 @@ TOKENIZER_FILES = {
     "post_processor": [{"post_processor": None}],
     "decoder": [{"decoder": {"type": "Fuse"}}],
     "unknown": [{"unknown": 1}],
+    "brackets": [{"pre_tokenizer": DEEP}, {"normalizer": DEEP}, {"post_processor": DEEP}],
 }
+
+
+def text_of(value):
+    """JSON, with steps within steps at DEEP, which json itself would not go down."""
+    inner = '{"type": "Sequence", "pretokenizers": [', "]}"
+    return json.dumps(value).replace(f'"{DEEP}"', inner[0] * 100_000 + inner[1] * 100_000)
 
 
 def names_in_code():
@@ -313,7 +322,7 @@ def write(folder, what):
         **{name: what[name] for name in ("special_tokens_map", "added_tokens") if name in what},
     }
     for name, value in content.items():
-        (folder / f"{name}.json").write_text(json.dumps(value))
+        (folder / f"{name}.json").write_text(text_of(value))
     for name, text in what.get("files", {}).items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
@@ -354,7 +363,8 @@ def cases(fields):
         yield name, what, "", None
     for name, changes in TOKENIZER_FILES.items():
         for change in changes:
-            yield f"tokenizer.json: {change}", {"tokenizer": change}, name, None
+            field = "no JSON object" if name == "brackets" else name
+            yield f"tokenizer.json: {change}", {"tokenizer": change}, field, None
     for kind in ("llama", "mistral", "qwen2", "qwen3"):
         for name in [None, *OTHERS["tokenizer_class"]]:
             config = {} if name is None else {"tokenizer_class": name}
