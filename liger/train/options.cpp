@@ -233,7 +233,8 @@ struct Idle {
 };
 
 bool all_tensors(const Options& o) {
-  return std::all_of(o.data.begin(), o.data.end(), [](const auto& file) { return ending(file) == ".safetensors"; });
+  const auto is_tensors = [](const auto& file) { return ending(file) == ".safetensors"; };
+  return std::all_of(o.data.begin(), o.data.end(), is_tensors) && std::all_of(o.eval.begin(), o.eval.end(), is_tensors);
 }
 
 const std::vector<Idle>& idle_options() {
