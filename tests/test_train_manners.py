@@ -271,6 +271,8 @@ def test_free_space_is_compared_before_the_first_step(train, tmp_path, full_disk
     files = (tmp_path / "out/checkpoint-2").rglob("*.safetensors")
     needed = sum(tensor.numel() * tensor.element_size() for file in files for tensor in load_file(file).values())
     needed -= 4  # steps, of which the count is a number of the run
+    finished = train(*lora, "--resume", env=full_disk | {"FREE_BYTES": "0"})
+    assert finished.returncode == 0 and "is finished" in finished.stderr, finished
     little = train(*lora, "--out", tmp_path / "full", env=full_disk | {"FREE_BYTES": str(needed - 100)})
     sentence(little, f"--out {tmp_path}/full: a checkpoint needs ", "KiB, and the disk has ", "KiB left")
     assert not (tmp_path / "full/log.jsonl").exists()
@@ -301,8 +303,10 @@ def test_a_file_that_may_not_grow(train, tmp_path):
 
 
 def stopped(command, number, at_step, wait_for="step"):
-    """Sends a signal after a step; returns the exit code and what was said."""
-    process = subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True, bufsize=1)
+    """Sends a signal after a step; returns the exit code and what was said. The pipe holds a hundred lines: a process
+    that is ahead waits."""
+    pipe = {"stderr": subprocess.PIPE, "text": True, "bufsize": 1, "pipesize": 4096}
+    process = subprocess.Popen(list(map(str, command)), **pipe)
     said = []
     for line in process.stderr:
         said.append(line)
@@ -319,25 +323,25 @@ def stopped(command, number, at_step, wait_for="step"):
 def test_a_signal_ends_after_the_step(runs, tmp_path, number, options):
     """The command that is said goes on with the run, to the bits of one that was not stopped."""
     common = [
-        "--data", runs.folder / "texts.jsonl", "--length", 32, "--batch", 2, "--steps", 150, "--lr", 1e-2, *options,
+        "--data", runs.folder / "texts.jsonl", "--length", 32, "--batch", 2, "--steps", 300, "--lr", 1e-2, *options,
     ]  # fmt: skip
     whole = subprocess.run(runs.command(tmp_path / "whole", *common), capture_output=True, text=True, check=True)
     assert "stopped" not in whole.stderr
     out = tmp_path / "it's cut"
     code, said = stopped(runs.command(out, *common), number, 3)
     assert code == 130, said
-    step = int(re.search(r"stopped after step (\d+) of 150", said)[1])
-    assert 3 <= step < 150 and f"saved {out}/checkpoint-{step}\n" in said and "Ctrl-C again" in said
+    step = int(re.search(r"stopped after step (\d+) of 300", said)[1])
+    assert 3 <= step < 300 and f"saved {out}/checkpoint-{step}\n" in said and "Ctrl-C again" in said
     assert [path.name for path in out.glob("checkpoint*")] == [f"checkpoint-{step}"]
     (command,) = re.findall(r"Go on with:\n  (.*)\n", said)
     assert shlex.split(command) == [*runs.command(out, *common), "--resume"]
     again = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
-    assert again.stderr.count("\nstep ") == 150 - step
-    for file in (tmp_path / "whole/checkpoint-150").iterdir():
+    assert again.stderr.count("\nstep ") == 300 - step
+    for file in (tmp_path / "whole/checkpoint-300").iterdir():
         if file.name != "adapter_config.json":
-            assert filecmp.cmp(file, out / "checkpoint-150" / file.name, shallow=False), file.name
+            assert filecmp.cmp(file, out / "checkpoint-300" / file.name, shallow=False), file.name
     losses = [[line["loss"] for line in training_runs.log(folder)] for folder in (tmp_path / "whole", out)]
-    assert len(losses[0]) == 150 and losses[0] == losses[1]
+    assert len(losses[0]) == 300 and losses[0] == losses[1]
 
 
 def test_a_second_ctrl_c_ends_at_once(runs, tmp_path):
@@ -390,7 +394,7 @@ def test_a_signal_before_the_first_step(runs, tmp_path):
 def test_a_signal_in_the_last_step(runs, tmp_path):
     """The run is finished, with its checkpoint and evaluation."""
     texts = runs.folder / "texts.jsonl"
-    options = ["--data", texts, "--eval", texts, "--length", 64, "--batch", 2, "--steps", 1, "--accumulate", 64]
+    options = ["--data", texts, "--eval", texts, "--length", 64, "--batch", 2, "--steps", 1, "--accumulate", 512]
     process = subprocess.Popen(runs.command(tmp_path / "out", *options), stderr=subprocess.PIPE, text=True, bufsize=1)
     for line in process.stderr:
         if line.startswith("evaluation: "):

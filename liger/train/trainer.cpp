@@ -314,7 +314,7 @@ void Trainer::describe() {
 }
 
 bool Trainer::run() {
-  checkpoints_.check_space(model_, *optimizer_);
+  if (done_ < options_.steps) checkpoints_.check_space(model_, *optimizer_);
   log_.open(done_);
   describe();
   const auto due = [&](int64_t every, int64_t step) {

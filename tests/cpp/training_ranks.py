@@ -31,7 +31,7 @@ def test_ranks(runs, count, how, *more, torchrun=False):
 def test_stopped_ranks(runs, count, number, *, torchrun, whom):
     """A signal to one of several processes, or to torchrun: all end after the same step, and go on with their bits."""
     texts = runs.folder / "texts.jsonl"
-    options = ("--data", texts, "--length", LENGTH, "--lr", 1e-2, "--steps", 200, "--batch", 2, "--shard-optimizer")
+    options = ("--data", texts, "--length", LENGTH, "--lr", 1e-2, "--steps", 300, "--batch", 2, "--shard-optimizer")
     name = f"{whom}-{number.name}-{torchrun}"
     whole = runs.on_ranks(count, runs.folder / f"whole-{name}", *options, torchrun=torchrun)
     out = runs.folder / f"stopped-{name}"
@@ -43,10 +43,10 @@ def test_stopped_ranks(runs, count, number, *, torchrun, whom):
     said = [process.communicate(timeout=120)[1] for process in started]
     codes = [process.returncode for process in started]
     assert all(codes) if torchrun else codes == [130] * count, (codes, said)
-    (step,) = re.findall(r"stopped after step (\d+) of 200. Go on in as many processes with:", "".join(said))
-    assert sorted(path.name for path in out.glob("checkpoint*")) == [f"checkpoint-{step}"] and int(step) < 200
+    (step,) = re.findall(r"stopped after step (\d+) of 300. Go on in as many processes with:", "".join(said))
+    assert sorted(path.name for path in out.glob("checkpoint*")) == [f"checkpoint-{step}"] and int(step) < 300
     again = runs.on_ranks(count, out, *options, "--resume", torchrun=torchrun)
     assert [line["loss"] for line in again] == [line["loss"] for line in whole]
     for file in ("model.safetensors", "optimizer-0.safetensors", "optimizer-1.safetensors"):
-        ours, theirs = (folder / "checkpoint-200" / file for folder in (out, runs.folder / f"whole-{name}"))
+        ours, theirs = (folder / "checkpoint-300" / file for folder in (out, runs.folder / f"whole-{name}"))
         assert ours.read_bytes() == theirs.read_bytes(), file

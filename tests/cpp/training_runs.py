@@ -68,10 +68,11 @@ class Runs:
     def start_ranks(self, count, out, *options, torchrun=False):
         """Their processes, or torchrun's; without that one, whose start takes seconds, with its variables."""
         command = self.command(out, *options)
+        pipe = {"stderr": subprocess.PIPE, "text": True, "pipesize": 4096}  # of a hundred lines: who is ahead waits
         if torchrun:
             launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count), "--no-python"]
             launcher += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-            started = [subprocess.Popen([*launcher, *command], stderr=subprocess.PIPE, text=True)]
+            started = [subprocess.Popen([*launcher, *command], **pipe)]
         else:
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
@@ -81,12 +82,7 @@ class Runs:
                     "WORLD_SIZE": str(count),
                 }
             started = [
-                subprocess.Popen(
-                    command,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                    env=os.environ | group | {"RANK": rank, "LOCAL_RANK": rank},
-                )
+                subprocess.Popen(command, env=os.environ | group | {"RANK": rank, "LOCAL_RANK": rank}, **pipe)
                 for rank in map(str, range(count))
             ]
         return started
