@@ -35,10 +35,6 @@ void Stop::listen(bool alone, const char* said) {
   for (const int number : {SIGINT, SIGTERM}) ::sigaction(number, &action, nullptr);
 }
 
-void Stop::forget() {
-  for (const int number : {SIGINT, SIGTERM}) std::signal(number, SIG_DFL);
-}
-
 bool Stop::asked() { return asked_by != 0; }
 
 }  // namespace liger::train

@@ -9,9 +9,6 @@ class Stop {
   /// twice, from the terminal and from torchrun. What is said at the first one is null where nothing is.
   static void listen(bool alone, const char* said);
 
-  /// Signals do again what they did.
-  static void forget();
-
   static bool asked();
 };
 

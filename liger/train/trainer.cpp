@@ -339,7 +339,6 @@ bool Trainer::run() {
     if (due(options_.save_steps, made)) save();
   }
   if (made > saved) save();
-  Stop::forget();
   const bool finished = made >= options_.steps;
   if (!finished)
     log_.say("stopped after step " + std::to_string(made) + " of " + std::to_string(options_.steps) + ". Go on " +
