@@ -10,7 +10,6 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <numeric>
 #include <nlohmann/json.hpp>
 #include "liger/models/json.h"
@@ -63,27 +62,6 @@ struct Mapping {
   uint64_t size = 0;
 };
 
-/// What is written next to `path`, and takes its place only when all of it is on the disk.
-template <class F>
-void write_atomically(const std::string& path, F write) {
-  const std::string beside = path + ".tmp" + std::to_string(::getpid());
-  try {
-    std::ofstream file(beside, std::ios::binary);
-    write(file);
-    file.flush();
-    TORCH_CHECK(file.good(), beside, ": cannot be written");
-    file.close();
-    const int written = ::open(beside.c_str(), O_RDONLY | O_CLOEXEC);
-    TORCH_CHECK(written >= 0, beside, ": ", std::strerror(errno));
-    const int synced = ::fsync(written);
-    ::close(written);
-    TORCH_CHECK(synced == 0 && ::rename(beside.c_str(), path.c_str()) == 0, path, ": ", std::strerror(errno));
-  } catch (...) {
-    ::unlink(beside.c_str());
-    throw;
-  }
-}
-
 }  // namespace
 
 struct SafetensorsFile::Content {
@@ -102,7 +80,7 @@ struct SafetensorsFile::Content {
     if (length > mapping->size - 8) fail("truncated: a header of ", length, " bytes in a file of ", mapping->size);
     first = 8 + length;
     const uint64_t data = mapping->size - first;
-    const json header = json::parse(mapping->bytes + 8, mapping->bytes + first, nullptr, false);
+    const json header = parse_json({mapping->bytes + 8, length});
     if (!header.is_object()) fail("its header is no JSON object");
     std::vector<std::pair<uint64_t, uint64_t>> spans;
     for (const auto& [name, value] : header.items()) {
@@ -197,16 +175,16 @@ void save_safetensors(const std::string& path, const NamedTensors& tensors,
   }
   std::string text = header.dump();
   text.append((8 - text.size() % 8) % 8, ' ');
-  write_atomically(path, [&](std::ostream& file) {
-    char length[8];
-    for (int i = 0; i < 8; ++i) length[i] = static_cast<char>(uint64_t(text.size()) >> (8 * i));
-    file.write(length, 8).write(text.data(), std::streamsize(text.size()));
-    for (const size_t i : order) {
-      const at::Tensor tensor = tensors[i].second.detach().to(at::kCPU).contiguous();
-      if (tensor.numel() > 0)
-        file.write(static_cast<const char*>(tensor.const_data_ptr()), tensor.numel() * tensor.element_size());
-    }
-  });
+  NewFile file(path);
+  char length[8];
+  for (int i = 0; i < 8; ++i) length[i] = static_cast<char>(uint64_t(text.size()) >> (8 * i));
+  file.write({length, 8}).write(text);
+  for (const size_t i : order) {
+    const at::Tensor tensor = tensors[i].second.detach().to(at::kCPU).contiguous();
+    if (tensor.numel() > 0)
+      file.write({static_cast<const char*>(tensor.const_data_ptr()), size_t(tensor.numel() * tensor.element_size())});
+  }
+  file.finish();
 }
 
 Checkpoint::Checkpoint(const std::string& folder) {
@@ -271,9 +249,7 @@ void save_checkpoint(const std::string& folder, const NamedTensors& tensors, int
     save_safetensors(path(name), shards[i]);
     for (const auto& [tensor, value] : shards[i]) map[tensor] = name;
   }
-  write_atomically(index, [&](std::ostream& file) {
-    file << json{{"metadata", {{"total_size", total}}}, {"weight_map", map}}.dump(2) << "\n";
-  });
+  write_json(index, {{"metadata", {{"total_size", total}}}, {"weight_map", map}});
   fs::remove(path("model.safetensors"));  // of an earlier checkpoint, which a reader would prefer
 }
 

@@ -9,8 +9,7 @@
 #include <queue>
 #include <unordered_map>
 #include <unordered_set>
-#include "liger/models/json.h"
-#include "liger/models/regex.h"
+#include "liger/models/tokenizer_files.h"
 
 namespace liger {
 namespace {
@@ -95,64 +94,6 @@ std::string normalized(std::string_view text, int options) {
   return result;
 }
 
-/// A token added to the vocabulary, which is found in the text before anything else is.
-struct Added {
-  std::string content;
-  int64_t id;
-  bool single_word, lstrip, rstrip, special;
-};
-
-/// Added tokens by their first byte, the longest first.
-struct AddedTokens {
-  std::array<std::vector<Added>, 256> by_first;
-
-  void add(Added token) {
-    if (token.content.empty()) return;
-    auto& group = by_first[static_cast<unsigned char>(token.content[0])];
-    const auto longer = [](const Added& a, const Added& b) { return a.content.size() > b.content.size(); };
-    group.insert(std::upper_bound(group.begin(), group.end(), token, longer), std::move(token));
-  }
-
-  const Added* at(std::string_view text, size_t place) const {
-    for (const Added& token : by_first[static_cast<unsigned char>(text[place])])
-      if (text.substr(place).starts_with(token.content)) return &token;
-    return nullptr;
-  }
-};
-
-/// Calls piece(text) for what lies between added tokens, and token(id) for these, in order.
-template <class Piece, class Token>
-void split(std::string_view text, const AddedTokens& added, Piece piece, Token token) {
-  static const Regex word(R"([\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\p{Join_Control}])"), space(R"(\s)");
-  const auto before = [&](size_t place) {  // where the character before begins
-    do --place;
-    while ((text[place] & 0xC0) == 0x80);
-    return place;
-  };
-  size_t done = 0;
-  for (size_t place = 0; place < text.size();) {
-    const Added* found = added.at(text, place);
-    if (!found) {
-      ++place;
-      continue;
-    }
-    size_t begin = place, end = place + found->content.size();
-    place = end;
-    if (found->single_word &&
-        ((begin > 0 && word.at(text, before(begin))) || (end < text.size() && word.at(text, end))))
-      continue;
-    if (found->lstrip)
-      while (begin > done && space.at(text, before(begin))) begin = before(begin);
-    if (found->rstrip)
-      while (const size_t length = end < text.size() ? space.at(text, end) : 0) end += length;
-    if (begin > done) piece(text.substr(done, begin - done));
-    token(found->id);
-    done = end;
-    place = std::max(place, end);
-  }
-  if (done < text.size()) piece(text.substr(done));
-}
-
 struct Merge {
   int32_t rank, id;
 };
@@ -178,10 +119,10 @@ struct Step {
 }  // namespace
 
 struct Tokenizer::Content {
-  explicit Content(const std::string& path) : path(path) {
-    const json file = read_json(path);
+  Content(const std::string& path, const TokenizerFiles& files)
+      : path(path), eos_token(files.eos_token), has_chat_template(files.has_chat_template) {
     try {
-      read(file);
+      read(files);
     } catch (const json::exception& error) { TORCH_CHECK(false, path, ": ", error.what()); }
   }
 
@@ -192,7 +133,9 @@ struct Tokenizer::Content {
 
   static json field(const json& of, const char* name) { return of.contains(name) ? of[name] : json(); }
 
-  void read(const json& file) {
+  void read(const TokenizerFiles& files) {
+    const json& file = files.tokenizer;
+    refuse_fields(file);
     const json bpe = field(file, "model");
     check(bpe.is_object() && bpe.value("type", "BPE") == "BPE" && bpe.contains("merges") && bpe.contains("vocab"),
           "model is no BPE: only byte-level BPE is known");
@@ -210,24 +153,38 @@ struct Tokenizer::Content {
     read_processors(field(file, "post_processor"));
     const json decoder = field(file, "decoder");
     check(decoder.is_object() && decoder.at("type") == "ByteLevel", "decoder is not ByteLevel");
-    for (const json& token : field(file, "added_tokens")) {
-      Added added{token.at("content"),
-                  token.at("id"),
-                  token.value("single_word", false),
-                  token.value("lstrip", false),
-                  token.value("rstrip", false),
-                  token.value("special", false)};
-      check(added.id >= 0 && added.id < (int64_t(1) << 31), "added_tokens: ", added.content, " has the id ", added.id);
-      if (int64_t(tokens.size()) <= added.id) tokens.resize(added.id + 1);
-      by_name[added.content] = added.id;
-      if (added.special) special.insert(added.id);
-      const bool of_normalized = token.value("normalized", !added.special);
-      if (of_normalized) added.content = normalized(added.content, normalizer);
-      tokens[added.id] = bytes_of(added.content).value_or(added.content);
-      (of_normalized ? added_normalized : added_raw).add(std::move(added));
-    }
+    for (const auto& tokens : files.added)
+      added.add(tokens, int64_t(bpe.at("vocab").size()), [&](const std::string& name) { return id(name); });
+    for (const auto& [id, token] : added.by_id()) add(id, token, files.split_special_tokens);
     for (const int64_t id : processed({{}}, true))
       check(id >= 0 && id < int64_t(tokens.size()), "post_processor: there is no token ", id);
+  }
+
+  /// `tokenizers` takes no other.
+  void refuse_fields(const json& file) const {
+    for (const auto& [name, value] : file.items()) {
+      const std::vector<std::string> known{"version",       "truncation",     "padding", "added_tokens", "normalizer",
+                                           "pre_tokenizer", "post_processor", "decoder", "model"};
+      check(std::find(known.begin(), known.end(), name) != known.end(), name, " is not known");
+      check(name != "version" || value == "1.0", "version ", value.dump(), " is not known");
+    }
+  }
+
+  void add(int64_t id, const AddedToken& token, bool split_special_tokens) {
+    check(id < (int64_t(1) << 31), "added_tokens: ", token.content, " has the id ", id);
+    if (int64_t(tokens.size()) <= id) tokens.resize(id + 1);
+    by_name[token.content] = id;
+    const bool is_special = added.is_special(token.content);
+    if (is_special) special.insert(id);
+    const std::string text = token.normalized() ? normalized(token.content, normalizer) : token.content;
+    tokens[id] = bytes_of(text).value_or(text);
+    (token.normalized() ? added_normalized : added_raw)
+        .add({text, id, token.single_word, token.lstrip, token.rstrip, split_special_tokens && is_special});
+  }
+
+  std::optional<int64_t> id(const std::string& token) const {
+    const auto found = by_name.find(token);
+    return found == by_name.end() ? std::nullopt : std::optional(found->second);
   }
 
   void read_vocabulary(const json& bpe) {
@@ -447,6 +404,8 @@ struct Tokenizer::Content {
   }
 
   std::string path;
+  std::optional<std::string> eos_token;
+  bool has_chat_template;
   bool ignore_merges = false;
   int normalizer = 0;
   Map<int32_t> vocabulary;  // by bytes
@@ -456,6 +415,7 @@ struct Tokenizer::Content {
   std::unordered_map<uint64_t, Merge> merges;
   std::vector<Step> steps;
   std::vector<Processor> processors;
+  AddedVocabulary added;
   AddedTokens added_raw, added_normalized;
   std::unordered_set<int64_t> special;
   mutable std::mutex mutex;
@@ -463,9 +423,10 @@ struct Tokenizer::Content {
 };
 
 Tokenizer::Tokenizer(const std::string& path) {
-  const std::filesystem::path given(path);
-  const auto file = std::filesystem::is_directory(given) ? given / "tokenizer.json" : given;
-  content_ = std::make_shared<const Content>(file.string());
+  const bool folder = std::filesystem::is_directory(path);
+  const std::string file = folder ? (std::filesystem::path(path) / "tokenizer.json").string() : path;
+  content_ =
+      std::make_shared<const Content>(file, folder ? TokenizerFiles::of_folder(path) : TokenizerFiles::of_file(path));
 }
 
 std::vector<int64_t> Tokenizer::encode(std::string_view text, bool add_special_tokens) const {
@@ -490,10 +451,11 @@ std::string Tokenizer::decode(const std::vector<int64_t>& ids, bool skip_special
   return text;
 }
 
-std::optional<int64_t> Tokenizer::id(const std::string& token) const {
-  const auto found = content_->by_name.find(token);
-  return found == content_->by_name.end() ? std::nullopt : std::optional(found->second);
-}
+std::optional<int64_t> Tokenizer::id(const std::string& token) const { return content_->id(token); }
+
+const std::optional<std::string>& Tokenizer::eos_token() const { return content_->eos_token; }
+
+bool Tokenizer::has_chat_template() const { return content_->has_chat_template; }
 
 int64_t Tokenizer::size() const { return int64_t(content_->tokens.size()); }
 

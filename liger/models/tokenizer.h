@@ -8,13 +8,13 @@
 
 namespace liger {
 
-/// Byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909; Radford et al. 2019) of a tokenizer.json, as Llama 3, Qwen
-/// and GPT-2 have it. Text becomes the ids that Python's `tokenizers` gives, added and special tokens included; what
-/// the file says of truncation and padding is left to the caller.
+/// Byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909; Radford et al. 2019), as Llama 3, Qwen and GPT-2 have it.
+/// Text becomes the ids that transformers 5 gives, added and special tokens included; what the files say of truncation
+/// and padding is left to the caller.
 class Tokenizer {
  public:
-  /// A tokenizer.json, or the folder that holds one. Raises c10::Error, naming the file and the field, for another kind
-  /// of tokenizer.
+  /// A model's folder, of which all files of the tokenizer are read, as AutoTokenizer does; or a tokenizer.json alone.
+  /// Raises c10::Error, naming the file and the field, for another kind of tokenizer.
   explicit Tokenizer(const std::string& path);
 
   /// The ids of UTF-8 text; with add_special_tokens also those that the file's post_processor puts around it. Raises
@@ -34,6 +34,12 @@ class Tokenizer {
 
   /// The id of a token as the file writes it; nothing where it has none.
   std::optional<int64_t> id(const std::string& token) const;
+
+  /// The token that ends a text, where a file names one.
+  const std::optional<std::string>& eos_token() const;
+
+  /// Whether the folder has a chat template, which this does not apply.
+  bool has_chat_template() const;
 
   /// One more than the largest id.
   int64_t size() const;

@@ -3,6 +3,8 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/types.h>
 #include <algorithm>
+#include <cerrno>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <numeric>
@@ -20,11 +22,34 @@ namespace {
 
 constexpr int64_t kIgnored = -100;
 
-std::string content(const std::string& file) {
+std::ifstream opened(const std::string& file) {
   std::ifstream in(file, std::ios::binary);
+  TORCH_CHECK(in.good(), file, ": ", std::strerror(errno));
+  return in;
+}
+
+/// The text of a file; what is none is refused.
+std::string content(const std::string& file) {
+  std::ifstream in = opened(file);
   std::string text{std::istreambuf_iterator<char>(in), {}};
-  TORCH_CHECK(in.good() || in.eof(), file, ": cannot be read");
+  const size_t zero = text.find('\0');
+  TORCH_CHECK(zero == std::string::npos, file, ": no text: byte ", zero, " is 0");
   return text;
+}
+
+/// A field of a line that has it as a string.
+const std::string& string_of(const json& line, const char* name) {
+  TORCH_CHECK(line.contains(name), "there is no \"", name, "\"");
+  TORCH_CHECK(line[name].is_string(), "\"", name, "\" is no string");
+  return line[name].get_ref<const std::string&>();
+}
+
+std::vector<int64_t> ids_of(const json& line, const char* name) {
+  const json& ids = line[name];
+  TORCH_CHECK(
+      ids.is_array() && std::all_of(ids.begin(), ids.end(), [](const json& id) { return id.is_number_integer(); }),
+      "\"", name, "\" is no list of whole numbers");
+  return ids.get<std::vector<int64_t>>();
 }
 
 }  // namespace
@@ -37,46 +62,36 @@ class Texts {
   }
 
   const Tokenizer& tokenizer() const {
-    if (!tokenizer_) {
-      tokenizer_.emplace(folder_);
-      if (const auto named = setting("eos_token"); !named.is_null()) {
-        const std::string token = named.is_object() ? named.value("content", "") : named.get<std::string>();
-        const auto id = tokenizer_->id(token);
-        TORCH_CHECK(id, folder_, "/tokenizer_config.json: eos_token ", token, " is no token");
-        end_ = *id;
-      }
-    }
+    if (!tokenizer_) tokenizer_.emplace(folder_);
     return *tokenizer_;
   }
 
-  /// Ends a document that does not end with it.
-  void end(std::vector<int64_t>& ids) const {
-    tokenizer();
-    if (end_ && (ids.empty() || ids.back() != *end_)) ids.push_back(*end_);
+  /// As TRL has it: text that does not end with the end token gets it, as text. Where the tokenizer names none, the ids
+  /// get that of config.json.
+  std::vector<int64_t> ended(std::string text) const {
+    const auto& end = tokenizer().eos_token();
+    if (end && !text.ends_with(*end)) text += *end;
+    std::vector<int64_t> ids = tokenizer().encode(text, false);
+    if (!end && end_ && (ids.empty() || ids.back() != *end_)) ids.push_back(*end_);
+    return ids;
   }
 
   std::string chat(const json& messages) const {
-    const bool has_template =
-        fs::exists(fs::path(folder_) / "chat_template.jinja") || !setting("chat_template").is_null();
-    TORCH_CHECK(!has_template,
+    TORCH_CHECK(!tokenizer().has_chat_template(),
                 "the tokenizer has a chat template, which this cannot apply: give \"text\" or \"input_ids\"");
+    TORCH_CHECK(messages.is_array(), "\"messages\" is no list");
     std::string text;
-    for (const json& message : messages)
-      text += (text.empty() ? "" : "\n") + message.at("role").get<std::string>() + ": " +
-              message.at("content").get<std::string>();
+    for (const json& message : messages) {
+      const std::string role = string_of(message, "role");
+      text += (text.empty() ? "" : "\n") + role + ": " + string_of(message, "content");
+    }
     return text;
   }
 
  private:
-  json setting(const char* name) const {
-    const fs::path file = fs::path(folder_) / "tokenizer_config.json";
-    const json all = fs::exists(file) ? read_json(file.string()) : json::object();
-    return all.contains(name) ? all[name] : json();
-  }
-
   std::string folder_;
   mutable std::optional<Tokenizer> tokenizer_;
-  mutable std::optional<int64_t> end_;
+  std::optional<int64_t> end_;
 };
 
 Data::Data(const std::vector<std::string>& files, const Options& options, const LlamaConfig& config)
@@ -84,14 +99,20 @@ Data::Data(const std::vector<std::string>& files, const Options& options, const 
   const Texts texts(options.model, config);
   whole_rows_ = options.packing == "none" || of_item_ == 2;
   for (const std::string& file : files) {
-    const std::string extension = fs::path(file).extension().string();
+    std::string extension = fs::path(file).extension().string();
+    std::transform(extension.begin(), extension.end(), extension.begin(), ::tolower);
     if (extension == ".safetensors") {
       read_tensors(file);
     } else if (extension == ".jsonl") {
       read_lines(file, texts);
     } else {
       TORCH_CHECK(of_item_ == 1, file, ": --loss dpo needs *.jsonl with \"prompt\", \"chosen\" and \"rejected\"");
-      add(text(texts, content(file)));
+      try {
+        add(text(texts, content(file)));
+      } catch (const c10::Error& error) {
+        const std::string why = error.what_without_backtrace();
+        TORCH_CHECK(false, why.starts_with(file) ? "" : file + ": ", why);
+      }
     }
   }
   if (!whole_rows_) cut();
@@ -138,17 +159,14 @@ std::vector<int64_t> Data::framed(const Texts& texts, std::vector<int64_t> ids) 
 
 /// As TRL's SFTTrainer: text that does not end with the end token gets it, then come the special tokens around both.
 Data::Document Data::text(const Texts& texts, const std::string& text) {
-  std::vector<int64_t> ids = texts.tokenizer().encode(text, false);
-  texts.end(ids);
-  return {framed(texts, std::move(ids)), {}};
+  return {framed(texts, texts.ended(text)), {}};
 }
 
 /// Prompt and completion as one text, of which the beginning that it shares with the prompt alone is not learnt: the
 /// special tokens before it neither. A completion has none before it.
 Data::Document Data::answer(const Texts& texts, const std::string& prompt, const std::string& completion) {
   const auto asked = texts.tokenizer().encode(prompt, false);
-  std::vector<int64_t> ids = texts.tokenizer().encode(completion, false);
-  texts.end(ids);
+  std::vector<int64_t> ids = texts.ended(completion);
   ids.insert(ids.begin(), asked.begin(), asked.end());
   Document document{framed(texts, std::move(ids)), {}};
   document.labels = document.ids;
@@ -159,17 +177,18 @@ Data::Document Data::answer(const Texts& texts, const std::string& prompt, const
 }
 
 void Data::read_lines(const std::string& file, const Texts& texts) {
-  std::ifstream in(file);
+  std::ifstream in = opened(file);
   int64_t number = 0;
   for (std::string line; std::getline(in, line);) {
     ++number;
     if (line.find_first_not_of(" \t\r") == std::string::npos) continue;
     try {
+      TORCH_CHECK(!too_deep(line), "its brackets are too deep in each other");
       const json row = json::parse(line);
-      const auto string = [&](const char* name) { return row.at(name).get_ref<const std::string&>(); };
+      TORCH_CHECK(row.is_object(), "no JSON object");
       const auto answered = [&](const char* name) {
-        const std::string prompt = string("prompt");
-        return answer(texts, prompt, string(name));
+        const std::string& prompt = string_of(row, "prompt");
+        return answer(texts, prompt, string_of(row, name));
       };
       if (of_item_ == 2) {
         for (const char* name : {"chosen", "rejected"}) {
@@ -178,16 +197,18 @@ void Data::read_lines(const std::string& file, const Texts& texts) {
                       options_.length);
         }
       } else if (row.contains("input_ids")) {
-        Document document{row["input_ids"].get<std::vector<int64_t>>(), {}};
-        if (row.contains("labels")) document.labels = row["labels"].get<std::vector<int64_t>>();
+        Document document{ids_of(row, "input_ids"), {}};
+        if (row.contains("labels")) document.labels = ids_of(row, "labels");
         add(document);
       } else if (row.contains("completion")) {
         add(answered("completion"));
       } else {
         TORCH_CHECK(row.contains("text") || row.contains("messages"),
                     "expected \"text\", \"messages\", \"prompt\" with \"completion\", or \"input_ids\"");
-        add(text(texts, row.contains("text") ? string("text") : texts.chat(row["messages"])));
+        add(text(texts, row.contains("text") ? string_of(row, "text") : texts.chat(row["messages"])));
       }
+    } catch (const json::parse_error& error) {
+      TORCH_CHECK(false, file, ", line ", number, ": no JSON at its byte ", error.byte);
     } catch (const json::exception& error) {
       TORCH_CHECK(false, file, ", line ", number, ": ", error.what());
     } catch (const c10::Error& error) {
@@ -249,6 +270,16 @@ void Data::hash() {
     take(uint64_t(to - from));
     for (int64_t i = from; i < to; ++i) take(uint32_t(ids_[i])), take(uint32_t(labels_[i]));
   }
+}
+
+int64_t Data::longest() const {
+  int64_t longest = 0;
+  for (const auto& [from, to] : rows_)
+    for (int64_t i = from, begin = from; i < to; ++i) {
+      if (apart() && begins_[i]) begin = i;
+      longest = std::max(longest, i + 1 - begin);
+    }
+  return longest;
 }
 
 int64_t Data::sample(int64_t sample) const {

@@ -32,6 +32,9 @@ class Data {
 
   Batch batch(const std::vector<int64_t>& items) const;
 
+  /// The most positions that a row has: with --packing apart they begin again with each document.
+  int64_t longest() const;
+
   int64_t rows() const { return int64_t(rows_.size()); }
 
   /// The tokens that the tokenizer's post_processor added.

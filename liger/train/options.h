@@ -13,12 +13,15 @@ struct Options {
   std::string packing = "apart", adapter, lora_target = "all";
   std::vector<std::string> data, eval;
   int64_t length = 1024, batch = 4, accumulate = 1, steps = 0, warmup = 0, seed = 0;
-  int64_t save_steps = 0, keep = 0, eval_steps = 0, threads = 0, lora_rank = 0;
+  int64_t save_steps = 0, keep = 0, eval_steps = 0, log_steps = 1, threads = 0, lora_rank = 0;
   double epochs = 1, lr = 1e-5, weight_decay = 0, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, clip = 1, dpo_beta = 0.1;
-  double lora_alpha = 32, lora_dropout = 0;
+  double dpo_label_smoothing = 0, lora_alpha = 32, lora_dropout = 0;
   bool gradient_checkpointing = false, fresh = false, resume = false, shuffle = true;
   bool shard_optimizer = false, master_weights = true, deterministic = true, special_tokens = true;
   bool lora_rslora = false;
+
+  std::string command;             // that goes on with this run, as a shell reads it
+  std::vector<std::string> notes;  // what there is to say of the command line
 
   /// Whether adapters are trained, and the model's weights are frozen.
   bool lora() const { return lora_rank > 0 || !adapter.empty(); }

@@ -4,6 +4,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <torch/cuda.h>
 #include <torch/types.h>
 #include <cstdlib>
 #include <string>
@@ -99,7 +100,11 @@ c10::intrusive_ptr<c10d::Backend> make_backend(at::Device device, const c10::int
 Ranks::Ranks(at::Device device) : device_(device) {
   const bool alone = variable("WORLD_SIZE").empty() || number("WORLD_SIZE") == 1;
   if (!device_.is_cpu()) {
+    const int64_t count = int64_t(torch::cuda::device_count());
+    TORCH_CHECK(count > 0, "--device ", device_, ": there is no GPU that torch can use");
     if (!device_.has_index()) device_.set_index(c10::DeviceIndex(alone ? 0 : number("LOCAL_RANK")));
+    TORCH_CHECK(device_.index() < count, "--device ", device_, ": there is no such GPU, but ", count,
+                ", the first of which is cuda:0");
     at::accelerator::setDeviceIndex(device_.index());
   }
   if (alone) return;
@@ -134,10 +139,14 @@ void Ranks::broadcast(const std::vector<at::Tensor>& tensors, int64_t from) cons
   });
 }
 
-double Ranks::sum(double value) const {
-  const at::Tensor all = at::full({1}, value, at::TensorOptions(device_).dtype(at::kDouble));
-  sum({all});
-  return all.item<double>();
+double Ranks::sum(double value) const { return sum(std::vector<double>{value})[0]; }
+
+std::vector<double> Ranks::sum(const std::vector<double>& values) const {
+  if (!group_) return values;
+  const at::Tensor all = torch::tensor(values, at::kDouble).to(device_);
+  sum(std::vector<at::Tensor>{all});
+  const at::Tensor read = all.cpu();
+  return {read.const_data_ptr<double>(), read.const_data_ptr<double>() + read.numel()};
 }
 
 void Ranks::wait() const { sum(0.); }

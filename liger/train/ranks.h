@@ -12,8 +12,8 @@ namespace liger::train {
 class Ranks {
  public:
   /// Of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment, and LOCAL_RANK, whose GPU a rank takes where
-  /// the device is "cuda". Raises c10::Error where there are several ranks and liger-train was built without what they
-  /// talk by.
+  /// the device is "cuda". Raises c10::Error where there is no such GPU, and where there are several ranks and
+  /// liger-train was built without what they talk by.
   explicit Ranks(at::Device device);
 
   int64_t rank() const { return rank_; }
@@ -23,6 +23,7 @@ class Ranks {
   /// Makes each tensor the sum of all ranks'. All have the same tensors on their device, in the same order.
   void sum(const std::vector<at::Tensor>& tensors) const;
   double sum(double value) const;
+  std::vector<double> sum(const std::vector<double>& values) const;
 
   /// Makes each tensor that of one rank.
   void broadcast(const std::vector<at::Tensor>& tensors, int64_t from) const;

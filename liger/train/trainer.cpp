@@ -1,18 +1,14 @@
 #include "liger/train/trainer.h"
 
 #include <c10/core/CachingDeviceAllocator.h>
-#include <fcntl.h>
 #include <torch/torch.h>
-#include <unistd.h>
 #include <algorithm>
-#include <cerrno>
 #include <cmath>
-#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <sstream>
-#include "liger/models/json.h"
 #include "liger/nn/preference.h"
+#include "liger/train/stop.h"
 
 namespace liger::train {
 
@@ -22,30 +18,8 @@ namespace fs = std::filesystem;
 
 namespace {
 
-constexpr const char* kCheckpoint = "checkpoint-";
 constexpr int64_t kWarmUp = 3;     // passes of a shape before it is captured
 constexpr size_t kMostGraphs = 4;  // each of which holds the memory of a pass
-
-/// What has been written to a folder is on the disk.
-void sync_folder(const fs::path& folder) {
-  const int file = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  TORCH_CHECK(file >= 0 && ::fsync(file) == 0, folder.string(), ": ", std::strerror(errno));
-  ::close(file);
-}
-
-/// The steps of the checkpoints in a folder, in order. They are whole: each took its name when it was.
-std::vector<int64_t> checkpoints(const fs::path& folder) {
-  std::vector<int64_t> steps;
-  if (!fs::exists(folder)) return steps;
-  for (const auto& entry : fs::directory_iterator(folder)) {
-    const std::string name = entry.path().filename().string(),
-                      number = name.substr(std::min(name.size(), std::strlen(kCheckpoint)));
-    const bool digits = !number.empty() && number.size() < 19 && std::all_of(number.begin(), number.end(), ::isdigit);
-    if (name.starts_with(kCheckpoint) && digits) steps.push_back(std::stoll(number));
-  }
-  std::sort(steps.begin(), steps.end());
-  return steps;
-}
 
 /// The most memory that the process held: on the GPU, or resident. (What getrusage says may be that of the process
 /// which started this one.)
@@ -78,7 +52,12 @@ LoraConfig lora_config(const Options& o) {
 
 }  // namespace
 
-Trainer::Trainer(Options options) : options_(std::move(options)), ranks_(options_.device), device_(ranks_.device()) {
+Trainer::Trainer(Options options)
+    : options_(std::move(options)),
+      ranks_(options_.device),
+      device_(ranks_.device()),
+      checkpoints_(options_, ranks_),
+      log_(options_.out, ranks_.rank() == 0) {
   start_ = std::chrono::steady_clock::now();
   if (device_.is_cuda() && options_.deterministic) {
     ::setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", 0);
@@ -86,11 +65,11 @@ Trainer::Trainer(Options options) : options_(std::move(options)), ranks_(options
     at::globalContext().setDeterministicFillUninitializedMemory(false);
   }
   if (options_.threads > 0) at::set_num_threads(int(options_.threads));
-  const auto steps = checkpoints(options_.out);
-  TORCH_CHECK(steps.empty() || options_.resume, "--out ", options_.out,
+  const int64_t newest = checkpoints_.newest();
+  TORCH_CHECK(newest == 0 || options_.resume, "--out ", options_.out,
               " holds checkpoints: go on from them with --resume, or name another folder");
-  if (!steps.empty()) check_options(steps.back());
-  make_model(steps.empty() ? "" : checkpoint(steps.back()));
+  if (newest > 0) checkpoints_.check_options(newest, options_);
+  make_model(newest > 0 ? checkpoints_.path(newest) : "");
   if (options_.loss == "dpo") make_reference();
   data_.emplace(options_.data, options_, model_->config);
   if (!options_.eval.empty()) eval_.emplace(options_.eval, options_, model_->config);
@@ -101,8 +80,8 @@ Trainer::Trainer(Options options) : options_(std::move(options)), ranks_(options
   optimizer_.emplace(*model_, options_, ranks_);
   no_graphs_ = reason_for_no_graphs();
   if (no_graphs_.empty()) Graph::use_stream(device_);
-  fs::create_directories(options_.out);
-  if (!steps.empty()) resume(steps.back());
+  if (newest > 0) checkpoints_.resume(newest, *optimizer_, *data_, options_);
+  done_ = newest;
 }
 
 /// The model that the run begins with, or goes on with from its newest checkpoint: with adapters that is one of them.
@@ -147,66 +126,28 @@ void Trainer::make_reference() {
   reference_->eval();
 }
 
-std::string Trainer::checkpoint(int64_t step) const {
-  return (fs::path(options_.out) / (kCheckpoint + std::to_string(step))).string();
-}
-
-void Trainer::check_options(int64_t step) const {
-  const fs::path folder = checkpoint(step);
-  const json before = read_json((folder / "trainer.json").string()).at("options"), now = options_.decisive();
-  std::string changed;
-  for (const auto& [name, value] : now.items())
-    if (const json of_before = before.value(name, json());
-        of_before != value && !(name == "steps" && options_.steps == 0))
-      changed += (changed.empty() ? "" : "; ") + name + " " + of_before.dump() + ", not " + value.dump();
-  TORCH_CHECK(changed.empty(), "--resume: ", folder.string(), " was made with ", changed);
-}
-
-void Trainer::resume(int64_t step) {
-  const fs::path folder = checkpoint(step);
-  const json state = read_json((folder / "trainer.json").string());
-  check_options(step);  // now with the number of steps that --epochs gives
-  TORCH_CHECK(state.at("data") == data_->fingerprint(), "--resume: ", folder.string(), " was made with other data");
-  TORCH_CHECK(state.at("ranks") == ranks_.size(), "--resume: ", folder.string(), " was made by ",
-              state.at("ranks").dump(), " processes, and these are ", ranks_.size());
-  std::vector<SafetensorsFile> files;
-  for (const auto& entry : fs::directory_iterator(folder))
-    if (entry.path().filename().string().starts_with("optimizer")) files.emplace_back(entry.path().string());
-  optimizer_->load(files);
-  done_ = step;
-  if (ranks_.rank() > 0) return;
-  // The log of steps that are made again goes.
-  const fs::path log = fs::path(options_.out) / "log.jsonl";
-  std::string kept;
-  std::ifstream in(log);
-  for (std::string line; std::getline(in, line);) {
-    const json entry = json::parse(line, nullptr, false);
-    if (entry.is_object() && entry.value("step", step + 1) <= step) kept += line + "\n";
-  }
-  const fs::path beside = log.string() + ".tmp";
-  std::ofstream(beside) << kept;
-  fs::rename(beside, log);
-}
-
-Tensor Trainer::loss_of(const Batch& b, double counted, const Tensor& divisor) {
+Trainer::Outcome Trainer::outcome_of(const Batch& b, double counted, const Tensor& divisor) {
   const Tensor ids = b.ids.to(device_), labels = b.labels.to(device_);
   nn::CausalLMInputs inputs;
   if (b.positions.defined()) inputs.position_ids = b.positions.to(device_);
   if (!reference_.is_empty()) {
     const auto hidden = [&](nn::LlamaForCausalLM& model) { return model->hidden_states(ids, inputs).slice(1, 0, -1); };
-    nn::DPOLoss loss(nn::DPOLossOptions().loss(
-        {.loss_type = options_.dpo_loss, .beta = options_.dpo_beta, .pairs = int64_t(counted)}));
+    nn::DPOLoss loss(nn::DPOLossOptions().loss({.loss_type = options_.dpo_loss,
+                                                .beta = options_.dpo_beta,
+                                                .label_smoothing = options_.dpo_label_smoothing,
+                                                .pairs = int64_t(counted)}));
     Tensor reference;
     {
       const torch::NoGradGuard no_gradients;
       reference = hidden(reference_);
     }
-    return loss
-        ->forward(hidden(model_), model_->head_weight(), labels.slice(1, 1), {}, reference, reference_->head_weight())
-        .loss;
+    const PreferenceResult result = loss->forward(hidden(model_), model_->head_weight(), labels.slice(1, 1), {},
+                                                  reference, reference_->head_weight());
+    const Tensor margins = (result.chosen_rewards - result.rejected_rewards).detach().to(at::kDouble);
+    return {result.loss, double(margins.gt(0).sum().item<int64_t>()), margins.sum().item<double>()};
   }
   inputs.labels = labels, inputs.num_items = counted, inputs.divisor = divisor, inputs.packed = b.packed;
-  return model_->forward(ids, inputs).loss;
+  return {model_->forward(ids, inputs).loss};
 }
 
 std::string Trainer::reason_for_no_graphs() const {
@@ -223,11 +164,12 @@ std::string Trainer::reason_for_no_graphs() const {
 
 /// Forward and backward: returns the loss, and leaves gradients in the parameters. What a graph computes are the same
 /// kernels' results.
-Tensor Trainer::pass(const Batch& batch, double counted) {
+Trainer::Outcome Trainer::pass(const Batch& batch, double counted) {
   const auto plain = [&](const Batch& b, const Tensor& divisor) {
-    const Tensor loss = loss_of(b, counted, divisor);
-    loss.backward();
-    return loss.detach();
+    Outcome outcome = outcome_of(b, counted, divisor);
+    outcome.loss.backward();
+    outcome.loss = outcome.loss.detach();
+    return outcome;
   };
   if (!no_graphs_.empty()) return plain(batch, {});
   const std::pair key(batch.ids.sizes().vec(), batch.packed);
@@ -245,11 +187,11 @@ Tensor Trainer::pass(const Batch& batch, double counted) {
       if (t->defined()) *t = t->to(device_, t->scalar_type(), /*non_blocking=*/false, /*copy=*/true);
     c.divisor = at::empty({}, at::TensorOptions(device_).dtype(at::kFloat));
     try {
-      c.graph = std::make_unique<Graph>([&] { c.loss = plain(c.batch, c.divisor); });
+      c.graph = std::make_unique<Graph>([&] { c.loss = plain(c.batch, c.divisor).loss; });
     } catch (const std::exception& error) {
       no_graphs_ = error.what();
       no_graphs_ = no_graphs_.substr(0, no_graphs_.find('\n'));
-      if (ranks_.rank() == 0) std::fprintf(stderr, "no CUDA graphs: %s\n", no_graphs_.c_str());
+      log_.say("no CUDA graphs: " + no_graphs_);
       captured_.clear();
       for (Tensor& parameter : parameters) parameter.mutable_grad().reset();
       return plain(batch, {});
@@ -260,7 +202,7 @@ Tensor Trainer::pass(const Batch& batch, double counted) {
   if (batch.positions.defined()) c.batch.positions.copy_(batch.positions);
   c.graph->replay();
   for (size_t i = 0; i < parameters.size(); ++i) parameters[i].mutable_grad() = c.gradients[i];
-  return c.loss;
+  return {c.loss};
 }
 
 void Trainer::step(int64_t step) {
@@ -278,152 +220,131 @@ void Trainer::step(int64_t step) {
     counted += batches.back().counted, tokens += batches.back().ids.numel();
   }
   counted = int64_t(ranks_.sum(double(counted))), tokens = int64_t(ranks_.sum(double(tokens)));
-  double loss = 0;
+  double loss = 0, accuracy = 0, margin = 0;
   for (const Batch& batch : batches) {
-    const Tensor part = pass(batch, double(std::max<int64_t>(1, counted)));
+    const Outcome part = pass(batch, double(std::max<int64_t>(1, counted)));
     optimizer_->accumulate();
-    loss += part.item<double>();
+    loss += part.loss.item<double>(), accuracy += part.accuracy, margin += part.margin;
   }
-  loss = ranks_.sum(loss);
+  const auto sums = ranks_.sum({loss, accuracy, margin, double(Stop::asked())});
+  loss = sums[0], stopping_ = sums[3] > 0;
   const double lr = learning_rate(options_, step), norm = optimizer_->step(lr);
   const auto now = std::chrono::steady_clock::now();
   const auto since = [&](auto from) { return std::chrono::duration<double>(now - from).count(); };
-  log({{"step", step + 1},
-       {"loss", loss},
-       {"gradient_norm", norm},
-       {"lr", lr},
-       {"tokens", tokens},
-       {"seconds", since(begin)},
-       {"since_start", since(start_)},
-       {"peak_bytes", peak_bytes(device_)}});
-  if (ranks_.rank() == 0)
-    std::fprintf(stderr, "%sstep %lld/%lld  loss %.4f  lr %.2e  %.0f tokens/s%s", ::isatty(2) ? "\r\033[K" : "",
-                 static_cast<long long>(step + 1), static_cast<long long>(options_.steps), loss, lr,
-                 double(tokens) / since(begin), ::isatty(2) && step + 1 < options_.steps ? "" : "\n");
+  const double left = since(begin_) / double(step + 1 - done_) * double(options_.steps - step - 1);
+  json line{{"step", step + 1},
+            {"loss", loss},
+            {"gradient_norm", norm},
+            {"lr", lr},
+            {"tokens", tokens},
+            {"seconds", since(begin)},
+            {"since_start", since(start_)},
+            {"seconds_left", left},
+            {"peak_bytes", peak_bytes(device_)}};
+  if (options_.loss == "dpo") line["accuracy"] = sums[1] / double(counted), line["margin"] = sums[2] / double(counted);
+  if ((step + 1) % options_.log_steps == 0 || step + 1 == options_.steps) tell(step, line);
   TORCH_CHECK(std::isfinite(loss), "the loss of step ", step + 1, " is ", loss, ": a smaller --lr may help");
 }
 
-double Trainer::evaluate() {
+void Trainer::tell(int64_t step, const json& line) {
+  log_.line(line);
+  std::string said = text("step %lld/%lld  loss %.4f", static_cast<long long>(step + 1),
+                          static_cast<long long>(options_.steps), line["loss"].get<double>());
+  if (line.contains("accuracy"))
+    said += text("  accuracy %.3f  margin %.4f", line["accuracy"].get<double>(), line["margin"].get<double>());
+  said += text("  lr %.2e  %.0f tokens/s", line["lr"].get<double>(),
+               line["tokens"].get<double>() / line["seconds"].get<double>());
+  if (step + 1 < options_.steps) said += "  " + duration(line["seconds_left"]) + " left";
+  log_.progress(said);
+}
+
+void Trainer::evaluate(int64_t step) {
   const torch::NoGradGuard no_gradients;
   model_->eval();  // without dropouts
-  double sum = 0, counted = 0;
+  double sum = 0, counted = 0, accuracy = 0, margin = 0;
   for (int64_t at = ranks_.rank() * options_.batch; at < eval_->size(); at += ranks_.size() * options_.batch) {
     std::vector<int64_t> items;
     for (int64_t i = at; i < std::min(at + options_.batch, eval_->size()); ++i) items.push_back(i);
     const Batch batch = eval_->batch(items);
     if (batch.counted == 0) continue;
-    sum += loss_of(batch, double(batch.counted)).item<double>() * double(batch.counted);
-    counted += double(batch.counted);
+    const Outcome part = outcome_of(batch, double(batch.counted));
+    sum += part.loss.item<double>() * double(batch.counted);
+    counted += double(batch.counted), accuracy += part.accuracy, margin += part.margin;
   }
   model_->train();
-  sum = ranks_.sum(sum), counted = ranks_.sum(counted);
-  return sum / std::max(1., counted);
-}
-
-void Trainer::save(int64_t step) {
-  const fs::path place = checkpoint(step), beside = place.string() + ".tmp";
-  const std::string share = options_.shard_optimizer ? "-" + std::to_string(ranks_.rank()) : "";
-  const fs::path states = beside / ("optimizer" + share + ".safetensors");
-  if (ranks_.rank() == 0) {
-    fs::remove_all(beside);
-    fs::create_directories(beside);
+  const auto sums = ranks_.sum({sum, counted, accuracy, margin});
+  const double all = std::max(1., sums[1]);
+  json line{{"step", step}, {"eval_loss", sums[0] / all}};
+  std::string said = text("evaluation after step %lld: loss %.4f", static_cast<long long>(step), sums[0] / all);
+  if (options_.loss == "dpo") {
+    line["eval_accuracy"] = sums[2] / all, line["eval_margin"] = sums[3] / all;
+    said += text("  accuracy %.3f  margin %.4f", sums[2] / all, sums[3] / all);
   }
-  ranks_.wait();  // for the folder
-  if (ranks_.rank() == 0 || options_.shard_optimizer) save_safetensors(states.string(), optimizer_->state());
-  ranks_.wait();  // for all states
-  if (ranks_.rank() > 0) return;
-  std::vector<const char*> copied{"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-                                  "chat_template.jinja"};
-  if (!options_.lora()) copied.insert(copied.end(), {"config.json", "generation_config.json"});
-  for (const char* name : copied)
-    if (fs::exists(fs::path(options_.model) / name)) fs::copy_file(fs::path(options_.model) / name, beside / name);
-  if (options_.lora()) model_->save_adapter(beside.string());
-  else model_->save_pretrained(beside.string());
-  std::ofstream state(beside / "trainer.json");
-  state << json{{"step", step},
-                {"options", options_.decisive()},
-                {"data", data_->fingerprint()},
-                {"ranks", ranks_.size()}}
-               .dump(2)
-        << "\n";
-  state.close();
-  TORCH_CHECK(state.good(), (beside / "trainer.json").string(), ": cannot be written");
-  for (const auto& entry : fs::directory_iterator(beside)) {
-    const int file = ::open(entry.path().c_str(), O_RDONLY | O_CLOEXEC);
-    TORCH_CHECK(file >= 0 && ::fsync(file) == 0, entry.path().string(), ": ", std::strerror(errno));
-    ::close(file);
-  }
-  sync_folder(beside);
-  fs::rename(beside, place);
-  sync_folder(options_.out);
-  auto all = checkpoints(options_.out);
-  for (; options_.keep > 0 && int64_t(all.size()) > options_.keep; all.erase(all.begin())) {
-    const fs::path old = checkpoint(all.front()), gone = old.string() + ".tmp";
-    fs::rename(old, gone);  // what has a checkpoint's name is whole
-    fs::remove_all(gone);
-  }
-}
-
-void Trainer::log(const json& line) {
-  if (ranks_.rank() > 0) return;
-  const std::string text = line.dump() + "\n";
-  TORCH_CHECK(std::fwrite(text.data(), 1, text.size(), log_) == text.size() && std::fflush(log_) == 0, options_.out,
-              "/log.jsonl: ", std::strerror(errno));
+  log_.line(line);
+  log_.say(said);
 }
 
 void Trainer::describe() {
-  if (ranks_.rank() > 0) return;
+  for (const std::string& note : options_.notes) log_.say(note);
   int64_t trainable = 0, all = 0;
   for (const Tensor& parameter : model_->parameters())
     all += parameter.numel(), trainable += parameter.requires_grad() ? parameter.numel() : 0;
   if (done_ == 0)
-    log({{"step", 0},
-         {"rows", data_->rows()},
-         {"special_tokens", data_->special_tokens()},
-         {"rows_without_labels", data_->without_labels()},
-         {"trainable_parameters", trainable},
-         {"parameters", all}});
-  std::fprintf(stderr, "parameters: %lld, of which %lld are trained\n", static_cast<long long>(all),
-               static_cast<long long>(trainable));
-  const auto say = [](const char* what, const Data& data) {
-    std::fprintf(stderr, "%s: %lld rows; special tokens added: %lld; rows without a label that is learnt: %lld\n", what,
-                 static_cast<long long>(data.rows()), static_cast<long long>(data.special_tokens()),
-                 static_cast<long long>(data.without_labels()));
-  };
-  if (device_.is_cuda() && !no_graphs_.empty()) std::fprintf(stderr, "no CUDA graphs: %s\n", no_graphs_.c_str());
-  say("data", *data_);
-  if (eval_) say("evaluation", *eval_);
+    log_.line({{"step", 0},
+               {"rows", data_->rows()},
+               {"special_tokens", data_->special_tokens()},
+               {"rows_without_labels", data_->without_labels()},
+               {"trainable_parameters", trainable},
+               {"parameters", all}});
+  log_.say("parameters: " + std::to_string(all) + ", of which " + std::to_string(trainable) + " are trained");
+  if (device_.is_cuda() && !no_graphs_.empty()) log_.say("no CUDA graphs: " + no_graphs_);
+  for (const auto& [what, data] : {std::pair("data", &data_), std::pair("evaluation", &eval_)}) {
+    if (!*data) continue;
+    const Data& d = **data;
+    log_.say(std::string(what) + ": " + std::to_string(d.rows()) +
+             " rows; special tokens added: " + std::to_string(d.special_tokens()) +
+             "; rows without a label that is learnt: " + std::to_string(d.without_labels()));
+    if (const int64_t longest = d.longest(), most = model_->config.max_position_embeddings; longest > most)
+      log_.say(std::string(what) + ": a text of " + std::to_string(longest) + " tokens is longer than the model's " +
+               "max_position_embeddings, " + std::to_string(most) + ": a smaller --length cuts it");
+  }
+  if (options_.warmup >= options_.steps && options_.warmup > 0 && options_.notes.empty())
+    log_.say("--warmup " + std::to_string(options_.warmup) + " is not over after " + std::to_string(options_.steps) +
+             " steps: --lr is not reached");
 }
 
-void Trainer::run() {
-  const std::string path = (fs::path(options_.out) / "log.jsonl").string();
-  if (ranks_.rank() == 0) {
-    log_ = std::fopen(path.c_str(), done_ > 0 ? "a" : "w");
-    TORCH_CHECK(log_, path, ": ", std::strerror(errno));
-    std::vector<fs::path> halves;  // of a process that was killed
-    for (const auto& entry : fs::directory_iterator(options_.out))
-      if (const auto name = entry.path().filename().string(); name.starts_with(kCheckpoint) && name.ends_with(".tmp"))
-        halves.push_back(entry.path());
-    for (const fs::path& half : halves) fs::remove_all(half);
-  }
+bool Trainer::run() {
+  if (done_ < options_.steps) checkpoints_.check_space(model_, *optimizer_);
+  log_.open(done_);
   describe();
   const auto due = [&](int64_t every, int64_t step) {
     return step == options_.steps || (every > 0 && step % every == 0);
   };
-  if (done_ >= options_.steps) std::fprintf(stderr, "%s is finished\n", checkpoint(done_).c_str());
-  for (int64_t i = done_; i < options_.steps; ++i) {
-    step(i);
-    if (eval_ && due(options_.eval_steps, i + 1)) {
-      const double loss = evaluate();
-      log({{"step", i + 1}, {"eval_loss", loss}});
-      if (ranks_.rank() == 0)
-        std::fprintf(stderr, "%sevaluation after step %lld: loss %.4f\n", ::isatty(2) ? "\n" : "",
-                     static_cast<long long>(i + 1), loss);
-    }
-    if (due(options_.save_steps, i + 1)) save(i + 1);
+  if (done_ >= options_.steps) log_.say(checkpoints_.path(done_) + " is finished");
+  const bool alone = ranks_.size() == 1;
+  Stop::listen(alone, ranks_.rank() > 0 ? nullptr
+                      : alone ? "\nafter this step a checkpoint is written; Ctrl-C again ends at once, without one\n"
+                              : "\nafter this step a checkpoint is written\n");
+  begin_ = std::chrono::steady_clock::now();
+  int64_t made = done_, saved = done_;
+  const auto stops = [&] { return stopping_ = stopping_ || (alone && Stop::asked()); };
+  const auto save = [&] {
+    checkpoints_.save(made, model_, *optimizer_, *data_, options_);
+    log_.say("saved " + checkpoints_.path(made));
+    saved = made;
+  };
+  while (made < options_.steps && !stops()) {
+    step(made++);
+    if (eval_ && due(options_.eval_steps, made)) evaluate(made);
+    if (due(options_.save_steps, made)) save();
   }
-  if (log_) std::fclose(log_);
+  if (made > saved) save();
+  const bool finished = made >= options_.steps;
+  if (!finished)
+    log_.say("stopped after step " + std::to_string(made) + " of " + std::to_string(options_.steps) + ". Go on " +
+             (alone ? "" : "in as many processes ") + "with:\n  " + options_.command);
   ranks_.wait();  // the first one's store serves all
+  return finished;
 }
 
 }  // namespace liger::train

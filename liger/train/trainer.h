@@ -1,13 +1,14 @@
 #pragma once
 #include <chrono>
-#include <cstdio>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 #include "liger/models/llama.h"
+#include "liger/train/checkpoint.h"
 #include "liger/train/data.h"
 #include "liger/train/graph.h"
+#include "liger/train/log.h"
 #include "liger/train/optimizer.h"
 #include "liger/train/ranks.h"
 
@@ -18,26 +19,31 @@ namespace liger::train {
 class Trainer {
  public:
   explicit Trainer(Options options);
-  void run();
+
+  /// Returns whether the run is finished: a signal ends it before, after a step and with a checkpoint.
+  bool run();
 
  private:
+  /// Of rows, sums of what is logged.
+  struct Outcome {
+    at::Tensor loss;
+    double accuracy = 0, margin = 0;  // of pairs: those whose chosen answer has the larger reward; by how much
+  };
   void make_model(const std::string& newest);
   void make_reference();
-  at::Tensor loss_of(const Batch& batch, double counted, const at::Tensor& divisor = {});
-  at::Tensor pass(const Batch& batch, double counted);
+  Outcome outcome_of(const Batch& batch, double counted, const at::Tensor& divisor = {});
+  Outcome pass(const Batch& batch, double counted);
   std::string reason_for_no_graphs() const;
-  void check_options(int64_t step) const;
-  void resume(int64_t step);
   void step(int64_t step);
-  double evaluate();
-  void save(int64_t step);
+  void evaluate(int64_t step);
   void describe();
-  void log(const nlohmann::json& line);
-  std::string checkpoint(int64_t step) const;
+  void tell(int64_t step, const nlohmann::json& line);
 
   Options options_;
   Ranks ranks_;
   at::Device device_;  // this rank's
+  Checkpoints checkpoints_;
+  Log log_;
   nn::LlamaForCausalLM model_{nullptr}, reference_{nullptr};
   std::optional<Data> data_, eval_;
   std::optional<Optimizer> optimizer_;
@@ -52,8 +58,8 @@ class Trainer {
   std::string no_graphs_;  // why passes are not captured; empty where they are
   std::vector<std::pair<std::pair<std::vector<int64_t>, bool>, Captured>> captured_;  // by shape, and Batch::packed
   int64_t done_ = 0;
-  std::FILE* log_ = nullptr;
-  std::chrono::steady_clock::time_point start_;
+  bool stopping_ = false;                                // all ranks have been told that one was asked to stop
+  std::chrono::steady_clock::time_point start_, begin_;  // of the process, and of its steps
 };
 
 }  // namespace liger::train

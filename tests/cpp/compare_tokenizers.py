@@ -3,7 +3,7 @@
 Tokenizers with the pre-tokenizers, normalizers and templates of Llama 3, Qwen 2 and GPT-2 are trained on documents of
 twelve scripts, some with special and added tokens in them. All ids and all decoded texts of 1,000 documents are equal,
 and another kind of tokenizer is refused. So are the ids that each kind of post-processor, alone and in sequence, makes
-of one text and of two.
+of one text and of two, and those that transformers' AutoTokenizer makes with other files in the folder.
 """
 
 import json
@@ -14,6 +14,8 @@ import subprocess
 import sys
 import tempfile
 
+import transformers
+from tokenizer_files import compare_files
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 LLAMA3 = (
@@ -228,5 +230,7 @@ def compare(run, folder):
 
 
 if __name__ == "__main__":
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     with tempfile.TemporaryDirectory() as folder:
         compare(sys.argv[1], pathlib.Path(folder))
+        compare_files(sys.argv[1], pathlib.Path(folder))

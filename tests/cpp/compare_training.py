@@ -23,6 +23,7 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, processors
+from training_ranks import test_ranks, test_stopped_ranks
 from training_runs import (
     ALL,
     BEGIN,
@@ -220,7 +221,8 @@ def test_rows_without_labels(runs, model, tokenizer):
 
 # Another value of each option: those that --resume refuses, and those with which it goes on.
 REFUSED = {
-    "--loss": ["dpo"], "--dpo-loss": ["hinge"], "--dpo-beta": [0.2], "--length": [16], "--batch": [3],
+    "--loss": ["dpo"], "--dpo-loss": ["robust"], "--dpo-beta": [0.2], "--dpo-label-smoothing": [0.1], "--length": [16],
+    "--batch": [3],
     "--accumulate": [2], "--packing": ["join"], "--no-special-tokens": [], "--no-shuffle": [], "--steps": [3],
     "--lr": [1e-3], "--schedule": ["linear"], "--warmup": [1], "--weight-decay": [0.2], "--beta1": [0.8],
     "--beta2": [0.9], "--eps": [1e-6], "--clip": [2], "--seed": [1], "--dtype": ["bfloat16"], "--no-master-weights": [],
@@ -232,7 +234,7 @@ REFUSED_LORA = {
 }  # fmt: skip
 ALLOWED = {
     "--epochs": [2], "--no-deterministic": [], "--gradient-checkpointing": [], "--eval-steps": [1], "--save-steps": [1],
-    "--keep": [1], "--threads": [2], "--device": ["cpu"], "--cuda-graphs": ["off"],
+    "--keep": [1], "--log-steps": [2], "--threads": [2], "--device": ["cpu"], "--cuda-graphs": ["off"],
 }  # fmt: skip
 
 
@@ -278,7 +280,18 @@ def test_changed_options(runs):
     assert done.returncode == 1 and "--resume" in done.stderr, done
     help_text = subprocess.run([runs.binary, "--help"], capture_output=True, text=True, check=True).stdout
     options = set(re.findall(r"^  (?:-\w,)?(--[\w-]+(?:,--[\w-]+)?)", help_text, re.MULTILINE))
-    known = {*REFUSED, *REFUSED_LORA, *ALLOWED, "--adapter", "--help", "--data", "--eval", "--out", "--resume"}
+    known = {
+        *REFUSED,
+        *REFUSED_LORA,
+        *ALLOWED,
+        "--adapter",
+        "--help",
+        "--version",
+        "--data",
+        "--eval",
+        "--out",
+        "--resume",
+    }
     unknown = [option for option in options if not known & set(option.split(","))]
     assert len(options) > 30 and not unknown, f"no value is known for {unknown}"
 
@@ -286,27 +299,48 @@ def test_changed_options(runs):
 def test_dpo(runs, model, tokenizer):
     path = runs.folder / "pairs.jsonl"
     path.write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS))
-    steps, batch, passes, lr, beta = 4, 2, 2, 1e-2, 0.3
-    _, lines = runs(
+    steps, batch, passes, lr, beta, smoothing = 4, 2, 2, 1e-2, 0.3, 0.2
+    out, lines = runs(
         "--data", path, "--loss", "dpo", "--dpo-beta", beta, "--steps", steps, "--batch", batch, "--lr", lr,
-        "--accumulate", passes, "--no-shuffle", "--length", 64,
+        "--accumulate", passes, "--no-shuffle", "--length", 64, "--dpo-loss", "robust", "--dpo-label-smoothing",
+        smoothing, "--eval", path,
     )  # fmt: skip
     reference = transformers.AutoModelForCausalLM.from_pretrained(runs.folder)
+    margins = []
+
+    def margin_of(pair, model=model):
+        difference = 0
+        for sign, which in ((1, "chosen"), (-1, "rejected")):
+            ids, labels = answer(tokenizer, pair["prompt"], pair[which])
+            with torch.no_grad():
+                of_reference = nll(reference, ids, labels)
+            difference = difference + sign * (of_reference - nll(model, ids, labels))
+        return beta * difference
 
     def losses(step):
+        margins.clear()
         for i in range(step * batch * passes, (step + 1) * batch * passes):
-            pair = PAIRS[i % len(PAIRS)]
-            difference = 0
-            for sign, which in ((1, "chosen"), (-1, "rejected")):
-                ids, labels = answer(tokenizer, pair["prompt"], pair[which])
-                with torch.no_grad():
-                    of_reference = nll(reference, ids, labels)
-                difference = difference + sign * (of_reference - nll(model, ids, labels))
-            yield -F.logsigmoid(beta * difference) / (batch * passes)
+            margin = margin_of(PAIRS[i % len(PAIRS)])
+            margins.append(margin.item())
+            loss = (smoothing - 1) * F.logsigmoid(margin) + smoothing * F.logsigmoid(-margin)  # of robust DPO
+            yield loss / (1 - 2 * smoothing) / (batch * passes)
 
+    def check_margins(line, prefix=""):
+        close(f"margin: {line}", line[f"{prefix}margin"] + 1, sum(margins) / len(margins) + 1, 1e-4)
+        # Rewards that are equal, as those of the first step, may round to either side.
+        doubtful = sum(abs(margin) < 1e-6 for margin in margins)
+        right = sum(margin > 0 for margin in margins)
+        assert abs(line[f"{prefix}accuracy"] * len(margins) - right) <= doubtful, (line, margins)
+
+    *lines, evaluation = lines
     for line, (loss, norm) in zip(lines, plain_steps(model, losses, steps, lr, 0, 0.0), strict=True):
         close(f"DPO loss of step {line['step']}", line["loss"], loss, 1e-3)
         close(f"DPO norm of step {line['step']}", line["gradient_norm"], norm, 1e-2)
+        check_margins(line)
+    trained = transformers.AutoModelForCausalLM.from_pretrained(out / f"checkpoint-{steps}")
+    with torch.no_grad():
+        margins[:] = [margin_of(pair, trained).item() for pair in PAIRS]
+    check_margins(evaluation, "eval_")
 
 
 def test_resume(runs, dtype, *more):
@@ -340,28 +374,6 @@ def test_resume(runs, dtype, *more):
     for name in (*model, "optimizer.safetensors", "tokenizer.json"):
         ours, theirs = ((folder / "checkpoint-9" / name).read_bytes() for folder in (cut, out))
         assert ours == theirs, f"{dtype}: {name} differs after {len(whole)} steps, some of them resumed"
-
-
-def test_ranks(runs, count, how, *more, torchrun=False):
-    """Several processes take the steps of one with as many rows, and go on with their own bits."""
-    texts = runs.folder / "texts.jsonl"
-    options = ("--data", texts, "--length", LENGTH, "--lr", 1e-2, "--save-steps", 2, "--steps", 4, "--eval", texts)
-    _, alone = runs(*options, *more, "--batch", 2 * count)
-    options = (*options, *more, "--batch", 2, *(["--shard-optimizer"] if how == "sharded" else []))
-    out = runs.folder / f"{how}{'-'.join(map(str, more))}"
-    lines = runs.on_ranks(count, out, *options, torchrun=torchrun)
-    assert len(lines) == len(alone) == 5
-    for line, expected in zip(lines, alone, strict=True):
-        for what in ("loss", "gradient_norm", "eval_loss"):
-            if what in expected:
-                close(f"{how}: {what} of step {line['step']}", line[what], expected[what], 1e-4)
-        assert line.get("tokens") == expected.get("tokens")
-    states = sorted(path.name for path in (out / "checkpoint-4").glob("optimizer*"))
-    shares = [f"optimizer-{rank}.safetensors" for rank in range(count)]
-    assert states == (shares if how == "sharded" else ["optimizer.safetensors"])
-    shutil.rmtree(out / "checkpoint-4")
-    again = runs.on_ranks(count, out, *options, "--resume")
-    assert [line["loss"] for line in again[:4]] == [line["loss"] for line in lines[:4]]
 
 
 def test_graphs(runs):
@@ -446,6 +458,8 @@ def main(binary, features):
             for how, more in itertools.product(("replicated", "sharded"), ((), ("--lora-rank", 4))):
                 if ALL or (how == "replicated") == bool(more):
                     test_ranks(runs, 2, how, *more, torchrun=how == "sharded" and not more)
+            for number, torchrun, whom in ((signal.SIGTERM, False, 1), (signal.SIGINT, True, 0)):
+                test_stopped_ranks(runs, 2, number, torchrun=torchrun, whom=whom)
         test_graphs(runs)
         test_refusals(runs)
     print("liger-train agrees with plain torch, and with itself when it is killed")

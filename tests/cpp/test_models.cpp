@@ -74,6 +74,7 @@ TEST(Safetensors, BrokenFilesAreErrors) {
       {std::string(8, '\xff') + "{}", "header of"},
       {with_length("not json"), "no JSON object"},
       {with_length("[]"), "no JSON object"},
+      {with_length("{\"a\":" + std::string(200000, '[') + std::string(200000, ']') + "}"), "no JSON object"},
       {with_length(entry("F32", "[1]", "[0,8]"), four + four), "has 8 bytes"},
       {with_length(entry("F32", "[1]", "[0,4]")), "truncated"},
       {with_length(entry("F99", "[1]", "[0,4]"), four), "unknown dtype, F99"},

@@ -59,12 +59,20 @@ class Runs:
         return out, log(out)
 
     def on_ranks(self, count, out, *options, torchrun=False):
-        """The same of a run in `count` processes; without torchrun, whose start takes seconds, with its variables."""
+        """The same of a run in `count` processes."""
+        for process in self.start_ranks(count, out, *options, torchrun=torchrun):
+            said = process.communicate()[1]
+            assert process.returncode == 0, f"{said}\nexit code {process.returncode}"
+        return log(out)
+
+    def start_ranks(self, count, out, *options, torchrun=False):
+        """Their processes, or torchrun's; without that one, whose start takes seconds, with its variables."""
         command = self.command(out, *options)
+        pipe = {"stderr": subprocess.PIPE, "text": True, "pipesize": 4096}  # of a hundred lines: who is ahead waits
         if torchrun:
             launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count), "--no-python"]
             launcher += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-            started = [subprocess.Popen([*launcher, *command], stderr=subprocess.PIPE, text=True)]
+            started = [subprocess.Popen([*launcher, *command], **pipe)]
         else:
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
@@ -74,18 +82,10 @@ class Runs:
                     "WORLD_SIZE": str(count),
                 }
             started = [
-                subprocess.Popen(
-                    command,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                    env=os.environ | group | {"RANK": rank, "LOCAL_RANK": rank},
-                )
+                subprocess.Popen(command, env=os.environ | group | {"RANK": rank, "LOCAL_RANK": rank}, **pipe)
                 for rank in map(str, range(count))
             ]
-        for process in started:
-            said = process.communicate()[1]
-            assert process.returncode == 0, f"{said}\nexit code {process.returncode}"
-        return log(out)
+        return started
 
     def refused(self, words, *options):
         done = subprocess.run(
