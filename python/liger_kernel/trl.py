@@ -174,6 +174,12 @@ def _log_prob_function(original, max_bytes):
     return ChunkedLogProbFunction
 
 
+def _is_faster(hidden, beta):
+    """Whether TRL's kernels take less time than ours, which have one formula for all divergences of a mixture: a KL
+    divergence, which beta 0 and 1 are, takes fewer exponentials."""
+    return hidden.is_cuda and beta in (0, 1) and is_triton_available()
+
+
 def _divergence_function(original, max_bytes):
     class ChunkedDivergenceFunction:
         @staticmethod
@@ -199,7 +205,7 @@ def _divergence_function(original, max_bytes):
                 and min(temperature, *options[2::2]) > 0
                 and 0 <= beta <= 1
             )
-            if not sensible or not _covered(*tensors):
+            if not sensible or not _covered(*tensors) or _is_faster(student_hidden, beta):
                 return original.apply(*tensors, *options)
             return _Divergence.apply(options, max_bytes, *tensors)
 
@@ -264,8 +270,9 @@ def patch(max_bytes: int = 0) -> Report:
 
     Attributes of TRL's modules are replaced; trainers, models and configurations stay as they are, also those that
     exist already. Logits of up to max_bytes (0: 4 GiB on a GPU, 256 MiB on a CPU) wait for backward, others are made
-    again. Where there are no kernels (float64, other devices), TRL's own functions run. The report says what was
-    replaced, what this TRL does not have, and has undo(). Raises ImportError without TRL.
+    again. Where there are no kernels (float64, other devices), and where TRL's own are faster (a divergence with beta 0
+    or 1 on a GPU), TRL's own functions run. The report says what was replaced, what this TRL does not have, and has
+    undo(). Raises ImportError without TRL.
     """
     try:
         import trl

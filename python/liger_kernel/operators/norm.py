@@ -196,25 +196,19 @@ class LigerDyTFunction:
     apply = staticmethod(liger_dyt)
 
 
-def _eps(module: Any) -> float:
-    """The eps of a norm, which transformers calls by either name: what the module has now. Forwards call this, not the
-    property, because they also run on modules of other classes."""
-    own = module.__dict__
-    found = own.get("variance_epsilon")
-    return own["eps"] if found is None else found
+def eps_of(module: Any) -> float:
+    """The eps of a norm now. Modules of transformers call it by either name; that of some is None, for a default."""
+    found = getattr(module, getattr(module, "liger_eps", "variance_epsilon"))
+    return module.variance_epsilon if found is None else found
 
 
-def _set_eps(module: Any, value: float) -> None:
-    own = module.__dict__
-    own["eps" if "eps" in own and "variance_epsilon" not in own else "variance_epsilon"] = value
-
-
-def _eps_for(module: nn.Module, default: float) -> dict[str, float]:
-    """What _eps reads and a module of another class lacks."""
-    own = vars(module)
-    if own.get("variance_epsilon") is not None or own.get("eps") is not None:
+def _eps_for(module: nn.Module, default: float) -> dict[str, Any]:
+    """What eps_of reads and a module of another class lacks: `variance_epsilon` is also what callers may read."""
+    if getattr(module, "variance_epsilon", None) is not None:
         return {}
-    return {"variance_epsilon": getattr(module, "eps", None) or default}
+    named = {"liger_eps": "eps"} if hasattr(module, "eps") else {}
+    eps = getattr(module, "eps", None)
+    return {"variance_epsilon": default if eps is None else eps, **named}
 
 
 def weight_in(norm: Any) -> Tensor | None:
@@ -236,7 +230,6 @@ class LigerRMSNorm(nn.Module):
     """
 
     kernels = NORM_KERNELS
-    variance_epsilon = property(_eps, _set_eps)
     weight: nn.Parameter | None
 
     def __init__(
@@ -250,7 +243,7 @@ class LigerRMSNorm(nn.Module):
         self.casting_mode, self.in_place, self.row_mode = casting_mode, in_place, row_mode
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return LigerRMSNormFunction.apply(hidden_states, weight_in(self), _eps(self), self.offset, self.casting_mode)
+        return LigerRMSNormFunction.apply(hidden_states, weight_in(self), eps_of(self), self.offset, self.casting_mode)
 
     @staticmethod
     def as_original(module: Any, x: Tensor) -> Tensor:
@@ -274,7 +267,7 @@ class LigerRMSNorm(nn.Module):
     def extra_repr(self) -> str:
         shape = None if self.weight is None else tuple(self.weight.shape)
         return (
-            f"weight_shape={shape}, eps={self.variance_epsilon}, offset={self.offset}, in_place={self.in_place}, "
+            f"weight_shape={shape}, eps={eps_of(self)}, offset={self.offset}, in_place={self.in_place}, "
             f"row_mode={self.row_mode}"
         )
 
@@ -327,7 +320,7 @@ class LigerRMSNormWithoutWeight(LigerRMSNorm):
         super().__init__(hidden_size, eps, casting_mode=casting_mode, elementwise_affine=False)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return LigerRMSNormFunction.apply(hidden_states, None, _eps(self), 0.0, self.casting_mode)
+        return LigerRMSNormFunction.apply(hidden_states, None, eps_of(self), 0.0, self.casting_mode)
 
     @staticmethod
     def as_original(module: Any, x: Tensor) -> Tensor:
@@ -373,7 +366,6 @@ class LigerLayerNorm(nn.Module):
     """
 
     kernels = NORM_KERNELS
-    variance_epsilon = property(_eps, _set_eps)
 
     def __init__(
         self, hidden_size: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones", impl: str | None = None,
@@ -385,7 +377,7 @@ class LigerLayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.randn(hidden_size) if bias else torch.zeros(hidden_size))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return liger_layer_norm(hidden_states, self.weight, self.bias, _eps(self))
+        return liger_layer_norm(hidden_states, self.weight, self.bias, eps_of(self))
 
     @staticmethod
     def as_original(module: Any, x: Tensor) -> Tensor | None:
@@ -398,7 +390,7 @@ class LigerLayerNorm(nn.Module):
     @staticmethod
     def attributes_for(module: nn.LayerNorm) -> dict[str, Any]:
         """What forward reads and a torch.nn.LayerNorm lacks."""
-        return {"hidden_size": module.normalized_shape[0]}
+        return {"hidden_size": module.normalized_shape[0], **_eps_for(module, 1e-5)}
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.eps}"
@@ -471,7 +463,7 @@ class LigerPolyNorm(nn.Module):
         return liger_poly_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
 
     def extra_repr(self) -> str:
-        return f"eps={self.variance_epsilon}, in_place={self.in_place}"
+        return f"eps={eps_of(self)}, in_place={self.in_place}"
 
 
 class LigerDyT(nn.Module):

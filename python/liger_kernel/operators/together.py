@@ -16,7 +16,7 @@ from liger_kernel._library import ops
 from liger_kernel.operators.common import beside
 from liger_kernel.operators.coverage import DENSE, GATED_KERNELS, NORM_KERNELS, is_bare, kernels_cover
 from liger_kernel.operators.linear import Layer, layer_of
-from liger_kernel.operators.norm import LigerRMSNorm, casting_code, weight_in
+from liger_kernel.operators.norm import LigerRMSNorm, casting_code, eps_of, weight_in
 from liger_kernel.operators.quantised import call, is_in_4_bits
 
 
@@ -103,7 +103,7 @@ def add_and_normalise(norm: Any, a: Any, b: Any) -> tuple[Tensor, Tensor]:
             weight, mode = weight_in(norm), norm.casting_mode
             # A weight of another type changes that of the result where it is rounded before the weight.
             if weight is not None and type(weight) in DENSE and (weight.dtype is a.dtype or mode == "gemma"):
-                options = float(norm.variance_epsilon), float(norm.offset), casting_code(mode)
+                options = float(eps_of(norm)), float(norm.offset), casting_code(mode)
                 given = beside(a, weight)
                 y, total = ops.fused_add_rms_norm(a, b, given, *options)
                 _recompute.note(ops.rms_norm, (total, given, *options), y)

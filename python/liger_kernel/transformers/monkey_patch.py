@@ -269,8 +269,9 @@ def _patch_layer_norm_module(module, eps=1e-6) -> None:
     for part in parts:
         shape = getattr(part, "normalized_shape", None) or part.weight.shape
         own = {"hidden_size": getattr(part, "hidden_size", None) or shape[0]}
-        if not any(name in vars(part) for name in ("variance_epsilon", "eps")):
-            own["variance_epsilon"] = getattr(part, "eps", eps)
+        if getattr(part, "variance_epsilon", None) is None:
+            own["variance_epsilon"] = eps if getattr(part, "eps", None) is None else part.eps
+            own |= {"liger_eps": "eps"} if hasattr(part, "eps") else {}
         replace_class(part, ReplacedModule(LigerLayerNorm), Edits(), **own)
 
 
