@@ -207,6 +207,12 @@ def test_another_distribution_is_named(tmp_path, name, version, beside):
     done = python("import liger_kernel", PYTHONPATH=os.pathsep.join(map(str, (package, other))))
     assert done.returncode == 0, done.stderr
     assert (f"{name} {version}" in done.stderr) == beside and ("pip uninstall" in done.stderr) == beside
+    # The report says it among the rest, and goes on where the library cannot be loaded.
+    code = "from liger_kernel import env_report; env_report.main(['--device', 'cpu'])"
+    path = os.pathsep.join(map(str, (package, other)))
+    done = python(code, PYTHONPATH=path, LIGER_LIBRARY="/nowhere", PYTHONWARNINGS="ignore")
+    said = f"{name} {version} has installed its own liger_kernel"
+    assert (said in done.stdout) == beside and "cannot be loaded" in done.stdout, done.stdout + done.stderr
 
 
 def test_import_takes_a_moment():
