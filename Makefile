@@ -14,7 +14,7 @@ sources := $(shell find liger python cmake -name '*.h' -o -name '*.cpp' -o -name
 
 SHELL := bash
 .SHELLFLAGS := -eo pipefail -c
-.PHONY: help format lint docs test-docs train train-cpp align test test-all nightly test-families test-torch test-hub downstream fuzz fuzz-hour sanitize nightly-families test-install test-platforms \
+.PHONY: help format lint docs test-docs train train-cpp align test test-all nightly test-families test-torch test-hub downstream fuzz fuzz-hour sanitize nightly-families test-install test-fresh test-platforms \
         bench install wheel test-wheel clean
 .DEFAULT_GOAL := help
 
@@ -114,6 +114,9 @@ sanitize: $(ready)  ## CUDA kernels under compute-sanitizer: memory, races, what
 test-install: $(ready)  ## every documented way to install, each from a virtual environment with nothing in it (some 10 minutes)
 	$(py) -m pytest -q -p no:cacheprovider tests/install.py $(ARGS)
 
+test-fresh:  ## as root: `make train` and `make test` from a clone in an empty Debian, as root, as a plain user, and without dpkg; ARGS="user"
+	$(PYTHON) tests/platforms/fresh.py $(ARGS)
+
 test-platforms: $(ready)  ## build for aarch64 (and run it under qemu), Windows (mingw) and ROCm (hipcc); ARGS="aarch64" does one; half an hour
 	PATH="$(abspath $(venv))/bin:$$PATH" $(py) tests/platforms/run.py $(ARGS)
 
@@ -133,15 +136,21 @@ test-wheel: build/wheel-env/ready  ## install the wheel in dist/ beside each tor
 clean:  ## remove what was built
 	rm -rf build out $(venv)
 
+# A compiler, make and Python are all that has to be there: what lacks is named before anything is fetched.
 $(venv)/bin/python:
-	$(PYTHON) -m venv $(venv)
+	@command -v $(PYTHON) >/dev/null || { echo "There is no $(PYTHON): install python3 and python3-venv (Debian, Ubuntu: apt install python3-venv)." >&2; exit 1; }
+	@$(PYTHON) cmake/presupposed.py venv
+	$(PYTHON) -m venv $(venv) || { rm -rf $(venv); exit 1; }
 
+# CMAKE_ARGS, which scikit-build-core hands to CMake, may name another mirror (docs/cpp.md).
 # torch first, for the build to find; then the package, built against it. With a GPU and no nvcc the compiler comes from the package index.
 $(venv)/ready: $(venv)/bin/python requirements.txt $(sources)
+	@$(py) cmake/presupposed.py
 	$(py) -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	if command -v nvidia-smi >/dev/null && ! command -v nvcc >/dev/null && [ ! -x /usr/local/cuda/bin/nvcc ]; then \
 	  $(py) -m pip install --quiet --disable-pip-version-check -r requirements-cuda.txt; fi
-	mkdir -p build && PATH="$(abspath $(venv))/bin:$$PATH" $(py) -m pip install --disable-pip-version-check --no-build-isolation --no-deps -v . \
+	@mkdir -p build && $(venv)/bin/cmake $(filter -DLIGER_%,$(CMAKE_ARGS)) -P cmake/Sources.cmake
+	PATH="$(abspath $(venv))/bin:$$PATH" $(py) -m pip install --disable-pip-version-check --no-build-isolation --no-deps -v . \
 	  >build/install.log 2>&1 || { tail -40 build/install.log; exit 1; }
 	grep -oE 'liger 1.*' build/install.log
 	$(py) -c "import liger_kernel.ops" && touch $(venv)/ready
@@ -175,6 +184,8 @@ build/lint/ready build/docs-env/ready build/wheel-env/ready:
 
 # Nothing is installed into the system's Python: the library is built beside, and the sources are used where they stand.
 build/system.ready: $(sources)
+	@$(py) cmake/presupposed.py
+	@cmake $(filter -DLIGER_%,$(CMAKE_ARGS)) -P cmake/Sources.cmake
 	cmake -S . -B build/system -G Ninja -DPython_EXECUTABLE=$$(command -v $(PYTHON)) -DLIGER_CUDA="$$LIGER_CUDA" \
 	  -DLIGER_CUDA_ARCHITECTURES="$$LIGER_CUDA_ARCHITECTURES" | sed -n '/liger 1/p'
 	cmake --build build/system --target liger && touch $@

@@ -1,5 +1,9 @@
 # liger_cuda: every *_cuda.cu, for LIGER_CUDA_ARCHITECTURES. It is a part of the library; liger_kernels is the same as a library of its own, for
 # LIGER_KERNELS of other builds.
+if(CMAKE_VERSION VERSION_LESS 3.30)  # older ones do not know the C++20 of nvcc 13
+  message(FATAL_ERROR "liger: CUDA kernels need CMake 3.30 or newer, and this is ${CMAKE_VERSION}. Install a newer one (pip install cmake), or build without them: \
+-DLIGER_CUDA=OFF.")
+endif()
 set(LIGER_CUDA_ARCHITECTURES "" CACHE STRING
     "CUDA architectures, such as 80;90a, as they are; native: the GPU that is there; empty: that GPU, else 80;90a, and PTX for newer ones")
 set(architectures ${LIGER_CUDA_ARCHITECTURES})

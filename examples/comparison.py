@@ -20,6 +20,11 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
+#: What these examples import: the extra "examples" of pyproject.toml, and torch.
+NEEDED = ("torch transformers accelerate tokenizers safetensors peft matplotlib tabulate tqdm numpy").split()
+if missing := [name for name in NEEDED if not find_spec(name)]:
+    sys.exit(f"This needs {', '.join(missing)}: run `pip install {' '.join(missing)}`, or `make train` in a clone.")
+
 import torch
 
 COLUMNS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -352,11 +357,11 @@ def draw(path, reports):
 
 
 def finish(args, stem, reports, content):
-    """Prints and draws the reports, writes the content to stem.json, and ends: with an error where a loss differs."""
-    print(f"\n{table(reports)}\n")
+    """Writes the content to stem.json, prints and draws the reports, and ends: with an error where a loss differs."""
     args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / f"{stem}.json").write_text(json.dumps(content, indent=1) + "\n")  # first: what follows may fail
+    print(f"\n{table(reports)}\n")
     draw(args.out / f"{stem}.png", reports)
-    (args.out / f"{stem}.json").write_text(json.dumps(content, indent=1) + "\n")
     print(f"written: {args.out / stem}.png and {args.out / stem}.json")
     compared = {name: report["comparison"] for name, report in reports.items() if report["comparison"]}
     for name, found in compared.items():

@@ -8,7 +8,6 @@ import json
 import os
 import sys
 import tempfile
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,8 +48,6 @@ def arguments(argv=None):
     known = random_models.language_models()
     if unknown := set(args.family.split(",")).difference(known):
         parser.error(f"there is no family {', '.join(sorted(unknown))}: take some of {', '.join(known)}")
-    if args.lora and not find_spec("peft"):
-        parser.error("the package peft is not installed")
     if args.model and args.family != "llama":
         parser.error("--family makes fresh models: leave out --model, whose family its configuration says")
     if args.triton_liger and not Path(args.triton_liger, "liger_kernel").is_dir():

@@ -23,18 +23,16 @@ FASTER = 3  # that C++ is to come to its first step, in times
 
 
 def binary():
-    """LIGER_TRAIN, or what was built with the package."""
-    import liger_kernel
+    """LIGER_TRAIN, or what was built with the package, or by `make VENV=`."""
+    import liger_kernel._train
 
-    named = os.environ.get("LIGER_TRAIN")
-    places = [Path(liger_kernel.__path__[0]) / "bin/liger-train", ROOT / "build/system/liger-train"]
-    found = next((place for place in ([Path(named)] if named else places) if place.exists()), None)
-    if not found:
-        sys.exit(
-            "liger-train was not built. It needs CLI11, PCRE2 and utf8proc (Debian: apt install libcli11-dev "
-            "libpcre2-dev libutf8proc-dev); then remove .venv/ready and run this again."
-        )
-    return found
+    if named := os.environ.get("LIGER_TRAIN"):
+        return named
+    try:
+        return liger_kernel._train.program()[0]
+    except FileNotFoundError as error:
+        beside = ROOT / "build/system/liger-train"
+        return beside if beside.exists() else sys.exit(str(error))
 
 
 def write_inputs(args, folder):

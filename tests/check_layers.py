@@ -57,7 +57,7 @@ FLOORS = (
     r"functional|transformers\.(head|logits|lora|replaced|rewrite|tensor_parallel|causal_lm)|hub\.layers",
     r"transformers\.(by_source|patch|structure|hub_kernels)",
     r"transformers\.(monkey_patch|auto_model|trainer\b.*|trainer_integration)|trl|megatron\.monkey_patch|env_report"
-    r"|_self_test",
+    r"|_self_test|_train",
 )
 
 

@@ -109,6 +109,12 @@ def test_without_isolation_and_tools_it_says_what_to_type(bare):
     bare.refused("Run `pip install scikit-build-core cmake ninja` first", "--no-build-isolation", ".")
 
 
+@pytest.mark.parametrize("how", ([], ["-e"]), ids=("package", "editable"))
+def test_without_a_compiler_it_says_what_to_install(bare, how):
+    bare.refused("install g++ (Debian, Ubuntu: apt install g++", *how, ".", PATH=str(bare.folder / "bin"))
+    bare.refused("CXX names no-such-compiler", *how, ".", CXX="no-such-compiler")
+
+
 def test_torch_that_is_too_old_is_named(bare, tmp_path):
     header = tmp_path / "include/torch/headeronly/version.h"
     header.parent.mkdir(parents=True)
@@ -125,6 +131,8 @@ def test_isolated(with_torch):
     assert file.startswith(str(with_torch.folder)) and prefix == os.path.dirname(file)
     assert with_torch.torch() == before
     assert with_torch.pip("check").returncode == 0
+    done = with_torch.run("liger-train", "--help")
+    assert done.returncode == 0 and "--data" in done.stdout, done.stdout + done.stderr
     # Metadata that another torch does not meet.
     assert re.search(
         rf"^Requires-Dist: torch=={re.escape(TORCH[1])}\.\*$",
@@ -181,6 +189,91 @@ def test_editable(with_torch):
     loader.write_text(loader.read_text() + '\nprint("changed")\n')
     assert with_torch.used()[0] == "changed"
     with_torch.remove()
+
+
+def objects(environment):
+    """When each object of the build was compiled."""
+    return {file: file.stat().st_mtime_ns for file in environment.sources.glob("build/wheel/**/*.o")}
+
+
+def test_editable_again_compiles_what_has_changed(with_torch):
+    """pip's isolated environment has another name each time."""
+    with_torch.installed("-e", ".")
+    before = objects(with_torch)
+    with_torch.installed("-e", ".")
+    assert before and objects(with_torch) == before
+    source = with_torch.sources / "liger/core/version.cpp"
+    source.write_text(source.read_text() + "\n")
+    with_torch.installed("-e", ".")
+    changed = [file.name for file, time in objects(with_torch).items() if before[file] != time]
+    assert changed == ["version.cpp.o"]
+    with_torch.remove()
+
+
+def test_uv_builds_for_the_environment_that_it_installs_into(with_torch, tmp_path):
+    """Where it is active, and where it is the .venv beside."""
+    uv = Environment(tmp_path)
+    uv.installed("uv")
+    program = uv.folder / "bin/uv"
+    before = with_torch.torch()
+    (with_torch.sources / ".venv").symlink_to(with_torch.folder)
+    for variables in ({"VIRTUAL_ENV": str(with_torch.folder)}, {}):
+        done = with_torch.run(program, "pip", "install", ".", PATH="/usr/bin:/bin", **variables)
+        assert done.returncode == 0, done.stderr
+        assert f"+pt{TORCH[1].replace('.', '')}" in with_torch.used()[0] and with_torch.torch() == before
+        with_torch.remove()
+    # One that was chosen by hand is not guessed.
+    done = with_torch.run(program, "pip", "install", "--python", uv.folder / "bin/python", ".", PATH="/usr/bin:/bin")
+    assert done.returncode and "--no-build-isolation" in done.stderr
+
+
+def test_nightly_in_the_same_folder_is_named(with_torch):
+    """The package that came last has overwritten files of the other."""
+    with_torch.installed("--no-deps", "liger-kernel-nightly")
+    with_torch.installed("--no-deps", ".")
+    done = with_torch.run(with_torch.folder / "bin/python", "-c", "import liger_kernel")
+    assert "liger-kernel-nightly" in done.stderr and "pip uninstall -y liger-kernel-nightly" in done.stderr
+    assert with_torch.pip("uninstall", "-y", "liger-kernel-nightly", "liger-kernel").returncode == 0
+
+
+EXTRAS = {
+    "transformers": ["-c", "from liger_kernel.transformers import apply_liger_kernel_to_llama as f; print(f())"],
+    "examples": ["examples/train.py", "--config", "tiny", "--device", "cpu", "--steps", "6", "--length", "64"],
+    "test": ["-m", "pytest", "-q", "tests/test_modules.py", "tests/test_setup.py"],
+}
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_an_extra_is_complete(tmp_path, extra):
+    """Each by itself, in an environment that has torch alone."""
+    environment = Environment(tmp_path)
+    environment.installed(TORCH[0])
+    environment.installed(f".[{extra}]")
+    done = environment.run(environment.folder / "bin/python", *EXTRAS[extra])
+    assert done.returncode == 0, done.stdout + done.stderr
+    if extra == "examples":
+        assert (environment.sources / "out/train.png").exists() and (environment.sources / "out/train.json").exists()
+
+
+def test_cpp_without_python_and_with_an_old_cmake(with_torch, tmp_path):
+    """Debian 12's: what the documented commands need where no CUDA kernels are built."""
+    tools = Environment(tmp_path)
+    tools.installed("cmake==3.25.2", "ninja")
+    code = "import torch; print(*torch.__path__)"
+    torch = with_torch.run(with_torch.folder / "bin/python", "-c", code).stdout.strip()
+    flags = ["-G", "Ninja", f"-DLIGER_TORCH_DIR={torch}", "-DCMAKE_DISABLE_FIND_PACKAGE_Python=ON"]
+    for command in (
+        ["cmake", "-S", ".", "-B", tmp_path / "build", *flags, "-DLIGER_CUDA=OFF"],
+        ["cmake", "--build", tmp_path / "build", "--target", "liger_train"],
+        [tmp_path / "build/liger-train", "--help"],
+    ):
+        done = tools.run(*command)
+        assert done.returncode == 0, done.stdout + done.stderr
+    compiler = tmp_path / "nvcc"
+    compiler.write_text("#!/bin/sh\necho Cuda compilation tools, release 13.0, V13.0.88\n")
+    compiler.chmod(0o755)
+    done = tools.run("cmake", "-S", ".", "-B", tmp_path / "cuda", *flags, "-DLIGER_CUDA=ON", CUDACXX=str(compiler))
+    assert done.returncode and "CUDA kernels need CMake 3.30 or newer" in done.stderr, done.stderr
 
 
 def test_without_isolation(with_torch):

@@ -14,7 +14,7 @@ from importlib import metadata
 import liger_kernel
 import pytest
 import torch
-from liger_kernel import _library
+from liger_kernel import _library, _train
 from liger_kernel.operators import coverage
 from packaging.version import Version
 
@@ -154,6 +154,7 @@ def test_wheels_for_several_versions_of_torch_become_one(tmp_path, monkeypatch):
         version = f"1.0.0+pt{minor.replace('.', '')}cpu"
         with zipfile.ZipFile(tmp_path / f"{minor}.whl", "w") as wheel:
             wheel.writestr(f"liger_kernel/lib/torch-{minor}/libliger.so", minor)
+            wheel.writestr(f"liger_kernel/lib/torch-{minor}/liger-train", minor)
             wheel.writestr("liger_kernel/_build.py", f'VERSION = "{version}"\n')
             metadata = f"Name: liger-kernel\nVersion: {version}\nRequires-Dist: torch=={minor}.*\n"
             wheel.writestr(f"liger_kernel-{version}.dist-info/METADATA", metadata)
@@ -161,10 +162,13 @@ def test_wheels_for_several_versions_of_torch_become_one(tmp_path, monkeypatch):
     assert {str(file.relative_to(tree)): file.read_text() for file in tree.rglob("*") if file.is_file()} == {
         "liger_kernel/lib/torch-2.11/libliger.so": "2.11",
         "liger_kernel/lib/torch-2.13/libliger.so": "2.13",
+        "liger_kernel/lib/torch-2.11/liger-train": "2.11",
+        "liger_kernel/lib/torch-2.13/liger-train": "2.13",
         "liger_kernel/_build.py": 'VERSION = "1.0.0"\n',
         "liger_kernel-1.0.0.dist-info/METADATA": "Name: liger-kernel\nVersion: 1.0.0\n"
         "Requires-Dist: torch>=2.11,!=2.12.*,<2.14\n",
     }
+    assert os.access(tree / "liger_kernel/lib/torch-2.13/liger-train", os.X_OK)
 
 
 def test_a_release_has_its_entry_in_the_changelog():
@@ -203,6 +207,12 @@ def test_another_distribution_is_named(tmp_path, name, version, beside):
     done = python("import liger_kernel", PYTHONPATH=os.pathsep.join(map(str, (package, other))))
     assert done.returncode == 0, done.stderr
     assert (f"{name} {version}" in done.stderr) == beside and ("pip uninstall" in done.stderr) == beside
+    # The report says it among the rest, and goes on where the library cannot be loaded.
+    code = "from liger_kernel import env_report; env_report.main(['--device', 'cpu'])"
+    path = os.pathsep.join(map(str, (package, other)))
+    done = python(code, PYTHONPATH=path, LIGER_LIBRARY="/nowhere", PYTHONWARNINGS="ignore")
+    said = f"{name} {version} has installed its own liger_kernel"
+    assert (said in done.stdout) == beside and "cannot be loaded" in done.stdout, done.stdout + done.stderr
 
 
 def test_import_takes_a_moment():
@@ -257,3 +267,25 @@ def test_arguments_are_checked_without_asserts_too():
     """`python -O` drops assert statements."""
     done = subprocess.run([sys.executable, "-O", "-c", REFUSED], capture_output=True, text=True)
     assert done.stdout.split() == ["AssertionError"] * 8, done.stderr
+
+
+def test_liger_train_is_that_of_the_installed_torch(tmp_path, monkeypatch):
+    minor = ".".join(torch.__version__.split(".")[:2])
+    monkeypatch.setattr(_train, "cmake_prefix_path", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="built without liger-train"):
+        _train.program()
+    (tmp_path / "lib/torch-2.1").mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match=f"built for torch 2.1, and torch {minor} is installed"):
+        _train.program()
+    folder = tmp_path / f"lib/torch-{minor}"
+    folder.mkdir()
+    with pytest.raises(FileNotFoundError, match="built without liger-train"):
+        _train.program()
+    with pytest.raises(SystemExit, match="^liger-train: this liger-kernel was built without"):
+        _train.main()
+    (folder / "liger-train").write_text('#!/bin/sh\necho "$LD_LIBRARY_PATH:" "$@"\n')
+    (folder / "liger-train").chmod(0o755)
+    code = f"import sys, liger_kernel; liger_kernel.cmake_prefix_path = {str(tmp_path)!r}\n"
+    code += "from liger_kernel._train import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, "--help", "a b"], capture_output=True, text=True)
+    assert done.stdout.endswith("torch/lib: --help a b\n"), done.stdout + done.stderr

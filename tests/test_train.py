@@ -1,5 +1,6 @@
 """examples/train.py and align.py: small comparisons from end to end, and their parts."""
 
+import ast
 import json
 import math
 import os
@@ -53,6 +54,59 @@ def test_compares_plain_and_liger(tmp_path, prose):
     for words in ("tokens per second", "peak memory of a step", "Training loss is the same"):
         assert words in done.stdout
     assert len(list((tmp_path / "cache/liger_kernel").glob("bpe-1024-*.json"))) == 1
+
+
+def imported(files):
+    """The packages that files import, of those that are neither Python's nor this project's."""
+    names = set()
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names.add(node.module)
+    ours = {"liger_kernel", *(file.stem for file in files)}
+    return {name.split(".")[0] for name in names} - ours - set(sys.stdlib_module_names)
+
+
+def test_the_extra_of_the_examples_has_all_that_they_import():
+    text = (EXAMPLES.parent / "pyproject.toml").read_text()
+    extra = set(re.findall(r'"([a-z]+)[>=]', re.search(r"^examples = \[(.*?)^\]", text, re.M | re.S)[1]))
+    files = [*EXAMPLES.glob("*.py")]
+    assert imported(files) <= {"torch", *extra}
+    assert set(comparison.NEEDED) == {"torch", *extra}
+
+
+#: An example in a process in which a package is not to be found.
+WITHOUT = """
+import importlib.util, runpy, sys
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "tabulate" else find(name, *rest)
+sys.argv = sys.argv[1:]
+sys.path.insert(0, sys.argv[0].rpartition("/")[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("example", ("train.py", "align.py", "train_cpp.py"))
+def test_an_example_names_missing_packages_before_it_trains(example):
+    command = [sys.executable, "-c", WITHOUT, str(EXAMPLES / example), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("This needs tabulate: run `pip install tabulate`"), done.stderr
+
+
+def test_results_are_written_before_they_are_drawn(tmp_path, monkeypatch):
+    def fail(*_):
+        raise ModuleNotFoundError("No module named 'matplotlib'")
+
+    for name in ("table", "draw"):
+        with monkeypatch.context() as patch:
+            patch.setattr(comparison, "table", str)
+            patch.setattr(comparison, name, fail)
+            with pytest.raises(ModuleNotFoundError):
+                comparison.finish(type("", (), {"out": tmp_path / name}), "train", {}, {"measured": 1})
+        assert "measured" in (tmp_path / name / "train.json").read_text()
 
 
 @pytest.mark.full()

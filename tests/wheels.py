@@ -99,6 +99,10 @@ def test_a_patched_llama_trains(environment):
     environment.run(environment.python, "-c", TRAIN)
 
 
+def test_liger_train_is_on_the_path(environment):
+    assert "--data" in environment.run("liger-train", "--help")
+
+
 def test_operators(environment):
     tests = ("-q", "-p", "no:cacheprovider", "--import-mode=importlib", "tests/test_ops.py")
     some = "exact and cpu and float32 and (rms_norm or rope or gated or cross_entropy)"
@@ -111,7 +115,7 @@ def test_a_program_finds_it(environment, tmp_path):
     prefix = environment.run(environment.python, "-c", "import liger_kernel; print(liger_kernel.cmake_prefix_path)")
     tools, path = Path(sys.executable).parent, {"PATH": os.environ["PATH"]}
     ninja = ("-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}")
-    asked = (f"-DCMAKE_PREFIX_PATH={prefix.strip()}", "-DVERSION=1.0", "-DCOMPONENTS=models")
+    asked = (f"-DCMAKE_PREFIX_PATH={prefix.strip()}", "-DVERSION=1.0", "-DCOMPONENTS=models;tokenizer")
     environment.run(tools / "cmake", "-S", "tests/installed", "-B", tmp_path, *ninja, *asked, **path)
     environment.run(tools / "cmake", "--build", tmp_path, "--target", "uses", **path)
     environment.run(tmp_path / "uses")

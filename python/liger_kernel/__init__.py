@@ -30,8 +30,8 @@ def __getattr__(name):
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _check_distribution():
-    """Names another distribution that has written into this package's folder, which would mix two libraries.
+def _others():
+    """What to say of each other distribution that has written into this package's folder, which mixes two libraries.
 
     importlib.metadata, which reads what every installed package says of itself, takes longer than all of this import.
     """
@@ -42,14 +42,11 @@ def _check_distribution():
             name, _, version = entry.removesuffix(".dist-info").rpartition("-")
             ours = name.lower().replace("-", "_") == "liger_kernel"
             if version != __version__ if ours else _writes_here(os.path.join(parent, entry, "RECORD")):
-                import warnings
-
                 name = name.replace("_", "-")
-                warnings.warn(
+                yield (
                     f"{name} {version} has installed its own liger_kernel in the folder of liger-kernel "
                     f"{__version__}; the two overwrite each other's files. Run: pip uninstall -y {name} liger-kernel, "
-                    "then install the one that you want.",
-                    stacklevel=3,
+                    "then install the one that you want."
                 )
 
 
@@ -61,4 +58,7 @@ def _writes_here(record):
         return any(line.startswith("liger_kernel/") for line in files)
 
 
-_check_distribution()
+for _said in _others():
+    import warnings
+
+    warnings.warn(_said, stacklevel=2)

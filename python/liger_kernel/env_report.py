@@ -117,6 +117,8 @@ def main(arguments=None) -> int:
     )
     options = parser.parse_args(arguments)
     _print("versions", versions())
+    if others := [("WRONG", text) for text in liger_kernel._others()]:
+        _print("packages in the same folder", others)
     try:
         _print("library", library())
     except (ImportError, OSError) as error:
