@@ -26,9 +26,10 @@ import zipfile
 from pathlib import Path
 
 import torch
+from liger_kernel.operators.coverage import ACTIVATION_NAMES
 from liger_kernel.transformers import numeric
 from liger_kernel.transformers.families import FAMILIES, Swap
-from liger_kernel.transformers.parts import ACTIVATIONS, PARTS
+from liger_kernel.transformers.parts import PARTS
 from liger_kernel.transformers.source import fingerprint
 from torch import nn
 from transformers.activations import ACT2FN
@@ -213,7 +214,7 @@ def part_of(original, file):
         return None
     if original.__name__.endswith("Activation"):
         return next((name for name in ACTIVATION_PARTS if _same_activation(name, module.float())), None)
-    if "ACT2FN" in inspect.getsource(original) and not any(hasattr(module, name) for name in ACTIVATIONS):
+    if "ACT2FN" in inspect.getsource(original) and not any(hasattr(module, name) for name in ACTIVATION_NAMES):
         return None  # it is not seen which activation a module has
     for name in _kinds(original, module):
         target = Swap("", PARTS[name].targets).load()

@@ -38,7 +38,7 @@ def is_bare(module: nn.Module) -> bool:
 
 #: What modules of transformers call the activation that they hold, and the submodules that forwards of gated MLPs call,
 #: if only to read a parameter (torch.nn.utils.parametrize).
-_ACTIVATIONS = ("act_fn", "activation_fn", "act", "activation")
+ACTIVATION_NAMES = ("act_fn", "activation_fn", "act", "activation")
 _CALLED = frozenset(
     (
         "gate_proj",
@@ -60,7 +60,7 @@ def activations_in(module: nn.Module) -> list[Any]:
     functions; silu where there is none, which their source then has."""
     own = module.__dict__
     held = [child for name, child in own["_modules"].items() if child is not None and name not in _CALLED]
-    held += [own[name] for name in _ACTIVATIONS if callable(own.get(name))]
+    held += [own[name] for name in ACTIVATION_NAMES if callable(own.get(name))]
     return held or [nn.functional.silu]
 
 
