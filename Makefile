@@ -46,7 +46,7 @@ test-all: $(ready)  ## before a release: the same on every case
 .NOTPARALLEL: nightly
 nightly: test-all fuzz-hour sanitize nightly-families test-hub downstream  ## every night: test-all, an hour of fuzz, sanitizers, other versions of transformers, other tools
 nightly-families:
-	$(MAKE) test-families VERSIONS="4.57.6 5.6.0"
+	$(MAKE) test-families VERSIONS="4.57.6 5.6.0 5.24.0"
 
 # A virtual environment, where the target stands, that sees the first one's packages behind those installed into it.
 define environment_over_the_first
@@ -58,7 +58,7 @@ endef
 VERSIONS ?=
 test-families: $(ready) $(VERSIONS:%=build/transformers-%/ready)  ## every model family, with the installed transformers and with VERSIONS="4.57.6 5.6.0 ..."
 	for python in $(python) $(VERSIONS:%=build/transformers-%/bin/python); do \
-	  $(environment) LIGER_TESTS=all OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $$python -m pytest -q -n 2 -p no:cacheprovider tests/huggingface/test_{families,convergence,experts,every_type}.py --families all $(ARGS) || exit 1; done
+	  $(environment) LIGER_TESTS=all OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $$python -m pytest -q -n 2 -p no:cacheprovider tests/huggingface/test_{families,stands_for,convergence,experts,every_type,plan,recompute}.py --families all $(ARGS) || exit 1; done
 
 build/transformers-%/ready: $(ready)
 	$(environment_over_the_first)

@@ -4,6 +4,7 @@ import re
 import typing
 
 import transformers
+from liger_kernel.transformers.families import FAMILIES
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 LAYERS, WIDTH, HEADS, VOCABULARY = 4, 64, 4, 128
@@ -88,9 +89,17 @@ def _tiny(config_class, own):
     return made | {name: field for name, field in own.items() if "." not in name}
 
 
+def _config_class(kind):
+    """The configuration of a model type; that of its class where a transformers does not list the type."""
+    if kind in CONFIG_MAPPING:
+        return CONFIG_MAPPING[kind]
+    row = FAMILIES[kind]
+    return getattr(row.namespace(), next(iter(row.loss))).config_class
+
+
 def config_of(kind):
     """The small configuration of a model type; whatever its constructor raises where the sizes do not fit."""
-    config_class = CONFIG_MAPPING[kind]
+    config_class = _config_class(kind)
     config = config_class(**_tiny(config_class, FIELDS.get(kind, {})))
     for each in (config, getattr(config, "text_config", None)):
         if each is not None:

@@ -212,8 +212,8 @@ def _eps_for(module: nn.Module, default: float) -> dict[str, Any]:
 
 
 def weight_in(norm: Any) -> Tensor | None:
-    """The weight that an RMSNorm multiplies by: Gemma 4's has one that a flag leaves out."""
-    return None if norm.__dict__.get("with_scale") is False else norm.weight
+    """The weight that an RMSNorm multiplies by: Gemma 4's has one that a flag leaves out when it runs."""
+    return None if getattr(norm, "liger_with_scale", False) and not norm.with_scale else norm.weight
 
 
 def _initial(init_fn, size):
@@ -246,10 +246,12 @@ class LigerRMSNorm(nn.Module):
         return LigerRMSNormFunction.apply(hidden_states, weight_in(self), eps_of(self), self.offset, self.casting_mode)
 
     @staticmethod
-    def as_original(module: Any, x: Tensor) -> Tensor:
+    def as_original(module: Any, x: Tensor) -> Tensor | None:
         """x in the dtype of the original module's result: where it rounds before the weight, the product with the
-        weight has the dtype of both."""
+        weight has the dtype of both. None where the weight is one number."""
         weight = weight_in(module)
+        if weight is not None and weight.dim() == 0:  # Gemma 3n's one, of transformers 4
+            return None
         if weight is None or weight.dtype is x.dtype or module.casting_mode == "gemma":
             return x
         return x.to(torch.promote_types(x.dtype, weight.dtype))
@@ -258,8 +260,10 @@ class LigerRMSNorm(nn.Module):
     def attributes_for(cls, module: nn.Module, **preset: Any) -> dict[str, Any]:
         """What forward reads and a norm of another class lacks, from `preset` or by default."""
         defaults = {name: parameter.default for name, parameter in inspect.signature(cls).parameters.items()} | preset
+        forward = getattr(type(module).forward, "liger_original", type(module).forward)
         return {
             **_eps_for(module, defaults["eps"]),
+            **({"liger_with_scale": True} if "with_scale" in forward.__code__.co_names else {}),
             **{name: defaults.get(name) for name in ("offset", "casting_mode", "in_place", "row_mode")},
             **({} if hasattr(module, "weight") else {"weight": None}),
         }

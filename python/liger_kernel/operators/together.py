@@ -102,7 +102,12 @@ def add_and_normalise(norm: Any, a: Any, b: Any) -> tuple[Tensor, Tensor]:
         if is_rms_norm(norm.__class__) and is_bare(norm) and kernels_cover(a, NORM_KERNELS):
             weight, mode = weight_in(norm), norm.casting_mode
             # A weight of another type changes that of the result where it is rounded before the weight.
-            if weight is not None and type(weight) in DENSE and (weight.dtype is a.dtype or mode == "gemma"):
+            if (
+                weight is not None
+                and type(weight) in DENSE
+                and weight.dim()
+                and (weight.dtype is a.dtype or mode == "gemma")
+            ):
                 options = float(eps_of(norm)), float(norm.offset), casting_code(mode)
                 given = beside(a, weight)
                 y, total = ops.fused_add_rms_norm(a, b, given, *options)

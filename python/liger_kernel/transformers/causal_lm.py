@@ -307,7 +307,8 @@ class _View:
     """A model as its own forward sees it: all of it, but for the loss function and, without logits, the head."""
 
     def __init__(self, model, call):
-        self.__dict__.update(liger_model=model, liger_call=call)
+        for name, value in (("liger_model", model), ("liger_call", call)):
+            object.__setattr__(self, name, value)  # which torch 2.11's compiler follows, and a write to __dict__ not
 
     def __getattr__(self, name):
         model, call = self.__dict__["liger_model"], self.__dict__["liger_call"]
