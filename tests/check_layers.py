@@ -45,7 +45,7 @@ LONGEST = 500
 #: The floors of liger_kernel, from below: a file imports from its own floor and those below it, and no two files import
 #: each other. An __init__.py, which only hands on names, is left out.
 FLOORS = (
-    r"_library|_recompute|_memory\..*|_dtensor|_build|utils|memory|signatures|graphs|_implementations",
+    r"_library|_flags|_recompute|_memory\..*|_dtensor|_build|utils|memory|signatures|graphs|_implementations",
     # the families of operators, which the two packages of public names hand on
     r"operators\..*|optim",
     r"_compat(_mhc)?",

@@ -6,7 +6,7 @@
 namespace liger::op::cross_entropy {
 
 /// The options as schemas carry them, because a list from Python is read element by element:
-///   flags   ignore_index, reduction, token_scaling, z_loss, accuracy, predicted
+///   flags   ignore_index, reduction, token_scaling, z_loss, accuracy, predicted (python/liger_kernel/_flags.py)
 ///   scales  label_smoothing, lse_square_scale, softcap
 /// No list stands for the defaults.
 CrossEntropyOptions unpack(IntsRef flags, DoublesRef scales);

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from liger_kernel._flags import CrossEntropyFlags
 from liger_kernel._library import ops
 from liger_kernel.operators.common import IGNORE_INDEX, check_label, first_derivative_only, reduction_code, roots
 
@@ -45,15 +46,26 @@ def loss_options(
 
     Raises ValueError for an unknown reduction, TypeError where ignore_index is no integer.
     """
-    flags = use_token_scaling, return_z_loss, return_token_accuracy, return_predicted_tokens
-    if (ignore_index, reduction, *flags, label_smoothing, lse_square_scale, softcap) == _DEFAULTS:
+    asked = return_z_loss, return_token_accuracy, return_predicted_tokens
+    given = (ignore_index, reduction, use_token_scaling, *asked, label_smoothing, lse_square_scale, softcap)
+    if given == _DEFAULTS:
         return None, None
     check_label("ignore_index", ignore_index)
-    for name, flag in zip(("return_token_accuracy", "return_predicted_tokens"), flags[2:]):
+    for name, flag in (
+        ("return_token_accuracy", return_token_accuracy),
+        ("return_predicted_tokens", return_predicted_tokens),
+    ):
         if flag not in (True, False):
             raise AssertionError(f"{name} must be True or False, got {flag!r}")
-    scales = float(label_smoothing), float(lse_square_scale), float(softcap or 0)
-    return [ignore_index, reduction_code(reduction, REDUCTIONS), *map(bool, flags)], list(scales)
+    flags = CrossEntropyFlags(
+        ignore_index=ignore_index,
+        reduction=reduction_code(reduction, REDUCTIONS),
+        token_scaling=bool(use_token_scaling),
+        z_loss=bool(return_z_loss),
+        accuracy=bool(return_token_accuracy),
+        predicted=bool(return_predicted_tokens),
+    )
+    return [*flags], [float(label_smoothing), float(lse_square_scale), float(softcap or 0)]
 
 
 def asked_for(results: Sequence[Tensor], *asked: bool) -> tuple[Any, ...]:
