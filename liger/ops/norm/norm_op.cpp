@@ -41,17 +41,23 @@ struct Operands {
     }
   }
 
+  /// The fields that the two kernels share; the others are zero.
   template <class Args>
   Args describe() const {
-    Args a{};
-    a.centred = centred;
-    a.x = data(x), a.w = data(w), a.scale = data(scale);
-    a.rows = rows(x), a.cols = cols(x), a.inv_cols = 1.f / std::max<int64_t>(1, a.cols);
-    a.modulations = scale.defined() ? rows(scale) : 1;
-    a.per_modulation = a.rows / std::max<int64_t>(1, a.modulations);
-    a.dtype = dtype_of(x), a.w_dtype = dtype_of(w.defined() ? w : b.defined() ? b : x);
-    a.modulation_dtype = dtype_of(scale.defined() ? scale : x);
-    return a;
+    const int64_t n = rows(x), m = scale.defined() ? rows(scale) : 1;
+    const Tensor& affine = w.defined() ? w : b.defined() ? b : x;
+    return {.centred = centred,
+            .x = data(x),
+            .w = data(w),
+            .scale = data(scale),
+            .rows = n,
+            .cols = cols(x),
+            .modulations = m,
+            .per_modulation = n / std::max<int64_t>(1, m),
+            .dtype = dtype_of(x),
+            .w_dtype = dtype_of(affine),
+            .modulation_dtype = dtype_of(scale.defined() ? scale : x),
+            .inv_cols = 1.f / std::max<int64_t>(1, cols(x))};
   }
 };
 
