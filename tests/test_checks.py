@@ -51,13 +51,15 @@ def test_the_tree_has_none():
 
 
 def test_imports_of_the_package(tmp_path):
-    """An import from a floor above, a circle (of imports inside functions too), and a file without a floor."""
+    """An import from a floor above, by a package's __init__ too, a circle (of imports inside functions too), and a file
+    without a floor."""
     package = tmp_path / "liger_kernel"
     for name, text in {
         "utils": "",
         "ops/rope": "from liger_kernel.utils import x\nfrom liger_kernel.ops import norm",
         "ops/norm": "def f():\n    import liger_kernel.ops.rope",
         "memory": "from liger_kernel.ops.norm import y",
+        "_memory/__init__": "def __getattr__(name):\n    from liger_kernel.ops import norm",
         "elsewhere": "",
     }.items():
         (package / name).parent.mkdir(parents=True, exist_ok=True)
@@ -65,8 +67,19 @@ def test_imports_of_the_package(tmp_path):
     found = sorted(check_layers.import_problems(tmp_path))
     assert [line.split(":")[0] for line in found] == [
         "a circle of imports",
+        "liger_kernel._memory imports liger_kernel.ops.norm, which stands above it",
         "liger_kernel.elsewhere stands on no floor",
         "liger_kernel.memory imports liger_kernel.ops.norm, which stands above it",
     ]
     (package / "ops" / "norm.py").write_text("")
     assert not any("circle" in line for line in check_layers.import_problems(tmp_path))
+
+
+def test_length_of_files(monkeypatch):
+    """A long file is named, and only a longer one is a problem."""
+    (name, lines), *_ = check_layers.lengths()
+    assert (check_layers.ROOT / name).read_text().count("\n") == lines
+    monkeypatch.setattr(check_layers, "lengths", lambda: [("a.py", check_layers.LONGEST)])
+    assert not list(check_layers.problems())
+    monkeypatch.setattr(check_layers, "lengths", lambda: [("a.py", check_layers.LONGEST + 1)])
+    assert list(check_layers.problems()) == ["a.py has 601 lines, more than 600"]

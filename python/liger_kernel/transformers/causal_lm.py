@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from liger_kernel.operators.coverage import is_transformed, result_changed_by
-from liger_kernel.transformers.families import CausalLM
+from liger_kernel.transformers.families import FAMILIES, CausalLM
 from liger_kernel.transformers.head import describe, head_of, prepare_head
 from liger_kernel.transformers.logits import Logits, computed
 from liger_kernel.transformers.lora import follow
@@ -114,6 +114,12 @@ class FusedLoss:
 
     def __call__(self, base):
         return base.__name__, (base,), {"forward": fused_forward(original_forward(base), self.spec)}
+
+
+def forward_of(family: str, class_name: str, order: tuple[str, ...]):
+    """The fused forward of a family's class."""
+    row = FAMILIES[family]
+    return fused_forward(original_forward(getattr(row.namespace(), class_name)), row.loss[class_name], order)
 
 
 def fused_forward(original, spec: CausalLM, order: tuple[str, ...] = ()):

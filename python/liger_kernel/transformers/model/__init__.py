@@ -5,79 +5,8 @@ import re
 import sys
 import types
 
-from liger_kernel.transformers.families import FAMILIES
+from liger_kernel.transformers.model import _forwards
 
-# The parameters of the API's forwards, after `self`: transformers' own forwards take some of them only as keywords.
-_TOKENS = "input_ids attention_mask position_ids"
-_TEXT = "past_key_values inputs_embeds labels use_cache"
-_OUTPUTS = "output_attentions output_hidden_states"
-_KEEP = "logits_to_keep skip_logits"
-_USUAL = f"{_TOKENS} {_TEXT} {_OUTPUTS} return_dict cache_position {_KEEP}"
-_DICT_LAST = f"{_TOKENS} {_TEXT} {_OUTPUTS} cache_position {_KEEP} return_dict"
-_ROUTED = f"{_TOKENS} {_TEXT} {_OUTPUTS} output_router_logits cache_position {_KEEP} return_dict"
-_GRIDS = "pixel_values pixel_values_videos image_grid_thw video_grid_thw"
-_QWEN_VL = f"{_TOKENS} {_TEXT} {_OUTPUTS} return_dict {_GRIDS} rope_deltas mm_token_type_ids cache_position"
-_QWEN3_5_VL = f"{_TOKENS} past_key_values inputs_embeds labels {_GRIDS} mm_token_type_ids {_KEEP}"
-_GEMMA_VL = (
-    "input_ids pixel_values attention_mask position_ids past_key_values token_type_ids cache_position inputs_embeds "
-    f"labels use_cache {_OUTPUTS} return_dict {_KEEP}"
-)
-_LLAVA = (
-    "input_ids pixel_values attention_mask position_ids past_key_values inputs_embeds vision_feature_layer "
-    f"vision_feature_select_strategy labels use_cache {_OUTPUTS} return_dict cache_position logits_to_keep "
-    "image_sizes skip_logits"
-)
-_ORDERS = {
-    **dict.fromkeys(("exaone4", "falcon_h1", "hunyuan_v1", "qwen3"), _DICT_LAST),
-    **dict.fromkeys(("qwen3_moe", "qwen3_next"), _ROUTED),
-    "gpt_oss": _ROUTED.removesuffix(" return_dict"),
-    "mixtral": _USUAL.replace("return_dict", "output_router_logits return_dict"),
-    "deepseek_v4": f"{_TOKENS} {_TEXT} output_router_logits {_KEEP}",
-    "mllama": _USUAL.replace(
-        "past_key_values", "cross_attention_states cross_attention_mask full_text_row_masked_out_mask past_key_values"
-    ),
-    "paligemma": _GEMMA_VL,
-    "gemma3.multimodal_forward": _GEMMA_VL,
-    "gemma4.multimodal_forward": (
-        "input_ids pixel_values pixel_values_videos input_features attention_mask input_features_mask position_ids "
-        "image_position_ids video_position_ids past_key_values mm_token_type_ids inputs_embeds labels use_cache "
-        f"{_OUTPUTS} return_dict cache_position {_KEEP}"
-    ),
-    **dict.fromkeys(("llava", "internvl"), _LLAVA),
-    "smolvlm": (
-        f"{_TOKENS} past_key_values inputs_embeds pixel_values pixel_attention_mask image_hidden_states labels "
-        f"use_cache {_OUTPUTS} cache_position return_dict {_KEEP}"
-    ),
-    "qwen2_vl": f"{_QWEN_VL} skip_logits",
-    "qwen2_5_vl": f"{_QWEN_VL} second_per_grid_ts skip_logits",
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), f"{_QWEN_VL} second_per_grid_ts {_KEEP}"),
-    "qwen3_5": f"{_TOKENS} {_TEXT} cache_position {_KEEP}",
-    "qwen3_5.lce_forward_for_multimodal": _QWEN3_5_VL,
-    "qwen3_5_moe": _ROUTED.replace("cache_position", "mm_token_type_ids cache_position"),
-    "qwen3_5_moe.lce_forward_conditional_generation": _QWEN3_5_VL,
-    "muse_glimmer": (
-        "input_ids pixel_values image_grid_thw pixel_values_videos video_grid_thw attention_mask position_ids "
-        f"{_TEXT} {_KEEP}"
-    ),
-    "glm4v": _USUAL.replace("cache_position", "mm_token_type_ids cache_position"),
-    "glm4v_moe": f"{_TOKENS} past_key_values inputs_embeds labels {_GRIDS} rope_deltas mm_token_type_ids "
-    f"cache_position {_KEEP} return_dict",
-}
-
-# Modules whose forwards are those of more than one class: module -> name -> (family, class).
-_NAMES = {
-    "gemma3": {
-        "causal_forward": ("gemma3_text", "Gemma3ForCausalLM"),
-        "multimodal_forward": ("gemma3", "Gemma3ForConditionalGeneration"),
-    },
-    "gemma4": {
-        "causal_forward": ("gemma4_text", "Gemma4ForCausalLM"),
-        "multimodal_forward": ("gemma4", "Gemma4ForConditionalGeneration"),
-    },
-    "hunyuan_v1": {"lce_forward": ("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM")},
-    "qwen3_5": {"lce_forward_for_multimodal": ("qwen3_5", "Qwen3_5ForConditionalGeneration")},
-    "qwen3_5_moe": {"lce_forward_conditional_generation": ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration")},
-}
 # What callers import from any of these modules -> where it is.
 _SHARED = {
     "lce_maybe_trainable_lm_head|_liger_for_causal_lm_loss": "liger_kernel.transformers.head",
@@ -85,11 +14,10 @@ _SHARED = {
     r"Liger\w*CausalLMOutputWithPast": f"{__name__}.output_classes",
     "PEFT_AVAILABLE": "liger_kernel.utils",
 }
-_ELSEWHERE = ("gemma3_text", "gemma4_text", "hunyuan_v1_dense", "hunyuan_v1_moe")
 
 
-def _forwards_module(name, forwards):
-    """The module `model.<name>`, whose forwards stand for those of the classes that `forwards` names."""
+def _forwards_module(name, classes):
+    """The module `model.<name>`; `classes`: name of a forward -> (family, class)."""
     module = types.ModuleType(f"{__name__}.{name}", f"The fused-loss forward of {name}.")
 
     def __getattr__(attribute):
@@ -97,31 +25,14 @@ def _forwards_module(name, forwards):
         home = next((home for names, home in _SHARED.items() if re.fullmatch(names, attribute)), None)
         if home is not None:
             return getattr(importlib.import_module(home), attribute)
-        if attribute not in forwards:
+        if attribute not in classes:
             raise AttributeError(f"module {module.__name__!r} has no attribute {attribute!r}")
-        from liger_kernel.transformers import causal_lm
+        causal_lm = importlib.import_module("liger_kernel.transformers.causal_lm")
+        return causal_lm.forward_of(*classes[attribute], _forwards.parameters(name, attribute))
 
-        family, class_name = forwards[attribute]
-        row = FAMILIES[family]
-        original = causal_lm.original_forward(getattr(row.namespace(), class_name))
-        order = _ORDERS.get(f"{name}.{attribute}", _ORDERS.get(name, _USUAL))
-        return causal_lm.fused_forward(original, row.loss[class_name], tuple(order.split()))
-
-    module.__getattr__ = __getattr__
+    module.__getattr__ = __getattr__  # type: ignore[method-assign]
     return module
 
 
-def _forwards():
-    modules = {
-        name: {"lce_forward": (name, next(iter(row.loss)))}
-        for name, row in FAMILIES.items()
-        if row.loss and name not in _ELSEWHERE
-    }
-    for name, forwards in _NAMES.items():
-        shared = {} if "causal_forward" in forwards else modules.get(name, {})
-        modules[name] = {**shared, **forwards}
-    return {**modules, "pixtral": {}}
-
-
-for _name, _targets in _forwards().items():
-    globals()[_name] = sys.modules[f"{__name__}.{_name}"] = _forwards_module(_name, _targets)
+for _name, _classes in _forwards.forwards().items():
+    globals()[_name] = sys.modules[f"{__name__}.{_name}"] = _forwards_module(_name, _classes)
