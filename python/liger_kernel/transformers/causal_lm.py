@@ -177,10 +177,9 @@ def fused_forward(original, spec: CausalLM, order: tuple[str, ...] = ()):
             output.logits = None
         return output
 
-    forward.__signature__ = signature.replace(parameters=parameters)
     forward.__doc__ = original.__doc__
     forward.__module__, forward.__qualname__ = original.__module__, original.__qualname__
-    forward.liger_original = original
+    vars(forward).update(__signature__=signature.replace(parameters=parameters), liger_original=original)
     return forward
 
 

@@ -389,15 +389,15 @@ def table() -> str:
     """What is replaced in each family, as a table in Markdown: `on` by default, `off` unless asked for."""
     lines = ["| family | model types | " + " | ".join(_COLUMNS) + " |", "|" + "---|" * (len(_COLUMNS) + 2)]
     for row in FAMILIES.values():
-        made = {swap.switch for name in (row.name, *row.holds) for swap in FAMILIES[name].swaps.values()}
+        made = {swap.switch for name in (row.name, *row.holds) for _, swap in FAMILIES[name].pairs()}
         made |= set(row.switches) if row.by_source else set()
         made |= {"fused_linear_cross_entropy"} if row.loss else set()
         cells = []
         for switch in _COLUMNS.values():
             names = ("swiglu", "geglu", "relu_squared", "xielu") if switch == "swiglu" else (switch,)
             found = next((name for name in names if name in row.switches and name in made), None)
-            label = {"geglu": " (GeGLU)", "relu_squared": " (ReLU²)", "xielu": " (xIELU)"}.get(found, "")
-            experts = {swap.switch for part, swap in row.swaps.items() if part.endswith(("Experts", "NaiveMoe"))}
+            label = {"geglu": " (GeGLU)", "relu_squared": " (ReLU²)", "xielu": " (xIELU)"}.get(found or "", "")
+            experts = {swap.switch for part, swap in row.pairs() if part.endswith(("Experts", "NaiveMoe"))}
             if found in experts:
                 label += ", experts"
             held = row.composite and not row.holds and switch in ("rms_norm", "swiglu", "rope")

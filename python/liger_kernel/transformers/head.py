@@ -55,7 +55,7 @@ def head_linears(head, fsdp: bool = False) -> list[nn.Linear] | None:
             return head_linears(inner, fsdp)
     if type(head).__name__ == "ModulesToSaveWrapper":
         parts = [head_linears(part, fsdp) for part in (head.original_module, *head.modules_to_save.values())]
-        return None if None in parts else sum(parts, [])
+        return None if None in parts else [linear for part in parts for linear in part or ()]
     return None
 
 

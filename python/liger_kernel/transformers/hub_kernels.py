@@ -233,7 +233,7 @@ class HubKernels:
             with self._tagged(model, kernel_config), _hooks_kept(model):
                 return original(model, use_kernels, kernel_config, mode)
 
-        set_use_kernels.liger_hub_kernels = self
+        vars(set_use_kernels)["liger_hub_kernels"] = self
         self._edits.set(model_class, "set_use_kernels", set_use_kernels)
 
     @property

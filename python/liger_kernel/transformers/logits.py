@@ -166,4 +166,3 @@ _OPERATORS = (
 )
 for _name in _OPERATORS.split():
     setattr(Logits, f"__{_name}__", _forwarding(f"__{_name}__"))
-Logits.__hash__ = object.__hash__

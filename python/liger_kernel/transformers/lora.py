@@ -88,6 +88,8 @@ class LoRALinear:
     """The part of a PEFT layer whose forward is one operator, or two GEMMs after the forward of its base where that is
     more than a matrix."""
 
+    _modules: dict  # of the layer that this class comes before
+
     def liger_layer(self, x) -> Layer | None:
         """What forward computes; None where that is more than a Layer."""
         base, adapter = layer_of(self._modules["base_layer"], x), _adapter_of(self, x)
@@ -228,7 +230,9 @@ def fuse_adapters(model, edits: Edits) -> tuple[list[Replacement], list[Skip]]:
     peft = sys.modules.get("peft.tuners.lora.layer")  # without it no model has its layers
     if peft is None:
         return [], []
-    linears, mlps, experts, kept = Counter(), 0, 0, {}
+    linears: Counter[tuple[str, str]] = Counter()
+    kept: dict[str, None] = {}  # reasons, in their order
+    mlps = experts = 0
     for module in list(model.modules()):
         if isinstance(module, peft.LoraLayer):
             if (casts := _casts_input(type(module))) is not None:

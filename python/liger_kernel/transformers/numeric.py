@@ -24,7 +24,8 @@ def same_values(swap, original, module=None) -> str | None:
         return next((target for target in swap.targets if _same_function(swap.load(target), original)), None)
     if module is None:
         return swap.targets[0]
-    return next((target for target in swap.targets if computes(swap.load(target), module, original.forward)), None)
+    forward = original.forward  # type: ignore[attr-defined]
+    return next((target for target in swap.targets if computes(swap.load(target), module, forward)), None)
 
 
 @functools.cache
@@ -71,7 +72,8 @@ def computes(part, module, forward, rounded: bool = True) -> bool:
                 )
             if (inputs := _inputs(twin, part.forward)) is None:
                 return False
-            if not _close(*_seeded(part.forward, forward, twin, *inputs), 2.0**-16):
+            ours, theirs = _seeded(part.forward, forward, twin, *inputs)
+            if not _close(ours, theirs, 2.0**-16):
                 return False
             if not rounded or len(inputs) > 2:  # the sum over a token's experts is rounded once, not for each
                 return True

@@ -128,7 +128,7 @@ def find(original) -> Part | None:
     """The part that computes what a class of modules or a function does, by its source; None for an unknown one."""
     if original is nn.LayerNorm:  # whose source differs from one version of torch to the next
         return PARTS["layer_norm"]
-    name = sources().get(fingerprint(original))
+    name = sources().get(fingerprint(original) or "")
     return None if name is None else PARTS[name]
 
 

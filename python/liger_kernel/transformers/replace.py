@@ -6,6 +6,7 @@ import inspect
 import logging
 import sys
 import types
+from typing import Any
 
 import torch
 
@@ -60,7 +61,7 @@ def _current(owner, name):
 
 
 @functools.cache
-def or_original(part: type, original, activations: frozenset = frozenset()):
+def or_original(part: type[Any], original, activations: frozenset = frozenset()):
     """The forward of the class `part`, but `original` where the part would not compute the same.
 
     That is where there are none of `part.kernels` for the first argument, where more or fewer arguments come than the
@@ -91,7 +92,7 @@ def or_original(part: type, original, activations: frozenset = frozenset()):
         kwargs.pop(name, None)
         return part.forward(self, x, *args[1:], **kwargs)
 
-    call.liger_original = original
+    vars(call)["liger_original"] = original
     return call
 
 
@@ -158,7 +159,7 @@ def _is_real(value):
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-_results = {}
+_results: dict = {}
 
 
 def _result_dtypes(function, arguments):
@@ -224,7 +225,7 @@ def replace_class(module, part, edits: Edits, **attributes) -> None:
     for name, value in attributes.items():
         edits.set(module, name, value)
     places = kept_forwards(module)
-    new = variant(type(module), part)
+    new = variant(type(module), part)  # type: ignore[arg-type]  # a class can be hashed
     edits.set(module, "__class__", new)
     if "_old_forward" in vars(module):
         edits.set(module, "_old_forward", types.MethodType(new.forward, module))
@@ -232,22 +233,23 @@ def replace_class(module, part, edits: Edits, **attributes) -> None:
         edits.set(owner, name, types.MethodType(new.forward, module))
 
 
-def kept_forwards(module) -> list[tuple]:
+def kept_forwards(module: Any) -> list[tuple]:
     """Where a forward that transformers' parallelism has put on the instance keeps the one that was there before, for
     replace_class to change: (owner, name of an attribute). Empty if there is no such forward, or if that is not the
     class's.
 
     Tensor parallelism keeps it in a cell of the new forward, expert parallelism in the objects that dispatch tokens.
     """
-    forward = vars(module).get("forward")
+    forward: Any = vars(module).get("forward")
     if not (getattr(forward, "__module__", None) or "").startswith(_PARALLEL):
         return []
+    of_class = type(module).forward
     found, owners = [], [(cell, "cell_contents") for cell in forward.__closure__ or ()]
     while owners:
         owner, name = owners.pop()
         value = getattr(owner, name)
         if isinstance(value, types.MethodType) and value.__self__ is module:
-            if value.__func__ is not type(module).forward:
+            if value.__func__ is not of_class:
                 return []
             found.append((owner, name))
         elif value is not module and type(value).__module__.startswith(_PARALLEL):
@@ -262,7 +264,7 @@ def own_attributes(module, part, **preset) -> dict:
 
 
 @functools.cache
-def variant(base: type, part) -> type:
+def variant(base: type, part) -> Any:
     """The subclass of `base` that `part` makes: a class that comes first, or a function from `base` to (name, bases,
     body)."""
     name, bases, body = (part.__name__, (part, base), {}) if isinstance(part, type) else part(base)

@@ -8,6 +8,7 @@ import functools
 import hashlib
 import inspect
 import textwrap
+from typing import Any
 
 from torch import nn
 
@@ -20,7 +21,8 @@ def fingerprint(part) -> str | None:
 
     Comments, docstrings, annotations and decorators do not count. None where there is no source.
     """
-    function, owner = (part.forward, part) if isinstance(part, type) else (part, None)
+    owner: Any = part if isinstance(part, type) else None
+    function = part if owner is None else owner.forward
     return _fingerprint(inspect.unwrap(as_written(function)), owner)
 
 

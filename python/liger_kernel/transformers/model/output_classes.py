@@ -28,7 +28,7 @@ _HOMES = {
         for stem, name in _FAMILIES.items()
     },
 }
-_made = {}
+_made: dict[type, type] = {}
 
 
 def extension(base):
