@@ -323,6 +323,7 @@ FAMILIES = {row.name: row for row in (
     Family("glm4v", {"Glm4vRMSNorm": RMS_NORM, "Glm4vTextMLP": SWIGLU, "Glm4VisionMlp": SWIGLU, **ROPE,
                      **SECTIONED_ROPE, **VISION_ROPE}, _heads("Glm4vForConditionalGeneration"),
            model_types=("glm4v", "glm4v_text"), parameters=_L, off=_NO_ROPE, optional=_EITHER_ROPE),
+    # Glm4vMoeisionMlp is how transformers spells the class of its vision MLP.
     Family("glm4v_moe", {"Glm4vMoeRMSNorm": RMS_NORM, "Glm4vMoeTextRMSNorm": RMS_NORM, "Glm4vMoeTextMLP": SWIGLU,
                          "Glm4vMoeisionMlp": SWIGLU, "Glm4vMoeTextNaiveMoe": SWIGLU, "Glm4vMoeTextExperts": SWIGLU,
                          "Glm4vMoeTextTopkRouter": ROUTER, **ROUTER_LOSS, **ROPE, **SECTIONED_ROPE, **VISION_ROPE},
