@@ -67,7 +67,7 @@ T* data(const Tensor& t) {
 
 inline Numbers numbers(const Tensor& t) { return t.defined() ? Numbers{data(t), dtype_of(t)} : Numbers{}; }
 
-/// Raises an error that names the operator where a transform of torch.func is active: torch differentiates no node of C++
+/// Raises an error that names the operator where a transform of torch.func is active: torch differentiates no C++ node
 /// under one.
 void check_no_transform(const char* name);
 

@@ -18,7 +18,7 @@ struct SortByExpert {
   int64_t* scratch_bytes;  // on the host
   int64_t pairs, experts;
 
-  /// What a pair is sorted by.
+  /// The key by which pairs are sorted.
   LIGER_HD int key(int64_t pair) const {
     const int64_t e = index[pair];
     return e >= 0 && e < experts ? int(e) : int(experts);

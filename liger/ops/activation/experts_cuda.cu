@@ -6,7 +6,7 @@
 namespace liger::cuda::experts {
 namespace {
 
-/// What a pair is sorted by.
+/// The key by which pairs are sorted.
 struct PairKey {
   SortByExpert a;
   __device__ int operator()(int i) const { return a.key(i); }

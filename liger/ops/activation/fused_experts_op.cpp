@@ -15,12 +15,12 @@ struct Routing {
   Tensor place;  // [tokens, k] int32
   Tensor ends;   // [experts] int32
 
-  /// What stands beside each sorted pair, beside the tokens: [tokens, k], 0 for a pair without an expert.
+  /// The values of sorted pairs, in the order of the tokens: [tokens, k], 0 for a pair without an expert.
   Tensor of_tokens(const Tensor& of_pairs) const {
     const Tensor found = of_pairs.index_select(0, place.view(-1).clamp_min(0)).view(place.sizes());
     return found.masked_fill_(place.lt(0), 0);
   }
-  /// What stands beside the tokens, beside each sorted pair, in float: [pairs].
+  /// The tokens' values [tokens, k], in the order of the sorted pairs and in float: [pairs].
   Tensor of_pairs(const Tensor& of_tokens) const {
     const Tensor valid = at::arange(order.numel(), ends.options()).lt(ends[-1]);
     return of_tokens.reshape(-1).to(at::kFloat).index_select(0, order).mul_(valid);
@@ -309,7 +309,7 @@ struct FusedExperts {
       if (s.of.gate_up_a) low_da = s.of.gate_up_of(o).low_of_gradient(da, r.ends);
     }
 
-    /// da, h and dweights, of gate and up and of the gradient of what they are activated to, which is in h.
+    /// da, h and dweights, from gate and up and from the gradient of their activation, which is in h.
     void activate(const Saved& s, const Options& o, const Tensor& a) {
       using namespace fused_experts;
       const Tensor weights = as_numbers(s.of.weights);

@@ -61,7 +61,7 @@ struct Sorted {
   }
 };
 
-/// What a token is sorted by.
+/// The key by which tokens are sorted.
 struct TokenKey {
   EmbeddingBackward a;
   __device__ int operator()(int i) const { return a.counts(a.ids[i]) ? int(a.ids[i]) : int(a.classes); }
@@ -83,7 +83,7 @@ template <class T>
 __global__ void __launch_bounds__(256) absent_kernel(EmbeddingBackward a, const unsigned char* present, bool beside) {
   if (!beside) await_previous();
   const int64_t first = (int64_t(blockIdx.x) * blockDim.y + threadIdx.y) * kAsked;
-  // From L2: the first may know what was there before this was written.
+  // Read past L1, which may still hold the bytes from before present_kernel wrote them.
   const unsigned known = first < a.classes ? __ldcg(reinterpret_cast<const unsigned*>(present + first)) : ~0u;
   for (int i = 0; i < kAsked; ++i) {
     if (first + i >= a.classes || (known >> 8 * i & 0xff)) continue;

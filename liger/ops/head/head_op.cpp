@@ -61,7 +61,7 @@ Plan plan(const Sizes& of, bool trains_weight, bool by_class, int64_t max_bytes)
 }
 
 /// The bytes beyond inputs that forward and backward of linear_log_prob (keeps) or fused_linear_cross_entropy take at
-/// their peak, gradients included; what is of the size of a few numbers a token is not counted.
+/// their peak, gradients included, but for tensors of a few numbers per token.
 int64_t peak_bytes(int64_t tokens, int64_t width, int64_t classes, at::ScalarType dtype, bool cpu, bool trains_hidden,
                    bool trains_weight, bool keeps, int64_t max_bytes) {
   const Sizes of{tokens, width, classes, int64_t(c10::elementSize(dtype)), cpu};
@@ -69,7 +69,7 @@ int64_t peak_bytes(int64_t tokens, int64_t width, int64_t classes, at::ScalarTyp
   const int64_t logits = tokens * classes * e;
   const bool kept = keeps && logits <= (budget(max_bytes) > 0 ? budget(max_bytes) : default_bytes(cpu));
   const auto [chunk, tile] = kept ? Plan{tokens, classes} : plan(of, trains_weight, keeps, max_bytes);
-  // What is summed over several chunks is summed in float, and rounded next to it; float16 gradients wait in float
+  // Sums over several chunks are kept in float, with their rounded copies beside them; float16 gradients wait in float
   // in any case.
   const auto sum = [&](bool wanted, bool several, int64_t numbers) {
     return wanted ? numbers * (several ? a_float : d_element) : 0;

@@ -5,7 +5,7 @@
 /// tokens that count, the GEMMs and their accumulators.
 namespace liger::op::head {
 
-/// What is to be computed besides the loss. low_hidden and low_weight: of the low-rank part of the weight.
+/// The gradients to compute besides the loss. low_hidden and low_weight: of the low-rank part of the weight.
 struct Wants {
   bool hidden, weight, bias, low_hidden = false, low_weight = false;
   bool any() const { return hidden || weight || bias || low_hidden || low_weight; }

@@ -25,7 +25,7 @@ struct LinearLogProb {
   };
   /// Bits of Options::outputs.
   enum Output : int64_t { kEntropy = 1, kLogSumSquares = 2, kMeanLogit = 4, kIsTop1 = 8, kLse = 16, kArgmax = 32 };
-  /// What is asked for stands in `outputs`.
+  /// `outputs`: the requested results, as bits of Output.
   struct Options : LogProbOptions {
     int64_t outputs = 0;
     LIGER_OPTIONS(temperature, softcap, logit_scale, ignore_index, outputs, top_k, valid_count, max_bytes,
@@ -235,7 +235,7 @@ struct LinearLogProb {
 
   /// Puts the columns of the tokens that count to their places among all, where the others have 0.
   static void place(const Options& o, const Kept& in, at::IntArrayRef shape, Columns& columns) {
-    // Where ignored tokens were not left out, what is not 0 by itself is made so.
+    // Where ignored tokens were not left out, the results that need not be 0 for them are set to 0.
     const bool ignores = !in.which.defined() && (o.outputs & (kLogSumSquares | kIsTop1 | kArgmax) || o.top_k > 0);
     const Tensor ignored = ignores ? in.ids.eq(o.ignore_index) : Tensor();
     const auto put = [&](Tensor& t) {
@@ -274,8 +274,8 @@ struct LinearLogProb {
                 ", got ", s.logits.sym_sizes(), " on ", s.logits.device());
   }
 
-  /// The upstream gradients of the kept tokens, in float16 times `power`: what a mean over many tokens asks for would
-  /// vanish there, and what a loss scale has been multiplied into overflow.
+  /// The upstream gradients of the kept tokens, in float16 times `power`: there those of a mean over many tokens would
+  /// vanish, and those that a loss scale has multiplied would overflow.
   struct OfKept {
     Tensor dlogp, dentropy, dlse, dmean_logit, power;
 

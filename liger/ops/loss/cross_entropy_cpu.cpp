@@ -42,7 +42,7 @@ void totals(const CrossEntropyTotals& a, int64_t valid) {
   if (a.accuracy) *a.accuracy = float(correct / double(valid));
 }
 
-/// What is written of a row whose label does not count.
+/// Writes the results of a row whose label does not count.
 template <class T>
 void ignore(const CrossEntropy& a, int64_t r, T* dx) {
   if (dx) std::fill_n(dx, a.cols, T(0));
@@ -76,7 +76,7 @@ void row(const CrossEntropy& a, int64_t r, float* exps) {
   const bool capped = a.softcap != 0;
   const auto logit = [&](Vec v) { return capped ? cap * Math::tanh(v * inverse_cap) : v; };
 
-  // What the vector form of tanh makes of the row is what argmax compares.
+  // The maximum of the values that argmax compares with it: those of the vector form of tanh.
   const float max = row_reduce(n, -INFINITY, Max{}, logit, x);
   if (a.correct || a.predicted) {
     const int64_t best = first_of(n, max, logit, x);

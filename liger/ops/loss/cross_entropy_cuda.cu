@@ -193,13 +193,13 @@ struct RowLoss {
     return all;
   }
 
-  /// What the second pass needs: a gradient is of_p · p − each · weight, but for the label's.
+  /// The second pass's factors: a gradient is of_p · p − each · weight, but for the label's.
   struct Factors {
     Scalar p_y, w_y, scale, by_0, by_1, smooth;
     Scalar s, of_p, each, t_y;
   };
 
-  /// Writes the loss; returns what scale, label smoothing and divisors make of it.
+  /// Writes the loss; returns the factors that follow from scale, label smoothing and divisors.
   __device__ Factors write(const Part& all, const float (&divisors)[2], float class_weights, float z_y) {
     Factors f;
     const auto sum = all.sum;

@@ -45,7 +45,7 @@ __device__ Vec weight(const NormBackward& a, int64_t row, Load load) {
   else return w * (load(a.scale, a.modulation_dtype, modulation_of(a, row)) + 1);
 }
 
-/// What both passes over a pack need. dn: dy, times 1 + scale where each row has its own.
+/// A pack's values in both passes. dn: dy, times 1 + scale where each row has its own.
 template <class T, class Vec, Kind kKind>
 struct Gradient {
   Vec xhat, dn, g;  // g = dn · w, rounded, also where it meets a sum
@@ -56,7 +56,7 @@ struct Gradient {
         dn(dn),
         g(Vec::map([](float dn, float w) { return __fmul_rn(dn, w); }, dn, w)) {}
 
-  /// What the row's sums get of it: Σ g · x̂ and, where the mean counts, Σ g.
+  /// Its part of the row's sums: Σ g · x̂ and, where the mean counts, Σ g.
   __device__ typename Projections<kKind>::Value project() const {
     typename Projections<kKind>::Value sums{};
     sums.v[0] = sum(g * xhat);

@@ -4,7 +4,7 @@
 
 namespace liger::op::norm {
 
-/// What a norm is given, in the names of liger/ops/norm/norm.h; what it has no use for stays empty.
+/// A norm's inputs, in the names of liger/ops/norm/norm.h; those that it does not use stay empty.
 struct Inputs {
   Tensor x;
   OptTensor w, b, residual, scale, shift;
@@ -35,7 +35,7 @@ struct Gradients {
 Gradients backward(const char* name, const Tensor& dy, const OptTensor& ds, const Inputs& inputs, const Tensor& mean,
                    const Tensor& rstd, Wants wants, Rounding rounding = {});
 
-/// What the operators of several norms return and the gradients that they have.
+/// The results and gradients of operators that several norms share.
 struct WithRstd {
   Tensor y, rstd;
   LIGER_FIELDS(y, rstd)
