@@ -89,11 +89,13 @@ def forward_with_gradients(
     dtype = dtype or autocast_dtype(student[0])
     numbers = float(beta), float(temperature), *maps
     with torch.autocast(student[0].device.type, enabled=False):
-        loss, divergence, nll, entropies, *gradients, power = ops.linear_distillation_forward(
+        loss, divergence, nll, entropies, *gradients, scale = ops.linear_distillation_forward(
             *student, *teacher, labels, soft, hard, dtype, *wanted, kind, *numbers, ignore_index, skip_ignored, entropy,
             float_logits, max_bytes,
         )  # fmt: skip
-    rest = 1 / power if power.ndim == 0 else torch.ones((), device=loss.device)
+    # A schema calls the factor of float16 gradients (it is empty for others) `scale` where they are already multiplied
+    # by it, as here, and `rest` where they are not yet, as those of divergence_forward.
+    rest = 1 / scale if scale.ndim == 0 else torch.ones((), device=loss.device)
     return loss, divergence, nll, entropies, [g if w else None for g, w in zip(gradients, wanted)], rest
 
 
