@@ -209,6 +209,21 @@ def step_parts(report):
     return tabulate(lines, ["model", "length", *names], tablefmt="github", disable_numparse=True)
 
 
+def replacements(report):
+    """What patches put in the place of others' code, beside that code."""
+    rows = [
+        {
+            "part": row["part"],
+            "original, ms": f"{row['original_ms']:.3g}",
+            "ours, ms": f"{row['ours_ms']:.3g}",
+            "of the original": f"{row['ratio']:.2f}",
+            "MiB, original / ours": f"{row['original_mib']:,.0f} / {row['ours_mib']:,.0f}",
+        }
+        for row in report["rows"]
+    ]
+    return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
+
+
 def axes(height):
     import matplotlib
 
@@ -318,7 +333,8 @@ def main():
     h200, cpu = (named(read(file)["rows"]) for file in ("h200.json", "cpu-avx512.json"))
     reports, lengths, two = (read(f"{name}.json") for name in ("families-h200", "e2e-h200", "e2e-h100x2"))
     newer = table(cases(read("experts-h100.json")["rows"]), True)
-    fill("performance.md", h200=table(h200, True), cpu=table(cpu, False), newer=newer)
+    fill("performance.md", h200=table(h200, True), cpu=table(cpu, False), newer=newer,
+         replacements=replacements(read("replacements-h100.json")))  # fmt: skip
     tables = {"families": families(reports), "e2e": end_to_end(lengths), "parts": step_parts(lengths)}
     names = {"plain": "plain", "triton": "liger (Triton)", "ours": "ours"}
     tables["experts"] = in_turns(read("e2e-moe-h100.json"), "plain", **names)
