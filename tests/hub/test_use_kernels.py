@@ -6,6 +6,7 @@ import gc
 import inspect
 import pathlib
 import types
+import weakref
 
 import kernels
 import liger_kernel.hub
@@ -394,3 +395,18 @@ def test_a_switched_off_hub_is_said(monkeypatch):
     monkeypatch.setattr(transformers_hub, "_kernels_enabled", False)
     with pytest.raises(ImportError, match="USE_HUB_KERNELS"):
         use_as_hub_kernels()
+
+
+def test_a_model_that_uses_kernels_is_collected(installed):
+    """With its report, which lives as long as the model."""
+
+    def use():
+        model = make("Llama")
+        model.set_use_kernels(True)
+        assert any(report.family == type(model).__name__ for report in installed.reports)
+        step(model)
+        return [weakref.ref(module) for module in model.modules()]
+
+    references = use()
+    gc.collect()
+    assert not any(reference() for reference in references) and not installed.reports

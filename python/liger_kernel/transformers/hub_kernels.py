@@ -218,7 +218,7 @@ class HubKernels:
     def __init__(self):
         self.on = frozenset()
         self._edits = Edits()
-        self._models: weakref.WeakSet = weakref.WeakSet()
+        self._models: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # in their order; of no values
 
     def install(self, model_class) -> None:
         """Let `set_use_kernels` of every model pass by here."""
@@ -266,7 +266,7 @@ class HubKernels:
         earlier = Report.kept_on(model)
         report = Report(type(model).__name__, edits=earlier.edits if earlier else Edits())
         report.keep_on(model)
-        self._models.add(model)
+        self._models[model] = None
         plans, counts = {}, {}
         for label, owner in _owners(model):
             cls = type(owner)
