@@ -44,6 +44,13 @@ def draw_options(case, pick):
     return {**options, **(case.draw(pick) if case.draw else {})}
 
 
+def _normalised_together(name, shape, options):
+    """How many numbers a norm that takes their mean away normalises together; None for another operator."""
+    if name == "layer_norm":
+        return shape[-1]
+    return math.prod(shape[1:]) // options.get("groups", 2) if name == "group_norm" else None
+
+
 def laid_out(t, layout):
     """The same numbers in memory of another layout."""
     if t is None or t.dim() == 0 or t.numel() == 0:
@@ -121,6 +128,8 @@ def trial(seed, device="cpu", elements=8000, names=tuple(CASES)):
     shape, options, dtype = draw_shape(case, pick, elements), draw_options(case, pick), pick.choice(case.dtypes)
     if options.get("kind") == "cosine" and shape[-1] == 1:
         return  # of one class the cosine is 1 or -1, and all of its gradient is rounding
+    if _normalised_together(case.name, shape, options) == 2:
+        return  # two numbers less their mean become 1 and -1 whatever they are, and all of their gradient is rounding
     drawn = case.inputs(shape, options, dtype, device, seed)
     present = [i for i in case.differentiable if drawn[i] is not None]
     trained = [i for i in present if pick.random() < 0.75]
@@ -179,9 +188,14 @@ def trial(seed, device="cpu", elements=8000, names=tuple(CASES)):
     # Where float16 overflows on eager's way, what is infinite and what is NaN depends on the order of its products.
     if dtype == torch.float16 and any(a.isfinite().all() and not b.isfinite().all() for a, b in zip(exact, eager)):
         return
+    # A number that rounding takes over a limit has another slope there, in eager too.
+    if options.get("limit") and any(
+        (b.double() - c).abs().max() > c.abs().max() / 8 for b, c in zip(eager, exact) if c.numel()
+    ):
+        return
     for i, (a, b, n, c) in enumerate(zip([*out, *found], eager, near, exact, strict=True)):
-        if not a.is_floating_point():
-            assert torch.equal(a, c.to(a.dtype)), f"{text}: result {i} differs"
+        if not a.is_floating_point():  # a choice, which of equal numbers may be another than of their exact values
+            assert any(torch.equal(a, r.to(a.dtype)) for r in (c, b)), f"{text}: result {i} differs"
             continue
         terms = max(1, math.prod(shape) // max(1, c.numel()))
         check_close(a, b, n, c, dtype, terms, f"{text}: result {i}")

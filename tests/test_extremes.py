@@ -9,7 +9,7 @@ import torch
 from cases import all_cases
 from conftest import EMULATED
 from liger_kernel._library import ops
-from liger_kernel.operators.activation import SILU
+from liger_kernel.operators.activation import ACTIVATIONS, SILU
 from liger_kernel.ops.linear_distillation import linear_distillation
 from liger_kernel.transformers import functional as LF
 
@@ -415,3 +415,14 @@ def test_small_upstream_gradients_in_float16(keep, device):
         (found,) = torch.autograd.grad(out, ours, upstream.to(device), retain_graph=keep)
         (wanted,) = torch.autograd.grad(expected, plain, upstream.double())
         torch.testing.assert_close(found.cpu().double(), wanted, rtol=2**-10, atol=2**-25)
+
+
+@pytest.mark.parametrize("options", [dict(activation="relu_squared"), dict(limit=1.0)], ids=str)
+def test_a_gate_without_a_slope_has_no_gradient(options, device):
+    """Also in float16 where the upstream gradient times up overflows: as the mask of ReLU and of clamp has it."""
+    a, b, dy = (torch.full((3, 40), v, device=device, dtype=torch.float16) for v in (0.0, 884.0, 166.0))
+    a += -3.0 if "activation" in options else 5.0
+    a.requires_grad_(), b.requires_grad_()
+    number = ACTIVATIONS[options["activation"]] if "activation" in options else SILU
+    ops.gated(a, b, number, 1.0, *((options["limit"],) if "limit" in options else ())).backward(dy)
+    assert torch.equal(a.grad, torch.zeros_like(a)) and b.grad.isfinite().all()

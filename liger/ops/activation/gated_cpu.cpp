@@ -27,8 +27,9 @@ void backward(const GatedBackward& g) {
     for_each(n, [&](int64_t i, int64_t k) {
       const auto [a, b] = in.read(begin + i, k);
       const Vec d = read(dc + i, k);
-      out.write(round_to<T>(d * gate.up(b)) * gate.slope(a), gate.through_up(b, d * round_to<T>(gate.act(a))),
-                begin + i, k);
+      // Where g' is 0, so is da, also where the product before it has overflowed T.
+      out.write(Math::product(gate.slope(a), round_to<T>(d * gate.up(b))),
+                gate.through_up(b, d * round_to<T>(gate.act(a))), begin + i, k);
     });
   });
 }

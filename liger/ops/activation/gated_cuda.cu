@@ -27,7 +27,8 @@ __global__ void __launch_bounds__(256) backward_kernel(GatedBackward g, RowChunk
   const Row<T> out[] = {chunks.of(g.da, g.d_stride), chunks.of(g.db, g.d_stride)};
   const Row<T> in[] = {chunks.of(g.a, g.a_stride), chunks.of(g.b, g.b_stride), chunks.of(g.dc, g.cols)};
   map_packs<kPacks>(out, in, [&](const float (&x)[3], float (&d)[2]) {
-    d[0] = round_to<T>(x[2] * gate.up(x[1])) * gate.slope(x[0]);
+    // Where g' is 0, so is da, also where the product before it has overflowed T.
+    d[0] = Math<T>::product(gate.slope(x[0]), round_to<T>(x[2] * gate.up(x[1])));
     d[1] = gate.through_up(x[1], x[2] * round_to<T>(gate.act(x[0])));
   });
 }
@@ -69,7 +70,7 @@ __global__ void __launch_bounds__(256) backward_pairs_kernel(GatedBackward g, In
   each_step(in, [&](int64_t step, int i) {
     unrolled<kPairs>([&](int j) {
       const float x = a[i][j], up = b[i][j], d = dc[i][j];
-      a[i][j] = round_to<T>(d * gate.up(up)) * gate.slope(x);
+      a[i][j] = Math<T>::product(gate.slope(x), round_to<T>(d * gate.up(up)));
       b[i][j] = gate.through_up(up, d * round_to<T>(gate.act(x)));
     });
     in.store(static_cast<T*>(g.da), step, a[i], b[i]);
