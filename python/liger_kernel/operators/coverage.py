@@ -60,7 +60,8 @@ def activations_in(module: nn.Module) -> list[Any]:
     functions; silu where there is none, which their source then has."""
     own = module.__dict__
     held = [child for name, child in own["_modules"].items() if child is not None and name not in _CALLED]
-    held += [own[name] for name in ACTIVATION_NAMES if callable(own.get(name))]
+    if not held:  # a function is an attribute
+        held = [own[name] for name in ACTIVATION_NAMES if callable(own.get(name))]
     return held or [nn.functional.silu]
 
 
@@ -72,10 +73,10 @@ def kinds_in(module: nn.Module) -> frozenset:
 def runs_activation(module: nn.Module, kinds: frozenset) -> bool:
     """Whether each activation that a module holds now is one of these functions, or of one of these classes and bare: a
     fused forward does not call it."""
-    return all(
-        held.__class__ in kinds and is_bare(held) if isinstance(held, nn.Module) else held in kinds
-        for held in activations_in(module)
-    )
+    for held in activations_in(module):
+        if not (held.__class__ in kinds and is_bare(held) if isinstance(held, nn.Module) else held in kinds):
+            return False
+    return True
 
 
 def result_changed_by(module: nn.Module, but: Iterable[str] = ()) -> Any:

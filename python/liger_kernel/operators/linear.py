@@ -37,7 +37,10 @@ def layer_of(module: Any, x: Tensor) -> Layer | None:
 def _plain(module, x):
     if not is_bare(module):
         return None
-    weight, bias = tensor_of(module, "weight"), tensor_of(module, "bias")
+    parameters = module._parameters
+    weight, bias = parameters.get("weight"), parameters.get("bias")
+    if weight is None:  # a replica of torch.nn.DataParallel
+        weight, bias = tensor_of(module, "weight"), tensor_of(module, "bias")
     if type(weight) not in DENSE or not (bias is None or type(bias) in DENSE):
         return None
     if weight.dtype == x.dtype and (bias is None or bias.dtype == x.dtype) or is_autocast(x):

@@ -230,6 +230,8 @@ class LigerRMSNorm(nn.Module):
     """
 
     kernels = NORM_KERNELS
+    # What eps_of and weight_in ask for: an attribute that a module lacks takes microseconds to look for.
+    liger_eps, liger_with_scale = "variance_epsilon", False
     weight: nn.Parameter | None
 
     def __init__(
@@ -370,6 +372,7 @@ class LigerLayerNorm(nn.Module):
     """
 
     kernels = NORM_KERNELS
+    liger_eps = "variance_epsilon"
 
     def __init__(
         self, hidden_size: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones", impl: str | None = None,

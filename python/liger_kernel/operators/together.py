@@ -42,9 +42,9 @@ def gated_mlp(mlp: Any, x: Tensor, activation: int, recompute: bool = False) -> 
         return None
     if not _are_adapted(layers) and not (is_recorded(x) and mlp.liger_whole):
         return None
-    tensors = (tensor for layer in layers for tensor in layer[:4])
-    scales = (layer.scale for layer in layers)
-    return call("lora_mlp", 1, x, *tensors, *scales, activation, recompute)
+    gate, up, down = layers
+    arguments = (*gate[:4], *up[:4], *down[:4], gate.scale, up.scale, down.scale, activation, recompute)
+    return call("lora_mlp", 1, x, *arguments) if _are_quantised(layers) else ops.lora_mlp(x, *arguments)
 
 
 def _layers(x: Tensor, modules: Sequence[Any]) -> list[Layer] | None:
@@ -58,8 +58,15 @@ def _layers(x: Tensor, modules: Sequence[Any]) -> list[Layer] | None:
 
 
 def _are_adapted(layers: Sequence[Layer]) -> bool:
-    """Whether there is an adapter: its operator then also pays where autograd is not all that looks on."""
-    return any(layer.a is not None for layer in layers)
+    """Whether one of three layers has an adapter: its operator then also pays where autograd is not all that looks
+    on."""
+    first, second, third = layers  # no loop: every call of every layer asks
+    return first.a is not None or second.a is not None or third.a is not None
+
+
+def _are_quantised(layers: Sequence[Layer]) -> bool:
+    first, second, third = layers
+    return is_in_4_bits(first.weight) or is_in_4_bits(second.weight) or is_in_4_bits(third.weight)
 
 
 def projections(x: Tensor, *layers: nn.Module) -> Sequence[Tensor]:
@@ -82,8 +89,9 @@ def _together(x, modules, head_dim):
     layers = _layers(x, modules)
     if layers is None or not (is_recorded(x) or _are_adapted(layers) and not x.is_inference()):
         return None
-    arguments = [*(tensor for layer in layers for tensor in layer[:4]), *(layer.scale for layer in layers)]
-    if not any(is_in_4_bits(layer.weight) for layer in layers):
+    q, k, v = layers
+    arguments = *q[:4], *k[:4], *v[:4], q.scale, k.scale, v.scale
+    if not _are_quantised(layers):
         return ops.lora_qkv(x, *arguments, head_dim)
     found = call("lora_qkv", 3, x, *arguments)
     return [y.view(*y.shape[:-1], -1, head_dim).transpose(1, 2) for y in found] if head_dim else found
