@@ -82,52 +82,6 @@ def test_bitsandbytes(kind, head, home, tmp_path, record_property):
     record_property("result", check(tmp_path / "out", load, bool(skip), "gated" if kind == "int8" else "lora_mlp"))
 
 
-@pytest.mark.parametrize("twice", [False, True])
-def test_weights_that_evaluation_has_packed(twice, model):
-    """On CPUs with bfloat16 bitsandbytes packs a weight when it first runs in evaluation: training goes on with what
-    the packed weight stands for, also where a backward is still to come."""
-    config = peft.LoraConfig(r=4, target_modules=[*LINEARS, "k_proj", "up_proj", "o_proj"], init_lora_weights=False)
-    torch.manual_seed(0)
-    model = model.to(torch.bfloat16)
-    for name, module in list(model.named_modules()):
-        if isinstance(module, torch.nn.Linear) and name != "lm_head":
-            quantised = Linear4bit(
-                module.in_features, module.out_features, bias=False, compute_dtype=torch.bfloat16,
-                compress_statistics=twice, quant_type="nf4",
-            )  # fmt: skip
-            quantised.weight = Params4bit(
-                module.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=twice
-            ).to("cpu")
-            model.set_submodule(name, quantised)
-    patch("llama", model)
-    model = peft.get_peft_model(model, config).to(torch.bfloat16).train()
-    ids = torch.arange(4, 24).view(2, 10)
-
-    def gradients(between=lambda: None):
-        model.zero_grad()
-        loss = model(input_ids=ids, labels=ids).loss
-        between()
-        loss.backward()
-        return [loss.detach().float(), *(p.grad.float() for p in model.parameters() if p.grad is not None)]
-
-    def evaluate():
-        with torch.no_grad(), model.disable_adapter():  # as for a reference: every layer of bitsandbytes is called
-            model.eval()(input_ids=ids)
-        model.train()
-
-    expected = gradients()
-    assert len(expected) > 20
-    first = gradients(between=evaluate)
-    weights = [m.weight for m in model.modules() if isinstance(m, Linear4bit)]
-    packs = [getattr(w.quant_state, "packing_format_for_cpu", False) for w in weights]
-    assert all(packs) == any(packs) == has_avx512bf16()
-    # Packed scales are rounded to bfloat16, by at most 2^-9 of each weight; the 14 weights are read in forward, and
-    # again in backward for the gradients of two operands.
-    for found in (first, gradients(), gradients()):
-        for a, b in zip(found, expected):
-            assert (a - b).norm() <= 3 * 14 * 2.0**-9 * b.norm().clamp(min=1e-3)
-
-
 @pytest.fixture
 def gptq(home, monkeypatch):
     """The folder of a model that gptqmodel has quantised to 4 bits, in groups of 32."""
@@ -181,3 +135,50 @@ def test_4_bit_head():
             )
             for a, b in zip((*found, next(gradients)), (*exact, next(gradients))):
                 torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_weights_that_evaluation_has_packed(twice, model):
+    """On CPUs with bfloat16 bitsandbytes packs a weight when it first runs in evaluation: training goes on with what
+    the packed weight stands for, also where a backward is still to come. The last test of this file: it starts threads,
+    and what has threads must not fork."""
+    config = peft.LoraConfig(r=4, target_modules=[*LINEARS, "k_proj", "up_proj", "o_proj"], init_lora_weights=False)
+    torch.manual_seed(0)
+    model = model.to(torch.bfloat16)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            quantised = Linear4bit(
+                module.in_features, module.out_features, bias=False, compute_dtype=torch.bfloat16,
+                compress_statistics=twice, quant_type="nf4",
+            )  # fmt: skip
+            quantised.weight = Params4bit(
+                module.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=twice
+            ).to("cpu")
+            model.set_submodule(name, quantised)
+    patch("llama", model)
+    model = peft.get_peft_model(model, config).to(torch.bfloat16).train()
+    ids = torch.arange(4, 24).view(2, 10)
+
+    def gradients(between=lambda: None):
+        model.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        between()
+        loss.backward()
+        return [loss.detach().float(), *(p.grad.float() for p in model.parameters() if p.grad is not None)]
+
+    def evaluate():
+        with torch.no_grad(), model.disable_adapter():  # as for a reference: every layer of bitsandbytes is called
+            model.eval()(input_ids=ids)
+        model.train()
+
+    expected = gradients()
+    assert len(expected) > 20
+    first = gradients(between=evaluate)
+    weights = [m.weight for m in model.modules() if isinstance(m, Linear4bit)]
+    packs = [getattr(w.quant_state, "packing_format_for_cpu", False) for w in weights]
+    assert all(packs) == any(packs) == has_avx512bf16()
+    # Packed scales are rounded to bfloat16, by at most 2^-9 of each weight; the 14 weights are read in forward, and
+    # again in backward for the gradients of two operands.
+    for found in (first, gradients(), gradients()):
+        for a, b in zip(found, expected):
+            assert (a - b).norm() <= 3 * 14 * 2.0**-9 * b.norm().clamp(min=1e-3)
