@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 TOLERANCE = 2e-5
 #: Of what training has changed, relative to the change: the gradients' differences, which SGD adds up.
 CHANGE = 1e-3
-#: What runs in a patched Llama, besides its loss, one or another where a bar stands between them; without dropout an MLP
+#: What runs in a patched Llama, besides its loss; a bar stands between two of which one runs. Without dropout an MLP
 #: with adapters is one operator.
 LAYERS = {"full": ("rms_norm", "gated", "rope"), "LoRA": ("rms_norm", "lora_linear|lora_qkv", "lora_mlp", "rope")}
 PROBE = torch.arange(4, 60).reshape(4, 14)
