@@ -70,7 +70,8 @@ def triton_experts(functional, tensors, options):
         return function.apply(x, gate_up, down, index.int(), weights)
 
 
-TRL_MODULES = "chunked_logprob", "chunked_divergence", "logprob_entropy"
+#: Of trl.kernels; the last is written in Triton alone.
+TRL_MODULES = "chunked_logprob", "chunked_divergence", *["logprob_entropy"] * bool(importlib.util.find_spec("triton"))
 
 
 def trl_kernels(folder):
