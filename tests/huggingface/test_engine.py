@@ -14,6 +14,7 @@ from liger_kernel.transformers.families import FAMILIES, MODEL_TYPES, RMS_NORM, 
 from liger_kernel.transformers.model import loss_utils
 from liger_kernel.transformers.patch import Report, patch
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
+from test_rewrite import nodes
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -473,17 +474,8 @@ def test_fused_layers_have_a_switch(family, patched):
             assert by(report) == expected, (switches, level)
             model = model or make(family)
             output = model(**batch())
-            ran = {name for name in ("lora::MLP", "lora::QKV", "FusedAddRMSNorm") if name in graph_of(output.loss)}
+            graph = " ".join(nodes(output.loss))
+            ran = {name for name in ("lora::MLP", "lora::QKV", "FusedAddRMSNorm") if name in graph}
             names = {"lora::MLP": "gated_mlp", "lora::QKV": "qkv", "FusedAddRMSNorm": "fused_add_rms_norm"}
             assert {names[name] for name in ran} == expected
             report.undo()
-
-
-def graph_of(loss):
-    """The names of all nodes of a graph."""
-    waiting, seen = [loss.grad_fn], set()
-    while waiting:
-        if (node := waiting.pop()) is not None and node not in seen:
-            seen.add(node)
-            waiting += [following for following, _ in node.next_functions]
-    return " ".join(node.name() for node in seen)
