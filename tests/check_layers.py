@@ -58,7 +58,7 @@ FLOORS = (
     r"(norm|glu|mlp|mhc|attention|experts|router|rope|entropy|div|jsd|tvd|dyt|softmax|sparsemax|squared|xielu|centering|loss))",
     r"transformers(\.(parts|replace|families|report|numeric|model(\..*)?))?|megatron\.(cross_entropy|rms_norm|swiglu)"
     r"|triton(\..*)?",
-    r"functional|transformers\.(head|logits|lora|replaced|rewrite|tensor_parallel|causal_lm)|hub(\.layers)?",
+    r"functional|transformers\.(head|logits|lora|replaced|layers|tensor_parallel|causal_lm)|hub(\.layers)?",
     r"transformers\.(by_source|patch|structure|hub_kernels)",
     r"transformers\.(monkey_patch|auto_model|trainer\b.*|trainer_integration)|trl|megatron(\.monkey_patch)?|env_report"
     r"|_self_test|_train",

@@ -11,6 +11,8 @@ part that computes the same and rounds in the same places. What a row of the tab
 for is listed: it keeps its forward in a patched model.
 """
 
+import __future__
+
 import ast
 import inspect
 import itertools
@@ -29,6 +31,7 @@ import torch
 from liger_kernel.operators.coverage import ACTIVATION_NAMES
 from liger_kernel.transformers import numeric
 from liger_kernel.transformers.families import FAMILIES, Swap
+from liger_kernel.transformers.layers import STEPS, adding
 from liger_kernel.transformers.parts import PARTS
 from liger_kernel.transformers.source import fingerprint
 from torch import nn
@@ -67,12 +70,13 @@ CONFIG = types.SimpleNamespace(
 )
 CLASSES = re.compile(
     r"RMSNorm(Gated|alization)?$|L2Norm$|LayerNorm$|MLP$|Mlp$|Experts$|NaiveMoe$|(ReLUSquared|XIELU)Activation$|Rotary|Rope"
-    r"|Top[kK]Router$|MoeStatics$"
+    r"|Top[kK]Router$|MoeStatics$|(Decoder|Encoder|Transformer|Attention)(Text)?Layer$"
 )
 FUNCTIONS = re.compile(
     r"^(vision_)?apply_(multimodal_)?rotary_(pos_)?emb(_vision|_interleave)?$|^load_balancing_loss_func$"
 )
 TABLES = re.compile(r"Rotary|Rope")
+LAYERS = re.compile(r"Layer$")
 ROPE_CONFIG = types.SimpleNamespace(
     rope_parameters={"rope_type": "default", "mrope_section": [3, 3, 2]}, head_dim=16, rope_scaling=None
 )
@@ -109,7 +113,9 @@ REVIEWED = {"SeedOssMLP", "AriaExperts", "Glm5NextTextExperts", "HYV4Experts", "
 REVIEWED |= {name.rpartition(".")[2] for row in FAMILIES.values() for name in row.swaps}
 REVIEWED |= {f"{name}RMSNormGated" for name in ("Bamba", "GraniteMoeHybrid", "Mamba", "NemotronH", "Zamba2")}
 REVIEWED |= {f"{name}TopKRouter" for name in ("Beam", "Ernie4_5_Moe", "Flint", "Olmoe", "Qwen2Moe")}
+REVIEWED |= {f"{name}DecoderLayer" for name in ("Phi3", "Qwen3MoeText", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe")}
 REVIEWED |= {"DeepseekV2TopkRouter", "DeepseekV3TopkRouter"}
+ANNOTATIONS = __future__.annotations.compiler_flag  # which are not evaluated: they name what is not there
 BUILTINS = {"staticmethod", "classmethod", "property"}
 _count = itertools.count()
 
@@ -118,22 +124,34 @@ def parts_of(text):
     """The classes and functions of a modeling file that may be parts, without what the file imports."""
     nodes = [node for node in ast.parse(text).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
     nodes = [node for node in nodes if isinstance(node, ast.FunctionDef) or CLASSES.search(node.name)]
-    for node in nodes:
-        for inner in ast.walk(node):
-            if isinstance(inner, (ast.FunctionDef, ast.ClassDef)):
-                inner.decorator_list = [d for d in inner.decorator_list if getattr(d, "id", None) in BUILTINS]
-    code = "from __future__ import annotations\n" + "\n\n".join(map(ast.unparse, nodes))
     name = f"collected_{next(_count)}"
     module = types.ModuleType(name)
     vars(module).update(torch=torch, nn=nn, F=nn.functional, ACT2FN=ACT2FN, logger=logging.getLogger(name))
-    vars(module).update(maybe_autocast=torch.autocast)
+    vars(module).update(maybe_autocast=torch.autocast, GradientCheckpointingLayer=nn.Module)
     sys.modules[name] = module
     module.__file__ = f"<{name}>"
-    linecache.cache[module.__file__] = (len(code), None, code.splitlines(True), module.__file__)
-    future, *nodes = ast.parse(code).body
+    lines = text.splitlines(True)
     for node in nodes:
+        for inner in ast.walk(node):
+            for decorator in getattr(inner, "decorator_list", ()):
+                if getattr(decorator, "id", None) not in BUILTINS:
+                    for line in range(decorator.lineno - 1, decorator.end_lineno):
+                        lines[line] = "\n"
+    linecache.cache[module.__file__] = (len(text), None, lines, module.__file__)
+    tree = ast.parse("".join(lines))
+    kept = {(node.name, node.lineno) for node in nodes}
+    for node in tree.body:
+        if (getattr(node, "name", None), getattr(node, "lineno", None)) not in kept:
+            continue
         try:
-            exec(compile(ast.Module([future, node], []), module.__file__, "exec"), vars(module))
+            code = compile(
+                ast.Module([node], []),
+                module.__file__,
+                "exec",
+                flags=__future__.annotations.compiler_flag,
+                dont_inherit=True,
+            )
+            exec(code, vars(module))
         except (NameError, AttributeError):  # a class of one that the file imports
             continue
     found = {node.name: getattr(module, node.name, None) for node in nodes}
@@ -210,6 +228,8 @@ def part_of(original, file):
         return None
     if ROUTER.search(original.__name__):
         return _part_of_router(original)
+    if LAYERS.search(original.__name__):
+        return next((name for name, steps in STEPS.items() if _same_layer(original, steps)), None)
     if (module := made(original)) is None:
         return None
     if original.__name__.endswith("Activation"):
@@ -221,6 +241,68 @@ def part_of(original, file):
         if numeric.computes(target, module, original.forward, rounded=name not in ROUNDS_LESS):
             return name
     return None
+
+
+class Step(nn.Module):
+    """A submodule of a decoder layer, which notes its arguments."""
+
+    def __init__(self, name, log, more=0):
+        super().__init__()
+        self.name, self.log, self.more = name, log, more
+        self.weight = _random(WIDTH + len(log) + len(name))[-WIDTH:]
+
+    def forward(self, *args, **kwargs):
+        self.log.append((self.name, args, kwargs))
+        x = args[0] if args else kwargs["hidden_states"]
+        y = x * self.weight + self.weight.flip(0)
+        return (y, *[object()] * self.more) if self.more else y
+
+
+def _same_layer(cls, steps):
+    """Whether a decoder layer calls its submodules with the same arguments, and in the same order, as a forward of
+    these steps does, and returns the same, whatever its MLP returns."""
+    names = [name for name in inspect.signature(cls.forward).parameters if name not in ("self", "hidden_states")]
+    given = {name: object() for name in (*names, "more") if name != "kwargs"}
+    kinds = ("full_attention", "linear_attention") if steps.linear else (None,)
+    ran = set()
+    for kind, more, training in itertools.product(kinds, (0, 1), (True, False)):
+        results = []
+        for forward in (cls.forward, adding(cls.forward, steps)):
+            log, module = [], cls.__new__(cls)
+            nn.Module.__init__(module)
+            module.train(training)
+            vars(module).update({"layer_type": kind, "block_type": kind} if kind else {})
+            if steps.scale:
+                setattr(module, steps.scale, 0.37)
+            linear = kind == "linear_attention"
+            mixer = steps.linear if linear else steps.mixer
+            for name in (steps.norm, steps.after_mixer, steps.second_norm, steps.after_mlp):
+                if name is not None:
+                    setattr(module, name, Step(name, log))
+            setattr(module, mixer, Step(mixer, log, 0 if linear else 1))
+            setattr(module, steps.mlp, Step(steps.mlp, log, more))
+            try:
+                results.append((forward(module, _random(3, 2, WIDTH), **given), log))
+            except (AttributeError, TypeError, ValueError, NameError, KeyError):
+                results.append(None)
+        theirs, ours = results
+        if theirs is None:  # its MLP must return another number of results
+            continue
+        if ours is None or not _is_same(theirs, ours):
+            return False
+        ran.add(kind)
+    return len(ran) == len(kinds)
+
+
+def _is_same(a, b):
+    """Whether two nests of tensors, and of other objects, are the same."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(_is_same(a[key], b[key]) for key in a)
+    if isinstance(a, (tuple, list)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(_is_same, a, b))
+    return a is b or isinstance(a, str) and a == b
 
 
 def _part_of_router(cls):

@@ -14,7 +14,7 @@ from liger_kernel.transformers.families import FAMILIES, MODEL_TYPES, RMS_NORM, 
 from liger_kernel.transformers.model import loss_utils
 from liger_kernel.transformers.patch import Report, patch
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
-from test_rewrite import nodes
+from test_layers import nodes
 from torch import nn
 from transformers import PreTrainedModel
 

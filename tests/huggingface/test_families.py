@@ -210,7 +210,7 @@ def test_parts_round_where_the_originals_do(family, kind, apply, inputs, dtype):
         (name, m)
         for name, m in model.named_modules()
         if hasattr(m.forward, "liger_original") and not isinstance(m, transformers.PreTrainedModel)
-        if not hasattr(m.forward, "liger_rewritten")  # layers and attention, which hold parts
+        if not hasattr(m.forward, "liger_fuses")  # layers and attention, which hold parts
     ]
     assert parts or family == "llava"
     for name, _ in parts:

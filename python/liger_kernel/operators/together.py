@@ -69,21 +69,8 @@ def _are_quantised(layers: Sequence[Layer]) -> bool:
     return is_in_4_bits(first.weight) or is_in_4_bits(second.weight) or is_in_4_bits(third.weight)
 
 
-def projections(x: Tensor, *layers: nn.Module) -> Sequence[Tensor]:
-    """Each of three layers of x."""
-    found = _together(x, layers, 0)
-    return [layer(x) for layer in layers] if found is None else found
-
-
-def heads(x: Tensor, shape: Any, *layers: nn.Module) -> Sequence[Tensor]:
-    """layer(x).view(shape).transpose(1, 2) for each of three layers of x [batch, seq, columns]; shape is [batch, seq,
-    heads, columns of a head]."""
-    usual = x.dim() == 3 and len(shape) == 4 and shape[2] == -1 and tuple(shape[:2]) == x.shape[:2]
-    found = _together(x, layers, shape[3]) if usual else None
-    return [layer(x).view(shape).transpose(1, 2) for layer in layers] if found is None else found
-
-
-def _together(x, modules, head_dim):
+def qkv(x: Tensor, *modules: nn.Module) -> Sequence[Tensor] | None:
+    """Each of three linear layers of x; None where the modules must be called."""
     if torch.compiler.is_compiling() or not kernels_cover(x):
         return None
     layers = _layers(x, modules)
@@ -91,10 +78,7 @@ def _together(x, modules, head_dim):
         return None
     q, k, v = layers
     arguments = *q[:4], *k[:4], *v[:4], q.scale, k.scale, v.scale
-    if not _are_quantised(layers):
-        return ops.lora_qkv(x, *arguments, head_dim)
-    found = call("lora_qkv", 3, x, *arguments)
-    return [y.view(*y.shape[:-1], -1, head_dim).transpose(1, 2) for y in found] if head_dim else found
+    return call("lora_qkv", 3, x, *arguments) if _are_quantised(layers) else ops.lora_qkv(x, *arguments, 0)
 
 
 @functools.cache

@@ -95,6 +95,15 @@ PARTS = {
     "minimax_m3_router": Part(("router.LigerMiniMaxM3Router",)),
     "ernie_router": Part(("router.LigerErnieRouter",)),
     "flint_router": Part(("router.LigerFlintRouter",)),
+    # the residual stream, a norm, attention, a norm, an MLP: transformers/layers.py has the steps of each
+    "decoder_layer": Part(),
+    "scaled_decoder_layer": Part(),
+    "sandwich_decoder_layer": Part(),
+    "glm4_decoder_layer": Part(),
+    "dropout_decoder_layer": Part(),
+    "feed_forward_decoder_layer": Part(),
+    "hybrid_decoder_layer": Part(),
+    "early_hybrid_decoder_layer": Part(),
     "load_balancing_loss": Part(("router.liger_load_balancing_loss_func",)),
     "relu_squared": Part(("relu_squared.LigerReLUSquared",)),
     "xielu": Part(("xielu.LigerXIELU",)),
@@ -124,11 +133,17 @@ def sources() -> dict[str, str]:
     return {key: name for name, entries in json.loads(_TABLE.read_text()).items() for key in entries}
 
 
-def find(original) -> Part | None:
-    """The part that computes what a class of modules or a function does, by its source; None for an unknown one."""
+def part_name(original) -> str | None:
+    """The name of the part that computes what a class of modules or a function does, by its source; None for an unknown
+    one."""
     if original is nn.LayerNorm:  # whose source differs from one version of torch to the next
-        return PARTS["layer_norm"]
-    name = sources().get(fingerprint(original) or "")
+        return "layer_norm"
+    return sources().get(fingerprint(original) or "")
+
+
+def find(original) -> Part | None:
+    """The part of that name."""
+    name = part_name(original)
     return None if name is None else PARTS[name]
 
 

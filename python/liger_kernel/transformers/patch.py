@@ -28,6 +28,7 @@ from liger_kernel.transformers.causal_lm import (
 )
 from liger_kernel.transformers.families import FAMILIES, MODEL_TYPES, CausalLM, Family, Swap
 from liger_kernel.transformers.head import FSDPModule, describe, head_of, prepare_head
+from liger_kernel.transformers.layers import OPERATORS, fuse_classes, fuse_modules
 from liger_kernel.transformers.lora import follow_later, watch_adapters
 from liger_kernel.transformers.model import loss_utils
 from liger_kernel.transformers.parts import find, is_known, kinds_of, obstacle, unfit
@@ -43,7 +44,6 @@ from liger_kernel.transformers.replace import (
 )
 from liger_kernel.transformers.replaced import ReplacedCall, ReplacedModule, is_one_operator, replacement
 from liger_kernel.transformers.report import Replacement, Report, Skip
-from liger_kernel.transformers.rewrite import ADD_AND_NORM, OPERATORS, PROJECTIONS, rewrite_classes, rewrite_modules
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
 from liger_kernel.transformers.source import as_written
 from liger_kernel.utils import warn_once
@@ -171,7 +171,7 @@ class _Patcher:
                 self._convert(swaps, name)
             else:
                 self._convert_callers(swaps, name)
-        self._rewrite()
+        self._layers()
         if self.model is None:
             self._class_losses()
         else:
@@ -311,15 +311,14 @@ class _Patcher:
         if done:
             self._done(swap.switch, name, by, done)
 
-    def _rewrite(self):
+    def _layers(self):
         if "layers" not in self.on:
             return
-        kinds = frozenset(OPERATORS)
-        done, kept = rewrite_modules(self.modules, kinds, self.edits)
+        done, kept = fuse_modules(self.modules, self.edits)
         if self.model is None:
             norms = {entry.name for entry in self.report.replaced if entry.switch == "rms_norm"}
             classes = [cls for cls in vars(self.namespace).values() if getattr(cls, "__module__", 0) == self.row.module]
-            done, kept = rewrite_classes(classes, kinds, self.edits, lambda cls: norms & names_in(cls.__init__))
+            done, kept = fuse_classes(classes, self.edits, lambda cls: norms & names_in(cls.__init__))
         for kind, name, reason in kept:
             self._skip("layers", name, reason)
         for name, count in self._whole_mlps().items():

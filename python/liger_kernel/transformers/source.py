@@ -3,23 +3,21 @@
 Parts stand for sources that a script has compared with them (parts.py); other code keeps its forward.
 """
 
-import ast
 import functools
 import hashlib
 import inspect
+import io
 import textwrap
+import tokenize
 from typing import Any
 
 from torch import nn
-
-# What does not change a result, and what newer versions of Python add to a tree.
-_IGNORED = {"annotation", "returns", "decorator_list", "type_comment", "type_params", "kind", "ctx"}
 
 
 def fingerprint(part) -> str | None:
     """A hash of the source of a function or of a class's forward, and of what it calls of its class and module.
 
-    Comments, docstrings, annotations and decorators do not count. None where there is no source.
+    Comments, docstrings, decorators and the annotations of parameters do not count. None where there is no source.
     """
     owner: Any = part if isinstance(part, type) else None
     function = part if owner is None else owner.forward
@@ -40,37 +38,51 @@ def tagged_function(module_class):
 
 @functools.cache
 def _fingerprint(function, owner):
-    found, trees, waiting = [], [], [function]
+    found, texts, waiting = [], [], [function]
     while waiting:
         function = waiting.pop(0)
         if function in found:
             continue
         found.append(function)
         try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-        except (OSError, TypeError, SyntaxError):
+            tokens = _tokens(inspect.getsource(function))
+        except (OSError, TypeError, SyntaxError, tokenize.TokenError):
             return None
-        trees.append(_dump(tree))
-        for node in ast.walk(tree):
+        # Without spaces and doubled braces: Python 3.12 divides strings that hold expressions into tokens.
+        texts.append("".join("".join(tokens).split()).replace("{{", "{").replace("}}", "}"))
+        for i, name in enumerate(tokens):
             called = None
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
-                called = getattr(owner, node.attr, None)
-            elif isinstance(node, ast.Name):
-                called = function.__globals__.get(node.id)
+            if i > 1 and tokens[i - 1] == "." and tokens[i - 2] == "self":
+                called = getattr(owner, name, None)
+            elif tokens[i - 1] != ".":
+                called = function.__globals__.get(name)
             if inspect.isfunction(called) and called.__module__ == function.__module__:
                 waiting.append(inspect.unwrap(called))
-    return hashlib.sha256("\n".join(trees).encode()).hexdigest()[:16]
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
 
 
-def _dump(node):
-    if isinstance(node, list):
-        return "[" + ",".join(map(_dump, node)) + "]"
-    if not isinstance(node, ast.AST):
-        return repr(node)
-    parts = []
-    for name, value in ast.iter_fields(node):
-        if name == "body" and isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
-            value = value[1:]
-        if name not in _IGNORED and value not in (None, []):
-            parts.append(f"{name}={_dump(value)}")
-    return f"{type(node).__name__}({','.join(parts)})"
+_MARKS = {tokenize.INDENT: "[", tokenize.DEDENT: "]", tokenize.NEWLINE: ";"}
+_SKIPPED = (tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER)
+
+
+def _tokens(source: str) -> list[str]:
+    """The tokens of a function from its name on, with marks for lines and blocks, without its annotations and its
+    docstring."""
+    lines = io.StringIO(textwrap.dedent(source)).readline
+    tokens = [token for token in tokenize.generate_tokens(lines) if token.type not in _SKIPPED]
+    texts = [_MARKS.get(token.type, token.string) for token in tokens]
+    begin = next(i for i, text in enumerate(texts) if text == "def" and texts[i - 1 : i] in ([], [";"])) + 1
+    kept, depth, annotated, i = [], 0, False, begin
+    while depth or texts[i] != ":":
+        depth += (texts[i] in ("(", "[", "{")) - (texts[i] in (")", "]", "}"))
+        if depth == 1 and texts[i] in (",", "=") or depth == 0 and texts[i] == ")":
+            annotated = False
+        if depth == 1 and texts[i] == ":" or texts[i] == "->":
+            annotated = True
+        if not annotated:
+            kept.append(texts[i])
+        i += 1
+    body = i + 3  # after the colon, the end of the line and the indentation
+    if [token.type for token in tokens[body : body + 2]] == [tokenize.STRING, tokenize.NEWLINE]:
+        body += 2
+    return kept + texts[body:]

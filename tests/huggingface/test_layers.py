@@ -5,16 +5,17 @@ import inspect
 import pickle
 import types
 
+import every_type
 import pytest
 import torch
 from conftest import batch, make, run
 from liger_kernel.operators import together
 from liger_kernel.transformers import LigerRMSNorm, apply_liger_kernel_to_llama
-from liger_kernel.transformers.rewrite import ADD_AND_NORM, PROJECTIONS, rewritten
+from liger_kernel.transformers.layers import STEPS, fused_forward
+from liger_kernel.transformers.parts import PARTS
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-BOTH = frozenset((ADD_AND_NORM, PROJECTIONS))
 OPERATORS = ("lora_mlp", "lora_qkv", "fused_add_rms_norm")
 
 
@@ -94,6 +95,40 @@ def test_hooks_and_adapters_see_what_they_saw(patched):
     assert "model.layers.0.mlp.gate_proj.weight" not in found
 
 
+@pytest.mark.parametrize(
+    "family", ["granite", "gemma3_text", "glm4", "phi3", "qwen3_next", "mixtral", "gpt_oss", "olmoe"]
+)
+def test_other_layers_as_their_own_forward_computes_them(family, patched):
+    """Norms and dropouts of what is added, multipliers, linear attention, experts that return their router's logits."""
+    model = every_type.model_of(family)
+    reference = copy.deepcopy(model)
+    report = patched(family, model)
+    patched(family, reference, layers=False)
+    fused = {entry.by: entry.count for entry in report.replaced if entry.switch == "layers"}
+    assert fused["fused_add_rms_norm"] == model.config.num_hidden_layers
+    torch.manual_seed(1)
+    output, found = run(model, **every_type.inputs())
+    torch.manual_seed(1)
+    plain, expected = run(reference, **every_type.inputs())
+    assert count(output.loss)["fused_add_rms_norm"] == model.config.num_hidden_layers
+    assert count(plain.loss)["fused_add_rms_norm"] == 0
+    assert torch.equal(output.loss, plain.loss)
+    same_to(expected, found, 64 * torch.finfo(torch.float32).eps)
+
+
+def test_a_layer_called_by_position_runs_its_own_forward(patched):
+    model = make("llama")
+    patched("llama", model)
+    layer, x = model.model.layers[0], torch.randn(1, 3, model.config.hidden_size, requires_grad=True)
+    tables = model.model.rotary_emb(x, torch.arange(3)[None])
+    by_name, by_place = (
+        layer(x, attention_mask=None, position_embeddings=tables),
+        layer(x, None, position_embeddings=tables),
+    )
+    assert torch.equal(by_name, by_place)
+    assert "FusedAdd" in str(nodes(by_name.sum())) and "FusedAdd" not in str(nodes(by_place.sum()))
+
+
 def test_copies_pickles_and_undo(patched):
     model = make("llama")
     layer = type(model.model.layers[0])
@@ -109,7 +144,7 @@ def test_copies_pickles_and_undo(patched):
     assert type(changed) is layer
 
 
-def test_classes_are_rewritten_in_place():
+def test_classes_are_patched_in_place():
     from transformers.models.llama import modeling_llama
 
     before = modeling_llama.LlamaDecoderLayer.forward, modeling_llama.LlamaAttention.forward
@@ -125,117 +160,91 @@ def test_classes_are_rewritten_in_place():
     assert (modeling_llama.LlamaDecoderLayer.forward, modeling_llama.LlamaAttention.forward) == before
 
 
-def scaled(function):
-    """A decorator that holds what it wraps in a cell, as transformers' do."""
-
-    def wrapper(self, *args):
-        return 2 * function(self, *args)
-
-    wrapper.__wrapped__ = function
-    return wrapper
-
-
-class Layer(nn.Module):
+class Attention(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.second_norm = LigerRMSNorm(8), LigerRMSNorm(8)
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(8, n, bias=n == 8) for n in (8, 4, 4))
+        self.calls = 0
 
-    def kept(self, x, r):
-        x = r + 0.5 * x
-        r = x
-        y = self.norm(x)
-        return x, r, y
-
-    def dropped(self, x, r):
-        x = x + r
-        x = self.norm(x)
-        return (x,)
-
-    def inner(self, x, r):
-        if r is not None:
-            x = x + r
-            r = x
-            x = self.second_norm(x)
-        return x, r
-
-    def three(self, x, r):
-        q = self.norm(self.q_proj(x))
-        k = self.k_proj(x) + r[..., :4]
-        v = self.v_proj(x)
-        return q, k, v
-
-    @scaled
-    def decorated(self, x, r):
-        x = x + r
-        return self.norm(x)
-
-    def other_input(self, x, r):
-        q = self.q_proj(x)
-        k = self.k_proj(r)
-        v = self.v_proj(x)
-        return q, k, v
-
-    def rebound(self, x, r):
-        x = self.q_proj(x)
-        r = self.k_proj(x)
-        v = self.v_proj(x)
-        return x, r, v
-
-    def not_a_sum(self, x, r):
-        x = x * r
-        x = self.norm(x)
-        return (x,)
-
-    def two_calls(self, x, r):
-        q = self.q_proj(x) + self.q_proj(x)
-        k = self.k_proj(x)
-        v = self.v_proj(x)
+    def forward(self, hidden_states, **kwargs):
+        self.calls += 1
+        self.last = hidden_states
+        q = self.q_proj(hidden_states)
+        k = self.k_proj(hidden_states) * self.k_proj.weight.mean()
+        v = self.v_proj(hidden_states)
         return q, k, v
 
 
-@pytest.mark.parametrize("name", ["kept", "dropped", "inner", "three"])
-def test_statements_that_are_rewritten(name):
+class InPlace(Attention):
+    def forward(self, hidden_states):
+        q = self.q_proj(hidden_states)
+        hidden_states.mul_(2)
+        k = self.k_proj(hidden_states)
+        hidden_states = hidden_states + 1
+        v = self.v_proj(hidden_states)
+        return q, k, v
+
+
+class Named(Attention):
+    def forward(self, hidden_states):
+        q = self.q_proj(input=hidden_states)
+        return q, self.k_proj(hidden_states), self.v_proj(hidden_states)
+
+
+class TwoInputs(Attention):
+    def forward(self, hidden_states, others):
+        return self.q_proj(hidden_states), self.k_proj(others), self.v_proj(others)
+
+
+class TwoCalls(Attention):
+    def forward(self, hidden_states):
+        q = self.q_proj(hidden_states) + self.q_proj(hidden_states)
+        return q, self.k_proj(hidden_states), self.v_proj(hidden_states)
+
+
+def test_projections_of_one_input():
+    """All three come from one operator; what the forward sets on the module stays there, and no tensor does."""
     torch.manual_seed(0)
-    layer, x, r = Layer(), torch.randn(3, 8, requires_grad=True), torch.randn(3, 8)
-    new, found = rewritten(getattr(Layer, name), BOTH)
-    assert found == {PROJECTIONS if name == "three" else ADD_AND_NORM}
-    ours, plain = new(layer, x, r), getattr(layer, name)(x, r)
-    assert len(ours) == len(plain) and all(torch.equal(a, b) for a, b in zip(ours, plain))
-    names = nodes(sum(t.sum() for t in ours))
-    assert any("QKV" in n if name == "three" else "FusedAdd" in n for n in names)
-    assert new.__code__.co_firstlineno >= getattr(Layer, name).__code__.co_firstlineno
+    module, x = Attention(), torch.randn(3, 8, requires_grad=True)
+    ours, plain = fused_forward(Attention)(module, x), module(x)
+    assert all(torch.equal(a, b) for a, b in zip(ours, plain)) and len(ours) == 3
+    assert any("QKV" in name for name in nodes(sum(t.sum() for t in ours)))
+    assert module.calls == 2 and module.last is x
+    assert list(module._modules) == ["q_proj", "k_proj", "v_proj"] and type(module.q_proj) is nn.Linear
+    assert set(vars(module)) == {*vars(Attention()), "last"}
 
 
-def test_a_decorator_is_kept():
-    layer, x, r = Layer(), torch.randn(3, 8, requires_grad=True), torch.randn(3, 8)
-    new, found = rewritten(Layer.decorated, BOTH)
-    assert found == set()  # what is normalised is returned, not assigned
-    new, found = rewritten(scaled(Layer.dropped_sum), BOTH)
-    assert found == {ADD_AND_NORM}
-    torch.testing.assert_close(new(layer, x, r), 2 * layer.norm(x + r), rtol=0, atol=0)
+def test_a_projection_without_gradients_is_a_call():
+    module, x = Attention(), torch.randn(3, 8)
+    seen = []
+    module.k_proj.forward = lambda x: seen.append(x) or x[..., :4]
+    with torch.no_grad():
+        fused_forward(Attention)(module, x)
+    assert len(seen) == 1
 
 
-def _dropped_sum(self, x, r):
-    x = x + r
-    x = self.norm(x)
-    return x
+def test_projections_of_an_input_that_changes():
+    torch.manual_seed(0)
+    module, x = InPlace(), torch.randn(3, 8)
+    plain = module(x.clone())
+    ours = fused_forward(InPlace)(module, x.clone())
+    assert all(torch.equal(a, b) for a, b in zip(ours, plain))
 
 
-Layer.dropped_sum = _dropped_sum
+@pytest.mark.parametrize("cls", [Named, TwoInputs, TwoCalls])
+def test_attention_that_keeps_its_forward(cls):
+    assert fused_forward(cls) is None
 
 
-@pytest.mark.parametrize("name", ["other_input", "rebound", "not_a_sum", "two_calls"])
-def test_statements_that_stay(name):
-    assert rewritten(getattr(Layer, name), BOTH) == (None, frozenset())
+def test_an_error_names_the_line():
+    with pytest.raises(RuntimeError) as raised:
+        fused_forward(Attention)(Attention(), torch.ones(3, 7, requires_grad=True))
+    entry = next(entry for entry in raised.traceback if str(entry.path) == __file__ and entry.name == "forward")
+    assert "self.q_proj(hidden_states)" in str(entry.statement)
 
 
-def test_a_traceback_names_the_line():
-    new, _ = rewritten(Layer.kept, BOTH)
-    with pytest.raises(TypeError) as raised:
-        new(Layer(), torch.ones(3, 8), None)
-    entry = next(entry for entry in raised.traceback if entry.name == "kept")
-    assert str(entry.path) == __file__ and "self.norm(x)" in str(entry.statement)
+def test_every_kind_of_layer_has_its_steps():
+    assert set(STEPS) == {name for name in PARTS if name.endswith("decoder_layer")}
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -247,33 +256,3 @@ def test_sums_of_what_the_operator_does_not_take(mixed):
     assert torch.equal(total, a + b) and torch.equal(y, norm(a + b))
     total, y = together.add_and_normalise(norm, a.bfloat16(), a.bfloat16())
     assert torch.equal(y, norm(a.bfloat16() + a.bfloat16())) and "FusedAdd" not in y.grad_fn.name()
-
-
-class Private(nn.Module):
-    """A decoder layer with a name that its class's goes before."""
-
-    def __init__(self):
-        super().__init__()
-        self.__scale = 2.0
-        self.norm = LigerRMSNorm(8)
-
-    def forward(self, hidden_states, residual):
-        hidden_states = self.__scale * hidden_states
-        hidden_states = residual + hidden_states
-        residual = hidden_states
-        hidden_states = self.norm(hidden_states)
-        return hidden_states, residual
-
-
-class Public(Private):
-    def forward(self, hidden_states, residual):
-        hidden_states = residual + hidden_states
-        residual = hidden_states
-        hidden_states = self.norm(hidden_states)
-        return hidden_states, residual
-
-
-def test_private_names_keep_their_forward():
-    """Outside of its class a forward would look for another name."""
-    assert rewritten(Public.forward, BOTH)[1] == {ADD_AND_NORM}
-    assert rewritten(Private.forward, BOTH) == (None, frozenset())

@@ -1,0 +1,252 @@
+"""Forwards of decoder layers and of attention that compute several steps by one operator.
+
+A decoder layer whose source is known (parts.py) gets a forward of this module, which adds to the residual stream and
+normalises the sum at once. Attention keeps its own forward, whatever it is. That forward runs on a shallow copy of the
+module in which q_proj, k_proj and v_proj share their results: the first of them that is called computes all three, if
+they are called with the same tensor.
+
+The operators run where a call of the modules would run what their classes say and nothing else
+(liger_kernel/operators/together.py); the modules are called elsewhere.
+"""
+
+import functools
+import inspect
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from liger_kernel.operators import together
+from liger_kernel.operators.coverage import has_replaced_forward
+from liger_kernel.transformers.parts import part_name
+from liger_kernel.transformers.replace import Edits, replace_class
+
+ADD_AND_NORM, PROJECTIONS = "add and norm", "projections"
+#: What a forward computes at once -> the operator that does, for reports.
+OPERATORS = {ADD_AND_NORM: "fused_add_rms_norm", PROJECTIONS: "qkv"}
+_QKV = ("q_proj", "k_proj", "v_proj")
+
+
+class _Shared:
+    """q_proj, k_proj and v_proj of one module during one call of its forward."""
+
+    __slots__ = ("modules", "results", "version", "x")
+
+    def __init__(self, modules: tuple[nn.Module, ...]) -> None:
+        self.modules = modules
+        self.x: torch.Tensor | None = None
+
+    def result(self, i: int, x: torch.Tensor) -> torch.Tensor:
+        if self.x is None:
+            self.x, self.version, self.results = x, x._version, together.qkv(x, *self.modules)
+        if self.results is None or x is not self.x or x._version != self.version:
+            return self.modules[i](x)
+        return self.results[i]
+
+
+class _Projection:
+    """One of three projections during such a call; its attributes are those of the module."""
+
+    __slots__ = ("_i", "_shared")
+
+    def __init__(self, shared: _Shared, i: int) -> None:
+        self._shared, self._i = shared, i
+
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or x.__class__ is not torch.Tensor:
+            return self._shared.modules[self._i](x, *args, **kwargs)
+        return self._shared.result(self._i, x)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._shared.modules[self._i], name)
+
+
+@functools.cache
+def _projects_once(code) -> bool:
+    """Whether the source of a forward calls q_proj, k_proj and v_proj once each, with the same name."""
+    try:
+        source = inspect.getsource(code)
+    except (OSError, TypeError):
+        return False
+    calls = re.findall(r"self\.([qkv]_proj)\((\w+)\)", source)
+    return sorted(name for name, _ in calls) == sorted(_QKV) and len({given for _, given in calls}) == 1
+
+
+def projecting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of attention that computes q_proj, k_proj and v_proj by one operator, and all else as `original`."""
+
+    @functools.wraps(original)
+    def forward(self, *args, **kwargs):
+        if torch.compiler.is_compiling():
+            return original(self, *args, **kwargs)
+        own = self.__dict__
+        submodules = own["_modules"]
+        modules = submodules.get("q_proj"), submodules.get("k_proj"), submodules.get("v_proj")
+        if None in modules or not torch.is_grad_enabled() and type(modules[0]) is nn.Linear:
+            return original(self, *args, **kwargs)
+        shared = _Shared(modules)
+        copy = object.__new__(self.__class__)
+        of_copy = copy.__dict__
+        of_copy.update(own)
+        of_copy["_modules"] = {**submodules, **{name: _Projection(shared, i) for i, name in enumerate(_QKV)}}
+        result = original(copy, *args, **kwargs)
+        for name, value in of_copy.items():  # what the forward, or the attention function that it calls, has set
+            if own.get(name) is not value and name != "_modules":
+                own[name] = value
+        return result
+
+    vars(forward).update(liger_original=original, liger_fuses=PROJECTIONS)
+    return forward
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The names of a decoder layer's submodules, in the order in which they run, and of what else it reads.
+
+    `after_mixer` and `after_mlp` are norms or dropouts of what is then added; `scale` is a factor of it.
+    """
+
+    norm: str = "input_layernorm"
+    mixer: str = "self_attn"
+    after_mixer: str | None = None
+    second_norm: str = "post_attention_layernorm"
+    mlp: str = "mlp"
+    after_mlp: str | None = None
+    scale: str | None = None
+    #: A mixer that a layer may have instead, and its only arguments; all that `linear_arguments` makes if None.
+    linear: str | None = None
+    linear_only: tuple[str, ...] | None = None
+
+
+_NEXT = "post_feedforward_layernorm"
+#: The part of a decoder layer (parts.py) -> its steps.
+STEPS = {
+    "decoder_layer": Steps(),
+    "scaled_decoder_layer": Steps(scale="residual_multiplier"),
+    "sandwich_decoder_layer": Steps(
+        after_mixer="post_attention_layernorm", second_norm="pre_feedforward_layernorm", after_mlp=_NEXT
+    ),
+    "glm4_decoder_layer": Steps(after_mixer="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"),
+    "dropout_decoder_layer": Steps(after_mixer="resid_attn_dropout", after_mlp="resid_mlp_dropout"),
+    "feed_forward_decoder_layer": Steps(second_norm="pre_ff_layernorm", mlp="feed_forward"),
+    "hybrid_decoder_layer": Steps(linear="linear_attn"),
+    "early_hybrid_decoder_layer": Steps(
+        linear="linear_attn", linear_only=("cache_params", "cache_position", "attention_mask")
+    ),
+}
+
+
+def linear_arguments(kwargs: dict[str, Any], only: tuple[str, ...] | None) -> dict[str, Any]:
+    """The arguments of linear attention, of those of a hybrid decoder layer: all but those of rotary attention, or
+    `only` these."""
+    given = {name: value for name, value in kwargs.items() if name not in ("position_embeddings", "position_ids")}
+    if "past_key_values" in given:
+        given["cache_params"] = given.pop("past_key_values")
+    return given if only is None else {name: value for name, value in given.items() if name in only}
+
+
+def adding(original: Callable[..., Any], steps: Steps) -> Callable[..., Any]:
+    """The forward of a decoder layer that adds attention's result to the residual stream and normalises the sum by one
+    operator; `original` where it is called by position."""
+
+    @functools.wraps(original)
+    def forward(self, hidden_states, *args, **kwargs):
+        if args:
+            return original(self, hidden_states, *args, **kwargs)
+        modules = self._modules
+        scale = None if steps.scale is None else getattr(self, steps.scale)
+        normalised = modules[steps.norm](hidden_states)
+        if steps.linear is not None and steps.linear in modules:
+            added = modules[steps.linear](hidden_states=normalised, **linear_arguments(kwargs, steps.linear_only))
+        else:
+            added = modules[steps.mixer](hidden_states=normalised, **kwargs)[0]
+        if steps.after_mixer is not None:
+            added = modules[steps.after_mixer](added)
+        if scale is not None:
+            added = added * scale
+        residual, normalised = together.add_and_normalise(modules[steps.second_norm], hidden_states, added)
+        added = modules[steps.mlp](normalised)
+        if isinstance(added, tuple):  # experts', with the router's logits
+            added = added[0]
+        if steps.after_mlp is not None:
+            added = modules[steps.after_mlp](added)
+        return residual + (added if scale is None else added * scale)
+
+    vars(forward).update(liger_original=original, liger_fuses=ADD_AND_NORM)
+    return forward
+
+
+def fused_forward(cls: Any) -> Any:
+    """A forward for modules of a class that computes several steps at once, with the name of these in `liger_fuses`;
+    None where there is none."""
+    if not issubclass(cls, nn.Module) or issubclass(cls, PreTrainedModel):
+        return None
+    return _fused_forward(cls, cls.forward)
+
+
+@functools.cache
+def _fused_forward(cls, forward):
+    if hasattr(forward, "liger_fuses"):
+        return None
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    if code is not None and _projects_once(code):
+        return projecting(forward)
+    steps = STEPS.get(part_name(cls) or "")
+    return None if steps is None else adding(forward, steps)
+
+
+def _fuses(cls):
+    return getattr(cls.forward, "liger_fuses", None)
+
+
+@dataclass(frozen=True)
+class FusedForward:
+    """The part whose forward computes several steps at once. Its class keeps its name, by which models know layers."""
+
+    kind: str
+
+    def __call__(self, base):
+        return base.__name__, (base,), {"forward": fused_forward(base)}
+
+
+def fuse_classes(classes: Iterable[Any], edits: Edits, has_rms_norm: Callable[[type], object]):
+    """Give classes of layers and of attention such forwards: ({(kind, name): how many}, [])."""
+    done: Counter[tuple[str, str]] = Counter()
+    for cls in classes:
+        if not isinstance(cls, type) or not issubclass(cls, nn.Module):
+            continue
+        if "liger_part" in vars(cls) or "forward" not in vars(cls):
+            continue
+        if not (kind := _fuses(cls)) and (forward := fused_forward(cls)):
+            kind = forward.liger_fuses
+            if kind == ADD_AND_NORM and not has_rms_norm(cls):
+                continue
+            edits.set(cls, "forward", forward)
+        if kind:
+            done[kind, cls.__name__] += 1
+    return done, []
+
+
+def fuse_modules(modules: Iterable[Any], edits: Edits):
+    """Give live layers and attention such forwards: ({(kind, name of the class): modules}, [(kind, name, why not)])."""
+    done: Counter[tuple[str, str]] = Counter()
+    kept: dict[tuple[str, str, str], None] = {}
+    for module in modules:
+        cls = module.__class__
+        if not (kind := _fuses(cls)):
+            if (forward := fused_forward(cls)) is None:
+                continue
+            kind = forward.liger_fuses
+            if kind == ADD_AND_NORM and not any(together.is_rms_norm(child.__class__) for child in module.children()):
+                continue
+            if has_replaced_forward(module):
+                kept[kind, cls.__name__, "its forward was replaced on the instance"] = None
+                continue
+            replace_class(module, FusedForward(kind), edits)
+        done[kind, cls.__name__] += 1
+    return done, list(kept)
