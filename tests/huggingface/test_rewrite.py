@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 BOTH = frozenset((ADD_AND_NORM, PROJECTIONS))
-OPERATORS = ("lora_mlp", "lora_qkv", "fused_add_rms_norm")
+OPERATORS = ("gated_mlp", "qkv", "fused_add_rms_norm")
 
 
 class Watching(TorchDispatchMode):
@@ -37,7 +37,7 @@ def nodes(loss):
 
 def count(loss):
     """How often the graph has each of the operators that stand for several steps."""
-    names = {"lora_mlp": "lora::MLP", "lora_qkv": "lora::QKV", "fused_add_rms_norm": "FusedAddRMSNorm"}
+    names = {"gated_mlp": "linear::GatedMLP", "qkv": "linear::QKV", "fused_add_rms_norm": "FusedAddRMSNorm"}
     return {op: sum(f"op::{name}>" in node for node in nodes(loss)) for op, name in names.items()}
 
 
@@ -90,7 +90,7 @@ def test_hooks_and_adapters_see_what_they_saw(patched):
     layer.mlp.gate_proj.weight.requires_grad_(False)
     layer.self_attn.q_proj.forward = types.MethodType(nn.Linear.forward, layer.self_attn.q_proj)  # as offloading does
     output, found = run(model, **batch())
-    assert count(output.loss)["lora_qkv"] == layers - 1 and count(output.loss)["lora_mlp"] == layers
+    assert count(output.loss)["qkv"] == layers - 1 and count(output.loss)["gated_mlp"] == layers
     assert "model.layers.0.mlp.gate_proj.weight" not in found
 
 

@@ -8,70 +8,19 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from liger_kernel import _recompute
 from liger_kernel._library import ops
 from liger_kernel.operators.common import beside
-from liger_kernel.operators.coverage import DENSE, GATED_KERNELS, NORM_KERNELS, is_bare, kernels_cover
-from liger_kernel.operators.linear import Layer, layer_of
+from liger_kernel.operators.coverage import DENSE, NORM_KERNELS, is_bare, is_recorded, kernels_cover
+from liger_kernel.operators.linear import qkv
 from liger_kernel.operators.norm import LigerRMSNorm, casting_code, eps_of, weight_in
-from liger_kernel.operators.quantised import call, is_in_4_bits
-
-
-def is_recorded(x: Any) -> bool:
-    """Whether autograd records what is done to x, and nobody else does: a compiler fuses what it sees, and modes, as
-    those of selective checkpointing, look for torch's operators."""
-    return (
-        x.__class__ is Tensor
-        and torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-    )
-
-
-def gated_mlp(mlp: Any, x: Tensor, activation: int, recompute: bool = False) -> Tensor | None:
-    """down_proj(act(gate_proj(x)) · up_proj(x)), of which backward keeps gate and up but not their product, and with
-    `recompute` neither; None where the modules must be called. Adapters on the projections are part of it."""
-    if not kernels_cover(x, GATED_KERNELS):
-        return None
-    modules = mlp._modules
-    layers = _layers(x, [modules.get(name) for name in ("gate_proj", "up_proj", "down_proj")])
-    if layers is None:
-        return None
-    if not _are_adapted(layers) and not (is_recorded(x) and mlp.liger_whole):
-        return None
-    gate, up, down = layers
-    arguments = (*gate[:4], *up[:4], *down[:4], gate.scale, up.scale, down.scale, activation, recompute)
-    return call("lora_mlp", 1, x, *arguments) if _are_quantised(layers) else ops.lora_mlp(x, *arguments)
-
-
-def _layers(x: Tensor, modules: Sequence[Any]) -> list[Layer] | None:
-    """What calls of modules with x compute; None where an operator of all of them computes something else."""
-    layers = []
-    for module in modules:
-        if (layer := layer_of(module, x)) is None or layer.dropout is not None:
-            return None
-        layers.append(layer)
-    return layers
-
-
-def _are_adapted(layers: Sequence[Layer]) -> bool:
-    """Whether one of three layers has an adapter: its operator then also pays where autograd is not all that looks
-    on."""
-    first, second, third = layers  # no loop: every call of every layer asks
-    return first.a is not None or second.a is not None or third.a is not None
-
-
-def _are_quantised(layers: Sequence[Layer]) -> bool:
-    first, second, third = layers
-    return is_in_4_bits(first.weight) or is_in_4_bits(second.weight) or is_in_4_bits(third.weight)
 
 
 def projections(x: Tensor, *layers: nn.Module) -> Sequence[Tensor]:
     """Each of three layers of x."""
-    found = _together(x, layers, 0)
+    found = qkv(x, *layers)
     return [layer(x) for layer in layers] if found is None else found
 
 
@@ -79,22 +28,8 @@ def heads(x: Tensor, shape: Any, *layers: nn.Module) -> Sequence[Tensor]:
     """layer(x).view(shape).transpose(1, 2) for each of three layers of x [batch, seq, columns]; shape is [batch, seq,
     heads, columns of a head]."""
     usual = x.dim() == 3 and len(shape) == 4 and shape[2] == -1 and tuple(shape[:2]) == x.shape[:2]
-    found = _together(x, layers, shape[3]) if usual else None
+    found = qkv(x, *layers, head_dim=shape[3]) if usual else None
     return [layer(x).view(shape).transpose(1, 2) for layer in layers] if found is None else found
-
-
-def _together(x, modules, head_dim):
-    if torch.compiler.is_compiling() or not kernels_cover(x):
-        return None
-    layers = _layers(x, modules)
-    if layers is None or not (is_recorded(x) or _are_adapted(layers) and not x.is_inference()):
-        return None
-    q, k, v = layers
-    arguments = *q[:4], *k[:4], *v[:4], q.scale, k.scale, v.scale
-    if not _are_quantised(layers):
-        return ops.lora_qkv(x, *arguments, head_dim)
-    found = call("lora_qkv", 3, x, *arguments)
-    return [y.view(*y.shape[:-1], -1, head_dim).transpose(1, 2) for y in found] if head_dim else found
 
 
 @functools.cache
