@@ -104,7 +104,7 @@ fuzz-hour: $(ready)
 	$(if $(gpu),$(py) tests/fuzz.py --seconds 1800 --device cuda)
 
 # initcheck does not see what cuBLAS writes by bulk copies: operators with GEMMs are left out there (tests/sanitize.py).
-gemms = fused_linear_cross_entropy fused_mlp fused_experts linear_log_prob linear_distillation
+gemms = fused_linear_cross_entropy gated_mlp fused_experts linear_log_prob linear_distillation
 sanitizer := $(or $(shell command -v compute-sanitizer),$(wildcard /usr/local/cuda/bin/compute-sanitizer))
 sanitize: $(ready)  ## CUDA kernels under compute-sanitizer: memory, races, what is not initialised; where there is a GPU and that tool
 	@$(if $(gpu),$(if $(sanitizer),:,echo "no compute-sanitizer: it is part of CUDA's toolkit" >&2; exit 1),echo "no GPU: nothing to sanitize")

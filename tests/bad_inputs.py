@@ -18,13 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 ROWS = {
     ("embedding", "ids"),
     ("scale", "saved"),
-    *(
-        (name, "x")
-        for name in ("rms_norm", "layer_norm", "dyt", "poly_norm", "modulated_rms_norm", "fused_mlp", "xielu")
-    ),
+    *((name, "x") for name in ("rms_norm", "layer_norm", "dyt", "poly_norm", "modulated_rms_norm", "xielu")),
     ("attention_residuals", "blocks"),
     ("mhc_coefficients", "x"),
-    *((name, "x") for name in ("lora_linear", "lora_qkv", "lora_mlp")),
+    *((name, "x") for name in ("linear", "qkv", "gated_mlp")),
     ("route", "logits"),
     ("expert_load", "logits"),
 }

@@ -38,8 +38,8 @@ RULES = [
         "a public header of functions is light",
     ),
 ]
-#: An operator uses its own folder; the head runs the losses' rows over its chunks, an MLP with adapters its activation.
-BORROWS = {"head": {"loss"}, "lora": {"activation"}}
+#: An operator uses its own folder; the head runs the losses' rows over its chunks, an MLP and experts their activation.
+BORROWS = {"head": {"loss"}, "linear": {"activation"}, "experts": {"activation"}}
 #: A file of more lines should be divided, and one of more than the second number must be. Between the two there is time
 #: to divide it where its subjects part, rather than to pack its lines.
 LONG, LONGEST = 450, 600

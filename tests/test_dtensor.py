@@ -33,7 +33,7 @@ SHARDED = {
     "sparsemax": [((4, 5, 16), {}, (0,), (0, 1))],
     "route": [((4, 5, 16), None, (0,), (0, 1))],
     "expert_load": [((4, 5, 16), None, (0,), (0, 1))],
-    "fused_mlp": [((7, 6, 5), {}, (0,), (0,))],
+    "gated_mlp": [((7, 6, 5), dict(biases=True, recompute=r), (0,), (0,)) for r in (False, True)],
     "embedding": [((12, 6, 4), {}, (1,), (0,))],
     "rope": [((2, 4, 6, 8), {}, (0, 1), (0, 1, 2))],
     "rope_packed": [((2, 4, 6, 8), {}, (0,), (0, 1))],

@@ -161,4 +161,4 @@ def test_plain_projections_are_fused_in_one_graph(cls):
     torch._dynamo.reset()
     y = torch.compile(mlp, backend=backend, fullgraph=True)(x)
     torch.testing.assert_close(y, plain(x), rtol=1e-5, atol=1e-5)
-    assert "liger.fused_mlp.default" in names or "liger.fused_mlp" in names, names
+    assert "liger.gated_mlp.default" in names or "liger.gated_mlp" in names, names

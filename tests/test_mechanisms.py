@@ -194,7 +194,7 @@ def test_upstream_gradient(case, device):
 
 
 def test_checkpoint_stops_before_the_last_gemm():
-    """Of a layer that ends in lora_mlp, gradient checkpointing makes again what its node keeps, not its result."""
+    """Of a layer that ends in gated_mlp, gradient checkpointing makes again what its node keeps, not its result."""
     torch.manual_seed(0)
     tokens, hidden, width, rank = 6, 8, 12, 2
     layers = [
@@ -204,7 +204,7 @@ def test_checkpoint_stops_before_the_last_gemm():
     x = torch.randn(tokens, hidden, requires_grad=True)
 
     def layer(x):
-        return x + ops.lora_mlp(x, *(t for each in layers for t in each), 1.0, 1.0, 1.0, 0, False)
+        return x + ops.gated_mlp(x, *(t for each in layers for t in each), 1.0, 1.0, 1.0)
 
     def run(function):
         with torch.profiler.profile() as profiler:
@@ -218,15 +218,15 @@ def test_checkpoint_stops_before_the_last_gemm():
     assert torch.equal(again, y) and all(torch.equal(a, b) for a, b in zip(found, gradients))
 
 
-@pytest.mark.parametrize("op, results", [("lora_linear", 1), ("lora_qkv", 3), ("lora_mlp", 1)])
+@pytest.mark.parametrize("op, results", [("linear", 1), ("qkv", 3), ("gated_mlp", 1)])
 def test_lora_of_a_transposed_input(op, results, device):
     """The gradient of an x whose rows no single stride describes."""
     torch.manual_seed(0)
     x = torch.randn(3, 4, 8, device=device)
     layer = [torch.randn(8, 8), None, torch.randn(2, 8), torch.randn(8, 2)]
     layer = [t if t is None else t.to(device) for t in layer]
-    arguments = {"lora_linear": (*layer, None, 2.0), "lora_qkv": (*layer, *layer, *layer, 2.0, 2.0, 2.0)}
-    arguments["lora_mlp"] = (*layer, *layer, *layer, 2.0, 2.0, 2.0, 0, False)
+    arguments = {"linear": (*layer, None, 2.0), "qkv": (*layer, *layer, *layer, 2.0, 2.0, 2.0)}
+    arguments["gated_mlp"] = (*layer, *layer, *layer, 2.0, 2.0, 2.0)
 
     def gradient(x):
         out = as_tuple(getattr(ops, op)(x.requires_grad_(), *arguments[op]))

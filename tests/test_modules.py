@@ -402,7 +402,7 @@ def test_apply_tiled_mlp_under_autocast():
         close(ours, expected, rtol=1e-2, atol=1e-2)
 
 
-def test_fused_mlp_under_autocast():
+def test_recomputed_mlp_under_autocast():
     m, x = mlp.LigerMLP(CONFIG), torch.randn(5, 16, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y, plain = m(x), MLPS[mlp.LigerMLP](m, x)

@@ -35,13 +35,9 @@ void set_random_state(at::Device device, const Tensor& state) {
   generator.set_state(state);
 }
 
-/// Whether an operator for several layers runs these: some have an adapter, and none sees its input through a dropout.
-bool run_together(std::initializer_list<const Projection*> layers) {
-  const auto any = [&](auto holds) {
-    return std::any_of(layers.begin(), layers.end(), [&](const Projection* layer) { return holds(**layer); });
-  };
-  return any([](const ProjectionImpl& layer) { return layer.options.rank() > 0; }) &&
-         !any([](const ProjectionImpl& layer) { return layer.drops(); });
+/// Whether an adapter of some layers sees its input through a dropout: an operator for several layers has none.
+bool any_drops(std::initializer_list<const Projection*> layers) {
+  return std::any_of(layers.begin(), layers.end(), [](const Projection* layer) { return (*layer)->drops(); });
 }
 
 using LinearLayers = std::vector<std::pair<std::string, std::shared_ptr<ProjectionImpl>>>;
@@ -138,8 +134,8 @@ void LlamaAttentionImpl::reset() {
 }
 
 std::array<Tensor, 3> LlamaAttentionImpl::project(const Tensor& x) {
-  if (!run_together({&q_proj, &k_proj, &v_proj})) return {q_proj(x), k_proj(x), v_proj(x)};  // in this order
-  const auto [q, k, v] = lora_qkv(x, q_proj->layer(), k_proj->layer(), v_proj->layer());
+  if (any_drops({&q_proj, &k_proj, &v_proj})) return {q_proj(x), k_proj(x), v_proj(x)};  // in this order
+  const auto [q, k, v] = qkv(x, q_proj->layer(), k_proj->layer(), v_proj->layer());
   return {q, k, v};
 }
 
@@ -183,10 +179,11 @@ void LlamaMLPImpl::reset() {
 }
 
 Tensor LlamaMLPImpl::forward(const Tensor& x) {
-  if (run_together({&gate_proj, &up_proj, &down_proj}))
-    return lora_mlp(x, gate_proj->layer(), up_proj->layer(), down_proj->layer(), config.activation);
-  const Tensor gate = gate_proj(x), up = up_proj(x);  // in this order, in which PEFT draws the masks of dropouts
-  return down_proj(gated(gate, up, config.activation));
+  if (any_drops({&gate_proj, &up_proj, &down_proj})) {
+    const Tensor gate = gate_proj(x), up = up_proj(x);  // in this order, in which PEFT draws the masks of dropouts
+    return down_proj(gated(gate, up, config.activation));
+  }
+  return gated_mlp(x, gate_proj->layer(), up_proj->layer(), down_proj->layer(), {.activation = config.activation});
 }
 
 void LlamaDecoderLayerImpl::reset() {

@@ -11,8 +11,8 @@ struct GatedMLPOptions {
   TORCH_ARG(int64_t, intermediate_size);
   TORCH_ARG(bool, bias) = false;
   TORCH_ARG(Activation, activation) = Activation::SiLU;
-  TORCH_ARG(bool, recompute) = false;  // keep only the input for backward: liger::fused_mlp
-  TORCH_ARG(int64_t, chunk) = 0;       // tokens worked on at once when recomputing; 0: all
+  TORCH_ARG(bool, recompute) = false;  // keep only the input for backward
+  TORCH_ARG(int64_t, chunk) = 0;       // tokens worked on at once; 0: all
 };
 
 /// act(x), element by element.
@@ -57,7 +57,7 @@ struct XIELUImpl : torch::nn::Cloneable<XIELUImpl> {
 };
 TORCH_MODULE(XIELU);
 
-/// down_proj(act(gate_proj(x)) · up_proj(x)): SwiGLU, GeGLU and their relatives.
+/// liger::gated_mlp of three layers without adapters: SwiGLU, GeGLU and their relatives.
 struct GatedMLPImpl : torch::nn::Cloneable<GatedMLPImpl> {
   explicit GatedMLPImpl(GatedMLPOptions o) : options(std::move(o)) { reset(); }
 
@@ -71,10 +71,9 @@ struct GatedMLPImpl : torch::nn::Cloneable<GatedMLPImpl> {
   }
 
   at::Tensor forward(const at::Tensor& x) {
-    if (!options.recompute()) return down_proj(gated(gate_proj(x), up_proj(x), options.activation()));
-    return fused_mlp(x, gate_proj->weight, up_proj->weight, down_proj->weight,
-                     {.activation = options.activation(), .chunk = options.chunk()}, given(gate_proj->bias),
-                     given(up_proj->bias), given(down_proj->bias));
+    const auto layer = [](const torch::nn::Linear& of) { return AdaptedLinear{of->weight, given(of->bias)}; };
+    return gated_mlp(x, layer(gate_proj), layer(up_proj), layer(down_proj),
+                     {.activation = options.activation(), .chunk = options.chunk(), .recompute = options.recompute()});
   }
 
   void pretty_print(std::ostream& to) const override {

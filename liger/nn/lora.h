@@ -36,11 +36,10 @@ struct LoRALinearBase : torch::nn::Cloneable<Derived> {
 
   /// y = x weightᵀ + bias + scale · (x lora_Aᵀ) lora_Bᵀ for x [..., in_features]: [..., out_features].
   at::Tensor forward(const at::Tensor& x) {
-    if (options.rank() == 0) return at::linear(x, weight, given(bias));
-    return lora_linear(x, layer(), drops() ? std::optional(at::dropout(x, options.dropout(), true)) : std::nullopt);
+    return linear(x, layer(), drops() ? std::optional(at::dropout(x, options.dropout(), true)) : std::nullopt);
   }
 
-  /// What an operator takes: lora_qkv and lora_mlp run several layers at once.
+  /// What an operator takes: qkv and gated_mlp run several layers at once.
   AdaptedLinear layer() const { return {weight, given(bias), given(lora_A), given(lora_B), scale()}; }
 
   /// Whether the adapter sees its input through a dropout, of which the operators for several layers know nothing.
@@ -78,7 +77,7 @@ struct LoRALinearBase : torch::nn::Cloneable<Derived> {
   }
 };
 
-/// liger::lora_linear with a frozen weight and its adapter (Hu et al. 2021, arXiv:2106.09685). The frozen ones begin as
+/// liger::linear with a frozen weight and its adapter (Hu et al. 2021, arXiv:2106.09685). The frozen ones begin as
 /// torch::nn::Linear's; weight.set_data(w) shares those of another layer.
 struct LoRALinearImpl : LoRALinearBase<LoRALinearImpl> {
   explicit LoRALinearImpl(LoRALinearOptions o) : LoRALinearBase(std::move(o)) { draw(); }

@@ -22,8 +22,8 @@ NONE, MEAN, SUM = 0, 1, 2  # the reductions of a loss
 #:      its own positions or batch
 #:   w  what all rows share: everything
 #:   s  a loss: its own rows' values, or its part of their sum
-#: A digit is what has the shape of the argument at that position, its gradient: its own, or its part of the sum over
-#: rows.
+#: A digit, or a letter from A for 10 on, is what has the shape of the argument at that position, its gradient: its own,
+#: or its part of the sum over rows.
 RULES = {
     "rms_norm_forward": ("xw", "xr"),
     "rms_norm_backward": ("xxwr", "12"),
@@ -59,8 +59,8 @@ RULES = {
     "rope_packed_forward": ("xcc", "x"),
     "embedding_forward": ("we", "e"),
     "embedding_backward": ("xt", "p"),
-    "fused_mlp_forward": ("xwwwwww", "x"),
-    "fused_mlp_backward": ("xxwwwww", "123456p"),
+    "gated_mlp_forward": ("xwwwwwwwwwwww", "xrrrrrr"),
+    "gated_mlp_backward": ("xxwwwwwwwwwwwwrrrrrr", "123456789ABCD"),
     "fused_experts_forward": ("xwwtwwwwwwt", "xrtrr"),
     "fused_experts_backward": ("xxwwtwwwwwwrtrr", "123456789w"),
     "selective_log_softmax_forward": ("xt", "ttr"),
@@ -93,7 +93,7 @@ class _Rule:
         self.name, self.schema, self.results = name, schema, results
         tensors = [i for i, argument in enumerate(schema.arguments) if "Tensor" in str(argument.type)]
         self.letters = dict(zip(tensors, letters, strict=True))
-        self.argument_of = {digit: tensors[int(digit)] for digit in results if digit.isdigit()}  # a gradient's
+        self.argument_of = {digit: tensors[int(digit, 16)] for digit in results if digit in "0123456789ABCD"}
 
     def __call__(self, cls, op, types, args, kwargs):
         given = {i: letter for i, letter in self.letters.items() if i < len(args) and args[i] is not None}

@@ -15,7 +15,7 @@ from liger_kernel.chunked_loss import (
 )
 from liger_kernel.operators.experts import fused_experts
 from liger_kernel.operators.head import linear_log_prob
-from liger_kernel.ops import LigerEmbeddingFunction, LigerMLPFunction
+from liger_kernel.ops import LigerEmbeddingFunction
 from liger_kernel.transformers import functional as liger
 
 EPS = 1e-6
@@ -245,12 +245,6 @@ CHECKS = (
     Check("activate", liger.liger_relu_squared, lambda x: F.relu(x).square(), ((6, 40),)),
     Check("xielu", liger.liger_xielu, _xielu, ((6, 40), (1,), (1,))),
     Check(
-        "fused_mlp",
-        LigerMLPFunction.apply,
-        lambda x, g, u, d: (F.silu(x @ g.T) * (x @ u.T)) @ d.T,
-        ((6, 8), (12, 8), (12, 8), (8, 12)),
-    ),
-    Check(
         "fused_experts",
         lambda x, g, d, w, index: fused_experts(x, g, d, index, w),
         _experts,
@@ -267,22 +261,20 @@ CHECKS = (
     Check("rope_packed", lambda x, c, s: liger.liger_rope_packed(x, c, s, 2, 1), _packed, ((2, 3, 32),), _TABLES),
     Check("embedding", LigerEmbeddingFunction.apply, lambda w, ids: F.embedding(ids, w), ((5, 40),), (_IDS,)),
     Check(
-        "lora_linear",
-        lambda x, w, a, b: ops.lora_linear(x, w, None, a, b, None, 2.0),
+        "linear",
+        lambda x, w, a, b: ops.linear(x, w, None, a, b, None, 2.0),
         _adapted,
         ((6, 8), (12, 8), (3, 8), (12, 3)),
     ),
     Check(
-        "lora_qkv",
-        lambda x, w, a, b: ops.lora_qkv(x, w, None, a, b, w, None, None, None, w, None, a, b, 2.0, 1.0, 2.0),
+        "qkv",
+        lambda x, w, a, b: ops.qkv(x, w, None, a, b, w, None, None, None, w, None, a, b, 2.0, 1.0, 2.0),
         lambda x, w, a, b: (_adapted(x, w, a, b), x @ w.T, _adapted(x, w, a, b)),
         ((6, 8), (12, 8), (3, 8), (12, 3)),
     ),
     Check(
-        "lora_mlp",
-        lambda x, w, a, b, d: ops.lora_mlp(
-            x, w, None, a, b, w, None, None, None, d, None, None, None, 2.0, 1.0, 1.0, 0, False
-        ),
+        "gated_mlp",
+        lambda x, w, a, b, d: ops.gated_mlp(x, w, None, a, b, w, None, None, None, d, None, None, None, 2.0, 1.0, 1.0),
         lambda x, w, a, b, d: (F.silu(_adapted(x, w, a, b)) * (x @ w.T)) @ d.T,
         ((6, 8), (12, 8), (3, 8), (12, 3), (8, 12)),
     ),

@@ -94,7 +94,7 @@ TEST_P(Guards, Hold) {
     backward(liger::activate(x()));
     backward(liger::gated(x(), x()));
     backward(liger::gated_packed(leaf({kRows, 2 * n}, type)));
-    backward(liger::fused_mlp(x(), leaf({7, n}, type), leaf({7, n}, type), leaf({n, 7}, type)));
+    backward(liger::gated_mlp(x(), {leaf({7, n}, type)}, {leaf({7, n}, type)}, {leaf({n, 7}, type)}));
     const Tensor angle = at::randn({1, kRows, 2 * n}, type);
     backward(
         std::get<0>(liger::rope(leaf({1, 2, kRows, 2 * n}, type), leaf({1, 1, kRows, 2 * n}, type), angle, angle)));

@@ -79,7 +79,7 @@ def test_bitsandbytes(kind, head, home, tmp_path, record_property):
         return model
 
     record_property("setup", f"{kind}, LoRA, {head}")
-    record_property("result", check(tmp_path / "out", load, bool(skip), "gated" if kind == "int8" else "lora_mlp"))
+    record_property("result", check(tmp_path / "out", load, bool(skip), "gated" if kind == "int8" else "gated_mlp"))
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ FULL = ("--tuner_type", "full", "--learning_rate", "0.05")
 TUNERS = {"full": FULL, "LoRA": LORA}
 #: Its adapters have a dropout of 0.05, but GKD trains without: each layer is an operator, and so is the product of
 #: gate and up.
-DROPPED = ("rms_norm", "lora_linear", "gated", "rope")
+DROPPED = ("rms_norm", "linear", "gated", "rope")
 #: What computes the loss. DPO and KTO have their own, on logits.
 LOSSES = {"sft": "fused_linear_cross_entropy", "grpo": "linear_log_prob", "gkd": "linear_distillation"}
 

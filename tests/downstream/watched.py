@@ -20,7 +20,7 @@ TOLERANCE = 2e-5
 CHANGE = 1e-3
 #: What runs in a patched Llama, besides its loss; a bar stands between two of which one runs. Without dropout an MLP
 #: with adapters is one operator.
-LAYERS = {"full": ("rms_norm", "gated", "rope"), "LoRA": ("rms_norm", "lora_linear|lora_qkv", "lora_mlp", "rope")}
+LAYERS = {"full": ("rms_norm", "gated", "rope"), "LoRA": ("rms_norm", "linear|qkv", "gated_mlp", "rope")}
 PROBE = torch.arange(4, 60).reshape(4, 14)
 
 

@@ -475,7 +475,7 @@ def test_fused_layers_have_a_switch(family, patched):
             model = model or make(family)
             output = model(**batch())
             graph = " ".join(nodes(output.loss))
-            ran = {name for name in ("lora::MLP", "lora::QKV", "FusedAddRMSNorm") if name in graph}
-            names = {"lora::MLP": "gated_mlp", "lora::QKV": "qkv", "FusedAddRMSNorm": "fused_add_rms_norm"}
+            ran = {name for name in ("linear::GatedMLP", "linear::QKV", "FusedAddRMSNorm") if name in graph}
+            names = {"linear::GatedMLP": "gated_mlp", "linear::QKV": "qkv", "FusedAddRMSNorm": "fused_add_rms_norm"}
             assert {names[name] for name in ran} == expected
             report.undo()

@@ -9,14 +9,14 @@ import every_type
 import pytest
 import torch
 from conftest import batch, make, run
-from liger_kernel.operators import together
+from liger_kernel.operators.residual import add_and_normalise
 from liger_kernel.transformers import LigerRMSNorm, apply_liger_kernel_to_llama
 from liger_kernel.transformers.layers import STEPS, fused_forward
 from liger_kernel.transformers.parts import PARTS
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-OPERATORS = ("lora_mlp", "lora_qkv", "fused_add_rms_norm")
+OPERATORS = ("gated_mlp", "qkv", "fused_add_rms_norm")
 
 
 class Watching(TorchDispatchMode):
@@ -38,7 +38,7 @@ def nodes(loss):
 
 def count(loss):
     """How often the graph has each of the operators that stand for several steps."""
-    names = {"lora_mlp": "lora::MLP", "lora_qkv": "lora::QKV", "fused_add_rms_norm": "FusedAddRMSNorm"}
+    names = {"gated_mlp": "linear::GatedMLP", "qkv": "linear::QKV", "fused_add_rms_norm": "FusedAddRMSNorm"}
     return {op: sum(f"op::{name}>" in node for node in nodes(loss)) for op, name in names.items()}
 
 
@@ -91,7 +91,7 @@ def test_hooks_and_adapters_see_what_they_saw(patched):
     layer.mlp.gate_proj.weight.requires_grad_(False)
     layer.self_attn.q_proj.forward = types.MethodType(nn.Linear.forward, layer.self_attn.q_proj)  # as offloading does
     output, found = run(model, **batch())
-    assert count(output.loss)["lora_qkv"] == layers - 1 and count(output.loss)["lora_mlp"] == layers
+    assert count(output.loss)["qkv"] == layers - 1 and count(output.loss)["gated_mlp"] == layers
     assert "model.layers.0.mlp.gate_proj.weight" not in found
 
 
@@ -252,7 +252,7 @@ def test_sums_of_what_the_operator_does_not_take(mixed):
     """Other shapes, and a weight whose type changes that of the result."""
     norm, a = LigerRMSNorm(8), torch.randn(2, 3, 8, requires_grad=True)
     b = torch.randn(2, 3, 8).bfloat16() if mixed else torch.randn(8)
-    total, y = together.add_and_normalise(norm, a, b)
+    total, y = add_and_normalise(norm, a, b)
     assert torch.equal(total, a + b) and torch.equal(y, norm(a + b))
-    total, y = together.add_and_normalise(norm, a.bfloat16(), a.bfloat16())
+    total, y = add_and_normalise(norm, a.bfloat16(), a.bfloat16())
     assert torch.equal(y, norm(a.bfloat16() + a.bfloat16())) and "FusedAdd" not in y.grad_fn.name()

@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 #: What runs of two layers, each with one group of projections, an output projection and an MLP.
-EACH = {"lora_qkv": 2, "lora_linear": 2, "lora_mlp": 2}
+EACH = {"qkv": 2, "linear": 2, "gated_mlp": 2}
 
 
 class Ran(TorchDispatchMode):
@@ -117,13 +117,13 @@ def test_precision(family, autocast, patched):
         ({"rank_pattern": {"q_proj": 2, "up_proj": 9}, "alpha_pattern": {"k_proj": 3, "down_proj": 1}}, EACH),
         ({"r": 1}, EACH),
         ({"r": 256}, EACH),
-        ({"lora_dropout": 0.3}, {"lora_linear": 14}),
-        ({"target_modules": ["k_proj", "v_proj"]}, {"lora_qkv": 2}),
-        ({"target_modules": ["gate_proj"]}, {"lora_mlp": 2}),
-        ({"target_modules": ALL, "layers_to_transform": [1]}, {"lora_qkv": 1, "lora_linear": 1, "lora_mlp": 1}),
+        ({"lora_dropout": 0.3}, {"linear": 14}),
+        ({"target_modules": ["k_proj", "v_proj"]}, {"qkv": 2}),
+        ({"target_modules": ["gate_proj"]}, {"gated_mlp": 2}),
+        ({"target_modules": ALL, "layers_to_transform": [1]}, {"qkv": 1, "linear": 1, "gated_mlp": 1}),
         ({"modules_to_save": ["lm_head", "embed_tokens"]}, EACH),
         ({"target_modules": [*ALL, "embed_tokens"]}, EACH),
-        ({"target_modules": [*ALL, "lm_head"]}, EACH | {"lora_linear": 3}),
+        ({"target_modules": [*ALL, "lm_head"]}, EACH | {"linear": 3}),
         ({"bias": "all"}, EACH),
         ({"bias": "lora_only"}, EACH),
         ({"trainable_token_indices": [1, 5]}, EACH),
@@ -200,9 +200,9 @@ def test_adapters_come_and_go(patched):
     ours.add_adapter("other", adapters(r=3, target_modules=["q_proj", "o_proj", "up_proj"]))
     ours.load_state_dict(reference.state_dict())
     both(lambda model: model.set_adapter("other"))
-    assert_same(ours, reference, {"lora_qkv": 2, "lora_linear": 2, "lora_mlp": 2})
+    assert_same(ours, reference, {"qkv": 2, "linear": 2, "gated_mlp": 2})
     both(lambda model: model.base_model.set_adapter(["default", "other"]))
-    assert_same(ours, reference, {"lora_linear": 8})  # of layers with one active adapter: k, v, gate and down
+    assert_same(ours, reference, {"linear": 8})  # of layers with one active adapter: k, v, gate and down
     both(lambda model: model.set_adapter("default"))
     assert_same(ours, reference, EACH)
     both(lambda model: model.merge_adapter())
@@ -251,7 +251,7 @@ def test_adapters_after_the_patch(level, fused, past_hooks, patched, monkeypatch
 def test_undo_and_switch(patched):
     reference = adapted()
     ours, report = patched_copy(reference, patched)
-    assert "lora_linear" in str(report) and "gated_mlp" in str(report)
+    assert "linear" in str(report) and "gated_mlp" in str(report)
     report.undo()
     assert [type(m) for m in ours.modules()] == [type(m) for m in reference.modules()]
     assert_same(ours, reference, {})

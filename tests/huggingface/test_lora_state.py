@@ -71,7 +71,7 @@ def test_an_adapter_that_is_added_again_under_its_name(patched):
     few, many = adapters(target_modules=["q_proj"]), adapters()
     models = [get_peft_model(model, few) for model in (reference, ours)]
     models[1](**batch())
-    assert [entry.count for entry in report.replaced if entry.by == "lora_linear"] == [2]
+    assert [entry.count for entry in report.replaced if entry.by == "linear"] == [2]
     for config in (many, few, adapters(r=2)):
         for model in models:
             model.delete_adapter("default")
@@ -81,7 +81,7 @@ def test_an_adapter_that_is_added_again_under_its_name(patched):
         assert_same(models[1], models[0])
         layers = [m for m in models[1].modules() if isinstance(m, peft.tuners.lora.LoraLayer)]
         assert all(is_variant(type(m), LoRALinear) for m in layers)
-        assert [entry.count for entry in report.replaced if entry.by == "lora_linear"] == [len(layers)]
+        assert [entry.count for entry in report.replaced if entry.by == "linear"] == [len(layers)]
 
 
 def replica_of(model):
@@ -145,5 +145,5 @@ def test_the_report_of_a_base_with_a_hook(patched):
         attention_of(model).o_proj.base_layer.register_forward_hook(lambda module, args, y: 1.5 * y)
     report = patched("llama", ours)
     counts = {(entry.name, entry.by): entry.count for entry in report.replaced if entry.switch == "lora"}
-    assert counts[("Linear with an adapter", "addmm")] == 1 and counts[("Linear with an adapter", "lora_linear")] == 13
+    assert counts[("Linear with an adapter", "addmm")] == 1 and counts[("Linear with an adapter", "linear")] == 13
     assert_same(ours, reference)

@@ -134,7 +134,7 @@ class State {
 ///   kAutocast             with Autocast::Cast also uncast(Inputs&): references to the tensors that stay
 ///   kDifferentiableTwice  a second derivative is not refused
 ///   start, finish         forward in two parts: all but the first results, which are only allocated, and
-///                         finish(const Inputs&, Results&), which computes those
+///                         finish(const Inputs&, Results&), or with const Options& last, which computes those
 /// Of a forward in two parts, the graph's node keeps what it keeps before `finish` runs: where gradient checkpointing
 /// runs a layer again for what its nodes keep, and this operator is its last, it stops there.
 ///   record(Inputs&, Options&, const Gradients<bool>&)
@@ -229,7 +229,8 @@ class Operator {
         const auto [in, options] = structs(args...);
         if (in_two_parts(in)) {
           const at::AutoDispatchBelowADInplaceOrView below_autograd;
-          D::finish(in, all);
+          if constexpr (requires { D::finish(in, all, options); }) D::finish(in, all, options);
+          else D::finish(in, all);
         }
       }
       for_each_index<kUpstream>([&](auto i) {
@@ -299,7 +300,10 @@ class Operator {
         const auto of_record = record(in, options, wanted);
         const at::AutoDispatchBelowADInplaceOrView below_autograd;  // which would look at each tensor for nothing
         if (in_two_parts(in)) {
-          if constexpr (kInTwoParts) *all = complete(D::start(std::as_const(in)), first_tensor(leaves(in)));
+          if constexpr (kInTwoParts) {
+            const auto given = std::tie(std::as_const(in), std::as_const(options));
+            *all = complete(call_as<&D::start>(&D::start, given), first_tensor(leaves(in)));
+          }
         } else {
           const auto given = std::tie(std::as_const(in), of_record, std::as_const(options));
           if (unseen(std::as_const(in)))

@@ -132,6 +132,17 @@ def is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def is_recorded(x: Any) -> bool:
+    """Whether autograd records what is done to x, and nobody else does: a compiler fuses what it sees, and modes, as
+    those of selective checkpointing, look for torch's operators."""
+    return (
+        x.__class__ is torch.Tensor
+        and torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
+
+
 # What torch.compiler.assume_constant_result does. That function imports torch._dynamo, which takes two seconds, also
 # where nothing is compiled. Compiled code is guarded by the transforms under which it was traced.
 for _constant in (_has_kernels, is_transformed):

@@ -1,12 +1,15 @@
-"""Linear layers, as operators take them: a matrix, a bias, perhaps an adapter; plain, or in four bits."""
+"""Linear layers as operators take them, and their operators (formulas in liger/ops.h): one layer, three of one input, a
+gated MLP. A layer is a matrix, perhaps in four bits, perhaps with a bias and an adapter."""
 
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from liger_kernel.operators.coverage import DENSE, is_bare
-from liger_kernel.operators.quantised import weight_in_4_bits
+from liger_kernel._library import ops
+from liger_kernel.operators import quantised
+from liger_kernel.operators.coverage import DENSE, GATED_KERNELS, is_bare, is_recorded, kernels_cover
+from liger_kernel.operators.quantised import is_in_4_bits, weight_in_4_bits
 
 
 class Layer(NamedTuple):
@@ -20,17 +23,19 @@ class Layer(NamedTuple):
     dropout: nn.Module | None = None
 
 
-def layer_of(module: Any, x: Tensor) -> Layer | None:
+def layer_of(module: Any, x: Tensor | None = None) -> Layer | None:
     """What a call of a linear layer with x computes; None where that is more than a Layer: a hook, offloading, a shard,
-    a dtype that the call would refuse, another adapter than `liger_layer` of the module's class describes."""
+    a dtype that the call would refuse, another adapter than `liger_layer` of the module's class describes. Without x,
+    which has no adapter: what a call with an x of the layer's dtype computes."""
     cls = type(module)
     if cls is nn.Linear:
         return _plain(module, x)
-    if (describe := getattr(cls, "liger_layer", None)) is not None:
+    if x is not None and (describe := getattr(cls, "liger_layer", None)) is not None:
         return describe(module, x) if is_bare(module) else None
     if module is not None and (weight := weight_in_4_bits(module, x)) is not None and is_bare(module):
         bias = module.bias
-        return Layer(weight, bias) if bias is None or bias.dtype == x.dtype and not bias.requires_grad else None
+        if bias is None or x is None or bias.dtype == x.dtype and not bias.requires_grad:
+            return Layer(weight, bias)
     return None
 
 
@@ -43,6 +48,8 @@ def _plain(module, x):
         weight, bias = tensor_of(module, "weight"), tensor_of(module, "bias")
     if type(weight) not in DENSE or not (bias is None or type(bias) in DENSE):
         return None
+    if x is None:
+        return Layer(weight, bias) if kernels_cover(weight) else None
     if weight.dtype == x.dtype and (bias is None or bias.dtype == x.dtype) or is_autocast(x):
         return Layer(weight, bias)
     return None
@@ -58,3 +65,70 @@ def tensor_of(module: nn.Module, name: str) -> Any:
 def is_autocast(x: Tensor) -> bool:
     """Whether a linear layer would cast x."""
     return torch.is_autocast_enabled(x.device.type)
+
+
+def _three(x, modules):
+    """The layers that three modules are for x; None where an operator of all of them computes something else."""
+    layers = []
+    for module in modules:
+        if (layer := layer_of(module, x)) is None or layer.dropout is not None:
+            return None
+        layers.append(layer)
+    return layers
+
+
+def _are_adapted(layers):
+    """Whether one of three layers has an adapter: its operator then also pays where autograd is not all that looks
+    on."""
+    first, second, third = layers  # no loop: every call of every layer asks
+    return first.a is not None or second.a is not None or third.a is not None
+
+
+def _are_quantised(layers):
+    first, second, third = layers
+    return is_in_4_bits(first.weight) or is_in_4_bits(second.weight) or is_in_4_bits(third.weight)
+
+
+def linear(x: Tensor, layer: Layer, dropped: Tensor | None = None) -> Tensor:
+    """A layer of x, whose adapter sees `dropped`, x after its dropout, instead of x where it is given."""
+    weight, bias, a, b, scale, _ = layer
+    if is_in_4_bits(weight):
+        return quantised.call("linear", 1, x, (weight, bias, a, b, dropped, scale))
+    return ops.linear(x, weight, bias, a, b, dropped, scale)
+
+
+def qkv(x: Tensor, *modules: nn.Module, head_dim: int = 0) -> Any:
+    """Three layers of x; with head_dim the heads [..., heads, seq, head_dim] of each. None where the modules must be
+    called."""
+    if torch.compiler.is_compiling() or not kernels_cover(x):
+        return None
+    layers = _three(x, modules)
+    if layers is None or not (is_recorded(x) or _are_adapted(layers) and not x.is_inference()):
+        return None
+    q, k, v = layers
+    if _are_quantised(layers):
+        return quantised.call("qkv", 3, x, (*q[:4], *k[:4], *v[:4], q.scale, k.scale, v.scale), (head_dim,))
+    return ops.qkv(x, *q[:4], *k[:4], *v[:4], q.scale, k.scale, v.scale, head_dim)
+
+
+def gated_mlp(
+    mlp: Any, x: Tensor, activation: int, gate_multiplier: float = 1.0, down_multiplier: float = 1.0, chunk: int = 0,
+    recompute: bool = False,
+) -> Tensor | None:  # fmt: skip
+    """down_multiplier · down_proj(act(gate_multiplier · gate_proj(x)) · up_proj(x)), `chunk` tokens at a time, or all
+    for 0; backward keeps gate and up but not their product, and with `recompute` neither. None where the modules must
+    be called. Adapters on the projections are part of it."""
+    if not kernels_cover(x, GATED_KERNELS):
+        return None
+    modules = mlp._modules
+    layers = _three(x, (modules.get("gate_proj"), modules.get("up_proj"), modules.get("down_proj")))
+    if layers is None:
+        return None
+    if not (recompute or _are_adapted(layers) or is_recorded(x) and mlp.liger_whole):
+        return None
+    gate, up, down = layers
+    arguments = (*gate[:4], *up[:4], *down[:4], gate.scale, up.scale, down.scale)
+    options = activation, gate_multiplier, down_multiplier, chunk, recompute
+    if _are_quantised(layers):
+        return quantised.call("gated_mlp", 1, x, arguments, options, down_multiplier == 1 and not chunk)
+    return ops.gated_mlp(x, *arguments, *options)

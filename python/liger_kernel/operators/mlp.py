@@ -23,9 +23,7 @@ from liger_kernel.operators.activation import (
 )
 from liger_kernel.operators.common import first_derivative_only
 from liger_kernel.operators.coverage import GATED_KERNELS
-from liger_kernel.operators.linear import layer_of
-from liger_kernel.operators.quantised import is_in_4_bits
-from liger_kernel.operators.together import gated_mlp
+from liger_kernel.operators.linear import gated_mlp
 
 
 def limit_of(module: Any) -> float:
@@ -75,13 +73,14 @@ class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
 class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
     """LigerSwiGLUMLP with config.mlp_multipliers on the gate and on the result."""
 
-    liger_whole = False
-
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.gate_multiplier, self.down_multiplier = config.mlp_multipliers
 
     def forward(self, x: Tensor) -> Tensor:
+        y = gated_mlp(self, x, SILU, float(self.gate_multiplier), float(self.down_multiplier))
+        if y is not None:
+            return y
         y = LigerSiLUMulFunction.apply(self.gate_proj(x), self.up_proj(x), self.gate_multiplier)
         return self.down_proj(y) * self.down_multiplier
 
@@ -200,16 +199,6 @@ class LigerGraniteSwiGLUMLP(LigerPhi3SwiGLUMLP):
         return self.output_linear(LigerFusedGateUpSiLUMulFunction.apply(self.input_linear(hidden_states)))
 
 
-def weights(mlp: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The weights of gate_proj, up_proj and down_proj; None where a call with x is more than its weight: a bias, an
-    adapter, a hook, offloading."""
-    layers = [layer_of(projection, x) for projection in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
-    if not all(layer is not None and layer.bias is layer.a is None for layer in layers):
-        return None
-    gate, up, down = (layer.weight for layer in layers if layer is not None)
-    return None if any(map(is_in_4_bits, (gate, up, down))) else (gate, up, down)
-
-
 class LigerMLPFunction:
     @staticmethod
     def apply(
@@ -221,16 +210,16 @@ class LigerMLPFunction:
         input [..., D]; gate_weight and up_weight [I, D], down_weight [D, I], in input's dtype or under autocast; any
         strides. backward makes gate and up again. Raises TypeError where dtypes differ.
         """
-        multipliers = float(gate_multiplier), float(down_multiplier)
-        return ops.fused_mlp(input, gate_weight, up_weight, down_weight, None, None, None, SILU, *multipliers, 0)
+        weights = (gate_weight, None, None, None, up_weight, None, None, None, down_weight, None, None, None)
+        options = SILU, float(gate_multiplier), float(down_multiplier), 0, True
+        return ops.gated_mlp(input, *weights, 1.0, 1.0, 1.0, *options)
 
 
 class LigerMLP(LigerSwiGLUMLP):
-    """down_proj(silu(gate_proj(x)) · up_proj(x)); where a projection is no plain Linear, as LigerSwiGLUMLP."""
+    """down_proj(silu(gate_proj(x)) · up_proj(x)); where a projection is more than a matrix, a bias and an adapter, as
+    LigerSwiGLUMLP."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if found := weights(self, x):
-            return LigerMLPFunction.apply(x, *found)
         y = gated_mlp(self, x, SILU, recompute=True)
         return super().forward(x) if y is None else y
 
@@ -245,10 +234,8 @@ class LigerFalconH1MLP(LigerFalconH1SwiGLUMLP):
         super().__init__(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        found = weights(self, x)
-        if not found:
-            return super().forward(x)
-        return LigerMLPFunction.apply(x, *found, self.gate_multiplier, self.down_multiplier)
+        y = gated_mlp(self, x, SILU, float(self.gate_multiplier), float(self.down_multiplier), recompute=True)
+        return super().forward(x) if y is None else y
 
 
 def _grad_dtype(t):
@@ -332,11 +319,9 @@ class _TiledGatedMLP(_GatedMLP):
         return self.down_proj(run(ops.gated, self.gate_proj(x), self.up_proj(x), self.activation, 1.0))
 
     def forward(self, x):
-        found = weights(self, x)
-        if not found:
-            return apply_tiled_mlp(type(self)._whole, self, x, self.num_shards)
         rows = max(1, -(-x.shape[:-1].numel() // shards_of(x, self.num_shards)))
-        return ops.fused_mlp(x, *found, None, None, None, self.activation, 1.0, 1.0, rows)
+        y = gated_mlp(self, x, self.activation, chunk=rows, recompute=True)
+        return apply_tiled_mlp(type(self)._whole, self, x, self.num_shards) if y is None else y
 
 
 class LigerTiledSwiGLUMLP(_TiledGatedMLP):

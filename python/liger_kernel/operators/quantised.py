@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,12 +18,16 @@ def is_linear_in_4_bits(module: nn.Module) -> bool:
     return bitsandbytes is not None and type(module) is bitsandbytes.nn.Linear4bit
 
 
-def weight_in_4_bits(module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
+def weight_in_4_bits(module: nn.Module, x: torch.Tensor | None) -> torch.Tensor | None:
     """The weight of a Linear4bit that a call with x multiplies by in x's dtype, or in autocast's; None for any other
-    module, where the layer would cast x, and in inference on a CPU, for which bitsandbytes has packed the weight."""
+    module, where the layer would cast x, and in inference on a CPU, for which bitsandbytes has packed the weight.
+    Without x, the weight whatever its state is."""
     if not is_linear_in_4_bits(module):
         return None
-    weight, device = module.weight, x.device.type
+    weight = module.weight
+    if x is None:
+        return weight
+    device = x.device.type
     if not is_in_4_bits(weight) or weight.quant_state is None or weight.requires_grad:
         return None
     if _is_packed(weight) and not torch.is_grad_enabled():
@@ -63,21 +68,21 @@ class _OnQuantised(torch.autograd.Function):
     has for _finish."""
 
     @staticmethod
-    def forward(ctx, name, count, unfinished, x, *arguments):
+    def forward(ctx, name, count, unfinished, options, x, *arguments):
         starts = unfinished is not None
         last = _LAST[name] if starts else None
         whole = [
             t if not is_in_4_bits(t) else _like_whole(t, x) if i == last else _whole(t, x.dtype)
             for i, t in enumerate(arguments)
         ]
-        results = getattr(ops, f"{name}_start" if starts else f"{name}_forward")(x, *whole)
+        results = getattr(ops, f"{name}_start" if starts else f"{name}_forward")(x, *whole, *options)
         if starts:
             unfinished += results
             results = results[: _RESULTS[name]]
         kept, ctx.is_saved = results[count:], [isinstance(t, torch.Tensor) and not is_in_4_bits(t) for t in arguments]
         ctx.save_for_backward(x, *kept, *(t for t, is_saved in zip(arguments, ctx.is_saved) if is_saved))
         ctx.others = [None if is_saved else t for t, is_saved in zip(arguments, ctx.is_saved)]
-        ctx.name, ctx.kept = name, len(kept)
+        ctx.name, ctx.kept, ctx.options = name, len(kept), options
         return tuple(results[:count]) if count > 1 else results[0]
 
     @staticmethod
@@ -89,42 +94,43 @@ class _OnQuantised(torch.autograd.Function):
             next(small) if is_saved else _whole(t, x.dtype) if is_in_4_bits(t) else t
             for t, is_saved in zip(ctx.others, ctx.is_saved)
         ]
-        # The first arguments of an operator, tensors or None, have gradients; numbers come last.
+        # The first arguments of an operator, tensors or None, have gradients; numbers follow, and options come last.
         tensors = [i for i, t in enumerate(arguments) if t is None or isinstance(t, torch.Tensor)]
-        wanted = ctx.needs_input_grad[3], *(ctx.needs_input_grad[4 + i] for i in tensors)
-        gradients = getattr(ops, f"{ctx.name}_backward")(*grads, x, *arguments, *kept, *wanted)
+        wanted = ctx.needs_input_grad[4], *(ctx.needs_input_grad[5 + i] for i in tensors)
+        gradients = getattr(ops, f"{ctx.name}_backward")(*grads, x, *arguments, *kept, *wanted, *ctx.options)
         found = [gradient if want else None for gradient, want in zip(gradients, wanted)]
-        return None, None, None, *found, *(None for _ in range(len(arguments) - len(tensors)))
+        return None, None, None, None, *found, *(None for _ in range(len(arguments) - len(tensors)))
 
 
 # Of operators whose forward is in two parts: which argument is the weight of the last GEMM, and how many results
 # <name>_forward has, which come first among those of <name>_start.
-_LAST = {"lora_linear": 0, "lora_mlp": 8}
-_RESULTS = {"lora_linear": 3, "lora_mlp": 7}
+_LAST = {"linear": 0, "gated_mlp": 8}
+_RESULTS = {"linear": 3, "gated_mlp": 7}
 
 
 def _finish(name, x, arguments, unfinished):
-    """The last GEMM of lora_linear or lora_mlp, into y."""
-    if name == "lora_linear":
-        (y, low, cast), seen, scale = unfinished, x, arguments[-1]
+    """The last GEMM of linear or gated_mlp, into y."""
+    if name == "linear":
+        (y, low, cast), seen = unfinished, x
     else:
-        (y, _, low, _, _, _, cast, seen), scale = unfinished, arguments[-3]
+        y, _, low, _, _, _, cast, seen = unfinished
     weight, *adapter = arguments[_LAST[name] :][:4]
     whole = _whole(weight, x.dtype) if is_in_4_bits(weight) else weight
-    ops.lora_finish(y, seen, whole, *adapter, low, cast, scale)
+    ops.linear_finish(y, seen, whole, *adapter, low, cast, arguments[-1])
 
 
-def call(name: str, count: int, x: torch.Tensor, *arguments):
-    """The first `count` results of the operator `name` for x and arguments, of which weights may be in four bits."""
-    if not any(is_in_4_bits(argument) for argument in arguments):
-        return getattr(ops, name)(x, *arguments)
+def call(
+    name: str, count: int, x: torch.Tensor, arguments: Sequence[Any], options: Sequence[Any] = (), parts: bool = True
+) -> Any:
+    """The first `count` results of the operator `name` for x and arguments, of which weights are in four bits. `parts`
+    says that the options let its last GEMM be left out."""
     # As the operators themselves do: where gradient checkpointing runs a layer again for what it keeps, the last GEMM
     # is not needed.
     eager = not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0
-    if name not in _LAST or not eager or not torch.is_grad_enabled():
-        return _OnQuantised.apply(name, count, None, x, *arguments)
+    if name not in _LAST or not parts or not eager or not torch.is_grad_enabled():
+        return _OnQuantised.apply(name, count, None, options, x, *arguments)
     unfinished: list[torch.Tensor] = []
-    y = _OnQuantised.apply(name, count, unfinished, x, *arguments)
+    y = _OnQuantised.apply(name, count, unfinished, options, x, *arguments)
     with torch.no_grad():
         _finish(name, x, arguments, unfinished)
     return y

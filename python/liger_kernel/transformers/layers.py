@@ -6,7 +6,7 @@ module in which q_proj, k_proj and v_proj share their results: the first of them
 they are called with the same tensor.
 
 The operators run where a call of the modules would run what their classes say and nothing else
-(liger_kernel/operators/together.py); the modules are called elsewhere.
+(liger_kernel/operators/linear.py and residual.py); the modules are called elsewhere.
 """
 
 import functools
@@ -21,8 +21,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from liger_kernel.operators import together
 from liger_kernel.operators.coverage import has_replaced_forward
+from liger_kernel.operators.linear import qkv
+from liger_kernel.operators.residual import add_and_normalise, is_rms_norm
 from liger_kernel.transformers.parts import part_name
 from liger_kernel.transformers.replace import Edits, replace_class
 
@@ -43,7 +44,7 @@ class _Shared:
 
     def result(self, i: int, x: torch.Tensor) -> torch.Tensor:
         if self.x is None:
-            self.x, self.version, self.results = x, x._version, together.qkv(x, *self.modules)
+            self.x, self.version, self.results = x, x._version, qkv(x, *self.modules)
         if self.results is None or x is not self.x or x._version != self.version:
             return self.modules[i](x)
         return self.results[i]
@@ -169,7 +170,7 @@ def adding(original: Callable[..., Any], steps: Steps) -> Callable[..., Any]:
             added = modules[steps.after_mixer](added)
         if scale is not None:
             added = added * scale
-        residual, normalised = together.add_and_normalise(modules[steps.second_norm], hidden_states, added)
+        residual, normalised = add_and_normalise(modules[steps.second_norm], hidden_states, added)
         added = modules[steps.mlp](normalised)
         if isinstance(added, tuple):  # experts', with the router's logits
             added = added[0]
@@ -242,7 +243,7 @@ def fuse_modules(modules: Iterable[Any], edits: Edits):
             if (forward := fused_forward(cls)) is None:
                 continue
             kind = forward.liger_fuses
-            if kind == ADD_AND_NORM and not any(together.is_rms_norm(child.__class__) for child in module.children()):
+            if kind == ADD_AND_NORM and not any(is_rms_norm(child.__class__) for child in module.children()):
                 continue
             if has_replaced_forward(module):
                 kept[kind, cls.__name__, "its forward was replaced on the instance"] = None

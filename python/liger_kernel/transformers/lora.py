@@ -1,4 +1,4 @@
-"""PEFT's LoRA layers of a patched model, computed by the operators lora_linear, lora_mlp and fused_experts.
+"""PEFT's LoRA layers of a patched model, computed by the operators linear, qkv, gated_mlp and fused_experts.
 
 Which of them a call uses is decided when it is made, by what the layers are then: adapters may be added, switched,
 merged, disabled or taken off at any time. What the operators do not compute runs PEFT's own forward: several active
@@ -18,9 +18,8 @@ from transformers import PreTrainedModel
 
 from liger_kernel.operators.coverage import DENSE, is_bare, is_dense, kernels_cover
 from liger_kernel.operators.experts import reason_to_keep
-from liger_kernel.operators.linear import Layer, is_autocast, layer_of, tensor_of
+from liger_kernel.operators.linear import Layer, is_autocast, layer_of, linear, tensor_of
 from liger_kernel.operators.mlp import LigerGEGLUMLP, LigerMLP, LigerSwiGLUMLP
-from liger_kernel.operators.quantised import call, is_linear_in_4_bits
 from liger_kernel.transformers.replace import Edits, is_variant, replace_class
 from liger_kernel.transformers.report import Replacement, Report, Skip
 
@@ -103,7 +102,7 @@ class LoRALinear:
         if (layer := layer_of(base, x)) is None:
             return _add(base(x), self._dropped(x, adapter), adapter)
         dropped = None if adapter.dropout is None else self._dropped(x, adapter)
-        return call("lora_linear", 1, x, layer.weight, layer.bias, adapter.a, adapter.b, dropped, adapter.scale)
+        return linear(x, Layer(layer.weight, layer.bias, *adapter), dropped)
 
     def _dropped(self, x, adapter):
         """What an adapter sees of x. It is dropped out in the dtype that PEFT gives it, in which torch draws the same
@@ -176,10 +175,8 @@ def _is_gated_mlp(module) -> bool:
 
 
 def _is_matrix(module) -> bool:
-    """Whether a linear layer, or the base of a LoRA layer, multiplies by a matrix that operators take, and runs nothing
-    else."""
-    base = getattr(module, "base_layer", module)
-    return is_bare(base) and (is_linear_in_4_bits(base) or type(base) is nn.Linear and is_dense(base.weight))
+    """Whether a linear layer, or the base of a LoRA layer, is one that operators take."""
+    return layer_of(getattr(module, "base_layer", module)) is not None
 
 
 def _has_experts(module) -> bool:
@@ -247,7 +244,7 @@ def fuse_adapters(model, edits: Edits) -> tuple[list[Replacement], list[Skip]]:
                 kept.setdefault(reason, None)
             else:
                 kind = type(module.base_layer).__name__
-                linears[("Linear", "lora_linear") if _is_matrix(module) else (kind, "addmm")] += 1
+                linears[("Linear", "linear") if _is_matrix(module) else (kind, "addmm")] += 1
     for module in model.modules():
         of_mlp = [getattr(module, name, None) for name in _PROJECTIONS]
         if _is_gated_mlp(module) and any(is_variant(type(layer), LoRALinear) for layer in of_mlp):

@@ -1,1 +1,1 @@
-from liger_kernel.operators.mlp import LigerFalconH1MLP, LigerMLP, LigerMLPFunction, weights
+from liger_kernel.operators.mlp import LigerFalconH1MLP, LigerMLP, LigerMLPFunction

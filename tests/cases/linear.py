@@ -1,10 +1,12 @@
-"""Linear layers with adapters: y = x Wᵀ + bias + scale · (x Aᵀ) Bᵀ (Hu et al. 2021, arXiv:2106.09685)."""
+"""Linear layers, perhaps with adapters: y = x Wᵀ + bias + scale · (x Aᵀ) Bᵀ (Hu et al. 2021, arXiv:2106.09685)."""
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from liger_kernel._library import ops
+from torch.utils.checkpoint import checkpoint
 
 from cases import Case
 from cases.gated import ACTIVATIONS
@@ -34,7 +36,7 @@ def linear_make(shape, options):
 
 
 def linear_op(*inputs, scale=2.0, **_):
-    return ops.lora_linear(*inputs, scale)
+    return ops.linear(*inputs, scale)
 
 
 def linear_reference(x, weight, bias, a, b, dropped, scale=2.0, **_):
@@ -58,7 +60,7 @@ def head_dim_of(inputs, options):
 
 
 def qkv_op(*inputs, **options):
-    return ops.lora_qkv(*inputs, *SCALES, head_dim_of(inputs, options))
+    return ops.qkv(*inputs, *SCALES, head_dim_of(inputs, options))
 
 
 def qkv_reference(x, *rest, **options):
@@ -70,29 +72,50 @@ def qkv_reference(x, *rest, **options):
 def qkv_error(text, head_dim, *shape):
     def call(d):
         w = torch.randn(6, 4, device=d)
-        return ops.lora_qkv(torch.randn(*shape, device=d), *(w, None, None, None) * 3, *SCALES, head_dim)
+        return ops.qkv(torch.randn(*shape, device=d), *(w, None, None, None) * 3, *SCALES, head_dim)
 
     return call, RuntimeError, text
 
 
 def mlp_make(shape, options):
     tokens, into, width = shape
-    ranks = (None, 0 if options.get("frozen_up") else None, 1)
+    rank = options.get("rank", 4)
+    ranks = (rank, 0 if options.get("frozen_up") else rank, min(rank, 1))
     layers = [layer(o, i, options, rank) for o, i, rank in zip((width, width, into), (into, into, width), ranks)]
     return torch.randn(tokens, into), *(t for each in layers for t in each)
 
 
-def mlp_arguments(activation="silu", recompute=False, **_):
-    return *SCALES, ACTIVATIONS[activation][0], recompute
+def mlp_arguments(activation="silu", by_gate=1.0, by_down=1.0, chunk=0, recompute=False, **_):
+    return *SCALES, ACTIVATIONS[activation][0], by_gate, by_down, chunk, recompute
 
 
 def mlp_op(*inputs, **options):
-    return ops.lora_mlp(*inputs, *mlp_arguments(**options))
+    return ops.gated_mlp(*inputs, *mlp_arguments(**options))
 
 
-def mlp_reference(x, *rest, activation="silu", **_):
+def mlp_reference(x, *rest, activation="silu", by_gate=1.0, by_down=1.0, **_):
     gate, up = (applied(x, *rest[4 * i : 4 * i + 4], SCALES[i]) for i in range(2))
-    return applied(ACTIVATIONS[activation][1](gate) * up, *rest[8:12], SCALES[2])
+    y = applied(ACTIVATIONS[activation][1](gate * by_gate) * up, *rest[8:12], SCALES[2])
+    return y * by_down if by_down != 1 else y
+
+
+def mlp_rivals(inputs, options):
+    """The same memory with separate operators: gradient checkpointing."""
+    if not options.get("recompute"):
+        return {}
+    plain = partial(mlp_reference, **options)
+    return {"checkpoint": lambda: checkpoint(plain, *inputs, use_reentrant=False, preserve_rng_state=False)}
+
+
+def mlp_error(text, exception=RuntimeError, dtype=None, **shapes):
+    sizes = {"x": (2, 4), "gate": (6, 4), "up": (6, 4), "down": (4, 6), **shapes}
+
+    def call(d):
+        x, *weights = (torch.randn(size, device=d) for size in sizes.values())
+        layers = (t for weight in weights for t in (weight, None, None, None))
+        return ops.gated_mlp(x.to(dtype or torch.float32), *layers, *SCALES)
+
+    return call, exception, text
 
 
 def error(text, exception=RuntimeError, dtype=None, missing=(), **shapes):
@@ -100,7 +123,7 @@ def error(text, exception=RuntimeError, dtype=None, missing=(), **shapes):
 
     def call(d):
         tensors = [None if name in missing else torch.randn(size, device=d) for name, size in sizes.items()]
-        return ops.lora_linear(tensors[0].to(dtype or torch.float32), *tensors[1:], 1.0)
+        return ops.linear(tensors[0].to(dtype or torch.float32), *tensors[1:], 1.0)
 
     return call, exception, text
 
@@ -110,18 +133,24 @@ def gemms(count):
     return lambda shape, options: tuple(2 * count * passes * shape[0] * shape[1] * shape[2] for passes in (1, 2))
 
 
+def mlp_flops(shape, options):
+    """gate, up and down; in backward two GEMMs for each of the three, and with recompute gate and up again."""
+    product = 2 * shape[0] * shape[1] * shape[2]
+    return 3 * product, (6 + 2 * bool(options.get("recompute"))) * product
+
+
 SHAPES = [(1, 4, 6), (5, 7, 10), (40, 24, 64), (33, 64, 128)]
 
 CASES = [
     Case(
-        name="lora_linear",
+        name="linear",
         op=linear_op,
         reference=linear_reference,
         make=linear_make,
         differentiable=tuple(range(6)),
         shapes=SHAPES,
         options=[{}, dict(biases=True), dict(dropout=True), dict(rank=1, scale=0.3), dict(rank=0, biases=True)],
-        schema=lambda inputs, options: (ops.lora_linear, (*inputs, options.get("scale", 2.0))),
+        schema=lambda inputs, options: (ops.linear, (*inputs, options.get("scale", 2.0))),
         bench=[((8192, 4096, 14336), dict(rank=16))],
         bench_cpu=[((1024, 1024, 2816), dict(rank=16))],
         flops=gemms(1),
@@ -136,14 +165,14 @@ CASES = [
         ],
     ),
     Case(
-        name="lora_qkv",
+        name="qkv",
         op=qkv_op,
         reference=qkv_reference,
         make=qkv_make,
         differentiable=tuple(range(13)),
         shapes=SHAPES,
         options=[{}, dict(biases=True), dict(frozen_k=True, rank=3), dict(heads=True), dict(heads=True, rank=0)],
-        schema=lambda inputs, options: (ops.lora_qkv, (*inputs, *SCALES, head_dim_of(inputs, options))),
+        schema=lambda inputs, options: (ops.qkv, (*inputs, *SCALES, head_dim_of(inputs, options))),
         bench=[((8192, 4096, 4096), dict(rank=16))],
         bench_cpu=[((1024, 1024, 1024), dict(rank=16))],
         flops=gemms(2),
@@ -154,21 +183,39 @@ CASES = [
         ],
     ),
     Case(
-        name="lora_mlp",
+        name="gated_mlp",
         op=mlp_op,
         reference=mlp_reference,
         make=mlp_make,
         differentiable=tuple(range(13)),
+        many_rows=(70000, 4, 6),
         shapes=SHAPES,
         options=[
             {},
             dict(biases=True, recompute=True),
             dict(frozen_up=True, activation="gelu_tanh"),
             dict(recompute=True, rank=3),
+            dict(rank=0, recompute=True),
+            dict(rank=0, recompute=True, biases=True, chunk=16, activation="gelu_tanh"),
+            dict(rank=0, activation="gelu_erf"),
+            dict(rank=0, activation="relu_squared", biases=True),
+            dict(biases=True, by_gate=0.5, by_down=2.0, chunk=3),
+            dict(recompute=True, by_down=0.5, chunk=7),
         ],
-        schema=lambda inputs, options: (ops.lora_mlp, (*inputs, *mlp_arguments(**options))),
-        bench=[((8192, 4096, 14336), dict(rank=16)), ((8192, 4096, 14336), dict(rank=16, recompute=True))],
-        bench_cpu=[((1024, 1024, 2816), dict(rank=16))],
-        flops=gemms(3),
+        schema=lambda inputs, options: (ops.gated_mlp, (*inputs, *mlp_arguments(**options))),
+        bench=[
+            ((8192, 4096, 14336), dict(rank=16)),
+            ((8192, 4096, 14336), dict(rank=16, recompute=True)),
+            ((8192, 4096, 14336), dict(rank=0, recompute=True)),
+            ((32768, 4096, 14336), dict(rank=0, recompute=True, chunk=8192)),
+        ],
+        bench_cpu=[((1024, 1024, 2816), dict(rank=16)), ((1024, 1024, 2816), dict(rank=0, recompute=True))],
+        rivals=mlp_rivals,
+        flops=mlp_flops,
+        errors=[
+            mlp_error("up_weight must be", up=(5, 4)),
+            mlp_error("down_weight must be", down=(4, 5)),
+            mlp_error("gate_weight must be .* of float16", TypeError, torch.half),
+        ],
     ),
 ]

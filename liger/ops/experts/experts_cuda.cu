@@ -1,6 +1,6 @@
 #include "liger/core/cuda/math.cuh"
 #include "liger/core/cuda/sort_by_key.cuh"
-#include "liger/ops/activation/experts.h"
+#include "liger/ops/experts/experts.h"
 #include "liger/ops/activation/gate_up.cuh"
 
 namespace liger::cuda::experts {

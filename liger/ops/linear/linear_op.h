@@ -2,8 +2,8 @@
 #include "liger/core/torch/operator.h"
 #include "liger/ops.h"
 
-/// What the operators for linear layers with adapters share.
-namespace liger::op::lora {
+/// What the operators of linear layers share.
+namespace liger::op::linear {
 
 /// Layers that share their input.
 template <size_t n>
@@ -122,55 +122,90 @@ struct Adapters {
 /// rounds the sum once, and what it reads for that hides behind its arithmetic.
 void run_forward(Tensor y, const Tensor& x, const Tensor& low, const AdaptedLinear& layer, const Tensor& b);
 
-/// out = factor · aᵀ b, in out's type: that of a and b, or float.
-void product_of_rows(Tensor out, const Tensor& a, const Tensor& b, double factor);
+/// out = factor · aᵀ b, or out + that unless it is the `first` term; in out's type: that of a and b, or float.
+void product_of_rows(Tensor out, const Tensor& a, const Tensor& b, double factor, bool first = true);
 
-/// The gradients of layers that share the input x, whose adapters saw `seen`: x, or x after a dropout. dx and dseen are
-/// written where they are defined, after the last use of x and seen; where both are the same, the result is the sum.
+/// The gradients of layers that share their input, of one chunk of tokens after another. Sums over chunks are in float;
+/// one chunk needs no accumulator: its GEMM sums in float and rounds once.
 template <size_t n>
-std::array<LayerGradients<Tensor>, n> run_backward(const std::array<Tensor, n>& dy, const Tensor& x, const Tensor& seen,
-                                                   const Tensor& low, const Layers<n>& layers,
-                                                   const Adapters<n>& adapters,
-                                                   const std::array<LayerGradients<bool>, n>& wanted, Tensor dx,
-                                                   Tensor dseen) {
-  std::array<LayerGradients<Tensor>, n> gradients;
-  const Tensor& a = adapters.a;
-  bool wants_a = false, is_float = false;
-  for (size_t i = 0; i < n; ++i) {
-    wants_a = wants_a || wanted[i].a;
-    is_float = is_float || (layers[i]->a && layers[i]->a->scalar_type() == at::kFloat);
-  }
-  Tensor dlow;  // scale · dy b of all layers side by side
-  if (a.defined() && (wants_a || dseen.defined())) dlow = at::empty_like(low);
-  for (size_t i = 0; i < n; ++i) {
-    const AdaptedLinear& layer = *layers[i];
-    LayerGradients<Tensor>& d = gradients[i];
-    if (layer.a && dlow.defined()) {
-      Tensor out = Adapters<n>::columns_of(dlow, layers, i);
-      at::addmm_out(out, out, dy[i], adapters.b[i], 0, layer.scale);
+class LayersBackward {
+ public:
+  LayersBackward(const Layers<n>& layers, const Adapters<n>& adapters,
+                 const std::array<LayerGradients<bool>, n>& wanted, bool in_chunks = false)
+      : layers_(layers), adapters_(adapters), wanted_(wanted), in_chunks_(in_chunks) {}
+
+  /// Adds the terms of tokens whose input is x and whose adapters saw `seen`: x, or x after a dropout. dx and dseen are
+  /// written where they are defined, after the last use of x and seen; where both are the same, the result is the sum.
+  void add(const std::array<Tensor, n>& dy, const Tensor& x, const Tensor& seen, const Tensor& low, const Tensor& dx,
+           const Tensor& dseen) {
+    const Tensor& a = adapters_.a;
+    bool wants_a = false;
+    for (size_t i = 0; i < n; ++i) wants_a = wants_a || wanted_[i].a;
+    Tensor dlow;  // scale · dy b of all layers side by side
+    if (a.defined() && (wants_a || dseen.defined())) dlow = at::empty_like(low);
+    for (size_t i = 0; i < n; ++i) {
+      const AdaptedLinear& layer = *layers_[i];
+      LayerGradients<Tensor>& d = gradients_[i];
+      if (layer.a && dlow.defined()) {
+        Tensor out = Adapters<n>::columns_of(dlow, layers_, i);
+        at::addmm_out(out, out, dy[i], adapters_.b[i], 0, layer.scale);
+      }
+      if (wanted_[i].b)
+        add_product(d.b, *layer.b, in_chunks_, dy[i], Adapters<n>::columns_of(low, layers_, i), layer.scale);
+      if (wanted_[i].weight) add_product(d.weight, layer.weight, in_chunks_, dy[i], x);
+      if (!wanted_[i].bias) continue;
+      const Tensor sum = dy[i].sum(0, false, at::kFloat);
+      if (d.bias.defined()) d.bias.add_(sum);
+      else d.bias = sum;
     }
-    if (wanted[i].b)
-      product_of_rows(d.b = at::empty_like(*layer.b), dy[i], Adapters<n>::columns_of(low, layers, i), layer.scale);
-    if (wanted[i].weight) product_of_rows(d.weight = at::empty_like(layer.weight), dy[i], x, 1);
-    if (wanted[i].bias) d.bias = dy[i].sum(0, false, at::kFloat).to(x.scalar_type());
+    if (wants_a) add_product(da_, a, in_chunks_ || has_float_adapter(), dlow, seen);
+    if (Tensor out = dseen; out.defined() && a.defined()) at::mm_out(out, dlow, a);
+    bool first = !(a.defined() && dx.defined() && dx.is_same(dseen));
+    for (size_t i = 0; i < n && dx.defined(); ++i, first = false) {
+      Tensor out = dx;
+      first ? at::mm_out(out, dy[i], layers_[i]->weight) : at::addmm_out(out, out, dy[i], layers_[i]->weight);
+    }
   }
-  if (wants_a) {
-    const Tensor da = at::empty(a.sizes(), is_float ? a.options().dtype(at::kFloat) : a.options());
-    product_of_rows(da, dlow, seen, 1);
+
+  /// The sums, in the types of what they are the gradients of.
+  std::array<LayerGradients<Tensor>, n> gradients() {
     int64_t begin = 0;
     for (size_t i = 0; i < n; ++i) {
-      if (!layers[i]->a) continue;
-      const int64_t rows = layers[i]->a->size(0);
-      if (wanted[i].a) gradients[i].a = da.narrow(0, begin, rows).to(layers[i]->a->scalar_type());
+      const AdaptedLinear& layer = *layers_[i];
+      LayerGradients<Tensor>& d = gradients_[i];
+      if (d.bias.defined()) d.bias = d.bias.to(layer.bias->scalar_type());
+      if (in_chunks_ && d.weight.defined()) d.weight = d.weight.to(layer.weight.scalar_type());
+      if (in_chunks_ && d.b.defined()) d.b = d.b.to(layer.b->scalar_type());
+      if (!layer.a) continue;
+      const int64_t rows = layer.a->size(0);
+      if (wanted_[i].a) d.a = da_.narrow(0, begin, rows).to(layer.a->scalar_type());
       begin += rows;
     }
+    return std::move(gradients_);
   }
-  if (dseen.defined() && a.defined()) at::mm_out(dseen, dlow, a);
-  bool first = !(a.defined() && dx.defined() && dx.is_same(dseen));
-  for (size_t i = 0; i < n && dx.defined(); ++i, first = false)
-    first ? at::mm_out(dx, dy[i], layers[i]->weight) : at::addmm_out(dx, dx, dy[i], layers[i]->weight);
-  return gradients;
-}
+
+ private:
+  bool has_float_adapter() const {
+    for (const AdaptedLinear* layer : layers_)
+      if (layer->a && layer->a->scalar_type() == at::kFloat) return true;
+    return false;
+  }
+
+  /// sum += factor · aᵀ b, where an undefined sum is 0; as large as `like`, and in its type or in float.
+  static void add_product(Tensor& sum, const Tensor& like, bool in_float, const Tensor& a, const Tensor& b,
+                          double factor = 1) {
+    const bool first = !sum.defined();
+    if (first) sum = at::empty(like.sizes(), in_float ? like.options().dtype(at::kFloat) : like.options());
+    product_of_rows(sum, a, b, factor, first);
+  }
+
+  const Layers<n>& layers_;
+  const Adapters<n>& adapters_;
+  const std::array<LayerGradients<bool>, n> wanted_;
+  const bool in_chunks_;
+  std::array<LayerGradients<Tensor>, n> gradients_;
+  Tensor da_;  // of all a, which lie one below the other
+};
 
 /// Room for a gradient of x, if it is wanted.
 inline Tensor room(bool wanted, const Tensor& x) {
@@ -193,4 +228,4 @@ inline bool is_nothing(const Tensor& x) {
   return x.is_meta() || c10::multiply_integers(x.sizes().slice(0, x.dim() - 1)) == 0;
 }
 
-}  // namespace liger::op::lora
+}  // namespace liger::op::linear

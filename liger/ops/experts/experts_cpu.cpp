@@ -1,5 +1,5 @@
 #include "liger/core/cpu/pair_row.h"
-#include "liger/ops/activation/experts.h"
+#include "liger/ops/experts/experts.h"
 
 namespace LIGER_CPU::experts {
 namespace {

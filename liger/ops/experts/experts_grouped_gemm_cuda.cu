@@ -1,7 +1,7 @@
 #include "liger/core/cuda/grouped_gemm.cuh"
 #include "liger/core/cuda/math.cuh"
 #include "liger/core/cuda/pack.cuh"
-#include "liger/ops/activation/experts.h"
+#include "liger/ops/experts/experts.h"
 
 namespace liger::cuda::grouped_gemm {
 namespace {

@@ -1,7 +1,7 @@
 #include "liger/core/torch/grouped.h"
 #include "liger/core/torch/operator.h"
 #include "liger/ops.h"
-#include "liger/ops/activation/experts.h"
+#include "liger/ops/experts/experts.h"
 #include "liger/ops/activation/gated_op.h"
 
 namespace liger {
@@ -134,19 +134,19 @@ Tensor activated(const ExpertsOptions& o, const Tensor& a) {
 }
 
 /// What experts make of rows x of sorted pairs before their second matrix.
-struct Gated {
+struct GatedRows {
   Tensor a, h;  // gate and up [pairs, 2 width], undefined unless they are kept; what they are activated to
 };
 
 /// By one kernel where there is one and nothing comes between the product and its activation.
-Gated gated_rows(const Tensor& x, const Matrix& gate_up, const OptTensor& bias, const Routing& r, const Tensor& experts,
-                 const ExpertsOptions& o, bool keep) {
+GatedRows gated_rows(const Tensor& x, const Matrix& gate_up, const OptTensor& bias, const Routing& r,
+                     const Tensor& experts, const ExpertsOptions& o, bool keep) {
   const int64_t width = gate_up.of.size(2) / 2;
   if (!bias && !gate_up.a.defined() && !o.interleaved && width % 8 == 0 &&
       grouped_gated.has(Backend(x.device().type())))
     if (std::optional<GroupedRows> product = grouped_by_kernel(x, gate_up.of, r.ends)) {
-      const Gated out{keep ? output(at::empty({x.size(0), 2 * width}, x.options())) : Tensor(),
-                      output(at::empty({x.size(0), width}, x.options()))};
+      const GatedRows out{keep ? output(at::empty({x.size(0), 2 * width}, x.options())) : Tensor(),
+                          output(at::empty({x.size(0), width}, x.options()))};
       if (keep) product->out = out.a.data_ptr();
       run(grouped_gated, x, {.product = *product, .h = out.h.data_ptr(), .form = form("fused_experts", o)});
       return out;
@@ -262,7 +262,7 @@ struct FusedExperts {
     }
     const Routing r = sorted_by_expert(in.index, gate_up.size(0));
     const Tensor x = spread(x_, r), experts = gate_up_bias || down_bias ? experts_of(r) : Tensor();
-    const Gated gated = gated_rows(x, in.of.gate_up_of(o), gate_up_bias, r, experts, o, record.keep);
+    const GatedRows gated = gated_rows(x, in.of.gate_up_of(o), gate_up_bias, r, experts, o, record.keep);
     const Tensor outputs = add_bias(in.of.down_of(o).apply(gated.h, r.ends), down_bias, experts);
     return {combine(outputs, r, as_numbers(in.of.weights)), r.order, r.place, r.ends,
             record.keep ? gated.a : at::empty({0, 0}, x.options())};

@@ -1,0 +1,207 @@
+#include "liger/ops/activation/gated_op.h"
+#include "liger/ops/linear/linear_op.h"
+
+namespace liger {
+namespace op::linear {
+
+/// Keeps x, gate and up, and with `recompute` x; their product is made again in backward.
+struct GatedMLP {
+  static constexpr Name kName = "gated_mlp";
+  static constexpr Autocast kAutocast = Autocast::Cast;
+  struct Inputs {
+    Tensor x;
+    AdaptedLinear gate, up, down;
+    LIGER_FIELDS(x, gate.weight, gate.bias, gate.a, gate.b, up.weight, up.bias, up.a, up.b, down.weight, down.bias,
+                 down.a, down.b, gate.scale, up.scale, down.scale)
+    Layers<2> of_x() const { return {&gate, &up}; }
+    Layers<1> of_product() const { return {&down}; }
+  };
+  using Options = MLPOptions;
+  struct Results {
+    Tensor y, low, low_down, gates, ups, cast, cast_down;
+    LIGER_FIELDS(y, low, low_down, gates, ups, cast, cast_down)
+    Tensor product, down_b;  // between start and finish
+  };
+  struct Saved {
+    Inputs in;
+    Tensor low, low_down, gates, ups, cast, cast_down;
+    LIGER_FIELDS(in, low, low_down, gates, ups, cast, cast_down)
+  };
+  using Upstream = Dy;
+  template <class T>
+  struct Gradients {
+    T dx;
+    LayerGradients<T> gate, up, down;
+    LIGER_FIELDS(dx, gate.weight, gate.bias, gate.a, gate.b, up.weight, up.bias, up.a, up.b, down.weight, down.bias,
+                 down.a, down.b)
+  };
+
+  static auto uncast(auto& in) { return refs(in.gate.a, in.gate.b, in.up.a, in.up.b, in.down.a, in.down.b); }
+
+  static Arguments check(const char* op, const Inputs& in) {
+    const Arguments arguments(op, "x", in.x);
+    linear::check(arguments, in.gate, "gate_weight", "gate_", in.x.sym_size(-1));
+    linear::check(arguments, in.up, "up_weight", "up_", in.x.sym_size(-1));
+    arguments.shaped("up_weight", in.up.weight, in.gate.weight.sym_sizes(), Type::Same);
+    linear::check(arguments, in.down, "down_weight", "down_", in.gate.weight.sym_size(0));
+    return arguments;
+  }
+  static GateForm form(const char* op, const Options& options) {
+    return {gated::parse(op, int64_t(options.activation)), float(options.gate_multiplier)};
+  }
+
+  /// The tokens that are worked on at once.
+  static int64_t chunk_of(int64_t tokens, const Options& options) {
+    return options.chunk > 0 ? std::min(options.chunk, tokens) : tokens;
+  }
+  /// The rows of a chunk: of a tensor that has those of all chunks, or of a buffer for one.
+  static Tensor part(const Tensor& t, int64_t begin, int64_t n) {
+    return t.defined() && t.size(0) != n ? t.narrow(0, begin, n) : t;
+  }
+  /// Room for gate and up, or for their gradients.
+  static std::array<Tensor, 2> wide(const Inputs& in, const Tensor& x, int64_t tokens) {
+    const auto one = [&] { return output(at::empty({tokens, in.gate.weight.size(0)}, x.options())); };
+    return {one(), one()};
+  }
+  static void gate_and_up(const Inputs& in, const Tensor& x, const Tensor& low, const Adapters<2>& adapters,
+                          const Tensor& gate, const Tensor& up) {
+    run_forward(gate, x, adapters.columns_of(low, in.of_x(), 0), in.gate, adapters.b[0]);
+    run_forward(up, x, adapters.columns_of(low, in.of_x(), 1), in.up, adapters.b[1]);
+  }
+
+  /// All but y, which `finish` computes of one chunk; of several, y too.
+  static Results start(const Inputs& in, const Options& options) {
+    check("gated_mlp", in);
+    const GateForm gate_form = form("gated_mlp", options);
+    Results r;
+    r.y = output(at::empty_symint(with_columns(in.x, in.down.weight.sym_size(0)), in.x.options()));
+    r.low_down = Adapters<1>::empty_low_rank(in.of_product(), in.x);
+    if (is_nothing(in.x)) {
+      r.low = Adapters<2>::empty_low_rank(in.of_x(), in.x), r.cast = Adapters<2>::empty_cast(in.of_x(), in.x);
+      r.cast_down = Adapters<1>::empty_cast(in.of_product(), in.x);
+      for (Tensor* wide : {&r.gates, &r.ups})
+        if (!options.recompute) *wide = at::empty_symint({sym_rows(in.x), in.gate.weight.sym_size(0)}, in.x.options());
+      return r;
+    }
+    const Tensor x = matrix(in.x), y = matrix(r.y);
+    const int64_t tokens = x.size(0), chunk = chunk_of(tokens, options);
+    const auto [gates, ups] = wide(in, x, options.recompute ? chunk : tokens);
+    const Tensor products = options.recompute ? gates : output(at::empty({chunk, gates.size(1)}, x.options()));
+    const Adapters<2> adapters(in.of_x(), x);
+    const Adapters<1> of_down(in.of_product(), products);
+    r.cast = adapters.cast, r.low = adapters.low_rank(x);
+    r.cast_down = of_down.cast, r.down_b = of_down.b[0];
+    if (!options.recompute) r.gates = gates, r.ups = ups;
+    for_chunks(tokens, chunk, [&](int64_t begin, int64_t n) {
+      const int64_t first = options.recompute ? 0 : begin;
+      const Tensor rows = part(x, begin, n), gate = part(gates, first, n), up = part(ups, first, n);
+      const Tensor product = part(products, 0, n);
+      gate_and_up(in, rows, part(r.low, begin, n), adapters, gate, up);
+      gated::run_forward(gate, up, product, gate_form);
+      Tensor low = part(r.low_down, begin, n);
+      if (of_down.a.defined()) at::mm_out(low, product, of_down.a.t());
+      if (n < tokens) run_forward(part(y, begin, n), product, low, in.down, r.down_b);
+      else r.product = product;
+    });
+    return r;
+  }
+
+  static void finish(const Inputs& in, Results& r, const Options& options) {
+    if (is_nothing(in.x)) return;
+    if (r.product.defined()) run_forward(matrix(r.y), r.product, r.low_down, in.down, r.down_b);
+    if (options.down_multiplier != 1) r.y.mul_(options.down_multiplier);
+    r.product = Tensor();
+  }
+
+  static Results forward(const Inputs& in, const Options& options) {
+    Results results = start(in, options);
+    finish(in, results, options);
+    return results;
+  }
+
+  /// What `start` gives, to callers that finish by linear_finish.
+  struct Started {
+    Tensor y, low, low_down, gates, ups, cast, cast_down, product;
+    LIGER_FIELDS(y, low, low_down, gates, ups, cast, cast_down, product)
+  };
+  static Started started(const Inputs& in, const Options& options) {
+    TORCH_CHECK(options.chunk == 0 && options.down_multiplier == 1,
+                "gated_mlp_start: the last product has all tokens at once, and no multiplier");
+    const Results r = start(in, options);
+    return {r.y, r.low, r.low_down, r.gates, r.ups, r.cast, r.cast_down, r.product};
+  }
+
+  static Saved save(const Inputs& in, const Results& r) {
+    return {in, r.low, r.low_down, r.gates, r.ups, r.cast, r.cast_down};
+  }
+
+  static bool any(const LayerGradients<bool>& w) { return w.weight || w.bias || w.a || w.b; }
+
+  static void check(const Upstream& up, const Saved& saved, const Gradients<bool>& wanted, const Options& options) {
+    const Inputs& in = saved.in;
+    const Arguments arguments = check("gated_mlp_backward", in);
+    arguments.shaped("dy", up.dy, with_columns(in.x, in.down.weight.sym_size(0)), Type::Same);
+    linear::check(arguments, in.gate, wanted.gate, "gate_");
+    linear::check(arguments, in.up, wanted.up, "up_");
+    linear::check(arguments, in.down, wanted.down, "down_");
+    Adapters<2>::check(arguments, in.of_x(), in.x, "low", saved.low, "cast", saved.cast);
+    Adapters<1>::check(arguments, in.of_product(), in.x, "low_down", saved.low_down, "cast_down", saved.cast_down);
+    const c10::SymDimVector kept =
+        options.recompute ? c10::SymDimVector{0} : c10::SymDimVector{sym_rows(in.x), in.gate.weight.sym_size(0)};
+    arguments.shaped("gates", saved.gates, kept, Type::Same).shaped("ups", saved.ups, kept, Type::Same);
+  }
+
+  static Gradients<Tensor> backward(const Upstream& upstream, const Saved& saved, const Gradients<bool>& wanted,
+                                    const Options& options) {
+    const Inputs& in = saved.in;
+    check(upstream, saved, wanted, options);
+    const GateForm gate_form = form("gated_mlp_backward", options);
+    if (is_nothing(in.x))
+      return {nothing(wanted.dx, in.x), nothing(wanted.gate, in.gate), nothing(wanted.up, in.up),
+              nothing(wanted.down, in.down)};
+    Gradients<Tensor> d;
+    d.dx = room(wanted.dx, in.x);
+    const Tensor x = matrix(in.x), dy = matrix(upstream.dy), dx = wanted.dx ? matrix(d.dx) : Tensor();
+    const int64_t tokens = x.size(0), chunk = chunk_of(tokens, options);
+    const bool inner = wanted.dx || any(wanted.gate) || any(wanted.up),
+               of_products = wanted.down.weight || wanted.down.a;
+    const auto [gates, ups] = options.recompute ? wide(in, x, chunk) : std::array{saved.gates, saved.ups};
+    const auto [dgates, dups] = options.recompute || !inner ? std::array{gates, ups} : wide(in, x, chunk);
+    const Tensor products = output(at::empty({chunk, gates.size(1)}, x.options()));  // and then their gradients
+    const Layers<2> of_x = in.of_x();
+    const Layers<1> of_product = in.of_product();
+    const Adapters<2> adapters(of_x, x, saved.cast);
+    const Adapters<1> adapter_down(of_product, products, saved.cast_down);
+    LayersBackward<2> outer(of_x, adapters, {wanted.gate, wanted.up}, chunk < tokens);
+    LayersBackward<1> down(of_product, adapter_down, {wanted.down}, chunk < tokens);
+    for_chunks(tokens, chunk, [&](int64_t begin, int64_t n) {
+      const int64_t first = options.recompute ? 0 : begin;
+      const Tensor rows = part(x, begin, n), low = part(saved.low, begin, n), of_y = part(dy, begin, n);
+      const Tensor gate = part(gates, first, n), up = part(ups, first, n), product = part(products, 0, n);
+      if (options.recompute && (inner || of_products)) gate_and_up(in, rows, low, adapters, gate, up);
+      if (of_products) gated::run_forward(gate, up, product, gate_form);
+      const Tensor dproduct = inner ? product : Tensor();
+      down.add({options.down_multiplier == 1 ? of_y : of_y * options.down_multiplier}, product, product,
+               part(saved.low_down, begin, n), dproduct, dproduct);
+      if (!inner) return;
+      const Tensor dgate = part(dgates, 0, n), dup = part(dups, 0, n), out = part(dx, begin, n);
+      gated::run_backward(product, gate, up, dgate, dup, cols(gate), gate_form);
+      outer.add({dgate, dup}, rows, rows, low, out, out);
+    });
+    d.down = down.gradients()[0];
+    if (inner) std::tie(d.gate, d.up) = std::tuple_cat(outer.gradients());
+    return d;
+  }
+};
+
+}  // namespace op::linear
+
+Tensor gated_mlp(const Tensor& x, const AdaptedLinear& gate, const AdaptedLinear& up, const AdaptedLinear& down,
+                 const MLPOptions& options) {
+  return Operator<op::linear::GatedMLP>::public_op(op::linear::GatedMLP::Inputs{x, gate, up, down}, options);
+}
+
+LIGER_OPERATORS(gated_mlp, Operator<op::linear::GatedMLP>,
+                Undifferentiated<"gated_mlp_start", op::linear::GatedMLP::started>)
+
+}  // namespace liger
