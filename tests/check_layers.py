@@ -33,13 +33,20 @@ RULES = [
         "a program needs none of what the models are built with",
     ),
     (
-        r"liger/ops\.h$|liger/ops/preference/.*\.h$",
+        # apart from the headers that hand on what research.h declares
+        r"liger/(?!ops/research/|ops\.h|research\.h|nn/(research|norm|activation)\.h)",
+        r"liger/(ops/research/|(nn/)?research\.h)",
+        "the library is built without its research operators, too (LIGER_RESEARCH)",
+    ),
+    (
+        r"liger/(ops|research)\.h$|liger/ops/preference/.*\.h$",
         r"torch/|ATen/(?!core/Tensor\.h)",
         "a public header of functions is light",
     ),
 ]
-#: An operator uses its own folder; the head runs the losses' rows over its chunks, an MLP with adapters its activation.
-BORROWS = {"head": {"loss"}, "lora": {"activation"}}
+#: An operator uses its own folder; the head runs the losses' rows over its chunks, an MLP with adapters its activation,
+#: and research operators are built on norms and softmax.
+BORROWS = {"head": {"loss"}, "lora": {"activation"}, "research": {"norm", "activation"}}
 #: A file of more lines should be divided, and one of more than the second number must be. Between the two there is time
 #: to divide it where its subjects part, rather than to pack its lines.
 LONG, LONGEST = 450, 600
