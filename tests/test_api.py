@@ -13,8 +13,8 @@ import torch
 from liger_kernel.chunked_loss import cosine_similarity_loss, grpo_loss, jsd_loss
 
 RECORD = pathlib.Path(__file__).with_name("api.json")
-# Modules that patches and losses are made of, whose names are no API's, as those of operators/ are not; and the
-# trainer, which is a class of TRL's and has tests/huggingface/test_orpo_trainer.py.
+# Modules that patches and losses are made of, whose names are no API's, as those of the packages of WITHIN are not; and
+# the trainer, which is a class of TRL's and has tests/huggingface/test_orpo_trainer.py.
 INTERNAL = {
     "signatures",
     *(f"chunked_loss.{name}" for name in ("classes", "gradients", "losses")),
@@ -28,6 +28,7 @@ INTERNAL = {
         ).split()
     ),
 }
+WITHIN = {"operators", "research", "compat"}
 HOOKS = ("_compute_loss",)  # of the losses' bases, for those who derive from them
 
 
@@ -73,7 +74,11 @@ def api(recorded):
     found = {}
     for name in ["liger_kernel", *(m.name for m in pkgutil.walk_packages(liger_kernel.__path__, "liger_kernel."))]:
         path = name.split(".")[1:]
-        if ".".join(path) in INTERNAL or "operators" in path or any(part.startswith("_") for part in path):
+        if (
+            ".".join(path) in INTERNAL
+            or {"operators", "research", "compat"} & {*path}
+            or any(part.startswith("_") for part in path)
+        ):
             continue
         module = importlib.import_module(name)
         kept = (n for n in recorded.get(name, ()) if "." not in n and hasattr(module, n))

@@ -1,8 +1,7 @@
 import torch
+from cases import Case
 from liger_kernel._library import ops
 from liger_kernel.ops.experimental.mm_int8int2 import matmul, pack_weights, unpack_weights
-
-from cases import Case
 
 
 def make(shape, options):

@@ -1,4 +1,4 @@
-"""Attention of other forms; formulas in liger/ops/attention and liger/ops/activation/softmax.h.
+"""Attention of other forms; formulas in liger/ops/research/attention and liger/ops/activation/softmax.h.
 
 Multi-token attention (Golovneva et al. 2025, arXiv:2504.00927) convolves attention weights over queries, keys and
 heads. Neighborhood attention (Hassani et al. 2022, arXiv:2204.07143) attends to the keys around a query.

@@ -1,10 +1,9 @@
 import math
 
 import torch
+from cases import Case
 from liger_kernel._library import ops
 from liger_kernel.transformers.functional import liger_fused_neighborhood_attention
-
-from cases import Case
 
 
 def make(shape, options):

@@ -1,10 +1,9 @@
 import math
 
 import torch
+from cases import Case
 from liger_kernel._library import ops
 from liger_kernel.transformers.functional import liger_mhc_coeffs, liger_mhc_post_res, liger_mhc_pre
-
-from cases import Case
 
 EPS = 1e-6
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import liger_kernel.research  # raises where its operators are not built
 from liger_kernel._library import ops
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases.neighborhood_attention import reference as neighborhood_reference
-from cases.softmax import causal_reference
+from cases.softmax import causal_reference as softmax_reference
+from cases.sparsemax import causal_reference as sparsemax_reference
 from liger_kernel import ops
 from liger_kernel.transformers import LigerMultiTokenAttention
 from liger_kernel.transformers import fused_neighborhood_attention as neighborhood
@@ -30,7 +31,7 @@ def test_multi_token_attention(sparse, bias):
     future = torch.ones(9, 9, dtype=torch.bool).triu(1)
 
     def plain(scores, weight, bias=None):
-        maps = causal_reference(scores, sparse)
+        maps = sparsemax_reference(scores) if sparse else softmax_reference(scores)
         return F.conv2d(maps, weight, bias, padding=1, groups=2).masked_fill(future, 0)
 
     def ours(scores, weight, bias=None):

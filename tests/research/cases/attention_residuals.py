@@ -1,10 +1,9 @@
 import math
 
 import torch
+from cases import Case
 from liger_kernel._library import ops
 from liger_kernel.transformers.functional import liger_attn_res
-
-from cases import Case
 
 EPS = 1e-6
 

@@ -1,4 +1,4 @@
-"""What connects a model's blocks in place of a residual sum; formulas in liger/ops/connections.
+"""What connects a model's blocks in place of a residual sum; formulas in liger/ops/research/connections.
 
 Attention residuals (Kimi Team 2026): a block's input is an average of the earlier blocks' outputs, weighted by
 attention. Manifold-constrained hyper-connections (mHC, Xie et al. 2025, arXiv:2512.24880): several streams, mixed by

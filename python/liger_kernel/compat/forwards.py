@@ -1,27 +1,18 @@
-"""What exists only for other people's code: nothing in this package calls it.
+"""The plain `*_forward` and `*_backward` of liger_kernel.ops, for Functions that others write on top of Liger's
+functions of these names, whose arguments and results they have, block sizes among them. They run the operators without
+autograd."""
 
-- `*_forward` and `*_backward` are for Functions that others write on top of Liger's functions of these names, whose
-  arguments and results they have, block sizes among them. They run the operators without autograd.
-- The helpers of Triton kernels (block sizes, contiguous arguments, dtypes, versions) are for kernels of others that
-  import them from liger_kernel.ops.utils.
-
-The names that choose among sets of kernels are in _implementations.py. Two more files stand where others replace or
-load them: ops/fused_linear_cross_entropy.py, whose two functions they replace, and
-ops/fused_linear_scaled_cross_entropy.py, which they load by its path.
-"""
-
-import functools
-import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_kernel._library import ops
+from liger_kernel.compat.triton import calculate_settings
 from liger_kernel.operators import norm
-from liger_kernel.operators.activation import GELU_TANH, RELU_SQUARED, SILU, SOFTMAX, SPARSEMAX
-from liger_kernel.operators.common import IGNORE_INDEX, beside, full_tensor, reduction_code
+from liger_kernel.operators.activation import GELU_TANH, RELU_SQUARED, SILU, SOFTMAX
+from liger_kernel.operators.common import IGNORE_INDEX, full_tensor, reduction_code
 from liger_kernel.operators.distillation import linear_jsd_with_gradients
 from liger_kernel.operators.loss import (
     JENSEN_SHANNON,
@@ -33,69 +24,15 @@ from liger_kernel.operators.loss import (
     loss_options,
 )
 from liger_kernel.operators.rope import heads_swapped, rotated
-from liger_kernel.utils import infer_device
 
 
-def is_hip() -> bool:
-    return torch.version.hip is not None
-
-
-def ensure_contiguous(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `fn(ctx, *args, **kwargs)` so that every tensor argument arrives contiguous."""
-
-    def contiguous(value):
-        return value.contiguous() if isinstance(value, torch.Tensor) else value
-
-    @functools.wraps(fn)
-    def wrapper(ctx, *args, **kwargs):
-        return fn(ctx, *map(contiguous, args), **{name: contiguous(value) for name, value in kwargs.items()})
-
-    return wrapper
-
-
-def calculate_settings(n: int) -> tuple[int, int]:
-    """(BLOCK_SIZE, num_warps) of a Triton kernel with a block per row of n columns; raises RuntimeError above 65536
-    columns."""
-    block = 1 << max(0, n - 1).bit_length()
-    if block > 65536:
-        raise RuntimeError(f"a Triton block holds at most 65536 columns, got {n}")
-    warps = next((w for least, w in ((32768, 16 if is_hip() else 32), (8192, 16), (2048, 8)) if block >= least), 4)
-    return block, warps
-
-
-def compare_version(package: str, operator: Callable[[Any, Any], bool], target: str) -> bool:
-    """operator(version of `package`, target); False where the package cannot be imported."""
-    from packaging.version import Version
-
-    try:
-        return operator(Version(importlib.import_module(package).__version__), Version(target))
-    except ImportError:
-        return False
-
-
-def get_amp_custom_fwd_bwd() -> tuple[Any, ...]:
-    """torch.amp's decorators for the forward and backward of an autograd.Function, for the device at hand."""
-    device = infer_device()
-    return tuple(functools.partial(f, device_type=device) for f in (torch.amp.custom_fwd, torch.amp.custom_bwd))
-
-
-def __getattr__(name):
-    if name in ("amp_custom_fwd", "amp_custom_bwd"):  # asking for the device may import transformers
-        return get_amp_custom_fwd_bwd()[name == "amp_custom_bwd"]
-    if name == "torch_to_triton_dtype":  # indexed by kernels of others, where Triton is installed
-        try:
-            import triton.language as tl
-        except ImportError as error:
-            raise AttributeError(f"{name} needs Triton, which is not installed") from error
-        return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-    raise AttributeError(f"module 'liger_kernel.ops.utils' has no attribute {name!r}")
-
-
-def _settings(x):
+def settings(x: Tensor) -> tuple[int, int]:
+    """(BLOCK_SIZE, num_warps) for the last dimension of x."""
     return calculate_settings(min(x.shape[-1], 65536))
 
 
-def _as_rows(x):
+def as_rows(x: Tensor) -> Tensor:
+    """x as [rows, columns]."""
     return x.reshape(-1, x.shape[-1])
 
 
@@ -106,7 +43,7 @@ def rms_norm_forward(
     norm.check_width(X, W)
     code = norm.casting_code(casting_mode)
     y, rstd = ops.rms_norm_forward(X, W, float(eps), float(offset), code)
-    return y, _as_rows(X), rstd.reshape(-1), *_settings(X), code
+    return y, as_rows(X), rstd.reshape(-1), *settings(X), code
 
 
 def rms_norm_backward(
@@ -127,7 +64,7 @@ def fused_add_rms_norm_forward(
     norm.check_width(X, W)
     code = norm.casting_code(casting_mode)
     y, s, rstd = ops.fused_add_rms_norm_forward(X, R, W, float(eps), float(offset), code)
-    return y, s, rstd.reshape(-1), *_settings(X), 1, code
+    return y, s, rstd.reshape(-1), *settings(X), 1, code
 
 
 def fused_add_rms_norm_backward(
@@ -150,7 +87,7 @@ def modulated_rms_norm_forward(
     norm.check_modulation(X, W, scale, shift)
     code, modulation = norm.casting_code(casting_mode), [norm.as_rows(t, X.shape[-1]) for t in (scale, shift)]
     y, rstd = ops.modulated_rms_norm_forward(X, W, *modulation, float(eps), float(offset), code)
-    return y, rstd.reshape(-1), *_settings(X), code, X.numel() // max(1, scale.numel())
+    return y, rstd.reshape(-1), *settings(X), code, X.numel() // max(1, scale.numel())
 
 
 def modulated_rms_norm_backward(
@@ -170,7 +107,7 @@ def layer_norm_forward(X: Tensor, W: Tensor | None, B: Tensor | None, eps: float
     """(y, X [rows, H], mean [rows], rstd [rows], BLOCK_SIZE, num_warps), without autograd."""
     norm.check_widths(X, W, B)
     y, mean, rstd = ops.layer_norm_forward(X, W, B, float(eps))
-    return y, _as_rows(X), mean.reshape(-1), rstd.reshape(-1), *_settings(X)
+    return y, as_rows(X), mean.reshape(-1), rstd.reshape(-1), *settings(X)
 
 
 def layer_norm_backward(
@@ -183,71 +120,8 @@ def layer_norm_backward(
     return dX.reshape(dY.shape), dW if with_dw else None, dB if with_db else None
 
 
-def group_norm_forward(
-    X: Tensor, num_channels: int, num_groups: int, W: Tensor | None, B: Tensor | None, eps: float
-) -> tuple[Any, ...]:
-    """(y, X, mean [N, groups], rstd [N, groups], BLOCK_SIZE), without autograd."""
-    y, mean, rstd = ops.group_norm_forward(X, W, B, num_groups, float(eps))
-    return y, X, mean, rstd, calculate_settings(min(X[0].numel() // num_groups, 65536))[0]
-
-
-def group_norm_backward(
-    dY: Tensor, X: Tensor, W: Tensor | None, B: Tensor | None, Mean: Tensor, RSTD: Tensor, num_channels: int,
-    num_groups: int,
-) -> tuple[Any, ...]:  # fmt: skip
-    """(dX, dW, dB) from what group_norm_forward returned."""
-    return ops.group_norm_backward(dY, X, W, B, Mean, RSTD, num_groups, True, True, True)
-
-
-def poly_norm_forward(X: Tensor, W: Tensor, B: Tensor, eps: float = 1e-6) -> tuple[Any, ...]:
-    """(y, X [rows, H], rstd [rows, 3], BLOCK_SIZE, num_warps), without autograd."""
-    norm.check_poly_norm(W, B)
-    y, rstd = ops.poly_norm_forward(X, W, B, float(eps))
-    return y, _as_rows(X), rstd.reshape(-1, 3), *_settings(X)
-
-
-def poly_norm_backward(
-    dY: Tensor, X: Tensor, W: Tensor, RSTD: Tensor, BLOCK_SIZE: int | None = None, num_warps: int | None = None,
-    in_place: bool = False,
-) -> tuple[Any, ...]:  # fmt: skip
-    """(dX, dW, dB) from what poly_norm_forward returned."""
-    dX, dW, dB = ops.poly_norm_backward(dY.reshape(X.shape), X, W, W.new_zeros(()), RSTD, True, True, True)
-    return dX.reshape(dY.shape), dW, dB
-
-
-def attn_res_forward(
-    blocks: Tensor | Sequence[Tensor], w_query: Tensor, w_norm: Tensor, eps: float = 1e-6
-) -> tuple[Any, ...]:
-    """(h, blocks [N, M, D], alpha [M, N], rstd [M, N]), without autograd."""
-    V = blocks if isinstance(blocks, Tensor) else torch.stack(tuple(blocks))
-    h, alpha, rstd = ops.attention_residuals_forward(V, beside(V, w_query), beside(V, w_norm), float(eps))
-    return h, V.flatten(1, -2), _as_rows(alpha), _as_rows(rstd)
-
-
-def attn_res_backward(
-    dh: Tensor, V: Tensor, w_query: Tensor, w_norm: Tensor, alpha: Tensor, rstd: Tensor, eps: float = 1e-6
-) -> tuple[Any, ...]:
-    """(dV [N, M, D], dw_query, dw_norm) from what attn_res_forward returned."""
-    query, weight = beside(V, w_query), beside(V, w_norm)
-    dV, dquery, dweight = ops.attention_residuals_backward(
-        _as_rows(dh), V, query, weight, alpha, rstd, True, True, True
-    )
-    return dV, dquery.to(w_query.dtype), dweight.to(w_norm.dtype)
-
-
-def liger_dyt_fwd(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
-    """y, without autograd."""
-    return ops.dyt_forward(x, alpha, gamma, beta)
-
-
-def liger_dyt_bwd(dy: Tensor, x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> tuple[Any, ...]:
-    """(dx, dalpha, dgamma, dbeta or None)."""
-    dx, dalpha, dgamma, dbeta = ops.dyt_backward(dy, x, alpha, gamma, beta, True, True, True, beta is not None)
-    return dx, dalpha, dgamma, dbeta if beta is not None else None
-
-
 def _gated_forward(a, b, activation, gate_multiplier=1.0):
-    a, b = _as_rows(a), _as_rows(b)
+    a, b = as_rows(a), as_rows(b)
     return a, b, ops.gated_forward(a, b, activation, float(gate_multiplier))
 
 
@@ -278,15 +152,15 @@ def geglu_backward(a: Tensor, b: Tensor, dc: Tensor) -> tuple[Tensor, Tensor]:
 
 def swiglu_fused_gate_up_forward(y: Tensor) -> tuple[Any, ...]:
     """(y as rows, c), without autograd; raises ValueError for an odd width."""
-    y = _as_rows(y)
+    y = as_rows(y)
     return y, ops.gated_packed_forward(y, SILU, 1.0)
 
 
 def swiglu_fused_gate_up_backward(y: Tensor, dc: Tensor, in_place: bool = False) -> Tensor:
     """dy as rows; with in_place=True it is written over y."""
     if not in_place:
-        return ops.gated_packed_backward(_as_rows(dc), y, SILU, 1.0)
-    ops.gated_packed_backward_(_as_rows(dc), y, SILU, 1.0)
+        return ops.gated_packed_backward(as_rows(dc), y, SILU, 1.0)
+    ops.gated_packed_backward_(as_rows(dc), y, SILU, 1.0)
     return y
 
 
@@ -302,23 +176,12 @@ def relu_squared_backward(X: Tensor, dY: Tensor) -> Tensor:
 
 def _softmax_forward(x):
     """(y, BLOCK_SIZE, num_warps, whether a row takes several blocks), without autograd."""
-    block, warps = _settings(x)
+    block, warps = settings(x)
     return ops.softmax_forward(x, SOFTMAX), block, warps, x.shape[-1] > block
 
 
 def _softmax_backward(dy, y, BLOCK_SIZE=None, num_warps=None, multi_block_launch=None):
     return ops.softmax_backward(dy, y, SOFTMAX)
-
-
-def _sparsemax_forward(x, dim):
-    """(y, y with dim last as rows), without autograd."""
-    y = ops.softmax_forward(x.transpose(dim, -1), SPARSEMAX)
-    return y.transpose(dim, -1), _as_rows(y)
-
-
-def _sparsemax_backward(grad_out, out_flat, dim):
-    dy = grad_out.transpose(dim, -1)
-    return ops.softmax_backward(dy, out_flat.reshape(dy.shape), SPARSEMAX).transpose(dim, -1)
 
 
 #: Rows of a tile of compute_routing_metadata.
