@@ -2,7 +2,7 @@
 
 import importlib
 from dataclasses import dataclass
-from typing import Callable
+from typing import Any, Callable
 
 import torch
 import torch.nn.functional as F
@@ -136,7 +136,7 @@ _TABLES = tuple(
 )
 _HEAD = ((6, 8), (16, 8))
 _PAIRS = ((4, 3, 8), (16, 8))
-_PLAIN = {"compute_nll_loss": False, "compiled": False}
+_PLAIN: dict[str, Any] = {"compute_nll_loss": False, "compiled": False}
 
 CHECKS = (
     Check("rms_norm", lambda x, w: liger.liger_rms_norm(x, w, EPS), _rms, ((6, 40), (40,))),

@@ -114,7 +114,7 @@ def _finish(name, x, arguments, unfinished):
     ops.lora_finish(y, seen, whole, *adapter, low, cast, scale)
 
 
-def call(name: str, count: int, x: torch.Tensor, *arguments):
+def call(name: str, count: int, x: torch.Tensor, *arguments: Any) -> Any:
     """The first `count` results of the operator `name` for x and arguments, of which weights may be in four bits."""
     if not any(is_in_4_bits(argument) for argument in arguments):
         return getattr(ops, name)(x, *arguments)
