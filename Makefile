@@ -14,7 +14,7 @@ sources := $(shell find liger python cmake -name '*.h' -o -name '*.cpp' -o -name
 
 SHELL := bash
 .SHELLFLAGS := -eo pipefail -c
-.PHONY: help format lint docs test-docs train train-cpp align test test-all nightly test-families test-torch test-hub downstream fuzz fuzz-hour sanitize nightly-families test-install test-fresh test-platforms \
+.PHONY: help format lint docs test-docs train train-cpp align test test-all nightly test-families test-torch test-hub downstream fuzz fuzz-hour sanitize nightly-families test-install test-fresh test-platforms test-without-research \
         bench install wheel test-wheel clean
 .DEFAULT_GOAL := help
 
@@ -44,7 +44,7 @@ test-all: $(ready)  ## before a release: the same on every case
 
 # `make -k nightly` goes on after what fails. One after another: each takes all cores.
 .NOTPARALLEL: nightly
-nightly: test-all fuzz-hour sanitize nightly-families test-hub downstream  ## every night: test-all, an hour of fuzz, sanitizers, other versions of transformers, other tools
+nightly: test-all fuzz-hour sanitize nightly-families test-hub downstream test-without-research  ## every night: test-all, an hour of fuzz, sanitizers, other versions of transformers, other tools
 nightly-families:
 	$(MAKE) test-families VERSIONS="4.57.6 5.6.0 5.24.0"
 
@@ -119,6 +119,14 @@ test-fresh:  ## as root: `make train` and `make test` from a clone in an empty D
 
 test-platforms: $(ready)  ## build for aarch64 (and run it under qemu), Windows (mingw) and ROCm (hipcc); ARGS="aarch64" does one; half an hour
 	PATH="$(abspath $(venv))/bin:$$PATH" $(py) tests/platforms/run.py $(ARGS)
+
+# A symbol that the rest of the library takes from them is an error when it is loaded.
+without := build/without-research
+test-without-research: $(ready)  ## the library without its research operators (LIGER_RESEARCH=OFF): it builds, works, and says what it lacks
+	PATH="$(abspath $(venv))/bin:$$PATH" cmake -S . -B $(without) -G Ninja -DPython_EXECUTABLE=$$(command -v $(python)) -DLIGER_RESEARCH=OFF -DLIGER_CUDA=OFF -DLIGER_MODELS=OFF \
+	  -DCMAKE_SHARED_LINKER_FLAGS=-Wl,-z,now >/dev/null && cmake --build $(without) --target liger
+	export PYTHONPATH=$(CURDIR)/python LIGER_LIBRARY=$(CURDIR)/$(without)/libliger.so; \
+	$(python) -m liger_kernel.env_report --device cpu && $(python) -m pytest -q -p no:cacheprovider --import-mode=importlib tests/research/test_without.py
 
 bench: $(ready)  ## time every operator against its rivals; ARGS="--help" lists the options
 	$(py) benchmarks/bench.py $(ARGS)

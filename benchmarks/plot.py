@@ -23,6 +23,17 @@ MORE = {
     ("linear_log_prob", (8192, 4096, 151936)),
     ("fused_experts", (16384, 2048, 768)),
 }
+#: What most models are trained with: the first rows of the tables, and those of the picture.
+FIRST = (
+    "rms_norm", "fused_add_rms_norm", "layer_norm", "rope", "gated", "cross_entropy", "fused_linear_cross_entropy",
+    "fused_experts", "linear_log_prob", "linear_dpo", "linear_grpo", "linear_kto", "linear_distillation",
+)  # fmt: skip
+#: The cases of research operators, which have tables and a picture at the end.
+RESEARCH = {
+    name
+    for path in (ROOT / "tests" / "research" / "cases").glob("*.py")
+    for name in re.findall(r'^        name="(\w+)"', path.read_text(), re.M)
+}
 #: What a picture calls a run of train.py.
 SIDES = {"plain": "plain", "triton": "liger (Triton)", "liger": "ours"}
 #: And one of e2e.py.
@@ -57,6 +68,14 @@ def named(rows):
             chosen[key] = rivals
         seen.add(name)
     return chosen
+
+
+def parted(chosen):
+    """(cases, those of research operators), each beginning with FIRST."""
+    order = {name: place for place, name in enumerate(FIRST)}
+    ordered = sorted(chosen, key=lambda key: order.get(key[0], len(order)))
+    parts = [key for key in ordered if key[0] not in RESEARCH], [key for key in ordered if key[0] in RESEARCH]
+    return [{key: chosen[key] for key in part} for part in parts]
 
 
 def time(row, mode=BOTH, beside=()):
@@ -260,11 +279,11 @@ def save(figure, ax, file):
     figure.savefig(DOCS / file, dpi=110)
 
 
-def draw_operators(named_cases):
-    """Time and memory of forward and backward in relation to ours."""
+def draw_operators(named_cases, file, names=None):
+    """Time and memory of forward and backward in relation to ours, of all cases or of those with these names."""
     chosen = {}
     for key, rivals in named_cases.items():
-        if "compile" in rivals or TRITON in rivals:
+        if ("compile" in rivals or TRITON in rivals) and (names is None or key[0] in names):
             chosen.setdefault(key[0], rivals)
     names = list(chosen)
     figure, left, right = axes(0.34 * len(names) + 1)
@@ -279,7 +298,7 @@ def draw_operators(named_cases):
         ]
         bars(ax, names, {OURS: [1] * len(names), "compile": relation("compile"), TRITON: relation(TRITON)}, title)
         ax.set_xlim(0, 6)
-    save(figure, right, "operators.png")
+    save(figure, right, file)
 
 
 def draw_training(reports):
@@ -333,10 +352,13 @@ def fill(page, **tables):
 
 
 def main():
-    h200, cpu = (named(read(file)["rows"]) for file in ("h200.json", "cpu-avx512.json"))
+    h200, h200_research = parted(named(read("h200.json")["rows"]))
+    cpu, cpu_research = parted(named(read("cpu-avx512.json")["rows"]))
+    newer, newer_research = parted(cases(read("experts-h100.json")["rows"]))
     reports, lengths, two = (read(f"{name}.json") for name in ("families-h200", "e2e-h200", "e2e-h100x2"))
-    newer = table(cases(read("experts-h100.json")["rows"]), True)
-    fill("performance.md", h200=table(h200, True), cpu=table(cpu, False), newer=newer,
+    fill("performance.md", h200=table(h200, True), cpu=table(cpu, False), newer=table(newer, True),
+         h200_research=table(h200_research, True), cpu_research=table(cpu_research, False),
+         newer_research=table(newer_research, True),
          replacements=replacements(read("replacements-h100.json")))  # fmt: skip
     tables = {"families": families(reports), "e2e": end_to_end(lengths), "parts": step_parts(lengths)}
     names = {"plain": "plain", "triton": "liger (Triton)", "ours": "ours"}
@@ -355,7 +377,8 @@ def main():
         "ours+adamw+graph": "ours, captured step",
     }
     fill("graphs.md", small=in_turns(read("e2e-small-h100.json"), "plain", **small))
-    draw_operators(h200)
+    draw_operators(h200, "operators.png", FIRST)
+    draw_operators({**h200_research, **newer_research}, "research.png")
     draw_training(reports)
     draw_lengths(lengths)
 

@@ -35,7 +35,7 @@ endif()
 set(CMAKE_CUDA_COMPILER ${nvcc})
 enable_language(CUDA)
 find_package(CUDAToolkit REQUIRED)
-file(GLOB_RECURSE cuda_kernels CONFIGURE_DEPENDS liger/core/*_cuda.cu liger/ops/*_cuda.cu)
+liger_glob(cuda_kernels liger/core/*_cuda.cu liger/ops/*_cuda.cu)
 list(SORT cuda_kernels ORDER DESCENDING)  # the norms, which take the longest, are not what a build waits for at its end
 add_library(liger_cuda OBJECT EXCLUDE_FROM_ALL ${cuda_kernels})
 target_include_directories(liger_cuda PRIVATE ${PROJECT_SOURCE_DIR})

@@ -10,6 +10,9 @@ include(CMakePackageConfigHelpers)
 set(public_headers ops.h options.h backend.h nn/activation.h nn/distillation.h nn/embedding.h nn/lora.h nn/loss.h nn/module.h nn/norm.h nn/policy.h nn/preference.h nn/rope.h
     ops/activation/activate.h ops/activation/gated.h ops/loss/cross_entropy.h ops/head/options.h ops/loss/options.h ops/norm/norm.h ops/preference/distillation.h
     ops/optimizer/adamw.h ops/preference/policy.h ops/preference/preference.h core/kernel.h core/math.h core/partial_sums.h)
+if(LIGER_RESEARCH)
+  list(APPEND public_headers research.h nn/research.h)
+endif()
 set(libraries liger)
 if(TARGET liger_models)
   list(TRANSFORM model_headers PREPEND models/ OUTPUT_VARIABLE model_headers)

@@ -4,7 +4,7 @@ set(LIGER_ROCM_ARCHITECTURES gfx90a gfx1030 CACHE STRING "AMD's architectures, s
 set(LIGER_ROCM_FLAGS -O3 CACHE STRING "More flags for hipcc")
 find_program(hipcc hipcc PATHS /opt/rocm/bin REQUIRED)
 list(TRANSFORM LIGER_ROCM_ARCHITECTURES PREPEND --offload-arch= OUTPUT_VARIABLE offload)
-file(GLOB_RECURSE kernels CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR} liger/core/*_cuda.cu liger/ops/*_cuda.cu)
+liger_glob(kernels RELATIVE ${PROJECT_SOURCE_DIR} liger/core/*_cuda.cu liger/ops/*_cuda.cu)
 list(FILTER kernels EXCLUDE REGEX grouped_gemm)  # wgmma, which AMD's GPUs do not have
 set(objects)
 foreach(kernel ${kernels})

@@ -33,32 +33,44 @@ RULES = [
         "a program needs none of what the models are built with",
     ),
     (
-        r"liger/ops\.h$|liger/ops/preference/.*\.h$",
+        # apart from the headers that hand on what research.h declares
+        r"liger/(?!ops/research/|ops\.h|research\.h|nn/(research|norm|activation)\.h)",
+        r"liger/(ops/research/|(nn/)?research\.h)",
+        "the library is built without its research operators, too (LIGER_RESEARCH)",
+    ),
+    (
+        r"liger/(ops|research)\.h$|liger/ops/preference/.*\.h$",
         r"torch/|ATen/(?!core/Tensor\.h)",
         "a public header of functions is light",
     ),
 ]
-#: An operator uses its own folder; the head runs the losses' rows over its chunks, an MLP and experts their activation.
-BORROWS = {"head": {"loss"}, "linear": {"activation"}, "experts": {"activation"}}
+#: An operator uses its own folder; the head runs the losses' rows over its chunks, an MLP and experts their activation,
+#: and research operators are built on norms and softmax.
+BORROWS = {"head": {"loss"}, "linear": {"activation"}, "experts": {"activation"}, "research": {"norm", "activation"}}
 #: A file of more lines should be divided, and one of more than the second number must be. Between the two there is time
 #: to divide it where its subjects part, rather than to pack its lines.
 LONG, LONGEST = 450, 600
 
+#: The wings, and the modules by whose public names others find what is in them. Nothing else imports these: a package
+#: finds such a name when it is asked for one (liger_kernel/_lazy.py).
+WINGS = (
+    r"(research|compat)(\..*)?|backends|functional|triton(\..*)?|ops\.(utils|backends(\..*)?|experimental\.mm_int8int2)"
+    r"|(ops|transformers)\.(attn_res|dyt|fused_neighborhood_attention|group_norm|mhc|multi_token_attention|poly_norm"
+    r"|sparsemax)"
+)
 #: The floors of liger_kernel, from below: a file imports from its own floor and those below it, and no two files import
 #: each other. An __init__.py counts as the package that it is; what it imports by name (importlib) when it is asked for
 #: a name does not count, and neither does that Python runs it before the package's modules.
 FLOORS = (
-    r"liger_kernel|_library|_flags|_recompute|_memory(\..*)?|_dtensor|_build|utils|memory|signatures|graphs"
-    r"|_implementations",
+    r"liger_kernel|_library|_flags|_recompute|_memory(\..*)?|_dtensor|_build|utils|memory|graphs"
+    r"|_lazy",
     # the families of operators, which the two packages of public names hand on
     r"operators(\..*)?|optim",
-    r"_compat(_mhc)?",
-    r"ops(\..*)?|backends",
+    r"ops(\..*)?",
     r"chunked_loss(\..*)?|transformers\.(source|functional|experimental(\..*)?|fsdp|(?!trainer)\w*"
-    r"(norm|glu|mlp|mhc|attention|experts|router|rope|entropy|div|jsd|tvd|dyt|softmax|sparsemax|squared|xielu|centering|loss))",
-    r"transformers(\.(parts|replace|families|report|numeric|model(\..*)?))?|megatron\.(cross_entropy|rms_norm|swiglu)"
-    r"|triton(\..*)?",
-    r"functional|transformers\.(head|logits|lora|replaced|layers|tensor_parallel|causal_lm)|hub(\.layers)?",
+    r"(norm|glu|mlp|experts|router|rope|entropy|div|jsd|tvd|softmax|squared|xielu|centering|loss))",
+    r"transformers(\.(parts|replace|families|report|numeric|model(\..*)?))?|megatron\.(cross_entropy|rms_norm|swiglu)",
+    r"transformers\.(head|logits|lora|replaced|layers|masks|tensor_parallel|causal_lm)|hub(\.layers)?",
     r"transformers\.(by_source|patch|structure|hub_kernels)",
     r"transformers\.(monkey_patch|auto_model|trainer\b.*|trainer_integration)|trl|megatron(\.monkey_patch)?|env_report"
     r"|_self_test|_train",
@@ -86,8 +98,9 @@ def import_problems(folder):
     found = {name: set(imports(path, modules)) - {name} for name, path in modules.items()}
     floors = {}
     for name in modules:
-        fits = [i for i, floor in enumerate(FLOORS) if re.fullmatch(floor, name.removeprefix("liger_kernel."))]
-        if not fits:
+        short = name.removeprefix("liger_kernel.")
+        fits = [i for i, floor in enumerate(FLOORS) if re.fullmatch(floor, short) and not re.fullmatch(WINGS, short)]
+        if not fits and not re.fullmatch(WINGS, short):
             yield f"{name} stands on no floor: tests/check_layers.py names them"
         floors[name] = min(fits, default=len(FLOORS))
     for name, others in found.items():

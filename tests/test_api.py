@@ -1,23 +1,23 @@
 """What callers rely on: the names and signatures of tests/api.json, which are those of liger_kernel's API and what is
 added to it, and that losses keep their options. `python tests/test_api.py` records names and signatures anew."""
 
+import ast
 import importlib
 import inspect
 import json
 import pathlib
 import pkgutil
 
-import liger_kernel
+import liger_kernel.chunked_loss
 import pytest
 import torch
 from liger_kernel.chunked_loss import cosine_similarity_loss, grpo_loss, jsd_loss
 
 RECORD = pathlib.Path(__file__).with_name("api.json")
-# Modules that patches and losses are made of, whose names are no API's, as those of operators/ are not; and the
-# trainer, which is a class of TRL's and has tests/huggingface/test_orpo_trainer.py.
+# Modules that patches and losses are made of, whose names are no API's, as those of the packages of WITHIN are not; and
+# the trainer, which is a class of TRL's and has tests/huggingface/test_orpo_trainer.py.
 INTERNAL = {
-    "signatures",
-    *(f"chunked_loss.{name}" for name in ("classes", "gradients", "losses")),
+    *(f"chunked_loss.{name}" for name in ("gradients",)),
     *(f"ops.{name}" for name in ("linear_distillation", "sliced_log_prob")),
     *(f"transformers.trainer{name}" for name in ("", ".orpo", ".orpo_trainer")),
     *(
@@ -28,6 +28,7 @@ INTERNAL = {
         ).split()
     ),
 }
+WITHIN = {"operators", "research", "compat"}
 HOOKS = ("_compute_loss",)  # of the losses' bases, for those who derive from them
 
 
@@ -73,7 +74,11 @@ def api(recorded):
     found = {}
     for name in ["liger_kernel", *(m.name for m in pkgutil.walk_packages(liger_kernel.__path__, "liger_kernel."))]:
         path = name.split(".")[1:]
-        if ".".join(path) in INTERNAL or "operators" in path or any(part.startswith("_") for part in path):
+        if (
+            ".".join(path) in INTERNAL
+            or {"operators", "research", "compat"} & {*path}
+            or any(part.startswith("_") for part in path)
+        ):
             continue
         module = importlib.import_module(name)
         kept = (n for n in recorded.get(name, ()) if "." not in n and hasattr(module, n))
@@ -88,6 +93,39 @@ def test_api():
     found = api(recorded)
     flat = lambda modules: {f"{m}.{n}": s for m, names in modules.items() for n, s in names.items()}
     assert flat(found) == flat(recorded), "if that is meant: python tests/test_api.py"
+
+
+def not_annotated(path):
+    """The public functions and methods of a file that lack an annotation."""
+    tree = ast.parse(path.read_text())
+    classes = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+    for function in (n for body in (tree.body, *classes) for n in body if isinstance(n, ast.FunctionDef)):
+        given = function.args
+        arguments = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+        annotated = [a.annotation for a in arguments if a and a.arg not in ("self", "cls")]
+        if (function.name == "__init__" or not function.name.startswith("_")) and None in (
+            function.returns,
+            *annotated,
+        ):
+            yield function.name
+
+
+@pytest.mark.parametrize("package", ["chunked_loss", "compat", "operators", "research"])
+def test_public_functions_are_annotated(package):
+    """An editor, help() and mypy see what they take."""
+    paths = pathlib.Path(liger_kernel.__path__[0], package).glob("*.py")
+    assert not {path.stem: names for path in paths if (names := list(not_annotated(path)))}
+
+
+@pytest.mark.parametrize("name", ["DPO", "ORPO", "CPO", "SimPO", "KTO", "GRPO", "JSD", "CosineSimilarity"])
+def test_losses_have_the_defaults_of_their_functions(name):
+    """The two classes of a loss name their options each, with one default, but for two that the API has apart."""
+    loss = getattr(liger_kernel.chunked_loss, f"LigerFusedLinear{name}Loss")
+    apart = {"SimPO": {"compute_nll_loss"}, "KTO": {"use_ref_model"}}.get(name, set())
+    options = inspect.signature(loss).parameters
+    of_function = inspect.signature(loss.function.forward).parameters
+    differ = {n for n, p in options.items() if of_function[n].default != p.default}
+    assert differ == apart and options.keys() <= of_function.keys()
 
 
 def test_options_of_the_policy_loss():

@@ -61,6 +61,11 @@ def test_imports_of_the_package(tmp_path):
         "memory": "from liger_kernel.ops.norm import y",
         "_memory/__init__": "def __getattr__(name):\n    from liger_kernel.ops import norm",
         "elsewhere": "",
+        "research/norm": "from liger_kernel.utils import x",
+        "ops/dyt": "from liger_kernel.research.norm import y",
+        "ops/__init__": "from liger_kernel.ops import dyt",
+        "trl": "def f():\n    import liger_kernel.compat.mhc",
+        "compat/mhc": "from liger_kernel.research import norm",
     }.items():
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / f"{name}.py").write_text(text)
@@ -70,6 +75,8 @@ def test_imports_of_the_package(tmp_path):
         "liger_kernel._memory imports liger_kernel.ops.norm, which stands above it",
         "liger_kernel.elsewhere stands on no floor",
         "liger_kernel.memory imports liger_kernel.ops.norm, which stands above it",
+        "liger_kernel.ops imports liger_kernel.ops.dyt, which stands above it",
+        "liger_kernel.trl imports liger_kernel.compat.mhc, which stands above it",
     ]
     (package / "ops" / "norm.py").write_text("")
     assert not any("circle" in line for line in check_layers.import_problems(tmp_path))

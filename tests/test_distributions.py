@@ -14,17 +14,15 @@ from liger_kernel._library import ops as torch_ops
 from liger_kernel.ops import jsd as jsd_functions
 from liger_kernel.ops import kl_div as kl_functions
 from liger_kernel.ops import softmax as softmax_functions
-from liger_kernel.ops import sparsemax as sparsemax_functions
 from liger_kernel.ops import tvd as tvd_functions
 from liger_kernel.ops.grpo_loss import fused_selective_log_softmax
-from liger_kernel.transformers import LigerJSD, LigerKLDIVLoss, LigerSoftmax, LigerSparsemax, LigerTVDLoss
+from liger_kernel.transformers import LigerJSD, LigerKLDIVLoss, LigerSoftmax, LigerTVDLoss
 from liger_kernel.transformers.functional import (
     liger_cross_entropy,
     liger_jsd,
     liger_kl_div,
     liger_selective_log_softmax,
     liger_softmax,
-    liger_sparsemax,
     liger_tvd,
 )
 
@@ -75,8 +73,7 @@ def test_disjoint(device):
 def test_nan_spreads(device):
     x = torch.rand(3, 40, device=device)
     x[1, 7] = math.nan
-    for f in (liger_softmax, liger_sparsemax):
-        assert f(x).isnan().any(-1).tolist() == [False, True, False] and f(x)[1].isnan().all()
+    assert liger_softmax(x).isnan().any(-1).tolist() == [False, True, False] and liger_softmax(x)[1].isnan().all()
     for each in (
         liger_kl_div(x, torch.rand_like(x), reduction="none"),
         liger_kl_div(torch.rand_like(x), x, reduction="none"),
@@ -92,14 +89,6 @@ def test_nan_spreads(device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sparsemax_of_one_value(dtype, device):
-    """What stands alone has probability 1 exactly, whatever its value."""
-    x = torch.full((401, 9), -math.inf, device=device, dtype=dtype)
-    x[:, 4] = torch.linspace(-7, 7, 401, device=device).to(dtype)
-    assert torch.equal(liger_sparsemax(x), (x > -math.inf).to(dtype))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_masked_logits(dtype, device):
     """-inf and the dtype's lowest number have probability 0; a row of -inf alone has none, which is NaN as in torch."""
     x = torch.randn(4, 300, device=device).to(dtype)
@@ -108,10 +97,6 @@ def test_masked_logits(dtype, device):
     eps = torch.finfo(dtype).eps
     # In float an exponential is off by up to two units on CUDA, the sum and the quotient by one each, in torch's too.
     close(liger_softmax(x).float(), plain.softmax(-1), rtol=4 * eps if dtype == torch.float32 else eps, atol=eps / 100)
-    assert (
-        not liger_sparsemax(x)[0, ::2].any()
-        and liger_sparsemax(x)[1:3].float().tolist() == plain[1:3].softmax(-1).round().tolist()
-    )
     ids = torch.tensor([1, 299, 0, 5], device=device)
     logp, entropy = liger_selective_log_softmax(x, ids)
     log_softmax = plain.log_softmax(-1)
@@ -126,8 +111,7 @@ def test_masked_logits(dtype, device):
         close(
             liger_cross_entropy(same, ids[:3]), F.cross_entropy(same.float(), ids[:3]).to(dtype), rtol=2 * eps, atol=0
         )
-    for f in (liger_softmax, liger_sparsemax):
-        assert f(torch.full((1, 5), -math.inf, device=device, dtype=dtype)).isnan().all()
+    assert liger_softmax(torch.full((1, 5), -math.inf, device=device, dtype=dtype)).isnan().all()
 
 
 def test_large_logits(device):
@@ -147,29 +131,6 @@ def test_masked_gradient(device):
         (logp.sum() + entropy.square().sum()).backward()
     close(leaf.grad[:, :100], short.grad)
     assert not leaf.grad[:, 100:].any()
-
-
-def test_sparsemax_is_a_distribution(device):
-    """Rows sum to 1 and only the support's gradients move, for ties, for one winner, and far from 0."""
-    x = (
-        torch.stack(
-            [
-                torch.zeros(1000),
-                torch.arange(1000.0),
-                torch.full((1000,), 3e4).add(torch.randn(1000)),
-                torch.randn(1000) * 1e-3,
-            ]
-        )
-        .to(device)
-        .requires_grad_()
-    )
-    y = liger_sparsemax(x)
-    close(y.sum(-1), torch.ones(4, device=device))
-    close(y[0], torch.full((1000,), 1e-3, device=device))
-    assert y[1].nonzero().tolist() == [[999]]
-    y.backward(torch.randn_like(y))
-    assert torch.equal(x.grad != 0, (y > 0) & (y < 1))
-    close(x.grad.sum(-1), torch.zeros(4, device=device), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("loss", [liger_jsd, liger_tvd])
@@ -271,7 +232,7 @@ def test_forward_functions_give_the_gradient(dtype, device):
     assert jsd_functions.LigerJSDFunction is ops.LigerJSDFunction
 
 
-def test_simplex_functions(device):
+def test_softmax_functions(device):
     x, dy = torch.randn(2, 3, 9, device=device), torch.randn(2, 3, 9, device=device)
     leaf = x.clone().requires_grad_()
     plain = leaf.softmax(-1)
@@ -279,14 +240,6 @@ def test_simplex_functions(device):
     y, *launch = softmax_functions._softmax_forward(x)
     close((y, softmax_functions._softmax_backward(dy, y, *launch)), (plain.detach(), leaf.grad))
     close(LigerSoftmax()(x), y)
-    for dim in (0, 1, -1):
-        leaf = x.clone().requires_grad_()
-        plain = LigerSparsemax(dim)(leaf)
-        plain.backward(dy)
-        close(plain.sum(dim), torch.ones_like(plain.sum(dim)))
-        y, rows = sparsemax_functions._sparsemax_forward(x, dim)
-        assert rows.shape == (x.numel() // x.shape[dim], x.shape[dim])
-        close((y, sparsemax_functions._sparsemax_backward(dy, rows, dim)), (plain.detach(), leaf.grad))
 
 
 def test_fused_selective_log_softmax(device):
@@ -316,18 +269,6 @@ def test_strided_logits(device):
         close(a, b)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_tanh_of_small_numbers(dtype, device):
-    """Of dyt, and of a softcap, which a cosine divides by its size: relative errors count."""
-    x = torch.logspace(-7, 1, 256, device=device).to(dtype).view(1, -1)
-    one, zero = torch.ones(256, device=device, dtype=dtype), torch.zeros(256, device=device, dtype=dtype)
-    y, expected = torch_ops.dyt(x, one[:1], one, zero), x.double().tanh()
-    # A rounding of the result, and what liger/core/cuda/math.cuh says of tanh.
-    bound = torch.finfo(dtype).eps / 2 + (2.0**-22 if dtype == torch.float32 else 2.0**-15)
-    subnormal = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    assert ((y.double() - expected).abs() <= bound * expected + subnormal).all()
-
-
 @not_emulated
 def test_id_out_of_range(device):
     if device == "cpu":
@@ -347,12 +288,7 @@ print(logp.tolist())
 
 def test_names():
     assert all(hasattr(torch_ops, name) for name in ("divergence", "softmax", "selective_log_softmax"))
-    assert (
-        ops.LigerKLDivLossFunction
-        and ops.LigerTVDLossFunction
-        and ops.LigerSoftmaxFunction
-        and ops.LigerSparsemaxFunction
-    )
+    assert ops.LigerKLDivLossFunction and ops.LigerTVDLossFunction and ops.LigerSoftmaxFunction
 
 
 def test_confident_logits(device):

@@ -29,13 +29,6 @@ def test_constant_rows(value, cols, dtype, device):
     assert not ops.group_norm(x, None, None, 2, 1e-6).any()
 
 
-def test_group_norm_far_from_zero(device):
-    torch.manual_seed(0)
-    x = (torch.randn(3, 4, 1601) + 1000).to(device)
-    expected = F.group_norm(x.double(), 2, eps=1e-6)
-    torch.testing.assert_close(ops.group_norm(x, None, None, 2, 1e-6).double(), expected, rtol=1e-6, atol=1000 * 2**-22)
-
-
 @pytest.mark.parametrize("softcap", [None, 30.0])
 def test_prediction_of_strange_rows(softcap, device):
     """As torch.argmax: NaN before all others, the first of equals; never outside the vocabulary."""
@@ -59,12 +52,6 @@ def test_prediction_of_strange_rows(softcap, device):
             return_predicted_tokens=True,
         )
         assert torch.equal(out.predicted_tokens.cpu(), rows.argmax(-1))
-
-
-@pytest.mark.parametrize("largest", [1e5, 1e8, 1e16, 1e20, 1e30])
-def test_sparsemax_of_large_values(largest, device):
-    x = torch.tensor([[largest, largest, 1.0, -largest], [largest, 0.0, 0.0, 0.0]], device=device)
-    assert torch.equal(LF.liger_sparsemax(x).cpu(), torch.tensor([[0.5, 0.5, 0, 0], [1, 0, 0, 0]]))
 
 
 def test_infinite_softcap(device):

@@ -6,7 +6,7 @@ import warnings
 import liger_kernel
 import pytest
 import torch
-from liger_kernel import _implementations
+from liger_kernel.compat import implementations
 from liger_kernel.ops import (
     LigerFusedLinearCrossEntropyFunction,
     LigerFusedLinearJSDFunction,
@@ -21,13 +21,14 @@ from liger_kernel.ops import (
     rope_backward,
     rope_forward,
 )
+from liger_kernel.ops.backends import registry
 from liger_kernel.transformers import LigerLayerNorm, functional
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    monkeypatch.setattr(_implementations, "_chosen", None)
-    monkeypatch.setattr(_implementations, "_warned", set())
+    monkeypatch.setattr(implementations, "_chosen", None)
+    monkeypatch.setattr(implementations, "_warned", set())
 
 
 def test_the_names():
@@ -43,6 +44,16 @@ def test_the_names():
         liger_kernel.functional.softmax(torch.randn(2, 3), impl="triton")  # warned of once
     with pytest.raises(liger_kernel.backends.NoImplAvailableError, match="no operator 'conv'"):
         liger_kernel.available_backends("conv")
+
+
+def test_the_registry(monkeypatch):
+    """Nothing is in it but what somebody registers."""
+    assert liger_kernel.ops.backends.IMPL_REGISTRY is registry.IMPL_REGISTRY and registry.IMPL_REGISTRY == {}
+    row = registry.ImplInfo("one", ("cuda", "npu"), ("npu",), "a.b")
+    monkeypatch.setitem(registry.IMPL_REGISTRY, "one", None)  # which undoes what register_impl adds
+    registry.register_impl(row)
+    assert registry.select_impl("cuda") is None
+    assert registry.select_impl("npu") is registry.select_impl("cuda", explicit="one") is row
 
 
 def tensors():
@@ -70,7 +81,7 @@ def tensors():
     }
 
 
-@pytest.mark.parametrize("name", _implementations.OPERATORS)
+@pytest.mark.parametrize("name", implementations.OPERATORS)
 def test_functions(name):
     """Each is the operator of the same name, with three keywords more."""
     arguments, expected = tensors()[name]

@@ -1,6 +1,9 @@
 #pragma once
 #include <torch/nn.h>
 #include "liger/nn/module.h"
+#ifndef LIGER_NO_RESEARCH
+#include "liger/nn/research.h"
+#endif
 
 namespace liger::nn {
 
@@ -94,60 +97,5 @@ struct SoftmaxImpl : torch::nn::Cloneable<SoftmaxImpl> {
   void pretty_print(std::ostream& to) const override { print(to, *this); }
 };
 TORCH_MODULE(Softmax);
-
-struct SparsemaxOptions {
-  TORCH_ARG(int64_t, dim) = -1;
-};
-
-/// liger::sparsemax along a dimension.
-struct SparsemaxImpl : torch::nn::Cloneable<SparsemaxImpl> {
-  explicit SparsemaxImpl(SparsemaxOptions o = {}) : options(o) {}
-  void reset() override {}
-  at::Tensor forward(const at::Tensor& x) { return sparsemax(x, options.dim()); }
-  void pretty_print(std::ostream& to) const override { print(to, *this, "dim", options.dim()); }
-
-  SparsemaxOptions options;
-};
-TORCH_MODULE(Sparsemax);
-
-struct MultiTokenAttentionOptions {
-  MultiTokenAttentionOptions(int64_t in_channels, int64_t out_channels, int64_t kernel_size)
-      : in_channels_(in_channels), out_channels_(out_channels), kernel_size_(kernel_size) {}
-  TORCH_ARG(int64_t, in_channels);
-  TORCH_ARG(int64_t, out_channels);
-  TORCH_ARG(int64_t, kernel_size);
-  TORCH_ARG(int64_t, padding) = 0;
-  TORCH_ARG(int64_t, groups) = 1;
-  TORCH_ARG(bool, bias) = true;
-  TORCH_ARG(bool, sparse) = false;
-};
-
-/// liger::multi_token_attention with its own weight and bias.
-struct MultiTokenAttentionImpl : torch::nn::Cloneable<MultiTokenAttentionImpl> {
-  explicit MultiTokenAttentionImpl(MultiTokenAttentionOptions o) : options(std::move(o)) { reset(); }
-
-  void reset() override {
-    const int64_t size = options.kernel_size(), in = options.in_channels() / options.groups();
-    weight = register_parameter("weight", torch::empty({options.out_channels(), in, size, size}));
-    torch::nn::init::kaiming_uniform_(weight, std::sqrt(5));
-    if (options.bias()) bias = register_parameter("bias", torch::zeros({options.out_channels()}));
-  }
-
-  at::Tensor forward(const at::Tensor& scores) {
-    liger::MultiTokenAttentionOptions o;
-    o.padding = {options.padding(), options.padding()}, o.groups = options.groups(), o.sparse = options.sparse();
-    return multi_token_attention(scores, weight, given(bias), o);
-  }
-
-  void pretty_print(std::ostream& to) const override {
-    print(to, *this, "in_channels", options.in_channels(), "out_channels", options.out_channels(), "kernel_size",
-          options.kernel_size(), "padding", options.padding(), "groups", options.groups(), "bias", options.bias(),
-          "sparse", options.sparse());
-  }
-
-  MultiTokenAttentionOptions options;
-  at::Tensor weight, bias;
-};
-TORCH_MODULE(MultiTokenAttention);
 
 }  // namespace liger::nn

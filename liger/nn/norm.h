@@ -1,6 +1,9 @@
 #pragma once
 #include <torch/nn.h>
 #include "liger/nn/module.h"
+#ifndef LIGER_NO_RESEARCH
+#include "liger/nn/research.h"
+#endif
 
 namespace liger::nn {
 
@@ -115,77 +118,5 @@ struct LayerNormImpl : torch::nn::Cloneable<LayerNormImpl> {
   at::Tensor weight, bias;
 };
 TORCH_MODULE(LayerNorm);
-
-struct GroupNormOptions {
-  GroupNormOptions(int64_t groups, int64_t channels) : groups_(groups), channels_(channels) {}
-  TORCH_ARG(int64_t, groups);
-  TORCH_ARG(int64_t, channels);
-  TORCH_ARG(double, eps) = 1e-6;  // as LigerGroupNorm in Python; torch::nn::GroupNorm has 1e-5
-};
-
-/// liger::group_norm with its own weight and bias.
-struct GroupNormImpl : torch::nn::Cloneable<GroupNormImpl> {
-  explicit GroupNormImpl(GroupNormOptions o) : options(std::move(o)) { reset(); }
-
-  void reset() override {
-    weight = register_parameter("weight", torch::ones({options.channels()}));
-    bias = register_parameter("bias", torch::zeros({options.channels()}));
-  }
-
-  at::Tensor forward(const at::Tensor& x) { return group_norm(x, weight, bias, options.groups(), options.eps()); }
-
-  void pretty_print(std::ostream& to) const override {
-    print(to, *this, "groups", options.groups(), "channels", options.channels(), "eps", options.eps());
-  }
-
-  GroupNormOptions options;
-  at::Tensor weight, bias;
-};
-TORCH_MODULE(GroupNorm);
-
-struct DyTOptions {
-  DyTOptions(int64_t hidden_size) : hidden_size_(hidden_size) {}
-  TORCH_ARG(int64_t, hidden_size);
-  TORCH_ARG(double, init_alpha) = 0.5;
-  TORCH_ARG(bool, bias) = true;
-};
-
-/// liger::dyt with its parameters.
-struct DyTImpl : torch::nn::Cloneable<DyTImpl> {
-  explicit DyTImpl(DyTOptions o) : options(std::move(o)) { reset(); }
-
-  void reset() override {
-    alpha = register_parameter("alpha", torch::full({1}, options.init_alpha()));
-    weight = register_parameter("weight", torch::ones({options.hidden_size()}));
-    if (options.bias()) bias = register_parameter("bias", torch::zeros({options.hidden_size()}));
-  }
-
-  at::Tensor forward(const at::Tensor& x) { return dyt(x, alpha, weight, given(bias)); }
-
-  void pretty_print(std::ostream& to) const override {
-    print(to, *this, "hidden_size", options.hidden_size(), "init_alpha", options.init_alpha(), "bias", options.bias());
-  }
-
-  DyTOptions options;
-  at::Tensor alpha, weight, bias;
-};
-TORCH_MODULE(DyT);
-
-/// liger::poly_norm with its parameters.
-struct PolyNormImpl : torch::nn::Cloneable<PolyNormImpl> {
-  explicit PolyNormImpl(double eps = 1e-6) : eps(eps) { reset(); }
-
-  void reset() override {
-    weight = register_parameter("weight", torch::full({3}, 1. / 3));
-    bias = register_parameter("bias", torch::ones({}));
-  }
-
-  at::Tensor forward(const at::Tensor& x) { return poly_norm(x, weight, bias, eps); }
-  void pretty_print(std::ostream& to) const override { print(to, *this, "eps", eps); }
-
-  double eps;
-  at::Tensor weight, bias;
-};
-TORCH_MODULE(PolyNorm);
 
 }  // namespace liger::nn

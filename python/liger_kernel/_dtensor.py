@@ -35,12 +35,6 @@ RULES = {
     "gated_rms_norm_backward": ("xxxwr", "123"),
     "layer_norm_forward": ("xww", "xrr"),
     "layer_norm_backward": ("xxwwrr", "123"),
-    "group_norm_forward": ("nww", "nrr"),
-    "group_norm_backward": ("nnwwrr", "123"),
-    "poly_norm_forward": ("xww", "xr"),
-    "poly_norm_backward": ("xxwwr", "123"),
-    "dyt_forward": ("xwww", "x"),
-    "dyt_backward": ("xxwww", "1234"),
     "activate_forward": ("e", "e"),
     "activate_backward": ("ee", "1"),
     "xielu_forward": ("ewwww", "e"),
@@ -169,9 +163,9 @@ class _Rule:
         return (reduction == SUM or given.get("normalizer") is not None) and not wants_mean
 
 
-def register(ops):
-    """Teach DTensor the operators of RULES, and what runs a forward pass alone where no gradient is wanted."""
-    for name, (letters, results) in RULES.items():
+def register(ops, rules=RULES):
+    """Teach DTensor the operators of rules, and what runs a forward pass alone where no gradient is wanted."""
+    for name, (letters, results) in rules.items():
         for op in {name, name.removesuffix("_forward")}:
             schema = getattr(ops, op).default._schema
             tensors = sum("Tensor" in str(argument.type) for argument in schema.arguments)

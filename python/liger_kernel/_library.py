@@ -76,6 +76,8 @@ _load()
 
 #: The operators. Every use of libliger in this package goes through here.
 ops = torch.ops.liger
+#: Whether they include those of liger_kernel.research: the option LIGER_RESEARCH of the build.
+RESEARCH = hasattr(ops, "dyt")
 
 if torch.distributed.is_available():
     from liger_kernel import _dtensor

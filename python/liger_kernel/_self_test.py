@@ -1,12 +1,13 @@
 """A small forward and backward of each operator against plain torch, for env_report."""
 
+import importlib
 from dataclasses import dataclass
-from typing import Callable
+from typing import Any, Callable
 
 import torch
 import torch.nn.functional as F
 
-from liger_kernel._library import ops
+from liger_kernel._library import RESEARCH, ops
 from liger_kernel.chunked_loss import (
     LigerFusedLinearCPOLoss,
     LigerFusedLinearDPOLoss,
@@ -65,43 +66,6 @@ def _adapted(x, w, a, b):
     return x @ w.T + 2 * (x @ a.T) @ b.T
 
 
-def _sparsemax(x):
-    z = x.sort(-1, descending=True).values
-    rank = torch.arange(1, x.shape[-1] + 1, device=x.device)
-    size = (1 + rank * z > z.cumsum(-1)).sum(-1, keepdim=True)
-    return (x - (z.cumsum(-1).gather(-1, size - 1) - 1) / size).clamp_min(0)
-
-
-def _poly(x, w, b):
-    return sum(w[i] * _rms(x ** (3 - i), 1) for i in range(3)) + b
-
-
-def _mhc(x, phi, b, alpha):
-    rows = x.flatten(-2)
-    mix = alpha * (rows @ phi) * torch.rsqrt(rows.square().mean(-1, keepdim=True) + EPS) + b
-    pre, post, res = mix.split((2, 2, 4), -1)
-    res = res.unflatten(-1, (2, 2)).softmax(-1) + EPS
-    for step in range(39):
-        res = res / (res.sum(-2 + step % 2, keepdim=True) + EPS)
-    return pre.sigmoid(), 2 * post.sigmoid(), res
-
-
-def _attention_residuals(v, query, weight):
-    return (v * (_rms(v, weight) * query).sum(-1, keepdim=True).softmax(0)).sum(0)
-
-
-def _multi_token(scores, weight, bias):
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-    maps = F.conv2d(scores.masked_fill(future, -1e9).softmax(-1), weight, bias, padding=1)
-    return maps.masked_fill(future, 0)
-
-
-def _neighborhood(q, k, v):
-    place = torch.arange(q.shape[-2], device=q.device)
-    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill((place[:, None] - place).abs() > 3, -torch.inf)
-    return scores.softmax(-1) @ v
-
-
 def _jsd(x, t):
     m = (x.exp() + t.exp()) / 2
     return ((x.exp() * (x - m.log())).sum() + (t.exp() * (t - m.log())).sum()) / (2 * x.shape[0])
@@ -157,9 +121,8 @@ def _load_balancing(z):
     return len(chosen) * chosen @ z.softmax(-1).mean(0)
 
 
-def _int2(a, b):
-    codes = torch.cat([b >> 2 * i & 3 for i in range(4)])
-    return (a.double() @ (codes.double() - 1)).int()
+def _of_research():
+    return importlib.import_module("liger_kernel.research.self_test").CHECKS if RESEARCH else ()
 
 
 _IDS = torch.tensor([1, 0, 2, 4, 1, 3])
@@ -173,7 +136,7 @@ _TABLES = tuple(
 )
 _HEAD = ((6, 8), (16, 8))
 _PAIRS = ((4, 3, 8), (16, 8))
-_PLAIN = {"compute_nll_loss": False, "compiled": False}
+_PLAIN: dict[str, Any] = {"compute_nll_loss": False, "compiled": False}
 
 CHECKS = (
     Check("rms_norm", lambda x, w: liger.liger_rms_norm(x, w, EPS), _rms, ((6, 40), (40,))),
@@ -201,35 +164,6 @@ CHECKS = (
         lambda x, w, b: F.layer_norm(x, (40,), w, b, EPS),
         ((6, 40), (40,), (40,)),
     ),
-    Check(
-        "group_norm",
-        lambda x, w, b: liger.liger_group_norm(x, w, b, 8, 2, EPS),
-        lambda x, w, b: F.group_norm(x, 2, w, b, EPS),
-        ((2, 8, 5), (8,), (8,)),
-    ),
-    Check("dyt", liger.liger_dyt, lambda x, alpha, w, b: torch.tanh(alpha * x) * w + b, ((6, 40), (1,), (40,), (40,))),
-    Check("poly_norm", liger.liger_poly_norm, _poly, ((6, 40), (3,), (1,))),
-    Check("attention_residuals", liger.liger_attn_res, _attention_residuals, ((3, 6, 40), (40,), (40,))),
-    Check(
-        "mhc_coefficients",
-        lambda x, phi, b, alpha: liger.liger_mhc_coeffs(x, phi, b, alpha, alpha, alpha, allow_fp32=True),
-        _mhc,
-        ((6, 2, 20), (40, 8), (8,), ()),
-    ),
-    Check("mhc_pre", liger.liger_mhc_pre, lambda x, pre: (x * pre[..., None]).sum(-2), ((6, 2, 40), (6, 2))),
-    Check(
-        "mhc_post_res",
-        liger.liger_mhc_post_res,
-        lambda x, f, post, res: res @ x + post[..., None] * f[..., None, :],
-        ((6, 2, 40), (6, 40), (6, 2), (6, 2, 2)),
-    ),
-    Check(
-        "causal_softmax",
-        lambda scores, w, b: liger.liger_multi_token_attention(scores, w, b, padding=1),
-        _multi_token,
-        ((2, 2, 12, 12), (3, 2, 3, 3), (3,)),
-    ),
-    Check("neighborhood_attention", liger.liger_fused_neighborhood_attention, _neighborhood, ((2, 2, 9, 8),) * 3),
     Check("gated", liger.liger_swiglu, lambda a, b: F.silu(a) * b, ((6, 40), (6, 40))),
     Check("gated, gelu", liger.liger_geglu, lambda a, b: F.gelu(a, approximate="tanh") * b, ((6, 40), (6, 40))),
     Check(
@@ -279,7 +213,6 @@ CHECKS = (
         ((6, 8), (12, 8), (3, 8), (12, 3), (8, 12)),
     ),
     Check("softmax", liger.liger_softmax, lambda x: x.softmax(-1), ((6, 40),)),
-    Check("softmax, sparse", liger.liger_sparsemax, _sparsemax, ((6, 40),)),
     Check("cross_entropy", liger.liger_cross_entropy, F.cross_entropy, ((6, 40),), (_IDS,)),
     Check(
         "fused_linear_cross_entropy",
@@ -340,14 +273,7 @@ CHECKS = (
     Check(
         "policy_loss", _policy_loss, _policy, ((4, 3),), (_MASK, torch.tensor([1.0, -0.5, 0.3, -2.0])), (torch.float32,)
     ),
-    Check(
-        "int2_matmul",
-        ops.int2_matmul,
-        _int2,
-        (),
-        (torch.arange(48).view(6, 8).to(torch.int8), torch.arange(80).view(2, 40).to(torch.uint8)),
-        (torch.float32,),
-    ),
+    *(Check(*row) for row in _of_research()),
 )
 
 

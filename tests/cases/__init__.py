@@ -2,11 +2,15 @@
 them."""
 
 import importlib
+import pathlib
 import pkgutil
 from dataclasses import dataclass, field
 from typing import Callable
 
 import torch
+
+# Those of the research operators are modules of this package, too.
+__path__.append(str(pathlib.Path(__file__).parents[1] / "research" / "cases"))
 
 
 @dataclass

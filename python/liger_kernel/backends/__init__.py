@@ -1,4 +1,4 @@
-from liger_kernel._implementations import (
+from liger_kernel.compat.implementations import (
     IMPLEMENTATION,
     OPERATORS,
     ImplNotAvailableError,

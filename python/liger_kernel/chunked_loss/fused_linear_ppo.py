@@ -1,23 +1,15 @@
 """The base of the losses on completions that a policy has sampled; formulas in liger/ops/preference/policy.h."""
 
-import torch
+from collections.abc import Callable
+from typing import Any
 
-from liger_kernel.chunked_loss.fused_linear_preference import REFERENCE
+import torch
+from torch import Tensor
+
 from liger_kernel.chunked_loss.gradients import gradients_of_arguments, loss_with_gradients
 from liger_kernel.operators.common import IGNORE_INDEX
 from liger_kernel.operators.head import linear_log_prob
-from liger_kernel.operators.policy import CORRECTION, SAPO, VESPO, WHOLE, _compute_dapo_normalizer, check_ratio
-from liger_kernel.signatures import required, takes
-
-#: What the head needs, the completions, and the log-probabilities that are known of them or made of a reference model.
-COMPLETIONS = required("_input", "weight", "selected_token_ids", "attention_mask", "advantages") | dict(bias=None)
-KNOWN = dict(ref_per_token_logps=None, old_per_token_logps=None)
-KNOWN_COMPLETIONS = COMPLETIONS | KNOWN | REFERENCE
-#: Options of every policy's loss.
-CLIP, KL = dict(epsilon_low=0.2, epsilon_high=0.2), dict(beta=0.04)
-KIND = dict(loss_type="dapo", max_completion_length=None, importance_sampling_level="token")
-RUN = dict(temperature=1.0, compiled=True, use_ref_model=False, chunk_size=1)
-LAST = dict(vllm_is_ratio=None) | CORRECTION | VESPO | WHOLE  # of the signatures
+from liger_kernel.operators.policy import _compute_dapo_normalizer, check_ratio
 
 
 class TwoReferences(ValueError, Warning):
@@ -34,22 +26,32 @@ class LigerFusedLinearPPOBase(torch.autograd.Function):
     """
 
     @staticmethod
-    def ppo_loss_fn(*args, **kwargs):
+    def ppo_loss_fn(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("a policy's loss defines ppo_loss_fn")
 
     @staticmethod
-    def _check_options(loss_type, importance_sampling_level):
+    def _check_options(loss_type: str, importance_sampling_level: str) -> None:
         """Raises where they do not go together."""
 
     @staticmethod
-    def _reads_masked(loss_type):
+    def _reads_masked(loss_type: str) -> bool:
         return True
 
     _compute_dapo_normalizer = staticmethod(_compute_dapo_normalizer)
 
     @staticmethod
-    @takes(required("cls", "ctx") | KNOWN_COMPLETIONS | CLIP | KL | KIND | RUN | SAPO | LAST)
-    def forward(cls, ctx, _input, weight, selected_token_ids, bias, temperature, compiled, chunk_size, **given):
+    def forward(
+        cls: Any, ctx: Any, _input: Tensor, weight: Tensor, selected_token_ids: Tensor, attention_mask: Tensor,
+        advantages: Tensor, bias: Tensor | None = None, ref_per_token_logps: Tensor | None = None,
+        old_per_token_logps: Tensor | None = None, ref_input: Tensor | None = None, ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None, epsilon_low: float = 0.2, epsilon_high: float = 0.2, beta: float = 0.04,
+        loss_type: str = "dapo", max_completion_length: int | None = None, importance_sampling_level: str = "token",
+        temperature: float = 1.0, compiled: bool = True, use_ref_model: bool = False, chunk_size: int = 1,
+        sapo_temperature_pos: float = 1.0, sapo_temperature_neg: float = 1.05, vllm_is_ratio: Tensor | None = None,
+        delta: float | None = None, use_bias_correction_kl: bool = False, vespo_k_pos: float = 2.0,
+        vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
+        num_items_in_batch: Tensor | float | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
         """(loss, metrics) for hidden states _input [B, T, H], weight [V, H], selected_token_ids and attention_mask [B,
         T], advantages [B], bias [V] or None.
 
@@ -57,59 +59,77 @@ class LigerFusedLinearPPOBase(torch.autograd.Function):
         made from ref_input, ref_weight and ref_bias, where use_ref_model says that there is one. chunk_size and
         compiled change nothing: the head divides its work by itself.
         """
-        use_ref_model, reference = given.pop("use_ref_model"), [given.pop(name) for name in REFERENCE]
-        cls._check_options(given["loss_type"], given["importance_sampling_level"])
-        _check_batch(use_ref_model, reference[0], selected_token_ids, **given)
-        mask, ratio, known = (given[name] for name in ("attention_mask", "vllm_is_ratio", "ref_per_token_logps"))
-        given["vllm_is_ratio"] = ratio.unsqueeze(-1) if ratio is not None and ratio.ndim == 1 else ratio
-        ids = _readable(selected_token_ids, len(weight), mask, cls._reads_masked(given["loss_type"]))
+        cls._check_options(loss_type, importance_sampling_level)
+        _check_batch(
+            use_ref_model, ref_input, selected_token_ids, ref_per_token_logps, loss_type, max_completion_length,
+            vllm_is_ratio,
+        )  # fmt: skip
+        ratio = vllm_is_ratio
+        if ratio is not None and ratio.ndim == 1:
+            ratio = ratio.unsqueeze(-1)
+        ids = _readable(selected_token_ids, len(weight), attention_mask, cls._reads_masked(loss_type))
 
         def log_probs(hidden, weight, bias):
             return linear_log_prob(hidden, weight, ids, bias, temperature, IGNORE_INDEX)
 
         def loss_of(logps):
-            given["ref_per_token_logps"] = known if use_ref_model else None
-            if use_ref_model and known is None:
+            ref = ref_per_token_logps if use_ref_model else None
+            if use_ref_model and ref is None:
                 with torch.no_grad():
-                    given["ref_per_token_logps"] = log_probs(*reference)
-            return _loss_of_tokens(cls.ppo_loss_fn, per_token_logps=logps, full_attention_mask=mask, **given)
+                    ref = log_probs(ref_input, ref_weight, ref_bias)
+            return LigerFusedLinearPPOBase._compute_loss_from_logps(
+                logps, attention_mask, advantages, ref, old_per_token_logps, ratio, None, epsilon_low, epsilon_high,
+                beta, loss_type, max_completion_length, importance_sampling_level, cls.ppo_loss_fn,
+                sapo_temperature_pos, sapo_temperature_neg, delta, use_bias_correction_kl, vespo_k_pos,
+                vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg, num_items_in_batch,
+            )  # fmt: skip
 
         return loss_with_gradients(ctx, log_probs, loss_of, _input, weight, bias)
 
     @staticmethod
-    def backward(ctx, grad_output, *grad_metrics):
+    def backward(ctx: Any, grad_output: Any, *grad_metrics: Any) -> tuple[Tensor | None, ...]:
         return gradients_of_arguments(ctx, (grad_output,), bias=5)
 
     @staticmethod
-    def chunk_forward(input_chunk, weight, selected_token_ids, bias=None, temperature=1.0):
+    def chunk_forward(
+        input_chunk: Tensor, weight: Tensor, selected_token_ids: Tensor, bias: Tensor | None = None,
+        temperature: float = 1.0,
+    ) -> Tensor:  # fmt: skip
         """log_softmax((input_chunk weightᵀ + bias) / temperature) at selected_token_ids [b, T], float, differentiable;
         0 for negative ids, which are padding."""
         ids = _readable(selected_token_ids, len(weight))
         return linear_log_prob(input_chunk, weight, ids, bias, temperature, IGNORE_INDEX)
 
     @staticmethod
-    @takes(
-        required("per_token_logps", "attention_mask_chunk", "advantages_chunk")
-        | {f"{name}_chunk": None for name in (*KNOWN, "vllm_is_ratio")}
-        | dict(full_attention_mask=None)
-        | (CLIP | KL | KIND | dict(ppo_loss_fn=None) | SAPO | CORRECTION | VESPO | WHOLE)
-    )
-    def _compute_loss_from_logps(ppo_loss_fn, full_attention_mask, **given):
+    def _compute_loss_from_logps(
+        per_token_logps: Tensor, attention_mask_chunk: Tensor, advantages_chunk: Tensor,
+        ref_per_token_logps_chunk: Tensor | None = None, old_per_token_logps_chunk: Tensor | None = None,
+        vllm_is_ratio_chunk: Tensor | None = None, full_attention_mask: Tensor | None = None, epsilon_low: float = 0.2,
+        epsilon_high: float = 0.2, beta: float = 0.04, loss_type: str = "dapo",
+        max_completion_length: int | None = None, importance_sampling_level: str = "token",
+        ppo_loss_fn: Callable[..., Any] | None = None, sapo_temperature_pos: float = 1.0,
+        sapo_temperature_neg: float = 1.05, delta: float | None = None, use_bias_correction_kl: bool = False,
+        vespo_k_pos: float = 2.0, vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0,
+        vespo_lambda_neg: float = 2.0, num_items_in_batch: Tensor | float | None = None,
+    ) -> Any:  # fmt: skip
         """(loss, metrics) of some completions, as parts of those of the batch full_attention_mask; differentiable."""
-        given = {name.removesuffix("_chunk"): value for name, value in given.items()}
-        mask = given["attention_mask"] if full_attention_mask is None else full_attention_mask
-        return _loss_of_tokens(ppo_loss_fn, full_attention_mask=mask, **given)
+        if ppo_loss_fn is None:
+            raise TypeError("ppo_loss_fn must be given")
+        known = lambda logps: None if logps is None else logps.detach().float()
+        return ppo_loss_fn(
+            per_token_logps=per_token_logps, attention_mask=attention_mask_chunk, advantages=advantages_chunk,
+            full_attention_mask=attention_mask_chunk if full_attention_mask is None else full_attention_mask,
+            ref_per_token_logps=known(ref_per_token_logps_chunk), old_per_token_logps=known(old_per_token_logps_chunk),
+            vllm_is_ratio=vllm_is_ratio_chunk, epsilon_low=epsilon_low, epsilon_high=epsilon_high, beta=beta,
+            loss_type=loss_type, max_completion_length=max_completion_length,
+            importance_sampling_level=importance_sampling_level, sapo_temperature_pos=sapo_temperature_pos,
+            sapo_temperature_neg=sapo_temperature_neg, delta=delta, use_bias_correction_kl=use_bias_correction_kl,
+            vespo_k_pos=vespo_k_pos, vespo_lambda_pos=vespo_lambda_pos, vespo_k_neg=vespo_k_neg,
+            vespo_lambda_neg=vespo_lambda_neg, num_items_in_batch=num_items_in_batch,
+        )  # fmt: skip
 
 
-def _loss_of_tokens(ppo_loss_fn, **given):
-    for name in KNOWN:
-        given[name] = None if given[name] is None else given[name].detach().float()
-    return ppo_loss_fn(**given)
-
-
-def _check_batch(
-    use_ref_model, ref_input, ids, ref_per_token_logps, loss_type, max_completion_length, vllm_is_ratio, **_
-):
+def _check_batch(use_ref_model, ref_input, ids, ref_per_token_logps, loss_type, max_completion_length, vllm_is_ratio):
     if use_ref_model and ref_per_token_logps is None and ref_input is None:
         raise AssertionError("use_ref_model needs ref_per_token_logps or ref_input")
     if ref_per_token_logps is not None and ref_input is not None:

@@ -1,16 +1,15 @@
 """The base of the losses on pairs of a chosen and a rejected sequence; their formulas are in
 liger/ops/preference/preference.h."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from liger_kernel._library import ops
 from liger_kernel.chunked_loss.gradients import gradients_of_arguments, loss_with_gradients
 from liger_kernel.operators.head import linear_log_prob
-from liger_kernel.signatures import required, takes
-
-#: What the head needs, and a reference model.
-PAIRS = required("_input", "weight", "target") | dict(bias=None)
-REFERENCE = dict(ref_input=None, ref_weight=None, ref_bias=None)
 
 
 class LigerFusedLinearPreferenceBase(torch.autograd.Function):
@@ -23,20 +22,17 @@ class LigerFusedLinearPreferenceBase(torch.autograd.Function):
     """
 
     @staticmethod
-    def preference_loss_fn(*args, **kwargs):
+    def preference_loss_fn(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("a preference loss defines preference_loss_fn")
 
     @staticmethod
-    @takes(
-        required("cls", "ctx")
-        | PAIRS
-        | dict(chunk_size=1, ignore_index=-100, alpha=1.0, beta=0.1, compute_nll_loss=True, nll_target=None)
-        | dict(compiled=True, use_ref_model=False)
-        | REFERENCE
-        | dict(average_log_prob=True),
-        extra="loss_kwargs",
-    )
-    def forward(cls, ctx, _input, weight, target, bias, nll_target, chunk_size, compiled, **options):
+    def forward(
+        cls: Any, ctx: Any, _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
+        chunk_size: int = 1, ignore_index: int = -100, alpha: float = 1.0, beta: float = 0.1,
+        compute_nll_loss: bool = True, nll_target: Tensor | None = None, compiled: bool = True,
+        use_ref_model: bool = False, ref_input: Tensor | None = None, ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None, average_log_prob: bool = True, **loss_kwargs: Any,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
         """(loss, aux) for hidden states _input [2n, T, H], weight [V, H], target [2n, T] and bias [V] or None; no token
         is shifted.
 
@@ -46,20 +42,22 @@ class LigerFusedLinearPreferenceBase(torch.autograd.Function):
         its work by itself.
         """
         nll_labels = None if nll_target is None else nll_target[: _pairs(target)]
-        parts = _input, weight, target, bias
-        head, loss_of = _head_and_loss(parts, cls.preference_loss_fn, target, nll_target, nll_labels, **options)
+        head, loss_of = _head_and_loss(
+            _input, weight, target, bias, cls.preference_loss_fn, target, nll_target, nll_labels,
+            (ref_input, ref_weight, ref_bias) if use_ref_model else None,
+            ignore_index, alpha, beta, compute_nll_loss, average_log_prob, loss_kwargs,
+        )  # fmt: skip
         return loss_with_gradients(ctx, head, loss_of, _input, weight, bias)
 
     @staticmethod
-    def backward(ctx, *grad_output):
+    def backward(ctx: Any, *grad_output: Any) -> tuple[Tensor | None, ...]:
         return gradients_of_arguments(ctx, grad_output, bias=3)
 
     @staticmethod
-    @takes(
-        required("input_chunk", "weight", "target_chunk")
-        | dict(bias=None, ignore_index=-100, compute_nll_loss=True, chosen_nll_target_chunk=None, average_log_prob=True)
-    )
-    def chunk_forward(input_chunk, weight, target_chunk, bias, ignore_index, average_log_prob, **nll):
+    def chunk_forward(
+        input_chunk: Tensor, weight: Tensor, target_chunk: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
+        compute_nll_loss: bool = True, chosen_nll_target_chunk: Tensor | None = None, average_log_prob: bool = True,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         """(chosen_logps, rejected_logps, chosen_logits, rejected_logits, chosen_nll_sum) of some pairs, with their
         logits; differentiable."""
         logits = torch.nn.functional.linear(input_chunk, weight, bias)
@@ -67,24 +65,26 @@ class LigerFusedLinearPreferenceBase(torch.autograd.Function):
         gathered = lambda logits, labels: ops.selective_log_softmax(logits, labels, 1.0, ignore_index)[0]
         logps = ops.sequence_log_prob(gathered(logits, target_chunk), target_chunk, ignore_index, average_log_prob)
         nll_sum = logps.new_zeros(())
-        if nll["compute_nll_loss"]:
-            labels = nll["chosen_nll_target_chunk"]
-            nll_sum = -gathered(logits[:half], target_chunk[:half] if labels is None else labels).sum()
+        if compute_nll_loss:
+            labels = target_chunk[:half] if chosen_nll_target_chunk is None else chosen_nll_target_chunk
+            nll_sum = -gathered(logits[:half], labels).sum()
         return *logps.split(half), *logits.split(half), nll_sum
 
     @staticmethod
-    @takes(
-        required("input_chunk", "weight", "target_chunk")
-        | dict(bias=None, preference_loss_fn=None, full_target=None, ignore_index=-100, alpha=1.0, beta=0.1)
-        | dict(compute_nll_loss=True, use_ref_model=False, ref_input_chunk=None, ref_weight=None, ref_bias=None)
-        | dict(full_nll_target=None, chosen_nll_target_chunk=None, average_log_prob=True),
-        extra="loss_kwargs",
-    )
-    def _compute_loss(input_chunk, weight, target_chunk, bias, ref_input_chunk, chosen_nll_target_chunk, **options):
+    def _compute_loss(
+        input_chunk: Tensor, weight: Tensor, target_chunk: Tensor, bias: Tensor | None = None,
+        preference_loss_fn: Callable[..., Any] | None = None, full_target: Tensor | None = None,
+        ignore_index: int = -100, alpha: float = 1.0, beta: float = 0.1, compute_nll_loss: bool = True,
+        use_ref_model: bool = False, ref_input_chunk: Tensor | None = None, ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None, full_nll_target: Tensor | None = None,
+        chosen_nll_target_chunk: Tensor | None = None, average_log_prob: bool = True, **loss_kwargs: Any,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
         """(loss, aux) of some pairs, as parts of those of the batch full_target; differentiable, and without logits."""
-        parts = input_chunk, weight, target_chunk, bias
-        given = dict(ref_input=ref_input_chunk, nll_labels=chosen_nll_target_chunk)
-        head, loss_of = _head_and_loss(parts, **given, **options)
+        head, loss_of = _head_and_loss(
+            input_chunk, weight, target_chunk, bias, preference_loss_fn, full_target, full_nll_target,
+            chosen_nll_target_chunk, (ref_input_chunk, ref_weight, ref_bias) if use_ref_model else None,
+            ignore_index, alpha, beta, compute_nll_loss, average_log_prob, loss_kwargs,
+        )  # fmt: skip
         return loss_of(head(input_chunk, weight, bias))
 
 
@@ -94,12 +94,13 @@ def _pairs(target):
     return len(target) // 2
 
 
-def _head_and_loss(parts, preference_loss_fn, full_target, full_nll_target, nll_labels, loss_kwargs, **options):
-    """(head, loss_of) for parts: hidden, weight, target and bias. head gives the log-probabilities of the tokens,
-    loss_of makes (loss, aux) of them."""
-    hidden, weight, target, bias = parts
+def _head_and_loss(
+    hidden, weight, target, bias, loss_fn, full_target, full_nll_target, nll_labels, reference, ignore_index, alpha,
+    beta, with_nll, average, loss_kwargs,
+):  # fmt: skip
+    """(head, loss_of) for some pairs. head gives the log-probabilities of the tokens, loss_of makes (loss, aux) of
+    them. reference: its hidden states, weight and bias, or None."""
     half, pairs = _pairs(target), _pairs(full_target)
-    ignore_index, average, with_nll = (options[n] for n in ("ignore_index", "average_log_prob", "compute_nll_loss"))
     nll_labels = nll_labels if with_nll else None
 
     def head(hidden, weight, bias):
@@ -112,14 +113,14 @@ def _head_and_loss(parts, preference_loss_fn, full_target, full_nll_target, nll_
             counted = full_target if full_nll_target is None else full_nll_target
             nll = _nll(logp, target, nll_labels, ignore_index, counted[:pairs])
         known = {}
-        if options["use_ref_model"]:
-            ref_input, ref_weight, ref_bias = (options[name] for name in REFERENCE)
-            ref = reference_log_probs(ref_input, ref_weight, target, ref_bias, ignore_index, average)
+        if reference:
+            ref_hidden, ref_weight, ref_bias = reference
+            ref = reference_log_probs(ref_hidden, ref_weight, target, ref_bias, ignore_index, average)
             known = dict(ref_chosen_logps=ref[:half], ref_rejected_logps=ref[half:])
-        result = preference_loss_fn(chosen, rejected, full_target, beta=options["beta"], **loss_kwargs, **known)
+        result = loss_fn(chosen, rejected, full_target, beta=beta, **loss_kwargs, **known)
         preference, *aux = result if isinstance(result, tuple) else (result,)
         logits = ops.logit_sums(hidden, weight, bias).view(2, half).sum(1) / (pairs * target.shape[1] * len(weight))
-        return options["alpha"] * nll + preference, (chosen, rejected, *logits, nll, *aux)
+        return alpha * nll + preference, (chosen, rejected, *logits, nll, *aux)
 
     return head, loss_of
 
@@ -139,7 +140,9 @@ def _nll(logp, target, nll_labels, ignore_index, counted):
     return ops.token_nll(ops.nll_log_probs(logp, target, nll_labels, ignore_index), nll_labels, ignore_index, counted)
 
 
-def reference_log_probs(hidden, weight, target, bias, ignore_index, average):
+def reference_log_probs(
+    hidden: Tensor | None, weight: Tensor | None, target: Tensor, bias: Tensor | None, ignore_index: int, average: bool
+) -> Tensor:
     """The reference's log-probability of each sequence, without gradients."""
     if hidden is None or weight is None:
         raise TypeError("use_ref_model=True needs ref_input and ref_weight")

@@ -1,16 +1,16 @@
 """The base of the losses on single sequences that are liked or not; their formulas are in
 liger/ops/preference/preference.h."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from liger_kernel._library import ops
-from liger_kernel.chunked_loss.fused_linear_preference import REFERENCE, reference_log_probs
+from liger_kernel.chunked_loss.fused_linear_preference import reference_log_probs
 from liger_kernel.chunked_loss.gradients import gradients_of_arguments, loss_with_gradients
 from liger_kernel.operators.head import linear_log_prob
-from liger_kernel.signatures import required, takes
-
-#: What the head needs, and which sequences are liked.
-SEQUENCES = required("_input", "weight", "target", "preference_labels") | dict(bias=None)
 
 
 class LigerFusedLinearUnpairedPreferenceBase(torch.autograd.Function):
@@ -22,19 +22,16 @@ class LigerFusedLinearUnpairedPreferenceBase(torch.autograd.Function):
     """
 
     @staticmethod
-    def preference_loss_fn(*args, **kwargs):
+    def preference_loss_fn(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("a preference loss defines preference_loss_fn")
 
     @staticmethod
-    @takes(
-        required("cls", "ctx")
-        | SEQUENCES
-        | dict(chunk_size=1, ignore_index=-100, compiled=True, use_ref_model=False)
-        | REFERENCE
-        | dict(average_log_prob=False),
-        extra="loss_kwargs",
-    )
-    def forward(cls, ctx, _input, weight, target, preference_labels, bias, chunk_size, compiled, **options):
+    def forward(
+        cls: Any, ctx: Any, _input: Tensor, weight: Tensor, target: Tensor, preference_labels: Tensor,
+        bias: Tensor | None = None, chunk_size: int = 1, ignore_index: int = -100, compiled: bool = True,
+        use_ref_model: bool = False, ref_input: Tensor | None = None, ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None, average_log_prob: bool = False, **loss_kwargs: Any,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
         """(loss, aux) for hidden states _input [B, T, H], weight [V, H], target [B, T], preference_labels [B] of bool,
         True where the sequence is liked, and bias [V] or None; no token is shifted.
 
@@ -44,19 +41,21 @@ class LigerFusedLinearUnpairedPreferenceBase(torch.autograd.Function):
         """
         if preference_labels is None:
             raise AssertionError("preference_labels must say of each sequence whether it is liked")
-
-        parts = _input, weight, target, preference_labels, bias
-        head, loss_of = _head_and_loss(parts, cls.preference_loss_fn, target, **options)
+        head, loss_of = _head_and_loss(
+            _input, weight, target, preference_labels, bias, cls.preference_loss_fn, target,
+            (ref_input, ref_weight, ref_bias) if use_ref_model else None, ignore_index, average_log_prob, loss_kwargs,
+        )  # fmt: skip
         return loss_with_gradients(ctx, head, loss_of, _input, weight, bias)
 
     @staticmethod
-    def backward(ctx, *grad_output):
+    def backward(ctx: Any, *grad_output: Any) -> tuple[Tensor | None, ...]:
         return gradients_of_arguments(ctx, grad_output, bias=4)
 
     @staticmethod
     def chunk_forward(
-        input_chunk, weight, target_chunk, preference_labels_chunk, bias=None, ignore_index=-100, average_log_prob=False
-    ):
+        input_chunk: Tensor, weight: Tensor, target_chunk: Tensor, preference_labels_chunk: Tensor,
+        bias: Tensor | None = None, ignore_index: int = -100, average_log_prob: bool = False,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         """(log_probs, chosen_logps_sum, rejected_logps_sum, chosen_logits_sum, rejected_logits_sum) of some sequences;
         log_probs are differentiable."""
         logp = linear_log_prob(input_chunk, weight, target_chunk, bias, ignore_index=ignore_index)
@@ -64,17 +63,20 @@ class LigerFusedLinearUnpairedPreferenceBase(torch.autograd.Function):
         return log_probs, *_sums(log_probs, input_chunk, weight, bias, preference_labels_chunk)
 
     @staticmethod
-    @takes(
-        required("input_chunk", "weight", "target_chunk", "preference_labels_chunk")
-        | dict(bias=None, preference_loss_fn=None, full_target=None, ignore_index=-100)
-        | dict(use_ref_model=False, ref_input_chunk=None, ref_weight=None, ref_bias=None, average_log_prob=False),
-        extra="loss_kwargs",
-    )
-    def _compute_loss(input_chunk, weight, target_chunk, preference_labels_chunk, bias, ref_input_chunk, **options):
+    def _compute_loss(
+        input_chunk: Tensor, weight: Tensor, target_chunk: Tensor, preference_labels_chunk: Tensor,
+        bias: Tensor | None = None, preference_loss_fn: Callable[..., Any] | None = None,
+        full_target: Tensor | None = None, ignore_index: int = -100, use_ref_model: bool = False,
+        ref_input_chunk: Tensor | None = None, ref_weight: Tensor | None = None, ref_bias: Tensor | None = None,
+        average_log_prob: bool = False, **loss_kwargs: Any,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
         """(loss, aux) of some sequences, as parts of those of the batch full_target; differentiable, and without
         logits."""
-        parts = input_chunk, weight, target_chunk, preference_labels_chunk, bias
-        head, loss_of = _head_and_loss(parts, ref_input=ref_input_chunk, **options)
+        reference = (ref_input_chunk, ref_weight, ref_bias) if use_ref_model else None
+        head, loss_of = _head_and_loss(
+            input_chunk, weight, target_chunk, preference_labels_chunk, bias, preference_loss_fn, full_target,
+            reference, ignore_index, average_log_prob, loss_kwargs,
+        )  # fmt: skip
         return loss_of(head(input_chunk, weight, bias))
 
 
@@ -82,22 +84,22 @@ def _sums(log_probs, hidden, weight, bias, liked):
     return *ops.class_sums(log_probs, liked), *ops.class_sums(ops.logit_sums(hidden, weight, bias), liked)
 
 
-def _head_and_loss(parts, preference_loss_fn, full_target, loss_kwargs, use_ref_model, **options):
-    """(head, loss_of) for parts: hidden, weight, target, liked and bias. head gives the log-probabilities of the
-    tokens, loss_of makes (loss, aux) of them."""
-    hidden, weight, target, liked, bias = parts
-    ignore_index, average = options["ignore_index"], options["average_log_prob"]
+def _head_and_loss(
+    hidden, weight, target, liked, bias, loss_fn, full_target, reference, ignore_index, average, loss_kwargs
+):
+    """(head, loss_of) for some sequences. head gives the log-probabilities of the tokens, loss_of makes (loss, aux) of
+    them. reference: its hidden states, weight and bias, or None."""
 
     def head(hidden, weight, bias):
         return linear_log_prob(hidden, weight, target, bias, ignore_index=ignore_index)
 
     def loss_of(logp):
         log_probs, known = ops.sequence_log_prob(logp, target, ignore_index, average), {}
-        if use_ref_model:
-            ref_input, ref_weight, ref_bias = (options[name] for name in REFERENCE)
-            ref = reference_log_probs(ref_input, ref_weight, target, ref_bias, ignore_index, average)
+        if reference:
+            ref_hidden, ref_weight, ref_bias = reference
+            ref = reference_log_probs(ref_hidden, ref_weight, target, ref_bias, ignore_index, average)
             known = dict(ref_log_prob_chunk=ref)
-        result = preference_loss_fn(log_probs, liked, full_target, **loss_kwargs, **known)
+        result = loss_fn(log_probs, liked, full_target, **loss_kwargs, **known)
         loss, *aux = result if isinstance(result, tuple) else (result,)
         return loss, (*_sums(log_probs, hidden, weight, bias, liked), *aux)
 

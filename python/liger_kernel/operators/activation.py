@@ -1,7 +1,7 @@
-"""Activations, alone and gated, and maps to probabilities; formulas in liger/core/math.h and liger/ops/activation.
+"""Activations, alone and gated, and softmax; formulas in liger/core/math.h and liger/ops/activation.
 
-SwiGLU and GeGLU (Shazeer 2020, arXiv:2002.05202), squared ReLU (So et al. 2021, arXiv:2109.08668), xIELU (Huang &
-Schlag 2024, arXiv:2411.13010), softmax, and sparsemax (Martins & Astudillo 2016, arXiv:1602.02068).
+SwiGLU and GeGLU (Shazeer 2020, arXiv:2002.05202), squared ReLU (So et al. 2021, arXiv:2109.08668) and xIELU (Huang &
+Schlag 2024, arXiv:2411.13010).
 """
 
 import math
@@ -196,26 +196,3 @@ class LigerSoftmax(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.softmax(x, SOFTMAX)
-
-
-class LigerSparsemaxFunction:
-    @staticmethod
-    def apply(x: Tensor, dim: int = -1) -> Tensor:
-        """max(x − τ, 0) along dim, with the τ for which it sums to 1: the probabilities nearest to x. In x's dtype."""
-        return ops.softmax(x.transpose(dim, -1), SPARSEMAX).transpose(dim, -1)
-
-
-def liger_sparsemax(input: Tensor, dim: int = -1) -> Tensor:
-    """Sparsemax along dim; see LigerSparsemaxFunction."""
-    return LigerSparsemaxFunction.apply(input, dim)
-
-
-class LigerSparsemax(nn.Module):
-    """Sparsemax along dim; see LigerSparsemaxFunction."""
-
-    def __init__(self, dim: int = -1) -> None:
-        super().__init__()
-        self.dim = dim
-
-    def forward(self, x: Tensor) -> Tensor:
-        return LigerSparsemaxFunction.apply(x, self.dim)

@@ -155,7 +155,7 @@ def _combined(slices, ids, ignore_index, entropy, group=None):
     top = torch.stack([lse.detach() for _, lse, _, _ in slices]).amax(0)
     if group is not None:
         torch.distributed.all_reduce(top, torch.distributed.ReduceOp.MAX, group=group)
-    parts = [[], [], []]
+    parts: list[list[Tensor]] = [[], [], []]
     for logp, lse, of_slice, owned in slices:
         weight = (lse - top).exp()  # of the slice's classes together
         parts[0].append(weight)

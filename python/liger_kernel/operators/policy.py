@@ -7,7 +7,6 @@ from torch import Tensor
 
 from liger_kernel._library import ops
 from liger_kernel.operators.common import IGNORE_INDEX
-from liger_kernel.signatures import required, takes
 from liger_kernel.utils import world_size
 
 #: The losses' codes are libliger's.
@@ -18,20 +17,6 @@ _str_to_loss_type = {
 _SOFT = ("cispo", "sapo", "vespo")
 #: Those divided by the tokens of all ranks.
 NORMALIZED = ("dapo", "cispo", "vespo")
-#: Options of several functions, with their defaults.
-SAPO = dict(sapo_temperature_pos=1.0, sapo_temperature_neg=1.05)
-CORRECTION = dict(delta=None, use_bias_correction_kl=False)
-VESPO = dict(vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0)
-WHOLE = dict(num_items_in_batch=None)
-#: What the operators call options that the API calls otherwise.
-OPERATOR_NAMES = {
-    "eps_low": "epsilon_low",
-    "eps_high": "epsilon_high",
-    "importance_sampling_level": "level",
-    "max_completion_length": "max_length",
-    "use_bias_correction_kl": "unbiased_kl",
-}
-LOGITS = required("logits", "old_logp", "ref_logp", "completion_ids", "advantages")
 
 
 def check_loss(
@@ -159,18 +144,15 @@ def grpo_loss_of_logits(
 
 class GrpoLossFunction:
     @staticmethod
-    @takes(
-        LOGITS
-        | required("completion_mask", "temperature", "beta", "eps_low", "eps_high", "inplace")
-        | dict(loss_type="grpo", max_completion_length=None, reduce=True, importance_sampling_level="token")
-        | SAPO
-        | dict(vllm_is_ratio=None)
-        | CORRECTION
-        | WHOLE
-        | dict(phi_seq=None),
-        renamed=OPERATOR_NAMES,
-    )
-    def apply(inplace: bool, **given: Any) -> tuple[Tensor, Tensor | None, Tensor]:
+    def apply(
+        logits: Tensor, old_logp: Tensor | None, ref_logp: Tensor | None, completion_ids: Tensor, advantages: Tensor,
+        completion_mask: Tensor | None, temperature: float, beta: float, eps_low: float, eps_high: float,
+        inplace: bool, loss_type: str = "grpo", max_completion_length: int | None = None, reduce: bool = True,
+        importance_sampling_level: str = "token", sapo_temperature_pos: float = 1.0,
+        sapo_temperature_neg: float = 1.05, vllm_is_ratio: Tensor | None = None, delta: float | None = None,
+        use_bias_correction_kl: bool = False, num_items_in_batch: Tensor | float | None = None,
+        phi_seq: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
         """(loss, kl, clipped) of a policy with these contiguous logits [B, L + 1, V]; formulas in
         liger/ops/preference/policy.h.
 
@@ -180,9 +162,15 @@ class GrpoLossFunction:
         differentiable. The logits are not changed, whatever inplace says. Raises AssertionError for a shape that does
         not fit or a missing ref_logp, ValueError for options that do not go together.
         """
-        if given["loss_type"] == "vespo" and given["phi_seq"] is None:
+        if loss_type == "vespo" and phi_seq is None:
             raise ValueError("loss_type='vespo' needs phi_seq")
-        return grpo_loss_of_logits(**given)
+        return grpo_loss_of_logits(
+            logits, old_logp, ref_logp, completion_ids, advantages, completion_mask, temperature, vllm_is_ratio,
+            phi_seq, reduce, num_items_in_batch, loss_type=loss_type, level=importance_sampling_level,
+            epsilon_low=eps_low, epsilon_high=eps_high, delta=delta, beta=beta, unbiased_kl=use_bias_correction_kl,
+            sapo_temperature_pos=sapo_temperature_pos, sapo_temperature_neg=sapo_temperature_neg,
+            max_length=max_completion_length,
+        )  # fmt: skip
 
 
 def policy_options(
@@ -201,22 +189,26 @@ def policy_options(
     )  # fmt: skip
 
 
-@takes(
-    LOGITS
-    | dict(completion_mask=None, temperature=0.9, beta=0.04, eps_low=0.2, eps_high=0.4, inplace=True)
-    | dict(loss_type="dapo", max_completion_length=None, importance_sampling_level="token", reduce=False)
-    | SAPO
-    | dict(vllm_is_ratio=None)
-    | CORRECTION
-    | WHOLE
-    | VESPO,
-    renamed=OPERATOR_NAMES,
-)
-def triton_grpo_loss(inplace: bool, reduce: bool, **given: Any) -> tuple[Any, ...]:
+def triton_grpo_loss(
+    logits: Tensor, old_logp: Tensor | None, ref_logp: Tensor | None, completion_ids: Tensor, advantages: Tensor,
+    completion_mask: Tensor | None = None, temperature: float = 0.9, beta: float = 0.04, eps_low: float = 0.2,
+    eps_high: float = 0.4, inplace: bool = True, loss_type: str = "dapo", max_completion_length: int | None = None,
+    importance_sampling_level: str = "token", reduce: bool = False, sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05, vllm_is_ratio: Tensor | None = None, delta: float | None = None,
+    use_bias_correction_kl: bool = False, num_items_in_batch: Tensor | float | None = None, vespo_k_pos: float = 2.0,
+    vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
+) -> tuple[Any, ...]:  # fmt: skip
     """(loss, kl or None, clipped) of tokens [B, L], 0 where completion_mask is; with reduce (loss, [mean kl, unless
     beta is 0, mean clipped]).
 
     Logits [B, L + 1, V]; see GrpoLossFunction, which raises for the rest. vespo's weights are made here.
     """
-    loss, kl, clipped = grpo_loss_of_logits(phi_seq=None, reduce=reduce, **given)
+    loss, kl, clipped = grpo_loss_of_logits(
+        logits, old_logp, ref_logp, completion_ids, advantages, completion_mask, temperature, vllm_is_ratio, None,
+        reduce, num_items_in_batch, loss_type=loss_type, level=importance_sampling_level, epsilon_low=eps_low,
+        epsilon_high=eps_high, delta=delta, beta=beta, unbiased_kl=use_bias_correction_kl,
+        sapo_temperature_pos=sapo_temperature_pos, sapo_temperature_neg=sapo_temperature_neg, vespo_k_pos=vespo_k_pos,
+        vespo_lambda_pos=vespo_lambda_pos, vespo_k_neg=vespo_k_neg, vespo_lambda_neg=vespo_lambda_neg,
+        max_length=max_completion_length,
+    )  # fmt: skip
     return (loss, [clipped] if kl is None else [kl, clipped]) if reduce else (loss, kl, clipped)

@@ -1,2 +1,2 @@
-from liger_kernel._compat import attn_res_backward, attn_res_forward
-from liger_kernel.operators.connections import LigerAttnResFunction
+from liger_kernel.compat.research_forwards import attn_res_backward, attn_res_forward
+from liger_kernel.research.connections import LigerAttnResFunction

@@ -1,2 +1,2 @@
-from liger_kernel._compat import liger_dyt_bwd, liger_dyt_fwd
-from liger_kernel.operators.norm import LigerDyTFunction
+from liger_kernel.compat.research_forwards import liger_dyt_bwd, liger_dyt_fwd
+from liger_kernel.research.norm import LigerDyTFunction

@@ -1,2 +1,6 @@
-from liger_kernel._compat import fused_add_rms_norm_backward, fused_add_rms_norm_forward
+from liger_kernel import _lazy
 from liger_kernel.operators.norm import LigerFusedAddRMSNormFunction
+
+__getattr__ = _lazy.lookup(
+    __name__, {"liger_kernel.compat.forwards": "fused_add_rms_norm_backward fused_add_rms_norm_forward"}
+)

@@ -8,49 +8,6 @@ import torch
 from torch import Tensor
 
 
-class _FusedLinearPPOFallbackFunction:
-    """One operator serves every device and float dtype; the name is Liger's."""
-
-    @staticmethod
-    def apply(hidden, weight, ids, temperature, ignore_index, return_entropy, selected_token_ids=None):
-        from liger_kernel.ops.linear_log_prob import linear_log_prob  # this file can be loaded by its path alone
-
-        selects = selected_token_ids is not None
-        wanted = ("entropy",) * return_entropy + ("lse",) * selects
-        results = linear_log_prob(hidden, weight, ids, None, float(temperature), ignore_index, outputs=wanted)
-        if not wanted:
-            return -results
-        given = (-results[0], *(results[1].to(hidden.dtype),) * return_entropy)
-        if not selects:
-            return given
-        logits = torch.nn.functional.linear(hidden, weight[selected_token_ids]).float() / temperature
-        selected = (logits - results[-1].unsqueeze(1)).masked_fill((ids == ignore_index).unsqueeze(1), 0)
-        return *given, selected
-
-
-class _Sm90Function:
-    """The same with the arguments that Liger gives to its kernel for compute capability 9.0."""
-
-    @staticmethod
-    def apply(
-        _input, weight, target, temperature, ignore_index, m_tiles_per_cluster, return_entropy, selected_token_ids=None
-    ):
-        options = temperature, ignore_index, return_entropy, selected_token_ids
-        return _FusedLinearPPOFallbackFunction.apply(_input, weight, target, *options)
-
-
-def _load_sm90_function():
-    return _Sm90Function
-
-
-def _resolve_implementation(device):
-    """What runs on this device; its compute capability is asked for only where it can matter."""
-    if device.type != "cuda" or not torch.cuda.is_available() or torch.version.hip is not None:
-        return _FusedLinearPPOFallbackFunction
-    hopper = torch.cuda.get_device_capability(device) == (9, 0)
-    return _load_sm90_function() if hopper else _FusedLinearPPOFallbackFunction
-
-
 class LigerFusedLinearScaledCrossEntropyFunction:
     @staticmethod
     def apply(
@@ -67,11 +24,19 @@ class LigerFusedLinearScaledCrossEntropyFunction:
         """
         _check_options(temperature, m_tiles_per_cluster, return_entropy, _input, weight, target, ignore_index)
         _check_selected(selected_token_ids, weight)
-        implementation = _resolve_implementation(_input.device)
-        tiles = () if implementation is _FusedLinearPPOFallbackFunction else (m_tiles_per_cluster,)
-        options = temperature, ignore_index, *tiles, return_entropy
-        selected = () if selected_token_ids is None else (selected_token_ids,)
-        return implementation.apply(_input, weight, target, *options, *selected)
+        from liger_kernel.ops.linear_log_prob import linear_log_prob  # this file can be loaded by its path alone
+
+        selects = selected_token_ids is not None
+        wanted = ("entropy",) * return_entropy + ("lse",) * selects
+        results = linear_log_prob(_input, weight, target, None, float(temperature), ignore_index, outputs=wanted)
+        if not wanted:
+            return -results
+        given = (-results[0], *(results[1].to(_input.dtype),) * return_entropy)
+        if selected_token_ids is None:
+            return given
+        logits = torch.nn.functional.linear(_input, weight[selected_token_ids]).float() / temperature
+        ignored = (target == ignore_index).unsqueeze(1)
+        return *given, (logits - results[-1].unsqueeze(1)).masked_fill(ignored, 0)
 
 
 class LigerFusedLinearScaledCrossEntropyTPFunction:

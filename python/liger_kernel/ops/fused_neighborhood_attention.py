@@ -1,1 +1,1 @@
-from liger_kernel.operators.attention import LigerFusedNeighborhoodAttentionFunction
+from liger_kernel.research.attention import LigerFusedNeighborhoodAttentionFunction

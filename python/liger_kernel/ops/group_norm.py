@@ -1,2 +1,2 @@
-from liger_kernel._compat import group_norm_backward, group_norm_forward
-from liger_kernel.operators.norm import LigerGroupNormFunction
+from liger_kernel.compat.research_forwards import group_norm_backward, group_norm_forward
+from liger_kernel.research.norm import LigerGroupNormFunction

@@ -1,2 +1,4 @@
-from liger_kernel._compat import jsd_backward, jsd_forward
+from liger_kernel import _lazy
 from liger_kernel.operators.loss import LigerJSDFunction
+
+__getattr__ = _lazy.lookup(__name__, {"liger_kernel.compat.forwards": "jsd_backward jsd_forward"})

@@ -1,4 +1,4 @@
-from liger_kernel._compat_mhc import (
+from liger_kernel.compat.mhc import (
     mhc_mm_norm_bwd,
     mhc_mm_norm_fwd,
     mhc_post_res_bwd,
@@ -8,4 +8,4 @@ from liger_kernel._compat_mhc import (
     mhc_sinkhorn_bwd,
     mhc_split_sinkhorn_fwd,
 )
-from liger_kernel.operators.connections import LigerMHCCoeffsFunction, LigerMHCPostResFunction, LigerMHCPreFunction
+from liger_kernel.research.connections import LigerMHCCoeffsFunction, LigerMHCPostResFunction, LigerMHCPreFunction

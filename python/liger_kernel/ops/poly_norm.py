@@ -1,2 +1,2 @@
-from liger_kernel._compat import poly_norm_backward, poly_norm_forward
-from liger_kernel.operators.norm import LigerPolyNormFunction
+from liger_kernel.compat.research_forwards import poly_norm_backward, poly_norm_forward
+from liger_kernel.research.norm import LigerPolyNormFunction

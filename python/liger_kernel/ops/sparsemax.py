@@ -1,2 +1,2 @@
-from liger_kernel._compat import _sparsemax_backward, _sparsemax_forward
-from liger_kernel.operators.activation import LigerSparsemaxFunction
+from liger_kernel.compat.research_forwards import _sparsemax_backward, _sparsemax_forward
+from liger_kernel.research.sparsemax import LigerSparsemaxFunction

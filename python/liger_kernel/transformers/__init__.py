@@ -8,7 +8,6 @@ import importlib.util
 
 from liger_kernel.transformers import functional
 from liger_kernel.transformers.cross_entropy import LigerCrossEntropyLoss
-from liger_kernel.transformers.dyt import LigerDyT
 from liger_kernel.transformers.families import FAMILIES, missing
 from liger_kernel.transformers.fused_add_rms_norm import LigerFusedAddRMSNorm
 from liger_kernel.transformers.fused_ce_tvd import LigerFusedCETVDLoss
@@ -18,16 +17,12 @@ from liger_kernel.transformers.fused_linear_kl_div import LigerFusedLinearKLDivL
 from liger_kernel.transformers.fused_linear_score_centering import ISCorrection, LigerFusedLinearScoreCenteringLoss
 from liger_kernel.transformers.gated_rms_norm import LigerRMSNormGated
 from liger_kernel.transformers.geglu import LigerGEGLUMLP, LigerGEGLUMLPForGemma4
-from liger_kernel.transformers.group_norm import LigerGroupNorm
 from liger_kernel.transformers.jsd import LigerJSD
 from liger_kernel.transformers.kl_div import LigerKLDIVLoss
 from liger_kernel.transformers.layer_norm import LigerLayerNorm
 from liger_kernel.transformers.llama4_rope import liger_llama4_text_rotary_pos_emb, liger_llama4_vision_rotary_pos_emb
-from liger_kernel.transformers.mhc import LigerMHC
 from liger_kernel.transformers.mlp import LigerFalconH1MLP, LigerMLP
 from liger_kernel.transformers.modulated_rms_norm import LigerModulatedRMSNorm
-from liger_kernel.transformers.multi_token_attention import LigerMultiTokenAttention
-from liger_kernel.transformers.poly_norm import LigerPolyNorm
 from liger_kernel.transformers.qwen2vl_mrope import liger_multimodal_rotary_pos_emb
 from liger_kernel.transformers.relu_squared import LigerReLUSquared
 from liger_kernel.transformers.rms_norm import (  # noqa: F401
@@ -38,7 +33,6 @@ from liger_kernel.transformers.rms_norm import (  # noqa: F401
 from liger_kernel.transformers.rope import liger_rotary_pos_emb
 from liger_kernel.transformers.router import LigerRouter
 from liger_kernel.transformers.softmax import LigerSoftmax
-from liger_kernel.transformers.sparsemax import LigerSparsemax
 from liger_kernel.transformers.swiglu import (
     LigerBlockSparseTop2MLP,
     LigerExperts,  # noqa: F401  (not in __all__, as in the API)
@@ -53,6 +47,10 @@ from liger_kernel.transformers.tvd import LigerTVDLoss
 from liger_kernel.transformers.vocab_parallel_cross_entropy import LigerVocabParallelCrossEntropy  # noqa: F401
 from liger_kernel.transformers.xielu import LigerXIELU
 
+_RESEARCH = {
+    "LigerDyT": "dyt", "LigerGroupNorm": "group_norm", "LigerMHC": "mhc", "LigerPolyNorm": "poly_norm",
+    "LigerMultiTokenAttention": "multi_token_attention", "LigerSparsemax": "sparsemax",
+}  # fmt: skip
 _LAZY = {
     "AutoLigerKernelForCausalLM": "auto_model",
     "use_as_hub_kernels": "hub_kernels",
@@ -68,6 +66,8 @@ def is_transformers_available() -> bool:
 
 
 def __getattr__(name):
+    if name in _RESEARCH:
+        return getattr(importlib.import_module(f"{__name__}.{_RESEARCH[name]}"), name)
     if name not in _LAZY:
         raise missing(__name__, name)
     if not is_transformers_available():

@@ -1,1 +1,1 @@
-from liger_kernel.operators.norm import LigerDyT, LigerDyTFunction
+from liger_kernel.research.norm import LigerDyT, LigerDyTFunction

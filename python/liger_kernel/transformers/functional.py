@@ -1,35 +1,16 @@
 """The operators as functions."""
 
+from liger_kernel import _lazy
 from liger_kernel.operators.activation import (
     LigerGELUMulFunction,
     LigerReLUSquaredFunction,
     LigerSiLUMulFunction,
     LigerSoftmaxFunction,
-    LigerSparsemaxFunction,
     liger_geglu,
     liger_relu_squared,
     liger_softmax,
-    liger_sparsemax,
     liger_swiglu,
     liger_xielu,
-)
-from liger_kernel.operators.attention import (
-    LigerFusedNeighborhoodAttentionFunction,
-    LigerMultiTokenAttentionFunction,
-    liger_fused_neighborhood_attention,
-    liger_multi_token_attention,
-)
-from liger_kernel.operators.connections import (
-    LigerAttnResFunction,
-    LigerMHCCoeffsFunction,
-    LigerMHCPostResFunction,
-    LigerMHCPreFunction,
-    liger_attn_res,
-    liger_mhc_apply,
-    liger_mhc_coeffs,
-    liger_mhc_forward,
-    liger_mhc_post_res,
-    liger_mhc_pre,
 )
 from liger_kernel.operators.distillation import LigerFusedLinearJSDFunction, liger_fused_linear_jsd
 from liger_kernel.operators.gated_norm import liger_gated_rms_norm
@@ -47,19 +28,13 @@ from liger_kernel.operators.loss import (
     liger_tvd,
 )
 from liger_kernel.operators.norm import (
-    LigerDyTFunction,
     LigerFusedAddRMSNormFunction,
-    LigerGroupNormFunction,
     LigerLayerNormFunction,
     LigerModulatedRMSNormFunction,
-    LigerPolyNormFunction,
     LigerRMSNormFunction,
-    liger_dyt,
     liger_fused_add_rms_norm,
-    liger_group_norm,
     liger_layer_norm,
     liger_modulated_rms_norm,
-    liger_poly_norm,
     liger_rms_norm,
 )
 from liger_kernel.operators.rope import (
@@ -76,6 +51,24 @@ from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEnt
 from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyTPFunction
 
 liger_fused_linear_scaled_cross_entropy_tp = LigerFusedLinearScaledCrossEntropyTPFunction.apply
+
+__getattr__ = _lazy.lookup(
+    __name__,
+    {
+        "liger_kernel.research.sparsemax": "LigerSparsemaxFunction liger_sparsemax",
+        "liger_kernel.research.attention": (
+            "LigerFusedNeighborhoodAttentionFunction LigerMultiTokenAttentionFunction "
+            "liger_fused_neighborhood_attention liger_multi_token_attention"
+        ),
+        "liger_kernel.research.connections": (
+            "LigerAttnResFunction LigerMHCCoeffsFunction LigerMHCPostResFunction LigerMHCPreFunction "
+            "liger_attn_res liger_mhc_apply liger_mhc_coeffs liger_mhc_forward liger_mhc_post_res liger_mhc_pre"
+        ),
+        "liger_kernel.research.norm": (
+            "LigerDyTFunction LigerGroupNormFunction LigerPolyNormFunction liger_dyt liger_group_norm liger_poly_norm"
+        ),
+    },
+)
 
 __all__ = [
     "CrossEntropyOutput", "Routed", "liger_attn_res", "liger_cross_entropy", "liger_dyt", "liger_expert_load",

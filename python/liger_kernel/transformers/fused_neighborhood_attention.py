@@ -1,4 +1,4 @@
-from liger_kernel.operators.attention import (
+from liger_kernel.research.attention import (
     LigerFusedNeighborhoodAttention,
     LigerFusedNeighborhoodAttentionConfig,
     LigerFusedNeighborhoodAttentionFunction,

@@ -1,1 +1,1 @@
-from liger_kernel.operators.norm import LigerGroupNorm, LigerGroupNormFunction
+from liger_kernel.research.norm import LigerGroupNorm, LigerGroupNormFunction

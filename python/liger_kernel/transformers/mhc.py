@@ -1,4 +1,4 @@
-from liger_kernel.operators.connections import (
+from liger_kernel.research.connections import (
     LigerMHC,
     LigerMHCCoeffsFunction,
     LigerMHCPostResFunction,

@@ -3,7 +3,6 @@
 import importlib
 import inspect
 import logging
-import types
 
 import transformers
 from packaging import version
@@ -12,34 +11,9 @@ from transformers import PreTrainedModel
 
 from liger_kernel.graphs import capture_model
 from liger_kernel.memory import plan_later
-from liger_kernel.operators.coverage import kinds_in
 from liger_kernel.transformers.by_source import row_of
-from liger_kernel.transformers.cross_entropy import LigerCrossEntropyLoss
 from liger_kernel.transformers.families import FAMILIES, MODEL_TYPES, SWITCHES, missing, nearest, unsupported
-from liger_kernel.transformers.functional import liger_cross_entropy
-from liger_kernel.transformers.geglu import LigerGEGLUMLP, LigerGEGLUMLPForGemma4
-from liger_kernel.transformers.layer_norm import LigerLayerNorm
-from liger_kernel.transformers.qwen2vl_mrope import liger_multimodal_rotary_pos_emb
-from liger_kernel.transformers.relu_squared import LigerReLUSquared
-from liger_kernel.transformers.replace import Edits, own_attributes, replace_class
-from liger_kernel.transformers.rms_norm import (
-    LigerRMSNorm,
-    LigerRMSNormForMuseGlimmer,
-    LigerRMSNormForMuseGlimmerTextCentered,
-)
-from liger_kernel.transformers.rope import (
-    liger_rotary_pos_emb,
-    liger_rotary_pos_emb_gpt_oss,
-    liger_rotary_pos_emb_vision,
-)
-from liger_kernel.transformers.swiglu import (
-    LigerBlockSparseTop2MLP,
-    LigerExperts,
-    LigerPhi3SwiGLUMLP,
-    LigerSwiGLUMLP,
-    LigerSwiGLUMLPForMuseGlimmer,
-)
-from liger_kernel.utils import PEFT_AVAILABLE, warn_once
+from liger_kernel.utils import warn_once
 
 transformer_version = version.parse(transformers.__version__)
 MIN_SUPPORTED_TRANSFORMERS_VERSION = version.parse("4.52.0")
@@ -51,7 +25,7 @@ if transformer_version < MIN_SUPPORTED_TRANSFORMERS_VERSION:
         f"{transformers.__version__} is installed. Run `pip install -U transformers`."
     )
 
-from liger_kernel.transformers.patch import ReplacedModule, Report, patch
+from liger_kernel.transformers.patch import Report, patch
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +33,15 @@ logger = logging.getLogger(__name__)
 _OPTIONS = ("memory_budget", "cuda_graphs", "by_source")
 # The switches that the API has not.
 _OURS = ("router", "layers", "lora")
+# What others import from here: liger_kernel.compat.trainers has it.
+_OF_OTHERS = frozenset(
+    "_bind_method_to_module _patch_geglu_module _patch_layer_norm_module _patch_rms_norm_module _patch_swiglu_module "
+    "PEFT_AVAILABLE LigerBlockSparseTop2MLP LigerCrossEntropyLoss LigerExperts LigerGEGLUMLP LigerGEGLUMLPForGemma4 "
+    "LigerLayerNorm LigerPhi3SwiGLUMLP LigerReLUSquared LigerRMSNorm LigerRMSNormForMuseGlimmer "
+    "LigerRMSNormForMuseGlimmerTextCentered LigerSwiGLUMLP LigerSwiGLUMLPForMuseGlimmer liger_cross_entropy "
+    "liger_multimodal_rotary_pos_emb liger_rotary_pos_emb liger_rotary_pos_emb_gpt_oss "
+    "liger_rotary_pos_emb_vision".split()
+)
 
 
 def _apply_function(row):
@@ -240,46 +223,6 @@ def __getattr__(name):
     # Before the lookup, which imports: inspect.getmodule asks for __file__.
     if name.endswith("_lce_forward") and (family := name.removesuffix("_lce_forward")) in FAMILIES:
         return importlib.import_module(f"liger_kernel.transformers.model.{family}").lce_forward
+    if name in _OF_OTHERS:
+        return getattr(importlib.import_module("liger_kernel.compat.trainers"), name)
     raise missing(__name__, name)
-
-
-def _bind_method_to_module(module, method_name: str, new_method) -> None:
-    """Bind a function to one module, under `method_name`."""
-    module.__dict__[method_name] = types.MethodType(new_method, module)
-
-
-def _patch_rms_norm_module(module, offset=0.0, eps=1e-6, casting_mode="llama", in_place=True, row_mode=None) -> None:
-    """Make one RMSNorm module compute as LigerRMSNorm does; of a PEFT wrapper, both copies of the module."""
-    if type(module).__name__ == "ModulesToSaveWrapper":
-        parts = [*module.modules_to_save.values(), module.original_module]
-    else:
-        parts = [module]
-    preset = {"offset": offset, "eps": eps, "casting_mode": casting_mode, "in_place": in_place, "row_mode": row_mode}
-    for part in parts:
-        replace_class(part, ReplacedModule(LigerRMSNorm), Edits(), **own_attributes(part, LigerRMSNorm, **preset))
-
-
-def _patch_layer_norm_module(module, eps=1e-6) -> None:
-    """Make one LayerNorm module compute as LigerLayerNorm does; of a PEFT wrapper, both copies of the module."""
-    parts = (
-        [*module.modules_to_save.values(), module.original_module]
-        if type(module).__name__ == "ModulesToSaveWrapper"
-        else [module]
-    )
-    for part in parts:
-        shape = getattr(part, "normalized_shape", None) or part.weight.shape
-        own = {"hidden_size": getattr(part, "hidden_size", None) or shape[0]}
-        if getattr(part, "variance_epsilon", None) is None:
-            own["variance_epsilon"] = eps if getattr(part, "eps", None) is None else part.eps
-            own |= {"liger_eps": "eps"} if hasattr(part, "eps") else {}
-        replace_class(part, ReplacedModule(LigerLayerNorm), Edits(), **own)
-
-
-def _patch_swiglu_module(module, liger_module) -> None:
-    """Make one gated feed-forward module compute as `liger_module`, a class, does."""
-    replace_class(module, ReplacedModule(liger_module, kinds=kinds_in(module)), Edits())
-
-
-def _patch_geglu_module(module) -> None:
-    """Make one gated feed-forward module compute as LigerGEGLUMLP does."""
-    replace_class(module, ReplacedModule(LigerGEGLUMLP, kinds=kinds_in(module)), Edits())

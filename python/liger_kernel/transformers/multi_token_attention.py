@@ -1,1 +1,1 @@
-from liger_kernel.operators.attention import LigerMultiTokenAttention, LigerMultiTokenAttentionFunction
+from liger_kernel.research.attention import LigerMultiTokenAttention, LigerMultiTokenAttentionFunction

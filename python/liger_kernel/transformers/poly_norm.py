@@ -1,1 +1,1 @@
-from liger_kernel.operators.norm import LigerPolyNorm, LigerPolyNormFunction
+from liger_kernel.research.norm import LigerPolyNorm, LigerPolyNormFunction

@@ -1,1 +1,1 @@
-from liger_kernel.operators.activation import LigerSparsemax, LigerSparsemaxFunction
+from liger_kernel.research.sparsemax import LigerSparsemax, LigerSparsemaxFunction

@@ -1,1 +1,1 @@
-from liger_kernel.operators.embedding import matmul, pack_weights, unpack_weights
+from liger_kernel.research.int2 import matmul, pack_weights, unpack_weights
