@@ -13,7 +13,7 @@ from liger_kernel.operators.coverage import kernels_cover
 from liger_kernel.operators.distillation import JENSEN_SHANNON, forward_with_gradients
 from liger_kernel.operators.head import OUTPUTS as ALL_OUTPUTS
 from liger_kernel.operators.head import output_bits
-from liger_kernel.transformers.report import Replacement, Report, Skip
+from liger_kernel.transformers.patching.report import Replacement, Report, Skip
 
 #: What TRL's function can give, in its order.
 OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")

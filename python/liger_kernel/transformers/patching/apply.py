@@ -10,8 +10,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from liger_kernel.operators.coverage import has_replaced_forward, kernels_cover
-from liger_kernel.transformers import numeric
-from liger_kernel.transformers.by_source import completed, original_class, tables_fit
 from liger_kernel.transformers.causal_lm import (
     FusedLoss,
     fused_forward,
@@ -26,13 +24,15 @@ from liger_kernel.transformers.causal_lm import (
     same_code,
     uses_standard_loss,
 )
-from liger_kernel.transformers.families import FAMILIES, MODEL_TYPES, CausalLM, Family, Swap
 from liger_kernel.transformers.head import FSDPModule, describe, head_of, prepare_head
-from liger_kernel.transformers.layers import OPERATORS, fuse_classes, fuse_modules
 from liger_kernel.transformers.lora import follow_later, watch_adapters
 from liger_kernel.transformers.model import loss_utils
-from liger_kernel.transformers.parts import find, is_known, kinds_of, obstacle, unfit
-from liger_kernel.transformers.replace import (
+from liger_kernel.transformers.patching import numeric
+from liger_kernel.transformers.patching.by_source import completed, original_class, tables_fit
+from liger_kernel.transformers.patching.families import FAMILIES, MODEL_TYPES, CausalLM, Family, Swap
+from liger_kernel.transformers.patching.formulas import find, is_known, kinds_of, obstacle, unfit
+from liger_kernel.transformers.patching.layers import OPERATORS, fuse_classes, fuse_modules
+from liger_kernel.transformers.patching.place import (
     Edits,
     in_place_of,
     is_variant,
@@ -42,10 +42,10 @@ from liger_kernel.transformers.replace import (
     variant,
     with_globals,
 )
-from liger_kernel.transformers.replaced import ReplacedCall, ReplacedModule, is_one_operator, replacement
-from liger_kernel.transformers.report import Replacement, Report, Skip
+from liger_kernel.transformers.patching.replaced import ReplacedCall, ReplacedModule, is_one_operator, replacement
+from liger_kernel.transformers.patching.report import Replacement, Report, Skip
+from liger_kernel.transformers.patching.source import as_written
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
-from liger_kernel.transformers.source import as_written
 from liger_kernel.utils import warn_once
 
 _LOSSES = {"cross_entropy", "fused_linear_cross_entropy"}

@@ -147,7 +147,7 @@ SWITCHES = {
     "lora": "linear layers with LoRA adapters of PEFT, and gated MLPs of them",
 }
 
-# What stands for a name of a row is found by its source (parts.py), among these. Of a row that is not in FAMILIES an
+# What stands for a name of a row is found by its source (formulas.py), among these. Of a row that is not in FAMILIES an
 # unknown source is tried against them, in this order.
 _RMS_NORMS = ("", "ForOlmo2", "ForGemma", "WithoutWeight")
 RMS_NORM = Swap("rms_norm", tuple(f"rms_norm.LigerRMSNorm{kind}" for kind in _RMS_NORMS))

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from torch import nn
 
 from liger_kernel.operators.coverage import has_replaced_forward, kinds_in
-from liger_kernel.transformers.layer_norm import LigerLayerNorm
-from liger_kernel.transformers.replace import kept_forwards
-from liger_kernel.transformers.source import fingerprint
+from liger_kernel.transformers.patching.part import part_of
+from liger_kernel.transformers.patching.place import kept_forwards
+from liger_kernel.transformers.patching.source import fingerprint
 
 _TABLE = pathlib.Path(__file__).with_name("sources.json")
 
 
 @dataclass(frozen=True)
-class Part:
+class Formula:
     """What computes as some sources do.
 
     Args:
@@ -41,24 +41,24 @@ class Part:
 
 _RMS = "rms_norm.LigerRMSNorm"
 _GATED_RMS = "gated_rms_norm.LigerRMSNormGated"
-PARTS = {
+FORMULAS = {
     # rounds before the weight
-    "rms_norm": Part((_RMS, f"{_RMS}ForGlm4"), "LigerRMSNorm"),
+    "rms_norm": Formula((_RMS, f"{_RMS}ForGlm4"), "LigerRMSNorm"),
     # multiplies by the weight, or by 1 + weight, in float
-    "float_rms_norm": Part((f"{_RMS}ForOlmo2", f"{_RMS}ForGemma4"), "LigerFloatRMSNorm"),
-    "offset_rms_norm": Part(
+    "float_rms_norm": Formula((f"{_RMS}ForOlmo2", f"{_RMS}ForGemma4"), "LigerFloatRMSNorm"),
+    "offset_rms_norm": Formula(
         tuple(f"{_RMS}For{name}" for name in ("Gemma", "Gemma2", "Gemma3", "Qwen3Next")), "LigerZeroCenteredRMSNorm"
     ),
-    "weightless_rms_norm": Part((f"{_RMS}WithoutWeight",)),
+    "weightless_rms_norm": Formula((f"{_RMS}WithoutWeight",)),
     # the gate last, or first, of a norm that rounds before the weight; all of it in float
-    "gated_rms_norm": Part((_GATED_RMS,)),
-    "gate_first_rms_norm": Part((f"{_GATED_RMS}ForMamba2",)),
-    "float_gated_rms_norm": Part((f"{_GATED_RMS}ForKimiLinear",)),
+    "gated_rms_norm": Formula((_GATED_RMS,)),
+    "gate_first_rms_norm": Formula((f"{_GATED_RMS}ForMamba2",)),
+    "float_gated_rms_norm": Formula((f"{_GATED_RMS}ForKimiLinear",)),
     # torch.nn.LayerNorm; one that computes in float and gives the input's dtype
-    "layer_norm": Part(("layer_norm.LigerLayerNorm",)),
-    "float_layer_norm": Part(("layer_norm.LigerLayerNormForCohere",)),
+    "layer_norm": Formula(("layer_norm.LigerLayerNorm",)),
+    "float_layer_norm": Formula(("layer_norm.LigerLayerNormForCohere",)),
     # the projections are gate_proj, up_proj, down_proj; gate_up_proj, down_proj; w1, w3, w2
-    "gated_mlp": Part(
+    "gated_mlp": Formula(
         (
             *(f"swiglu.Liger{name}" for name in ("SwiGLUMLP", "Qwen3MoeSwiGLUMLP", "HunyuanV1SwiGLUMLP")),
             "geglu.LigerGEGLUMLP",
@@ -66,64 +66,64 @@ PARTS = {
         ),
         "LigerGatedMLP",
     ),
-    "packed_gated_mlp": Part(("swiglu.LigerPhi3SwiGLUMLP",)),
-    "granite_gated_mlp": Part(("swiglu.LigerGraniteSwiGLUMLP",)),
-    "top2_gated_mlp": Part(("swiglu.LigerBlockSparseTop2MLP",)),
-    "scaled_gated_mlp": Part(("swiglu.LigerFalconH1SwiGLUMLP",)),
-    "gated_mlp_with_dropout": Part(("swiglu.LigerSeedOssSwiGLUMLP",)),
+    "packed_gated_mlp": Formula(("swiglu.LigerPhi3SwiGLUMLP",)),
+    "granite_gated_mlp": Formula(("swiglu.LigerGraniteSwiGLUMLP",)),
+    "top2_gated_mlp": Formula(("swiglu.LigerBlockSparseTop2MLP",)),
+    "scaled_gated_mlp": Formula(("swiglu.LigerFalconH1SwiGLUMLP",)),
+    "gated_mlp_with_dropout": Formula(("swiglu.LigerSeedOssSwiGLUMLP",)),
     # gate and up clamped; gate · σ(alpha · gate) · (up + 1) of them
-    "clamped_gated_mlp": Part(("swiglu.LigerClampedSwiGLUMLP",)),
-    "clamped_swish_mlp": Part(("swiglu.LigerClampedSwishMLP",)),
-    "clamped_experts": Part(("experts.LigerClampedExperts",)),
-    "clamped_swish_experts": Part(("experts.LigerClampedSwishExperts",)),
-    "experts": Part(("swiglu.LigerExperts", "experts.LigerGEGLUExperts")),
-    "transposed_experts": Part(("experts.LigerTransposedExperts",)),
-    "gpt_oss_experts": Part(("experts.LigerGptOssExperts",)),
+    "clamped_gated_mlp": Formula(("swiglu.LigerClampedSwiGLUMLP",)),
+    "clamped_swish_mlp": Formula(("swiglu.LigerClampedSwishMLP",)),
+    "clamped_experts": Formula(("experts.LigerClampedExperts",)),
+    "clamped_swish_experts": Formula(("experts.LigerClampedSwishExperts",)),
+    "experts": Formula(("swiglu.LigerExperts", "experts.LigerGEGLUExperts")),
+    "transposed_experts": Formula(("experts.LigerTransposedExperts",)),
+    "gpt_oss_experts": Formula(("experts.LigerGptOssExperts",)),
     # what gives logits, weights and indices of experts
-    "softmax_router": Part(("router.LigerSoftmaxRouter",)),
-    "normalised_router": Part(("router.LigerNormalisedRouter",)),
-    "mixtral_router": Part(("router.LigerMixtralRouter",)),
-    "jamba_router": Part(("router.LigerJambaRouter",)),
-    "granite_router": Part(("router.LigerGraniteRouter",)),
-    "privacy_filter_router": Part(("router.LigerPrivacyFilterRouter",)),
-    "deepseek_v2_router": Part(("router.LigerDeepseekV2Router",)),
-    "deepseek_v3_router": Part(("router.LigerDeepseekV3Router",)),
-    "beam_router": Part(("router.LigerBeamRouter",)),
-    "mistral_large4_router": Part(("router.LigerMistralLarge4Router",)),
-    "hy_v3_router": Part(("router.LigerHYV3Router",)),
-    "minimax_m2_router": Part(("router.LigerMiniMaxM2Router",)),
-    "minimax_m3_router": Part(("router.LigerMiniMaxM3Router",)),
-    "ernie_router": Part(("router.LigerErnieRouter",)),
-    "flint_router": Part(("router.LigerFlintRouter",)),
+    "softmax_router": Formula(("router.LigerSoftmaxRouter",)),
+    "normalised_router": Formula(("router.LigerNormalisedRouter",)),
+    "mixtral_router": Formula(("router.LigerMixtralRouter",)),
+    "jamba_router": Formula(("router.LigerJambaRouter",)),
+    "granite_router": Formula(("router.LigerGraniteRouter",)),
+    "privacy_filter_router": Formula(("router.LigerPrivacyFilterRouter",)),
+    "deepseek_v2_router": Formula(("router.LigerDeepseekV2Router",)),
+    "deepseek_v3_router": Formula(("router.LigerDeepseekV3Router",)),
+    "beam_router": Formula(("router.LigerBeamRouter",)),
+    "mistral_large4_router": Formula(("router.LigerMistralLarge4Router",)),
+    "hy_v3_router": Formula(("router.LigerHYV3Router",)),
+    "minimax_m2_router": Formula(("router.LigerMiniMaxM2Router",)),
+    "minimax_m3_router": Formula(("router.LigerMiniMaxM3Router",)),
+    "ernie_router": Formula(("router.LigerErnieRouter",)),
+    "flint_router": Formula(("router.LigerFlintRouter",)),
     # the residual stream, a norm, attention, a norm, an MLP: transformers/layers.py has the steps of each
-    "decoder_layer": Part(),
-    "scaled_decoder_layer": Part(),
-    "sandwich_decoder_layer": Part(),
-    "glm4_decoder_layer": Part(),
-    "dropout_decoder_layer": Part(),
-    "feed_forward_decoder_layer": Part(),
-    "hybrid_decoder_layer": Part(),
-    "early_hybrid_decoder_layer": Part(),
-    "load_balancing_loss": Part(("router.liger_load_balancing_loss_func",)),
-    "relu_squared": Part(("relu_squared.LigerReLUSquared",)),
-    "xielu": Part(("xielu.LigerXIELU",)),
+    "decoder_layer": Formula(),
+    "scaled_decoder_layer": Formula(),
+    "sandwich_decoder_layer": Formula(),
+    "glm4_decoder_layer": Formula(),
+    "dropout_decoder_layer": Formula(),
+    "feed_forward_decoder_layer": Formula(),
+    "hybrid_decoder_layer": Formula(),
+    "early_hybrid_decoder_layer": Formula(),
+    "load_balancing_loss": Formula(("router.liger_load_balancing_loss_func",)),
+    "relu_squared": Formula(("relu_squared.LigerReLUSquared",)),
+    "xielu": Formula(("xielu.LigerXIELU",)),
     # tables as wide as a head; the same with a result of q's dtype; half as wide; of a part of a head; for neighbouring
     # columns, which have one table column, or two that are equal, or are put in halves
-    "rope": Part(("rope.liger_rotary_pos_emb",), "LigerRotaryEmbedding", "halves"),
-    "float_rope": Part(("rope.liger_rotary_pos_emb",), "LigerFloatRotaryEmbedding", "halves"),
-    "half_table_rope": Part(("rope.liger_half_table_rotary_pos_emb",), "LigerHalfTableRotaryEmbedding"),
-    "partial_rope": Part(("rope.liger_rotary_pos_emb",), tables="halves"),
-    "interleaved_rope": Part(("rope.liger_interleaved_rotary_pos_emb",)),
-    "paired_table_rope": Part(("rope.liger_paired_table_rotary_pos_emb",), tables="pairs"),
-    "deinterleaving_rope": Part(("rope.liger_deinterleaving_rotary_pos_emb",), tables="halves"),
-    "vision_rope": Part(("rope.liger_rotary_pos_emb_vision",), tables="halves"),
-    "sectioned_rope": Part(("qwen2vl_mrope.liger_multimodal_rotary_pos_emb",), tables="halves"),
-    "complex_rope": Part(("llama4_rope.liger_complex_rotary_pos_emb",)),
-    "llama4_rope": Part(("llama4_rope.liger_llama4_text_rotary_pos_emb",)),
-    "llama4_vision_rope": Part(("llama4_rope.liger_llama4_vision_rotary_pos_emb",)),
+    "rope": Formula(("rope.liger_rotary_pos_emb",), "LigerRotaryEmbedding", "halves"),
+    "float_rope": Formula(("rope.liger_rotary_pos_emb",), "LigerFloatRotaryEmbedding", "halves"),
+    "half_table_rope": Formula(("rope.liger_half_table_rotary_pos_emb",), "LigerHalfTableRotaryEmbedding"),
+    "partial_rope": Formula(("rope.liger_rotary_pos_emb",), tables="halves"),
+    "interleaved_rope": Formula(("rope.liger_interleaved_rotary_pos_emb",)),
+    "paired_table_rope": Formula(("rope.liger_paired_table_rotary_pos_emb",), tables="pairs"),
+    "deinterleaving_rope": Formula(("rope.liger_deinterleaving_rotary_pos_emb",), tables="halves"),
+    "vision_rope": Formula(("rope.liger_rotary_pos_emb_vision",), tables="halves"),
+    "sectioned_rope": Formula(("qwen2vl_mrope.liger_multimodal_rotary_pos_emb",), tables="halves"),
+    "complex_rope": Formula(("llama4_rope.liger_complex_rotary_pos_emb",)),
+    "llama4_rope": Formula(("llama4_rope.liger_llama4_text_rotary_pos_emb",)),
+    "llama4_vision_rope": Formula(("llama4_rope.liger_llama4_vision_rotary_pos_emb",)),
     # what makes the tables
-    "tables_of_halves": Part(makes="halves"),
-    "tables_of_pairs": Part(makes="pairs"),
+    "tables_of_halves": Formula(makes="halves"),
+    "tables_of_pairs": Formula(makes="pairs"),
 }
 
 
@@ -133,7 +133,7 @@ def sources() -> dict[str, str]:
     return {key: name for name, entries in json.loads(_TABLE.read_text()).items() for key in entries}
 
 
-def part_name(original) -> str | None:
+def formula_name(original) -> str | None:
     """The name of the part that computes what a class of modules or a function does, by its source; None for an unknown
     one."""
     if original is nn.LayerNorm:  # whose source differs from one version of torch to the next
@@ -141,10 +141,10 @@ def part_name(original) -> str | None:
     return sources().get(fingerprint(original) or "")
 
 
-def find(original) -> Part | None:
+def find(original) -> Formula | None:
     """The part of that name."""
-    name = part_name(original)
-    return None if name is None else PARTS[name]
+    name = formula_name(original)
+    return None if name is None else FORMULAS[name]
 
 
 def is_known(target: str, original) -> bool:
@@ -167,11 +167,7 @@ def unfit(module, part, activations):
     if activations and (others := kinds_in(module) - kinds_of(activations)):
         names = ", ".join(sorted(getattr(kind, "__name__", str(kind)) for kind in others))
         return f"its activation is {names}, not {activations[0]}"
-    if issubclass(part, LigerLayerNorm):
-        weight = getattr(module, "weight", None)
-        if len(getattr(module, "normalized_shape", (0,))) != 1 or (weight is not None and weight.dim() != 1):
-            return "it normalises, or weighs, more than the last dimension"
-    return None
+    return None if (keep := part_of(part).keep) is None else keep(module, False)
 
 
 def obstacle(module, cls, part, activations):
@@ -180,6 +176,4 @@ def obstacle(module, cls, part, activations):
         return f"{type(module).__name__} defines its own forward"
     if has_replaced_forward(module) and not kept_forwards(module):
         return "its forward was replaced on the instance"
-    if (reason_to_keep := getattr(part, "reason_to_keep", None)) and (reason := reason_to_keep(module, running=False)):
-        return reason
     return unfit(module, part, activations)

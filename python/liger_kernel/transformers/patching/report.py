@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from liger_kernel.transformers.replace import Edits
+from liger_kernel.transformers.patching.place import Edits
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,26 @@
+"""The rows of the supported model families, and what a row of one's own is made of (docs/families.md)."""
+
+from liger_kernel.transformers.patching.families import (  # noqa: F401
+    EXACT_GEGLU,
+    FAMILIES,
+    GATED_RMS_NORM,
+    GEGLU,
+    GPT_OSS_EXPERTS,
+    LAYER_NORM,
+    LLAMA4_ROPE,
+    MODEL_TYPES,
+    RELU_SQUARED,
+    RMS_NORM,
+    ROPE,
+    ROUTER,
+    ROUTER_LOSS,
+    SECTIONED_ROPE,
+    SWIGLU,
+    SWITCHES,
+    VISION_ROPE,
+    XIELU,
+    CausalLM,
+    Family,
+    Swap,
+    table,
+)
