@@ -80,9 +80,9 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
             terms = dict(all_terms=return_soft_hard_loss, **given, **loss_kwargs)
             loss_of = lambda z, teacher_z, rows: _sums(z, teacher_z, labels[rows], cls.distillation_loss_fn, **terms)
             made = sums_over_tokens(student, teacher, loss_of, 3, factor, chunk, wanted=wanted)
-        sums, (grad_input, *others), rest = made
+        sums, (grad_input, *others), grad_scale = made
         grad_input = grad_input if grad_input is None else grad_input.view(tensors[0].shape)
-        save_gradients(ctx, tensors, (grad_input, *others), rest)
+        save_gradients(ctx, tensors, (grad_input, *others), grad_scale)
         loss, soft, hard = (s.clone() for s in sums * factor)
         if not return_soft_hard_loss:
             return loss
@@ -131,7 +131,7 @@ def _head(heads, model, hidden="input"):
 
 
 def _run_operator(student, teacher, labels, factor, kind, masks_ignored, chunk, wanted, **options):
-    """([weighted sum, soft, hard] over the tokens, gradients, rest), of the loss that is factor times the first."""
+    """([weighted sum, soft, hard] over the tokens, gradients, grad_scale) of the loss, factor times the first."""
     ignore_index, beta, temperature = options["ignore_index"], options["beta"], options["temperature"]
     with_hard, soft_weight = options["compute_ce_loss"], options["weight_soft_loss"]
     hard_weight = options["weight_hard_loss"] * bool(with_hard)
@@ -142,10 +142,10 @@ def _run_operator(student, teacher, labels, factor, kind, masks_ignored, chunk, 
     divergence_of = kind, beta if masks_ignored else 0.5, temperature, ignore_index, masks_ignored
     max_bytes = chunk * 2 * len(student[1]) * student[0].element_size()
     made = forward_with_gradients(student, teacher, labels, *weights, *divergence_of, max_bytes, wanted)
-    loss, divergence, nll, _, gradients, rest = made
+    loss, divergence, nll, _, gradients, grad_scale = made
     # Not a product of vectors, which autocast would round to 16 bits.
     soft, hard = share * (each * divergence).sum(), (counts * nll).sum() if with_hard else torch.zeros_like(loss)
-    return torch.stack([soft_weight * soft + hard_weight * hard, soft, hard]), gradients, rest
+    return torch.stack([soft_weight * soft + hard_weight * hard, soft, hard]), gradients, grad_scale
 
 
 def _cross_entropy(logits, labels, ignore_index):
