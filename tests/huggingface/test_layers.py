@@ -8,6 +8,7 @@ import types
 import every_type
 import pytest
 import torch
+import transformers
 from conftest import batch, make, run
 from liger_kernel.operators.residual import add_and_normalise
 from liger_kernel.transformers import LigerRMSNorm, apply_liger_kernel_to_llama
@@ -16,6 +17,7 @@ from liger_kernel.transformers.patching.layers import STEPS, fused_forward
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+NEW = transformers.__version__.split(".")[0] != "4"
 OPERATORS = ("gated_mlp", "qkv", "fused_add_rms_norm")
 
 
@@ -48,7 +50,8 @@ def same_to(expected, found, tolerance):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma2"])
+# Layers of transformers 4 that return tuples keep their forward.
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", *(["gemma2"] if NEW else [])])
 def test_a_step_as_the_modules_compute_it(family, dtype, patched):
     """The loss is the same to the bit: nothing is rounded elsewhere. Gradients of the input of several projections are
     summed inside of their GEMMs, and those of the residual stream inside of the norm's: two roundings less each."""
@@ -96,7 +99,8 @@ def test_hooks_and_adapters_see_what_they_saw(patched):
 
 
 @pytest.mark.parametrize(
-    "family", ["granite", "gemma3_text", "glm4", "phi3", "qwen3_next", "mixtral", "gpt_oss", "olmoe"]
+    "family",
+    ["glm4", "phi3", "qwen3_next", "olmoe", *(["granite", "gemma3_text", "mixtral", "gpt_oss"] if NEW else [])],
 )
 def test_other_layers_as_their_own_forward_computes_them(family, patched):
     """Norms and dropouts of what is added, multipliers, linear attention, experts that return their router's logits."""

@@ -32,6 +32,7 @@ from liger_kernel.transformers.patching.by_source import completed, original_cla
 from liger_kernel.transformers.patching.families import FAMILIES, MODEL_TYPES, CausalLM, Family, Swap
 from liger_kernel.transformers.patching.formulas import find, is_known, kinds_of, obstacle, unfit
 from liger_kernel.transformers.patching.layers import OPERATORS, fuse_classes, fuse_modules
+from liger_kernel.transformers.patching.masks import count_classes, count_modules
 from liger_kernel.transformers.patching.place import (
     Edits,
     in_place_of,
@@ -172,6 +173,7 @@ class _Patcher:
             else:
                 self._convert_callers(swaps, name)
         self._layers()
+        self._masks()
         if self.model is None:
             self._class_losses()
         else:
@@ -325,6 +327,19 @@ class _Patcher:
             self._done("layers", name, "gated_mlp", count)
         for (kind, name), count in sorted(done.items()):
             self._done("layers", name, OPERATORS[kind], None if self.model is None else count)
+
+    def _masks(self):
+        if "masks" not in self.on:
+            return
+        if self.model is None:
+            classes = [cls for cls in vars(self.namespace).values() if getattr(cls, "__module__", 0) == self.row.module]
+            done, kept = count_classes(classes, self.edits)
+        else:
+            done, kept = count_modules(self.modules, self.edits)
+        for name, reason in kept:
+            self._skip("masks", name, reason)
+        for name, count in done.items():
+            self._done("masks", name, "masks without positions", None if self.model is None else count)
 
     def _whole_mlps(self):
         """The classes of gated MLPs that are one operator, by name, with the number of modules."""

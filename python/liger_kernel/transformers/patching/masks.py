@@ -12,11 +12,16 @@ without them. Positions that are given are searched as before.
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+from transformers import PreTrainedModel
+
+from liger_kernel.operators.coverage import has_replaced_forward
 from liger_kernel.transformers.causal_lm import names_in
-from liger_kernel.transformers.patching.place import with_globals
+from liger_kernel.transformers.patching.place import Edits, replace_class, with_globals
 
 #: The functions of masking_utils that search, which take positions by name.
 _SEARCHING = (
@@ -27,10 +32,20 @@ _SEARCHING = (
 )
 
 
+def _is_all_causal(config: Any = None, attention_mask: Any = None, past_key_values: Any = None, **others: Any) -> bool:
+    """Whether torch's attention needs no mask to be causal: where nothing else is masked. Before 5.18 transformers
+    does not look when it is compiled."""
+    sizes = ("input_embeds", "inputs_embeds", "cache_position", "position_ids")
+    more = any(value is not None for name, value in others.items() if name not in sizes)
+    return attention_mask is None and past_key_values is None and not more and config._attn_implementation == "sdpa"
+
+
 def _without_positions(home: Any, name: str) -> Callable[..., Any]:
     """The function that a modeling module calls `name` now, given no positions."""
 
     def create(*args: Any, **kwargs: Any) -> Any:
+        if name == "create_causal_mask" and torch.compiler.is_dynamo_compiling() and _is_all_causal(**kwargs):
+            return None
         return getattr(home, name)(*args, **{**kwargs, "position_ids": None})
 
     return create
@@ -69,6 +84,33 @@ def is_counting(cls: Any) -> bool:
     return hasattr(cls.forward, "liger_counts")
 
 
-def counting(base: type) -> tuple[str, tuple[type], dict[str, Any]]:
+def counting(base: Any) -> tuple[str, tuple[type], dict[str, Any]]:
     """The part, for replace_class, whose forward that is."""
     return base.__name__, (base,), {"forward": counting_forward(base)}
+
+
+def count_classes(classes: Iterable[Any], edits: Edits) -> tuple[Counter[str], list[tuple[str, str]]]:
+    """Give classes of models such forwards: ({name of the class: how many}, [])."""
+    done: Counter[str] = Counter()
+    for cls in classes:
+        if isinstance(cls, type) and issubclass(cls, PreTrainedModel) and "forward" in vars(cls):
+            if forward := counting_forward(cls):
+                edits.set(cls, "forward", forward)
+            done[cls.__name__] += is_counting(cls)
+    return +done, []
+
+
+def count_modules(modules: Iterable[Any], edits: Edits) -> tuple[Counter[str], list[tuple[str, str]]]:
+    """Give live models such forwards: ({name of the class: modules}, [(name, why not)])."""
+    done: Counter[str] = Counter()
+    kept = []
+    for module in modules:
+        if isinstance(module, PreTrainedModel):
+            cls = type(module)
+            if counting_forward(cls) is not None:
+                if has_replaced_forward(module):
+                    kept.append((cls.__name__, "its forward was replaced on the instance"))
+                    continue
+                replace_class(module, counting, edits)
+            done[cls.__name__] += is_counting(type(module))
+    return +done, kept

@@ -26,6 +26,7 @@ def apply_liger_kernel_by_structure(
     layer_norm: bool = True,
     rope: bool = True,
     layers: bool = True,
+    masks: bool = True,
 ) -> Report:
     """Patch a causal language model of any family, and return a Report.
 
@@ -43,6 +44,7 @@ def apply_liger_kernel_by_structure(
         layer_norm: torch's LayerNorms over one dimension, and others of known source.
         rope: rotary embeddings of known source whose tables are made by code of known source.
         layers: several steps of a layer as one operator.
+        masks: attention masks without a search for packed sequences where no position_ids are given.
 
     Raises TypeError for something that is no torch.nn.Module.
     """
@@ -50,7 +52,7 @@ def apply_liger_kernel_by_structure(
         raise TypeError(f"model is a {type(model).__name__}, not a torch.nn.Module")
     parts = {"rms_norm": rms_norm, "layer_norm": layer_norm, "rope": rope}
     parts |= dict.fromkeys(("swiglu", "geglu", "relu_squared", "xielu", "router"), mlp)
-    parts["layers"] = layers
+    parts |= {"layers": layers, "masks": masks}
     off = dict.fromkeys((*parts, "lora"), False)
     report = patch(row := row_of(model), model, **parts, fused_linear_cross_entropy=False, lora=False)
     try:

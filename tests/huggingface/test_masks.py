@@ -1,0 +1,128 @@
+"""Models that make their attention masks without a search for packed sequences."""
+
+import copy
+
+import pytest
+import torch
+from conftest import TOLERANCE, assert_close, batch, make, run
+from liger_kernel.transformers import apply_liger_kernel_to_llama
+from liger_kernel.transformers.patching.masks import is_counting
+from torch._dynamo.testing import CompileCounter
+from transformers import masking_utils
+
+
+@pytest.fixture
+def searches(monkeypatch):
+    """How often transformers has searched."""
+    found = []
+    original = masking_utils.find_packed_sequence_indices
+
+    def search(position_ids):
+        found.append(position_ids)
+        return original(position_ids)
+
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", search)
+    return found
+
+
+def packed():
+    """Two documents in each row: positions begin again."""
+    inputs = batch()
+    positions = torch.cat([torch.arange(4), torch.arange(6)])
+    return {**inputs, "position_ids": positions.expand_as(inputs["input_ids"])}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "mistral"])
+def test_no_search_without_positions(family, patched, searches):
+    """The same numbers as transformers' model; positions that are given are searched, and documents stay apart."""
+    reference = make(family)
+    model = copy.deepcopy(reference)
+    report = patched(family, model)
+    assert [entry.name for entry in report.replaced if entry.switch == "masks"] == [type(reference.model).__name__]
+    for inputs, count in ((batch(), 0), (packed(), 1)):
+        expected, gradients = run(reference, **inputs)
+        del searches[:]
+        output, found = run(model, **inputs)
+        assert bool(searches) == bool(count)
+        torch.testing.assert_close(output.loss, expected.loss, rtol=TOLERANCE, atol=0)
+        for name, gradient in gradients.items():
+            assert_close(found[name], gradient)
+    assert not torch.equal(run(model, **batch())[0].loss, run(model, **packed())[0].loss)
+
+
+def test_a_mask_is_what_it_was(patched):
+    reference = make("llama")
+    model = copy.deepcopy(reference)
+    patched("llama", model)
+    mask = torch.ones_like(batch()["input_ids"])
+    mask[0, :3] = 0
+    inputs = {**batch(), "attention_mask": mask}
+    torch.testing.assert_close(run(model, **inputs)[0].loss, run(reference, **inputs)[0].loss, rtol=TOLERANCE, atol=0)
+
+
+def test_the_switch_and_undo(patched, searches):
+    model = make("llama")
+    cls = type(model.model)
+    assert not patched("llama", copy.deepcopy(model), masks=False).replaced[0].switch == "masks"
+    report = patched("llama", model)
+    assert is_counting(type(model.model)) and type(model.model).__name__ == cls.__name__
+    run(copy.deepcopy(model), **batch())
+    assert not searches
+    report.undo()
+    assert type(model.model) is cls
+    run(model, **batch())
+    assert searches
+
+
+def test_classes(searches):
+    report = apply_liger_kernel_to_llama()
+    try:
+        run(make("llama"), **batch())
+        assert not searches
+    finally:
+        report.undo()
+    run(make("llama"), **batch())
+    assert searches
+
+
+def test_a_compiled_model_writes_no_mask(patched):
+    """Attention is called without a mask, and as causal."""
+    torch._dynamo.reset()
+    model = make("llama")
+    model.set_attn_implementation("sdpa")
+    patched("llama", model)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(model, backend=backend)
+    torch.testing.assert_close(compiled(**batch()).loss, model(**batch()).loss, rtol=TOLERANCE, atol=0)
+    calls = [
+        node
+        for graph in graphs
+        for node in graph.graph.nodes
+        if "scaled_dot_product_attention" in getattr(node.target, "__name__", str(node.target))
+    ]
+    assert len(calls) == model.config.num_hidden_layers
+    assert all(node.kwargs.get("attn_mask") is None and node.kwargs["is_causal"] for node in calls)
+    counter = CompileCounter()
+    torch._dynamo.reset()
+    torch.compile(model, backend=counter, fullgraph=True)(**batch())
+    assert counter.frame_count == 1
+
+
+def test_other_code_of_the_module_is_called(patched, monkeypatch):
+    """What somebody puts in the place of a function of the modeling module later is what runs."""
+    from transformers.models.llama import modeling_llama
+
+    model = make("llama")
+    patched("llama", model)
+    seen = []
+    original = modeling_llama.create_causal_mask
+    monkeypatch.setattr(
+        modeling_llama, "create_causal_mask", lambda *args, **kwargs: seen.append(kwargs) or original(*args, **kwargs)
+    )
+    run(model, **batch())
+    assert [kwargs["position_ids"] for kwargs in seen] == [None]
