@@ -14,7 +14,7 @@ sources := $(shell find liger python cmake -name '*.h' -o -name '*.cpp' -o -name
 
 SHELL := bash
 .SHELLFLAGS := -eo pipefail -c
-.PHONY: help format lint docs test-docs train train-cpp align test test-all nightly test-families test-torch test-hub downstream fuzz fuzz-hour fuzz-files sanitize nightly-families test-install test-fresh test-platforms \
+.PHONY: help format lint tidy docs test-docs train train-cpp align test test-all nightly test-families test-torch test-hub downstream fuzz fuzz-hour fuzz-files sanitize nightly-families test-install test-fresh test-platforms \
         bench install wheel test-wheel clean
 .DEFAULT_GOAL := help
 
@@ -173,6 +173,10 @@ lint: build/lint/ready  ## check that, what ruff and mypy find, the workflows, a
 	@build/lint/bin/python tests/check_comments.py
 	@build/lint/bin/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	@build/lint/bin/zizmor --offline --quiet --no-progress .github/workflows
+
+# Each file alone: the build compiles several as one.
+tidy: $(ready) build/lint/ready  ## clang-tidy on C++ files that differ from BASE, or from main: a minute each
+	@git diff --name-only --diff-filter=d $(or $(BASE),main) -- 'liger/*.cpp' ':!*_cpu.cpp' | xargs -r -n 1 -P 2 bash tests/tidy.sh $(python) $(build)
 
 # The reference of C++ where Doxygen is: apt-get install doxygen.
 docs: build/docs-env/ready  ## the pages, with the reference of Python and C++, as a site: build/docs/index.html
