@@ -14,7 +14,7 @@ sources := $(shell find liger python cmake -name '*.h' -o -name '*.cpp' -o -name
 
 SHELL := bash
 .SHELLFLAGS := -eo pipefail -c
-.PHONY: help format lint docs test-docs train train-cpp align test test-all nightly test-families test-torch test-hub downstream fuzz fuzz-hour sanitize nightly-families test-install test-fresh test-platforms test-without-research \
+.PHONY: help format lint tidy docs test-docs train train-cpp align test test-all nightly test-families test-torch test-hub downstream fuzz fuzz-hour fuzz-files sanitize nightly-families test-install test-fresh test-platforms test-without-research \
         bench install wheel test-wheel clean
 .DEFAULT_GOAL := help
 
@@ -44,7 +44,7 @@ test-all: $(ready)  ## before a release: the same on every case
 
 # `make -k nightly` goes on after what fails. One after another: each takes all cores.
 .NOTPARALLEL: nightly
-nightly: test-all fuzz-hour sanitize nightly-families test-hub downstream test-without-research  ## every night: test-all, an hour of fuzz, sanitizers, other versions of transformers, other tools
+nightly: test-all fuzz-hour fuzz-files sanitize nightly-families test-hub downstream test-without-research  ## every night: test-all, an hour of fuzz, broken files under ASan and UBSan, a GPU's sanitizers, other versions of transformers, other tools
 nightly-families:
 	$(MAKE) test-families VERSIONS="4.57.6 5.6.0 5.24.0"
 
@@ -98,6 +98,12 @@ build/%/ready: requirements-%.txt $(ready)
 
 fuzz: $(ready)  ## draw fresh random cases for as long as told; ARGS="--seconds 600 --device cuda"
 	$(py) tests/fuzz.py $(ARGS)
+
+# In a build with AddressSanitizer and UBSan, which reports what is read beyond a buffer, and arithmetic that overflows.
+fuzz-files: $(ready)  ## the parsers of safetensors, JSON and tokenizers on broken files; ARGS="600 7": seconds, seed
+	PATH="$(abspath $(dir $(python))):$$PATH" cmake --preset asan -DPython_EXECUTABLE=$(abspath $(python)) >/dev/null
+	PATH="$(abspath $(dir $(python))):$$PATH" cmake --build --preset asan --target fuzz_files -- -k 0 | tail -1
+	$(py) tests/fuzz_files.py build/asan/tests/fuzz_files $(or $(ARGS),600)
 
 fuzz-hour: $(ready)
 	$(py) tests/fuzz.py --seconds $(if $(gpu),1800,3600)
@@ -174,6 +180,10 @@ lint: build/lint/ready  ## check that, what ruff and mypy find, the workflows, a
 	@build/lint/bin/python tests/check_comments.py
 	@build/lint/bin/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	@build/lint/bin/zizmor --offline --quiet --no-progress .github/workflows
+
+# Each file alone: the build compiles several as one.
+tidy: $(ready) build/lint/ready  ## clang-tidy on C++ files that differ from BASE, or from main: a minute each
+	@git diff --name-only --diff-filter=d $(or $(BASE),main) -- 'liger/*.cpp' ':!*_cpu.cpp' | xargs -r -n 1 -P 2 bash tests/tidy.sh $(python) $(build)
 
 # The reference of C++ where Doxygen is: apt-get install doxygen.
 docs: build/docs-env/ready  ## the pages, with the reference of Python and C++, as a site: build/docs/index.html

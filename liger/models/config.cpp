@@ -121,14 +121,13 @@ void read_window(const Reader& in, LlamaConfig& c) {
   in.check(window >= 0, "sliding_window is ", window);
   slides = slides && window > 0;
   const int64_t layers = c.num_hidden_layers;
-  std::vector<std::string> kinds;
-  if (!in.read("layer_types", kinds))
-    for (int64_t i = 0; i < layers; ++i)
-      kinds.emplace_back(slides && i >= first ? "sliding_attention" : "full_attention");
-  in.check(int64_t(kinds.size()) == layers, "layer_types has ", kinds.size(), " entries, and num_hidden_layers is ",
-           layers);
-  const int64_t sliding = std::count(kinds.begin(), kinds.end(), "sliding_attention"),
-                full = std::count(kinds.begin(), kinds.end(), "full_attention");
+  int64_t sliding = slides ? layers - std::clamp<int64_t>(first, 0, layers) : 0, full = layers - sliding;
+  if (std::vector<std::string> kinds; in.read("layer_types", kinds)) {
+    in.check(int64_t(kinds.size()) == layers, "layer_types has ", kinds.size(), " entries, and num_hidden_layers is ",
+             layers);
+    sliding = std::count(kinds.begin(), kinds.end(), "sliding_attention");
+    full = std::count(kinds.begin(), kinds.end(), "full_attention");
+  }
   in.check(sliding + full == layers, "layer_types ", in.content.value("layer_types", json()).dump(), " are not known");
   in.check(sliding == 0 || full == 0, "a sliding window of some layers only (use_sliding_window, max_window_layers ",
            first, ", layer_types) is not known");

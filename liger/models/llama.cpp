@@ -89,7 +89,7 @@ struct Checkpointed : torch::autograd::Function<Checkpointed> {
   };
 
   /// `trains` makes the result need a gradient, also where x, of frozen layers, needs none.
-  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& x, const Tensor& trains,
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& x, const Tensor& /*trains*/,
                         const c10::intrusive_ptr<Held>& held) {
     ctx->save_for_backward({x});
     ctx->saved_data["layer"] = held;

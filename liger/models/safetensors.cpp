@@ -39,32 +39,32 @@ constexpr Name kStoredDtypes[] = {{"F64", at::kDouble},
                                   {"U8", at::kByte},
                                   {"BOOL", at::kBool}};
 
-/// A file's bytes in memory, in pages that a write copies.
-struct Mapping {
-  explicit Mapping(const std::string& path) {
-    const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-    TORCH_CHECK(file >= 0, path, ": ", std::strerror(errno));
-    struct stat info{};
-    const bool known = ::fstat(file, &info) == 0;
-    size = known ? uint64_t(info.st_size) : 0;
-    if (size > 0) bytes = static_cast<char*>(::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE, file, 0));
-    const int error = errno;
-    ::close(file);
-    TORCH_CHECK(known && bytes != MAP_FAILED, path, ": ", std::strerror(error));
-  }
-  ~Mapping() {
-    if (bytes) ::munmap(bytes, size);
-  }
-  Mapping(const Mapping&) = delete;
-  Mapping& operator=(const Mapping&) = delete;
-
-  char* bytes = nullptr;
-  uint64_t size = 0;
-};
-
 }  // namespace
 
 struct SafetensorsFile::Content {
+  /// A file's bytes in memory, in pages that a write copies.
+  struct Mapping {
+    explicit Mapping(const std::string& path) {
+      const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+      TORCH_CHECK(file >= 0, path, ": ", std::strerror(errno));
+      struct stat info{};
+      const bool known = ::fstat(file, &info) == 0;
+      size = known ? uint64_t(info.st_size) : 0;
+      if (size > 0) bytes = static_cast<char*>(::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE, file, 0));
+      const int error = errno;
+      ::close(file);
+      TORCH_CHECK(known && bytes != MAP_FAILED, path, ": ", std::strerror(error));
+    }
+    ~Mapping() {
+      if (bytes) ::munmap(bytes, size);
+    }
+    Mapping(const Mapping&) = delete;
+    Mapping& operator=(const Mapping&) = delete;
+
+    char* bytes = nullptr;
+    uint64_t size = 0;
+  };
+
   struct Entry {
     at::ScalarType dtype;
     std::vector<int64_t> shape;

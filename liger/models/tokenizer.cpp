@@ -25,6 +25,7 @@ template <class T>
 using Map = std::unordered_map<std::string, T, Hash, std::equal_to<>>;
 
 constexpr size_t kCachedWords = 1 << 17;
+constexpr int64_t kMostIds = 1 << 24;  // a table of them fits into memory, whatever a broken file says
 
 /// What GPT-2 cuts text into: the pattern of a ByteLevel step that says use_regex.
 constexpr const char* kWords = R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)";
@@ -171,7 +172,7 @@ struct Tokenizer::Content {
   }
 
   void add(int64_t id, const AddedToken& token, bool split_special_tokens) {
-    check(id < (int64_t(1) << 31), "added_tokens: ", token.content, " has the id ", id);
+    check(id < kMostIds, "added_tokens: ", token.content, " has the id ", id);
     if (int64_t(tokens.size()) <= id) tokens.resize(id + 1);
     by_name[token.content] = id;
     const bool is_special = added.is_special(token.content);
@@ -190,7 +191,7 @@ struct Tokenizer::Content {
   void read_vocabulary(const json& bpe) {
     for (const auto& [name, value] : bpe.at("vocab").items()) {
       const int64_t id = value.get<int64_t>();
-      check(id >= 0 && id < (int64_t(1) << 31), "model.vocab: ", name, " has the id ", id);
+      check(id >= 0 && id < kMostIds, "model.vocab: ", name, " has the id ", id);
       if (int64_t(tokens.size()) <= id) tokens.resize(id + 1);
       by_name[name] = id;
       const auto bytes = bytes_of(name);
@@ -249,7 +250,7 @@ struct Tokenizer::Content {
       steps.push_back({false, Regex(from.value("individual_digits", false) ? R"(\p{N})" : R"(\p{N}+)")});
     } else if (type == "Split") {
       check(from.at("behavior") == "Isolated" && !from.value("invert", false), "pre_tokenizer: Split with behavior ",
-            from["behavior"].dump(), " is not known");
+            from.value("behavior", json()).dump(), " is not known");
       const json& pattern = from.at("pattern");
       check(pattern.contains("Regex") || pattern.contains("String"), "pre_tokenizer: Split without a pattern");
       const bool is_regex = pattern.contains("Regex");

@@ -14,7 +14,7 @@ namespace liger::train {
 using nlohmann::json;
 namespace fs = std::filesystem;
 
-Log::Log(std::string folder, bool first) : path_((fs::path(folder) / "log.jsonl").string()), first_(first) {}
+Log::Log(const std::string& folder, bool first) : path_((fs::path(folder) / "log.jsonl").string()), first_(first) {}
 
 Log::~Log() {
   if (file_) std::fclose(file_);

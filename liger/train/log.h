@@ -9,7 +9,7 @@ namespace liger::train {
 /// OUT/log.jsonl, and what a run says on the terminal. The first of several processes alone has both.
 class Log {
  public:
-  Log(std::string folder, bool first);
+  Log(const std::string& folder, bool first);
   ~Log();
   Log(const Log&) = delete;
   Log& operator=(const Log&) = delete;

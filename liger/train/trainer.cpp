@@ -4,22 +4,15 @@
 #include <torch/torch.h>
 #include <algorithm>
 #include <cmath>
-#include <filesystem>
 #include <fstream>
-#include <sstream>
-#include "liger/nn/preference.h"
 #include "liger/train/stop.h"
 
 namespace liger::train {
 
 using at::Tensor;
 using nlohmann::json;
-namespace fs = std::filesystem;
 
 namespace {
-
-constexpr int64_t kWarmUp = 3;     // passes of a shape before it is captured
-constexpr size_t kMostGraphs = 4;  // each of which holds the memory of a pass
 
 /// The most memory that the process held: on the GPU, or resident. (What getrusage says may be that of the process
 /// which started this one.)
@@ -30,24 +23,6 @@ int64_t peak_bytes(at::Device device) {
   for (std::string line; std::getline(status, line);)
     if (line.starts_with("VmHWM:")) return std::stoll(line.substr(6)) * 1024;
   return 0;
-}
-
-/// What --lora-target may name, and the layers that this stands for.
-const std::vector<std::string> kAttention{"q_proj", "k_proj", "v_proj", "o_proj"},
-    kMLP{"gate_proj", "up_proj", "down_proj"};
-
-LoraConfig lora_config(const Options& o) {
-  LoraConfig config{.rank = o.lora_rank, .alpha = o.lora_alpha, .rslora = o.lora_rslora, .dropout = o.lora_dropout};
-  std::istringstream targets(o.lora_target);
-  for (std::string target; std::getline(targets, target, ',');) {
-    const size_t before = config.target_modules.size();
-    for (const auto& [group, layers] : {std::pair("attention", &kAttention), std::pair("mlp", &kMLP)})
-      for (const std::string& layer : *layers)
-        if (target == "all" || target == group || target == layer) config.target_modules.push_back(layer);
-    TORCH_CHECK(config.target_modules.size() > before, "--lora-target: ", target, " is none of all, attention, mlp, ",
-                c10::Join(", ", kAttention), ", ", c10::Join(", ", kMLP));
-  }
-  return config;
 }
 
 }  // namespace
@@ -69,8 +44,8 @@ Trainer::Trainer(Options options)
   TORCH_CHECK(newest == 0 || options_.resume, "--out ", options_.out,
               " holds checkpoints: go on from them with --resume, or name another folder");
   if (newest > 0) checkpoints_.check_options(newest, options_);
-  make_model(newest > 0 ? checkpoints_.path(newest) : "");
-  if (options_.loss == "dpo") make_reference();
+  passes_.emplace(options_, device_, log_, newest > 0 ? checkpoints_.path(newest) : "");
+  model_ = passes_->model();
   data_.emplace(options_.data, options_, model_->config);
   if (!options_.eval.empty()) eval_.emplace(options_.eval, options_, model_->config);
   const int64_t of_step = options_.batch * options_.accumulate * ranks_.size();
@@ -78,131 +53,9 @@ Trainer::Trainer(Options options)
     options_.steps =
         std::max<int64_t>(1, int64_t(std::ceil(double(data_->size()) * options_.epochs / double(of_step))));
   optimizer_.emplace(*model_, options_, ranks_);
-  no_graphs_ = reason_for_no_graphs();
-  if (no_graphs_.empty()) Graph::use_stream(device_);
+  passes_->use_graphs();
   if (newest > 0) checkpoints_.resume(newest, *optimizer_, *data_, options_);
   done_ = newest;
-}
-
-/// The model that the run begins with, or goes on with from its newest checkpoint: with adapters that is one of them.
-void Trainer::make_model(const std::string& newest) {
-  const auto dtype = options_.dtype == "bfloat16" ? at::kBFloat16 : at::kFloat;
-  torch::manual_seed(uint64_t(options_.seed));
-  if (options_.fresh && newest.empty()) {
-    LlamaConfig config = LlamaConfig::load(options_.model);
-    config.dtype = dtype;
-    model_ = nn::LlamaForCausalLM(config);
-    model_->to(device_, dtype);
-  } else {
-    const bool whole = newest.empty() || options_.lora();
-    model_ = nn::LlamaForCausalLM(nn::LlamaForCausalLMImpl::from_pretrained(whole ? options_.model : newest, dtype));
-    if (options_.lora()) {
-      if (!newest.empty()) model_->load_adapter(newest);
-      else if (!options_.adapter.empty()) model_->load_adapter(options_.adapter);
-      else model_->add_adapter(lora_config(options_));
-      model_->lora->base_model = fs::absolute(options_.model).lexically_normal().string();
-    }
-    model_->to(device_);
-    // Memory of their own: pages of a file lie where products are summed in another order, and are copied when written.
-    // Frozen weights stay there, where processes share them.
-    for (auto& parameter : model_->parameters())
-      if (parameter.device().is_cpu() && parameter.requires_grad()) parameter.set_data(parameter.detach().clone());
-  }
-  model_->gradient_checkpointing = options_.gradient_checkpointing;
-}
-
-/// What DPO compares with: the model that the run began with. With adapters its weights are the model's.
-void Trainer::make_reference() {
-  if (options_.lora()) {
-    reference_ = nn::LlamaForCausalLM(model_->config, /*draw=*/false);
-    const auto weights = model_->named_parameters();
-    for (auto& item : reference_->named_parameters()) item.value().set_data(weights[item.key()].detach());
-    if (!options_.adapter.empty()) reference_->load_adapter(options_.adapter);
-  } else {  // its weights stay in the file's pages
-    reference_ = nn::LlamaForCausalLM(nn::LlamaForCausalLMImpl::from_pretrained(options_.model, model_->config.dtype));
-    reference_->to(device_);
-  }
-  for (auto& parameter : reference_->parameters()) parameter.requires_grad_(false);
-  reference_->eval();
-}
-
-Trainer::Outcome Trainer::outcome_of(const Batch& b, double counted, const Tensor& divisor) {
-  const Tensor ids = b.ids.to(device_), labels = b.labels.to(device_);
-  nn::CausalLMInputs inputs;
-  if (b.positions.defined()) inputs.position_ids = b.positions.to(device_);
-  if (!reference_.is_empty()) {
-    const auto hidden = [&](nn::LlamaForCausalLM& model) { return model->hidden_states(ids, inputs).slice(1, 0, -1); };
-    nn::DPOLoss loss(nn::DPOLossOptions().loss({.loss_type = options_.dpo_loss,
-                                                .beta = options_.dpo_beta,
-                                                .label_smoothing = options_.dpo_label_smoothing,
-                                                .pairs = int64_t(counted)}));
-    Tensor reference;
-    {
-      const torch::NoGradGuard no_gradients;
-      reference = hidden(reference_);
-    }
-    const PreferenceResult result = loss->forward(hidden(model_), model_->head_weight(), labels.slice(1, 1), {},
-                                                  reference, reference_->head_weight());
-    const Tensor margins = (result.chosen_rewards - result.rejected_rewards).detach().to(at::kDouble);
-    return {result.loss, double(margins.gt(0).sum().item<int64_t>()), margins.sum().item<double>()};
-  }
-  inputs.labels = labels, inputs.num_items = counted, inputs.divisor = divisor, inputs.packed = b.packed;
-  return {model_->forward(ids, inputs).loss};
-}
-
-std::string Trainer::reason_for_no_graphs() const {
-  const bool adds_apart = options_.master_weights && options_.dtype != "float32";
-  if (options_.cuda_graphs == "off") return "--cuda-graphs off";
-  if (!device_.is_cuda()) return "there is no GPU";
-  if (!Graph::available(device_)) return "liger-train was built without CUDA's headers";
-  if (options_.loss != "causal") return "--loss " + options_.loss + " has rows of many lengths";
-  if (options_.packing == "none") return "--packing none has rows of many lengths";
-  if (options_.gradient_checkpointing) return "--gradient-checkpointing runs layers within backward";
-  if (options_.accumulate > 1 && !adds_apart) return "without float copies passes add to the gradients of the first";
-  return "";
-}
-
-/// Forward and backward: returns the loss, and leaves gradients in the parameters. What a graph computes are the same
-/// kernels' results.
-Trainer::Outcome Trainer::pass(const Batch& batch, double counted) {
-  const auto plain = [&](const Batch& b, const Tensor& divisor) {
-    Outcome outcome = outcome_of(b, counted, divisor);
-    outcome.loss.backward();
-    outcome.loss = outcome.loss.detach();
-    return outcome;
-  };
-  if (!no_graphs_.empty()) return plain(batch, {});
-  const std::pair key(batch.ids.sizes().vec(), batch.packed);
-  auto found = std::find_if(captured_.begin(), captured_.end(), [&](const auto& each) { return each.first == key; });
-  if (found == captured_.end()) {
-    if (captured_.size() == kMostGraphs) return plain(batch, {});
-    captured_.emplace_back(key, Captured{}), found = captured_.end() - 1;
-  }
-  Captured& c = found->second;
-  auto parameters = model_->parameters();
-  if (!c.graph) {
-    if (c.seen++ < kWarmUp) return plain(batch, {});
-    c.batch = batch;
-    for (Tensor* t : {&c.batch.ids, &c.batch.labels, &c.batch.positions})
-      if (t->defined()) *t = t->to(device_, t->scalar_type(), /*non_blocking=*/false, /*copy=*/true);
-    c.divisor = at::empty({}, at::TensorOptions(device_).dtype(at::kFloat));
-    try {
-      c.graph = std::make_unique<Graph>([&] { c.loss = plain(c.batch, c.divisor).loss; });
-    } catch (const std::exception& error) {
-      no_graphs_ = error.what();
-      no_graphs_ = no_graphs_.substr(0, no_graphs_.find('\n'));
-      log_.say("no CUDA graphs: " + no_graphs_);
-      captured_.clear();
-      for (Tensor& parameter : parameters) parameter.mutable_grad().reset();
-      return plain(batch, {});
-    }
-    for (const Tensor& parameter : parameters) c.gradients.push_back(parameter.grad());
-  }
-  c.batch.ids.copy_(batch.ids), c.batch.labels.copy_(batch.labels), c.divisor.fill_(counted);
-  if (batch.positions.defined()) c.batch.positions.copy_(batch.positions);
-  c.graph->replay();
-  for (size_t i = 0; i < parameters.size(); ++i) parameters[i].mutable_grad() = c.gradients[i];
-  return {c.loss};
 }
 
 void Trainer::step(int64_t step) {
@@ -222,7 +75,7 @@ void Trainer::step(int64_t step) {
   counted = int64_t(ranks_.sum(double(counted))), tokens = int64_t(ranks_.sum(double(tokens)));
   double loss = 0, accuracy = 0, margin = 0;
   for (const Batch& batch : batches) {
-    const Outcome part = pass(batch, double(std::max<int64_t>(1, counted)));
+    const Outcome part = passes_->forward_backward(batch, double(std::max<int64_t>(1, counted)));
     optimizer_->accumulate();
     loss += part.loss.item<double>(), accuracy += part.accuracy, margin += part.margin;
   }
@@ -267,7 +120,7 @@ void Trainer::evaluate(int64_t step) {
     for (int64_t i = at; i < std::min(at + options_.batch, eval_->size()); ++i) items.push_back(i);
     const Batch batch = eval_->batch(items);
     if (batch.counted == 0) continue;
-    const Outcome part = outcome_of(batch, double(batch.counted));
+    const Outcome part = passes_->forward(batch, double(batch.counted));
     sum += part.loss.item<double>() * double(batch.counted);
     counted += double(batch.counted), accuracy += part.accuracy, margin += part.margin;
   }
@@ -297,7 +150,7 @@ void Trainer::describe() {
                {"trainable_parameters", trainable},
                {"parameters", all}});
   log_.say("parameters: " + std::to_string(all) + ", of which " + std::to_string(trainable) + " are trained");
-  if (device_.is_cuda() && !no_graphs_.empty()) log_.say("no CUDA graphs: " + no_graphs_);
+  if (device_.is_cuda() && !passes_->no_graphs().empty()) log_.say("no CUDA graphs: " + passes_->no_graphs());
   for (const auto& [what, data] : {std::pair("data", &data_), std::pair("evaluation", &eval_)}) {
     if (!*data) continue;
     const Data& d = **data;

@@ -210,10 +210,7 @@ CASES = [
         ],
         shapes=[(1, 4, 3), (33, 16, 101), (40, 64, 1000)],
         many_rows=(70000, 4, 8),
-        schema=lambda inputs, options: (
-            ops.fused_linear_cross_entropy,
-            (*inputs, None, None, *schema((), options)[1], -1, 0),
-        ),
+        schema=lambda inputs, options: (ops.fused_linear_cross_entropy, (*inputs, None, None, *schema((), options)[1])),
         bench=[
             ((8192, 4096, V), dict(ignored=0.0)),
             ((16384, 4096, V), dict(ignored=0.0)),

@@ -180,6 +180,8 @@ def refused(run, folder, good):
         "the pattern (": lambda t: t.update(
             pre_tokenizer={"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated"}
         ),
+        "key 'behavior' not found": lambda t: t.update(pre_tokenizer={"type": "Split", "pattern": {"Regex": "a"}}),
+        "far away has the id 1073741824": lambda t: t["model"]["vocab"].update({"far away": 2**30}),
         "post_processor Unknown": lambda t: t.update(post_processor={"type": "Unknown"}),
         "post_processor: single has a second text": lambda t: t.update(
             post_processor={"type": "TemplateProcessing", "single": [{"Sequence": {"id": "B"}}], "pair": []}

@@ -146,6 +146,10 @@ TEST(Llama, ConfigsThatAreNone) {
   const auto mistral = liger::LlamaConfig::load(folder.path.string());  // what is missing has a default
   EXPECT_EQ(mistral.sliding_window, 4096);
   EXPECT_EQ(mistral.kv_heads(), 8);
+  // A number of layers costs no memory while nobody makes them.
+  EXPECT_EQ(says(R"({"model_type":"mistral","vocab_size":10,"hidden_size":16,"intermediate_size":8,)"
+                 R"("num_hidden_layers":1000000000000,"num_attention_heads":8})"),
+            "none");
   const std::pair<std::string, std::string> cases[] = {
       {"{", "no JSON object"},
       {R"({"model_type":"gpt2"})", "model_type gpt2"},

@@ -46,7 +46,7 @@ def liger_fused_linear_cross_entropy(
     )
     count = -1 if valid_count is None else valid_count
     results = ops.fused_linear_cross_entropy(
-        input, weight, bias, target, ce_weight, normalizer, None, *options, count, max_bytes
+        input, weight, bias, target, ce_weight, normalizer, None, *options, valid_count=count, max_bytes=max_bytes
     )
     return as_output(*asked_for(results, *asked))
 

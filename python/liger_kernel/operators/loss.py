@@ -41,14 +41,14 @@ def loss_options(
     ignore_index: int, lse_square_scale: float, label_smoothing: float, reduction: str, softcap: float | None,
     return_z_loss: bool, return_token_accuracy: bool, return_predicted_tokens: bool, use_token_scaling: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The options of both cross entropies in the order that their schemas have.
+    """The options of both cross entropies in the order that their schemas have; none of them for the defaults.
 
     Raises ValueError for an unknown reduction, TypeError where ignore_index is no integer.
     """
     asked = return_z_loss, return_token_accuracy, return_predicted_tokens
     given = (ignore_index, reduction, label_smoothing, lse_square_scale, softcap, use_token_scaling, *asked)
     if given == _DEFAULTS:
-        return IGNORE_INDEX, 1, 0.0, 0.0, 0.0, False, False, False, False
+        return ()
     check_label("ignore_index", ignore_index)
     for name, flag in (
         ("return_token_accuracy", return_token_accuracy),
