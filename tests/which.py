@@ -109,7 +109,7 @@ def plan(changed: Iterable[str], diff: Callable[[str], str] = lambda path: "") -
             tests.add(path)
         elif path.endswith(".md") or path.startswith("docs/") or name == "mkdocs.yml":
             tests.add("tests/test_docs.py")
-        else:  # what tests import or read
+        elif stem:  # what tests import or read
             tests |= naming((f"import {stem}", f"from {stem}", re.escape(name)), TESTS)
     yield f"{shlex.quote(sys.executable)} tests/check_layers.py"
     if kernels or ctests:
