@@ -371,7 +371,6 @@ def main():
     small = {
         "plain": "plain",
         "plain+compile": "torch.compile",
-        "ours": "ours",
         "ours+compile": "ours, torch.compile",
         "ours+adamw+passes": "ours, captured model",
         "ours+adamw+graph": "ours, captured step",

@@ -62,16 +62,16 @@ WINGS = (
 #: each other. An __init__.py counts as the package that it is; what it imports by name (importlib) when it is asked for
 #: a name does not count, and neither does that Python runs it before the package's modules.
 FLOORS = (
-    r"liger_kernel|_library|_flags|_recompute|_memory(\..*)?|_dtensor|_build|utils|memory|graphs"
-    r"|_lazy",
+    r"liger_kernel|_library|_recompute|_memory(\..*)?|_dtensor|_build|utils|memory|graphs|_lazy",
     # the families of operators, which the two packages of public names hand on
     r"operators(\..*)?|optim",
     r"ops(\..*)?",
-    r"chunked_loss(\..*)?|transformers\.(source|functional|experimental(\..*)?|fsdp|(?!trainer)\w*"
+    r"chunked_loss(\..*)?|transformers\.(patching\.(source|part)|functional|experimental(\..*)?|fsdp|(?!trainer)\w*"
     r"(norm|glu|mlp|experts|router|rope|entropy|div|jsd|tvd|softmax|squared|xielu|centering|loss))",
-    r"transformers(\.(parts|replace|families|report|numeric|model(\..*)?))?|megatron\.(cross_entropy|rms_norm|swiglu)",
-    r"transformers\.(head|logits|lora|replaced|layers|masks|tensor_parallel|causal_lm)|hub(\.layers)?",
-    r"transformers\.(by_source|patch|structure|hub_kernels)",
+    r"transformers(\.(patching|patching\.(formulas|place|families|report|numeric)|families|report|model(\..*)?))?"
+    r"|megatron\.(cross_entropy|rms_norm|swiglu)",
+    r"transformers\.(patching\.(replaced|layers|masks)|head|logits|lora|tensor_parallel|causal_lm)|hub(\.layers)?",
+    r"transformers\.(patching\.(by_source|apply|structure|hub)|patch)",
     r"transformers\.(monkey_patch|auto_model|trainer\b.*|trainer_integration)|trl|megatron(\.monkey_patch)?|env_report"
     r"|_self_test|_train",
 )

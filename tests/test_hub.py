@@ -14,8 +14,9 @@ import pytest
 import torch
 import transformers
 from liger_kernel.hub import layers
-from liger_kernel.transformers import hub_kernels, use_as_hub_kernels
-from liger_kernel.transformers.parts import PARTS
+from liger_kernel.transformers.patching import hub as hub_kernels
+from liger_kernel.transformers.patching import use_as_hub_kernels
+from liger_kernel.transformers.patching.formulas import FORMULAS
 from torch import nn
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent / "hub"))
@@ -125,7 +126,7 @@ def test_the_folder_describes_itself():
     folder = pathlib.Path(liger_kernel.hub.__file__).parent
     metadata = json.loads((folder / "metadata.json").read_text())
     assert metadata["id"] == "liger_kernel_hub" and metadata["license"] == "BSD-2-Clause"
-    named = {part.layer for part in PARTS.values()} - {None}
+    named = {part.layer for part in FORMULAS.values()} - {None}
     assert named == {layer.__name__ for layer in (*layers.NORMS, *layers.ROTARIES, layers.LigerGatedMLP)}
 
 

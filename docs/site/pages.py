@@ -21,8 +21,8 @@ MODULES = {
     "liger_kernel.transformers.geglu": "GeGLU",
     "liger_kernel.transformers.cross_entropy": "Cross entropy",
     "liger_kernel.transformers.fused_linear_cross_entropy": "Fused linear cross entropy",
-    "liger_kernel.transformers.patch": "Patches",
-    "liger_kernel.transformers.report": "Reports of patches",
+    "liger_kernel.transformers.patching.apply": "Patches",
+    "liger_kernel.transformers.patching.report": "Reports of patches",
     "liger_kernel.memory": "Memory",
     "liger_kernel.trl": "TRL",
 }

@@ -8,8 +8,6 @@ by DTensor's own operators. Operators that are not in the table raise DTensor's 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from liger_kernel._flags import CrossEntropyFlags
-
 NONE, MEAN, SUM = 0, 1, 2  # the reductions of a loss
 
 #: operator -> (letters of its tensor arguments, of its results). A rank holds of
@@ -155,11 +153,10 @@ class _Rule:
         if "s" not in self.results:
             return None
         given = {argument.name: value for argument, value in zip(self.schema.arguments, args)}
-        flags = CrossEntropyFlags(*given["flags"]) if given.get("flags") else None
-        reduction = given["reduction"] if "reduction" in given else flags.reduction if flags else MEAN
+        reduction = given.get("reduction", MEAN)
         if reduction == NONE:
             return None
-        wants_mean = flags is not None and flags.accuracy  # which is a mean whatever the reduction
+        wants_mean = given.get("accuracy", False)  # which is a mean whatever the reduction
         return (reduction == SUM or given.get("normalizer") is not None) and not wants_mean
 
 

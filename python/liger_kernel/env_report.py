@@ -71,7 +71,7 @@ def hub() -> str:
     try:
         from transformers import PreTrainedModel
 
-        from liger_kernel.transformers.hub_kernels import obstacle
+        from liger_kernel.transformers.patching.hub import obstacle
     except Exception as error:  # whatever a transformers raises that does not fit what is beside it
         return f"{type(error).__name__}: {error}"
     return obstacle(PreTrainedModel) or "runs on this library after liger_kernel.transformers.use_as_hub_kernels()"

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from unittest import mock
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -386,12 +385,22 @@ def _obstacle(model, parameters):
     return None
 
 
+@contextmanager
+def _as_in_a_capture():
+    """Tells code that asks whether there is a capture, as transformers' masks do, that there is one."""
+    asked = torch.cuda.is_current_stream_capturing
+    torch.cuda.is_current_stream_capturing = lambda: True
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = asked
+
+
 def _what_waits(passes: Callable[[], object]) -> str | None:
     """The reason why passes cannot be captured, found without a capture, which leaves torch's allocator and generator
-    in it where it fails. Code that asks whether there is one, as transformers' masks do, is told that there is."""
+    in it where it fails."""
     state = torch.cuda.get_rng_state()
-    capturing = mock.patch("torch.cuda.is_current_stream_capturing", return_value=True)
-    with capturing, warnings.catch_warnings(record=True) as found:
+    with _as_in_a_capture(), warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:

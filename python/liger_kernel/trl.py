@@ -8,12 +8,17 @@ import torch
 from transformers.utils import is_triton_available
 
 from liger_kernel._library import ops
-from liger_kernel.operators.common import IGNORE_INDEX, autocast_dtype, first_derivative_only, wanted_gradients
+from liger_kernel.operators.common import (
+    IGNORE_INDEX,
+    autocast_dtype,
+    first_derivative_only,
+    unscaled,
+    wanted_gradients,
+)
 from liger_kernel.operators.coverage import kernels_cover
 from liger_kernel.operators.distillation import JENSEN_SHANNON, forward_with_gradients
 from liger_kernel.operators.head import OUTPUTS as ALL_OUTPUTS
-from liger_kernel.operators.head import output_bits
-from liger_kernel.transformers.report import Replacement, Report, Skip
+from liger_kernel.transformers.patching.report import Replacement, Report, Skip
 
 #: What TRL's function can give, in its order.
 OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -31,9 +36,9 @@ class _LinearLogProb(torch.autograd.Function):
             softcap=float(softcap),
             logit_scale=float(logit_scale),
             ignore_index=IGNORE_INDEX,
-            outputs=output_bits(name for name in OUTPUTS if name in outputs),  # TRL may list "log_probs" too
             valid_count=ids.numel(),
             max_bytes=max_bytes,
+            **{ALL_OUTPUTS[name]: True for name in OUTPUTS if name in outputs},  # TRL may list "log_probs" too
         )  # no id is ignored, so that the device is not asked for their number
         logp, *found, _, _, stats, logits = ops.linear_log_prob_forward(
             hidden, weight, bias, ids, None, None, ctx.dtype, keep, **ctx.options
@@ -99,10 +104,10 @@ class _Divergence(torch.autograd.Function):
     def backward(ctx, upstream, _):
         if upstream is None:
             return (None,) * 8
-        *_, gradients, rest = _two_heads(
+        *_, gradients, grad_scale = _two_heads(
             ctx.saved_tensors, upstream, ctx.options, ctx.max_bytes, ctx.autocast, ctx.needs_input_grad[2:5]
         )
-        return None, None, *(None if g is None else ops.scale_backward(g, rest) for g in gradients), *(None,) * 3
+        return None, None, *(None if g is None else unscaled(g, grad_scale) for g in gradients), *(None,) * 3
 
 
 def _two_heads(tensors, soft, options, max_bytes, dtype, wanted=(False,) * 3):

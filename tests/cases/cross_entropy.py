@@ -212,7 +212,7 @@ CASES = [
         many_rows=(70000, 4, 8),
         schema=lambda inputs, options: (
             ops.fused_linear_cross_entropy,
-            (*inputs, None, *schema((), options)[1], -1, 0, None),
+            (*inputs, None, None, *schema((), options)[1], -1, 0),
         ),
         bench=[
             ((8192, 4096, V), dict(ignored=0.0)),

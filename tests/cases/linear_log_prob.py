@@ -1,7 +1,7 @@
 import torch
 import torch.nn.functional as F
 from liger_kernel._library import ops
-from liger_kernel.ops.linear_log_prob import linear_log_prob, output_bits
+from liger_kernel.ops.linear_log_prob import OUTPUTS, linear_log_prob
 
 from cases import Case
 from cases.cross_entropy import IGNORE, V, head_make
@@ -49,7 +49,7 @@ def reference(
 
 def schema(inputs, options):
     hidden, weight, bias, ids = inputs
-    bits = output_bits(("entropy",) if options.get("entropy") else options.get("outputs", ()))
+    asked = ("entropy",) if options.get("entropy") else options.get("outputs", ())
     return ops.linear_log_prob, (
         hidden,
         weight,
@@ -63,7 +63,7 @@ def schema(inputs, options):
         options.get("softcap", 0.0),
         options.get("logit_scale", 1.0),
         IGNORE,
-        bits,
+        *(name in asked for name in OUTPUTS),
         0,
         -1,
         options.get("max_bytes", 0),

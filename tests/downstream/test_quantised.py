@@ -14,7 +14,7 @@ from bitsandbytes.functional import has_avx512bf16
 from bitsandbytes.nn import Linear4bit, Params4bit
 from conftest import COMMON, words
 from liger_kernel.ops.sliced_log_prob import quantised_linear_log_prob
-from liger_kernel.transformers.patch import patch
+from liger_kernel.transformers.patching.apply import patch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
 from watched import assert_same, logits_of, watched
 

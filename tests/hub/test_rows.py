@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 from liger_kernel.transformers import use_as_hub_kernels
-from liger_kernel.transformers.families import FAMILIES
+from liger_kernel.transformers.patching.families import FAMILIES
 from test_families import assert_same_step
 from tiny import TINY_MODELS, model_of
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP

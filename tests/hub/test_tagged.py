@@ -7,7 +7,7 @@ import tagged
 import torch
 from checks import check_gated_mlp, check_norm, check_rotary_embedding
 from liger_kernel.hub import layers
-from liger_kernel.transformers import hub_kernels
+from liger_kernel.transformers.patching import hub as hub_kernels
 from tagged import WIDTH, load, rotary_inputs
 
 # What no layer stands for: an opposite sign, adjacent columns, and tables whose halves differ.

@@ -5,10 +5,10 @@ changes.
     python tests/huggingface/collect_sources.py 4.57.6 transformers-5.23.0-py3-none-any.whl ...
 
 pip downloads versions. What is known of other versions stays. Every norm, feed-forward block, mixture of experts,
-router and rotary embedding is taken out of its modeling file and run against the parts
-(liger_kernel/transformers/parts.py) on random input, in float32 and in bfloat16; its fingerprint is written under the
-part that computes the same and rounds in the same places. What a row of the table of families names and no part stands
-for is listed: it keeps its forward in a patched model.
+router, rotary embedding and decoder layer is taken out of its modeling file and run against the formulas of
+liger_kernel/transformers/patching/formulas.py on random input, in float32 and in bfloat16; its fingerprint is written
+under the formula that computes the same and rounds in the same places. What a row of the table of families names and no
+formula stands for is listed: it keeps its forward in a patched model.
 """
 
 import __future__
@@ -29,15 +29,15 @@ from pathlib import Path
 
 import torch
 from liger_kernel.operators.coverage import ACTIVATION_NAMES
-from liger_kernel.transformers import numeric
-from liger_kernel.transformers.families import FAMILIES, Swap
-from liger_kernel.transformers.layers import STEPS, adding
-from liger_kernel.transformers.parts import PARTS
-from liger_kernel.transformers.source import fingerprint
+from liger_kernel.transformers.patching import numeric
+from liger_kernel.transformers.patching.families import FAMILIES, Swap
+from liger_kernel.transformers.patching.formulas import FORMULAS
+from liger_kernel.transformers.patching.layers import STEPS, adding
+from liger_kernel.transformers.patching.source import fingerprint
 from torch import nn
 from transformers.activations import ACT2FN
 
-TABLE = Path(__file__).parents[2] / "python/liger_kernel/transformers/sources.json"
+TABLE = Path(__file__).parents[2] / "python/liger_kernel/transformers/patching/sources.json"
 WIDTH = 32
 CONFIG = types.SimpleNamespace(
     hidden_size=WIDTH,
@@ -102,7 +102,7 @@ MLPS = (
 )
 EXPERTS = ("experts", "transposed_experts", "gpt_oss_experts", "clamped_experts", "clamped_swish_experts")
 ROPES = ("half_table_rope", "rope", "interleaved_rope", "deinterleaving_rope")
-ROUTERS = tuple(name for name in PARTS if name.endswith("_router"))
+ROUTERS = tuple(name for name in FORMULAS if name.endswith("_router"))
 ACTIVATION_PARTS = ("relu_squared", "xielu")
 # Falcon-H1's gate times its multiplier stays in float inside the kernel, and so do the steps of MiniMax-M3's gate.
 ROUNDS_LESS = {"scaled_gated_mlp", "clamped_swish_mlp"}
@@ -237,7 +237,7 @@ def part_of(original, file):
     if "ACT2FN" in inspect.getsource(original) and not any(hasattr(module, name) for name in ACTIVATION_NAMES):
         return None  # it is not seen which activation a module has
     for name in _kinds(original, module):
-        target = Swap("", PARTS[name].targets).load()
+        target = Swap("", FORMULAS[name].targets).load()
         if numeric.computes(target, module, original.forward, rounded=name not in ROUNDS_LESS):
             return name
     return None
@@ -311,7 +311,9 @@ def _part_of_router(cls):
     modules = [made(cls, types.SimpleNamespace(**ROUTER_CONFIG, **branch)) for branch in branches]
     if None in modules:
         return None
-    return next((n for n in ROUTERS if all(_same_router(Swap("", PARTS[n].targets).load(), m) for m in modules)), None)
+    return next(
+        (n for n in ROUTERS if all(_same_router(Swap("", FORMULAS[n].targets).load(), m) for m in modules)), None
+    )
 
 
 @torch.no_grad()
@@ -342,7 +344,7 @@ def _same_router(target, module):
 
 
 def _same_router_loss(function):
-    target = Swap("", PARTS["load_balancing_loss"].targets).load()
+    target = Swap("", FORMULAS["load_balancing_loss"].targets).load()
     if list(inspect.signature(function).parameters) != list(inspect.signature(target).parameters):
         return False
     logits = tuple(torch.randn(12, 8, generator=torch.Generator().manual_seed(i)) for i in (0, 1))
@@ -357,7 +359,7 @@ def _same_router_loss(function):
 
 
 def _same_activation(name, module):
-    target, x = Swap("", PARTS[name].targets).load(), torch.randn(2, WIDTH)
+    target, x = Swap("", FORMULAS[name].targets).load(), torch.randn(2, WIDTH)
     try:
         return _same(lambda x: (target.forward(module, x),), lambda x: (module(x),), x)
     except AttributeError:  # a module without the parameters of the target
@@ -380,12 +382,12 @@ def _part_of_function(function):
         return "load_balancing_loss" if _same_router_loss(function) else None
     if function.__name__ in INPUTS:
         made = (make() for make in INPUTS[function.__name__])
-        return next((n for n, inputs in made if _same(Swap("", PARTS[n].targets).load(), function, *inputs)), None)
+        return next((n for n, inputs in made if _same(Swap("", FORMULAS[n].targets).load(), function, *inputs)), None)
     for name in ROPES:
-        if numeric._same_function(Swap("", PARTS[name].targets).load(), function):
+        if numeric._same_function(Swap("", FORMULAS[name].targets).load(), function):
             return _kind_of_rope(function) if name == "rope" else name
     name, inputs = _paired()
-    return name if _same(Swap("", PARTS[name].targets).load(), function, *inputs) else None
+    return name if _same(Swap("", FORMULAS[name].targets).load(), function, *inputs) else None
 
 
 def _kind_of_rope(function):
@@ -487,7 +489,7 @@ def collect(paths):
     for key in set(before) & set(part_by_source):
         if not part_by_source[key]:
             del after[key]  # a source that no part computes any more
-    table = {part: {} for part in PARTS}
+    table = {part: {} for part in FORMULAS}
     for key, (part, where) in sorted(after.items()):
         table[part][key] = where
     TABLE.write_text(json.dumps(table, indent=1) + "\n")

@@ -11,8 +11,8 @@ import pytest
 import torch
 import transformers
 from liger_kernel.transformers.causal_lm import names_in
-from liger_kernel.transformers.families import FAMILIES
-from liger_kernel.transformers.patch import patch
+from liger_kernel.transformers.patching.apply import patch
+from liger_kernel.transformers.patching.families import FAMILIES
 from packaging.version import parse
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))

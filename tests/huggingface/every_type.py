@@ -20,7 +20,7 @@ import warnings
 import torch
 import transformers
 from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
-from liger_kernel.transformers.patch import TABLES, UNKNOWN
+from liger_kernel.transformers.patching.apply import TABLES, UNKNOWN
 from shrink import VOCABULARY, config_of
 from transformers.models.auto import modeling_auto
 

@@ -4,7 +4,7 @@ import re
 import typing
 
 import transformers
-from liger_kernel.transformers.families import FAMILIES
+from liger_kernel.transformers.patching.families import FAMILIES
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 LAYERS, WIDTH, HEADS, VOCABULARY = 4, 64, 4, 128

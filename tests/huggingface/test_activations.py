@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from liger_kernel.transformers import LigerXIELU, geglu, mlp, swiglu, tiled_mlp
-from liger_kernel.transformers.replace import or_original
+from liger_kernel.transformers.patching.place import or_original
 from transformers.activations import ACT2FN, XIELUActivation
 
 HIDDEN, WIDTH, TOKENS = 16, 24, 7

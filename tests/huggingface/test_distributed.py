@@ -18,7 +18,7 @@ import peft
 import pytest
 import torch
 from conftest import VOCABULARY, assert_close, run
-from liger_kernel.transformers.patch import patch
+from liger_kernel.transformers.patching.apply import patch
 from torch import nn
 from torch.distributed import init_device_mesh
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper

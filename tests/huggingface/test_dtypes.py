@@ -15,13 +15,13 @@ import torch
 import transformers
 from conftest import assert_close
 from liger_kernel.hub import layers
-from liger_kernel.transformers import hub_kernels
-from liger_kernel.transformers.by_source import row_of
-from liger_kernel.transformers.families import FAMILIES, GATED_RMS_NORM
-from liger_kernel.transformers.parts import find, is_known, unfit
-from liger_kernel.transformers.patch import ReplacedModule, _class_called, patch
-from liger_kernel.transformers.replace import Edits, instead_of, own_attributes, replace_class
-from liger_kernel.transformers.source import as_written, fingerprint
+from liger_kernel.transformers.patching import hub as hub_kernels
+from liger_kernel.transformers.patching.apply import ReplacedModule, _class_called, patch
+from liger_kernel.transformers.patching.by_source import row_of
+from liger_kernel.transformers.patching.families import FAMILIES, GATED_RMS_NORM
+from liger_kernel.transformers.patching.formulas import find, is_known, unfit
+from liger_kernel.transformers.patching.place import Edits, instead_of, own_attributes, replace_class
+from liger_kernel.transformers.patching.source import as_written, fingerprint
 from packaging.version import parse
 from tiny import TINY_MODELS, model_of
 from torch import nn

@@ -10,9 +10,9 @@ import pytest
 import torch
 from conftest import COMMON, assert_close, batch, class_of, config_of, make, modeling, restored
 from liger_kernel.transformers import monkey_patch
-from liger_kernel.transformers.families import FAMILIES, MODEL_TYPES, RMS_NORM, ROPE, SWIGLU, CausalLM, Family
 from liger_kernel.transformers.model import loss_utils
-from liger_kernel.transformers.patch import Report, patch
+from liger_kernel.transformers.patching.apply import Report, patch
+from liger_kernel.transformers.patching.families import FAMILIES, MODEL_TYPES, RMS_NORM, ROPE, SWIGLU, CausalLM, Family
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
 from test_layers import nodes
 from torch import nn

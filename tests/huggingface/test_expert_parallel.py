@@ -12,7 +12,7 @@ import pytest
 import transformers
 from conftest import assert_close, run
 from liger_kernel.transformers import monkey_patch
-from liger_kernel.transformers.patch import patch
+from liger_kernel.transformers.patching.apply import patch
 from packaging import version
 from test_distributed import RANKS, gradients_of, of_transformers
 from test_experts import Count

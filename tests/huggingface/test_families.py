@@ -11,7 +11,7 @@ from conftest import CURVE_TOLERANCE, TOLERANCE, VOCABULARY, assert_close, asser
 from liger_kernel.transformers import monkey_patch
 from liger_kernel.transformers.causal_lm import names_in
 from liger_kernel.transformers.experts import LigerClampedExperts, LigerGEGLUExperts, LigerGptOssExperts
-from liger_kernel.transformers.families import FAMILIES, SWITCHES
+from liger_kernel.transformers.patching.families import FAMILIES, SWITCHES
 from liger_kernel.transformers.swiglu import LigerExperts, LigerFalconH1SwiGLUMLP
 from liger_kernel.transformers.xielu import LigerXIELU
 from liger_kernel.utils import warn_once

@@ -11,8 +11,8 @@ import torch
 from conftest import batch, make, run
 from liger_kernel.operators.residual import add_and_normalise
 from liger_kernel.transformers import LigerRMSNorm, apply_liger_kernel_to_llama
-from liger_kernel.transformers.layers import STEPS, fused_forward
-from liger_kernel.transformers.parts import PARTS
+from liger_kernel.transformers.patching.formulas import FORMULAS
+from liger_kernel.transformers.patching.layers import STEPS, fused_forward
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -244,7 +244,7 @@ def test_an_error_names_the_line():
 
 
 def test_every_kind_of_layer_has_its_steps():
-    assert set(STEPS) == {name for name in PARTS if name.endswith("decoder_layer")}
+    assert set(STEPS) == {name for name in FORMULAS if name.endswith("decoder_layer")}
 
 
 @pytest.mark.parametrize("mixed", [False, True])

@@ -7,9 +7,9 @@ import pytest
 import torch
 from conftest import COMMON, assert_close, batch, make, run
 from liger_kernel.transformers.causal_lm import fused_forward
-from liger_kernel.transformers.families import CausalLM
 from liger_kernel.transformers.model import loss_utils
-from liger_kernel.transformers.replace import with_globals
+from liger_kernel.transformers.patching.families import CausalLM
+from liger_kernel.transformers.patching.place import with_globals
 from torch import nn
 from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutputWithPast

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import TOLERANCE, batch, make
 from liger_kernel.transformers.lora import LoRALinear, fuse_adapters
-from liger_kernel.transformers.replace import Edits, is_variant
+from liger_kernel.transformers.patching.place import Edits, is_variant
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.gptq import GPTQLoraLinear
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import TOLERANCE, batch, make
 from liger_kernel.transformers.lora import LoRALinear
-from liger_kernel.transformers.replace import is_variant
+from liger_kernel.transformers.patching.place import is_variant
 from peft import get_peft_model
 from peft.utils.hotswap import prepare_model_for_compiled_hotswap
 from test_lora import EACH, Ran, adapted, adapters, assert_same, attention_of, patched_copy, step

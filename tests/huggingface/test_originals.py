@@ -8,7 +8,7 @@ import torch
 from accelerate.hooks import ModelHook, SequentialHook, add_hook_to_module
 from conftest import assert_same_step, batch, class_of, config_of, make, modeling, run
 from liger_kernel.transformers import LigerMLP, LigerTiledSwiGLUMLP, functional
-from liger_kernel.transformers.families import FAMILIES, CausalLM, Family
+from liger_kernel.transformers.patching.families import FAMILIES, CausalLM, Family
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
 from liger_kernel.utils import warn_once
 from torch.nn.modules.module import register_module_forward_hook

@@ -16,8 +16,8 @@ from liger_kernel.transformers import (
     apply_liger_kernel_by_structure,
     monkey_patch,
 )
-from liger_kernel.transformers.families import RMS_NORM, ROPE, SWIGLU, CausalLM, Family, Swap
 from liger_kernel.transformers.layer_norm import LigerLayerNorm
+from liger_kernel.transformers.patching.families import RMS_NORM, ROPE, SWIGLU, CausalLM, Family, Swap
 from liger_kernel.transformers.rms_norm import (
     LigerRMSNorm,
     LigerRMSNormForGemma,

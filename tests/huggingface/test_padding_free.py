@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 from conftest import VOCABULARY, assert_close, batch, make, run
-from liger_kernel.transformers.patch import patch
+from liger_kernel.transformers.patching.apply import patch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
 

@@ -13,10 +13,10 @@ import transformers
 from collect_sources import ROUTER, ROUTER_BRANCHES, ROUTER_CONFIG, WIDTH, made
 from conftest import assert_close, assert_rounded_alike, run
 from liger_kernel.operators.router import liger_load_balancing_loss_func
-from liger_kernel.transformers.by_source import original_class, swaps_of
-from liger_kernel.transformers.parts import find
-from liger_kernel.transformers.patch import ReplacedModule
-from liger_kernel.transformers.replace import Edits, replace_class
+from liger_kernel.transformers.patching.apply import ReplacedModule
+from liger_kernel.transformers.patching.by_source import original_class, swaps_of
+from liger_kernel.transformers.patching.formulas import find
+from liger_kernel.transformers.patching.place import Edits, replace_class
 from packaging import version
 from tiny import model_of, text
 from torch.utils._python_dispatch import TorchDispatchMode

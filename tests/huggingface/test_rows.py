@@ -15,12 +15,13 @@ import torch
 import transformers
 from conftest import COMMON, batch, make, modeling
 from liger_kernel.transformers import model as forwards
-from liger_kernel.transformers import monkey_patch, source
+from liger_kernel.transformers import monkey_patch
 from liger_kernel.transformers.causal_lm import hands_logits_over, original_forward
-from liger_kernel.transformers.families import FAMILIES, RMS_NORM, Family, table
 from liger_kernel.transformers.model import output_classes
-from liger_kernel.transformers.parts import is_known
-from liger_kernel.transformers.patch import patch
+from liger_kernel.transformers.patching import source
+from liger_kernel.transformers.patching.apply import patch
+from liger_kernel.transformers.patching.families import FAMILIES, RMS_NORM, Family, table
+from liger_kernel.transformers.patching.formulas import is_known
 from packaging import version
 from tiny import TINY_MODELS
 

@@ -6,7 +6,7 @@ import test_families
 import torch
 from conftest import TOLERANCE
 from liger_kernel.transformers.causal_lm import names_in, original_forward
-from liger_kernel.transformers.families import FAMILIES
+from liger_kernel.transformers.patching.families import FAMILIES
 from test_families import switches_of
 from tiny import model_of
 from torch import nn

@@ -9,10 +9,10 @@ import torch
 import transformers
 from conftest import COMMON, assert_same_step, batch
 from liger_kernel.transformers import apply_liger_kernel_by_structure
-from liger_kernel.transformers import patch as patch_module
-from liger_kernel.transformers.families import FAMILIES
-from liger_kernel.transformers.parts import PARTS
-from liger_kernel.transformers.patch import patch
+from liger_kernel.transformers.patching import apply as patch_module
+from liger_kernel.transformers.patching.apply import patch
+from liger_kernel.transformers.patching.families import FAMILIES
+from liger_kernel.transformers.patching.formulas import FORMULAS
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
 from liger_kernel.transformers.swiglu import LigerSeedOssSwiGLUMLP
 from test_own_models import _model, write  # noqa: F401
@@ -105,7 +105,7 @@ def test_by_structure_and_by_row_agree(family, kind):
 def _part_of(cls):
     """The name of the part that a class of this package computes; torch's LayerNorm needs none."""
     name_of = lambda target: target.rpartition(".")[2]
-    return next((n for n, part in PARTS.items() if cls.__name__ in map(name_of, part.targets)), cls.__name__)
+    return next((n for n, part in FORMULAS.items() if cls.__name__ in map(name_of, part.targets)), cls.__name__)
 
 
 def test_dropout_is_that_of_the_original():

@@ -4,7 +4,7 @@ import functools
 import importlib
 
 import torch
-from liger_kernel.transformers.families import FAMILIES
+from liger_kernel.transformers.patching.families import FAMILIES
 from random_models import END, IMAGE, MODELS, START
 from shrink import config_of
 

@@ -52,9 +52,7 @@ inline constexpr bool is_tensor = std::is_same_v<T, Tensor> || std::is_same_v<T,
 using OptDtype = std::optional<at::ScalarType>;
 using Tensors = std::vector<Tensor>;
 using IntsRef = at::OptionalIntArrayRef;
-using DoublesRef = std::optional<at::ArrayRef<double>>;
 using Ints = std::optional<std::vector<int64_t>>;
-using Doubles = std::optional<std::vector<double>>;
 
 /// A field as the dispatcher passes it: the argument's type in C++, and in a schema.
 template <class T>
@@ -80,9 +78,7 @@ LIGER_ARGUMENT(std::optional<double>, std::optional<double>, "float?")
 LIGER_ARGUMENT(at::ScalarType, at::ScalarType, "ScalarType")
 LIGER_ARGUMENT(OptDtype, OptDtype, "ScalarType?")
 LIGER_ARGUMENT(IntsRef, IntsRef, "int[]?")
-LIGER_ARGUMENT(DoublesRef, DoublesRef, "float[]?")
 LIGER_ARGUMENT(Ints, IntsRef, "int[]?")
-LIGER_ARGUMENT(Doubles, DoublesRef, "float[]?")
 LIGER_ARGUMENT(std::string, c10::string_view, "str")
 #undef LIGER_ARGUMENT
 template <class T>
@@ -92,8 +88,7 @@ struct Argument<T> : Argument<int64_t> {};
 template <class T>
 decltype(auto) as_argument(const T& t) {
   if constexpr (std::is_enum_v<T> && !std::is_same_v<T, at::ScalarType>) return int64_t(t);
-  else if constexpr (std::is_same_v<T, Ints> || std::is_same_v<T, Doubles>)
-    return t ? typename Argument<T>::Type(*t) : typename Argument<T>::Type();
+  else if constexpr (std::is_same_v<T, Ints>) return t ? IntsRef(*t) : IntsRef();
   else if constexpr (std::is_same_v<T, std::string>) return c10::string_view(t);
   else if constexpr (std::is_same_v<T, Tensors>) return at::TensorList(t);
   else if constexpr (std::is_same_v<T, Untracked>) return static_cast<const OptTensor&>(t);
@@ -106,7 +101,7 @@ void set_field(T& field, A&& from) {
     // A number that is too large for the type must not become a valid one.
     using Limits = std::numeric_limits<std::underlying_type_t<T>>;
     field = T(std::clamp<int64_t>(from, Limits::min(), Limits::max()));
-  } else if constexpr (std::is_same_v<T, Ints> || std::is_same_v<T, Doubles>) {
+  } else if constexpr (std::is_same_v<T, Ints>) {
     if (from) field = from->vec();
     else field.reset();
   } else if constexpr (std::is_same_v<T, std::string>) {
@@ -129,7 +124,7 @@ template <class T>
 c10::IValue as_value(const T& t) {
   if constexpr (std::is_enum_v<T>) return int64_t(t);
   else if constexpr (std::is_same_v<T, OptDtype>) return t ? c10::IValue(int64_t(*t)) : c10::IValue();
-  else if constexpr (std::is_same_v<T, Ints> || std::is_same_v<T, Doubles>)
+  else if constexpr (std::is_same_v<T, Ints>)
     return t ? c10::IValue(c10::ivalue::Tuple::create(std::vector<c10::IValue>(t->begin(), t->end()))) : c10::IValue();
   else return t;
 }
@@ -139,10 +134,10 @@ void set_value(T& to, const c10::IValue& from) {
     to = T(from.toInt());
   } else if constexpr (std::is_same_v<T, OptDtype>) {
     to = from.isNone() ? OptDtype() : at::ScalarType(from.toInt());
-  } else if constexpr (std::is_same_v<T, Ints> || std::is_same_v<T, Doubles>) {
+  } else if constexpr (std::is_same_v<T, Ints>) {
     if (from.isNone()) return to.reset();
     to.emplace();
-    for (const c10::IValue& v : from.toTupleRef().elements()) to->push_back(v.to<typename T::value_type::value_type>());
+    for (const c10::IValue& v : from.toTupleRef().elements()) to->push_back(v.toInt());
   } else {
     to = from.to<T>();
   }

@@ -142,6 +142,8 @@ bool is_plain(const Tensor& t);
 /// A gradient that forward saved, times the upstream gradient g: one number, or one a row. In place where nobody can
 /// see it: where autograd will not run this node again and both are plain tensors.
 Tensor scaled(const Tensor& saved, const Tensor& g);
+/// x times a number, in place. On CPUs x.mul_(number) rounds the number to x's dtype first: its operands change places.
+inline Tensor multiplied(Tensor x, double number) { return x.mul_(at::scalar_tensor(number, at::kDouble)); }
 
 /// The dtypes that an argument may have.
 enum class Type {

@@ -123,7 +123,7 @@ class State {
 ///   Saved          what the graph keeps for backward, besides Options
 ///   Gradients<T>   one T per gradient
 ///   forward(...)   returns all results: a tensor, or a struct of them
-///   save(const Inputs&, const Results&)
+///   save(const Inputs&, const Results&), or with const Options& last
 ///   backward(...)  returns Gradients<Tensor>, or the tensor where there is one; undefined where not wanted
 /// forward takes any of (Inputs, Record, Options), and backward any of (Upstream, Saved, Gradients<bool>, Options); the
 /// flags say which gradients are wanted. The order of their parameters is that of their schemas. There are three
@@ -310,7 +310,13 @@ class Operator {
             *all = complete(call_as<&D::forward>(&D::forward, given), first_tensor(leaves(in)));
           else *all = as_fields<Results>(call_as<&D::forward>(forward_op, given));
         }
-        Saved saved = D::save(std::as_const(in), *all);
+        Saved saved = [&]() -> Saved {
+          if constexpr (requires { D::save(std::as_const(in), *all, options); }) {
+            return D::save(std::as_const(in), *all, options);
+          } else {
+            return D::save(std::as_const(in), *all);
+          }
+        }();
         if constexpr (kLeaves<Wanted> > 1) detail::State::save(ctx, saved, options, wanted);
         else detail::State::save(ctx, saved, options);  // the node is there because its one gradient is wanted
         if constexpr (kMayBeAbsent) ctx->set_materialize_grads(false);
@@ -395,28 +401,18 @@ class Operator {
   }
 };
 
-/// How float16 gradients that forward computes are kept until the loss scale reaches them, so that they neither
-/// vanish nor overflow: multiplied by `scale`, or not yet multiplied by `rest`.
-enum class Factor { Scale, Rest };
-
-/// What the forward pass of a loss returns. `factor` is empty but for float16.
-template <class R, template <class> class G, Factor kFactorIs = Factor::Scale>
+/// What the forward pass of a loss returns. float16 gradients are multiplied by grad_scale, so that they neither vanish
+/// nor overflow before the loss scale reaches them; for other types it is empty.
+template <class R, template <class> class G>
 struct Made {
-  static constexpr Factor kFactor = kFactorIs;
   R results;
   G<Tensor> gradients;
-  Tensor factor;
-
-  static constexpr const char* field_names() {
-    return kFactor == Factor::Scale ? "results, gradients, scale" : "results, gradients, rest";
-  }
-  auto fields() { return refs(results, gradients, factor); }
-  auto fields() const { return refs(results, gradients, factor); }
+  Tensor grad_scale;
+  LIGER_FIELDS(results, gradients, grad_scale)
 
   /// The upstream gradient of the loss as that of what is kept.
-  static Tensor upstream(const Tensor& g, const Tensor& factor) {
-    if (factor.dim() > 0) return g;
-    return kFactor == Factor::Scale ? g.to(at::kFloat) / factor : g.to(at::kFloat) * factor;
+  static Tensor upstream(const Tensor& g, const Tensor& grad_scale) {
+    return grad_scale.dim() > 0 ? g : g.to(at::kFloat) / grad_scale;
   }
 };
 
@@ -430,53 +426,56 @@ struct LossGradient {
 /// upstream gradient. D is as for Operator, but without Upstream, Saved, save and backward, and
 ///   forward(const Inputs&, const Gradients<bool>& wanted, ...)
 /// returns Made. Calls with an upstream gradient per token need backward after all. For those, in_forward(const
-/// Inputs&) is false, forward is asked for no gradients, and D has Saved, save(const Inputs&) and backward.
+/// Inputs&, const Options&) is false, forward is asked for no gradients, and D has Saved, save(const Inputs&) and
+/// backward.
 template <class D>
 struct GradientInForward : D {
   using Upstream = LossGradient;
   using Results = typename Flat<&D::forward>::Result;
   using Inputs = typename D::Inputs;
+  using Options = typename detail::OptionsOf<D>::Type;
   using Wanted = typename D::template Gradients<bool>;
   static constexpr size_t kResults = kLeaves<decltype(Results::results)>;
 
-  static constexpr bool kMayBeLater = requires(const Inputs& in) { D::in_forward(in); };
+  static constexpr bool kMayBeLater =
+      requires(const Inputs& in, const Options& options) { D::in_forward(in, options); };
   using Later = typename detail::LaterOf<D, kMayBeLater>::Type;
   struct Saved {
     typename D::template Gradients<Tensor> gradients;
-    Tensor factor;
+    Tensor grad_scale;
     Later later;  // where the gradients are made in backward
-    LIGER_FIELDS(gradients, factor, later)
+    LIGER_FIELDS(gradients, grad_scale, later)
   };
 
-  static bool in_forward(const Inputs& in) {
-    if constexpr (kMayBeLater) return D::in_forward(in);
+  static bool in_forward(const Inputs& in, const Options& options) {
+    if constexpr (kMayBeLater) return D::in_forward(in, options);
     else return true;
   }
 
-  static Wanted record(const Inputs& in, const auto&, const Wanted& wanted) {
-    return in_forward(in) ? wanted : Wanted{};
+  static Wanted record(const Inputs& in, const Options& options, const Wanted& wanted) {
+    return in_forward(in, options) ? wanted : Wanted{};
   }
 
-  static Saved save(const Inputs& in, const Results& made) {
+  static Saved save(const Inputs& in, const Results& made, const Options& options) {
     Saved saved;
     if constexpr (kMayBeLater)
-      if (!in_forward(in)) {
+      if (!in_forward(in, options)) {
         saved.later = D::save(in);
         return saved;
       }
-    saved.gradients = made.gradients, saved.factor = made.factor;
+    saved.gradients = made.gradients, saved.grad_scale = made.grad_scale;
     return saved;
   }
 
   /// Autograd casts gradients to their inputs' dtypes.
   static typename D::template Gradients<Tensor> differentiate(const Upstream& up, const Saved& saved,
-                                                              const Wanted& wanted) {
+                                                              const Wanted& wanted, const Options& options) {
     typename D::template Gradients<Tensor> gradients;
     if constexpr (kMayBeLater)
       if (saved.later)
-        return as_fields<decltype(gradients)>(
-            call_as<&D::backward>(Operator<GradientInForward>::backward_op, std::tie(up, *saved.later, wanted)));
-    const Tensor g = Results::upstream(up.g, saved.factor);
+        return as_fields<decltype(gradients)>(call_as<&D::backward>(Operator<GradientInForward>::backward_op,
+                                                                    std::tie(up, *saved.later, wanted, options)));
+    const Tensor g = Results::upstream(up.g, saved.grad_scale);
     for_each_index<kLeaves<Wanted>>([&](auto i) {
       if (get<i>(leaves(wanted))) get<i>(leaves(gradients)) = scaled(get<i>(leaves(saved.gradients)), g);
     });

@@ -367,10 +367,10 @@ struct FusedExperts {
     if (wanted.ddown) d.ddown = outer(p.dy, p.h);
     if (wanted.dweights) d.dweights = p.dweights.to(of.weights.scalar_type());
     if (wanted.dgate_up_bias) d.dgate_up_bias = by_expert(p.da, *of.gate_up_bias);
-    if (wanted.dgate_up_a) d.dgate_up_a = grouped_outer(p.low_da, p.x, ends).mul_(gate_up.scale);
-    if (wanted.dgate_up_b) d.dgate_up_b = grouped_outer(p.da, gate_up.low(p.x, ends), ends).mul_(gate_up.scale);
-    if (wanted.ddown_a) d.ddown_a = grouped_outer(p.low_dy, p.h, ends).mul_(down.scale);
-    if (wanted.ddown_b) d.ddown_b = grouped_outer(p.dy, down.low(p.h, ends), ends).mul_(down.scale);
+    if (wanted.dgate_up_a) d.dgate_up_a = multiplied(grouped_outer(p.low_da, p.x, ends), gate_up.scale);
+    if (wanted.dgate_up_b) d.dgate_up_b = multiplied(grouped_outer(p.da, gate_up.low(p.x, ends), ends), gate_up.scale);
+    if (wanted.ddown_a) d.ddown_a = multiplied(grouped_outer(p.low_dy, p.h, ends), down.scale);
+    if (wanted.ddown_b) d.ddown_b = multiplied(grouped_outer(p.dy, down.low(p.h, ends), ends), down.scale);
     if (wanted.ddown_bias) d.ddown_bias = by_expert(p.dy * p.r.of_pairs(of.weights).unsqueeze(1), *of.down_bias);
     return d;
   }

@@ -14,14 +14,10 @@ struct FusedLinearCrossEntropy {
     OptTensor bias;
     Tensor target;
     OptTensor class_weight, normalizer;
-    Ints flags;
-    Doubles scales;
-    int64_t valid_count, max_bytes;
     OptDtype dtype;
-    LIGER_FIELDS(hidden, weight, bias, target, class_weight, normalizer, flags, scales, valid_count, max_bytes, dtype)
-
-    CrossEntropyOptions options() const { return cross_entropy::unpack(as_argument(flags), as_argument(scales)); }
+    LIGER_FIELDS(hidden, weight, bias, target, class_weight, normalizer, dtype)
   };
+  using Options = HeadOptions;
   using Saved = Inputs;
   template <class T>
   struct Gradients {
@@ -30,7 +26,7 @@ struct FusedLinearCrossEntropy {
   };
   using Made = liger::Made<CrossEntropyResult, Gradients>;
 
-  static void check(const char* op, const Inputs& in, const CrossEntropyOptions& options) {
+  static CrossEntropyOptions checked(const char* op, const Inputs& in, const Options& options) {
     const Arguments arguments(op, "hidden", in.hidden);
     TORCH_CHECK(in.hidden.dim() == 2 && in.weight.dim() == 2, op,
                 ": hidden must be [tokens, width] and weight [classes, width], got ", in.hidden.sym_sizes(), " and ",
@@ -41,7 +37,7 @@ struct FusedLinearCrossEntropy {
         .vector("target", in.target, in.hidden.sym_size(0), Type::Integer)
         .vector("class_weight", in.class_weight, classes, Type::Floating)
         .count("normalizer", in.normalizer, 1, Type::Number);
-    cross_entropy::check_options(op, options, classes);
+    return cross_entropy::checked(op, options, classes);
   }
 
   /// The tokens that count, and the head on them.
@@ -50,17 +46,17 @@ struct FusedLinearCrossEntropy {
     cross_entropy::Batch batch;
     head::Pass pass;
 
-    Tokens(const Inputs& in, const CrossEntropyOptions& options, at::ScalarType dtype, const Gradients<bool>& wanted,
-           bool scaled)
+    Tokens(const Inputs& in, const Options& given, const CrossEntropyOptions& options, at::ScalarType dtype,
+           const Gradients<bool>& wanted, bool scaled)
         : batch(of_labels(in, in.target, options, scaled)) {
-      const int64_t count = head::kept_count(in.target, in.weight, in.valid_count, [&] { return batch.valid(); });
+      const int64_t count = head::kept_count(in.target, in.weight, given.valid_count, [&] { return batch.valid(); });
       kept = head::kept_tokens(in.target, options.ignore_index, count);
       if (kept.defined()) batch = of_labels(in, gather(kept, in.target), options, scaled);
       pass = {{gather(kept, in.hidden).contiguous().to(dtype), in.weight.contiguous().to(dtype),
                in.bias ? in.bias->to(dtype) : Tensor()},
               {wanted.dhidden, wanted.dweight, wanted.dbias && in.bias},
               in.weight.scalar_type(),
-              in.max_bytes};
+              given.max_bytes};
     }
 
     static cross_entropy::Batch of_labels(const Inputs& in, const Tensor& target, const CrossEntropyOptions& options,
@@ -69,11 +65,10 @@ struct FusedLinearCrossEntropy {
     }
   };
 
-  static Made forward(const Inputs& in, const Gradients<bool>& given) {
-    const CrossEntropyOptions options = in.options();
-    check(kName.text, in, options);
+  static Made forward(const Inputs& in, const Gradients<bool>& asked, const Options& given) {
+    const CrossEntropyOptions options = checked(kName.text, in, given);
     const auto dtype = head::compute_dtype(kName.text, in.hidden, in.weight, in.dtype);
-    const Gradients<bool> wanted{given.dhidden, given.dweight, given.dbias && in.bias};
+    const Gradients<bool> wanted{asked.dhidden, asked.dweight, asked.dbias && in.bias};
     const bool scaled = dtype == at::kHalf && any(wanted);
     const auto floats = in.hidden.options().dtype(at::kFloat);
     if (in.hidden.is_meta()) {
@@ -85,7 +80,7 @@ struct FusedLinearCrossEntropy {
               {like(wanted.dhidden, in.hidden), like(wanted.dweight, in.weight), like(wanted.dbias, in.bias)},
               scaled ? at::empty({}, floats) : Tensor()};
     }
-    Tokens tokens(in, options, dtype, wanted, scaled);
+    Tokens tokens(in, given, options, dtype, wanted, scaled);
     const auto d = tokens.pass.run([&](const Tensor& z, int64_t begin, int64_t) {
       tokens.batch.run_rows(z, tokens.pass.wants.any() ? z : Tensor(), begin, {});
     });
@@ -104,14 +99,14 @@ struct FusedLinearCrossEntropy {
             scaled ? tokens.batch.gradient_scale().clone() : Tensor()};
   }
 
-  static bool in_forward(const Inputs& in) { return in.options().reduction != Reduction::None; }
+  static bool in_forward(const Inputs&, const Options& options) { return options.reduction != Reduction::None; }
   static Saved save(const Inputs& in) { return in; }
 
   /// The gradients where every token has its own upstream gradient: the logits are made again.
-  static Gradients<Tensor> backward(const LossGradient& up, const Saved& in, const Gradients<bool>& wanted) {
+  static Gradients<Tensor> backward(const LossGradient& up, const Saved& in, const Gradients<bool>& wanted,
+                                    const Options& given) {
     constexpr auto op = "fused_linear_cross_entropy_backward";
-    CrossEntropyOptions options = in.options();
-    check(op, in, options);
+    CrossEntropyOptions options = checked(op, in, given);
     Arguments(op, "hidden", in.hidden)
         .vector("g", up.g, in.hidden.sym_size(0), Type::Floating)
         .present("with_dbias", wanted.dbias, "bias", in.bias);
@@ -124,7 +119,7 @@ struct FusedLinearCrossEntropy {
     }
     options.z_loss = options.accuracy = options.predicted = false;
     const bool scaled = dtype == at::kHalf;
-    Tokens tokens(in, options, dtype, wanted, scaled);
+    Tokens tokens(in, given, options, dtype, wanted, scaled);
     Tensor upstream = gather(tokens.kept, up.g).to(at::kFloat).contiguous(), divisor;
     if (scaled) {
       const Tensor power = head::unit_power(upstream);
@@ -147,8 +142,7 @@ CrossEntropyResult fused_linear_cross_entropy(const Tensor& hidden, const Tensor
                                               const OptTensor& class_weight, const OptTensor& normalizer) {
   using namespace op::cross_entropy;
   return asked_for(as_fields<CrossEntropyResult>(Operator<GradientInForward<op::FusedLinearCrossEntropy>>::public_op(
-                       hidden, weight, bias, target, class_weight, normalizer, flags(options), scales(options),
-                       options.valid_count, options.max_bytes, OptDtype())),
+                       hidden, weight, bias, target, class_weight, normalizer, OptDtype(), options)),
                    options);
 }
 

@@ -23,15 +23,10 @@ struct LinearLogProb {
     OptDtype dtype;
     LIGER_FIELDS(of, main_grad, dtype)
   };
-  /// Bits of Options::outputs.
-  enum Output : int64_t { kEntropy = 1, kLogSumSquares = 2, kMeanLogit = 4, kIsTop1 = 8, kLse = 16, kArgmax = 32 };
-  /// `outputs`: the requested results, as bits of Output.
   struct Options : LogProbOptions {
-    int64_t outputs = 0;
-    LIGER_OPTIONS(temperature, softcap, logit_scale, ignore_index, outputs, top_k, valid_count, max_bytes,
-                  batch_invariant)
+    LIGER_OPTIONS(temperature, softcap, logit_scale, ignore_index, entropy, lse, mean_logit, log_sum_squares, is_top1,
+                  argmax, top_k, valid_count, max_bytes, batch_invariant)
 
-    bool wants(Output output) const { return outputs & output; }
     /// The logits are map's of what the GEMM gives, divided by rest. A scale without a softcap is a part of the
     /// temperature.
     LogitMap map() const { return softcap > 0 ? LogitMap{float(logit_scale), float(softcap)} : LogitMap{}; }
@@ -135,12 +130,12 @@ struct LinearLogProb {
       return wanted ? at::zeros_symint(sizes, floats.dtype(dtype)) : Tensor();
     };
     return {column(true),
-            column(o.wants(kEntropy)),
-            column(o.wants(kLse)),
-            column(o.wants(kMeanLogit)),
-            column(o.wants(kLogSumSquares)),
-            column(o.wants(kIsTop1), at::kBool),
-            column(o.wants(kArgmax), at::kLong),
+            column(o.entropy),
+            column(o.lse),
+            column(o.mean_logit),
+            column(o.log_sum_squares),
+            column(o.is_top1, at::kBool),
+            column(o.argmax, at::kLong),
             column(o.top_k > 0, at::kFloat, true),
             column(o.top_k > 0, at::kLong, true)};
   }
@@ -159,12 +154,12 @@ struct LinearLogProb {
     }
     const auto rows = [&](const Tensor& t) { return t.narrow(0, begin, n); };
     const auto if_wanted = [&](bool wanted, const Tensor& t) { return wanted ? rows(t) : Tensor(); };
-    const Tensor ids = rows(all_ids), entropy = o.wants(kEntropy) ? rows(to.entropy) : at::empty({n}, stats.options());
+    const Tensor ids = rows(all_ids), entropy = o.entropy ? rows(to.entropy) : at::empty({n}, stats.options());
     selective_log_softmax::LogitRows of{z, z.stride(0), ids, o.rest(), o.ignore_index, o.map(), o.batch_invariant};
-    const Tensor lse = o.wants(kLse) ? rows(to.lse) : o.top_k > 0 ? at::empty({n}, stats.options()) : Tensor();
-    selective_log_softmax::run_rows(
-        of, {rows(to.logp), entropy, rows(stats), lse, if_wanted(o.wants(kMeanLogit), to.mean_logit)});
-    if (o.wants(kLogSumSquares)) {  // ln Σ exp(2 (z − m)) − 2 ln Σ exp(z − m)
+    const Tensor lse = o.lse ? rows(to.lse) : o.top_k > 0 ? at::empty({n}, stats.options()) : Tensor();
+    selective_log_softmax::run_rows(of,
+                                    {rows(to.logp), entropy, rows(stats), lse, if_wanted(o.mean_logit, to.mean_logit)});
+    if (o.log_sum_squares) {  // ln Σ exp(2 (z − m)) − 2 ln Σ exp(z − m)
       const Tensor scratch = at::empty({n}, stats.options()), twice = at::empty({n, 3}, stats.options());
       of.temperature /= 2;
       selective_log_softmax::run_rows(of, {scratch, at::empty_like(scratch), twice});
@@ -172,10 +167,10 @@ struct LinearLogProb {
     }
     // The softcap keeps the order of logits: these read them before it, and are not misled by two that it rounds to one
     // value.
-    if (o.wants(kIsTop1) || o.wants(kArgmax)) {
+    if (o.is_top1 || o.argmax) {
       const Tensor argmax = z.argmax(-1);
-      if (o.wants(kArgmax)) rows(to.argmax).copy_(argmax);
-      if (o.wants(kIsTop1)) rows(to.is_top1).copy_(argmax.eq_(ids));
+      if (o.argmax) rows(to.argmax).copy_(argmax);
+      if (o.is_top1) rows(to.is_top1).copy_(argmax.eq_(ids));
     }
     if (o.top_k > 0) {
       auto [y, at] = z.topk(o.top_k, -1);
@@ -236,7 +231,7 @@ struct LinearLogProb {
   /// Puts the columns of the tokens that count to their places among all, where the others have 0.
   static void place(const Options& o, const Kept& in, at::IntArrayRef shape, Columns& columns) {
     // Where ignored tokens were not left out, the results that need not be 0 for them are set to 0.
-    const bool ignores = !in.which.defined() && (o.outputs & (kLogSumSquares | kIsTop1 | kArgmax) || o.top_k > 0);
+    const bool ignores = !in.which.defined() && (o.log_sum_squares || o.is_top1 || o.argmax || o.top_k > 0);
     const Tensor ignored = ignores ? in.ids.eq(o.ignore_index) : Tensor();
     const auto put = [&](Tensor& t) {
       if (!t.defined()) return;
@@ -365,9 +360,9 @@ using LinearLogProbInPlace =
 LinearLogProb::Gradients<Tensor> LinearLogProb::differentiate(const Upstream& upstream, const Saved& saved,
                                                               const Gradients<bool>& wanted, const Options& o) {
   Upstream up = upstream;
-  if (!o.wants(kEntropy)) up.dentropy.reset();
-  if (!o.wants(kLse)) up.dlse.reset();
-  if (!o.wants(kMeanLogit)) up.dmean_logit.reset();
+  if (!o.entropy) up.dentropy.reset();
+  if (!o.lse) up.dlse.reset();
+  if (!o.mean_logit) up.dmean_logit.reset();
   bool any = false, plain = is_plain(saved.logits);
   for (const OptTensor* g : {&up.dlogp, &up.dentropy, &up.dlse, &up.dmean_logit})
     if (*g) any = true, plain = plain && is_plain(**g);
@@ -387,12 +382,9 @@ LinearLogProb::Gradients<Tensor> LinearLogProb::differentiate(const Upstream& up
 LogProbResult linear_log_prob(const Tensor& hidden, const Tensor& weight, const Tensor& ids, const LogProbOptions& o,
                               const OptTensor& bias, const LowRank& low) {
   using Op = op::LinearLogProb;
-  Op::Options options{o};
-  options.outputs = Op::kEntropy * o.entropy | Op::kLogSumSquares * o.log_sum_squares | Op::kMeanLogit * o.mean_logit |
-                    Op::kIsTop1 * o.is_top1 | Op::kLse * o.lse | Op::kArgmax * o.argmax;
   const OptTensor low_hidden = low.a ? OptTensor(at::linear(hidden, *low.a).mul(low.scale)) : std::nullopt;
   const auto c = as_fields<Op::Columns>(
-      Operator<Op>::public_op(hidden, weight, bias, ids, low_hidden, low.b, o.main_grad, OptDtype(), options));
+      Operator<Op>::public_op(hidden, weight, bias, ids, low_hidden, low.b, o.main_grad, OptDtype(), Op::Options{o}));
   return {c.logp,
           if_wanted(o.entropy, c.entropy),
           if_wanted(o.log_sum_squares, c.log_sum_squares),

@@ -109,7 +109,7 @@ struct GatedMLP {
   static void finish(const Inputs& in, Results& r, const Options& options) {
     if (is_nothing(in.x)) return;
     if (r.product.defined()) run_forward(matrix(r.y), r.product, r.low_down, in.down, r.down_b);
-    if (options.down_multiplier != 1) r.y.mul_(options.down_multiplier);
+    if (options.down_multiplier != 1) multiplied(r.y, options.down_multiplier);
     r.product = Tensor();
   }
 

@@ -4,36 +4,15 @@
 namespace liger {
 namespace op::cross_entropy {
 
-CrossEntropyOptions unpack(IntsRef flags, DoublesRef scales) {
-  TORCH_CHECK_VALUE((!flags || flags->size() == 6) && (!scales || scales->size() == 3),
-                    "cross_entropy: expected 6 flags and 3 scales, or none");
-  CrossEntropyOptions o;
-  if (flags) {
-    const auto& f = *flags;
-    o.ignore_index = f[0], o.reduction = Reduction(f[1]), o.token_scaling = f[2] != 0, o.z_loss = f[3] != 0,
-    o.accuracy = f[4] != 0, o.predicted = f[5] != 0;
-  }
-  if (scales) {
-    const auto& s = *scales;
-    o.label_smoothing = s[0], o.lse_square_scale = s[1],
-    o.softcap = s[2] == std::numeric_limits<double>::infinity() ? 0 : s[2];
-  }
-  return o;
-}
-
-Ints flags(const CrossEntropyOptions& o) {
-  return {{o.ignore_index, int64_t(o.reduction), o.token_scaling, o.z_loss, o.accuracy, o.predicted}};
-}
-
-Doubles scales(const CrossEntropyOptions& o) { return {{o.label_smoothing, o.lse_square_scale, o.softcap}}; }
-
-void check_options(const char* op, const CrossEntropyOptions& o, const c10::SymInt& classes) {
+CrossEntropyOptions checked(const char* op, CrossEntropyOptions o, const c10::SymInt& classes) {
   TORCH_CHECK_VALUE(int(o.reduction) >= 0 && int(o.reduction) <= 2, op,
                     ": reduction is 0 (none), 1 (mean) or 2 (sum), not ", int(o.reduction));
   TORCH_CHECK_VALUE(o.label_smoothing >= 0 && o.label_smoothing <= 1, op, ": label_smoothing must be in [0, 1], got ",
                     o.label_smoothing);
   TORCH_CHECK_VALUE(o.softcap >= 0, op, ": softcap must be positive, or 0 for none, got ", o.softcap);
   TORCH_CHECK_VALUE(classes > 0, op, ": there must be at least one class");
+  if (o.softcap == std::numeric_limits<double>::infinity()) o.softcap = 0;
+  return o;
 }
 
 namespace {
@@ -162,28 +141,26 @@ struct CrossEntropy {
   struct Inputs {
     Tensor x, target;
     OptTensor class_weight;
-    IntsRef flags;
-    DoublesRef scales;
-    LIGER_FIELDS(x, target, class_weight, flags, scales)
+    LIGER_FIELDS(x, target, class_weight)
   };
+  using Options = CrossEntropyOptions;
   template <class T>
   using Gradients = Dx<T>;
 
   /// In float16 a mean's gradients would vanish before a loss scale reaches them.
-  static Made<CrossEntropyResult, Dx> forward(const Inputs& in, const Dx<bool>& wanted) {
+  static Made<CrossEntropyResult, Dx> forward(const Inputs& in, const Dx<bool>& wanted, const Options& given) {
     const Tensor& target = in.target;
-    const CrossEntropyOptions options = cross_entropy::unpack(in.flags, in.scales);
     Arguments("cross_entropy", "x", in.x)
         .shaped("target", target, in.x.sym_sizes().slice(0, in.x.dim() - 1), Type::Integer)
         .vector("class_weight", in.class_weight, in.x.sym_size(-1), Type::Floating);
-    cross_entropy::check_options("cross_entropy", options, in.x.sym_size(-1));
+    const Options options = cross_entropy::checked("cross_entropy", given, in.x.sym_size(-1));
     const auto dtype = in.x.scalar_type();
     const bool scaled = wanted.dx && dtype == at::kHalf;
     Made<CrossEntropyResult, Dx> made;
     if (wanted.dx) made.gradients.dx = output(at::empty_symint(in.x.sym_sizes(), in.x.options()));
     if (in.x.is_meta()) {
       made.results = cross_entropy::empty_results(target, options, dtype, dtype, in.x.options());
-      if (scaled) made.factor = at::empty({}, in.x.options().dtype(at::kFloat));
+      if (scaled) made.grad_scale = at::empty({}, in.x.options().dtype(at::kFloat));
       return made;
     }
     const Rows x(in.x);
@@ -193,7 +170,7 @@ struct CrossEntropy {
     cross_entropy::Batch batch(target, in.class_weight, {}, cols(in.x), options, dtype, scaled);
     batch.run_rows(matrix(x.tensor, x.stride), wanted.dx ? matrix(made.gradients.dx, cols(in.x)) : Tensor(), 0, {});
     made.results = batch.results(dtype);
-    if (scaled) made.factor = batch.gradient_scale().clone();
+    if (scaled) made.grad_scale = batch.gradient_scale().clone();
     if (target.dim() == 1) return made;
     const bool each = options.reduction == Reduction::None;
     auto& [loss, z_loss, accuracy, predicted] = made.results;
@@ -209,8 +186,8 @@ struct CrossEntropy {
 CrossEntropyResult cross_entropy(const Tensor& x, const Tensor& target, const CrossEntropyOptions& options,
                                  const OptTensor& class_weight) {
   using namespace op::cross_entropy;
-  return asked_for(as_fields<CrossEntropyResult>(Operator<GradientInForward<op::CrossEntropy>>::public_op(
-                       x, target, class_weight, flags(options), scales(options))),
+  return asked_for(as_fields<CrossEntropyResult>(
+                       Operator<GradientInForward<op::CrossEntropy>>::public_op(x, target, class_weight, options)),
                    options);
 }
 

@@ -5,14 +5,6 @@
 
 namespace liger::op::cross_entropy {
 
-/// The options as schemas carry them, because a list from Python is read element by element:
-///   flags   ignore_index, reduction, token_scaling, z_loss, accuracy, predicted (python/liger_kernel/_flags.py)
-///   scales  label_smoothing, lse_square_scale, softcap
-/// No list stands for the defaults.
-CrossEntropyOptions unpack(IntsRef flags, DoublesRef scales);
-Ints flags(const CrossEntropyOptions&);
-Doubles scales(const CrossEntropyOptions&);
-
 /// A batch of labels on its way through rows of logits that come in one or several chunks.
 class Batch {
  public:
@@ -57,6 +49,7 @@ CrossEntropyResult empty_results(const Tensor& target, const CrossEntropyOptions
 /// What an operator returned, less the empty tensors in the place of results that are not asked for.
 CrossEntropyResult asked_for(CrossEntropyResult, const CrossEntropyOptions&);
 
-void check_options(const char* op, const CrossEntropyOptions&, const c10::SymInt& classes);
+/// Raises ValueError for options that are none. An infinite softcap is none.
+CrossEntropyOptions checked(const char* op, CrossEntropyOptions, const c10::SymInt& classes);
 
 }  // namespace liger::op::cross_entropy

@@ -48,7 +48,7 @@ struct DivergenceLoss {
   using Saved = Operands;
   template <class T>
   using Gradients = Dx<T>;
-  using Made = liger::Made<Results, Dx, Factor::Rest>;
+  using Made = liger::Made<Results, Dx>;
 
   /// The operands as the kernels read them.
   struct Contiguous {
@@ -89,11 +89,11 @@ struct DivergenceLoss {
     TORCH_CHECK_VALUE(inputs.reduction >= 0 && inputs.reduction <= 3,
                       "divergence: reduction is 0 (none), 1 (mean), 2 (sum) or 3 (batchmean), not ", inputs.reduction);
     const auto floats = of.x.options().dtype(at::kFloat);
-    const bool each = !in_forward(inputs), makes_dx = wanted.dx && !each,
+    const bool each = !in_forward(inputs, {}), makes_dx = wanted.dx && !each,
                defer = makes_dx && of.x.scalar_type() == at::kHalf;
     Made made;
     if (makes_dx) made.gradients.dx = output(at::empty_symint(of.x.sym_sizes(), of.x.options()));
-    if (defer) made.factor = at::empty({}, floats);
+    if (defer) made.grad_scale = at::empty({}, floats);
     Tensor& loss = made.results.loss;
     if (of.x.is_meta()) {
       loss = at::empty_symint(each ? of.x.sym_sizes() : c10::SymIntArrayRef(), floats.dtype(inputs.dtype));
@@ -109,14 +109,14 @@ struct DivergenceLoss {
     } else {
       loss = at::empty({}, floats.dtype(inputs.dtype));
       p.dx = data<void>(made.gradients.dx);
-      reduce(p, in, Reduction(inputs.reduction), loss, made.factor);
+      reduce(p, in, Reduction(inputs.reduction), loss, made.grad_scale);
     }
     return made;
   }
 
-  /// rest: what dx is still to be multiplied by, where it is defined.
+  /// Where grad_scale is defined, dx stays undivided, and grad_scale is the divisor.
   static void reduce(DivergenceChunks p, const Contiguous& in, Reduction reduction, const Tensor& loss,
-                     const Tensor& rest) {
+                     const Tensor& grad_scale) {
     const bool mean = reduction != Reduction::Sum;
     const auto floats = loss.options().dtype(at::kFloat);
     Tensor count;
@@ -130,7 +130,7 @@ struct DivergenceLoss {
     const double scale = 1 / std::max(divisor, 1.);
     const Tensor sums = at::empty({p.rows, ceil_div(p.cols, p.chunk)}, floats);
     p.sums = data<float>(sums);
-    if (!rest.defined()) p.count = data<float>(count), p.scale = float(scale);
+    if (!grad_scale.defined()) p.count = data<float>(count), p.scale = float(scale);
     run(divergence_chunks, in.x, p);
     run(divergence_total, sums,
         {.sums = p.sums,
@@ -139,12 +139,12 @@ struct DivergenceLoss {
          .chunks = sums.numel(),
          .dtype = dtype_of(loss),
          .scale = scale});
-    if (!rest.defined()) return;
-    rest.fill_(scale);
-    if (count.defined()) rest.div_(count);
+    if (!grad_scale.defined()) return;
+    grad_scale.fill_(std::max(divisor, 1.));
+    if (count.defined()) grad_scale.mul_(count);
   }
 
-  static bool in_forward(const Inputs& in) { return Reduction(in.reduction) != Reduction::None; }
+  static bool in_forward(const Inputs& in, const NoFields&) { return Reduction(in.reduction) != Reduction::None; }
   static Saved save(const Inputs& in) { return in.of; }
 
   /// For losses without a reduction: g has x's shape.

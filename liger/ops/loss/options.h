@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdint>
+#include "liger/options.h"
 
 namespace liger {
 
@@ -19,6 +20,8 @@ struct CrossEntropyOptions {
   bool predicted = false;       // also return the largest logit's index, −1 for ignored tokens
 
   bool operator==(const CrossEntropyOptions&) const = default;
+  LIGER_OPTIONS(ignore_index, reduction, label_smoothing, lse_square_scale, softcap, token_scaling, z_loss, accuracy,
+                predicted)
 };
 
 /// The options of fused_linear_cross_entropy besides.
@@ -27,6 +30,8 @@ struct HeadOptions : CrossEntropyOptions {
   int64_t valid_count = -1;
   /// Of logits at once; 0: what is fastest within the memory that the weight's gradient needs anyway.
   int64_t max_bytes = 0;
+  LIGER_OPTIONS(ignore_index, reduction, label_smoothing, lse_square_scale, softcap, token_scaling, z_loss, accuracy,
+                predicted, valid_count, max_bytes)
 };
 
 }  // namespace liger

@@ -29,9 +29,15 @@ struct Operands {
         .vector("bias", in.b, in.x.sym_size(-1))
         .like("residual", in.residual);
     x = in.x.contiguous();
-    w = contiguous(in.w), b = contiguous(in.b), residual = contiguous(in.residual), scale = contiguous(in.scale),
+    w = contiguous(in.w);
+    b = contiguous(in.b);
+    residual = contiguous(in.residual);
+    scale = contiguous(in.scale);
     shift = contiguous(in.shift);
-    if (w.defined() && b.defined() && w.scalar_type() != b.scalar_type()) w = w.to(at::kFloat), b = b.to(at::kFloat);
+    if (w.defined() && b.defined() && w.scalar_type() != b.scalar_type()) {
+      w = w.to(at::kFloat);
+      b = b.to(at::kFloat);
+    }
     if (scale.defined()) check_modulation(name, "scale", scale, x, arguments);
     if (shift.defined()) {
       arguments.any("shift", shift, Type::SameOrFloat);

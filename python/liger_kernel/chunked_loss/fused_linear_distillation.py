@@ -81,9 +81,9 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
                 )  # fmt: skip
 
             made = sums_over_tokens(student, teacher, loss_of, 3, factor, chunk, wanted=wanted)
-        sums, (grad_input, *others), rest = made
+        sums, (grad_input, *others), grad_scale = made
         grad_input = grad_input if grad_input is None else grad_input.view(student_input.shape)
-        save_gradients(ctx, tensors, (grad_input, *others), rest)
+        save_gradients(ctx, tensors, (grad_input, *others), grad_scale)
         loss, soft, hard = (s.clone() for s in sums * factor)
         if not return_soft_hard_loss:
             return loss
@@ -187,20 +187,20 @@ def _run_operator(
     student, teacher, labels, factor, kind, masks_ignored, chunk, wanted, loss_weights, beta, ignore_index,
     temperature, with_hard,
 ):  # fmt: skip
-    """([weighted sum, soft, hard] over the tokens, gradients, rest), of the loss that is factor times the first."""
+    """([weighted sum, soft, hard] over the tokens, gradients, grad_scale) of the loss, factor times the first."""
     hard_weight, soft_weight = loss_weights
     counts = labels.ne(ignore_index).float()
     each = counts if masks_ignored else torch.ones_like(counts)
     share = 1.0 if masks_ignored else beta  # the cosine distance has beta as a factor
     of_soft, of_hard = each * factor * (soft_weight * share), counts * factor * hard_weight
     max_bytes = chunk * 2 * len(student[1]) * student[0].element_size()
-    loss, divergence, nll, _, gradients, rest = forward_with_gradients(
+    loss, divergence, nll, _, gradients, grad_scale = forward_with_gradients(
         student, teacher, labels, of_soft, of_hard, kind, beta if masks_ignored else 0.5, temperature, ignore_index,
         masks_ignored, max_bytes, wanted,
     )  # fmt: skip
     # Not a product of vectors, which autocast would round to 16 bits.
     soft, hard = share * (each * divergence).sum(), (counts * nll).sum() if with_hard else torch.zeros_like(loss)
-    return torch.stack([soft_weight * soft + hard_weight * hard, soft, hard]), gradients, rest
+    return torch.stack([soft_weight * soft + hard_weight * hard, soft, hard]), gradients, grad_scale
 
 
 def _cross_entropy(logits, labels, ignore_index):

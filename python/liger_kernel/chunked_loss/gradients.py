@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel._library import ops
-from liger_kernel.operators.common import first_derivative_only, roots, wanted_gradients
+from liger_kernel.operators.common import first_derivative_only, roots, unscaled, wanted_gradients
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,25 +41,24 @@ def loss_with_gradients(
         point = logp.detach().requires_grad_(any(wanted))
         loss, aux = loss_of(point)
     gradients: list[Tensor | None] = [None] * len(leaves)
-    rest: Tensor | None = None
+    grad_scale: Tensor | None = None
     if any(wanted):
         coefficient = torch.autograd.grad(loss, point)[0] if loss.requires_grad else torch.zeros_like(point)
         inputs = [t for t, w in zip(leaves, wanted) if w]
         if any(t.dtype == torch.float16 for t in inputs):
-            scale = _float16_scale(coefficient)
-            coefficient, rest = coefficient * scale, 1 / scale
+            grad_scale = _float16_scale(coefficient)
+            coefficient = coefficient * grad_scale
         made = iter(torch.autograd.grad(logp, inputs, coefficient))
         gradients = [next(made) if w else None for w in wanted]
-    save_gradients(ctx, tensors, gradients, rest)
+    save_gradients(ctx, tensors, gradients, grad_scale)
     return loss.detach().float(), tuple(a.detach() if a.ndim else a.detach().float() for a in aux)
 
 
 def save_gradients(
-    ctx: Any, tensors: Sequence[Tensor | None], gradients: Sequence[Tensor | None], rest: Tensor | None
+    ctx: Any, tensors: Sequence[Tensor | None], gradients: Sequence[Tensor | None], grad_scale: Tensor | None
 ) -> None:
-    """For `scaled_gradients`: gradients of these tensors, which are those of the loss where rest, unless it is None,
-    multiplies them."""
-    ctx.save_for_backward(rest, *gradients)
+    """For `scaled_gradients`: gradients of these tensors, multiplied by grad_scale where there is one."""
+    ctx.save_for_backward(grad_scale, *gradients)
     ctx.roots = roots(*tensors)
 
 
@@ -79,9 +78,8 @@ def gradients_of_arguments(ctx: Any, grad_output: tuple[Any, ...], bias: int) ->
 
 @first_derivative_only
 def _scaled(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-    rest, *gradients = ctx.saved_tensors
-    if rest is not None:
-        upstream = upstream.float() * rest
+    grad_scale, *gradients = ctx.saved_tensors
+    upstream = unscaled(upstream, grad_scale)
     return tuple(None if t is None else ops.scale_backward(t, upstream) for t in gradients)
 
 

@@ -12,7 +12,7 @@ from liger_kernel._library import ops
 from liger_kernel.compat.triton import calculate_settings
 from liger_kernel.operators import norm
 from liger_kernel.operators.activation import GELU_TANH, RELU_SQUARED, SILU, SOFTMAX
-from liger_kernel.operators.common import IGNORE_INDEX, full_tensor, reduction_code
+from liger_kernel.operators.common import IGNORE_INDEX, full_tensor, reduction_code, unscaled
 from liger_kernel.operators.distillation import linear_jsd_with_gradients
 from liger_kernel.operators.loss import (
     JENSEN_SHANNON,
@@ -256,10 +256,8 @@ def cross_entropy_forward(
     """
     asked, wanted = (return_z_loss, return_token_accuracy, return_predicted_tokens), _input.requires_grad
     options = loss_options(ignore_index, lse_square_scale, label_smoothing, reduction, softcap, *asked)
-    *results, gradient, scale = ops.cross_entropy_forward(_input.detach(), target, weight, *options, wanted)
-    if scale.ndim == 0:
-        gradient = gradient.float() / scale
-    return *asked_for(results, *asked), gradient if wanted else _input
+    *results, gradient, grad_scale = ops.cross_entropy_forward(_input.detach(), target, weight, wanted, *options)
+    return *asked_for(results, *asked), unscaled(gradient, grad_scale) if wanted else _input
 
 
 def cross_entropy_backward(_input: Tensor, grad_output: Tensor) -> Tensor:
@@ -276,10 +274,10 @@ def _divergence_gradient(x, target, kind, parameter=0.0, labels=None, ignore_ind
 def _divergence(x, target, labels, kind, parameter, ignore_index, reduction, dtype):
     """The loss and the gradient in one pass; single losses come with their elements' own gradients."""
     x, target, code = x.detach(), target.detach(), reduction_code(reduction)
-    loss, dx, rest = ops.divergence_forward(x, target, labels, kind, parameter, ignore_index, code, dtype, True)
+    loss, dx, grad_scale = ops.divergence_forward(x, target, labels, kind, parameter, ignore_index, code, dtype, True)
     if reduction == "none":
         return loss, _divergence_gradient(x, target, kind, parameter, labels, ignore_index)
-    return loss, dx if rest.ndim else dx * rest
+    return loss, unscaled(dx, grad_scale)
 
 
 def kldiv_forward_triton(y_pred: Tensor, y_true: Tensor, log_target: bool, reduction: str, eps: float) -> Tensor:
@@ -326,11 +324,11 @@ def fused_linear_jsd_forward(
     """(loss, grad_input, grad_weight), without autograd; None where the tensor requires no gradient. Where it computes
     in float16 they are float."""
     labels = shift_labels if has_label else None
-    loss, gradients, rest = linear_jsd_with_gradients(
+    loss, gradients, grad_scale = linear_jsd_with_gradients(
         student_input, student_weight, teacher_input, teacher_weight, labels, jsd_beta, ignore_index, temperature,
         (student_input.requires_grad, student_weight.requires_grad),
     )  # fmt: skip
-    return loss, *(None if g is None else g * rest for g in gradients)
+    return loss, *(None if g is None else unscaled(g, grad_scale) for g in gradients)
 
 
 def fused_linear_jsd_backward(

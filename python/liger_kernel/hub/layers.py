@@ -135,6 +135,6 @@ def gate_of(mlp):
     return GATES.get(activation.__name__) if known else None
 
 
-#: The layers that liger_kernel.transformers.parts names.
+#: The layers that liger_kernel.transformers.patching.formulas names.
 NORMS = (LigerRMSNorm, LigerFloatRMSNorm, LigerZeroCenteredRMSNorm)
 ROTARIES = (LigerRotaryEmbedding, LigerFloatRotaryEmbedding, LigerHalfTableRotaryEmbedding)

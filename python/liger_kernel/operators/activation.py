@@ -114,18 +114,11 @@ def liger_relu_squared(x: Tensor) -> Tensor:
 class LigerReLUSquared(nn.Module):
     """max(x, 0)², element by element."""
 
-    kernels = ACTIVATION_KERNELS
-
     def __init__(self) -> None:
         super().__init__()
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.activate(x, RELU_SQUARED)
-
-    @staticmethod
-    def as_original(module: Any, x: Tensor) -> Tensor:
-        """x in the dtype of the original's result."""
-        return x.float() if in_float_under_autocast(x.device) else x
 
 
 def liger_xielu(
@@ -150,7 +143,6 @@ class LigerXIELU(nn.Module):
     p and n are alpha_p_init and alpha_n_init at the start.
     """
 
-    kernels = XIELU_KERNELS
     beta: Tensor
     eps: Tensor
 
@@ -166,14 +158,6 @@ class LigerXIELU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return liger_xielu(x, self.alpha_p, self.alpha_n, self.beta, self.eps)
-
-    @staticmethod
-    def as_original(module: Any, x: Tensor) -> Tensor | None:
-        """x in the dtype of the original's result; None where the original rounds p and n to a narrower one."""
-        if in_float_under_autocast(x.device):
-            return x.float()
-        dtype = module.alpha_p.dtype
-        return x.to(dtype) if torch.promote_types(x.dtype, dtype) == dtype else None
 
 
 class LigerSoftmaxFunction:

@@ -117,6 +117,12 @@ def wanted_gradients(ctx: Any, *tensors: Tensor | None) -> list[bool]:
     return [recorded and t is not None and t.requires_grad for t in tensors]
 
 
+def unscaled(gradient: Tensor, grad_scale: Tensor | None) -> Tensor:
+    """A gradient that a forward pass has kept, or the upstream one that multiplies it, divided by its grad_scale, which
+    is None or empty but for float16."""
+    return gradient if grad_scale is None or grad_scale.ndim else gradient.float() / grad_scale
+
+
 def accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a b, summed in total's dtype."""
     if total.dtype == a.dtype:

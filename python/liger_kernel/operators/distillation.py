@@ -17,6 +17,7 @@ from liger_kernel.operators.common import (
     first_derivative_only,
     reduction_code,
     roots,
+    unscaled,
     wanted_gradients,
 )
 from liger_kernel.operators.loss import JENSEN_SHANNON as LOG_JENSEN_SHANNON
@@ -79,8 +80,8 @@ def forward_with_gradients(
     max_bytes: int = 0, wanted: Sequence[bool] = (False, False, False), maps: Sequence[float] = (1.0, 0.0, 1.0, 0.0),
     entropy: bool = False, float_logits: bool = False, dtype: torch.dtype | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """(loss, divergence, nll, entropy, gradients, rest) without autograd, for Functions that save the gradients: those,
-    times rest, are the loss's.
+    """(loss, divergence, nll, entropy, gradients, grad_scale) without autograd, for Functions that save the gradients
+    (`unscaled`).
 
     student and teacher are (hidden [N, H], weight [V, H], bias [V] or None); soft and hard [N] or None, the
     coefficients of divergence and nll [N] in the loss. A gradient that is not wanted is None; in float16 they are
@@ -89,29 +90,25 @@ def forward_with_gradients(
     dtype = dtype or autocast_dtype(student[0])
     numbers = float(beta), float(temperature), *maps
     with torch.autocast(student[0].device.type, enabled=False):
-        loss, divergence, nll, entropies, *gradients, scale = ops.linear_distillation_forward(
+        loss, divergence, nll, entropies, *gradients, grad_scale = ops.linear_distillation_forward(
             *student, *teacher, labels, soft, hard, dtype, *wanted, kind, *numbers, ignore_index, skip_ignored, entropy,
             float_logits, max_bytes,
         )  # fmt: skip
-    # A schema calls the factor of float16 gradients (it is empty for others) `scale` where they are already multiplied
-    # by it, as here, and `rest` where they are not yet, as those of divergence_forward.
-    rest = 1 / scale if scale.ndim == 0 else torch.ones((), device=loss.device)
-    return loss, divergence, nll, entropies, [g if w else None for g, w in zip(gradients, wanted)], rest
+    return loss, divergence, nll, entropies, [g if w else None for g, w in zip(gradients, wanted)], grad_scale
 
 
 def linear_jsd_with_gradients(
     student: Tensor, student_weight: Tensor, teacher: Tensor, teacher_weight: Tensor, labels: Tensor | None,
     beta: float, ignore_index: int, temperature: float, wanted: Sequence[bool],
 ) -> tuple[Any, ...]:  # fmt: skip
-    """(loss, (gradient of student, of student_weight), rest) of LigerFusedLinearJSDFunction; those, times rest, are the
-    loss's gradients."""
+    """(loss, (gradient of student, of student_weight), their grad_scale) of LigerFusedLinearJSDFunction."""
     check_labels(labels, len(student), ignore_index)
     shares, heads = _shares(len(student), labels, ignore_index, student.device), (student, student_weight, None)
-    loss, *_, gradients, rest = forward_with_gradients(
+    loss, *_, gradients, grad_scale = forward_with_gradients(
         heads, (teacher, teacher_weight, None), labels, shares, None, JENSEN_SHANNON, beta, temperature, ignore_index,
         wanted=(*wanted, False),
     )  # fmt: skip
-    return loss, gradients[:2], rest
+    return loss, gradients[:2], grad_scale
 
 
 class LigerFusedLinearJSDFunction(torch.autograd.Function):
@@ -133,19 +130,19 @@ class LigerFusedLinearJSDFunction(torch.autograd.Function):
         shape.
         """
         wanted = wanted_gradients(ctx, student_input, student_weight)
-        loss, gradients, rest = linear_jsd_with_gradients(
+        loss, gradients, grad_scale = linear_jsd_with_gradients(
             student_input, student_weight, teacher_input, teacher_weight, shift_labels, jsd_beta, ignore_index,
             temperature, wanted,
         )  # fmt: skip
-        ctx.save_for_backward(*gradients, rest)
+        ctx.save_for_backward(*gradients, grad_scale)
         ctx.roots = roots(student_input, student_weight)
         return loss
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        *gradients, rest = ctx.saved_tensors
-        factor = grad_output * rest
+        *gradients, grad_scale = ctx.saved_tensors
+        factor = unscaled(grad_output, grad_scale)
         return *(g if g is None else g * factor for g in gradients), *[None] * 9
 
 
@@ -197,14 +194,13 @@ def sums_over_tokens(
     student: Sequence[Any], teacher: Sequence[Any], loss_of: Callable[..., Any], results: int, factor: Tensor,
     chunk_tokens: int = GPU_CHUNK, wanted: Sequence[bool] = (False, False, False),
 ) -> tuple[Any, ...]:  # fmt: skip
-    """(Σ of loss_of's results, float [results]; gradients; rest): the gradients, times rest, are those of factor · the
-    first sum.
+    """(Σ of loss_of's results, float [results]; the gradients of factor · the first sum, and their grad_scale).
 
     student and teacher are (hidden [N, H], weight [V, H], bias [V] or None); their widths H may differ.
     loss_of(student_logits, teacher_logits, rows) gives `results` numbers that are sums over these rows, of which the
     first is differentiated, with respect to the student's hidden states, weight and bias where wanted. It computes in
     the student's dtype, or in autocast's; the weight's gradient is summed in float. float16 leaves the gradients in
-    float and undivided.
+    float, without the factor.
     """
     hidden, weight, bias = student
     device, tokens, needed = hidden.device.type, len(hidden), any(wanted)
@@ -244,7 +240,7 @@ def sums_over_tokens(
                 d_bias += z.sum(0, dtype=torch.float32)
     z = teacher_z = leaf = buffers = None  # before the accumulator is rounded
     d_weight, d_bias = (None if d is None else d.to(own(t)) for d, t in ((d_weight, weight), (d_bias, bias)))
-    return totals, (d_hidden, d_weight, d_bias), (factor.float() if defer else torch.ones((), device=hidden.device))
+    return totals, (d_hidden, d_weight, d_bias), 1 / factor.float() if defer else None
 
 
 def _gradient(loss, leaf):

@@ -110,11 +110,11 @@ def _waiting(experts, name, transposed) -> Adapter | None:
     return Adapter(a.contiguous(), b.contiguous(), float(scale))
 
 
-class _Experts(nn.Module):
-    kernels, reason_to_keep = EXPERTS_KERNELS, staticmethod(reason_to_keep)
+class Experts(nn.Module):
+    """What has gate_up_proj and down_proj of all experts, in one layout or another."""
 
 
-class LigerExperts(_Experts):
+class LigerExperts(Experts):
     """The SwiGLU experts of a mixture, as one operator; see fused_experts. Raises ValueError where config.hidden_act is
     not silu.
 
@@ -136,7 +136,7 @@ class LigerExperts(_Experts):
         return computed(self, hidden_states, top_k_index, top_k_weights)
 
 
-class LigerGEGLUExperts(_Experts):
+class LigerGEGLUExperts(Experts):
     """LigerExperts with gelu, of tanh, for silu: a forward for experts of transformers."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ class LigerGEGLUExperts(_Experts):
         return computed(self, hidden_states, top_k_index, top_k_weights, activation="gelu_tanh")
 
 
-class LigerTransposedExperts(_Experts):
+class LigerTransposedExperts(Experts):
     """LigerExperts whose weights are [E, H, 2 I] and [E, I, H] (Aria): a forward for experts of transformers."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ class LigerTransposedExperts(_Experts):
         return computed(self, hidden_states, top_k_index, top_k_weights, transposed=True)
 
 
-class LigerClampedExperts(_Experts):
+class LigerClampedExperts(Experts):
     """LigerExperts that clamp gate and up (DeepSeek-V4): a forward for experts of transformers."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ class LigerClampedExperts(_Experts):
         return computed(self, hidden_states, top_k_index, top_k_weights, limit=limit_of(self))
 
 
-class LigerClampedSwishExperts(_Experts):
+class LigerClampedSwishExperts(Experts):
     """LigerClampedExperts with GPT-OSS's gate (MiniMax-M3): a forward for experts of transformers."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ class LigerClampedSwishExperts(_Experts):
         return computed(self, hidden_states, top_k_index, top_k_weights, **gate)
 
 
-class LigerGptOssExperts(_Experts):
+class LigerGptOssExperts(Experts):
     """GPT-OSS's experts, whose gate and up interleave and are clamped: a forward for experts of transformers."""
 
     def forward(

@@ -11,13 +11,13 @@ from liger_kernel.operators.common import beside, full_tensor, promoted
 from liger_kernel.operators.coverage import GATED_NORM_KERNELS
 from liger_kernel.operators.norm import casting_code, check_width
 
-_ACTIVATIONS: dict[Any, int] = {"silu": 0, "swish": 0, "sigmoid": 1}
+ACTIVATIONS: dict[Any, int] = {"silu": 0, "swish": 0, "sigmoid": 1}
 
 
 def _activation_code(activation: Any) -> int:
-    if activation not in _ACTIVATIONS:
-        raise ValueError(f"activation is one of {list(_ACTIVATIONS)}, not {activation!r}")
-    return _ACTIVATIONS[activation]
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is one of {list(ACTIVATIONS)}, not {activation!r}")
+    return ACTIVATIONS[activation]
 
 
 def liger_gated_rms_norm(
@@ -49,7 +49,6 @@ class LigerRMSNormGated(nn.Module):
     Mamba-2 (Dao & Gu 2024, arXiv:2405.21060).
     """
 
-    kernels = GATED_NORM_KERNELS
     #: What forward reads where a module of another class has nothing to say.
     preset: dict[str, Any] = dict(activation="silu", norm_before_gate=True, casting_mode="llama")
 
@@ -67,26 +66,6 @@ class LigerRMSNormGated(nn.Module):
             hidden_states, gate, self.weight, self.variance_epsilon, self.activation, self.norm_before_gate,
             self.groups, self.casting_mode,
         )  # fmt: skip
-
-    @staticmethod
-    def as_original(module: Any, x: Tensor) -> Tensor:
-        """x in the dtype of the original module's result: that of the product with the weight where it comes last."""
-        if module.norm_before_gate or module.casting_mode == "gemma":
-            return x
-        return x.to(torch.promote_types(x.dtype, module.weight.dtype))
-
-    @staticmethod
-    def reason_to_keep(module: Any, running: bool = True) -> str | None:
-        """Why a module of another class must keep its forward, or None."""
-        activation = getattr(module, "activation", "silu")
-        return None if activation in _ACTIVATIONS else f"its activation is {activation}, not silu or sigmoid"
-
-    @classmethod
-    def attributes_for(cls, module: Any) -> dict[str, Any]:
-        """What forward reads and a norm of another class lacks."""
-        width = module.weight.shape[0]
-        groups = getattr(module, "n_groups", width // getattr(module, "group_size", width))
-        return {"groups": groups, **{name: getattr(module, name, value) for name, value in cls.preset.items()}}
 
     def extra_repr(self) -> str:
         return (

@@ -14,8 +14,15 @@ from liger_kernel._library import ops
 from liger_kernel.operators.common import IGNORE_INDEX, first_derivative_only
 from liger_kernel.operators.loss import as_output, asked_for, check_options, loss_options, vars_of
 
-#: What there is beside the log-probabilities, by the operator's bits, in the order of its results.
-OUTPUTS = {"entropy": 1, "lse": 16, "mean_logits": 4, "log_sum_sq_probs": 2, "is_top1": 8, "argmax": 32}
+#: What there is beside the log-probabilities, with the operator's options, in the order of its results.
+OUTPUTS = {
+    "entropy": "entropy",
+    "lse": "lse",
+    "mean_logits": "mean_logit",
+    "log_sum_sq_probs": "log_sum_squares",
+    "is_top1": "is_top1",
+    "argmax": "argmax",
+}
 
 
 def liger_fused_linear_cross_entropy(
@@ -34,12 +41,12 @@ def liger_fused_linear_cross_entropy(
     CrossEntropyOutput where one of the return flags is set.
     """
     asked = return_z_loss, return_token_accuracy, return_predicted_tokens
-    flags, scales = loss_options(
+    options = loss_options(
         ignore_index, lse_square_scale, label_smoothing, reduction, softcap, *asked, use_token_scaling
     )
     count = -1 if valid_count is None else valid_count
     results = ops.fused_linear_cross_entropy(
-        input, weight, bias, target, ce_weight, normalizer, flags, scales, count, max_bytes, None
+        input, weight, bias, target, ce_weight, normalizer, None, *options, count, max_bytes
     )
     return as_output(*asked_for(results, *asked))
 
@@ -67,11 +74,6 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
 
     def forward(self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None) -> Any:
         return liger_fused_linear_cross_entropy(_input, lin_weight, target, bias, **vars_of(self))
-
-
-def output_bits(names: Iterable[str]) -> int:
-    """The operator's `outputs` for names of OUTPUTS. Raises KeyError for another."""
-    return sum(OUTPUTS[name] for name in set(names))
 
 
 def linear_log_prob(
@@ -109,8 +111,8 @@ def linear_log_prob(
     logp, *rest = ops.linear_log_prob(
         hidden, weight, bias, ids, low_hidden, low_weight, main_grad, None, temperature=float(temperature),
         softcap=float(softcap or 0), logit_scale=float(logit_scale), ignore_index=ignore_index,
-        outputs=output_bits(names), top_k=top_k, valid_count=-1 if valid_count is None else valid_count,
-        max_bytes=max_bytes, batch_invariant=batch_invariant,
+        top_k=top_k, valid_count=-1 if valid_count is None else valid_count, max_bytes=max_bytes,
+        batch_invariant=batch_invariant, **{OUTPUTS[name]: True for name in names},
     )  # fmt: skip
     found = dict(zip(OUTPUTS, rest))
     top = tuple(rest[len(OUTPUTS) :]) if top_k else ()

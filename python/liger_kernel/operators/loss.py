@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_kernel._flags import CrossEntropyFlags
 from liger_kernel._library import ops
 from liger_kernel.operators.common import IGNORE_INDEX, check_label, first_derivative_only, reduction_code, roots
 
 #: Those of a cross entropy.
 REDUCTIONS = ("none", "mean", "sum")
-_DEFAULTS = (-100, "mean", False, False, False, False, 0, 0, None)
+_DEFAULTS = (-100, "mean", 0, 0, None, False, False, False, False)
 
 #: Rows of libliger's table of divergences.
 KL, LOG_KL, REVERSE_KL, JENSEN_SHANNON, TOTAL_VARIATION = range(5)
@@ -41,15 +40,15 @@ class CrossEntropyOutput:
 def loss_options(
     ignore_index: int, lse_square_scale: float, label_smoothing: float, reduction: str, softcap: float | None,
     return_z_loss: bool, return_token_accuracy: bool, return_predicted_tokens: bool, use_token_scaling: bool = False,
-) -> tuple[list[int] | None, list[float] | None]:  # fmt: skip
-    """The options as libliger's schemas carry them: flags and scales, None for the defaults.
+) -> tuple[Any, ...]:  # fmt: skip
+    """The options of both cross entropies in the order that their schemas have.
 
     Raises ValueError for an unknown reduction, TypeError where ignore_index is no integer.
     """
     asked = return_z_loss, return_token_accuracy, return_predicted_tokens
-    given = (ignore_index, reduction, use_token_scaling, *asked, label_smoothing, lse_square_scale, softcap)
+    given = (ignore_index, reduction, label_smoothing, lse_square_scale, softcap, use_token_scaling, *asked)
     if given == _DEFAULTS:
-        return None, None
+        return IGNORE_INDEX, 1, 0.0, 0.0, 0.0, False, False, False, False
     check_label("ignore_index", ignore_index)
     for name, flag in (
         ("return_token_accuracy", return_token_accuracy),
@@ -57,15 +56,8 @@ def loss_options(
     ):
         if flag not in (True, False):
             raise AssertionError(f"{name} must be True or False, got {flag!r}")
-    flags = CrossEntropyFlags(
-        ignore_index=ignore_index,
-        reduction=reduction_code(reduction, REDUCTIONS),
-        token_scaling=bool(use_token_scaling),
-        z_loss=bool(return_z_loss),
-        accuracy=bool(return_token_accuracy),
-        predicted=bool(return_predicted_tokens),
-    )
-    return [*flags], [float(label_smoothing), float(lse_square_scale), float(softcap or 0)]
+    numbers = float(label_smoothing), float(lse_square_scale), float(softcap or 0)
+    return ignore_index, reduction_code(reduction, REDUCTIONS), *numbers, bool(use_token_scaling), *map(bool, asked)
 
 
 def asked_for(results: Sequence[Tensor], *asked: bool) -> tuple[Any, ...]:

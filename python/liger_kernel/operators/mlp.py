@@ -31,10 +31,9 @@ def limit_of(module: Any) -> float:
     return module.limit if hasattr(module, "limit") else module.swiglu_limit
 
 
-class _GatedMLP(nn.Module):
+class GatedMLP(nn.Module):
     """The three projections of down_proj(act(gate_proj(x)) · up_proj(x))."""
 
-    kernels = GATED_KERNELS
     liger_whole = True  # whether forward is one operator where the projections are plain matrices
 
     def __init__(self, config: Any, intermediate_size: int | None = None, bias: bool = False) -> None:
@@ -46,7 +45,7 @@ class _GatedMLP(nn.Module):
         self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=bias)
 
 
-class LigerSwiGLUMLP(_GatedMLP):
+class LigerSwiGLUMLP(GatedMLP):
     """down_proj(silu(gate_proj(x)) · up_proj(x)). Raises ValueError where config.hidden_act is not silu."""
 
     def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
@@ -109,7 +108,7 @@ class LigerClampedSwiGLUMLP(LigerSwiGLUMLP):
         return self.down_proj(run(ops.gated, self.gate_proj(x), self.up_proj(x), SILU, 1.0, float(limit_of(self))))
 
 
-class LigerGEGLUMLP(_GatedMLP):
+class LigerGEGLUMLP(GatedMLP):
     """down_proj(gelu(gate_proj(x)) · up_proj(x)), gelu in the form that config.hidden_act names, by default and in
     other models' modules that of tanh. Raises ValueError where it names no gelu."""
 
@@ -126,13 +125,6 @@ class LigerGEGLUMLP(_GatedMLP):
             return y
         return self.down_proj(LigerGELUMulFunction.apply(self.gate_proj(x), self.up_proj(x), approximate))
 
-    @staticmethod
-    def attributes_for(module: nn.Module) -> dict[str, Any]:
-        """The form of a module of another class: that of its activation, where this is the exact gelu."""
-        activation = getattr(module, "act_fn", None)
-        exact = type(activation).__name__ == "GELUActivation" or getattr(activation, "approximate", None) == "none"
-        return {"approximate": "none"} if exact else {}
-
 
 class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
     """LigerGEGLUMLP, twice as wide in layers that share keys and values where config.use_double_wide_mlp says so."""
@@ -146,8 +138,6 @@ class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
 
 class LigerBlockSparseTop2MLP(nn.Module):
     """An expert: w2(silu(w1(x)) · w3(x)). Raises ValueError where config.hidden_act is not silu."""
-
-    kernels = GATED_KERNELS
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -164,8 +154,6 @@ class LigerBlockSparseTop2MLP(nn.Module):
 class LigerPhi3SwiGLUMLP(nn.Module):
     """down_proj(silu(gate) · up) with gate and up the halves of one projection. Raises ValueError where
     config.hidden_act is not silu."""
-
-    kernels = GATED_KERNELS
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -304,7 +292,7 @@ def apply_tiled_mlp(
     return LigerTiledMLPFunction.apply(fn, mlp_module, x, shards_of(x, num_shards))
 
 
-class _TiledGatedMLP(_GatedMLP):
+class _TiledGatedMLP(GatedMLP):
     """down_proj(act(gate_proj(x)) · up_proj(x)) in num_shards tiles, ceil(S / H) unless given; act is
     config.hidden_act. Raises ValueError for another one than `activations`, of which the first is the default."""
 

@@ -155,15 +155,6 @@ def eps_of(module: Any) -> float:
     return module.variance_epsilon if found is None else found
 
 
-def _eps_for(module: nn.Module, default: float) -> dict[str, Any]:
-    """What eps_of reads and a module of another class lacks: `variance_epsilon` is also what callers may read."""
-    if getattr(module, "variance_epsilon", None) is not None:
-        return {}
-    named = {"liger_eps": "eps"} if hasattr(module, "eps") else {}
-    eps = getattr(module, "eps", None)
-    return {"variance_epsilon": default if eps is None else eps, **named}
-
-
 def weight_in(norm: Any) -> Tensor | None:
     """The weight that an RMSNorm multiplies by: Gemma 4's has one that a flag leaves out when it runs."""
     return None if getattr(norm, "liger_with_scale", False) and not norm.with_scale else norm.weight
@@ -183,7 +174,6 @@ class LigerRMSNorm(nn.Module):
     step. in_place and row_mode are hints. Raises AssertionError for an init_fn other than "ones" and "zeros".
     """
 
-    kernels = NORM_KERNELS
     # What eps_of and weight_in ask for: an attribute that a module lacks takes microseconds to look for.
     liger_eps, liger_with_scale = "variance_epsilon", False
     weight: nn.Parameter | None
@@ -200,29 +190,6 @@ class LigerRMSNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return LigerRMSNormFunction.apply(hidden_states, weight_in(self), eps_of(self), self.offset, self.casting_mode)
-
-    @staticmethod
-    def as_original(module: Any, x: Tensor) -> Tensor | None:
-        """x in the dtype of the original module's result: where it rounds before the weight, the product with the
-        weight has the dtype of both. None where the weight is one number."""
-        weight = weight_in(module)
-        if weight is not None and weight.dim() == 0:  # Gemma 3n's one, of transformers 4
-            return None
-        if weight is None or weight.dtype is x.dtype or module.casting_mode == "gemma":
-            return x
-        return x.to(torch.promote_types(x.dtype, weight.dtype))
-
-    @classmethod
-    def attributes_for(cls, module: nn.Module, **preset: Any) -> dict[str, Any]:
-        """What forward reads and a norm of another class lacks, from `preset` or by default."""
-        defaults = {name: parameter.default for name, parameter in inspect.signature(cls).parameters.items()} | preset
-        forward = getattr(type(module).forward, "liger_original", type(module).forward)
-        return {
-            **_eps_for(module, defaults["eps"]),
-            **({"liger_with_scale": True} if "with_scale" in forward.__code__.co_names else {}),
-            **{name: defaults.get(name) for name in ("offset", "casting_mode", "in_place", "row_mode")},
-            **({} if hasattr(module, "weight") else {"weight": None}),
-        }
 
     def extra_repr(self) -> str:
         shape = None if self.weight is None else tuple(self.weight.shape)
@@ -282,11 +249,6 @@ class LigerRMSNormWithoutWeight(LigerRMSNorm):
     def forward(self, hidden_states: Tensor) -> Tensor:
         return LigerRMSNormFunction.apply(hidden_states, None, eps_of(self), 0.0, self.casting_mode)
 
-    @staticmethod
-    def as_original(module: Any, x: Tensor) -> Tensor:
-        """x: the result has its dtype."""
-        return x
-
 
 class LigerFusedAddRMSNorm(LigerRMSNorm):
     """(rms_norm(s), s) for s = hidden_states + residual; options as LigerRMSNorm."""
@@ -325,7 +287,6 @@ class LigerLayerNorm(nn.Module):
     "ones" and "zeros". impl, mode and backend change nothing.
     """
 
-    kernels = NORM_KERNELS
     liger_eps = "variance_epsilon"
 
     def __init__(
@@ -339,19 +300,6 @@ class LigerLayerNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return liger_layer_norm(hidden_states, self.weight, self.bias, eps_of(self))
-
-    @staticmethod
-    def as_original(module: Any, x: Tensor) -> Tensor | None:
-        """x in the dtype of torch's result; None where torch has none for these dtypes."""
-        if in_float_under_autocast(x.device):
-            return x.float()
-        dtypes = {vector.dtype for vector in (module.weight, module.bias) if vector is not None}
-        return x if dtypes <= {x.dtype} or (x.is_cpu and dtypes == {torch.float32}) else None
-
-    @staticmethod
-    def attributes_for(module: nn.LayerNorm) -> dict[str, Any]:
-        """What forward reads and a torch.nn.LayerNorm lacks."""
-        return {"hidden_size": module.normalized_shape[0], **_eps_for(module, 1e-5)}
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.eps}"
@@ -368,14 +316,3 @@ class LigerLayerNormForCohere(LigerLayerNorm):
         super().__init__(hidden_size, eps, bias)
         if not bias:
             self.bias = None
-
-    @staticmethod
-    def as_original(module: Any, x: Tensor) -> Tensor:
-        """x: the result has its dtype."""
-        return x
-
-    @staticmethod
-    def attributes_for(module: nn.Module) -> dict[str, Any]:
-        """What forward reads and a module of another class lacks."""
-        absent = {name: None for name in ("weight", "bias") if not hasattr(module, name)}
-        return {**_eps_for(module, 1e-5), **absent}

@@ -114,19 +114,7 @@ class LigerRouter(nn.Module):
         return f"{width}, {experts}, top_k={self.top_k}, " + ", ".join(f"{k}={v}" for k, v in self.options.items())
 
 
-# The routers of transformers: each the forward of some sources (parts.py), on the attributes that those have.
-
-
-def _kept(router: nn.Module, running: bool = True) -> str | None:
-    """Why a router keeps transformers' forward, or None."""
-    weights = router.parameters() if running else ()
-    return None if all(map(is_dense, weights)) else "its weight is sharded or quantised"
-
-
-def _kept_under_autocast(router: nn.Module, running: bool = True) -> str | None:
-    if running and torch.is_autocast_enabled(router.weight.device.type):
-        return "autocast rounds its scores"
-    return _kept(router, running)
+# The routers of transformers: each the forward of some sources (formulas.py), on the attributes that those have.
 
 
 def routed(
@@ -144,22 +132,22 @@ def routed(
     return logits, weights, index
 
 
-class _Router(nn.Module):
-    kernels, reason_to_keep = ROUTER_KERNELS, staticmethod(_kept)
+class Router(nn.Module):
+    """A forward for a router of transformers."""
 
 
-class _ScoresInFloat(_Router):
-    reason_to_keep = staticmethod(_kept_under_autocast)
+class RouterInFloat(Router):
+    """One whose scores are floats, which autocast would round."""
 
 
-class LigerSoftmaxRouter(_Router):
+class LigerSoftmaxRouter(Router):
     """The router of Qwen3-MoE, OLMoE and others: softmax, normalised where the module says so."""
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return routed(self, hidden_states, normalise=self.norm_topk_prob, dtype="logits")
 
 
-class LigerNormalisedRouter(_Router):
+class LigerNormalisedRouter(Router):
     """The router of Qwen3.5-MoE: softmax, normalised. GPT-OSS's and Aria's softmax over the chosen logits is the
     same."""
 
@@ -167,21 +155,21 @@ class LigerNormalisedRouter(_Router):
         return routed(self, hidden_states, normalise=True, dtype="logits")
 
 
-class LigerMixtralRouter(_Router):
+class LigerMixtralRouter(Router):
     """The router of Mixtral and MiniMax: softmax, normalised, with weights in float."""
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return routed(self, hidden_states, normalise=True)
 
 
-class LigerJambaRouter(_Router):
+class LigerJambaRouter(Router):
     """The router of Jamba: softmax."""
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return routed(self, hidden_states, dtype="input")
 
 
-class LigerGraniteRouter(_Router):
+class LigerGraniteRouter(Router):
     """The router of Granite's mixtures: softmax over the chosen logits, which it hands on in float."""
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -189,14 +177,14 @@ class LigerGraniteRouter(_Router):
         return logits.float(), *chosen
 
 
-class LigerPrivacyFilterRouter(_ScoresInFloat):
+class LigerPrivacyFilterRouter(RouterInFloat):
     """The router of OpenAI's privacy filter: a mean of softmax over the chosen logits, all in float."""
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return routed(self, hidden_states, in_float=True, normalise=True, scale=1 / self.top_k)
 
 
-class LigerDeepseekV2Router(_Router):
+class LigerDeepseekV2Router(Router):
     """The router of DeepSeek-V2: softmax; of groups, those with the largest score, where the module says so."""
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -205,7 +193,7 @@ class LigerDeepseekV2Router(_Router):
         return routed(self, hidden_states, in_float=True, scale=self.routed_scaling_factor, **groups)
 
 
-class LigerDeepseekV3Router(_ScoresInFloat):
+class LigerDeepseekV3Router(RouterInFloat):
     """The router of DeepSeek-V3, GLM-4.5, Kimi and others: sigmoid, a bias in the choice, and groups."""
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -216,7 +204,7 @@ class LigerDeepseekV3Router(_ScoresInFloat):
         )  # fmt: skip
 
 
-class LigerBeamRouter(_ScoresInFloat):
+class LigerBeamRouter(RouterInFloat):
     """LigerDeepseekV3Router without a scale."""
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -226,7 +214,7 @@ class LigerBeamRouter(_ScoresInFloat):
         )  # fmt: skip
 
 
-class LigerMistralLarge4Router(_ScoresInFloat):
+class LigerMistralLarge4Router(RouterInFloat):
     """The router of Mistral Large 4: softmax, normalised, and groups."""
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -236,7 +224,7 @@ class LigerMistralLarge4Router(_ScoresInFloat):
         )  # fmt: skip
 
 
-class LigerHYV3Router(_ScoresInFloat):
+class LigerHYV3Router(RouterInFloat):
     """The router of Hunyuan V3: sigmoid, normalised, with the bias of the choice as an argument."""
 
     def forward(self, hidden_states: Tensor, e_score_correction_bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -246,7 +234,7 @@ class LigerHYV3Router(_ScoresInFloat):
         )  # fmt: skip
 
 
-class LigerMiniMaxM2Router(_Router):
+class LigerMiniMaxM2Router(Router):
     """The router of MiniMax-M2: sigmoid, normalised, with the bias of the choice as an argument."""
 
     def forward(self, hidden_states: Tensor, e_score_correction_bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -254,7 +242,7 @@ class LigerMiniMaxM2Router(_Router):
         return routed(self, x, e_score_correction_bias, score="sigmoid", normalise=True)
 
 
-class LigerMiniMaxM3Router(_Router):
+class LigerMiniMaxM3Router(Router):
     """The router of MiniMax-M3: LigerMiniMaxM2Router with a bias that it has."""
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -262,7 +250,7 @@ class LigerMiniMaxM3Router(_Router):
         return routed(self, x, self.e_score_correction_bias, score="sigmoid", normalise=True)
 
 
-class LigerErnieRouter(_Router):
+class LigerErnieRouter(Router):
     """The router of ERNIE 4.5: softmax in float, a bias in the choice, normalised by a sum of at least norm_min."""
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -275,7 +263,7 @@ class LigerErnieRouter(_Router):
         return logits, weights, index
 
 
-class LigerFlintRouter(_ScoresInFloat):
+class LigerFlintRouter(RouterInFloat):
     """The router of Flint: sigmoid in float, normalised where the module says so."""
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:

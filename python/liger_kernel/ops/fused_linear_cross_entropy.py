@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel._library import ops
-from liger_kernel.operators.common import autocast_dtype, first_derivative_only, roots
+from liger_kernel.operators.common import autocast_dtype, first_derivative_only, roots, unscaled
 from liger_kernel.operators.loss import asked_for, loss_options
 
 
@@ -39,15 +39,15 @@ def fused_linear_cross_entropy_forward(
         wants = [False] * 3
     deferred = token_grad_output is not None
     tensors = [t if t is None else t.detach() for t in (_input, weight, bias)]
-    arguments = *tensors, target, ce_weight, None, *options, -1, 0, autocast_dtype(_input)
-    *results, grad_input, grad_weight, grad_bias, scale = ops.fused_linear_cross_entropy_forward(
-        *arguments, *([False] * 3 if deferred else wants)
+    arguments = *tensors, target, ce_weight, None, autocast_dtype(_input)
+    *results, grad_input, grad_weight, grad_bias, grad_scale = ops.fused_linear_cross_entropy_forward(
+        *arguments, *([False] * 3 if deferred else wants), *options
     )
     gradients = [grad_input, grad_weight, grad_bias]
     if deferred:
-        gradients = ops.fused_linear_cross_entropy_backward(token_grad_output, *arguments, *wants)
-    elif scale.ndim == 0:
-        gradients = [g / scale for g in gradients]
+        gradients = ops.fused_linear_cross_entropy_backward(token_grad_output, *arguments, *wants, *options)
+    else:
+        gradients = [unscaled(g, grad_scale) for g in gradients]
     return *asked_for(results, *asked), *(g if wanted else None for g, wanted in zip(gradients, wants))
 
 

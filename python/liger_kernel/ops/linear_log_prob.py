@@ -1,3 +1,3 @@
-from liger_kernel.operators.head import OUTPUTS, linear_log_prob, output_bits
+from liger_kernel.operators.head import OUTPUTS, linear_log_prob
 
-__all__ = ["linear_log_prob", "output_bits"]
+__all__ = ["linear_log_prob"]

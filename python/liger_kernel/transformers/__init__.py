@@ -8,7 +8,6 @@ import importlib.util
 
 from liger_kernel.transformers import functional
 from liger_kernel.transformers.cross_entropy import LigerCrossEntropyLoss
-from liger_kernel.transformers.families import FAMILIES, missing
 from liger_kernel.transformers.fused_add_rms_norm import LigerFusedAddRMSNorm
 from liger_kernel.transformers.fused_ce_tvd import LigerFusedCETVDLoss
 from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
@@ -23,6 +22,7 @@ from liger_kernel.transformers.layer_norm import LigerLayerNorm
 from liger_kernel.transformers.llama4_rope import liger_llama4_text_rotary_pos_emb, liger_llama4_vision_rotary_pos_emb
 from liger_kernel.transformers.mlp import LigerFalconH1MLP, LigerMLP
 from liger_kernel.transformers.modulated_rms_norm import LigerModulatedRMSNorm
+from liger_kernel.transformers.patching.families import FAMILIES, missing
 from liger_kernel.transformers.qwen2vl_mrope import liger_multimodal_rotary_pos_emb
 from liger_kernel.transformers.relu_squared import LigerReLUSquared
 from liger_kernel.transformers.rms_norm import (  # noqa: F401
@@ -53,10 +53,10 @@ _RESEARCH = {
 }  # fmt: skip
 _LAZY = {
     "AutoLigerKernelForCausalLM": "auto_model",
-    "use_as_hub_kernels": "hub_kernels",
+    "use_as_hub_kernels": "patching.hub",
     **dict.fromkeys(("_apply_liger_kernel", "_apply_liger_kernel_to_instance"), "monkey_patch"),
     **{f"apply_liger_kernel_to_{name}": "monkey_patch" for name in FAMILIES},
-    "apply_liger_kernel_by_structure": "structure",
+    "apply_liger_kernel_by_structure": "patching.structure",
 }
 
 

@@ -3,8 +3,8 @@
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from liger_kernel.transformers import monkey_patch
-from liger_kernel.transformers.families import SWITCHES
 from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+from liger_kernel.transformers.patching.families import SWITCHES
 
 
 def _get_model_config(model_dir, **model_init_kwargs):

@@ -25,12 +25,12 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from liger_kernel.operators.coverage import is_transformed, result_changed_by
-from liger_kernel.transformers.families import FAMILIES, CausalLM
 from liger_kernel.transformers.head import describe, head_of, prepare_head
 from liger_kernel.transformers.logits import Logits, computed
 from liger_kernel.transformers.lora import follow
 from liger_kernel.transformers.model import loss_utils, output_classes
-from liger_kernel.transformers.replace import Edits
+from liger_kernel.transformers.patching.families import FAMILIES, CausalLM
+from liger_kernel.transformers.patching.place import Edits
 from liger_kernel.transformers.tensor_parallel import is_vocab_parallel, vocab_parallel_loss
 from liger_kernel.utils import warn_once
 

@@ -4,9 +4,9 @@ import torch
 from torch import nn
 
 from liger_kernel.operators.coverage import HEAD_KERNELS, is_dense, result_changed_by
-from liger_kernel.transformers.families import CausalLM
 from liger_kernel.transformers.model import loss_utils
-from liger_kernel.transformers.replace import Edits, replace_class
+from liger_kernel.transformers.patching.families import CausalLM
+from liger_kernel.transformers.patching.place import Edits, replace_class
 from liger_kernel.transformers.tensor_parallel import is_vocab_parallel
 
 if torch.distributed.is_available():

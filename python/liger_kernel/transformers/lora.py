@@ -20,8 +20,8 @@ from liger_kernel.operators.coverage import DENSE, is_bare, is_dense, kernels_co
 from liger_kernel.operators.experts import reason_to_keep
 from liger_kernel.operators.linear import Layer, is_autocast, layer_of, linear, tensor_of
 from liger_kernel.operators.mlp import LigerGEGLUMLP, LigerMLP, LigerSwiGLUMLP
-from liger_kernel.transformers.replace import Edits, is_variant, replace_class
-from liger_kernel.transformers.report import Replacement, Report, Skip
+from liger_kernel.transformers.patching.place import Edits, is_variant, replace_class
+from liger_kernel.transformers.patching.report import Replacement, Report, Skip
 
 
 class Adapter(NamedTuple):

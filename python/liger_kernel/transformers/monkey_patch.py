@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from liger_kernel.graphs import capture_model
 from liger_kernel.memory import plan_later
-from liger_kernel.transformers.by_source import row_of
-from liger_kernel.transformers.families import FAMILIES, MODEL_TYPES, SWITCHES, missing, nearest, unsupported
+from liger_kernel.transformers.patching.by_source import row_of
+from liger_kernel.transformers.patching.families import FAMILIES, MODEL_TYPES, SWITCHES, missing, nearest, unsupported
 from liger_kernel.utils import warn_once
 
 transformer_version = version.parse(transformers.__version__)
@@ -25,7 +25,7 @@ if transformer_version < MIN_SUPPORTED_TRANSFORMERS_VERSION:
         f"{transformers.__version__} is installed. Run `pip install -U transformers`."
     )
 
-from liger_kernel.transformers.patch import Report, patch
+from liger_kernel.transformers.patching.apply import Report, patch
 
 logger = logging.getLogger(__name__)
 

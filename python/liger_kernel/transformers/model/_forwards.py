@@ -1,6 +1,6 @@
 """The API's modules of forwards: which class each forward is of, and the parameters that it takes."""
 
-from liger_kernel.transformers.families import FAMILIES
+from liger_kernel.transformers.patching.families import FAMILIES
 
 # The parameters of the API's forwards, after `self`: transformers' own forwards take some of them only as keywords.
 _TOKENS = "input_ids attention_mask position_ids"

@@ -6,13 +6,13 @@ import torch
 from torch import nn
 
 from liger_kernel.operators.coverage import has_replaced_forward, kinds_in
-from liger_kernel.transformers import numeric
-from liger_kernel.transformers.by_source import row_of
-from liger_kernel.transformers.families import GEGLU, RMS_NORM, SWIGLU
-from liger_kernel.transformers.parts import find
-from liger_kernel.transformers.patch import UNKNOWN, ReplacedModule, patch
-from liger_kernel.transformers.replace import own_attributes, replace_class
-from liger_kernel.transformers.report import Replacement, Report, Skip
+from liger_kernel.transformers.patching import numeric
+from liger_kernel.transformers.patching.apply import UNKNOWN, ReplacedModule, patch
+from liger_kernel.transformers.patching.by_source import row_of
+from liger_kernel.transformers.patching.families import GEGLU, RMS_NORM, SWIGLU
+from liger_kernel.transformers.patching.formulas import find
+from liger_kernel.transformers.patching.place import own_attributes, replace_class
+from liger_kernel.transformers.patching.report import Replacement, Report, Skip
 
 _SWAPS = {"rms_norm": (RMS_NORM,), "mlp": (SWIGLU, GEGLU)}
 _PROJECTIONS = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"}, {"w1", "w2", "w3"})
@@ -29,8 +29,8 @@ def apply_liger_kernel_by_structure(
 ) -> Report:
     """Patch a causal language model of any family, and return a Report.
 
-    A module whose source is known (parts.py) is replaced by what was compared with it. Of an unknown source nothing is
-    replaced that computes something else on random input, or that the model calls in another way: it is run on four
+    A module whose source is known (formulas.py) is replaced by what was compared with it. Of an unknown source nothing
+    is replaced that computes something else on random input, or that the model calls in another way: it is run on four
     tokens. An error undoes everything.
 
     Args:

@@ -3,7 +3,7 @@
 transformers tags norms and rotary embeddings, and `kernels` binds to each tagged module the forward of the layer that
 is registered for its tag. One layer for all of a tag would round a tenth of the norms in another place and rotate some
 models the wrong way. So while `model.set_use_kernels` runs, and no longer, the classes of that model for whose source
-there is a part (parts.py) with a layer carry a tag of ours instead, and so do gated MLPs, norms and causal
+there is a part (formulas.py) with a layer carry a tag of ours instead, and so do gated MLPs, norms and causal
 language models that have none, of families with a row. What has no layer keeps its tag, and what transformers does with
 it.
 """
@@ -20,12 +20,12 @@ from packaging.version import parse
 
 from liger_kernel.hub import layers
 from liger_kernel.transformers.causal_lm import fused_forward, hands_logits_over, is_fused, names_of_loss, own_loss
-from liger_kernel.transformers.families import FAMILIES, CausalLM
 from liger_kernel.transformers.head import head_of, prepare_head
-from liger_kernel.transformers.parts import find
-from liger_kernel.transformers.replace import Edits
-from liger_kernel.transformers.report import Replacement, Report, Skip
-from liger_kernel.transformers.source import tagged_function
+from liger_kernel.transformers.patching.families import FAMILIES, CausalLM
+from liger_kernel.transformers.patching.formulas import find
+from liger_kernel.transformers.patching.place import Edits
+from liger_kernel.transformers.patching.report import Replacement, Report, Skip
+from liger_kernel.transformers.patching.source import tagged_function
 
 _CLASSIC = "apply_liger_kernel_to_<family>() and use_liger_kernel=True need no `kernels`"
 #: The versions of `kernels` below this one know no condition: they would bind a layer to every module of a class.

@@ -4,10 +4,10 @@ import functools
 import inspect
 from dataclasses import dataclass
 
-from liger_kernel.transformers import numeric
-from liger_kernel.transformers.families import Swap
-from liger_kernel.transformers.parts import is_known, kinds_of, unfit
-from liger_kernel.transformers.replace import (
+from liger_kernel.transformers.patching import numeric
+from liger_kernel.transformers.patching.families import Swap
+from liger_kernel.transformers.patching.formulas import is_known, kinds_of, unfit
+from liger_kernel.transformers.patching.place import (
     in_place_of,
     is_variant,
     or_original,
@@ -15,7 +15,7 @@ from liger_kernel.transformers.replace import (
     variant,
     with_globals,
 )
-from liger_kernel.transformers.source import as_written
+from liger_kernel.transformers.patching.source import as_written
 from liger_kernel.utils import warn_once
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from liger_kernel.operators.coverage import ROPE_KERNELS, kernels_cover, runs_activation
+from liger_kernel.transformers.patching.part import part_of
 
 logger = logging.getLogger(__name__)
 
@@ -64,16 +65,15 @@ def _current(owner, name):
 def or_original(part: type[Any], original, activations: frozenset = frozenset()):
     """The forward of the class `part`, but `original` where the part would not compute the same.
 
-    That is where there are none of `part.kernels` for the first argument, where more or fewer arguments come than the
-    part takes or one is None, where the module holds an activation that is none of `activations`, unless that is empty,
-    or one with hooks, where `part.reason_to_keep` gives a reason, and where `part.as_original`, which gives the first
-    argument the dtype of the original's result, has none.
+    That is where the conditions of the class (part.py) say so, where more or fewer arguments come than it takes or one
+    is None, and where the module holds an activation that is none of `activations`, unless that is empty, or one with
+    hooks.
     """
-    name, kernels = list(inspect.signature(original).parameters)[1], getattr(part, "kernels", ())
+    name = list(inspect.signature(original).parameters)[1]
     taken = list(inspect.signature(part.forward).parameters.values())[1:]
     most, least = len(taken), sum(parameter.default is parameter.empty for parameter in taken)
-    reason_to_keep, as_original = (getattr(part, attribute, None) for attribute in ("reason_to_keep", "as_original"))
-
+    conditions = part_of(part)  # type: ignore[arg-type]  # a class can be hashed
+    kernels, keep, dtype = conditions.kernels, conditions.keep, conditions.dtype
     takes_one = least <= 1 <= most
 
     @functools.wraps(part.forward)
@@ -85,9 +85,9 @@ def or_original(part: type[Any], original, activations: frozenset = frozenset())
             fits = least <= len(args) + len(kwargs) <= most and all(a is not None for a in (x, *args, *kwargs.values()))
         if not fits or not kernels_cover(x, kernels) or activations and not runs_activation(self, activations):
             return original(self, *args, **kwargs)
-        if reason_to_keep is not None and reason_to_keep(self):
+        if keep is not None and keep(self, True):
             return original(self, *args, **kwargs)
-        if as_original is not None and (x := as_original(self, x)) is None:
+        if dtype is not None and (x := dtype(self, x)) is None:
             return original(self, *args, **kwargs)
         kwargs.pop(name, None)
         return part.forward(self, x, *args[1:], **kwargs)
@@ -259,8 +259,8 @@ def kept_forwards(module: Any) -> list[tuple]:
 
 def own_attributes(module, part, **preset) -> dict:
     """What the forward of the class `part` reads and a module of another class lacks."""
-    attributes_for = getattr(part, "attributes_for", None)
-    return attributes_for(module, **preset) if attributes_for else {}
+    attributes = part_of(part).attributes
+    return {} if attributes is None else attributes(part, module, **preset)
 
 
 @functools.cache

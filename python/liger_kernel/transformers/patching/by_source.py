@@ -1,7 +1,7 @@
 """Rows made of sources: of a model type without a row, and of a row that says nothing else of its parts.
 
-Every class, every rotary function and every routers' loss whose source is known (parts.py) becomes an entry of the row;
-what only its name tells becomes one too, so that the report names it as kept.
+Every class, every rotary function and every routers' loss whose source is known (formulas.py) becomes an entry of the
+row; what only its name tells becomes one too, so that the report names it as kept.
 """
 
 import inspect
@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from liger_kernel.transformers.causal_lm import hands_logits_over, names_in, original_forward
-from liger_kernel.transformers.families import (
+from liger_kernel.transformers.patching.families import (
     EXACT_GEGLU,
     GATED_RMS_NORM,
     GEGLU,
@@ -34,8 +34,8 @@ from liger_kernel.transformers.families import (
     Family,
     Swap,
 )
-from liger_kernel.transformers.parts import find
-from liger_kernel.transformers.source import as_written
+from liger_kernel.transformers.patching.formulas import find
+from liger_kernel.transformers.patching.source import as_written
 
 _LAYER_NORM = LAYER_NORM["torch.nn.LayerNorm"]
 _ROPES = tuple(swap for table in (ROPE, VISION_ROPE, SECTIONED_ROPE, LLAMA4_ROPE) for swap in table.values())

@@ -1,6 +1,6 @@
 """Forwards of decoder layers and of attention that compute several steps by one operator.
 
-A decoder layer whose source is known (parts.py) gets a forward of this module, which adds to the residual stream and
+A decoder layer whose source is known (formulas.py) gets a forward of this module, which adds to the residual stream and
 normalises the sum at once. Attention keeps its own forward, whatever it is. That forward runs on a shallow copy of the
 module in which q_proj, k_proj and v_proj share their results: the first of them that is called computes all three, if
 they are called with the same tensor.
@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 from liger_kernel.operators.coverage import has_replaced_forward
 from liger_kernel.operators.linear import qkv
 from liger_kernel.operators.residual import add_and_normalise, is_rms_norm
-from liger_kernel.transformers.parts import part_name
-from liger_kernel.transformers.replace import Edits, replace_class
+from liger_kernel.transformers.patching.formulas import formula_name
+from liger_kernel.transformers.patching.place import Edits, replace_class
 
 ADD_AND_NORM, PROJECTIONS = "add and norm", "projections"
 #: What a forward computes at once -> the operator that does, for reports.
@@ -125,7 +125,7 @@ class Steps:
 
 
 _NEXT = "post_feedforward_layernorm"
-#: The part of a decoder layer (parts.py) -> its steps.
+#: The part of a decoder layer (formulas.py) -> its steps.
 STEPS = {
     "decoder_layer": Steps(),
     "scaled_decoder_layer": Steps(scale="residual_multiplier"),
@@ -197,7 +197,7 @@ def _fused_forward(cls, forward):
     code = getattr(inspect.unwrap(forward), "__code__", None)
     if code is not None and _projects_once(code):
         return projecting(forward)
-    steps = STEPS.get(part_name(cls) or "")
+    steps = STEPS.get(formula_name(cls) or "")
     return None if steps is None else adding(forward, steps)
 
 

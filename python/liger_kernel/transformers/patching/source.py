@@ -1,6 +1,6 @@
 """What a class or function of a modeling module computes, told by its source.
 
-Parts stand for sources that a script has compared with them (parts.py); other code keeps its forward.
+Parts stand for sources that a script has compared with them (formulas.py); other code keeps its forward.
 """
 
 import functools
@@ -71,8 +71,10 @@ def _tokens(source: str) -> list[str]:
     lines = io.StringIO(textwrap.dedent(source)).readline
     tokens = [token for token in tokenize.generate_tokens(lines) if token.type not in _SKIPPED]
     texts = [_MARKS.get(token.type, token.string) for token in tokens]
-    begin = next(i for i, text in enumerate(texts) if text == "def" and texts[i - 1 : i] in ([], [";"])) + 1
-    kept, depth, annotated, i = [], 0, False, begin
+    begins = [i + 1 for i, text in enumerate(texts) if text == "def" and texts[i - 1 : i] in ([], [";"])]
+    if not begins:
+        raise SyntaxError("a lambda's source is a part of a line")
+    kept, depth, annotated, i = [], 0, False, begins[0]
     while depth or texts[i] != ":":
         depth += (texts[i] in ("(", "[", "{")) - (texts[i] in (")", "]", "}"))
         if depth == 1 and texts[i] in (",", "=") or depth == 0 and texts[i] == ")":

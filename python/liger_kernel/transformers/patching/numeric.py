@@ -7,7 +7,7 @@ import inspect
 import torch
 from torch import nn
 
-from liger_kernel.transformers.replace import instead_of, or_original, own_attributes
+from liger_kernel.transformers.patching.place import instead_of, or_original, own_attributes
 
 _ROWS = 64
 

@@ -1,0 +1,96 @@
+"""What a patch did, as a table, and how to take it back."""
+
+from dataclasses import dataclass, field
+
+from liger_kernel.transformers.patching.place import Edits
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """What stands in for `name`; `count` is the number of modules, None for a class or a function."""
+
+    switch: str
+    name: str
+    by: str
+    count: int | None = None
+
+    @property
+    def where(self):
+        return self.name if self.count is None else f"{self.name} ({self.count} module{'s' * (self.count != 1)})"
+
+
+@dataclass(frozen=True)
+class Skip:
+    """What was asked for and not done, and why."""
+
+    switch: str
+    name: str
+    reason: str
+
+    where = property(lambda self: self.name)
+    by = property(lambda self: f"kept: {self.reason}")
+
+
+class _Kept:
+    """Holds a report in the dict of a model, which lives no longer for it. A copy of the model, or a pickle, has none:
+    undo is not for them."""
+
+    def __init__(self, report: "Report | None" = None):
+        self.report = report
+
+    def __deepcopy__(self, memo):
+        return _Kept()
+
+    def __reduce__(self):
+        return _Kept, ()
+
+
+@dataclass
+class Report:
+    """What a patch did; `replaced` includes what an earlier patch had replaced already."""
+
+    family: str
+    replaced: list[Replacement] = field(default_factory=list)
+    skipped: list[Skip] = field(default_factory=list)
+    edits: Edits = field(default_factory=Edits, repr=False)
+
+    def undo(self) -> None:
+        """Restore everything that this patch has replaced."""
+        self.edits.undo()
+
+    def add(self, other: "Report") -> None:
+        """Take in what another patch did, which `undo` then restores too."""
+        self.replaced += other.replaced
+        self.skipped += other.skipped
+        self.edits.add(other.edits)
+
+    def keep_on(self, model) -> None:
+        """Put the report on a model, for `kept_on`; undo takes it off."""
+        self.edits.set(model, "liger_report", _Kept(self))
+
+    @staticmethod
+    def kept_on(model) -> "Report | None":
+        """The report that was put on a model last."""
+        kept = vars(model).get("liger_report")
+        return None if kept is None else kept.report
+
+    def line(self) -> str:
+        """What was replaced and what was kept, in one line."""
+        done: dict[str, int] = {}
+        kept: dict[str, list[str]] = {}
+        for entry in self.replaced:
+            done[entry.switch] = done.get(entry.switch, 0) + (entry.count or 1)
+        for skip in self.skipped:
+            kept.setdefault(skip.reason, []).append(skip.name)
+        replaced = ", ".join(f"{count} {switch}" for switch, count in done.items()) or "nothing"
+        reasons = "; ".join(f"{', '.join(dict.fromkeys(names))}: {reason}" for reason, names in kept.items())
+        return f"Replaced: {replaced}. " + (f"Kept: {reasons}." if kept else "")
+
+    def __str__(self):
+        rows = [
+            ("module", "operator", "replaced by"),
+            *((entry.where, entry.switch, entry.by) for entry in (*self.replaced, *self.skipped)),
+        ]
+        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        lines = [f"  {where:<{widths[0]}}  {switch:<{widths[1]}}  {by}" for where, switch, by in rows]
+        return "\n".join([f"liger_kernel: {self.family}", *lines])
