@@ -91,14 +91,14 @@ def same(t):
     return t if t is None or not t.is_floating_point() else t.detach().clone().requires_grad_(t.requires_grad)
 
 
-def small(case):
-    most = case.emulated if ALL else min(case.emulated, 2_000_000)
+def small(case, most=2_000_000):
+    most = case.emulated if ALL else min(case.emulated, most)
     return [s for s in case.shapes if math.prod(s) <= most] if EMULATED else case.shapes
 
 
 def large(case):
     """A shape of some size."""
-    return small(case)[-1] if EMULATED else case.shapes[-2]
+    return small(case, 500_000)[-1] if EMULATED else case.shapes[-2]
 
 
 PRECISION = [(c, d) for c in CASES.values() for d in c.dtypes]
