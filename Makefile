@@ -14,7 +14,7 @@ sources := $(shell find liger python cmake -name '*.h' -o -name '*.cpp' -o -name
 
 SHELL := bash
 .SHELLFLAGS := -eo pipefail -c
-.PHONY: help format lint tidy docs test-docs train train-cpp align test test-all nightly test-families test-torch test-hub downstream fuzz fuzz-hour fuzz-files sanitize nightly-families test-install test-fresh test-platforms test-without-research \
+.PHONY: help format lint tidy docs test-docs train train-cpp align check test test-all nightly test-families test-torch test-hub downstream fuzz fuzz-hour fuzz-files sanitize nightly-families test-install test-fresh test-platforms test-without-research \
         bench install wheel test-wheel clean
 .DEFAULT_GOAL := help
 
@@ -41,6 +41,13 @@ test: $(ready)  ## before a change lands: the C++ API, every operator, the CUDA 
 
 test-all: $(ready)  ## before a release: the same on every case
 	LIGER_TESTS=all PYTHON=$(python) BUILD=$(build) bash tests/run.sh
+
+# The sources as they stand, with the library of the last build: what is installed is not made again for each change.
+BASE ?= $(shell git rev-parse --verify --quiet origin/main || echo HEAD)
+check:  ## after a change, in a minute or two: what it touches (tests/which.py); BASE=HEAD for what is not committed
+	@[ -e $(ready) ] || $(MAKE) $(ready)
+	@PYTHONPATH=$(CURDIR)/python LIGER_LIBRARY=$(CURDIR)/$(build)/libliger.so LIGER_TRAIN=$(CURDIR)/$(build)/liger-train BUILD=$(build) \
+	  OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $(python) tests/which.py $(BASE)
 
 # `make -k nightly` goes on after what fails. One after another: each takes all cores.
 .NOTPARALLEL: nightly

@@ -141,7 +141,7 @@ def _scaled(size, fields, text=True):
 
 
 def _of(name, **fields):
-    return lambda size=None: _config(name)(**_scaled(size, {**TEXT, **fields}))
+    return lambda size=None, **others: _config(name)(**_scaled(size, {**TEXT, **fields, **others}))
 
 
 def _holding(name, text, vision, **fields):
@@ -213,7 +213,7 @@ _MLLAMA_TEXT = {
     "rope_scaling": {"rope_type": "default"},
 }
 
-# family -> class -> its configuration, a function of a Size or None
+# family -> class -> its configuration, a function of a Size or None, and of a text model's other fields
 MODELS = {
     "llama": {"LlamaForCausalLM": _of("LlamaConfig", mlp_bias=True)},
     "mistral": {"MistralForCausalLM": _of("MistralConfig", sliding_window=4)},

@@ -26,6 +26,15 @@ def same_numbers():
     torch.manual_seed(0)
 
 
+def pytest_addoption(parser):
+    parser.addoption("--cases", help="files of tests/cases, with commas between: the tests of other cases are left out")
+
+
+def of_another_case(item, names):
+    case = getattr(item, "callspec", None) and item.callspec.params.get("case")
+    return hasattr(case, "file") and names and case.file not in names.split(",")
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "full(when=None): only in `make test-all` (tests/tiers.py)")
 
@@ -33,7 +42,8 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     kept, dropped = [], []
     for item in items:
-        (dropped if left_out(item) else kept).append(item)
+        other = of_another_case(item, config.getoption("--cases"))
+        (dropped if other or left_out(item) else kept).append(item)
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = kept

@@ -10,11 +10,17 @@ LOSSES = [
     (loss, level) for loss in CLIPPED + SOFT for level in ("token", "sequence") if level == "token" or loss in CLIPPED
 ]
 MAX_LENGTH = 11
-BOUNDS = {
-    torch.float32: dict(rtol=2e-5, atol=2e-6),
-    torch.bfloat16: dict(rtol=0.05, atol=0.02),
-    torch.float16: dict(rtol=0.02, atol=4e-3),
-}
+
+
+def _bounds(dtype):
+    """Of results divided by the largest of them. A logit, of size √H, errs by √H roundings of half an eps in a float
+    sum of H products, by one in a 16-bit type. Probabilities, and the terms of gradients, err as much of their size,
+    and the ratio of two policies, the exponential of a difference, twice as much."""
+    logit = H**0.5 * torch.finfo(dtype).eps / 2 * (H**0.5 if dtype == torch.float32 else 1)
+    return dict(rtol=2 * logit, atol=logit)
+
+
+BOUNDS = {dtype: _bounds(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
 
 def log_probs(x, weight, ids, bias=None, temperature=1.0):

@@ -15,8 +15,8 @@ import torch
 import transformers
 from liger_kernel.hub import layers
 from liger_kernel.transformers.patching import hub as hub_kernels
-from liger_kernel.transformers.patching import use_as_hub_kernels
 from liger_kernel.transformers.patching.formulas import FORMULAS
+from liger_kernel.transformers.patching.hub import use_as_hub_kernels
 from torch import nn
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent / "hub"))

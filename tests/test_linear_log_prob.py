@@ -39,6 +39,11 @@ def exact_log_softmax(hidden, weight, ids):
     return all_logp, torch.where(ids == -100, 0, all_logp.gather(1, ids.clamp(min=0)[:, None])[:, 0])
 
 
+def assert_exact(got, want, dtype=torch.float32):
+    scale = want.abs().max()
+    torch.testing.assert_close(got.double() / scale, want.double() / scale, **BOUNDS[dtype])
+
+
 def doubles(*leaves):
     return [t.detach().double().requires_grad_() for t in leaves]
 
@@ -60,8 +65,7 @@ def test_lora(device, dtype, max_bytes, frozen):
     expected = torch.autograd.grad(exact, [h, a_, b_] + [w] * (not frozen), upstream.double())
     for got, want, leaf in zip((logp, *gradients), (exact, *expected), (logp, *leaves)):
         assert got.dtype == leaf.dtype and want.abs().max() > 1e-3
-        scale = want.abs().max()
-        torch.testing.assert_close(got.double() / scale, want / scale, **BOUNDS[dtype])
+        assert_exact(got, want, dtype)
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
@@ -100,7 +104,7 @@ def test_label_smoothing_and_z_loss(device):
         * (smooth - 0.9 * plain + classes.double()[ids.clamp(min=0)] * 0.9 * plain + 1e-3 * z.logsumexp(-1) ** 2)
     ).sum()
     for got, want in zip((loss, *gradients), (exact, *torch.autograd.grad(exact, (h, w)))):
-        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-4)
+        assert_exact(got, want)
 
 
 @pytest.mark.parametrize("max_bytes", [0, 1])
@@ -118,7 +122,7 @@ def test_largest_classes(device, max_bytes):
         and torch.equal(argmax[kept], exact.argmax(-1)[kept])
         and torch.equal(top[kept], (argmax == ids)[kept])
     )
-    torch.testing.assert_close(values[kept].double(), want_values[kept], rtol=1e-5, atol=1e-5)
+    assert_exact(values[kept], want_values[kept])
     for t in (logp, top, argmax, values, classes):
         assert t[~kept].count_nonzero() == 0
     with pytest.raises(ValueError, match="top_k"):
@@ -189,7 +193,7 @@ def test_memory_budget_of_the_process(device):
     finally:
         assert set_memory_budget(before) == 100
     for a, b in zip(small, torch.autograd.grad(linear_log_prob(hidden, weight, ids).sum(), (hidden, weight))):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        assert_exact(a, b)
     with pytest.raises(ValueError, match="bytes must be"):
         set_memory_budget(-1)
 

@@ -193,8 +193,10 @@ def test_a_missing_library_is_one_sentence():
     assert done.returncode != 0 and "/nowhere/libliger.so is missing" in done.stderr.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize("beside", (True, False))
-@pytest.mark.parametrize("name,version", [("liger-kernel-nightly", "0.9"), ("liger-kernel", "0.8.2")])
+@pytest.mark.parametrize(
+    "name, version, beside",
+    [("liger-kernel-nightly", "0.9", True), ("liger-kernel", "0.8.2", True), ("liger-kernel", "0.8.2", False)],
+)
 def test_another_distribution_is_named(tmp_path, name, version, beside):
     """Where it has written into this package's folder; one that is installed elsewhere is none of its business."""
     package, other = tmp_path / "package", tmp_path / "other"

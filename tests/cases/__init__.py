@@ -52,6 +52,7 @@ class Case:
     )
     dtypes: tuple = (torch.float32, torch.bfloat16, torch.float16)
     scales: tuple = (1, 1, 1, 1, 1e-3, 30.0)  # that tests/fuzz.py multiplies floating inputs by
+    file: str = "loss_cases"  # that it is in; all_cases() says which of tests/cases
 
     def inputs(self, shape, options, dtype=torch.float32, device="cpu", seed=0):
         torch.manual_seed(seed)
@@ -78,5 +79,9 @@ def rounded(inputs, dtype=torch.float64):
 
 
 def all_cases():
-    modules = [importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)]
-    return {case.name: case for module in modules for case in module.CASES}
+    found = {}
+    for module in pkgutil.iter_modules(__path__):
+        for case in importlib.import_module(f"{__name__}.{module.name}").CASES:
+            case.file = module.name
+            found[case.name] = case
+    return found

@@ -1,4 +1,4 @@
-"""The helpers of this folder and of tests/huggingface, under every import mode of pytest."""
+"""The helpers of this folder, of tests/huggingface and of examples, under every import mode of pytest."""
 
 import pathlib
 import sys
@@ -6,6 +6,6 @@ import sys
 import torch
 
 HERE = pathlib.Path(__file__).parent
-sys.path[:0] = [str(HERE.parent / "huggingface"), str(HERE)]
+sys.path[:0] = [str(HERE.parent / "huggingface"), str(HERE), str(HERE.parents[1] / "examples")]
 # The models are so small that threads cost more than they give.
 torch.set_num_threads(1)

@@ -11,12 +11,15 @@ import weakref
 import kernels
 import liger_kernel.hub
 import pytest
+import tiny
 import torch
 import transformers
 from liger_kernel.hub import layers
 from liger_kernel.transformers import _apply_liger_kernel_to_instance, use_as_hub_kernels
 from peft import LoraConfig, get_peft_model
+from random_models import TEXT
 from tagged import close
+from tiny import text as batch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations import hub_kernels as transformers_hub
@@ -24,42 +27,21 @@ from transformers.models.llama import modeling_llama
 
 # One with everything, one with norms of heads, one that rounds like Gemma under a tag, one with untagged norms and a
 # softcap, and one without a row.
-TINY = {
-    "Llama": {"mlp_bias": True},
-    "Qwen3": {},
-    "Olmo2": {},
-    "Gemma2": {"hidden_activation": "gelu_pytorch_tanh", "final_logit_softcapping": 1.0, "query_pre_attn_scalar": 16},
-    "Helium": {},
-}
+NAMES = ("Llama", "Qwen3", "Olmo2", "Gemma2", "Helium")
 # Float sums of some hundred terms in another order; gradients of queries and keys are differences.
 TOLERANCE = 2.0**-14
 
 
 def make(name, **fields):
+    if name != "Helium":
+        return tiny.make(name.lower(), **fields)
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**{
-        "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "attn_implementation": "eager", "initializer_range": 0.1,
-        "rms_norm_eps": 0.03, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-        **TINY[name], **fields})  # fmt: skip
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter), alpha=0.5)
-    return model.train()
-
-
-def batch():
-    ids = torch.randint(3, 128, (2, 10), generator=torch.Generator().manual_seed(4))
-    labels = ids.clone()
-    labels[0, :4] = -100
-    return {"input_ids": ids, "labels": labels}
+    return tiny.randomised(transformers.HeliumForCausalLM(transformers.HeliumConfig(**TEXT))).train()
 
 
 def step(model):
     model.zero_grad()
-    output = model(**batch())
+    output = model(**batch(4))
     output.loss.backward()
     return output, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -93,7 +75,7 @@ def installed():
     handle.undo()
 
 
-@pytest.fixture(params=TINY)
+@pytest.fixture(params=NAMES)
 def name(request):
     return request.param
 
@@ -107,7 +89,7 @@ def test_a_model_is_the_one_that_it_replaces(name, installed):
         output = assert_same_step(model, reference)
         assert (output.logits is None) == (training and name != "Helium")
         if not training:
-            assert close(output.logits, reference(**batch()).logits, TOLERANCE)
+            assert close(output.logits, reference(**batch(4)).logits, TOLERANCE)
 
 
 def test_what_runs_on_layers(installed):
@@ -135,7 +117,7 @@ def test_the_classic_patch_replaces_the_same_modules(installed):
         of_layers = ("fused_add_rms_norm", "qkv", "gated_mlp")
         return {r.name: r.count for r in report.replaced if r.switch != "rope" and r.by not in of_layers}
 
-    for name in set(TINY) - {"Helium"}:
+    for name in set(NAMES) - {"Helium"}:
         model = make(name)
         classic = modules(_apply_liger_kernel_to_instance(copy.deepcopy(model)))
         model.set_use_kernels(True)
@@ -382,8 +364,8 @@ def test_signatures_are_the_models(installed):
     model = copy.deepcopy(reference)
     model.set_use_kernels(True)
     assert inspect.signature(model.forward) == inspect.signature(reference.forward)
-    expected = reference.generate(batch()["input_ids"], max_new_tokens=4, do_sample=False)
-    assert torch.equal(model.generate(batch()["input_ids"], max_new_tokens=4, do_sample=False), expected)
+    expected = reference.generate(batch(4)["input_ids"], max_new_tokens=4, do_sample=False)
+    assert torch.equal(model.generate(batch(4)["input_ids"], max_new_tokens=4, do_sample=False), expected)
 
 
 def test_the_folder_is_a_local_kernel():

@@ -16,56 +16,23 @@ from liger_kernel.transformers.patching.families import FAMILIES
 from packaging.version import parse
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
-from random_models import TEXT as COMMON  # noqa: E402
-from random_models import VOCABULARY  # noqa: E402
+# What tests take from here, too.
+from random_models import TEXT as COMMON  # noqa: E402, F401
+from random_models import VOCABULARY  # noqa: E402, F401
+from tiny import TINY_MODELS, class_of, config_of, make  # noqa: E402, F401
+from tiny import text as batch  # noqa: E402, F401
 
 # The models are so small that threads cost more than they give.
 torch.set_num_threads(1)
 
-# One row per family: its config class, and the fields in which it differs from the common ones below.
-TINY = {
-    "llama": ("LlamaConfig", {"mlp_bias": True}),
-    "mistral": ("MistralConfig", {"sliding_window": 4}),
-    "qwen2": ("Qwen2Config", {}),
-    "qwen3": ("Qwen3Config", {}),
-    "gemma": ("GemmaConfig", {"hidden_act": "gelu_pytorch_tanh"}),
-    "gemma2": ("Gemma2Config", {"final_logit_softcapping": 1.0, "query_pre_attn_scalar": 16, "sliding_window": 4}),
-}
+# Families that every test of the engine takes; test_families.py has a model of every row.
+ENGINE = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2")
 
 # Float32 sums of some hundred terms in another order: 2^7 roundings of 2^-24, doubled. The gradients of queries and
 # keys cancel, softmax's being a difference: another 2^2.
 TOLERANCE = 2.0**-14
 # Adam divides gradients by their size, so that rounding noise of 1e-5 stays 1e-5 in every step; 20 steps add up.
 CURVE_TOLERANCE = 2e-4
-
-
-def config_of(family, **fields):
-    name, own = TINY[family]
-    return getattr(transformers, name)(**{**COMMON, **own, **fields})
-
-
-def make(family, config=None, **fields):
-    """A model with random weights; norm weights, far from one, and biases too, which transformers makes constant."""
-    torch.manual_seed(0)
-    config = config or config_of(family, **fields)
-    model = class_of(family)(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter), alpha=0.5)
-    return model.train()
-
-
-def class_of(family):
-    return getattr(modeling(family), next(iter(FAMILIES[family].loss)))
-
-
-def batch(seed=0, rows=2, length=10):
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, VOCABULARY, (rows, length), generator=generator)
-    labels = ids.clone()
-    labels[0, :4] = -100
-    return {"input_ids": ids, "labels": labels}
 
 
 def run(model, **inputs):
@@ -124,8 +91,6 @@ def pytest_addoption(parser):
 
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
-        from tiny import TINY_MODELS
-
         chosen = metafunc.config.getoption("--families")
         named = list(TINY_MODELS) if chosen == "all" else chosen.split(",")
         if "lm_head" not in names_in(transformers.Qwen2AudioForConditionalGeneration.forward):
@@ -140,9 +105,8 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("case", cases, ids=[kind for _, kind in cases])
 
 
-@pytest.fixture(params=TINY)
+@pytest.fixture(params=ENGINE)
 def family(request):
-    """The families that every test of the engine takes; test_families.py has a model of every row."""
     return request.param
 
 

@@ -21,7 +21,7 @@ import torch
 import transformers
 from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
 from liger_kernel.transformers.patching.apply import TABLES, UNKNOWN
-from shrink import VOCABULARY, config_of
+from shrink import VOCABULARY, shrunk
 from transformers.models.auto import modeling_auto
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "families.md"
@@ -48,7 +48,7 @@ def without_row() -> dict[str, str]:
 def model_of(kind):
     """A tiny random model of a type; whatever its constructor raises where the sizes do not fit."""
     torch.manual_seed(0)
-    model = getattr(transformers, types()[kind])(config_of(kind))
+    model = getattr(transformers, types()[kind])(shrunk(kind))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1 and parameter.is_floating_point():

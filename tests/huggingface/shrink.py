@@ -97,7 +97,7 @@ def _config_class(kind):
     return getattr(row.namespace(), next(iter(row.loss))).config_class
 
 
-def config_of(kind):
+def shrunk(kind):
     """The small configuration of a model type; whatever its constructor raises where the sizes do not fit."""
     config_class = _config_class(kind)
     config = config_class(**_tiny(config_class, FIELDS.get(kind, {})))

@@ -424,6 +424,7 @@ def test_trainer_with_graphs_of_a_model_on_a_cpu(available, tmp_path, caplog):
     assert "runs without CUDA graphs: the inputs are not on a GPU" in caplog.text
 
 
+@pytest.mark.full(when=lambda p: p["family"] not in ("llama", "gemma2"))
 def test_trainer(family, available, tmp_path):
     reference = make(family)
     model = copy.deepcopy(reference)

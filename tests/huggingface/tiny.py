@@ -6,7 +6,7 @@ import importlib
 import torch
 from liger_kernel.transformers.patching.families import FAMILIES
 from random_models import END, IMAGE, MODELS, START
-from shrink import config_of
+from shrink import shrunk
 
 
 def _generator(seed=0):
@@ -103,18 +103,40 @@ TINY_MODELS = {
 
 
 TINY_MODELS |= {
-    row.name: {name: (functools.partial(config_of, row.name), text) for name in row.loss}
+    row.name: {name: (functools.partial(shrunk, row.name), text) for name in row.loss}
     for row in FAMILIES.values()
     if row.by_source
 }
 
 
+def class_of(family):
+    """The first class of a family."""
+    return getattr(importlib.import_module(FAMILIES[family].module), next(iter(FAMILIES[family].loss)))
+
+
+def config_of(family, **fields):
+    """The configuration of a text model, with other fields."""
+    return MODELS[family][class_of(family).__name__](**fields)
+
+
+def make(family, config=None, **fields):
+    """A model of a family's first class, perhaps with other fields in its configuration."""
+    return model_of(family, class_of(family).__name__, config or config_of(family, **fields))
+
+
 def model_of(family, name, config=None):
-    """A model in training mode with random weights; norms' weights, far from one, and biases too, which transformers
-    starts at constants."""
+    """A model in training mode with random weights."""
     torch.manual_seed(0)
     cls = getattr(importlib.import_module(FAMILIES[family].module), name)
-    model = cls(config or TINY_MODELS[family][name][0]())
+    model = randomised(cls(config or TINY_MODELS[family][name][0]()))
+    if family == "phimoe":  # its router draws experts in training: the same ones in every forward
+        model.register_forward_pre_hook(_seed)
+    return model.train()
+
+
+def randomised(model):
+    """A model with random weights; norms' weights, far from one, and biases too, which transformers starts at
+    constants."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() < 2:
@@ -126,11 +148,9 @@ def model_of(family, name, config=None):
         for module in model.modules():
             # A default of no config: of the size of the activations' variance, so that it counts.
             for eps in ("variance_epsilon", "eps"):
-                if isinstance(getattr(module, eps, None), float):
+                if isinstance(value := getattr(module, eps, None), float) and 0 < value < 0.03:
                     setattr(module, eps, 0.03)
-    if family == "phimoe":  # its router draws experts in training: the same ones in every forward
-        model.register_forward_pre_hook(_seed)
-    return model.train()
+    return model
 
 
 def _seed(*_):
