@@ -77,7 +77,7 @@ def test_report(family, patched):
     layers = {entry.by: entry.count for entry in report.replaced if entry.by in REWRITTEN}
     assert layers == dict.fromkeys(REWRITTEN, 2)
     counts = {entry.switch: entry.count for entry in report.replaced if entry.by not in REWRITTEN}
-    assert counts == {"rope": 2, "rms_norm": norms, _gate(family): 2, FUSED: 1}
+    assert counts == {"rope": 2, "rms_norm": norms, _gate(family): 2, "masks": 1, FUSED: 1}
     text = str(report)
     assert text.splitlines()[1].split() == ["module", "operator", "replaced", "by"]
     assert family in text and f"({norms} modules)" in text and class_of(family).__name__ in text
@@ -105,8 +105,9 @@ def test_applying_twice_changes_nothing_more(family, patched):
         "layers",
         "layers",
         "layers",
+        "masks",
         FUSED,
-    ]  # parts, layers and attention, the loss
+    ]  # parts, layers and attention, masks, the loss
     assert [entry.switch for entry in report.replaced if entry.count] == switches
     assert [type(module) for module in model.modules()] == kinds
     assert model(**batch()).logits is None
@@ -216,7 +217,15 @@ def test_a_dtype_without_kernels_is_left_alone(family, patched):
     before, expected = _state(family, model), model(**batch()).loss
     report = patched(family, model)
     assert not report.replaced
-    assert {entry.switch for entry in report.skipped} == {"rope", "rms_norm", _gate(family), FUSED, "layers", "lora"}
+    assert {entry.switch for entry in report.skipped} == {
+        "rope",
+        "rms_norm",
+        _gate(family),
+        FUSED,
+        "layers",
+        "masks",
+        "lora",
+    }
     assert "float64" in str(report)
     assert _state(family, model) == before and torch.equal(model(**batch()).loss, expected)
     # The same, for a model that changes its type after the patch at class level.

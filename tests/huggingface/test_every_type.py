@@ -45,17 +45,20 @@ def test_every_type_is_in_the_page():
 def test_switches_of_a_type_without_a_row(caplog):
     plain = every_type.model_of("olmo")
     for switches, expected in (
-        ({}, {"layer_norm", "swiglu", "rope", "layers", "fused_linear_cross_entropy"}),
-        ({"rope": False, "swiglu": False, "geglu": False}, {"layer_norm", "layers", "fused_linear_cross_entropy"}),
-        ({"fused_linear_cross_entropy": False, "cross_entropy": True, "geglu": True},
-         {"layer_norm", "swiglu", "rope", "layers", "cross_entropy"}),
-    ):  # fmt: skip
+        ({}, {"layer_norm", "swiglu", "rope", "fused_linear_cross_entropy"}),
+        ({"rope": False, "swiglu": False, "geglu": False}, {"layer_norm", "fused_linear_cross_entropy"}),
+        (
+            {"fused_linear_cross_entropy": False, "cross_entropy": True, "geglu": True},
+            {"layer_norm", "swiglu", "rope", "cross_entropy"},
+        ),
+    ):
         model = copy.deepcopy(plain)
         warn_once.cache_clear()
         caplog.clear()
         report = _apply_liger_kernel_to_instance(model=model, **switches)
         # The tables of some versions of transformers were not compared.
         kept = {skip.switch for skip in report.skipped if skip.reason == every_type.TABLES}
+        expected |= {"layers", "masks"}
         assert {entry.switch for entry in report.replaced} | kept == expected
         assert len(kept) == len(report.skipped) and kept <= {"rope"}
         (message,) = [r.getMessage() for r in caplog.records if r.name.startswith("liger_kernel.utils")]

@@ -397,7 +397,7 @@ def test_trainer_of_a_type_without_a_row(available, tmp_path, caplog):
     for by_source, text in (
         (
             True,
-            "no row for the model type 'gpt2': a GPT2LMHeadModel is patched by source. Replaced: 3 layer_norm, 1 fu",
+            "no row for the model type 'gpt2': a GPT2LMHeadModel is patched by source. Replaced: 3 layer_norm, 1 masks, 1 fu",
         ),
         (False, "no Liger kernels for a GPT2LMHeadModel of type 'gpt2'"),
     ):

@@ -69,7 +69,7 @@ def _forward(original):
         given = args[place] if len(args) > place else kwargs.get("position_ids")
         return (counting if given is None else original)(self, *args, **kwargs)
 
-    vars(forward).update(liger_original=original, liger_counts=True)
+    vars(forward)["liger_counts"] = original
     return forward
 
 
