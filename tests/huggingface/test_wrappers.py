@@ -395,10 +395,7 @@ def test_trainer_of_a_type_without_a_row(available, tmp_path, caplog):
     reference = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=VOCABULARY, **dropouts))
     expected = _train(copy.deepcopy(reference), tmp_path)
     for by_source, text in (
-        (
-            True,
-            "no row for the model type 'gpt2': a GPT2LMHeadModel is patched by source. Replaced: 3 layer_norm, 1 masks, 1 fu",
-        ),
+        (True, "type 'gpt2': a GPT2LMHeadModel is patched by source. Replaced: 3 layer_norm, 1 masks, 1 fused"),
         (False, "no Liger kernels for a GPT2LMHeadModel of type 'gpt2'"),
     ):
         warn_once.cache_clear()
