@@ -8,6 +8,7 @@ from liger_kernel.transformers.gated_rms_norm import (
     LigerRMSNormGatedForKimiLinear,
     LigerRMSNormGatedForMamba2,
 )
+from liger_kernel.transformers.patching.part import part_of
 from torch.nn import functional as F
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -24,7 +25,8 @@ def test_modules():
     halves = F.rms_norm((x * F.silu(gate)).unflatten(-1, (2, 8)), (8,), eps=1e-6)
     torch.testing.assert_close(mamba(x, gate), halves.flatten(-2) * mamba.weight)
     assert "norm_before_gate=False, groups=2" in repr(mamba)
-    assert mamba.reason_to_keep(mamba) is None and "relu" in mamba.reason_to_keep(LigerRMSNormGated(16, 1e-6, "relu"))
+    keep = part_of(LigerRMSNormGatedForMamba2).keep
+    assert keep(mamba, True) is None and "relu" in keep(LigerRMSNormGated(16, 1e-6, "relu"), True)
 
 
 @pytest.mark.parametrize("x_dtype", FLOATS)

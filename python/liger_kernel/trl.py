@@ -12,7 +12,7 @@ from liger_kernel.operators.common import (
     IGNORE_INDEX,
     autocast_dtype,
     first_derivative_only,
-    unscaled,
+    unscaled_gradient,
     wanted_gradients,
 )
 from liger_kernel.operators.coverage import kernels_cover
@@ -107,7 +107,7 @@ class _Divergence(torch.autograd.Function):
         *_, gradients, grad_scale = _two_heads(
             ctx.saved_tensors, upstream, ctx.options, ctx.max_bytes, ctx.autocast, ctx.needs_input_grad[2:5]
         )
-        return None, None, *(None if g is None else unscaled(g, grad_scale) for g in gradients), *(None,) * 3
+        return None, None, *(None if g is None else unscaled_gradient(g, grad_scale) for g in gradients), *(None,) * 3
 
 
 def _two_heads(tensors, soft, options, max_bytes, dtype, wanted=(False,) * 3):

@@ -12,7 +12,7 @@ from liger_kernel._library import ops
 from liger_kernel.compat.triton import calculate_settings
 from liger_kernel.operators import norm
 from liger_kernel.operators.activation import GELU_TANH, RELU_SQUARED, SILU, SOFTMAX
-from liger_kernel.operators.common import IGNORE_INDEX, full_tensor, reduction_code, unscaled
+from liger_kernel.operators.common import IGNORE_INDEX, full_tensor, reduction_code, unscaled_gradient
 from liger_kernel.operators.distillation import linear_jsd_with_gradients
 from liger_kernel.operators.loss import (
     JENSEN_SHANNON,
@@ -257,7 +257,7 @@ def cross_entropy_forward(
     asked, wanted = (return_z_loss, return_token_accuracy, return_predicted_tokens), _input.requires_grad
     options = loss_options(ignore_index, lse_square_scale, label_smoothing, reduction, softcap, *asked)
     *results, gradient, grad_scale = ops.cross_entropy_forward(_input.detach(), target, weight, wanted, *options)
-    return *asked_for(results, *asked), unscaled(gradient, grad_scale) if wanted else _input
+    return *asked_for(results, *asked), unscaled_gradient(gradient, grad_scale) if wanted else _input
 
 
 def cross_entropy_backward(_input: Tensor, grad_output: Tensor) -> Tensor:
@@ -277,7 +277,7 @@ def _divergence(x, target, labels, kind, parameter, ignore_index, reduction, dty
     loss, dx, grad_scale = ops.divergence_forward(x, target, labels, kind, parameter, ignore_index, code, dtype, True)
     if reduction == "none":
         return loss, _divergence_gradient(x, target, kind, parameter, labels, ignore_index)
-    return loss, unscaled(dx, grad_scale)
+    return loss, unscaled_gradient(dx, grad_scale)
 
 
 def kldiv_forward_triton(y_pred: Tensor, y_true: Tensor, log_target: bool, reduction: str, eps: float) -> Tensor:
@@ -328,7 +328,7 @@ def fused_linear_jsd_forward(
         student_input, student_weight, teacher_input, teacher_weight, labels, jsd_beta, ignore_index, temperature,
         (student_input.requires_grad, student_weight.requires_grad),
     )  # fmt: skip
-    return loss, *(None if g is None else unscaled(g, grad_scale) for g in gradients)
+    return loss, *(None if g is None else unscaled_gradient(g, grad_scale) for g in gradients)
 
 
 def fused_linear_jsd_backward(

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_kernel._library import ops
+
 #: The codes of libliger's reductions are their places here.
 REDUCTIONS = ("none", "mean", "sum", "batchmean")
 IGNORE_INDEX = -100
@@ -117,10 +119,15 @@ def wanted_gradients(ctx: Any, *tensors: Tensor | None) -> list[bool]:
     return [recorded and t is not None and t.requires_grad for t in tensors]
 
 
-def unscaled(gradient: Tensor, grad_scale: Tensor | None) -> Tensor:
-    """A gradient that a forward pass has kept, or the upstream one that multiplies it, divided by its grad_scale, which
-    is None or empty but for float16."""
-    return gradient if grad_scale is None or grad_scale.ndim else gradient.float() / grad_scale
+def unscaled(upstream: Tensor, grad_scale: Tensor | None) -> Tensor:
+    """The upstream gradient, which multiplies what a forward pass has kept, divided by that one's grad_scale, which is
+    None or empty but for float16."""
+    return upstream if grad_scale is None or grad_scale.ndim else upstream.float() / grad_scale
+
+
+def unscaled_gradient(gradient: Tensor, grad_scale: Tensor | None) -> Tensor:
+    """A gradient that a forward pass has kept, divided by its grad_scale, in its dtype."""
+    return gradient if grad_scale is None or grad_scale.ndim else ops.scale_backward(gradient, 1 / grad_scale)
 
 
 def accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel._library import ops
-from liger_kernel.operators.common import autocast_dtype, first_derivative_only, roots, unscaled
+from liger_kernel.operators.common import autocast_dtype, first_derivative_only, roots, unscaled_gradient
 from liger_kernel.operators.loss import asked_for, loss_options
 
 
@@ -47,7 +47,7 @@ def fused_linear_cross_entropy_forward(
     if deferred:
         gradients = ops.fused_linear_cross_entropy_backward(token_grad_output, *arguments, *wants, *options)
     else:
-        gradients = [unscaled(g, grad_scale) for g in gradients]
+        gradients = [unscaled_gradient(g, grad_scale) for g in gradients]
     return *asked_for(results, *asked), *(g if wanted else None for g, wanted in zip(gradients, wants))
 
 
