@@ -182,6 +182,14 @@ def end_to_end(report):
     return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
 
 
+def with_graphs(report):
+    """A report whose captured arms have the memory that torch has reserved: a graph's is no part of the peak."""
+    for row in report["rows"]:
+        if {"passes", "graph"} & {*row["arm"].split("+")}:
+            row["result"]["peak_gb"] = row["result"]["reserved_gb"]
+    return report
+
+
 def in_turns(report, first, **names):
     """A table with a row for each model and shape and a column for each arm of `names`, against the arm `first`."""
     shapes = {}
@@ -371,11 +379,12 @@ def main():
     small = {
         "plain": "plain",
         "plain+compile": "torch.compile",
+        "ours": "ours",
         "ours+compile": "ours, torch.compile",
         "ours+adamw+passes": "ours, captured model",
         "ours+adamw+graph": "ours, captured step",
     }
-    fill("graphs.md", small=in_turns(read("e2e-small-h100.json"), "plain", **small))
+    fill("graphs.md", small=in_turns(with_graphs(read("e2e-small-h100.json")), "plain", **small))
     draw_operators(h200, "operators.png", FIRST)
     draw_operators({**h200_research, **newer_research}, "research.png")
     draw_training(reports)

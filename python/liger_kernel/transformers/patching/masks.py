@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from liger_kernel.operators.coverage import has_replaced_forward
@@ -33,8 +32,8 @@ _SEARCHING = (
 
 
 def _is_all_causal(config: Any = None, attention_mask: Any = None, past_key_values: Any = None, **others: Any) -> bool:
-    """Whether torch's attention needs no mask to be causal: where nothing else is masked. transformers does not look
-    while a CUDA graph is captured and, before 5.18, while it is compiled."""
+    """Whether torch's attention needs no mask to be causal: where nothing else is masked, and there are as many keys as
+    queries. transformers does not look while a CUDA graph is captured nor, before 5.18, while it is compiled."""
     sizes = ("input_embeds", "inputs_embeds", "cache_position", "position_ids")
     more = any(value is not None for name, value in others.items() if name not in sizes)
     return attention_mask is None and past_key_values is None and not more and config._attn_implementation == "sdpa"
@@ -44,7 +43,7 @@ def _without_positions(home: Any, name: str) -> Callable[..., Any]:
     """The function that a modeling module calls `name` now, given no positions."""
 
     def create(*args: Any, **kwargs: Any) -> Any:
-        if name == "create_causal_mask" and not torch.compiler.is_exporting() and _is_all_causal(**kwargs):
+        if name == "create_causal_mask" and _is_all_causal(**kwargs):
             return None
         return getattr(home, name)(*args, **{**kwargs, "position_ids": None})
 
