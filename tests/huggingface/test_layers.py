@@ -100,7 +100,7 @@ def test_hooks_and_adapters_see_what_they_saw(patched):
 
 @pytest.mark.parametrize(
     "family",
-    ["glm4", "phi3", "qwen3_next", "olmoe", *(["granite", "gemma3_text", "mixtral", "gpt_oss"] if NEW else [])],
+    ["glm4", "phi3", "qwen3_next", *(["granite", "gemma3_text", "mixtral", "gpt_oss", "olmoe"] if NEW else [])],
 )
 def test_other_layers_as_their_own_forward_computes_them(family, patched):
     """Norms and dropouts of what is added, multipliers, linear attention, experts that return their router's logits."""

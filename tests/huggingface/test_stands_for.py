@@ -4,6 +4,7 @@ import copy
 
 import test_families
 import torch
+import transformers
 from conftest import TOLERANCE
 from liger_kernel.transformers.causal_lm import names_in, original_forward
 from liger_kernel.transformers.patching.families import FAMILIES
@@ -113,6 +114,9 @@ def test_plain_attributes(family, kind, apply, inputs):
         for name in sorted(read & vars(owners[1]).keys()):
             value = getattr(owners[1], name)
             if name == "training" or type(value) not in (int, float, bool):
+                continue
+            # transformers 4 writes a causal mask out whatever this says; a patched model needs none.
+            if name == "is_causal" and transformers.__version__.startswith("4."):
                 continue
             other = (not value) if type(value) is bool else value * 1.5 if type(value) is float else max(1, value - 1)
             before = [getattr(owner, name) for owner in owners]
