@@ -116,6 +116,17 @@ def test_replicas_of_data_parallel(patched):
                 torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-3, atol=1e-5)
 
 
+def test_inference_mode(patched):
+    """Whose tensors have no version: adapters compute what they did."""
+    reference = adapted()
+    ours, _ = patched_copy(reference, patched)
+    for each in (reference, ours):
+        each.eval()
+    with torch.inference_mode():
+        expected, found = (model(batch()["input_ids"]).logits for model in (reference, ours))
+    torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("hot_swap", [False, True])
 def test_compiled_scales(hot_swap, patched):
     """Other scales make no graph breaks, and no more graphs than one for a float that varies; PEFT's hot-swapping,

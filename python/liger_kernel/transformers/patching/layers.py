@@ -59,7 +59,8 @@ class _Projection:
         self._shared, self._i = shared, i
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs or x.__class__ is not torch.Tensor:
+        # A tensor of inference mode has no version.
+        if args or kwargs or x.__class__ is not torch.Tensor or x.is_inference():
             return self._shared.modules[self._i](x, *args, **kwargs)
         return self._shared.result(self._i, x)
 
