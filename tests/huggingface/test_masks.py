@@ -113,11 +113,13 @@ def test_a_compiled_model_writes_no_mask(patched):
     assert counter.frame_count == 1
 
 
-def test_other_code_of_the_module_is_called(patched, monkeypatch):
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_other_code_of_the_module_is_called(attention, patched, monkeypatch):
     """What somebody puts in the place of a function of the modeling module later is what runs."""
     from transformers.models.llama import modeling_llama
 
     model = make("llama")
+    model.set_attn_implementation(attention)
     patched("llama", model)
     seen = []
     original = modeling_llama.create_causal_mask

@@ -319,8 +319,7 @@ class _Patcher:
         done, kept = fuse_modules(self.modules, self.edits)
         if self.model is None:
             norms = {entry.name for entry in self.report.replaced if entry.switch == "rms_norm"}
-            classes = [cls for cls in vars(self.namespace).values() if getattr(cls, "__module__", 0) == self.row.module]
-            done, kept = fuse_classes(classes, self.edits, lambda cls: norms & names_in(cls.__init__))
+            done, kept = fuse_classes(self._own_classes(), self.edits, lambda cls: norms & names_in(cls.__init__))
         for kind, name, reason in kept:
             self._skip("layers", name, reason)
         for name, count in self._whole_mlps().items():
@@ -328,12 +327,15 @@ class _Patcher:
         for (kind, name), count in sorted(done.items()):
             self._done("layers", name, OPERATORS[kind], None if self.model is None else count)
 
+    def _own_classes(self):
+        """What the modeling module defines, and does not import."""
+        return [own for own in vars(self.namespace).values() if getattr(own, "__module__", 0) == self.row.module]
+
     def _masks(self):
         if "masks" not in self.on:
             return
         if self.model is None:
-            classes = [cls for cls in vars(self.namespace).values() if getattr(cls, "__module__", 0) == self.row.module]
-            done, kept = count_classes(classes, self.edits)
+            done, kept = count_classes(self._own_classes(), self.edits)
         else:
             done, kept = count_modules(self.modules, self.edits)
         for name, reason in kept:

@@ -206,14 +206,9 @@ def _fuses(cls):
     return getattr(cls.forward, "liger_fuses", None)
 
 
-@dataclass(frozen=True)
-class FusedForward:
-    """The part whose forward computes several steps at once. Its class keeps its name, by which models know layers."""
-
-    kind: str
-
-    def __call__(self, base):
-        return base.__name__, (base,), {"forward": fused_forward(base)}
+def fused(base: type) -> tuple[str, tuple[type], dict[str, Any]]:
+    """The part, for replace_class, whose forward that is. Its class keeps its name, by which models know layers."""
+    return base.__name__, (base,), {"forward": fused_forward(base)}
 
 
 def fuse_classes(classes: Iterable[Any], edits: Edits, has_rms_norm: Callable[[type], object]):
@@ -249,6 +244,6 @@ def fuse_modules(modules: Iterable[Any], edits: Edits):
             if has_replaced_forward(module):
                 kept[kind, cls.__name__, "its forward was replaced on the instance"] = None
                 continue
-            replace_class(module, FusedForward(kind), edits)
+            replace_class(module, fused, edits)
         done[kind, cls.__name__] += 1
     return done, list(kept)

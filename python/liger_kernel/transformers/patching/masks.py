@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
 
 from liger_kernel.operators.coverage import has_replaced_forward
 from liger_kernel.transformers.causal_lm import names_in
@@ -44,11 +44,13 @@ def _without_positions(home: Any, name: str) -> Callable[..., Any]:
     Gemma 4 of 5.6, as it is."""
 
     def create(*args: Any, **kwargs: Any) -> Any:
-        if name == "create_causal_mask" and _is_all_causal(**kwargs):
+        function = getattr(home, name)
+        # What somebody else has put in its place may mask anything.
+        if function is masking_utils.create_causal_mask and _is_all_causal(**kwargs):
             return None
         if "position_ids" in kwargs:
             kwargs["position_ids"] = None
-        return getattr(home, name)(*args, **kwargs)
+        return function(*args, **kwargs)
 
     return create
 
