@@ -97,9 +97,8 @@ def linear(x: Tensor, layer: Layer, dropped: Tensor | None = None) -> Tensor:
     return ops.linear(x, weight, bias, a, b, dropped, scale)
 
 
-def qkv(x: Tensor, *modules: nn.Module, head_dim: int = 0) -> Any:
-    """Three layers of x; with head_dim the heads [..., heads, seq, head_dim] of each. None where the modules must be
-    called."""
+def qkv(x: Tensor, *modules: nn.Module) -> Any:
+    """Three layers of x; None where the modules must be called."""
     if torch.compiler.is_compiling() or not kernels_cover(x):
         return None
     layers = _three(x, modules)
@@ -107,8 +106,8 @@ def qkv(x: Tensor, *modules: nn.Module, head_dim: int = 0) -> Any:
         return None
     q, k, v = layers
     if _are_quantised(layers):
-        return quantised.call("qkv", 3, x, (*q[:4], *k[:4], *v[:4], q.scale, k.scale, v.scale), (head_dim,))
-    return ops.qkv(x, *q[:4], *k[:4], *v[:4], q.scale, k.scale, v.scale, head_dim)
+        return quantised.call("qkv", 3, x, (*q[:4], *k[:4], *v[:4], q.scale, k.scale, v.scale))
+    return ops.qkv(x, *q[:4], *k[:4], *v[:4], q.scale, k.scale, v.scale)
 
 
 def gated_mlp(
