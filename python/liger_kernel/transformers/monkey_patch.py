@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 # The keywords of _apply_liger_kernel_to_instance that are no switches of a family.
 _OPTIONS = ("memory_budget", "cuda_graphs", "by_source")
 # The switches that the API has not.
-_OURS = ("router", "layers", "masks", "lora")
+_OURS = ("router", "layers", "masks", "attention", "lora")
 # What others import from here: liger_kernel.compat.trainers has it.
 _OF_OTHERS = frozenset(
     "_bind_method_to_module _patch_geglu_module _patch_layer_norm_module _patch_rms_norm_module _patch_swiglu_module "

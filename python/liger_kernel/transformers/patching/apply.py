@@ -28,6 +28,7 @@ from liger_kernel.transformers.head import FSDPModule, describe, head_of, prepar
 from liger_kernel.transformers.lora import follow_later, watch_adapters
 from liger_kernel.transformers.model import loss_utils
 from liger_kernel.transformers.patching import numeric
+from liger_kernel.transformers.patching.attention import has_sinks, use_flash_attention
 from liger_kernel.transformers.patching.by_source import completed, original_class, tables_fit
 from liger_kernel.transformers.patching.families import FAMILIES, MODEL_TYPES, CausalLM, Family, Swap
 from liger_kernel.transformers.patching.formulas import find, is_known, kinds_of, obstacle, unfit
@@ -174,6 +175,7 @@ class _Patcher:
                 self._convert_callers(swaps, name)
         self._layers()
         self._masks()
+        self._attention()
         if self.model is None:
             self._class_losses()
         else:
@@ -343,6 +345,18 @@ class _Patcher:
         for name, count in done.items():
             self._done("masks", name, "masks without positions", None if self.model is None else count)
 
+    def _attention(self):
+        if "attention" not in self.on:
+            return
+        if self.model is None:  # chosen for each model that is made of them (AfterInit)
+            done, kept = {cls.__name__: None for cls in self._own_classes() if has_sinks(cls)}, ()
+        else:
+            done, kept = use_flash_attention(self.modules, self.edits)
+        for name, reason in kept:
+            self._skip("attention", name, reason)
+        for name, count in done.items():
+            self._done("attention", name, "attention_with_sinks", count)
+
     def _whole_mlps(self):
         """The classes of gated MLPs that are one operator, by name, with the number of modules."""
         if self.model is None:
@@ -376,10 +390,9 @@ class _Patcher:
                     if not is_fused(cls):
                         self.edits.set(cls, "forward", fused_forward(cls.forward, spec))
                     self._done(switch, name, "lce_forward")
-            finish = AfterInit(self.row, spec if fused else None, tuple(self.deferred), "lora" in self.on and not fused)
-            if (fused or self.deferred or finish.follows) and getattr(
-                cls.post_init, "liger_after_init", None
-            ) != finish:
+            follows, sinks = "lora" in self.on and not fused, any(e.switch == "attention" for e in self.report.replaced)
+            finish = AfterInit(self.row, spec if fused else None, tuple(self.deferred), follows, sinks)
+            if finish.does_anything and getattr(cls.post_init, "liger_after_init", None) != finish:
                 self.edits.set(cls, "post_init", finish.after(cls.post_init))
 
     def _model_losses(self):
@@ -445,7 +458,8 @@ class AfterInit:
     spec: CausalLM | None
     deferred: tuple[str, ...]
     follows: bool  # whether a hook looks for adapters, because the forward is the model's own
-    does_anything = property(lambda self: self.spec is not None or bool(self.deferred) or self.follows)
+    sinks: bool  # whether its attention has sinks
+    does_anything = property(lambda self: self.spec is not None or bool(self.deferred) or self.follows or self.sinks)
 
     def after(self, post_init):
         """`post_init`, and then this. torch.compile could not prepare the head while it traces."""
@@ -457,6 +471,8 @@ class AfterInit:
                 prepare_head(head_of(model, self.spec), Edits())
             if self.follows:
                 follow_later(model)
+            if self.sinks:
+                use_flash_attention(model.modules(), Edits())
             patcher = _Patcher(self.row, model, set(), Report(self.row.name))
             for name in self.deferred:
                 patcher._convert([swap for key, swap in self.row.pairs() if key == name], name)

@@ -129,7 +129,7 @@ class Family:
         names = [name for name in self.parameters if name in SWITCHES] or [name for name in SWITCHES if name in used]
         if self.router or "router" in used:
             names.append("router")
-        return {name: name not in self.off for name in (*names, "layers", "masks", "lora")}
+        return {name: name not in self.off for name in (*names, "layers", "masks", "attention", "lora")}
 
 
 SWITCHES = {
@@ -145,6 +145,7 @@ SWITCHES = {
     "router": "the routers of experts, and their load-balancing loss",
     "layers": "steps of a layer as one operator: q, k and v; a gated MLP; the residual sum and the norm after it",
     "masks": "attention masks without a search for packed sequences where no position_ids are given",
+    "attention": "attention with sinks, on flash attention where a model has eager attention for it",
     "lora": "linear layers with LoRA adapters of PEFT, and gated MLPs of them",
 }
 

@@ -18,8 +18,10 @@ from typing import Any
 
 from transformers import PreTrainedModel, masking_utils
 
+from liger_kernel.operators.attention import rows
 from liger_kernel.operators.coverage import has_replaced_forward
 from liger_kernel.transformers.causal_lm import names_in
+from liger_kernel.transformers.patching.attention import IMPLEMENTATION, given_positions
 from liger_kernel.transformers.patching.place import Edits, replace_class, with_globals
 
 #: The functions of masking_utils that search, which take positions by name.
@@ -31,12 +33,12 @@ _SEARCHING = (
 )
 
 
-def _is_all_causal(config: Any = None, attention_mask: Any = None, past_key_values: Any = None, **others: Any) -> bool:
-    """Whether torch's attention needs no mask to be causal: where nothing else is masked, and there are as many keys as
-    queries. transformers does not look while a CUDA graph is captured nor, before 5.18, while it is compiled."""
-    sizes = ("input_embeds", "inputs_embeds", "cache_position", "position_ids")
+def _is_all_causal(attention_mask: Any = None, past_key_values: Any = None, **others: Any) -> bool:
+    """Whether nothing but the future is masked, and there are as many keys as queries. transformers does not look while
+    a CUDA graph is captured nor, before 5.18, while it is compiled."""
+    sizes = ("config", "input_embeds", "inputs_embeds", "cache_position", "position_ids")
     more = any(value is not None for name, value in others.items() if name not in sizes)
-    return attention_mask is None and past_key_values is None and not more and config._attn_implementation == "sdpa"
+    return attention_mask is None and past_key_values is None and not more
 
 
 def _without_positions(home: Any, name: str) -> Callable[..., Any]:
@@ -46,8 +48,14 @@ def _without_positions(home: Any, name: str) -> Callable[..., Any]:
     def create(*args: Any, **kwargs: Any) -> Any:
         function = getattr(home, name)
         # What somebody else has put in its place may mask anything.
-        if function is masking_utils.create_causal_mask and _is_all_causal(**kwargs):
-            return None
+        causal = function in (masking_utils.create_causal_mask, masking_utils.create_sliding_window_causal_mask)
+        if causal and _is_all_causal(**kwargs):
+            implementation = kwargs["config"]._attn_implementation
+            if implementation == "sdpa" and function is masking_utils.create_causal_mask:
+                return None
+            if implementation == IMPLEMENTATION:
+                embeddings = kwargs["inputs_embeds" if "inputs_embeds" in kwargs else "input_embeds"]
+                return rows(embeddings.shape[0], embeddings.shape[1], embeddings.device)
         if "position_ids" in kwargs:
             kwargs["position_ids"] = None
         return function(*args, **kwargs)
@@ -71,7 +79,10 @@ def _forward(original):
     @functools.wraps(original)
     def forward(self, *args, **kwargs):
         given = args[place] if len(args) > place else kwargs.get("position_ids")
-        return (counting if given is None else original)(self, *args, **kwargs)
+        if given is None:
+            return counting(self, *args, **kwargs)
+        with given_positions(given):
+            return original(self, *args, **kwargs)
 
     vars(forward)["liger_counts"] = original
     return forward

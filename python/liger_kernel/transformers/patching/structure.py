@@ -27,6 +27,7 @@ def apply_liger_kernel_by_structure(
     rope: bool = True,
     layers: bool = True,
     masks: bool = True,
+    attention: bool = True,
 ) -> Report:
     """Patch a causal language model of any family, and return a Report.
 
@@ -45,6 +46,7 @@ def apply_liger_kernel_by_structure(
         rope: rotary embeddings of known source whose tables are made by code of known source.
         layers: several steps of a layer as one operator.
         masks: attention masks without a search for packed sequences where no position_ids are given.
+        attention: attention with sinks, on flash attention where the model has eager attention for it.
 
     Raises TypeError for something that is no torch.nn.Module.
     """
@@ -52,7 +54,7 @@ def apply_liger_kernel_by_structure(
         raise TypeError(f"model is a {type(model).__name__}, not a torch.nn.Module")
     parts = {"rms_norm": rms_norm, "layer_norm": layer_norm, "rope": rope}
     parts |= dict.fromkeys(("swiglu", "geglu", "relu_squared", "xielu", "router"), mlp)
-    parts |= {"layers": layers, "masks": masks}
+    parts |= {"layers": layers, "masks": masks, "attention": attention}
     off = dict.fromkeys((*parts, "lora"), False)
     report = patch(row := row_of(model), model, **parts, fused_linear_cross_entropy=False, lora=False)
     try:

@@ -1,0 +1,215 @@
+"""Attention with sinks on flash attention, for models of transformers that know eager attention alone for them.
+
+`IMPLEMENTATION` is registered as an attention implementation of transformers, with its mask function. In a forward over
+whole sequences the mask function returns the boundaries of documents [documents + 1] (int32) in place of a dense mask,
+or the padding mask [batch, tokens]; every other mask, and a cache that holds more than the queries, is dense, and the
+model's eager attention runs with it.
+"""
+
+import contextlib
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+
+from liger_kernel.operators.attention import attention_with_sinks, obstacle, rows
+from liger_kernel.transformers.causal_lm import original_forward
+from liger_kernel.transformers.patching.place import Edits
+
+IMPLEMENTATION = "liger_attention_sinks"
+# GPT-OSS does not hand its positions to transformers' mask functions, which find documents by them.
+_positions: ContextVar[Tensor | None] = ContextVar("liger_positions", default=None)
+
+
+@contextlib.contextmanager
+def _holding(positions: Tensor) -> Iterator[None]:
+    token = _positions.set(positions)
+    try:
+        yield
+    finally:
+        _positions.reset(token)
+
+
+def given_positions(positions: Tensor) -> contextlib.AbstractContextManager[None]:
+    """The context of a model's forward that was given positions."""
+    return contextlib.nullcontext() if torch.compiler.is_compiling() else _holding(positions)
+
+
+def _is_tracing() -> bool:
+    """Whether the values of tensors cannot be read."""
+    return torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
+def _read(function: Any) -> tuple[bool, Tensor | None]:
+    """(whether a mask function of transformers is causal within documents, with a window or without one; the number of
+    each token's document [batch, tokens], None for one document per row)."""
+    if function is masking_utils.causal_mask_function:
+        return True, None
+    made_by, _, name = getattr(function, "__qualname__", "").partition(".<locals>.")
+    if getattr(function, "__module__", None) != masking_utils.__name__ or not name:
+        return False, None
+    values = inspect.getclosurevars(function).nonlocals
+    if made_by == "and_masks":
+        read = [_read(part) for part in values["mask_functions"]]
+        documents = [numbers for _, numbers in read if numbers is not None]
+        return all(known for known, _ in read) and len(documents) < 2, documents[0] if documents else None
+    if made_by == "packed_sequence_mask_function":
+        return True, values["packed_sequence_mask"]
+    if made_by == "remap_positions_for_packed_sequence":  # positions that count up within each document
+        return _read(values["mask_function"])
+    return made_by == "sliding_window_overlay", None
+
+
+def _boundaries(documents: Tensor) -> Tensor:
+    """The boundaries of documents that are numbered [batch, tokens]; no document spans rows."""
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    starts = begins.flatten().nonzero().flatten()
+    return torch.nn.functional.pad(starts, (0, 1), value=documents.numel()).int()
+
+
+def sinks_mask(batch_size: int, q_length: int | None = None, kv_length: int = 0, **others: Any) -> Tensor:
+    """The mask for `sinks_attention`: boundaries, a padding mask or a dense mask (see above)."""
+
+    def dense() -> Tensor:
+        sizes = {"kv_length": kv_length, **({} if q_length is None else {"q_length": q_length})}
+        return masking_utils.eager_mask(batch_size=batch_size, **sizes, **others)
+
+    places = others.get("cache_position")  # in place of q_length, in transformers 4.57 and 5.0
+    queries = q_length if places is None else places.shape[0]
+    if queries != kv_length or any(
+        not isinstance(offset := others.get(name, 0), int) or offset for name in ("q_offset", "kv_offset")
+    ):
+        return dense()
+    function = others.get("mask_function", masking_utils.causal_mask_function)
+    if torch.compiler.is_compiling() and function is not masking_utils.causal_mask_function:
+        return dense()  # torch's compiler does not follow closures
+    padding = others.get("attention_mask")
+    causal, documents = _read(function)
+    if not causal or (padding is not None and (documents is not None or padding.shape[-1] != kv_length)):
+        return dense()
+    if padding is None and documents is None and (positions := _positions.get()) is not None:
+        documents = masking_utils.find_packed_sequence_indices(positions.expand(batch_size, -1))
+    if padding is None and documents is None:
+        return rows(batch_size, kv_length, others.get("device", getattr(places, "device", None)))
+    if _is_tracing():
+        return dense()
+    return padding if documents is None else _boundaries(documents)
+
+
+def _dense(mask: Tensor, query: Tensor, window: int | None) -> Tensor:
+    """The mask that eager attention adds [batch, 1, tokens, tokens], of boundaries or of a padding mask."""
+    batch, _, tokens, _ = query.shape
+    places = torch.arange(tokens, device=query.device)
+    seen = places <= places[:, None]
+    if window is not None:
+        seen = seen & (places > places[:, None] - window)
+    if mask.dim() == 2:
+        seen = seen & mask[:, None, None].bool()
+    else:
+        every = torch.arange(batch * tokens, device=query.device)
+        numbers = torch.bucketize(every, mask, right=True).view(batch, 1, 1, tokens)
+        seen = seen & (numbers == numbers.transpose(-1, -2))
+    zero = torch.zeros((), dtype=query.dtype, device=query.device)
+    return torch.where(seen, zero, torch.finfo(query.dtype).min)
+
+
+def _eager(module: torch.nn.Module) -> Callable[..., Any]:
+    forward = inspect.unwrap(original_forward(type(module)))
+    return forward.__globals__["eager_attention_forward"]
+
+
+def sinks_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """An attention implementation of transformers: ([batch, tokens, Hq, D], None), of query [batch, Hq, tokens, D], key
+    and value [batch, Hk, tokens, D], and sinks s_aux [Hq]. Padding tokens get zeros.
+
+    The model's eager attention runs with a dense mask, with dropout, where attention weights are requested, and where
+    `attention_with_sinks` does not take the tensors.
+    """
+    given = query, key, value
+    if torch.is_autocast_enabled(query.device.type):  # as eager attention's products are
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    if (
+        attention_mask is None
+        or attention_mask.dim() > 2
+        or dropout
+        or kwargs.get("output_attentions")
+        or obstacle(q, k, v)
+    ):
+        if attention_mask is not None and attention_mask.dim() <= 2:
+            attention_mask = _dense(attention_mask, given[0], sliding_window)
+        others = {"sliding_window": sliding_window, "s_aux": s_aux, **kwargs}
+        return _eager(module)(module, *given, attention_mask, dropout=dropout, scaling=scaling, **others)
+    batch, heads, tokens, width = query.shape
+    boundaries, kept = attention_mask, None
+    if (packed := kwargs.get("cu_seq_lens_q")) is not None:
+        boundaries = packed.int()
+    elif attention_mask.dim() == 2:
+        kept = attention_mask.flatten().nonzero().flatten()
+        if kept.numel() == batch * tokens:
+            boundaries, kept = rows(batch, tokens, query.device), None
+        else:
+            q, k, v = (x.index_select(0, kept) for x in (q, k, v))
+            boundaries = torch.nn.functional.pad(attention_mask.sum(-1).cumsum(0), (1, 0)).int()
+    out = attention_with_sinks(q, k, v, s_aux, boundaries, tokens, sliding_window, scaling)
+    if kept is not None:
+        out = out.new_zeros(batch * tokens, heads, width).index_copy(0, kept, out)
+    return out.view(batch, tokens, heads, width), None
+
+
+AttentionInterface.register(IMPLEMENTATION, sinks_attention)
+AttentionMaskInterface.register(IMPLEMENTATION, sinks_mask)
+
+
+def has_sinks(cls: Any) -> bool:
+    """Whether modules of a class call transformers' attention interface with a sink per head and a window, and with
+    nothing else that `sinks_attention` would have to know."""
+    forward = inspect.unwrap(original_forward(cls)) if hasattr(cls, "forward") else None
+    constants = getattr(getattr(forward, "__code__", None), "co_consts", ())
+    keywords = {name for names in constants if isinstance(names, tuple) for name in names}
+    return {"s_aux", "sliding_window"} <= keywords and "indices" not in keywords
+
+
+def _reason_to_keep(module: Any) -> str | None:
+    if not getattr(module, "is_causal", True):
+        return "it is not causal"
+    if getattr(module, "attention_dropout", 0):
+        return "it drops attention weights"
+    width = getattr(module, "head_dim", 0)
+    if getattr(module, "v_head_dim", width) != width:
+        return "its values are of another width than its keys"
+    implementation = module.config._attn_implementation
+    return None if implementation in (None, "eager", IMPLEMENTATION) else f"it runs {implementation}"
+
+
+def use_flash_attention(modules: Iterable[Any], edits: Edits) -> tuple[Counter[str], list[tuple[str, str]]]:
+    """Choose `IMPLEMENTATION` for modules with sinks: ({name of the class: modules}, [(name, why not)])."""
+    done: Counter[str] = Counter()
+    kept = []
+    for module in modules:
+        if has_sinks(type(module)) and hasattr(module, "config"):
+            name = type(module).__name__
+            if reason := _reason_to_keep(module):
+                kept.append((name, reason))
+            else:
+                edits.set(module.config, "_attn_implementation_internal", IMPLEMENTATION)
+                done[name] += 1
+    return done, kept
