@@ -286,6 +286,9 @@ class CapturedModel:
         self.model, self.forward, self.warmup, self.shapes = model, model.forward, warmup, shapes
         self.before = vars(model).get("forward")
         self.takes_cache = "use_cache" in inspect.signature(model.forward).parameters
+        # Models of transformers that make their masks without positions, and call their causal language model so.
+        forwards = (type(module).forward for module in model.modules() if hasattr(type(module), "forward"))
+        self.counts_positions = any(hasattr(forward, "liger_counts") for forward in forwards)
         self.graphs: dict[object, _Passes] = {}
         self.seen: Counter = Counter()
         self.reason: str | None = None
@@ -312,13 +315,27 @@ class CapturedModel:
             return self.forward(*args, **kwargs)
         if self.takes_cache:
             kwargs.setdefault("use_cache", False)  # a cache is none of a training step's results
-        leaves, structure = tree_flatten((args, kwargs))
-        passes = self._passes(leaves, structure)
-        if passes is None or not passes.is_free():
-            return self.forward(*args, **kwargs)
-        return passes.run(leaves)
+        given, shorter = (args, kwargs), self._without_ones(args, kwargs)
+        for inputs in (given,) if shorter is None else (shorter, given):
+            leaves, structure = tree_flatten(inputs)
+            passes = self._passes(leaves, structure, only_captured=inputs is not (shorter or given))
+            if passes is not None and passes.is_free():
+                return passes.run(leaves)
+        args, kwargs = shorter or given
+        return self.forward(*args, **kwargs)
 
-    def _passes(self, leaves, structure):
+    def _without_ones(self, args, kwargs):
+        """The inputs without a padding mask that masks nothing, with which attention would compute all scores: a graph
+        holds the mask that it was captured with. None where it masks something, or transformers would look for packed
+        sequences without it. The host waits for the answer."""
+        mask = kwargs.get("attention_mask")
+        if not self.counts_positions or kwargs.get("position_ids") is not None or len(args) > 1:
+            return None
+        if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or torch.cuda.is_current_stream_capturing():
+            return None
+        return (args, {**kwargs, "attention_mask": None}) if bool(mask.all()) else None
+
+    def _passes(self, leaves, structure, only_captured=False):
         tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
         if not all(t.is_cuda for t in tensors):
             return self._fall_back("the inputs are not on a GPU")
@@ -334,6 +351,8 @@ class CapturedModel:
             return None
         if passes is not None and passes.state == _state_of(parameters):
             return passes
+        if only_captured:
+            return None
         self.graphs.pop(key, None)  # its parameters lie elsewhere now
         self.seen[key] += 1
         if self.seen[key] <= self.warmup or len(self.graphs) >= self.shapes:

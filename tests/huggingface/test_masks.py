@@ -1,14 +1,17 @@
 """Models that make their attention masks without a search for packed sequences."""
 
 import copy
+import warnings
 
 import pytest
 import torch
 from conftest import TOLERANCE, assert_close, batch, make, run
+from liger_kernel.graphs import capture_model
 from liger_kernel.transformers import apply_liger_kernel_to_llama
 from liger_kernel.transformers.patching.masks import is_counting
 from torch._dynamo.testing import CompileCounter
-from transformers import masking_utils
+from transformers import AttentionInterface, masking_utils, modeling_flash_attention_utils
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 
 @pytest.fixture
@@ -128,3 +131,71 @@ def test_other_code_of_the_module_is_called(attention, patched, monkeypatch):
     )
     run(model, **batch())
     assert [kwargs["position_ids"] for kwargs in seen] == [None]
+
+
+def test_flash_attention_does_not_look_for_packed_sequences(patched, monkeypatch):
+    """transformers' flash attention looks in every layer, which is one wait for the GPU each."""
+    looks = []
+    original = modeling_flash_attention_utils._is_packed_sequence
+
+    def flash(module, query, key, value, attention_mask, **kwargs):
+        looks.append(modeling_flash_attention_utils._is_packed_sequence(kwargs["position_ids"], query.shape[0]))
+        return sdpa_attention_forward(module, query, key, value, None, **kwargs)
+
+    AttentionInterface.register("looks_for_packed", flash)
+    model = make("llama")
+    model.set_attn_implementation("looks_for_packed")
+    monkeypatch.setattr(torch.Tensor, "min", lambda *_: pytest.fail("it looked"))
+    report = patched("llama", model)
+    row = {name: tensor[:1] for name, tensor in batch().items()}
+    run(model, **row)
+    monkeypatch.undo()
+    run(model, **{name: tensor[:1] for name, tensor in packed().items()})
+    layers = model.config.num_hidden_layers
+    assert looks == [False] * layers + [True] * layers
+    report.undo()
+    assert modeling_flash_attention_utils._is_packed_sequence is original
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="looks for waits for the GPU")
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_oss"])
+def test_a_step_waits_for_the_head_alone(family, patched):
+    """The head counts the labels that are not ignored; nothing else is read by the host."""
+    model = make(family).to("cuda", torch.bfloat16).train()
+    patched(family, model)
+    inputs = {name: tensor.cuda() for name, tensor in batch().items()}
+    run(model, **inputs)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            model(**inputs).loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [warning for warning in found if "synchronizing" in str(warning.message)]
+    assert len(waits) <= 1 and all("liger_kernel" in warning.filename for warning in waits)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="captures a CUDA graph")
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_captured_model_without_a_mask_of_ones(mixed, patched):
+    """A graph that is captured without a mask runs a batch whose mask is of ones; another batch has its mask."""
+    reference = make("llama").to("cuda", torch.bfloat16).train()
+    model = copy.deepcopy(reference)
+    for each in (reference, model):
+        patched("llama", each)
+    captured = capture_model(model, warmup=1, shapes=2)
+    inputs = {name: tensor.cuda() for name, tensor in batch().items()}
+    ones = torch.ones_like(inputs["input_ids"])
+    left = ones.clone()
+    left[0, :3] = 0
+    for step in range(6):
+        given = {**inputs, "attention_mask": left if mixed and step % 2 else ones}
+        expected, gradients = run(reference, **given)
+        output, found = run(model, **given)
+        assert torch.equal(output.loss, expected.loss)
+        assert all(torch.equal(found[name], gradient) for name, gradient in gradients.items())
+    assert len(captured.graphs) == 1 + mixed
+    leaves = [static for passes in captured.graphs.values() for static in passes.static]
+    assert sum(isinstance(t, torch.Tensor) and t.dim() == 2 and torch.equal(t, left) for t in leaves) == mixed
+    assert not any(isinstance(t, torch.Tensor) and torch.equal(t, ones) for t in leaves)

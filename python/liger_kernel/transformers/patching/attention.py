@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils, modeling_flash_attention_utils
 
 from liger_kernel.operators.attention import attention_with_sinks, obstacle, rows
 from liger_kernel.transformers.causal_lm import original_forward
@@ -24,20 +24,32 @@ from liger_kernel.transformers.patching.place import Edits
 IMPLEMENTATION = "liger_attention_sinks"
 # GPT-OSS does not hand its positions to transformers' mask functions, which find documents by them.
 _positions: ContextVar[Tensor | None] = ContextVar("liger_positions", default=None)
+_counted: ContextVar[bool] = ContextVar("liger_counted", default=False)
 
 
 @contextlib.contextmanager
-def _holding(positions: Tensor) -> Iterator[None]:
-    token = _positions.set(positions)
+def _holding(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _positions.reset(token)
+        variable.reset(token)
 
 
-def given_positions(positions: Tensor) -> contextlib.AbstractContextManager[None]:
-    """The context of a model's forward that was given positions."""
-    return contextlib.nullcontext() if torch.compiler.is_compiling() else _holding(positions)
+def in_forward(positions: Tensor | None) -> contextlib.AbstractContextManager[None]:
+    """The context of a model's forward that was given these positions, or counts its own."""
+    if torch.compiler.is_compiling():  # which does not follow context variables
+        return contextlib.nullcontext()
+    return _holding(_counted, True) if positions is None else _holding(_positions, positions)
+
+
+def is_packed_sequence(position_ids: Tensor | None, batch_size: int) -> bool:
+    """For transformers' flash attention, which looks in each layer whether positions begin again, and waits for the
+    answer: those that a model has counted itself do not."""
+    return False if _counted.get() else _is_packed_sequence(position_ids, batch_size)
+
+
+_is_packed_sequence = modeling_flash_attention_utils._is_packed_sequence
 
 
 def _is_tracing() -> bool:

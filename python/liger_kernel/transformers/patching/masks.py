@@ -16,12 +16,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from transformers import PreTrainedModel, masking_utils
+from transformers import PreTrainedModel, masking_utils, modeling_flash_attention_utils
 
 from liger_kernel.operators.attention import rows
 from liger_kernel.operators.coverage import has_replaced_forward
 from liger_kernel.transformers.causal_lm import names_in
-from liger_kernel.transformers.patching.attention import IMPLEMENTATION, given_positions
+from liger_kernel.transformers.patching.attention import IMPLEMENTATION, in_forward, is_packed_sequence
 from liger_kernel.transformers.patching.place import Edits, replace_class, with_globals
 
 #: The functions of masking_utils that search, which take positions by name.
@@ -79,10 +79,8 @@ def _forward(original):
     @functools.wraps(original)
     def forward(self, *args, **kwargs):
         given = args[place] if len(args) > place else kwargs.get("position_ids")
-        if given is None:
-            return counting(self, *args, **kwargs)
-        with given_positions(given):
-            return original(self, *args, **kwargs)
+        with in_forward(given):
+            return (counting if given is None else original)(self, *args, **kwargs)
 
     vars(forward)["liger_counts"] = original
     return forward
@@ -106,6 +104,7 @@ def counting(base: Any) -> tuple[str, tuple[type], dict[str, Any]]:
 
 def count_classes(classes: Iterable[Any], edits: Edits) -> tuple[Counter[str], list[tuple[str, str]]]:
     """Give classes of models such forwards: ({name of the class: how many}, [])."""
+    edits.set(modeling_flash_attention_utils, "_is_packed_sequence", is_packed_sequence)
     done: Counter[str] = Counter()
     for cls in classes:
         if isinstance(cls, type) and issubclass(cls, PreTrainedModel) and "forward" in vars(cls):
@@ -117,6 +116,7 @@ def count_classes(classes: Iterable[Any], edits: Edits) -> tuple[Counter[str], l
 
 def count_modules(modules: Iterable[Any], edits: Edits) -> tuple[Counter[str], list[tuple[str, str]]]:
     """Give live models such forwards: ({name of the class: modules}, [(name, why not)])."""
+    edits.set(modeling_flash_attention_utils, "_is_packed_sequence", is_packed_sequence)
     done: Counter[str] = Counter()
     kept = []
     for module in modules:
