@@ -53,6 +53,11 @@ MODELS = {  # the class of the configuration, and its fields: those of the publi
     "mixtral-3b": ("mixtral", {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,
                                "num_local_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 2,
                                "num_attention_heads": 32, "num_key_value_heads": 8}),
+    # The first 4 of 24 layers of gpt-oss-20b.
+    "gpt-oss-4b": ("gpt_oss", {"vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
+                               "num_local_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 4,
+                               "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+                               "sliding_window": 128}),
     "tiny": ("llama", {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
                        "num_attention_heads": 4, "num_key_value_heads": 2}),
 }  # fmt: skip

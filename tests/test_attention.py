@@ -119,6 +119,20 @@ def test_one_token_and_an_empty_document(device):
         )
 
 
+@pytest.mark.parametrize("window", [None, 32])
+def test_whole_rows(device, window):
+    """Documents of one length need no boundaries; on a GPU cuDNN's kernels may take them."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    inputs = tensors(3 * 32, 8, 2, 64, dtype, device)
+    ends = rows(3, 32, device)
+    found = passes(lambda *x: attention_with_sinks(*x, None, 32, window), inputs)
+    other = passes(lambda *x: attention_with_sinks(*x, ends, 32), inputs)
+    exact = passes(lambda *x: eager(*x, ends, None), [x.detach().double().requires_grad_() for x in inputs])
+    for ours, theirs, truth in zip(found, other, exact, strict=True):
+        assert ours.shape == truth.shape
+        assert error(ours, truth) <= 1.5 * error(theirs, truth) + torch.finfo(torch.float32).eps
+
+
 def test_what_is_refused(device):
     q, k, v, sinks = tensors(8, 4, 2, 16, torch.bfloat16, device)
     ends = rows(1, 8, device)

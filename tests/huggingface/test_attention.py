@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from conftest import TOLERANCE, VOCABULARY, assert_close, batch, make, run
+from liger_kernel.operators.attention import rows
 from liger_kernel.transformers import apply_liger_kernel_to_gpt_oss
 from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 from liger_kernel.transformers.patching import attention
@@ -18,9 +19,9 @@ def calls(monkeypatch):
     found = []
     original = attention.attention_with_sinks
 
-    def call(q, k, v, sinks, boundaries, *others):
-        found.append(boundaries)
-        return original(q, k, v, sinks, boundaries, *others)
+    def call(q, k, v, sinks, boundaries, longest, *others):
+        found.append(rows(q.shape[0] // longest, longest, q.device) if boundaries is None else boundaries)
+        return original(q, k, v, sinks, boundaries, longest, *others)
 
     monkeypatch.setattr(attention, "attention_with_sinks", call)
     return found

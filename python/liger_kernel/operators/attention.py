@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 _aten: Any = torch.ops.aten
 
@@ -40,7 +41,7 @@ def attention_with_sinks(
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
-    boundaries: Tensor,
+    boundaries: Tensor | None,
     longest: int,
     window: int | None = None,
     scale: float | None = None,
@@ -51,7 +52,8 @@ def attention_with_sinks(
         q: [tokens, Hq, D].
         k, v: [tokens, Hk, D]; Hk divides Hq.
         sinks: [Hq]; None for none.
-        boundaries: [documents + 1] int32, increasing from 0 to tokens: where documents begin, and the end.
+        boundaries: [documents + 1] int32, increasing from 0 to tokens: where documents begin, and the end. None where
+            every document has `longest` tokens.
         longest: an upper bound of the number of tokens of a document.
         window: how many keys a token sees, its own included; None for all.
         scale: of the scores, 1 / sqrt(D) by default.
@@ -69,8 +71,10 @@ def attention_with_sinks(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sinks, boundaries, longest, window, scale):  # type: ignore[override]
-        kernel = _flash if q.is_cuda else _on_cpu
-        out, lse, *state = kernel(q, k, v, sinks, boundaries, longest, window, scale)
+        forward, ctx.kernel = _kernel(q, k, v, boundaries, longest, window, scale)
+        if boundaries is None and forward is not _cudnn:
+            boundaries = rows(q.shape[0] // longest, longest, q.device)
+        out, lse, *state = forward(q, k, v, sinks, boundaries, longest, window, scale)
         ctx.save_for_backward(q, k, v, sinks, boundaries, out, lse, *state)
         ctx.options = longest, window, scale
         return out
@@ -84,14 +88,21 @@ class _Attention(torch.autograd.Function):
             delta = (dout.to(lse.dtype) * out).sum(-1).t()
             probability = (sinks.to(lse.dtype)[:, None] - lse).exp_()
             dsinks = (probability * delta).sum(-1).neg_().to(sinks.dtype)
-        kernel = _flash_backward if q.is_cuda else _on_cpu_backward
-        grads = kernel(dout, q, k, v, out, lse, boundaries, *ctx.options, *state)
+        grads = ctx.kernel(dout, q, k, v, out, lse, boundaries, *ctx.options, *state)
         return *grads, dsinks, None, None, None, None
 
 
-def _sides(window):
-    """Flash attention's window: the numbers of keys before and after a token's own."""
-    return {"window_size_left": None if window is None else window - 1, "window_size_right": 0}
+def _kernel(q, k, v, boundaries, longest, window, scale):
+    """The forward and the backward to run: cuDNN's, without windows and documents, where torch prefers it."""
+    if q.is_cpu:
+        return _on_cpu, _on_cpu_backward
+    whole = boundaries is None and (window is None or window >= longest) and longest > 1
+    if whole and not torch.compiler.is_compiling():  # which does not follow a choice
+        operands = (_batch(x, longest) for x in (q, k, v))
+        choice = torch._fused_sdp_choice(*operands, None, 0.0, True, scale=scale, enable_gqa=True)
+        if choice == SDPBackend.CUDNN_ATTENTION.value:
+            return _cudnn, _cudnn_backward
+    return _flash, _flash_backward
 
 
 def _with_sinks(out, lse, sinks):
@@ -100,6 +111,34 @@ def _with_sinks(out, lse, sinks):
         return out, lse
     total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
     return out.mul_((lse - total).exp_().t().unsqueeze(-1)), total  # the product is computed in lse's dtype
+
+
+def _batch(x, longest):
+    """[batch, heads, longest, D] of [tokens, heads, D], without a copy."""
+    return x.unflatten(0, (-1, longest)).transpose(1, 2)
+
+
+def _cudnn(q, k, v, sinks, boundaries, longest, window, scale):
+    operands = (_batch(x, longest) for x in (q, k, v))
+    out, lse, *_, seed, offset, _ = _aten._scaled_dot_product_cudnn_attention(
+        *operands, None, True, 0.0, True, False, scale=scale
+    )
+    by_head = lse.squeeze(-1).transpose(0, 1).flatten(1)
+    return *_with_sinks(out.transpose(1, 2).flatten(0, 1), by_head, sinks), seed, offset
+
+
+def _cudnn_backward(dout, q, k, v, out, lse, boundaries, longest, window, scale, seed, offset):
+    operands = (_batch(x, longest) for x in (dout, q, k, v, out))
+    by_row = lse.unflatten(1, (-1, longest)).transpose(0, 1).contiguous().unsqueeze(-1)
+    grads = _aten._scaled_dot_product_cudnn_attention_backward(
+        *operands, by_row, seed, offset, None, None, None, longest, longest, 0.0, True, scale=scale
+    )
+    return tuple(grad.transpose(1, 2).flatten(0, 1) for grad in grads)
+
+
+def _sides(window):
+    """Flash attention's window: the numbers of keys before and after a token's own."""
+    return {"window_size_left": None if window is None else window - 1, "window_size_right": 0}
 
 
 def _flash(q, k, v, sinks, boundaries, longest, window, scale):

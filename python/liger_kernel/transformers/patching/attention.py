@@ -171,14 +171,15 @@ def sinks_attention(
         others = {"sliding_window": sliding_window, "s_aux": s_aux, **kwargs}
         return _eager(module)(module, *given, attention_mask, dropout=dropout, scaling=scaling, **others)
     batch, heads, tokens, width = query.shape
-    boundaries, kept = attention_mask, None
+    boundaries, kept = None, None  # None: each row is a document
     if (packed := kwargs.get("cu_seq_lens_q")) is not None:
         boundaries = packed.int()
+    elif attention_mask.dim() == 1 and attention_mask.numel() != batch + 1:  # no document spans rows
+        boundaries = attention_mask
     elif attention_mask.dim() == 2:
-        kept = attention_mask.flatten().nonzero().flatten()
-        if kept.numel() == batch * tokens:
-            boundaries, kept = rows(batch, tokens, query.device), None
-        else:
+        real = attention_mask.flatten().nonzero().flatten()
+        if real.numel() < batch * tokens:
+            kept = real
             q, k, v = (x.index_select(0, kept) for x in (q, k, v))
             boundaries = torch.nn.functional.pad(attention_mask.sum(-1).cumsum(0), (1, 0)).int()
     out = attention_with_sinks(q, k, v, s_aux, boundaries, tokens, sliding_window, scaling)
