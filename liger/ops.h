@@ -304,6 +304,9 @@ struct LogProbOptions {
   bool lse = false;              // ln Σ exp z,
   bool argmax = false;           // the first class of the largest z,
   int64_t top_k = 0;             // and so many of the largest ln p
+  /// [..., K] integers: classes of each token, whose ln p to return too; −1 for none.
+  std::optional<at::Tensor> class_ids = {};
+  bool log_tail = false;  // and ln Σ p of all other classes
   /// How many ids are not ignored, where the host knows it: then the device is not asked; -1: unknown.
   int64_t valid_count = -1;
   /// Of logits at once, and of those that wait for backward; 0: set_memory_budget's, or 4 GiB on a GPU, 256 MiB on a
@@ -325,6 +328,8 @@ struct LogProbResult {
   at::Tensor argmax;           // [...], int64
   at::Tensor top_logp;         // [..., top_k], float, not differentiable
   at::Tensor top_ids;          // [..., top_k], int64
+  at::Tensor class_logp;       // [..., K], float, 0 where the class is −1
+  at::Tensor log_tail;         // as logp; −inf where all classes are among class_ids
 };
 
 /// A low-rank part scale · b a of a head's weight (LoRA: Hu et al. 2021, arXiv:2106.09685): a [rank, width], b
@@ -338,8 +343,10 @@ struct LowRank {
 ///   y = hidden (weight + low_rank)ᵀ + bias
 ///   z = c tanh(s y / c) / T, or s y / T without a softcap
 ///   p = softmax(z)
-/// hidden [..., width], weight [classes, width], ids [...] integers. logp, entropy, mean_logit and lse are
-/// differentiable, with any upstream gradient; absent ones cost nothing. All results are 0 where the id is
+/// hidden [..., width], weight [classes, width], ids [...] integers. logp, entropy, mean_logit, lse, class_logp and
+/// log_tail are differentiable, with any upstream gradient; absent ones cost nothing. log_tail is a sum of its own, so
+/// that it is exact where next to nothing is left; its gradient is that of a mass of at least exp(−80). A class that a
+/// token has twice gets both gradients. All results are 0 where the id is
 /// ignore_index, and such tokens cost nothing. Logits that fit into max_bytes wait for backward, others are made again
 /// there. The weight's gradient is summed in float. An id that is neither a class nor ignore_index is an error:
 /// c10::IndexError on the CPU, a device assertion on CUDA. Mixed dtypes compute in hidden's, or in autocast's.

@@ -184,7 +184,7 @@ def test_softcap_is_rounded_once(device, softcap):
 def test_memory_budget_of_the_process(device):
     """What does not fit is made again in backward."""
     hidden, weight, ids = tensors(device)
-    kept = lambda: ops.linear_log_prob_forward(hidden, weight, None, ids, None, None, None, True)[-1].shape[0]
+    kept = lambda: ops.linear_log_prob_forward(hidden, weight, None, ids, None, None, None, None, True)[-1].shape[0]
     assert kept() == N
     before = set_memory_budget(100)
     try:

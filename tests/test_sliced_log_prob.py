@@ -61,6 +61,55 @@ def test_vocabulary_over_two_ranks():
     on_ranks(on_rank, ranks=RANKS)
 
 
+def classes_of(ids):
+    """Five classes of each token in both slices, one twice, one absent."""
+    classes = torch.randint(0, V, (*ids.shape, 5), generator=torch.Generator().manual_seed(4)).to(ids.device)
+    classes[..., 3], classes[0, 0, 1] = classes[..., 2], -1
+    upstream = torch.rand(*ids.shape, 6, generator=torch.Generator().manual_seed(5)).to(ids.device)
+    return classes, upstream
+
+
+def expected_at_classes(hidden, weight, ids, classes, upstream):
+    """(log-probabilities at the classes, of all others, gradients of hidden and weight) in float64."""
+    leaves = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    logp, kept = torch.nn.functional.linear(*leaves).log_softmax(-1), ids != -100
+    at = torch.where((classes >= 0) & kept[..., None], logp.gather(-1, classes.clamp(min=0)), 0)
+    inside = torch.nn.functional.one_hot(classes + 1, V + 1).amax(-2)[..., 1:].bool()
+    outside = torch.where(kept, logp.masked_fill(inside, -torch.inf).logsumexp(-1), 0)
+    return at, outside, *torch.autograd.grad([at, outside], leaves, [upstream[..., :5], upstream[..., 5]])
+
+
+def classes_on_rank(rank):
+    mine = slice(40 * rank, 40 + 50 * rank)
+    hidden, weight, _, ids, _ = (t.to(DEVICE) for t in batch())
+    classes, upstream = classes_of(ids)
+    leaves = [hidden.requires_grad_(), weight[mine].clone().requires_grad_()]
+    _, *found = vocab_parallel_linear_log_prob(
+        *leaves, ids, torch.distributed.group.WORLD, mine.start, class_ids=classes, log_tail=True
+    )
+    gradients = torch.autograd.grad(found, leaves, [upstream[..., :5], upstream[..., 5]])
+    *exact, d_weight = expected_at_classes(hidden, weight, ids, classes, upstream.double())
+    for got, want in zip((*found, *gradients), (*exact, d_weight[mine]), strict=True):
+        torch.testing.assert_close(got.double(), want, **BOUNDS[torch.float32])
+
+
+def test_classes_over_two_ranks():
+    on_ranks(classes_on_rank, ranks=RANKS)
+
+
+def test_classes_of_an_int8_head():
+    hidden, weight, _, ids, _ = batch()
+    classes, upstream = classes_of(ids)
+    q, dense = quantised(weight)
+    _, *found = quantised_linear_log_prob(
+        hidden.requires_grad_(), q, ids, classes_at_once=30, class_ids=classes, log_tail=True
+    )
+    gradients = torch.autograd.grad(found, [hidden], [upstream[..., :5], upstream[..., 5]])
+    *exact, _ = expected_at_classes(hidden, dense, ids, classes, upstream.double())
+    for got, want in zip((*found, *gradients), exact, strict=True):
+        torch.testing.assert_close(got.double(), want, **BOUNDS[torch.float32])
+
+
 class Int8(torch.Tensor):
     """What bitsandbytes' Int8Params holds: rows of int8 and the largest absolute number of each."""
 

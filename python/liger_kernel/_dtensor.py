@@ -61,8 +61,8 @@ RULES = {
     "divergence_forward": ("xxt", "sxw"),
     "divergence_backward": ("xxxt", "1"),
     "scale_backward": ("xg", "x"),
-    "linear_log_prob_forward": ("xwwtxw", "tttttttttrr"),
-    "linear_log_prob_backward": ("ttttxwwtxwwrr", "45689"),
+    "linear_log_prob_forward": ("xwwtxwt", "tttttttttttrrr"),
+    "linear_log_prob_backward": ("ttttttxwwtxwtwrrr", "678AB"),
     "fused_linear_cross_entropy_forward": ("xwwtww", "sstxxppw"),
     "fused_linear_cross_entropy_backward": ("txwwtww", "123"),
 }

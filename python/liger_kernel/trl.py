@@ -18,6 +18,7 @@ from liger_kernel.operators.common import (
 from liger_kernel.operators.coverage import kernels_cover
 from liger_kernel.operators.distillation import JENSEN_SHANNON, forward_with_gradients
 from liger_kernel.operators.head import OUTPUTS as ALL_OUTPUTS
+from liger_kernel.operators.head import RESULTS
 from liger_kernel.transformers.patching.report import Replacement, Report, Skip
 
 #: What TRL's function can give, in its order.
@@ -40,11 +41,11 @@ class _LinearLogProb(torch.autograd.Function):
             max_bytes=max_bytes,
             **{ALL_OUTPUTS[name]: True for name in OUTPUTS if name in outputs},  # TRL may list "log_probs" too
         )  # no id is ignored, so that the device is not asked for their number
-        logp, *found, _, _, stats, logits = ops.linear_log_prob_forward(
-            hidden, weight, bias, ids, None, None, ctx.dtype, keep, **ctx.options
+        logp, *found, stats, classes, logits = ops.linear_log_prob_forward(
+            hidden, weight, bias, ids, None, None, None, ctx.dtype, keep, **ctx.options
         )
-        found = dict(zip(ALL_OUTPUTS, found))
-        ctx.save_for_backward(hidden, weight, bias, ids, stats, logits)
+        found = dict(zip(RESULTS, found))
+        ctx.save_for_backward(hidden, weight, bias, ids, stats, classes, logits)
         ctx.set_materialize_grads(False)
         found = [found[name] if name in outputs else None for name in OUTPUTS]
         ctx.mark_non_differentiable(*(t for t in found[1:] if t is not None))
@@ -57,7 +58,7 @@ class _LinearLogProb(torch.autograd.Function):
             return (None,) * 9
         from trl.trainer.utils import maybe_gather_lm_head_ctx
 
-        hidden, weight, bias, ids, stats, logits = ctx.saved_tensors
+        hidden, weight, bias, ids, stats, classes, logits = ctx.saved_tensors
         again = torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()
         backward = (
             ops.linear_log_prob_backward if again else ops.linear_log_prob_backward_
@@ -65,19 +66,9 @@ class _LinearLogProb(torch.autograd.Function):
         wanted = ctx.needs_input_grad[:3]
         with maybe_gather_lm_head_ctx(weight, bias):
             found = backward(
-                dlogp,
-                dentropy,
-                None,
-                None,
-                hidden,
-                weight,
-                bias,
-                ids,
-                None,
-                None,
-                None,
-                stats,
-                logits,
+                *(dlogp, dentropy, None, None, None, None),
+                *(hidden, weight, bias, ids, None, None, None, None),
+                *(stats, classes, logits),
                 ctx.dtype,
                 *wanted,
                 False,

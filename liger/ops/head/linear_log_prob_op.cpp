@@ -14,8 +14,8 @@ struct LinearLogProb {
     Tensor hidden, weight;
     OptTensor bias;
     Tensor ids;
-    OptTensor low_hidden, low_weight;
-    LIGER_FIELDS(hidden, weight, bias, ids, low_hidden, low_weight)
+    OptTensor low_hidden, low_weight, class_ids;
+    LIGER_FIELDS(hidden, weight, bias, ids, low_hidden, low_weight, class_ids)
   };
   struct Inputs {
     Operands of;
@@ -25,7 +25,7 @@ struct LinearLogProb {
   };
   struct Options : LogProbOptions {
     LIGER_OPTIONS(temperature, softcap, logit_scale, ignore_index, entropy, lse, mean_logit, log_sum_squares, is_top1,
-                  argmax, top_k, valid_count, max_bytes, batch_invariant)
+                  argmax, top_k, log_tail, valid_count, max_bytes, batch_invariant)
 
     /// The logits are map's of what the GEMM gives, divided by rest. A scale without a softcap is a part of the
     /// temperature.
@@ -38,35 +38,38 @@ struct LinearLogProb {
     bool keep;  // the logits, where they fit into the budget
     LIGER_FIELDS(of, dtype, keep)
   };
-  /// The numbers of each token, those that have a derivative first. The last two are [..., top_k].
+  /// The numbers of each token, those that have a derivative first. class_logp is [..., count of class_ids], the last
+  /// two are [..., top_k].
   struct Columns {
-    Tensor logp, entropy, lse, mean_logit, log_sum_squares, is_top1, argmax, top_logp, top_ids;
-    LIGER_FIELDS(logp, entropy, lse, mean_logit, log_sum_squares, is_top1, argmax, top_logp, top_ids)
+    Tensor logp, entropy, lse, mean_logit, class_logp, log_tail, log_sum_squares, is_top1, argmax, top_logp, top_ids;
+    LIGER_FIELDS(logp, entropy, lse, mean_logit, class_logp, log_tail, log_sum_squares, is_top1, argmax, top_logp,
+                 top_ids)
   };
-  /// stats [tokens, 3] and logits [tokens, classes] or none, of which the first rows are those of the kept tokens.
+  /// stats [tokens, 3], classes [tokens, count + 1], which are class_logp and log_tail, or none, and logits [tokens,
+  /// classes] or none. Of all, the first rows are those of the kept tokens.
   struct Results {
     Columns columns;
-    Tensor stats, logits;
-    LIGER_FIELDS(columns, stats, logits)
+    Tensor stats, classes, logits;
+    LIGER_FIELDS(columns, stats, classes, logits)
   };
-  static constexpr size_t kResults = 9;  // the columns
+  static constexpr size_t kResults = 11;  // the columns
   struct Upstream {
-    OptTensor dlogp, dentropy, dlse, dmean_logit;
-    LIGER_FIELDS(dlogp, dentropy, dlse, dmean_logit)
+    OptTensor dlogp, dentropy, dlse, dmean_logit, dclass_logp, dlog_tail;
+    LIGER_FIELDS(dlogp, dentropy, dlse, dmean_logit, dclass_logp, dlog_tail)
   };
   struct Saved {
     Operands of;
     Untracked main_grad;
-    Tensor stats, logits;
+    Tensor stats, classes, logits;
     OptDtype dtype;
-    LIGER_FIELDS(of, main_grad, stats, logits, dtype)
+    LIGER_FIELDS(of, main_grad, stats, classes, logits, dtype)
   };
   template <class T>
   struct Gradients {
     T dhidden, dweight, dbias, dlow_hidden, dlow_weight;
     LIGER_FIELDS(dhidden, dweight, dbias, dlow_hidden, dlow_weight)
   };
-  static constexpr std::array kGradientOf{0, 1, 2, -1, 3, 4};
+  static constexpr std::array kGradientOf{0, 1, 2, -1, 3, 4, -1};
 
   static void check(const Options& o, const Operands& in, const OptTensor& main_grad, const OptDtype& dtype) {
     constexpr auto op = kName.text;
@@ -80,6 +83,14 @@ struct LinearLogProb {
         .present("low_hidden", in.low_hidden.has_value(), "low_weight", in.low_weight)
         .present("low_weight", in.low_weight.has_value(), "low_hidden", in.low_hidden)
         .shaped("main_grad", main_grad, in.weight.sym_sizes(), Type::Float);
+    if (in.class_ids) {
+      TORCH_CHECK(in.class_ids->dim() == in.hidden.dim(), op, ": class_ids must be ", tokens,
+                  " and one more dimension, got ", in.class_ids->sym_sizes());
+      auto shape = tokens.vec();
+      shape.push_back(in.class_ids->sym_size(-1));
+      arguments.shaped("class_ids", in.class_ids, shape, Type::Integer);
+    }
+    TORCH_CHECK_VALUE(in.class_ids || !o.log_tail, op, ": log_tail is of class_ids, which are None");
     if (in.low_weight) {
       TORCH_CHECK(in.low_weight->dim() == 2, op, ": low_weight must be [classes, rank], got ",
                   in.low_weight->sym_sizes());
@@ -106,13 +117,16 @@ struct LinearLogProb {
   /// The operands of the tokens that count, in the dtype of the GEMMs, and which tokens those are.
   struct Kept {
     head::HeadOperands operands;
-    Tensor ids, all_ids, which;
+    Tensor ids, all_ids, which, class_ids;
     int64_t tokens;
 
     Kept(const Options& o, const Operands& in, at::ScalarType dtype) {
       all_ids = in.ids.reshape(-1).to(at::kLong).contiguous(), tokens = all_ids.numel();
       which = head::kept_tokens(all_ids, o.ignore_index, count_tokens(o, all_ids, in.weight));
       ids = head::gather(which, all_ids);
+      if (in.class_ids)
+        class_ids =
+            head::gather(which, in.class_ids->reshape({tokens, in.class_ids->size(-1)}).to(at::kLong)).contiguous();
       const auto rows = [&](const Tensor& t) {
         return head::gather(which, t.reshape({-1, t.size(-1)})).to(dtype).contiguous();
       };
@@ -123,42 +137,85 @@ struct LinearLogProb {
   };
 
   /// Columns of `shape`, filled with 0 on a device; undefined unless asked for.
-  static Columns make_columns(const Options& o, c10::SymIntArrayRef shape, const at::TensorOptions& floats) {
-    const auto column = [&](bool wanted, at::ScalarType dtype = at::kFloat, bool wide = false) {
+  static Columns make_columns(const Options& o, c10::SymIntArrayRef shape, const OptTensor& class_ids,
+                              const at::TensorOptions& floats) {
+    const auto column = [&](bool wanted, at::ScalarType dtype = at::kFloat,
+                            std::optional<c10::SymInt> width = std::nullopt) {
       auto sizes = shape.vec();
-      if (wide) sizes.push_back(o.top_k);
+      if (width) sizes.push_back(*width);
       return wanted ? at::zeros_symint(sizes, floats.dtype(dtype)) : Tensor();
     };
     return {column(true),
             column(o.entropy),
             column(o.lse),
             column(o.mean_logit),
+            class_ids ? column(true, at::kFloat, class_ids->sym_size(-1)) : Tensor(),
+            column(o.log_tail),
             column(o.log_sum_squares),
             column(o.is_top1, at::kBool),
             column(o.argmax, at::kLong),
-            column(o.top_k > 0, at::kFloat, true),
-            column(o.top_k > 0, at::kLong, true)};
+            column(o.top_k > 0, at::kFloat, o.top_k),
+            column(o.top_k > 0, at::kLong, o.top_k)};
   }
 
-  /// Fills the columns of tokens [begin, begin + z's rows) from what the GEMM gave.
-  static void fill(const Options& o, const Tensor& z, int64_t begin, const Tensor& all_ids, const Columns& to,
-                   const Tensor& stats) {
+  /// classes [z's rows, count + 1]: class_logp and log_tail of the rows of z whose statistics are `stats`.
+  static void fill_classes(const Options& o, const selective_log_softmax::LogitRows& of, const Tensor& class_ids,
+                           const Tensor& stats, const Tensor& classes) {
+    const int64_t count = class_ids.size(1), n = of.ids.numel();
+    const Tensor logp = at::empty({n, count}, stats.options()), raw = o.log_tail ? at::empty_like(logp) : Tensor();
+    selective_log_softmax::run_classes(of, class_ids, stats, logp, raw);
+    classes.narrow(1, 0, count).copy_(logp);
+    if (!o.log_tail) return;
+    // Without the classes, whose logits come back: no difference of two sums that are nearly equal.
+    const Tensor of_tail = at::empty({n, 3}, stats.options());
+    const auto reduce = [&](selective_log_softmax::LogitRows rows, int64_t begin, const Tensor& to) {
+      const Tensor scratch = at::empty({rows.ids.numel()}, stats.options()),
+                   its = class_ids.narrow(0, begin, to.size(0));
+      selective_log_softmax::write_classes(rows, its, Tensor());
+      selective_log_softmax::run_rows(rows, {scratch, at::empty_like(scratch), to});
+    };
+    if (is_plain(of.map)) {
+      reduce(of, 0, of_tail);
+      selective_log_softmax::write_classes(of, class_ids, raw);
+    } else {  // a softcap would map −inf to a number: of a part of the rows in float, mapped
+      constexpr int64_t kRows = 256;
+      for_chunks(n, kRows, [&](int64_t begin, int64_t rows) {
+        Tensor z = of.x.narrow(0, begin, rows).to(at::kFloat, false, true);
+        if (of.map.softcap > 0) z.mul_(of.map.scale / of.map.softcap).tanh_().mul_(of.map.softcap);
+        else z.mul_(of.map.scale);
+        const Tensor ids = of.ids.narrow(0, begin, rows);
+        reduce({z, z.stride(0), ids, of.temperature, of.ignore_index, {}, of.fixed_chunks}, begin,
+               of_tail.narrow(0, begin, rows));
+      });
+    }
+    const auto part = [](const Tensor& t, int64_t i) { return t.select(1, i); };
+    classes.select(1, count).copy_((part(of_tail, 0) - part(stats, 0))
+                                       .div_(of.temperature)
+                                       .add_(part(of_tail, 1).log())
+                                       .sub_(part(stats, 1).log())
+                                       .masked_fill_(of.ids.eq(of.ignore_index), 0));
+  }
+
+  /// Fills the columns of tokens [begin, begin + z's rows) from what the GEMM gave. z has its values in the end.
+  static void fill(const Options& o, const Tensor& z, int64_t begin, const Kept& in, const Columns& to,
+                   const Tensor& stats, const Tensor& classes) {
     // Which thread sums what depends on where in 16 bytes a row begins: here all begin alike.
     constexpr int64_t kAlike = 8, kRows = 512;
     const int64_t n = z.size(0), width = z.size(1);
     if (o.batch_invariant && z.stride(0) % kAlike != 0) {
       const Tensor alike = at::empty({std::min(n, kRows), round_up(width, kAlike)}, z.options()).narrow(1, 0, width);
       return for_chunks(n, kRows, [&](int64_t first, int64_t rows) {
-        fill(o, alike.narrow(0, 0, rows).copy_(z.narrow(0, first, rows)), begin + first, all_ids, to, stats);
+        fill(o, alike.narrow(0, 0, rows).copy_(z.narrow(0, first, rows)), begin + first, in, to, stats, classes);
       });
     }
     const auto rows = [&](const Tensor& t) { return t.narrow(0, begin, n); };
     const auto if_wanted = [&](bool wanted, const Tensor& t) { return wanted ? rows(t) : Tensor(); };
-    const Tensor ids = rows(all_ids), entropy = o.entropy ? rows(to.entropy) : at::empty({n}, stats.options());
+    const Tensor ids = rows(in.ids), entropy = o.entropy ? rows(to.entropy) : at::empty({n}, stats.options());
     selective_log_softmax::LogitRows of{z, z.stride(0), ids, o.rest(), o.ignore_index, o.map(), o.batch_invariant};
     const Tensor lse = o.lse ? rows(to.lse) : o.top_k > 0 ? at::empty({n}, stats.options()) : Tensor();
     selective_log_softmax::run_rows(of,
                                     {rows(to.logp), entropy, rows(stats), lse, if_wanted(o.mean_logit, to.mean_logit)});
+    if (in.class_ids.defined()) fill_classes(o, of, rows(in.class_ids), rows(stats), rows(classes));
     if (o.log_sum_squares) {  // ln Σ exp(2 (z − m)) − 2 ln Σ exp(z − m)
       const Tensor scratch = at::empty({n}, stats.options()), twice = at::empty({n, 3}, stats.options());
       of.temperature /= 2;
@@ -203,15 +260,17 @@ struct LinearLogProb {
     results.logits = output(at::empty_symint({keep ? all_tokens : c10::SymInt(0), of.weight.sym_size(0)},
                                              of.hidden.options().dtype(dtype)));
     results.stats = at::empty_symint({all_tokens, 3}, floats);
+    const c10::SymInt count = of.class_ids ? of.class_ids->sym_size(-1) : c10::SymInt(0);
+    results.classes = at::empty_symint({of.class_ids ? all_tokens : c10::SymInt(0), count + 1}, floats);
     if (of.hidden.is_meta()) {
-      results.columns = make_columns(o, of.ids.sym_sizes(), floats);
+      results.columns = make_columns(o, of.ids.sym_sizes(), of.class_ids, floats);
       return results;
     }
     const Kept in(o, of, dtype);
     const int64_t n = in.ids.numel();
-    results.columns = make_columns(o, {n}, floats);
+    results.columns = make_columns(o, {n}, of.class_ids, floats);
     const auto rows = [&](const Tensor& z, int64_t begin, int64_t = 0) {
-      fill(o, z, begin, in.ids, results.columns, results.stats);
+      fill(o, z, begin, in, results.columns, results.stats, results.classes);
     };
     if (keep) {
       const Tensor z = results.logits.narrow(0, 0, n);
@@ -223,6 +282,11 @@ struct LinearLogProb {
                  .max_bytes = o.max_bytes,
                  .in_blocks = o.batch_invariant}
           .run(rows);
+    }
+    if (in.class_ids.defined()) {
+      const Tensor its = results.classes.narrow(0, 0, n);
+      results.columns.class_logp.copy_(its.narrow(1, 0, in.class_ids.size(1)));
+      if (o.log_tail) results.columns.log_tail.copy_(its.select(1, in.class_ids.size(1)));
     }
     place(o, in, of.ids.sizes(), results.columns);
     return results;
@@ -237,29 +301,35 @@ struct LinearLogProb {
       if (!t.defined()) return;
       if (ignores) t.masked_fill_(t.dim() > 1 ? ignored.unsqueeze(1) : ignored, 0);
       auto sizes = shape.vec();
-      if (t.dim() > 1) sizes.push_back(o.top_k);
+      if (t.dim() > 1) sizes.push_back(t.size(1));
       t = head::scatter(in.which, t, in.tokens, 0).view(sizes);
     };
     columns.fields().apply([&](auto&... t) { (put(t), ...); });
   }
 
   static Saved save(const Inputs& in, const Results& out) {
-    return {in.of, in.main_grad, out.stats, out.logits, in.dtype};
+    return {in.of, in.main_grad, out.stats, out.classes, out.logits, in.dtype};
   }
 
   static void check_saved(const char* op, const Upstream& up, const Saved& s, const Gradients<bool>& wanted,
                           const Options& o, at::ScalarType dtype) {
-    const auto& [hidden, weight, bias, ids, low_hidden, low_weight] = s.of;
+    const auto& [hidden, weight, bias, ids, low_hidden, low_weight, class_ids] = s.of;
     check(o, s.of, s.main_grad, s.dtype);
     const Arguments arguments(op, "hidden", hidden);
     arguments.shaped("dlogp", up.dlogp, ids.sym_sizes(), Type::Floating)
         .shaped("dentropy", up.dentropy, ids.sym_sizes(), Type::Floating)
         .shaped("dlse", up.dlse, ids.sym_sizes(), Type::Floating)
         .shaped("dmean_logit", up.dmean_logit, ids.sym_sizes(), Type::Floating)
+        .shaped("dlog_tail", up.dlog_tail, ids.sym_sizes(), Type::Floating)
         .count("stats", s.stats, 3 * ids.sym_numel())
+        .present("dclass_logp", up.dclass_logp.has_value(), "class_ids", class_ids)
         .present("with_dbias", wanted.dbias, "bias", bias)
         .present("with_dlow_hidden", wanted.dlow_hidden, "low_hidden", low_hidden)
         .present("with_dlow_weight", wanted.dlow_weight, "low_weight", low_weight);
+    if (class_ids) {
+      arguments.shaped("dclass_logp", up.dclass_logp, class_ids->sym_sizes(), Type::Floating)
+          .count("classes", s.classes, ids.sym_numel() * (class_ids->sym_size(-1) + 1));
+    }
     TORCH_CHECK_TYPE(s.logits.scalar_type() == dtype, op, ": logits must be of ", dtype, ", got ",
                      s.logits.scalar_type());
     TORCH_CHECK(s.logits.device() == hidden.device() && s.logits.dim() == 2 &&
@@ -273,8 +343,9 @@ struct LinearLogProb {
   /// vanish, and those that a loss scale has multiplied would overflow.
   struct OfKept {
     Tensor dlogp, dentropy, dlse, dmean_logit, power;
+    Tensor dclass, level;  // of classes: their gradient, and that of lse which they see
 
-    OfKept(const Options& o, const Upstream& up, const Kept& in, at::ScalarType dtype) {
+    OfKept(const Options& o, const Upstream& up, const Kept& in, const Tensor& classes, at::ScalarType dtype) {
       const auto of_kept = [&](const OptTensor& g) {
         return g ? head::gather(in.which, g->reshape(-1).to(at::kFloat)).contiguous() : Tensor();
       };
@@ -283,13 +354,36 @@ struct LinearLogProb {
       };
       dlogp = or_zero(of_kept(up.dlogp)), dentropy = or_zero(of_kept(up.dentropy));
       dlse = of_kept(up.dlse), dmean_logit = of_kept(up.dmean_logit);
+      const Tensor dtail = of_kept(up.dlog_tail);
+      if (up.dclass_logp || dtail.defined()) of_classes(up, in, classes, or_zero(dlse), dtail);
       if (dtype != at::kHalf) return;
       Tensor largest = dlogp.abs();
       for (const Tensor* g : {&dentropy, &dlse, &dmean_logit})
         if (g->defined()) largest = at::maximum(largest, g->abs());
+      if (dclass.defined() && dclass.size(1) > 0) largest = at::maximum(largest, dclass.abs().amax(1));
       power = head::unit_power(largest.div_(o.rest())).mul_(2048);
-      for (Tensor* g : {&dlogp, &dentropy, &dlse, &dmean_logit})
+      for (Tensor* g : {&dlogp, &dentropy, &dlse, &dmean_logit, &dclass, &level})
         if (g->defined()) *g = g->mul(power);
+    }
+
+   private:
+    /// The gradient of ln p_c is [v = c] − p_v, and that of the mass outside the classes
+    ///   ln Σ p_v:  p_v (1/Σ − 1) outside, −p_v inside
+    /// so that all but [v = c] is one of lse, which inside and outside differs.
+    void of_classes(const Upstream& up, const Kept& in, const Tensor& classes, const Tensor& of_lse,
+                    const Tensor& dtail) {
+      // Of a mass below this the gradient is that of this mass: its inverse is a float.
+      constexpr double kLeast = -80;
+      const int64_t count = in.class_ids.size(1), n = in.ids.numel();
+      dclass = up.dclass_logp ? head::gather(in.which, up.dclass_logp->reshape({-1, count}).to(at::kFloat))
+                                    .masked_fill(in.class_ids.lt(0), 0)
+                                    .contiguous()
+                              : at::zeros({n, count}, of_lse.options());
+      level = of_lse - dclass.sum(1);
+      dlse = level;
+      if (!dtail.defined()) return;
+      level = level - dtail;
+      dlse = level + dtail * classes.narrow(0, 0, n).select(1, count).clamp_min(kLeast).neg().exp();
     }
   };
 
@@ -308,13 +402,19 @@ struct LinearLogProb {
               like(wanted.dlow_weight, s.of.low_weight)};
     }
     const Kept in(o, s.of, dtype);
-    const OfKept g(o, up, in, dtype);
-    const Tensor stats = s.stats.contiguous();
+    const OfKept g(o, up, in, s.classes, dtype);
+    const Tensor stats = s.stats.contiguous(),
+                 class_logp = g.dclass.defined() ? s.classes.narrow(1, 0, g.dclass.size(1)).contiguous() : Tensor();
     const auto work = [&](const Tensor& z, int64_t begin, int64_t first) {
       const auto part = [&](const Tensor& t) { return t.defined() ? t.narrow(0, begin, z.size(0)) : Tensor(); };
-      selective_log_softmax::run_backward({z, z.stride(0), part(in.ids), o.rest(), o.ignore_index, o.map()},
-                                          {part(g.dlogp), part(g.dentropy), part(g.dlse), part(g.dmean_logit)},
-                                          part(stats), z, first, s.of.weight.size(0));
+      const Tensor ids = part(in.ids);
+      const selective_log_softmax::LogitRows of{z, z.stride(0), ids, o.rest(), o.ignore_index, o.map()};
+      selective_log_softmax::LogitGradients up{part(g.dlogp), part(g.dentropy), part(g.dlse), part(g.dmean_logit)};
+      selective_log_softmax::run_backward(of, up, part(stats), z, first, s.of.weight.size(0));
+      if (!g.dclass.defined()) return;
+      up.dlse = part(g.level);
+      selective_log_softmax::run_class_backward(of, up, part(in.class_ids), part(g.dclass), part(class_logp),
+                                                part(stats), z, first, s.of.weight.size(0));
     };
     const auto d =
         head::Pass{.of = in.operands,
@@ -363,8 +463,10 @@ LinearLogProb::Gradients<Tensor> LinearLogProb::differentiate(const Upstream& up
   if (!o.entropy) up.dentropy.reset();
   if (!o.lse) up.dlse.reset();
   if (!o.mean_logit) up.dmean_logit.reset();
+  if (!saved.of.class_ids) up.dclass_logp.reset();
+  if (!o.log_tail) up.dlog_tail.reset();
   bool any = false, plain = is_plain(saved.logits);
-  for (const OptTensor* g : {&up.dlogp, &up.dentropy, &up.dlse, &up.dmean_logit})
+  for (const OptTensor* g : {&up.dlogp, &up.dentropy, &up.dlse, &up.dmean_logit, &up.dclass_logp, &up.dlog_tail})
     if (*g) any = true, plain = plain && is_plain(**g);
   if (!any) return {};
   const bool overwrite = plain && !torch::autograd::get_current_graph_task_keep_graph();
@@ -383,8 +485,8 @@ LogProbResult linear_log_prob(const Tensor& hidden, const Tensor& weight, const 
                               const OptTensor& bias, const LowRank& low) {
   using Op = op::LinearLogProb;
   const OptTensor low_hidden = low.a ? OptTensor(at::linear(hidden, *low.a).mul(low.scale)) : std::nullopt;
-  const auto c = as_fields<Op::Columns>(
-      Operator<Op>::public_op(hidden, weight, bias, ids, low_hidden, low.b, o.main_grad, OptDtype(), Op::Options{o}));
+  const auto c = as_fields<Op::Columns>(Operator<Op>::public_op(hidden, weight, bias, ids, low_hidden, low.b,
+                                                                o.class_ids, o.main_grad, OptDtype(), Op::Options{o}));
   return {c.logp,
           if_wanted(o.entropy, c.entropy),
           if_wanted(o.log_sum_squares, c.log_sum_squares),
@@ -393,7 +495,9 @@ LogProbResult linear_log_prob(const Tensor& hidden, const Tensor& weight, const 
           if_wanted(o.lse, c.lse),
           if_wanted(o.argmax, c.argmax),
           if_wanted(o.top_k > 0, c.top_logp),
-          if_wanted(o.top_k > 0, c.top_ids)};
+          if_wanted(o.top_k > 0, c.top_ids),
+          if_wanted(o.class_ids.has_value(), c.class_logp),
+          if_wanted(o.log_tail, c.log_tail)};
 }
 
 LIGER_OPERATORS(linear_log_prob, Operator<op::LinearLogProb>, op::LinearLogProbInPlace)

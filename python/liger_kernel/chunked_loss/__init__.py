@@ -9,6 +9,7 @@ from liger_kernel.chunked_loss.jsd_loss import LigerFusedLinearJSDLoss
 from liger_kernel.chunked_loss.kto_loss import LigerFusedLinearKTOLoss
 from liger_kernel.chunked_loss.orpo_loss import LigerFusedLinearORPOLoss
 from liger_kernel.chunked_loss.simpo_loss import LigerFusedLinearSimPOLoss
+from liger_kernel.chunked_loss.topk_distillation_loss import LigerFusedLinearTopKDistillationLoss
 
 __all__ = [
     "LigerFusedLinearCosineSimilarityLoss",
@@ -19,4 +20,5 @@ __all__ = [
     "LigerFusedLinearKTOLoss",
     "LigerFusedLinearORPOLoss",
     "LigerFusedLinearSimPOLoss",
+    "LigerFusedLinearTopKDistillationLoss",
 ]
