@@ -18,7 +18,8 @@ from liger_kernel.operators.common import (
 from liger_kernel.operators.coverage import kernels_cover
 from liger_kernel.operators.distillation import JENSEN_SHANNON, forward_with_gradients
 from liger_kernel.operators.head import OUTPUTS as ALL_OUTPUTS
-from liger_kernel.operators.head import RESULTS
+from liger_kernel.operators.head import RESULTS, linear_log_prob
+from liger_kernel.operators.topk_distillation import topk_divergence, topk_entropy
 from liger_kernel.transformers.patching.report import Replacement, Report, Skip
 
 #: What TRL's function can give, in its order.
@@ -219,6 +220,40 @@ def _fused_logprob_entropy(original, max_bytes):
     return selective_log_softmax_and_entropy
 
 
+def _chunked_jsd_loss(original, max_bytes):
+    """Of the asynchronous distillation trainer: a teacher's log-probabilities of a few classes per token."""
+
+    def chunked_jsd_loss(
+        hidden_valid, lm_head_weight, lm_head_bias, logit_scale, final_logit_softcapping, target_ids,
+        teacher_target_logps, valid_candidate_mask, beta, temperature, add_tail_bucket, teacher_id_idx, num_teachers,
+        chunk_size,
+    ):  # fmt: skip
+        softcap = final_logit_softcapping
+        sensible = temperature > 0 and logit_scale > 0 and (softcap is None or 0 < softcap < float("inf"))
+        if not sensible or not _covered(hidden_valid, lm_head_weight, lm_head_bias):
+            return original(
+                hidden_valid, lm_head_weight, lm_head_bias, logit_scale, softcap, target_ids, teacher_target_logps,
+                valid_candidate_mask, beta, temperature, add_tail_bucket, teacher_id_idx, num_teachers, chunk_size,
+            )  # fmt: skip
+        tail = "bucket" if add_tail_bucket else "renormalise"
+        _, entropy, student, *outside = linear_log_prob(
+            hidden_valid, lm_head_weight, None, lm_head_bias, temperature, outputs=("entropy",), softcap=softcap,
+            logit_scale=logit_scale, max_bytes=max_bytes, log_tail=add_tail_bucket,
+            class_ids=target_ids.masked_fill(~valid_candidate_mask, -1),
+        )  # fmt: skip
+        teacher = teacher_target_logps.float()
+        each = topk_divergence(student, teacher, valid_candidate_mask, beta, tail, *outside)
+        with torch.no_grad():
+            of_teacher = topk_entropy(teacher, valid_candidate_mask, tail)
+            stats = each.new_zeros(3 * num_teachers)
+            if teacher_id_idx is not None:  # of each teacher: its tokens, their divergences and entropies
+                numbers = torch.stack([torch.ones_like(each), each, of_teacher], -1)
+                stats = each.new_zeros(num_teachers, 3).index_add(0, teacher_id_idx, numbers).flatten()
+        return each.sum(), each.detach().sum(), entropy.detach().sum(), of_teacher.sum(), stats
+
+    return chunked_jsd_loss
+
+
 def _supports(original, max_bytes):
     def supports(logits, index=None, row_mask=None):
         if not _covered(logits):
@@ -245,6 +280,13 @@ def _compacts(original, max_bytes):
 _PARTS = (
     ("trl.trainer.utils", "_ChunkedLogProbFunction", _log_prob_function, "linear_log_prob", False),
     ("trl.trainer.distillation_trainer", "ChunkedDivergenceFunction", _divergence_function, "divergence", False),
+    (
+        "trl.experimental.async_distillation.async_distillation_trainer",
+        "_chunked_jsd_loss",
+        _chunked_jsd_loss,
+        "linear_log_prob",
+        False,
+    ),
     ("trl.trainer.utils", "_use_triton", _compacts, "CPU and CUDA", False),
     ("trl.trainer.distillation_trainer", "_use_triton", _compacts, "CPU and CUDA", False),
     ("trl.trainer.utils", "_supports_trl_loss_kernel", _supports, "CPU and CUDA", False),
@@ -260,9 +302,17 @@ def _replacement(make, original, max_bytes):
     return new
 
 
+def _module(name):
+    """A module of TRL; None where it has none, or lacks what that one imports."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
 def patch(max_bytes: int = 0) -> Report:
     """Run the fused head, the divergence and the log-probabilities of TRL's trainers on linear_log_prob, divergence and
-    selective_log_softmax, on CPU and CUDA.
+    selective_log_softmax, on CPU and CUDA; also the loss of the asynchronous distillation trainer.
 
     Attributes of TRL's modules are replaced; trainers, models and configurations stay as they are, also those that
     exist already. Logits of up to max_bytes (0: 4 GiB on a GPU, 256 MiB on a CPU) wait for backward, others are made
@@ -276,7 +326,7 @@ def patch(max_bytes: int = 0) -> Report:
         raise ImportError("liger_kernel.trl.patch() needs TRL: pip install trl>=1.16") from error
     report = Report(f"trl {trl.__version__}")
     for name, attribute, make, by, with_triton in _PARTS:
-        module = importlib.import_module(name) if importlib.util.find_spec(name) else None
+        module = _module(name)
         original = getattr(module, attribute, None)
         if original is None and not with_triton:
             report.skipped.append(Skip(name, attribute, "the installed TRL has none"))

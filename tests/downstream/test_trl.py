@@ -462,3 +462,54 @@ def test_benchmarks_time_the_same_loss(name, monkeypatch):
     assert found[0][2].abs().max() > 1e-4
     for module in [module for module in sys.modules if module.split(".")[0] == "trl"]:
         del sys.modules[module]
+
+
+def candidates(teachers=1, rows=21, classes=40, k=8):
+    """A head with a few of a teacher's classes per token, some of which are absent."""
+    g = torch.Generator().manual_seed(6)
+    hidden, weight = torch.randn(rows, 12, generator=g), torch.randn(classes, 12, generator=g)
+    logp = (torch.randn(rows, classes, generator=g) * 2).log_softmax(-1)
+    ids = logp.topk(k, -1).indices
+    mask = torch.rand(rows, k, generator=g) > 0.2
+    teacher = torch.randint(0, teachers, (rows,), generator=g) if teachers > 1 else None
+    return (
+        hidden,
+        weight,
+        torch.randn(classes, generator=g),
+        ids.masked_fill(~mask, -1),
+        logp.gather(1, ids),
+        mask,
+        teacher,
+    )
+
+
+@pytest.mark.parametrize("add_tail", (True, False))
+@pytest.mark.parametrize("beta", (0.0, 0.3, 1.0))
+@pytest.mark.parametrize("options", ((1.0, None, 1.0, 1), (2.0, 5.0, 0.7, 3)), ids=str)
+def test_asynchronous_distillation(patched, monkeypatch, add_tail, beta, options):
+    """All five sums of TRL's function, and the gradients of the first."""
+    from trl.experimental.async_distillation import async_distillation_trainer as trainer
+
+    scale, softcap, temperature, teachers = options
+    hidden, weight, bias, ids, logp, mask, which = candidates(teachers)
+    k = 8 if beta == 0 else 2
+    tail = (beta, temperature, add_tail, which, teachers, 6)
+    results = []
+    for function in (trainer._chunked_jsd_loss, trainer._chunked_jsd_loss.liger_original):
+        leaves = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
+        found = function(*leaves, scale, softcap, ids[:, :k], logp[:, :k], mask[:, :k], *tail)
+        results.append((*found, *torch.autograd.grad(found[0], leaves)))
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
+        # Sums of some hundred float terms; TRL bounds the student's 1 − Q at 1e-7.
+        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5 * max(1, theirs.abs().max().item()))
+
+
+def test_asynchronous_distillation_where_there_are_no_kernels(patched):
+    from trl.experimental.async_distillation import async_distillation_trainer as trainer
+
+    hidden, weight, bias, ids, logp, mask, _ = candidates()
+    inputs = [t.double() for t in (hidden, weight, bias)]
+    ours = trainer._chunked_jsd_loss(*inputs, 1.0, None, ids, logp, mask, 0.0, 1.0, True, None, 1, 256)
+    theirs = trainer._chunked_jsd_loss.liger_original(*inputs, 1.0, None, ids, logp, mask, 0.0, 1.0, True, None, 1, 256)
+    assert all(map(torch.equal, ours, theirs))

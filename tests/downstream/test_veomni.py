@@ -79,3 +79,37 @@ def test_loss(ignored):
         torch.randn(11, 16),
         head,
     )
+
+
+@pytest.mark.parametrize("clamp", [None, -4.0])
+@pytest.mark.parametrize("shifted", [True, False])
+def test_distillation_from_the_most_probable_classes(clamp, shifted):
+    """All five results of VeOmni's function, and the gradients of the first three."""
+    from liger_kernel.veomni import patch
+    from veomni.ops.kernels import cross_entropy
+
+    g = torch.Generator().manual_seed(3)
+    hidden, weight = torch.randn(2, 9, 16, generator=g), torch.randn(50, 16, generator=g) / 2
+    teacher = torch.randn(2, 9, 50, generator=g).log_softmax(-1)
+    logp, ids = teacher.topk(6, -1)
+    ids[0, 2], logp[0, 2] = 7, 0.0  # as verl pads: one class six times, with all of the mass each
+    labels = torch.randint(0, 50, (2, 9), generator=g)
+    labels[0, :3] = -100
+    options = dict(chunk_size=4, temperature=0.7, log_prob_min_clamp=clamp)
+    if shifted:
+        options["shift_labels"] = labels
+    original, report = cross_entropy.chunk_topk_distill_function, patch()
+    try:
+        results = []
+        for function in (cross_entropy.chunk_topk_distill_function, original):
+            leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
+            found = function(*leaves, labels, ids, logp, **options)
+            upstream = [torch.randn(labels.shape, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+            results.append((*found, *torch.autograd.grad(found[:3], leaves, upstream)))
+            assert function is original or not any(t.requires_grad for t in found[3:])
+        assert cross_entropy.chunk_topk_distill_function is not original
+    finally:
+        report.undo()
+    assert cross_entropy.chunk_topk_distill_function is original
+    for ours, theirs in zip(*results, strict=True):
+        close(ours, theirs)

@@ -49,6 +49,29 @@ def topk_divergence(
     not go together.
     """
     check_options(beta, tail)
+    student, teacher, there = _buckets(student, teacher, there, tail, student_tail, least_tail)
+    if beta == 0:
+        terms = teacher.exp() * (teacher - student)
+    elif beta == 1:
+        terms = student.exp() * (student - teacher)
+    else:
+        mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
+        terms = beta * teacher.exp() * (teacher - mixture) + (1 - beta) * student.exp() * (student - mixture)
+    return terms.masked_fill(~there, 0).sum(-1)
+
+
+@torch.no_grad()
+def topk_entropy(
+    teacher: Tensor, there: Tensor | None = None, tail: str = "bucket", least_tail: float = LEAST_TAIL
+) -> Tensor:
+    """−Σ t_j ln t_j [...] of the teacher's buckets, as topk_divergence makes them, without gradients."""
+    any_tail = teacher.new_zeros(teacher.shape[:-1], dtype=torch.float32) if tail == "bucket" else None
+    _, teacher, there = _buckets(teacher.float(), teacher, there, tail, any_tail, least_tail)
+    return -(teacher.exp() * teacher).masked_fill(~there, 0).sum(-1)
+
+
+def _buckets(student, teacher, there, tail, student_tail, least_tail):
+    """The log-probabilities of the student and of the teacher, and which of them count, with the tail's as the last."""
     if (tail == "bucket") != (student_tail is not None):
         raise ValueError(f"student_tail is for tail='bucket', and is needed there; got tail={tail!r}")
     teacher = teacher.to(student.dtype)
@@ -64,24 +87,17 @@ def topk_divergence(
         there = torch.cat([there, outside.unsqueeze(-1)], -1)
         student = torch.cat([student, student_tail.masked_fill(~outside, 0).unsqueeze(-1)], -1)
         teacher = torch.cat([teacher, (-mass.expm1()).log().unsqueeze(-1)], -1)
-    if beta == 0:
-        terms = teacher.exp() * (teacher - student)
-    elif beta == 1:
-        terms = student.exp() * (student - teacher)
-    else:
-        mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
-        terms = beta * teacher.exp() * (teacher - mixture) + (1 - beta) * student.exp() * (student - mixture)
-    return terms.masked_fill(~there, 0).sum(-1)
+    return student, teacher, there
 
 
 def linear_topk_divergence(
     hidden: Tensor, weight: Tensor, class_ids: Tensor, teacher_logp: Tensor, target: Tensor | None = None,
     bias: Tensor | None = None, beta: float = 0.0, tail: str = "bucket", temperature: float = 1.0,
     ignore_index: int = IGNORE_INDEX, log_prob_min: float | None = None, least_tail: float = LEAST_TAIL,
-    **options: Any,
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
-    """(D, nll, masses) of each token [...], float, for the student's logits hidden weightᵀ + bias, which are never held
-    in full; see topk_divergence.
+    entropy: bool = False, **options: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    """(D, nll, masses), with entropy=True also the student's −Σ p ln p, of each token [...], float, for the student's
+    logits hidden weightᵀ + bias, which are never held in full; see topk_divergence.
 
     hidden [..., H], weight [V, H], bias [V]; class_ids [..., K], -1 for none, and teacher_logp [..., K], -inf for none,
     at the teacher's temperature, which the student's logits are divided by. Tokens whose target [...] is ignore_index
@@ -93,9 +109,10 @@ def linear_topk_divergence(
     check_options(beta, tail)
     found = linear_log_prob(
         hidden, weight, target, bias, temperature, ignore_index, class_ids=class_ids, log_tail=tail == "bucket",
-        **options,
+        outputs=("entropy",) * entropy, **options,
     )  # fmt: skip
-    logp, student, *student_tail = found
+    logp, *of_all = found[: 1 + entropy]
+    student, *student_tail = found[1 + entropy :]
     there = (class_ids >= 0) & (teacher_logp > -torch.inf)
     kept = None if target is None else target != ignore_index
     if kept is not None:
@@ -111,4 +128,4 @@ def linear_topk_divergence(
     divergence = topk_divergence(student, teacher_logp, there, beta, tail, tails, least_tail)
     if kept is not None:
         divergence = divergence.masked_fill(~kept, 0)
-    return divergence, logp.new_zeros(logp.shape) if target is None else -logp, sums
+    return divergence, logp.new_zeros(logp.shape) if target is None else -logp, sums, *of_all
