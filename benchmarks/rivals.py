@@ -1,11 +1,13 @@
 """What bench.py times beside this library, torch and torch.compile: packages, and how each is called on a case."""
 
+import ast
 import contextlib
 import importlib
 import importlib.util
 import os
 import sys
 import types
+from pathlib import Path
 
 import torch
 from e2e import tune_less
@@ -83,12 +85,13 @@ def trl_kernels(folder):
     sys.modules["trl.trainer.utils"].maybe_gather_lm_head_ctx = lambda *parameters: contextlib.nullcontext()
     parts = (importlib.import_module(f"trl.kernels.{name}") for name in TRL_MODULES)
     return types.SimpleNamespace(
+        folder=folder,
         **{
             name: value
             for part in parts
             for name, value in vars(part).items()
             if name.startswith(("Chunked", "select"))
-        }
+        },
     )
 
 
@@ -110,6 +113,30 @@ def trl_linear_log_prob(kernels, tensors, options):
     return tuple(
         t.new_zeros(ids.shape).masked_scatter(kept, t) for t in (found if isinstance(found, tuple) else (found,))
     )
+
+
+def functions_of(path, names, known):
+    """The functions of a file by name, without what else it imports; `known` are the globals that they read."""
+    tree = ast.parse(Path(path).read_text())
+    tree.body = [node for node in tree.body if getattr(node, "name", None) in names]
+    exec(compile(tree, str(path), "exec"), known)
+    return types.SimpleNamespace(**{name: known[name] for name in names})
+
+
+TRL_ASYNC = "_add_tail_bucket", "_jsd_divergence", "_jsd_loss_chunk", "_chunked_jsd_loss"
+
+
+def trl_topk_divergence(kernels, tensors, options):
+    """TRL's loss of few classes, a sum over tokens; without absent ones, in chunks of 256 tokens as in its trainer."""
+    hidden, weight, bias, target, ids, teacher = tensors
+    assert options.get("ignored") == 0.0 and options.get("tail", "bucket") != "drop", "it leaves no token out"
+    path = Path(kernels.folder, "trl/experimental/async_distillation/async_distillation_trainer.py")
+    functions = functions_of(path, TRL_ASYNC, {"torch": torch, "F": torch.nn.functional})
+    loss = functions._chunked_jsd_loss(
+        hidden, weight, bias, 1.0, options.get("softcap"), ids, teacher, ids >= 0, options.get("beta", 0.0),
+        options.get("temperature", 1.0), options.get("tail", "bucket") == "bucket", None, 1, 256,
+    )[0]  # fmt: skip
+    return (loss.expand(len(hidden)),)
 
 
 def trl_preference(name):
@@ -147,6 +174,7 @@ LIBRARIES = {
     "cut_cross_entropy": {"fused_linear_cross_entropy": lambda c, t, o: c.linear_cross_entropy(t[0], t[1], t[3])},
     "trl": {
         "linear_log_prob": trl_linear_log_prob,
+        "linear_topk_divergence": trl_topk_divergence,
         **{f"linear_{name}": trl_preference(name) for name in ("dpo", "orpo", "kto")},
         "linear_grpo": trl_policy,
         "linear_jsd": trl_divergence(("weight_hard_loss", 0.5)),
