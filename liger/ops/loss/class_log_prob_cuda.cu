@@ -1,3 +1,4 @@
+#include "liger/core/cuda/math.cuh"
 #include "liger/core/cuda/stream.cuh"
 #include "liger/ops/loss/class_log_prob.h"
 
