@@ -269,3 +269,29 @@ def test_compiled(device):
         torch.autograd.grad(compiled(weight, hidden, ids, teacher, target), (hidden, weight)), expected, strict=True
     ):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_only_the_classes(device):
+    """The loss that is normalised over the classes, from their logits alone: with holes and ignored tokens."""
+    hidden, weight, ids, teacher, target = heads(device)
+    ids[3, 2], ids[4], teacher[5, 1] = -1, -1, -torch.inf
+    loss = LigerFusedLinearTopKDistillationLoss(beta=0.5, tail="renormalise", temperature=0.7, reduction="sum")
+    found, seen = loss(weight, hidden, ids, teacher, target)
+    gradients = torch.autograd.grad(found, (hidden, weight))
+    h, w = doubles(hidden, weight)
+    there = (ids >= 0) & (teacher > -torch.inf)
+    exact = exact_divergence(h @ w.T / 0.7, ids, teacher, there, 0.5, "renormalise")[target != -100].sum()
+    for ours, truth in zip((found, *gradients), (exact, *torch.autograd.grad(exact, (h, w))), strict=True):
+        assert_exact(ours, truth)
+    assert "student_mass" not in seen and (seen["hard"] == 0).all()
+    both = LigerFusedLinearTopKDistillationLoss(
+        beta=0.5, tail="renormalise", temperature=0.7, reduction="sum", weight_hard_loss=1e-30
+    )
+    whole, seen = both(weight, hidden, ids, teacher, target)
+    assert_exact(found, whole.double())
+    assert "student_mass" in seen
+    with pytest.raises(ValueError, match="only_classes"):
+        linear_topk_divergence(hidden, weight, ids, teacher, only_classes=True)
+    if device == "cpu":
+        with pytest.raises(IndexError, match=f"class {V} is out of bounds"):
+            loss(weight, hidden, ids.clamp(min=0).index_fill(1, torch.tensor([2]), V), teacher)

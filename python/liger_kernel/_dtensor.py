@@ -61,6 +61,8 @@ RULES = {
     "divergence_forward": ("xxt", "sxw"),
     "divergence_backward": ("xxxt", "1"),
     "scale_backward": ("xg", "x"),
+    "class_logits_forward": ("xwwt", "t"),
+    "class_logits_backward": ("txwwt", "123"),
     "linear_log_prob_forward": ("xwwtxwt", "tttttttttttrrr"),
     "linear_log_prob_backward": ("ttttttxwwtxwtwrrr", "678AB"),
     "fused_linear_cross_entropy_forward": ("xwwtww", "sstxxppw"),

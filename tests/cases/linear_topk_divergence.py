@@ -20,7 +20,7 @@ def make(shape, options):
     return hidden, weight, bias, target, ids, teacher
 
 
-NAMES = ("beta", "tail", "temperature", "softcap", "max_bytes")
+NAMES = ("beta", "tail", "temperature", "softcap", "max_bytes", "only_classes")
 
 
 def op(hidden, weight, bias, target, ids, teacher, **options):
@@ -92,11 +92,13 @@ CASES = [
             dict(beta=1.0, tail="drop", with_bias=True),
             dict(tail="renormalise", temperature=0.7, max_bytes=4000),
             dict(softcap=5.0, max_bytes=40000, ignored=1.1),
+            dict(tail="renormalise", only_classes=True, absent=0.3, softcap=5.0, with_bias=True),
+            dict(tail="renormalise", only_classes=True, beta=0.5, temperature=2.0, k=40),
         ],
         bench=[
             ((8192, 4096, 151936), WHOLE),
             ((8192, 4096, 151936), dict(WHOLE, max_bytes=1 << 28)),
-            ((8192, 4096, 151936), dict(WHOLE, tail="renormalise")),
+            ((8192, 4096, 151936), dict(WHOLE, tail="renormalise", only_classes=True)),
             ((8192, 2048, V), dict(WHOLE, k=8)),
         ],
         bench_cpu=[((2048, 256, 32768), dict(ignored=0.0, k=64))],

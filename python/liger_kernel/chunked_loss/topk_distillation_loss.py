@@ -18,7 +18,8 @@ class LigerFusedLinearTopKDistillationLoss(nn.Module):
     Args:
         beta: 0 for KL(teacher ‖ student), 1 for KL(student ‖ teacher), between them the Jensen-Shannon divergence.
         tail: of the classes that the teacher did not send: "bucket" takes them as one, "drop" leaves them out,
-            "renormalise" normalises both distributions over the K classes.
+            "renormalise" normalises both distributions over the K classes. Then, without a hard loss, log_prob_min and
+            options of forward, no other class is computed: several times faster.
         temperature: divides the student's logits, in both losses; the teacher's log-probabilities have it already.
         reduction: "mean" over the tokens that count, "sum" or "none"; num_items of forward takes the mean's place.
         log_prob_min, loss_max: a lower bound of log-probabilities and an upper bound of a token's divergence, with no
@@ -48,7 +49,8 @@ class LigerFusedLinearTopKDistillationLoss(nn.Module):
         target: Tensor | None = None, bias: Tensor | None = None, token_weight: Tensor | None = None,
         num_items: Tensor | float | None = None, **options: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-        """(loss, {"soft", "hard", "student_mass", "teacher_mass"}), float.
+        """(loss, {"soft", "hard", "student_mass", "teacher_mass"}), float; no student_mass where only the K classes are
+        computed.
 
         lin_weight [V, H], _input [..., H], bias [V]; class_ids [..., K] (-1: none) and teacher_logp [..., K] (-inf:
         none). target [...]: ignore_index leaves a token out; needed where weight_hard_loss is not 0. token_weight
@@ -58,10 +60,14 @@ class LigerFusedLinearTopKDistillationLoss(nn.Module):
         """
         if target is None and self.weight_hard_loss:
             raise ValueError("weight_hard_loss needs a target")
+        only_classes = self.tail == "renormalise" and not self.weight_hard_loss and self.log_prob_min is None
+        only_classes = only_classes and not options and lin_weight.dtype == _input.dtype
+        if not only_classes:
+            options["max_bytes"] = self.max_bytes
         soft, hard, masses = linear_topk_divergence(
             _input, lin_weight, class_ids, teacher_logp, target, bias, self.beta, self.tail, self.temperature,
             self.ignore_index, self.log_prob_min, softcap=self.softcap, logit_scale=self.logit_scale,
-            max_bytes=self.max_bytes, **options,
+            only_classes=only_classes, **options,
         )  # fmt: skip
         if self.loss_max is not None:
             soft = soft.clamp(max=self.loss_max)

@@ -137,6 +137,21 @@ def linear_log_prob(
     return (logp, *(found[name] for name in names)) if names else logp
 
 
+def class_logits(
+    hidden: Tensor, weight: Tensor, class_ids: Tensor, bias: Tensor | None = None, temperature: float = 1.0,
+    softcap: float | None = None, logit_scale: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """The logits z of linear_log_prob, float [..., K], at class_ids [..., K] alone: K rows of the weight per token are
+    read, and no other class is computed.
+
+    hidden [..., H], weight [V, H], bias [V] of one dtype; class_ids integers, -1 for none, whose z is 0. Differentiable
+    in hidden, weight and bias; a class's gradient is summed in float over its tokens, in their order. A class outside
+    [-1, V) raises IndexError on the CPU and is a device assertion on CUDA.
+    """
+    y = ops.class_logits(hidden, weight, bias, class_ids) * logit_scale
+    return (softcap * torch.tanh(y / softcap) if softcap else y) / temperature
+
+
 class _SumOverRanks(torch.autograd.Function):
     """Σ over the ranks, of which each goes on with the same numbers: so the gradient of the sum is every term's."""
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.operators.common import IGNORE_INDEX
-from liger_kernel.operators.head import linear_log_prob
+from liger_kernel.operators.head import class_logits, linear_log_prob
 
 TAILS = ("drop", "bucket", "renormalise")
 #: The least mass outside its classes that a teacher has: what was sent is rounded, and 1 − Σ t may be nothing.
@@ -94,7 +94,7 @@ def linear_topk_divergence(
     hidden: Tensor, weight: Tensor, class_ids: Tensor, teacher_logp: Tensor, target: Tensor | None = None,
     bias: Tensor | None = None, beta: float = 0.0, tail: str = "bucket", temperature: float = 1.0,
     ignore_index: int = IGNORE_INDEX, log_prob_min: float | None = None, least_tail: float = LEAST_TAIL,
-    entropy: bool = False, **options: Any,
+    entropy: bool = False, only_classes: bool = False, **options: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
     """(D, nll, masses), with entropy=True also the student's −Σ p ln p, of each token [...], float, for the student's
     logits hidden weightᵀ + bias, which are never held in full; see topk_divergence.
@@ -103,25 +103,31 @@ def linear_topk_divergence(
     at the teacher's temperature, which the student's logits are divided by. Tokens whose target [...] is ignore_index
     have 0 and cost nothing; nll is −ln p of the others' target at that temperature, 0 without targets, differentiable
     like D. masses: "student" and "teacher", the sums of probabilities of the classes, without gradients. log_prob_min:
-    log-probabilities below it are raised to it, without a gradient there. options: softcap, logit_scale, max_bytes,
+    log-probabilities below it are raised to it, without a gradient there. only_classes, for tail="renormalise" without
+    log_prob_min: only the logits of the classes are computed, so that nll is 0, there is no entropy, and masses have no
+    "student"; options are then softcap and logit_scale. Otherwise options: softcap, logit_scale, max_bytes,
     lora, main_grad, batch_invariant, valid_count of linear_log_prob.
     """
     check_options(beta, tail)
+    kept = None if target is None else target != ignore_index
+    there = (class_ids >= 0) & (teacher_logp > -torch.inf)
+    if kept is not None:
+        there = there & kept.unsqueeze(-1)
+    mass_of = lambda logp: logp.detach().float().exp().masked_fill(~there, 0).sum(-1)
+    if only_classes:
+        if tail != "renormalise" or log_prob_min is not None or entropy:
+            raise ValueError("only_classes is for tail='renormalise' without log_prob_min and entropy")
+        ids = class_ids.masked_fill(~there, -1)
+        student = class_logits(hidden, weight, ids, bias, temperature, **options)
+        divergence = topk_divergence(student, teacher_logp, there, beta, tail)
+        return divergence, torch.zeros_like(divergence), {"teacher": mass_of(teacher_logp)}
     found = linear_log_prob(
         hidden, weight, target, bias, temperature, ignore_index, class_ids=class_ids, log_tail=tail == "bucket",
         outputs=("entropy",) * entropy, **options,
     )  # fmt: skip
     logp, *of_all = found[: 1 + entropy]
     student, *student_tail = found[1 + entropy :]
-    there = (class_ids >= 0) & (teacher_logp > -torch.inf)
-    kept = None if target is None else target != ignore_index
-    if kept is not None:
-        there = there & kept.unsqueeze(-1)
-    with torch.no_grad():
-        sums = {
-            name: logp.exp().masked_fill(~there, 0).sum(-1)
-            for name, logp in (("student", student), ("teacher", teacher_logp.float()))
-        }
+    sums = {"student": mass_of(student), "teacher": mass_of(teacher_logp)}
     if log_prob_min is not None:
         student, teacher_logp = student.clamp(min=log_prob_min), teacher_logp.clamp(min=log_prob_min)
     tails = student_tail[0] if student_tail else None
