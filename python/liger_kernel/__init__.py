@@ -17,7 +17,12 @@ except ImportError:
 cmake_prefix_path = next((folder for folder in __path__ if os.path.isdir(os.path.join(folder, "lib"))), __path__[0])
 
 
-_OF_BACKENDS = ("available_backends", "available_impls", "get_backend", "get_impl", "set_backend", "set_impl")
+_LAZY = {
+    **dict.fromkeys(("patch", "report"), "_patch"),
+    **dict.fromkeys(
+        ("available_backends", "available_impls", "get_backend", "get_impl", "set_backend", "set_impl"), "backends"
+    ),
+}
 
 
 def __getattr__(name):
@@ -25,8 +30,8 @@ def __getattr__(name):
 
     if name == "functional":
         return importlib.import_module("liger_kernel.functional")
-    if name in _OF_BACKENDS:
-        return getattr(importlib.import_module("liger_kernel.backends"), name)
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"liger_kernel.{_LAZY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
