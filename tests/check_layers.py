@@ -74,7 +74,7 @@ FLOORS = (
     r"transformers\.(patching\.(by_source|apply|structure|hub)|patch)",
     r"transformers\.(monkey_patch|auto_model|trainer\b.*|trainer_integration)|trl|veomni|megatron(\.monkey_patch)?|env_report"
     r"|_self_test|_train",
-    r"_patch",
+    r"_patch|measure(\..*)?",
 )
 
 
