@@ -30,6 +30,7 @@ import statistics
 import sys
 import time
 import traceback
+import warnings
 from contextlib import nullcontext
 
 import torch
@@ -279,6 +280,9 @@ def write(job, line):
 def main(text: str) -> None:
     """Runs a job, given as JSON. What it fails with is its last line of results, and the exit status is 1."""
     job = json.loads(text)
+    warnings.filterwarnings(
+        "ignore", ".*gradient_checkpointing.* is deprecated", FutureWarning
+    )  # its name in 4.57, too
     try:
         Arm(job).run()
     except Exception as error:

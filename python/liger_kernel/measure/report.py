@@ -26,8 +26,8 @@ def table(headers: list[str], rows: list[list[str]]) -> str:
     """Rows of text in Markdown: the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(headers, *rows)]
     line = lambda cells: f"| {' | '.join([cells[0].ljust(widths[0]), *map(str.rjust, cells[1:], widths[1:])])} |"
-    rule = "-:|".join(["|" + "-" * (widths[0] + 2) + "|", *("-" * (width + 1) for width in widths[1:])])
-    return "\n".join([line(headers), rule.replace("|-:|", "|", 1) + "-:|", *map(line, rows)])
+    rule = f"|{'-' * (widths[0] + 2)}|{'|'.join('-' * (width + 1) + ':' for width in widths[1:])}|"
+    return "\n".join([line(headers), rule, *map(line, rows)])
 
 
 def compared(rows: list[dict]) -> None:
