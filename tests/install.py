@@ -237,6 +237,21 @@ def test_nightly_in_the_same_folder_is_named(with_torch):
     assert with_torch.pip("uninstall", "-y", "liger-kernel-nightly", "libliger").returncode == 0
 
 
+def test_readmes_commands_run_as_written(tmp_path):
+    """One block after another, from nothing; torch in the version that is tested here."""
+    environment = Environment(tmp_path)
+    constraint = tmp_path / "constraint.txt"
+    constraint.write_text(TORCH[0])
+    found = re.findall(r"^```(sh|python)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.S | re.M)
+    assert [language for language, _ in found] == ["sh", "python"]
+    for language, block in found:
+        shell = ("bash", "-ec", block) if language == "sh" else (environment.folder / "bin/python", "-c", block)
+        done = environment.run(*shell, PIP_CONSTRAINT=str(constraint))
+        assert done.returncode == 0, done.stdout + done.stderr
+        expected = "| patched" if language == "sh" else "LigerRMSNorm"
+        assert expected in done.stdout, done.stdout + done.stderr
+
+
 EXTRAS = {
     "transformers": ["-c", "from liger_kernel.transformers import apply_liger_kernel_to_llama as f; print(f())"],
     "measure": ["-m", "liger_kernel.measure", "--device", "cpu", "--lora", "4", "--length", "64", "--steps", "3"],
