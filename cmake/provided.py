@@ -44,7 +44,9 @@ def add_to(wheel: Path) -> None:
             content = old.read(item)
             if item.filename.endswith(".dist-info/RECORD"):
                 for path, text in more.items():
-                    new.writestr(path, text)
+                    added = zipfile.ZipInfo(path, item.date_time)  # which does not differ between builds
+                    added.external_attr, added.compress_type = 0o644 << 16, zipfile.ZIP_DEFLATED
+                    new.writestr(added, text)
                 content += "".join(_recorded(path, text) for path, text in more.items()).encode()
             new.writestr(item, content)
     os.replace(changed, wheel)

@@ -24,7 +24,8 @@ if not find_spec("liger_kernel"):
 import torch
 from liger_kernel.measure import launch
 from liger_kernel.measure.machine import machine
-from liger_kernel.measure.meters import Memory, size
+from liger_kernel.measure.meters import Memory
+from liger_kernel.measure.report import size
 
 COLUMNS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
            "num_key_value_heads", "tie_word_embeddings")  # fmt: skip

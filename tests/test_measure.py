@@ -5,8 +5,10 @@ import json
 import os
 import subprocess
 import sys
+import types
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
@@ -136,6 +138,13 @@ def test_a_rival_of_the_same_name_has_a_process_of_its_own(config, tmp_path):
         command.rival_folder(command.arguments([str(config), "--device", "cpu", "--liger", str(package)]))
 
 
+def test_help_needs_no_torch():
+    """In a process that has no torch."""
+    code = "import sys; sys.modules['torch'] = None; from liger_kernel.measure.__main__ import main; main(sys.argv[1:])"
+    done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "llama-8b --lora 16" in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize(
     "given, words",
     [
@@ -183,12 +192,53 @@ def test_the_largest_size_is_found_and_run(gap):
     assert found["size"] == (1000 if gap == 0 else 936) and found["measured"] == [(100, 2000), (200, 3000)]
 
 
+class Filled:
+    """An arm on a GPU of so many bytes, whose steps take 1,000 bytes and 10 for each token."""
+
+    def __init__(self, monkeypatch, total):
+        self.device, self.job, self.total, self.steps = "cuda", {"cap_gb": None}, total, []
+        self.optimizer = types.SimpleNamespace(state={})
+        for name, value in {
+            "mem_get_info": lambda device: (total - 600, total),
+            "memory_reserved": lambda device: 600,
+            "reset_peak_memory_stats": lambda: None,
+            "max_memory_allocated": lambda: 1000 + 10 * self.steps[-1][0] * self.steps[-1][1],
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    def synchronize(self):
+        pass
+
+    forget = synchronize
+
+    def step(self, length, batch, number):
+        self.steps.append((batch, length))
+        self.optimizer.state["made"] = True
+        if 1000 + 10 * batch * length > self.total:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_the_search_fills_a_gpu(monkeypatch):
+    arm = Filled(monkeypatch, total=1_000_000)
+    found = largest.search(arm, length=2048, batch=4)
+    room = int(largest.SHARE * 1_000_000)
+    assert found["length"]["tokens"] == (room - 1000) // 10 // 64 * 64
+    assert found["batch"]["size"] == (room - 1000) // 10 // 2048
+    # Two steps of the first size, of which the first makes the optimiser's state; one of each other.
+    longest = found["length"]["size"], found["batch"]["size"]
+    assert arm.steps == [(1, 1024)] * 2 + [(1, 2048), (1, longest[0]), (1, 2048), (2, 2048), (longest[1], 2048)]
+    small = Filled(monkeypatch, total=15_000)
+    found = largest.search(small, length=2048, batch=4)
+    assert (found["length"]["size"], found["batch"]["size"]) == (1344, 0)
+
+
 def test_what_does_not_fit_or_takes_too_long_is_not_claimed():
     never = lambda size: None
     assert largest.find(never, 100, 200, 1e6, 8)["size"] == 0
-    only_small = lambda size: (1000, 1.0) if size == 100 else None
-    assert largest.find(only_small, 100, 200, 1e6, 8) | {"measured": []} == {
-        "size": 100, "tokens": 100, "how": "ran", "measured": [],
+    small = lambda size: (1000, 1.0) if size <= 70 else None
+    assert largest.find(small, 400, 800, 1e6, 8)["size"] == 64 and largest.find(small, 64, 128, 1e6, 8)["size"] == 64
+    assert largest.find(small, 70, 140, 1e6, 1, 10) | {"measured": []} == {
+        "size": 70, "tokens": 700, "how": "ran", "measured": [],
     }  # fmt: skip
     slow = lambda size: (size * 10, size * 1.0)
     found = largest.find(slow, 8, 16, 10_000, 8)
@@ -199,6 +249,14 @@ def test_what_does_not_fit_or_takes_too_long_is_not_claimed():
 
 def test_seconds_grow_with_the_square_of_attention():
     assert largest.seconds_of(40, (10, 2.0), (20, 6.0)) == pytest.approx(40 * 0.1 + 40**2 * 0.01)
+
+
+def test_uneven_steps_are_told():
+    result = {"tokens_per_second": 1.0, "peak_gb": 1.0, "losses": [1.0], "note": None, "times": [1.0, 1.2]}
+    row = {"arm": "plain", "result": result, "out_of_memory": False, "error": None}
+    assert "other work" not in report.of_arms([row])
+    result["times"].append(1.6)
+    assert "plain: steps took 1 to 1.6 s: does other work run here?" in report.of_arms([row])
 
 
 def test_the_lines_to_paste_are_python():

@@ -5,7 +5,7 @@ Importing this package imports no torch; importing an operator (`liger_kernel.op
 
 import os
 
-from liger_kernel._installed import others
+from liger_kernel._installed import others as _others
 
 __version__ = "1.0.0"
 try:
@@ -37,7 +37,7 @@ def __getattr__(name):
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-for _said in others(__path__, __version__):
+for _said in _others(__path__, __version__):
     import warnings
 
     warnings.warn(_said, stacklevel=2)

@@ -27,10 +27,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+import liger_kernel
 from liger_kernel.measure.launch import SEGMENTS, run_arm
-from liger_kernel.measure.machine import machine, version_of
-from liger_kernel.measure.meters import size
-from liger_kernel.measure.report import ARMS, compared, of_arms, of_largest, to_paste
+from liger_kernel.measure.machine import machine
+from liger_kernel.measure.report import ARMS, compared, of_arms, of_largest, size, to_paste
 from liger_kernel.measure.shapes import SHAPES, Unknown, config_of
 
 RIVAL = "0.8.5"  # of liger-kernel
@@ -87,6 +87,8 @@ def arguments(argv=None) -> argparse.Namespace:
     args.batch, args.length = args.batch or (2 if cpu else 4), args.length or (512 if cpu else 2048)
     args.dtype = args.dtype or ("float32" if cpu else "bfloat16")
     args.budget = f"{args.budget}GiB" if args.budget.replace(".", "", 1).isdigit() else args.budget
+    if args.cap and args.budget == "auto":  # which does not know of the cap
+        args.budget = f"{0.9 * args.cap:.1f}GiB"
     given = (args.arms or ("plain,patched,planned" if cpu else "plain,patched,planned,captured")).split(",")
     args.arms = given + ["liger-kernel"] * (args.rivals and not cpu) + ["torch.compile"] * args.rivals
     if unknown := set(args.arms) - ARMS.keys():
@@ -182,12 +184,16 @@ def main(argv=None) -> int:
     """Measures and prints; returns the exit status: 1 where no arm of this library ran."""
     args = arguments(argv)
     on = machine(args.device, int(args.device == "cuda"), cap_gb=args.cap and args.cap * 2**30 / 1e9)
-    on["version"] = version_of("libliger") or version_of("liger-kernel")
+    on["version"] = liger_kernel.__version__
     how = f"LoRA of rank {args.lora}" + ", weights in nf4" * bool(args.quantise) if args.lora else "all weights"
     what = (
         f"{args.model}{f', {args.layers} layers' if args.layers else ''}, {how}, {args.batch} x {args.length:,} tokens"
     )
-    print(f"{what}, {args.dtype}\n{on['device']}, torch {on['torch']}, transformers {on['transformers']}", flush=True)
+    source = f" (random weights; {SHAPES[args.model][0]})" if args.model in SHAPES else ""
+    print(
+        f"{what}, {args.dtype}{source}\n{on['device']}, torch {on['torch']}, transformers {on['transformers']}",
+        flush=True,
+    )
     rows, checkpointing = measure(args)
     print(f"\n{what}{', every layer checkpointed but in planned' if checkpointing else ''}:\n{of_arms(rows)}\n")
     fits = {} if args.no_largest or args.device == "cpu" else largest(args)

@@ -8,6 +8,7 @@ that the arm of a rival, which has the same name, finds them too.
 """
 
 import importlib.util
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -24,7 +25,8 @@ def provide():
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this folder, whose modules have names of their own inside the package
+    here = os.path.dirname(os.path.realpath(__file__))  # its modules would stand before others of their names
+    sys.path[:] = [path for path in sys.path if os.path.realpath(path) != here]
     provide()
     if len(sys.argv) > 2:
         sys.argv = sys.argv[1:]

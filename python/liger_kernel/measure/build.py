@@ -1,6 +1,7 @@
 """The model of an arm: random or loaded, quantised, with adapters, patched, checkpointed, sharded."""
 
 import importlib
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -31,7 +32,7 @@ def make_model(job: dict, side: str, device: torch.device, ranks: int = 1) -> nn
     if job["lora"] and side != "frozen":
         model = _with_adapters(model, job["lora"])
     if side == "triton":
-        _patch_by_triton(base)
+        _patch_by_triton(base, job["rival"])
     elif side != "plain":
         from liger_kernel import patch
 
@@ -102,8 +103,12 @@ def _with_adapters(model, rank):
     return model
 
 
-def _patch_by_triton(model):
+def _patch_by_triton(model, rival):
+    import liger_kernel
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    if (home := Path(liger_kernel.__path__[0]).resolve().parent) != Path(rival).resolve():
+        raise ImportError(f"liger_kernel comes from {home}, not from {rival}")
 
     _apply_liger_kernel_to_instance(model=model)
     if any("experts" in name for name, _ in model.named_modules()):

@@ -67,6 +67,16 @@ def _peak(arm, batch, length):
     return found
 
 
+def between(step, fits: int, not_fits: int, multiple: int) -> int:
+    """The largest size that fits of those that TRIES halvings of a range find."""
+    for _ in range(TRIES):
+        middle = (fits + not_fits) // 2 // multiple * multiple
+        if middle == fits:
+            break
+        fits, not_fits = (middle, not_fits) if step(middle) else (fits, middle)
+    return fits
+
+
 def find(step, first: int, second: int, room: float, multiple: int, per: int = 1) -> dict:
     """The largest size of a step that fits into `room` bytes: a multiple of `multiple`. step(size) gives (peak bytes,
     seconds), or None where it does not fit; a size has `per` tokens each.
@@ -74,12 +84,16 @@ def find(step, first: int, second: int, room: float, multiple: int, per: int = 1
     Returns a dict: size; tokens; how: "ran", or "extrapolated" where the step would take too long; measured: the two
     (tokens, peak bytes) that were measured first.
     """
-    a = step(first)
+    a, tried = step(first), first
+    while a is None and first // 2 >= multiple:
+        second, first = first, first // 2 // multiple * multiple
+        a = step(first)
     if a is None:
         return {"size": 0, "tokens": 0, "how": "ran", "measured": []}
-    b = step(second)
+    b = step(second) if first == tried else None
     if b is None:
-        return {"size": first, "tokens": first * per, "how": "ran", "measured": [(first * per, a[0])]}
+        size = between(step, first, second, multiple)
+        return {"size": size, "tokens": size * per, "how": "ran", "measured": [(first * per, a[0])]}
     size = max(second, fitting_tokens((first, a[0]), (second, b[0]), room) // multiple * multiple)
     how = "ran"
     for _ in range(TRIES):

@@ -42,7 +42,7 @@ def run_arm(job: dict, rival: str | None = None, gpus: int = 1, quiet: bool = Fa
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder, "results")
         variables = SEGMENTS if "largest" in job else {}
-        text = json.dumps({**job, "results": str(results)})
+        text = json.dumps({**job, "results": str(results), "rival": rival})
         code = run(text, rival=rival, gpus=gpus, quiet=quiet, variables=variables)
         lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     if code and not any({"out_of_memory", "error"} & line.keys() for line in lines):

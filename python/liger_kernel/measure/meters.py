@@ -12,11 +12,6 @@ from pathlib import Path
 import torch
 
 
-def size(count: float) -> str:
-    """Bytes in words."""
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device, or the host, had no room."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)

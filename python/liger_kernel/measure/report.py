@@ -1,7 +1,5 @@
 """What a measurement found, as a table, and as the lines that use it."""
 
-from liger_kernel.measure.meters import size
-
 #: The arms: how arm.py calls them; and what gives them: lines of Python, and the settings of a Trainer.
 ARMS = {
     "plain": ("plain", "", ""),
@@ -20,6 +18,13 @@ ARMS = {
     "liger-kernel": ("triton", "", ""),
     "torch.compile": ("plain+compile", "", ""),
 }
+
+UNEVEN = 1.5  # times as long as the fastest step, which a step does not take by itself
+
+
+def size(count: float) -> str:
+    """Bytes in words."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
 def table(headers: list[str], rows: list[list[str]]) -> str:
@@ -59,8 +64,12 @@ def of_arms(rows: list[dict]) -> str:
     headers = ["", "tokens/s", "to plain", "peak memory", "last loss", "differs by"]
     lines = [table(headers, [in_words(row) for row in rows])]
     for row in rows:
-        if note := row["error"] or (row["result"] or {}).get("note"):
+        result = row["result"] or {}
+        if note := row["error"] or result.get("note"):
             lines.append(f"{row['arm']}: {note}")
+        fastest, slowest = min(result.get("times", [1])), max(result.get("times", [1]))
+        if slowest > UNEVEN * fastest:
+            lines.append(f"{row['arm']}: steps took {fastest:.3g} to {slowest:.3g} s: does other work run here?")
     return "\n".join(lines)
 
 
