@@ -6,6 +6,7 @@ import os
 import pathlib
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -313,6 +314,18 @@ def test_another_distribution_is_named(tmp_path, name, version, beside):
     done = python(code, PYTHONPATH=path, LIGER_LIBRARY="/nowhere", PYTHONWARNINGS="ignore")
     said = f"{name} {version} has installed its own liger_kernel"
     assert (said in done.stdout) == beside and "cannot be loaded" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_report_names_a_distribution_that_came_later(tmp_path):
+    """It has overwritten the package itself, which can say nothing then."""
+    package = tmp_path / "liger_kernel"
+    shutil.copytree(os.path.dirname(liger_kernel.__file__), package, ignore=shutil.ignore_patterns("lib", "include"))
+    (package / "__init__.py").write_text("")
+    (tmp_path / "liger_kernel_nightly-0.9.dist-info").mkdir()
+    (tmp_path / "liger_kernel_nightly-0.9.dist-info/RECORD").write_text("liger_kernel/__init__.py,,\n")
+    done = python("from liger_kernel import env_report; env_report.main([])", PYTHONPATH=str(tmp_path))
+    assert "liger-kernel-nightly 0.9 has installed its own liger_kernel in the folder of libliger;" in done.stdout
+    assert "pip uninstall -y liger-kernel-nightly libliger" in done.stdout and "cannot be loaded" in done.stdout
 
 
 def test_import_takes_a_moment():

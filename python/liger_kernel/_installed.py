@@ -19,9 +19,9 @@ def others(path: Iterable[str], version: str | None) -> Iterator[str]:
             ours = name.lower() == "libliger"
             if version and found != version if ours else _writes_here(os.path.join(parent, entry, "RECORD")):
                 name = name.replace("_", "-")
-                both = " ".join(dict.fromkeys((name, "libliger")))
+                both, here = " ".join(dict.fromkeys((name, "libliger"))), f"libliger {version or ''}".rstrip()
                 yield (
-                    f"{name} {found} has installed its own liger_kernel in the folder of libliger {version or ''}; the "
+                    f"{name} {found} has installed its own liger_kernel in the folder of {here}; the "
                     f"two overwrite each other's files. Run: pip uninstall -y {both}, then install the one that you "
                     "want."
                 )
