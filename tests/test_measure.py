@@ -121,7 +121,13 @@ def test_plain_that_does_not_fit_is_checkpointed(config, monkeypatch, capsys):
     assert jobs == [("plain", False, None), ("plain", True, None), ("ours", True, 4), ("ours+plan", True, 4)]
 
 
-RIVAL = "def _apply_liger_kernel_to_instance(model):\n    raise RuntimeError('the rival patches')\n"
+RIVAL = """
+def patches(model=None):
+    raise RuntimeError(f"the rival patches {'classes' if model is None else type(model).__name__}")
+
+
+_apply_liger_kernel_to_instance, MODEL_TYPE_TO_APPLY_LIGER_FN = patches, {"llama": patches}
+"""
 
 
 def test_a_rival_of_the_same_name_has_a_process_of_its_own(config, tmp_path):
@@ -130,8 +136,10 @@ def test_a_rival_of_the_same_name_has_a_process_of_its_own(config, tmp_path):
     package.mkdir(parents=True)
     (package.parent / "__init__.py").touch()
     (package / "__init__.py").write_text(RIVAL)
-    row = command.run_row("liger-kernel", job(config, arm="triton"), str(tmp_path))
-    assert row["error"] == "RuntimeError: the rival patches"
+    (package / "monkey_patch.py").write_text(RIVAL)
+    for lora, what in ((0, "classes"), (4, "LlamaForCausalLM")):
+        row = command.run_row("liger-kernel", job(config, arm="triton", lora=lora), str(tmp_path))
+        assert row["error"] == f"RuntimeError: the rival patches {what}"
     of = command.arguments([str(config), "--device", "cpu", "--liger", str(tmp_path)])
     assert command.rival_folder(of) == str(tmp_path)
     with pytest.raises(OSError, match="there is no package liger_kernel in"):

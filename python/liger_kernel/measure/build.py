@@ -1,6 +1,7 @@
 """The model of an arm: random or loaded, quantised, with adapters, patched, checkpointed, sharded."""
 
 import importlib
+import importlib.util
 from pathlib import Path
 
 import torch
@@ -17,6 +18,10 @@ EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 def make_model(job: dict, side: str, device: torch.device, ranks: int = 1) -> nn.Module:
     """The model of a job (arm.py) in training, as a side has it: plain; triton, which is the package that is found as
     liger_kernel; ours; peft, ours with PEFT's own layers; frozen, ours without adapters."""
+    if side == "triton":
+        _check_rival(job["rival"])
+        if not job["lora"]:
+            _patch_classes(config_of(job["model"], job["layers"])[0].model_type)
     torch.manual_seed(0)
     model = _load(job, device)
     if job["lora"]:
@@ -32,7 +37,8 @@ def make_model(job: dict, side: str, device: torch.device, ranks: int = 1) -> nn
     if job["lora"] and side != "frozen":
         model = _with_adapters(model, job["lora"])
     if side == "triton":
-        _patch_by_triton(base, job["rival"])
+        if job["lora"]:
+            _patch_model(base)
     elif side != "plain":
         from liger_kernel import patch
 
@@ -103,15 +109,33 @@ def _with_adapters(model, rank):
     return model
 
 
-def _patch_by_triton(model, rival):
+def _check_rival(folder):
     import liger_kernel
+
+    if (home := Path(liger_kernel.__path__[0]).resolve().parent) != Path(folder).resolve():
+        raise ImportError(f"liger_kernel comes from {home}, not from {folder}")
+
+
+def _patch_classes(kind):
+    """The rival's classes of a model type, in place of transformers', before the model is made."""
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    if (apply := MODEL_TYPE_TO_APPLY_LIGER_FN.get(kind)) is None:
+        raise ValueError(f"this liger-kernel patches no models of type {kind}")
+    apply()
+    _tune_experts()
+
+
+def _patch_model(model):
+    """The rival's patch of one model, as transformers' Trainer calls it."""
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-    if (home := Path(liger_kernel.__path__[0]).resolve().parent) != Path(rival).resolve():
-        raise ImportError(f"liger_kernel comes from {home}, not from {rival}")
-
     _apply_liger_kernel_to_instance(model=model)
-    if any("experts" in name for name, _ in model.named_modules()):
+    _tune_experts()
+
+
+def _tune_experts():
+    if importlib.util.find_spec("liger_kernel.ops.fused_moe"):
         tune_less(importlib.import_module("liger_kernel.ops.fused_moe"))
 
 
