@@ -170,6 +170,7 @@ $(venv)/ready: $(venv)/bin/python requirements.txt $(sources)
 	if command -v nvidia-smi >/dev/null && ! command -v nvcc >/dev/null && [ ! -x /usr/local/cuda/bin/nvcc ]; then \
 	  $(py) -m pip install --quiet --disable-pip-version-check -r requirements-cuda.txt; fi
 	@mkdir -p build && $(venv)/bin/cmake $(filter -DLIGER_%,$(CMAKE_ARGS)) -P cmake/Sources.cmake
+	$(py) -m pip uninstall --quiet --yes liger-kernel 2>/dev/null || true  # another package with the same module
 	PATH="$(abspath $(venv))/bin:$$PATH" $(py) -m pip install --disable-pip-version-check --no-build-isolation --no-deps -v . \
 	  >build/install.log 2>&1 || { tail -40 build/install.log; exit 1; }
 	grep -oE 'liger 1.*' build/install.log

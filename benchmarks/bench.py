@@ -28,7 +28,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from datetime import date
@@ -40,6 +39,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(ROOT, "tests"))
 
 from cases import all_cases  # noqa: E402
+from liger_kernel.measure.machine import commit, processor  # noqa: E402
 from loss_cases import LOSSES  # noqa: E402
 from rivals import LIBRARIES, libraries  # noqa: E402
 
@@ -340,22 +340,7 @@ def table(rows, old):
 
 
 def device_name(args):
-    if args.device == "cuda":
-        return torch.cuda.get_device_name()
-    if not os.path.exists("/proc/cpuinfo"):
-        return "CPU"
-    with open("/proc/cpuinfo") as info:
-        return next((line.split(":")[1].strip() for line in info if line.startswith("model name")), "CPU")
-
-
-def commit():
-    """The commit of the sources, with a + where tracked files differ from it; None outside a repository."""
-    try:
-        git = lambda *command: subprocess.check_output(("git", "-C", ROOT, *command), text=True, stderr=subprocess.PIPE)
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results", ":!docs")
-        return git("rev-parse", "--short=12", "HEAD").strip() + "+" * bool(changed)
-    except (OSError, subprocess.CalledProcessError):
-        return None
+    return torch.cuda.get_device_name() if args.device == "cuda" else processor() or "CPU"
 
 
 def stamped(rows, args):
@@ -408,7 +393,7 @@ def main():
     if args.show:
         return print(table(json.load(open(args.show))["rows"], None))
     args.dtype = getattr(torch, args.dtype or ("bfloat16" if args.device == "cuda" else "float32"))
-    args.libraries, args.commit = libraries(args), commit()
+    args.libraries, args.commit = libraries(args), commit(ROOT)
     old = {key(row): row for row in json.load(open(args.compare))["rows"]} if args.compare else None
     rows = []
     for name in args.op.split(",") if args.op else cases:

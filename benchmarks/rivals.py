@@ -10,7 +10,7 @@ import types
 from pathlib import Path
 
 import torch
-from e2e import tune_less
+from liger_kernel.measure.build import tune_less
 from loss_cases import CALLS, IGNORE, LOSSES, flat, policy_plain, preference_plain
 
 

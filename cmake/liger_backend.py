@@ -16,10 +16,11 @@ import subprocess
 import sys
 
 import presupposed
+import provided
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOOLS = (
-    "liger-kernel: a build without isolation uses the tools that are there. "
+    "libliger: a build without isolation uses the tools that are there. "
     "Run `pip install scikit-build-core cmake ninja` first, or leave out --no-build-isolation."
 )
 
@@ -69,7 +70,7 @@ def _torch():
         if (torch / "include").is_dir() and (torch / "version.py").is_file():
             return str(torch)
     sys.exit(
-        f"liger-kernel is built for the torch that is installed, and {sys.prefix} has none. "
+        f"libliger is built for the torch that is installed, and {sys.prefix} has none. "
         "Run `pip install torch` first; where a tool builds elsewhere (python -m build, uv with --python), "
         "also give it --no-build-isolation, or set LIGER_TORCH_DIR to torch's folder."
     )
@@ -146,7 +147,10 @@ def _wheel(hook):
         _settings["cmake.define.LIGER_WHEEL_VERSION"] = _versions(_settings["cmake.define.LIGER_CUDA"])[0]
         if hook in (_build.build_wheel, _build.build_editable):  # seen with -v, and by uv
             _keep_objects(_settings)
-            print(f"liger-kernel: building for the torch in {_torch()}, which takes minutes", flush=True)
+            print(f"libliger: building for the torch in {_torch()}, which takes minutes", flush=True)
+            name = hook(directory, _settings, *rest)
+            provided.add_to(pathlib.Path(directory, name))
+            return name
         return hook(directory, _settings, *rest)
 
     return run

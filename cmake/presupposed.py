@@ -15,7 +15,7 @@ import sys
 def missing(what=(), environment=os.environ):
     """What to install first; None where all is there."""
     if sys.version_info < (3, 10):
-        return "liger-kernel needs Python 3.10 or newer, and this is {}.{}: name another by PYTHON=.".format(
+        return "libliger needs Python 3.10 or newer, and this is {}.{}: name another by PYTHON=.".format(
             *sys.version_info
         )
     # Debian and Ubuntu have a Python without the modules that make an environment.
@@ -27,7 +27,7 @@ def missing(what=(), environment=os.environ):
     if os.name != "nt" and not any(shutil.which(name, path=environment.get("PATH")) for name in compilers):
         found = "CXX names {}, which is not there".format(named) if named else "there is none on the path"
         return (
-            "liger-kernel needs a C++ compiler, and {}: install g++ (Debian, Ubuntu: apt install g++; "
+            "libliger needs a C++ compiler, and {}: install g++ (Debian, Ubuntu: apt install g++; "
             "Fedora: dnf install gcc-c++; macOS: xcode-select --install).".format(found)
         )
     return None

@@ -19,6 +19,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+import provided
+
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "wheels"
 #: How large a wheel may be, in bytes.
@@ -111,6 +113,11 @@ def merge(wheels, minors, library):
     edit(metadata / "METADATA", r"^(Version: .*)\+pt\w+$", r"\1")
     edit(metadata / "METADATA", r"^(Requires-Dist: )torch==.*", rf"\1{requirement(minors)}")
     edit(tree / "liger_kernel/_build.py", r"\+pt\w+", "")
+    for folder in tree.glob("*.data"):
+        shutil.rmtree(folder)
+    for path, text in provided.files(metadata.name.removesuffix(".dist-info").partition("-")[2]).items():
+        (tree / path).parent.mkdir(parents=True, exist_ok=True)
+        (tree / path).write_text(text)
     if library:
         run("strip", library, "-o", tree / "liger_kernel/lib" / library.name)
     return tree

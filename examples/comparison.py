@@ -5,16 +5,10 @@ changed in its last bit: how far it strays from the plain run is what "the same 
 """
 
 import argparse
-import ctypes
-import gc
 import json
 import math
 import os
-import platform
-import re
-import resource
 import statistics
-import subprocess
 import sys
 import time
 from importlib.util import find_spec
@@ -24,8 +18,14 @@ from pathlib import Path
 NEEDED = ("torch transformers accelerate tokenizers safetensors peft matplotlib tabulate tqdm numpy").split()
 if missing := [name for name in NEEDED if not find_spec(name)]:
     sys.exit(f"This needs {', '.join(missing)}: run `pip install {' '.join(missing)}`, or `make train` in a clone.")
+if not find_spec("liger_kernel"):
+    sys.exit("the package liger_kernel is not installed: run `make train`, or `pip install .` first")
 
 import torch
+from liger_kernel.measure import launch
+from liger_kernel.measure.machine import machine
+from liger_kernel.measure.meters import Memory
+from liger_kernel.measure.report import size
 
 COLUMNS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
            "num_key_value_heads", "tie_word_embeddings")  # fmt: skip
@@ -78,8 +78,6 @@ def settle(parser, args):
         parser.error(f"--steps and --noise-steps must be at least {fewest}: some warm up, some measure memory")
     if args.text and not Path(args.text).is_file():
         parser.error(f"there is no file {args.text}")
-    if args.only != "plain" and not find_spec("liger_kernel"):
-        parser.error("the package liger_kernel is not installed: run `make train`, or `pip install .` first")
     return args
 
 
@@ -100,44 +98,6 @@ def flip_a_last_bit(model):
     """What the noise run is: one weight matrix is changed in its last bit."""
     weight = next(p.data for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name)
     weight.view({4: torch.int32, 2: torch.int16}[weight.element_size()]).bitwise_xor_(1)
-
-
-class Memory:
-    """The peak of one step: resident memory of the process on a CPU, torch's own count on a GPU."""
-
-    def __init__(self, device):
-        self.cuda, self.linux = device == "cuda", os.path.exists("/proc/self/clear_refs")
-        self.before, self.highest = self.now("VmHWM"), 0
-
-    def now(self, field):
-        if self.linux:
-            return int(Path("/proc/self/status").read_text().split(field + ":")[1].split()[0]) * 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-    def start(self):
-        if self.cuda:
-            torch.cuda.reset_peak_memory_stats()
-        elif self.linux:
-            self.highest = self.process()
-            gc.collect()
-            libc = ctypes.CDLL(None)
-            if hasattr(libc, "malloc_trim"):
-                # glibc keeps freed blocks resident, which hides what a step needs, or adds to it: have it return what
-                # it holds, and give every tensor (M_MMAP_THRESHOLD, -3) pages of its own from here on.
-                libc.malloc_trim(0)
-                libc.mallopt(-3, 1 << 16)
-            Path("/proc/self/clear_refs").write_text("5")
-            self.before = self.now("VmRSS")
-
-    def step(self, parameters, gradients, optimiser):
-        """Bytes since start beyond model, gradients and optimiser state; at start there were no gradients."""
-        if self.cuda:
-            return torch.cuda.max_memory_allocated() - parameters - gradients - optimiser
-        # Elsewhere than on Linux the mark cannot be reset: it counts from before there was an optimiser state.
-        return self.now("VmHWM") - self.before - gradients - (0 if self.linux else optimiser)
-
-    def process(self):
-        return torch.cuda.max_memory_reserved() if self.cuda else max(self.highest, self.now("VmHWM"))
 
 
 def typical(seconds):
@@ -198,14 +158,11 @@ class Steps:
 def run_apart(script, args, side, steps):
     """One run of the script in a process of its own, so that none inherits another's patch or memory."""
     run = {**vars(args), "side": side, "steps": steps, "out": None, "result": f"{args.tokens}.{side}"}
-    environment = dict(os.environ)
     if args.device == "cuda":  # one GPU: a Trainer would spread over all it sees
-        environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    if side == "triton":  # that package has the name of ours
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (args.triton_liger, os.environ.get("PYTHONPATH"))))
-        environment.pop("LIGER_LIBRARY", None)
-    command = [sys.executable, os.path.abspath(script), "--worker", json.dumps(run)]
-    code = subprocess.run(command, env=environment).returncode
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    code = launch.run(
+        os.path.abspath(script), "--worker", json.dumps(run), rival=args.triton_liger if side == "triton" else None
+    )
     if code and side == "triton":
         return print(f"The {side} run failed with code {code}: see above. It is left out.")
     if code:
@@ -224,7 +181,13 @@ def run_sides(script, args, sums=0.0):
         curves = (run["losses"] for run in (runs["plain"], runs["liger"], noise))
         comparison = compare(*curves, torch.finfo(getattr(torch, args.dtype)).eps, args.batch * args.length, sums)
     settings = {name: value for name, value in vars(args).items() if name not in ("out", "only", "tokens", "worker")}
-    return {**runs, "machine": machine(args), "settings": settings, "noise": noise, "comparison": comparison}
+    return {
+        **runs,
+        "machine": machine(args.device, sources=Path(__file__).parent),
+        "settings": settings,
+        "noise": noise,
+        "comparison": comparison,
+    }
 
 
 def distance(a, b):
@@ -250,25 +213,6 @@ def compare(plain, liger, noise, eps, tokens, sums=0.0):
         "floor": floor,
         "difference_of_all_steps": distance(plain, liger),
     }
-
-
-def machine(args):
-    cpuinfo = Path("/proc/cpuinfo")
-    name = re.search("model name\\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
-    import transformers
-
-    return {
-        "device": torch.cuda.get_device_name() if args.device == "cuda" else name[1] if name else platform.processor(),
-        "threads": torch.get_num_threads(),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
-def size(count):
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
 def speed(plain, other):

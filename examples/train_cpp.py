@@ -100,7 +100,8 @@ def main():
     stray = comparison.compare(plain["losses"], plain["losses"], noise["losses"], eps, tokens)
     differences = [abs(a - b) for a, b in zip(python["losses"], cpp["losses"], strict=True)]
     difference = max(differences[: args.noise_steps])
-    report = {"python": python, "cpp": cpp, "machine": comparison.machine(args), "difference": difference,
+    report = {"python": python, "cpp": cpp, "difference": difference,
+              "machine": comparison.machine(args.device, sources=ROOT),
               "difference_of_all_steps": max(differences), "limit": stray["limit"]}  # fmt: skip
 
     from tabulate import tabulate

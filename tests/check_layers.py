@@ -62,6 +62,7 @@ WINGS = (
 #: each other. An __init__.py counts as the package that it is; what it imports by name (importlib) when it is asked for
 #: a name does not count, and neither does that Python runs it before the package's modules.
 FLOORS = (
+    r"_installed",
     r"liger_kernel|_library|_recompute|_memory(\..*)?|_dtensor|_build|utils|memory|graphs|_lazy",
     # the families of operators, which the two packages of public names hand on
     r"operators(\..*)?|optim",
@@ -74,6 +75,7 @@ FLOORS = (
     r"transformers\.(patching\.(by_source|apply|structure|hub)|patch)",
     r"transformers\.(monkey_patch|auto_model|trainer\b.*|trainer_integration)|trl|veomni|megatron(\.monkey_patch)?|env_report"
     r"|_self_test|_train",
+    r"_patch|measure(\..*)?",
 )
 
 

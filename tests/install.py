@@ -22,7 +22,8 @@ import torch, liger_kernel
 from liger_kernel.transformers.functional import liger_rms_norm
 x = torch.randn(3, 8)
 assert torch.allclose(liger_rms_norm(x, torch.ones(8), 1e-6), torch.rms_norm(x, (8,), None, 1e-6), atol=1e-6)
-assert liger_kernel.__version__ == importlib.metadata.version("liger-kernel")
+assert liger_kernel.__version__ == importlib.metadata.version("libliger")
+assert liger_kernel.__version__ == importlib.metadata.version("liger-kernel")  # what tools ask for
 print(liger_kernel.__version__, liger_kernel.__file__, liger_kernel.cmake_prefix_path, sep="\\n")
 """
 
@@ -85,7 +86,7 @@ class Environment:
         return [line for line in self.pip("freeze").stdout.splitlines() if line.startswith("torch==")]
 
     def remove(self):
-        assert self.pip("uninstall", "-y", "liger-kernel").returncode == 0
+        assert self.pip("uninstall", "-y", "libliger").returncode == 0
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +137,7 @@ def test_isolated(with_torch):
     # Metadata that another torch does not meet.
     assert re.search(
         rf"^Requires-Dist: torch=={re.escape(TORCH[1])}\.\*$",
-        (Path(prefix).parent / f"liger_kernel-{version}.dist-info/METADATA").read_text(),
+        (Path(prefix).parent / f"libliger-{version}.dist-info/METADATA").read_text(),
         re.M,
     )
 
@@ -233,11 +234,27 @@ def test_nightly_in_the_same_folder_is_named(with_torch):
     with_torch.installed("--no-deps", ".")
     done = with_torch.run(with_torch.folder / "bin/python", "-c", "import liger_kernel")
     assert "liger-kernel-nightly" in done.stderr and "pip uninstall -y liger-kernel-nightly" in done.stderr
-    assert with_torch.pip("uninstall", "-y", "liger-kernel-nightly", "liger-kernel").returncode == 0
+    assert with_torch.pip("uninstall", "-y", "liger-kernel-nightly", "libliger").returncode == 0
+
+
+def test_readmes_commands_run_as_written(tmp_path):
+    """One block after another, from nothing; torch in the version that is tested here."""
+    environment = Environment(tmp_path)
+    constraint = tmp_path / "constraint.txt"
+    constraint.write_text(TORCH[0])
+    found = re.findall(r"^```(sh|python)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.S | re.M)
+    assert [language for language, _ in found] == ["sh", "python"]
+    for language, block in found:
+        shell = ("bash", "-ec", block) if language == "sh" else (environment.folder / "bin/python", "-c", block)
+        done = environment.run(*shell, PIP_CONSTRAINT=str(constraint))
+        assert done.returncode == 0, done.stdout + done.stderr
+        expected = "| patched" if language == "sh" else "LigerRMSNorm"
+        assert expected in done.stdout, done.stdout + done.stderr
 
 
 EXTRAS = {
     "transformers": ["-c", "from liger_kernel.transformers import apply_liger_kernel_to_llama as f; print(f())"],
+    "measure": ["-m", "liger_kernel.measure", "--device", "cpu", "--lora", "4", "--length", "64", "--steps", "3"],
     "examples": ["examples/train.py", "--config", "tiny", "--device", "cpu", "--steps", "6", "--length", "64"],
     "test": ["-m", "pytest", "-q", "tests/test_modules.py", "tests/test_setup.py"],
 }
@@ -291,8 +308,8 @@ def test_source_distribution_is_for_any_torch(with_torch, tmp_path):
     done = with_torch.run(with_torch.folder / "bin/python", "-c", hook)
     assert done.returncode == 0, done.stderr
     (archive,) = tmp_path.iterdir()
-    assert re.fullmatch(r"liger_kernel-\d+\.\d+\.\d+\.tar\.gz", archive.name)
+    assert re.fullmatch(r"libliger-\d+\.\d+\.\d+\.tar\.gz", archive.name)
     done = with_torch.pip("install", "--dry-run", "--no-deps", "--force-reinstall", archive)
-    assert done.returncode == 0 and re.search(r"Would install liger-kernel-\d+\.\d+\.\d+\+pt\d+c", done.stdout), (
+    assert done.returncode == 0 and re.search(r"Would install libliger-\d+\.\d+\.\d+\+pt\d+c", done.stdout), (
         done.stdout + done.stderr
     )

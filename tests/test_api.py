@@ -28,7 +28,7 @@ INTERNAL = {
         ).split()
     ),
 }
-WITHIN = {"operators", "research", "compat"}
+WITHIN = {"operators", "research", "compat", "measure"}
 HOOKS = ("_compute_loss",)  # of the losses' bases, for those who derive from them
 
 
@@ -74,11 +74,7 @@ def api(recorded):
     found = {}
     for name in ["liger_kernel", *(m.name for m in pkgutil.walk_packages(liger_kernel.__path__, "liger_kernel."))]:
         path = name.split(".")[1:]
-        if (
-            ".".join(path) in INTERNAL
-            or {"operators", "research", "compat"} & {*path}
-            or any(part.startswith("_") for part in path)
-        ):
+        if ".".join(path) in INTERNAL or WITHIN & {*path} or any(part.startswith("_") for part in path):
             continue
         module = importlib.import_module(name)
         kept = (n for n in recorded.get(name, ()) if "." not in n and hasattr(module, n))

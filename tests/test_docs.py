@@ -45,6 +45,30 @@ def test_getting_started():
     assert "rope" not in {entry.switch for entry in names["report"].replaced}
 
 
+README = (ROOT / "README.md").read_text()
+
+
+def test_readme_fits_on_a_screen_or_two():
+    assert len(README.split()) <= 500 and README.count("![") == 1
+
+
+def test_readmes_numbers_are_those_of_the_measurements():
+    """Each speed, memory and length of its table is in a page that benchmarks/plot.py writes, or in that of a run."""
+    pages = "".join((DOCS / page).read_text() for page in ("training.md", "memory.md"))
+    (table,) = re.findall(r"^\| model \|.*?\n\n", README, re.S | re.M)
+    numbers = re.findall(r"\d+,\d{3}|\d+\.\d+ GB|\d+\.\d+x|\d+k", table)
+    assert len(numbers) >= 25 and not [number for number in numbers if number not in pages]
+
+
+def test_readmes_python_runs():
+    pytest.importorskip("transformers")
+    names, printed = {}, io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        for block in blocks("../README.md"):
+            exec(block, names)
+    assert "LlamaForCausalLM (1 module)" in printed.getvalue() and "kept:" not in printed.getvalue()
+
+
 def anchors(page):
     """What GitHub and the site make of a page's headings."""
     headings = re.findall(r"^#+ (.*)", re.sub(r"```.*?```", "", page.read_text(), flags=re.S), re.M)

@@ -6,8 +6,11 @@ import os
 import pathlib
 import re
 import runpy
+import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 import zipfile
 from importlib import metadata
 
@@ -18,6 +21,7 @@ from liger_kernel import _library, _train
 from liger_kernel.operators import coverage
 from packaging.version import Version
 
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 #: Where the package is installed, not used from its sources where they stand, CMake has left this.
 INSTALLED = os.path.exists(os.path.join(liger_kernel.cmake_prefix_path, "_build.py"))
 
@@ -50,8 +54,8 @@ def test_version_says_what_it_was_built_for():
     assert re.fullmatch(rf"\d+\.\d+\.\d+\+pt{''.join(minor)}(cpu|cu\d+)", library().decode())
     assert Version(liger_kernel.__version__) >= Version("0.8.2")  # what packages that use this one ask for
     if INSTALLED:
-        assert library().decode() == liger_kernel.__version__ == metadata.version("liger-kernel")
-        assert f"torch=={'.'.join(minor)}.*" in metadata.requires("liger-kernel")
+        assert library().decode() == liger_kernel.__version__ == metadata.version("libliger")
+        assert f"torch=={'.'.join(minor)}.*" in metadata.requires("libliger")
     else:
         assert library().decode().split("+")[0] == liger_kernel.__version__
 
@@ -156,8 +160,8 @@ def test_wheels_for_several_versions_of_torch_become_one(tmp_path, monkeypatch):
             wheel.writestr(f"liger_kernel/lib/torch-{minor}/libliger.so", minor)
             wheel.writestr(f"liger_kernel/lib/torch-{minor}/liger-train", minor)
             wheel.writestr("liger_kernel/_build.py", f'VERSION = "{version}"\n')
-            metadata = f"Name: liger-kernel\nVersion: {version}\nRequires-Dist: torch=={minor}.*\n"
-            wheel.writestr(f"liger_kernel-{version}.dist-info/METADATA", metadata)
+            metadata = f"Name: libliger\nVersion: {version}\nRequires-Dist: torch=={minor}.*\n"
+            wheel.writestr(f"libliger-{version}.dist-info/METADATA", metadata)
     tree = wheels.merge([tmp_path / "2.11.whl", tmp_path / "2.13.whl"], ["2.11", "2.13"], "")
     assert {str(file.relative_to(tree)): file.read_text() for file in tree.rglob("*") if file.is_file()} == {
         "liger_kernel/lib/torch-2.11/libliger.so": "2.11",
@@ -165,16 +169,106 @@ def test_wheels_for_several_versions_of_torch_become_one(tmp_path, monkeypatch):
         "liger_kernel/lib/torch-2.11/liger-train": "2.11",
         "liger_kernel/lib/torch-2.13/liger-train": "2.13",
         "liger_kernel/_build.py": 'VERSION = "1.0.0"\n',
-        "liger_kernel-1.0.0.dist-info/METADATA": "Name: liger-kernel\nVersion: 1.0.0\n"
+        "libliger-1.0.0.dist-info/METADATA": "Name: libliger\nVersion: 1.0.0\n"
         "Requires-Dist: torch>=2.11,!=2.12.*,<2.14\n",
+        **wheels.provided.files("1.0.0"),
     }
     assert os.access(tree / "liger_kernel/lib/torch-2.13/liger-train", os.X_OK)
 
 
+#: What tools ask for, here transformers; the environment has nothing else than the wheel.
+ASKED = """
+import importlib.metadata, sys
+assert importlib.metadata.version("liger-kernel") == importlib.metadata.version("liger_kernel") == "9.9.9"
+assert set(importlib.metadata.packages_distributions()["liger_kernel"]) == {"libliger", "liger-kernel"}
+import liger_kernel
+sys.path += sys.argv[1:]
+from transformers.utils import is_liger_kernel_available
+print(is_liger_kernel_available(), liger_kernel.__file__)
+"""
+
+
+def fake_wheel(folder, name, version):
+    """A wheel of the module liger_kernel alone."""
+    distribution = f"{name.replace('-', '_')}-{version}"
+    path = folder / f"{distribution}-py3-none-any.whl"
+    content = {
+        "liger_kernel/__init__.py": "",
+        f"{distribution}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{distribution}.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: py3-none-any\n",
+    }
+    with zipfile.ZipFile(path, "w") as wheel:
+        for file, text in content.items():
+            wheel.writestr(file, text)
+        wheel.writestr(f"{distribution}.dist-info/RECORD", "".join(f"{file},,\n" for file in content))
+    return path
+
+
+def test_tools_that_ask_for_liger_kernel_find_it(tmp_path, monkeypatch):
+    """With libliger alone; pip then refuses to install upstream's package over it, and removes all with libliger."""
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(ROOT / "cmake")
+    wheel = fake_wheel(tmp_path, "libliger", "9.9.9")
+    importlib.import_module("provided").add_to(wheel)
+    fake_wheel(tmp_path, "liger-kernel", "0.8.5")
+    home = tmp_path / "env"
+    venv.create(home, with_pip=True)
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "LIGER_LIBRARY", "PIP_FIND_LINKS")}
+
+    def pip(*arguments):
+        line = [home / "bin/python", "-m", "pip", "--disable-pip-version-check", *map(str, arguments)]
+        done = subprocess.run(line, capture_output=True, text=True, env=environment)
+        return done.returncode, done.stdout + done.stderr
+
+    offline = ("install", "--no-index", "--find-links", tmp_path)
+    assert pip(*offline, "libliger")[0] == 0 and pip("check")[0] == 0
+    base = sysconfig.get_path("purelib")
+    line = [home / "bin/python", "-c", ASKED, base]
+    done = subprocess.run(line, capture_output=True, text=True, env=environment)
+    assert done.stdout.startswith(f"True {home}"), done.stderr
+    assert "Requirement already satisfied" in pip(*offline, "liger-kernel>=0.8")[1]
+    code, said = pip(*offline, "liger-kernel==0.8.5")
+    assert code and "The package was installed by libliger" in said
+    assert pip("uninstall", "-y", "libliger")[0] == 0
+    (site,) = home.glob("lib/python3*/site-packages")
+    assert not list(site.glob("*liger*"))
+
+
+def test_the_package_index_leads_pip_to_the_files_of_releases(tmp_path):
+    """Of a folder, by pip itself; of what the API says of releases, by the links."""
+    make = runpy.run_path(str(ROOT / ".github/package_index.py"))
+    dist, out = tmp_path / "dist", tmp_path / "out"
+    dist.mkdir()
+    (dist / "notes.md").touch()
+    names = [f"libliger-1.0.0-{tag}py3-none-linux_x86_64.whl" for tag in ("", "0cpu-")]
+    wheel = fake_wheel(dist, "libliger", "1.0.0")
+    for name in names:
+        (dist / name).write_bytes(wheel.read_bytes())
+    wheel.unlink()
+    make["write"](make["built"](dist), out)
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps", "--quiet")
+    system = ("--platform", "linux_x86_64", "--only-binary=:all:")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    for index, name in zip(("simple", "simple-cpu"), names):
+        url, to = (out / index).as_uri(), tmp_path / index
+        line = [*pip, *system, "--index-url", url, "--dest", str(to), "libliger"]
+        done = subprocess.run(line, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        assert [file.name for file in to.iterdir()] == [name]
+    digest = "a" * 64
+    asset = lambda name: {"name": name, "browser_download_url": f"https://x/{name}", "digest": f"sha256:{digest}"}
+    names = ("libliger-1.0.0.tar.gz", "libliger-1.0.0-0cpu-py3-none-manylinux_2_34_aarch64.whl")
+    public = {"draft": False, "assets": [*map(asset, (*names, "notes.md"))]}
+    found = make["indices"](make["released"]([public, {"draft": True, "assets": [asset("libliger-2.0.0.tar.gz")]}]))
+    assert {index: tuple(f.name for f in files) for index, files in found.items()} == {
+        "simple": names, "simple-cpu": names[1:],
+    }  # fmt: skip
+    assert f"https://x/{names[0]}#sha256={digest}" in make["link"](found["simple"][0])
+
+
 def test_a_release_has_its_entry_in_the_changelog():
-    root = pathlib.Path(__file__).parents[1]
-    notes = runpy.run_path(str(root / ".github/release_notes.py"))["notes"]
-    changelog = (root / "CHANGELOG.md").read_text()
+    notes = runpy.run_path(str(ROOT / ".github/release_notes.py"))["notes"]
+    changelog = (ROOT / "CHANGELOG.md").read_text()
     old = "\n\n## 0.9 (2026-01-31)\nOld."
     dated = re.sub(r"^(## \S+) \(unreleased\)", rf"\1 (2027-01-31)\n\nNew.{old}", changelog, count=1, flags=re.M)
     version = re.search(r"^## (\S+)", changelog, re.M)[1]
@@ -195,7 +289,12 @@ def test_a_missing_library_is_one_sentence():
 
 @pytest.mark.parametrize(
     "name, version, beside",
-    [("liger-kernel-nightly", "0.9", True), ("liger-kernel", "0.8.2", True), ("liger-kernel", "0.8.2", False)],
+    [
+        ("liger-kernel-nightly", "0.9", True),
+        ("liger-kernel", "0.8.2", True),
+        ("liger-kernel", "0.8.2", False),
+        ("libliger", "0.9", True),
+    ],
 )
 def test_another_distribution_is_named(tmp_path, name, version, beside):
     """Where it has written into this package's folder; one that is installed elsewhere is none of its business."""
@@ -215,6 +314,18 @@ def test_another_distribution_is_named(tmp_path, name, version, beside):
     done = python(code, PYTHONPATH=path, LIGER_LIBRARY="/nowhere", PYTHONWARNINGS="ignore")
     said = f"{name} {version} has installed its own liger_kernel"
     assert (said in done.stdout) == beside and "cannot be loaded" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_report_names_a_distribution_that_came_later(tmp_path):
+    """It has overwritten the package itself, which can say nothing then."""
+    package = tmp_path / "liger_kernel"
+    shutil.copytree(os.path.dirname(liger_kernel.__file__), package, ignore=shutil.ignore_patterns("lib", "include"))
+    (package / "__init__.py").write_text("")
+    (tmp_path / "liger_kernel_nightly-0.9.dist-info").mkdir()
+    (tmp_path / "liger_kernel_nightly-0.9.dist-info/RECORD").write_text("liger_kernel/__init__.py,,\n")
+    done = python("from liger_kernel import env_report; env_report.main([])", PYTHONPATH=str(tmp_path))
+    assert "liger-kernel-nightly 0.9 has installed its own liger_kernel in the folder of libliger;" in done.stdout
+    assert "pip uninstall -y liger-kernel-nightly libliger" in done.stdout and "cannot be loaded" in done.stdout
 
 
 def test_import_takes_a_moment():
@@ -283,7 +394,7 @@ def test_liger_train_is_that_of_the_installed_torch(tmp_path, monkeypatch):
     folder.mkdir()
     with pytest.raises(FileNotFoundError, match="built without liger-train"):
         _train.program()
-    with pytest.raises(SystemExit, match="^liger-train: this liger-kernel was built without"):
+    with pytest.raises(SystemExit, match="^liger-train: this libliger was built without"):
         _train.main()
     (folder / "liger-train").write_text('#!/bin/sh\necho "$LD_LIBRARY_PATH:" "$@"\n')
     (folder / "liger-train").chmod(0o755)

@@ -76,7 +76,7 @@ def minor(request):
 def environment(minor):
     environment = Environment(BUILD / f"env-{minor}")
     environment.pip("install", f"torch=={minor}.*", *BESIDE)
-    environment.pip("uninstall", "-y", "liger-kernel")
+    environment.pip("uninstall", "-y", "libliger")
     begin = time.time()
     environment.pip("install", WHEEL)
     environment.seconds = time.time() - begin

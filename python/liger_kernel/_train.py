@@ -24,7 +24,7 @@ def program():
     built = [there for there in os.listdir(libraries) if there.startswith("torch-")] if os.path.isdir(libraries) else []
     if f"torch-{minor}" in built or not built:
         raise FileNotFoundError(
-            "this liger-kernel was built without liger-train, because what it needs could not be fetched then. "
+            "this libliger was built without liger-train, because what it needs could not be fetched then. "
             "Install it again (pip install -v .), and look for lines that begin with 'liger:'."
         )
     versions = ", ".join(sorted(there.removeprefix("torch-") for there in built))

@@ -13,6 +13,7 @@ import sys
 from importlib import metadata
 
 import liger_kernel
+from liger_kernel._installed import others
 
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "kernels", "triton", "flash-attn")
 
@@ -20,7 +21,8 @@ PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "kernels", "tr
 def versions() -> list[tuple[str, str]]:
     """(package, version) of this package and of those that it works with."""
     python = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    found = [("liger_kernel", liger_kernel.__version__), ("Python", python)]
+    version = getattr(liger_kernel, "__version__", "not known: another package has overwritten it")
+    found = [("liger_kernel", version), ("Python", python)]
     for name in PACKAGES:
         try:
             found.append((name, metadata.version(name)))
@@ -117,8 +119,9 @@ def main(arguments=None) -> int:
     )
     options = parser.parse_args(arguments)
     _print("versions", versions())
-    if others := [("WRONG", text) for text in liger_kernel._others()]:
-        _print("packages in the same folder", others)
+    version = getattr(liger_kernel, "__version__", None)
+    if wrong := [("WRONG", text) for text in others(liger_kernel.__path__, version)]:
+        _print("packages in the same folder", wrong)
     try:
         _print("library", library())
     except (ImportError, OSError) as error:

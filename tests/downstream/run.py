@@ -76,7 +76,7 @@ def wheel():
     environment = os.environ | {"PATH": f"{python}{os.pathsep}{os.environ['PATH']}"}
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
     call(*pip, "wheel", "--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", folder, ROOT, env=environment)
-    return max(folder.glob("liger_kernel-*.whl"), key=lambda file: file.stat().st_mtime)
+    return max(folder.glob("libliger-*.whl"), key=lambda file: file.stat().st_mtime)
 
 
 def environment(name, folder, package):
@@ -103,7 +103,8 @@ def environment(name, folder, package):
         for module, source in tool.modules.items():
             (site / f"{module}.py").write_text(source)
     if made != wanted:
-        # Last: a tool may have brought another liger-kernel, which this replaces.
+        # Last: a tool may have brought a liger-kernel, which has the same module.
+        subprocess.run([*pip, "uninstall", "--quiet", "--yes", "liger-kernel"], stderr=subprocess.DEVNULL)
         call(*pip, "install", "--quiet", "--no-deps", "--force-reinstall", package)
         marks.write_text(json.dumps(wanted))
     return python

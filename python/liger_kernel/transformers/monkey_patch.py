@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import logging
+import os
 
 import transformers
 from packaging import version
@@ -209,11 +210,26 @@ def _apply_liger_kernel_to_instance(
 
     Raises TypeError for a keyword that no family has, and ValueError for a budget that is none.
     """
+    report = _patch_instance(model, memory_budget, cuda_graphs, kwargs)
+    # A trainer shows no report; of its processes, the first says what it has.
+    if report is not None and report.family in FAMILIES and os.environ.get("RANK", "0") == "0":
+        done, every = len(report.replaced), len(report.replaced) + len(report.skipped)
+        warn_once(
+            f"liger_kernel: replaced {done} of {every} kinds of parts in a {type(model).__name__}; "
+            "print(liger_kernel.report(model)) lists them"
+        )
+    return report
+
+
+def _patch_instance(model: nn.Module, memory_budget: int | str | None, cuda_graphs: bool, switches: dict):
+    """What `_apply_liger_kernel_to_instance` does, and leaves the Report on the model, for liger_kernel.report."""
     model_type = getattr(getattr(model, "config", None), "model_type", None)
-    _check_options(model_type, kwargs)
+    _check_options(model_type, switches)
     if memory_budget is not None:
         plan_later(model, memory_budget)
-    report = _apply(model_type, {"model": model}, kwargs)
+    report = _apply(model_type, {"model": model}, dict(switches))
+    if report is not None and Report.kept_on(model) is not report:
+        report.keep_on(model)
     if cuda_graphs:
         capture_model(model)
     return report

@@ -1,0 +1,58 @@
+"""`liger_kernel.patch` and `liger_kernel.report`, for transformers' models of any type."""
+
+from transformers import PreTrainedModel
+
+from liger_kernel.transformers import monkey_patch
+from liger_kernel.transformers.patching.report import Report
+
+
+def _base_of(model):
+    """The transformers model that PEFT has wrapped, or the model itself; raises TypeError where it is none."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(base, PreTrainedModel):
+        raise TypeError(
+            f"a {type(base).__name__} is no model of transformers: liger_kernel.transformers."
+            "apply_liger_kernel_by_structure(model) replaces the parts of other modules"
+        )
+    return base
+
+
+def patch(
+    model: PreTrainedModel, *, memory_budget: int | str | None = None, cuda_graphs: bool = False, **switches: bool
+) -> Report:
+    """Patch a model of transformers, of any type, and return a Report: what was replaced, what was not, and why.
+
+    ```python
+    from liger_kernel import patch
+
+    print(patch(model))
+    ```
+
+    A model whose type has a row in docs/families.md is patched by its family's function. In any other, everything is
+    replaced whose source is known. Losses and gradients stay the same; `undo()` of the report restores the model.
+
+    Args:
+        model: a PreTrainedModel, or PEFT's wrapper of one; PEFT's layers then run on fused operators too.
+        memory_budget: bytes, or a text such as "70GiB", "90%" or "auto": layers keep for backward what fits into it
+            (liger_kernel.memory.plan_later).
+        cuda_graphs: run forward and backward as CUDA graphs (liger_kernel.graphs.capture_model).
+        switches: parts to replace, or not: rope, rms_norm, layer_norm, swiglu, geglu, router, layers, masks, lora,
+            cross_entropy, fused_linear_cross_entropy, ... A switch that the family does not have has no effect, with a
+            warning if it is on. With by_source=False, only families with a row are patched.
+
+    Raises TypeError for a model that is none of transformers', for an unknown switch, and with by_source=False for a
+    type without a row; ValueError for a budget that is none.
+    """
+    base = _base_of(model)
+    report = monkey_patch._patch_instance(base, memory_budget, cuda_graphs, switches)
+    if report is None:
+        raise TypeError(f"the model type {base.config.model_type!r} has no row, and by_source is False")
+    return report
+
+
+def report(model: PreTrainedModel) -> Report | None:
+    """The report of a model's last patch, by `patch` or by a trainer's `use_liger_kernel=True`; None without one.
+
+    Raises TypeError for a model that is none of transformers'.
+    """
+    return Report.kept_on(_base_of(model))

@@ -1,0 +1,70 @@
+"""What a measurement was made on."""
+
+import datetime
+import os
+import platform
+import re
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "triton")
+
+
+def _output(*command):
+    """What a program prints; None where there is no such program, or it fails."""
+    try:
+        return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def commit(folder: Path | str) -> str | None:
+    """The commit of the repository that has a folder's files, with a + where tracked files differ from it, but for
+    results and pages; LIGER_COMMIT where it is set; None outside a repository."""
+    if given := os.environ.get("LIGER_COMMIT"):
+        return given
+    here = ("git", "-C", str(folder))
+    if not _output(*here, "ls-files", "--", "."):
+        return None
+    git = ("git", "-C", _output(*here, "rev-parse", "--show-toplevel"))
+    tracked = ("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results", ":!docs")
+    return _output(*git, "rev-parse", "--short=12", "HEAD") + "+" * bool(_output(*git, *tracked))
+
+
+def version_of(name: str) -> str | None:
+    """The version of an installed distribution, or None."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def processor() -> str:
+    """The name of the CPU."""
+    cpuinfo = Path("/proc/cpuinfo")
+    name = re.search("model name\\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    return name[1] if name else platform.processor()
+
+
+def machine(device: str, gpus: int = 1, cap_gb: float | None = None, sources: Path | None = None) -> dict:
+    """Device, driver, versions, date, and the commit of a folder of sources; `device` is "cuda" or "cpu"."""
+    import torch
+
+    cuda = device == "cuda"
+    driver = cuda and _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return {
+        "device": torch.cuda.get_device_name() if cuda else processor(),
+        "gpus": gpus,
+        "cap_gb": cap_gb,
+        "memory_bytes": torch.cuda.get_device_properties(0).total_memory if cuda else None,
+        "driver": driver.splitlines()[0] if driver else None,
+        "threads": torch.get_num_threads(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda,
+        **{name: version_of(name) for name in PACKAGES},
+        "torch": torch.__version__,
+        "commit": commit(sources or Path(__file__).parent),
+        "date": datetime.date.today().isoformat(),
+    }
