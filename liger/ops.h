@@ -356,9 +356,9 @@ LogProbResult linear_log_prob(const at::Tensor& hidden, const at::Tensor& weight
 
 /// Logits of a head at a few classes of each token, float [..., K]:
 ///   y_k = hidden weight_c + bias_c, c = class_ids_k
-/// hidden [..., width], weight [classes, width], bias [classes], of one dtype; class_ids [..., K] integers, -1 for none,
-/// whose logit is 0. For losses that are normalised over given classes: no other class is computed. The gradient of a
-/// class is summed in float over its tokens, in their order. A class outside [-1, classes) is an error, as in
+/// hidden [..., width], weight [classes, width], bias [classes], of one dtype; class_ids [..., K] integers, -1 for
+/// none, whose logit is 0. For losses that are normalised over given classes: no other class is computed. The gradient
+/// of a class is summed in float over its tokens, in their order. A class outside [-1, classes) is an error, as in
 /// linear_log_prob.
 at::Tensor class_logits(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& class_ids,
                         const std::optional<at::Tensor>& bias = {});

@@ -1,8 +1,8 @@
 #pragma once
 #include "liger/core/kernel.h"
 
-// Logits of a head at a few classes of each row, and their gradients; formulas in liger/ops.h (class_logits). A class of
-// −1 is absent.
+// Logits of a head at a few classes of each row, and their gradients; formulas in liger/ops.h (class_logits). A class
+// of −1 is absent.
 
 namespace liger {
 
@@ -26,8 +26,10 @@ struct ClassLogitsDx {
   DType dtype;
 };
 
-/// dw_c = Σ dy_k x and db_c = Σ dy_k over the pairs (row, k) of class c, in their order, in float, rounded once. Classes
-/// without a pair are not written.
+/// Over the pairs (row, k) of class c, in their order, in float, rounded once:
+///   dw_c = Σ dy_k x
+///   db_c = Σ dy_k
+/// Classes without a pair are not written.
 struct ClassLogitsDw {
   const float* dy;      // [pairs]
   const void* x;        // [rows, cols]
