@@ -30,6 +30,7 @@ from pathlib import Path
 import torch
 from liger_kernel.operators.coverage import ACTIVATION_NAMES
 from liger_kernel.transformers.patching import numeric
+from liger_kernel.transformers.patching.by_source import swaps_of
 from liger_kernel.transformers.patching.families import FAMILIES, Swap
 from liger_kernel.transformers.patching.formulas import FORMULAS
 from liger_kernel.transformers.patching.layers import STEPS, adding
@@ -110,7 +111,11 @@ ROUNDS_LESS = {"scaled_gated_mlp", "clamped_swish_mlp"}
 UNEQUAL_HALVES = {"modeling_hunyuan_vl"}
 # Compared by hand, for all that their branches do.
 REVIEWED = {"SeedOssMLP", "AriaExperts", "Glm5NextTextExperts", "HYV4Experts", "MiniMaxM3VLExperts", "XIELUActivation"}
-REVIEWED |= {name.rpartition(".")[2] for row in FAMILIES.values() for name in row.swaps}
+REVIEWED |= {f"{name}Experts" for name in ("DeepseekV4", "GptOss", "HunYuanMoEV1", "Mixtral", "Qwen3_5Moe")}
+REVIEWED |= {f"{name}Experts" for name in ("Gemma4Text", "Glm4vMoeText", "Qwen3Moe", "Qwen3Next", "Qwen3VLMoeText")}
+REVIEWED |= {"Glm4vMoeTextNaiveMoe", "Glm4vMoeTextTopkRouter", "Gemma4RMSNorm", "MixtralBlockSparseTop2MLP"}
+REVIEWED |= {f"{name}TopKRouter" for name in ("Mixtral", "Qwen3Moe", "Qwen3Next", "Qwen3VLMoeText", "Qwen3_5Moe")}
+REVIEWED |= {f"{name}RMSNormGated" for name in ("FalconH1", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe")}
 REVIEWED |= {f"{name}RMSNormGated" for name in ("Bamba", "GraniteMoeHybrid", "Mamba", "NemotronH", "Zamba2")}
 REVIEWED |= {f"{name}TopKRouter" for name in ("Beam", "Ernie4_5_Moe", "Flint", "Olmoe", "Qwen2Moe")}
 REVIEWED |= {f"{name}DecoderLayer" for name in ("Phi3", "Qwen3MoeText", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe")}
@@ -463,7 +468,7 @@ def main():
 
 def collect(paths):
     part_by_source, places, unknown, seen = {}, {}, {}, set()
-    named = {(home, name) for row in FAMILIES.values() for home in row.modules for name in row.swaps}
+    keeps = {row.module: row.keeps or "(?!)" for row in FAMILIES.values()}
     for path in paths:
         version = re.search(r"transformers-([\d.]+)-", path).group(1)
         with zipfile.ZipFile(path) as wheel:
@@ -480,7 +485,7 @@ def collect(paths):
                         part_by_source[key] = part_of(original, home.rpartition(".")[2])
                     if part_by_source[key]:
                         places.setdefault(key, {})[name, version] = None
-                    elif (home, name) in named:
+                    elif home in keeps and not re.fullmatch(keeps[home], name) and swaps_of(original, name):
                         unknown.setdefault(f"{home.rpartition('.')[2]}.{name}", []).append(version)
     before = {key: (part, where) for part, keys in json.loads(TABLE.read_text()).items() for key, where in keys.items()}
     after = dict(before)

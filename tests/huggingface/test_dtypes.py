@@ -23,7 +23,7 @@ from liger_kernel.transformers.patching.formulas import find, is_known, unfit
 from liger_kernel.transformers.patching.place import Edits, instead_of, own_attributes, replace_class
 from liger_kernel.transformers.patching.source import as_written, fingerprint
 from packaging.version import parse
-from tiny import TINY_MODELS, model_of
+from tiny import TINY_MODELS, model_of, swaps_in
 from torch import nn
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -44,7 +44,7 @@ def originals():
         if not importlib.util.find_spec(row.module.rpartition(".")[0]):
             continue
         modules = [m for kind in TINY_MODELS[family] for m in model_of(family, kind).modules()]
-        for name, swap in row.swaps.items():
+        for name, swap in swaps_in(family):
             if swap.switch == "router":
                 continue
             original = None if "." in name else getattr(row.namespace(), name, None)
@@ -60,7 +60,7 @@ def originals():
                 normless = "RMSNorm" in name and getattr(module, "weight", None) is None
                 if cls is None or normless:
                     continue
-                targets = swap.targets[:1] if "." in name else [t for t in swap.targets if is_known(t, cls)]
+                targets = [t for t in swap.targets if is_known(t, cls)]
                 found.update(((fingerprint(cls) or name, target), (module, swap, target)) for target in targets[:1])
     if parse(transformers.__version__) >= parse("5.19"):
         for kind in WITHOUT_ROW:

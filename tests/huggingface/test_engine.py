@@ -15,6 +15,7 @@ from liger_kernel.transformers.patching.apply import Report, patch
 from liger_kernel.transformers.patching.families import FAMILIES, MODEL_TYPES, RMS_NORM, ROPE, SWIGLU, CausalLM, Family
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
 from test_layers import nodes
+from tiny import swaps_in
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -40,7 +41,7 @@ def test_class_level_replaces_names_and_undo_restores_them(family, patched):
     before = _state(family)
     everything = dict(vars(nn.functional)), dict(vars(nn)), dict(vars(torch))
     report = patched(family, strict=True)
-    for name, swap in FAMILIES[family].swaps.items():
+    for name, swap in swaps_in(family):
         part, now, original = swap.load(), getattr(modeling(family), name), dict(before)[name]
         if isinstance(part, type):
             assert issubclass(now, part) and issubclass(now, original)
@@ -259,7 +260,7 @@ def test_forwards_have_our_source_and_the_signature_of_the_model(family, patched
     patched(family, model)
     assert inspect.getsource(model.forward) == inspect.getsource(forward)
     assert inspect.getsource(model.model.norm.forward) == inspect.getsource(LigerRMSNorm.forward)
-    swap = next(swap for swap in FAMILIES[family].swaps.values() if swap.switch == _gate(family))
+    swap = next(swap for _, swap in swaps_in(family) if swap.switch == _gate(family))
     assert inspect.getsource(model.model.layers[0].mlp.forward) == inspect.getsource(swap.load().forward)
     original = inspect.signature(plain.forward).parameters
     parameters = inspect.signature(model.forward).parameters
@@ -348,7 +349,7 @@ def test_a_stand_in_for_the_modeling_module_takes_the_assignments(family, monkey
     real = modeling(family)
     before = _state(family)
     copied = {name: type(name, (getattr(real, name),), {}) for name in FAMILIES[family].loss}
-    stand_in = SimpleNamespace(**{name: getattr(real, name) for name in FAMILIES[family].swaps}, **copied)
+    stand_in = SimpleNamespace(**vars(real) | copied)
     monkeypatch.setattr(package, f"modeling_{family}", stand_in)
     _function(family)()
     assert stand_in.apply_rotary_pos_emb.liger_original is real.apply_rotary_pos_emb

@@ -3,6 +3,7 @@ each mechanism; `make test-families`, or `pytest --families all`, takes all, and
 
 import copy
 import inspect
+import re
 
 import pytest
 import torch
@@ -12,11 +13,12 @@ from liger_kernel.transformers import monkey_patch
 from liger_kernel.transformers.causal_lm import names_in
 from liger_kernel.transformers.experts import LigerClampedExperts, LigerGEGLUExperts, LigerGptOssExperts
 from liger_kernel.transformers.patching.families import FAMILIES, SWITCHES
+from liger_kernel.transformers.patching.formulas import find
 from liger_kernel.transformers.swiglu import LigerExperts, LigerFalconH1SwiGLUMLP
 from liger_kernel.transformers.xielu import LigerXIELU
 from liger_kernel.utils import warn_once
 from packaging import version
-from tiny import TINY_MODELS, model_of
+from tiny import TINY_MODELS, model_of, swaps_in
 from torch.nn import functional as F
 
 # The families whose loss has a part for the balance of the experts.
@@ -162,12 +164,8 @@ def test_training(family, kind, apply, inputs, level, loss):
         model = model_of(family, kind)
         model.load_state_dict(weights)
     assert not _left(family, model)
-    if level == "instance" and any(
-        callable(swap.load()) and not isinstance(swap.load(), type) for swap in FAMILIES[family].swaps.values()
-    ):
-        assert [entry.count for entry in report.replaced if entry.switch == "rope"] or "rope" in FAMILIES[
-            family
-        ].without
+    if level == "instance" and any(swap.switch == "rope" for _, swap in swaps_in(family)):
+        assert "rope" in {entry.switch for entry in (*report.replaced, *report.skipped)}
 
     output = assert_same_step(model, reference, inputs)
     if FAMILIES[family].loss:
@@ -180,17 +178,14 @@ def test_training(family, kind, apply, inputs, level, loss):
 
 
 def _left(family, model):
-    """The modules of a class which the row names and that is still transformers', but for norms without a weight."""
-    names = {name.rpartition(".")[2] for name, swap in FAMILIES[family].swaps.items()}
-    if version.parse(transformers.__version__) < version.parse("5"):
-        names -= {"GptOssExperts", "Qwen3VLMoeTextExperts"}  # they take a weight for every expert
-        names -= {"GptOssTopKRouter"}  # which gives one
-    if version.parse(transformers.__version__) < version.parse("5.16"):
-        names -= {"Glm4vMoeTextTopkRouter"}  # gives logits only
+    """The modules of a class of known source that is still transformers', but for norms without a weight."""
+    names = {name.rpartition(".")[2] for name, swap in swaps_in(family)}
     return [
         m
         for m in model.modules()
-        if type(m).__name__ in names and (getattr(m, "weight", None) is not None or "Norm" not in type(m).__name__)
+        if type(m).__name__ in names
+        and find(type(m)) is not None
+        and (getattr(m, "weight", None) is not None or "Norm" not in type(m).__name__)
     ]
 
 
@@ -388,6 +383,15 @@ def test_switches_without_effect_are_named_once(family, kind, apply, caplog):
         )
 
 
+@only(lambda row: row.keeps)
+def test_what_a_row_keeps_is_no_skip(family, kind, apply):
+    """A switch is not said to have left out what only looks like its parts, so that `strict` can be asked for."""
+    for model in (None, model_of(family, kind)):
+        report = apply(model, **switches_of(family))
+        named = {entry.name for entry in (*report.replaced, *report.skipped)}
+        assert report.replaced and not [name for name in named if re.fullmatch(FAMILIES[family].keeps, name)]
+
+
 def test_undo(family, kind, apply, inputs):
     model = model_of(family, kind)
     plain, before = model(**inputs), [(type(module), dict(vars(module))) for module in model.modules()]
@@ -422,7 +426,7 @@ def test_class_level_touches_the_familys_modules_alone(family, kind, apply):
     assert [dict(vars(owner)) for owner in shared] == theirs and list(
         dict.items(transformers.activations.ACT2FN)
     ) == activations
-    if row.swaps or row.loss:
+    if swaps_in(family) or row.loss:
         assert [dict(vars(owner)) for owner in (*modules, *classes)] != mine
     report.undo()
     assert [dict(vars(owner)) for owner in (*modules, *classes)] == mine

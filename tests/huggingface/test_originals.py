@@ -8,9 +8,10 @@ import torch
 from accelerate.hooks import ModelHook, SequentialHook, add_hook_to_module
 from conftest import assert_same_step, batch, class_of, config_of, make, modeling, run
 from liger_kernel.transformers import LigerMLP, LigerTiledSwiGLUMLP, functional
-from liger_kernel.transformers.patching.families import FAMILIES, CausalLM, Family
+from liger_kernel.transformers.patching.families import CausalLM, Family
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
 from liger_kernel.utils import warn_once
+from tiny import swaps_in
 from torch.nn.modules.module import register_module_forward_hook
 
 FUSED, UNFUSED = "fused_linear_cross_entropy", "cross_entropy"
@@ -72,7 +73,7 @@ def test_an_activation_without_a_kernel_keeps_the_class(family, patched, caplog)
     patched(family, rope=False)
     model = class_of(family)(config_of(family, **fields)).train()
     model.load_state_dict(reference.state_dict())
-    mlp = next(name for name in FAMILIES[family].swaps if name.endswith("MLP"))
+    mlp = next(name for name, _ in swaps_in(family) if name.endswith("MLP"))
     assert type(model.model.layers[0].mlp) is type(reference.model.layers[0].mlp)
     assert isinstance(model.model.norm, LigerRMSNorm)
     assert f"{mlp} is not replaced: its activation is ReLU" in caplog.text

@@ -23,7 +23,7 @@ from liger_kernel.transformers.patching.apply import patch
 from liger_kernel.transformers.patching.families import FAMILIES, RMS_NORM, Family, table
 from liger_kernel.transformers.patching.formulas import is_known
 from packaging import version
-from tiny import TINY_MODELS
+from tiny import TINY_MODELS, swaps_in
 
 ROOT = pathlib.Path(__file__).parents[2]
 MORE_TYPES = (
@@ -32,14 +32,27 @@ MORE_TYPES = (
 ).split()
 
 
-# Rotated by tables of another order, in transformers from 5.17 and before 5; off by default, and the report says that
-# they are kept.
-UNKNOWN = {("glm4v", "apply_rotary_pos_emb"), ("glm4v", "apply_multimodal_rotary_pos_emb")}
+# MLPs without a gate, and one that changes the width.
+UNKNOWN = {"DiTMLP", "Qwen3OmniMoeTalkerResizeMLP", "Phi4MultimodalAudioMLP"}
+UNKNOWN |= {f"{name}VisionMLP" for name in ("MuseGlimmer", "Kimi_K25", "Phi4Multimodal", "Qwen3OmniMoe")}
+if version.parse(transformers.__version__) < version.parse("5.16"):
+    # Routers that give logits only, experts of other shapes, a gated norm of another order.
+    UNKNOWN |= {f"{name}TopkRouter" for name in ("Glm4vMoeText", "DeepseekV3", "Glm4Moe", "Glm4MoeLite", "GlmMoeDsa")}
+    UNKNOWN |= {"NemotronHTopkRouter", "Ernie4_5_MoeTopKRouter", "FalconH1RMSNormGated"}
+    UNKNOWN |= {f"GraniteMoe{name}ParallelExperts" for name in ("", "Shared", "Hybrid")}
+    UNKNOWN |= {"apply_rotary_pos_emb_vision"}  # Qwen2.5-Omni's, of one tensor
+if version.parse(transformers.__version__) < version.parse("5.7"):
+    UNKNOWN |= {"apply_rotary_pos_emb"}  # GLM-5's and, of transformers 4, Phi-3.5-MoE's
 if version.parse(transformers.__version__) < version.parse("5"):  # these take a weight of each expert there
-    UNKNOWN |= {("gpt_oss", "GptOssExperts"), ("qwen3_vl_moe", "Qwen3VLMoeTextExperts")}
-    UNKNOWN |= {("gpt_oss", "GptOssTopKRouter")}  # gives scores of all experts
-if version.parse(transformers.__version__) < version.parse("5.16"):  # gives logits only
-    UNKNOWN |= {("glm4v_moe", "Glm4vMoeTextTopkRouter")}
+    UNKNOWN |= {"GptOssExperts", "Qwen3VLMoeTextExperts", "Qwen2MoeMLP"}
+    UNKNOWN |= {"GptOssTopKRouter"}  # gives scores of all experts
+    UNKNOWN |= {"apply_multimodal_rotary_pos_emb"}  # GLM-4V's, whose tables have another order
+# What a family's function has a switch for, and its models have not, or only some versions have.
+ABSENT = {
+    **dict.fromkeys(("cohere", "cohere2", "phimoe", "smolvlm"), {"rms_norm"}),
+    **dict.fromkeys(("kimi_linear", "nemotron_h"), {"rope"}),
+    "deepseek_v2": {"router"},
+}
 
 
 def _there(row):
@@ -78,21 +91,15 @@ def test_what_a_row_names_is_there_and_known(name):
             getattr(monkey_patch, f"apply_liger_kernel_to_{name}")()
         return
     namespace = row.namespace()
-    for part, swap in row.swaps.items():
-        if "." in part:
-            module, _, part = part.rpartition(".")
-            assert hasattr(importlib.import_module(module), part)
-            continue
-        assert hasattr(namespace, part) or part in row.optional, part
-        if hasattr(namespace, part) and (name, part) not in UNKNOWN:
+    for part, swap in swaps_in(name):
+        if "." not in part and part not in UNKNOWN:
             assert any(is_known(target, getattr(namespace, part)) for target in swap.targets), part
-    for switch in {swap.switch for swap in row.swaps.values()} - {
-        "swiglu" if name == "mixtral" else "rms_norm" if name == "smolvlm" else ""
-    }:
-        assert any(
-            "." in part or hasattr(namespace, part) for part, swap in row.swaps.items() if swap.switch == switch
-        ), switch
-    heads = [getattr(namespace, part) for part in row.loss if hasattr(namespace, part) or part not in row.optional]
+    assert not row.keeps or any(re.fullmatch(row.keeps, part) for part in vars(namespace))
+    if not row.holds and not row.composite:
+        found = {swap.switch for _, swap in swaps_in(name)}
+        wanted = row.switches.keys() - row.without.keys() - ABSENT.get(name, set())
+        assert wanted - {"cross_entropy", "fused_linear_cross_entropy", "layers", "masks", "lora"} <= found
+    heads = [getattr(namespace, part) for part in row.loss if hasattr(namespace, part)]
     assert heads or not row.loss
     assert all(hands_logits_over(original_forward(cls)) for cls in heads)
     assert {cls.__name__ for cls in heads} <= TINY_MODELS[name].keys()

@@ -4,6 +4,7 @@ import functools
 import importlib
 
 import torch
+from liger_kernel.transformers.patching.by_source import completed
 from liger_kernel.transformers.patching.families import FAMILIES
 from random_models import END, IMAGE, MODELS, START
 from shrink import shrunk
@@ -105,8 +106,13 @@ TINY_MODELS = {
 TINY_MODELS |= {
     row.name: {name: (functools.partial(shrunk, row.name), text) for name in row.loss}
     for row in FAMILIES.values()
-    if row.by_source
+    if row.name not in MODELS
 }
+
+
+def swaps_in(family):
+    """(name, swap) of all that a family's row replaces in the installed transformers, by class."""
+    return [*completed(FAMILIES[family]).pairs()]
 
 
 def class_of(family):

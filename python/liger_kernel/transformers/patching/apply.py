@@ -30,7 +30,7 @@ from liger_kernel.transformers.model import loss_utils
 from liger_kernel.transformers.patching import numeric
 from liger_kernel.transformers.patching.attention import has_sinks, use_flash_attention
 from liger_kernel.transformers.patching.by_source import completed, original_class, tables_fit
-from liger_kernel.transformers.patching.families import FAMILIES, MODEL_TYPES, CausalLM, Family, Swap
+from liger_kernel.transformers.patching.families import FAMILIES, MODEL_TYPES, PARTS, CausalLM, Family, Swap
 from liger_kernel.transformers.patching.formulas import find, is_known, kinds_of, obstacle, unfit
 from liger_kernel.transformers.patching.layers import OPERATORS, fuse_classes, fuse_modules
 from liger_kernel.transformers.patching.masks import count_classes, count_modules
@@ -81,7 +81,7 @@ def patch(family: str | Family, model: nn.Module | None = None, strict: bool = F
         _check_family(row, model)
     report = Report(row.name)
     try:
-        if row.by_source and not row.swaps:
+        if row.by_source and not row.swaps:  # row_of has those of a model
             row = completed(row, model)
         _Patcher(row, model, on, report, {name for name, value in switches.items() if value}).run()
         if strict and report.skipped:
@@ -156,6 +156,7 @@ class _Patcher:
         for name, swap in row.pairs():
             if swap.switch in on:
                 self.swaps.setdefault(name, []).append(swap)
+        self.holds = row.composite or bool(row.holds)
         self.deferred = [name for name, swaps in self.swaps.items() if swaps[0].deferred or "." in name]
 
     def run(self):
@@ -182,7 +183,7 @@ class _Patcher:
             self._model_losses()
         if "lora" in self.on:
             self._adapters()
-        if not self.row.by_source:  # whose switches are those of all families
+        if self.row.holds or not self.row.whole:  # a type without a row has all switches
             self._name_the_idle()
             self._warn_of_the_idle()
 
@@ -202,11 +203,11 @@ class _Patcher:
             self.report.skipped.append(entry)
 
     def _name_the_idle(self):
-        """Report the switches that the caller turned on and that found nothing."""
+        """Report the switches that the caller turned on and that found nothing; models that a model holds may have what
+        it has not."""
         told = {entry.switch for entry in (*self.report.replaced, *self.report.skipped)}
-        names = {}
-        for name, swap in self.row.pairs():
-            names.setdefault(swap.switch, name.rpartition(".")[2])
+        names = {} if self.holds else dict(PARTS)
+        names |= {swap.switch: name.rpartition(".")[2] for name, swap in reversed([*self.row.pairs()])}
         for switch in self.row.switches:
             if switch in self.on & self.named - told and switch in names:
                 self._skip(switch, names[switch], _MISSING if self.model is None else "the model has none")
@@ -215,7 +216,7 @@ class _Patcher:
         """Say once of each switch that replaced nothing why not; a default without a counterpart is no news."""
         done = {entry.switch for entry in self.report.replaced}
         for entry in self.report.skipped:
-            if entry.switch not in done:
+            if entry.switch not in done and not (self.holds and entry.reason == UNKNOWN):
                 where = "" if entry.name == self.row.name else f"{entry.name}: "
                 warn_once(f"{entry.switch}=True has no effect on {self.row.name}: {where}{entry.reason}")
 
@@ -223,17 +224,15 @@ class _Patcher:
         """(swap, target) of what stands for `original`: by its source, or in a caller's own row by its values."""
         part = find(original)
         known = [(swap, target) for swap in swaps for target in swap.targets if part and target in part.targets]
-        if known or self.row.by_source or self.row is FAMILIES.get(self.row.name):
+        if known or self.row.by_source:
             return known
         tried = [(swap, numeric.same_values(swap, as_written(original), module)) for swap in swaps]
         return [(swap, target) for swap, target in tried if target]
 
     def _tables_fit(self, home, original):
-        """Whether a rotary function's tables are laid out as its part reads them; that they have two equal halves is
-        known of a family with a row."""
+        """Whether a rotary function's tables are laid out as its part reads them."""
         part = find(original)
-        rows_know = part is None or part.tables in (None, "halves") and not self.row.by_source
-        return rows_know or tables_fit(home, original)
+        return part is None or part.tables in (None, self.row.tables) or tables_fit(home, original)
 
     def _rebind(self, swaps, name):
         swap = swaps[0]
@@ -243,8 +242,7 @@ class _Patcher:
             return
         original = getattr(self.namespace, name, None)
         if original is None:
-            if name not in self.row.optional:
-                self._skip(swap.switch, name, _MISSING)
+            self._skip(swap.switch, name, _MISSING)
         elif not (targets := self._targets(swaps, original)):
             self._skip(swap.switch, name, UNKNOWN)
         elif not self._tables_fit(self.row.module, original):
@@ -264,8 +262,7 @@ class _Patcher:
                 key = self._switch_of(type(module), swaps), type(module).__name__
                 done[key] = done.get(key, 0) + 1
                 continue
-            foreign = "." in name and not self.row.by_source
-            targets = [(swaps[0], swaps[0].targets[0])] if foreign else self._targets(swaps, cls, module)
+            targets = self._targets(swaps, cls, module)
             fits = [
                 (swap, part := swap.load(target), obstacle(module, cls, part, swap.activations))
                 for swap, target in targets or [(swaps[0], None)]
@@ -372,9 +369,8 @@ class _Patcher:
         for name, spec in self.row.loss.items():
             cls = getattr(self.namespace, name, None)
             if cls is None:
-                if name not in self.row.optional:
-                    for switch in sorted(_LOSSES & self.on):
-                        self._skip(switch, name, _MISSING)
+                for switch in () if self._loss_classes() else sorted(_LOSSES & self.on):
+                    self._skip(switch, name, _MISSING)
                 continue
             reason = no_logits_of(original_forward(cls), spec)
             if function := own_class_loss(cls):

@@ -1,4 +1,4 @@
-"""Rows made of sources: of a model type without a row, and of a row that says nothing else of its parts.
+"""Rows made of sources: of the families of the table, and of a model type without a row.
 
 Every class, every rotary function and every routers' loss whose source is known (formulas.py) becomes an entry of the
 row; what only its name tells becomes one too, so that the report names it as kept.
@@ -42,12 +42,15 @@ _ROPES = tuple(swap for table in (ROPE, VISION_ROPE, SECTIONED_ROPE, LLAMA4_ROPE
 _NORMS = (RMS_NORM, GATED_RMS_NORM, _LAYER_NORM)
 _OTHERS = (RELU_SQUARED | XIELU | ROUTER_LOSS).values()
 _SWAPS = (*_NORMS, SWIGLU, GEGLU, EXACT_GEGLU, GPT_OSS_EXPERTS, ROUTER, *_OTHERS, *_ROPES)
+#: The order of the switches in a row, and in the report.
+_ORDER = {switch: i for i, switch in enumerate(dict.fromkeys(swap.switch for swap in _SWAPS))}
 # The name of a class or a function -> what would stand for it if its source were known.
 _KINDS = (
     (re.compile(r"RMSNorm|RmsNorm|L2Norm"), RMS_NORM),
     (re.compile(r"LayerNorm(1P|PerHead)?$"), _LAYER_NORM),
     (re.compile(r"MLP\d?$|Mlp$|FFN$|FeedForward$|Experts$|NaiveMoe$"), SWIGLU),
-    (re.compile(r"^apply_.*(rotary|rope).*"), ROPE["apply_rotary_pos_emb"]),
+    (re.compile(r"Top[kK]Router$"), ROUTER),
+    (re.compile(r"^(vision_)?apply_.*(rotary|rope)"), ROPE["apply_rotary_pos_emb"]),
 )
 _TABLES = re.compile(r"Rotary|Rope")
 
@@ -55,45 +58,81 @@ _TABLES = re.compile(r"Rotary|Rope")
 def row_of(model: nn.Module) -> Family:
     """The row of a model whose type has none, with every switch."""
     kind = getattr(getattr(model, "config", None), "model_type", None) or type(model).__name__
-    row = Family(kind, {}, modeling=original_class(model).__module__, parameters=(*SWITCHES, "model"), by_source=True)
-    return completed(row, model)
+    home, every = original_class(model).__module__, (*SWITCHES, "model")
+    return completed(Family(kind, modeling=home, parameters=every, tables="", whole=True, by_source=True), model)
 
 
 def completed(row: Family, model: nn.Module | None = None) -> Family:
-    """A row that is by source, with its swaps: for what a model holds, or for what the row's modeling module defines.
+    """A row that is by source, with its swaps: for what a model holds, or for what the row's modeling module names.
 
     A row without heads gets those of the model.
     """
-    if model is None:
-        homes = [row.namespace(), *(sys.modules[name] for name in row.also if name in sys.modules)]
-        classes = {c for home in homes for c in vars(home).values() if isinstance(c, type) and issubclass(c, nn.Module)}
-        classes = {cls for cls in classes if any(cls.__module__ == home.__name__ for home in homes)}
-    else:
-        classes = {original_class(module) for module in model.modules()}
-    # In the order of their names: a set has another one in every process.
-    ordered = sorted(classes, key=lambda cls: (cls.__module__, cls.__qualname__))
-    found: dict[str, tuple[Swap, ...]] = {}
-    for cls in ordered:
-        entries = [(name, swaps_of(function, name)) for name, function in _functions(cls)]
-        if not issubclass(cls, PreTrainedModel):
-            entries.append(("torch.nn.LayerNorm" if cls is nn.LayerNorm else cls.__name__, swaps_of(cls, cls.__name__)))
-        for name, swaps in entries:  # classes and functions of several modules may have one name
-            found[name] = tuple(dict.fromkeys((*found.get(name, ()), *swaps)))
-    chosen = {
-        name: kept for name, each in found.items() if (kept := tuple(s for s in each if s.switch in row.switches))
-    }
+    namespace = {} if model is not None else vars(row.namespace())
+    classes = _classes_in(namespace) if model is None else _classes_of(row, model)
+    # Those that the module also holds in dicts: rebinding their names does not reach all that use them.
+    tables = [table.values() for table in namespace.values() if isinstance(table, dict)]
+    deferred = {value for values in tables for value in values if isinstance(value, type)}
+    found: dict[str, dict[Swap, None]] = {}
+    for name, original in _parts_of(classes):  # classes and functions of several modules may have one name
+        if (model is None and name not in namespace) or (row.keeps and re.fullmatch(row.keeps, name)):
+            continue
+        for swap in swaps_of(original, name):
+            found.setdefault(name, {})[replace(swap, deferred=True) if original in deferred else swap] = None
     if model is None:  # what a finished model has of others' classes
-        others = LAYER_NORM | RELU_SQUARED | XIELU
-        chosen |= {name: (swap,) for name, swap in others.items() if swap.switch in row.switches}
-        return replace(row, swaps=chosen)
-    also = tuple(sorted({cls.__module__ for cls in classes} - {row.module}))
-    loss, why = heads_of(model) if not row.loss else (row.loss, None)
-    return replace(row, swaps=chosen, also=also, loss=loss, without=row.without | (why or {}))
+        found |= {name: {swap: None} for name, swap in (LAYER_NORM | RELU_SQUARED | XIELU).items()}
+    wanted = row.switches.keys() - row.without.keys()
+    chosen = {name: kept for name, each in found.items() if (kept := tuple(s for s in each if s.switch in wanted))}
+    row = replace(row, swaps={name: chosen[name] for name in sorted(chosen, key=lambda n: _ORDER[chosen[n][0].switch])})
+    if model is None:
+        return row
+    also = tuple(dict.fromkeys(cls.__module__ for cls in classes if cls.__module__ != row.module))
+    loss, why = (row.loss, {}) if row.loss else heads_of(model)
+    return replace(row, also=also, loss=loss, without=row.without | why)
+
+
+def _classes_in(namespace):
+    """The classes of modules that a modeling module has a name for, also such as it imports from other models."""
+    found = [value for value in namespace.values() if isinstance(value, type) and issubclass(value, nn.Module)]
+    return list(dict.fromkeys(original_of(cls) for cls in found if cls.__module__.startswith("transformers.models.")))
+
+
+def _classes_of(row, model):
+    """The classes of a model's modules: those that the row's modeling module has names for, and those of torch and
+    transformers that all models share; of a row for the whole model, all."""
+    found = dict.fromkeys(original_class(module) for module in model.modules())
+    if row.whole:
+        return list(found)
+    # By name: a module that has been reloaded defines other classes.
+    known = {_full_name(cls) for cls in (*_classes_in(vars(row.namespace())), nn.LayerNorm)} | {*RELU_SQUARED, *XIELU}
+    return [cls for cls in dict.fromkeys(base for cls in found for base in cls.__mro__) if _full_name(cls) in known]
+
+
+def _full_name(cls):
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _parts_of(classes):
+    """(name, class or function) of classes that are no models, and of the rotary functions and the routers' loss that
+    forwards call."""
+    for cls in classes:
+        if not issubclass(cls, PreTrainedModel):
+            yield "torch.nn.LayerNorm" if cls is nn.LayerNorm else cls.__name__, cls
+        forward = inspect.unwrap(original_forward(cls))
+        values = getattr(forward, "__globals__", {})
+        for name in sorted(names_in(forward)):
+            function = as_written(values.get(name))
+            if inspect.isfunction(function) and (name in ROUTER_LOSS or _KINDS[-1][0].search(name)):
+                yield name, function
 
 
 def original_class(module: nn.Module) -> type:
     """The class of a module as its own code has it, under what a patch has put before it."""
-    return next(cls for cls in type(module).__mro__ if "liger_part" not in vars(cls) and not _is_ours(cls))
+    return original_of(type(module))
+
+
+def original_of(cls: type) -> type:
+    """The class that a patch has put others before."""
+    return next(base for base in cls.__mro__ if "liger_part" not in vars(base) and not _is_ours(base))
 
 
 def _is_ours(cls):
@@ -106,16 +145,6 @@ def swaps_of(original, name: str) -> tuple[Swap, ...]:
     if part is not None:
         return tuple(swap for swap in _SWAPS if set(swap.targets) & set(part.targets))
     return next(((replace(swap, targets=swap.targets[:1]),) for names, swap in _KINDS if names.search(name)), ())
-
-
-def _functions(cls):
-    """(name, function) of the rotary functions, and of the routers' loss, that the forward of a class calls."""
-    forward = inspect.unwrap(original_forward(cls))
-    values = getattr(forward, "__globals__", {})
-    for name in sorted(names_in(forward)):
-        function = as_written(values.get(name))
-        if inspect.isfunction(function) and (name in ROUTER_LOSS or _KINDS[-1][0].search(name)):
-            yield name, function
 
 
 def tables_fit(home: str, function) -> bool:
@@ -140,7 +169,7 @@ def _asks_for_types(forward) -> bool:
     return bool(re.search(r"is_tensor|isinstance\((?!logits_to_keep, int\))", source))
 
 
-def heads_of(model: nn.Module) -> tuple[dict[str, CausalLM], dict[str, str] | None]:
+def heads_of(model: nn.Module) -> tuple[dict[str, CausalLM], dict[str, str]]:
     """The classes of a model, and of models in it, whose loss can be computed in their head, and where that is; what
     keeps all of them from it."""
     found, reason = {}, "it has no language-model head that torch.nn.Linear makes"
@@ -162,4 +191,4 @@ def heads_of(model: nn.Module) -> tuple[dict[str, CausalLM], dict[str, str] | No
             reason = "its forward may ask whether its logits are a tensor"
         else:
             found[cls.__name__] = CausalLM(path)
-    return found, None if found else {"fused_linear_cross_entropy": reason, "cross_entropy": reason}
+    return found, {} if found else {"fused_linear_cross_entropy": reason, "cross_entropy": reason}

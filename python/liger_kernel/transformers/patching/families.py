@@ -1,7 +1,6 @@
 """The supported model families, as data: one row each.
 
-A row names what the family's Hugging Face module calls its parts and what replaces them. Supporting another family of
-the same kinds of parts takes one row here and one row in the list of tiny configurations of the tests.
+A row of the table names a family's heads and switches. What is replaced in it, its sources tell (by_source.py).
 """
 
 import difflib
@@ -51,7 +50,7 @@ class CausalLM:
 
 @dataclass(frozen=True)
 class Family:
-    """One model family.
+    """One model family: a row of the table, which is by source, or one that names what is replaced.
 
     Args:
         name: the suffix of `apply_liger_kernel_to_<name>`.
@@ -64,13 +63,17 @@ class Family:
         and `model`.
         off: switches that are off unless asked for.
         also: modules that define parts which the family's module imports.
-        optional: keys of swaps and loss that not every transformers has.
         without: switches that have no effect -> why.
+        keeps: a pattern of the names of classes and functions that stay as they are.
+        tables: how the tables of its rotary embeddings are laid out, whatever the source of the classes that make
+            them (formulas.py).
         holds: families of the language models that the model may hold: patched with it, before a model exists too.
         composite: whether the models that a model holds are patched by their own type's function.
+        whole: whether all that a model holds is replaced by this row, and not only what its modeling module names.
         modeling: the full name of the modeling module, where that is not one of transformers'.
         by_source: whether the swaps are all that sources tell (by_source.py); it then says nothing of `swaps`.
         router: of such a row, whether it has the switch of that name.
+        experts: of such a row, whether it has a mixture of experts.
     """
 
     name: str
@@ -81,13 +84,16 @@ class Family:
     parameters: tuple[str, ...] = ()
     off: tuple[str, ...] = ("cross_entropy",)
     also: tuple[str, ...] = ()
-    optional: tuple[str, ...] = ()
     without: dict[str, str] = field(default_factory=dict)
+    keeps: str = ""
+    tables: str = "halves"
     holds: tuple[str, ...] = ()
     composite: bool = False
+    whole: bool = False
     modeling: str = ""
     by_source: bool = False
     router: bool = False
+    experts: bool = False
 
     @property
     def module(self) -> str:
@@ -149,6 +155,15 @@ SWITCHES = {
     "lora": "linear layers with LoRA adapters of PEFT, and gated MLPs of them",
 }
 
+# Switch -> what it replaces, for reports of a model that has none.
+PARTS = {
+    "rope": "rotary embedding",
+    "rms_norm": "RMSNorm",
+    "layer_norm": "LayerNorm",
+    **dict.fromkeys(("swiglu", "geglu", "relu_squared", "xielu"), "MLP"),
+    "router": "router",
+}
+
 # What stands for a name of a row is found by its source (formulas.py), among these. Of a row that is not in FAMILIES an
 # unknown source is tried against them, in this order.
 _RMS_NORMS = ("", "ForOlmo2", "ForGemma", "WithoutWeight")
@@ -199,7 +214,6 @@ LLAMA4_ROPE = {
     ),
     "vision_apply_rotary_emb": Swap("rope", "llama4_rope.liger_llama4_vision_rotary_pos_emb"),
 }
-_EITHER_ROPE = ("apply_rotary_pos_emb", "apply_multimodal_rotary_pos_emb")
 
 _LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
 _L = ("rope", *_LOSSES, "rms_norm", "swiglu", "model")
@@ -209,180 +223,125 @@ _GE = ("rope", *_LOSSES, "rms_norm", "geglu", "model")
 _GEL = ("rope", *_LOSSES, "layer_norm", "rms_norm", "geglu", "model")
 _IV = (*_LOSSES, "rms_norm", "layer_norm", "model", "kwargs")
 _NO_ROPE, _NO_SWIGLU = ("rope", "cross_entropy"), ("cross_entropy", "swiglu")
+_ONE_TENSOR = {"rope": "its rotary embedding takes one tensor at a time"}
 
 
-def _heads(*names):
-    return {name: CausalLM() for name in names}
+def _row(name, heads, parameters=_L, **fields):
+    """A row of the table: the classes of the family's models with a head, between spaces, and its parameters."""
+    loss = {head: CausalLM() for head in heads.split()}
+    return Family(name, **{"loss": loss, "parameters": parameters, "tables": "", **fields}, by_source=True)
 
 
-def _dense(name, prefix, mlp=SWIGLU, parameters=_L, **fields):
-    """A causal language model of norms, gated MLPs and a rotary embedding under the usual names."""
-    swaps = {f"{prefix}RMSNorm": RMS_NORM, f"{prefix}MLP": mlp, **fields.pop("swaps", {}), **ROPE}
-    return Family(name, swaps, _heads(f"{prefix}ForCausalLM"), parameters=parameters, **fields)
+def _mixture(name, heads, parameters=_L, **fields):
+    """One with experts and routers."""
+    return _row(name, heads, parameters, experts=True, router=True, **fields)
 
-
-def _mixture(name, prefix, **fields):
-    """One whose experts are modules in a list, and one module of them all since transformers 5."""
-    experts, router = f"{prefix}Experts", f"{prefix}TopKRouter"
-    swaps = {experts: SWIGLU, router: ROUTER, **ROUTER_LOSS, **fields.pop("swaps", {})}
-    return _dense(name, prefix, swaps=swaps, optional=(experts, router), **fields)
-
-
-def _known(name, head, parameters=_L, off=("cross_entropy",), **fields):
-    """A family whose parts are all that sources tell (by_source.py)."""
-    heads = {f"{part}": CausalLM() for part in head.split()}
-    return Family(name, loss=heads, parameters=parameters, off=off, by_source=True, **fields)
-
-
-_GEMMA3 = {"Gemma3RMSNorm": RMS_NORM, "Gemma3MLP": GEGLU, **ROPE}
-_GEMMA4 = {"Gemma4RMSNorm": RMS_NORM, "Gemma4TextMLP": GEGLU, "Gemma4TextExperts": GEGLU}
-_GEMMA4_WITHOUT = {"rope": "its rotary embedding takes one tensor at a time"}
-_QWEN2 = ("transformers.models.qwen2.modeling_qwen2",)
 
 # fmt: off
 FAMILIES = {row.name: row for row in (
-    _dense("llama", "Llama"),
-    _dense("mistral", "Mistral"),
-    _dense("ministral", "Ministral"),
-    _dense("qwen2", "Qwen2"),
-    _dense("qwen3", "Qwen3"),
-    _dense("smollm3", "SmolLM3"),
-    _dense("granite", "Granite", off=("fused_linear_cross_entropy",)),
-    _dense("phi3", "Phi3"),
-    _dense("glm4", "Glm4", off=_NO_ROPE),
-    _dense("olmo2", "Olmo2"),
-    _dense("olmo3", "Olmo3"),
-    _dense("exaone4", "Exaone4"),
-    _dense("falcon_h1", "FalconH1", swaps={"FalconH1RMSNormGated": GATED_RMS_NORM}),
-    _dense("hunyuan_v1_dense", "HunYuanDenseV1"),
-    _dense("hunyuan_v1_moe", "HunYuanMoEV1", swaps={"HunYuanMoEV1Experts": SWIGLU}, optional=("HunYuanMoEV1Experts",)),
-    _dense("gemma", "Gemma", mlp=GEGLU, parameters=_GE),
-    _dense("gemma2", "Gemma2", mlp=GEGLU, parameters=_GE),
-    Family("gemma3_text", _GEMMA3, _heads("Gemma3ForCausalLM"), "gemma3", parameters=_GE),
-    Family("gemma3", {**_GEMMA3, **LAYER_NORM}, _heads("Gemma3ForConditionalGeneration"), parameters=_GEL),
-    Family("gemma4_text", _GEMMA4, _heads("Gemma4ForCausalLM", "Gemma4TextForCausalLM"), "gemma4", parameters=_GE,
-           off=_NO_ROPE, optional=("Gemma4TextForCausalLM",), without=_GEMMA4_WITHOUT),
-    Family("gemma4", {**_GEMMA4, **LAYER_NORM}, _heads("Gemma4ForConditionalGeneration"), parameters=_GEL,
-           off=("layer_norm", *_NO_ROPE), without=_GEMMA4_WITHOUT),
-    Family("paligemma", LAYER_NORM, _heads("PaliGemmaForConditionalGeneration"), parameters=_GEL,
-           holds=("gemma", "gemma2"), composite=True),
-    _mixture("qwen3_moe", "Qwen3Moe"),
-    _mixture("qwen3_next", "Qwen3Next", off=_NO_ROPE, swaps={"Qwen3NextRMSNormGated": GATED_RMS_NORM}),
-    Family("mixtral",
-           {"MixtralRMSNorm": RMS_NORM, "MixtralBlockSparseTop2MLP": SWIGLU, "MixtralExperts": SWIGLU,
-            "MixtralTopKRouter": ROUTER, **ROUTER_LOSS, **ROPE},
-           _heads("MixtralForCausalLM"), parameters=_L,
-           optional=("MixtralBlockSparseTop2MLP", "MixtralExperts", "MixtralTopKRouter")),
-    Family("gpt_oss",
-           {"GptOssRMSNorm": RMS_NORM, "GptOssExperts": GPT_OSS_EXPERTS, "GptOssTopKRouter": ROUTER,
-            **ROUTER_LOSS, **ROPE},
-           _heads("GptOssForCausalLM"), parameters=_L, off=_NO_SWIGLU, optional=("GptOssTopKRouter",)),
-    Family("deepseek_v4",
-           {"DeepseekV4RMSNorm": RMS_NORM, "DeepseekV4MLP": SWIGLU, "DeepseekV4Experts": SWIGLU},
-           _heads("DeepseekV4ForCausalLM"), parameters=_L, off=("rope", *_NO_SWIGLU),
-           without={"rope": "its rotary embedding takes one tensor at a time"}),
-    Family("nemotron", RELU_SQUARED, _heads("NemotronForCausalLM"),
-           parameters=("relu_squared", *_LOSSES, "model", "kwargs")),
-    Family("llama4", {"Llama4TextRMSNorm": RMS_NORM, "Llama4TextMLP": SWIGLU, **LLAMA4_ROPE, **LAYER_NORM},
-           {"Llama4ForCausalLM": CausalLM(), "Llama4ForConditionalGeneration": CausalLM("language_model.lm_head")},
-           model_types=("llama4_text", "llama4"), parameters=(*_L, "layer_norm")),
-    Family("mllama", {"MllamaTextRMSNorm": RMS_NORM, "MllamaTextMLP": SWIGLU, **ROPE, **LAYER_NORM},
-           _heads("MllamaForCausalLM", "MllamaForConditionalGeneration"), model_types=("mllama", "mllama_text_model"),
-           parameters=("rope", *_LOSSES, "layer_norm", "rms_norm", "swiglu", "model")),
-    Family("llava", {}, _heads("LlavaForConditionalGeneration"), parameters=(*_LOSSES, "model", "kwargs"),
-           composite=True),
-    Family("internvl", {"InternVLVisionRMSNorm": replace(RMS_NORM, deferred=True), **LAYER_NORM},
-           _heads("InternVLForConditionalGeneration"), parameters=_IV, composite=True),
-    Family("smolvlm", {"SmolVLMRMSNorm": RMS_NORM, **LAYER_NORM}, _heads("SmolVLMForConditionalGeneration"),
-           parameters=_IV, composite=True, optional=("SmolVLMRMSNorm",)),
-    Family("qwen2_vl", {"Qwen2RMSNorm": RMS_NORM, "Qwen2VLRMSNorm": RMS_NORM, "Qwen2MLP": SWIGLU, **ROPE,
-                        **SECTIONED_ROPE, **VISION_ROPE, **LAYER_NORM}, _heads("Qwen2VLForConditionalGeneration"),
-           model_types=("qwen2_vl", "qwen2_vl_text"),
-           parameters=("rope", *_LOSSES, "rms_norm", "layer_norm", "swiglu", "model"), also=_QWEN2,
-           optional=("Qwen2RMSNorm", "Qwen2VLRMSNorm", *_EITHER_ROPE)),
-    Family("qwen2_5_vl", {"Qwen2RMSNorm": RMS_NORM, "Qwen2_5_VLRMSNorm": RMS_NORM, "Qwen2MLP": SWIGLU,
-                          "Qwen2_5_VLMLP": SWIGLU, **ROPE, **SECTIONED_ROPE, **VISION_ROPE},
-           _heads("Qwen2_5_VLForConditionalGeneration"), model_types=("qwen2_5_vl", "qwen2_5_vl_text"), parameters=_L,
-           also=_QWEN2, optional=("Qwen2RMSNorm", "Qwen2_5_VLRMSNorm", *_EITHER_ROPE)),
-    Family("qwen3_vl", {"Qwen3VLTextRMSNorm": RMS_NORM, "Qwen3VLTextMLP": SWIGLU, **ROPE, **VISION_ROPE},
-           _heads("Qwen3VLForConditionalGeneration"), model_types=("qwen3_vl", "qwen3_vl_text"), parameters=_L,
-           off=_NO_SWIGLU),
-    Family("qwen3_vl_moe", {"Qwen3VLMoeTextRMSNorm": RMS_NORM, "Qwen3VLMoeTextMLP": SWIGLU,
-                            "Qwen3VLMoeTextExperts": SWIGLU, "Qwen3VLMoeTextTopKRouter": ROUTER,
-                            **ROUTER_LOSS, **ROPE, **VISION_ROPE},
-           _heads("Qwen3VLMoeForConditionalGeneration"), model_types=("qwen3_vl_moe", "qwen3_vl_moe_text"),
-           parameters=_L, optional=("Qwen3VLMoeTextTopKRouter",)),
-    Family("qwen3_5", {"Qwen3_5RMSNorm": RMS_NORM, "Qwen3_5RMSNormGated": GATED_RMS_NORM, "Qwen3_5MLP": SWIGLU,
-                       **ROPE, **VISION_ROPE},
-           _heads("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"), model_types=("qwen3_5", "qwen3_5_text"),
-           parameters=_L),
-    Family("qwen3_5_moe", {"Qwen3_5MoeRMSNorm": RMS_NORM, "Qwen3_5MoeRMSNormGated": GATED_RMS_NORM,
-                           "Qwen3_5MoeMLP": SWIGLU, "Qwen3_5MoeExperts": SWIGLU,
-                           "Qwen3_5MoeTopKRouter": ROUTER, **ROUTER_LOSS, **ROPE, **VISION_ROPE},
-           _heads("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
-           model_types=("qwen3_5_moe", "qwen3_5_moe_text"), parameters=_L,
-           optional=("Qwen3_5MoeTopKRouter",)),
-    Family("glm4v", {"Glm4vRMSNorm": RMS_NORM, "Glm4vTextMLP": SWIGLU, "Glm4VisionMlp": SWIGLU, **ROPE,
-                     **SECTIONED_ROPE, **VISION_ROPE}, _heads("Glm4vForConditionalGeneration"),
-           model_types=("glm4v", "glm4v_text"), parameters=_L, off=_NO_ROPE, optional=_EITHER_ROPE),
-    # Glm4vMoeisionMlp is how transformers spells the class of its vision MLP.
-    Family("glm4v_moe", {"Glm4vMoeRMSNorm": RMS_NORM, "Glm4vMoeTextRMSNorm": RMS_NORM, "Glm4vMoeTextMLP": SWIGLU,
-                         "Glm4vMoeisionMlp": SWIGLU, "Glm4vMoeTextNaiveMoe": SWIGLU, "Glm4vMoeTextExperts": SWIGLU,
-                         "Glm4vMoeTextTopkRouter": ROUTER, **ROUTER_LOSS, **ROPE, **SECTIONED_ROPE, **VISION_ROPE},
-           _heads("Glm4vMoeForConditionalGeneration"),
-           model_types=("glm4v_moe", "glm4v_moe_text"), parameters=_L, off=_NO_ROPE,
-           optional=("Glm4vMoeTextNaiveMoe", "Glm4vMoeTextExperts", "Glm4vMoeTextTopkRouter", *ROUTER_LOSS,
-                     *_EITHER_ROPE)),
-    _known("deepseek_v2", "DeepseekV2ForCausalLM", off=_NO_ROPE, router=True),
-    _known("deepseek_v3", "DeepseekV3ForCausalLM", off=_NO_ROPE, router=True),
-    _known("deepseek_v32", "DeepseekV32ForCausalLM", _LN, router=True),
-    _known("kimi_linear", "KimiLinearForCausalLM", router=True),
-    _known("glm", "GlmForCausalLM"),
-    _known("glm4_moe", "Glm4MoeForCausalLM", router=True),
-    _known("glm4_moe_lite", "Glm4MoeLiteForCausalLM", router=True),
-    _known("glm_moe_dsa", "GlmMoeDsaForCausalLM", _LN, router=True),
-    _known("mistral3", "Mistral3ForConditionalGeneration", _GLU, holds=("mistral", "pixtral")),
-    _known("ministral3", "Ministral3ForCausalLM"),
-    _known("mistral4", "Mistral4ForCausalLM"),
-    _known("granitemoe", "GraniteMoeForCausalLM", router=True),
-    _known("granitemoeshared", "GraniteMoeSharedForCausalLM", router=True),
-    _known("granitemoehybrid", "GraniteMoeHybridForCausalLM", router=True),
-    _known("nemotron_h", "NemotronHForCausalLM", (*_L[:-2], "relu_squared", "model"), router=True),
-    _known("minimax_m2", "MiniMaxM2ForCausalLM", router=True),
-    _known("qwen2_moe", "Qwen2MoeForCausalLM", router=True),
-    _known("qwen2_audio", "Qwen2AudioForConditionalGeneration", _LN, holds=("qwen2",)),
-    _known("lfm2", "Lfm2ForCausalLM"),
-    _known("lfm2_moe", "Lfm2MoeForCausalLM"),
-    _known("ernie4_5", "Ernie4_5ForCausalLM"),
-    _known("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", router=True),
-    _known("seed_oss", "SeedOssForCausalLM"),
-    _known("apertus", "ApertusForCausalLM", (*_L[:-2], "xielu", "model")),
-    _known("arcee", "ArceeForCausalLM", (*_L[:-2], "relu_squared", "model")),
-    _known("cohere", "CohereForCausalLM", _LN),
-    _known("cohere2", "Cohere2ForCausalLM", _LN),
-    _known("olmoe", "OlmoeForCausalLM", router=True),
-    _known("phimoe", "PhimoeForCausalLM", _LN),
-    _known("gemma3n_text", "Gemma3nForCausalLM", (*_LOSSES, "rms_norm", "model"), package="gemma3n"),
-    _known("muse_glimmer", "MuseGlimmerForConditionalGeneration",
-           ("rope", *_LOSSES, "layer_norm", "rms_norm", "swiglu", "model")),
-    _known("kimi_k25", "Kimi_K25ForConditionalGeneration", _LN, holds=("deepseek_v3",)),
-    _known("glm46v", "Glm46VForConditionalGeneration", (*_LOSSES, "rms_norm", "swiglu", "layer_norm", "model"),
-           holds=("glm4v",)),
-    _known("phi4_multimodal", "Phi4MultimodalForCausalLM", _LN),
-    _known("qwen2_5_omni_thinker", "Qwen2_5OmniThinkerForConditionalGeneration", _LN, package="qwen2_5_omni"),
-    _known("qwen3_omni_moe_thinker", "Qwen3OmniMoeThinkerForConditionalGeneration", _LN, package="qwen3_omni_moe",
-           router=True),
-    Family("pixtral", {"PixtralRMSNorm": RMS_NORM, "PixtralMLP": SWIGLU, **ROPE},
-           parameters=("rope", "rms_norm", "swiglu", "model")),
+    _row("llama", "LlamaForCausalLM"),
+    _row("mistral", "MistralForCausalLM"),
+    _row("ministral", "MinistralForCausalLM"),
+    _row("qwen2", "Qwen2ForCausalLM"),
+    _row("qwen3", "Qwen3ForCausalLM"),
+    _row("smollm3", "SmolLM3ForCausalLM"),
+    _row("granite", "GraniteForCausalLM", off=("fused_linear_cross_entropy",)),
+    _row("phi3", "Phi3ForCausalLM"),
+    _row("glm4", "Glm4ForCausalLM", off=_NO_ROPE),
+    _row("olmo2", "Olmo2ForCausalLM"),
+    _row("olmo3", "Olmo3ForCausalLM"),
+    _row("exaone4", "Exaone4ForCausalLM"),
+    _row("falcon_h1", "FalconH1ForCausalLM"),
+    _row("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM"),
+    _row("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", experts=True),
+    _row("gemma", "GemmaForCausalLM", _GE),
+    _row("gemma2", "Gemma2ForCausalLM", _GE),
+    _row("gemma3_text", "Gemma3ForCausalLM", _GE, package="gemma3"),
+    _row("gemma3", "Gemma3ForConditionalGeneration", _GEL),
+    _row("gemma4_text", "Gemma4ForCausalLM Gemma4TextForCausalLM", _GE, package="gemma4", off=_NO_ROPE, experts=True,
+         without=_ONE_TENSOR),
+    _row("gemma4", "Gemma4ForConditionalGeneration", _GEL, off=("layer_norm", *_NO_ROPE), experts=True,
+         without=_ONE_TENSOR),
+    _row("paligemma", "PaliGemmaForConditionalGeneration", _GEL, holds=("gemma", "gemma2"), composite=True),
+    _mixture("qwen3_moe", "Qwen3MoeForCausalLM"),
+    _mixture("qwen3_next", "Qwen3NextForCausalLM", off=_NO_ROPE),
+    _mixture("mixtral", "MixtralForCausalLM"),
+    _mixture("gpt_oss", "GptOssForCausalLM", off=_NO_SWIGLU, keeps="GptOssMLP"),
+    _row("deepseek_v4", "DeepseekV4ForCausalLM", off=("rope", *_NO_SWIGLU), experts=True, without=_ONE_TENSOR,
+         keeps="DeepseekV4UnweightedRMSNorm"),
+    _row("nemotron", "NemotronForCausalLM", ("relu_squared", *_LOSSES, "model", "kwargs")),
+    _row("llama4", "", (*_L, "layer_norm"), model_types=("llama4_text", "llama4"),
+         keeps=r"Llama4(TextExperts|Vision\w*MLP2?)",
+         loss={"Llama4ForCausalLM": CausalLM(), "Llama4ForConditionalGeneration": CausalLM("language_model.lm_head")}),
+    _row("mllama", "MllamaForCausalLM MllamaForConditionalGeneration",
+         ("rope", *_LOSSES, "layer_norm", "rms_norm", "swiglu", "model"), model_types=("mllama", "mllama_text_model"),
+         keeps="MllamaVisionMLP"),
+    _row("llava", "LlavaForConditionalGeneration", (*_LOSSES, "model", "kwargs"), composite=True),
+    _row("internvl", "InternVLForConditionalGeneration", _IV, composite=True),
+    _row("smolvlm", "SmolVLMForConditionalGeneration", _IV, composite=True),
+    _row("qwen2_vl", "Qwen2VLForConditionalGeneration",
+         ("rope", *_LOSSES, "rms_norm", "layer_norm", "swiglu", "model"), model_types=("qwen2_vl", "qwen2_vl_text"),
+         keeps="VisionMlp", tables="halves"),
+    _row("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", model_types=("qwen2_5_vl", "qwen2_5_vl_text"),
+         tables="halves"),
+    _row("qwen3_vl", "Qwen3VLForConditionalGeneration", model_types=("qwen3_vl", "qwen3_vl_text"), off=_NO_SWIGLU,
+         keeps="Qwen3VLVisionMLP", tables="halves"),
+    _mixture("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", model_types=("qwen3_vl_moe", "qwen3_vl_moe_text"),
+             keeps="Qwen3VLMoeVisionMLP", tables="halves"),
+    _row("qwen3_5", "Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration", model_types=("qwen3_5", "qwen3_5_text"),
+         keeps="Qwen3_5VisionMLP", tables="halves"),
+    _mixture("qwen3_5_moe", "Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration",
+             model_types=("qwen3_5_moe", "qwen3_5_moe_text"), keeps="Qwen3_5MoeVisionMLP", tables="halves"),
+    _row("glm4v", "Glm4vForConditionalGeneration", model_types=("glm4v", "glm4v_text"), off=_NO_ROPE, tables="halves"),
+    _mixture("glm4v_moe", "Glm4vMoeForConditionalGeneration", model_types=("glm4v_moe", "glm4v_moe_text"),
+             off=_NO_ROPE, tables="halves"),
+    _mixture("deepseek_v2", "DeepseekV2ForCausalLM", off=_NO_ROPE),
+    _mixture("deepseek_v3", "DeepseekV3ForCausalLM", off=_NO_ROPE),
+    _mixture("deepseek_v32", "DeepseekV32ForCausalLM", _LN),
+    _mixture("kimi_linear", "KimiLinearForCausalLM"),
+    _row("glm", "GlmForCausalLM"),
+    _mixture("glm4_moe", "Glm4MoeForCausalLM"),
+    _mixture("glm4_moe_lite", "Glm4MoeLiteForCausalLM"),
+    _mixture("glm_moe_dsa", "GlmMoeDsaForCausalLM", _LN),
+    _row("mistral3", "Mistral3ForConditionalGeneration", _GLU, holds=("mistral", "pixtral"), whole=True),
+    _row("ministral3", "Ministral3ForCausalLM"),
+    _row("mistral4", "Mistral4ForCausalLM", experts=True),
+    _mixture("granitemoe", "GraniteMoeForCausalLM"),
+    _mixture("granitemoeshared", "GraniteMoeSharedForCausalLM"),
+    _mixture("granitemoehybrid", "GraniteMoeHybridForCausalLM"),
+    _row("nemotron_h", "NemotronHForCausalLM", (*_L[:-2], "relu_squared", "model"), router=True),
+    _mixture("minimax_m2", "MiniMaxM2ForCausalLM"),
+    _mixture("qwen2_moe", "Qwen2MoeForCausalLM"),
+    _row("qwen2_audio", "Qwen2AudioForConditionalGeneration", _LN, holds=("qwen2",), whole=True),
+    _row("lfm2", "Lfm2ForCausalLM"),
+    _row("lfm2_moe", "Lfm2MoeForCausalLM", experts=True),
+    _row("ernie4_5", "Ernie4_5ForCausalLM"),
+    _mixture("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
+    _row("seed_oss", "SeedOssForCausalLM"),
+    _row("apertus", "ApertusForCausalLM", (*_L[:-2], "xielu", "model")),
+    _row("arcee", "ArceeForCausalLM", (*_L[:-2], "relu_squared", "model")),
+    _row("cohere", "CohereForCausalLM", _LN),
+    _row("cohere2", "Cohere2ForCausalLM", _LN),
+    _mixture("olmoe", "OlmoeForCausalLM"),
+    _row("phimoe", "PhimoeForCausalLM", _LN, experts=True),
+    _row("gemma3n_text", "Gemma3nForCausalLM", (*_LOSSES, "rms_norm", "model"), package="gemma3n"),
+    _row("muse_glimmer", "MuseGlimmerForConditionalGeneration",
+         ("rope", *_LOSSES, "layer_norm", "rms_norm", "swiglu", "model")),
+    _row("kimi_k25", "Kimi_K25ForConditionalGeneration", _LN, holds=("deepseek_v3",), whole=True,
+         experts=True),
+    _row("glm46v", "Glm46VForConditionalGeneration", (*_LOSSES, "rms_norm", "swiglu", "layer_norm", "model"),
+         holds=("glm4v",), whole=True),
+    _row("phi4_multimodal", "Phi4MultimodalForCausalLM", _LN),
+    _row("qwen2_5_omni_thinker", "Qwen2_5OmniThinkerForConditionalGeneration", _LN, package="qwen2_5_omni"),
+    _mixture("qwen3_omni_moe_thinker", "Qwen3OmniMoeThinkerForConditionalGeneration", _LN, package="qwen3_omni_moe"),
+    _row("pixtral", "", ("rope", "rms_norm", "swiglu", "model"), tables="halves"),
 )}
 # fmt: on
 
 # What the columns of `table` stand for, and the switch of each.
 _COLUMNS = {
     "loss": "fused_linear_cross_entropy",
-    "RMSNorm": "rms_norm",
-    "LayerNorm": "layer_norm",
-    "MLP": "swiglu",
+    **{PARTS[switch]: switch for switch in ("rms_norm", "layer_norm", "swiglu")},
     "rope": "rope",
     "router": "router",
 }
@@ -392,16 +351,12 @@ def table() -> str:
     """What is replaced in each family, as a table in Markdown: `on` by default, `off` unless asked for."""
     lines = ["| family | model types | " + " | ".join(_COLUMNS) + " |", "|" + "---|" * (len(_COLUMNS) + 2)]
     for row in FAMILIES.values():
-        made = {swap.switch for name in (row.name, *row.holds) for _, swap in FAMILIES[name].pairs()}
-        made |= set(row.switches) if row.by_source else set()
-        made |= {"fused_linear_cross_entropy"} if row.loss else set()
         cells = []
         for switch in _COLUMNS.values():
             names = ("swiglu", "geglu", "relu_squared", "xielu") if switch == "swiglu" else (switch,)
-            found = next((name for name in names if name in row.switches and name in made), None)
+            found = next((name for name in names if name in row.switches and name not in row.without), None)
             label = {"geglu": " (GeGLU)", "relu_squared": " (ReLU²)", "xielu": " (xIELU)"}.get(found or "", "")
-            experts = {swap.switch for part, swap in row.pairs() if part.endswith(("Experts", "NaiveMoe"))}
-            if found in experts:
+            if row.experts and switch == "swiglu":
                 label += ", experts"
             held = row.composite and not row.holds and switch in ("rms_norm", "swiglu", "rope")
             cells.append(
