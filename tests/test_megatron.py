@@ -153,8 +153,9 @@ SYMBOLS = {
 @pytest.mark.parametrize("flag", SYMBOLS)
 def test_patches_what_is_asked(flag, core):
     before = {path: core(path) for paths in SYMBOLS.values() for path in paths}
+    reports = []
     for _ in range(2):  # the second changes nothing
-        apply_liger_kernel_to_megatron(**{name: name == flag for name in SYMBOLS})
+        reports.append(apply_liger_kernel_to_megatron(**{name: name == flag for name in SYMBOLS}))
         for name, paths in SYMBOLS.items():
             for path in paths:
                 found = core(path)
@@ -162,6 +163,9 @@ def test_patches_what_is_asked(flag, core):
                     assert found.__liger_patched__ and found.__wrapped__ is before[path]
                 else:
                     assert found is before[path]
+    assert reports[0].replaced == reports[1].replaced and {entry.switch for entry in reports[0].replaced} == {flag}
+    reports[0].undo()
+    assert {path: core(path) for path in before} == before
 
 
 def test_what_the_replacements_compute(core):
@@ -188,8 +192,9 @@ def test_what_the_replacements_compute(core):
 def test_another_norm_of_the_block_stays(core, monkeypatch):
     chosen = type("TENorm", (), {})
     monkeypatch.setattr(sys.modules["megatron.core.transformer.transformer_block"], "LayerNormImpl", chosen)
-    apply_liger_kernel_to_megatron()
+    report = apply_liger_kernel_to_megatron()
     assert core("transformer.transformer_block.LayerNormImpl") is chosen
+    assert [entry.reason for entry in report.skipped] == ["it is TENorm"]
 
 
 @pytest.mark.parametrize("flag", ["cross_entropy", "swiglu"])

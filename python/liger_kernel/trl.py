@@ -20,7 +20,7 @@ from liger_kernel.operators.distillation import JENSEN_SHANNON, forward_with_gra
 from liger_kernel.operators.head import OUTPUTS as ALL_OUTPUTS
 from liger_kernel.operators.head import RESULTS, linear_log_prob
 from liger_kernel.operators.topk_distillation import topk_divergence, topk_entropy
-from liger_kernel.transformers.patching.report import Replacement, Report, Skip
+from liger_kernel.transformers.patching.report import Report
 
 #: What TRL's function can give, in its order.
 OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -329,9 +329,8 @@ def patch(max_bytes: int = 0) -> Report:
         module = _module(name)
         original = getattr(module, attribute, None)
         if original is None and not with_triton:
-            report.skipped.append(Skip(name, attribute, "the installed TRL has none"))
+            report.skip(name, attribute, "the installed TRL has none")
             continue
         original = getattr(original, "liger_original", original)
-        report.edits.set(module, attribute, _replacement(make, original, max_bytes))
-        report.replaced.append(Replacement(name, attribute, by))
+        report.rebind(module, attribute, _replacement(make, original, max_bytes), name, attribute, by)
     return report

@@ -11,7 +11,8 @@ import pytest
 import torch
 from conftest import TOLERANCE, batch, make
 from liger_kernel.transformers.lora import LoRALinear, fuse_adapters
-from liger_kernel.transformers.patching.place import Edits, is_variant
+from liger_kernel.transformers.patching.place import is_variant
+from liger_kernel.transformers.patching.report import Report
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.gptq import GPTQLoraLinear
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -332,9 +333,10 @@ def test_other_bases(kind, autocast, dropout):
     called = []
     if kind == "hook":
         ours.base_layer.register_forward_hook(lambda *_: called.append(1))
-    done, kept = fuse_adapters(torch.nn.ModuleList([ours]), Edits())
+    fuse_adapters(torch.nn.ModuleList([ours]), report := Report("adapters"))
     expected = [(f"{'Linear' if kind == 'hook' else kind} with an adapter", "addmm")]
-    assert [(entry.name, entry.by) for entry in done if entry.by == "addmm"] == expected and not kept
+    assert [(entry.name, entry.by) for entry in report.replaced if entry.by == "addmm"] == expected
+    assert not report.skipped
     x, dy = torch.randn(3, 25, 32), torch.randn(3, 25, 48)
 
     def run(layer, double=False):

@@ -8,12 +8,13 @@ from typing import Any
 from liger_kernel.megatron import cross_entropy as _cross_entropy
 from liger_kernel.megatron.rms_norm import LigerMegatronRMSNorm
 from liger_kernel.operators.activation import LigerFusedGateUpSiLUMulFunction
+from liger_kernel.transformers.patching.report import Report
 
 logger = logging.getLogger(__name__)
 
 
-def apply_liger_kernel_to_megatron(rms_norm: bool = True, cross_entropy: bool = False, swiglu: bool = False) -> None:
-    """Patch Megatron-LM (megatron-core 0.14 to 0.19), before the model is built.
+def apply_liger_kernel_to_megatron(rms_norm: bool = True, cross_entropy: bool = False, swiglu: bool = False) -> Report:
+    """Patch Megatron-LM (megatron-core 0.14 to 0.19), before the model is built, and return a Report.
 
     Args:
         rms_norm: RMSNorm of local layers and of the block's end, where that is torch's; a choice of Transformer Engine
@@ -24,25 +25,25 @@ def apply_liger_kernel_to_megatron(rms_norm: bool = True, cross_entropy: bool = 
     What replaces an original has it as `__wrapped__`, and `__liger_patched__`; a second call changes nothing. Raises
     ImportError where Megatron-LM is not installed, or has not what is to be patched.
     """
+    report = Report("megatron")
     if rms_norm:
-        _patch_norms()
+        _patch_norms(report)
     if cross_entropy:
-        _patch_cross_entropy()
+        _patch_cross_entropy(report)
     if swiglu:
-        _patch_swiglu()
+        _patch_swiglu(report)
+    return report
 
 
-def _replace(owner, name, make):
-    """Sets owner.name to make(original), marked, unless it is marked already."""
-    original = getattr(owner, name)
-    where = f"{owner.__name__}.{name}"
+def _replace(report, switch, owner, name, make):
+    """Put make(original) in the place of owner.name, marked, unless it is marked already."""
+    original, where = getattr(owner, name), f"{owner.__name__}.{name}"
     if getattr(original, "__liger_patched__", False):
-        logger.info("%s is patched already", where)
+        report.note(switch, where, original.__name__)
         return
     new = make(original)
     new.__liger_patched__, new.__wrapped__ = True, original
-    setattr(owner, name, new)
-    logger.info("%s is patched", where)
+    report.rebind(owner, name, new, switch, where, new.__name__)
 
 
 def _require(module, name):
@@ -57,7 +58,7 @@ def _require(module, name):
     return found
 
 
-def _patch_norms():
+def _patch_norms(report):
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.transformer import transformer_block
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -84,19 +85,19 @@ def _patch_norms():
 
         return Norm
 
-    _replace(LocalSpecProvider, "layer_norm", of_provider)
+    _replace(report, "rms_norm", LocalSpecProvider, "layer_norm", of_provider)
     block_norm = transformer_block.LayerNormImpl
     if block_norm is WrappedTorchNorm or getattr(block_norm, "__liger_patched__", False):
-        _replace(transformer_block, "LayerNormImpl", of_block)
+        _replace(report, "rms_norm", transformer_block, "LayerNormImpl", of_block)
     else:
-        logger.info("the norm of transformer_block stays %s", block_norm.__name__)
+        report.skip("rms_norm", "transformer_block.LayerNormImpl", f"it is {block_norm.__name__}")
 
 
 #: What tells an argument that was not given from every value.
 _NOT_GIVEN: Any = object()
 
 
-def _patch_cross_entropy():
+def _patch_cross_entropy(report):
     fused = _require("megatron.core.fusions.fused_cross_entropy", "fused_vocab_parallel_cross_entropy")
     plain = _require("megatron.core.tensor_parallel.cross_entropy", "vocab_parallel_cross_entropy")
     make = _cross_entropy.LigerMegatronCrossEntropy
@@ -117,11 +118,11 @@ def _patch_cross_entropy():
 
         return vocab_parallel_cross_entropy
 
-    _replace(fused, "fused_vocab_parallel_cross_entropy", of_fused)
-    _replace(plain, "vocab_parallel_cross_entropy", of_plain)
+    _replace(report, "cross_entropy", fused, "fused_vocab_parallel_cross_entropy", of_fused)
+    _replace(report, "cross_entropy", plain, "vocab_parallel_cross_entropy", of_plain)
 
 
-def _patch_swiglu():
+def _patch_swiglu(report):
     module = _require("megatron.core.fusions.fused_bias_swiglu", "SwiGLUFunction")
 
     def of_function(original):
@@ -143,4 +144,4 @@ def _patch_swiglu():
 
         return SwiGLUFunction
 
-    _replace(module, "SwiGLUFunction", of_function)
+    _replace(report, "swiglu", module, "SwiGLUFunction", of_function)

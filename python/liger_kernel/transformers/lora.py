@@ -9,7 +9,6 @@ way than bitsandbytes' four bits, and without autocast an adapter of another dty
 import operator
 import sys
 import weakref
-from collections import Counter
 from typing import NamedTuple
 
 import torch
@@ -20,8 +19,8 @@ from liger_kernel.operators.coverage import DENSE, is_bare, is_dense, kernels_co
 from liger_kernel.operators.experts import reason_to_keep
 from liger_kernel.operators.linear import Layer, is_autocast, layer_of, linear, tensor_of
 from liger_kernel.operators.mlp import LigerGEGLUMLP, LigerMLP, LigerSwiGLUMLP
-from liger_kernel.transformers.patching.place import Edits, is_variant, replace_class
-from liger_kernel.transformers.patching.report import Replacement, Report, Skip
+from liger_kernel.transformers.patching.place import is_variant, replace_class
+from liger_kernel.transformers.patching.report import Report
 
 
 class Adapter(NamedTuple):
@@ -219,47 +218,39 @@ def _casts_input(cls) -> bool | None:
     return _CLASSES.get(f"{cls.__module__}.{cls.__qualname__}".removeprefix("peft.tuners.lora."))
 
 
-def fuse_adapters(model, edits: Edits) -> tuple[list[Replacement], list[Skip]]:
-    """Give the LoRA layers of a model, and the gated MLPs that hold some, the forwards of this module.
-
-    Returns what was replaced and what was kept, for a report.
-    """
+def fuse_adapters(model, report: Report) -> None:
+    """Give the LoRA layers of a model, and the gated MLPs that hold some, the forwards of this module."""
     peft = sys.modules.get("peft.tuners.lora.layer")  # without it no model has its layers
     if peft is None:
-        return [], []
-    linears: Counter[tuple[str, str]] = Counter()
-    kept: dict[str, None] = {}  # reasons, in their order
-    mlps = experts = 0
+        return
     for module in list(model.modules()):
-        if isinstance(module, peft.LoraLayer):
-            if (casts := _casts_input(type(module))) is not None:
-                replace_class(module, LoRALinear, edits, liger_casts=casts)
-            if type(module).__name__ == "ParamWrapper" and _has_experts(module):
-                if not is_variant(type(module), ParamWrapper):
-                    replace_class(module, ParamWrapper, edits)
-                experts += 1
-            elif not is_variant(type(module), LoRALinear):
-                kept.setdefault(f"a {type(module).__name__} of PEFT runs its own forward", None)
-            elif reason := _reason_to_keep(module):
-                kept.setdefault(reason, None)
-            else:
-                kind = type(module.base_layer).__name__
-                linears[("Linear", "linear") if _is_matrix(module) else (kind, "addmm")] += 1
+        if not isinstance(module, peft.LoraLayer):
+            continue
+        if (casts := _casts_input(type(module))) is not None:
+            replace_class(module, LoRALinear, report.edits, liger_casts=casts)
+        if type(module).__name__ == "ParamWrapper" and _has_experts(module):
+            if not is_variant(type(module), ParamWrapper):
+                replace_class(module, ParamWrapper, report.edits)
+            report.note("lora", "weight of experts with an adapter", "fused_experts", 1)
+        elif not is_variant(type(module), LoRALinear):
+            reason = f"a {type(module).__name__} of PEFT runs its own forward"
+            report.skip("lora", "Linear with an adapter", reason)
+        elif reason := _reason_to_keep(module):
+            report.skip("lora", "Linear with an adapter", reason)
+        elif _is_matrix(module):
+            report.note("lora", "Linear with an adapter", "linear", 1)
+        else:
+            report.note("lora", f"{type(module.base_layer).__name__} with an adapter", "addmm", 1)
     for module in model.modules():
         of_mlp = [getattr(module, name, None) for name in _PROJECTIONS]
         if _is_gated_mlp(module) and any(is_variant(type(layer), LoRALinear) for layer in of_mlp):
-            mlps += all(_is_matrix(layer) for layer in of_mlp)
-    done = [Replacement("lora", f"{base} with an adapter", by, count) for (base, by), count in linears.items()]
-    done += [Replacement("lora", "gated MLP with adapters", "gated_mlp", mlps)] if mlps else []
-    done += [Replacement("lora", "weight of experts with an adapter", "fused_experts", experts)] if experts else []
-    return done, [Skip("lora", "Linear with an adapter", reason) for reason in kept]
+            if all(_is_matrix(layer) for layer in of_mlp):
+                report.note("lora", "gated MLP with adapters", "gated_mlp", 1)
 
 
 def watch_adapters(model, report: Report) -> None:
     """Fuse the adapters that `model` has, and have follow_adapters report those that come later."""
-    done, kept = fuse_adapters(model, report.edits)
-    report.replaced += done
-    report.skipped += kept
+    fuse_adapters(model, report)
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             report.keep_on(module)
@@ -279,9 +270,9 @@ def follow_adapters(model) -> None:
         return
     model.liger_adapters = now
     report = Report.kept_on(model) or Report(type(model).__name__)
-    done, kept = fuse_adapters(model, report.edits)
-    report.replaced = [entry for entry in report.replaced if entry.switch != "lora"] + done
-    report.skipped = [entry for entry in report.skipped if entry.switch != "lora"] + kept
+    report.replaced = [entry for entry in report.replaced if entry.switch != "lora"]
+    report.skipped = [entry for entry in report.skipped if entry.switch != "lora"]
+    fuse_adapters(model, report)
 
 
 #: The model that asks for follow_adapters, by the inner model that its forward calls.

@@ -27,13 +27,10 @@ from liger_kernel.transformers.causal_lm import (
 from liger_kernel.transformers.head import FSDPModule, describe, head_of, prepare_head
 from liger_kernel.transformers.lora import follow_later, watch_adapters
 from liger_kernel.transformers.model import loss_utils
-from liger_kernel.transformers.patching import numeric
-from liger_kernel.transformers.patching.attention import has_sinks, use_flash_attention
+from liger_kernel.transformers.patching import attention, layers, masks, numeric
 from liger_kernel.transformers.patching.by_source import completed, original_class, tables_fit
 from liger_kernel.transformers.patching.families import FAMILIES, MODEL_TYPES, PARTS, CausalLM, Family, Swap
 from liger_kernel.transformers.patching.formulas import find, is_known, kinds_of, obstacle, unfit
-from liger_kernel.transformers.patching.layers import OPERATORS, fuse_classes, fuse_modules
-from liger_kernel.transformers.patching.masks import count_classes, count_modules
 from liger_kernel.transformers.patching.place import (
     Edits,
     in_place_of,
@@ -163,10 +160,10 @@ class _Patcher:
         if reason := self._uncovered():
             for switch in self.row.switches:
                 if switch in self.on:
-                    self._skip(switch, self.row.name, reason)
+                    self.report.skip(switch, self.row.name, reason)
             return self._warn_of_the_idle()
         for switch in self.on & self.row.without.keys():
-            self._skip(switch, self.row.name, self.row.without[switch])
+            self.report.skip(switch, self.row.name, self.row.without[switch])
         for name, swaps in self.swaps.items():
             if self.model is None:
                 self._rebind(swaps, name)
@@ -175,8 +172,6 @@ class _Patcher:
             else:
                 self._convert_callers(swaps, name)
         self._layers()
-        self._masks()
-        self._attention()
         if self.model is None:
             self._class_losses()
         else:
@@ -195,13 +190,6 @@ class _Patcher:
             return None
         return f"there are no kernels for {first.dtype} on {first.device.type}"
 
-    def _done(self, switch, name, by, count=None):
-        self.report.replaced.append(Replacement(switch, name, by, count))
-
-    def _skip(self, switch, name, reason):
-        if (entry := Skip(switch, name, reason)) not in self.report.skipped:
-            self.report.skipped.append(entry)
-
     def _name_the_idle(self):
         """Report the switches that the caller turned on and that found nothing; models that a model holds may have what
         it has not."""
@@ -210,7 +198,7 @@ class _Patcher:
         names |= {swap.switch: name.rpartition(".")[2] for name, swap in reversed([*self.row.pairs()])}
         for switch in self.row.switches:
             if switch in self.on & self.named - told and switch in names:
-                self._skip(switch, names[switch], _MISSING if self.model is None else "the model has none")
+                self.report.skip(switch, names[switch], _MISSING if self.model is None else "the model has none")
 
     def _warn_of_the_idle(self):
         """Say once of each switch that replaced nothing why not; a default without a counterpart is no news."""
@@ -238,29 +226,28 @@ class _Patcher:
         swap = swaps[0]
         if name in self.deferred and "." in name:
             for cls in self._loss_classes():
-                self._done(swap.switch, f"{name.rpartition('.')[2]} of {cls.__name__}", swap.load().__name__)
+                self.report.note(swap.switch, f"{name.rpartition('.')[2]} of {cls.__name__}", swap.load().__name__)
             return
         original = getattr(self.namespace, name, None)
         if original is None:
-            self._skip(swap.switch, name, _MISSING)
+            self.report.skip(swap.switch, name, _MISSING)
         elif not (targets := self._targets(swaps, original)):
-            self._skip(swap.switch, name, UNKNOWN)
+            self.report.skip(swap.switch, name, UNKNOWN)
         elif not self._tables_fit(self.row.module, original):
-            self._skip(swap.switch, name, TABLES)
+            self.report.skip(swap.switch, name, TABLES)
         else:
             swap, target = targets[0]
-            self.edits.set(self.namespace, name, replacement(original, swap, target, "layers" in self.on))
-            self._done(swap.switch, name, swap.load(target).__name__)
+            new = replacement(original, swap, target, "layers" in self.on)
+            self.report.rebind(self.namespace, name, new, swap.switch, name, swap.load(target).__name__)
 
     def _convert(self, swaps, name):
-        done, parts = {}, tuple(swap.load(target) for swap in swaps for target in swap.targets)
+        short, parts = name.rpartition(".")[2], tuple(swap.load(target) for swap in swaps for target in swap.targets)
         for module in self.modules:
             cls = _class_called(name, self.row.modules, module)
             if cls is None:
                 continue
             if isinstance(module, parts):
-                key = self._switch_of(type(module), swaps), type(module).__name__
-                done[key] = done.get(key, 0) + 1
+                self.report.note(self._switch_of(type(module), swaps), short, type(module).__name__, 1)
                 continue
             targets = self._targets(swaps, cls, module)
             fits = [
@@ -271,20 +258,17 @@ class _Patcher:
             if not targets and (self.row.by_source or not reason):
                 reason = UNKNOWN
             if reason:
-                self._skip(swap.switch, name, reason)
+                self.report.skip(swap.switch, name, reason)
                 continue
             made = ReplacedModule(part, swap.activations, whole="layers" in self.on)
-            replace_class(module, made, self.edits, **own_attributes(module, part))
-            done[swap.switch, part.__name__] = done.get((swap.switch, part.__name__), 0) + 1
-        for (switch, by), count in done.items():
-            self._done(switch, name.rpartition(".")[2], by, count)
+            self.report.convert(module, made, swap.switch, short, part.__name__, **own_attributes(module, part))
 
     def _switch_of(self, cls, swaps):  # of the swap that has made a class of modules, in an earlier patch
         return next(swap.switch for swap in swaps if issubclass(cls, tuple(map(swap.load, swap.targets))))
 
     def _convert_callers(self, swaps, name):
         """Give the modules whose forward calls a function of the family's module a forward that calls another."""
-        done, by, swap = 0, swaps[0].load().__name__, swaps[0]
+        swap = swaps[0]
         for module in self.modules:
             forward = inspect.unwrap(type(module).forward)
             classes = _classes(self.row.modules, module)
@@ -292,7 +276,7 @@ class _Patcher:
                 continue
             original = forward.__globals__[name]
             if hasattr(original, "liger_original"):
-                done += 1
+                self.report.note(swap.switch, name, original.__name__, 1)
                 continue
             targets, reason = self._targets(swaps, original), None
             if not targets:
@@ -304,55 +288,26 @@ class _Patcher:
             elif with_globals(type(module).forward, {name: None}) is None:
                 reason = f"the forward of {type(module).__name__} cannot be copied"
             if reason:
-                self._skip(swap.switch, name, reason)
+                self.report.skip(swap.switch, name, reason)
                 continue
             swap, target = targets[0]
-            replace_class(module, ReplacedCall(name, swap, target), self.edits)
-            done, by = done + 1, swap.load(target).__name__
-        if done:
-            self._done(swap.switch, name, by, done)
+            self.report.convert(module, ReplacedCall(name, swap, target), swap.switch, name, swap.load(target).__name__)
 
     def _layers(self):
-        if "layers" not in self.on:
-            return
-        done, kept = fuse_modules(self.modules, self.edits)
-        if self.model is None:
-            norms = {entry.name for entry in self.report.replaced if entry.switch == "rms_norm"}
-            done, kept = fuse_classes(self._own_classes(), self.edits, lambda cls: norms & names_in(cls.__init__))
-        for kind, name, reason in kept:
-            self._skip("layers", name, reason)
-        for name, count in self._whole_mlps().items():
-            self._done("layers", name, "gated_mlp", count)
-        for (kind, name), count in sorted(done.items()):
-            self._done("layers", name, OPERATORS[kind], None if self.model is None else count)
-
-    def _own_classes(self):
-        """What the modeling module defines, and does not import."""
-        return [own for own in vars(self.namespace).values() if getattr(own, "__module__", 0) == self.row.module]
-
-    def _masks(self):
-        if "masks" not in self.on:
-            return
-        if self.model is None:
-            done, kept = count_classes(self._own_classes(), self.edits)
-        else:
-            done, kept = count_modules(self.modules, self.edits)
-        for name, reason in kept:
-            self._skip("masks", name, reason)
-        for name, count in done.items():
-            self._done("masks", name, "masks without positions", None if self.model is None else count)
-
-    def _attention(self):
-        if "attention" not in self.on:
-            return
-        if self.model is None:  # chosen for each model that is made of them (AfterInit)
-            done, kept = {cls.__name__: None for cls in self._own_classes() if has_sinks(cls)}, ()
-        else:
-            done, kept = use_flash_attention(self.modules, self.edits)
-        for name, reason in kept:
-            self._skip("attention", name, reason)
-        for name, count in done.items():
-            self._done("attention", name, "attention_with_sinks", count)
+        """Fuse steps of layers, count positions out of masks, and choose attention."""
+        owners = self.modules
+        if self.model is None:  # what the modeling module defines, and does not import
+            owners = [own for own in vars(self.namespace).values() if getattr(own, "__module__", 0) == self.row.module]
+            owners = [own for own in owners if isinstance(own, type) and issubclass(own, nn.Module)]
+            owners = [cls for cls in owners if "forward" in vars(cls) and "liger_part" not in vars(cls)]
+        if "layers" in self.on:
+            for name, count in self._whole_mlps().items():
+                self.report.note("layers", name, "gated_mlp", count)
+            layers.fuse(owners, self.report)
+        if "masks" in self.on:
+            masks.count(owners, self.report)
+        if "attention" in self.on:
+            attention.use_flash_attention(owners, self.report)
 
     def _whole_mlps(self):
         """The classes of gated MLPs that are one operator, by name, with the number of modules."""
@@ -370,7 +325,7 @@ class _Patcher:
             cls = getattr(self.namespace, name, None)
             if cls is None:
                 for switch in () if self._loss_classes() else sorted(_LOSSES & self.on):
-                    self._skip(switch, name, _MISSING)
+                    self.report.skip(switch, name, _MISSING)
                 continue
             reason = no_logits_of(original_forward(cls), spec)
             if function := own_class_loss(cls):
@@ -378,14 +333,13 @@ class _Patcher:
             fused = "fused_linear_cross_entropy" in self.on and not reason
             for switch in sorted(_LOSSES & self.on):
                 if reason:
-                    self._skip(switch, name, reason)
+                    self.report.skip(switch, name, reason)
                 elif switch == "cross_entropy":
-                    self.edits.set(cls, "_loss_function", _CLASS_LOSS)
-                    self._done(switch, name, "causal_lm_loss")
+                    self.report.rebind(cls, "_loss_function", _CLASS_LOSS, switch, name, "causal_lm_loss")
                 else:
                     if not is_fused(cls):
                         self.edits.set(cls, "forward", fused_forward(cls.forward, spec))
-                    self._done(switch, name, "lce_forward")
+                    self.report.note(switch, name, "lce_forward")
             follows, sinks = "lora" in self.on and not fused, any(e.switch == "attention" for e in self.report.replaced)
             finish = AfterInit(self.row, spec if fused else None, tuple(self.deferred), follows, sinks)
             if finish.does_anything and getattr(cls.post_init, "liger_after_init", None) != finish:
@@ -403,11 +357,11 @@ class _Patcher:
                     found, kind = True, name or type(module).__name__
                     reason, by = convert(module, classes.get(name), self.row.loss.get(name))
                     if reason:
-                        self._skip(switch, kind, reason)
+                        self.report.skip(switch, kind, reason)
                     else:
-                        self._done(switch, kind, by, 1)
+                        self.report.note(switch, kind, by, 1)
             if not found and self.row.loss:
-                self._skip(switch, next(iter(self.row.loss)), f"the {type(self.model).__name__} holds none")
+                self.report.skip(switch, next(iter(self.row.loss)), f"the {type(self.model).__name__} holds none")
 
     def _adapters(self):
         """Fuse the adapters of the model; those that come later when it next runs."""
@@ -468,7 +422,7 @@ class AfterInit:
             if self.follows:
                 follow_later(model)
             if self.sinks:
-                use_flash_attention(model.modules(), Edits())
+                attention.use_flash_attention(model.modules(), Report(self.row.name))
             patcher = _Patcher(self.row, model, set(), Report(self.row.name))
             for name in self.deferred:
                 patcher._convert([swap for key, swap in self.row.pairs() if key == name], name)

@@ -8,7 +8,6 @@ model's eager attention runs with it.
 
 import contextlib
 import inspect
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -19,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 
 from liger_kernel.operators.attention import attention_with_sinks, obstacle, rows
 from liger_kernel.transformers.causal_lm import original_forward
-from liger_kernel.transformers.patching.place import Edits
+from liger_kernel.transformers.patching.report import Report
 
 IMPLEMENTATION = "liger_attention_sinks"
 # GPT-OSS does not hand its positions to transformers' mask functions, which find documents by them.
@@ -213,16 +212,18 @@ def _reason_to_keep(module: Any) -> str | None:
     return None if implementation in (None, "eager", IMPLEMENTATION) else f"it runs {implementation}"
 
 
-def use_flash_attention(modules: Iterable[Any], edits: Edits) -> tuple[Counter[str], list[tuple[str, str]]]:
-    """Choose `IMPLEMENTATION` for modules with sinks: ({name of the class: modules}, [(name, why not)])."""
-    done: Counter[str] = Counter()
-    kept = []
-    for module in modules:
-        if has_sinks(type(module)) and hasattr(module, "config"):
-            name = type(module).__name__
-            if reason := _reason_to_keep(module):
-                kept.append((name, reason))
+def use_flash_attention(owners: Iterable[Any], report: Report) -> None:
+    """Choose `IMPLEMENTATION` for live modules with sinks, and note classes of them, for whose models it is chosen when
+    they are made."""
+    for owner in owners:
+        cls = owner if isinstance(owner, type) else type(owner)
+        if not has_sinks(cls):
+            continue
+        if owner is cls:
+            report.note("attention", cls.__name__, "attention_with_sinks")
+        elif hasattr(owner, "config"):
+            if reason := _reason_to_keep(owner):
+                report.skip("attention", cls.__name__, reason)
             else:
-                edits.set(module.config, "_attn_implementation_internal", IMPLEMENTATION)
-                done[name] += 1
-    return done, kept
+                report.edits.set(owner.config, "_attn_implementation_internal", IMPLEMENTATION)
+                report.note("attention", cls.__name__, "attention_with_sinks", 1)

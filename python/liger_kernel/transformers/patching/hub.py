@@ -24,7 +24,7 @@ from liger_kernel.transformers.head import head_of, prepare_head
 from liger_kernel.transformers.patching.families import FAMILIES, CausalLM
 from liger_kernel.transformers.patching.formulas import find
 from liger_kernel.transformers.patching.place import Edits
-from liger_kernel.transformers.patching.report import Replacement, Report, Skip
+from liger_kernel.transformers.patching.report import Report
 from liger_kernel.transformers.patching.source import tagged_function
 
 _CLASSIC = "apply_liger_kernel_to_<family>() and use_liger_kernel=True need no `kernels`"
@@ -267,14 +267,13 @@ class HubKernels:
         report = Report(type(model).__name__, edits=earlier.edits if earlier else Edits())
         report.keep_on(model)
         self._models[model] = None
-        plans, counts = {}, {}
+        plans = {}
         for label, owner in _owners(model):
             cls = type(owner)
             if cls not in plans:
                 plans[cls] = self._plan(cls, taken)
             if plan := plans[cls]:
-                self._note(plan, label, owner, report, counts)
-        report.replaced += [Replacement(*key, count) for key, count in counts.items()]
+                self._note(plan, label, owner, report)
 
         tags, modes = Edits(), (Mode.TRAINING | Mode.TORCH_COMPILE, Mode.INFERENCE | Mode.TORCH_COMPILE)
         own = {cls: (getattr(cls, "kernel_layer_name", None), getattr(cls, "kernel_condition", None)) for cls in plans}
@@ -318,7 +317,7 @@ class HubKernels:
             plan = _Plan(_SWITCHES[layer], layer, _replaceable_mlp if layer is layers.LigerGatedMLP else _replaceable)
         return plan if plan.switch in self.on else None
 
-    def _note(self, plan, label, owner, report, counts):
+    def _note(self, plan, label, owner, report):
         reason = None if plan.layer else "its source is none of those that a layer was compared with"
         if plan.condition and not plan.condition(owner):
             reason = (
@@ -329,13 +328,10 @@ class HubKernels:
         elif plan.spec and (function := own_loss(owner)):
             reason = names_of_loss(function)
         if reason:
-            if (skip := Skip(plan.switch, label, reason)) not in report.skipped:
-                report.skipped.append(skip)
-            return
+            return report.skip(plan.switch, label, reason)
         if plan.spec:  # now, because torch.compile could not do it while tracing
             prepare_head(head_of(owner, plan.spec), report.edits)
-        key = (plan.switch, label, plan.layer.__name__)
-        counts[key] = counts.get(key, 0) + 1
+        report.note(plan.switch, label, plan.layer.__name__, 1)
 
 
 def _owners(model):

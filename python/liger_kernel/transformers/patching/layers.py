@@ -12,7 +12,6 @@ The operators run where a call of the modules would run what their classes say a
 import functools
 import inspect
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -21,11 +20,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from liger_kernel.operators.coverage import has_replaced_forward
 from liger_kernel.operators.linear import qkv
 from liger_kernel.operators.residual import add_and_normalise, is_rms_norm
+from liger_kernel.transformers.causal_lm import names_in
 from liger_kernel.transformers.patching.formulas import formula_name
-from liger_kernel.transformers.patching.place import Edits, replace_class
+from liger_kernel.transformers.patching.replaced import NewForward
+from liger_kernel.transformers.patching.report import Report
 
 ADD_AND_NORM, PROJECTIONS = "add and norm", "projections"
 #: What a forward computes at once -> the operator that does, for reports.
@@ -202,48 +202,19 @@ def _fused_forward(cls, forward):
     return None if steps is None else adding(forward, steps)
 
 
-def _fuses(cls):
-    return getattr(cls.forward, "liger_fuses", None)
+def fuse(owners: Iterable[Any], report: Report) -> None:
+    """Give live layers and attention, or classes of them whose norms are replaced, such forwards."""
+    norms = {entry.name for entry in report.replaced if entry.switch == "rms_norm"}
+
+    def fits(owner, forward):
+        if forward.liger_fuses != ADD_AND_NORM:
+            return True
+        if isinstance(owner, type):
+            return norms & names_in(owner.__init__)
+        return any(is_rms_norm(child.__class__) for child in owner.children())
+
+    fused.put_on(owners, "layers", lambda forward: OPERATORS.get(getattr(forward, "liger_fuses", "")), report, fits)
 
 
-def fused(base: type) -> tuple[str, tuple[type], dict[str, Any]]:
-    """The part, for replace_class, whose forward that is. Its class keeps its name, by which models know layers."""
-    return base.__name__, (base,), {"forward": fused_forward(base)}
-
-
-def fuse_classes(classes: Iterable[Any], edits: Edits, has_rms_norm: Callable[[type], object]):
-    """Give classes of layers and of attention such forwards: ({(kind, name): how many}, [])."""
-    done: Counter[tuple[str, str]] = Counter()
-    for cls in classes:
-        if not isinstance(cls, type) or not issubclass(cls, nn.Module):
-            continue
-        if "liger_part" in vars(cls) or "forward" not in vars(cls):
-            continue
-        if not (kind := _fuses(cls)) and (forward := fused_forward(cls)):
-            kind = forward.liger_fuses
-            if kind == ADD_AND_NORM and not has_rms_norm(cls):
-                continue
-            edits.set(cls, "forward", forward)
-        if kind:
-            done[kind, cls.__name__] += 1
-    return done, []
-
-
-def fuse_modules(modules: Iterable[Any], edits: Edits):
-    """Give live layers and attention such forwards: ({(kind, name of the class): modules}, [(kind, name, why not)])."""
-    done: Counter[tuple[str, str]] = Counter()
-    kept: dict[tuple[str, str, str], None] = {}
-    for module in modules:
-        cls = module.__class__
-        if not (kind := _fuses(cls)):
-            if (forward := fused_forward(cls)) is None:
-                continue
-            kind = forward.liger_fuses
-            if kind == ADD_AND_NORM and not any(is_rms_norm(child.__class__) for child in module.children()):
-                continue
-            if has_replaced_forward(module):
-                kept[kind, cls.__name__, "its forward was replaced on the instance"] = None
-                continue
-            replace_class(module, fused, edits)
-        done[kind, cls.__name__] += 1
-    return done, list(kept)
+#: The part whose forward that is.
+fused = NewForward(fused_forward)

@@ -12,17 +12,17 @@ without them. Positions that are given are searched as before.
 import functools
 import inspect
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from transformers import PreTrainedModel, masking_utils, modeling_flash_attention_utils
 
 from liger_kernel.operators.attention import rows
-from liger_kernel.operators.coverage import has_replaced_forward
 from liger_kernel.transformers.causal_lm import names_in
 from liger_kernel.transformers.patching.attention import IMPLEMENTATION, in_forward, is_packed_sequence
-from liger_kernel.transformers.patching.place import Edits, replace_class, with_globals
+from liger_kernel.transformers.patching.place import with_globals
+from liger_kernel.transformers.patching.replaced import NewForward
+from liger_kernel.transformers.patching.report import Report
 
 #: The functions of masking_utils that search, which take positions by name.
 _SEARCHING = (
@@ -89,7 +89,7 @@ def _forward(original):
 def counting_forward(cls: Any) -> Callable[..., Any] | None:
     """The forward for models of a class that makes their masks without positions where none are given; None where the
     class's own makes no masks, or is such a forward."""
-    return None if is_counting(cls) else _forward(cls.forward)
+    return None if is_counting(cls) or not issubclass(cls, PreTrainedModel) else _forward(cls.forward)
 
 
 def is_counting(cls: Any) -> bool:
@@ -97,35 +97,12 @@ def is_counting(cls: Any) -> bool:
     return hasattr(cls.forward, "liger_counts")
 
 
-def counting(base: Any) -> tuple[str, tuple[type], dict[str, Any]]:
-    """The part, for replace_class, whose forward that is."""
-    return base.__name__, (base,), {"forward": counting_forward(base)}
+def count(owners: Iterable[Any], report: Report) -> None:
+    """Give live models, or classes of models, such forwards."""
+    report.edits.set(modeling_flash_attention_utils, "_is_packed_sequence", is_packed_sequence)
+    by = "masks without positions"
+    counting.put_on(owners, "masks", lambda forward: by if hasattr(forward, "liger_counts") else None, report)
 
 
-def count_classes(classes: Iterable[Any], edits: Edits) -> tuple[Counter[str], list[tuple[str, str]]]:
-    """Give classes of models such forwards: ({name of the class: how many}, [])."""
-    edits.set(modeling_flash_attention_utils, "_is_packed_sequence", is_packed_sequence)
-    done: Counter[str] = Counter()
-    for cls in classes:
-        if isinstance(cls, type) and issubclass(cls, PreTrainedModel) and "forward" in vars(cls):
-            if forward := counting_forward(cls):
-                edits.set(cls, "forward", forward)
-            done[cls.__name__] += is_counting(cls)
-    return +done, []
-
-
-def count_modules(modules: Iterable[Any], edits: Edits) -> tuple[Counter[str], list[tuple[str, str]]]:
-    """Give live models such forwards: ({name of the class: modules}, [(name, why not)])."""
-    edits.set(modeling_flash_attention_utils, "_is_packed_sequence", is_packed_sequence)
-    done: Counter[str] = Counter()
-    kept = []
-    for module in modules:
-        if isinstance(module, PreTrainedModel):
-            cls = type(module)
-            if counting_forward(cls) is not None:
-                if has_replaced_forward(module):
-                    kept.append((cls.__name__, "its forward was replaced on the instance"))
-                    continue
-                replace_class(module, counting, edits)
-            done[cls.__name__] += is_counting(type(module))
-    return +done, kept
+#: The part whose forward that is.
+counting = NewForward(counting_forward)

@@ -2,8 +2,11 @@
 
 import functools
 import inspect
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
+from liger_kernel.operators.coverage import has_replaced_forward
 from liger_kernel.transformers.patching import numeric
 from liger_kernel.transformers.patching.families import Swap
 from liger_kernel.transformers.patching.formulas import is_known, kinds_of, unfit
@@ -12,9 +15,11 @@ from liger_kernel.transformers.patching.place import (
     is_variant,
     or_original,
     own_attributes,
+    replace_class,
     variant,
     with_globals,
 )
+from liger_kernel.transformers.patching.report import Report
 from liger_kernel.transformers.patching.source import as_written
 from liger_kernel.utils import warn_once
 
@@ -47,6 +52,42 @@ class ReplacedCall:
         original = inspect.unwrap(base.forward).__globals__[self.name]
         function = replacement(original, self.swap, self.target)
         return base.__name__, (base,), {"forward": with_globals(base.forward, {self.name: function})}
+
+
+@dataclass(frozen=True)
+class NewForward:
+    """The part whose forward is what `make` makes for a class, or None. The class keeps its name, by which models know
+    layers."""
+
+    make: Callable[[Any], Callable[..., Any] | None]
+
+    def __call__(self, base):
+        return base.__name__, (base,), {"forward": self.make(base)}
+
+    def put_on(
+        self, owners: Iterable[Any], switch: str, by: Callable[[Any], str | None], report: Report,
+        fits: Callable[[Any, Any], object] | None = None,
+    ) -> None:  # fmt: skip
+        """Give classes, or live modules, such a forward where there is one for their class.
+
+        `by` is the report's word for a forward, None for one that is not of this part; `fits` may refuse a forward for
+        an owner.
+        """
+        for owner in owners:
+            of_class = isinstance(owner, type)
+            cls: Any = owner if of_class else type(owner)
+            forward = self.make(cls)
+            if forward is not None and fits is not None and not fits(owner, forward):
+                continue
+            if forward is not None and of_class:
+                report.edits.set(cls, "forward", forward)
+            elif forward is not None and has_replaced_forward(owner):
+                report.skip(switch, cls.__name__, "its forward was replaced on the instance")
+                continue
+            elif forward is not None:
+                replace_class(owner, self, report.edits)
+            if word := by(forward or cls.forward):
+                report.note(switch, cls.__name__, word, None if of_class else 1)
 
 
 @dataclass(frozen=True)

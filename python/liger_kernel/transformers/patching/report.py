@@ -1,8 +1,9 @@
-"""What a patch did, as a table, and how to take it back."""
+"""What a patch does, as a table, and how to take it back. A Report makes each replacement and has a line for it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from liger_kernel.transformers.patching.place import Edits
+from liger_kernel.transformers.patching.place import Edits, replace_class
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,29 @@ class Report:
     replaced: list[Replacement] = field(default_factory=list)
     skipped: list[Skip] = field(default_factory=list)
     edits: Edits = field(default_factory=Edits, repr=False)
+
+    def rebind(self, owner: Any, attribute: str, new: Any, switch: str, name: str, by: str) -> None:
+        """Replace an attribute of a module or of a class, and note it."""
+        self.edits.set(owner, attribute, new)
+        self.note(switch, name, by)
+
+    def convert(self, module: Any, part: Any, switch: str, name: str, by: str, /, **attributes: Any) -> None:
+        """Turn a live module into one whose class has `part` before it (replace_class), and count it."""
+        replace_class(module, part, self.edits, **attributes)
+        self.note(switch, name, by, 1)
+
+    def note(self, switch: str, name: str, by: str, count: int | None = None) -> None:
+        """Note what is replaced; modules are added to those that were noted before."""
+        for i, entry in enumerate(self.replaced):
+            if count and entry.count and entry == Replacement(switch, name, by, entry.count):
+                self.replaced[i] = replace(entry, count=entry.count + count)
+                return
+        self.replaced.append(Replacement(switch, name, by, count))
+
+    def skip(self, switch: str, name: str, reason: str) -> None:
+        """Note what is not replaced, once."""
+        if (entry := Skip(switch, name, reason)) not in self.skipped:
+            self.skipped.append(entry)
 
     def undo(self) -> None:
         """Restore everything that this patch has replaced."""

@@ -11,8 +11,8 @@ from liger_kernel.transformers.patching.apply import UNKNOWN, ReplacedModule, pa
 from liger_kernel.transformers.patching.by_source import row_of
 from liger_kernel.transformers.patching.families import GEGLU, RMS_NORM, SWIGLU
 from liger_kernel.transformers.patching.formulas import find
-from liger_kernel.transformers.patching.place import own_attributes, replace_class
-from liger_kernel.transformers.patching.report import Replacement, Report, Skip
+from liger_kernel.transformers.patching.place import own_attributes
+from liger_kernel.transformers.patching.report import Report, Skip
 
 _SWAPS = {"rms_norm": (RMS_NORM,), "mlp": (SWIGLU, GEGLU)}
 _PROJECTIONS = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"}, {"w1", "w2", "w3"})
@@ -81,22 +81,17 @@ def _try_unknown(model, report, on, layers):
             unknown[module] = name
     tried = {type(module).__name__ for module in unknown}
     report.skipped = [skip for skip in report.skipped if skip.name not in tried or skip.reason != UNKNOWN]
-    calls, counts = _calls(model, unknown), {}
+    calls = _calls(model, unknown)
     for module, name in unknown.items():
         swap, target, reason = _by_trial(module, _SWAPS[name], calls.get(module))
         kind = type(module).__name__
         if reason:
-            if (skip := Skip(name, kind, reason)) not in report.skipped:
-                report.skipped.append(skip)
+            report.skip(name, kind, reason)
             continue
         part = swap.load(target)
         kinds = kinds_in(module) if name == "mlp" else frozenset()
-        replace_class(
-            module, ReplacedModule(part, kinds=kinds, whole=layers), report.edits, **own_attributes(module, part)
-        )
-        key = (swap.switch, kind, part.__name__)
-        counts[key] = counts.get(key, 0) + 1
-    report.replaced += [Replacement(*key, count) for key, count in counts.items()]
+        made = ReplacedModule(part, kinds=kinds, whole=layers)
+        report.convert(module, made, swap.switch, kind, part.__name__, **own_attributes(module, part))
 
 
 def _looks_like(name, module):
