@@ -66,6 +66,16 @@ def test_a_patched_model_that_becomes_float64_and_float_again(family, patched):
     assert assert_same_step(model.float(), reference.float(), **batch()).logits is None
 
 
+def test_a_norm_with_a_float64_weight_runs_the_original(family, patched):
+    reference = make(family)
+    model = copy.deepcopy(reference)
+    patched(family, model)
+    x = torch.randn(2, 64).bfloat16()
+    norms = [each.model.norm.double() for each in (model, reference)]
+    ours, theirs = (norm(x) for norm in norms)
+    assert ours.dtype is theirs.dtype and torch.equal(ours, theirs)
+
+
 def test_an_activation_without_a_kernel_keeps_the_class(family, patched, caplog):
     warn_once.cache_clear()
     fields = dict.fromkeys(("hidden_act", "hidden_activation"), "relu")

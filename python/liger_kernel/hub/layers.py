@@ -4,83 +4,64 @@ replaces.
 What the operators have no kernel for, and what they would round in another way, goes to the code that was replaced.
 """
 
-import torch
 from torch import nn
 
 from liger_kernel.operators.coverage import GATED_KERNELS, NORM_KERNELS, ROPE_KERNELS, kernels_cover
 from liger_kernel.ops import LigerGELUMulFunction, LigerRMSNormFunction, LigerRopeFunction, LigerSiLUMulFunction
+from liger_kernel.transformers.patching.part import rms_norm_input
 
 
-class Layer(nn.Module):
+class HubLayer(nn.Module):
     """What `kernels` wants to know of a layer."""
 
     can_torch_compile = True
     has_backward = True
 
 
-class LigerRMSNorm(Layer):
-    """y = round(x / rms(x)) · weight, as Llama's."""
+def _layer(name, doc, forward):
+    forward.__qualname__ = f"{name}.forward"
+    return type(name, (HubLayer,), {"forward": forward, "__doc__": doc, "__module__": __name__})
 
+
+def _norm(name, doc, offset, casting_mode):
     def forward(self, hidden_states):
-        # With a weight of another dtype the product is of neither.
-        if not kernels_cover(hidden_states, NORM_KERNELS) or self.weight.dtype != hidden_states.dtype:
+        weight, x = getattr(self, "weight", None), hidden_states  # some of a class have no weight
+        fits = weight is not None and kernels_cover(x, NORM_KERNELS)
+        if not fits or (x := rms_norm_input(x, weight, casting_mode)) is None:
             return type(self).forward(self, hidden_states)
-        return LigerRMSNormFunction.apply(hidden_states, self.weight, _eps(self), 0.0, "llama", False)
+        eps = self.eps if hasattr(self, "eps") else self.variance_epsilon
+        return LigerRMSNormFunction.apply(x, weight, eps, offset, casting_mode, False)
+
+    return _layer(name, doc, forward)
 
 
-class LigerFloatRMSNorm(Layer):
-    """y = round(x / rms(x) · weight), as OLMo-2's."""
-
-    def forward(self, hidden_states):
-        if not _multiplies_in_float(self, hidden_states):
-            return type(self).forward(self, hidden_states)
-        return LigerRMSNormFunction.apply(hidden_states, self.weight, _eps(self), 0.0, "gemma", False)
+LigerRMSNorm = _norm("LigerRMSNorm", "y = round(x / rms(x)) · weight, as Llama's.", 0.0, "llama")
+LigerFloatRMSNorm = _norm("LigerFloatRMSNorm", "y = round(x / rms(x) · weight), as OLMo-2's.", 0.0, "gemma")
+LigerZeroCenteredRMSNorm = _norm(
+    "LigerZeroCenteredRMSNorm", "y = round(x / rms(x) · (1 + weight)), as Gemma's.", 1.0, "gemma"
+)
 
 
-class LigerZeroCenteredRMSNorm(Layer):
-    """y = round(x / rms(x) · (1 + weight)), as Gemma's."""
-
-    def forward(self, hidden_states):
-        if not _multiplies_in_float(self, hidden_states):
-            return type(self).forward(self, hidden_states)
-        return LigerRMSNormFunction.apply(hidden_states, self.weight, _eps(self), 1.0, "gemma", False)
-
-
-def _eps(norm):
-    return norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
-
-
-def _multiplies_in_float(norm, x):
-    weight = getattr(norm, "weight", None)  # some of a class have none
-    return weight is not None and kernels_cover(x, NORM_KERNELS) and weight.dtype in (x.dtype, torch.float32)
-
-
-class LigerRotaryEmbedding(Layer):
-    """(q, k) rotated by tables of their dtype, as wide as a head, whose halves are equal."""
-
+def _rotary(name, doc, part=1, any_dtype=False):
     def forward(self, q, k, cos, sin, unsqueeze_dim=1):
-        # With tables of another dtype the result is of neither.
-        if cos.dtype != q.dtype or not _fits(q, k, cos, sin, unsqueeze_dim, q.shape[-1]):
+        # With tables of another dtype the result is of neither, unless the original makes it q's.
+        if not (any_dtype or cos.dtype == q.dtype) or not _fits(q, k, cos, sin, unsqueeze_dim, q.shape[-1] // part):
             return type(self).forward(self, q, k, cos, sin, unsqueeze_dim)
-        return _rotated(q, k, cos, sin, unsqueeze_dim)
+        # Tables [seq, dim] have no dimension of the batch, whose place unsqueeze_dim=0 is.
+        return LigerRopeFunction.apply(q, k, cos, sin, None, unsqueeze_dim or 1, q.shape[-1])
+
+    return _layer(name, doc, forward)
 
 
-class LigerFloatRotaryEmbedding(Layer):
-    """(q, k) rotated by tables of any dtype, as wide as a head, whose halves are equal; the result is of q's dtype."""
-
-    def forward(self, q, k, cos, sin, unsqueeze_dim=1):
-        if not _fits(q, k, cos, sin, unsqueeze_dim, q.shape[-1]):
-            return type(self).forward(self, q, k, cos, sin, unsqueeze_dim)
-        return _rotated(q, k, cos, sin, unsqueeze_dim)
-
-
-class LigerHalfTableRotaryEmbedding(Layer):
-    """(q, k) rotated by tables of their dtype, half as wide as a head, as GPT-OSS's."""
-
-    def forward(self, q, k, cos, sin, unsqueeze_dim=1):
-        if cos.dtype != q.dtype or not _fits(q, k, cos, sin, unsqueeze_dim, q.shape[-1] // 2):
-            return type(self).forward(self, q, k, cos, sin, unsqueeze_dim)
-        return _rotated(q, k, cos, sin, unsqueeze_dim)
+LigerRotaryEmbedding = _rotary(
+    "LigerRotaryEmbedding", "(q, k) rotated by tables of their dtype, as wide as a head, whose halves are equal."
+)
+LigerFloatRotaryEmbedding = _rotary(
+    "LigerFloatRotaryEmbedding", "The same with tables of any dtype; the result is of q's dtype.", any_dtype=True
+)
+LigerHalfTableRotaryEmbedding = _rotary(
+    "LigerHalfTableRotaryEmbedding", "(q, k) rotated by tables of their dtype, half as wide as a head, as GPT-OSS's.", 2
+)
 
 
 def _fits(q, k, cos, sin, unsqueeze_dim, width):
@@ -104,12 +85,7 @@ def _fits(q, k, cos, sin, unsqueeze_dim, width):
     return cos.shape[1] == q.shape[place] == k.shape[place]
 
 
-def _rotated(q, k, cos, sin, unsqueeze_dim):
-    # Tables [seq, dim] have no dimension of the batch, whose place unsqueeze_dim=0 is.
-    return LigerRopeFunction.apply(q, k, cos, sin, None, unsqueeze_dim or 1, q.shape[-1])
-
-
-class LigerGatedMLP(Layer):
+class LigerGatedMLP(HubLayer):
     """down_proj(act(gate_proj(x)) · up_proj(x)) for the activations of `GATES`; the projections are called, with what
     wraps them."""
 

@@ -125,7 +125,7 @@ def _layer_of(original):
     return getattr(layers, part.layer) if part and part.layer else None
 
 
-class LigerCausalLM(layers.Layer):
+class LigerCausalLM(layers.HubLayer):
     """The fused loss of a causal language model; a class of models has a layer of its own, with its signature."""
 
 

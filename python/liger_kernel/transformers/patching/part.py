@@ -45,14 +45,18 @@ class Part:
     attributes: Callable[..., dict[str, Any]] | None = None
 
 
-def _of_rms_norm(module: Any, x: Tensor) -> Tensor | None:
-    """Where it rounds before the weight, the product with the weight has the dtype of both."""
-    weight = norm.weight_in(module)
-    if weight is not None and weight.dim() == 0:  # Gemma 3n's one, of transformers 4
-        return None
-    if weight is None or weight.dtype is x.dtype or module.casting_mode == "gemma":
+def rms_norm_input(x: Tensor, weight: Tensor | None, casting_mode: str) -> Tensor | None:
+    """x in the dtype of the result of an RMSNorm, or None. Where it rounds before the weight, the product with the
+    weight has the dtype of both."""
+    if weight is None or weight.dtype is x.dtype and weight.dim():
         return x
-    return x.to(torch.promote_types(x.dtype, weight.dtype))
+    if weight.dtype is torch.float64 or weight.dim() == 0:  # Gemma 3n's one, of transformers 4
+        return None
+    return x if casting_mode == "gemma" else x.to(torch.promote_types(x.dtype, weight.dtype))
+
+
+def _of_rms_norm(module: Any, x: Tensor) -> Tensor | None:
+    return rms_norm_input(x, norm.weight_in(module), module.casting_mode)
 
 
 def _eps(module, default):
