@@ -56,7 +56,7 @@ LONG, LONGEST = 450, 600
 WINGS = (
     r"(research|compat)(\..*)?|backends|functional|triton(\..*)?|ops\.(utils|backends(\..*)?|experimental\.mm_int8int2)"
     r"|(ops|transformers)\.(attn_res|dyt|fused_neighborhood_attention|group_norm|mhc|multi_token_attention|poly_norm"
-    r"|sparsemax)"
+    r"|sparsemax)|transformers\.model"
 )
 #: The floors of liger_kernel, from below: a file imports from its own floor and those below it, and no two files import
 #: each other. An __init__.py counts as the package that it is; what it imports by name (importlib) when it is asked for
@@ -69,7 +69,7 @@ FLOORS = (
     r"ops(\..*)?",
     r"chunked_loss(\..*)?|transformers\.(patching\.(source|part)|functional|experimental(\..*)?|fsdp|(?!trainer)\w*"
     r"(norm|glu|mlp|experts|router|rope|entropy|div|jsd|tvd|softmax|squared|xielu|centering|loss))",
-    r"transformers(\.(patching|patching\.(formulas|place|families|report|numeric)|families|report|model(\..*)?))?"
+    r"transformers(\.(patching|patching\.(formulas|place|families|report|numeric)|families|report|model\..*))?"
     r"|megatron\.(cross_entropy|rms_norm|swiglu)",
     r"transformers\.(patching\.(replaced|layers|masks|attention)|head|logits|lora|tensor_parallel|causal_lm)|hub(\.layers)?",
     r"transformers\.(patching\.(by_source|apply|structure|hub)|patch)",

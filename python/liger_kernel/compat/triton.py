@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from liger_kernel.utils import infer_device
+from liger_kernel.compat.machine import infer_device
 
 logger = logging.getLogger("liger_kernel.triton.monkey_patch")
 

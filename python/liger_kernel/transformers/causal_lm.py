@@ -29,7 +29,7 @@ from liger_kernel.transformers.head import describe, head_of, prepare_head
 from liger_kernel.transformers.logits import Logits, computed
 from liger_kernel.transformers.lora import follow
 from liger_kernel.transformers.model import loss_utils, output_classes
-from liger_kernel.transformers.patching.families import FAMILIES, CausalLM
+from liger_kernel.transformers.patching.families import CausalLM
 from liger_kernel.transformers.patching.place import Edits
 from liger_kernel.transformers.tensor_parallel import is_vocab_parallel, vocab_parallel_loss
 from liger_kernel.utils import warn_once
@@ -115,12 +115,6 @@ class FusedLoss:
 
     def __call__(self, base):
         return base.__name__, (base,), {"forward": fused_forward(original_forward(base), self.spec)}
-
-
-def forward_of(family: str, class_name: str, order: tuple[str, ...]):
-    """The fused forward of a family's class."""
-    row = FAMILIES[family]
-    return fused_forward(original_forward(getattr(row.namespace(), class_name)), row.loss[class_name], order)
 
 
 def fused_forward(original, spec: CausalLM, order: tuple[str, ...] = ()):
