@@ -32,9 +32,8 @@ from liger_kernel.operators.coverage import ACTIVATION_NAMES
 from liger_kernel.transformers.patching import numeric
 from liger_kernel.transformers.patching.by_source import swaps_of
 from liger_kernel.transformers.patching.families import FAMILIES, Swap
-from liger_kernel.transformers.patching.formulas import FORMULAS
+from liger_kernel.transformers.patching.formulas import FORMULAS, fingerprint
 from liger_kernel.transformers.patching.layers import STEPS, adding
-from liger_kernel.transformers.patching.source import fingerprint
 from torch import nn
 from transformers.activations import ACT2FN
 

@@ -19,9 +19,9 @@ from liger_kernel.transformers.patching import hub as hub_kernels
 from liger_kernel.transformers.patching.apply import ReplacedModule, _class_called, patch
 from liger_kernel.transformers.patching.by_source import row_of
 from liger_kernel.transformers.patching.families import FAMILIES, GATED_RMS_NORM
-from liger_kernel.transformers.patching.formulas import find, is_known, unfit
+from liger_kernel.transformers.patching.formulas import as_written, find, fingerprint, is_known
+from liger_kernel.transformers.patching.part import unfit
 from liger_kernel.transformers.patching.place import Edits, instead_of, own_attributes, replace_class
-from liger_kernel.transformers.patching.source import as_written, fingerprint
 from packaging.version import parse
 from tiny import TINY_MODELS, model_of, swaps_in
 from torch import nn

@@ -225,6 +225,7 @@ def test_a_dtype_without_kernels_is_left_alone(family, patched):
         FUSED,
         "layers",
         "masks",
+        "attention",
         "lora",
     }
     assert "float64" in str(report)

@@ -18,7 +18,7 @@ from liger_kernel.transformers import model as forwards
 from liger_kernel.transformers import monkey_patch
 from liger_kernel.transformers.causal_lm import hands_logits_over, original_forward
 from liger_kernel.transformers.model import output_classes
-from liger_kernel.transformers.patching import source
+from liger_kernel.transformers.patching import formulas
 from liger_kernel.transformers.patching.apply import patch
 from liger_kernel.transformers.patching.families import FAMILIES, RMS_NORM, Family, table
 from liger_kernel.transformers.patching.formulas import is_known
@@ -98,7 +98,8 @@ def test_what_a_row_names_is_there_and_known(name):
     if not row.holds and not row.composite:
         found = {swap.switch for _, swap in swaps_in(name)}
         wanted = row.switches.keys() - row.without.keys() - ABSENT.get(name, set())
-        assert wanted - {"cross_entropy", "fused_linear_cross_entropy", "layers", "masks", "lora"} <= found
+        everywhere = {"cross_entropy", "fused_linear_cross_entropy", "layers", "masks", "attention", "lora"}
+        assert wanted - everywhere <= found
     heads = [getattr(namespace, part) for part in row.loss if hasattr(namespace, part)]
     assert heads or not row.loss
     assert all(hands_logits_over(original_forward(cls)) for cls in heads)
@@ -227,7 +228,7 @@ def test_a_fingerprint_is_of_what_is_computed(tmp_path):
         return _twice(x) / scale
 
     two.__name__ = three.__name__ = "one"
-    names = [source.fingerprint(function) for function in (one, three)]
+    names = [formulas.fingerprint(function) for function in (one, three)]
     assert names[0] != names[1] and len(names[0]) == 16
     text = [inspect.getsource(function) for function in (one, two)]
     assert text[0] != text[1]
@@ -239,9 +240,9 @@ def test_a_fingerprint_is_of_what_is_computed(tmp_path):
         spec = importlib.util.spec_from_file_location(path.stem, path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        loaded.append(source.fingerprint(module.one))
+        loaded.append(formulas.fingerprint(module.one))
     assert loaded[0] == names[0] and loaded[1] != names[0]
-    assert source.fingerprint(eval("lambda x: x")) is None
+    assert formulas.fingerprint(eval("lambda x: x")) is None
 
 
 def _twice(x):

@@ -3,7 +3,7 @@
 import importlib
 import textwrap
 
-from liger_kernel.transformers.patching.source import fingerprint
+from liger_kernel.transformers.patching.formulas import fingerprint
 
 
 def test_a_fingerprint_is_of_what_runs(tmp_path, monkeypatch):

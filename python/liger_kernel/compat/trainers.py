@@ -8,8 +8,7 @@ from liger_kernel.operators.coverage import kinds_in
 from liger_kernel.operators.loss import LigerCrossEntropyLoss, liger_cross_entropy
 from liger_kernel.operators.mlp import LigerGEGLUMLP, LigerGEGLUMLPForGemma4
 from liger_kernel.operators.norm import LigerLayerNorm
-from liger_kernel.transformers.patching.place import Edits, own_attributes, replace_class
-from liger_kernel.transformers.patching.replaced import ReplacedModule
+from liger_kernel.transformers.patching.place import Edits, ReplacedModule, own_attributes, replace_class
 from liger_kernel.transformers.qwen2vl_mrope import liger_multimodal_rotary_pos_emb
 from liger_kernel.transformers.rms_norm import (
     LigerRMSNorm,

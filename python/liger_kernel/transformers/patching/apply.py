@@ -30,20 +30,19 @@ from liger_kernel.transformers.model import loss_utils
 from liger_kernel.transformers.patching import attention, layers, masks, numeric
 from liger_kernel.transformers.patching.by_source import completed, original_class, tables_fit
 from liger_kernel.transformers.patching.families import FAMILIES, MODEL_TYPES, PARTS, CausalLM, Family, Swap
-from liger_kernel.transformers.patching.formulas import find, is_known, kinds_of, obstacle, unfit
+from liger_kernel.transformers.patching.formulas import as_written, find, is_known
 from liger_kernel.transformers.patching.place import (
     Edits,
-    in_place_of,
-    is_variant,
-    or_original,
+    ReplacedCall,
+    ReplacedModule,
+    is_one_operator,
+    obstacle,
     own_attributes,
     replace_class,
-    variant,
+    replacement,
     with_globals,
 )
-from liger_kernel.transformers.patching.replaced import ReplacedCall, ReplacedModule, is_one_operator, replacement
 from liger_kernel.transformers.patching.report import Replacement, Report, Skip
-from liger_kernel.transformers.patching.source import as_written
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
 from liger_kernel.utils import warn_once
 
@@ -237,7 +236,8 @@ class _Patcher:
             self.report.skip(swap.switch, name, TABLES)
         else:
             swap, target = targets[0]
-            new = replacement(original, swap, target, "layers" in self.on)
+            trial = None if is_known(target, original) else numeric.computes
+            new = replacement(original, swap, target, "layers" in self.on, trial)
             self.report.rebind(self.namespace, name, new, swap.switch, name, swap.load(target).__name__)
 
     def _convert(self, swaps, name):

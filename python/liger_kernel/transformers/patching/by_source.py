@@ -34,8 +34,7 @@ from liger_kernel.transformers.patching.families import (
     Family,
     Swap,
 )
-from liger_kernel.transformers.patching.formulas import find
-from liger_kernel.transformers.patching.source import as_written
+from liger_kernel.transformers.patching.formulas import as_written, find
 
 _LAYER_NORM = LAYER_NORM["torch.nn.LayerNorm"]
 _ROPES = tuple(swap for table in (ROPE, VISION_ROPE, SECTIONED_ROPE, LLAMA4_ROPE) for swap in table.values())

@@ -22,10 +22,9 @@ from liger_kernel.hub import layers
 from liger_kernel.transformers.causal_lm import fused_forward, hands_logits_over, is_fused, names_of_loss, own_loss
 from liger_kernel.transformers.head import head_of, prepare_head
 from liger_kernel.transformers.patching.families import FAMILIES, CausalLM
-from liger_kernel.transformers.patching.formulas import find
+from liger_kernel.transformers.patching.formulas import find, tagged_function
 from liger_kernel.transformers.patching.place import Edits
 from liger_kernel.transformers.patching.report import Report
-from liger_kernel.transformers.patching.source import tagged_function
 
 _CLASSIC = "apply_liger_kernel_to_<family>() and use_liger_kernel=True need no `kernels`"
 #: The versions of `kernels` below this one know no condition: they would bind a layer to every module of a class.

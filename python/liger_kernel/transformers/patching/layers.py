@@ -24,7 +24,7 @@ from liger_kernel.operators.linear import qkv
 from liger_kernel.operators.residual import add_and_normalise, is_rms_norm
 from liger_kernel.transformers.causal_lm import names_in
 from liger_kernel.transformers.patching.formulas import formula_name
-from liger_kernel.transformers.patching.replaced import NewForward
+from liger_kernel.transformers.patching.place import NewForward
 from liger_kernel.transformers.patching.report import Report
 
 ADD_AND_NORM, PROJECTIONS = "add and norm", "projections"
@@ -213,7 +213,8 @@ def fuse(owners: Iterable[Any], report: Report) -> None:
             return norms & names_in(owner.__init__)
         return any(is_rms_norm(child.__class__) for child in owner.children())
 
-    fused.put_on(owners, "layers", lambda forward: OPERATORS.get(getattr(forward, "liger_fuses", "")), report, fits)
+    by = lambda forward: OPERATORS.get(getattr(forward, "liger_fuses", ""))
+    report.give_forwards(owners, fused, "layers", by, fits)
 
 
 #: The part whose forward that is.

@@ -20,8 +20,7 @@ from transformers import PreTrainedModel, masking_utils, modeling_flash_attentio
 from liger_kernel.operators.attention import rows
 from liger_kernel.transformers.causal_lm import names_in
 from liger_kernel.transformers.patching.attention import IMPLEMENTATION, in_forward, is_packed_sequence
-from liger_kernel.transformers.patching.place import with_globals
-from liger_kernel.transformers.patching.replaced import NewForward
+from liger_kernel.transformers.patching.place import NewForward, with_globals
 from liger_kernel.transformers.patching.report import Report
 
 #: The functions of masking_utils that search, which take positions by name.
@@ -100,8 +99,8 @@ def is_counting(cls: Any) -> bool:
 def count(owners: Iterable[Any], report: Report) -> None:
     """Give live models, or classes of models, such forwards."""
     report.edits.set(modeling_flash_attention_utils, "_is_packed_sequence", is_packed_sequence)
-    by = "masks without positions"
-    counting.put_on(owners, "masks", lambda forward: by if hasattr(forward, "liger_counts") else None, report)
+    by = lambda forward: "masks without positions" if hasattr(forward, "liger_counts") else None
+    report.give_forwards(owners, counting, "masks", by)
 
 
 #: The part whose forward that is.

@@ -22,6 +22,7 @@ from liger_kernel.operators.coverage import (
     ROUTER_KERNELS,
     XIELU_KERNELS,
     is_dense,
+    kinds_in,
 )
 from liger_kernel.utils import in_float_under_autocast
 
@@ -183,3 +184,20 @@ _PARTS: dict[type, Part] = {
 def part_of(cls: Any) -> Part:
     """The Part of a class, or of the nearest that it derives from; one without conditions where there is none."""
     return next((_PARTS[base] for base in cls.__mro__ if base in _PARTS), Part())
+
+
+@functools.cache
+def kinds_of(names: tuple[str, ...]) -> frozenset:
+    """The classes and functions that compute activations which transformers' ACT2FN has under these names."""
+    from transformers.activations import ACT2FN
+
+    functions = {"silu": nn.functional.silu, "gelu": nn.functional.gelu}
+    return frozenset((*(type(ACT2FN[name]) for name in names), *(functions[n] for n in names if n in functions)))
+
+
+def unfit(module: nn.Module, part: Any, activations: tuple[str, ...]) -> str | None:
+    """Why `part` cannot compute what a module does, by how the module was made, or None."""
+    if activations and (others := kinds_in(module) - kinds_of(activations)):
+        names = ", ".join(sorted(getattr(kind, "__name__", str(kind)) for kind in others))
+        return f"its activation is {names}, not {activations[0]}"
+    return None if (keep := part_of(part).keep) is None else keep(module, False)

@@ -1,4 +1,5 @@
-"""Replacements of forwards and functions that can be taken back, and that run the original where they would differ."""
+"""The classes and functions that stand for those of a modeling module: how they are put in their place, can be taken
+back, and run the original where they would differ."""
 
 import functools
 import importlib
@@ -6,12 +7,17 @@ import inspect
 import logging
 import sys
 import types
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from liger_kernel.operators.coverage import ROPE_KERNELS, kernels_cover, runs_activation
-from liger_kernel.transformers.patching.part import part_of
+from liger_kernel.operators.coverage import ROPE_KERNELS, has_replaced_forward, kernels_cover, runs_activation
+from liger_kernel.transformers.patching.families import Swap
+from liger_kernel.transformers.patching.formulas import as_written
+from liger_kernel.transformers.patching.part import kinds_of, part_of, unfit
+from liger_kernel.utils import warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -304,3 +310,90 @@ def _variant_at(address, part):
     else:
         base = _variant_at(*address)
     return base if is_variant(base, part) else variant(base, part)
+
+
+def obstacle(module, cls, part, activations):
+    """Why a module must keep its forward instead of that of the class `part`, or None."""
+    if type(module).forward is not cls.forward:
+        return f"{type(module).__name__} defines its own forward"
+    if has_replaced_forward(module) and not kept_forwards(module):
+        return "its forward was replaced on the instance"
+    return unfit(module, part, activations)
+
+
+def is_one_operator(cls) -> bool:
+    """Whether the forward of a class of modules is one operator where its submodules are what they seem to be."""
+    return getattr(cls, "liger_whole", False)
+
+
+def replacement(original, swap, target, whole=True, trial=None):
+    """What a name of a modeling module is bound to in place of `original`; see ReplacedModule."""
+    part = swap.load(target)
+    if not isinstance(part, type):
+        return in_place_of(part, as_written(original), swap.switch == "rope")
+    if not isinstance(original, type):
+        return part
+    part = ReplacedModule(part, swap.activations, trial, whole=whole)
+    return original if is_variant(original, part) else variant(original, part)
+
+
+@dataclass(frozen=True)
+class ReplacedCall:
+    """The part whose forward is the class's own, but that it calls `target` where it names the function `name`."""
+
+    name: str
+    swap: Swap
+    target: str
+
+    def __call__(self, base):
+        original = inspect.unwrap(base.forward).__globals__[self.name]
+        function = replacement(original, self.swap, self.target)
+        return base.__name__, (base,), {"forward": with_globals(base.forward, {self.name: function})}
+
+
+@dataclass(frozen=True)
+class NewForward:
+    """The part whose forward is what `make` makes for a class, or None. The class keeps its name, by which models know
+    layers."""
+
+    make: Callable[[Any], Callable[..., Any] | None]
+
+    def __call__(self, base):
+        return base.__name__, (base,), {"forward": self.make(base)}
+
+
+@dataclass(frozen=True)
+class ReplacedModule:
+    """The part that computes as the class `part` does, and as the original where there are no kernels.
+
+    A module of it is made as the original is. One that comes out with another activation than `activations` stays an
+    original, and so does one of which `trial`, for a class of unknown source, says that its forward computes something
+    else. `kinds` are the classes of activations where there are no such names, because a module was tried. Without
+    `whole` a gated MLP calls its submodules.
+    """
+
+    part: type
+    activations: tuple[str, ...] = ()
+    trial: Callable[..., bool] | None = None
+    kinds: frozenset = frozenset()
+    whole: bool = True
+
+    def __call__(self, base):
+        @functools.wraps(base.__init__)
+        def __init__(module, *args, **kwargs):
+            base.__init__(module, *args, **kwargs)
+            reason = unfit(module, self.part, self.activations)
+            if not reason and self.trial is not None and not self.trial(self.part, module, base.forward):
+                reason = "it computes something else on random input"
+            if reason:
+                module.__class__ = base
+                warn_once(f"{base.__name__} is not replaced: {reason}")
+            else:
+                vars(module).update(own_attributes(module, self.part))
+
+        kinds = kinds_of(self.activations) if self.activations else self.kinds
+        forward = or_original(self.part, base.forward, kinds)
+        body = {"__init__": __init__, "forward": forward}
+        if is_one_operator(self.part) and not self.whole:
+            body["liger_whole"] = False
+        return self.part.__name__, (self.part, base), body

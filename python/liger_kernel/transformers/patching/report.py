@@ -1,8 +1,10 @@
 """What a patch does, as a table, and how to take it back. A Report makes each replacement and has a line for it."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from liger_kernel.operators.coverage import has_replaced_forward
 from liger_kernel.transformers.patching.place import Edits, replace_class
 
 
@@ -65,10 +67,35 @@ class Report:
         replace_class(module, part, self.edits, **attributes)
         self.note(switch, name, by, 1)
 
+    def give_forwards(
+        self, owners: Iterable[Any], part: Any, switch: str, by: Callable[[Any], str | None],
+        fits: Callable[[Any, Any], object] | None = None,
+    ) -> None:  # fmt: skip
+        """Give classes, or live modules, the forward that a NewForward makes for their class, where there is one.
+
+        `by` is the report's word for a forward, None for one that is not of this part; `fits` may refuse a forward for
+        an owner.
+        """
+        for owner in owners:
+            of_class = isinstance(owner, type)
+            cls: Any = owner if of_class else type(owner)
+            forward = part.make(cls)
+            if forward is not None and fits is not None and not fits(owner, forward):
+                continue
+            if forward is not None and of_class:
+                self.edits.set(cls, "forward", forward)
+            elif forward is not None and has_replaced_forward(owner):
+                self.skip(switch, cls.__name__, "its forward was replaced on the instance")
+                continue
+            elif forward is not None:
+                replace_class(owner, part, self.edits)
+            if word := by(forward or cls.forward):
+                self.note(switch, cls.__name__, word, None if of_class else 1)
+
     def note(self, switch: str, name: str, by: str, count: int | None = None) -> None:
         """Note what is replaced; modules are added to those that were noted before."""
         for i, entry in enumerate(self.replaced):
-            if count and entry.count and entry == Replacement(switch, name, by, entry.count):
+            if count and entry.count and (switch, name, by) == (entry.switch, entry.name, entry.by):
                 self.replaced[i] = replace(entry, count=entry.count + count)
                 return
         self.replaced.append(Replacement(switch, name, by, count))

@@ -7,11 +7,11 @@ from torch import nn
 
 from liger_kernel.operators.coverage import has_replaced_forward, kinds_in
 from liger_kernel.transformers.patching import numeric
-from liger_kernel.transformers.patching.apply import UNKNOWN, ReplacedModule, patch
+from liger_kernel.transformers.patching.apply import UNKNOWN, patch
 from liger_kernel.transformers.patching.by_source import row_of
 from liger_kernel.transformers.patching.families import GEGLU, RMS_NORM, SWIGLU
 from liger_kernel.transformers.patching.formulas import find
-from liger_kernel.transformers.patching.place import own_attributes
+from liger_kernel.transformers.patching.place import ReplacedModule, own_attributes
 from liger_kernel.transformers.patching.report import Report, Skip
 
 _SWAPS = {"rms_norm": (RMS_NORM,), "mlp": (SWIGLU, GEGLU)}
