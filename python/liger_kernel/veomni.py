@@ -7,7 +7,7 @@ from torch.nn.functional import pad
 
 from liger_kernel.operators.coverage import kernels_cover
 from liger_kernel.operators.topk_distillation import linear_topk_divergence
-from liger_kernel.transformers.patching.report import Replacement, Report, Skip
+from liger_kernel.transformers.patching.report import Report
 
 _HOME, _NAME = "veomni.ops.kernels.cross_entropy", "chunk_topk_distill_function"
 
@@ -55,9 +55,8 @@ def patch(max_bytes: int = 0) -> Report:
     report = Report("veomni")
     original = getattr(module, _NAME, None)
     if original is None:
-        report.skipped.append(Skip(_HOME, _NAME, "the installed VeOmni has none"))
+        report.skip(_HOME, _NAME, "the installed VeOmni has none")
         return report
     original = getattr(original, "liger_original", original)
-    report.edits.set(module, _NAME, _replacement(original, max_bytes))
-    report.replaced.append(Replacement(_HOME, _NAME, "linear_log_prob"))
+    report.rebind(module, _NAME, _replacement(original, max_bytes), _HOME, _NAME, "linear_log_prob")
     return report
