@@ -209,17 +209,16 @@ class _Patcher:
 
     def _targets(self, swaps, original, module=None):
         """(swap, target) of what stands for `original`: by its source, or in a caller's own row by its values."""
-        part = find(original)
-        known = [(swap, target) for swap in swaps for target in swap.targets if part and target in part.targets]
+        known = [(swap, target) for swap in swaps for target in swap.targets if is_known(target, original)]
         if known or self.row.by_source:
             return known
         tried = [(swap, numeric.same_values(swap, as_written(original), module)) for swap in swaps]
         return [(swap, target) for swap, target in tried if target]
 
     def _tables_fit(self, home, original):
-        """Whether a rotary function's tables are laid out as its part reads them."""
-        part = find(original)
-        return part is None or part.tables in (None, self.row.tables) or tables_fit(home, original)
+        """Whether a rotary function's tables are laid out as what stands for it reads them."""
+        formula = find(original)
+        return formula is None or formula.tables in (None, self.row.tables) or tables_fit(home, original)
 
     def _rebind(self, swaps, name):
         swap = swaps[0]

@@ -140,21 +140,21 @@ def _is_ours(cls):
 
 def swaps_of(original, name: str) -> tuple[Swap, ...]:
     """The swaps whose targets stand for the source of a class or a function; the one that its name tells, of none."""
-    part = find(original)
-    if part is not None:
-        return tuple(swap for swap in _SWAPS if set(swap.targets) & set(part.targets))
+    formula = find(original)
+    if formula is not None:
+        return tuple(swap for swap in _SWAPS if set(swap.targets) & set(formula.targets))
     return next(((replace(swap, targets=swap.targets[:1]),) for names, swap in _KINDS if names.search(name)), ())
 
 
 def tables_fit(home: str, function) -> bool:
-    """Whether the tables that a rotary function gets in a modeling module are laid out as the part that stands for it
-    reads them: all classes of the module that make tables are known to make such."""
-    part = find(function)
-    if part is None or part.tables is None:
+    """Whether the tables that a rotary function gets in a modeling module are laid out as what stands for it reads
+    them: all classes of the module that make tables are known to make such."""
+    formula = find(function)
+    if formula is None or formula.tables is None:
         return True
     makers = [cls for name, cls in vars(sys.modules[home]).items() if isinstance(cls, type) and _TABLES.search(name)]
     kinds = {find(cls) for cls in makers if issubclass(cls, nn.Module) and not issubclass(cls, PreTrainedModel)}
-    return bool(kinds) and all(kind is not None and kind.makes == part.tables for kind in kinds)
+    return bool(kinds) and all(kind is not None and kind.makes == formula.tables for kind in kinds)
 
 
 def _asks_for_types(forward) -> bool:

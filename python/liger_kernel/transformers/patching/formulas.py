@@ -1,6 +1,6 @@
 """What may stand for a class or a function of transformers: one answer, by the source that runs.
 
-A part is a formula and where it rounds. sources.json lists the fingerprints of the sources that compute it, in
+A formula says what is computed and where it rounds. sources.json lists the fingerprints of its sources, in
 transformers' released versions, as tests/huggingface/collect_sources.py has found them. `apply_liger_kernel_to_*`,
 `apply_liger_kernel_by_structure` and `use_as_hub_kernels` all ask `find`, so that they cannot disagree.
 """
@@ -130,12 +130,12 @@ FORMULAS = {
 
 @functools.cache
 def sources() -> dict[str, str]:
-    """Fingerprint of a source -> the name of the part that computes the same."""
+    """Fingerprint of a source -> the name of its formula."""
     return {key: name for name, entries in json.loads(_TABLE.read_text()).items() for key in entries}
 
 
 def formula_name(original) -> str | None:
-    """The name of the part that computes what a class of modules or a function does, by its source; None for an unknown
+    """The name of the formula that a class of modules or a function computes, by its source; None for an unknown
     one."""
     if original is nn.LayerNorm:  # whose source differs from one version of torch to the next
         return "layer_norm"
@@ -143,34 +143,34 @@ def formula_name(original) -> str | None:
 
 
 def find(original) -> Formula | None:
-    """The part of that name."""
+    """The formula of a class of modules or of a function, by its source; None for an unknown one."""
     name = formula_name(original)
     return None if name is None else FORMULAS[name]
 
 
 def is_known(target: str, original) -> bool:
     """Whether `target`, as a Swap names it, stands for a class or a function, by its source."""
-    part = find(original)
-    return part is not None and target in part.targets
+    formula = find(original)
+    return formula is not None and target in formula.targets
 
 
 # The source of a class or function, by which its formula is found.
 
 
-def fingerprint(part) -> str | None:
+def fingerprint(original) -> str | None:
     """A hash of the source of a function or of a class's forward, and of what it calls of its class and module.
 
     Comments, docstrings, decorators and the annotations of parameters do not count. None where there is no source.
     """
-    owner: Any = part if isinstance(part, type) else None
-    function = part if owner is None else owner.forward
+    owner: Any = original if isinstance(original, type) else None
+    function = original if owner is None else owner.forward
     return _fingerprint(inspect.unwrap(as_written(function)), owner)
 
 
-def as_written(part):
+def as_written(original):
     """The function that this package, or a tag of `kernels`, has put something in the place of; others as they are."""
-    part = getattr(part, "liger_original", part)
-    return tagged_function(type(part)) or part if isinstance(part, nn.Module) else part
+    original = getattr(original, "liger_original", original)
+    return tagged_function(type(original)) or original if isinstance(original, nn.Module) else original
 
 
 def tagged_function(module_class):

@@ -3,7 +3,7 @@
 transformers tags norms and rotary embeddings, and `kernels` binds to each tagged module the forward of the layer that
 is registered for its tag. One layer for all of a tag would round a tenth of the norms in another place and rotate some
 models the wrong way. So while `model.set_use_kernels` runs, and no longer, the classes of that model for whose source
-there is a part (formulas.py) with a layer carry a tag of ours instead, and so do gated MLPs, norms and causal
+there is a formula (formulas.py) with a layer carry a tag of ours instead, and so do gated MLPs, norms and causal
 language models that have none, of families with a row. What has no layer keeps its tag, and what transformers does with
 it.
 """
@@ -120,8 +120,8 @@ class _Repository:
 
 def _layer_of(original):
     """The layer that stands for a class or a function, or None."""
-    part = find(original)
-    return getattr(layers, part.layer) if part and part.layer else None
+    formula = find(original)
+    return getattr(layers, formula.layer) if formula and formula.layer else None
 
 
 class LigerCausalLM(layers.HubLayer):

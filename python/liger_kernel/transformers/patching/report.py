@@ -80,15 +80,16 @@ class Report:
             of_class = isinstance(owner, type)
             cls: Any = owner if of_class else type(owner)
             forward = part.make(cls)
-            if forward is not None and fits is not None and not fits(owner, forward):
-                continue
-            if forward is not None and of_class:
-                self.edits.set(cls, "forward", forward)
-            elif forward is not None and has_replaced_forward(owner):
-                self.skip(switch, cls.__name__, "its forward was replaced on the instance")
-                continue
-            elif forward is not None:
-                replace_class(owner, part, self.edits)
+            if forward is not None:
+                if fits is not None and not fits(owner, forward):
+                    continue
+                if not of_class and has_replaced_forward(owner):
+                    self.skip(switch, cls.__name__, "its forward was replaced on the instance")
+                    continue
+                if of_class:
+                    self.edits.set(cls, "forward", forward)
+                else:
+                    replace_class(owner, part, self.edits)
             if word := by(forward or cls.forward):
                 self.note(switch, cls.__name__, word, None if of_class else 1)
 
