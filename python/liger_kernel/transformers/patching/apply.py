@@ -3,7 +3,6 @@
 import functools
 import importlib
 import inspect
-from collections import Counter
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -293,28 +292,24 @@ class _Patcher:
             self.report.convert(module, ReplacedCall(name, swap, target), swap.switch, name, swap.load(target).__name__)
 
     def _layers(self):
-        """Fuse steps of layers, count positions out of masks, and choose attention."""
+        """Fuse steps of layers, make masks without positions, and choose attention."""
         owners = self.modules
         if self.model is None:  # what the modeling module defines, and does not import
             owners = [own for own in vars(self.namespace).values() if getattr(own, "__module__", 0) == self.row.module]
             owners = [own for own in owners if isinstance(own, type) and issubclass(own, nn.Module)]
             owners = [cls for cls in owners if "forward" in vars(cls) and "liger_part" not in vars(cls)]
         if "layers" in self.on:
-            for name, count in self._whole_mlps().items():
-                self.report.note("layers", name, "gated_mlp", count)
+            for name in self.swaps:
+                if is_one_operator(getattr(self.namespace, name, None)):
+                    self.report.note("layers", name, "gated_mlp")
+            for module in self.modules:
+                if is_one_operator(type(module)):
+                    self.report.note("layers", original_class(module).__name__, "gated_mlp", 1)
             layers.fuse(owners, self.report)
         if "masks" in self.on:
             masks.count(owners, self.report)
         if "attention" in self.on:
             attention.use_flash_attention(owners, self.report)
-
-    def _whole_mlps(self):
-        """The classes of gated MLPs that are one operator, by name, with the number of modules."""
-        if self.model is None:
-            bound = {name: getattr(self.namespace, name, None) for name in self.swaps}
-            return {name: None for name, cls in bound.items() if is_one_operator(cls)}
-        found = [original_class(module).__name__ for module in self.modules if is_one_operator(type(module))]
-        return Counter(found)
 
     def _loss_classes(self):
         return [cls for name in self.row.loss if (cls := getattr(self.namespace, name, None)) is not None]
