@@ -208,6 +208,8 @@ def _reason_to_keep(module: Any) -> str | None:
     width = getattr(module, "head_dim", 0)
     if getattr(module, "v_head_dim", width) != width:
         return "its values are of another width than its keys"
+    if width > 256:
+        return "its heads have more than 256 columns"
     implementation = module.config._attn_implementation
     return None if implementation in (None, "eager", IMPLEMENTATION) else f"it runs {implementation}"
 
