@@ -194,6 +194,8 @@ def in_turns(report, first, **names):
     """A table with a row for each model and shape and a column for each arm of `names`, against the arm `first`."""
     shapes = {}
     for row in report["rows"]:
+        if row["result"] is None:  # out of memory
+            continue
         shape = row["model"], f"{row['result']['batch']} x {row['length']:,}"
         shapes.setdefault(shape, {})[row["arm"]] = row["result"]
     lines = []
@@ -366,11 +368,12 @@ def main():
     reports, lengths, two = (read(f"{name}.json") for name in ("families-h200", "e2e-h200", "e2e-h100x2"))
     fill("performance.md", h200=table(h200, True), cpu=table(cpu, False), newer=table(newer, True),
          h200_research=table(h200_research, True), cpu_research=table(cpu_research, False),
-         newer_research=table(newer_research, True),
+         newer_research=table(newer_research, True), topk=table(cases(read("topk-h100.json")["rows"]), True),
          replacements=replacements(read("replacements-h100.json")))  # fmt: skip
     tables = {"families": families(reports), "e2e": end_to_end(lengths), "parts": step_parts(lengths)}
     names = {"plain": "plain", "triton": "liger (Triton)", "ours": "ours"}
     tables["experts"] = in_turns(read("e2e-moe-h100.json"), "plain", **names)
+    tables["sinks"] = in_turns(read("e2e-sinks-h100.json"), "plain", plain="plain", ours="ours")
     fill("training.md", **tables, two=end_to_end(two), two_parts=step_parts(two))
     planned = {"plain": "plain", "ours": "ours, every layer checkpointed", "ours+plan": "ours, planned"}
     long = {"plain": "plain", "triton": "liger (Triton)", "ours": "ours", "ours+host": "ours, inputs on the host"}
