@@ -32,6 +32,8 @@ FREE = {
         ("embedding", "dy"),
         ("cross_entropy", "x"),
         ("selective_log_softmax", "x"),
+        ("class_logits", "class_ids"),
+        ("linear_log_prob", "class_ids"),
         ("poly_norm", "x"),
         ("xielu", "x"),
         ("mhc_pre", "x"),
@@ -48,7 +50,7 @@ FREE = {
 }
 #: Arguments that are converted from any floating dtype.
 CONVERTED = {"class_weight", "normalizer", "g", "dlogp", "dentropy", "soft", "hard", "dlse", "dmean_logit", "weights"}
-CONVERTED |= {"dweights", "dload"}
+CONVERTED |= {"dweights", "dload", "dclass_logp", "dlog_tail"}
 
 
 class Recorder(TorchDispatchMode):

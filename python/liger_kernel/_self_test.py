@@ -15,7 +15,7 @@ from liger_kernel.chunked_loss import (
     LigerFusedLinearORPOLoss,
 )
 from liger_kernel.operators.experts import fused_experts
-from liger_kernel.operators.head import linear_log_prob
+from liger_kernel.operators.head import class_logits, linear_log_prob
 from liger_kernel.ops import LigerEmbeddingFunction
 from liger_kernel.transformers import functional as liger
 
@@ -229,6 +229,13 @@ CHECKS = (
         (_IDS,),
     ),
     Check("linear_log_prob", linear_log_prob, _log_probs, _HEAD, (_IDS,)),
+    Check(
+        "class_logits",
+        lambda x, w, ids: class_logits(x, w, ids.unsqueeze(1)),
+        lambda x, w, ids: (x @ w.T).gather(1, ids.unsqueeze(1)),
+        _HEAD,
+        (_IDS,),
+    ),
     Check(
         "divergence, jsd",
         lambda x, t: liger.liger_jsd(x.log_softmax(-1), t.log_softmax(-1).detach()),

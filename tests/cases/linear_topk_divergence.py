@@ -2,6 +2,8 @@ import math
 
 import torch
 import torch.nn.functional as F
+from liger_kernel._library import ops
+from liger_kernel.operators.head import OUTPUTS
 from liger_kernel.operators.topk_distillation import LEAST_TAIL, linear_topk_divergence
 
 from cases import Case
@@ -58,6 +60,17 @@ def reference(hidden, weight, bias, target, ids, teacher, beta=0.0, tail="bucket
     return torch.where(target == IGNORE, 0, terms.masked_fill(~there, 0).sum(-1))
 
 
+def schema(inputs, options):
+    """Of what the loss is made of: the log-probabilities at the classes, and of all others."""
+    hidden, weight, bias, target, ids, _ = inputs
+    numbers = options.get("temperature", 1.0), options.get("softcap", 0.0), 1.0, IGNORE
+    return ops.linear_log_prob, (
+        *(hidden, weight, bias, target, None, None, ids, None, None, *numbers),
+        *(False,) * len(OUTPUTS),
+        *(0, True, -1, options.get("max_bytes", 0), False),
+    )
+
+
 def draw(pick):
     drawn = dict(
         with_bias=True,
@@ -83,6 +96,7 @@ CASES = [
         draw=draw,
         differentiable=(0, 1, 2),
         keep=(5,),
+        schema=schema,
         scales=(1, 1, 1, 1),
         many_rows=(70000, 4, 8),
         shapes=[(1, 4, 7), (33, 16, 101), (40, 64, 1000)],

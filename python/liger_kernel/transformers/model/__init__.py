@@ -2,7 +2,7 @@
 
 import sys
 
-from liger_kernel.compat import model_forwards
+from liger_kernel.transformers.model._forwards import forwards, module_of
 
-for _name, _classes in model_forwards.forwards().items():
-    globals()[_name] = sys.modules[f"{__name__}.{_name}"] = model_forwards.module_of(_name, _classes)
+for _name, _classes in forwards().items():
+    globals()[_name] = sys.modules[f"{__name__}.{_name}"] = module_of(_name, _classes)
