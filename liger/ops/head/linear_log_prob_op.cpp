@@ -326,10 +326,8 @@ struct LinearLogProb {
         .present("with_dbias", wanted.dbias, "bias", bias)
         .present("with_dlow_hidden", wanted.dlow_hidden, "low_hidden", low_hidden)
         .present("with_dlow_weight", wanted.dlow_weight, "low_weight", low_weight);
-    if (class_ids) {
-      arguments.shaped("dclass_logp", up.dclass_logp, class_ids->sym_sizes(), Type::Floating)
-          .count("classes", s.classes, ids.sym_numel() * (class_ids->sym_size(-1) + 1));
-    }
+    if (class_ids) arguments.shaped("dclass_logp", up.dclass_logp, class_ids->sym_sizes(), Type::Floating);
+    arguments.count("classes", s.classes, class_ids ? ids.sym_numel() * (class_ids->sym_size(-1) + 1) : c10::SymInt(0));
     TORCH_CHECK_TYPE(s.logits.scalar_type() == dtype, op, ": logits must be of ", dtype, ", got ",
                      s.logits.scalar_type());
     TORCH_CHECK(s.logits.device() == hidden.device() && s.logits.dim() == 2 &&
