@@ -3,6 +3,7 @@
 #include <torch/torch.h>
 #include <sstream>
 #include "liger/nn/distillation.h"
+#include "liger/nn/topk_distillation.h"
 
 using liger::Distillation;
 using torch::Tensor;
@@ -78,6 +79,51 @@ TEST(Distillation, WithoutLabelsAndErrors) {
   EXPECT_EQ(printed.str(),
             "liger::nn::LinearDistillation(kind=ReverseKL, beta=0.5, temperature=1, soft_weight=1, hard_weight=0, "
             "ignore_index=-100)");
+}
+
+/// Log-probabilities of a few classes and of all others, their logits, and the losses on them.
+TEST(TopKDistillation, ClassesAndDivergences) {
+  const Tensor hidden = torch::randn({6, 5}, torch::requires_grad()),
+               weight = torch::randn({9, 5}, torch::requires_grad());
+  const Tensor ids = torch::randint(9, {6}), teacher = torch::randn({6, 9}).log_softmax(-1);
+  const auto [teacher_logp, classes] = teacher.topk(3);
+  const Tensor z = torch::linear(hidden, weight), logp = z.log_softmax(-1), at = logp.gather(1, classes);
+  const Tensor outside = logp.scatter(1, classes, -INFINITY).logsumexp(-1);
+  liger::LogProbOptions asked;
+  asked.class_ids = classes, asked.log_tail = true;
+  const auto result = liger::linear_log_prob(hidden, weight, ids, asked);
+  EXPECT_TRUE(torch::allclose(result.class_logp, at, 1e-4, 1e-5) &&
+              torch::allclose(result.log_tail, outside, 1e-4, 1e-5));
+  EXPECT_TRUE(torch::allclose(liger::class_logits(hidden, weight, classes), z.gather(1, classes), 1e-4, 1e-5));
+
+  const Tensor rest = (1 - teacher_logp.exp().sum(1)).log();
+  const Tensor s = torch::cat({at, outside.unsqueeze(1)}, 1), t = torch::cat({teacher_logp, rest.unsqueeze(1)}, 1);
+  const auto kl = [](const Tensor& p, const Tensor& q) { return (p.exp() * (p - q)).sum(1); };
+  const auto normal = [](const Tensor& x) { return x.log_softmax(1); };
+  for (const double beta : {0., 0.3, 1.})
+    for (const auto tail : {liger::nn::Tail::Bucket, liger::nn::Tail::Renormalise}) {
+      const bool bucket = tail == liger::nn::Tail::Bucket;
+      const Tensor a = bucket ? s : normal(at), b = bucket ? t : normal(teacher_logp);
+      const Tensor m = (beta * b.exp() + (1 - beta) * a.exp()).log();
+      const Tensor each = beta == 0 ? kl(b, a) : beta == 1 ? kl(a, b) : beta * kl(b, m) + (1 - beta) * kl(a, m);
+      liger::nn::TopKDistillation loss(
+          liger::nn::TopKDistillationOptions{.beta = beta, .tail = tail, .hard_weight = 0.5});
+      const auto found = loss(hidden, weight, classes, teacher_logp, ids);
+      const Tensor want = (each - 0.5 * logp.gather(1, ids.unsqueeze(1)).squeeze(1)).mean();
+      EXPECT_TRUE(torch::allclose(found.divergence, each, 1e-4, 1e-5) && torch::allclose(found.loss, want, 1e-4, 1e-5));
+      const auto ours = torch::autograd::grad({found.loss}, {hidden, weight}, {}, true),
+                 theirs = torch::autograd::grad({want}, {hidden, weight}, {}, true);
+      for (size_t i = 0; i < 2; ++i) EXPECT_TRUE(torch::allclose(ours[i], theirs[i], 1e-4, 1e-5));
+    }
+  EXPECT_THROW(liger::nn::topk_divergence(at, teacher_logp, {}, 2, liger::nn::Tail::Drop), c10::ValueError);
+  EXPECT_THROW(liger::nn::topk_divergence(at, teacher_logp, {}, 0, liger::nn::Tail::Bucket), c10::ValueError);
+  EXPECT_THROW(liger::nn::TopKDistillation(liger::nn::TopKDistillationOptions{.hard_weight = 1})
+                   ->forward(hidden, weight, classes, teacher_logp),
+               c10::ValueError);
+  std::ostringstream printed;
+  printed << liger::nn::TopKDistillation();
+  EXPECT_EQ(printed.str(),
+            "liger::nn::TopKDistillation(beta=0, temperature=1, soft_weight=1, hard_weight=0, ignore_index=-100)");
 }
 
 /// A low-rank part of the head, the largest classes, and the gradient added to a buffer.
