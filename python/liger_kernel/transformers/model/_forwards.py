@@ -3,9 +3,6 @@
 import importlib
 import re
 import types
-from typing import Any
-
-from torch import Tensor
 
 from liger_kernel.transformers.patching.families import FAMILIES
 
@@ -106,7 +103,7 @@ def parameters(module: str, forward: str) -> tuple[str, ...]:
 
 # What callers import from any of these modules -> where it is.
 _SHARED = {
-    "lce_maybe_trainable_lm_head|_liger_for_causal_lm_loss": __name__,
+    "lce_maybe_trainable_lm_head|_liger_for_causal_lm_loss": "liger_kernel.compat.heads",
     "LigerForCausalLMLoss|unpack_cross_entropy_result": "liger_kernel.transformers.model.loss_utils",
     r"Liger\w*CausalLMOutputWithPast": "liger_kernel.transformers.model.output_classes",
     "PEFT_AVAILABLE": "liger_kernel.utils",
@@ -124,43 +121,10 @@ def module_of(name: str, classes: dict[str, tuple[str, str]]) -> types.ModuleTyp
             return getattr(importlib.import_module(home), attribute)
         if attribute not in classes:
             raise AttributeError(f"module {module.__name__!r} has no attribute {attribute!r}")
-        from liger_kernel.transformers.causal_lm import fused_forward, original_forward
-
+        causal_lm = importlib.import_module("liger_kernel.transformers.causal_lm")
         family, of_class = classes[attribute]
-        original = original_forward(getattr(FAMILIES[family].namespace(), of_class))
-        return fused_forward(original, FAMILIES[family].loss[of_class], parameters(name, attribute))
+        original = causal_lm.original_forward(getattr(FAMILIES[family].namespace(), of_class))
+        return causal_lm.fused_forward(original, FAMILIES[family].loss[of_class], parameters(name, attribute))
 
     module.__getattr__ = __getattr__  # type: ignore[method-assign]
     return module
-
-
-def lce_maybe_trainable_lm_head(
-    self: Any, hidden_states: Tensor, hidden_size: int, labels: Tensor | None, shift_labels: Tensor | None,
-    **loss_kwargs: Any,
-) -> Any:  # fmt: skip
-    """The loss of `self.lm_head` on hidden states, computed inside the call of the head; see LigerForCausalLMLoss.
-
-    Args:
-        self: a causal language model with an `lm_head`.
-        hidden_states: [..., hidden_size].
-        labels, shift_labels: as in LigerForCausalLMLoss.
-        loss_kwargs: its other keywords.
-
-    Raises TypeError for a head inside which the loss cannot be computed.
-    """
-    return _liger_for_causal_lm_loss(self.lm_head, hidden_states, hidden_size, labels, shift_labels, **loss_kwargs)
-
-
-def _liger_for_causal_lm_loss(lm_head, hidden_states, hidden_size, labels, shift_labels, **loss_kwargs):
-    """The loss of a head on hidden states; a CrossEntropyOutput where the accuracy or the predictions are asked for."""
-    from liger_kernel.transformers.head import describe, prepare_head
-    from liger_kernel.transformers.model.loss_utils import CrossEntropyOutput
-    from liger_kernel.transformers.patching.place import Edits
-
-    if not prepare_head(lm_head, Edits()):
-        raise TypeError(f"the loss cannot be computed inside {describe(lm_head)}")
-    arguments = {"labels": labels, "shift_labels": shift_labels, "hidden_size": hidden_size, **loss_kwargs}
-    loss, token_accuracy, predicted_tokens = lm_head(hidden_states, liger_loss=arguments)
-    if token_accuracy is None and predicted_tokens is None:
-        return loss
-    return CrossEntropyOutput(loss=loss, token_accuracy=token_accuracy, predicted_tokens=predicted_tokens)
