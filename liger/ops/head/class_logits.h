@@ -6,6 +6,9 @@
 
 namespace liger {
 
+/// Terms of a float sum, which then meets that of all before: the error does not grow with the number of tokens.
+inline constexpr int64_t kClassTerms = 64;
+
 /// y_k = x w_c + b_c of class c of the row, a float sum; 0 where the class is absent.
 struct ClassLogits {
   const void *x, *w, *bias;  // [rows, cols], [classes, cols], [classes] or null

@@ -20,22 +20,45 @@ void forward(const ClassLogits& a) {
   });
 }
 
-/// to += by · row
-template <class T>
-void add(int64_t cols, float by, const T* row, float* to) {
-  const Vec factor(by);
-  row_map(cols, to, [&](Vec sum, Vec x) { return Math::fma(factor, x, sum); }, static_cast<const float*>(to), row);
-}
+/// Σ factor · row of rows that are added one by one.
+class WeightedSum {
+ public:
+  explicit WeightedSum(int64_t cols) : cols_(cols), part_(size_t(cols)), total_(size_t(cols)) {}
+
+  template <class T>
+  void add(float factor, const T* row) {
+    const Vec by(factor);
+    row_map(cols_, part_.data(), [&](Vec sum, Vec x) { return Math::fma(by, x, sum); }, of(part_), row);
+    if (++terms_ % kClassTerms == 0) meet();
+  }
+
+  /// The sum in y; the next begins.
+  template <class T>
+  void take(T* y) {
+    meet();
+    row_map(cols_, y, [](Vec x) { return x; }, of(total_));
+    std::fill(total_.begin(), total_.end(), 0.f);
+    terms_ = 0;
+  }
+
+ private:
+  static const float* of(const std::vector<float>& v) { return v.data(); }
+  void meet() {
+    row_map(cols_, total_.data(), [](Vec a, Vec b) { return a + b; }, of(total_), of(part_));
+    std::fill(part_.begin(), part_.end(), 0.f);
+  }
+  int64_t cols_, terms_ = 0;
+  std::vector<float> part_, total_;
+};
 
 template <class T>
 void dx(const ClassLogitsDx& a) {
   for_runs(a.rows, a.count * a.cols, [&](int64_t begin, int64_t end) {
-    std::vector<float> sum(static_cast<size_t>(a.cols));
+    WeightedSum sum(a.cols);
     for (int64_t r = begin; r < end; ++r) {
-      std::fill(sum.begin(), sum.end(), 0.f);
       for (int64_t i = r * a.count; i < (r + 1) * a.count; ++i)
-        if (a.ids[i] >= 0) add(a.cols, a.dy[i], row_of<T>(a.w, a.ids[i], a.cols), sum.data());
-      row_map(a.cols, row_of<T>(a.dx, r, a.cols), [](Vec x) { return x; }, static_cast<const float*>(sum.data()));
+        if (a.ids[i] >= 0) sum.add(a.dy[i], row_of<T>(a.w, a.ids[i], a.cols));
+      sum.take(row_of<T>(a.dx, r, a.cols));
     }
   });
 }
@@ -43,19 +66,17 @@ void dx(const ClassLogitsDx& a) {
 template <class T>
 void dw(const ClassLogitsDw& a) {
   for_runs(a.pairs, a.cols, [&](int64_t begin, int64_t end) {
-    std::vector<float> sum(static_cast<size_t>(a.cols));
+    WeightedSum sum(a.cols);
     for (int64_t i = begin; i < end; ++i) {
       const int64_t c = a.ids[i];
       if (c < 0 || (i > 0 && a.ids[i - 1] == c)) continue;  // another's first pair has them all
-      std::fill(sum.begin(), sum.end(), 0.f);
       double bias = 0;
       for (int64_t j = i; j < a.pairs && a.ids[j] == c; ++j) {
         const float dy = a.dy[a.from[j]];
         bias += dy;
-        if (a.dw) add(a.cols, dy, row_of<T>(a.x, a.from[j] / a.count, a.cols), sum.data());
+        if (a.dw) sum.add(dy, row_of<T>(a.x, a.from[j] / a.count, a.cols));
       }
-      if (a.dw)
-        row_map(a.cols, row_of<T>(a.dw, c, a.cols), [](Vec x) { return x; }, static_cast<const float*>(sum.data()));
+      if (a.dw) sum.take(row_of<T>(a.dw, c, a.cols));
       if (a.db) a.db[c] = float(bias);
     }
   });

@@ -41,7 +41,7 @@ template <class T, class Factor, class RowOf>
 __device__ void weighted_sum(const Row<T>& like, const Row<T>& y, int64_t n, Factor factor, RowOf row) {
   constexpr int kWidth = Row<T>::kWidth;
   for (int p = threadIdx.x; p < like.packs(); p += kThreads) {
-    float sum[kWidth] = {};
+    float total[kWidth] = {}, sum[kWidth] = {};
     for (int64_t begin = 0; begin < n; begin += kTogether) {
       typename Row<T>::Pack packs[kTogether];
       float by[kTogether];
@@ -59,8 +59,11 @@ __device__ void weighted_sum(const Row<T>& like, const Row<T>& y, int64_t n, Fac
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) sum[j] = fmaf(by[u], f[j], sum[j]);
       }
+      if (begin % kClassTerms != kClassTerms - kTogether && begin + kTogether < n) continue;
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) total[j] += sum[j], sum[j] = 0;
     }
-    y.store(p, sum, like);
+    y.store(p, total, like);
   }
 }
 
