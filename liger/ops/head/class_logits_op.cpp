@@ -1,6 +1,7 @@
 #include "liger/core/torch/operator.h"
 #include "liger/ops.h"
 #include "liger/ops/head/class_logits.h"
+#include "liger/ops/head/head_op.h"
 
 namespace liger {
 namespace op {
@@ -27,12 +28,8 @@ struct ClassLogits {
     TORCH_CHECK(in.weight.dim() == 2, op, ": weight must be [classes, width], got ", in.weight.sym_sizes());
     const c10::SymInt classes = in.weight.sym_size(0);
     arguments.shaped("weight", in.weight, {classes, in.hidden.sym_size(-1)}, Type::Same)
-        .vector("bias", in.bias, classes, Type::Same)
-        .any("class_ids", in.class_ids, Type::Integer);
-    TORCH_CHECK(in.class_ids.dim() == in.hidden.dim() && in.class_ids.sym_sizes().slice(0, in.hidden.dim() - 1) ==
-                                                             in.hidden.sym_sizes().slice(0, in.hidden.dim() - 1),
-                op, ": class_ids must be ", in.hidden.sym_sizes().slice(0, in.hidden.dim() - 1),
-                " and one more dimension, got ", in.class_ids.sym_sizes());
+        .vector("bias", in.bias, classes, Type::Same);
+    head::check_class_ids(op, arguments, in.hidden, in.class_ids);
   }
 
   /// The operands as rows, contiguous.

@@ -99,6 +99,14 @@ at::ScalarType compute_dtype(const char* op, const Tensor& hidden, const Tensor&
   return hidden.scalar_type();
 }
 
+void check_class_ids(const char* op, const Arguments& arguments, const Tensor& hidden, const Tensor& class_ids) {
+  auto shape = hidden.sym_sizes().slice(0, hidden.dim() - 1).vec();
+  TORCH_CHECK(class_ids.dim() == hidden.dim(), op, ": class_ids must be ", c10::SymIntArrayRef(shape),
+              " and one more dimension, got ", class_ids.sym_sizes());
+  shape.push_back(class_ids.sym_size(-1));
+  arguments.shaped("class_ids", class_ids, shape, Type::Integer);
+}
+
 int64_t kept_count(const Tensor& labels, const Tensor& weight, int64_t valid_count,
                    const std::function<int64_t()>& valid) {
   const int64_t tokens = labels.numel(), worthwhile = tokens - std::max<int64_t>(1, tokens / 64);

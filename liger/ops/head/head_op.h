@@ -44,6 +44,9 @@ Plan plan(const Sizes& of, bool trains_weight, bool by_class, int64_t max_bytes)
 at::ScalarType compute_dtype(const char* op, const Tensor& hidden, const Tensor& weight,
                              std::optional<at::ScalarType> asked);
 
+/// That class_ids are integers [..., K] of the tokens of hidden [..., width].
+void check_class_ids(const char* op, const Arguments& arguments, const Tensor& hidden, const Tensor& class_ids);
+
 /// How many tokens to work on: those whose label is not ignored, or all where leaving the others out saves too little,
 /// or where their number is not known (valid_count -1) and not to be waited for. `valid` asks the device for it.
 int64_t kept_count(const Tensor& labels, const Tensor& weight, int64_t valid_count,

@@ -83,13 +83,7 @@ struct LinearLogProb {
         .present("low_hidden", in.low_hidden.has_value(), "low_weight", in.low_weight)
         .present("low_weight", in.low_weight.has_value(), "low_hidden", in.low_hidden)
         .shaped("main_grad", main_grad, in.weight.sym_sizes(), Type::Float);
-    if (in.class_ids) {
-      TORCH_CHECK(in.class_ids->dim() == in.hidden.dim(), op, ": class_ids must be ", tokens,
-                  " and one more dimension, got ", in.class_ids->sym_sizes());
-      auto shape = tokens.vec();
-      shape.push_back(in.class_ids->sym_size(-1));
-      arguments.shaped("class_ids", in.class_ids, shape, Type::Integer);
-    }
+    if (in.class_ids) head::check_class_ids(op, arguments, in.hidden, *in.class_ids);
     TORCH_CHECK_VALUE(in.class_ids || !o.log_tail, op, ": log_tail is of class_ids, which are None");
     if (in.low_weight) {
       TORCH_CHECK(in.low_weight->dim() == 2, op, ": low_weight must be [classes, rank], got ",
@@ -158,44 +152,6 @@ struct LinearLogProb {
             column(o.top_k > 0, at::kLong, o.top_k)};
   }
 
-  /// classes [z's rows, count + 1]: class_logp and log_tail of the rows of z whose statistics are `stats`.
-  static void fill_classes(const Options& o, const selective_log_softmax::LogitRows& of, const Tensor& class_ids,
-                           const Tensor& stats, const Tensor& classes) {
-    const int64_t count = class_ids.size(1), n = of.ids.numel();
-    const Tensor logp = at::empty({n, count}, stats.options()), raw = o.log_tail ? at::empty_like(logp) : Tensor();
-    selective_log_softmax::run_classes(of, class_ids, stats, logp, raw);
-    classes.narrow(1, 0, count).copy_(logp);
-    if (!o.log_tail) return;
-    // Without the classes, whose logits come back: no difference of two sums that are nearly equal.
-    const Tensor of_tail = at::empty({n, 3}, stats.options());
-    const auto reduce = [&](selective_log_softmax::LogitRows rows, int64_t begin, const Tensor& to) {
-      const Tensor scratch = at::empty({rows.ids.numel()}, stats.options()),
-                   its = class_ids.narrow(0, begin, to.size(0));
-      selective_log_softmax::write_classes(rows, its, Tensor());
-      selective_log_softmax::run_rows(rows, {scratch, at::empty_like(scratch), to});
-    };
-    if (is_plain(of.map)) {
-      reduce(of, 0, of_tail);
-      selective_log_softmax::write_classes(of, class_ids, raw);
-    } else {  // a softcap would map −inf to a number: of a part of the rows in float, mapped
-      constexpr int64_t kRows = 256;
-      for_chunks(n, kRows, [&](int64_t begin, int64_t rows) {
-        Tensor z = of.x.narrow(0, begin, rows).to(at::kFloat, false, true);
-        if (of.map.softcap > 0) z.mul_(of.map.scale / of.map.softcap).tanh_().mul_(of.map.softcap);
-        else z.mul_(of.map.scale);
-        const Tensor ids = of.ids.narrow(0, begin, rows);
-        reduce({z, z.stride(0), ids, of.temperature, of.ignore_index, {}, of.fixed_chunks}, begin,
-               of_tail.narrow(0, begin, rows));
-      });
-    }
-    const auto part = [](const Tensor& t, int64_t i) { return t.select(1, i); };
-    classes.select(1, count).copy_((part(of_tail, 0) - part(stats, 0))
-                                       .div_(of.temperature)
-                                       .add_(part(of_tail, 1).log())
-                                       .sub_(part(stats, 1).log())
-                                       .masked_fill_(of.ids.eq(of.ignore_index), 0));
-  }
-
   /// Fills the columns of tokens [begin, begin + z's rows) from what the GEMM gave. z has its values in the end.
   static void fill(const Options& o, const Tensor& z, int64_t begin, const Kept& in, const Columns& to,
                    const Tensor& stats, const Tensor& classes) {
@@ -215,7 +171,8 @@ struct LinearLogProb {
     const Tensor lse = o.lse ? rows(to.lse) : o.top_k > 0 ? at::empty({n}, stats.options()) : Tensor();
     selective_log_softmax::run_rows(of,
                                     {rows(to.logp), entropy, rows(stats), lse, if_wanted(o.mean_logit, to.mean_logit)});
-    if (in.class_ids.defined()) fill_classes(o, of, rows(in.class_ids), rows(stats), rows(classes));
+    if (in.class_ids.defined())
+      selective_log_softmax::run_classes(of, rows(in.class_ids), rows(stats), rows(classes), o.log_tail);
     if (o.log_sum_squares) {  // ln Σ exp(2 (z − m)) − 2 ln Σ exp(z − m)
       const Tensor scratch = at::empty({n}, stats.options()), twice = at::empty({n, 3}, stats.options());
       of.temperature /= 2;

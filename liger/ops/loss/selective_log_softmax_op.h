@@ -35,13 +35,10 @@ inline void run_backward(const LogitRows& of, const LogitGradients& g, const Ten
   run_backward(of, g, stats, dx, 0, cols(dx));
 }
 
-/// logp and, unless undefined, logits [rows, count], float: those of classes [rows, count], int64, of rows whose
-/// statistics are known. A class that is neither -1, for none, nor one of x's is an error, as an id.
-void run_classes(const LogitRows& of, const Tensor& classes, const Tensor& stats, const Tensor& logp,
-                 const Tensor& logits);
-
-/// Puts logits [rows, count], float, or -inf where they are undefined, in x's place at these classes.
-void write_classes(const LogitRows& of, const Tensor& classes, const Tensor& logits);
+/// to [rows, count + 1], float: logp of classes [rows, count], int64, of rows whose statistics are known, and with
+/// log_tail the logarithm of the mass of all other classes. A class that is neither -1, for none, nor one of x's is an
+/// error, as an id. x has its values in the end.
+void run_classes(const LogitRows& of, const Tensor& classes, const Tensor& stats, const Tensor& to, bool log_tail);
 
 /// Overwrites dx at the classes with the gradient there, of which dclass [rows, count] is a part; g.dlse is that of lse
 /// which the classes see.
