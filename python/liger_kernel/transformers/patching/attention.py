@@ -173,8 +173,10 @@ def sinks_attention(
     boundaries, kept = None, None  # None: each row is a document
     if (packed := kwargs.get("cu_seq_lens_q")) is not None:
         boundaries = packed.int()
-    elif attention_mask.dim() == 1 and attention_mask.numel() != batch + 1:  # no document spans rows
-        boundaries = attention_mask
+    elif attention_mask.dim() == 1:
+        # No document spans rows: as many as rows are whole rows. With a window, boundaries are needed for those, too.
+        whole = attention_mask.numel() == batch + 1 and (sliding_window is None or sliding_window >= tokens)
+        boundaries = None if whole else attention_mask
     elif attention_mask.dim() == 2:
         real = attention_mask.flatten().nonzero().flatten()
         if real.numel() < batch * tokens:
