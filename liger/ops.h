@@ -344,7 +344,7 @@ struct LowRank {
 ///   z = c tanh(s y / c) / T, or s y / T without a softcap
 ///   p = softmax(z)
 /// hidden [..., width], weight [classes, width], ids [...] integers. logp, entropy, mean_logit, lse, class_logp and
-/// log_tail are differentiable, with any upstream gradient; absent ones cost nothing. log_tail is a sum of its own, so
+/// log_tail are differentiable, with any upstream gradient; absent ones cost nothing. log_tail is a separate sum, so
 /// that it is exact where next to nothing is left; its gradient is that of a mass of at least exp(−80). A class that a
 /// token has twice gets both gradients. All results are 0 where the id is
 /// ignore_index, and such tokens cost nothing. Logits that fit into max_bytes wait for backward, others are made again
@@ -355,7 +355,7 @@ LogProbResult linear_log_prob(const at::Tensor& hidden, const at::Tensor& weight
                               const LowRank& low_rank = {});
 
 /// Logits of a head at a few classes of each token, float [..., K]:
-///   y_k = hidden weight_c + bias_c, c = class_ids_k
+///   y = hidden weight_c + bias_c for each class c of class_ids
 /// hidden [..., width], weight [classes, width], bias [classes], of one dtype; class_ids [..., K] integers, -1 for
 /// none, whose logit is 0. For losses that are normalised over given classes: no other class is computed. The gradient
 /// of a class is summed in float over its tokens, in their order. A class outside [-1, classes) is an error, as in

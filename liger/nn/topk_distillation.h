@@ -16,8 +16,9 @@ enum class Tail { Bucket, Drop, Renormalise };
 /// of the student and t of the teacher:
 ///   m = β t + (1 − β) s
 ///   D = β Σ t ln(t / m) + (1 − β) Σ s ln(s / m)
-///   D = Σ t ln(t / s) for β = 0
-///   D = Σ s ln(s / t) for β = 1
+/// and, for β of 0 and of 1,
+///   D = Σ t ln(t / s)
+///   D = Σ s ln(s / t)
 /// there [..., K] says which classes count, if defined; those to which the teacher gives −inf do not. student_tail
 /// [...], the student's log-probability of all other classes, is for Tail::Bucket, where the teacher's mass outside is
 /// at least least_tail.

@@ -2,7 +2,6 @@
 
 import importlib
 
-import torch
 from torch.nn.functional import pad
 
 from liger_kernel.operators.coverage import kernels_cover

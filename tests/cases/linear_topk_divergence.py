@@ -27,9 +27,9 @@ NAMES = ("beta", "tail", "temperature", "softcap", "max_bytes", "only_classes")
 
 def op(hidden, weight, bias, target, ids, teacher, **options):
     known = {name: value for name, value in options.items() if name in NAMES}
-    # What a random trial draws in addition may not go with it.
-    known.pop("only_classes" if known.get("tail") != "renormalise" else None, None)
-    known.pop("max_bytes" if known.get("only_classes") else None, None)
+    if known.get("only_classes"):  # a random trial may draw what does not go with it
+        left_out = "max_bytes" if known.get("tail") == "renormalise" else "only_classes"
+        known.pop(left_out, None)
     return linear_topk_divergence(hidden, weight, ids, teacher, target, bias, **known)[0]
 
 

@@ -4,7 +4,7 @@
     python -m liger_kernel.measure llama-8b --lora 16               LoRA adapters
     python -m liger_kernel.measure ./my-model --batch 8 --json out.json
 
-Each arm has a process of its own, the same weights and the same random tokens:
+Each arm has a separate process, the same weights and the same random tokens:
 
     plain          transformers, and PEFT, as they are
     patched        liger_kernel.patch

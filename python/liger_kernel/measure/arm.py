@@ -1,4 +1,4 @@
-"""One arm, in a process of its own: steps of a model, timed.
+"""One arm, in a separate process: steps of a model, timed.
 
 A job is a dict:
 

@@ -38,7 +38,7 @@ class Memory:
             libc = ctypes.CDLL(None)
             if hasattr(libc, "malloc_trim"):
                 # glibc keeps freed blocks resident, which hides what a step needs, or adds to it: have it return what
-                # it holds, and give every tensor (M_MMAP_THRESHOLD, -3) pages of its own from here on.
+                # it holds, and give every tensor (M_MMAP_THRESHOLD, -3) separate pages from here on.
                 libc.malloc_trim(0)
                 libc.mallopt(-3, 1 << 16)
             Path("/proc/self/clear_refs").write_text("5")
