@@ -25,6 +25,17 @@ __device__ void copy_async16(void* shared, const void* global, int bytes = 16) {
 #endif
 }
 
+/// The same of one float, 0 where it is not there.
+__device__ inline void copy_async4(float* shared, const float* global, bool there) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)),
+               "l"(__cvta_generic_to_global(global)), "r"(there ? 4 : 0)
+               : "memory");
+#else
+  *shared = there ? *global : 0.f;
+#endif
+}
+
 __device__ inline void copies_done() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_all;" ::: "memory");

@@ -1,0 +1,195 @@
+#pragma once
+// Products of floats on tensor cores. An operand is a sum of kTerms bfloat16 numbers, each what the ones before it leave
+// over: 8 bits of the float per term, so that one term holds a bfloat16 number exactly, two a float16 one and three a
+// float. The products of terms are added in float; those that are below the last term's own rounding are left out.
+#include "liger/core/cuda/async_copy.cuh"
+#include "liger/core/cuda/warp_words.cuh"
+
+namespace liger::cuda::split {
+
+/// Two floats as pairs of terms.
+template <int kTerms>
+__device__ void split_pair(float low, float high, unsigned (&terms)[kTerms]) {
+#pragma unroll
+  for (int t = 0; t < kTerms; ++t) {
+    terms[t] = to_word<bfloat16>(low, high);
+    const float2 held = to_floats<bfloat16>(terms[t]);
+    low -= held.x, high -= held.y;
+  }
+}
+
+/// The tensor core's product of a 16 x 16 and a 16 x 8 matrix, added to sum [16 x 8]. With
+///   group = lane / 4
+///   quad  = lane % 4
+/// a lane has
+///   a     rows group and group + 8 in k = 2 quad, 2 quad + 1, then the same at k + 8
+///   b     column group at the same k
+///   sum   row group in columns 2 quad and 2 quad + 1, then row group + 8
+__device__ inline void multiply_add(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+#if __CUDA_ARCH__ >= 800
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+  const int lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
+  const WarpWords<6> all(a[0], a[1], a[2], a[3], b0, b1);
+  for (int half = 0; half < 2; ++half)
+    for (int q = 0; q < 4; ++q)
+      for (int i = 0; i < 4; ++i) {
+        const float2 x = to_floats<bfloat16>(all.of(2 * half + i / 2, group * 4 + q)),
+                     y = to_floats<bfloat16>(all.of(4 + half, (2 * quad + i % 2) * 4 + q));
+        sum[i] += x.x * y.x + x.y * y.y;
+      }
+#endif
+}
+
+/// A matrix in shared memory, as kTerms planes of bfloat16 numbers, in rows of a multiple of 16 bytes. Rows whose
+/// length is an odd multiple of it are read without conflicts.
+template <int kTerms>
+struct Tile {
+  bfloat16* numbers;
+  int stride, plane;  // numbers from one row to the next, and from one plane to the next
+
+  __device__ bfloat16* at(int row, int col, int term = 0) const { return numbers + term * plane + row * stride + col; }
+};
+
+/// Bytes of a tile, whose rows are 16 bytes longer than they need to be.
+constexpr int tile_stride(int cols) { return cols + 8; }
+constexpr int tile_bytes(int terms, int rows, int cols) { return terms * rows * tile_stride(cols) * 2; }
+template <int kTerms>
+__device__ Tile<kTerms> tile_at(char*& shared, int rows, int cols) {
+  const Tile<kTerms> tile{reinterpret_cast<bfloat16*>(shared), tile_stride(cols), rows * tile_stride(cols)};
+  shared += tile_bytes(kTerms, rows, cols);
+  return tile;
+}
+
+/// Four 8 x 8 blocks of a tile at rows and columns (r, c), (r + down, c + right) and so on: a lane gets the pair
+/// lane % 4 of row lane / 4 of each, or of column lane / 4 where they are transposed. Block i is moved by `down` where
+/// i & kDown, and by `right` where i & kRight.
+template <bool kTransposed, int kDown, int kRight, int kTerms>
+__device__ void load_blocks(unsigned (&words)[4], const Tile<kTerms>& tile, int term, int r, int c) {
+  const int lane = threadIdx.x % 32;
+#if __CUDA_ARCH__ >= 800
+  const int i = lane / 8;
+  const unsigned from = shared_address(tile.at(r + (i & kDown ? 8 : 0) + lane % 8, c + (i & kRight ? 8 : 0), term));
+  if constexpr (kTransposed)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(from)
+                 : "memory");
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(from)
+                 : "memory");
+#else
+  for (int i = 0; i < 4; ++i) {
+    const int row = r + (i & kDown ? 8 : 0), col = c + (i & kRight ? 8 : 0), major = lane / 4, minor = lane % 4 * 2;
+    const auto* low = reinterpret_cast<const uint16_t*>(
+        tile.at(row + (kTransposed ? minor : major), col + (kTransposed ? major : minor), term));
+    words[i] = low[0] | unsigned(low[kTransposed ? tile.stride : 1]) << 16;
+  }
+#endif
+}
+
+/// Of an 8 x 8 block of 16-bit numbers, of which a lane has the pair lane % 4 of row lane / 4, the same of its columns.
+__device__ inline unsigned transposed(unsigned word) {
+#if __CUDA_ARCH__ >= 750
+  unsigned out;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(word));
+  return out;
+#else
+  const int lane = threadIdx.x % 32, row = lane / 4, low = lane % 4 * 2;
+  const WarpWords<1> all(word);
+  const int shift = row % 2 * 16;
+  const unsigned first = all.of(0, low * 4 + row / 2) >> shift, second = all.of(0, (low + 1) * 4 + row / 2) >> shift;
+  return (first & 0xffff) | second << 16;
+#endif
+}
+
+/// 16 columns of a left operand, 16 rows of it, as lanes hold them.
+template <int kTerms>
+struct Left {
+  unsigned of[kTerms][4];
+
+  /// Rows r to r + 15 and columns c to c + 15 of a tile that has [rows, k], or with kTransposed [k, rows].
+  template <bool kTransposed>
+  __device__ void load(const Tile<kTerms>& tile, int r, int c) {
+#pragma unroll
+    for (int t = 0; t < kTerms; ++t)
+      if constexpr (kTransposed) load_blocks<true, 2, 1>(of[t], tile, t, c, r);
+      else load_blocks<false, 1, 2>(of[t], tile, t, r, c);
+  }
+};
+
+/// 16 rows of kCols numbers in float, of which a lane holds for each eight columns what the tensor core's sums have.
+template <int kCols>
+struct Panel {
+  static constexpr int kEights = kCols / 8;
+  float of[kEights][4];
+
+  __device__ void clear() {
+#pragma unroll
+    for (int e = 0; e < kEights; ++e)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) of[e][i] = 0;
+  }
+
+  /// f(number, row 0 to 15, column) for the lane's own numbers.
+  template <class F>
+  __device__ void each(F f) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int e = 0; e < kEights; ++e)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) f(of[e][i], lane / 4 + i / 2 * 8, 8 * e + lane % 4 * 2 + i % 2);
+  }
+
+  /// Columns 16 k to 16 k + 15 as a left operand.
+  template <int kTerms>
+  __device__ Left<kTerms> left(int k) const {
+    Left<kTerms> l;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      unsigned terms[kTerms];
+      split_pair(of[2 * k + i / 2][i % 2 * 2], of[2 * k + i / 2][i % 2 * 2 + 1], terms);
+#pragma unroll
+      for (int t = 0; t < kTerms; ++t) l.of[t][i] = terms[t];
+    }
+    return l;
+  }
+};
+
+/// Which products of terms count.
+constexpr bool counts(int a, int b, int a_terms, int b_terms) {
+  return a + b < (a_terms > b_terms ? a_terms : b_terms);
+}
+
+/// sums += left · right for 8 kEights columns, from column n on; of right, rows k to k + 15. kAlongK: the tile has right's
+/// columns as rows. Of the sums, those from `first` to `last`. Each is added to once in a round over all: a product takes
+/// as long as several can be begun.
+template <bool kAlongK, int kEights, int kA, int kB>
+__device__ void multiply(float (*sums)[4], const Left<kA>& left, const Tile<kB>& right, int k, int n, int first = 0,
+                         int last = kEights) {
+#pragma unroll
+  for (int b = 0; b < kB; ++b) {
+    unsigned words[kEights / 2][4];
+#pragma unroll
+    for (int e = 0; e < kEights; e += 2) {
+      if (e < first || e >= last) continue;
+      if constexpr (kAlongK) load_blocks<false, 2, 1>(words[e / 2], right, b, n + 8 * e, k);
+      else load_blocks<true, 1, 2>(words[e / 2], right, b, k, n + 8 * e);
+    }
+#pragma unroll
+    for (int a = 0; a < kA; ++a) {
+      if (!counts(a, b, kA, kB)) continue;
+#pragma unroll
+      for (int e = 0; e < kEights; ++e)
+        if (e >= first && e < last)
+          multiply_add(sums[e], left.of[a], words[e / 2][e % 2 * 2], words[e / 2][e % 2 * 2 + 1]);
+    }
+  }
+}
+
+}  // namespace liger::cuda::split

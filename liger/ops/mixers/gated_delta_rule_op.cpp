@@ -1,0 +1,158 @@
+#include "liger/core/torch/operator.h"
+#include "liger/ops.h"
+#include "liger/ops/mixers/gated_delta_rule.h"
+
+namespace liger {
+namespace op {
+
+struct GatedDeltaRule {
+  static constexpr Name kName = "gated_delta_rule";
+  struct Inputs {
+    Tensor q, k, v, g, beta;
+    OptTensor state, starts;
+    double scale, eps;
+    bool final_state;
+    LIGER_FIELDS(q, k, v, g, beta, state, starts, scale, eps, final_state)
+  };
+  struct Results {
+    Tensor o, last;
+    LIGER_FIELDS(o, last)
+  };
+  using Saved = Inputs;
+  struct Upstream {
+    OptTensor dout, dlast;
+    LIGER_FIELDS(dout, dlast)
+  };
+  template <class T>
+  struct Gradients {
+    T dq, dk, dv, dg, dbeta, dstate;
+    LIGER_FIELDS(dq, dk, dv, dg, dbeta, dstate)
+  };
+
+  static Arguments check(const char* op, const Inputs& in) {
+    const Arguments arguments(op, "q", in.q);
+    TORCH_CHECK(in.q.dim() == 4, op, ": q must be [rows, tokens, key heads, width], got ", in.q.sym_sizes());
+    TORCH_CHECK(in.v.dim() == 4, op, ": v must be [rows, tokens, heads, width], got ", in.v.sym_sizes());
+    const auto rows = in.q.sym_size(0), tokens = in.q.sym_size(1), heads = in.v.sym_size(2), V = in.v.sym_size(3);
+    arguments.like("k", in.k).shaped("v", in.v, {rows, tokens, heads, V}, Type::Same);
+    TORCH_CHECK(in.q.sym_size(2) > 0 && heads % in.q.sym_size(2) == 0, op, ": the key heads, ", in.q.sym_size(2),
+                ", do not divide the heads, ", heads);
+    arguments.shaped("g", in.g, {rows, tokens, heads}, Type::Float)
+        .shaped("beta", in.beta, {rows, tokens, heads}, Type::Kernels)
+        .shaped("starts", in.starts, {rows, tokens}, Type::Integer);
+    if (!in.state) {
+      TORCH_CHECK(!(in.starts && in.final_state), op, ": the number of documents is that of `state`, which is missing");
+      return arguments;
+    }
+    TORCH_CHECK(in.state->dim() == 4, op, ": state must be [documents, heads, width of k, width of v], got ",
+                in.state->sym_sizes());
+    arguments.shaped("state", in.state, {in.starts ? in.state->sym_size(0) : rows, heads, in.q.sym_size(3), V},
+                     Type::Float);
+    return arguments;
+  }
+
+  /// t as kernels read it: rows of whole heads, wherever they lie, whose first number is aligned.
+  static Tensor heads(const Tensor& t) {
+    const int64_t unit = 16 / t.element_size();
+    const bool whole = (t.size(3) == 1 || t.stride(3) == 1) && (t.size(2) == 1 || t.stride(2) == t.size(3));
+    const bool aligned =
+        reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 && t.stride(0) % unit == 0 && t.stride(1) % unit == 0;
+    return whole && aligned ? t : t.contiguous();
+  }
+
+  /// What both kernels take, and the tensors that keep it alive.
+  struct Common {
+    Tensor q, k, v, g, beta, starts, state, workspace;
+
+    explicit Common(const Inputs& in)
+        : q(heads(in.q)),
+          k(heads(in.k)),
+          v(heads(in.v)),
+          g(in.g.contiguous()),
+          beta(in.beta.to(at::kFloat).contiguous()),
+          starts(in.starts ? in.starts->to(at::kInt).contiguous() : Tensor()),
+          state(contiguous(in.state)) {}
+
+    template <class Args>
+    Args describe(const Inputs& in) {
+      Args a{};
+      a.q = data(q), a.k = data(k), a.v = data(v), a.g = data<float>(g), a.beta = data<float>(beta);
+      a.q_row = q.stride(0), a.q_token = q.stride(1), a.k_row = k.stride(0), a.k_token = k.stride(1);
+      a.v_row = v.stride(0), a.v_token = v.stride(1);
+      a.starts = data<int32_t>(starts), a.state = data<float>(state);
+      a.rows = q.size(0), a.tokens = q.size(1), a.key_heads = q.size(2), a.heads = v.size(2);
+      a.K = q.size(3), a.V = v.size(3), a.documents = state.defined() ? state.size(0) : a.rows;
+      a.scale = float(in.scale), a.eps = float(in.eps), a.dtype = dtype_of(q);
+      int64_t bytes = 0;
+      run(gated_delta_rule_workspace, q,
+          {.like = a, .backward = std::is_same_v<Args, GatedDeltaRuleBackward>, .bytes = &bytes});
+      if (bytes > 0) workspace = at::empty({bytes}, q.options().dtype(at::kByte));
+      a.workspace = data<void>(workspace);
+      return a;
+    }
+  };
+
+  static Results forward(const Inputs& in) {
+    check("gated_delta_rule", in);
+    Results out{output(at::empty_symint(in.v.sym_sizes(), in.v.options())), {}};
+    if (in.final_state) {
+      out.last = in.state ? at::empty_like(*in.state, at::MemoryFormat::Contiguous)
+                          : at::empty_symint({in.q.sym_size(0), in.v.sym_size(2), in.q.sym_size(3), in.v.sym_size(3)},
+                                             in.g.options());
+    }
+    if (in.q.is_meta()) return out;
+    if (in.v.numel() == 0) {
+      if (in.final_state) in.state ? void(out.last.copy_(*in.state)) : void(out.last.zero_());
+      return out;
+    }
+    Common of(in);
+    auto a = of.describe<GatedDeltaRuleForward>(in);
+    a.o = out.o.data_ptr(), a.final_state = data<float>(out.last);
+    run(gated_delta_rule_forward, of.q, a);
+    return out;
+  }
+
+  static Saved save(const Inputs& in, const Results&) { return in; }
+
+  static Gradients<Tensor> backward(const Upstream& up, const Saved& s, const Gradients<bool>& wanted) {
+    constexpr auto op = "gated_delta_rule_backward";
+    const auto arguments = check(op, s);
+    if (up.dout) arguments.shaped("dout", *up.dout, s.v.sym_sizes(), Type::Same);
+    if (up.dlast && s.final_state)
+      arguments.count(
+          "dlast", *up.dlast,
+          s.state ? s.state->sym_numel() : s.q.sym_size(0) * s.v.sym_size(2) * s.q.sym_size(3) * s.v.sym_size(3));
+    const auto like = [](const Tensor& t) { return output(at::empty_symint(t.sym_sizes(), t.options())); };
+    Gradients<Tensor> d{like(s.q), like(s.k), like(s.v), like(s.g), {}, {}};
+    if (wanted.dstate && s.state) d.dstate = like(*s.state);
+    if (s.q.is_meta() || s.v.numel() == 0) {
+      d.dbeta = like(s.beta);
+      if (d.dstate.defined() && !s.q.is_meta()) up.dlast ? void(d.dstate.copy_(*up.dlast)) : void(d.dstate.zero_());
+      if (!s.q.is_meta()) d.dq.zero_(), d.dk.zero_();
+      return d;
+    }
+    Common of(s);
+    const Tensor dout = up.dout ? heads(*up.dout).contiguous() : at::zeros_like(of.v, at::MemoryFormat::Contiguous),
+                 dlast = up.dlast && s.final_state ? up.dlast->contiguous() : Tensor(), dbeta = at::empty_like(of.beta);
+    auto a = of.describe<GatedDeltaRuleBackward>(s);
+    a.dout = data(dout), a.dfinal = data<float>(dlast);
+    a.dq = d.dq.data_ptr(), a.dk = d.dk.data_ptr(), a.dv = d.dv.data_ptr();
+    a.dg = data<float>(d.dg), a.dbeta = data<float>(dbeta), a.dstate = data<float>(d.dstate);
+    run(gated_delta_rule_backward, of.q, a);
+    d.dbeta = dbeta.to(s.beta.scalar_type());
+    return d;
+  }
+};
+
+}  // namespace op
+
+std::tuple<Tensor, Tensor> gated_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+                                            const Tensor& beta, const OptTensor& state, const OptTensor& starts,
+                                            std::optional<double> scale, double eps, bool final_state) {
+  return Operator<op::GatedDeltaRule>::public_op(q, k, v, g, beta, state, starts,
+                                                 scale.value_or(1 / std::sqrt(double(q.size(-1)))), eps, final_state);
+}
+
+LIGER_OPERATORS(gated_delta_rule, Operator<op::GatedDeltaRule>)
+
+}  // namespace liger
