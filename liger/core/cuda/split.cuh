@@ -44,35 +44,33 @@ __device__ inline void multiply_add(float (&sum)[4], const unsigned (&a)[4], uns
 #endif
 }
 
-/// A matrix in shared memory, as kTerms planes of bfloat16 numbers, in rows of a multiple of 16 bytes. Rows whose
-/// length is an odd multiple of it are read without conflicts.
-template <int kTerms>
+/// A matrix in shared memory, as kTerms planes of bfloat16 numbers. Rows are 16 bytes longer than they need to be: where
+/// their length is an odd multiple of it, eight of them are read without conflicts.
+template <int terms, int rows, int cols>
 struct Tile {
+  static constexpr int kTerms = terms, kStride = cols + 8, kPlane = rows * kStride, kBytes = terms * kPlane * 2;
   bfloat16* numbers;
-  int stride, plane;  // numbers from one row to the next, and from one plane to the next
 
-  __device__ bfloat16* at(int row, int col, int term = 0) const { return numbers + term * plane + row * stride + col; }
+  __device__ static Tile at_front(char*& shared) {
+    const Tile tile{reinterpret_cast<bfloat16*>(shared)};
+    shared += kBytes;
+    return tile;
+  }
+  __device__ bfloat16* at(int row, int col, int term = 0) const {
+    return numbers + term * kPlane + row * kStride + col;
+  }
 };
-
-/// Bytes of a tile, whose rows are 16 bytes longer than they need to be.
-constexpr int tile_stride(int cols) { return cols + 8; }
-constexpr int tile_bytes(int terms, int rows, int cols) { return terms * rows * tile_stride(cols) * 2; }
-template <int kTerms>
-__device__ Tile<kTerms> tile_at(char*& shared, int rows, int cols) {
-  const Tile<kTerms> tile{reinterpret_cast<bfloat16*>(shared), tile_stride(cols), rows * tile_stride(cols)};
-  shared += tile_bytes(kTerms, rows, cols);
-  return tile;
-}
 
 /// Four 8 x 8 blocks of a tile at rows and columns (r, c), (r + down, c + right) and so on: a lane gets the pair
 /// lane % 4 of row lane / 4 of each, or of column lane / 4 where they are transposed. Block i is moved by `down` where
 /// i & kDown, and by `right` where i & kRight.
-template <bool kTransposed, int kDown, int kRight, int kTerms>
-__device__ void load_blocks(unsigned (&words)[4], const Tile<kTerms>& tile, int term, int r, int c) {
+template <bool kTransposed, int kDown, int kRight, class Tile>
+__device__ void load_blocks(unsigned (&words)[4], const Tile& tile, int term, int r, int c) {
   const int lane = threadIdx.x % 32;
 #if __CUDA_ARCH__ >= 800
-  const int i = lane / 8;
-  const unsigned from = shared_address(tile.at(r + (i & kDown ? 8 : 0) + lane % 8, c + (i & kRight ? 8 : 0), term));
+  // In 32 bits, and what depends on the lane apart: the rest is known to the compiler.
+  const int i = lane / 8, of_lane = ((i & kDown ? 8 : 0) + lane % 8) * Tile::kStride + (i & kRight ? 8 : 0);
+  const unsigned from = shared_address(tile.numbers) + 2 * of_lane + 2 * (term * Tile::kPlane + r * Tile::kStride + c);
   if constexpr (kTransposed)
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
@@ -88,7 +86,7 @@ __device__ void load_blocks(unsigned (&words)[4], const Tile<kTerms>& tile, int 
     const int row = r + (i & kDown ? 8 : 0), col = c + (i & kRight ? 8 : 0), major = lane / 4, minor = lane % 4 * 2;
     const auto* low = reinterpret_cast<const uint16_t*>(
         tile.at(row + (kTransposed ? minor : major), col + (kTransposed ? major : minor), term));
-    words[i] = low[0] | unsigned(low[kTransposed ? tile.stride : 1]) << 16;
+    words[i] = low[0] | unsigned(low[kTransposed ? Tile::kStride : 1]) << 16;
   }
 #endif
 }
@@ -114,8 +112,9 @@ struct Left {
   unsigned of[kTerms][4];
 
   /// Rows r to r + 15 and columns c to c + 15 of a tile that has [rows, k], or with kTransposed [k, rows].
-  template <bool kTransposed>
-  __device__ void load(const Tile<kTerms>& tile, int r, int c) {
+  template <bool kTransposed, class Tile>
+  __device__ void load(const Tile& tile, int r, int c) {
+    static_assert(Tile::kTerms == kTerms);
 #pragma unroll
     for (int t = 0; t < kTerms; ++t)
       if constexpr (kTransposed) load_blocks<true, 2, 1>(of[t], tile, t, c, r);
@@ -169,9 +168,10 @@ constexpr bool counts(int a, int b, int a_terms, int b_terms) {
 /// sums += left · right for 8 kEights columns, from column n on; of right, rows k to k + 15. kAlongK: the tile has right's
 /// columns as rows. Of the sums, those from `first` to `last`. Each is added to once in a round over all: a product takes
 /// as long as several can be begun.
-template <bool kAlongK, int kEights, int kA, int kB>
-__device__ void multiply(float (*sums)[4], const Left<kA>& left, const Tile<kB>& right, int k, int n, int first = 0,
+template <bool kAlongK, int kEights, int kA, class Tile>
+__device__ void multiply(float (*sums)[4], const Left<kA>& left, const Tile& right, int k, int n, int first = 0,
                          int last = kEights) {
+  constexpr int kB = Tile::kTerms;
 #pragma unroll
   for (int b = 0; b < kB; ++b) {
     unsigned words[kEights / 2][4];

@@ -154,63 +154,63 @@ __global__ void __launch_bounds__(256) planes_kernel(Plan plan) {
   }
 }
 
-/// Copies rows of 16-bit numbers into a tile, n of kRows, zeros below: by all threads, which then await them.
-template <int kRows, int kCols>
-__device__ void copy_rows(bfloat16* to, int stride, const bfloat16* from, int step, int n) {
+/// Copies rows of 16-bit numbers into one plane of a tile, n of kRows, zeros below: by kThreads threads, which then
+/// await them.
+template <int kThreads, int kRows, int kCols, class Tile>
+__device__ void copy_rows(const Tile& to, int term, const bfloat16* from, int step, int n = kRows) {
   constexpr int kPacks = kCols / 8;
-  const int at_once = int(blockDim.x) / kPacks, pack = int(threadIdx.x) % kPacks;
-  int row = int(threadIdx.x) / kPacks;
-  if (row >= at_once) return;
-  to += row * stride + 8 * pack, from += row * step + 8 * pack;
-#pragma unroll 4
-  for (; row < kRows; row += at_once) {
-    copy_async16<false>(to, from, row < n ? 16 : 0);
-    to += at_once * stride, from += at_once * step;
+#pragma unroll
+  for (int first = 0; first < kRows * kPacks; first += kThreads) {
+    const int i = first + int(threadIdx.x), row = i / kPacks, pack = i % kPacks;
+    if (first + kThreads <= kRows * kPacks || i < kRows * kPacks)
+      copy_async16<false>(to.at(row, 8 * pack, term), from + row * step + 8 * pack, row < n ? 16 : 0);
   }
 }
 
-/// kCols columns, from col on, of the rows of q or k of a chunk.
-template <int kRows, int kCols, int kTerms>
-__device__ void copy_operand(const Tile<kTerms>& to, const Operand& of, const Chunk& chunk, int head, int col) {
-  const bfloat16* from = of.numbers + chunk.row * of.row + chunk.token * of.token + head * of.head + col;
+/// The rows of q or k of a chunk.
+template <int kThreads, int kRows, int kCols, class Tile>
+__device__ void copy_operand(const Tile& to, const Operand& of, const Chunk& chunk, int head) {
+  const bfloat16* from = of.numbers + chunk.row * of.row + chunk.token * of.token + head * of.head;
 #pragma unroll
-  for (int t = 0; t < kTerms; ++t)
-    copy_rows<kRows, kCols>(to.at(0, 0, t), to.stride, from + t * of.plane, int(of.token), chunk.n);
+  for (int t = 0; t < Tile::kTerms; ++t)
+    copy_rows<kThreads, kRows, kCols>(to, t, from + t * of.plane, int(of.token), chunk.n);
 }
 
 /// The rows of a chunk of what has a row of `width` for each token: U, P, D or R of a head, from column col on.
-template <int kRows, int kCols, int kTerms>
-__device__ void copy_made(const Tile<kTerms>& to, const bfloat16* of, const Plan& plan, const Chunk& chunk, int head,
-                          int width, int col) {
+template <int kThreads, int kRows, int kCols, class Tile>
+__device__ void copy_made(const Tile& to, const bfloat16* of, const Plan& plan, const Chunk& chunk, int head, int width,
+                          int col) {
 #pragma unroll
-  for (int t = 0; t < kTerms; ++t)
-    copy_rows<kRows, kCols>(to.at(0, 0, t), to.stride,
-                            of + ((int64_t(head) * kTerms + t) * plan.tokens + chunk.at(plan)) * width + col, width,
-                            chunk.n);
+  for (int t = 0; t < Tile::kTerms; ++t)
+    copy_rows<kThreads, kRows, kCols>(
+        to, t, of + ((int64_t(head) * Tile::kTerms + t) * plan.tokens + chunk.at(plan)) * width + col, width, chunk.n);
 }
 
-/// The rows of a chunk of v or dO as they are, of whose columns those from col on are copied, zeros past the last one.
-template <int kRows, class T>
-__device__ void copy_raw(T* to, int stride, const T* from, int step, int n, int col, int cols, int width) {
-  constexpr int kPack = 16 / sizeof(T);
+/// kCols columns, from col on, of the rows of a chunk of v or dO as they are, zeros past the last one. The rows of the
+/// copy are kStride apart.
+template <int kThreads, int kRows, int kCols, int kStride, class T>
+__device__ void copy_raw(T* to, const T* from, int step, int n, int col, int width) {
+  constexpr int kPack = 16 / sizeof(T), kPacks = kCols / kPack;
   if (width % kPack == 0) {
-    const int packs = cols / kPack, at_once = int(blockDim.x) / packs, c = int(threadIdx.x) % packs * kPack;
-    const bool inside = col + c < width;
-    for (int row = int(threadIdx.x) / packs; row < kRows; row += at_once)
-      copy_async16<false>(to + row * stride + c, from + row * step + col + c, inside && row < n ? 16 : 0);
+#pragma unroll
+    for (int first = 0; first < kRows * kPacks; first += kThreads) {
+      const int i = first + int(threadIdx.x), row = i / kPacks, c = i % kPacks * kPack;
+      if (first + kThreads <= kRows * kPacks || i < kRows * kPacks)
+        copy_async16<false>(to + row * kStride + c, from + row * step + col + c, row < n && col + c < width ? 16 : 0);
+    }
   } else {
-    for (int i = threadIdx.x; i < kRows * cols; i += blockDim.x) {
-      const int row = i / cols, c = i % cols;
-      to[row * stride + c] = row < n && col + c < width ? from[row * step + col + c] : T(0.f);
+    for (int i = threadIdx.x; i < kRows * kCols; i += kThreads) {
+      const int row = i / kCols, c = i % kCols;
+      to[row * kStride + c] = row < n && col + c < width ? from[row * step + col + c] : T(0.f);
     }
   }
 }
 
 /// The transpose of 16 columns of raw rows: a panel whose columns are tokens.
-template <class T, int C>
-__device__ void read_transposed(Panel<C>& panel, const T* tile, int stride, int col) {
+template <int kCols, class T, int C>
+__device__ void read_transposed(Panel<C>& panel, T* tile, int col) {
   if constexpr (sizeof(T) == 2) {
-    const Tile<1> words{reinterpret_cast<bfloat16*>(const_cast<T*>(tile)), stride, 0};
+    const Tile<1, C, kCols> words{reinterpret_cast<bfloat16*>(tile)};
 #pragma unroll
     for (int e = 0; e < C / 8; e += 2) {
       unsigned pairs[4];
@@ -222,30 +222,29 @@ __device__ void read_transposed(Panel<C>& panel, const T* tile, int stride, int 
       }
     }
   } else {
-    panel.each([&](float& v, int row, int token) { v = tile[token * stride + col + row]; });
+    panel.each([&](float& v, int row, int token) { v = tile[token * (kCols + 8) + col + row]; });
   }
 }
 
 /// Writes a panel whose columns are tokens to rows of 16 numbers: `to` is the first token's, n tokens are there, and
 /// `cols` numbers of a row.
 template <class T, int C>
-__device__ void write_transposed(Panel<C>& panel, T* to, int64_t step, int n, int64_t cols) {
+__device__ void write_transposed(Panel<C>& panel, T* to, int step, int n, int cols) {
   if constexpr (sizeof(T) == 2) {
     const int lane = threadIdx.x % 32, token = lane / 4, col = lane % 4 * 2;
+    const bool whole = cols >= 16 && step % 2 == 0;
 #pragma unroll
     for (int e = 0; e < C / 8; ++e)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const unsigned word = transposed(to_word<T>(panel.of[e][2 * half], panel.of[e][2 * half + 1]));
-        const int c = 8 * half + col;
-        if (8 * e + token >= n || c >= cols) continue;
-        T* at = to + (8 * e + token) * step + c;
-        if (cols % 2 == 0) {
-          *reinterpret_cast<unsigned*>(at) = word;
-        } else {
+        T* at = to + (8 * e + token) * step + 8 * half + col;
+        if (whole) {
+          if (8 * e + token < n) *reinterpret_cast<unsigned*>(at) = word;
+        } else if (8 * e + token < n) {
           const float2 pair = to_floats<T>(word);
-          at[0] = T(pair.x);
-          if (c + 1 < cols) at[1] = T(pair.y);
+          if (8 * half + col < cols) at[0] = T(pair.x);
+          if (8 * half + col + 1 < cols) at[1] = T(pair.y);
         }
       }
   } else {
@@ -257,7 +256,7 @@ __device__ void write_transposed(Panel<C>& panel, T* to, int64_t step, int n, in
 
 /// The same as terms, for D and R.
 template <int kTerms, int C>
-__device__ void write_terms(const Panel<C>& panel, bfloat16* to, int64_t step, int64_t plane, int n) {
+__device__ void write_terms(const Panel<C>& panel, bfloat16* to, int step, int64_t plane, int n) {
   const int lane = threadIdx.x % 32, token = lane / 4, col = lane % 4 * 2;
 #pragma unroll
   for (int e = 0; e < C / 8; ++e)
@@ -336,42 +335,44 @@ struct Decays {
 template <class Kd>
 struct Keys {
   static constexpr int C = Kd::C;
-  static constexpr int kBytes = 2 * tile_bytes(Kd::kRaw, C, Kd::K) + 2 * C * 4;
-  Tile<Kd::kRaw> q, k;
+  using Rows = Tile<Kd::kRaw, C, Kd::K>;
+  static constexpr int kBytes = 2 * Rows::kBytes + 2 * C * 4;
+  Rows q, k;
   float *norm_q, *norm_k;  // what the norms multiply rows by
 
   __device__ explicit Keys(char*& shared)
-      : q(tile_at<Kd::kRaw>(shared, C, Kd::K)),
-        k(tile_at<Kd::kRaw>(shared, C, Kd::K)),
+      : q(Rows::at_front(shared)),
+        k(Rows::at_front(shared)),
         norm_q(reinterpret_cast<float*>(shared)),
         norm_k(norm_q + C) {
     shared += 2 * C * 4;
   }
 
-  /// By all threads of the block, of which there are at least 2 C.
+  /// By all threads of the block.
+  template <int kThreads>
   __device__ void load(const Plan& plan, const Chunk& chunk, int key_head) const {
     __syncthreads();
-    copy_operand<C, Kd::K>(q, plan.q, chunk, key_head, 0);
-    copy_operand<C, Kd::K>(k, plan.k, chunk, key_head, 0);
+    copy_operand<kThreads, C, Kd::K>(q, plan.q, chunk, key_head);
+    copy_operand<kThreads, C, Kd::K>(k, plan.k, chunk, key_head);
     copies_done();
     __syncthreads();
     // The threads of a row, next to each other, take turns at its pairs.
-    constexpr int kThreads = 4;
-    for (int i = threadIdx.x / kThreads; i < 2 * C; i += blockDim.x / kThreads) {
+    constexpr int kOfRow = 4;
+    for (int i = threadIdx.x / kOfRow; i < 2 * C; i += kThreads / kOfRow) {
       const auto& tile = i < C ? q : k;
       float squares = 0;
-      for (int pair = threadIdx.x % kThreads; pair < Kd::K / 2; pair += kThreads) {
+      for (int pair = threadIdx.x % kOfRow; pair < Kd::K / 2; pair += kOfRow) {
         const float2 v = pair_at(tile, i % C, 2 * pair);
         squares += v.x * v.x + v.y * v.y;
       }
-      for (int step = 1; step < kThreads; step *= 2) squares += __shfl_xor_sync(~0u, squares, step);
-      if (threadIdx.x % kThreads == 0) norm_q[i] = plan.a.eps < 0 ? 1.f : 1 / sqrtf(squares + plan.a.eps);
+      for (int step = 1; step < kOfRow; step *= 2) squares += __shfl_xor_sync(~0u, squares, step);
+      if (threadIdx.x % kOfRow == 0) norm_q[i] = plan.a.eps < 0 ? 1.f : 1 / sqrtf(squares + plan.a.eps);
     }
     __syncthreads();
   }
 
   /// Two neighbours of a row, raw.
-  static __device__ float2 pair_at(const Tile<Kd::kRaw>& tile, int row, int col) {
+  static __device__ float2 pair_at(const Rows& tile, int row, int col) {
     float2 sum{0, 0};
 #pragma unroll
     for (int t = Kd::kRaw - 1; t >= 0; --t) {
@@ -432,7 +433,7 @@ __global__ void __launch_bounds__(Prepare<Kd>::kThreads) prepare_kernel(Plan pla
     {
       char* at = shared;
       const Keys<Kd> keys(at);
-      keys.load(plan, chunk, key_head);
+      keys.template load<P::kThreads>(plan, chunk, key_head);
       keys.products(row, 0, kk, qk);
       if (threadIdx.x < 2 * C) norm_q[threadIdx.x] = keys.norm_q[threadIdx.x];
     }
@@ -506,45 +507,40 @@ __global__ void __launch_bounds__(Prepare<Kd>::kThreads) prepare_kernel(Plan pla
 
 // ---- chains ----
 
-/// What a block of a chain holds in shared memory for one chunk.
-template <class Kd>
+constexpr int kChainWarps = 4, kChainThreads = 32 * kChainWarps, kChainCols = 16 * kChainWarps;
+
+/// What a block of a chain holds in shared memory for one chunk; with kAll also q and p.
+template <class Kd, bool kAll>
 struct Stage {
   using T = typename Kd::Number;
-  Tile<Kd::kRaw> k, q;
-  Tile<Kd::kMade> u, p;
-  T* rows;  // of v or dO, as many columns as the block has
+  static constexpr int C = Kd::C, kStride = kChainCols + 8;
+  using Keys = Tile<Kd::kRaw, C, Kd::K>;
+  using Matrix = Tile<Kd::kMade, C, C>;
+  static constexpr int kBytes =
+      (kAll ? 2 : 1) * (Keys::kBytes + Matrix::kBytes) + C * kStride * int(sizeof(T)) + 4 * C * 4;
+  Keys k, q;
+  Matrix u, p;
   float* factors;
+  T* rows;  // of v or dO
 
-  /// kAll: with q and p.
-  template <bool kAll>
-  static constexpr int bytes(int cols) {
-    return (kAll ? 2 : 1) * (tile_bytes(Kd::kRaw, Kd::C, Kd::K) + tile_bytes(Kd::kMade, Kd::C, Kd::C)) +
-           Kd::C * (cols + 8) * int(sizeof(T)) + Kd::C * 16;
-  }
-  template <bool kAll>
-  __device__ Stage(char* shared, int cols, std::bool_constant<kAll>) {
-    k = tile_at<Kd::kRaw>(shared, Kd::C, Kd::K);
-    u = tile_at<Kd::kMade>(shared, Kd::C, Kd::C);
-    if (kAll) q = tile_at<Kd::kRaw>(shared, Kd::C, Kd::K), p = tile_at<Kd::kMade>(shared, Kd::C, Kd::C);
-    factors = reinterpret_cast<float*>(shared), shared += Kd::C * 16;
-    rows = reinterpret_cast<T*>(shared);
+  __device__ explicit Stage(char* shared) : k(Keys::at_front(shared)), q(k), u(Matrix::at_front(shared)), p(u) {
+    if (kAll) q = Keys::at_front(shared), p = Matrix::at_front(shared);
+    factors = reinterpret_cast<float*>(shared), rows = reinterpret_cast<T*>(factors + 4 * C);
   }
 
-  template <bool kAll>
-  __device__ void load(const Plan& plan, const Chunk& chunk, int head, const T* of, int step, int col, int cols,
-                       std::bool_constant<kAll>) const {
-    constexpr int C = Kd::C;
+  __device__ void load(const Plan& plan, const Chunk& chunk, int head, const T* of, int step, int col) const {
     const int key_head = head / plan.group;
-    copy_operand<C, Kd::K>(k, plan.k, chunk, key_head, 0);
-    copy_made<C, C>(u, plan.u, plan, chunk, head, C, 0);
+    copy_operand<kChainThreads, C, Kd::K>(k, plan.k, chunk, key_head);
+    copy_made<kChainThreads, C, C>(u, plan.u, plan, chunk, head, C, 0);
     if (kAll) {
-      copy_operand<C, Kd::K>(q, plan.q, chunk, key_head, 0);
-      copy_made<C, C>(p, plan.p, plan, chunk, head, C, 0);
+      copy_operand<kChainThreads, C, Kd::K>(q, plan.q, chunk, key_head);
+      copy_made<kChainThreads, C, C>(p, plan.p, plan, chunk, head, C, 0);
     }
     const float* from = plan.factors + 4 * head * plan.tokens + chunk.at(plan);
-    for (int i = threadIdx.x; i < 4 * C; i += blockDim.x)
+#pragma unroll
+    for (int i = threadIdx.x; i < 4 * C; i += kChainThreads)
       copy_async4(factors + i, from + i / C * plan.tokens + i % C, i % C < chunk.n);
-    copy_raw<C>(rows, cols + 8, of, step, chunk.n, col, cols, int(plan.a.V));
+    copy_raw<kChainThreads, C, kChainCols, kStride>(rows, of, step, chunk.n, col, int(plan.a.V));
     close_copies();
   }
 
@@ -575,8 +571,8 @@ __device__ int first_chunk(const Plan& plan, int slot, int slots, int count) {
 }
 
 /// sums[v, n] += Σ_k left[v, k] · tile, for k and n of a chunk: of a tile that is 0 above (kUpper: below) its diagonal.
-template <bool kAlongK, int kA, int kB, int C>
-__device__ void multiply_triangle(Panel<C>& sums, const Left<kA> (&left)[C / 16], const Tile<kB>& tile) {
+template <bool kAlongK, int kA, int C, class Tile>
+__device__ void multiply_triangle(Panel<C>& sums, const Left<kA> (&left)[C / 16], const Tile& tile) {
   // Rows of the tile are later tokens: with kAlongK these are the columns n, else the k.
 #pragma unroll
   for (int k = 0; k < C / 16; ++k)
@@ -591,8 +587,6 @@ struct ChainArgs {
   float* last;         // the final states, or in backward the gradients of the first ones; null where not wanted
   const float* after;  // of the reverse chain: gradients of the final states; null: 0
 };
-
-constexpr int kChainWarps = 4;
 
 /// Reads a panel of transposed states, rows v on, from [documents, heads, K, V] in float.
 template <int K>
@@ -618,39 +612,35 @@ __device__ void write_final(Panel<K>& panel, const Plan& plan, float* to, int64_
 /// other, and a warp 16 columns of v. The limit is the chain of products: X needs the state, D needs X, and the next
 /// state D; O is made beside them.
 template <class Kd, bool kBackward>
-__global__ void __launch_bounds__(32 * kChainWarps) chain_kernel(ChainArgs args) {
+__global__ void __launch_bounds__(kChainThreads) chain_kernel(ChainArgs args) {
   await_previous();
   using T = typename Kd::Number;
   constexpr int C = Kd::C, K = Kd::K, kMade = Kd::kMade;
-  constexpr auto kAll = std::bool_constant<!kBackward>();
+  using Staged = Stage<Kd, !kBackward>;
   const Plan& plan = args.plan;
-  const int cols = blockDim.x / 2, warp = threadIdx.x / 32;
-  const int panels = plan.V / cols, heads = int(plan.a.heads), block_col = blockIdx.x % panels * cols,
-            v = block_col + 16 * warp, head = blockIdx.x / panels % heads, slot = blockIdx.x / panels / heads,
-            count = count_of(plan);
+  const int warp = threadIdx.x / 32, panels = plan.V / kChainCols, heads = int(plan.a.heads),
+            block_col = blockIdx.x % panels * kChainCols, v = block_col + 16 * warp, head = blockIdx.x / panels % heads,
+            slot = blockIdx.x / panels / heads, count = count_of(plan);
   int c = first_chunk(plan, slot, args.slots, count);
   const int end = first_chunk(plan, slot + 1, args.slots, count);
   if (c >= end) return;
-  const int stage_bytes = Stage<Kd>::template bytes<kAll>(cols);
   const auto stage_of = [&](int c) {
-    return Stage<Kd>(shared_memory<char>() + (args.stages == 2 ? c % 2 * stage_bytes : 0), cols, kAll);
+    return Staged(shared_memory<char>() + (args.stages == 2 ? c % 2 * Staged::kBytes : 0));
   };
   const auto load = [&](int c) {
     const Chunk chunk = chunk_at(plan, c);
     const T* of =
         static_cast<const T*>(plan.a.v) + chunk.row * plan.a.v_row + chunk.token * plan.a.v_token + head * plan.a.V;
-    stage_of(c).load(plan, chunk, head, of, int(plan.a.v_token), block_col, cols, kAll);
+    stage_of(c).load(plan, chunk, head, of, int(plan.a.v_token), block_col);
   };
   Panel<K> state;
-  if (args.stages == 2) load(c);
-  for (; c < end; ++c) {
+  for (int loaded = c; c < end; ++c) {
     const Chunk chunk = chunk_at(plan, c);
     const float kept = plan.kept[head * plan.tokens + chunk.at(plan)];
-    if (args.stages == 1) load(c);
-    else if (c + 1 < end) load(c + 1);
-    await_copies(args.stages == 2 && c + 1 < end ? 1 : 0);
+    for (; loaded < min(c + args.stages, end); ++loaded) load(loaded);
+    await_copies(loaded - c - 1);
     __syncthreads();
-    const Stage<Kd> stage = stage_of(c);
+    const Staged stage = stage_of(c);
     if (chunk.begins) read_state(state, plan, plan.a.state, chunk.document, head, v);
     if constexpr (kBackward)
       if (!chunk.begins || plan.a.state)
@@ -668,7 +658,7 @@ __global__ void __launch_bounds__(32 * kChainWarps) chain_kernel(ChainArgs args)
       }
     }
     Panel<C> d;
-    read_transposed(d, stage.rows, cols + 8, 16 * warp);
+    read_transposed<kChainCols>(d, stage.rows, 16 * warp);
     stage.scale(x, kToX);
 #pragma unroll
     for (int e = 0; e < C / 8; ++e)
@@ -697,7 +687,7 @@ __global__ void __launch_bounds__(32 * kChainWarps) chain_kernel(ChainArgs args)
       stage.scale(o, kToOut);
       multiply_triangle<true>(o, left, stage.p);
       T* to = static_cast<T*>(args.out) + (chunk.at(plan) * plan.a.heads + head) * plan.a.V + v;
-      write_transposed(o, to, plan.a.heads * plan.a.V, chunk.n, min(plan.a.V - v, int64_t(16)));
+      write_transposed(o, to, heads * int(plan.a.V), chunk.n, int(plan.a.V) - v);
     }
     // The state after the chunk. Its sum over tokens is made apart, for the tensor core does not round to the nearest.
     if (!chunk.ends || (!kBackward && args.last)) {
@@ -724,38 +714,34 @@ __global__ void __launch_bounds__(32 * kChainWarps) chain_kernel(ChainArgs args)
 
 /// R, dV and the gradients of the states after chunks, from a document's last chunk to its first. As chain_kernel.
 template <class Kd>
-__global__ void __launch_bounds__(32 * kChainWarps) reverse_chain_kernel(ChainArgs args) {
+__global__ void __launch_bounds__(kChainThreads) reverse_chain_kernel(ChainArgs args) {
   await_previous();
   using T = typename Kd::Number;
   constexpr int C = Kd::C, K = Kd::K, kMade = Kd::kMade;
-  constexpr auto kAll = std::true_type();
+  using Staged = Stage<Kd, true>;
   const Plan& plan = args.plan;
-  const int cols = blockDim.x / 2, warp = threadIdx.x / 32;
-  const int panels = plan.V / cols, heads = int(plan.a.heads), block_col = blockIdx.x % panels * cols,
-            v = block_col + 16 * warp, head = blockIdx.x / panels % heads, slot = blockIdx.x / panels / heads,
-            count = count_of(plan), step = heads * int(plan.a.V);
+  const int warp = threadIdx.x / 32, panels = plan.V / kChainCols, heads = int(plan.a.heads),
+            block_col = blockIdx.x % panels * kChainCols, v = block_col + 16 * warp, head = blockIdx.x / panels % heads,
+            slot = blockIdx.x / panels / heads, count = count_of(plan), step = heads * int(plan.a.V);
   const int begin = first_chunk(plan, slot, args.slots, count);
   int c = first_chunk(plan, slot + 1, args.slots, count) - 1;
   if (c < begin) return;
-  const int stage_bytes = Stage<Kd>::template bytes<kAll>(cols);
   const auto stage_of = [&](int c) {
-    return Stage<Kd>(shared_memory<char>() + (args.stages == 2 ? c % 2 * stage_bytes : 0), cols, kAll);
+    return Staged(shared_memory<char>() + (args.stages == 2 ? c % 2 * Staged::kBytes : 0));
   };
   const auto load = [&](int c) {
     const Chunk chunk = chunk_at(plan, c);
     stage_of(c).load(plan, chunk, head, static_cast<const T*>(args.dout) + chunk.at(plan) * step + head * plan.a.V,
-                     step, block_col, cols, kAll);
+                     step, block_col);
   };
   Panel<K> dstate;
-  if (args.stages == 2) load(c);
-  for (; c >= begin; --c) {
+  for (int loaded = c; c >= begin; --c) {
     const Chunk chunk = chunk_at(plan, c);
     const float kept = plan.kept[head * plan.tokens + chunk.at(plan)];
-    if (args.stages == 1) load(c);
-    else if (c > begin) load(c - 1);
-    await_copies(args.stages == 2 && c > begin ? 1 : 0);
+    for (; loaded > max(c - args.stages, begin - 1); --loaded) load(loaded);
+    await_copies(c - loaded - 1);
     __syncthreads();
-    const Stage<Kd> stage = stage_of(c);
+    const Staged stage = stage_of(c);
     if (chunk.ends) read_state(dstate, plan, args.after, chunk.document, head, v);
     const bool has_after = !chunk.ends || args.after;
     if (has_after)
@@ -763,7 +749,7 @@ __global__ void __launch_bounds__(32 * kChainWarps) reverse_chain_kernel(ChainAr
                          plan.V * K);
     // dN = Pᵀ dO + rk e^(G_C − G) K dS'; P has s.
     Panel<C> dout, r, x;
-    read_transposed(dout, stage.rows, cols + 8, 16 * warp);
+    read_transposed<kChainCols>(dout, stage.rows, 16 * warp);
     r.clear(), x.clear();
     if (has_after)
 #pragma unroll
@@ -794,7 +780,7 @@ __global__ void __launch_bounds__(32 * kChainWarps) reverse_chain_kernel(ChainAr
                        plan.tokens * plan.V, chunk.n);
     stage.scale(r, kBeta);
     write_transposed(r, static_cast<T*>(args.out) + chunk.at(plan) * step + head * plan.a.V + v, step, chunk.n,
-                     min(plan.a.V - v, int64_t(16)));
+                     int(plan.a.V) - v);
     // dS = e^(G_C) dS' + (s rq eᴳ Q)ᵀ dO − (rk eᴳ K)ᵀ (β R)
     if (!chunk.begins || args.last) {
       Left<kMade> of_dout[C / 16];
@@ -833,50 +819,35 @@ struct GradientArgs {
   int stages;
 };
 
-template <class Kd>
-struct Gradient {
-  static constexpr int C = Kd::C, kWarps = C / 8, kThreads = 32 * kWarps;
-  static constexpr int kWide = 32, kNarrow = 16;  // columns of v at once: without states, and with them
-  static constexpr int kRow = C + 1;
-  static constexpr int rows_bytes(int cols) {
-    return tile_bytes(Kd::kRaw, C, cols) + 2 * tile_bytes(Kd::kMade, C, cols);
-  }
-  static constexpr int kWithStates = rows_bytes(kNarrow) + 2 * tile_bytes(Kd::kMade, kNarrow, Kd::K);
-  static constexpr int kStage = kWithStates > rows_bytes(kWide) ? kWithStates : rows_bytes(kWide);
-  static constexpr int kMatrix = tile_bytes(Kd::kMade, C, C);
-  static constexpr int bytes(int stages) {
-    const int region = stages * kStage > kMatrix ? stages * kStage : kMatrix;
-    return Keys<Kd>::kBytes + C * kRow * 4 + region;
-  }
-};
-
-/// Columns of v of a chunk's dO, D and R, and of the states before and after it.
-template <class Kd>
+/// Columns of v of a chunk's dO, D and R, and with kStates of the states before and after it.
+template <class Kd, bool kStates>
 struct Slice {
-  using G = Gradient<Kd>;
-  Tile<Kd::kRaw> dout;
-  Tile<Kd::kMade> d, r, s, ds;
+  static constexpr int C = Kd::C, kWarps = C / 8, kThreads = 32 * kWarps, kCols = kStates ? 16 : 32;
+  using Raw = Tile<Kd::kRaw, C, kCols>;
+  using Made = Tile<Kd::kMade, C, kCols>;
+  using State = Tile<Kd::kMade, kCols, Kd::K>;
+  static constexpr int kBytes = Raw::kBytes + 2 * Made::kBytes + (kStates ? 2 * State::kBytes : 0);
+  Raw dout;
+  Made d, r;
+  State s, ds;
 
-  __device__ Slice(char* shared, int cols)
-      : dout(tile_at<Kd::kRaw>(shared, Kd::C, cols)),
-        d(tile_at<Kd::kMade>(shared, Kd::C, cols)),
-        r(tile_at<Kd::kMade>(shared, Kd::C, cols)),
-        s(tile_at<Kd::kMade>(shared, G::kNarrow, Kd::K)),
-        ds(tile_at<Kd::kMade>(shared, G::kNarrow, Kd::K)) {}
+  __device__ explicit Slice(char* shared)
+      : dout(Raw::at_front(shared)), d(Made::at_front(shared)), r(Made::at_front(shared)) {
+    if (kStates) s = State::at_front(shared), ds = State::at_front(shared);
+  }
 
-  template <int kCols>
-  __device__ void load_rows(const GradientArgs& args, const Chunk& chunk, int head, int v) const {
+  __device__ void load(const GradientArgs& args, const Chunk& chunk, int head, int v, bool has_state,
+                       bool has_after) const {
     using T = typename Kd::Number;
-    constexpr int C = Kd::C;
     const Plan& plan = args.plan;
-    copy_made<C, kCols>(d, plan.d, plan, chunk, head, plan.V, v);
-    copy_made<C, kCols>(r, plan.r, plan, chunk, head, plan.V, v);
+    copy_made<kThreads, C, kCols>(d, plan.d, plan, chunk, head, plan.V, v);
+    copy_made<kThreads, C, kCols>(r, plan.r, plan, chunk, head, plan.V, v);
     const int width = int(plan.a.heads * plan.a.V);
     const T* from = static_cast<const T*>(args.dout) + chunk.at(plan) * width + head * plan.a.V;
     if constexpr (std::is_same_v<T, bfloat16>) {
-      copy_raw<C>(dout.numbers, dout.stride, from, width, chunk.n, v, kCols, int(plan.a.V));
+      copy_raw<kThreads, C, kCols, Raw::kStride>(dout.numbers, from, width, chunk.n, v, int(plan.a.V));
     } else {
-      for (int i = threadIdx.x; i < C * kCols / 2; i += blockDim.x) {
+      for (int i = threadIdx.x; i < C * kCols / 2; i += kThreads) {
         const int token = i / (kCols / 2), k = i % (kCols / 2) * 2;
         const auto number = [&](int k) {
           return token < chunk.n && v + k < plan.a.V ? float(from[token * width + v + k]) : 0.f;
@@ -886,15 +857,30 @@ struct Slice {
         for (int t = 0; t < Kd::kRaw; ++t) *reinterpret_cast<unsigned*>(dout.at(token, k, t)) = terms[t];
       }
     }
-  }
-
-  __device__ void load_state(const Tile<Kd::kMade>& to, const bfloat16* of, const Plan& plan, int64_t slot, int head,
-                             int v) const {
+    if constexpr (kStates) {
+      const auto load_state = [&](const State& to, const bfloat16* of, int64_t slot) {
 #pragma unroll
-    for (int t = 0; t < Kd::kMade; ++t)
-      copy_rows<G::kNarrow, Kd::K>(to.at(0, 0, t), to.stride,
-                                   of + (((slot * plan.a.heads + head) * Kd::kMade + t) * plan.V + v) * Kd::K, Kd::K,
-                                   G::kNarrow);
+        for (int t = 0; t < Kd::kMade; ++t)
+          copy_rows<kThreads, kCols, Kd::K>(
+              to, t, of + (((slot * plan.a.heads + head) * Kd::kMade + t) * plan.V + v) * Kd::K, Kd::K);
+      };
+      if (has_state) load_state(s, plan.s, chunk.slot(plan));
+      if (has_after) load_state(ds, plan.ds, chunk.next_slot(plan));
+    }
+    close_copies();
+  }
+};
+
+template <class Kd>
+struct Gradient {
+  static constexpr int C = Kd::C, kWarps = C / 8, kThreads = 32 * kWarps;
+  using Wide = Slice<Kd, false>;
+  using Narrow = Slice<Kd, true>;
+  using Matrix = Tile<Kd::kMade, C, C>;
+  static constexpr int kRow = C + 1;
+  static constexpr int kStage = Wide::kBytes > Narrow::kBytes ? Wide::kBytes : Narrow::kBytes;
+  static constexpr int bytes(int stages) {
+    return Keys<Kd>::kBytes + C * kRow * 4 + std::max(stages * kStage, Matrix::kBytes);
   }
 };
 
@@ -937,8 +923,8 @@ __global__ void __launch_bounds__(Gradient<Kd>::kThreads, 1) gradient_kernel(Gra
     const Chunk chunk = chunk_at(plan, c);
     const int64_t first = chunk.at(plan);
     const bool has_state = !chunk.begins || plan.a.state, has_after = !chunk.ends || args.after;
-    const int wide = plan.V / G::kWide, phases = wide + (has_state || has_after ? plan.V / G::kNarrow : 0);
-    keys.load(plan, chunk, key_head);
+    const int wide = plan.V / G::Wide::kCols, phases = wide + (has_state || has_after ? plan.V / G::Narrow::kCols : 0);
+    keys.template load<G::kThreads>(plan, chunk, key_head);
     {
       Panel<C / 2> kk, qk;
       keys.products(row, col, kk, qk);
@@ -959,39 +945,31 @@ __global__ void __launch_bounds__(Gradient<Kd>::kThreads, 1) gradient_kernel(Gra
     for (int h = 0; h < plan.group; ++h) {
       const int head = key_head * plan.group + h;
       decays.load(plan, chunk, head);
-      const auto slice_of = [&](int phase) {
-        return Slice<Kd>(region + (args.stages == 2 ? phase % 2 * G::kStage : 0), phase < wide ? G::kWide : G::kNarrow);
-      };
+      const auto stage_of = [&](int phase) { return region + (args.stages == 2 ? phase % 2 * G::kStage : 0); };
       const auto load = [&](int phase) {
-        const Slice<Kd> slice = slice_of(phase);
-        if (phase < wide) {
-          slice.template load_rows<G::kWide>(args, chunk, head, phase * G::kWide);
-        } else {
-          const int v = (phase - wide) * G::kNarrow;
-          slice.template load_rows<G::kNarrow>(args, chunk, head, v);
-          if (has_state) slice.load_state(slice.s, plan.s, plan, chunk.slot(plan), head, v);
-          if (has_after) slice.load_state(slice.ds, plan.ds, plan, chunk.next_slot(plan), head, v);
-        }
-        close_copies();
+        if (phase < wide)
+          typename G::Wide(stage_of(phase)).load(args, chunk, head, phase * G::Wide::kCols, false, false);
+        else
+          typename G::Narrow(stage_of(phase))
+              .load(args, chunk, head, (phase - wide) * G::Narrow::kCols, has_state, has_after);
       };
-      const auto each_slice = [&](int begin, int end, auto use) {
+      int loaded = 0;
+      const auto each_slice = [&]<class S>(std::type_identity<S>, int begin, int end, auto use) {
         for (int phase = begin; phase < end; ++phase) {
-          if (args.stages == 1) load(phase);
-          else if (phase + 1 < phases) load(phase + 1);
-          await_copies(args.stages == 2 && phase + 1 < phases ? 1 : 0);
+          for (; loaded < min(phase + args.stages, phases); ++loaded) load(loaded);
+          await_copies(loaded - phase - 1);
           __syncthreads();
-          use(slice_of(phase));
+          use(S(stage_of(phase)));
           __syncthreads();
         }
       };
-      if (args.stages == 2) load(0);
       {
         Panel<C / 2> w, y;
         w.clear(), y.clear();
-        each_slice(0, wide, [&](const Slice<Kd>& slice) {
+        each_slice(std::type_identity<typename G::Wide>(), 0, wide, [&](const auto& slice) {
           if (!has_columns) return;
 #pragma unroll
-          for (int k = 0; k < G::kWide; k += 16) {
+          for (int k = 0; k < G::Wide::kCols; k += 16) {
             Left<kRaw> of_dout;
             Left<kMade> of_r;
             of_dout.template load<false>(slice.dout, row, k);
@@ -1028,7 +1006,7 @@ __global__ void __launch_bounds__(Gradient<Kd>::kThreads, 1) gradient_kernel(Gra
       Panel<K / 2> of_q, of_k, of_end;
       of_q.clear(), of_k.clear(), of_end.clear();
       float product = 0;  // of S and dS', this thread's part
-      each_slice(wide, phases, [&](const Slice<Kd>& slice) {
+      each_slice(std::type_identity<typename G::Narrow>(), wide, phases, [&](const auto& slice) {
         if (has_state) {
           Left<kRaw> of_dout;
           Left<kMade> of_r;
@@ -1043,7 +1021,7 @@ __global__ void __launch_bounds__(Gradient<Kd>::kThreads, 1) gradient_kernel(Gra
           multiply<false, K / 16>(of_end.of, of_d, slice.ds, 0, k_col);
         }
         if (has_state && has_after)
-          for (int i = threadIdx.x; i < G::kNarrow * K / 2; i += blockDim.x) {
+          for (int i = threadIdx.x; i < G::Narrow::kCols * K / 2; i += G::kThreads) {
             const int at_row = i / (K / 2), at = i % (K / 2) * 2;
             float2 before{0, 0}, after{0, 0};
 #pragma unroll
@@ -1105,8 +1083,7 @@ __global__ void __launch_bounds__(Gradient<Kd>::kThreads, 1) gradient_kernel(Gra
       }
     }
     // dQ̂ += W K̂ and dK̂ += Wᵀ Q̂ + (Y + Yᵀ) K̂
-    char* at = region;
-    const auto matrix = tile_at<kMade>(at, C, C);
+    const typename G::Matrix matrix{reinterpret_cast<bfloat16*>(region)};
     const auto put = [&](auto number) {  // number(e, i, row, column) of this lane's part of a matrix
 #pragma unroll
       for (int e = 0; e < C / 16; ++e)
@@ -1119,7 +1096,7 @@ __global__ void __launch_bounds__(Gradient<Kd>::kThreads, 1) gradient_kernel(Gra
           for (int t = 0; t < kMade; ++t) *reinterpret_cast<unsigned*>(matrix.at(i, j, t)) = terms[t];
         }
     };
-    const auto add_product = [&](Panel<K / 2>& to, auto transposed, const Tile<kRaw>& rows) {
+    const auto add_product = [&](Panel<K / 2>& to, auto transposed, const auto& rows) {
       __syncthreads();
 #pragma unroll
       for (int k = 0; k < C; k += 16) {
@@ -1138,7 +1115,7 @@ __global__ void __launch_bounds__(Gradient<Kd>::kThreads, 1) gradient_kernel(Gra
     put([&](int e, int n, int i, int) { return w_sum.of[e][n] * keys.norm_q[i]; });
     add_product(dk, std::true_type(), keys.q);
     // The norms' derivatives.
-    const auto finish = [&](Panel<K / 2>& of, const Tile<kRaw>& raw, const float* norm, RowSums<C>& sums, void* out) {
+    const auto finish = [&](Panel<K / 2>& of, const auto& raw, const float* norm, RowSums<C>& sums, void* out) {
       float dots[2] = {};
       const auto each_pair = [&](auto f) {
 #pragma unroll
@@ -1208,7 +1185,7 @@ Plan make_plan(const GatedDeltaRule& a, bool backward, bool after, int64_t& byte
   plan.a = a, plan.group = int(a.heads / a.key_heads), plan.chunk = Kd::C, plan.tokens = a.rows * a.tokens;
   plan.length = int(a.tokens), plan.row_slots = int(ceil_div(a.tokens, int64_t(Kd::C)));
   plan.chunks = int(a.starts ? plan.tokens : a.rows * plan.row_slots);
-  plan.V = int(round_up(a.V, int64_t(32)));
+  plan.V = int(round_up(a.V, int64_t(kChainCols)));
   Room room{static_cast<char*>(a.workspace)};
   if (a.starts) plan.table = room.take<int64_t>(plan.chunks + 1), plan.count = room.take<int>(1);
   const int64_t rows = plan.tokens * a.key_heads;
@@ -1252,18 +1229,16 @@ void prepare(const Plan& plan, Stream s) {
   launch(prepare_kernel<Kd>, {chunk_blocks<Kd>(plan), dim3(Prepare<Kd>::kThreads), Prepare<Kd>::kBytes}, s, plan);
 }
 
-template <class Kd, bool kAll>
+template <class Staged>
 void chain(void (*kernel)(ChainArgs), ChainArgs args, Stream s) {
   const Plan& plan = args.plan;
-  const int warps = plan.V % 64 == 0 ? kChainWarps : 2;
-  const int64_t blocks = plan.a.heads * (plan.V / (16 * warps));
+  const int64_t blocks = plan.a.heads * (plan.V / kChainCols);
   // A block for each row; with documents, of which nobody knows how many there are, as many as a GPU runs at once.
   args.slots = int(plan.table ? std::clamp<int64_t>(ceil_div(int64_t(1024), blocks), 1, plan.chunks) : plan.a.rows);
-  const int bytes = Stage<Kd>::template bytes<kAll>(16 * warps);
   // The next chunk comes while this one is worked on, unless a multiprocessor has other blocks to turn to.
   const bool alone = args.slots * blocks <= 2 * multiprocessors(current_device());
-  args.stages = alone && 2 * bytes <= shared_bytes_of_block() ? 2 : 1;
-  launch(kernel, {args.slots * blocks, dim3(32 * warps), args.stages * bytes}, s, args);
+  args.stages = alone && 2 * Staged::kBytes <= shared_bytes_of_block() ? 2 : 1;
+  launch(kernel, {args.slots * blocks, dim3(kChainThreads), args.stages * Staged::kBytes}, s, args);
 }
 
 }  // namespace
@@ -1277,7 +1252,7 @@ LIGER_REGISTER(gated_delta_rule_forward, [](const GatedDeltaRuleForward& a, Stre
     int64_t bytes;
     const Plan plan = make_plan<Kd>(a, false, false, bytes);
     prepare<Kd>(plan, s);
-    chain<Kd, true>(chain_kernel<Kd, false>, {.plan = plan, .out = a.o, .last = a.final_state}, s);
+    chain<Stage<Kd, true>>(chain_kernel<Kd, false>, {.plan = plan, .out = a.o, .last = a.final_state}, s);
   });
 });
 
@@ -1286,9 +1261,9 @@ LIGER_REGISTER(gated_delta_rule_backward, [](const GatedDeltaRuleBackward& a, St
     int64_t bytes;
     const Plan plan = make_plan<Kd>(a, true, true, bytes);
     prepare<Kd>(plan, s);
-    chain<Kd, false>(chain_kernel<Kd, true>, {.plan = plan}, s);
-    chain<Kd, true>(reverse_chain_kernel<Kd>,
-                    {.plan = plan, .out = a.dv, .dout = a.dout, .last = a.dstate, .after = a.dfinal}, s);
+    chain<Stage<Kd, false>>(chain_kernel<Kd, true>, {.plan = plan}, s);
+    chain<Stage<Kd, true>>(reverse_chain_kernel<Kd>,
+                           {.plan = plan, .out = a.dv, .dout = a.dout, .last = a.dstate, .after = a.dfinal}, s);
     const int stages = Gradient<Kd>::bytes(2) <= shared_bytes_of_block() ? 2 : 1;
     launch(gradient_kernel<Kd>, {chunk_blocks<Kd>(plan), dim3(Gradient<Kd>::kThreads), Gradient<Kd>::bytes(stages)}, s,
            GradientArgs{plan, a.dout, a.dq, a.dk, a.dg, a.dbeta, a.dfinal != nullptr, stages});
