@@ -41,24 +41,24 @@ def op(x, weight, bias, starts, activation="silu", **_):
 
 
 def reference(x, weight, bias, starts, activation="silu", **_):
-    """Hugging Face's torch_causal_conv1d on one document at a time."""
+    """Hugging Face's torch_causal_conv1d, on one document at a time."""
     work, width = weight.dtype, weight.shape[1]
 
-    def convolved(row):  # [channels, tokens]
-        y = F.conv1d(row.to(work), weight.unsqueeze(1), bias, padding=width - 1, groups=len(row))[:, : row.shape[1]]
+    def convolved(x):
+        y = F.conv1d(x.to(work), weight.unsqueeze(1), bias, padding=width - 1, groups=x.shape[1])[..., : x.shape[2]]
         return (F.silu(y) if activation else y).to(x.dtype)
 
-    if starts is None:
-        starts = torch.zeros(len(x), x.shape[2], dtype=torch.int32)
+    if starts is None or not len(x):
+        return convolved(x)
     rows = []
-    for row, of_row in zip(x, starts.tolist()):
+    for row, of_row in zip(x.split(1), starts.tolist()):
         lengths = torch.tensor(of_row).unique_consecutive(return_counts=True)[1].tolist()
         documents, at = [], 0
-        for document in row.split(lengths, 1):
+        for document in row.split(lengths, 2):
             documents.append(convolved(document) if of_row[at] >= 0 else document * 0)
-            at += document.shape[1]
-        rows.append(torch.cat(documents, 1))
-    return torch.stack(rows) if rows else x * (weight.sum() * 0)
+            at += document.shape[2]
+        rows.append(torch.cat(documents, 2))
+    return torch.cat(rows)
 
 
 def schema(inputs, options):
@@ -67,13 +67,15 @@ def schema(inputs, options):
 
 def rivals(inputs, options):
     x, weight, bias, starts = inputs
-    if not x.is_cuda or starts is not None or weight.dtype != x.dtype:
+    if not x.is_cuda or weight.dtype != x.dtype or weight.shape[1] > 4:
         return {}
     try:
         from causal_conv1d import causal_conv1d_fn
     except ImportError:
         return {}
-    return {"causal-conv1d": lambda: causal_conv1d_fn(x, weight, bias, activation=options.get("activation", "silu"))}
+    # Where a document begins is its number, too.
+    more = dict(seq_idx=starts, activation=options.get("activation", "silu"))
+    return {"causal-conv1d": lambda: causal_conv1d_fn(x, weight, bias, **more)}
 
 
 def errors():
