@@ -244,6 +244,17 @@ std::tuple<at::Tensor, at::Tensor> rope(const at::Tensor& q, const at::Tensor& k
 at::Tensor rope_packed(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin, int64_t heads,
                        int64_t k_heads, bool inverse = false);
 
+///   y[t] = act(bias + Σ_i weight[width − 1 − i] · x[t − i])
+/// for each channel of x [batch, channels, time] and 0 <= i < width: a short causal convolution, as linear attention
+/// and state-space models have one before the recurrence (Poli et al. 2023, arXiv:2302.10866). weight [channels,
+/// width], width 1 to 8, and bias [channels] in x's dtype or float; act is silu or nothing. Only tokens t − i of t's
+/// document count: starts [batch, time], int32, says where in the row that begins, and is negative for a token of none,
+/// whose y is 0; without it a row is one document. The result has x's layout: that of [batch, time, channels] where
+/// channels are neighbours, as a projection gives them, also as a slice of a wider one; else it is contiguous. The sum
+/// is in float and rounded once. Backward keeps x.
+at::Tensor causal_conv1d(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias = {},
+                         bool silu = false, const std::optional<at::Tensor>& starts = {});
+
 /// Rows ids of weight [classes, n]: the result is [*ids, n], in weight's dtype. ids int64 or int32. The gradient of
 /// weight is summed in float, in a fixed order, and is 0 for the row padding_idx. An id outside [0, classes) is an
 /// error: c10::IndexError on the CPU, a device assertion on CUDA. As torch::embedding.

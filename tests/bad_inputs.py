@@ -43,6 +43,8 @@ FREE = {
         ("fused_linear_cross_entropy", "weight"),
         ("route", "logits"),
         ("expert_load", "logits"),
+        ("causal_conv1d", "x"),
+        ("causal_conv1d", "weight"),
     },
     "of another dtype": {("route", "bias")},
     "a dimension more": ROWS,

@@ -68,10 +68,10 @@ FLOORS = (
     r"operators(\..*)?|optim",
     r"ops(\..*)?",
     r"chunked_loss(\..*)?|transformers\.(patching\.(formulas|part)|functional|experimental(\..*)?|fsdp|(?!trainer)\w*"
-    r"(norm|glu|mlp|experts|router|rope|entropy|div|jsd|tvd|softmax|squared|xielu|centering|loss))",
+    r"(norm|glu|mlp|experts|router|rope|entropy|div|jsd|tvd|softmax|squared|xielu|centering|loss|convolution))",
     r"transformers(\.(patching|patching\.(place|families|report|numeric)|families|report|model\..*))?"
     r"|megatron\.(cross_entropy|rms_norm|swiglu)",
-    r"transformers\.(patching\.(layers|masks|attention)|head|logits|lora|tensor_parallel|causal_lm)|hub(\.layers)?",
+    r"transformers\.(patching\.(layers|masks|mixers|attention)|head|logits|lora|tensor_parallel|causal_lm)|hub(\.layers)?",
     r"transformers\.(patching\.(by_source|apply|structure|hub)|patch)",
     r"transformers\.(monkey_patch|auto_model|trainer\b.*|trainer_integration)|trl|veomni|megatron(\.monkey_patch)?|env_report"
     r"|_self_test|_train",

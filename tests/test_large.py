@@ -33,6 +33,8 @@ LARGE = [
     ("linear_log_prob", (17000, 128, 128257), {}, True),
     ("gated_mlp", (140000, 64, 8192), dict(rank=0, recompute=True), True),
     ("rope", (65, 32, 8200, 128), {}, True),
+    ("causal_conv1d", (33, 8200, 8200), {}, True),
+    ("causal_conv1d", (33, 8200, 8200), dict(layout="time"), True),
     ("embedding", (530000, 1000, 4100), {}, False),
     ("int2_matmul", (70000, 64, 33000), {}, False),
 ]

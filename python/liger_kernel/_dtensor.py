@@ -33,6 +33,8 @@ RULES = {
     "gated_rms_norm_backward": ("xxxwr", "123"),
     "layer_norm_forward": ("xww", "xrr"),
     "layer_norm_backward": ("xxwwrr", "123"),
+    "causal_conv1d_forward": ("nwwn", "n"),
+    "causal_conv1d_backward": ("nnwwn", "123"),
     "activate_forward": ("e", "e"),
     "activate_backward": ("ee", "1"),
     "xielu_forward": ("ewwww", "e"),

@@ -159,6 +159,12 @@ CHECKS = (
         ((6, 40), (6, 40), (40,)),
     ),
     Check(
+        "causal_conv1d",
+        lambda x, w, b: liger.liger_causal_conv1d(x, w, b, "silu"),
+        lambda x, w, b: F.silu(F.conv1d(x, w.unsqueeze(1), b, padding=3, groups=8)[..., :20]),
+        ((2, 8, 20), (8, 4), (8,)),
+    ),
+    Check(
         "layer_norm",
         lambda x, w, b: liger.liger_layer_norm(x, w, b, EPS),
         lambda x, w, b: F.layer_norm(x, (40,), w, b, EPS),

@@ -87,6 +87,8 @@ TEST_P(Guards, Hold) {
     backward(std::get<0>(liger::fused_add_rms_norm(x(), x(), row())));
     backward(liger::modulated_rms_norm(x(), row(), x(), x()));
     backward(liger::gated_rms_norm(x(), x(), row()));
+    backward(liger::causal_conv1d(leaf({2, n, kRows}, type), leaf({n, 4}, type), row(), true));
+    backward(liger::causal_conv1d(leaf({2, kRows, n}, type).transpose(1, 2), leaf({n, 4}, type), row(), true));
     backward(liger::layer_norm(x(), row(), row()));
     backward(liger::dyt(x(), leaf({1}, type), row(), row()));
     backward(liger::poly_norm(x(), leaf({3}, type), leaf({1}, type)));

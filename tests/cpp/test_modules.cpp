@@ -9,6 +9,7 @@
 #include "liger/nn/lora.h"
 #include "liger/nn/loss.h"
 #include "liger/nn/norm.h"
+#include "liger/nn/mixers.h"
 #include "liger/nn/rope.h"
 
 using namespace liger::nn;
@@ -71,6 +72,9 @@ const std::vector<Row>& table() {
           "RMSNormGated(hidden_size=16, eps=1e-06, activation=Sigmoid, norm_before_gate=true, groups=2, casting=Llama)",
           [] { return RMSNormGated(RMSNormGatedOptions(16).norm({.activation = liger::Gate::Sigmoid, .groups = 2})); },
           x, y),
+      row(
+          "ShortConvolution(channels=16, width=3, bias=true, silu=true)",
+          [] { return ShortConvolution(ShortConvolutionOptions(16, 3).bias(true)); }, x.view({1, -1, 16})),
       row(
           "LayerNorm(hidden_size=16, eps=0.001, bias=true)", [] { return LayerNorm(LayerNormOptions(16).eps(1e-3)); },
           x),

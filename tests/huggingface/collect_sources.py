@@ -73,7 +73,7 @@ CLASSES = re.compile(
     r"|Top[kK]Router$|MoeStatics$|(Decoder|Encoder|Transformer|Attention)(Text)?Layer$"
 )
 FUNCTIONS = re.compile(
-    r"^(vision_)?apply_(multimodal_)?rotary_(pos_)?emb(_vision|_interleave)?$|^load_balancing_loss_func$"
+    r"^(vision_)?apply_(multimodal_)?rotary_(pos_)?emb(_vision|_interleave)?$|^load_balancing_loss_func$|^causal_conv1d_fn$"
 )
 TABLES = re.compile(r"Rotary|Rope")
 LAYERS = re.compile(r"Layer$")
@@ -362,6 +362,16 @@ def _same_router_loss(function):
     return all(a.dtype == b.dtype and torch.allclose(a, b, rtol=2.0**-18) for a, b in results)
 
 
+def _same_convolution(function):
+    target = Swap("", FORMULAS["causal_conv1d"].targets).load()
+    x, weight, bias = _random(2, 6, 9), _random(6, 4), _random(6)
+    given = ((x, weight), (x, weight, bias, "silu"), (x.bfloat16(), weight.bfloat16(), bias.bfloat16(), "silu"))
+    return all(
+        _same(lambda *of: (target(*of).float(),), lambda *of: (function(*of).float(),), *arguments, tolerance=tolerance)
+        for arguments, tolerance in zip(given, (2.0**-18, 2.0**-18, 2.0**-6))
+    )
+
+
 def _same_activation(name, module):
     target, x = Swap("", FORMULAS[name].targets).load(), torch.randn(2, WIDTH)
     try:
@@ -384,6 +394,8 @@ def _kinds(original, module):
 def _part_of_function(function):
     if function.__name__ == "load_balancing_loss_func":
         return "load_balancing_loss" if _same_router_loss(function) else None
+    if function.__name__ == "causal_conv1d_fn":
+        return "causal_conv1d" if _same_convolution(function) else None
     if function.__name__ in INPUTS:
         made = (make() for make in INPUTS[function.__name__])
         return next((n for n, inputs in made if _same(Swap("", FORMULAS[n].targets).load(), function, *inputs)), None)
@@ -440,9 +452,9 @@ INPUTS = {
 }
 
 
-def _same(replacement, part, *inputs):
+def _same(replacement, part, *inputs, tolerance=2.0**-18):
     try:
-        return all(numeric._close(a, b, 2.0**-18) for a, b in zip(replacement(*inputs), part(*inputs), strict=True))
+        return all(numeric._close(a, b, tolerance) for a, b in zip(replacement(*inputs), part(*inputs), strict=True))
     except (ValueError, RuntimeError, TypeError, IndexError):
         return False
 

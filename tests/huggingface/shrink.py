@@ -47,6 +47,7 @@ FIELDS: dict[str, dict[str, typing.Any]] = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "cohere_compass_text": {"rope_parameters": _TWO_ROPES, "layer_types": _MIXED},
     "cohere_compass": {"text_config.rope_parameters": _TWO_ROPES, "text_config.layer_types": _MIXED},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "gemma3n_text": {"intermediate_size": 96, "activation_sparsity_pattern": [0.0] * LAYERS, "layer_types": _MIXED},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},

@@ -226,6 +226,7 @@ def test_a_dtype_without_kernels_is_left_alone(family, patched):
         "layers",
         "masks",
         "attention",
+        "mixers",
         "lora",
     }
     assert "float64" in str(report)

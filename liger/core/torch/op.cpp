@@ -39,23 +39,17 @@ Rows::Rows(const Tensor& t) : tensor(t), stride(cols(t)) {
   else tensor = t.contiguous();
 }
 
-namespace {
-
-int64_t partial_count_of(const Tensor& x, int64_t groups, int64_t rows, int64_t cols) {
+int64_t partial_count(const Tensor& x, int64_t groups, int64_t rows, int64_t cols) {
   int64_t count;
   run(row_partials, x, {.device = x.device().index(), .groups = groups, .rows = rows, .cols = cols, .count = &count});
   return count;
 }
 
-}  // namespace
-
-int64_t partial_count(const Tensor& x, int64_t groups) {
-  return partial_count_of(x, groups, rows(x) / groups, cols(x));
-}
+int64_t partial_count(const Tensor& x, int64_t groups) { return partial_count(x, groups, rows(x) / groups, cols(x)); }
 
 int64_t element_partial_count(const Tensor& x) {
   constexpr int64_t kRow = 1024;  // elements that stand for a row
-  return partial_count_of(x, 1, ceil_div(x.numel(), kRow), kRow);
+  return partial_count(x, 1, ceil_div(x.numel(), kRow), kRow);
 }
 
 Tensor empty_partials(const Tensor& x, int64_t partials, int64_t cols) {

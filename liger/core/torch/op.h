@@ -105,6 +105,8 @@ inline Tensor empty_stat(const Tensor& x, int64_t n) {
 
 /// How many partial sums the sum over x's rows, or over each of `groups` runs of them, is made of (RowPartials).
 int64_t partial_count(const Tensor& x, int64_t groups = 1);
+/// The same of so many rows and columns, on x's device.
+int64_t partial_count(const Tensor& x, int64_t groups, int64_t rows, int64_t cols);
 /// The same for a sum over all of x's elements.
 int64_t element_partial_count(const Tensor& x);
 /// Room for partial sums, float [1, partials, cols] where x is.

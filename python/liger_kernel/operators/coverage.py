@@ -170,6 +170,7 @@ ROUTER_LOSS_KERNELS = ("expert_load_forward", "expert_load_backward", "row_parti
 ACTIVATION_KERNELS = ("activate_forward", "activate_backward")
 XIELU_KERNELS = ("xielu_forward", "xielu_backward", "row_partials", "add_partials")
 ROPE_KERNELS = ("rope",)
+CAUSAL_CONV1D_KERNELS = ("causal_conv1d_forward", "causal_conv1d_backward", "row_partials", "add_partials")
 HEAD_KERNELS = ("cross_entropy_norm", "cross_entropy", "add_partials", "scale_rows", "stream_capturing")
 
 

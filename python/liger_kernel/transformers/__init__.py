@@ -32,6 +32,7 @@ from liger_kernel.transformers.rms_norm import (  # noqa: F401
 )
 from liger_kernel.transformers.rope import liger_rotary_pos_emb
 from liger_kernel.transformers.router import LigerRouter
+from liger_kernel.transformers.short_convolution import LigerShortConvolution
 from liger_kernel.transformers.softmax import LigerSoftmax
 from liger_kernel.transformers.swiglu import (
     LigerBlockSparseTop2MLP,
@@ -83,8 +84,8 @@ __all__ = [
     "liger_llama4_text_rotary_pos_emb", "liger_llama4_vision_rotary_pos_emb", "LigerGEGLUMLP", "LigerGroupNorm",
     "LigerJSD", "LigerKLDIVLoss", "LigerLayerNorm", "LigerMHC", "LigerMLP", "LigerModulatedRMSNorm",
     "LigerMultiTokenAttention", "LigerPhi3SwiGLUMLP", "LigerPolyNorm", "LigerQwen3MoeSwiGLUMLP", "LigerReLUSquared",
-    "LigerRMSNorm", "LigerRMSNormGated", "LigerRouter", "LigerSoftmax", "LigerSparsemax", "LigerSwiGLUMLP",
-    "LigerTiledGEGLUMLP", "LigerTiledSwiGLUMLP", "LigerTVDLoss", "LigerXIELU",
+    "LigerRMSNorm", "LigerRMSNormGated", "LigerRouter", "LigerShortConvolution", "LigerSoftmax", "LigerSparsemax",
+    "LigerSwiGLUMLP", "LigerTiledGEGLUMLP", "LigerTiledSwiGLUMLP", "LigerTVDLoss", "LigerXIELU",
     "liger_multimodal_rotary_pos_emb", "liger_rotary_pos_emb",
 ]  # fmt: skip
 if is_transformers_available():

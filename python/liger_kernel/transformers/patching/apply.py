@@ -26,7 +26,7 @@ from liger_kernel.transformers.causal_lm import (
 from liger_kernel.transformers.head import FSDPModule, describe, head_of, prepare_head
 from liger_kernel.transformers.lora import follow_later, watch_adapters
 from liger_kernel.transformers.model import loss_utils
-from liger_kernel.transformers.patching import attention, layers, masks, numeric
+from liger_kernel.transformers.patching import attention, layers, masks, mixers, numeric
 from liger_kernel.transformers.patching.by_source import completed, original_class, tables_fit
 from liger_kernel.transformers.patching.families import FAMILIES, MODEL_TYPES, PARTS, CausalLM, Family, Swap
 from liger_kernel.transformers.patching.formulas import as_written, find, is_known
@@ -292,7 +292,7 @@ class _Patcher:
             self.report.convert(module, ReplacedCall(name, swap, target), swap.switch, name, swap.load(target).__name__)
 
     def _layers(self):
-        """Fuse steps of layers, make masks without positions, and choose attention."""
+        """Fuse steps of layers, make masks without positions, hand documents to mixers, and choose attention."""
         owners = self.modules
         if self.model is None:  # what the modeling module defines, and does not import
             owners = [own for own in vars(self.namespace).values() if getattr(own, "__module__", 0) == self.row.module]
@@ -308,6 +308,8 @@ class _Patcher:
             layers.fuse(owners, self.report)
         if "masks" in self.on:
             masks.count(owners, self.report)
+        if "mixers" in self.on:
+            mixers.replace_rest(owners, self.namespace, self.report)
         if "attention" in self.on:
             attention.use_flash_attention(owners, self.report)
 

@@ -1,7 +1,7 @@
 """Rows made of sources: of the families of the table, and of a model type without a row.
 
-Every class, every rotary function and every routers' loss whose source is known (formulas.py) becomes an entry of the
-row; what only its name tells becomes one too, so that the report names it as kept.
+Every class, every rotary function, every function of mixers and every routers' loss whose source is known (formulas.py)
+becomes an entry of the row; what only its name tells becomes one too, so that the report names it as kept.
 """
 
 import inspect
@@ -20,6 +20,7 @@ from liger_kernel.transformers.patching.families import (
     GPT_OSS_EXPERTS,
     LAYER_NORM,
     LLAMA4_ROPE,
+    MIXERS,
     RELU_SQUARED,
     RMS_NORM,
     ROPE,
@@ -39,7 +40,7 @@ from liger_kernel.transformers.patching.formulas import as_written, find
 _LAYER_NORM = LAYER_NORM["torch.nn.LayerNorm"]
 _ROPES = tuple(swap for table in (ROPE, VISION_ROPE, SECTIONED_ROPE, LLAMA4_ROPE) for swap in table.values())
 _NORMS = (RMS_NORM, GATED_RMS_NORM, _LAYER_NORM)
-_OTHERS = (RELU_SQUARED | XIELU | ROUTER_LOSS).values()
+_OTHERS = (RELU_SQUARED | XIELU | ROUTER_LOSS | MIXERS).values()
 _SWAPS = (*_NORMS, SWIGLU, GEGLU, EXACT_GEGLU, GPT_OSS_EXPERTS, ROUTER, *_OTHERS, *_ROPES)
 #: The order of the switches in a row, and in the report.
 _ORDER = {switch: i for i, switch in enumerate(dict.fromkeys(swap.switch for swap in _SWAPS))}
@@ -49,6 +50,7 @@ _KINDS = (
     (re.compile(r"LayerNorm(1P|PerHead)?$"), _LAYER_NORM),
     (re.compile(r"MLP\d?$|Mlp$|FFN$|FeedForward$|Experts$|NaiveMoe$"), SWIGLU),
     (re.compile(r"Top[kK]Router$"), ROUTER),
+    *((re.compile(rf"^{name}$"), swap) for name, swap in MIXERS.items()),
     (re.compile(r"^(vision_)?apply_.*(rotary|rope)"), ROPE["apply_rotary_pos_emb"]),
 )
 _TABLES = re.compile(r"Rotary|Rope")
@@ -111,8 +113,8 @@ def _full_name(cls):
 
 
 def _parts_of(classes):
-    """(name, class or function) of classes that are no models, and of the rotary functions and the routers' loss that
-    forwards call."""
+    """(name, class or function) of classes that are no models, and of the rotary functions, the functions of mixers and
+    the routers' loss that forwards call."""
     for cls in classes:
         if not issubclass(cls, PreTrainedModel):
             yield "torch.nn.LayerNorm" if cls is nn.LayerNorm else cls.__name__, cls
@@ -120,7 +122,7 @@ def _parts_of(classes):
         values = getattr(forward, "__globals__", {})
         for name in sorted(names_in(forward)):
             function = as_written(values.get(name))
-            if inspect.isfunction(function) and (name in ROUTER_LOSS or _KINDS[-1][0].search(name)):
+            if inspect.isfunction(function) and (name in ROUTER_LOSS | MIXERS or _KINDS[-1][0].search(name)):
                 yield name, function
 
 

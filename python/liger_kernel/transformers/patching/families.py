@@ -135,7 +135,7 @@ class Family:
         names = [name for name in self.parameters if name in SWITCHES] or [name for name in SWITCHES if name in used]
         if self.router or "router" in used:
             names.append("router")
-        return {name: name not in self.off for name in (*names, "layers", "masks", "attention", "lora")}
+        return {name: name not in self.off for name in (*names, "layers", "masks", "attention", "mixers", "lora")}
 
 
 SWITCHES = {
@@ -152,6 +152,7 @@ SWITCHES = {
     "layers": "steps of a layer as one operator: q, k and v; a gated MLP; the residual sum and the norm after it",
     "masks": "attention masks without a search for packed sequences where no position_ids are given",
     "attention": "attention with sinks, on flash attention where a model has eager attention for it",
+    "mixers": "short convolutions of linear attention and state-space models, within packed documents",
     "lora": "linear layers with LoRA adapters of PEFT, and gated MLPs of them",
 }
 
@@ -202,6 +203,9 @@ _ROUTERS = (
 )
 ROUTER = Swap("router", tuple(f"router.Liger{kind}Router" for kind in _ROUTERS))
 ROUTER_LOSS = {"load_balancing_loss_func": Swap("router", "router.liger_load_balancing_loss_func")}
+
+# Functions that mixers call: name in the modeling module -> what replaces it (mixers.py).
+MIXERS = {"causal_conv1d_fn": Swap("mixers", "patching.mixers.liger_causal_conv1d_fn")}
 
 _ROPES = ("", "half_table_", "interleaved_", "paired_table_", "deinterleaving_")
 ROPE = {"apply_rotary_pos_emb": Swap("rope", tuple(f"rope.liger_{kind}rotary_pos_emb" for kind in _ROPES))}

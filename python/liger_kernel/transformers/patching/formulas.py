@@ -106,6 +106,7 @@ FORMULAS = {
     "hybrid_decoder_layer": Formula(),
     "early_hybrid_decoder_layer": Formula(),
     "load_balancing_loss": Formula(("router.liger_load_balancing_loss_func",)),
+    "causal_conv1d": Formula(("patching.mixers.liger_causal_conv1d_fn",)),
     "relu_squared": Formula(("relu_squared.LigerReLUSquared",)),
     "xielu": Formula(("xielu.LigerXIELU",)),
     # tables as wide as a head; the same with a result of q's dtype; half as wide; of a part of a head; for neighbouring

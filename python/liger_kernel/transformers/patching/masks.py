@@ -24,7 +24,7 @@ from liger_kernel.transformers.patching.place import NewForward, with_globals
 from liger_kernel.transformers.patching.report import Report
 
 #: The functions of masking_utils that search, which take positions by name.
-_SEARCHING = (
+SEARCHING = (
     "create_causal_mask",
     "create_sliding_window_causal_mask",
     "create_chunked_causal_mask",
@@ -66,7 +66,7 @@ def _without_positions(home: Any, name: str) -> Callable[..., Any]:
 def _forward(original):
     inner = inspect.unwrap(original)
     home = sys.modules.get(getattr(inner, "__module__", ""))
-    names = [name for name in _SEARCHING if name in names_in(inner) and hasattr(home, name)]
+    names = [name for name in SEARCHING if name in names_in(inner) and hasattr(home, name)]
     parameters = list(inspect.signature(original).parameters)
     if not names or "position_ids" not in parameters:
         return None

@@ -1,0 +1,3 @@
+from liger_kernel.operators.causal_conv1d import LigerCausalConv1dFunction
+
+__all__ = ["LigerCausalConv1dFunction"]

@@ -1,0 +1,3 @@
+from liger_kernel.operators.causal_conv1d import LigerShortConvolution
+
+__all__ = ["LigerShortConvolution"]

@@ -1,0 +1,321 @@
+"""Hybrid models: the functions that their mixers call are this package's, within packed documents. The reference is the
+unpatched model, on one document at a time where documents are packed: packed, it mixes them up or refuses."""
+
+import copy
+import inspect
+import pickle
+import sys
+
+import liger_kernel
+import pytest
+import torch
+import transformers
+from conftest import TOLERANCE, assert_close, assert_same_step, run
+from liger_kernel.transformers.patching import mixers
+from liger_kernel.transformers.patching.apply import patch
+from liger_kernel.transformers.patching.by_source import original_class, row_of
+from liger_kernel.transformers.patching.formulas import as_written, find
+from packaging.version import parse
+from shrink import VOCABULARY, shrunk
+from tiny import randomised
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+CALLED = parse(transformers.__version__) >= parse("5.15")  # by mixers, as functions of their modeling module
+TYPES = (
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear"),
+    *("nemotron_h", "bamba", "falcon_h1", "granitemoehybrid", "zamba2"),
+    *("lfm2", "lfm2_moe", "lfm3"),
+)
+HELD = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+KINDS = [kind for kind in (TYPES if CALLED else HELD) if kind in CONFIG_MAPPING]
+# Nothing but attention and convolutions: what is packed is as it is alone, all of it.
+CONVOLUTIONAL = [kind for kind in KINDS if kind.startswith("lfm")]
+LENGTHS = (5, 1, 8)
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def made(kind):
+    torch.manual_seed(0)
+    return randomised(transformers.AutoModelForCausalLM.from_config(shrunk(kind))).train()
+
+
+def batch(rows=2, length=sum(LENGTHS)):
+    ids = torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids}
+
+
+def positions():
+    return torch.cat([torch.arange(n) for n in LENGTHS])[None]
+
+
+def ends():
+    return torch.tensor((0, *LENGTHS), dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+def index():
+    return torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))[None].int()
+
+
+STARTS = [[0] * 5 + [5] + [6] * 8]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Where documents began in the convolutions that ran."""
+    found = []
+    original = mixers.liger_causal_conv1d
+
+    def call(*tensors, starts=None):
+        found.append(None if starts is None else starts.tolist())
+        return original(*tensors, starts=starts)
+
+    monkeypatch.setattr(mixers, "liger_causal_conv1d", call)
+    return found
+
+
+def convolutions(model):
+    """How many modules of a model convolve."""
+    return sum(isinstance(module, torch.nn.Conv1d) for module in model.modules())
+
+
+def only_mixers(model):
+    row = row_of(model)
+    return patch(row, model, **{name: name == "mixers" for name in row.switches})
+
+
+def lines(report):
+    return {(entry.name, entry.by, entry.count) for entry in report.replaced if entry.switch == "mixers"}
+
+
+def home_of(model):
+    return sys.modules[original_class(model).__module__]
+
+
+@each_kind
+def test_same_step(kind, calls):
+    """Loss and gradients are the plain model's, the report says what runs, and undo takes all of it back."""
+    model, reference = made(kind), made(kind)
+    classes = [type(module) for module in model.modules()]
+    report, count = liger_kernel.patch(model), convolutions(model)
+    assert ("causal_conv1d_fn", "liger_causal_conv1d_fn", count) in lines(report)
+    assert len(lines(report)) == 1 + CALLED
+    assert "mixers" in report.line() and not [skip for skip in report.skipped if skip.switch == "mixers"]
+    assert_same_step(model, reference, **batch())
+    assert calls == [None] * count
+    report.undo()
+    assert [type(module) for module in model.modules()] == classes
+    model(**batch())
+    assert len(calls) == count
+
+
+# Routers choose other experts where logits differ in a last bit.
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "moe" not in kind and kind != "kimi_linear"])
+def test_16_bits(kind):
+    """As exact as the plain model in bfloat16: against that in float32, the error of the convolutions' gradients is at
+    most twice a plain one's."""
+    exact, plain, ours = made(kind), made(kind).bfloat16(), made(kind).bfloat16()
+    only_mixers(ours)
+    of_convolutions = {
+        f"{name}.{parameter}"
+        for name, module in exact.named_modules()
+        if isinstance(module, torch.nn.Conv1d)
+        for parameter, _ in module.named_parameters()
+    }
+    gradients = [run(model, **batch())[1] for model in (exact, plain, ours)]
+    theirs, own = (
+        sum((each[name].float() - gradients[0][name]).square().sum().item() for name in of_convolutions) ** 0.5
+        for each in gradients[1:]
+    )
+    assert of_convolutions and own <= 2 * theirs
+
+
+@pytest.mark.parametrize("kind", KINDS if CALLED else [])
+def test_documents_reach_convolutions(kind, calls):
+    """However they are given, and not where a mask or counted positions say that there are none."""
+    model, ids = made(kind), batch(1)["input_ids"]
+    liger_kernel.patch(model)
+    base = model.base_model
+
+    def starts(**given):
+        calls.clear()
+        with torch.no_grad():
+            base(ids, **given)
+        assert len(calls) == convolutions(model) and len({str(call) for call in calls}) == 1
+        return calls[0]
+
+    assert starts() is None
+    assert starts(position_ids=positions()) == STARTS
+    assert starts(position_ids=positions(), attention_mask=torch.ones_like(ids)) is None
+    assert starts(position_ids=torch.arange(7, 7 + ids.shape[1])[None]) == [[0] * ids.shape[1]]
+    if kind not in CONVOLUTIONAL:
+        return  # whose recurrences in plain torch refuse documents
+    assert starts(position_ids=positions(), seq_idx=torch.zeros_like(index())) == [[0] * ids.shape[1]]
+    assert starts(cu_seq_lens_q=ends()) == starts(seq_idx=index()) == STARTS
+
+
+@pytest.mark.parametrize("kind", CONVOLUTIONAL)
+@pytest.mark.parametrize("given", ["position_ids", "cu_seq_lens_q", "seq_idx", "checkpointed", "class"])
+def test_packed_equals_alone(kind, given):
+    """Loss and gradients of packed documents are those of the plain model on each, weighted by their labels."""
+    reference = made(kind)
+    report = None
+    if given == "class":
+        report = patch(row_of(reference) if kind == "lfm3" else kind)
+    model = made(kind)
+    if report is None:
+        report = liger_kernel.patch(model)
+    if given == "checkpointed":
+        model.gradient_checkpointing_enable()
+    ids, total = batch(1)["input_ids"], sum(n - 1 for n in LENGTHS)
+    for part in ids.split(LENGTHS, 1):
+        if part.shape[1] > 1:
+            (reference(input_ids=part, labels=part).loss * (part.shape[1] - 1) / total).backward()
+    labels = ids.clone()
+    labels[0, ends()[:-1].long()] = -100
+    more = {"cu_seq_lens_q": {"cu_seq_lens_q": ends()}, "seq_idx": {"seq_idx": index()}}.get(given, {})
+    _, gradients = run(model, input_ids=ids, labels=labels, position_ids=positions(), **more)
+    report.undo()
+    for name, parameter in reference.named_parameters():
+        if parameter.grad is not None:
+            assert_close(gradients[name], parameter.grad)
+
+
+@pytest.mark.parametrize("kind", KINDS[:1] + CONVOLUTIONAL[:1])
+def test_class(kind, calls):
+    """Models that are made after the patch convolve here; undo gives the modeling module its function back."""
+    home = home_of(made(kind))
+    before, report = home.causal_conv1d_fn, patch(kind)
+    model = made(kind)
+    assert home.causal_conv1d_fn is not before
+    run(model, **batch())
+    assert len(calls) == convolutions(model)
+    report.undo()
+    assert home.causal_conv1d_fn is before
+    assert_same_step(model, made(kind), **batch())
+
+
+@pytest.mark.parametrize("kind", KINDS[:1] + CONVOLUTIONAL[:1])
+def test_generation(kind):
+    """With a cache, prefill and every token are the plain model's."""
+    prompt = batch(2, 6)["input_ids"]
+    texts = []
+    for patched in (False, True):
+        model = made(kind).eval()
+        if patched:
+            liger_kernel.patch(model)
+        texts.append(model.generate(prompt, max_new_tokens=6, do_sample=False, use_cache=True, pad_token_id=0))
+    assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("kind", KINDS[:1] + CONVOLUTIONAL[:1])
+def test_padding(kind):
+    """Rows that are padded on the left and on the right."""
+    inputs, model = batch(), made(kind)
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[0, :3], mask[1, -4:] = 0, 0
+    inputs |= {"attention_mask": mask, "labels": inputs["labels"].masked_fill(mask == 0, -100)}
+    only_mixers(model)
+    (output, gradients), (expected, plain) = run(model, **inputs), run(made(kind), **inputs)
+    assert_close(output.loss, expected.loss)
+    for name, gradient in plain.items():
+        if not name.endswith(("A_log", "dt_bias")):  # differences of large sums over tokens, of which little is left
+            assert_close(gradients[name], gradient)
+
+
+@pytest.mark.parametrize("kind", KINDS[:1] + CONVOLUTIONAL[:1])
+def test_autocast_and_frozen_weights(kind, calls):
+    """Under autocast the result has the dtype of plain torch's, and a frozen convolution gets no gradient."""
+    model, reference = made(kind), made(kind)
+    liger_kernel.patch(model)
+    for each in (model, reference):
+        for module in each.modules():
+            if isinstance(module, torch.nn.Conv1d):
+                module.requires_grad_(False)
+    with torch.autocast("cpu", torch.bfloat16):
+        output, gradients = run(model, **batch())
+        expected, expected_gradients = run(reference, **batch())
+    assert len(calls) == convolutions(model) and gradients.keys() == expected_gradients.keys()
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert frozen and not frozen & gradients.keys()
+    # Layers one after another in bfloat16: each rounds to 2^-8 of its numbers.
+    torch.testing.assert_close(output.loss.float(), expected.loss.float(), rtol=2**-6, atol=0)
+
+
+def test_original_runs_where_there_is_no_kernel(calls):
+    """float64, and activations and widths that the operator has not."""
+    kind = next(kind for kind in reversed(KINDS) if "moe" not in kind)
+    model, reference = made(kind).double(), made(kind).double()
+    only_mixers(model)
+    for (name, ours), (_, plain) in zip(*(run(each, **batch())[1].items() for each in (model, reference)), strict=True):
+        assert torch.equal(ours, plain), name
+    x, weight = torch.randn(1, 4, 6), torch.randn(4, 3)
+    assert mixers.liger_causal_conv1d_fn(x, weight, activation="gelu") is NotImplemented
+    assert mixers.liger_causal_conv1d_fn(x, torch.randn(4, 9)) is NotImplemented
+    assert mixers.liger_causal_conv1d_fn(x.expand(2, 4, 6), weight, cu_seqlens=torch.tensor([0, 6])) is NotImplemented
+    assert mixers.liger_causal_conv1d_fn(x, weight, seq_idx=torch.zeros(1, 5, dtype=torch.int32)) is NotImplemented
+    assert not calls
+    padded = torch.nn.functional.pad(x, (2, 0))
+    expected = torch.nn.functional.conv1d(padded.double(), weight.double()[:, None], groups=4)
+    for dtype in (torch.float64, torch.float32):
+        y = mixers.causal_conv1d_or_plain(x.to(dtype), weight.to(dtype))
+        torch.testing.assert_close(y, expected.to(dtype))
+        y = mixers.causal_conv1d_or_plain(x.to(dtype), weight.to(dtype), activation="gelu")
+        torch.testing.assert_close(y, torch.nn.functional.gelu(expected).to(dtype))
+
+
+def test_positions_of_four_and_three_axes():
+    """Those of text come first of four; three count an image's rows and columns, too."""
+    four = torch.stack([positions()] * 4)
+    four[1:] += 3
+    given = {"input_ids": batch(1)["input_ids"]}
+    assert mixers._starts_of_step({**given, "position_ids": four}).tolist() == STARTS
+    assert mixers._starts_of_step({**given, "position_ids": four[:3]}) is None
+    # With a cache, which has columns before: there are more than the positions count.
+    kwargs = {mixers.STARTS: torch.zeros(1, 3, dtype=torch.int32)}
+    assert mixers.starts_in(kwargs, 1, 7) is None
+
+
+def test_pickled_and_copied():
+    """A patched model can be copied and pickled, and the copy convolves as it does."""
+    model = made(KINDS[0])
+    try:
+        pickle.dumps(model)
+        copies = [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
+    except AttributeError:  # with `kernels`, plain models hold classes that cannot be pickled
+        copies = [copy.deepcopy]
+    liger_kernel.patch(model)
+    expected = run(model, **batch())[0].loss
+    for other in (make(model) for make in copies):
+        torch.testing.assert_close(run(other, **batch())[0].loss, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", CONVOLUTIONAL[:1])
+def test_compiled(kind):
+    """One graph, with documents."""
+    model = made(kind)
+    liger_kernel.patch(model)
+    torch._dynamo.reset()
+    given = {"input_ids": batch(1)["input_ids"], "position_ids": positions()}
+    compiled = torch.compile(model.base_model, fullgraph=True, backend="aot_eager")
+    expected = model.base_model(**given).last_hidden_state
+    assert_close(compiled(**given).last_hidden_state, expected, TOLERANCE)
+
+
+def test_every_convolution_of_transformers_is_known():
+    """Each modeling module that has the function has it in a source that is known."""
+    if not CALLED:
+        return
+    found = 0
+    for kind in dict.fromkeys(CONFIG_MAPPING[kind].__module__.rpartition(".")[0] for kind in CONFIG_MAPPING):
+        path = f"{kind}.modeling_{kind.rpartition('.')[2]}"
+        try:
+            home = __import__(path, fromlist=["_"])
+        except ImportError:
+            continue
+        # Where `kernels` is installed, it is a module that a tag has made of the function.
+        function = as_written(getattr(home, "causal_conv1d_fn", None))
+        if inspect.isfunction(function):
+            found += 1
+            assert function.__module__ == path
+            assert mixers.MIXERS["causal_conv1d_fn"].targets[0] in find(function).targets, path
+    assert found >= 13
