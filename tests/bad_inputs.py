@@ -45,6 +45,7 @@ FREE = {
         ("expert_load", "logits"),
         ("causal_conv1d", "x"),
         ("causal_conv1d", "weight"),
+        ("gated_delta_rule", "v"),
     },
     "of another dtype": {("route", "bias")},
     "a dimension more": ROWS,

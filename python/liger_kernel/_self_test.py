@@ -116,6 +116,21 @@ def _xielu(x, alpha_p, alpha_n):
     return torch.where(x > 0, F.softplus(alpha_p) * x * x, n * (torch.expm1(x.clamp(max=-1e-6)) - x)) + 0.5 * x
 
 
+def _delta_rule(q, k, v, beta):
+    return liger.liger_gated_delta_rule(q, k, v, -F.softplus(beta), beta)[0]
+
+
+def _plain_delta_rule(q, k, v, beta):
+    q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    state, rows, decay = 0, [], -F.softplus(beta)
+    for t in range(q.shape[1]):
+        state = decay[:, t, :, None, None].exp() * (state if t else k.new_zeros(2, 2, 8, 4))
+        error = beta[:, t, :, None] * (v[:, t] - (k[:, t, :, :, None] * state).sum(2))
+        state = state + k[:, t, :, :, None] * error[:, :, None]
+        rows.append((q[:, t, :, :, None] * state).sum(2) * 8**-0.5)
+    return torch.stack(rows, 1)
+
+
 def _load_balancing(z):
     chosen = torch.zeros_like(z).scatter(-1, z.topk(2).indices, 1).mean(0)
     return len(chosen) * chosen @ z.softmax(-1).mean(0)
@@ -163,6 +178,9 @@ CHECKS = (
         lambda x, w, b: liger.liger_causal_conv1d(x, w, b, "silu"),
         lambda x, w, b: F.silu(F.conv1d(x, w.unsqueeze(1), b, padding=3, groups=8)[..., :20]),
         ((2, 8, 20), (8, 4), (8,)),
+    ),
+    Check(
+        "gated_delta_rule", _delta_rule, _plain_delta_rule, ((2, 20, 1, 8), (2, 20, 1, 8), (2, 20, 2, 4), (2, 20, 2))
     ),
     Check(
         "layer_norm",

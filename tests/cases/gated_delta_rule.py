@@ -1,68 +1,127 @@
 import torch
 from liger_kernel._library import ops
-from liger_kernel.operators.delta_rule import gated_delta_rule
+from liger_kernel.transformers.functional import liger_gated_delta_rule
 
 from cases import Case
+from cases.causal_conv1d import document_starts
 
 
 def make(shape, options):
-    """g is what decays between nothing and all, some beta are 0, some neighbouring keys are equal."""
+    """Two neighbouring keys are equal, some beta are 0; alike: keys point the same way, more or less."""
     rows, tokens, key_heads, group, K, V = shape
     heads = key_heads * group
     q, k = torch.randn(rows, tokens, key_heads, K), torch.randn(rows, tokens, key_heads, K)
     k += options.get("alike", 0.0) * torch.randn(1, 1, key_heads, K)
     k[:, 1:2] = k[:, :1]
-    if options.get("eps", 1e-6) is None:
-        q, k = q * K**-0.5, k * K**-0.5
+    if options.get("eps", 1e-6) is None:  # keys longer than √2 may let the state grow without bound
+        q, k = q / K**0.5, k / K**0.5 * 0.7
     v = torch.randn(rows, tokens, heads, V)
     g = -options.get("decay", 0.1) * torch.rand(rows, tokens, heads)
     beta = options.get("most", 1.0) * torch.rand(rows, tokens, heads)
     beta[:, 2:3] = 0
-    state, starts = None, None
-    if options.get("documents"):
-        starts = torch.arange(tokens, dtype=torch.int32).expand(rows, tokens)
-        edges = torch.tensor(options["documents"], dtype=torch.int32)
-        starts = edges[torch.bucketize(starts, edges, right=True) - 1].contiguous()
+    documents = options.get("documents")
+    starts = None if documents is None else document_starts(rows, tokens, documents)
+    state = None
     if options.get("with_state"):
-        count = rows * len(options.get("documents", [0]))
+        count = rows if starts is None else int(begins(starts).sum())
         state = torch.randn(count, heads, K, V)
     return q, k, v, g, beta, state, starts
 
 
-def op(q, k, v, g, beta, state, starts, **options):
-    o, last = gated_delta_rule(
-        q, k, v, g, beta, state, starts=starts, final_state=state is not None, eps=options.get("eps", 1e-6)
-    )
+def begins(starts):
+    """Which tokens begin a document: one without is a document by itself."""
+    first = torch.arange(starts.shape[1], device=starts.device) == 0
+    after_none = torch.cat([starts[:, :1] >= 0, starts[:, :-1] >= 0], 1).logical_not()
+    return first | (starts < 0) | (starts == torch.arange(starts.shape[1], device=starts.device)) | after_none
+
+
+def op(q, k, v, g, beta, state, starts, eps=1e-6, **_):
+    o, last = liger_gated_delta_rule(q, k, v, g, beta, state, starts=starts, eps=eps, final_state=state is not None)
     return o if last is None else (o, last)
 
 
-def reference(q, k, v, g, beta, state, starts, **options):
-    """Token by token."""
+def reference(q, k, v, g, beta, state, starts, eps=1e-6, **_):
+    """Token by token, as Hugging Face's torch_recurrent_gated_delta_rule."""
     dtype = torch.promote_types(v.dtype, torch.float32)
     rows, tokens, heads, V = v.shape
-    K = q.shape[-1]
-    q, k, rest = q.to(dtype), k.to(dtype), [t.to(dtype) for t in (v, g, beta)]
-    if (eps := options.get("eps", 1e-6)) is not None:
+    K, of_dtype = q.shape[-1], v.dtype
+    q, k, v, g, beta = (t.to(dtype) for t in (q, k, v, g, beta))
+    if eps is not None:
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps) for x in (q, k))
     q, k = (x.repeat_interleave(heads // x.shape[2], 2) for x in (q, k))
+    new = begins(starts).tolist() if starts is not None else [[t == 0 for t in range(tokens)]] * rows
     outs, lasts, document = [], [], 0
     for row in range(rows):
-        begins = starts[row] == torch.arange(tokens, device=v.device) if starts is not None else None
-        out = []
         for t in range(tokens):
-            if t == 0 or (begins is not None and begins[t]):
-                if t:
-                    lasts.append(S)
-                S = v.new_zeros(heads, K, V, dtype=dtype) if state is None else state[document].to(dtype)
+            if new[row][t]:
+                S = v.new_zeros(heads, K, V) if state is None else state[document].to(dtype)
                 document += 1
-            qt, kt, (vt, gt, bt) = q[row, t], k[row, t], (x[row, t] for x in rest)
-            S = S * gt.exp()[:, None, None]
-            S = S + kt[:, :, None] * (bt[:, None] * (vt - (kt[:, None] @ S)[:, 0]))[:, None]
-            out.append((qt[:, None] @ S)[:, 0] * K**-0.5)
-        lasts.append(S)
-        outs.append(torch.stack(out))
-    o = torch.stack(outs).to(v.dtype)
-    return o if state is None else (o, torch.stack(lasts))
+            key, by = k[row, t, :, :, None], beta[row, t, :, None]
+            S = S * g[row, t, :, None, None].exp()
+            S = S + key * (by * (v[row, t] - (key * S).sum(1)))[:, None]
+            outs.append((q[row, t, :, :, None] * S).sum(1) * K**-0.5)
+            if t + 1 == tokens or new[row][t + 1]:
+                lasts.append(S)
+    o = torch.stack(outs).view(v.shape).to(of_dtype) if outs else v.to(of_dtype)
+    return o if state is None else (o, torch.stack(lasts).to(state.dtype))
+
+
+def schema(inputs, options):
+    eps = options.get("eps", 1e-6)
+    K, with_state = inputs[0].shape[-1], inputs[5] is not None
+    return ops.gated_delta_rule, (*inputs, K**-0.5, -1.0 if eps is None else eps, with_state)
+
+
+def rivals(inputs, options):
+    q, k, v, g, beta, state, starts = inputs
+    if not q.is_cuda or q.dtype == torch.float32 or state is not None or (starts is not None and len(q) > 1):
+        return {}
+    found = {}
+    ends = None
+    if starts is not None:
+        first = (starts[0] == torch.arange(starts.shape[1], device=starts.device)).nonzero().flatten()
+        ends = torch.cat([first, first.new_tensor([starts.shape[1]])]).int()
+    for name, package in (("FLA", "fla.ops.gated_delta_rule"), ("FlashQLA", "flash_qla")):
+        try:
+            function = __import__(package, fromlist=["_"]).chunk_gated_delta_rule
+        except (ImportError, AttributeError):
+            continue
+        more = dict(g=g, beta=beta, use_qk_l2norm_in_kernel=True, cu_seqlens=ends)
+        found[name] = lambda function=function, more=more: function(q, k, v, **more)[0]
+    return found
+
+
+def errors():
+    def call(text, exception=RuntimeError, q=(2, 5, 1, 8), v=(2, 5, 2, 4), gate=(2, 5, 2), **more):
+        def run(d):
+            tensors = {name: value.to(d) if torch.is_tensor(value) else value for name, value in more.items()}
+            of = {"g": -torch.rand(gate, device=d), "beta": torch.rand(gate, device=d)} | tensors
+            return liger_gated_delta_rule(
+                torch.randn(q, device=d), torch.randn(q, device=d), torch.randn(v, device=d), **of
+            )
+
+        return run, exception, text
+
+    return [
+        call("q must be .rows, tokens, key heads, width.", q=(5, 1, 8)),
+        call("do not divide the heads", q=(2, 5, 3, 8)),
+        call("v must be", v=(2, 4, 2, 4)),
+        call("g must be", gate=(2, 5, 1)),
+        call("g must be .* of float32", TypeError, g=torch.rand(2, 5, 2).bfloat16()),
+        call("state must be", state=torch.zeros(2, 2, 8, 5)),
+        call("starts must be", starts=torch.zeros(2, 4, dtype=torch.int32)),
+        call("number of documents", starts=torch.zeros(2, 5, dtype=torch.int32), final_state=True),
+        call("batch of 1", ValueError, cu_seqlens=torch.tensor([0, 5])),
+    ]
+
+
+def flops(shape, options):
+    """Of the chunks' products; backward makes the states again."""
+    rows, tokens, key_heads, group, K, V = shape
+    heads, C = key_heads * group, 64
+    forward = heads * (6 * K * V + 4 * C * V + 2 * C * C / 3) + 4 * C * K * key_heads
+    backward = heads * (16 * K * V + 10 * C * V) + 12 * C * K * key_heads
+    return tuple(rows * tokens * n for n in (forward, backward))
 
 
 CASES = [
@@ -71,16 +130,49 @@ CASES = [
         op=op,
         reference=reference,
         make=make,
+        schema=schema,
         differentiable=(0, 1, 2, 3, 4, 5),
         keep=(3, 5),
-        shapes=[(1, 5, 1, 1, 8, 4), (2, 70, 2, 2, 16, 24), (1, 130, 1, 3, 64, 64), (1, 66, 2, 1, 96, 192)],
+        draw=lambda pick: dict(
+            decay=pick.choice((0.01, 0.1, 1.0, 20.0)),
+            most=pick.choice((1.0, 2.0)),
+            alike=pick.choice((0.0, 0.5, 2.0)),
+            documents=pick.choice((None, "grow", "gaps", 1, 5, 70)),
+            with_state=pick.random() < 0.5,
+            eps=pick.choice((1e-6, 1e-6, None)),
+        ),
+        fit=lambda shape: (
+            1 + shape[0] % 2,
+            max(1, shape[-1] % 200),
+            1 + shape[-1] % 2,
+            1 + shape[0] % 3,
+            1 + shape[-1] % 129,
+            1 + (7 * shape[-1]) % 130,
+        ),  # fmt: skip
+        # One token; a group; several chunks, the last one not whole; widths that are no whole panels.
+        shapes=[(1, 1, 1, 1, 8, 4), (1, 70, 1, 2, 16, 24), (2, 67, 2, 1, 40, 17), (1, 130, 1, 3, 64, 64)],
         options=[
             {},
+            dict(documents="grow", with_state=True),
             dict(decay=20.0),
             dict(most=2.0, alike=2.0),
-            dict(documents=[0, 1, 4], with_state=True),
-            dict(documents=[0, 3], eps=None),
+            dict(documents="gaps", eps=None),
             dict(with_state=True, decay=1.0),
         ],
+        emulated=60_000,
+        scales=(1, 1, 1, 1e-3),
+        rivals=rivals,
+        # Qwen3.5 9B, 2B and 27B, OLMo Hybrid.
+        bench=[
+            ((1, 8192, 16, 2, 128, 128), {}),
+            ((1, 8192, 16, 2, 128, 128), dict(documents=1024)),
+            ((4, 2048, 16, 2, 128, 128), {}),
+            ((4, 2048, 16, 1, 128, 128), {}),
+            ((1, 8192, 16, 3, 128, 128), {}),
+            ((1, 8192, 30, 1, 96, 192), {}),
+        ],
+        bench_cpu=[((2, 1024, 16, 2, 128, 128), {})],
+        flops=flops,
+        errors=errors(),
     )
 ]

@@ -1,0 +1,56 @@
+"""The gated delta rule, the recurrence of Qwen3-Next's, Qwen3.5's and OLMo Hybrid's linear attention; formulas in
+liger/ops/mixers/gated_delta_rule.h."""
+
+import torch
+from torch import Tensor
+
+from liger_kernel._library import ops
+from liger_kernel._recompute import run
+from liger_kernel.operators.documents import document_starts
+
+
+def liger_gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, seq_idx: Tensor | None = None, starts: Tensor | None = None,
+    scale: float | None = None, eps: float | None = 1e-6, final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """(o, the state after each document's last token): the gated delta rule (Yang et al. 2024, arXiv:2412.06464). For
+    each document and head, token by token, with a state S [K, V]:
+
+        S ← e^g S
+        S ← S + k̂ (beta (v − Sᵀ k̂))ᵀ
+        o  = scale Sᵀ q̂
+
+    with x̂ = x / √(Σ x² + eps), or x where eps is None. It is computed in chunks of tokens; all between the inputs and
+    the results is float32, or a product of as many terms of 16 bits as come close to it.
+
+    q, k [batch, tokens, key heads, K] and v [batch, tokens, heads, V] have one dtype: float32, bfloat16 or float16. Head
+    h reads key head h // (heads / key heads). g [batch, tokens, heads] is float32 and at most 0; beta [batch, tokens,
+    heads] may have any of these dtypes. On a GPU K is at most 256. scale is 1 / √K unless given.
+
+    state [documents, heads, K, V], float32, is what each document begins with: 0 where it is missing. The second result
+    is None without final_state.
+
+    A document's results are those that it has alone, bit for bit, and the same in every run. Documents are given by one
+    of cu_seqlens [documents + 1], where they begin, and the end (batch must be 1); seq_idx [batch, tokens], the
+    document's number; starts [batch, tokens], int32, the index within the row of the first token of a token's
+    document. A token of no document (a negative number) is one by itself. Without them each row is one.
+
+    Raises ValueError for cu_seqlens with a batch other than 1.
+    """
+    if cu_seqlens is not None and q.shape[0] != 1:
+        raise ValueError(f"cu_seqlens are of a batch of 1, and q has {q.shape[0]} rows")
+    if starts is None:
+        starts = document_starts(q.shape[1], cu_seqlens, seq_idx)
+    if final_state and state is None and cu_seqlens is not None:
+        shape = (len(cu_seqlens) - 1, v.shape[2], q.shape[3], v.shape[3])
+        state = torch.zeros(shape, dtype=torch.float32, device=q.device)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    o, last = run(
+        ops.gated_delta_rule, q, k, v, g, beta, state, starts, scale, -1.0 if eps is None else eps, final_state
+    )
+    return o, last if final_state else None
+
+
+class LigerGatedDeltaRuleFunction:
+    apply = staticmethod(liger_gated_delta_rule)
