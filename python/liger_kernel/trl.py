@@ -19,6 +19,7 @@ from liger_kernel.operators.coverage import kernels_cover
 from liger_kernel.operators.distillation import JENSEN_SHANNON, forward_with_gradients
 from liger_kernel.operators.head import OUTPUTS as ALL_OUTPUTS
 from liger_kernel.operators.head import RESULTS, linear_log_prob
+from liger_kernel.operators.lazy_logits import LazyLogits, with_lazy_heads
 from liger_kernel.operators.topk_distillation import topk_divergence, topk_entropy
 from liger_kernel.transformers.patching.report import Report
 
@@ -211,10 +212,13 @@ def _divergence_function(original, max_bytes):
 
 def _fused_logprob_entropy(original, max_bytes):
     def selective_log_softmax_and_entropy(logits, index, temperature=1.0, row_mask=None):
-        if not _covered(logits):
+        lazy = isinstance(logits, LazyLogits)
+        if not lazy and not _covered(logits):
             return original(logits, index, temperature, row_mask)
         if row_mask is not None:
             index = index.masked_fill(row_mask == 0, IGNORE_INDEX)
+        if lazy:
+            return (logits / float(temperature)).log_prob(index, outputs=("entropy",))
         return ops.selective_log_softmax(logits, index, float(temperature), IGNORE_INDEX)
 
     return selective_log_softmax_and_entropy
@@ -256,7 +260,7 @@ def _chunked_jsd_loss(original, max_bytes):
 
 def _supports(original, max_bytes):
     def supports(logits, index=None, row_mask=None):
-        if not _covered(logits):
+        if not isinstance(logits, LazyLogits) and not _covered(logits):
             return is_triton_available() and original(logits, index, row_mask)
         alike = all(
             t is None or (t.shape == logits.shape[:-1] and t.device == logits.device and not t.is_floating_point())
@@ -271,12 +275,19 @@ def _available(original, max_bytes):
     return lambda: True  # TRL asks this first, and then what `_supports` answers
 
 
+def _compute_loss(original, max_bytes):
+    """Of a trainer that distils from logits: those of student and teacher at a few classes, and sums over a row."""
+    from trl.models.utils import _ForwardRedirection
+
+    return with_lazy_heads(original, max_bytes, _ForwardRedirection())
+
+
 def _compacts(original, max_bytes):
     return lambda device: device.type in ("cpu", "cuda") or original(device)
 
 
-#: (module, attribute, what makes its replacement of the original, by what, whether TRL has it only where Triton is
-#: installed)
+#: (module or module:class, attribute, what makes its replacement of the original, by what, whether TRL has it only
+#: where Triton is installed)
 _PARTS = (
     ("trl.trainer.utils", "_ChunkedLogProbFunction", _log_prob_function, "linear_log_prob", False),
     ("trl.trainer.distillation_trainer", "ChunkedDivergenceFunction", _divergence_function, "divergence", False),
@@ -292,6 +303,12 @@ _PARTS = (
     ("trl.trainer.utils", "_supports_trl_loss_kernel", _supports, "CPU and CUDA", False),
     ("trl.trainer.utils", "_fused_logprob_entropy", _fused_logprob_entropy, "selective_log_softmax", True),
     ("trl.trainer.utils", "is_triton_available", _available, "always", False),
+    *(
+        (f"trl.experimental.{name}.{name}_trainer:{trainer}Trainer", "compute_loss", _compute_loss, "LazyLogits", False)
+        for name, trainer in dict(
+            server_distillation="ServerDistillation", sdft="SDFT", sdpo="SDPO", iw_opd="IWOPD"
+        ).items()
+    ),
 )
 
 
@@ -302,17 +319,20 @@ def _replacement(make, original, max_bytes):
     return new
 
 
-def _module(name):
-    """A module of TRL; None where it has none, or lacks what that one imports."""
+def _owner(name):
+    """A module of TRL, or a class in it; None where it has none, or lacks what that one imports."""
+    name, _, of_class = name.partition(":")
     try:
-        return importlib.import_module(name)
+        module = importlib.import_module(name)
     except ImportError:
         return None
+    return getattr(module, of_class, None) if of_class else module
 
 
 def patch(max_bytes: int = 0) -> Report:
     """Run the fused head, the divergence and the log-probabilities of TRL's trainers on linear_log_prob, divergence and
-    selective_log_softmax, on CPU and CUDA; also the loss of the asynchronous distillation trainer.
+    selective_log_softmax, on CPU and CUDA; also the loss of the asynchronous distillation trainer, and, without logits,
+    those of the trainers that distil from a few classes per token (server distillation, SDFT, SDPO, IW-OPD).
 
     Attributes of TRL's modules are replaced; trainers, models and configurations stay as they are, also those that
     exist already. Logits of up to max_bytes (0: 4 GiB on a GPU, 256 MiB on a CPU) wait for backward, others are made
@@ -326,11 +346,11 @@ def patch(max_bytes: int = 0) -> Report:
         raise ImportError("liger_kernel.trl.patch() needs TRL: pip install trl>=1.16") from error
     report = Report(f"trl {trl.__version__}")
     for name, attribute, make, by, with_triton in _PARTS:
-        module = _module(name)
-        original = getattr(module, attribute, None)
+        owner = _owner(name)
+        original = getattr(owner, attribute, None)
         if original is None and not with_triton:
             report.skip(name, attribute, "the installed TRL has none")
             continue
         original = getattr(original, "liger_original", original)
-        report.rebind(module, attribute, _replacement(make, original, max_bytes), name, attribute, by)
+        report.rebind(owner, attribute, _replacement(make, original, max_bytes), name, attribute, by)
     return report

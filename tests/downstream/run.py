@@ -38,7 +38,8 @@ class Tool:
 
 TOOLS = {
     "trl-1.16": Tool(
-        ("downstream/test_trl.py", "downstream/test_trainers.py"), ("trl", "transformers", "peft", "accelerate")
+        ("downstream/test_trl.py", "downstream/test_trl_distillation.py", "downstream/test_trainers.py"),
+        ("trl", "transformers", "peft", "accelerate"),
     ),
     "trl-1.12": Tool(("downstream/test_classes.py",), ("trl", "transformers")),
     "use-kernels": Tool(("downstream/test_trainers.py",), ("trl", "transformers", "kernels")),
