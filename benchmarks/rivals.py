@@ -155,7 +155,7 @@ def trl_policy(kernels, tensors, options):
 def trl_divergence(hard_weight):
     def call(kernels, tensors, options):
         assert not options.get(*hard_weight), "it has no cross entropy"
-        *heads, labels = tensors
+        *heads, labels = tensors[:7]
         beta = {"forward_kl": 0.0, "reverse_kl": 1.0}.get(options.get("kind"), options.get("beta", 0.5))
         divergence, _ = kernels.ChunkedDivergenceFunction.apply(*heads, beta, options.get("temperature", 1.0))
         counted = torch.ones_like(divergence) if labels is None else (labels != IGNORE).to(divergence)

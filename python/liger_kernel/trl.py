@@ -8,15 +8,9 @@ import torch
 from transformers.utils import is_triton_available
 
 from liger_kernel._library import ops
-from liger_kernel.operators.common import (
-    IGNORE_INDEX,
-    autocast_dtype,
-    first_derivative_only,
-    unscaled_gradient,
-    wanted_gradients,
-)
+from liger_kernel.operators.common import IGNORE_INDEX, autocast_dtype, first_derivative_only, wanted_gradients
 from liger_kernel.operators.coverage import kernels_cover
-from liger_kernel.operators.distillation import JENSEN_SHANNON, forward_with_gradients
+from liger_kernel.operators.distillation import LinearTokenDistillation, TokenOptions
 from liger_kernel.operators.head import OUTPUTS as ALL_OUTPUTS
 from liger_kernel.operators.head import RESULTS, linear_log_prob
 from liger_kernel.operators.lazy_logits import LazyLogits, with_lazy_heads
@@ -78,54 +72,6 @@ class _LinearLogProb(torch.autograd.Function):
                 **ctx.options,
             )
         return *(t if w else None for t, w in zip(found, wanted)), *(None,) * 6
-
-
-class _Divergence(torch.autograd.Function):
-    """(divergence, student's entropy), float [tokens], whose backward makes the logits of both heads again."""
-
-    @staticmethod
-    def forward(ctx, options, max_bytes, *tensors):
-        ctx.save_for_backward(*tensors)
-        ctx.options, ctx.max_bytes, ctx.autocast = options, max_bytes, autocast_dtype(tensors[0])
-        ctx.set_materialize_grads(False)
-        _, divergence, _, entropy, *_ = _two_heads(tensors, None, options, max_bytes, ctx.autocast)
-        ctx.mark_non_differentiable(entropy)
-        return divergence, entropy
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx, upstream, _):
-        if upstream is None:
-            return (None,) * 8
-        *_, gradients, grad_scale = _two_heads(
-            ctx.saved_tensors, upstream, ctx.options, ctx.max_bytes, ctx.autocast, ctx.needs_input_grad[2:5]
-        )
-        return None, None, *(None if g is None else unscaled_gradient(g, grad_scale) for g in gradients), *(None,) * 3
-
-
-def _two_heads(tensors, soft, options, max_bytes, dtype, wanted=(False,) * 3):
-    from trl.trainer.utils import maybe_gather_lm_head_ctx
-
-    student, teacher = tensors[:3], tensors[3:]
-    beta, temperature, *maps = options
-    with maybe_gather_lm_head_ctx(*student[1:]), maybe_gather_lm_head_ctx(*teacher[1:]):
-        # Float logits, as TRL has them.
-        return forward_with_gradients(
-            student,
-            teacher,
-            None,
-            soft,
-            None,
-            JENSEN_SHANNON,
-            beta,
-            temperature,
-            max_bytes=max_bytes,
-            wanted=wanted,
-            maps=[float(m or 0) for m in maps],
-            entropy=True,
-            float_logits=True,
-            dtype=dtype,
-        )
 
 
 def _covered(*tensors):
@@ -205,7 +151,15 @@ def _divergence_function(original, max_bytes):
             )
             if not sensible or not _covered(*tensors) or _is_faster(student_hidden, beta):
                 return original.apply(*tensors, *options)
-            return _Divergence.apply(options, max_bytes, *tensors)
+            from trl.trainer.utils import maybe_gather_lm_head_ctx
+
+            maps = tuple(float(m or 0) for m in options[2:])
+            token_options = TokenOptions(
+                beta=float(beta), temperature=float(temperature), maps=maps, max_bytes=max_bytes, entropy=True,
+                float_logits=True, around=maybe_gather_lm_head_ctx,
+            )  # fmt: skip
+            loss, _, _, entropy = LinearTokenDistillation.apply(token_options, None, *tensors)
+            return loss, entropy
 
     return ChunkedDivergenceFunction
 
