@@ -2,10 +2,12 @@
 
 from types import SimpleNamespace
 
+import liger_kernel
 import pytest
 import torch
 from liger_kernel.operators.lazy_logits import LazyLogits, lazy_heads, with_lazy_heads
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 TOKENS, WIDTH, V, K = 11, 16, 50, 6
 FLOAT = 32 * torch.finfo(torch.float32).eps  # sums of some tens of terms
@@ -132,6 +134,20 @@ def test_heads(device):
     model.double()
     with lazy_heads(model):  # no kernels
         assert type(model(hidden.double())) is torch.Tensor
+
+
+def test_a_patched_model(device):
+    """Whose head can also return the loss."""
+    config = dict(vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
+    model = LlamaForCausalLM(LlamaConfig(**config)).to(device)
+    liger_kernel.patch(model)
+    ids = torch.arange(9, device=device)[None]
+    logits, loss = model(ids).logits, model(ids, labels=ids).loss
+    with lazy_heads(model):
+        lazy, same = model(ids).logits, model(ids, labels=ids).loss
+    assert isinstance(lazy, LazyLogits) and not isinstance(logits, LazyLogits)
+    torch.testing.assert_close(lazy.gather(-1, ids[..., None]), logits.gather(-1, ids[..., None]))
+    torch.testing.assert_close(same, loss)
 
 
 def refuse(model):

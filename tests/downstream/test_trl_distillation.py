@@ -96,6 +96,7 @@ class Server:
         ("server_distillation", dict(beta=0.0, loss_top_k=5)),
         ("server_distillation", dict(beta=0.0, loss_top_k=5, loss_add_tail=False)),
         ("server_distillation", dict(beta=0.5)),
+        ("server_distillation", dict(beta=0.0, loss_top_k=5, use_liger_kernel=True)),
         ("server_distillation", dict(beta=1.0)),
         ("sdft", dict(distillation_alpha=0.5)),
         ("sdft", dict(distillation_alpha=0.0, distillation_add_tail=True)),

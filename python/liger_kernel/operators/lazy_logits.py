@@ -219,15 +219,16 @@ def _head_of(model):
     """The head of a model, if it computes logits by nothing but its weight and bias, and is not sharded: then the
     weight is gone after the model's forward."""
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
-    if type(head) is not nn.Linear or not is_bare(head) or type(head.weight) not in DENSE:
+    plain = type(head) is nn.Linear or getattr(type(head), "plain_logits", False)
+    if not plain or not is_bare(head) or type(head.weight) not in DENSE:
         return None
     return head if head.weight.shape == (head.out_features, head.in_features) else None
 
 
-def _forward(head, max_bytes, hidden):
-    if all(t is None or kernels_cover(t) for t in (hidden, head.weight, head.bias)):
+def _forward(head, max_bytes, hidden, **asked):
+    if not asked and all(t is None or kernels_cover(t) for t in (hidden, head.weight, head.bias)):
         return LazyLogits.of(hidden, head.weight, head.bias, max_bytes)
-    return nn.functional.linear(hidden, head.weight, head.bias)
+    return type(head).forward(head, hidden, **asked)
 
 
 @contextlib.contextmanager
