@@ -47,8 +47,7 @@ TEST(Distillation, EveryKind) {
                  t = torch::linear(teacher.to(torch::kDouble), teacher_weight.to(torch::kDouble));
     const Tensor share = of_token * kept / kept.sum();
     const Tensor soft = (divergence(kind, z / 1.5, t / 1.5, 0.3) * share).sum();
-    const Tensor hard =
-        -(z.log_softmax(-1).gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1) * share).sum();
+    const Tensor hard = -(z.log_softmax(-1).gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1) * share).sum();
     const Tensor expected = 0.7 * soft + 0.4 * hard;
     EXPECT_NEAR(result.loss.item<double>(), expected.item<double>(), 1e-5);
     EXPECT_NEAR(result.soft.item<double>(), soft.item<double>(), 1e-5);
