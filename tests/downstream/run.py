@@ -38,7 +38,7 @@ class Tool:
 
 TOOLS = {
     "trl-1.16": Tool(
-        ("downstream/test_trl.py", "downstream/test_trl_distillation.py", "downstream/test_trainers.py"),
+        tuple(f"downstream/test_{name}.py" for name in ("trl", "trl_divergence", "trl_distillation", "trainers")),
         ("trl", "transformers", "peft", "accelerate"),
     ),
     "trl-1.12": Tool(("downstream/test_classes.py",), ("trl", "transformers")),
