@@ -7,9 +7,10 @@
 
 Rivals: eager torch, torch.compile of the plain operator, torch's own fused operator where there is one, and, where they
 can be imported, quack, cut_cross_entropy, TRL's functions of a head (--trl DIR or TRL_DIR: an unpacked wheel of TRL
-1.16, of which these need torch and transformers alone) and liger_kernel with Triton (--triton-liger DIR: a folder that
-holds that package, which has our name). Of activate F.silu is one, torch's own operator of one tensor, whatever the
-activation.
+1.16, of which these need torch and transformers alone), verl's and VeOmni's losses on few classes (--verl, --veomni,
+VERL_DIR, VEOMNI_DIR: unpacked wheels, which need torch alone) and liger_kernel with Triton (--triton-liger DIR: a
+folder that holds that package, which has our name). Of activate F.silu is one, torch's own operator of one tensor,
+whatever the activation.
 
 Per shape and rival, forward / forward and backward:
   gpu    time of a call in a CUDA graph of many, inputs rotating over more than twice the L2 cache (ms)
@@ -378,11 +379,13 @@ def main():
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--rivals", help="only these, separated by commas: torch, compile, ...")
     p.add_argument("--triton-liger", help="the folder of a liger_kernel with Triton")
-    p.add_argument(
-        "--trl",
-        default=os.environ.get("TRL_DIR"),
-        help="the folder of an unpacked wheel of TRL; default: TRL_DIR, or where it is installed",
-    )
+    for package, name in dict(trl="TRL", verl="verl", veomni="VeOmni").items():
+        variable = f"{package.upper()}_DIR"
+        p.add_argument(
+            f"--{package}",
+            default=os.environ.get(variable),
+            help=f"the folder of an unpacked wheel of {name}; default: {variable}, or where it is installed",
+        )
     p.add_argument("--seconds", type=float, default=0.3, help="time for each measurement")
     p.add_argument("--rounds", type=int, default=20, help="graph replays in turns")
     p.add_argument("--host", action="store_true", help="host time only")

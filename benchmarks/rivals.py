@@ -8,6 +8,7 @@ import os
 import sys
 import types
 from pathlib import Path
+from typing import Optional
 
 import torch
 from liger_kernel.measure.build import tune_less
@@ -139,6 +140,58 @@ def trl_topk_divergence(kernels, tensors, options):
     return (loss.expand(len(hidden)),)
 
 
+def verl_topk_loss(folder, chunked):
+    """verl's loss of few classes on logits, as its FSDP engine calls it, without the rest of verl."""
+    path = Path(folder, "verl/trainer/distillation/fsdp/losses.py")
+    names = "_chunked_topk_log_probs", "kl_divergence", "compute_forward_kl_topk"
+    known = {"torch": torch, "F": torch.nn.functional, "DistillationConfig": None, "DistillationLossConfig": None}
+    loss = functions_of(path, names, known | {"get_ulysses_sequence_parallel_world_size": lambda: 1})
+    options = types.SimpleNamespace(use_chunked_topk=chunked, chunked_topk_chunk_size=4096, log_prob_min_clamp=None)
+    config = types.SimpleNamespace(distillation_loss=options)
+
+    def call(logits, ids, teacher):
+        # Of nested tensors, as its batches have them, it reads the packed values alone.
+        packed = (types.SimpleNamespace(is_nested=True, values=lambda t=t: t) for t in (teacher, ids))
+        return loss.compute_forward_kl_topk(logits.unsqueeze(0), *packed, config, "thd")["distillation_losses"][0]
+
+    return call
+
+
+def verl_topk_divergence(loss, tensors, options):
+    hidden, weight, bias, _, ids, teacher = tensors
+    assert_truncated(options)
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    return (loss(logits / options["temperature"] if "temperature" in options else logits, ids, teacher),)
+
+
+def veomni_topk_loss(folder):
+    """VeOmni's loss of few classes from hidden states, without the rest of VeOmni."""
+    try:
+        from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
+    except ImportError:
+        cross_entropy_loss = None
+    known = {"torch": torch, "Optional": Optional, "_fa_cross_entropy_loss": cross_entropy_loss}
+    known["_FA_CE_AVAILABLE"] = cross_entropy_loss is not None
+    known["get_parallel_state"] = lambda: types.SimpleNamespace(sp_enabled=False)
+    home = Path(folder, "veomni/ops/kernels/cross_entropy")
+    functions_of(
+        home / "chunk_logprobs.py", ("_per_token_log_probs_from_logits", "_per_token_entropy_from_logits"), known
+    )
+    names = "_ChunkedLinearTopkDistill", "chunk_topk_distill_function"
+    return functions_of(home / "chunk_topk_distill.py", names, known).chunk_topk_distill_function
+
+
+def veomni_topk_divergence(loss, tensors, options):
+    hidden, weight, bias, target, ids, teacher = tensors
+    assert_truncated(options)
+    assert bias is None and not options.get("softcap"), "it has neither a bias nor a softcap"
+    return (loss(hidden, weight, target, ids, teacher, 1024, IGNORE, target, options.get("temperature", 1.0))[2],)
+
+
+def assert_truncated(options):
+    assert options.get("tail", "bucket") == "drop" and options.get("beta", 0.0) == 0, "it has one loss, without a tail"
+
+
 def trl_preference(name):
     def call(kernels, tensors, options):
         # TRL makes the mean of the logits in the same pass: no logits, no such result here.
@@ -155,7 +208,7 @@ def trl_policy(kernels, tensors, options):
 def trl_divergence(hard_weight):
     def call(kernels, tensors, options):
         assert not options.get(*hard_weight), "it has no cross entropy"
-        *heads, labels = tensors
+        *heads, labels = tensors[:7]
         beta = {"forward_kl": 0.0, "reverse_kl": 1.0}.get(options.get("kind"), options.get("beta", 0.5))
         divergence, _ = kernels.ChunkedDivergenceFunction.apply(*heads, beta, options.get("temperature", 1.0))
         counted = torch.ones_like(divergence) if labels is None else (labels != IGNORE).to(divergence)
@@ -180,6 +233,9 @@ LIBRARIES = {
         "linear_jsd": trl_divergence(("weight_hard_loss", 0.5)),
         "linear_distillation": trl_divergence(("hard_weight", 0.0)),
     },
+    "verl": {"linear_topk_divergence": verl_topk_divergence},
+    "verl chunked": {"linear_topk_divergence": verl_topk_divergence},
+    "veomni": {"linear_topk_divergence": veomni_topk_divergence},
     "liger (Triton)": {
         **{name: triton_loss(name) for name in LOSSES},
         "rms_norm": lambda f, t, o: f.liger_rms_norm(*t, 1e-6, in_place=False),
@@ -206,9 +262,17 @@ LIBRARIES = {
 def libraries(args):
     """rival -> its module, of those that are there."""
     found = {"liger (Triton)": triton_liger(args.triton_liger)} if args.triton_liger else {}
-    installed = importlib.util.find_spec("trl")
-    if trl := args.trl or (os.path.dirname(installed.submodule_search_locations[0]) if installed else None):
-        found["trl"] = trl_kernels(trl)
+    makers = {
+        "trl": ("trl", trl_kernels),
+        "verl": ("verl", lambda folder: verl_topk_loss(folder, False)),
+        "verl chunked": ("verl", lambda folder: verl_topk_loss(folder, True)),
+        "veomni": ("veomni", veomni_topk_loss),
+    }
+    for rival, (package, make) in makers.items():
+        installed = importlib.util.find_spec(package)
+        folder = os.path.dirname(installed.submodule_search_locations[0]) if installed else None
+        if folder := getattr(args, package) or folder:
+            found[rival] = make(folder)
     for name in ("quack", "cut_cross_entropy") if args.device == "cuda" else ():
         try:
             found[name] = importlib.import_module(name)

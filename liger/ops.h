@@ -393,8 +393,9 @@ struct DistillationResult {
 /// Distillation of a teacher's head into a student's (Hinton et al. 2015, arXiv:1503.02531; Agarwal et al. 2024,
 /// arXiv:2306.13649), whose logits are never held in full: student [..., width], student_weight [classes, width],
 /// teacher [..., another width], teacher_weight [classes, that width], labels [...] or none. Means are over the tokens
-/// whose label is not ignore_index, or all; others cost nothing; 0 where there are none. Forward makes the gradients of
-/// the student's tensors, the weight's summed in float; the teacher's get none. Under autocast the GEMMs run in its
+/// whose label is not ignore_index, or all; others cost nothing; 0 where there are none. token_weight [...] multiplies
+/// each token's terms. Forward makes the gradients of the student's tensors, the weight's summed in float; the
+/// teacher's and token_weight get none. Under autocast the GEMMs run in its
 /// dtype, otherwise in the student's. A label that is neither a class nor ignore_index is an error: c10::IndexError on
 /// the CPU, a device assertion on CUDA.
 DistillationResult linear_distillation(const at::Tensor& student, const at::Tensor& student_weight,
@@ -402,7 +403,8 @@ DistillationResult linear_distillation(const at::Tensor& student, const at::Tens
                                        const std::optional<at::Tensor>& labels = {},
                                        const DistillationOptions& options = {},
                                        const std::optional<at::Tensor>& student_bias = {},
-                                       const std::optional<at::Tensor>& teacher_bias = {});
+                                       const std::optional<at::Tensor>& teacher_bias = {},
+                                       const std::optional<at::Tensor>& token_weight = {});
 
 /// Kullback-Leibler divergence of log-probabilities x [rows, cols] from a target t (Kullback & Leibler 1951):
 ///   Σ t (ln max(t, eps) − x)   for probabilities t

@@ -73,7 +73,7 @@ FLOORS = (
     r"|megatron\.(cross_entropy|rms_norm|swiglu)",
     r"transformers\.(patching\.(layers|masks|mixers|attention)|head|logits|lora|tensor_parallel|causal_lm)|hub(\.layers)?",
     r"transformers\.(patching\.(by_source|apply|structure|hub)|patch)",
-    r"transformers\.(monkey_patch|auto_model|trainer\b.*|trainer_integration)|trl|veomni|megatron(\.monkey_patch)?|env_report"
+    r"transformers\.(monkey_patch|auto_model|trainer\b.*|trainer_integration)|trl|veomni|verl|ms_swift|megatron(\.monkey_patch)?|env_report"
     r"|_self_test|_train",
     r"_patch|measure(\..*)?",
 )

@@ -50,6 +50,33 @@ def test_kl_div(reduction, temperature, labelled, dtype, device, chunk):
         assert (a - b).norm() <= 4 * EPS[dtype] * b.norm()
 
 
+@pytest.mark.parametrize("dtype", EPS, ids=str)
+@pytest.mark.parametrize("reduction", ["none", "sum", "batchmean"])
+@pytest.mark.parametrize("upstream", [1.0, 1e-6])
+def test_kl_div_of_weighted_tokens(upstream, reduction, dtype, device, chunk):
+    """As a draft model weights its tokens: some count 0, and a step of the unrolled ones less than the one before."""
+    torch.manual_seed(0)
+    x, w = torch.randn(9, 16, device=device).to(dtype), (torch.randn(37, 16, device=device) / 4).to(dtype)
+    t, weights = torch.randn(9, 37, device=device).softmax(-1), torch.rand(9, device=device)
+    weights[2] = 0
+    labels = torch.tensor([3, -100, 1, 1, 0, 1, 2, 7, 9], device=device)
+    upstream = upstream * (torch.randn(9, device=device) if reduction == "none" else torch.ones((), device=device))
+    leaves = [x.requires_grad_(), w.requires_grad_()]
+    loss = LigerFusedLinearKLDivLoss(reduction, temperature=0.7)(*leaves, t, labels, weights)
+    found = (loss.detach(), *torch.autograd.grad(loss, leaves, upstream))
+    z, v = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    logp = (z @ v.t() / 0.7).log_softmax(-1)
+    exact = (t.double() * (t.double().log() - logp)).sum(-1) * weights.double() * (labels != -100)
+    if reduction != "none":
+        exact = exact.sum() / (8 if reduction == "batchmean" else 1)
+    expected = (exact.detach(), *torch.autograd.grad(exact, (z, v), upstream.double()))
+    assert loss.dtype == torch.float32 and found[1].dtype == dtype and (found[1][1:3] == 0).all()
+    # float16 itself cannot hold less than a multiple of its smallest number.
+    least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps * (dtype == torch.float16)
+    for a, b in zip(found, expected):
+        assert (a - b).norm() <= 4 * EPS[dtype] * b.norm() + least * b.numel() ** 0.5
+
+
 def test_kl_div_gradients_that_are_asked_for(device):
     torch.manual_seed(0)
     x, w, t = (torch.randn(s, device=device) for s in ((5, 8), (11, 8), (5, 11)))
@@ -69,7 +96,8 @@ def test_kl_div_gradients_that_are_asked_for(device):
 def test_kl_div_refusals():
     x, w, t = torch.randn(5, 8), torch.randn(11, 8), torch.rand(5, 11)
     for text, arguments in [
-        ("reduction must be", dict(reduction="none")),
+        ("reduction must be", dict(reduction="max")),
+        ("token_weight must be", dict(token_weight=torch.ones(4))),
         ("temperature must be positive", dict(temperature=0.0)),
         ("target must be", dict(target=t[:4])),
     ]:

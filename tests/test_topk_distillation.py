@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from liger_kernel.chunked_loss import LigerFusedLinearTopKDistillationLoss
-from liger_kernel.operators.topk_distillation import LEAST_TAIL, linear_topk_divergence, topk_divergence
+from liger_kernel.operators.topk_distillation import LEAST_TAIL, linear_topk_divergence, topk_divergence, topk_entropy
 from liger_kernel.ops.linear_log_prob import linear_log_prob
 
 N, H, V = 30, 16, 83
@@ -133,6 +133,19 @@ def test_all_classes_are_the_dense_loss(device, beta):
     logp, tail = linear_log_prob(hidden, weight, None, class_ids=ids, log_tail=True)[1:]
     assert (tail == -torch.inf).all()
     assert_exact(logp.gather(1, ids.argsort(1)), s)
+
+
+@pytest.mark.parametrize("tail", TAILS)
+def test_entropy_of_the_teacher(device, tail):
+    """Of its buckets, with a class that does not count and a row without classes."""
+    _, _, ids, teacher, _ = heads(device)
+    there = torch.rand(ids.shape, generator=torch.Generator().manual_seed(2)).to(device) > 0.2
+    teacher[3, 1], there[4] = -torch.inf, False
+    for row, found in enumerate(topk_entropy(teacher, there, tail)):
+        t = teacher[row][there[row] & (teacher[row] > -torch.inf)].double().exp()
+        t = t / t.sum() if tail == "renormalise" else t
+        t = torch.cat([t, 1 - t.sum(0, keepdim=True)]) if tail == "bucket" and len(t) else t
+        assert_exact(found, -(t * t.log()).sum())
 
 
 def test_one_class_is_cross_entropy(device):

@@ -13,17 +13,19 @@ namespace liger::nn {
 ///   teacher         [..., another width]
 ///   teacher_weight  [classes, that width]
 ///   labels          [...], where the hard loss or ignored tokens are wanted
+///   token_weight    [...], which multiplies each token's terms
 struct LinearDistillationImpl : torch::nn::Cloneable<LinearDistillationImpl> {
   explicit LinearDistillationImpl(DistillationOptions o = {}) : options(std::move(o)) {}
   void reset() override {}
 
   FORWARD_HAS_DEFAULT_ARGS({4, torch::nn::AnyValue(at::Tensor())}, {5, torch::nn::AnyValue(at::Tensor())},
-                           {6, torch::nn::AnyValue(at::Tensor())})
+                           {6, torch::nn::AnyValue(at::Tensor())}, {7, torch::nn::AnyValue(at::Tensor())})
   DistillationResult forward(const at::Tensor& student, const at::Tensor& student_weight, const at::Tensor& teacher,
                              const at::Tensor& teacher_weight, const at::Tensor& labels = {},
-                             const at::Tensor& student_bias = {}, const at::Tensor& teacher_bias = {}) {
+                             const at::Tensor& student_bias = {}, const at::Tensor& teacher_bias = {},
+                             const at::Tensor& token_weight = {}) {
     return linear_distillation(student, student_weight, teacher, teacher_weight, given(labels), options,
-                               given(student_bias), given(teacher_bias));
+                               given(student_bias), given(teacher_bias), given(token_weight));
   }
 
   void pretty_print(std::ostream& to) const override {

@@ -3,58 +3,13 @@
 #include <torch/nn/modules/common.h>
 #include <torch/nn/modules/container/any.h>
 #include <torch/nn/pimpl.h>
-#include <cmath>
 #include "liger/nn/module.h"
+#include "liger/ops/preference/distillation.h"
 
 namespace liger::nn {
 
-/// What becomes of the classes that a teacher did not send: one bucket of all, left out, or both distributions are
-/// normalised over the classes that it sent.
-enum class Tail { Bucket, Drop, Renormalise };
-
-/// The divergence [...] of log-probabilities student and teacher [..., K], float, over buckets j, with probabilities s
-/// of the student and t of the teacher:
-///   m = β t + (1 − β) s
-///   D = β Σ t ln(t / m) + (1 − β) Σ s ln(s / m)
-/// and, for β of 0 and of 1,
-///   D = Σ t ln(t / s)
-///   D = Σ s ln(s / t)
-/// there [..., K] says which classes count, if defined; those to which the teacher gives −inf do not. student_tail
-/// [...], the student's log-probability of all other classes, is for Tail::Bucket, where the teacher's mass outside is
-/// at least least_tail.
-inline at::Tensor topk_divergence(at::Tensor student, at::Tensor teacher, at::Tensor there, double beta, Tail tail,
-                                  const at::Tensor& student_tail = {}, double least_tail = 1e-7) {
-  TORCH_CHECK_VALUE(beta >= 0 && beta <= 1, "liger::nn: beta must be in [0, 1], got ", beta);
-  TORCH_CHECK_VALUE((tail == Tail::Bucket) == student_tail.defined(),
-                    "liger::nn: student_tail is for Tail::Bucket, and is needed there");
-  constexpr double kNone = -INFINITY;
-  teacher = teacher.to(student.scalar_type());
-  const at::Tensor known = teacher.gt(kNone);
-  there = there.defined() ? there.logical_and(known) : known;
-  const auto inside = [&](const at::Tensor& logp) { return logp.masked_fill(there.logical_not(), 0); };
-  const auto mass = [&](const at::Tensor& logp) { return logp.masked_fill(there.logical_not(), kNone).logsumexp(-1); };
-  student = inside(student), teacher = inside(teacher);
-  if (tail == Tail::Renormalise) {
-    const at::Tensor any = there.any(-1);
-    for (at::Tensor* logp : {&student, &teacher}) *logp = inside(*logp - at::where(any, mass(*logp), 0).unsqueeze(-1));
-  } else if (tail == Tail::Bucket) {
-    const at::Tensor has = student_tail.gt(kNone);  // the student may have no other class
-    const at::Tensor left = mass(teacher).clamp_max(std::log1p(-least_tail)).expm1().neg().log();
-    student = at::cat({student, student_tail.masked_fill(has.logical_not(), 0).unsqueeze(-1)}, -1);
-    teacher = at::cat({teacher, left.unsqueeze(-1)}, -1);
-    there = at::cat({there, has.unsqueeze(-1)}, -1);
-  }
-  at::Tensor terms;
-  if (beta == 0) {
-    terms = teacher.exp() * (teacher - student);
-  } else if (beta == 1) {
-    terms = student.exp() * (student - teacher);
-  } else {
-    const at::Tensor mixture = at::logaddexp(teacher + std::log(beta), student + std::log1p(-beta));
-    terms = beta * teacher.exp() * (teacher - mixture) + (1 - beta) * student.exp() * (student - mixture);
-  }
-  return inside(terms).sum(-1);
-}
+using liger::Tail;
+using liger::topk_divergence;
 
 struct TopKDistillationOptions {
   double beta = 0;
@@ -99,7 +54,7 @@ struct TopKDistillationImpl : torch::nn::Cloneable<TopKDistillationImpl> {
     const LogProbResult found = linear_log_prob(hidden, weight, ids, asked, given(bias));
     const at::Tensor there = class_ids.ge(0).logical_and(counts.unsqueeze(-1));
     TopKDistillationResult result;
-    result.divergence = topk_divergence(found.class_logp, teacher_logp, there, o.beta, o.tail, found.log_tail)
+    result.divergence = topk_divergence(found.class_logp, teacher_logp, there, o.beta, o.tail, given(found.log_tail))
                             .masked_fill(counts.logical_not(), 0);
     result.nll = labels.defined() ? -found.logp : at::zeros_like(found.logp);
     at::Tensor each = o.soft_weight * result.divergence;

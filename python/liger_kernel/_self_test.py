@@ -16,6 +16,7 @@ from liger_kernel.chunked_loss import (
 )
 from liger_kernel.operators.experts import fused_experts
 from liger_kernel.operators.head import class_logits, linear_log_prob
+from liger_kernel.operators.topk_distillation import topk_divergence
 from liger_kernel.ops import LigerEmbeddingFunction
 from liger_kernel.transformers import functional as liger
 
@@ -273,6 +274,12 @@ CHECKS = (
         (*_HEAD, *_HEAD),
     ),
     Check("cosine_distance", ops.cosine_distance, _distance, ((6, 40), (6, 40))),
+    Check(
+        "topk_divergence",
+        lambda x, t: topk_divergence(x.log_softmax(-1), t.log_softmax(-1).detach(), beta=0.5, tail="drop").mean(),
+        lambda x, t: _jsd(x.log_softmax(-1), t.log_softmax(-1).detach()),
+        ((6, 40), (6, 40)),
+    ),
     Check(
         "dpo_loss",
         lambda x, w, y: LigerFusedLinearDPOLoss(beta=0.1, use_ref_model=False, **_PLAIN)(w, x, y)[0],

@@ -8,17 +8,12 @@ import torch
 from transformers.utils import is_triton_available
 
 from liger_kernel._library import ops
-from liger_kernel.operators.common import (
-    IGNORE_INDEX,
-    autocast_dtype,
-    first_derivative_only,
-    unscaled_gradient,
-    wanted_gradients,
-)
+from liger_kernel.operators.common import IGNORE_INDEX, autocast_dtype, first_derivative_only, wanted_gradients
 from liger_kernel.operators.coverage import kernels_cover
-from liger_kernel.operators.distillation import JENSEN_SHANNON, forward_with_gradients
+from liger_kernel.operators.distillation import LinearTokenDistillation, TokenOptions
 from liger_kernel.operators.head import OUTPUTS as ALL_OUTPUTS
 from liger_kernel.operators.head import RESULTS, linear_log_prob
+from liger_kernel.operators.lazy_logits import LazyLogits, with_lazy_heads
 from liger_kernel.operators.topk_distillation import topk_divergence, topk_entropy
 from liger_kernel.transformers.patching.report import Report
 
@@ -77,54 +72,6 @@ class _LinearLogProb(torch.autograd.Function):
                 **ctx.options,
             )
         return *(t if w else None for t, w in zip(found, wanted)), *(None,) * 6
-
-
-class _Divergence(torch.autograd.Function):
-    """(divergence, student's entropy), float [tokens], whose backward makes the logits of both heads again."""
-
-    @staticmethod
-    def forward(ctx, options, max_bytes, *tensors):
-        ctx.save_for_backward(*tensors)
-        ctx.options, ctx.max_bytes, ctx.autocast = options, max_bytes, autocast_dtype(tensors[0])
-        ctx.set_materialize_grads(False)
-        _, divergence, _, entropy, *_ = _two_heads(tensors, None, options, max_bytes, ctx.autocast)
-        ctx.mark_non_differentiable(entropy)
-        return divergence, entropy
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx, upstream, _):
-        if upstream is None:
-            return (None,) * 8
-        *_, gradients, grad_scale = _two_heads(
-            ctx.saved_tensors, upstream, ctx.options, ctx.max_bytes, ctx.autocast, ctx.needs_input_grad[2:5]
-        )
-        return None, None, *(None if g is None else unscaled_gradient(g, grad_scale) for g in gradients), *(None,) * 3
-
-
-def _two_heads(tensors, soft, options, max_bytes, dtype, wanted=(False,) * 3):
-    from trl.trainer.utils import maybe_gather_lm_head_ctx
-
-    student, teacher = tensors[:3], tensors[3:]
-    beta, temperature, *maps = options
-    with maybe_gather_lm_head_ctx(*student[1:]), maybe_gather_lm_head_ctx(*teacher[1:]):
-        # Float logits, as TRL has them.
-        return forward_with_gradients(
-            student,
-            teacher,
-            None,
-            soft,
-            None,
-            JENSEN_SHANNON,
-            beta,
-            temperature,
-            max_bytes=max_bytes,
-            wanted=wanted,
-            maps=[float(m or 0) for m in maps],
-            entropy=True,
-            float_logits=True,
-            dtype=dtype,
-        )
 
 
 def _covered(*tensors):
@@ -204,17 +151,28 @@ def _divergence_function(original, max_bytes):
             )
             if not sensible or not _covered(*tensors) or _is_faster(student_hidden, beta):
                 return original.apply(*tensors, *options)
-            return _Divergence.apply(options, max_bytes, *tensors)
+            from trl.trainer.utils import maybe_gather_lm_head_ctx
+
+            maps = tuple(float(m or 0) for m in options[2:])
+            token_options = TokenOptions(
+                beta=float(beta), temperature=float(temperature), maps=maps, max_bytes=max_bytes, entropy=True,
+                float_logits=True, around=maybe_gather_lm_head_ctx,
+            )  # fmt: skip
+            loss, _, _, entropy = LinearTokenDistillation.apply(token_options, None, *tensors)
+            return loss, entropy
 
     return ChunkedDivergenceFunction
 
 
 def _fused_logprob_entropy(original, max_bytes):
     def selective_log_softmax_and_entropy(logits, index, temperature=1.0, row_mask=None):
-        if not _covered(logits):
+        lazy = isinstance(logits, LazyLogits)
+        if not lazy and not _covered(logits):
             return original(logits, index, temperature, row_mask)
         if row_mask is not None:
             index = index.masked_fill(row_mask == 0, IGNORE_INDEX)
+        if lazy:
+            return (logits / float(temperature)).log_prob(index, outputs=("entropy",))
         return ops.selective_log_softmax(logits, index, float(temperature), IGNORE_INDEX)
 
     return selective_log_softmax_and_entropy
@@ -256,7 +214,7 @@ def _chunked_jsd_loss(original, max_bytes):
 
 def _supports(original, max_bytes):
     def supports(logits, index=None, row_mask=None):
-        if not _covered(logits):
+        if not isinstance(logits, LazyLogits) and not _covered(logits):
             return is_triton_available() and original(logits, index, row_mask)
         alike = all(
             t is None or (t.shape == logits.shape[:-1] and t.device == logits.device and not t.is_floating_point())
@@ -271,12 +229,19 @@ def _available(original, max_bytes):
     return lambda: True  # TRL asks this first, and then what `_supports` answers
 
 
+def _compute_loss(original, max_bytes):
+    """Of a trainer that distils from logits: those of student and teacher at a few classes, and sums over a row."""
+    from trl.models.utils import _ForwardRedirection
+
+    return with_lazy_heads(original, max_bytes, _ForwardRedirection())
+
+
 def _compacts(original, max_bytes):
     return lambda device: device.type in ("cpu", "cuda") or original(device)
 
 
-#: (module, attribute, what makes its replacement of the original, by what, whether TRL has it only where Triton is
-#: installed)
+#: (module or module:class, attribute, what makes its replacement of the original, by what, whether TRL has it only
+#: where Triton is installed)
 _PARTS = (
     ("trl.trainer.utils", "_ChunkedLogProbFunction", _log_prob_function, "linear_log_prob", False),
     ("trl.trainer.distillation_trainer", "ChunkedDivergenceFunction", _divergence_function, "divergence", False),
@@ -292,6 +257,12 @@ _PARTS = (
     ("trl.trainer.utils", "_supports_trl_loss_kernel", _supports, "CPU and CUDA", False),
     ("trl.trainer.utils", "_fused_logprob_entropy", _fused_logprob_entropy, "selective_log_softmax", True),
     ("trl.trainer.utils", "is_triton_available", _available, "always", False),
+    *(
+        (f"trl.experimental.{name}.{name}_trainer:{trainer}Trainer", "compute_loss", _compute_loss, "LazyLogits", False)
+        for name, trainer in dict(
+            server_distillation="ServerDistillation", sdft="SDFT", sdpo="SDPO", iw_opd="IWOPD"
+        ).items()
+    ),
 )
 
 
@@ -302,17 +273,20 @@ def _replacement(make, original, max_bytes):
     return new
 
 
-def _module(name):
-    """A module of TRL; None where it has none, or lacks what that one imports."""
+def _owner(name):
+    """A module of TRL, or a class in it; None where it has none, or lacks what that one imports."""
+    name, _, of_class = name.partition(":")
     try:
-        return importlib.import_module(name)
+        module = importlib.import_module(name)
     except ImportError:
         return None
+    return getattr(module, of_class, None) if of_class else module
 
 
 def patch(max_bytes: int = 0) -> Report:
     """Run the fused head, the divergence and the log-probabilities of TRL's trainers on linear_log_prob, divergence and
-    selective_log_softmax, on CPU and CUDA; also the loss of the asynchronous distillation trainer.
+    selective_log_softmax, on CPU and CUDA; also the loss of the asynchronous distillation trainer, and, without logits,
+    those of the trainers that distil from a few classes per token (server distillation, SDFT, SDPO, IW-OPD).
 
     Attributes of TRL's modules are replaced; trainers, models and configurations stay as they are, also those that
     exist already. Logits of up to max_bytes (0: 4 GiB on a GPU, 256 MiB on a CPU) wait for backward, others are made
@@ -326,11 +300,11 @@ def patch(max_bytes: int = 0) -> Report:
         raise ImportError("liger_kernel.trl.patch() needs TRL: pip install trl>=1.16") from error
     report = Report(f"trl {trl.__version__}")
     for name, attribute, make, by, with_triton in _PARTS:
-        module = _module(name)
-        original = getattr(module, attribute, None)
+        owner = _owner(name)
+        original = getattr(owner, attribute, None)
         if original is None and not with_triton:
             report.skip(name, attribute, "the installed TRL has none")
             continue
         original = getattr(original, "liger_original", original)
-        report.rebind(module, attribute, _replacement(make, original, max_bytes), name, attribute, by)
+        report.rebind(owner, attribute, _replacement(make, original, max_bytes), name, attribute, by)
     return report

@@ -1,5 +1,6 @@
 """VeOmni's distillation from the most probable classes of a teacher, on linear_log_prob."""
 
+import functools
 import importlib
 
 from torch.nn.functional import pad
@@ -36,7 +37,6 @@ def _replacement(original, max_bytes):
         results = -nll, entropy, divergence, masses["student"], masses["teacher"]
         return tuple(pad(t, (0, 1)) for t in results) if shifts else results
 
-    chunk_topk_distill_function.liger_original = original
     return chunk_topk_distill_function
 
 
@@ -52,10 +52,9 @@ def patch(max_bytes: int = 0) -> Report:
     except ImportError as error:
         raise ImportError("liger_kernel.veomni.patch() needs VeOmni: pip install veomni>=0.1.12") from error
     report = Report("veomni")
-    original = getattr(module, _NAME, None)
-    if original is None:
+    if not hasattr(module, _NAME):
         report.skip(_HOME, _NAME, "the installed VeOmni has none")
         return report
-    original = getattr(original, "liger_original", original)
-    report.rebind(module, _NAME, _replacement(original, max_bytes), _HOME, _NAME, "linear_log_prob")
+    make = functools.partial(_replacement, max_bytes=max_bytes)
+    report.wrap(module, _NAME, make, _HOME, _NAME, "linear_log_prob")
     return report

@@ -19,8 +19,8 @@ class Case:
 
     op and reference take the same inputs and options; reference computes in the dtype that it is given, as eager torch
     would, so that float64 inputs give the exact result. make(shape, options) gives float inputs on the CPU: floating
-    ones that are `differentiable` (by position) get gradients. keep names positions that stay in float when the others
-    are in a lower precision.
+    ones that are `differentiable` (by position) get gradients, but for those that the option `frozen` names. keep names
+    positions that stay in float when the others are in a lower precision.
     """
 
     name: str
@@ -63,7 +63,8 @@ class Case:
             return t.to(device, torch.float32 if i in self.keep and dtype != torch.float64 else dtype)
 
         tensors = [cast(i, t) for i, t in enumerate(self.make(shape, options))]
-        return [t.requires_grad_() if t is not None and i in self.differentiable else t for i, t in enumerate(tensors)]
+        wanted = set(self.differentiable) - set(options.get("frozen", ()))
+        return [t.requires_grad_() if t is not None and i in wanted else t for i, t in enumerate(tensors)]
 
 
 def as_tuple(result):

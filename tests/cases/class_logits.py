@@ -43,7 +43,7 @@ CASES = [
         many_rows=(70000, 4, 8),
         shapes=[(1, 3, 2), (33, 16, 101), (40, 100, 30), (5, 2056, 9)],
         options=[{}, dict(with_bias=True, k=33, absent=0.5), dict(rank=3, k=1, absent=0.0), dict(absent=1.1)],
-        bench=[((8192, 4096, 151936), dict(k=64, absent=0.0))],
+        bench=[((8192, 4096, 151936), dict(k=k, absent=0.0)) for k in (64, 8, 128)],
         bench_cpu=[((2048, 256, 32768), dict(k=64, absent=0.0))],
         errors=[
             (

@@ -15,6 +15,9 @@ def make(shape, options):
         torch.randn(shape[2], 2 * shape[1]) * shape[1] ** -0.5,
         None if bias is None else torch.randn(shape[2]),
     )
+    token_weight = torch.rand(shape[0]) if options.get("weighted") else None
+    if token_weight is not None:
+        token_weight[::3] = 0
     return (
         hidden,
         weight,
@@ -23,6 +26,7 @@ def make(shape, options):
         teacher_weight,
         teacher_bias,
         None if options.get("unlabelled") and not options.get("hard_weight") else labels,
+        token_weight,
     )
 
 
@@ -37,14 +41,17 @@ NAMES = (
     "teacher_scale",
     "teacher_softcap",
     "max_bytes",
+    "num_items",
+    "reduction",
 )
 
 
-def op(hidden, weight, bias, teacher, teacher_weight, teacher_bias, labels, **options):
+def op(hidden, weight, bias, teacher, teacher_weight, teacher_bias, labels, token_weight, **options):
     known = {name: value for name, value in options.items() if name in NAMES}
     return linear_distillation(
-        hidden, weight, teacher, teacher_weight, labels, student_bias=bias, teacher_bias=teacher_bias, **known
-    )
+        hidden, weight, teacher, teacher_weight, labels, student_bias=bias, teacher_bias=teacher_bias,
+        token_weight=token_weight, **known,
+    )  # fmt: skip
 
 
 def divergence(kind, z, t, beta):
@@ -73,6 +80,7 @@ def reference(
     teacher_weight,
     teacher_bias,
     labels,
+    token_weight,
     kind="jsd",
     beta=0.5,
     temperature=1.0,
@@ -82,6 +90,8 @@ def reference(
     student_softcap=None,
     teacher_scale=1.0,
     teacher_softcap=None,
+    num_items=None,
+    reduction="mean",
     **_,
 ):
     def logits(x, w, b, scale, softcap):
@@ -94,18 +104,18 @@ def reference(
         logits(teacher, teacher_weight, teacher_bias, teacher_scale, teacher_softcap).detach(),
     )
     valid = torch.ones(len(z), dtype=torch.bool, device=z.device) if labels is None else labels != IGNORE
-    count = valid.sum().clamp(min=1)
-    soft = torch.where(valid, divergence(kind, z / temperature, t / temperature, beta), 0).sum() / count
-    hard = (
-        soft.detach() * 0
-        if labels is None
-        else F.cross_entropy(z, labels, ignore_index=IGNORE, reduction="sum") / count
-    )
+    soft = torch.where(valid, divergence(kind, z / temperature, t / temperature, beta), 0)
+    hard = soft.detach() * 0 if labels is None else F.cross_entropy(z, labels, ignore_index=IGNORE, reduction="none")
+    if token_weight is not None:
+        soft, hard = token_weight * soft, token_weight * hard
+    if reduction != "none":
+        count = 1 if reduction == "sum" else num_items or valid.sum().clamp(min=1)
+        soft, hard = soft.sum() / count, hard.sum() / count
     return soft_weight * soft + hard_weight * hard, soft.detach(), hard.detach()
 
 
 def schema(inputs, options):
-    hidden, weight, bias, teacher, teacher_weight, teacher_bias, labels = inputs
+    hidden, weight, bias, teacher, teacher_weight, teacher_bias, labels, _ = inputs
     each = torch.full((len(hidden),), 0.1, device=hidden.device)
     return ops.linear_distillation, (
         hidden,
@@ -184,6 +194,11 @@ CASES = [
             ),
             dict(kind="cosine", student_softcap=5.0, temperature=2.0),
             dict(kind="tvd", student_scale=0.5, hard_weight=0.5),
+            dict(kind="forward_kl", weighted=True, num_items=50.0, unlabelled=True),
+            dict(kind="forward_kl", reduction="none", unlabelled=True, with_bias=True),
+            dict(reduction="none", weighted=True, hard_weight=0.5, max_bytes=4000, temperature=0.7, with_bias=True),
+            dict(kind="reverse_kl", reduction="none", ignored=1.1, soft_weight=0.0, hard_weight=1.0),
+            dict(kind="tvd", reduction="sum", weighted=True, hard_weight=0.5),
         ],
         bench=[
             ((8192, 2048, V), dict(unlabelled=True)),
@@ -229,6 +244,11 @@ CASES = [
                 lambda d: linear_distillation(*(torch.randn(2, 4, device=d) for _ in range(4)), hard_weight=1.0),
                 ValueError,
                 "hard_weight needs labels",
+            ),
+            (
+                lambda d: linear_distillation(*(torch.randn(2, 4, device=d) for _ in range(4)), reduction="max"),
+                ValueError,
+                "reduction must be",
             ),
         ],
     )

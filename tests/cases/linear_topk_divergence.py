@@ -111,14 +111,23 @@ CASES = [
             dict(softcap=5.0, max_bytes=40000, ignored=1.1),
             dict(tail="renormalise", only_classes=True, absent=0.3, softcap=5.0, with_bias=True),
             dict(tail="renormalise", only_classes=True, beta=0.5, temperature=2.0, k=40),
+            dict(frozen=[1], tail="drop"),
         ],
         bench=[
             ((8192, 4096, 151936), WHOLE),
             ((8192, 4096, 151936), dict(WHOLE, max_bytes=1 << 28)),
-            ((8192, 4096, 151936), dict(WHOLE, tail="renormalise", only_classes=True)),
+            ((8192, 4096, 151936), dict(WHOLE, k=8)),
+            ((8192, 4096, 151936), dict(WHOLE, k=128)),
+            ((8192, 4096, 151936), dict(WHOLE, frozen=[1])),
+            *(((8192, 4096, 151936), dict(WHOLE, tail="drop", k=k)) for k in (8, 64, 128)),
+            ((8192, 4096, 151936), dict(WHOLE, tail="drop", max_bytes=1 << 28)),
+            *(((8192, 4096, 151936), dict(WHOLE, tail="renormalise", only_classes=True, k=k)) for k in (8, 64, 128)),
             ((8192, 2048, V), dict(WHOLE, k=8)),
         ],
         bench_cpu=[((2048, 256, 32768), dict(ignored=0.0, k=64))],
-        flops=lambda shape, options: (2 * shape[0] * shape[1] * shape[2], 4 * shape[0] * shape[1] * shape[2]),
+        flops=lambda shape, options: (
+            2 * shape[0] * shape[1] * shape[2],
+            (2 if options.get("frozen") else 4) * shape[0] * shape[1] * shape[2],
+        ),
     )
 ]

@@ -30,7 +30,7 @@ TEST(Distillation, EveryKind) {
   const Tensor teacher = torch::randn({2, 6, 7}), teacher_weight = torch::randn({9, 7}),
                labels = torch::randint(9, {2, 6});
   labels[0][1] = labels[1][5] = -100;
-  const Tensor kept = labels.ne(-100);
+  const Tensor kept = labels.ne(-100), of_token = torch::rand({2, 6});
   for (const auto kind : {Distillation::ForwardKL, Distillation::ReverseKL, Distillation::JensenShannon,
                           Distillation::TotalVariation, Distillation::Cosine}) {
     liger::nn::LinearDistillation loss(liger::DistillationOptions{.kind = kind,
@@ -39,15 +39,15 @@ TEST(Distillation, EveryKind) {
                                                                   .soft_weight = 0.7,
                                                                   .hard_weight = 0.4,
                                                                   .student = {.softcap = 4}});
-    const auto result = loss(student, weight, teacher, teacher_weight, labels, bias);
+    const auto result = loss(student, weight, teacher, teacher_weight, labels, bias, Tensor(), of_token);
     const auto ours = torch::autograd::grad({result.loss}, {student, weight, bias});
     std::vector<Tensor> d;
     for (const Tensor& t : {student, weight, bias}) d.push_back(t.detach().to(torch::kDouble).requires_grad_());
     const Tensor z = 4 * torch::tanh(torch::linear(d[0], d[1], d[2]) / 4),
                  t = torch::linear(teacher.to(torch::kDouble), teacher_weight.to(torch::kDouble));
-    const Tensor soft = (divergence(kind, z / 1.5, t / 1.5, 0.3) * kept).sum() / kept.sum();
-    const Tensor hard =
-        -(z.log_softmax(-1).gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1) * kept).sum() / kept.sum();
+    const Tensor share = of_token * kept / kept.sum();
+    const Tensor soft = (divergence(kind, z / 1.5, t / 1.5, 0.3) * share).sum();
+    const Tensor hard = -(z.log_softmax(-1).gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1) * share).sum();
     const Tensor expected = 0.7 * soft + 0.4 * hard;
     EXPECT_NEAR(result.loss.item<double>(), expected.item<double>(), 1e-5);
     EXPECT_NEAR(result.soft.item<double>(), soft.item<double>(), 1e-5);

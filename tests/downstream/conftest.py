@@ -153,3 +153,27 @@ def unequal(completions):
 def json_lines(file, rows):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The arguments of each operator's calls through the patch."""
+    import liger_kernel.trl
+    from liger_kernel.operators import distillation
+
+    found = {}
+
+    class Counted:
+        def __init__(self, ops):
+            self.ops = ops
+
+        def __getattr__(self, name):
+            def run(*args, **options):
+                found.setdefault(name, []).append(args)
+                return getattr(self.ops, name)(*args, **options)
+
+            return run
+
+    for module in (liger_kernel.trl, distillation):
+        monkeypatch.setattr(module, "ops", Counted(module.ops))
+    return found

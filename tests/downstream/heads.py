@@ -1,11 +1,15 @@
 """Inputs of TRL's functions of a head, and what its own and ours give."""
 
+import contextlib
+
 import liger_kernel.trl
 import torch
+import trl.trainer.utils as trl_utils
 from liger_kernel.trl import OUTPUTS
 from trl.kernels import chunked_logprob
 
 ALL = tuple(OUTPUTS)
+TWO_HEADS = "linear_distillation_forward"  # in both passes
 FLOAT = 2e-5  # sums of some hundred terms in another order
 
 
@@ -70,3 +74,26 @@ def assert_no_worse(tensors, targets, options, ours, theirs, factor=1.1):
             assert got.dtype == other.dtype
             error, allowed = ((t.double() - want).square().mean().sqrt() for t in (got, other))
             assert error <= factor * allowed + FLOAT * want.abs().max(), place
+
+
+def counts(calls):
+    return {name: len(each) for name, each in calls.items()}
+
+
+def taken_away(monkeypatch, *parameters):
+    """From the first time on that TRL's context is left, these are empty outside of it, as under ZeRO-3: that context,
+    and what it was entered with."""
+    whole = {id(p): p.detach().clone() for p in parameters}
+    entered = []
+
+    @contextlib.contextmanager
+    def gather(*wanted):
+        entered.append(wanted)
+        for p in wanted:
+            p.data = whole[id(p)]
+        yield
+        for p in wanted:
+            p.data = torch.empty(0)
+
+    monkeypatch.setattr(trl_utils, "maybe_gather_lm_head_ctx", gather)
+    return gather, entered

@@ -38,7 +38,8 @@ class Tool:
 
 TOOLS = {
     "trl-1.16": Tool(
-        ("downstream/test_trl.py", "downstream/test_trainers.py"), ("trl", "transformers", "peft", "accelerate")
+        tuple(f"downstream/test_{name}.py" for name in ("trl", "trl_divergence", "trl_distillation", "trainers")),
+        ("trl", "transformers", "peft", "accelerate"),
     ),
     "trl-1.12": Tool(("downstream/test_classes.py",), ("trl", "transformers")),
     "use-kernels": Tool(("downstream/test_trainers.py",), ("trl", "transformers", "kernels")),

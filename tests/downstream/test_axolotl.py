@@ -7,6 +7,7 @@ os.environ |= {"AXOLOTL_DO_NOT_TRACK": "1"}
 import axolotl.common.datasets  # noqa: F401 it imports late, and a child process should not
 import axolotl.train  # noqa: F401
 import pytest
+import torch
 import yaml
 from axolotl.cli.train import do_cli
 from conftest import json_lines, unequal, words
@@ -138,3 +139,35 @@ def test_in_4_bits(home, initial_in_4_bits, tmp_path, record_property, monkeypat
     off, on = (train("SFT", home, "QLoRA", liger, tmp_path / f"out-{liger}") for liger in (False, True))
     record_property("setup", "SFT, QLoRA")
     record_property("result", assert_same(off, on, initial_in_4_bits, (*LAYERS["LoRA"], KINDS["SFT"][2])))
+
+
+@pytest.mark.parametrize("normalise", (True, False))
+@pytest.mark.parametrize("beta", (0.0, 0.5, 1.0))
+def test_distillation_from_the_most_probable_classes(normalise, beta):
+    """Its loss on this package's base class, against the call that docs/losses.md names: value and gradients."""
+    from axolotl.integrations.kd.kernels.liger import LigerFusedLinearKLTopKLogprobLoss
+    from liger_kernel.chunked_loss import LigerFusedLinearTopKDistillationLoss
+
+    g = torch.Generator().manual_seed(5)
+    hidden, weight = torch.randn(1, 12, 16, generator=g), torch.randn(50, 16, generator=g) / 2
+    logp, ids = torch.randn(1, 12, 50, generator=g).log_softmax(-1).topk(6, -1)
+    logp = logp.log_softmax(-1) if normalise else logp
+    labels, mask = torch.randint(0, 50, (1, 12), generator=g), torch.ones(1, 12, 6)
+    labels[:, :3], mask[:, :3] = -100, 0
+    weights = dict(weight_hard_loss=0.3, weight_soft_loss=0.8, beta=beta)
+    theirs = LigerFusedLinearKLTopKLogprobLoss(**weights, compiled=False, normalize_topk=normalise)
+    ours = LigerFusedLinearTopKDistillationLoss(**weights, tail="renormalise" if normalise else "drop", reduction="sum")
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)  # as its loss does
+    mask[:, [2, -1]] = 0  # the tokens that predict nothing else
+    kept = mask.bool()
+    results = []
+    for own in (False, True):
+        leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
+        if own:
+            masked = ids.masked_fill(~kept, -1)
+            loss = ours(leaves[1], leaves[0], masked, logp, shifted)[0]
+        else:
+            loss = theirs(leaves[1], leaves[0], ids, logp, mask, labels)
+        results.append((loss, *torch.autograd.grad(loss, leaves)))
+    for found, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-5 * max(1, expected.abs().max().item()))

@@ -119,3 +119,21 @@ def test_kto_with_a_plugin(tuner, home, initial, reader, tmp_path, record_proper
     reader.assert_holds(folder / "checkpoint-3", on, home if tuner == "LoRA" else None)
     record_property("setup", f"KTO, {tuner}, patched by a plugin")
     record_property("result", said)
+
+
+@pytest.mark.parametrize("tuner", TUNERS)
+@pytest.mark.parametrize("beta", ("0", "0.5"))
+def test_gkd_from_the_most_probable_classes(beta, tuner, home, teacher, initial, reader, tmp_path, record_property):
+    """`--gkd_logits_topk`, which ms-swift refuses beside its switch, with a plugin."""
+    plugin = tmp_path / "patch_gkd.py"
+    plugin.write_text(snippet("ms-swift", "python", 1))
+    options, folder = ("--gkd_logits_topk", "5", "--beta", beta), tmp_path / "out"
+    off = train("gkd", home, tuner, False, folder, *options)
+    patched = (*options, "--external_plugins", str(plugin))
+    on = watched(lambda run: rlhf_main(command("gkd", home, folder, tuner, *patched)), True)
+    assert not on.replaced and off.error is None and on.error is None, (off.error, on.error)
+    on.replaced = ["GKDTrainer.compute_loss"]  # whose report is not that of a model
+    said = assert_same(off, on, initial, ("class_logits",))
+    reader.assert_holds(folder / "checkpoint-3", on, home if tuner == "LoRA" else None)
+    record_property("setup", f"GKD of 5 classes, beta {beta}, {tuner}, patched by a plugin")
+    record_property("result", said)

@@ -8,8 +8,7 @@ import liger_kernel.trl
 import pytest
 import torch
 import trl.trainer.utils as trl_utils
-from heads import ALL, FLOAT, assert_alike, assert_no_worse, both, inputs
-from liger_kernel.operators import distillation
+from heads import ALL, FLOAT, TWO_HEADS, assert_alike, assert_no_worse, both, counts, inputs, taken_away
 from trainers import assert_same_steps, train
 from trl.kernels import chunked_divergence, chunked_logprob
 
@@ -20,32 +19,6 @@ NAMES = (
     "_fused_logprob_entropy",
     "is_triton_available",
 )
-TWO_HEADS = "linear_distillation_forward"  # in both passes
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """The arguments of each operator's calls through the patch."""
-    found = {}
-
-    class Counted:
-        def __init__(self, ops):
-            self.ops = ops
-
-        def __getattr__(self, name):
-            def run(*args, **options):
-                found.setdefault(name, []).append(args)
-                return getattr(self.ops, name)(*args, **options)
-
-            return run
-
-    for module in (liger_kernel.trl, distillation):
-        monkeypatch.setattr(module, "ops", Counted(module.ops))
-    return found
-
-
-def counts(calls):
-    return {name: len(each) for name, each in calls.items()}
 
 
 @pytest.fixture
@@ -227,25 +200,6 @@ def test_backward_twice_and_second_derivatives():
         gradient.sum().backward()
 
 
-def taken_away(monkeypatch, *parameters):
-    """From the first time on that TRL's context is left, these are empty outside of it, as under ZeRO-3: that context,
-    and what it was entered with."""
-    whole = {id(p): p.detach().clone() for p in parameters}
-    entered = []
-
-    @contextlib.contextmanager
-    def gather(*wanted):
-        entered.append(wanted)
-        for p in wanted:
-            p.data = whole[id(p)]
-        yield
-        for p in wanted:
-            p.data = torch.empty(0)
-
-    monkeypatch.setattr(trl_utils, "maybe_gather_lm_head_ctx", gather)
-    return gather, entered
-
-
 @pytest.mark.parametrize("max_bytes", (0, 1000))
 def test_backward_gathers_a_weight_that_was_taken_away(monkeypatch, max_bytes):
     """As under ZeRO-3, where it is empty between the two passes."""
@@ -295,99 +249,6 @@ def test_selective_log_softmax_where_ours_does_not_apply(patched, calls):
     with pytest.raises(ValueError, match="temperature"):
         trl_utils.selective_log_softmax(logits, index[..., 0], 0.0)
     assert not calls
-
-
-def heads(tokens, dtype=torch.float32, bias=True):
-    """A student and a teacher of different widths."""
-    student, teacher = (
-        inputs(tokens, dtype=dtype, bias=bias)[0],
-        inputs(tokens + 1, width=17, dtype=dtype, bias=bias)[0],
-    )
-    return [*student, *(t if t is None else t.detach() for t in (teacher[0][:tokens], *teacher[1:]))]
-
-
-def both_divergences(tensors, options, backward=True, autocast=None):
-    outcome, original = [], chunked_divergence.ChunkedDivergenceFunction
-    for function in (original, liger_kernel.trl._divergence_function(original, 0)):
-        leaves = [t if t is None else t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
-        with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
-            found = function.apply(*leaves, *options)
-        if backward:
-            (found[0] * torch.randn(len(tensors[0]), generator=torch.Generator().manual_seed(1))).sum().backward()
-        outcome.append((found, [None if t is None else t.grad for t in leaves]))
-    return outcome
-
-
-@pytest.mark.parametrize("bias", (True, False))
-@pytest.mark.parametrize(
-    "options",
-    (
-        (0.0,),
-        (1.0, 0.7),
-        (0.5, 1.3),
-        (0.2, 0.7, 1.6, 3.0, 0.4, None),
-        (0.0, 1.0, 1.0, None, 2.0, 5.0),
-        (1.0, 0.7, 0.8, 3.0),
-    ),
-)
-def test_divergence_function(calls, options, bias):
-    (expected, gradients), (found, own) = both_divergences(heads(1100, bias=bias), options)
-    assert_alike(expected, found, FLOAT)
-    assert_alike(gradients, own, FLOAT)
-    assert (
-        own[1].abs().max() > 0.1 and own[3:] == [None] * 3 and not found[1].requires_grad and len(calls[TWO_HEADS]) == 2
-    )
-
-
-@pytest.mark.parametrize(
-    "dtype, autocast", ((torch.bfloat16, None), (torch.float16, None), (torch.float32, torch.bfloat16))
-)
-@pytest.mark.parametrize("beta", (0.0, 0.5, 1.0))
-def test_divergence_in_16_bits(calls, dtype, autocast, beta):
-    tensors, options = heads(700, dtype), (beta, 0.7, 1.0, 5.0)
-    theirs, ours = both_divergences(tensors, options, autocast=autocast)
-    assert len(calls[TWO_HEADS]) == 2
-    truth = both_divergences([t.detach().double().requires_grad_(t.requires_grad) for t in tensors], options)[0]
-    for want, other, got in zip(*((*found, *gradients[:3]) for found, gradients in (truth, theirs, ours))):
-        assert got.dtype == other.dtype
-        error, allowed = ((t.double() - want).square().mean().sqrt() for t in (got, other))
-        assert error <= 1.1 * allowed + FLOAT * want.abs().max()
-
-
-@pytest.mark.parametrize("frozen", ((0,), (1,), (1, 2)))
-def test_divergence_of_frozen_inputs(frozen):
-    tensors = heads(9)
-    for place in frozen:
-        tensors[place].requires_grad_(False)
-    (_, gradients), (_, own) = both_divergences(tensors, (0.5,))
-    assert_alike(gradients, own, FLOAT)
-
-
-def test_divergence_has_no_second_derivative():
-    tensors = heads(9)
-    loss = liger_kernel.trl._divergence_function(None, 0).apply(*tensors, 0.5)[0].square().sum()
-    (gradient,) = torch.autograd.grad(loss, tensors[:1], create_graph=True)
-    with pytest.raises(RuntimeError, match="second derivative"):
-        gradient.sum().backward()
-
-
-def test_divergence_of_no_tokens_and_of_what_has_no_kernel(calls):
-    (expected, gradients), (found, own) = both_divergences(heads(0), (0.5,))
-    assert_alike((*expected, *gradients), (*found, *own), 0)
-    calls.clear()
-    for dtype, options in ((torch.float64, (0.5,)), (torch.float32, (0.5, 1.0, 1.0, 0.0))):
-        (expected, gradients), (found, own) = both_divergences(heads(5, dtype), options)
-        assert_alike((*expected, *gradients), (*found, *own), 0)
-    assert not calls
-
-
-def test_divergence_gathers_the_weights_that_were_taken_away(monkeypatch):
-    function, tensors = liger_kernel.trl._divergence_function(chunked_divergence.ChunkedDivergenceFunction, 0), heads(9)
-    expected = torch.autograd.grad(function.apply(*tensors, 0.5)[0].sum(), tensors[:3])
-    taken_away(monkeypatch, *(t for i, t in enumerate(tensors) if i % 3))
-    divergence, _ = function.apply(*tensors, 0.5)
-    assert not tensors[1].numel()
-    torch.testing.assert_close(torch.autograd.grad(divergence.sum(), tensors[:3]), expected)
 
 
 @pytest.mark.parametrize(
@@ -462,54 +323,3 @@ def test_benchmarks_time_the_same_loss(name, monkeypatch):
     assert found[0][2].abs().max() > 1e-4
     for module in [module for module in sys.modules if module.split(".")[0] == "trl"]:
         del sys.modules[module]
-
-
-def candidates(teachers=1, rows=21, classes=40, k=8):
-    """A head with a few of a teacher's classes per token, some of which are absent."""
-    g = torch.Generator().manual_seed(6)
-    hidden, weight = torch.randn(rows, 12, generator=g), torch.randn(classes, 12, generator=g)
-    logp = (torch.randn(rows, classes, generator=g) * 2).log_softmax(-1)
-    ids = logp.topk(k, -1).indices
-    mask = torch.rand(rows, k, generator=g) > 0.2
-    teacher = torch.randint(0, teachers, (rows,), generator=g) if teachers > 1 else None
-    return (
-        hidden,
-        weight,
-        torch.randn(classes, generator=g),
-        ids.masked_fill(~mask, -1),
-        logp.gather(1, ids),
-        mask,
-        teacher,
-    )
-
-
-@pytest.mark.parametrize("add_tail", (True, False))
-@pytest.mark.parametrize("beta", (0.0, 0.3, 1.0))
-@pytest.mark.parametrize("options", ((1.0, None, 1.0, 1), (2.0, 5.0, 0.7, 3)), ids=str)
-def test_asynchronous_distillation(patched, monkeypatch, add_tail, beta, options):
-    """All five sums of TRL's function, and the gradients of the first."""
-    from trl.experimental.async_distillation import async_distillation_trainer as trainer
-
-    scale, softcap, temperature, teachers = options
-    hidden, weight, bias, ids, logp, mask, which = candidates(teachers)
-    k = 8 if beta == 0 else 2
-    tail = (beta, temperature, add_tail, which, teachers, 6)
-    results = []
-    for function in (trainer._chunked_jsd_loss, trainer._chunked_jsd_loss.liger_original):
-        leaves = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
-        found = function(*leaves, scale, softcap, ids[:, :k], logp[:, :k], mask[:, :k], *tail)
-        results.append((*found, *torch.autograd.grad(found[0], leaves)))
-    for ours, theirs in zip(*results, strict=True):
-        assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
-        # Sums of some hundred float terms; TRL bounds the student's 1 − Q at 1e-7.
-        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5 * max(1, theirs.abs().max().item()))
-
-
-def test_asynchronous_distillation_where_there_are_no_kernels(patched):
-    from trl.experimental.async_distillation import async_distillation_trainer as trainer
-
-    hidden, weight, bias, ids, logp, mask, _ = candidates()
-    inputs = [t.double() for t in (hidden, weight, bias)]
-    ours = trainer._chunked_jsd_loss(*inputs, 1.0, None, ids, logp, mask, 0.0, 1.0, True, None, 1, 256)
-    theirs = trainer._chunked_jsd_loss.liger_original(*inputs, 1.0, None, ids, logp, mask, 0.0, 1.0, True, None, 1, 256)
-    assert all(map(torch.equal, ours, theirs))

@@ -1,6 +1,7 @@
 """TRL's trainers on tiny data, of the versions that are tested."""
 
 import copy
+import importlib
 
 import pytest
 import torch
@@ -44,6 +45,11 @@ def completions(**more):
             for i in range(8)
         ]
     )
+
+
+def contexts():
+    """With what the teacher reads beside a prompt."""
+    return Dataset.from_list([{"prompt": words(i, 4), "privileged_context": words(60 + i, 3)} for i in range(8)])
 
 
 def messages():
@@ -94,16 +100,36 @@ KINDS = {
         dict(max_new_tokens=6, lmbda=0.0),
         lambda model: dict(teacher_model=teacher_of(model), train_dataset=messages()),
     ),
+    "server_distillation": (
+        "ServerDistillation",
+        dict(max_completion_length=6, temperature=0.9, teacher_model_server_url="http://nowhere"),
+        lambda model: dict(train_dataset=prompts()),
+    ),
+    "sdft": (
+        "SDFT",
+        dict(num_generations=4, max_completion_length=6, temperature=0.9, distillation_topk=8),
+        lambda model: dict(train_dataset=contexts()),
+    ),
+    "sdpo": (
+        "SDPO",
+        dict(num_generations=4, max_completion_length=6, temperature=0.9, distillation_mode="topk_logits"),
+        lambda model: dict(reward_funcs=rewards, train_dataset=contexts()),
+    ),
+    "iw_opd": (
+        "IWOPD",
+        dict(max_completion_length=6, max_length=32, temperature=0.9),
+        lambda model: dict(teacher_model=teacher_of(model), train_dataset=messages()),
+    ),
 }
+#: The modules of trl.experimental.
+EXPERIMENTAL = ("gkd", "server_distillation", "sdft", "sdpo", "iw_opd")
 
 
 def trainer_of(kind, model, tokenizer, folder, more={}, **options):
     """A trainer of a model or of a folder's; `more` are arguments of the trainer, `options` of its configuration."""
     name, own, arguments = KINDS[kind]
-    home = trl
-    if kind == "gkd":
-        import trl.experimental.gkd as home
-
+    home = importlib.import_module(f"trl.experimental.{kind}") if kind in EXPERIMENTAL else trl
+    if kind in ("gkd", "iw_opd"):
         end = "{% if message['role'] == 'assistant' %}</s>{% endif %}"
         tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} " + end + "{% endfor %}"
     config = getattr(home, f"{name}Config")(output_dir=str(folder), **COMMON | own | options)

@@ -234,7 +234,7 @@ struct LinearDistillation {
 DistillationResult linear_distillation(const Tensor& student, const Tensor& student_weight, const Tensor& teacher,
                                        const Tensor& teacher_weight, const OptTensor& labels,
                                        const DistillationOptions& o, const OptTensor& student_bias,
-                                       const OptTensor& teacher_bias) {
+                                       const OptTensor& teacher_bias, const OptTensor& token_weight) {
   TORCH_CHECK(student.dim() >= 1 && teacher.dim() >= 1,
               "linear_distillation: student and teacher must be [..., width], got ", student.sizes(), " and ",
               teacher.sizes());
@@ -244,7 +244,8 @@ DistillationResult linear_distillation(const Tensor& student, const Tensor& stud
   const OptTensor ids = labels ? OptTensor(labels->reshape(-1)) : std::nullopt;
   const Tensor counts =
       ids ? ids->ne(o.ignore_index).to(at::kFloat) : at::ones({x.size(0)}, x.options().dtype(at::kFloat));
-  const Tensor each = counts / counts.sum().clamp_min(1);
+  Tensor each = counts / counts.sum().clamp_min(1);
+  if (token_weight) each = each * token_weight->detach().reshape(-1);
   const auto weighted = [&](double weight) { return weight != 0 ? OptTensor(each * weight) : std::nullopt; };
   auto [loss, divergence, nll, entropy] = Operator<GradientInForward<op::LinearDistillation>>::public_op(
       x, student_weight, student_bias, flat_rows(teacher), teacher_weight, teacher_bias, ids, weighted(o.soft_weight),

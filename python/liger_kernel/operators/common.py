@@ -62,7 +62,9 @@ def placed_as(x: Tensor, like: Any) -> Tensor:
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     """The dtype that autocast asks for on the tensor's device, or None."""
     device = tensor.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 class _Refusal(torch.autograd.Function):

@@ -5,7 +5,8 @@ is that of Agarwal et al. 2024, arXiv:2306.13649.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from liger_kernel.operators.common import (
     reduction_code,
     roots,
     unscaled,
+    unscaled_gradient,
     wanted_gradients,
 )
 from liger_kernel.operators.loss import JENSEN_SHANNON as LOG_JENSEN_SHANNON
@@ -33,10 +35,12 @@ GPU_CHUNK, CPU_CHUNK, CPU_BYTES = 4096, 512, 64 << 20
 ROWS = 512
 
 
-def _shares(tokens, labels, ignore_index, device):
-    """The share of each token in the mean over those whose label is not ignored, float [tokens]."""
+def _shares(tokens, labels, ignore_index, device, reduction="mean", num_items=None):
+    """The share of each token in the mean over those whose label is not ignored, or in the sum, float [tokens]."""
     counts = torch.ones(tokens, device=device) if labels is None else labels.ne(ignore_index).float()
-    return counts / counts.sum().clamp(min=1)
+    if reduction == "sum":
+        return counts
+    return counts / (counts.sum().clamp(min=1) if num_items is None else num_items)
 
 
 def linear_distillation(
@@ -44,32 +48,50 @@ def linear_distillation(
     kind: str = "jsd", beta: float = 0.5, temperature: float = 1.0, soft_weight: float = 1.0, hard_weight: float = 0.0,
     ignore_index: int = -100, student_bias: Tensor | None = None, teacher_bias: Tensor | None = None,
     student_scale: float = 1.0, student_softcap: float | None = None, teacher_scale: float = 1.0,
-    teacher_softcap: float | None = None, max_bytes: int = 0,
+    teacher_softcap: float | None = None, max_bytes: int = 0, token_weight: Tensor | None = None,
+    num_items: Tensor | float | None = None, reduction: str = "mean",
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(loss, soft, hard): loss = soft_weight · soft + hard_weight · hard, float, of which only the loss is
     differentiable.
 
-    soft is the mean over tokens of the divergence of softmax(z / temperature) of student and teacher, kind:
-    "forward_kl" KL(T ‖ S), "reverse_kl" KL(S ‖ T), "jsd" β KL(T ‖ M) + (1 − β) KL(S ‖ M) with M = β T + (1 − β) S,
-    "tvd" ½ Σ |S − T|, "cosine" 1 − cos z; hard is that of −ln softmax(z)_label of the student, 0 without labels. z =
-    softcap · tanh(scale · y / softcap), or scale · y, of y = x weightᵀ + bias.
+    soft is the mean over tokens, or with reduction="sum" the sum, of token_weight [...] (None: 1) times the divergence
+    of softmax(z / temperature) of student and teacher, kind: "forward_kl" KL(T ‖ S), "reverse_kl" KL(S ‖ T), "jsd" β
+    KL(T ‖ M) + (1 − β) KL(S ‖ M) with M = β T + (1 − β) S, "tvd" ½ Σ |S − T|, "cosine" 1 − cos z; hard is that of −ln
+    softmax(z)_label of the student, 0 without labels. z = softcap · tanh(scale · y / softcap), or scale · y, of y = x
+    weightᵀ + bias.
 
     student [..., H], student_weight [V, H], teacher [..., H'], teacher_weight [V, H'], labels [...] integers or None;
     tokens of ignore_index do not count and cost nothing. Forward makes the gradients of the student's tensors, the
-    weight's summed in float. Logits of max_bytes are worked on at once (0: what is fastest). Raises KeyError for an
-    unknown kind, ValueError for hard_weight without labels, IndexError on the CPU for a label outside [0, V).
+    weight's summed in float. Logits of max_bytes are worked on at once (0: what is fastest). num_items: the divisor of
+    the mean in place of the number of tokens that count, such as that of all tokens. reduction="none": each token's
+    numbers [...], the loss with any upstream gradient; backward then makes the logits again. Raises KeyError for an
+    unknown kind, ValueError for an unknown reduction and for hard_weight without labels, IndexError on the CPU for a
+    label outside [0, V).
     """
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"linear_distillation: reduction must be mean, sum or none, got {reduction!r}")
     if labels is None and hard_weight != 0:
         raise ValueError("linear_distillation: hard_weight needs labels")
     x, y = student.reshape(-1, student.shape[-1]), teacher.reshape(-1, teacher.shape[-1])
     ids = None if labels is None else labels.reshape(-1)
-    each = _shares(len(x), ids, ignore_index, x.device)
+    maps = float(student_scale), float(student_softcap or 0), float(teacher_scale), float(teacher_softcap or 0)
+    if reduction == "none":
+        options = TokenOptions(
+            KINDS[kind], float(beta), float(temperature), maps, soft_weight, hard_weight, ignore_index, max_bytes
+        )
+        heads = x, student_weight, student_bias, y, teacher_weight, teacher_bias
+        found = LinearTokenDistillation.apply(options, ids, *heads)[:3]
+        factor = 1 if token_weight is None else token_weight
+        loss, divergence, nll = (t.view(student.shape[:-1]) * factor for t in found)
+        return loss, divergence, nll
+    each = _shares(len(x), ids, ignore_index, x.device, reduction, num_items)
+    if token_weight is not None:
+        each = each * token_weight.detach().reshape(-1)
     soft, hard = (each * weight if weight != 0 else None for weight in (soft_weight, hard_weight))
     loss, divergence, nll, _ = ops.linear_distillation(
         x, student_weight, student_bias, y, teacher_weight, teacher_bias, ids, soft, hard, None, kind=KINDS[kind],
-        beta=float(beta), temperature=float(temperature), student_scale=float(student_scale),
-        student_softcap=float(student_softcap or 0), teacher_scale=float(teacher_scale),
-        teacher_softcap=float(teacher_softcap or 0), ignore_index=ignore_index, max_bytes=max_bytes,
+        beta=float(beta), temperature=float(temperature), student_scale=maps[0], student_softcap=maps[1],
+        teacher_scale=maps[2], teacher_softcap=maps[3], ignore_index=ignore_index, max_bytes=max_bytes,
     )  # fmt: skip
     return loss, each @ divergence, each @ nll
 
@@ -89,12 +111,67 @@ def forward_with_gradients(
     """
     dtype = dtype or autocast_dtype(student[0])
     numbers = float(beta), float(temperature), *maps
-    with torch.autocast(student[0].device.type, enabled=False):
+    device = student[0].device.type
+    with nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
         loss, divergence, nll, entropies, *gradients, grad_scale = ops.linear_distillation_forward(
             *student, *teacher, labels, soft, hard, dtype, *wanted, kind, *numbers, ignore_index, skip_ignored, entropy,
             float_logits, max_bytes,
         )  # fmt: skip
     return loss, divergence, nll, entropies, [g if w else None for g, w in zip(gradients, wanted)], grad_scale
+
+
+class TokenOptions(NamedTuple):
+    """Of LinearTokenDistillation: what linear_distillation takes, and what forward_with_gradients does."""
+
+    kind: int = JENSEN_SHANNON
+    beta: float = 0.5
+    temperature: float = 1.0
+    maps: tuple[float, ...] = (1.0, 0.0, 1.0, 0.0)
+    soft_weight: float = 1.0
+    hard_weight: float = 0.0
+    ignore_index: int = -100
+    max_bytes: int = 0
+    entropy: bool = False
+    float_logits: bool = False
+    around: Callable[..., Any] = lambda weight, bias: nullcontext()  # within which a head's tensors are there
+
+
+class LinearTokenDistillation(torch.autograd.Function):
+    """(loss, divergence, nll, entropy or an empty tensor), float [tokens], loss = soft_weight · divergence +
+    hard_weight · nll, which alone is differentiable, with any upstream gradient: backward makes the logits of both
+    heads again."""
+
+    @staticmethod
+    def forward(ctx: Any, options: TokenOptions, labels: Tensor | None, *heads: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(labels, *heads)
+        ctx.options, ctx.autocast = options, autocast_dtype(heads[0])
+        ctx.set_materialize_grads(False)
+        _, divergence, nll, entropy, *_ = _token_pass(heads, labels, None, None, options, ctx.autocast)
+        loss = options.soft_weight * divergence
+        if options.hard_weight != 0:
+            loss = loss + options.hard_weight * nll
+        ctx.mark_non_differentiable(divergence, nll, entropy)
+        return loss, divergence, nll, entropy
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        if upstream is None:
+            return (None,) * 8
+        (labels, *heads), o = ctx.saved_tensors, ctx.options
+        soft, hard = (upstream * weight if weight != 0 else None for weight in (o.soft_weight, o.hard_weight))
+        *_, gradients, grad_scale = _token_pass(heads, labels, soft, hard, o, ctx.autocast, ctx.needs_input_grad[2:5])
+        made = (None if g is None else unscaled_gradient(g, grad_scale) for g in gradients)
+        return None, None, *made, None, None, None
+
+
+def _token_pass(heads, labels, soft, hard, o, dtype, wanted=(False,) * 3):
+    with o.around(*heads[1:3]), o.around(*heads[4:]):
+        return forward_with_gradients(
+            heads[:3], heads[3:], labels, soft, hard, o.kind, o.beta, o.temperature, o.ignore_index,
+            max_bytes=o.max_bytes, wanted=wanted, maps=o.maps, entropy=o.entropy, float_logits=o.float_logits,
+            dtype=dtype,
+        )  # fmt: skip
 
 
 def linear_jsd_with_gradients(

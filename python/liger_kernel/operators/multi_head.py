@@ -66,4 +66,5 @@ def linear_multi_head_cross_entropy(
         num_items = (targets != ignore_index).flatten(1).sum(1)
     divisor = torch.as_tensor(num_items, dtype=torch.float32, device=logp.device).clamp(min=1)
     losses = -logp.flatten(1).sum(1) / divisor
-    return (losses * losses.new_tensor(factors)).sum(), losses.detach()
+    total = sum((factor * loss for factor, loss in zip(factors, losses)), losses.new_zeros(()))
+    return total, losses.detach()

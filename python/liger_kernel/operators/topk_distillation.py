@@ -9,12 +9,12 @@ The buckets are the K classes (tail="drop"), these and all other classes togethe
 distributions normalised over them ("renormalise").
 """
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from liger_kernel._library import ops
 from liger_kernel.operators.common import IGNORE_INDEX
 from liger_kernel.operators.head import class_logits, linear_log_prob
 
@@ -31,12 +31,6 @@ def check_options(beta: float, tail: str) -> None:
         raise ValueError(f"tail must be one of {', '.join(TAILS)}, got {tail!r}")
 
 
-def _normalised(logp: Tensor, there: Tensor) -> Tensor:
-    """logp minus the logarithm of the mass of the classes that are there; of none, logp."""
-    mass = logp.masked_fill(~there, -torch.inf).logsumexp(-1, keepdim=True)
-    return logp - torch.where(there.any(-1, keepdim=True), mass, 0)
-
-
 def topk_divergence(
     student: Tensor, teacher: Tensor, there: Tensor | None = None, beta: float = 0.0, tail: str = "bucket",
     student_tail: Tensor | None = None, least_tail: float = LEAST_TAIL,
@@ -48,16 +42,7 @@ def topk_divergence(
     mass of at least least_tail. A token without classes has 0, but for its tail. Raises ValueError for options that do
     not go together.
     """
-    check_options(beta, tail)
-    student, teacher, there = _buckets(student, teacher, there, tail, student_tail, least_tail)
-    if beta == 0:
-        terms = teacher.exp() * (teacher - student)
-    elif beta == 1:
-        terms = student.exp() * (student - teacher)
-    else:
-        mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
-        terms = beta * teacher.exp() * (teacher - mixture) + (1 - beta) * student.exp() * (student - mixture)
-    return terms.masked_fill(~there, 0).sum(-1)
+    return ops.topk_divergence(student, teacher, there, float(beta), tail, student_tail, least_tail)
 
 
 @torch.no_grad()
@@ -65,29 +50,11 @@ def topk_entropy(
     teacher: Tensor, there: Tensor | None = None, tail: str = "bucket", least_tail: float = LEAST_TAIL
 ) -> Tensor:
     """−Σ t_j ln t_j [...] of the teacher's buckets, as topk_divergence makes them, without gradients."""
-    any_tail = teacher.new_zeros(teacher.shape[:-1], dtype=torch.float32) if tail == "bucket" else None
-    _, teacher, there = _buckets(teacher.float(), teacher, there, tail, any_tail, least_tail)
-    return -(teacher.exp() * teacher).masked_fill(~there, 0).sum(-1)
-
-
-def _buckets(student, teacher, there, tail, student_tail, least_tail):
-    """The log-probabilities of the student and of the teacher, and which of them count, with the tail's as the last."""
-    if (tail == "bucket") != (student_tail is not None):
-        raise ValueError(f"student_tail is for tail='bucket', and is needed there; got tail={tail!r}")
-    teacher = teacher.to(student.dtype)
-    known = teacher > -torch.inf
-    there = known if there is None else there & known
-    # Outside, numbers without a gradient and without infinities take their place, and nothing is summed of them.
-    student, teacher = student.masked_fill(~there, 0), teacher.masked_fill(~there, 0)
+    teacher = teacher.float() if there is None else teacher.float().masked_fill(~there, -torch.inf)
     if tail == "renormalise":
-        student, teacher = (_normalised(logp, there).masked_fill(~there, 0) for logp in (student, teacher))
-    elif student_tail is not None:
-        mass = teacher.masked_fill(~there, -torch.inf).logsumexp(-1).clamp(max=math.log1p(-least_tail))
-        outside = student_tail > -torch.inf  # the student may have no other class
-        there = torch.cat([there, outside.unsqueeze(-1)], -1)
-        student = torch.cat([student, student_tail.masked_fill(~outside, 0).unsqueeze(-1)], -1)
-        teacher = torch.cat([teacher, (-mass.expm1()).log().unsqueeze(-1)], -1)
-    return student, teacher, there
+        teacher, tail = teacher.log_softmax(-1), "drop"
+    ones = torch.zeros_like(teacher)  # a student that gives 1 to each bucket: of D, Σ t ln t is left
+    return -topk_divergence(ones, teacher, None, 0.0, tail, ones[..., 0] if tail == "bucket" else None, least_tail)
 
 
 def linear_topk_divergence(

@@ -25,6 +25,8 @@ class LinearWithLoss(nn.Linear):
     Of its keywords `logit_scale` multiplies the logits; the others are those of LigerForCausalLMLoss.
     """
 
+    plain_logits = True  # without `liger_loss`, nn.Linear's
+
     def forward(self, input, *, liger_loss=None):
         if liger_loss is None:
             return super().forward(input)

@@ -62,6 +62,14 @@ class Report:
         self.edits.set(owner, attribute, new)
         self.note(switch, name, by)
 
+    def wrap(self, owner: Any, attribute: str, make: Callable[[Any], Any], switch: str, name: str, by: str) -> None:
+        """Replace an attribute by what `make` makes of it; of one that is wrapped already, of the original."""
+        original = getattr(owner, attribute)
+        original = getattr(original, "liger_original", original)
+        new = make(original)
+        new.liger_original = original
+        self.rebind(owner, attribute, new, switch, name, by)
+
     def convert(self, module: Any, part: Any, switch: str, name: str, by: str, /, **attributes: Any) -> None:
         """Turn a live module into one whose class has `part` before it (replace_class), and count it."""
         replace_class(module, part, self.edits, **attributes)
