@@ -7,6 +7,7 @@ import pickle
 import sys
 
 import liger_kernel
+import peft
 import pytest
 import torch
 import transformers
@@ -240,6 +241,19 @@ def test_autocast_and_frozen_weights(kind, calls):
     assert frozen and not frozen & gradients.keys()
     # Layers one after another in bfloat16: each rounds to 2^-8 of its numbers.
     torch.testing.assert_close(output.loss.float(), expected.loss.float(), rtol=2**-6, atol=0)
+
+
+@pytest.mark.parametrize("kind, targets", [(KINDS[0], ["in_proj_qkvz", "out_proj"])])
+def test_adapters(kind, targets, calls):
+    """LoRA on the projections around a convolution, whose weight is frozen then."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+        models.append(peft.get_peft_model(made(kind), config))
+    liger_kernel.patch(models[0])
+    assert_same_step(*models, **batch())
+    assert len(calls) == convolutions(models[0])
 
 
 def test_original_runs_where_there_is_no_kernel(calls):
