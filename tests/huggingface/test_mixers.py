@@ -7,6 +7,7 @@ import pickle
 import sys
 
 import liger_kernel
+import peft
 import pytest
 import torch
 import transformers
@@ -31,6 +32,7 @@ KINDS = [kind for kind in (TYPES if CALLED else HELD) if kind in CONFIG_MAPPING]
 # Nothing but attention and convolutions: what is packed is as it is alone, all of it.
 CONVOLUTIONAL = [kind for kind in KINDS if kind.startswith("lfm")]
 LENGTHS = (5, 1, 8)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -241,6 +243,19 @@ def test_autocast_and_frozen_weights(kind, calls):
     torch.testing.assert_close(output.loss.float(), expected.loss.float(), rtol=2**-6, atol=0)
 
 
+@pytest.mark.parametrize("kind, targets", [(KINDS[0], ["in_proj_qkvz", "out_proj"])])
+def test_adapters(kind, targets, calls):
+    """LoRA on the projections around a convolution, whose weight is frozen then."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+        models.append(peft.get_peft_model(made(kind), config))
+    liger_kernel.patch(models[0])
+    assert_same_step(*models, **batch())
+    assert len(calls) == convolutions(models[0])
+
+
 def test_original_runs_where_there_is_no_kernel(calls):
     """float64, and activations and widths that the operator has not."""
     kind = next(kind for kind in reversed(KINDS) if "moe" not in kind)
@@ -261,6 +276,31 @@ def test_original_runs_where_there_is_no_kernel(calls):
         torch.testing.assert_close(y, expected.to(dtype))
         y = mixers.causal_conv1d_or_plain(x.to(dtype), weight.to(dtype), activation="gelu")
         torch.testing.assert_close(y, torch.nn.functional.gelu(expected).to(dtype))
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("w_dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
+def test_dtypes(x_dtype, w_dtype, autocast, monkeypatch):
+    """The result has the input's dtype, and gradients those of their tensors, whatever the weight's and autocast's
+    are."""
+    torch.manual_seed(0)
+    shapes, dtypes = ((2, 8, 12), (8, 4), (8,)), (x_dtype, w_dtype, w_dtype)
+    ours = [torch.randn(shape).to(dtype).requires_grad_() for shape, dtype in zip(shapes, dtypes)]
+    exact, plain = ([t.detach().to(kind).requires_grad_() for t in ours] for kind in (torch.float64, None))
+    upstream = torch.randn(shapes[0])
+    results = []
+    for tensors in (ours, plain, exact):
+        if tensors is plain:
+            monkeypatch.setattr(mixers, "liger_causal_conv1d_fn", lambda *given, **more: NotImplemented)
+        with torch.autocast("cpu", autocast, enabled=autocast is not None and tensors is not exact):
+            y = mixers.causal_conv1d_or_plain(*tensors, "silu")
+        results.append([y, *torch.autograd.grad(y, tensors, upstream.to(y.dtype))])
+    # Half a unit, of the least exact dtype, for each of the two dozen terms of order one that a weight's gradient sums.
+    unit = max(torch.finfo(dtype).eps for dtype in (x_dtype, w_dtype))
+    for a, b, c in zip(*results):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a.double(), c.double(), rtol=4 * unit, atol=12 * unit)
 
 
 def test_positions_of_four_and_three_axes():
