@@ -42,8 +42,8 @@ def op(q, k, v, g, beta, state, starts, eps=1e-6, delta=True, **_):
 
 
 def reference(q, k, v, g, beta, state, starts, eps=1e-6, delta=True, **_):
-    """In float64 token by token, as Hugging Face's torch_recurrent_gated_delta_rule; else in chunks of 64 tokens, as its
-    torch_chunk_gated_delta_rule, whose errors are what one may make."""
+    """In float64 token by token, as Hugging Face's torch_recurrent_gated_delta_rule; else in chunks of 64 tokens, as
+    its torch_chunk_gated_delta_rule, whose errors are what one may make."""
     dtype = torch.promote_types(v.dtype, torch.float32)
     rows, tokens, heads, V = v.shape
     K, of_dtype, of_state = q.shape[-1], v.dtype, dtype if state is None else state.dtype

@@ -290,8 +290,8 @@ struct Sum2 {
   __device__ float less(const Sum2& other) const { return (high - other.high) + (low - other.low); }
 };
 
-/// The decays of one head's chunk. Sums of g are of one chunk, for decays are their differences, and g is bounded, for no
-/// difference of infinities is a number.
+/// The decays of one head's chunk. Sums of g are of one chunk, for decays are their differences, and g is bounded, for
+/// no difference of infinities is a number.
 template <int C>
 struct Decays {
   float g[C], beta[C];

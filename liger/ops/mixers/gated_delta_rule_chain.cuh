@@ -13,8 +13,8 @@ struct Prepare {
   static constexpr int kBytes = 2 * C * 4 + (kMatrices > Keys<Kd>::kBytes ? kMatrices : Keys<Kd>::kBytes);
 };
 
-/// U, P and the factors of the chunks of a key head: one block for each chunk, a warp for 16 of its tokens. U is made by
-/// substitution in float, one column a thread, from
+/// U, P and the factors of the chunks of a key head: one block for each chunk, a warp for 16 of its tokens. U is made
+/// by substitution in float, one column a thread, from
 ///   U_ij = A_ij − Σ_(j < m < i) A_im β_m U_mj
 /// The limit is its latency.
 template <class Kd>

@@ -7,10 +7,10 @@
 //   chain            along the chunks of a document, one warp for each 16 columns of v: O; in backward D and the states
 //   reverse chain    back along them: R, dV and the gradients of the states
 //   gradients        for each chunk, all at once: dQ, dK, dg, dβ
-// A warp of a chain holds the state's transpose, 16 rows of K numbers, in registers: with rows of v every left operand is
-// made from sums that the warp has, and only k, q, U and P come through shared memory.
-// Raw numbers of q, k, v and dO enter products with as many terms as hold them exactly, all others with two, or three
-// for float inputs: bfloat16 alone would be off by a multiple of what the float computation is, where keys are alike.
+// A warp of a chain holds the state's transpose, 16 rows of K numbers, in registers: with rows of v every left operand
+// is made from sums that the warp has, and only k, q, U and P come through shared memory. Raw numbers of q, k, v and dO
+// enter products with as many terms as hold them exactly, all others with two, or three for float inputs: bfloat16
+// alone would be off by a multiple of what the float computation is, where keys are alike.
 
 namespace liger::cuda::gated_delta_rule {
 namespace {

@@ -123,9 +123,10 @@ struct GatedDeltaRule {
     const auto arguments = check(op, s);
     if (up.dout) arguments.shaped("dout", *up.dout, s.v.sym_sizes(), Type::Same);
     if (up.dlast && s.final_state)
-      arguments.count(
+      arguments.shaped(
           "dlast", *up.dlast,
-          s.state ? s.state->sym_numel() : s.q.sym_size(0) * s.v.sym_size(2) * s.q.sym_size(3) * s.v.sym_size(3));
+          {s.state ? s.state->sym_size(0) : s.q.sym_size(0), s.v.sym_size(2), s.q.sym_size(3), s.v.sym_size(3)},
+          Type::Float);
     const auto like = [](const Tensor& t) { return output(at::empty_symint(t.sym_sizes(), t.options())); };
     Gradients<Tensor> d{like(s.q), like(s.k), like(s.v), like(s.g), {}, {}};
     if (wanted.dstate && s.state) d.dstate = like(*s.state);

@@ -26,8 +26,8 @@ def liger_gated_delta_rule(
     the results is float32, or a product of as many terms of 16 bits as come close to it.
 
     q, k [batch, tokens, key heads, K] and v [batch, tokens, heads, V] have one dtype: float32, bfloat16 or float16.
-    Head h reads key head h // (heads / key heads). g [batch, tokens, heads] is float32 and at most 0; beta [batch, tokens,
-    heads] may have any of these dtypes. On a GPU K is at most 256. scale is 1 / √K unless given.
+    Head h reads key head h // (heads / key heads). g [batch, tokens, heads] is float32 and at most 0; beta [batch,
+    tokens, heads] may have any of these dtypes. On a GPU K is at most 256. scale is 1 / √K unless given.
 
     state [documents, heads, K, V], float32, is what each document begins with: 0 where it is missing. The second result
     is None without final_state.

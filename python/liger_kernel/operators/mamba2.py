@@ -23,8 +23,9 @@ def liger_mamba2_scan(
 
     and y ← y · silu(z) where z is given. dt and what follows from it are float32.
 
-    x [batch, tokens, heads, P], B and C [batch, tokens, groups, N] of one dtype: float32, bfloat16 or float16; head h
-    reads group h // (heads / groups). dt [batch, tokens, heads]; A, D and dt_bias [heads] of any floating dtype; z as x.
+    x [batch, tokens, heads, P], B and C [batch, tokens, groups, N] of one dtype: float32, bfloat16 or float16. Head h
+    reads group h // (heads / groups). dt [batch, tokens, heads] and A, D, dt_bias [heads] have any floating dtype; z is
+    as x.
     On a GPU N is at most 256. state [documents, heads, P, N], float32, is what each document begins with: 0 where it
     is missing. The second result is None without final_state.
 
