@@ -35,41 +35,76 @@ def begins(starts):
     return first | (starts < 0) | (starts == torch.arange(starts.shape[1], device=starts.device)) | after_none
 
 
-def op(q, k, v, g, beta, state, starts, eps=1e-6, **_):
-    o, last = liger_gated_delta_rule(q, k, v, g, beta, state, starts=starts, eps=eps, final_state=state is not None)
+def op(q, k, v, g, beta, state, starts, eps=1e-6, delta=True, **_):
+    more = dict(starts=starts, eps=eps, delta=delta, final_state=state is not None)
+    o, last = liger_gated_delta_rule(q, k, v, g, beta, state, **more)
     return o if last is None else (o, last)
 
 
-def reference(q, k, v, g, beta, state, starts, eps=1e-6, **_):
-    """Token by token, as Hugging Face's torch_recurrent_gated_delta_rule."""
+def reference(q, k, v, g, beta, state, starts, eps=1e-6, delta=True, **_):
+    """In float64 token by token, as Hugging Face's torch_recurrent_gated_delta_rule; else in chunks of 64 tokens, as
+    its torch_chunk_gated_delta_rule, whose errors are what one may make."""
     dtype = torch.promote_types(v.dtype, torch.float32)
     rows, tokens, heads, V = v.shape
-    K, of_dtype = q.shape[-1], v.dtype
+    K, of_dtype, of_state = q.shape[-1], v.dtype, dtype if state is None else state.dtype
     q, k, v, g, beta = (t.to(dtype) for t in (q, k, v, g, beta))
     if eps is not None:
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps) for x in (q, k))
     q, k = (x.repeat_interleave(heads // x.shape[2], 2) for x in (q, k))
+    # [rows, heads, tokens, ...]
+    q, k, v, g, beta = (t.transpose(1, 2) for t in (q * K**-0.5, k, v, g, beta))
     new = begins(starts).tolist() if starts is not None else [[t == 0 for t in range(tokens)]] * rows
-    outs, lasts, document = [], [], 0
+    along = _recurrence if dtype == torch.float64 else _chunks
+    outs, lasts = [], []
     for row in range(rows):
-        for t in range(tokens):
-            if new[row][t]:
-                S = v.new_zeros(heads, K, V) if state is None else state[document].to(dtype)
-                document += 1
-            key, by = k[row, t, :, :, None], beta[row, t, :, None]
-            S = S * g[row, t, :, None, None].exp()
-            S = S + key * (by * (v[row, t] - (key * S).sum(1)))[:, None]
-            outs.append((q[row, t, :, :, None] * S).sum(1) * K**-0.5)
-            if t + 1 == tokens or new[row][t + 1]:
-                lasts.append(S)
-    o = torch.stack(outs).view(v.shape).to(of_dtype) if outs else v.to(of_dtype)
-    return o if state is None else (o, torch.stack(lasts).to(state.dtype))
+        edges = [t for t in range(tokens) if new[row][t]] + [tokens]
+        of_row = []
+        for first, end in zip(edges, edges[1:]):
+            S = v.new_zeros(heads, K, V) if state is None else state[len(lasts)].to(dtype)
+            o, S = along(*(t[row, :, first:end] for t in (q, k, v, g, beta)), S, delta)
+            of_row.append(o)
+            lasts.append(S)
+        outs.append(torch.cat(of_row, 1))
+    o = torch.stack(outs).transpose(1, 2).to(of_dtype)
+    return o if state is None else (o, torch.stack(lasts).to(of_state))
+
+
+def _recurrence(q, k, v, g, beta, S, delta):
+    rows = []
+    for t in range(q.shape[1]):
+        key = k[:, t, :, None]
+        S = S * g[:, t, None, None].exp()
+        S = S + key * (beta[:, t, None] * (v[:, t] - (key * S).sum(1) * delta))[:, None]
+        rows.append((q[:, t, :, None] * S).sum(1))
+    return torch.stack(rows, 1), S
+
+
+def _chunks(q, k, v, g, beta, S, delta, size=64):
+    rows = []
+    for first in range(0, q.shape[1], size):
+        q_, k_, v_, g_, b_ = (t[:, first : first + size] for t in (q, k, v, g, beta))
+        b_, total = b_[..., None], g_.cumsum(1)[..., None]
+        low = torch.ones(q_.shape[1], q_.shape[1], device=q.device).tril().bool()
+        decay = (total - total.transpose(1, 2)).masked_fill(~low, -torch.inf).exp()
+        x = v_ - total.exp() * k_ @ S * delta
+        mixing = (b_ * (k_ @ k_.transpose(1, 2)) * decay).tril(-1) * delta
+        n = torch.linalg.solve_triangular(torch.eye(len(low), device=q.device) + mixing, b_ * x, upper=False)
+        rows.append(total.exp() * q_ @ S + (q_ @ k_.transpose(1, 2) * decay) @ n)
+        last = total[:, -1:]
+        S = last.exp() * S + ((last - total).exp() * k_).transpose(1, 2) @ n
+    return torch.cat(rows, 1), S
 
 
 def schema(inputs, options):
     eps = options.get("eps", 1e-6)
     K, with_state = inputs[0].shape[-1], inputs[5] is not None
-    return ops.gated_delta_rule, (*inputs, K**-0.5, -1.0 if eps is None else eps, with_state)
+    return ops.gated_delta_rule, (
+        *inputs,
+        K**-0.5,
+        -1.0 if eps is None else eps,
+        options.get("delta", True),
+        with_state,
+    )
 
 
 def rivals(inputs, options):
@@ -140,6 +175,7 @@ CASES = [
             documents=pick.choice((None, "grow", "gaps", 1, 5, 70)),
             with_state=pick.random() < 0.5,
             eps=pick.choice((1e-6, 1e-6, None)),
+            delta=pick.random() < 0.7,
         ),
         fit=lambda shape: (
             1 + shape[0] % 2,
@@ -158,6 +194,7 @@ CASES = [
             dict(most=2.0, alike=2.0),
             dict(documents="gaps", eps=None),
             dict(with_state=True, decay=1.0),
+            dict(with_state=True, documents=5, delta=False, eps=None),
         ],
         emulated=60_000,
         scales=(1, 1, 1, 1e-3),

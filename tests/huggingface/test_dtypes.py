@@ -1,5 +1,5 @@
 """A replaced part has the dtypes of the original, whatever its input, its parameters and autocast have; routers, which
-choose any of equal experts, are in test_routers.py."""
+choose any of equal experts, are in test_routers.py, and functions of mixers in test_mixers.py."""
 
 import copy
 import functools
@@ -45,7 +45,7 @@ def originals():
             continue
         modules = [m for kind in TINY_MODELS[family] for m in model_of(family, kind).modules()]
         for name, swap in swaps_in(family):
-            if swap.switch == "router":
+            if swap.switch in ("router", "mixers"):
                 continue
             original = None if "." in name else getattr(row.namespace(), name, None)
             if original is not None and not isinstance(original, type):
@@ -76,7 +76,7 @@ WITHOUT_ROW = (
 
 def _by_source(model):
     """What stands for the parts of a model whose type has no row."""
-    swaps = [(name, swap) for name, swap in row_of(model).pairs() if swap.switch != "router"]
+    swaps = [(name, swap) for name, swap in row_of(model).pairs() if swap.switch not in ("router", "mixers")]
     for module in model.modules():
         values = getattr(inspect.unwrap(type(module).forward), "__globals__", {})
         for name, swap in swaps:

@@ -8,6 +8,7 @@ import re
 import sys
 
 import liger_kernel
+import peft
 import pytest
 import torch
 import transformers
@@ -37,6 +38,7 @@ WHOLE = [*CONVOLUTIONAL, *DELTA] if CALLED else []
 DENSE = ("qwen3_5_text", "lfm2")  # one of each, without experts
 ONE_OF_EACH = DELTA[:1] + CONVOLUTIONAL[:1]
 LENGTHS = (5, 1, 8)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -286,6 +288,19 @@ def test_autocast_and_frozen_weights(kind, calls):
     torch.testing.assert_close(output.loss.float(), expected.loss.float(), rtol=2**-6, atol=0)
 
 
+@pytest.mark.parametrize("kind, targets", [(KINDS[0], ["in_proj_qkvz", "out_proj"])])
+def test_adapters(kind, targets, calls):
+    """LoRA on the projections around a convolution, whose weight is frozen then."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+        models.append(peft.get_peft_model(made(kind), config))
+    liger_kernel.patch(models[0])
+    assert_same_step(*models, **batch())
+    assert len(calls) == times(models[0])
+
+
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind in DENSE])
 def test_original_runs_in_float64(kind, calls):
     """For which there are no kernels."""
@@ -300,18 +315,13 @@ def test_original_runs_in_float64(kind, calls):
 def test_original_runs_for_other_convolutions(calls):
     """Activations and widths that the operator has not, and documents of other rows."""
     x, weight = torch.randn(1, 4, 6), torch.randn(4, 3)
-    assert mixer_functions.liger_causal_conv1d_fn(x, weight, activation="gelu") is NotImplemented
-    assert mixer_functions.liger_causal_conv1d_fn(x, torch.randn(4, 9)) is NotImplemented
-    assert (
-        mixer_functions.liger_causal_conv1d_fn(x.expand(2, 4, 6), weight, cu_seqlens=torch.tensor([0, 6]))
-        is NotImplemented
-    )
-    assert (
-        mixer_functions.liger_causal_conv1d_fn(x, weight, seq_idx=torch.zeros(1, 5, dtype=torch.int32))
-        is NotImplemented
-    )
+    convolve = mixer_functions.liger_causal_conv1d_fn
+    assert convolve(x, weight, activation="gelu") is NotImplemented
+    assert convolve(x, torch.randn(4, 9)) is NotImplemented
+    assert convolve(x.expand(2, 4, 6), weight, cu_seqlens=torch.tensor([0, 6])) is NotImplemented
+    assert convolve(x, weight, seq_idx=torch.zeros(1, 5, dtype=torch.int32)) is NotImplemented
     assert not calls
-    held = mixers.Held(mixer_functions.liger_causal_conv1d_fn, mixers.plain_causal_conv1d)
+    held = mixers.Held(convolve, mixers.plain_causal_conv1d)
     padded = torch.nn.functional.pad(x, (2, 0))
     expected = torch.nn.functional.conv1d(padded.double(), weight.double()[:, None], groups=4)
     for dtype in (torch.float64, torch.float32):
@@ -319,6 +329,30 @@ def test_original_runs_for_other_convolutions(calls):
         torch.testing.assert_close(y, expected.to(dtype))
         y = held(x.to(dtype), weight.to(dtype), activation="gelu")
         torch.testing.assert_close(y, torch.nn.functional.gelu(expected).to(dtype))
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("w_dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
+def test_dtypes(x_dtype, w_dtype, autocast):
+    """The result has the input's dtype, and gradients those of their tensors, whatever the weight's and autocast's
+    are."""
+    torch.manual_seed(0)
+    shapes, dtypes = ((2, 8, 12), (8, 4), (8,)), (x_dtype, w_dtype, w_dtype)
+    ours = [torch.randn(shape).to(dtype).requires_grad_() for shape, dtype in zip(shapes, dtypes)]
+    exact, plain = ([t.detach().to(kind).requires_grad_() for t in ours] for kind in (torch.float64, None))
+    upstream = torch.randn(shapes[0])
+    results = []
+    for tensors in (ours, plain, exact):
+        convolve = mixer_functions.liger_causal_conv1d_fn if tensors is ours else mixers.plain_causal_conv1d
+        with torch.autocast("cpu", autocast, enabled=autocast is not None and tensors is not exact):
+            y = convolve(*tensors, "silu")
+        results.append([y, *torch.autograd.grad(y, tensors, upstream.to(y.dtype))])
+    # Half a unit, of the least exact dtype, for each of the two dozen terms of order one that a weight's gradient sums.
+    unit = max(torch.finfo(dtype).eps for dtype in (x_dtype, w_dtype))
+    for a, b, c in zip(*results):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a.double(), c.double(), rtol=4 * unit, atol=12 * unit)
 
 
 def test_positions_of_four_and_three_axes():

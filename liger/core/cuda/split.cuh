@@ -1,7 +1,8 @@
 #pragma once
-// Products of floats on tensor cores. An operand is a sum of kTerms bfloat16 numbers, each what the ones before it leave
-// over: 8 bits of the float per term, so that one term holds a bfloat16 number exactly, two a float16 one and three a
-// float. The products of terms are added in float; those that are below the last term's own rounding are left out.
+// Products of floats on tensor cores. An operand is a sum of kTerms bfloat16 numbers, each what the ones before it
+// leave over: 8 bits of the float per term, so that one term holds a bfloat16 number exactly, two a float16 one and
+// three a float. The products of terms are added in float; those that are below the last term's own rounding are left
+// out.
 #include "liger/core/cuda/async_copy.cuh"
 #include "liger/core/cuda/warp_words.cuh"
 
@@ -44,8 +45,8 @@ __device__ inline void multiply_add(float (&sum)[4], const unsigned (&a)[4], uns
 #endif
 }
 
-/// A matrix in shared memory, as kTerms planes of bfloat16 numbers. Rows are 16 bytes longer than they need to be: where
-/// their length is an odd multiple of it, eight of them are read without conflicts.
+/// A matrix in shared memory, as kTerms planes of bfloat16 numbers. Rows are 16 bytes longer than they need to be:
+/// where their length is an odd multiple of it, eight of them are read without conflicts.
 template <int terms, int rows, int cols>
 struct Tile {
   static constexpr int kTerms = terms, kStride = cols + 8, kPlane = rows * kStride, kBytes = terms * kPlane * 2;
@@ -165,9 +166,9 @@ constexpr bool counts(int a, int b, int a_terms, int b_terms) {
   return a + b < (a_terms > b_terms ? a_terms : b_terms);
 }
 
-/// sums += left · right for 8 kEights columns, from column n on; of right, rows k to k + 15. kAlongK: the tile has right's
-/// columns as rows. Of the sums, those from `first` to `last`. Each is added to once in a round over all: a product takes
-/// as long as several can be begun.
+/// sums += left · right for 8 kEights columns, from column n on; of right, rows k to k + 15. kAlongK: the tile has
+/// right's columns as rows. Of the sums, those from `first` to `last`. Each is added to once in a round over all: a
+/// product takes as long as several can be begun.
 template <bool kAlongK, int kEights, int kA, class Tile>
 __device__ void multiply(float (*sums)[4], const Left<kA>& left, const Tile& right, int k, int n, int first = 0,
                          int last = kEights) {

@@ -19,8 +19,7 @@ struct Tile {
   static_assert(kChannelsLast || kChannels == 1);
   using Values = Pack<T, kWidth>;
   /// Results of a token may come so many tokens later: those of tiles begin where a pack does.
-  template <int kTaps>
-  static constexpr int kDelay = kChannelsLast ? kTaps - 1 : kTokens;
+  static constexpr int delay(int taps) { return kChannelsLast ? taps - 1 : kTokens; }
 
   T* first;      // of token 0
   int64_t step;  // from a token to the next, where channels are neighbours
@@ -211,7 +210,7 @@ template <class T, class Tile, int kTaps, int kRows>
 __global__ void __launch_bounds__(kLanes* kRows, 384 / (kLanes * kRows))
     backward_kernel(CausalConv1dBackward a, TokenStrips strips, unsigned across, bool whole) {
   await_previous();
-  constexpr int kTokens = Tile::kTokens, kChannels = Tile::kChannels, kDelay = Tile::template kDelay<kTaps>,
+  constexpr int kTokens = Tile::kTokens, kChannels = Tile::kChannels, kDelay = Tile::delay(kTaps),
                 kBlock = kLanes * kChannels;
   const int64_t partial = blockIdx.x / across, first = int64_t(blockIdx.x % across) * kBlock,
                 channel = first + threadIdx.x * kChannels;

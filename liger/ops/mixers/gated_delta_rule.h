@@ -10,6 +10,8 @@ namespace liger {
 ///   S  ← S + k̂ (β D)ᵀ
 ///   o  = s Sᵀ q̂
 /// where x̂ = x / √(Σ x² + eps) with the norm of q and k, and x without. Head h reads key head h / (heads / key_heads).
+/// Without `delta` it is D = v: gated linear attention, of which Mamba-2 (Dao & Gu 2024, arXiv:2405.21060) is the case
+/// q = C, k = B, β = dt, g = dt A. Then U and Y are 0, as is what K and R make of S.
 ///
 /// In chunks of C tokens of one document, with S the state before a chunk, G the sum of g from the chunk's first token
 /// on and
@@ -34,8 +36,9 @@ struct GatedDeltaRule {
   int64_t rows, tokens, key_heads, heads, K, V;
   int64_t documents;  // that have a state; more of them begin with 0, and their last one is left out
   float scale, eps;   // eps < 0: q and k as they are
-  DType dtype;        // of q, k and v
-  void* workspace;    // as many bytes as gated_delta_rule_workspace says
+  bool delta;
+  DType dtype;      // of q, k and v
+  void* workspace;  // as many bytes as gated_delta_rule_workspace says
 };
 
 struct GatedDeltaRuleForward : GatedDeltaRule {

@@ -162,12 +162,12 @@ class Head {
       if (kOut) scale(K_, a_.scale * from_start_[i], q_[i], both_[kChunk + i]);
       widen(a_.v, a_.v_row, a_.v_token, head_, a_.V, i, of_state_[i], V_);
     }
-    multiply<true>(kChunk, V_, K_, both_[0], K_, state_[0], V_, of_state_[0], V_);
+    if (a_.delta) multiply<true>(kChunk, V_, K_, both_[0], K_, state_[0], V_, of_state_[0], V_);
     if (kOut) multiply<false>(kChunk, V_, K_, both_[kChunk], K_, state_[0], V_, of_state_[kChunk], V_);
     for (int64_t i = 0; i < kChunk; ++i) {
       float* to = d_rows_[i];
       std::copy_n(of_state_[i], V_, to);
-      for (int64_t j = 0; j < i; ++j) add_scaled(V_, -kk_[i][j] * decay_[i][j] * beta_[j], d_rows_[j], to);
+      for (int64_t j = 0; j < i && a_.delta; ++j) add_scaled(V_, -kk_[i][j] * decay_[i][j] * beta_[j], d_rows_[j], to);
     }
     if (kOut)
       for (int64_t i = 0; i < n_; ++i) {
@@ -225,7 +225,8 @@ class Head {
       multiply<false>(kChunk, V_, K_, both_[0], K_, dstate[0], V_, r[0], V_);
       for (int64_t j = kChunk - 1; j >= 0; --j) {
         for (int64_t i = j; i < n_; ++i) add_scaled(V_, qk_[i][j] * decay_[i][j], dout[i], r[j]);
-        for (int64_t i = j + 1; i < n_; ++i) add_scaled(V_, -kk_[i][j] * decay_[i][j] * beta_[i], r[i], r[j]);
+        for (int64_t i = j + 1; i < n_ && a_.delta; ++i)
+          add_scaled(V_, -kk_[i][j] * decay_[i][j] * beta_[i], r[i], r[j]);
       }
       // W, Y and what both give for the decays.
       transpose(kChunk, V_, D, V_, dt[0], kChunk);
@@ -236,7 +237,7 @@ class Head {
         dbeta[i] = y[i][i];
         for (int64_t j = 0; j < kChunk; ++j) {
           w[i][j] *= beta_[j] * decay_[i][j];
-          y[i][j] *= j < i ? -beta_[i] * beta_[j] * decay_[i][j] : 0.f;
+          y[i][j] *= j < i && a_.delta ? -beta_[i] * beta_[j] * decay_[i][j] : 0.f;
           z[i][j] = j < i ? w[i][j] * qk_[i][j] + y[i][j] * kk_[i][j] : 0.f;
         }
       }
@@ -250,7 +251,7 @@ class Head {
       multiply<false>(kChunk, K_, V_, D, V_, transposed[0], K_, of_d[0], K_);
       float ends = 0;
       for (int64_t i = 0; i < kChunk; ++i) {
-        const float of_end = to_end_[i] * beta_[i], of_start = from_start_[i] * beta_[i],
+        const float of_end = to_end_[i] * beta_[i], of_start = a_.delta ? from_start_[i] * beta_[i] : 0.f,
                     at_end = of_end * dot(K_, k_[i], of_d[i]);
         dsum[i] +=
             from_start_[i] * dot(K_, q_[i], by_state[i]) - at_end - of_start * dot(K_, k_[i], by_state[kChunk + i]);
@@ -283,7 +284,7 @@ class Head {
       // dS
       for (int64_t i = 0; i < kChunk; ++i) {
         scale(K_, from_start_[i], q_[i], both_[i]);
-        scale(K_, -from_start_[i] * beta_[i], k_[i], both_[kChunk + i]);
+        scale(K_, a_.delta ? -from_start_[i] * beta_[i] : 0.f, k_[i], both_[kChunk + i]);
       }
       transpose(2 * kChunk, K_, both_[0], K_, columns[0], 2 * kChunk);
       scale(K_ * V_, kept, dstate[0], dstate[0]);

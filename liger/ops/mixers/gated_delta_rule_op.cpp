@@ -11,8 +11,8 @@ struct GatedDeltaRule {
     Tensor q, k, v, g, beta;
     OptTensor state, starts;
     double scale, eps;
-    bool final_state;
-    LIGER_FIELDS(q, k, v, g, beta, state, starts, scale, eps, final_state)
+    bool delta, final_state;
+    LIGER_FIELDS(q, k, v, g, beta, state, starts, scale, eps, delta, final_state)
   };
   struct Results {
     Tensor o, last;
@@ -55,10 +55,14 @@ struct GatedDeltaRule {
   static Tensor heads(const Tensor& t) {
     const int64_t unit = 16 / t.element_size();
     const bool whole = (t.size(3) == 1 || t.stride(3) == 1) && (t.size(2) == 1 || t.stride(2) == t.size(3));
-    const bool aligned =
-        reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 && t.stride(0) % unit == 0 && t.stride(1) % unit == 0;
-    return whole && aligned ? t : t.contiguous();
+    return whole && is_aligned(t) && t.stride(0) % unit == 0 && t.stride(1) % unit == 0 ? t : packed(t);
   }
+  /// t without gaps, the first number aligned.
+  static Tensor packed(const Tensor& t) {
+    const Tensor c = t.contiguous();
+    return is_aligned(c) ? c : c.clone();
+  }
+  static bool is_aligned(const Tensor& t) { return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0; }
 
   /// What both kernels take, and the tensors that keep it alive.
   struct Common {
@@ -82,7 +86,7 @@ struct GatedDeltaRule {
       a.starts = data<int32_t>(starts), a.state = data<float>(state);
       a.rows = q.size(0), a.tokens = q.size(1), a.key_heads = q.size(2), a.heads = v.size(2);
       a.K = q.size(3), a.V = v.size(3), a.documents = state.defined() ? state.size(0) : a.rows;
-      a.scale = float(in.scale), a.eps = float(in.eps), a.dtype = dtype_of(q);
+      a.scale = float(in.scale), a.eps = float(in.eps), a.delta = in.delta, a.dtype = dtype_of(q);
       int64_t bytes = 0;
       run(gated_delta_rule_workspace, q,
           {.like = a, .backward = std::is_same_v<Args, GatedDeltaRuleBackward>, .bytes = &bytes});
@@ -119,9 +123,10 @@ struct GatedDeltaRule {
     const auto arguments = check(op, s);
     if (up.dout) arguments.shaped("dout", *up.dout, s.v.sym_sizes(), Type::Same);
     if (up.dlast && s.final_state)
-      arguments.count(
+      arguments.shaped(
           "dlast", *up.dlast,
-          s.state ? s.state->sym_numel() : s.q.sym_size(0) * s.v.sym_size(2) * s.q.sym_size(3) * s.v.sym_size(3));
+          {s.state ? s.state->sym_size(0) : s.q.sym_size(0), s.v.sym_size(2), s.q.sym_size(3), s.v.sym_size(3)},
+          Type::Float);
     const auto like = [](const Tensor& t) { return output(at::empty_symint(t.sym_sizes(), t.options())); };
     Gradients<Tensor> d{like(s.q), like(s.k), like(s.v), like(s.g), {}, {}};
     if (wanted.dstate && s.state) d.dstate = like(*s.state);
@@ -132,7 +137,7 @@ struct GatedDeltaRule {
       return d;
     }
     Common of(s);
-    const Tensor dout = up.dout ? heads(*up.dout).contiguous() : at::zeros_like(of.v, at::MemoryFormat::Contiguous),
+    const Tensor dout = up.dout ? packed(*up.dout) : at::zeros_like(of.v, at::MemoryFormat::Contiguous),
                  dlast = up.dlast && s.final_state ? up.dlast->contiguous() : Tensor(), dbeta = at::empty_like(of.beta);
     auto a = of.describe<GatedDeltaRuleBackward>(s);
     a.dout = data(dout), a.dfinal = data<float>(dlast);
@@ -148,9 +153,9 @@ struct GatedDeltaRule {
 
 std::tuple<Tensor, Tensor> gated_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
                                             const Tensor& beta, const OptTensor& state, const OptTensor& starts,
-                                            std::optional<double> scale, double eps, bool final_state) {
-  return Operator<op::GatedDeltaRule>::public_op(q, k, v, g, beta, state, starts,
-                                                 scale.value_or(1 / std::sqrt(double(q.size(-1)))), eps, final_state);
+                                            std::optional<double> scale, double eps, bool delta, bool final_state) {
+  return Operator<op::GatedDeltaRule>::public_op(
+      q, k, v, g, beta, state, starts, scale.value_or(1 / std::sqrt(double(q.size(-1)))), eps, delta, final_state);
 }
 
 LIGER_OPERATORS(gated_delta_rule, Operator<op::GatedDeltaRule>)

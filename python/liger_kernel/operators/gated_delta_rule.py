@@ -12,7 +12,7 @@ from liger_kernel.operators.documents import document_starts
 def liger_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None,
     cu_seqlens: Tensor | None = None, seq_idx: Tensor | None = None, starts: Tensor | None = None,
-    scale: float | None = None, eps: float | None = 1e-6, final_state: bool = False,
+    scale: float | None = None, eps: float | None = 1e-6, delta: bool = True, final_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(o, the state after each document's last token): the gated delta rule (Yang et al. 2024, arXiv:2412.06464). For
     each document and head, token by token, with a state S [K, V]:
@@ -21,12 +21,13 @@ def liger_gated_delta_rule(
         S ← S + k̂ (beta (v − Sᵀ k̂))ᵀ
         o  = scale Sᵀ q̂
 
-    with x̂ = x / √(Σ x² + eps), or x where eps is None. It is computed in chunks of tokens; all between the inputs and
+    with x̂ = x / √(Σ x² + eps), or x where eps is None; without delta the second line is S ← S + k̂ (beta v)ᵀ, gated
+    linear attention. It is computed in chunks of tokens; all between the inputs and
     the results is float32, or a product of as many terms of 16 bits as come close to it.
 
-    q, k [batch, tokens, key heads, K] and v [batch, tokens, heads, V] have one dtype: float32, bfloat16 or float16. Head
-    h reads key head h // (heads / key heads). g [batch, tokens, heads] is float32 and at most 0; beta [batch, tokens,
-    heads] may have any of these dtypes. On a GPU K is at most 256. scale is 1 / √K unless given.
+    q, k [batch, tokens, key heads, K] and v [batch, tokens, heads, V] have one dtype: float32, bfloat16 or float16.
+    Head h reads key head h // (heads / key heads). g [batch, tokens, heads] is float32 and at most 0; beta [batch,
+    tokens, heads] may have any of these dtypes. On a GPU K is at most 256. scale is 1 / √K unless given.
 
     state [documents, heads, K, V], float32, is what each document begins with: 0 where it is missing. The second result
     is None without final_state.
@@ -47,7 +48,7 @@ def liger_gated_delta_rule(
         state = torch.zeros(shape, dtype=torch.float32, device=q.device)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     o, last = run(
-        ops.gated_delta_rule, q, k, v, g, beta, state, starts, scale, -1.0 if eps is None else eps, final_state
+        ops.gated_delta_rule, q, k, v, g, beta, state, starts, scale, -1.0 if eps is None else eps, delta, final_state
     )
     return o, last if final_state else None
 

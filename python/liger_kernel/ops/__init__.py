@@ -3,7 +3,6 @@ plain functions."""
 
 from liger_kernel import _lazy
 from liger_kernel.ops.causal_conv1d import LigerCausalConv1dFunction
-from liger_kernel.ops.gated_delta_rule import LigerGatedDeltaRuleFunction
 from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
 from liger_kernel.ops.experimental.embedding import LigerEmbeddingFunction
 from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
@@ -25,6 +24,7 @@ from liger_kernel.ops.fused_linear_score_centering import (
     fused_linear_score_centering,
 )
 from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
+from liger_kernel.ops.gated_delta_rule import LigerGatedDeltaRuleFunction
 from liger_kernel.ops.gated_rms_norm import LigerGatedRMSNormFunction
 from liger_kernel.ops.geglu import LigerGELUMulFunction
 from liger_kernel.ops.grpo_loss import GrpoLossFunction
@@ -71,7 +71,8 @@ __getattr__ = _lazy.lookup(
 
 __all__ = [
     "GrpoLossFunction", "ISCorrection", "LigerFusedLinearScoreCenteringFunction", "fused_linear_score_centering",
-    "LigerAttnResFunction", "LigerCausalConv1dFunction", "LigerGatedDeltaRuleFunction", "LigerCrossEntropyFunction", "LigerDyTFunction",
+    "LigerAttnResFunction", "LigerCausalConv1dFunction",
+    "LigerGatedDeltaRuleFunction", "LigerCrossEntropyFunction", "LigerDyTFunction",
     "LigerEmbeddingFunction",
     "LigerFusedAddRMSNormFunction", "LigerFusedGateUpSiLUMulFunction", "LigerFusedLinearCrossEntropyFunction",
     "LigerFusedLinearJSDFunction", "LigerFusedLinearScaledCrossEntropyFunction", "LigerFusedMoEFunction",

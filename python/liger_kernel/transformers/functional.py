@@ -13,8 +13,8 @@ from liger_kernel.operators.activation import (
     liger_xielu,
 )
 from liger_kernel.operators.causal_conv1d import liger_causal_conv1d
-from liger_kernel.operators.gated_delta_rule import liger_gated_delta_rule
 from liger_kernel.operators.distillation import LigerFusedLinearJSDFunction, liger_fused_linear_jsd
+from liger_kernel.operators.gated_delta_rule import liger_gated_delta_rule
 from liger_kernel.operators.gated_norm import liger_gated_rms_norm
 from liger_kernel.operators.head import liger_fused_linear_cross_entropy
 from liger_kernel.operators.loss import (
@@ -29,6 +29,7 @@ from liger_kernel.operators.loss import (
     liger_selective_log_softmax,
     liger_tvd,
 )
+from liger_kernel.operators.mamba2 import liger_mamba2_scan
 from liger_kernel.operators.norm import (
     LigerFusedAddRMSNormFunction,
     LigerLayerNormFunction,
@@ -73,7 +74,8 @@ __getattr__ = _lazy.lookup(
 )
 
 __all__ = [
-    "CrossEntropyOutput", "Routed", "liger_attn_res", "liger_causal_conv1d", "liger_gated_delta_rule", "liger_cross_entropy", "liger_dyt",
+    "CrossEntropyOutput", "Routed", "liger_attn_res", "liger_causal_conv1d", "liger_cross_entropy", "liger_dyt",
+    "liger_gated_delta_rule", "liger_mamba2_scan",
     "liger_expert_load",
     "liger_fused_add_rms_norm",
     "liger_fused_linear_cross_entropy", "liger_fused_linear_jsd", "liger_fused_linear_kl_div",

@@ -106,7 +106,7 @@ def hold(owners: Iterable[Any], namespace: Any, report: Report) -> None:
             if not isinstance(theirs, Held):
                 home = sys.modules[inspect.unwrap(original_forward(cls)).__module__]
                 report.edits.set(place, name, Held(ours, theirs or plain(home)))
-            report.note("mixers", name if live else f"{name} of {cls.__name__}", ours.__name__, int(live))
+            report.note("mixers", name if live else f"{name} of {cls.__name__}", ours.__name__, 1 if live else None)
 
 
 def _of_text(positions: Tensor | None) -> Tensor | None:

@@ -1,0 +1,422 @@
+#pragma once
+// The kernels of the gated delta rule that prepare chunks, and that go along the chunks of a document.
+#include "liger/ops/mixers/gated_delta_rule.cuh"
+
+namespace liger::cuda::gated_delta_rule {
+namespace {
+
+template <class Kd>
+struct Prepare {
+  static constexpr int C = Kd::C, kThreads = 2 * C;
+  static constexpr int kRow = C + 4;  // floats of a row of A, which is read in runs of four
+  static constexpr int kMatrices = 2 * C * kRow * 4;
+  static constexpr int kBytes = 2 * C * 4 + (kMatrices > Keys<Kd>::kBytes ? kMatrices : Keys<Kd>::kBytes);
+};
+
+/// U, P and the factors of the chunks of a key head: one block for each chunk, a warp for 16 of its tokens. U is made
+/// by substitution in float, one column a thread, from
+///   U_ij = A_ij − Σ_(j < m < i) A_im β_m U_mj
+/// The limit is its latency.
+template <class Kd>
+__global__ void __launch_bounds__(Prepare<Kd>::kThreads) prepare_kernel(Plan plan) {
+  await_previous();
+  using P = Prepare<Kd>;
+  constexpr int C = Kd::C;
+  __shared__ Decays<C> decays;
+  char* shared = shared_memory<char>();
+  float *norm_q = reinterpret_cast<float*>(shared), *norm_k = norm_q + C;
+  shared += 2 * C * 4;
+  auto* a = reinterpret_cast<float (*)[P::kRow]>(shared);  // A, and then A β, where q and k were
+  auto* scaled = a + C;
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16;
+  const int count = count_of(plan), key_heads = int(plan.a.key_heads), key_head = blockIdx.x % key_heads,
+            step = gridDim.x / key_heads;
+  for (int c = blockIdx.x / key_heads; c < count; c += step) {
+    const Chunk chunk = chunk_at(plan, c);
+    Panel<C> kk, qk;
+    {
+      char* at = shared;
+      const Keys<Kd> keys(at);
+      keys.template load<P::kThreads>(plan, chunk, key_head);
+      keys.products(row, 0, kk, qk);
+      if (threadIdx.x < 2 * C) norm_q[threadIdx.x] = keys.norm_q[threadIdx.x];
+    }
+    const int64_t first = chunk.at(plan);
+    for (int h = 0; h < plan.group; ++h) {
+      const int head = key_head * plan.group + h;
+      decays.load(plan, chunk, head);
+      if (const int i = threadIdx.x; i < chunk.n) {
+        float* to = plan.factors + 4 * head * plan.tokens + first + i;
+        to[0] = norm_k[i] * decays.from_start[i], to[plan.tokens] = decays.beta[i];
+        to[2 * plan.tokens] = norm_k[i] * decays.to_end[i];
+        to[3 * plan.tokens] = plan.a.scale * norm_q[i] * decays.from_start[i];
+        if (i == 0) plan.kept[head * plan.tokens + first] = decays.from_start[C - 1];
+      }
+      const auto term_at = [&](bfloat16* of, int t, int i) {
+        return of + ((int64_t(head) * Kd::kMade + t) * plan.tokens + first + i) * C;
+      };
+#pragma unroll
+      for (int e = 0; e < C / 8; ++e)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int i = row + lane / 4 + 8 * half, j = 8 * e + lane % 4 * 2;
+          float of_p[2] = {}, of_a[2] = {};
+          if (8 * e <= row + 15)
+#pragma unroll
+            for (int right = 0; right < 2; ++right) {
+              const float decay = decays.between(i, j + right) * norm_k[j + right];
+              of_p[right] = plan.a.scale * norm_q[i] * qk.of[e][2 * half + right] * decay;
+              if (plan.a.delta) of_a[right] = j + right < i ? norm_k[i] * kk.of[e][2 * half + right] * decay : 0.f;
+            }
+          *reinterpret_cast<float2*>(&a[i][j]) = {of_a[0], of_a[1]};
+          *reinterpret_cast<float2*>(&scaled[i][j]) = {of_a[0] * decays.beta[j], of_a[1] * decays.beta[j + 1]};
+          unsigned terms[Kd::kMade];
+          split_pair(of_p[0], of_p[1], terms);
+          if (i < chunk.n)
+#pragma unroll
+            for (int t = 0; t < Kd::kMade; ++t) *reinterpret_cast<unsigned*>(term_at(plan.p, t, i) + j) = terms[t];
+        }
+      __syncthreads();
+      if (const int j = threadIdx.x; j < C && plan.a.delta) {
+        float u[C];
+#pragma unroll
+        for (int i = 0; i < C; ++i) {
+          float sums[4] = {a[i][j], 0, 0, 0};
+#pragma unroll
+          for (int m = 0; m < i; m += 4) {
+            const float4 of = *reinterpret_cast<const float4*>(&scaled[i][m]);  // 0 from column i on
+            sums[0] -= of.x * u[m];
+            if (m + 1 < i) sums[1] -= of.y * u[m + 1];
+            if (m + 2 < i) sums[2] -= of.z * u[m + 2];
+            if (m + 3 < i) sums[3] -= of.w * u[m + 3];
+          }
+          u[i] = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+        }
+#pragma unroll
+        for (int i = 0; i < C; ++i) {
+          if (i >= chunk.n) continue;
+          float rest = u[i];
+#pragma unroll
+          for (int t = 0; t < Kd::kMade; ++t) {
+            const bfloat16 term(rest);
+            *(term_at(plan.u, t, i) + j) = term;
+            rest -= float(term);
+          }
+        }
+      }
+    }
+    __syncthreads();
+  }
+}
+
+constexpr int kChainWarps = 4, kChainThreads = 32 * kChainWarps, kChainCols = 16 * kChainWarps;
+
+/// What a block of a chain holds in shared memory for one chunk; with kAll also q and p.
+template <class Kd, bool kAll>
+struct Stage {
+  using T = typename Kd::Number;
+  static constexpr int C = Kd::C, kStride = kChainCols + 8;
+  using Keys = Tile<Kd::kRaw, C, Kd::K>;
+  using Matrix = Tile<Kd::kMade, C, C>;
+  static constexpr int kBytes =
+      (kAll ? 2 : 1) * (Keys::kBytes + Matrix::kBytes) + C * kStride * int(sizeof(T)) + 4 * C * 4;
+  Keys k, q;
+  Matrix u, p;
+  float* factors;
+  T* rows;  // of v or dO
+
+  __device__ explicit Stage(char* shared) : k(Keys::at_front(shared)), q(k), u(Matrix::at_front(shared)), p(u) {
+    if (kAll) q = Keys::at_front(shared), p = Matrix::at_front(shared);
+    factors = reinterpret_cast<float*>(shared), rows = reinterpret_cast<T*>(factors + 4 * C);
+  }
+
+  __device__ void load(const Plan& plan, const Chunk& chunk, int head, const T* of, int step, int col) const {
+    const int key_head = head / plan.group;
+    copy_operand<kChainThreads, C, Kd::K>(k, plan.k, chunk, key_head);
+    if (plan.a.delta) copy_made<kChainThreads, C, C>(u, plan.u, plan, chunk, head, C, 0);
+    if (kAll) {
+      copy_operand<kChainThreads, C, Kd::K>(q, plan.q, chunk, key_head);
+      copy_made<kChainThreads, C, C>(p, plan.p, plan, chunk, head, C, 0);
+    }
+    const float* from = plan.factors + 4 * head * plan.tokens + chunk.at(plan);
+#pragma unroll
+    for (int i = threadIdx.x; i < 4 * C; i += kChainThreads)
+      copy_async4(factors + i, from + i / C * plan.tokens + i % C, i % C < chunk.n);
+    copy_raw<kChainThreads, C, kChainCols, kStride>(rows, of, step, chunk.n, col, int(plan.a.V));
+    close_copies();
+  }
+
+  /// Multiplies each column of a panel, which is a token, by factor i.
+  template <int kCols>
+  __device__ void scale(Panel<kCols>& panel, int i) const {
+    const float* of = factors + i * Kd::C + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int e = 0; e < kCols / 8; ++e) {
+      const float2 by = *reinterpret_cast<const float2*>(of + 8 * e);
+      panel.of[e][0] *= by.x, panel.of[e][1] *= by.y, panel.of[e][2] *= by.x, panel.of[e][3] *= by.y;
+    }
+  }
+};
+
+// The factors of a token: plan.factors.
+constexpr int kToX = 0, kBeta = 1, kToEnd = 2, kToOut = 3;
+
+/// The chunks of this block: whole documents, of as many chunks as another block's, more or less.
+__device__ int first_chunk(const Plan& plan, int slot, int slots, int count) {
+  int c = int(int64_t(slot) * count / slots);
+  if (!plan.table) return round_up(c, plan.row_slots);
+  for (;; c += 32) {
+    const int mine = c + threadIdx.x % 32;
+    const unsigned begins = __ballot_sync(~0u, mine >= count || unsigned(plan.table[mine]) >> kBeginsBit);
+    if (begins) return min(count, c + __popc((begins & -begins) - 1));
+  }
+}
+
+/// sums[v, n] += Σ_k left[v, k] · tile, for k and n of a chunk: of a tile that is 0 above (kUpper: below) its diagonal.
+template <bool kAlongK, int kA, int C, class Tile>
+__device__ void multiply_triangle(Panel<C>& sums, const Left<kA> (&left)[C / 16], const Tile& tile) {
+  // Rows of the tile are later tokens: with kAlongK these are the columns n, else the k.
+#pragma unroll
+  for (int k = 0; k < C / 16; ++k)
+    multiply<kAlongK, C / 8>(sums.of, left[k], tile, 16 * k, 0, kAlongK ? 2 * k : 0, kAlongK ? C / 8 : 2 * k + 2);
+}
+
+template <int C>
+__device__ void subtract(Panel<C>& from, const Panel<C>& what) {
+#pragma unroll
+  for (int e = 0; e < C / 8; ++e)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) from.of[e][i] -= what.of[e][i];
+}
+
+struct ChainArgs {
+  Plan plan;
+  int slots, stages;
+  void* out;           // o, or in backward dv
+  const void* dout;    // of the reverse chain
+  float* last;         // the final states, or in backward the gradients of the first ones; null where not wanted
+  const float* after;  // of the reverse chain: gradients of the final states; null: 0
+};
+
+/// Reads a panel of transposed states, rows v on, from [documents, heads, K, V] in float.
+template <int K>
+__device__ void read_state(Panel<K>& panel, const Plan& plan, const float* from, int64_t document, int64_t head,
+                           int64_t v) {
+  panel.clear();
+  if (!from || document >= plan.a.documents) return;
+  from += (document * plan.a.heads + head) * plan.a.K * plan.a.V;
+  panel.each([&](float& x, int row, int col) {
+    if (v + row < plan.a.V && col < plan.a.K) x = from[col * plan.a.V + v + row];
+  });
+}
+template <int K>
+__device__ void write_final(Panel<K>& panel, const Plan& plan, float* to, int64_t document, int64_t head, int64_t v) {
+  if (!to || document >= plan.a.documents) return;
+  to += (document * plan.a.heads + head) * plan.a.K * plan.a.V;
+  panel.each([&](float& x, int row, int col) {
+    if (v + row < plan.a.V && col < plan.a.K) to[col * plan.a.V + v + row] = x;
+  });
+}
+
+/// O, or with kBackward D and the states before chunks. A block has a head's chunks of some documents, one after the
+/// other, and a warp 16 columns of v. The limit is the chain of products: X needs the state, D needs X, and the next
+/// state D; O is made beside them.
+template <class Kd, bool kBackward>
+__global__ void __launch_bounds__(kChainThreads) chain_kernel(ChainArgs args) {
+  await_previous();
+  using T = typename Kd::Number;
+  constexpr int C = Kd::C, K = Kd::K, kMade = Kd::kMade;
+  using Staged = Stage<Kd, !kBackward>;
+  const Plan& plan = args.plan;
+  const int warp = threadIdx.x / 32, panels = plan.V / kChainCols, heads = int(plan.a.heads),
+            block_col = blockIdx.x % panels * kChainCols, v = block_col + 16 * warp, head = blockIdx.x / panels % heads,
+            slot = blockIdx.x / panels / heads, count = count_of(plan);
+  int c = first_chunk(plan, slot, args.slots, count);
+  const int end = first_chunk(plan, slot + 1, args.slots, count);
+  if (c >= end) return;
+  const auto stage_of = [&](int c) {
+    return Staged(shared_memory<char>() + (args.stages == 2 ? c % 2 * Staged::kBytes : 0));
+  };
+  const auto load = [&](int c) {
+    const Chunk chunk = chunk_at(plan, c);
+    const T* of =
+        static_cast<const T*>(plan.a.v) + chunk.row * plan.a.v_row + chunk.token * plan.a.v_token + head * plan.a.V;
+    stage_of(c).load(plan, chunk, head, of, int(plan.a.v_token), block_col);
+  };
+  Panel<K> state;
+  for (int loaded = c; c < end; ++c) {
+    const Chunk chunk = chunk_at(plan, c);
+    const float kept = plan.kept[head * plan.tokens + chunk.at(plan)];
+    for (; loaded < min(c + args.stages, end); ++loaded) load(loaded);
+    await_copies(loaded - c - 1);
+    __syncthreads();
+    const Staged stage = stage_of(c);
+    if (chunk.begins) read_state(state, plan, plan.a.state, chunk.document, head, v);
+    if constexpr (kBackward)
+      if (!chunk.begins || plan.a.state)
+        write_state<kMade>(state, plan.s + ((chunk.slot(plan) * plan.a.heads + head) * kMade * plan.V + v) * K,
+                           plan.V * K);
+    // Kᵀ and Qᵀ times the state.
+    Panel<C> x, o;
+    x.clear(), o.clear();
+    if (!chunk.begins || plan.a.state) {
+#pragma unroll
+      for (int k = 0; k < K / 16; ++k) {
+        const auto left = state.template left<kMade>(k);
+        if (plan.a.delta) multiply<true, C / 8>(x.of, left, stage.k, 16 * k, 0);
+        if constexpr (!kBackward) multiply<true, C / 8>(o.of, left, stage.q, 16 * k, 0);
+      }
+    }
+    Panel<C> d;
+    read_transposed<kChainCols>(d, stage.rows, 16 * warp);
+    Left<kMade> left[C / 16];
+    const auto make_left = [&](const Panel<C>& of) {
+#pragma unroll
+      for (int k = 0; k < C / 16; ++k) left[k] = of.template left<kMade>(k);
+    };
+    if (plan.a.delta) {
+      stage.scale(x, kToX);
+      subtract(d, x);  // X
+      // D = X − U (β X)
+      x = d;
+      stage.scale(x, kBeta);
+      make_left(x);
+      x.clear();
+      multiply_triangle<true>(x, left, stage.u);
+      subtract(d, x);
+    }
+    if constexpr (kBackward) {
+      write_terms<kMade>(d, plan.d + (head * kMade * plan.tokens + chunk.at(plan)) * plan.V + v, plan.V,
+                         plan.tokens * plan.V, chunk.n);
+    } else {
+      // O = s eᴳ Q S + P (β D)
+      stage.scale(d, kBeta);
+      make_left(d);
+      stage.scale(o, kToOut);
+      multiply_triangle<true>(o, left, stage.p);
+      T* to = static_cast<T*>(args.out) + (chunk.at(plan) * plan.a.heads + head) * plan.a.V + v;
+      write_transposed(o, to, heads * int(plan.a.V), chunk.n, int(plan.a.V) - v);
+    }
+    // The state after the chunk. Its sum over tokens is made apart, for the tensor core does not round to the nearest.
+    if (!chunk.ends || (!kBackward && args.last)) {
+      if (kBackward) stage.scale(d, kBeta);
+      stage.scale(d, kToEnd);
+      make_left(d);
+      constexpr int kEights = K % 64 ? 4 : 8;
+#pragma unroll
+      for (int e = 0; e < K / 8; e += kEights) {
+        float sums[kEights][4] = {};
+#pragma unroll
+        for (int k = 0; k < C / 16; ++k) multiply<false, kEights>(sums, left[k], stage.k, 16 * k, 8 * e);
+#pragma unroll
+        for (int i = 0; i < 4 * kEights; ++i)
+          state.of[e + i / 4][i % 4] = kept * state.of[e + i / 4][i % 4] + sums[i / 4][i % 4];
+      }
+    }
+    if constexpr (!kBackward)
+      if (chunk.ends) write_final(state, plan, args.last, chunk.document, head, v);
+    __syncthreads();
+  }
+}
+
+/// R, dV and the gradients of the states after chunks, from a document's last chunk to its first. As chain_kernel.
+template <class Kd>
+__global__ void __launch_bounds__(kChainThreads) reverse_chain_kernel(ChainArgs args) {
+  await_previous();
+  using T = typename Kd::Number;
+  constexpr int C = Kd::C, K = Kd::K, kMade = Kd::kMade;
+  using Staged = Stage<Kd, true>;
+  const Plan& plan = args.plan;
+  const int warp = threadIdx.x / 32, panels = plan.V / kChainCols, heads = int(plan.a.heads),
+            block_col = blockIdx.x % panels * kChainCols, v = block_col + 16 * warp, head = blockIdx.x / panels % heads,
+            slot = blockIdx.x / panels / heads, count = count_of(plan), step = heads * int(plan.a.V);
+  const int begin = first_chunk(plan, slot, args.slots, count);
+  int c = first_chunk(plan, slot + 1, args.slots, count) - 1;
+  if (c < begin) return;
+  const auto stage_of = [&](int c) {
+    return Staged(shared_memory<char>() + (args.stages == 2 ? c % 2 * Staged::kBytes : 0));
+  };
+  const auto load = [&](int c) {
+    const Chunk chunk = chunk_at(plan, c);
+    stage_of(c).load(plan, chunk, head, static_cast<const T*>(args.dout) + chunk.at(plan) * step + head * plan.a.V,
+                     step, block_col);
+  };
+  Panel<K> dstate;
+  for (int loaded = c; c >= begin; --c) {
+    const Chunk chunk = chunk_at(plan, c);
+    const float kept = plan.kept[head * plan.tokens + chunk.at(plan)];
+    for (; loaded > max(c - args.stages, begin - 1); --loaded) load(loaded);
+    await_copies(c - loaded - 1);
+    __syncthreads();
+    const Staged stage = stage_of(c);
+    if (chunk.ends) read_state(dstate, plan, args.after, chunk.document, head, v);
+    const bool has_after = !chunk.ends || args.after;
+    if (has_after)
+      write_state<kMade>(dstate, plan.ds + ((chunk.next_slot(plan) * plan.a.heads + head) * kMade * plan.V + v) * K,
+                         plan.V * K);
+    // dN = Pᵀ dO + rk e^(G_C − G) K dS'; P has s.
+    Panel<C> dout, r, x;
+    read_transposed<kChainCols>(dout, stage.rows, 16 * warp);
+    r.clear(), x.clear();
+    if (has_after)
+#pragma unroll
+      for (int k = 0; k < K / 16; ++k) {
+        const auto left = dstate.template left<kMade>(k);
+        multiply<true, C / 8>(r.of, left, stage.k, 16 * k, 0);
+      }
+    stage.scale(r, kToEnd);
+    {
+      Left<Kd::kRaw> left[C / 16];
+#pragma unroll
+      for (int k = 0; k < C / 16; ++k) left[k] = dout.template left<Kd::kRaw>(k);
+      multiply_triangle<false>(r, left, stage.p);
+    }
+    // R = dN − Uᵀ (β dN)
+    Left<kMade> left[C / 16];
+    const auto make_left = [&](const Panel<C>& of) {
+#pragma unroll
+      for (int k = 0; k < C / 16; ++k) left[k] = of.template left<kMade>(k);
+    };
+    if (plan.a.delta) {
+      x = r;
+      stage.scale(x, kBeta);
+      make_left(x);
+      x.clear();
+      multiply_triangle<false>(x, left, stage.u);
+      subtract(r, x);
+    }
+    write_terms<kMade>(r, plan.r + (head * kMade * plan.tokens + chunk.at(plan)) * plan.V + v, plan.V,
+                       plan.tokens * plan.V, chunk.n);
+    stage.scale(r, kBeta);
+    write_transposed(r, static_cast<T*>(args.out) + chunk.at(plan) * step + head * plan.a.V + v, step, chunk.n,
+                     int(plan.a.V) - v);
+    // dS = e^(G_C) dS' + (s rq eᴳ Q)ᵀ dO − (rk eᴳ K)ᵀ (β R)
+    if (!chunk.begins || args.last) {
+      Left<kMade> of_dout[C / 16];
+      stage.scale(dout, kToOut), stage.scale(r, kToX);
+      for (auto& eight : r.of)
+        for (float& of : eight) of = -of;
+#pragma unroll
+      for (int k = 0; k < C / 16; ++k) of_dout[k] = dout.template left<kMade>(k);
+      make_left(r);
+      constexpr int kEights = 4;
+#pragma unroll
+      for (int e = 0; e < K / 8; e += kEights) {
+        float sums[kEights][4] = {};
+#pragma unroll
+        for (int k = 0; k < C / 16; ++k) {
+          multiply<false, kEights>(sums, of_dout[k], stage.q, 16 * k, 8 * e);
+          if (plan.a.delta) multiply<false, kEights>(sums, left[k], stage.k, 16 * k, 8 * e);
+        }
+#pragma unroll
+        for (int i = 0; i < 4 * kEights; ++i)
+          dstate.of[e + i / 4][i % 4] = kept * dstate.of[e + i / 4][i % 4] + sums[i / 4][i % 4];
+      }
+    }
+    if (chunk.begins) write_final(dstate, plan, args.last, chunk.document, head, v);
+    __syncthreads();
+  }
+}
+
+}  // namespace
+}  // namespace liger::cuda::gated_delta_rule
