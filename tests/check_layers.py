@@ -67,8 +67,8 @@ FLOORS = (
     # the families of operators, which the two packages of public names hand on
     r"operators(\..*)?|optim",
     r"ops(\..*)?",
-    r"chunked_loss(\..*)?|transformers\.(patching\.(formulas|part)|functional|experimental(\..*)?|fsdp|(?!trainer)\w*"
-    r"(norm|glu|mlp|experts|router|rope|entropy|div|jsd|tvd|softmax|squared|xielu|centering|loss|convolution))",
+    r"chunked_loss(\..*)?|transformers\.(patching\.(formulas|part|mixer_functions)|functional|experimental(\..*)?|fsdp"
+    r"|(?!trainer)\w*(norm|glu|mlp|experts|router|rope|entropy|div|jsd|tvd|softmax|squared|xielu|centering|loss|convolution))",
     r"transformers(\.(patching|patching\.(place|families|report|numeric)|families|report|model\..*))?"
     r"|megatron\.(cross_entropy|rms_norm|swiglu)",
     r"transformers\.(patching\.(layers|masks|mixers|attention)|head|logits|lora|tensor_parallel|causal_lm)|hub(\.layers)?",

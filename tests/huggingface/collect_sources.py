@@ -73,7 +73,8 @@ CLASSES = re.compile(
     r"|Top[kK]Router$|MoeStatics$|(Decoder|Encoder|Transformer|Attention)(Text)?Layer$"
 )
 FUNCTIONS = re.compile(
-    r"^(vision_)?apply_(multimodal_)?rotary_(pos_)?emb(_vision|_interleave)?$|^load_balancing_loss_func$|^causal_conv1d_fn$"
+    r"^(vision_)?apply_(multimodal_)?rotary_(pos_)?emb(_vision|_interleave)?$|^load_balancing_loss_func$"
+    r"|^causal_conv1d_fn$|^torch_chunk_gated_delta_rule$"
 )
 TABLES = re.compile(r"Rotary|Rope")
 LAYERS = re.compile(r"Layer$")
@@ -132,6 +133,7 @@ def parts_of(text):
     module = types.ModuleType(name)
     vars(module).update(torch=torch, nn=nn, F=nn.functional, ACT2FN=ACT2FN, logger=logging.getLogger(name))
     vars(module).update(maybe_autocast=torch.autocast, GradientCheckpointingLayer=nn.Module)
+    vars(module).update(is_torchdynamo_exporting=lambda: False)
     sys.modules[name] = module
     module.__file__ = f"<{name}>"
     lines = text.splitlines(True)
@@ -372,6 +374,24 @@ def _same_convolution(function):
     )
 
 
+def _same_delta_rule(function):
+    """More tokens than a chunk has, with a state and without, key heads as many as heads, or where the function repeats
+    them itself also fewer."""
+    target, heads = Swap("", FORMULAS["chunk_gated_delta_rule"].targets).load(), 4
+
+    def same(key_heads, dtype, tolerance, **more):
+        q, k, v = _random(2, 70, key_heads, 8), _random(2, 70, key_heads, 8) / 3, _random(2, 70, heads, 6)
+        g, beta = -_random(2, 70, heads).abs(), _random(2, 70, heads).sigmoid()
+        given = (q.to(dtype), k.to(dtype), v.to(dtype), g, beta.to(dtype))
+        call = lambda f: lambda *of: [result.float() for result in f(*of, output_final_state=True, **more)]
+        return _same(call(target), call(function), *given, tolerance=tolerance)
+
+    given = ({}, {"use_qk_l2norm_in_kernel": True}, {"initial_state": _random(2, heads, 8, 6)})
+    wide = all(same(heads, torch.float32, 2.0**-16, **more) for more in given)
+    repeats = "repeat_interleave" not in inspect.getsource(function) or same(2, torch.float32, 2.0**-16)
+    return wide and repeats and same(heads, torch.bfloat16, 2.0**-6, use_qk_l2norm_in_kernel=True)
+
+
 def _same_activation(name, module):
     target, x = Swap("", FORMULAS[name].targets).load(), torch.randn(2, WIDTH)
     try:
@@ -396,6 +416,8 @@ def _part_of_function(function):
         return "load_balancing_loss" if _same_router_loss(function) else None
     if function.__name__ == "causal_conv1d_fn":
         return "causal_conv1d" if _same_convolution(function) else None
+    if function.__name__ == "torch_chunk_gated_delta_rule":
+        return "chunk_gated_delta_rule" if _same_delta_rule(function) else None
     if function.__name__ in INPUTS:
         made = (make() for make in INPUTS[function.__name__])
         return next((n for n, inputs in made if _same(Swap("", FORMULAS[n].targets).load(), function, *inputs)), None)

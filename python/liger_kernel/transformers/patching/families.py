@@ -152,7 +152,7 @@ SWITCHES = {
     "layers": "steps of a layer as one operator: q, k and v; a gated MLP; the residual sum and the norm after it",
     "masks": "attention masks without a search for packed sequences where no position_ids are given",
     "attention": "attention with sinks, on flash attention where a model has eager attention for it",
-    "mixers": "short convolutions of linear attention and state-space models, within packed documents",
+    "mixers": "short convolutions and recurrences of linear attention and state-space models, within packed documents",
     "lora": "linear layers with LoRA adapters of PEFT, and gated MLPs of them",
 }
 
@@ -204,8 +204,14 @@ _ROUTERS = (
 ROUTER = Swap("router", tuple(f"router.Liger{kind}Router" for kind in _ROUTERS))
 ROUTER_LOSS = {"load_balancing_loss_func": Swap("router", "router.liger_load_balancing_loss_func")}
 
-# Functions that mixers call: name in the modeling module -> what replaces it (mixers.py).
-MIXERS = {"causal_conv1d_fn": Swap("mixers", "patching.mixers.liger_causal_conv1d_fn")}
+# Functions that mixers call: name in the modeling module -> what replaces it.
+MIXERS = {
+    name: Swap("mixers", f"patching.mixer_functions.{function}")
+    for name, function in {
+        "causal_conv1d_fn": "liger_causal_conv1d_fn",
+        "torch_chunk_gated_delta_rule": "liger_chunk_gated_delta_rule",
+    }.items()
+}
 
 _ROPES = ("", "half_table_", "interleaved_", "paired_table_", "deinterleaving_")
 ROPE = {"apply_rotary_pos_emb": Swap("rope", tuple(f"rope.liger_{kind}rotary_pos_emb" for kind in _ROPES))}

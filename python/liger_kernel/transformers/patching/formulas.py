@@ -42,6 +42,7 @@ class Formula:
 
 _RMS = "rms_norm.LigerRMSNorm"
 _GATED_RMS = "gated_rms_norm.LigerRMSNormGated"
+_MIXER = "patching.mixer_functions"
 FORMULAS = {
     # rounds before the weight
     "rms_norm": Formula((_RMS, f"{_RMS}ForGlm4"), "LigerRMSNorm"),
@@ -106,7 +107,8 @@ FORMULAS = {
     "hybrid_decoder_layer": Formula(),
     "early_hybrid_decoder_layer": Formula(),
     "load_balancing_loss": Formula(("router.liger_load_balancing_loss_func",)),
-    "causal_conv1d": Formula(("patching.mixers.liger_causal_conv1d_fn",)),
+    "causal_conv1d": Formula((f"{_MIXER}.liger_causal_conv1d_fn",)),
+    "chunk_gated_delta_rule": Formula((f"{_MIXER}.liger_chunk_gated_delta_rule",)),
     "relu_squared": Formula(("relu_squared.LigerReLUSquared",)),
     "xielu": Formula(("xielu.LigerXIELU",)),
     # tables as wide as a head; the same with a result of q's dtype; half as wide; of a part of a head; for neighbouring

@@ -1,12 +1,13 @@
-"""The functions that mixers of hybrid models call: short convolutions, within packed documents.
+"""What a patch does for mixers of hybrid models, so that they call the functions of mixer_functions.py.
 
 In transformers 5.15 and newer a mixer calls functions of its modeling module; MIXERS of families.py says which one is
-replaced by which function of this file. They take the keyword arguments that the model was given, and find documents in
-them: `cu_seqlens`, else `cu_seq_lens_q`, else `seq_idx`. A model that gets nothing but position_ids keeps these to its
-attention, so that it gets a forward that reads them, once per step, and hands on where documents begin as `STARTS`.
-Functions that are not replaced drop what they do not know.
+replaced by which. They find documents in the keyword arguments that the model was given: `cu_seqlens`, else
+`cu_seq_lens_q`, else `seq_idx`. A model that gets nothing but position_ids keeps these to its attention, so that it
+gets a forward that reads them, once per step, and hands on where documents begin as `STARTS`. Functions that are not
+replaced drop what they do not know.
 
-Before, gated delta nets hold the convolution as an attribute, None where causal-conv1d is not installed.
+Before, gated delta nets hold their functions as attributes, the convolution as None where causal-conv1d is not
+installed.
 """
 
 import dis
@@ -15,6 +16,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
@@ -22,68 +24,54 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from liger_kernel.operators.causal_conv1d import ACTIVATIONS, liger_causal_conv1d
-from liger_kernel.operators.coverage import CAUSAL_CONV1D_KERNELS, DENSE, has_replaced_forward, kernels_cover
+from liger_kernel.operators.coverage import has_replaced_forward
 from liger_kernel.operators.documents import document_starts
 from liger_kernel.transformers.causal_lm import names_in, original_forward
-from liger_kernel.transformers.patching.families import MIXERS
 from liger_kernel.transformers.patching.formulas import as_written
 from liger_kernel.transformers.patching.masks import SEARCHING
+from liger_kernel.transformers.patching.mixer_functions import (
+    STARTS,
+    liger_causal_conv1d_fn,
+    liger_chunk_gated_delta_rule,
+    starts_in,
+)
 from liger_kernel.transformers.patching.place import NewForward
 from liger_kernel.transformers.patching.report import Report
 
-#: The keyword argument that says where documents begin: `starts` of liger_kernel.operators.documents.
-STARTS = "liger_starts"
 _MASKS = frozenset((*SEARCHING, "create_recurrent_attention_mask"))
 # Of these models layers drop the keyword arguments of the model, or mixers do.
 _DROPPED = re.compile(r"\.modeling_(jamba|zamba|inkling\w*)$")
-_HELD = "causal_conv1d_fn"  # the attribute of mixers before transformers 5.15
 
 
-def starts_in(given: dict[str, Any], batch: int, tokens: int) -> Any:
-    """`starts` [batch, tokens] of a call's keyword arguments; None where they name no documents, NotImplemented where
-    what they name is of other rows: those of a cache come before."""
-    starts, lengths = given.get(STARTS), given.get("cu_seqlens")
-    lengths = given.get("cu_seq_lens_q") if lengths is None else lengths
-    index = given.get("seq_idx")
-    if starts is None:
-        if lengths is not None and batch != 1:
-            return NotImplemented
-        if lengths is None and index is not None and index.dim() != 2:
-            return NotImplemented
-        starts = document_starts(tokens, lengths, index)
-    if starts is None:
-        return None
-    if starts.shape[0] not in (1, batch) or starts.shape[1] != tokens:
-        # Positions are no request: without this part, nothing reads them.
-        return None if lengths is None and index is None else NotImplemented
-    return starts.expand(batch, tokens)
-
-
-def liger_causal_conv1d_fn(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **kwargs: Any
-) -> Any:
-    """transformers' causal_conv1d_fn, within the documents that keyword arguments name; NotImplemented for what
-    liger_causal_conv1d does not take."""
-    if not kernels_cover(x, CAUSAL_CONV1D_KERNELS) or activation not in ACTIVATIONS or weight.shape[-1] > 8:
-        return NotImplemented
-    if any(t is not None and (type(t) not in DENSE or not kernels_cover(t)) for t in (x, weight, bias)):
-        return NotImplemented
-    starts = starts_in(kwargs, x.shape[0], x.shape[2])
-    return starts if starts is NotImplemented else liger_causal_conv1d(x, weight, bias, activation, starts=starts)
-
-
-def causal_conv1d_or_plain(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **kwargs: Any
+def plain_causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
 ) -> Tensor:
-    """The same, and torch's operators for what it does not take, as mixers run them that hold no such function."""
-    y = liger_causal_conv1d_fn(x, weight, bias, activation, **kwargs)
-    if y is not NotImplemented:
-        return y
+    """The convolution by torch's operators, as mixers run it that hold no such function."""
     width = weight.shape[-1]
     y = F.conv1d(x.to(weight.dtype), weight.unsqueeze(1), bias, padding=width - 1, groups=len(weight))
     y = y[..., : x.shape[-1]]
     return (y if activation is None else ACT2FN[activation](y)).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A function that a mixer holds: `ours`, and `theirs` for what that does not take. Unlike a function that one
+    makes of the two, it can be pickled."""
+
+    ours: Callable[..., Any]
+    theirs: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self.ours(*args, **kwargs)
+        return self.theirs(*args, **kwargs) if result is NotImplemented else result
+
+
+# Attributes of mixers before transformers 5.15, which take them from their modeling module -> what takes their place,
+# and what runs, of a module, where an attribute is None or the module has none.
+_HELD: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
+    "causal_conv1d_fn": (liger_causal_conv1d_fn, lambda home: plain_causal_conv1d),
+    "chunk_gated_delta_rule": (liger_chunk_gated_delta_rule, lambda home: home.torch_chunk_gated_delta_rule),
+}
 
 
 def _is_own(home: Any, name: str) -> bool:
@@ -93,30 +81,32 @@ def _is_own(home: Any, name: str) -> bool:
 
 
 @functools.cache
-def _holds(cls: Any) -> bool:
-    """Whether modules of a class keep the convolution as an attribute, which their forward calls."""
+def _held_by(cls: Any) -> tuple[str, ...]:
+    """The functions that modules of a class keep as attributes, which their forward calls."""
     makes = getattr(inspect.unwrap(cls.__init__), "__code__", None)
-    kept = makes is not None and any(
-        i.opname == "STORE_ATTR" and i.argval == _HELD for i in dis.get_instructions(makes)
-    )
-    return kept and _HELD in names_in(inspect.unwrap(original_forward(cls)))
+    if makes is None or not hasattr(cls, "forward"):
+        return ()
+    kept = {i.argval for i in dis.get_instructions(makes) if i.opname == "STORE_ATTR"}
+    return tuple(name for name in _HELD if name in kept & names_in(inspect.unwrap(original_forward(cls))))
 
 
 def hold(owners: Iterable[Any], namespace: Any, report: Report) -> None:
-    """Give mixers that hold the convolution as an attribute this one: live modules theirs, and of classes the modeling
-    module, from which they take it when they are made."""
+    """Give mixers that hold functions as attributes those of this package: live modules theirs, and of classes the
+    modeling module, from which they take them when they are made."""
     for owner in owners:
         cls = owner if isinstance(owner, type) else type(owner)
-        if not hasattr(cls, "forward") or not _holds(cls):
-            continue
-        if owner is cls:
-            report.edits.set(namespace, _HELD, causal_conv1d_or_plain)
-            report.note("mixers", f"{_HELD} of {cls.__name__}", liger_causal_conv1d_fn.__name__)
-        elif has_replaced_forward(owner):
-            report.skip("mixers", _HELD, f"the forward of a {cls.__name__} was replaced on the instance")
-        else:
-            report.edits.set(owner, _HELD, causal_conv1d_or_plain)
-            report.note("mixers", _HELD, liger_causal_conv1d_fn.__name__, 1)
+        live = owner is not cls
+        for name in _held_by(cls):
+            if live and has_replaced_forward(owner):
+                report.skip("mixers", name, f"the forward of a {cls.__name__} was replaced on the instance")
+                continue
+            ours, plain = _HELD[name]
+            place = owner if live else namespace
+            theirs = getattr(place, name, None)
+            if not isinstance(theirs, Held):
+                home = sys.modules[inspect.unwrap(original_forward(cls)).__module__]
+                report.edits.set(place, name, Held(ours, theirs or plain(home)))
+            report.note("mixers", name if live else f"{name} of {cls.__name__}", ours.__name__, 1 if live else None)
 
 
 def _of_text(positions: Tensor | None) -> Tensor | None:
@@ -161,7 +151,7 @@ def _forward(original):
         or not _makes_masks(inner.__code__)
     ):
         return None
-    if not any(_is_own(home, name) for name in MIXERS):
+    if not _is_own(home, "causal_conv1d_fn"):  # which all such mixers call
         return None
     names = list(parameters)[1:]
 
