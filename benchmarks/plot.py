@@ -369,6 +369,8 @@ def main():
     fill("performance.md", h200=table(h200, True), cpu=table(cpu, False), newer=table(newer, True),
          h200_research=table(h200_research, True), cpu_research=table(cpu_research, False),
          newer_research=table(newer_research, True), topk=table(cases(read("topk-h100.json")["rows"]), True),
+         few_classes=table(cases(read("topk-tools-h100.json")["rows"]), True),
+         mixers=table(cases(read("mixers-h100.json")["rows"]), True),
          replacements=replacements(read("replacements-h100.json")))  # fmt: skip
     tables = {"families": families(reports), "e2e": end_to_end(lengths), "parts": step_parts(lengths)}
     names = {"plain": "plain", "triton": "liger (Triton)", "ours": "ours"}
