@@ -173,6 +173,10 @@ template <bool kAlongK, int kEights, int kA, class Tile>
 __device__ void multiply(float (*sums)[4], const Left<kA>& left, const Tile& right, int k, int n, int first = 0,
                          int last = kEights) {
   constexpr int kB = Tile::kTerms;
+  // The tensor core does not round to the nearest. Where sums are to be as good as float's, it makes each of 16 products
+  // alone, the ones of first terms apart from the others.
+  constexpr bool kApart = kA == 3 || kB == 3;
+  float small[kApart ? kEights : 1][4] = {}, large[kApart ? kEights : 1][4] = {};
 #pragma unroll
   for (int b = 0; b < kB; ++b) {
     unsigned words[kEights / 2][4];
@@ -187,10 +191,18 @@ __device__ void multiply(float (*sums)[4], const Left<kA>& left, const Tile& rig
       if (!counts(a, b, kA, kB)) continue;
 #pragma unroll
       for (int e = 0; e < kEights; ++e)
-        if (e >= first && e < last)
-          multiply_add(sums[e], left.of[a], words[e / 2][e % 2 * 2], words[e / 2][e % 2 * 2 + 1]);
+        if (e >= first && e < last) {
+          float (&to)[4] = kApart ? (a + b == 0 ? large : small)[kApart ? e : 0] : sums[e];
+          multiply_add(to, left.of[a], words[e / 2][e % 2 * 2], words[e / 2][e % 2 * 2 + 1]);
+        }
     }
   }
+  if constexpr (kApart)
+#pragma unroll
+    for (int e = 0; e < kEights; ++e)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (e >= first && e < last) sums[e][i] += large[e][i] + small[e][i];
 }
 
 }  // namespace liger::cuda::split

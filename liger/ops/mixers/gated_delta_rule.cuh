@@ -222,7 +222,7 @@ template <class T, int C>
 __device__ void write_transposed(Panel<C>& panel, T* to, int step, int n, int cols) {
   if constexpr (sizeof(T) == 2) {
     const int lane = threadIdx.x % 32, token = lane / 4, col = lane % 4 * 2;
-    const bool whole = cols >= 16 && step % 2 == 0;
+    const bool whole = cols >= 16 && step % 2 == 0 && reinterpret_cast<uintptr_t>(to) % 4 == 0;
 #pragma unroll
     for (int e = 0; e < C / 8; ++e)
 #pragma unroll
