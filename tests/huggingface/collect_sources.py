@@ -74,7 +74,7 @@ CLASSES = re.compile(
 )
 FUNCTIONS = re.compile(
     r"^(vision_)?apply_(multimodal_)?rotary_(pos_)?emb(_vision|_interleave)?$|^load_balancing_loss_func$"
-    r"|^causal_conv1d_fn$|^torch_chunk_gated_delta_rule$"
+    r"|^causal_conv1d_fn$|^torch_chunk_gated_delta_rule$|^mamba2_(chunk_scan|split_conv1d_scan_combined)$"
 )
 TABLES = re.compile(r"Rotary|Rope")
 LAYERS = re.compile(r"Layer$")
@@ -392,6 +392,23 @@ def _same_delta_rule(function):
     return wide and repeats and same(heads, torch.bfloat16, 2.0**-6, use_qk_l2norm_in_kernel=True)
 
 
+def _same_scan(function):
+    """More tokens than a chunk has, with a state and limits of dt, and without."""
+    target, heads = Swap("", FORMULAS["mamba2_scan"].targets).load(), 4
+
+    def same(dtype, tolerance, **more):
+        x, dt, A = _random(2, 21, heads, 8), _random(2, 21, heads), -_random(heads).abs()
+        B, C, D, bias = _random(2, 21, 2, 6), _random(2, 21, 2, 7)[..., 1:], _random(heads), _random(heads, 1)[:, 0]
+        given = (x, dt, A.float(), B, C, 8, D, bias)
+        given = [t.to(dtype) if isinstance(t, torch.Tensor) and t is not A else t for t in given]
+        call = lambda f: lambda *of: f(*of, dt_softplus=True, return_final_states=True, **more)
+        return _same(call(target), call(function), *given, tolerance=tolerance)
+
+    more = {"initial_states": _random(2, heads, 8, 6), "dt_limit": (0.3, 1.2)}
+    # In 16 bits the original rounds dt, too.
+    return all(same(torch.float32, 2.0**-16, **m) for m in ({}, more)) and same(torch.bfloat16, 2.0**-4)
+
+
 def _same_activation(name, module):
     target, x = Swap("", FORMULAS[name].targets).load(), torch.randn(2, WIDTH)
     try:
@@ -418,6 +435,10 @@ def _part_of_function(function):
         return "causal_conv1d" if _same_convolution(function) else None
     if function.__name__ == "torch_chunk_gated_delta_rule":
         return "chunk_gated_delta_rule" if _same_delta_rule(function) else None
+    if function.__name__ == "mamba2_chunk_scan":
+        return "mamba2_scan" if _same_scan(function) else None
+    if function.__name__ == "mamba2_split_conv1d_scan_combined":  # which gives None and calls nothing
+        return None if function.__code__.co_names else "mamba2_parts"
     if function.__name__ in INPUTS:
         made = (make() for make in INPUTS[function.__name__])
         return next((n for n, inputs in made if _same(Swap("", FORMULAS[n].targets).load(), function, *inputs)), None)

@@ -27,16 +27,20 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 CALLED = parse(transformers.__version__) >= parse("5.15")  # by mixers, as functions of their modeling module
 TYPES = (
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lara_mini", "kimi_linear"),
-    *("nemotron_h", "bamba", "falcon_h1", "granitemoehybrid", "zamba2"),
+    *("nemotron_h", "bamba", "falcon_h1", "granitemoehybrid", "zamba2", "mamba2"),
     *("lfm2", "lfm2_moe", "lfm3"),
 )
 KINDS = [kind for kind in (TYPES if CALLED else TYPES[:4]) if kind in CONFIG_MAPPING]
 CONVOLUTIONAL = [kind for kind in KINDS if kind.startswith("lfm")]
 DELTA = [kind for kind in TYPES[:5] if kind in KINDS]
-# Nothing but attention and what is replaced: what is packed is as it is alone, all of it.
-WHOLE = [*CONVOLUTIONAL, *DELTA] if CALLED else []
-DENSE = ("qwen3_5_text", "lfm2")  # one of each, without experts
-ONE_OF_EACH = DELTA[:1] + CONVOLUTIONAL[:1]
+SCANS = [kind for kind in TYPES[6:12] if kind in KINDS]
+# Layers of Mamba-2 are told of no positions.
+TOLD = [kind for kind in KINDS if kind != "mamba2"] if CALLED else []
+# Nothing but what is replaced and attention, which Granite's masks do not tell of positions: what is packed is as it is
+# alone, all of it.
+WHOLE = [kind for kind in TOLD if kind not in ("kimi_linear", "granitemoehybrid")]
+DENSE = ("qwen3_5_text", "bamba", "lfm2")  # one of each, without experts
+ONE_OF_EACH = DELTA[:1] + SCANS[:1] + CONVOLUTIONAL[:1]
 LENGTHS = (5, 1, 8)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -83,6 +87,7 @@ def calls(monkeypatch):
 
     watch("liger_causal_conv1d")
     watch("liger_gated_delta_rule")
+    watch("liger_mamba2_scan")
     return found
 
 
@@ -100,12 +105,15 @@ def called(model):
     if nets:
         name = "torch_chunk_gated_delta_rule" if CALLED else "chunk_gated_delta_rule"
         found.add((name, "liger_chunk_gated_delta_rule", nets))
+    if model.config.model_type in SCANS:
+        for name in ("mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"):
+            found.add((name, f"liger_{name}", convolutions(model)))
     return found
 
 
 def times(model):
-    """How often a forward of a patched model calls them."""
-    return sum(count for *_, count in called(model))
+    """How many operators a forward of a patched model calls."""
+    return sum(count for name, _, count in called(model) if "split" not in name)
 
 
 # Gates: their gradient is a sum over the tokens that follow in a chunk, here up to 14, of differences that cancel.
@@ -145,7 +153,7 @@ def test_same_step(kind, calls):
     model, reference = made(kind), made(kind)
     classes = [type(module) for module in model.modules()]
     report = liger_kernel.patch(model)
-    assert called(model) <= lines(report) and len(lines(report)) == len(called(model)) + CALLED
+    assert called(model) <= lines(report) and len(lines(report)) == len(called(model)) + (kind in TOLD)
     assert "mixers" in report.line() and not [skip for skip in report.skipped if skip.switch == "mixers"]
     assert_same_step(model, reference, **batch())
     assert calls == [None] * times(model)
@@ -176,7 +184,7 @@ def test_16_bits(kind):
     assert of_convolutions and own <= 2 * theirs
 
 
-@pytest.mark.parametrize("kind", KINDS if CALLED else [])
+@pytest.mark.parametrize("kind", TOLD)
 def test_documents_reach_operators(kind, calls):
     """However they are given, and not where a mask or counted positions say that there are none."""
     model, ids = made(kind), batch(1)["input_ids"]
@@ -194,8 +202,8 @@ def test_documents_reach_operators(kind, calls):
     assert starts(position_ids=positions()) == STARTS
     assert starts(position_ids=positions(), attention_mask=torch.ones_like(ids)) is None
     assert starts(position_ids=torch.arange(7, 7 + ids.shape[1])[None]) == [[0] * ids.shape[1]]
-    if kind not in WHOLE:
-        return  # whose recurrences in plain torch refuse documents
+    if kind == "kimi_linear":
+        return  # whose recurrence in plain torch refuses documents
     assert starts(position_ids=positions(), seq_idx=torch.zeros_like(index())) == [[0] * ids.shape[1]]
     assert starts(cu_seq_lens_q=ends()) == starts(seq_idx=index()) == STARTS
 
@@ -462,6 +470,52 @@ def test_delta_rule_of_documents():
     continued, whole = (ours(*inputs, **more, **given, initial_state=state) for given in (named[2], {}))
     assert torch.equal(continued[0], whole[0])
     assert ours(*(t.double() for t in inputs)) is NotImplemented
+
+
+def scan_inputs(dtype=torch.float32, tokens=sum(LENGTHS)):
+    """x, dt, B and C, and what is of heads."""
+    torch.manual_seed(0)
+    x, B, C = torch.randn(1, tokens, 4, 8), torch.randn(1, tokens, 2, 6), torch.randn(1, tokens, 2, 6)
+    dt, heads = torch.randn(1, tokens, 4), [torch.randn(4).to(dtype) for _ in range(2)]
+    return [t.to(dtype) for t in (x, dt, B, C)], -torch.rand(4) * 4, *heads
+
+
+def scanned(scan, tensors, A, D, bias, **more):
+    x, dt, B, C = tensors
+    return scan(x, dt, A, B, C, chunk_size=8, D=D, dt_bias=bias, dt_softplus=True, return_final_states=True, **more)
+
+
+@pytest.mark.parametrize("kind", SCANS)
+def test_scan_in_16_bits(kind):
+    """Mamba-2's scan and its gradients are as exact as transformers', to a tenth; the exact one is transformers' in
+    float32, whose error is 2^-16 of those."""
+    plain = inspect.unwrap(as_written(home_of(made(kind)).mamba2_chunk_scan))
+    tensors, *of_heads = scan_inputs(torch.bfloat16, tokens=200)
+
+    def results(scan, dtype=None):
+        given = [t.to(dtype).requires_grad_() for t in tensors]
+        y, last = scanned(scan, given, *(t if dtype is None else t.to(dtype) for t in of_heads))
+        assert y.dtype == last.dtype == torch.float32
+        y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape))
+        return [y, last, *(t.grad for t in given)]
+
+    every = results(plain, torch.float32), results(plain), results(mixer_functions.liger_mamba2_chunk_scan)
+    for expected, theirs, own in zip(*every, strict=True):
+        assert (own - expected).norm() <= 1.1 * (theirs - expected).norm()
+
+
+def test_scan_of_documents():
+    """Each has the result that it has alone; the state is the last one's."""
+    scan, (tensors, *of_heads) = mixer_functions.liger_mamba2_chunk_scan, scan_inputs()
+    alone = [scanned(scan, part, *of_heads) for part in zip(*(t.split(LENGTHS, 1) for t in tensors))]
+    named = {"cu_seq_lens_q": ends()}, {"seq_idx": index()}, {mixer_functions.STARTS: torch.tensor(STARTS).int()}
+    for given in named:
+        y, last = scanned(scan, tensors, *of_heads, **given)
+        assert_close(y, torch.cat([y for y, _ in alone], 1))
+        assert_close(last, alone[-1][1])
+    state = torch.zeros(1, 4, 8, 6)
+    assert scanned(scan, tensors, *of_heads, **named[0], initial_states=state) is NotImplemented
+    assert scanned(scan, [t.double() for t in tensors], *of_heads) is NotImplemented
 
 
 @pytest.mark.parametrize("name", MIXERS)

@@ -109,6 +109,8 @@ FORMULAS = {
     "load_balancing_loss": Formula(("router.liger_load_balancing_loss_func",)),
     "causal_conv1d": Formula((f"{_MIXER}.liger_causal_conv1d_fn",)),
     "chunk_gated_delta_rule": Formula((f"{_MIXER}.liger_chunk_gated_delta_rule",)),
+    "mamba2_scan": Formula((f"{_MIXER}.liger_mamba2_chunk_scan",)),
+    "mamba2_parts": Formula((f"{_MIXER}.liger_mamba2_split_conv1d_scan_combined",)),
     "relu_squared": Formula(("relu_squared.LigerReLUSquared",)),
     "xielu": Formula(("xielu.LigerXIELU",)),
     # tables as wide as a head; the same with a result of q's dtype; half as wide; of a part of a head; for neighbouring

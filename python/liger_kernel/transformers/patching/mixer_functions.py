@@ -14,6 +14,7 @@ from liger_kernel.operators.causal_conv1d import ACTIVATIONS, liger_causal_conv1
 from liger_kernel.operators.coverage import CAUSAL_CONV1D_KERNELS, DELTA_RULE_KERNELS, DENSE, kernels_cover
 from liger_kernel.operators.documents import document_starts
 from liger_kernel.operators.gated_delta_rule import liger_gated_delta_rule
+from liger_kernel.operators.mamba2 import liger_mamba2_scan
 
 #: The keyword argument that says where documents begin: `starts` of liger_kernel.operators.documents.
 STARTS = "liger_starts"
@@ -44,6 +45,18 @@ def _cover(kernels: tuple[str, ...], *tensors: Tensor | None) -> bool:
     know."""
     given = [t for t in tensors if t is not None]
     return kernels_cover(given[0], kernels) and all(type(t) in DENSE and kernels_cover(t) for t in given)
+
+
+def _before_last(starts: Tensor) -> Tensor:
+    """The tokens before a row's last document. How many documents there are is known on the device alone: the state
+    after a row is that of a second run, in which these tokens leave a state of 0."""
+    return starts != starts[:, -1:]
+
+
+def _of_one_dtype(*tensors: Tensor) -> list[Tensor]:
+    """Tensors as they are, or float where their dtypes differ."""
+    same = all(t.dtype == tensors[0].dtype for t in tensors)
+    return [t if same else t.float() for t in tensors]
 
 
 def liger_causal_conv1d_fn(
@@ -80,8 +93,7 @@ def liger_chunk_gated_delta_rule(
     if starts is NotImplemented:
         return NotImplemented
     of_query = query.dtype
-    if not of_query == key.dtype == value.dtype:
-        query, key, value = query.float(), key.float(), value.float()
+    query, key, value = _of_one_dtype(query, key, value)
     g, eps = g.float(), 1e-6 if use_qk_l2norm_in_kernel else None
     state = None if initial_state is None else initial_state.float()
     whole = starts is None
@@ -89,7 +101,56 @@ def liger_chunk_gated_delta_rule(
         query, key, value, g, beta, state, starts=starts, eps=eps, final_state=output_final_state and whole
     )
     if output_final_state and not whole:
-        # How many documents there are is known on the device alone. With beta 0 the earlier ones leave a state of 0.
-        beta = beta.masked_fill((starts != starts[:, -1:])[..., None], 0)
+        beta = beta.masked_fill(_before_last(starts)[..., None], 0)
         last = liger_gated_delta_rule(query, key, value, g, beta, eps=eps, final_state=True)[1]
     return output.to(of_query), last
+
+
+def liger_mamba2_chunk_scan(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """transformers' mamba2_chunk_scan, whose result is float32; NotImplemented for what liger_mamba2_scan does not
+    take. States are those of liger_chunk_gated_delta_rule, transposed."""
+    if not _cover(DELTA_RULE_KERNELS, hidden_states, dt, A, B, C, D, dt_bias, initial_states):
+        return NotImplemented
+    if hidden_states.is_cuda and B.shape[-1] > 256:
+        return NotImplemented
+    starts = starts_in(kwargs, hidden_states.shape[0], hidden_states.shape[1], continued=initial_states is not None)
+    if starts is NotImplemented:
+        return NotImplemented
+    x, B, C = _of_one_dtype(hidden_states, B, C)
+    state, whole = None if initial_states is None else initial_states.float(), starts is None
+    of_dt: dict[str, Any] = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": tuple(dt_limit)}
+    wanted = return_final_states and whole
+    y, last = liger_mamba2_scan(x, dt, A, B, C, D, **of_dt, state=state, starts=starts, final_state=wanted)
+    if return_final_states and not whole:
+        x = x.masked_fill(_before_last(starts)[..., None, None], 0)
+        last = liger_mamba2_scan(x, dt, A, B, C, **of_dt, final_state=True)[1]
+    return (y.float(), last) if return_final_states else y.float()
+
+
+def liger_mamba2_split_conv1d_scan_combined(
+    zxbcdt: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    dt_bias: Tensor,
+    A: Tensor,
+    D: Tensor,
+    chunk_size: int,
+    **kwargs: Any,
+) -> Any:
+    """transformers' mamba2_split_conv1d_scan_combined: None, by which a mixer calls the convolution, the scan, the norm
+    and the projection one by one, with all that adapters and hooks add to them."""
+    return None if _cover(DELTA_RULE_KERNELS, zxbcdt, dt_bias, A, D) else NotImplemented
