@@ -173,8 +173,8 @@ template <bool kAlongK, int kEights, int kA, class Tile>
 __device__ void multiply(float (*sums)[4], const Left<kA>& left, const Tile& right, int k, int n, int first = 0,
                          int last = kEights) {
   constexpr int kB = Tile::kTerms;
-  // The tensor core does not round to the nearest. Where sums are to be as good as float's, it makes each of 16 products
-  // alone, the ones of first terms apart from the others.
+  // The tensor core does not round to the nearest. Where sums are to be as good as float's, it adds 16 products at a
+  // time and no more, those of first terms apart from the others.
   constexpr bool kApart = kA == 3 || kB == 3;
   float small[kApart ? kEights : 1][4] = {}, large[kApart ? kEights : 1][4] = {};
 #pragma unroll
