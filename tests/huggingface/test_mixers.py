@@ -213,19 +213,16 @@ def test_documents_reach_operators(kind, calls):
 def test_packed_equals_alone(kind, given):
     """Loss and gradients of packed documents are those of the plain model on each, weighted by their labels."""
     reference = made(kind)
-    report = None
-    if given == "class":
-        row = MODEL_TYPES.get(kind)
-        report = patch(row or row_of(reference))
+    ids, total = batch(1)["input_ids"], sum(n - 1 for n in LENGTHS)
+    for part in ids.split(LENGTHS, 1):  # before the patch of a modeling module, whose functions the reference calls
+        if part.shape[1] > 1:
+            (reference(input_ids=part, labels=part).loss * (part.shape[1] - 1) / total).backward()
+    report = patch(MODEL_TYPES.get(kind) or row_of(reference)) if given == "class" else None
     model = made(kind)
     if report is None:
         report = liger_kernel.patch(model)
     if given == "checkpointed":
         model.gradient_checkpointing_enable()
-    ids, total = batch(1)["input_ids"], sum(n - 1 for n in LENGTHS)
-    for part in ids.split(LENGTHS, 1):
-        if part.shape[1] > 1:
-            (reference(input_ids=part, labels=part).loss * (part.shape[1] - 1) / total).backward()
     labels = ids.clone()
     labels[0, ends()[:-1].long()] = -100
     more = {"cu_seq_lens_q": {"cu_seq_lens_q": ends()}, "seq_idx": {"seq_idx": index()}}.get(given, {})
