@@ -150,6 +150,15 @@ def errors():
     ]
 
 
+def flops(shape, options):
+    """Of the chunks' products; backward makes the states again."""
+    rows, tokens, key_heads, group, K, V = shape
+    heads, C = key_heads * group, 64
+    forward = heads * (6 * K * V + 4 * C * V + 2 * C * C / 3) + 4 * C * K * key_heads
+    backward = heads * (16 * K * V + 10 * C * V) + 12 * C * K * key_heads
+    return tuple(rows * tokens * n for n in (forward, backward))
+
+
 CASES = [
     Case(
         name="gated_delta_rule",
@@ -200,6 +209,7 @@ CASES = [
             ((1, 8192, 30, 1, 96, 192), {}),
         ],
         bench_cpu=[((2, 1024, 16, 2, 128, 128), {})],
+        flops=flops,
         errors=errors(),
     )
 ]

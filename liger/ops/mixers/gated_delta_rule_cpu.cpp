@@ -232,7 +232,9 @@ class Head {
       transpose(kChunk, V_, D, V_, dt[0], kChunk);
       multiply<false>(kChunk, kChunk, V_, dout[0], V_, dt[0], kChunk, w[0], kChunk);
       multiply<false>(kChunk, kChunk, V_, r[0], V_, dt[0], kChunk, y[0], kChunk);
-      float dsum[kChunk] = {}, dbeta[kChunk];
+      // In double: of what a token's decay gets, most cancels where decays are strong.
+      double dsum[kChunk] = {};
+      float dbeta[kChunk];
       for (int64_t i = 0; i < kChunk; ++i) {
         dbeta[i] = y[i][i];
         for (int64_t j = 0; j < kChunk; ++j) {
@@ -249,12 +251,13 @@ class Head {
       multiply<false>(2 * kChunk, K_, V_, rows[0], V_, transposed[0], K_, by_state[0], K_);
       transpose(K_, V_, dstate[0], V_, transposed[0], K_);
       multiply<false>(kChunk, K_, V_, D, V_, transposed[0], K_, of_d[0], K_);
-      float ends = 0;
+      double ends = 0;
       for (int64_t i = 0; i < kChunk; ++i) {
         const float of_end = to_end_[i] * beta_[i], of_start = a_.delta ? from_start_[i] * beta_[i] : 0.f,
                     at_end = of_end * dot(K_, k_[i], of_d[i]);
-        dsum[i] +=
-            from_start_[i] * dot(K_, q_[i], by_state[i]) - at_end - of_start * dot(K_, k_[i], by_state[kChunk + i]);
+        dsum[i] += from_start_[i] * dot(K_, q_[i], by_state[i]);
+        dsum[i] -= at_end;
+        dsum[i] -= of_start * dot(K_, k_[i], by_state[kChunk + i]);
         ends += at_end;
         scale(K_, from_start_[i], by_state[i], by_state[i]);
         scale(K_, of_end, of_d[i], of_d[i]);
@@ -269,14 +272,14 @@ class Head {
       transpose(kChunk, kChunk, y[0], kChunk, z[0], kChunk);
       for (int64_t i = 0; i < kChunk; ++i) add_scaled(kChunk, 1.f, y[i], z[i]);
       multiply<true>(kChunk, K_, kChunk, z[0], kChunk, k_[0], K_, of_d[0], K_);
-      float dg = 0;
+      double dg = 0;
       for (int64_t i = n_ - 1; i >= 0; --i) {
         add_scaled(K_, 1.f, by_state[i], dq[first_ - d_.begin + i]);
         add_scaled(K_, 1.f, of_d[i], dk[first_ - d_.begin + i]);
         const int64_t at = (d_.row * a_.tokens + first_ + i) * a_.heads + head_;
         dg += dsum[i];
         // What decays before a document's first token is 0.
-        b.dg[at] = c == 0 && i == 0 && !(a_.state && has_state) ? 0.f : dg;
+        b.dg[at] = c == 0 && i == 0 && !(a_.state && has_state) ? 0.f : float(dg);
         b.dbeta[at] = dbeta[i];
         T* dv = static_cast<T*>(b.dv) + at * a_.V;
         for_each(a_.V, [&](int64_t col, int64_t n) { write(Vec(beta_[i]) * Vec::loadu(r[i] + col), dv + col, n); });
