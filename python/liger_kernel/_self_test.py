@@ -118,7 +118,7 @@ def _xielu(x, alpha_p, alpha_n):
 
 
 def _delta_rule(q, k, v, beta):
-    return liger.liger_gated_delta_rule(q, k, v, -F.softplus(beta), beta)[0]
+    return liger.liger_gated_delta_rule(q, k, v, -F.softplus(beta.float()), beta)[0]
 
 
 def _plain_delta_rule(q, k, v, beta):
