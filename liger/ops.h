@@ -462,11 +462,16 @@ void adamw_(at::TensorList parameters, at::TensorList gradients, at::TensorList 
 ///   o  = scale Sᵀ q̂
 /// q and k [rows, tokens, key_heads, K], v [rows, tokens, heads, V], g and beta [rows, tokens, heads]; g is float and
 /// at most 0. Head h reads key head h / (heads / key_heads). x̂ = x / √(Σ x² + eps), or x where eps < 0; scale is 1/√K
-/// unless given. Without `delta` the second line is S ← S + k̂ (beta v)ᵀ: gated linear attention, as in Mamba-2 (Dao &
-/// Gu 2024, arXiv:2405.21060) with q = C, k = B, beta = dt and g = dt A. state [documents, heads, K, V] in float is
-/// what each document begins with, 0 where it is missing; with final_state the second result is what it ends with.
-/// starts [rows, tokens] says for each token where, in its row, its document begins; without it a row is one document.
-/// A document's results are, bit for bit, those that it has alone.
+/// unless given. Without `delta` the second line is that of gated linear attention:
+///   S ← S + k̂ (beta v)ᵀ
+/// of which Mamba-2 (Dao & Gu 2024, arXiv:2405.21060) is the case
+///   q    = C
+///   k    = B
+///   beta = dt
+///   g    = dt A
+/// state [documents, heads, K, V] in float is what each document begins with, 0 where it is missing; with final_state
+/// the second result is what it ends with. starts [rows, tokens] says for each token where, in its row, its document
+/// begins; without it a row is one document. A document's results are, bit for bit, those that it has alone.
 std::tuple<at::Tensor, at::Tensor> gated_delta_rule(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                                     const at::Tensor& g, const at::Tensor& beta,
                                                     const std::optional<at::Tensor>& state = {},

@@ -19,6 +19,15 @@ __device__ void split_pair(float low, float high, unsigned (&terms)[kTerms]) {
   }
 }
 
+/// The same, written as the pair at `to`; a term's numbers lie `plane` after those of the term before.
+template <int kTerms>
+__device__ void write_pair(float low, float high, bfloat16* to, int64_t plane) {
+  unsigned terms[kTerms];
+  split_pair(low, high, terms);
+#pragma unroll
+  for (int t = 0; t < kTerms; ++t) *reinterpret_cast<unsigned*>(to + t * plane) = terms[t];
+}
+
 /// The tensor core's product of a 16 x 16 and a 16 x 8 matrix, added to sum [16 x 8]. With
 ///   group = lane / 4
 ///   quad  = lane % 4

@@ -137,10 +137,8 @@ __global__ void __launch_bounds__(256) planes_kernel(Plan plan) {
                     at / plan.a.tokens * (of_k ? plan.a.k_row : plan.a.q_row) +
                     at % plan.a.tokens * (of_k ? plan.a.k_token : plan.a.q_token) + head * plan.a.K;
     const auto number = [&](int64_t c) { return c < plan.a.K ? float(from[c]) : 0.f; };
-    unsigned terms[Kd::kRaw];
-    split_pair(number(2 * pair), number(2 * pair + 1), terms);
-    auto* to = reinterpret_cast<unsigned*>(plan.planes + (of_k ? Kd::kRaw * rows * Kd::K : 0));
-    for (int t = 0; t < Kd::kRaw; ++t) to[t * rows * (Kd::K / 2) + row * (Kd::K / 2) + pair] = terms[t];
+    write_pair<Kd::kRaw>(number(2 * pair), number(2 * pair + 1),
+                         plan.planes + (of_k ? Kd::kRaw * rows * Kd::K : 0) + row * Kd::K + 2 * pair, rows * Kd::K);
   }
 }
 
@@ -270,13 +268,9 @@ __device__ void write_state(const Panel<K>& panel, bfloat16* to, int64_t plane) 
 #pragma unroll
   for (int e = 0; e < K / 8; ++e)
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      unsigned terms[kTerms];
-      split_pair(panel.of[e][2 * half], panel.of[e][2 * half + 1], terms);
-#pragma unroll
-      for (int t = 0; t < kTerms; ++t)
-        *reinterpret_cast<unsigned*>(to + t * plane + (lane / 4 + 8 * half) * K + 8 * e + col) = terms[t];
-    }
+    for (int half = 0; half < 2; ++half)
+      write_pair<kTerms>(panel.of[e][2 * half], panel.of[e][2 * half + 1], to + (lane / 4 + 8 * half) * K + 8 * e + col,
+                         plane);
 }
 
 /// A number in two floats: the sum of a few, of which the second has what rounding took from the first.

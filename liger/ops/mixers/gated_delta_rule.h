@@ -10,8 +10,12 @@ namespace liger {
 ///   S  ← S + k̂ (β D)ᵀ
 ///   o  = s Sᵀ q̂
 /// where x̂ = x / √(Σ x² + eps) with the norm of q and k, and x without. Head h reads key head h / (heads / key_heads).
-/// Without `delta` it is D = v: gated linear attention, of which Mamba-2 (Dao & Gu 2024, arXiv:2405.21060) is the case
-/// q = C, k = B, β = dt, g = dt A. Then U and Y are 0, as is what K and R make of S.
+/// Without `delta` it is gated linear attention, with D = v; U and Y are 0, as is what K and R make of S. Mamba-2 (Dao
+/// & Gu 2024, arXiv:2405.21060) is its case
+///   q = C
+///   k = B
+///   β = dt
+///   g = dt A
 ///
 /// In chunks of C tokens of one document, with S the state before a chunk, G the sum of g from the chunk's first token
 /// on and

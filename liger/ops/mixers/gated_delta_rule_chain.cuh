@@ -52,9 +52,7 @@ __global__ void __launch_bounds__(Prepare<Kd>::kThreads) prepare_kernel(Plan pla
         to[3 * plan.tokens] = plan.a.scale * norm_q[i] * decays.from_start[i];
         if (i == 0) plan.kept[head * plan.tokens + first] = decays.from_start[C - 1];
       }
-      const auto term_at = [&](bfloat16* of, int t, int i) {
-        return of + ((int64_t(head) * Kd::kMade + t) * plan.tokens + first + i) * C;
-      };
+      const int64_t plane = plan.tokens * C, at = (int64_t(head) * Kd::kMade * plan.tokens + first) * C;
 #pragma unroll
       for (int e = 0; e < C / 8; ++e)
 #pragma unroll
@@ -70,11 +68,7 @@ __global__ void __launch_bounds__(Prepare<Kd>::kThreads) prepare_kernel(Plan pla
             }
           *reinterpret_cast<float2*>(&a[i][j]) = {of_a[0], of_a[1]};
           *reinterpret_cast<float2*>(&scaled[i][j]) = {of_a[0] * decays.beta[j], of_a[1] * decays.beta[j + 1]};
-          unsigned terms[Kd::kMade];
-          split_pair(of_p[0], of_p[1], terms);
-          if (i < chunk.n)
-#pragma unroll
-            for (int t = 0; t < Kd::kMade; ++t) *reinterpret_cast<unsigned*>(term_at(plan.p, t, i) + j) = terms[t];
+          if (i < chunk.n) write_pair<Kd::kMade>(of_p[0], of_p[1], plan.p + at + i * C + j, plane);
         }
       __syncthreads();
       if (const int j = threadIdx.x; j < C && plan.a.delta) {
@@ -99,7 +93,7 @@ __global__ void __launch_bounds__(Prepare<Kd>::kThreads) prepare_kernel(Plan pla
 #pragma unroll
           for (int t = 0; t < Kd::kMade; ++t) {
             const bfloat16 term(rest);
-            *(term_at(plan.u, t, i) + j) = term;
+            plan.u[at + t * plane + i * C + j] = term;
             rest -= float(term);
           }
         }
@@ -172,7 +166,7 @@ __device__ int first_chunk(const Plan& plan, int slot, int slots, int count) {
   }
 }
 
-/// sums[v, n] += Σ_k left[v, k] · tile, for k and n of a chunk: of a tile that is 0 above (kUpper: below) its diagonal.
+/// sums[v, n] += Σ_k left[v, k] · tile, for k and n of a chunk: of a tile that is 0 above its diagonal.
 template <bool kAlongK, int kA, int C, class Tile>
 __device__ void multiply_triangle(Panel<C>& sums, const Left<kA> (&left)[C / 16], const Tile& tile) {
   // Rows of the tile are later tokens: with kAlongK these are the columns n, else the k.
@@ -187,6 +181,21 @@ __device__ void subtract(Panel<C>& from, const Panel<C>& what) {
   for (int e = 0; e < C / 8; ++e)
 #pragma unroll
     for (int i = 0; i < 4; ++i) from.of[e][i] -= what.of[e][i];
+}
+
+/// A panel as left operands, all of its columns.
+template <int kTerms, int C>
+__device__ void make_left(Left<kTerms> (&left)[C / 16], const Panel<C>& of) {
+#pragma unroll
+  for (int k = 0; k < C / 16; ++k) left[k] = of.template left<kTerms>(k);
+}
+
+/// state ← kept · state + sums, for as many eights of its columns as there are sums, from e on.
+template <int kEights, int K>
+__device__ void keep_and_add(Panel<K>& state, int e, float kept, const float (&sums)[kEights][4]) {
+#pragma unroll
+  for (int i = 0; i < 4 * kEights; ++i)
+    state.of[e + i / 4][i % 4] = kept * state.of[e + i / 4][i % 4] + sums[i / 4][i % 4];
 }
 
 struct ChainArgs {
@@ -270,17 +279,13 @@ __global__ void __launch_bounds__(kChainThreads) chain_kernel(ChainArgs args) {
     Panel<C> d;
     read_transposed<kChainCols>(d, stage.rows, 16 * warp);
     Left<kMade> left[C / 16];
-    const auto make_left = [&](const Panel<C>& of) {
-#pragma unroll
-      for (int k = 0; k < C / 16; ++k) left[k] = of.template left<kMade>(k);
-    };
     if (plan.a.delta) {
       stage.scale(x, kToX);
       subtract(d, x);  // X
       // D = X − U (β X)
       x = d;
       stage.scale(x, kBeta);
-      make_left(x);
+      make_left(left, x);
       x.clear();
       multiply_triangle<true>(x, left, stage.u);
       subtract(d, x);
@@ -291,7 +296,7 @@ __global__ void __launch_bounds__(kChainThreads) chain_kernel(ChainArgs args) {
     } else {
       // O = s eᴳ Q S + P (β D)
       stage.scale(d, kBeta);
-      make_left(d);
+      make_left(left, d);
       stage.scale(o, kToOut);
       multiply_triangle<true>(o, left, stage.p);
       T* to = static_cast<T*>(args.out) + (chunk.at(plan) * plan.a.heads + head) * plan.a.V + v;
@@ -301,16 +306,14 @@ __global__ void __launch_bounds__(kChainThreads) chain_kernel(ChainArgs args) {
     if (!chunk.ends || (!kBackward && args.last)) {
       if (kBackward) stage.scale(d, kBeta);
       stage.scale(d, kToEnd);
-      make_left(d);
+      make_left(left, d);
       constexpr int kEights = K % 64 ? 4 : 8;
 #pragma unroll
       for (int e = 0; e < K / 8; e += kEights) {
         float sums[kEights][4] = {};
 #pragma unroll
         for (int k = 0; k < C / 16; ++k) multiply<false, kEights>(sums, left[k], stage.k, 16 * k, 8 * e);
-#pragma unroll
-        for (int i = 0; i < 4 * kEights; ++i)
-          state.of[e + i / 4][i % 4] = kept * state.of[e + i / 4][i % 4] + sums[i / 4][i % 4];
+        keep_and_add(state, e, kept, sums);
       }
     }
     if constexpr (!kBackward)
@@ -367,20 +370,15 @@ __global__ void __launch_bounds__(kChainThreads) reverse_chain_kernel(ChainArgs 
     stage.scale(r, kToEnd);
     {
       Left<Kd::kRaw> left[C / 16];
-#pragma unroll
-      for (int k = 0; k < C / 16; ++k) left[k] = dout.template left<Kd::kRaw>(k);
+      make_left(left, dout);
       multiply_triangle<false>(r, left, stage.p);
     }
     // R = dN − Uᵀ (β dN)
     Left<kMade> left[C / 16];
-    const auto make_left = [&](const Panel<C>& of) {
-#pragma unroll
-      for (int k = 0; k < C / 16; ++k) left[k] = of.template left<kMade>(k);
-    };
     if (plan.a.delta) {
       x = r;
       stage.scale(x, kBeta);
-      make_left(x);
+      make_left(left, x);
       x.clear();
       multiply_triangle<false>(x, left, stage.u);
       subtract(r, x);
@@ -396,9 +394,8 @@ __global__ void __launch_bounds__(kChainThreads) reverse_chain_kernel(ChainArgs 
       stage.scale(dout, kToOut), stage.scale(r, kToX);
       for (auto& eight : r.of)
         for (float& of : eight) of = -of;
-#pragma unroll
-      for (int k = 0; k < C / 16; ++k) of_dout[k] = dout.template left<kMade>(k);
-      make_left(r);
+      make_left(of_dout, dout);
+      make_left(left, r);
       constexpr int kEights = 4;
 #pragma unroll
       for (int e = 0; e < K / 8; e += kEights) {
@@ -408,9 +405,7 @@ __global__ void __launch_bounds__(kChainThreads) reverse_chain_kernel(ChainArgs 
           multiply<false, kEights>(sums, of_dout[k], stage.q, 16 * k, 8 * e);
           if (plan.a.delta) multiply<false, kEights>(sums, left[k], stage.k, 16 * k, 8 * e);
         }
-#pragma unroll
-        for (int i = 0; i < 4 * kEights; ++i)
-          dstate.of[e + i / 4][i % 4] = kept * dstate.of[e + i / 4][i % 4] + sums[i / 4][i % 4];
+        keep_and_add(dstate, e, kept, sums);
       }
     }
     if (chunk.begins) write_final(dstate, plan, args.last, chunk.document, head, v);

@@ -43,7 +43,7 @@ void with_kind(const GatedDeltaRule& a, F&& f) {
 
 /// The plan, and how many bytes of workspace it needs.
 template <class Kd>
-Plan make_plan(const GatedDeltaRule& a, bool backward, bool after, int64_t& bytes) {
+Plan make_plan(const GatedDeltaRule& a, bool backward, int64_t& bytes) {
   Plan plan{};
   plan.a = a, plan.group = int(a.heads / a.key_heads), plan.chunk = Kd::C, plan.tokens = a.rows * a.tokens;
   plan.length = int(a.tokens), plan.row_slots = int(ceil_div(a.tokens, int64_t(Kd::C)));
@@ -67,8 +67,7 @@ Plan make_plan(const GatedDeltaRule& a, bool backward, bool after, int64_t& byte
   plan.u = room.take<bfloat16>(matrix * Kd::C), plan.p = room.take<bfloat16>(matrix * Kd::C);
   if (backward) {
     plan.d = room.take<bfloat16>(matrix * plan.V), plan.r = room.take<bfloat16>(matrix * plan.V);
-    const int64_t slots = a.rows * plan.row_slots + (a.state || after ? a.documents : 0),
-                  state = slots * a.heads * Kd::kMade * plan.V * Kd::K;
+    const int64_t slots = a.rows * plan.row_slots + a.documents, state = slots * a.heads * Kd::kMade * plan.V * Kd::K;
     plan.s = room.take<bfloat16>(state), plan.ds = room.take<bfloat16>(state);
   }
   bytes = room.used;
@@ -107,13 +106,13 @@ void chain(void (*kernel)(ChainArgs), ChainArgs args, Stream s) {
 }  // namespace
 
 LIGER_REGISTER(gated_delta_rule_workspace, [](const GatedDeltaRuleWorkspace& w, Stream) {
-  with_kind(w.like, [&]<class Kd>() { make_plan<Kd>(w.like, w.backward, true, *w.bytes); });
+  with_kind(w.like, [&]<class Kd>() { make_plan<Kd>(w.like, w.backward, *w.bytes); });
 });
 
 LIGER_REGISTER(gated_delta_rule_forward, [](const GatedDeltaRuleForward& a, Stream s) {
   with_kind(a, [&]<class Kd>() {
     int64_t bytes;
-    const Plan plan = make_plan<Kd>(a, false, false, bytes);
+    const Plan plan = make_plan<Kd>(a, false, bytes);
     prepare<Kd>(plan, s);
     chain<Stage<Kd, true>>(chain_kernel<Kd, false>, {.plan = plan, .out = a.o, .last = a.final_state}, s);
   });
@@ -122,7 +121,7 @@ LIGER_REGISTER(gated_delta_rule_forward, [](const GatedDeltaRuleForward& a, Stre
 LIGER_REGISTER(gated_delta_rule_backward, [](const GatedDeltaRuleBackward& a, Stream s) {
   with_kind(a, [&]<class Kd>() {
     int64_t bytes;
-    const Plan plan = make_plan<Kd>(a, true, true, bytes);
+    const Plan plan = make_plan<Kd>(a, true, bytes);
     prepare<Kd>(plan, s);
     chain<Stage<Kd, false>>(chain_kernel<Kd, true>, {.plan = plan}, s);
     chain<Stage<Kd, true>>(reverse_chain_kernel<Kd>,

@@ -48,9 +48,7 @@ struct Slice {
         const auto number = [&](int k) {
           return token < chunk.n && v + k < plan.a.V ? float(from[token * width + v + k]) : 0.f;
         };
-        unsigned terms[Kd::kRaw];
-        split_pair(number(k), number(k + 1), terms);
-        for (int t = 0; t < Kd::kRaw; ++t) *reinterpret_cast<unsigned*>(dout.at(token, k, t)) = terms[t];
+        write_pair<Kd::kRaw>(number(k), number(k + 1), dout.at(token, k), Raw::kPlane);
       }
     }
     if constexpr (kStates) {
@@ -287,10 +285,8 @@ __global__ void __launch_bounds__(Gradient<Kd>::kThreads, 1) gradient_kernel(Gra
 #pragma unroll
         for (int down = 0; down < 2; ++down) {
           const int i = row + lane / 4 + 8 * down, j = col + 8 * e + lane % 4 * 2;
-          unsigned terms[kMade];
-          split_pair(number(e, 2 * down, i, j), number(e, 2 * down + 1, i, j + 1), terms);
-#pragma unroll
-          for (int t = 0; t < kMade; ++t) *reinterpret_cast<unsigned*>(matrix.at(i, j, t)) = terms[t];
+          write_pair<kMade>(number(e, 2 * down, i, j), number(e, 2 * down + 1, i, j + 1), matrix.at(i, j),
+                            G::Matrix::kPlane);
         }
     };
     const auto add_product = [&](Panel<K / 2>& to, auto transposed, const auto& rows) {
