@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
@@ -177,3 +178,25 @@ def calls(monkeypatch):
     for module in (liger_kernel.trl, distillation):
         monkeypatch.setattr(module, "ops", Counted(module.ops))
     return found
+
+
+@pytest.fixture
+def timed_loss(monkeypatch):
+    """What benchmarks/bench.py takes from a tool as a rival in linear_topk_divergence, beside ours: a function of the
+    rival's name, of the tool and of what makes its loss of benchmarks/rivals.py, which gives pairs of the loss of each
+    token and the gradients."""
+    root = pathlib.Path(__file__).parents[2]
+    for folder in ("tests", "benchmarks"):
+        monkeypatch.syspath_prepend(str(root / folder))
+    import rivals
+    from cases import all_cases
+
+    def pairs(rival, tool, make):
+        case, folder = all_cases()["linear_topk_divergence"], pathlib.Path(tool.__file__).parents[1]
+        options = dict(ignored=0.0, k=8, tail="drop", temperature=0.7)
+        tensors = case.inputs(case.shapes[1], options)
+        (theirs,) = rivals.LIBRARIES[rival][case.name](make(rivals, folder), tensors, options)
+        results = (case.op(*tensors, **options), theirs)
+        return zip(*((each, *torch.autograd.grad(each.sum(), tensors[:2])) for each in results), strict=True)
+
+    return pairs

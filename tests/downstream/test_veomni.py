@@ -1,7 +1,6 @@
 """VeOmni's kernels of the backend `liger_kernel`, which is its default on a GPU, on this package."""
 
 import functools
-import pathlib
 
 import pytest
 import torch
@@ -117,25 +116,7 @@ def test_distillation_from_the_most_probable_classes(clamp, shifted):
         close(ours, theirs)
 
 
-@pytest.mark.parametrize("rival", ["veomni"])
-def test_benchmarks_time_the_same_loss(rival, monkeypatch):
+def test_benchmarks_time_the_same_loss(timed_loss):
     """What benchmarks/bench.py takes from VeOmni, without the rest of it, has our results and gradients."""
-    root = pathlib.Path(__file__).parents[2]
-    for folder in ("tests", "benchmarks"):
-        monkeypatch.syspath_prepend(str(root / folder))
-    import rivals
-    from cases import all_cases
-
-    case, folder = all_cases()["linear_topk_divergence"], pathlib.Path(veomni.__file__).parents[1]
-    options = dict(ignored=0.0, k=8, tail="drop", temperature=0.7)
-    tensors = case.inputs(case.shapes[1], options)
-    loss = rivals.veomni_topk_loss(folder)
-    found = []
-    for call in (
-        lambda: (case.op(*tensors, **options),),
-        lambda: rivals.LIBRARIES[rival][case.name](loss, tensors, options),
-    ):
-        (each,) = call()
-        found.append((each, *torch.autograd.grad(each.sum(), tensors[:2])))
-    for ours, theirs in zip(*found, strict=True):
+    for ours, theirs in timed_loss("veomni", veomni, lambda rivals, folder: rivals.veomni_topk_loss(folder)):
         close(ours, theirs)

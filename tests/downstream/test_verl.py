@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import pathlib
 from types import SimpleNamespace
 
 import pytest
@@ -185,24 +184,9 @@ def test_distillation_from_the_most_probable_classes(clamp, only, sharded, tmp_p
 
 
 @pytest.mark.parametrize("rival", ["verl", "verl chunked"])
-def test_benchmarks_time_the_same_loss(rival, monkeypatch):
+def test_benchmarks_time_the_same_loss(rival, timed_loss):
     """What benchmarks/bench.py takes from verl, without the rest of it, has our results and gradients."""
-    root = pathlib.Path(__file__).parents[2]
-    for folder in ("tests", "benchmarks"):
-        monkeypatch.syspath_prepend(str(root / folder))
-    import rivals
-    from cases import all_cases
-
-    case, folder = all_cases()["linear_topk_divergence"], pathlib.Path(verl.__file__).parents[1]
-    options = dict(ignored=0.0, k=8, tail="drop", temperature=0.7)
-    tensors = case.inputs(case.shapes[1], options)
-    loss = rivals.verl_topk_loss(folder, rival == "verl chunked")
-    found = []
-    for call in (
-        lambda: (case.op(*tensors, **options),),
-        lambda: rivals.LIBRARIES[rival][case.name](loss, tensors, options),
+    for ours, theirs in timed_loss(
+        rival, verl, lambda rivals, folder: rivals.verl_topk_loss(folder, rival == "verl chunked")
     ):
-        (each,) = call()
-        found.append((each, *torch.autograd.grad(each.sum(), tensors[:2])))
-    for ours, theirs in zip(*found, strict=True):
         close(ours, theirs)
