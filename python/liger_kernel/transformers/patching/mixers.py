@@ -75,7 +75,7 @@ _HELD: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
 
 
 def _is_own(home: Any, name: str) -> bool:
-    """Whether a modeling module has a function of this name of its own, as from transformers 5.15 on."""
+    """Whether a modeling module defines a function of this name, as from transformers 5.15 on."""
     function = as_written(getattr(home, name, None))
     return inspect.isfunction(function) and function.__module__ == home.__name__
 
