@@ -100,10 +100,16 @@ at::Tensor gated_packed(const at::Tensor& y, Activation activation = Activation:
 ///   y = x weightᵀ + bias + scale · (x aᵀ) bᵀ
 /// weight [out, in] and bias [out] in x's dtype; a [rank, in] and b [out, rank], given together, in x's dtype or in
 /// float32: the operators then take them in x's dtype, and make their gradients in float.
+///
+/// With weight_scale, float32 [out], the weight is frozen and in 8 bits: int8, or uint8 with the bits of E4M3
+/// (float8_e4m3fn), and stands for weight_scale[i] · weight[i]. On Hopper, for x in 16 bits, each row of x and of the
+/// gradients is rounded to the same 8 bits, with a scale of its own, and products are those of 8-bit numbers; elsewhere
+/// the weight is multiplied in x's dtype. Products are then off by 1 % (int8) to 4 % (E4M3) of their norm.
 struct AdaptedLinear {
   at::Tensor weight;
   std::optional<at::Tensor> bias{}, a{}, b{};
   double scale = 1;
+  std::optional<at::Tensor> weight_scale{};
 };
 
 /// y of x [..., in]: [..., out]. The low-rank term is added inside the GEMM of the weight, in float. `dropped`, x after

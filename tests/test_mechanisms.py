@@ -204,7 +204,7 @@ def test_checkpoint_stops_before_the_last_gemm():
     x = torch.randn(tokens, hidden, requires_grad=True)
 
     def layer(x):
-        return x + ops.gated_mlp(x, *(t for each in layers for t in each), 1.0, 1.0, 1.0)
+        return x + ops.gated_mlp(x, *(t for each in layers for t in each), None, None, None, 1.0, 1.0, 1.0)
 
     def run(function):
         with torch.profiler.profile() as profiler:

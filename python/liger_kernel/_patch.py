@@ -18,7 +18,12 @@ def _base_of(model):
 
 
 def patch(
-    model: PreTrainedModel, *, memory_budget: int | str | None = None, cuda_graphs: bool = False, **switches: bool
+    model: PreTrainedModel,
+    *,
+    memory_budget: int | str | None = None,
+    cuda_graphs: bool = False,
+    base: str | None = None,
+    **switches: bool,
 ) -> Report:
     """Patch a model of transformers, of any type, and return a Report: what was replaced, what was not, and why.
 
@@ -29,24 +34,27 @@ def patch(
     ```
 
     A model whose type has a row in docs/families.md is patched by its family's function. In any other, everything is
-    replaced whose source is known. Losses and gradients stay the same; `undo()` of the report restores the model.
+    replaced whose source is known. Losses and gradients stay the same, except with `base`; `undo()` of the report
+    restores the model.
 
     Args:
         model: a PreTrainedModel, or PEFT's wrapper of one; PEFT's layers then run on fused operators too.
         memory_budget: bytes, or a text such as "70GiB", "90%" or "auto": layers keep for backward what fits into it
             (liger_kernel.memory.plan_later).
         cuda_graphs: run forward and backward as CUDA graphs (liger_kernel.graphs.capture_model).
+        base: "int8" or "fp8": the frozen linear layers are put into eight bits before (liger_kernel.quantise), which
+            is not exact, and which undo() leaves.
         switches: parts to replace, or not: rope, rms_norm, layer_norm, swiglu, geglu, router, layers, masks, lora,
             cross_entropy, fused_linear_cross_entropy, ... A switch that the family does not have has no effect, with a
             warning if it is on. With by_source=False, only families with a row are patched.
 
     Raises TypeError for a model that is none of transformers', for an unknown switch, and with by_source=False for a
-    type without a row; ValueError for a budget that is none.
+    type without a row; ValueError for a budget that is none and for an unknown base.
     """
-    base = _base_of(model)
-    report = monkey_patch._patch_instance(base, memory_budget, cuda_graphs, switches)
+    inner = _base_of(model)
+    report = monkey_patch._patch_instance(inner, memory_budget, cuda_graphs, base, switches)
     if report is None:
-        raise TypeError(f"the model type {base.config.model_type!r} has no row, and by_source is False")
+        raise TypeError(f"the model type {inner.config.model_type!r} has no row, and by_source is False")
     return report
 
 

@@ -221,19 +221,21 @@ CHECKS = (
     Check("embedding", LigerEmbeddingFunction.apply, lambda w, ids: F.embedding(ids, w), ((5, 40),), (_IDS,)),
     Check(
         "linear",
-        lambda x, w, a, b: ops.linear(x, w, None, a, b, None, 2.0),
+        lambda x, w, a, b: ops.linear(x, w, None, a, b, None, None, 2.0),
         _adapted,
         ((6, 8), (12, 8), (3, 8), (12, 3)),
     ),
     Check(
         "qkv",
-        lambda x, w, a, b: ops.qkv(x, w, None, a, b, w, None, None, None, w, None, a, b, 2.0, 1.0, 2.0),
+        lambda x, w, a, b: ops.qkv(
+            x, w, None, a, b, w, None, None, None, w, None, a, b, None, None, None, 2.0, 1.0, 2.0
+        ),
         lambda x, w, a, b: (_adapted(x, w, a, b), x @ w.T, _adapted(x, w, a, b)),
         ((6, 8), (12, 8), (3, 8), (12, 3)),
     ),
     Check(
         "gated_mlp",
-        lambda x, w, a, b, d: ops.gated_mlp(x, w, None, a, b, w, None, None, None, d, None, None, None, 2.0, 1.0, 1.0),
+        lambda x, w, a, b, d: ops.gated_mlp(x, w, None, a, b, w, None, None, None, d, *(None,) * 6, 2.0, 1.0, 1.0),
         lambda x, w, a, b, d: (F.silu(_adapted(x, w, a, b)) * (x @ w.T)) @ d.T,
         ((6, 8), (12, 8), (3, 8), (12, 3), (8, 12)),
     ),

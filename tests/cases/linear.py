@@ -36,7 +36,7 @@ def linear_make(shape, options):
 
 
 def linear_op(*inputs, scale=2.0, **_):
-    return ops.linear(*inputs, scale)
+    return ops.linear(*inputs, None, scale)
 
 
 def linear_reference(x, weight, bias, a, b, dropped, scale=2.0, **_):
@@ -45,6 +45,8 @@ def linear_reference(x, weight, bias, a, b, dropped, scale=2.0, **_):
 
 #: Projections of one input; k has no adapter where options say so.
 SCALES = (2.0, 0.3, 1.0)
+#: The scales of weights in 8 bits, of which there are none.
+PLAIN = (None, None, None)
 
 
 def qkv_make(shape, options):
@@ -60,7 +62,7 @@ def head_dim_of(inputs, options):
 
 
 def qkv_op(*inputs, **options):
-    return ops.qkv(*inputs, *SCALES, head_dim_of(inputs, options))
+    return ops.qkv(*inputs, *PLAIN, *SCALES, head_dim_of(inputs, options))
 
 
 def qkv_reference(x, *rest, **options):
@@ -72,7 +74,7 @@ def qkv_reference(x, *rest, **options):
 def qkv_error(text, head_dim, *shape):
     def call(d):
         w = torch.randn(6, 4, device=d)
-        return ops.qkv(torch.randn(*shape, device=d), *(w, None, None, None) * 3, *SCALES, head_dim)
+        return ops.qkv(torch.randn(*shape, device=d), *(w, None, None, None) * 3, *PLAIN, *SCALES, head_dim)
 
     return call, RuntimeError, text
 
@@ -86,7 +88,7 @@ def mlp_make(shape, options):
 
 
 def mlp_arguments(activation="silu", by_gate=1.0, by_down=1.0, chunk=0, recompute=False, **_):
-    return *SCALES, ACTIVATIONS[activation][0], by_gate, by_down, chunk, recompute
+    return *PLAIN, *SCALES, ACTIVATIONS[activation][0], by_gate, by_down, chunk, recompute
 
 
 def mlp_op(*inputs, **options):
@@ -113,7 +115,7 @@ def mlp_error(text, exception=RuntimeError, dtype=None, **shapes):
     def call(d):
         x, *weights = (torch.randn(size, device=d) for size in sizes.values())
         layers = (t for weight in weights for t in (weight, None, None, None))
-        return ops.gated_mlp(x.to(dtype or torch.float32), *layers, *SCALES)
+        return ops.gated_mlp(x.to(dtype or torch.float32), *layers, *PLAIN, *SCALES)
 
     return call, exception, text
 
@@ -123,7 +125,7 @@ def error(text, exception=RuntimeError, dtype=None, missing=(), **shapes):
 
     def call(d):
         tensors = [None if name in missing else torch.randn(size, device=d) for name, size in sizes.items()]
-        return ops.linear(tensors[0].to(dtype or torch.float32), *tensors[1:], 1.0)
+        return ops.linear(tensors[0].to(dtype or torch.float32), *tensors[1:], None, 1.0)
 
     return call, exception, text
 
@@ -150,7 +152,7 @@ CASES = [
         differentiable=tuple(range(6)),
         shapes=SHAPES,
         options=[{}, dict(biases=True), dict(dropout=True), dict(rank=1, scale=0.3), dict(rank=0, biases=True)],
-        schema=lambda inputs, options: (ops.linear, (*inputs, options.get("scale", 2.0))),
+        schema=lambda inputs, options: (ops.linear, (*inputs, None, options.get("scale", 2.0))),
         bench=[((8192, 4096, 14336), dict(rank=16))],
         bench_cpu=[((1024, 1024, 2816), dict(rank=16))],
         flops=gemms(1),
@@ -172,7 +174,7 @@ CASES = [
         differentiable=tuple(range(13)),
         shapes=SHAPES,
         options=[{}, dict(biases=True), dict(frozen_k=True, rank=3), dict(heads=True), dict(heads=True, rank=0)],
-        schema=lambda inputs, options: (ops.qkv, (*inputs, *SCALES, head_dim_of(inputs, options))),
+        schema=lambda inputs, options: (ops.qkv, (*inputs, *PLAIN, *SCALES, head_dim_of(inputs, options))),
         bench=[((8192, 4096, 4096), dict(rank=16))],
         bench_cpu=[((1024, 1024, 1024), dict(rank=16))],
         flops=gemms(2),

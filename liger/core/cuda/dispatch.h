@@ -14,6 +14,12 @@ void dispatch(DType t, F&& f) {
   }
 }
 
+/// As dispatch, for a 16-bit type.
+template <class F>
+void dispatch16(DType t, F&& f) {
+  t == DType::F16 ? f.template operator()<half>() : f.template operator()<bfloat16>();
+}
+
 /// As dispatch, for a weight that has x's dtype or is float.
 template <class F>
 void dispatch_weighted(DType x, DType w, F&& f) {

@@ -334,11 +334,6 @@ void start(const Work& work, Stream s) {
          work);
 }
 
-template <class F>
-void dispatch16(DType t, F&& f) {
-  t == DType::F16 ? f.template operator()<half>() : f.template operator()<bfloat16>();
-}
-
 /// Starts RowsOfGroups; halves.operator()<T>() is what it is given.
 template <class F>
 void start_rows(const GroupedRows& a, Stream s, F halves) {

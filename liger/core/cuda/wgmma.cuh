@@ -211,6 +211,28 @@ __device__ void multiply_add(float (&sums)[32][4], const T* a, const T* b, int s
 #endif
 }
 
+/// The same of numbers of 8 bits, 256 columns of b and the 32 k of `step`: of integers, whose sums are exact, or of
+/// E4M3 floats. Both operands lie along k, 128 numbers a row.
+template <class Sum>
+__device__ void multiply_add_bytes(Sum (&sums)[32][4], const uint8_t* a, const uint8_t* b, int step) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  const uint64_t of_a = matrix_at(a) + step * (32 >> 4), of_b = matrix_at(b) + step * (32 >> 4);
+  if constexpr (std::is_same_v<Sum, int>) {
+#undef LIGER_SUMS_OF
+#define LIGER_SUMS_OF(i) "+r"(sums[i][0]), "+r"(sums[i][1]), "+r"(sums[i][2]), "+r"(sums[i][3])
+    asm volatile("wgmma.mma_async.sync.aligned.m64n256k32.s32.s8.s8 {" LIGER_REGISTERS_16 "}, %128, %129, 1;"
+                 : LIGER_SUMS_16
+                 : "l"(of_a), "l"(of_b));
+#undef LIGER_SUMS_OF
+#define LIGER_SUMS_OF(i) "+f"(sums[i][0]), "+f"(sums[i][1]), "+f"(sums[i][2]), "+f"(sums[i][3])
+  } else {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 {" LIGER_REGISTERS_16 "}, %128, %129, 1, 1, 1;"
+                 : LIGER_SUMS_16
+                 : "l"(of_a), "l"(of_b));
+  }
+#endif
+}
+
 /// Four 8 x 8 matrices of 16-bit numbers to shared memory: of each a lane has the pair lane % 4 of row lane / 4, and
 /// row i of matrix j goes where lane 8 j + i says. kTransposed: column i.
 template <bool kTransposed>

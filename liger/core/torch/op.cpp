@@ -199,6 +199,7 @@ bool accepts(Type type, at::ScalarType t, at::ScalarType first) {
     case Type::Kernels: return has_dtype(t);
     case Type::Floating: return at::isFloatingType(t);
     case Type::Bool: return t == at::kBool;
+    case Type::EightBit: return t == at::kChar || t == at::kByte;
     case Type::Integer: return at::isIntegralType(t, false);
     case Type::Number: return at::isFloatingType(t) || at::isIntegralType(t, false);
   }
@@ -228,6 +229,7 @@ std::string described(Type type, at::ScalarType first) {
     case Type::Kernels: return "float32, float16 or bfloat16";
     case Type::Floating: return "a floating-point type";
     case Type::Bool: return "bool";
+    case Type::EightBit: return "int8 or uint8";
     case Type::Integer: return "an integer type";
     case Type::Number: return "a real type";
   }

@@ -155,8 +155,9 @@ enum class Type {
   Kernels,  // float32, float16 or bfloat16
   Floating,
   Bool,
-  Integer,  // not bool
-  Number    // not complex, not bool
+  EightBit,  // int8, or uint8 with the bits of E4M3
+  Integer,   // not bool
+  Number     // not complex, not bool
 };
 
 /// Checks the tensors that an operator is given, before anything is allocated or launched. Each is called by its name

@@ -12,7 +12,8 @@ struct GatedMLP {
     Tensor x;
     AdaptedLinear gate, up, down;
     LIGER_FIELDS(x, gate.weight, gate.bias, gate.a, gate.b, up.weight, up.bias, up.a, up.b, down.weight, down.bias,
-                 down.a, down.b, gate.scale, up.scale, down.scale)
+                 down.a, down.b, gate.weight_scale, up.weight_scale, down.weight_scale, gate.scale, up.scale,
+                 down.scale)
     Layers<2> of_x() const { return {&gate, &up}; }
     Layers<1> of_product() const { return {&down}; }
   };
@@ -36,13 +37,17 @@ struct GatedMLP {
                  down.a, down.b)
   };
 
-  static auto uncast(auto& in) { return refs(in.gate.a, in.gate.b, in.up.a, in.up.b, in.down.a, in.down.b); }
+  static auto uncast(auto& in) {
+    return refs(in.gate.a, in.gate.b, in.up.a, in.up.b, in.down.a, in.down.b, in.gate.weight_scale, in.up.weight_scale,
+                in.down.weight_scale);
+  }
 
   static Arguments check(const char* op, const Inputs& in) {
     const Arguments arguments(op, "x", in.x);
     linear::check(arguments, in.gate, "gate_weight", "gate_", in.x.sym_size(-1));
     linear::check(arguments, in.up, "up_weight", "up_", in.x.sym_size(-1));
-    arguments.shaped("up_weight", in.up.weight, in.gate.weight.sym_sizes(), Type::Same);
+    arguments.shaped("up_weight", in.up.weight, in.gate.weight.sym_sizes(),
+                     in.up.weight_scale ? Type::EightBit : Type::Same);
     linear::check(arguments, in.down, "down_weight", "down_", in.gate.weight.sym_size(0));
     return arguments;
   }
@@ -65,8 +70,9 @@ struct GatedMLP {
   }
   static void gate_and_up(const Inputs& in, const Tensor& x, const Tensor& low, const Adapters<2>& adapters,
                           const Tensor& gate, const Tensor& up) {
-    run_forward(gate, x, adapters.columns_of(low, in.of_x(), 0), in.gate, adapters.b[0]);
-    run_forward(up, x, adapters.columns_of(low, in.of_x(), 1), in.up, adapters.b[1]);
+    const Factor factor(x);
+    run_forward(gate, factor, adapters.columns_of(low, in.of_x(), 0), in.gate, adapters.b[0]);
+    run_forward(up, factor, adapters.columns_of(low, in.of_x(), 1), in.up, adapters.b[1]);
   }
 
   /// All but y, which `finish` computes of one chunk; of several, y too.
@@ -100,7 +106,7 @@ struct GatedMLP {
       gated::run_forward(gate, up, product, gate_form);
       Tensor low = part(r.low_down, begin, n);
       if (of_down.a.defined()) at::mm_out(low, product, of_down.a.t());
-      if (n < tokens) run_forward(part(y, begin, n), product, low, in.down, r.down_b);
+      if (n < tokens) run_forward(part(y, begin, n), Factor(product), low, in.down, r.down_b);
       else r.product = product;
     });
     return r;
@@ -108,7 +114,7 @@ struct GatedMLP {
 
   static void finish(const Inputs& in, Results& r, const Options& options) {
     if (is_nothing(in.x)) return;
-    if (r.product.defined()) run_forward(matrix(r.y), r.product, r.low_down, in.down, r.down_b);
+    if (r.product.defined()) run_forward(matrix(r.y), Factor(r.product), r.low_down, in.down, r.down_b);
     if (options.down_multiplier != 1) multiplied(r.y, options.down_multiplier);
     r.product = Tensor();
   }

@@ -9,7 +9,8 @@ void check(const Arguments& arguments, const AdaptedLinear& layer, const std::st
   const auto called = [&](const char* what) { return stem + what; };
   TORCH_CHECK(layer.a.has_value() == layer.b.has_value(), arguments.op(), ": ", called("a"), " and ", called("b"),
               " are given together");
-  arguments.shaped(name.c_str(), layer.weight, {out, in}, Type::Same)
+  arguments.shaped(name.c_str(), layer.weight, {out, in}, layer.weight_scale ? Type::EightBit : Type::Same)
+      .vector(called("weight_scale").c_str(), layer.weight_scale, out, Type::Float)
       .vector(called("bias").c_str(), layer.bias, out, Type::Same)
       .shaped(called("a").c_str(), layer.a, {rank(layer), in}, Type::SameOrFloat)
       .shaped(called("b").c_str(), layer.b, {out, rank(layer)}, Type::SameOrFloat);
@@ -23,10 +24,12 @@ void product_of_rows(Tensor out, const Tensor& a, const Tensor& b, double factor
   else at::addmm_out(out, out, a.t(), b, out.scalar_type(), kept, factor);
 }
 
-void run_forward(Tensor y, const Tensor& x, const Tensor& low, const AdaptedLinear& layer, const Tensor& b) {
-  if (!layer.a) return project(y, x, layer.weight, value_or_undefined(layer.bias));
+void run_forward(Tensor y, const Factor& x, const Tensor& low, const AdaptedLinear& layer, const Tensor& b) {
+  if (multiply(y, x, layer, low, b)) return;
+  const Tensor weight = whole(layer, y.scalar_type());
+  if (!layer.a) return project(y, x.rows(), weight, value_or_undefined(layer.bias));
   at::addmm_out(y, layer.bias ? *layer.bias : y, low, b.t(), layer.bias ? 1 : 0, layer.scale);
-  at::addmm_out(y, y, x, layer.weight.t());
+  at::addmm_out(y, y, x.rows(), weight.t());
 }
 
 struct Linear {
@@ -35,7 +38,7 @@ struct Linear {
   struct Inputs : AdaptedLinear {
     Tensor x;
     OptTensor dropped;
-    LIGER_FIELDS(x, weight, bias, a, b, dropped, scale)
+    LIGER_FIELDS(x, weight, bias, a, b, dropped, weight_scale, scale)
   };
   struct Results {
     Tensor y, low, cast;
@@ -57,7 +60,7 @@ struct Linear {
   };
 
   /// Adapters in float stay so: they are taken in x's type here, and their gradients are made in float.
-  static auto uncast(auto& in) { return refs(in.a, in.b); }
+  static auto uncast(auto& in) { return refs(in.a, in.b, in.weight_scale); }
 
   static Arguments check(const char* op, const Inputs& in) {
     const Arguments arguments(op, "x", in.x);
@@ -80,7 +83,7 @@ struct Linear {
   }
 
   static void finish(const Inputs& in, Results& results) {
-    if (!is_nothing(in.x)) run_forward(matrix(results.y), matrix(in.x), results.low, in, results.b);
+    if (!is_nothing(in.x)) run_forward(matrix(results.y), Factor(matrix(in.x)), results.low, in, results.b);
   }
 
   static Results forward(const Inputs& in) {
@@ -116,7 +119,7 @@ struct Linear {
 /// of their own: y of x, with what the first part gave. <name>_start reads that weight's shape and dtype only.
 struct Finish : AdaptedLinear {
   Tensor y, x, low, cast;
-  LIGER_FIELDS(y, x, weight, bias, a, b, low, cast, scale)
+  LIGER_FIELDS(y, x, weight, bias, a, b, low, cast, weight_scale, scale)
 };
 void finish(const Finish& in) {
   const Layers<1> layers{&in};
@@ -127,13 +130,13 @@ void finish(const Finish& in) {
               sym_rows(in.x));
   Adapters<1>::check(arguments, layers, in.x, "low", in.low, "cast", in.cast);
   if (is_nothing(in.x)) return;
-  run_forward(matrix(in.y), matrix(in.x), in.low, in, Adapters<1>(layers, in.x, in.cast).b[0]);
+  run_forward(matrix(in.y), Factor(matrix(in.x)), in.low, in, Adapters<1>(layers, in.x, in.cast).b[0]);
 }
 
 }  // namespace op::linear
 
 Tensor linear(const Tensor& x, const AdaptedLinear& layer, const OptTensor& dropped) {
-  return Operator<op::linear::Linear>::public_op(x, layer.weight, layer.bias, layer.a, layer.b, dropped, layer.scale);
+  return Operator<op::linear::Linear>::public_op(op::linear::Linear::Inputs{{layer}, x, dropped});
 }
 
 LIGER_OPERATORS(linear, Operator<op::linear::Linear>, Undifferentiated<"linear_start", op::linear::Linear::start>,

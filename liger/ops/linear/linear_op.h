@@ -1,6 +1,7 @@
 #pragma once
 #include "liger/core/torch/operator.h"
 #include "liger/ops.h"
+#include "liger/ops/linear/eight_bit_op.h"
 
 /// What the operators of linear layers share.
 namespace liger::op::linear {
@@ -24,6 +25,7 @@ void check(const Arguments& arguments, const AdaptedLinear& layer, const std::st
 /// Checks that a layer has what gradients are wanted of.
 inline void check(const Arguments& arguments, const AdaptedLinear& layer, const LayerGradients<bool>& wanted,
                   const std::string& stem) {
+  TORCH_CHECK(!wanted.weight || !layer.weight_scale, arguments.op(), ": a weight in 8 bits has no gradient");
   const auto present = [&](const char* what, bool flag, const OptTensor& t) {
     arguments.present(("with_" + stem + what).c_str(), flag, (stem + what).c_str(), t);
   };
@@ -120,7 +122,7 @@ struct Adapters {
 
 /// y = x weightᵀ + bias + scale · low bᵀ. The low-rank term comes first: the GEMM of the weight adds it in float and
 /// rounds the sum once, and what it reads for that hides behind its arithmetic.
-void run_forward(Tensor y, const Tensor& x, const Tensor& low, const AdaptedLinear& layer, const Tensor& b);
+void run_forward(Tensor y, const Factor& x, const Tensor& low, const AdaptedLinear& layer, const Tensor& b);
 
 /// out = factor · aᵀ b, or out + that unless it is the `first` term; in out's type: that of a and b, or float.
 void product_of_rows(Tensor out, const Tensor& a, const Tensor& b, double factor, bool first = true);
@@ -159,11 +161,17 @@ class LayersBackward {
       else d.bias = sum;
     }
     if (wants_a) add_product(da_, a, in_chunks_ || has_float_adapter(), dlow, seen);
+    const bool together = a.defined() && dx.defined() && dx.is_same(dseen);
+    if (dx.defined() && multiply_transposed(dx, dy, layers_, together ? dlow : Tensor(), a)) {
+      if (Tensor out = dseen; out.defined() && a.defined() && !together) at::mm_out(out, dlow, a);
+      return;
+    }
     if (Tensor out = dseen; out.defined() && a.defined()) at::mm_out(out, dlow, a);
-    bool first = !(a.defined() && dx.defined() && dx.is_same(dseen));
+    bool first = !together;
     for (size_t i = 0; i < n && dx.defined(); ++i, first = false) {
       Tensor out = dx;
-      first ? at::mm_out(out, dy[i], layers_[i]->weight) : at::addmm_out(out, out, dy[i], layers_[i]->weight);
+      const Tensor weight = whole(*layers_[i], dx.scalar_type());
+      first ? at::mm_out(out, dy[i], weight) : at::addmm_out(out, out, dy[i], weight);
     }
   }
 

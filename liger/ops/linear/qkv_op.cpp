@@ -9,8 +9,8 @@ struct QKV {
   struct Inputs {
     Tensor x;
     AdaptedLinear q, k, v;
-    LIGER_FIELDS(x, q.weight, q.bias, q.a, q.b, k.weight, k.bias, k.a, k.b, v.weight, v.bias, v.a, v.b, q.scale,
-                 k.scale, v.scale)
+    LIGER_FIELDS(x, q.weight, q.bias, q.a, q.b, k.weight, k.bias, k.a, k.b, v.weight, v.bias, v.a, v.b, q.weight_scale,
+                 k.weight_scale, v.weight_scale, q.scale, k.scale, v.scale)
     Layers<3> layers() const { return {&q, &k, &v}; }
   };
   struct Options {
@@ -37,7 +37,10 @@ struct QKV {
     LIGER_FIELDS(dx, q.weight, q.bias, q.a, q.b, k.weight, k.bias, k.a, k.b, v.weight, v.bias, v.a, v.b)
   };
 
-  static auto uncast(auto& in) { return refs(in.q.a, in.q.b, in.k.a, in.k.b, in.v.a, in.v.b); }
+  static auto uncast(auto& in) {
+    return refs(in.q.a, in.q.b, in.k.a, in.k.b, in.v.a, in.v.b, in.q.weight_scale, in.k.weight_scale,
+                in.v.weight_scale);
+  }
 
   static Arguments check(const char* op, const Inputs& in, const Options& options) {
     const Arguments arguments(op, "x", in.x);
@@ -85,8 +88,10 @@ struct QKV {
       return results(Adapters<3>::empty_low_rank(layers, in.x), Adapters<3>::empty_cast(layers, in.x));
     const Adapters<3> adapters(layers, in.x);
     const Tensor x = matrix(in.x), low = adapters.low_rank(x);
+    const Factor factor(x);
     for (size_t i = 0; i < 3; ++i)
-      run_forward(matrix_of(y[i], x, *layers[i]), x, adapters.columns_of(low, layers, i), *layers[i], adapters.b[i]);
+      run_forward(matrix_of(y[i], x, *layers[i]), factor, adapters.columns_of(low, layers, i), *layers[i],
+                  adapters.b[i]);
     return results(low, adapters.cast);
   }
 

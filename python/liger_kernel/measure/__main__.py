@@ -50,7 +50,11 @@ def parser() -> argparse.ArgumentParser:
     add("model", nargs="?", help=f"{which} (default: tiny on a CPU, llama-1b on a GPU)")
     add("--layers", type=int, metavar="N", help="the first N layers alone, with random weights")
     add("--lora", type=int, default=0, metavar="RANK", help="train adapters of PEFT of this rank on all linear layers")
-    add("--quantise", choices=("nf4",), help="with --lora: weights of linear layers in 4 bits, by bitsandbytes")
+    add(
+        "--quantise",
+        choices=("nf4", "int8", "fp8"),
+        help="with --lora: frozen weights in 4 bits, by bitsandbytes, or in 8",
+    )
     add("--batch", type=int, help="sequences in a step (default: 2 on a CPU, 4 on a GPU)")
     add("--length", type=int, help="tokens in a sequence (default: 512 on a CPU, 2048 on a GPU)")
     add("--steps", type=int, help="steps to measure (default: what plain takes in 5 seconds, from 3 to 20)")
@@ -72,8 +76,8 @@ def arguments(argv=None) -> argparse.Namespace:
     of = parser()
     args = of.parse_args(argv)
     if args.quantise and not args.lora:
-        of.error("--quantise needs --lora: weights in 4 bits are not trained")
-    needed = ["torch", "transformers", *["peft"] * bool(args.lora), *["bitsandbytes"] * bool(args.quantise)]
+        of.error("--quantise needs --lora: quantised weights are not trained")
+    needed = ["torch", "transformers", *["peft"] * bool(args.lora), *["bitsandbytes"] * (args.quantise == "nf4")]
     if missing := [name for name in needed if not importlib.util.find_spec(name)]:
         of.exit(1, f"This needs {', '.join(missing)}: run `pip install {' '.join(missing)}`.\n")
     import torch
@@ -185,7 +189,11 @@ def main(argv=None) -> int:
     args = arguments(argv)
     on = machine(args.device, int(args.device == "cuda"), cap_gb=args.cap and args.cap * 2**30 / 1e9)
     on["version"] = liger_kernel.__version__
-    how = f"LoRA of rank {args.lora}" + ", weights in nf4" * bool(args.quantise) if args.lora else "all weights"
+    how = (
+        f"LoRA of rank {args.lora}" + f", weights in {args.quantise}" * bool(args.quantise)
+        if args.lora
+        else "all weights"
+    )
     what = (
         f"{args.model}{f', {args.layers} layers' if args.layers else ''}, {how}, {args.batch} x {args.length:,} tokens"
     )

@@ -7,7 +7,7 @@ A job is a dict:
     batch, lengths          sequences a step, and tokens in each, one length after another
     warm_up, steps          steps; steps None: as many as SECONDS have room for
     shrink                  whether half the batch is tried where it does not fit, and so on
-    lora, quantise          the rank of adapters or 0; "nf4" or None
+    lora, quantise          the rank of adapters or 0; a format of BASES or None
     checkpointing, dtype    of the layers; of the weights
     budget                  of memory, for the option plan
     cap_gb                  GB of the GPU that the process may take, or None
@@ -23,6 +23,8 @@ and the options are
     passes   liger_kernel.graphs.capture_model
     plan     layers keep what fits into the budget, by liger_kernel.memory.plan
     host     layers keep their input on the host, by liger_kernel.memory.keep
+    bf16, nf4, int8, fp8
+             the format of frozen weights, in place of the job's `quantise`
 """
 
 import json
@@ -39,7 +41,9 @@ import torch
 from liger_kernel.measure.build import make_model
 from liger_kernel.measure.meters import Memory, is_out_of_memory, kernel_times
 
-OPTIONS = ("compile", "adamw", "graph", "passes", "plan", "host")
+#: Formats of frozen weights, and what a job's `quantise` is for each.
+BASES = {"bf16": None, "nf4": "nf4", "int8": "int8", "fp8": "fp8"}
+OPTIONS = ("compile", "adamw", "graph", "passes", "plan", "host", *BASES)
 FEWEST, MOST = 3, 20  # steps that are measured
 SECONDS = 5  # to measure for
 LONG = 20  # seconds of a step after which one more is measured
@@ -60,7 +64,8 @@ class Arm:
         if self.ranks > 1:
             torch.distributed.init_process_group("nccl" if self.cuda else "gloo")
         side, *self.options = job["arm"].split("+")
-        self.model = make_model(job, side, self.device, self.ranks)
+        bases = [BASES[option] for option in self.options if option in BASES]
+        self.model = make_model({**job, "quantise": [job["quantise"], *bases][-1]}, side, self.device, self.ranks)
         self.vocabulary = self.model.config.get_text_config().vocab_size
         self.memory = Memory(job["device"])
         self.optimizer = self._make_optimizer()

@@ -26,9 +26,13 @@ def make_model(job: dict, side: str, device: torch.device, ranks: int = 1) -> nn
     model = _load(job, device)
     if job["lora"]:
         model.requires_grad_(False)
-    if job["quantise"]:
-        _quantise(model)
+    if job["quantise"] == "nf4":
+        _to_nf4(model)
         model.is_loaded_in_4bit = True  # what PEFT asks for
+    elif job["quantise"]:
+        from liger_kernel import quantise
+
+        print(quantise(model, job["quantise"]), flush=True)
     if job["checkpointing"]:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if job["lora"] and (job["checkpointing"] or side == "frozen"):
@@ -74,7 +78,7 @@ def _load(job, device):
     raise ValueError(f"transformers has no language model of type {config.model_type}")
 
 
-def _quantise(module):
+def _to_nf4(module):
     """Holds the weights of the blocks' linear layers in nf4."""
     import bitsandbytes
 
@@ -90,7 +94,7 @@ def _quantise(module):
                 linear.bias = nn.Parameter(child.bias.data, requires_grad=False)
             setattr(module, name, linear.to(child.weight.device))
         else:
-            _quantise(child)
+            _to_nf4(child)
 
 
 def _with_adapters(model, rank):

@@ -1,5 +1,5 @@
 """Linear layers as operators take them, and their operators (formulas in liger/ops.h): one layer, three of one input, a
-gated MLP. A layer is a matrix, perhaps in four bits, perhaps with a bias and an adapter."""
+gated MLP. A layer is a matrix, perhaps in four or eight bits, perhaps with a bias and an adapter."""
 
 from typing import Any, NamedTuple
 
@@ -9,11 +9,13 @@ from torch import Tensor, nn
 from liger_kernel._library import ops
 from liger_kernel.operators import quantised
 from liger_kernel.operators.coverage import DENSE, GATED_KERNELS, is_bare, is_recorded, kernels_cover
+from liger_kernel.operators.eight_bit import LigerLinear8bit
 from liger_kernel.operators.quantised import is_in_4_bits, weight_in_4_bits
 
 
 class Layer(NamedTuple):
-    """y = x weightᵀ + bias + scale · (dropout(x) aᵀ) bᵀ; a, b and dropout are None where there is no adapter."""
+    """y = x weightᵀ + bias + scale · (dropout(x) aᵀ) bᵀ; a, b and dropout are None where there is no adapter. With
+    weight_scale, weight is in eight bits."""
 
     weight: Tensor
     bias: Tensor | None
@@ -21,6 +23,7 @@ class Layer(NamedTuple):
     b: Tensor | None = None
     scale: float = 1.0
     dropout: nn.Module | None = None
+    weight_scale: Tensor | None = None
 
 
 def layer_of(module: Any, x: Tensor | None = None) -> Layer | None:
@@ -32,6 +35,8 @@ def layer_of(module: Any, x: Tensor | None = None) -> Layer | None:
         return _plain(module, x)
     if x is not None and (describe := getattr(cls, "liger_layer", None)) is not None:
         return describe(module, x) if is_bare(module) else None
+    if cls is LigerLinear8bit:
+        return _in_8_bits(module, x)
     if module is not None and (weight := weight_in_4_bits(module, x)) is not None and is_bare(module):
         bias = module.bias
         if bias is None or x is None or bias.dtype == x.dtype and not bias.requires_grad:
@@ -53,6 +58,15 @@ def _plain(module, x):
     if weight.dtype == x.dtype and (bias is None or bias.dtype == x.dtype) or is_autocast(x):
         return Layer(weight, bias)
     return None
+
+
+def _in_8_bits(module, x):
+    if not is_bare(module):
+        return None
+    weight, scale, bias = tensor_of(module, "weight"), module._buffers["weight_scale"], tensor_of(module, "bias")
+    if not (bias is None or x is None or bias.dtype == x.dtype or is_autocast(x)):
+        return None
+    return Layer(weight, bias, weight_scale=scale)
 
 
 def tensor_of(module: nn.Module, name: str) -> Any:
@@ -91,10 +105,11 @@ def _are_quantised(layers):
 
 def linear(x: Tensor, layer: Layer, dropped: Tensor | None = None) -> Tensor:
     """A layer of x, whose adapter sees `dropped`, x after its dropout, instead of x where it is given."""
-    weight, bias, a, b, scale, _ = layer
+    weight, bias, a, b, scale, _, weight_scale = layer
+    arguments = weight, bias, a, b, dropped, weight_scale, scale
     if is_in_4_bits(weight):
-        return quantised.call("linear", 1, x, (weight, bias, a, b, dropped, scale))
-    return ops.linear(x, weight, bias, a, b, dropped, scale)
+        return quantised.call("linear", 1, x, arguments)
+    return ops.linear(x, *arguments)
 
 
 def qkv(x: Tensor, *modules: nn.Module) -> Any:
@@ -105,9 +120,10 @@ def qkv(x: Tensor, *modules: nn.Module) -> Any:
     if layers is None or not (is_recorded(x) or _are_adapted(layers) and not x.is_inference()):
         return None
     q, k, v = layers
+    scales = q.weight_scale, k.weight_scale, v.weight_scale, q.scale, k.scale, v.scale
     if _are_quantised(layers):
-        return quantised.call("qkv", 3, x, (*q[:4], *k[:4], *v[:4], q.scale, k.scale, v.scale))
-    return ops.qkv(x, *q[:4], *k[:4], *v[:4], q.scale, k.scale, v.scale)
+        return quantised.call("qkv", 3, x, (*q[:4], *k[:4], *v[:4], *scales))
+    return ops.qkv(x, *q[:4], *k[:4], *v[:4], *scales)
 
 
 def gated_mlp(
@@ -126,7 +142,8 @@ def gated_mlp(
     if not (recompute or _are_adapted(layers) or is_recorded(x) and mlp.liger_whole):
         return None
     gate, up, down = layers
-    arguments = (*gate[:4], *up[:4], *down[:4], gate.scale, up.scale, down.scale)
+    scales = gate.weight_scale, up.weight_scale, down.weight_scale, gate.scale, up.scale, down.scale
+    arguments = (*gate[:4], *up[:4], *down[:4], *scales)
     options = activation, gate_multiplier, down_multiplier, chunk, recompute
     if _are_quantised(layers):
         return quantised.call("gated_mlp", 1, x, arguments, options, down_multiplier == 1 and not chunk)

@@ -200,7 +200,7 @@ class LigerMLPFunction:
         """
         weights = (gate_weight, None, None, None, up_weight, None, None, None, down_weight, None, None, None)
         options = SILU, float(gate_multiplier), float(down_multiplier), 0, True
-        return ops.gated_mlp(input, *weights, 1.0, 1.0, 1.0, *options)
+        return ops.gated_mlp(input, *weights, None, None, None, 1.0, 1.0, 1.0, *options)
 
 
 class LigerMLP(LigerSwiGLUMLP):

@@ -94,14 +94,15 @@ class _OnQuantised(torch.autograd.Function):
             next(small) if is_saved else _whole(t, x.dtype) if is_in_4_bits(t) else t
             for t, is_saved in zip(ctx.others, ctx.is_saved)
         ]
-        # The first arguments of an operator, tensors or None, have gradients; numbers follow, and options come last.
-        tensors = [i for i, t in enumerate(arguments) if t is None or isinstance(t, torch.Tensor)]
-        wanted = ctx.needs_input_grad[4], *(ctx.needs_input_grad[5 + i] for i in tensors)
+        count = _DIFFERENTIABLE[ctx.name]
+        wanted = ctx.needs_input_grad[4 : 5 + count]
         gradients = getattr(ops, f"{ctx.name}_backward")(*grads, x, *arguments, *kept, *wanted, *ctx.options)
         found = [gradient if want else None for gradient, want in zip(gradients, wanted)]
-        return None, None, None, None, *found, *(None for _ in range(len(arguments) - len(tensors)))
+        return None, None, None, None, *found, *(None for _ in range(len(arguments) - count))
 
 
+# How many of an operator's arguments behind x have gradients: the first ones.
+_DIFFERENTIABLE = {"linear": 5, "qkv": 12, "gated_mlp": 12}
 # Of operators whose forward is in two parts: which argument is the weight of the last GEMM, and how many results
 # <name>_forward has, which come first among those of <name>_start.
 _LAST = {"linear": 0, "gated_mlp": 8}
@@ -116,7 +117,8 @@ def _finish(name, x, arguments, unfinished):
         y, _, low, _, _, _, cast, seen = unfinished
     weight, *adapter = arguments[_LAST[name] :][:4]
     whole = _whole(weight, x.dtype) if is_in_4_bits(weight) else weight
-    ops.linear_finish(y, seen, whole, *adapter, low, cast, arguments[-1])
+    weight_scale = arguments[5 if name == "linear" else 14]
+    ops.linear_finish(y, seen, whole, *adapter, low, cast, weight_scale, arguments[-1])
 
 
 def call(

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from liger_kernel.operators.coverage import DENSE, is_bare, is_dense, kernels_cover
+from liger_kernel.operators.eight_bit import LigerLinear8bit
 from liger_kernel.operators.experts import reason_to_keep
 from liger_kernel.operators.linear import Layer, is_autocast, layer_of, linear, tensor_of
 from liger_kernel.operators.mlp import LigerGEGLUMLP, LigerMLP, LigerSwiGLUMLP
@@ -91,7 +92,7 @@ class LoRALinear:
     def liger_layer(self, x) -> Layer | None:
         """What forward computes; None where that is more than a Layer."""
         base, adapter = layer_of(self._modules["base_layer"], x), _adapter_of(self, x)
-        return None if base is None or adapter is None else Layer(base.weight, base.bias, *adapter)
+        return None if base is None or adapter is None else base._replace(**adapter._asdict())
 
     def forward(self, x, *args, **kwargs):
         adapter = None if args or kwargs or not kernels_cover(x) else _adapter_of(self, x)
@@ -101,7 +102,14 @@ class LoRALinear:
         if (layer := layer_of(base, x)) is None:
             return _add(base(x), self._dropped(x, adapter), adapter)
         dropped = None if adapter.dropout is None else self._dropped(x, adapter)
-        return linear(x, Layer(layer.weight, layer.bias, *adapter), dropped)
+        return linear(x, layer._replace(**adapter._asdict()), dropped)
+
+    def merge(self, *args, **kwargs):
+        if type(self.get_base_layer()) is LigerLinear8bit:
+            raise ValueError(
+                "a base in eight bits takes no adapter in: save the adapter, load the original model, merge there"
+            )
+        return super().merge(*args, **kwargs)
 
     def _dropped(self, x, adapter):
         """What an adapter sees of x. It is dropped out in the dtype that PEFT gives it, in which torch draws the same

@@ -10,6 +10,7 @@ from packaging import version
 from torch import nn
 from transformers import PreTrainedModel
 
+from liger_kernel._quantise import is_adapted, quantise
 from liger_kernel.graphs import capture_model
 from liger_kernel.memory import plan_later
 from liger_kernel.transformers.patching.by_source import row_of
@@ -26,12 +27,13 @@ if transformer_version < MIN_SUPPORTED_TRANSFORMERS_VERSION:
         f"{transformers.__version__} is installed. Run `pip install -U transformers`."
     )
 
+
 from liger_kernel.transformers.patching.apply import Report, patch
 
 logger = logging.getLogger(__name__)
 
 # The keywords of _apply_liger_kernel_to_instance that are no switches of a family.
-_OPTIONS = ("memory_budget", "cuda_graphs", "by_source")
+_OPTIONS = ("memory_budget", "cuda_graphs", "base", "by_source")
 # The switches that the API has not.
 _OURS = ("router", "layers", "masks", "attention", "lora")
 # What others import from here: liger_kernel.compat.trainers has it.
@@ -196,7 +198,12 @@ def _apply_liger_kernel(model_type: str, **kwargs) -> Report | None:
 
 
 def _apply_liger_kernel_to_instance(
-    model: PreTrainedModel, *, memory_budget: int | str | None = None, cuda_graphs: bool = False, **kwargs
+    model: PreTrainedModel,
+    *,
+    memory_budget: int | str | None = None,
+    cuda_graphs: bool = False,
+    base: str | None = None,
+    **kwargs,
 ) -> Report | None:
     """Patch one model. Of a type that has no row everything is replaced whose source is known, and the rest keeps its
     forward; the Report and one log line name both.
@@ -205,12 +212,16 @@ def _apply_liger_kernel_to_instance(
         model: the model, with a `config.model_type`.
         memory_budget: liger_kernel.memory.plan_later plans for it.
         cuda_graphs: liger_kernel.graphs.capture_model captures the model.
+        base: "int8" or "fp8": liger_kernel.quantise puts the frozen layers of a model with adapters into eight bits.
         kwargs: switches; those that the family does not have are dropped, with a warning if they are on. A type without
             a row has all of them. With by_source=False it stays as it is, with a warning.
 
-    Raises TypeError for a keyword that no family has, and ValueError for a budget that is none.
+    Raises TypeError for a keyword that no family has, and ValueError for a budget that is none, for an unknown base and
+    for one of a model without adapters, of which nothing would be left to train.
     """
-    report = _patch_instance(model, memory_budget, cuda_graphs, kwargs)
+    if base is not None and not is_adapted(model):
+        raise ValueError(f"base={base!r} freezes the linear layers: give the model adapters first (get_peft_model)")
+    report = _patch_instance(model, memory_budget, cuda_graphs, base, kwargs)
     # A trainer shows no report; of its processes, the first says what it has.
     if report is not None and report.family in FAMILIES and os.environ.get("RANK", "0") == "0":
         done, every = len(report.replaced), len(report.replaced) + len(report.skipped)
@@ -221,15 +232,20 @@ def _apply_liger_kernel_to_instance(
     return report
 
 
-def _patch_instance(model: nn.Module, memory_budget: int | str | None, cuda_graphs: bool, switches: dict):
+def _patch_instance(
+    model: nn.Module, memory_budget: int | str | None, cuda_graphs: bool, base: str | None, switches: dict
+):
     """What `_apply_liger_kernel_to_instance` does, and leaves the Report on the model, for liger_kernel.report."""
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     _check_options(model_type, switches)
+    quantised = None if base is None else quantise(model, base)
     if memory_budget is not None:
         plan_later(model, memory_budget)
     report = _apply(model_type, {"model": model}, dict(switches))
     if report is not None and Report.kept_on(model) is not report:
         report.keep_on(model)
+    for row in quantised.layers if report is not None and quantised is not None else ():
+        report.note("base", row.name, f"{base}, error {row.error:.1%}", row.count)
     if cuda_graphs:
         capture_model(model)
     return report

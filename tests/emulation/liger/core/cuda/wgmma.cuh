@@ -1,6 +1,7 @@
 #pragma once
 // Stands in for liger/core/cuda/wgmma.cuh: copies and products are done at once, by the thread that asks for them.
 #include "liger/core/cuda/mma.cuh"
+#include "liger/core/eight_bit.h"
 
 #define __grid_constant__
 
@@ -74,6 +75,24 @@ void multiply_add(float (&sums)[32][4], const T* a, const T* b, int step) {
       for (int k = 16 * step; k < 16 * step + 16; ++k)
         sums[c][i] +=
             operand<kA>(a, 16 * warp + lane / 4 + i / 2 * 8, k) * operand<kB>(b, 8 * c + 2 * (lane % 4) + i % 2, k);
+}
+
+/// Number (row, k) of an operand of 8-bit numbers: an integer or a float, as Sum is.
+template <class Sum>
+Sum byte_operand(const uint8_t* tile, int row, int k) {
+  const uint8_t byte = tile[row * 128 + ((k / 16) ^ row % 8) * 16 + k % 16];
+  if constexpr (std::is_same_v<Sum, int>) return int8_t(byte);
+  else return from_e4m3(byte);
+}
+
+template <class Sum>
+void multiply_add_bytes(Sum (&sums)[32][4], const uint8_t* a, const uint8_t* b, int step) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  for (int c = 0; c < 32; ++c)
+    for (int i = 0; i < 4; ++i)
+      for (int k = 32 * step; k < 32 * step + 32; ++k)
+        sums[c][i] += byte_operand<Sum>(a, 16 * warp + lane / 4 + i / 2 * 8, k) *
+                      byte_operand<Sum>(b, 8 * c + 2 * (lane % 4) + i % 2, k);
 }
 
 template <bool kTransposed>

@@ -1,0 +1,44 @@
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include "liger/core/math.h"
+
+namespace liger {
+
+/// Numbers of 8 bits:
+///   E4M3   floats with 4 bits of exponent and 3 of mantissa, up to 448 (OCP 8-bit Floating Point, 2023)
+///   Int8   integers from −127 to 127
+enum class EightBit : uint8_t { E4M3, Int8 };
+
+/// The largest number of a format.
+constexpr float largest(EightBit format) { return format == EightBit::E4M3 ? 448.f : 127.f; }
+
+/// A float as E4M3, to the nearest and to even; beyond 448, ±448; NaN stays NaN.
+LIGER_HD inline uint8_t to_e4m3(float v) {
+  uint32_t bits;
+  memcpy(&bits, &v, 4);
+  const uint8_t sign = uint8_t(bits >> 24 & 0x80);
+  bits &= 0x7fffffff;
+  if (bits > 0x7f800000) return sign | 0x7f;
+  if (bits >= 0x43e00000) return sign | 0x7e;                           // 448
+  if (bits < 0x3c800000) return sign | uint8_t(rintf(fabsf(v) * 512));  // below 2⁻⁶: a multiple of 2⁻⁹
+  bits += 0x7ffff + (bits >> 20 & 1);
+  return sign | uint8_t((bits >> 20) - (120 << 3));
+}
+
+LIGER_HD inline float from_e4m3(uint8_t byte) {
+  const int exponent = byte >> 3 & 15, mantissa = byte & 7;
+  const float v = exponent == 15 && mantissa == 7 ? NAN
+                  : exponent == 0                 ? float(mantissa) / 512
+                                                  : ldexpf(float(8 + mantissa), exponent - 10);
+  return byte & 0x80 ? -v : v;
+}
+
+/// A float that lies within ±largest, or is NaN, as the byte of a format. NaN has no integer: it becomes 0.
+LIGER_HD inline uint8_t to_byte(EightBit format, float v) {
+  if (format == EightBit::E4M3) return to_e4m3(v);
+  return v == v ? uint8_t(int8_t(rintf(v))) : 0;
+}
+
+}  // namespace liger

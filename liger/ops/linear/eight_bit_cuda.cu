@@ -1,0 +1,120 @@
+#include "liger/core/cuda/dispatch.h"
+#include "liger/core/cuda/pack.cuh"
+#include "liger/core/cuda/reduce.cuh"
+#include "liger/ops/linear/eight_bit.h"
+
+namespace liger::cuda::eight_bit {
+namespace {
+
+/// The largest magnitude; NaN if one is NaN, which fmaxf would leave out.
+struct Largest {
+  using Value = float;
+  static __device__ Value identity() { return 0; }
+  __device__ Value operator()(Value a, Value b) const { return b > a || b != b ? b : a; }
+  __device__ static Value shuffle(Value v, int lane) { return __shfl_xor_sync(~0u, v, lane); }
+};
+
+/// Four floats within ±largest as bytes.
+__device__ unsigned to_bytes(EightBit format, const float (&v)[4]) {
+#if __CUDA_ARCH__ >= 890
+  if (format == EightBit::E4M3) {
+    uint16_t low, high;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(v[1]), "f"(v[0]));
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(v[3]), "f"(v[2]));
+    return low | unsigned(high) << 16;
+  }
+#endif
+  unsigned word = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) word |= unsigned(to_byte(format, v[i])) << 8 * i;
+  return word;
+}
+
+constexpr int kWidth = 16, kThreads = 256;  // numbers of a pack, threads of a row
+
+/// f(values, column) for the packs of a row that this thread has, with the column in the row of all parts.
+template <class T, class F>
+__device__ void for_packs(const QuantiseRows& a, int64_t row, F f) {
+  int64_t first = 0;
+  for (int i = 0; i < a.count; ++i) {
+    const QuantiseRows::Part& part = a.parts[i];
+    const T* x = static_cast<const T*>(part.x) + row * part.stride;
+    for (int64_t column = threadIdx.x * kWidth; column < part.cols; column += kThreads * kWidth) {
+      Vec<kWidth> v = to_vec(Pack<T, kWidth>::read(x + column));
+      if (part.factor) v = v * to_vec(Pack<float, kWidth>::read(part.factor + column));
+      f(v, first + column);
+    }
+    first += part.cols;
+  }
+}
+
+/// A block per row, which the second pass reads from a cache.
+template <class T>
+__global__ void __launch_bounds__(kThreads) quantise_rows_kernel(QuantiseRows a) {
+  await_previous();
+  RowReduce<Largest> reduce;
+  const int64_t row = blockIdx.x;
+  int64_t cols = 0;
+  for (int i = 0; i < a.count; ++i) cols += a.parts[i].cols;
+  float most = 0;
+  for_packs<T>(a, row, [&](const Vec<kWidth>& v, int64_t) {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) most = Largest()(most, fabsf(v.v[i]));
+  });
+  most = reduce(most);
+  const float scale = most == 0 ? 1 : most < INFINITY ? most / largest(a.format) : NAN, inverse = 1 / scale;
+  if (threadIdx.x == 0) a.scale[row] = scale;
+  for_packs<T>(a, row, [&](const Vec<kWidth>& v, int64_t column) {
+    // Not more than the largest number: a product with 1 / scale may round up.
+    const auto four = [&](int i) {
+      float to[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) to[j] = fminf(fmaxf(v.v[i + j] * inverse, -largest(a.format)), largest(a.format));
+      return to_bytes(a.format, to);
+    };
+    store16(a.out + row * cols + column, {four(0), four(4), four(8), four(12)});
+  });
+}
+
+constexpr int kSide = 128;  // of a tile of bytes
+
+/// Blocks of 4 x 4 bytes are transposed in registers, and the blocks of a tile in shared memory, whose words lie at
+/// word ^ row / 4.
+__global__ void __launch_bounds__(256) transpose_bytes_kernel(TransposeBytes a) {
+  await_previous();
+  __shared__ unsigned tile[kSide][kSide / 4];
+  const int64_t tiles = ceil_div(a.cols, kSide), row = blockIdx.x / tiles * kSide, column = blockIdx.x % tiles * kSide;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for (int of = warp; of < kSide / 4; of += 8) {
+    unsigned words[4], turned[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int64_t r = row + 4 * of + i, c = column + 4 * lane;
+      words[i] = r < a.rows && c < a.cols ? *reinterpret_cast<const unsigned*>(a.x + r * a.cols + c) : 0;
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      turned[j] = 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) turned[j] |= (words[i] >> 8 * j & 255) << 8 * i;
+      tile[4 * lane + j][of ^ lane] = turned[j];
+    }
+  }
+  __syncthreads();
+  for (int c = warp; c < kSide; c += 8) {
+    const int64_t r = row + 4 * lane;
+    if (column + c < a.cols && r < a.rows)
+      *reinterpret_cast<unsigned*>(a.out + (column + c) * a.stride + a.first + r) = tile[c][lane ^ c / 4];
+  }
+}
+
+}  // namespace
+
+LIGER_REGISTER(quantise_rows, [](const QuantiseRows& a, Stream s) {
+  dispatch(a.dtype, [&]<class T>() { launch(quantise_rows_kernel<T>, {.blocks = a.rows, .threads = kThreads}, s, a); });
+});
+LIGER_REGISTER(transpose_bytes, [](const TransposeBytes& a, Stream s) {
+  launch(transpose_bytes_kernel, {.blocks = ceil_div(a.rows, kSide) * ceil_div(a.cols, kSide), .threads = 256}, s, a);
+});
+
+}  // namespace liger::cuda::eight_bit

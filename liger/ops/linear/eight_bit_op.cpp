@@ -1,0 +1,126 @@
+#include "liger/ops/linear/eight_bit_op.h"
+
+namespace liger {
+
+LIGER_OPTIONAL(quantise_rows);
+LIGER_OPTIONAL(transpose_bytes);
+LIGER_OPTIONAL(has_scaled_matmul);
+LIGER_OPTIONAL(scaled_matmul);
+
+namespace op::linear {
+namespace {
+
+EightBit format_of(const AdaptedLinear& layer) {
+  return layer.weight.scalar_type() == at::kChar ? EightBit::Int8 : EightBit::E4M3;
+}
+
+/// Whether the kernels take a layer's weight for rows like x.
+bool takes(const Tensor& x, const AdaptedLinear& layer) {
+  const Tensor& w = layer.weight;
+  if (!layer.weight_scale || !has_scaled_matmul.has(Backend(x.device().type()))) return false;
+  if (x.scalar_type() == at::kFloat || w.size(0) % 16 != 0 || w.size(1) % 16 != 0 || !w.is_contiguous()) return false;
+  bool yes = false;
+  run(has_scaled_matmul, x, {&yes});
+  return yes;
+}
+
+EightBitRows quantised(at::ArrayRef<Tensor> parts, at::ArrayRef<Tensor> factors, EightBit format) {
+  QuantiseRows args{
+      .count = int(parts.size()), .rows = parts[0].size(0), .dtype = dtype_of(parts[0]), .format = format};
+  std::vector<Rows> rows;  // which own what the kernel reads
+  int64_t cols = 0;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    rows.emplace_back(parts[i]);
+    const Tensor& part = rows[i].tensor;
+    if (reinterpret_cast<uintptr_t>(data(part)) % 16 != 0 || rows[i].stride % 8 != 0)
+      rows[i] = Rows(part.clone(at::MemoryFormat::Contiguous));
+    args.parts[i] = {data(rows[i].tensor), factors.empty() ? nullptr : data<float>(factors[i]), part.size(1),
+                     rows[i].stride};
+    cols += part.size(1);
+  }
+  const auto bytes = parts[0].options().dtype(at::kByte);
+  EightBitRows made{at::empty({args.rows, cols}, bytes), at::empty({args.rows}, bytes.dtype(at::kFloat))};
+  args.out = data<uint8_t>(made.rows), args.scale = data<float>(made.scale);
+  run(quantise_rows, parts[0], args);
+  return made;
+}
+
+/// Columns up to a multiple of 8 as the kernel reads them.
+Tensor in_eights(const Tensor& t) {
+  const int64_t missing = round_up(t.size(1), 8) - t.size(1);
+  if (missing > 0) return at::constant_pad_nd(t, {0, missing});
+  const bool readable = t.stride(1) == 1 && t.stride(0) % 8 == 0 && reinterpret_cast<uintptr_t>(data(t)) % 16 == 0;
+  return readable ? t : t.clone(at::MemoryFormat::Contiguous);
+}
+
+/// out = (x) (w ⊙ w_scale)ᵀ + factor · low bᵀ + bias.
+void run_product(const Tensor& out, const EightBitRows& x, const Tensor& w, const Tensor& w_scale, const Tensor& low,
+                 const Tensor& b, double factor, const Tensor& bias, EightBit format) {
+  ScaledMatmul args{.x = data<uint8_t>(x.rows),
+                    .w = static_cast<const uint8_t*>(data(w)),
+                    .x_scale = data<float>(x.scale),
+                    .w_scale = data<float>(w_scale),
+                    .bias = data(bias),
+                    .out = data<void>(out),
+                    .rows = out.size(0),
+                    .cols = out.size(1),
+                    .depth = w.size(1),
+                    .factor = float(factor),
+                    .dtype = dtype_of(out),
+                    .format = format};
+  Tensor low_rows, b_rows;
+  if (low.defined()) {
+    low_rows = in_eights(low), b_rows = in_eights(b);
+    args.low = data(low_rows), args.b = data(b_rows);
+    args.rank = low_rows.size(1), args.low_stride = low_rows.stride(0), args.b_stride = b_rows.stride(0);
+  }
+  run(scaled_matmul, out, args);
+}
+
+}  // namespace
+
+const EightBitRows& Factor::in(EightBit format) const {
+  EightBitRows& made = made_[int(format)];
+  if (!made.rows.defined()) made = quantised(rows_, {}, format);
+  return made;
+}
+
+Tensor whole(const AdaptedLinear& layer, at::ScalarType dtype) {
+  if (!layer.weight_scale) return layer.weight;
+  const Tensor& w = layer.weight;
+  const Tensor numbers = (w.scalar_type() == at::kByte ? w.view(at::kFloat8_e4m3fn) : w).to(at::kFloat);
+  return numbers.mul_(layer.weight_scale->unsqueeze(1)).to(dtype);
+}
+
+bool multiply(const Tensor& y, const Factor& x, const AdaptedLinear& layer, const Tensor& low, const Tensor& b) {
+  if (!takes(x.rows(), layer)) return false;
+  const EightBit format = format_of(layer);
+  const Tensor bias = contiguous(layer.bias), scale = layer.weight_scale->contiguous();
+  run_product(y, x.in(format), layer.weight, scale, layer.a ? low : Tensor(), b, layer.scale, bias, format);
+  return true;
+}
+
+bool multiply_transposed(const Tensor& dx, at::ArrayRef<Tensor> dy, at::ArrayRef<const AdaptedLinear*> layers,
+                         const Tensor& low, const Tensor& a) {
+  int64_t cols = 0;
+  std::vector<Tensor> scales;
+  for (const AdaptedLinear* layer : layers) {
+    if (!takes(dx, *layer) || format_of(*layer) != format_of(*layers[0])) return false;
+    scales.push_back(layer->weight_scale->contiguous()), cols += layer->weight.size(0);
+  }
+  const EightBit format = format_of(*layers[0]);
+  const EightBitRows rows = quantised(dy, scales, format);
+  const Tensor weights = at::empty({dx.size(1), cols}, rows.rows.options());
+  int64_t first = 0;
+  for (const AdaptedLinear* layer : layers) {
+    const Tensor& w = layer->weight;
+    run(transpose_bytes, dx,
+        {static_cast<const uint8_t*>(data(w)), data<uint8_t>(weights), w.size(0), w.size(1), first, cols});
+    first += w.size(0);
+  }
+  run_product(dx, rows, weights, {}, low, low.defined() ? a.t() : Tensor(), 1, {}, format);
+  return true;
+}
+
+}  // namespace op::linear
+}  // namespace liger

@@ -1,0 +1,221 @@
+#include "liger/core/cuda/dispatch.h"
+#include "liger/core/cuda/wgmma.cuh"
+#include "liger/ops/linear/eight_bit.h"
+
+namespace liger::cuda::scaled_matmul_ {
+namespace {
+
+// A block has a tile of 128 rows x 256 columns of the result at a time, two warpgroups 64 x 256 each. A third warpgroup
+// copies operands to a ring of stages ahead of them, those of the block's next tile too. A stage has 128 bytes of each
+// row of x and w, or of low and b. One block per multiprocessor.
+constexpr int kRows = 128, kColumns = 256, kBytes = 128, kStages = 4, kThreads = 384, kProducer = 2;
+// Neighbouring blocks share operands in the L2 cache: so many tiles along the rows, then the next along the columns.
+constexpr int kPanel = 16;
+
+/// Where a tile begins.
+struct Tile {
+  int row, column;
+};
+
+struct Matmul {
+  TensorMap x, w, low, b;
+  const float *x_scale, *w_scale;
+  const void *bias, *out;
+  int rows, cols, depth, rank;
+  float factor;
+
+  __device__ int row_tiles() const { return ceil_div(rows, kRows); }
+  __device__ int tiles() const { return row_tiles() * ceil_div(cols, kColumns); }
+  __device__ int steps() const { return ceil_div(depth, kBytes); }
+  __device__ int low_steps() const { return ceil_div(rank, kBytes / 2); }
+
+  __device__ Tile tile(int tile) const {
+    const int column_tiles = ceil_div(cols, kColumns), panel = tile / (column_tiles * kPanel);
+    tile -= panel * column_tiles * kPanel;
+    const int width = min(kPanel, row_tiles() - panel * kPanel);
+    return {(panel * kPanel + tile % width) * kRows, tile / width * kColumns};
+  }
+};
+
+struct alignas(1024) Shared {
+  uint8_t x[kStages][kRows * kBytes], w[kStages][kColumns * kBytes];
+  uint4 staging[2][1024];
+  CopyBarrier full[kStages], empty[kStages];
+};
+
+/// Where in the ring of stages a warp is.
+struct Stage {
+  int at = 0, parity = 0;
+  __device__ void next() {
+    if (++at == kStages) at = 0, parity ^= 1;
+  }
+};
+
+__device__ void copy_tiles(const Matmul& m, Shared& shared) {
+  Stage stage;
+  for (int tile = blockIdx.x; tile < m.tiles(); tile += gridDim.x) {
+    const Tile begin = m.tile(tile);
+    const int steps = m.steps(), all = steps + m.low_steps();
+    for (int step = 0; step < all; ++step, stage.next()) {
+      shared.empty[stage.at].await(stage.parity ^ 1);
+      CopyBarrier& full = shared.full[stage.at];
+      full.arrive_expecting((kRows + kColumns) * kBytes);
+      const bool adapter = step >= steps;
+      const int k = (step - (adapter ? steps : 0)) * kBytes / 2;
+      copy_box(shared.x[stage.at], adapter ? m.low : m.x, k, begin.row, 0, full);
+      copy_box(shared.w[stage.at], adapter ? m.b : m.w, k, begin.column, 0, full);
+    }
+  }
+}
+
+/// Multiplies what `steps` stages have: multiply(x, w) starts the products of one.
+template <class F>
+__device__ void for_stages(Shared& shared, Stage& stage, int steps, int group, F multiply) {
+  const bool arrives = threadIdx.x % 32 == 0;
+  int previous = -1;
+  for (int step = 0; step < steps; ++step) {
+    shared.full[stage.at].await(stage.parity);
+    products_begin();
+    multiply(shared.x[stage.at] + group * 64 * kBytes, shared.w[stage.at]);
+    products_issued();
+    await_products<true>();
+    if (previous >= 0 && arrives) shared.empty[previous].arrive();
+    previous = stage.at;
+    stage.next();
+  }
+  await_products<false>();
+  if (previous >= 0 && arrives) shared.empty[previous].arrive();
+}
+
+/// Rows 16 warp + group and that + 8, columns 8 c + 2 quad and the next, as multiply_add has them.
+template <class T, class Sum>
+__device__ void scaled(const Matmul& m, Tile begin, const Sum (&sums)[32][4], float (&to)[32][4], float inverse,
+                       int row, int quad) {
+  const float first = row < m.rows ? m.x_scale[row] * inverse : 0,
+              second = row + 8 < m.rows ? m.x_scale[row + 8] * inverse : 0;
+#pragma unroll
+  for (int c = 0; c < 32; ++c) {
+    const int column = begin.column + 8 * c + 2 * quad;
+    float2 w = {1, 1}, bias = {};
+    if (column < m.cols) {
+      if (m.w_scale) w = *reinterpret_cast<const float2*>(m.w_scale + column);
+      if (m.bias) bias = to_floats<T>(*reinterpret_cast<const unsigned*>(static_cast<const T*>(m.bias) + column));
+    }
+    to[c][0] = float(sums[c][0]) * (first * w.x) + bias.x * inverse;
+    to[c][1] = float(sums[c][1]) * (first * w.y) + bias.y * inverse;
+    to[c][2] = float(sums[c][2]) * (second * w.x) + bias.x * inverse;
+    to[c][3] = float(sums[c][3]) * (second * w.y) + bias.y * inverse;
+  }
+}
+
+/// A warpgroup's sums by way of its 16 KiB of shared memory, in which 128 sums of a row are 256 bytes.
+template <class T>
+__device__ void store(const Matmul& m, Tile begin, const float (&sums)[32][4], float factor, uint4* staging, int group,
+                      int thread) {
+  const int lane = thread % 32, warp = thread / 32;
+#pragma unroll
+  for (int from = 0; from < kColumns; from += 128) {
+    if (begin.column + from >= m.cols) break;
+    await_threads(1 + group, 128);
+#pragma unroll
+    for (int c = 0; c < 16; c += 2) {
+      const int row = 16 * warp + lane % 16, chunk = c + lane / 16;
+      const auto word = [&](int i, int j) {
+        const float* s = sums[from / 8 + c + i];
+        return to_word<T>(s[j] * factor, s[j + 1] * factor);
+      };
+      store_matrices<false>(&staging[row * 16 + (chunk ^ row % 8)], {word(0, 0), word(0, 2), word(1, 0), word(1, 2)});
+    }
+    await_threads(1 + group, 128);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int row = 8 * i + thread / 16, chunk = thread % 16, to = begin.row + 64 * group + row,
+                column = begin.column + from + 8 * chunk;
+      if (to < m.rows && column < m.cols)
+        store16(static_cast<T*>(const_cast<void*>(m.out)) + int64_t(to) * m.cols + column,
+                staging[row * 16 + (chunk ^ row % 8)]);
+    }
+  }
+}
+
+template <class T, EightBit kFormat>
+__global__ void __launch_bounds__(kThreads, 1) scaled_matmul_kernel(const __grid_constant__ Matmul m) {
+  await_previous();
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)  // elsewhere it is not started
+  using Sum = std::conditional_t<kFormat == EightBit::Int8, int, float>;
+  Shared& shared = *shared_memory<Shared>();
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) shared.full[i].init(1), shared.empty[i].init(8);
+    barriers_initialised();
+  }
+  __syncthreads();
+  const int group = int(threadIdx.x) / 128, thread = int(threadIdx.x) % 128;
+  if (group == kProducer) {
+    resize_registers<40, false>();
+    if (thread == 0) copy_tiles(m, shared);
+    return;
+  }
+  resize_registers<232, true>();
+  const int row = 64 * group + 16 * (thread / 32) + thread % 32 / 4;
+  Stage stage;
+  for (int tile = blockIdx.x; tile < m.tiles(); tile += gridDim.x) {
+    const Tile begin = m.tile(tile);
+    Sum sums[32][4] = {};
+    for_stages(shared, stage, m.steps(), group, [&](const uint8_t* x, const uint8_t* w) {
+#pragma unroll
+      for (int k = 0; k < kBytes / 32; ++k) multiply_add_bytes(sums, x, w, k);
+    });
+    float results[32][4];
+    // factor · (Σ / factor + low bᵀ): the adapter's products are added to the sums by the tensor cores.
+    scaled<T>(m, begin, sums, results, m.rank > 0 ? 1 / m.factor : 1, begin.row + row, thread % 4);
+    if (m.rank > 0)
+      for_stages(shared, stage, m.low_steps(), group, [&](const uint8_t* low, const uint8_t* b) {
+#pragma unroll
+        for (int k = 0; k < kBytes / 32; ++k)
+          multiply_add<T, Layout::AlongK, Layout::AlongK, kColumns>(results, reinterpret_cast<const T*>(low),
+                                                                    reinterpret_cast<const T*>(b), k);
+      });
+    store<T>(m, begin, results, m.rank > 0 ? m.factor : 1, shared.staging[group], group, thread);
+  }
+#endif
+}
+
+}  // namespace
+
+LIGER_REGISTER(has_scaled_matmul, [](const HasScaledMatmul& a, Stream) { *a.yes = has_wgmma(); });
+LIGER_REGISTER(scaled_matmul, [](const ScaledMatmul& a, Stream s) {
+  if (a.rows == 0 || a.cols == 0) return;
+  // The copies do not look at the numbers: two of 8 bits go as one of 16.
+  const auto bytes = [&](const uint8_t* of, int64_t rows, int box_rows) {
+    return tensor_map(a.dtype, of, {a.depth / 2, rows, 1}, {a.depth / 2, a.depth / 2}, box_rows);
+  };
+  const bool adapter = a.rank > 0 && a.factor != 0;
+  const auto adapted = [&](const void* of, int64_t rows, int64_t stride, int box_rows) {
+    return adapter ? tensor_map(a.dtype, of, {a.rank, rows, 1}, {stride, stride}, box_rows) : TensorMap();
+  };
+  const Matmul m{.x = bytes(a.x, a.rows, kRows),
+                 .w = bytes(a.w, a.cols, kColumns),
+                 .low = adapted(a.low, a.rows, a.low_stride, kRows),
+                 .b = adapted(a.b, a.cols, a.b_stride, kColumns),
+                 .x_scale = a.x_scale,
+                 .w_scale = a.w_scale,
+                 .bias = a.bias,
+                 .out = a.out,
+                 .rows = int(a.rows),
+                 .cols = int(a.cols),
+                 .depth = int(a.depth),
+                 .rank = adapter ? int(a.rank) : 0,
+                 .factor = a.factor};
+  const auto start = [&]<class T, EightBit kFormat>() {
+    static_assert(sizeof(Shared) <= 227 * 1024);
+    launch(scaled_matmul_kernel<T, kFormat>,
+           {.blocks = multiprocessors(current_device()), .threads = kThreads, .shared_bytes = int(sizeof(Shared))}, s,
+           m);
+  };
+  dispatch16(a.dtype, [&]<class T>() {
+    a.format == EightBit::Int8 ? start.template operator()<T, EightBit::Int8>()
+                               : start.template operator()<T, EightBit::E4M3>();
+  });
+});
+
+}  // namespace liger::cuda::scaled_matmul_
