@@ -173,7 +173,7 @@ struct GatedMLP {
                of_products = wanted.down.weight || wanted.down.a;
     const auto [gates, ups] = options.recompute ? wide(in, x, chunk) : std::array{saved.gates, saved.ups};
     const auto [dgates, dups] = options.recompute || !inner ? std::array{gates, ups} : wide(in, x, chunk);
-    const Tensor products = output(at::empty({chunk, gates.size(1)}, x.options()));  // and then their gradients
+    Tensor products = output(at::empty({chunk, gates.size(1)}, x.options()));  // and then their gradients
     const Layers<2> of_x = in.of_x();
     const Layers<1> of_product = in.of_product();
     const Adapters<2> adapters(of_x, x, saved.cast);
@@ -183,15 +183,18 @@ struct GatedMLP {
     for_chunks(tokens, chunk, [&](int64_t begin, int64_t n) {
       const int64_t first = options.recompute ? 0 : begin;
       const Tensor rows = part(x, begin, n), low = part(saved.low, begin, n), of_y = part(dy, begin, n);
-      const Tensor gate = part(gates, first, n), up = part(ups, first, n), product = part(products, 0, n);
+      const Tensor gate = part(gates, first, n), up = part(ups, first, n);
+      Tensor product = part(products, 0, n);
       if (options.recompute && (inner || of_products)) gate_and_up(in, rows, low, adapters, gate, up);
       if (of_products) gated::run_forward(gate, up, product, gate_form);
-      const Tensor dproduct = inner ? product : Tensor();
+      Tensor dproduct = inner ? product : Tensor();
       down.add({options.down_multiplier == 1 ? of_y : of_y * options.down_multiplier}, product, product,
                part(saved.low_down, begin, n), dproduct, dproduct);
       if (!inner) return;
       const Tensor dgate = part(dgates, 0, n), dup = part(dups, 0, n), out = part(dx, begin, n);
       gated::run_backward(product, gate, up, dgate, dup, cols(gate), gate_form);
+      product = dproduct = Tensor();
+      if (begin + n == tokens) products = Tensor();  // whose memory rows in 8 bits can have
       outer.add({dgate, dup}, rows, rows, low, out, out);
     });
     d.down = down.gradients()[0];
