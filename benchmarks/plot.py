@@ -220,8 +220,20 @@ def of_lora(report):
         batch, length = map(int, row["shape"].split("x"))
         rate = statistics.median(result["tokens_per_second"] for result in row["results"])
         result = {"batch": batch, "tokens_per_second": rate, "peak_gb": row["results"][0]["peak_gb"]}
-        rows.append({"model": row["model"], "arm": row["arm"], "length": length, "result": result})
+        kept = "" if row["checkpointing"] == "on" else ", not checkpointed"
+        rows.append({"model": row["model"] + kept, "arm": row["arm"], "length": length, "result": result})
     return {"rows": rows}
+
+
+def eight_bit(report):
+    """The table of eight_bit.py."""
+    head = ["base", "product", "loss", "gradients", "farthest adapter", "trained"]
+    lines = [
+        [row["base"], f"{row['product']:.2%}", f"{row['loss']:+.5f}", f"{row['gradients']:.1%}", f"{row['worst']:.1%}",
+         f"{row['trained']:.4f}"]
+        for row in report["rows"]
+    ]  # fmt: skip
+    return tabulate(lines, head, tablefmt="github", disable_numparse=True)
 
 
 def step_parts(report):
@@ -376,6 +388,9 @@ def main():
     names = {"plain": "plain", "triton": "liger (Triton)", "ours": "ours"}
     tables["experts"] = in_turns(read("e2e-moe-h100.json"), "plain", **names)
     tables["sinks"] = in_turns(read("e2e-sinks-h100.json"), "plain", plain="plain", ours="ours")
+    fill("exactness.md", eight_bit=eight_bit(read("eight-bit-h100.json")))
+    bases = {"ours": "bfloat16", "ours+int8": "int8", "ours+fp8": "fp8"}
+    tables["bases"] = in_turns(of_lora(read("lora-base-h100.json")), "ours", **bases)
     fill("training.md", **tables, two=end_to_end(two), two_parts=step_parts(two))
     planned = {"plain": "plain", "ours": "ours, every layer checkpointed", "ours+plan": "ours, planned"}
     long = {"plain": "plain", "triton": "liger (Triton)", "ours": "ours", "ours+host": "ours, inputs on the host"}

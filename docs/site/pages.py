@@ -22,6 +22,7 @@ MODULES = {
     "liger_kernel.transformers.cross_entropy": "Cross entropy",
     "liger_kernel.transformers.fused_linear_cross_entropy": "Fused linear cross entropy",
     "liger_kernel._patch": "Patching a model of any type",
+    "liger_kernel._quantise": "Frozen layers in eight bits",
     "liger_kernel.transformers.patching.apply": "Patches",
     "liger_kernel.transformers.patching.report": "Reports of patches",
     "liger_kernel.memory": "Memory",

@@ -1,7 +1,7 @@
 #pragma once
 // Products of 16-bit rows sorted by group with the matrix of their group, on Hopper's tensor cores.
 #include "liger/core/cuda/dispatch.h"
-#include "liger/core/cuda/wgmma.cuh"
+#include "liger/core/cuda/tiles.cuh"
 #include "liger/core/grouped_gemm.h"
 
 namespace liger::cuda::grouped_gemm {
@@ -20,12 +20,11 @@ struct Task {
   int first, last;         // rows of the sorted operand: of its columns, or of its depth
 };
 
-/// Two groups of 8 columns of a warp's sums, as T.
-template <class T, bool kTransposed>
-__device__ void store_pair(const float (&sums)[32][4], int c, uint4* to) {
-  store_matrices<kTransposed>(to,
-                              {to_word<T>(sums[c][0], sums[c][1]), to_word<T>(sums[c][2], sums[c][3]),
-                               to_word<T>(sums[c + 1][0], sums[c + 1][1]), to_word<T>(sums[c + 1][2], sums[c + 1][3])});
+/// Two groups of 8 columns of a warp's sums, as T, the columns as rows.
+template <class T>
+__device__ void store_columns(const float (&sums)[32][4], int c, uint4* to) {
+  store_matrices<true>(to, {to_word<T>(sums[c][0], sums[c][1]), to_word<T>(sums[c][2], sums[c][3]),
+                            to_word<T>(sums[c + 1][0], sums[c + 1][1]), to_word<T>(sums[c + 1][2], sums[c + 1][3])});
 }
 
 /// The result is the product, and nothing is made of its halves.
@@ -84,7 +83,7 @@ struct RowsOfGroups {
 #pragma unroll
       for (int c = 0; c < 16; c += 2) {
         const int column = 8 * (c + lane / 16) + lane % 8, chunk = 2 * warp + lane / 8 % 2;
-        store_pair<T, true>(sums, from / 8 + c, &staging[group][column * 8 + (chunk ^ column % 8)]);
+        store_columns<T>(sums, from / 8 + c, &staging[group][column * 8 + (chunk ^ column % 8)]);
       }
       await_others();
       const int chunk = thread % 8, end = t.last - t.first - from;
@@ -136,29 +135,14 @@ struct OuterOfGroups {
     for (int i = 0; i < kColumns; i += 64) copy_box(to_b + i * kDepth, b, t.column + i, k, 0, barrier);
   }
 
-  /// A warpgroup's sums by way of its 16 KiB of shared memory, in which 128 sums of a row are 256 bytes.
   __device__ void store(const Task& t, const float (&sums)[32][4], uint4 (&staging)[2][1024], int group,
                         int thread) const {
-    const int lane = thread % 32, warp = thread / 32;
-#pragma unroll
-    for (int from = 0; from < kColumns; from += 128) {
-      if (t.column + from >= cols_b) break;
-      await_threads(1 + group, 128);
-#pragma unroll
-      for (int c = 0; c < 16; c += 2) {
-        const int row = 16 * warp + lane % 16, chunk = c + lane / 16;
-        store_pair<T, false>(sums, from / 8 + c, &staging[group][row * 16 + (chunk ^ row % 8)]);
-      }
-      await_threads(1 + group, 128);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const int row = 8 * i + thread / 16, chunk = thread % 16, to = t.row + 64 * group + row,
-                  column = t.column + from + 8 * chunk;
-        if (to < cols_a && column < cols_b)
-          store16(out + (int64_t(t.group) * cols_a + to) * cols_b + column,
-                  staging[group][row * 16 + (chunk ^ row % 8)]);
-      }
-    }
+    const auto word = [&](int c, int i) { return to_word<T>(sums[c][i], sums[c][i + 1]); };
+    const auto row_at = [&](int row) {
+      const int to = t.row + 64 * group + row;
+      return to < cols_a ? out + (int64_t(t.group) * cols_a + to) * cols_b + t.column : nullptr;
+    };
+    store_tile(staging[group], group, thread, cols_b - t.column, word, row_at);
   }
 };
 
@@ -170,13 +154,7 @@ struct alignas(1024) Shared {
   int tiles[kGroupedMost + 1];  // column tiles of the groups before each
 };
 
-/// Where in the ring of stages a warp is.
-struct Stage {
-  int at = 0, parity = 0;
-  __device__ void next() {
-    if (++at == kStages) at = 0, parity ^= 1;
-  }
-};
+using Stage = RingStage<kStages>;
 
 /// The tiles of a block, one after another.
 template <class Work>

@@ -1,5 +1,5 @@
 #include "liger/core/cuda/dispatch.h"
-#include "liger/core/cuda/wgmma.cuh"
+#include "liger/core/cuda/tiles.cuh"
 #include "liger/ops/linear/eight_bit.h"
 
 namespace liger::cuda::scaled_matmul_ {
@@ -20,7 +20,8 @@ struct Tile {
 struct Matmul {
   TensorMap x, w, low, b;
   const float *x_scale, *w_scale;
-  const void *bias, *out;
+  const void* bias;
+  void* out;
   int rows, cols, depth, rank;
   float factor;
 
@@ -43,13 +44,7 @@ struct alignas(1024) Shared {
   CopyBarrier full[kStages], empty[kStages];
 };
 
-/// Where in the ring of stages a warp is.
-struct Stage {
-  int at = 0, parity = 0;
-  __device__ void next() {
-    if (++at == kStages) at = 0, parity ^= 1;
-  }
-};
+using Stage = RingStage<kStages>;
 
 __device__ void copy_tiles(const Matmul& m, Shared& shared) {
   Stage stage;
@@ -108,36 +103,6 @@ __device__ void scaled(const Matmul& m, Tile begin, const Sum (&sums)[32][4], fl
   }
 }
 
-/// A warpgroup's sums by way of its 16 KiB of shared memory, in which 128 sums of a row are 256 bytes.
-template <class T>
-__device__ void store(const Matmul& m, Tile begin, const float (&sums)[32][4], float factor, uint4* staging, int group,
-                      int thread) {
-  const int lane = thread % 32, warp = thread / 32;
-#pragma unroll
-  for (int from = 0; from < kColumns; from += 128) {
-    if (begin.column + from >= m.cols) break;
-    await_threads(1 + group, 128);
-#pragma unroll
-    for (int c = 0; c < 16; c += 2) {
-      const int row = 16 * warp + lane % 16, chunk = c + lane / 16;
-      const auto word = [&](int i, int j) {
-        const float* s = sums[from / 8 + c + i];
-        return to_word<T>(s[j] * factor, s[j + 1] * factor);
-      };
-      store_matrices<false>(&staging[row * 16 + (chunk ^ row % 8)], {word(0, 0), word(0, 2), word(1, 0), word(1, 2)});
-    }
-    await_threads(1 + group, 128);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int row = 8 * i + thread / 16, chunk = thread % 16, to = begin.row + 64 * group + row,
-                column = begin.column + from + 8 * chunk;
-      if (to < m.rows && column < m.cols)
-        store16(static_cast<T*>(const_cast<void*>(m.out)) + int64_t(to) * m.cols + column,
-                staging[row * 16 + (chunk ^ row % 8)]);
-    }
-  }
-}
-
 template <class T, EightBit kFormat>
 __global__ void __launch_bounds__(kThreads, 1) scaled_matmul_kernel(const __grid_constant__ Matmul m) {
   await_previous();
@@ -175,7 +140,13 @@ __global__ void __launch_bounds__(kThreads, 1) scaled_matmul_kernel(const __grid
           multiply_add<T, Layout::AlongK, Layout::AlongK, kColumns>(results, reinterpret_cast<const T*>(low),
                                                                     reinterpret_cast<const T*>(b), k);
       });
-    store<T>(m, begin, results, m.rank > 0 ? m.factor : 1, shared.staging[group], group, thread);
+    const float factor = m.rank > 0 ? m.factor : 1;
+    const auto word = [&](int c, int i) { return to_word<T>(results[c][i] * factor, results[c][i + 1] * factor); };
+    const auto row_at = [&](int row_in_tile) {
+      const int to = begin.row + 64 * group + row_in_tile;
+      return to < m.rows ? static_cast<T*>(m.out) + int64_t(to) * m.cols + begin.column : nullptr;
+    };
+    store_tile(shared.staging[group], group, thread, m.cols - begin.column, word, row_at);
   }
 #endif
 }
