@@ -1,12 +1,9 @@
 #pragma once
 #include <torch/nn.h>
+#include <cmath>
 #include "liger/nn/module.h"
 
 namespace liger::nn {
-
-inline const char* name(RouterScore s) {
-  return s == RouterScore::Softmax ? "Softmax" : s == RouterScore::Sigmoid ? "Sigmoid" : "SqrtSoftplus";
-}
 
 struct RouterOptions {
   RouterOptions(int64_t hidden_size, int64_t experts, int64_t top_k)
