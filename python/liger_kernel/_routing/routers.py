@@ -19,7 +19,7 @@ UNSERVED = (
     (r"DogeCDMoE", "it chooses places in a product of keys, not experts"),
 )
 #: Routers that choose by token ids alone: as the rollout engine does, whatever the precision.
-_BY_TOKEN = r"\w*HashRouter"
+BY_TOKEN = r"\w*HashRouter"
 #: Parts of a model that generate no text.
 _OTHER_PARTS = r"\b(visual|vision\w*|audio\w*|image\w*|mtp\w*|nextn\w*)\b"
 
@@ -105,7 +105,7 @@ def _is_router(module: nn.Module) -> bool:
     if isinstance(module, Replayable):
         return True
     kind = type(module).__name__
-    if re.fullmatch(_BY_TOKEN, kind):
+    if re.fullmatch(BY_TOKEN, kind):
         return False
     if any(re.fullmatch(pattern, kind) for pattern, _ in UNSERVED):
         return _calls_topk(module) or re.search(r"Router$", kind) is not None
