@@ -12,6 +12,8 @@ import torch
 import transformers
 from conftest import assert_close
 from liger_kernel import routing
+from liger_kernel._routing.routers import routers_of
+from liger_kernel.operators.router import Replayable
 from liger_kernel.transformers.patching.apply import patch
 from packaging import version
 from test_distributed import RANKS, fsdp2, gradients_of, of_transformers
@@ -57,15 +59,19 @@ def compare(rank, family, mode, patched):
     expected, wanted = step(copy.deepcopy(reference), ids, inputs)
     live = copy.deepcopy(reference)(**inputs, output_router_logits=False).loss
     assert not torch.equal(live, expected)
-    model = copy.deepcopy(reference)
-    if patched:
+    model, scale = copy.deepcopy(reference), 1.0
+    if patched and not mode.startswith("experts"):
         patch(family, model)
-    scale = 1.0
+    model = wrap(model)
+    if patched and mode.startswith("experts"):  # whose weights are loaded into another model
+        patch(family, model)
+    kinds = {isinstance(router.module, Replayable) for router in routers_of(model).each}
+    assert kinds == {patched}
     if own_rows:
         rows = slice(rank * ROWS // RANKS, (rank + 1) * ROWS // RANKS)
         inputs = {name: value[rows] if value.dim() else value for name, value in inputs.items()}
         ids, scale = ids.view(ROWS, LENGTH, 2, 2)[rows], float(RANKS)
-    loss, gradients = step(wrap(model), ids, inputs, scale)
+    loss, gradients = step(model, ids, inputs, scale)
     if own_rows:
         torch.distributed.all_reduce(loss)
         loss /= RANKS
