@@ -178,7 +178,10 @@ CASES = [
             ((16384, 512), dict(top_k=10, normalise=True)),
             ((16384, 256), {**DEEPSEEK_V3, "top_k": 8, "groups": 8, "kept_groups": 4}),
         ],
-        bench_cpu=[((4096, 128), dict(top_k=8, normalise=True))],
+        bench_cpu=[
+            ((4096, 128), dict(top_k=8, normalise=True)),
+            ((4096, 128), dict(top_k=8, normalise=True, given=torch.uint8)),
+        ],
         errors=[
             (lambda d: wrong(d, 2, 4, top_k=5), ValueError, "top_k must be 1 to 4"),
             (lambda d: wrong(d, 2, 4, top_k=0), ValueError, "top_k must be 1 to 4"),

@@ -362,6 +362,24 @@ def test_what_cannot_be_replayed(kind, why):
         routing.replay(every_type.model_of(kind), IDS()).__enter__()
 
 
+def test_own_forward_of_a_patched_router(patched):
+    """In float64 and under autocast, where the operator leaves a router to its own forward."""
+    reference = model_of("deepseek_v3", "DeepseekV3ForCausalLM")
+    reference.set_experts_implementation("eager")  # a grouped product takes no float64
+    model, found = copy.deepcopy(reference), routers_of(reference)
+    patched("deepseek_v3", model)
+    experts = found.each[0].module.weight.shape[0]
+    ids = other_ids(20, found.layers, experts, found.each[0].module.top_k)
+    for dtype, autocast in ((torch.float64, False), (torch.float32, True)):
+        losses = []
+        for each in (model.to(dtype), reference.to(dtype)):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast), routing.replay(each, ids):
+                with routing.record(each) as used:
+                    losses.append(each(**text()).loss.float())
+            assert torch.equal(used.ids[:, found.each[0].layer].long(), ids[:, found.each[0].layer])
+        assert_close(*losses, 2.0**-7 if autocast else 2.0**-14)  # bfloat16 rounds in other places
+
+
 @pytest.mark.skipif(
     transformers.__version__ != router_classes.documented()[0], reason="the page is of another transformers"
 )
