@@ -60,8 +60,8 @@ def replay(model: nn.Module, ids: Tensor) -> Iterator[None]:
         for owner, name, function in _checkpoints(model):
             inside = {*owner.modules()}
             if mine := [pair for pair in told if pair[0] in inside]:
-                vars(owner)[name] = _bound(function, mine)
-                stack.callback(vars(owner).__setitem__, name, function)
+                vars(owner)[name] = bound = _bound(function, mine)
+                stack.callback(_unbind, owner, name, bound, function)
         for module, own in told:
             stack.callback(_leave, module, own, choice.put(module, "liger_replay", own))
         yield
@@ -92,6 +92,11 @@ def _bound(checkpoint, told):
         return checkpoint(function if torch.compiler.is_compiling() else choice.Within(function, told), *args, **kwargs)
 
     return call
+
+
+def _unbind(owner, name, bound, function):
+    if vars(owner).get(name) is bound:  # not where a plan of memory was made meanwhile
+        vars(owner)[name] = function
 
 
 class Recorded:
