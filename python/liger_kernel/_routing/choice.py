@@ -3,6 +3,7 @@
 import functools
 import inspect
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -100,13 +101,17 @@ def put(router: nn.Module, name: str, value: Any) -> Any:
     if value is not None:
         own[name] = value
     if not isinstance(router, Replayable):
-        forward = own.get("forward")
-        told, ours = _is_told(router), hasattr(forward, "liger_forward")
+        told, ours = _is_told(router), hasattr(own.get("forward"), "liger_looks")
         if told and not ours:
-            own["forward"] = _forward_of(router)
+            if "forward" in own:  # accelerate's, say
+                own["liger_forward"] = own["forward"]
+            # Nothing is compiled where nobody has imported it.
+            looking = _looking(type(router), "torch._dynamo" in sys.modules)  # type: ignore[arg-type]
+            own["forward"] = types.MethodType(looking, router)
         elif ours and not told:
             del own["forward"]
-            own.update(forward.liger_before)  # type: ignore[union-attr]
+            if "liger_forward" in own:
+                own["forward"] = own.pop("liger_forward")
     return before
 
 
@@ -114,18 +119,18 @@ def _is_told(router: nn.Module) -> bool:
     return any(getattr(router, name, None) is not None for name in ("liger_replay", "liger_record"))
 
 
-def _forward_of(router: nn.Module) -> Callable:
-    own = vars(router)
-    before, forward = {name: own[name] for name in ("forward",) if name in own}, router.forward
+@functools.cache
+def _looking(cls: Any, compiling: bool) -> Callable:
+    """What routers of another package's class run. It is one function, so that code which was compiled around it stays
+    valid. A compiler breaks its graph here, because it cannot trace a mode."""
 
-    def call(*args, **kwargs):
-        return told(router, forward, *args, **kwargs)
+    @functools.wraps(cls.forward)
+    def forward(router, *args, **kwargs):
+        own = vars(router).get("liger_forward") or functools.partial(cls.forward, router)
+        return told(router, own, *args, **kwargs)
 
-    # A compiler breaks its graph here: it cannot trace a mode. Nothing is compiled where nobody has imported it.
-    call = sys.modules["torch._dynamo"].disable(call) if "torch._dynamo" in sys.modules else call
-    call = functools.update_wrapper(call, forward)
-    vars(call).update(liger_before=before, liger_forward=forward)
-    return call
+    vars(forward)["liger_looks"] = True
+    return sys.modules["torch._dynamo"].disable(forward) if compiling else forward
 
 
 def told(router: nn.Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
