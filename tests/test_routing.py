@@ -7,6 +7,7 @@ import pytest
 import torch
 from liger_kernel import routing
 from liger_kernel._routing.routers import routers_of
+from liger_kernel.graphs import _replayed
 from liger_kernel.transformers import LigerRouter
 from torch import nn
 
@@ -97,6 +98,19 @@ def test_nested(device):
         assert torch.equal(model(x), first) and torch.equal(recorded.ids.long().cpu(), outer)
     assert torch.equal(model(x), live)
     assert not {"liger_replay", "liger_record"} & vars(model.layers[0].mlp).keys()
+
+
+def test_what_a_graph_would_read(device):
+    """A CUDA graph holds for the ids of one storage, whatever is written there."""
+    model = Model(False, True).to(device)
+    modules, ids = [*model.modules()], ids_of(4, 2).to(device)
+    assert _replayed(modules) is None
+    places = []
+    for given in (ids, ids, ids.clone()):
+        with routing.replay(model, given):
+            places.append(_replayed(modules))
+    assert places[0] == places[1] == ids[:, 1].data_ptr() != places[2]
+    assert _replayed(modules) is None
 
 
 def test_which_layers():
