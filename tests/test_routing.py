@@ -178,7 +178,7 @@ def test_sglang():
 
 
 def test_verl():
-    """Nested and padded; rows of zeros route live."""
+    """Nested and padded; rows of zeros choose by their own scores."""
     parts = [ids_of(rows, 2, torch.int16, rows) for rows in (3, 2)]
     nested = torch.nested.nested_tensor(parts, layout=torch.jagged)
     assert torch.equal(routing.from_verl(nested), torch.cat(parts))

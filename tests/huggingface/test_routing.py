@@ -83,8 +83,9 @@ def replaced(model, cls):
 
 @pytest.mark.parametrize("family, name", CLASSES)
 def test_class(family, name):
-    """As it is and replaced: the same choice gives the same bits, another one is taken in its order, and rows of none
-    that count route live. Both ways agree on another choice, and so do gradients and differences in float64."""
+    """As it is and replaced: the same choice gives the same bits, and another one is taken in its order. Rows that are
+    no different experts choose by their own scores. Both ways agree on another choice, and gradients with differences.
+    """
     cls = router_classes.class_of(family, name)
     plain = router_classes.alone(cls)
     assert plain is not None, "router_classes.CONFIG lacks what its constructor reads"

@@ -27,7 +27,7 @@ def from_requests(
     Args:
         requests: those of each sequence. None stands for a sequence without any.
         lengths: the tokens of each sequence. Engines have no row for a token that they have sampled and not run, the
-            last one: rows that are missing at the end are those of −1, which route live.
+            last one: rows that are missing at the end are those of −1, without a choice.
         padded: the length of the batch's rows, for a result [batch, padded, layers, k]; None: sequences follow one
             another, [tokens, layers, k].
         side: where padding is, "right" or "left". Its rows are those of −1.
@@ -77,7 +77,7 @@ def from_verl(ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
     """verl's `routed_experts` of a micro-batch: a nested tensor of [tokens, layers, k], or a padded one [batch, seq,
     layers, k]. Nested ones, and padded ones of which attention_mask [batch, seq] says what are tokens, become packed
     rows, [tokens, layers, k], as verl removes padding from its inputs; others stay as they are. Zeros where nothing was
-    recorded need no change: replay routes them live, unless k is 1, where they are expert 0.
+    recorded need no change: such tokens choose by their own scores, unless k is 1, where zero is expert 0.
     """
     if ids.is_nested:
         return torch.cat([*ids.unbind()])
