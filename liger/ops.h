@@ -183,8 +183,12 @@ struct Routed {
 /// in what is chosen only. With groups, the experts of the kept_groups groups take part whose group_best largest s +
 /// bias have the largest sum (DeepSeek-AI 2024, arXiv:2412.19437). Differentiable with respect to logits, through
 /// weights; backward makes the scores again.
+///
+/// given [..., top_k], of any integer type, replays a choice (Ma et al. 2025, arXiv:2510.11370): a token whose top_k
+/// ids there are different experts gets those, in that order, with weights of its own scores. Any other token, such as
+/// one of ids −1, chooses as without it.
 Routed route(const at::Tensor& logits, int64_t top_k, const RouteOptions& options = {},
-             const std::optional<at::Tensor>& bias = {});
+             const std::optional<at::Tensor>& bias = {}, const std::optional<at::Tensor>& given = {});
 
 /// (load, counts) of a router's logits z [..., experts], with p = softmax(z) in float:
 ///   load[e]   = Σ p[t, e]

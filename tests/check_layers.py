@@ -65,7 +65,7 @@ FLOORS = (
     r"_installed",
     r"liger_kernel|_library|_recompute|_memory(\..*)?|_dtensor|_build|utils|memory|graphs|_lazy",
     # the families of operators, which the two packages of public names hand on
-    r"operators(\..*)?|optim|_quantise",
+    r"operators(\..*)?|optim|_quantise|_?routing(\..*)?",
     r"ops(\..*)?",
     r"chunked_loss(\..*)?|transformers\.(patching\.(formulas|part|mixer_functions)|functional|experimental(\..*)?|fsdp"
     r"|(?!trainer)\w*(norm|glu|mlp|experts|router|rope|entropy|div|jsd|tvd|softmax|squared|xielu|centering|loss|convolution))",

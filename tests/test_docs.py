@@ -45,6 +45,15 @@ def test_getting_started():
     assert "rope" not in {entry.switch for entry in names["report"].replaced}
 
 
+def test_routing():
+    """The examples of router replay run, and the routers get gradients."""
+    pytest.importorskip("transformers")
+    names = {}
+    for block in blocks("routing.md"):
+        exec(block, names)
+    assert names["model"].model.layers[1].mlp.gate.weight.grad.any()
+
+
 README = (ROOT / "README.md").read_text()
 
 

@@ -33,7 +33,10 @@ SHARDED = {
     "gated_packed": [((5, 14), {}, (0,), (0,))],
     "softmax": [((4, 5, 16), {}, (0,), (0, 1))],
     "sparsemax": [((4, 5, 16), {}, (0,), (0, 1))],
-    "route": [((4, 5, 16), None, (0,), (0, 1))],
+    "route": [
+        ((4, 5, 16), None, (0,), (0, 1)),
+        ((4, 5, 16), dict(top_k=3, normalise=True, given=torch.int16), (0, 2), (0, 1)),
+    ],
     "expert_load": [((4, 5, 16), None, (0,), (0, 1))],
     "gated_mlp": [((7, 6, 5), dict(biases=True, recompute=r), (0,), (0,)) for r in (False, True)],
     "embedding": [((12, 6, 4), {}, (1,), (0,))],

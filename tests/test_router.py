@@ -21,7 +21,7 @@ def test_every_number_of_experts(experts, score, device):
         weights, index, counts = liger_route(logits, top_k, score=score)
         values, places = logits.topk(top_k)
         assert torch.equal(index, places) and index.dtype == torch.int64
-        exact = reference(logits.double(), None, top_k, score=score)[0]
+        exact = reference(logits.double(), None, None, top_k, score=score)[0]
         torch.testing.assert_close(weights.double(), exact, **CLOSE)
         assert torch.equal(counts, places.flatten().bincount(minlength=experts).int())
 
@@ -50,7 +50,7 @@ def test_not_a_number(device):
     logits[1, 7], logits[2, 9], logits[3], logits[4, 5] = math.nan, math.inf, -math.inf, -math.inf
     for score in ("softmax", "sigmoid"):
         weights, index, counts = liger_route(logits, 3, score=score, normalise=True)
-        s = reference(logits.double(), None, 3, score=score, normalise=True)[0]
+        s = reference(logits.double(), None, None, 3, score=score, normalise=True)[0]
         assert (index[1, 0], index[2, 0]) == (7, 9) and not (index[4] == 5).any()
         torch.testing.assert_close(weights[[0, 2, 4]].double(), s[[0, 2, 4]], equal_nan=True, **CLOSE)
         assert weights[1].isnan().any() and weights[3].isnan().all()

@@ -26,6 +26,7 @@ MODULES = {
     "liger_kernel.transformers.patching.apply": "Patches",
     "liger_kernel.transformers.patching.report": "Reports of patches",
     "liger_kernel.memory": "Memory",
+    "liger_kernel.routing": "Router replay",
     "liger_kernel.trl": "TRL",
 }
 

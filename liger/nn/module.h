@@ -14,6 +14,10 @@ inline const char* name(Casting c) { return c == Casting::Llama ? "Llama" : c ==
 
 inline const char* name(Gate g) { return g == Gate::SiLU ? "SiLU" : "Sigmoid"; }
 
+inline const char* name(RouterScore s) {
+  return s == RouterScore::Softmax ? "Softmax" : s == RouterScore::Sigmoid ? "Sigmoid" : "SqrtSoftplus";
+}
+
 inline const char* name(Activation a) {
   switch (a) {
 #define LIGER_CASE(formula, name) \

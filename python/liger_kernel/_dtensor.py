@@ -41,7 +41,7 @@ RULES = {
     "activate_backward": ("ee", "1"),
     "xielu_forward": ("ewwww", "e"),
     "xielu_backward": ("eewwww", "123"),
-    "route_forward": ("xw", "ttp"),
+    "route_forward": ("xwt", "ttp"),
     "route_backward": ("txt", "1"),
     "expert_load_forward": ("xt", "pp"),
     "expert_load_backward": ("wxt", "1"),

@@ -200,6 +200,13 @@ CHECKS = (
         lambda z: torch.softmax(z.topk(2).values, -1),
         ((6, 40),),
     ),
+    Check(
+        "route",
+        lambda z, index: liger.liger_route(z, 2, normalise=True, index=index).weights,
+        lambda z, index: torch.softmax(z.gather(-1, index), -1),
+        ((6, 40),),
+        (_EXPERTS,),
+    ),
     Check("expert_load", lambda z: liger.liger_load_balancing_loss(z, 2), _load_balancing, ((6, 40),)),
     Check("activate", liger.liger_relu_squared, lambda x: F.relu(x).square(), ((6, 40),)),
     Check("xielu", liger.liger_xielu, _xielu, ((6, 40), (1,), (1,))),

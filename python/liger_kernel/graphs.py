@@ -7,7 +7,7 @@ import types
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -43,6 +43,8 @@ class CapturedStep:
         self.reason: str | None = None
         self.calls = 0
         self.graphs: dict[str, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self.modules = [*model.modules()]
+        self.replayed: int | None = None
         self._fall_back(_reason_not_to(model, optimizer, self.parameters, batch))
         if self.reason is None:
             self.static = {name: t.clone() if isinstance(t, torch.Tensor) else t for name, t in batch.items()}
@@ -58,7 +60,7 @@ class CapturedStep:
         last = (self.calls + 1) % self.accumulation == 0
         first = self.calls % self.accumulation == 0
         self.calls += 1
-        if self.reason is not None or not self._fits(batch):
+        if self.reason is not None or not self._fits(batch) or self.graphs and self.replayed != _replayed(self.modules):
             result = self._run(batch, first, last)
         elif self.calls <= self.warmup * self.accumulation:
             result = self._warm_up(batch, first, last)
@@ -117,6 +119,7 @@ class CapturedStep:
     def _replay(self, batch, first, last):
         which = f"{'first' if first else 'more'}{'+step' if last else ''}"
         if which not in self.graphs:
+            self.replayed = _replayed(self.modules)
             self.graphs[which] = self._capture(first, last)
         graph, loss = self.graphs[which]
         self._fill(batch)
@@ -270,6 +273,13 @@ class _Replay(torch.autograd.Function):
         return None, None, *(None if g is None else g.detach() for g in passes.gradients)
 
 
+def _replayed(modules: Iterable[torch.nn.Module]) -> int | None:
+    """Where in memory the ids lie that routers among some modules replay (liger_kernel.routing), or None. A graph reads
+    them there, so that it holds for these alone."""
+    told = (replay for module in modules if (replay := vars(module).get("liger_replay")) is not None)
+    return next((replay.ids.data_ptr() for replay in told if hasattr(replay, "ids")), None)
+
+
 def _state_of(parameters):
     return [p.data_ptr() for p in parameters]
 
@@ -285,6 +295,7 @@ class CapturedModel:
     def __init__(self, model: torch.nn.Module, warmup: int, shapes: int):
         self.model, self.forward, self.warmup, self.shapes = model, model.forward, warmup, shapes
         self.before = vars(model).get("forward")
+        self.modules = [*model.modules()]
         self.takes_cache = "use_cache" in inspect.signature(model.forward).parameters
         # Models of transformers that make their masks without positions, and call their causal language model so.
         forwards = (type(module).forward for module in model.modules() if hasattr(type(module), "forward"))
@@ -344,7 +355,8 @@ class CapturedModel:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         describe = lambda t: (t.shape, t.dtype, t.device) if isinstance(t, torch.Tensor) else t
         autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-        key = str(structure), tuple(map(describe, leaves)), autocast, tuple(map(id, parameters))
+        where = _replayed(self.modules)
+        key = str(structure), tuple(map(describe, leaves)), autocast, tuple(map(id, parameters)), where
         try:
             passes = self.graphs.get(key)
         except TypeError:  # an argument that cannot be compared

@@ -11,6 +11,7 @@
 #include "liger/nn/norm.h"
 #include "liger/nn/mixers.h"
 #include "liger/nn/rope.h"
+#include "liger/nn/router.h"
 
 using namespace liger::nn;
 using torch::Tensor;
@@ -26,6 +27,7 @@ struct Row {
 
 std::vector<Tensor> listed(const Tensor& t) { return {t}; }
 std::vector<Tensor> listed(const std::tuple<Tensor, Tensor>& t) { return {std::get<0>(t), std::get<1>(t)}; }
+std::vector<Tensor> listed(const RouterImpl::Output& t) { return {t.logits, t.weights}; }
 
 /// make() gives a holder; inputs that are floating are cast to the dtype.
 template <class Make, class... Inputs>
@@ -109,6 +111,17 @@ const std::vector<Row>& table() {
           "MultiTokenAttention(in_channels=4, out_channels=6, kernel_size=3, padding=1, groups=2, bias=true, "
           "sparse=false)",
           [] { return MultiTokenAttention(MultiTokenAttentionOptions(4, 6, 3).padding(1).groups(2)); }, scores),
+      row(
+          "Router(hidden_size=16, experts=6, top_k=2, bias=true, selection_bias=true, score=Sigmoid, normalise=true)",
+          [] {
+            return Router(RouterOptions(16, 6, 2).bias(true).selection_bias(true).route(
+                {.score = liger::RouterScore::Sigmoid, .normalise = true}));
+          },
+          x),
+      row(
+          "Router(hidden_size=16, experts=6, top_k=2, bias=false, selection_bias=false, score=Softmax, "
+          "normalise=false)",
+          [] { return Router(RouterOptions(16, 6, 2)); }, x, torch::tensor({5, 1}).expand({3, 4, 2})),
       row(
           "Embedding(num_embeddings=7, embedding_dim=16, padding_idx=2)",
           [] { return Embedding(EmbeddingOptions(7, 16).padding_idx(2)); }, torch::tensor({2, 0, 6})),

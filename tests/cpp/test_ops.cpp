@@ -256,6 +256,18 @@ TEST(Route, EqualsTorch) {
   EXPECT_TRUE(torch::equal(routed.counts.to(torch::kLong), torch::bincount(routed.index.flatten(), {}, 20)));
 }
 
+TEST(Route, ReplaysAChoice) {
+  const std::vector<Tensor> in{torch::randn({4, 6})};
+  const auto live = std::get<1>(in[0].topk(2));
+  auto given = torch::tensor({{5, 0}, {3, 3}, {-1, -1}, {1, 6}}, torch::kInt16);
+  const auto expected = torch::cat({torch::tensor({{5, 0}}), live.slice(0, 1)});
+  const auto routed = liger::route(in[0], 2, {}, {}, given);
+  EXPECT_TRUE(torch::equal(routed.index, expected));
+  EXPECT_TRUE(torch::equal(routed.counts.to(torch::kLong), torch::bincount(expected.flatten(), {}, 6)));
+  expect_close(run([&](auto& t) { return liger::route(t[0], 2, {.normalise = true}, {}, given).weights; }, in),
+               run([&](auto& t) { return torch::softmax(t[0].gather(-1, expected), -1); }, in));
+}
+
 TEST(LoadBalancingLoss, EqualsTorch) {
   const std::vector<Tensor> in{torch::randn({9, 6}), torch::randn({9, 6})};
   const auto mask = torch::arange(9).lt(7);

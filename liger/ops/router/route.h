@@ -23,20 +23,47 @@ struct RouterForm {
   }
 };
 
+/// Experts that somebody else has chosen: [tokens, k] integers of any width, the tokens `stride` elements apart.
+struct GivenExperts {
+  const void* of = nullptr;  // null: none
+  int64_t stride = 0;
+  int8_t bytes = 8;
+  bool is_signed = true;
+
+  LIGER_HD int64_t operator()(int64_t token, int64_t i) const {
+    const int64_t at = token * stride + i;
+    switch (bytes) {
+      case 1: return is_signed ? static_cast<const int8_t*>(of)[at] : static_cast<const uint8_t*>(of)[at];
+      case 2: return is_signed ? static_cast<const int16_t*>(of)[at] : static_cast<const uint16_t*>(of)[at];
+      case 4: return static_cast<const int32_t*>(of)[at];
+      default: return static_cast<const int64_t*>(of)[at];
+    }
+  }
+
+  /// Whether a token's i-th one is an expert, and none of those before it.
+  LIGER_HD bool is_new(int64_t token, int64_t i, int64_t experts) const {
+    const int64_t e = (*this)(token, i);
+    bool is = e >= 0 && e < experts;
+    for (int64_t j = 0; is && j < i; ++j) is = (*this)(token, j) != e;
+    return is;
+  }
+};
+
 /// Of each token, k experts by their key, the largest first, the lower number first where keys are equal:
 ///   key = s + bias
 /// or z, in whose order the scores are, where there is no bias and a single group. Of several groups of neighbouring
 /// experts only `kept_groups` take part, those whose `group_best` largest keys (1 or 2) have the largest sum. NaN is
-/// larger than any number.
+/// larger than any number. A token of which `given` has k different experts gets those instead, in their order.
 ///   index[t]  = the experts of token t
 ///   weights   = w (RouterForm)
 ///   counts[e] = the tokens that have chosen expert e
 struct RouteForward {
   const void* z;      // [tokens, experts], stride elements apart
   const float* bias;  // [experts] or null
-  void* weights;      // [tokens, k]
-  int64_t* index;     // [tokens, k]
-  int* counts;        // [experts]
+  GivenExperts given;
+  void* weights;   // [tokens, k]
+  int64_t* index;  // [tokens, k]
+  int* counts;     // [experts]
   int64_t tokens, experts, k, stride;
   int64_t groups, kept_groups, group_best;
   DType dtype, weights_dtype;

@@ -32,6 +32,12 @@ struct Scratch {
   }
 };
 
+bool is_given(const RouteForward& a, int64_t token) {
+  bool is = a.given.of;
+  for (int64_t i = 0; is && i < a.k; ++i) is = a.given.is_new(token, i, a.experts);
+  return is;
+}
+
 template <class T>
 void forward(const RouteForward& a) {
   for_runs(a.tokens, a.experts * 16, [&](int64_t begin, int64_t end) {
@@ -39,13 +45,18 @@ void forward(const RouteForward& a) {
     for (int64_t t = begin; t < end; ++t) {
       const T* z = row_of<T>(a.z, t, a.stride);
       scores(a.form.score, z, of.scores.data(), a.experts);
-      for (int64_t e = 0; e < a.experts; ++e)
-        of.keys[e] = a.by_score() ? of.scores[e] + (a.bias ? a.bias[e] : 0) : float(z[e]);
-      of.rank(a);
-      std::partial_sort(of.ranked.begin(), of.ranked.begin() + a.k, of.ranked.end(), std::greater<>());
       int64_t* index = a.index + t * a.k;
+      if (is_given(a, t)) {
+        for (int64_t i = 0; i < a.k; ++i) index[i] = a.given(t, i);
+      } else {
+        for (int64_t e = 0; e < a.experts; ++e)
+          of.keys[e] = a.by_score() ? of.scores[e] + (a.bias ? a.bias[e] : 0) : float(z[e]);
+        of.rank(a);
+        std::partial_sort(of.ranked.begin(), of.ranked.begin() + a.k, of.ranked.end(), std::greater<>());
+        for (int64_t i = 0; i < a.k; ++i) index[i] = expert_of(of.ranked[i]);
+      }
       float sum = 0;
-      for (int64_t i = 0; i < a.k; ++i) index[i] = expert_of(of.ranked[i]), sum += of.scores[index[i]];
+      for (int64_t i = 0; i < a.k; ++i) sum += of.scores[index[i]];
       const float by = a.form.divisor(sum);
       dispatch(a.weights_dtype, [&]<class W>() {
         W* weights = row_of<W>(a.weights, t, a.k);

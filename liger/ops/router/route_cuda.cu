@@ -5,14 +5,16 @@ namespace {
 
 using namespace router;
 
-/// A token's groups of experts, those that are kept. Lanes take turns; all threads of a block must make it together.
+/// A token's groups of experts, those that are kept; all of them where they are not `needed`. Lanes take turns; all
+/// threads of a block must make it together.
 class Groups {
  public:
   static int shared_floats(const RouteForward& a) { return a.groups > 1 ? 2 * int(a.groups) : 0; }
 
   template <class Key>
-  __device__ Groups(const RouteForward& a, float* shared, const Key& key) : size_(int(a.experts / a.groups)) {
-    if (a.groups == 1) return;
+  __device__ Groups(const RouteForward& a, bool needed, float* shared, const Key& key)
+      : size_(int(a.experts / a.groups)) {
+    if (a.groups == 1 || !needed) return;
     float* const scores = shared + threadIdx.y * 2 * a.groups;
     float* const kept = scores + a.groups;
     kept_ = kept;
@@ -34,8 +36,18 @@ class Groups {
   const float* kept_ = nullptr;
 };
 
+/// Whether the experts of the team's token are given. All lanes of a warp must ask together.
+template <class Row>
+__device__ bool is_given(const RouteForward& a, int64_t token, const Row& z) {
+  if (!a.given.of) return false;
+  int wrong = 0;
+  for (int64_t i = z.lane; i < a.k; i += z.lanes) wrong |= !a.given.is_new(token, i, a.experts);
+  return reduce_lanes<Largest<int>>(wrong, z.lanes) == 0;
+}
+
 /// A team of lanes has a token: it finds the k largest keys one after the other, each by a reduction over its lanes,
-/// and then makes their weights. The limit is the latency of the reductions: a token's logits are read once.
+/// and then makes their weights. The limit is the latency of the reductions: a token's logits are read once. A block
+/// all of whose tokens have given experts looks for none.
 template <class T, int kHeld>
 __global__ void __launch_bounds__(256) forward_kernel(RouteForward a) {
   await_previous();
@@ -45,15 +57,16 @@ __global__ void __launch_bounds__(256) forward_kernel(RouteForward a) {
   const Logits<T, kHeld> z(a.z, token, a.stride, a.experts);
   const Scores score(a.form.score, z);
   const auto key = [&](int e, float v) { return a.by_score() ? score(v) + (a.bias ? a.bias[e] : 0) : v; };
-  const Groups groups(a, reinterpret_cast<float*>(shared + Counts::shared_ints(a.experts)),
+  const bool given = is_given(a, token, z), choose = !a.given.of || __syncthreads_or(!given);
+  const Groups groups(a, choose, reinterpret_cast<float*>(shared + Counts::shared_ints(a.experts)),
                       [&](int e) { return key(e, z[e]); });
   const auto ordered = [&](int e, float v) { return groups.has(e) ? order_of(key(e, v)) : kNoKey; };
   const auto keys = keys_of<kHeld>(z, ordered);
   int64_t last = 0;
   float sum = 0;
   for (int64_t i = 0; i < a.k; ++i) {
-    last = i == 0 ? keys.next() : keys.next(last);
-    const int64_t e = expert_of(last);
+    if (choose) last = i == 0 ? keys.next() : keys.next(last);
+    const int64_t e = given ? a.given(token, i) : expert_of(last);
     sum += score(z[e]);
     if (z.lane == 0 && at < a.tokens) a.index[token * a.k + i] = e;
   }

@@ -10,9 +10,9 @@ struct Route {
   using Options = RouteOptions;
   struct Inputs {
     Tensor logits;
-    OptTensor bias;
+    OptTensor bias, index;
     int64_t top_k;
-    LIGER_FIELDS(logits, bias, top_k)
+    LIGER_FIELDS(logits, bias, index, top_k)
   };
   struct Results {
     Tensor weights, index, counts;
@@ -46,8 +46,11 @@ struct Route {
   }
 
   static void check(const char* op, const Inputs& in, const Options& o) {
+    c10::SymDimVector chosen(in.logits.sym_sizes());
+    if (!chosen.empty()) chosen.back() = in.top_k;
     Arguments(op, "logits", in.logits)
-        .shaped("bias", in.bias, {in.logits.sym_sizes().slice(in.logits.dim() - 1)}, Type::Floating);
+        .shaped("bias", in.bias, {in.logits.sym_sizes().slice(in.logits.dim() - 1)}, Type::Floating)
+        .shaped("index", in.index, chosen, Type::Integer);
     const int64_t experts = in.logits.sym_size(-1).guard_int(__FILE__, __LINE__);
     TORCH_CHECK_VALUE(o.groups >= 1 && o.groups <= RouteForward::kMostGroups && experts % o.groups == 0, op,
                       ": groups must divide the ", experts, " experts of logits and be ", RouteForward::kMostGroups,
@@ -59,6 +62,12 @@ struct Route {
                       ": group_best must be 1, or 2 of groups of at least two experts, got ", o.group_best);
     TORCH_CHECK_VALUE(in.top_k >= 1 && in.top_k <= size * o.kept_groups, op, ": top_k must be 1 to ",
                       size * o.kept_groups, ", the experts that take part, got ", in.top_k);
+  }
+
+  /// `index` as it is, or as int64 where it has a width that GivenExperts does not read.
+  static Tensor readable(const Tensor& index) {
+    const auto type = index.scalar_type();
+    return type == at::kUInt32 || type == at::kUInt64 ? index.to(at::kLong) : index;
   }
 
   static Results forward(const Inputs& in, const Options& o) {
@@ -76,9 +85,16 @@ struct Route {
     if (in.logits.numel() == 0) return out.counts.zero_(), out;
     const Rows z(in.logits);
     const Tensor bias = in.bias ? in.bias->to(at::kFloat).contiguous() : Tensor();
+    std::optional<Rows> given;
+    if (in.index) given.emplace(readable(*in.index));
     run(route_forward, in.logits,
         {.z = data(z.tensor),
          .bias = data<float>(bias),
+         .given = given ? GivenExperts{.of = data(given->tensor),
+                                       .stride = given->stride,
+                                       .bytes = int8_t(given->tensor.element_size()),
+                                       .is_signed = at::isSignedType(given->tensor.scalar_type())}
+                        : GivenExperts{},
          .weights = out.weights.data_ptr(),
          .index = data<int64_t>(out.index),
          .counts = data<int>(out.counts),
@@ -126,8 +142,9 @@ struct Route {
 
 }  // namespace op
 
-Routed route(const Tensor& logits, int64_t top_k, const RouteOptions& options, const OptTensor& bias) {
-  const auto [weights, index, counts] = Operator<op::Route>::public_op(logits, bias, top_k, options);
+Routed route(const Tensor& logits, int64_t top_k, const RouteOptions& options, const OptTensor& bias,
+             const OptTensor& given) {
+  const auto [weights, index, counts] = Operator<op::Route>::public_op(logits, bias, given, top_k, options);
   return {weights, index, counts};
 }
 

@@ -25,7 +25,7 @@ class Routed(NamedTuple):
 def liger_route(
     logits: Tensor, top_k: int, bias: Tensor | None = None, score: str = "softmax", normalise: bool = False,
     epsilon: float = 0.0, least_sum: float = 0.0, scale: float = 1.0, groups: int = 1, kept_groups: int = 1,
-    group_best: int = 2, dtype: torch.dtype | None = None,
+    group_best: int = 2, dtype: torch.dtype | None = None, index: Tensor | None = None,
 ) -> Routed:  # fmt: skip
     """The top_k experts of each token, by its logits [..., E], and their weights; computed in float.
 
@@ -35,13 +35,17 @@ def liger_route(
     default float32; index is int64, counts int32. Of `groups` groups of neighbouring experts only kept_groups take
     part: those whose group_best (1 or 2) largest s + bias have the largest sum.
 
+    index [..., top_k], of any integer dtype, replays a choice (Ma et al. 2025, arXiv:2510.11370): a token whose top_k
+    ids there are different experts gets those, in that order; any other token, such as one of ids -1, chooses as
+    without it. weights and counts are always those of the experts that the token gets.
+
     Differentiable with respect to logits, through weights. Raises ValueError for an unknown score and for numbers that
-    do not fit.
+    do not fit, RuntimeError for an index of another shape and TypeError for one of no integers.
     """
     if score not in SCORES:
         raise ValueError(f"score must be one of {', '.join(map(repr, SCORES))}, got {score!r}")
     options = SCORES.index(score), normalise, epsilon, least_sum, scale, groups, kept_groups, group_best, dtype
-    return Routed(*ops.route(logits, bias, top_k, *options))
+    return Routed(*ops.route(logits, bias, index, top_k, *options))
 
 
 def liger_expert_load(logits: Tensor, top_k: int, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -85,7 +89,25 @@ def liger_load_balancing_loss_func(
     return liger_load_balancing_loss(gate_logits, top_k, attention_mask)
 
 
-class LigerRouter(nn.Module):
+class Replayable(nn.Module):
+    """A router whose choice liger_kernel.routing can replay and record."""
+
+    #: What has the ids to replay (take(logits)), and what keeps those that were chosen (keep(index, experts)).
+    liger_replay: Any = None
+    liger_record: Any = None
+
+
+def route_in(router: Any, logits: Tensor, bias: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
+    """(weights, index) of liger_route in a router, as liger_kernel.routing has it choose."""
+    replay, record = getattr(router, "liger_replay", None), getattr(router, "liger_record", None)
+    given = None if replay is None else replay.take(logits)
+    weights, index, _ = liger_route(logits, router.top_k, bias, index=given, **options)
+    if record is not None:
+        record.keep(index, logits.shape[-1])
+    return weights, index
+
+
+class LigerRouter(Replayable):
     """The router of a mixture: hidden states [..., H] -> (logits [..., E], weights [..., top_k], index [..., top_k]).
 
     logits are F.linear(hidden_states, weight, bias); `options` are liger_route's, such as score, normalise and scale.
@@ -106,8 +128,7 @@ class LigerRouter(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = F.linear(hidden_states, self.weight, self.bias)
-        weights, index, _ = liger_route(logits, self.top_k, self.e_score_correction_bias, **self.options)
-        return logits, weights, index
+        return logits, *route_in(self, logits, self.e_score_correction_bias, **self.options)
 
     def extra_repr(self) -> str:
         experts, width = self.weight.shape
@@ -128,11 +149,10 @@ def routed(
     operands = [t if t is None or not in_float else t.float() for t in (x, weight, added)]
     logits = F.linear(*operands)
     dtypes = {"float": torch.float32, "logits": logits.dtype, "input": x.dtype}
-    weights, index, _ = liger_route(logits, router.top_k, bias, dtype=dtypes[dtype], **options)
-    return logits, weights, index
+    return logits, *route_in(router, logits, bias, dtype=dtypes[dtype], **options)
 
 
-class Router(nn.Module):
+class Router(Replayable):
     """A forward for a router of transformers."""
 
 

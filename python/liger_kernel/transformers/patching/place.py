@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from liger_kernel._routing.choice import as_told
 from liger_kernel.operators.coverage import ROPE_KERNELS, has_replaced_forward, kernels_cover, runs_activation
+from liger_kernel.operators.router import Replayable
 from liger_kernel.transformers.patching.families import Swap
 from liger_kernel.transformers.patching.formulas import as_written
 from liger_kernel.transformers.patching.part import kinds_of, part_of, unfit
@@ -80,6 +82,7 @@ def or_original(part: type[Any], original, activations: frozenset = frozenset())
     most, least = len(taken), sum(parameter.default is parameter.empty for parameter in taken)
     conditions = part_of(part)  # type: ignore[arg-type]  # a class can be hashed
     kernels, keep, dtype = conditions.kernels, conditions.keep, conditions.dtype
+    own = as_told(original) if issubclass(part, Replayable) else original
     takes_one = least <= 1 <= most
 
     @functools.wraps(part.forward)
@@ -90,11 +93,11 @@ def or_original(part: type[Any], original, activations: frozenset = frozenset())
         else:
             fits = least <= len(args) + len(kwargs) <= most and all(a is not None for a in (x, *args, *kwargs.values()))
         if not fits or not kernels_cover(x, kernels) or activations and not runs_activation(self, activations):
-            return original(self, *args, **kwargs)
+            return own(self, *args, **kwargs)
         if keep is not None and keep(self, True):
-            return original(self, *args, **kwargs)
+            return own(self, *args, **kwargs)
         if dtype is not None and (x := dtype(self, x)) is None:
-            return original(self, *args, **kwargs)
+            return own(self, *args, **kwargs)
         kwargs.pop(name, None)
         return part.forward(self, x, *args[1:], **kwargs)
 

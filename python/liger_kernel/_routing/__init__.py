@@ -1,0 +1,1 @@
+"""What liger_kernel.routing is made of."""
