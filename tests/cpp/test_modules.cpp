@@ -76,6 +76,10 @@ const std::vector<Row>& table() {
           "ShortConvolution(channels=16, width=3, bias=true, silu=true)",
           [] { return ShortConvolution(ShortConvolutionOptions(16, 3).bias(true)); }, x.view({1, -1, 16})),
       row(
+          "GatedDeltaNet(hidden_size=16, key_heads=2, heads=4, key_dim=8, value_dim=6, width=3, eps=1e-06)",
+          [] { return GatedDeltaNet(GatedDeltaNetOptions(16).key_heads(2).heads(4).key_dim(8).value_dim(6).width(3)); },
+          x),
+      row(
           "LayerNorm(hidden_size=16, eps=0.001, bias=true)", [] { return LayerNorm(LayerNormOptions(16).eps(1e-3)); },
           x),
       row(
