@@ -138,7 +138,8 @@ struct GenerateOptions {
 
 struct LlamaForCausalLMImpl : torch::nn::Cloneable<LlamaForCausalLMImpl> {
   /// Weights are drawn as transformers draws them: normal with deviation initializer_range; norms are 1, biases 0.
-  /// A_log and dt_bias begin as GatedDeltaNet's. Without `draw` they are what the memory held: for who gives them values.
+  /// A_log and dt_bias begin as GatedDeltaNet's. Without `draw` they are what the memory held: for who gives them
+  /// values.
   explicit LlamaForCausalLMImpl(LlamaConfig config, bool draw = true);
   void reset() override;  // to weights without values
 
@@ -146,9 +147,10 @@ struct LlamaForCausalLMImpl : torch::nn::Cloneable<LlamaForCausalLMImpl> {
   std::shared_ptr<torch::nn::Module> clone(const std::optional<at::Device>& device = {}) const override;
 
   /// The model of a checkpoint folder, of Qwen3.5 the one for text, in `dtype` or that of the config. Weights of this
-  /// dtype are views of the files, whose pages a write copies. Where config.json says that head and embedding are tied and the checkpoint has both,
-  /// they are tied if they are equal; if not, it warns, and config.tie_word_embeddings becomes false. Raises c10::Error
-  /// for a weight that is missing, of another shape, or unknown; then nothing has been made.
+  /// dtype are views of the files, whose pages a write copies. Where config.json says that head and embedding are tied
+  /// and the checkpoint has both, they are tied if they are equal; if not, it warns, and config.tie_word_embeddings
+  /// becomes false. Raises c10::Error for a weight that is missing, of another shape, or unknown; then nothing has been
+  /// made.
   static std::shared_ptr<LlamaForCausalLMImpl> from_pretrained(const std::string& folder,
                                                                std::optional<at::ScalarType> dtype = {});
 
