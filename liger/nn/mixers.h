@@ -105,9 +105,7 @@ struct GatedDeltaNetBase : torch::nn::Cloneable<Derived> {
     const auto heads = [&](int64_t from, int64_t n, int64_t width) {
       return qkv.narrow(-1, from, n * width).view({batch, time, n, width});
     };
-    const at::Tensor beta = at::sigmoid(in_proj_b(x));
-    const at::Tensor g =
-        at::neg(A_log.to(at::kFloat).exp()) * at::softplus(in_proj_a(x).to(at::kFloat) + dt_bias.to(at::kFloat));
+    const auto [g, beta] = delta_gates(in_proj_a(x), A_log, dt_bias, in_proj_b(x));
     const auto [y, last] = gated_delta_rule(
         heads(0, o.key_heads(), o.key_dim()), heads(keys, o.key_heads(), o.key_dim()),
         heads(2 * keys, o.heads(), o.value_dim()), g, beta, state ? given(state->recurrent) : std::nullopt,
