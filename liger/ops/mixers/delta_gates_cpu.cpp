@@ -4,96 +4,102 @@
 namespace LIGER_CPU::delta_gates {
 namespace {
 
-constexpr int64_t kHeads = 256;  // that are worked on at once; their sums are on the stack
-constexpr int64_t kRows = 64;    // of a task of forward
+constexpr int64_t kRows = 64;  // of which a vector of heads is worked on at once, and whose sums are float
 
 Vec sigmoid(Vec x) { return Vec(1.f) / (Vec(1.f) + Math::exp(Vec(0.f) - x)); }
-Vec softplus(Vec x) { return Math::max(x, Vec(0.f)) + Math::exp(Vec(0.f) - x.abs()).log1p(); }
 
-/// What some heads have in common for all rows.
+/// softplus(x) and its derivative, of one exponential. What 1 + e rounds away of e is added to the logarithm.
+struct Softplus {
+  Vec value, slope;
+  explicit Softplus(Vec x) {
+    const Vec e = Math::exp(Vec(0.f) - x.abs()), u = Vec(1.f) + e;
+    value = Math::max(x, Vec(0.f)) + Math::log(u) + (e - (u - Vec(1.f))) / u;
+    slope = Math::if_positive(x, Vec(1.f), e) / u;
+  }
+};
+
+/// A vector of heads, or the last ones, and what each has in common for all rows.
 struct Heads {
   int64_t first, count;
-  float factor[kHeads], bias[kHeads];
-  Vec low, high;
+  Vec factor, bias, low, high;
 
-  Heads(const DeltaGates& a, int64_t first)
-      : first(first), count(std::min(kHeads, a.heads - first)), low(a.low), high(a.high) {
+  Heads(const DeltaGates& a, int64_t first, int64_t count) : first(first), count(count), low(a.low), high(a.high) {
+    float f[kLanes] = {}, b[kLanes] = {};
     for (int64_t h = 0; h < count; ++h) {
       const float A = number(a.A, first + h);
-      factor[h] = a.log ? -std::exp(A) : A;
-      bias[h] = a.dt_bias.of ? number(a.dt_bias, first + h) : 0;
+      f[h] = a.log ? -std::exp(A) : A;
+      b[h] = a.dt_bias.of ? number(a.dt_bias, first + h) : 0;
     }
+    factor = Vec::loadu(f), bias = Vec::loadu(b);
   }
 
-  Vec dt(Vec x) const { return at::vec::minimum(Math::max(softplus(x), low), high); }
-  /// ∂dt/∂x
-  Vec slope(Vec x) const {
-    const Vec s = softplus(x);
-    return Vec::blendv(Vec(0.f), sigmoid(x), (s >= low) & (s <= high));
+  Vec clamped(Vec s) const { return at::vec::minimum(Math::max(s, low), high); }
+
+  template <class T>
+  Vec of(const void* m, int64_t row, int64_t stride) const {
+    return read(static_cast<const T*>(m) + row * stride + first, count);
   }
 };
 
 template <class T>
-const T* at_row(const void* m, int64_t row, int64_t stride, const Heads& heads) {
-  return static_cast<const T*>(m) + row * stride + heads.first;
-}
-
-template <class T>
 void forward(const DeltaGatesForward& a) {
   for_rows(ceil_div(a.rows, kRows), kRows * a.heads * 16, [&](int64_t task) {
-    for (int64_t first = 0; first < a.heads; first += kHeads) {
-      const Heads heads(a, first);
+    for_each(a.heads, [&](int64_t first, int64_t n) {
+      const Heads heads(a, first, n);
       for (int64_t row = task * kRows; row < std::min(a.rows, (task + 1) * kRows); ++row) {
-        const T* x = at_row<T>(a.a, row, a.a_stride, heads);
-        float *g = a.g + row * a.heads + first, *beta = a.beta + row * a.heads + first;
-        row_map(
-            heads.count, g, [&](Vec x, Vec bias, Vec factor) { return factor * heads.dt(x + bias); }, x, heads.bias,
-            heads.factor);
-        if (a.b) row_map(heads.count, beta, [](Vec b) { return sigmoid(b); }, at_row<T>(a.b, row, a.b_stride, heads));
-        else row_map(heads.count, beta, [&](Vec x, Vec bias) { return heads.dt(x + bias); }, x, heads.bias);
+        const int64_t at = row * a.heads + first;
+        const Vec dt = heads.clamped(Softplus(heads.of<T>(a.a, row, a.a_stride) + heads.bias).value);
+        write(heads.factor * dt, a.g + at, n);
+        write(a.b ? sigmoid(heads.of<T>(a.b, row, a.b_stride)) : dt, a.beta + at, n);
       }
-    }
+    });
   });
 }
 
-/// Partial sum s is that of a run of rows.
+/// The sums of a vector of heads over the rows from `begin` to `end`.
+template <class T>
+std::array<Vec, 2> backward_of(const DeltaGatesBackward& a, const Heads& heads, int64_t begin, int64_t end) {
+  Vec dA(0.f), dbias(0.f);
+  for (int64_t row = begin; row < end; ++row) {
+    const int64_t at = row * a.heads + heads.first;
+    const Softplus s(heads.of<T>(a.a, row, a.a_stride) + heads.bias);
+    const Vec dg = a.dg ? heads.of<float>(a.dg, row, a.heads) : Vec(0.f),
+              dbeta = a.dbeta ? heads.of<float>(a.dbeta, row, a.heads) : Vec(0.f);
+    const Vec ddt = a.b ? dg * heads.factor : dg * heads.factor + dbeta,
+              da = Vec::blendv(Vec(0.f), ddt * s.slope, (s.value >= heads.low) & (s.value <= heads.high));
+    write(da, static_cast<T*>(a.da) + at, heads.count);
+    dA = dA + dg * heads.clamped(s.value), dbias = dbias + da;
+    if (!a.db) continue;
+    const Vec beta = sigmoid(heads.of<T>(a.b, row, a.b_stride));
+    write(dbeta * beta * (Vec(1.f) - beta), static_cast<T*>(a.db) + at, heads.count);
+  }
+  return {dA, dbias};
+}
+
+/// Each partial sum is that of a run of rows.
 template <class T>
 void backward(const DeltaGatesBackward& a) {
   const int64_t run = ceil_div(a.rows, a.partials);
-  const float zeros[kHeads] = {};
-  for_rows(a.partials, run * a.heads * 32, [&](int64_t s) {
-    for (int64_t first = 0; first < a.heads; first += kHeads) {
-      const Heads heads(a, first);
-      double dA[kHeads] = {}, dbias[kHeads] = {};
-      for (int64_t row = s * run; row < std::min(a.rows, (s + 1) * run); ++row) {
-        const T* x = at_row<T>(a.a, row, a.a_stride, heads);
-        const auto upstream = [&](const float* d) { return d ? d + row * a.heads + first : zeros; };
-        const float *dg = upstream(a.dg), *dbeta = upstream(a.dbeta);
-        T* da = static_cast<T*>(a.da) + row * a.heads + first;
-        for_each(heads.count, [&](int64_t h, int64_t n) {
-          const Vec z = read(x + h, n) + read(heads.bias + h, n), up = read(dg + h, n);
-          Vec ddt = up * read(heads.factor + h, n);
-          if (!a.b) ddt = ddt + read(dbeta + h, n);
-          const Vec d = ddt * heads.slope(z);
-          write(d, da + h, n);
-          float of_A[kLanes], of_bias[kLanes];
-          (up * heads.dt(z)).store(of_A), d.store(of_bias);
-          for (int64_t i = 0; i < n; ++i) dA[h + i] += of_A[i], dbias[h + i] += of_bias[i];
-        });
-        if (a.db)
-          row_map(
-              heads.count, static_cast<T*>(a.db) + row * a.heads + first,
-              [](Vec b, Vec d) {
-                const Vec beta = sigmoid(b);
-                return d * beta * (Vec(1.f) - beta);
-              },
-              at_row<T>(a.b, row, a.b_stride, heads), dbeta);
+  for_rows(a.partials, run * a.heads * 32, [&](int64_t part) {
+    const int64_t end = std::min(a.rows, (part + 1) * run);
+    for_each(a.heads, [&](int64_t first, int64_t n) {
+      const Heads heads(a, first, n);
+      double total[2][kLanes] = {};
+      for (int64_t begin = part * run; begin < end; begin += kRows) {
+        const auto sums = backward_of<T>(a, heads, begin, std::min(end, begin + kRows));
+        for (int k = 0; k < 2; ++k) {
+          float of_rows[kLanes];
+          sums[k].store(of_rows);
+          for (int64_t h = 0; h < n; ++h) total[k][h] += of_rows[h];
+        }
       }
-      for (int64_t h = 0; h < heads.count; ++h) {
-        if (a.dA) a.dA[s * a.heads + first + h] = float(dA[h] * (a.log ? heads.factor[h] : 1));
-        if (a.ddt_bias) a.ddt_bias[s * a.heads + first + h] = float(dbias[h]);
+      float factor[kLanes];
+      heads.factor.store(factor);
+      for (int64_t h = 0; h < n; ++h) {
+        if (a.dA) a.dA[part * a.heads + first + h] = float(total[0][h] * (a.log ? factor[h] : 1));
+        if (a.ddt_bias) a.ddt_bias[part * a.heads + first + h] = float(total[1][h]);
       }
-    }
+    });
   });
 }
 
