@@ -8,7 +8,6 @@
 #include "liger/nn/loss.h"
 #include "liger/nn/norm.h"
 #include "liger/nn/policy.h"
-#include "liger/nn/mixers.h"
 #include "liger/nn/rope.h"
 #include "tests/cpp/compare.h"
 
@@ -50,81 +49,6 @@ TEST(Norms, Modules) {
   expect_close({liger::nn::RMSNormGated(16)(x, residual)},
                {torch::rms_norm(x, {16}, {}, 1e-6) * torch::silu(residual)});
   expect_close({liger::nn::LayerNorm(16)(x)}, {torch::layer_norm(x, {16}, {}, {}, 1e-6)});
-}
-
-TEST(Mixers, ShortConvolution) {
-  const auto x = torch::randn({2, 9, 16});
-  liger::nn::ShortConvolution convolution(liger::nn::ShortConvolutionOptions(16, 3).bias(true));
-  torch::nn::init::normal_(convolution->bias);
-  const auto plain = [&](const Tensor& x) {
-    const auto columns = torch::constant_pad_nd(x.transpose(1, 2), {2, 0});
-    return torch::silu(torch::conv1d(columns, convolution->weight, convolution->bias, {1}, at::IntArrayRef{0}, {1}, 16))
-        .transpose(1, 2);
-  };
-  expect_close({convolution(x)}, {plain(x)});
-  const auto starts = torch::tensor({0, 0, 0, 0, 4, 4, 4, 4, 4}, torch::kInt).expand({2, 9});
-  expect_close({convolution(x, starts)}, {torch::cat({plain(x.narrow(1, 0, 4)), plain(x.narrow(1, 4, 5))}, 1)});
-}
-
-/// Token by token, in double.
-Tensor plain_delta_net(const liger::nn::GatedDeltaNet& net, const Tensor& input) {
-  const auto& o = net->options;
-  const auto x = input.to(torch::kDouble);
-  const auto weight = [](const auto& layer) { return layer->weight.to(torch::kDouble); };
-  const auto columns = torch::constant_pad_nd(torch::matmul(x, weight(net->in_proj_qkv).t()).transpose(1, 2), {3, 0});
-  const auto qkv =
-      torch::silu(torch::conv1d(columns, weight(net->conv1d), {}, {1}, at::IntArrayRef{0}, {1}, columns.size(1)))
-          .transpose(1, 2);
-  const int64_t batch = x.size(0), times = x.size(1), K = o.key_dim(), V = o.value_dim(), keys = o.key_heads() * K;
-  const auto heads = [&](int64_t from, int64_t n) {
-    const auto y = qkv.narrow(2, from, n).reshape({batch, times, o.key_heads(), K});
-    return (y / torch::sqrt(y.square().sum(-1, true) + 1e-6)).repeat_interleave(o.heads() / o.key_heads(), 2);
-  };
-  const auto q = heads(0, keys) / std::sqrt(double(K)), k = heads(keys, keys),
-             v = qkv.slice(2, 2 * keys).reshape({batch, times, o.heads(), V});
-  const auto beta = torch::sigmoid(torch::matmul(x, weight(net->in_proj_b).t()));
-  const auto decay = torch::exp(-net->A_log.to(torch::kDouble).exp() *
-                                torch::softplus(torch::matmul(x, weight(net->in_proj_a).t()) + net->dt_bias));
-  auto S = torch::zeros({batch, o.heads(), K, V}, torch::kDouble);
-  std::vector<Tensor> outputs;
-  for (int64_t t = 0; t < times; ++t) {
-    S = S * decay.select(1, t).unsqueeze(-1).unsqueeze(-1);
-    const auto kt = k.select(1, t).unsqueeze(-1);
-    const auto d = (v.select(1, t) - (S * kt).sum(2)) * beta.select(1, t).unsqueeze(-1);
-    S = S + kt * d.unsqueeze(2);
-    outputs.push_back((S * q.select(1, t).unsqueeze(-1)).sum(2));
-  }
-  const auto y = torch::stack(outputs, 1), z = torch::matmul(x, weight(net->in_proj_z).t()).view_as(y);
-  const auto normed = y * torch::rsqrt(y.square().mean(-1, true) + o.eps()) * weight(net->norm) * torch::silu(z);
-  return torch::matmul(normed.flatten(2), weight(net->out_proj).t());
-}
-
-TEST(Mixers, GatedDeltaNet) {
-  const auto x = torch::randn({2, 9, 16}).requires_grad_();
-  liger::nn::GatedDeltaNet net(liger::nn::GatedDeltaNetOptions(16).key_heads(2).heads(4).key_dim(8).value_dim(6));
-  torch::nn::init::normal_(net->dt_bias), torch::nn::init::normal_(net->norm->weight);
-  const auto y = net(x), expected = plain_delta_net(net, x);
-  const auto toward = torch::randn_like(y);
-  auto inputs = net->parameters();
-  inputs.push_back(x);
-  const auto got = torch::autograd::grad({y}, inputs, {toward}),
-             want = torch::autograd::grad({expected}, inputs, {toward.to(torch::kDouble)});
-  expect_close({y}, {expected.to(torch::kFloat)});
-  for (size_t i = 0; i < got.size(); ++i) {  // sums over tokens, of which one element's rounding is that of the largest
-    const double largest = want[i].abs().max().item<double>();
-    EXPECT_LE((got[i] - want[i]).abs().max().item<double>(), 1e-4 * largest) << i;
-  }
-
-  const torch::NoGradGuard no_gradients;
-  const auto starts = torch::tensor({0, 0, 0, 0, 4, 4, 4, 4, 4}, torch::kInt).expand({2, 9});
-  const auto first = x.narrow(1, 0, 4), second = x.narrow(1, 4, 5);
-  expect_close({net(x, starts)}, {torch::cat({net(first), net(second)}, 1)});
-  liger::nn::MixerState state;
-  std::vector<Tensor> parts;
-  for (const auto& part : x.split_with_sizes({1, 4, 1, 3}, 1)) parts.push_back(net->mix(part, {}, &state));
-  expect_close({torch::cat(parts, 1)}, {net(x)});
-  EXPECT_THROW(net->mix(x, starts, &state), c10::Error);
-  EXPECT_THROW(liger::nn::GatedDeltaNet(liger::nn::GatedDeltaNetOptions(16).key_heads(3).heads(4)), c10::ValueError);
 }
 
 TEST(Gated, EqualsTorch) {
