@@ -1,5 +1,6 @@
 #pragma once
 #include <ATen/core/Tensor.h>
+#include <limits>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -465,6 +466,17 @@ struct AdamWOptions {
 /// lie as it does: dense, with its strides.
 void adamw_(at::TensorList parameters, at::TensorList gradients, at::TensorList means, at::TensorList squares,
             at::TensorList masters, at::TensorList steps, const AdamWOptions& options = {});
+
+/// The gates of gated_delta_rule, float:
+///   dt   = clamp(softplus(a + dt_bias), low, high)
+///   g    = −exp(A) dt
+///   beta = σ(b)
+/// With `log` false g is A dt; without b beta is dt, as Mamba-2 has it. a [..., heads] and b, as large, of one dtype; A
+/// and dt_bias [heads], floating. The result is (g, beta).
+std::tuple<at::Tensor, at::Tensor> delta_gates(const at::Tensor& a, const at::Tensor& A,
+                                               const std::optional<at::Tensor>& dt_bias = {},
+                                               const std::optional<at::Tensor>& b = {}, bool log = true, double low = 0,
+                                               double high = std::numeric_limits<double>::infinity());
 
 /// The gated delta rule (Yang et al. 2024, arXiv:2412.06464), token by token of each document, with a state S [K, V]:
 ///   S ← eᵍ S

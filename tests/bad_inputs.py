@@ -24,6 +24,7 @@ ROWS = {
     *((name, "x") for name in ("linear", "qkv", "gated_mlp")),
     ("route", "logits"),
     ("expert_load", "logits"),
+    ("delta_gates", "a"),
 }
 FREE = {
     "one column more": {

@@ -126,7 +126,8 @@ def test_the_folder_describes_itself():
     metadata = json.loads((folder / "metadata.json").read_text())
     assert metadata["id"] == "liger_kernel_hub" and metadata["license"] == "BSD-2-Clause"
     named = {part.layer for part in FORMULAS.values()} - {None}
-    assert named == {layer.__name__ for layer in (*layers.NORMS, *layers.ROTARIES, layers.LigerGatedMLP)}
+    every = (*layers.NORMS, *layers.ROTARIES, layers.LigerGatedMLP, *layers.MIXERS)
+    assert named == {layer.__name__ for layer in every}
 
 
 def test_changed_code_has_no_layer():

@@ -21,5 +21,5 @@ def test_notebook(path, monkeypatch):
             exec(compile("".join(cell["source"]), str(path), "exec"), names)
 
 
-def test_there_are_four():
-    assert [path.stem for path in NOTEBOOKS] == ["distillation", "dpo", "lora", "patch_and_measure"]
+def test_there_are_five():
+    assert [path.stem for path in NOTEBOOKS] == ["distillation", "dpo", "hybrids", "lora", "patch_and_measure"]

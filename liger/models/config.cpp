@@ -1,6 +1,7 @@
 #include "liger/models/config.h"
 
 #include <algorithm>
+#include <array>
 #include <filesystem>
 #include <tuple>
 #include "liger/models/config_reader.h"
@@ -31,7 +32,8 @@ constexpr struct Family {
 } kFamilies[] = {{"llama", "LlamaForCausalLM", 0, 0, 2048, 1, 2},
                  {"mistral", "MistralForCausalLM", 8, 0, 131072, 1, 2},
                  {"qwen2", "Qwen2ForCausalLM", 32, 0, 32768, -1, -1},
-                 {"qwen3", "Qwen3ForCausalLM", 32, 128, 32768, -1, -1}};
+                 {"qwen3", "Qwen3ForCausalLM", 32, 128, 32768, -1, -1},
+                 {"qwen3_5_text", "Qwen3_5ForCausalLM", 4, 256, 32768, -1, -1}};
 
 using enum FieldUse;
 constexpr ConfigFields kFields[] = {
@@ -40,9 +42,9 @@ constexpr ConfigFields kFields[] = {
      "num_key_value_heads head_dim hidden_act rms_norm_eps initializer_range tie_word_embeddings attention_bias "
      "mlp_bias max_position_embeddings original_max_position_embeddings rope_parameters rope_scaling rope_theta "
      "use_sliding_window sliding_window max_window_layers layer_types bos_token_id eos_token_id pad_token_id "
-     "dtype torch_dtype"},
+     "dtype torch_dtype partial_rotary_factor full_attention_interval linear_conv_kernel_dim linear_key_head_dim "
+     "linear_value_head_dim linear_num_key_heads linear_num_value_heads"},
     {Refused, "attention_dropout", "[0]"},
-    {Refused, "partial_rotary_factor", "[1]"},
     {Refused, "is_causal", "[true]"},
     {Refused, "is_encoder_decoder torchscript", "[false]"},
     {Refused, "pruned_heads", "[{}]"},
@@ -76,7 +78,8 @@ const Family& read_family(const Reader& in, LlamaConfig& c) {
   in.check(in.read("model_type", c.model_type), "there is no model_type");
   const auto family = std::find_if(std::begin(kFamilies), std::end(kFamilies),
                                    [&](const Family& known) { return c.model_type == known.name; });
-  in.check(family != std::end(kFamilies), "model_type ", c.model_type, " is none of llama, mistral, qwen2, qwen3");
+  in.check(family != std::end(kFamilies), "model_type ", c.model_type,
+           " is none of llama, mistral, qwen2, qwen3, qwen3_5_text");
   return *family;
 }
 
@@ -102,12 +105,51 @@ void read_sizes(const Reader& in, const Family& family, LlamaConfig& c) {
            c.head_width(), ", which is not even");
 }
 
+bool has_attention_bias(const LlamaConfig& c) {
+  return c.model_type == "llama" || c.model_type == "qwen3" || c.hybrid();
+}
+
+constexpr const char *kLinear = "linear_attention", *kFull = "full_attention";
+
+std::array<std::pair<const char*, int64_t*>, 5> linear_sizes(LlamaConfig& c) {
+  return {{{"linear_conv_kernel_dim", &c.linear_conv_kernel_dim},
+           {"linear_key_head_dim", &c.linear_key_head_dim},
+           {"linear_value_head_dim", &c.linear_value_head_dim},
+           {"linear_num_key_heads", &c.linear_num_key_heads},
+           {"linear_num_value_heads", &c.linear_num_value_heads}}};
+}
+
 void read_biases(const Reader& in, LlamaConfig& c) {
-  if (c.model_type == "llama" || c.model_type == "qwen3") in.read("attention_bias", c.qkv_bias);
+  if (has_attention_bias(c)) in.read("attention_bias", c.qkv_bias);
   if (c.model_type == "llama") in.read("mlp_bias", c.mlp_bias);
   c.output_bias = c.qkv_bias;
   if (c.model_type == "qwen2") c.qkv_bias = true;
-  c.qk_norm = c.model_type == "qwen3";
+  c.qk_norm = c.model_type == "qwen3" || c.hybrid();
+}
+
+/// Which layers of Qwen3.5 have linear attention, of what sizes, and in what else its layers differ.
+void read_hybrid(const Reader& in, LlamaConfig& c) {
+  c.output_gate = true, c.norm_offset = 1;
+  in.check(c.activation == Activation::SiLU, "hidden_act: convolutions have no other one than silu");
+  if (std::vector<std::string> kinds; in.read("layer_types", kinds)) {
+    in.check(int64_t(kinds.size()) == c.num_hidden_layers, "layer_types has ", kinds.size(),
+             " entries, and num_hidden_layers is ", c.num_hidden_layers);
+    for (const std::string& kind : kinds) {
+      in.check(kind == kLinear || kind == kFull, "layer_types: ", kind, " is not known");
+      c.linear_attention.push_back(kind == kLinear);
+    }
+  } else {
+    c.full_attention_interval = 4;
+    in.read("full_attention_interval", c.full_attention_interval);
+    in.check(c.full_attention_interval > 0, "full_attention_interval is ", c.full_attention_interval);
+  }
+  for (const auto& [name, size] : linear_sizes(c)) {
+    in.read(name, *size);
+    in.check(*size > 0, name, " is ", *size);
+  }
+  in.check(c.linear_num_value_heads % c.linear_num_key_heads == 0, "linear_num_value_heads ", c.linear_num_value_heads,
+           " is no multiple of linear_num_key_heads ", c.linear_num_key_heads);
+  in.check(c.linear_conv_kernel_dim <= 8, "linear_conv_kernel_dim ", c.linear_conv_kernel_dim, " is above 8");
 }
 
 /// Llama has no window; Mistral's is that of every layer, unless layer_types says otherwise; Qwen's begins with layer
@@ -146,9 +188,12 @@ void read_rope(const Reader& in, LlamaConfig& c) {
   in.check(rope.is_object(), name, " is no object");
   for (const auto& [key, value] : rope.items())
     in.check(!value.is_object(), name, ".", key, ": rotary angles of some layers only are not known");
-  double partial = 1;
-  in.read(rope, "partial_rotary_factor", partial);
-  in.check(partial == 1, name, ".partial_rotary_factor ", partial, " is not known");
+  double& partial = c.partial_rotary_factor;
+  if (c.hybrid()) partial = 0.25;
+  if (!in.read(rope, "partial_rotary_factor", partial)) in.read("partial_rotary_factor", partial);
+  in.check(partial == 1 || c.hybrid(), name, ": partial_rotary_factor ", partial, " is not known");
+  in.check(partial > 0 && partial <= 1 && c.rotary_width() % 2 == 0, name, ": partial_rotary_factor ", partial,
+           " of heads of ", c.head_width(), " is no even number");
   if (!in.read(rope, "rope_theta", c.rope_theta)) in.read("rope_theta", c.rope_theta);
   RopeScaling& r = c.rope_scaling;
   if (!in.read(rope, "rope_type", r.type)) in.read(rope, "type", r.type);
@@ -187,7 +232,13 @@ const std::map<std::string, ConfigField>& LlamaConfig::fields() {
 
 LlamaConfig LlamaConfig::load(const std::string& folder) {
   const std::string path = (fs::path(folder) / "config.json").string();
-  const json content = read_json(path);
+  const json file = read_json(path);
+  json content = file;
+  if (file.value("model_type", json()) == "qwen3_5" && file.contains("text_config")) {
+    content = file["text_config"];
+    for (const char* name : {"dtype", "torch_dtype", "tie_word_embeddings"})  // which may stand outside alone
+      if (content.is_object() && !content.contains(name) && file.contains(name)) content[name] = file[name];
+  }
   const Reader in{content, path, fields()};
   LlamaConfig c;
   const Family& family = read_family(in, c);
@@ -197,7 +248,7 @@ LlamaConfig LlamaConfig::load(const std::string& folder) {
   in.read("tie_word_embeddings", c.tie_word_embeddings), in.choose("hidden_act", kActivations, c.activation);
   if (!in.choose("dtype", kDtypes, c.dtype)) in.choose("torch_dtype", kDtypes, c.dtype);
   read_biases(in, c);
-  read_window(in, c);
+  c.hybrid() ? read_hybrid(in, c) : read_window(in, c);
   read_rope(in, c);
   read_tokens(in, family, c);
   return c;
@@ -221,14 +272,20 @@ void LlamaConfig::save(const std::string& folder) const {
   out["initializer_range"] = initializer_range;
   out["hidden_act"] = named(kActivations, activation), out["dtype"] = named(kDtypes, dtype),
   out["tie_word_embeddings"] = tie_word_embeddings;
-  if (model_type == "llama" || model_type == "qwen3") out["attention_bias"] = qkv_bias;
+  if (has_attention_bias(*this)) out["attention_bias"] = qkv_bias;
   if (model_type == "llama") out["mlp_bias"] = mlp_bias;
   out.erase("layer_types");
-  if (model_type == "mistral") out["sliding_window"] = sliding_window > 0 ? json(sliding_window) : json();
+  if (hybrid()) {
+    out.erase("text_config"), out.erase("vision_config");  // what transformers would read instead
+    LlamaConfig copy = *this;
+    for (const auto& [name, size] : linear_sizes(copy)) out[name] = *size;
+    for (int64_t i = 0; i < num_hidden_layers; ++i) out["layer_types"].push_back(is_linear(i) ? kLinear : kFull);
+  } else if (model_type == "mistral") out["sliding_window"] = sliding_window > 0 ? json(sliding_window) : json();
   else if (model_type != "llama") out["use_sliding_window"] = sliding_window > 0;
   if (model_type != "mistral" && sliding_window > 0)
     out["sliding_window"] = sliding_window, out["max_window_layers"] = 0;
   json rope = {{"rope_type", rope_scaling.type}, {"rope_theta", rope_theta}};
+  if (hybrid()) rope["partial_rotary_factor"] = out["partial_rotary_factor"] = partial_rotary_factor;
   const RopeScaling& r = rope_scaling;
   if (r.type != "default") rope["factor"] = r.factor;
   if (r.type == "llama3" || r.type == "yarn")

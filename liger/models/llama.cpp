@@ -7,7 +7,6 @@
 #include <mutex>
 #include <numbers>
 #include <set>
-#include "liger/nn/activation.h"
 
 namespace liger::nn {
 namespace {
@@ -18,8 +17,18 @@ constexpr const char* kHead = "lm_head.weight";
 constexpr const char* kEmbedding = "model.embed_tokens.weight";
 constexpr const char* kIgnored = "rotary_emb.inv_freq";  // what transformers ignores too, in any layer
 
-RMSNormOptions norm_options(const LlamaConfig& config, int64_t width) {
-  return RMSNormOptions(width).eps(config.rms_norm_eps);
+/// The weights of a checkpoint, by the model's names, and what it calls them. That of a Qwen3.5 that sees images has
+/// its model for text within another, and weights beside it, as one has that predicts several tokens.
+std::map<std::string, std::string> names_in(const Checkpoint& checkpoint, const LlamaConfig& config) {
+  constexpr std::string_view inner = "model.language_model.";
+  std::map<std::string, std::string> found;
+  for (const std::string& name : checkpoint.names()) {
+    const bool nested = config.hybrid() && name.starts_with(inner);
+    if (config.hybrid() && (name.starts_with("mtp.") || name.starts_with("model.visual."))) continue;
+    const std::string own = nested ? "model." + name.substr(inner.size()) : name;
+    TORCH_CHECK(found.emplace(own, name).second, "the checkpoint has ", own, " and ", name);
+  }
+  return found;
 }
 
 /// The state of the generator that dropouts on a device draw from.
@@ -33,11 +42,6 @@ void set_random_state(at::Device device, const Tensor& state) {
   at::Generator generator = at::globalContext().defaultGenerator(device);
   const std::lock_guard lock(generator.mutex());
   generator.set_state(state);
-}
-
-/// Whether an adapter of some layers sees its input through a dropout: an operator for several layers has none.
-bool any_drops(std::initializer_list<const Projection*> layers) {
-  return std::any_of(layers.begin(), layers.end(), [](const Projection* layer) { return (*layer)->drops(); });
 }
 
 using LinearLayers = std::vector<std::pair<std::string, std::shared_ptr<ProjectionImpl>>>;
@@ -115,104 +119,9 @@ TORCH_LIBRARY_FRAGMENT(liger, m) { m.class_<Checkpointed::Held>("_CheckpointedLa
 
 }  // namespace
 
-void ProjectionImpl::adapt(const LoraConfig& lora) {
-  options.rank(lora.rank).alpha(lora.alpha).rslora(lora.rslora).dropout(lora.dropout);
-  add_adapter();
-}
-
-void LlamaAttentionImpl::reset() {
-  const LlamaConfig& c = config;
-  const int64_t heads = c.num_attention_heads, kv_heads = c.kv_heads(), width = c.head_width();
-  q_proj = register_module("q_proj", Projection(c.hidden_size, heads * width, c.qkv_bias));
-  k_proj = register_module("k_proj", Projection(c.hidden_size, kv_heads * width, c.qkv_bias));
-  v_proj = register_module("v_proj", Projection(c.hidden_size, kv_heads * width, c.qkv_bias));
-  o_proj = register_module("o_proj", Projection(heads * width, c.hidden_size, c.output_bias));
-  if (c.qk_norm) {
-    q_norm = register_module("q_norm", RMSNorm(norm_options(c, width)));
-    k_norm = register_module("k_norm", RMSNorm(norm_options(c, width)));
-  }
-}
-
-std::array<Tensor, 3> LlamaAttentionImpl::project(const Tensor& x) {
-  if (any_drops({&q_proj, &k_proj, &v_proj})) return {q_proj(x), k_proj(x), v_proj(x)};  // in this order
-  const auto [q, k, v] = qkv(x, q_proj->layer(), k_proj->layer(), v_proj->layer());
-  return {q, k, v};
-}
-
-Tensor LlamaAttentionImpl::forward(const Tensor& x, const Positions& positions, KVCache* cache, int64_t layer) {
-  const int64_t batch = x.size(0), tokens = x.size(1);
-  const int64_t heads = config.num_attention_heads, kv_heads = config.kv_heads(), width = config.head_width();
-  const auto split = [&](const Tensor& projected, RMSNorm& norm, int64_t of_heads) {
-    const Tensor y = projected.view({batch, tokens, of_heads, width});
-    return (norm.is_empty() ? y : norm(y)).transpose(1, 2);
-  };
-  RMSNorm none{nullptr};
-  const auto [xq, xk, xv] = project(x);
-  auto [q, k] = rope(split(xq, q_norm, heads), split(xk, k_norm, kv_heads), positions.cos, positions.sin);
-  Tensor v = split(xv, none, kv_heads);
-  if (cache) {
-    const auto grown = [&](std::vector<Tensor>& kept, const Tensor& added) {
-      if (int64_t(kept.size()) <= layer) kept.resize(layer + 1);
-      Tensor& all = kept[layer];
-      if (!all.defined() || all.size(2) < cache->length + tokens) {
-        const Tensor larger = at::empty(
-            {batch, kv_heads, std::max(cache->capacity, 2 * (cache->length + tokens)), width}, added.options());
-        if (all.defined()) larger.narrow(2, 0, cache->length).copy_(all.narrow(2, 0, cache->length));
-        all = larger;
-      }
-      all.narrow(2, cache->length, tokens).copy_(added);
-      return all.narrow(2, 0, cache->length + tokens);
-    };
-    k = grown(cache->keys, k), v = grown(cache->values, v);
-  }
-  const bool causal = !positions.mask.defined() && tokens > 1;
-  const Tensor y =
-      at::scaled_dot_product_attention(q, k, v, given(positions.mask), 0, causal, std::nullopt, heads != kv_heads);
-  return o_proj(y.transpose(1, 2).reshape({batch, tokens, heads * width}));
-}
-
-void LlamaMLPImpl::reset() {
-  const LlamaConfig& c = config;
-  gate_proj = register_module("gate_proj", Projection(c.hidden_size, c.intermediate_size, c.mlp_bias));
-  up_proj = register_module("up_proj", Projection(c.hidden_size, c.intermediate_size, c.mlp_bias));
-  down_proj = register_module("down_proj", Projection(c.intermediate_size, c.hidden_size, c.mlp_bias));
-}
-
-Tensor LlamaMLPImpl::forward(const Tensor& x) {
-  if (any_drops({&gate_proj, &up_proj, &down_proj})) {
-    const Tensor gate = gate_proj(x), up = up_proj(x);  // in this order, in which PEFT draws the masks of dropouts
-    return down_proj(gated(gate, up, config.activation));
-  }
-  return gated_mlp(x, gate_proj->layer(), up_proj->layer(), down_proj->layer(), {.activation = config.activation});
-}
-
-void LlamaDecoderLayerImpl::reset() {
-  const LlamaConfig& c = config;
-  self_attn = register_module("self_attn", LlamaAttention(c));
-  mlp = register_module("mlp", LlamaMLP(c));
-  input_layernorm = register_module("input_layernorm", RMSNorm(norm_options(c, c.hidden_size)));
-  post_attention_layernorm = register_module("post_attention_layernorm", RMSNorm(norm_options(c, c.hidden_size)));
-}
-
-Tensor LlamaDecoderLayerImpl::forward(const Tensor& x, const Positions& positions, KVCache* cache, int64_t layer) {
-  const auto [y, s] = fused_add_rms_norm(self_attn(input_layernorm(x), positions, cache, layer), x,
-                                         post_attention_layernorm->weight, post_attention_layernorm->options.eps());
-  return s + mlp(y);
-}
-
-void LlamaModelImpl::Tokens::reset() { weight = register_parameter("weight", torch::empty({classes, hidden})); }
-
-void LlamaModelImpl::reset() {
-  const LlamaConfig& c = config;
-  embed_tokens = register_module("embed_tokens", std::make_shared<Tokens>(c.vocab_size, c.hidden_size));
-  layers = register_module("layers", torch::nn::ModuleList());
-  for (int64_t i = 0; i < c.num_hidden_layers; ++i) layers->push_back(LlamaDecoderLayer(c));
-  norm = register_module("norm", RMSNorm(norm_options(c, c.hidden_size)));
-}
-
 std::pair<Tensor, double> rope_frequencies(const LlamaConfig& c) {
   const RopeScaling& r = c.rope_scaling;
-  const int64_t width = c.head_width();
+  const int64_t width = c.rotary_width();
   const Tensor plain = torch::pow(c.rope_theta, torch::arange(0, width, 2, torch::kFloat) / double(width)).reciprocal();
   if (r.type == "linear") return {plain / r.factor, 1};
   if (r.type == "llama3") {
@@ -250,7 +159,7 @@ LlamaForCausalLMImpl::LlamaForCausalLMImpl(LlamaConfig of, bool draw) : config(s
   if (!draw) return;
   const torch::NoGradGuard no_gradients;
   for (const auto& item : named_parameters()) {
-    if (item.key().ends_with("bias")) item.value().zero_();
+    if (item.key().ends_with(".bias")) item.value().zero_();
     else if (item.value().dim() > 1) item.value().normal_(0, config.initializer_range);
   }
   if (config.pad_token_id >= 0) model->embed_tokens->weight[config.pad_token_id].zero_();
@@ -276,8 +185,9 @@ std::shared_ptr<LlamaForCausalLMImpl> LlamaForCausalLMImpl::from_pretrained(cons
   LlamaConfig config = LlamaConfig::load(folder);
   config.dtype = dtype.value_or(config.dtype);
   const Checkpoint checkpoint(folder);
-  const bool has_head = checkpoint.contains(kHead), has_embedding = checkpoint.contains(kEmbedding);
-  const auto loaded = [&](const char* name) { return checkpoint.tensor(name).to(config.dtype); };
+  const auto names = names_in(checkpoint, config);
+  const bool has_head = names.contains(kHead), has_embedding = names.contains(kEmbedding);
+  const auto loaded = [&](const char* name) { return checkpoint.tensor(names.at(name)).to(config.dtype); };
   if (config.tie_word_embeddings && has_head && has_embedding && !loaded(kHead).equal(loaded(kEmbedding))) {
     TORCH_WARN(folder, ": config.json says tie_word_embeddings, but the checkpoint's ", kHead, " differs from its ",
                kEmbedding, ": they are not tied");
@@ -285,15 +195,16 @@ std::shared_ptr<LlamaForCausalLMImpl> LlamaForCausalLMImpl::from_pretrained(cons
   }
   const auto made = std::make_shared<LlamaForCausalLMImpl>(config, false);
   const auto parameters = made->named_parameters();
-  for (const auto& name : checkpoint.names())
+  for (const auto& [own, name] : names)
     TORCH_CHECK(name.find(kIgnored) != std::string::npos || (config.tie_word_embeddings && name == kHead) ||
-                    parameters.contains(name),
+                    parameters.contains(own),
                 folder, ": the checkpoint has a weight that the model lacks, ", name);
   for (const auto& item : parameters) {
     // Of two that are tied, the checkpoint may hold either.
     const bool is_head = config.tie_word_embeddings && item.key() == kEmbedding && has_head && !has_embedding;
-    const std::string name = is_head ? kHead : item.key();
-    TORCH_CHECK(checkpoint.contains(name), folder, ": the checkpoint has no ", name);
+    const auto found = names.find(is_head ? kHead : item.key());
+    TORCH_CHECK(found != names.end(), folder, ": the checkpoint has no ", item.key());
+    const std::string& name = found->second;
     const Tensor weight = checkpoint.tensor(name);
     TORCH_CHECK(weight.sizes() == item.value().sizes(), folder, ": ", name, " is of shape ", weight.sizes(),
                 ", and the model's of ", item.value().sizes());
@@ -369,7 +280,7 @@ Positions LlamaForCausalLMImpl::positions_of(const Tensor& ids, const CausalLMIn
   const Tensor positions = in.position_ids.defined() ? in.position_ids.to(at::kLong) : ordinary;
   inv_freq_ = inv_freq_.to(ids.device());  // once
   const Tensor half = positions.to(at::kFloat).unsqueeze(-1) * inv_freq_, angles = at::cat({half, half}, -1);
-  Positions p{angles.cos() * attention_factor_, angles.sin() * attention_factor_, {}};
+  Positions p{angles.cos() * attention_factor_, angles.sin() * attention_factor_, {}, {}, {}};
   const bool packed = in.position_ids.defined() && before == 0 && tokens > 1 &&
                       (in.packed ? *in.packed : at::diff(positions).ne(1).any().item<bool>());
   const bool windowed = config.sliding_window > 0 && keys > config.sliding_window;
@@ -378,15 +289,19 @@ Positions LlamaForCausalLMImpl::positions_of(const Tensor& ids, const CausalLMIn
   Tensor mask = column.le(row);
   if (windowed) mask = mask.logical_and(column.gt(row - config.sliding_window));
   if (packed) {
-    const Tensor document =
-        at::cat({at::zeros({positions.size(0), 1}, longs), at::diff(positions).ne(1).to(at::kLong)}, 1).cumsum(1);
-    mask = mask.logical_and(document.unsqueeze(2).eq(document.unsqueeze(1)));
+    // Where in its row each token's document begins, which is no other document's.
+    const Tensor begins = at::constant_pad_nd(at::diff(positions).ne(1), {1, 0}, true);
+    const Tensor starts = std::get<0>((ordinary * begins).cummax(1));
+    mask = mask.logical_and(starts.unsqueeze(2).eq(starts.unsqueeze(1)));
+    if (config.hybrid() && !(in.cache && in.attention_mask.defined()))  // then they are those of padding
+      p.starts = starts.to(at::kInt).expand({ids.size(0), tokens}).contiguous();
   }
   if (in.attention_mask.defined()) {
     TORCH_CHECK(in.attention_mask.sizes() == at::IntArrayRef({ids.size(0), keys}), "attention_mask must be [",
                 ids.size(0), ", ", keys, "], got ", in.attention_mask.sizes());
     mask = mask.logical_and(in.attention_mask.ne(0).unsqueeze(1));
     mask = mask.logical_or(column.eq(row));  // a padding token sees itself: no softmax of nothing
+    if (config.hybrid()) p.kept = in.attention_mask.slice(1, before).ne(0).unsqueeze(-1);
   }
   p.mask = mask.unsqueeze(1);
   return p;

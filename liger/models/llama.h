@@ -7,22 +7,26 @@
 #include "liger/models/lora.h"
 #include "liger/models/safetensors.h"
 #include "liger/nn/lora.h"
+#include "liger/nn/mixers.h"
 #include "liger/nn/norm.h"
 
 /// Llama and its relatives (Touvron et al. 2023, arXiv:2302.13971) in libtorch, with this library's norms, rotary
-/// embedding, gated MLP and head. Parameters have the names of Hugging Face's checkpoints.
+/// embedding, gated MLP, gated delta nets and head. Parameters have the names of Hugging Face's checkpoints.
 namespace liger::nn {
 
-/// Keys and values of the tokens so far: for each layer [batch, heads, capacity, width], of which `length` are filled.
+/// Keys and values of the tokens so far: for each layer [batch, heads, capacity, width], of which `length` are filled;
+/// and the states of layers with linear attention.
 struct KVCache {
   int64_t length = 0, capacity = 0;
   std::vector<at::Tensor> keys, values;
+  std::vector<MixerState> states;
 };
 
 /// y = x weightᵀ + bias, and what an adapter adds, if there is one. The weights are not initialised.
 struct ProjectionImpl : LoRALinearBase<ProjectionImpl> {
   ProjectionImpl(int64_t in, int64_t out, bool with_bias)
       : LoRALinearBase(LoRALinearOptions(in, out).rank(0).bias(with_bias)) {}
+  using LoRALinearBase::LoRALinearBase;
 
   /// Adds an adapter to a layer that has none.
   void adapt(const LoraConfig& lora);
@@ -33,9 +37,13 @@ TORCH_MODULE(Projection);
 struct Positions {
   at::Tensor cos, sin;  // [1 or batch, tokens, width], float
   at::Tensor mask;      // [1 or batch, 1, tokens, keys], true where attended; undefined: causal
+  // For layers with linear attention. Undefined: a row is one document, and no token is padding.
+  at::Tensor starts;  // [batch, tokens], int32: where in the row a token's document begins
+  at::Tensor kept;    // [batch, tokens, 1], 0 where there is padding, else 1
 };
 
-/// Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) by ATen's scaled_dot_product_attention.
+/// Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) by ATen's scaled_dot_product_attention. With
+/// config.output_gate q_proj gives a gate beside each head's query, and the head's result is multiplied by its sigmoid.
 struct LlamaAttentionImpl : torch::nn::Cloneable<LlamaAttentionImpl> {
   explicit LlamaAttentionImpl(const LlamaConfig& config) : config(config) { reset(); }
   void reset() override;
@@ -58,14 +66,29 @@ struct LlamaMLPImpl : torch::nn::Cloneable<LlamaMLPImpl> {
 };
 TORCH_MODULE(LlamaMLP);
 
+/// GatedDeltaNet with the model's linear layers.
+struct LinearAttentionImpl : GatedDeltaNetBase<LinearAttentionImpl, Projection> {
+  using GatedDeltaNetBase::GatedDeltaNetBase;
+};
+TORCH_MODULE(LinearAttention);
+
+/// Has one of the two kinds of attention.
 struct LlamaDecoderLayerImpl : torch::nn::Cloneable<LlamaDecoderLayerImpl> {
-  explicit LlamaDecoderLayerImpl(const LlamaConfig& config) : config(config) { reset(); }
+  explicit LlamaDecoderLayerImpl(const LlamaConfig& config, bool is_linear = false)
+      : config(config), is_linear(is_linear) {
+    reset();
+  }
   void reset() override;
   at::Tensor forward(const at::Tensor& x, const Positions& positions, KVCache* cache = nullptr, int64_t layer = 0);
   LlamaConfig config;
+  bool is_linear;
   LlamaAttention self_attn{nullptr};
+  LinearAttention linear_attn{nullptr};
   LlamaMLP mlp{nullptr};
   RMSNorm input_layernorm{nullptr}, post_attention_layernorm{nullptr};
+
+ private:
+  at::Tensor mix(const at::Tensor& x, const Positions& positions, KVCache* cache, int64_t layer);
 };
 TORCH_MODULE(LlamaDecoderLayer);
 
@@ -115,17 +138,19 @@ struct GenerateOptions {
 
 struct LlamaForCausalLMImpl : torch::nn::Cloneable<LlamaForCausalLMImpl> {
   /// Weights are drawn as transformers draws them: normal with deviation initializer_range; norms are 1, biases 0.
-  /// Without `draw` they are what the memory held: for who gives them values.
+  /// A_log and dt_bias begin as GatedDeltaNet's. Without `draw` they are what the memory held: for who gives them
+  /// values.
   explicit LlamaForCausalLMImpl(LlamaConfig config, bool draw = true);
   void reset() override;  // to weights without values
 
   /// A copy, in which the same weights need gradients.
   std::shared_ptr<torch::nn::Module> clone(const std::optional<at::Device>& device = {}) const override;
 
-  /// The model of a checkpoint folder, in `dtype` or that of the config. Weights of this dtype are views of the files,
-  /// whose pages a write copies. Where config.json says that head and embedding are tied and the checkpoint has both,
-  /// they are tied if they are equal; if not, it warns, and config.tie_word_embeddings becomes false. Raises c10::Error
-  /// for a weight that is missing, of another shape, or unknown; then nothing has been made.
+  /// The model of a checkpoint folder, of Qwen3.5 the one for text, in `dtype` or that of the config. Weights of this
+  /// dtype are views of the files, whose pages a write copies. Where config.json says that head and embedding are tied
+  /// and the checkpoint has both, they are tied if they are equal; if not, it warns, and config.tie_word_embeddings
+  /// becomes false. Raises c10::Error for a weight that is missing, of another shape, or unknown; then nothing has been
+  /// made.
   static std::shared_ptr<LlamaForCausalLMImpl> from_pretrained(const std::string& folder,
                                                                std::optional<at::ScalarType> dtype = {});
 
@@ -176,7 +201,7 @@ struct LlamaForCausalLMImpl : torch::nn::Cloneable<LlamaForCausalLMImpl> {
 };
 TORCH_MODULE(LlamaForCausalLM);
 
-/// [width / 2] angles a position, float, and what cosines and sines are multiplied by.
+/// [rotary_width / 2] angles a position, float, and what cosines and sines are multiplied by.
 std::pair<at::Tensor, double> rope_frequencies(const LlamaConfig& config);
 
 }  // namespace liger::nn

@@ -60,6 +60,12 @@ const std::vector<Class>& classes() {
        R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|)"
        R"(\s*[\r\n]+|\s+(?!\S)|\s+)",
        true},
+      {"Qwen3_5Tokenizer",
+       {"unk_token", "eos_token", "pad_token"},
+       {{"type", "NFC"}},
+       R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|)"
+       R"(\s*[\r\n]+|\s+(?!\S)|\s+)",
+       false},
       {"GPT2Tokenizer", {"bos_token", "eos_token", "unk_token"}, nullptr, nullptr, false},
   };
   return all;
@@ -144,6 +150,7 @@ class Folder {
     if (name.empty()) name = text(config, "tokenizer_class"), from = config_path.string();
     if (name.ends_with("Fast")) name.resize(name.size() - 4);
     if (type == "qwen2" || (type == "qwen3" && name.empty())) name = "Qwen2Tokenizer";
+    if (type == "qwen3_5" || (type == "qwen3_5_text" && name.empty())) name = "Qwen3_5Tokenizer";
     if (name.empty() || name == "LlamaTokenizer" || is_one_of(name, kPlain)) return;
     if (type == "mistral" && name != "MistralCommonBackend") return;
     for (const Class& known : classes())

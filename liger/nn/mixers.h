@@ -1,6 +1,8 @@
 #pragma once
 #include <torch/nn.h>
+#include "liger/nn/lora.h"
 #include "liger/nn/module.h"
+#include "liger/nn/norm.h"
 
 namespace liger::nn {
 
@@ -41,5 +43,201 @@ struct ShortConvolutionImpl : torch::nn::Cloneable<ShortConvolutionImpl> {
   at::Tensor weight, bias;
 };
 TORCH_MODULE(ShortConvolution);
+
+struct GatedDeltaNetOptions {
+  GatedDeltaNetOptions(int64_t hidden_size) : hidden_size_(hidden_size) {}
+  TORCH_ARG(int64_t, hidden_size);
+  TORCH_ARG(int64_t, key_heads) = 16;
+  TORCH_ARG(int64_t, heads) = 32;  // of values, a multiple of key_heads
+  TORCH_ARG(int64_t, key_dim) = 128;
+  TORCH_ARG(int64_t, value_dim) = 128;
+  TORCH_ARG(int64_t, width) = 4;  // of the convolution
+  TORCH_ARG(double, eps) = 1e-6;  // of the norm
+};
+
+/// What a mixer keeps of the tokens so far, to go on from them. Undefined: there are none.
+struct MixerState {
+  at::Tensor tokens;     // [batch, width - 1, channels], the last ones that the convolution has seen
+  at::Tensor recurrent;  // [batch, heads, K, V], float
+};
+
+/// The convolution of tokens that come after those of a state, which becomes that after them; without one of x alone.
+inline at::Tensor convolved(ShortConvolution& convolution, const at::Tensor& x, const at::Tensor& starts,
+                            MixerState* state) {
+  TORCH_CHECK(!state || !starts.defined(), "documents within rows that go on from a state are not known");
+  if (!state) return convolution(x, starts);
+  const int64_t kept = convolution->options.width() - 1;
+  const at::Tensor before =
+      state->tokens.defined() ? state->tokens : at::zeros({x.size(0), kept, x.size(2)}, x.options());
+  const at::Tensor all = at::cat({before, x}, 1);
+  state->tokens = all.slice(1, x.size(1));
+  return convolution(all).slice(1, kept);
+}
+
+/// A mixer with the gated delta rule (Yang et al. 2024, arXiv:2412.06464), as Qwen3.5 has it; parameters have the names
+/// of its checkpoints. For x [batch, time, hidden_size], without the adapters that linear layers may have:
+///   q, k, v = silu(conv1d(in_proj_qkv x))
+///   beta    = sigmoid(in_proj_b x)
+///   g       = -exp(A_log) softplus(in_proj_a x + dt_bias)
+///   o       = gated_delta_rule(q, k, v, g, beta)
+///   y       = out_proj(norm(o, in_proj_z x))
+/// with a norm of each head, times silu of the gate. Linear is the class of the projections.
+template <class Derived, class Linear>
+struct GatedDeltaNetBase : torch::nn::Cloneable<Derived> {
+  explicit GatedDeltaNetBase(GatedDeltaNetOptions o) : options(std::move(o)) { GatedDeltaNetBase::reset(); }
+
+  /// A_log is the logarithm of a number that is drawn from [0.01, 16), dt_bias is 1.
+  void reset() override {
+    const GatedDeltaNetOptions& o = options;
+    TORCH_CHECK_VALUE(o.key_heads() > 0 && o.heads() % o.key_heads() == 0, "heads ", o.heads(),
+                      " are no multiple of key_heads ", o.key_heads());
+    const int64_t hidden = o.hidden_size(), values = o.heads() * o.value_dim();
+    in_proj_qkv = this->register_module("in_proj_qkv", make(hidden, channels()));
+    in_proj_z = this->register_module("in_proj_z", make(hidden, values));
+    in_proj_b = this->register_module("in_proj_b", make(hidden, o.heads()));
+    in_proj_a = this->register_module("in_proj_a", make(hidden, o.heads()));
+    conv1d = this->register_module("conv1d", ShortConvolution(ShortConvolutionOptions(channels(), o.width())));
+    dt_bias = this->register_parameter("dt_bias", torch::ones({o.heads()}));
+    A_log = this->register_parameter("A_log", torch::empty({o.heads()}).uniform_(0.01, 16).log_());
+    norm = this->register_module("norm", RMSNormGated(RMSNormGatedOptions(o.value_dim()).eps(o.eps())));
+    out_proj = this->register_module("out_proj", make(values, hidden));
+  }
+
+  FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(at::Tensor())})
+
+  /// starts [batch, time], int32, says where documents begin, as gated_delta_rule takes it.
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& starts = {}) { return mix(x, starts, nullptr); }
+
+  /// The same of tokens that come after those of a state, which becomes that after them. It has no gradients of its
+  /// own, and is of one document. Raises c10::Error for starts beside a state.
+  at::Tensor mix(const at::Tensor& x, const at::Tensor& starts, MixerState* state) {
+    const GatedDeltaNetOptions& o = options;
+    const int64_t batch = x.size(0), time = x.size(1), keys = o.key_heads() * o.key_dim();
+    const at::Tensor qkv = convolved(conv1d, in_proj_qkv(x), starts, state);
+    const auto heads = [&](int64_t from, int64_t n, int64_t width) {
+      return qkv.narrow(-1, from, n * width).view({batch, time, n, width});
+    };
+    const auto [g, beta] = delta_gates(in_proj_a(x), A_log, dt_bias, in_proj_b(x));
+    const auto [y, last] = gated_delta_rule(
+        heads(0, o.key_heads(), o.key_dim()), heads(keys, o.key_heads(), o.key_dim()),
+        heads(2 * keys, o.heads(), o.value_dim()), g, beta, state ? given(state->recurrent) : std::nullopt,
+        given(starts), {}, /*eps=*/1e-6, /*delta=*/true, /*final_state=*/state != nullptr);
+    if (state) state->recurrent = last;
+    return out_proj(norm(y, in_proj_z(x).view_as(y)).flatten(-2));
+  }
+
+  void pretty_print(std::ostream& to) const override {
+    print(to, *this, "hidden_size", options.hidden_size(), "key_heads", options.key_heads(), "heads", options.heads(),
+          "key_dim", options.key_dim(), "value_dim", options.value_dim(), "width", options.width(), "eps",
+          options.eps());
+  }
+
+  GatedDeltaNetOptions options;
+  Linear in_proj_qkv{nullptr}, in_proj_z{nullptr}, in_proj_b{nullptr}, in_proj_a{nullptr}, out_proj{nullptr};
+  ShortConvolution conv1d{nullptr};
+  RMSNormGated norm{nullptr};
+  at::Tensor A_log, dt_bias;  // [heads]
+
+ private:
+  int64_t channels() const {
+    return 2 * options.key_heads() * options.key_dim() + options.heads() * options.value_dim();
+  }
+
+  static Linear make(int64_t in, int64_t out) { return Linear(LoRALinearOptions(in, out).rank(0).bias(false)); }
+};
+
+struct GatedDeltaNetImpl : GatedDeltaNetBase<GatedDeltaNetImpl, LoRALinear> {
+  using GatedDeltaNetBase::GatedDeltaNetBase;
+};
+TORCH_MODULE(GatedDeltaNet);
+
+struct Mamba2Options {
+  Mamba2Options(int64_t hidden_size, int64_t heads) : hidden_size_(hidden_size), heads_(heads) {}
+  TORCH_ARG(int64_t, hidden_size);
+  TORCH_ARG(int64_t, heads);
+  TORCH_ARG(int64_t, head_dim) = 64;
+  TORCH_ARG(int64_t, groups) = 1;  // of B, C and the norm; they divide the heads
+  TORCH_ARG(int64_t, state_size) = 128;
+  TORCH_ARG(int64_t, width) = 4;  // of the convolution
+  TORCH_ARG(double, eps) = 1e-5;  // of the norm
+  TORCH_ARG(bool, bias) = false;  // of the projections
+  TORCH_ARG(bool, conv_bias) = true;
+};
+
+/// Mamba-2's mixer (Dao & Gu 2024, arXiv:2405.21060); parameters have the names of transformers' checkpoints. For x
+/// [batch, time, hidden_size], without the adapters that linear layers may have:
+///   z, u, d = in_proj x
+///   v, B, C = silu(conv1d(u))
+///   dt      = softplus(d + dt_bias)
+///   S       = e^(-exp(A_log) dt) S + dt B vᵀ
+///   y       = out_proj(norm((Sᵀ C + D v) silu(z)))
+/// with S [state_size, head_dim] for each head and token, and a norm of each group of columns. What comes after the
+/// convolution is float until the norm's result.
+struct Mamba2Impl : torch::nn::Cloneable<Mamba2Impl> {
+  explicit Mamba2Impl(Mamba2Options o) : options(std::move(o)) { reset(); }
+
+  /// A_log is the logarithm of 1, 2, …, D is 1, and dt_bias such that dt without input is drawn from 0.001 to 0.1, its
+  /// logarithm uniformly.
+  void reset() override {
+    const Mamba2Options& o = options;
+    TORCH_CHECK_VALUE(o.groups() > 0 && o.heads() % o.groups() == 0, "heads ", o.heads(), " are no multiple of groups ",
+                      o.groups());
+    const int64_t inner = o.heads() * o.head_dim(), channels = inner + 2 * o.groups() * o.state_size();
+    const auto projection = [&](int64_t in, int64_t out) {
+      return LoRALinear(LoRALinearOptions(in, out).rank(0).bias(o.bias()));
+    };
+    in_proj = register_module("in_proj", projection(o.hidden_size(), inner + channels + o.heads()));
+    conv1d =
+        register_module("conv1d", ShortConvolution(ShortConvolutionOptions(channels, o.width()).bias(o.conv_bias())));
+    const at::Tensor dt = torch::exp(torch::empty({o.heads()}).uniform_(std::log(1e-3), std::log(0.1)));
+    dt_bias = register_parameter("dt_bias", dt + torch::log(-torch::expm1(-dt)));
+    A_log = register_parameter("A_log", torch::arange(1, o.heads() + 1, at::kFloat).log_());
+    D = register_parameter("D", torch::ones({o.heads()}));
+    const GatedNormOptions gate_first{.norm_before_gate = false, .groups = o.groups(), .casting = Casting::Llama};
+    norm = register_module("norm", RMSNormGated(RMSNormGatedOptions(inner).eps(o.eps()).norm(gate_first)));
+    out_proj = register_module("out_proj", projection(inner, o.hidden_size()));
+  }
+
+  FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(at::Tensor())})
+
+  /// starts [batch, time], int32, says where documents begin, as gated_delta_rule takes it.
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& starts = {}) { return mix(x, starts, nullptr); }
+
+  /// As GatedDeltaNetBase::mix.
+  at::Tensor mix(const at::Tensor& x, const at::Tensor& starts, MixerState* state) {
+    const Mamba2Options& o = options;
+    const int64_t batch = x.size(0), time = x.size(1), inner = o.heads() * o.head_dim(),
+                  of_groups = o.groups() * o.state_size();
+    const auto projected = in_proj(x).split_with_sizes({inner, inner + 2 * of_groups, o.heads()}, -1);
+    const at::Tensor u = convolved(conv1d, projected[1], starts, state);
+    const auto part = [&](int64_t from, int64_t n, int64_t width) {
+      return u.narrow(-1, from, n * width).view({batch, time, n, width});
+    };
+    const at::Tensor v = part(0, o.heads(), o.head_dim());
+    const auto [g, dt] = delta_gates(projected[2], A_log, dt_bias);
+    const auto [y, last] =
+        gated_delta_rule(part(inner + of_groups, o.groups(), o.state_size()), part(inner, o.groups(), o.state_size()),
+                         v, g, dt, state ? given(state->recurrent) : std::nullopt, given(starts), /*scale=*/1,
+                         /*eps=*/-1, /*delta=*/false, /*final_state=*/state != nullptr);
+    if (state) state->recurrent = last;
+    const at::Tensor added = y.to(at::kFloat) + D.to(at::kFloat).unsqueeze(-1) * v.to(at::kFloat);
+    const at::Tensor normed = gated_rms_norm(added.flatten(-2), projected[0].to(at::kFloat),
+                                             norm->weight.to(at::kFloat), norm->options.eps(), norm->options.norm());
+    return out_proj(normed.to(x.scalar_type()));
+  }
+
+  void pretty_print(std::ostream& to) const override {
+    print(to, *this, "hidden_size", options.hidden_size(), "heads", options.heads(), "head_dim", options.head_dim(),
+          "groups", options.groups(), "state_size", options.state_size(), "width", options.width(), "eps",
+          options.eps(), "bias", options.bias(), "conv_bias", options.conv_bias());
+  }
+
+  Mamba2Options options;
+  LoRALinear in_proj{nullptr}, out_proj{nullptr};
+  ShortConvolution conv1d{nullptr};
+  RMSNormGated norm{nullptr};
+  at::Tensor A_log, dt_bias, D;  // [heads]
+};
+TORCH_MODULE(Mamba2);
 
 }  // namespace liger::nn

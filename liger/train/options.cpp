@@ -333,8 +333,9 @@ nlohmann::json Options::decisive() const {
 Options parse(int argc, char** argv) {
   Options o;
   o.command = command_of(argc, argv);
-  CLI::App app("Fine-tunes a checkpoint of Llama, Mistral, Qwen 2 or Qwen 3 on text, pairs of answers, or tokens.",
-               "liger-train");
+  CLI::App app(
+      "Fine-tunes a checkpoint of Llama, Mistral, Qwen 2, Qwen 3 or Qwen3.5 on text, pairs of answers, or tokens.",
+      "liger-train");
   app.footer(
       "Data are files, any number of them:\n"
       "  *.jsonl        a JSON object a line: {\"text\"}, {\"messages\"}, {\"prompt\", \"completion\"}, or "

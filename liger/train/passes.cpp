@@ -16,20 +16,28 @@ namespace {
 constexpr int64_t kWarmUp = 3;     // passes of a shape before it is captured
 constexpr size_t kMostGraphs = 4;  // each of which holds the memory of a pass
 
-/// What --lora-target may name, and the layers that this stands for.
-const std::vector<std::string> kAttention{"q_proj", "k_proj", "v_proj", "o_proj"},
+/// What --lora-target may name, and the layers that this stands for, of which a model may have some only.
+const std::vector<std::string> kAttention{"q_proj",    "k_proj",    "v_proj",    "o_proj",  "in_proj_qkv",
+                                          "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"},
     kMLP{"gate_proj", "up_proj", "down_proj"};
 
-LoraConfig lora_config(const Options& o) {
+LoraConfig lora_config(const Options& o, const nn::LlamaForCausalLM& model) {
   LoraConfig config{.rank = o.lora_rank, .alpha = o.lora_alpha, .rslora = o.lora_rslora, .dropout = o.lora_dropout};
+  const auto parameters = model->named_parameters();
+  const auto has = [&](const std::string& layer) {
+    const std::string weight = "." + layer + ".weight";
+    return std::any_of(parameters.begin(), parameters.end(),
+                       [&](const auto& item) { return item.key().ends_with(weight); });
+  };
   std::istringstream targets(o.lora_target);
   for (std::string target; std::getline(targets, target, ',');) {
     const size_t before = config.target_modules.size();
     for (const auto& [group, layers] : {std::pair("attention", &kAttention), std::pair("mlp", &kMLP)})
       for (const std::string& layer : *layers)
-        if (target == "all" || target == group || target == layer) config.target_modules.push_back(layer);
+        if ((target == "all" || target == group || target == layer) && has(layer))
+          config.target_modules.push_back(layer);
     TORCH_CHECK(config.target_modules.size() > before, "--lora-target: ", target, " is none of all, attention, mlp, ",
-                c10::Join(", ", kAttention), ", ", c10::Join(", ", kMLP));
+                c10::Join(", ", kAttention), ", ", c10::Join(", ", kMLP), ", or no layer of this model");
   }
   return config;
 }
@@ -57,7 +65,7 @@ void Passes::make_model(const std::string& newest) {
     if (options_.lora()) {
       if (!newest.empty()) model_->load_adapter(newest);
       else if (!options_.adapter.empty()) model_->load_adapter(options_.adapter);
-      else model_->add_adapter(lora_config(options_));
+      else model_->add_adapter(lora_config(options_, model_));
       model_->lora->base_model = fs::absolute(options_.model).lexically_normal().string();
     }
     model_->to(device_);

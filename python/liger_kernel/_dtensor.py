@@ -35,6 +35,8 @@ RULES = {
     "layer_norm_backward": ("xxwwrr", "123"),
     "causal_conv1d_forward": ("nwwn", "n"),
     "causal_conv1d_backward": ("nnwwn", "123"),
+    "delta_gates_forward": ("nwwn", "nn"),
+    "delta_gates_backward": ("nnnwwn", "2345"),
     "gated_delta_rule_forward": ("nnnnnnn", "nn"),
     "gated_delta_rule_backward": ("nnnnnnnnn", "234567"),
     "activate_forward": ("e", "e"),

@@ -181,6 +181,12 @@ CHECKS = (
         ((2, 8, 20), (8, 4), (8,)),
     ),
     Check(
+        "delta_gates",
+        lambda a, A, bias, b: torch.stack(liger.liger_delta_gates(a, A, bias, b)),
+        lambda a, A, bias, b: torch.stack([-A.exp() * F.softplus(a + bias), torch.sigmoid(b)]),
+        ((6, 20), (20,), (20,), (6, 20)),
+    ),
+    Check(
         "gated_delta_rule", _delta_rule, _plain_delta_rule, ((2, 20, 1, 8), (2, 20, 1, 8), (2, 20, 2, 4), (2, 20, 2))
     ),
     Check(

@@ -28,6 +28,7 @@ from training_runs import (
     ALL,
     BEGIN,
     END,
+    HYBRID,
     LENGTH,
     PAIRS,
     TEXTS,
@@ -462,6 +463,13 @@ def main(binary, features):
                 test_stopped_ranks(runs, 2, number, torchrun=torchrun, whom=whom)
         test_graphs(runs)
         test_refusals(runs)
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        model, tokenizer = checkpoint(folder, transformers.Qwen3_5TextConfig, **HYBRID)
+        runs = Runs(binary, folder, "cuda" if "cuda" in features else "cpu")
+        test_packing(runs, model, tokenizer)
+        test_resume(runs, "float32", *lora)
+        test_steps(runs, model, "float32", 2)
     print("liger-train agrees with plain torch, and with itself when it is killed")
 
 

@@ -162,6 +162,10 @@ TEST(Llama, ConfigsThatAreNone) {
       {R"({"model_type":"llama",)" + sizes + R"(2,"head_dim":3})", "head_dim"},
       {R"({"model_type":"llama",)" + sizes + "0}", "num_attention_heads is 0"},
       {R"({"model_type":"llama",)" + sizes + R"(2,"attention_dropout":0.5})", "attention_dropout 0.5"},
+      {R"({"model_type":"llama",)" + sizes + R"(2,"partial_rotary_factor":0.5})", "partial_rotary_factor 0.5"},
+      {R"({"model_type":"qwen3_5_text",)" + sizes + R"(4,"hidden_act":"gelu"})", "hidden_act"},
+      {R"({"model_type":"qwen3_5_text",)" + sizes + R"(4,"linear_num_value_heads":24})", "linear_num_value_heads 24"},
+      {R"({"model_type":"qwen3_5_text",)" + sizes + R"(4,"linear_conv_kernel_dim":9})", "linear_conv_kernel_dim 9"},
   };
   for (const auto& [text, expected] : cases)
     EXPECT_NE(says(text).find(expected), std::string::npos) << expected << ": " << says(text);
@@ -220,22 +224,64 @@ TEST(Llama, StepsCachesAndCheckpointing) {
 }
 
 TEST(Llama, PackedDocumentsDoNotSeeEachOther) {
+  for (const char* type : {"qwen3", "qwen3_5_text"}) {
+    torch::manual_seed(0);
+    liger::nn::LlamaForCausalLM model(tiny(type));
+    const auto a = torch::randint(40, {1, 5}), b = torch::randint(40, {1, 7});
+    const auto positions = torch::cat({torch::arange(5), torch::arange(7)}).unsqueeze(0);
+    const auto alone = torch::cat({model->forward(a).logits, model->forward(b).logits}, 1);
+    const auto row = torch::cat({a, b}, 1);
+    const auto packed = model->forward(row, {.position_ids = positions}).logits;
+    EXPECT_TRUE(torch::allclose(packed, alone, 1e-4, 1e-5)) << type;
+    EXPECT_FALSE(torch::allclose(model->forward(row).logits, alone, 1e-2, 1e-3)) << type;
+    const auto two = model->forward(row.expand({2, 12}), {.position_ids = positions}).logits;
+    EXPECT_TRUE(torch::allclose(two, alone.expand_as(two), 1e-4, 1e-5)) << type;
+    const auto padded = torch::cat({torch::zeros({1, 3}, torch::kLong), a}, 1);
+    const auto mask = torch::cat({torch::zeros({1, 3}), torch::ones({1, 5})}, 1);
+    const auto places = torch::cat({torch::zeros({3}, torch::kLong), torch::arange(5)}).unsqueeze(0);
+    for (const bool cached : {false, true}) {
+      liger::nn::KVCache cache;
+      liger::nn::CausalLMInputs inputs{.position_ids = places, .attention_mask = mask};
+      if (cached) inputs.cache = &cache;
+      const auto left = model->forward(padded, inputs).logits;
+      EXPECT_TRUE(torch::allclose(left.slice(1, 3), model->forward(a).logits, 1e-4, 1e-5)) << type;
+    }
+  }
+}
+
+TEST(Llama, HybridsHaveStatesCopiesAndCheckpointing) {
   torch::manual_seed(0);
-  auto config = tiny("qwen3");
-  liger::nn::LlamaForCausalLM model(config);
-  const auto a = torch::randint(40, {1, 5}), b = torch::randint(40, {1, 7});
-  const auto positions = torch::cat({torch::arange(5), torch::arange(7)}).unsqueeze(0);
-  const auto packed = model->forward(torch::cat({a, b}, 1), {.position_ids = positions}).logits;
-  EXPECT_TRUE(torch::allclose(packed, torch::cat({model->forward(a).logits, model->forward(b).logits}, 1), 1e-4, 1e-5));
-  const auto padded = torch::cat({torch::zeros({1, 3}, torch::kLong), a}, 1);
-  const auto mask = torch::cat({torch::zeros({1, 3}), torch::ones({1, 5})}, 1);
-  const auto left =
-      model
-          ->forward(padded,
-                    {.position_ids = torch::cat({torch::zeros({3}, torch::kLong), torch::arange(5)}).unsqueeze(0),
-                     .attention_mask = mask})
-          .logits;
-  EXPECT_TRUE(torch::allclose(left.slice(1, 3), model->forward(a).logits, 1e-4, 1e-5));
+  liger::nn::LlamaForCausalLM model(tiny("qwen3_5_text"));
+  const auto ids = torch::randint(40, {2, 9});
+  const auto loss = [&](liger::nn::LlamaForCausalLM& of) { return of->forward(ids, {.labels = ids}).loss; };
+  loss(model).backward();
+  std::vector<Tensor> gradients;
+  for (auto& parameter : model->parameters()) gradients.push_back(parameter.grad().clone());
+  model->zero_grad(), model->gradient_checkpointing = true;
+  loss(model).backward();
+  size_t i = 0;
+  for (auto& parameter : model->parameters()) EXPECT_TRUE(parameter.grad().equal(gradients[i++]));
+
+  const torch::NoGradGuard no_gradients;
+  model->gradient_checkpointing = false;
+  const auto expected = model->forward(ids).logits;
+  liger::nn::KVCache cache;
+  std::vector<Tensor> parts;
+  for (const auto& part : ids.split_with_sizes({1, 4, 1, 3}, 1))
+    parts.push_back(model->forward(part, {.cache = &cache}).logits);
+  EXPECT_TRUE(torch::allclose(torch::cat(parts, 1), expected, 1e-4, 1e-5));
+  liger::nn::KVCache other;
+  const auto packed = torch::tensor({{0, 1, 2, 3, 0, 1, 2, 3, 4}});
+  EXPECT_NE(error_of([&] { model->forward(ids, {.position_ids = packed, .cache = &other}); }).find("documents"),
+            std::string::npos);
+
+  liger::nn::LlamaForCausalLM copy(std::dynamic_pointer_cast<liger::nn::LlamaForCausalLMImpl>(model->clone()));
+  EXPECT_TRUE(copy->forward(ids).logits.equal(expected));
+  Folder folder;
+  model->save_pretrained(folder / "saved");
+  const auto loaded = liger::nn::LlamaForCausalLMImpl::from_pretrained(folder / "saved");
+  EXPECT_TRUE(loaded->forward(ids).logits.equal(expected));
+  EXPECT_EQ(loaded->config.linear_attention, model->config.linear_attention);
 }
 
 TEST(Llama, SamplesFromTheMostProbableTokens) {

@@ -78,6 +78,14 @@ const std::vector<Row>& table() {
           "ShortConvolution(channels=16, width=3, bias=true, silu=true)",
           [] { return ShortConvolution(ShortConvolutionOptions(16, 3).bias(true)); }, x.view({1, -1, 16})),
       row(
+          "GatedDeltaNet(hidden_size=16, key_heads=2, heads=4, key_dim=8, value_dim=6, width=3, eps=1e-06)",
+          [] { return GatedDeltaNet(GatedDeltaNetOptions(16).key_heads(2).heads(4).key_dim(8).value_dim(6).width(3)); },
+          x),
+      row(
+          "Mamba2(hidden_size=16, heads=4, head_dim=6, groups=2, state_size=8, width=3, eps=1e-05, bias=true, "
+          "conv_bias=true)",
+          [] { return Mamba2(Mamba2Options(16, 4).head_dim(6).groups(2).state_size(8).width(3).bias(true)); }, x),
+      row(
           "LayerNorm(hidden_size=16, eps=0.001, bias=true)", [] { return LayerNorm(LayerNormOptions(16).eps(1e-3)); },
           x),
       row(

@@ -8,7 +8,6 @@
 #include "liger/nn/loss.h"
 #include "liger/nn/norm.h"
 #include "liger/nn/policy.h"
-#include "liger/nn/mixers.h"
 #include "liger/nn/rope.h"
 #include "tests/cpp/compare.h"
 
@@ -50,20 +49,6 @@ TEST(Norms, Modules) {
   expect_close({liger::nn::RMSNormGated(16)(x, residual)},
                {torch::rms_norm(x, {16}, {}, 1e-6) * torch::silu(residual)});
   expect_close({liger::nn::LayerNorm(16)(x)}, {torch::layer_norm(x, {16}, {}, {}, 1e-6)});
-}
-
-TEST(Mixers, ShortConvolution) {
-  const auto x = torch::randn({2, 9, 16});
-  liger::nn::ShortConvolution convolution(liger::nn::ShortConvolutionOptions(16, 3).bias(true));
-  torch::nn::init::normal_(convolution->bias);
-  const auto plain = [&](const Tensor& x) {
-    const auto columns = torch::constant_pad_nd(x.transpose(1, 2), {2, 0});
-    return torch::silu(torch::conv1d(columns, convolution->weight, convolution->bias, {1}, at::IntArrayRef{0}, {1}, 16))
-        .transpose(1, 2);
-  };
-  expect_close({convolution(x)}, {plain(x)});
-  const auto starts = torch::tensor({0, 0, 0, 0, 4, 4, 4, 4, 4}, torch::kInt).expand({2, 9});
-  expect_close({convolution(x, starts)}, {torch::cat({plain(x.narrow(1, 0, 4)), plain(x.narrow(1, 4, 5))}, 1)});
 }
 
 TEST(Gated, EqualsTorch) {

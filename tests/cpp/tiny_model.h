@@ -35,6 +35,11 @@ inline liger::LlamaConfig tiny(const std::string& type = "llama") {
   c.num_attention_heads = 4, c.num_key_value_heads = 2;
   c.head_dim = 8, c.qk_norm = type == "qwen3", c.qkv_bias = type == "qwen2", c.eos_token_ids = {3},
   c.initializer_range = 0.2, c.max_position_embeddings = 64;
+  if (c.hybrid()) {
+    c.qk_norm = c.output_gate = true, c.norm_offset = 1, c.partial_rotary_factor = 0.5;
+    c.linear_attention = {true, false}, c.linear_conv_kernel_dim = 3, c.linear_key_head_dim = 8,
+    c.linear_value_head_dim = 6, c.linear_num_key_heads = 2, c.linear_num_value_heads = 4;
+  }
   return c;
 }
 

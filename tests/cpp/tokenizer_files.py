@@ -73,6 +73,7 @@ OTHERS = {
         "LlamaTokenizerFast",
         "Qwen2Tokenizer",
         "Qwen2TokenizerFast",
+        "Qwen3_5Tokenizer",
         "GPT2Tokenizer",
         "GPT2TokenizerFast",
         "GPTNeoXTokenizerFast",
@@ -365,7 +366,7 @@ def cases(fields):
         for change in changes:
             field = "no JSON object" if name == "brackets" else name
             yield f"tokenizer.json: {change}", {"tokenizer": change}, field, None
-    for kind in ("llama", "mistral", "qwen2", "qwen3"):
+    for kind in ("llama", "mistral", "qwen2", "qwen3", "qwen3_5", "qwen3_5_text"):
         for name in [None, *OTHERS["tokenizer_class"]]:
             config = {} if name is None else {"tokenizer_class": name}
             what = {"config": {"model_type": kind}, "tokenizer_config": config}

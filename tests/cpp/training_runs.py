@@ -21,14 +21,20 @@ TEXTS = [f"Document {i} counts: " + ", ".join(str(i * j) for j in range(i + 3)) 
 PAIRS = [{"prompt": f"{i} + {i} =", "chosen": f" {2 * i}, so it is.", "rejected": f" {i}."} for i in range(12)]
 
 
-def checkpoint(folder):
+HYBRID = {
+    "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6, "linear_conv_kernel_dim": 3, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+
+
+def checkpoint(folder, config_class=transformers.LlamaConfig, **fields):
     """A tiny model with a tokenizer; returns both."""
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
+    config = config_class(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2, eos_token_id=0,
+        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2, eos_token_id=0, **fields,
     )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -38,7 +44,8 @@ def checkpoint(folder):
     )
     tokenizer.train_from_iterator(TEXTS, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
+    fields = {"eos_token": END, "tokenizer_class": "PreTrainedTokenizerFast"}  # tokenizer.json as it is
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields))
     return model, tokenizer
 
 

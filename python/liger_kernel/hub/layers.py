@@ -4,10 +4,13 @@ replaces.
 What the operators have no kernel for, and what they would round in another way, goes to the code that was replaced.
 """
 
+import inspect
+
 from torch import nn
 
 from liger_kernel.operators.coverage import GATED_KERNELS, NORM_KERNELS, ROPE_KERNELS, kernels_cover
 from liger_kernel.ops import LigerGELUMulFunction, LigerRMSNormFunction, LigerRopeFunction, LigerSiLUMulFunction
+from liger_kernel.transformers.patching import mixer_functions
 from liger_kernel.transformers.patching.part import rms_norm_input
 
 
@@ -111,6 +114,25 @@ def gate_of(mlp):
     return GATES.get(activation.__name__) if known else None
 
 
+def _function(name, of):
+    """The layer of a function of mixer_functions.py, with its parameters. transformers' function may have more of them
+    by name, of which `kernels` asks for as many: use_as_hub_kernels makes a layer with those."""
+
+    def forward(self, *args, **kwargs):
+        result = of(*args, **kwargs)
+        return type(self).forward(self, *args, **kwargs) if result is NotImplemented else result
+
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    forward.__signature__ = inspect.Signature([own, *inspect.signature(of).parameters.values()])
+    return _layer(name, of.__doc__, forward)
+
+
+LigerCausalConv1d = _function("LigerCausalConv1d", mixer_functions.liger_causal_conv1d_fn)
+LigerChunkGatedDeltaRule = _function("LigerChunkGatedDeltaRule", mixer_functions.liger_chunk_gated_delta_rule)
+LigerMamba2ChunkScan = _function("LigerMamba2ChunkScan", mixer_functions.liger_mamba2_chunk_scan)
+LigerMamba2Parts = _function("LigerMamba2Parts", mixer_functions.liger_mamba2_split_conv1d_scan_combined)
+
 #: The layers that liger_kernel.transformers.patching.formulas names.
 NORMS = (LigerRMSNorm, LigerFloatRMSNorm, LigerZeroCenteredRMSNorm)
 ROTARIES = (LigerRotaryEmbedding, LigerFloatRotaryEmbedding, LigerHalfTableRotaryEmbedding)
+MIXERS = (LigerCausalConv1d, LigerChunkGatedDeltaRule, LigerMamba2ChunkScan, LigerMamba2Parts)

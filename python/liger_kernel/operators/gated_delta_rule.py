@@ -1,11 +1,14 @@
-"""The gated delta rule, the recurrence of Qwen3-Next's, Qwen3.5's and OLMo Hybrid's linear attention; formulas in
-liger/ops/mixers/gated_delta_rule.h."""
+"""The gated delta rule, the recurrence of Qwen3-Next's, Qwen3.5's and OLMo Hybrid's linear attention, and
+its gates; formulas in liger/ops/mixers."""
+
+import math
 
 import torch
 from torch import Tensor
 
 from liger_kernel._library import ops
 from liger_kernel._recompute import run
+from liger_kernel.operators.common import beside
 from liger_kernel.operators.documents import document_starts
 
 
@@ -51,6 +54,31 @@ def liger_gated_delta_rule(
         ops.gated_delta_rule, q, k, v, g, beta, state, starts, scale, -1.0 if eps is None else eps, delta, final_state
     )
     return o, last if final_state else None
+
+
+def liger_delta_gates(
+    a: Tensor, A: Tensor, dt_bias: Tensor | None = None, b: Tensor | None = None, log: bool = True,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(g, beta), the gates of liger_gated_delta_rule, float32:
+
+        dt   = clamp(softplus(a + dt_bias), *dt_limit)
+        g    = -exp(A) dt
+        beta = sigmoid(b)
+
+    as gated delta nets have them. Without log g is A dt, and without b beta is dt, as Mamba-2 has them.
+
+    a [..., heads] and b, as large, have one dtype: float32, bfloat16 or float16; A and dt_bias [heads] have any of
+    these. Slices of a projection are not copied. Gradients of A and dt_bias are summed in a fixed order.
+
+    Raises ValueError where the first limit is above the second.
+    """
+    low, high = dt_limit
+    return run(ops.delta_gates, a, beside(a, A), beside(a, dt_bias), b, log, low, high)
+
+
+class LigerDeltaGatesFunction:
+    apply = staticmethod(liger_delta_gates)
 
 
 class LigerGatedDeltaRuleFunction:

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.operators.gated_delta_rule import liger_gated_delta_rule
+from liger_kernel.operators.gated_delta_rule import liger_delta_gates, liger_gated_delta_rule
 
 
 def liger_mamba2_scan(
@@ -34,14 +34,14 @@ def liger_mamba2_scan(
 
     Raises ValueError for cu_seqlens with a batch other than 1.
     """
-    dt = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     if dt_softplus:
-        dt = F.softplus(dt)
-    if dt_limit != (0.0, float("inf")) or not dt_softplus:
-        dt = dt.clamp(*dt_limit)
+        g, dt = liger_delta_gates(dt, A, dt_bias, log=False, dt_limit=dt_limit)
+    else:
+        dt = (dt.float() if dt_bias is None else dt.float() + dt_bias.float()).clamp(*dt_limit)
+        g = dt * A.float()
     begin = None if state is None else state.transpose(-1, -2).contiguous()
     y, last = liger_gated_delta_rule(
-        C, B, x, dt * A.float(), dt, begin, cu_seqlens=cu_seqlens, seq_idx=seq_idx, starts=starts, scale=1.0, eps=None,
+        C, B, x, g, dt, begin, cu_seqlens=cu_seqlens, seq_idx=seq_idx, starts=starts, scale=1.0, eps=None,
         delta=False, final_state=final_state,
     )  # fmt: skip
     if D is not None:

@@ -4,6 +4,7 @@ plain functions."""
 from liger_kernel import _lazy
 from liger_kernel.ops.causal_conv1d import LigerCausalConv1dFunction
 from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
+from liger_kernel.ops.delta_gates import LigerDeltaGatesFunction
 from liger_kernel.ops.experimental.embedding import LigerEmbeddingFunction
 from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
 from liger_kernel.ops.fused_ce_tvd import LigerFusedCETVDFunction
@@ -72,7 +73,7 @@ __getattr__ = _lazy.lookup(
 __all__ = [
     "GrpoLossFunction", "ISCorrection", "LigerFusedLinearScoreCenteringFunction", "fused_linear_score_centering",
     "LigerAttnResFunction", "LigerCausalConv1dFunction",
-    "LigerGatedDeltaRuleFunction", "LigerCrossEntropyFunction", "LigerDyTFunction",
+    "LigerDeltaGatesFunction", "LigerGatedDeltaRuleFunction", "LigerCrossEntropyFunction", "LigerDyTFunction",
     "LigerEmbeddingFunction",
     "LigerFusedAddRMSNormFunction", "LigerFusedGateUpSiLUMulFunction", "LigerFusedLinearCrossEntropyFunction",
     "LigerFusedLinearJSDFunction", "LigerFusedLinearScaledCrossEntropyFunction", "LigerFusedMoEFunction",

@@ -23,24 +23,30 @@ from liger_kernel.transformers.causal_lm import fused_forward, hands_logits_over
 from liger_kernel.transformers.head import head_of, prepare_head
 from liger_kernel.transformers.patching.families import FAMILIES, CausalLM
 from liger_kernel.transformers.patching.formulas import find, tagged_function
-from liger_kernel.transformers.patching.place import Edits
+from liger_kernel.transformers.patching.place import Edits, function_like
 from liger_kernel.transformers.patching.report import Report
 
 _CLASSIC = "apply_liger_kernel_to_<family>() and use_liger_kernel=True need no `kernels`"
 #: The versions of `kernels` below this one know no condition: they would bind a layer to every module of a class.
 _WITHOUT_CONDITIONS = parse("0.17")
 _NORMS, _ROTARY = ("RMSNorm", "RMSNormZeroCentered"), "rotary_pos_emb"
+_MIXERS = (
+    *("causal_conv1d_fn", "chunk_gated_delta_rule"),
+    *("mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined"),
+)
 _DEVICES = ("cpu", "cuda")
 _SWITCHES = {
     **dict.fromkeys(layers.NORMS, "rms_norm"),
     **dict.fromkeys(layers.ROTARIES, "rope"),
+    **dict.fromkeys(layers.MIXERS, "mixers"),
     layers.LigerGatedMLP: "mlp",
 }
 
 
 def use_as_hub_kernels(
-    rms_norm: bool = True, rope: bool = True, mlp: bool = True, fused_linear_cross_entropy: bool = True
-) -> "HubKernels":
+    rms_norm: bool = True, rope: bool = True, mlp: bool = True, fused_linear_cross_entropy: bool = True,
+    mixers: bool = True,
+) -> "HubKernels":  # fmt: skip
     """Make this package's operators what `use_kernels=True` of transformers runs, on CPUs and on CUDA; its `undo()`
     takes that back.
 
@@ -52,6 +58,7 @@ def use_as_hub_kernels(
         rope: the rotary embeddings that transformers tags, and the norms of families that have a row here.
         mlp: the gated MLPs of families that have a row.
         fused_linear_cross_entropy: the loss of their causal language models, which returns no logits in training.
+        mixers: short convolutions, the gated delta rule and Mamba-2's scan of hybrid models, in any model.
 
     A second call changes the switches of the first. Printing the result lists, model by model, what was replaced.
 
@@ -67,6 +74,7 @@ def use_as_hub_kernels(
         "rope": rope,
         "mlp": mlp,
         "fused_linear_cross_entropy": fused_linear_cross_entropy,
+        "mixers": mixers,
     }
     active = getattr(PreTrainedModel.set_use_kernels, "liger_hub_kernels", None) or HubKernels()
     active.on = {name for name, value in switches.items() if value}
@@ -142,6 +150,15 @@ def _causal_lm(cls, spec):
     return type(LigerCausalLM.__name__, (LigerCausalLM,), {"forward": forward, "__module__": __name__})
 
 
+@functools.cache
+def _with_signature_of(cls, layer):
+    """A layer of any arguments as one that takes those of a class's forward."""
+    forward = function_like(layer.forward)
+    forward.__signature__ = inspect.signature(cls.forward)
+    _ours.add(forward)
+    return type(layer.__name__, (layer,), {"forward": forward, "__module__": __name__})
+
+
 #: The forwards that are bound to modules.
 _ours = {layer.forward for layer in _SWITCHES}
 
@@ -170,6 +187,8 @@ def _registered(cls, plan):
     name = f"liger_kernel.{plan.layer.__name__}"
     if plan.spec:
         return f"{name}.{cls.__module__}.{cls.__qualname__}", _causal_lm(cls, plan.spec)
+    if plan.layer in layers.MIXERS:
+        return f"{name}.{tagged_function(cls).__module__}", _with_signature_of(cls, plan.layer)
     return name, plan.layer
 
 
@@ -301,6 +320,8 @@ class HubKernels:
             return None
         if tag == _ROTARY:
             plan = _Plan("rope", _layer_of(tagged_function(cls)))
+        elif tag in _MIXERS:
+            plan = _Plan("mixers", _layer_of(tagged_function(cls)))
         elif tag in _NORMS:
             plan = _Plan("rms_norm", _layer_of(cls))
         elif tag is not None or cls.__module__ not in _modules_with_rows():

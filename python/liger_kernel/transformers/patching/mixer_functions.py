@@ -11,13 +11,22 @@ from typing import Any
 from torch import Tensor
 
 from liger_kernel.operators.causal_conv1d import ACTIVATIONS, liger_causal_conv1d
-from liger_kernel.operators.coverage import CAUSAL_CONV1D_KERNELS, DELTA_RULE_KERNELS, DENSE, kernels_cover
+from liger_kernel.operators.coverage import (
+    CAUSAL_CONV1D_KERNELS,
+    DELTA_GATES_KERNELS,
+    DELTA_RULE_KERNELS,
+    DENSE,
+    kernels_cover,
+)
 from liger_kernel.operators.documents import document_starts
 from liger_kernel.operators.gated_delta_rule import liger_gated_delta_rule
 from liger_kernel.operators.mamba2 import liger_mamba2_scan
 
 #: The keyword argument that says where documents begin: `starts` of liger_kernel.operators.documents.
 STARTS = "liger_starts"
+
+
+_SCAN_KERNELS = (*DELTA_RULE_KERNELS, *DELTA_GATES_KERNELS)
 
 
 def starts_in(given: dict[str, Any], batch: int, tokens: int, continued: bool = False) -> Any:
@@ -40,7 +49,7 @@ def starts_in(given: dict[str, Any], batch: int, tokens: int, continued: bool = 
     return starts.expand(batch, tokens)
 
 
-def _cover(kernels: tuple[str, ...], *tensors: Tensor | None) -> bool:
+def cover(kernels: tuple[str, ...], *tensors: Tensor | None) -> bool:
     """Whether there are these kernels for the first tensor, and tensors are as torch has them, of dtypes that kernels
     know."""
     given = [t for t in tensors if t is not None]
@@ -63,7 +72,7 @@ def liger_causal_conv1d_fn(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **kwargs: Any
 ) -> Any:
     """transformers' causal_conv1d_fn; NotImplemented for what liger_causal_conv1d does not take."""
-    if not _cover(CAUSAL_CONV1D_KERNELS, x, weight, bias) or activation not in ACTIVATIONS or weight.shape[-1] > 8:
+    if not cover(CAUSAL_CONV1D_KERNELS, x, weight, bias) or activation not in ACTIVATIONS or weight.shape[-1] > 8:
         return NotImplemented
     starts = starts_in(kwargs, x.shape[0], x.shape[2])
     return starts if starts is NotImplemented else liger_causal_conv1d(x, weight, bias, activation, starts=starts)
@@ -85,7 +94,7 @@ def liger_chunk_gated_delta_rule(
 
     With documents the state is that after each row's last one.
     """
-    if not _cover(DELTA_RULE_KERNELS, query, key, value, g, beta, initial_state):
+    if not cover(DELTA_RULE_KERNELS, query, key, value, g, beta, initial_state):
         return NotImplemented
     if query.is_cuda and query.shape[-1] > 256:
         return NotImplemented
@@ -123,7 +132,7 @@ def liger_mamba2_chunk_scan(
 ) -> Any:
     """transformers' mamba2_chunk_scan, whose result is float32; NotImplemented for what liger_mamba2_scan does not
     take. States are those of liger_chunk_gated_delta_rule, transposed."""
-    if not _cover(DELTA_RULE_KERNELS, hidden_states, dt, A, B, C, D, dt_bias, initial_states):
+    if not cover(_SCAN_KERNELS, hidden_states, dt, A, B, C, D, dt_bias, initial_states):
         return NotImplemented
     if hidden_states.is_cuda and B.shape[-1] > 256:
         return NotImplemented
@@ -153,4 +162,4 @@ def liger_mamba2_split_conv1d_scan_combined(
 ) -> Any:
     """transformers' mamba2_split_conv1d_scan_combined: None, by which a mixer calls the convolution, the scan, the norm
     and the projection one by one, with all that adapters and hooks add to them."""
-    return None if _cover(DELTA_RULE_KERNELS, zxbcdt, dt_bias, A, D) else NotImplemented
+    return None if cover(_SCAN_KERNELS, zxbcdt, dt_bias, A, D) else NotImplemented
