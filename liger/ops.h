@@ -113,6 +113,11 @@ struct AdaptedLinear {
   std::optional<at::Tensor> weight_scale{};
 };
 
+/// A matrix as `weight` and `weight_scale` of an AdaptedLinear, rounded to nearest:
+///   weight_scale[i] = max |matrix[i]| / largest     1 for a row of zeros; largest is 448 for E4M3, 127 for Int8
+///   weight[i]       = matrix[i] / weight_scale[i]
+std::tuple<at::Tensor, at::Tensor> quantise_rows(const at::Tensor& matrix, EightBit format);
+
 /// y of x [..., in]: [..., out]. The low-rank term is added inside the GEMM of the weight, in float. `dropped`, x after
 /// a dropout, is what the adapter sees instead of x. Backward keeps x and x aᵀ.
 at::Tensor linear(const at::Tensor& x, const AdaptedLinear& layer, const std::optional<at::Tensor>& dropped = {});

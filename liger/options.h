@@ -22,6 +22,11 @@ enum class Casting : int8_t { None = -1, Llama = 0, Gemma = 1 };
 /// What a gated norm makes of its gate: silu(x) = x · σ(x), or σ(x).
 enum class Gate : int8_t { SiLU, Sigmoid };
 
+/// Numbers of 8 bits:
+///   E4M3   floats with 4 bits of exponent and 3 of mantissa, up to 448 (OCP 8-bit Floating Point, 2023)
+///   Int8   integers from −127 to 127
+enum class EightBit : uint8_t { E4M3, Int8 };
+
 /// What a router makes of its logits: softmax(z) over all experts, σ(z), or √softplus(z).
 enum class RouterScore : int8_t { Softmax, Sigmoid, SqrtSoftplus };
 

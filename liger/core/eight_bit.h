@@ -6,11 +6,6 @@
 
 namespace liger {
 
-/// Numbers of 8 bits:
-///   E4M3   floats with 4 bits of exponent and 3 of mantissa, up to 448 (OCP 8-bit Floating Point, 2023)
-///   Int8   integers from −127 to 127
-enum class EightBit : uint8_t { E4M3, Int8 };
-
 /// The largest number of a format.
 constexpr float largest(EightBit format) { return format == EightBit::E4M3 ? 448.f : 127.f; }
 

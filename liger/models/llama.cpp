@@ -239,6 +239,13 @@ void LlamaForCausalLMImpl::add_adapter(const LoraConfig& added) {
   lora = added;
 }
 
+void LlamaForCausalLMImpl::quantise(EightBit format) {
+  for (const auto& [name, layer] : linear_layers(model)) {
+    const int64_t out = layer->options.out_features(), in = layer->options.in_features();
+    if (out >= 128 && out % 16 == 0 && in % 16 == 0) layer->quantise(format);
+  }
+}
+
 void LlamaForCausalLMImpl::load_adapter(const std::string& folder) {
   const LoraConfig added = LoraConfig::load(folder);
   const std::string path = adapter_file(folder);

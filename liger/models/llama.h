@@ -158,6 +158,11 @@ struct LlamaForCausalLMImpl : torch::nn::Cloneable<LlamaForCausalLMImpl> {
   /// adapters add is part of the weights that are written.
   void save_pretrained(const std::string& folder, int64_t max_shard_bytes = int64_t(5) << 30) const;
 
+  /// Puts the frozen weights of the blocks' linear layers into 8 bits (AdaptedLinear), but those of which a size is no
+  /// multiple of 16 or that have fewer than 128 rows: no longer exact. For a model with adapters, after it has been
+  /// moved to its device and dtype. Raises c10::Error for weights that are trained.
+  void quantise(EightBit format);
+
   /// Freezes all weights, and gives an adapter in float to each linear layer of a block that lora.target_modules names.
   /// They are drawn as PEFT draws them: the model computes what it did. Raises c10::Error for a target that is none of
   /// these layers, and for a model that has adapters.

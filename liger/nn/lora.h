@@ -15,6 +15,7 @@ struct LoRALinearOptions {
   TORCH_ARG(bool, rslora) = false;  // the scale alpha / √rank (Kalajdzievski 2023, arXiv:2312.03732)
   TORCH_ARG(double, dropout) = 0;   // the probability that training takes an element of the adapter's input away
   TORCH_ARG(bool, bias) = true;     // of the frozen layer
+  TORCH_ARG(std::optional<EightBit>, base) = std::nullopt;  // the format of a weight in 8 bits: quantise
 };
 
 /// What linear layers with an adapter have in common: frozen weights, which are not initialised here, and the two
@@ -32,6 +33,7 @@ struct LoRALinearBase : torch::nn::Cloneable<Derived> {
     weight = this->register_parameter("weight", torch::empty({out, in}), trains);
     if (options.bias()) bias = this->register_parameter("bias", torch::empty({out}), trains);
     if (!trains) add_adapter();
+    if (options.base()) quantise(*options.base());
   }
 
   /// y = x weightᵀ + bias + scale · (x lora_Aᵀ) lora_Bᵀ for x [..., in_features]: [..., out_features].
@@ -40,7 +42,9 @@ struct LoRALinearBase : torch::nn::Cloneable<Derived> {
   }
 
   /// What an operator takes: qkv and gated_mlp run several layers at once.
-  AdaptedLinear layer() const { return {weight, given(bias), given(lora_A), given(lora_B), scale()}; }
+  AdaptedLinear layer() const {
+    return {weight, given(bias), given(lora_A), given(lora_B), scale(), given(weight_scale)};
+  }
 
   /// Whether the adapter sees its input through a dropout, of which the operators for several layers know nothing.
   bool drops() const { return options.rank() > 0 && options.dropout() > 0 && this->is_training(); }
@@ -50,9 +54,20 @@ struct LoRALinearBase : torch::nn::Cloneable<Derived> {
     return options.alpha() / (options.rslora() ? std::sqrt(double(options.rank())) : double(options.rank()));
   }
 
+  /// Puts the weight, which must not be trained, into 8 bits (AdaptedLinear): no longer exact. A later to(dtype) would
+  /// round its scales.
+  void quantise(EightBit format) {
+    TORCH_CHECK(!weight.requires_grad(), "a weight that is trained cannot be in 8 bits");
+    const auto [numbers, scales] = quantise_rows(weight, format);
+    weight.set_data(numbers);
+    weight_scale = this->register_buffer("weight_scale", scales);
+    options.base(format);
+  }
+
   /// weight + scale · lora_B lora_A, added in float, or double, and rounded to weight's dtype. No gradients.
   at::Tensor merged_weight() const {
     const torch::NoGradGuard no_gradients;
+    TORCH_CHECK(!options.base(), "a weight in 8 bits takes no adapter in: merge it into the original weight");
     if (options.rank() == 0) return weight;
     const auto wide = at::promote_types(weight.scalar_type(), at::kFloat);
     return at::addmm(weight.to(wide), lora_B.to(wide), lora_A.to(wide), 1, scale()).to(weight.scalar_type());
@@ -66,6 +81,7 @@ struct LoRALinearBase : torch::nn::Cloneable<Derived> {
 
   LoRALinearOptions options;
   at::Tensor weight, bias, lora_A, lora_B;  // [out, in], [out], [rank, in] and [out, rank]
+  at::Tensor weight_scale;                  // [out], of a weight in 8 bits
 
  protected:
   /// On the weight's device, in float: PEFT has its adapters so beside weights of 16 bits too.

@@ -10,7 +10,7 @@ namespace liger::train {
 struct Options {
   std::string model, out, loss = "causal", dpo_loss = "sigmoid", schedule = "cosine", dtype = "float32", device = "cpu";
   std::string cuda_graphs = "auto";
-  std::string packing = "apart", adapter, lora_target = "all";
+  std::string packing = "apart", adapter, lora_target = "all", base;
   std::vector<std::string> data, eval;
   int64_t length = 1024, batch = 4, accumulate = 1, steps = 0, warmup = 0, seed = 0;
   int64_t save_steps = 0, keep = 0, eval_steps = 0, log_steps = 1, threads = 0, lora_rank = 0;

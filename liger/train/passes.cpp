@@ -69,6 +69,7 @@ void Passes::make_model(const std::string& newest) {
       model_->lora->base_model = fs::absolute(options_.model).lexically_normal().string();
     }
     model_->to(device_);
+    if (!options_.base.empty()) model_->quantise(options_.base == "fp8" ? EightBit::E4M3 : EightBit::Int8);
     // Memory of their own: pages of a file lie where products are summed in another order, and are copied when written.
     // Frozen weights stay there, where processes share them.
     for (auto& parameter : model_->parameters())

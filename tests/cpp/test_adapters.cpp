@@ -104,6 +104,52 @@ TEST(Adapters, AreClonedSavedAndMerged) {
   }
 }
 
+/// The rows of a matrix in 8 bits, as doubles.
+at::Tensor rounded(const at::Tensor& matrix, liger::EightBit format) {
+  const double largest = format == liger::EightBit::E4M3 ? 448 : 127;
+  const auto scale = std::get<0>(matrix.abs().max(1, true)) / largest;
+  const auto numbers = (matrix / scale).clamp(-largest, largest);
+  const auto nearest =
+      format == liger::EightBit::Int8 ? numbers.round() : numbers.to(at::kFloat8_e4m3fn).to(at::kFloat);
+  return nearest.to(at::kDouble) * scale.to(at::kDouble);
+}
+
+TEST(Adapters, OnABaseInEightBits) {
+  torch::manual_seed(0);
+  for (const auto format : {liger::EightBit::Int8, liger::EightBit::E4M3}) {
+    liger::nn::LoRALinear layer(liger::nn::LoRALinearOptions(48, 64).rank(4).alpha(8));
+    layer->lora_B.data().normal_();
+    const auto before = layer->weight.clone(), x = torch::randn({5, 48}, at::requires_grad());
+    layer->quantise(format);
+    const auto again = std::dynamic_pointer_cast<liger::nn::LoRALinearImpl>(layer->clone());
+    const auto y = layer->forward(x), dy = torch::randn_like(y);
+    EXPECT_TRUE(again->forward(x).equal(y));
+    y.backward(dy);
+    const auto wide = [](const at::Tensor& t) { return t.detach().to(at::kDouble); };
+    const auto whole = rounded(before, format) + 2 * wide(layer->lora_B).mm(wide(layer->lora_A));
+    // Sums of up to 64 terms in float, in two products.
+    EXPECT_TRUE(at::allclose(wide(y), wide(x).mm(whole.t()) + wide(layer->bias), 1e-5, 1e-5));
+    EXPECT_TRUE(at::allclose(wide(x.grad()), wide(dy).mm(whole), 1e-5, 1e-5));
+    EXPECT_TRUE(layer->lora_A.grad().defined() && !layer->weight.requires_grad());
+    EXPECT_THROW(layer->merged_weight(), c10::Error);
+  }
+  liger::nn::LoRALinear trained(liger::nn::LoRALinearOptions(48, 64).rank(0));
+  EXPECT_THROW(trained->quantise(liger::EightBit::Int8), c10::Error);
+
+  auto config = tiny();
+  config.hidden_size = 128, config.intermediate_size = 256;
+  liger::nn::LlamaForCausalLM model(config);
+  model->add_adapter({.rank = 3, .alpha = 6, .target_modules = kTargets[0]});
+  const auto ids = torch::randint(40, {2, 11});
+  const auto exact = plain_logits(model, ids);
+  model->quantise(liger::EightBit::Int8);
+  const auto weight = model->named_parameters()["model.layers.0.mlp.up_proj.weight"];
+  EXPECT_EQ(weight.scalar_type(), at::kChar);
+  const double error = ((plain_logits(model, ids) - exact).norm() / exact.norm()).item<double>();
+  EXPECT_GT(error, 1e-4);
+  EXPECT_LT(error, 0.02);  // 1 % of each product's norm
+}
+
 TEST(Adapters, ThatAreNone) {
   const Folder folder;
   auto model = with_adapter({"q_proj"});

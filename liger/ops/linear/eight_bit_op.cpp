@@ -123,4 +123,14 @@ bool multiply_transposed(const Tensor& dx, at::ArrayRef<Tensor> dy, at::ArrayRef
 }
 
 }  // namespace op::linear
+
+std::tuple<Tensor, Tensor> quantise_rows(const Tensor& matrix, EightBit format) {
+  TORCH_CHECK(matrix.dim() == 2, "quantise_rows: matrix must have two dimensions, got ", matrix.sizes());
+  const Tensor rows = matrix.detach().to(at::kFloat), most = rows.abs().amax(1);
+  const Tensor scale = at::where(most > 0, most / largest(format), at::ones_like(most));
+  const Tensor numbers = (rows / scale.unsqueeze(1)).clamp_(-largest(format), largest(format));
+  if (format == EightBit::Int8) return {numbers.round_().to(at::kChar), scale};
+  return {numbers.to(at::kFloat8_e4m3fn).view(at::kByte), scale};
+}
+
 }  // namespace liger
