@@ -173,10 +173,11 @@ def main():
     plain = base_model(python, device, args.base_steps)
     ids = next(batches(python, device, 3))
     exact = step(adapted(copy.deepcopy(plain)).double(), ids, False)
-    rows = [row(kind, plain, exact, ids, other, device, args.steps) for kind in args.bases.split(",")]
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    report = {"machine": machine(device, sources=Path(__file__).parent), "loss": exact[0], "rows": rows}
-    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    report = {"machine": machine(device, sources=Path(__file__).parent), "loss": exact[0], "rows": []}
+    for kind in args.bases.split(","):
+        report["rows"].append(row(kind, plain, exact, ids, other, device, args.steps))
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -225,8 +225,8 @@ def test_lora_of_a_transposed_input(op, results, device):
     x = torch.randn(3, 4, 8, device=device)
     layer = [torch.randn(8, 8), None, torch.randn(2, 8), torch.randn(8, 2)]
     layer = [t if t is None else t.to(device) for t in layer]
-    arguments = {"linear": (*layer, None, 2.0), "qkv": (*layer, *layer, *layer, 2.0, 2.0, 2.0)}
-    arguments["gated_mlp"] = (*layer, *layer, *layer, 2.0, 2.0, 2.0)
+    arguments = {"linear": (*layer, None, None, 2.0)}
+    arguments["qkv"] = arguments["gated_mlp"] = (*layer, *layer, *layer, None, None, None, 2.0, 2.0, 2.0)
 
     def gradient(x):
         out = as_tuple(getattr(ops, op)(x.requires_grad_(), *arguments[op]))

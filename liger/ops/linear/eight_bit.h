@@ -50,7 +50,7 @@ struct HasScaledMatmul {
   bool* yes;
 };
 
-inline constinit Kernel<QuantiseRows> quantise_rows{"quantise_rows"};
+inline constinit Kernel<QuantiseRows> eight_bit_rows{"eight_bit_rows"};
 inline constinit Kernel<TransposeBytes> transpose_bytes{"transpose_bytes"};
 // Of Hopper alone. It takes depths that are multiples of 16, columns and a rank that are multiples of 8.
 inline constinit Kernel<HasScaledMatmul> has_scaled_matmul{"has_scaled_matmul"};

@@ -50,7 +50,7 @@ __device__ void for_packs(const QuantiseRows& a, int64_t row, F f) {
 
 /// A block per row, which the second pass reads from a cache.
 template <class T>
-__global__ void __launch_bounds__(kThreads) quantise_rows_kernel(QuantiseRows a) {
+__global__ void __launch_bounds__(kThreads) eight_bit_rows_kernel(QuantiseRows a) {
   await_previous();
   RowReduce<Largest> reduce;
   const int64_t row = blockIdx.x;
@@ -110,8 +110,9 @@ __global__ void __launch_bounds__(256) transpose_bytes_kernel(TransposeBytes a) 
 
 }  // namespace
 
-LIGER_REGISTER(quantise_rows, [](const QuantiseRows& a, Stream s) {
-  dispatch(a.dtype, [&]<class T>() { launch(quantise_rows_kernel<T>, {.blocks = a.rows, .threads = kThreads}, s, a); });
+LIGER_REGISTER(eight_bit_rows, [](const QuantiseRows& a, Stream s) {
+  dispatch(a.dtype,
+           [&]<class T>() { launch(eight_bit_rows_kernel<T>, {.blocks = a.rows, .threads = kThreads}, s, a); });
 });
 LIGER_REGISTER(transpose_bytes, [](const TransposeBytes& a, Stream s) {
   launch(transpose_bytes_kernel, {.blocks = ceil_div(a.rows, kSide) * ceil_div(a.cols, kSide), .threads = 256}, s, a);

@@ -2,7 +2,7 @@
 
 namespace liger {
 
-LIGER_OPTIONAL(quantise_rows);
+LIGER_OPTIONAL(eight_bit_rows);
 LIGER_OPTIONAL(transpose_bytes);
 LIGER_OPTIONAL(has_scaled_matmul);
 LIGER_OPTIONAL(scaled_matmul);
@@ -41,7 +41,7 @@ EightBitRows quantised(at::ArrayRef<Tensor> parts, at::ArrayRef<Tensor> factors,
   const auto bytes = parts[0].options().dtype(at::kByte);
   EightBitRows made{at::empty({args.rows, cols}, bytes), at::empty({args.rows}, bytes.dtype(at::kFloat))};
   args.out = data<uint8_t>(made.rows), args.scale = data<float>(made.scale);
-  run(quantise_rows, parts[0], args);
+  run(eight_bit_rows, parts[0], args);
   return made;
 }
 

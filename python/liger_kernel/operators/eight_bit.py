@@ -81,7 +81,7 @@ class LigerLinear8bit(nn.Linear):
 
     weight_scale: torch.Tensor
 
-    def __init__(self, linear: nn.Linear, format: str = "int8"):
+    def __init__(self, linear: nn.Linear, format: str = "int8") -> None:
         """The layer `linear` in eight bits. One that has eight bits keeps its bytes where each row has a scale, and its
         format then: bitsandbytes' int8, a float8_e4m3fn weight with `weight_scale`. With `weight_scale_inv`, a scale
         per block, as transformers' FP8Linear has it, rows are rounded again."""
