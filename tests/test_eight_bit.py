@@ -12,7 +12,10 @@ from liger_kernel._library import ops
 from liger_kernel.operators.eight_bit import LigerLinear8bit, quantise_rows
 from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 from peft import LoraConfig, PeftModel, get_peft_model
+from ranks import DEVICE, on_ranks
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
@@ -361,3 +364,37 @@ def test_switch():
     _apply_liger_kernel_to_instance(model=trained.get_base_model(), base="fp8")
     assert sum(isinstance(m, LigerLinear8bit) for m in trained.modules()) == 14
     step(trained)
+
+
+def _over_ranks(rank, kind):
+    """The differences of losses and gradients, over two ranks that have the same tokens, from one process."""
+    model = adapted(llama(torch.bfloat16)).to(DEVICE)
+    quantise(model)
+    patch(model)
+    batch = {"input_ids": IDS.to(DEVICE), "labels": IDS.to(DEVICE)}
+
+    def run(of):
+        with torch.autocast(DEVICE, torch.bfloat16):
+            loss = of(**batch).loss
+        loss.backward()
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad()
+        return loss.detach(), {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
+
+    loss, grads = run(model)
+    if kind == "ddp":
+        whole = nn.parallel.DistributedDataParallel(model)
+    else:
+        for layer in model.get_base_model().model.layers:
+            fully_shard(layer)
+        whole = fully_shard(model)
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+    found, of_ranks = run(whole)
+    return (found - loss).abs().item(), max((of_ranks[n] - g).abs().max().item() for n, g in grads.items()), len(grads)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_over_ranks(kind):
+    """Bytes and scales are broadcast, sharded and gathered; the mean of two equal gradients is exact."""
+    for loss, gradients, count in on_ranks(_over_ranks, kind):
+        assert loss == 0 and gradients == 0 and count == 28
