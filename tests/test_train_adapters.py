@@ -35,9 +35,9 @@ class Adapters:
 
     batch, passes, steps, seed = 2, 2, 5, 3
 
-    def __init__(self, folder):
+    def __init__(self, folder, **fields):
         self.folder = folder
-        training_runs.checkpoint(folder)
+        training_runs.checkpoint(folder, **fields)
         self.runs = training_runs.Runs(os.environ["LIGER_TRAIN"], folder, "cpu")
         torch.manual_seed(1)
         self.ids = torch.randint(1, training_runs.VOCABULARY, (10, 24))
@@ -93,6 +93,28 @@ def adapters(tmp_path_factory):
 # Of a loss, a mean over many tokens: a rounding of bfloat16, and of float32 what AdamW's first steps make of one, which
 # are signs of gradients.
 BOUNDS = {"float32": 1e-5, "bfloat16": 2**-8}
+
+
+def test_adapters_in_cpp_on_a_base_in_eight_bits(adapters, tmp_path):
+    """The losses are those of PEFT on weights that are rounded here, in the layers with at least 128 rows."""
+    larger = Adapters(tmp_path, hidden_size=128, intermediate_size=256, initializer_range=0.1)
+    model = larger.peft(r=4, target_modules="all-linear", lora_alpha=6)
+    start = larger.saved(model, tmp_path / "adapter")
+    rounded = 0
+    for name, module in model.named_modules():
+        if name.endswith("base_layer") and len(module.weight) >= 128:
+            scale = module.weight.data.abs().amax(1, keepdim=True) / 127
+            module.weight.data = (module.weight.data / scale).round() * scale
+            rounded += 1
+    assert rounded == 10  # of 14: keys and values have 64 rows
+    _, lines, _ = larger.train("--adapter", start, "--base", "int8")
+    for line, (loss, norm) in zip(lines, larger.plain_steps(model)):
+        training_runs.close(f"loss of step {line['step']}", line["loss"], loss, BOUNDS["float32"])
+        training_runs.close(f"norm of step {line['step']}", line["gradient_norm"], norm, 10 * BOUNDS["float32"])
+    adapters.runs.refused("--base requires --lora-rank or --adapter", "--data", adapters.rows, "--base", "int8")
+    adapters.runs.refused(
+        "no linear layer has 128 rows", "--data", adapters.rows, "--lora-rank", 2, "--base", "int8", "--steps", 1
+    )
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)

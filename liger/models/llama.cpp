@@ -240,10 +240,12 @@ void LlamaForCausalLMImpl::add_adapter(const LoraConfig& added) {
 }
 
 void LlamaForCausalLMImpl::quantise(EightBit format) {
+  bool any = false;
   for (const auto& [name, layer] : linear_layers(model)) {
     const int64_t out = layer->options.out_features(), in = layer->options.in_features();
-    if (out >= 128 && out % 16 == 0 && in % 16 == 0) layer->quantise(format);
+    if (out >= 128 && out % 16 == 0 && in % 16 == 0) layer->quantise(format), any = true;
   }
+  TORCH_CHECK(any, "no linear layer has 128 rows or more, and sizes that are multiples of 16");
 }
 
 void LlamaForCausalLMImpl::load_adapter(const std::string& folder) {

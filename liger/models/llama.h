@@ -160,7 +160,7 @@ struct LlamaForCausalLMImpl : torch::nn::Cloneable<LlamaForCausalLMImpl> {
 
   /// Puts the frozen weights of the blocks' linear layers into 8 bits (AdaptedLinear), but those of which a size is no
   /// multiple of 16 or that have fewer than 128 rows: no longer exact. For a model with adapters, after it has been
-  /// moved to its device and dtype. Raises c10::Error for weights that are trained.
+  /// moved to its device and dtype. Raises c10::Error for weights that are trained, and where there is no such layer.
   void quantise(EightBit format);
 
   /// Freezes all weights, and gives an adapter in float to each linear layer of a block that lora.target_modules names.

@@ -105,6 +105,7 @@ struct LoRALinearImpl : LoRALinearBase<LoRALinearImpl> {
 
  private:
   void draw() {
+    if (options.base()) return;  // of a clone, which gets the other's numbers
     torch::nn::init::kaiming_uniform_(weight, std::sqrt(5.));
     const double bound = 1 / std::sqrt(double(options.in_features()));
     if (bias.defined()) torch::nn::init::uniform_(bias, -bound, bound);

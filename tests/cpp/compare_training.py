@@ -231,7 +231,7 @@ REFUSED = {
 }  # fmt: skip
 REFUSED_LORA = {
     "--lora-rank": [3], "--lora-alpha": [8], "--lora-target": ["mlp"], "--lora-dropout": [0.5], "--lora-rslora": [],
-    "--lr": [1e-3],
+    "--base": ["int8"], "--lr": [1e-3],
 }  # fmt: skip
 ALLOWED = {
     "--epochs": [2], "--no-deterministic": [], "--gradient-checkpointing": [], "--eval-steps": [1], "--save-steps": [1],

@@ -30,10 +30,11 @@ HYBRID = {
 def checkpoint(folder, config_class=transformers.LlamaConfig, **fields):
     """A tiny model with a tokenizer; returns both."""
     torch.manual_seed(0)
-    config = config_class(
+    sizes = dict(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2, eos_token_id=0, **fields,
+        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2, eos_token_id=0,
     )  # fmt: skip
+    config = config_class(**sizes | fields)
     model = transformers.AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
     tokenizer = Tokenizer(models.BPE())

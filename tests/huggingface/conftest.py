@@ -19,7 +19,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
 # What tests take from here, too.
 from random_models import TEXT as COMMON  # noqa: E402, F401
 from random_models import VOCABULARY  # noqa: E402, F401
-from tiny import TINY_MODELS, class_of, config_of, make  # noqa: E402, F401
+from tiny import TINY_MODELS, can_be_made, class_of, config_of, make  # noqa: E402, F401
 from tiny import text as batch  # noqa: E402, F401
 
 # The models are so small that threads cost more than they give.
@@ -73,7 +73,6 @@ def assert_same_step(model, reference, **inputs):
     return output
 
 
-OMNI = ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
 # One of each thing that a row can say: a scale, a softcap, a router's loss, a head in a model in the model, deferred
 # swaps, composites, and each formula of the rotary embedding.
 REPRESENTATIVES = (
@@ -95,9 +94,7 @@ def pytest_generate_tests(metafunc):
         named = list(TINY_MODELS) if chosen == "all" else chosen.split(",")
         if "lm_head" not in names_in(transformers.Qwen2AudioForConditionalGeneration.forward):
             named = [name for name in named if name != "qwen2_audio"]  # the model that it holds has the head
-        if parse(transformers.__version__) < parse("5"):  # their small configurations are those of transformers 5
-            named = [name for name in named if name not in ("phi4_multimodal", *OMNI)]
-        there = [name for name in named if importlib.util.find_spec(FAMILIES[name].module.rpartition(".")[0])]
+        there = [name for name in named if can_be_made(name)]
         wanted = getattr(metafunc.function, "wanted", lambda row: True)
         cases = [(name, kind) for name in there if wanted(FAMILIES[name]) for kind in TINY_MODELS[name]]
         if parse(transformers.__version__) >= parse("5.24"):  # whose own forward reads what its output does not have

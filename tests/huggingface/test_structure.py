@@ -1,7 +1,6 @@
 """Patching by structure of models whose parts only look like others: they train as they did, or better said why not."""
 
 import copy
-import importlib.util
 
 import pytest
 import test_families as families
@@ -16,11 +15,11 @@ from liger_kernel.transformers.patching.formulas import FORMULAS
 from liger_kernel.transformers.rms_norm import LigerRMSNorm
 from liger_kernel.transformers.swiglu import LigerSeedOssSwiGLUMLP
 from test_own_models import _model, write  # noqa: F401
-from tiny import TINY_MODELS, model_of, swaps_in
+from tiny import TINY_MODELS, can_be_made, model_of, swaps_in
 
 
 def _trains(family):
-    return FAMILIES[family].loss and importlib.util.find_spec(FAMILIES[family].module.rpartition(".")[0])
+    return FAMILIES[family].loss and can_be_made(family)
 
 
 FUSED = "fused_linear_cross_entropy"
@@ -68,13 +67,11 @@ def test_a_family_without_a_row(family):
     reference, (_, switches) = make(family).train(), MODELS[family]
     model = copy.deepcopy(reference)
     report = apply_liger_kernel_by_structure(model)
-    # The routers of older versions of transformers are unknown, and kept; mixers there call nothing to be replaced.
-    assert {entry.switch for entry in report.replaced} - {
-        "router",
-        "layers",
-        "masks",
-        "mixers",
-    } == switches and not report.skipped, report
+    # The routers of older versions of transformers are unknown, and kept, as are experts in classes of their own;
+    # mixers there call nothing to be replaced.
+    replaced = {entry.switch for entry in report.replaced} - {"router", "layers", "masks", "mixers"}
+    assert replaced == switches, report
+    assert {entry.name for entry in report.skipped} <= {"GraniteMoeHybridParallelExperts"}, report
     for dtype in (torch.float32, torch.bfloat16):  # in bfloat16 Mamba's residual stream stays float32
         for each in (model, reference):
             each.to(dtype)

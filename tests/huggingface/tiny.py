@@ -2,12 +2,17 @@
 
 import functools
 import importlib
+import importlib.util
 
 import torch
+import transformers
 from liger_kernel.transformers.patching.by_source import completed
 from liger_kernel.transformers.patching.families import FAMILIES
+from packaging.version import parse
 from random_models import END, IMAGE, MODELS, START
 from shrink import shrunk
+
+OMNI = ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
 
 
 def _generator(seed=0):
@@ -128,6 +133,14 @@ def config_of(family, **fields):
 def make(family, config=None, **fields):
     """A model of a family's first class, perhaps with other fields in its configuration."""
     return model_of(family, class_of(family).__name__, config or config_of(family, **fields))
+
+
+def can_be_made(family):
+    """Whether the installed transformers makes the small models of a family: some configurations are those of
+    transformers 5."""
+    if parse(transformers.__version__) < parse("5") and family in ("phi4_multimodal", *OMNI):
+        return False
+    return importlib.util.find_spec(FAMILIES[family].module.rpartition(".")[0]) is not None
 
 
 def model_of(family, name, config=None):
