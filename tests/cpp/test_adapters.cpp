@@ -145,9 +145,9 @@ TEST(Adapters, OnABaseInEightBits) {
   model->quantise(liger::EightBit::Int8);
   const auto weight = model->named_parameters()["model.layers.0.mlp.up_proj.weight"];
   EXPECT_EQ(weight.scalar_type(), at::kChar);
-  const double error = ((plain_logits(model, ids) - exact).norm() / exact.norm()).item<double>();
+  const double error = ((model->forward(ids).logits - exact).norm() / exact.norm()).item<double>();
   EXPECT_GT(error, 1e-4);
-  EXPECT_LT(error, 0.02);  // 1 % of each product's norm
+  EXPECT_LT(error, 0.01 * std::sqrt(14));  // of 14 products, each off by at most 1 % of its norm
 }
 
 TEST(Adapters, ThatAreNone) {
