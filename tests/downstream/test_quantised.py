@@ -11,10 +11,12 @@ import pytest
 import torch
 from bitsandbytes import functional
 from bitsandbytes.functional import has_avx512bf16
-from bitsandbytes.nn import Linear4bit, Params4bit
+from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit
 from conftest import COMMON, words
+from liger_kernel import quantise
 from liger_kernel.ops.sliced_log_prob import quantised_linear_log_prob
 from liger_kernel.transformers.patching.apply import patch
+from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
 from watched import assert_same, logits_of, watched
 
@@ -182,3 +184,20 @@ def test_weights_that_evaluation_has_packed(twice, model):
     for found in (first, gradients(), gradients()):
         for a, b in zip(found, expected):
             assert (a - b).norm() <= 3 * 14 * 2.0**-9 * b.norm().clamp(min=1e-3)
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+def test_int8_layers_keep_their_bytes(has_run):
+    """quantise takes over bitsandbytes' int8: weight = bytes · SCB / 127."""
+    torch.manual_seed(0)
+    plain, layer = nn.Linear(256, 128), Linear8bitLt(256, 128, has_fp16_weights=False)
+    layer.weight = Int8Params(plain.weight.data.clone(), requires_grad=False)
+    layer.bias = nn.Parameter(plain.bias.data.clone())
+    model, x = nn.Sequential(layer).to("cpu"), torch.randn(5, 256)
+    bytes, most = layer.weight.CB.clone(), layer.weight.SCB.clone()
+    if has_run:
+        model(x)
+    quantise(model, "fp8")
+    assert model[0].format == "int8" and torch.equal(model[0].weight, bytes)
+    expected = x.double() @ (bytes.double() * most.double()[:, None] / 127).T + plain.bias.double()
+    torch.testing.assert_close(model[0](x).double(), expected, rtol=1e-5, atol=1e-5)
