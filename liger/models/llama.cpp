@@ -209,8 +209,7 @@ std::shared_ptr<LlamaForCausalLMImpl> LlamaForCausalLMImpl::from_pretrained(cons
     TORCH_CHECK(weight.sizes() == item.value().sizes(), folder, ": ", name, " is of shape ", weight.sizes(),
                 ", and the model's of ", item.value().sizes());
     TORCH_CHECK(weight.is_floating_point(), folder, ": ", name, " is of ", weight.scalar_type());
-    Tensor parameter = item.value();
-    parameter.set_data(weight.to(config.dtype));
+    item.value().set_data(weight.to(config.dtype));
   }
   return made;
 }

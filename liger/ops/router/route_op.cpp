@@ -78,9 +78,8 @@ struct Route {
     c10::SymDimVector chosen(in.logits.sym_sizes());
     chosen.back() = in.top_k;
     const auto& options = in.logits.options();
-    const Results out{at::empty_symint(chosen, options.dtype(dtype)),
-                      at::empty_symint(chosen, options.dtype(at::kLong)),
-                      at::empty_symint({in.logits.sym_size(-1)}, options.dtype(at::kInt))};
+    Results out{at::empty_symint(chosen, options.dtype(dtype)), at::empty_symint(chosen, options.dtype(at::kLong)),
+                at::empty_symint({in.logits.sym_size(-1)}, options.dtype(at::kInt))};
     if (in.logits.is_meta()) return out;
     if (in.logits.numel() == 0) return out.counts.zero_(), out;
     const Rows z(in.logits);
