@@ -104,7 +104,7 @@ at::Tensor gated_packed(const at::Tensor& y, Activation activation = Activation:
 ///
 /// With weight_scale, float32 [out], the weight is frozen and in 8 bits: int8, or uint8 with the bits of E4M3
 /// (float8_e4m3fn), and stands for weight_scale[i] · weight[i]. On Hopper, for x in 16 bits, each row of x and of the
-/// gradients is rounded to the same 8 bits, with a scale of its own, and products are those of 8-bit numbers; elsewhere
+/// gradients is rounded to the same 8 bits, with one scale per row, and products are those of 8-bit numbers; elsewhere
 /// the weight is multiplied in x's dtype. Products are then off by 1 % (int8) to 4 % (E4M3) of their norm.
 struct AdaptedLinear {
   at::Tensor weight;
@@ -191,8 +191,8 @@ struct Routed {
 /// weights; backward makes the scores again.
 ///
 /// given [..., top_k], of any integer type, replays a choice (Ma et al. 2025, arXiv:2510.11370): a token whose top_k
-/// ids there are different experts gets those, in that order, with weights of its own scores. Any other token, such as
-/// one of ids −1, chooses as without it.
+/// ids there are different experts gets those, in that order, with the weights that its scores give. Any other token,
+/// such as one of ids −1, chooses as without it.
 Routed route(const at::Tensor& logits, int64_t top_k, const RouteOptions& options = {},
              const std::optional<at::Tensor>& bias = {}, const std::optional<at::Tensor>& given = {});
 

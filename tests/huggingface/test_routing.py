@@ -216,14 +216,19 @@ def test_checkpoints(model, reentrant):
     """Layers that run again in backward have the ids of their forward pass, also where others are replayed since."""
     plain = dict(output_router_logits=False)  # reentrant checkpoints give that loss no gradient
     first, second = IDS(dtype=torch.uint8), IDS(seed=5)
+
+    def of_both():
+        """The gradients of one backward pass through two forward passes, each with other ids."""
+        model.zero_grad()
+        losses = []
+        for ids, seed in ((first, 0), (second, 1)):
+            with routing.replay(model, ids):
+                losses.append(model(**text(seed), **plain).loss)
+        sum(losses).backward()
+        return gradients(model)
+
     expected = step(model, first, **text(), **plain)
-    model.zero_grad()
-    losses = []
-    for ids, seed in ((first, 0), (second, 1)):
-        with routing.replay(model, ids):
-            losses.append(model(**text(seed), **plain).loss)
-    sum(losses).backward()
-    accumulated = gradients(model)
+    accumulated = of_both()
     assert not same(expected, step(model, second, **text(), **plain))
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     if reentrant:
@@ -231,13 +236,7 @@ def test_checkpoints(model, reentrant):
     compared = same if not reentrant else lambda a, b: [assert_close(*pair) for pair in zip(a, b, strict=True)]
     for inside in (False, True):
         assert compared(step(model, first, inside, **text(), **plain), expected)
-    model.zero_grad()
-    losses = []
-    for ids, seed in ((first, 0), (second, 1)):
-        with routing.replay(model, ids):
-            losses.append(model(**text(seed), **plain).loss)
-    sum(losses).backward()
-    assert compared(gradients(model), accumulated)
+    assert compared(of_both(), accumulated)
 
 
 def test_other_checkpoints(model):
