@@ -328,6 +328,12 @@ def test_the_report_names_a_distribution_that_came_later(tmp_path):
     assert "pip uninstall -y liger-kernel-nightly libliger" in done.stdout and "cannot be loaded" in done.stdout
 
 
+def test_modules_need_no_import_of_their_own():
+    code = "import sys, liger_kernel; assert 'torch' not in sys.modules; print(liger_kernel.routing.record.__name__)"
+    done = python(code)
+    assert done.returncode == 0 and done.stdout.strip() == "record", done.stderr
+
+
 def test_import_takes_a_moment():
     """It reads the folder that it is in, and nothing of other packages: 50 ms at most, and a few where nothing else
     runs."""

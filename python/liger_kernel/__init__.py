@@ -27,12 +27,15 @@ _LAZY = {
     ),
 }
 
+#: Modules that need no import of their own: `import liger_kernel; liger_kernel.routing.record(model)`.
+_MODULES = ("functional", "graphs", "memory", "optim", "routing", "trl")
+
 
 def __getattr__(name):
     import importlib
 
-    if name == "functional":
-        return importlib.import_module("liger_kernel.functional")
+    if name in _MODULES:
+        return importlib.import_module(f"liger_kernel.{name}")
     if name in _LAZY:
         return getattr(importlib.import_module(f"liger_kernel.{_LAZY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
