@@ -28,7 +28,6 @@ from liger_kernel.operators.coverage import has_replaced_forward
 from liger_kernel.operators.documents import document_starts
 from liger_kernel.transformers.causal_lm import names_in, original_forward
 from liger_kernel.transformers.patching.formulas import as_written
-from liger_kernel.transformers.patching.gates import give_gates
 from liger_kernel.transformers.patching.masks import SEARCHING
 from liger_kernel.transformers.patching.mixer_functions import (
     STARTS,
@@ -189,6 +188,5 @@ def hand_documents_on(owners: Iterable[Any], report: Report) -> None:
 def replace_rest(owners: Iterable[nn.Module | type], namespace: Any, report: Report) -> None:
     """What a patch does for mixers besides replacing functions of modeling modules."""
     hold(owners, namespace, report)
-    give_gates(owners, report)
     if any(entry.switch == "mixers" for entry in report.replaced):
         hand_documents_on(owners, report)
