@@ -171,9 +171,10 @@ class Folder {
     for (const auto& [name, value] : {std::pair("normalizer", class_->normalizer), std::pair("pre_tokenizer", cut)}) {
       json before = file.value(name, json());
       plain(before);
-      if (before != value)
+      if (before != value) {
         TORCH_WARN((folder_ / "tokenizer.json").string(), ": as in transformers 5, ", class_->name,
                    " (of tokenizer_class or of the model's type) has another ", name, ", which is taken");
+      }
       file[name] = value;
     }
     file["decoder"] = {{"type", "ByteLevel"}};

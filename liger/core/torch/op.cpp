@@ -23,9 +23,10 @@ Tensor output(Tensor t) {
   constexpr uintptr_t kPage = 2 << 20;
   if (t.is_cpu() && t.key_set().has_backend(c10::BackendComponent::CPUBit) && t.nbytes() >= 4 * kPage &&
       t.has_storage()) {
-    const auto begin = round_up(reinterpret_cast<uintptr_t>(t.data_ptr()), kPage);
-    const auto end = (reinterpret_cast<uintptr_t>(t.data_ptr()) + t.nbytes()) / kPage * kPage;
-    madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // a hint: refusal is no error
+    const auto first = reinterpret_cast<uintptr_t>(t.data_ptr()), begin = round_up(first, kPage);
+    const auto end = (first + t.nbytes()) / kPage * kPage;
+    // A hint: refusal is no error.
+    madvise(static_cast<char*>(t.data_ptr()) + (begin - first), end - begin, MADV_HUGEPAGE);
   }
 #endif
   return t;
@@ -221,7 +222,7 @@ std::string named(at::ScalarType t) {
 }
 
 std::string described(Type type, at::ScalarType first) {
-  const std::string same = named(first);
+  std::string same = named(first);
   switch (type) {
     case Type::Same: return same;
     case Type::SameOrFloat: return first == at::kFloat ? same : same + " or float32";

@@ -102,17 +102,31 @@ def _outermost(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mod
 
 
 def _is_router(module: nn.Module) -> bool:
-    if isinstance(module, Replayable):
+    cls: Any = type(module)
+    if (known := _class_is_router(cls)) is not None:
+        return known
+    if top_k(module) is None or experts(module) is None:
+        return False
+    return _is_named_router(cls) or hasattr(module, "top_k")
+
+
+@functools.cache
+def _class_is_router(cls: Any) -> bool | None:
+    """Whether the modules of a class are routers; None where their numbers say so. Contexts are entered in every step:
+    they ask each module."""
+    if issubclass(cls, Replayable):
         return True
-    kind = type(module).__name__
+    kind = cls.__name__
     if re.fullmatch(BY_TOKEN, kind):
         return False
     if any(re.fullmatch(pattern, kind) for pattern, _ in UNSERVED):
-        return _calls_topk(module) or re.search(r"Router$", kind) is not None
-    if top_k(module) is None or experts(module) is None:
-        return False
-    named = re.search(r"Router$|Gat(e|ing)(V\d)?$|MoEGate|MoEV1Gate", kind) is not None
-    return named or (_calls_topk(module) and hasattr(module, "top_k"))
+        return _class_calls_topk(cls) or re.search(r"Router$", kind) is not None
+    return None if _is_named_router(cls) or _class_calls_topk(cls) else False
+
+
+@functools.cache
+def _is_named_router(cls: Any) -> bool:
+    return re.search(r"Router$|Gat(e|ing)(V\d)?$|MoEGate|MoEV1Gate", cls.__name__) is not None
 
 
 def _calls_topk(module: nn.Module) -> bool:
