@@ -214,27 +214,42 @@ __device__ void read_transposed(Panel<C>& panel, T* tile, int col) {
   }
 }
 
+/// Writes eight rows of 16 numbers of 16 bits, of each half of which a lane has the pair lane % 4 of row lane / 4:
+/// `row` is that row. Neighbours exchange a pair, so that each lane writes 8 bytes, and the lanes of a row the 32 that
+/// memory takes at once. All lanes of a warp must call it together.
+template <class T>
+__device__ void write_halves(unsigned low, unsigned high, T* row, bool there) {
+  const int odd = threadIdx.x % 2;
+  const unsigned other = __shfl_xor_sync(~0u, odd ? low : high, 1);
+  const uint64_t both = odd ? other | uint64_t(high) << 32 : low | uint64_t(other) << 32;
+  if (there) *reinterpret_cast<uint64_t*>(row + 8 * odd + threadIdx.x % 4 / 2 * 4) = both;
+}
+
 /// Writes a panel whose columns are tokens to rows of 16 numbers: `to` is the first token's, n tokens are there, and
 /// `cols` numbers of a row.
 template <class T, int C>
 __device__ void write_transposed(Panel<C>& panel, T* to, int step, int n, int cols) {
   if constexpr (sizeof(T) == 2) {
     const int lane = threadIdx.x % 32, token = lane / 4, col = lane % 4 * 2;
-    const bool whole = cols >= 16 && step % 2 == 0 && reinterpret_cast<uintptr_t>(to) % 4 == 0;
+    const bool whole = cols >= 16 && step % 4 == 0 && reinterpret_cast<uintptr_t>(to) % 8 == 0;
 #pragma unroll
-    for (int e = 0; e < C / 8; ++e)
+    for (int e = 0; e < C / 8; ++e) {
+      const auto& of = panel.of[e];
+      const unsigned words[2]{transposed(to_word<T>(of[0], of[1])), transposed(to_word<T>(of[2], of[3]))};
+      T* const row = to + (8 * e + token) * step;
+      const bool there = 8 * e + token < n;
+      if (whole) {
+        write_halves(words[0], words[1], row, there);
+      } else if (there) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const unsigned word = transposed(to_word<T>(panel.of[e][2 * half], panel.of[e][2 * half + 1]));
-        T* at = to + (8 * e + token) * step + 8 * half + col;
-        if (whole) {
-          if (8 * e + token < n) *reinterpret_cast<unsigned*>(at) = word;
-        } else if (8 * e + token < n) {
-          const float2 pair = to_floats<T>(word);
+        for (int half = 0; half < 2; ++half) {
+          const float2 pair = to_floats<T>(words[half]);
+          T* const at = row + 8 * half + col;
           if (8 * half + col < cols) at[0] = T(pair.x);
           if (8 * half + col + 1 < cols) at[1] = T(pair.y);
         }
       }
+    }
   } else {
     panel.each([&](float& v, int row, int token) {
       if (token < n && row < cols) to[token * step + row] = v;
@@ -245,32 +260,32 @@ __device__ void write_transposed(Panel<C>& panel, T* to, int step, int n, int co
 /// The same as terms, for D and R.
 template <int kTerms, int C>
 __device__ void write_terms(const Panel<C>& panel, bfloat16* to, int step, int64_t plane, int n) {
-  const int lane = threadIdx.x % 32, token = lane / 4, col = lane % 4 * 2;
+  const int token = threadIdx.x % 32 / 4;
 #pragma unroll
-  for (int e = 0; e < C / 8; ++e)
+  for (int e = 0; e < C / 8; ++e) {
+    unsigned low[kTerms], high[kTerms];
+    split_pair(panel.of[e][0], panel.of[e][1], low);
+    split_pair(panel.of[e][2], panel.of[e][3], high);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      unsigned terms[kTerms];
-      split_pair(panel.of[e][2 * half], panel.of[e][2 * half + 1], terms);
-#pragma unroll
-      for (int t = 0; t < kTerms; ++t) {
-        const unsigned word = transposed(terms[t]);
-        if (8 * e + token < n)
-          *reinterpret_cast<unsigned*>(to + t * plane + (8 * e + token) * step + 8 * half + col) = word;
-      }
-    }
+    for (int t = 0; t < kTerms; ++t)
+      write_halves(transposed(low[t]), transposed(high[t]), to + t * plane + (8 * e + token) * step, 8 * e + token < n);
+  }
 }
 
 /// A panel of the transposed state as terms, rows of K.
 template <int kTerms, int K>
 __device__ void write_state(const Panel<K>& panel, bfloat16* to, int64_t plane) {
-  const int lane = threadIdx.x % 32, col = lane % 4 * 2;
 #pragma unroll
-  for (int e = 0; e < K / 8; ++e)
+  for (int e = 0; e < K / 8; e += 2)
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
-      write_pair<kTerms>(panel.of[e][2 * half], panel.of[e][2 * half + 1], to + (lane / 4 + 8 * half) * K + 8 * e + col,
-                         plane);
+    for (int half = 0; half < 2; ++half) {
+      unsigned low[kTerms], high[kTerms];
+      split_pair(panel.of[e][2 * half], panel.of[e][2 * half + 1], low);
+      split_pair(panel.of[e + 1][2 * half], panel.of[e + 1][2 * half + 1], high);
+#pragma unroll
+      for (int t = 0; t < kTerms; ++t)
+        write_halves(low[t], high[t], to + t * plane + (threadIdx.x % 32 / 4 + 8 * half) * K + 8 * e, true);
+    }
 }
 
 /// A number in two floats: the sum of a few, of which the second has what rounding took from the first.

@@ -15,10 +15,20 @@ struct GradientArgs {
   int stages;
 };
 
+/// The warps of a block: kDown for 16 tokens each, and kAcross of these for a part of the columns. Four of them hide more
+/// latency than two, where the registers of their sums suffice.
+template <class Kd>
+struct Warps {
+  static constexpr int kDown = Kd::C / 16, kAcross = Kd::C == 64 && (Kd::K == 64 || Kd::K == 128) ? 4 : 2,
+                       kAll = kDown * kAcross, kThreads = 32 * kAll;
+};
+
 /// Columns of v of a chunk's dO, D and R, and with kStates of the states before and after it.
 template <class Kd, bool kStates>
 struct Slice {
-  static constexpr int C = Kd::C, kWarps = C / 8, kThreads = 32 * kWarps, kCols = kStates ? 16 : 32;
+  static constexpr int C = Kd::C, kThreads = Warps<Kd>::kThreads;
+  static constexpr bool kRoom = !Kd::kFloat && Kd::K <= 128;  // for slices of twice as many columns
+  static constexpr int kCols = (kStates ? 16 : 32) * (kRoom ? 2 : 1);
   using Raw = Tile<Kd::kRaw, C, kCols>;
   using Made = Tile<Kd::kMade, C, kCols>;
   using State = Tile<Kd::kMade, kCols, Kd::K>;
@@ -67,7 +77,7 @@ struct Slice {
 
 template <class Kd>
 struct Gradient {
-  static constexpr int C = Kd::C, kWarps = C / 8, kThreads = 32 * kWarps;
+  static constexpr int C = Kd::C, kThreads = Warps<Kd>::kThreads;
   using Wide = Slice<Kd, false>;
   using Narrow = Slice<Kd, true>;
   using Matrix = Tile<Kd::kMade, C, C>;
@@ -78,38 +88,46 @@ struct Gradient {
   }
 };
 
-/// Sums over all of a row, whose two halves two warps have: each lane's numbers of rows i and i + 8 of its panel.
-template <int C>
+/// Sums over all of a row, of which kParts warps have a part each: each lane's numbers of rows i and i + 8 of its panel.
+template <int C, int kParts>
 struct RowSums {
-  float of[2][C];  // one half each
+  float of[kParts][C];
 
-  __device__ void put(float low, float high, int row, int half) {
+  __device__ void put(float low, float high, int row, int part) {
     const int lane = threadIdx.x % 32;
     for (int step = 1; step < 4; step *= 2)
       low += __shfl_xor_sync(~0u, low, step), high += __shfl_xor_sync(~0u, high, step);
-    if (lane % 4 == 0) of[half][row + lane / 4] = low, of[half][row + lane / 4 + 8] = high;
+    if (lane % 4 == 0) of[part][row + lane / 4] = low, of[part][row + lane / 4 + 8] = high;
   }
-  __device__ float total(int row) const { return of[0][row] + of[1][row]; }
+  __device__ float total(int row) const {
+    float sum = 0;
+    for (int part = 0; part < kParts; ++part) sum += of[part][row];
+    return sum;
+  }
 };
 
-/// dQ, dK, dg and dβ of the chunks of a key head: one block for each chunk, two warps for 16 of its tokens, each with
-/// half of the columns; the heads of the key head one after the other. Slices of v come while the one before is used.
+/// dQ, dK, dg and dβ of the chunks of a key head: one block for each chunk, and some warps for 16 of its tokens, each
+/// with a part of the columns; the heads of the key head one after the other. Slices of v come while the one before is
+/// used. The limit is latency: there are 8 or 16 warps on a multiprocessor.
 template <class Kd>
 __global__ void __launch_bounds__(Gradient<Kd>::kThreads, 1) gradient_kernel(GradientArgs args) {
   await_previous();
   using G = Gradient<Kd>;
   using T = typename Kd::Number;
+  using W = Warps<Kd>;
   constexpr int C = Kd::C, K = Kd::K, kMade = Kd::kMade, kRaw = Kd::kRaw;
+  constexpr int kOfC = C / W::kAcross, kOfK = K / W::kAcross;  // columns of a warp
+  using Sums = RowSums<C, W::kAcross>;
   const Plan& plan = args.plan;
   __shared__ Decays<C> decays;
-  __shared__ float dsum[C], dbeta[C], inner[G::kWarps], column_sums[C / 16][C];
-  __shared__ RowSums<C> by_q, by_k, by_end, by_z;
+  __shared__ float dsum[C], dbeta[C], inner[W::kAll], column_sums[W::kDown][C];
+  __shared__ Sums by_q, by_k, by_end, by_z;
   char* shared = shared_memory<char>();
   const Keys<Kd> keys(shared);
   auto* products = reinterpret_cast<float (*)[G::kRow]>(shared);  // q̂ k̂ᵀ, and above its diagonal (k̂ k̂ᵀ)ᵀ
   char* const region = shared + C * G::kRow * 4;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = warp / 2 * 16, half = warp % 2;
-  const int col = half * (C / 2), k_col = half * (K / 2);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = warp / W::kAcross * 16, part = warp % W::kAcross;
+  const int col = part * kOfC, k_col = part * kOfK;
   const bool has_columns = col <= row + 15;  // of this warp's part of a matrix, below the diagonal
   const int count = count_of(plan), key_heads = int(plan.a.key_heads), key_head = blockIdx.x % key_heads,
             step = gridDim.x / key_heads;
@@ -120,7 +138,7 @@ __global__ void __launch_bounds__(Gradient<Kd>::kThreads, 1) gradient_kernel(Gra
     const int wide = plan.V / G::Wide::kCols, phases = wide + (has_state || has_after ? plan.V / G::Narrow::kCols : 0);
     keys.template load<G::kThreads>(plan, chunk, key_head);
     {
-      Panel<C / 2> kk, qk;
+      Panel<kOfC> kk, qk;
       keys.products(row, col, kk, qk);
       if (has_columns) {
         kk.each([&](float& v, int i, int j) {
@@ -133,8 +151,8 @@ __global__ void __launch_bounds__(Gradient<Kd>::kThreads, 1) gradient_kernel(Gra
         });
       }
     }
-    Panel<K / 2> dq, dk;
-    Panel<C / 2> w_sum, y_sum;
+    Panel<kOfK> dq, dk;
+    Panel<kOfC> w_sum, y_sum;
     dq.clear(), dk.clear(), w_sum.clear(), y_sum.clear();
     for (int h = 0; h < plan.group; ++h) {
       const int head = key_head * plan.group + h;
@@ -158,7 +176,7 @@ __global__ void __launch_bounds__(Gradient<Kd>::kThreads, 1) gradient_kernel(Gra
         }
       };
       {
-        Panel<C / 2> w, y;
+        Panel<kOfC> w, y;
         w.clear(), y.clear();
         each_slice(std::type_identity<typename G::Wide>(), 0, wide, [&](const auto& slice) {
           if (!has_columns) return;
@@ -168,13 +186,13 @@ __global__ void __launch_bounds__(Gradient<Kd>::kThreads, 1) gradient_kernel(Gra
             Left<kMade> of_r;
             of_dout.template load<false>(slice.dout, row, k);
             of_r.template load<false>(slice.r, row, k);
-            multiply<true, C / 16>(w.of, of_dout, slice.d, k, col);
-            multiply<true, C / 16>(y.of, of_r, slice.d, k, col);
+            multiply<true, kOfC / 8>(w.of, of_dout, slice.d, k, col);
+            multiply<true, kOfC / 8>(y.of, of_r, slice.d, k, col);
           }
         });
         float low = 0, high = 0;
 #pragma unroll
-        for (int e = 0; e < C / 16; ++e) {
+        for (int e = 0; e < kOfC / 8; ++e) {
           float z[4] = {};
           if (col + 8 * e <= row + 15)
 #pragma unroll
@@ -195,24 +213,27 @@ __global__ void __launch_bounds__(Gradient<Kd>::kThreads, 1) gradient_kernel(Gra
             if (lane < 4) column_sums[row / 16][col + 8 * e + lane * 2 + i] = sum;
           }
         }
-        by_z.put(low, high, row, half);
+        by_z.put(low, high, row, part);
       }
-      Panel<K / 2> of_q, of_k, of_end;
+      Panel<kOfK> of_q, of_k, of_end;
       of_q.clear(), of_k.clear(), of_end.clear();
       float product = 0;  // of S and dS', this thread's part
       each_slice(std::type_identity<typename G::Narrow>(), wide, phases, [&](const auto& slice) {
-        if (has_state) {
-          Left<kRaw> of_dout;
-          Left<kMade> of_r;
-          of_dout.template load<false>(slice.dout, row, 0);
-          of_r.template load<false>(slice.r, row, 0);
-          multiply<false, K / 16>(of_q.of, of_dout, slice.s, 0, k_col);
-          if (plan.a.delta) multiply<false, K / 16>(of_k.of, of_r, slice.s, 0, k_col);
-        }
-        if (has_after) {
-          Left<kMade> of_d;
-          of_d.template load<false>(slice.d, row, 0);
-          multiply<false, K / 16>(of_end.of, of_d, slice.ds, 0, k_col);
+#pragma unroll
+        for (int k = 0; k < G::Narrow::kCols; k += 16) {
+          if (has_state) {
+            Left<kRaw> of_dout;
+            Left<kMade> of_r;
+            of_dout.template load<false>(slice.dout, row, k);
+            of_r.template load<false>(slice.r, row, k);
+            multiply<false, kOfK / 8>(of_q.of, of_dout, slice.s, k, k_col);
+            if (plan.a.delta) multiply<false, kOfK / 8>(of_k.of, of_r, slice.s, k, k_col);
+          }
+          if (has_after) {
+            Left<kMade> of_d;
+            of_d.template load<false>(slice.d, row, k);
+            multiply<false, kOfK / 8>(of_end.of, of_d, slice.ds, k, k_col);
+          }
         }
         if (has_state && has_after)
           for (int i = threadIdx.x; i < G::Narrow::kCols * K / 2; i += G::kThreads) {
@@ -236,7 +257,7 @@ __global__ void __launch_bounds__(Gradient<Kd>::kThreads, 1) gradient_kernel(Gra
         const float start = decays.from_start[token], beta = decays.beta[token], to_end = decays.to_end[token] * beta,
                     of_start = plan.a.delta ? start * beta : 0.f;
 #pragma unroll
-        for (int e = 0; e < K / 16; ++e) {
+        for (int e = 0; e < kOfK / 8; ++e) {
           const int k = k_col + 8 * e + lane % 4 * 2;
           const float2 q = keys.pair_at(keys.q, token, k), key = keys.pair_at(keys.k, token, k);
 #pragma unroll
@@ -250,13 +271,13 @@ __global__ void __launch_bounds__(Gradient<Kd>::kThreads, 1) gradient_kernel(Gra
           }
         }
       }
-      by_q.put(dots[0][0], dots[0][1], row, half);
-      by_k.put(dots[1][0], dots[1][1], row, half);
-      by_end.put(dots[2][0], dots[2][1], row, half);
+      by_q.put(dots[0][0], dots[0][1], row, part);
+      by_k.put(dots[1][0], dots[1][1], row, part);
+      by_end.put(dots[2][0], dots[2][1], row, part);
       __syncthreads();
       if (const int i = threadIdx.x; i < C) {
         float columns = 0;
-        for (int part = 0; part < C / 16; ++part) columns += column_sums[part][i];
+        for (const auto& of_rows : column_sums) columns += of_rows[i];
         const float end = decays.to_end[i] * decays.beta[i] * keys.norm_k[i] * by_end.total(i);
         by_end.of[0][i] = end;
         dsum[i] = by_z.total(i) - columns + plan.a.scale * decays.from_start[i] * keys.norm_q[i] * by_q.total(i) - end -
@@ -266,7 +287,7 @@ __global__ void __launch_bounds__(Gradient<Kd>::kThreads, 1) gradient_kernel(Gra
       if (const int i = threadIdx.x; i < chunk.n) {
         // What all tokens' decays to the end have in common.
         float sum = 0;
-        for (int part = 0; part < G::kWarps; ++part) sum += inner[part];
+        for (const float of_warp : inner) sum += of_warp;
         sum *= decays.from_start[C - 1];
         for (int j = 0; j < chunk.n; ++j) sum += by_end.of[0][j];
         for (int j = chunk.n - 1; j >= i; --j) sum += dsum[j];
@@ -281,7 +302,7 @@ __global__ void __launch_bounds__(Gradient<Kd>::kThreads, 1) gradient_kernel(Gra
     const typename G::Matrix matrix{reinterpret_cast<bfloat16*>(region)};
     const auto put = [&](auto number) {  // number(e, i, row, column) of this lane's part of a matrix
 #pragma unroll
-      for (int e = 0; e < C / 16; ++e)
+      for (int e = 0; e < kOfC / 8; ++e)
 #pragma unroll
         for (int down = 0; down < 2; ++down) {
           const int i = row + lane / 4 + 8 * down, j = col + 8 * e + lane % 4 * 2;
@@ -289,13 +310,13 @@ __global__ void __launch_bounds__(Gradient<Kd>::kThreads, 1) gradient_kernel(Gra
                             G::Matrix::kPlane);
         }
     };
-    const auto add_product = [&](Panel<K / 2>& to, auto transposed, const auto& rows) {
+    const auto add_product = [&](Panel<kOfK>& to, auto transposed, const auto& rows) {
       __syncthreads();
 #pragma unroll
       for (int k = 0; k < C; k += 16) {
         Left<kMade> left;
         left.template load<decltype(transposed)::value>(matrix, row, k);
-        multiply<false, K / 16>(to.of, left, rows, k, k_col);
+        multiply<false, kOfK / 8>(to.of, left, rows, k, k_col);
       }
       __syncthreads();
     };
@@ -308,20 +329,20 @@ __global__ void __launch_bounds__(Gradient<Kd>::kThreads, 1) gradient_kernel(Gra
     put([&](int e, int n, int i, int) { return w_sum.of[e][n] * keys.norm_q[i]; });
     add_product(dk, std::true_type(), keys.q);
     // The norms' derivatives.
-    const auto finish = [&](Panel<K / 2>& of, const auto& raw, const float* norm, RowSums<C>& sums, void* out) {
+    const auto finish = [&](Panel<kOfK>& of, const auto& raw, const float* norm, Sums& sums, void* out) {
       float dots[2] = {};
       const auto each_pair = [&](auto f) {
 #pragma unroll
         for (int down = 0; down < 2; ++down)
 #pragma unroll
-          for (int e = 0; e < K / 16; ++e) {
+          for (int e = 0; e < kOfK / 8; ++e) {
             const int token = row + lane / 4 + 8 * down, k = k_col + 8 * e + lane % 4 * 2;
             f(down, token, k, of.of[e][2 * down], of.of[e][2 * down + 1], keys.pair_at(raw, token, k));
           }
       };
       if (plan.a.eps >= 0)
         each_pair([&](int down, int, int, float x, float y, float2 raw) { dots[down] += x * raw.x + y * raw.y; });
-      sums.put(dots[0], dots[1], row, half);
+      sums.put(dots[0], dots[1], row, part);
       __syncthreads();
       T* to = static_cast<T*>(out) + (first * key_heads + key_head) * plan.a.K;
       each_pair([&](int, int token, int k, float x, float y, float2 raw) {
