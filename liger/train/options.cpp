@@ -225,7 +225,7 @@ const std::vector<Group>& table() {
         {"--threads", &O::threads, "of the CPU; 0: torch's choice", whole(0, 1 << 16), any}}},
   };
   return all;
-}
+}  // NOLINT(clang-analyzer-cplusplus.NewDeleteLeaks): std::function's own, in CLI11
 
 /// Options that do nothing beside the others: an error says what they need, or a note says why.
 struct Idle {
