@@ -5,7 +5,7 @@ import logging
 
 import pytest
 import torch
-from liger_kernel.graphs import _obstacle, capture_model, capture_step
+from liger_kernel.graphs import _obstacle, _what_waits, capture_model, capture_step
 from liger_kernel.optim import LigerAdamW
 from torch import nn
 
@@ -154,6 +154,21 @@ def test_a_model_that_waits(caplog):
     assert "the host reads what the GPU computes, at" in step.reason and __file__ in step.reason
     assert step.reason in caplog.text and not step.graphs
     assert torch.equal(losses, expected_losses) and all(torch.equal(p, q) for p, q in zip(found, expected))
+
+
+@cuda
+def test_looking_for_what_waits_keeps_no_gradients():
+    """Room for two of 16 weights, and a few activations, beside what there is."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024, bias=False) for _ in range(16)]).cuda()
+    x = torch.randn(8, 1024, device="cuda")
+    passes = lambda: model(x).sum().backward()
+    passes()  # cuBLAS makes room for itself
+    gradients = [p.grad.clone() for p in model.parameters()]
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    assert _what_waits(passes, model, [*model.parameters()]) is None
+    assert torch.cuda.max_memory_allocated() - before < 3 * 1024 * 1024 * 4
+    assert all(torch.equal(p.grad, gradient) for p, gradient in zip(model.parameters(), gradients))
 
 
 def test_without_a_gpu(caplog):

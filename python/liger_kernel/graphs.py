@@ -74,8 +74,9 @@ class CapturedStep:
         """A step, or one of the passes that its gradient is the sum of: what a graph holds."""
         if first:
             self._forget_gradients()
-        capturing = self.reason is None and torch.cuda.is_current_stream_capturing()
-        with _new_leaves(self.model, self.parameters) if capturing else nullcontext():
+        # Also of steps before the capture, which run on its stream.
+        of_stream = self.reason is None and torch.cuda.current_stream() == self.stream
+        with _new_leaves(self.model, self.parameters) if of_stream else nullcontext():
             loss = self.loss(self.model, batch) / self.accumulation
             loss.backward()
         if last:
@@ -112,8 +113,8 @@ class CapturedStep:
             result = self._run(self.static, first, last)
         torch.cuda.current_stream().wait_stream(self.stream)
         if self.calls == self.warmup * self.accumulation:
-            passes = lambda: torch.autograd.grad(self.loss(self.model, self.static), self.parameters, allow_unused=True)
-            self._fall_back(_what_waits(passes))
+            passes = lambda: self.loss(self.model, self.static).backward()
+            self._fall_back(_what_waits(passes, self.model, self.parameters))
         return result
 
     def _replay(self, batch, first, last):
@@ -183,12 +184,16 @@ def capture_step(
 
 
 @contextmanager
-def _new_leaves(model, parameters):
+def _new_leaves(model, parameters, keep=True):
     """Puts new parameters in place of a model's, which have the same memory and gradients. Autograd remembers of the
-    old ones on which stream their gradients are accumulated, which a capture may not wait for."""
+    old ones on which stream their gradients are accumulated, which a capture may not wait for. Where they do not keep
+    their gradients, each is freed as soon as it is there."""
     new = {id(p): torch.nn.Parameter(p.detach()) for p in parameters}
     for p in parameters:
-        new[id(p)].grad = p.grad
+        if keep:
+            new[id(p)].grad = p.grad
+        else:
+            new[id(p)].register_post_accumulate_grad_hook(_drop)
     held = [(module._parameters, name, p) for module in model.modules() for name, p in module._parameters.items()]
     held = [(owner, name, p) for owner, name, p in held if id(p) in new]
     for owner, name, p in held:
@@ -198,8 +203,13 @@ def _new_leaves(model, parameters):
     finally:
         for owner, name, p in held:
             owner[name] = p
-        for p in parameters:
-            p.grad = new[id(p)].grad
+        if keep:
+            for p in parameters:
+                p.grad = new[id(p)].grad
+
+
+def _drop(parameter):
+    parameter.grad = None
 
 
 class _Passes:
@@ -370,8 +380,8 @@ class CapturedModel:
         if self.seen[key] <= self.warmup or len(self.graphs) >= self.shapes:
             return None
         args, kwargs = tree_unflatten(leaves, structure)
-        passes = lambda: self._gradients(args, kwargs, parameters)
-        if reason := _obstacle(self.model, parameters) or _what_waits(passes):
+        passes = lambda: self._run_both(args, kwargs)
+        if reason := _obstacle(self.model, parameters) or _what_waits(passes, self.model, parameters):
             return self._fall_back(reason)
         self.graphs[key] = _Passes(self.model, self.forward, parameters, leaves, structure)
         return self.graphs[key]
@@ -380,10 +390,10 @@ class CapturedModel:
         self.reason = reason
         log.warning("capture_model: the model runs without CUDA graphs: %s", reason)
 
-    def _gradients(self, args, kwargs, parameters):
+    def _run_both(self, args, kwargs):
         outputs = [t for t in tree_leaves(self.forward(*args, **kwargs)) if isinstance(t, torch.Tensor)]
         made = [t for t in outputs if t.requires_grad]
-        torch.autograd.grad(made, parameters, [torch.ones_like(t) for t in made], allow_unused=True)
+        torch.autograd.backward(made, [torch.ones_like(t) for t in made])
 
 
 def capture_model(model: torch.nn.Module, *, warmup: int = 3, shapes: int = 1) -> CapturedModel:
@@ -427,11 +437,12 @@ def _as_in_a_capture():
         torch.cuda.is_current_stream_capturing = asked
 
 
-def _what_waits(passes: Callable[[], object]) -> str | None:
-    """The reason why passes cannot be captured, found without a capture, which leaves torch's allocator and generator
-    in it where it fails."""
+def _what_waits(passes: Callable[[], object], model, parameters) -> str | None:
+    """The reason why passes of a model cannot be captured, found without a capture, which leaves torch's allocator and
+    generator in it where it fails, and without room for gradients beside those that there are."""
     state = torch.cuda.get_rng_state()
-    with _as_in_a_capture(), warnings.catch_warnings(record=True) as found:
+    leaves = _new_leaves(model, parameters, keep=False)
+    with leaves, _as_in_a_capture(), warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
