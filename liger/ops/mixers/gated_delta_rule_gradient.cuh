@@ -15,8 +15,8 @@ struct GradientArgs {
   int stages;
 };
 
-/// The warps of a block: kDown for 16 tokens each, and kAcross of these for a part of the columns. Four of them hide more
-/// latency than two, where the registers of their sums suffice.
+/// The warps of a block: kDown for 16 tokens each, and kAcross of these for a part of the columns. Four of them hide
+/// more latency than two, where the registers of their sums suffice.
 template <class Kd>
 struct Warps {
   static constexpr int kDown = Kd::C / 16, kAcross = Kd::C == 64 && (Kd::K == 64 || Kd::K == 128) ? 4 : 2,
@@ -88,7 +88,8 @@ struct Gradient {
   }
 };
 
-/// Sums over all of a row, of which kParts warps have a part each: each lane's numbers of rows i and i + 8 of its panel.
+/// Sums over all of a row, of which kParts warps have a part each: each lane's numbers of rows i and i + 8 of its
+/// panel.
 template <int C, int kParts>
 struct RowSums {
   float of[kParts][C];
