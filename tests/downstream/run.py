@@ -38,7 +38,10 @@ class Tool:
 
 TOOLS = {
     "trl-1.16": Tool(
-        tuple(f"downstream/test_{name}.py" for name in ("trl", "trl_divergence", "trl_distillation", "trainers")),
+        tuple(
+            f"downstream/test_{name}.py"
+            for name in ("trl", "trl_divergence", "trl_distillation", "trainers", "recipes")
+        ),
         ("trl", "transformers", "peft", "accelerate"),
     ),
     "trl-1.12": Tool(("downstream/test_classes.py",), ("trl", "transformers")),
@@ -62,6 +65,7 @@ TOOLS = {
         ("downstream/test_automodel.py",), ("nemo-automodel", "transformers"), alone=("nemo-automodel==0.7.0",)
     ),
     "megatron": Tool(("downstream/test_megatron.py",), ("megatron-core",)),
+    "lightning": Tool(("downstream/test_lightning.py",), ("lightning", "transformers")),
     "quantised": Tool(("downstream/test_quantised.py",), ("bitsandbytes", "gptqmodel", "peft", "transformers")),
 }
 

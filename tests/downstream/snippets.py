@@ -4,7 +4,8 @@ import re
 import shlex
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "tools.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE, RECIPES = ROOT / "docs" / "tools.md", ROOT / "examples" / "recipes"
 
 
 def snippet(tool, language, place=0):

@@ -11,8 +11,8 @@ import torch
 import yaml
 from axolotl.cli.train import do_cli
 from conftest import json_lines, unequal, words
-from snippets import yaml_of
-from watched import LAYERS, assert_same, watched
+from snippets import RECIPES, yaml_of
+from watched import LAYERS, assert_ran, assert_same, watched
 
 FULL = dict(learning_rate=0.05)
 LORA = dict(adapter="lora", lora_r=4, lora_alpha=8, lora_dropout=0.0, lora_target_linear=True, learning_rate=0.2)
@@ -139,6 +139,25 @@ def test_in_4_bits(home, initial_in_4_bits, tmp_path, record_property, monkeypat
     off, on = (train("SFT", home, "QLoRA", liger, tmp_path / f"out-{liger}") for liger in (False, True))
     record_property("setup", "SFT, QLoRA")
     record_property("result", assert_same(off, on, initial_in_4_bits, (*LAYERS["LoRA"], KINDS["SFT"][2])))
+
+
+def test_recipe(home, tmp_path, monkeypatch, record_property):
+    """examples/recipes/axolotl.yaml, on the tiny model and a CPU."""
+    monkeypatch.setattr("sys.argv", ["axolotl"])
+    recipe = yaml.safe_load((RECIPES / "axolotl.yaml").read_text())
+    data = json_lines(tmp_path / "rows.jsonl", rows())
+    small = dict(
+        base_model=str(home), output_dir=str(tmp_path / "out"), dataset_prepared_path=str(tmp_path / "prepared"),
+        datasets=[recipe["datasets"][0] | dict(path=str(data), ds_type="json")], special_tokens=dict(pad_token="<pad>"),
+        max_steps=2, use_cpu=True, bf16=False, optimizer="sgd", sequence_len=128, attn_implementation="eager",
+        dataset_num_proc=1,
+    )  # fmt: skip
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe | small))
+    assert_ran(watched(lambda run: do_cli(str(path)), True), (*LAYERS["LoRA"], KINDS["SFT"][2]))
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+    record_property("setup", "examples/recipes/axolotl.yaml")
+    record_property("result", "runs")
 
 
 @pytest.mark.parametrize("normalise", (True, False))

@@ -3,10 +3,11 @@
 import json
 
 import pytest
+import yaml
 from conftest import words
 from llamafactory.train.tuner import run_exp
-from snippets import yaml_of
-from watched import LAYERS, assert_same, watched
+from snippets import RECIPES, yaml_of
+from watched import LAYERS, assert_ran, assert_same, watched
 
 SWITCH = yaml_of("LLaMA-Factory")
 FULL = dict(finetuning_type="full", learning_rate=0.05)
@@ -87,3 +88,19 @@ def test_in_4_bits(home, initial_in_4_bits, tmp_path, record_property):
     off, on = (train("sft", home, "LoRA", liger, tmp_path / f"out-{liger}", **quantised) for liger in (False, True))
     record_property("setup", "SFT, QLoRA")
     record_property("result", assert_same(off, on, initial_in_4_bits, (*LAYERS["LoRA"], LOSSES["sft"])))
+
+
+def test_recipe(home, tmp_path, record_property):
+    """examples/recipes/llamafactory.yaml, on the tiny model and a CPU."""
+    (tmp_path / "rows.json").write_text(json.dumps(list(rows("sft"))))
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"rows": dict(file_name="rows.json")}))
+    small = dict(
+        model_name_or_path=str(home), dataset="rows", dataset_dir=str(tmp_path), template="default",
+        output_dir=str(tmp_path / "out"), bf16=False, use_cpu=True, max_steps=2, cutoff_len=48, flash_attn="disabled",
+        report_to="none", gradient_accumulation_steps=1,
+    )  # fmt: skip
+    recipe = yaml.safe_load((RECIPES / "llamafactory.yaml").read_text()) | small
+    assert_ran(watched(lambda run: run_exp(recipe), True), (*LAYERS["LoRA"], LOSSES["sft"]))
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+    record_property("setup", "examples/recipes/llamafactory.yaml")
+    record_property("result", "runs")

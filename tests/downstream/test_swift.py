@@ -1,11 +1,13 @@
 """ms-swift with `--use_liger_kernel true` against the same command without."""
 
+import shlex
+
 import pytest
 from conftest import conversation, json_lines, unequal, words
-from snippets import arguments_of, snippet
+from snippets import RECIPES, arguments_of, snippet
 from swift import rlhf_main, sft_main
 from swift.rewards import ORM, orms
-from watched import LAYERS, assert_same, watched
+from watched import LAYERS, assert_ran, assert_same, watched
 
 SWITCH = arguments_of("ms-swift")
 LORA = ("--tuner_type", "lora", "--target_modules", "all-linear", "--lora_rank", "4", "--learning_rate", "0.1")
@@ -90,6 +92,24 @@ def test_in_4_bits(home, initial_in_4_bits, tmp_path, record_property):
     off, on = (train("sft", home, "LoRA", liger, tmp_path / f"out-{liger}", *quantised) for liger in (False, True))
     record_property("setup", "SFT, QLoRA")
     record_property("result", assert_same(off, on, initial_in_4_bits, (*DROPPED, LOSSES["sft"])))
+
+
+def test_recipe(home, tmp_path, record_property):
+    """examples/recipes/ms_swift.sh, on the tiny model and a CPU: later options replace earlier ones."""
+    command = shlex.split((RECIPES / "ms_swift.sh").read_text().replace("\\\n", " "), comments=True)
+    assert command[:2] == ["swift", "sft"] and command[-1] == "$@"
+    data = json_lines(tmp_path / "data.jsonl", rows("sft"))
+    small = [
+        *("--model", str(home), "--model_type", "llama", "--template", "default", "--dataset", str(data)),
+        *("--torch_dtype", "float32", "--use_cpu", "true", "--max_steps", "2", "--gradient_accumulation_steps", "1"),
+        *("--output_dir", str(tmp_path / "out"), "--add_version", "false", "--split_dataset_ratio", "0"),
+        *("--max_length", "64", "--dataloader_num_workers", "0", "--report_to", "none", "--check_model", "false"),
+        *("--attn_impl", "eager"),
+    ]
+    assert_ran(watched(lambda run: sft_main([*command[2:-1], *small]), True), (*DROPPED, LOSSES["sft"]))
+    assert (tmp_path / "out" / "checkpoint-2" / "adapter_model.safetensors").exists()
+    record_property("setup", "examples/recipes/ms_swift.sh")
+    record_property("result", "runs")
 
 
 #: ms-swift 4.6 leaves out the constructor of TRL's trainer, which makes the loss that `use_liger_kernel` then calls.

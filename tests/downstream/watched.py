@@ -133,15 +133,20 @@ def watched(train, liger):
         return run
 
 
+def assert_ran(run, operators):
+    """A run was patched, and `operators` ran."""
+    assert run.error is None, run.error + run.said[-2000:]
+    assert run.replaced, "nothing was patched"
+    ran = lambda name: any(one in operator for one in name.split("|") for operator in run.operators)
+    missing = [name for name in operators if not ran(name)]
+    assert not missing, f"{missing} did not run, only {run.operators}"
+
+
 def assert_same(off, on, initial, operators):
     """Both runs trained the same; `operators` ran in the second, none in the first. What to say of it, in words."""
     assert off.error is None, off.error
-    assert on.error is None, on.error + on.said[-2000:]
     assert not off.operators, "operators ran although the switch was off"
-    assert on.replaced, "nothing was patched"
-    ran = lambda name: any(one in operator for one in name.split("|") for operator in on.operators)
-    missing = [name for name in operators if not ran(name)]
-    assert not missing, f"{missing} did not run, only {on.operators}"
+    assert_ran(on, operators)
     expected, found = torch.tensor(off.losses), torch.tensor(on.losses)
     assert len(expected) == len(found) > 1 and len(set(off.losses)) > 1 and expected.isfinite().all()
     size = expected.abs().max()
