@@ -3,13 +3,15 @@
     python tests/site.py build/docs [--browser /usr/bin/chromium]
 
 A page fails on an error in the console, a picture that is not shown, or a link to a page or an anchor of the site that
-is not there. The search must find a page. Links to elsewhere are not followed. Pages are served from this machine;
-requests to elsewhere are refused, and fail a page that makes them.
+is not there. The search must find a page, and every public name of tests/api.json must have an anchor in the reference.
+Links to elsewhere are not followed. Pages are served from this machine; requests to elsewhere are refused, and fail a
+page that makes them.
 """
 
 import argparse
 import functools
 import http.server
+import json
 import shutil
 import sys
 import threading
@@ -19,6 +21,7 @@ from urllib.parse import unquote, urldefrag
 from playwright.sync_api import sync_playwright
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+API = Path(__file__).with_name("api.json")
 #: What is searched for, and what one of the results must be.
 SEARCH = ("fused_linear_cross_entropy", "operators")
 
@@ -86,6 +89,9 @@ def check(folder, browser):
         except Exception as error:
             faults["index.html"].append(f"search: {error}")
         chromium.close()
+    anchors = set().union(*(of["anchors"] for name, of in found.items() if name.startswith("reference/")))
+    names = (f"{module}.{name}" for module, of in json.loads(API.read_text()).items() for name in of)
+    faults["index.html"] += [f"reference: no anchor for {name}" for name in names if name not in anchors]
     for name, of_page in found.items():
         for link in sorted(set(of_page["links"])):
             address, anchor = urldefrag(link)

@@ -2,14 +2,22 @@
 
 import contextlib
 import io
+import json
 import pathlib
 import re
+import shutil
+import sys
+import types
 
 import pytest
 import torch
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
+sys.path.insert(0, str(DOCS / "site"))
+
+import reference  # noqa: E402
+
 PAGES = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / ".github").rglob("*.md")]
 
 
@@ -96,7 +104,64 @@ def test_links(page):
         assert not anchor or anchor in anchors(linked), target
 
 
+GENERATED = {"index.md", "python.md", "changelog.md", "contributing.md", *reference.PAGES}
+
+
 def test_the_site_has_every_page():
     listed = set(re.findall(r"[\w/.-]+\.md", (ROOT / "mkdocs.yml").read_text().split("nav:")[1]))
     written = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
-    assert listed == written | {"index.md", "python.md", "changelog.md", "contributing.md"}
+    assert listed == written | GENERATED
+
+
+RECORD = json.loads((ROOT / "tests/api.json").read_text())
+
+
+def test_every_public_name_has_an_anchor():
+    """Once in the reference. A name that is new in the record has one, too."""
+    pages = reference.pages(RECORD | {"liger_kernel.fresh": {"Thing": "(x)", "Thing.forward": "(self, x)"}})
+    anchors = [anchor for text in pages.values() for anchor in re.findall(r'<h\d id="([^"]+)">', text)]
+    names = {f"{module}.{name}" for module, of in RECORD.items() for name in of}
+    assert names and set(anchors) == names | {"liger_kernel.fresh.Thing", "liger_kernel.fresh.Thing.forward"}
+    assert len(anchors) == len(set(anchors))
+
+
+def test_the_reference_has_docstrings():
+    """The docstrings of what users call are found, also where a module hands a name on or imports it late."""
+    for module, name in (
+        ("liger_kernel", "patch"),
+        ("liger_kernel", "quantise"),
+        ("liger_kernel.optim", "LigerAdamW"),
+        ("liger_kernel.graphs", "capture_step"),
+        ("liger_kernel.memory", "plan"),
+        ("liger_kernel.chunked_loss", "LigerFusedLinearDPOLoss"),
+        ("liger_kernel.trl", "patch"),
+        ("liger_kernel.transformers.auto_model", "AutoLigerKernelForCausalLM"),
+    ):
+        assert reference.docstring(module, name), f"{module}.{name}"
+    assert [module for module in reference.MODULES if not reference.source(module)] == []
+
+
+@pytest.mark.parametrize("installed", [True, False], ids=["doxygen", "without"])
+def test_the_reference_of_cpp_is_linked(monkeypatch, installed):
+    """From the navigation and from cpp.md, where Doxygen is installed; mkdocs itself is not needed here."""
+    for name in ("mkdocs", "mkdocs.structure", "mkdocs.structure.files", "mkdocs.structure.nav"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["mkdocs.structure.files"].File = object
+    sys.modules["mkdocs.structure.nav"].Link = lambda title, url: types.SimpleNamespace(title=title, url=url)
+    monkeypatch.delitem(sys.modules, "pages", raising=False)
+    import pages
+
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/doxygen" if installed else None)
+    sections = [types.SimpleNamespace(title=title, children=[]) for title in ("Start", "Reference")]
+    links = pages.on_nav(types.SimpleNamespace(items=sections), None, None).items[1].children
+    assert [link.url for link in links] == ["cpp-reference/html/index.html"] * installed
+    page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="cpp.md"), url="cpp/")
+    text = pages.on_page_markdown((DOCS / "cpp.md").read_text(), page, types.SimpleNamespace(repo_url=""), None)
+    assert ('<a href="../cpp-reference/html/index.html">C++ reference</a>' in text) == installed
+    assert "site/Doxyfile" not in text
+
+
+def test_the_site_has_tabs_and_suggests():
+    settings = (ROOT / "mkdocs.yml").read_text().split("nav:")[0]
+    assert {"navigation.tabs", "search.suggest"} <= set(re.findall(r"[\w.]+", settings))
+    assert "\n  - search\n" in settings
