@@ -1,414 +1,172 @@
-"""Writes the tables and pictures of docs/performance.md and docs/training.md out of benchmarks/results/*.json, which
-bench.py, train.py and e2e.py wrote.
+"""Writes the tables and pictures of docs/ out of benchmarks/results/*.json, which bench.py, e2e.py, lora.py and other
+programs wrote.
 
-python benchmarks/plot.py            after a run: bench.py --out benchmarks/results/h200.json
+    python benchmarks/plot.py            after a run, as bench.py --out benchmarks/results/h200.json
+    python benchmarks/plot.py --check    exit status 1 where a page has another table than the results
+
+TABLES says which table is made of which result. `make measure` runs the benchmarks, then this.
 """
 
-import json
+import argparse
 import re
-import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+import cards
+import pictures
+from provenance import provenance, read, results
+from tables import (
+    FIRST,
+    by_base,
+    cases,
+    eight_bit,
+    end_to_end,
+    families,
+    in_turns,
+    lora,
+    named,
+    norms,
+    of_lora,
+    parted,
+    replacements,
+    step_parts,
+    table,
+    with_graphs,
+)
 from tabulate import tabulate
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
-FORWARD, BOTH = "forward", "forward+backward"
-OURS, EAGER, TRITON = "ours", "torch", "liger (Triton)"
-# Of each operator the first shape is shown, and of these one more: other widths, vocabularies and budgets that models
-# have.
-MORE = {
-    ("cross_entropy", (8192, 128256)),
-    ("fused_linear_cross_entropy", (16384, 2048, 248320)),
-    ("linear_log_prob", (8192, 4096, 151936)),
-    ("fused_experts", (16384, 2048, 768)),
-}
-#: What most models are trained with: the first rows of the tables, and those of the picture.
-FIRST = (
-    "rms_norm", "fused_add_rms_norm", "layer_norm", "rope", "gated", "cross_entropy", "fused_linear_cross_entropy",
-    "fused_experts", "linear_log_prob", "linear_dpo", "linear_grpo", "linear_kto", "linear_distillation",
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a page, between `<!-- name -->` and `<!-- end -->`, and the result that it is made of."""
+
+    page: str
+    name: str
+    file: str
+    make: Callable[[dict], str]
+
+
+def of_models(report: dict) -> str:
+    return table(parted(named(report["rows"]))[0], True)
+
+
+def of_research(report: dict) -> str:
+    return table(parted(named(report["rows"]))[1], True)
+
+
+def of_all(report: dict) -> str:
+    return table(cases(report["rows"]), True)
+
+
+THREE = {"plain": "plain", "triton": "liger (Triton)", "ours": "ours"}
+PLANNED = {"plain": "plain", "ours": "ours, every layer checkpointed", "ours+plan": "ours, planned"}
+SMALL = {
+    "plain": "plain", "plain+compile": "torch.compile", "ours": "ours", "ours+compile": "ours, torch.compile",
+    "ours+adamw+passes": "ours, captured model", "ours+adamw+graph": "ours, captured step",
+}  # fmt: skip
+TABLES = (
+    Table("performance.md", "h200", "h200.json", of_models),
+    Table("performance.md", "norms", "norms-h200.json", norms),
+    Table("performance.md", "cpu", "cpu-avx512.json", lambda r: table(parted(named(r["rows"]))[0], False)),
+    Table("performance.md", "newer", "experts-h100.json", lambda r: table(parted(cases(r["rows"]))[0], True)),
+    Table("performance.md", "topk", "topk-h100.json", of_all),
+    Table("performance.md", "few_classes", "topk-tools-h100.json", of_all),
+    Table("performance.md", "mixers", "mixers-h100.json", of_all),
+    Table("performance.md", "replacements", "replacements-h100.json", replacements),
+    Table("performance.md", "h200_research", "h200.json", of_research),
+    Table("performance.md", "newer_research", "experts-h100.json", lambda r: table(parted(cases(r["rows"]))[1], True)),
+    Table("performance.md", "cpu_research", "cpu-avx512.json", lambda r: table(parted(named(r["rows"]))[1], False)),
+    Table("training.md", "families", "families-h200.json", families),
+    Table("training.md", "e2e", "e2e-h200.json", end_to_end),
+    Table("training.md", "parts", "e2e-h200.json", step_parts),
+    Table("training.md", "two", "e2e-h100x2.json", end_to_end),
+    Table("training.md", "two_parts", "e2e-h100x2.json", step_parts),
+    Table("training.md", "experts", "e2e-moe-h100.json", lambda r: in_turns(r, "plain", **THREE)),
+    Table("training.md", "sinks", "e2e-sinks-h100.json", lambda r: in_turns(r, "plain", plain="plain", ours="ours")),
+    Table("training.md", "lora", "lora-h100.json", lora),
+    Table("training.md", "bases", "lora-base-h100.json", by_base),
+    Table("exactness.md", "eight_bit", "eight-bit-h100.json", eight_bit),
+    Table("memory.md", "budget", "e2e-budget-h100.json", lambda r: in_turns(r, "ours", **PLANNED)),
+    Table(
+        "memory.md", "long", "long-h100.json",
+        lambda r: in_turns(of_lora(r), "plain", **THREE, **{"ours+host": "ours, inputs on the host"}),
+    ),
+    Table("graphs.md", "small", "e2e-small-h100.json", lambda r: in_turns(with_graphs(r), "plain", **SMALL)),
 )  # fmt: skip
-#: The cases of research operators, which have tables and a picture at the end.
-RESEARCH = {
-    name
-    for path in (ROOT / "tests" / "research" / "cases").glob("*.py")
-    for name in re.findall(r'^        name="(\w+)"', path.read_text(), re.M)
-}
-#: What a picture calls a run of train.py.
-SIDES = {"plain": "plain", "triton": "liger (Triton)", "liger": "ours"}
-#: And one of e2e.py.
-ARMS = {"plain": "plain", "triton": "liger (Triton)", "ours": "ours"}
+#: Tables of numbers whose results are not kept as files: (page, heading).
+TYPED = (
+    ("cpp.md", "Compared with Python"),
+    ("families.md", "Measured on a CPU"),
+    ("training.md", "On a CPU"),
+    ("training.md", "With torch.compile"),
+    ("performance.md", "What misses its goal, and why"),
+)
 
 
-def read(file):
-    return json.loads((RESULTS / file).read_text())
+def anchor(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-def cases(rows):
-    """(case, shape, options) -> {rival: its row} of those that are timed, not called alone."""
-    found = {}
-    for row in rows:
-        if f"eager {BOTH}" in row:
-            name, options = row["case"], row["options"]
-            if name == "fused_mlp":  # as gated_mlp was called where it keeps its input alone
-                name, options = "gated_mlp", {**options, "recompute": True}
-            key = name, tuple(row["shape"]), json.dumps(options)
-            found.setdefault(key, {})[row["rival"]] = row
-    return found
-
-
-def named(rows):
-    """The cases of the tables: of each operator the first, and MORE."""
-    seen, chosen = set(), {}
-    for key, rivals in cases(rows).items():
-        name, shape, options = key
-        if "bfloat16" in options or "recompute" in options and name != "gated_mlp" or OURS not in rivals:
-            continue
-        if name not in seen or (name, shape) in MORE:
-            chosen[key] = rivals
-        seen.add(name)
-    return chosen
-
-
-def parted(chosen):
-    """(cases, those of research operators), each beginning with FIRST."""
-    order = {name: place for place, name in enumerate(FIRST)}
-    ordered = sorted(chosen, key=lambda key: order.get(key[0], len(order)))
-    parts = [key for key in ordered if key[0] not in RESEARCH], [key for key in ordered if key[0] in RESEARCH]
-    return [{key: chosen[key] for key in part} for part in parts]
-
-
-def time(row, mode=BOTH, beside=()):
-    """A call in a CUDA graph where it and those `beside` it can be captured; otherwise a call as it is. Compaction of
-    ignored tokens and some rivals cannot be."""
-    captured = all(f"gpu {mode}" in each for each in (row, *beside)) and row["options"].get("ignored", 0) == 0
-    return row.get(f"gpu {mode}" if captured else f"eager {mode}")
-
-
-def best_rival(rivals):
-    return min((row for name, row in rivals.items() if name != OURS), key=time)
-
-
-def label(key):
-    name, shape, options = key
-    options = {k: v for k, v in json.loads(options).items() if (k, v) not in (("ignored", 0.0), ("hot", 0.0))}
-    options.pop("unlabelled", None), options.pop("weight_hard_loss", None), options.pop("weight_soft_loss", None)
-    if "max_bytes" in options:
-        options["max_bytes"] = f"{options['max_bytes'] >> 20} MiB"
-    values = ", ".join(str(v) if isinstance(v, str) else f"{k} {v}" for k, v in options.items())
-    return f"{name} {'x'.join(map(str, shape))}" + (f" ({values})" if values else "")
-
-
-def pair(row, digits, beside=()):
-    times = (time(row, mode, beside) for mode in (FORWARD, BOTH))
-    return " / ".join("-" if t is None else f"{t:.{digits}f}" for t in times)
-
-
-def table(chosen, memory):
+def measured() -> str:
+    """Of each table: its page, card, date, commit and result; then the tables without one."""
     lines = []
-    for key, rivals in chosen.items():
-        ours, best = rivals[OURS], best_rival(rivals)
-        digits = 3 if time(ours) < 1 else 2 if time(ours) < 10 else 1
-        line = [
-            label(key),
-            pair(ours, digits, [best]),
-            f"{best['rival']}: {pair(best, digits, [ours])}",
-            f"{time(best, beside=[ours]) / time(ours, beside=[best]):.2f}x",
-        ]
-        if memory:
-            extra = [row.get(f"extra {BOTH}", row.get(f"peak {BOTH}")) for row in (ours, best)]
-            line.append(" / ".join(f"{mib:,.0f}" for mib in extra))
-            line.append(format(ours[f"rate {BOTH}"], ".2f") if f"rate {BOTH}" in ours else "")
-        lines.append(line)
-    headers = [
-        "case",
-        "ours, ms",
-        "best rival, ms",
-        "faster",
-        *(["MiB, ours / rival", "of the limit"] if memory else []),
-    ]
-    return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
+    for each in TABLES:
+        of, text = provenance(each.file), (DOCS / each.page).read_text().split(f"<!-- {each.name} -->")[0]
+        heading = re.findall(r"^#+ (.*)", text, re.M)[-1]
+        link = f"[{heading}]({each.page if each.page != 'performance.md' else ''}#{anchor(heading)})"
+        lines.append([link, each.name, of.card.upper(), of.date, of.commit, of.link])
+    headers = ["section", "table", "card", "date", "commit", "result"]
+    links = [f"[{heading}]({page if page != 'performance.md' else ''}#{anchor(heading)})" for page, heading in TYPED]
+    return (
+        tabulate(lines, headers, tablefmt="github", disable_numparse=True)
+        + "\n\nThe results of these tables were not kept: "
+        + ", ".join(links)
+        + "."
+    )
 
 
-def families(reports):
-    lines = []
-    for family, report in reports.items():
-        plain, others = report["plain"], [report.get(side) for side in ("triton", "liger")]
-        speeds = [
-            r and f"{r['tokens_per_second']:,.0f} ({r['tokens_per_second'] / plain['tokens_per_second']:.2f}x)"
-            for r in others
-        ]
-        memory = [r and f"{r['step_peak_bytes'] / 2**30:.1f} GiB" for r in (plain, *others)]
-        lines.append(
-            [family, f"{plain['parameters'] / 1e6:,.0f} M", f"{plain['tokens_per_second']:,.0f}", *speeds, *memory]
-        )
-    headers = [
-        "family",
-        "parameters",
-        "plain, tokens/s",
-        "liger (Triton)",
-        "ours",
-        "plain, memory",
-        "liger (Triton)",
-        "ours",
-    ]
-    return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
-
-
-def by_length(report):
-    """model -> length -> arm -> the result of a run of e2e.py, None where it was out of memory."""
-    found = {}
-    for row in report["rows"]:
-        found.setdefault(row["model"], {}).setdefault(row["length"], {})[row["arm"]] = row["result"]
-    return found
-
-
-def end_to_end(report):
-    lines = []
-    for model, lengths in by_length(report).items():
-        for length, arms in sorted(lengths.items()):
-            line = [model, f"{length:,}"]
-            for arm in ARMS:
-                result, plain = arms.get(arm), arms.get("plain")
-                if not result:
-                    line.append("out of memory" if arm in arms else None)
-                    continue
-                speed = f"{result['tokens_per_second']:,.0f}"
-                if arm != "plain" and plain:
-                    speed += f" ({result['tokens_per_second'] / plain['tokens_per_second']:.2f}x)"
-                line.append(f"{speed}, {result['batch']}, {result['peak_gb']:.1f} GB")
-            lines.append(line)
-    headers = ["model", "length", *(f"{name}: tokens/s, batch, memory" for name in ARMS.values())]
-    return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
-
-
-def with_graphs(report):
-    """A report whose captured arms have the memory that torch has reserved: a graph's is no part of the peak."""
-    for row in report["rows"]:
-        if {"passes", "graph"} & {*row["arm"].split("+")}:
-            row["result"]["peak_gb"] = row["result"]["reserved_gb"]
-    return report
-
-
-def in_turns(report, first, **names):
-    """A table with a row for each model and shape and a column for each arm of `names`, against the arm `first`."""
-    shapes = {}
-    for row in report["rows"]:
-        if row["result"] is None:  # out of memory
-            continue
-        shape = row["model"], f"{row['result']['batch']} x {row['length']:,}"
-        shapes.setdefault(shape, {})[row["arm"]] = row["result"]
-    lines = []
-    for shape, arms in shapes.items():
-        line = [*shape]
-        for arm in names:
-            if not (result := arms.get(arm)):
-                line.append(None)
-                continue
-            ratio = ""
-            if arm != first and first in arms:
-                ratio = f" ({result['tokens_per_second'] / arms[first]['tokens_per_second']:.2f}x)"
-            line.append(f"{result['tokens_per_second']:,.0f}{ratio}, {result['peak_gb']:.1f} GB")
-        lines.append(line)
-    return tabulate(lines, ["model", "batch", *names.values()], tablefmt="github", disable_numparse=True)
-
-
-def of_lora(report):
-    """The rows of lora.py as those of e2e.py."""
-    rows = []
-    for row in report["rows"]:
-        batch, length = map(int, row["shape"].split("x"))
-        rate = statistics.median(result["tokens_per_second"] for result in row["results"])
-        result = {"batch": batch, "tokens_per_second": rate, "peak_gb": row["results"][0]["peak_gb"]}
-        kept = "" if row["checkpointing"] == "on" else ", not checkpointed"
-        rows.append({"model": row["model"] + kept, "arm": row["arm"], "length": length, "result": result})
-    return {"rows": rows}
-
-
-def eight_bit(report):
-    """The table of eight_bit.py."""
-    head = ["base", "product", "loss", "gradients", "farthest adapter", "trained"]
-    lines = [
-        [row["base"], f"{row['product']:.2%}", f"{row['loss']:+.5f}", f"{row['gradients']:.1%}", f"{row['worst']:.1%}",
-         f"{row['trained']:.4f}"]
-        for row in report["rows"]
-    ]  # fmt: skip
-    return tabulate(lines, head, tablefmt="github", disable_numparse=True)
-
-
-def step_parts(report):
-    """Where the time of a step of ours goes, in ms and as a part of the step. Communication overlaps with the rest."""
-    results = [
-        (model, length, arms["ours"]["profile"])
-        for model, lengths in by_length(report).items()
-        for length, arms in sorted(lengths.items())
-        if arms.get("ours") and "profile" in arms["ours"]
-    ]
-    known = dict.fromkeys(name for *_, profile in results for name in profile["ms"])
-    names = [name for name in known if any(profile["ms"].get(name, 0) >= 0.5 for *_, profile in results)]
-    lines = [
-        [model, f"{n:,}", *(f"{p['ms'].get(name, 0):,.0f} ({p['ms'].get(name, 0) / p['step']:.0%})" for name in names)]
-        for model, n, p in results
-    ]
-    return tabulate(lines, ["model", "length", *names], tablefmt="github", disable_numparse=True)
-
-
-def replacements(report):
-    """What patches put in the place of others' code, beside that code."""
-    rows = [
-        {
-            "part": row["part"],
-            "original, ms": f"{row['original_ms']:.3g}",
-            "ours, ms": f"{row['ours_ms']:.3g}",
-            "of the original": f"{row['ratio']:.2f}",
-            "MiB, original / ours": f"{row['original_mib']:,.0f} / {row['ours_mib']:,.0f}",
-        }
-        for row in report["rows"]
-    ]
-    return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
-
-
-def axes(height):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, height), sharey=True)
-    for ax in (left, right):
-        ax.spines[["top", "right"]].set_visible(False)
-        ax.grid(axis="x", alpha=0.3)
-    return figure, left, right
-
-
-COLORS = {OURS: "#1b7f5c", TRITON: "#d98e2b", "compile": "#7a8ba6", "plain": "#7a8ba6"}
-
-
-def bars(ax, names, series, title):
-    width = 0.8 / len(series)
-    for i, (name, values) in enumerate(series.items()):
-        at = [j + (i - (len(series) - 1) / 2) * width for j in range(len(names))]
-        ax.barh(at, [v or 0 for v in values], width * 0.9, label=name, color=COLORS[name])
-    ax.set_yticks(range(len(names)), names)
-    ax.set_ylim(-0.7, len(names) - 0.3)
-    ax.set_title(title, fontsize=11)
-
-
-def save(figure, ax, file):
-    ax.invert_yaxis()  # of both, which share it
-    ax.legend(frameon=False, fontsize=9)
-    figure.tight_layout()
-    figure.savefig(DOCS / file, dpi=110)
-
-
-def draw_operators(named_cases, file, names=None):
-    """Time and memory of forward and backward in relation to ours, of all cases or of those with these names."""
-    chosen = {}
-    for key, rivals in named_cases.items():
-        if ("compile" in rivals or TRITON in rivals) and (names is None or key[0] in names):
-            chosen.setdefault(key[0], rivals)
-    names = list(chosen)
-    figure, left, right = axes(0.34 * len(names) + 1)
-    extra = lambda row: row and row.get(f"peak {BOTH}")
-    for ax, of, title in (
-        (left, time, "time of forward and backward, ours = 1 (cut at 6)"),
-        (right, extra, "peak memory beyond inputs, ours = 1"),
-    ):
-        ours = [of(chosen[name][OURS]) for name in names]
-        relation = lambda rival: [
-            (of(r) or 0) / o if (r := chosen[n].get(rival)) and o else None for n, o in zip(names, ours)
-        ]
-        bars(ax, names, {OURS: [1] * len(names), "compile": relation("compile"), TRITON: relation(TRITON)}, title)
-        ax.set_xlim(0, 6)
-    save(figure, right, file)
-
-
-def draw_training(reports):
-    names = list(reports)
-    figure, left, right = axes(0.8 * len(names) + 1)
-    of = lambda side, what, unit: [reports[n].get(side, {}).get(what, 0) / unit for n in names]
-    for ax, what, unit, title in (
-        (left, "tokens_per_second", 1000, "thousand tokens per second"),
-        (right, "step_peak_bytes", 2**30, "memory of a step, GiB"),
-    ):
-        bars(ax, names, {name: of(side, what, unit) for side, name in SIDES.items()}, title)
-    save(figure, right, "training.png")
-
-
-def draw_lengths(report, model="llama-1b"):
-    """Tokens per second and memory of a model over the length of the sequences."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    lengths = by_length(report)[model]
-    figure, both = pyplot.subplots(1, 2, figsize=(11, 3.6))
-    for ax, what, unit, title in (
-        (both[0], "tokens_per_second", 1000, f"{model}: thousand tokens per second"),
-        (both[1], "peak_gb", 1, "peak memory, GB"),
-    ):
-        for arm, name in ARMS.items():
-            there = [(n, arms[arm][what] / unit) for n, arms in sorted(lengths.items()) if arms.get(arm)]
-            ax.plot(*zip(*there), marker="o", label=name, color=COLORS[name])
-        ax.set_xscale("log", base=2)
-        ax.set_xticks(sorted(lengths), [f"{n:,}" for n in sorted(lengths)])
-        ax.set_ylim(0)
-        ax.set_xlabel("tokens in a sequence")
-        ax.set_title(title, fontsize=11)
-        ax.spines[["top", "right"]].set_visible(False)
-        ax.grid(alpha=0.3)
-    both[1].legend(frameon=False, fontsize=9)
-    figure.tight_layout()
-    figure.savefig(DOCS / "lengths.png", dpi=110)
-
-
-def fill(page, **tables):
-    """Writes each table where the page has a place for its name."""
-    text = (DOCS / page).read_text()
-    for name, lines in tables.items():
+def filled() -> dict[str, str]:
+    """Page -> its text with every table as the results have it."""
+    made = {(each.page, each.name): each.make(read(each.file)) for each in TABLES}
+    made |= {("cards.md", "cards"): cards.cards(), ("families.md", "gains"): cards.gains()}
+    made["performance.md", "tables"] = measured()
+    pages = {page: (DOCS / page).read_text() for page, _ in made}
+    for (page, name), lines in made.items():
         marked = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
-        text, count = re.subn(marked, lambda m: f"{m[1]}{lines}\n{m[2]}", text, flags=re.S)
+        pages[page], count = re.subn(marked, lambda m: f"{m[1]}{lines}\n{m[2]}", pages[page], flags=re.S)
         assert count == 1, f"{page} has no place for {name}"
-    (DOCS / page).write_text(text)
+    return pages
+
+
+def draw() -> None:
+    h200, h200_research = parted(named(read("h200.json")["rows"]))
+    newer_research = parted(cases(read("experts-h100.json")["rows"]))[1]
+    pictures.draw_operators(h200, "operators.png", FIRST)
+    pictures.draw_operators({**h200_research, **newer_research}, "research.png")
+    pictures.draw_training(read("families-h200.json"))
+    pictures.draw_lengths(read("e2e-h200.json"))
 
 
 def main():
-    h200, h200_research = parted(named(read("h200.json")["rows"]))
-    cpu, cpu_research = parted(named(read("cpu-avx512.json")["rows"]))
-    newer, newer_research = parted(cases(read("experts-h100.json")["rows"]))
-    reports, lengths, two = (read(f"{name}.json") for name in ("families-h200", "e2e-h200", "e2e-h100x2"))
-    fill("performance.md", h200=table(h200, True), cpu=table(cpu, False), newer=table(newer, True),
-         h200_research=table(h200_research, True), cpu_research=table(cpu_research, False),
-         newer_research=table(newer_research, True), topk=table(cases(read("topk-h100.json")["rows"]), True),
-         few_classes=table(cases(read("topk-tools-h100.json")["rows"]), True),
-         mixers=table(cases(read("mixers-h100.json")["rows"]), True),
-         replacements=replacements(read("replacements-h100.json")))  # fmt: skip
-    tables = {"families": families(reports), "e2e": end_to_end(lengths), "parts": step_parts(lengths)}
-    names = {"plain": "plain", "triton": "liger (Triton)", "ours": "ours"}
-    tables["experts"] = in_turns(read("e2e-moe-h100.json"), "plain", **names)
-    tables["sinks"] = in_turns(read("e2e-sinks-h100.json"), "plain", plain="plain", ours="ours")
-    fill("exactness.md", eight_bit=eight_bit(read("eight-bit-h100.json")))
-    bases = {"ours": "bfloat16", "ours+int8": "int8", "ours+fp8": "fp8"}
-    tables["bases"] = in_turns(of_lora(read("lora-base-h100.json")), "ours", **bases)
-    fill("training.md", **tables, two=end_to_end(two), two_parts=step_parts(two))
-    planned = {"plain": "plain", "ours": "ours, every layer checkpointed", "ours+plan": "ours, planned"}
-    long = {"plain": "plain", "triton": "liger (Triton)", "ours": "ours", "ours+host": "ours, inputs on the host"}
-    long = in_turns(of_lora(read("long-h100.json")), "plain", **long)
-    fill("memory.md", budget=in_turns(read("e2e-budget-h100.json"), "ours", **planned), long=long)
-    small = {
-        "plain": "plain",
-        "plain+compile": "torch.compile",
-        "ours": "ours",
-        "ours+compile": "ours, torch.compile",
-        "ours+adamw+passes": "ours, captured model",
-        "ours+adamw+graph": "ours, captured step",
-    }
-    fill("graphs.md", small=in_turns(with_graphs(read("e2e-small-h100.json")), "plain", **small))
-    draw_operators(h200, "operators.png", FIRST)
-    draw_operators({**h200_research, **newer_research}, "research.png")
-    draw_training(reports)
-    draw_lengths(lengths)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--no-pictures", action="store_true", help="tables only")
+    args = parser.parse_args()
+    for file in results():
+        provenance(file)  # raises where a result lacks what a table must say
+    pages = filled()
+    stale = [page for page, text in pages.items() if text != (DOCS / page).read_text()]
+    if args.check:
+        sys.exit(f"{', '.join(stale)}: run benchmarks/plot.py" if stale else 0)
+    for page in stale:
+        (DOCS / page).write_text(pages[page])
+    if not args.no_pictures:
+        draw()
+    print(f"written: {', '.join(stale) or 'nothing'}")
 
 
 if __name__ == "__main__":

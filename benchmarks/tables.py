@@ -1,0 +1,285 @@
+"""The tables of docs/ out of results: each function takes a result of benchmarks/results and gives Markdown."""
+
+import json
+import re
+import statistics
+from pathlib import Path
+
+from tabulate import tabulate
+
+ROOT = Path(__file__).resolve().parents[1]
+FORWARD, BOTH = "forward", "forward+backward"
+OURS, EAGER, TRITON = "ours", "torch", "liger (Triton)"
+# Of each operator the first shape is shown, and of these one more: other widths, vocabularies and budgets that models
+# have.
+MORE = {
+    ("cross_entropy", (8192, 128256)),
+    ("fused_linear_cross_entropy", (16384, 2048, 248320)),
+    ("linear_log_prob", (8192, 4096, 151936)),
+    ("fused_experts", (16384, 2048, 768)),
+}
+#: What most models are trained with: the first rows of the tables, and those of the picture.
+FIRST = (
+    "rms_norm", "fused_add_rms_norm", "layer_norm", "rope", "gated", "cross_entropy", "fused_linear_cross_entropy",
+    "fused_experts", "linear_log_prob", "linear_dpo", "linear_grpo", "linear_kto", "linear_distillation",
+)  # fmt: skip
+#: The cases of research operators, which have tables and a picture at the end.
+RESEARCH = {
+    name
+    for path in (ROOT / "tests" / "research" / "cases").glob("*.py")
+    for name in re.findall(r'^        name="(\w+)"', path.read_text(), re.M)
+}
+#: What a picture calls a run of train.py.
+SIDES = {"plain": "plain", "triton": "liger (Triton)", "liger": "ours"}
+#: And one of e2e.py.
+ARMS = {"plain": "plain", "triton": "liger (Triton)", "ours": "ours"}
+
+
+def cases(rows):
+    """(case, shape, options) -> {rival: its row} of those that are timed, not called alone."""
+    found = {}
+    for row in rows:
+        if f"eager {BOTH}" in row:
+            name, options = row["case"], row["options"]
+            if name == "fused_mlp":  # as gated_mlp was called where it keeps its input alone
+                name, options = "gated_mlp", {**options, "recompute": True}
+            key = name, tuple(row["shape"]), json.dumps(options)
+            found.setdefault(key, {})[row["rival"]] = row
+    return found
+
+
+def named(rows):
+    """The cases of the tables: of each operator the first, and MORE."""
+    seen, chosen = set(), {}
+    for key, rivals in cases(rows).items():
+        name, shape, options = key
+        if "bfloat16" in options or "recompute" in options and name != "gated_mlp" or OURS not in rivals:
+            continue
+        if name not in seen or (name, shape) in MORE:
+            chosen[key] = rivals
+        seen.add(name)
+    return chosen
+
+
+def parted(chosen):
+    """(cases, those of research operators), each beginning with FIRST."""
+    order = {name: place for place, name in enumerate(FIRST)}
+    ordered = sorted(chosen, key=lambda key: order.get(key[0], len(order)))
+    parts = [key for key in ordered if key[0] not in RESEARCH], [key for key in ordered if key[0] in RESEARCH]
+    return [{key: chosen[key] for key in part} for part in parts]
+
+
+def time(row, mode=BOTH, beside=()):
+    """A call in a CUDA graph where it and those `beside` it can be captured; otherwise a call as it is. Compaction of
+    ignored tokens and some rivals cannot be."""
+    captured = all(f"gpu {mode}" in each for each in (row, *beside)) and row["options"].get("ignored", 0) == 0
+    return row.get(f"gpu {mode}" if captured else f"eager {mode}")
+
+
+def best_rival(rivals):
+    return min((row for name, row in rivals.items() if name != OURS), key=time)
+
+
+def label(key):
+    name, shape, options = key
+    options = {k: v for k, v in json.loads(options).items() if (k, v) not in (("ignored", 0.0), ("hot", 0.0))}
+    options.pop("unlabelled", None), options.pop("weight_hard_loss", None), options.pop("weight_soft_loss", None)
+    if "max_bytes" in options:
+        options["max_bytes"] = f"{options['max_bytes'] >> 20} MiB"
+    values = ", ".join(str(v) if isinstance(v, str) else f"{k} {v}" for k, v in options.items())
+    return f"{name} {'x'.join(map(str, shape))}" + (f" ({values})" if values else "")
+
+
+def pair(row, digits, beside=()):
+    times = (time(row, mode, beside) for mode in (FORWARD, BOTH))
+    return " / ".join("-" if t is None else f"{t:.{digits}f}" for t in times)
+
+
+def table(chosen, memory):
+    lines = []
+    for key, rivals in chosen.items():
+        ours, best = rivals[OURS], best_rival(rivals)
+        digits = 3 if time(ours) < 1 else 2 if time(ours) < 10 else 1
+        line = [
+            label(key),
+            pair(ours, digits, [best]),
+            f"{best['rival']}: {pair(best, digits, [ours])}",
+            f"{time(best, beside=[ours]) / time(ours, beside=[best]):.2f}x",
+        ]
+        if memory:
+            extra = [row.get(f"extra {BOTH}", row.get(f"peak {BOTH}")) for row in (ours, best)]
+            line.append(" / ".join(f"{mib:,.0f}" for mib in extra))
+            line.append(format(ours[f"rate {BOTH}"], ".2f") if f"rate {BOTH}" in ours else "")
+        lines.append(line)
+    headers = [
+        "case",
+        "ours, ms",
+        "best rival, ms",
+        "faster",
+        *(["MiB, ours / rival", "of the limit"] if memory else []),
+    ]
+    return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
+
+
+def families(reports):
+    lines = []
+    for family, report in reports.items():
+        plain, others = report["plain"], [report.get(side) for side in ("triton", "liger")]
+        speeds = [
+            r and f"{r['tokens_per_second']:,.0f} ({r['tokens_per_second'] / plain['tokens_per_second']:.2f}x)"
+            for r in others
+        ]
+        memory = [r and f"{r['step_peak_bytes'] / 2**30:.1f} GiB" for r in (plain, *others)]
+        lines.append(
+            [family, f"{plain['parameters'] / 1e6:,.0f} M", f"{plain['tokens_per_second']:,.0f}", *speeds, *memory]
+        )
+    headers = [
+        "family",
+        "parameters",
+        "plain, tokens/s",
+        "liger (Triton)",
+        "ours",
+        "plain, memory",
+        "liger (Triton)",
+        "ours",
+    ]
+    return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
+
+
+def by_length(report):
+    """model -> length -> arm -> the result of a run of e2e.py, None where it was out of memory."""
+    found = {}
+    for row in report["rows"]:
+        found.setdefault(row["model"], {}).setdefault(row["length"], {})[row["arm"]] = row["result"]
+    return found
+
+
+def end_to_end(report):
+    lines = []
+    for model, lengths in by_length(report).items():
+        for length, arms in sorted(lengths.items()):
+            line = [model, f"{length:,}"]
+            for arm in ARMS:
+                result, plain = arms.get(arm), arms.get("plain")
+                if not result:
+                    line.append("out of memory" if arm in arms else None)
+                    continue
+                speed = f"{result['tokens_per_second']:,.0f}"
+                if arm != "plain" and plain:
+                    speed += f" ({result['tokens_per_second'] / plain['tokens_per_second']:.2f}x)"
+                line.append(f"{speed}, {result['batch']}, {result['peak_gb']:.1f} GB")
+            lines.append(line)
+    headers = ["model", "length", *(f"{name}: tokens/s, batch, memory" for name in ARMS.values())]
+    return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
+
+
+def with_graphs(report):
+    """A report whose captured arms have the memory that torch has reserved: a graph's is no part of the peak."""
+    for row in report["rows"]:
+        if {"passes", "graph"} & {*row["arm"].split("+")}:
+            row["result"]["peak_gb"] = row["result"]["reserved_gb"]
+    return report
+
+
+def in_turns(report, first, **names):
+    """A table with a row for each model and shape and a column for each arm of `names`, against the arm `first`."""
+    shapes = {}
+    for row in report["rows"]:
+        if row["result"] is None:  # out of memory
+            continue
+        shape = row["model"], f"{row['result']['batch']} x {row['length']:,}"
+        shapes.setdefault(shape, {})[row["arm"]] = row["result"]
+    lines = []
+    for shape, arms in shapes.items():
+        line = [*shape]
+        for arm in names:
+            if not (result := arms.get(arm)):
+                line.append(None)
+                continue
+            ratio = ""
+            if arm != first and first in arms:
+                ratio = f" ({result['tokens_per_second'] / arms[first]['tokens_per_second']:.2f}x)"
+            line.append(f"{result['tokens_per_second']:,.0f}{ratio}, {result['peak_gb']:.1f} GB")
+        lines.append(line)
+    return tabulate(lines, ["model", "batch", *names.values()], tablefmt="github", disable_numparse=True)
+
+
+def of_lora(report):
+    """The rows of lora.py as those of e2e.py."""
+    rows = []
+    for row in report["rows"]:
+        batch, length = map(int, row["shape"].split("x"))
+        rate = statistics.median(result["tokens_per_second"] for result in row["results"])
+        result = {"batch": batch, "tokens_per_second": rate, "peak_gb": row["results"][0]["peak_gb"]}
+        kept = "" if row["checkpointing"] == "on" else ", not checkpointed"
+        rows.append({"model": row["model"] + kept, "arm": row["arm"], "length": length, "result": result})
+    return {"rows": rows}
+
+
+def eight_bit(report):
+    """The table of eight_bit.py."""
+    head = ["base", "product", "loss", "gradients", "farthest adapter", "trained"]
+    lines = [
+        [row["base"], f"{row['product']:.2%}", f"{row['loss']:+.5f}", f"{row['gradients']:.1%}", f"{row['worst']:.1%}",
+         f"{row['trained']:.4f}"]
+        for row in report["rows"]
+    ]  # fmt: skip
+    return tabulate(lines, head, tablefmt="github", disable_numparse=True)
+
+
+def step_parts(report):
+    """Where the time of a step of ours goes, in ms and as a part of the step. Communication overlaps with the rest."""
+    results = [
+        (model, length, arms["ours"]["profile"])
+        for model, lengths in by_length(report).items()
+        for length, arms in sorted(lengths.items())
+        if arms.get("ours") and "profile" in arms["ours"]
+    ]
+    known = dict.fromkeys(name for *_, profile in results for name in profile["ms"])
+    names = [name for name in known if any(profile["ms"].get(name, 0) >= 0.5 for *_, profile in results)]
+    lines = [
+        [model, f"{n:,}", *(f"{p['ms'].get(name, 0):,.0f} ({p['ms'].get(name, 0) / p['step']:.0%})" for name in names)]
+        for model, n, p in results
+    ]
+    return tabulate(lines, ["model", "length", *names], tablefmt="github", disable_numparse=True)
+
+
+def replacements(report):
+    """What patches put in the place of others' code, beside that code."""
+    rows = [
+        {
+            "part": row["part"],
+            "original, ms": f"{row['original_ms']:.3g}",
+            "ours, ms": f"{row['ours_ms']:.3g}",
+            "of the original": f"{row['ratio']:.2f}",
+            "MiB, original / ours": f"{row['original_mib']:,.0f} / {row['ours_mib']:,.0f}",
+        }
+        for row in report["rows"]
+    ]
+    return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
+
+
+def norms(report):
+    """Forward and backward of norms against `before`: of each the first shape, and one of odd width."""
+    lines, seen = [], set()
+    for key, rivals in cases(report["rows"]).items():
+        if key[0] in seen and key[:2] != ("rms_norm", (16384, 4095)):
+            continue
+        seen.add(key[0])
+        ours, before = (time(rivals[rival]) for rival in (OURS, "before"))
+        lines.append([label(key), f"{ours:.3f}", f"{before:.3f}", f"{ours / before:.2f}"])
+    return tabulate(lines, ["case", "ms", "older, ms", "ratio"], tablefmt="github", disable_numparse=True)
+
+
+def by_base(report):
+    """LoRA on weights in bfloat16 and in eight bits."""
+    return in_turns(of_lora(report), "ours", **{"ours": "bfloat16", "ours+int8": "int8", "ours+fp8": "fp8"})
+
+
+def lora(report):
+    """The table of lora.py: a row for each model, base and shape, with and without checkpointing."""
+    names = {"plain": "plain", "triton": "liger (Triton)", "peft": "ours, `lora=False`", "ours": "ours",
+             "frozen": "ours, no adapters"}  # fmt: skip
+    for row in report["rows"]:
+        row["model"] += ", nf4" * bool(row.get("nf4", report.get("nf4")))
+    return in_turns(of_lora(report), "plain", **names)

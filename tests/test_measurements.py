@@ -1,0 +1,206 @@
+"""The numbers of the pages are those of benchmarks/results: the tables are what benchmarks/plot.py writes, every table
+of measured numbers has a result that says where and when it was measured, and so have speeds and memory in prose."""
+
+import json
+import pathlib
+import re
+import statistics
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+pytest.importorskip("tabulate")
+import cards  # noqa: E402
+import plot  # noqa: E402
+import provenance  # noqa: E402
+
+
+def test_the_tables_are_those_of_the_results():
+    for page, text in plot.filled().items():
+        assert (DOCS / page).read_text() == text, f"{page}: run benchmarks/plot.py"
+
+
+@pytest.mark.parametrize("file", provenance.results())
+def test_results_say_where_and_when(file):
+    of = provenance.provenance(file)
+    assert re.match(r"\d{4}-\d\d-\d\d", of.date) and of.card and of.versions["torch"]
+    for commit in of.commit.split(", "):
+        assert re.fullmatch(r"\([0-9a-f]{7}\)|[0-9a-f]{7}\+?", commit)
+
+
+MACHINE = {"device": "NVIDIA H100 80GB HBM3", "torch": "2.13.0", "commit": "0123456789ab", "date": "2026-01-02"}
+
+
+@pytest.mark.parametrize("key", [*MACHINE])
+def test_a_result_that_lacks_something_is_refused(key):
+    full = {"machine": MACHINE, "rows": []}
+    assert provenance.provenance("new-h100.json", full).commit == "0123456"
+    with pytest.raises(ValueError, match="new-h100.json has no"):
+        provenance.provenance("new-h100.json", {**full, "machine": {**MACHINE, key: None}})
+
+
+@pytest.mark.parametrize(
+    ("device", "card"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA L40S", "l40s"),
+        ("AMD EPYC", "cpu"),
+        ("Intel(R) Xeon(R) Processor @ 2.10GHz", "cpu"),
+    ],
+)
+def test_names_of_cards(device, card):
+    assert provenance.card_of(device) == card
+
+
+#: What only a measurement gives: milliseconds and memory, tokens per second with memory, pairs of times, ratios.
+MEASURED = re.compile(r"\b\d+(\.\d+)? (GB|GiB|MiB|kB|ms)\b|\d,\d{3}, \d|\d\.\d+x|\d\.\d+ / \d")
+#: Tables that another program writes, with card, date and version in their page, and that a program prints.
+OTHERS = {"errors-cpu.md", "errors-cuda.md"}
+#: Tables by arithmetic from one of the results of their page, or from sizes.
+DERIVED = {("memory.md", "Long sequences"), ("memory.md", "Less memory for layers")}
+
+
+def tables_of(text):
+    """(heading, the lines of a table) of a page, without what is between marks and in code."""
+    text = re.sub(r"```.*?```|<!-- (\w+) -->\n.*?<!-- end -->", "", text, flags=re.S)
+    heading, lines = "", []
+    for line in [*text.splitlines(), ""]:
+        if line.startswith("|"):
+            lines.append(line)
+        elif lines:
+            yield heading, "\n".join(lines)
+            lines = []
+        if line.startswith("#"):
+            heading = line.lstrip("# ")
+
+
+def test_tables_of_numbers_have_a_result():
+    """A table with measured numbers is made by plot.py, or named in its TYPED."""
+    found = {
+        (page.name, heading)
+        for page in DOCS.glob("*.md")
+        if page.name not in OTHERS
+        for heading, lines in tables_of(page.read_text())
+        if MEASURED.search(lines)
+    }
+    assert found - DERIVED == set(plot.TYPED)
+    marked = re.compile(r"<!-- (\w+) -->\n(?:(?!<!--).)*<!-- end -->", re.S)
+    marks = {(page.name, name) for page in DOCS.glob("*.md") for name in marked.findall(page.read_text())}
+    made = {(table.page, table.name) for table in plot.TABLES}
+    assert marks == made | {("cards.md", "cards"), ("families.md", "gains"), ("performance.md", "tables")}
+
+
+def test_a_table_that_nobody_measured_is_found():
+    text = "# A\n\n| model | speed |\n|---|---|\n| llama | 12,345, 6.7 GB |\n"
+    ((heading, lines),) = tables_of(text)
+    assert heading == "A" and MEASURED.search(lines)
+
+
+def test_every_table_is_in_the_list():
+    lines = plot.measured().splitlines()
+    assert sum(line.startswith("| [") for line in lines) == len(plot.TABLES)
+    for table in plot.TABLES:
+        of = provenance.provenance(table.file)
+        (line,) = (line for line in lines if re.search(rf"\| {table.name} +\|.*{re.escape(table.file)}", line))
+        assert of.date in line and of.commit in line and of.card.upper() in line
+
+
+def read(file):
+    return json.loads((ROOT / "benchmarks/results" / file).read_text())
+
+
+def test_cards_have_the_numbers_of_the_results():
+    """Llama-3-8B's LoRA and the longest sequence, read from the files in another way; every row names its file."""
+    page = (DOCS / "cards.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ") and "../benchmarks/results/" in line]
+    assert len(rows) > 60
+    assert all((DOCS / re.search(r"\]\((\S+json)\)", row)[1]).is_file() for row in rows)
+    speeds = {
+        row["arm"]: statistics.median(result["tokens_per_second"] for result in row["results"])
+        for row in read("lora-h100.json")["rows"]
+        if (row["model"], row["shape"], row.get("nf4")) == ("llama-8b", "4x2048", False)
+    }
+    (row,) = (row for row in rows if re.match(r"\| llama-8b +\| LoRA, checkpointed +\| 4 x 2,048 .*\[lora-h100\]", row))
+    for arm in ("plain", "triton", "ours"):
+        assert f"{speeds[arm]:,.0f}" in row
+    assert f"({speeds['ours'] / speeds['plain']:.2f}x)" in row
+    sections = re.findall(r"^## (\w+)$", page, re.M)
+    assert sections == ["H100", "H200", "CPU"]
+
+
+def test_a_new_card_gets_a_section(monkeypatch):
+    """A result of another card is in the page, with plain out of memory and a smaller batch named."""
+    result = lambda speed, batch: {"tokens_per_second": speed, "peak_gb": 20.0, "reserved_gb": 21.0, "batch": batch}
+    rows = [
+        {"model": "llama-1b", "length": 2048, "arm": "plain", "result": result(1000.0, 2)},
+        {"model": "llama-1b", "length": 2048, "arm": "ours", "result": result(1500.0, 8)},
+        {"model": "llama-1b", "length": 4096, "arm": "plain", "result": None},
+        {"model": "llama-1b", "length": 4096, "arm": "ours", "result": result(1400.0, 8)},
+    ]
+    report = {"machine": {**MACHINE, "device": "NVIDIA GeForce RTX 4090"}, "rows": rows}
+    monkeypatch.setattr(cards, "results", lambda: ["e2e-rtx4090.json"])
+    monkeypatch.setattr(cards, "read", lambda file: report)
+    monkeypatch.setattr(cards, "provenance", lambda file, report: provenance.provenance(file, report))
+    text = re.sub(" +", " ", cards.cards())
+    assert text.startswith("## RTX4090") and "## H100" not in text
+    assert "| llama-1b | all weights, checkpointed | 8 x 2,048 | 1,000, batch 2 | | 1,500 (1.50x) |" in text
+    assert "| 8 x 4,096 | out of memory | | 1,400 |" in text and "2026-01-02 | 0123456" in text
+    assert "| llama | RTX4090 | all weights, checkpointed | llama-1b | 1.50x | |" in re.sub(" +", " ", cards.gains())
+
+
+def values(report, keys):
+    """Every value of these keys, however deep."""
+    if isinstance(report, dict):
+        for key, value in report.items():
+            if key in keys and isinstance(value, float | int):
+                yield value
+            yield from values(value, keys)
+    elif isinstance(report, list):
+        for each in report:
+            yield from values(each, keys)
+
+
+#: Measured without a file: what `make train` printed on a Xeon (plot.TYPED has its tables).
+PRINTED = {"1,810", "1,182", "1.83 GiB"}
+
+
+def prose(text):
+    text = re.sub(r"^\|.*$", "", re.sub(r"```.*?```", "", text, flags=re.S), flags=re.M)
+    return re.split(r"(?<=[.])\s", re.sub(r"\s+", " ", text))
+
+
+def claims(text):
+    """Speeds in sentences that speak of tokens per second, and memory with one decimal, in a page's prose."""
+    for sentence in prose(text):
+        if re.search("tokens per second|tokens/s", sentence):
+            yield from re.findall(r"(?<!x )\b\d{1,3}(?:,\d{3})+\b(?! tokens(?! per second|/s))(?! x )", sentence)
+        yield from re.findall(r"\b\d+\.\d+ Gi?B\b", sentence)
+
+
+def test_speeds_and_memory_in_prose_are_measured():
+    """It covers tokens per second and memory with a decimal, on the pages of measurements and in README; not times in
+    ms, ratios, percentages and sizes that are chosen, such as budgets."""
+    reports = [read(file) for file in provenance.results()]
+    known = PRINTED | {f"{value:,.0f}" for value in values(reports, {"tokens_per_second"})}
+    for report in reports:  # the median of several runs
+        for row in report.get("rows", ()):
+            if "results" in row:
+                known.add(f"{statistics.median(r['tokens_per_second'] for r in row['results']):,.0f}")
+    known |= {f"{value:.1f} GB" for value in values(reports, {"peak_gb", "reserved_gb"})}
+    known |= {f"{value / 2**30:.1f} GiB" for value in values(reports, {"step_peak_bytes", "peak_bytes"})}
+    pages = [ROOT / "README.md", *(DOCS / f"{name}.md" for name in
+             ("performance", "training", "memory", "lora", "graphs", "hybrids", "exactness", "cards"))]  # fmt: skip
+    found = {(page.name, claim) for page in pages for claim in claims(page.read_text())}
+    assert len(found) >= 10
+    assert sorted(claim for claim in found if claim[1] not in known) == []
+
+
+def test_a_claim_without_a_measurement_is_found():
+    assert list(claims("It trains at 99,999 tokens per second\nin 12.5 GB with 2,048 tokens.")) == ["99,999", "12.5 GB"]
