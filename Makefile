@@ -15,7 +15,7 @@ sources := $(shell find liger python cmake -name '*.h' -o -name '*.cpp' -o -name
 SHELL := bash
 .SHELLFLAGS := -eo pipefail -c
 .PHONY: help format lint tidy docs test-docs train train-cpp align check test test-all nightly test-families test-torch test-hub downstream fuzz fuzz-hour fuzz-files sanitize nightly-families test-install test-fresh test-platforms test-without-research \
-        bench install wheel test-wheel clean
+        bench measure install wheel test-wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## what there is
@@ -142,6 +142,9 @@ test-without-research: $(ready)  ## the library without its research operators (
 
 bench: $(ready)  ## time every operator against its rivals; ARGS="--help" lists the options
 	$(py) benchmarks/bench.py $(ARGS)
+
+measure: $(ready)  ## every benchmark that the pages show, on this machine, then their tables: hours; ARGS="--only lora", "--list", "--tiny"
+	$(py) benchmarks/run_all.py $(ARGS)
 
 install: $(ready)  ## build the package and install it into the virtual environment
 

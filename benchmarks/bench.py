@@ -40,7 +40,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(ROOT, "tests"))
 
 from cases import all_cases  # noqa: E402
-from liger_kernel.measure.machine import commit, processor  # noqa: E402
+from liger_kernel.measure.machine import commit, processor, version_of  # noqa: E402
 from loss_cases import LOSSES  # noqa: E402
 from rivals import LIBRARIES, libraries  # noqa: E402
 
@@ -358,6 +358,9 @@ def machine(args):
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "dtype": str(args.dtype)[6:],
+        "transformers": version_of("transformers"),
+        "triton": version_of("triton"),
+        "commit": commit(ROOT),
         "date": str(date.today()),
     }
 

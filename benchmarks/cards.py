@@ -18,7 +18,6 @@ METHODS = {
     "e2e": "all weights, checkpointed",
     "e2e-budget": "all weights, checkpointed",
     "e2e-small": "all weights",
-    "e2e-compile": "all weights",
     "e2e-sinks": "all weights",
     "families": "all weights",
     "lora": "LoRA",

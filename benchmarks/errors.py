@@ -1,14 +1,16 @@
 """Writes docs/errors-DEVICE.md: how far results and gradients are from float64, ours and eager torch's, over the cases
-of tests/cases.
+of tests/cases. With --out, the rows go to a file, too.
 
 python benchmarks/errors.py              on the GPU if there is one
 python benchmarks/errors.py --device cpu
 """
 
 import argparse
+import json
 import os
 import sys
 from datetime import date
+from pathlib import Path
 
 import torch
 from tabulate import tabulate
@@ -17,17 +19,19 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(ROOT, "tests"))
 
 from cases import all_cases, rounded  # noqa: E402
+from liger_kernel.measure.machine import machine  # noqa: E402
 from test_ops import run, same  # noqa: E402
 
 DTYPES = ("float32", "bfloat16", "float16")
+COLUMNS = ("case", "dtype", "result", "values", "ours", "eager", "ratio", "largest")
 MANY = 1000  # values, of which a ratio says something
 
 
-def rows(device):
+def rows(device, names=None):
     """For each case, dtype and result: RMS errors in units of the dtype's rounding of the values' RMS, ours over
     eager's, and that of the largest."""
     for case in all_cases().values():
-        if not case.differentiable:
+        if not case.differentiable or names and case.name not in names:
             continue  # integers
         shape = max((s for s in case.shapes if torch.Size(s).numel() <= 150000), key=lambda s: torch.Size(s).numel())
         for dtype in case.dtypes:
@@ -64,12 +68,15 @@ def summary(found):
     return [[operator, *(of[d][1] if d in of else "" for d in DTYPES)] for operator, of in worst.items()]
 
 
-def write(machine, found, path):
-    found = list(found)
-    most = {d: max((row[6], row[0], row[2]) for row in found if row[1] == d and row[3] >= MANY) for d in DTYPES}
+def write(where, found, path):
+    most = {
+        d: max((row[6], row[0], row[2]) for row in found if row[1] == d and row[3] >= MANY)
+        for d in DTYPES
+        if any(row[1] == d and row[3] >= MANY for row in found)
+    }
     over = "; ".join(f"{d} {ratio:.2f} ({operator}, {name})" for d, (ratio, operator, name) in most.items())
     text = (
-        f"# Errors on {machine}\n\n"
+        f"# Errors on {where}\n\n"
         "RMS errors of results and gradients against float64: this library / eager torch, in units of the dtype's "
         "rounding unit times\nthe RMS of the values. For each operator and dtype, the table shows the result or "
         "gradient with the largest ratio to eager's,\n"
@@ -86,9 +93,16 @@ def write(machine, found, path):
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    device = p.parse_args().device
-    path = os.path.join(ROOT, "docs", f"errors-{device}.md")
-    write(torch.cuda.get_device_name(0) if device == "cuda" else "a CPU", rows(device), path)
+    p.add_argument("--cases", help="only these, separated by commas")
+    p.add_argument("--page", help="default: docs/errors-DEVICE.md")
+    p.add_argument("--out", type=Path, help="write the rows as JSON, too")
+    args = p.parse_args()
+    path = args.page or os.path.join(ROOT, "docs", f"errors-{args.device}.md")
+    found = list(rows(args.device, args.cases and args.cases.split(",")))
+    write(torch.cuda.get_device_name(0) if args.device == "cuda" else "a CPU", found, path)
+    if args.out:
+        listed = [dict(zip(COLUMNS, row)) for row in found]
+        args.out.write_text(json.dumps({"machine": machine(args.device, sources=Path(ROOT)), "rows": listed}, indent=1))
     print(path)
 
 
