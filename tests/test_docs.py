@@ -104,6 +104,23 @@ def test_links(page):
         assert not anchor or anchor in anchors(linked), target
 
 
+RECORD = json.loads((ROOT / "tests/api.json").read_text())
+
+
+def test_questions_have_short_answers():
+    """Two to four sentences and a link each; what they say of switches and functions exists."""
+    parts = re.split(r"^### (.*\?.*)\n", (DOCS / "faq.md").read_text(), flags=re.M)[1:]
+    answers = {question: re.split(r"^## ", text, flags=re.M)[0] for question, text in zip(parts[::2], parts[1::2])}
+    assert len(answers) >= 20
+    for question, text in answers.items():
+        words = re.sub(r"\[[^\]]*\]\([^)]*\)[,.\s]*", "", re.sub(r"`[^`]*`", "code", text)).split()
+        ends = sum(word.endswith((".", "?")) for word in words)
+        assert 2 <= ends <= 4 and re.search(r"\]\(\w[\w-]*\.md", text), question
+    named = set(re.findall(r"`(?:liger_kernel\.)?(\w+)\(?[^`]*`", "".join(answers.values())))
+    public = {name.split(".")[0] for of in RECORD.values() for name in of}
+    assert {"patch", "report", "quantise", "capture_model", "capture_step", "set_memory_budget"} <= named & public
+
+
 GENERATED = {"index.md", "python.md", "changelog.md", "contributing.md", *reference.PAGES}
 
 
@@ -111,9 +128,6 @@ def test_the_site_has_every_page():
     listed = set(re.findall(r"[\w/.-]+\.md", (ROOT / "mkdocs.yml").read_text().split("nav:")[1]))
     written = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
     assert listed == written | GENERATED
-
-
-RECORD = json.loads((ROOT / "tests/api.json").read_text())
 
 
 def test_every_public_name_has_an_anchor():
