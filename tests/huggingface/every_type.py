@@ -130,7 +130,8 @@ def documented_version() -> str:
 
 def write(results):
     """Put the rows of these types into the page, beside those that it has of other types without a row."""
-    before, after = PAGE.read_text().split(BEGIN)[0], PAGE.read_text().split(END)[1]
+    before, rest = PAGE.read_text().split(BEGIN)
+    after = rest.split(END, 1)[1]
     there, made = documented(), {kind: line(kind, result.report) for kind, result in results.items()}
     lines = {kind: row for kind in without_row() if (row := made.get(kind, there.get(kind)))}
     others = [kind for kind in without_row() if kind not in lines]
