@@ -31,7 +31,9 @@ def words(*changed, diff=""):
         "tests/ranks.py": ["tests/test_dtensor.py"],
         "tests/api.json": ["tests/test_api.py"],
         "examples/train.py": ["tests/test_train.py"],
-        "docs/lora.md": ["tests/test_docs.py"],
+        "docs/lora.md": ["tests/test_docs.py", "tests/test_measurements.py"],
+        "benchmarks/results/lora-h100.json": ["tests/test_measurements.py"],
+        "benchmarks/run_all.py": ["tests/test_run_all.py"],
     }.items(),
 )
 def test_a_changed_file(path, chosen):

@@ -108,7 +108,9 @@ def plan(changed: Iterable[str], diff: Callable[[str], str] = lambda path: "") -
         elif path in TESTS:
             tests.add(path)
         elif path.endswith(".md") or path.startswith("docs/") or name == "mkdocs.yml":
-            tests.add("tests/test_docs.py")
+            tests |= {"tests/test_docs.py", "tests/test_measurements.py"}
+        elif re.match(r"benchmarks/(results/|recorded)", path):
+            tests.add("tests/test_measurements.py")
         elif stem:  # what tests import or read
             tests |= naming((f"import {stem}", f"from {stem}", re.escape(name)), TESTS)
     yield f"{shlex.quote(sys.executable)} tests/check_layers.py"
