@@ -137,6 +137,12 @@ def test_every_public_name_has_an_anchor():
     names = {f"{module}.{name}" for module, of in RECORD.items() for name in of}
     assert names and set(anchors) == names | {"liger_kernel.fresh.Thing", "liger_kernel.fresh.Thing.forward"}
     assert len(anchors) == len(set(anchors))
+    # An entry is HTML: nothing in it is Markdown that begins or ends a block.
+    assert not any(
+        "```" in text or "<pre>" in body
+        for text in pages.values()
+        for body in re.findall("<pre><code>(.*?)</code></pre>", text, re.S)
+    )
 
 
 def test_the_reference_has_docstrings():

@@ -9,6 +9,7 @@ import ast
 import functools
 import html
 import json
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,7 +113,7 @@ def entry(module: str, name: str, signature: str) -> str:
     """A heading with the anchor, so that the search finds the name; the signature; the docstring."""
     level = 4 if "." in name else 3
     call = f"{name}{signature}" if signature.startswith("(") else f"{name}: {signature}"
-    words = docstring(module, name)
+    words = re.sub(r"^ *```.*\n?", "", docstring(module, name) or "", flags=re.M)  # would end the block of code
     body = html.escape(call) + (f"\n\n{html.escape(words)}" if words else "")
     anchor = f"{module}.{name}"
     return f'<h{level} id="{anchor}">{name}</h{level}>\n<pre><code>{body}</code></pre>'
