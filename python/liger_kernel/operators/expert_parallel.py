@@ -1,0 +1,231 @@
+"""Experts that the ranks of a process group hold in turn (expert parallelism), by collectives of equal sizes.
+
+The tokens of all ranks are gathered, each rank runs its own experts on them, and the results go back to the ranks that
+hold the tokens, which sum them in float. Nothing is counted: sizes are known on the host before the router has run.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from liger_kernel.operators.experts import fused_experts
+
+Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+
+
+class _Transfer:
+    """One tensor's way between the ranks of a group, started by one node of autograd's graph and finished by the next,
+    so that what is between the two runs beside the collective.
+
+    "gather": [n, ...] of each rank to [ranks · n, ...]. "scatter": the sums over the ranks of such rows, to the rank
+    that has the tokens; each is the other's backward.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None):
+        self.group, self.ranks = group, dist.get_world_size(group)
+        self.work: dist.Work | None = None
+
+    def start(self, way: str, t: Tensor) -> Tensor:
+        t = t.contiguous()
+        if way == "gather":
+            received = t.new_empty(self.ranks * t.shape[0], *t.shape[1:])
+            collective = all_gather
+        else:
+            received, collective = torch.empty_like(t), dist.all_to_all_single
+        self.work = collective(received, t, group=self.group, async_op=True) if t.numel() else None
+        return received
+
+    def finish(self, way: str, t: Tensor) -> Tensor:
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        # One rounding: torch sums 16-bit numbers in float, in an order that the shape alone decides.
+        return t if way == "gather" else t.view(self.ranks, -1, *t.shape[1:]).sum(0, dtype=t.dtype)
+
+
+_BACK = {"gather": "scatter", "scatter": "gather"}
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, transfer: _Transfer, way: str) -> Tensor:
+        ctx.transfer, ctx.way = transfer, way
+        return transfer.start(way, t)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.transfer.finish(_BACK[ctx.way], d), None, None
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, transfer: _Transfer, way: str) -> Tensor:
+        ctx.transfer, ctx.way = transfer, way
+        found = transfer.finish(way, t)
+        return found.view_as(found)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.transfer.start(_BACK[ctx.way], d), None, None
+
+
+class _Moving:
+    """A tensor that _Start has sent."""
+
+    def __init__(self, t: Tensor, way: str, group: dist.ProcessGroup | None):
+        self.way, self.transfer = way, _Transfer(group)
+        self.received = _Start.apply(t, self.transfer, way)
+
+    def finish(self) -> Tensor:
+        return _Finish.apply(self.received, self.transfer, self.way)
+
+
+def _sizes(tokens: int, group: dist.ProcessGroup | None, device: torch.device) -> list[int]:
+    """The number of tokens of each rank, read on the host: from a CPU's collective where the group has one."""
+    on = "cpu" if "cpu" in str(dist.get_backend_config(group)) else device
+    found = torch.empty(dist.get_world_size(group), dtype=torch.long, device=on)
+    all_gather(found, torch.tensor([tokens], device=on), group=group)
+    return found.tolist()
+
+
+class _Layout:
+    """How many rows each rank sends, in which parts."""
+
+    def __init__(self, x: Tensor, group: dist.ProcessGroup | None, parts: int, rows: int | str | None):
+        self.tokens, self.group, self.ranks = x.shape[0], group, dist.get_world_size(group)
+        if rows == "largest":
+            rows = max(_sizes(self.tokens, group, x.device))
+        elif rows is None:
+            rows = self.tokens
+            if x.is_cpu and len(set(sizes := _sizes(self.tokens, group, x.device))) > 1:
+                raise ValueError(f"expert parallelism: the ranks have {sizes} tokens; rows='largest' pads them")
+        elif int(rows) < self.tokens:
+            raise ValueError(f"expert parallelism: {self.tokens} tokens, and rows={rows} at most")
+        self.rows, self.parts = int(rows), max(1, min(parts, int(rows)))
+
+    def padded(self, t: Tensor, value: int) -> Tensor:
+        """A tensor [tokens, ...] with the rows of the largest rank."""
+        missing = self.rows - t.shape[0]
+        return nn.functional.pad(t, (0, 0, 0, missing), value=value) if missing else t
+
+    def gather(self, x: Tensor) -> list[_Moving]:
+        return [_Moving(part, "gather", self.group) for part in self.padded(x, 0).tensor_split(self.parts)]
+
+    def parts_of(self, gathered: Tensor) -> list[Tensor]:
+        """The rows that belong to each part, of a tensor [ranks · rows, ...]."""
+        of_ranks = gathered.view(self.ranks, self.rows, *gathered.shape[1:])
+        return [part.flatten(0, 1) for part in of_ranks.tensor_split(self.parts, 1)]
+
+
+class GatheredTokens:
+    """The tokens of all ranks of a group, on their way: what runs until experts need them runs beside the collective.
+
+    Args:
+        x: [tokens, H], this rank's tokens.
+        group: a process group; None is that of all ranks.
+        parts: the parts of the tokens that follow each other: the collectives of one run beside the experts of another.
+        rows: the number that every rank's tokens are padded to: a number of tokens, "largest" for that of the rank
+            with most of them, which the hosts tell each other at every call, or None: all ranks have equally many.
+
+    Raises ValueError for more tokens than `rows`, and on a CPU, where ranks compare their sizes, for sizes that differ
+    without it. GPUs don't compare them: that would make the host wait for the device. There ranks of different sizes
+    without `rows` are an error of the caller's, which TORCH_DISTRIBUTED_DEBUG=DETAIL finds.
+    """
+
+    def __init__(
+        self, x: Tensor, group: dist.ProcessGroup | None = None, parts: int = 1,
+        rows: int | Literal["largest"] | None = None,
+    ):  # fmt: skip
+        self._layout = _Layout(x, group, parts, rows)
+        self._moving = self._layout.gather(x)
+
+    def _take(self) -> tuple[_Layout, list[_Moving]]:
+        moving, self._moving = self._moving, []
+        if not moving:
+            raise RuntimeError("expert parallelism: gathered tokens are used once")
+        return self._layout, moving
+
+
+def default_parts(tokens: int, k: int, local_experts: int) -> int:
+    """Two parts where an expert still gets some 2,048 pairs of each: grouped GEMMs of fewer rows are slower."""
+    return 2 if tokens * k >= 4096 * local_experts else 1
+
+
+@torch.compiler.disable
+def expert_parallel(
+    x: Tensor | GatheredTokens, index: Tensor, weights: Tensor, experts: Experts, local_experts: int,
+    group: dist.ProcessGroup | None = None, parts: int | None = None, rows: int | Literal["largest"] | None = None,
+) -> Tensor:  # fmt: skip
+    """y[t] = Σ_k weights[t, k] · E_e(x[t]) for e = index[t, k], of which rank r of the group holds the experts
+    [r · local_experts, (r + 1) · local_experts); [tokens, H] in the dtype of what `experts` returns.
+
+    x [tokens, H], or GatheredTokens of it, whose group, parts and rows then count; index [tokens, k] integers, of which
+    those that are no expert of the group add nothing; weights [tokens, k], floating. `experts(x, index, weights)` are
+    those of this rank for rows of all ranks, with local ids: local_experts stands for the experts of other ranks and
+    must add nothing. Each rank's sum is rounded to y's dtype, and these are summed in float in the order of the ranks.
+
+    x, weights and what `experts` reads are differentiable. A rank's parameters get the gradient of all ranks' tokens:
+    of a mean over ranks, divide it by their number. All ranks must run forward and backward alike, also one without
+    tokens. The collectives have equal sizes on all ranks, and the host never waits for the device unless rows is
+    "largest"; a CUDA graph can capture them. The same call gives the same bits.
+
+    Args:
+        parts: see GatheredTokens; None: two where experts stay efficient on halves, else one.
+        rows: see GatheredTokens, which also says what is raised.
+    """
+    if isinstance(x, GatheredTokens):
+        layout, moving = x._take()
+    elif dist.get_world_size(group) == 1:
+        return experts(x, index, weights)
+    else:
+        parts = parts or default_parts(x.shape[0], index.shape[1], local_experts)
+        layout, moving = _Layout(x, group, parts, rows), None
+    group, first = layout.group, dist.get_rank(layout.group) * local_experts
+    # Collectives of a group follow each other: the small ones, which the first part waits for, come first.
+    ids = _Transfer(group)
+    of_ids = ids.start("gather", layout.padded(index, local_experts * layout.ranks))  # which is no expert's id
+    of_pairs = _Moving(layout.padded(weights, 0), "gather", group)
+    moving = layout.gather(x) if moving is None else moving
+    local = ids.finish("gather", of_ids) - first
+    elsewhere = (local < 0) | (local >= local_experts)
+    local = local.masked_fill(elsewhere, local_experts)
+    # A weight of an expert elsewhere gets no gradient here, whatever the experts make of it.
+    of_local = of_pairs.finish().masked_fill(elsewhere, 0)
+    back = [
+        _Moving(experts(part.finish(), i, w), "scatter", group)
+        for part, i, w in zip(moving, layout.parts_of(local), layout.parts_of(of_local), strict=True)
+    ]
+    y = [part.finish() for part in back]
+    return (y[0] if len(y) == 1 else torch.cat(y))[: layout.tokens]
+
+
+def expert_parallel_fused_experts(
+    x: Tensor | GatheredTokens, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor,
+    group: dist.ProcessGroup | None = None, parts: int | None = None, rows: int | Literal["largest"] | None = None,
+    capacity: float | None = None, **options: Any,
+) -> Tensor:  # fmt: skip
+    """expert_parallel of fused_experts, whose tensors hold this rank's experts: gate_up [E_local, 2 I, H] and down
+    [E_local, H, I]; `options` are those of fused_experts.
+
+    capacity bounds the operator's buffers: a rank's experts get at most capacity times the pairs that they would get
+    if all ranks' experts were chosen equally often (most_rows of fused_experts); more are an error. None: no bound.
+    """
+    ranks = dist.get_world_size(x._layout.group if isinstance(x, GatheredTokens) else group)
+
+    def experts(x, index, weights):
+        most = most_rows(index, capacity, ranks)
+        return fused_experts(x, gate_up, down, index, weights, most_rows=most, **options)
+
+    return expert_parallel(x, index, weights, experts, gate_up.shape[0], group, parts, rows)
+
+
+def most_rows(index: Tensor, capacity: float | None, ranks: int) -> int | None:
+    """The rows that a rank's experts get at most of the pairs of all ranks; None: no bound."""
+    return None if capacity is None else math.ceil(capacity * index.numel() / ranks)
