@@ -131,7 +131,7 @@ def other_experts(rank, ranks):
 
     def run(x, gate_up, down, weights, index):
         def experts(x, index, weights):
-            spare = [torch.cat((w, w.new_zeros(1, *w.shape[1:]))) for w in (gate_up, down)]
+            spare = [torch.cat((w, w.new_ones(1, *w.shape[1:]))) for w in (gate_up, down)]
             return reference(x, *spare, weights, index)
 
         return expert_parallel(x, index, weights, experts, len(gate_up), parts=2)
