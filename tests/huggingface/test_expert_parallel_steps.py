@@ -7,6 +7,7 @@ import pathlib
 import sys
 import tempfile
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from test_experts import Count
 from test_routing import other_ids
 from tiny import model_of, text
 from torch.distributed.tensor import DTensor
+from transformers.distributed import DistributedConfig
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 from ranks import DEVICE, each_on_ranks  # noqa: E402
@@ -194,16 +196,45 @@ def saves(rank, layout):
         alone = type(reference).from_pretrained(shared[0]).train()
         same(whole_step(alone, inputs), expected)
         assert all(torch.equal(a, b) for a, b in zip(alone.parameters(), reference.parameters(), strict=True))
-        config = transformers.DistributedConfig if hasattr(transformers, "DistributedConfig") else None
-        config = config or __import__("transformers.distributed", fromlist=["x"]).DistributedConfig
         for other, (ranks, options) in LAYOUTS.items():
             if ranks == LAYOUTS[layout][0] and other != layout:
                 again = type(reference).from_pretrained(
-                    shared[0], distributed_config=config(**options, ep_implementation="liger")
+                    shared[0], distributed_config=DistributedConfig(**options, ep_implementation="liger")
                 )
                 same(step(again.to(DEVICE).train(), rank, options, inputs), expected)
                 break
         dist.barrier()
+
+
+def refuses_adapters(rank, layout):
+    """PEFT adds whole adapters of experts to the ranks' parts of their weights."""
+    model = spread_over(small(), LAYOUTS[layout][1])
+    config = peft.LoraConfig(target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], r=4)
+    adapted = peft.get_peft_model(model, config)
+    patch("qwen3_moe", model)
+    with pytest.raises(NotImplementedError, match="an adapter of .*_proj of experts that are spread over ranks"):
+        adapted(**rows_of(batch(), rank, LAYOUTS[layout][1]))
+
+
+def trains(rank, layout):
+    """Trainer's losses and norms with gradient checkpointing and clipping: those of transformers' all-to-all."""
+    spread, reference, seen = LAYOUTS[layout][1], small(), []
+    data = [{name: value[0] for name, value in text(seed=i, rows=1).items()} for i in range(8)]
+    for name in ("all_to_all", "liger"):
+        model = of_transformers(copy.deepcopy(reference), **spread, ep_implementation=name)
+        if name == "liger":
+            patch("qwen3_moe", model)
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = transformers.TrainingArguments(
+                folder, per_device_train_batch_size=1, gradient_accumulation_steps=2, max_steps=2, learning_rate=1e-2,
+                gradient_checkpointing=True, max_grad_norm=0.1, use_cpu=DEVICE == "cpu", report_to=[],
+                logging_steps=1, save_strategy="no", disable_tqdm=True,
+            )  # fmt: skip
+            trainer = transformers.Trainer(model, arguments, train_dataset=data)
+            trainer.train()
+        seen.append([(h["loss"], h["grad_norm"]) for h in trainer.state.log_history if "loss" in h])
+    assert len(seen[0]) == 2
+    assert_close(torch.tensor(seen[1]), torch.tensor(seen[0]))
 
 
 MOST = ("ep 2", "efsdp 2, ep 2")
@@ -213,6 +244,7 @@ CASES = [
     *((function, layout) for function in (replays, optimizes) for layout in MOST),
     *((lengths_differ, layout) for layout in ("ep 2", "ep 4")),
     *((saves, layout) for layout in ("ep 2", "ep 4")),
+    (refuses_adapters, "ep 2"), (trains, "ep 2"),
 ]  # fmt: skip
 
 
