@@ -8,8 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from liger_kernel.ops.configure import MoEConfig, configure
+from liger_kernel.ops.cute.ops.moe import LigerExpertParallelFusedMoEFunction
 from liger_kernel.ops.expert_parallel import GatheredTokens, expert_parallel, expert_parallel_fused_experts
 from liger_kernel.ops.fused_moe import fused_experts
+from liger_kernel.transformers.moe import LigerExpertParallelFusedMoe, moe_fused
 from ranks import DEVICE, each_on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -263,11 +266,40 @@ def router(rank, ranks):
     problem.close("router", own.grad, expected.grad)
 
 
+def moe(rank, ranks):
+    """The module and the functions of the API, with gate and up as two tensors; configure() lets sizes differ."""
+    mine = EXPERTS // ranks
+    for name, tokens in (("moe", TOKENS), ("configured", range(3, 3 + ranks))):
+        problem = Problem(ranks, tokens=tokens)
+        if name == "configured":
+            assert configure(moe=MoEConfig(ranks + 3, HIDDEN, EXPERTS, 2, 1, ranks))
+
+        def run(x, gate_up, down, weights, index, call):
+            gate, up = gate_up.chunk(2, 1)
+            return call(x[None], index[None], weights[None], gate, up, down, EXPERTS)[0]
+
+        for call in (
+            LigerExpertParallelFusedMoe(),
+            LigerExpertParallelFusedMoe(dist.group.WORLD),
+            lambda *t: LigerExpertParallelFusedMoEFunction.apply(*t, 2, None),
+        ):
+            problem.check(rank, *problem.step(rank, functools.partial(run, call=call)))
+    x, gate_up, down, weights = problem.leaves(rank)
+    gate, up = gate_up.chunk(2, 1)
+    index = problem.index[problem.cuts(rank)[0]]
+    with pytest.raises(ValueError, match=f"{ranks} ranks of {mine} experts, and num_experts=7"):
+        moe_fused(x, index, weights, gate, up, down, 7, 2)
+    with pytest.raises(ValueError, match="top_k=3"):
+        moe_fused(x, index, weights, gate, up, down, EXPERTS, 3)
+    with pytest.raises(ValueError, match=f"{ranks} ranks cannot share 9 experts"):
+        configure(moe=MoEConfig(8, HIDDEN, 9, 2))
+
+
 CASES = [
     *((compare, kind) for kind in KINDS),
     *((frozen, which) for which in range(4)),
     (other_experts,), (gathered_before,), (checkpointed, False), (checkpointed, True), (twice,), (no_grad,), (refuses,),
-    (overflows,), (order,), (on_a_part_of_the_ranks,), (router,),
+    (overflows,), (order,), (on_a_part_of_the_ranks,), (router,), (moe,),
 ]  # fmt: skip
 
 
@@ -287,3 +319,16 @@ def found(request):
 def test_ranks(found, case):
     ranks, raised = found
     assert not raised[on(ranks, case)], raised[on(ranks, case)]
+
+
+def test_alone(device):
+    """Without a process group the experts are all here."""
+    problem = Problem(1)
+
+    def run(x, gate_up, down, weights, index):
+        gate, up = gate_up.chunk(2, 1)
+        return LigerExpertParallelFusedMoe()(x, index, weights, gate, up, down, EXPERTS)
+
+    if device == DEVICE:
+        problem.check(0, *problem.step(0, run))
+    assert configure() and configure(moe=MoEConfig(8, HIDDEN, 9, 2))

@@ -5,7 +5,9 @@ hold the tokens, which sum them in float. Nothing is counted: sizes are known on
 """
 
 import math
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -26,7 +28,7 @@ class _Transfer:
     that has the tokens; each is the other's backward.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None):
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group, self.ranks = group, dist.get_world_size(group)
         self.work: dist.Work | None = None
 
@@ -79,7 +81,7 @@ class _Finish(torch.autograd.Function):
 class _Moving:
     """A tensor that _Start has sent."""
 
-    def __init__(self, t: Tensor, way: str, group: dist.ProcessGroup | None):
+    def __init__(self, t: Tensor, way: str, group: dist.ProcessGroup | None) -> None:
         self.way, self.transfer = way, _Transfer(group)
         self.received = _Start.apply(t, self.transfer, way)
 
@@ -98,7 +100,7 @@ def _sizes(tokens: int, group: dist.ProcessGroup | None, device: torch.device) -
 class _Layout:
     """How many rows each rank sends, in which parts."""
 
-    def __init__(self, x: Tensor, group: dist.ProcessGroup | None, parts: int, rows: int | str | None):
+    def __init__(self, x: Tensor, group: dist.ProcessGroup | None, parts: int, rows: int | str | None) -> None:
         self.tokens, self.group, self.ranks = x.shape[0], group, dist.get_world_size(group)
         if rows == "largest":
             rows = max(_sizes(self.tokens, group, x.device))
@@ -142,7 +144,7 @@ class GatheredTokens:
     def __init__(
         self, x: Tensor, group: dist.ProcessGroup | None = None, parts: int = 1,
         rows: int | Literal["largest"] | None = None,
-    ):  # fmt: skip
+    ) -> None:  # fmt: skip
         self._layout = _Layout(x, group, parts, rows)
         self._moving = self._layout.gather(x)
 
@@ -229,3 +231,86 @@ def expert_parallel_fused_experts(
 def most_rows(index: Tensor, capacity: float | None, ranks: int) -> int | None:
     """The rows that a rank's experts get at most of the pairs of all ranks; None: no bound."""
     return None if capacity is None else math.ceil(capacity * index.numel() / ranks)
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """What configure() is told of a model's mixtures of experts; max_tokens are those of a rank."""
+
+    max_tokens: int
+    hidden_size: int
+    num_experts: int
+    top_k: int
+    num_hosts: int = 1
+    gpus_per_host: int = 1
+    group: dist.ProcessGroup | None = None
+    max_inflight: int = 1
+
+
+#: process group -> the tokens that its ranks' are padded to, where configure() was told
+_max_tokens: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def configure(
+    *, process_groups: Any = None, bootstrap_group: Any = None, device: Any = None, flsce: Any = None,
+    moe: MoEConfig | None = None,
+) -> bool:  # fmt: skip
+    """Lets the ranks of moe.group have different numbers of tokens, up to moe.max_tokens, to which moe_fused then pads
+    them; returns True. Nothing else needs a set-up here: the other arguments are accepted without effect.
+
+    Raises ValueError for experts that the ranks of the group cannot share equally.
+    """
+    if moe is not None and dist.is_initialized():
+        ranks = dist.get_world_size(moe.group)
+        if moe.num_experts % ranks:
+            raise ValueError(f"configure: {ranks} ranks cannot share {moe.num_experts} experts equally")
+        _max_tokens[moe.group or dist.group.WORLD] = moe.max_tokens
+    return True
+
+
+def moe_fused(
+    X: Tensor, expert_indices: Tensor, expert_weights: Tensor, all_B: Tensor, all_C: Tensor, all_A: Tensor,
+    num_experts: int, top_k: int, pg: dist.ProcessGroup | None = None,
+) -> Tensor:  # fmt: skip
+    """expert_parallel_fused_experts of SwiGLU experts, with gate and up as two tensors; like X.
+
+    X [..., H], expert_indices and expert_weights [..., top_k]; this rank's experts all_B (gate) and all_C (up)
+    [E_local, I, H] and all_A (down) [E_local, H, I]; num_experts of all ranks of the group pg. None is the group of all
+    ranks, or this process alone where torch.distributed is not initialised.
+
+    Raises ValueError where E_local times the ranks is not num_experts, or top_k not the last size of expert_indices.
+    """
+    ranks = dist.get_world_size(pg) if dist.is_initialized() else 1
+    if all_B.shape[0] * ranks != num_experts:
+        raise ValueError(f"moe_fused: {ranks} ranks of {all_B.shape[0]} experts, and num_experts={num_experts}")
+    if expert_indices.shape[-1] != top_k:
+        raise ValueError(f"moe_fused: expert_indices are {list(expert_indices.shape)}, and top_k={top_k}")
+    x, index, weights = (t.reshape(-1, t.shape[-1]) for t in (X, expert_indices, expert_weights))
+    gate_up = torch.cat((all_B, all_C), 1)
+    if ranks == 1:
+        return fused_experts(x, gate_up, all_A, index, weights).view(X.shape)
+    rows = _max_tokens.get(pg or dist.group.WORLD)
+    return expert_parallel_fused_experts(x, gate_up, all_A, index, weights, pg, rows=rows).view(X.shape)
+
+
+class LigerExpertParallelFusedMoEFunction:
+    """moe_fused under the API's name."""
+
+    apply = staticmethod(moe_fused)
+
+
+class LigerExpertParallelFusedMoe(nn.Module):
+    """moe_fused over a process group. It has no parameters."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.process_group = process_group
+
+    def forward(
+        self, hidden_states: Tensor, expert_indices: Tensor, expert_weights: Tensor, all_B: Tensor, all_C: Tensor,
+        all_A: Tensor, num_experts: int,
+    ) -> Tensor:  # fmt: skip
+        """As moe_fused."""
+        weights = all_B, all_C, all_A
+        k = expert_indices.shape[-1]
+        return moe_fused(hidden_states, expert_indices, expert_weights, *weights, num_experts, k, self.process_group)
