@@ -3,7 +3,9 @@ batch, with FSDP2, tensor parallelism, checkpointing, accumulation, router repla
 
 import copy
 import functools
+import json
 import pathlib
+import subprocess
 import sys
 import tempfile
 
@@ -28,6 +30,7 @@ from transformers.distributed import DistributedConfig
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 from ranks import DEVICE, each_on_ranks  # noqa: E402
+from tiers import ALL  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     version.parse(transformers.__version__) < version.parse("5.23"), reason="5.23 has a registry"
@@ -239,6 +242,23 @@ def trains(rank, layout):
 
 MOST = ("ep 2", "efsdp 2, ep 2")
 HOW = ("plain", "patched", "checkpointed", "checkpointed, reentrant", "accumulating")
+
+
+@pytest.mark.full()
+def test_benchmark(tmp_path):
+    """The arms of benchmarks/expert_parallel.py start from the same loss and the same norm of all gradients."""
+    root = pathlib.Path(__file__).parents[2]
+    command = [sys.executable, root / "benchmarks/expert_parallel.py", "--tiny", "--gpus", "2", "--routing", "balanced"]
+    command += ["--arms", "fsdp,ours,ours+parts=2+capacity=1", "--out", tmp_path / "out.json"]
+    subprocess.run(list(map(str, command)), check=True, cwd=tmp_path)
+    rows = [(row["job"], row["result"]) for row in json.loads((tmp_path / "out.json").read_text())["rows"]]
+    assert len(rows) == 6
+    for job, result in rows:
+        like = next(other for of, other in rows if of["tokens"] == job["tokens"])
+        for name in ("loss", "gradient_norm"):
+            assert abs(result[name] - like[name]) <= 1e-5 * like[name], (job, name, result)
+
+
 CASES = [
     *((compare, layout, how) for layout in LAYOUTS for how in (HOW if layout in MOST else HOW[:2])),
     *((function, layout) for function in (replays, optimizes) for layout in MOST),
@@ -247,6 +267,10 @@ CASES = [
     (refuses_adapters, "ep 2"), (trains, "ep 2"),
 ]  # fmt: skip
 
+#: On two ranks; what takes longer is left out.
+OF_EVERY_RUN = [case for case in CASES if LAYOUTS[case[1]][0] == 2 and case[0] not in (saves, trains)]
+CHOSEN = CASES if ALL else OF_EVERY_RUN
+
 
 @pytest.fixture(scope="module")
 def found():
@@ -254,11 +278,12 @@ def found():
     def of(ranks):
         if DEVICE == "cuda" and torch.cuda.device_count() < ranks:
             pytest.skip(f"needs {ranks} GPUs")
-        return each_on_ranks([case for case in CASES if LAYOUTS[case[1]][0] == ranks], ranks=ranks)
+        return each_on_ranks([case for case in CHOSEN if LAYOUTS[case[1]][0] == ranks], ranks=ranks)
 
     return of
 
 
+@pytest.mark.full(when=lambda p: p["trained"] not in OF_EVERY_RUN)
 @pytest.mark.parametrize("trained", CASES, ids=lambda case: "-".join([case[0].__name__, *case[1:]]))
 def test_step(found, trained):
     raised = found(LAYOUTS[trained[1]][0])
