@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from liger_kernel.operators import expert_parallel as operators
 from liger_kernel.ops.configure import MoEConfig, configure
 from liger_kernel.ops.cute.ops.moe import LigerExpertParallelFusedMoEFunction
 from liger_kernel.ops.expert_parallel import GatheredTokens, expert_parallel, expert_parallel_fused_experts
@@ -279,6 +280,15 @@ def router(rank, ranks):
     problem.close("router", own.grad, expected.grad)
 
 
+def default_parts(rank, ranks):
+    """As many on each rank, though by its own tokens the first would take one and the last two."""
+    problem = Problem(ranks, tokens=range(3, 3 + ranks))
+    with pytest.MonkeyPatch.context() as patch, Calls() as calls:
+        patch.setattr(operators, "PAIRS_OF_TWO_PARTS", (2 + ranks) * 2 * ranks // EXPERTS)
+        problem.check(rank, *problem.step(rank, functools.partial(ours, rows="largest")))
+    assert calls.found.count("fused_experts_forward") == 2, calls.found
+
+
 def moe(rank, ranks):
     """The module and the functions of the API, with gate and up as two tensors; configure() lets sizes differ."""
     mine = EXPERTS // ranks
@@ -313,6 +323,7 @@ CASES = [
     *((frozen, which) for which in range(4)),
     (other_experts,), (gathered_before,), (checkpointed, False), (checkpointed, True), (twice,), (no_grad,), (refuses,),
     (overflows,), (order,), (on_a_part_of_the_ranks,), (router,), (moe,),
+    (default_parts,),
 ]  # fmt: skip
 
 

@@ -110,6 +110,9 @@ def compare(rank, layout, how):
         patch("qwen3_moe", model)
     if how.startswith("checkpointed"):
         model.gradient_checkpointing_enable(dict(use_reentrant=how.endswith("reentrant")))
+    if how == "compiled":
+        torch._dynamo.reset()
+        model.compile(backend="aot_eager")
     with Count() as count:
         same(step(model, rank, spread, inputs, parts=2 if how == "accumulating" else 1), expected)
     assert (count.calls > 0) == (how != "plain")
@@ -241,7 +244,7 @@ def trains(rank, layout):
 
 
 MOST = ("ep 2", "efsdp 2, ep 2")
-HOW = ("plain", "patched", "checkpointed", "checkpointed, reentrant", "accumulating")
+HOW = ("plain", "patched", "checkpointed", "checkpointed, reentrant", "accumulating", "compiled")
 
 
 @pytest.mark.full()

@@ -100,7 +100,7 @@ def _sizes(tokens: int, group: dist.ProcessGroup | None, device: torch.device) -
 class _Layout:
     """How many rows each rank sends, in which parts."""
 
-    def __init__(self, x: Tensor, group: dist.ProcessGroup | None, parts: int, rows: int | str | None) -> None:
+    def __init__(self, x: Tensor, group: dist.ProcessGroup | None, rows: int | str | None) -> None:
         self.tokens, self.group, self.ranks = x.shape[0], group, dist.get_world_size(group)
         if rows == "largest":
             rows = max(_sizes(self.tokens, group, x.device))
@@ -110,7 +110,11 @@ class _Layout:
                 raise ValueError(f"expert parallelism: the ranks have {sizes} tokens; rows='largest' pads them")
         elif int(rows) < self.tokens:
             raise ValueError(f"expert parallelism: {self.tokens} tokens, and rows={rows} at most")
-        self.rows, self.parts = int(rows), max(1, min(parts, int(rows)))
+        self.rows, self.parts = int(rows), 1
+
+    def cut(self, parts: int) -> "_Layout":
+        self.parts = max(1, min(parts, self.rows))
+        return self
 
     def padded(self, t: Tensor, value: int) -> Tensor:
         """A tensor [tokens, ...] with the rows of the largest rank."""
@@ -145,7 +149,7 @@ class GatheredTokens:
         self, x: Tensor, group: dist.ProcessGroup | None = None, parts: int = 1,
         rows: int | Literal["largest"] | None = None,
     ) -> None:  # fmt: skip
-        self._layout = _Layout(x, group, parts, rows)
+        self._layout = _Layout(x, group, rows).cut(parts)
         self._moving = self._layout.gather(x)
 
     def _take(self) -> tuple[_Layout, list[_Moving]]:
@@ -155,12 +159,14 @@ class GatheredTokens:
         return self._layout, moving
 
 
-def default_parts(tokens: int, k: int, local_experts: int) -> int:
-    """Two parts where an expert still gets some 2,048 pairs of each: grouped GEMMs of fewer rows are slower."""
-    return 2 if tokens * k >= 4096 * local_experts else 1
+PAIRS_OF_TWO_PARTS = 4096  # of an expert: grouped GEMMs of fewer rows than half of this are slower
 
 
-@torch.compiler.disable
+def default_parts(rows: int, k: int, local_experts: int) -> int:
+    """Two parts where an expert gets enough pairs of each, if all are chosen equally often."""
+    return 2 if rows * k >= PAIRS_OF_TWO_PARTS * local_experts else 1
+
+
 def expert_parallel(
     x: Tensor | GatheredTokens, index: Tensor, weights: Tensor, experts: Experts, local_experts: int,
     group: dist.ProcessGroup | None = None, parts: int | None = None, rows: int | Literal["largest"] | None = None,
@@ -176,7 +182,8 @@ def expert_parallel(
     x, weights and what `experts` reads are differentiable. A rank's parameters get the gradient of all ranks' tokens:
     of a mean over ranks, divide it by their number. All ranks must run forward and backward alike, also one without
     tokens. The collectives have equal sizes on all ranks, and the host never waits for the device unless rows is
-    "largest"; a CUDA graph can capture them. The same call gives the same bits.
+    "largest"; a CUDA graph can capture them. The same call gives the same bits. torch's compiler does not follow it: in
+    a compiled model, call torch.compiler.disable(expert_parallel).
 
     Args:
         parts: see GatheredTokens; None: two where experts stay efficient on halves, else one.
@@ -187,8 +194,9 @@ def expert_parallel(
     elif dist.get_world_size(group) == 1:
         return experts(x, index, weights)
     else:
-        parts = parts or default_parts(x.shape[0], index.shape[1], local_experts)
-        layout, moving = _Layout(x, group, parts, rows), None
+        layout, moving = _Layout(x, group, rows), None
+        # By the rows, of which all ranks have equally many, not by this rank's tokens.
+        layout.cut(parts or default_parts(layout.rows, index.shape[1], local_experts))
     group, first = layout.group, dist.get_rank(layout.group) * local_experts
     # Collectives of a group follow each other: the small ones, which the first part waits for, come first.
     ids = _Transfer(group)

@@ -69,6 +69,8 @@ class LigerExpertParallel:
         self.parts, self.rows = parts, rows
         # The pairs of all ranks are gathered, of which this share at most is for the experts here.
         self.share = None if capacity is None else capacity / ep_mesh.size()
+        # Not a decorator: it imports torch._dynamo, which takes seconds.
+        self.expert_parallel = torch.compiler.disable(operators.expert_parallel)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         x, index, weights = (t.reshape(-1, t.shape[-1]) for t in (hidden_states, top_k_index, top_k_weights))
@@ -77,7 +79,7 @@ class LigerExpertParallel:
             rows, none = -(-tokens // ranks), self.num_local_experts * self.ep_mesh.size()
             cut = lambda t, value: _Slice.apply(t, group, rows, value)
             x, index, weights = cut(x, 0), cut(index, none), cut(weights, 0)
-        y = operators.expert_parallel(
+        y = self.expert_parallel(
             x, index, weights, self._run, self.num_local_experts, self.ep_mesh.get_group(), self.parts, self.rows
         )
         if ranks > 1:
