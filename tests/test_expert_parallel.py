@@ -97,7 +97,7 @@ def compare(rank, kind, ranks):
     problem.check(rank, *problem.step(rank, functools.partial(ours, **options)))
 
 
-FIRST = torch.zeros(4 * TOKENS, 2, dtype=torch.long)  # all tokens' experts are the first rank's first
+FIRST = torch.zeros(8 * TOKENS, 2, dtype=torch.long)  # all tokens' experts are the first rank's first
 #: kind -> (the problem on so many ranks, options)
 KINDS = {
     "plain": lambda ranks: (Problem(ranks), {}),
@@ -113,23 +113,30 @@ KINDS = {
     "a rank without tokens": lambda ranks: (Problem(ranks, tokens=range(ranks)), dict(rows="largest")),
     "no tokens": lambda ranks: (Problem(ranks, tokens=0), {}),
     "capacity": lambda ranks: (Problem(ranks), dict(capacity=2.0, parts=2)),
+    "sent once": lambda ranks: (Problem(ranks), dict(sent=1.0)),
+    "sent once, a bound": lambda ranks: (Problem(ranks, k=1), dict(sent=0.95, capacity=2.5)),
+    "sent once, bfloat16": lambda ranks: (Problem(ranks, k=3, dtype=torch.bfloat16), dict(sent=1.0)),
+    "sent once, sizes differ": lambda ranks: (Problem(ranks, tokens=range(ranks)), dict(sent=1.0, rows="largest")),
+    "sent once, no tokens": lambda ranks: (Problem(ranks, tokens=0), dict(sent=0.5)),
     "everything fits": lambda ranks: (
         Problem(ranks, index=FIRST[: ranks * TOKENS]), dict(capacity=float(ranks), parts=2),
     ),
 }  # fmt: skip
 
 
-def frozen(rank, ranks, which):
+def frozen(rank, ranks, which, sent):
     """Without a gradient of one of the tensors the others' are the same."""
     problem = Problem(ranks)
 
     def run(*tensors):
-        return ours(*(t.detach() if i == which else t for i, t in enumerate(tensors[:4])), tensors[4], parts=2)
+        return ours(
+            *(t.detach() if i == which else t for i, t in enumerate(tensors[:4])), tensors[4], parts=2, sent=sent
+        )
 
     problem.check(rank, *problem.step(rank, run), what=[i for i in range(4) if i != which])
 
 
-def other_experts(rank, ranks):
+def other_experts(rank, ranks, sent):
     """Experts of torch alone, which multiply whatever weight a row has: that of an expert elsewhere is 0."""
     problem = Problem(ranks)
 
@@ -138,7 +145,7 @@ def other_experts(rank, ranks):
             spare = [torch.cat((w, w.new_ones(1, *w.shape[1:]))) for w in (gate_up, down)]
             return reference(x, *spare, weights, index)
 
-        return expert_parallel(x, index, weights, experts, len(gate_up), parts=2)
+        return expert_parallel(x, index, weights, experts, len(gate_up), parts=2, sent=sent)
 
     problem.check(rank, *problem.step(rank, run))
 
@@ -159,8 +166,9 @@ def gathered_before(rank, ranks):
 
 def checkpointed(rank, ranks, reentrant):
     problem = Problem(ranks)
-    run = lambda *t: checkpoint(functools.partial(ours, parts=2), *t, use_reentrant=reentrant)
-    problem.check(rank, *problem.step(rank, run))
+    for options in (dict(parts=2), dict(sent=1.0)):
+        run = lambda *t: checkpoint(functools.partial(ours, **options), *t, use_reentrant=reentrant)
+        problem.check(rank, *problem.step(rank, run))
 
 
 def twice(rank, ranks):
@@ -205,6 +213,16 @@ def overflows(rank, ranks):
         experts(problem.values[0], local, problem.values[3])
 
 
+def has_no_room(rank, ranks):
+    """Every rank sends all of its tokens to the first, in buffers that have room for half of them."""
+    problem = Problem(ranks, index=FIRST[: ranks * TOKENS])
+    with pytest.raises(RuntimeError, match="more tokens than `sent` has room for"):
+        ours(*problem.leaves(rank), problem.index[problem.cuts(rank)[0]], sent=0.5)
+    with pytest.raises(ValueError, match="sent is for tokens that have not been gathered"):
+        tokens = GatheredTokens(problem.leaves(rank)[0])
+        ours(tokens, *problem.leaves(rank)[1:], problem.index[problem.cuts(rank)[0]], sent=0.5)
+
+
 class Calls(TorchDispatchMode):
     """The collectives and the operators that read a number of a tensor on the host, in their order."""
 
@@ -217,6 +235,19 @@ class Calls(TorchDispatchMode):
         if func.namespace == "c10d" or name in ("_local_scalar_dense", "nonzero", "fused_experts_forward"):
             self.found.append(name.strip("_").replace("allgather_base", "gather").replace("alltoall_base", "scatter"))
         return func(*args, **(kwargs or {}))
+
+
+def packed_order(rank, ranks):
+    """The host reads nothing, each token goes once, and the same call gives the same bits."""
+    problem = Problem(ranks, dtype=torch.bfloat16)
+    leaves, rows = problem.leaves(rank), problem.cuts(rank)[0]
+    run = lambda: ours(*leaves, problem.index[rows], sent=1.0, rows=TOKENS)
+    first = run()
+    with Calls() as calls, without_waiting():
+        y = run()
+        y.backward(problem.dy[rows])
+    assert calls.found == ["scatter"] * 3 + ["fused_experts_forward"] + ["scatter"] * 4, calls.found
+    assert torch.equal(y, first)
 
 
 @contextlib.contextmanager
@@ -320,16 +351,25 @@ def moe(rank, ranks):
 
 CASES = [
     *((compare, kind) for kind in KINDS),
-    *((frozen, which) for which in range(4)),
-    (other_experts,), (gathered_before,), (checkpointed, False), (checkpointed, True), (twice,), (no_grad,), (refuses,),
-    (overflows,), (order,), (on_a_part_of_the_ranks,), (router,), (moe,),
-    (default_parts,),
+    *((frozen, which, sent) for which in range(4) for sent in (None, 1.0)),
+    (other_experts, None), (other_experts, 1.0), (gathered_before,), (checkpointed, False), (checkpointed, True),
+    (twice,), (no_grad,), (refuses,), (overflows,), (order,), (on_a_part_of_the_ranks,), (router,), (moe,),
+    (default_parts,), (has_no_room,), (packed_order,),
 ]  # fmt: skip
+
+
+def name_of(case):
+    return "-".join([case[0].__name__, *map(str, case[1:])])
 
 
 def on(ranks, case):
     function, *arguments = case
     return (function, arguments[0], ranks) if function is compare else (function, ranks, *arguments)
+
+
+#: Of 8 ranks only what is for so many.
+OF_8 = [case for case in CASES if case[0] in (has_no_room, packed_order) or case[-1] == 1.0 or "sent" in str(case[-1])]
+TESTS = [(2, case) for case in CASES] + [(4, case) for case in CASES] + [(8, case) for case in OF_8]
 
 
 @pytest.fixture(scope="module")
@@ -338,15 +378,14 @@ def found():
     def of(ranks):
         if DEVICE == "cuda" and torch.cuda.device_count() < ranks:
             pytest.skip(f"needs {ranks} GPUs")
-        return each_on_ranks([on(ranks, case) for case in CASES], ranks=ranks)
+        return each_on_ranks([on(ranks, case) for of, case in TESTS if of == ranks], ranks=ranks)
 
     return of
 
 
 @pytest.mark.full(when=lambda p: p["ranks"] > 2)
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join([case[0].__name__, *map(str, case[1:])]))
-def test_ranks(found, case, ranks):
+@pytest.mark.parametrize("ranks,case", TESTS, ids=lambda p: str(p) if isinstance(p, int) else name_of(p))
+def test_ranks(found, ranks, case):
     raised = found(ranks)[on(ranks, case)]
     assert not raised, raised
 

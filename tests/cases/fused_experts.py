@@ -201,6 +201,7 @@ CASES = [
             dict(rank=8, transposed=True, first=-1, recompute=False),
             dict(bounded=True, k=4, beyond=1, biases=True, rank=8),
             dict(bounded=True, recompute=False),
+            dict(bounded=True, k=1, biases=True),
             dict(activation="gelu_tanh", transposed=True),
             dict(activation="relu_squared", experts=40),
         ],

@@ -155,6 +155,17 @@ def lengths_differ(rank, layout):
             model(**batches[rank])
 
 
+def sends_once(rank, layout):
+    """Tokens that go once to each rank that has some of their experts."""
+    spread = LAYOUTS[layout][1]
+    reference, inputs = small(), batch()
+    expected = whole_step(copy.deepcopy(reference), inputs)
+    register_expert_parallel("once", sent=1.0, capacity=2.0)
+    model = spread_over(reference, spread, "once")
+    patch("qwen3_moe", model)
+    same(step(model, rank, spread, inputs), expected)
+
+
 def optimized(model, optimizer, run, clip, steps=2):
     norms = []
     for _ in range(steps):
@@ -265,6 +276,7 @@ def test_benchmark(tmp_path):
 CASES = [
     *((compare, layout, how) for layout in LAYOUTS for how in (HOW if layout in MOST else HOW[:2])),
     *((function, layout) for function in (replays, optimizes) for layout in MOST),
+    *((sends_once, layout) for layout in ("ep 2", "ep 4", "tp 2, ep 4")),
     *((lengths_differ, layout) for layout in ("ep 2", "ep 4")),
     *((saves, layout) for layout in ("ep 2", "ep 4")),
     (refuses_adapters, "ep 2"), (trains, "ep 2"),

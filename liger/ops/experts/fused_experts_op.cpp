@@ -17,6 +17,7 @@ struct Routing {
 
   /// The values of sorted pairs, in the order of the tokens: [tokens, k], 0 for a pair without an expert.
   Tensor of_tokens(const Tensor& of_pairs) const {
+    if (of_pairs.numel() == 0) return at::zeros(place.sizes(), of_pairs.options());
     const Tensor found = of_pairs.index_select(0, place.view(-1).clamp_min(0)).view(place.sizes());
     return found.masked_fill_(place.lt(0), 0);
   }

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from liger_kernel.operators import packed_tokens
 from liger_kernel.operators.experts import fused_experts
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -25,7 +26,7 @@ class _Transfer:
     so that what is between the two runs beside the collective.
 
     "gather": [n, ...] of each rank to [ranks · n, ...]. "scatter": the sums over the ranks of such rows, to the rank
-    that has the tokens; each is the other's backward.
+    that has the tokens; each is the other's backward. "exchange": [ranks · n, ...], n rows to each rank.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -47,10 +48,10 @@ class _Transfer:
             self.work.wait()
             self.work = None
         # One rounding: torch sums 16-bit numbers in float, in an order that the shape alone decides.
-        return t if way == "gather" else t.view(self.ranks, -1, *t.shape[1:]).sum(0, dtype=t.dtype)
+        return t.view(self.ranks, -1, *t.shape[1:]).sum(0, dtype=t.dtype) if way == "scatter" else t
 
 
-_BACK = {"gather": "scatter", "scatter": "gather"}
+_BACK = {"gather": "scatter", "scatter": "gather", "exchange": "exchange"}
 
 
 class _Start(torch.autograd.Function):
@@ -170,6 +171,7 @@ def default_parts(rows: int, k: int, local_experts: int) -> int:
 def expert_parallel(
     x: Tensor | GatheredTokens, index: Tensor, weights: Tensor, experts: Experts, local_experts: int,
     group: dist.ProcessGroup | None = None, parts: int | None = None, rows: int | Literal["largest"] | None = None,
+    sent: float | None = None,
 ) -> Tensor:  # fmt: skip
     """y[t] = Σ_k weights[t, k] · E_e(x[t]) for e = index[t, k], of which rank r of the group holds the experts
     [r · local_experts, (r + 1) · local_experts); [tokens, H] in the dtype of what `experts` returns.
@@ -188,8 +190,13 @@ def expert_parallel(
     Args:
         parts: see GatheredTokens; None: two where experts stay efficient on halves, else one.
         rows: see GatheredTokens, which also says what is raised.
+        sent: the part of its tokens that a rank sends to each rank at most, each token once and in one part, in place
+            of all: for many ranks, of which a token meets few. None is dropped: more are a RuntimeError on a CPU, and
+            on CUDA a device assertion. Not with GatheredTokens: ValueError.
     """
     if isinstance(x, GatheredTokens):
+        if sent is not None:
+            raise ValueError("expert parallelism: sent is for tokens that have not been gathered")
         layout, moving = x._take()
     elif dist.get_world_size(group) == 1:
         return experts(x, index, weights)
@@ -197,17 +204,15 @@ def expert_parallel(
         layout, moving = _Layout(x, group, rows), None
         # By the rows, of which all ranks have equally many, not by this rank's tokens.
         layout.cut(parts or default_parts(layout.rows, index.shape[1], local_experts))
-    group, first = layout.group, dist.get_rank(layout.group) * local_experts
+    if sent is not None:
+        return _expert_parallel_packed(x, index, weights, experts, local_experts, layout, sent)
+    group = layout.group
     # Collectives of a group follow each other: the small ones, which the first part waits for, come first.
     ids = _Transfer(group)
     of_ids = ids.start("gather", layout.padded(index, local_experts * layout.ranks))  # which is no expert's id
     of_pairs = _Moving(layout.padded(weights, 0), "gather", group)
     moving = layout.gather(x) if moving is None else moving
-    local = ids.finish("gather", of_ids) - first
-    elsewhere = (local < 0) | (local >= local_experts)
-    local = local.masked_fill(elsewhere, local_experts)
-    # A weight of an expert elsewhere gets no gradient here, whatever the experts make of it.
-    of_local = of_pairs.finish().masked_fill(elsewhere, 0)
+    local, of_local = _local(ids.finish("gather", of_ids), of_pairs.finish(), local_experts, group)
     back = [
         _Moving(experts(part.finish(), i, w), "scatter", group)
         for part, i, w in zip(moving, layout.parts_of(local), layout.parts_of(of_local), strict=True)
@@ -216,10 +221,33 @@ def expert_parallel(
     return (y[0] if len(y) == 1 else torch.cat(y))[: layout.tokens]
 
 
+def _local(ids: Tensor, weights: Tensor, local_experts: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """Ids of this rank's experts, or local_experts. A weight of an expert elsewhere is 0 and gets no gradient here,
+    whatever the experts make of it."""
+    local = ids - dist.get_rank(group) * local_experts
+    elsewhere = (local < 0) | (local >= local_experts)
+    return local.masked_fill(elsewhere, local_experts), weights.masked_fill(elsewhere, 0)
+
+
+def _expert_parallel_packed(
+    x: Tensor, index: Tensor, weights: Tensor, experts: Experts, local_experts: int, layout: _Layout, sent: float
+) -> Tensor:
+    """expert_parallel of tokens that go once to each rank that has some of their experts."""
+    group, most = layout.group, min(layout.rows, math.ceil(sent * layout.rows))
+    at = packed_tokens.places(index, local_experts, layout.ranks, most)
+    ids = _Transfer(group)
+    of_ids = ids.start("exchange", packed_tokens.pack(index, at, local_experts * layout.ranks))
+    of_pairs = _Moving(packed_tokens.Pack.apply(weights, at), "exchange", group)
+    tokens = _Moving(packed_tokens.Pack.apply(x, at), "exchange", group)
+    local, of_local = _local(ids.finish("exchange", of_ids), of_pairs.finish(), local_experts, group)
+    back = _Moving(experts(tokens.finish(), local, of_local), "exchange", group)
+    return packed_tokens.Unpack.apply(back.finish(), at)
+
+
 def expert_parallel_fused_experts(
     x: Tensor | GatheredTokens, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor,
     group: dist.ProcessGroup | None = None, parts: int | None = None, rows: int | Literal["largest"] | None = None,
-    capacity: float | None = None, **options: Any,
+    sent: float | None = None, capacity: float | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
     """expert_parallel of fused_experts, whose tensors hold this rank's experts: gate_up [E_local, 2 I, H] and down
     [E_local, H, I]; `options` are those of fused_experts.
@@ -228,17 +256,19 @@ def expert_parallel_fused_experts(
     if all ranks' experts were chosen equally often (most_rows of fused_experts); more are an error. None: no bound.
     """
     ranks = dist.get_world_size(x._layout.group if isinstance(x, GatheredTokens) else group)
+    share = share_of(capacity, ranks, sent)
 
     def experts(x, index, weights):
-        most = most_rows(index, capacity, ranks)
+        most = None if share is None else math.ceil(share * index.numel())
         return fused_experts(x, gate_up, down, index, weights, most_rows=most, **options)
 
-    return expert_parallel(x, index, weights, experts, gate_up.shape[0], group, parts, rows)
+    return expert_parallel(x, index, weights, experts, gate_up.shape[0], group, parts, rows, sent)
 
 
-def most_rows(index: Tensor, capacity: float | None, ranks: int) -> int | None:
-    """The rows that a rank's experts get at most of the pairs of all ranks; None: no bound."""
-    return None if capacity is None else math.ceil(capacity * index.numel() / ranks)
+def share_of(capacity: float | None, ranks: int, sent: float | None) -> float | None:
+    """The part of the pairs that reach a rank's experts that is theirs, at most; None: no bound. Without `sent`, all
+    ranks' pairs reach each of them."""
+    return None if capacity is None else min(1.0, capacity / (ranks * (1.0 if sent is None else sent)))
 
 
 @dataclass(frozen=True)

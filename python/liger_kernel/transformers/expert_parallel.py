@@ -61,14 +61,13 @@ class LigerExpertParallel:
 
     def __init__(
         self, experts: torch.nn.Module, ep_mesh: Any, tp_mesh: Any, parts: int | None = None,
-        rows: int | Literal["largest"] | None = None, capacity: float | None = None,
+        rows: int | Literal["largest"] | None = None, sent: float | None = None, capacity: float | None = None,
     ):  # fmt: skip
         self.experts_forward = experts.forward
         self.num_local_experts = experts.num_experts
         self.ep_mesh, self.tp_mesh = ep_mesh, tp_mesh
-        self.parts, self.rows = parts, rows
-        # The pairs of all ranks are gathered, of which this share at most is for the experts here.
-        self.share = None if capacity is None else capacity / ep_mesh.size()
+        self.options = parts, rows, sent
+        self.share = operators.share_of(capacity, ep_mesh.size(), sent)
         # Not a decorator: it imports torch._dynamo, which takes seconds.
         self.expert_parallel = torch.compiler.disable(operators.expert_parallel)
 
@@ -80,7 +79,7 @@ class LigerExpertParallel:
             cut = lambda t, value: _Slice.apply(t, group, rows, value)
             x, index, weights = cut(x, 0), cut(index, none), cut(weights, 0)
         y = self.expert_parallel(
-            x, index, weights, self._run, self.num_local_experts, self.ep_mesh.get_group(), self.parts, self.rows
+            x, index, weights, self._run, self.num_local_experts, self.ep_mesh.get_group(), *self.options
         )
         if ranks > 1:
             y = _Join.apply(y, group, tokens)
@@ -115,12 +114,13 @@ def register_expert_parallel(name: str = "liger", **options: Any) -> None:
             an expert gets many tokens.
         rows: the number of tokens that each rank's are padded to, or "largest" where the ranks' numbers differ, which
             the hosts then tell each other in every layer. None: they are the same.
+        sent: the part of its tokens that a rank sends to each rank at most, in place of all: for more than 4 ranks.
         capacity: bounds the buffers of patched experts: a rank's experts get at most that many times the pairs of
             tokens and experts that they got if all ranks' were chosen equally often. More are an error. None: no bound.
 
     Raises TypeError for another option. Without a transformers that has such a registry, it has no effect.
     """
-    unknown = options.keys() - {"parts", "rows", "capacity"}
+    unknown = options.keys() - {"parts", "rows", "sent", "capacity"}
     if unknown:
         raise TypeError(f"register_expert_parallel has no option {', '.join(sorted(unknown))}")
     _registered[name] = functools.partial(LigerExpertParallel, **options)
