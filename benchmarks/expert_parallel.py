@@ -8,8 +8,8 @@ An arm is
     fsdp    FSDP2: each layer is gathered whole, two layers ahead in forward
     ep      transformers' expert parallelism, by all-to-all of the pairs of tokens and experts
     ours    expert parallelism by collectives of equal sizes, with the model patched
-with options: patch, of fsdp and ep, replaces the parts of the model by this library's; parts=N and capacity=C, of ours,
-are those of register_expert_parallel.
+with options: patch, of fsdp and ep, replaces the parts of the model by this library's; parts=N, sent=S and capacity=C,
+of ours, are those of register_expert_parallel.
 
 Weights and tokens are random, and the same for all arms: loss and gradient norm of the first step are in the results,
 to compare. Weights, gradients and AdamW's moments are bfloat16. Routing is the model's own, which is nearly uniform
@@ -34,7 +34,7 @@ from liger_kernel.measure.report import table
 from liger_kernel.measure.shapes import SHAPES
 
 ARMS = ("fsdp", "fsdp+patch", "ep", "ep+patch", "ours")
-OPTIONS = {"fsdp": {"patch"}, "ep": {"patch"}, "ours": {"parts", "capacity"}}
+OPTIONS = {"fsdp": {"patch"}, "ep": {"patch"}, "ours": {"parts", "sent", "capacity"}}
 TINY = {
     "hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256,
@@ -120,11 +120,7 @@ def make_model(job, config, device, ranks):
         from liger_kernel.transformers import register_expert_parallel
 
         given = dict(option.split("=") for option in options)
-        register_expert_parallel(
-            "measured",
-            parts=int(given["parts"]) if "parts" in given else None,
-            capacity=float(given["capacity"]) if "capacity" in given else None,
-        )
+        register_expert_parallel("measured", **{name: json.loads(value) for name, value in given.items()})
     cls = transformers.Qwen3MoeForCausalLM
     with torch.device("meta"):
         model = cls._from_config(config, dtype=torch.float32 if job["tiny"] else torch.bfloat16)

@@ -48,11 +48,15 @@ LAYOUTS = {
 
 
 def small():
-    return model_of("qwen3_moe", "Qwen3MoeForCausalLM").train()
+    return model_of("qwen3_moe", "Qwen3MoeForCausalLM").to(DEVICE).train()
+
+
+def on_device(inputs):
+    return {name: value.to(DEVICE) for name, value in inputs.items()}
 
 
 def batch():
-    inputs = text(rows=ROWS, length=LENGTH)
+    inputs = on_device(text(rows=ROWS, length=LENGTH))
     return {**inputs, "num_items_in_batch": (inputs["labels"][:, 1:] != -100).sum(), "output_router_logits": False}
 
 
@@ -135,7 +139,7 @@ def lengths_differ(rank, layout):
     """Each rank has rows of its own length: padded in the experts alone."""
     spread = LAYOUTS[layout][1]
     ranks = spread["fsdp_size"]
-    batches = [text(seed=i, rows=2, length=6 + i) for i in range(ranks)]
+    batches = [on_device(text(seed=i, rows=2, length=6 + i)) for i in range(ranks)]
     items = sum((b["labels"][:, 1:] != -100).sum() for b in batches)
     batches = [{**b, "num_items_in_batch": items, "output_router_logits": False} for b in batches]
     reference = small()
@@ -210,7 +214,7 @@ def saves(rank, layout):
         dist.broadcast_object_list(shared)
         model.save_pretrained(shared[0])
         dist.barrier()
-        alone = type(reference).from_pretrained(shared[0]).train()
+        alone = type(reference).from_pretrained(shared[0]).to(DEVICE).train()
         same(whole_step(alone, inputs), expected)
         assert all(torch.equal(a, b) for a, b in zip(alone.parameters(), reference.parameters(), strict=True))
         for other, (ranks, options) in LAYOUTS.items():
@@ -263,10 +267,10 @@ def test_benchmark(tmp_path):
     """The arms of benchmarks/expert_parallel.py start from the same loss and the same norm of all gradients."""
     root = pathlib.Path(__file__).parents[2]
     command = [sys.executable, root / "benchmarks/expert_parallel.py", "--tiny", "--gpus", "2", "--routing", "balanced"]
-    command += ["--arms", "fsdp,ours,ours+parts=2+capacity=1", "--out", tmp_path / "out.json"]
+    command += ["--arms", "fsdp,ours,ours+parts=2+capacity=1,ours+sent=1.0", "--out", tmp_path / "out.json"]
     subprocess.run(list(map(str, command)), check=True, cwd=tmp_path)
     rows = [(row["job"], row["result"]) for row in json.loads((tmp_path / "out.json").read_text())["rows"]]
-    assert len(rows) == 6
+    assert len(rows) == 8
     for job, result in rows:
         like = next(other for of, other in rows if of["tokens"] == job["tokens"])
         for name in ("loss", "gradient_norm"):
