@@ -18,7 +18,8 @@ from liger_kernel.operators import packed_tokens
 from liger_kernel.operators.experts import fused_experts
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+#: Its name before torch 2.13 is the second; a torch may have none of them.
+all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
 
 class _Transfer:
@@ -29,7 +30,7 @@ class _Transfer:
     that has the tokens; each is the other's backward. "exchange": [ranks · n, ...], n rows to each rank.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: "dist.ProcessGroup | None") -> None:
         self.group, self.ranks = group, dist.get_world_size(group)
         self.work: dist.Work | None = None
 
@@ -82,7 +83,7 @@ class _Finish(torch.autograd.Function):
 class _Moving:
     """A tensor that _Start has sent."""
 
-    def __init__(self, t: Tensor, way: str, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, t: Tensor, way: str, group: "dist.ProcessGroup | None") -> None:
         self.way, self.transfer = way, _Transfer(group)
         self.received = _Start.apply(t, self.transfer, way)
 
@@ -90,7 +91,7 @@ class _Moving:
         return _Finish.apply(self.received, self.transfer, self.way)
 
 
-def _sizes(tokens: int, group: dist.ProcessGroup | None, device: torch.device) -> list[int]:
+def _sizes(tokens: int, group: "dist.ProcessGroup | None", device: torch.device) -> list[int]:
     """The number of tokens of each rank, read on the host: from a CPU's collective where the group has one."""
     on = "cpu" if "cpu" in str(dist.get_backend_config(group)) else device
     found = torch.empty(dist.get_world_size(group), dtype=torch.long, device=on)
@@ -101,7 +102,7 @@ def _sizes(tokens: int, group: dist.ProcessGroup | None, device: torch.device) -
 class _Layout:
     """How many rows each rank sends, in which parts."""
 
-    def __init__(self, x: Tensor, group: dist.ProcessGroup | None, rows: int | str | None) -> None:
+    def __init__(self, x: Tensor, group: "dist.ProcessGroup | None", rows: int | str | None) -> None:
         self.tokens, self.group, self.ranks = x.shape[0], group, dist.get_world_size(group)
         if rows == "largest":
             rows = max(_sizes(self.tokens, group, x.device))
@@ -147,7 +148,7 @@ class GatheredTokens:
     """
 
     def __init__(
-        self, x: Tensor, group: dist.ProcessGroup | None = None, parts: int = 1,
+        self, x: Tensor, group: "dist.ProcessGroup | None" = None, parts: int = 1,
         rows: int | Literal["largest"] | None = None,
     ) -> None:  # fmt: skip
         self._layout = _Layout(x, group, rows).cut(parts)
@@ -170,7 +171,7 @@ def default_parts(rows: int, k: int, local_experts: int) -> int:
 
 def expert_parallel(
     x: Tensor | GatheredTokens, index: Tensor, weights: Tensor, experts: Experts, local_experts: int,
-    group: dist.ProcessGroup | None = None, parts: int | None = None, rows: int | Literal["largest"] | None = None,
+    group: "dist.ProcessGroup | None" = None, parts: int | None = None, rows: int | Literal["largest"] | None = None,
     sent: float | None = None,
 ) -> Tensor:  # fmt: skip
     """y[t] = Σ_k weights[t, k] · E_e(x[t]) for e = index[t, k], of which rank r of the group holds the experts
@@ -221,7 +222,9 @@ def expert_parallel(
     return (y[0] if len(y) == 1 else torch.cat(y))[: layout.tokens]
 
 
-def _local(ids: Tensor, weights: Tensor, local_experts: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+def _local(
+    ids: Tensor, weights: Tensor, local_experts: int, group: "dist.ProcessGroup | None"
+) -> tuple[Tensor, Tensor]:
     """Ids of this rank's experts, or local_experts. A weight of an expert elsewhere is 0 and gets no gradient here,
     whatever the experts make of it."""
     local = ids - dist.get_rank(group) * local_experts
@@ -246,7 +249,7 @@ def _expert_parallel_packed(
 
 def expert_parallel_fused_experts(
     x: Tensor | GatheredTokens, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor,
-    group: dist.ProcessGroup | None = None, parts: int | None = None, rows: int | Literal["largest"] | None = None,
+    group: "dist.ProcessGroup | None" = None, parts: int | None = None, rows: int | Literal["largest"] | None = None,
     sent: float | None = None, capacity: float | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
     """expert_parallel of fused_experts, whose tensors hold this rank's experts: gate_up [E_local, 2 I, H] and down
@@ -281,7 +284,7 @@ class MoEConfig:
     top_k: int
     num_hosts: int = 1
     gpus_per_host: int = 1
-    group: dist.ProcessGroup | None = None
+    group: "dist.ProcessGroup | None" = None
     max_inflight: int = 1
 
 
@@ -308,7 +311,7 @@ def configure(
 
 def moe_fused(
     X: Tensor, expert_indices: Tensor, expert_weights: Tensor, all_B: Tensor, all_C: Tensor, all_A: Tensor,
-    num_experts: int, top_k: int, pg: dist.ProcessGroup | None = None,
+    num_experts: int, top_k: int, pg: "dist.ProcessGroup | None" = None,
 ) -> Tensor:  # fmt: skip
     """expert_parallel_fused_experts of SwiGLU experts, with gate and up as two tensors; like X.
 
@@ -340,7 +343,7 @@ class LigerExpertParallelFusedMoEFunction:
 class LigerExpertParallelFusedMoe(nn.Module):
     """moe_fused over a process group. It has no parameters."""
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, process_group: "dist.ProcessGroup | None" = None) -> None:
         super().__init__()
         self.process_group = process_group
 
