@@ -67,7 +67,7 @@ FLOORS = (
     # the families of operators, which the two packages of public names hand on
     r"operators(\..*)?|optim|_quantise|_?routing(\..*)?",
     r"ops(\..*)?",
-    r"chunked_loss(\..*)?|transformers\.(patching\.(formulas|part|mixer_functions)|functional|experimental(\..*)?|fsdp"
+    r"chunked_loss(\..*)?|transformers\.(patching\.(formulas|part|mixer_functions)|functional|experimental(\..*)?|fsdp|expert_parallel|moe"
     r"|(?!trainer)\w*(norm|glu|mlp|experts|router|rope|entropy|div|jsd|tvd|softmax|squared|xielu|centering|loss|convolution))",
     r"transformers(\.(patching|patching\.(place|families|report|numeric)|families|report|model\..*))?"
     r"|megatron\.(cross_entropy|rms_norm|swiglu)",
