@@ -1,0 +1,43 @@
+#pragma once
+#include "liger/core/torch/op.h"
+
+/// Products whose rows have the same bits whatever the other rows are.
+namespace liger {
+
+/// Whether liger_kernel.batch_invariant is on. It is of the process: torch's kernels are switched with this library's.
+bool is_batch_invariant();
+
+/// product(out's rows, {each input's rows}) of `block` rows after the other, rows being the last dimension but one. All
+/// blocks have one shape, for which a GEMM chooses one algorithm: the last block is padded with zeros.
+template <size_t n, class F>
+void in_blocks(const Tensor& out, const std::array<Tensor, n>& inputs, int64_t block, F product) {
+  for_chunks(out.size(-2), block, [&](int64_t first, int64_t count) {
+    std::array<Tensor, n> rows;
+    for (size_t i = 0; i < n; ++i) {
+      if (!inputs[i].defined()) continue;
+      rows[i] = inputs[i].narrow(-2, first, count);
+      if (count < block) rows[i] = at::constant_pad_nd(rows[i], {0, 0, 0, block - count});
+    }
+    const Tensor to = out.narrow(-2, first, count);
+    if (count == block) return product(to, rows);
+    auto shape = out.sizes().vec();
+    shape[shape.size() - 2] = block;
+    const Tensor whole = at::empty(shape, out.options());
+    product(whole, rows);
+    to.copy_(whole.narrow(-2, 0, count));
+  });
+}
+
+/// Within, products are made as they are asked for: in_blocks has asked for them.
+class AsAsked {
+ public:
+  AsAsked();
+  ~AsAsked();
+  AsAsked(const AsAsked&) = delete;
+  AsAsked& operator=(const AsAsked&) = delete;
+
+ private:
+  bool before_;
+};
+
+}  // namespace liger
