@@ -9,10 +9,12 @@
 namespace liger {
 namespace {
 
-/// The rows of a block of products on CPUs, on GPUs in 16 bits and in float; 0: products are made whole.
-struct Blocks {
-  std::atomic<int64_t> cpu, cuda_16, cuda_float;
-} blocks;
+/// How products are made: in blocks of so many rows; 0: whole, but with so many rows at least.
+struct Shape {
+  std::atomic<int64_t> block, least;
+};
+enum Where { kOnCPU, kOnGPUIn16Bits, kOnGPUInFloat, kWheres };
+Shape shapes[kWheres];
 std::atomic<bool> on;
 thread_local bool as_asked = false;
 
@@ -31,11 +33,14 @@ bool is_dense(const Tensor& t, c10::DispatchKey key) {
   return keys.has(key) && !keys.has_backend(c10::BackendComponent::MetaBit) && !keys.has(c10::DispatchKey::Python);
 }
 
+/// The rows of a block of x's product; 0: all.
 int64_t block_of(const Tensor& x) {
   if (as_asked || x.numel() == 0 || is_in_backward()) return 0;
-  if (is_dense(x, c10::DispatchKey::CPU)) return blocks.cpu;
-  if (!is_dense(x, c10::DispatchKey::CUDA)) return 0;
-  return x.element_size() == 2 ? blocks.cuda_16 : blocks.cuda_float;
+  const bool on_cpu = is_dense(x, c10::DispatchKey::CPU);
+  if (!on_cpu && !is_dense(x, c10::DispatchKey::CUDA)) return 0;
+  const Shape& shape = shapes[on_cpu ? kOnCPU : x.element_size() == 2 ? kOnGPUIn16Bits : kOnGPUInFloat];
+  const int64_t block = shape.block, least = shape.least;
+  return block > 0 ? block : x.size(-2) < least ? least : 0;
 }
 
 /// Rows that lie in memory as those of any other batch do.
@@ -176,15 +181,17 @@ void register_kernels(torch::Library& m) {
   m.impl("softplus", &Softplus::whole);
 }
 
-/// rows: of a block of products on CPUs, on GPUs in 16 bits and in float, 0 for none; empty: off.
-void set_batch_invariant(at::IntArrayRef rows) {
-  TORCH_CHECK_VALUE(rows.empty() || rows.size() == 3, "set_batch_invariant: expected 3 numbers of rows, got ",
-                    rows.size());
-  for (const int64_t n : rows) TORCH_CHECK_VALUE(n >= 0, "set_batch_invariant: a block cannot have ", n, " rows");
+/// blocks and least: a Shape's for each Where; empty: off.
+void set_batch_invariant(at::IntArrayRef blocks, at::IntArrayRef least) {
+  const size_t count = blocks.size();
+  TORCH_CHECK_VALUE((count == 0 || count == kWheres) && least.size() == count, "set_batch_invariant: expected ",
+                    int(kWheres), " numbers each, got ", count, " and ", least.size());
+  for (size_t i = 0; i < count; ++i)
+    TORCH_CHECK_VALUE(blocks[i] >= 0 && least[i] >= 0, "set_batch_invariant: numbers of rows cannot be negative");
   const std::lock_guard lock(switching);
-  on = !rows.empty();
-  if (rows.empty()) return kernels.reset();
-  blocks.cpu = rows[0], blocks.cuda_16 = rows[1], blocks.cuda_float = rows[2];
+  on = count > 0;
+  if (!on) return kernels.reset();
+  for (size_t i = 0; i < count; ++i) shapes[i].block = blocks[i], shapes[i].least = least[i];
   if (kernels) return;
   kernels = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", c10::DispatchKey::BackendSelect, __FILE__,
                                              __LINE__);
@@ -198,6 +205,6 @@ bool is_batch_invariant() { return on; }
 AsAsked::AsAsked() : before_(as_asked) { as_asked = true; }
 AsAsked::~AsAsked() { as_asked = before_; }
 
-TORCH_LIBRARY_FRAGMENT(liger, m) { m.def("set_batch_invariant(int[] rows) -> ()", set_batch_invariant); }
+TORCH_LIBRARY_FRAGMENT(liger, m) { m.def("set_batch_invariant(int[] blocks, int[] least) -> ()", set_batch_invariant); }
 
 }  // namespace liger
