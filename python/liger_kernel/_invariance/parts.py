@@ -1,10 +1,9 @@
 """By which way each module of a model computes the same bits for a row in any batch, and which modules do not."""
 
+import inspect
 import re
-from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -13,6 +12,7 @@ from liger_kernel._invariance.attention import IMPLEMENTATION
 from liger_kernel.operators.eight_bit import LigerLinear8bit
 from liger_kernel.operators.quantised import is_in_4_bits
 from liger_kernel.transformers.causal_lm import names_in, original_forward
+from liger_kernel.transformers.patching.families import MIXERS
 from liger_kernel.transformers.patching.report import Report
 
 SWITCH = "batch_invariant"
@@ -20,7 +20,6 @@ _PATCH = "call liger_kernel.patch(model) first"
 #: What torch computes one row at a time, or element by element.
 _BY_ROW = (nn.Embedding, nn.LayerNorm, nn.RMSNorm)
 _ACROSS_ROWS = (nn.modules.batchnorm._BatchNorm, nn.MultiheadAttention, nn.modules.rnn.RNNBase)
-#: The functions by which mixers of hybrid models see more tokens than their own, and that are replaced.
 _CONVOLVES = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -36,6 +35,9 @@ def judge(model: nn.Module, report: Report) -> None:
         elif _calls_interface(module):
             report.edits.set(module.config, "_attn_implementation_internal", IMPLEMENTATION)
             report.note(SWITCH, kind, _way_of_attention(module), 1)
+        elif re.search(r"Experts$", kind) and not _is_ours(module):
+            report.edits.set(module.config, "_experts_implementation_internal", "eager")
+            report.note(SWITCH, kind, "a product of each expert", 1)
         elif _is_ours(module):
             report.note(SWITCH, kind, "this package's kernels", 1)
         elif isinstance(module, _BY_ROW):
@@ -72,7 +74,7 @@ def _refused(module: Any) -> str | None:
     if isinstance(module, _ACROSS_ROWS):
         return "it computes several rows together"
     own = _is_ours(module)
-    if re.search(r"Experts$", kind) and not own:
+    if re.search(r"Experts$", kind) and not own and not _has_loop(module):
         return f"its products and sums have an order that depends on the batch: {_PATCH}"
     if re.search(r"Norm(Gated)?$", kind) and not own and not isinstance(module, _BY_ROW):
         return f"its mean is one of torch's, whose order depends on the number of rows: {_PATCH}"
@@ -86,6 +88,11 @@ def _refused(module: Any) -> str | None:
     if any(isinstance(child, _CONVOLVES) for child in module.children()) and not _has_our_mixer(module):
         return f"its convolution and its recurrence are not this package's: {_PATCH}"
     return None
+
+
+def _has_loop(module: Any) -> bool:
+    """Whether transformers can run experts as a loop, in which a token's experts are summed in their order."""
+    return hasattr(getattr(module, "config", None), "_experts_implementation_internal")
 
 
 def _attends(module):
@@ -105,12 +112,7 @@ def _way_of_attention(module):
 
 
 def _is_ours(module: nn.Module) -> bool:
-    return any(_home(function).startswith("liger_kernel.operators") for function in _forwards(module))
-
-
-def _forwards(module) -> Iterator[Any]:
-    yield type(module).forward
-    yield vars(module).get("forward")
+    return _home(type(module).forward).startswith("liger_kernel.operators")
 
 
 def _home(function) -> str:
@@ -118,11 +120,11 @@ def _home(function) -> str:
 
 
 def _has_our_mixer(module: Any) -> bool:
-    """Whether the functions that a mixer calls are this package's."""
+    """Whether the functions by which a mixer sees more tokens than one are this package's."""
     if _is_ours(module):
         return True
-    held = [value for value in vars(module).values() if callable(value)]
-    forwards = [forward for forward in _forwards(module) if forward is not None]
-    names = set().union(*(names_in(forward) for forward in forwards))
-    globals_ = [getattr(forward, "__globals__", {}).get(name) for forward in forwards for name in names]
-    return any(_home(function).startswith("liger_kernel.") for function in (*held, *globals_) if callable(function))
+    forward = inspect.unwrap(type(module).forward)
+    named = names_in(forward) & MIXERS.keys()
+    functions = [vars(module).get(name) or forward.__globals__.get(name) for name in named]
+    functions = [function for function in functions if function is not None]
+    return bool(functions) and all(_home(function).startswith("liger_kernel.") for function in functions)
