@@ -43,12 +43,6 @@ int64_t block_of(const Tensor& x) {
   return block > 0 ? block : x.size(-2) < least ? least : 0;
 }
 
-/// Rows that lie in memory as those of any other batch do.
-Tensor rows_of(const Tensor& x) {
-  const bool alike = x.stride(-1) == 1 && reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 64 == 0;
-  return alike ? x : x.clone(at::MemoryFormat::Contiguous);
-}
-
 c10::SmallVector<int64_t, 3> shape_of(const Tensor& a, const Tensor& b) {
   c10::SmallVector<int64_t, 3> shape(a.sizes());
   shape.back() = b.size(-1);
@@ -66,7 +60,7 @@ struct Product {
     const int64_t block = fit(a, b, kDim) ? block_of(a) : 0;
     if (block == 0) return kTo(below(keys), a, b, dtype..., out);
     at::native::resize_output(out, shape_of(a, b));
-    in_blocks<1>(out, {rows_of(a)}, block, [&](Tensor y, const auto& x) { kTo(below(keys), x[0], b, dtype..., y); });
+    in_blocks<1>(out, {a}, block, [&](Tensor y, const auto& x) { kTo(below(keys), x[0], b, dtype..., y); });
     return out;
   }
   static Tensor whole(Keys keys, const Tensor& a, const Tensor& b, Dtype... dtype) {
@@ -88,7 +82,7 @@ struct Sum {
     if (block == 0) return kTo(below(keys), plus, a, b, dtype..., beta, alpha, out);
     at::native::resize_output(out, shape_of(a, b));
     const bool of_all = plus.dim() < 2 || (plus.size(-2) == 1 && a.size(-2) != 1);
-    in_blocks<2>(out, {rows_of(a), of_all ? Tensor() : plus}, block, [&](Tensor y, const auto& x) {
+    in_blocks<2>(out, {a, of_all ? Tensor() : plus}, block, [&](Tensor y, const auto& x) {
       kTo(below(keys), of_all ? plus : x[1], x[0], b, dtype..., beta, alpha, y);
     });
     return out;
@@ -201,6 +195,21 @@ void set_batch_invariant(at::IntArrayRef blocks, at::IntArrayRef least) {
 }  // namespace
 
 bool is_batch_invariant() { return on; }
+
+Tensor block_of_rows(const Tensor& t, int64_t first, int64_t count, int64_t block) {
+  constexpr int64_t kAlike = 16;  // bytes
+  const int64_t unit = std::max<int64_t>(kAlike / t.element_size(), 1);
+  const Tensor rows = t.narrow(-2, first, count);
+  const bool alike = rows.stride(-1) == 1 && rows.stride(-2) % unit == 0 &&
+                     reinterpret_cast<uintptr_t>(rows.const_data_ptr()) % kAlike == 0;
+  if (alike && count == block) return rows;
+  auto shape = rows.sizes().vec();
+  shape[shape.size() - 2] = block, shape.back() = (t.size(-1) + unit - 1) / unit * unit;
+  const Tensor copy = at::empty(shape, t.options()).narrow(-1, 0, t.size(-1));
+  copy.narrow(-2, 0, count).copy_(rows);
+  if (count < block) copy.narrow(-2, count, block - count).zero_();
+  return copy;
+}
 
 AsAsked::AsAsked() : before_(as_asked) { as_asked = true; }
 AsAsked::~AsAsked() { as_asked = before_; }

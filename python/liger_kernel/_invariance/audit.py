@@ -62,7 +62,12 @@ class Audit:
 
     def _keep(self, name: str, module: nn.Module, result: Any) -> None:
         for number, tensor in enumerate(_tensors(result)):
-            if self._tokens and tensor.numel() and tensor.numel() % self._tokens == 0 and _has_rows(tensor, self._tokens):
+            if (
+                self._tokens
+                and tensor.numel()
+                and tensor.numel() % self._tokens == 0
+                and _has_rows(tensor, self._tokens)
+            ):
                 label = name if number == 0 else f"{name}, result {number}"
                 self.runs[-1].append(Rows(label, type(module).__name__, _hashes(tensor.detach(), self._tokens)))
 

@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers.pytorch_utils import Conv1D
 
 from liger_kernel._invariance import products
 from liger_kernel._invariance.attention import IMPLEMENTATION
 from liger_kernel.operators.eight_bit import LigerLinear8bit
 from liger_kernel.operators.quantised import is_in_4_bits
 from liger_kernel.transformers.causal_lm import names_in, original_forward
-from liger_kernel.transformers.patching.families import MIXERS
 from liger_kernel.transformers.patching.report import Report
 
 SWITCH = "batch_invariant"
@@ -23,27 +23,43 @@ _ACROSS_ROWS = (nn.modules.batchnorm._BatchNorm, nn.MultiheadAttention, nn.modul
 _CONVOLVES = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
+#: The functions by which mixers of hybrid models see more tokens than one, but those that decode.
+_MIXES = re.compile(r"causal_conv1d|scan|chunk")
+_DECODES = re.compile(r"update|recurrent|step")
+
+
 def judge(model: nn.Module, report: Report) -> None:
     """Note the way of each module, or why it is refused; attention is switched over."""
     _check_whole(model, report)
+    refused: dict[tuple[str, str], list[str]] = {}
     for name, module in model.named_modules():
         kind = type(module).__name__
-        if isinstance(module, nn.Linear) or is_in_4_bits(getattr(module, "weight", None)):
-            _judge_linear(module, report)
-        elif reason := _refused(module):
-            report.skip(SWITCH, kind, f"{reason} ({name})")
-        elif _calls_interface(module):
+        if reason := _refused(module):
+            refused.setdefault((kind, reason), []).append(name)
+        elif way := _way_of(module):
+            report.note(SWITCH, kind, way, 1)
+        if reason is None and _calls_interface(module):
             report.edits.set(module.config, "_attn_implementation_internal", IMPLEMENTATION)
-            report.note(SWITCH, kind, _way_of_attention(module), 1)
-        elif re.search(r"Experts$", kind) and not _is_ours(module):
+        if reason is None and _is_loop(module):
             report.edits.set(module.config, "_experts_implementation_internal", "eager")
-            report.note(SWITCH, kind, "a product of each expert", 1)
-        elif _is_ours(module):
-            report.note(SWITCH, kind, "this package's kernels", 1)
-        elif isinstance(module, _BY_ROW):
-            report.note(SWITCH, kind, "one row at a time", 1)
-        elif any(isinstance(child, _CONVOLVES) for child in module.children()):
-            report.note(SWITCH, kind, "this package's kernels of mixers", 1)
+    for (kind, reason), names in refused.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        report.skip(SWITCH, kind, f"{reason} ({names[0]}{more})")
+
+
+def _way_of(module: Any) -> str | None:
+    """How a module that is not refused computes; None for one that only calls others."""
+    if isinstance(module, (nn.Linear, Conv1D)):
+        return products.way_of(module.weight).words
+    if _calls_interface(module):
+        return _way_of_attention(module)
+    if _is_loop(module):
+        return "a product of each expert"
+    if _is_ours(module):
+        return "this package's kernels"
+    if isinstance(module, _BY_ROW):
+        return "one row at a time"
+    return "this package's kernels of mixers" if _convolves(module) else None
 
 
 def _check_whole(model, report):
@@ -56,43 +72,44 @@ def _check_whole(model, report):
             return
 
 
-def _judge_linear(module, report):
-    kind, weight = type(module).__name__, module.weight
-    if isinstance(module, LigerLinear8bit) or is_in_4_bits(weight) or weight.element_size() == 1:
-        report.skip(SWITCH, kind, "products with quantised weights have not been measured")
-    else:
-        report.note(SWITCH, kind, products.way_of(weight).words, 1)
-
-
 def _refused(module: Any) -> str | None:
-    """Why a module that is no linear layer is refused."""
-    kind = type(module).__name__
-    if isinstance(module, LigerLinear8bit):
+    kind, weight = type(module).__name__, getattr(module, "weight", None)
+    in_8_bits = isinstance(module, nn.Linear) and module.weight.element_size() == 1
+    if isinstance(module, LigerLinear8bit) or is_in_4_bits(weight) or in_8_bits:
         return "products with quantised weights have not been measured"
     if isinstance(module, nn.Dropout) and module.p > 0 and module.training:
         return "dropout draws by the place in the batch: call model.eval(), or set it to 0"
     if isinstance(module, _ACROSS_ROWS):
         return "it computes several rows together"
     own = _is_ours(module)
-    if re.search(r"Experts$", kind) and not own and not _has_loop(module):
+    if _are_experts(module) and not own and not _is_loop(module):
         return f"its products and sums have an order that depends on the batch: {_PATCH}"
     if re.search(r"Norm(Gated)?$", kind) and not own and not isinstance(module, _BY_ROW):
         return f"its mean is one of torch's, whose order depends on the number of rows: {_PATCH}"
-    if re.search(r"Attention(V\d)?$", kind) and not any(_attends(child) for child in module.children()):
+    if _convolves(module):
+        return None if _has_our_mixer(module) else f"its recurrence is not this package's: {_PATCH}"
+    if _attends(module) and not any(_attends(child) for child in module.children()):
         if not _calls_interface(module):
             return "it does not call transformers' attention interface"
         if not getattr(module, "is_causal", True):
             return "its attention is not causal"
         if module.training and getattr(module, "attention_dropout", 0):
             return "it drops attention weights: call model.eval(), or set attention_dropout to 0"
-    if any(isinstance(child, _CONVOLVES) for child in module.children()) and not _has_our_mixer(module):
-        return f"its convolution and its recurrence are not this package's: {_PATCH}"
     return None
 
 
-def _has_loop(module: Any) -> bool:
+def _are_experts(module):
+    return type(module).__name__.endswith("Experts")
+
+
+def _is_loop(module: Any) -> bool:
     """Whether transformers can run experts as a loop, in which a token's experts are summed in their order."""
-    return hasattr(getattr(module, "config", None), "_experts_implementation_internal")
+    own = getattr(module, "config", None)
+    return _are_experts(module) and not _is_ours(module) and hasattr(own, "_experts_implementation_internal")
+
+
+def _convolves(module):
+    return any(isinstance(child, _CONVOLVES) for child in module.children())
 
 
 def _attends(module):
@@ -124,7 +141,7 @@ def _has_our_mixer(module: Any) -> bool:
     if _is_ours(module):
         return True
     forward = inspect.unwrap(type(module).forward)
-    named = names_in(forward) & MIXERS.keys()
+    named = {name for name in names_in(forward) if _MIXES.search(name) and not _DECODES.search(name)}
     functions = [vars(module).get(name) or forward.__globals__.get(name) for name in named]
-    functions = [function for function in functions if function is not None]
+    functions = [function for function in functions if callable(function)]
     return bool(functions) and all(_home(function).startswith("liger_kernel.") for function in functions)
