@@ -73,7 +73,7 @@ def padded(documents, length):
 
 
 def results(model, inputs, max_bytes=0):
-    """Hidden states, the logits' and the head operator's log-probabilities of the next token, a row a token."""
+    """Hidden states, the logits' and the head operator's log-probabilities of the next token: a row per token."""
     ids = inputs["input_ids"].flatten().roll(-1)
     with torch.no_grad():
         hidden = model.get_decoder()(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)
