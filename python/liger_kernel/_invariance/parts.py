@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
@@ -66,10 +67,18 @@ def _check_whole(model, report):
     kind = type(model).__name__
     if hasattr(model, "_orig_mod") or any(module._compiled_call_impl is not None for module in model.modules()):
         report.skip(SWITCH, kind, "torch.compile chooses kernels by the shape of the batch")
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ()):
-            report.skip(SWITCH, kind, f"tensor parallel sums of ranks have no fixed order ({name})")
-            return
+    if _is_split(model):
+        report.skip(SWITCH, kind, "tensor and expert parallelism sum over ranks in no fixed order")
+
+
+def _is_split(model):
+    """Whether ranks hold parts of layers, other than FSDP2's, which are gathered before they are used."""
+    config = getattr(model.config, "distributed_config", None)
+    sizes = [getattr(model, "_tp_size", None), *(getattr(config, name, None) for name in ("tp_size", "ep_size"))]
+    if any(size and size > 1 for size in sizes):
+        return True
+    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    return not sharded and any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def _refused(module: Any) -> str | None:

@@ -57,8 +57,8 @@ def _is_tracing() -> bool:
 
 
 class Causal(NamedTuple):
-    """A mask that is causal within documents: the number of each token's document [batch, tokens], None for one document
-    per row, and how many keys a token sees, its own included, None for all."""
+    """A mask that is causal within documents: the number of each token's document [batch, tokens], None for one
+    document per row, and how many keys a token sees, its own included, None for all."""
 
     documents: Tensor | None = None
     window: int | None = None
