@@ -11,7 +11,7 @@ import peft
 import pytest
 import torch
 import transformers
-from conftest import VOCABULARY, can_be_made, make
+from conftest import VOCABULARY, assert_close, can_be_made, make
 from liger_kernel import routing
 from liger_kernel.operators.head import linear_log_prob
 from liger_kernel.transformers.patching.apply import patch
@@ -125,6 +125,18 @@ def test_a_document_has_the_bits_that_it_has_alone(family, dtype):
                 pairs += count
                 assert not differ, (list(inputs), max_bytes, differ)
     assert pairs >= 10_000 / 12
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_results_are_those_of_the_model(family):
+    """With its windows, caps and sinks: log-probabilities are those without the switch but for the order of sums."""
+    model, every = made(family), documents()
+    for inputs, places in (packed([every]), padded(every, max(LENGTHS))):
+        expected = results(model, inputs)[1]
+        with liger_kernel.batch_invariant(model):
+            found = results(model, inputs)[1]
+        for where in places:
+            assert_close(found[where], expected[where])
 
 
 def test_threads_do_not_matter_to_what_is_compared():
