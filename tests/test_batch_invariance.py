@@ -2,6 +2,8 @@
 liger_kernel.batch_invariant is on, those of torch's products and pointwise functions on CPUs. All are compared by
 equality, with the same rows in a batch of others."""
 
+import os
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -213,3 +215,36 @@ def test_switching_twice():
     products.leave()
     assert torch.equal(F.linear(x, w), plain) and not torch.are_deterministic_algorithms_enabled()
     assert torch.utils.deterministic.fill_uninitialized_memory == fills
+
+
+def test_settings_of_cublas(monkeypatch):
+    """Split-K and sums in 16 bits are off meanwhile, and the settings and the environment come back."""
+    preferred = ["default"]  # a build without CUDA has one library
+    monkeypatch.setattr(
+        torch.backends.cuda,
+        "preferred_blas_library",
+        lambda name=None: preferred[-1] if name is None else preferred.append(name),
+    )
+    names = [f"allow_{kind}_reduced_precision_reduction" for kind in ("bf16", "fp16")]
+    settings = lambda: [
+        *(getattr(torch.backends.cuda.matmul, name) for name in names),
+        *(torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),),
+        preferred[-1],
+        os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+    ]
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=0: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", None)
+    before = settings()
+    assert products.ways()[1].least == 128
+    products.enter()
+    try:
+        assert settings()[:3] == [False, False, (False, False)] and settings()[3] == "cublaslt"
+        assert settings()[4] == ":4096:8"
+    finally:
+        products.leave()
+    assert settings() == before
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=0: (8, 9))
+    assert products.ways()[1] is products.ON_GPU

@@ -28,7 +28,7 @@ def ways() -> tuple[Way, Way, Way]:
     hopper = torch.cuda.is_available() and all(
         torch.cuda.get_device_capability(device)[0] == 9 for device in range(torch.cuda.device_count())
     )
-    without_split = hopper and torch.version.hip is None and _has_split_switch()
+    without_split = hopper and torch.version.hip is None
     return ON_CPU, IN_16_BITS_ON_HOPPER if without_split else ON_GPU, ON_GPU
 
 
@@ -38,10 +38,6 @@ def way_of(tensor: torch.Tensor) -> Way:
     if not tensor.is_cuda:
         return on_cpu
     return in_16_bits if tensor.element_size() == 2 else in_float
-
-
-def _has_split_switch() -> bool:
-    return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 10)
 
 
 _users = 0
@@ -54,12 +50,16 @@ def enter() -> None:
     _users += 1
     if _users > 1:
         return
-    blocks, least, _ = zip(*ways())
-    ops.set_batch_invariant(blocks, least)
-    _undo.append(lambda: ops.set_batch_invariant((), ()))
-    if torch.cuda.is_available():
-        _set_blas()
-    _set_deterministic()
+    try:
+        blocks, least, _ = zip(*ways())
+        ops.set_batch_invariant(blocks, least)
+        _undo.append(lambda: ops.set_batch_invariant((), ()))
+        if torch.cuda.is_available():
+            _set_blas()
+        _set_deterministic()
+    except BaseException:
+        leave()
+        raise
 
 
 def leave() -> None:
@@ -71,10 +71,10 @@ def leave() -> None:
 
 
 def _set_blas():
-    if torch.version.hip is None and _has_split_switch():
+    if torch.version.hip is None:
         matmul = torch.backends.cuda.matmul
         for name in ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"):
-            before = getattr(matmul, name)
+            before = getattr(matmul, name), getattr(matmul, f"{name}_split_k", True)
             setattr(matmul, name, (False, False))  # no sums in 16 bits, no split-K
             _undo.append(lambda name=name, before=before: setattr(matmul, name, before))
         library = torch.backends.cuda.preferred_blas_library()
