@@ -1,3 +1,4 @@
+#include "liger/core/torch/batch_invariant.h"
 #include "liger/core/torch/grouped.h"
 #include "liger/core/torch/operator.h"
 #include "liger/ops.h"
@@ -109,7 +110,10 @@ struct Matrix {
 
   Tensor apply(const Tensor& x, const Tensor& ends) const {
     const Tensor y = grouped(x, of, ends);
-    return a.defined() ? y.add_(grouped(low(x, ends), b.transpose(1, 2), ends), scale) : y;
+    if (!a.defined()) return y;
+    const Tensor term = grouped(low(x, ends), b.transpose(1, 2), ends);
+    // On CPUs torch rounds the last numbers of a thread's share in 16 bits otherwise than those before them.
+    return is_batch_invariant() && y.is_cpu() ? y.copy_(y.to(at::kFloat).add_(term, scale)) : y.add_(term, scale);
   }
   /// dx of dy, with low_of_gradient(dy) where there is an adapter.
   Tensor apply_transposed(const Tensor& dy, const Tensor& low, const Tensor& ends) const {
