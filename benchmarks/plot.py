@@ -363,6 +363,31 @@ def draw_lengths(report, model="llama-1b"):
     figure.savefig(DOCS / "lengths.png", dpi=110)
 
 
+def over_ranks(report):
+    """Experts over GPUs: a row for each arm."""
+    names = {"fsdp+patch": "FSDP2, patched", "ep": "transformers' expert parallelism", "ours": '`"liger"`, patched'}
+    lines = ["| | tokens/s per GPU | model TF/s per GPU | peak memory | communication that nothing hides |",
+             "|---|---|---|---|---|"]  # fmt: skip
+    for row in report["rows"]:
+        found = row["result"]
+        alone = found["profile"]["ms"]["communication alone"] / found["profile"]["step"]
+        lines.append(
+            f"| {names[row['job']['arm']]} | {found['tokens_per_second']:,.0f} | {found['model_tflops']:.0f} | "
+            f"{found['peak_gb']:.1f} GB | {alone:.0%} of the step |"
+        )
+    return "\n".join(lines)
+
+
+def invariant(report):
+    """Rows of documents that differ from those of the document alone, without batch_invariant and with it."""
+    lines = ["| model | rows compared | differ without | differ with | step |", "|---|---|---|---|---|"]
+    for row in report["rows"]:
+        name = row["model"].removeprefix("tiny:") + (", tiny" if ":" in row["model"] else ", 4 layers")
+        step = f"{min(row['seconds on']) / min(row['seconds off']):.2f}x" if "seconds on" in row else ""
+        lines.append(f"| {name} | {row['pairs']:,} | {row['off']:,} | {row['on']:,} | {step} |")
+    return "\n".join(lines)
+
+
 def fill(page, **tables):
     """Writes each table where the page has a place for its name."""
     text = (DOCS / page).read_text()
@@ -388,6 +413,8 @@ def main():
     names = {"plain": "plain", "triton": "liger (Triton)", "ours": "ours"}
     tables["experts"] = in_turns(read("e2e-moe-h100.json"), "plain", **names)
     tables["sinks"] = in_turns(read("e2e-sinks-h100.json"), "plain", plain="plain", ours="ours")
+    fill("distributed.md", over_ranks=over_ranks(read("expert-parallel-h200x2.json")))
+    fill("batch-invariance.md", invariant=invariant(read("batch-invariance-h200.json")))
     fill("exactness.md", eight_bit=eight_bit(read("eight-bit-h100.json")))
     bases = {"ours": "bfloat16", "ours+int8": "int8", "ours+fp8": "fp8"}
     tables["bases"] = in_turns(of_lora(read("lora-base-h100.json")), "ours", **bases)
