@@ -45,7 +45,7 @@ class Run:
     """A result, and the commands that make it: arguments of a script, each of which writes a part.
 
     Args:
-        file: in benchmarks/results; {card} and {gpus} are filled in.
+        file: in benchmarks/results; {card} is filled in.
         script: in the repository.
         parts: the arguments; {name} stands for a rival's option, which is left out where the rival is.
         minutes: for each part.
@@ -136,8 +136,13 @@ RUNS = {
     "eight-bit-full": Run("eight-bit-full-{card}.json", "benchmarks/eight_bit_full.py", ("",), 60),
     "errors": Run("errors-{card}.json", "benchmarks/errors.py", ("",), 30,
         "--device cpu --cases rms_norm --page {folder}/errors.md", ("gpu", "cpu")),
-    "expert-parallel": Run("expert-parallel-{card}x{gpus}.json", "benchmarks/expert_parallel.py", ("",), 60, gpus=2),
-    "batch-invariance": Run("batch-invariance-{card}.json", "benchmarks/batch_invariance.py", ("",), 60),
+    "expert-parallel": Run("expert-parallel-{card}x2.json", "benchmarks/expert_parallel.py", (
+        "--gpus 2 --layers 8 --tokens 16384 --routing balanced --arms ours,fsdp+patch,ep",
+    ), 30, gpus=2),
+    "batch-invariance": Run("batch-invariance-{card}.json", "benchmarks/batch_invariance.py", (
+        "--models tiny:llama,tiny:qwen3,tiny:qwen3_moe,tiny:gemma2,llama-1b --layers 4",
+    ), 30, "--models tiny:llama --documents 4 --longest 24 --tokens 0"),
+    "gemm-bits": Run("gemm-bits-{card}.json", "benchmarks/gemm_bits.py", ("",), 30),
 }  # fmt: skip
 #: Results that one run has made, and why they are not made again.
 ONCE = {"norms-{card}.json": "it compares with a library of an older commit"}
@@ -160,7 +165,7 @@ def others() -> str:
 
 
 def file_of(run: Run, args) -> str:
-    return run.file.format(card=args.card, gpus=args.gpus)
+    return run.file.format(card=args.card)
 
 
 def obstacle(run: Run, args) -> str | None:

@@ -283,3 +283,28 @@ def lora(report):
     for row in report["rows"]:
         row["model"] += ", nf4" * bool(row.get("nf4", report.get("nf4")))
     return in_turns(of_lora(report), "plain", **names)
+
+
+def over_ranks(report):
+    """Experts over GPUs: a row for each arm."""
+    names = {"fsdp+patch": "FSDP2, patched", "ep": "transformers' expert parallelism", "ours": '`"liger"`, patched'}
+    lines = ["| | tokens/s per GPU | model TF/s per GPU | peak memory | communication that nothing hides |",
+             "|---|---|---|---|---|"]  # fmt: skip
+    for row in report["rows"]:
+        found = row["result"]
+        alone = found["profile"]["ms"]["communication alone"] / found["profile"]["step"]
+        lines.append(
+            f"| {names[row['job']['arm']]} | {found['tokens_per_second']:,.0f} | {found['model_tflops']:.0f} | "
+            f"{found['peak_gb']:.1f} GB | {alone:.0%} of the step |"
+        )
+    return "\n".join(lines)
+
+
+def invariant(report):
+    """Rows of documents that differ from those of the document alone, without batch_invariant and with it."""
+    lines = ["| model | rows compared | differ without | differ with | step |", "|---|---|---|---|---|"]
+    for row in report["rows"]:
+        name = row["model"].removeprefix("tiny:") + (", tiny" if ":" in row["model"] else ", 4 layers")
+        step = f"{min(row['seconds on']) / min(row['seconds off']):.2f}x" if "seconds on" in row else ""
+        lines.append(f"| {name} | {row['pairs']:,} | {row['off']:,} | {row['on']:,} | {step} |")
+    return "\n".join(lines)

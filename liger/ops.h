@@ -216,7 +216,8 @@ struct ExpertsOptions {
   GateOptions gate;                          // GPT-OSS: interleaved, {.limit = 7, .alpha = 1.702, .up_offset = 1}
   bool recompute = true;                     // backward makes gate and up again; false: they are kept
   double gate_up_scale = 1, down_scale = 1;  // of adapters
-  LIGER_OPTIONS(activation, transposed, interleaved, gate, recompute, gate_up_scale, down_scale)
+  int64_t most_rows = -1;                    // pairs that buffers have room for; -1: all
+  LIGER_OPTIONS(activation, transposed, interleaved, gate, recompute, gate_up_scale, down_scale, most_rows)
 };
 
 /// LoRA adapters (Hu et al. 2021, arXiv:2106.09685) of experts, which add scale · b_e a_e to the matrices of expert e:
@@ -236,6 +237,10 @@ struct ExpertsAdapters {
 /// Backward keeps x and the routing. On CUDA in bfloat16, with widths and ranks that are multiples of 8, nothing is
 /// read on the host, and a graph can capture it; otherwise the counts of tokens are. Tokens are multiplied by the
 /// matrices of adapters: no weight is changed or copied, and a frozen one has no gradient.
+///
+/// most_rows bounds what forward and backward allocate by the number of pairs (t, k) that have an expert, where that is
+/// known to be below tokens · k, as under expert parallelism. No pair is ever dropped: where more have an expert, it is
+/// an error, on CUDA a device assertion that the next synchronisation reports, with its message printed.
 at::Tensor fused_experts(const at::Tensor& x, const at::Tensor& gate_up, const at::Tensor& down,
                          const at::Tensor& index, const at::Tensor& weights, const ExpertsOptions& options = {},
                          const std::optional<at::Tensor>& gate_up_bias = {},

@@ -65,17 +65,18 @@ FLOORS = (
     r"_installed",
     r"liger_kernel|_library|_recompute|_memory(\..*)?|_dtensor|_build|utils|memory|graphs|_lazy",
     # the families of operators, which the two packages of public names hand on
-    r"operators(\..*)?|optim|_quantise|_?routing(\..*)?",
+    r"operators(\..*)?|optim|_quantise|_?routing(\..*)?|_invariance(\.(products|audit))?",
     r"ops(\..*)?",
-    r"chunked_loss(\..*)?|transformers\.(patching\.(formulas|part|mixer_functions)|functional|experimental(\..*)?|fsdp"
+    r"chunked_loss(\..*)?|transformers\.(patching\.(formulas|part|mixer_functions)|functional|experimental(\..*)?|fsdp|expert_parallel|moe"
     r"|(?!trainer)\w*(norm|glu|mlp|experts|router|rope|entropy|div|jsd|tvd|softmax|squared|xielu|centering|loss|convolution))",
     r"transformers(\.(patching|patching\.(place|families|report|numeric)|families|report|model\..*))?"
     r"|megatron\.(cross_entropy|rms_norm|swiglu)",
     r"transformers\.(patching\.(layers|masks|mixers|attention)|head|logits|lora|tensor_parallel|causal_lm)|hub(\.layers)?",
-    r"transformers\.(patching\.(by_source|apply|structure|hub)|patch)",
+    r"transformers\.(patching\.(by_source|apply|structure|hub)|patch)|_invariance\.(attention|parts)",
     r"transformers\.(monkey_patch|auto_model|trainer\b.*|trainer_integration)|trl|veomni|verl|ms_swift|megatron(\.monkey_patch)?|env_report"
     r"|_self_test|_train",
     r"_patch|measure(\..*)?",
+    r"_batch_invariant",
 )
 
 

@@ -57,6 +57,7 @@ emulation() {
   CUDA_VISIBLE_DEVICES= LIGER_LIBRARY="$root/$BUILD/tests/libliger_emulated.so" LIGER_EMULATED_DEVICE="$1" suite "${parallel[@]}" --import-mode=importlib "${@:2}"
 }
 emulation sm_90 -k "$emulated" tests/test_ops.py tests/test_distributions.py tests/test_reads.py tests/test_optim.py tests/test_causal_conv1d.py tests/research/test_norms.py tests/research/test_sparsemax.py
+emulation sm_90 -k rows_of_operators tests/test_batch_invariance.py
 # Devices with less shared memory, and without clusters: other kernels run there.
 for device in $limited; do emulation "$device" -k "$limits" tests/test_ops.py; done
 exit $failed

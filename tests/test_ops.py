@@ -350,17 +350,23 @@ def test_errors(case, device):
         ),
         ("liger_kernel.ops.LigerEmbeddingFunction.apply", "torch.randn(5, 4), torch.tensor([0, 1, 5, 2])", "id 5"),
         ("liger_kernel.ops.LigerEmbeddingFunction.apply", "torch.randn(5, 4), torch.tensor([0, 1, -5, 2])", "id -5"),
+        (
+            "liger_kernel.ops.fused_moe.fused_experts",
+            "torch.randn(3, 8), torch.randn(2, 16, 8), torch.randn(2, 8, 8), torch.tensor([[0], [1], [1]]), "
+            "torch.ones(3, 1), most_rows=2",
+            "more pairs have an expert than most_rows",
+        ),
     ],
 )
-def test_index_out_of_range(function, inputs, what, device):
-    """An IndexError on the CPU; on CUDA a device assertion, which ends the process's use of the device: a process of
-    its own."""
+def test_refused_on_the_device(function, inputs, what, device):
+    """An exception on the CPU; on CUDA a device assertion, which ends the process's use of the device: a process of its
+    own."""
     if device == "cpu":
-        with pytest.raises(IndexError, match=what):
+        with pytest.raises((IndexError, RuntimeError), match=what):
             eval(f"{function}({inputs})", dict(torch=torch, liger_kernel=liger_kernel))
         return
     code = f"""
-import torch, liger_kernel.ops, liger_kernel.transformers
+import torch, liger_kernel.ops.fused_moe, liger_kernel.transformers
 torch.set_default_device("{device}")
 print({function}({inputs}).sum().item())
 """

@@ -12,9 +12,10 @@ from reference_names import RECORD, names_of
 DIFFERENCES = (pathlib.Path(__file__).parents[1] / "docs" / "differences.md").read_text()
 #: (modules, names, words of docs/differences.md that give the reason)
 LEFT_OUT = (
-    (r"liger_kernel\.ops\.(cute|cutedsl|cutile)(\..*)?", ".*", "Implementations by CuTe, CuTe DSL and cuTile"),
-    (r"liger_kernel\.transformers\.moe", ".*", "Implementations by CuTe, CuTe DSL and cuTile"),
-    (r"liger_kernel\.ops\.(configure|fused_moe_kernels)", ".*", "`liger_kernel.ops.configure`"),
+    (r"liger_kernel\.ops\.(cute(?!\.ops)|cutedsl|cutile)(\..*)?", ".*", "Implementations by CuTe, CuTe DSL and cuTile"),
+    (r"liger_kernel\.ops\.cute\.ops\.moe", "tvm_ffi", "Implementations by CuTe, CuTe DSL and cuTile"),
+    (r"liger_kernel\.ops\.configure", "FusedLinearCrossEntropyConfig", "`FusedLinearCrossEntropyConfig`"),
+    (r"liger_kernel\.ops\.fused_moe_kernels", ".*", "`liger_kernel.ops.fused_moe_kernels`"),
     (r"liger_kernel\.testing", ".*", "`liger_kernel.testing`"),
     (r"liger_kernel\.backends\.(capability|dispatch|registry)", ".*", "The registry of implementations"),
     (

@@ -75,7 +75,7 @@ def test_a_limit_of_time():
 
 
 def pattern(file):
-    return re.escape(file).replace(r"\{card\}", r"(?:h\d+|cpu-\w+)").replace(r"\{gpus\}", r"\d+")
+    return re.escape(file).replace(r"\{card\}", r"(?:h\d+|cpu-\w+)")
 
 
 def test_every_table_has_a_benchmark():
@@ -89,7 +89,7 @@ def test_files_of_whole_models_have_a_method():
     """The page of cards knows how the models of each file are trained."""
     for name, each in run_all.RUNS.items():
         if each.script in (run_all.E2E, run_all.LORA, "examples/train.py"):
-            method = cards._method(each.file.format(card="h100", gpus=2))
+            method = cards._method(each.file.format(card="h100"))
             assert method, name
             unchecked = all("--no-checkpointing" in part for part in each.parts)
             if each.script == run_all.E2E:

@@ -18,7 +18,7 @@ def words(*changed, diff=""):
         "liger/core/cpu/row.h": ["liger", "tests/test_ops.py"],
         "liger/models/tokenizer.cpp": ["all", "'^(compare_tokenizers?|models)$'", "tests/test_train_tokenizers.py"],
         "liger/train/trainer.cpp": ["all", "'^(compare_trainings?|models)$'", "tests/test_train_manners.py"],
-        "liger/nn/norm.h": ["all", "'^(liger|liger_emulated|models)$'"],
+        "liger/nn/norm.h": ["all", "'^(experts|liger|liger_emulated|models)$'"],
         # by the names that a file defines, or that those have which import it
         "python/liger_kernel/operators/norm.py": ["tests/test_modules.py", "test_families.py"],
         "python/liger_kernel/chunked_loss/dpo_loss.py": ["tests/test_preference.py"],

@@ -95,7 +95,7 @@ def plan(changed: Iterable[str], diff: Callable[[str], str] = lambda path: "") -
             ctests |= {"models", f"compare_{kind}s?"}
             tests |= {test for test in TESTS if kind[:5] in test and "test_train_" in test}
         elif re.match("liger/|tests/(cpp|emulation)/|.*CMake", path):
-            ctests |= {"liger", "liger_emulated", "models"}
+            ctests |= {"liger", "liger_emulated", "models", "experts"}
         elif name in ("families.py", "sources.json"):
             families |= families_in(diff(path))
             tests |= {f"tests/huggingface/test_{what}.py" for what in ("families", "stands_for", "rows", "sources")}

@@ -22,6 +22,7 @@ cmake_prefix_path = next((folder for folder in __path__ if os.path.isdir(os.path
 _LAZY = {
     **dict.fromkeys(("patch", "report"), "_patch"),
     "quantise": "_quantise",
+    "batch_invariant": "_batch_invariant",
     **dict.fromkeys(
         ("available_backends", "available_impls", "get_backend", "get_impl", "set_backend", "set_impl"), "backends"
     ),

@@ -81,7 +81,11 @@ class LigerAdamW(torch.optim.AdamW):
         multiply them as they read them.
         """
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = _local(torch.nn.utils.get_total_norm(gradients, norm_type), whole=True)
+        of_meshes: dict[Any, list[torch.Tensor]] = {}  # of experts over GPUs, one, and of the other layers, another
+        for gradient in gradients:
+            of_meshes.setdefault(gradient.device_mesh if is_dtensor(gradient) else None, []).append(gradient)
+        norms = [_local(torch.nn.utils.get_total_norm(of, norm_type), whole=True) for of in of_meshes.values()]
+        norm = norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms, norm_type)
         factor = (max_norm / (norm + 1e-6)).clamp(max=1).float()
         self._clipped = factor, [weakref.ref(gradient) for gradient in gradients]
         return norm

@@ -9,7 +9,7 @@ from cases.gated import ACTIVATIONS, CLAMPED, GATE, GPT_OSS, clamped, of_silu
 
 def make(shape, options):
     """x, gate_up, down, the weights of a token's experts, biases or None, adapters or None, and which experts: some are
-    drawn twice, some not at all."""
+    drawn twice, some not at all. bounded: a token's first is none, and buffers have room for the others."""
     tokens, hidden, width = shape
     experts, k = options.get("experts", 5), options.get("k", 2)
     gate_up, down = (
@@ -24,12 +24,18 @@ def make(shape, options):
         sizes = (rank, hidden), (2 * width, rank), (rank, width), (hidden, rank)
         adapters = [torch.randn(experts, *size) * size[-1] ** -0.5 for size in sizes]
     index = torch.randint(options.get("first", 0), experts + options.get("beyond", 0), (tokens, k))
+    if options.get("bounded"):
+        index[:, 0] = -1
     return torch.randn(tokens, hidden), gate_up, down, torch.rand(tokens, k), *biases, *adapters, index
 
 
 GATED = ("activation", "interleaved", *GATE)
 KNOWN = (*GATED, "transposed", "recompute")
 SCALES = 0.7, 1.5
+
+
+def most_rows(index, options):
+    return index.shape[0] * (index.shape[1] - 1) if options.get("bounded") else None
 
 
 def op(x, gate_up, down, weights, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b, index, **options):
@@ -48,6 +54,7 @@ def op(x, gate_up, down, weights, gate_up_bias, down_bias, gate_up_a, gate_up_b,
         down_bias,
         **{name: value for name, value in of_silu(options).items() if name in KNOWN},
         **adapters,
+        most_rows=most_rows(index, options),
     )
 
 
@@ -86,6 +93,7 @@ def reference(
 
 
 def schema(inputs, options):
+    most = most_rows(inputs[-1], options)
     return ops.fused_experts, (
         *inputs,
         ACTIVATIONS[of_silu(options).get("activation", "silu")][0],
@@ -94,6 +102,7 @@ def schema(inputs, options):
         *({**GATE, **options}[name] for name in GATE),
         True,
         *SCALES,
+        -1 if most is None else most,
     )
 
 
@@ -108,6 +117,7 @@ def draw(pick):
         activation=pick.choice(sorted(ACTIVATIONS)),
         first=-1,
         beyond=1,
+        bounded=True,
     )
     return {name: drawn[name] for name in pick.sample(sorted(drawn), pick.randrange(5))}
 
@@ -142,6 +152,13 @@ def rivals(inputs, options):
 def flops(shape, options):
     pair = 2 * shape[0] * options.get("k", 2) * shape[1] * shape[2]
     return 3 * pair, 6 * pair
+
+
+def few_rows(device, most, experts=3):
+    sizes = (4, 8), (experts, 16, 8), (experts, 8, 8)
+    x, gate_up, down = (torch.randn(size, device=device, requires_grad=True) for size in sizes)
+    index = torch.tensor([[0, 1], [-1, 1], [experts, 0], [2, 2]], device=device)
+    return fused_experts(x, gate_up, down, index, torch.ones(4, 2, device=device), most_rows=most)
 
 
 MIXTRAL, QWEN = ((16384, 4096, 14336), dict(experts=8, k=2)), ((16384, 2048, 768), dict(experts=128, k=8))
@@ -182,6 +199,9 @@ CASES = [
             dict(recompute=False),
             dict(rank=3, biases=True),
             dict(rank=8, transposed=True, first=-1, recompute=False),
+            dict(bounded=True, k=4, beyond=1, biases=True, rank=8),
+            dict(bounded=True, recompute=False),
+            dict(bounded=True, k=1, biases=True),
             dict(activation="gelu_tanh", transposed=True),
             dict(activation="relu_squared", experts=40),
         ],
@@ -214,6 +234,7 @@ CASES = [
                 TypeError,
                 "index must be",
             ),
+            (lambda d: few_rows(d, -2), RuntimeError, "fused_experts: most_rows must be -1, for no bound, or a number"),
         ],
     ),
     # Not in float16: a product that rounds across the limit changes a gradient by a whole term, which is more than the

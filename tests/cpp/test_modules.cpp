@@ -6,6 +6,7 @@
 #include <sstream>
 #include "liger/nn/activation.h"
 #include "liger/nn/embedding.h"
+#include "liger/nn/experts.h"
 #include "liger/nn/lora.h"
 #include "liger/nn/loss.h"
 #include "liger/nn/norm.h"
@@ -130,6 +131,10 @@ const std::vector<Row>& table() {
           "Router(hidden_size=16, experts=6, top_k=2, bias=false, selection_bias=false, score=Softmax, "
           "normalise=false)",
           [] { return Router(RouterOptions(16, 6, 2)); }, x, torch::tensor({5, 1}).expand({3, 4, 2})),
+      row(
+          "Experts(hidden_size=16, width=6, experts=3, activation=GeLUTanh)",
+          [] { return Experts(ExpertsOptions(16, 6, 3).compute({.activation = liger::Activation::GeLUTanh})); }, hidden,
+          torch::tensor({{0, 1}, {2, 1}, {3, 0}, {1, -1}, {2, 2}}), torch::rand({5, 2})),
       row(
           "Embedding(num_embeddings=7, embedding_dim=16, padding_idx=2)",
           [] { return Embedding(EmbeddingOptions(7, 16).padding_idx(2)); }, torch::tensor({2, 0, 6})),

@@ -30,6 +30,8 @@ SPREAD = {
     "all to all": dict(tp_size=2, ep_size=2, ep_implementation="all_to_all"),
     "all to all, own batches": dict(fsdp_size=2, ep_size=2, ep_implementation="all_to_all"),
     "shared batch": dict(tp_size=2, ep_size=2, ep_implementation="all_reduce"),
+    "equal sizes": dict(tp_size=2, ep_size=2, ep_implementation="liger"),
+    "equal sizes, own batches": dict(fsdp_size=2, ep_size=2, ep_implementation="liger"),
 }
 KINDS = {"qwen3_moe": "Qwen3MoeForCausalLM", "gpt_oss": "GptOssForCausalLM"}
 ROWS = 4

@@ -1,5 +1,6 @@
 #include "liger/core/torch/grouped.h"
 #include <ATen/Parallel.h>
+#include "liger/core/torch/batch_invariant.h"
 
 namespace liger {
 namespace {
@@ -32,7 +33,7 @@ bool fits_ours(const Tensor& a, const Tensor& b, int64_t groups) {
   constexpr int64_t kMostRows = 1536, kMost = std::numeric_limits<int>::max();
   if (!is_16_bit || !has_grouped.has(Backend(a.device().type())) || groups > kGroupedMost || a.stride(1) != 1 ||
       b.size(-1) % 8 != 0 || !fits(a) || !fits(b) || rows > kMost || a.size(1) > kMost || b.size(-1) > kMost ||
-      b.size(-2) > kMost || (rows > kMostRows * groups && fits_aten(a, b)))
+      b.size(-2) > kMost || (rows > kMostRows * groups && fits_aten(a, b) && !is_batch_invariant()))
     return false;
   bool yes = false;
   run(has_grouped, a, {&yes});
@@ -84,11 +85,18 @@ Tensor grouped(const Tensor& x, const Tensor& w_, const Tensor& ends) {
     run(grouped_rows, x, *product);
     return out;
   }
-  if (fits_aten(x, w)) return at::_grouped_mm(x, w, ends).contiguous();  // its rows begin at multiples of 16 bytes
+  const bool invariant = is_batch_invariant();
+  if (fits_aten(x, w) && !invariant)
+    return at::_grouped_mm(x, w, ends).contiguous();  // its rows begin at multiples of 16 bytes
   const Tensor out = output(at::empty({x.size(0), w.size(2)}, x.options()));
   for_groups(ends, [&](int64_t g, int64_t begin, int64_t n) {
     Tensor part = out.narrow(0, begin, n);
-    if (n > 0) at::mm_out(part, x.narrow(0, begin, n), w.select(0, g));
+    if (n == 0) return;
+    if (!invariant || !x.is_cpu()) return void(at::mm_out(part, x.narrow(0, begin, n), w.select(0, g)));
+    constexpr int64_t kBlock = 64;  // groups have fewer rows than a batch
+    const AsAsked asked;
+    in_blocks<1>(part, {x.narrow(0, begin, n)}, kBlock,
+                 [&](Tensor y, const auto& rows) { at::mm_out(y, rows[0], w.select(0, g)); });
   });
   return out;
 }

@@ -1,3 +1,4 @@
+#include "liger/core/torch/batch_invariant.h"
 #include "liger/core/torch/grouped.h"
 #include "liger/core/torch/operator.h"
 #include "liger/ops.h"
@@ -9,14 +10,15 @@ LIGER_OPTIONAL(grouped_gated);
 
 namespace op::fused_experts {
 
-/// Which tokens an expert gets (SortByExpert).
+/// Which tokens an expert gets (SortByExpert), of the rows that buffers of pairs have.
 struct Routing {
-  Tensor order;  // [pairs] int32
+  Tensor order;  // [rows] int32
   Tensor place;  // [tokens, k] int32
   Tensor ends;   // [experts] int32
 
   /// The values of sorted pairs, in the order of the tokens: [tokens, k], 0 for a pair without an expert.
   Tensor of_tokens(const Tensor& of_pairs) const {
+    if (of_pairs.numel() == 0) return at::zeros(place.sizes(), of_pairs.options());
     const Tensor found = of_pairs.index_select(0, place.view(-1).clamp_min(0)).view(place.sizes());
     return found.masked_fill_(place.lt(0), 0);
   }
@@ -27,11 +29,16 @@ struct Routing {
   }
 };
 
-Routing sorted_by_expert(const Tensor& index_, int64_t experts) {
+/// The rows of buffers of pairs: all pairs', or most_rows where that is less.
+c10::SymInt rows_of(const c10::SymInt& pairs, const ExpertsOptions& o) {
+  return o.most_rows < 0 ? pairs : pairs.min(o.most_rows);
+}
+
+Routing sorted_by_expert(const Tensor& index_, int64_t experts, const ExpertsOptions& o) {
   TORCH_CHECK(experts > 0, "fused_experts: gate_up must hold an expert");
   const Tensor index = index_.to(at::kLong).contiguous();
   const auto ints = index.options().dtype(at::kInt);
-  const Routing r{at::empty({index.numel()}, ints), at::empty(index.sizes(), ints), at::empty({experts}, ints)};
+  Routing r{at::empty({index.numel()}, ints), at::empty(index.sizes(), ints), at::empty({experts}, ints)};
   TORCH_CHECK(index.numel() <= std::numeric_limits<int>::max(), "fused_experts: index has ", index.numel(),
               " numbers, 2^31 - 1 at most");
   int64_t bytes = 0;
@@ -47,6 +54,11 @@ Routing sorted_by_expert(const Tensor& index_, int64_t experts) {
   const Tensor scratch = at::empty({bytes}, index.options().dtype(at::kByte));
   a.scratch = scratch.data_ptr();
   run(sort_by_expert, index, a);
+  if (const int64_t rows = rows_of(index.numel(), o).expect_int(); rows < index.numel()) {
+    // Before a kernel writes behind its buffer: on CUDA a device assertion, for which nobody waits.
+    at::_assert_async(r.ends[-1].le(rows), "fused_experts: more pairs have an expert than most_rows");
+    r.order = r.order.narrow(0, 0, rows);
+  }
   return r;
 }
 
@@ -98,7 +110,10 @@ struct Matrix {
 
   Tensor apply(const Tensor& x, const Tensor& ends) const {
     const Tensor y = grouped(x, of, ends);
-    return a.defined() ? y.add_(grouped(low(x, ends), b.transpose(1, 2), ends), scale) : y;
+    if (!a.defined()) return y;
+    const Tensor term = grouped(low(x, ends), b.transpose(1, 2), ends);
+    // On CPUs torch rounds the last numbers of a thread's share in 16 bits otherwise than those before them.
+    return is_batch_invariant() && y.is_cpu() ? y.copy_(y.to(at::kFloat).add_(term, scale)) : y.add_(term, scale);
   }
   /// dx of dy, with low_of_gradient(dy) where there is an adapter.
   Tensor apply_transposed(const Tensor& dy, const Tensor& low, const Tensor& ends) const {
@@ -219,6 +234,7 @@ struct FusedExperts {
     const c10::SymInt experts = in.gate_up.sym_size(0), width = in.x.sym_size(1),
                       twice = in.gate_up.sym_size(o.transposed ? 2 : 1);
     TORCH_CHECK(twice % 2 == 0, op, ": gate_up must hold gate and up, got ", in.gate_up.sym_sizes());
+    TORCH_CHECK(o.most_rows >= -1, op, ": most_rows must be -1, for no bound, or a number of pairs, got ", o.most_rows);
     const auto shaped = [&](const c10::SymInt& out, const c10::SymInt& in) {
       return o.transposed ? std::array{experts, in, out} : std::array{experts, out, in};
     };
@@ -252,15 +268,15 @@ struct FusedExperts {
     const OptTensor &gate_up_bias = in.of.gate_up_bias, &down_bias = in.of.down_bias;
     check(kName.text, o, in.of, in.index.sym_sizes())
         .shaped("index", in.index, {x_.sym_size(0), in.index.sym_size(1)}, Type::Integer);
-    const c10::SymInt pairs = in.index.sym_numel();
     const auto ints = x_.options().dtype(at::kInt);
     if (x_.is_meta()) {
+      const c10::SymInt pairs = rows_of(in.index.sym_numel(), o);
       const c10::SymInt none = 0, twice = 2 * (down.sym_numel() / (down.sym_size(0) * x_.sym_size(1)));
       return {at::empty_symint(x_.sym_sizes(), x_.options()), at::empty_symint({pairs}, ints),
               at::empty_symint(in.index.sym_sizes(), ints), at::empty_symint({gate_up.sym_size(0)}, ints),
               at::empty_symint({record.keep ? pairs : none, record.keep ? twice : none}, x_.options())};
     }
-    const Routing r = sorted_by_expert(in.index, gate_up.size(0));
+    const Routing r = sorted_by_expert(in.index, gate_up.size(0), o);
     const Tensor x = spread(x_, r), experts = gate_up_bias || down_bias ? experts_of(r) : Tensor();
     const GatedRows gated = gated_rows(x, in.of.gate_up_of(o), gate_up_bias, r, experts, o, record.keep);
     const Tensor outputs = add_bias(in.of.down_of(o).apply(gated.h, r.ends), down_bias, experts);
@@ -271,7 +287,7 @@ struct FusedExperts {
   static Saved save(const Inputs& in, const Results& out) { return {in.of, out.order, out.place, out.ends, out.kept}; }
 
   static void check_saved(const Upstream& up, const Saved& s, const Gradients<bool>& wanted, const Options& o) {
-    const auto pairs = s.place.sym_numel();
+    const c10::SymInt pairs = fused_experts::rows_of(s.place.sym_numel(), o);
     const Arguments arguments = check("fused_experts_backward", o, s.of, s.place.sym_sizes());
     arguments.like("dy", up.dy)
         .shaped("place", s.place, {s.of.x.sym_size(0), s.place.sym_size(1)}, Type::Integer)
@@ -313,7 +329,10 @@ struct FusedExperts {
     void activate(const Saved& s, const Options& o, const Tensor& a) {
       using namespace fused_experts;
       const Tensor weights = as_numbers(s.of.weights);
-      dweights = at::empty(weights.sizes(), weights.options().dtype(at::kFloat));
+      // The kernel writes those of the pairs that have a row.
+      const auto floats = weights.options().dtype(at::kFloat);
+      dweights =
+          r.order.numel() < weights.numel() ? at::zeros(weights.sizes(), floats) : at::empty(weights.sizes(), floats);
       da = s.kept.numel() > 0 ? output(at::empty(a.sizes(), a.options())) : a;
       run(experts_backward, da,
           {.a = data(a),

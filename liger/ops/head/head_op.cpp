@@ -1,5 +1,6 @@
 #include "liger/ops/head/head_op.h"
 #include <atomic>
+#include "liger/core/torch/batch_invariant.h"
 #include "liger/ops.h"
 
 namespace liger::op::head {
@@ -139,20 +140,11 @@ void HeadOperands::project(const Tensor& z, int64_t begin, bool in_blocks, int64
     liger::project(out, low, low_w, b);
     at::addmm_out(const_cast<Tensor&>(out), out, x, w.t());
   };
-  const auto rows_of = [&](const Tensor& t, int64_t first, int64_t n) {
-    return t.defined() ? t.narrow(0, begin + first, n) : Tensor();
-  };
-  if (!in_blocks) return make(z, rows_of(hidden, 0, z.size(0)), rows_of(low_hidden, 0, z.size(0)));
-  for_chunks(z.size(0), kBlock, [&](int64_t first, int64_t n) {
-    const Tensor out = z.narrow(0, first, n), x = rows_of(hidden, first, n), low = rows_of(low_hidden, first, n);
-    if (n == kBlock) return make(out, x, low);
-    const auto padded = [&](const Tensor& t) {
-      return t.defined() ? at::constant_pad_nd(t, {0, 0, 0, kBlock - n}) : t;
-    };
-    const Tensor block = at::empty({kBlock, z.size(1)}, z.options());
-    make(block, padded(x), padded(low));
-    out.copy_(block.narrow(0, 0, n));
-  });
+  const auto rows = [&](const Tensor& t) { return t.defined() ? t.narrow(0, begin, z.size(0)) : Tensor(); };
+  if (!in_blocks) return make(z, rows(hidden), rows(low_hidden));
+  const AsAsked asked;
+  liger::in_blocks<2>(z, {rows(hidden), rows(low_hidden)}, kBlock,
+                      [&](const Tensor& out, const auto& of) { make(out, of[0], of[1]); });
 }
 
 namespace {

@@ -1,3 +1,4 @@
+#include "liger/core/torch/batch_invariant.h"
 #include "liger/core/torch/operator.h"
 #include "liger/ops.h"
 #include "liger/ops/head/head_op.h"
@@ -158,7 +159,8 @@ struct LinearLogProb {
     // Which thread sums what depends on where in 16 bytes a row begins: here all begin alike.
     constexpr int64_t kAlike = 8, kRows = 512;
     const int64_t n = z.size(0), width = z.size(1);
-    if (o.batch_invariant && z.stride(0) % kAlike != 0) {
+    const bool invariant = o.batch_invariant || is_batch_invariant();
+    if (invariant && z.stride(0) % kAlike != 0) {
       const Tensor alike = at::empty({std::min(n, kRows), round_up(width, kAlike)}, z.options()).narrow(1, 0, width);
       return for_chunks(n, kRows, [&](int64_t first, int64_t rows) {
         fill(o, alike.narrow(0, 0, rows).copy_(z.narrow(0, first, rows)), begin + first, in, to, stats, classes);
@@ -167,7 +169,7 @@ struct LinearLogProb {
     const auto rows = [&](const Tensor& t) { return t.narrow(0, begin, n); };
     const auto if_wanted = [&](bool wanted, const Tensor& t) { return wanted ? rows(t) : Tensor(); };
     const Tensor ids = rows(in.ids), entropy = o.entropy ? rows(to.entropy) : at::empty({n}, stats.options());
-    selective_log_softmax::LogitRows of{z, z.stride(0), ids, o.rest(), o.ignore_index, o.map(), o.batch_invariant};
+    selective_log_softmax::LogitRows of{z, z.stride(0), ids, o.rest(), o.ignore_index, o.map(), invariant};
     const Tensor lse = o.lse ? rows(to.lse) : o.top_k > 0 ? at::empty({n}, stats.options()) : Tensor();
     selective_log_softmax::run_rows(of,
                                     {rows(to.logp), entropy, rows(stats), lse, if_wanted(o.mean_logit, to.mean_logit)});

@@ -1,6 +1,7 @@
 """Experts of a mixture by grouped GEMMs (see liger/ops.h), and where those of a model keep transformers' forward."""
 
 import contextlib
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +36,7 @@ def fused_experts(
     x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor, gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None, activation: str = "silu", transposed: bool = False, interleaved: bool = False,
     limit: float = 0.0, alpha: float = 1.0, up_offset: float = 0.0, recompute: bool = True,
-    gate_up_adapter: Adapter | None = None, down_adapter: Adapter | None = None,
+    gate_up_adapter: Adapter | None = None, down_adapter: Adapter | None = None, most_rows: int | None = None,
 ) -> Tensor:  # fmt: skip
     """y[t] = Σ_k weights[t, k] · down_e (act(gate_e x[t]) · up_e x[t]) for the experts e = index[t, k]; [tokens, H] in
     x's dtype, summed over k in float.
@@ -49,6 +50,10 @@ def fused_experts(
     limit, alpha and up_offset, of silu, are the clamped gate of GPT-OSS and DeepSeek-V4: gate' · σ(alpha · gate') ·
     (up' + up_offset) with gate' = min(gate, limit) and up' = clamp(up, −limit, limit); limit 0 is none.
 
+    most_rows bounds what forward and backward allocate by the number of pairs (t, k) that have an expert, instead of
+    tokens · k: for calls in which most ids are outside [0, E). None is ever dropped: more raise RuntimeError on a CPU,
+    and on CUDA are a device assertion, which the next synchronisation reports.
+
     On CUDA in bfloat16, with widths that are multiples of 8, nothing is read on the host; otherwise the counts of
     tokens are. Raises KeyError for an activation that is none of "silu", "gelu_tanh", "gelu_erf", "relu_squared", and
     ValueError for options of silu with another.
@@ -57,8 +62,9 @@ def fused_experts(
     options = ACTIVATIONS[activation], transposed, interleaved, *gate, recompute
     of_gate_up, of_down = (adapter or Adapter(None, None, 1.0) for adapter in (gate_up_adapter, down_adapter))
     adapters = (*of_gate_up.padded(), *of_down.padded())
+    scales, most = (of_gate_up.scale, of_down.scale), -1 if most_rows is None else most_rows
     return ops.fused_experts(
-        x, gate_up, down, weights, gate_up_bias, down_bias, *adapters, index, *options, of_gate_up.scale, of_down.scale
+        x, gate_up, down, weights, gate_up_bias, down_bias, *adapters, index, *options, *scales, most
     )
 
 
@@ -88,7 +94,8 @@ def computed(
     hidden_states are.
 
     transformers' loop over experts computes in autocast's dtype, its grouped GEMMs in that of the weights. An adapter
-    that waits for this call in the module's dict `liger_adapters` is taken out of it.
+    that waits for this call in the module's dict `liger_adapters` is taken out of it. Of the pairs in index, the share
+    `liger_share` of the module, if it has one, is for these experts at most.
     """
     x, index, weights = (t.reshape(-1, t.shape[-1]) for t in (hidden_states, top_k_index, top_k_weights))
     grouped = getattr(getattr(experts, "config", None), "_experts_implementation", None) == "grouped_mm"
@@ -97,6 +104,8 @@ def computed(
         x = x.to(experts.gate_up_proj.dtype) if grouped else x
         for name in ("gate_up", "down"):
             options[f"{name}_adapter"] = _waiting(experts, f"{name}_proj", options.get("transposed", False))
+        if (share := vars(experts).get("liger_share")) is not None:
+            options["most_rows"] = math.ceil(share * index.numel())
         y = fused_experts(x, experts.gate_up_proj, experts.down_proj, index, weights, *biases, **options)
     return y.view(hidden_states.shape).to(hidden_states.dtype)
 

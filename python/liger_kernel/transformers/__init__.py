@@ -8,6 +8,7 @@ import importlib.util
 
 from liger_kernel.transformers import functional
 from liger_kernel.transformers.cross_entropy import LigerCrossEntropyLoss
+from liger_kernel.transformers.expert_parallel import register_expert_parallel
 from liger_kernel.transformers.fused_add_rms_norm import LigerFusedAddRMSNorm
 from liger_kernel.transformers.fused_ce_tvd import LigerFusedCETVDLoss
 from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
@@ -59,6 +60,7 @@ _LAZY = {
     **{f"apply_liger_kernel_to_{name}": "monkey_patch" for name in FAMILIES},
     "apply_liger_kernel_by_structure": "patching.structure",
 }
+register_expert_parallel()
 
 
 def is_transformers_available() -> bool:
@@ -86,7 +88,7 @@ __all__ = [
     "LigerMultiTokenAttention", "LigerPhi3SwiGLUMLP", "LigerPolyNorm", "LigerQwen3MoeSwiGLUMLP", "LigerReLUSquared",
     "LigerRMSNorm", "LigerRMSNormGated", "LigerRouter", "LigerShortConvolution", "LigerSoftmax", "LigerSparsemax",
     "LigerSwiGLUMLP", "LigerTiledGEGLUMLP", "LigerTiledSwiGLUMLP", "LigerTVDLoss", "LigerXIELU",
-    "liger_multimodal_rotary_pos_emb", "liger_rotary_pos_emb",
+    "liger_multimodal_rotary_pos_emb", "liger_rotary_pos_emb", "register_expert_parallel",
 ]  # fmt: skip
 if is_transformers_available():
     __all__ += _LAZY

@@ -22,6 +22,7 @@ from liger_kernel.operators.linear import Layer, is_autocast, layer_of, linear, 
 from liger_kernel.operators.mlp import LigerGEGLUMLP, LigerMLP, LigerSwiGLUMLP
 from liger_kernel.transformers.patching.place import is_variant, replace_class
 from liger_kernel.transformers.patching.report import Report
+from liger_kernel.utils import is_dtensor
 
 
 class Adapter(NamedTuple):
@@ -161,6 +162,11 @@ class ParamWrapper:
         """(first, second, scale) of the one adapter that the forward applies; None where there is none, or more."""
         active = [name for name in self.active_adapters if name in self.lora_A]
         weight = experts._parameters.get(self.parameter_name)
+        if is_dtensor(weight) and getattr(experts, "_is_expert_parallel", False):
+            raise NotImplementedError(
+                f"an adapter of {self.parameter_name} of experts that are spread over ranks: PEFT makes it whole on "
+                "every rank, and nothing sums its gradient. Give such experts no target_parameters."
+            )
         if self.merged or self.disable_adapters or len(active) != 1 or weight is None or not is_dense(weight):
             return None
         matrices = self.lora_A[active[0]].weight, self.lora_B[active[0]].weight

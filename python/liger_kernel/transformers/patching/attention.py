@@ -10,7 +10,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,24 +56,39 @@ def _is_tracing() -> bool:
     return torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
-def _read(function: Any) -> tuple[bool, Tensor | None]:
-    """(whether a mask function of transformers is causal within documents, with a window or without one; the number of
-    each token's document [batch, tokens], None for one document per row)."""
+class Causal(NamedTuple):
+    """A mask that is causal within documents: the number of each token's document [batch, tokens], None for one
+    document per row, and how many keys a token sees, its own included, None for all."""
+
+    documents: Tensor | None = None
+    window: int | None = None
+
+
+def causal_of(function: Any) -> Causal | None:
+    """What a mask function of transformers masks; None where that is something else."""
     if function is masking_utils.causal_mask_function:
-        return True, None
+        return Causal()
     made_by, _, name = getattr(function, "__qualname__", "").partition(".<locals>.")
     if getattr(function, "__module__", None) != masking_utils.__name__ or not name:
-        return False, None
+        return None
     values = inspect.getclosurevars(function).nonlocals
     if made_by == "and_masks":
-        read = [_read(part) for part in values["mask_functions"]]
-        documents = [numbers for _, numbers in read if numbers is not None]
-        return all(known for known, _ in read) and len(documents) < 2, documents[0] if documents else None
+        parts = [causal_of(part) for part in values["mask_functions"]]
+        if any(part is None for part in parts):
+            return None
+        documents = [part.documents for part in parts if part is not None and part.documents is not None]
+        windows = [part.window for part in parts if part is not None and part.window is not None]
+        return Causal(documents[0] if documents else None, min(windows, default=None)) if len(documents) < 2 else None
     if made_by == "packed_sequence_mask_function":
-        return True, values["packed_sequence_mask"]
+        return Causal(values["packed_sequence_mask"])
     if made_by == "remap_positions_for_packed_sequence":  # positions that count up within each document
-        return _read(values["mask_function"])
-    return made_by == "sliding_window_overlay", None
+        return causal_of(values["mask_function"])
+    return Causal(window=values["sliding_window"]) if made_by == "sliding_window_overlay" else None
+
+
+def given_positions() -> Tensor | None:
+    """The positions that the running model's forward was given."""
+    return _positions.get()
 
 
 def _boundaries(documents: Tensor) -> Tensor:
@@ -101,9 +116,10 @@ def sinks_mask(batch_size: int, q_length: int | None = None, kv_length: int = 0,
     if torch.compiler.is_compiling() and function is not masking_utils.causal_mask_function:
         return dense()  # torch's compiler does not follow closures
     padding = others.get("attention_mask")
-    causal, documents = _read(function)
-    if not causal or (padding is not None and (documents is not None or padding.shape[-1] != kv_length)):
+    causal = causal_of(function)
+    if causal is None or (padding is not None and (causal.documents is not None or padding.shape[-1] != kv_length)):
         return dense()
+    documents = causal.documents
     if padding is None and documents is None and (positions := _positions.get()) is not None:
         documents = masking_utils.find_packed_sequence_indices(positions.expand(batch_size, -1))
     if padding is None and documents is None:
@@ -130,7 +146,8 @@ def _dense(mask: Tensor, query: Tensor, window: int | None) -> Tensor:
     return torch.where(seen, zero, torch.finfo(query.dtype).min)
 
 
-def _eager(module: torch.nn.Module) -> Callable[..., Any]:
+def eager_of(module: torch.nn.Module) -> Callable[..., Any]:
+    """The eager attention of a module's model."""
     forward = inspect.unwrap(original_forward(type(module)))
     return forward.__globals__["eager_attention_forward"]
 
@@ -168,7 +185,7 @@ def sinks_attention(
         if attention_mask is not None and attention_mask.dim() <= 2:
             attention_mask = _dense(attention_mask, given[0], sliding_window)
         others = {"sliding_window": sliding_window, "s_aux": s_aux, **kwargs}
-        return _eager(module)(module, *given, attention_mask, dropout=dropout, scaling=scaling, **others)
+        return eager_of(module)(module, *given, attention_mask, dropout=dropout, scaling=scaling, **others)
     batch, heads, tokens, width = query.shape
     boundaries, kept = None, None  # None: each row is a document
     if (packed := kwargs.get("cu_seq_lens_q")) is not None:

@@ -24,7 +24,7 @@ from liger_kernel.utils import warn_once
 logger = logging.getLogger(__name__)
 
 _ABSENT = object()
-_PARALLEL = "transformers.distributed."
+_PARALLEL = ("transformers.distributed.", "liger_kernel.transformers.expert_parallel")
 
 
 class Edits:

@@ -1,0 +1,1 @@
+"""What liger_kernel.batch_invariant is made of."""

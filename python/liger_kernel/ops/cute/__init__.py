@@ -1,0 +1,1 @@
+"""Names of implementations that are elsewhere here; see docs/differences.md."""
