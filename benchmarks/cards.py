@@ -22,6 +22,7 @@ METHODS = {
     "families": "all weights",
     "lora": "LoRA",
     "long": "LoRA",
+    "expert-parallel": "all weights, checkpointed",
 }
 #: What the options of an arm of this library are called.
 OPTIONS = {
@@ -33,8 +34,12 @@ OPTIONS = {
     "host": "inputs on the host",
     "int8": "base in int8",
     "fp8": "base in fp8",
+    "ep": "expert parallelism",
+    "fsdp": "FSDP2",
 }
-RIVALS = {"triton": "liger (Triton)", "plain+compile": "torch.compile"}
+RIVALS = {"triton": "liger (Triton)", "plain+compile": "torch.compile", "ep": "transformers' expert parallelism"}
+#: The arms of expert_parallel.py that are this library's.
+OVER_RANKS = {"ours": "ours+ep", "fsdp+patch": "ours+fsdp"}
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,12 @@ def _measured(file, report) -> Iterator[tuple[tuple[str, str, int, int | None], 
             found = Run(speed, row["results"][0]["peak_gb"], batch)
             base = "QLoRA (nf4)" if row.get("nf4", report.get("nf4")) else method
             key = row["model"], base + ", checkpointed" * (row["checkpointing"] == "on"), length, batch
+        elif "job" in row:  # of expert_parallel.py
+            job, result = row["job"], row["result"]
+            batch = job["tokens"] // job["length"]
+            found = Run(result["tokens_per_second"], result["peak_gb"], batch) if "error" not in result else None
+            key = f"qwen3-30b-a3b, {job['layers']} layers", method, job["length"], batch
+            row = {"arm": OVER_RANKS.get(job["arm"], job["arm"])}
         else:
             result, graphs = row["result"], {"passes", "graph"} & {*row["arm"].split("+")}
             # A graph's memory is no part of the peak.
