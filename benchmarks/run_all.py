@@ -37,7 +37,7 @@ EXPERTS = (
 FEW_CLASSES = "class_logits,linear_multi_head,linear_topk_divergence"
 MIXERS = "causal_conv1d,gated_delta_rule,delta_gates"
 APART = {*EXPERTS.split(","), *FEW_CLASSES.split(","), *MIXERS.split(",")} - {"fused_experts"}
-OTHERS = "{others}"  # the operators that are not in APART
+OTHERS = "{others}"  # the operators that are not in APART; on a CPU all
 
 
 @dataclass(frozen=True)
@@ -155,13 +155,15 @@ def card(device: str) -> str:
     return f"cpu-{torch.backends.cpu.get_cpu_capability().lower()}"
 
 
-def others() -> str:
-    """The operators that bench.py times and that no other run has."""
+def others(device: str) -> str:
+    """The operators that bench.py times and that no other run has; on a CPU, which has no other runs, all."""
     sys.path.insert(0, str(ROOT / "tests"))
     from cases import all_cases
     from loss_cases import LOSSES
 
-    return ",".join(name for name, case in (all_cases() | LOSSES).items() if case.bench and name not in APART)
+    return ",".join(
+        name for name, case in (all_cases() | LOSSES).items() if case.bench and (device == "cpu" or name not in APART)
+    )
 
 
 def file_of(run: Run, args) -> str:
@@ -200,7 +202,7 @@ def words_of(arguments: str, args, folder: Path) -> list[str]:
     for word in arguments.split():
         name = word.strip("{}")
         if word == OTHERS:
-            words.append(others())
+            words.append(others(args.device))
         elif word.startswith("{") and name in RIVALS:
             words += [f"--{name}", args.rivals[name]] if args.rivals[name] else []
         elif words[-1:] == ["--arms"] and not args.rivals["triton-liger"]:

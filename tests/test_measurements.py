@@ -132,7 +132,7 @@ def test_cards_have_the_numbers_of_the_results():
         assert f"{speeds[arm]:,.0f}" in row
     assert f"({speeds['ours'] / speeds['plain']:.2f}x)" in row
     sections = re.findall(r"^## (\w+)$", page, re.M)
-    assert sections == ["H100", "H200", "CPU"]
+    assert {"H100", "H200"} < {*sections} and sections[-1] == "CPU"
 
 
 def test_a_new_card_gets_a_section(monkeypatch):
