@@ -69,6 +69,26 @@ def base_model(data, device, steps):
     return model.bfloat16()
 
 
+def subject(device, steps):
+    """The base model, token ids of one batch, and another text."""
+    folders = sysconfig.get_paths()
+    python, other = text("*.py", folders["stdlib"]), text("*METADATA", folders["purelib"])
+    return base_model(python, device, steps), next(batches(python, device, 3)), other
+
+
+def trained(model, parameters, lr, other, device, steps):
+    """The loss of each step of training on another text."""
+    optimizer = torch.optim.AdamW(parameters, lr=lr)
+    losses = []
+    for batch, _ in zip(batches(other, device, 1), range(steps)):
+        with torch.autocast(device, torch.bfloat16):
+            loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        optimizer.step(), optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses).tolist()
+
+
 def bitsandbytes_layers(model, kind):
     """The linear layers of the blocks as those of bitsandbytes."""
     import bitsandbytes
@@ -143,15 +163,7 @@ def row(kind, plain, exact, ids, other, device, steps):
     far = {n: ((grads[n] - g).norm() / g.norm()).item() for n, g in exact_grads.items()}
     total = sum((grads[n] - g).square().sum() for n, g in exact_grads.items()) ** 0.5
     norm = sum(g.square().sum() for g in exact_grads.values()) ** 0.5
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-4)
-    losses = []
-    for batch, _ in zip(batches(other, device, 1), range(steps)):
-        with torch.autocast(device, torch.bfloat16):
-            value = model(input_ids=batch, labels=batch).loss
-        value.backward()
-        optimizer.step(), optimizer.zero_grad()
-        losses.append(value.detach())
-    losses = torch.stack(losses).tolist()
+    losses = trained(model, [p for p in model.parameters() if p.requires_grad], 3e-4, other, device, steps)
     found = {
         "base": kind, "product": error, "loss": loss - exact_loss, "gradients": (total / norm).item(),
         "worst": max(far.values()), "trained": statistics.mean(losses[-50:]), "losses": losses[:: max(1, steps // 50)],
@@ -168,10 +180,7 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("out/eight-bit.json"), help="default: %(default)s")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    folders = sysconfig.get_paths()
-    python, other = text("*.py", folders["stdlib"]), text("*METADATA", folders["purelib"])
-    plain = base_model(python, device, args.base_steps)
-    ids = next(batches(python, device, 3))
+    plain, ids, other = subject(device, args.base_steps)
     exact = step(adapted(copy.deepcopy(plain)).double(), ids, False)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     report = {"machine": machine(device, sources=Path(__file__).parent), "loss": exact[0], "rows": []}

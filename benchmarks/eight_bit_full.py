@@ -18,12 +18,11 @@ import copy
 import functools
 import json
 import statistics
-import sysconfig
 import time
 from pathlib import Path
 
 import torch
-from eight_bit import base_model, batches, text
+from eight_bit import subject, trained
 from liger_kernel import patch
 from liger_kernel._library import ops
 from liger_kernel.measure.machine import machine
@@ -129,15 +128,7 @@ def row(way, plain, exact, ids, other, device, args):
     found["gradients"] = (far / sum(g.square().sum() for g in exact.values()) ** 0.5).item()
     model = of_way(plain, way).float()
     patch(model, swiglu=False)  # whose products are its own
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    losses = []
-    for batch, _ in zip(batches(other, device, 1), range(args.steps)):
-        with torch.autocast(device, torch.bfloat16):
-            loss = model(input_ids=batch, labels=batch).loss
-        loss.backward()
-        optimizer.step(), optimizer.zero_grad()
-        losses.append(loss.detach())
-    found["trained"] = torch.stack(losses[-50:]).mean().item()
+    found["trained"] = statistics.mean(trained(model, model.parameters(), 1e-4, other, device, args.steps)[-50:])
     print(found, flush=True)
     return found
 
@@ -150,10 +141,7 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("out/eight-bit-full.json"), help="default: %(default)s")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    folders = sysconfig.get_paths()
-    python, other = text("*.py", folders["stdlib"]), text("*METADATA", folders["purelib"])
-    plain = base_model(python, device, args.base_steps)
-    ids = next(batches(python, device, 3))
+    plain, ids, other = subject(device, args.base_steps)
     exact = gradients(copy.deepcopy(plain).double(), ids)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     report = {"machine": machine(device, sources=Path(__file__).parent), "rows": []}
