@@ -1,5 +1,6 @@
 """Tiny random models, and what the tests share. The reference is always the unpatched model of transformers."""
 
+import collections
 import contextlib
 import copy
 import importlib
@@ -14,6 +15,7 @@ from liger_kernel.transformers.causal_lm import names_in
 from liger_kernel.transformers.patching.apply import patch
 from liger_kernel.transformers.patching.families import FAMILIES
 from packaging.version import parse
+from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
 # What tests take from here, too.
@@ -60,6 +62,18 @@ def assert_rounded_alike(actual, expected, part=0.01):
     assert actual.dtype == expected.dtype and actual.shape == expected.shape
     assert (actual != expected).float().mean() <= part
     assert_close(actual.float(), expected.float(), 4 * torch.finfo(expected.dtype).eps)
+
+
+class Ran(TorchDispatchMode):
+    """How often each operator ran, forward and backward, by its name without an overload's."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = collections.Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.counts[function.__name__.partition(".")[0]] += 1
+        return function(*args, **(kwargs or {}))
 
 
 def assert_same_step(model, reference, **inputs):

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from cases.gated_delta_rule import reference as delta_rule
-from conftest import TOLERANCE, assert_close, run
+from conftest import TOLERANCE, Ran, assert_close, run
 from liger_kernel.transformers.patching import mixer_functions, mixers
 from liger_kernel.transformers.patching.apply import patch
 from liger_kernel.transformers.patching.by_source import original_class, row_of
@@ -22,7 +22,6 @@ from liger_kernel.transformers.patching.formulas import as_written, find
 from packaging.version import parse
 from shrink import VOCABULARY, shrunk
 from tiny import randomised
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 CALLED = parse(transformers.__version__) >= parse("5.15")  # by mixers, as functions of their modeling module
@@ -538,25 +537,13 @@ def test_every_function_of_transformers_is_known(name):
     assert found >= {"causal_conv1d_fn": 13}.get(name, 4)
 
 
-class Names(TorchDispatchMode):
-    """Of the operators that run, forward and backward."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(function.__name__.split(".")[0])
-        return function(*args, **kwargs or {})
-
-
 @pytest.mark.parametrize("kind", SCANS[:2])
 def test_gates_of_scans(kind):
     """One operator a mixer, and none of torch's beside it."""
     model = made(kind)
     liger_kernel.patch(model)
-    with Names() as called:
+    with Ran() as ran:
         run(model, **batch())
     count = sum(hasattr(module, "A_log") for module in model.modules())
-    assert count and called.names.count("delta_gates_forward") == called.names.count("delta_gates_backward") == count
-    assert not {"softplus", "softplus_backward"} & set(called.names)
+    assert count and ran.counts["delta_gates_forward"] == ran.counts["delta_gates_backward"] == count
+    assert not {"softplus", "softplus_backward"} & set(ran.counts)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from collect_sources import ROUTER, ROUTER_BRANCHES, ROUTER_CONFIG, WIDTH, made
-from conftest import assert_close, assert_rounded_alike, run
+from conftest import Ran, assert_close, assert_rounded_alike, run
 from liger_kernel.operators.router import liger_load_balancing_loss_func
 from liger_kernel.transformers.patching.apply import ReplacedModule
 from liger_kernel.transformers.patching.by_source import original_class, swaps_of
@@ -19,7 +19,6 @@ from liger_kernel.transformers.patching.formulas import find
 from liger_kernel.transformers.patching.place import Edits, replace_class
 from packaging import version
 from tiny import model_of, text
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.skipif(
     version.parse(transformers.__version__) < version.parse("5"), reason="transformers 4 has no routers of known source"
@@ -28,14 +27,9 @@ MODELS = pathlib.Path(transformers.__file__).parent / "models"
 TOKENS = 64
 
 
-class Count(TorchDispatchMode):
+def router_calls(ran):
     """How often the operators of a router ran."""
-
-    calls = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.calls += function.__name__.startswith(("route_forward", "expert_load_forward"))
-        return function(*args, **(kwargs or {}))
+    return ran.counts["route_forward"] + ran.counts["expert_load_forward"]
 
 
 def known_routers():
@@ -68,10 +62,10 @@ def pairs(cls):
 def routed(router, x):
     """Logits, and the weights of a token in a row for all experts, with the number of operators that ran."""
     extra = [torch.linspace(-0.3, 0.3, 8)] if takes_bias(router) else []
-    with Count() as count:
+    with Ran() as ran:
         logits, weights, index = router(x, *extra)
     dense = torch.zeros(len(weights), 8, dtype=weights.dtype).scatter(1, index, weights)
-    return logits, dense, count.calls
+    return logits, dense, router_calls(ran)
 
 
 def takes_bias(router):
@@ -145,9 +139,9 @@ def test_the_switch(patched):
         report = patched("mixtral", model, router=on)
         replaced = {entry.name for entry in report.replaced if entry.switch == "router"}
         assert replaced == ({"MixtralTopKRouter", "load_balancing_loss_func"} if on else set())
-        with Count() as count:
+        with Ran() as ran:
             output, gradients = run(model, **text(), output_router_logits=True)
-        assert count.calls == (2 * model.config.num_hidden_layers if on else 0)
+        assert router_calls(ran) == (2 * model.config.num_hidden_layers if on else 0)
         expected, wanted = run(reference, **text(), output_router_logits=True)
         assert_close(output.aux_loss, expected.aux_loss)
         for name, gradient in wanted.items():
