@@ -99,6 +99,12 @@ def _sizes(tokens: int, group: "dist.ProcessGroup | None", device: torch.device)
     return found.tolist()
 
 
+def padded_rows(t: Tensor, rows: int, value: int) -> Tensor:
+    """A matrix with so many rows, the missing ones of `value`; t itself where none is missing."""
+    missing = rows - t.shape[0]
+    return nn.functional.pad(t, (0, 0, 0, missing), value=value) if missing else t
+
+
 class _Layout:
     """How many rows each rank sends, in which parts."""
 
@@ -120,8 +126,7 @@ class _Layout:
 
     def padded(self, t: Tensor, value: int) -> Tensor:
         """A tensor [tokens, ...] with the rows of the largest rank."""
-        missing = self.rows - t.shape[0]
-        return nn.functional.pad(t, (0, 0, 0, missing), value=value) if missing else t
+        return padded_rows(t, self.rows, value)
 
     def gather(self, x: Tensor) -> list[_Moving]:
         return [_Moving(part, "gather", self.group) for part in self.padded(x, 0).tensor_split(self.parts)]

@@ -21,8 +21,7 @@ def _own(t: Tensor, group: Any, rows: int, value: int) -> Tensor:
     """This rank's rows of a tensor that the ranks of a group share, padded to equal numbers."""
     rank = dist.get_rank(group)
     own = t[rank * rows : (rank + 1) * rows]
-    missing = rows - own.shape[0]
-    return torch.nn.functional.pad(own, (0, 0, 0, missing), value=value) if missing else own.clone()
+    return own.clone() if own.shape[0] == rows else operators.padded_rows(own, rows, value)
 
 
 def _whole(t: Tensor, group: Any, tokens: int) -> Tensor:
