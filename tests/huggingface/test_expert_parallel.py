@@ -10,12 +10,12 @@ import sys
 
 import pytest
 import transformers
-from conftest import assert_close, run
+from conftest import Ran, assert_close, run
 from liger_kernel.transformers import monkey_patch
 from liger_kernel.transformers.patching.apply import patch
 from packaging import version
 from test_distributed import RANKS, gradients_of, of_transformers
-from test_experts import Count
+from test_experts import operator_calls
 from tiny import model_of, text
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
@@ -39,10 +39,10 @@ ROWS = 4
 
 def step(model, inputs):
     """The loss, every gradient, and how often the operator ran."""
-    with Count() as count:
+    with Ran() as ran:
         loss = model(**inputs).loss
     loss.backward()
-    return loss.detach(), gradients_of(model), count.calls
+    return loss.detach(), gradients_of(model), operator_calls(ran)
 
 
 def compare(rank, family, how, before):
