@@ -293,10 +293,13 @@ def test_the_peak_of_a_step_is_what_it_allocates():
 
     memory = comparison.Memory("cpu")
     torch.ones(1 << 24)
-    memory.start()
-    torch.ones(1 << 24).add(1)  # two of 64 MiB at once
-    torch.ones(1 << 20)
-    peak = memory.step(parameters=0, gradients=1 << 20, optimiser=0)
+    peaks = []
+    for _ in range(3):
+        memory.start()
+        torch.ones(1 << 24).add(1)  # two of 64 MiB at once
+        torch.ones(1 << 20)
+        peaks.append(memory.step(parameters=0, gradients=1 << 20, optimiser=0))
+    peak = min(peaks)  # what else this process allocates meanwhile, in threads of earlier tests too, only adds to it
     # Each of the two takes up to one large page and its header's page more. Linux counts resident pages per core and
     # adds them up in batches (percpu_counter_batch).
     cores, page = os.cpu_count(), 4096
