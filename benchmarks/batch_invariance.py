@@ -17,7 +17,6 @@ another length.
 """
 
 import argparse
-import importlib
 import json
 import statistics
 import sys
@@ -46,11 +45,13 @@ def model_of(name, layers, dtype, device):
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config_of(name, layers)[0], dtype=dtype)
     else:
+        import transformers
+
         family = name.removeprefix("tiny:")
         kind, config = next(iter(MODELS[family].items()))
         made = config()
         made.max_position_embeddings = 65536  # of packed rows
-        model = getattr(importlib.import_module(f"transformers.models.{made.model_type}"), kind)(made).to(device, dtype)
+        model = getattr(transformers, kind)(made).to(device, dtype)
     liger_kernel.patch(model)
     return model.train()
 

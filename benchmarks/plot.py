@@ -91,7 +91,7 @@ TABLES = (
     Table("training.md", "sinks", "e2e-sinks-h100.json", lambda r: in_turns(r, "plain", plain="plain", ours="ours")),
     Table("training.md", "lora", "lora-h100.json", lora),
     Table("training.md", "bases", "lora-base-h100.json", by_base),
-    Table("exactness.md", "eight_bit", "eight-bit-h100.json", eight_bit),
+    Table("exactness.md", "eight_bit", "eight-bit-h200.json", eight_bit),
     Table("distributed.md", "over_ranks", "expert-parallel-h200x2.json", over_ranks),
     Table("batch-invariance.md", "invariant", "batch-invariance-h200.json", invariant),
     Table("memory.md", "budget", "e2e-budget-h100.json", lambda r: in_turns(r, "ours", **PLANNED)),

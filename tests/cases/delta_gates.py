@@ -69,8 +69,8 @@ def draw(pick):
     )
 
 
-# The gradient of A sums terms of the size of A, whose square is 85 in the mean, and they may cancel.
-TERMS = 85
+# The gradient of a head's A sums terms of the size of A, which is up to 16, and they may cancel.
+TERMS = 16 * 16
 
 COMMON = dict(op=op, reference=reference, make=make, schema=schema, differentiable=(0, 1, 2, 3), draw=draw)
 
