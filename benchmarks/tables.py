@@ -288,16 +288,18 @@ def lora(report):
 def over_ranks(report):
     """Experts over GPUs: a row for each arm."""
     names = {"fsdp+patch": "FSDP2, patched", "ep": "transformers' expert parallelism", "ours": '`"liger"`, patched'}
-    lines = ["| | tokens/s per GPU | model TF/s per GPU | peak memory | communication that nothing hides |",
-             "|---|---|---|---|---|"]  # fmt: skip
+    head = ["layers", "tokens per GPU", "routing", "", "tokens/s per GPU", "model TF/s per GPU", "peak memory",
+            "communication that nothing hides"]  # fmt: skip
+    lines = []
     for row in report["rows"]:
-        found = row["result"]
+        job, found = row["job"], row["result"]
         alone = found["profile"]["ms"]["communication alone"] / found["profile"]["step"]
         lines.append(
-            f"| {names[row['job']['arm']]} | {found['tokens_per_second']:,.0f} | {found['model_tflops']:.0f} | "
-            f"{found['peak_gb']:.1f} GB | {alone:.0%} of the step |"
-        )
-    return "\n".join(lines)
+            [job["layers"], f"{job['tokens']:,}", job["routing"], names[job["arm"]],
+             f"{found['tokens_per_second']:,.0f}", f"{found['model_tflops']:.0f}", f"{found['peak_gb']:.1f} GB",
+             f"{alone:.0%} of the step"]
+        )  # fmt: skip
+    return tabulate(lines, head, tablefmt="github", disable_numparse=True)
 
 
 def invariant(report):
