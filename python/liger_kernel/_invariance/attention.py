@@ -6,7 +6,8 @@ and the window, 0 for none. Tokens in no document are padding. Flash attention w
 sums in every document; elsewhere each document is computed by itself.
 """
 
-from typing import Any
+import itertools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,6 +64,35 @@ def _numbered(documents: Tensor) -> list[tuple[int, int]]:
     return list(zip(starts[:-1], starts[1:]))
 
 
+class _Places(NamedTuple):
+    """Where documents are, in the form that kernels take."""
+
+    packed: Tensor | None  # cu_seq_lens_q, which comes before the table
+    kept: Tensor | None  # the indices of tokens in a document; None for all
+    lengths: list[int]
+    boundaries: Tensor  # [documents + 1], int32, among those tokens
+    window: int | None
+
+
+def _places(mask: Tensor, packed: Tensor | None, tokens: int, device: torch.device) -> _Places:
+    """Those of a table of documents. The table keeps them for the other layers of a step, which neither copy them to
+    the device again nor wait for it."""
+    found = getattr(mask, "liger_places", None)
+    if found is None or found.packed is not packed or found.boundaries.device != device:
+        table = mask.tolist()
+        spans = [(begin, end) for begin, end, _ in table]
+        if packed is not None:
+            spans = [(begin, end) for begin, end in itertools.pairwise(packed.tolist()) if end > begin]
+        lengths = [end - begin for begin, end in spans]
+        kept = None
+        if sum(lengths) < tokens:
+            kept = torch.cat([torch.arange(*span) for span in spans] or [torch.arange(0)]).to(device)
+        boundaries = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).to(device)
+        found = _Places(packed, kept, lengths, boundaries, table[0][2] or None if table else None)
+        mask.liger_places = found  # type: ignore[attr-defined]
+    return found
+
+
 def attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -86,27 +116,19 @@ def attention(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     batch, _, tokens, _ = query.shape
-    table = mask.tolist()
-    spans = [(begin, end) for begin, end, _ in table]
-    window = table[0][2] or None if table else None
-    if (packed := kwargs.get("cu_seq_lens_q")) is not None:
-        ends = packed.tolist()
-        spans = [(begin, end) for begin, end in zip(ends[:-1], ends[1:]) if end > begin]
+    places = _places(mask, kwargs.get("cu_seq_lens_q"), batch * tokens, query.device)
+    kept, lengths, window = places.kept, places.lengths, places.window
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    whole = sum(end - begin for begin, end in spans) == batch * tokens
-    if not whole:
-        kept = torch.cat([torch.arange(*span) for span in spans] or [torch.arange(0)]).to(q.device)
+    if kept is not None:
         q, k, v = (x.index_select(0, kept) for x in (q, k, v))
-    lengths = [end - begin for begin, end in spans]
     sinks, softcap = kwargs.pop("s_aux", None), kwargs.pop("softcap", None)
     if obstacle(q, k, v) or softcap is not None:
         options = {**kwargs, **({} if sinks is None else {"s_aux": sinks})}
         options |= {} if softcap is None else {"softcap": softcap}
         out = _one_by_one(module, q, k, v, lengths, window, scaling, options)
     else:
-        boundaries = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(q.device)
-        out = attention_with_sinks(q, k, v, sinks, boundaries, max(lengths, default=1), window, scaling)
-    if not whole:
+        out = attention_with_sinks(q, k, v, sinks, places.boundaries, max(lengths, default=1), window, scaling)
+    if kept is not None:
         out = out.new_zeros(batch * tokens, *out.shape[1:]).index_copy(0, kept, out)
     return out.view(batch, tokens, *out.shape[1:]), None
 
