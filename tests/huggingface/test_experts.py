@@ -10,6 +10,8 @@ import pytest
 import torch
 import transformers
 from conftest import TOLERANCE, Ran, assert_close, run
+from liger_kernel import memory
+from liger_kernel.operators import experts as experts_operator
 from liger_kernel.transformers.experts import LigerClampedExperts, LigerGptOssExperts
 from liger_kernel.transformers.swiglu import LigerExperts
 from packaging import version
@@ -220,3 +222,55 @@ def test_bfloat16_is_as_exact_as_the_original(patched, family, kind, part, autoc
         errors = [(value.double() - expected).square().mean().sqrt() for value in (original, mine)]
         rounding = 2.0**-9 * expected.square().mean().sqrt() if autocast else 0.0
         assert errors[1] <= 1.1 * errors[0] + rounding, errors
+
+
+@pytest.fixture
+def recomputed(monkeypatch):
+    """Whether each call of the operator leaves gate and up to backward."""
+    found, original = [], experts_operator.fused_experts
+
+    def call(*args, **options):
+        found.append(options["recompute"])
+        return original(*args, **options)
+
+    monkeypatch.setattr(experts_operator, "fused_experts", call)
+    return found
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers_make_gate_and_up_twice_at_most(reentrant, patched, recomputed):
+    """In the first forward of reentrant checkpointing, which keeps nothing, it does not matter."""
+    model, reference = _pair(patched, *CASES[0])
+    run(model, **text())
+    assert recomputed == [True, True]
+    del recomputed[:]
+    for each in (reference, model):  # transformers' loss of the balance has no gradient under the reentrant one
+        each.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    expected, gradients = run(reference.train(), **text())
+    output, found = run(model.train(), **text())
+    assert recomputed[-2:] == [False, False] and len(recomputed) == 4
+    torch.testing.assert_close(output.loss, expected.loss, rtol=TOLERANCE, atol=0)
+    for name, gradient in gradients.items():
+        assert_close(found[name], gradient)
+
+
+def test_offloaded_tensors_do_without_gate_and_up(patched, recomputed):
+    model, _ = _pair(patched, *CASES[0])
+    with torch.autograd.graph.save_on_cpu():
+        run(model, **text())
+    assert recomputed == [True, True]
+
+
+def test_layers_that_keep_everything_keep_gate_and_up(patched, recomputed):
+    model, reference = _pair(patched, *CASES[0])
+    gradients = run(reference, **text())[1]
+    for level, expected in (("all", False), ("cheap", True)):
+        del recomputed[:]
+        kept = memory.keep(model, level)
+        found = run(model.train(), **text())[1]
+        assert recomputed == [expected] * 2
+        for name, gradient in gradients.items():
+            assert_close(found[name], gradient)
+        kept.undo()
+    run(model, **text())
+    assert recomputed[-2:] == [True, True]

@@ -93,11 +93,18 @@ class Layer:
         self.module._gradient_checkpointing_func = checkpointed
         if level == "cheap":
             self.recomputed = Recomputed(self.module)
+        for experts in self.experts():  # by default they make gate and up again
+            experts.liger_keeps = level == "all"
+
+    def experts(self) -> Iterator[nn.Module]:
+        return (module for module in self.module.modules() if hasattr(type(module), "liger_keeps"))
 
     def restore(self):
         if self.recomputed is not None:
             self.recomputed.remove()
             self.recomputed = None
+        for experts in self.experts():
+            vars(experts).pop("liger_keeps", None)
         for key in self.names:
             vars(self.module).pop(key, None)
         vars(self.module).update(self.before)

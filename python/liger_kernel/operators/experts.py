@@ -87,6 +87,18 @@ def reason_to_keep(experts: nn.Module, running: bool = True) -> str | None:
     return None
 
 
+def _is_checkpointed() -> bool:
+    """Whether backward follows at once on the forward that keeps something for it: under torch's gradient
+    checkpointing, whose hooks drop what the first forward saves, or in a forward that a backward pass runs."""
+    if torch.compiler.is_compiling():
+        return False
+    hooks = _saved_tensors_hooks(True) if _saved_tensors_hooks is not None else None
+    return torch._C._current_graph_task_id() >= 0 if hooks is None else hooks[0].__module__ == "torch.utils.checkpoint"
+
+
+_saved_tensors_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
 def computed(
     experts: Any, hidden_states: Tensor, top_k_index: Any, top_k_weights: Any, *biases: Any, **options: Any
 ) -> Tensor:
@@ -96,6 +108,9 @@ def computed(
     transformers' loop over experts computes in autocast's dtype, its grouped GEMMs in that of the weights. An adapter
     that waits for this call in the module's dict `liger_adapters` is taken out of it. Of the pairs in index, the share
     `liger_share` of the module, if it has one, is for these experts at most.
+
+    Backward makes gate and up again, unless the module's `liger_keeps` is true, or the layer is checkpointed: there it
+    would make them a third time, and they are held for one layer at a time.
     """
     x, index, weights = (t.reshape(-1, t.shape[-1]) for t in (hidden_states, top_k_index, top_k_weights))
     grouped = getattr(getattr(experts, "config", None), "_experts_implementation", None) == "grouped_mm"
@@ -104,6 +119,7 @@ def computed(
         x = x.to(experts.gate_up_proj.dtype) if grouped else x
         for name in ("gate_up", "down"):
             options[f"{name}_adapter"] = _waiting(experts, f"{name}_proj", options.get("transposed", False))
+        options["recompute"] = not (getattr(experts, "liger_keeps", False) or _is_checkpointed())
         if (share := vars(experts).get("liger_share")) is not None:
             options["most_rows"] = math.ceil(share * index.numel())
         y = fused_experts(x, experts.gate_up_proj, experts.down_proj, index, weights, *biases, **options)
@@ -121,6 +137,8 @@ def _waiting(experts, name, transposed) -> Adapter | None:
 
 class Experts(nn.Module):
     """What has gate_up_proj and down_proj of all experts, in one layout or another."""
+
+    liger_keeps = False  # gate and up, for backward
 
 
 class LigerExperts(Experts):

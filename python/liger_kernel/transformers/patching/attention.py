@@ -51,7 +51,7 @@ def is_packed_sequence(position_ids: Tensor | None, batch_size: int) -> bool:
 _is_packed_sequence = modeling_flash_attention_utils._is_packed_sequence
 
 
-def _is_tracing() -> bool:
+def is_tracing() -> bool:
     """Whether the values of tensors cannot be read."""
     return torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
@@ -91,7 +91,7 @@ def given_positions() -> Tensor | None:
     return _positions.get()
 
 
-def _boundaries(documents: Tensor) -> Tensor:
+def boundaries_of(documents: Tensor) -> Tensor:
     """The boundaries of documents that are numbered [batch, tokens]; no document spans rows."""
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
@@ -124,12 +124,12 @@ def sinks_mask(batch_size: int, q_length: int | None = None, kv_length: int = 0,
         documents = masking_utils.find_packed_sequence_indices(positions.expand(batch_size, -1))
     if padding is None and documents is None:
         return rows(batch_size, kv_length, others.get("device", getattr(places, "device", None)))
-    if _is_tracing():
+    if is_tracing():
         return dense()
-    return padding if documents is None else _boundaries(documents)
+    return padding if documents is None else boundaries_of(documents)
 
 
-def _dense(mask: Tensor, query: Tensor, window: int | None) -> Tensor:
+def dense_mask(mask: Tensor, query: Tensor, window: int | None) -> Tensor:
     """The mask that eager attention adds [batch, 1, tokens, tokens], of boundaries or of a padding mask."""
     batch, _, tokens, _ = query.shape
     places = torch.arange(tokens, device=query.device)
@@ -183,7 +183,7 @@ def sinks_attention(
         or obstacle(q, k, v)
     ):
         if attention_mask is not None and attention_mask.dim() <= 2:
-            attention_mask = _dense(attention_mask, given[0], sliding_window)
+            attention_mask = dense_mask(attention_mask, given[0], sliding_window)
         others = {"sliding_window": sliding_window, "s_aux": s_aux, **kwargs}
         return eager_of(module)(module, *given, attention_mask, dropout=dropout, scaling=scaling, **others)
     batch, heads, tokens, width = query.shape

@@ -28,7 +28,7 @@ _PARALLEL = ("transformers.distributed.", "liger_kernel.transformers.expert_para
 
 
 class Edits:
-    """A list of attribute assignments with `undo`."""
+    """A list of assignments with `undo`: of attributes, and of entries of dicts."""
 
     def __init__(self):
         self._done = []
@@ -38,7 +38,7 @@ class Edits:
         old = _current(owner, name)
         if old is value:
             return False
-        setattr(owner, name, value)
+        _assign(owner, name, value)
         self._done.append((owner, name, old, value))
         return True
 
@@ -60,12 +60,21 @@ class Edits:
             elif old is _ABSENT:
                 delattr(owner, name)
             else:
-                setattr(owner, name, old)
+                _assign(owner, name, old)
+
+
+def _assign(owner, name, value):
+    if isinstance(owner, dict):
+        owner[name] = value
+    else:
+        setattr(owner, name, value)
 
 
 def _current(owner, name):
     if isinstance(owner, types.CellType):
         return owner.cell_contents
+    if isinstance(owner, dict):
+        return owner[name]
     return type(owner) if name == "__class__" else vars(owner).get(name, _ABSENT)
 
 

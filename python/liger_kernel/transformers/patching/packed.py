@@ -1,0 +1,118 @@
+"""Packed rows under sdpa, on torch's flash attention for documents.
+
+Where positions begin again within a row, transformers writes out a mask [1, 1, tokens, tokens], and sdpa's kernels
+compute all pairs of tokens with it. A patched model gives its layers the boundaries of documents instead, which the
+function that stands in for transformers' "sdpa" knows:
+
+    mask [1, window, documents + 1, longest]    int32, a view of the boundaries [documents + 1]. The other sizes need no
+                                                memory: 1 where there is no window, and an upper bound of the tokens of
+                                                a document
+
+As transformers' own masks, it has four dimensions: a model that is given it for its padding mask takes it as it is.
+
+The places of documents are found once per step, for which the host waits as it does in transformers. A model that is
+compiled or captured, and one with a module that does more with its mask than to pass it on, keeps the written-out mask.
+"""
+
+import functools
+import inspect
+import re
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, masking_utils
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from liger_kernel.operators.attention import attention_with_sinks, obstacle
+from liger_kernel.transformers.causal_lm import names_in, original_forward
+from liger_kernel.transformers.patching.attention import boundaries_of, dense_mask, is_tracing
+from liger_kernel.transformers.patching.report import Report
+
+_PASSED_ON = re.compile(r"(?<![\w.\[])attention_mask\s*(?=[,)])|(?<=[\s(,])attention_mask\s*=(?!=)")
+_takes: "weakref.WeakKeyDictionary[torch.nn.Module, bool]" = weakref.WeakKeyDictionary()
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' sdpa_attention_forward, which also takes the masks of this module.
+
+    Returns ([batch, tokens, Hq, D], None) of query [batch, Hq, tokens, D], key and value [batch, Hk, tokens, D]. The
+    mask is written out with dropout and for tensors that `attention_with_sinks` does not take.
+    """
+    if attention_mask is None or attention_mask.dtype != torch.int32:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    batch, _, tokens, _ = query.shape
+    _, window, _, longest = attention_mask.shape
+    window = None if window == 1 else window
+    boundaries = attention_mask[0, 0, :, 0]
+    operands = query, key, value
+    if torch.is_autocast_enabled(query.device.type):  # as in scaled_dot_product_attention
+        dtype = torch.get_autocast_dtype(query.device.type)
+        operands = query.to(dtype), key.to(dtype), value.to(dtype)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in operands)
+    if dropout or obstacle(q, k, v) or any(kwargs.get(name) is not None for name in ("position_bias", "softcap")):
+        mask = dense_mask(boundaries, query, window)
+        return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+    out = attention_with_sinks(q, k, v, None, boundaries.contiguous(), longest, window, scaling)
+    return out.view(batch, tokens, *out.shape[1:]), None
+
+
+def mask(batch: int, position_ids: Tensor, window: int | None) -> Tensor | None:
+    """The mask of a batch [batch, tokens] with such positions; None where each row is one document. A window holds two
+    tokens or more."""
+    documents = masking_utils.find_packed_sequence_indices(position_ids.expand(batch, -1))
+    if documents is None:
+        return None
+    boundaries = boundaries_of(documents)
+    longest = int(boundaries.diff().max())
+    needed = 1 if window is None or window >= longest else window
+    return boundaries.view(1, 1, -1, 1).expand(1, needed, -1, longest)
+
+
+@functools.cache
+def _passes_on(cls: type) -> bool:
+    """Whether modules of a class do nothing with `attention_mask` but to give it to others."""
+    forward = inspect.unwrap(original_forward(cls))
+    code = getattr(forward, "__code__", None)
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if code else ()
+    if "attention_mask" not in names:
+        return True
+    try:
+        source = inspect.getsource(forward)
+    except (OSError, TypeError):
+        return False
+    source = re.sub(r'""".*?"""|#[^\n]*', "", source, flags=re.DOTALL)
+    signature = re.search(r"\)\s*(->[^\n]*)?:\s*\n", source)
+    body = source[signature.end() :] if signature else source
+    sdpa = "scaled_dot_product_attention" in names_in(forward)  # with a mask that it knows
+    return not sdpa and not re.search(r"\battention_mask\b", _PASSED_ON.sub("", body))
+
+
+def takes(model: torch.nn.Module) -> bool:
+    """Whether all modules of a model hand its masks on to the function above."""
+    if is_tracing() or AttentionInterface()["sdpa"] is not attention:
+        return False
+    found = _takes.get(model)
+    if found is None:
+        classes: set[Any] = {type(module) for module in model.modules() if module is not model}
+        found = all(map(_passes_on, classes))
+        _takes[model] = found
+    return found
+
+
+def use(report: Report) -> None:
+    """Let `attention` stand in for transformers' function."""
+    if AttentionInterface()["sdpa"] is sdpa_attention_forward:
+        report.edits.set(AttentionInterface._global_mapping, "sdpa", attention)
