@@ -198,7 +198,7 @@ tidy: $(ready) build/lint/ready  ## clang-tidy on C++ files that differ from BAS
 
 # The reference of C++ where Doxygen is: apt-get install doxygen.
 docs: build/docs-env/ready  ## the pages, with the reference of Python and C++, as a site: build/docs/index.html
-	@NO_MKDOCS_2_WARNING=1 build/docs-env/bin/mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 build/docs-env/bin/mkdocs build --quiet --strict
 	@if command -v doxygen >/dev/null; then mkdir -p build/docs/cpp-reference && doxygen docs/site/Doxyfile; fi
 
 test-docs: docs  ## every page of the site in a headless Chromium: links, pictures, errors of scripts, search

@@ -22,9 +22,11 @@ class LigerFusedLinearTopKDistillationLoss(nn.Module):
             options of forward, no other class is computed: several times faster.
         temperature: divides the student's logits, in both losses; the teacher's log-probabilities have it already.
         reduction: "mean" over the tokens that count, "sum" or "none"; num_items of forward takes the mean's place.
-        log_prob_min, loss_max: a lower bound of log-probabilities and an upper bound of a token's divergence, with no
-            gradient beyond them.
-        softcap, logit_scale, max_bytes: of the head, as in linear_log_prob.
+        log_prob_min: a lower bound of log-probabilities, with no gradient below it.
+        loss_max: an upper bound of a token's divergence, with no gradient above it.
+        softcap: of the head, as in linear_log_prob.
+        logit_scale: likewise.
+        max_bytes: likewise.
 
     Raises ValueError for an unknown tail or reduction, and a beta outside [0, 1].
     """

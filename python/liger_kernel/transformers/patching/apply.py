@@ -52,7 +52,9 @@ UNKNOWN = "its source is none of those that the replacement was compared with"
 TABLES = "it is not known how its tables are laid out"
 
 
-def patch(family: str | Family, model: nn.Module | None = None, strict: bool = False, **switches) -> Report:
+def patch(
+    family: str | Family, model: nn.Module | None = None, strict: bool = False, **switches: bool | None
+) -> Report:
     """Replace the parts of a model family by the operators of this package.
 
     Without a model, names of the family's modeling module are rebound, for models that are created afterwards. With a
