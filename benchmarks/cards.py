@@ -34,6 +34,7 @@ OPTIONS = {
     "plan": "planned memory",
     "host": "inputs on the host",
     "packed": "documents packed into a row",
+    "padded": "padded rows",
     "int8": "base in int8",
     "fp8": "base in fp8",
     "ep": "expert parallelism",

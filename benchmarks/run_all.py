@@ -114,7 +114,8 @@ RUNS = {
     ), 20, TINY_E2E),
     "e2e-packed": Run("e2e-packed-{card}.json", E2E, (
         "--models qwen3.5-2b --lengths 1024 --gpus 1 --no-checkpointing --arms ours,ours+packed,plain",
-        "--models llama-1b --lengths 2048 --gpus 1 --no-checkpointing --arms ours,ours+packed,plain,plain+packed",
+        "--models llama-1b --lengths 2048 --gpus 1 --no-checkpointing "
+        "--arms ours,ours+packed,ours+padded,plain,plain+packed,plain+padded",
     ), 20, TINY_E2E + " --no-checkpointing"),
     "e2e-small": Run("e2e-small-{card}.json", E2E, tuple(
         f"--models llama-1b --batch {batch} --lengths {length} --gpus 1 --no-checkpointing "

@@ -204,6 +204,23 @@ def in_turns(report, first, **names):
     return tabulate(lines, ["model", "batch", *names.values()], tablefmt="github", disable_numparse=True)
 
 
+def forms(report):
+    """Batches of whole, packed and padded rows: the plain model and ours."""
+    names = {"": "whole rows", "+packed": "documents packed into one row", "+padded": "rows padded on the right"}
+    rows = {}
+    for row in report["rows"]:
+        side, *form = row["arm"].partition("+")
+        shape = row["model"], f"{row['result']['batch']} x {row['length']:,}", names["".join(form)]
+        rows.setdefault(shape, {})[side] = row["result"]
+    lines = []
+    for shape, arms in rows.items():
+        words = {side: f"{found['tokens_per_second']:,.0f}, {found['peak_gb']:.1f} GB" for side, found in arms.items()}
+        if len(arms) == 2:
+            words["ours"] += f" ({arms['ours']['tokens_per_second'] / arms['plain']['tokens_per_second']:.2f}x)"
+        lines.append([*shape, words.get("plain"), words.get("ours")])
+    return tabulate(lines, ["model", "batch", "form", "plain", "ours"], tablefmt="github", disable_numparse=True)
+
+
 def of_lora(report):
     """The rows of lora.py as those of e2e.py."""
     rows = []

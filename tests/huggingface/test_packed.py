@@ -1,4 +1,4 @@
-"""Packed rows under sdpa: the numbers of transformers' mask that is written out, without it."""
+"""Packed and padded rows under sdpa: the numbers of transformers' mask that is written out, without it."""
 
 import copy
 import functools
@@ -64,6 +64,46 @@ def test_numbers_of_the_written_out_mask(family, windows, patched, calls):
     mask = torch.ones_like(batch()["input_ids"])
     assert_same(model, reference, {**batch(), "position_ids": positions((4, 6), (4, 6)), "attention_mask": mask})
     assert not calls
+
+
+def padded(*rows):
+    """A batch with such attention masks, whose padding has no labels."""
+    mask = torch.tensor(rows)
+    inputs = batch()
+    return {**inputs, "attention_mask": mask, "labels": inputs["labels"].masked_fill(mask == 0, -100)}
+
+
+@pytest.mark.parametrize(
+    "family, windows", [("llama", {None}), ("mixtral", {None}), ("mistral", {4}), ("gemma3_text", {4, None})]
+)
+def test_padding_after_tokens(family, windows, patched, calls):
+    reference = made(family)
+    model = copy.deepcopy(reference)
+    patched(family, model)
+    inputs = padded([1] * 7 + [0] * 3, [1] * 10)
+    assert_same(model, reference, inputs)
+    assert {window for _, window in calls} == windows and {longest for longest, _ in calls} == {10}
+    real = inputs["attention_mask"].bool()
+    given = {**inputs, "labels": None}
+    assert_close(model(**given).logits[real], reference(**given).logits[real])
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ([1] * 10, [1] * 10),
+        ([0] * 3 + [1] * 7, [1] * 10),  # the last token of padding predicts the first of the document
+        ([1] * 5 + [0] + [1] * 4, [1] * 10),
+        ([0] * 3 + [1] * 4 + [0] * 3, [1] * 10),
+    ],
+)
+def test_masks_that_are_written_out_and_of_ones(rows, patched, calls):
+    for family in ("llama", "gemma3_text"):
+        reference = made(family)
+        model = copy.deepcopy(reference)
+        patched(family, model)
+        assert_same(model, reference, padded(*rows))
+        assert not calls
 
 
 def test_a_document_does_not_see_another(patched, calls):

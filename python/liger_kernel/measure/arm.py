@@ -24,6 +24,7 @@ and the options are
     plan     layers keep what fits into the budget, by liger_kernel.memory.plan
     host     layers keep their input on the host, by liger_kernel.memory.keep
     packed   the batch's sequences are the documents of one row, told by position_ids
+    padded   the batch's sequences have half of the tokens to all of them, and padding after them, which is counted
     bf16, nf4, int8, fp8
              the format of frozen weights, in place of the job's `quantise`
 """
@@ -44,7 +45,7 @@ from liger_kernel.measure.meters import Memory, is_out_of_memory, kernel_times
 
 #: Formats of frozen weights, and what a job's `quantise` is for each.
 BASES = {"bf16": None, "nf4": "nf4", "int8": "int8", "fp8": "fp8"}
-OPTIONS = ("compile", "adamw", "graph", "passes", "plan", "host", "packed", *BASES)
+OPTIONS = ("compile", "adamw", "graph", "passes", "plan", "host", "packed", "padded", *BASES)
 FEWEST, MOST = 3, 20  # steps that are measured
 SECONDS = 5  # to measure for
 LONG = 20  # seconds of a step after which one more is measured
@@ -103,6 +104,10 @@ class Arm:
         """Random tokens, which number, the rank and the shape draw."""
         generator = torch.Generator().manual_seed(number * self.ranks + self.rank)
         ids = torch.randint(self.vocabulary, (batch, length), generator=generator).to(self.device)
+        if "padded" in self.options:
+            counts = torch.randint(length // 2, length + 1, (batch, 1), generator=generator)
+            mask = (torch.arange(length) < counts).long().to(self.device)
+            return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
         if "packed" in self.options:
             row = ids.view(1, -1)
             positions = torch.arange(length, device=self.device).repeat(batch)[None]

@@ -6,7 +6,7 @@ itself. The host waits for the answer once per forward. A compiled or captured f
 out, and attention computes all of it.
 
 A model that is called without positions counts them, and there is nothing to find. It gets a forward that makes masks
-without them. Positions that are given are searched as before; under sdpa, documents that are found are not written out
+without them. Positions that are given are searched as before. Under sdpa neither documents nor padding are written out
 as a mask (packed.py).
 """
 
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, masking_utils, modeling_flash_attentio
 from liger_kernel.operators.attention import rows
 from liger_kernel.transformers.causal_lm import names_in
 from liger_kernel.transformers.patching import packed
-from liger_kernel.transformers.patching.attention import IMPLEMENTATION, in_forward, is_packed_sequence
+from liger_kernel.transformers.patching.attention import IMPLEMENTATION, given_positions, in_forward, is_packed_sequence
 from liger_kernel.transformers.patching.place import NewForward, with_globals
 from liger_kernel.transformers.patching.report import Report
 
@@ -65,26 +65,26 @@ def _without_positions(home: Any, name: str) -> Callable[..., Any]:
 
 
 def _with_documents(home: Any, name: str) -> Callable[..., Any]:
-    """The function that a modeling module calls `name` now, but for packed rows under sdpa their documents."""
-    unpacked = _without_positions(home, name)
+    """The function that a modeling module calls `name` now, but under sdpa, where rows are packed or padded, the places
+    of documents."""
+    counted = _without_positions(home, name)
 
     def create(*args: Any, **kwargs: Any) -> Any:
         function = getattr(home, name)
+        given = given_positions() is not None
         windows: dict[Any, int | None] = {masking_utils.create_causal_mask: None}
         if (window := getattr(kwargs.get("config"), "sliding_window", None) or 0) > 1:
             windows[masking_utils.create_sliding_window_causal_mask] = window
-        positions = kwargs.get("position_ids")
-        if (
-            function not in windows
-            or not _is_all_causal(**kwargs)
-            or positions is None
-            or positions.dim() != 2
-            or kwargs["config"]._attn_implementation != "sdpa"
-        ):
-            return function(*args, **kwargs)
-        embeddings = kwargs["inputs_embeds" if "inputs_embeds" in kwargs else "input_embeds"]
-        found = packed.mask(embeddings.shape[0], positions, windows[function])
-        return unpacked(*args, **kwargs) if found is None else found
+        causal = not args and function in windows and _is_all_causal(**{**kwargs, "attention_mask": None})
+        if causal and kwargs["config"]._attn_implementation == "sdpa":
+            embeddings = kwargs["inputs_embeds" if "inputs_embeds" in kwargs else "input_embeds"]
+            positions = kwargs.get("position_ids") if given else None
+            places = packed.places(embeddings, kwargs.get("attention_mask"), positions)
+            if places is packed.WHOLE:  # every token is seen, which one look has told
+                kwargs["attention_mask"], given = None, False
+            elif places is not None:
+                return packed.mask(*places, windows[function])
+        return (function if given else counted)(*args, **kwargs)
 
     return create
 
@@ -98,7 +98,7 @@ def _forward(original):
     if not names or "position_ids" not in parameters:
         return None
     counting = with_globals(original, {name: _without_positions(home, name) for name in names})
-    packing = with_globals(original, {name: _with_documents(home, name) for name in names})
+    placing = with_globals(original, {name: _with_documents(home, name) for name in names})
     if counting is None:
         return None
     place = parameters.index("position_ids") - 1
@@ -107,7 +107,7 @@ def _forward(original):
     def forward(self, *args, **kwargs):
         given = args[place] if len(args) > place else kwargs.get("position_ids")
         with in_forward(given):
-            chosen = counting if given is None else packing if packed.takes(self) else original
+            chosen = placing if packed.takes(self) else original if given is not None else counting
             return chosen(self, *args, **kwargs)
 
     vars(forward)["liger_counts"] = original

@@ -1,8 +1,8 @@
-"""Packed rows under sdpa, on torch's flash attention for documents.
+"""Packed and padded rows under sdpa, on torch's flash attention for documents.
 
-Where positions begin again within a row, transformers writes out a mask [1, 1, tokens, tokens], and sdpa's kernels
-compute all pairs of tokens with it. A patched model gives its layers the boundaries of documents instead, which the
-function that stands in for transformers' "sdpa" knows:
+Where positions begin again within a row, or some rows are padded, transformers writes out a mask [batch, 1, tokens,
+tokens], and sdpa's kernels compute all pairs of tokens with it. A patched model gives its layers the boundaries of
+documents instead, which the function that stands in for transformers' "sdpa" knows:
 
     mask [1, window, documents + 1, longest]    int32, a view of the boundaries [documents + 1]. The other sizes need no
                                                 memory: 1 where there is no window, and an upper bound of the tokens of
@@ -69,14 +69,46 @@ def attention(
     return out.view(batch, tokens, *out.shape[1:]), None
 
 
-def mask(batch: int, position_ids: Tensor, window: int | None) -> Tensor | None:
-    """The mask of a batch [batch, tokens] with such positions; None where each row is one document. A window holds two
-    tokens or more."""
-    documents = masking_utils.find_packed_sequence_indices(position_ids.expand(batch, -1))
-    if documents is None:
+#: Places of documents: their boundaries, and an upper bound of their tokens.
+Places = tuple[Tensor, int]
+WHOLE: Places = (torch.empty(0), 0)  # where each row is one document
+
+
+def places(x: Tensor, padding: Tensor | None, positions: Tensor | None) -> Places | None:
+    """The documents of a batch x [batch, tokens, ...] with such an attention mask [batch, tokens], or else with such
+    positions [batch or 1, tokens].
+
+    Padding after a row's tokens is a document whose results nobody reads. None where the mask must be written out: of
+    another shape, with gaps, and with padding before tokens, whose last result predicts the first token.
+    """
+    batch, length = x.shape[:2]
+    if padding is not None:
+        return _of_padding(padding.to(x.device), length) if padding.shape == (batch, length) else None
+    if positions is None:
+        return WHOLE
+    if positions.dim() != 2:
         return None
+    documents = masking_utils.find_packed_sequence_indices(positions.expand(batch, -1))
+    if documents is None:
+        return WHOLE
     boundaries = boundaries_of(documents)
-    longest = int(boundaries.diff().max())
+    return boundaries, int(boundaries.diff().max())
+
+
+def _of_padding(padding: Tensor, length: int) -> Places | None:
+    real = padding.bool()
+    counts, tokens = real.sum(1), torch.arange(length, device=real.device)
+    rows = torch.arange(0, real.numel() + 1, length, device=real.device)
+    boundaries = torch.cat([torch.stack([rows[:-1], rows[:-1] + counts], 1).flatten(), rows[-1:]])
+    follows = (real == (tokens < counts[:, None])).all().to(counts.dtype)
+    padding_follows, least, longest = torch.stack([follows, counts.min(), boundaries.diff().max()]).tolist()  # one wait
+    if least == length:
+        return WHOLE
+    return (boundaries.int(), longest) if padding_follows else None
+
+
+def mask(boundaries: Tensor, longest: int, window: int | None) -> Tensor:
+    """The mask of such documents. A window holds two tokens or more."""
     needed = 1 if window is None or window >= longest else window
     return boundaries.view(1, 1, -1, 1).expand(1, needed, -1, longest)
 
