@@ -45,8 +45,14 @@ RULES = [
     ),
 ]
 #: An operator uses its own folder; the head runs the losses' rows over its chunks, an MLP and experts their activation,
-#: and research operators are built on norms and softmax.
-BORROWS = {"head": {"loss"}, "linear": {"activation"}, "experts": {"activation"}, "research": {"norm", "activation"}}
+#: what rotates q and k may normalise them, and research operators are built on norms and softmax.
+BORROWS = {
+    "head": {"loss"},
+    "linear": {"activation"},
+    "experts": {"activation"},
+    "rope": {"norm"},
+    "research": {"norm", "activation"},
+}
 #: A file of more lines should be divided, and one of more than the second number must be. Between the two there is time
 #: to divide it where its subjects part, rather than to pack its lines.
 LONG, LONGEST = 450, 600
