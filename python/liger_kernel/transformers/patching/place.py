@@ -160,7 +160,7 @@ def instead_of(part, original):
                 return original(*args, **kwargs)
         return part(**given)
 
-    call.liger_original = original
+    vars(call).update(liger_original=original, liger_part=part)
     return call
 
 
