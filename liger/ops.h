@@ -260,7 +260,19 @@ std::tuple<at::Tensor, at::Tensor> rope(const at::Tensor& q, const at::Tensor& k
                                         const at::Tensor& sin, bool inverse = false, bool interleaved = false,
                                         at::IntArrayRef sections = {}, int64_t rotary_dim = -1);
 
-/// The same for the result of one projection, qkv [batch, seq, (heads + 2 k_heads) · dim]: q and k are rotated, v is
+/// RMSNorm of each head's row of q and k and the rotation of the results by one operator: (q, k), each
+///   rope(x · rstd · (weight + offset))
+///   rstd = 1 / sqrt(mean(x²) + eps)
+/// with the normalised rows rounded to x's dtype, as rms_norm and rope one after the other give them. q, k, cos, sin
+/// and rotary_dim as in rope; q_weight and k_weight [dim] in q's dtype or float, or none for 1. Fresh results, laid out
+/// as [batch, seq, heads, dim]. Backward keeps q and k; sums over rows are made in a fixed order.
+std::tuple<at::Tensor, at::Tensor> qk_norm_rope(const at::Tensor& q, const at::Tensor& k,
+                                                const std::optional<at::Tensor>& q_weight,
+                                                const std::optional<at::Tensor>& k_weight, const at::Tensor& cos,
+                                                const at::Tensor& sin, double eps = 1e-6, double offset = 0,
+                                                Casting casting = Casting::Llama, int64_t rotary_dim = -1);
+
+/// rope for the result of one projection, qkv [batch, seq, (heads + 2 k_heads) · dim]: q and k are rotated, v is
 /// copied.
 at::Tensor rope_packed(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin, int64_t heads,
                        int64_t k_heads, bool inverse = false);

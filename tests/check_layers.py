@@ -45,8 +45,14 @@ RULES = [
     ),
 ]
 #: An operator uses its own folder; the head runs the losses' rows over its chunks, an MLP and experts their activation,
-#: and research operators are built on norms and softmax.
-BORROWS = {"head": {"loss"}, "linear": {"activation"}, "experts": {"activation"}, "research": {"norm", "activation"}}
+#: what rotates q and k may normalise them, and research operators are built on norms and softmax.
+BORROWS = {
+    "head": {"loss"},
+    "linear": {"activation"},
+    "experts": {"activation"},
+    "rope": {"norm"},
+    "research": {"norm", "activation"},
+}
 #: A file of more lines should be divided, and one of more than the second number must be. Between the two there is time
 #: to divide it where its subjects part, rather than to pack its lines.
 LONG, LONGEST = 450, 600
@@ -71,7 +77,7 @@ FLOORS = (
     r"|(?!trainer)\w*(norm|glu|mlp|experts|router|rope|entropy|div|jsd|tvd|softmax|squared|xielu|centering|loss|convolution))",
     r"transformers(\.(patching|patching\.(place|families|report|numeric)|families|report|model\..*))?"
     r"|megatron\.(cross_entropy|rms_norm|swiglu)",
-    r"transformers\.(patching\.(layers|masks|packed|mixers|attention)|head|logits|lora|tensor_parallel|causal_lm)|hub(\.layers)?",
+    r"transformers\.(patching\.(layers|rotations|masks|packed|mixers|attention)|head|logits|lora|tensor_parallel|causal_lm)|hub(\.layers)?",
     r"transformers\.(patching\.(by_source|apply|structure|hub)|patch)|_invariance\.(attention|parts)",
     r"transformers\.(monkey_patch|auto_model|trainer\b.*|trainer_integration)|trl|veomni|verl|ms_swift|megatron(\.monkey_patch)?|env_report"
     r"|_self_test|_train",

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import linear_distillation as cases
 from liger_kernel import ops as liger_ops
 from liger_kernel._library import ops
 from liger_kernel.chunked_loss import cosine_similarity_loss, fused_linear_distillation, jsd_loss
@@ -307,6 +308,29 @@ def test_fused_linear_jsd(device, dtype, beta, labelled):
         # Both scale one gradient, and round it once or twice, by half an eps each time, or by the smallest number.
         precision = torch.finfo(dtype)
         torch.testing.assert_close(got.to(dtype), t.grad, rtol=precision.eps, atol=precision.tiny * precision.eps)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.7])
+@pytest.mark.parametrize("kind, beta", [("jsd", 0.0), ("jsd", 1.0), ("jsd", 0.3), ("tvd", 0.5), ("cosine", 0.5)])
+def test_rows_that_one_multiprocessor_a_block_keeps(kind, beta, temperature):
+    """Two rows of float logits of a usual vocabulary are more than clusters of small blocks have room for. An
+    logarithm of a probability is off by some roundings of 2^-24 of numbers up to 2^4. The gradient of the student's
+    input is a GEMM's sum of 70,000 terms in float, off by up to 2^10 roundings. Twice the same bits."""
+    device, vocabulary = "cuda" if torch.cuda.is_available() else "cpu", 70_000
+    torch.manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, device=device)
+    labels = torch.tensor([5, -100, 69_999], device=device)
+    given = [draw(3, 8), draw(vocabulary, 8), draw(vocabulary), draw(3, 8), draw(vocabulary, 8), draw(vocabulary)]
+    options = dict(kind=kind, beta=beta, temperature=temperature, hard_weight=0.5)
+    found = []
+    for dtype, op in ((torch.float64, cases.reference), (torch.float32, cases.op), (torch.float32, cases.op)):
+        tensors = [t.to(dtype, copy=True).requires_grad_(i < 3) for i, t in enumerate(given)]
+        loss = op(*tensors, labels, None, **options)[0]
+        loss.backward()
+        found.append([loss, *(t.grad for t in tensors[:3])])
+    for i, (expected, ours, again) in enumerate(zip(*found, strict=True)):
+        assert torch.equal(ours, again)
+        assert (ours - expected).abs().max() <= 2.0 ** (-14 if i == 1 else -19) * expected.abs().max()
 
 
 def test_fused_linear_jsd_contract():

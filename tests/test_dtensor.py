@@ -43,6 +43,7 @@ SHARDED = {
     "embedding": [((12, 6, 4), {}, (1,), (0,))],
     "rope": [((2, 4, 6, 8), {}, (0, 1), (0, 1, 2))],
     "rope_packed": [((2, 4, 6, 8), {}, (0,), (0, 1))],
+    "qk_norm_rope": [((2, 4, 6, 8), {}, (0, 1), (0, 1, 2))],
     "selective_log_softmax": [((4, 5, 16), {}, (0, 1), (0, 1))],
     "linear_log_prob": [((7, 6, 19), dict(entropy=True), (0, 3), (0,)), ((7, 6, 19), dict(max_bytes=1), (0, 3), (0,))],
     "cross_entropy": [((9, 13), dict(reduction=r), (0, 1), (0,)) for r in ("none", "sum")],

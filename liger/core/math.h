@@ -13,6 +13,12 @@ namespace liger {
 // Formulas for a float or a vector V of them. M brings exp, log, tanh, erf, division and the like for V
 // (liger/core/cuda/math.cuh, liger/core/cpu/row.h).
 
+/// A column of a rotated pair, own · c + other · s; the second product is rounded, in every kernel that rotates.
+template <class M, class V>
+LIGER_HD V rotated(V own, V other, V c, V s) {
+  return M::fma(own, c, M::rounded_product(other, s));
+}
+
 // Activations f and their derivatives.
 
 /// silu(x) = x · σ(x).

@@ -55,6 +55,8 @@ RULES = {
     "softmax_backward": ("xx", "1"),
     "rope_forward": ("xxcc", "01"),
     "rope_packed_forward": ("xcc", "x"),
+    "qk_norm_rope_forward": ("xxwwcc", "01rr"),
+    "qk_norm_rope_backward": ("xxxxwwccrr", "2345"),
     "embedding_forward": ("we", "e"),
     "embedding_backward": ("xt", "p"),
     "gated_mlp_forward": ("xwwwwwwwwwwww", "xrrrrrr"),

@@ -230,6 +230,13 @@ CHECKS = (
         ((2, 4, 3, 8), (2, 2, 3, 8)),
         _TABLES,
     ),
+    Check(
+        "qk_norm_rope",
+        lambda q, k, a, b, c, s: liger.liger_qk_norm_rope(q, k, a, b, c, s, EPS),
+        lambda q, k, a, b, *t: tuple(_rotated(_rms(x, w), *t) for x, w in ((q, a), (k, b))),
+        ((2, 4, 3, 8), (2, 2, 3, 8), (8,), (8,)),
+        _TABLES,
+    ),
     Check("rope_packed", lambda x, c, s: liger.liger_rope_packed(x, c, s, 2, 1), _packed, ((2, 3, 32),), _TABLES),
     Check("embedding", LigerEmbeddingFunction.apply, lambda w, ids: F.embedding(ids, w), ((5, 40),), (_IDS,)),
     Check(

@@ -117,7 +117,9 @@ def plan_later(model: torch.nn.Module, budget: int | float | str) -> Planner:
     has more tokens. The Planner that is returned has it as `plan`; the log shows it.
 
     This is what `TrainingArguments(use_liger_kernel=True, liger_kernel_config={"memory_budget": "70GiB"})` does. Before
-    the first step of an optimizer, room is left for two moments of each trained parameter, as AdamW has them. FSDP and
-    ZeRO, which shard a model while it runs, need `plan`, called by all processes between two steps; DDP does not.
+    the first step of an optimizer, room is left for two moments of each trained parameter, as AdamW has them. Under
+    FSDP2, by hand or by accelerate and Trainer, every layer is checkpointed in the first step, all processes plan
+    together before the second, and look after the second, fourth, eighth, ... step whether the batches of one of them
+    have grown. FSDP1 and ZeRO need `plan`, called by all processes between two steps; DDP does not.
     """
     return Planner(model, budget)

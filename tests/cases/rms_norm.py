@@ -31,10 +31,10 @@ def op(x, w, offset=0.0, casting_mode="llama", weight=True):
     return liger_rms_norm(x, w, EPS, offset, casting_mode)
 
 
-def reference(x, w, offset=0.0, casting_mode="llama", weight=True):
+def reference(x, w, offset=0.0, casting_mode="llama", weight=True, eps=EPS):
     """Hugging Face's norms: Llama rounds before the weight, Gemma after it; "none" never leaves the dtype."""
     work = x if casting_mode == "none" else x.to(torch.promote_types(x.dtype, torch.float32))
-    normed = work * torch.rsqrt(work.pow(2).mean(-1, keepdim=True) + EPS)
+    normed = work * torch.rsqrt(work.pow(2).mean(-1, keepdim=True) + eps)
     if casting_mode == "llama":
         normed = normed.to(x.dtype)
     if w is not None:

@@ -24,7 +24,7 @@ from tiny import TINY_MODELS, can_be_made, model_of  # noqa: E402
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "families.md"
 BEGIN, END = "<!-- made by tests/huggingface/every_family.py -->", "<!-- end -->"
 #: Switches of what is not the replacement of one module or function.
-WHOLE = ("layers", "masks", "attention", "mixers")
+WHOLE = ("layers", "qk_norm", "masks", "attention", "mixers")
 LOSSES = {"fused_linear_cross_entropy": "in the head", "cross_entropy": "of logits"}
 
 
@@ -45,8 +45,8 @@ def row(family: str) -> str:
     report = report_of(family)
     done = dict.fromkeys(entry.switch for entry in report.replaced)
     parts = dict.fromkeys(f"`{entry.name}`" for entry in report.replaced if entry.switch not in (*WHOLE, *LOSSES))
-    steps = dict.fromkeys(f"`{entry.by}`" for entry in report.replaced if entry.switch == "layers")
-    others = [switch for switch in WHOLE[1:] if switch in done]
+    steps = dict.fromkeys(f"`{entry.by}`" for entry in report.replaced if entry.switch in WHOLE[:2])
+    others = [switch for switch in WHOLE[2:] if switch in done]
     kept = collections.defaultdict(list)
     for skip in report.skipped:
         kept[skip.reason].append(f"`{skip.name}`" if re.fullmatch(r"\w+", skip.name) else skip.name)

@@ -78,7 +78,8 @@ def test_report(family, patched):
     layers = {entry.by: entry.count for entry in report.replaced if entry.by in REWRITTEN}
     assert layers == dict.fromkeys(REWRITTEN, 2)
     counts = {entry.switch: entry.count for entry in report.replaced if entry.by not in REWRITTEN}
-    assert counts == {"rope": 2, "rms_norm": norms, _gate(family): 2, "masks": 1, FUSED: 1}
+    rotating = {"qk_norm": 2} if family == "qwen3" else {}
+    assert counts == {"rope": 2, "rms_norm": norms, _gate(family): 2, **rotating, "masks": 1, FUSED: 1}
     text = str(report)
     assert text.splitlines()[1].split() == ["module", "operator", "replaced", "by"]
     assert family in text and f"({norms} modules)" in text and class_of(family).__name__ in text
@@ -99,16 +100,9 @@ def test_applying_twice_changes_nothing_more(family, patched):
     model = class_of(family)(config_of(family)).train()
     kinds = [type(module) for module in model.modules()]
     report = patched(family, model, strict=True)
-    switches = [
-        "rms_norm",
-        _gate(family),
-        "rope",
-        "layers",
-        "layers",
-        "layers",
-        "masks",
-        FUSED,
-    ]  # parts, layers and attention, masks, the loss
+    rotating = ["qk_norm"] if family == "qwen3" else []
+    # parts, attention that rotates, layers and attention, masks, the loss
+    switches = ["rms_norm", _gate(family), "rope", *rotating, *(3 * ["layers"]), "masks", FUSED]
     assert [entry.switch for entry in report.replaced if entry.count] == switches
     assert [type(module) for module in model.modules()] == kinds
     assert model(**batch()).logits is None
@@ -224,6 +218,7 @@ def test_a_dtype_without_kernels_is_left_alone(family, patched):
         _gate(family),
         FUSED,
         "layers",
+        "qk_norm",
         "masks",
         "attention",
         "mixers",

@@ -6,6 +6,7 @@ import logging
 import os
 import pathlib
 import sys
+import types
 import weakref
 
 import peft
@@ -13,6 +14,7 @@ import pytest
 import torch
 from conftest import VOCABULARY, batch, make
 from liger_kernel import memory
+from liger_kernel._memory import measure as measure_module
 from liger_kernel._memory.layers import Host
 from liger_kernel._memory.measure import _Call
 from liger_kernel._memory.plan import bytes_of
@@ -407,3 +409,78 @@ def test_a_share_of_the_memory_is_a_budget(budget, patched):
     step(model, batch(**INPUTS))
     with pytest.raises(ValueError, match="a budget is"):
         _apply_liger_kernel_to_instance(made(), memory_budget="90 percent")
+
+
+def _sharded(model, by):
+    """The model under FSDP2, as accelerate makes it for Trainer, or by hand."""
+    if by == "accelerate":
+        from accelerate.utils import FullyShardedDataParallelPlugin
+        from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False,
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        )  # fmt: skip
+        accelerator = types.SimpleNamespace(
+            state=types.SimpleNamespace(fsdp_plugin=plugin), mixed_precision="no", device=torch.device(DEVICE),
+            is_main_process=True, torch_device_mesh=None,
+        )  # fmt: skip
+        return fsdp2_prepare_model(accelerator, model)
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def _trained(model, lengths, accumulate):
+    """The losses of steps of AdamW, each over some batches of the same lengths, of which the last reduces gradients."""
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for length in lengths:
+        for i in range(accumulate):
+            model.set_requires_gradient_sync(i == accumulate - 1)
+            inputs = {name: t.to(DEVICE) for name, t in batch(length=length).items()}
+            loss = model(**inputs).loss
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _planned_under_fsdp2(rank, by, accumulate):
+    """A plan is made between the first step and the second, and after the second and the fourth where a batch of any
+    rank was longer. Losses are those without a plan."""
+    lengths = (16, 16, 16 + 16 * rank, 16, 16, 16)
+    expected = _trained(_sharded(made().to(DEVICE), by), lengths, accumulate)
+    model = made().to(DEVICE)
+    planner = memory.plan_later(model, "1GiB")
+    sharded, plans = _sharded(model, by), []
+    handle = sharded.register_forward_hook(lambda *_: plans.append((planner.tokens, planner.plan)))
+    assert _trained(sharded, lengths, accumulate) == expected
+    handle.remove()
+    assert plans[0] == (0, None) and planner.kept is not None
+    tokens = list(dict.fromkeys(tokens for tokens, _ in plans))
+    rows = batch()["input_ids"].shape[0]
+    assert tokens == [0, 16 * rows, 32 * rows], tokens
+    assert set(planner.plan.levels.values()) == {"all"}
+    assert all(p.grad is None for p in model.parameters())
+    return planner.plan.levels
+
+
+@pytest.mark.parametrize(("by", "accumulate"), [("accelerate", 1), ("fully_shard", 2)])
+def test_a_budget_under_fsdp2(by, accumulate):
+    pytest.importorskip("accelerate")
+    levels, others = on_ranks(_planned_under_fsdp2, by, accumulate)
+    assert levels == others
+
+
+def test_levels_are_timed_in_turns(monkeypatch, patched):
+    """Every level runs once before any is timed, and then all in turns, so that none of them is the cold one."""
+    model, order = made(), []
+    original = measure_module.Layer.set
+    monkeypatch.setattr(measure_module.Layer, "set", lambda self, level, host=None: (
+        order.append(level), original(self, level, host))[1])  # fmt: skip
+    memory.plan(model, batch(**INPUTS), "1GiB")
+    first = order.index("all")
+    assert order[first : first + 12] == ["all", "cheap", "input"] * 4

@@ -9,6 +9,7 @@ import pathlib
 import re
 import time
 
+import every_family
 import liger_kernel.transformers
 import pytest
 import torch
@@ -98,7 +99,7 @@ def test_what_a_row_names_is_there_and_known(name):
     if not row.holds and not row.composite:
         found = {swap.switch for _, swap in swaps_in(name)}
         wanted = row.switches.keys() - row.without.keys() - ABSENT.get(name, set())
-        everywhere = {"cross_entropy", "fused_linear_cross_entropy", "layers", "masks", "attention", "mixers", "lora"}
+        everywhere = {"cross_entropy", "fused_linear_cross_entropy", *every_family.WHOLE, "lora"}
         assert wanted - everywhere <= found
     heads = [getattr(namespace, part) for part in row.loss if hasattr(namespace, part)]
     assert heads or not row.loss

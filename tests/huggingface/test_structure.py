@@ -69,7 +69,7 @@ def test_a_family_without_a_row(family):
     report = apply_liger_kernel_by_structure(model)
     # The routers of older versions of transformers are unknown, and kept, as are experts in classes of their own;
     # mixers there call nothing to be replaced.
-    replaced = {entry.switch for entry in report.replaced} - {"router", "layers", "masks", "mixers"}
+    replaced = {entry.switch for entry in report.replaced} - {"router", "layers", "qk_norm", "masks", "mixers"}
     assert replaced == switches, report
     assert {entry.name for entry in report.skipped} <= {"GraniteMoeHybridParallelExperts"}, report
     for dtype in (torch.float32, torch.bfloat16):  # in bfloat16 Mamba's residual stream stays float32

@@ -69,4 +69,81 @@ __device__ void add_columns(float* partials, const Vec<Row<T>::kWidth>& v, bool 
   to.store(k, (first ? v : to_vec(to.load(k, 0.f, like)) + v).v, like);
 }
 
+/// 1 / sqrt(sum / cols + eps).
+template <class T, class Args>
+__device__ float inverse_root(float squares, const Args& a) {
+  const float rstd = rsqrtf(squares * a.inv_cols + a.eps);
+  return a.casting == Casting::None ? round_to<T>(rstd) : rstd;
+}
+
+/// The same to a float's last place, which shows where rows are floats: all of a row, and of its gradient, is off by as
+/// much.
+template <class Args>
+__device__ float inverse_root(const CarriedSum::Value& squares, const Args& a) {
+  const float mean = squares.v[0] / a.cols,
+              of_mean = (fmaf(-mean, float(a.cols), squares.v[0]) + squares.rest) / a.cols;
+  const auto square = CarriedSum()({{mean}, of_mean}, {{a.eps}, 0});
+  const float v = square.v[0], root = rsqrtf(v), v_root = v * root;
+  const float left =
+      fmaf(-v_root, root, 1.f) - fmaf(fmaf(v, root, -v_root), root, square.rest * root * root);  // 1 - square · root²
+  return left == left ? fmaf(.5f * root, left, root)  // a step of Newton's, but where the square is 0 or infinite
+                      : root;
+}
+
+/// What RMSNorm normalises a row by. kSpread: the row's sums meet over a cluster. each(f) calls f(x, begin, end) for
+/// each pack of the row that a thread has: of its elements [begin, end) are the row's, the others 0.
+template <class T, bool kSpread = false>
+struct RootMeanSquare {
+  static constexpr bool kFloat = sizeof(T) == 4;
+  RowReduce<std::conditional_t<kFloat, CarriedSum, Sum>, kSpread> reduce;
+
+  template <class Args, class Each>
+  __device__ Stats operator()(const Args& a, Each each) {
+    float squares = 0;
+    each([&](const auto& x, int, int) { squares += sum(x * x); });
+    if constexpr (kFloat) return {0, inverse_root(reduce({{squares}, 0}), a)};
+    else return {0, inverse_root<T>(reduce(squares), a)};
+  }
+};
+
+/// The three kinds of gradient, each with a kernel: of LayerNorm, of RMSNorm, and of RMSNorm where several rows share a
+/// modulation.
+enum class Kind { Layer, Rms, SharedModulation };
+constexpr bool centred(Kind k) { return k == Kind::Layer; }
+constexpr bool has_db(Kind k) { return k != Kind::Rms; }
+
+template <Kind kKind>
+using Projections = Sums<centred(kKind) ? 2 : 1>;
+
+/// A pack's values in both passes. dn: dy, times 1 + scale where each row has its own.
+template <class T, class Vec, Kind kKind>
+struct Gradient {
+  Vec xhat, dn, g;  // g = dn · w, rounded, also where it meets a sum
+
+  Gradient() = default;
+  __device__ Gradient(const Vec& x, const Vec& dn, const Vec& w, Stats stats)
+      : xhat(normalised<centred(kKind)>(x, stats)),
+        dn(dn),
+        g(Vec::map([](float dn, float w) { return __fmul_rn(dn, w); }, dn, w)) {}
+
+  /// Its part of the row's sums: Σ g · x̂ and, where the mean counts, Σ g.
+  __device__ typename Projections<kKind>::Value project() const {
+    typename Projections<kKind>::Value sums{};
+    sums.v[0] = sum(g * xhat);
+    if constexpr (centred(kKind)) sums.v[1] = sum(g);
+    return sums;
+  }
+
+  template <class Args>
+  __device__ Vec dx(const Args& a, const typename Projections<kKind>::Value& sums, Stats stats) const {
+    const float onto = sums.v[0] * a.inv_cols, mean = centred(kKind) ? sums.v[centred(kKind)] * a.inv_cols : 0,
+                rstd = stats.rstd;
+    if constexpr (sizeof(T) == 4)  // g − mean(g) is 0 where it should be
+      return Vec::map([=](float g, float xhat) { return rstd * (g - mean - xhat * onto); }, g, xhat);
+    const float by = -onto * rstd, plus = -mean * rstd;
+    return Vec::map(
+        [=](float g, float xhat) { return fmaf(g, rstd, centred(kKind) ? fmaf(xhat, by, plus) : xhat * by); }, g, xhat);
+  }
+};
+
 }  // namespace liger::cuda::norm

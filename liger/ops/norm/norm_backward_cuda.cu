@@ -4,15 +4,6 @@
 namespace liger::cuda::norm {
 namespace {
 
-/// The three kinds of gradient, each with a kernel: of LayerNorm, of RMSNorm, and of RMSNorm where several rows share a
-/// modulation.
-enum class Kind { Layer, Rms, SharedModulation };
-constexpr bool centred(Kind k) { return k == Kind::Layer; }
-constexpr bool has_db(Kind k) { return k != Kind::Rms; }
-
-template <Kind kKind>
-using Projections = Sums<centred(kKind) ? 2 : 1>;
-
 /// The rows of a partial sum, within its modulation, which has rows [begin, end): of each thread every step-th from
 /// first on, all of which begin alike between 16-byte boundaries (row_partials).
 struct Walk {
@@ -44,36 +35,6 @@ __device__ Vec weight(const NormBackward& a, int64_t row, Load load) {
   if constexpr (kKind != Kind::SharedModulation) return w;
   else return w * (load(a.scale, a.modulation_dtype, modulation_of(a, row)) + 1);
 }
-
-/// A pack's values in both passes. dn: dy, times 1 + scale where each row has its own.
-template <class T, class Vec, Kind kKind>
-struct Gradient {
-  Vec xhat, dn, g;  // g = dn · w, rounded, also where it meets a sum
-
-  Gradient() = default;
-  __device__ Gradient(const Vec& x, const Vec& dn, const Vec& w, Stats stats)
-      : xhat(normalised<centred(kKind)>(x, stats)),
-        dn(dn),
-        g(Vec::map([](float dn, float w) { return __fmul_rn(dn, w); }, dn, w)) {}
-
-  /// Its part of the row's sums: Σ g · x̂ and, where the mean counts, Σ g.
-  __device__ typename Projections<kKind>::Value project() const {
-    typename Projections<kKind>::Value sums{};
-    sums.v[0] = sum(g * xhat);
-    if constexpr (centred(kKind)) sums.v[1] = sum(g);
-    return sums;
-  }
-
-  __device__ Vec dx(const NormBackward& a, const typename Projections<kKind>::Value& sums, Stats stats) const {
-    const float onto = sums.v[0] * a.inv_cols, mean = centred(kKind) ? sums.v[centred(kKind)] * a.inv_cols : 0,
-                rstd = stats.rstd;
-    if constexpr (sizeof(T) == 4)  // g − mean(g) is 0 where it should be
-      return Vec::map([=](float g, float xhat) { return rstd * (g - mean - xhat * onto); }, g, xhat);
-    const float by = -onto * rstd, plus = -mean * rstd;
-    return Vec::map(
-        [=](float g, float xhat) { return fmaf(g, rstd, centred(kKind) ? fmaf(xhat, by, plus) : xhat * by); }, g, xhat);
-  }
-};
 
 /// A row's own gradients of scale and shift: put(v, p) writes a pack of p.
 template <class T, class Vec, Kind kKind, class Put>

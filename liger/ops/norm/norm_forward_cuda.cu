@@ -3,26 +3,6 @@
 namespace liger::cuda::norm {
 namespace {
 
-/// 1 / sqrt(sum / cols + eps).
-template <class T>
-__device__ float inverse_root(float squares, const NormForward& a) {
-  const float rstd = rsqrtf(squares * a.inv_cols + a.eps);
-  return a.casting == Casting::None ? round_to<T>(rstd) : rstd;
-}
-
-/// The same to a float's last place, which shows where rows are floats: all of a row, and of its gradient, is off by as
-/// much.
-__device__ inline float inverse_root(const CarriedSum::Value& squares, const NormForward& a) {
-  const float mean = squares.v[0] / a.cols,
-              of_mean = (fmaf(-mean, float(a.cols), squares.v[0]) + squares.rest) / a.cols;
-  const auto square = CarriedSum()({{mean}, of_mean}, {{a.eps}, 0});
-  const float v = square.v[0], root = rsqrtf(v), v_root = v * root;
-  const float left =
-      fmaf(-v_root, root, 1.f) - fmaf(fmaf(v, root, -v_root), root, square.rest * root * root);  // 1 - square · root²
-  return left == left ? fmaf(.5f * root, left, root)  // a step of Newton's, but where the square is 0 or infinite
-                      : root;
-}
-
 /// Σ (x − about), and Σ (x − about)² with what it was rounded by.
 struct CarriedMoments {
   struct Value {
@@ -51,25 +31,12 @@ __device__ Sums<2>::Value moments(const Vec<kWidth>& x, float about, int begin, 
   return s;
 }
 
-/// What a row is normalised by. kSpread: the row's sums meet over a cluster. In all of these each(f) calls
-/// f(x, begin, end) for each pack of the row that a thread has: of its elements [begin, end) are the row's, the others
-/// 0.
+/// What a row is normalised by; each as RootMeanSquare has it.
 template <class T, bool kCentred, bool kSpread>
 struct Statistics;
 
 template <class T, bool kSpread>
-struct Statistics<T, false, kSpread> {
-  static constexpr bool kFloat = sizeof(T) == 4;
-  RowReduce<std::conditional_t<kFloat, CarriedSum, Sum>, kSpread> reduce;
-
-  template <class Each>
-  __device__ Stats operator()(const NormForward& a, Each each) {
-    float squares = 0;
-    each([&](const auto& x, int, int) { squares += sum(x * x); });
-    if constexpr (kFloat) return {0, inverse_root(reduce({{squares}, 0}), a)};
-    else return {0, inverse_root<T>(reduce(squares), a)};
-  }
-};
+struct Statistics<T, false, kSpread> : RootMeanSquare<T, kSpread> {};
 
 /// Of 16-bit numbers one pass tells mean and variance: the mean square less the mean's. Where the variance is less than
 /// a part of the latter, which multiplies a float's rounding, or squares overflow, a second pass tells it, about the

@@ -1,9 +1,12 @@
 #include "liger/core/cuda/dispatch.h"
+#include "liger/core/cuda/math.cuh"
 #include "liger/core/cuda/pack.cuh"
 #include "liger/ops/rope/rope.h"
 
 namespace liger::cuda::rope {
 namespace {
+
+using Math = cuda::Math<float>;
 
 __device__ inline int64_t offset(const RopeTensor::Strides& s, int64_t batch, int64_t seq, int64_t head) {
   return batch * s.batch + seq * s.seq + head * s.head;
@@ -36,8 +39,8 @@ struct Halves {
   static __device__ void turn(float* u, float* v, const float* cos, const float* sin, float direction) {
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
-      const float s = sin[j] * direction, o = u[j] * cos[j] - v[j] * s;
-      v[j] = v[j] * cos[j] + u[j] * s;
+      const float s = sin[j] * direction, o = rotated<Math>(u[j], v[j], cos[j], -s);
+      v[j] = rotated<Math>(v[j], u[j], cos[j], s);
       u[j] = o;
     }
   }

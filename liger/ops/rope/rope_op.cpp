@@ -1,11 +1,9 @@
-#include "liger/ops/rope/rope.h"
-#include "liger/core/torch/operator.h"
+#include "liger/ops/rope/rope_op.h"
 #include "liger/ops.h"
 
 namespace liger {
 namespace op::rope {
 
-/// Columns of a head that are rotated: `asked`, or as many as the tables have angles for.
 int64_t rotated_columns(const Tensor& cos, bool interleaved, int64_t asked) {
   return asked >= 0 ? asked : cos.size(-1) * (interleaved ? 2 : 1);
 }
@@ -34,26 +32,26 @@ void check_tables(const char* op, const Arguments& arguments, const Tensor& cos,
                     op, ": sections must be 3 numbers whose sum is ", width / 2, ", got ", sections);
 }
 
-void check(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool interleaved,
-           at::IntArrayRef sections, int64_t rotary_dim) {
-  const Arguments arguments("rope", "q", q);
+void check(const char* op, const Arguments& arguments, const Tensor& q, const Tensor& k, const Tensor& cos,
+           const Tensor& sin, bool interleaved, at::IntArrayRef sections, int64_t rotary_dim) {
   arguments.any("k", k, Type::Same);
-  TORCH_CHECK(q.dim() == 4 && k.dim() == 4, "rope: q and k must be [batch, heads, seq, dim], got ", q.sym_sizes(),
+  TORCH_CHECK(q.dim() == 4 && k.dim() == 4, op, ": q and k must be [batch, heads, seq, dim], got ", q.sym_sizes(),
               " and ", k.sym_sizes());
-  TORCH_CHECK(q.sym_size(0) == k.sym_size(0) && q.sym_size(2) == k.sym_size(2) && q.sym_size(3) == k.sym_size(3),
-              "rope: q and k differ in more than heads: ", q.sym_sizes(), " and ", k.sym_sizes());
-  check_tables("rope", arguments, cos, sin, q.sym_size(0), q.sym_size(2), q.sym_size(3), interleaved, sections,
-               rotary_dim);
+  TORCH_CHECK(q.sym_size(0) == k.sym_size(0) && q.sym_size(2) == k.sym_size(2) && q.sym_size(3) == k.sym_size(3), op,
+              ": q and k differ in more than heads: ", q.sym_sizes(), " and ", k.sym_sizes());
+  check_tables(op, arguments, cos, sin, q.sym_size(0), q.sym_size(2), q.sym_size(3), interleaved, sections, rotary_dim);
 }
 
-/// [batch, heads, seq, dim] over [batch, seq, heads, dim], the order in which the projections around attention read and
-/// write.
 Tensor empty_heads(const Tensor& t) {
   return output(at::empty_symint({t.sym_size(0), t.sym_size(2), t.sym_size(1), t.sym_size(3)}, t.options()))
       .transpose(1, 2);
 }
 
 Tensor with_unit_stride(const Tensor& t) { return t.stride(-1) == 1 || t.size(-1) == 1 ? t : t.contiguous(); }
+
+Tensor table_like(const Tensor& table, const Tensor& x) {
+  return table.scalar_type() == x.scalar_type() ? table : table.to(at::kFloat);
+}
 
 RopeTensor describe(const Tensor& in, const Tensor& out) {
   const auto strides = [](const Tensor& t) { return RopeTensor::Strides{t.stride(0), t.stride(1), t.stride(2)}; };
@@ -79,7 +77,7 @@ std::tuple<Tensor, Tensor> as_complex(const Tensor& cos, const Tensor& sin) {
 
 void rotate(const RopeTensor& q, const RopeTensor& k, const RopeTensor& v, const Tensor& x, const Tensor& cos_,
             const Tensor& sin_, bool inverse, bool interleaved, at::IntArrayRef sections, int64_t rotary_dim) {
-  const auto table = [&](const Tensor& t) { return t.scalar_type() == x.scalar_type() ? t : t.to(at::kFloat); };
+  const auto table = [&](const Tensor& t) { return table_like(t, x); };
   const auto [cos, sin] = interleaved ? as_complex(table(cos_), table(sin_))
                                       : std::make_tuple(table(cos_).contiguous(), table(sin_).contiguous());
   const int64_t rotary = rotated_columns(cos, interleaved, rotary_dim), half = rotary / 2;
@@ -143,7 +141,8 @@ struct Rope {
 
   static Results forward(const Inputs& in, const Options& o) {
     const at::IntArrayRef sections = o.sections ? at::IntArrayRef(*o.sections) : at::IntArrayRef();
-    rope::check(in.q, in.k, in.cos, in.sin, o.interleaved, sections, o.rotary_dim);
+    rope::check("rope", Arguments("rope", "q", in.q), in.q, in.k, in.cos, in.sin, o.interleaved, sections,
+                o.rotary_dim);
     const Results out{rope::empty_heads(in.q), rope::empty_heads(in.k)};
     if (in.q.is_meta()) return out;
     const Tensor q = rope::with_unit_stride(in.q), k = rope::with_unit_stride(in.k);

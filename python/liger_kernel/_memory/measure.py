@@ -121,12 +121,16 @@ class Measured:
 
 
 def _backward(results: list[Tensor], inputs: list[Tensor]) -> None:
-    """Makes gradients that go nowhere; what is sharded has them made and reduced by its own hooks."""
+    """Makes gradients that go nowhere; what is sharded has them made and reduced by its own hooks, and keeps those that
+    it had."""
     upstream = [torch.ones_like(t) for t in results]
     if any(map(is_dtensor, inputs)):
-        torch.autograd.backward(results, upstream)
+        had = [t.grad for t in inputs]
         for t in inputs:
             t.grad = None
+        torch.autograd.backward(results, upstream)
+        for t, gradient in zip(inputs, had):
+            t.grad = gradient
     else:
         torch.autograd.grad(results, inputs, upstream, allow_unused=True)
 
@@ -254,17 +258,22 @@ def _costs(layer, call, meter, device) -> dict[str, Cost]:
     for level in ("all", "cheap", "input"):
         layer.set(level)
         try:
-            kept, seconds = passes(), []
+            costs[level] = Cost(max(0, passes()), float("inf"))
         except torch.OutOfMemoryError:
             costs[level] = Cost(NEVER, float("inf"))
-            continue
-        for _ in range(_REPEATS):
-            meter.wait()
-            begin = time.perf_counter()
-            passes()
-            meter.wait()
-            seconds.append(time.perf_counter() - begin)
-        costs[level] = Cost(max(0, kept), min(seconds))
+    # In turns, that what changes meanwhile, as clocks do, changes all levels alike; the passes before have warmed up.
+    # A step gathers FSDP2's parameters while the layer before computes.
+    gather = getattr(module, "unshard", None)
+    for level in _REPEATS * [level for level in costs if costs[level].bytes < NEVER]:
+        layer.set(level)
+        if gather is not None:
+            gather()
+        meter.wait()
+        begin = time.perf_counter()
+        passes()
+        meter.wait()
+        seconds = time.perf_counter() - begin
+        costs[level] = replace(costs[level], seconds=min(costs[level].seconds, seconds))
     for less, more in (("input", "cheap"), ("cheap", "all")):  # noise may say that doing more takes less time
         costs[more] = replace(costs[more], seconds=min(costs[more].seconds, costs[less].seconds))
     if device.type == "cuda":

@@ -1,10 +1,12 @@
 """The levels of a model's layers that fit into a budget; liger_kernel.memory.plan."""
 
+import contextlib
 import logging
 import os
 import re
+import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -190,44 +192,96 @@ def _is_sharded(model) -> bool:
     return by_fsdp or any(is_dtensor(p) or hasattr(p, "ds_id") for p in model.parameters())  # by FSDP2, by ZeRO-3
 
 
+def _is_fsdp2(model) -> bool:
+    """Whether FSDP2 shards the model as a whole."""
+    return isinstance(model, getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ()))
+
+
+@contextlib.contextmanager
+def _reducing(model) -> Iterator[None]:
+    """Has the backward passes of a model under FSDP2 reduce gradients, also where those of the present step wait."""
+    states = [module._get_fsdp_state() for module in model.modules() if _is_fsdp2(module)]
+    groups = [g for s in states for g in getattr(s, "_fsdp_param_groups", None) or [s._fsdp_param_group] if g]
+    waits = not all(group.reduce_grads for group in groups)
+    if waits:
+        model.set_requires_gradient_sync(True)
+    try:
+        yield
+    finally:
+        if waits:
+            model.set_requires_gradient_sync(False)
+
+
 class Planner:
     """Makes a plan when a model first runs in training, and again for a batch that has more tokens. Before the
     optimizer has taken a step, room is left for the moments of an Adam. Processes plan by themselves: their batches
-    grow at different steps, and what DDP exchanges does not depend on what layers keep."""
+    grow at different steps, and what DDP exchanges does not depend on what layers keep.
+
+    Under FSDP2 they plan together, before FSDP2 gathers anything: between two steps, the first time after one step with
+    every layer checkpointed. They look whether the batches of one of them have grown after 1, 2, 4, 8, ... steps.
+    """
 
     def __init__(self, model: nn.Module, budget: int | float | str):
         bytes_of(budget)  # raises where it is no budget; the device is known when the model first runs
         self.budget, self.tokens, self.busy = budget, 0, False
         self.plan: Plan | None = None
         self.has_states = False
+        self.kept: Kept | None = None  # under FSDP2, until there is a plan
+        self.steps = self.seen = self.rounds = 0
+        self.largest: tuple[int, tuple, dict] = 0, (), {}
         this = weakref.ref(self)  # the hook is that of all optimizers, and outlives the model
 
         def note(*_):
             if (planner := this()) is not None:
                 planner.has_states = True
+                planner.steps += 1
 
         weakref.finalize(self, register_optimizer_step_post_hook(note).remove)
-        model.register_forward_pre_hook(self._before, with_kwargs=True)
+        self.handle = model.register_forward_pre_hook(self._before, with_kwargs=True)
 
     def _before(self, model, args, kwargs):
         if self.busy or not model.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         tokens = max((t.shape[:2].numel() for t in tensors), default=0)
-        if tokens <= self.tokens:
+        if tokens <= self.tokens and not _is_fsdp2(model):
             return
         kept = "memory budget: layers keep what they kept, because the model is"
         if kwargs.get("labels") is None:
             return warn_once(f"{kept} called without labels")
-        if _is_sharded(model):
+        if _is_fsdp2(model):
+            if (tokens := self._agreed_tokens(model, tokens, args, kwargs)) <= self.tokens:
+                return
+            _, args, kwargs = self.largest
+        elif _is_sharded(model):
             return warn_once(f"{kept} sharded: call liger_kernel.memory.plan between two steps")
         self.busy = True
         try:
-            if self.plan is not None:
-                self.plan.undo()
+            if (before := self.plan or self.kept) is not None:
+                before.undo()
             moments = 0 if self.has_states else bytes_of_moments(model.parameters())
-            self.plan = make_plan(model, lambda: model(*args, **kwargs).loss, self.budget, moments, agree=False).apply()
+            loss = lambda: model(*args, **kwargs).loss
+            with _reducing(model) if _is_fsdp2(model) else contextlib.nullcontext():
+                self.plan = make_plan(model, loss, self.budget, moments, agree=_is_fsdp2(model)).apply()
         finally:
             self.busy = False
+        self.largest = 0, (), {}
         self.tokens = tokens  # not where the batch, or memory, was at fault: the next one plans
         log.warning("memory budget, for %d tokens:\n%s", tokens, str(self.plan))  # a record that is kept keeps no model
+
+    def _agreed_tokens(self, model, tokens, args, kwargs) -> int:
+        """Under FSDP2: the most tokens that a process has had in a batch since the last plan, where processes are to
+        agree on another; 0 elsewhere."""
+        if self.kept is None:  # FSDP2 has put its own hook before this one
+            model._forward_pre_hooks.move_to_end(self.handle.id, last=False)
+            self.kept = Kept(model, "input")
+        if tokens > max(self.tokens, self.largest[0]) or not self.largest[1] and not self.largest[2]:
+            self.largest = tokens, args, kwargs
+        if self.steps == self.seen:
+            return 0
+        self.seen, self.rounds = self.steps, self.rounds + 1
+        if self.rounds & (self.rounds - 1):
+            return 0
+        most = torch.tensor(self.largest[0], device=next(model.parameters()).device)
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+        return int(most)

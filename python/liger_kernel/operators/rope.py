@@ -13,6 +13,8 @@ from torch import Tensor
 
 from liger_kernel._library import ops
 from liger_kernel._recompute import run
+from liger_kernel.operators.common import beside
+from liger_kernel.operators.norm import casting_code
 
 
 def rotated(dim: int, width: int, rotary_dim: int | None = None) -> int:
@@ -55,6 +57,26 @@ def liger_rotary_pos_emb(
         return heads_swapped(unsqueeze_dim, liger_rotary_pos_emb(q, k, cos, sin, rotary_dim=rotary_dim))
     columns = rotated(q.size(-1), cos.size(-1), rotary_dim)
     return run(ops.rope, q, k, cos, sin, False, False, None, columns, needs_recipes=True)
+
+
+def liger_qk_norm_rope(
+    q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float,
+    offset: float = 0.0, casting_mode: str | int = "llama", rotary_dim: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(q, k), each head's row normalised and rotated: liger_rotary_pos_emb of x / rms(x) · (weight + offset), rounded
+    to x's dtype in between, with the bits of liger_rms_norm and liger_rotary_pos_emb one after the other.
+
+    q [batch, heads, seq, dim], k [batch, k_heads, seq, dim], any strides; q_weight, k_weight [dim] in q's dtype or
+    float, or None for 1; cos, sin and rotary_dim as in liger_rotary_pos_emb, casting_mode as in LigerRMSNorm. Fresh
+    tensors laid out as [batch, seq, heads, dim]. Raises ValueError for tables of another width.
+    """
+    columns = rotated(q.size(-1), cos.size(-1), rotary_dim)
+    options = float(eps), float(offset), casting_code(casting_mode)
+    return run(ops.qk_norm_rope, q, k, beside(q, q_weight), beside(k, k_weight), cos, sin, *options, columns)
+
+
+class LigerQKNormRopeFunction:
+    apply = staticmethod(liger_qk_norm_rope)
 
 
 liger_rope = liger_rotary_pos_emb

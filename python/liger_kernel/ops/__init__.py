@@ -38,7 +38,7 @@ from liger_kernel.ops.modulated_rms_norm import LigerModulatedRMSNormFunction
 from liger_kernel.ops.qwen2vl_mrope import LigerQwen2VLMRopeFunction
 from liger_kernel.ops.relu_squared import LigerReLUSquaredFunction
 from liger_kernel.ops.rms_norm import LigerRMSNormFunction
-from liger_kernel.ops.rope import LigerRopeFunction
+from liger_kernel.ops.rope import LigerQKNormRopeFunction, LigerRopeFunction
 from liger_kernel.ops.softmax import LigerSoftmaxFunction
 from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction, LigerSiLUMulFunction
 from liger_kernel.ops.tiled_mlp import LigerTiledMLPFunction, apply_tiled_mlp
@@ -81,7 +81,7 @@ __all__ = [
     "LigerGroupNormFunction", "LigerJSDFunction", "LigerKLDivLossFunction", "LigerLayerNormFunction",
     "LigerLlama4RopeFunction", "LigerMHCCoeffsFunction", "LigerMHCPostResFunction", "LigerMHCPreFunction",
     "LigerMLPFunction", "LigerModulatedRMSNormFunction", "LigerMultiTokenAttentionFunction", "LigerPolyNormFunction",
-    "LigerQwen2VLMRopeFunction", "LigerReLUSquaredFunction", "LigerRMSNormFunction",
+    "LigerQKNormRopeFunction", "LigerQwen2VLMRopeFunction", "LigerReLUSquaredFunction", "LigerRMSNormFunction",
     "LigerRopeFunction", "LigerSiLUMulFunction", "LigerSoftmaxFunction", "LigerSparsemaxFunction",
     "LigerTVDLossFunction", "LigerTiledMLPFunction", "LigerVocabParallelCEFunction",
     "LigerXIELUFunction", "apply_tiled_mlp", "attn_res_backward", "attn_res_forward",

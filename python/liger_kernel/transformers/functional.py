@@ -43,6 +43,7 @@ from liger_kernel.operators.norm import (
 from liger_kernel.operators.rope import (
     LigerQwen2VLMRopeFunction,
     LigerRopeFunction,
+    liger_qk_norm_rope,
     liger_qwen2vl_mrope,
     liger_rope,
     liger_rope_packed,
@@ -85,6 +86,6 @@ __all__ = [
     "liger_load_balancing_loss", "liger_mhc_apply",
     "liger_mhc_coeffs", "liger_mhc_forward", "liger_mhc_post_res", "liger_mhc_pre", "liger_modulated_rms_norm",
     "liger_multi_token_attention", "liger_poly_norm", "liger_qwen2vl_mrope", "liger_relu_squared", "liger_rms_norm",
-    "liger_rope", "liger_rope_packed", "liger_route", "liger_selective_log_softmax", "liger_softmax", "liger_sparsemax",
-    "liger_swiglu", "liger_tvd", "liger_xielu",
+    "liger_qk_norm_rope", "liger_rope", "liger_rope_packed", "liger_route", "liger_selective_log_softmax",
+    "liger_softmax", "liger_sparsemax", "liger_swiglu", "liger_tvd", "liger_xielu",
 ]  # fmt: skip

@@ -26,7 +26,7 @@ from liger_kernel.transformers.causal_lm import (
 from liger_kernel.transformers.head import FSDPModule, describe, head_of, prepare_head
 from liger_kernel.transformers.lora import follow_later, watch_adapters
 from liger_kernel.transformers.model import loss_utils
-from liger_kernel.transformers.patching import attention, layers, masks, mixers, numeric
+from liger_kernel.transformers.patching import attention, layers, masks, mixers, numeric, rotations
 from liger_kernel.transformers.patching.by_source import completed, original_class, tables_fit
 from liger_kernel.transformers.patching.families import FAMILIES, MODEL_TYPES, PARTS, CausalLM, Family, Swap
 from liger_kernel.transformers.patching.formulas import as_written, find, is_known
@@ -300,6 +300,8 @@ class _Patcher:
             owners = [own for own in vars(self.namespace).values() if getattr(own, "__module__", 0) == self.row.module]
             owners = [own for own in owners if isinstance(own, type) and issubclass(own, nn.Module)]
             owners = [cls for cls in owners if "forward" in vars(cls) and "liger_part" not in vars(cls)]
+        if "qk_norm" in self.on:
+            rotations.fuse(owners, self.report)
         if "layers" in self.on:
             for name in self.swaps:
                 if is_one_operator(getattr(self.namespace, name, None)):

@@ -135,7 +135,8 @@ class Family:
         names = [name for name in self.parameters if name in SWITCHES] or [name for name in SWITCHES if name in used]
         if self.router or "router" in used:
             names.append("router")
-        return {name: name not in self.off for name in (*names, "layers", "masks", "attention", "mixers", "lora")}
+        names += ["layers", "qk_norm", "masks", "attention", "mixers", "lora"]
+        return {name: name not in self.off and name not in OFF for name in names}
 
 
 SWITCHES = {
@@ -150,11 +151,15 @@ SWITCHES = {
     "xielu": "xIELU",
     "router": "the routers of experts, and their load-balancing loss",
     "layers": "steps of a layer as one operator: q, k and v; a gated MLP; the residual sum and the norm after it",
+    "qk_norm": "RMSNorm of each head of q and k, and their rotation, as one operator, where these are replaced",
     "masks": "attention masks without a search for packed sequences where no position_ids are given",
     "attention": "attention with sinks, on flash attention where a model has eager attention for it",
     "mixers": "short convolutions and recurrences of linear attention and state-space models, within packed documents",
     "lora": "linear layers with LoRA adapters of PEFT, and gated MLPs of them",
 }
+
+#: Switches that are off by default in all families.
+OFF: frozenset[str] = frozenset()
 
 # Switch -> what it replaces, for reports of a model that has none.
 PARTS = {

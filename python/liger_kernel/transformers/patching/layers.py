@@ -79,8 +79,11 @@ def _projects_once(code) -> bool:
     return sorted(name for name, _ in calls) == sorted(_QKV) and len({given for _, given in calls}) == 1
 
 
-def projecting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of attention that computes q_proj, k_proj and v_proj by one operator, and all else as `original`."""
+def on_copy(
+    original: Callable[..., Any], replaced: Callable[[dict[str, Any]], dict[str, Any] | None]
+) -> Callable[..., Any]:
+    """A forward that runs `original` on a shallow copy of the module, which has other submodules: those that `replaced`
+    makes of the module's own, by their names; on the module itself where that is None, and under torch.compile."""
 
     @functools.wraps(original)
     def forward(self, *args, **kwargs):
@@ -88,20 +91,32 @@ def projecting(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         own = self.__dict__
         submodules = own["_modules"]
-        modules = submodules.get("q_proj"), submodules.get("k_proj"), submodules.get("v_proj")
-        if None in modules or not torch.is_grad_enabled() and type(modules[0]) is nn.Linear:
+        if (others := replaced(submodules)) is None:
             return original(self, *args, **kwargs)
-        shared = _Shared(modules)
         copy = object.__new__(self.__class__)
         of_copy = copy.__dict__
         of_copy.update(own)
-        of_copy["_modules"] = {**submodules, **{name: _Projection(shared, i) for i, name in enumerate(_QKV)}}
+        of_copy["_modules"] = {**submodules, **others}
         result = original(copy, *args, **kwargs)
         for name, value in of_copy.items():  # what the forward, or the attention function that it calls, has set
             if own.get(name) is not value and name != "_modules":
                 own[name] = value
         return result
 
+    return forward
+
+
+def _sharing(submodules: dict[str, Any]) -> dict[str, Any] | None:
+    modules = submodules.get("q_proj"), submodules.get("k_proj"), submodules.get("v_proj")
+    if None in modules or not torch.is_grad_enabled() and type(modules[0]) is nn.Linear:
+        return None
+    shared = _Shared(modules)  # type: ignore[arg-type]
+    return {name: _Projection(shared, i) for i, name in enumerate(_QKV)}
+
+
+def projecting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of attention that computes q_proj, k_proj and v_proj by one operator, and all else as `original`."""
+    forward = on_copy(original, _sharing)
     vars(forward).update(liger_original=original, liger_fuses=PROJECTIONS)
     return forward
 

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import logging
 import sys
+import threading
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -132,6 +133,14 @@ def function_or_original(part, original):
     return call
 
 
+class _Waiting(threading.local):
+    norms: Any = None
+
+
+#: The norms of q and k that wait for the rotation (rotations.py), in this thread.
+waiting = _Waiting()
+
+
 @functools.cache
 def instead_of(part, original):
     """The rotary embedding `part` with the parameters of `original`; `original` where there are no kernels for its
@@ -147,6 +156,9 @@ def instead_of(part, original):
     def call(*args, **kwargs):
         if usual and len(args) == 4 and not kwargs:  # as nearly all calls are
             q, k, cos, sin = args
+            if not torch.compiler.is_compiling() and (norms := waiting.norms) is not None:
+                waiting.norms = None
+                return norms.rotate(call, q, k, cos, sin)
             if q.dtype is cos.dtype is k.dtype is sin.dtype and kernels_cover(q, ROPE_KERNELS):
                 if plain or q.dim() == 4 and cos.dim() in (3, 4):
                     return part(q, k, cos, sin)
@@ -169,7 +181,7 @@ def instead_of(part, original):
                 return original(*args, **kwargs)
         return part(**given)
 
-    call.liger_original = original
+    vars(call).update(liger_original=original, liger_part=part)
     return call
 
 
