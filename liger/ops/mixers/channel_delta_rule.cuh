@@ -1,7 +1,7 @@
 #pragma once
-// What the kernels of the gated delta rule share that have a gate for each channel. What lies inside of a chunk is summed
-// in float, a warp for each row, whose lanes have some channels each: decays come as running products, from a token to
-// those before it or after it.
+// What the kernels of the gated delta rule share that have a gate for each channel. What lies inside of a chunk is
+// summed in float, a warp for each row, whose lanes have some channels each: decays come as running products, from a
+// token to those before it or after it.
 #include "liger/ops/mixers/gated_delta_rule_prepare.cuh"
 
 namespace liger::cuda::gated_delta_rule {
@@ -155,8 +155,8 @@ struct PrepareChannels {
   static constexpr int kBytes = ChannelRows<Kd>::kBytes + 3 * C * kRow * 4;
 };
 
-/// U, P, β, and q̂ and k̂ with their decays, of the chunks of a head: one block for each chunk. The limit is the sum for P
-/// and A, C² K / 2 times two multiplications and two additions.
+/// U, P, β, and q̂ and k̂ with their decays, of the chunks of a head: one block for each chunk. The limit is the sum for
+/// P and A, C² K / 2 times two multiplications and two additions.
 template <class Kd>
 __global__ void __launch_bounds__(PrepareChannels<Kd>::kThreads) prepare_channels_kernel(Plan plan) {
   await_previous();

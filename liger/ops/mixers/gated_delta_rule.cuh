@@ -9,8 +9,8 @@ namespace {
 
 using namespace split;
 
-/// Sizes and terms of one kind of inputs. With gates of channels, q and k enter the chains multiplied by decays, as more
-/// terms and three matrices instead of two: chunks are shorter.
+/// Sizes and terms of one kind of inputs. With gates of channels, q and k enter the chains multiplied by decays, as
+/// more terms and three matrices instead of two: chunks are shorter.
 template <class T, int kWidth, bool kOfChannels = false>
 struct Kind {
   using Number = T;
