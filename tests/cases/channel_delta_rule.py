@@ -1,4 +1,4 @@
-"""The gated delta rule with a gate for each channel of the keys, as Kimi delta attention has it."""
+"""The gated delta rule (ops.gated_delta_rule) with a gate for each channel of the keys: Kimi delta attention."""
 
 import torch
 from liger_kernel.transformers.functional import liger_gated_delta_rule
@@ -145,7 +145,8 @@ CASES = [
         rivals=rivals_of(("fla.ops.kda", "chunk_kda")),
         # Kimi Linear: one document, and eight.
         bench=[((1, 8192, 32, 1, 128, 128), {}), ((1, 8192, 32, 1, 128, 128), dict(documents=1024))],
-        bench_cpu=[((2, 1024, 32, 1, 128, 128), {})],
+        # Of fewer heads: torch keeps gigabytes for each on a CPU, too.
+        bench_cpu=[((2, 1024, 4, 1, 128, 128), {})],
         flops=flops,
         errors=errors(),
     )
