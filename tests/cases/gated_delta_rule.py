@@ -60,13 +60,14 @@ def reference(q, k, v, g, beta, state, starts, eps=1e-6, delta=True, **_):
         edges = [t for t in range(tokens) if new[row][t]] + [tokens]
         of_row = []
         for first, end in zip(edges, edges[1:]):
-            S = v.new_zeros(heads, K, V) if state is None else state[len(lasts)].to(dtype)
+            has_state = state is not None and len(lasts) < len(state)
+            S = state[len(lasts)].to(dtype) if has_state else v.new_zeros(heads, K, V)
             o, S = along(*(t[row, :, first:end] for t in (q, k, v, g, beta)), S, delta)
             of_row.append(o)
             lasts.append(S)
         outs.append(torch.cat(of_row, 1))
     o = torch.stack(outs).transpose(1, 2).to(of_dtype)
-    return o if state is None else (o, torch.stack(lasts).to(of_state))
+    return o if state is None else (o, torch.stack(lasts[: len(state)]).to(of_state))
 
 
 def _recurrence(q, k, v, g, beta, S, delta):
