@@ -7,15 +7,15 @@
 namespace liger::cuda::gated_delta_rule {
 namespace {
 
-constexpr int kAll = 32;  // lanes of a warp
+constexpr int kLanes = 32;  // lanes of a warp
 
 /// A lane's channels of a row: kRun neighbours at a time.
 template <class Kd>
 struct Lane {
-  static constexpr int kRun = Kd::K >= 128 ? 4 : 2, kOwn = Kd::K / kAll;
+  static constexpr int kRun = Kd::K >= 128 ? 4 : 2, kOwn = Kd::K / kLanes;
   float of[kOwn];
 
-  static __device__ int channel(int i) { return i / kRun * kRun * kAll + threadIdx.x % kAll * kRun + i % kRun; }
+  static __device__ int channel(int i) { return i / kRun * kRun * kLanes + threadIdx.x % kLanes * kRun + i % kRun; }
   static __device__ Lane same(float v) {
     Lane lane;
 #pragma unroll
@@ -79,7 +79,7 @@ struct Lane {
   __device__ float dot(const Lane& other) const {
     float sum = 0;
     each([&](int i) { sum += of[i] * other.of[i]; });
-    for (int step = 1; step < kAll; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    for (int step = 1; step < kLanes; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
     return sum;
   }
 };
@@ -124,7 +124,7 @@ struct ChannelRows {
     const GatedDeltaRule& a = plan.a;
     const int key_head = head / plan.group, width = int(a.K);
     __syncthreads();
-    for (int row = threadIdx.x / kAll; row < C; row += kThreads / kAll) {
+    for (int row = threadIdx.x / kLanes; row < C; row += kThreads / kLanes) {
       const int64_t token = chunk.token + row, at = (chunk.at(plan) + row) * a.heads + head;
       const bool there = row < chunk.n;
       const auto normed = [&](const void* of, int64_t of_row, int64_t of_token, float* to, float* norm) {
@@ -135,14 +135,14 @@ struct ChannelRows {
         const float by = a.eps < 0 ? 1.f : 1 / sqrtf(lane.dot(lane) + a.eps);
         Lane<Kd>::each([&](int i) { lane.of[i] *= by; });
         lane.write(to + row * K);
-        if (threadIdx.x % kAll == 0) norm[row] = by;
+        if (threadIdx.x % kLanes == 0) norm[row] = by;
       };
       normed(a.q, a.q_row, a.q_token, q, norm_q), normed(a.k, a.k_row, a.k_token, k, norm_k);
       auto gates = Lane<Kd>::same(0);
       if (there) gates = Lane<Kd>::load(a.g + at * width, width, 0);
       Lane<Kd>::each([&](int i) { gates.of[i] = expf(gates.of[i]); });
       gates.write(decay + row * K);
-      if (threadIdx.x % kAll == 0) beta[row] = there ? a.beta[at] : 0.f;
+      if (threadIdx.x % kLanes == 0) beta[row] = there ? a.beta[at] : 0.f;
     }
     __syncthreads();
   }
@@ -162,12 +162,12 @@ __global__ void __launch_bounds__(PrepareChannels<Kd>::kThreads) prepare_channel
   await_previous();
   using P = PrepareChannels<Kd>;
   using Own = Lane<Kd>;
-  constexpr int C = Kd::C, K = Kd::K, kWarps = P::kThreads / kAll;
+  constexpr int C = Kd::C, K = Kd::K, kWarps = P::kThreads / kLanes;
   char* shared = shared_memory<char>();
   const ChannelRows<Kd> rows(shared);
   auto* a = reinterpret_cast<float (*)[P::kRow]>(shared);
   auto *scaled = a + C, *p = scaled + C;
-  const int lane = threadIdx.x % kAll, warp = threadIdx.x / kAll;
+  const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
   const int count = count_of(plan), heads = int(plan.a.heads), head = blockIdx.x % heads, step = gridDim.x / heads;
   for (int c = blockIdx.x / heads; c < count; c += step) {
     const Chunk chunk = chunk_at(plan, c);
@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(PrepareChannels<Kd>::kThreads) prepare_channel
         decay = decay.times(Own::read(rows.decay + j * K));
       }
       float sum_a = sums_of_lanes(of_a), sum_p = sums_of_lanes(of_p);
-      for (int step = C; step < kAll; step *= 2)
+      for (int step = C; step < kLanes; step *= 2)
         sum_a += __shfl_xor_sync(~0u, sum_a, step), sum_p += __shfl_xor_sync(~0u, sum_p, step);
       if (const int j = lane; j < C) {
         a[i][j] = j < i && plan.a.delta ? sum_a : 0.f;

@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(ChannelGradient<Kd>::kThreads, 1) channel_grad
   auto *by_r = by_q + C, *by_d = by_r + C;                   // R Sᵀ; D dS'ᵀ, and then what the last token's gates get
   char* const region = reinterpret_cast<char*>(by_d + C);
   auto* inner = reinterpret_cast<float (*)[K]>(region);  // parts of ⟨S, dS'⟩, where slices were
-  const int warp = threadIdx.x / kAll, row = warp / W::kAcross * 16, k_col = warp % W::kAcross * kOfK;
+  const int warp = threadIdx.x / kLanes, row = warp / W::kAcross * 16, k_col = warp % W::kAcross * kOfK;
   const int col = warp % W::kAcross * 16;  // of W and Y
   const bool has_matrix = col <= row, has_columns = k_col < K;
   const int count = count_of(plan), key_heads = int(plan.a.key_heads), key_head = blockIdx.x % key_heads,
