@@ -15,13 +15,13 @@ RULES = [
         "CUDA kernels are built with no torch on their include path",
     ),
     (
-        r"liger/.*_cpu\.cpp$|liger/core/cpu/.*",
+        r"liger/.*_cpu\.(cpp|h)$|liger/core/cpu/.*",
         r"(torch|c10)/|ATen/(?!cpu/vec/|Parallel\.h|Version\.h)",
         "CPU kernels use ATen's vectors and threads alone",
     ),
     (r"liger/core/(?!torch/).*", r"liger/(ops|nn)", "the vocabulary knows no operator"),
     (
-        r"liger/core/[a-z]+\.h$|liger/ops/(?!preference/).*(?<!_op)\.h$",
+        r"liger/core/[a-z]+\.h$|liger/ops/(?!preference/).*(?<!_op)(?<!_cpu)\.h$",
         r"(torch|ATen|c10)/|liger/core/(cuda|cpu|torch)/",
         "what all backends share knows none of them",
     ),

@@ -151,6 +151,100 @@ struct GatedDeltaNetImpl : GatedDeltaNetBase<GatedDeltaNetImpl, LoRALinear> {
 };
 TORCH_MODULE(GatedDeltaNet);
 
+struct KimiDeltaAttentionOptions {
+  KimiDeltaAttentionOptions(int64_t hidden_size) : hidden_size_(hidden_size) {}
+  TORCH_ARG(int64_t, hidden_size);
+  TORCH_ARG(int64_t, heads) = 32;
+  TORCH_ARG(int64_t, head_dim) = 128;  // of keys and values
+  TORCH_ARG(int64_t, width) = 4;       // of the convolution
+  TORCH_ARG(double, eps) = 1e-5;       // of the norm
+};
+
+/// The gates of KimiDeltaAttention, [batch, time, heads, head_dim] in float.
+struct KimiForgetGateImpl : torch::nn::Cloneable<KimiForgetGateImpl> {
+  explicit KimiForgetGateImpl(KimiDeltaAttentionOptions o) : options(std::move(o)) { reset(); }
+
+  /// A_log is the logarithm of a number that is drawn from [1, 16), and dt_bias such that a gate without input is drawn
+  /// from 0.001 to 0.1, its logarithm uniformly.
+  void reset() override {
+    const int64_t D = options.head_dim(), all = options.heads() * D;
+    f_a_proj = register_module("f_a_proj", LoRALinear(LoRALinearOptions(options.hidden_size(), D).rank(0).bias(false)));
+    f_b_proj = register_module("f_b_proj", LoRALinear(LoRALinearOptions(D, all).rank(0).bias(false)));
+    const at::Tensor dt = torch::exp(torch::empty({all}).uniform_(std::log(1e-3), std::log(0.1)));
+    dt_bias = register_parameter("dt_bias", dt + torch::log(-torch::expm1(-dt)));
+    A_log = register_parameter("A_log", torch::empty({1, 1, options.heads(), 1}).uniform_(1, 16).log_());
+  }
+
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor of_channels = A_log.flatten().repeat_interleave(options.head_dim());
+    const at::Tensor g = std::get<0>(delta_gates(f_b_proj(f_a_proj(x)), of_channels, dt_bias));
+    return g.view({x.size(0), x.size(1), options.heads(), options.head_dim()});
+  }
+
+  KimiDeltaAttentionOptions options;
+  LoRALinear f_a_proj{nullptr}, f_b_proj{nullptr};
+  at::Tensor A_log, dt_bias;  // [1, 1, heads, 1], [heads head_dim]
+};
+TORCH_MODULE(KimiForgetGate);
+
+/// Kimi delta attention (Kimi Team 2025, arXiv:2510.26692); parameters have the names of transformers' checkpoints. For
+/// x [batch, time, hidden_size], without the adapters that linear layers may have:
+///   q, k, v = silu(conv1d(q_proj x, k_proj x, v_proj x))
+///   beta    = sigmoid(b_proj x)
+///   g       = -exp(A_log) softplus(f_b_proj f_a_proj x + dt_bias)
+///   o       = gated_delta_rule(q, k, v, g, beta)
+///   y       = o_proj(o_norm(o, g_b_proj g_a_proj x))
+/// with a gate g for each channel, and a norm of each head, times the sigmoid of the output gate.
+struct KimiDeltaAttentionImpl : torch::nn::Cloneable<KimiDeltaAttentionImpl> {
+  explicit KimiDeltaAttentionImpl(KimiDeltaAttentionOptions o) : options(std::move(o)) { reset(); }
+
+  void reset() override {
+    const KimiDeltaAttentionOptions& o = options;
+    const int64_t hidden = o.hidden_size(), D = o.head_dim(), all = o.heads() * D;
+    const auto projection = [&](const char* name, int64_t in, int64_t out) {
+      return register_module(name, LoRALinear(LoRALinearOptions(in, out).rank(0).bias(false)));
+    };
+    q_proj = projection("q_proj", hidden, all), k_proj = projection("k_proj", hidden, all);
+    v_proj = projection("v_proj", hidden, all), b_proj = projection("b_proj", hidden, o.heads());
+    conv1d = register_module("conv1d", ShortConvolution(ShortConvolutionOptions(3 * all, o.width())));
+    forget_gate = register_module("forget_gate", KimiForgetGate(o));
+    g_a_proj = projection("g_a_proj", hidden, D), g_b_proj = projection("g_b_proj", D, all);
+    const GatedNormOptions by_sigmoid{.activation = Gate::Sigmoid};
+    o_norm = register_module("o_norm", RMSNormGated(RMSNormGatedOptions(D).eps(o.eps()).norm(by_sigmoid)));
+    o_proj = projection("o_proj", all, hidden);
+  }
+
+  FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(at::Tensor())})
+
+  /// starts [batch, time], int32, says where documents begin, as gated_delta_rule takes it.
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& starts = {}) { return mix(x, starts, nullptr); }
+
+  /// As GatedDeltaNetBase::mix.
+  at::Tensor mix(const at::Tensor& x, const at::Tensor& starts, MixerState* state) {
+    const int64_t heads = options.heads(), D = options.head_dim(), all = heads * D;
+    const at::Tensor qkv = convolved(conv1d, at::cat({q_proj(x), k_proj(x), v_proj(x)}, -1), starts, state);
+    const auto part = [&](int64_t i) { return qkv.narrow(-1, i * all, all).view({x.size(0), x.size(1), heads, D}); };
+    const auto [y, last] = gated_delta_rule(part(0), part(1), part(2), forget_gate(x), at::sigmoid(b_proj(x)),
+                                            state ? given(state->recurrent) : std::nullopt, given(starts), {},
+                                            /*eps=*/1e-6, /*delta=*/true, /*final_state=*/state != nullptr);
+    if (state) state->recurrent = last;
+    return o_proj(o_norm(y, g_b_proj(g_a_proj(x)).view_as(y)).flatten(-2));
+  }
+
+  void pretty_print(std::ostream& to) const override {
+    print(to, *this, "hidden_size", options.hidden_size(), "heads", options.heads(), "head_dim", options.head_dim(),
+          "width", options.width(), "eps", options.eps());
+  }
+
+  KimiDeltaAttentionOptions options;
+  LoRALinear q_proj{nullptr}, k_proj{nullptr}, v_proj{nullptr}, b_proj{nullptr}, g_a_proj{nullptr}, g_b_proj{nullptr},
+      o_proj{nullptr};
+  ShortConvolution conv1d{nullptr};
+  KimiForgetGate forget_gate{nullptr};
+  RMSNormGated o_norm{nullptr};
+};
+TORCH_MODULE(KimiDeltaAttention);
+
 struct Mamba2Options {
   Mamba2Options(int64_t hidden_size, int64_t heads) : hidden_size_(hidden_size), heads_(heads) {}
   TORCH_ARG(int64_t, hidden_size);

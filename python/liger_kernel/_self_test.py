@@ -121,11 +121,15 @@ def _delta_rule(q, k, v, beta):
     return liger.liger_gated_delta_rule(q, k, v, -F.softplus(beta.float()), beta)[0]
 
 
-def _plain_delta_rule(q, k, v, beta):
+def _channel_delta_rule(q, k, v, beta, g):
+    return liger.liger_gated_delta_rule(q, k, v, -F.softplus(g.float()), beta)[0]
+
+
+def _plain_delta_rule(q, k, v, beta, g=None):
     q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    state, rows, decay = 0, [], -F.softplus(beta)
+    state, rows, decay = 0, [], -F.softplus(beta[..., None] if g is None else g)
     for t in range(q.shape[1]):
-        state = decay[:, t, :, None, None].exp() * (state if t else k.new_zeros(2, 2, 8, 4))
+        state = decay[:, t, :, :, None].exp() * (state if t else k.new_zeros(2, 2, 8, 4))
         error = beta[:, t, :, None] * (v[:, t] - (k[:, t, :, :, None] * state).sum(2))
         state = state + k[:, t, :, :, None] * error[:, :, None]
         rows.append((q[:, t, :, :, None] * state).sum(2) * 8**-0.5)
@@ -188,6 +192,12 @@ CHECKS = (
     ),
     Check(
         "gated_delta_rule", _delta_rule, _plain_delta_rule, ((2, 20, 1, 8), (2, 20, 1, 8), (2, 20, 2, 4), (2, 20, 2))
+    ),
+    Check(
+        "channel_delta_rule",
+        _channel_delta_rule,
+        _plain_delta_rule,
+        ((2, 20, 1, 8), (2, 20, 1, 8), (2, 20, 2, 4), (2, 20, 2), (2, 20, 2, 8)),
     ),
     Check(
         "layer_norm",

@@ -60,13 +60,14 @@ def reference(q, k, v, g, beta, state, starts, eps=1e-6, delta=True, **_):
         edges = [t for t in range(tokens) if new[row][t]] + [tokens]
         of_row = []
         for first, end in zip(edges, edges[1:]):
-            S = v.new_zeros(heads, K, V) if state is None else state[len(lasts)].to(dtype)
+            has_state = state is not None and len(lasts) < len(state)
+            S = state[len(lasts)].to(dtype) if has_state else v.new_zeros(heads, K, V)
             o, S = along(*(t[row, :, first:end] for t in (q, k, v, g, beta)), S, delta)
             of_row.append(o)
             lasts.append(S)
         outs.append(torch.cat(of_row, 1))
     o = torch.stack(outs).transpose(1, 2).to(of_dtype)
-    return o if state is None else (o, torch.stack(lasts).to(of_state))
+    return o if state is None else (o, torch.stack(lasts[: len(state)]).to(of_state))
 
 
 def _recurrence(q, k, v, g, beta, S, delta):
@@ -107,23 +108,29 @@ def schema(inputs, options):
     )
 
 
-def rivals(inputs, options):
-    q, k, v, g, beta, state, starts = inputs
-    if not q.is_cuda or q.dtype == torch.float32 or state is not None or (starts is not None and len(q) > 1):
-        return {}
-    found = {}
-    ends = None
-    if starts is not None:
-        first = (starts[0] == torch.arange(starts.shape[1], device=starts.device)).nonzero().flatten()
-        ends = torch.cat([first, first.new_tensor([starts.shape[1]])]).int()
-    for name, package in (("FLA", "fla.ops.gated_delta_rule"), ("FlashQLA", "flash_qla")):
-        try:
-            function = __import__(package, fromlist=["_"]).chunk_gated_delta_rule
-        except (ImportError, AttributeError):
-            continue
-        more = dict(g=g, beta=beta, use_qk_l2norm_in_kernel=True, cu_seqlens=ends)
-        found[name] = lambda function=function, more=more: function(q, k, v, **more)[0]
-    return found
+def rivals_of(*functions):
+    """What runs on a GPU from these packages: module, name."""
+
+    def rivals(inputs, options):
+        q, k, v, g, beta, state, starts = inputs
+        if not q.is_cuda or q.dtype == torch.float32 or state is not None or (starts is not None and len(q) > 1):
+            return {}
+        found = {}
+        ends = None
+        if starts is not None:
+            first = (starts[0] == torch.arange(starts.shape[1], device=starts.device)).nonzero().flatten()
+            ends = torch.cat([first, first.new_tensor([starts.shape[1]])]).int()
+        for package, name in functions:
+            try:
+                function = getattr(__import__(package, fromlist=["_"]), name)
+            except (ImportError, AttributeError):
+                continue
+            more = dict(g=g, beta=beta, use_qk_l2norm_in_kernel=True, cu_seqlens=ends)
+            rival = "FLA" if package.startswith("fla.") else "FlashQLA"
+            found[rival] = lambda function=function, more=more: function(q, k, v, **more)[0]
+        return found
+
+    return rivals
 
 
 def errors():
@@ -198,7 +205,9 @@ CASES = [
         ],
         emulated=60_000,
         scales=(1, 1, 1, 1e-3),
-        rivals=rivals,
+        rivals=rivals_of(
+            ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"), ("flash_qla", "chunk_gated_delta_rule")
+        ),
         # Qwen3.5 9B, 2B and 27B, OLMo Hybrid.
         bench=[
             ((1, 8192, 16, 2, 128, 128), {}),

@@ -55,6 +55,37 @@ Tensor plain_delta_net(const liger::nn::GatedDeltaNet& net, const Tensor& input)
   return torch::matmul(normed.flatten(2), weight(net->out_proj).t());
 }
 
+/// Kimi delta attention token by token, in double.
+Tensor plain_kimi(const liger::nn::KimiDeltaAttention& net, const Tensor& input) {
+  const auto& o = net->options;
+  const auto x = input.to(torch::kDouble);
+  const auto apply = [](const auto& layer, const Tensor& x) { return torch::matmul(x, layer->weight.to(x).t()); };
+  const int64_t batch = x.size(0), times = x.size(1), H = o.heads(), D = o.head_dim();
+  const auto mixed = torch::cat({apply(net->q_proj, x), apply(net->k_proj, x), apply(net->v_proj, x)}, -1);
+  const auto columns = torch::constant_pad_nd(mixed.transpose(1, 2), {o.width() - 1, 0});
+  const auto qkv =
+      torch::silu(torch::conv1d(columns, net->conv1d->weight.to(x), {}, {1}, at::IntArrayRef{0}, {1}, columns.size(1)))
+          .transpose(1, 2)
+          .reshape({batch, times, 3, H, D});
+  const auto normed = [](const Tensor& t) { return t / torch::sqrt(t.square().sum(-1, true) + 1e-6); };
+  const auto q = normed(qkv.select(2, 0)) / std::sqrt(double(D)), k = normed(qkv.select(2, 1)), v = qkv.select(2, 2);
+  const auto& gate = net->forget_gate;
+  const auto f = apply(gate->f_b_proj, apply(gate->f_a_proj, x)) + gate->dt_bias;
+  const auto decay = torch::exp(-gate->A_log.to(x).exp() * torch::softplus(f).view({batch, times, H, D}));
+  const auto beta = torch::sigmoid(apply(net->b_proj, x));
+  auto S = torch::zeros({batch, H, D, D}, torch::kDouble);
+  std::vector<Tensor> outputs;
+  for (int64_t t = 0; t < times; ++t) {
+    const auto key = k.select(1, t).unsqueeze(-1);
+    S = S * decay.select(1, t).unsqueeze(-1);
+    S = S + key * ((v.select(1, t) - (S * key).sum(2)) * beta.select(1, t).unsqueeze(-1)).unsqueeze(2);
+    outputs.push_back((S * q.select(1, t).unsqueeze(-1)).sum(2));
+  }
+  const auto y = torch::stack(outputs, 1), z = apply(net->g_b_proj, apply(net->g_a_proj, x)).view_as(y);
+  const auto norm = y * torch::rsqrt(y.square().mean(-1, true) + o.eps()) * net->o_norm->weight * torch::sigmoid(z);
+  return apply(net->o_proj, norm.flatten(2));
+}
+
 /// Mamba-2 token by token, in double.
 Tensor plain_mamba2(const liger::nn::Mamba2& net, const Tensor& input) {
   const auto& o = net->options;
@@ -120,6 +151,12 @@ TEST(Mixers, GatedDeltaNet) {
   torch::nn::init::normal_(net->dt_bias), torch::nn::init::normal_(net->norm->weight);
   expect_mixes(net, plain_delta_net);
   EXPECT_THROW(liger::nn::GatedDeltaNet(liger::nn::GatedDeltaNetOptions(16).key_heads(3).heads(4)), c10::ValueError);
+}
+
+TEST(Mixers, KimiDeltaAttention) {
+  liger::nn::KimiDeltaAttention net(liger::nn::KimiDeltaAttentionOptions(16).heads(3).head_dim(8).width(3));
+  torch::nn::init::normal_(net->forget_gate->dt_bias), torch::nn::init::normal_(net->o_norm->weight);
+  expect_mixes(net, plain_kimi);
 }
 
 TEST(Mixers, Mamba2) {

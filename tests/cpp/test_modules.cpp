@@ -83,6 +83,9 @@ const std::vector<Row>& table() {
           [] { return GatedDeltaNet(GatedDeltaNetOptions(16).key_heads(2).heads(4).key_dim(8).value_dim(6).width(3)); },
           x),
       row(
+          "KimiDeltaAttention(hidden_size=16, heads=3, head_dim=8, width=3, eps=1e-05)",
+          [] { return KimiDeltaAttention(KimiDeltaAttentionOptions(16).heads(3).head_dim(8).width(3)); }, x),
+      row(
           "Mamba2(hidden_size=16, heads=4, head_dim=6, groups=2, state_size=8, width=3, eps=1e-05, bias=true, "
           "conv_bias=true)",
           [] { return Mamba2(Mamba2Options(16, 4).head_dim(6).groups(2).state_size(8).width(3).bias(true)); }, x),

@@ -74,7 +74,7 @@ CLASSES = re.compile(
 )
 FUNCTIONS = re.compile(
     r"^(vision_)?apply_(multimodal_)?rotary_(pos_)?emb(_vision|_interleave)?$|^load_balancing_loss_func$"
-    r"|^causal_conv1d_fn$|^torch_chunk_gated_delta_rule$|^mamba2_(chunk_scan|split_conv1d_scan_combined)$"
+    r"|^causal_conv1d_fn$|^torch_chunk_gated_delta_rule$|^chunk_kimi_delta_attention$|^mamba2_(chunk_scan|split_conv1d_scan_combined)$"
 )
 TABLES = re.compile(r"Rotary|Rope")
 LAYERS = re.compile(r"Layer$")
@@ -374,14 +374,15 @@ def _same_convolution(function):
     )
 
 
-def _same_delta_rule(function):
+def _same_delta_rule(function, name):
     """More tokens than a chunk has, with a state and without, key heads as many as heads, or where the function repeats
     them itself also fewer."""
-    target, heads = Swap("", FORMULAS["chunk_gated_delta_rule"].targets).load(), 4
+    target, heads = Swap("", FORMULAS[name].targets).load(), 4
+    of_gates = (8,) if "kimi" in name else ()
 
     def same(key_heads, dtype, tolerance, **more):
         q, k, v = _random(2, 70, key_heads, 8), _random(2, 70, key_heads, 8) / 3, _random(2, 70, heads, 6)
-        g, beta = -_random(2, 70, heads).abs(), _random(2, 70, heads).sigmoid()
+        g, beta = -_random(2, 70, heads, *of_gates).abs(), _random(2, 70, heads).sigmoid()
         given = (q.to(dtype), k.to(dtype), v.to(dtype), g, beta.to(dtype))
         call = lambda f: lambda *of: [result.float() for result in f(*of, output_final_state=True, **more)]
         return _same(call(target), call(function), *given, tolerance=tolerance)
@@ -434,7 +435,9 @@ def _part_of_function(function):
     if function.__name__ == "causal_conv1d_fn":
         return "causal_conv1d" if _same_convolution(function) else None
     if function.__name__ == "torch_chunk_gated_delta_rule":
-        return "chunk_gated_delta_rule" if _same_delta_rule(function) else None
+        return "chunk_gated_delta_rule" if _same_delta_rule(function, "chunk_gated_delta_rule") else None
+    if function.__name__ == "chunk_kimi_delta_attention":
+        return function.__name__ if _same_delta_rule(function, function.__name__) else None
     if function.__name__ == "mamba2_chunk_scan":
         return "mamba2_scan" if _same_scan(function) else None
     if function.__name__ == "mamba2_split_conv1d_scan_combined":  # which gives None and calls nothing

@@ -43,6 +43,7 @@ FIELDS: dict[str, dict[str, typing.Any]] = {
     "qwen2_5_omni_thinker": {"text_config.rope_parameters": _SECTIONS, "vision_start_token_id": 151652},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 151652},
     "deepseek_v2": {"num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "bailing_hybrid": {"num_experts": 8, "n_group": 1, "topk_group": 1},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "cohere_compass_text": {"rope_parameters": _TWO_ROPES, "layer_types": _MIXED},

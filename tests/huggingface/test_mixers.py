@@ -12,7 +12,6 @@ import peft
 import pytest
 import torch
 import transformers
-from cases.gated_delta_rule import reference as delta_rule
 from conftest import TOLERANCE, Ran, assert_close, run
 from liger_kernel.transformers.patching import mixer_functions, mixers
 from liger_kernel.transformers.patching.apply import patch
@@ -26,21 +25,22 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 CALLED = parse(transformers.__version__) >= parse("5.15")  # by mixers, as functions of their modeling module
 TYPES = (
-    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lara_mini", "kimi_linear"),
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lara_mini", "kimi_linear", "bailing_hybrid"),
     *("nemotron_h", "bamba", "falcon_h1", "granitemoehybrid", "zamba2", "mamba2"),
     *("lfm2", "lfm2_moe", "lfm3"),
 )
 KINDS = [kind for kind in (TYPES if CALLED else TYPES[:4]) if kind in CONFIG_MAPPING]
 CONVOLUTIONAL = [kind for kind in KINDS if kind.startswith("lfm")]
 DELTA = [kind for kind in TYPES[:5] if kind in KINDS]
-SCANS = [kind for kind in TYPES[6:12] if kind in KINDS]
+KIMI = [kind for kind in TYPES[5:7] if kind in KINDS]  # delta rules with a gate for each channel
+SCANS = [kind for kind in TYPES[7:13] if kind in KINDS]
 # Layers of Mamba-2 are told of no positions.
 TOLD = [kind for kind in KINDS if kind != "mamba2"] if CALLED else []
 # Nothing but what is replaced and attention, which Granite's masks do not tell of positions: what is packed is as it is
 # alone, all of it.
-WHOLE = [kind for kind in TOLD if kind not in ("kimi_linear", "granitemoehybrid")]
+WHOLE = [kind for kind in TOLD if kind != "granitemoehybrid"]
 DENSE = ("qwen3_5_text", "bamba", "lfm2")  # one of each, without experts
-ONE_OF_EACH = DELTA[:1] + SCANS[:1] + CONVOLUTIONAL[:1]
+ONE_OF_EACH = DELTA[:1] + KIMI[:1] + SCANS[:1] + CONVOLUTIONAL[:1]
 LENGTHS = (5, 1, 8)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -105,6 +105,9 @@ def called(model):
     if nets:
         name = "torch_chunk_gated_delta_rule" if CALLED else "chunk_gated_delta_rule"
         found.add((name, "liger_chunk_gated_delta_rule", nets))
+    if model.config.model_type in KIMI:
+        nets = sum("DeltaAttention" in type(module).__name__ for module in model.modules())
+        found.add(("chunk_kimi_delta_attention", "liger_chunk_kimi_delta_attention", nets))
     if model.config.model_type in SCANS:
         for name in ("mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"):
             found.add((name, f"liger_{name}", convolutions(model)))
@@ -118,7 +121,7 @@ def times(model):
 
 # Gates: their gradient is a sum over the tokens that follow in a chunk, here up to 14, of differences that cancel.
 # Rounding errors of the terms add up, 2^4 of them.
-GATES = re.compile(r"A_log|dt_bias|in_proj_(a|ba)\.|\.a_proj")
+GATES = re.compile(r"A_log|dt_bias|in_proj_(a|ba)\.|\.a_proj|forget_gate")
 
 
 def assert_gradients(gradients, expected):
@@ -165,7 +168,7 @@ def test_same_step(kind, calls):
 
 
 # Routers choose other experts where logits differ in a last bit.
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "moe" not in kind and kind != "kimi_linear"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "moe" not in kind and kind not in KIMI])
 def test_16_bits(kind):
     """As exact as the plain model in bfloat16: against that in float32, the error of the convolutions' gradients is at
     most twice a plain one's."""
@@ -203,8 +206,6 @@ def test_documents_reach_operators(kind, calls):
     assert starts(position_ids=positions()) == STARTS
     assert starts(position_ids=positions(), attention_mask=torch.ones_like(ids)) is None
     assert starts(position_ids=torch.arange(7, 7 + ids.shape[1])[None]) == [[0] * ids.shape[1]]
-    if kind == "kimi_linear":
-        return  # whose recurrence in plain torch refuses documents
     assert starts(position_ids=positions(), seq_idx=torch.zeros_like(index())) == [[0] * ids.shape[1]]
     assert starts(cu_seq_lens_q=ends()) == starts(seq_idx=index()) == STARTS
 
@@ -294,7 +295,13 @@ def test_autocast_and_frozen_weights(kind, calls):
     torch.testing.assert_close(output.loss.float(), expected.loss.float(), rtol=2**-6, atol=0)
 
 
-@pytest.mark.parametrize("kind, targets", [(KINDS[0], ["in_proj_qkvz", "out_proj"])])
+@pytest.mark.parametrize(
+    "kind, targets",
+    [
+        (KINDS[0], ["in_proj_qkvz", "out_proj"]),
+        *((kind, ["q_proj", "v_proj", "f_b_proj", "b_proj", "o_proj"]) for kind in KIMI[:1]),
+    ],
+)
 def test_adapters(kind, targets, calls):
     """LoRA on the projections around a convolution, whose weight is frozen then."""
     models = []
@@ -387,7 +394,7 @@ def test_pickled_and_copied():
         torch.testing.assert_close(run(other, **batch())[0].loss, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in WHOLE if kind in DENSE])
+@pytest.mark.parametrize("kind", [kind for kind in WHOLE if kind in (*DENSE, *KIMI[:1])])
 def test_compiled(kind):
     """One graph, with documents."""
     model = made(kind)
@@ -397,77 +404,6 @@ def test_compiled(kind):
     compiled = torch.compile(model.base_model, fullgraph=True, backend="aot_eager")
     expected = model.base_model(**given).last_hidden_state
     assert_close(compiled(**given).last_hidden_state, expected, TOLERANCE)
-
-
-def rule_of(kind):
-    """transformers' own function, and what stands for it in a patched model of the type."""
-    home = home_of(made(kind))
-    plain = inspect.unwrap(as_written(home.torch_chunk_gated_delta_rule))
-    return plain, mixers.Held(mixer_functions.liger_chunk_gated_delta_rule, plain)
-
-
-def rule_inputs(dtype=torch.float32, tokens=sum(LENGTHS), rows=1, heads=4, key_heads=4):
-    torch.manual_seed(0)
-    q, k = torch.randn(2, rows, tokens, key_heads, 16).to(dtype)
-    v, beta = torch.randn(rows, tokens, heads, 24).to(dtype), torch.rand(rows, tokens, heads).to(dtype)
-    return q, k, v, -torch.rand(rows, tokens, heads), beta
-
-
-@pytest.mark.parametrize("kind", DELTA)
-def test_delta_rule_in_16_bits(kind):
-    """The recurrence and its gradients are as exact as transformers': to a tenth, which leaves 0.46 of one more
-    rounding of 16 bits. The exact one runs token by token in float64."""
-    inputs = rule_inputs(torch.bfloat16, tokens=200)
-
-    def results(rule, *tensors):
-        tensors = [t.detach().requires_grad_() for t in tensors]
-        output = rule(*tensors)
-        output.backward(torch.linspace(-1, 1, output.numel()).view(output.shape).to(output.dtype))
-        return [output, *(t.grad for t in tensors)]
-
-    exact = results(lambda *t: delta_rule(*t, None, None), *(t.double() for t in inputs))
-    plain, ours = (
-        results(lambda *t, rule=rule: rule(*t, use_qk_l2norm_in_kernel=True)[0], *inputs) for rule in rule_of(kind)
-    )
-    for expected, theirs, own in zip(exact, plain, ours, strict=True):
-        assert theirs.dtype == own.dtype
-        assert (own - expected).norm() <= 1.1 * (theirs - expected).norm()
-
-
-@pytest.mark.parametrize("kind", DELTA)
-def test_delta_rule_with_states(kind):
-    """A state goes in and comes out, dtypes may differ, and key heads be fewer where transformers has it so."""
-    plain, ours = rule_of(kind)
-    state = torch.randn(2, 4, 16, 24, generator=torch.Generator().manual_seed(1))
-    q, k, v, g, beta = rule_inputs(rows=2)
-    k = k / 4  # keys longer than 1 let the state grow
-    for more in ({}, {"initial_state": state, "use_qk_l2norm_in_kernel": True}):
-        more["output_final_state"] = True
-        for result, expected in zip(ours(q, k, v, g, beta, **more), plain(q, k, v, g, beta, **more), strict=True):
-            assert_close(result, expected)
-    output, last = ours(q.bfloat16(), k, v, g.bfloat16(), beta)
-    assert output.dtype == torch.bfloat16 and last is None
-    if "repeat_interleave" in inspect.getsource(plain):
-        q, k = q[:, :, :2], k[:, :, :2]
-        assert_close(ours(q, k, v, g, beta)[0], plain(q, k, v, g, beta)[0])
-
-
-def test_delta_rule_of_documents():
-    """Each has the bits that it has alone; the state is the last one's. With a state that comes before, they are none
-    where only positions name them, and the original's where the caller does."""
-    ours = mixer_functions.liger_chunk_gated_delta_rule
-    inputs, state = rule_inputs(), torch.zeros(1, 4, 16, 24)
-    more = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
-    alone = [ours(*part, **more) for part in zip(*(t.split(LENGTHS, 1) for t in inputs))]
-    named = {"cu_seqlens": ends()}, {"seq_idx": index()}, {mixer_functions.STARTS: torch.tensor(STARTS).int()}
-    for given in named:
-        output, last = ours(*inputs, **more, **given)
-        assert torch.equal(output, torch.cat([output for output, _ in alone], 1))
-        assert_close(last, alone[-1][1])
-    assert ours(*inputs, **more, **named[0], initial_state=state) is NotImplemented
-    continued, whole = (ours(*inputs, **more, **given, initial_state=state) for given in (named[2], {}))
-    assert torch.equal(continued[0], whole[0])
-    assert ours(*(t.double() for t in inputs)) is NotImplemented
 
 
 def scan_inputs(dtype=torch.float32, tokens=sum(LENGTHS)):
@@ -534,7 +470,7 @@ def test_every_function_of_transformers_is_known(name):
             found += 1
             assert function.__module__ == path
             assert MIXERS[name].targets[0] in find(function).targets, path
-    assert found >= {"causal_conv1d_fn": 13}.get(name, 4)
+    assert found >= {"causal_conv1d_fn": 13, "chunk_kimi_delta_attention": 3}.get(name, 4)
 
 
 @pytest.mark.parametrize("kind", SCANS[:2])

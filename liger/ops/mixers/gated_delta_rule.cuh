@@ -9,15 +9,18 @@ namespace {
 
 using namespace split;
 
-/// Sizes and terms of one kind of inputs.
-template <class T, int kWidth>
+/// Sizes and terms of one kind of inputs. With gates of channels, q and k enter the chains multiplied by decays, as
+/// more terms and three matrices instead of two: chunks are shorter.
+template <class T, int kWidth, bool kOfChannels = false>
 struct Kind {
   using Number = T;
-  static constexpr bool kFloat = std::is_same_v<T, float>;
-  static constexpr int K = kWidth;                                               // columns of q and k, padded
-  static constexpr int C = kFloat ? 32 : 64;                                     // tokens of a chunk
-  static constexpr int kRaw = kFloat ? 3 : std::is_same_v<T, bfloat16> ? 1 : 2;  // terms of raw numbers
-  static constexpr int kMade = kFloat ? 3 : 2;                                   // and of all others
+  static constexpr bool kFloat = std::is_same_v<T, float>, kChannels = kOfChannels;
+  static constexpr int K = kWidth;  // columns of q and k, padded
+  static constexpr int C = !kChannels ? kFloat ? 32 : 64 : kFloat || kWidth > 128 ? 16 : 32;  // tokens of a chunk
+  static constexpr int kRaw = kFloat ? 3 : std::is_same_v<T, bfloat16> ? 1 : 2;               // terms of raw numbers
+  static constexpr int kMade = kFloat ? 3 : 2;                                                // and of all others
+  static constexpr int kKeys = kChannels ? kMade : kRaw;  // of q and k in the chains
+  static constexpr int kFactors = kChannels ? 1 : 4;      // of a token
 };
 
 /// Rows of 16-bit terms in global memory: q or k.
@@ -29,18 +32,19 @@ struct Operand {
 /// What all kernels take.
 struct Plan {
   GatedDeltaRule a;
-  Operand q, k;
-  int group;         // heads of a key head
-  int chunk;         // C
-  int length;        // tokens of a row
-  int64_t tokens;    // of all rows
-  int chunks;        // the most that there may be
-  int V;             // columns of v, padded
-  int64_t* table;    // [chunks + 1]: where each chunk begins; null: every row is one document
-  int* count;        // chunks in the table
-  bfloat16* planes;  // room for q and k as terms; null: they are read as they are
-  float* factors;    // [heads, 4, tokens]: rk eᴳ, β, rk e^(G_C − G) and s rq eᴳ; 1 / |q| and 1 / |k| are rq and rk
-  float* kept;       // [heads, tokens]: e^(G_C), where a chunk begins
+  Operand q, k, end;  // of channels: s e^G q̂, e^G k̂ and e^(G_C − G) k̂, each head's; else q, k and k as they are
+  int group;          // heads of a key head
+  int chunk;          // C
+  int length;         // tokens of a row
+  int64_t tokens;     // of all rows
+  int chunks;         // the most that there may be
+  int V;              // columns of v, padded
+  int64_t* table;     // [chunks + 1]: where each chunk begins; null: every row is one document
+  int* count;         // chunks in the table
+  bfloat16* planes;   // room for q, k and end as terms; null: q and k are read as they are
+  float* factors;     // [heads, 4, tokens]: β, rk eᴳ, rk e^(G_C − G) and s rq eᴳ; 1 / |q| and 1 / |k| are rq and rk. Of
+                      // channels β alone
+  float* kept;  // [heads, tokens]: e^(G_C), where a chunk begins; of channels [slots, heads, K], where it has a state
   bfloat16 *u, *p;   // [heads, terms, tokens, C]
   bfloat16 *d, *r;   // [heads, terms, tokens, V]
   bfloat16 *s, *ds;  // [slots, heads, terms, V, K]: transposed states before chunks, and gradients of those after them
@@ -54,6 +58,13 @@ struct Chunk {
   int document;
 
   __device__ int64_t at(const Plan& plan) const { return int64_t(row) * plan.length + token; }
+  /// Whether there is a state before it, and the gradient of one after it, given whether final states have gradients.
+  __device__ bool has_before(const Plan& plan) const {
+    return !begins || (plan.a.state && document < plan.a.documents);
+  }
+  __device__ bool has_after(const Plan& plan, bool finals) const {
+    return !ends || (finals && document < plan.a.documents);
+  }
   /// Where the state before it is kept. No two chunks that do not begin a document begin within C tokens of each other;
   /// those that begin one have a place of their own.
   __device__ int64_t slot(const Plan& plan) const {

@@ -29,12 +29,18 @@ namespace liger {
 ///   O  = s e^G Q̂ S + P (β D)
 ///   S' = e^(G_C) S + (e^(G_C − G) K̂)ᵀ (β D)
 /// No exponent is above 0, and the diagonal of (I + A β)⁻¹, which is 1, enters no product.
+///
+/// The channel_ kernels have a gate for each channel of k, as Kimi delta attention (Kimi Team 2025, arXiv:2510.26692):
+///   S  ← diag(eᵍ) S
+/// so that G and the decays have an index d of channels more, e^G and e^(G_C − G) multiply q̂, k̂ and S by channel, and
+///   A_ij = Σ_d k̂_id k̂_jd E_ijd
+///   P_ij = s Σ_d q̂_id k̂_jd E_ijd
 struct GatedDeltaRule {
   const void *q, *k, *v;   // [rows, tokens, key_heads, K], the same, [rows, tokens, heads, V]
   int64_t q_row, q_token;  // elements from one row of q to the next, and from one token to the next
   int64_t k_row, k_token;  // those of k
   int64_t v_row, v_token;  // those of v
-  const float *g, *beta;   // [rows, tokens, heads]
+  const float *g, *beta;   // [rows, tokens, heads]; g of channel_ kernels [rows, tokens, heads, K]
   const int32_t* starts;   // [rows, tokens]: the first token, in its row, of each token's document; null: one per row
   const float* state;      // [documents, heads, K, V], what each begins with; null: 0
   int64_t rows, tokens, key_heads, heads, K, V;
@@ -65,6 +71,13 @@ struct GatedDeltaRuleForward : GatedDeltaRule {
 ///   c_i = e^(G_C − G_i) β_i k̂_i·(D dS'ᵀ)_i
 /// and dG of the last token has Σ c + e^(G_C) ⟨S, dS'⟩ more; dg is the sum of dG from a token to the end of its chunk.
 /// dq and dk are sums over the heads of a key head, of which the norm's derivative is taken once.
+///
+/// With a gate for each channel, W and Y are without E, which is of channels, and
+///   dQ̂_id = Σ_j W_ij k̂_jd E_ijd + e^G (dO Sᵀ)
+///   dK̂_id = Σ_j Y_ij k̂_jd E_ijd + Σ_j (W_ji q̂_jd + Y_ji k̂_jd) E_jid + …
+///   dG_id = q̂_id dQ̂_id − k̂_id dK̂_id + 2 k̂_id (Σ_j Y_ij k̂_jd E_ijd − e^G β (R Sᵀ))
+/// where sums over j leave out i = j: a token's own key does not decay. dG of the last token has Σ_i c_id + e^(G_Cd)
+/// Σ_v S_dv dS'_dv more.
 struct GatedDeltaRuleBackward : GatedDeltaRule {
   const void* dout;            // [rows, tokens, heads, V], in dtype
   const float* dfinal;         // [documents, heads, K, V]; null: 0
@@ -82,5 +95,9 @@ struct GatedDeltaRuleWorkspace {
   int64_t* bytes;
 };
 inline constinit Kernel<GatedDeltaRuleWorkspace> gated_delta_rule_workspace{"gated_delta_rule_workspace"};
+
+inline constinit Kernel<GatedDeltaRuleForward> channel_delta_rule_forward{"channel_delta_rule_forward"};
+inline constinit Kernel<GatedDeltaRuleBackward> channel_delta_rule_backward{"channel_delta_rule_backward"};
+inline constinit Kernel<GatedDeltaRuleWorkspace> channel_delta_rule_workspace{"channel_delta_rule_workspace"};
 
 }  // namespace liger

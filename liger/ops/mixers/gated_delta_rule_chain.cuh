@@ -1,107 +1,9 @@
 #pragma once
-// The kernels of the gated delta rule that prepare chunks, and that go along the chunks of a document.
+// The kernels of the gated delta rule that go along the chunks of a document, for gates of either kind.
 #include "liger/ops/mixers/gated_delta_rule.cuh"
 
 namespace liger::cuda::gated_delta_rule {
 namespace {
-
-template <class Kd>
-struct Prepare {
-  static constexpr int C = Kd::C, kThreads = 2 * C;
-  static constexpr int kRow = C + 4;  // floats of a row of A, which is read in runs of four
-  static constexpr int kMatrices = 2 * C * kRow * 4;
-  static constexpr int kBytes = 2 * C * 4 + (kMatrices > Keys<Kd>::kBytes ? kMatrices : Keys<Kd>::kBytes);
-};
-
-/// U, P and the factors of the chunks of a key head: one block for each chunk, a warp for 16 of its tokens. U is made
-/// by substitution in float, one column a thread, from
-///   U_ij = A_ij − Σ_(j < m < i) A_im β_m U_mj
-/// The limit is its latency.
-template <class Kd>
-__global__ void __launch_bounds__(Prepare<Kd>::kThreads) prepare_kernel(Plan plan) {
-  await_previous();
-  using P = Prepare<Kd>;
-  constexpr int C = Kd::C;
-  __shared__ Decays<C> decays;
-  char* shared = shared_memory<char>();
-  float *norm_q = reinterpret_cast<float*>(shared), *norm_k = norm_q + C;
-  shared += 2 * C * 4;
-  auto* a = reinterpret_cast<float (*)[P::kRow]>(shared);  // A, and then A β, where q and k were
-  auto* scaled = a + C;
-  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16;
-  const int count = count_of(plan), key_heads = int(plan.a.key_heads), key_head = blockIdx.x % key_heads,
-            step = gridDim.x / key_heads;
-  for (int c = blockIdx.x / key_heads; c < count; c += step) {
-    const Chunk chunk = chunk_at(plan, c);
-    Panel<C> kk, qk;
-    {
-      char* at = shared;
-      const Keys<Kd> keys(at);
-      keys.template load<P::kThreads>(plan, chunk, key_head);
-      keys.products(row, 0, kk, qk);
-      if (threadIdx.x < 2 * C) norm_q[threadIdx.x] = keys.norm_q[threadIdx.x];
-    }
-    const int64_t first = chunk.at(plan);
-    for (int h = 0; h < plan.group; ++h) {
-      const int head = key_head * plan.group + h;
-      decays.load(plan, chunk, head);
-      if (const int i = threadIdx.x; i < chunk.n) {
-        float* to = plan.factors + 4 * head * plan.tokens + first + i;
-        to[0] = norm_k[i] * decays.from_start[i], to[plan.tokens] = decays.beta[i];
-        to[2 * plan.tokens] = norm_k[i] * decays.to_end[i];
-        to[3 * plan.tokens] = plan.a.scale * norm_q[i] * decays.from_start[i];
-        if (i == 0) plan.kept[head * plan.tokens + first] = decays.from_start[C - 1];
-      }
-      const int64_t plane = plan.tokens * C, at = (int64_t(head) * Kd::kMade * plan.tokens + first) * C;
-#pragma unroll
-      for (int e = 0; e < C / 8; ++e)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int i = row + lane / 4 + 8 * half, j = 8 * e + lane % 4 * 2;
-          float of_p[2] = {}, of_a[2] = {};
-          if (8 * e <= row + 15)
-#pragma unroll
-            for (int right = 0; right < 2; ++right) {
-              const float decay = decays.between(i, j + right) * norm_k[j + right];
-              of_p[right] = plan.a.scale * norm_q[i] * qk.of[e][2 * half + right] * decay;
-              if (plan.a.delta) of_a[right] = j + right < i ? norm_k[i] * kk.of[e][2 * half + right] * decay : 0.f;
-            }
-          *reinterpret_cast<float2*>(&a[i][j]) = {of_a[0], of_a[1]};
-          *reinterpret_cast<float2*>(&scaled[i][j]) = {of_a[0] * decays.beta[j], of_a[1] * decays.beta[j + 1]};
-          if (i < chunk.n) write_pair<Kd::kMade>(of_p[0], of_p[1], plan.p + at + i * C + j, plane);
-        }
-      __syncthreads();
-      if (const int j = threadIdx.x; j < C && plan.a.delta) {
-        float u[C];
-#pragma unroll
-        for (int i = 0; i < C; ++i) {
-          float sums[4] = {a[i][j], 0, 0, 0};
-#pragma unroll
-          for (int m = 0; m < i; m += 4) {
-            const float4 of = *reinterpret_cast<const float4*>(&scaled[i][m]);  // 0 from column i on
-            sums[0] -= of.x * u[m];
-            if (m + 1 < i) sums[1] -= of.y * u[m + 1];
-            if (m + 2 < i) sums[2] -= of.z * u[m + 2];
-            if (m + 3 < i) sums[3] -= of.w * u[m + 3];
-          }
-          u[i] = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-        }
-#pragma unroll
-        for (int i = 0; i < C; ++i) {
-          if (i >= chunk.n) continue;
-          float rest = u[i];
-#pragma unroll
-          for (int t = 0; t < Kd::kMade; ++t) {
-            const bfloat16 term(rest);
-            plan.u[at + t * plane + i * C + j] = term;
-            rest -= float(term);
-          }
-        }
-      }
-    }
-    __syncthreads();
-  }
-}
 
 constexpr int kChainWarps = 4, kChainThreads = 32 * kChainWarps, kChainCols = 16 * kChainWarps;
 
@@ -110,39 +12,42 @@ template <class Kd, bool kAll>
 struct Stage {
   using T = typename Kd::Number;
   static constexpr int C = Kd::C, kStride = kChainCols + 8;
-  using Keys = Tile<Kd::kRaw, C, Kd::K>;
+  using Keys = Tile<Kd::kKeys, C, Kd::K>;
   using Matrix = Tile<Kd::kMade, C, C>;
-  static constexpr int kBytes =
-      (kAll ? 2 : 1) * (Keys::kBytes + Matrix::kBytes) + C * kStride * int(sizeof(T)) + 4 * C * 4;
-  Keys k, q;
+  static constexpr int kBytes = ((kAll ? 2 : 1) + Kd::kChannels) * Keys::kBytes + (kAll ? 2 : 1) * Matrix::kBytes +
+                                C * kStride * int(sizeof(T)) + Kd::kFactors * C * 4;
+  Keys k, q, end;
   Matrix u, p;
   float* factors;
   T* rows;  // of v or dO
 
-  __device__ explicit Stage(char* shared) : k(Keys::at_front(shared)), q(k), u(Matrix::at_front(shared)), p(u) {
+  __device__ explicit Stage(char* shared) : k(Keys::at_front(shared)), q(k), end(k), u(Matrix::at_front(shared)), p(u) {
     if (kAll) q = Keys::at_front(shared), p = Matrix::at_front(shared);
-    factors = reinterpret_cast<float*>(shared), rows = reinterpret_cast<T*>(factors + 4 * C);
+    if (Kd::kChannels) end = Keys::at_front(shared);
+    factors = reinterpret_cast<float*>(shared), rows = reinterpret_cast<T*>(factors + Kd::kFactors * C);
   }
 
   __device__ void load(const Plan& plan, const Chunk& chunk, int head, const T* of, int step, int col) const {
-    const int key_head = head / plan.group;
+    const int key_head = Kd::kChannels ? head : head / plan.group;
     copy_operand<kChainThreads, C, Kd::K>(k, plan.k, chunk, key_head);
+    if (Kd::kChannels) copy_operand<kChainThreads, C, Kd::K>(end, plan.end, chunk, key_head);
     if (plan.a.delta) copy_made<kChainThreads, C, C>(u, plan.u, plan, chunk, head, C, 0);
     if (kAll) {
       copy_operand<kChainThreads, C, Kd::K>(q, plan.q, chunk, key_head);
       copy_made<kChainThreads, C, C>(p, plan.p, plan, chunk, head, C, 0);
     }
-    const float* from = plan.factors + 4 * head * plan.tokens + chunk.at(plan);
+    const float* from = plan.factors + Kd::kFactors * head * plan.tokens + chunk.at(plan);
 #pragma unroll
-    for (int i = threadIdx.x; i < 4 * C; i += kChainThreads)
+    for (int i = threadIdx.x; i < Kd::kFactors * C; i += kChainThreads)
       copy_async4(factors + i, from + i / C * plan.tokens + i % C, i % C < chunk.n);
     copy_raw<kChainThreads, C, kChainCols, kStride>(rows, of, step, chunk.n, col, int(plan.a.V));
     close_copies();
   }
 
-  /// Multiplies each column of a panel, which is a token, by factor i.
+  /// Multiplies each column of a panel, which is a token, by factor i, where the operands do not have it.
   template <int kCols>
   __device__ void scale(Panel<kCols>& panel, int i) const {
+    if (i >= Kd::kFactors) return;
     const float* of = factors + i * Kd::C + threadIdx.x % 4 * 2;
 #pragma unroll
     for (int e = 0; e < kCols / 8; ++e) {
@@ -153,7 +58,7 @@ struct Stage {
 };
 
 // The factors of a token: plan.factors.
-constexpr int kToX = 0, kBeta = 1, kToEnd = 2, kToOut = 3;
+constexpr int kBeta = 0, kToX = 1, kToEnd = 2, kToOut = 3;
 
 /// The chunks of this block: whole documents, of as many chunks as another block's, more or less.
 __device__ int first_chunk(const Plan& plan, int slot, int slots, int count) {
@@ -190,12 +95,33 @@ __device__ void make_left(Left<kTerms> (&left)[C / 16], const Panel<C>& of) {
   for (int k = 0; k < C / 16; ++k) left[k] = of.template left<kTerms>(k);
 }
 
+/// e^(G_C) of a chunk.
+template <class Kd>
+struct Kept {
+  const float* of_channels = nullptr;  // null: 0
+  float of_head = 0;
+
+  __device__ Kept(const Plan& plan, const Chunk& chunk, int head) {
+    if constexpr (!Kd::kChannels) of_head = plan.kept[head * plan.tokens + chunk.at(plan)];
+    else if (chunk.has_before(plan)) of_channels = plan.kept + (chunk.slot(plan) * plan.a.heads + head) * Kd::K;
+  }
+  /// Of columns col and col + 1 of the state.
+  __device__ float2 pair(int col) const {
+    if constexpr (!Kd::kChannels) return {of_head, of_head};
+    else return of_channels ? *reinterpret_cast<const float2*>(of_channels + col) : float2{0, 0};
+  }
+};
+
 /// state ← kept · state + sums, for as many eights of its columns as there are sums, from e on.
-template <int kEights, int K>
-__device__ void keep_and_add(Panel<K>& state, int e, float kept, const float (&sums)[kEights][4]) {
+template <class Kd, int kEights>
+__device__ void keep_and_add(Panel<Kd::K>& state, int e, const Kept<Kd>& kept, const float (&sums)[kEights][4]) {
 #pragma unroll
-  for (int i = 0; i < 4 * kEights; ++i)
-    state.of[e + i / 4][i % 4] = kept * state.of[e + i / 4][i % 4] + sums[i / 4][i % 4];
+  for (int i = 0; i < kEights; ++i) {
+    const float2 by = kept.pair(8 * (e + i) + threadIdx.x % 4 * 2);
+    auto& of = state.of[e + i];
+    of[0] = by.x * of[0] + sums[i][0], of[1] = by.y * of[1] + sums[i][1];
+    of[2] = by.x * of[2] + sums[i][2], of[3] = by.y * of[3] + sums[i][3];
+  }
 }
 
 struct ChainArgs {
@@ -255,20 +181,21 @@ __global__ void __launch_bounds__(kChainThreads) chain_kernel(ChainArgs args) {
   Panel<K> state;
   for (int loaded = c; c < end; ++c) {
     const Chunk chunk = chunk_at(plan, c);
-    const float kept = plan.kept[head * plan.tokens + chunk.at(plan)];
+    const Kept<Kd> kept(plan, chunk, head);
     for (; loaded < min(c + args.stages, end); ++loaded) load(loaded);
     await_copies(loaded - c - 1);
     __syncthreads();
     const Staged stage = stage_of(c);
+    const bool has_before = chunk.has_before(plan);
     if (chunk.begins) read_state(state, plan, plan.a.state, chunk.document, head, v);
     if constexpr (kBackward)
-      if (!chunk.begins || plan.a.state)
+      if (has_before)
         write_state<kMade>(state, plan.s + ((chunk.slot(plan) * plan.a.heads + head) * kMade * plan.V + v) * K,
                            plan.V * K);
     // Kᵀ and Qᵀ times the state.
     Panel<C> x, o;
     x.clear(), o.clear();
-    if (!chunk.begins || plan.a.state) {
+    if (has_before) {
 #pragma unroll
       for (int k = 0; k < K / 16; ++k) {
         const auto left = state.template left<kMade>(k);
@@ -312,7 +239,7 @@ __global__ void __launch_bounds__(kChainThreads) chain_kernel(ChainArgs args) {
       for (int e = 0; e < K / 8; e += kEights) {
         float sums[kEights][4] = {};
 #pragma unroll
-        for (int k = 0; k < C / 16; ++k) multiply<false, kEights>(sums, left[k], stage.k, 16 * k, 8 * e);
+        for (int k = 0; k < C / 16; ++k) multiply<false, kEights>(sums, left[k], stage.end, 16 * k, 8 * e);
         keep_and_add(state, e, kept, sums);
       }
     }
@@ -347,13 +274,13 @@ __global__ void __launch_bounds__(kChainThreads) reverse_chain_kernel(ChainArgs 
   Panel<K> dstate;
   for (int loaded = c; c >= begin; --c) {
     const Chunk chunk = chunk_at(plan, c);
-    const float kept = plan.kept[head * plan.tokens + chunk.at(plan)];
+    const Kept<Kd> kept(plan, chunk, head);
     for (; loaded > max(c - args.stages, begin - 1); --loaded) load(loaded);
     await_copies(c - loaded - 1);
     __syncthreads();
     const Staged stage = stage_of(c);
     if (chunk.ends) read_state(dstate, plan, args.after, chunk.document, head, v);
-    const bool has_after = !chunk.ends || args.after;
+    const bool has_after = chunk.has_after(plan, args.after);
     if (has_after)
       write_state<kMade>(dstate, plan.ds + ((chunk.next_slot(plan) * plan.a.heads + head) * kMade * plan.V + v) * K,
                          plan.V * K);
@@ -365,7 +292,7 @@ __global__ void __launch_bounds__(kChainThreads) reverse_chain_kernel(ChainArgs 
 #pragma unroll
       for (int k = 0; k < K / 16; ++k) {
         const auto left = dstate.template left<kMade>(k);
-        multiply<true, C / 8>(r.of, left, stage.k, 16 * k, 0);
+        multiply<true, C / 8>(r.of, left, stage.end, 16 * k, 0);
       }
     stage.scale(r, kToEnd);
     {

@@ -19,7 +19,10 @@ struct GradientArgs {
 /// more latency than two, where the registers of their sums suffice.
 template <class Kd>
 struct Warps {
-  static constexpr int kDown = Kd::C / 16, kAcross = Kd::C == 64 && (Kd::K == 64 || Kd::K == 128) ? 4 : 2,
+  static constexpr int kDown = Kd::C / 16,
+                       kAcross = Kd::kChannels                                  ? 8
+                                 : Kd::C == 64 && (Kd::K == 64 || Kd::K == 128) ? 4
+                                                                                : 2,
                        kAll = kDown * kAcross, kThreads = 32 * kAll;
 };
 
@@ -135,7 +138,7 @@ __global__ void __launch_bounds__(Gradient<Kd>::kThreads, 1) gradient_kernel(Gra
   for (int c = blockIdx.x / key_heads; c < count; c += step) {
     const Chunk chunk = chunk_at(plan, c);
     const int64_t first = chunk.at(plan);
-    const bool has_state = !chunk.begins || plan.a.state, has_after = !chunk.ends || args.after;
+    const bool has_state = chunk.has_before(plan), has_after = chunk.has_after(plan, args.after);
     const int wide = plan.V / G::Wide::kCols, phases = wide + (has_state || has_after ? plan.V / G::Narrow::kCols : 0);
     keys.template load<G::kThreads>(plan, chunk, key_head);
     {

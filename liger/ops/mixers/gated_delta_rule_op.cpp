@@ -29,6 +29,9 @@ struct GatedDeltaRule {
     LIGER_FIELDS(dq, dk, dv, dg, dbeta, dstate)
   };
 
+  /// Whether there is a gate for each channel of k.
+  static bool channels(const Inputs& in) { return in.g.dim() == 4; }
+
   static Arguments check(const char* op, const Inputs& in) {
     const Arguments arguments(op, "q", in.q);
     TORCH_CHECK(in.q.dim() == 4, op, ": q must be [rows, tokens, key heads, width], got ", in.q.sym_sizes());
@@ -37,8 +40,9 @@ struct GatedDeltaRule {
     arguments.like("k", in.k).shaped("v", in.v, {rows, tokens, heads, V}, Type::Same);
     TORCH_CHECK(in.q.sym_size(2) > 0 && heads % in.q.sym_size(2) == 0, op, ": the key heads, ", in.q.sym_size(2),
                 ", do not divide the heads, ", heads);
-    arguments.shaped("g", in.g, {rows, tokens, heads}, Type::Float)
-        .shaped("beta", in.beta, {rows, tokens, heads}, Type::Kernels)
+    if (channels(in)) arguments.shaped("g", in.g, {rows, tokens, heads, in.q.sym_size(3)}, Type::Kernels);
+    else arguments.shaped("g", in.g, {rows, tokens, heads}, Type::Float);
+    arguments.shaped("beta", in.beta, {rows, tokens, heads}, Type::Kernels)
         .shaped("starts", in.starts, {rows, tokens}, Type::Integer);
     if (!in.state) {
       TORCH_CHECK(!(in.starts && in.final_state), op, ": the number of documents is that of `state`, which is missing");
@@ -72,7 +76,7 @@ struct GatedDeltaRule {
         : q(heads(in.q)),
           k(heads(in.k)),
           v(heads(in.v)),
-          g(in.g.contiguous()),
+          g(in.g.to(at::kFloat).contiguous()),
           beta(in.beta.to(at::kFloat).contiguous()),
           starts(in.starts ? in.starts->to(at::kInt).contiguous() : Tensor()),
           state(contiguous(in.state)) {}
@@ -88,7 +92,7 @@ struct GatedDeltaRule {
       a.K = q.size(3), a.V = v.size(3), a.documents = state.defined() ? state.size(0) : a.rows;
       a.scale = float(in.scale), a.eps = float(in.eps), a.delta = in.delta, a.dtype = dtype_of(q);
       int64_t bytes = 0;
-      run(gated_delta_rule_workspace, q,
+      run(channels(in) ? channel_delta_rule_workspace : gated_delta_rule_workspace, q,
           {.like = a, .backward = std::is_same_v<Args, GatedDeltaRuleBackward>, .bytes = &bytes});
       if (bytes > 0) workspace = at::empty({bytes}, q.options().dtype(at::kByte));
       a.workspace = data<void>(workspace);
@@ -102,7 +106,7 @@ struct GatedDeltaRule {
     if (in.final_state) {
       out.last = in.state ? at::empty_like(*in.state, at::MemoryFormat::Contiguous)
                           : at::empty_symint({in.q.sym_size(0), in.v.sym_size(2), in.q.sym_size(3), in.v.sym_size(3)},
-                                             in.g.options());
+                                             in.q.options().dtype(at::kFloat));
     }
     if (in.q.is_meta()) return out;
     if (in.v.numel() == 0) {
@@ -112,7 +116,7 @@ struct GatedDeltaRule {
     Common of(in);
     auto a = of.describe<GatedDeltaRuleForward>(in);
     a.o = out.o.data_ptr(), a.final_state = data<float>(out.last);
-    run(gated_delta_rule_forward, of.q, a);
+    run(channels(in) ? channel_delta_rule_forward : gated_delta_rule_forward, of.q, a);
     return out;
   }
 
@@ -128,23 +132,24 @@ struct GatedDeltaRule {
           {s.state ? s.state->sym_size(0) : s.q.sym_size(0), s.v.sym_size(2), s.q.sym_size(3), s.v.sym_size(3)},
           Type::Float);
     const auto like = [](const Tensor& t) { return output(at::empty_symint(t.sym_sizes(), t.options())); };
-    Gradients<Tensor> d{like(s.q), like(s.k), like(s.v), like(s.g), {}, {}};
+    Gradients<Tensor> d{like(s.q), like(s.k), like(s.v), {}, {}, {}};
     if (wanted.dstate && s.state) d.dstate = like(*s.state);
     if (s.q.is_meta() || s.v.numel() == 0) {
-      d.dbeta = like(s.beta);
+      d.dg = like(s.g), d.dbeta = like(s.beta);
       if (d.dstate.defined() && !s.q.is_meta()) up.dlast ? void(d.dstate.copy_(*up.dlast)) : void(d.dstate.zero_());
       if (!s.q.is_meta()) d.dq.zero_(), d.dk.zero_();
       return d;
     }
     Common of(s);
     const Tensor dout = up.dout ? packed(*up.dout) : at::zeros_like(of.v, at::MemoryFormat::Contiguous),
-                 dlast = up.dlast && s.final_state ? up.dlast->contiguous() : Tensor(), dbeta = at::empty_like(of.beta);
+                 dlast = up.dlast && s.final_state ? up.dlast->contiguous() : Tensor(), dg = at::empty_like(of.g),
+                 dbeta = at::empty_like(of.beta);
     auto a = of.describe<GatedDeltaRuleBackward>(s);
     a.dout = data(dout), a.dfinal = data<float>(dlast);
     a.dq = d.dq.data_ptr(), a.dk = d.dk.data_ptr(), a.dv = d.dv.data_ptr();
-    a.dg = data<float>(d.dg), a.dbeta = data<float>(dbeta), a.dstate = data<float>(d.dstate);
-    run(gated_delta_rule_backward, of.q, a);
-    d.dbeta = dbeta.to(s.beta.scalar_type());
+    a.dg = data<float>(dg), a.dbeta = data<float>(dbeta), a.dstate = data<float>(d.dstate);
+    run(channels(s) ? channel_delta_rule_backward : gated_delta_rule_backward, of.q, a);
+    d.dg = dg.to(s.g.scalar_type()), d.dbeta = dbeta.to(s.beta.scalar_type());
     return d;
   }
 };

@@ -129,10 +129,19 @@ def _function(name, of):
 
 LigerCausalConv1d = _function("LigerCausalConv1d", mixer_functions.liger_causal_conv1d_fn)
 LigerChunkGatedDeltaRule = _function("LigerChunkGatedDeltaRule", mixer_functions.liger_chunk_gated_delta_rule)
+LigerChunkKimiDeltaAttention = _function(
+    "LigerChunkKimiDeltaAttention", mixer_functions.liger_chunk_kimi_delta_attention
+)
 LigerMamba2ChunkScan = _function("LigerMamba2ChunkScan", mixer_functions.liger_mamba2_chunk_scan)
 LigerMamba2Parts = _function("LigerMamba2Parts", mixer_functions.liger_mamba2_split_conv1d_scan_combined)
 
 #: The layers that liger_kernel.transformers.patching.formulas names.
 NORMS = (LigerRMSNorm, LigerFloatRMSNorm, LigerZeroCenteredRMSNorm)
 ROTARIES = (LigerRotaryEmbedding, LigerFloatRotaryEmbedding, LigerHalfTableRotaryEmbedding)
-MIXERS = (LigerCausalConv1d, LigerChunkGatedDeltaRule, LigerMamba2ChunkScan, LigerMamba2Parts)
+MIXERS = (
+    LigerCausalConv1d,
+    LigerChunkGatedDeltaRule,
+    LigerChunkKimiDeltaAttention,
+    LigerMamba2ChunkScan,
+    LigerMamba2Parts,
+)

@@ -1,5 +1,5 @@
-"""The gated delta rule, the recurrence of Qwen3-Next's, Qwen3.5's and OLMo Hybrid's linear attention, and
-its gates; formulas in liger/ops/mixers."""
+"""The gated delta rule, the recurrence of Qwen3-Next's, Qwen3.5's, OLMo Hybrid's and Kimi Linear's linear attention,
+and its gates; formulas in liger/ops/mixers."""
 
 import math
 
@@ -25,12 +25,14 @@ def liger_gated_delta_rule(
         o  = scale Sᵀ q̂
 
     with x̂ = x / √(Σ x² + eps), or x where eps is None; without delta the second line is S ← S + k̂ (beta v)ᵀ, gated
-    linear attention. It is computed in chunks of tokens; all between the inputs and
+    linear attention. With a gate for each channel of k it is Kimi delta attention (Kimi Team 2025, arXiv:2510.26692):
+    the first line is S ← diag(e^g) S. It is computed in chunks of tokens; all between the inputs and
     the results is float32, or a product of as many terms of 16 bits as come close to it.
 
     q, k [batch, tokens, key heads, K] and v [batch, tokens, heads, V] have one dtype: float32, bfloat16 or float16.
-    Head h reads key head h // (heads / key heads). g [batch, tokens, heads] is float32 and at most 0; beta [batch,
-    tokens, heads] may have any of these dtypes. On a GPU K is at most 256. scale is 1 / √K unless given.
+    Head h reads key head h // (heads / key heads). g is at most 0: [batch, tokens, heads], float32, or for each channel
+    [batch, tokens, heads, K] in any of these dtypes; beta [batch, tokens, heads] may have any of them, too. On a GPU K
+    is at most 256. scale is 1 / √K unless given.
 
     state [documents, heads, K, V], float32, is what each document begins with: 0 where it is missing. The second result
     is None without final_state.

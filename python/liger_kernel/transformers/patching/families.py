@@ -215,6 +215,7 @@ MIXERS = {
     for name, function in {
         "causal_conv1d_fn": "liger_causal_conv1d_fn",
         "torch_chunk_gated_delta_rule": "liger_chunk_gated_delta_rule",
+        "chunk_kimi_delta_attention": "liger_chunk_kimi_delta_attention",
         "mamba2_chunk_scan": "liger_mamba2_chunk_scan",
         "mamba2_split_conv1d_scan_combined": "liger_mamba2_split_conv1d_scan_combined",
     }.items()

@@ -109,6 +109,9 @@ FORMULAS = {
     "load_balancing_loss": Formula(("router.liger_load_balancing_loss_func",)),
     "causal_conv1d": Formula((f"{_MIXER}.liger_causal_conv1d_fn",), "LigerCausalConv1d"),
     "chunk_gated_delta_rule": Formula((f"{_MIXER}.liger_chunk_gated_delta_rule",), "LigerChunkGatedDeltaRule"),
+    "chunk_kimi_delta_attention": Formula(
+        (f"{_MIXER}.liger_chunk_kimi_delta_attention",), "LigerChunkKimiDeltaAttention"
+    ),
     "mamba2_scan": Formula((f"{_MIXER}.liger_mamba2_chunk_scan",), "LigerMamba2ChunkScan"),
     "mamba2_parts": Formula((f"{_MIXER}.liger_mamba2_split_conv1d_scan_combined",), "LigerMamba2Parts"),
     "relu_squared": Formula(("relu_squared.LigerReLUSquared",)),

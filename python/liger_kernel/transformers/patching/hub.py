@@ -31,7 +31,7 @@ _CLASSIC = "apply_liger_kernel_to_<family>() and use_liger_kernel=True need no `
 _WITHOUT_CONDITIONS = parse("0.17")
 _NORMS, _ROTARY = ("RMSNorm", "RMSNormZeroCentered"), "rotary_pos_emb"
 _MIXERS = (
-    *("causal_conv1d_fn", "chunk_gated_delta_rule"),
+    *("causal_conv1d_fn", "chunk_gated_delta_rule", "chunk_kda"),
     *("mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined"),
 )
 _DEVICES = ("cpu", "cuda")
@@ -58,7 +58,7 @@ def use_as_hub_kernels(
         rope: the rotary embeddings that transformers tags, and the norms of families that have a row here.
         mlp: the gated MLPs of families that have a row.
         fused_linear_cross_entropy: the loss of their causal language models, which returns no logits in training.
-        mixers: short convolutions, the gated delta rule and Mamba-2's scan of hybrid models, in any model.
+        mixers: short convolutions, delta rules and Mamba-2's scan of hybrid models, in any model.
 
     A second call changes the switches of the first. Printing the result lists, model by model, what was replaced.
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from liger_kernel.operators.causal_conv1d import ACTIVATIONS, liger_causal_conv1d
 from liger_kernel.operators.coverage import (
     CAUSAL_CONV1D_KERNELS,
+    CHANNEL_DELTA_RULE_KERNELS,
     DELTA_GATES_KERNELS,
     DELTA_RULE_KERNELS,
     DENSE,
@@ -78,6 +79,40 @@ def liger_causal_conv1d_fn(
     return starts if starts is NotImplemented else liger_causal_conv1d(x, weight, bias, activation, starts=starts)
 
 
+def _delta_rule(
+    kernels: tuple[str, ...],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    normed: bool,
+    given: dict[str, Any],
+) -> Any:
+    """The operator for gates of either kind, of which there are these kernels."""
+    if not cover(kernels, query, key, value, g, beta, initial_state):
+        return NotImplemented
+    if query.is_cuda and query.shape[-1] > 256:
+        return NotImplemented
+    starts = starts_in(given, query.shape[0], query.shape[1], continued=initial_state is not None)
+    if starts is NotImplemented:
+        return NotImplemented
+    of_query = query.dtype
+    query, key, value = _of_one_dtype(query, key, value)
+    eps = 1e-6 if normed else None
+    state = None if initial_state is None else initial_state.float()
+    whole = starts is None
+    output, last = liger_gated_delta_rule(
+        query, key, value, g, beta, state, starts=starts, eps=eps, final_state=output_final_state and whole
+    )
+    if output_final_state and not whole:
+        beta = beta.masked_fill(_before_last(starts)[..., None], 0)
+        last = liger_gated_delta_rule(query, key, value, g, beta, eps=eps, final_state=True)[1]
+    return output.to(of_query), last
+
+
 def liger_chunk_gated_delta_rule(
     query: Tensor,
     key: Tensor,
@@ -94,25 +129,25 @@ def liger_chunk_gated_delta_rule(
 
     With documents the state is that after each row's last one.
     """
-    if not cover(DELTA_RULE_KERNELS, query, key, value, g, beta, initial_state):
-        return NotImplemented
-    if query.is_cuda and query.shape[-1] > 256:
-        return NotImplemented
-    starts = starts_in(kwargs, query.shape[0], query.shape[1], continued=initial_state is not None)
-    if starts is NotImplemented:
-        return NotImplemented
-    of_query = query.dtype
-    query, key, value = _of_one_dtype(query, key, value)
-    g, eps = g.float(), 1e-6 if use_qk_l2norm_in_kernel else None
-    state = None if initial_state is None else initial_state.float()
-    whole = starts is None
-    output, last = liger_gated_delta_rule(
-        query, key, value, g, beta, state, starts=starts, eps=eps, final_state=output_final_state and whole
-    )
-    if output_final_state and not whole:
-        beta = beta.masked_fill(_before_last(starts)[..., None], 0)
-        last = liger_gated_delta_rule(query, key, value, g, beta, eps=eps, final_state=True)[1]
-    return output.to(of_query), last
+    state = initial_state, output_final_state
+    return _delta_rule(DELTA_RULE_KERNELS, query, key, value, g.float(), beta, *state, use_qk_l2norm_in_kernel, kwargs)
+
+
+def liger_chunk_kimi_delta_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """transformers' chunk_kimi_delta_attention, whose gates are of channels: as liger_chunk_gated_delta_rule."""
+    state = initial_state, output_final_state
+    return _delta_rule(CHANNEL_DELTA_RULE_KERNELS, query, key, value, g, beta, *state, use_qk_l2norm_in_kernel, kwargs)
 
 
 def liger_mamba2_chunk_scan(

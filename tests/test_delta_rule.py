@@ -1,0 +1,126 @@
+"""What the delta rule promises beside the numbers of its cases (tests/cases/gated_delta_rule.py and
+channel_delta_rule.py), with a gate for each head and for each channel of the keys."""
+
+import pytest
+import torch
+from cases.channel_delta_rule import reference as channel_reference
+from cases.gated_delta_rule import reference as head_reference
+from liger_kernel.transformers.functional import liger_gated_delta_rule
+
+LENGTHS = (5, 1, 1, 40, 70)
+NAMES = ("q", "k", "v", "g", "beta", "state")
+both = pytest.mark.parametrize("channels", [False, True], ids=["heads", "channels"])
+
+
+def inputs(device, channels, tokens=sum(LENGTHS), documents=len(LENGTHS), K=16, V=24, dtype=torch.float32):
+    """Two heads of one key head; every fifth token decays hardly at all."""
+    of_gates = (1, tokens, 2, K) if channels else (1, tokens, 2)
+    q, k, v = torch.randn(1, tokens, 1, K), torch.randn(1, tokens, 1, K), torch.randn(1, tokens, 2, V)
+    g, beta = -torch.rand(of_gates), torch.rand(1, tokens, 2)
+    g[:, ::5] *= 1e-3
+    state = torch.randn(documents, 2, K, V)
+    return [
+        t.to(device, d) for t, d in zip((q, k, v, g, beta, state), (dtype,) * 3 + (torch.float32, dtype, torch.float32))
+    ]
+
+
+def starts(device, lengths=LENGTHS):
+    return torch.tensor([0, *lengths[:-1]]).cumsum(0).repeat_interleave(torch.tensor(lengths))[None].int().to(device)
+
+
+def with_gradients(tensors, upstreams, **more):
+    """The results and the gradients of what is given."""
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    results = liger_gated_delta_rule(*leaves, **more, final_state=True)
+    return [*results, *torch.autograd.grad(results, leaves, upstreams)]
+
+
+@both
+def test_documents_as_alone(channels, device):
+    """The same bits of results and gradients, wherever a document lies."""
+    given = inputs(device, channels)
+    o, last = torch.randn(1, sum(LENGTHS), 2, 24, device=device), torch.randn_like(given[5])
+    packed = with_gradients(given, (o, last), starts=starts(device))
+    at = 0
+    for i, length in enumerate(LENGTHS):
+        mine, of_state = slice(at, at + length), slice(i, i + 1)
+        alone = with_gradients([*(t[:, mine] for t in given[:5]), given[5][of_state]], (o[:, mine], last[of_state]))
+        for name, a, b in zip(("o", "last", *NAMES), packed, alone, strict=True):
+            a = a[of_state] if name in ("last", "state") else a[:, mine]
+            assert torch.equal(a, b), (name, length)
+        at += length
+
+
+@both
+def test_documents_beyond_the_states(channels, device):
+    """They begin with nothing, and change nothing of the others."""
+    given = inputs(device, channels)
+    o, last = torch.randn(1, sum(LENGTHS), 2, 24, device=device), torch.randn_like(given[5])
+    few = [*given[:5], given[5][:2]]
+    found = with_gradients(few, (o, last[:2]), starts=starts(device))
+    state = given[5].clone()
+    state[2:], last[2:] = 0, 0
+    expected = with_gradients([*given[:5], state], (o, last), starts=starts(device))
+    at = torch.tensor(LENGTHS).cumsum(0)[1:-1]  # where documents begin that have no state
+    for name, a, b in zip(("o", "last", *NAMES), found, expected, strict=True):
+        b = b[:2] if name in ("last", "state") else b.clone()
+        if name == "g":  # decays nothing
+            assert not a[:, at].any()
+            b[:, at] = 0
+        torch.testing.assert_close(a, b, rtol=2**-20, atol=2**-20)
+
+
+@both
+def test_halves(channels, device):
+    """A state that is handed on, with its gradient, makes two halves what the whole is: to a few units, for chunks lie
+    otherwise."""
+    given = inputs(device, channels, tokens=75, documents=1)
+    whole, halves = ([t.detach().clone().requires_grad_() for t in given] for _ in range(2))
+    expected = liger_gated_delta_rule(*whole, final_state=True)
+    first, middle = liger_gated_delta_rule(*(t[:, :43] for t in halves[:5]), halves[5], final_state=True)
+    second, last = liger_gated_delta_rule(*(t[:, 43:] for t in halves[:5]), middle, final_state=True)
+    found = torch.cat([first, second], 1), last
+    upstreams = [torch.randn_like(t) for t in expected]
+    theirs, ours = torch.autograd.grad(expected, whole, upstreams), torch.autograd.grad(found, halves, upstreams)
+    for name, a, b in zip(("o", "last", *NAMES), (*found, *ours), (*expected, *theirs), strict=True):
+        assert (a - b).norm() <= 2**-18 * b.norm(), name
+
+
+@both
+@pytest.mark.parametrize("K,V", [(16, 16), (64, 64), (96, 192), (128, 128), (192, 96), (256, 256)])
+def test_widths(K, V, channels, device):
+    """Against float64, token by token: of results that sum up to 75 tokens in float, 2^-18; a gate's gradient is a
+    difference of such sums."""
+    given = inputs(device, channels, tokens=75, documents=1, K=K, V=V)
+    exact = [t.double().requires_grad_() for t in given]
+    upstreams = torch.randn(1, 75, 2, V, device=device), torch.randn_like(given[5])
+    found = with_gradients(given, upstreams)
+    reference = channel_reference if channels else head_reference
+    results = reference(*exact, None)
+    expected = [*results, *torch.autograd.grad(results, exact, [u.double() for u in upstreams])]
+    for name, a, b in zip(("o", "last", *NAMES), found, expected, strict=True):
+        assert (a - b).norm() <= 2 ** (-16 if name == "g" else -18) * b.norm(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gates_of_16_bits(dtype, device):
+    """Gates of channels may have 16 bits: the same results, and a gradient that is rounded once."""
+    given = inputs(device, True, dtype=dtype)
+    given[3] = given[3].to(dtype)
+    wide = [t.float() if i == 3 else t for i, t in enumerate(given)]
+    upstreams = torch.randn(1, sum(LENGTHS), 2, 24, device=device).to(dtype), torch.randn_like(given[5])
+    found, expected = (with_gradients(tensors, upstreams, starts=starts(device)) for tensors in (given, wide))
+    for name, a, b in zip(("o", "last", *NAMES), found, expected, strict=True):
+        assert torch.equal(a, b.to(dtype) if name == "g" else b), name
+
+
+def test_nan_stays_in_its_document(device):
+    given = inputs(device, True)
+    given[3][:, 8] = torch.nan
+    o, last = torch.randn(1, sum(LENGTHS), 2, 24, device=device), torch.randn_like(given[5])
+    found = with_gradients(given, (o, last), starts=starts(device))
+    at = sum(LENGTHS[:3])
+    for name, t in zip(("o", "last", *NAMES), found, strict=True):
+        others = t[[0, 1, 2, 4]] if name in ("last", "state") else torch.cat([t[:, :at], t[:, at + LENGTHS[3] :]], 1)
+        assert others.isfinite().all(), name
+    assert found[0][:, at + 5].isnan().any()
