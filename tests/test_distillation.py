@@ -315,7 +315,7 @@ def test_fused_linear_jsd(device, dtype, beta, labelled):
 def test_rows_that_one_multiprocessor_a_block_keeps(kind, beta, temperature):
     """Two rows of float logits of a usual vocabulary are more than clusters of small blocks have room for. An
     logarithm of a probability is off by some roundings of 2^-24 of numbers up to 2^4. The gradient of the student's
-    input is a GEMM's sum of 70,000 terms in float, off by up to 2^10 roundings. Twice the same bits."""
+    input is a GEMM's sum of 70,000 terms in float, off by up to 2^11 roundings. Twice the same bits."""
     device, vocabulary = "cuda" if torch.cuda.is_available() else "cpu", 70_000
     torch.manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, device=device)
@@ -330,7 +330,7 @@ def test_rows_that_one_multiprocessor_a_block_keeps(kind, beta, temperature):
         found.append([loss, *(t.grad for t in tensors[:3])])
     for i, (expected, ours, again) in enumerate(zip(*found, strict=True)):
         assert torch.equal(ours, again)
-        assert (ours - expected).abs().max() <= 2.0 ** (-14 if i == 1 else -19) * expected.abs().max()
+        assert (ours - expected).abs().max() <= 2.0 ** (-13 if i == 1 else -19) * expected.abs().max()
 
 
 def test_fused_linear_jsd_contract():
