@@ -312,10 +312,12 @@ def test_fused_linear_jsd(device, dtype, beta, labelled):
 
 @pytest.mark.parametrize("temperature", [1.0, 1.7])
 @pytest.mark.parametrize("kind, beta", [("jsd", 0.0), ("jsd", 1.0), ("jsd", 0.3), ("tvd", 0.5), ("cosine", 0.5)])
-def test_rows_that_one_multiprocessor_a_block_keeps(kind, beta, temperature):
-    """Two rows of float logits of a usual vocabulary are more than clusters of small blocks have room for. An
-    logarithm of a probability is off by some roundings of 2^-24 of numbers up to 2^4. The gradient of the student's
-    input is a GEMM's sum of 70,000 terms in float, off by up to 2^11 roundings. Twice the same bits."""
+def test_rows_that_shared_memory_cannot_keep(kind, beta, temperature):
+    """Two rows of float logits of a usual vocabulary are more than a cluster has room for.
+
+    A logarithm of a probability is off by some roundings of 2^-24 of numbers up to 2^4. The gradient of the student's
+    input is a GEMM's sum of 70,000 terms in float, off by up to 2^11 roundings. Twice the same bits.
+    """
     device, vocabulary = "cuda" if torch.cuda.is_available() else "cpu", 70_000
     torch.manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, device=device)

@@ -20,6 +20,7 @@ from liger_kernel._memory.measure import _Call
 from liger_kernel._memory.plan import bytes_of
 from liger_kernel.transformers import _apply_liger_kernel_to_instance
 from test_recompute import Storages, same, step
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import DynamicCache, Trainer, TrainingArguments
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
@@ -413,6 +414,7 @@ def test_a_share_of_the_memory_is_a_budget(budget, patched):
 
 def _sharded(model, by):
     """The model under FSDP2, as accelerate makes it for Trainer, or by hand."""
+    mesh = init_device_mesh(DEVICE, (2,), mesh_dim_names=("ranks",))  # by default one of GPUs, where there is one
     if by == "accelerate":
         from accelerate.utils import FullyShardedDataParallelPlugin
         from accelerate.utils.fsdp_utils import fsdp2_prepare_model
@@ -423,14 +425,15 @@ def _sharded(model, by):
         )  # fmt: skip
         accelerator = types.SimpleNamespace(
             state=types.SimpleNamespace(fsdp_plugin=plugin), mixed_precision="no", device=torch.device(DEVICE),
-            is_main_process=True, torch_device_mesh=None,
+            is_main_process=True, torch_device_mesh=mesh,
+            parallelism_config=types.SimpleNamespace(fsdp_dim_names=["ranks"]),
         )  # fmt: skip
         return fsdp2_prepare_model(accelerator, model)
     from torch.distributed.fsdp import fully_shard
 
     for layer in model.model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def _trained(model, lengths, accumulate):

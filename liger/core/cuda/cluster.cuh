@@ -43,15 +43,14 @@ struct RowSet {
 };
 
 /// A cluster of blocks on each row. A block has its part of it in shared memory for further passes, where that fits;
-/// where not, it loads again. kWide: one block has what kBlocks otherwise have, all of a multiprocessor, and keeps rows
-/// that are three times as long; nothing then loads while it reduces or stores.
-template <class T, int kMatrices = 1, bool kWide = false>
+/// where not, it loads again.
+template <class T, int kMatrices = 1>
 struct Clusters {
+  static constexpr int kThreads = 256;
   /// Blocks of a multiprocessor: one loads while another reduces and a third stores; and where nothing is stored.
-  static constexpr int kBlocks = kWide ? 1 : 3, kBlocksReading = kWide ? 1 : 5;
-  static constexpr int kThreads = kWide ? 768 : 256;
+  static constexpr int kBlocks = 3, kBlocksReading = 5;
   /// Of a row, that a block keeps: 2^15 elements of 16 bits, at any alignment.
-  static constexpr int kKeptBytes = (kWide ? 3 : 1) * 66 * 1024;
+  static constexpr int kKeptBytes = 66 * 1024;
   /// Of shared memory, of a block: so much, three times, leaves 60 KiB to L1; more, 28.
   static constexpr int kNearBytes = 196 * 1024 / 3 / 128 * 128 - 1024;
   static constexpr int kMost = 8;       // blocks on a row
@@ -71,8 +70,6 @@ struct Clusters {
     int64_t most = has_clusters() ? kMost : 1;
     if (!keep) most = std::min(most, ceil_div(kEnough, std::max<int64_t>(1, rows)));
     blocks = int(std::clamp<int64_t>(ceil_div(packs * kMatrices * 16, kKeptBytes), 1, most));
-    // Clusters of so many fill a group of 16 multiprocessors, in which a cluster has to be.
-    while (kWide && (blocks & (blocks - 1)) != 0) ++blocks;
     packs_per_block = int(ceil_div(packs, blocks * kLine) * kLine);
     kept = keep && packs_per_block * kMatrices * 16 <= std::min(kKeptBytes, shared_bytes_of_block());
   }

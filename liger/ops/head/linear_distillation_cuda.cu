@@ -33,9 +33,9 @@ struct LogSoftmax {
 };
 
 /// A row of the student's and the teacher's logits. kPlain: z is what the GEMM gave, and the temperature is 1.
-template <class T, class Formula, bool kPlain, bool kWide>
+template <class T, class Formula, bool kPlain>
 struct Logits {
-  using KeptRows = Clusters<T, 2, kWide>;
+  using KeptRows = Clusters<T, 2>;
   using Softmax = OnlineSoftmax<T>;
   using M = Math<T>;
   static constexpr int kWidth = Row<T>::kWidth, kSums = Formula::kSums;
@@ -151,11 +151,11 @@ struct Logits {
 
 /// A cluster of blocks on a row of both matrices. Three passes over it: the softmaxes, the sums over classes, the
 /// gradient; the second and the third read what the block has kept in shared memory.
-template <class T, class Formula, bool kPlain, bool kWide>
-__global__ void __launch_bounds__((Clusters<T, 2, kWide>::kThreads), (Clusters<T, 2, kWide>::kBlocks))
-    rows_kernel(LinearDistillation a, Clusters<T, 2, kWide> rows) {
+template <class T, class Formula, bool kPlain>
+__global__ void __launch_bounds__((Clusters<T, 2>::kThreads), (Clusters<T, 2>::kBlocks))
+    rows_kernel(LinearDistillation a, Clusters<T, 2> rows) {
   await_previous();
-  using Logits = linear_distillation::Logits<T, Formula, kPlain, kWide>;
+  using Logits = linear_distillation::Logits<T, Formula, kPlain>;
   using Softmax = typename Logits::Softmax;
   using M = Math<T>;
   Logits row(a, rows);
@@ -168,8 +168,8 @@ __global__ void __launch_bounds__((Clusters<T, 2, kWide>::kThreads), (Clusters<T
     row.put(0, 0, 0);
     return copies_done();
   }
-  typename Logits::KeptRows::template Reduce<Softmaxes<Softmax>> reduce_softmaxes;
-  typename Logits::KeptRows::template Reduce<typename Logits::Sums> reduce_sums;
+  typename Clusters<T, 2>::template Reduce<Softmaxes<Softmax>> reduce_softmaxes;
+  typename Clusters<T, 2>::template Reduce<typename Logits::Sums> reduce_sums;
 
   auto softmaxes = row.softmaxes();
   const Row<T>& x = row.x();
@@ -200,17 +200,8 @@ LIGER_REGISTER(linear_distillation_rows, [](const LinearDistillation& a, Stream 
   const bool plain = is_plain(a.x_map) && is_plain(a.y_map) && a.inverse_temperature == 1;
   dispatch(a.dtype, [&]<class T>() {
     dispatch_distillation(a.kind, [&]<class Formula>() {
-      const bool aligned = aligned16({a.x, a.y}) && a.cols % Row<T>::kWidth == 0;
-      const auto run = [&]<bool kWide>(const Clusters<T, 2, kWide>& rows) {
-        launch(plain ? rows_kernel<T, Formula, true, kWide> : rows_kernel<T, Formula, false, kWide>, rows.grid(), s, a,
-               rows);
-      };
-      const Clusters<T, 2> rows(a.rows, a.cols, aligned);
-      // Floats of usual vocabularies: three passes over them from memory are more than the overlap of blocks is worth.
-      if constexpr (sizeof(T) == 4)
-        if (const Clusters<T, 2, true> wide(a.rows, a.cols, aligned); has_clusters() && !rows.kept && wide.kept)
-          return run(wide);
-      run(rows);
+      const Clusters<T, 2> rows(a.rows, a.cols, aligned16({a.x, a.y}) && a.cols % Row<T>::kWidth == 0);
+      launch(plain ? rows_kernel<T, Formula, true> : rows_kernel<T, Formula, false>, rows.grid(), s, a, rows);
     });
   });
 });
