@@ -78,6 +78,7 @@ TABLES = (
     Table("performance.md", "newer", "experts-h100.json", lambda r: table(parted(cases(r["rows"]))[0], True)),
     Table("performance.md", "topk", "topk-h100.json", of_all),
     Table("performance.md", "few_classes", "topk-tools-h100.json", of_all),
+    Table("performance.md", "qk", "qk-h200.json", of_all),
     Table("performance.md", "mixers", "mixers-h100.json", of_all),
     Table("performance.md", "replacements", "replacements-h100.json", replacements),
     Table("performance.md", "h200_research", "h200.json", of_research),

@@ -36,7 +36,8 @@ EXPERTS = (
 )
 FEW_CLASSES = "class_logits,linear_multi_head,linear_topk_divergence"
 MIXERS = "causal_conv1d,gated_delta_rule,channel_delta_rule,delta_gates"
-APART = {*EXPERTS.split(","), *FEW_CLASSES.split(","), *MIXERS.split(",")} - {"fused_experts"}
+QK = "qk_norm_rope"
+APART = {QK, *EXPERTS.split(","), *FEW_CLASSES.split(","), *MIXERS.split(",")} - {"fused_experts"}
 OTHERS = "{others}"  # the operators that are not in APART; on a CPU all
 
 
@@ -133,6 +134,7 @@ RUNS = {
     "topk": Run("topk-{card}.json", BENCH, ("--op linear_topk_divergence --rivals trl {trl}",), 30, needs=("trl",)),
     "topk-tools": Run("topk-tools-{card}.json", BENCH, (f"--op {FEW_CLASSES} {{verl}} {{veomni}}",), 40,
         f"{TINY_BENCH} class_logits --shape 33,16,101"),
+    "qk": Run("qk-{card}.json", BENCH, (f"--op {QK}",), 30, f"{TINY_BENCH} {QK} --shape 1,2,3,64"),
     "mixers": Run("mixers-{card}.json", BENCH, (f"--op {MIXERS}",), 30, f"{TINY_BENCH} causal_conv1d --shape 2,8,21"),
     "replacements": Run("replacements-{card}.json", "benchmarks/replacements.py", ("{trl}",), 20, needs=("trl",)),
     "eight-bit": Run("eight-bit-{card}.json", "benchmarks/eight_bit.py", (

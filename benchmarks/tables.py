@@ -311,10 +311,10 @@ def over_ranks(report):
     for row in report["rows"]:
         job, found = row["job"], row["result"]
         alone = found["profile"]["ms"]["communication alone"] / found["profile"]["step"]
+        layers = f"{job['layers']}{'' if job['no_checkpointing'] else ', checkpointed'}"
         lines.append(
-            [job["layers"], f"{job['tokens']:,}", job["routing"], names[job["arm"]],
-             f"{found['tokens_per_second']:,.0f}", f"{found['model_tflops']:.0f}", f"{found['peak_gb']:.1f} GB",
-             f"{alone:.0%} of the step"]
+            [layers, f"{job['tokens']:,}", job["routing"], names[job["arm"]], f"{found['tokens_per_second']:,.0f}",
+             f"{found['model_tflops']:.0f}", f"{found['peak_gb']:.1f} GB", f"{alone:.0%} of the step"]
         )  # fmt: skip
     return tabulate(lines, head, tablefmt="github", disable_numparse=True)
 
