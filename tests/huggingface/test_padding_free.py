@@ -73,8 +73,8 @@ def test_sequences_do_not_see_one_another(family):
 
 
 def keeps_attention(report):
-    """Whether of attention only the projections of its input are computed otherwise."""
-    return all(r.by == "qkv" for r in report.replaced if "Attention" in r.name)
+    """Whether of attention only the projections of its input, and norms with the rotation, are computed otherwise."""
+    return all(r.by in ("qkv", "qk_norm_rope") for r in report.replaced if "Attention" in r.name)
 
 
 def assert_as_exact(model, exact, inputs):

@@ -62,10 +62,15 @@ LIGER_REGISTER(gated_delta_rule_backward, [](const GatedDeltaRuleBackward& a, St
     chain<Stage<Kd, false>>(chain_kernel<Kd, true>, {.plan = plan}, s);
     chain<Stage<Kd, true>>(reverse_chain_kernel<Kd>,
                            {.plan = plan, .out = a.dv, .dout = a.dout, .last = a.dstate, .after = a.dfinal}, s);
-    const int stages = Gradient<Kd>::bytes(2) <= shared_bytes_of_block() ? 2 : 1;
-    launch(gradient_kernel<Kd>,
-           {chunk_blocks(plan, plan.a.key_heads), dim3(Gradient<Kd>::kThreads), Gradient<Kd>::bytes(stages)}, s,
-           GradientArgs{plan, a.dout, a.dq, a.dk, a.dg, a.dbeta, a.dfinal != nullptr, stages});
+    const auto gradients = [&]<bool kRoom>(std::bool_constant<kRoom>) {
+      using G = Gradient<Kd, kRoom>;
+      const int stages = G::bytes(2) <= shared_bytes_of_block() ? 2 : 1;
+      launch(gradient_kernel<Kd, kRoom>, {chunk_blocks(plan, plan.a.key_heads), dim3(G::kThreads), G::bytes(stages)}, s,
+             GradientArgs{plan, a.dout, a.dq, a.dk, a.dg, a.dbeta, a.dfinal != nullptr, stages});
+    };
+    if (kMayBeWide<Kd> && Gradient<Kd, kMayBeWide<Kd>>::bytes(1) <= shared_bytes_of_block())
+      gradients(std::bool_constant<kMayBeWide<Kd>>());
+    else gradients(std::false_type());
   });
 });
 

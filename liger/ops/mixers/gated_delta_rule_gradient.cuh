@@ -26,11 +26,14 @@ struct Warps {
                        kAll = kDown * kAcross, kThreads = 32 * kAll;
 };
 
+/// Whether slices may have twice as many columns; GPUs without the shared memory for them take the others.
+template <class Kd>
+constexpr bool kMayBeWide = !Kd::kFloat && Kd::K <= 128;
+
 /// Columns of v of a chunk's dO, D and R, and with kStates of the states before and after it.
-template <class Kd, bool kStates>
+template <class Kd, bool kStates, bool kRoom = kMayBeWide<Kd>>
 struct Slice {
   static constexpr int C = Kd::C, kThreads = Warps<Kd>::kThreads;
-  static constexpr bool kRoom = !Kd::kFloat && Kd::K <= 128;  // for slices of twice as many columns
   static constexpr int kCols = (kStates ? 16 : 32) * (kRoom ? 2 : 1);
   using Raw = Tile<Kd::kRaw, C, kCols>;
   using Made = Tile<Kd::kMade, C, kCols>;
@@ -78,11 +81,11 @@ struct Slice {
   }
 };
 
-template <class Kd>
+template <class Kd, bool kRoom>
 struct Gradient {
   static constexpr int C = Kd::C, kThreads = Warps<Kd>::kThreads;
-  using Wide = Slice<Kd, false>;
-  using Narrow = Slice<Kd, true>;
+  using Wide = Slice<Kd, false, kRoom>;
+  using Narrow = Slice<Kd, true, kRoom>;
   using Matrix = Tile<Kd::kMade, C, C>;
   static constexpr int kRow = C + 1;
   static constexpr int kStage = Wide::kBytes > Narrow::kBytes ? Wide::kBytes : Narrow::kBytes;
@@ -113,10 +116,10 @@ struct RowSums {
 /// dQ, dK, dg and dβ of the chunks of a key head: one block for each chunk, and some warps for 16 of its tokens, each
 /// with a part of the columns; the heads of the key head one after the other. Slices of v come while the one before is
 /// used. The limit is latency: there are 8 or 16 warps on a multiprocessor.
-template <class Kd>
-__global__ void __launch_bounds__(Gradient<Kd>::kThreads, 1) gradient_kernel(GradientArgs args) {
+template <class Kd, bool kRoom>
+__global__ void __launch_bounds__(Gradient<Kd, kRoom>::kThreads, 1) gradient_kernel(GradientArgs args) {
   await_previous();
-  using G = Gradient<Kd>;
+  using G = Gradient<Kd, kRoom>;
   using T = typename Kd::Number;
   using W = Warps<Kd>;
   constexpr int C = Kd::C, K = Kd::K, kMade = Kd::kMade, kRaw = Kd::kRaw;
