@@ -12,6 +12,7 @@ from cases.gated_delta_rule import reference as delta_rule
 from conftest import assert_close
 from liger_kernel.transformers.patching import mixer_functions, mixers
 from liger_kernel.transformers.patching.formulas import as_written
+from liger_kernel.transformers.patching.mixer_functions import widest
 from shrink import FIELDS, shrunk
 from test_mixers import (
     DELTA,
@@ -126,3 +127,33 @@ def test_glm5_next(monkeypatch):
     assert_close(packed, alone)
     expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     assert_gradients({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, expected)
+
+
+@pytest.mark.parametrize(
+    ("shared", "of_heads", "of_channels"),
+    [
+        (227, (256, 256, 256), (256, 256, 256)),
+        (163, (256, 128, 128), (256, 256, 256)),
+        (99, (128, 64, 128), (64, 64, 128)),
+    ],
+)
+def test_how_wide_keys_may_be(shared, of_heads, of_channels):
+    """As docs/hybrids.md says: what kernels that are emulated for sm_90, sm_80 and sm_89 could allocate."""
+    for dtype, heads, channels in zip(
+        (torch.bfloat16, torch.float16, torch.float32), of_heads, of_channels, strict=True
+    ):
+        assert widest(dtype, False, shared << 10) == heads
+        assert widest(dtype, True, shared << 10) == channels
+
+
+def test_keys_that_find_no_room_run_the_original(monkeypatch):
+    """As on a GPU with less shared memory."""
+    monkeypatch.setattr(mixer_functions, "widest", lambda *_: 16)
+    monkeypatch.setattr(mixer_functions, "shared_bytes", lambda _: 0)
+
+    class OnGpu(torch.Tensor):
+        is_cuda = property(lambda self: True)
+
+    x = torch.randn(2, 4).as_subclass(OnGpu)
+    assert mixer_functions._finds_room(16, False, x) and not mixer_functions._finds_room(17, False, x)
+    assert mixer_functions._finds_room(17, False, torch.randn(2))

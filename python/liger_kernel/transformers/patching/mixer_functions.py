@@ -6,8 +6,10 @@ versions of transformers hold them. They take the keyword arguments that the mod
 (`starts_in`), and return NotImplemented for what the operators do not take: then the original runs.
 """
 
+import functools
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from liger_kernel.operators.causal_conv1d import ACTIVATIONS, liger_causal_conv1d
@@ -57,6 +59,29 @@ def cover(kernels: tuple[str, ...], *tensors: Tensor | None) -> bool:
     return kernels_cover(given[0], kernels) and all(type(t) in DENSE and kernels_cover(t) for t in given)
 
 
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """The shared memory that a block may have on a GPU."""
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
+
+
+def widest(dtype: torch.dtype, of_channels: bool, shared: int) -> int:
+    """The most columns of a key for which the delta rule's kernels find room in so many bytes of shared memory, with
+    gates of channels or of heads: those of an H100 (227 KB), an A100 (163 KB), or others (99 KB)."""
+    if shared >= 227 << 10 or (shared >= 163 << 10 and (of_channels or dtype is torch.bfloat16)):
+        return 256
+    if shared >= 163 << 10:
+        return 128
+    return (128 if dtype is torch.float32 else 64) if of_channels else (64 if dtype is torch.float16 else 128)
+
+
+def _finds_room(width: int, of_channels: bool, *tensors: Tensor) -> bool:
+    """Whether the delta rule runs with keys of this width on the device of the tensors, which get one dtype."""
+    first = tensors[0]
+    dtype = first.dtype if all(t.dtype is first.dtype for t in tensors) else torch.float32
+    return not first.is_cuda or width <= widest(dtype, of_channels, shared_bytes(first.device))
+
+
 def _before_last(starts: Tensor) -> Tensor:
     """The tokens before a row's last document. How many documents there are is known on the device alone: the state
     after a row is that of a second run, in which these tokens leave a state of 0."""
@@ -94,7 +119,7 @@ def _delta_rule(
     """The operator for gates of either kind, of which there are these kernels."""
     if not cover(kernels, query, key, value, g, beta, initial_state):
         return NotImplemented
-    if query.is_cuda and query.shape[-1] > 256:
+    if not _finds_room(query.shape[-1], g.dim() == 4, query, key, value):
         return NotImplemented
     starts = starts_in(given, query.shape[0], query.shape[1], continued=initial_state is not None)
     if starts is NotImplemented:
@@ -169,7 +194,7 @@ def liger_mamba2_chunk_scan(
     take. States are those of liger_chunk_gated_delta_rule, transposed."""
     if not cover(_SCAN_KERNELS, hidden_states, dt, A, B, C, D, dt_bias, initial_states):
         return NotImplemented
-    if hidden_states.is_cuda and B.shape[-1] > 256:
+    if not _finds_room(B.shape[-1], False, hidden_states, B, C):
         return NotImplemented
     starts = starts_in(kwargs, hidden_states.shape[0], hidden_states.shape[1], continued=initial_states is not None)
     if starts is NotImplemented:
