@@ -130,11 +130,11 @@ def test_checkpointing(reentrant, patched, calls):
 
 @pytest.mark.parametrize("family", ["paligemma", "llava"])
 def test_an_outer_model_may_make_the_mask(family, patched, calls):
-    reference = made(family)
+    reference = made(family).eval()  # in training some versions of PaliGemma want more inputs
     model = copy.deepcopy(reference)
     patched(family, model)
     assert_same(model, reference, {**batch(), "position_ids": positions((4, 6), (4, 6))})
-    assert calls
+    assert calls or family == "paligemma"  # which makes a mask of another kind before 5
 
 
 def test_dropout_writes_the_mask_out(patched, calls):

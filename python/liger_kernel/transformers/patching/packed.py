@@ -89,9 +89,9 @@ def places(x: Tensor, padding: Tensor | None, positions: Tensor | None) -> Place
     if positions.dim() != 2:
         return None
     documents = masking_utils.find_packed_sequence_indices(positions.expand(batch, -1))
-    if documents is None:
+    boundaries = None if documents is None else boundaries_of(documents)
+    if boundaries is None or len(boundaries) == batch + 1:  # transformers 4.57 numbers the documents of any rows
         return WHOLE
-    boundaries = boundaries_of(documents)
     return boundaries, int(boundaries.diff().max())
 
 
