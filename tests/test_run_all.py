@@ -102,7 +102,8 @@ def test_every_operator_is_in_a_run():
     from loss_cases import LOSSES
 
     timed = {name for name, case in (all_cases() | LOSSES).items() if case.bench}
-    listed = {*run_all.EXPERTS.split(","), *run_all.FEW_CLASSES.split(","), *run_all.MIXERS.split(",")}
+    groups = run_all.EXPERTS, run_all.FEW_CLASSES, run_all.MIXERS, run_all.QK
+    listed = {name for group in groups for name in group.split(",")}
     assert listed | {*run_all.others("cuda").split(",")} == timed and run_all.APART <= timed
     assert {*run_all.others("cpu").split(",")} == timed
 
