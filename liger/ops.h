@@ -505,7 +505,7 @@ std::tuple<at::Tensor, at::Tensor> delta_gates(const at::Tensor& a, const at::Te
 ///   S ← S + k̂ (beta (v − Sᵀ k̂))ᵀ
 ///   o  = scale Sᵀ q̂
 /// q and k [rows, tokens, key_heads, K], v [rows, tokens, heads, V], g and beta [rows, tokens, heads]; g is float and
-/// at most 0. With g [rows, tokens, heads, K], of any floating dtype, each row of S has a decay of its own, as in Kimi
+/// at most 0. With g [rows, tokens, heads, K], of any floating dtype, each row of S has its own decay, as in Kimi
 /// delta attention (Kimi Team 2025, arXiv:2510.26692):
 ///   S ← diag(eᵍ) S
 /// Head h reads key head h / (heads / key_heads). x̂ = x / √(Σ x² + eps), or x where eps < 0; scale is 1/√K
