@@ -4,7 +4,7 @@ import torch
 from liger_kernel.transformers.functional import liger_gated_delta_rule
 
 from cases import Case
-from cases.gated_delta_rule import begins, op, rivals_of, schema
+from cases.gated_delta_rule import by_document, op, rivals_of, schema
 from cases.gated_delta_rule import make as make_with_gates_of_heads
 
 
@@ -25,31 +25,13 @@ def make(shape, options):
 def reference(q, k, v, g, beta, state, starts, eps=1e-6, delta=True, **_):
     """In float64 token by token, as Hugging Face's recurrent_kimi_delta_attention; else in chunks of 64 tokens, as its
     chunk_kimi_delta_attention, whose errors are what one may make."""
-    dtype = torch.promote_types(v.dtype, torch.float32)
-    rows, tokens, heads, V = v.shape
-    K, of_dtype, of_state = q.shape[-1], v.dtype, dtype if state is None else state.dtype
+    dtype, of_dtype = torch.promote_types(v.dtype, torch.float32), v.dtype
     q, k, v, g, beta = (t.to(dtype) for t in (q, k, v, g, beta))
     g = g.clamp_min(-1000)  # whose exponential is 0: differences of sums of -inf are no numbers
     if eps is not None:
         q, k = (x / ((x * x).sum(-1, keepdim=True) + eps).sqrt() for x in (q, k))
-    q, k = (x.repeat_interleave(heads // x.shape[2], 2) for x in (q, k))
-    # [rows, heads, tokens, ...]
-    q, k, v, g, beta = (t.transpose(1, 2) for t in (q * K**-0.5, k, v, g, beta))
-    new = begins(starts).tolist() if starts is not None else [[t == 0 for t in range(tokens)]] * rows
     along = _recurrence if dtype == torch.float64 else _chunks
-    outs, lasts = [], []
-    for row in range(rows):
-        edges = [t for t in range(tokens) if new[row][t]] + [tokens]
-        of_row = []
-        for first, end in zip(edges, edges[1:]):
-            has_state = state is not None and len(lasts) < len(state)
-            S = state[len(lasts)].to(dtype) if has_state else v.new_zeros(heads, K, V)
-            o, S = along(*(t[row, :, first:end] for t in (q, k, v, g, beta)), S, delta)
-            of_row.append(o)
-            lasts.append(S)
-        outs.append(torch.cat(of_row, 1))
-    o = torch.stack(outs).transpose(1, 2).to(of_dtype)
-    return o if state is None else (o, torch.stack(lasts[: len(state)]).to(of_state))
+    return by_document(q, k, v, g, beta, state, starts, along, delta, of_dtype)
 
 
 def _recurrence(q, k, v, g, beta, S, delta):

@@ -41,33 +41,39 @@ def op(q, k, v, g, beta, state, starts, eps=1e-6, delta=True, **_):
     return o if last is None else (o, last)
 
 
-def reference(q, k, v, g, beta, state, starts, eps=1e-6, delta=True, **_):
-    """In float64 token by token, as Hugging Face's torch_recurrent_gated_delta_rule; else in chunks of 64 tokens, as
-    its torch_chunk_gated_delta_rule, whose errors are what one may make."""
-    dtype = torch.promote_types(v.dtype, torch.float32)
+def by_document(q, k, v, g, beta, state, starts, along, delta, of_dtype):
+    """The results, in `of_dtype`, and the states of `along`, which runs over one document: it gives (o, S) of q, k, v,
+    g and beta [heads, tokens, ...] and of the state before them."""
     rows, tokens, heads, V = v.shape
-    K, of_dtype, of_state = q.shape[-1], v.dtype, dtype if state is None else state.dtype
-    q, k, v, g, beta = (t.to(dtype) for t in (q, k, v, g, beta))
-    if eps is not None:
-        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps) for x in (q, k))
+    K = q.shape[-1]
     q, k = (x.repeat_interleave(heads // x.shape[2], 2) for x in (q, k))
     # [rows, heads, tokens, ...]
     q, k, v, g, beta = (t.transpose(1, 2) for t in (q * K**-0.5, k, v, g, beta))
     new = begins(starts).tolist() if starts is not None else [[t == 0 for t in range(tokens)]] * rows
-    along = _recurrence if dtype == torch.float64 else _chunks
     outs, lasts = [], []
     for row in range(rows):
         edges = [t for t in range(tokens) if new[row][t]] + [tokens]
         of_row = []
         for first, end in zip(edges, edges[1:]):
             has_state = state is not None and len(lasts) < len(state)
-            S = state[len(lasts)].to(dtype) if has_state else v.new_zeros(heads, K, V)
+            S = state[len(lasts)].to(v.dtype) if has_state else v.new_zeros(heads, K, V)
             o, S = along(*(t[row, :, first:end] for t in (q, k, v, g, beta)), S, delta)
             of_row.append(o)
             lasts.append(S)
         outs.append(torch.cat(of_row, 1))
     o = torch.stack(outs).transpose(1, 2).to(of_dtype)
-    return o if state is None else (o, torch.stack(lasts[: len(state)]).to(of_state))
+    return o if state is None else (o, torch.stack(lasts[: len(state)]).to(state.dtype))
+
+
+def reference(q, k, v, g, beta, state, starts, eps=1e-6, delta=True, **_):
+    """In float64 token by token, as Hugging Face's torch_recurrent_gated_delta_rule; else in chunks of 64 tokens, as
+    its torch_chunk_gated_delta_rule, whose errors are what one may make."""
+    dtype, of_dtype = torch.promote_types(v.dtype, torch.float32), v.dtype
+    q, k, v, g, beta = (t.to(dtype) for t in (q, k, v, g, beta))
+    if eps is not None:
+        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps) for x in (q, k))
+    along = _recurrence if dtype == torch.float64 else _chunks
+    return by_document(q, k, v, g, beta, state, starts, along, delta, of_dtype)
 
 
 def _recurrence(q, k, v, g, beta, S, delta):
