@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 from liger_kernel.operators.attention import attention_with_sinks, obstacle
-from liger_kernel.transformers.patching.attention import causal_of, eager_of, given_positions
+from liger_kernel.transformers.patching.attention import causal_of, eager_of, given_positions, tokens_first
 
 IMPLEMENTATION = "liger_batch_invariant"
 
@@ -112,13 +112,10 @@ def attention(
         raise NotImplementedError(f"batch_invariant: {name} has a mask of its own, and is refused")
     if dropout or query.shape[2] != key.shape[2]:
         raise NotImplementedError(f"batch_invariant: {name} has {'dropout' if dropout else 'a cache'}, and is refused")
-    if torch.is_autocast_enabled(query.device.type):  # as eager attention's products are
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     batch, _, tokens, _ = query.shape
     places = _places(mask, kwargs.get("cu_seq_lens_q"), batch * tokens, query.device)
     kept, lengths, window = places.kept, places.lengths, places.window
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    q, k, v = tokens_first(query, key, value)
     if kept is not None:
         q, k, v = (x.index_select(0, kept) for x in (q, k, v))
     sinks, softcap = kwargs.pop("s_aux", None), kwargs.pop("softcap", None)

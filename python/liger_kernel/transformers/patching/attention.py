@@ -152,6 +152,15 @@ def eager_of(module: torch.nn.Module) -> Callable[..., Any]:
     return forward.__globals__["eager_attention_forward"]
 
 
+def tokens_first(*operands: Tensor) -> list[Tensor]:
+    """[batch · tokens, heads, D] of query, key and value [batch, heads, tokens, D], in autocast's dtype where it is on:
+    there eager attention's products are, and scaled_dot_product_attention is."""
+    device = operands[0].device.type
+    if torch.is_autocast_enabled(device):
+        operands = tuple(x.to(torch.get_autocast_dtype(device)) for x in operands)
+    return [x.transpose(1, 2).flatten(0, 1) for x in operands]
+
+
 def sinks_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -170,11 +179,7 @@ def sinks_attention(
     The model's eager attention runs with a dense mask, with dropout, where attention weights are requested, and where
     `attention_with_sinks` does not take the tensors.
     """
-    given = query, key, value
-    if torch.is_autocast_enabled(query.device.type):  # as eager attention's products are
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    q, k, v = tokens_first(query, key, value)
     if (
         attention_mask is None
         or attention_mask.dim() > 2
@@ -183,9 +188,9 @@ def sinks_attention(
         or obstacle(q, k, v)
     ):
         if attention_mask is not None and attention_mask.dim() <= 2:
-            attention_mask = dense_mask(attention_mask, given[0], sliding_window)
+            attention_mask = dense_mask(attention_mask, query, sliding_window)
         others = {"sliding_window": sliding_window, "s_aux": s_aux, **kwargs}
-        return eager_of(module)(module, *given, attention_mask, dropout=dropout, scaling=scaling, **others)
+        return eager_of(module)(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others)
     batch, heads, tokens, width = query.shape
     boundaries, kept = None, None  # None: each row is a document
     if (packed := kwargs.get("cu_seq_lens_q")) is not None:

@@ -27,7 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from liger_kernel.operators.attention import attention_with_sinks, obstacle
 from liger_kernel.transformers.causal_lm import names_in, original_forward
-from liger_kernel.transformers.patching.attention import boundaries_of, dense_mask, is_tracing
+from liger_kernel.transformers.patching.attention import boundaries_of, dense_mask, is_tracing, tokens_first
 from liger_kernel.transformers.patching.report import Report
 
 _PASSED_ON = re.compile(r"(?<![\w.\[])attention_mask\s*(?=[,)])|(?<=[\s(,])attention_mask\s*=(?!=)")
@@ -57,11 +57,7 @@ def attention(
     _, window, _, longest = attention_mask.shape
     window = None if window == 1 else window
     boundaries = attention_mask[0, 0, :, 0]
-    operands = query, key, value
-    if torch.is_autocast_enabled(query.device.type):  # as in scaled_dot_product_attention
-        dtype = torch.get_autocast_dtype(query.device.type)
-        operands = query.to(dtype), key.to(dtype), value.to(dtype)
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in operands)
+    q, k, v = tokens_first(query, key, value)
     if dropout or obstacle(q, k, v) or any(kwargs.get(name) is not None for name in ("position_bias", "softcap")):
         mask = dense_mask(boundaries, query, window)
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)

@@ -68,10 +68,10 @@ def steps_of(code: Any) -> Steps | None:
     lines = [line.rstrip() for line in re.sub(r"#[^\n]*", "", source).splitlines() if line.strip()]
     indents = [len(line) - len(line.lstrip()) for line in lines]
     outermost = min((n for n in indents if n), default=0)  # of the body's statements
-    rotations = [i for i, line in enumerate(lines) if _ROTATION.fullmatch(line.strip())]
-    if len(rotations) != 1 or indents[place := rotations[0]] != outermost:
+    found = [(i, match) for i, line in enumerate(lines) if (match := _ROTATION.fullmatch(line.strip()))]
+    if len(found) != 1 or indents[place := found[0][0]] != outermost:
         return None
-    q, k, rotation, *_ = _ROTATION.fullmatch(lines[place].strip()).groups()  # type: ignore[union-attr]
+    q, k, rotation = found[0][1].group(1, 2, 3)
     statements = [line.strip() if n == outermost else line for line, n in zip(lines[:place], indents, strict=False)]
     norms = [_norm_of(name, statements) for name in (q, k)]
     if q == k or norms[0] is None or norms[1] is None or norms[0][1] is not norms[1][1]:
