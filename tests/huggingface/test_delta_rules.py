@@ -157,3 +157,25 @@ def test_keys_that_find_no_room_run_the_original(monkeypatch):
     x = torch.randn(2, 4).as_subclass(OnGpu)
     assert mixer_functions._finds_room(16, False, x) and not mixer_functions._finds_room(17, False, x)
     assert mixer_functions._finds_room(17, False, torch.randn(2))
+
+
+def test_shared_memory_is_a_constant_for_the_compiler(monkeypatch):
+    class Properties:
+        shared_memory_per_block_optin = 99 << 10
+
+    mixer_functions._shared_bytes.cache_clear()
+
+    def properties(device):
+        torch._dynamo.graph_break()  # where the compiler looks inside
+        return Properties
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+
+    def f(x):
+        return x + mixer_functions.shared_bytes(x.device)
+
+    x = torch.ones(2)
+    try:
+        assert torch.equal(torch.compile(f, fullgraph=True, backend="eager")(x), x + (99 << 10))
+    finally:
+        mixer_functions._shared_bytes.cache_clear()

@@ -59,10 +59,17 @@ def cover(kernels: tuple[str, ...], *tensors: Tensor | None) -> bool:
     return kernels_cover(given[0], kernels) and all(type(t) in DENSE and kernels_cover(t) for t in given)
 
 
-@functools.cache
 def shared_bytes(device: torch.device) -> int:
     """The shared memory that a block may have on a GPU."""
+    return _shared_bytes(device)
+
+
+@functools.cache
+def _shared_bytes(device):
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
+
+
+vars(shared_bytes)["_dynamo_marked_constant"] = True  # as in coverage.py
 
 
 def widest(dtype: torch.dtype, of_channels: bool, shared: int) -> int:
