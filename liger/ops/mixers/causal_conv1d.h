@@ -43,10 +43,12 @@ struct CausalConv1dBackward : CausalConv1d {
 inline constinit Kernel<CausalConv1dForward> causal_conv1d_forward{"causal_conv1d_forward"};
 inline constinit Kernel<CausalConv1dBackward> causal_conv1d_backward{"causal_conv1d_backward"};
 
-/// How many tokens before token t of a row its sum reaches; −1: t is in no document.
+/// How many tokens before token t its sum reaches, whose document begins at `start`; −1: it is in no document.
+LIGER_HD inline int reach(int32_t start, int32_t t, int width) {
+  return start < 0 || t < start ? -1 : t - start < width ? t - start : width - 1;
+}
 LIGER_HD inline int reach(const CausalConv1d& a, int64_t row, int64_t t) {
-  const int64_t start = a.starts ? a.starts[row * a.time + t] : 0, before = t - start;
-  return start < 0 || before < 0 ? -1 : before < a.width ? int(before) : a.width - 1;
+  return reach(a.starts ? a.starts[row * a.time + t] : 0, int32_t(t), a.width);
 }
 
 /// The tokens of a row in strips of so many; strip i is one of row i / per_row.
@@ -58,6 +60,8 @@ struct TokenStrips {
   LIGER_HD int64_t row(int64_t i) const { return i / per_row; }
   LIGER_HD int64_t begin(int64_t i) const { return i % per_row * tokens; }
   LIGER_HD int64_t end(int64_t i) const { return begin(i) + tokens < time ? begin(i) + tokens : time; }
+  /// The first strip of share i, where all are shared out evenly.
+  LIGER_HD int64_t of_share(int64_t i, int64_t shares) const { return i * count / shares; }
 };
 
 }  // namespace liger

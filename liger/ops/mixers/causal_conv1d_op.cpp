@@ -88,10 +88,11 @@ struct CausalConv1d {
                  dy = as_like(up.dy, x);
     auto a = describe<CausalConv1dBackward>(x, weight, bias, starts, o);
     // As many partial sums as of rows that hold what one of them has, a weight's and a bias's gradient; not of so few
-    // tokens that those around them, which are read again, count.
-    constexpr int64_t kTokens = 128;
+    // tokens that those around them, which are read again, count, or the sum over the lanes of a warp, which share out
+    // neighbouring tokens.
+    const int64_t each = a.channels_last ? 128 : 2048;
     const int64_t tokens = a.batch * a.time;
-    a.partials = std::min(partial_count(x, 1, tokens, a.channels * (a.width + 1)), ceil_div(tokens, kTokens));
+    a.partials = std::min(partial_count(x, 1, tokens, a.channels * (a.width + 1)), ceil_div(tokens, each));
     const Tensor dw = wanted.dw ? empty_partials(x, a.partials, a.channels * a.width) : Tensor(),
                  dbias = wanted.dbias ? empty_partials(x, a.partials, a.channels) : Tensor();
     a.dy = data(dy), a.dx = data<void>(dx), a.dw = data<float>(dw), a.dbias = data<float>(dbias);
