@@ -31,10 +31,19 @@ struct Packs {
       for (int j = 0; j < kWidth; ++j) to[token(p, j)][channel(p, j)] = f[j];
     }
   }
+  __device__ void from_float(const float (*values)[kChannels]) {
+#pragma unroll
+    for (int p = 0; p < kCount; ++p) {
+      float f[kWidth];
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) f[j] = values[token(p, j)][channel(p, j)];
+      of[p] = Values::from_float(f);
+    }
+  }
 };
 
-/// A matrix [tokens, channels], from a thread's first channel on. kWhole: every pack lies at a multiple of its size, and
-/// has all its tokens and channels or none; steps between tokens take 31 bits.
+/// A matrix [tokens, channels], from a thread's first channel on. kWhole: every pack lies at a multiple of its size and
+/// has all its tokens and channels or none, and steps between tokens take 31 bits.
 template <class T, int kChannels, bool kChannelsLast, bool kWhole>
 struct Matrix {
   template <int kTokens>
@@ -98,27 +107,29 @@ struct Matrix {
     }
   }
 
-  /// values of the tokens from t on, of which [begin, end) are wanted.
+  /// The tokens from t on, of which [begin, end) are wanted.
   template <int kTokens>
-  __device__ void store(int t, int begin, int end, const float (&values)[kTokens][kChannels]) const {
+  __device__ void store(int t, int begin, int end, const Packs<kTokens>& from) const {
     using P = Packs<kTokens>;
+    if constexpr (kWhole) {
+      if (t >= begin && t + kTokens <= end && channels == kChannels) {
 #pragma unroll
-    for (int p = 0; p < P::kCount; ++p) {
-      if constexpr (kWhole) {
-        float f[P::kWidth];
-#pragma unroll
-        for (int j = 0; j < P::kWidth; ++j) f[j] = values[P::token(p, j)][P::channel(p, j)];
-        const int token = t + P::token(p);
-        if (token >= begin && token < end && has(P::channel(p)))
-          P::Values::from_float(f).write(at(token, P::channel(p)));
+        for (int p = 0; p < P::kCount; ++p) from.of[p].write(at(t + P::token(p), P::channel(p)));
       } else {
 #pragma unroll
-        for (int j = 0; j < P::kWidth; ++j) {
-          const int token = t + P::token(p, j), channel = P::channel(p, j);
-          if (token >= begin && token < end && channel < channels)
-            *at(token, channel) = T(values[P::token(p, j)][channel]);
+        for (int p = 0; p < P::kCount; ++p) {
+          const int token = t + P::token(p);
+          if (token >= begin && token < end && has(P::channel(p))) from.of[p].write(at(token, P::channel(p)));
         }
       }
+    } else {
+      float values[kTokens][kChannels];
+      from.to_float(values);
+#pragma unroll
+      for (int k = 0; k < kTokens; ++k)
+#pragma unroll
+        for (int c = 0; c < kChannels; ++c)
+          if (t + k >= begin && t + k < end && c < channels) *at(t + k, c) = T(values[k][c]);
     }
   }
 };
@@ -218,10 +229,10 @@ struct Sums {
   }
 };
 
-/// f(true) if any lane says yes, else f(false), as constants.
+/// f(edges), as a constant. All lanes of a warp have the same.
 template <class F>
-__device__ void with_edges(bool mine, F f) {
-  if (__ballot_sync(~0u, mine)) f(std::true_type());
+__device__ void with_edges(bool edges, F f) {
+  if (edges) f(std::true_type());
   else f(std::false_type());
 }
 

@@ -10,28 +10,35 @@ constexpr int kChannels = kTaps <= 4 ? 4 : 2;
 template <class T, int kTaps, bool kWhole>
 using MatrixOf = Matrix<T, kChannels<kTaps>, true, kWhole>;
 
-/// How far the tokens of a tile reach: that of token k is lane k's.
+/// Whether a token of a tile reaches less than the kBefore tokens before it. Lanes look at a token each.
 template <int kTokens, int kTaps>
-struct Reach {
+struct Edges {
   static constexpr int kBefore = kTaps - 1;
   static_assert(kBefore <= kTokens && kTokens <= kLanes);
-  int mine, before;  // of this tile, and of the one before it
-  int next;          // the start of the document of this lane's token of the next tile
+  int next = 0;  // where the document of a lane's token of the next tile starts
+  bool here = false;
 
   __device__ void load(const CausalConv1d& a, int64_t row, int t, int stop) {
+    if (!a.starts) return;
     const int token = t + int(threadIdx.x);
-    next = a.starts && int(threadIdx.x) < kTokens && token < stop ? a.starts[row * a.time + token] : 0;
+    next = int(threadIdx.x) < kTokens && token < stop ? a.starts[row * a.time + token] : 0;
   }
-  __device__ void take(const CausalConv1d& a, int t, int stop) {
-    const int token = t + int(threadIdx.x);
-    before = mine;
-    mine = int(threadIdx.x) < kTokens && token < stop ? liger::reach(next, token, a.width) : kBefore;
-  }
-  /// That of the tile's token k − kBefore.
-  __device__ int at(int k) const {
-    return k < kBefore ? __shfl_sync(~0u, before, kTokens - kBefore + k) : __shfl_sync(~0u, mine, k - kBefore);
+  /// Of the tile at t, or of the one before it.
+  __device__ bool take(const CausalConv1d& a, int t) {
+    const bool before = here;
+    here = a.width < kTaps || t < kBefore;
+    // A start of a token in no document is larger than any other.
+    if (a.starts) here |= __ballot_sync(~0u, unsigned(next) > unsigned(t + int(threadIdx.x) - kBefore)) != 0;
+    return here || before;
   }
 };
+
+/// How far the tokens from t on reach; those outside of [0, stop) have no gradient.
+template <int kTokens>
+__device__ void load_reach(const CausalConv1d& a, int64_t row, int t, int stop, int (&to)[kTokens]) {
+#pragma unroll
+  for (int k = 0; k < kTokens; ++k) to[k] = t + k >= 0 && t + k < stop ? reach(a, row, t + k) : 0;
+}
 
 /// The tokens that a thread walks along in `x`, and the number of those it holds.
 template <int kBefore, int kChannels>
@@ -69,23 +76,23 @@ __global__ void __launch_bounds__(kLanes* kRows, 640 / (kLanes * kRows))
           y = M(a.y, a.channels, channel, a.channels).further(row * a.channels * a.time);
   const Taps<kTaps, kChannels> taps(a, channel);
   Packs<T, kTokens, kChannels, true> next;
-  Reach<kTokens, kTaps> reach;
+  Edges<kTokens, kTaps> edges_of;
   float window[kBefore + kTokens][kChannels];
   load_before<kBefore>(x, begin, window);
-  x.template load<kTokens>(begin, end, next), reach.load(a, row, begin, end);
+  x.template load<kTokens>(begin, end, next), edges_of.load(a, row, begin, end);
 #pragma unroll 1
   for (int t = begin; t < end; t += kTokens) {
-    next.to_float(window + kBefore), reach.take(a, t, end);
-    x.template load<kTokens>(t + kTokens, end, next), reach.load(a, row, t + kTokens, end);
-    with_edges(reach.mine < kBefore, [&](auto edges) {
+    next.to_float(window + kBefore);
+    const bool has_edges = edges_of.take(a, t);
+    x.template load<kTokens>(t + kTokens, end, next), edges_of.load(a, row, t + kTokens, end);
+    with_edges(has_edges, [&](auto edges) {
       constexpr bool kEdges = decltype(edges)::value;
-      int of_token[kTokens];
-      if constexpr (kEdges)
-#pragma unroll
-        for (int k = 0; k < kTokens; ++k) of_token[k] = reach.at(kBefore + k);
-      float out[kTokens][kChannels];
-      taps.template y<T, kSilu, kEdges>(window, of_token, out);
-      y.store(t, begin, end, out);
+      int reach[kTokens];
+      if constexpr (kEdges) load_reach(a, row, t, end, reach);
+      float results[kTokens][kChannels];
+      Packs<T, kTokens, kChannels, true> out;
+      taps.template y<T, kSilu, kEdges>(window, reach, results), out.from_float(results);
+      y.template store<kTokens>(t, begin, end, out);
     });
     advance<kBefore>(window, kTokens);
   }
@@ -120,13 +127,13 @@ __global__ void __launch_bounds__(kLanes* kRows, 384 / (kLanes * kRows))
             dy = M(a.dy, a.channels, channel, a.channels).further(dense),
             dx = M(a.dx, a.channels, channel, a.channels).further(dense);
     Packs<T, kTokens, kChannels, true> next_x, next_dy;
-    Reach<kTokens, kTaps> reach{.mine = kBefore};
+    Edges<kTokens, kTaps> edges_of;
     Sums<kTaps, kChannels> sums;
     // x from the tile's token −kBefore on; dz of them too, as dx of a token waits for those after it.
     float window[kBefore + kTokens][kChannels], dz[kBefore + kTokens][kChannels] = {};
     const auto load = [&](int t) {
       x.template load<kTokens>(t, stop, next_x), dy.template load<kTokens>(t, stop, next_dy);
-      reach.load(a, row, t, stop);
+      edges_of.load(a, row, t, stop);
     };
     load_before<kBefore>(x, begin, window);
     load(begin);
@@ -142,19 +149,19 @@ __global__ void __launch_bounds__(kLanes* kRows, 384 / (kLanes * kRows))
           of_rows[threadIdx.y][kBlock * kTaps + mine] += sums.dbias[c];
         }
       }
-      next_x.to_float(window + kBefore), next_dy.to_float(dz + kBefore), reach.take(a, t, stop);
+      next_x.to_float(window + kBefore), next_dy.to_float(dz + kBefore);
+      const bool has_edges = edges_of.take(a, t);
       load(t + kTokens);
-      with_edges(min(reach.mine, reach.before) < kBefore, [&](auto edges) {
+      with_edges(has_edges, [&](auto edges) {
         constexpr bool kEdges = decltype(edges)::value;
-        int of_token[kBefore + kTokens];
-        if constexpr (kEdges)
-#pragma unroll
-          for (int k = 0; k < kBefore + kTokens; ++k) of_token[k] = reach.at(k);
-        taps.template dz<T, kSilu, kEdges, kTokens>(window, of_token + kBefore, dz + kBefore);
-        sums.template add<kEdges, kTokens>(window, of_token + kBefore, dz + kBefore);
-        float out[kTokens][kChannels];
-        taps.template dx<kEdges>(dz, of_token, out);
-        if (a.dx) dx.store(t - kBefore, begin, end, out);
+        int reach[kBefore + kTokens];
+        if constexpr (kEdges) load_reach(a, row, t - kBefore, stop, reach);
+        taps.template dz<T, kSilu, kEdges, kTokens>(window, reach + kBefore, dz + kBefore);
+        sums.template add<kEdges, kTokens>(window, reach + kBefore, dz + kBefore);
+        float results[kTokens][kChannels];
+        Packs<T, kTokens, kChannels, true> out;
+        taps.template dx<kEdges>(dz, reach, results), out.from_float(results);
+        if (a.dx) dx.template store<kTokens>(t - kBefore, begin, end, out);
       });
       advance<kBefore>(window, kTokens), advance<kBefore>(dz, kTokens);
     }

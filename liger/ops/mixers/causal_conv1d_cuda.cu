@@ -53,7 +53,7 @@ LIGER_REGISTER(causal_conv1d_forward, [](const CausalConv1dForward& a, Stream s)
                   [&]<class T, int kTaps, bool kSilu, bool kWhole>() {
                     if (a.channels_last) {
                       using namespace channels_last;
-                      constexpr int kTokens = kTaps > 4 || sizeof(T) == 2 ? 8 : 4;
+                      constexpr int kTokens = kTaps > 4 ? 8 : 4;
                       const int64_t across = ceil_div(a.channels, int64_t(kLanes * kChannels<kTaps>));
                       const TokenStrips strips = strips_of(a, ceil_div(warps, across), kTokens, 128);
                       launch(channels_last::forward_kernel<T, kTaps, kSilu, kWhole, kTokens, kRows>,

@@ -32,12 +32,16 @@ struct Starts {
       for (int k = 0; k < kTokens; ++k) of[k] = a.starts && t + k < a.time ? from[k] : 0;
     }
   }
-  /// Whether one of the tokens from t on may reach less than kBefore tokens.
+  /// Whether one of the warp's tokens may reach less than kBefore tokens; t is a lane's first.
   __device__ bool edges(const CausalConv1d& a, int t, int kBefore) const {
-    unsigned latest = 0;  // that of tokens in no document is larger than any other
+    bool found = a.width <= kBefore || t < kBefore;
+    if (a.starts) {
+      unsigned latest = 0;  // that of a token in no document is larger than any other
 #pragma unroll
-    for (const int start : of) latest = max(latest, unsigned(start));
-    return a.width <= kBefore || t < kBefore || latest > unsigned(t - kBefore);
+      for (const int start : of) latest = max(latest, unsigned(start));
+      found |= latest > unsigned(t - kBefore);
+    }
+    return __ballot_sync(~0u, found) != 0;
   }
 };
 
@@ -126,9 +130,10 @@ __global__ void __launch_bounds__(kLanes* kRows, 640 / (kLanes * kRows))
       if constexpr (kEdges)
 #pragma unroll
         for (int k = 0; k < kTokens; ++k) reach[k] = liger::reach(starts.of[k], t + k, a.width);
-      float out[kTokens][kChannels];
-      taps.template y<T, kSilu, kEdges>(window, reach, out);
-      into.store(t, 0, int(a.time), out);
+      float results[kTokens][kChannels];
+      Packs<T, kTokens, kChannels, false> out;
+      taps.template y<T, kSilu, kEdges>(window, reach, results), out.from_float(results);
+      into.template store<kTokens>(t, 0, int(a.time), out);
     });
   }
 }
@@ -186,9 +191,10 @@ __global__ void __launch_bounds__(kLanes* kRows, (sizeof(T) == 2 ? 512 : 384) / 
         }
       }
       if (own) sums.template add<kEdges, kTokens>(window, reach, dz);
-      float out[kTokens][kChannels];
-      taps.template dx<kEdges>(dz, reach, out);
-      if (own && a.dx) into.store(t, 0, int(a.time), out);
+      float results[kTokens][kChannels];
+      Packs<T, kTokens, kChannels, false> out;
+      taps.template dx<kEdges>(dz, reach, results), out.from_float(results);
+      if (own && a.dx) into.template store<kTokens>(t, 0, int(a.time), out);
     });
   }
 #pragma unroll
