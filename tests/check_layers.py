@@ -77,7 +77,7 @@ FLOORS = (
     r"|(?!trainer)\w*(norm|glu|mlp|experts|router|rope|entropy|div|jsd|tvd|softmax|squared|xielu|centering|loss|convolution))",
     r"transformers(\.(patching|patching\.(place|families|report|numeric)|families|report|model\..*))?"
     r"|megatron\.(cross_entropy|rms_norm|swiglu)",
-    r"transformers\.(patching\.(layers|rotations|masks|packed|mixers|attention)|head|logits|lora|tensor_parallel|causal_lm)|hub(\.layers)?",
+    r"transformers\.(patching\.(layers|rotations|masks|packed|ones|mixers|attention)|head|logits|lora|tensor_parallel|causal_lm)|hub(\.layers)?",
     r"transformers\.(patching\.(by_source|apply|structure|hub)|patch)|_invariance\.(attention|parts)",
     r"transformers\.(monkey_patch|auto_model|trainer\b.*|trainer_integration)|trl|veomni|verl|ms_swift|megatron(\.monkey_patch)?|env_report"
     r"|_self_test|_train",

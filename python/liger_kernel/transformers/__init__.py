@@ -55,6 +55,7 @@ _RESEARCH = {
 }  # fmt: skip
 _LAZY = {
     "AutoLigerKernelForCausalLM": "auto_model",
+    "drop_masks_of_ones": "patching.ones",
     "use_as_hub_kernels": "patching.hub",
     **dict.fromkeys(("_apply_liger_kernel", "_apply_liger_kernel_to_instance"), "monkey_patch"),
     **{f"apply_liger_kernel_to_{name}": "monkey_patch" for name in FAMILIES},

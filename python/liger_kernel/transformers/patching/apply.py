@@ -26,7 +26,7 @@ from liger_kernel.transformers.causal_lm import (
 from liger_kernel.transformers.head import FSDPModule, describe, head_of, prepare_head
 from liger_kernel.transformers.lora import follow_later, watch_adapters
 from liger_kernel.transformers.model import loss_utils
-from liger_kernel.transformers.patching import attention, layers, masks, mixers, numeric, rotations
+from liger_kernel.transformers.patching import attention, layers, masks, mixers, numeric, ones, rotations
 from liger_kernel.transformers.patching.by_source import completed, original_class, tables_fit
 from liger_kernel.transformers.patching.families import FAMILIES, MODEL_TYPES, PARTS, CausalLM, Family, Swap
 from liger_kernel.transformers.patching.formulas import as_written, find, is_known
@@ -312,6 +312,7 @@ class _Patcher:
             layers.fuse(owners, self.report)
         if "masks" in self.on:
             masks.count(owners, self.report)
+            ones.use(self.model, self.report)
         if "mixers" in self.on:
             mixers.replace_rest(owners, self.namespace, self.report)
         if "attention" in self.on:

@@ -58,10 +58,12 @@ class Edits:
             owner, name, old, value = self._done.pop()
             if _current(owner, name) is not value:
                 logger.warning("%s of %s was changed after the patch and is left alone", name, type(owner).__name__)
-            elif old is _ABSENT:
-                delattr(owner, name)
-            else:
+            elif old is not _ABSENT:
                 _assign(owner, name, old)
+            elif isinstance(owner, dict):
+                del owner[name]
+            else:
+                delattr(owner, name)
 
 
 def _assign(owner, name, value):
@@ -75,7 +77,7 @@ def _current(owner, name):
     if isinstance(owner, types.CellType):
         return owner.cell_contents
     if isinstance(owner, dict):
-        return owner[name]
+        return owner.get(name, _ABSENT)
     return type(owner) if name == "__class__" else vars(owner).get(name, _ABSENT)
 
 
