@@ -1,6 +1,7 @@
 #pragma once
 #include "liger/core/torch/operator.h"
 #include "liger/ops.h"
+#include "liger/ops/linear/adapter_casts_op.h"
 #include "liger/ops/linear/eight_bit_op.h"
 
 /// What the operators of linear layers share.
@@ -58,23 +59,29 @@ struct Adapters {
     for (const AdaptedLinear* layer : layers)
       if (layer->a) given.push_back(*layer->a);
     const int64_t numbers = cast_size(layers, x.scalar_type()).expect_int();
-    if (!cast.defined()) cast = at::empty({numbers}, x.options());
     if (numbers == 0) {
+      if (!cast.defined()) cast = at::empty({numbers}, x.options());
       if (!given.empty()) a = given.size() == 1 ? given[0] : at::cat(given);
       for (size_t i = 0; i < n; ++i) b[i] = value_or_undefined(layers[i]->b);
       return;
     }
+    for (const AdaptedLinear* layer : layers)
+      if (layer->b) given.push_back(*layer->b);
+    if (!cast.defined()) cast = held_cast(given, x);
+    const bool copies = !cast.defined();
+    if (copies) cast = at::empty({numbers}, x.options());
     const int64_t rows = ranks(layers).expect_int();
     a = cast.narrow(0, 0, rows * x.size(-1)).view({rows, x.size(-1)});
     int64_t row = 0, begin = a.numel();
     std::vector<Tensor> to;
-    for (const Tensor& part : given) to.push_back(a.narrow(0, row, part.size(0))), row += part.size(0);
+    for (const AdaptedLinear* layer : layers)
+      if (copies && layer->a) to.push_back(a.narrow(0, row, layer->a->size(0))), row += layer->a->size(0);
     for (size_t i = 0; i < n; ++i) {
       if (!layers[i]->b) continue;
       b[i] = cast.narrow(0, begin, layers[i]->b->numel()).view(layers[i]->b->sizes()), begin += b[i].numel();
-      to.push_back(b[i]), given.push_back(*layers[i]->b);
+      to.push_back(b[i]);
     }
-    if (!made.defined()) at::_foreach_copy_(to, given);  // one launch for all
+    if (copies) at::_foreach_copy_(to, given);  // one launch for all
   }
 
   static c10::SymInt ranks(const Layers<n>& layers) {

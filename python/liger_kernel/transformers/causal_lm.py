@@ -27,7 +27,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 from liger_kernel.operators.coverage import is_transformed, result_changed_by
 from liger_kernel.transformers.head import describe, head_of, prepare_head
 from liger_kernel.transformers.logits import Logits, computed
-from liger_kernel.transformers.lora import follow
+from liger_kernel.transformers.lora import casting_once, follow
 from liger_kernel.transformers.model import loss_utils, output_classes
 from liger_kernel.transformers.patching.families import CausalLM
 from liger_kernel.transformers.patching.place import Edits
@@ -141,6 +141,7 @@ def fused_forward(original, spec: CausalLM, order: tuple[str, ...] = ()):
     outputs = output_classes.extensions(original)
     takes_shifted = "loss_function" in names_in(original)
 
+    @casting_once
     def forward(self, *args, **kwargs):
         if len(args) > len(names):
             raise TypeError(f"forward takes at most {len(names)} positional arguments, got {len(args)}")

@@ -6,6 +6,8 @@ adapters, DoRA and other variants, biases of an adapter, hooks, sharded weights,
 way than bitsandbytes' four bits, and without autocast an adapter of another dtype than the input's.
 """
 
+import functools
+import itertools
 import operator
 import sys
 import weakref
@@ -15,6 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from liger_kernel._library import ops
 from liger_kernel.operators.coverage import DENSE, is_bare, is_dense, kernels_cover
 from liger_kernel.operators.eight_bit import LigerLinear8bit
 from liger_kernel.operators.experts import reason_to_keep
@@ -310,3 +313,39 @@ def follow(model, args=()) -> None:
     model = _owners.get(model, lambda: model)()
     if getattr(model, "liger_lora", False):
         follow_adapters(model)
+
+
+#: Models' numbers, by which liger/ops/linear/adapter_casts_op.h holds what their last forward has cast.
+_numbers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+_next_number = itertools.count(1)
+
+
+def _number_of(model):
+    number = _numbers.get(model)
+    if number is None:
+        number = _numbers[model] = next(_next_number)
+        weakref.finalize(model, ops.forget_adapter_casts, number).atexit = False
+    return number
+
+
+def casting_once(forward):
+    """A forward of models, whose adapters in float are cast under autocast once for all the calls in it and in its
+    backward pass, by one launch, instead of by each call. A compiled forward casts them in each call."""
+
+    @functools.wraps(forward)
+    def casting(model, *args, **kwargs):
+        autocast = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+        if (
+            torch.compiler.is_compiling()
+            or not autocast
+            or "liger_outer" in kwargs
+            or "liger_adapters" not in vars(model)
+        ):
+            return forward(model, *args, **kwargs)
+        ops.begin_adapter_casts(_number_of(model))
+        try:
+            return forward(model, *args, **kwargs)
+        finally:
+            ops.end_adapter_casts()
+
+    return casting
