@@ -7,7 +7,7 @@
 
 namespace liger::cuda::causal_conv1d {
 
-constexpr int kLanes = 32;
+constexpr int kLanes = CausalConv1dBackward::kLanes;
 
 /// kTokens tokens of kChannels channels as they lie in memory: packs of neighbouring channels, or of neighbouring
 /// tokens.
@@ -142,15 +142,11 @@ struct Taps {
   static constexpr int kBefore = kTaps - 1;
   float w[kTaps][kChannels] = {}, bias[kChannels] = {};
 
-  __device__ Taps(const CausalConv1d& a, int64_t channel) {
-#pragma unroll
-    for (int c = 0; c < kChannels; ++c) {
-      if (channel + c >= a.channels) continue;
-      if (a.bias.of) bias[c] = number(a.bias, channel + c);
-#pragma unroll
-      for (int i = 0; i < kTaps; ++i)
-        if (i < a.width) w[i][c] = number(a.w, (channel + c) * a.width + a.width - 1 - i);
-    }
+  /// T: x's type, which w and bias have unless they are float.
+  template <class T>
+  __device__ Taps(const CausalConv1d& a, int64_t channel, std::type_identity<T>) {
+    a.w.dtype == DType::F32 ? load<float>(a, channel) : load<T>(a, channel);
+    if (a.bias.of) a.bias.dtype == DType::F32 ? load_bias<float>(a, channel) : load_bias<T>(a, channel);
   }
 
   /// z of token k of a tile.
@@ -205,6 +201,29 @@ struct Taps {
           if (i == 0) dx[k][c] = w[0][c] * dz[k][c];
           else if (!kEdges || i <= reach[k + i]) dx[k][c] = fmaf(w[i][c], dz[k + i][c], dx[k][c]);
         }
+  }
+
+ private:
+  // Nothing depends on a number before all are under way: what is not there is read from a place that is, and is 0.
+  template <class W>
+  __device__ void load(const CausalConv1d& a, int64_t channel) {
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) {
+      const W* of = static_cast<const W*>(a.w.of) + min(channel + c, a.channels - 1) * a.width + a.width - 1;
+#pragma unroll
+      for (int i = 0; i < kTaps; ++i) w[i][c] = float(of[-min(i, a.width - 1)]);
+    }
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c)
+#pragma unroll
+      for (int i = 0; i < kTaps; ++i)
+        if (i >= a.width || channel + c >= a.channels) w[i][c] = 0;
+  }
+  template <class W>
+  __device__ void load_bias(const CausalConv1d& a, int64_t channel) {
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c)
+      bias[c] = float(static_cast<const W*>(a.bias.of)[min(channel + c, a.channels - 1)]);
   }
 };
 

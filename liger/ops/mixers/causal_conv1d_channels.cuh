@@ -7,8 +7,8 @@ namespace liger::cuda::causal_conv1d::channels_last {
 /// Four channels a thread with their taps, sums and the tokens before; where taps are many, two.
 template <int kTaps>
 constexpr int kChannels = kTaps <= 4 ? 4 : 2;
-template <class T, int kTaps, bool kWhole>
-using MatrixOf = Matrix<T, kChannels<kTaps>, true, kWhole>;
+template <int kTaps>
+constexpr int kBackwardChannels = CausalConv1dBackward::channels_of_block(kTaps) / kLanes;
 
 /// Whether a token of a tile reaches less than the kBefore tokens before it. Lanes look at a token each.
 template <int kTokens, int kTaps>
@@ -71,10 +71,10 @@ __global__ void __launch_bounds__(kLanes* kRows, 640 / (kLanes * kRows))
   if (strip >= strips.count) return;
   const int64_t row = strips.row(strip);
   const int begin = int(strips.begin(strip)), end = int(strips.end(strip));
-  using M = MatrixOf<T, kTaps, kWhole>;
+  using M = Matrix<T, kChannels, true, kWhole>;
   const M x = M(a.x, a.row_stride, channel, a.channels).further(row * a.batch_stride),
           y = M(a.y, a.channels, channel, a.channels).further(row * a.channels * a.time);
-  const Taps<kTaps, kChannels> taps(a, channel);
+  const Taps<kTaps, kChannels> taps(a, channel, std::type_identity<T>());
   Packs<T, kTokens, kChannels, true> next;
   Edges<kTokens, kTaps> edges_of;
   float window[kBefore + kTokens][kChannels];
@@ -103,10 +103,11 @@ __global__ void __launch_bounds__(kLanes* kRows, 640 / (kLanes * kRows))
 /// kTaps − 1 tokens past their ends, whose z they compute again. The sums meet in shared memory. The limit is memory: x
 /// and dy are read once, dx is written once.
 template <class T, int kTaps, bool kSilu, bool kWhole, int kTokens, int kRows>
-__global__ void __launch_bounds__(kLanes* kRows, 384 / (kLanes * kRows))
-    backward_kernel(CausalConv1dBackward a, TokenStrips strips, unsigned across) {
+__global__ void __launch_bounds__(
+    kLanes* kRows, CausalConv1dBackward::threads_at_once(sizeof(T) == 2 ? kTaps : CausalConv1d::kMostTaps) /
+                       (kLanes * kRows)) backward_kernel(CausalConv1dBackward a, TokenStrips strips, unsigned across) {
   await_previous();
-  constexpr int kBefore = kTaps - 1, kChannels = channels_last::kChannels<kTaps>, kBlock = kLanes * kChannels;
+  constexpr int kBefore = kTaps - 1, kChannels = kBackwardChannels<kTaps>, kBlock = kLanes * kChannels;
   const int64_t partial = blockIdx.x / across, first = int64_t(blockIdx.x % across) * kBlock,
                 channel = first + threadIdx.x * kChannels;
   const int64_t last = strips.of_share(partial + 1, a.partials);
@@ -115,13 +116,13 @@ __global__ void __launch_bounds__(kLanes* kRows, 384 / (kLanes * kRows))
   __shared__ float of_rows[kRows][kBlock * (kTaps + 1)];
   for (int i = int(threadIdx.x); i < kBlock * (kTaps + 1); i += kLanes) of_rows[threadIdx.y][i] = 0;
   __syncthreads();
-  const Taps<kTaps, kChannels> taps(a, channel);
+  const Taps<kTaps, kChannels> taps(a, channel, std::type_identity<T>());
 #pragma unroll 1
   for (int64_t strip = strips.of_share(partial, a.partials) + threadIdx.y; strip < last; strip += kRows) {
     const int64_t row = strips.row(strip);
     const int begin = int(strips.begin(strip)), end = int(strips.end(strip)), stop = min(end + kBefore, int(a.time)),
               halo = begin + int(round_up(end - begin, kTokens));
-    using M = MatrixOf<T, kTaps, kWhole>;
+    using M = Matrix<T, kChannels, true, kWhole>;
     const int64_t dense = row * a.channels * a.time;
     const M x = M(a.x, a.row_stride, channel, a.channels).further(row * a.batch_stride),
             dy = M(a.dy, a.channels, channel, a.channels).further(dense),

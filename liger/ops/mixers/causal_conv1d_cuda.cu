@@ -4,7 +4,7 @@
 namespace liger::cuda::causal_conv1d {
 namespace {
 
-constexpr int kRows = 4;  // warps of a block
+constexpr int kRows = CausalConv1dBackward::kThreads / kLanes;  // warps of a block
 
 /// Whether all matrices have whole packs: of a.width or fewer neighbouring tokens or channels, of so many bytes.
 bool whole_packs(const CausalConv1d& a, int width, int bytes, std::initializer_list<const void*> pointers) {
@@ -36,11 +36,11 @@ void dispatch_kernel(const CausalConv1d& a, std::initializer_list<const void*> p
   });
 }
 
-/// Strips of as many tokens, a multiple of `step`, as leave `wanted` of them: the longer, the fewer tokens are read by
-/// two threads.
+/// `wanted` strips, or a multiple of that where they would have more than `most` tokens: the longer, the fewer tokens
+/// are read by two threads. They have a multiple of `step` tokens.
 TokenStrips strips_of(const CausalConv1d& a, int64_t wanted, int64_t step, int64_t most) {
-  const int64_t tokens = ceil_div(a.batch * a.time, std::max<int64_t>(1, wanted));
-  return TokenStrips(a, std::min(round_up(std::min(tokens, a.time), step), most));
+  const int64_t all = a.batch * a.time, strips = wanted * ceil_div(all, wanted * most);
+  return TokenStrips(a, round_up(std::min(ceil_div(all, strips), a.time), step));
 }
 
 }  // namespace
@@ -77,7 +77,7 @@ LIGER_REGISTER(causal_conv1d_backward, [](const CausalConv1dBackward& a, Stream 
                     if (a.channels_last) {
                       using namespace channels_last;
                       constexpr int kTokens = kTaps > 4 ? 8 : 4;
-                      const int64_t across = ceil_div(a.channels, int64_t(kLanes * kChannels<kTaps>));
+                      const int64_t across = ceil_div(a.channels, int64_t(kLanes * kBackwardChannels<kTaps>));
                       const TokenStrips strips = strips_of(a, a.partials * kRows, kTokens, 256);
                       launch(channels_last::backward_kernel<T, kTaps, kSilu, kWhole, kTokens, kRows>,
                              {.blocks = across * a.partials, .threads = threads}, s, a, strips, unsigned(across));

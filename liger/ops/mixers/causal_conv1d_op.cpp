@@ -65,6 +65,26 @@ struct CausalConv1d {
     return a;
   }
 
+  /// As many partial sums as let blocks, each of a partial sum and of some neighbouring channels, run on the whole
+  /// device all at once, or in two or three rounds where these fill it better. Not of so few tokens that those around
+  /// them, which are read again, count; nor, where a warp's lanes share out neighbouring tokens, the sum over its lanes.
+  static int64_t partials_of(const Tensor& x, const liger::CausalConv1d& a) {
+    using Backward = CausalConv1dBackward;
+    constexpr int64_t kThreads = 2 * Backward::kThreads;  // partial_count is two blocks a multiprocessor
+    const int64_t tokens = a.batch * a.time, most = ceil_div(tokens, a.channels_last ? 128 : 2048);
+    const int64_t at_once = partial_count(x, 1, tokens, 4096) * Backward::threads_at_once(a.width) / kThreads;
+    const int64_t blocks = std::max<int64_t>(1, at_once);
+    const int64_t across = ceil_div(a.channels, Backward::channels_of_block(a.width));
+    int64_t best = 1;
+    double filled = 0;
+    for (int64_t rounds = 1; rounds <= 3; ++rounds) {
+      const int64_t partials = std::max<int64_t>(1, rounds * blocks / across), used = partials * across;
+      const double fills = double(used) / double(round_up(used, blocks));
+      if (fills > filled + .03) best = partials, filled = fills;
+    }
+    return std::min(best, most);
+  }
+
   static Tensor forward(const Inputs& in, const Options& o) {
     check("causal_conv1d", in);
     const Tensor x = laid_out(in.x), y = empty_like(x);
@@ -87,12 +107,7 @@ struct CausalConv1d {
     const Tensor weight = s.weight.contiguous(), bias = contiguous(s.bias), starts = contiguous(s.starts),
                  dy = as_like(up.dy, x);
     auto a = describe<CausalConv1dBackward>(x, weight, bias, starts, o);
-    // As many partial sums as of rows that hold what one of them has, a weight's and a bias's gradient; not of so few
-    // tokens that those around them, which are read again, count, or the sum over the lanes of a warp, which share out
-    // neighbouring tokens.
-    const int64_t each = a.channels_last ? 128 : 2048;
-    const int64_t tokens = a.batch * a.time;
-    a.partials = std::min(partial_count(x, 1, tokens, a.channels * (a.width + 1)), ceil_div(tokens, each));
+    a.partials = partials_of(x, a);
     const Tensor dw = wanted.dw ? empty_partials(x, a.partials, a.channels * a.width) : Tensor(),
                  dbias = wanted.dbias ? empty_partials(x, a.partials, a.channels) : Tensor();
     a.dy = data(dy), a.dx = data<void>(dx), a.dw = data<float>(dw), a.dbias = data<float>(dbias);

@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kLanes* kRows, 640 / (kLanes * kRows))
   if (channel >= a.channels) return;
   using M = MatrixOf<T, kWhole>;
   const M x(a.x, a.row_stride, channel, a.channels), y(a.y, a.time, channel, a.channels);
-  const Taps<kTaps, kChannels> taps(a, channel);
+  const Taps<kTaps, kChannels> taps(a, channel, std::type_identity<T>());
   Walk walk(a, strips, share, shares);
   Tile<T, kTaps, kWhole> next;
   next.load(a, x, walk);
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kLanes* kRows, (sizeof(T) == 2 ? 512 : 384) / 
   using M = MatrixOf<T, kWhole>;
   const M x(a.x, a.row_stride, channel, a.channels), dy(a.dy, a.time, channel, a.channels),
       dx(a.dx, a.time, channel, a.channels);
-  const Taps<kTaps, kChannels> taps(a, channel);
+  const Taps<kTaps, kChannels> taps(a, channel, std::type_identity<T>());
   Sums<kTaps, kChannels> sums;
   Walk walk(a, strips, partial, a.partials);
   Tile<T, kTaps, kWhole> next;
