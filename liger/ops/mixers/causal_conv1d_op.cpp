@@ -67,7 +67,7 @@ struct CausalConv1d {
 
   /// As many partial sums as let blocks, each of a partial sum and of some neighbouring channels, run on the whole
   /// device all at once, or in two or three rounds where these fill it better. Not of so few tokens that those around
-  /// them, which are read again, count; nor, where a warp's lanes share out neighbouring tokens, the sum over its lanes.
+  /// them, which are read again, count; nor, where a warp's lanes share out neighbouring tokens, the sum over lanes.
   static int64_t partials_of(const Tensor& x, const liger::CausalConv1d& a) {
     using Backward = CausalConv1dBackward;
     constexpr int64_t kThreads = 2 * Backward::kThreads;  // partial_count is two blocks a multiprocessor

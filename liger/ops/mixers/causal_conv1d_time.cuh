@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kLanes* kRows, 640 / (kLanes * kRows))
 /// those of the first lane in the next strip, but for the last strip of a row. The limit is memory: x and dy are read
 /// once, dx is written once.
 template <class T, int kTaps, bool kSilu, bool kWhole, int kRows>
-__global__ void __launch_bounds__(kLanes* kRows, (sizeof(T) == 2 ? 512 : 384) / (kLanes * kRows))
+__global__ void __launch_bounds__(kLanes* kRows, (sizeof(T) == 2 && kTaps <= 5 ? 512 : 384) / (kLanes * kRows))
     backward_kernel(CausalConv1dBackward a, TokenStrips strips, unsigned across) {
   await_previous();
   constexpr int kBefore = kTaps - 1;
