@@ -139,6 +139,38 @@ def test_qkv_and_gated_mlp(device, format):
     close(inside.grad.cpu(), backward([gate.grad.to(dtype), up.grad.to(dtype)], layers[:2]), dtype, 6)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("format", LARGEST)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gated_mlp_has_the_bits_of_its_parts(device, format, dtype):
+    """Rows in eight bits that the gated product and its backward write are those of a pass over their results."""
+    torch.manual_seed(0)
+    into, inner = 64, 4112  # more columns than a block takes at once
+    on = lambda t: None if t is None else t.to(device)
+    gate, up = (tuple(map(on, make(0, into, inner, 8, dtype, format))) for _ in range(2))
+    none = tuple(map(on, make(0, into, 16, 0, dtype, format)))
+    down = tuple(map(on, make(0, inner, into, 8, dtype, format)))
+    x, dy = torch.randn(5, into).to(dtype), torch.randn(5, into).to(dtype)
+    x[1], x[2, 3], dy[3], dy[4, 0] = 0, float("nan"), 0, float("inf")
+    first, second = (on(x).requires_grad_() for _ in range(2))
+
+    def arguments(*layers):
+        return [t for weight, _, *rest in layers for t in (weight, *rest)] + [layer[1] for layer in layers]
+
+    y = ops.gated_mlp(first, *arguments(gate, up, down), 0.5, 2.0, 1.0)
+    y.backward(on(dy))
+    # The third layer has no adapter, and its gradient is 0: it adds nothing.
+    of_gate, of_up, nothing = ops.qkv(second, *arguments(gate, up, none), 0.5, 2.0, 1.0)
+    product = ops.gated(of_gate, of_up, 0, 1.0)
+    parts = ops.linear(product, *arguments(down)[:4], None, down[1], 1.0)
+    parts.backward(on(dy), retain_graph=True)
+    assert torch.equal(y.nan_to_num(), parts.nan_to_num()) and torch.equal(y.isnan(), parts.isnan())
+    assert y[[0, 1, 3, 4]].isfinite().all() and y[2].isnan().all()
+    found, expected = first.grad, second.grad
+    assert torch.equal(found.nan_to_num(), expected.nan_to_num()) and torch.equal(found.isnan(), expected.isnan())
+    assert found[[0, 1, 3]].isfinite().all() and found[0].any() and nothing.isfinite().any()
+
+
 @pytest.mark.parametrize("format", LARGEST)
 def test_rounding_of_a_matrix(format):
     """To the nearest number of the format, for every number that it has and for what lies between two."""

@@ -6,6 +6,15 @@
 
 namespace liger {
 
+/// Where rows go in 8 bits, rounded to nearest. Of a row v:
+///   scale   max |v| / largest(format), 1 for a row of zeros, NaN for a row with a NaN or an infinity
+///   out     v / scale
+struct RowBytes {
+  uint8_t* out;  // [rows, cols]
+  float* scale;  // [rows]
+  EightBit format;
+};
+
 /// The largest number of a format.
 constexpr float largest(EightBit format) { return format == EightBit::E4M3 ? 448.f : 127.f; }
 

@@ -1,4 +1,5 @@
 #pragma once
+#include "liger/core/eight_bit.h"
 #include "liger/core/kernel.h"
 #include "liger/core/math.h"
 
@@ -38,8 +39,27 @@ struct GatedBackward {
   GateForm form;
 };
 
+/// GatedForward of 16-bit numbers, which gives c in 8 bits too.
+struct GatedForwardBytes {
+  GatedForward gated;
+  RowBytes c;
+};
+
+/// GatedBackward of 16-bit numbers, which gives the gradients in 8 bits too, side by side:
+///   d = da · a_factor, db · b_factor     both [cols]
+struct GatedBackwardBytes {
+  GatedBackward gated;
+  RowBytes d;  // [rows, 2 cols]
+  const float *a_factor, *b_factor;
+};
+
 inline constinit Kernel<GatedForward> gated_forward{"gated_forward"};
 inline constinit Kernel<GatedBackward> gated_backward{"gated_backward"};
+// Optional. They take a plain form, and rows and factors that begin and end at 16-byte boundaries, of at most
+// kMostByteColumns: Hopper's shared memory holds both gradients of such a row.
+inline constexpr int64_t kMostByteColumns = 56 * 1024;
+inline constinit Kernel<GatedForwardBytes> gated_forward_bytes{"gated_forward_bytes"};
+inline constinit Kernel<GatedBackwardBytes> gated_backward_bytes{"gated_backward_bytes"};
 
 /// Calls f.operator()<Act>() with the formula of `a`.
 template <class F>

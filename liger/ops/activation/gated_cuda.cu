@@ -1,4 +1,5 @@
 #include "liger/core/cuda/math.cuh"
+#include "liger/core/cuda/row_bytes.cuh"
 #include "liger/ops/activation/gate_up.cuh"
 
 namespace liger::cuda::gated {
@@ -7,30 +8,73 @@ namespace {
 inline constexpr int kPacks = 2;  // that a thread has in flight of each input
 
 /// c = g(a) · u(b); g is rounded as eager torch rounds it.
+template <class T, class GateOf>
+__device__ auto product(const GateOf& gate) {
+  return [&gate](const float (&x)[2], float (&c)[1]) { c[0] = round_to<T>(gate.act(x[0])) * gate.up(x[1]); };
+}
+
+///   da = dc · u(b) · g'(a)
+///   db = dc · g(a) · u'(b)
+/// of a, b and dc; g is made again.
+template <class T, class GateOf>
+__device__ auto gradients(const GateOf& gate) {
+  return [&gate](const float (&x)[3], float (&d)[2]) {
+    // Where g' is 0, so is da, also where the product before it has overflowed T.
+    d[0] = Math<T>::product(gate.slope(x[0]), round_to<T>(x[2] * gate.up(x[1])));
+    d[1] = gate.through_up(x[1], x[2] * round_to<T>(gate.act(x[0])));
+  };
+}
+
 /// A block has a row chunk, a thread kPacks packs of each input, all in flight at once. The limit is memory.
 template <class T, class Gate>
 __global__ void __launch_bounds__(256) forward_kernel(GatedForward g, RowChunks<T, kPacks> chunks) {
   await_previous();
   const typename Gate::template Of<Math<T>, float> gate(g.form);
   const Row<T> out[] = {chunks.of(g.c, g.cols)}, in[] = {chunks.of(g.a, g.a_stride), chunks.of(g.b, g.b_stride)};
-  map_packs<kPacks>(out, in,
-                    [&](const float (&x)[2], float (&c)[1]) { c[0] = round_to<T>(gate.act(x[0])) * gate.up(x[1]); });
+  map_packs<kPacks>(out, in, product<T>(gate));
 }
 
-///   da = dc · u(b) · g'(a)
-///   db = dc · g(a) · u'(b)
-/// g is made again. As forward_kernel, with three inputs.
+/// As forward_kernel, with three inputs.
 template <class T, class Gate>
 __global__ void __launch_bounds__(256) backward_kernel(GatedBackward g, RowChunks<T, kPacks> chunks) {
   await_previous();
   const typename Gate::template Of<Math<T>, float> gate(g.form);
   const Row<T> out[] = {chunks.of(g.da, g.d_stride), chunks.of(g.db, g.d_stride)};
   const Row<T> in[] = {chunks.of(g.a, g.a_stride), chunks.of(g.b, g.b_stride), chunks.of(g.dc, g.cols)};
-  map_packs<kPacks>(out, in, [&](const float (&x)[3], float (&d)[2]) {
-    // Where g' is 0, so is da, also where the product before it has overflowed T.
-    d[0] = Math<T>::product(gate.slope(x[0]), round_to<T>(x[2] * gate.up(x[1])));
-    d[1] = gate.through_up(x[1], x[2] * round_to<T>(gate.act(x[0])));
-  });
+  map_packs<kPacks>(out, in, gradients<T>(gate));
+}
+
+/// forward_kernel, which gives c in 8 bits too. A block has a row.
+template <class T, class Gate>
+__global__ void __launch_bounds__(kLongRowThreads) forward_bytes_kernel(GatedForwardBytes args) {
+  await_previous();
+  const GatedForward& g = args.gated;
+  const typename Gate::template Of<Math<T>, float> gate(g.form);
+  const auto row = [&](const void* p, int64_t stride) { return AlignedRow<T>(p, blockIdx.x, stride, g.cols); };
+  const RowsOut<T, 1> out{{row(g.c, g.cols)}, {}, args.c};
+  const AlignedRow<T> in[] = {row(g.a, g.a_stride), row(g.b, g.b_stride)};
+  map_row_to_bytes<kPacks>(out, in, blockIdx.x, product<T>(gate));
+}
+
+/// The same of backward_kernel.
+template <class T, class Gate>
+__global__ void __launch_bounds__(kLongRowThreads) backward_bytes_kernel(GatedBackwardBytes args) {
+  await_previous();
+  const GatedBackward& g = args.gated;
+  const typename Gate::template Of<Math<T>, float> gate(g.form);
+  const auto row = [&](const void* p, int64_t stride) { return AlignedRow<T>(p, blockIdx.x, stride, g.cols); };
+  const RowsOut<T, 2> out{{row(g.da, g.d_stride), row(g.db, g.d_stride)}, {args.a_factor, args.b_factor}, args.d};
+  const AlignedRow<T> in[] = {row(g.a, g.a_stride), row(g.b, g.b_stride), row(g.dc, g.cols)};
+  map_row_to_bytes<kPacks>(out, in, blockIdx.x, gradients<T>(gate));
+}
+
+/// Starts such a kernel, which holds `numbers` of 16 bits for each column.
+template <class Args>
+void launch_rows(void (*kernel)(Args), const Args& args, int numbers, Stream s) {
+  // Of long rows a multiprocessor holds one or two: they need many threads each.
+  const unsigned threads = args.gated.cols > 16384 ? kLongRowThreads : 256;
+  launch(kernel, {.blocks = args.gated.rows, .threads = threads, .shared_bytes = int(2 * numbers * args.gated.cols)}, s,
+         args);
 }
 
 inline constexpr int kSteps = 2;  // that a thread has in flight of each input
@@ -119,6 +163,19 @@ LIGER_REGISTER(gated_backward, [](const GatedBackward& args, Stream s) {
         launch(backward_kernel<T, Gate>, chunks.grid(), s, g, chunks);
       }
     });
+  });
+});
+
+LIGER_REGISTER(gated_forward_bytes, [](const GatedForwardBytes& g, Stream s) {
+  dispatch16(g.gated.dtype, [&]<class T>() {
+    dispatch_activation(g.gated.form.activation,
+                        [&]<class Act>() { launch_rows(forward_bytes_kernel<T, PlainGate<Act>>, g, 1, s); });
+  });
+});
+LIGER_REGISTER(gated_backward_bytes, [](const GatedBackwardBytes& g, Stream s) {
+  dispatch16(g.gated.dtype, [&]<class T>() {
+    dispatch_activation(g.gated.form.activation,
+                        [&]<class Act>() { launch_rows(backward_bytes_kernel<T, PlainGate<Act>>, g, 2, s); });
   });
 });
 

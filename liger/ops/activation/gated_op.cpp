@@ -5,6 +5,10 @@
 #include "liger/ops.h"
 
 namespace liger {
+
+LIGER_OPTIONAL(gated_forward_bytes);
+LIGER_OPTIONAL(gated_backward_bytes);
+
 namespace op::gated {
 
 std::vector<std::string> names() {
@@ -44,39 +48,66 @@ namespace {
 /// Both in turn are read without gaps.
 Tensor rows_of(const Tensor& t, const GateForm& form) { return form.interleaved ? t.contiguous() : t; }
 
-}  // namespace
-
-void run_forward(const Tensor& a_, const Tensor& b_, const Tensor& c, const GateForm& form) {
-  const Rows a(rows_of(a_, form)), b(b_);
-  run(gated_forward, c,
-      {.a = data(a.tensor),
-       .b = data(b.tensor),
-       .c = c.data_ptr(),
-       .rows = rows(c),
-       .cols = cols(c),
-       .a_stride = a.stride,
-       .b_stride = b.stride,
-       .dtype = dtype_of(c),
-       .form = form});
+bool in_packs(std::initializer_list<const void*> addresses, std::initializer_list<int64_t> strides) {
+  constexpr int kPack = 8;  // 16-bit numbers
+  return std::all_of(addresses.begin(), addresses.end(),
+                     [](const void* p) { return reinterpret_cast<uintptr_t>(p) % (2 * kPack) == 0; }) &&
+         std::all_of(strides.begin(), strides.end(), [](int64_t n) { return n % kPack == 0; });
 }
 
-void run_backward(const Tensor& dc_, const Tensor& a_, const Tensor& b_, const Tensor& da, const Tensor& db,
-                  int64_t d_stride, const GateForm& form) {
+/// Whether rows in 8 bits are asked for and a kernel gives them.
+template <class Args>
+bool gives(const Kernel<Args>& kernel, const Bytes* bytes, const Tensor& t, const GateForm& form) {
+  return bytes && kernel.has(Backend(t.device().type())) && form.plain() && t.scalar_type() != at::kFloat &&
+         cols(t) <= kMostByteColumns;
+}
+
+}  // namespace
+
+bool run_forward(const Tensor& a_, const Tensor& b_, const Tensor& c, const GateForm& form, const Bytes* bytes) {
+  const Rows a(rows_of(a_, form)), b(b_);
+  const GatedForward args{.a = data(a.tensor),
+                          .b = data(b.tensor),
+                          .c = c.data_ptr(),
+                          .rows = rows(c),
+                          .cols = cols(c),
+                          .a_stride = a.stride,
+                          .b_stride = b.stride,
+                          .dtype = dtype_of(c),
+                          .form = form};
+  if (gives(gated_forward_bytes, bytes, c, form) &&
+      in_packs({args.a, args.b, args.c}, {args.cols, a.stride, b.stride})) {
+    run(gated_forward_bytes, c, {args, bytes->to});
+    return true;
+  }
+  run(gated_forward, c, args);
+  return false;
+}
+
+bool run_backward(const Tensor& dc_, const Tensor& a_, const Tensor& b_, const Tensor& da, const Tensor& db,
+                  int64_t d_stride, const GateForm& form, const Bytes* bytes) {
   const Tensor dc = dc_.contiguous();
   const Rows a(rows_of(a_, form)), b(b_);
-  run(gated_backward, dc,
-      {.dc = data(dc),
-       .a = data(a.tensor),
-       .b = data(b.tensor),
-       .da = da.data_ptr(),
-       .db = db.data_ptr(),
-       .rows = rows(dc),
-       .cols = cols(dc),
-       .a_stride = a.stride,
-       .b_stride = b.stride,
-       .d_stride = d_stride,
-       .dtype = dtype_of(dc),
-       .form = form});
+  const GatedBackward args{.dc = data(dc),
+                           .a = data(a.tensor),
+                           .b = data(b.tensor),
+                           .da = da.data_ptr(),
+                           .db = db.data_ptr(),
+                           .rows = rows(dc),
+                           .cols = cols(dc),
+                           .a_stride = a.stride,
+                           .b_stride = b.stride,
+                           .d_stride = d_stride,
+                           .dtype = dtype_of(dc),
+                           .form = form};
+  if (gives(gated_backward_bytes, bytes, dc, form) &&
+      in_packs({args.dc, args.a, args.b, args.da, args.db, bytes->factors[0], bytes->factors[1]},
+               {args.cols, a.stride, b.stride, d_stride})) {
+    run(gated_backward_bytes, dc, {args, bytes->to, bytes->factors[0], bytes->factors[1]});
+    return true;
+  }
+  run(gated_backward, dc, args);
+  return false;
 }
 
 }  // namespace op::gated

@@ -13,11 +13,19 @@ Activation parse(const char* op, int64_t activation);
 GateForm form(const char* op, int64_t activation, double multiplier, const GateOptions& options,
               bool interleaved = false);
 
-/// c = g(a) · u(b); c may be a or b. Of an interleaved form both are in a, and b is not read.
-void run_forward(const Tensor& a, const Tensor& b, const Tensor& c, const GateForm& form);
+/// Where a kernel may write rows in 8 bits beside a result.
+struct Bytes {
+  RowBytes to;
+  const float* factors[2] = {};  // of da and db, per column
+};
 
-/// (da, db), whose rows are d_stride elements apart; they may be a and b.
-void run_backward(const Tensor& dc, const Tensor& a, const Tensor& b, const Tensor& da, const Tensor& db,
-                  int64_t d_stride, const GateForm& form);
+/// c = g(a) · u(b); c may be a or b. Of an interleaved form both are in a, and b is not read. Returns whether `bytes`,
+/// those of c, have been written.
+bool run_forward(const Tensor& a, const Tensor& b, const Tensor& c, const GateForm& form, const Bytes* bytes = nullptr);
+
+/// (da, db), whose rows are d_stride elements apart; they may be a and b. Returns whether `bytes`, those of both side
+/// by side, have been written.
+bool run_backward(const Tensor& dc, const Tensor& a, const Tensor& b, const Tensor& da, const Tensor& db,
+                  int64_t d_stride, const GateForm& form, const Bytes* bytes = nullptr);
 
 }  // namespace liger::op::gated

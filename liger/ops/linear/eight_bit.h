@@ -4,10 +4,8 @@
 
 namespace liger {
 
-/// Rows in 8 bits, rounded to nearest, of up to three matrices side by side:
-///   v[r]      = x₀[r] · factor₀, x₁[r] · factor₁, …     factorᵢ is per column, or 1
-///   scale[r]  = max |v[r]| / largest(format), 1 for a row of zeros, NaN for a row with a NaN or an infinity
-///   out[r]    = v[r] / scale[r]
+/// Rows in 8 bits of up to three matrices side by side:
+///   v[r]  = x₀[r] · factor₀, x₁[r] · factor₁, …     factorᵢ is per column, or 1
 struct QuantiseRows {
   struct Part {
     const void* x;        // [rows, cols], rows `stride` apart
@@ -16,11 +14,9 @@ struct QuantiseRows {
   };
   Part parts[3];
   int count;
-  uint8_t* out;  // [rows, Σ cols]
-  float* scale;  // [rows]
+  RowBytes to;  // v: [rows, Σ cols]
   int64_t rows;
   DType dtype;
-  EightBit format;
 };
 
 /// out[c, first + r] = x[r, c], of numbers of 8 bits.

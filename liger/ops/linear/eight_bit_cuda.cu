@@ -1,34 +1,9 @@
 #include "liger/core/cuda/dispatch.h"
-#include "liger/core/cuda/pack.cuh"
-#include "liger/core/cuda/reduce.cuh"
+#include "liger/core/cuda/row_bytes.cuh"
 #include "liger/ops/linear/eight_bit.h"
 
 namespace liger::cuda::eight_bit {
 namespace {
-
-/// The largest magnitude; NaN if one is NaN, which fmaxf would leave out.
-struct Largest {
-  using Value = float;
-  static __device__ Value identity() { return 0; }
-  __device__ Value operator()(Value a, Value b) const { return b > a || b != b ? b : a; }
-  __device__ static Value shuffle(Value v, int lane) { return __shfl_xor_sync(~0u, v, lane); }
-};
-
-/// Four floats within ±largest as bytes.
-__device__ unsigned to_bytes(EightBit format, const float (&v)[4]) {
-#if __CUDA_ARCH__ >= 890
-  if (format == EightBit::E4M3) {
-    uint16_t low, high;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(v[1]), "f"(v[0]));
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(v[3]), "f"(v[2]));
-    return low | unsigned(high) << 16;
-  }
-#endif
-  unsigned word = 0;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) word |= unsigned(to_byte(format, v[i])) << 8 * i;
-  return word;
-}
 
 constexpr int kWidth = 16, kThreads = 256;  // numbers of a pack, threads of a row
 
@@ -52,28 +27,15 @@ __device__ void for_packs(const QuantiseRows& a, int64_t row, F f) {
 template <class T>
 __global__ void __launch_bounds__(kThreads) eight_bit_rows_kernel(QuantiseRows a) {
   await_previous();
-  RowReduce<Largest> reduce;
+  RowReduce<LargestMagnitude> reduce;
   const int64_t row = blockIdx.x;
   int64_t cols = 0;
   for (int i = 0; i < a.count; ++i) cols += a.parts[i].cols;
   float most = 0;
-  for_packs<T>(a, row, [&](const Vec<kWidth>& v, int64_t) {
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) most = Largest()(most, fabsf(v.v[i]));
-  });
-  most = reduce(most);
-  const float scale = most == 0 ? 1 : most < INFINITY ? most / largest(a.format) : NAN, inverse = 1 / scale;
-  if (threadIdx.x == 0) a.scale[row] = scale;
-  for_packs<T>(a, row, [&](const Vec<kWidth>& v, int64_t column) {
-    // Not more than the largest number: a product with 1 / scale may round up.
-    const auto four = [&](int i) {
-      float to[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) to[j] = fminf(fmaxf(v.v[i + j] * inverse, -largest(a.format)), largest(a.format));
-      return to_bytes(a.format, to);
-    };
-    store16(a.out + row * cols + column, {four(0), four(4), four(8), four(12)});
-  });
+  for_packs<T>(a, row, [&](const Vec<kWidth>& v, int64_t) { most = largest_magnitude(most, v); });
+  const ByteScale by(reduce(most), a.to.format);
+  if (threadIdx.x == 0) a.to.scale[row] = by.scale;
+  for_packs<T>(a, row, [&](const Vec<kWidth>& v, int64_t column) { by.write(a.to.out + row * cols + column, v); });
 }
 
 constexpr int kSide = 128;  // of a tile of bytes

@@ -25,8 +25,7 @@ bool takes(const Tensor& x, const AdaptedLinear& layer) {
 }
 
 EightBitRows quantised(at::ArrayRef<Tensor> parts, at::ArrayRef<Tensor> factors, EightBit format) {
-  QuantiseRows args{
-      .count = int(parts.size()), .rows = parts[0].size(0), .dtype = dtype_of(parts[0]), .format = format};
+  QuantiseRows args{.count = int(parts.size()), .rows = parts[0].size(0), .dtype = dtype_of(parts[0])};
   std::vector<Rows> rows;  // which own what the kernel reads
   int64_t cols = 0;
   for (size_t i = 0; i < parts.size(); ++i) {
@@ -38,9 +37,8 @@ EightBitRows quantised(at::ArrayRef<Tensor> parts, at::ArrayRef<Tensor> factors,
                      rows[i].stride};
     cols += part.size(1);
   }
-  const auto bytes = parts[0].options().dtype(at::kByte);
-  EightBitRows made{at::empty({args.rows, cols}, bytes), at::empty({args.rows}, bytes.dtype(at::kFloat))};
-  args.out = data<uint8_t>(made.rows), args.scale = data<float>(made.scale);
+  const EightBitRows made = empty_rows(args.rows, cols, format, parts[0]);
+  args.to = made.to();
   run(eight_bit_rows, parts[0], args);
   return made;
 }
@@ -79,6 +77,11 @@ void run_product(const Tensor& out, const EightBitRows& x, const Tensor& w, cons
 
 }  // namespace
 
+EightBitRows empty_rows(int64_t rows, int64_t cols, EightBit format, const Tensor& like) {
+  const auto bytes = like.options().dtype(at::kByte);
+  return {at::empty({rows, cols}, bytes), at::empty({rows}, bytes.dtype(at::kFloat)), format};
+}
+
 const EightBitRows& Factor::in(EightBit format) const {
   EightBitRows& made = made_[int(format)];
   if (!made.rows.defined()) made = quantised(rows_, {}, format);
@@ -92,6 +95,12 @@ Tensor whole(const AdaptedLinear& layer, at::ScalarType dtype) {
   return numbers.mul_(layer.weight_scale->unsqueeze(1)).to(dtype);
 }
 
+std::optional<EightBit> format_of_products(const Tensor& x, at::ArrayRef<const AdaptedLinear*> layers) {
+  for (const AdaptedLinear* layer : layers)
+    if (!takes(x, *layer) || format_of(*layer) != format_of(*layers[0])) return {};
+  return format_of(*layers[0]);
+}
+
 bool multiply(const Tensor& y, const Factor& x, const AdaptedLinear& layer, const Tensor& low, const Tensor& b) {
   if (!takes(x.rows(), layer)) return false;
   const EightBit format = format_of(layer);
@@ -101,15 +110,14 @@ bool multiply(const Tensor& y, const Factor& x, const AdaptedLinear& layer, cons
 }
 
 bool multiply_transposed(const Tensor& dx, at::ArrayRef<Tensor> dy, at::ArrayRef<const AdaptedLinear*> layers,
-                         const Tensor& low, const Tensor& a) {
+                         const Tensor& low, const Tensor& a, const EightBitRows& made) {
+  const auto format = format_of_products(dx, layers);
+  if (!format) return false;
   int64_t cols = 0;
   std::vector<Tensor> scales;
-  for (const AdaptedLinear* layer : layers) {
-    if (!takes(dx, *layer) || format_of(*layer) != format_of(*layers[0])) return false;
+  for (const AdaptedLinear* layer : layers)
     scales.push_back(layer->weight_scale->contiguous()), cols += layer->weight.size(0);
-  }
-  const EightBit format = format_of(*layers[0]);
-  const EightBitRows rows = quantised(dy, scales, format);
+  const EightBitRows rows = made.rows.defined() ? made : quantised(dy, scales, *format);
   const Tensor weights = at::empty({dx.size(1), cols}, rows.rows.options());
   int64_t first = 0;
   for (const AdaptedLinear* layer : layers) {
@@ -118,7 +126,7 @@ bool multiply_transposed(const Tensor& dx, at::ArrayRef<Tensor> dy, at::ArrayRef
         {static_cast<const uint8_t*>(data(w)), data<uint8_t>(weights), w.size(0), w.size(1), first, cols});
     first += w.size(0);
   }
-  run_product(dx, rows, weights, {}, low, low.defined() ? a.t() : Tensor(), 1, {}, format);
+  run_product(dx, rows, weights, {}, low, low.defined() ? a.t() : Tensor(), 1, {}, *format);
   return true;
 }
 

@@ -22,6 +22,7 @@ struct GatedMLP {
     Tensor y, low, low_down, gates, ups, cast, cast_down;
     LIGER_FIELDS(y, low, low_down, gates, ups, cast, cast_down)
     Tensor product, down_b;  // between start and finish
+    EightBitRows bytes;      // of product
   };
   struct Saved {
     Inputs in;
@@ -75,6 +76,25 @@ struct GatedMLP {
     run_forward(up, factor, adapters.columns_of(low, in.of_x(), 1), in.up, adapters.b[1]);
   }
 
+  /// The product of a chunk, and its rows in 8 bits where the last layer is multiplied with those.
+  static EightBitRows run_product(const Inputs& in, const Tensor& gate, const Tensor& up, const Tensor& product,
+                                  const GateForm& form) {
+    const auto format = format_of_products(product, in.of_product());
+    const auto bytes = format ? empty_rows(product.size(0), product.size(1), *format, product) : EightBitRows();
+    const gated::Bytes to{bytes.to()};
+    return gated::run_forward(gate, up, product, form, format ? &to : nullptr) ? bytes : EightBitRows();
+  }
+  /// The gradients of gate and up, and where those of x are products in 8 bits, their rows as these are made of.
+  static EightBitRows run_gradients(const Inputs& in, const Tensor& dproduct, const Tensor& gate, const Tensor& up,
+                                    const Tensor& dgate, const Tensor& dup, const GateForm& form, bool wants_dx) {
+    const auto format = wants_dx ? format_of_products(gate, in.of_x()) : std::nullopt;
+    if (!format) return gated::run_backward(dproduct, gate, up, dgate, dup, cols(gate), form), EightBitRows();
+    const Tensor scales[] = {in.gate.weight_scale->contiguous(), in.up.weight_scale->contiguous()};
+    const auto bytes = empty_rows(gate.size(0), 2 * gate.size(1), *format, gate);
+    const gated::Bytes to{bytes.to(), {data<float>(scales[0]), data<float>(scales[1])}};
+    return gated::run_backward(dproduct, gate, up, dgate, dup, cols(gate), form, &to) ? bytes : EightBitRows();
+  }
+
   /// All but y, which `finish` computes of one chunk; of several, y too.
   static Results start(const Inputs& in, const Options& options) {
     check("gated_mlp", in);
@@ -103,20 +123,20 @@ struct GatedMLP {
       const Tensor rows = part(x, begin, n), gate = part(gates, first, n), up = part(ups, first, n);
       const Tensor product = part(products, 0, n);
       gate_and_up(in, rows, part(r.low, begin, n), adapters, gate, up);
-      gated::run_forward(gate, up, product, gate_form);
+      const EightBitRows bytes = run_product(in, gate, up, product, gate_form);
       Tensor low = part(r.low_down, begin, n);
       if (of_down.a.defined()) at::mm_out(low, product, of_down.a.t());
-      if (n < tokens) run_forward(part(y, begin, n), Factor(product), low, in.down, r.down_b);
-      else r.product = product;
+      if (n < tokens) run_forward(part(y, begin, n), Factor(product, bytes), low, in.down, r.down_b);
+      else r.product = product, r.bytes = bytes;
     });
     return r;
   }
 
   static void finish(const Inputs& in, Results& r, const Options& options) {
     if (is_nothing(in.x)) return;
-    if (r.product.defined()) run_forward(matrix(r.y), Factor(r.product), r.low_down, in.down, r.down_b);
+    if (r.product.defined()) run_forward(matrix(r.y), Factor(r.product, r.bytes), r.low_down, in.down, r.down_b);
     if (options.down_multiplier != 1) multiplied(r.y, options.down_multiplier);
-    r.product = Tensor();
+    r.product = Tensor(), r.bytes = {};
   }
 
   static Results forward(const Inputs& in, const Options& options) {
@@ -192,10 +212,10 @@ struct GatedMLP {
                part(saved.low_down, begin, n), dproduct, dproduct);
       if (!inner) return;
       const Tensor dgate = part(dgates, 0, n), dup = part(dups, 0, n), out = part(dx, begin, n);
-      gated::run_backward(product, gate, up, dgate, dup, cols(gate), gate_form);
+      const EightBitRows bytes = run_gradients(in, product, gate, up, dgate, dup, gate_form, out.defined());
       product = dproduct = Tensor();
       if (begin + n == tokens) products = Tensor();  // whose memory rows in 8 bits can have
-      outer.add({dgate, dup}, rows, rows, low, out, out);
+      outer.add({dgate, dup}, rows, rows, low, out, out, bytes);
     });
     d.down = down.gradients()[0];
     if (inner) std::tie(d.gate, d.up) = std::tuple_cat(outer.gradients());

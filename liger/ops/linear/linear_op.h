@@ -145,8 +145,9 @@ class LayersBackward {
 
   /// Adds the terms of tokens whose input is x and whose adapters saw `seen`: x, or x after a dropout. dx and dseen are
   /// written where they are defined, after the last use of x and seen; where both are the same, the result is the sum.
+  /// `made`: as multiply_transposed takes it.
   void add(const std::array<Tensor, n>& dy, const Tensor& x, const Tensor& seen, const Tensor& low, const Tensor& dx,
-           const Tensor& dseen) {
+           const Tensor& dseen, const EightBitRows& made = {}) {
     const Tensor& a = adapters_.a;
     bool wants_a = false;
     for (size_t i = 0; i < n; ++i) wants_a = wants_a || wanted_[i].a;
@@ -169,7 +170,7 @@ class LayersBackward {
     }
     if (wants_a) add_product(da_, a, in_chunks_ || has_float_adapter(), dlow, seen);
     const bool together = a.defined() && dx.defined() && dx.is_same(dseen);
-    if (dx.defined() && multiply_transposed(dx, dy, layers_, together ? dlow : Tensor(), a)) {
+    if (dx.defined() && multiply_transposed(dx, dy, layers_, together ? dlow : Tensor(), a, made)) {
       if (Tensor out = dseen; out.defined() && a.defined() && !together) at::mm_out(out, dlow, a);
       return;
     }
