@@ -2,6 +2,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include "liger/core/kernel.h"
 #include "liger/core/math.h"
 
 namespace liger {
@@ -14,6 +15,14 @@ struct RowBytes {
   float* scale;  // [rows]
   EightBit format;
 };
+/// Of rows that kernels write in 8 bits beside a result: Hopper's shared memory holds two of 16 bits.
+inline constexpr int64_t kMostByteColumns = 56 * 1024;
+
+/// Whether the current device is one that products of 8-bit numbers are made on.
+struct HasScaledMatmul {
+  bool* yes;
+};
+inline constinit Kernel<HasScaledMatmul> has_scaled_matmul{"has_scaled_matmul"};
 
 /// The largest number of a format.
 constexpr float largest(EightBit format) { return format == EightBit::E4M3 ? 448.f : 127.f; }

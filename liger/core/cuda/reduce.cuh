@@ -64,16 +64,18 @@ __device__ typename Op::Value reduce_lanes(typename Op::Value v, int lanes, Op o
 
 /// Reduces over the threads of a row (threadIdx.x, and where the row is spread over a cluster its blocks); every one of
 /// them gets the result. blockDim.x is a power of two up to 32 or a multiple of 32, to kWarps · 32 threads a block. Two
-/// sets of slots alternate, so that one barrier a call is enough; kBuffers = 1: it is called once.
+/// sets of slots alternate, so that one barrier a call is enough; kBuffers = 1: it is called once. A call may name
+/// another operation on the same values.
 template <class Op, bool kSpread = false, bool kShort = kSpread, int kWarps = 32, int kBuffers = 2>
 struct RowReduce {
   struct Nothing {};
   int buffer = 0;
   std::conditional_t<kSpread, ClusterExchange<typename Op::Value, kBuffers>, Nothing> exchange;
 
-  __device__ typename Op::Value operator()(typename Op::Value v, Op op = {}) {
+  template <class By = Op>
+  __device__ typename Op::Value operator()(typename Op::Value v, By op = {}) {
     const int threads = blockDim.x;
-    v = reduce_lanes<Op, kShort>(v, threads, op);
+    v = reduce_lanes<By, kShort>(v, threads, op);
     if (!kSpread && threads <= 32) return v;
     __shared__ typename Op::Value slots[kBuffers][kWarps];
     const int warps = threads / 32, lane = threadIdx.x % 32, first = threadIdx.y * warps;
@@ -81,9 +83,9 @@ struct RowReduce {
     if (kBuffers > 1) buffer ^= 1;
     if (lane == 0) partial[first + threadIdx.x / 32] = v;
     __syncthreads();
-    v = reduce_lanes<Op, kShort>(lane < warps ? partial[first + lane] : Op::identity(), 32, op);
+    v = reduce_lanes<By, kShort>(lane < warps ? partial[first + lane] : By::identity(), 32, op);
     if constexpr (kSpread) {
-      typename Op::Value all = Op::identity();
+      typename Op::Value all = By::identity();
       exchange(v, [&](const typename Op::Value& of_block) { all = op(all, of_block); });
       v = all;
     }

@@ -56,8 +56,7 @@ struct GatedBackwardBytes {
 inline constinit Kernel<GatedForward> gated_forward{"gated_forward"};
 inline constinit Kernel<GatedBackward> gated_backward{"gated_backward"};
 // Optional. They take a plain form, and rows and factors that begin and end at 16-byte boundaries, of at most
-// kMostByteColumns: Hopper's shared memory holds both gradients of such a row.
-inline constexpr int64_t kMostByteColumns = 56 * 1024;
+// kMostByteColumns.
 inline constinit Kernel<GatedForwardBytes> gated_forward_bytes{"gated_forward_bytes"};
 inline constinit Kernel<GatedBackwardBytes> gated_backward_bytes{"gated_backward_bytes"};
 

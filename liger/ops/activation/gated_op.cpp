@@ -48,13 +48,6 @@ namespace {
 /// Both in turn are read without gaps.
 Tensor rows_of(const Tensor& t, const GateForm& form) { return form.interleaved ? t.contiguous() : t; }
 
-bool in_packs(std::initializer_list<const void*> addresses, std::initializer_list<int64_t> strides) {
-  constexpr int kPack = 8;  // 16-bit numbers
-  return std::all_of(addresses.begin(), addresses.end(),
-                     [](const void* p) { return reinterpret_cast<uintptr_t>(p) % (2 * kPack) == 0; }) &&
-         std::all_of(strides.begin(), strides.end(), [](int64_t n) { return n % kPack == 0; });
-}
-
 /// Whether rows in 8 bits are asked for and a kernel gives them.
 template <class Args>
 bool gives(const Kernel<Args>& kernel, const Bytes* bytes, const Tensor& t, const GateForm& form) {
@@ -75,8 +68,7 @@ bool run_forward(const Tensor& a_, const Tensor& b_, const Tensor& c, const Gate
                           .b_stride = b.stride,
                           .dtype = dtype_of(c),
                           .form = form};
-  if (gives(gated_forward_bytes, bytes, c, form) &&
-      in_packs({args.a, args.b, args.c}, {args.cols, a.stride, b.stride})) {
+  if (gives(gated_forward_bytes, bytes, c, form) && rows_fit_bytes(c, {args.a, args.b, args.c}, {a.stride, b.stride})) {
     run(gated_forward_bytes, c, {args, bytes->to});
     return true;
   }
@@ -101,8 +93,8 @@ bool run_backward(const Tensor& dc_, const Tensor& a_, const Tensor& b_, const T
                            .dtype = dtype_of(dc),
                            .form = form};
   if (gives(gated_backward_bytes, bytes, dc, form) &&
-      in_packs({args.dc, args.a, args.b, args.da, args.db, bytes->factors[0], bytes->factors[1]},
-               {args.cols, a.stride, b.stride, d_stride})) {
+      rows_fit_bytes(dc, {args.dc, args.a, args.b, args.da, args.db, bytes->factors[0], bytes->factors[1]},
+                     {a.stride, b.stride, d_stride})) {
     run(gated_backward_bytes, dc, {args, bytes->to, bytes->factors[0], bytes->factors[1]});
     return true;
   }

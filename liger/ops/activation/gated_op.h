@@ -1,5 +1,5 @@
 #pragma once
-#include "liger/core/torch/op.h"
+#include "liger/core/torch/eight_bit.h"
 #include "liger/ops.h"
 #include "liger/ops/activation/gated.h"
 

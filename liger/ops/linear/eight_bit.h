@@ -41,15 +41,10 @@ struct ScaledMatmul {
   EightBit format;
 };
 
-/// Whether the current device is one that scaled_matmul runs on.
-struct HasScaledMatmul {
-  bool* yes;
-};
-
 inline constinit Kernel<QuantiseRows> eight_bit_rows{"eight_bit_rows"};
 inline constinit Kernel<TransposeBytes> transpose_bytes{"transpose_bytes"};
-// Of Hopper alone. It takes depths that are multiples of 16, columns and a rank that are multiples of 8.
-inline constinit Kernel<HasScaledMatmul> has_scaled_matmul{"has_scaled_matmul"};
+// Of Hopper alone (has_scaled_matmul). It takes depths that are multiples of 16, columns and a rank that are multiples
+// of 8.
 inline constinit Kernel<ScaledMatmul> scaled_matmul{"scaled_matmul"};
 
 }  // namespace liger

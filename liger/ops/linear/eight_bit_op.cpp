@@ -4,7 +4,6 @@ namespace liger {
 
 LIGER_OPTIONAL(eight_bit_rows);
 LIGER_OPTIONAL(transpose_bytes);
-LIGER_OPTIONAL(has_scaled_matmul);
 LIGER_OPTIONAL(scaled_matmul);
 
 namespace op::linear {
@@ -17,11 +16,7 @@ EightBit format_of(const AdaptedLinear& layer) {
 /// Whether the kernels take a layer's weight for rows like x.
 bool takes(const Tensor& x, const AdaptedLinear& layer) {
   const Tensor& w = layer.weight;
-  if (!layer.weight_scale || !has_scaled_matmul.has(Backend(x.device().type()))) return false;
-  if (x.scalar_type() == at::kFloat || w.size(0) % 16 != 0 || w.size(1) % 16 != 0 || !w.is_contiguous()) return false;
-  bool yes = false;
-  run(has_scaled_matmul, x, {&yes});
-  return yes;
+  return layer.weight_scale && w.size(0) % 16 == 0 && w.size(1) % 16 == 0 && w.is_contiguous() && has_byte_products(x);
 }
 
 EightBitRows quantised(at::ArrayRef<Tensor> parts, at::ArrayRef<Tensor> factors, EightBit format) {
@@ -76,11 +71,6 @@ void run_product(const Tensor& out, const EightBitRows& x, const Tensor& w, cons
 }
 
 }  // namespace
-
-EightBitRows empty_rows(int64_t rows, int64_t cols, EightBit format, const Tensor& like) {
-  const auto bytes = like.options().dtype(at::kByte);
-  return {at::empty({rows, cols}, bytes), at::empty({rows}, bytes.dtype(at::kFloat)), format};
-}
 
 const EightBitRows& Factor::in(EightBit format) const {
   EightBitRows& made = made_[int(format)];

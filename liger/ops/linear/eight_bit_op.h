@@ -1,19 +1,10 @@
 #pragma once
-#include "liger/core/torch/op.h"
+#include "liger/core/torch/eight_bit.h"
 #include "liger/ops.h"
 #include "liger/ops/linear/eight_bit.h"
 
 /// Products with frozen weights in 8 bits.
 namespace liger::op::linear {
-
-/// Rows in 8 bits, each with its scale.
-struct EightBitRows {
-  Tensor rows, scale;  // uint8 [rows, cols] and float [rows]; undefined where there are none
-  EightBit format;
-
-  RowBytes to() const { return {data<uint8_t>(rows), data<float>(scale), format}; }
-};
-EightBitRows empty_rows(int64_t rows, int64_t cols, EightBit format, const Tensor& like);
 
 /// What weights are multiplied with: a matrix, and its rows in 8 bits, which are made once for all layers that read
 /// them.

@@ -70,8 +70,8 @@ struct GatedMLP {
     return {one(), one()};
   }
   static void gate_and_up(const Inputs& in, const Tensor& x, const Tensor& low, const Adapters<2>& adapters,
-                          const Tensor& gate, const Tensor& up) {
-    const Factor factor(x);
+                          const Tensor& gate, const Tensor& up, const EightBitRows& bytes = {}) {
+    const Factor factor(x, bytes);
     run_forward(gate, factor, adapters.columns_of(low, in.of_x(), 0), in.gate, adapters.b[0]);
     run_forward(up, factor, adapters.columns_of(low, in.of_x(), 1), in.up, adapters.b[1]);
   }
@@ -118,11 +118,12 @@ struct GatedMLP {
     r.cast = adapters.cast, r.low = adapters.low_rank(x);
     r.cast_down = of_down.cast, r.down_b = of_down.b[0];
     if (!options.recompute) r.gates = gates, r.ups = ups;
+    const EightBitRows bytes_of_x = chunk == tokens ? take_rows(in.x) : EightBitRows();
     for_chunks(tokens, chunk, [&](int64_t begin, int64_t n) {
       const int64_t first = options.recompute ? 0 : begin;
       const Tensor rows = part(x, begin, n), gate = part(gates, first, n), up = part(ups, first, n);
       const Tensor product = part(products, 0, n);
-      gate_and_up(in, rows, part(r.low, begin, n), adapters, gate, up);
+      gate_and_up(in, rows, part(r.low, begin, n), adapters, gate, up, bytes_of_x);
       const EightBitRows bytes = run_product(in, gate, up, product, gate_form);
       Tensor low = part(r.low_down, begin, n);
       if (of_down.a.defined()) at::mm_out(low, product, of_down.a.t());

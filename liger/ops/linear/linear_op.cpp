@@ -83,7 +83,8 @@ struct Linear {
   }
 
   static void finish(const Inputs& in, Results& results) {
-    if (!is_nothing(in.x)) run_forward(matrix(results.y), Factor(matrix(in.x)), results.low, in, results.b);
+    if (!is_nothing(in.x))
+      run_forward(matrix(results.y), Factor(matrix(in.x), take_rows(in.x)), results.low, in, results.b);
   }
 
   static Results forward(const Inputs& in) {

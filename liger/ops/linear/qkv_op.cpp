@@ -88,7 +88,7 @@ struct QKV {
       return results(Adapters<3>::empty_low_rank(layers, in.x), Adapters<3>::empty_cast(layers, in.x));
     const Adapters<3> adapters(layers, in.x);
     const Tensor x = matrix(in.x), low = adapters.low_rank(x);
-    const Factor factor(x);
+    const Factor factor(x, take_rows(in.x));
     for (size_t i = 0; i < 3; ++i)
       run_forward(matrix_of(y[i], x, *layers[i]), factor, adapters.columns_of(low, layers, i), *layers[i],
                   adapters.b[i]);

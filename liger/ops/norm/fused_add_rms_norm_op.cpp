@@ -14,6 +14,7 @@ struct FusedAddRMSNorm {
     norm::Rounding rounding;
     LIGER_FIELDS(x, residual, weight, eps, rounding)
   };
+  using Options = norm::ReadIn;
   struct Results {
     Tensor y, s, rstd;
     LIGER_FIELDS(y, s, rstd)
@@ -34,9 +35,9 @@ struct FusedAddRMSNorm {
   using Gradients = norm::OfWeight<T>;
   static constexpr std::array kGradientOf{0, 0, 1};  // x's gradient is the residual's too
 
-  static Results forward(const Inputs& in) {
-    const auto out =
-        norm::forward("fused_add_rms_norm", {.x = in.x, .w = in.weight, .residual = in.residual}, in.eps, in.rounding);
+  static Results forward(const Inputs& in, const Options& read_in) {
+    const auto out = norm::forward("fused_add_rms_norm", {.x = in.x, .w = in.weight, .residual = in.residual}, in.eps,
+                                   in.rounding, read_in);
     return {out.y, out.s, out.rstd};
   }
 
@@ -60,7 +61,7 @@ struct FusedAddRMSNorm {
 
 std::tuple<Tensor, Tensor> fused_add_rms_norm(const Tensor& x, const Tensor& residual, const OptTensor& w, double eps,
                                               double offset, Casting casting) {
-  return Operator<op::FusedAddRMSNorm>::public_op(x, residual, w, eps, offset, casting);
+  return Operator<op::FusedAddRMSNorm>::public_op(x, residual, w, eps, offset, casting, -1);
 }
 
 LIGER_OPERATORS(fused_add_rms_norm, Operator<op::FusedAddRMSNorm>)

@@ -1,5 +1,5 @@
 #pragma once
-#include "liger/core/kernel.h"
+#include "liger/core/eight_bit.h"
 #include "liger/options.h"
 
 namespace liger {
@@ -58,7 +58,15 @@ struct NormBackward {
   bool shared_modulation() const { return scale && per_modulation > 1; }
 };
 
+/// NormForward that is not centred, of 16-bit numbers, which gives y in 8 bits too.
+struct NormForwardBytes {
+  NormForward norm;
+  RowBytes y;
+};
+
 inline constinit Kernel<NormForward> norm_forward{"norm_forward"};
+// Optional. Its rows begin and end at 16-byte boundaries, as the weight does, and have at most kMostByteColumns.
+inline constinit Kernel<NormForwardBytes> norm_forward_bytes{"norm_forward_bytes"};
 inline constinit Kernel<NormBackward> norm_backward{"norm_backward"};
 
 }  // namespace liger

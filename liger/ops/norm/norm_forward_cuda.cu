@@ -1,3 +1,4 @@
+#include "liger/core/cuda/row_bytes.cuh"
 #include "liger/ops/norm/norm.cuh"
 
 namespace liger::cuda::norm {
@@ -135,9 +136,9 @@ constexpr int kForwardThreads = 512;
 /// y, the statistics of each row and, where there is a residual, s = x + residual.
 /// A block has blockDim.y rows, or a cluster one; a thread has Layout's packs of a row, in registers. x is read once;
 /// weight, bias and modulation come from L1, which all blocks of a multiprocessor share. The limit is memory: with 64
-/// registers a thread 1,024 threads have 64 bytes each in flight.
-template <class T, class Layout, bool kCentred>
-__global__ void __launch_bounds__(kForwardThreads, 2) forward_kernel(NormForward a) {
+/// registers a thread 1,024 threads have 64 bytes each in flight. Bytes: RowBytes of y, or nothing.
+template <class T, class Layout, bool kCentred, class... Bytes>
+__global__ void __launch_bounds__(kForwardThreads, 2) forward_kernel(NormForward a, Bytes... bytes) {
   await_previous();
   constexpr int kPacks = Layout::kPacks;
   const int64_t row = Layout::row();
@@ -184,6 +185,14 @@ __global__ void __launch_bounds__(kForwardThreads, 2) forward_kernel(NormForward
   if (!kCentred && a.scale) modulate<T>(a, x, row, in, each);
   each([&](int p, int k) { matrix(a.y).store(k, x[p], in); });
   if (threadIdx.x == 0 && row < a.rows) keep<kCentred>(a, stats, row);
+  if constexpr (sizeof...(Bytes) > 0) {
+    const RowBytes& to = (bytes, ...);
+    float most = 0;
+    each([&](int p, int) { most = largest_magnitude(most, to_vec(x[p])); });
+    const ByteScale by(statistics.reduce(most, LargestMagnitude()), to.format);
+    if (threadIdx.x == 0 && row < a.rows) to.scale[row] = by.scale;
+    each([&](int p, int k) { by.write(to.out + row * a.cols + in.column(k), to_vec(x[p])); });
+  }
 }
 
 /// The same for longer rows: a block walks along its row, and reads it again, from a cache, for each pass.
@@ -218,16 +227,17 @@ __global__ void __launch_bounds__(kLongRowThreads) forward_long_kernel(NormForwa
   if (threadIdx.x == 0) keep<kCentred>(a, stats, row);
 }
 
+constexpr int kForwardPacks = 4;
+constexpr Threads kForwardBlock{.few = 128, .most = kForwardThreads, .spread = 256};
+
 template <class T, bool kCentred>
 void forward(const NormForward& a, Stream s) {
-  constexpr int kPacks = 4;
   const auto in_registers = [&]<class Layout>(const RowThreads& t) {
     launch(forward_kernel<T, Layout, kCentred>, t.of_rows(a.rows), s, a);
   };
-  const Threads block{.few = 128, .most = kForwardThreads, .spread = 256};
   if (whole_packs<T>(a.cols, {a.x, a.residual, a.s, a.y, a.w, a.b, a.scale, a.shift})
-          ? dispatch_layout<T, kPacks, true, true>(a.cols, block, in_registers)
-          : dispatch_layout<T, kPacks, false, false>(a.cols, block, in_registers))
+          ? dispatch_layout<T, kForwardPacks, true, true>(a.cols, kForwardBlock, in_registers)
+          : dispatch_layout<T, kForwardPacks, false, false>(a.cols, kForwardBlock, in_registers))
     return;
   launch(forward_long_kernel<T, kCentred>, {.blocks = a.rows, .threads = kLongRowThreads}, s, a);
 }
@@ -236,6 +246,15 @@ void forward(const NormForward& a, Stream s) {
 
 LIGER_REGISTER(norm_forward, [](const NormForward& a, Stream s) {
   dispatch(a.dtype, [&]<class T>() { a.centred ? forward<T, true>(a, s) : forward<T, false>(a, s); });
+});
+
+LIGER_REGISTER(norm_forward_bytes, [](const NormForwardBytes& a, Stream s) {
+  dispatch16(a.norm.dtype, [&]<class T>() {
+    const auto start = [&]<class Layout>(const RowThreads& t) {
+      launch(forward_kernel<T, Layout, false, RowBytes>, t.of_rows(a.norm.rows), s, a.norm, a.y);
+    };
+    dispatch_layout<T, kForwardPacks, true, true>(a.norm.cols, kForwardBlock, start);
+  });
 });
 
 }  // namespace liger::cuda::norm

@@ -1,6 +1,11 @@
 #include "liger/ops/norm/norm_op.h"
+#include "liger/core/torch/eight_bit.h"
 
-namespace liger::op::norm {
+namespace liger {
+
+LIGER_OPTIONAL(norm_forward_bytes);
+
+namespace op::norm {
 namespace {
 
 Casting parse(const char* name, int64_t casting) {
@@ -69,9 +74,11 @@ struct Operands {
 
 }  // namespace
 
-Outputs forward(const char* name, const Inputs& inputs, double eps, Rounding rounding) {
+Outputs forward(const char* name, const Inputs& inputs, double eps, Rounding rounding, ReadIn read_in) {
   const Operands in(name, inputs);
   const Casting casting = parse(name, rounding.casting);
+  TORCH_CHECK_VALUE(read_in.eight_bit >= -1 && read_in.eight_bit <= 1, name,
+                    ": eight_bit is -1 (none), 0 (e4m3) or 1 (int8), not ", read_in.eight_bit);
   const auto like_x = [&] { return output(at::empty_symint(inputs.x.sym_sizes(), in.x.options())); };
   Outputs out{.y = like_x(),
               .s = in.residual.defined() ? like_x() : Tensor(),
@@ -82,7 +89,14 @@ Outputs forward(const char* name, const Inputs& inputs, double eps, Rounding rou
   a.b = data(in.b), a.residual = data(in.residual), a.shift = data(in.shift);
   a.y = out.y.data_ptr(), a.s = data<void>(out.s), a.mean = data<float>(out.mean), a.rstd = data<float>(out.rstd);
   a.eps = float(eps), a.offset = float(rounding.offset), a.casting = casting;
-  run(norm_forward, in.x, a);
+  if (read_in.eight_bit >= 0 && norm_forward_bytes.has(Backend(in.x.device().type())) && has_byte_products(in.x) &&
+      rows_fit_bytes(in.x, {a.x, a.residual, a.w, a.s, a.y}, {})) {
+    const auto bytes = empty_rows(a.rows, a.cols, EightBit(read_in.eight_bit), in.x);
+    run(norm_forward_bytes, in.x, {a, bytes.to()});
+    attach_rows(out.y, bytes);
+  } else {
+    run(norm_forward, in.x, a);
+  }
   return out;
 }
 
@@ -131,4 +145,5 @@ Gradients backward(const char* name, const Tensor& dy_, const OptTensor& ds_, co
   return d;
 }
 
-}  // namespace liger::op::norm
+}  // namespace op::norm
+}  // namespace liger

@@ -20,8 +20,15 @@ struct Rounding {
   LIGER_FIELDS(offset, casting)
 };
 
+/// The format (EightBit) in which linear layers read y, whose rows are then made at once (core/torch/eight_bit.h); −1
+/// for none.
+struct ReadIn {
+  int64_t eight_bit = -1;
+  LIGER_OPTIONS(eight_bit)
+};
+
 /// `name` is the operator's, for error messages.
-Outputs forward(const char* name, const Inputs& inputs, double eps, Rounding rounding = {});
+Outputs forward(const char* name, const Inputs& inputs, double eps, Rounding rounding = {}, ReadIn read_in = {});
 
 /// Which gradients are wanted; the others stay undefined.
 struct Wants {

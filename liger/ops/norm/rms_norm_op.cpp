@@ -14,6 +14,7 @@ struct RMSNorm {
     norm::Rounding rounding;
     LIGER_FIELDS(x, weight, eps, rounding)
   };
+  using Options = norm::ReadIn;
   using Results = norm::WithRstd;
   struct Saved {
     Tensor x;
@@ -26,8 +27,8 @@ struct RMSNorm {
   template <class T>
   using Gradients = norm::OfWeight<T>;
 
-  static Results forward(const Inputs& in) {
-    const auto out = norm::forward("rms_norm", {.x = in.x, .w = in.weight}, in.eps, in.rounding);
+  static Results forward(const Inputs& in, const Options& read_in) {
+    const auto out = norm::forward("rms_norm", {.x = in.x, .w = in.weight}, in.eps, in.rounding, read_in);
     return {out.y, out.rstd};
   }
 
@@ -43,7 +44,7 @@ struct RMSNorm {
 }  // namespace op
 
 Tensor rms_norm(const Tensor& x, const OptTensor& w, double eps, double offset, Casting casting) {
-  return Operator<op::RMSNorm>::public_op(x, w, eps, offset, casting);
+  return Operator<op::RMSNorm>::public_op(x, w, eps, offset, casting, -1);
 }
 
 LIGER_OPERATORS(rms_norm, Operator<op::RMSNorm>)

@@ -7,6 +7,8 @@ from liger_kernel._library import ops
 
 #: The largest number of each format: the largest of a row becomes it.
 FORMATS = {"int8": 127.0, "fp8": 448.0}
+#: Their numbers, as operators take them (EightBit in liger/options.h).
+NUMBERS = {"fp8": 0, "int8": 1}
 
 
 def quantise_rows(weight: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Tensor]:

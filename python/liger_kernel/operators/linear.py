@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from liger_kernel._library import ops
 from liger_kernel.operators import quantised
 from liger_kernel.operators.coverage import DENSE, GATED_KERNELS, is_bare, is_recorded, kernels_cover
-from liger_kernel.operators.eight_bit import LigerLinear8bit
+from liger_kernel.operators.eight_bit import NUMBERS, LigerLinear8bit
 from liger_kernel.operators.quantised import is_in_4_bits, weight_in_4_bits
 
 
@@ -101,6 +101,17 @@ def _are_adapted(layers):
 def _are_quantised(layers):
     first, second, third = layers
     return is_in_4_bits(first.weight) or is_in_4_bits(second.weight) or is_in_4_bits(third.weight)
+
+
+def read_in(module: Any) -> int:
+    """The number of the format of eight bits in which the first layers of attention, or of a gated MLP, read their
+    input; −1 where they do not, or where a hook may see that input first."""
+    modules = module._modules
+    layer = modules.get("q_proj") or modules.get("gate_proj")
+    if layer is None:
+        return -1
+    base = layer._modules.get("base_layer", layer)
+    return NUMBERS[base.format] if base.__class__ is LigerLinear8bit and is_bare(module) else -1
 
 
 def linear(x: Tensor, layer: Layer, dropped: Tensor | None = None) -> Tensor:

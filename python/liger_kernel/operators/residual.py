@@ -41,12 +41,23 @@ def norm_options(norm: Any, x: Any) -> tuple[float, float, int] | None:
     return float(eps_of(norm)), float(norm.offset), casting_code(mode)
 
 
-def add_and_normalise(norm: Any, a: Any, b: Any) -> tuple[Tensor, Tensor]:
-    """(a + b, norm(a + b))."""
+def normalise(norm: Any, x: Any, read_in: int) -> Tensor:
+    """norm(x), for a module that reads its rows in eight bits (linear.read_in), or not."""
+    if read_in >= 0 and is_recorded(x) and kernels_cover(x, NORM_KERNELS):
+        if (options := norm_options(norm, x)) is not None:
+            given = beside(x, weight_in(norm))
+            y = ops.rms_norm(x, given, *options, read_in)
+            _recompute.note(ops.rms_norm, (x, given, *options), y)
+            return y
+    return norm(x)
+
+
+def add_and_normalise(norm: Any, a: Any, b: Any, read_in: int = -1) -> tuple[Tensor, Tensor]:
+    """(a + b, norm(a + b)); read_in: see normalise."""
     if is_recorded(a) and b.__class__ is Tensor and a.dtype is b.dtype and a.shape == b.shape and a.device == b.device:
         if (options := norm_options(norm, a)) is not None and kernels_cover(a, NORM_KERNELS):
             given = beside(a, weight_in(norm))
-            y, total = ops.fused_add_rms_norm(a, b, given, *options)
+            y, total = ops.fused_add_rms_norm(a, b, given, *options, read_in)
             _recompute.note(ops.rms_norm, (total, given, *options), y)
             return total, y
     total = a + b

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from liger_kernel.operators.linear import qkv
-from liger_kernel.operators.residual import add_and_normalise, is_rms_norm
+from liger_kernel.operators.linear import qkv, read_in
+from liger_kernel.operators.residual import add_and_normalise, is_rms_norm, normalise
 from liger_kernel.transformers.causal_lm import names_in
 from liger_kernel.transformers.patching.formulas import formula_name
 from liger_kernel.transformers.patching.place import NewForward
@@ -177,17 +177,20 @@ def adding(original: Callable[..., Any], steps: Steps) -> Callable[..., Any]:
             return original(self, hidden_states, *args, **kwargs)
         modules = self._modules
         scale = None if steps.scale is None else getattr(self, steps.scale)
-        normalised = modules[steps.norm](hidden_states)
         if steps.linear is not None and steps.linear in modules:
+            normalised = modules[steps.norm](hidden_states)
             added = modules[steps.linear](hidden_states=normalised, **linear_arguments(kwargs, steps.linear_only))
         else:
-            added = modules[steps.mixer](hidden_states=normalised, **kwargs)[0]
+            mixer = modules[steps.mixer]
+            normalised = normalise(modules[steps.norm], hidden_states, read_in(mixer))
+            added = mixer(hidden_states=normalised, **kwargs)[0]
         if steps.after_mixer is not None:
             added = modules[steps.after_mixer](added)
         if scale is not None:
             added = added * scale
-        residual, normalised = add_and_normalise(modules[steps.second_norm], hidden_states, added)
-        added = modules[steps.mlp](normalised)
+        mlp = modules[steps.mlp]
+        residual, normalised = add_and_normalise(modules[steps.second_norm], hidden_states, added, read_in(mlp))
+        added = mlp(normalised)
         if isinstance(added, tuple):  # experts', with the router's logits
             added = added[0]
         if steps.after_mlp is not None:
