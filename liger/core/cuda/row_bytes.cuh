@@ -73,7 +73,8 @@ struct RowsOut {
 };
 
 /// map_packs (stream.cuh) of whole rows of 16-bit numbers, whose results also go out in 8 bits. They wait for the row's
-/// scale in shared memory, all rows out one after another.
+/// scale in shared memory, all rows out one after another. The bytes may lie where a row in does, which has been read
+/// by then.
 template <int kUnroll, class T, int kOut, int kIn, class F>
 __device__ void map_row_to_bytes(const RowsOut<T, kOut>& out, const AlignedRow<T> (&in)[kIn], int64_t row, F f) {
   using Row = AlignedRow<T>;

@@ -11,6 +11,9 @@ struct EightBitRows {
   EightBit format;
 
   RowBytes to() const { return {data<uint8_t>(rows), data<float>(scale), format}; }
+  EightBitRows part(int64_t begin, int64_t n) const {
+    return {rows.narrow(0, begin, n), scale.narrow(0, begin, n), format};
+  }
 };
 EightBitRows empty_rows(int64_t rows, int64_t cols, EightBit format, const Tensor& like);
 

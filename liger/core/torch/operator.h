@@ -140,6 +140,8 @@ class State {
 ///   record(Inputs&, Options&, const Gradients<bool>&)
 ///                         returns Record, what forward is told about backward; in inference, nothing is wanted
 ///   differentiate(...)    takes what backward may take; replaces the node's call of <name>_backward
+///   last_backward(...)    as backward, of plain tensors of a graph that is run no more: it may overwrite what forward
+///                         made and the graph alone has
 template <class D>
 class Operator {
  public:
@@ -346,8 +348,12 @@ class Operator {
           if constexpr (requires { &D::differentiate; }) {
             return call_as<&D::differentiate>(&D::differentiate, given);
           } else {
-            if (below_autograd && unseen(std::as_const(g), std::as_const(saved)))
+            if (below_autograd && unseen(std::as_const(g), std::as_const(saved))) {
+              if constexpr (requires { &D::last_backward; })
+                if (!torch::autograd::get_current_graph_task_keep_graph())
+                  return as_gradients(call_as<&D::last_backward>(&D::last_backward, given));
               return as_gradients(call_as<&D::backward>(&D::backward, given));
+            }
             return as_fields<Gradients>(call_as<&D::backward>(backward_op, given));
           }
         }();

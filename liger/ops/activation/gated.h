@@ -47,6 +47,7 @@ struct GatedForwardBytes {
 
 /// GatedBackward of 16-bit numbers, which gives the gradients in 8 bits too, side by side:
 ///   d = da · a_factor, db · b_factor     both [cols]
+/// d, of as many bytes as dc, may lie where that does.
 struct GatedBackwardBytes {
   GatedBackward gated;
   RowBytes d;  // [rows, 2 cols]

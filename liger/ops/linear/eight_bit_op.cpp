@@ -19,23 +19,22 @@ bool takes(const Tensor& x, const AdaptedLinear& layer) {
   return layer.weight_scale && w.size(0) % 16 == 0 && w.size(1) % 16 == 0 && w.is_contiguous() && has_byte_products(x);
 }
 
+int64_t columns(at::ArrayRef<Tensor> parts) {
+  int64_t all = 0;
+  for (const Tensor& part : parts) all += part.size(1);
+  return all;
+}
+
 EightBitRows quantised(at::ArrayRef<Tensor> parts, at::ArrayRef<Tensor> factors, EightBit format) {
-  QuantiseRows args{.count = int(parts.size()), .rows = parts[0].size(0), .dtype = dtype_of(parts[0])};
-  std::vector<Rows> rows;  // which own what the kernel reads
-  int64_t cols = 0;
-  for (size_t i = 0; i < parts.size(); ++i) {
-    rows.emplace_back(parts[i]);
-    const Tensor& part = rows[i].tensor;
-    if (reinterpret_cast<uintptr_t>(data(part)) % 16 != 0 || rows[i].stride % 8 != 0)
-      rows[i] = Rows(part.clone(at::MemoryFormat::Contiguous));
-    args.parts[i] = {data(rows[i].tensor), factors.empty() ? nullptr : data<float>(factors[i]), part.size(1),
-                     rows[i].stride};
-    cols += part.size(1);
-  }
-  const EightBitRows made = empty_rows(args.rows, cols, format, parts[0]);
-  args.to = made.to();
-  run(eight_bit_rows, parts[0], args);
+  const EightBitRows made = empty_rows(parts[0].size(0), columns(parts), format, parts[0]);
+  write_bytes(made.to(), parts, factors);
   return made;
+}
+
+/// Room for numbers of 8 bits in the memory of t, where that is enough.
+Tensor room_in(const Tensor& t, int64_t rows, int64_t cols) {
+  if (!t.is_contiguous() || int64_t(t.nbytes()) < rows * cols) return {};
+  return t.view(at::kByte).view({-1}).narrow(0, 0, rows * cols).view({rows, cols});
 }
 
 /// Columns up to a multiple of 8 as the kernel reads them.
@@ -72,6 +71,20 @@ void run_product(const Tensor& out, const EightBitRows& x, const Tensor& w, cons
 
 }  // namespace
 
+void write_bytes(const RowBytes& to, at::ArrayRef<Tensor> parts, at::ArrayRef<Tensor> factors) {
+  QuantiseRows args{.count = int(parts.size()), .to = to, .rows = parts[0].size(0), .dtype = dtype_of(parts[0])};
+  std::vector<Rows> rows;  // which own what the kernel reads
+  for (size_t i = 0; i < parts.size(); ++i) {
+    rows.emplace_back(parts[i]);
+    const Tensor& part = rows[i].tensor;
+    if (reinterpret_cast<uintptr_t>(data(part)) % 16 != 0 || rows[i].stride % 8 != 0)
+      rows[i] = Rows(part.clone(at::MemoryFormat::Contiguous));
+    args.parts[i] = {data(rows[i].tensor), factors.empty() ? nullptr : data<float>(factors[i]), part.size(1),
+                     rows[i].stride};
+  }
+  run(eight_bit_rows, parts[0], args);
+}
+
 const EightBitRows& Factor::in(EightBit format) const {
   EightBitRows& made = made_[int(format)];
   if (!made.rows.defined()) made = quantised(rows_, {}, format);
@@ -92,7 +105,7 @@ std::optional<EightBit> format_of_products(const Tensor& x, at::ArrayRef<const A
 }
 
 bool multiply(const Tensor& y, const Factor& x, const AdaptedLinear& layer, const Tensor& low, const Tensor& b) {
-  if (!takes(x.rows(), layer)) return false;
+  if (!takes(y, layer)) return false;
   const EightBit format = format_of(layer);
   const Tensor bias = contiguous(layer.bias), scale = layer.weight_scale->contiguous();
   run_product(y, x.in(format), layer.weight, scale, layer.a ? low : Tensor(), b, layer.scale, bias, format);
@@ -103,12 +116,12 @@ bool multiply_transposed(const Tensor& dx, at::ArrayRef<Tensor> dy, at::ArrayRef
                          const Tensor& low, const Tensor& a, const EightBitRows& made) {
   const auto format = format_of_products(dx, layers);
   if (!format) return false;
-  int64_t cols = 0;
   std::vector<Tensor> scales;
-  for (const AdaptedLinear* layer : layers)
-    scales.push_back(layer->weight_scale->contiguous()), cols += layer->weight.size(0);
+  for (const AdaptedLinear* layer : layers) scales.push_back(layer->weight_scale->contiguous());
   const EightBitRows rows = made.rows.defined() ? made : quantised(dy, scales, *format);
-  const Tensor weights = at::empty({dx.size(1), cols}, rows.rows.options());
+  const int64_t cols = rows.rows.size(1);
+  Tensor weights = made.rows.defined() ? room_in(dy[0], dx.size(1), cols) : Tensor();
+  if (!weights.defined()) weights = at::empty({dx.size(1), cols}, rows.rows.options());
   int64_t first = 0;
   for (const AdaptedLinear* layer : layers) {
     const Tensor& w = layer->weight;

@@ -22,7 +22,7 @@ struct GatedMLP {
     Tensor y, low, low_down, gates, ups, cast, cast_down;
     LIGER_FIELDS(y, low, low_down, gates, ups, cast, cast_down)
     Tensor product, down_b;  // between start and finish
-    EightBitRows bytes;      // of product
+    EightBitRows bytes;      // in product's place
   };
   struct Saved {
     Inputs in;
@@ -56,6 +56,9 @@ struct GatedMLP {
     return {gated::parse(op, int64_t(options.activation)), float(options.gate_multiplier)};
   }
 
+  /// How many tokens a product that is read in 8 bits is made of at once: a quarter, and not few.
+  static int64_t part_of(int64_t tokens) { return std::min(tokens, std::max<int64_t>(256, ceil_div(tokens, 4))); }
+
   /// The tokens that are worked on at once.
   static int64_t chunk_of(int64_t tokens, const Options& options) {
     return options.chunk > 0 ? std::min(options.chunk, tokens) : tokens;
@@ -76,27 +79,40 @@ struct GatedMLP {
     run_forward(up, factor, adapters.columns_of(low, in.of_x(), 1), in.up, adapters.b[1]);
   }
 
-  /// The product of a chunk, and its rows in 8 bits where the last layer is multiplied with those.
-  static EightBitRows run_product(const Inputs& in, const Tensor& gate, const Tensor& up, const Tensor& product,
-                                  const GateForm& form) {
-    const auto format = format_of_products(product, in.of_product());
-    const auto bytes = format ? empty_rows(product.size(0), product.size(1), *format, product) : EightBitRows();
-    const gated::Bytes to{bytes.to()};
-    return gated::run_forward(gate, up, product, form, format ? &to : nullptr) ? bytes : EightBitRows();
+  /// The product of a chunk, in c, and what the adapter of the last layer makes of it. Where that layer reads the
+  /// product in 8 bits, this returns it, and c has room for a part of it only: 16 bits are for the adapter alone.
+  static EightBitRows run_product(const Inputs& in, const Tensor& gate, const Tensor& up, const Tensor& c,
+                                  const GateForm& form, const Tensor& a, const Tensor& low,
+                                  std::optional<EightBit> format) {
+    const int64_t tokens = gate.size(0);
+    const EightBitRows all = format ? empty_rows(tokens, gate.size(1), *format, gate) : EightBitRows();
+    for_chunks(tokens, c.size(0), [&](int64_t begin, int64_t n) {
+      const Tensor product = part(c, 0, n);
+      const gated::Bytes bytes{format ? all.part(begin, n).to() : RowBytes()};
+      const bool made =
+          gated::run_forward(part(gate, begin, n), part(up, begin, n), product, form, format ? &bytes : nullptr);
+      if (format && !made) write_bytes(bytes.to, product);
+      Tensor of_low = part(low, begin, n);
+      if (a.defined()) at::mm_out(of_low, product, a.t());
+    });
+    return all;
   }
-  /// The gradients of gate and up, and where those of x are products in 8 bits, their rows as these are made of.
+  /// The gradients of gate and up. Where that of x is a product in 8 bits, this returns their rows, which lie where
+  /// dproduct did.
   static EightBitRows run_gradients(const Inputs& in, const Tensor& dproduct, const Tensor& gate, const Tensor& up,
                                     const Tensor& dgate, const Tensor& dup, const GateForm& form, bool wants_dx) {
     const auto format = wants_dx ? format_of_products(gate, in.of_x()) : std::nullopt;
     if (!format) return gated::run_backward(dproduct, gate, up, dgate, dup, cols(gate), form), EightBitRows();
     const Tensor scales[] = {in.gate.weight_scale->contiguous(), in.up.weight_scale->contiguous()};
-    const auto bytes = empty_rows(gate.size(0), 2 * gate.size(1), *format, gate);
+    const EightBitRows bytes{dproduct.view(at::kByte), at::empty({gate.size(0)}, gate.options().dtype(at::kFloat)),
+                             *format};
     const gated::Bytes to{bytes.to(), {data<float>(scales[0]), data<float>(scales[1])}};
     return gated::run_backward(dproduct, gate, up, dgate, dup, cols(gate), form, &to) ? bytes : EightBitRows();
   }
 
-  /// All but y, which `finish` computes of one chunk; of several, y too.
-  static Results start(const Inputs& in, const Options& options) {
+  /// All but y, which `finish` computes of one chunk; of several, y too. in_bytes: see run_product.
+  static Results start(const Inputs& in, const Options& options) { return run_start(in, options, true); }
+  static Results run_start(const Inputs& in, const Options& options, bool in_bytes) {
     check("gated_mlp", in);
     const GateForm gate_form = form("gated_mlp", options);
     Results r;
@@ -112,7 +128,9 @@ struct GatedMLP {
     const Tensor x = matrix(in.x), y = matrix(r.y);
     const int64_t tokens = x.size(0), chunk = chunk_of(tokens, options);
     const auto [gates, ups] = wide(in, x, options.recompute ? chunk : tokens);
-    const Tensor products = options.recompute ? gates : output(at::empty({chunk, gates.size(1)}, x.options()));
+    const auto format = in_bytes ? format_of_products(x, in.of_product()) : std::nullopt;
+    const int64_t at_once = format ? part_of(chunk) : chunk;
+    const Tensor products = options.recompute ? gates : output(at::empty({at_once, gates.size(1)}, x.options()));
     const Adapters<2> adapters(in.of_x(), x);
     const Adapters<1> of_down(in.of_product(), products);
     r.cast = adapters.cast, r.low = adapters.low_rank(x);
@@ -122,11 +140,10 @@ struct GatedMLP {
     for_chunks(tokens, chunk, [&](int64_t begin, int64_t n) {
       const int64_t first = options.recompute ? 0 : begin;
       const Tensor rows = part(x, begin, n), gate = part(gates, first, n), up = part(ups, first, n);
-      const Tensor product = part(products, 0, n);
+      const Tensor low = part(r.low_down, begin, n), c = format ? products : part(products, 0, n);
       gate_and_up(in, rows, part(r.low, begin, n), adapters, gate, up, bytes_of_x);
-      const EightBitRows bytes = run_product(in, gate, up, product, gate_form);
-      Tensor low = part(r.low_down, begin, n);
-      if (of_down.a.defined()) at::mm_out(low, product, of_down.a.t());
+      const EightBitRows bytes = run_product(in, gate, up, c, gate_form, of_down.a, low, format);
+      const Tensor product = format ? Tensor() : c;
       if (n < tokens) run_forward(part(y, begin, n), Factor(product, bytes), low, in.down, r.down_b);
       else r.product = product, r.bytes = bytes;
     });
@@ -135,7 +152,8 @@ struct GatedMLP {
 
   static void finish(const Inputs& in, Results& r, const Options& options) {
     if (is_nothing(in.x)) return;
-    if (r.product.defined()) run_forward(matrix(r.y), Factor(r.product, r.bytes), r.low_down, in.down, r.down_b);
+    if (r.product.defined() || r.bytes.rows.defined())
+      run_forward(matrix(r.y), Factor(r.product, r.bytes), r.low_down, in.down, r.down_b);
     if (options.down_multiplier != 1) multiplied(r.y, options.down_multiplier);
     r.product = Tensor(), r.bytes = {};
   }
@@ -154,7 +172,7 @@ struct GatedMLP {
   static Started started(const Inputs& in, const Options& options) {
     TORCH_CHECK(options.chunk == 0 && options.down_multiplier == 1,
                 "gated_mlp_start: the last product has all tokens at once, and no multiplier");
-    const Results r = start(in, options);
+    const Results r = run_start(in, options, false);
     return {r.y, r.low, r.low_down, r.gates, r.ups, r.cast, r.cast_down, r.product};
   }
 
@@ -180,6 +198,18 @@ struct GatedMLP {
 
   static Gradients<Tensor> backward(const Upstream& upstream, const Saved& saved, const Gradients<bool>& wanted,
                                     const Options& options) {
+    return run_backward(upstream, saved, wanted, options, false);
+  }
+  static Gradients<Tensor> last_backward(const Upstream& upstream, const Saved& saved, const Gradients<bool>& wanted,
+                                         const Options& options) {
+    const bool both = saved.gates.is_contiguous() && saved.ups.is_contiguous();
+    if (both) saved.gates.unsafeGetTensorImpl()->bump_version(), saved.ups.unsafeGetTensorImpl()->bump_version();
+    return run_backward(upstream, saved, wanted, options, both);
+  }
+
+  /// overwrite: the gradients of gate and up are written over these.
+  static Gradients<Tensor> run_backward(const Upstream& upstream, const Saved& saved, const Gradients<bool>& wanted,
+                                        const Options& options, bool overwrite) {
     const Inputs& in = saved.in;
     check(upstream, saved, wanted, options);
     const GateForm gate_form = form("gated_mlp_backward", options);
@@ -187,13 +217,14 @@ struct GatedMLP {
       return {nothing(wanted.dx, in.x), nothing(wanted.gate, in.gate), nothing(wanted.up, in.up),
               nothing(wanted.down, in.down)};
     Gradients<Tensor> d;
-    d.dx = room(wanted.dx, in.x);
-    const Tensor x = matrix(in.x), dy = matrix(upstream.dy), dx = wanted.dx ? matrix(d.dx) : Tensor();
+    Tensor dx;  // which has no memory before it is needed
+    const Tensor x = matrix(in.x), dy = matrix(upstream.dy);
     const int64_t tokens = x.size(0), chunk = chunk_of(tokens, options);
     const bool inner = wanted.dx || any(wanted.gate) || any(wanted.up),
                of_products = wanted.down.weight || wanted.down.a;
     const auto [gates, ups] = options.recompute ? wide(in, x, chunk) : std::array{saved.gates, saved.ups};
-    const auto [dgates, dups] = options.recompute || !inner ? std::array{gates, ups} : wide(in, x, chunk);
+    overwrite = overwrite || options.recompute || !inner;
+    const auto [dgates, dups] = overwrite ? std::array{gates, ups} : wide(in, x, chunk);
     Tensor products = output(at::empty({chunk, gates.size(1)}, x.options()));  // and then their gradients
     const Layers<2> of_x = in.of_x();
     const Layers<1> of_product = in.of_product();
@@ -212,7 +243,9 @@ struct GatedMLP {
       down.add({options.down_multiplier == 1 ? of_y : of_y * options.down_multiplier}, product, product,
                part(saved.low_down, begin, n), dproduct, dproduct);
       if (!inner) return;
-      const Tensor dgate = part(dgates, 0, n), dup = part(dups, 0, n), out = part(dx, begin, n);
+      if (wanted.dx && !dx.defined()) d.dx = room(true, in.x), dx = matrix(d.dx);
+      const Tensor dgate = overwrite ? gate : part(dgates, 0, n), dup = overwrite ? up : part(dups, 0, n),
+                   out = part(dx, begin, n);
       const EightBitRows bytes = run_gradients(in, product, gate, up, dgate, dup, gate_form, out.defined());
       product = dproduct = Tensor();
       if (begin + n == tokens) products = Tensor();  // whose memory rows in 8 bits can have
