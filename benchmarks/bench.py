@@ -10,7 +10,7 @@ can be imported, quack, cut_cross_entropy, TRL's functions of a head (--trl DIR 
 1.16, of which these need torch and transformers alone), verl's and VeOmni's losses on few classes (--verl, --veomni,
 VERL_DIR, VEOMNI_DIR: unpacked wheels, which need torch alone) and liger_kernel with Triton (--triton-liger DIR: a
 folder that holds that package, which has our name). Of activate F.silu is one, torch's own operator of one tensor,
-whatever the activation.
+whatever the activation. scaled_matmul rounds its rows and multiplies them; _scaled_mm and _int_mm get them rounded.
 
 Per shape and rival, forward / forward and backward:
   gpu    time of a call in a CUDA graph of many, inputs rotating over more than twice the L2 cache (ms)
@@ -39,6 +39,7 @@ from tabulate import tabulate
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(ROOT, "tests"))
 
+from byte_products import PRODUCTS  # noqa: E402
 from cases import all_cases  # noqa: E402
 from liger_kernel.measure.machine import commit, processor, version_of  # noqa: E402
 from loss_cases import LOSSES  # noqa: E402
@@ -372,7 +373,7 @@ def save(rows, args):
 
 
 def main():
-    cases = {name: case for name, case in (all_cases() | LOSSES).items() if case.bench}
+    cases = {name: case for name, case in (all_cases() | LOSSES | PRODUCTS).items() if case.bench}
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--op", help=f"operators, separated by commas: {', '.join(cases)}")
     p.add_argument("--shape", help="one shape, numbers separated by commas, instead of the case's")

@@ -140,6 +140,8 @@ RUNS = {
     "eight-bit": Run("eight-bit-{card}.json", "benchmarks/eight_bit.py", (
         "--bases bfloat16,int8,fp8 --base-steps 1000",
     ), 40),
+    "eight-bit-products": Run("eight-bit-products-{card}.json", BENCH, ("--op scaled_matmul",), 10,
+        f"{TINY_BENCH} scaled_matmul --shape 33,64,48"),
     "eight-bit-full": Run("eight-bit-full-{card}.json", "benchmarks/eight_bit_full.py", ("",), 60),
     "errors": Run("errors-{card}.json", "benchmarks/errors.py", ("",), 30,
         "--device cpu --cases rms_norm --page {folder}/errors.md", ("gpu", "cpu")),
