@@ -14,6 +14,7 @@ from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instan
 from peft import LoraConfig, PeftModel, get_peft_model
 from ranks import DEVICE, on_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -417,9 +418,10 @@ def _over_ranks(rank, kind):
     if kind == "ddp":
         whole = nn.parallel.DistributedDataParallel(model)
     else:
+        mesh = init_device_mesh(DEVICE, (2,))  # by default one of GPUs, where there is one
         for layer in model.get_base_model().model.layers:
-            fully_shard(layer)
-        whole = fully_shard(model)
+            fully_shard(layer, mesh=mesh)
+        whole = fully_shard(model, mesh=mesh)
         assert all(isinstance(p, DTensor) for p in model.parameters())
     found, of_ranks = run(whole)
     return (found - loss).abs().item(), max((of_ranks[n] - g).abs().max().item() for n, g in grads.items()), len(grads)

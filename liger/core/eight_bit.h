@@ -15,8 +15,8 @@ struct RowBytes {
   float* scale;  // [rows]
   EightBit format;
 };
-/// Of rows that kernels write in 8 bits beside a result: Hopper's shared memory holds two of 16 bits.
-inline constexpr int64_t kMostByteColumns = 56 * 1024;
+/// Of rows that kernels write in 8 bits beside a result: the registers of a block hold two of 16 bits.
+inline constexpr int64_t kMostByteColumns = 32 * 1024;
 
 /// Whether the current device is one that products of 8-bit numbers are made on.
 struct HasScaledMatmul {

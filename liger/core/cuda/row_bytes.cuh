@@ -72,32 +72,34 @@ struct RowsOut {
   RowBytes bytes;          // of all side by side
 };
 
-/// map_packs (stream.cuh) of whole rows of 16-bit numbers, whose results also go out in 8 bits. They wait for the row's
-/// scale in shared memory, all rows out one after another. The bytes may lie where a row in does, which has been read
+/// map_packs (stream.cuh) of whole rows of 16-bit numbers, whose results also go out in 8 bits. Registers hold them
+/// until the row's scale is known, kPacks packs of each row a thread: shared memory would take the place of the factors
+/// in L1. kUnroll packs of each row in are loaded at once. The bytes may lie where a row in does, which has been read
 /// by then.
-template <int kUnroll, class T, int kOut, int kIn, class F>
+template <int kPacks, int kUnroll, class T, int kOut, int kIn, class F>
 __device__ void map_row_to_bytes(const RowsOut<T, kOut>& out, const AlignedRow<T> (&in)[kIn], int64_t row, F f) {
   using Row = AlignedRow<T>;
   constexpr int kWidth = Row::kWidth;
-  auto* const kept = shared_memory<typename Row::Pack>();
+  static_assert(kPacks % kUnroll == 0);
   const int packs = out.of[0].packs();
-  const auto factored = [&](const typename Row::Pack& pack, int o, int k) {
-    const Vec<kWidth> v = to_vec(pack);
+  typename Row::Pack held[kPacks][kOut];
+  const auto each = [&](int first, int count, auto g) {
+#pragma unroll
+    for (int p = first; p < first + count; ++p)
+      if (const int k = threadIdx.x + p * int(blockDim.x); k < packs) g(p, k);
+  };
+  const auto factored = [&](int p, int o, int k) {
+    const Vec<kWidth> v = to_vec(held[p][o]);
     return out.factor[o] ? v * to_vec(Pack<float, kWidth>::read(out.factor[o] + k * kWidth)) : v;
   };
   float most = 0;
-#pragma unroll 1
-  for (int first = threadIdx.x; first < packs; first += kUnroll * blockDim.x) {
+#pragma unroll
+  for (int first = 0; first < kPacks; first += kUnroll) {
     typename Row::Pack raw[kUnroll][kIn];
-    const auto each = [&](auto g) {
-      unrolled<kUnroll>([&](int u) {
-        if (const int k = first + u * int(blockDim.x); k < packs) g(k, raw[u]);
-      });
-    };
-    each([&](int k, auto& packs) { unrolled<kIn>([&](int i) { packs[i] = in[i].load(k, T(0)); }); });
-    each([&](int k, auto& packs_in) {
+    each(first, kUnroll, [&](int p, int k) { unrolled<kIn>([&](int i) { raw[p - first][i] = in[i].load(k, T(0)); }); });
+    each(first, kUnroll, [&](int p, int k) {
       float from[kIn][kWidth], to[kOut][kWidth];
-      unrolled<kIn>([&](int i) { packs_in[i].to_float(from[i]); });
+      unrolled<kIn>([&](int i) { raw[p - first][i].to_float(from[i]); });
       unrolled<kWidth>([&](int j) {
         float x[kIn], y[kOut];
         unrolled<kIn>([&](int i) { x[i] = from[i][j]; });
@@ -105,10 +107,9 @@ __device__ void map_row_to_bytes(const RowsOut<T, kOut>& out, const AlignedRow<T
         unrolled<kOut>([&](int o) { to[o][j] = y[o]; });
       });
       unrolled<kOut>([&](int o) {
-        const auto pack = Row::Pack::from_float(to[o]);
-        out.of[o].store(k, pack, out.of[o]);
-        kept[o * packs + k] = pack;
-        most = largest_magnitude(most, factored(pack, o, k));
+        held[p][o] = Row::Pack::from_float(to[o]);
+        out.of[o].store(k, held[p][o], out.of[o]);
+        most = largest_magnitude(most, factored(p, o, k));
       });
     });
   }
@@ -116,8 +117,9 @@ __device__ void map_row_to_bytes(const RowsOut<T, kOut>& out, const AlignedRow<T
   const ByteScale by(reduce(most), out.bytes.format);
   if (threadIdx.x == 0) out.bytes.scale[row] = by.scale;
   uint8_t* const to = out.bytes.out + row * kOut * out.of[0].n;
-  for (int k = threadIdx.x; k < packs; k += blockDim.x)
-    unrolled<kOut>([&](int o) { by.write(to + o * out.of[0].n + k * kWidth, factored(kept[o * packs + k], o, k)); });
+  each(0, kPacks, [&](int p, int k) {
+    unrolled<kOut>([&](int o) { by.write(to + o * out.of[0].n + k * kWidth, factored(p, o, k)); });
+  });
 }
 
 }  // namespace liger::cuda

@@ -44,6 +44,9 @@ __global__ void __launch_bounds__(256) backward_kernel(GatedBackward g, RowChunk
   map_packs<kPacks>(out, in, gradients<T>(gate));
 }
 
+inline constexpr int kRowPacks = 4;  // of a row, that a thread holds of each result
+static_assert(kMostByteColumns <= 8 * kRowPacks * kLongRowThreads);
+
 /// forward_kernel, which gives c in 8 bits too. A block has a row.
 template <class T, class Gate>
 __global__ void __launch_bounds__(kLongRowThreads) forward_bytes_kernel(GatedForwardBytes args) {
@@ -53,7 +56,7 @@ __global__ void __launch_bounds__(kLongRowThreads) forward_bytes_kernel(GatedFor
   const auto row = [&](const void* p, int64_t stride) { return AlignedRow<T>(p, blockIdx.x, stride, g.cols); };
   const RowsOut<T, 1> out{{row(g.c, g.cols)}, {}, args.c};
   const AlignedRow<T> in[] = {row(g.a, g.a_stride), row(g.b, g.b_stride)};
-  map_row_to_bytes<kPacks>(out, in, blockIdx.x, product<T>(gate));
+  map_row_to_bytes<kRowPacks, 2>(out, in, blockIdx.x, product<T>(gate));
 }
 
 /// The same of backward_kernel.
@@ -65,16 +68,14 @@ __global__ void __launch_bounds__(kLongRowThreads) backward_bytes_kernel(GatedBa
   const auto row = [&](const void* p, int64_t stride) { return AlignedRow<T>(p, blockIdx.x, stride, g.cols); };
   const RowsOut<T, 2> out{{row(g.da, g.d_stride), row(g.db, g.d_stride)}, {args.a_factor, args.b_factor}, args.d};
   const AlignedRow<T> in[] = {row(g.a, g.a_stride), row(g.b, g.b_stride), row(g.dc, g.cols)};
-  map_row_to_bytes<kPacks>(out, in, blockIdx.x, gradients<T>(gate));
+  map_row_to_bytes<kRowPacks, 1>(out, in, blockIdx.x, gradients<T>(gate));
 }
 
-/// Starts such a kernel, which holds `numbers` of 16 bits for each column.
+/// Starts such a kernel.
 template <class Args>
-void launch_rows(void (*kernel)(Args), const Args& args, int numbers, Stream s) {
-  // Of long rows a multiprocessor holds one or two: they need many threads each.
-  const unsigned threads = args.gated.cols > 16384 ? kLongRowThreads : 256;
-  launch(kernel, {.blocks = args.gated.rows, .threads = threads, .shared_bytes = int(2 * numbers * args.gated.cols)}, s,
-         args);
+void launch_rows(void (*kernel)(Args), const Args& args, Stream s) {
+  const int64_t threads = round_up(ceil_div(args.gated.cols, 8 * kRowPacks), 32);
+  launch(kernel, {.blocks = args.gated.rows, .threads = unsigned(threads)}, s, args);
 }
 
 inline constexpr int kSteps = 2;  // that a thread has in flight of each input
@@ -169,13 +170,13 @@ LIGER_REGISTER(gated_backward, [](const GatedBackward& args, Stream s) {
 LIGER_REGISTER(gated_forward_bytes, [](const GatedForwardBytes& g, Stream s) {
   dispatch16(g.gated.dtype, [&]<class T>() {
     dispatch_activation(g.gated.form.activation,
-                        [&]<class Act>() { launch_rows(forward_bytes_kernel<T, PlainGate<Act>>, g, 1, s); });
+                        [&]<class Act>() { launch_rows(forward_bytes_kernel<T, PlainGate<Act>>, g, s); });
   });
 });
 LIGER_REGISTER(gated_backward_bytes, [](const GatedBackwardBytes& g, Stream s) {
   dispatch16(g.gated.dtype, [&]<class T>() {
     dispatch_activation(g.gated.form.activation,
-                        [&]<class Act>() { launch_rows(backward_bytes_kernel<T, PlainGate<Act>>, g, 2, s); });
+                        [&]<class Act>() { launch_rows(backward_bytes_kernel<T, PlainGate<Act>>, g, s); });
   });
 });
 
