@@ -81,9 +81,8 @@ struct GatedMLP {
 
   /// The product of a chunk, in c, and what the adapter of the last layer makes of it. Where that layer reads the
   /// product in 8 bits, this returns it, and c has room for a part of it only: 16 bits are for the adapter alone.
-  static EightBitRows run_product(const Inputs& in, const Tensor& gate, const Tensor& up, const Tensor& c,
-                                  const GateForm& form, const Tensor& a, const Tensor& low,
-                                  std::optional<EightBit> format) {
+  static EightBitRows run_product(const Tensor& gate, const Tensor& up, const Tensor& c, const GateForm& form,
+                                  const Tensor& a, const Tensor& low, std::optional<EightBit> format) {
     const int64_t tokens = gate.size(0);
     const EightBitRows all = format ? empty_rows(tokens, gate.size(1), *format, gate) : EightBitRows();
     for_chunks(tokens, c.size(0), [&](int64_t begin, int64_t n) {
@@ -142,7 +141,7 @@ struct GatedMLP {
       const Tensor rows = part(x, begin, n), gate = part(gates, first, n), up = part(ups, first, n);
       const Tensor low = part(r.low_down, begin, n), c = format ? products : part(products, 0, n);
       gate_and_up(in, rows, part(r.low, begin, n), adapters, gate, up, bytes_of_x);
-      const EightBitRows bytes = run_product(in, gate, up, c, gate_form, of_down.a, low, format);
+      const EightBitRows bytes = run_product(gate, up, c, gate_form, of_down.a, low, format);
       const Tensor product = format ? Tensor() : c;
       if (n < tokens) run_forward(part(y, begin, n), Factor(product, bytes), low, in.down, r.down_b);
       else r.product = product, r.bytes = bytes;
