@@ -102,6 +102,40 @@ def test_widths(K, V, channels, device):
         assert (a - b).norm() <= 2 ** (-16 if name == "g" else -18) * b.norm(), name
 
 
+@pytest.mark.parametrize("delta", [True, False], ids=["delta", "no_delta"])
+@pytest.mark.parametrize("K,V", [(64, 64), (128, 64), (128, 128)])
+def test_tiles(K, V, delta, device):
+    """Widths that have kernels of their own on Hopper. Against float64, token by token: what is bfloat16 is rounded once,
+    2^-9 of each number, and float results are sums of products of two terms of 8 bits each; a document has the bits
+    that it has alone."""
+    lengths = (64, 1, 67)
+    given = inputs(device, False, sum(lengths), 2, K, V, torch.bfloat16)
+    given[1] /= K**0.5  # as they are, without a norm: longer keys let the state grow
+    options = dict(delta=delta, eps=None)
+    o, last = torch.randn(1, sum(lengths), 2, V, device=device).bfloat16(), torch.randn_like(given[5])
+    packed = with_gradients(given, (o, last), starts=starts(device, lengths), **options)
+    exact = [t.double().requires_grad_() for t in given]
+    results = head_reference(*exact, starts(device, lengths), **options)
+    expected = [*results, *torch.autograd.grad(results, exact, [o.double(), last.double()])]
+    for name, a, b in zip(("o", "last", *NAMES), packed, expected, strict=True):
+        assert (a - b).norm() <= (2**-8 if a.dtype == torch.bfloat16 else 2**-13) * b.norm(), name
+    at = 0
+    for i, length in enumerate(lengths):
+        mine, of_state = slice(at, at + length), slice(i, i + 1)
+        state = given[5][of_state] if i < 2 else torch.zeros_like(given[5][:1])
+        last_alone = last[of_state] if i < 2 else torch.zeros_like(last[:1])
+        alone = with_gradients([*(t[:, mine] for t in given[:5]), state], (o[:, mine], last_alone), **options)
+        for name, a, b in zip(("o", "last", *NAMES), packed, alone, strict=True):
+            if name in ("last", "state"):
+                assert i == 2 or torch.equal(a[of_state], b), (name, length)
+            else:
+                a, b = a[:, mine], b.clone()
+                if i == 2 and name == "g":  # decays a state of zeros, or none
+                    a, b = a[:, 1:], b[:, 1:]
+                assert torch.equal(a, b), (name, length)
+        at += length
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gates_of_16_bits(dtype, device):
     """Gates of channels may have 16 bits: the same results, and a gradient that is rounded once."""

@@ -69,6 +69,11 @@ struct Tile {
   __device__ bfloat16* at(int row, int col, int term = 0) const {
     return numbers + term * kPlane + row * kStride + col;
   }
+  /// Where at(r + down, c + right, term) lies if the tile lies at `from`; down and right depend on the lane, and the
+  /// rest is known to the compiler.
+  __device__ unsigned address(unsigned from, int term, int r, int c, int down, int right) const {
+    return from + 2 * (down * kStride + right) + 2 * (term * kPlane + r * kStride + c);
+  }
 };
 
 /// Four 8 x 8 blocks of a tile at rows and columns (r, c), (r + down, c + right) and so on: a lane gets the pair
@@ -78,9 +83,9 @@ template <bool kTransposed, int kDown, int kRight, class Tile>
 __device__ void load_blocks(unsigned (&words)[4], const Tile& tile, int term, int r, int c) {
   const int lane = threadIdx.x % 32;
 #if __CUDA_ARCH__ >= 800
-  // In 32 bits, and what depends on the lane apart: the rest is known to the compiler.
-  const int i = lane / 8, of_lane = ((i & kDown ? 8 : 0) + lane % 8) * Tile::kStride + (i & kRight ? 8 : 0);
-  const unsigned from = shared_address(tile.numbers) + 2 * of_lane + 2 * (term * Tile::kPlane + r * Tile::kStride + c);
+  const int i = lane / 8;
+  const unsigned from =
+      tile.address(shared_address(tile.numbers), term, r, c, (i & kDown ? 8 : 0) + lane % 8, i & kRight ? 8 : 0);
   if constexpr (kTransposed)
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
@@ -94,9 +99,11 @@ __device__ void load_blocks(unsigned (&words)[4], const Tile& tile, int term, in
 #else
   for (int i = 0; i < 4; ++i) {
     const int row = r + (i & kDown ? 8 : 0), col = c + (i & kRight ? 8 : 0), major = lane / 4, minor = lane % 4 * 2;
-    const auto* low = reinterpret_cast<const uint16_t*>(
-        tile.at(row + (kTransposed ? minor : major), col + (kTransposed ? major : minor), term));
-    words[i] = low[0] | unsigned(low[kTransposed ? Tile::kStride : 1]) << 16;
+    const auto number = [&](int minor) {
+      return *reinterpret_cast<const uint16_t*>(
+          tile.at(row + (kTransposed ? minor : major), col + (kTransposed ? major : minor), term));
+    };
+    words[i] = number(minor) | unsigned(number(minor + 1)) << 16;
   }
 #endif
 }

@@ -114,6 +114,28 @@ __device__ inline void copy_box(void* to, const TensorMap& map, int x, int y, in
 #endif
 }
 
+/// One thread writes the box that begins at (x, y, z), but for what lies outside of the map.
+__device__ inline void store_box(const TensorMap& map, const void* from, int x, int y, int z) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
+               "r"(shared_address(from)), "r"(x), "r"(y), "r"(z)
+               : "memory");
+#endif
+}
+/// Closes a group of boxes that this thread writes.
+__device__ inline void stores_issued() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+#endif
+}
+/// Waits until the shared memory of all of its groups but the last kPending may be written again.
+template <int kPending>
+__device__ void await_stores() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+#endif
+}
+
 /// A barrier of `threads` neighbouring threads of a block, number 1 to 15.
 __device__ inline void await_threads(int number, int threads) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -166,25 +188,28 @@ __device__ void resize_registers() {
 #define LIGER_SUMS_16 LIGER_SUMS_15, LIGER_SUMS_OF(30), LIGER_SUMS_OF(31)
 #endif
 
-/// sums += a b for 64 rows of a, kColumns columns of b and the 16 k of `step`, 0 to 3, of both tiles; by the 128
+/// What wgmma reads an operand by that begins at chunk `chunk` of 16 bytes of the row at `row`, a multiple of 1024
+/// bytes; across k, panels of 64 numbers lie `bytes_across` apart.
+__device__ inline uint64_t matrix_from(const void* row, int chunk, int bytes_across) {
+  return matrix_at(row, bytes_across) + chunk;
+}
+
+/// sums += a b for 64 rows of a, kColumns columns of b and 16 k, of which matrix_from says where they begin; by the 128
 /// threads of a warpgroup, between products_begin and products_issued. With
 ///   group = lane / 4
 ///   quad  = lane % 4
 /// a lane of warp w has of the columns 8 c to 8 c + 7
 ///   sums[c]  row 16 w + group in columns 8 c + 2 quad and the next, then the same of row 16 w + group + 8
 template <class T, Layout kA, Layout kB, int kColumns>
-__device__ void multiply_add(float (&sums)[32][4], const T* a, const T* b, int step) {
+__device__ void multiply_add(float (*sums)[4], uint64_t a, uint64_t b) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   constexpr bool kBfloat = std::is_same_v<T, bfloat16>;
   constexpr int kAcrossA = kA == Layout::AcrossK, kAcrossB = kB == Layout::AcrossK;
-  // 16 k are 32 bytes of a row along k, or 16 rows across k.
-  const uint64_t of_a = matrix_at(a, 8192) + step * (kAcrossA ? 2048 >> 4 : 32 >> 4),
-                 of_b = matrix_at(b, 8192) + step * (kAcrossB ? 2048 >> 4 : 32 >> 4);
-#define LIGER_PRODUCT_OF(i, types, n, a, b, across_a, across_b)                                \
+#define LIGER_PRODUCT_OF(i, types, n, of_a, of_b, across_a, across_b)                          \
   asm volatile("wgmma.mma_async.sync.aligned.m64n" n "k16.f32." types " {" LIGER_REGISTERS_##i \
-               "}, " a ", " b ", 1, 1, 1, " across_a ", " across_b ";"                         \
+               "}, " of_a ", " of_b ", 1, 1, 1, " across_a ", " across_b ";"                   \
                : LIGER_SUMS_##i                                                                \
-               : "l"(of_a), "l"(of_b), "n"(kAcrossA), "n"(kAcrossB));
+               : "l"(a), "l"(b), "n"(kAcrossA), "n"(kAcrossB));
 #define LIGER_PRODUCT(i, n, ...)                                            \
   if constexpr (kColumns == 16 * i) {                                       \
     if constexpr (kBfloat) LIGER_PRODUCT_OF(i, "bf16.bf16", n, __VA_ARGS__) \
@@ -208,6 +233,44 @@ __device__ void multiply_add(float (&sums)[32][4], const T* a, const T* b, int s
   LIGER_PRODUCT(16, "256", "%128", "%129", "%130", "%131")
 #undef LIGER_PRODUCT
 #undef LIGER_PRODUCT_OF
+#endif
+}
+
+/// The same of the 16 k of `step`, 0 to 3, of two tiles of 64 k.
+template <class T, Layout kA, Layout kB, int kColumns>
+__device__ void multiply_add(float (&sums)[32][4], const T* a, const T* b, int step) {
+  // 16 k are 32 bytes of a row along k, or 16 rows across k.
+  constexpr int kStepA = (kA == Layout::AcrossK ? 2048 : 32) >> 4, kStepB = (kB == Layout::AcrossK ? 2048 : 32) >> 4;
+  multiply_add<T, kA, kB, kColumns>(sums, matrix_at(a, 8192) + step * kStepA, matrix_at(b, 8192) + step * kStepB);
+}
+
+/// The same with bfloat16 numbers, those of a in registers, as the lanes of a warp have its 16 rows for mma.
+template <Layout kB, int kColumns>
+__device__ void multiply_add(float (*sums)[4], const unsigned (&a)[4], uint64_t b) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define LIGER_PRODUCT(i, n, a0, a1, a2, a3, of_b, across)                                        \
+  if constexpr (kColumns == 16 * i)                                                              \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" n "k16.f32.bf16.bf16 {" LIGER_REGISTERS_##i \
+                 "}, {" a0 ", " a1 ", " a2 ", " a3 "}, " of_b ", 1, 1, 1, " across ";"           \
+                 : LIGER_SUMS_##i                                                                \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(int(kB == Layout::AcrossK)));
+  LIGER_PRODUCT(1, "16", "%8", "%9", "%10", "%11", "%12", "%13")
+  LIGER_PRODUCT(2, "32", "%16", "%17", "%18", "%19", "%20", "%21")
+  LIGER_PRODUCT(3, "48", "%24", "%25", "%26", "%27", "%28", "%29")
+  LIGER_PRODUCT(4, "64", "%32", "%33", "%34", "%35", "%36", "%37")
+  LIGER_PRODUCT(8, "128", "%64", "%65", "%66", "%67", "%68", "%69")
+#undef LIGER_PRODUCT
+#endif
+}
+
+/// Sums that products in flight are added to may be read after this, which stands after await_products.
+template <int n>
+__device__ void hold(float (&sums)[n][4]) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#pragma unroll
+  for (auto& eight : sums)
+#pragma unroll
+    for (float& sum : eight) asm volatile("" : "+f"(sum)::"memory");
 #endif
 }
 

@@ -76,6 +76,11 @@ struct Chunk {
   }
 };
 
+/// Rows of plan.s and plan.ds.
+__device__ __host__ inline int64_t state_rows(const Plan& plan, int terms) {
+  return (plan.a.rows * plan.row_slots + plan.a.documents) * plan.a.heads * terms * plan.V;
+}
+
 // A chunk in the table: its first token among all rows', whether it begins a document, and which.
 constexpr int kBeginsBit = 31, kDocumentBit = 32;
 constexpr unsigned kTokenMask = 0x7fffffff;
@@ -205,24 +210,27 @@ __device__ void copy_raw(T* to, const T* from, int step, int n, int col, int wid
   }
 }
 
-/// The transpose of 16 columns of raw rows: a panel whose columns are tokens.
+/// The transpose of 16 columns of a tile of raw rows: a panel whose columns are tokens.
+template <class T, int C, class Rows>
+__device__ void read_transposed(Panel<C>& panel, const Rows& rows, int col) {
+#pragma unroll
+  for (int e = 0; e < C / 8; e += 2) {
+    unsigned pairs[4];
+    load_blocks<true, 2, 1>(pairs, rows, 0, 8 * e, col);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 of = to_floats<T>(pairs[i]);
+      panel.of[e + i / 2][i % 2 * 2] = of.x, panel.of[e + i / 2][i % 2 * 2 + 1] = of.y;
+    }
+  }
+}
+
+/// The same of rows kCols + 8 numbers apart.
 template <int kCols, class T, int C>
 __device__ void read_transposed(Panel<C>& panel, T* tile, int col) {
-  if constexpr (sizeof(T) == 2) {
-    const Tile<1, C, kCols> words{reinterpret_cast<bfloat16*>(tile)};
-#pragma unroll
-    for (int e = 0; e < C / 8; e += 2) {
-      unsigned pairs[4];
-      load_blocks<true, 2, 1>(pairs, words, 0, 8 * e, col);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 of = to_floats<T>(pairs[i]);
-        panel.of[e + i / 2][i % 2 * 2] = of.x, panel.of[e + i / 2][i % 2 * 2 + 1] = of.y;
-      }
-    }
-  } else {
-    panel.each([&](float& v, int row, int token) { v = tile[token * (kCols + 8) + col + row]; });
-  }
+  if constexpr (sizeof(T) == 2)
+    read_transposed<T>(panel, Tile<1, C, kCols>{reinterpret_cast<bfloat16*>(tile)}, col);
+  else panel.each([&](float& v, int row, int token) { v = tile[token * (kCols + 8) + col + row]; });
 }
 
 /// Writes eight rows of 16 numbers of 16 bits, of each half of which a lane has the pair lane % 4 of row lane / 4:
@@ -307,39 +315,86 @@ struct Sum2 {
     low += (high - (sum - back)) + (v - back);
     high = sum;
   }
+  __device__ void add(const Sum2& other) { add(other.high), low += other.low; }
   __device__ float less(const Sum2& other) const { return (high - other.high) + (low - other.low); }
 };
+
+/// Threads that sum along the tokens of a chunk: whole warps.
+template <int C>
+constexpr int kScanned = C < 32 ? 32 : C;
 
 /// The decays of one head's chunk. Sums of g are of one chunk, for decays are their differences, and g is bounded, for
 /// no difference of infinities is a number.
 template <int C>
 struct Decays {
-  float g[C], beta[C];
+  float beta[C];
   float from_start[C], to_end[C];  // eᴳ and e^(G_C − G)
-  Sum2 sum[C];
+  Sum2 sum[C], of_warps[2];
+  static_assert(C <= 64);
 
-  /// By all threads of the block.
-  __device__ void load(const Plan& plan, const Chunk& chunk, int head) {
-    __syncthreads();
-    if (const int i = threadIdx.x; i < C) {
+  /// By all threads that await one another in sync().
+  template <class Sync>
+  __device__ void load(const Plan& plan, const Chunk& chunk, int head, Sync sync) {
+    sync();
+    const int i = threadIdx.x, lane = i % 32;
+    if (i < kScanned<C>) {
       const int64_t at = (chunk.at(plan) + i) * plan.a.heads + head;
-      g[i] = i < chunk.n ? fmaxf(plan.a.g[at], -1000.f) : 0.f;
-      beta[i] = i < chunk.n ? plan.a.beta[at] : 0.f;
+      Sum2 mine{i < chunk.n ? fmaxf(plan.a.g[at], -1000.f) : 0.f, 0};
+      for (int distance = 1; distance < 32; distance *= 2) {
+        const int from = max(0, lane - distance);
+        const Sum2 before{__shfl_sync(~0u, mine.high, from), __shfl_sync(~0u, mine.low, from)};
+        if (lane >= distance) mine.add(before);
+      }
+      if (i < C) sum[i] = mine, beta[i] = i < chunk.n ? plan.a.beta[at] : 0.f;
+      if (lane == 31) of_warps[i / 32] = mine;
     }
-    __syncthreads();
-    if (const int i = threadIdx.x; i < C) {
-      Sum2 mine{0, 0};
-      for (int j = 0; j <= i; ++j) mine.add(g[j]);
+    sync();
+    if (i < C) {
+      Sum2 mine = sum[i], all = of_warps[(C - 1) / 32];
+      if (i >= 32) mine.add(of_warps[0]);
+      if (C > 32) all.add(of_warps[0]);
       sum[i] = mine;
-      from_start[i] = expf(mine.high + mine.low);
+      from_start[i] = expf(mine.high + mine.low), to_end[i] = expf(all.less(mine));
     }
-    __syncthreads();
-    if (const int i = threadIdx.x; i < C) to_end[i] = expf(sum[C - 1].less(sum[i]));
-    __syncthreads();
+    sync();
   }
   /// e^(G_i − G_j) for i >= j, else 0.
   __device__ float between(int i, int j) const { return i >= j ? expf(sum[i].less(sum[j])) : 0.f; }
 };
+
+/// Waits for all threads of the block.
+struct AllThreads {
+  __device__ void operator()() const { __syncthreads(); }
+};
+
+/// Two neighbours of a row of raw numbers.
+template <class Rows>
+__device__ float2 pair_at(const Rows& tile, int row, int col) {
+  float2 sum{0, 0};
+#pragma unroll
+  for (int t = Rows::kTerms - 1; t >= 0; --t) {
+    const float2 v = to_floats<bfloat16>(*reinterpret_cast<const unsigned*>(tile.at(row, col, t)));
+    sum.x += v.x, sum.y += v.y;
+  }
+  return sum;
+}
+
+/// What the norms multiply rows of q and k by: norms[i] and norms[C + i], by kThreads threads. Those of a row, next to
+/// each other, take turns at its pairs.
+template <int kThreads, int C, int K, class Rows>
+__device__ void norm_rows(const Plan& plan, const Rows& q, const Rows& k, float* norms) {
+  constexpr int kOfRow = 4;
+  for (int i = threadIdx.x / kOfRow; i < 2 * C; i += kThreads / kOfRow) {
+    const auto& tile = i < C ? q : k;
+    float squares = 0;
+    for (int pair = threadIdx.x % kOfRow; pair < K / 2; pair += kOfRow) {
+      const float2 v = pair_at(tile, i % C, 2 * pair);
+      squares += v.x * v.x + v.y * v.y;
+    }
+    for (int step = 1; step < kOfRow; step *= 2) squares += __shfl_xor_sync(~0u, squares, step);
+    if (threadIdx.x % kOfRow == 0) norms[i] = plan.a.eps < 0 ? 1.f : 1 / sqrtf(squares + plan.a.eps);
+  }
+}
 
 /// q and k of a chunk in shared memory.
 template <class Kd>
@@ -366,30 +421,8 @@ struct Keys {
     copy_operand<kThreads, C, Kd::K>(k, plan.k, chunk, key_head);
     copies_done();
     __syncthreads();
-    // The threads of a row, next to each other, take turns at its pairs.
-    constexpr int kOfRow = 4;
-    for (int i = threadIdx.x / kOfRow; i < 2 * C; i += kThreads / kOfRow) {
-      const auto& tile = i < C ? q : k;
-      float squares = 0;
-      for (int pair = threadIdx.x % kOfRow; pair < Kd::K / 2; pair += kOfRow) {
-        const float2 v = pair_at(tile, i % C, 2 * pair);
-        squares += v.x * v.x + v.y * v.y;
-      }
-      for (int step = 1; step < kOfRow; step *= 2) squares += __shfl_xor_sync(~0u, squares, step);
-      if (threadIdx.x % kOfRow == 0) norm_q[i] = plan.a.eps < 0 ? 1.f : 1 / sqrtf(squares + plan.a.eps);
-    }
+    norm_rows<kThreads, C, Kd::K>(plan, q, k, norm_q);
     __syncthreads();
-  }
-
-  /// Two neighbours of a row, raw.
-  static __device__ float2 pair_at(const Rows& tile, int row, int col) {
-    float2 sum{0, 0};
-#pragma unroll
-    for (int t = Kd::kRaw - 1; t >= 0; --t) {
-      const float2 v = to_floats<bfloat16>(*reinterpret_cast<const unsigned*>(tile.at(row, col, t)));
-      sum.x += v.x, sum.y += v.y;
-    }
-    return sum;
   }
 
   /// K Kᵀ and Q Kᵀ of the raw rows: rows `row` to row + 15, in columns from col on, for this warp; nothing is made of

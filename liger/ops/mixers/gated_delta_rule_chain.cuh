@@ -101,6 +101,7 @@ struct Kept {
   const float* of_channels = nullptr;  // null: 0
   float of_head = 0;
 
+  __device__ explicit Kept(float of_head) : of_head(of_head) {}
   __device__ Kept(const Plan& plan, const Chunk& chunk, int head) {
     if constexpr (!Kd::kChannels) of_head = plan.kept[head * plan.tokens + chunk.at(plan)];
     else if (chunk.has_before(plan)) of_channels = plan.kept + (chunk.slot(plan) * plan.a.heads + head) * Kd::K;

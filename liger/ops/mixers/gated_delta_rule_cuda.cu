@@ -1,4 +1,4 @@
-#include "liger/ops/mixers/gated_delta_rule_gradient.cuh"
+#include "liger/ops/mixers/gated_delta_rule_gradient_hopper.cuh"
 #include "liger/ops/mixers/gated_delta_rule_plan.cuh"
 #include "liger/ops/mixers/gated_delta_rule_prepare.cuh"
 
@@ -39,6 +39,83 @@ void prepare(const Plan& plan, Stream s) {
          s, plan);
 }
 
+/// Whether there are kernels for Hopper.
+template <class Kd>
+constexpr bool kForHopper = std::is_same_v<typename Kd::Number, bfloat16> && (Kd::K == 64 || Kd::K == 128);
+
+/// Whether they take it: boxes of 64 numbers, rows that begin at multiples of 16 bytes.
+template <class Kd>
+bool for_hopper(const GatedDeltaRule& a) {
+  if constexpr (!kForHopper<Kd>) {
+    return false;
+  } else {
+    const auto even = [](const void* data, int64_t row, int64_t token) {
+      return reinterpret_cast<uintptr_t>(data) % 16 == 0 && row % 8 == 0 && token % 8 == 0 && row >= 0 && token > 0;
+    };
+    return has_wgmma() && a.K == Kd::K && a.V % kChainCols == 0 && even(a.q, a.q_row, a.q_token) &&
+           even(a.k, a.k_row, a.k_token) && even(a.v, a.v_row, a.v_token);
+  }
+}
+
+template <class Kd, class F>
+void with_delta(const GatedDeltaRule& a, F&& f) {
+  if constexpr (kForHopper<Kd>) a.delta ? f.template operator()<true>() : f.template operator()<false>();
+}
+
+/// Boxes of the rows of 64 tokens of q, k, v or dO.
+TensorMap map_rows(const GatedDeltaRule& a, const void* of, int64_t width, int64_t row, int64_t token) {
+  return tensor_map(a.dtype, of, {width, a.tokens, a.rows}, {token, std::max(row, token)}, 64);
+}
+/// And of U, P, D or R.
+template <class Kd>
+TensorMap map_made(const Plan& plan, const bfloat16* of, int64_t width) {
+  return tensor_map(DType::BF16, of, {width, plan.tokens, plan.a.heads * Kd::kMade}, {width, plan.tokens * width}, 64);
+}
+
+/// The states of `of`, S or dS, in boxes of `rows` columns of v.
+template <class Kd>
+TensorMap map_states(const Plan& plan, const bfloat16* of, int rows) {
+  const int64_t all = state_rows(plan, Kd::kMade);
+  return tensor_map(DType::BF16, of, {Kd::K, all, 1}, {Kd::K, all * Kd::K}, rows);
+}
+
+/// made, states: D or R, S or dS, which the kernel writes.
+template <class Staged, class Out, class Kd>
+void group_chain(void (*kernel)(ChainArgs, ChainMaps), ChainArgs args, const bfloat16* made, const bfloat16* states,
+                 Stream s) {
+  const Plan& plan = args.plan;
+  const GatedDeltaRule& a = plan.a;
+  const int64_t blocks = a.heads * (plan.V / kChainCols), width = a.heads * a.V;
+  args.slots = int(plan.table ? std::clamp<int64_t>(ceil_div(int64_t(1024), blocks), 1, plan.chunks) : a.rows);
+  ChainMaps maps{.q = map_rows(a, a.q, a.key_heads * a.K, a.q_row, a.q_token),
+                 .k = map_rows(a, a.k, a.key_heads * a.K, a.k_row, a.k_token),
+                 .rows = args.dout ? map_rows(a, args.dout, width, a.tokens * width, width)
+                                   : map_rows(a, a.v, width, a.v_row, a.v_token),
+                 .u = map_made<Kd>(plan, plan.u, Kd::C),
+                 .p = map_made<Kd>(plan, plan.p, Kd::C)};
+  if (args.out) maps.out = map_rows(a, args.out, width, a.tokens * width, width);
+  if (made) maps.made = map_made<Kd>(plan, made, a.V), maps.states = map_states<Kd>(plan, states, kChainCols);
+  launch(kernel, {args.slots * blocks, dim3(kGroupChainThreads), kGroupChainBytes<Staged, Out>}, s, args, maps);
+}
+
+template <class Kd, int V>
+void group_gradient(const GradientArgs& args, Stream s) {
+  const Plan& plan = args.plan;
+  const GatedDeltaRule& a = plan.a;
+  const int64_t width = a.heads * V;
+  const GradientMaps maps{.q = map_rows(a, a.q, a.key_heads * a.K, a.q_row, a.q_token),
+                          .k = map_rows(a, a.k, a.key_heads * a.K, a.k_row, a.k_token),
+                          .dout = map_rows(a, args.dout, width, a.tokens * width, width),
+                          .d = map_made<Kd>(plan, plan.d, V),
+                          .r = map_made<Kd>(plan, plan.r, V),
+                          .s = map_states<Kd>(plan, plan.s, GroupGradient<Kd, V>::kSlice),
+                          .ds = map_states<Kd>(plan, plan.ds, GroupGradient<Kd, V>::kSlice)};
+  launch(group_gradient_kernel<Kd, V>,
+         {std::min<int64_t>(multiprocessors(current_device()), chunk_blocks(plan, a.key_heads)),
+          dim3(kGradientThreads), int(sizeof(typename GroupGradient<Kd, V>::Memory))},
+         s, args, maps);
+}
+
 }  // namespace
 
 LIGER_REGISTER(gated_delta_rule_workspace, [](const GatedDeltaRuleWorkspace& w, Stream) {
@@ -50,7 +127,15 @@ LIGER_REGISTER(gated_delta_rule_forward, [](const GatedDeltaRuleForward& a, Stre
     int64_t bytes;
     const Plan plan = make_plan<Kd>(a, false, bytes);
     prepare<Kd>(plan, s);
-    chain<Stage<Kd, true>>(chain_kernel<Kd, false>, {.plan = plan, .out = a.o, .last = a.final_state}, s);
+    const ChainArgs args{.plan = plan, .out = a.o, .last = a.final_state};
+    if (for_hopper<Kd>(a)) {
+      with_delta<Kd>(a, [&]<bool kDelta>() {
+        group_chain<GroupStage<Kd, kDelta, true>, Outgoing<Kd, false, false, true>, Kd>(
+            group_chain_kernel<Kd, kDelta, false>, args, nullptr, nullptr, s);
+      });
+    } else {
+      chain<Stage<Kd, true>>(chain_kernel<Kd, false>, args, s);
+    }
   });
 });
 
@@ -59,9 +144,27 @@ LIGER_REGISTER(gated_delta_rule_backward, [](const GatedDeltaRuleBackward& a, St
     int64_t bytes;
     const Plan plan = make_plan<Kd>(a, true, bytes);
     prepare<Kd>(plan, s);
-    chain<Stage<Kd, false>>(chain_kernel<Kd, true>, {.plan = plan}, s);
-    chain<Stage<Kd, true>>(reverse_chain_kernel<Kd>,
-                           {.plan = plan, .out = a.dv, .dout = a.dout, .last = a.dstate, .after = a.dfinal}, s);
+    const ChainArgs there{.plan = plan}, back{.plan = plan, .out = a.dv, .dout = a.dout, .last = a.dstate, .after = a.dfinal};
+    const bool hopper = for_hopper<Kd>(a) && reinterpret_cast<uintptr_t>(a.dout) % 16 == 0;
+    if (hopper) {
+      with_delta<Kd>(a, [&]<bool kDelta>() {
+        group_chain<GroupStage<Kd, kDelta, false>, Outgoing<Kd, true, true, false>, Kd>(
+            group_chain_kernel<Kd, kDelta, true>, there, plan.d, plan.s, s);
+        group_chain<GroupStage<Kd, kDelta, true>, Outgoing<Kd, true, true, true>, Kd>(
+            group_reverse_chain_kernel<Kd, kDelta>, back, plan.r, plan.ds, s);
+      });
+    } else {
+      chain<Stage<Kd, false>>(chain_kernel<Kd, true>, there, s);
+      chain<Stage<Kd, true>>(reverse_chain_kernel<Kd>, back, s);
+    }
+    if (hopper && a.K == 128 && (a.V == 64 || a.V == 128)) {
+      if constexpr (kForHopper<Kd> && Kd::K == 128) {
+        const GradientArgs args{plan, a.dout, a.dq, a.dk, a.dg, a.dbeta, a.dfinal != nullptr, 0};
+        if (a.V == 64) group_gradient<Kd, 64>(args, s);
+        else group_gradient<Kd, 128>(args, s);
+      }
+      return;
+    }
     const auto gradients = [&]<bool kRoom>(std::bool_constant<kRoom>) {
       using G = Gradient<Kd, kRoom>;
       const int stages = G::bytes(2) <= shared_bytes_of_block() ? 2 : 1;

@@ -113,6 +113,236 @@ struct RowSums {
   }
 };
 
+/// What the threads of a block share besides operands.
+template <class Kd, int kAcross>
+struct GradientSums {
+  static constexpr int C = Kd::C, kDown = C / 16;
+  Decays<C> decays;
+  float dsum[C], dbeta[C], inner[kDown * kAcross], column_sums[kDown][C];
+  float2 of_warps[2];  // of dsum, and of what decays to the chunk's end
+  RowSums<C, kAcross> q, k, end, z;
+};
+
+/// What a warp makes of the products of a chunk and the heads of a key head: it has 16 tokens, from `row` on, and the
+/// part `part` of kAcross of the columns. All warps call each function but put() together.
+template <class Kd, int kAcross, class Keys, class Sync>
+struct WarpGradient {
+  static constexpr int C = Kd::C, K = Kd::K, kOfC = C / kAcross, kOfK = K / kAcross, kRow = C + 1;
+  const GradientArgs& args;
+  GradientSums<Kd, kAcross>& sums;
+  const Keys& keys;
+  float (*products)[kRow];  // q̂ k̂ᵀ, and above its diagonal (k̂ k̂ᵀ)ᵀ
+  int row, part;
+  int col = part * kOfC, k_col = part * kOfK, lane = threadIdx.x % 32;
+  bool has_columns = col <= row + 15;  // of this warp's part of a matrix, below the diagonal
+  Sync sync = {};
+  Panel<kOfK> dq = {}, dk = {};
+  Panel<kOfC> w_sum = {}, y_sum = {};
+
+  /// Of K Kᵀ and Q Kᵀ of the raw rows.
+  __device__ void put_products(Panel<kOfC>& kk, Panel<kOfC>& qk) {
+    if (!has_columns) return;
+    kk.each([&](float& v, int i, int j) {
+      i += row, j += col;
+      if (j < i) products[j][i] = v * keys.norm_k[i] * keys.norm_k[j];
+    });
+    qk.each([&](float& v, int i, int j) {
+      i += row, j += col;
+      if (j <= i) products[i][j] = v * keys.norm_q[i] * keys.norm_k[j];
+    });
+  }
+
+  /// W and Y of dO Dᵀ and R Dᵀ, which they overwrite.
+  __device__ void add_matrices(Panel<kOfC>& w, Panel<kOfC>& y) {
+    const Plan& plan = args.plan;
+    float low = 0, high = 0;
+#pragma unroll
+    for (int e = 0; e < kOfC / 8; ++e) {
+      float z[4] = {};
+      if (col + 8 * e <= row + 15)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int q = row + lane / 4 + i / 2 * 8, k = col + 8 * e + lane % 4 * 2 + i % 2;
+          const float decay = sums.decays.between(q, k) * sums.decays.beta[k];
+          if (q == k) sums.dbeta[q] = y.of[e][i];
+          w.of[e][i] *= plan.a.scale * decay;
+          y.of[e][i] *= k < q && plan.a.delta ? -sums.decays.beta[q] * decay : 0.f;
+          z[i] = k < q ? w.of[e][i] * products[q][k] + y.of[e][i] * products[k][q] : 0.f;
+          (i / 2 ? high : low) += z[i];
+          w_sum.of[e][i] += w.of[e][i], y_sum.of[e][i] += y.of[e][i];
+        }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float sum = z[i] + z[i + 2];
+        for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+        if (lane < 4) sums.column_sums[row / 16][col + 8 * e + lane * 2 + i] = sum;
+      }
+    }
+    sums.z.put(low, high, row, part);
+  }
+
+  /// Of dO Sᵀ, R Sᵀ and D dS'ᵀ, and this thread's part of the product of S and dS'.
+  __device__ void add_states(const Panel<kOfK>& of_q, const Panel<kOfK>& of_k, const Panel<kOfK>& of_end,
+                             float product) {
+    const Plan& plan = args.plan;
+    const Decays<C>& decays = sums.decays;
+    for (int step = 1; step < 32; step *= 2) product += __shfl_xor_sync(~0u, product, step);
+    if (lane == 0) sums.inner[row / 16 * kAcross + part] = product;
+    float dots[3][2] = {};
+#pragma unroll
+    for (int down = 0; down < 2; ++down) {
+      const int token = row + lane / 4 + 8 * down;
+      const float start = decays.from_start[token], beta = decays.beta[token], to_end = decays.to_end[token] * beta,
+                  of_start = plan.a.delta ? start * beta : 0.f;
+#pragma unroll
+      for (int e = 0; e < kOfK / 8; ++e) {
+        const int k = k_col + 8 * e + lane % 4 * 2;
+        const float2 q = pair_at(keys.q, token, k), key = pair_at(keys.k, token, k);
+#pragma unroll
+        for (int right = 0; right < 2; ++right) {
+          const int i = 2 * down + right;
+          const float of_key = right ? key.y : key.x;
+          dots[0][down] += (right ? q.y : q.x) * of_q.of[e][i];
+          dots[1][down] += of_key * of_k.of[e][i], dots[2][down] += of_key * of_end.of[e][i];
+          dq.of[e][i] += plan.a.scale * start * of_q.of[e][i];
+          dk.of[e][i] += to_end * of_end.of[e][i] - of_start * of_k.of[e][i];
+        }
+      }
+    }
+    sums.q.put(dots[0][0], dots[0][1], row, part);
+    sums.k.put(dots[1][0], dots[1][1], row, part);
+    sums.end.put(dots[2][0], dots[2][1], row, part);
+  }
+
+  /// dg and dβ of a head, of the sums that the two functions before this have made.
+  __device__ void write_gates(const Chunk& chunk, int head) {
+    const Plan& plan = args.plan;
+    const Decays<C>& decays = sums.decays;
+    sync();
+    const int i = threadIdx.x;
+    if (i < kScanned<C>) {
+      float end = 0, mine = 0;
+      if (i < chunk.n) {
+        for (const auto& of_rows : sums.column_sums) mine -= of_rows[i];
+        end = decays.to_end[i] * decays.beta[i] * keys.norm_k[i] * sums.end.total(i);
+        mine += sums.z.total(i) + plan.a.scale * decays.from_start[i] * keys.norm_q[i] * sums.q.total(i) - end -
+                (plan.a.delta ? decays.from_start[i] * decays.beta[i] * keys.norm_k[i] * sums.k.total(i) : 0.f);
+      }
+      for (int distance = 1; distance < 32; distance *= 2) {
+        const float after = __shfl_sync(~0u, mine, min(31, lane + distance));
+        if (lane + distance < 32) mine += after;
+        end += __shfl_xor_sync(~0u, end, distance);
+      }
+      if (i < C) sums.dsum[i] = mine;
+      if (lane == 0) sums.of_warps[i / 32] = {mine, end};
+    }
+    sync();
+    if (i < chunk.n) {
+      // What all tokens' decays to the end have in common.
+      float sum = 0;
+      for (const float of_warp : sums.inner) sum += of_warp;
+      sum *= decays.from_start[C - 1];
+      for (int w = 0; w < kScanned<C> / 32; ++w) sum += sums.of_warps[w].y;
+      sum += sums.dsum[i] + (i < 32 && C > 32 ? sums.of_warps[1].x : 0.f);
+      const int64_t to = (chunk.at(plan) + i) * plan.a.heads + head;
+      // What decays before a document's first token is 0.
+      const bool nothing = i == 0 && chunk.begins && !(plan.a.state && chunk.document < plan.a.documents);
+      args.dg[to] = nothing ? 0.f : sum;
+      args.dbeta[to] = sums.dbeta[i];
+    }
+  }
+
+  /// dQ̂ += W K̂ and dK̂ += Wᵀ Q̂ + (Y + Yᵀ) K̂. add(to, transposed, rows) adds the product of `matrix`, to which all warps
+  /// have written their parts.
+  template <class Matrix, class Add>
+  __device__ void add_products(const Matrix& matrix, Add add) {
+    const auto put = [&](auto number) {  // number(e, i, row, column) of this lane's part of a matrix
+#pragma unroll
+      for (int e = 0; e < kOfC / 8; ++e)
+#pragma unroll
+        for (int down = 0; down < 2; ++down) {
+          const int i = row + lane / 4 + 8 * down, j = col + 8 * e + lane % 4 * 2;
+          write_pair<Kd::kMade>(number(e, 2 * down, i, j), number(e, 2 * down + 1, i, j + 1), matrix.at(i, j),
+                                Matrix::kPlane);
+        }
+    };
+    sync();
+    y_sum.each([&](float& v, int i, int j) { products[row + i][col + j] = v; });  // no longer read otherwise
+    put([&](int e, int i, int, int j) { return w_sum.of[e][i] * keys.norm_k[j]; });
+    add(dq, std::false_type(), keys.k);
+    put([&](int e, int n, int i, int j) { return (y_sum.of[e][n] + products[j][i]) * keys.norm_k[j]; });
+    add(dk, std::false_type(), keys.k);
+    put([&](int e, int n, int i, int) { return w_sum.of[e][n] * keys.norm_q[i]; });
+    add(dk, std::true_type(), keys.q);
+  }
+
+  /// Writes dQ and dK: the norms' derivatives.
+  __device__ void write(const Chunk& chunk, int key_head) {
+    using T = typename Kd::Number;
+    const Plan& plan = args.plan;
+    const auto finish = [&](Panel<kOfK>& of, const auto& raw, const float* norm, auto& by_row, void* out) {
+      float dots[2] = {};
+      const auto each_pair = [&](auto f) {
+#pragma unroll
+        for (int down = 0; down < 2; ++down)
+#pragma unroll
+          for (int e = 0; e < kOfK / 8; ++e) {
+            const int token = row + lane / 4 + 8 * down, k = k_col + 8 * e + lane % 4 * 2;
+            f(down, token, k, of.of[e][2 * down], of.of[e][2 * down + 1], pair_at(raw, token, k));
+          }
+      };
+      if (plan.a.eps >= 0)
+        each_pair([&](int down, int, int, float x, float y, float2 raw) { dots[down] += x * raw.x + y * raw.y; });
+      by_row.put(dots[0], dots[1], row, part);
+      sync();
+      T* to = static_cast<T*>(out) + (chunk.at(plan) * plan.a.key_heads + key_head) * plan.a.K;
+      each_pair([&](int, int token, int k, float x, float y, float2 raw) {
+        if (token >= chunk.n || k >= plan.a.K) return;
+        const float r = norm[token], onto = r * r * by_row.total(token);
+        const float2 d{r * (x - raw.x * onto), r * (y - raw.y * onto)};
+        T* at = to + int64_t(token) * plan.a.key_heads * plan.a.K + k;
+        if (sizeof(T) == 2 && plan.a.K % 2 == 0) {
+          if constexpr (sizeof(T) == 2) *reinterpret_cast<unsigned*>(at) = to_word<T>(d.x, d.y);
+        } else {
+          at[0] = T(d.x);
+          if (k + 1 < plan.a.K) at[1] = T(d.y);
+        }
+      });
+    };
+    finish(dq, keys.q, keys.norm_q, sums.q, args.dq);
+    finish(dk, keys.k, keys.norm_k, sums.k, args.dk);
+  }
+};
+
+/// A thread's part of the product of S and dS', by kThreads threads.
+template <int kThreads, int kRows, int kCols, class Tile>
+__device__ float inner_product(const Tile& s, const Tile& ds) {
+  constexpr int kEights = kCols / 8;
+  float product = 0;
+#pragma unroll
+  for (int first = 0; first < kRows * kEights; first += kThreads) {
+    const int i = first + int(threadIdx.x), row = i / kEights, col = i % kEights * 8;
+    if (first + kThreads > kRows * kEights && i >= kRows * kEights) break;
+    float2 before[4] = {}, after[4] = {};
+#pragma unroll
+    for (int t = Tile::kTerms - 1; t >= 0; --t) {
+      const auto add = [](float2 (&to)[4], const bfloat16* from) {
+        const uint4 words = *reinterpret_cast<const uint4*>(from);
+        const unsigned word[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          const float2 of = to_floats<bfloat16>(word[n]);
+          to[n].x += of.x, to[n].y += of.y;
+        }
+      };
+      add(before, s.at(row, col, t)), add(after, ds.at(row, col, t));
+    }
+#pragma unroll
+    for (int n = 0; n < 4; ++n) product += before[n].x * after[n].x + before[n].y * after[n].y;
+  }
+  return product;
+}
+
 /// dQ, dK, dg and dβ of the chunks of a key head: one block for each chunk, and some warps for 16 of its tokens, each
 /// with a part of the columns; the heads of the key head one after the other. Slices of v come while the one before is
 /// used. The limit is latency: there are 8 or 16 warps on a multiprocessor.
@@ -120,50 +350,34 @@ template <class Kd, bool kRoom>
 __global__ void __launch_bounds__(Gradient<Kd, kRoom>::kThreads, 1) gradient_kernel(GradientArgs args) {
   await_previous();
   using G = Gradient<Kd, kRoom>;
-  using T = typename Kd::Number;
   using W = Warps<Kd>;
   constexpr int C = Kd::C, K = Kd::K, kMade = Kd::kMade, kRaw = Kd::kRaw;
-  constexpr int kOfC = C / W::kAcross, kOfK = K / W::kAcross;  // columns of a warp
-  using Sums = RowSums<C, W::kAcross>;
+  using Part = WarpGradient<Kd, W::kAcross, Keys<Kd>, AllThreads>;
+  constexpr int kOfC = Part::kOfC, kOfK = Part::kOfK;  // columns of a warp
   const Plan& plan = args.plan;
-  __shared__ Decays<C> decays;
-  __shared__ float dsum[C], dbeta[C], inner[W::kAll], column_sums[W::kDown][C];
-  __shared__ Sums by_q, by_k, by_end, by_z;
+  __shared__ GradientSums<Kd, W::kAcross> sums;
   char* shared = shared_memory<char>();
   const Keys<Kd> keys(shared);
-  auto* products = reinterpret_cast<float (*)[G::kRow]>(shared);  // q̂ k̂ᵀ, and above its diagonal (k̂ k̂ᵀ)ᵀ
+  auto* products = reinterpret_cast<float (*)[G::kRow]>(shared);
   char* const region = shared + C * G::kRow * 4;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = warp / W::kAcross * 16, part = warp % W::kAcross;
-  const int col = part * kOfC, k_col = part * kOfK;
-  const bool has_columns = col <= row + 15;  // of this warp's part of a matrix, below the diagonal
+  const int warp = threadIdx.x / 32, row = warp / W::kAcross * 16;
   const int count = count_of(plan), key_heads = int(plan.a.key_heads), key_head = blockIdx.x % key_heads,
             step = gridDim.x / key_heads;
   for (int c = blockIdx.x / key_heads; c < count; c += step) {
     const Chunk chunk = chunk_at(plan, c);
-    const int64_t first = chunk.at(plan);
     const bool has_state = chunk.has_before(plan), has_after = chunk.has_after(plan, args.after);
     const int wide = plan.V / G::Wide::kCols, phases = wide + (has_state || has_after ? plan.V / G::Narrow::kCols : 0);
     keys.template load<G::kThreads>(plan, chunk, key_head);
+    Part part{args, sums, keys, products, row, warp % W::kAcross};
+    const int col = part.col, k_col = part.k_col;
     {
       Panel<kOfC> kk, qk;
       keys.products(row, col, kk, qk);
-      if (has_columns) {
-        kk.each([&](float& v, int i, int j) {
-          i += row, j += col;
-          if (j < i) products[j][i] = v * keys.norm_k[i] * keys.norm_k[j];
-        });
-        qk.each([&](float& v, int i, int j) {
-          i += row, j += col;
-          if (j <= i) products[i][j] = v * keys.norm_q[i] * keys.norm_k[j];
-        });
-      }
+      part.put_products(kk, qk);
     }
-    Panel<kOfK> dq, dk;
-    Panel<kOfC> w_sum, y_sum;
-    dq.clear(), dk.clear(), w_sum.clear(), y_sum.clear();
     for (int h = 0; h < plan.group; ++h) {
       const int head = key_head * plan.group + h;
-      decays.load(plan, chunk, head);
+      sums.decays.load(plan, chunk, head, AllThreads());
       const auto stage_of = [&](int phase) { return region + (args.stages == 2 ? phase % 2 * G::kStage : 0); };
       const auto load = [&](int phase) {
         if (phase < wide)
@@ -186,7 +400,7 @@ __global__ void __launch_bounds__(Gradient<Kd, kRoom>::kThreads, 1) gradient_ker
         Panel<kOfC> w, y;
         w.clear(), y.clear();
         each_slice(std::type_identity<typename G::Wide>(), 0, wide, [&](const auto& slice) {
-          if (!has_columns) return;
+          if (!part.has_columns) return;
 #pragma unroll
           for (int k = 0; k < G::Wide::kCols; k += 16) {
             Left<kRaw> of_dout;
@@ -197,30 +411,7 @@ __global__ void __launch_bounds__(Gradient<Kd, kRoom>::kThreads, 1) gradient_ker
             multiply<true, kOfC / 8>(y.of, of_r, slice.d, k, col);
           }
         });
-        float low = 0, high = 0;
-#pragma unroll
-        for (int e = 0; e < kOfC / 8; ++e) {
-          float z[4] = {};
-          if (col + 8 * e <= row + 15)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              const int q = row + lane / 4 + i / 2 * 8, k = col + 8 * e + lane % 4 * 2 + i % 2;
-              const float decay = decays.between(q, k) * decays.beta[k];
-              if (q == k) dbeta[q] = y.of[e][i];
-              w.of[e][i] *= plan.a.scale * decay;
-              y.of[e][i] *= k < q && plan.a.delta ? -decays.beta[q] * decay : 0.f;
-              z[i] = k < q ? w.of[e][i] * products[q][k] + y.of[e][i] * products[k][q] : 0.f;
-              (i / 2 ? high : low) += z[i];
-              w_sum.of[e][i] += w.of[e][i], y_sum.of[e][i] += y.of[e][i];
-            }
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            float sum = z[i] + z[i + 2];
-            for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
-            if (lane < 4) column_sums[row / 16][col + 8 * e + lane * 2 + i] = sum;
-          }
-        }
-        by_z.put(low, high, row, part);
+        part.add_matrices(w, y);
       }
       Panel<kOfK> of_q, of_k, of_end;
       of_q.clear(), of_k.clear(), of_end.clear();
@@ -243,81 +434,13 @@ __global__ void __launch_bounds__(Gradient<Kd, kRoom>::kThreads, 1) gradient_ker
           }
         }
         if (has_state && has_after)
-          for (int i = threadIdx.x; i < G::Narrow::kCols * K / 2; i += G::kThreads) {
-            const int at_row = i / (K / 2), at = i % (K / 2) * 2;
-            float2 before{0, 0}, after{0, 0};
-#pragma unroll
-            for (int t = kMade - 1; t >= 0; --t) {
-              const float2 b = to_floats<bfloat16>(*reinterpret_cast<const unsigned*>(slice.s.at(at_row, at, t))),
-                           a = to_floats<bfloat16>(*reinterpret_cast<const unsigned*>(slice.ds.at(at_row, at, t)));
-              before.x += b.x, before.y += b.y, after.x += a.x, after.y += a.y;
-            }
-            product += before.x * after.x + before.y * after.y;
-          }
+          product += inner_product<G::kThreads, G::Narrow::kCols, K>(slice.s, slice.ds);
       });
-      for (int step = 1; step < 32; step *= 2) product += __shfl_xor_sync(~0u, product, step);
-      if (lane == 0) inner[warp] = product;
-      float dots[3][2] = {};
-#pragma unroll
-      for (int down = 0; down < 2; ++down) {
-        const int token = row + lane / 4 + 8 * down;
-        const float start = decays.from_start[token], beta = decays.beta[token], to_end = decays.to_end[token] * beta,
-                    of_start = plan.a.delta ? start * beta : 0.f;
-#pragma unroll
-        for (int e = 0; e < kOfK / 8; ++e) {
-          const int k = k_col + 8 * e + lane % 4 * 2;
-          const float2 q = keys.pair_at(keys.q, token, k), key = keys.pair_at(keys.k, token, k);
-#pragma unroll
-          for (int right = 0; right < 2; ++right) {
-            const int i = 2 * down + right;
-            const float of_key = right ? key.y : key.x;
-            dots[0][down] += (right ? q.y : q.x) * of_q.of[e][i];
-            dots[1][down] += of_key * of_k.of[e][i], dots[2][down] += of_key * of_end.of[e][i];
-            dq.of[e][i] += plan.a.scale * start * of_q.of[e][i];
-            dk.of[e][i] += to_end * of_end.of[e][i] - of_start * of_k.of[e][i];
-          }
-        }
-      }
-      by_q.put(dots[0][0], dots[0][1], row, part);
-      by_k.put(dots[1][0], dots[1][1], row, part);
-      by_end.put(dots[2][0], dots[2][1], row, part);
-      __syncthreads();
-      if (const int i = threadIdx.x; i < C) {
-        float columns = 0;
-        for (const auto& of_rows : column_sums) columns += of_rows[i];
-        const float end = decays.to_end[i] * decays.beta[i] * keys.norm_k[i] * by_end.total(i);
-        by_end.of[0][i] = end;
-        dsum[i] = by_z.total(i) - columns + plan.a.scale * decays.from_start[i] * keys.norm_q[i] * by_q.total(i) - end -
-                  (plan.a.delta ? decays.from_start[i] * decays.beta[i] * keys.norm_k[i] * by_k.total(i) : 0.f);
-      }
-      __syncthreads();
-      if (const int i = threadIdx.x; i < chunk.n) {
-        // What all tokens' decays to the end have in common.
-        float sum = 0;
-        for (const float of_warp : inner) sum += of_warp;
-        sum *= decays.from_start[C - 1];
-        for (int j = 0; j < chunk.n; ++j) sum += by_end.of[0][j];
-        for (int j = chunk.n - 1; j >= i; --j) sum += dsum[j];
-        const int64_t to = (first + i) * plan.a.heads + head;
-        // What decays before a document's first token is 0.
-        const bool nothing = i == 0 && chunk.begins && !(plan.a.state && chunk.document < plan.a.documents);
-        args.dg[to] = nothing ? 0.f : sum;
-        args.dbeta[to] = dbeta[i];
-      }
+      part.add_states(of_q, of_k, of_end, product);
+      part.write_gates(chunk, head);
     }
-    // dQ̂ += W K̂ and dK̂ += Wᵀ Q̂ + (Y + Yᵀ) K̂
     const typename G::Matrix matrix{reinterpret_cast<bfloat16*>(region)};
-    const auto put = [&](auto number) {  // number(e, i, row, column) of this lane's part of a matrix
-#pragma unroll
-      for (int e = 0; e < kOfC / 8; ++e)
-#pragma unroll
-        for (int down = 0; down < 2; ++down) {
-          const int i = row + lane / 4 + 8 * down, j = col + 8 * e + lane % 4 * 2;
-          write_pair<kMade>(number(e, 2 * down, i, j), number(e, 2 * down + 1, i, j + 1), matrix.at(i, j),
-                            G::Matrix::kPlane);
-        }
-    };
-    const auto add_product = [&](Panel<kOfK>& to, auto transposed, const auto& rows) {
+    part.add_products(matrix, [&](Panel<kOfK>& to, auto transposed, const auto& rows) {
       __syncthreads();
 #pragma unroll
       for (int k = 0; k < C; k += 16) {
@@ -326,47 +449,8 @@ __global__ void __launch_bounds__(Gradient<Kd, kRoom>::kThreads, 1) gradient_ker
         multiply<false, kOfK / 8>(to.of, left, rows, k, k_col);
       }
       __syncthreads();
-    };
-    __syncthreads();
-    y_sum.each([&](float& v, int i, int j) { products[row + i][col + j] = v; });  // no longer read otherwise
-    put([&](int e, int i, int, int j) { return w_sum.of[e][i] * keys.norm_k[j]; });
-    add_product(dq, std::false_type(), keys.k);
-    put([&](int e, int n, int i, int j) { return (y_sum.of[e][n] + products[j][i]) * keys.norm_k[j]; });
-    add_product(dk, std::false_type(), keys.k);
-    put([&](int e, int n, int i, int) { return w_sum.of[e][n] * keys.norm_q[i]; });
-    add_product(dk, std::true_type(), keys.q);
-    // The norms' derivatives.
-    const auto finish = [&](Panel<kOfK>& of, const auto& raw, const float* norm, Sums& sums, void* out) {
-      float dots[2] = {};
-      const auto each_pair = [&](auto f) {
-#pragma unroll
-        for (int down = 0; down < 2; ++down)
-#pragma unroll
-          for (int e = 0; e < kOfK / 8; ++e) {
-            const int token = row + lane / 4 + 8 * down, k = k_col + 8 * e + lane % 4 * 2;
-            f(down, token, k, of.of[e][2 * down], of.of[e][2 * down + 1], keys.pair_at(raw, token, k));
-          }
-      };
-      if (plan.a.eps >= 0)
-        each_pair([&](int down, int, int, float x, float y, float2 raw) { dots[down] += x * raw.x + y * raw.y; });
-      sums.put(dots[0], dots[1], row, part);
-      __syncthreads();
-      T* to = static_cast<T*>(out) + (first * key_heads + key_head) * plan.a.K;
-      each_pair([&](int, int token, int k, float x, float y, float2 raw) {
-        if (token >= chunk.n || k >= plan.a.K) return;
-        const float r = norm[token], onto = r * r * sums.total(token);
-        const float2 d{r * (x - raw.x * onto), r * (y - raw.y * onto)};
-        T* at = to + int64_t(token) * key_heads * plan.a.K + k;
-        if (sizeof(T) == 2 && plan.a.K % 2 == 0) {
-          if constexpr (sizeof(T) == 2) *reinterpret_cast<unsigned*>(at) = to_word<T>(d.x, d.y);
-        } else {
-          at[0] = T(d.x);
-          if (k + 1 < plan.a.K) at[1] = T(d.y);
-        }
-      });
-    };
-    finish(dq, keys.q, keys.norm_q, by_q, args.dq);
-    finish(dk, keys.k, keys.norm_k, by_k, args.dk);
+    });
+    part.write(chunk, key_head);
     __syncthreads();
   }
 }

@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(Prepare<Kd>::kThreads) prepare_kernel(Plan pla
     const int64_t first = chunk.at(plan);
     for (int h = 0; h < plan.group; ++h) {
       const int head = key_head * plan.group + h;
-      decays.load(plan, chunk, head);
+      decays.load(plan, chunk, head, AllThreads());
       if (const int i = threadIdx.x; i < chunk.n) {
         float* to = plan.factors + 4 * head * plan.tokens + first + i;
         to[0] = decays.beta[i], to[plan.tokens] = norm_k[i] * decays.from_start[i];

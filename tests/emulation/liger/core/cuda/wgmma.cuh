@@ -51,6 +51,18 @@ inline void copy_box(void* to, const TensorMap& map, int x, int y, int z, CopyBa
   barrier.count(0, -map.box_rows * 128);
 }
 
+inline void store_box(const TensorMap& map, const void* from, int x, int y, int z) {
+  const auto* numbers = static_cast<const uint16_t*>(from);
+  for (int64_t row = 0; row < map.box_rows; ++row)
+    for (int64_t i = 0; i < 64; ++i)
+      if (x + i < map.sizes[0] && y + row < map.sizes[1] && z < map.sizes[2])
+        const_cast<uint16_t*>(map.data)[x + i + (y + row) * map.strides[0] + z * map.strides[1]] =
+            numbers[row * 64 + ((i / 8) ^ row % 8) * 8 + i % 8];
+}
+inline void stores_issued() {}
+template <int kPending>
+void await_stores() {}
+
 inline void await_threads(int number, int threads) {
   static thread_local emulation::Barrier barriers[16];
   barriers[number].expected = threads;
@@ -76,6 +88,48 @@ void multiply_add(float (&sums)[32][4], const T* a, const T* b, int step) {
         sums[c][i] +=
             operand<kA>(a, 16 * warp + lane / 4 + i / 2 * 8, k) * operand<kB>(b, 8 * c + 2 * (lane % 4) + i % 2, k);
 }
+
+/// An operand's first row, its chunk and the bytes to the next panel across k, in one word, as the hardware has them.
+inline uint64_t matrix_from(const void* row, int chunk, int bytes_across) {
+  return reinterpret_cast<uintptr_t>(row) | uint64_t(chunk) << 48 | uint64_t(bytes_across / 16) << 51;
+}
+
+/// Number (row, k) of an operand that matrix_from describes.
+template <Layout kLayout>
+float operand(uint64_t matrix, int row, int k) {
+  const auto* numbers = reinterpret_cast<const bfloat16*>(matrix & 0xffffffffffff);
+  const int chunk = matrix >> 48 & 7, across = int(matrix >> 51) * 8;
+  if (kLayout == Layout::AlongK) return float(numbers[row * 64 + ((chunk + k / 8) ^ row % 8) * 8 + k % 8]);
+  const int at = chunk * 8 + row;
+  return float(numbers[at / 64 * across + k * 64 + ((at % 64 / 8) ^ k % 8) * 8 + at % 8]);
+}
+
+template <class T, Layout kA, Layout kB, int kColumns>
+void multiply_add(float (*sums)[4], uint64_t a, uint64_t b) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  for (int c = 0; c < kColumns / 8; ++c)
+    for (int i = 0; i < 4; ++i)
+      for (int k = 0; k < 16; ++k)
+        sums[c][i] +=
+            operand<kA>(a, 16 * warp + lane / 4 + i / 2 * 8, k) * operand<kB>(b, 8 * c + 2 * (lane % 4) + i % 2, k);
+}
+
+template <Layout kB, int kColumns>
+void multiply_add(float (*sums)[4], const unsigned (&a)[4], uint64_t b) {
+  const int lane = threadIdx.x % 32;
+  float rows[2][16];
+  for (int i = 0; i < 4; ++i)
+    for (int quad = 0; quad < 4; ++quad) {
+      const float2 pair = to_floats<bfloat16>(__shfl_sync(~0u, a[i], lane / 4 * 4 + quad));
+      rows[i % 2][i / 2 * 8 + 2 * quad] = pair.x, rows[i % 2][i / 2 * 8 + 2 * quad + 1] = pair.y;
+    }
+  for (int c = 0; c < kColumns / 8; ++c)
+    for (int i = 0; i < 4; ++i)
+      for (int k = 0; k < 16; ++k) sums[c][i] += rows[i / 2][k] * operand<kB>(b, 8 * c + 2 * (lane % 4) + i % 2, k);
+}
+
+template <int n>
+void hold(float (&)[n][4]) {}
 
 /// Number (row, k) of an operand of 8-bit numbers: an integer or a float, as Sum is.
 template <class Sum>
