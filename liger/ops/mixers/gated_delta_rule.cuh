@@ -228,8 +228,7 @@ __device__ void read_transposed(Panel<C>& panel, const Rows& rows, int col) {
 /// The same of rows kCols + 8 numbers apart.
 template <int kCols, class T, int C>
 __device__ void read_transposed(Panel<C>& panel, T* tile, int col) {
-  if constexpr (sizeof(T) == 2)
-    read_transposed<T>(panel, Tile<1, C, kCols>{reinterpret_cast<bfloat16*>(tile)}, col);
+  if constexpr (sizeof(T) == 2) read_transposed<T>(panel, Tile<1, C, kCols>{reinterpret_cast<bfloat16*>(tile)}, col);
   else panel.each([&](float& v, int row, int token) { v = tile[token * (kCols + 8) + col + row]; });
 }
 

@@ -7,6 +7,17 @@ namespace {
 
 constexpr int kChainWarps = 4, kChainThreads = 32 * kChainWarps, kChainCols = 16 * kChainWarps;
 
+/// Multiplies each column of a panel, which is a token, by its factor.
+template <int C>
+__device__ void scale_tokens(Panel<C>& panel, const float* factors) {
+  const float* of = factors + threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int e = 0; e < C / 8; ++e) {
+    const float2 by = *reinterpret_cast<const float2*>(of + 8 * e);
+    panel.of[e][0] *= by.x, panel.of[e][1] *= by.y, panel.of[e][2] *= by.x, panel.of[e][3] *= by.y;
+  }
+}
+
 /// What a block of a chain holds in shared memory for one chunk; with kAll also q and p.
 template <class Kd, bool kAll>
 struct Stage {
@@ -45,15 +56,8 @@ struct Stage {
   }
 
   /// Multiplies each column of a panel, which is a token, by factor i, where the operands do not have it.
-  template <int kCols>
-  __device__ void scale(Panel<kCols>& panel, int i) const {
-    if (i >= Kd::kFactors) return;
-    const float* of = factors + i * Kd::C + threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int e = 0; e < kCols / 8; ++e) {
-      const float2 by = *reinterpret_cast<const float2*>(of + 8 * e);
-      panel.of[e][0] *= by.x, panel.of[e][1] *= by.y, panel.of[e][2] *= by.x, panel.of[e][3] *= by.y;
-    }
+  __device__ void scale(Panel<C>& panel, int i) const {
+    if (i < Kd::kFactors) scale_tokens(panel, factors + i * C);
   }
 };
 

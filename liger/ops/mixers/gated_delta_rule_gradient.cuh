@@ -326,7 +326,7 @@ __device__ float inner_product(const Tile& s, const Tile& ds) {
     float2 before[4] = {}, after[4] = {};
 #pragma unroll
     for (int t = Tile::kTerms - 1; t >= 0; --t) {
-      const auto add = [](float2 (&to)[4], const bfloat16* from) {
+      const auto add = [](float2(&to)[4], const bfloat16* from) {
         const uint4 words = *reinterpret_cast<const uint4*>(from);
         const unsigned word[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
@@ -433,8 +433,7 @@ __global__ void __launch_bounds__(Gradient<Kd, kRoom>::kThreads, 1) gradient_ker
             multiply<false, kOfK / 8>(of_end.of, of_d, slice.ds, k, k_col);
           }
         }
-        if (has_state && has_after)
-          product += inner_product<G::kThreads, G::Narrow::kCols, K>(slice.s, slice.ds);
+        if (has_state && has_after) product += inner_product<G::kThreads, G::Narrow::kCols, K>(slice.s, slice.ds);
       });
       part.add_states(of_q, of_k, of_end, product);
       part.write_gates(chunk, head);

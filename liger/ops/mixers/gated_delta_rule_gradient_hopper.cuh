@@ -16,8 +16,8 @@ struct GroupThreads {
   __device__ void operator()() const { await_threads(1, kGradientGroupThreads); }
 };
 
-/// Where boxes are copied from: q, k and dO as [row, token, head and column], D and R as [head and term, token, column],
-/// the states as rows of K numbers.
+/// Where boxes are copied from: q, k and dO as [row, token, head and column], D and R as [head and term, token,
+/// column], the states as rows of K numbers.
 struct GradientMaps {
   TensorMap q, k, dout, d, r, s, ds;
 };

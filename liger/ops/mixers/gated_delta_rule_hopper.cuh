@@ -1,8 +1,8 @@
 #pragma once
 // The kernels of the gated delta rule that go along the chunks of a document, for Hopper's tensor cores: those of
-// gated_delta_rule_chain.cuh, whose formulas and workspace they have. A warpgroup has 64 columns of v, a warp 16 of them:
-// the left operands are made from the warp's own sums, in registers, and wgmma reads the right ones, which another warp
-// copies ahead of it.
+// gated_delta_rule_chain.cuh, whose formulas and workspace they have. A warpgroup has 64 columns of v, a warp 16 of
+// them: the left operands are made from the warp's own sums, in registers, and wgmma reads the right ones, which
+// another warp copies ahead of it. Results leave through shared memory, as boxes. The limit is the latency of a chunk.
 #include "liger/core/cuda/split_wgmma.cuh"
 #include "liger/core/cuda/tiles.cuh"
 #include "liger/ops/mixers/gated_delta_rule_chain.cuh"
@@ -10,14 +10,16 @@
 namespace liger::cuda::gated_delta_rule {
 namespace {
 
-constexpr int kGroup = 128, kGroupChainThreads = kGroup + 32, kChainStages = 2;
+constexpr int kGroup = 128;                      // threads of a warpgroup
+constexpr int kGroupChainThreads = kGroup + 32;  // and of the warp that loads
+constexpr int kChainStages = 2;                  // chunks that are loaded at most
 
 /// Shared memory of a block.
 template <class Staged, class Out>
 constexpr int kGroupChainBytes = Out::kBytes + kChainStages * (Staged::kBytes + 2 * int(sizeof(CopyBarrier)));
 
-/// Where boxes are copied from and to: q and k as [row, token, head and column], v or dO and o or dv likewise, U and P, D
-/// or R as [head and term, token, column], the states, or their gradients, as rows of K numbers.
+/// Where boxes are copied from and to: q and k as [row, token, head and column], v or dO and o or dv likewise, U and P,
+/// D or R as [head and term, token, column], the states, or their gradients, as rows of K numbers.
 struct ChainMaps {
   TensorMap q, k, rows, u, p, out, made, states;
 };
@@ -41,8 +43,7 @@ struct GroupStage {
   using Matrix = SwizzledTile<Kd::kMade, C, C>;
   using Rows = SwizzledTile<1, C, kChainCols>;
   static constexpr int kBoxes = (kAll ? 2 : 1) * Keys::kBytes + (kAll + kDelta) * Matrix::kBytes + Rows::kBytes;
-  static constexpr int kFactorBytes = Kd::kFactors * C * 4;
-  static constexpr int kBytes = round_up(kBoxes + kFactorBytes + int(sizeof(Chunk)) + 4, 1024);
+  static constexpr int kBytes = round_up(kBoxes + Kd::kFactors * C * 4 + 4 + int(sizeof(Chunk)), 1024);
   char* first;
   Keys k, q;
   Matrix u, p;
@@ -96,18 +97,11 @@ struct GroupStage {
   }
 
   /// Multiplies each column of a panel, which is a token, by factor i.
-  __device__ void scale(Panel<C>& panel, int i) const {
-    const float* of = factors + i * C + threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int e = 0; e < C / 8; ++e) {
-      const float2 by = *reinterpret_cast<const float2*>(of + 8 * e);
-      panel.of[e][0] *= by.x, panel.of[e][1] *= by.y, panel.of[e][2] *= by.x, panel.of[e][3] *= by.y;
-    }
-  }
+  __device__ void scale(Panel<C>& panel, int i) const { scale_tokens(panel, factors + i * C); }
 };
 
-/// What a block writes for a chunk, in shared memory on its way: with kStates the states, with kMade D or R, with kRows o
-/// or dv.
+/// What a block writes for a chunk, on its way through shared memory: with kStates the states, with kOfMade D or R,
+/// with kRows o or dv.
 template <class Kd, bool kStates, bool kOfMade, bool kRows>
 struct Outgoing {
   static constexpr int C = Kd::C;
@@ -165,10 +159,8 @@ struct Outgoing {
     if (chunk.n == C) {
       if constexpr (kOfMade)
 #pragma unroll
-        for (int t = 0; t < Kd::kMade; ++t)
-          store_box(maps.made, made.at(0, 0, t), col, int(at), head * Kd::kMade + t);
-      if constexpr (kRows)
-        store_box(maps.out, rows.at(0, 0), head * int(plan.a.V) + col, chunk.token, chunk.row);
+        for (int t = 0; t < Kd::kMade; ++t) store_box(maps.made, made.at(0, 0, t), col, int(at), head * Kd::kMade + t);
+      if constexpr (kRows) store_box(maps.out, rows.at(0, 0), head * int(plan.a.V) + col, chunk.token, chunk.row);
     }
     stores_issued();
   }
@@ -181,8 +173,8 @@ struct Outgoing {
   }
 };
 
-/// sums[v, n] += Σ_k left[v, k] · tile, for k and n of a chunk: of a tile that is 0 above its diagonal. Its rows are later
-/// tokens: with kAlongK the columns n, else the k, and then only the first 16 k + 16 columns have any sum.
+/// sums[v, n] += Σ_k left[v, k] · tile, for k and n of a chunk: of a tile that is 0 above its diagonal. Its rows are
+/// later tokens: with kAlongK the columns n, else the k, of which 16 add to the first 16 k + 16 columns alone.
 template <bool kAlongK, int k = 0, int kA, int C, class Tile>
 __device__ void group_multiply_triangle(Panel<C>& sums, const Left<kA> (&left)[C / 16], const Tile& tile) {
   group_multiply<kAlongK, kAlongK ? C : 16 * k + 16>(sums.of, left[k], tile, 16 * k, 0);
