@@ -265,7 +265,7 @@ __global__ void __launch_bounds__(kGroupChainThreads, 1)
           hold(x.of), hold(o.of);
         }
         read_transposed<T>(d, stage.rows, v - block_col);
-        Left<kMade> left[C / 16];
+        [[maybe_unused]] Left<kMade> left[C / 16];
         if constexpr (kDelta) {
           stage.scale(x, kToX);
           subtract(d, x);  // X
@@ -359,7 +359,8 @@ __global__ void __launch_bounds__(kGroupChainThreads, 1)
       [&](const auto& stage, const Chunk& chunk) {
         if (chunk.ends) read_state(dstate, plan, args.after, chunk.document, head, v);
         // dN = Pᵀ dO + rk e^(G_C − G) K dS'; P has s.
-        Panel<C> dout, r, x;
+        Panel<C> dout, r;
+        [[maybe_unused]] Panel<C> x;
         r.clear();
         {
           Left<kMade> of_state[K / 16];
@@ -377,7 +378,7 @@ __global__ void __launch_bounds__(kGroupChainThreads, 1)
           hold(r.of);
         }
         stage.scale(r, kToEnd);
-        Left<kMade> left[C / 16];
+        [[maybe_unused]] Left<kMade> left[C / 16];
         {
           Left<Kd::kRaw> of_dout[C / 16];
           make_left(of_dout, dout);
