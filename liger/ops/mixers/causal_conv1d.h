@@ -34,16 +34,9 @@ struct CausalConv1dForward : CausalConv1d {
 ///   dbias            = Σ_t dz[t]
 /// with z computed again.
 struct CausalConv1dBackward : CausalConv1d {
-  // Where channels are neighbours: how many a block has, and how many threads run at once on a multiprocessor. The
-  // narrow form is to be measured.
-#ifdef LIGER_CONV1D_NARROW
-  static constexpr bool kNarrow = true;
-#else
-  static constexpr bool kNarrow = false;
-#endif
-  static constexpr int kLanes = 32, kThreads = 128;
-  static constexpr int channels_of_block(int width) { return kLanes * (width <= 4 && !kNarrow ? 4 : 2); }
-  static constexpr int threads_at_once(int width) { return width <= 4 && kNarrow ? 640 : 384; }
+  // Where channels are neighbours: how many a block has, and how many threads run at once on a multiprocessor.
+  static constexpr int kLanes = 32, kThreads = 128, kThreadsAtOnce = 384;
+  static constexpr int channels_of_block(int width) { return kLanes * (width <= 4 ? 4 : 2); }
 
   const void* dy;
   void* dx;           // null where not wanted

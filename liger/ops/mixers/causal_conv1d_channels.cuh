@@ -98,14 +98,12 @@ __global__ void __launch_bounds__(kLanes* kRows, 640 / (kLanes * kRows))
   }
 }
 
-/// dx, and a partial sum of dw and dbias.
-/// As forward; a block has some strips of a partial sum, which its threads walk along one after another, up to
-/// kTaps − 1 tokens past their ends, whose z they compute again. The sums meet in shared memory. The limit is memory: x
-/// and dy are read once, dx is written once.
+/// dx, and a partial sum of dw and dbias. As forward; a block has some strips of a partial sum, which its threads walk
+/// along one after another, up to kTaps − 1 tokens past their ends, whose z they compute again. The sums meet in shared
+/// memory. The limit is memory: x and dy are read once, dx is written once.
 template <class T, int kTaps, bool kSilu, bool kWhole, int kTokens, int kRows>
-__global__ void __launch_bounds__(
-    kLanes* kRows, CausalConv1dBackward::threads_at_once(sizeof(T) == 2 ? kTaps : CausalConv1d::kMostTaps) /
-                       (kLanes * kRows)) backward_kernel(CausalConv1dBackward a, TokenStrips strips, unsigned across) {
+__global__ void __launch_bounds__(kLanes* kRows, CausalConv1dBackward::kThreadsAtOnce / (kLanes * kRows))
+    backward_kernel(CausalConv1dBackward a, TokenStrips strips, unsigned across) {
   await_previous();
   constexpr int kBefore = kTaps - 1, kChannels = kBackwardChannels<kTaps>, kBlock = kLanes * kChannels;
   const int64_t partial = blockIdx.x / across, first = int64_t(blockIdx.x % across) * kBlock,

@@ -72,7 +72,7 @@ struct CausalConv1d {
     using Backward = CausalConv1dBackward;
     constexpr int64_t kThreads = 2 * Backward::kThreads;  // partial_count is two blocks a multiprocessor
     const int64_t tokens = a.batch * a.time, most = ceil_div(tokens, a.channels_last ? 128 : 2048);
-    const int64_t at_once = partial_count(x, 1, tokens, 4096) * Backward::threads_at_once(a.width) / kThreads;
+    const int64_t at_once = partial_count(x, 1, tokens, 4096) * Backward::kThreadsAtOnce / kThreads;
     const int64_t blocks = std::max<int64_t>(1, at_once);
     const int64_t across = ceil_div(a.channels, Backward::channels_of_block(a.width));
     int64_t best = 1;
