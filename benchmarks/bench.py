@@ -219,7 +219,8 @@ def floor_time(case, shape, options, args):
         tensors = inputs(case, shape, options, args)
         heads, part = (case.heads(tensors), (1, 1)) if case.heads else ([(*tensors[:2], True)], None)
         if part is None:  # by the rate of the GEMMs between the first two inputs; the head's are all there are
-            one = 2 * tensors[0].shape[0] * tensors[1].numel()
+            heads = [(*(t.flatten(0, -2)[: 2**14] for t in tensors[:2]), True)]
+            one = 2 * heads[0][0].shape[0] * heads[0][1].numel()
             part = [flops / (one * n) for n, flops in enumerate(case.flops(shape, options), 1)]
         forward, backward = [], []
         for hidden, weight, trained in heads:
