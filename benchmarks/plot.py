@@ -19,6 +19,7 @@ import pictures
 from provenance import provenance, read, results
 from tables import (
     FIRST,
+    alone,
     by_base,
     cases,
     eight_bit,
@@ -79,7 +80,8 @@ TABLES = (
     Table("performance.md", "topk", "topk-h100.json", of_all),
     Table("performance.md", "few_classes", "topk-tools-h100.json", of_all),
     Table("performance.md", "qk", "qk-h200.json", of_all),
-    Table("performance.md", "mixers", "mixers-h100.json", of_all),
+    Table("performance.md", "mixers", "mixers-h200.json", alone),
+    Table("performance.md", "mixers_rival", "mixers-h100.json", of_all),
     Table("performance.md", "replacements", "replacements-h100.json", replacements),
     Table("performance.md", "h200_research", "h200.json", of_research),
     Table("performance.md", "newer_research", "experts-h100.json", lambda r: table(parted(cases(r["rows"]))[1], True)),

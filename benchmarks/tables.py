@@ -121,6 +121,18 @@ def table(chosen, memory):
     return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
 
 
+def alone(report):
+    """Operators that had no rival in the run."""
+    lines = []
+    for key, rows in cases(report["rows"]).items():
+        ours = rows[OURS]
+        forward, both = (f"{time(ours, mode):.{3 if time(ours) < 1 else 2}f}" for mode in (FORWARD, BOTH))
+        rates = [f"{ours[f'rate {mode}']:.2f}" for mode in (FORWARD, BOTH) if f"rate {mode}" in ours]
+        lines.append([label(key), forward, both, f"{ours[f'extra {BOTH}']:,.0f}", " / ".join(rates)])
+    headers = ["case", "forward, ms", "forward and backward, ms", "MiB", "of the limit"]
+    return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
+
+
 def families(reports):
     lines = []
     for family, report in reports.items():
