@@ -64,6 +64,18 @@ struct Stage {
 // The factors of a token: plan.factors.
 constexpr int kBeta = 0, kToX = 1, kToEnd = 2, kToOut = 3;
 
+/// What a block of a chain has: a head, the documents of a slot, and columns of v from `col` on, of which those of this
+/// thread's warp begin at v.
+struct ChainPlace {
+  int col, v, head, slot;
+
+  __device__ explicit ChainPlace(const Plan& plan) {
+    const int panels = plan.V / kChainCols, heads = int(plan.a.heads);
+    col = blockIdx.x % panels * kChainCols, v = col + threadIdx.x / 32 * 16;
+    head = blockIdx.x / panels % heads, slot = blockIdx.x / panels / heads;
+  }
+};
+
 /// The chunks of this block: whole documents, of as many chunks as another block's, more or less.
 __device__ int first_chunk(const Plan& plan, int slot, int slots, int count) {
   int c = int(int64_t(slot) * count / slots);
@@ -168,9 +180,9 @@ __global__ void __launch_bounds__(kChainThreads) chain_kernel(ChainArgs args) {
   constexpr int C = Kd::C, K = Kd::K, kMade = Kd::kMade;
   using Staged = Stage<Kd, !kBackward>;
   const Plan& plan = args.plan;
-  const int warp = threadIdx.x / 32, panels = plan.V / kChainCols, heads = int(plan.a.heads),
-            block_col = blockIdx.x % panels * kChainCols, v = block_col + 16 * warp, head = blockIdx.x / panels % heads,
-            slot = blockIdx.x / panels / heads, count = count_of(plan);
+  const ChainPlace place(plan);
+  const int block_col = place.col, v = place.v, head = place.head, slot = place.slot, heads = int(plan.a.heads),
+            count = count_of(plan);
   int c = first_chunk(plan, slot, args.slots, count);
   const int end = first_chunk(plan, slot + 1, args.slots, count);
   if (c >= end) return;
@@ -209,7 +221,7 @@ __global__ void __launch_bounds__(kChainThreads) chain_kernel(ChainArgs args) {
       }
     }
     Panel<C> d;
-    read_transposed<kChainCols>(d, stage.rows, 16 * warp);
+    read_transposed<kChainCols>(d, stage.rows, v - block_col);
     Left<kMade> left[C / 16];
     if (plan.a.delta) {
       stage.scale(x, kToX);
@@ -262,9 +274,9 @@ __global__ void __launch_bounds__(kChainThreads) reverse_chain_kernel(ChainArgs 
   constexpr int C = Kd::C, K = Kd::K, kMade = Kd::kMade;
   using Staged = Stage<Kd, true>;
   const Plan& plan = args.plan;
-  const int warp = threadIdx.x / 32, panels = plan.V / kChainCols, heads = int(plan.a.heads),
-            block_col = blockIdx.x % panels * kChainCols, v = block_col + 16 * warp, head = blockIdx.x / panels % heads,
-            slot = blockIdx.x / panels / heads, count = count_of(plan), step = heads * int(plan.a.V);
+  const ChainPlace place(plan);
+  const int block_col = place.col, v = place.v, head = place.head, slot = place.slot, count = count_of(plan),
+            step = int(plan.a.heads * plan.a.V);
   const int begin = first_chunk(plan, slot, args.slots, count);
   int c = first_chunk(plan, slot + 1, args.slots, count) - 1;
   if (c < begin) return;
@@ -291,7 +303,7 @@ __global__ void __launch_bounds__(kChainThreads) reverse_chain_kernel(ChainArgs 
                          plan.V * K);
     // dN = Pᵀ dO + rk e^(G_C − G) K dS'; P has s.
     Panel<C> dout, r, x;
-    read_transposed<kChainCols>(dout, stage.rows, 16 * warp);
+    read_transposed<kChainCols>(dout, stage.rows, v - block_col);
     r.clear(), x.clear();
     if (has_after)
 #pragma unroll

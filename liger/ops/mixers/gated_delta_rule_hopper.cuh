@@ -231,14 +231,13 @@ __global__ void __launch_bounds__(kGroupChainThreads, 1)
   using T = typename Kd::Number;
   constexpr int C = Kd::C, K = Kd::K, kMade = Kd::kMade;
   const Plan& plan = args.plan;
-  const int panels = plan.V / kChainCols, heads = int(plan.a.heads), block_col = blockIdx.x % panels * kChainCols,
-            v = block_col + int(threadIdx.x) / 32 * 16, head = blockIdx.x / panels % heads,
-            slot = blockIdx.x / panels / heads;
+  const ChainPlace place(plan);
+  const int block_col = place.col, v = place.v, head = place.head;
   using Out = Outgoing<Kd, kBackward, kBackward, !kBackward>;
   const Out out(shared_memory<char>());
   Panel<K> state;
   each_chunk<GroupStage<Kd, kDelta, !kBackward>, false>(
-      args, maps, slot, head, block_col, shared_memory<char>() + Out::kBytes,
+      args, maps, place.slot, head, block_col, shared_memory<char>() + Out::kBytes,
       [&](const auto& stage, const Chunk& chunk) {
         if (chunk.begins) read_state(state, plan, plan.a.state, chunk.document, head, v);
         // Kᵀ and Qᵀ times the state.
@@ -348,14 +347,13 @@ __global__ void __launch_bounds__(kGroupChainThreads, 1)
   using T = typename Kd::Number;
   constexpr int C = Kd::C, K = Kd::K, kMade = Kd::kMade;
   const Plan& plan = args.plan;
-  const int panels = plan.V / kChainCols, heads = int(plan.a.heads), block_col = blockIdx.x % panels * kChainCols,
-            v = block_col + int(threadIdx.x) / 32 * 16, head = blockIdx.x / panels % heads,
-            slot = blockIdx.x / panels / heads;
+  const ChainPlace place(plan);
+  const int block_col = place.col, v = place.v, head = place.head;
   using Out = Outgoing<Kd, true, true, true>;
   const Out out(shared_memory<char>());
   Panel<K> dstate;
   each_chunk<GroupStage<Kd, kDelta, true>, true>(
-      args, maps, slot, head, block_col, shared_memory<char>() + Out::kBytes,
+      args, maps, place.slot, head, block_col, shared_memory<char>() + Out::kBytes,
       [&](const auto& stage, const Chunk& chunk) {
         if (chunk.ends) read_state(dstate, plan, args.after, chunk.document, head, v);
         // dN = Pᵀ dO + rk e^(G_C − G) K dS'; P has s.
