@@ -6,7 +6,6 @@ adapters, DoRA and other variants, biases of an adapter, hooks, sharded weights,
 way than bitsandbytes' four bits, and without autocast an adapter of another dtype than the input's.
 """
 
-import functools
 import itertools
 import operator
 import sys
@@ -332,8 +331,7 @@ def casting_once(forward):
     """A forward of models, whose adapters in float are cast under autocast once for all the calls in it and in its
     backward pass, by one launch, instead of by each call. A compiled forward casts them in each call."""
 
-    @functools.wraps(forward)
-    def casting(model, *args, **kwargs):
+    def casting(model, *args, **kwargs):  # not as functools.wraps has it: accelerate takes its own wrappers off by that
         autocast = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
         if (
             torch.compiler.is_compiling()
