@@ -204,7 +204,7 @@ struct Taps {
   }
 
  private:
-  // Nothing depends on a number before all are under way: what is not there is read from a place that is, and is 0.
+  // All loads are issued before the first result is used: what is not there is read from a place that is, and is 0.
   template <class W>
   __device__ void load(const CausalConv1d& a, int64_t channel) {
 #pragma unroll

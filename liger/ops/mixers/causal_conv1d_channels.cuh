@@ -58,8 +58,8 @@ __device__ void load_before(const M& x, int begin, float (*to)[kChannels]) {
 }
 
 /// y.
-/// A thread walks along a strip of tokens for its channels, and holds the tokens before; those that come next are
-/// under way meanwhile. The lanes of a warp have neighbouring channels and the same strip, so that where a document
+/// A thread walks along a strip of tokens for its channels, and holds the tokens before; the next ones are
+/// loaded meanwhile. The lanes of a warp have neighbouring channels and the same strip, so that where a document
 /// begins is the same for all of them. The limit is memory: x is read once, y written once.
 template <class T, int kTaps, bool kSilu, bool kWhole, int kTokens, int kRows>
 __global__ void __launch_bounds__(kLanes* kRows, 640 / (kLanes * kRows))

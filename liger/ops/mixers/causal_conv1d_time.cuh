@@ -68,7 +68,7 @@ struct Walk {
   __device__ void find(const CausalConv1d& a) { of_x = row * a.batch_stride, of_dense = row * a.channels * a.time; }
 };
 
-/// A lane's tokens of a strip, on their way.
+/// The tokens of a strip that a lane loads ahead.
 template <class T, int kTaps, bool kWhole>
 struct Tile {
   using M = MatrixOf<T, kWhole>;
@@ -99,7 +99,7 @@ struct Tile {
 };
 
 /// y.
-/// A warp walks along the strips of a share for its channels; those that come next are under way meanwhile. A lane
+/// A warp walks along the strips of a share for its channels; the next ones are loaded meanwhile. A lane
 /// reads the tokens before its own, too, which the lane before it has brought to the L1 cache. The limit is memory: x
 /// is read once, y written once.
 template <class T, int kTaps, bool kSilu, bool kWhole, int kRows>

@@ -88,7 +88,7 @@ void group_chain(void (*kernel)(ChainArgs, ChainMaps), ChainArgs args, const bfl
   const Plan& plan = args.plan;
   const GatedDeltaRule& a = plan.a;
   const int64_t blocks = a.heads * (plan.V / kChainCols), width = a.heads * a.V;
-  args.slots = int(plan.table ? std::clamp<int64_t>(ceil_div(int64_t(1024), blocks), 1, plan.chunks) : a.rows);
+  args.slots = chain_slots(plan);
   ChainMaps maps{.q = map_rows(a, a.q, a.key_heads * a.K, a.q_row, a.q_token),
                  .k = map_rows(a, a.k, a.key_heads * a.K, a.k_row, a.k_token),
                  .rows = args.dout ? map_rows(a, args.dout, width, a.tokens * width, width)

@@ -81,16 +81,19 @@ struct Slice {
   }
 };
 
+/// Floats from one row of the products of q̂ and k̂ to the next.
+template <class Kd>
+constexpr int kProductRow = Kd::C + 1;
+
 template <class Kd, bool kRoom>
 struct Gradient {
   static constexpr int C = Kd::C, kThreads = Warps<Kd>::kThreads;
   using Wide = Slice<Kd, false, kRoom>;
   using Narrow = Slice<Kd, true, kRoom>;
   using Matrix = Tile<Kd::kMade, C, C>;
-  static constexpr int kRow = C + 1;
   static constexpr int kStage = Wide::kBytes > Narrow::kBytes ? Wide::kBytes : Narrow::kBytes;
   static constexpr int bytes(int stages) {
-    return Keys<Kd>::kBytes + C * kRow * 4 + std::max(stages * kStage, Matrix::kBytes);
+    return Keys<Kd>::kBytes + C * kProductRow<Kd> * 4 + std::max(stages * kStage, Matrix::kBytes);
   }
 };
 
@@ -127,11 +130,11 @@ struct GradientSums {
 /// part `part` of kAcross of the columns. All warps call each function but put() together.
 template <class Kd, int kAcross, class Keys, class Sync>
 struct WarpGradient {
-  static constexpr int C = Kd::C, K = Kd::K, kOfC = C / kAcross, kOfK = K / kAcross, kRow = C + 1;
+  static constexpr int C = Kd::C, K = Kd::K, kOfC = C / kAcross, kOfK = K / kAcross;
   const GradientArgs& args;
   GradientSums<Kd, kAcross>& sums;
   const Keys& keys;
-  float (*products)[kRow];  // q̂ k̂ᵀ, and above its diagonal (k̂ k̂ᵀ)ᵀ
+  float (*products)[kProductRow<Kd>];  // q̂ k̂ᵀ, and above its diagonal (k̂ k̂ᵀ)ᵀ
   int row, part;
   int col = part * kOfC, k_col = part * kOfK, lane = threadIdx.x % 32;
   bool has_columns = col <= row + 15;  // of this warp's part of a matrix, below the diagonal
@@ -358,8 +361,8 @@ __global__ void __launch_bounds__(Gradient<Kd, kRoom>::kThreads, 1) gradient_ker
   __shared__ GradientSums<Kd, W::kAcross> sums;
   char* shared = shared_memory<char>();
   const Keys<Kd> keys(shared);
-  auto* products = reinterpret_cast<float (*)[G::kRow]>(shared);
-  char* const region = shared + C * G::kRow * 4;
+  auto* products = reinterpret_cast<float (*)[kProductRow<Kd>]>(shared);
+  char* const region = shared + C * kProductRow<Kd> * 4;
   const int warp = threadIdx.x / 32, row = warp / W::kAcross * 16;
   const int count = count_of(plan), key_heads = int(plan.a.key_heads), key_head = blockIdx.x % key_heads,
             step = gridDim.x / key_heads;

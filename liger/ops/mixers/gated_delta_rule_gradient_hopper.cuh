@@ -31,7 +31,6 @@ struct GroupGradient {
   using Made = SwizzledTile<kMade, C, V>;
   using State = SwizzledTile<kMade, kSlice, K>;  // kSlice rows, each of a column of v
   using Matrix = SwizzledTile<kMade, C, C>;
-  static constexpr int kRow = C + 1;
 
   struct Barriers {
     CopyBarrier full_keys, empty_keys, full_rows, empty_rows, full_states[kStages], empty_states[kStages];
@@ -39,7 +38,7 @@ struct GroupGradient {
   struct alignas(1024) Memory {
     char keys[2 * KeyRows::kBytes], rows[Raw::kBytes + 2 * Made::kBytes], states[kStages][2 * State::kBytes],
         matrix[Matrix::kBytes];
-    float products[C][kRow], norms[2 * C];
+    float products[C][kProductRow<Kd>], norms[2 * C];
     GradientSums<Kd, kGradientGroups> sums;
     Barriers barriers;
   };

@@ -100,8 +100,8 @@ struct GroupStage {
   __device__ void scale(Panel<C>& panel, int i) const { scale_tokens(panel, factors + i * C); }
 };
 
-/// What a block writes for a chunk, on its way through shared memory: with kStates the states, with kOfMade D or R,
-/// with kRows o or dv.
+/// The results of a chunk in shared memory, from which boxes of them are written: with kStates the states, with kOfMade
+/// D or R, with kRows o or dv.
 template <class Kd, bool kStates, bool kOfMade, bool kRows>
 struct Outgoing {
   static constexpr int C = Kd::C;

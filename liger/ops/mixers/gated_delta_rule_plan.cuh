@@ -64,12 +64,18 @@ inline int64_t chunk_blocks(const Plan& plan, int64_t heads) {
   return heads * std::min<int64_t>(plan.chunks, plan.a.rows * plan.row_slots + 64);
 }
 
+/// The slots of a chain: one for each row; with documents, of which nobody knows how many there are, as many as give a
+/// GPU the blocks that run at once.
+inline int chain_slots(const Plan& plan) {
+  const int64_t blocks = plan.a.heads * (plan.V / kChainCols);
+  return int(plan.table ? std::clamp<int64_t>(ceil_div(int64_t(1024), blocks), 1, plan.chunks) : plan.a.rows);
+}
+
 template <class Staged>
 void chain(void (*kernel)(ChainArgs), ChainArgs args, Stream s) {
   const Plan& plan = args.plan;
   const int64_t blocks = plan.a.heads * (plan.V / kChainCols);
-  // A block for each row; with documents, of which nobody knows how many there are, as many as a GPU runs at once.
-  args.slots = int(plan.table ? std::clamp<int64_t>(ceil_div(int64_t(1024), blocks), 1, plan.chunks) : plan.a.rows);
+  args.slots = chain_slots(plan);
   // The next chunk comes while this one is worked on, unless a multiprocessor has other blocks to turn to.
   const bool alone = args.slots * blocks <= 2 * multiprocessors(current_device());
   args.stages = alone && 2 * Staged::kBytes <= shared_bytes_of_block() ? 2 : 1;
