@@ -15,7 +15,7 @@ def make(shape, options):
 
 
 def product(x, weight, bytes, scale, **_):
-    """x weightᵀ of a weight in eight bits: on Hopper the rows of x are rounded first, in a pass of their own."""
+    """x weightᵀ of a weight in eight bits: on Hopper the rows of x are rounded first, in a separate pass."""
     return ops.linear(x, bytes, None, None, None, None, scale, 1.0)
 
 
