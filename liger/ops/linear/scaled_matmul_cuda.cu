@@ -7,8 +7,9 @@ namespace {
 
 // A block has a tile of 128 rows x 256 columns of the result at a time, two warpgroups 64 x 256 each. A third warpgroup
 // copies operands to a ring of stages ahead of them, those of the block's next tile too. A stage has 128 bytes of each
-// row of x and w, or of low and b. One block per multiprocessor.
-constexpr int kRows = 128, kColumns = 256, kBytes = 128, kStages = 4, kThreads = 384, kProducer = 2;
+// row of x and w, or of low and b. Results leave by boxes of 64 x 64, while the next tile begins. One block per
+// multiprocessor.
+constexpr int kRows = 128, kColumns = 256, kBytes = 128, kStages = 4, kThreads = 384, kProducer = 2, kBox = 64;
 // Neighbouring blocks share operands in the L2 cache: so many tiles along the rows, then the next along the columns.
 constexpr int kPanel = 16;
 
@@ -18,10 +19,9 @@ struct Tile {
 };
 
 struct Matmul {
-  TensorMap x, w, low, b;
+  TensorMap x, w, low, b, out;
   const float *x_scale, *w_scale;
   const void* bias;
-  void* out;
   int rows, cols, depth, rank;
   float factor;
 
@@ -40,7 +40,7 @@ struct Matmul {
 
 struct alignas(1024) Shared {
   uint8_t x[kStages][kRows * kBytes], w[kStages][kColumns * kBytes];
-  uint4 staging[2][1024];
+  uint4 staging[2][2][kBox * kBox / 8];  // two boxes of each warpgroup
   CopyBarrier full[kStages], empty[kStages];
 };
 
@@ -82,24 +82,55 @@ __device__ void for_stages(Shared& shared, Stage& stage, int steps, int group, F
   if (previous >= 0 && arrives) shared.empty[previous].arrive();
 }
 
-/// Rows 16 warp + group and that + 8, columns 8 c + 2 quad and the next, as multiply_add has them.
-template <class T, class Sum>
-__device__ void scaled(const Matmul& m, Tile begin, const Sum (&sums)[32][4], float (&to)[32][4], float inverse,
-                       int row, int quad) {
-  const float first = row < m.rows ? m.x_scale[row] * inverse : 0,
-              second = row + 8 < m.rows ? m.x_scale[row + 8] * inverse : 0;
+/// What two neighbouring columns of the result are made with: scale x, y and bias z, w.
+template <class T>
+__device__ float4 columns_of(const Matmul& m, int column) {
+  float2 w = {1, 1}, bias = {};
+  if (column < m.cols) {
+    if (m.w_scale) w = {m.w_scale[column], m.w_scale[column + 1]};
+    if (m.bias) bias = to_floats<T>(*reinterpret_cast<const unsigned*>(static_cast<const T*>(m.bias) + column));
+  }
+  return {w.x, w.y, bias.x, bias.y};
+}
+
+/// Rows 16 warp + group and that + 8, whose scales are `first` and `second`, columns 8 c + 2 quad and the next, as
+/// multiply_add has them.
+template <class Sum>
+__device__ void scaled(const float4* columns, const Sum (&sums)[32][4], float (&to)[32][4], float first, float second,
+                       float inverse, int quad) {
 #pragma unroll
   for (int c = 0; c < 32; ++c) {
-    const int column = begin.column + 8 * c + 2 * quad;
-    float2 w = {1, 1}, bias = {};
-    if (column < m.cols) {
-      if (m.w_scale) w = *reinterpret_cast<const float2*>(m.w_scale + column);
-      if (m.bias) bias = to_floats<T>(*reinterpret_cast<const unsigned*>(static_cast<const T*>(m.bias) + column));
+    const float4 of = columns[4 * c + quad];
+    to[c][0] = float(sums[c][0]) * (first * of.x) + of.z * inverse;
+    to[c][1] = float(sums[c][1]) * (first * of.y) + of.w * inverse;
+    to[c][2] = float(sums[c][2]) * (second * of.x) + of.z * inverse;
+    to[c][3] = float(sums[c][3]) * (second * of.y) + of.w * inverse;
+  }
+}
+
+/// Writes a warpgroup's 64 x 256 results, times factor, by way of its two boxes in shared memory.
+template <class T>
+__device__ void store(const Matmul& m, Tile begin, uint4 (&boxes)[2][kBox * kBox / 8], const float (&results)[32][4],
+                      float factor, int group, int thread) {
+  const int row = thread / 32 * 16 + thread % 16;
+  const auto word = [&](int c, int i) { return to_word<T>(results[c][i] * factor, results[c][i + 1] * factor); };
+#pragma unroll
+  for (int part = 0; part < kColumns / kBox; ++part) {
+    uint4* box = boxes[part % 2];
+    if (thread == 0) await_stores<1>();  // of the box before the last: it was this one
+    await_threads(1 + group, 128);
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) {
+      const int chunk = i + thread % 32 / 16, c = 8 * part + i;
+      store_matrices<false>(&box[row * 8 + (chunk ^ row % 8)],
+                            {word(c, 0), word(c, 2), word(c + 1, 0), word(c + 1, 2)});
     }
-    to[c][0] = float(sums[c][0]) * (first * w.x) + bias.x * inverse;
-    to[c][1] = float(sums[c][1]) * (first * w.y) + bias.y * inverse;
-    to[c][2] = float(sums[c][2]) * (second * w.x) + bias.x * inverse;
-    to[c][3] = float(sums[c][3]) * (second * w.y) + bias.y * inverse;
+    show_tensor_core();
+    await_threads(1 + group, 128);
+    if (thread == 0) {
+      store_box(m.out, box, begin.column + part * kBox, begin.row + group * 64, 0);
+      stores_issued();
+    }
   }
 }
 
@@ -122,17 +153,27 @@ __global__ void __launch_bounds__(kThreads, 1) scaled_matmul_kernel(const __grid
   }
   resize_registers<232, true>();
   const int row = 64 * group + 16 * (thread / 32) + thread % 32 / 4;
+  float4* columns = reinterpret_cast<float4*>(shared.staging[group][0]);
   Stage stage;
   for (int tile = blockIdx.x; tile < m.tiles(); tile += gridDim.x) {
     const Tile begin = m.tile(tile);
+    // Loaded ahead of the products, which take the time that memory needs.
+    const float4 mine = columns_of<T>(m, begin.column + 2 * thread);
+    const float first = begin.row + row < m.rows ? m.x_scale[begin.row + row] : 0,
+                second = begin.row + row + 8 < m.rows ? m.x_scale[begin.row + row + 8] : 0;
     Sum sums[32][4] = {};
     for_stages(shared, stage, m.steps(), group, [&](const uint8_t* x, const uint8_t* w) {
 #pragma unroll
       for (int k = 0; k < kBytes / 32; ++k) multiply_add_bytes(sums, x, w, k);
     });
+    if (thread == 0) await_stores<0>();
+    await_threads(1 + group, 128);
+    columns[thread] = mine;
+    await_threads(1 + group, 128);
     float results[32][4];
     // factor · (Σ / factor + low bᵀ): the adapter's products are added to the sums by the tensor cores.
-    scaled<T>(m, begin, sums, results, m.rank > 0 ? 1 / m.factor : 1, begin.row + row, thread % 4);
+    const float factor = m.rank > 0 ? m.factor : 1, inverse = 1 / factor;
+    scaled(columns, sums, results, first * inverse, second * inverse, inverse, thread % 4);
     if (m.rank > 0)
       for_stages(shared, stage, m.low_steps(), group, [&](const uint8_t* low, const uint8_t* b) {
 #pragma unroll
@@ -140,14 +181,9 @@ __global__ void __launch_bounds__(kThreads, 1) scaled_matmul_kernel(const __grid
           multiply_add<T, Layout::AlongK, Layout::AlongK, kColumns>(results, reinterpret_cast<const T*>(low),
                                                                     reinterpret_cast<const T*>(b), k);
       });
-    const float factor = m.rank > 0 ? m.factor : 1;
-    const auto word = [&](int c, int i) { return to_word<T>(results[c][i] * factor, results[c][i + 1] * factor); };
-    const auto row_at = [&](int row_in_tile) {
-      const int to = begin.row + 64 * group + row_in_tile;
-      return to < m.rows ? static_cast<T*>(m.out) + int64_t(to) * m.cols + begin.column : nullptr;
-    };
-    store_tile(shared.staging[group], group, thread, m.cols - begin.column, word, row_at);
+    store<T>(m, begin, shared.staging[group], results, factor, group, thread);
   }
+  if (thread == 0) await_stores<0>();
 #endif
 }
 
@@ -168,10 +204,10 @@ LIGER_REGISTER(scaled_matmul, [](const ScaledMatmul& a, Stream s) {
                  .w = bytes(a.w, a.cols, kColumns),
                  .low = adapted(a.low, a.rows, a.low_stride, kRows),
                  .b = adapted(a.b, a.cols, a.b_stride, kColumns),
+                 .out = tensor_map(a.dtype, a.out, {a.cols, a.rows, 1}, {a.cols, a.cols}, kBox),
                  .x_scale = a.x_scale,
                  .w_scale = a.w_scale,
                  .bias = a.bias,
-                 .out = a.out,
                  .rows = int(a.rows),
                  .cols = int(a.cols),
                  .depth = int(a.depth),
