@@ -26,13 +26,15 @@ LARGEST = {"int8": 127.0, "fp8": 448.0}
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24 * 272**0.5}
 
 
-def rounds(device, dtype):
+def rounds(device, dtype, format):
     """Whether the kernels of 8-bit products run there, which round activations and gradients."""
-    if dtype == torch.float32:
-        return False
     if device == "cuda":
-        return torch.cuda.get_device_capability() == (9, 0)
-    return os.environ.get("LIGER_EMULATED_DEVICE") == "sm_90"
+        capability = torch.cuda.get_device_capability()
+    else:
+        emulated = os.environ.get("LIGER_EMULATED_DEVICE", "sm_00").removeprefix("sm_")
+        capability = int(emulated[:-1]), int(emulated[-1])
+    oldest = (8, 0) if format == "int8" else (8, 9)
+    return dtype != torch.float32 and capability >= oldest and capability[0] in (8, 9, 12)
 
 
 def numbers(weight, format):
@@ -79,9 +81,9 @@ def test_linear(device, format, dtype, rows, into, out, rank):
     y.backward(dy.to(device))
 
     w, scale = numbers(weight, format), weight_scale.double()[:, None]
-    to_eight = (lambda t: rounded(t, format)) if rounds(device, dtype) else torch.Tensor.double
+    to_eight = (lambda t: rounded(t, format)) if rounds(device, dtype, format) else torch.Tensor.double
     expected = to_eight(x) @ (w * scale).T + bias.double()
-    dx = to_eight(dy.float() * weight_scale) @ w if rounds(device, dtype) else dy.double() @ (w * scale)
+    dx = to_eight(dy.float() * weight_scale) @ w if rounds(device, dtype, format) else dy.double() @ (w * scale)
     if rank:
         low = (x.double() @ a.double().T).to(dtype).double()
         dlow = (0.5 * (dy.double() @ b.double())).to(dtype).double()
@@ -100,7 +102,7 @@ def test_qkv_and_gated_mlp(device, format):
     torch.manual_seed(0)
     dtype, into = torch.bfloat16, 96
     x = torch.randn(50, into).to(dtype)
-    rounding = rounds(device, dtype)
+    rounding = rounds(device, dtype, format)
     to_eight = (lambda t: rounded(t, format)) if rounding else torch.Tensor.double
 
     def forward(t, layer):

@@ -71,7 +71,7 @@ def test_bits(device, format, residual, cols, dtype, names):
         expected, usual = allocations(lambda: read(plain))
         found, fewer = allocations(lambda: read(y))
         again, as_usual = allocations(lambda: read(y))
-        assert fewer == usual - 2 * rounds(device, dtype) and as_usual == usual, name
+        assert fewer == usual - 2 * rounds(device, dtype, format) and as_usual == usual, name
         for result in (found, again):
             assert torch.equal(result.nan_to_num(), expected.nan_to_num()), name
             assert torch.equal(result.isnan(), expected.isnan()) and result.isnan().any(), name
@@ -157,7 +157,7 @@ def test_model(device, format, checkpointing, hook, monkeypatch):
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
     readers = 2 if hook == "none" else 1
-    assert fewer == usual - 2 * readers * (1 + checkpointing) * rounds(device, torch.bfloat16)
+    assert fewer == usual - 2 * readers * (1 + checkpointing) * rounds(device, torch.bfloat16, format)
 
 
 def test_compiled():

@@ -18,9 +18,10 @@ struct RowBytes {
 /// Of rows that kernels write in 8 bits beside a result: the registers of a block hold two of 16 bits.
 inline constexpr int64_t kMostByteColumns = 32 * 1024;
 
-/// Whether the current device is one that products of 8-bit numbers are made on.
+/// Whether the current device is one that products of 8-bit numbers of a format are made on.
 struct HasScaledMatmul {
   bool* yes;
+  EightBit format;
 };
 inline constinit Kernel<HasScaledMatmul> has_scaled_matmul{"has_scaled_matmul"};
 

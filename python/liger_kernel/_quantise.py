@@ -68,8 +68,9 @@ def quantise(
     ```
 
     Not exact, unlike everything else in this package: products are off by about 1 % of their norm with int8 and 4 %
-    with fp8, and the result says by how much for each kind of layer. On Hopper forward and backward multiply 8-bit
-    numbers; elsewhere only the memory is saved. Layers are replaced by LigerLinear8bit, whose weight is frozen.
+    with fp8, and the result says by how much for each kind of layer. On GPUs of compute capability 8.x (fp8 from
+    8.9 on), 9.0 and 12.x forward and backward multiply 8-bit numbers; elsewhere only the memory is saved. Layers are
+    replaced by LigerLinear8bit, whose weight is frozen.
 
     Layers that are in eight bits already are taken over: those of bitsandbytes' int8 and of checkpoints in fp8 with a
     scale per row with the bytes that they have, those with a scale per block rounded again.

@@ -11,6 +11,9 @@ struct Device {
   int capability_major, shared_kib, shared_kib_of_block;
 
   bool has_clusters() const { return capability_major >= 9; }
+  bool has_byte_mma(bool floats) const {
+    return capability_major == 12 || (capability_major == 8 && (!floats || name == "sm_89"));
+  }
 };
 
 const Device& device_called(std::string_view name);

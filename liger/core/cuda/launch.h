@@ -61,6 +61,30 @@ inline bool has_code() {
   return found;
 }
 
+inline constexpr int kByteMmaMarks = 16;
+
+template <int>
+__global__ void has_byte_mma_kernel() {
+#if __CUDA_ARCH__ >= 890
+  __shared__ volatile int marks[kByteMmaMarks];  // by whose size it is known
+  marks[0] = 1;
+#elif __CUDA_ARCH__ >= 800
+  __shared__ volatile int mark;
+  mark = 1;
+#endif
+}
+
+/// Whether the warps of the current device (mma) multiply 8-bit numbers at twice the rate of 16-bit ones, and kernels
+/// were compiled for that: integers from compute capability 8.0 on, floats (E4M3) from 8.9 on, and both on 12. On 9 and
+/// 10 that rate is reached by other instructions (wgmma, tcgen05).
+inline bool has_byte_mma(bool floats) {
+  const int major = attribute<cudaDevAttrComputeCapabilityMajor>();
+  cudaFuncAttributes of{};
+  const bool found = cudaFuncGetAttributes(&of, has_byte_mma_kernel<0>) == cudaSuccess;
+  if (!found) (void)cudaGetLastError();
+  return found && (major == 8 || major == 12) && of.sharedSizeBytes >= (floats ? kByteMmaMarks * sizeof(int) : 1);
+}
+
 /// How many clusters of so many blocks run at once, one block a multiprocessor: a cluster must fit into a part of the
 /// chip, and not every part has a multiple of its blocks.
 inline int clusters_at_once(int cluster, int device = current_device()) {

@@ -1,8 +1,20 @@
 #pragma once
-// The tensor core's products of bytes: mma, wgmma on compute capability 9.0, and a plain form where there is neither.
-#include "liger/core/cuda/launch.h"
+// The tensor core's products of a warp: mma, wgmma on compute capability 9.0, and a plain form where there is neither.
+#include "liger/core/cuda/warp_words.cuh"
+#include "liger/core/eight_bit.h"
 
 namespace liger::cuda {
+
+/// sum[i] += Σ product(word of a, word of b) of the words that make it, which are laid out as below.
+template <class Sum, class F>
+__device__ void gather_products(Sum (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, F product) {
+  const int lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
+  const WarpWords<6> all(a[0], a[1], a[2], a[3], b0, b1);
+  for (int half = 0; half < 2; ++half)
+    for (int q = 0; q < 4; ++q)
+      for (int i = 0; i < 4; ++i)
+        sum[i] += product(all.of(2 * half + i / 2, group * 4 + q), all.of(4 + half, (2 * quad + i % 2) * 4 + q));
+}
 
 /// The tensor core's product of a 16 x 32 matrix of unsigned bytes and a 32 x 8 one of signed bytes, added to sum
 /// [16 x 8]. With
@@ -18,16 +30,61 @@ __device__ inline void tensor_multiply_add(int (&sum)[4], const unsigned (&a)[4]
       : "+r"(sum[0]), "+r"(sum[1]), "+r"(sum[2]), "+r"(sum[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 #else
-  // Each lane gathers the operands of its four sums from the lanes that hold them.
-  const int lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
-  for (int half = 0; half < 2; ++half)
-    for (int q = 0; q < 4; ++q)
-      for (int i = 0; i < 4; ++i) {
-        const int row = i / 2, column = 2 * quad + i % 2;
-        const unsigned of_a = __shfl_sync(~0u, a[2 * half + row], group * 4 + q);
-        const int of_b = __shfl_sync(~0u, b[half], column * 4 + q);
-        for (int k = 0; k < 32; k += 8) sum[i] += int(of_a >> k & 0xff) * int8_t(of_b >> k);
-      }
+  gather_products(sum, a, unsigned(b[0]), unsigned(b[1]), [](unsigned x, unsigned y) {
+    int sum = 0;
+    for (int bit = 0; bit < 32; bit += 8) sum += int(x >> bit & 0xff) * int8_t(y >> bit);
+    return sum;
+  });
+#endif
+}
+
+/// The same for signed bytes on both sides (Sum int), or for E4M3 floats (Sum float; from compute capability 8.9 on).
+template <class Sum>
+__device__ void multiply_bytes(Sum (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  constexpr bool kIntegers = std::is_same_v<Sum, int>;
+#if __CUDA_ARCH__ >= 800
+  if constexpr (kIntegers)
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+        "%3};"
+        : "+r"(sum[0]), "+r"(sum[1]), "+r"(sum[2]), "+r"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#if __CUDA_ARCH__ >= 890
+  else
+    asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, "
+        "%2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#endif
+#else
+  gather_products(sum, a, b0, b1, [](unsigned x, unsigned y) {
+    Sum sum = 0;
+    for (int bit = 0; bit < 32; bit += 8) {
+      if constexpr (kIntegers) sum += int(int8_t(x >> bit)) * int8_t(y >> bit);
+      else sum += from_e4m3(uint8_t(x >> bit)) * from_e4m3(uint8_t(y >> bit));
+    }
+    return sum;
+  });
+#endif
+}
+
+/// The same for 16-bit numbers, two to a word: a 16 x 16 and a 16 x 8 matrix.
+template <class T>
+__device__ void multiply_numbers(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+#if __CUDA_ARCH__ >= 800
+#define LIGER_PRODUCT(types)                                         \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." types                 \
+      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, " \
+      "%2, %3};"                                                     \
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])       \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+  if constexpr (std::is_same_v<T, bfloat16>) LIGER_PRODUCT("bf16.bf16");
+  else LIGER_PRODUCT("f16.f16");
+#undef LIGER_PRODUCT
+#else
+  gather_products(sum, a, b0, b1, [](unsigned x, unsigned y) {
+    const float2 of_a = to_floats<T>(x), of_b = to_floats<T>(y);
+    return of_a.x * of_b.x + of_a.y * of_b.y;
+  });
 #endif
 }
 
@@ -39,6 +96,10 @@ __device__ inline void load_matrices(unsigned (&words)[4], const void* row) {
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                : "r"(shared_address(row))
                : "memory");
+#else
+  const int lane = threadIdx.x % 32;
+  for (int j = 0; j < 4; ++j)
+    words[j] = reinterpret_cast<const unsigned*>(__shfl_sync(~0u, uintptr_t(row), 8 * j + lane / 4))[lane % 4];
 #endif
 }
 

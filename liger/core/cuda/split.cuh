@@ -4,7 +4,7 @@
 // three a float. The products of terms are added in float; those that are below the last term's own rounding are left
 // out.
 #include "liger/core/cuda/async_copy.cuh"
-#include "liger/core/cuda/warp_words.cuh"
+#include "liger/core/cuda/mma.cuh"
 
 namespace liger::cuda::split {
 
@@ -36,22 +36,7 @@ __device__ void write_pair(float low, float high, bfloat16* to, int64_t plane) {
 ///   b     column group at the same k
 ///   sum   row group in columns 2 quad and 2 quad + 1, then row group + 8
 __device__ inline void multiply_add(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-#if __CUDA_ARCH__ >= 800
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-      "%3};"
-      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-#else
-  const int lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
-  const WarpWords<6> all(a[0], a[1], a[2], a[3], b0, b1);
-  for (int half = 0; half < 2; ++half)
-    for (int q = 0; q < 4; ++q)
-      for (int i = 0; i < 4; ++i) {
-        const float2 x = to_floats<bfloat16>(all.of(2 * half + i / 2, group * 4 + q)),
-                     y = to_floats<bfloat16>(all.of(4 + half, (2 * quad + i % 2) * 4 + q));
-        sum[i] += x.x * y.x + x.y * y.y;
-      }
-#endif
+  multiply_numbers<bfloat16>(sum, a, b0, b1);
 }
 
 /// A matrix in shared memory, as kTerms planes of bfloat16 numbers. Rows are 16 bytes longer than they need to be:

@@ -23,11 +23,11 @@ EightBitRows empty_rows(int64_t rows, int64_t cols, EightBit format, const Tenso
   return {at::empty({rows, cols}, bytes), at::empty({rows}, bytes.dtype(at::kFloat)), format};
 }
 
-bool has_byte_products(const Tensor& x) {
+bool has_byte_products(const Tensor& x, EightBit format) {
   if (x.is_meta() || x.scalar_type() == at::kFloat) return false;
   if (!has_scaled_matmul.has(Backend(x.device().type()))) return false;
   bool yes = false;
-  run(has_scaled_matmul, x, {&yes});
+  run(has_scaled_matmul, x, {&yes, format});
   return yes;
 }
 

@@ -17,8 +17,9 @@ struct EightBitRows {
 };
 EightBitRows empty_rows(int64_t rows, int64_t cols, EightBit format, const Tensor& like);
 
-/// Whether products of 8-bit numbers are made of rows like x: of 16-bit numbers, and on a device that has the kernel.
-bool has_byte_products(const Tensor& x);
+/// Whether products of 8-bit numbers of a format are made of rows like x: of 16-bit numbers, and on a device that has
+/// the kernel.
+bool has_byte_products(const Tensor& x, EightBit format);
 
 /// Whether a kernel that reads packs of 16-bit numbers can write rows like t in 8 bits too, where its matrices begin at
 /// these addresses and their rows are so many elements apart.

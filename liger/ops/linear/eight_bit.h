@@ -43,8 +43,8 @@ struct ScaledMatmul {
 
 inline constinit Kernel<QuantiseRows> eight_bit_rows{"eight_bit_rows"};
 inline constinit Kernel<TransposeBytes> transpose_bytes{"transpose_bytes"};
-// Of Hopper alone (has_scaled_matmul). It takes depths that are multiples of 16, columns and a rank that are multiples
-// of 8.
+// Of devices for which has_scaled_matmul says yes. It takes depths that are multiples of 16, columns and a rank that
+// are multiples of 8.
 inline constinit Kernel<ScaledMatmul> scaled_matmul{"scaled_matmul"};
 
 }  // namespace liger

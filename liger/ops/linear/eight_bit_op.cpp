@@ -16,7 +16,8 @@ EightBit format_of(const AdaptedLinear& layer) {
 /// Whether the kernels take a layer's weight for rows like x.
 bool takes(const Tensor& x, const AdaptedLinear& layer) {
   const Tensor& w = layer.weight;
-  return layer.weight_scale && w.size(0) % 16 == 0 && w.size(1) % 16 == 0 && w.is_contiguous() && has_byte_products(x);
+  return layer.weight_scale && w.size(0) % 16 == 0 && w.size(1) % 16 == 0 && w.is_contiguous() &&
+         has_byte_products(x, format_of(layer));
 }
 
 int64_t columns(at::ArrayRef<Tensor> parts) {

@@ -1,228 +1,174 @@
-#include "liger/core/cuda/dispatch.h"
-#include "liger/core/cuda/tiles.cuh"
-#include "liger/ops/linear/eight_bit.h"
+#include "liger/core/cuda/async_copy.cuh"
+#include "liger/core/cuda/pack.cuh"
+#include "liger/ops/linear/scaled_matmul_hopper.cuh"
 
 namespace liger::cuda::scaled_matmul_ {
 namespace {
 
-// A block has a tile of 128 rows x 256 columns of the result at a time, two warpgroups 64 x 256 each. A third warpgroup
-// copies operands to a ring of stages ahead of them, those of the block's next tile too. A stage has 128 bytes of each
-// row of x and w, or of low and b. Results leave by boxes of 64 x 64, while the next tile begins. One block per
-// multiprocessor.
-constexpr int kRows = 128, kColumns = 256, kBytes = 128, kStages = 4, kThreads = 384, kProducer = 2, kBox = 64;
+// A block has a tile of 128 x 128 results, each of its eight warps 64 x 32 of them. Stages of shared memory have 64
+// bytes of each row of x and w, or of low and b, and are filled ahead of the products. Two blocks per multiprocessor:
+// one multiplies while the other stores.
+constexpr int kSide = 128, kBytes = 64, kChunks = kBytes / 16, kStages = 3, kThreads = 256;
+constexpr int kWarpRows = 64, kWarpColumns = 32;
 // Neighbouring blocks share operands in the L2 cache: so many tiles along the rows, then the next along the columns.
 constexpr int kPanel = 16;
 
-/// Where a tile begins.
-struct Tile {
-  int row, column;
+/// Chunk c of 16 bytes of a row lies at c ^ row / 2 % 4, so that eight rows are read without conflicts.
+struct Rows {
+  uint4 chunks[kSide][kChunks];
+  __device__ uint4& at(int row, int chunk) { return chunks[row][chunk ^ row / 2 % kChunks]; }
+};
+struct Stage {
+  Rows x, w;
 };
 
-struct Matmul {
-  TensorMap x, w, low, b, out;
-  const float *x_scale, *w_scale;
-  const void* bias;
-  int rows, cols, depth, rank;
-  float factor;
-
-  __device__ int row_tiles() const { return ceil_div(rows, kRows); }
-  __device__ int tiles() const { return row_tiles() * ceil_div(cols, kColumns); }
-  __device__ int steps() const { return ceil_div(depth, kBytes); }
-  __device__ int low_steps() const { return ceil_div(rank, kBytes / 2); }
-
-  __device__ Tile tile(int tile) const {
-    const int column_tiles = ceil_div(cols, kColumns), panel = tile / (column_tiles * kPanel);
-    tile -= panel * column_tiles * kPanel;
-    const int width = min(kPanel, row_tiles() - panel * kPanel);
-    return {(panel * kPanel + tile % width) * kRows, tile / width * kColumns};
-  }
-};
-
-struct alignas(1024) Shared {
-  uint8_t x[kStages][kRows * kBytes], w[kStages][kColumns * kBytes];
-  uint4 staging[2][2][kBox * kBox / 8];  // two boxes of each warpgroup
-  CopyBarrier full[kStages], empty[kStages];
-};
-
-using Stage = RingStage<kStages>;
-
-__device__ void copy_tiles(const Matmul& m, Shared& shared) {
-  Stage stage;
-  for (int tile = blockIdx.x; tile < m.tiles(); tile += gridDim.x) {
-    const Tile begin = m.tile(tile);
-    const int steps = m.steps(), all = steps + m.low_steps();
-    for (int step = 0; step < all; ++step, stage.next()) {
-      shared.empty[stage.at].await(stage.parity ^ 1);
-      CopyBarrier& full = shared.full[stage.at];
-      full.arrive_expecting((kRows + kColumns) * kBytes);
-      const bool adapter = step >= steps;
-      const int k = (step - (adapter ? steps : 0)) * kBytes / 2;
-      copy_box(shared.x[stage.at], adapter ? m.low : m.x, k, begin.row, 0, full);
-      copy_box(shared.w[stage.at], adapter ? m.b : m.w, k, begin.column, 0, full);
-    }
-  }
-}
-
-/// Multiplies what `steps` stages have: multiply(x, w) starts the products of one.
-template <class F>
-__device__ void for_stages(Shared& shared, Stage& stage, int steps, int group, F multiply) {
-  const bool arrives = threadIdx.x % 32 == 0;
-  int previous = -1;
-  for (int step = 0; step < steps; ++step) {
-    shared.full[stage.at].await(stage.parity);
-    products_begin();
-    multiply(shared.x[stage.at] + group * 64 * kBytes, shared.w[stage.at]);
-    products_issued();
-    await_products<true>();
-    if (previous >= 0 && arrives) shared.empty[previous].arrive();
-    previous = stage.at;
-    stage.next();
-  }
-  await_products<false>();
-  if (previous >= 0 && arrives) shared.empty[previous].arrive();
-}
-
-/// What two neighbouring columns of the result are made with: scale x, y and bias z, w.
-template <class T>
-__device__ float4 columns_of(const Matmul& m, int column) {
-  float2 w = {1, 1}, bias = {};
-  if (column < m.cols) {
-    if (m.w_scale) w = {m.w_scale[column], m.w_scale[column + 1]};
-    if (m.bias) bias = to_floats<T>(*reinterpret_cast<const unsigned*>(static_cast<const T*>(m.bias) + column));
-  }
-  return {w.x, w.y, bias.x, bias.y};
-}
-
-/// Rows 16 warp + group and that + 8, whose scales are `first` and `second`, columns 8 c + 2 quad and the next, as
-/// multiply_add has them.
-template <class Sum>
-__device__ void scaled(const float4* columns, const Sum (&sums)[32][4], float (&to)[32][4], float first, float second,
-                       float inverse, int quad) {
+/// Begins to copy 64 bytes of 128 rows, from `first` and from byte `byte` on; zeros where there are none.
+__device__ void copy_rows(Rows& to, const void* from, int64_t rows, int64_t row_bytes, int64_t stride, int64_t first,
+                          int64_t byte) {
 #pragma unroll
-  for (int c = 0; c < 32; ++c) {
-    const float4 of = columns[4 * c + quad];
-    to[c][0] = float(sums[c][0]) * (first * of.x) + of.z * inverse;
-    to[c][1] = float(sums[c][1]) * (first * of.y) + of.w * inverse;
-    to[c][2] = float(sums[c][2]) * (second * of.x) + of.z * inverse;
-    to[c][3] = float(sums[c][3]) * (second * of.y) + of.w * inverse;
+  for (int i = threadIdx.x; i < kSide * kChunks; i += kThreads) {
+    const int64_t row = first + i / kChunks, at = byte + i % kChunks * 16;
+    const bool there = row < rows && at < row_bytes;
+    copy_async16<false>(&to.at(i / kChunks, i % kChunks),
+                        static_cast<const char*>(from) + (there ? row * stride + at : 0), there ? 16 : 0);
   }
 }
 
-/// Writes a warpgroup's 64 x 256 results, times factor, by way of its two boxes in shared memory.
-template <class T>
-__device__ void store(const Matmul& m, Tile begin, uint4 (&boxes)[2][kBox * kBox / 8], const float (&results)[32][4],
-                      float factor, int group, int thread) {
-  const int row = thread / 32 * 16 + thread % 16;
-  const auto word = [&](int c, int i) { return to_word<T>(results[c][i] * factor, results[c][i + 1] * factor); };
+/// multiply(sum, a, b0, b1) for all products of a warp with a stage: 32 bytes of 16 rows and of 8 columns.
+template <class Sum, class F>
+__device__ void for_products(Stage& stage, Sum (&sums)[4][4][4], int row, int column, F multiply) {
+  const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int part = 0; part < kColumns / kBox; ++part) {
-    uint4* box = boxes[part % 2];
-    if (thread == 0) await_stores<1>();  // of the box before the last: it was this one
-    await_threads(1 + group, 128);
+  for (int k = 0; k < kChunks; k += 2) {
+    unsigned a[4][4], b[2][4];
 #pragma unroll
-    for (int i = 0; i < 8; i += 2) {
-      const int chunk = i + thread % 32 / 16, c = 8 * part + i;
-      store_matrices<false>(&box[row * 8 + (chunk ^ row % 8)],
-                            {word(c, 0), word(c, 2), word(c + 1, 0), word(c + 1, 2)});
-    }
-    show_tensor_core();
-    await_threads(1 + group, 128);
-    if (thread == 0) {
-      store_box(m.out, box, begin.column + part * kBox, begin.row + group * 64, 0);
-      stores_issued();
-    }
+    for (int t = 0; t < 4; ++t) load_matrices(a[t], &stage.x.at(row + 16 * t + lane % 16, k + lane / 16));
+#pragma unroll
+    for (int u = 0; u < 2; ++u)
+      load_matrices(b[u], &stage.w.at(column + 16 * u + lane / 16 * 8 + lane % 8, k + lane / 8 % 2));
+#pragma unroll
+    for (int t = 0; t < 4; ++t)
+#pragma unroll
+      for (int u = 0; u < 4; ++u) multiply(sums[t][u], a[t], b[u / 2][u % 2 * 2], b[u / 2][u % 2 * 2 + 1]);
   }
 }
 
 template <class T, EightBit kFormat>
-__global__ void __launch_bounds__(kThreads, 1) scaled_matmul_kernel(const __grid_constant__ Matmul m) {
+__global__ void __launch_bounds__(kThreads, 2) scaled_matmul_kernel(ScaledMatmul m) {
   await_previous();
-#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)  // elsewhere it is not started
   using Sum = std::conditional_t<kFormat == EightBit::Int8, int, float>;
-  Shared& shared = *shared_memory<Shared>();
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) shared.full[i].init(1), shared.empty[i].init(8);
-    barriers_initialised();
-  }
-  __syncthreads();
-  const int group = int(threadIdx.x) / 128, thread = int(threadIdx.x) % 128;
-  if (group == kProducer) {
-    resize_registers<40, false>();
-    if (thread == 0) copy_tiles(m, shared);
-    return;
-  }
-  resize_registers<232, true>();
-  const int row = 64 * group + 16 * (thread / 32) + thread % 32 / 4;
-  float4* columns = reinterpret_cast<float4*>(shared.staging[group][0]);
-  Stage stage;
-  for (int tile = blockIdx.x; tile < m.tiles(); tile += gridDim.x) {
-    const Tile begin = m.tile(tile);
-    // Loaded ahead of the products, which take the time that memory needs.
-    const float4 mine = columns_of<T>(m, begin.column + 2 * thread);
-    const float first = begin.row + row < m.rows ? m.x_scale[begin.row + row] : 0,
-                second = begin.row + row + 8 < m.rows ? m.x_scale[begin.row + row + 8] : 0;
-    Sum sums[32][4] = {};
-    for_stages(shared, stage, m.steps(), group, [&](const uint8_t* x, const uint8_t* w) {
+  Stage* stages = shared_memory<Stage>();
+  const int64_t row_tiles = ceil_div(m.rows, int64_t(kSide)), column_tiles = ceil_div(m.cols, int64_t(kSide)),
+                panel = blockIdx.x / (column_tiles * kPanel), tile = blockIdx.x - panel * column_tiles * kPanel,
+                width = min(int64_t(kPanel), row_tiles - panel * kPanel),
+                first_row = (panel * kPanel + tile % width) * kSide, first_column = tile / width * kSide;
+  const int steps = int(ceil_div(m.depth, int64_t(kBytes))), all = steps + int(ceil_div(m.rank * 2, int64_t(kBytes)));
+  const auto copy = [&](int step) {
+    if (step < all) {
+      Stage& to = stages[step % kStages];
+      const bool adapter = step >= steps;
+      const int64_t byte = int64_t(step - (adapter ? steps : 0)) * kBytes, bytes = adapter ? 2 * m.rank : m.depth;
+      copy_rows(to.x, adapter ? m.low : m.x, m.rows, bytes, adapter ? 2 * m.low_stride : m.depth, first_row, byte);
+      copy_rows(to.w, adapter ? m.b : m.w, m.cols, bytes, adapter ? 2 * m.b_stride : m.depth, first_column, byte);
+    }
+    close_copies();
+  };
+  // The stage of a step, and its copies for a later one begun.
+  const auto next = [&](int step) -> Stage& {
+    await_copies(kStages - 2);
+    __syncthreads();
+    copy(step + kStages - 1);
+    return stages[step % kStages];
+  };
 #pragma unroll
-      for (int k = 0; k < kBytes / 32; ++k) multiply_add_bytes(sums, x, w, k);
+  for (int step = 0; step < kStages - 1; ++step) copy(step);
+
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, quad = lane % 4;
+  const int row = warp / 4 * kWarpRows, column = warp % 4 * kWarpColumns;
+  Sum sums[4][4][4] = {};
+  for (int step = 0; step < steps; ++step)
+    for_products(next(step), sums, row, column, [](Sum(&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+      multiply_bytes(sum, a, b0, b1);
     });
-    if (thread == 0) await_stores<0>();
-    await_threads(1 + group, 128);
-    columns[thread] = mine;
-    await_threads(1 + group, 128);
-    float results[32][4];
-    // factor · (Σ / factor + low bᵀ): the adapter's products are added to the sums by the tensor cores.
-    const float factor = m.rank > 0 ? m.factor : 1, inverse = 1 / factor;
-    scaled(columns, sums, results, first * inverse, second * inverse, inverse, thread % 4);
-    if (m.rank > 0)
-      for_stages(shared, stage, m.low_steps(), group, [&](const uint8_t* low, const uint8_t* b) {
+
+  // factor · (Σ / factor + low bᵀ): the adapter's products are added to the sums by the tensor cores.
+  const float factor = m.rank > 0 ? m.factor : 1, inverse = 1 / factor;
+  float results[4][4][4], scales[4][2];
 #pragma unroll
-        for (int k = 0; k < kBytes / 32; ++k)
-          multiply_add<T, Layout::AlongK, Layout::AlongK, kColumns>(results, reinterpret_cast<const T*>(low),
-                                                                    reinterpret_cast<const T*>(b), k);
-      });
-    store<T>(m, begin, shared.staging[group], results, factor, group, thread);
+  for (int t = 0; t < 4; ++t)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int64_t r = first_row + row + 16 * t + 8 * i + group;
+      scales[t][i] = r < m.rows ? m.x_scale[r] * inverse : 0;
+    }
+#pragma unroll
+  for (int u = 0; u < 4; ++u) {
+    const int64_t c = first_column + column + 8 * u + 2 * quad;
+    float2 w = {1, 1}, bias = {};
+    if (c < m.cols) {
+      if (m.w_scale) w = {m.w_scale[c], m.w_scale[c + 1]};
+      if (m.bias) bias = to_floats<T>(*reinterpret_cast<const unsigned*>(static_cast<const T*>(m.bias) + c));
+    }
+#pragma unroll
+    for (int t = 0; t < 4; ++t)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        results[t][u][i] =
+            float(sums[t][u][i]) * (scales[t][i / 2] * (i % 2 ? w.y : w.x)) + (i % 2 ? bias.y : bias.x) * inverse;
   }
-  if (thread == 0) await_stores<0>();
-#endif
+  for (int step = steps; step < all; ++step)
+    for_products(
+        next(step), results, row, column,
+        [](float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) { multiply_numbers<T>(sum, a, b0, b1); });
+
+  // By way of shared memory, where a warp has 64 rows of 64 bytes.
+  copies_done();
+  __syncthreads();
+  auto* words = reinterpret_cast<unsigned (*)[kChunks][4]>(stages) + warp * kWarpRows;
+#pragma unroll
+  for (int t = 0; t < 4; ++t)
+#pragma unroll
+    for (int u = 0; u < 4; ++u)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int r = 16 * t + 8 * i + group;
+        words[r][u ^ r / 2 % kChunks][quad] =
+            to_word<T>(results[t][u][2 * i] * factor, results[t][u][2 * i + 1] * factor);
+      }
+  __syncwarp();
+#pragma unroll
+  for (int i = lane; i < kWarpRows * kChunks; i += 32) {
+    const int r = i / kChunks, chunk = i % kChunks;
+    const int64_t to_row = first_row + row + r, to_column = first_column + column + 8 * chunk;
+    if (to_row < m.rows && to_column < m.cols)
+      store16(static_cast<T*>(m.out) + to_row * m.cols + to_column,
+              *reinterpret_cast<const uint4*>(words[r][chunk ^ r / 2 % kChunks]));
+  }
+}
+
+void run(ScaledMatmul m, Stream s) {
+  static_assert(kWarpRows * kWarpColumns * 2 * kThreads / 32 <= int(sizeof(Stage)) * kStages);
+  if (m.factor == 0) m.rank = 0;
+  const int64_t tiles = ceil_div(m.rows, int64_t(kSide)) * ceil_div(m.cols, int64_t(kSide));
+  const auto start = [&]<class T, EightBit kFormat>() {
+    launch(scaled_matmul_kernel<T, kFormat>,
+           {.blocks = tiles, .threads = kThreads, .shared_bytes = kStages * int(sizeof(Stage))}, s, m);
+  };
+  dispatch16(m.dtype, [&]<class T>() {
+    m.format == EightBit::Int8 ? start.template operator()<T, EightBit::Int8>()
+                               : start.template operator()<T, EightBit::E4M3>();
+  });
 }
 
 }  // namespace
 
-LIGER_REGISTER(has_scaled_matmul, [](const HasScaledMatmul& a, Stream) { *a.yes = has_wgmma(); });
+LIGER_REGISTER(has_scaled_matmul, [](const HasScaledMatmul& a, Stream) {
+  *a.yes = has_wgmma() || has_byte_mma(a.format == EightBit::E4M3);
+});
 LIGER_REGISTER(scaled_matmul, [](const ScaledMatmul& a, Stream s) {
   if (a.rows == 0 || a.cols == 0) return;
-  // The copies do not look at the numbers: two of 8 bits go as one of 16.
-  const auto bytes = [&](const uint8_t* of, int64_t rows, int box_rows) {
-    return tensor_map(a.dtype, of, {a.depth / 2, rows, 1}, {a.depth / 2, a.depth / 2}, box_rows);
-  };
-  const bool adapter = a.rank > 0 && a.factor != 0;
-  const auto adapted = [&](const void* of, int64_t rows, int64_t stride, int box_rows) {
-    return adapter ? tensor_map(a.dtype, of, {a.rank, rows, 1}, {stride, stride}, box_rows) : TensorMap();
-  };
-  const Matmul m{.x = bytes(a.x, a.rows, kRows),
-                 .w = bytes(a.w, a.cols, kColumns),
-                 .low = adapted(a.low, a.rows, a.low_stride, kRows),
-                 .b = adapted(a.b, a.cols, a.b_stride, kColumns),
-                 .out = tensor_map(a.dtype, a.out, {a.cols, a.rows, 1}, {a.cols, a.cols}, kBox),
-                 .x_scale = a.x_scale,
-                 .w_scale = a.w_scale,
-                 .bias = a.bias,
-                 .rows = int(a.rows),
-                 .cols = int(a.cols),
-                 .depth = int(a.depth),
-                 .rank = adapter ? int(a.rank) : 0,
-                 .factor = a.factor};
-  const auto start = [&]<class T, EightBit kFormat>() {
-    static_assert(sizeof(Shared) <= 227 * 1024);
-    launch(scaled_matmul_kernel<T, kFormat>,
-           {.blocks = multiprocessors(current_device()), .threads = kThreads, .shared_bytes = int(sizeof(Shared))}, s,
-           m);
-  };
-  dispatch16(a.dtype, [&]<class T>() {
-    a.format == EightBit::Int8 ? start.template operator()<T, EightBit::Int8>()
-                               : start.template operator()<T, EightBit::E4M3>();
-  });
+  if (has_wgmma()) scaled_matmul_hopper::run(a, s);
+  else run(a, s);
 });
 
 }  // namespace liger::cuda::scaled_matmul_

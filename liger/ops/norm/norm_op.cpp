@@ -89,7 +89,8 @@ Outputs forward(const char* name, const Inputs& inputs, double eps, Rounding rou
   a.b = data(in.b), a.residual = data(in.residual), a.shift = data(in.shift);
   a.y = out.y.data_ptr(), a.s = data<void>(out.s), a.mean = data<float>(out.mean), a.rstd = data<float>(out.rstd);
   a.eps = float(eps), a.offset = float(rounding.offset), a.casting = casting;
-  if (read_in.eight_bit >= 0 && norm_forward_bytes.has(Backend(in.x.device().type())) && has_byte_products(in.x) &&
+  if (read_in.eight_bit >= 0 && norm_forward_bytes.has(Backend(in.x.device().type())) &&
+      has_byte_products(in.x, EightBit(read_in.eight_bit)) &&
       rows_fit_bytes(in.x, {a.x, a.residual, a.w, a.s, a.y}, {})) {
     const auto bytes = empty_rows(a.rows, a.cols, EightBit(read_in.eight_bit), in.x);
     run(norm_forward_bytes, in.x, {a, bytes.to()});

@@ -75,10 +75,10 @@ def _numbers(bytes, format):
 class LigerLinear8bit(nn.Linear):
     """A Linear whose frozen weight is in eight bits: y = x (weight_scale ⊙ numbers(weight))ᵀ + bias.
 
-    `weight` is int8 [out, in], or uint8 with the bits of E4M3 floats; `weight_scale` float32 [out]. On Hopper, for x in
-    float16 or bfloat16, the rows of x, and those of the gradient in backward, are rounded to the same eight bits, and
-    the products are those of 8-bit numbers (formulas in liger/ops/linear/eight_bit.h). Elsewhere the weight is
-    multiplied in x's dtype. The weight has no gradient.
+    `weight` is int8 [out, in], or uint8 with the bits of E4M3 floats; `weight_scale` float32 [out]. On GPUs of compute
+    capability 8.x (E4M3 from 8.9 on), 9.0 and 12.x, for x in float16 or bfloat16, the rows of x, and those of the
+    gradient in backward, are rounded to the same eight bits, and the products are those of 8-bit numbers (formulas in
+    liger/ops/linear/eight_bit.h). Elsewhere the weight is multiplied in x's dtype. The weight has no gradient.
     """
 
     weight_scale: torch.Tensor

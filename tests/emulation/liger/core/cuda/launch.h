@@ -256,6 +256,7 @@ struct Grid {
 
 inline int current_device() { return 0; }
 inline bool has_code() { return true; }
+inline bool has_byte_mma(bool floats) { return emulation::device().has_byte_mma(floats); }
 inline int multiprocessors(int) { return 2; }
 inline int shared_bytes() { return emulation::device().shared_kib * 1024; }
 inline int shared_bytes_of_block() { return emulation::device().shared_kib_of_block * 1024 - 3072; }
