@@ -275,3 +275,37 @@ def test_the_lines_to_paste_are_python():
             assert "TrainingArguments(use_liger_kernel=True" in text and "BUDGET" not in text
             for code in (lines, text[text.index("TrainingArguments") :]):
                 compile(code, name, "exec")
+
+
+def test_the_commit_is_the_last_that_changed_what_is_measured(tmp_path, monkeypatch):
+    """Results, pages and tests do not count, changed files do."""
+    from liger_kernel.measure.machine import commit
+
+    monkeypatch.delenv("LIGER_COMMIT", raising=False)
+
+    def git(*command):
+        settings = "-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"
+        return subprocess.check_output(("git", "-C", tmp_path, *settings, *command), text=True).strip()
+
+    def add(name, text=""):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        git("add", "."), git("commit", "-qm", name)
+        return git("rev-parse", "HEAD")[:12]
+
+    git("init", "-q")
+    assert commit(tmp_path) is None
+    first = add("README.md")
+    assert commit(tmp_path) == first  # another project's repository
+    for name in ("liger/norm.cu", "python/a/b.py", "cmake/c.cmake", "CMakeLists.txt", "benchmarks/bench.py"):
+        last = add(name)
+        assert commit(tmp_path) == last
+    for name in ("benchmarks/results/h200.json", "benchmarks/tables.py", "docs/a.md", "tests/test_a.py", "README.md"):
+        add(name, "more")
+        assert commit(tmp_path) == last
+    (tmp_path / "docs/a.md").write_text("changed")
+    assert commit(tmp_path) == last
+    (tmp_path / "liger/norm.cu").write_text("changed")
+    assert commit(tmp_path) == last + "+"
+    monkeypatch.setenv("LIGER_COMMIT", "abc")
+    assert commit(tmp_path) == "abc"

@@ -19,17 +19,27 @@ def _output(*command):
         return None
 
 
+#: The files on which a measurement of this library depends, as patterns of git; pages and what writes them are not
+#: among them, so that results can be committed between measurements.
+MEASURED = (
+    "liger", "python", "cmake", "CMakeLists.txt", ":(glob)benchmarks/*.py",
+    *(f":!benchmarks/{name}.py"
+      for name in ("cards", "history", "pictures", "plot", "provenance", "run_all", "scheduler", "tables")),
+)  # fmt: skip
+
+
 def commit(folder: Path | str) -> str | None:
-    """The commit of the repository that has a folder's files, with a + where tracked files differ from it, but for
-    results and pages; LIGER_COMMIT where it is set; None outside a repository."""
+    """The last commit that changed what is measured (MEASURED) in the repository that has a folder's files, with a +
+    where these files differ from it; LIGER_COMMIT where it is set; None outside a repository."""
     if given := os.environ.get("LIGER_COMMIT"):
         return given
     here = ("git", "-C", str(folder))
     if not _output(*here, "ls-files", "--", "."):
         return None
     git = ("git", "-C", _output(*here, "rev-parse", "--show-toplevel"))
-    tracked = ("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results", ":!docs")
-    return _output(*git, "rev-parse", "--short=12", "HEAD") + "+" * bool(_output(*git, *tracked))
+    # In a repository of other files, which may have this package in it, it is the last commit of all.
+    last = _output(*git, "log", "-1", "--format=%H", "--", *MEASURED) or _output(*git, "rev-parse", "HEAD")
+    return last[:12] + "+" * bool(_output(*git, "status", "--porcelain", "--untracked-files=no", "--", *MEASURED))
 
 
 def version_of(name: str) -> str | None:
