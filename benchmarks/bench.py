@@ -32,6 +32,7 @@ import statistics
 import sys
 import time
 from datetime import date
+from pathlib import Path
 
 import torch
 from tabulate import tabulate
@@ -39,6 +40,7 @@ from tabulate import tabulate
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(ROOT, "tests"))
 
+import provenance  # noqa: E402
 from byte_products import PRODUCTS  # noqa: E402
 from cases import all_cases  # noqa: E402
 from liger_kernel.measure.machine import commit, processor, version_of  # noqa: E402
@@ -375,8 +377,7 @@ def machine(args):
 
 def save(rows, args):
     if args.out:
-        with open(args.out, "w") as f:
-            json.dump({"machine": machine(args), "rows": rows}, f, indent=1)
+        provenance.save(Path(args.out), {"machine": machine(args), "rows": rows})
 
 
 def main():
@@ -401,6 +402,7 @@ def main():
     p.add_argument("--rounds", type=int, default=20, help="graph replays in turns")
     p.add_argument("--host", action="store_true", help="host time only")
     p.add_argument("--out", help="write the rows as JSON")
+    p.add_argument("--go-on", action="store_true", help="keep the rows that --out has, and measure the others")
     p.add_argument("--compare", help="an earlier --out")
     p.add_argument("--show", help="print the table of an earlier --out, and measure nothing")
     args = p.parse_args()
@@ -409,13 +411,18 @@ def main():
     args.dtype = getattr(torch, args.dtype or ("bfloat16" if args.device == "cuda" else "float32"))
     args.libraries, args.commit = libraries(args), commit(ROOT)
     old = {key(row): row for row in json.load(open(args.compare))["rows"]} if args.compare else None
-    rows = []
+    rows = (
+        json.loads(Path(args.out).read_text())["rows"] if args.go_on and args.out and os.path.exists(args.out) else []
+    )
+    has = {(row["case"], tuple(row["shape"]), json.dumps(row["options"]), f"host {MODES[0]}" in row) for row in rows}
     for name in args.op.split(",") if args.op else cases:
         case = cases[name]
         benches = case.bench_cpu if args.device == "cpu" else case.bench
         if args.shape:
             benches = [(tuple(map(int, args.shape.split(","))), benches[0][1])]
         for shape, options in [] if args.host else benches:
+            if (name, tuple(shape), json.dumps(options), False) in has:
+                continue
             print(f"{name} {shape} {options}", file=sys.stderr)
             found = measure(case, shape, options, args)
             rows += found
@@ -423,7 +430,8 @@ def main():
             torch._dynamo.reset()
             if args.device == "cuda":
                 torch.cuda.empty_cache()
-        if args.host or args.device == "cuda":
+        alone = name, tuple(case.shapes[1]), json.dumps(case.options[0]), True
+        if (args.host or args.device == "cuda") and alone not in has:
             rows += measure_host(case, case.options[0], args)
             torch._dynamo.reset()
     print(table(rows, old))

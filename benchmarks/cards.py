@@ -94,8 +94,8 @@ def _measured(file, report) -> Iterator[tuple[tuple[str, str, int, int | None], 
     for row in report["rows"]:
         if "shape" in row:  # of lora.py
             batch, length = map(int, row["shape"].split("x"))
-            speed = statistics.median(result["tokens_per_second"] for result in row["results"])
-            found = Run(speed, row["results"][0]["peak_gb"], batch)
+            speeds = [result["tokens_per_second"] for result in row.get("results", ())]  # none: out of memory
+            found = Run(statistics.median(speeds), row["results"][0]["peak_gb"], batch) if speeds else None
             base = "QLoRA (nf4)" if row.get("nf4", report.get("nf4")) else method
             key = row["model"], base + ", checkpointed" * (row["checkpointing"] == "on"), length, batch
         elif "job" in row:  # of expert_parallel.py

@@ -14,6 +14,7 @@ they are, liger_kernel/measure/arm.py says. One model on one machine is measured
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from liger_kernel.measure.launch import run_arm
 from liger_kernel.measure.machine import machine
 from liger_kernel.measure.report import table
 from liger_kernel.measure.shapes import SHAPES
+from provenance import save
 
 ARMS = ("plain", "triton", "ours")
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -43,6 +45,7 @@ def arguments():
     add("--again", action="store_true", help="measure also what --out has")
     add("--out", type=Path, default=Path("out/e2e.json"), help="default: %(default)s")
     args = parser.parse_args()
+    args.failed = False
     args.models, args.arms = args.models.split(","), args.arms.split(",")
     sides = [arm.split("+")[0] for arm in args.arms]
     options = [option for arm in args.arms for option in arm.split("+")[1:]]
@@ -74,6 +77,7 @@ def lengths_of(args, model, arm, lengths):
             failed = line.get("error", failed)
         if failed:
             print(f"{model}, {arm}: failed at length {lengths[0]}: {failed}", flush=True)
+            args.failed = True
             return
         batch //= 2  # of several ranks, all end where one is out of memory
     for length in lengths:
@@ -101,13 +105,14 @@ def main():
                 report["rows"] = [
                     {"model": m, "length": n, "arm": a, "result": found} for (m, n, a), found in sorted(rows.items())
                 ]
-                args.out.write_text(json.dumps(report, indent=1) + "\n")
+                save(args.out, report)
     headers = ["model", "length", "arm", "batch", "tokens/s a GPU", "peak memory", "warm-up"]
     print(table(headers, [in_words(key, result) for key, result in sorted(rows.items())]))
     for key, result in sorted(rows.items()):
         if result and "profile" in result:
             parts = ", ".join(f"{part} {ms:.0f}" for part, ms in result["profile"]["ms"].items())
             print(f"{' '.join(map(str, key))}: {result['profile']['step']:.0f} ms: {parts}")
+    sys.exit(args.failed)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ import torch
 from liger_kernel.measure.machine import machine
 from liger_kernel.measure.report import table
 from liger_kernel.measure.shapes import SHAPES
+from provenance import save
 
 ARMS = ("fsdp", "fsdp+patch", "ep", "ep+patch", "ours")
 OPTIONS = {"fsdp": {"patch"}, "ep": {"patch"}, "ours": {"parts", "sent", "capacity"}}
@@ -312,7 +313,7 @@ def main():
                     result = run({**job, "steps": args.steps}, args.gpus, args.limit)
                     done[key] = {"job": job, "result": result}
                     report["rows"] = list(done.values())
-                    args.out.write_text(json.dumps(report, indent=1) + "\n")
+                    save(args.out, report)
     headers = ["tokens", "routing", "arm", "tokens/s a GPU", "model TF/s", "GB", "exposed", "loss", "gradient norm"]
     rows = [(row["job"], row["result"]) for row in done.values() if shared.items() <= row["job"].items()]
     print(table(headers, [in_words((job["tokens"], job["routing"], job["arm"]), result) for job, result in rows]))

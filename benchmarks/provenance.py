@@ -54,6 +54,13 @@ def read(file: str):
     return json.loads((RESULTS / file).read_text())
 
 
+def save(path: Path, report) -> None:
+    """Writes a report in one step: one that is cut off leaves the last."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(report, indent=1) + "\n")
+    new.replace(path)
+
+
 def _all(report, machines, key):
     """The values of a key in the machines and the rows: each once, in order."""
     return list(dict.fromkeys(each[key] for each in (*machines, *report.get("rows", ())) if each.get(key)))

@@ -238,10 +238,14 @@ def of_lora(report):
     rows = []
     for row in report["rows"]:
         batch, length = map(int, row["shape"].split("x"))
-        rate = statistics.median(result["tokens_per_second"] for result in row["results"])
-        result = {"batch": batch, "tokens_per_second": rate, "peak_gb": row["results"][0]["peak_gb"]}
         kept = "" if row["checkpointing"] == "on" else ", not checkpointed"
-        rows.append({"model": row["model"] + kept, "arm": row["arm"], "length": length, "result": result})
+        shared = {"model": row["model"] + kept, "arm": row["arm"], "length": length, "result": None}
+        rows.append(shared)
+        if "results" not in row:  # out of memory
+            continue
+        rate = statistics.median(result["tokens_per_second"] for result in row["results"])
+        peak = row["results"][0]["peak_gb"]
+        shared["result"] = {"batch": batch, "tokens_per_second": rate, "peak_gb": peak}
     return {"rows": rows}
 
 

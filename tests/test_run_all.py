@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,7 @@ pytest.importorskip("tabulate")
 import cards  # noqa: E402
 import plot  # noqa: E402
 import run_all  # noqa: E402
+import scheduler  # noqa: E402
 
 
 def run(work, *arguments, commit="0123456789ab"):
@@ -64,6 +66,145 @@ def test_every_dry_run(tmp_path):
     for name, each in run_all.RUNS.items():
         if each.tiny:
             assert re.search(rf"^{name}: \d+ s$", printed, re.M), name
+
+
+#: Writes which GPUs it has, and when it ran; with a second argument, it first sleeps in a session of its own.
+SCRIPT = """
+import json, os, pathlib, subprocess, sys, time
+began = time.time()
+if "--child" in sys.argv:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    pathlib.Path(sys.argv[-1]).with_name("child").write_text(str(child.pid))
+time.sleep(float(sys.argv[1]))
+result = {"rows": [{"part": sys.argv[1]}], "machine": {}, "began": began, "ended": time.time(),
+          "gpus": os.environ["CUDA_VISIBLE_DEVICES"], "threads": os.environ.get("OMP_NUM_THREADS")}
+pathlib.Path(sys.argv[-1]).write_text(json.dumps(result))
+"""
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """(arguments of a machine with four GPUs, what makes the parts of a run on it)."""
+    monkeypatch.setattr(run_all.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(run_all.torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(run_all, "card", lambda device: "h200")
+    monkeypatch.setattr(run_all, "ENDING", 0)
+    monkeypatch.setattr(scheduler, "LEAST", 0)
+    monkeypatch.setenv("LIGER_COMMIT", "0123456789ab")
+    for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    monkeypatch.setattr(run_all, "GO_ON", {str(script)})
+
+    def parts(args, name, *seconds, **options):
+        made = run_all.Run(f"{name}.json", str(script), tuple(map(str, seconds)), 1, **options)
+        monkeypatch.setitem(run_all.RUNS, name, made)
+        return [*run_all.parts_of(made, name, args)]
+
+    return lambda *options: run_all.arguments(["--work", str(tmp_path / "work"), *options]), parts
+
+
+def ran(parts):
+    return [json.loads(part.path.read_text()) for part in parts]
+
+
+def test_parts_run_beside_each_other(machine):
+    """Each on a GPU of its own, with its share of the threads; the part that needs all waits, and what comes after it
+    waits for it."""
+    arguments, parts = machine
+    args = arguments()
+    one, all_, after = parts(args, "one", 1, 1, 1), parts(args, "all", 0, gpus=4), parts(args, "after", 0, 0)
+    ended = [*scheduler.Machine(args).run([*one, *all_, *after])]
+    assert {*ended} == {*one, *all_, *after} and all(part.done for part in ended)
+    first, (whole,), last = ran(one), ran(all_), ran(after)
+    assert {found["gpus"] for found in first} == {"0", "1", "2"} and whole["gpus"] == "0,1,2,3"
+    assert max(found["began"] for found in first) < min(found["ended"] for found in first)
+    assert max(found["ended"] for found in first) <= whole["began"]
+    assert all(whole["ended"] <= found["began"] for found in last)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    assert {found["threads"] for found in first} == {str(max(1, cores // 4))}
+    assert all((part.folder / "log").exists() for part in ended)
+
+
+def test_gpus_that_are_left_to_a_process_are_taken(machine, monkeypatch):
+    arguments, parts = machine
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7,8,9")
+    args = arguments("--gpus", "2")
+    both = parts(args, "both", 0, gpus=2)
+    assert [*scheduler.Machine(args).run(both)] == both and ran(both)[0]["gpus"] == "5,7"
+    assert run_all.obstacle(run_all.Run("", "benchmarks/e2e.py", (), 1, gpus=4), args) == "it needs 4 GPUs"
+
+
+def test_a_deadline(machine, monkeypatch):
+    """What still runs is ended, and so is what it started; it is measured again the next time, for which there must be
+    more time. What is done stays."""
+    arguments, parts = machine
+    args = arguments("--deadline", "2")
+    made = parts(args, "some", "60 --child", 0)
+    began = time.monotonic()
+    assert {*scheduler.Machine(args).run(made)} == {*made} and time.monotonic() - began < 10
+    assert [part.done for part in made] == [False, True] and made[0].failed is None
+    child = int((made[0].folder / "child").read_text())
+    status = pathlib.Path(f"/proc/{child}/stat")
+    assert not status.exists() or status.read_text().split()[2] == "Z"
+    known = scheduler.Known(args.work.parent / "seconds.json")
+    assert known.expected(made[0]) >= 1.5 and known.seconds["took"].keys() == {made[1].key}
+    assert [*scheduler.Machine(arguments("--deadline", "1")).run(made[:1])] == []
+
+
+def test_nothing_begins_that_would_not_end(machine, monkeypatch):
+    """By its limit, or once it has been done by the time that it took; a script that goes on begins in any case."""
+    arguments, parts = machine
+    monkeypatch.setattr(run_all, "GO_ON", set())
+    made = parts(arguments(), "some", 0)
+    assert [*scheduler.Machine(arguments("--deadline", "30")).run(made)] == [] and not made[0].folder.exists()
+    assert [*scheduler.Machine(arguments()).run(made)] == made
+    made[0].forget()
+    assert [*scheduler.Machine(arguments("--deadline", "30")).run(made)] == made
+
+
+def test_what_failed_is_said_and_not_tried_again(machine, monkeypatch, capsys):
+    """Without --retry. With --partial the result has the other parts, and is not taken for done."""
+    arguments, parts = machine
+    args = arguments()
+    parts(args, "some", 0, "nothing")
+    monkeypatch.setattr(run_all, "RESULTS", args.work.parent)
+    assert run_all.measure(arguments("--only", "some")) == {"some": "some-1 ended with status 1"}
+    assert "could not convert string to float" in capsys.readouterr().out
+    assert run_all.measure(arguments("--only", "some")) == {"some": "some-1 ended with status 1"}
+    assert "$" not in capsys.readouterr().out
+    run_all.measure(arguments("--only", "some", "--retry"))
+    assert capsys.readouterr().out.count("$") == 1
+    monkeypatch.setattr(run_all, "provenance", lambda *_: SimpleNamespace(commit="0123456"))
+    args = arguments("--collect", "h200", "--partial")
+    assert run_all.gather(run_all.RUNS["some"], "some", args) is None
+    assert scheduler.read(args.results / "some.json")["missing"] == ["nothing"]
+    assert not run_all.done(run_all.RUNS["some"], args)
+
+
+def test_parts_of_another_machine_are_put_together(tmp_path, monkeypatch):
+    """A folder that was brought here, from another place, to a machine without that card."""
+    monkeypatch.setenv("LIGER_COMMIT", "0123456789ab")
+    monkeypatch.setattr(run_all, "RESULTS", tmp_path / "results")
+    (there := tmp_path / "h200/0123456789ab/gemm-bits-0").mkdir(parents=True)
+    machine = {"device": "NVIDIA H200", "date": "2026-01-02", "torch": "2.11", "commit": "0123456789ab"}
+    (there / "result.json").write_text(json.dumps({"machine": machine, "rows": [{"way": "default"}]}))
+    line = ["--collect", "h200", "--work", str(tmp_path), "--no-tables"]
+    assert run_all.main(line) == 1 and not (tmp_path / "results").exists()
+    (there / "done").touch()
+    assert run_all.main(line) == 0
+    assert json.loads((tmp_path / "results/gemm-bits-h200.json").read_text())["rows"] == [{"way": "default"}]
+    assert run_all.done(run_all.RUNS["gemm-bits"], run_all.arguments(line))
+
+
+def test_the_operators_of_bench_are_parts(monkeypatch):
+    args = run_all.arguments([])
+    args.device = "cuda"
+    (run, *_) = [*run_all.parts_of(run_all.RUNS["operators"], "operators", args)]
+    assert re.match(r"--op \w+ \{", run.arguments)
+    made = [part.arguments for part in run_all.parts_of(run_all.RUNS["mixers"], "mixers", args)]
+    assert made == [f"--op {name}" for name in run_all.MIXERS.split(",")]
 
 
 def test_a_limit_of_time():
@@ -127,7 +268,10 @@ def test_parts_of_a_result_are_put_together():
     """Rows keep what their part says of all: whether weights are in nf4."""
     parts = [{"machine": {}, "nf4": nf4, "rows": [{"arm": "ours"}]} for nf4 in (False, True)]
     assert [row["nf4"] for row in run_all.merged(parts)["rows"]] == [False, True]
-    assert run_all.merged([{"llama": {"plain": {}}}]) == {"llama": {"plain": {}}}
+    families = [{"settings": {"family": name}} for name in ("llama", "mixtral")]
+    assert run_all.merged(families) == dict(zip(("llama", "mixtral"), families))
+    parts = [{"machine": {"cap_gb": cap, "date": "2026-01-02"}, "rows": [{}]} for cap in (24, None)]
+    assert run_all.merged(parts)["rows"] == [{"cap_gb": 24}, {"cap_gb": None}]
 
 
 def test_an_unknown_name_is_refused(capsys):
