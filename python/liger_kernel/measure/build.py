@@ -19,7 +19,7 @@ def make_model(job: dict, side: str, device: torch.device, ranks: int = 1) -> nn
     """The model of a job (arm.py) in training, as a side has it: plain; triton, which is the package that is found as
     liger_kernel; ours; peft, ours with PEFT's own layers; frozen, ours without adapters."""
     if side == "triton":
-        _check_rival(job["rival"])
+        check_rival(job["rival"])
         if not job["lora"]:
             _patch_classes(config_of(job["model"], job["layers"])[0].model_type)
     torch.manual_seed(0)
@@ -113,7 +113,8 @@ def _with_adapters(model, rank):
     return model
 
 
-def _check_rival(folder):
+def check_rival(folder):
+    """Raises ImportError where liger_kernel is not the package in a rival's folder."""
     import liger_kernel
 
     if (home := Path(liger_kernel.__path__[0]).resolve().parent) != Path(folder).resolve():
