@@ -6,7 +6,9 @@
 Weights and tokens are random; weights, gradients and AdamW's moments are bfloat16, layers are checkpointed. On several
 GPUs FSDP2 shards each layer, and the embedding with the head. Each model and arm has processes of its own, which take
 one length of sequences after another, each with --batch sequences a GPU or, where those do not fit, half as many, and
-so on. Results are added to the file --out when a process ends: a run that was cut off goes on where it was.
+so on, unless --no-shrink. Results are added to the file --out when a process ends: a run that was cut off goes on where
+it was. Of an arm with the option plan they have what was measured of a layer at each level, and how many layers have
+which.
 
 An arm is plain transformers, liger with Triton or this library, with options: plain+compile, ours+adamw+graph; what
 they are, liger_kernel/measure/arm.py says. One model on one machine is measured by `python -m liger_kernel.measure`.
@@ -37,6 +39,7 @@ def arguments():
     add("--no-checkpointing", action="store_true", help="layers keep what backward needs")
     add("--lengths", default=",".join(map(str, LENGTHS)), help="tokens in a sequence (default: %(default)s)")
     add("--batch", type=int, default=8, help="sequences a GPU (default: %(default)s)")
+    add("--no-shrink", action="store_true", help="a batch that does not fit is out of memory")
     add("--gpus", type=int, default=torch.cuda.device_count() or 1, help="default: all")
     add("--cap-gb", type=float, help="memory that a process may take of a GPU")
     add("--budget", default="70GiB", help="of memory, for the option plan (default: %(default)s)")
@@ -64,22 +67,27 @@ def lengths_of(args, model, arm, lengths):
     batch, rival = args.batch, args.triton_liger if arm.startswith("triton") else None
     while lengths and batch:
         job = {
-            "model": model, "layers": None, "arm": arm, "batch": batch, "lengths": lengths, "shrink": True,
+            "model": model, "layers": None, "arm": arm, "batch": batch, "lengths": lengths,
+            "shrink": not args.no_shrink,
             "warm_up": 3 if {"compile", "graph", "passes"} & set(arm.split("+")) else 2, "steps": None, "lora": 0,
             "quantise": None, "checkpointing": not args.no_checkpointing, "dtype": "bfloat16", "budget": args.budget,
             "cap_gb": args.cap_gb, "profile": args.profile, "device": args.device,
         }  # fmt: skip
-        failed = None
+        failed, small = None, False
         for line in run_arm(job, rival, args.gpus):
             if "result" in line:
                 lengths = [n for n in lengths if n != line["length"]]
                 yield line["length"], line["result"]
-            failed = line.get("error", failed)
-        if failed:
+            failed, small = line.get("error", failed), small or "out_of_memory" in line
+        if failed and not small:
             print(f"{model}, {arm}: failed at length {lengths[0]}: {failed}", flush=True)
             args.failed = True
             return
-        batch //= 2  # of several ranks, all end where one is out of memory
+        if not args.no_shrink:
+            batch //= 2  # of several ranks, all end where one is out of memory
+        elif small:
+            yield lengths[0], None
+            lengths = lengths[1:]
     for length in lengths:
         yield length, None
 

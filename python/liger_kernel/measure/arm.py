@@ -10,7 +10,7 @@ A job is a dict:
     lora, quantise          the rank of adapters or 0; a format of BASES or None
     checkpointing, dtype    of the layers; of the weights
     budget                  of memory, for the option plan
-    cap_gb                  GB of the GPU that the process may take, or None
+    cap_gb                  GB of the GPU that the process may take once it has the model, or None
     profile                 whether kernels are listed, too
     device, results         "cuda" or "cpu"; the file that gets a line of JSON for each length
     rival                   the folder of the package that side triton takes as liger_kernel
@@ -36,7 +36,9 @@ import sys
 import time
 import traceback
 import warnings
+from collections import Counter
 from contextlib import nullcontext
+from dataclasses import asdict
 
 import torch
 
@@ -60,14 +62,15 @@ class Arm:
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if self.cuda else torch.device("cpu")
         if self.cuda:
             torch.cuda.set_device(self.device)
-            if job["cap_gb"]:
-                total = torch.cuda.get_device_properties(self.device).total_memory
-                torch.cuda.set_per_process_memory_fraction(min(1.0, job["cap_gb"] * 1e9 / total))
         if self.ranks > 1:
             torch.distributed.init_process_group("nccl" if self.cuda else "gloo")
         side, *self.options = job["arm"].split("+")
         bases = [BASES[option] for option in self.options if option in BASES]
         self.model = make_model({**job, "quantise": [job["quantise"], *bases][-1]}, side, self.device, self.ranks)
+        if self.cuda and job["cap_gb"]:  # a checkpoint is quantised tensor by tensor, these weights all at once
+            torch.cuda.empty_cache()
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, job["cap_gb"] * 1e9 / total))
         self.vocabulary = self.model.config.get_text_config().vocab_size
         self.memory = Memory(job["device"])
         self.optimizer = self._make_optimizer()
@@ -214,6 +217,8 @@ class Arm:
         }
         if self.plan is not None:
             result["predicted_gb"], result["predicted_seconds"] = self.plan.peak_bytes / 1e9, self.plan.seconds
+            result["levels"] = dict(Counter(self.plan.levels.values()))
+            result["costs"] = [{level: asdict(cost) for level, cost in costs.items()} for costs in self.plan.costs]
         if self.cuda:
             result["reserved_gb"] = torch.cuda.max_memory_reserved() / 1e9
             if self.job["profile"]:
