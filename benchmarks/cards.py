@@ -42,7 +42,7 @@ OPTIONS = {
 }
 RIVALS = {"triton": "liger (Triton)", "plain+compile": "torch.compile", "ep": "transformers' expert parallelism"}
 #: The arms of expert_parallel.py that are this library's.
-OVER_RANKS = {"ours": "ours+ep", "fsdp+patch": "ours+fsdp"}
+OVER_RANKS = {"ours": "ours+ep", "fsdp": "plain", "fsdp+patch": "ours+fsdp"}
 
 
 @dataclass(frozen=True)
@@ -91,18 +91,25 @@ def _measured(file, report) -> Iterator[tuple[tuple[str, str, int, int | None], 
                     found = Run(runs[side]["tokens_per_second"], runs[side]["peak_bytes"] / 1e9, settings["batch"])
                     yield (family, method + kept, settings["length"], settings["batch"]), arm, found
         return
+    shared = method
     for row in report["rows"]:
+        method = shared + (f", at most {row['cap_gb']:.0f} GB" if row.get("cap_gb") else "")
         if "shape" in row:  # of lora.py
             batch, length = map(int, row["shape"].split("x"))
+            batch = row["results"][0].get("batch", batch) if row.get("results") else batch
             speeds = [result["tokens_per_second"] for result in row.get("results", ())]  # none: out of memory
             found = Run(statistics.median(speeds), row["results"][0]["peak_gb"], batch) if speeds else None
             base = "QLoRA (nf4)" if row.get("nf4", report.get("nf4")) else method
-            key = row["model"], base + ", checkpointed" * (row["checkpointing"] == "on"), length, batch
+            kept = ", checkpointed" * (row["checkpointing"] == "on")
+            key = row["model"], base + kept, length, None if row.get("cap_gb") else batch
         elif "job" in row:  # of expert_parallel.py
             job, result = row["job"], row["result"]
             batch = job["tokens"] // job["length"]
-            found = Run(result["tokens_per_second"], result["peak_gb"], batch) if "error" not in result else None
-            key = f"qwen3-30b-a3b, {job['layers']} layers", method, job["length"], batch
+            if "error" in result:
+                continue
+            found = Run(result["tokens_per_second"], result["peak_gb"], batch)
+            routing = "" if job["routing"] == "random" else f", {job['routing']} routing"
+            key = f"qwen3-30b-a3b, {job['layers']} layers{routing}", method, job["length"], batch
             row = {"arm": OVER_RANKS.get(job["arm"], job["arm"])}
         else:
             result, graphs = row["result"], {"passes", "graph"} & {*row["arm"].split("+")}

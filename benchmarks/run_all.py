@@ -85,15 +85,18 @@ class Run:
     environment: tuple[tuple[str, str], ...] = ()
 
 
-BENCH, E2E, LORA, RANKS = (f"benchmarks/{name}.py" for name in ("bench", "e2e", "lora", "expert_parallel"))
+BENCH, E2E, LORA, RANKS, TRL = (
+    f"benchmarks/{name}.py" for name in ("bench", "e2e", "lora", "expert_parallel", "trl_steps")
+)
 #: These keep each row as it comes, and go on from there.
-GO_ON = {BENCH, E2E, LORA, RANKS}
+GO_ON = {BENCH, E2E, LORA, RANKS, TRL}
 TINY_BENCH = "--device cpu --rivals torch --seconds 0.001 --op"
 TINY_E2E = "--models tiny --arms plain,ours --lengths 32 --batch 2 --gpus 1"
 TINY_LORA = "--models tiny --shapes 2x32 --checkpointing on --rounds 1 --arms plain,ours"
 LONG = "--models llama-8b --checkpointing on --rounds 1"
 FULL = "--gpus 1 --cap-gb 80 --profile --arms plain,triton,ours {triton-liger}"
 SEGMENTS = (("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),)
+CAPS = 16, 24, 40, 48  # GB, of smaller cards
 MEASURED = ("llama", "qwen3", "phi3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe", "qwen2_5_vl")
 #: In the order in which they run: what most pages show first.
 RUNS = {
@@ -111,6 +114,15 @@ RUNS = {
         f"--models {model} --checkpointing {kept} --arms ours,ours+int8,ours+fp8"
         for model in ("llama-8b", "llama-1b") for kept in ("on", "off")
     ), 8, TINY_LORA + ",ours+int8"),
+    "lora-plan": Run("lora-plan-{card}.json", LORA, tuple(
+        f"--models {model} --checkpointing off --budget 70GiB --arms plain,triton,ours,ours+plan {{triton-liger}}"
+        for model in ("llama-8b", "qwen2.5-7b")
+    ), 10, TINY_LORA + ",ours+plan", environment=SEGMENTS),
+    "lora-fits": Run("lora-fits-{card}.json", LORA, tuple(
+        f"--models llama-8b --checkpointing on --rounds 1 --shrink --cap-gb {cap} "
+        "--arms plain,triton,ours,ours+int8,plain+nf4,ours+nf4 {triton-liger}"
+        for cap in CAPS
+    ), 10, TINY_LORA + " --shrink --cap-gb 16", environment=SEGMENTS),
     "long": Run("long-{card}.json", LORA, (
         *(f"{LONG} --shapes {shape} --arms plain,triton,ours {{triton-liger}}" for shape in ("1x16384", "1x32768")),
         *(f"{LONG} --shapes 1x131072 --arms {arm}" for arm in ("ours", "ours+host")),
@@ -127,6 +139,18 @@ RUNS = {
     "e2e-x2": Run("e2e-{card}x2.json", E2E, (
         "--models llama-8b --lengths 2048 --gpus 2 --cap-gb 80 --profile --arms plain,triton,ours {triton-liger}",
     ), 10, gpus=2),
+    "e2e-x4": Run("e2e-{card}x4.json", E2E, tuple(
+        f"--models llama-8b --lengths {length} --batch 4 --no-shrink --gpus 4 --cap-gb 80 --budget 70GiB --profile "
+        "--arms plain,triton,ours,ours+plan {triton-liger}"
+        for length in (2048, 4096, 8192, 16384)
+    ), 10, TINY_E2E.replace("--gpus 1", "--gpus 2 --no-shrink"), gpus=4),
+    "e2e-plan-x2": Run("e2e-plan-{card}x2.json", E2E, (
+        "--models llama-8b --lengths 2048 --batch 4 --gpus 2 --cap-gb 80 --budget 70GiB --arms ours,ours+plan",
+    ), 10, TINY_E2E.replace("--gpus 1", "--gpus 2") + " --arms ours+plan", gpus=2),
+    "e2e-fits": Run("e2e-fits-{card}.json", E2E, tuple(
+        f"--models {model} --lengths 2048 --batch 4 --gpus 1 --cap-gb {cap} --arms plain,triton,ours {{triton-liger}}"
+        for model, caps in (("llama-1b", CAPS[:2]), ("llama-3b", CAPS[2:])) for cap in caps
+    ), 10, TINY_E2E + " --cap-gb 16", environment=SEGMENTS),
     "e2e-moe": Run("e2e-moe-{card}.json", E2E, (
         "--models qwen3-moe-4b --lengths 2048 --gpus 1 --arms plain,triton,ours {triton-liger}",
         "--models mixtral-3b --lengths 2048 --gpus 1 --arms plain,ours",
@@ -160,6 +184,11 @@ RUNS = {
     "qk": Run("qk-{card}.json", BENCH, (f"--op {QK}",), 10, f"{TINY_BENCH} {QK} --shape 1,2,3,64"),
     "mixers": Run("mixers-{card}.json", BENCH, (f"--op {MIXERS}",), 10, f"{TINY_BENCH} causal_conv1d --shape 2,8,21"),
     "replacements": Run("replacements-{card}.json", "benchmarks/replacements.py", ("{trl}",), 5, needs=("trl",)),
+    "trl": Run("trl-{card}.json", TRL, tuple(
+        f"{options} --arms plain,triton,ours {{triton-liger}} {{trl}}"
+        for options in ("--method dpo --models llama-8b", "--method dpo --models llama-8b --lora 16",
+                        "--method grpo --models llama-1b --batch 16 --completion 1024")
+    ), 10, "--models tiny --batch 2 --prompt 8 --completion 8 --steps 2 --arms plain,ours {trl}", needs=("trl",)),
     "eight-bit": Run("eight-bit-{card}.json", "benchmarks/eight_bit.py", (
         "--bases bfloat16,int8,fp8 --base-steps 1000",
     ), 8),
@@ -172,6 +201,10 @@ RUNS = {
     "expert-parallel": Run("expert-parallel-{card}x2.json", RANKS, (
         "--gpus 2 --layers 8 --tokens 16384 --routing balanced --arms ours,fsdp+patch,ep",
     ), 10, gpus=2),
+    "expert-parallel-x4": Run("expert-parallel-{card}x4.json", RANKS, tuple(
+        f"--gpus 4 --layers 24 --tokens {tokens} --routing {routing} --arms fsdp,fsdp+patch,ep,ep+patch,ours"
+        for routing in ("balanced", "random") for tokens in (4096, 16384)
+    ), 10, "--tiny --gpus 2 --routing balanced --arms fsdp,ours", gpus=4),
     "batch-invariance": Run("batch-invariance-{card}.json", "benchmarks/batch_invariance.py", (
         "--models tiny:llama,tiny:qwen3,tiny:qwen3_moe,tiny:gemma2", "--models llama-1b --layers 4",
     ), 5, "--models tiny:llama --documents 4 --longest 24 --tokens 0"),
@@ -207,9 +240,9 @@ def obstacle(run: Run, args) -> str | None:
     """Why a run cannot be made here; None where it can."""
     if not (ROOT / run.script).is_file():
         return f"there is no {run.script}"
-    if args.tiny:
-        return None if run.tiny else "it has no dry run"
-    if ("gpu" if args.device == "cuda" else "cpu") not in run.where:
+    if args.tiny and not run.tiny:
+        return "it has no dry run"
+    if not args.tiny and ("gpu" if args.device == "cuda" else "cpu") not in run.where:
         return "it needs a GPU" if args.device == "cpu" else "it is for CPUs"
     if args.device == "cuda" and run.gpus > args.gpus:
         return f"it needs {run.gpus} GPUs"
@@ -276,7 +309,8 @@ def merged(reports: list[dict]) -> dict:
         for row in report["rows"]:
             row |= {"nf4": report["nf4"]} if "nf4" in report else {}
             row |= {name: report["machine"].get(name) for name in differ}
-    return {**first, "rows": [row for report in reports for row in report["rows"]]}
+    machine = first["machine"] | dict.fromkeys(differ)
+    return {**first, "machine": machine, "rows": [row for report in reports for row in report["rows"]]}
 
 
 def gather(run: Run, name: str, args) -> str | None:

@@ -166,12 +166,12 @@ def by_length(report):
     return found
 
 
-def end_to_end(report):
+def end_to_end(report, names=ARMS):
     lines = []
     for model, lengths in by_length(report).items():
         for length, arms in sorted(lengths.items()):
             line = [model, f"{length:,}"]
-            for arm in ARMS:
+            for arm in names:
                 result, plain = arms.get(arm), arms.get("plain")
                 if not result:
                     line.append("out of memory" if arm in arms else None)
@@ -181,7 +181,7 @@ def end_to_end(report):
                     speed += f" ({result['tokens_per_second'] / plain['tokens_per_second']:.2f}x)"
                 line.append(f"{speed}, {result['batch']}, {result['peak_gb']:.1f} GB")
             lines.append(line)
-    headers = ["model", "length", *(f"{name}: tokens/s, batch, memory" for name in ARMS.values())]
+    headers = ["model", "length", *(f"{name}: tokens/s, batch, memory" for name in names.values())]
     return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
 
 
@@ -238,6 +238,7 @@ def of_lora(report):
     rows = []
     for row in report["rows"]:
         batch, length = map(int, row["shape"].split("x"))
+        batch = row["results"][0].get("batch", batch) if row.get("results") else batch
         kept = "" if row["checkpointing"] == "on" else ", not checkpointed"
         shared = {"model": row["model"] + kept, "arm": row["arm"], "length": length, "result": None}
         rows.append(shared)
@@ -320,12 +321,15 @@ def lora(report):
 
 def over_ranks(report):
     """Experts over GPUs: a row for each arm."""
-    names = {"fsdp+patch": "FSDP2, patched", "ep": "transformers' expert parallelism", "ours": '`"liger"`, patched'}
+    names = {"fsdp": "FSDP2", "fsdp+patch": "FSDP2, patched", "ep": "transformers' expert parallelism",
+             "ep+patch": "transformers' expert parallelism, patched", "ours": '`"liger"`, patched'}  # fmt: skip
     head = ["layers", "tokens per GPU", "routing", "", "tokens/s per GPU", "model TF/s per GPU", "peak memory",
             "communication that nothing hides"]  # fmt: skip
     lines = []
     for row in report["rows"]:
         job, found = row["job"], row["result"]
+        if "error" in found:
+            continue
         alone = found["profile"]["ms"]["communication alone"] / found["profile"]["step"]
         layers = f"{job['layers']}{'' if job['no_checkpointing'] else ', checkpointed'}"
         lines.append(
@@ -343,3 +347,54 @@ def invariant(report):
         step = f"{min(row['seconds on']) / min(row['seconds off']):.2f}x" if "seconds on" in row else ""
         lines.append(f"| {name} | {row['pairs']:,} | {row['off']:,} | {row['on']:,} | {step} |")
     return "\n".join(lines)
+
+
+def fits(report):
+    """The sequences that fit into the memory of smaller cards, and the peak: a row for each model and arm, a column for
+    each card; of rows of e2e.py and of lora.py."""
+    names = {"plain": "plain", "triton": "liger (Triton)", "ours": "ours", "ours+int8": "ours, int8",
+             "plain+nf4": "plain, nf4", "ours+nf4": "ours, nf4"}  # fmt: skip
+    caps, cells = sorted({row["cap_gb"] for row in report["rows"]}), {}
+    for row, raw in zip(of_lora(report)["rows"] if "rank" in report else report["rows"], report["rows"]):
+        found = row["result"]
+        words = f"{found['batch']} x {row['length']:,}, {found['peak_gb']:.1f} GB" if found else "out of memory"
+        cells.setdefault((row["model"], row["arm"]), {})[raw["cap_gb"]] = words
+    lines = [[model, names[arm], *map(of_caps.get, caps)] for (model, arm), of_caps in cells.items()]
+    headers = ["model", "", *(f"{cap:.0f} GB" for cap in caps)]
+    return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
+
+
+def levels(report):
+    """What a plan of memory measured of a layer at each level."""
+    lines = []
+    for row in report["rows"]:
+        for costs in (row["result"] or {}).get("costs", ()):
+            for level, cost in costs.items():
+                count = row["result"]["levels"].get(level, 0)
+                shape = f"{row['result']['batch']} x {row['length']:,}"
+                line = [f"{cost['bytes'] / 1e6:,.0f}", f"{cost['seconds'] * 1e3:.1f}", str(count)]
+                lines.append([row["model"], shape, f"`{level}`", *line])
+    headers = ["model", "batch", "level", "MB of a layer", "ms of a layer", "layers in the plan"]
+    return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
+
+
+def trl_steps(report):
+    """Steps of TRL's trainers: a row for each method, a column for each arm."""
+    lines, names = {}, {"plain": "TRL", "triton": "with liger (Triton)", "ours": "ours"}
+    for row in report["rows"]:
+        method = row["method"].upper() + (f", LoRA of rank {row['lora']}" if row["lora"] else "")
+        pairs = "pairs" if row["method"] == "dpo" else "completions"
+        shape = f"{row['batch']} {pairs} of {row['prompt']} + {row['completion']}"
+        lines.setdefault((method, row["model"], shape), {})[row["arm"]] = row["result"]
+    table = []
+    for shape, arms in lines.items():
+        line, plain = [*shape], arms.get("plain")
+        for arm in names:
+            if not (found := arms.get(arm)):
+                line.append("out of memory" if arm in arms else None)
+                continue
+            ratio = f" ({plain['seconds'] / found['seconds']:.2f}x)" if plain and arm != "plain" else ""
+            line.append(f"{found['seconds']:.2f}{ratio}, {found['peak_gb']:.1f} GB")
+        table.append(line)
+    headers = ["method", "model", "a step", *(f"{name}: s, memory" for name in names.values())]
+    return tabulate(table, headers, tablefmt="github", disable_numparse=True)

@@ -17,6 +17,7 @@ pytest.importorskip("tabulate")
 import cards  # noqa: E402
 import plot  # noqa: E402
 import provenance  # noqa: E402
+import tables  # noqa: E402
 
 
 def test_the_tables_are_those_of_the_results():
@@ -204,3 +205,43 @@ def test_speeds_and_memory_in_prose_are_measured():
 
 def test_a_claim_without_a_measurement_is_found():
     assert list(claims("It trains at 99,999 tokens per second\nin 12.5 GB with 2,048 tokens.")) == ["99,999", "12.5 GB"]
+
+
+def cells(text):
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]]
+
+
+def test_what_fits_on_smaller_cards():
+    """Of rows of lora.py, which name a shape, and of e2e.py; the batch is that which fitted."""
+    run = lambda batch, peak: {"batch": batch, "tokens_per_second": 1.0, "peak_gb": peak}
+    shared = {"model": "llama-8b", "shape": "4x2048", "checkpointing": "on"}
+    rows = [
+        {**shared, "arm": "ours", "cap_gb": 16, "out_of_memory": True},
+        {**shared, "arm": "ours", "cap_gb": 24, "results": [run(1, 20.04)]},
+        {**shared, "arm": "ours+nf4", "cap_gb": 16, "results": [run(4, 12.5)]},
+    ]
+    of_lora = cells(tables.fits({"rank": 16, "rows": rows}))
+    assert of_lora == [
+        ["llama-8b", "ours", "out of memory", "1 x 2,048, 20.0 GB"], ["llama-8b", "ours, nf4", "4 x 2,048, 12.5 GB", ""]
+    ]  # fmt: skip
+    rows = [{"model": "llama-1b", "length": 2048, "arm": "plain", "cap_gb": 16, "result": result}
+            for result in (run(2, 15.0),)]  # fmt: skip
+    assert cells(tables.fits({"rows": rows})) == [["llama-1b", "plain", "2 x 2,048, 15.0 GB"]]
+
+
+def test_steps_of_trl():
+    shared = {"method": "dpo", "model": "llama-8b", "lora": 16, "batch": 4, "prompt": 512, "completion": 512}
+    found = {"plain": {"seconds": 2.0, "peak_gb": 40.0}, "triton": None, "ours": {"seconds": 1.0, "peak_gb": 30.0}}
+    ((*_, shape, plain, triton, ours),) = cells(
+        tables.trl_steps({"rows": [{**shared, "arm": arm, "result": result} for arm, result in found.items()]})
+    )
+    assert shape == "4 pairs of 512 + 512" and plain == "2.00, 40.0 GB"
+    assert triton == "out of memory" and ours == "1.00 (2.00x), 30.0 GB"
+
+
+def test_levels_of_a_plan():
+    costs = [{"all": {"bytes": 2e6, "seconds": 0.0399}, "input": {"bytes": 0, "seconds": 0.05}}]
+    result = {"batch": 4, "levels": {"all": 32}, "costs": costs}
+    rows = [{"model": "llama-8b", "length": 2048, "result": result}, {"model": "llama-8b", "length": 1, "result": None}]
+    found = cells(tables.levels({"rows": rows}))
+    assert [line[2:] for line in found] == [["`all`", "2", "39.9", "32"], ["`input`", "0", "50.0", "0"]]
