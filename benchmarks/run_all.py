@@ -145,7 +145,7 @@ RUNS = {
         for length in (2048, 4096, 8192, 16384)
     ), 10, TINY_E2E.replace("--gpus 1", "--gpus 2 --no-shrink"), gpus=4),
     "e2e-plan-x2": Run("e2e-plan-{card}x2.json", E2E, (
-        "--models llama-8b --lengths 2048 --batch 4 --gpus 2 --cap-gb 80 --budget 70GiB --arms ours,ours+plan",
+        "--models llama-8b --lengths 2048 --gpus 2 --cap-gb 80 --budget 58GiB --arms plain,ours,ours+plan",
     ), 10, TINY_E2E.replace("--gpus 1", "--gpus 2") + " --arms ours+plan", gpus=2),
     "e2e-fits": Run("e2e-fits-{card}.json", E2E, tuple(
         f"--models {model} --lengths 2048 --batch 4 --gpus 1 --cap-gb {cap} --arms plain,triton,ours {{triton-liger}}"
@@ -189,9 +189,7 @@ RUNS = {
         for options in ("--method dpo --models llama-8b", "--method dpo --models llama-8b --lora 16",
                         "--method grpo --models llama-1b --batch 16 --completion 1024")
     ), 10, "--models tiny --batch 2 --prompt 8 --completion 8 --steps 2 --arms plain,ours {trl}", needs=("trl",)),
-    "eight-bit": Run("eight-bit-{card}.json", "benchmarks/eight_bit.py", (
-        "--bases bfloat16,int8,fp8 --base-steps 1000",
-    ), 8),
+    "eight-bit": Run("eight-bit-{card}.json", "benchmarks/eight_bit.py", ("",), 8),
     "eight-bit-products": Run("eight-bit-products-{card}.json", BENCH, ("--op scaled_matmul",), 10,
         f"{TINY_BENCH} scaled_matmul --shape 33,64,48"),
     "eight-bit-full": Run("eight-bit-full-{card}.json", "benchmarks/eight_bit_full.py", ("",), 8),
@@ -199,15 +197,20 @@ RUNS = {
         "--device cpu --cases rms_norm --page {folder}/errors.md", ("gpu", "cpu"),
         page=("errors.md", "docs/errors-{device}.md")),
     "expert-parallel": Run("expert-parallel-{card}x2.json", RANKS, (
-        "--gpus 2 --layers 8 --tokens 16384 --routing balanced --arms ours,fsdp+patch,ep",
+        *(f"--gpus 2 --layers 8 --tokens 4096,16384 --routing {routing} --arms ours,fsdp+patch,ep"
+          for routing in ("balanced", "random")),
+        "--gpus 2 --layers 24 --tokens 16384 --routing random --arms ours,fsdp+patch",
+        "--gpus 2 --layers 8 --tokens 16384 --routing random --no-checkpointing --arms ours,fsdp+patch",
     ), 10, gpus=2),
     "expert-parallel-x4": Run("expert-parallel-{card}x4.json", RANKS, tuple(
         f"--gpus 4 --layers 24 --tokens {tokens} --routing {routing} --arms fsdp,fsdp+patch,ep,ep+patch,ours"
         for routing in ("balanced", "random") for tokens in (4096, 16384)
     ), 10, "--tiny --gpus 2 --routing balanced --arms fsdp,ours", gpus=4),
     "batch-invariance": Run("batch-invariance-{card}.json", "benchmarks/batch_invariance.py", (
-        "--models tiny:llama,tiny:qwen3,tiny:qwen3_moe,tiny:gemma2", "--models llama-1b --layers 4",
-    ), 5, "--models tiny:llama --documents 4 --longest 24 --tokens 0"),
+        "--models tiny:llama,tiny:qwen2,tiny:qwen3,tiny:mistral,tiny:gemma2,tiny:gemma3_text,tiny:phi3",
+        "--models tiny:olmo2,tiny:mixtral,tiny:qwen3_moe,tiny:gpt_oss,tiny:qwen3_next,tiny:falcon_h1",
+        "--models llama-1b,qwen3-1.7b,qwen3-moe-4b --layers 4",
+    ), 8, "--models tiny:llama --documents 4 --longest 24 --tokens 0"),
     "gemm-bits": Run("gemm-bits-{card}.json", "benchmarks/gemm_bits.py", ("",), 5),
 }  # fmt: skip
 #: Results that one run has made, and why they are not made again.
