@@ -4,7 +4,8 @@ programs wrote.
     python benchmarks/plot.py            after a run, as bench.py --out benchmarks/results/h200.json
     python benchmarks/plot.py --check    exit status 1 where a page has another table than the results
 
-TABLES says which table is made of which result. `make measure` runs the benchmarks, then this.
+TABLES says which table is made of which result: of a GPU, that of the card which was measured last. `make measure` runs
+the benchmarks, then this.
 """
 
 import argparse
@@ -44,14 +45,49 @@ from tabulate import tabulate
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
+def newest(pattern: str, fits: Callable[[dict], bool] = lambda report: True) -> str:
+    """The file of the card that was measured last, of those that fit a pattern with {card}: whole ones before those
+    that lack parts, and those with what a table needs before others."""
+    if "{card}" not in pattern:
+        return pattern
+    found = []
+    for file in results():
+        of = provenance(file)
+        if of.card != "cpu" and pattern.format(card=of.card) == file:
+            report = read(file)
+            found.append((fits(report), "missing" not in report, of.date[-10:], of.card, file))
+    return max(found)[-1]
+
+
 @dataclass(frozen=True)
 class Table:
-    """A table of a page, between `<!-- name -->` and `<!-- end -->`, and the result that it is made of."""
+    """A table of a page, between `<!-- name -->` and `<!-- end -->`, and the result that it is made of: {card} is that
+    which was measured last, of those with a result that `fits`."""
 
     page: str
     name: str
-    file: str
+    pattern: str
     make: Callable[[dict], str]
+    fits: Callable[[dict], bool] = lambda report: True
+
+    @property
+    def file(self) -> str:
+        return newest(self.pattern, self.fits)
+
+    @property
+    def lines(self) -> str:
+        """The table, below what it was measured on."""
+        of = provenance(self.file)
+        device = f"{of.gpus} x {of.device}" if of.gpus > 1 else of.device
+        return f"{device}, {of.date}: {of.in_words}.\n\n{self.make(read(self.file))}"
+
+
+def with_triton(report: dict) -> bool:
+    return any(row["arm"] == "triton" for row in report["rows"])
+
+
+def with_rivals(report: dict) -> bool:
+    return any(len(rivals) > 1 for rivals in cases(report["rows"]).values())
 
 
 def of_models(report: dict) -> str:
@@ -62,8 +98,12 @@ def of_research(report: dict) -> str:
     return table(parted(named(report["rows"]))[1], True)
 
 
+def of_newer_research(report: dict) -> str:
+    return table(parted(cases(report["rows"]))[1], True)
+
+
 def of_all(report: dict) -> str:
-    return table(cases(report["rows"]), True)
+    return table({key: rivals for key, rivals in cases(report["rows"]).items() if len(rivals) > 1}, True)
 
 
 THREE = {"plain": "plain", "triton": "liger (Triton)", "ours": "ours"}
@@ -73,38 +113,38 @@ SMALL = {
     "ours+adamw+passes": "ours, captured model", "ours+adamw+graph": "ours, captured step",
 }  # fmt: skip
 TABLES = (
-    Table("performance.md", "h200", "h200.json", of_models),
+    Table("performance.md", "operators", "{card}.json", of_models),
     Table("performance.md", "norms", "norms-h200.json", norms),
     Table("performance.md", "cpu", "cpu-avx512.json", lambda r: table(parted(named(r["rows"]))[0], False)),
-    Table("performance.md", "newer", "experts-h100.json", lambda r: table(parted(cases(r["rows"]))[0], True)),
-    Table("performance.md", "topk", "topk-h100.json", of_all),
-    Table("performance.md", "few_classes", "topk-tools-h100.json", of_all),
-    Table("performance.md", "qk", "qk-h200.json", of_all),
-    Table("performance.md", "mixers", "mixers-h200.json", alone),
-    Table("performance.md", "mixers_rival", "mixers-h100.json", of_all),
-    Table("performance.md", "replacements", "replacements-h100.json", replacements),
-    Table("performance.md", "h200_research", "h200.json", of_research),
-    Table("performance.md", "newer_research", "experts-h100.json", lambda r: table(parted(cases(r["rows"]))[1], True)),
+    Table("performance.md", "newer", "experts-{card}.json", lambda r: table(parted(cases(r["rows"]))[0], True)),
+    Table("performance.md", "topk", "topk-{card}.json", of_all),
+    Table("performance.md", "few_classes", "topk-tools-{card}.json", of_all),
+    Table("performance.md", "qk", "qk-{card}.json", of_all),
+    Table("performance.md", "mixers", "mixers-{card}.json", alone),
+    Table("performance.md", "mixers_rival", "mixers-{card}.json", of_all, with_rivals),
+    Table("performance.md", "replacements", "replacements-{card}.json", replacements),
+    Table("performance.md", "operators_research", "{card}.json", of_research),
+    Table("performance.md", "newer_research", "experts-{card}.json", of_newer_research),
     Table("performance.md", "cpu_research", "cpu-avx512.json", lambda r: table(parted(named(r["rows"]))[1], False)),
-    Table("training.md", "families", "families-h200.json", families),
-    Table("training.md", "e2e", "e2e-h200.json", end_to_end),
-    Table("training.md", "parts", "e2e-h200.json", step_parts),
-    Table("training.md", "two", "e2e-h100x2.json", end_to_end),
-    Table("training.md", "two_parts", "e2e-h100x2.json", step_parts),
-    Table("training.md", "experts", "e2e-moe-h100.json", lambda r: in_turns(r, "plain", **THREE)),
-    Table("training.md", "forms", "e2e-packed-h200.json", forms),
-    Table("training.md", "sinks", "e2e-sinks-h100.json", lambda r: in_turns(r, "plain", plain="plain", ours="ours")),
-    Table("training.md", "lora", "lora-h100.json", lora),
-    Table("training.md", "bases", "lora-base-h100.json", by_base),
-    Table("exactness.md", "eight_bit", "eight-bit-h200.json", eight_bit),
-    Table("distributed.md", "over_ranks", "expert-parallel-h200x2.json", over_ranks),
-    Table("batch-invariance.md", "invariant", "batch-invariance-h200.json", invariant),
-    Table("memory.md", "budget", "e2e-budget-h100.json", lambda r: in_turns(r, "ours", **PLANNED)),
+    Table("training.md", "families", "families-{card}.json", families),
+    Table("training.md", "e2e", "e2e-{card}.json", end_to_end),
+    Table("training.md", "parts", "e2e-{card}.json", step_parts),
+    Table("training.md", "two", "e2e-{card}x2.json", end_to_end),
+    Table("training.md", "two_parts", "e2e-{card}x2.json", step_parts),
+    Table("training.md", "experts", "e2e-moe-{card}.json", lambda r: in_turns(r, "plain", **THREE), with_triton),
+    Table("training.md", "forms", "e2e-packed-{card}.json", forms),
+    Table("training.md", "sinks", "e2e-sinks-{card}.json", lambda r: in_turns(r, "plain", plain="plain", ours="ours")),
+    Table("training.md", "lora", "lora-{card}.json", lora),
+    Table("training.md", "bases", "lora-base-{card}.json", by_base),
+    Table("exactness.md", "eight_bit", "eight-bit-{card}.json", eight_bit),
+    Table("distributed.md", "over_ranks", "expert-parallel-{card}x2.json", over_ranks),
+    Table("batch-invariance.md", "invariant", "batch-invariance-{card}.json", invariant),
+    Table("memory.md", "budget", "e2e-budget-{card}.json", lambda r: in_turns(r, "ours", **PLANNED)),
     Table(
-        "memory.md", "long", "long-h100.json",
+        "memory.md", "long", "long-{card}.json",
         lambda r: in_turns(of_lora(r), "plain", **THREE, **{"ours+host": "ours, inputs on the host"}),
     ),
-    Table("graphs.md", "small", "e2e-small-h100.json", lambda r: in_turns(with_graphs(r), "plain", **SMALL)),
+    Table("graphs.md", "small", "e2e-small-{card}.json", lambda r: in_turns(with_graphs(r), "plain", **SMALL)),
 )  # fmt: skip
 #: Tables of numbers whose results are not kept as files: (page, heading).
 TYPED = (
@@ -140,7 +180,7 @@ def measured() -> str:
 
 def filled() -> dict[str, str]:
     """Page -> its text with every table as the results have it."""
-    made = {(each.page, each.name): each.make(read(each.file)) for each in TABLES}
+    made = {(each.page, each.name): each.lines for each in TABLES}
     made |= {("cards.md", "cards"): cards.cards(), ("families.md", "gains"): cards.gains()}
     made["performance.md", "tables"] = measured()
     pages = {page: (DOCS / page).read_text() for page, _ in made}
@@ -152,12 +192,12 @@ def filled() -> dict[str, str]:
 
 
 def draw() -> None:
-    h200, h200_research = parted(named(read("h200.json")["rows"]))
-    newer_research = parted(cases(read("experts-h100.json")["rows"]))[1]
-    pictures.draw_operators(h200, "operators.png", FIRST)
-    pictures.draw_operators({**h200_research, **newer_research}, "research.png")
-    pictures.draw_training(read("families-h200.json"))
-    pictures.draw_lengths(read("e2e-h200.json"))
+    models, research = parted(named(read(newest("{card}.json"))["rows"]))
+    newer_research = parted(cases(read(newest("experts-{card}.json"))["rows"]))[1]
+    pictures.draw_operators(models, "operators.png", FIRST)
+    pictures.draw_operators({**research, **newer_research}, "research.png")
+    pictures.draw_training(read(newest("families-{card}.json")))
+    pictures.draw_lengths(read(newest("e2e-{card}.json")))
 
 
 def main():

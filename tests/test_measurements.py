@@ -245,3 +245,33 @@ def test_levels_of_a_plan():
     rows = [{"model": "llama-8b", "length": 2048, "result": result}, {"model": "llama-8b", "length": 1, "result": None}]
     found = cells(tables.levels({"rows": rows}))
     assert [line[2:] for line in found] == [["`all`", "2", "39.9", "32"], ["`input`", "0", "50.0", "0"]]
+
+
+def test_a_table_shows_the_card_that_was_measured_last(monkeypatch):
+    """A whole result before one that lacks parts, and one with what the table needs before others; results of several
+    GPUs are others."""
+    reports = {}
+
+    def add(file, device, date, **more):
+        reports[file] = {"machine": {**MACHINE, "device": device, "date": date}, "rows": [], **more}
+
+    monkeypatch.setattr(plot, "results", lambda: [*reports])
+    monkeypatch.setattr(plot, "read", reports.get)
+    monkeypatch.setattr(plot, "provenance", lambda file: provenance.provenance(file, reports[file]))
+    add("e2e-h100.json", "NVIDIA H100 80GB HBM3", "2026-01-02")
+    add("e2e-h200x2.json", "NVIDIA H200", "2026-09-09")
+    add("e2e-small-h200.json", "NVIDIA H200", "2026-09-09")
+    add("e2e-cpu-avx2.json", "AMD EPYC", "2026-09-09")
+    assert plot.newest("e2e-{card}.json") == "e2e-h100.json" and plot.newest("e2e-{card}x2.json") == "e2e-h200x2.json"
+    add("e2e-h200.json", "NVIDIA H200", "2026-01-01")
+    assert plot.newest("e2e-{card}.json") == "e2e-h100.json"
+    add("e2e-h200.json", "NVIDIA H200", "2026-01-03")
+    assert plot.newest("e2e-{card}.json") == "e2e-h200.json"
+    assert plot.newest("e2e-{card}.json", lambda report: "80GB" in report["machine"]["device"]) == "e2e-h100.json"
+    add("e2e-rtx4090.json", "NVIDIA GeForce RTX 4090", "2026-01-04", missing=["--models llama-1b"])
+    assert plot.newest("e2e-{card}.json") == "e2e-h200.json"
+    del reports["e2e-rtx4090.json"]["missing"]
+    assert plot.newest("e2e-{card}.json") == "e2e-rtx4090.json"
+    assert plot.newest("cpu-avx512.json") == "cpu-avx512.json"
+    table = plot.Table("a.md", "a", "e2e-{card}.json", lambda report: "| a |")
+    assert table.lines.startswith("NVIDIA GeForce RTX 4090, 2026-01-04: torch 2.13.0.\n\n| a |")
