@@ -158,6 +158,18 @@ def families(reports):
     return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
 
 
+def one_family(report):
+    """Speed and memory of a Llama, in sentences."""
+    runs = {side: report["llama"][side] for side in SIDES if side in report["llama"]}
+    speed = {side: f"{run['tokens_per_second']:,.0f}" for side, run in runs.items()}
+    memory = {side: f"{run['step_peak_bytes'] / 2**30:.1f} GiB" for side, run in runs.items()}
+    rival = f", with liger's Triton kernels at {speed['triton']}" if "triton" in runs else ""
+    return (
+        f"A Llama with 1B parameters trains at {speed['liger']} tokens per second; plain at {speed['plain']}{rival}.\n"
+        f"A step takes {memory['liger']} beyond the model's state; plain {memory['plain']}."
+    )
+
+
 def by_length(report):
     """model -> length -> arm -> the result of a run of e2e.py, None where it was out of memory."""
     found = {}
