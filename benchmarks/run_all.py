@@ -364,7 +364,8 @@ def arguments(argv=None) -> argparse.Namespace:
         parser.error(f"there is no {', '.join(sorted(unknown))}; there is {', '.join(RUNS)}")
     args.until = args.deadline and time.monotonic() + args.deadline - ENDING
     args.device = "cuda" if torch.cuda.is_available() and not args.tiny else "cpu"
-    args.rivals = {name: getattr(args, name.replace("-", "_")) for name in RIVALS}
+    folders = {name: getattr(args, name.replace("-", "_")) for name in RIVALS}
+    args.rivals = {name: folder and os.path.abspath(folder) for name, folder in folders.items()}
     most = torch.cuda.device_count() if args.device == "cuda" else args.gpus or 1
     args.gpus = min(args.gpus or most, most)
     args.card, args.commit = args.collect or card(args.device), commit(ROOT)

@@ -17,6 +17,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 pytest.importorskip("tabulate")
 import cards  # noqa: E402
+import e2e  # noqa: E402
+import lora  # noqa: E402
 import plot  # noqa: E402
 import run_all  # noqa: E402
 import scheduler  # noqa: E402
@@ -280,3 +282,55 @@ def test_an_unknown_name_is_refused(capsys):
     with pytest.raises(SystemExit):
         run_all.arguments(["--only", "lora,nothing"])
     assert "there is no nothing" in capsys.readouterr().err
+
+
+def test_out_of_memory_is_a_result_of_e2e(monkeypatch):
+    """With --no-shrink the same batch is tried at the other lengths; without it half of the batch, at all of them."""
+    tried = []
+
+    def run_arm(job, rival, gpus):
+        tried.append((job["batch"], job["lengths"], job["shrink"]))
+        lines = []
+        for length in job["lengths"]:
+            if length * job["batch"] > 64:
+                return [*lines, {"out_of_memory": job["batch"]}, {"error": "another rank"}]
+            lines.append({"length": length, "result": job["batch"]})
+        return lines
+
+    monkeypatch.setattr(e2e, "run_arm", run_arm)
+    line = ["e2e.py", "--models", "tiny", "--arms", "ours", "--lengths", "16,32,64", "--batch", "2", "--gpus", "4"]
+    monkeypatch.setattr(sys, "argv", [*line, "--no-shrink"])
+    args = e2e.arguments()
+    assert [*e2e.lengths_of(args, "tiny", "ours", args.lengths)] == [(16, 2), (32, 2), (64, None)]
+    assert tried == [(2, [16, 32, 64], False)] and not args.failed
+    monkeypatch.setattr(sys, "argv", line)
+    args = e2e.arguments()
+    assert [*e2e.lengths_of(args, "tiny", "ours", args.lengths)] == [(16, 2), (32, 2), (64, 1)]
+    assert tried[1:] == [(2, [16, 32, 64], True), (1, [64], True)]
+
+
+def test_lora_keeps_what_it_has(tmp_path, monkeypatch):
+    """Each result as it comes, and that an arm was out of memory; what failed is tried again, and is in the status."""
+    out, tried, found = tmp_path / "lora.json", [], {}
+
+    def run_arm(job, rival, quiet):
+        tried.append(job["arm"])
+        return [found[job["arm"]]]
+
+    def run():
+        tried.clear()
+        with pytest.raises(SystemExit) as status:
+            lora.main()
+        return status.value.code
+
+    monkeypatch.setattr(lora, "run_arm", run_arm)
+    line = "lora.py --models tiny --shapes 2x32 --checkpointing on --arms plain,peft,ours --go-on --out"
+    monkeypatch.setattr(sys, "argv", [*line.split(), str(out)])
+    result = {"result": {"batch": 2, "tokens_per_second": 1.0, "peak_gb": 1.0}}
+    found.update(plain={"out_of_memory": 2}, peft={"error": "no peft"}, ours=result)
+    assert run() and tried == ["plain", "peft", "ours", "ours"]
+    rows = {row["arm"]: row for row in json.loads(out.read_text())["rows"]}
+    assert rows.keys() == {"plain", "ours"} and len(rows["ours"]["results"]) == 2
+    assert rows["plain"]["out_of_memory"] and "results" not in rows["plain"]
+    found["peft"] = result
+    assert not run() and tried == ["peft", "peft"]
