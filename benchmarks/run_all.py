@@ -379,7 +379,7 @@ def arguments(argv=None) -> argparse.Namespace:
 
 def measure(args) -> dict[str, str]:
     """Measures what is to be measured; why runs failed."""
-    failures, left, taken = {}, {}, {}
+    failures, left, every = {}, {}, {}
     for name, run in RUNS.items():
         if name not in args.only:
             continue
@@ -393,18 +393,20 @@ def measure(args) -> dict[str, str]:
             what = f"skipped: {why}" if why else f"to be measured: {len(todo)} of {len(parts)} parts"
             print(f"{name} ({file_of(run, args)}): {what}", flush=True)
             continue
-        left[name], taken[name] = todo, time.monotonic()
+        left[name], every[name] = todo, parts
     if args.list:
         return {}
 
     def finish(name):
         if failed := gather(RUNS[name], name, args):
             failures[name] = failed
-        print(f"{name}: {failed or f'{time.monotonic() - taken[name]:.0f} s'}", flush=True)
+        seconds = sum(machine.known.seconds["took"].get(part.key, 0) for part in every[name])
+        print(f"{name}: {failed or f'{seconds:.0f} s'}", flush=True)
 
+    machine = Machine(args)
     for name in [name for name, todo in left.items() if not todo]:
         finish(name)
-    for part in Machine(args).run([part for todo in left.values() for part in todo]):
+    for part in machine.run([part for todo in left.values() for part in todo]):
         left[part.name].remove(part)
         if not left[part.name]:
             finish(part.name)
