@@ -20,6 +20,7 @@ METHODS = {
     "e2e-small": "all weights",
     "e2e-sinks": "all weights",
     "e2e-packed": "all weights",
+    "e2e-hybrids": "all weights",
     "families": "all weights",
     "lora": "LoRA",
     "long": "LoRA",

@@ -164,6 +164,10 @@ RUNS = {
         "--models llama-1b --lengths 2048 --gpus 1 --no-checkpointing "
         "--arms ours,ours+packed,ours+padded,plain,plain+packed,plain+padded",
     ), 10, TINY_E2E + " --no-checkpointing"),
+    "e2e-hybrids": Run("e2e-hybrids-{card}.json", E2E, tuple(
+        f"--models {model} --batch 4 --lengths 2048 --gpus 1 --no-checkpointing --arms plain,ours,ours+packed"
+        for model in ("nemotron-h-2b", "lfm2-1.2b")
+    ), 10, TINY_E2E + " --no-checkpointing --arms plain,ours,ours+packed"),
     "e2e-small": Run("e2e-small-{card}.json", E2E, tuple(
         f"--models llama-1b --batch {batch} --lengths {length} --gpus 1 --no-checkpointing "
         "--arms plain,plain+compile,ours,ours+compile,ours+adamw+passes,ours+adamw+graph"

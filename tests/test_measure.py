@@ -1,5 +1,6 @@
 """liger_kernel.measure: the command on a CPU, with arms that fail, and its parts."""
 
+import collections
 import importlib.util
 import json
 import os
@@ -10,7 +11,7 @@ import types
 import pytest
 import torch
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 from liger_kernel.measure import __main__ as command  # noqa: E402
 from liger_kernel.measure import arm, largest, launch, report, shapes  # noqa: E402
@@ -184,6 +185,25 @@ def test_shapes_and_the_first_layers_of_them(config):
     assert shapes.config_of(str(config))[0].num_hidden_layers == 2
     made, _ = shapes.config_of(str(config), 1)
     assert made.num_hidden_layers == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "parameters"),
+    [  # parameters by hand, in millions: of layers of each kind, and of the vocabulary
+        (
+            "nemotron-h-2b",
+            {"linear_attention": 9, "mlp": 9, "full_attention": 2},
+            9 * 72.8 + 9 * 75.5 + 2 * 31.5 + 805.3,
+        ),
+        ("lfm2-1.2b", {"conv": 10, "full_attention": 6}, 16 * 50.3 + 10 * 16.8 + 6 * 10.5 + 134.2),
+    ],
+)
+def test_shapes_of_hybrids_have_their_layers(name, layers, parameters):
+    made, _ = shapes.config_of(name)
+    assert collections.Counter(made.layer_types) == layers
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(made)
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(parameters, rel=2e-3)
 
 
 @pytest.mark.parametrize("gap", [0, 50])  # bytes of each step that the line does not know of

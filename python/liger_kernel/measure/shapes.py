@@ -57,6 +57,15 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
                    {"vocab_size": 248320, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24,
                     "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16,
                     "linear_num_value_heads": 16, "tie_word_embeddings": True}),
+    "nemotron-h-2b": ("the first 20 layers of nvidia/Nemotron-H-4B-Base-8K, of 52", "nemotron_h",
+                      {"vocab_size": 131072, "hidden_size": 3072, "intermediate_size": 12288,
+                       "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-", "num_attention_heads": 32,
+                       "num_key_value_heads": 8, "head_dim": 128, "mamba_num_heads": 112, "mamba_head_dim": 64,
+                       "ssm_state_size": 128, "n_groups": 8, "chunk_size": 128, "max_position_embeddings": 8192}),
+    "lfm2-1.2b": ("LiquidAI/LFM2-1.2B", "lfm2",
+                  {"vocab_size": 65536, "hidden_size": 2048, "intermediate_size": 12288, "num_hidden_layers": 16,
+                   "num_attention_heads": 32, "num_key_value_heads": 8, "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+                   "conv_L_cache": 3, "block_multiple_of": 256, "max_position_embeddings": 128000}),
     "gemma2-2b": ("google/gemma-2-2b", "gemma2",
                   {"vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
                    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}),
@@ -86,8 +95,10 @@ def config_of(model: str, layers: int | None = None):
 
     if model in SHAPES:
         _, kind, fields = SHAPES[model]
-        fields = {**fields, "num_hidden_layers": layers or fields["num_hidden_layers"]}
-        return transformers.AutoConfig.for_model(kind, **fields), None
+        config = transformers.AutoConfig.for_model(kind, **fields)
+        if layers:
+            _shorten(config, layers)
+        return config, None
     try:
         path = Path(model)
         if path.suffix == ".json":
