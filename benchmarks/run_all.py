@@ -47,7 +47,7 @@ EXPERTS = (
     "mhc_post_res,neighborhood_attention,route,expert_load"
 )
 FEW_CLASSES = "class_logits,linear_multi_head,linear_topk_divergence"
-MIXERS = "causal_conv1d,gated_delta_rule,channel_delta_rule,delta_gates"
+MIXERS = "causal_conv1d,gated_delta_rule,channel_delta_rule,delta_gates,channel_gates"
 QK = "qk_norm_rope"
 APART = {QK, *EXPERTS.split(","), *FEW_CLASSES.split(","), *MIXERS.split(",")} - {"fused_experts"}
 OTHERS = "{others}"  # the operators that are not in APART; on a CPU all

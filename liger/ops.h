@@ -500,6 +500,14 @@ std::tuple<at::Tensor, at::Tensor> delta_gates(const at::Tensor& a, const at::Te
                                                const std::optional<at::Tensor>& b = {}, bool log = true, double low = 0,
                                                double high = std::numeric_limits<double>::infinity());
 
+/// The gates of gated_delta_rule for each channel of the keys, as Kimi delta attention has them (Kimi Team 2025,
+/// arXiv:2510.26692):
+///   x = a + dt_bias
+///   g = −exp(A_log) softplus(x), or low σ(exp(A_log) x) with a lower bound
+/// a [..., heads K], A_log [heads] and dt_bias [heads K], floating. g has a's shape, and is float, or of `dtype`: a's.
+at::Tensor channel_gates(const at::Tensor& a, const at::Tensor& A_log, const std::optional<at::Tensor>& dt_bias = {},
+                         std::optional<double> low = {}, std::optional<at::ScalarType> dtype = {});
+
 /// The gated delta rule (Yang et al. 2024, arXiv:2412.06464), token by token of each document, with a state S [K, V]:
 ///   S ← eᵍ S
 ///   S ← S + k̂ (beta (v − Sᵀ k̂))ᵀ

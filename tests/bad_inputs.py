@@ -25,6 +25,7 @@ ROWS = {
     ("route", "logits"),
     ("expert_load", "logits"),
     ("delta_gates", "a"),
+    ("channel_gates", "a"),
 }
 FREE = {
     "one column more": {
@@ -47,6 +48,7 @@ FREE = {
         ("causal_conv1d", "x"),
         ("causal_conv1d", "weight"),
         ("gated_delta_rule", "v"),
+        ("channel_gates", "A_log"),
     },
     "of another dtype": {("route", "bias")},
     "a dimension more": ROWS,

@@ -74,7 +74,7 @@ FLOORS = (
     r"operators(\..*)?|optim|_quantise|_?routing(\..*)?|_invariance(\.(products|audit))?",
     r"ops(\..*)?",
     r"chunked_loss(\..*)?|transformers\.(patching\.(formulas|part|mixer_functions)|functional|experimental(\..*)?|fsdp|expert_parallel|moe"
-    r"|(?!trainer)\w*(norm|glu|mlp|experts|router|rope|entropy|div|jsd|tvd|softmax|squared|xielu|centering|loss|convolution))",
+    r"|(?!trainer)\w*(norm|glu|mlp|experts|router|gate|rope|entropy|div|jsd|tvd|softmax|squared|xielu|centering|loss|convolution))",
     r"transformers(\.(patching|patching\.(place|families|report|numeric)|families|report|model\..*))?"
     r"|megatron\.(cross_entropy|rms_norm|swiglu)",
     r"transformers\.(patching\.(layers|rotations|masks|packed|ones|mixers|attention)|head|logits|lora|tensor_parallel|causal_lm)|hub(\.layers)?",

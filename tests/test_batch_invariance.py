@@ -27,6 +27,7 @@ OPERATORS = {
     **_by_row("gated fused_add_rms_norm gated_rms_norm gated_rms_norm_float_weight selective_log_softmax", (0, 1)),
     **_by_row("modulated_rms_norm modulated_rms_norm_float", (0, 2, 3)),
     **_by_row("delta_gates", (0, 3)),
+    **_by_row("channel_gates channel_gates_float_A", (0,)),
     **_by_row("route", (0, 2)),
     **_by_row("class_logits", (0, 3), (101,)),
 }

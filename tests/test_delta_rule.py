@@ -5,7 +5,7 @@ import pytest
 import torch
 from cases.channel_delta_rule import reference as channel_reference
 from cases.gated_delta_rule import reference as head_reference
-from liger_kernel.transformers.functional import liger_gated_delta_rule
+from liger_kernel.transformers.functional import liger_channel_gates, liger_gated_delta_rule
 
 LENGTHS = (5, 1, 1, 40, 70)
 NAMES = ("q", "k", "v", "g", "beta", "state")
@@ -157,3 +157,22 @@ def test_nan_stays_in_its_document(device):
         others = t[[0, 1, 2, 4]] if name in ("last", "state") else torch.cat([t[:, :at], t[:, at + LENGTHS[3] :]], 1)
         assert others.isfinite().all(), name
     assert found[0][:, at + 5].isnan().any()
+
+
+@pytest.mark.parametrize("low", [None, -5.0])
+def test_gates_of_any_size(low, device):
+    """Every gate and its derivative have all digits, from where exp(x) vanishes to where it overflows: a few units in
+    the last place, beside the rounding of z = exp(A_log) x, which the sigmoid carries on as |x| units. Exponentials
+    below 2^-125 may be 0."""
+    x, A_log = torch.linspace(-60, 120, 721, device=device).requires_grad_(), torch.tensor([0.3], device=device)
+    g = liger_channel_gates(x[None], A_log, low=low).flatten()
+    slope = torch.autograd.grad(g.sum(), x)[0]
+    exact, rate = x.detach().double(), A_log.double().exp()
+    z = rate * exact
+    if low is None:
+        expected = -rate * torch.log1p((-exact.abs()).exp()) - rate * exact.clamp(min=0), -rate * exact.sigmoid()
+    else:
+        expected = low * z.sigmoid(), low * rate * z.sigmoid() * (-z).sigmoid()
+    units = 8 + (0 if low is None else 2 * exact.abs())
+    for own, wanted in zip((g, slope), expected):
+        assert ((own - wanted).abs() <= units * 2.0**-23 * wanted.abs() + 2.0**-122).all()

@@ -28,6 +28,7 @@ SHARDED = {
     "group_norm": [((5, 4, 6), dict(groups=2), (0,), (0,))],
     "gated_delta_rule": [((4, 6, 1, 2, 8, 4), {}, (0, 1, 2, 3, 4), (0,))],
     "channel_delta_rule": [((4, 6, 1, 2, 8, 4), {}, (0, 1, 2, 3, 4), (0,))],
+    "channel_gates": [((4, 5, 16), {}, (0,), (0,))],
     "delta_gates": [((4, 5, 16), {}, (0, 3), (0,))],
     "causal_conv1d": [((4, 6, 7), dict(documents="grow"), (0, 3), (0,))],
     "activate": [((4, 5, 16), None, (0,), (0, 1, 2))],

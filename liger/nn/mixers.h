@@ -176,8 +176,7 @@ struct KimiForgetGateImpl : torch::nn::Cloneable<KimiForgetGateImpl> {
   }
 
   at::Tensor forward(const at::Tensor& x) {
-    const at::Tensor of_channels = A_log.flatten().repeat_interleave(options.head_dim());
-    const at::Tensor g = std::get<0>(delta_gates(f_b_proj(f_a_proj(x)), of_channels, dt_bias));
+    const at::Tensor g = channel_gates(f_b_proj(f_a_proj(x)), A_log.flatten(), dt_bias);
     return g.view({x.size(0), x.size(1), options.heads(), options.head_dim()});
   }
 

@@ -37,6 +37,8 @@ RULES = {
     "causal_conv1d_backward": ("nnwwn", "123"),
     "delta_gates_forward": ("nwwn", "nn"),
     "delta_gates_backward": ("nnnwwn", "2345"),
+    "channel_gates_forward": ("nww", "n"),
+    "channel_gates_backward": ("nnww", "123"),
     "gated_delta_rule_forward": ("nnnnnnn", "nn"),
     "gated_delta_rule_backward": ("nnnnnnnnn", "234567"),
     "activate_forward": ("e", "e"),

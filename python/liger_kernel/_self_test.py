@@ -191,6 +191,12 @@ CHECKS = (
         ((6, 20), (20,), (20,), (6, 20)),
     ),
     Check(
+        "channel_gates",
+        liger.liger_channel_gates,
+        lambda a, A, bias: -A.exp()[:, None] * F.softplus(a + bias).unflatten(-1, (4, 5)),
+        ((6, 20), (4,), (20,)),
+    ),
+    Check(
         "gated_delta_rule", _delta_rule, _plain_delta_rule, ((2, 20, 1, 8), (2, 20, 1, 8), (2, 20, 2, 4), (2, 20, 2))
     ),
     Check(

@@ -1,22 +1,14 @@
 #include "liger/core/cpu/row.h"
 #include "liger/ops/mixers/delta_gates.h"
+#include "liger/ops/mixers/softplus.h"
 
 namespace LIGER_CPU::delta_gates {
 namespace {
 
+using Softplus = liger::Softplus<Math, Vec>;
 constexpr int64_t kRows = 64;  // of which a vector of heads is worked on at once, and whose sums are float
 
 Vec sigmoid(Vec x) { return Vec(1.f) / (Vec(1.f) + Math::exp(Vec(0.f) - x)); }
-
-/// softplus(x) and its derivative, of one exponential. What 1 + e rounds away of e is added to the logarithm.
-struct Softplus {
-  Vec value, slope;
-  explicit Softplus(Vec x) {
-    const Vec e = Math::exp(Vec(0.f) - x.abs()), u = Vec(1.f) + e;
-    value = Math::max(x, Vec(0.f)) + Math::log(u) + (e - (u - Vec(1.f))) / u;
-    slope = Math::if_positive(x, Vec(1.f), e) / u;
-  }
-};
 
 /// A vector of heads, or the last ones, and what each has in common for all rows.
 struct Heads {

@@ -174,6 +174,7 @@ CAUSAL_CONV1D_KERNELS = ("causal_conv1d_forward", "causal_conv1d_backward", "row
 DELTA_RULE_KERNELS = ("gated_delta_rule_forward", "gated_delta_rule_backward", "gated_delta_rule_workspace")
 CHANNEL_DELTA_RULE_KERNELS = tuple(name.replace("gated", "channel") for name in DELTA_RULE_KERNELS)
 DELTA_GATES_KERNELS = ("delta_gates_forward", "delta_gates_backward", "row_partials", "add_partials")
+CHANNEL_GATES_KERNELS = ("channel_gates_forward", "channel_gates_backward", "row_partials", "add_partials")
 HEAD_KERNELS = ("cross_entropy_norm", "cross_entropy", "add_partials", "scale_rows", "stream_capturing")
 
 

@@ -1,10 +1,11 @@
 """The gated delta rule, the recurrence of Qwen3-Next's, Qwen3.5's, OLMo Hybrid's and Kimi Linear's linear attention,
-and its gates; formulas in liger/ops/mixers."""
+its gates, and modules that make them; formulas in liger/ops/mixers."""
 
 import math
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from liger_kernel._library import ops
 from liger_kernel._recompute import run
@@ -77,6 +78,66 @@ def liger_delta_gates(
     """
     low, high = dt_limit
     return run(ops.delta_gates, a, beside(a, A), beside(a, dt_bias), b, log, low, high)
+
+
+def liger_channel_gates(
+    a: Tensor, A_log: Tensor, dt_bias: Tensor | None = None, low: float | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """g [..., heads, K], the gates of liger_gated_delta_rule for each channel of k, as Kimi delta attention (Kimi Team
+    2025, arXiv:2510.26692) has them:
+
+        x = a + dt_bias
+        g = -exp(A_log) softplus(x), or low sigmoid(exp(A_log) x) where low is given
+
+    computed in float32. Channels of a head share its number of A_log.
+
+    a [..., heads K] is float32, bfloat16 or float16; A_log, of as many numbers as there are heads, and dt_bias, as many
+    as a has columns, may have any of these dtypes and any shape. Slices of a projection are not copied. g is float32,
+    or has `dtype`: a's. Nothing but the arguments is kept for backward. Gradients of A_log and dt_bias are summed in a
+    fixed order.
+
+    Raises ValueError where low is not below 0, RuntimeError where heads do not divide a's columns, and TypeError for a
+    dtype that is neither float32 nor a's.
+    """
+    of_heads, bias = (None if t is None else beside(a, t.flatten()) for t in (A_log, dt_bias))
+    g = run(ops.channel_gates, a, of_heads, bias, low, dtype)
+    return g.unflatten(-1, (A_log.numel(), -1))
+
+
+class ForgetGate(nn.Module):
+    """A forward for a module of transformers that makes the gates of Kimi delta attention: hidden states [batch,
+    tokens, width] -> g [batch, tokens, heads, K]. It has A_log and dt_bias."""
+
+
+class LigerForgetGate(ForgetGate):
+    """The gates of Kimi Linear and GLM-5-Next, in float32: a projection of low rank, f_b_proj(f_a_proj(x)), and the
+    lower bound where safe_gate_lower_bound is one."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        a = self.f_b_proj(self.f_a_proj(hidden_states))
+        return liger_channel_gates(a, self.A_log, self.dt_bias, lower_bound(self))
+
+
+class LigerBailingForgetGate(ForgetGate):
+    """The gates of Bailing hybrid, rounded to the dtype of hidden states: the projection is f_proj, and the bound
+    lower_bound where safe_gate says so."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        a, dtype = self.f_proj(hidden_states), hidden_states.dtype
+        rounded = dtype if dtype is a.dtype else None
+        return liger_channel_gates(a, self.A_log, self.dt_bias, lower_bound(self), rounded).to(dtype)
+
+
+def lower_bound(gate: Any) -> float | None:
+    """The bound of the gates that a module of transformers makes, or None."""
+    if hasattr(gate, "safe_gate"):
+        return gate.lower_bound if gate.safe_gate else None
+    return getattr(gate, "safe_gate_lower_bound", None)
+
+
+class LigerChannelGatesFunction:
+    apply = staticmethod(liger_channel_gates)
 
 
 class LigerDeltaGatesFunction:

@@ -3,6 +3,7 @@ plain functions."""
 
 from liger_kernel import _lazy
 from liger_kernel.ops.causal_conv1d import LigerCausalConv1dFunction
+from liger_kernel.ops.channel_gates import LigerChannelGatesFunction
 from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
 from liger_kernel.ops.delta_gates import LigerDeltaGatesFunction
 from liger_kernel.ops.experimental.embedding import LigerEmbeddingFunction
@@ -72,7 +73,7 @@ __getattr__ = _lazy.lookup(
 
 __all__ = [
     "GrpoLossFunction", "ISCorrection", "LigerFusedLinearScoreCenteringFunction", "fused_linear_score_centering",
-    "LigerAttnResFunction", "LigerCausalConv1dFunction",
+    "LigerAttnResFunction", "LigerCausalConv1dFunction", "LigerChannelGatesFunction",
     "LigerDeltaGatesFunction", "LigerGatedDeltaRuleFunction", "LigerCrossEntropyFunction", "LigerDyTFunction",
     "LigerEmbeddingFunction",
     "LigerFusedAddRMSNormFunction", "LigerFusedGateUpSiLUMulFunction", "LigerFusedLinearCrossEntropyFunction",

@@ -14,7 +14,7 @@ from liger_kernel.operators.activation import (
 )
 from liger_kernel.operators.causal_conv1d import liger_causal_conv1d
 from liger_kernel.operators.distillation import LigerFusedLinearJSDFunction, liger_fused_linear_jsd
-from liger_kernel.operators.gated_delta_rule import liger_delta_gates, liger_gated_delta_rule
+from liger_kernel.operators.gated_delta_rule import liger_channel_gates, liger_delta_gates, liger_gated_delta_rule
 from liger_kernel.operators.gated_norm import liger_gated_rms_norm
 from liger_kernel.operators.head import liger_fused_linear_cross_entropy
 from liger_kernel.operators.loss import (
@@ -76,7 +76,7 @@ __getattr__ = _lazy.lookup(
 
 __all__ = [
     "CrossEntropyOutput", "Routed", "liger_attn_res", "liger_causal_conv1d", "liger_cross_entropy", "liger_dyt",
-    "liger_delta_gates", "liger_gated_delta_rule", "liger_mamba2_scan",
+    "liger_channel_gates", "liger_delta_gates", "liger_gated_delta_rule", "liger_mamba2_scan",
     "liger_expert_load",
     "liger_fused_add_rms_norm",
     "liger_fused_linear_cross_entropy", "liger_fused_linear_jsd", "liger_fused_linear_kl_div",
