@@ -5,10 +5,10 @@ changes.
     python tests/huggingface/collect_sources.py 4.57.6 transformers-5.23.0-py3-none-any.whl ...
 
 pip downloads versions. What is known of other versions stays. Every norm, feed-forward block, mixture of experts,
-router, rotary embedding and decoder layer is taken out of its modeling file and run against the formulas of
-liger_kernel/transformers/patching/formulas.py on random input, in float32 and in bfloat16; its fingerprint is written
-under the formula that computes the same and rounds in the same places. What a row of the table of families names and no
-formula stands for is listed: it keeps its forward in a patched model.
+router, forget gate, rotary embedding and decoder layer is taken out of its modeling file and run against the formulas
+of liger_kernel/transformers/patching/formulas.py on random input, in float32 and in bfloat16; its fingerprint is
+written under the formula that computes the same and rounds in the same places. What a row of the table of families
+names and no formula stands for is listed: it keeps its forward in a patched model.
 """
 
 import __future__
@@ -28,6 +28,7 @@ import zipfile
 from pathlib import Path
 
 import torch
+from gate_classes import GATE, GATE_BRANCHES, GATE_CONFIG, GATES, WIDTH, same_gate
 from liger_kernel.operators.coverage import ACTIVATION_NAMES
 from liger_kernel.transformers.patching import numeric
 from liger_kernel.transformers.patching.by_source import swaps_of
@@ -38,7 +39,6 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 TABLE = Path(__file__).parents[2] / "python/liger_kernel/transformers/patching/sources.json"
-WIDTH = 32
 CONFIG = types.SimpleNamespace(
     hidden_size=WIDTH,
     text_hidden_size=WIDTH,
@@ -70,7 +70,7 @@ CONFIG = types.SimpleNamespace(
 )
 CLASSES = re.compile(
     r"RMSNorm(Gated|alization)?$|L2Norm$|LayerNorm$|MLP$|Mlp$|Experts$|NaiveMoe$|(ReLUSquared|XIELU)Activation$|Rotary|Rope"
-    r"|Top[kK]Router$|MoeStatics$|(Decoder|Encoder|Transformer|Attention)(Text)?Layer$"
+    r"|Top[kK]Router$|ForgetGate$|MoeStatics$|(Decoder|Encoder|Transformer|Attention)(Text)?Layer$"
 )
 FUNCTIONS = re.compile(
     r"^(vision_)?apply_(multimodal_)?rotary_(pos_)?emb(_vision|_interleave)?$|^load_balancing_loss_func$"
@@ -119,7 +119,7 @@ REVIEWED |= {f"{name}RMSNormGated" for name in ("FalconH1", "Qwen3Next", "Qwen3_
 REVIEWED |= {f"{name}RMSNormGated" for name in ("Bamba", "GraniteMoeHybrid", "Mamba", "NemotronH", "Zamba2")}
 REVIEWED |= {f"{name}TopKRouter" for name in ("Beam", "Ernie4_5_Moe", "Flint", "Olmoe", "Qwen2Moe")}
 REVIEWED |= {f"{name}DecoderLayer" for name in ("Phi3", "Qwen3MoeText", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe")}
-REVIEWED |= {"DeepseekV2TopkRouter", "DeepseekV3TopkRouter"}
+REVIEWED |= {"DeepseekV2TopkRouter", "DeepseekV3TopkRouter", "BailingHybridForgetGate", "Glm5NextTextForgetGate"}
 ANNOTATIONS = __future__.annotations.compiler_flag  # which are not evaluated: they name what is not there
 BUILTINS = {"staticmethod", "classmethod", "property"}
 _count = itertools.count()
@@ -233,7 +233,9 @@ def part_of(original, file):
     if original.__name__ not in REVIEWED and branches(original):
         return None
     if ROUTER.search(original.__name__):
-        return _part_of_router(original)
+        return _in_every_branch(ROUTERS, _same_router, of_branches(original, ROUTER_CONFIG, ROUTER_BRANCHES))
+    if GATE.search(original.__name__):
+        return _in_every_branch(GATES, same_gate, of_branches(original, GATE_CONFIG, GATE_BRANCHES))
     if LAYERS.search(original.__name__):
         return next((name for name, steps in STEPS.items() if _same_layer(original, steps)), None)
     if (module := made(original)) is None:
@@ -311,15 +313,17 @@ def _is_same(a, b):
     return a is b or isinstance(a, str) and a == b
 
 
-def _part_of_router(cls):
-    """The name of the part that routes as a class does, in every branch."""
-    branches = [dict(zip(ROUTER_BRANCHES, values)) for values in itertools.product(*ROUTER_BRANCHES.values())]
-    modules = [made(cls, types.SimpleNamespace(**ROUTER_CONFIG, **branch)) for branch in branches]
+def of_branches(cls, config, branches):
+    """A module of a class for each branch that its forward may take; None where its constructor wants more."""
+    every = [dict(zip(branches, values)) for values in itertools.product(*branches.values())]
+    return [made(cls, types.SimpleNamespace(**config, **branch)) for branch in every]
+
+
+def _in_every_branch(names, same, modules):
+    """The name of the part that computes what all modules do."""
     if None in modules:
         return None
-    return next(
-        (n for n in ROUTERS if all(_same_router(Swap("", FORMULAS[n].targets).load(), m) for m in modules)), None
-    )
+    return next((n for n in names if all(same(Swap("", FORMULAS[n].targets).load(), m) for m in modules)), None)
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from liger_kernel.transformers.causal_lm import hands_logits_over, names_in, original_forward
 from liger_kernel.transformers.patching.families import (
     EXACT_GEGLU,
+    FORGET_GATE,
     GATED_RMS_NORM,
     GEGLU,
     GPT_OSS_EXPERTS,
@@ -41,7 +42,7 @@ _LAYER_NORM = LAYER_NORM["torch.nn.LayerNorm"]
 _ROPES = tuple(swap for table in (ROPE, VISION_ROPE, SECTIONED_ROPE, LLAMA4_ROPE) for swap in table.values())
 _NORMS = (RMS_NORM, GATED_RMS_NORM, _LAYER_NORM)
 _OTHERS = (RELU_SQUARED | XIELU | ROUTER_LOSS | MIXERS).values()
-_SWAPS = (*_NORMS, SWIGLU, GEGLU, EXACT_GEGLU, GPT_OSS_EXPERTS, ROUTER, *_OTHERS, *_ROPES)
+_SWAPS = (*_NORMS, SWIGLU, GEGLU, EXACT_GEGLU, GPT_OSS_EXPERTS, ROUTER, FORGET_GATE, *_OTHERS, *_ROPES)
 #: The order of the switches in a row, and in the report.
 _ORDER = {switch: i for i, switch in enumerate(dict.fromkeys(swap.switch for swap in _SWAPS))}
 # The name of a class or a function -> what would stand for it if its source were known.
@@ -50,6 +51,7 @@ _KINDS = (
     (re.compile(r"LayerNorm(1P|PerHead)?$"), _LAYER_NORM),
     (re.compile(r"MLP\d?$|Mlp$|FFN$|FeedForward$|Experts$|NaiveMoe$"), SWIGLU),
     (re.compile(r"Top[kK]Router$"), ROUTER),
+    (re.compile(r"ForgetGate$"), FORGET_GATE),
     *((re.compile(rf"^{name}$"), swap) for name, swap in MIXERS.items()),
     (re.compile(r"^(vision_)?apply_.*(rotary|rope)"), ROPE["apply_rotary_pos_emb"]),
 )

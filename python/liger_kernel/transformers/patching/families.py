@@ -221,6 +221,9 @@ MIXERS = {
     }.items()
 }
 
+# What makes the gates of Kimi delta attention.
+FORGET_GATE = Swap("mixers", tuple(f"forget_gate.Liger{kind}ForgetGate" for kind in ("", "Bailing")))
+
 _ROPES = ("", "half_table_", "interleaved_", "paired_table_", "deinterleaving_")
 ROPE = {"apply_rotary_pos_emb": Swap("rope", tuple(f"rope.liger_{kind}rotary_pos_emb" for kind in _ROPES))}
 VISION_ROPE = {"apply_rotary_pos_emb_vision": Swap("rope", "rope.liger_rotary_pos_emb_vision")}

@@ -112,6 +112,9 @@ FORMULAS = {
     "chunk_kimi_delta_attention": Formula(
         (f"{_MIXER}.liger_chunk_kimi_delta_attention",), "LigerChunkKimiDeltaAttention"
     ),
+    # their gates: a projection of low rank, in float; one projection, rounded to the input's dtype
+    "forget_gate": Formula(("forget_gate.LigerForgetGate",)),
+    "bailing_forget_gate": Formula(("forget_gate.LigerBailingForgetGate",)),
     "mamba2_scan": Formula((f"{_MIXER}.liger_mamba2_chunk_scan",), "LigerMamba2ChunkScan"),
     "mamba2_parts": Formula((f"{_MIXER}.liger_mamba2_split_conv1d_scan_combined",), "LigerMamba2Parts"),
     "relu_squared": Formula(("relu_squared.LigerReLUSquared",)),

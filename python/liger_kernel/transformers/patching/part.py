@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_kernel.operators import activation, experts, gated_norm, mlp, norm, router
+from liger_kernel.operators import activation, experts, gated_delta_rule, gated_norm, mlp, norm, router
 from liger_kernel.operators.coverage import (
     ACTIVATION_KERNELS,
+    CHANNEL_GATES_KERNELS,
     EXPERTS_KERNELS,
     GATED_KERNELS,
     GATED_NORM_KERNELS,
@@ -133,6 +134,13 @@ def _router_in_float(module: Any, running: bool) -> str | None:
     return _dense_router(module, running)
 
 
+def _known_bound(module: Any, running: bool) -> str | None:
+    low = gated_delta_rule.lower_bound(module)
+    if low is not None and low >= 0:
+        return f"the lower bound of its gates, {low}, is not below 0"
+    return None if not running or is_dense(module.A_log) and is_dense(module.dt_bias) else "its weights are sharded"
+
+
 def _in_float(module: Any, x: Tensor) -> Tensor:
     return x.float() if in_float_under_autocast(x.device) else x
 
@@ -173,6 +181,7 @@ _PARTS: dict[type, Part] = {
     mlp.LigerBlockSparseTop2MLP: _MLP,
     mlp.LigerPhi3SwiGLUMLP: _MLP,
     experts.Experts: Part(EXPERTS_KERNELS, experts.reason_to_keep),
+    gated_delta_rule.ForgetGate: Part(CHANNEL_GATES_KERNELS, _known_bound),
     router.Router: _ROUTER,
     router.RouterInFloat: replace(_ROUTER, keep=_router_in_float),
     activation.LigerReLUSquared: Part(ACTIVATION_KERNELS, dtype=_in_float),
