@@ -36,6 +36,7 @@ OPTIONS = {
     "host": "inputs on the host",
     "packed": "documents packed into a row",
     "padded": "padded rows",
+    "ones": "mask of ones",
     "int8": "base in int8",
     "fp8": "base in fp8",
     "ep": "expert parallelism",

@@ -163,6 +163,8 @@ RUNS = {
         "--models qwen3.5-2b --lengths 1024 --gpus 1 --no-checkpointing --arms ours,ours+packed,plain",
         "--models llama-1b --lengths 2048 --gpus 1 --no-checkpointing "
         "--arms ours,ours+packed,ours+padded,plain,plain+packed,plain+padded",
+        "--models llama-1b --lengths 2048 --gpus 1 --no-checkpointing "
+        "--arms ours+compile,ours+compile+ones,plain+compile,plain+compile+ones",
     ), 10, TINY_E2E + " --no-checkpointing"),
     "e2e-hybrids": Run("e2e-hybrids-{card}.json", E2E, tuple(
         f"--models {model} --batch 4 --lengths 2048 --gpus 1 --no-checkpointing --arms plain,ours,ours+packed"

@@ -230,7 +230,10 @@ def in_turns(report, first, **names):
 
 def forms(report):
     """Batches of whole, packed and padded rows: the plain model and ours."""
-    names = {"": "whole rows", "+packed": "documents packed into one row", "+padded": "rows padded on the right"}
+    names = {
+        "": "whole rows", "+packed": "documents packed into one row", "+padded": "rows padded on the right",
+        "+compile": "whole rows, torch.compile", "+compile+ones": "whole rows and a mask of ones, torch.compile",
+    }  # fmt: skip
     rows = {}
     for row in report["rows"]:
         side, *form = row["arm"].partition("+")

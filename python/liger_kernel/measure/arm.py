@@ -24,6 +24,7 @@ and the options are
     plan     layers keep what fits into the budget, by liger_kernel.memory.plan
     host     layers keep their input on the host, by liger_kernel.memory.keep
     packed   the batch's sequences are the documents of one row, told by position_ids
+    ones     the batch has an attention mask of ones, as trainers pass it
     padded   the batch's sequences have half of the tokens to all of them, and padding after them, which is counted
     bf16, nf4, int8, fp8
              the format of frozen weights, in place of the job's `quantise`
@@ -47,7 +48,7 @@ from liger_kernel.measure.meters import Memory, is_out_of_memory, kernel_times
 
 #: Formats of frozen weights, and what a job's `quantise` is for each.
 BASES = {"bf16": None, "nf4": "nf4", "int8": "int8", "fp8": "fp8"}
-OPTIONS = ("compile", "adamw", "graph", "passes", "plan", "host", "packed", "padded", *BASES)
+OPTIONS = ("compile", "adamw", "graph", "passes", "plan", "host", "packed", "padded", "ones", *BASES)
 FEWEST, MOST = 3, 20  # steps that are measured
 SECONDS = 5  # to measure for
 LONG = 20  # seconds of a step after which one more is measured
@@ -115,7 +116,9 @@ class Arm:
             row = ids.view(1, -1)
             positions = torch.arange(length, device=self.device).repeat(batch)[None]
             return {"input_ids": row, "labels": row, "position_ids": positions}
-        return {"input_ids": ids, "labels": ids}
+        return {"input_ids": ids, "labels": ids} | (
+            {"attention_mask": torch.ones_like(ids)} if "ones" in self.options else {}
+        )
 
     def loss_of(self, model, batch):
         with torch.autocast(self.device.type, torch.bfloat16) if self.mixed else nullcontext():
