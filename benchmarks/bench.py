@@ -121,6 +121,8 @@ def graph_of(calls, ours):
         return graph
     except Exception:
         torch.cuda.synchronize()
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator.graphsafe_set_state(torch.Generator("cuda").graphsafe_get_state())  # one that is not in a capture
         return None
 
 

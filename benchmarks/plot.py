@@ -29,6 +29,7 @@ from tables import (
     forms,
     in_turns,
     invariant,
+    levels,
     lora,
     named,
     norms,
@@ -91,6 +92,14 @@ def with_rivals(report: dict) -> bool:
     return any(len(rivals) > 1 for rivals in cases(report["rows"]).values())
 
 
+def in_every_base(report: dict) -> bool:
+    """Whether each model was measured with every base."""
+    arms: dict[tuple, set] = {}
+    for row in report["rows"]:
+        arms.setdefault((row["model"], row["checkpointing"]), set()).add(row["arm"])
+    return len({frozenset(each) for each in arms.values()}) == 1
+
+
 def of_models(report: dict) -> str:
     return table(parted(named(report["rows"]))[0], True)
 
@@ -135,13 +144,16 @@ TABLES = (
     Table("training.md", "two_parts", "e2e-{card}x2.json", step_parts),
     Table("training.md", "experts", "e2e-moe-{card}.json", lambda r: in_turns(r, "plain", **THREE), with_triton),
     Table("training.md", "forms", "e2e-packed-{card}.json", forms),
+    Table("training.md", "hybrids", "e2e-hybrids-{card}.json", forms),
     Table("training.md", "sinks", "e2e-sinks-{card}.json", lambda r: in_turns(r, "plain", plain="plain", ours="ours")),
     Table("training.md", "lora", "lora-{card}.json", lora),
-    Table("training.md", "bases", "lora-base-{card}.json", by_base),
+    Table("training.md", "bases", "lora-base-{card}.json", by_base, in_every_base),
     Table("exactness.md", "eight_bit", "eight-bit-{card}.json", eight_bit),
     Table("distributed.md", "over_ranks", "expert-parallel-{card}x2.json", over_ranks),
     Table("batch-invariance.md", "invariant", "batch-invariance-{card}.json", invariant),
     Table("memory.md", "budget", "e2e-budget-{card}.json", lambda r: in_turns(r, "ours", **PLANNED)),
+    Table("memory.md", "budget_two", "e2e-plan-{card}x2.json", lambda r: in_turns(r, "ours", **PLANNED)),
+    Table("memory.md", "levels", "e2e-plan-{card}x2.json", levels),
     Table(
         "memory.md", "long", "long-{card}.json",
         lambda r: in_turns(of_lora(r), "plain", **THREE, **{"ours+host": "ours, inputs on the host"}),

@@ -161,14 +161,22 @@ def test_keys_that_find_no_room_run_the_original(monkeypatch):
 
 
 def test_shared_memory_is_a_constant_for_the_compiler(monkeypatch):
+    real = torch.cuda.get_device_properties
+
     class Properties:
         shared_memory_per_block_optin = 99 << 10
 
+        def __init__(self, device):
+            self.device = device
+
+        def __getattr__(self, name):  # torch's compiler reads others of a GPU
+            return getattr(real(self.device), name)
+
     mixer_functions._shared_bytes.cache_clear()
 
-    def properties(device):
+    def properties(device=None):
         torch._dynamo.graph_break()  # where the compiler looks inside
-        return Properties
+        return Properties(device)
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
 
