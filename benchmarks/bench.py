@@ -8,8 +8,9 @@
 Rivals: eager torch, torch.compile of the plain operator, torch's own fused operator where there is one, and, where they
 can be imported, quack, cut_cross_entropy, TRL's functions of a head (--trl DIR or TRL_DIR: an unpacked wheel of TRL
 1.16, of which these need torch and transformers alone), verl's and VeOmni's losses on few classes (--verl, --veomni,
-VERL_DIR, VEOMNI_DIR: unpacked wheels, which need torch alone) and liger_kernel with Triton (--triton-liger DIR: a
-folder that holds that package, which has our name). Of activate F.silu is one, torch's own operator of one tensor,
+VERL_DIR, VEOMNI_DIR: unpacked wheels, which need torch alone), mamba-ssm's scan (--mamba-ssm, MAMBA_SSM_DIR: its
+unpacked sources, of which that is written in Triton) and liger_kernel with Triton (--triton-liger DIR: a folder that
+holds that package, which has our name). Of activate F.silu is one, torch's own operator of one tensor,
 whatever the activation. scaled_matmul rounds its rows and multiplies them; _scaled_mm and _int_mm get them rounded.
 
 Per shape and rival, forward / forward and backward:
@@ -45,6 +46,7 @@ from byte_products import PRODUCTS  # noqa: E402
 from cases import all_cases  # noqa: E402
 from liger_kernel.measure.machine import commit, processor, version_of  # noqa: E402
 from loss_cases import LOSSES  # noqa: E402
+from mamba_scan import SCANS  # noqa: E402
 from rivals import LIBRARIES, libraries  # noqa: E402
 
 MODES = ("forward", "forward+backward")
@@ -383,7 +385,7 @@ def save(rows, args):
 
 
 def main():
-    cases = {name: case for name, case in (all_cases() | LOSSES | PRODUCTS).items() if case.bench}
+    cases = {name: case for name, case in (all_cases() | LOSSES | PRODUCTS | SCANS).items() if case.bench}
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--op", help=f"operators, separated by commas: {', '.join(cases)}")
     p.add_argument("--shape", help="one shape, numbers separated by commas, instead of the case's")
@@ -393,8 +395,8 @@ def main():
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--rivals", help="only these, separated by commas: torch, compile, ...")
     p.add_argument("--triton-liger", help="the folder of a liger_kernel with Triton")
-    for package, name in dict(trl="TRL", verl="verl", veomni="VeOmni").items():
-        variable = f"{package.upper()}_DIR"
+    for package, name in {"trl": "TRL", "verl": "verl", "veomni": "VeOmni", "mamba-ssm": "mamba-ssm"}.items():
+        variable = f"{package.upper().replace('-', '_')}_DIR"
         p.add_argument(
             f"--{package}",
             default=os.environ.get(variable),

@@ -188,6 +188,21 @@ def veomni_topk_divergence(loss, tensors, options):
     return (loss(hidden, weight, target, ids, teacher, 1024, IGNORE, target, options.get("temperature", 1.0))[2],)
 
 
+def mamba_scan(folder):
+    """mamba-ssm's scan, which is written in Triton, without its package's import, which asks for compiled kernels."""
+    module = sys.modules["mamba_ssm"] = types.ModuleType("mamba_ssm")
+    module.__path__ = [os.path.join(folder, "mamba_ssm")]
+    return importlib.import_module("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
+
+
+def mamba2_scan(scan, tensors, options):
+    x, dt, A, B, C, dt_bias, starts = tensors
+    chunk = 128  # of Nemotron-H's configuration
+    return scan(
+        x, dt, A, B, C, chunk, dt_bias=dt_bias, dt_softplus=True, seq_idx=None if starts is None else starts.int()
+    )
+
+
 def assert_truncated(options):
     assert options.get("tail", "bucket") == "drop" and options.get("beta", 0.0) == 0, "it has one loss, without a tail"
 
@@ -236,6 +251,7 @@ LIBRARIES = {
     "verl": {"linear_topk_divergence": verl_topk_divergence},
     "verl chunked": {"linear_topk_divergence": verl_topk_divergence},
     "veomni": {"linear_topk_divergence": veomni_topk_divergence},
+    "mamba-ssm": {"mamba2_scan": mamba2_scan},
     "liger (Triton)": {
         **{name: triton_loss(name) for name in LOSSES},
         "rms_norm": lambda f, t, o: f.liger_rms_norm(*t, 1e-6, in_place=False),
@@ -267,6 +283,7 @@ def libraries(args):
         "verl": ("verl", lambda folder: verl_topk_loss(folder, False)),
         "verl chunked": ("verl", lambda folder: verl_topk_loss(folder, True)),
         "veomni": ("veomni", veomni_topk_loss),
+        "mamba-ssm": ("mamba_ssm", mamba_scan),
     }
     for rival, (package, make) in makers.items():
         installed = importlib.util.find_spec(package)

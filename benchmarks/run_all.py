@@ -17,8 +17,8 @@ With --deadline, nothing begins that would not end before, and what still runs t
 known from the last time, at whatever commit; until then it is its limit. Scripts that keep each row as it comes begin
 all the same, and go on the next time.
 
-Without --triton-liger, --trl, --verl or --veomni (folders of unpacked wheels) these rivals are left out, and what needs
-them is skipped.
+Without --triton-liger, --trl, --verl, --veomni or --mamba-ssm (folders of unpacked wheels, or of sources) these rivals
+are left out, and what needs them is skipped.
 """
 
 import argparse
@@ -40,16 +40,17 @@ from scheduler import ENDING, Machine, Part, call, read
 
 FOLDER = Path(__file__).parent
 MINUTES = 60
-RIVALS = ("triton-liger", "trl", "verl", "veomni")
+RIVALS = ("triton-liger", "trl", "verl", "veomni", "mamba-ssm")
 #: Operators that have a file of their own; operators.json has the others.
 EXPERTS = (
     "fused_experts,gated_rms_norm,xielu,attention_residuals,causal_softmax,gated_packed,mhc_pre,mhc_coefficients,"
     "mhc_post_res,neighborhood_attention,route,expert_load"
 )
 FEW_CLASSES = "class_logits,linear_multi_head,linear_topk_divergence"
-MIXERS = "causal_conv1d,gated_delta_rule,channel_delta_rule,delta_gates,channel_gates"
+MIXERS = "causal_conv1d,delta_gates,channel_gates"
+RECURRENCES = "gated_delta_rule,channel_delta_rule"
 QK = "qk_norm_rope"
-APART = {QK, *EXPERTS.split(","), *FEW_CLASSES.split(","), *MIXERS.split(",")} - {"fused_experts"}
+APART = {QK, *",".join((EXPERTS, FEW_CLASSES, MIXERS, RECURRENCES)).split(",")} - {"fused_experts"}
 OTHERS = "{others}"  # the operators that are not in APART; on a CPU all
 
 
@@ -188,7 +189,11 @@ RUNS = {
     "topk-tools": Run("topk-tools-{card}.json", BENCH, (f"--op {FEW_CLASSES} {{verl}} {{veomni}}",), 10,
         f"{TINY_BENCH} class_logits --shape 33,16,101"),
     "qk": Run("qk-{card}.json", BENCH, (f"--op {QK}",), 10, f"{TINY_BENCH} {QK} --shape 1,2,3,64"),
-    "mixers": Run("mixers-{card}.json", BENCH, (f"--op {MIXERS}",), 10, f"{TINY_BENCH} causal_conv1d --shape 2,8,21"),
+    "mixers": Run("mixers-{card}.json", BENCH, (
+        f"--op {MIXERS}",
+        # torch.compile unrolls the loops over chunks, for minutes.
+        f"--op {RECURRENCES},mamba2_scan --rivals torch,mamba-ssm {{mamba-ssm}}",
+    ), 10, f"{TINY_BENCH} causal_conv1d --shape 2,8,21"),
     "replacements": Run("replacements-{card}.json", "benchmarks/replacements.py", ("{trl}",), 5, needs=("trl",)),
     "trl": Run("trl-{card}.json", TRL, tuple(
         f"{options} --arms plain,triton,ours {{triton-liger}} {{trl}}"

@@ -206,7 +206,10 @@ def test_the_operators_of_bench_are_parts(monkeypatch):
     (run, *_) = [*run_all.parts_of(run_all.RUNS["operators"], "operators", args)]
     assert re.match(r"--op \w+ \{", run.arguments)
     made = [part.arguments for part in run_all.parts_of(run_all.RUNS["mixers"], "mixers", args)]
-    assert made == [f"--op {name}" for name in run_all.MIXERS.split(",")]
+    recurrences = [*run_all.RECURRENCES.split(","), "mamba2_scan"]
+    assert made == [f"--op {name}" for name in run_all.MIXERS.split(",")] + [
+        f"--op {name} --rivals torch,mamba-ssm {{mamba-ssm}}" for name in recurrences
+    ]
 
 
 def test_a_limit_of_time():
@@ -245,7 +248,7 @@ def test_every_operator_is_in_a_run():
     from loss_cases import LOSSES
 
     timed = {name for name, case in (all_cases() | LOSSES).items() if case.bench}
-    groups = run_all.EXPERTS, run_all.FEW_CLASSES, run_all.MIXERS, run_all.QK
+    groups = run_all.EXPERTS, run_all.FEW_CLASSES, run_all.MIXERS, run_all.RECURRENCES, run_all.QK
     listed = {name for group in groups for name in group.split(",")}
     assert listed | {*run_all.others("cuda").split(",")} == timed and run_all.APART <= timed
     assert {*run_all.others("cpu").split(",")} == timed
