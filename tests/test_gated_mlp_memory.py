@@ -65,7 +65,7 @@ def test_backward(device, format):
     for one, two, three in zip(first, second, third):
         assert torch.equal(one, two) and torch.equal(one, three)
     assert kept - last >= 1.9 * WIDE
-    if format is None or rounds(device, torch.bfloat16):
+    if format is None or rounds(device, torch.bfloat16, format):
         # The product, which its gradient overwrites. With it first dy in eight bits and the transposed last weight, or
         # in 16 bits nothing, and then dx.
         assert last <= WIDE + max(NARROW, (NARROW // 2 + INTO * INNER) * (format is not None)) + SMALL
@@ -77,7 +77,7 @@ def test_backward(device, format):
 @pytest.mark.parametrize("format", LARGEST)
 def test_forward(device, format):
     """Beside gate and up, which backward reads, a quarter of their product is held in 16 bits, and all in eight."""
-    if not rounds(device, torch.bfloat16):
+    if not rounds(device, torch.bfloat16, format):
         pytest.skip("the weights are dequantised")
     _, _, call = inputs(format, device)
     call()
