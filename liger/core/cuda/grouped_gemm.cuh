@@ -9,9 +9,6 @@ namespace liger::cuda::grouped_gemm {
 // A block has a tile of 128 x 256 sums at a time, two warpgroups 64 x 256 each, and a third one copies operands to a
 // ring of stages ahead of them, those of the block's next tile too. One block per multiprocessor.
 constexpr int kRows = 128, kColumns = 256, kDepth = 64, kStages = 4, kThreads = 384, kProducer = 2;
-// Tiles of neighbouring blocks share operands in the L2 cache: so many tiles along the rows of sums, then the next
-// along the columns.
-constexpr int kPanel = 16;
 
 /// The sums of a tile: the first operand has its rows, the second one its columns.
 struct Task {
@@ -173,10 +170,8 @@ struct Tiles {
       else end = middle;
     }
     tile -= before[group] * row_tiles;
-    const int columns = before[group + 1] - before[group], panel = tile / (columns * kPanel);
-    tile -= panel * columns * kPanel;
-    const int width = min(kPanel, row_tiles - panel * kPanel);
-    return work.task(group, panel * kPanel + tile % width, tile / width);
+    const TileAt at = tile_at(tile, row_tiles, before[group + 1] - before[group]);
+    return work.task(group, at.row, at.column);
   }
 };
 

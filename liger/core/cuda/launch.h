@@ -50,15 +50,26 @@ inline int shared_bytes() { return attribute<cudaDevAttrMaxSharedMemoryPerMultip
 inline int shared_bytes_of_block() { return attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() - 3072; }
 inline bool has_clusters() { return kHasClusters && attribute<cudaDevAttrComputeCapabilityMajor>() >= 9; }
 
+/// The bytes of static shared memory of a kernel's code for the current device, by which it tells what it was compiled
+/// for; -1 where it has no code for that. `known` is the kernel's own, so that it is asked once per device.
+inline int shared_bytes_of(void (*kernel)(), int (&known)[kMaxDevices]) {
+  int& value = known[current_device()];  // 0: not asked; less than 0: no code; else one more than the bytes
+  if (value == 0) {
+    cudaFuncAttributes of{};
+    const bool found = cudaFuncGetAttributes(&of, kernel) == cudaSuccess;
+    if (!found) (void)cudaGetLastError();  // which a later launch would report as its own
+    value = found ? int(of.sharedSizeBytes) + 1 : -1;
+  }
+  return value < 0 ? -1 : value - 1;
+}
+
 template <int>
 __global__ void nothing_kernel() {}
 
 /// Whether the current device is of an architecture that kernels were compiled for, or can compile their PTX.
 inline bool has_code() {
-  cudaFuncAttributes of;
-  const bool found = cudaFuncGetAttributes(&of, nothing_kernel<0>) == cudaSuccess;
-  if (!found) (void)cudaGetLastError();  // which a later launch would report as its own
-  return found;
+  static int known[kMaxDevices];
+  return shared_bytes_of(nothing_kernel<0>, known) >= 0;
 }
 
 inline constexpr int kByteMmaMarks = 16;
@@ -78,11 +89,10 @@ __global__ void has_byte_mma_kernel() {
 /// were compiled for that: integers from compute capability 8.0 on, floats (E4M3) from 8.9 on, and both on 12. On 9 and
 /// 10 that rate is reached by other instructions (wgmma, tcgen05).
 inline bool has_byte_mma(bool floats) {
-  const int major = attribute<cudaDevAttrComputeCapabilityMajor>();
-  cudaFuncAttributes of{};
-  const bool found = cudaFuncGetAttributes(&of, has_byte_mma_kernel<0>) == cudaSuccess;
-  if (!found) (void)cudaGetLastError();
-  return found && (major == 8 || major == 12) && of.sharedSizeBytes >= (floats ? kByteMmaMarks * sizeof(int) : 1);
+  static int known[kMaxDevices];
+  const int major = attribute<cudaDevAttrComputeCapabilityMajor>(),
+            marked = shared_bytes_of(has_byte_mma_kernel<0>, known);
+  return (major == 8 || major == 12) && marked >= (floats ? kByteMmaMarks * int(sizeof(int)) : 1);
 }
 
 /// How many clusters of so many blocks run at once, one block a multiprocessor: a cluster must fit into a part of the

@@ -67,7 +67,9 @@ __device__ void multiply_bytes(Sum (&sum)[4], const unsigned (&a)[4], unsigned b
 #endif
 }
 
-/// The same for 16-bit numbers, two to a word: a 16 x 16 and a 16 x 8 matrix.
+/// The same for 16-bit numbers, two in a word: a 16 x 16 and a 16 x 8 matrix. A lane has
+///   a     rows group and group + 8 in k = 2 quad, 2 quad + 1, then the same at k + 8
+///   b     column group at the same k
 template <class T>
 __device__ void multiply_numbers(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
 #if __CUDA_ARCH__ >= 800

@@ -28,13 +28,7 @@ __device__ void write_pair(float low, float high, bfloat16* to, int64_t plane) {
   for (int t = 0; t < kTerms; ++t) *reinterpret_cast<unsigned*>(to + t * plane) = terms[t];
 }
 
-/// The tensor core's product of a 16 x 16 and a 16 x 8 matrix, added to sum [16 x 8]. With
-///   group = lane / 4
-///   quad  = lane % 4
-/// a lane has
-///   a     rows group and group + 8 in k = 2 quad, 2 quad + 1, then the same at k + 8
-///   b     column group at the same k
-///   sum   row group in columns 2 quad and 2 quad + 1, then row group + 8
+/// The tensor core's product of a 16 x 16 and a 16 x 8 matrix, added to sum (mma.cuh).
 __device__ inline void multiply_add(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
   multiply_numbers<bfloat16>(sum, a, b0, b1);
 }

@@ -6,6 +6,19 @@
 
 namespace liger::cuda {
 
+/// Where a tile is, counted in tiles.
+struct TileAt {
+  int row, column;
+};
+/// Tiles of neighbouring blocks share operands in the L2 cache: 16 tiles along the rows, then those of the next column,
+/// and so on.
+__device__ inline TileAt tile_at(int tile, int row_tiles, int column_tiles) {
+  constexpr int kPanel = 16;
+  const int panel = tile / (column_tiles * kPanel), in_panel = tile - panel * column_tiles * kPanel,
+            width = min(kPanel, row_tiles - panel * kPanel);
+  return {panel * kPanel + in_panel % width, in_panel / width};
+}
+
 /// Where in a ring of stages a warp is.
 template <int kStages>
 struct RingStage {

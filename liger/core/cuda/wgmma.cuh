@@ -18,15 +18,8 @@ __global__ void has_wgmma_kernel() {
 
 /// Whether the current device is a Hopper and these kernels were compiled for 9.0a: without the "a" there is no wgmma.
 inline bool has_wgmma() {
-  static int known[kMaxDevices];  // 0: not asked
-  int& value = known[current_device()];
-  if (value == 0) {
-    cudaFuncAttributes of{};
-    const bool found = cudaFuncGetAttributes(&of, has_wgmma_kernel<0>) == cudaSuccess;
-    if (!found) (void)cudaGetLastError();
-    value = found && of.sharedSizeBytes > 0 ? 1 : -1;
-  }
-  return value > 0;
+  static int known[kMaxDevices];
+  return shared_bytes_of(has_wgmma_kernel<0>, known) > 0;
 }
 
 /// Where the tiles of a 16-bit operand lie in shared memory, from a multiple of 1024 bytes on: rows of 64 numbers (128

@@ -10,8 +10,6 @@ namespace {
 // one multiplies while the other stores.
 constexpr int kSide = 128, kBytes = 64, kChunks = kBytes / 16, kStages = 3, kThreads = 256;
 constexpr int kWarpRows = 64, kWarpColumns = 32;
-// Neighbouring blocks share operands in the L2 cache: so many tiles along the rows, then the next along the columns.
-constexpr int kPanel = 16;
 
 /// Chunk c of 16 bytes of a row lies at c ^ row / 2 % 4, so that eight rows are read without conflicts.
 struct Rows {
@@ -58,10 +56,9 @@ __global__ void __launch_bounds__(kThreads, 2) scaled_matmul_kernel(ScaledMatmul
   await_previous();
   using Sum = std::conditional_t<kFormat == EightBit::Int8, int, float>;
   Stage* stages = shared_memory<Stage>();
-  const int64_t row_tiles = ceil_div(m.rows, int64_t(kSide)), column_tiles = ceil_div(m.cols, int64_t(kSide)),
-                panel = blockIdx.x / (column_tiles * kPanel), tile = blockIdx.x - panel * column_tiles * kPanel,
-                width = min(int64_t(kPanel), row_tiles - panel * kPanel),
-                first_row = (panel * kPanel + tile % width) * kSide, first_column = tile / width * kSide;
+  const TileAt at =
+      tile_at(int(blockIdx.x), int(ceil_div(m.rows, int64_t(kSide))), int(ceil_div(m.cols, int64_t(kSide))));
+  const int64_t first_row = at.row * int64_t(kSide), first_column = at.column * int64_t(kSide);
   const int steps = int(ceil_div(m.depth, int64_t(kBytes))), all = steps + int(ceil_div(m.rank * 2, int64_t(kBytes)));
   const auto copy = [&](int step) {
     if (step < all) {
@@ -103,18 +100,13 @@ __global__ void __launch_bounds__(kThreads, 2) scaled_matmul_kernel(ScaledMatmul
     }
 #pragma unroll
   for (int u = 0; u < 4; ++u) {
-    const int64_t c = first_column + column + 8 * u + 2 * quad;
-    float2 w = {1, 1}, bias = {};
-    if (c < m.cols) {
-      if (m.w_scale) w = {m.w_scale[c], m.w_scale[c + 1]};
-      if (m.bias) bias = to_floats<T>(*reinterpret_cast<const unsigned*>(static_cast<const T*>(m.bias) + c));
-    }
+    const float4 of = columns_of<T>(m.w_scale, m.bias, m.cols, first_column + column + 8 * u + 2 * quad);
 #pragma unroll
     for (int t = 0; t < 4; ++t)
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         results[t][u][i] =
-            float(sums[t][u][i]) * (scales[t][i / 2] * (i % 2 ? w.y : w.x)) + (i % 2 ? bias.y : bias.x) * inverse;
+            float(sums[t][u][i]) * (scales[t][i / 2] * (i % 2 ? of.y : of.x)) + (i % 2 ? of.w : of.z) * inverse;
   }
   for (int step = steps; step < all; ++step)
     for_products(
@@ -146,17 +138,12 @@ __global__ void __launch_bounds__(kThreads, 2) scaled_matmul_kernel(ScaledMatmul
   }
 }
 
-void run(ScaledMatmul m, Stream s) {
+void run(const ScaledMatmul& m, Stream s) {
   static_assert(kWarpRows * kWarpColumns * 2 * kThreads / 32 <= int(sizeof(Stage)) * kStages);
-  if (m.factor == 0) m.rank = 0;
   const int64_t tiles = ceil_div(m.rows, int64_t(kSide)) * ceil_div(m.cols, int64_t(kSide));
-  const auto start = [&]<class T, EightBit kFormat>() {
+  dispatch(m, [&]<class T, EightBit kFormat>() {
     launch(scaled_matmul_kernel<T, kFormat>,
            {.blocks = tiles, .threads = kThreads, .shared_bytes = kStages * int(sizeof(Stage))}, s, m);
-  };
-  dispatch16(m.dtype, [&]<class T>() {
-    m.format == EightBit::Int8 ? start.template operator()<T, EightBit::Int8>()
-                               : start.template operator()<T, EightBit::E4M3>();
   });
 }
 
@@ -165,8 +152,10 @@ void run(ScaledMatmul m, Stream s) {
 LIGER_REGISTER(has_scaled_matmul, [](const HasScaledMatmul& a, Stream) {
   *a.yes = has_wgmma() || has_byte_mma(a.format == EightBit::E4M3);
 });
-LIGER_REGISTER(scaled_matmul, [](const ScaledMatmul& a, Stream s) {
-  if (a.rows == 0 || a.cols == 0) return;
+LIGER_REGISTER(scaled_matmul, [](const ScaledMatmul& given, Stream s) {
+  if (given.rows == 0 || given.cols == 0) return;
+  ScaledMatmul a = given;
+  if (a.factor == 0) a.rank = 0;
   if (has_wgmma()) scaled_matmul_hopper::run(a, s);
   else run(a, s);
 });

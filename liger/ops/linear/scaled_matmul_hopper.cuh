@@ -1,8 +1,7 @@
 #pragma once
 // Products of 8-bit rows on Hopper's warpgroups.
-#include "liger/core/cuda/dispatch.h"
 #include "liger/core/cuda/tiles.cuh"
-#include "liger/ops/linear/eight_bit.h"
+#include "liger/ops/linear/scaled_matmul.cuh"
 
 namespace liger::cuda::scaled_matmul_hopper {
 
@@ -11,8 +10,6 @@ namespace liger::cuda::scaled_matmul_hopper {
 // row of x and w, or of low and b. Results leave by boxes of 64 x 64, while the next tile begins. One block per
 // multiprocessor.
 constexpr int kRows = 128, kColumns = 256, kBytes = 128, kStages = 4, kThreads = 384, kProducer = 2, kBox = 64;
-// Neighbouring blocks share operands in the L2 cache: so many tiles along the rows, then the next along the columns.
-constexpr int kPanel = 16;
 
 /// Where a tile begins.
 struct Tile {
@@ -32,10 +29,8 @@ struct Matmul {
   __device__ int low_steps() const { return ceil_div(rank, kBytes / 2); }
 
   __device__ Tile tile(int tile) const {
-    const int column_tiles = ceil_div(cols, kColumns), panel = tile / (column_tiles * kPanel);
-    tile -= panel * column_tiles * kPanel;
-    const int width = min(kPanel, row_tiles() - panel * kPanel);
-    return {(panel * kPanel + tile % width) * kRows, tile / width * kColumns};
+    const TileAt at = tile_at(tile, row_tiles(), ceil_div(cols, kColumns));
+    return {at.row * kRows, at.column * kColumns};
   }
 };
 
@@ -81,17 +76,6 @@ __device__ void for_stages(Shared& shared, Stage& stage, int steps, int group, F
   }
   await_products<false>();
   if (previous >= 0 && arrives) shared.empty[previous].arrive();
-}
-
-/// What two neighbouring columns of the result are made with: scale x, y and bias z, w.
-template <class T>
-__device__ float4 columns_of(const Matmul& m, int column) {
-  float2 w = {1, 1}, bias = {};
-  if (column < m.cols) {
-    if (m.w_scale) w = {m.w_scale[column], m.w_scale[column + 1]};
-    if (m.bias) bias = to_floats<T>(*reinterpret_cast<const unsigned*>(static_cast<const T*>(m.bias) + column));
-  }
-  return {w.x, w.y, bias.x, bias.y};
 }
 
 /// Rows 16 warp + group and that + 8, whose scales are `first` and `second`, columns 8 c + 2 quad and the next, as
@@ -159,7 +143,7 @@ __global__ void __launch_bounds__(kThreads, 1) scaled_matmul_kernel(const __grid
   for (int tile = blockIdx.x; tile < m.tiles(); tile += gridDim.x) {
     const Tile begin = m.tile(tile);
     // Loaded ahead of the products, which take the time that memory needs.
-    const float4 mine = columns_of<T>(m, begin.column + 2 * thread);
+    const float4 mine = scaled_matmul_::columns_of<T>(m.w_scale, m.bias, m.cols, begin.column + 2 * thread);
     const float first = begin.row + row < m.rows ? m.x_scale[begin.row + row] : 0,
                 second = begin.row + row + 8 < m.rows ? m.x_scale[begin.row + row + 8] : 0;
     Sum sums[32][4] = {};
@@ -193,9 +177,8 @@ inline void run(const ScaledMatmul& a, Stream s) {
   const auto bytes = [&](const uint8_t* of, int64_t rows, int box_rows) {
     return tensor_map(a.dtype, of, {a.depth / 2, rows, 1}, {a.depth / 2, a.depth / 2}, box_rows);
   };
-  const bool adapter = a.rank > 0 && a.factor != 0;
   const auto adapted = [&](const void* of, int64_t rows, int64_t stride, int box_rows) {
-    return adapter ? tensor_map(a.dtype, of, {a.rank, rows, 1}, {stride, stride}, box_rows) : TensorMap();
+    return a.rank > 0 ? tensor_map(a.dtype, of, {a.rank, rows, 1}, {stride, stride}, box_rows) : TensorMap();
   };
   const Matmul m{.x = bytes(a.x, a.rows, kRows),
                  .w = bytes(a.w, a.cols, kColumns),
@@ -208,17 +191,13 @@ inline void run(const ScaledMatmul& a, Stream s) {
                  .rows = int(a.rows),
                  .cols = int(a.cols),
                  .depth = int(a.depth),
-                 .rank = adapter ? int(a.rank) : 0,
+                 .rank = int(a.rank),
                  .factor = a.factor};
-  const auto start = [&]<class T, EightBit kFormat>() {
+  scaled_matmul_::dispatch(a, [&]<class T, EightBit kFormat>() {
     static_assert(sizeof(Shared) <= 227 * 1024);
     launch(scaled_matmul_kernel<T, kFormat>,
            {.blocks = multiprocessors(current_device()), .threads = kThreads, .shared_bytes = int(sizeof(Shared))}, s,
            m);
-  };
-  dispatch16(a.dtype, [&]<class T>() {
-    a.format == EightBit::Int8 ? start.template operator()<T, EightBit::Int8>()
-                               : start.template operator()<T, EightBit::E4M3>();
   });
 }
 

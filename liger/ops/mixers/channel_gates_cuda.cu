@@ -73,8 +73,8 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(ChannelGatesForward a
   }
 }
 
-/// Also the partial sums of the block's rows: each thread those of its own, which the threads of the first row add up
-/// for their channels, and all threads for the head.
+/// Also makes the block's partial sums. Each thread sums its rows; the threads of the first row add these sums per
+/// channel, and all threads add theirs for the head.
 template <class T, class G, int kWidth>
 __global__ void __launch_bounds__(kThreads, 3) backward_kernel(ChannelGatesBackward a, Tiles<kWidth> tiles) {
   await_previous();
