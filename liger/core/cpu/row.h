@@ -161,6 +161,8 @@ struct Math {
   static Vec tanh(const Vec& x) { return x.tanh(); }
   static Vec erf(const Vec& x) { return x.erf(); }
   static Vec div(const Vec& a, const Vec& b) { return a / b; }
+  static Vec div_ordinary(const Vec& a, const Vec& b) { return a / b; }
+  static Vec abs(const Vec& x) { return x.abs(); }
   /// a · b, which the compiler cannot merge with what is added to it.
   static Vec rounded_product(const Vec& a, const Vec& b) { return at::vec::fmadd(a, b, Vec(-0.f)); }
   static Vec fma(const Vec& a, const Vec& b, const Vec& c) { return at::vec::fmadd(a, b, c); }

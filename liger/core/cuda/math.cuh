@@ -50,6 +50,9 @@ struct Math {
   }
   static __device__ float log(float x) { return kFast ? log_approx(x) : logf(x); }
   static __device__ float div(float a, float b) { return kFast ? __fdividef(a, b) : a / b; }
+  /// a / b for 2^-126 <= |b| <= 2^126, within 2 units in the last place.
+  static __device__ float div_ordinary(float a, float b) { return __fdividef(a, b); }
+  static __device__ float abs(float x) { return fabsf(x); }
   /// As torch's: NaN if a is; fmaxf would drop it.
   static __device__ float max(float a, float b) { return a >= b || a != a ? a : b; }
   /// a · b, never part of a fused multiply-add.

@@ -52,7 +52,7 @@ struct ChannelGate {
   LIGER_HD V value(V x) const {
     if (!bounded) return V(0) - rate * Softplus<M, V>(x).value;
     const V z = rate * x, e = small(z);
-    return low * M::div(M::if_positive(z, V(1), e), V(1) + e);
+    return low * M::div_ordinary(M::if_positive(z, V(1), e), V(1) + e);
   }
 
   struct Slopes {
@@ -63,13 +63,13 @@ struct ChannelGate {
       const Softplus<M, V> of(x);
       return {V(0) - rate * of.slope, V(0) - rate * of.value};
     }
-    const V e = small(rate * x), t = M::div(V(1), V(1) + e), by_x = low * rate * (e * t * t);
+    const V e = small(rate * x), t = M::div_ordinary(V(1), V(1) + e), by_x = low * rate * (e * t * t);
     return {by_x, by_x * x};
   }
 
  private:
   /// exp(−|z|).
-  static LIGER_HD V small(V z) { return M::exp(V(0) - M::max(z, V(0) - z)); }
+  static LIGER_HD V small(V z) { return M::exp(V(0) - M::abs(z)); }
 };
 
 }  // namespace liger
