@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import TOLERANCE, assert_close, batch, make, run
 from liger_kernel.transformers.patching import packed
+from liger_kernel.transformers.patching.attention import is_tracing
 from torch import nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -208,3 +209,15 @@ def test_on_a_gpu(family, patched, calls):
     assert far[1] <= 2 * far[0]
     losses = [(output.loss.float() - runs[0][0].loss).abs().item() for output, _ in runs[1:]]
     assert losses[1] <= 2 * losses[0] + 2.0**-8 * runs[0][0].loss.item()
+
+
+def test_a_process_that_cannot_start_cuda(monkeypatch):
+    """A fork of a process that has started CUDA has a GPU, and every question about its streams raises."""
+
+    def refuse():
+        raise RuntimeError("CUDA error: initialization error")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", refuse)
+    assert not is_tracing()

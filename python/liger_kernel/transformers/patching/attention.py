@@ -53,7 +53,7 @@ _is_packed_sequence = modeling_flash_attention_utils._is_packed_sequence
 
 def is_tracing() -> bool:
     """Whether the values of tensors cannot be read."""
-    return torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    return torch.compiler.is_compiling() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 class Causal(NamedTuple):
