@@ -113,7 +113,8 @@ RUNS = {
     ), 10, TINY_LORA),
     "lora-base": Run("lora-base-{card}.json", LORA, tuple(
         f"--models {model} --checkpointing {kept} --arms ours,ours+int8,ours+fp8"
-        for model in ("llama-8b", "llama-1b") for kept in ("on", "off")
+        for model, *every in (("llama-8b", "on", "off"), ("llama-1b", "on", "off"), ("qwen3-moe-4b", "on"))
+        for kept in every
     ), 8, TINY_LORA + ",ours+int8"),
     "lora-plan": Run("lora-plan-{card}.json", LORA, tuple(
         f"--models {model} --checkpointing off --budget 70GiB --arms plain,triton,ours,ours+plan {{triton-liger}}"

@@ -227,6 +227,12 @@ struct ExpertsAdapters {
   std::optional<at::Tensor> gate_up_a, gate_up_b, down_a, down_b;
 };
 
+/// Scales of frozen matrices in 8 bits, one per row of each expert: float [experts, 2 width] and [experts, n], with
+/// transposed weights [experts, n] and [experts, width].
+struct ExpertsScales {
+  std::optional<at::Tensor> gate_up, down;
+};
+
 /// A mixture of experts (Shazeer et al. 2017, arXiv:1701.06538), whose expert e is a gated MLP:
 ///   y[t]   = Σ_k weights[t, k] · E_e(x[t])
 ///   e      = index[t, k]
@@ -238,13 +244,17 @@ struct ExpertsAdapters {
 /// read on the host, and a graph can capture it; otherwise the counts of tokens are. Tokens are multiplied by the
 /// matrices of adapters: no weight is changed or copied, and a frozen one has no gradient.
 ///
+/// With a scale, gate_up or down is numbers · scale: int8, or uint8 with the bits of E4M3 floats. Each pass rounds it
+/// to x's dtype. It has no gradient.
+///
 /// most_rows bounds what forward and backward allocate by the number of pairs (t, k) that have an expert, where that is
 /// known to be below tokens · k, as under expert parallelism. No pair is ever dropped: where more have an expert, it is
 /// an error, on CUDA a device assertion that the next synchronisation reports, with its message printed.
 at::Tensor fused_experts(const at::Tensor& x, const at::Tensor& gate_up, const at::Tensor& down,
                          const at::Tensor& index, const at::Tensor& weights, const ExpertsOptions& options = {},
                          const std::optional<at::Tensor>& gate_up_bias = {},
-                         const std::optional<at::Tensor>& down_bias = {}, const ExpertsAdapters& adapters = {});
+                         const std::optional<at::Tensor>& down_bias = {}, const ExpertsAdapters& adapters = {},
+                         const ExpertsScales& scales = {});
 
 /// Rotary position embedding (Su et al. 2021, arXiv:2104.09864) of q [batch, heads, seq, dim] and k [batch, k_heads,
 /// seq, dim], with any strides. cos, sin [seq, d], [1, seq, d] or [batch, seq, d]: the leading rotary_dim columns of a

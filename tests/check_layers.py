@@ -68,7 +68,7 @@ WINGS = (
 #: each other. An __init__.py counts as the package that it is; what it imports by name (importlib) when it is asked for
 #: a name does not count, and neither does that Python runs it before the package's modules.
 FLOORS = (
-    r"_installed",
+    r"_installed|_variant",
     r"liger_kernel|_library|_recompute|_memory(\..*)?|_dtensor|_build|utils|memory|graphs|_lazy",
     # the families of operators, which the two packages of public names hand on
     r"operators(\..*)?|optim|_quantise|_?routing(\..*)?|_invariance(\.(products|audit))?",

@@ -42,8 +42,8 @@ def patch(
         memory_budget: bytes, or a text such as "70GiB", "90%" or "auto": layers keep for backward what fits into it
             (liger_kernel.memory.plan_later).
         cuda_graphs: run forward and backward as CUDA graphs (liger_kernel.graphs.capture_model).
-        base: "int8" or "fp8": the frozen linear layers are put into eight bits before (liger_kernel.quantise), which
-            is not exact, and which undo() leaves.
+        base: "int8" or "fp8": the frozen linear layers and experts are put into eight bits before
+            (liger_kernel.quantise), which is not exact, and which undo() leaves.
         switches: parts to replace, or not: rope, rms_norm, layer_norm, swiglu, geglu, router, layers, masks, lora,
             cross_entropy, fused_linear_cross_entropy, ... A switch that the family does not have has no effect, with a
             warning if it is on. With by_source=False, only families with a row are patched.

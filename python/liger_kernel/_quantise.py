@@ -1,5 +1,6 @@
-"""`liger_kernel.quantise`: the frozen linear layers of a model in eight bits."""
+"""`liger_kernel.quantise`: the frozen linear layers and experts of a model in eight bits."""
 
+import itertools
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -9,17 +10,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from liger_kernel.operators.coverage import is_dense
 from liger_kernel.operators.eight_bit import FORMATS, LigerLinear8bit, dtype_of, whole_weight
+from liger_kernel.operators.eight_bit_experts import in_eight_bits, put_into_eight_bits
 
 #: Linear layers of others that hold eight bits, by the names of their classes.
 _EIGHT_BIT = ("Linear8bitLt", "FP8Linear", "CompressedLinear")
+#: Parameters of a mixture that have a matrix of each expert.
+_EXPERTS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 _ROWS = 256  # of a layer's input, by which its error is measured
 
 
 @dataclass(frozen=True)
 class QuantisedLayers:
-    """Layers of one name: how many, the relative error of their products with 256 rows, mean and largest, and the bytes
-    of their weights before and now."""
+    """Layers of one name, or weights of experts: how many, the relative error of their products with 256 rows, mean and
+    largest, and the bytes of their weights before and now."""
 
     name: str
     count: int
@@ -35,10 +40,12 @@ class Quantised:
 
     format: str
     layers: list[QuantisedLayers]
-    kept: dict[str, str]  # why a linear layer was left as it is, by its name
+    kept: dict[str, str]  # why a linear layer, or a weight of experts, was left as it is, by its name
 
     def __str__(self) -> str:
-        lines = [f"{self.format}: {sum(row.count for row in self.layers)} linear layers"]
+        experts = sum(row.count for row in self.layers if row.name.startswith("experts."))
+        count = sum(row.count for row in self.layers) - experts
+        lines = [f"{self.format}: {count} linear layers" + (f", {experts} weights of experts" if experts else "")]
         lines += [
             f"  {row.name} ({row.count})  error {row.error:.2%}, at most {row.worst:.2%}"
             f"  {row.before / 2**20:,.0f} -> {row.after / 2**20:,.0f} MiB"
@@ -72,6 +79,9 @@ def quantise(
     8.9 on), 9.0 and 12.x forward and backward multiply 8-bit numbers; elsewhere only the memory is saved. Layers are
     replaced by LigerLinear8bit, whose weight is frozen.
 
+    Experts of a mixture whose weights are parameters, as in transformers 5, keep their module, whose parameters become
+    bytes with scales beside them; each pass rounds these to the model's dtype, on every device. Their memory is halved.
+
     Layers that are in eight bits already are taken over: those of bitsandbytes' int8 and of checkpoints in fp8 with a
     scale per row with the bytes that they have, those with a scale per block rounded again.
 
@@ -81,23 +91,26 @@ def quantise(
     Args:
         model: any module, PEFT's wrapper of one too.
         format: "int8", or "fp8": floats with 4 bits of exponent (E4M3). Each row of a weight has a scale.
-        skip: names of layers to keep, whole or their last parts: "down_proj", "layers.0.mlp.down_proj".
+        skip: names of layers or of weights of experts to keep, whole or their last parts: "down_proj",
+            "layers.0.mlp.down_proj", "experts.down_proj".
         inputs: keyword arguments of the model. It is run on them once, and errors are those of the products with the
-            inputs that its layers get there; without them, of products with normally distributed rows.
+            inputs that its layers get there; without them, and of experts, of products with normally distributed rows.
 
     Raises ValueError for an unknown format and where no layer can be quantised.
     """
     if format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
     skip, found, kept = tuple(skip), {}, {}
-    for name, module, reason in _linear_layers(model):
-        if any(name == end or name.endswith("." + end) for end in skip):
+    for name, module, reason in itertools.chain(_linear_layers(model), _weights_of_experts(model)):
+        bare = name.replace(".base_layer", "")
+        if any(bare == end or bare.endswith("." + end) for end in skip):
             reason = "it is to be skipped"
         if reason is None:
             found[name] = module
         else:
             kept[name] = reason
-    if not found:
+    experts = {name: found.pop(name) for name in [*found] if _is_of_experts(found[name])}
+    if not found and not experts:
         raise ValueError(f"a {type(model).__name__} has no linear layer that can be quantised")
     rows = {} if inputs is None else _inputs_of(model, found, inputs)
     measured = defaultdict(list)
@@ -109,6 +122,8 @@ def quantise(
         setattr(model.get_submodule(parent), last, new)
         before, after = (t.numel() * t.element_size() for t in (module.weight, new.weight))
         measured[_kind(name)].append((error, before, after + new.weight_scale.numel() * 4))
+    for name, error, before, after in _quantised_experts(experts, format):
+        measured[f"experts.{name}"].append((error, before, after))
     layers = [
         QuantisedLayers(
             kind, len(all), sum(e for e, *_ in all) / len(all), max(e for e, *_ in all),
@@ -159,6 +174,34 @@ def _linear_layers(model):
             except ValueError as error:
                 reason = str(error)
         yield name, module, reason
+
+
+def _is_of_experts(module):
+    return any(p is not None and p.dim() == 3 for p in map(module._parameters.get, _EXPERTS))
+
+
+def _weights_of_experts(model):
+    """(name, module, why it is kept or None) of the parameters that have a matrix of each expert."""
+    adapted = is_adapted(model)
+    for name, module in model.named_modules():
+        for of, weight in module._parameters.items() if _is_of_experts(module) else ():
+            if of not in _EXPERTS or weight is None or weight.dim() != 3 or in_eight_bits(module, of) is not None:
+                continue
+            reason = "it is sharded or quantised" if not is_dense(weight) else None
+            if adapted and weight.requires_grad:
+                reason = "it is trained"
+            yield f"{name}.{of}".lstrip("."), module, reason
+
+
+def _quantised_experts(experts, format):
+    """(name of the parameter, its error, bytes before and after) of each."""
+    of_module = defaultdict(list)
+    for name, module in experts.items():
+        of_module[module].append(name.rpartition(".")[2])
+    for module, names in of_module.items():
+        before = {name: module._parameters[name].nbytes for name in names}
+        for name, error in put_into_eight_bits(module, tuple(names), format).items():
+            yield name, error, before[name], sum(t.nbytes for t in in_eight_bits(module, name))
 
 
 def _inputs_of(model, layers, inputs):

@@ -18,6 +18,13 @@ struct Attached : c10::BackendMeta {
 
 }  // namespace
 
+Tensor dequantised(const Tensor& numbers, const Tensor& scale, at::ScalarType dtype) {
+  // 16 bits hold every number of 8 exactly.
+  if (numbers.scalar_type() == at::kByte) return numbers.view(at::kFloat8_e4m3fn).to(dtype).mul_(scale);
+  Tensor out = at::empty(numbers.sizes(), numbers.options().dtype(dtype));
+  return at::mul_out(out, numbers, scale);
+}
+
 EightBitRows empty_rows(int64_t rows, int64_t cols, EightBit format, const Tensor& like) {
   const auto bytes = like.options().dtype(at::kByte);
   return {at::empty({rows, cols}, bytes), at::empty({rows}, bytes.dtype(at::kFloat)), format};

@@ -15,6 +15,10 @@ struct EightBitRows {
     return {rows.narrow(0, begin, n), scale.narrow(0, begin, n), format};
   }
 };
+/// numbers · scale, rounded once to `dtype`. The numbers are int8, or uint8 with the bits of E4M3; the scale is float,
+/// of a shape that broadcasts.
+Tensor dequantised(const Tensor& numbers, const Tensor& scale, at::ScalarType dtype);
+
 EightBitRows empty_rows(int64_t rows, int64_t cols, EightBit format, const Tensor& like);
 
 /// Whether products of 8-bit numbers of a format are made of rows like x: of 16-bit numbers, and on a device that has

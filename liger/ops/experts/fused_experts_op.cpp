@@ -1,4 +1,5 @@
 #include "liger/core/torch/batch_invariant.h"
+#include "liger/core/torch/eight_bit.h"
 #include "liger/core/torch/grouped.h"
 #include "liger/core/torch/operator.h"
 #include "liger/ops.h"
@@ -175,8 +176,11 @@ Tensor as_numbers(const Tensor& weights) {
   return (has_dtype(weights.scalar_type()) ? weights : weights.to(at::kFloat)).contiguous();
 }
 
-/// w [experts, out, in], or transposed, as [experts, in, out].
-Tensor inputs_first(const ExpertsOptions& o, const Tensor& w) { return o.transposed ? w : w.transpose(1, 2); }
+/// w [experts, out, in], or transposed, as [experts, in, out] of x's dtype; in 8 bits, it has a scale per row.
+Tensor inputs_first(const ExpertsOptions& o, const Tensor& w_, const OptTensor& scale, const Tensor& x) {
+  const Tensor w = scale ? dequantised(w_, scale->unsqueeze(2), x.scalar_type()) : w_;
+  return o.transposed ? w : w.transpose(1, 2);
+}
 
 }  // namespace op::fused_experts
 
@@ -187,14 +191,15 @@ struct FusedExperts {
   using Options = ExpertsOptions;
   struct Operands {
     Tensor x, gate_up, down, weights;
-    OptTensor gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b;
-    LIGER_FIELDS(x, gate_up, down, weights, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b)
+    OptTensor gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b, gate_up_weight_scale, down_weight_scale;
+    LIGER_FIELDS(x, gate_up, down, weights, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b,
+                 gate_up_weight_scale, down_weight_scale)
 
     fused_experts::Matrix gate_up_of(const Options& o) const {
-      return {fused_experts::inputs_first(o, gate_up), gate_up_a, gate_up_b, o.gate_up_scale};
+      return {fused_experts::inputs_first(o, gate_up, gate_up_weight_scale, x), gate_up_a, gate_up_b, o.gate_up_scale};
     }
     fused_experts::Matrix down_of(const Options& o) const {
-      return {fused_experts::inputs_first(o, down), down_a, down_b, o.down_scale};
+      return {fused_experts::inputs_first(o, down, down_weight_scale, x), down_a, down_b, o.down_scale};
     }
   };
   struct Inputs {
@@ -222,9 +227,9 @@ struct FusedExperts {
     LIGER_FIELDS(dx, dgate_up, ddown, dweights, dgate_up_bias, ddown_bias, dgate_up_a, dgate_up_b, ddown_a, ddown_b)
   };
 
-  /// The weights of experts stay as they are.
+  /// The weights of experts, and the scales of matrices in 8 bits, stay as they are.
   static constexpr Autocast kAutocast = Autocast::Cast;
-  static auto uncast(auto& in) { return refs(in.of.weights); }
+  static auto uncast(auto& in) { return refs(in.of.weights, in.of.gate_up_weight_scale, in.of.down_weight_scale); }
 
   static Arguments check(const char* op, const Options& o, const Operands& in, c10::SymIntArrayRef pairs) {
     const Arguments arguments(op, "x", in.x);
@@ -238,8 +243,12 @@ struct FusedExperts {
     const auto shaped = [&](const c10::SymInt& out, const c10::SymInt& in) {
       return o.transposed ? std::array{experts, in, out} : std::array{experts, out, in};
     };
-    arguments.shaped("gate_up", in.gate_up, shaped(twice, width), Type::Same)
-        .shaped("down", in.down, shaped(width, twice / 2), Type::Same)
+    const auto matrix = [](const OptTensor& scale) { return scale ? Type::EightBit : Type::Same; };
+    arguments.shaped("gate_up", in.gate_up, shaped(twice, width), matrix(in.gate_up_weight_scale))
+        .shaped("down", in.down, shaped(width, twice / 2), matrix(in.down_weight_scale))
+        .shaped("gate_up_weight_scale", in.gate_up_weight_scale, std::array{experts, in.gate_up.sym_size(1)},
+                Type::Float)
+        .shaped("down_weight_scale", in.down_weight_scale, std::array{experts, in.down.sym_size(1)}, Type::Float)
         .shaped("weights", in.weights, pairs, Type::Floating)
         .shaped("gate_up_bias", in.gate_up_bias, std::array{experts, twice}, Type::Same)
         .shaped("down_bias", in.down_bias, std::array{experts, width}, Type::Same);
@@ -287,6 +296,8 @@ struct FusedExperts {
   static Saved save(const Inputs& in, const Results& out) { return {in.of, out.order, out.place, out.ends, out.kept}; }
 
   static void check_saved(const Upstream& up, const Saved& s, const Gradients<bool>& wanted, const Options& o) {
+    TORCH_CHECK(!(wanted.dgate_up && s.of.gate_up_weight_scale) && !(wanted.ddown && s.of.down_weight_scale),
+                "fused_experts: a weight in 8 bits has no gradient");
     const c10::SymInt pairs = fused_experts::rows_of(s.place.sym_numel(), o);
     const Arguments arguments = check("fused_experts_backward", o, s.of, s.place.sym_sizes());
     arguments.like("dy", up.dy)
@@ -310,19 +321,19 @@ struct FusedExperts {
     Tensor da, h, dweights;  // the gradient of gate and up, weight · activated, the gradient of weights
     Tensor low_dy, low_da;   // low_of_gradient of dy and da where there are adapters
 
-    Pairs(const Upstream& up, const Saved& s, const Options& o)
+    Pairs(const Upstream& up, const Saved& s, const fused_experts::Matrix& gate_up, const fused_experts::Matrix& down,
+          const Options& o)
         : r{s.order.to(at::kInt).contiguous(), s.place.to(at::kInt).contiguous(), s.ends.to(at::kInt).contiguous()},
           x(fused_experts::spread(s.of.x, r)),
           dy(fused_experts::spread(up.dy, r)) {
       using namespace fused_experts;
       if (s.of.gate_up_bias || s.of.down_bias) experts = experts_of(r);
-      const Tensor a = s.kept.numel() > 0 ? s.kept.contiguous()
-                                          : add_bias(s.of.gate_up_of(o).apply(x, r.ends), s.of.gate_up_bias, experts);
-      const Matrix down = s.of.down_of(o);
+      const Tensor a =
+          s.kept.numel() > 0 ? s.kept.contiguous() : add_bias(gate_up.apply(x, r.ends), s.of.gate_up_bias, experts);
       if (s.of.down_a) low_dy = down.low_of_gradient(dy, r.ends);
       h = down.apply_transposed(dy, low_dy, r.ends);  // and then weight · activated
       activate(s, o, a);
-      if (s.of.gate_up_a) low_da = s.of.gate_up_of(o).low_of_gradient(da, r.ends);
+      if (s.of.gate_up_a) low_da = gate_up.low_of_gradient(da, r.ends);
     }
 
     /// da, h and dweights, from gate and up and from the gradient of their activation, which is in h.
@@ -370,7 +381,8 @@ struct FusedExperts {
               like(wanted.ddown_a, of.down_a),
               like(wanted.ddown_b, of.down_b)};
     }
-    Pairs p(up, s, o);
+    const Matrix gate_up = of.gate_up_of(o), down = of.down_of(o);
+    Pairs p(up, s, gate_up, down, o);
     if (of.down_bias && wanted.dweights)
       p.dweights.add_(p.r.of_tokens((p.dy * of.down_bias->index_select(0, p.experts)).sum(1, false, at::kFloat)));
     const auto outer = [&](const Tensor& d_out, const Tensor& in) {
@@ -380,7 +392,6 @@ struct FusedExperts {
       return sum_by_expert(rows, p.r, p.experts).to(like.scalar_type());
     };
     const Tensor& ends = p.r.ends;
-    const Matrix gate_up = of.gate_up_of(o), down = of.down_of(o);
     if (wanted.dx) d.dx = combine(gate_up.apply_transposed(p.da, p.low_da, ends), p.r, {});
     if (wanted.dgate_up) d.dgate_up = outer(p.da, p.x);
     if (wanted.ddown) d.ddown = outer(p.dy, p.h);
@@ -399,9 +410,10 @@ struct FusedExperts {
 
 Tensor fused_experts(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& index,
                      const Tensor& weights, const ExpertsOptions& o, const OptTensor& gate_up_bias,
-                     const OptTensor& down_bias, const ExpertsAdapters& of) {
+                     const OptTensor& down_bias, const ExpertsAdapters& of, const ExpertsScales& scales) {
   return Operator<op::FusedExperts>::public_op(x, gate_up, down, weights, gate_up_bias, down_bias, of.gate_up_a,
-                                               of.gate_up_b, of.down_a, of.down_b, index, o);
+                                               of.gate_up_b, of.down_a, of.down_b, scales.gate_up, scales.down, index,
+                                               o);
 }
 
 LIGER_OPERATORS(fused_experts, Operator<op::FusedExperts>)

@@ -94,9 +94,7 @@ const EightBitRows& Factor::in(EightBit format) const {
 
 Tensor whole(const AdaptedLinear& layer, at::ScalarType dtype) {
   if (!layer.weight_scale) return layer.weight;
-  const Tensor& w = layer.weight;
-  const Tensor numbers = (w.scalar_type() == at::kByte ? w.view(at::kFloat8_e4m3fn) : w).to(at::kFloat);
-  return numbers.mul_(layer.weight_scale->unsqueeze(1)).to(dtype);
+  return dequantised(layer.weight, layer.weight_scale->unsqueeze(1), dtype);
 }
 
 std::optional<EightBit> format_of_products(const Tensor& x, at::ArrayRef<const AdaptedLinear*> layers) {

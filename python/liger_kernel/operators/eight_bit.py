@@ -50,8 +50,8 @@ def whole_weight(linear: nn.Module) -> torch.Tensor:
     if weight.dtype in (torch.float32, torch.float16, torch.bfloat16):
         return weight
     if (found := stored_rows(linear)) is not None:
-        bytes, scale, format = found
-        return _numbers(bytes, format) * scale[:, None]
+        bytes, scale, _ = found
+        return numbers_of(bytes).float() * scale[:, None]
     scale = getattr(linear, "weight_scale_inv", None)
     if weight.dtype != torch.float8_e4m3fn or scale is None or scale.dim() not in (0, 2):
         raise ValueError(f"a {type(linear).__name__} with a weight of {weight.dtype}")
@@ -68,8 +68,9 @@ def dtype_of(linear: nn.Module) -> torch.dtype:
     return next((d for d in dtypes if d in (torch.float32, torch.float16, torch.bfloat16)), torch.bfloat16)
 
 
-def _numbers(bytes, format):
-    return (bytes.view(torch.float8_e4m3fn) if format == "fp8" else bytes).float()
+def numbers_of(bytes: torch.Tensor) -> torch.Tensor:
+    """The numbers that bytes are: int8 as they are, uint8 as the bits of E4M3 floats."""
+    return bytes.view(torch.float8_e4m3fn) if bytes.dtype == torch.uint8 else bytes
 
 
 class LigerLinear8bit(nn.Linear):
@@ -107,7 +108,7 @@ class LigerLinear8bit(nn.Linear):
 
     def dequantize(self) -> torch.Tensor:
         """The weight as a matrix of the dtype that it had."""
-        return (_numbers(self.weight, self.format) * self.weight_scale[:, None]).to(self.compute_dtype)
+        return (numbers_of(self.weight).float() * self.weight_scale[:, None]).to(self.compute_dtype)
 
     @property
     def W_q(self) -> torch.Tensor:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from liger_kernel._library import ops
 from liger_kernel.operators.activation import ACTIVATIONS, SILU, activation_of
-from liger_kernel.operators.coverage import EXPERTS_KERNELS, is_dense
+from liger_kernel.operators.coverage import DENSE, EXPERTS_KERNELS, is_dense
+from liger_kernel.operators.eight_bit_experts import in_eight_bits
 from liger_kernel.operators.mlp import limit_of
 
 # What transformers' forward computes in another way. The others are a user's choice of how: other kernels, other
@@ -37,6 +38,7 @@ def fused_experts(
     down_bias: Tensor | None = None, activation: str = "silu", transposed: bool = False, interleaved: bool = False,
     limit: float = 0.0, alpha: float = 1.0, up_offset: float = 0.0, recompute: bool = True,
     gate_up_adapter: Adapter | None = None, down_adapter: Adapter | None = None, most_rows: int | None = None,
+    gate_up_weight_scale: Tensor | None = None, down_weight_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """y[t] = Σ_k weights[t, k] · down_e (act(gate_e x[t]) · up_e x[t]) for the experts e = index[t, k]; [tokens, H] in
     x's dtype, summed over k in float.
@@ -49,6 +51,9 @@ def fused_experts(
 
     limit, alpha and up_offset, of silu, are the clamped gate of GPT-OSS and DeepSeek-V4: gate' · σ(alpha · gate') ·
     (up' + up_offset) with gate' = min(gate, limit) and up' = clamp(up, −limit, limit); limit 0 is none.
+
+    With a weight scale, float32 [E, rows], gate_up or down is in eight bits, numbers · scale: int8, or uint8 with the
+    bits of E4M3 floats. Each pass rounds it to x's dtype. It has no gradient.
 
     most_rows bounds what forward and backward allocate by the number of pairs (t, k) that have an expert, instead of
     tokens · k: for calls in which most ids are outside [0, E). None is ever dropped: more raise RuntimeError on a CPU,
@@ -64,8 +69,9 @@ def fused_experts(
     adapters = (*of_gate_up.padded(), *of_down.padded())
     scales, most = (of_gate_up.scale, of_down.scale), -1 if most_rows is None else most_rows
     return ops.fused_experts(
-        x, gate_up, down, weights, gate_up_bias, down_bias, *adapters, index, *options, *scales, most
-    )
+        x, gate_up, down, weights, gate_up_bias, down_bias, *adapters, gate_up_weight_scale, down_weight_scale, index,
+        *options, *scales, most,
+    )  # fmt: skip
 
 
 class LigerFusedMoEFunction:
@@ -81,10 +87,18 @@ def reason_to_keep(experts: nn.Module, running: bool = True) -> str | None:
     chosen = getattr(getattr(experts, "config", None), "_experts_implementation", None)
     if chosen not in _DEFAULTS:
         return f"experts_implementation is {chosen!r}"
-    weights = experts.parameters(recurse=False) if running else ()
-    if not all(map(is_dense, weights)):
+    if running and not all(is_whole(experts, name) for name in experts._parameters):
         return "a weight is sharded or quantised"
     return None
+
+
+def is_whole(experts: nn.Module, name: str) -> bool:
+    """Whether a parameter of experts is one that the operator takes: a tensor as torch has them, or what
+    liger_kernel.quantise has put into eight bits."""
+    if (found := in_eight_bits(experts, name)) is not None:
+        return type(found[0]) in DENSE
+    weight = experts._parameters[name]
+    return weight is None or is_dense(weight)
 
 
 def _is_checkpointed() -> bool:
@@ -116,14 +130,21 @@ def computed(
     grouped = getattr(getattr(experts, "config", None), "_experts_implementation", None) == "grouped_mm"
     autocast = torch.is_autocast_enabled(x.device.type)
     with torch.autocast(x.device.type, enabled=False) if grouped and autocast else contextlib.nullcontext():
-        x = x.to(experts.gate_up_proj.dtype) if grouped else x
+        x = x.to(vars(experts).get("liger_dtype") or experts.gate_up_proj.dtype) if grouped else x
         for name in ("gate_up", "down"):
             options[f"{name}_adapter"] = _waiting(experts, f"{name}_proj", options.get("transposed", False))
+        gate_up, options["gate_up_weight_scale"] = _stored(experts, "gate_up_proj")
+        down, options["down_weight_scale"] = _stored(experts, "down_proj")
         options["recompute"] = not (getattr(experts, "liger_keeps", False) or _is_checkpointed())
         if (share := vars(experts).get("liger_share")) is not None:
             options["most_rows"] = math.ceil(share * index.numel())
-        y = fused_experts(x, experts.gate_up_proj, experts.down_proj, index, weights, *biases, **options)
+        y = fused_experts(x, gate_up, down, index, weights, *biases, **options)
     return y.view(hidden_states.shape).to(hidden_states.dtype)
+
+
+def _stored(experts, name) -> tuple[Tensor, Tensor | None]:
+    """A weight as the operator takes it, and its scales where it is in eight bits."""
+    return in_eight_bits(experts, name) or (getattr(experts, name), None)
 
 
 def _waiting(experts, name, transposed) -> Adapter | None:

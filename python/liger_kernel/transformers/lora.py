@@ -17,9 +17,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from liger_kernel._library import ops
-from liger_kernel.operators.coverage import DENSE, is_bare, is_dense, kernels_cover
+from liger_kernel.operators.coverage import DENSE, is_bare, kernels_cover
 from liger_kernel.operators.eight_bit import LigerLinear8bit
-from liger_kernel.operators.experts import reason_to_keep
+from liger_kernel.operators.eight_bit_experts import in_eight_bits
+from liger_kernel.operators.experts import is_whole, reason_to_keep
 from liger_kernel.operators.linear import Layer, is_autocast, layer_of, linear, tensor_of
 from liger_kernel.operators.mlp import LigerGEGLUMLP, LigerMLP, LigerSwiGLUMLP
 from liger_kernel.transformers.patching.place import is_variant, replace_class
@@ -86,6 +87,9 @@ def _only_moves(layer, x):
     return layer.weight.device == x.device and not layer._forward_hooks and not layer._forward_pre_hooks
 
 
+_NO_MERGING = "a base in eight bits takes no adapter in: save the adapter, load the original model, merge there"
+
+
 class LoRALinear:
     """The part of a PEFT layer whose forward is one operator, or two GEMMs after the forward of its base where that is
     more than a matrix."""
@@ -109,9 +113,7 @@ class LoRALinear:
 
     def merge(self, *args, **kwargs):
         if type(self.get_base_layer()) is LigerLinear8bit:
-            raise ValueError(
-                "a base in eight bits takes no adapter in: save the adapter, load the original model, merge there"
-            )
+            raise ValueError(_NO_MERGING)
         return super().merge(*args, **kwargs)
 
     def _dropped(self, x, adapter):
@@ -160,6 +162,11 @@ class ParamWrapper:
         self.liger_kept = True  # what ran was no forward of ours
         return super().forward(x, *args, **kwargs)
 
+    def merge(self, *args, **kwargs):
+        if in_eight_bits(self.get_base_layer(), self.parameter_name) is not None:
+            raise ValueError(_NO_MERGING)
+        return super().merge(*args, **kwargs)
+
     def _adapter(self, experts):
         """(first, second, scale) of the one adapter that the forward applies; None where there is none, or more."""
         active = [name for name in self.active_adapters if name in self.lora_A]
@@ -169,7 +176,9 @@ class ParamWrapper:
                 f"an adapter of {self.parameter_name} of experts that are spread over ranks: PEFT makes it whole on "
                 "every rank, and nothing sums its gradient. Give such experts no target_parameters."
             )
-        if self.merged or self.disable_adapters or len(active) != 1 or weight is None or not is_dense(weight):
+        if self.merged or self.disable_adapters or len(active) != 1 or weight is None:
+            return None
+        if not is_whole(experts, self.parameter_name):
             return None
         matrices = self.lora_A[active[0]].weight, self.lora_B[active[0]].weight
         if self.num_experts == 1 or reason_to_keep(experts) or any(type(matrix) not in DENSE for matrix in matrices):
