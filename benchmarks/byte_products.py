@@ -51,6 +51,5 @@ PRODUCTS = {
         bench=[(shape, {"format": format}) for format in ("int8", "fp8") for shape in WIDTHS],
         bench_cpu=[((1024, 1024, 1024), {"format": "int8"})],
         rivals=alone,
-        flops=lambda shape, options: (2 * shape[0] * shape[1] * shape[2],) * 2,
     )
 }

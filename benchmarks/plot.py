@@ -130,6 +130,7 @@ TABLES = (
     Table("performance.md", "topk", "topk-{card}.json", of_all),
     Table("performance.md", "few_classes", "topk-tools-{card}.json", of_all),
     Table("performance.md", "qk", "qk-{card}.json", of_all),
+    Table("performance.md", "products", "eight-bit-products-{card}.json", of_all),
     Table("performance.md", "mixers", "mixers-{card}.json", alone),
     Table("performance.md", "mixers_rival", "mixers-{card}.json", of_all, with_rivals),
     Table("performance.md", "replacements", "replacements-{card}.json", replacements),

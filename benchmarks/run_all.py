@@ -193,7 +193,8 @@ RUNS = {
     "mixers": Run("mixers-{card}.json", BENCH, (
         f"--op {MIXERS}",
         # torch.compile unrolls the loops over chunks, for minutes.
-        f"--op {RECURRENCES},mamba2_scan --rivals torch,mamba-ssm {{mamba-ssm}}",
+        f"--op {RECURRENCES} --rivals torch",
+        "--op mamba2_scan --rivals torch,mamba-ssm {mamba-ssm}",
     ), 10, f"{TINY_BENCH} causal_conv1d --shape 2,8,21"),
     "replacements": Run("replacements-{card}.json", "benchmarks/replacements.py", ("{trl}",), 5, needs=("trl",)),
     "trl": Run("trl-{card}.json", TRL, tuple(
