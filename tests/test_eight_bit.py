@@ -197,6 +197,19 @@ def test_rounding_of_a_matrix(format):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("format", LARGEST)
+def test_every_number(device, format):
+    """In float32 the weight is dequantised: its numbers times their row's scale, each of the 256 rounded once."""
+    codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    if format == "fp8":
+        codes = torch.where(codes.view(torch.float8_e4m3fn).float().isfinite(), codes, 0)
+    weight = codes.view(torch.int8) if format == "int8" else codes
+    scale = torch.rand(16) + 0.5
+    y = ops.linear(torch.eye(16, device=device), weight.to(device), None, None, None, None, scale.to(device), 1.0)
+    assert torch.equal(y.cpu().T, (numbers(weight, format) * scale.double()[:, None]).float())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("format", LARGEST)
 def test_values_that_are_not_finite(device, format):
     """A row with a NaN or an infinity gives NaN, and no other row does."""
     torch.manual_seed(0)

@@ -25,6 +25,17 @@ struct HasScaledMatmul {
 };
 inline constinit Kernel<HasScaledMatmul> has_scaled_matmul{"has_scaled_matmul"};
 
+/// out = numbers · scale, rounded once, of rows in 8 bits.
+struct DequantiseRows {
+  const uint8_t* numbers;  // [rows, cols], cols a multiple of 16
+  const float* scale;      // [rows]
+  void* out;               // [rows, cols]
+  int64_t rows, cols;
+  EightBit format;
+  DType dtype;
+};
+inline constinit Kernel<DequantiseRows> dequantise_rows{"dequantise_rows"};
+
 /// The largest number of a format.
 constexpr float largest(EightBit format) { return format == EightBit::E4M3 ? 448.f : 127.f; }
 
@@ -41,12 +52,12 @@ LIGER_HD inline uint8_t to_e4m3(float v) {
   return sign | uint8_t((bits >> 20) - (120 << 3));
 }
 
+/// Its bits are those of a float whose exponent is less by 120, also below 2⁻⁶.
 LIGER_HD inline float from_e4m3(uint8_t byte) {
-  const int exponent = byte >> 3 & 15, mantissa = byte & 7;
-  const float v = exponent == 15 && mantissa == 7 ? NAN
-                  : exponent == 0                 ? float(mantissa) / 512
-                                                  : ldexpf(float(8 + mantissa), exponent - 10);
-  return byte & 0x80 ? -v : v;
+  const uint32_t bits = uint32_t(byte & 0x80) << 24 | uint32_t(byte & 0x7f) << 20;
+  float v;
+  memcpy(&v, &bits, 4);
+  return (byte & 0x7f) == 0x7f ? NAN : v * 0x1p120f;
 }
 
 /// A float that lies within ±largest, or is NaN, as the byte of a format. NaN has no integer: it becomes 0.

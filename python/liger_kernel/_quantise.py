@@ -64,7 +64,7 @@ class Quantised:
 def quantise(
     model: nn.Module, format: str = "int8", *, skip: Iterable[str] = (), inputs: Mapping[str, Any] | None = None
 ) -> Quantised:
-    """Put the frozen linear layers of a model into eight bits, in place, for training adapters on them.
+    """Put the frozen linear layers and experts of a model into eight bits, in place, for training adapters on them.
 
     ```python
     from liger_kernel import patch, quantise

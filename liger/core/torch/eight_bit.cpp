@@ -4,6 +4,7 @@
 namespace liger {
 
 LIGER_OPTIONAL(has_scaled_matmul);
+LIGER_OPTIONAL(dequantise_rows);
 
 namespace {
 
@@ -18,10 +19,26 @@ struct Attached : c10::BackendMeta {
 
 }  // namespace
 
-Tensor dequantised(const Tensor& numbers, const Tensor& scale, at::ScalarType dtype) {
+Tensor dequantised(const Tensor& numbers, const Tensor& scale_, at::ScalarType dtype) {
+  const bool e4m3 = numbers.scalar_type() == at::kByte;
+  const auto options = numbers.options().dtype(dtype);
+  if (dequantise_rows.has(Backend(numbers.device().type())) && numbers.is_contiguous() && cols(numbers) % 16 == 0 &&
+      reinterpret_cast<uintptr_t>(data(numbers)) % 16 == 0) {
+    const Tensor out = output(at::empty(numbers.sizes(), options)), scale = scale_.contiguous();
+    run(dequantise_rows, out,
+        {.numbers = static_cast<const uint8_t*>(data(numbers)),
+         .scale = data<float>(scale),
+         .out = out.data_ptr(),
+         .rows = rows(numbers),
+         .cols = cols(numbers),
+         .format = e4m3 ? EightBit::E4M3 : EightBit::Int8,
+         .dtype = dtype_of(out)});
+    return out;
+  }
+  const Tensor scale = scale_.unsqueeze(-1);
   // 16 bits hold every number of 8 exactly.
-  if (numbers.scalar_type() == at::kByte) return numbers.view(at::kFloat8_e4m3fn).to(dtype).mul_(scale);
-  Tensor out = at::empty(numbers.sizes(), numbers.options().dtype(dtype));
+  if (e4m3) return numbers.view(at::kFloat8_e4m3fn).to(dtype).mul_(scale);
+  Tensor out = at::empty(numbers.sizes(), options);
   return at::mul_out(out, numbers, scale);
 }
 

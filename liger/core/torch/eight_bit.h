@@ -15,8 +15,7 @@ struct EightBitRows {
     return {rows.narrow(0, begin, n), scale.narrow(0, begin, n), format};
   }
 };
-/// numbers · scale, rounded once to `dtype`. The numbers are int8, or uint8 with the bits of E4M3; the scale is float,
-/// of a shape that broadcasts.
+/// numbers · scale, rounded once to `dtype`: int8, or uint8 with the bits of E4M3 [..., rows, cols]; float [..., rows].
 Tensor dequantised(const Tensor& numbers, const Tensor& scale, at::ScalarType dtype);
 
 EightBitRows empty_rows(int64_t rows, int64_t cols, EightBit format, const Tensor& like);

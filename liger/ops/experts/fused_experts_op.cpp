@@ -178,7 +178,7 @@ Tensor as_numbers(const Tensor& weights) {
 
 /// w [experts, out, in], or transposed, as [experts, in, out] of x's dtype; in 8 bits, it has a scale per row.
 Tensor inputs_first(const ExpertsOptions& o, const Tensor& w_, const OptTensor& scale, const Tensor& x) {
-  const Tensor w = scale ? dequantised(w_, scale->unsqueeze(2), x.scalar_type()) : w_;
+  const Tensor w = scale ? dequantised(w_, *scale, x.scalar_type()) : w_;
   return o.transposed ? w : w.transpose(1, 2);
 }
 
@@ -381,8 +381,9 @@ struct FusedExperts {
               like(wanted.ddown_a, of.down_a),
               like(wanted.ddown_b, of.down_b)};
     }
-    const Matrix gate_up = of.gate_up_of(o), down = of.down_of(o);
+    Matrix gate_up = of.gate_up_of(o), down = of.down_of(o);
     Pairs p(up, s, gate_up, down, o);
+    down.of.reset();  // of 8 bits it was a copy
     if (of.down_bias && wanted.dweights)
       p.dweights.add_(p.r.of_tokens((p.dy * of.down_bias->index_select(0, p.experts)).sum(1, false, at::kFloat)));
     const auto outer = [&](const Tensor& d_out, const Tensor& in) {

@@ -38,6 +38,38 @@ __global__ void __launch_bounds__(kThreads) eight_bit_rows_kernel(QuantiseRows a
   for_packs<T>(a, row, [&](const Vec<kWidth>& v, int64_t column) { by.write(a.to.out + row * cols + column, v); });
 }
 
+constexpr int kRowsOfBlock = 16, kAtOnce = 4;  // and packs that a thread has in flight
+
+/// A thread has packs of neighbouring columns, of all rows of its block.
+template <class T>
+__global__ void __launch_bounds__(kThreads) dequantise_rows_kernel(DequantiseRows a) {
+  await_previous();
+  const int64_t first = int64_t(blockIdx.x) * kRowsOfBlock;
+  const unsigned packs = unsigned(a.cols / kWidth), all = unsigned(min(a.rows - first, int64_t(kRowsOfBlock))) * packs;
+  const uint8_t* numbers = a.numbers + first * a.cols;
+  T* out = static_cast<T*>(a.out) + first * a.cols;
+  for (unsigned begin = threadIdx.x; begin < all; begin += kAtOnce * kThreads) {
+    uint4 bytes[kAtOnce];
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u)
+      if (begin + u * kThreads < all)
+        bytes[u] = *reinterpret_cast<const uint4*>(numbers + int64_t(begin + u * kThreads) * kWidth);
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      const unsigned pack = begin + u * kThreads;
+      if (pack >= all) break;
+      const unsigned words[] = {bytes[u].x, bytes[u].y, bytes[u].z, bytes[u].w};
+      Vec<kWidth> v;
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        const uint8_t byte = uint8_t(words[j / 4] >> 8 * (j % 4));
+        v.v[j] = a.format == EightBit::E4M3 ? from_e4m3(byte) : float(int8_t(byte));
+      }
+      packed<T>(v * a.scale[first + pack / packs]).write(out + int64_t(pack) * kWidth);
+    }
+  }
+}
+
 constexpr int kSide = 128;  // of a tile of bytes
 
 /// Blocks of 4 x 4 bytes are transposed in registers, and the blocks of a tile in shared memory, whose words lie at
@@ -75,6 +107,10 @@ __global__ void __launch_bounds__(256) transpose_bytes_kernel(TransposeBytes a) 
 LIGER_REGISTER(eight_bit_rows, [](const QuantiseRows& a, Stream s) {
   dispatch(a.dtype,
            [&]<class T>() { launch(eight_bit_rows_kernel<T>, {.blocks = a.rows, .threads = kThreads}, s, a); });
+});
+LIGER_REGISTER(dequantise_rows, [](const DequantiseRows& a, Stream s) {
+  const Grid grid{.blocks = ceil_div(a.rows, kRowsOfBlock), .threads = kThreads};
+  dispatch(a.dtype, [&]<class T>() { launch(dequantise_rows_kernel<T>, grid, s, a); });
 });
 LIGER_REGISTER(transpose_bytes, [](const TransposeBytes& a, Stream s) {
   launch(transpose_bytes_kernel, {.blocks = ceil_div(a.rows, kSide) * ceil_div(a.cols, kSide), .threads = 256}, s, a);

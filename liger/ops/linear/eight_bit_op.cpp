@@ -94,7 +94,7 @@ const EightBitRows& Factor::in(EightBit format) const {
 
 Tensor whole(const AdaptedLinear& layer, at::ScalarType dtype) {
   if (!layer.weight_scale) return layer.weight;
-  return dequantised(layer.weight, layer.weight_scale->unsqueeze(1), dtype);
+  return dequantised(layer.weight, *layer.weight_scale, dtype);
 }
 
 std::optional<EightBit> format_of_products(const Tensor& x, at::ArrayRef<const AdaptedLinear*> layers) {
