@@ -164,7 +164,7 @@ def test_a_module_that_reads_its_mask_keeps_it(patched, calls):
             """Not attention_mask.shape."""
             return self.inner(hidden_states, attention_mask=attention_mask)  # attention_mask + 1
 
-    assert not packed._passes_on(Reads) and packed._passes_on(Hands)
+    assert not packed.passes_on(Reads) and packed.passes_on(Hands)
     reference = made("llama")
     model = copy.deepcopy(reference)
     patched("llama", model)

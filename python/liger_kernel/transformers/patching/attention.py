@@ -7,7 +7,9 @@ model's eager attention runs with it.
 """
 
 import contextlib
+import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -17,10 +19,11 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils, modeling_flash_attention_utils
 
 from liger_kernel.operators.attention import attention_with_sinks, obstacle, rows
-from liger_kernel.transformers.causal_lm import original_forward
+from liger_kernel.transformers.causal_lm import names_in, original_forward
 from liger_kernel.transformers.patching.report import Report
 
 IMPLEMENTATION = "liger_attention_sinks"
+_PASSED_ON = re.compile(r"(?<![\w.\[])attention_mask\s*(?=[,)])|(?<=[\s(,])attention_mask\s*=(?!=)")
 # GPT-OSS does not hand its positions to transformers' mask functions, which find documents by them.
 _positions: ContextVar[Tensor | None] = ContextVar("liger_positions", default=None)
 _counted: ContextVar[bool] = ContextVar("liger_counted", default=False)
@@ -215,13 +218,34 @@ AttentionInterface.register(IMPLEMENTATION, sinks_attention)
 AttentionMaskInterface.register(IMPLEMENTATION, sinks_mask)
 
 
+@functools.cache
+def passes_on(cls: type) -> bool:
+    """Whether modules of a class do nothing with `attention_mask` but to give it to others."""
+    forward = inspect.unwrap(original_forward(cls))
+    code = getattr(forward, "__code__", None)
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if code else ()
+    if "attention_mask" not in names:
+        return True
+    try:
+        source = inspect.getsource(forward)
+    except (OSError, TypeError):
+        return False
+    source = re.sub(r'""".*?"""|#[^\n]*', "", source, flags=re.DOTALL)
+    signature = re.search(r"\)\s*(->[^\n]*)?:\s*\n", source)
+    body = source[signature.end() :] if signature else source
+    sdpa = "scaled_dot_product_attention" in names_in(forward)  # with a mask that it knows
+    return not sdpa and not re.search(r"\battention_mask\b", _PASSED_ON.sub("", body))
+
+
 def has_sinks(cls: Any) -> bool:
-    """Whether modules of a class call transformers' attention interface with a sink per head and a window, and with
-    nothing else that `sinks_attention` would have to know."""
+    """Whether modules of a class call transformers' attention interface with a sink per head and a window, with nothing
+    else that `sinks_attention` would have to know, and with the mask that they are given. DeepSeek-V4's lengthen it for
+    compressed keys.
+    """
     forward = inspect.unwrap(original_forward(cls)) if hasattr(cls, "forward") else None
     constants = getattr(getattr(forward, "__code__", None), "co_consts", ())
     keywords = {name for names in constants if isinstance(names, tuple) for name in names}
-    return {"s_aux", "sliding_window"} <= keywords and "indices" not in keywords
+    return {"s_aux", "sliding_window"} <= keywords and "indices" not in keywords and passes_on(cls)
 
 
 def _reason_to_keep(module: Any) -> str | None:

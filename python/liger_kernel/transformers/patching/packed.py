@@ -26,11 +26,9 @@ from transformers import AttentionInterface, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from liger_kernel.operators.attention import attention_with_sinks, obstacle
-from liger_kernel.transformers.causal_lm import names_in, original_forward
-from liger_kernel.transformers.patching.attention import boundaries_of, dense_mask, is_tracing, tokens_first
+from liger_kernel.transformers.patching.attention import boundaries_of, dense_mask, is_tracing, passes_on, tokens_first
 from liger_kernel.transformers.patching.report import Report
 
-_PASSED_ON = re.compile(r"(?<![\w.\[])attention_mask\s*(?=[,)])|(?<=[\s(,])attention_mask\s*=(?!=)")
 _takes: "weakref.WeakKeyDictionary[torch.nn.Module, bool]" = weakref.WeakKeyDictionary()
 
 
@@ -109,25 +107,6 @@ def mask(boundaries: Tensor, longest: int, window: int | None) -> Tensor:
     return boundaries.view(1, 1, -1, 1).expand(1, needed, -1, longest)
 
 
-@functools.cache
-def _passes_on(cls: type) -> bool:
-    """Whether modules of a class do nothing with `attention_mask` but to give it to others."""
-    forward = inspect.unwrap(original_forward(cls))
-    code = getattr(forward, "__code__", None)
-    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if code else ()
-    if "attention_mask" not in names:
-        return True
-    try:
-        source = inspect.getsource(forward)
-    except (OSError, TypeError):
-        return False
-    source = re.sub(r'""".*?"""|#[^\n]*', "", source, flags=re.DOTALL)
-    signature = re.search(r"\)\s*(->[^\n]*)?:\s*\n", source)
-    body = source[signature.end() :] if signature else source
-    sdpa = "scaled_dot_product_attention" in names_in(forward)  # with a mask that it knows
-    return not sdpa and not re.search(r"\battention_mask\b", _PASSED_ON.sub("", body))
-
-
 def takes(model: torch.nn.Module) -> bool:
     """Whether all modules of a model hand its masks on to the function above."""
     if is_tracing() or AttentionInterface()["sdpa"] is not attention:
@@ -135,7 +114,7 @@ def takes(model: torch.nn.Module) -> bool:
     found = _takes.get(model)
     if found is None:
         classes: set[Any] = {type(module) for module in model.modules() if module is not model}
-        found = all(map(_passes_on, classes))
+        found = all(map(passes_on, classes))
         _takes[model] = found
     return found
 
