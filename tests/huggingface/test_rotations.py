@@ -118,7 +118,18 @@ class More(nn.Module):
         return q, k
 
 
-@pytest.mark.parametrize("cls", [Between, Twice, Keyword, Inside, More], ids=lambda cls: cls.__name__)
+class Another(nn.Module):
+    """Attention that normalises another tensor by the norm of k."""
+
+    def forward(self, q, k, other, cos, sin):
+        q = self.q_norm(q)
+        other = self.k_norm(other)
+        k = self.k_norm(k)
+        q, k = liger_rotary_pos_emb(q, k, cos, sin)
+        return q, k, other
+
+
+@pytest.mark.parametrize("cls", [Between, Twice, Keyword, Inside, More, Another], ids=lambda cls: cls.__name__)
 def test_what_is_not_moved(cls):
     assert rotations.rotating_forward(cls) is None
 

@@ -76,16 +76,20 @@ def steps_of(code: Any) -> Steps | None:
     norms = [_norm_of(name, statements) for name in (q, k)]
     if q == k or norms[0] is None or norms[1] is None or norms[0][1] is not norms[1][1]:
         return None
-    return Steps(norms[0][0], norms[1][0], rotation, norms[0][1])
+    names = norms[0][0], norms[1][0]
+    if any(len(re.findall(rf"\bself\.{name}\b", "\n".join(statements))) > 1 for name in names):
+        return None  # it normalises something else, too
+    return Steps(*names, rotation, norms[0][1])
 
 
 class _Norms:
     """The norms of q and k during one call of attention's forward."""
 
-    __slots__ = ("heads_last", "modules", "waits")
+    __slots__ = ("heads_last", "modules", "rotated", "waits")
 
     def __init__(self, modules: tuple[nn.Module, nn.Module], heads_last: bool) -> None:
         self.modules, self.heads_last, self.waits = modules, heads_last, [False, False]
+        self.rotated = False  # afterwards norms are what they are: T5Gemma 2's normalises the encoder's keys
 
     def normalised(self, i: int, x: Tensor) -> Tensor:
         if not self.waits[i]:
@@ -94,6 +98,7 @@ class _Norms:
 
     def rotate(self, rotation: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
         """rotation(q_norm(q), k_norm(k), cos, sin)."""
+        self.rotated = True
         if all(self.waits) and q.dtype is k.dtype is cos.dtype is sin.dtype and q.dim() == 4 and cos.dim() == 3:
             q_norm, k_norm = self.modules
             options = norm_options(q_norm, q)
@@ -113,7 +118,7 @@ class _Waiting:
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         norms, i = self._norms, self._i
         module = norms.modules[i]
-        if args or kwargs or x.__class__ is not Tensor or not kernels_cover(x, KERNELS):
+        if norms.rotated or args or kwargs or x.__class__ is not Tensor or not kernels_cover(x, KERNELS):
             return module(x, *args, **kwargs)
         if norm_options(module, x) is None:
             return module(x)
