@@ -398,7 +398,7 @@ def test_bound_of_buffers(device):
     """What is kept of gate and up, and all buffers of pairs beside, have most_rows rows."""
     problem = Problem(1, index=torch.tensor([[0, -1]] * TOKENS))
     x, gate_up, down, weights = (t.to(device) for t in problem.values)
-    none, options = [None] * 6, (0, False, False, 0.0, 1.0, 0.0, False, 1.0, 1.0)
+    none, options = [None] * 8, (0, False, False, 0.0, 1.0, 0.0, False, 1.0, 1.0)
     for most, rows in ((-1, 2 * TOKENS), (TOKENS, TOKENS), (3 * TOKENS, 2 * TOKENS)):
         arguments = x, gate_up, down, weights, *none, problem.index.to(device), True, *options, most
         y, order, place, _, kept = ops.fused_experts_forward(*arguments)

@@ -93,9 +93,13 @@ def reference(
 
 
 def schema(inputs, options):
-    most = most_rows(inputs[-1], options)
+    *tensors, index = inputs
+    most = most_rows(index, options)
     return ops.fused_experts, (
-        *inputs,
+        *tensors,
+        None,
+        None,
+        index,
         ACTIVATIONS[of_silu(options).get("activation", "silu")][0],
         options.get("transposed", False),
         options.get("interleaved", False),
