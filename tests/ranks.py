@@ -56,6 +56,36 @@ def on_ranks(function, *arguments, ranks=2):
     return [result for _, result in sorted((results.get() for _ in range(ranks)), key=lambda pair: pair[0])]
 
 
+def off_over_ranks(model, ids, kind):
+    """How far loss and gradients of a step over two ranks, by "ddp" or "fsdp2", are from those of one process, where
+    both ranks have the same tokens; and of how many parameters."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    ids = ids.to(DEVICE)
+
+    def run(of):
+        with torch.autocast(DEVICE, torch.bfloat16):
+            loss = of(input_ids=ids, labels=ids).loss
+        loss.backward()
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad()
+        return loss.detach(), {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
+
+    loss, grads = run(model)
+    if kind == "ddp":
+        whole = torch.nn.parallel.DistributedDataParallel(model)
+    else:
+        mesh = init_device_mesh(DEVICE, (2,))  # by default one of GPUs, where there is one
+        for layer in model.get_base_model().model.layers:
+            fully_shard(layer, mesh=mesh)
+        whole = fully_shard(model, mesh=mesh)
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+    found, of_ranks = run(whole)
+    return (found - loss).abs().item(), max((of_ranks[n] - g).abs().max().item() for n, g in grads.items()), len(grads)
+
+
 def _each(rank, cases):
     found = dict.fromkeys(cases, "")
     for case in cases:

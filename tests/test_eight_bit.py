@@ -12,11 +12,8 @@ from liger_kernel._library import ops
 from liger_kernel.operators.eight_bit import LigerLinear8bit, quantise_rows
 from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 from peft import LoraConfig, PeftModel, get_peft_model
-from ranks import DEVICE, on_ranks
+from ranks import DEVICE, off_over_ranks, on_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
@@ -417,31 +414,10 @@ def test_switch():
 
 
 def _over_ranks(rank, kind):
-    """The differences of losses and gradients, over two ranks that have the same tokens, from one process."""
     model = adapted(llama(torch.bfloat16)).to(DEVICE)
     quantise(model)
     patch(model)
-    batch = {"input_ids": IDS.to(DEVICE), "labels": IDS.to(DEVICE)}
-
-    def run(of):
-        with torch.autocast(DEVICE, torch.bfloat16):
-            loss = of(**batch).loss
-        loss.backward()
-        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        model.zero_grad()
-        return loss.detach(), {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
-
-    loss, grads = run(model)
-    if kind == "ddp":
-        whole = nn.parallel.DistributedDataParallel(model)
-    else:
-        mesh = init_device_mesh(DEVICE, (2,))  # by default one of GPUs, where there is one
-        for layer in model.get_base_model().model.layers:
-            fully_shard(layer, mesh=mesh)
-        whole = fully_shard(model, mesh=mesh)
-        assert all(isinstance(p, DTensor) for p in model.parameters())
-    found, of_ranks = run(whole)
-    return (found - loss).abs().item(), max((of_ranks[n] - g).abs().max().item() for n, g in grads.items()), len(grads)
+    return off_over_ranks(model, IDS, kind)
 
 
 @pytest.mark.parametrize("kind", ["ddp"] + ["fsdp2"] * SHARDS_BYTES)

@@ -12,10 +12,8 @@ from liger_kernel.operators.eight_bit import quantise_rows
 from liger_kernel.operators.eight_bit_experts import EightBitMatrices, in_eight_bits
 from liger_kernel.operators.experts import Adapter, fused_experts
 from peft import LoraConfig, PeftModel, get_peft_model
-from ranks import DEVICE, on_ranks
+from ranks import DEVICE, off_over_ranks, on_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
@@ -289,30 +287,10 @@ def test_compiled(adapters):
 
 
 def _over_ranks(rank, kind):
-    """The differences of losses and gradients, over two ranks that have the same tokens, from one process."""
     model = adapted(qwen3_moe(torch.bfloat16)).to(DEVICE)
     quantise(model)
     patch(model)
-    batch = {"input_ids": IDS.to(DEVICE), "labels": IDS.to(DEVICE)}
-
-    def run(of):
-        with torch.autocast(DEVICE, torch.bfloat16):
-            loss = of(**batch).loss
-        loss.backward()
-        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        model.zero_grad()
-        return loss.detach(), {n: getattr(g, "full_tensor", lambda g=g: g)() for n, g in grads.items()}
-
-    loss, grads = run(model)
-    if kind == "ddp":
-        spread = nn.parallel.DistributedDataParallel(model)
-    else:
-        mesh = init_device_mesh(DEVICE, (2,))
-        for layer in model.get_base_model().model.layers:
-            fully_shard(layer, mesh=mesh)
-        spread = fully_shard(model, mesh=mesh)
-    found, of_ranks = run(spread)
-    return (found - loss).abs().item(), max((of_ranks[n] - g).abs().max().item() for n, g in grads.items()), len(grads)
+    return off_over_ranks(model, IDS, kind)
 
 
 @pytest.mark.parametrize("kind", ["ddp"] + ["fsdp2"] * SHARDS_BYTES)

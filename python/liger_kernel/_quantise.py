@@ -1,6 +1,5 @@
 """`liger_kernel.quantise`: the frozen linear layers and experts of a model in eight bits."""
 
-import itertools
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -100,16 +99,18 @@ def quantise(
     """
     if format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
-    skip, found, kept = tuple(skip), {}, {}
-    for name, module, reason in itertools.chain(_linear_layers(model), _weights_of_experts(model)):
-        bare = name.replace(".base_layer", "")
-        if any(bare == end or bare.endswith("." + end) for end in skip):
-            reason = "it is to be skipped"
-        if reason is None:
-            found[name] = module
-        else:
-            kept[name] = reason
-    experts = {name: found.pop(name) for name in [*found] if _is_of_experts(found[name])}
+    skip, kept = tuple(skip), {}
+    found: dict[str, nn.Module] = {}
+    experts: dict[str, nn.Module] = {}
+    for chosen, every in ((found, _linear_layers(model)), (experts, _weights_of_experts(model))):
+        for name, module, reason in every:
+            bare = name.replace(".base_layer", "")
+            if any(bare == end or bare.endswith("." + end) for end in skip):
+                reason = "it is to be skipped"
+            if reason is None:
+                chosen[name] = module
+            else:
+                kept[name] = reason
     if not found and not experts:
         raise ValueError(f"a {type(model).__name__} has no linear layer that can be quantised")
     rows = {} if inputs is None else _inputs_of(model, found, inputs)
@@ -176,16 +177,13 @@ def _linear_layers(model):
         yield name, module, reason
 
 
-def _is_of_experts(module):
-    return any(p is not None and p.dim() == 3 for p in map(module._parameters.get, _EXPERTS))
-
-
 def _weights_of_experts(model):
     """(name, module, why it is kept or None) of the parameters that have a matrix of each expert."""
     adapted = is_adapted(model)
     for name, module in model.named_modules():
-        for of, weight in module._parameters.items() if _is_of_experts(module) else ():
-            if of not in _EXPERTS or weight is None or weight.dim() != 3 or in_eight_bits(module, of) is not None:
+        for of in _EXPERTS:
+            weight = module._parameters.get(of)
+            if weight is None or weight.dim() != 3 or in_eight_bits(module, of) is not None:
                 continue
             reason = "it is sharded or quantised" if not is_dense(weight) else None
             if adapted and weight.requires_grad:

@@ -51,7 +51,7 @@ def whole_weight(linear: nn.Module) -> torch.Tensor:
         return weight
     if (found := stored_rows(linear)) is not None:
         bytes, scale, _ = found
-        return numbers_of(bytes).float() * scale[:, None]
+        return dequantised(bytes, scale, torch.float32)
     scale = getattr(linear, "weight_scale_inv", None)
     if weight.dtype != torch.float8_e4m3fn or scale is None or scale.dim() not in (0, 2):
         raise ValueError(f"a {type(linear).__name__} with a weight of {weight.dtype}")
@@ -68,9 +68,11 @@ def dtype_of(linear: nn.Module) -> torch.dtype:
     return next((d for d in dtypes if d in (torch.float32, torch.float16, torch.bfloat16)), torch.bfloat16)
 
 
-def numbers_of(bytes: torch.Tensor) -> torch.Tensor:
-    """The numbers that bytes are: int8 as they are, uint8 as the bits of E4M3 floats."""
-    return bytes.view(torch.float8_e4m3fn) if bytes.dtype == torch.uint8 else bytes
+def dequantised(bytes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """numbers · scale, of bytes [..., rows, columns] that are int8, or uint8 with the bits of E4M3 floats, and float32
+    scales [..., rows]. 16 bits hold every number of 8 exactly, so that each product is rounded once."""
+    numbers = bytes.view(torch.float8_e4m3fn) if bytes.dtype == torch.uint8 else bytes
+    return numbers.to(dtype).mul_(scale.unsqueeze(-1))
 
 
 class LigerLinear8bit(nn.Linear):
@@ -108,7 +110,7 @@ class LigerLinear8bit(nn.Linear):
 
     def dequantize(self) -> torch.Tensor:
         """The weight as a matrix of the dtype that it had."""
-        return (numbers_of(self.weight).float() * self.weight_scale[:, None]).to(self.compute_dtype)
+        return dequantised(self.weight, self.weight_scale, self.compute_dtype)
 
     @property
     def W_q(self) -> torch.Tensor:

@@ -8,7 +8,7 @@ from torch import nn
 
 from liger_kernel._variant import variant
 from liger_kernel.operators.coverage import DENSE
-from liger_kernel.operators.eight_bit import numbers_of, quantise_rows
+from liger_kernel.operators.eight_bit import dequantised, quantise_rows
 
 
 class EightBitMatrices(torch.Tensor):
@@ -33,8 +33,7 @@ class EightBitMatrices(torch.Tensor):
 
     def dequantize(self) -> torch.Tensor:  # type: ignore[override]
         """The matrices in their dtype."""
-        # 16 bits hold every number of 8 exactly: the product is rounded once.
-        return numbers_of(self.numbers).to(self.dtype).mul_(self.scale.unsqueeze(-1))
+        return dequantised(self.numbers, self.scale, self.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"EightBitMatrices({list(self.shape)}, {self.numbers.dtype}, as {self.dtype})"
@@ -114,7 +113,7 @@ def put_into_eight_bits(experts: nn.Module, names: tuple[str, ...], format: str)
         off = total = torch.zeros((), device=weight.device)
         for e, matrix in enumerate(weight):  # one at a time: it is in float32 meanwhile
             bytes[e], scale[e] = quantise_rows(matrix, format)
-            rounded = numbers_of(bytes[e]).float().mul_(scale[e, :, None])
+            rounded = dequantised(bytes[e], scale[e], torch.float32)
             off, total = off + (rounded - matrix).float().square().sum(), total + matrix.float().square().sum()
         errors[name] = (off / total.clamp_min(1e-30)).sqrt().item()
         vars(experts)["liger_dtype"] = weight.dtype
