@@ -27,6 +27,7 @@ Per shape and rival, forward / forward and backward:
 """
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -123,6 +124,7 @@ def graph_of(calls, ours):
         return graph
     except Exception:
         torch.cuda.synchronize()
+        gc.collect()  # the failed capture's autograd graph: other contestants' backward would wait for its stream
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         generator.graphsafe_set_state(torch.Generator("cuda").graphsafe_get_state())  # one that is not in a capture
         return None

@@ -7,12 +7,12 @@ if(LIGER_PACKAGE_DIR)
 endif()
 include(CMakePackageConfigHelpers)
 # torch is loaded before the library in Python; a C++ program finds it beside.
-set(public_headers ops.h options.h backend.h nn/activation.h nn/distillation.h nn/embedding.h nn/experts.h nn/lora.h nn/loss.h nn/mixers.h nn/module.h nn/norm.h nn/policy.h nn/preference.h nn/rope.h nn/router.h nn/topk_distillation.h
-    ops/activation/activate.h ops/activation/gated.h ops/loss/cross_entropy.h ops/head/options.h ops/loss/options.h ops/norm/norm.h ops/preference/distillation.h
-    ops/optimizer/adamw.h ops/preference/policy.h ops/preference/preference.h core/eight_bit.h core/kernel.h core/math.h
-    core/partial_sums.h)
-if(LIGER_RESEARCH)
-  list(APPEND public_headers research.h nn/research.h)
+file(GLOB public_headers CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR}/liger liger/functions/*.h liger/nn/*.h)
+list(APPEND public_headers ops.h options.h backend.h research.h ops/activation/activate.h ops/activation/gated.h ops/head/options.h
+     ops/loss/cross_entropy.h ops/loss/options.h ops/norm/norm.h ops/optimizer/adamw.h core/eight_bit.h core/kernel.h core/math.h
+     core/partial_sums.h)
+if(NOT LIGER_RESEARCH)
+  list(FILTER public_headers EXCLUDE REGEX research)
 endif()
 set(libraries liger)
 if(TARGET liger_models)

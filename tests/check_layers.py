@@ -19,14 +19,14 @@ RULES = [
         r"(torch|c10)/|ATen/(?!cpu/vec/|Parallel\.h|Version\.h)",
         "CPU kernels use ATen's vectors and threads alone",
     ),
-    (r"liger/core/(?!torch/).*", r"liger/(ops|nn)", "the vocabulary knows no operator"),
+    (r"liger/core/(?!torch/).*", r"liger/(functions|ops|nn)", "the vocabulary knows no operator"),
     (
-        r"liger/core/[a-z]+\.h$|liger/ops/(?!preference/).*(?<!_op)(?<!_cpu)\.h$",
+        r"liger/core/[a-z]+\.h$|liger/ops/.*(?<!_op)(?<!_cpu)\.h$",
         r"(torch|ATen|c10)/|liger/core/(cuda|cpu|torch)/",
         "what all backends share knows none of them",
     ),
-    (r"liger/ops/.*", r"torch/nn|torch/torch\.h|liger/nn", "operators do not pay for torch/nn.h"),
-    (r"liger/(core|ops|nn)/.*", r"liger/(models|train)/|nlohmann/", "the operators and modules know no model"),
+    (r"liger/(functions|ops)/.*", r"torch/nn|torch/torch\.h|liger/nn", "operators do not pay for torch/nn.h"),
+    (r"liger/(core|functions|ops|nn)/.*", r"liger/(models|train)/|nlohmann/", "operators and modules know no model"),
     (
         r"liger/models/(config|llama|lora|safetensors|tokenizer)\.h$",
         r"nlohmann/|pcre2|utf8proc|liger/models/(json|regex|config_reader)\.h",
@@ -39,7 +39,7 @@ RULES = [
         "the library is built without its research operators, too (LIGER_RESEARCH)",
     ),
     (
-        r"liger/(ops|research)\.h$|liger/ops/preference/.*\.h$",
+        r"liger/(ops|research)\.h$|liger/functions/.*",
         r"torch/|ATen/(?!core/Tensor\.h)",
         "a public header of functions is light",
     ),

@@ -4,7 +4,7 @@
 #include <torch/nn/modules/container/any.h>
 #include <torch/nn/pimpl.h>
 #include "liger/nn/module.h"
-#include "liger/ops/preference/distillation.h"
+#include "liger/functions/distillation.h"
 
 namespace liger::nn {
 

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <numbers>
-#include "liger/ops.h"
+#include "liger/functions/optimizer.h"
 
 namespace liger::train {
 

@@ -1,7 +1,7 @@
 #include "liger/core/torch/operator.h"
 #include "liger/ops/activation/activate.h"
 #include "liger/ops/activation/gated_op.h"
-#include "liger/ops.h"
+#include "liger/functions/activation.h"
 
 namespace liger {
 namespace op {

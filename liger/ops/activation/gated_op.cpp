@@ -2,7 +2,7 @@
 #include <cmath>
 #include "liger/core/torch/operator.h"
 #include "liger/ops/activation/gated_op.h"
-#include "liger/ops.h"
+#include "liger/functions/activation.h"
 
 namespace liger {
 

@@ -1,6 +1,6 @@
 #pragma once
 #include "liger/core/torch/eight_bit.h"
-#include "liger/ops.h"
+#include "liger/functions/activation.h"
 #include "liger/ops/activation/gated.h"
 
 /// What the family shares: the table's rows by number, and the gates on tensors.

@@ -1,5 +1,5 @@
 #include "liger/ops/activation/softmax_op.h"
-#include "liger/ops.h"
+#include "liger/functions/activation.h"
 
 namespace liger {
 

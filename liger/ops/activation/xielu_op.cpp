@@ -1,6 +1,6 @@
 #include "liger/ops/activation/xielu.h"
 #include "liger/core/torch/operator.h"
-#include "liger/ops.h"
+#include "liger/functions/activation.h"
 
 namespace liger {
 namespace op {

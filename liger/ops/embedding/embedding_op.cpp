@@ -1,7 +1,7 @@
 #include <limits>
 #include "liger/ops/embedding/embedding.h"
 #include "liger/core/torch/operator.h"
-#include "liger/ops.h"
+#include "liger/functions/embedding.h"
 
 namespace liger {
 namespace op {

@@ -2,7 +2,7 @@
 #include "liger/core/torch/eight_bit.h"
 #include "liger/core/torch/grouped.h"
 #include "liger/core/torch/operator.h"
-#include "liger/ops.h"
+#include "liger/functions/experts.h"
 #include "liger/ops/experts/experts.h"
 #include "liger/ops/activation/gated_op.h"
 

@@ -1,7 +1,7 @@
 #pragma once
 #include "liger/core/kernel.h"
 
-// Logits of a head at a few classes of each row, and their gradients; formulas in liger/ops.h (class_logits). A class
+// Logits of a head at a few classes of each row, and their gradients; formulas in liger/functions/head.h. A class
 // of −1 is absent.
 
 namespace liger {

@@ -1,5 +1,5 @@
 #include "liger/core/torch/operator.h"
-#include "liger/ops.h"
+#include "liger/functions/head.h"
 #include "liger/ops/head/class_logits.h"
 #include "liger/ops/head/head_op.h"
 

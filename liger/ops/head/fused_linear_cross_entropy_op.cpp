@@ -1,4 +1,5 @@
 #include "liger/ops/head/head_op.h"
+#include "liger/core/torch/gradient_in_forward.h"
 #include "liger/ops/loss/cross_entropy_op.h"
 
 namespace liger {

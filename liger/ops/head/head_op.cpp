@@ -1,7 +1,7 @@
 #include "liger/ops/head/head_op.h"
 #include <atomic>
 #include "liger/core/torch/batch_invariant.h"
-#include "liger/ops.h"
+#include "liger/functions/head.h"
 
 namespace liger::op::head {
 namespace {

@@ -1,6 +1,6 @@
 #include "liger/ops/head/linear_distillation.h"
-#include "liger/core/torch/operator.h"
-#include "liger/ops.h"
+#include "liger/core/torch/gradient_in_forward.h"
+#include "liger/functions/head.h"
 #include "liger/ops/head/head_op.h"
 
 namespace liger {

@@ -1,6 +1,6 @@
 #include "liger/core/torch/batch_invariant.h"
 #include "liger/core/torch/operator.h"
-#include "liger/ops.h"
+#include "liger/functions/head.h"
 #include "liger/ops/head/head_op.h"
 #include "liger/ops/loss/selective_log_softmax_op.h"
 

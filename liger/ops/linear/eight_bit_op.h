@@ -1,6 +1,6 @@
 #pragma once
 #include "liger/core/torch/eight_bit.h"
-#include "liger/ops.h"
+#include "liger/functions/linear.h"
 #include "liger/ops/linear/eight_bit.h"
 
 /// Products with frozen weights in 8 bits.

@@ -1,6 +1,6 @@
 #pragma once
 #include "liger/core/torch/operator.h"
-#include "liger/ops.h"
+#include "liger/functions/linear.h"
 #include "liger/ops/linear/adapter_casts_op.h"
 #include "liger/ops/linear/eight_bit_op.h"
 

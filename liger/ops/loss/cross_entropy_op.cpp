@@ -1,5 +1,6 @@
 #include "liger/ops/loss/cross_entropy_op.h"
-#include "liger/ops.h"
+#include "liger/core/torch/gradient_in_forward.h"
+#include "liger/functions/loss.h"
 
 namespace liger {
 namespace op::cross_entropy {

@@ -1,6 +1,6 @@
 #pragma once
 #include "liger/core/torch/operator.h"
-#include "liger/ops.h"
+#include "liger/functions/loss.h"
 #include "liger/ops/loss/cross_entropy.h"
 
 namespace liger::op::cross_entropy {

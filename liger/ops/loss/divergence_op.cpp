@@ -1,5 +1,5 @@
-#include "liger/core/torch/operator.h"
-#include "liger/ops.h"
+#include "liger/core/torch/gradient_in_forward.h"
+#include "liger/functions/loss.h"
 #include "liger/ops/loss/divergence.h"
 
 namespace liger {

@@ -1,6 +1,6 @@
 #include "liger/core/torch/operator.h"
 #include "liger/ops/loss/selective_log_softmax_op.h"
-#include "liger/ops.h"
+#include "liger/functions/loss.h"
 #include "liger/ops/loss/selective_log_softmax.h"
 
 namespace liger {

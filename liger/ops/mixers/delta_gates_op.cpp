@@ -1,6 +1,6 @@
 #include "liger/ops/mixers/delta_gates.h"
 #include "liger/core/torch/operator.h"
-#include "liger/ops.h"
+#include "liger/functions/mixers.h"
 
 namespace liger {
 namespace op {

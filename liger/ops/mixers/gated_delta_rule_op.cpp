@@ -1,5 +1,5 @@
 #include "liger/core/torch/operator.h"
-#include "liger/ops.h"
+#include "liger/functions/mixers.h"
 #include "liger/ops/mixers/gated_delta_rule.h"
 
 namespace liger {

@@ -1,6 +1,6 @@
 #include "liger/ops/norm/gated_rms_norm.h"
 #include "liger/core/torch/operator.h"
-#include "liger/ops.h"
+#include "liger/functions/norm.h"
 #include "liger/ops/norm/norm_op.h"
 
 namespace liger {

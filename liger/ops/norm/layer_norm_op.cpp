@@ -1,6 +1,6 @@
 #include "liger/core/torch/operator.h"
 #include "liger/ops/norm/norm_op.h"
-#include "liger/ops.h"
+#include "liger/functions/norm.h"
 
 namespace liger {
 namespace op {

@@ -1,5 +1,5 @@
 #include "liger/core/torch/operator.h"
-#include "liger/ops.h"
+#include "liger/functions/norm.h"
 #include "liger/ops/norm/norm_op.h"
 
 namespace liger {

@@ -2,7 +2,7 @@
 #include <span>
 #include "liger/ops/optimizer/adamw.h"
 #include "liger/core/torch/binding.h"
-#include "liger/ops.h"
+#include "liger/functions/optimizer.h"
 
 namespace liger {
 namespace op::adamw {

@@ -1,4 +1,4 @@
-#include "liger/ops/preference/distillation.h"
+#include "liger/functions/distillation.h"
 #include <algorithm>
 #include <array>
 #include <cmath>

@@ -1,4 +1,4 @@
-#include "liger/ops/preference/policy.h"
+#include "liger/functions/policy.h"
 #include "liger/core/torch/operator.h"
 
 namespace liger {

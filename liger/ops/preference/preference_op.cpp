@@ -1,4 +1,4 @@
-#include "liger/ops/preference/preference.h"
+#include "liger/functions/preference.h"
 #include <array>
 #include <cmath>
 #include <string_view>

@@ -1,5 +1,5 @@
 #include "liger/ops/rope/qk_norm_rope.h"
-#include "liger/ops.h"
+#include "liger/functions/rope.h"
 #include "liger/ops/norm/norm_op.h"
 #include "liger/ops/rope/rope_op.h"
 

@@ -1,5 +1,5 @@
 #include "liger/ops/rope/rope_op.h"
-#include "liger/ops.h"
+#include "liger/functions/rope.h"
 
 namespace liger {
 namespace op::rope {

@@ -1,6 +1,6 @@
 #include "liger/ops/router/route.h"
 #include "liger/core/torch/operator.h"
-#include "liger/ops.h"
+#include "liger/functions/router.h"
 
 namespace liger {
 namespace op {

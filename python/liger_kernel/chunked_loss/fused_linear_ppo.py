@@ -1,4 +1,4 @@
-"""The base of the losses on completions that a policy has sampled; formulas in liger/ops/preference/policy.h."""
+"""The base of the losses on completions that a policy has sampled; formulas in liger/functions/policy.h."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,5 @@
 """The base of the losses on pairs of a chosen and a rejected sequence; their formulas are in
-liger/ops/preference/preference.h."""
+liger/functions/preference.h."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,5 @@
 """Group-relative policy optimisation (Shao et al. 2024, arXiv:2402.03300) and its relatives; formulas in
-liger/ops/preference/policy.h."""
+liger/functions/policy.h."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Policy losses on logits, and the log-probabilities that they need; formulas in liger/ops/preference/policy.h."""
+"""Policy losses on logits, and the log-probabilities that they need; formulas in liger/functions/policy.h."""
 
 from typing import Any
 
@@ -154,7 +154,7 @@ class GrpoLossFunction:
         phi_seq: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
         """(loss, kl, clipped) of a policy with these contiguous logits [B, L + 1, V]; formulas in
-        liger/ops/preference/policy.h.
+        liger/functions/policy.h.
 
         completion_ids, completion_mask (None: all count), old_logp and ref_logp (None: the policy's own) [B, L],
         advantages [B]; vespo's weights phi_seq [B] or [B, 1]. reduce: three numbers, kl and clipped as means over the

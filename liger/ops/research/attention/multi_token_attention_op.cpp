@@ -1,5 +1,5 @@
 #include "liger/core/torch/op.h"
-#include "liger/ops.h"
+#include "liger/research.h"
 
 namespace liger {
 

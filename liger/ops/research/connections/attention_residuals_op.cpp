@@ -1,6 +1,6 @@
 #include "liger/ops/research/connections/attention_residuals.h"
 #include "liger/core/torch/operator.h"
-#include "liger/ops.h"
+#include "liger/research.h"
 
 namespace liger {
 namespace op {

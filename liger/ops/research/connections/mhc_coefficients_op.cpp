@@ -1,6 +1,6 @@
 #include "liger/ops/research/connections/mhc_coefficients.h"
 #include "liger/core/torch/operator.h"
-#include "liger/ops.h"
+#include "liger/research.h"
 
 namespace liger {
 LIGER_OPTIONAL(mhc_projection_backward);

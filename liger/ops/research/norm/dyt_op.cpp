@@ -1,5 +1,5 @@
 #include "liger/core/torch/operator.h"
-#include "liger/ops.h"
+#include "liger/research.h"
 #include "liger/ops/research/norm/dyt.h"
 
 namespace liger {

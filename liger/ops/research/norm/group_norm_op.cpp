@@ -1,5 +1,5 @@
 #include "liger/core/torch/operator.h"
-#include "liger/ops.h"
+#include "liger/research.h"
 #include "liger/ops/norm/norm_op.h"
 #include "liger/ops/research/norm/group_norm.h"
 

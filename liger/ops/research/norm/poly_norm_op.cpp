@@ -1,6 +1,6 @@
 #include "liger/ops/research/norm/poly_norm.h"
 #include "liger/core/torch/operator.h"
-#include "liger/ops.h"
+#include "liger/research.h"
 #include "liger/ops/norm/norm_op.h"
 
 namespace liger {

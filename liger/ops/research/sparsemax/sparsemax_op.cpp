@@ -1,4 +1,4 @@
-#include "liger/ops.h"
+#include "liger/research.h"
 #include "liger/ops/activation/softmax_op.h"
 
 namespace liger {
