@@ -328,34 +328,42 @@ template <int C>
 struct Decays {
   float beta[C];
   float from_start[C], to_end[C];  // eᴳ and e^(G_C − G)
-  Sum2 sum[C], of_warps[2];
-  static_assert(C <= 64);
+  Sum2 sum[C];
 
-  /// By all threads that await one another in sync().
-  template <class Sync>
-  __device__ void load(const Plan& plan, const Chunk& chunk, int head, Sync sync) {
-    sync();
-    const int i = threadIdx.x, lane = i % 32;
-    if (i < kScanned<C>) {
+  /// By a warp.
+  __device__ void load(const Plan& plan, const Chunk& chunk, int head) {
+    constexpr int kRuns = kScanned<C> / 32;  // of 32 tokens, which a lane has one of each of
+    const int lane = threadIdx.x % 32;
+    Sum2 sums[kRuns];
+    float betas[kRuns];
+#pragma unroll
+    for (int run = 0; run < kRuns; ++run) {
+      const int i = 32 * run + lane;
       const int64_t at = (chunk.at(plan) + i) * plan.a.heads + head;
-      Sum2 mine{i < chunk.n ? fmaxf(plan.a.g[at], -1000.f) : 0.f, 0};
+      sums[run] = {i < chunk.n ? fmaxf(plan.a.g[at], -1000.f) : 0.f, 0};
+      betas[run] = i < chunk.n ? plan.a.beta[at] : 0.f;
+    }
+    Sum2 all{0, 0};
+#pragma unroll
+    for (int run = 0; run < kRuns; ++run) {
+      Sum2& mine = sums[run];
       for (int distance = 1; distance < 32; distance *= 2) {
         const int from = max(0, lane - distance);
         const Sum2 before{__shfl_sync(~0u, mine.high, from), __shfl_sync(~0u, mine.low, from)};
         if (lane >= distance) mine.add(before);
       }
-      if (i < C) sum[i] = mine, beta[i] = i < chunk.n ? plan.a.beta[at] : 0.f;
-      if (lane == 31) of_warps[i / 32] = mine;
+      if (run > 0) mine.add(all);
+      all = {__shfl_sync(~0u, mine.high, 31), __shfl_sync(~0u, mine.low, 31)};
     }
-    sync();
-    if (i < C) {
-      Sum2 mine = sum[i], all = of_warps[(C - 1) / 32];
-      if (i >= 32) mine.add(of_warps[0]);
-      if (C > 32) all.add(of_warps[0]);
-      sum[i] = mine;
-      from_start[i] = expf(mine.high + mine.low), to_end[i] = expf(all.less(mine));
+#pragma unroll
+    for (int run = 0; run < kRuns; ++run) {
+      const int i = 32 * run + lane;
+      const Sum2& mine = sums[run];
+      if (i < C) {
+        beta[i] = betas[run], sum[i] = mine;
+        from_start[i] = expf(mine.high + mine.low), to_end[i] = expf(all.less(mine));
+      }
     }
-    sync();
   }
   /// e^(G_i − G_j) for i >= j, else 0.
   __device__ float between(int i, int j) const { return i >= j ? expf(sum[i].less(sum[j])) : 0.f; }

@@ -79,7 +79,7 @@ struct GatedDeltaRuleForward : GatedDeltaRule {
 /// where sums over j leave out i = j: a token's own key does not decay. dG of the last token has Σ_i c_id + e^(G_Cd)
 /// Σ_v S_dv dS'_dv more.
 struct GatedDeltaRuleBackward : GatedDeltaRule {
-  const void* dout;            // [rows, tokens, heads, V], in dtype
+  const void* dout;            // [rows, tokens, heads, V], in dtype; begins at a multiple of 16 bytes
   const float* dfinal;         // [documents, heads, K, V]; null: 0
   void *dq, *dk, *dv;          // [rows, tokens, heads of q, k or v, their width], contiguous, in dtype
   float *dg, *dbeta, *dstate;  // as g, beta and state; dstate is null where there is no state, or not wanted

@@ -44,7 +44,8 @@ void prepare(const Plan& plan, Stream s) {
 template <class Kd>
 constexpr bool kForHopper = std::is_same_v<typename Kd::Number, bfloat16> && (Kd::K == 64 || Kd::K == 128);
 
-/// Whether they take it: boxes of 64 numbers, rows that begin at multiples of 16 bytes.
+/// Whether they take it: boxes of 64 numbers, rows that begin at multiples of 16 bytes. Without delta they are the
+/// kernels that need no U, D and R, for the sizes of group_gradient.
 template <class Kd>
 bool for_hopper(const GatedDeltaRule& a) {
   if constexpr (!kForHopper<Kd>) {
@@ -53,15 +54,25 @@ bool for_hopper(const GatedDeltaRule& a) {
     const auto even = [](const void* data, int64_t row, int64_t token) {
       return reinterpret_cast<uintptr_t>(data) % 16 == 0 && row % 8 == 0 && token % 8 == 0 && row >= 0 && token > 0;
     };
-    return has_wgmma() && a.K == Kd::K && a.V % kChainCols == 0 && even(a.q, a.q_row, a.q_token) &&
+    const bool sizes = a.delta || (a.K == 128 && (a.V == 64 || a.V == 128));
+    return has_wgmma() && sizes && a.K == Kd::K && a.V % kChainCols == 0 && even(a.q, a.q_row, a.q_token) &&
            even(a.k, a.k_row, a.k_token) && even(a.v, a.v_row, a.v_token);
   }
+}
+
+/// Whether U, D and R are not needed.
+template <class Kd>
+bool is_lean(const GatedDeltaRule& a) {
+  return !a.delta && for_hopper<Kd>(a);
 }
 
 /// f<delta>(): products in flight stand in no branch.
 template <class Kd, class F>
 void with_delta(const GatedDeltaRule& a, F&& f) {
-  if constexpr (kForHopper<Kd>) a.delta ? f.template operator()<true>() : f.template operator()<false>();
+  if constexpr (kForHopper<Kd>) {
+    if (a.delta) return f.template operator()<true>();
+    if constexpr (Kd::K == 128) f.template operator()<false>();
+  }
 }
 
 /// Boxes of the rows of 64 tokens of q, k, v or dO.
@@ -93,41 +104,43 @@ void group_chain(void (*kernel)(ChainArgs, ChainMaps), ChainArgs args, const bfl
                  .k = map_rows(a, a.k, a.key_heads * a.K, a.k_row, a.k_token),
                  .rows = args.dout ? map_rows(a, args.dout, width, a.tokens * width, width)
                                    : map_rows(a, a.v, width, a.v_row, a.v_token),
-                 .u = map_made<Kd>(plan, plan.u, Kd::C),
                  .p = map_made<Kd>(plan, plan.p, Kd::C)};
+  if (plan.u) maps.u = map_made<Kd>(plan, plan.u, Kd::C);
   if (args.out) maps.out = map_rows(a, args.out, width, a.tokens * width, width);
-  if (made) maps.made = map_made<Kd>(plan, made, a.V), maps.states = map_states<Kd>(plan, states, kChainCols);
+  if (made) maps.made = map_made<Kd>(plan, made, a.V);
+  if (states) maps.states = map_states<Kd>(plan, states, kChainCols);
   launch(kernel, {args.slots * blocks, dim3(kGroupChainThreads), kGroupChainBytes<Staged, Out>}, s, args, maps);
 }
 
-template <class Kd, int V>
+template <class Kd, int V, bool kDelta>
 void group_gradient(const GradientArgs& args, Stream s) {
   const Plan& plan = args.plan;
   const GatedDeltaRule& a = plan.a;
   const int64_t width = a.heads * V;
+  using G = GroupGradient<Kd, V, kDelta>;
   const GradientMaps maps{.q = map_rows(a, a.q, a.key_heads * a.K, a.q_row, a.q_token),
                           .k = map_rows(a, a.k, a.key_heads * a.K, a.k_row, a.k_token),
                           .dout = map_rows(a, args.dout, width, a.tokens * width, width),
-                          .d = map_made<Kd>(plan, plan.d, V),
-                          .r = map_made<Kd>(plan, plan.r, V),
-                          .s = map_states<Kd>(plan, plan.s, GroupGradient<Kd, V>::kSlice),
-                          .ds = map_states<Kd>(plan, plan.ds, GroupGradient<Kd, V>::kSlice)};
-  launch(group_gradient_kernel<Kd, V>,
+                          .d = kDelta ? map_made<Kd>(plan, plan.d, V) : map_rows(a, a.v, width, a.v_row, a.v_token),
+                          .r = kDelta ? map_made<Kd>(plan, plan.r, V) : TensorMap{},
+                          .s = map_states<Kd>(plan, plan.s, G::kSlice),
+                          .ds = map_states<Kd>(plan, plan.ds, G::kSlice)};
+  launch(group_gradient_kernel<Kd, V, kDelta>,
          {std::min<int64_t>(multiprocessors(current_device()), chunk_blocks(plan, a.key_heads)), dim3(kGradientThreads),
-          int(sizeof(typename GroupGradient<Kd, V>::Memory))},
+          int(sizeof(typename G::Memory))},
          s, args, maps);
 }
 
 }  // namespace
 
 LIGER_REGISTER(gated_delta_rule_workspace, [](const GatedDeltaRuleWorkspace& w, Stream) {
-  with_kind(w.like, [&]<class Kd>() { make_plan<Kd>(w.like, w.backward, *w.bytes); });
+  with_kind(w.like, [&]<class Kd>() { make_plan<Kd>(w.like, w.backward, *w.bytes, is_lean<Kd>(w.like)); });
 });
 
 LIGER_REGISTER(gated_delta_rule_forward, [](const GatedDeltaRuleForward& a, Stream s) {
   with_kind(a, [&]<class Kd>() {
     int64_t bytes;
-    const Plan plan = make_plan<Kd>(a, false, bytes);
+    const Plan plan = make_plan<Kd>(a, false, bytes, is_lean<Kd>(a));
     prepare<Kd>(plan, s);
     const ChainArgs args{.plan = plan, .out = a.o, .last = a.final_state};
     if (for_hopper<Kd>(a)) {
@@ -144,11 +157,11 @@ LIGER_REGISTER(gated_delta_rule_forward, [](const GatedDeltaRuleForward& a, Stre
 LIGER_REGISTER(gated_delta_rule_backward, [](const GatedDeltaRuleBackward& a, Stream s) {
   with_kind(a, [&]<class Kd>() {
     int64_t bytes;
-    const Plan plan = make_plan<Kd>(a, true, bytes);
+    const Plan plan = make_plan<Kd>(a, true, bytes, is_lean<Kd>(a));
     prepare<Kd>(plan, s);
     const ChainArgs there{.plan = plan},
         back{.plan = plan, .out = a.dv, .dout = a.dout, .last = a.dstate, .after = a.dfinal};
-    const bool hopper = for_hopper<Kd>(a) && reinterpret_cast<uintptr_t>(a.dout) % 16 == 0;
+    const bool hopper = for_hopper<Kd>(a);
     if (hopper) {
       with_delta<Kd>(a, [&]<bool kDelta>() {
         group_chain<GroupStage<Kd, kDelta, false>, Outgoing<Kd, true, true, false>, Kd>(
@@ -163,8 +176,10 @@ LIGER_REGISTER(gated_delta_rule_backward, [](const GatedDeltaRuleBackward& a, St
     if (hopper && a.K == 128 && (a.V == 64 || a.V == 128)) {
       if constexpr (kForHopper<Kd> && Kd::K == 128) {
         const GradientArgs args{plan, a.dout, a.dq, a.dk, a.dg, a.dbeta, a.dfinal != nullptr, 0};
-        if (a.V == 64) group_gradient<Kd, 64>(args, s);
-        else group_gradient<Kd, 128>(args, s);
+        with_delta<Kd>(a, [&]<bool kDelta>() {
+          if (a.V == 64) group_gradient<Kd, 64, kDelta>(args, s);
+          else group_gradient<Kd, 128, kDelta>(args, s);
+        });
       }
       return;
     }

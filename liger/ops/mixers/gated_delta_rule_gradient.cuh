@@ -117,37 +117,41 @@ struct RowSums {
 };
 
 /// What the threads of a block share besides operands.
-template <class Kd, int kAcross>
+template <class Kd, int kAcross, int kHeads = 1>
 struct GradientSums {
   static constexpr int C = Kd::C, kDown = C / 16;
-  Decays<C> decays;
+  Decays<C> decays[kHeads];  // of heads that are loaded together
   float dsum[C], dbeta[C], inner[kDown * kAcross], column_sums[kDown][C];
   float2 of_warps[2];  // of dsum, and of what decays to the chunk's end
   RowSums<C, kAcross> q, k, end, z;
 };
 
 /// What a warp makes of the products of a chunk and the heads of a key head: it has 16 tokens, from `row` on, and the
-/// part `part` of kAcross of the columns. All warps call each function but put() together.
-template <class Kd, int kAcross, class Keys, class Sync>
+/// part `part` of kAcross of the columns. All warps call each function but put() together. Without kOfR there is no
+/// delta: no Y, and dβ, which is R · V, is made of W instead, as in the sum of z_ij over i >= j of
+///   z_ij   = (dO_i · V_j) E_ij (q̂_i · k̂_j) s
+///   dβ_j   = Σ_(i>=j) z_ij + e^(G_C − G_j) k̂_j·(V dS'ᵀ)_j
+template <class Kd, int kAcross, class Keys, class Sync, bool kOfR = true, int kHeads = 1>
 struct WarpGradient {
   static constexpr int C = Kd::C, K = Kd::K, kOfC = C / kAcross, kOfK = K / kAcross;
   const GradientArgs& args;
-  GradientSums<Kd, kAcross>& sums;
+  GradientSums<Kd, kAcross, kHeads>& sums;
   const Keys& keys;
   float (*products)[kProductRow<Kd>];  // q̂ k̂ᵀ, and above its diagonal (k̂ k̂ᵀ)ᵀ
   int row, part;
+  const Decays<C>* decays_of_head = sums.decays;
   int col = part * kOfC, k_col = part * kOfK, lane = threadIdx.x % 32;
   bool has_columns = col <= row + 15;  // of this warp's part of a matrix, below the diagonal
   Sync sync = {};
   Panel<kOfK> dq = {}, dk = {};
-  Panel<kOfC> w_sum = {}, y_sum = {};
+  Panel<kOfC> w_sum = {}, y_sum = {};  // y_sum with kOfR
 
   /// Of K Kᵀ and Q Kᵀ of the raw rows.
   __device__ void put_products(Panel<kOfC>& kk, Panel<kOfC>& qk) {
     if (!has_columns) return;
     kk.each([&](float& v, int i, int j) {
       i += row, j += col;
-      if (j < i) products[j][i] = v * keys.norm_k[i] * keys.norm_k[j];
+      if (kOfR && j < i) products[j][i] = v * keys.norm_k[i] * keys.norm_k[j];
     });
     qk.each([&](float& v, int i, int j) {
       i += row, j += col;
@@ -158,6 +162,7 @@ struct WarpGradient {
   /// W and Y of dO Dᵀ and R Dᵀ, which they overwrite.
   __device__ void add_matrices(Panel<kOfC>& w, Panel<kOfC>& y) {
     const Plan& plan = args.plan;
+    const Decays<C>& decays = *decays_of_head;
     float low = 0, high = 0;
 #pragma unroll
     for (int e = 0; e < kOfC / 8; ++e) {
@@ -166,13 +171,22 @@ struct WarpGradient {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int q = row + lane / 4 + i / 2 * 8, k = col + 8 * e + lane % 4 * 2 + i % 2;
-          const float decay = sums.decays.between(q, k) * sums.decays.beta[k];
-          if (q == k) sums.dbeta[q] = y.of[e][i];
-          w.of[e][i] *= plan.a.scale * decay;
-          y.of[e][i] *= k < q && plan.a.delta ? -sums.decays.beta[q] * decay : 0.f;
-          z[i] = k < q ? w.of[e][i] * products[q][k] + y.of[e][i] * products[k][q] : 0.f;
-          (i / 2 ? high : low) += z[i];
-          w_sum.of[e][i] += w.of[e][i], y_sum.of[e][i] += y.of[e][i];
+          const float beta = decays.beta[k];
+          if constexpr (kOfR) {
+            const float decay = decays.between(q, k) * beta;
+            if (q == k) sums.dbeta[q] = y.of[e][i];
+            w.of[e][i] *= plan.a.scale * decay;
+            y.of[e][i] *= k < q && plan.a.delta ? -decays.beta[q] * decay : 0.f;
+            z[i] = k < q ? w.of[e][i] * products[q][k] + y.of[e][i] * products[k][q] : 0.f;
+            (i / 2 ? high : low) += z[i];
+            w_sum.of[e][i] += w.of[e][i], y_sum.of[e][i] += y.of[e][i];
+          } else {
+            w.of[e][i] *= plan.a.scale * decays.between(q, k);
+            z[i] = k <= q ? w.of[e][i] * products[q][k] : 0.f;
+            if (q == k) sums.dbeta[q] = z[i], z[i] = 0;
+            (i / 2 ? high : low) += z[i] * beta;
+            w_sum.of[e][i] += w.of[e][i] * beta;
+          }
         }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -188,7 +202,7 @@ struct WarpGradient {
   __device__ void add_states(const Panel<kOfK>& of_q, const Panel<kOfK>& of_k, const Panel<kOfK>& of_end,
                              float product) {
     const Plan& plan = args.plan;
-    const Decays<C>& decays = sums.decays;
+    const Decays<C>& decays = *decays_of_head;
     for (int step = 1; step < 32; step *= 2) product += __shfl_xor_sync(~0u, product, step);
     if (lane == 0) sums.inner[row / 16 * kAcross + part] = product;
     float dots[3][2] = {};
@@ -206,30 +220,37 @@ struct WarpGradient {
           const int i = 2 * down + right;
           const float of_key = right ? key.y : key.x;
           dots[0][down] += (right ? q.y : q.x) * of_q.of[e][i];
-          dots[1][down] += of_key * of_k.of[e][i], dots[2][down] += of_key * of_end.of[e][i];
+          dots[2][down] += of_key * of_end.of[e][i];
           dq.of[e][i] += plan.a.scale * start * of_q.of[e][i];
-          dk.of[e][i] += to_end * of_end.of[e][i] - of_start * of_k.of[e][i];
+          if constexpr (kOfR) {
+            dots[1][down] += of_key * of_k.of[e][i];
+            dk.of[e][i] += to_end * of_end.of[e][i] - of_start * of_k.of[e][i];
+          } else {
+            dk.of[e][i] += to_end * of_end.of[e][i];
+          }
         }
       }
     }
     sums.q.put(dots[0][0], dots[0][1], row, part);
-    sums.k.put(dots[1][0], dots[1][1], row, part);
+    if constexpr (kOfR) sums.k.put(dots[1][0], dots[1][1], row, part);
     sums.end.put(dots[2][0], dots[2][1], row, part);
   }
 
   /// dg and dβ of a head, of the sums that the two functions before this have made.
   __device__ void write_gates(const Chunk& chunk, int head) {
     const Plan& plan = args.plan;
-    const Decays<C>& decays = sums.decays;
+    const Decays<C>& decays = *decays_of_head;
     sync();
     const int i = threadIdx.x;
     if (i < kScanned<C>) {
       float end = 0, mine = 0;
       if (i < chunk.n) {
         for (const auto& of_rows : sums.column_sums) mine -= of_rows[i];
-        end = decays.to_end[i] * decays.beta[i] * keys.norm_k[i] * sums.end.total(i);
+        end = decays.to_end[i] * keys.norm_k[i] * sums.end.total(i);
+        if constexpr (!kOfR) sums.dbeta[i] += end - mine, mine *= decays.beta[i];
+        end *= decays.beta[i];
         mine += sums.z.total(i) + plan.a.scale * decays.from_start[i] * keys.norm_q[i] * sums.q.total(i) - end -
-                (plan.a.delta ? decays.from_start[i] * decays.beta[i] * keys.norm_k[i] * sums.k.total(i) : 0.f);
+                (kOfR && plan.a.delta ? decays.from_start[i] * decays.beta[i] * keys.norm_k[i] * sums.k.total(i) : 0.f);
       }
       for (int distance = 1; distance < 32; distance *= 2) {
         const float after = __shfl_sync(~0u, mine, min(31, lane + distance));
@@ -270,11 +291,14 @@ struct WarpGradient {
         }
     };
     sync();
-    y_sum.each([&](float& v, int i, int j) { products[row + i][col + j] = v; });  // no longer read otherwise
+    if constexpr (kOfR)  // no longer read otherwise
+      y_sum.each([&](float& v, int i, int j) { products[row + i][col + j] = v; });
     put([&](int e, int i, int, int j) { return w_sum.of[e][i] * keys.norm_k[j]; });
     add(dq, std::false_type(), keys.k);
-    put([&](int e, int n, int i, int j) { return (y_sum.of[e][n] + products[j][i]) * keys.norm_k[j]; });
-    add(dk, std::false_type(), keys.k);
+    if constexpr (kOfR) {
+      put([&](int e, int n, int i, int j) { return (y_sum.of[e][n] + products[j][i]) * keys.norm_k[j]; });
+      add(dk, std::false_type(), keys.k);
+    }
     put([&](int e, int n, int i, int) { return w_sum.of[e][n] * keys.norm_q[i]; });
     add(dk, std::true_type(), keys.q);
   }
@@ -380,7 +404,9 @@ __global__ void __launch_bounds__(Gradient<Kd, kRoom>::kThreads, 1) gradient_ker
     }
     for (int h = 0; h < plan.group; ++h) {
       const int head = key_head * plan.group + h;
-      sums.decays.load(plan, chunk, head, AllThreads());
+      __syncthreads();
+      if (warp == 0) sums.decays[0].load(plan, chunk, head);
+      __syncthreads();
       const auto stage_of = [&](int phase) { return region + (args.stages == 2 ? phase % 2 * G::kStage : 0); };
       const auto load = [&](int phase) {
         if (phase < wide)

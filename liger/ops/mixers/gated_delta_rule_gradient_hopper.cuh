@@ -9,7 +9,7 @@ namespace liger::cuda::gated_delta_rule {
 namespace {
 
 constexpr int kGradientGroups = 2, kGradientGroupThreads = kGradientGroups * kGroup,
-              kGradientThreads = kGradientGroupThreads + kGroup;
+              kGradientThreads = kGradientGroupThreads + kGroup, kGradientWarps = kGradientGroupThreads / 32;
 
 /// Waits for the threads of the warpgroups.
 struct GroupThreads {
@@ -17,18 +17,18 @@ struct GroupThreads {
 };
 
 /// Where boxes are copied from: q, k and dO as [row, token, head and column], D and R as [head and term, token,
-/// column], the states as rows of K numbers.
+/// column], the states as rows of K numbers. Without delta D is v, which lies as dO does, and there is no R.
 struct GradientMaps {
   TensorMap q, k, dout, d, r, s, ds;
 };
 
 /// What a block holds in shared memory, for V columns of v.
-template <class Kd, int V>
+template <class Kd, int V, bool kDelta>
 struct GroupGradient {
-  static constexpr int C = Kd::C, K = Kd::K, kMade = Kd::kMade, kSlice = 32, kStages = 2;
+  static constexpr int C = Kd::C, K = Kd::K, kMade = Kd::kMade, kSlice = 32, kStages = kDelta ? 2 : V == 64 ? 4 : 3;
   using KeyRows = SwizzledTile<1, C, K>;
   using Raw = SwizzledTile<1, C, V>;
-  using Made = SwizzledTile<kMade, C, V>;
+  using Made = SwizzledTile<kDelta ? kMade : 1, C, V>;
   using State = SwizzledTile<kMade, kSlice, K>;  // kSlice rows, each of a column of v
   using Matrix = SwizzledTile<kMade, C, C>;
 
@@ -36,12 +36,13 @@ struct GroupGradient {
     CopyBarrier full_keys, empty_keys, full_rows, empty_rows, full_states[kStages], empty_states[kStages];
   };
   struct alignas(1024) Memory {
-    char keys[2 * KeyRows::kBytes], rows[Raw::kBytes + 2 * Made::kBytes], states[kStages][2 * State::kBytes],
+    char keys[2 * KeyRows::kBytes], rows[Raw::kBytes + (1 + kDelta) * Made::kBytes], states[kStages][2 * State::kBytes],
         matrix[Matrix::kBytes];
     float products[C][kProductRow<Kd>], norms[2 * C];
-    GradientSums<Kd, kGradientGroups> sums;
+    GradientSums<Kd, kGradientGroups, kGradientWarps> sums;
     Barriers barriers;
   };
+  static_assert(sizeof(Memory) <= 227 * 1024);
 
   struct Keys {
     KeyRows q, k;
@@ -51,7 +52,7 @@ struct GroupGradient {
     Raw dout;
     Made d, r;
     __device__ explicit Rows(char* shared)
-        : dout(Raw::at_front(shared)), d(Made::at_front(shared)), r(Made::at_front(shared)) {}
+        : dout(Raw::at_front(shared)), d(Made::at_front(shared)), r(kDelta ? Made::at_front(shared) : d) {}
   };
   struct States {
     State s, ds;
@@ -82,10 +83,12 @@ struct GroupGradient {
         const Rows rows(memory.rows);
         for (int c = 0; c < V; c += 64) {
           copy_box(rows.dout.at(0, c), maps.dout, head * V + c, chunk.token, chunk.row, barriers.full_rows);
-          for (int t = 0; t < kMade; ++t) {
-            copy_box(rows.d.at(0, c, t), maps.d, c, at, head * kMade + t, barriers.full_rows);
-            copy_box(rows.r.at(0, c, t), maps.r, c, at, head * kMade + t, barriers.full_rows);
-          }
+          if constexpr (kDelta)
+            for (int t = 0; t < kMade; ++t) {
+              copy_box(rows.d.at(0, c, t), maps.d, c, at, head * kMade + t, barriers.full_rows);
+              copy_box(rows.r.at(0, c, t), maps.r, c, at, head * kMade + t, barriers.full_rows);
+            }
+          else copy_box(rows.d.at(0, c), maps.d, head * V + c, chunk.token, chunk.row, barriers.full_rows);
         }
         // Where there is no state, boxes outside of the map: zeros.
         const auto row_of = [&](bool there, int64_t slot, int t, int v) {
@@ -109,21 +112,20 @@ struct GroupGradient {
 };
 
 /// As gradient_kernel.
-template <class Kd, int V>
+template <class Kd, int V, bool kDelta>
 __global__ void __launch_bounds__(kGradientThreads, 1)
     group_gradient_kernel(const __grid_constant__ GradientArgs args, const __grid_constant__ GradientMaps maps) {
   await_previous();
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)  // elsewhere it is not started
-  using G = GroupGradient<Kd, V>;
+  using G = GroupGradient<Kd, V, kDelta>;
   constexpr int C = Kd::C, K = Kd::K;
   const Plan& plan = args.plan;
   auto& memory = *shared_memory<typename G::Memory>();
   auto& barriers = memory.barriers;
   if (threadIdx.x == 0) {
-    constexpr int kWarps = kGradientGroupThreads / 32;
-    barriers.full_keys.init(1), barriers.empty_keys.init(kWarps);
-    barriers.full_rows.init(1), barriers.empty_rows.init(kWarps);
-    for (int i = 0; i < G::kStages; ++i) barriers.full_states[i].init(1), barriers.empty_states[i].init(kWarps);
+    barriers.full_keys.init(1), barriers.empty_keys.init(kGradientWarps);
+    barriers.full_rows.init(1), barriers.empty_rows.init(kGradientWarps);
+    for (int i = 0; i < G::kStages; ++i) barriers.full_states[i].init(1), barriers.empty_states[i].init(kGradientWarps);
     barriers_initialised();
   }
   __syncthreads();
@@ -144,7 +146,7 @@ __global__ void __launch_bounds__(kGradientThreads, 1)
   char* keys_at = memory.keys;
   const typename G::KeyRows q = G::KeyRows::at_front(keys_at), k_rows = G::KeyRows::at_front(keys_at);
   const typename G::Keys keys{q, k_rows, memory.norms, memory.norms + C};
-  using Part = WarpGradient<Kd, kGradientGroups, typename G::Keys, GroupThreads>;
+  using Part = WarpGradient<Kd, kGradientGroups, typename G::Keys, GroupThreads, kDelta, kGradientWarps>;
   constexpr int kOfC = Part::kOfC, kOfK = Part::kOfK;
   RingStage<1> of_keys, of_rows;
   RingStage<G::kStages> of_states;
@@ -161,7 +163,7 @@ __global__ void __launch_bounds__(kGradientThreads, 1)
       products_begin();
 #pragma unroll
       for (int k = 0; k < K; k += 16) {
-        group_multiply<false, true, kOfC>(kk.of, keys.k, k, keys.k, k, part.col);
+        if constexpr (kDelta) group_multiply<false, true, kOfC>(kk.of, keys.k, k, keys.k, k, part.col);
         group_multiply<false, true, kOfC>(qk.of, keys.q, k, keys.k, k, part.col);
       }
       products_issued();
@@ -172,7 +174,14 @@ __global__ void __launch_bounds__(kGradientThreads, 1)
       part.put_products(kk, qk);
     }
     for (int head = key_head * plan.group; head < (key_head + 1) * plan.group; ++head, of_rows.next()) {
-      memory.sums.decays.load(plan, chunk, head, sync);
+      const int of_group = head - key_head * plan.group, turn = of_group % kGradientWarps;
+      sync();  // the sums of the head before have been read
+      if (turn == 0) {
+        const int warp = threadIdx.x / 32;
+        if (of_group + warp < plan.group) memory.sums.decays[warp].load(plan, chunk, head + warp);
+        sync();
+      }
+      part.decays_of_head = &memory.sums.decays[turn];
       barriers.full_rows.await(of_rows.parity);
       if (chunk.n < C) clear_rows<C, kGradientGroupThreads>(memory.rows, sizeof(memory.rows), chunk.n);
       {
@@ -183,7 +192,7 @@ __global__ void __launch_bounds__(kGradientThreads, 1)
 #pragma unroll
         for (int k = 0; k < V; k += 16) {
           group_multiply<false, true, kOfC>(w.of, rows.dout, k, rows.d, k, part.col);
-          group_multiply<false, true, kOfC>(y.of, rows.r, k, rows.d, k, part.col);
+          if constexpr (kDelta) group_multiply<false, true, kOfC>(y.of, rows.r, k, rows.d, k, part.col);
         }
         products_issued();
         await_products<false>();
@@ -201,7 +210,7 @@ __global__ void __launch_bounds__(kGradientThreads, 1)
 #pragma unroll
         for (int k = 0; k < G::kSlice; k += 16) {
           group_multiply<false, false, kOfK>(of_q.of, rows.dout, v + k, states.s, k, part.k_col);
-          group_multiply<false, false, kOfK>(of_k.of, rows.r, v + k, states.s, k, part.k_col);
+          if constexpr (kDelta) group_multiply<false, false, kOfK>(of_k.of, rows.r, v + k, states.s, k, part.k_col);
           group_multiply<false, false, kOfK>(of_end.of, rows.d, v + k, states.ds, k, part.k_col);
         }
         products_issued();

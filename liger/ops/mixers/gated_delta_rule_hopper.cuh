@@ -233,7 +233,8 @@ __global__ void __launch_bounds__(kGroupChainThreads, 1)
   const Plan& plan = args.plan;
   const ChainPlace place(plan);
   const int block_col = place.col, v = place.v, head = place.head;
-  using Out = Outgoing<Kd, kBackward, kBackward, !kBackward>;
+  constexpr bool kWritesD = kBackward && kDelta;  // without delta it is v
+  using Out = Outgoing<Kd, kBackward, kWritesD, !kBackward>;
   const Out out(shared_memory<char>());
   Panel<K> state;
   each_chunk<GroupStage<Kd, kDelta, !kBackward>, false>(
@@ -281,7 +282,7 @@ __global__ void __launch_bounds__(kGroupChainThreads, 1)
           hold(x.of);
           subtract(d, x);
         }
-        if constexpr (kBackward) {
+        if constexpr (kWritesD) {
           out.begin();
           put_transposed(d, out.made, v - block_col);
           out.send_rows(plan, maps, chunk, head, block_col, plan.d, nullptr);
@@ -349,7 +350,7 @@ __global__ void __launch_bounds__(kGroupChainThreads, 1)
   const Plan& plan = args.plan;
   const ChainPlace place(plan);
   const int block_col = place.col, v = place.v, head = place.head;
-  using Out = Outgoing<Kd, true, true, true>;
+  using Out = Outgoing<Kd, true, kDelta, true>;  // without delta nobody reads R
   const Out out(shared_memory<char>());
   Panel<K> dstate;
   each_chunk<GroupStage<Kd, kDelta, true>, true>(
@@ -427,7 +428,7 @@ __global__ void __launch_bounds__(kGroupChainThreads, 1)
           products_issued();
           if (n == 0) {
             out.begin();
-            put_transposed(r, out.made, v - block_col);
+            if constexpr (kDelta) put_transposed(r, out.made, v - block_col);
             stage.scale(r, kBeta);
             put_transposed(r, out.rows, v - block_col);
             out.send_rows(plan, maps, chunk, head, block_col, plan.r, args.out);

@@ -19,9 +19,9 @@ struct Room {
   }
 };
 
-/// The plan, and how many bytes of workspace it needs.
+/// The plan, and how many bytes of workspace it needs: without room for U, D and R where `lean`.
 template <class Kd>
-Plan make_plan(const GatedDeltaRule& a, bool backward, int64_t& bytes) {
+Plan make_plan(const GatedDeltaRule& a, bool backward, int64_t& bytes, bool lean = false) {
   Plan plan{};
   plan.a = a, plan.group = int(a.heads / a.key_heads), plan.chunk = Kd::C, plan.tokens = a.rows * a.tokens;
   plan.length = int(a.tokens), plan.row_slots = int(ceil_div(a.tokens, int64_t(Kd::C)));
@@ -48,9 +48,10 @@ Plan make_plan(const GatedDeltaRule& a, bool backward, int64_t& bytes) {
   plan.factors = room.take<float>(Kd::kFactors * a.heads * plan.tokens);
   plan.kept = room.take<float>(a.heads * (Kd::kChannels ? slots * Kd::K : plan.tokens));
   const int64_t matrix = a.heads * Kd::kMade * plan.tokens;
-  plan.u = room.take<bfloat16>(matrix * Kd::C), plan.p = room.take<bfloat16>(matrix * Kd::C);
+  plan.p = room.take<bfloat16>(matrix * Kd::C);
+  if (!lean) plan.u = room.take<bfloat16>(matrix * Kd::C);
   if (backward) {
-    plan.d = room.take<bfloat16>(matrix * plan.V), plan.r = room.take<bfloat16>(matrix * plan.V);
+    if (!lean) plan.d = room.take<bfloat16>(matrix * plan.V), plan.r = room.take<bfloat16>(matrix * plan.V);
     const int64_t state = slots * a.heads * Kd::kMade * plan.V * Kd::K;
     plan.s = room.take<bfloat16>(state), plan.ds = room.take<bfloat16>(state);
   }

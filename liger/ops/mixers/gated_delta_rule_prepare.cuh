@@ -7,7 +7,7 @@ namespace {
 
 template <class Kd>
 struct Prepare {
-  static constexpr int C = Kd::C, kThreads = 2 * C;
+  static constexpr int C = Kd::C, kThreads = 2 * C, kWarps = kThreads / 32;
   static constexpr int kRow = C + 4;  // floats of a row of A, which is read in runs of four
   static constexpr int kMatrices = 2 * C * kRow * 4;
   static constexpr int kBytes = 2 * C * 4 + (kMatrices > Keys<Kd>::kBytes ? kMatrices : Keys<Kd>::kBytes);
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(Prepare<Kd>::kThreads) prepare_kernel(Plan pla
   await_previous();
   using P = Prepare<Kd>;
   constexpr int C = Kd::C;
-  __shared__ Decays<C> decays;
+  __shared__ Decays<C> decays_of[P::kWarps];  // each of a head
   char* shared = shared_memory<char>();
   float *norm_q = reinterpret_cast<float*>(shared), *norm_k = norm_q + C;
   shared += 2 * C * 4;
@@ -77,8 +77,13 @@ __global__ void __launch_bounds__(Prepare<Kd>::kThreads) prepare_kernel(Plan pla
     }
     const int64_t first = chunk.at(plan);
     for (int h = 0; h < plan.group; ++h) {
-      const int head = key_head * plan.group + h;
-      decays.load(plan, chunk, head, AllThreads());
+      const int head = key_head * plan.group + h, turn = h % P::kWarps;
+      if (turn == 0) {
+        __syncthreads();
+        if (const int warp = threadIdx.x / 32; h + warp < plan.group) decays_of[warp].load(plan, chunk, head + warp);
+        __syncthreads();
+      }
+      const Decays<C>& decays = decays_of[turn];
       if (const int i = threadIdx.x; i < chunk.n) {
         float* to = plan.factors + 4 * head * plan.tokens + first + i;
         to[0] = decays.beta[i], to[plan.tokens] = norm_k[i] * decays.from_start[i];
@@ -88,24 +93,38 @@ __global__ void __launch_bounds__(Prepare<Kd>::kThreads) prepare_kernel(Plan pla
       }
       const int64_t plane = plan.tokens * C, at = (int64_t(head) * Kd::kMade * plan.tokens + first) * C;
 #pragma unroll
-      for (int e = 0; e < C / 8; ++e)
+      for (int half = 0; half < 2; ++half)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int i = row + lane / 4 + 8 * half, j = 8 * e + lane % 4 * 2;
-          float of_p[2] = {}, of_a[2] = {};
-          if (8 * e <= row + 15)
+        for (int e = 0; e < C / 8; e += 2) {
+          const int i = row + lane / 4 + 8 * half;
+          unsigned words[2][Kd::kMade];
 #pragma unroll
-            for (int right = 0; right < 2; ++right) {
-              const float decay = decays.between(i, j + right) * norm_k[j + right];
-              of_p[right] = plan.a.scale * norm_q[i] * qk.of[e][2 * half + right] * decay;
-              if (plan.a.delta) of_a[right] = j + right < i ? norm_k[i] * kk.of[e][2 * half + right] * decay : 0.f;
+          for (int n = 0; n < 2; ++n) {
+            const int j = 8 * (e + n) + lane % 4 * 2;
+            float of_p[2] = {}, of_a[2] = {};
+            if (8 * (e + n) <= row + 15)
+#pragma unroll
+              for (int right = 0; right < 2; ++right) {
+                const float decay = decays.between(i, j + right) * norm_k[j + right];
+                of_p[right] = plan.a.scale * norm_q[i] * qk.of[e + n][2 * half + right] * decay;
+                if (plan.a.delta)
+                  of_a[right] = j + right < i ? norm_k[i] * kk.of[e + n][2 * half + right] * decay : 0.f;
+              }
+            if (plan.a.delta) {
+              *reinterpret_cast<float2*>(&a[i][j]) = {of_a[0], of_a[1]};
+              *reinterpret_cast<float2*>(&scaled[i][j]) = {of_a[0] * decays.beta[j], of_a[1] * decays.beta[j + 1]};
             }
-          *reinterpret_cast<float2*>(&a[i][j]) = {of_a[0], of_a[1]};
-          *reinterpret_cast<float2*>(&scaled[i][j]) = {of_a[0] * decays.beta[j], of_a[1] * decays.beta[j + 1]};
-          if (i < chunk.n) write_pair<Kd::kMade>(of_p[0], of_p[1], plan.p + at + i * C + j, plane);
+            split_pair(of_p[0], of_p[1], words[n]);
+          }
+#pragma unroll
+          for (int t = 0; t < Kd::kMade; ++t)
+            write_halves(words[0][t], words[1][t], plan.p + at + t * plane + i * C + 8 * e, i < chunk.n);
         }
-      __syncthreads();
-      if (plan.a.delta) write_u<Kd>(plan, chunk, head, a, scaled);
+      if (plan.a.delta) {
+        __syncthreads();
+        write_u<Kd>(plan, chunk, head, a, scaled);
+        __syncthreads();
+      }
     }
     __syncthreads();
   }
