@@ -107,9 +107,9 @@ RUNS = {
         "--models llama-8b --checkpointing on --rounds 1 --arms plain,triton,peft,ours,frozen {triton-liger}",
         "--models qwen3-4b --checkpointing on --rounds 1 --arms plain,triton,ours {triton-liger}",
         "--models qwen3-moe-4b --checkpointing on --rounds 1 --arms plain,peft,ours",
+    ), 10, TINY_LORA),
+    "lora-nf4": Run("lora-nf4-{card}.json", LORA, (
         "--models llama-8b --checkpointing on --rounds 1 --arms peft,ours --nf4",
-        "--models llama-1b --checkpointing on --arms plain,triton,ours {triton-liger}",
-        "--models llama-1b --shapes 8x512 --checkpointing off --arms plain,triton,ours {triton-liger}",
     ), 10, TINY_LORA),
     "lora-base": Run("lora-base-{card}.json", LORA, tuple(
         f"--models {model} --checkpointing {kept} --arms ours,ours+int8,ours+fp8"

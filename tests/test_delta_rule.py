@@ -12,13 +12,13 @@ NAMES = ("q", "k", "v", "g", "beta", "state")
 both = pytest.mark.parametrize("channels", [False, True], ids=["heads", "channels"])
 
 
-def inputs(device, channels, tokens=sum(LENGTHS), documents=len(LENGTHS), K=16, V=24, dtype=torch.float32):
-    """Two heads of one key head; every fifth token decays hardly at all."""
-    of_gates = (1, tokens, 2, K) if channels else (1, tokens, 2)
-    q, k, v = torch.randn(1, tokens, 1, K), torch.randn(1, tokens, 1, K), torch.randn(1, tokens, 2, V)
-    g, beta = -torch.rand(of_gates), torch.rand(1, tokens, 2)
+def inputs(device, channels, tokens=sum(LENGTHS), documents=len(LENGTHS), K=16, V=24, dtype=torch.float32, heads=2):
+    """Heads of one key head; every fifth token decays hardly at all."""
+    of_gates = (1, tokens, heads, K) if channels else (1, tokens, heads)
+    q, k, v = torch.randn(1, tokens, 1, K), torch.randn(1, tokens, 1, K), torch.randn(1, tokens, heads, V)
+    g, beta = -torch.rand(of_gates), torch.rand(1, tokens, heads)
     g[:, ::5] *= 1e-3
-    state = torch.randn(documents, 2, K, V)
+    state = torch.randn(documents, heads, K, V)
     return [
         t.to(device, d) for t, d in zip((q, k, v, g, beta, state), (dtype,) * 3 + (torch.float32, dtype, torch.float32))
     ]
@@ -102,7 +102,21 @@ def test_widths(K, V, channels, device):
         assert (a - b).norm() <= 2 ** (-16 if name == "g" else -18) * b.norm(), name
 
 
-@pytest.mark.parametrize("K,V,delta", [(64, 64, True), (128, 64, False), (128, 128, True)])
+@pytest.mark.parametrize("delta", [True, False])
+def test_many_heads(delta, device):
+    """More heads of a key head than a block works on at once: as in test_tiles."""
+    given = inputs(device, False, 67, 1, 128, 64, torch.bfloat16, heads=9)
+    given[1] /= 128**0.5
+    o, last = torch.randn(1, 67, 9, 64, device=device).bfloat16(), torch.randn_like(given[5])
+    found = with_gradients(given, (o, last), delta=delta, eps=None)
+    exact = [t.double().requires_grad_() for t in given]
+    results = head_reference(*exact, None, delta=delta, eps=None)
+    expected = [*results, *torch.autograd.grad(results, exact, [o.double(), last.double()])]
+    for name, a, b in zip(("o", "last", *NAMES), found, expected, strict=True):
+        assert (a - b).norm() <= (2**-8 if a.dtype == torch.bfloat16 else 2**-13) * b.norm(), name
+
+
+@pytest.mark.parametrize("K,V,delta", [(64, 64, True), (128, 64, False), (128, 128, False), (128, 128, True)])
 def test_tiles(K, V, delta, device):
     """Widths that have separate kernels on Hopper. Against float64, token by token: what is bfloat16 is rounded once,
     2^-9 of each number, and float results are sums of products of two terms of 8 bits each; a document has the bits
