@@ -117,7 +117,8 @@ RUNS = {
         for kept in every
     ), 8, TINY_LORA + ",ours+int8"),
     "lora-plan": Run("lora-plan-{card}.json", LORA, tuple(
-        f"--models {model} --checkpointing off --budget 70GiB --arms plain,triton,ours,ours+plan {{triton-liger}}"
+        f"--models {model} --checkpointing off --rounds 1 --budget 70GiB "
+        "--arms plain,triton,ours,ours+plan {{triton-liger}}"
         for model in ("llama-8b", "qwen2.5-7b")
     ), 10, TINY_LORA + ",ours+plan", environment=SEGMENTS),
     "lora-fits": Run("lora-fits-{card}.json", LORA, tuple(
@@ -199,10 +200,11 @@ RUNS = {
     ), 10, f"{TINY_BENCH} causal_conv1d --shape 2,8,21"),
     "replacements": Run("replacements-{card}.json", "benchmarks/replacements.py", ("{trl}",), 5, needs=("trl",)),
     "trl": Run("trl-{card}.json", TRL, tuple(
-        f"{options} --arms plain,triton,ours {{triton-liger}} {{trl}}"
+        f"{options} --arms plain,triton,ours,ours+256MiB {{triton-liger}} {{trl}}"
         for options in ("--method dpo --models llama-8b", "--method dpo --models llama-8b --lora 16",
                         "--method grpo --models llama-1b --batch 16 --completion 1024")
-    ), 10, "--models tiny --batch 2 --prompt 8 --completion 8 --steps 2 --arms plain,ours {trl}", needs=("trl",)),
+    ), 10, "--models tiny --batch 2 --prompt 8 --completion 8 --steps 2 --arms plain,ours,ours+256MiB {trl}",
+        needs=("trl",)),
     "eight-bit": Run("eight-bit-{card}.json", "benchmarks/eight_bit.py", ("",), 8),
     "eight-bit-products": Run("eight-bit-products-{card}.json", BENCH, ("--op scaled_matmul",), 10,
         f"{TINY_BENCH} scaled_matmul --shape 33,64,48"),

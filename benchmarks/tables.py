@@ -395,7 +395,8 @@ def levels(report):
 
 def trl_steps(report):
     """Steps of TRL's trainers: a row for each method, a column for each arm."""
-    lines, names = {}, {"plain": "TRL", "triton": "with liger (Triton)", "ours": "ours"}
+    lines, names = {}, {"plain": "TRL", "triton": "with liger (Triton)", "ours": "ours",
+                    "ours+256MiB": "ours, 256 MiB of logits"}  # fmt: skip
     for row in report["rows"]:
         method = row["method"].upper() + (f", LoRA of rank {row['lora']}" if row["lora"] else "")
         pairs = "pairs" if row["method"] == "dpo" else "completions"

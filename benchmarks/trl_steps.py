@@ -10,7 +10,7 @@ as TRL's configurations have it.
 
     plain   TRL and transformers
     triton  use_liger_kernel=True with the liger-kernel that --triton-liger names
-    ours    use_liger_kernel=True and liger_kernel.trl.patch()
+    ours    use_liger_kernel=True and liger_kernel.trl.patch(); "ours+256MiB" keeps as many bytes of logits for backward
 
 dpo takes --batch pairs of sequences a step, and a reference model, which with adapters is the model without them. grpo
 takes --batch completions of groups of eight and no reference model. Nothing is generated: rollout_func gives random
@@ -170,10 +170,11 @@ def work(job):
         from liger_kernel.measure.build import check_rival
 
         check_rival(job["rival"])
-    elif job["arm"] == "ours":
+    elif job["arm"].startswith("ours"):
         import liger_kernel.trl
 
-        print(liger_kernel.trl.patch(), flush=True)
+        mebibytes = job["arm"].partition("+")[2].removesuffix("MiB") or 0
+        print(liger_kernel.trl.patch(max_bytes=int(mebibytes) << 20), flush=True)
     steps = Steps(job["device"])
 
     class Watch(transformers.TrainerCallback):
@@ -185,7 +186,7 @@ def work(job):
             trainer = trainer_of(job, folder)
             trainer.add_callback(Watch())
             trainer.train()
-            if job["arm"] == "ours":
+            if job["arm"].startswith("ours"):
                 import liger_kernel
 
                 print(liger_kernel.report(trainer.model), flush=True)

@@ -403,6 +403,10 @@ def test_switch():
     report = patch(model, base="int8")
     assert sum(isinstance(m, LigerLinear8bit) for m in model.modules()) == 14
     assert "int8, error 0." in str(report) and "LigerLinear8bit" not in str(model.lm_head)
+    layers = [m for m in model.modules() if isinstance(m, LigerLinear8bit)]
+    again = patch(model, base="int8")  # a trainer's second train()
+    assert layers == [m for m in model.modules() if isinstance(m, LigerLinear8bit)]
+    assert sorted(map(str, again.replaced)) == sorted(map(str, report.replaced))
     with pytest.raises(ValueError, match="give the model adapters first"):
         _apply_liger_kernel_to_instance(model=llama(), base="int8")
     with pytest.raises(ValueError, match="format must be one of"):

@@ -95,7 +95,9 @@ def quantise(
         inputs: keyword arguments of the model. It is run on them once, and errors are those of the products with the
             inputs that its layers get there; without them, and of experts, of products with normally distributed rows.
 
-    Raises ValueError for an unknown format and where no layer can be quantised.
+    A second call does what is left to do, and nothing where all is done.
+
+    Raises ValueError for an unknown format, and where no layer can be quantised and none has been.
     """
     if format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
@@ -111,7 +113,7 @@ def quantise(
                 chosen[name] = module
             else:
                 kept[name] = reason
-    if not found and not experts:
+    if not found and not experts and not _is_quantised(model):
         raise ValueError(f"a {type(model).__name__} has no linear layer that can be quantised")
     rows = {} if inputs is None else _inputs_of(model, found, inputs)
     measured = defaultdict(list)
@@ -139,6 +141,13 @@ def is_adapted(model: nn.Module) -> bool:
     """Whether PEFT has put adapters into a model."""
     tuners = sys.modules.get("peft.tuners.tuners_utils")
     return tuners is not None and any(isinstance(module, tuners.BaseTunerLayer) for module in model.modules())
+
+
+def _is_quantised(model):
+    return any(
+        isinstance(module, LigerLinear8bit) or any(in_eight_bits(module, of) is not None for of in _EXPERTS)
+        for module in model.modules()
+    )
 
 
 def _kind(name):

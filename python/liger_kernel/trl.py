@@ -5,6 +5,7 @@ import functools
 import importlib.util
 
 import torch
+from transformers import PreTrainedModel
 from transformers.utils import is_triton_available
 
 from liger_kernel._library import ops
@@ -15,6 +16,7 @@ from liger_kernel.operators.head import OUTPUTS as ALL_OUTPUTS
 from liger_kernel.operators.head import RESULTS, linear_log_prob
 from liger_kernel.operators.lazy_logits import LazyLogits, with_lazy_heads
 from liger_kernel.operators.topk_distillation import topk_divergence, topk_entropy
+from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 from liger_kernel.transformers.patching.report import Report
 
 #: What TRL's function can give, in its order.
@@ -243,6 +245,49 @@ def _compacts(original, max_bytes):
     return lambda device: device.type in ("cpu", "cuda") or original(device)
 
 
+def _layers(trainer, model, left_out=("memory_budget", "cuda_graphs", "base")):
+    """Patches the layers of a model of a trainer, by its configuration."""
+    model = trainer.accelerator.unwrap_model(model)
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if isinstance(model, PreTrainedModel):
+        config = trainer.args.liger_kernel_config or {}
+        switches = {name: value for name, value in config.items() if name not in left_out}
+        _apply_liger_kernel_to_instance(model, **switches | {"fused_linear_cross_entropy": False})
+
+
+def _like_the_policy(trainer):
+    """Patches the models beside the one that is trained, which alone transformers patches for use_liger_kernel. A
+    reference that rounds in other places than the policy differs from it before the first step, and rewards are noise
+    of that size."""
+    for name in ("ref_model", "teacher_model") if trainer.args.use_liger_kernel else ():
+        model = getattr(trainer, name, None)
+        if isinstance(model, torch.nn.Module) and model is not trainer.model:
+            _layers(trainer, model)
+
+
+def _train(original, max_bytes):
+    @functools.wraps(original)
+    def train(self, *args, **kwargs):
+        _like_the_policy(self)
+        return original(self, *args, **kwargs)
+
+    return train
+
+
+def _precompute(original, max_bytes):
+    """The reference's log-probabilities, which a trainer computes when it is made. Without a reference model they are
+    the policy's, which transformers patches later."""
+
+    @functools.wraps(original)
+    def precompute(self, *args, **kwargs):
+        _like_the_policy(self)
+        if self.args.use_liger_kernel and self.ref_model is None:
+            _layers(self, self.model, left_out=("memory_budget", "cuda_graphs"))
+        return original(self, *args, **kwargs)
+
+    return precompute
+
+
 #: (module or module:class, attribute, what makes its replacement of the original, by what, whether TRL has it only
 #: where Triton is installed)
 _PARTS = (
@@ -260,6 +305,11 @@ _PARTS = (
     ("trl.trainer.utils", "_supports_trl_loss_kernel", _supports, "CPU and CUDA", False),
     ("trl.trainer.utils", "_fused_logprob_entropy", _fused_logprob_entropy, "selective_log_softmax", True),
     ("trl.trainer.utils", "is_triton_available", _available, "always", False),
+    ("trl.trainer.base_trainer:_BaseTrainer", "train", _train, "layers of references and teachers", False),
+    *(
+        (f"trl.trainer.{name}_trainer:{name.upper()}Trainer", "_precompute_ref_logps", _precompute, "layers", False)
+        for name in ("dpo", "kto")
+    ),
     *(
         (f"trl.experimental.{name}.{name}_trainer:{trainer}Trainer", "compute_loss", _compute_loss, "LazyLogits", False)
         for name, trainer in dict(
@@ -290,6 +340,9 @@ def patch(max_bytes: int = 0) -> Report:
     """Run the fused head, the divergence and the log-probabilities of TRL's trainers on linear_log_prob, divergence and
     selective_log_softmax, on CPU and CUDA; also the loss of the asynchronous distillation trainer, and, without logits,
     those of the trainers that distil from a few classes per token (server distillation, SDFT, SDPO, IW-OPD).
+
+    With use_liger_kernel=True, reference models and teachers get the layers that transformers gives the trained model:
+    policy and reference are then the same function before the first step, where DPO's loss is ln 2 and rewards are 0.
 
     Attributes of TRL's modules are replaced; trainers, models and configurations stay as they are, also those that
     exist already. Logits of up to max_bytes (0: 4 GiB on a GPU, 256 MiB on a CPU) wait for backward, others are made

@@ -1,15 +1,19 @@
 """liger_kernel.trl.patch() against TRL's own functions, one by one and in its trainers."""
 
 import contextlib
+import math
 import pathlib
 import sys
 
 import liger_kernel.trl
+import peft
 import pytest
 import torch
 import trl.trainer.utils as trl_utils
 from heads import ALL, FLOAT, TWO_HEADS, assert_alike, assert_no_worse, both, counts, inputs, taken_away
-from trainers import assert_same_steps, train
+from liger_kernel.operators.eight_bit import LigerLinear8bit
+from liger_kernel.transformers import LigerSwiGLUMLP
+from trainers import assert_same_steps, train, trainer_of
 from trl.kernels import chunked_divergence, chunked_logprob
 
 NAMES = (
@@ -289,6 +293,50 @@ def test_trainers_take_the_same_steps(
         assert len(calls[TWO_HEADS]) == 4  # forward and backward
     else:
         assert len(calls["linear_log_prob_forward"]) >= 2 and len(calls["linear_log_prob_backward_"]) == 2
+
+
+@pytest.mark.parametrize("tuner", ("full", "LoRA"))
+@pytest.mark.parametrize("precompute", (False, True))
+@pytest.mark.parametrize("kind", ("dpo", "kto"))
+def test_policy_and_reference_are_the_same_function(
+    kind, precompute, tuner, model, tokenizer, tmp_path, patched, record_property
+):
+    """In bfloat16 they round alike: the rewards of the first step are 0, to the bit."""
+    adapters = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM") if tuner == "LoRA" else None
+    model = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager")
+    options = dict(use_liger_kernel=True, precompute_ref_log_probs=precompute)
+    trainer = trainer_of(kind, model, tokenizer, tmp_path, dict(peft_config=adapters), **options)
+    trainer.train()
+    first = trainer.state.log_history[0]
+    rewards = [value for name, value in first.items() if name.startswith("rewards/c") or name == "rewards/rejected"]
+    assert len(rewards) >= 2 and not any(rewards), first
+    if kind == "dpo":
+        assert first["loss"] == pytest.approx(math.log(2), rel=1e-6)
+    record_property("setup", f"{kind.upper()}, {tuner}, bfloat16, precompute_ref_log_probs={precompute}")
+    record_property("result", "policy and reference are equal to the bit before the first step")
+
+
+@pytest.mark.parametrize("width", (128,))
+def test_a_base_in_eight_bits_is_the_reference_too(model, tokenizer, tmp_path, patched):
+    """Its log-probabilities, computed before training, are those of the layers that training runs."""
+    adapters = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    options = dict(use_liger_kernel=True, liger_kernel_config={"base": "int8"}, precompute_ref_log_probs=True)
+    trainer = trainer_of("dpo", model, tokenizer, tmp_path, dict(peft_config=adapters), **options)
+    trainer.train()
+    first = trainer.state.log_history[0]
+    assert any(isinstance(module, LigerLinear8bit) for module in trainer.model.modules())
+    assert not first["rewards/chosen"] and not first["rewards/rejected"]
+
+
+@pytest.mark.parametrize("kind", ("dpo", "kto", "grpo", "rloo", "distillation", "gkd"))
+@pytest.mark.parametrize("liger", (True, False))
+def test_layers_of_references_and_teachers(kind, liger, model, tokenizer, tmp_path, patched):
+    """They are replaced for use_liger_kernel alone."""
+    trainer = trainer_of(kind, model, tokenizer, tmp_path, use_liger_kernel=liger)
+    beside = getattr(trainer, "ref_model", None) or trainer.teacher_model
+    assert liger_kernel.report(beside) is None
+    trainer.train()
+    assert all(isinstance(layer.mlp, LigerSwiGLUMLP) is liger for layer in beside.model.layers)
 
 
 @pytest.mark.parametrize(

@@ -241,9 +241,13 @@ def _patch_instance(
     quantised = None if base is None else quantise(model, base)
     if memory_budget is not None:
         plan_later(model, memory_budget)
+    before = Report.kept_on(model)
     report = _apply(model_type, {"model": model}, dict(switches))
-    if report is not None and Report.kept_on(model) is not report:
+    if report is not None and before is not report:
         report.keep_on(model)
+        for entry in before.replaced if before is not None else ():
+            if entry.switch == "base":
+                report.note("base", entry.name, entry.by, entry.count)
     for row in quantised.layers if report is not None and quantised is not None else ():
         report.note("base", row.name, f"{base}, error {row.error:.1%}", row.count)
     if cuda_graphs:
