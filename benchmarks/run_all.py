@@ -118,7 +118,7 @@ RUNS = {
     ), 8, TINY_LORA + ",ours+int8"),
     "lora-plan": Run("lora-plan-{card}.json", LORA, tuple(
         f"--models {model} --checkpointing off --rounds 1 --budget 70GiB "
-        "--arms plain,triton,ours,ours+plan {{triton-liger}}"
+        "--arms plain,triton,ours,ours+plan {triton-liger}"
         for model in ("llama-8b", "qwen2.5-7b")
     ), 10, TINY_LORA + ",ours+plan", environment=SEGMENTS),
     "lora-fits": Run("lora-fits-{card}.json", LORA, tuple(
