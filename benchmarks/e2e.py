@@ -103,7 +103,7 @@ def main():
     args = arguments()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     report = json.loads(args.out.read_text()) if args.out.exists() else {"rows": []}
-    report["machine"] = machine(args.device, args.gpus, args.cap_gb, Path(__file__).parent)
+    report["machine"] = machine(args.device, args.gpus, args.cap_gb, Path(__file__).parent, args.triton_liger)
     rows = {(row["model"], row["length"], row["arm"]): row["result"] for row in report["rows"]}
     for model in args.models:
         for arm in args.arms:

@@ -72,7 +72,8 @@ def main():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     args.out.parent.mkdir(parents=True, exist_ok=True)
     report = json.loads(args.out.read_text()) if args.go_on and args.out.exists() else {"rows": []}
-    report |= {"machine": machine(device, 1, args.cap_gb, Path(__file__).parent), "rank": args.rank, "nf4": args.nf4}
+    on = machine(device, 1, args.cap_gb, Path(__file__).parent, args.triton_liger)
+    report |= {"machine": on, "rank": args.rank, "nf4": args.nf4}
     cases = [
         (model, shape, checkpointing)
         for model in args.models.split(",")

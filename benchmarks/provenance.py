@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 RECORDED = json.loads((ROOT / "benchmarks" / "recorded.json").read_text())
-PACKAGES = ("torch", "cuda", "transformers", "peft", "bitsandbytes", "triton")
+PACKAGES = ("torch", "cuda", "transformers", "peft", "bitsandbytes", "triton", "trl", "liger-kernel")
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,17 @@ def _all(report, machines, key):
     return list(dict.fromkeys(each[key] for each in (*machines, *report.get("rows", ())) if each.get(key)))
 
 
+def _has_liger(report) -> bool:
+    """Whether liger-kernel, with Triton, is one of the rivals."""
+    rows = report.get("rows", ())
+    return any(row.get("arm") == "triton" or row.get("rival") == "liger (Triton)" for row in rows) or any(
+        "triton" in each for each in report.values() if isinstance(each, dict) and "machine" in each
+    )
+
+
 def provenance(file: str, report=None) -> Provenance:
-    """Raises ValueError where the result lacks a card, a date, a commit or the version of torch."""
+    """Raises ValueError where the result lacks a card, a date, a commit, the version of torch or that of a
+    liger-kernel that it compares with."""
     report = read(file) if report is None else report
     machines = [report["machine"]] if "machine" in report else [each["machine"] for each in report.values()]
     old = RECORDED.get(file, {})
@@ -77,8 +86,14 @@ def provenance(file: str, report=None) -> Provenance:
     if not commits and old:
         commits = [f"({old['commit']})"]
     versions = {name: machines[0][name] for name in PACKAGES if machines[0].get(name)}
-    lacks = [name for name, value in (("card", machines[0].get("device")), ("date", dates), ("commit", commits),
-                                      ("version of torch", versions.get("torch"))) if not value]  # fmt: skip
+    needed = {
+        "card": machines[0].get("device"),
+        "date": dates,
+        "commit": commits,
+        "version of torch": versions.get("torch"),
+        "version of liger-kernel": versions.get("liger-kernel") or not _has_liger(report),
+    }
+    lacks = [name for name, value in needed.items() if not value]
     if lacks:
         raise ValueError(f"{file} has no {', no '.join(lacks)}")
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"

@@ -214,7 +214,7 @@ def main():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     args.out.parent.mkdir(parents=True, exist_ok=True)
     report = json.loads(args.out.read_text()) if args.out.exists() else {"rows": []}
-    report["machine"] = machine(device, sources=Path(__file__).parent)
+    report["machine"] = machine(device, sources=Path(__file__).parent, rival=args.triton_liger)
     sys.path.append(args.trl)
     report["machine"]["trl"] = version_of("trl")
     names = "method", "model", "lora", "batch", "prompt", "completion", "arm"

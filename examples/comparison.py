@@ -183,7 +183,7 @@ def run_sides(script, args, sums=0.0):
     settings = {name: value for name, value in vars(args).items() if name not in ("out", "only", "tokens", "worker")}
     return {
         **runs,
-        "machine": machine(args.device, sources=Path(__file__).parent),
+        "machine": machine(args.device, sources=Path(__file__).parent, rival=getattr(args, "triton_liger", None)),
         "settings": settings,
         "noise": noise,
         "comparison": comparison,

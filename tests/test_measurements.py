@@ -44,6 +44,14 @@ def test_a_result_that_lacks_something_is_refused(key):
         provenance.provenance("new-h100.json", {**full, "machine": {**MACHINE, key: None}})
 
 
+@pytest.mark.parametrize("row", ({"arm": "triton"}, {"rival": "liger (Triton)"}))
+def test_a_result_of_a_rival_names_its_version(row):
+    with pytest.raises(ValueError, match="no version of liger-kernel"):
+        provenance.provenance("new-h100.json", {"machine": MACHINE, "rows": [row]})
+    named = {"machine": {**MACHINE, "liger-kernel": "0.8.5"}, "rows": [row]}
+    assert provenance.provenance("new-h100.json", named).in_words.endswith(", liger-kernel 0.8.5")
+
+
 @pytest.mark.parametrize(
     ("device", "card"),
     [
@@ -232,11 +240,12 @@ def test_what_fits_on_smaller_cards():
 def test_steps_of_trl():
     shared = {"method": "dpo", "model": "llama-8b", "lora": 16, "batch": 4, "prompt": 512, "completion": 512}
     found = {"plain": {"seconds": 2.0, "peak_gb": 40.0}, "triton": None, "ours": {"seconds": 1.0, "peak_gb": 30.0}}
-    ((*_, shape, plain, triton, ours),) = cells(
+    found["ours+256MiB"] = {"seconds": 1.25, "peak_gb": 28.0}
+    ((*_, shape, plain, triton, ours, fewer),) = cells(
         tables.trl_steps({"rows": [{**shared, "arm": arm, "result": result} for arm, result in found.items()]})
     )
     assert shape == "4 pairs of 512 + 512" and plain == "2.00, 40.0 GB"
-    assert triton == "out of memory" and ours == "1.00 (2.00x), 30.0 GB"
+    assert triton == "out of memory" and ours == "1.00 (2.00x), 30.0 GB" and fewer == "1.25 (1.60x), 28.0 GB"
 
 
 def test_levels_of_a_plan():

@@ -5,6 +5,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -42,12 +43,10 @@ def commit(folder: Path | str) -> str | None:
     return last[:12] + "+" * bool(_output(*git, "status", "--porcelain", "--untracked-files=no", "--", *MEASURED))
 
 
-def version_of(name: str) -> str | None:
-    """The version of an installed distribution, or None."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+def version_of(name: str, folder: Path | str | None = None) -> str | None:
+    """The version of an installed distribution, or of one that was unpacked into a folder; None where there is none."""
+    path = sys.path if folder is None else [str(folder)]
+    return next((found.version for found in metadata.distributions(name=name, path=path)), None)
 
 
 def processor() -> str:
@@ -57,8 +56,15 @@ def processor() -> str:
     return name[1] if name else platform.processor()
 
 
-def machine(device: str, gpus: int = 1, cap_gb: float | None = None, sources: Path | None = None) -> dict:
-    """Device, driver, versions, date, and the commit of a folder of sources; `device` is "cuda" or "cpu"."""
+def machine(
+    device: str,
+    gpus: int = 1,
+    cap_gb: float | None = None,
+    sources: Path | None = None,
+    rival: Path | str | None = None,
+) -> dict:
+    """Device, driver, versions, also of the liger-kernel in a rival's folder, date, and the commit of a folder of
+    sources; `device` is "cuda" or "cpu"."""
     import torch
 
     cuda = device == "cuda"
@@ -75,6 +81,7 @@ def machine(device: str, gpus: int = 1, cap_gb: float | None = None, sources: Pa
         "cuda": torch.version.cuda,
         **{name: version_of(name) for name in PACKAGES},
         "torch": torch.__version__,
+        **({"liger-kernel": version_of("liger-kernel", rival)} if rival else {}),
         "commit": commit(sources or Path(__file__).parent),
         "date": datetime.date.today().isoformat(),
     }
