@@ -21,6 +21,7 @@ import e2e  # noqa: E402
 import lora  # noqa: E402
 import plot  # noqa: E402
 import run_all  # noqa: E402
+import runs  # noqa: E402
 import scheduler  # noqa: E402
 
 
@@ -65,7 +66,7 @@ def test_what_was_cut_off_goes_on(tmp_path):
 @pytest.mark.full()
 def test_every_dry_run(tmp_path):
     printed = run(tmp_path)
-    for name, each in run_all.RUNS.items():
+    for name, each in runs.RUNS.items():
         if each.tiny and not each.needs:
             assert re.search(rf"^{name}: \d+ s$", printed, re.M), name
 
@@ -100,8 +101,8 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setattr(run_all, "GO_ON", {str(script)})
 
     def parts(args, name, *seconds, **options):
-        made = run_all.Run(f"{name}.json", str(script), tuple(map(str, seconds)), 1, **options)
-        monkeypatch.setitem(run_all.RUNS, name, made)
+        made = runs.Run(f"{name}.json", str(script), tuple(map(str, seconds)), 1, **options)
+        monkeypatch.setitem(runs.RUNS, name, made)
         return [*run_all.parts_of(made, name, args)]
 
     return lambda *options: run_all.arguments(["--work", str(tmp_path / "work"), *options]), parts
@@ -135,7 +136,7 @@ def test_gpus_that_are_left_to_a_process_are_taken(machine, monkeypatch):
     args = arguments("--gpus", "2")
     both = parts(args, "both", 0, gpus=2)
     assert [*scheduler.Machine(args).run(both)] == both and ran(both)[0]["gpus"] == "5,7"
-    assert run_all.obstacle(run_all.Run("", "benchmarks/e2e.py", (), 1, gpus=4), args) == "it needs 4 GPUs"
+    assert run_all.obstacle(runs.Run("", "benchmarks/e2e.py", (), 1, gpus=4), args) == "it needs 4 GPUs"
 
 
 def test_a_deadline(machine, monkeypatch):
@@ -180,9 +181,9 @@ def test_what_failed_is_said_and_not_tried_again(machine, monkeypatch, capsys):
     assert capsys.readouterr().out.count("$") == 1
     monkeypatch.setattr(run_all, "provenance", lambda *_: SimpleNamespace(commit="0123456"))
     args = arguments("--collect", "h200", "--partial")
-    assert run_all.gather(run_all.RUNS["some"], "some", args) is None
+    assert run_all.gather(runs.RUNS["some"], "some", args) is None
     assert scheduler.read(args.results / "some.json")["missing"] == ["nothing"]
-    assert not run_all.done(run_all.RUNS["some"], args)
+    assert not run_all.done(runs.RUNS["some"], args)
 
 
 def test_parts_of_another_machine_are_put_together(tmp_path, monkeypatch):
@@ -197,18 +198,18 @@ def test_parts_of_another_machine_are_put_together(tmp_path, monkeypatch):
     (there / "done").touch()
     assert run_all.main(line) == 0
     assert json.loads((tmp_path / "results/gemm-bits-h200.json").read_text())["rows"] == [{"way": "default"}]
-    assert run_all.done(run_all.RUNS["gemm-bits"], run_all.arguments(line))
+    assert run_all.done(runs.RUNS["gemm-bits"], run_all.arguments(line))
 
 
 def test_the_operators_of_bench_are_parts(monkeypatch):
     args = run_all.arguments([])
     args.device = "cuda"
-    (run, *_) = [*run_all.parts_of(run_all.RUNS["operators"], "operators", args)]
+    (run, *_) = [*run_all.parts_of(runs.RUNS["operators"], "operators", args)]
     assert re.match(r"--op \w+ \{", run.arguments)
-    made = [part.arguments for part in run_all.parts_of(run_all.RUNS["mixers"], "mixers", args)]
+    made = [part.arguments for part in run_all.parts_of(runs.RUNS["mixers"], "mixers", args)]
     assert made == [
-        *(f"--op {name}" for name in run_all.MIXERS.split(",")),
-        *(f"--op {name} --rivals torch" for name in run_all.RECURRENCES.split(",")),
+        *(f"--op {name}" for name in runs.MIXERS.split(",")),
+        *(f"--op {name} --rivals torch" for name in runs.RECURRENCES.split(",")),
         "--op mamba2_scan --rivals torch,mamba-ssm {mamba-ssm}",
     ]
 
@@ -226,20 +227,20 @@ def pattern(file):
 
 
 def test_every_table_has_a_benchmark():
-    files = [*(each.file for each in run_all.RUNS.values()), *run_all.ONCE]
+    files = [*(each.file for each in runs.RUNS.values()), *runs.ONCE]
     for table in plot.TABLES:
         assert any(re.fullmatch(pattern(file), table.file) for file in files), table.file
-    assert len({each.file for each in run_all.RUNS.values()}) == len(run_all.RUNS)
+    assert len({each.file for each in runs.RUNS.values()}) == len(runs.RUNS)
 
 
 def test_files_of_whole_models_have_a_method():
     """The page of cards knows how the models of each file are trained."""
-    for name, each in run_all.RUNS.items():
-        if each.script in (run_all.E2E, run_all.LORA, "examples/train.py"):
+    for name, each in runs.RUNS.items():
+        if each.script in (runs.E2E, runs.LORA, "examples/train.py"):
             method = cards._method(each.file.format(card="h100"))
             assert method, name
             unchecked = all("--no-checkpointing" in part for part in each.parts)
-            if each.script == run_all.E2E:
+            if each.script == runs.E2E:
                 assert ("checkpointed" in method) != unchecked, name
 
 
@@ -249,25 +250,25 @@ def test_every_operator_is_in_a_run():
     from loss_cases import LOSSES
 
     timed = {name for name, case in (all_cases() | LOSSES).items() if case.bench}
-    groups = run_all.EXPERTS, run_all.FEW_CLASSES, run_all.MIXERS, run_all.RECURRENCES, run_all.QK
+    groups = runs.EXPERTS, runs.FEW_CLASSES, runs.MIXERS, runs.RECURRENCES, runs.QK
     listed = {name for group in groups for name in group.split(",")}
-    assert listed | {*run_all.others("cuda").split(",")} == timed and run_all.APART <= timed
+    assert listed | {*run_all.others("cuda").split(",")} == timed and runs.APART <= timed
     assert {*run_all.others("cpu").split(",")} == timed
 
 
 def test_rivals_that_are_not_there_are_left_out(monkeypatch):
-    for name in run_all.RIVALS:
+    for name in runs.RIVALS:
         monkeypatch.delenv(f"{name.upper().replace('-', '_')}_DIR", raising=False)
     without, with_it = (run_all.arguments(list(each)) for each in ((), ("--triton-liger", "/some/where")))
     line = "--arms plain,triton,ours {triton-liger}"
     assert run_all.words_of(line, without, ROOT) == ["--arms", "plain,ours"]
     assert run_all.words_of(line, with_it, ROOT) == ["--arms", "plain,triton,ours", "--triton-liger", "/some/where"]
     without.device, without.gpus = "cuda", 1
-    assert run_all.obstacle(run_all.RUNS["topk"], without) == "it needs --trl"
-    assert run_all.obstacle(run_all.RUNS["e2e-x2"], without) == "it needs 2 GPUs"
-    assert run_all.obstacle(run_all.RUNS["lora"], without) is None
+    assert run_all.obstacle(runs.RUNS["topk"], without) == "it needs --trl"
+    assert run_all.obstacle(runs.RUNS["e2e-x2"], without) == "it needs 2 GPUs"
+    assert run_all.obstacle(runs.RUNS["lora"], without) is None
     without.device = "cpu"
-    assert run_all.obstacle(run_all.RUNS["lora"], without) == "it needs a GPU"
+    assert run_all.obstacle(runs.RUNS["lora"], without) == "it needs a GPU"
 
 
 def test_parts_of_a_result_are_put_together():
