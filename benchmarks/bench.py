@@ -376,7 +376,7 @@ def machine(args):
         "dtype": str(args.dtype)[6:],
         "transformers": version_of("transformers"),
         "triton": version_of("triton"),
-        **({"liger-kernel": version_of("liger-kernel", args.triton_liger)} if args.triton_liger else {}),
+        "liger-kernel": version_of("liger-kernel", args.triton_liger) if args.triton_liger else None,
         "commit": commit(ROOT),
         "date": str(date.today()),
     }

@@ -119,7 +119,6 @@ def of_all(report: dict) -> str:
 
 THREE = {"plain": "plain", "triton": "liger (Triton)", "ours": "ours"}
 PLANNED = {"plain": "plain", "ours": "ours, every layer checkpointed", "ours+plan": "ours, planned"}
-KEPT = {"plain": "plain", "triton": "liger (Triton)", "ours": "ours", "ours+plan": "ours, planned"}
 SMALL = {
     "plain": "plain", "plain+compile": "torch.compile", "ours": "ours", "ours+compile": "ours, torch.compile",
     "ours+adamw+passes": "ours, captured model", "ours+adamw+graph": "ours, captured step",
@@ -150,7 +149,8 @@ TABLES = (
     Table("training.md", "hybrids", "e2e-hybrids-{card}.json", forms),
     Table("training.md", "sinks", "e2e-sinks-{card}.json", lambda r: in_turns(r, "plain", plain="plain", ours="ours")),
     Table("training.md", "lora", "lora-{card}.json", lora),
-    Table("training.md", "lora_plan", "lora-plan-{card}.json", lambda r: in_turns(of_lora(r), "plain", **KEPT)),
+    Table("training.md", "lora_plan", "lora-plan-{card}.json",
+          lambda r: in_turns(of_lora(r), "plain", **THREE, **{"ours+plan": "ours, planned"})),
     Table("training.md", "trl", "trl-{card}.json", trl_steps),
     Table("training.md", "bases", "lora-base-{card}.json", by_base, in_every_base),
     Table("exactness.md", "eight_bit", "eight-bit-{card}.json", eight_bit),

@@ -255,7 +255,7 @@ def _layers(trainer, model, left_out=("memory_budget", "cuda_graphs", "base")):
         _apply_liger_kernel_to_instance(model, **switches | {"fused_linear_cross_entropy": False})
 
 
-def _like_the_policy(trainer):
+def _patch_others(trainer):
     """Patches the models beside the one that is trained, which alone transformers patches for use_liger_kernel. A
     reference that rounds in other places than the policy differs from it before the first step, and rewards are noise
     of that size."""
@@ -265,27 +265,26 @@ def _like_the_policy(trainer):
             _layers(trainer, model)
 
 
-def _train(original, max_bytes):
-    @functools.wraps(original)
-    def train(self, *args, **kwargs):
-        _like_the_policy(self)
-        return original(self, *args, **kwargs)
+def _patch_reference(trainer):
+    """Patches what log-probabilities of the reference are computed with when a trainer is made: without a reference
+    model the policy, which transformers patches later."""
+    _patch_others(trainer)
+    if trainer.args.use_liger_kernel and trainer.ref_model is None:
+        _layers(trainer, trainer.model, left_out=("memory_budget", "cuda_graphs"))
 
-    return train
 
+def _after(patch_models):
+    """What makes a trainer's method that patches models first."""
 
-def _precompute(original, max_bytes):
-    """The reference's log-probabilities, which a trainer computes when it is made. Without a reference model they are
-    the policy's, which transformers patches later."""
+    def make(original, max_bytes):
+        @functools.wraps(original)
+        def method(self, *args, **kwargs):
+            patch_models(self)
+            return original(self, *args, **kwargs)
 
-    @functools.wraps(original)
-    def precompute(self, *args, **kwargs):
-        _like_the_policy(self)
-        if self.args.use_liger_kernel and self.ref_model is None:
-            _layers(self, self.model, left_out=("memory_budget", "cuda_graphs"))
-        return original(self, *args, **kwargs)
+        return method
 
-    return precompute
+    return make
 
 
 #: (module or module:class, attribute, what makes its replacement of the original, by what, whether TRL has it only
@@ -305,9 +304,21 @@ _PARTS = (
     ("trl.trainer.utils", "_supports_trl_loss_kernel", _supports, "CPU and CUDA", False),
     ("trl.trainer.utils", "_fused_logprob_entropy", _fused_logprob_entropy, "selective_log_softmax", True),
     ("trl.trainer.utils", "is_triton_available", _available, "always", False),
-    ("trl.trainer.base_trainer:_BaseTrainer", "train", _train, "layers of references and teachers", False),
+    (
+        "trl.trainer.base_trainer:_BaseTrainer",
+        "train",
+        _after(_patch_others),
+        "layers of references and teachers",
+        False,
+    ),
     *(
-        (f"trl.trainer.{name}_trainer:{name.upper()}Trainer", "_precompute_ref_logps", _precompute, "layers", False)
+        (
+            f"trl.trainer.{name}_trainer:{name.upper()}Trainer",
+            "_precompute_ref_logps",
+            _after(_patch_reference),
+            "layers",
+            False,
+        )
         for name in ("dpo", "kto")
     ),
     *(

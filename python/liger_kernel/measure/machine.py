@@ -81,7 +81,7 @@ def machine(
         "cuda": torch.version.cuda,
         **{name: version_of(name) for name in PACKAGES},
         "torch": torch.__version__,
-        **({"liger-kernel": version_of("liger-kernel", rival)} if rival else {}),
+        "liger-kernel": version_of("liger-kernel", rival) if rival else None,
         "commit": commit(sources or Path(__file__).parent),
         "date": datetime.date.today().isoformat(),
     }
