@@ -37,6 +37,7 @@ struct GatedBackward {
   int64_t rows, cols, a_stride, b_stride, d_stride;
   DType dtype;
   GateForm form;
+  void* c = nullptr;  // [rows, cols]: c again, where it is given; may be dc. Not of an interleaved form
 };
 
 /// GatedForward of 16-bit numbers, which gives c in 8 bits too.

@@ -24,12 +24,14 @@ void backward(const GatedBackward& g) {
     const PairRow<const T, Gate::kInterleaved> in(g.a, g.b, r, g.a_stride, g.b_stride);
     const PairRow<T, Gate::kInterleaved> out(g.da, g.db, r, g.d_stride, g.d_stride);
     const T* dc = row_of<T>(g.dc, r, g.cols) + begin;
+    T* c = g.c ? row_of<T>(g.c, r, g.cols) : nullptr;
     for_each(n, [&](int64_t i, int64_t k) {
       const auto [a, b] = in.read(begin + i, k);
       const Vec d = read(dc + i, k);
       // Where g' is 0, so is da, also where the product before it has overflowed T.
-      out.write(Math::product(gate.slope(a), round_to<T>(d * gate.up(b))),
-                gate.through_up(b, d * round_to<T>(gate.act(a))), begin + i, k);
+      const Vec act = round_to<T>(gate.act(a)), up = gate.up(b);
+      out.write(Math::product(gate.slope(a), round_to<T>(d * up)), gate.through_up(b, d * act), begin + i, k);
+      if (c) write(act * up, c + begin + i, k);
     });
   });
 }

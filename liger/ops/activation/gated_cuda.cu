@@ -15,13 +15,15 @@ __device__ auto product(const GateOf& gate) {
 
 ///   da = dc · u(b) · g'(a)
 ///   db = dc · g(a) · u'(b)
-/// of a, b and dc; g is made again.
-template <class T, class GateOf>
+/// of a, b and dc; g is made again. With kProduct, c is the third result.
+template <class T, bool kProduct, class GateOf>
 __device__ auto gradients(const GateOf& gate) {
-  return [&gate](const float (&x)[3], float (&d)[2]) {
+  return [&gate](const float (&x)[3], float (&d)[2 + kProduct]) {
+    const float act = round_to<T>(gate.act(x[0])), up = gate.up(x[1]);
     // Where g' is 0, so is da, also where the product before it has overflowed T.
-    d[0] = Math<T>::product(gate.slope(x[0]), round_to<T>(x[2] * gate.up(x[1])));
-    d[1] = gate.through_up(x[1], x[2] * round_to<T>(gate.act(x[0])));
+    d[0] = Math<T>::product(gate.slope(x[0]), round_to<T>(x[2] * up));
+    d[1] = gate.through_up(x[1], x[2] * act);
+    if constexpr (kProduct) d[2] = act * up;
   };
 }
 
@@ -34,14 +36,20 @@ __global__ void __launch_bounds__(256) forward_kernel(GatedForward g, RowChunks<
   map_packs<kPacks>(out, in, product<T>(gate));
 }
 
-/// As forward_kernel, with three inputs.
-template <class T, class Gate>
+/// As forward_kernel, with three inputs. A thread has read its dc when it writes c over that.
+template <class T, class Gate, bool kProduct>
 __global__ void __launch_bounds__(256) backward_kernel(GatedBackward g, RowChunks<T, kPacks> chunks) {
   await_previous();
   const typename Gate::template Of<Math<T>, float> gate(g.form);
-  const Row<T> out[] = {chunks.of(g.da, g.d_stride), chunks.of(g.db, g.d_stride)};
+  const Row<T> da = chunks.of(g.da, g.d_stride), db = chunks.of(g.db, g.d_stride);
   const Row<T> in[] = {chunks.of(g.a, g.a_stride), chunks.of(g.b, g.b_stride), chunks.of(g.dc, g.cols)};
-  map_packs<kPacks>(out, in, gradients<T>(gate));
+  if constexpr (kProduct) {
+    const Row<T> out[] = {da, db, chunks.of(g.c, g.cols)};
+    map_packs<kPacks>(out, in, gradients<T, true>(gate));
+  } else {
+    const Row<T> out[] = {da, db};
+    map_packs<kPacks>(out, in, gradients<T, false>(gate));
+  }
 }
 
 inline constexpr int kRowPacks = 4;  // of a row, that a thread holds of each result
@@ -68,7 +76,7 @@ __global__ void __launch_bounds__(kLongRowThreads) backward_bytes_kernel(GatedBa
   const auto row = [&](const void* p, int64_t stride) { return AlignedRow<T>(p, blockIdx.x, stride, g.cols); };
   const RowsOut<T, 2> out{{row(g.da, g.d_stride), row(g.db, g.d_stride)}, {args.a_factor, args.b_factor}, args.d};
   const AlignedRow<T> in[] = {row(g.a, g.a_stride), row(g.b, g.b_stride), row(g.dc, g.cols)};
-  map_row_to_bytes<kRowPacks, 1>(out, in, blockIdx.x, gradients<T>(gate));
+  map_row_to_bytes<kRowPacks, 1>(out, in, blockIdx.x, gradients<T, false>(gate));
 }
 
 /// Starts such a kernel.
@@ -161,7 +169,7 @@ LIGER_REGISTER(gated_backward, [](const GatedBackward& args, Stream s) {
         launch(backward_pairs_kernel<T, Gate>, grid(in), s, g, in);
       } else {
         const RowChunks<T, kPacks> chunks(g.rows, g.cols);
-        launch(backward_kernel<T, Gate>, chunks.grid(), s, g, chunks);
+        launch(g.c ? backward_kernel<T, Gate, true> : backward_kernel<T, Gate, false>, chunks.grid(), s, g, chunks);
       }
     });
   });

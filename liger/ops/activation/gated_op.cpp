@@ -77,7 +77,7 @@ bool run_forward(const Tensor& a_, const Tensor& b_, const Tensor& c, const Gate
 }
 
 bool run_backward(const Tensor& dc_, const Tensor& a_, const Tensor& b_, const Tensor& da, const Tensor& db,
-                  int64_t d_stride, const GateForm& form, const Bytes* bytes) {
+                  int64_t d_stride, const GateForm& form, const Bytes* bytes, const Tensor& c) {
   const Tensor dc = dc_.contiguous();
   const Rows a(rows_of(a_, form)), b(b_);
   const GatedBackward args{.dc = data(dc),
@@ -91,7 +91,8 @@ bool run_backward(const Tensor& dc_, const Tensor& a_, const Tensor& b_, const T
                            .b_stride = b.stride,
                            .d_stride = d_stride,
                            .dtype = dtype_of(dc),
-                           .form = form};
+                           .form = form,
+                           .c = c.defined() ? c.data_ptr() : nullptr};
   if (gives(gated_backward_bytes, bytes, dc, form) &&
       rows_fit_bytes(dc, {args.dc, args.a, args.b, args.da, args.db, bytes->factors[0], bytes->factors[1]},
                      {a.stride, b.stride, d_stride})) {

@@ -24,8 +24,8 @@ struct Bytes {
 bool run_forward(const Tensor& a, const Tensor& b, const Tensor& c, const GateForm& form, const Bytes* bytes = nullptr);
 
 /// (da, db), whose rows are d_stride elements apart; they may be a and b. Returns whether `bytes`, those of both side
-/// by side, have been written.
+/// by side, have been written. c, where it is defined, is written too, and not in 8 bits: it may be dc.
 bool run_backward(const Tensor& dc, const Tensor& a, const Tensor& b, const Tensor& da, const Tensor& db,
-                  int64_t d_stride, const GateForm& form, const Bytes* bytes = nullptr);
+                  int64_t d_stride, const GateForm& form, const Bytes* bytes = nullptr, const Tensor& c = {});
 
 }  // namespace liger::op::gated

@@ -1,5 +1,4 @@
-#include "liger/ops/activation/gated_op.h"
-#include "liger/ops/linear/linear_op.h"
+#include "liger/ops/linear/gated_layer.h"
 
 namespace liger {
 namespace op::linear {
@@ -56,16 +55,9 @@ struct GatedMLP {
     return {gated::parse(op, int64_t(options.activation)), float(options.gate_multiplier)};
   }
 
-  /// How many tokens a product that is read in 8 bits is made of at once: a quarter, and not few.
-  static int64_t part_of(int64_t tokens) { return std::min(tokens, std::max<int64_t>(256, ceil_div(tokens, 4))); }
-
   /// The tokens that are worked on at once.
   static int64_t chunk_of(int64_t tokens, const Options& options) {
     return options.chunk > 0 ? std::min(options.chunk, tokens) : tokens;
-  }
-  /// The rows of a chunk: of a tensor that has those of all chunks, or of a buffer for one.
-  static Tensor part(const Tensor& t, int64_t begin, int64_t n) {
-    return t.defined() && t.size(0) != n ? t.narrow(0, begin, n) : t;
   }
   /// Room for gate and up, or for their gradients.
   static std::array<Tensor, 2> wide(const Inputs& in, const Tensor& x, int64_t tokens) {
@@ -79,34 +71,14 @@ struct GatedMLP {
     run_forward(up, factor, adapters.columns_of(low, in.of_x(), 1), in.up, adapters.b[1]);
   }
 
-  /// The product of a chunk, in c, and what the adapter of the last layer makes of it. Where that layer reads the
-  /// product in 8 bits, this returns it, and c has room for a part of it only: 16 bits are for the adapter alone.
-  static EightBitRows run_product(const Tensor& gate, const Tensor& up, const Tensor& c, const GateForm& form,
-                                  const Tensor& a, const Tensor& low, std::optional<EightBit> format) {
-    const int64_t tokens = gate.size(0);
-    const EightBitRows all = format ? empty_rows(tokens, gate.size(1), *format, gate) : EightBitRows();
-    for_chunks(tokens, c.size(0), [&](int64_t begin, int64_t n) {
-      const Tensor product = part(c, 0, n);
-      const gated::Bytes bytes{format ? all.part(begin, n).to() : RowBytes()};
-      const bool made =
-          gated::run_forward(part(gate, begin, n), part(up, begin, n), product, form, format ? &bytes : nullptr);
-      if (format && !made) write_bytes(bytes.to, product);
-      Tensor of_low = part(low, begin, n);
-      if (a.defined()) at::mm_out(of_low, product, a.t());
-    });
-    return all;
-  }
-  /// The gradients of gate and up. Where that of x is a product in 8 bits, this returns their rows, which lie where
-  /// dproduct did.
-  static EightBitRows run_gradients(const Inputs& in, const Tensor& dproduct, const Tensor& gate, const Tensor& up,
-                                    const Tensor& dgate, const Tensor& dup, const GateForm& form, bool wants_dx) {
-    const auto format = wants_dx ? format_of_products(gate, in.of_x()) : std::nullopt;
-    if (!format) return gated::run_backward(dproduct, gate, up, dgate, dup, cols(gate), form), EightBitRows();
+  /// The gradients of gate and up and, where a kernel gives them, their rows in 8 bits, which lie where dproduct did.
+  static EightBitRows run_gradients(const Inputs& in, const Tensor& dproduct, const GateAndUp& of, EightBit format) {
     const Tensor scales[] = {in.gate.weight_scale->contiguous(), in.up.weight_scale->contiguous()};
-    const EightBitRows bytes{dproduct.view(at::kByte), at::empty({gate.size(0)}, gate.options().dtype(at::kFloat)),
-                             *format};
+    const EightBitRows bytes{dproduct.view(at::kByte),
+                             at::empty({of.gate.size(0)}, of.gate.options().dtype(at::kFloat)), format};
     const gated::Bytes to{bytes.to(), {data<float>(scales[0]), data<float>(scales[1])}};
-    return gated::run_backward(dproduct, gate, up, dgate, dup, cols(gate), form, &to) ? bytes : EightBitRows();
+    const bool made = gated::run_backward(dproduct, of.gate, of.up, of.dgate, of.dup, of.d_stride, of.form, &to);
+    return made ? bytes : EightBitRows();
   }
 
   /// All but y, which `finish` computes of one chunk; of several, y too. in_bytes: see run_product.
@@ -120,8 +92,9 @@ struct GatedMLP {
     if (is_nothing(in.x)) {
       r.low = Adapters<2>::empty_low_rank(in.of_x(), in.x), r.cast = Adapters<2>::empty_cast(in.of_x(), in.x);
       r.cast_down = Adapters<1>::empty_cast(in.of_product(), in.x);
-      for (Tensor* wide : {&r.gates, &r.ups})
-        if (!options.recompute) *wide = at::empty_symint({sym_rows(in.x), in.gate.weight.sym_size(0)}, in.x.options());
+      const auto wide = [&] { return at::empty_symint({sym_rows(in.x), in.gate.weight.sym_size(0)}, in.x.options()); };
+      if (!options.recompute) r.gates = wide(), r.ups = wide();
+      r.product = wide();
       return r;
     }
     const Tensor x = matrix(in.x), y = matrix(r.y);
@@ -219,10 +192,9 @@ struct GatedMLP {
     Tensor dx;  // which has no memory before it is needed
     const Tensor x = matrix(in.x), dy = matrix(upstream.dy);
     const int64_t tokens = x.size(0), chunk = chunk_of(tokens, options);
-    const bool inner = wanted.dx || any(wanted.gate) || any(wanted.up),
-               of_products = wanted.down.weight || wanted.down.a;
+    const GatedLayerWanted of_down(wanted.dx || any(wanted.gate) || any(wanted.up), wanted.down);
     const auto [gates, ups] = options.recompute ? wide(in, x, chunk) : std::array{saved.gates, saved.ups};
-    overwrite = overwrite || options.recompute || !inner;
+    overwrite = overwrite || options.recompute || !of_down.inner;
     const auto [dgates, dups] = overwrite ? std::array{gates, ups} : wide(in, x, chunk);
     Tensor products = output(at::empty({chunk, gates.size(1)}, x.options()));  // and then their gradients
     const Layers<2> of_x = in.of_x();
@@ -236,22 +208,22 @@ struct GatedMLP {
       const Tensor rows = part(x, begin, n), low = part(saved.low, begin, n), of_y = part(dy, begin, n);
       const Tensor gate = part(gates, first, n), up = part(ups, first, n);
       Tensor product = part(products, 0, n);
-      if (options.recompute && (inner || of_products)) gate_and_up(in, rows, low, adapters, gate, up);
-      if (of_products) gated::run_forward(gate, up, product, gate_form);
-      Tensor dproduct = inner ? product : Tensor();
-      down.add({options.down_multiplier == 1 ? of_y : of_y * options.down_multiplier}, product, product,
-               part(saved.low_down, begin, n), dproduct, dproduct);
-      if (!inner) return;
+      if (options.recompute && (of_down.inner || of_down.of_products)) gate_and_up(in, rows, low, adapters, gate, up);
+      const GateAndUp of{gate,       up,       overwrite ? gate : part(dgates, 0, n), overwrite ? up : part(dups, 0, n),
+                         cols(gate), gate_form};
+      const auto format = wanted.dx ? format_of_products(gate, of_x) : std::nullopt;  // in which dx is a product
+      add_gated_layer(down, options.down_multiplier == 1 ? of_y : of_y * options.down_multiplier, product,
+                      part(saved.low_down, begin, n), of, of_down, format.has_value());
+      if (!of_down.inner) return;
       if (wanted.dx && !dx.defined()) d.dx = room(true, in.x), dx = matrix(d.dx);
-      const Tensor dgate = overwrite ? gate : part(dgates, 0, n), dup = overwrite ? up : part(dups, 0, n),
-                   out = part(dx, begin, n);
-      const EightBitRows bytes = run_gradients(in, product, gate, up, dgate, dup, gate_form, out.defined());
-      product = dproduct = Tensor();
+      const Tensor out = part(dx, begin, n);
+      const EightBitRows bytes = format ? run_gradients(in, product, of, *format) : EightBitRows();
+      product = Tensor();
       if (begin + n == tokens) products = Tensor();  // whose memory rows in 8 bits can have
-      outer.add({dgate, dup}, rows, rows, low, out, out, bytes);
+      outer.add({of.dgate, of.dup}, rows, rows, low, out, out, bytes);
     });
     d.down = down.gradients()[0];
-    if (inner) std::tie(d.gate, d.up) = std::tuple_cat(outer.gradients());
+    if (of_down.inner) std::tie(d.gate, d.up) = std::tuple_cat(outer.gradients());
     return d;
   }
 };

@@ -1,4 +1,5 @@
 #pragma once
+#include <functional>
 #include "liger/core/torch/operator.h"
 #include "liger/functions/linear.h"
 #include "liger/ops/linear/adapter_casts_op.h"
@@ -145,21 +146,23 @@ class LayersBackward {
 
   /// Adds the terms of tokens whose input is x and whose adapters saw `seen`: x, or x after a dropout. dx and dseen are
   /// written where they are defined, after the last use of x and seen; where both are the same, the result is the sum.
-  /// `made`: as multiply_transposed takes it.
+  /// `made`: as multiply_transposed takes it. With make_x, dx comes first, and then that makes x and seen of it.
   void add(const std::array<Tensor, n>& dy, const Tensor& x, const Tensor& seen, const Tensor& low, const Tensor& dx,
-           const Tensor& dseen, const EightBitRows& made = {}) {
+           const Tensor& dseen, const EightBitRows& made = {}, const std::function<void()>& make_x = {}) {
     const Tensor& a = adapters_.a;
     bool wants_a = false;
     for (size_t i = 0; i < n; ++i) wants_a = wants_a || wanted_[i].a;
     Tensor dlow;  // scale · dy b of all layers side by side
     if (a.defined() && (wants_a || dseen.defined())) dlow = at::empty_like(low);
+    for (size_t i = 0; i < n && dlow.defined(); ++i) {
+      if (!layers_[i]->a) continue;
+      Tensor out = Adapters<n>::columns_of(dlow, layers_, i);
+      at::addmm_out(out, out, dy[i], adapters_.b[i], 0, layers_[i]->scale);
+    }
+    if (make_x) write_inputs(dy, dlow, dx, dseen, made), make_x();
     for (size_t i = 0; i < n; ++i) {
       const AdaptedLinear& layer = *layers_[i];
       LayerGradients<Tensor>& d = gradients_[i];
-      if (layer.a && dlow.defined()) {
-        Tensor out = Adapters<n>::columns_of(dlow, layers_, i);
-        at::addmm_out(out, out, dy[i], adapters_.b[i], 0, layer.scale);
-      }
       if (wanted_[i].b)
         add_product(d.b, *layer.b, in_chunks_, dy[i], Adapters<n>::columns_of(low, layers_, i), layer.scale);
       if (wanted_[i].weight) add_product(d.weight, layer.weight, in_chunks_, dy[i], x);
@@ -169,18 +172,7 @@ class LayersBackward {
       else d.bias = sum;
     }
     if (wants_a) add_product(da_, a, in_chunks_ || has_float_adapter(), dlow, seen);
-    const bool together = a.defined() && dx.defined() && dx.is_same(dseen);
-    if (dx.defined() && multiply_transposed(dx, dy, layers_, together ? dlow : Tensor(), a, made)) {
-      if (Tensor out = dseen; out.defined() && a.defined() && !together) at::mm_out(out, dlow, a);
-      return;
-    }
-    if (Tensor out = dseen; out.defined() && a.defined()) at::mm_out(out, dlow, a);
-    bool first = !together;
-    for (size_t i = 0; i < n && dx.defined(); ++i, first = false) {
-      Tensor out = dx;
-      const Tensor weight = whole(*layers_[i], dx.scalar_type());
-      first ? at::mm_out(out, dy[i], weight) : at::addmm_out(out, out, dy[i], weight);
-    }
+    if (!make_x) write_inputs(dy, dlow, dx, dseen, made);
   }
 
   /// The sums, in the types of what they are the gradients of.
@@ -201,6 +193,20 @@ class LayersBackward {
   }
 
  private:
+  /// The gradients of x and of seen.
+  void write_inputs(const std::array<Tensor, n>& dy, const Tensor& dlow, Tensor dx, Tensor dseen,
+                    const EightBitRows& made) const {
+    const Tensor& a = adapters_.a;
+    const bool together = a.defined() && dx.defined() && dx.is_same(dseen);
+    const bool all = dx.defined() && multiply_transposed(dx, dy, layers_, together ? dlow : Tensor(), a, made);
+    if (dseen.defined() && a.defined() && !(all && together)) at::mm_out(dseen, dlow, a);
+    bool first = !together;
+    for (size_t i = 0; i < n && dx.defined() && !all; ++i, first = false) {
+      const Tensor weight = whole(*layers_[i], dx.scalar_type());
+      first ? at::mm_out(dx, dy[i], weight) : at::addmm_out(dx, dx, dy[i], weight);
+    }
+  }
+
   bool has_float_adapter() const {
     for (const AdaptedLinear* layer : layers_)
       if (layer->a && layer->a->scalar_type() == at::kFloat) return true;
