@@ -96,8 +96,8 @@ def test_linear(device, format, dtype, rows, into, out, rank):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("format", LARGEST)
-def test_qkv_and_gated_mlp(device, format):
-    """Layers that share their input: dx is one product of all."""
+def test_qkv_and_gated_mlps(device, format):
+    """Layers that share their input: dx is one product of all. Of the last layer of an MLP, the product is rounded."""
     torch.manual_seed(0)
     dtype, into = torch.bfloat16, 96
     x = torch.randn(50, into).to(dtype)
@@ -139,6 +139,12 @@ def test_qkv_and_gated_mlp(device, format):
     close(y.detach().cpu(), forward(product.detach().to(dtype), layers[2]), dtype, 4)
     product.backward(backward([dy], layers[2:]).to(dtype).double())
     close(inside.grad.cpu(), backward([gate.grad.to(dtype), up.grad.to(dtype)], layers[:2]), dtype, 6)
+
+    packed = torch.cat([gate, up], 1).detach().to(device, dtype).requires_grad_()
+    y = ops.gated_linear(packed, *arguments(layers[2:]), layers[2][1].to(device), 1.0)
+    y.backward(dy.to(device))
+    close(y.detach().cpu(), forward(product.detach().to(dtype), layers[2]), dtype, 4)
+    close(packed.grad.cpu(), torch.cat([gate.grad, up.grad], 1), dtype, 5)
 
 
 @pytest.mark.parametrize("device", DEVICES)

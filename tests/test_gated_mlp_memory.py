@@ -1,4 +1,4 @@
-"""What gated_mlp holds beside its inputs and results, with adapters on a base in eight bits or in 16."""
+"""What gated_mlp and gated_linear hold beside their inputs and results, with adapters on a base in eight bits or 16."""
 
 import pytest
 import torch
@@ -83,6 +83,25 @@ def test_forward(device, format):
     call()
     most, _ = peak(call, device)
     assert 2 * WIDE < most <= (2 + 1 / 4 + 1 / 2) * WIDE + NARROW + NARROW // 2 + SMALL
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("adapted", [False, True])
+def test_gated_linear(device, adapted):
+    """Forward keeps its input alone. In backward the product has the memory of its gradient."""
+    torch.manual_seed(0)
+    on = dict(device=device, dtype=torch.bfloat16)
+    x, dy = torch.randn(TOKENS, 2 * INNER, **on).requires_grad_(), torch.randn(TOKENS, INTO, **on)
+    weight, a, b = torch.randn(INTO, INNER, **on), torch.randn(RANK, INNER, **on), torch.randn(INTO, RANK, **on)
+    of = [x, *(t.requires_grad_() for t in ((a, b) if adapted else (weight,)))]
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = ops.gated_linear(x, weight, None, *((a, b) if adapted else (None, None)), None, 1.0)
+    assert sum(t.numel() for t in saved) - x.numel() - weight.numel() <= RANK * (TOKENS + 2 * (INTO + INNER))
+    call = lambda: torch.autograd.grad(y, of, dy, retain_graph=True)
+    call()
+    most, _ = peak(call, device)
+    assert 3 * WIDE <= most <= 3 * WIDE + 2 * INTO * INNER + SMALL  # gradients of gate and up, and the product
 
 
 def test_gradients_of_gate_and_up_are_seen():

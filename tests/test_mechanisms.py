@@ -218,7 +218,19 @@ def test_checkpoint_stops_before_the_last_gemm():
     assert torch.equal(again, y) and all(torch.equal(a, b) for a, b in zip(found, gradients))
 
 
-@pytest.mark.parametrize("op, results", [("linear", 1), ("qkv", 3), ("gated_mlp", 1)])
+def test_the_first_part_of_no_tokens():
+    """Of nothing, too, the first part of an operator gives what linear_finish reads."""
+    x, wide, down = torch.randn(0, 8), torch.randn(12, 8), torch.randn(8, 12)
+    y, _, low, *_, cast, product = ops.gated_mlp_start(
+        x, *(wide, None, None, None) * 2, down, *(None,) * 6, 1.0, 1.0, 1.0
+    )
+    ops.linear_finish(y, product, down, None, None, None, low, cast, None, 1.0)
+    y, low, cast, product = ops.gated_linear_start(torch.randn(0, 24), down, *(None,) * 4, 1.0)
+    ops.linear_finish(y, product, down, None, None, None, low, cast, None, 1.0)
+    assert y.shape == x.shape
+
+
+@pytest.mark.parametrize("op, results", [("linear", 1), ("qkv", 3), ("gated_linear", 1), ("gated_mlp", 1)])
 def test_lora_of_a_transposed_input(op, results, device):
     """The gradient of an x whose rows no single stride describes."""
     torch.manual_seed(0)
@@ -226,6 +238,7 @@ def test_lora_of_a_transposed_input(op, results, device):
     layer = [torch.randn(8, 8), None, torch.randn(2, 8), torch.randn(8, 2)]
     layer = [t if t is None else t.to(device) for t in layer]
     arguments = {"linear": (*layer, None, None, 2.0)}
+    arguments["gated_linear"] = (torch.randn(8, 4, device=device), None, None, None, None, 1.0)
     arguments["qkv"] = arguments["gated_mlp"] = (*layer, *layer, *layer, None, None, None, 2.0, 2.0, 2.0)
 
     def gradient(x):

@@ -2,6 +2,7 @@
 #include <ATen/core/Tensor.h>
 #include <optional>
 #include <tuple>
+#include "liger/functions/activation.h"
 #include "liger/options.h"
 
 namespace liger {
@@ -49,6 +50,18 @@ struct MLPOptions {
 /// Backward keeps x, gate and up, or only x with `recompute`, and makes the rest again. Sums over chunks are in float.
 at::Tensor gated_mlp(const at::Tensor& x, const AdaptedLinear& gate, const AdaptedLinear& up, const AdaptedLinear& down,
                      const MLPOptions& options = {});
+
+struct GatedLinearOptions {
+  Activation activation = Activation::SiLU;
+  double gate_multiplier = 1;  // m
+  GateOptions gate;
+  LIGER_OPTIONS(activation, gate_multiplier, gate)
+};
+
+/// The last layer of a gated MLP whose first one makes gate and up side by side, x [..., 2F] = [gate, up]:
+///   y = layer(act(m · gate) · up)
+/// or with the clamps of GateOptions. Backward keeps x, and makes the product again.
+at::Tensor gated_linear(const at::Tensor& x, const AdaptedLinear& layer, const GatedLinearOptions& options = {});
 
 [[deprecated("liger::linear")]] inline at::Tensor lora_linear(const at::Tensor& x, const AdaptedLinear& layer,
                                                               const std::optional<at::Tensor>& dropped = {}) {

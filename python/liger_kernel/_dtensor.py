@@ -61,6 +61,8 @@ RULES = {
     "qk_norm_rope_backward": ("xxxxwwccrr", "2345"),
     "embedding_forward": ("we", "e"),
     "embedding_backward": ("xt", "p"),
+    "gated_linear_forward": ("xwwwww", "xrr"),
+    "gated_linear_backward": ("xxwwwwwrr", "12345"),
     "gated_mlp_forward": ("xwwwwwwwwwwww", "xrrrrrr"),
     "gated_mlp_backward": ("xxwwwwwwwwwwwwrrrrrr", "123456789ABCD"),
     "fused_experts_forward": ("xwwtwwwwwwwwt", "xrtrr"),

@@ -270,6 +270,12 @@ CHECKS = (
         ((6, 8), (12, 8), (3, 8), (12, 3)),
     ),
     Check(
+        "gated_linear",
+        lambda x, w, a, b: ops.gated_linear(x, w, None, a, b, None, 2.0),
+        lambda x, w, a, b: _adapted(F.silu(x[..., :8]) * x[..., 8:], w, a, b),
+        ((6, 16), (12, 8), (3, 8), (12, 3)),
+    ),
+    Check(
         "gated_mlp",
         lambda x, w, a, b, d: ops.gated_mlp(x, w, None, a, b, w, None, None, None, d, *(None,) * 6, 2.0, 1.0, 1.0),
         lambda x, w, a, b, d: (F.silu(_adapted(x, w, a, b)) * (x @ w.T)) @ d.T,

@@ -9,7 +9,7 @@ from liger_kernel._library import ops
 from torch.utils.checkpoint import checkpoint
 
 from cases import Case
-from cases.gated import ACTIVATIONS
+from cases.gated import ACTIVATIONS, CLAMPED, GATE, clamped
 
 
 def layer(out, into, options, rank=None):
@@ -101,6 +101,35 @@ def mlp_reference(x, *rest, activation="silu", by_gate=1.0, by_down=1.0, **_):
     return y * by_down if by_down != 1 else y
 
 
+def gated_linear_make(shape, options):
+    tokens, width, out = shape
+    return torch.randn(tokens, 2 * width), *layer(out, width, options)
+
+
+def gated_linear_arguments(scale=2.0, activation="silu", gate_multiplier=1.0, **options):
+    return None, scale, ACTIVATIONS[activation][0], gate_multiplier, *({**GATE, **options}[name] for name in GATE)
+
+
+def gated_linear_op(*inputs, **options):
+    return ops.gated_linear(*inputs, *gated_linear_arguments(**options))
+
+
+def gated_linear_reference(x, *rest, scale=2.0, activation="silu", gate_multiplier=1.0, **options):
+    gate, up = x.chunk(2, -1)
+    gate, clamps = gate * gate_multiplier, {name: options[name] for name in GATE if name in options}
+    return applied(clamped(gate, up, **clamps) if clamps else ACTIVATIONS[activation][1](gate) * up, *rest, scale)
+
+
+def gated_linear_error(text, exception=RuntimeError, dtype=None, **shapes):
+    sizes = {"x": (2, 12), "weight": (4, 6), "bias": (4,), "a": (3, 6), "b": (4, 3), **shapes}
+
+    def call(d):
+        x, *tensors = (torch.randn(size, device=d) for size in sizes.values())
+        return ops.gated_linear(x.to(dtype or torch.float32), *tensors, None, 1.0)
+
+    return call, exception, text
+
+
 def mlp_rivals(inputs, options):
     """The same memory with separate operators: gradient checkpointing."""
     if not options.get("recompute"):
@@ -182,6 +211,33 @@ CASES = [
             qkv_error("head_dim 4 does not divide 6", 4, 2, 4),
             qkv_error("head_dim is the width of the heads", -1, 2, 4),
             qkv_error("head_dim is the width of the heads", 3, 4),
+        ],
+    ),
+    Case(
+        name="gated_linear",
+        op=gated_linear_op,
+        reference=gated_linear_reference,
+        make=gated_linear_make,
+        differentiable=tuple(range(5)),
+        shapes=SHAPES,
+        many_rows=(70000, 4, 6),
+        options=[
+            {},
+            dict(biases=True, activation="gelu_tanh"),
+            dict(rank=0, gate_multiplier=0.5),
+            dict(rank=0, activation="gelu_erf", biases=True),
+            dict(rank=1, scale=0.3, **CLAMPED),
+            dict(rank=0, limit=1.0, alpha=1.702, up_offset=1.0),
+        ],
+        schema=lambda inputs, options: (ops.gated_linear, (*inputs, *gated_linear_arguments(**options))),
+        bench=[((8192, 8192, 3072), dict(rank=0)), ((8192, 8192, 3072), dict(rank=16))],
+        bench_cpu=[((1024, 2816, 1024), dict(rank=0))],
+        flops=gemms(1),
+        errors=[
+            gated_linear_error("must be even", ValueError, x=(2, 11)),
+            gated_linear_error("weight must be", weight=(4, 5)),
+            gated_linear_error("a must be", a=(3, 5)),
+            gated_linear_error("float64", TypeError, dtype=torch.float64),
         ],
     ),
     Case(

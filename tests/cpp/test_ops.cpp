@@ -59,6 +59,10 @@ TEST(Gated, EqualsTorch) {
                run([](auto& t) { return torch::gelu(t[0], "tanh") * t[1]; }, in));
   expect_close(run([](auto& t) { return liger::gated_packed(t[0]); }, {in[0]}),
                run([](auto& t) { return torch::silu(t[0].slice(1, 0, 12)) * t[0].slice(1, 12); }, {in[0]}));
+  const std::vector<Tensor> layer{in[0], torch::randn({7, 12})};
+  expect_close(
+      run([](auto& t) { return liger::gated_linear(t[0], {t[1]}); }, layer),
+      run([](auto& t) { return (torch::silu(t[0].slice(1, 0, 12)) * t[0].slice(1, 12)).mm(t[1].t()); }, layer));
 }
 
 TEST(Gated, Module) {

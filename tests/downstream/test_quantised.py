@@ -17,7 +17,14 @@ from liger_kernel import quantise
 from liger_kernel.ops.sliced_log_prob import quantised_linear_log_prob
 from liger_kernel.transformers.patching.apply import patch
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 from watched import assert_same, logits_of, watched
 
 FOUR_BITS = dict(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
@@ -29,7 +36,7 @@ KINDS = {
 }
 LAYERS = ("rms_norm", "rope")
 HEAD = "fused_linear_cross_entropy"
-LINEARS = ["q_proj", "v_proj", "gate_proj", "down_proj"]
+LINEARS = ["q_proj", "v_proj", "gate_proj", "gate_up_proj", "down_proj"]
 
 
 @pytest.fixture
@@ -82,6 +89,24 @@ def test_bitsandbytes(kind, head, home, tmp_path, record_property):
 
     record_property("setup", f"{kind}, LoRA, {head}")
     record_property("result", check(tmp_path / "out", load, bool(skip), "gated" if kind == "int8" else "gated_mlp"))
+
+
+def test_gate_and_up_in_one_layer(model, tmp_path, record_property):
+    """Phi 3 with weights in nf4, of which the product of gate and up is multiplied by the last layer's."""
+    torch.manual_seed(0)
+    names = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads".split()
+    same = {name: getattr(model.config, name) for name in names}
+    config = Phi3Config(**same, initializer_range=0.2, pad_token_id=0, eos_token_id=2)
+    Phi3ForCausalLM(config).save_pretrained(tmp_path / "phi3")
+    quantised = BitsAndBytesConfig(**KINDS["nf4"])
+
+    def load():
+        return AutoModelForCausalLM.from_pretrained(
+            tmp_path / "phi3", quantization_config=quantised, dtype=torch.float32
+        )
+
+    record_property("setup", "nf4, LoRA, gate and up in one layer")
+    record_property("result", check(tmp_path / "out", load, False, "gated_linear"))
 
 
 @pytest.fixture

@@ -73,6 +73,30 @@ def test_a_step_as_the_modules_compute_it(family, dtype, patched):
     same_to(expected, found, 64 * torch.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gate_and_up_in_one_layer(dtype, patched):
+    """What follows the layer is one operator, where nobody waits for a call of the last one. The loss is the same to
+    the bit; the last layer's gradient is one of a product that is rounded as before."""
+    model = make("phi3").to(dtype)
+    report = patched("phi3", model)
+    layers = model.config.num_hidden_layers
+    assert [(entry.name, entry.count) for entry in report.replaced if entry.by == "gated_linear"] == [
+        ("Phi3MLP", layers)
+    ]
+    operators = lambda loss: sum("op::linear::GatedLinear>" in node for node in nodes(loss))
+    output, found = run(model, **batch())
+    assert operators(output.loss) == layers
+    with Watching():
+        alone, expected = run(model, **batch())
+    assert operators(alone.loss) == 0 and torch.equal(output.loss, alone.loss)
+    same_to(expected, found, 64 * torch.finfo(dtype).eps)
+    hook = model.model.layers[0].mlp.down_proj.register_forward_hook(lambda *call: None)
+    assert operators(run(model, **batch())[0].loss) == layers - 1
+    hook.remove()
+    patched("phi3", whole := make("phi3").to(dtype), layers=False)
+    assert operators(run(whole, **batch())[0].loss) == 0
+
+
 def test_hooks_and_adapters_see_what_they_saw(patched):
     """Where something waits for a module's call, the module is called."""
     model = make("llama")

@@ -20,8 +20,10 @@ from transformers.pytorch_utils import Conv1D
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
-#: What runs of two layers, each with one group of projections, an output projection and an MLP.
+#: What runs of two layers, each with one group of projections, an output projection and an MLP; and where one
+#: projection makes q, k and v, and another gate and up.
 EACH = {"qkv": 2, "linear": 2, "gated_mlp": 2}
+PACKED = {"linear": 6, "gated_linear": 2}
 
 
 class Ran(TorchDispatchMode):
@@ -33,7 +35,7 @@ class Ran(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function._opname.removesuffix("_forward")
-        if function.namespace == "liger" and name in EACH:
+        if function.namespace == "liger" and name in {**EACH, **PACKED}:
             self.counts[name] += 1
         return function(*args, **kwargs or {})
 
@@ -81,13 +83,13 @@ def patched_copy(model, patched, family="llama", **switches):
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma", "gemma2", "phi3"])
 def test_precision(family, autocast, patched):
     """The loss and the gradients are at most 1.1 times as far from float64's as PEFT's own are."""
     base = make(family)
     if autocast is not None:
         base = base.to(autocast)
-    model = get_peft_model(base, adapters(r=8)).train()
+    model = get_peft_model(base, adapters(r=8, target_modules=[*ALL, "qkv_proj", "gate_up_proj"])).train()
     assert {p.dtype for name, p in model.named_parameters() if "lora" in name} == {torch.float32}
     exact_model, theirs = copy.deepcopy(model).double(), patched_copy(model, patched, family, lora=False)[0]
     ours = patched_copy(model, patched, family)[0]
@@ -98,7 +100,7 @@ def test_precision(family, autocast, patched):
         their_loss, their_gradients = step(theirs, autocast, **inputs)
         with Ran() as ran:
             loss, gradients = step(ours, autocast, **inputs)
-        assert ran.counts == EACH
+        assert ran.counts == (PACKED if family == "phi3" else EACH)
         assert gradients.keys() == their_gradients.keys() == exact.keys()
         assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
         errors["ours"] += [(gradients[name] - exact[name]).square().sum() for name in exact]

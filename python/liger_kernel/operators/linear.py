@@ -1,5 +1,6 @@
 """Linear layers as operators take them, and their operators (formulas in liger/ops.h): one layer, three of one input, a
-gated MLP. A layer is a matrix, perhaps in four or eight bits, perhaps with a bias and an adapter."""
+gated MLP, and the last layer of one. A layer is a matrix, perhaps in four or eight bits, perhaps with a bias and an
+adapter."""
 
 from typing import Any, NamedTuple
 
@@ -159,3 +160,20 @@ def gated_mlp(
     if _are_quantised(layers):
         return quantised.call("gated_mlp", 1, x, arguments, options, down_multiplier == 1 and not chunk)
     return ops.gated_mlp(x, *arguments, *options)
+
+
+def gated_linear(mlp: Any, name: str, x: Tensor, activation: int, *clamps: float) -> Tensor | None:
+    """layer(act(gate) · up) for the layer `name` of a gated MLP and x [..., 2F] = [gate, up]; clamps are limit, alpha
+    and up_offset. Backward keeps x but not the product. None where the module must be called. An adapter on the layer
+    is part of it."""
+    if not kernels_cover(x, GATED_KERNELS):
+        return None
+    layer = layer_of(mlp._modules.get(name), x)
+    if layer is None or layer.dropout is not None:
+        return None
+    if layer.a is None and not (is_recorded(x) and mlp.liger_whole):
+        return None
+    arguments, options = (*layer[:4], layer.weight_scale, layer.scale), (activation, 1.0, *clamps)
+    if is_in_4_bits(layer.weight):
+        return quantised.call("gated_linear", 1, x, arguments, options)
+    return ops.gated_linear(x, *arguments, *options)

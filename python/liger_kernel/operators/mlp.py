@@ -16,14 +16,13 @@ from liger_kernel.operators.activation import (
     GELU_ERF,
     GELU_TANH,
     SILU,
-    LigerFusedGateUpSiLUMulFunction,
     LigerGELUMulFunction,
     LigerSiLUMulFunction,
     activation_of,
 )
 from liger_kernel.operators.common import first_derivative_only
 from liger_kernel.operators.coverage import GATED_KERNELS
-from liger_kernel.operators.linear import gated_mlp
+from liger_kernel.operators.linear import gated_linear, gated_mlp
 
 
 def limit_of(module: Any) -> float:
@@ -34,7 +33,8 @@ def limit_of(module: Any) -> float:
 class GatedMLP(nn.Module):
     """The three projections of down_proj(act(gate_proj(x)) · up_proj(x))."""
 
-    liger_whole = True  # whether forward is one operator where the projections are plain matrices
+    liger_whole = True  # whether forward is this operator where the projections are plain matrices
+    liger_operator = "gated_mlp"
 
     def __init__(self, config: Any, intermediate_size: int | None = None, bias: bool = False) -> None:
         super().__init__()
@@ -151,9 +151,18 @@ class LigerBlockSparseTop2MLP(nn.Module):
         return self.w2(LigerSiLUMulFunction.apply(self.w1(x), self.w3(x)))
 
 
+def _after_product(mlp, name, y, *clamps):
+    """layer(silu(gate) · up) for the layer `name` and y [..., 2F] = [gate, up]."""
+    z = gated_linear(mlp, name, y, SILU, *clamps)
+    return getattr(mlp, name)(run(ops.gated_packed, y, SILU, 1.0, False, *clamps)) if z is None else z
+
+
 class LigerPhi3SwiGLUMLP(nn.Module):
     """down_proj(silu(gate) · up) with gate and up the halves of one projection. Raises ValueError where
     config.hidden_act is not silu."""
+
+    liger_whole = True  # whether what comes after gate_up_proj is this operator where down_proj is a plain matrix
+    liger_operator = "gated_linear"
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -164,7 +173,7 @@ class LigerPhi3SwiGLUMLP(nn.Module):
         self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(LigerFusedGateUpSiLUMulFunction.apply(self.gate_up_proj(x)))
+        return _after_product(self, "down_proj", self.gate_up_proj(x))
 
 
 class LigerClampedSwishMLP(LigerPhi3SwiGLUMLP):
@@ -175,8 +184,8 @@ class LigerClampedSwishMLP(LigerPhi3SwiGLUMLP):
         self.swiglu_alpha, self.swiglu_limit = config.swiglu_alpha, config.swiglu_limit
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        gate = float(limit_of(self)), float(self.swiglu_alpha), 1.0
-        return self.down_proj(run(ops.gated_packed, self.gate_up_proj(hidden_states), SILU, 1.0, False, *gate))
+        clamps = float(limit_of(self)), float(self.swiglu_alpha), 1.0
+        return _after_product(self, "down_proj", self.gate_up_proj(hidden_states), *clamps)
 
 
 class LigerGraniteSwiGLUMLP(LigerPhi3SwiGLUMLP):
@@ -184,7 +193,7 @@ class LigerGraniteSwiGLUMLP(LigerPhi3SwiGLUMLP):
     transformers."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.output_linear(LigerFusedGateUpSiLUMulFunction.apply(self.input_linear(hidden_states)))
+        return _after_product(self, "output_linear", self.input_linear(hidden_states))
 
 
 class LigerMLPFunction:

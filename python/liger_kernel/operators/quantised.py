@@ -3,7 +3,7 @@
 import copy
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -70,7 +70,8 @@ class _OnQuantised(torch.autograd.Function):
     @staticmethod
     def forward(ctx, name, count, unfinished, options, x, *arguments):
         starts = unfinished is not None
-        last = _LAST[name] if starts else None
+        rows = _OPERATORS[name]
+        last = rows.weight if starts else None
         whole = [
             t if not is_in_4_bits(t) else _like_whole(t, x) if i == last else _whole(t, x.dtype)
             for i, t in enumerate(arguments)
@@ -78,7 +79,7 @@ class _OnQuantised(torch.autograd.Function):
         results = getattr(ops, f"{name}_start" if starts else f"{name}_forward")(x, *whole, *options)
         if starts:
             unfinished += results
-            results = results[: _RESULTS[name]]
+            results = results[: rows.results]
         kept, ctx.is_saved = results[count:], [isinstance(t, torch.Tensor) and not is_in_4_bits(t) for t in arguments]
         ctx.save_for_backward(x, *kept, *(t for t, is_saved in zip(arguments, ctx.is_saved) if is_saved))
         ctx.others = [None if is_saved else t for t, is_saved in zip(arguments, ctx.is_saved)]
@@ -94,31 +95,43 @@ class _OnQuantised(torch.autograd.Function):
             next(small) if is_saved else _whole(t, x.dtype) if is_in_4_bits(t) else t
             for t, is_saved in zip(ctx.others, ctx.is_saved)
         ]
-        count = _DIFFERENTIABLE[ctx.name]
+        count = _OPERATORS[ctx.name].differentiable
         wanted = ctx.needs_input_grad[4 : 5 + count]
         gradients = getattr(ops, f"{ctx.name}_backward")(*grads, x, *arguments, *kept, *wanted, *ctx.options)
         found = [gradient if want else None for gradient, want in zip(gradients, wanted)]
         return None, None, None, None, *found, *(None for _ in range(len(arguments) - count))
 
 
-# How many of an operator's arguments behind x have gradients: the first ones.
-_DIFFERENTIABLE = {"linear": 5, "qkv": 12, "gated_mlp": 12}
-# Of operators whose forward is in two parts: which argument is the weight of the last GEMM, and how many results
-# <name>_forward has, which come first among those of <name>_start.
-_LAST = {"linear": 0, "gated_mlp": 8}
-_RESULTS = {"linear": 3, "gated_mlp": 7}
+class _Operator(NamedTuple):
+    """How many of the arguments behind x have gradients: the first ones. Where forward is in two parts: which arguments
+    are the weight of the last GEMM and its scale, which results of <name>_forward its low-rank term and what its
+    adapter was cast to, and how many results that has. Those of <name>_start are y, the others of these, and what the
+    last GEMM reads unless that is x."""
+
+    differentiable: int
+    weight: int | None = None
+    weight_scale: int = 0
+    low: int = 0
+    cast: int = 0
+    results: int = 0
+
+
+_OPERATORS = {
+    "linear": _Operator(5, weight=0, weight_scale=5, low=1, cast=2, results=3),
+    "qkv": _Operator(12),
+    "gated_linear": _Operator(4, weight=0, weight_scale=4, low=1, cast=2, results=3),
+    "gated_mlp": _Operator(12, weight=8, weight_scale=14, low=2, cast=6, results=7),
+}
 
 
 def _finish(name, x, arguments, unfinished):
-    """The last GEMM of linear or gated_mlp, into y."""
-    if name == "linear":
-        (y, low, cast), seen = unfinished, x
-    else:
-        y, _, low, _, _, _, cast, seen = unfinished
-    weight, *adapter = arguments[_LAST[name] :][:4]
+    """The last GEMM of an operator, into y."""
+    at = _OPERATORS[name]
+    seen = unfinished[-1] if len(unfinished) > at.results else x
+    weight, *adapter = arguments[at.weight :][:4]
     whole = _whole(weight, x.dtype) if is_in_4_bits(weight) else weight
-    weight_scale = arguments[5 if name == "linear" else 14]
-    ops.linear_finish(y, seen, whole, *adapter, low, cast, weight_scale, arguments[-1])
+    low, cast, scale = unfinished[at.low], unfinished[at.cast], arguments[at.weight_scale]
+    ops.linear_finish(unfinished[0], seen, whole, *adapter, low, cast, scale, arguments[-1])
 
 
 def call(
@@ -129,7 +142,7 @@ def call(
     # As the operators themselves do: where gradient checkpointing runs a layer again for what it keeps, the last GEMM
     # is not needed.
     eager = not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0
-    if name not in _LAST or not parts or not eager or not torch.is_grad_enabled():
+    if _OPERATORS[name].weight is None or not parts or not eager or not torch.is_grad_enabled():
         return _OnQuantised.apply(name, count, None, options, x, *arguments)
     unfinished: list[torch.Tensor] = []
     y = _OnQuantised.apply(name, count, unfinished, options, x, *arguments)

@@ -1,4 +1,5 @@
-"""PEFT's LoRA layers of a patched model, computed by the operators linear, qkv, gated_mlp and fused_experts.
+"""PEFT's LoRA layers of a patched model, computed by the operators linear, qkv, gated_mlp, gated_linear and
+fused_experts.
 
 Which of them a call uses is decided when it is made, by what the layers are then: adapters may be added, switched,
 merged, disabled or taken off at any time. What the operators do not compute runs PEFT's own forward: several active
@@ -10,7 +11,7 @@ import itertools
 import operator
 import sys
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,7 +23,14 @@ from liger_kernel.operators.eight_bit import LigerLinear8bit
 from liger_kernel.operators.eight_bit_experts import in_eight_bits
 from liger_kernel.operators.experts import is_whole, reason_to_keep
 from liger_kernel.operators.linear import Layer, is_autocast, layer_of, linear, tensor_of
-from liger_kernel.operators.mlp import LigerGEGLUMLP, LigerMLP, LigerSwiGLUMLP
+from liger_kernel.operators.mlp import (
+    LigerClampedSwishMLP,
+    LigerGEGLUMLP,
+    LigerGraniteSwiGLUMLP,
+    LigerMLP,
+    LigerPhi3SwiGLUMLP,
+    LigerSwiGLUMLP,
+)
 from liger_kernel.transformers.patching.place import is_variant, replace_class
 from liger_kernel.transformers.patching.report import Report
 from liger_kernel.utils import is_dtensor
@@ -189,13 +197,22 @@ class ParamWrapper:
 
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+#: The forwards of gated MLPs, and the layers whose adapters are part of their operator.
+_GATED_MLPS: dict[Any, tuple[str, ...]] = {
+    LigerSwiGLUMLP.forward: _PROJECTIONS,
+    LigerMLP.forward: _PROJECTIONS,
+    LigerGEGLUMLP.forward: _PROJECTIONS,
+    LigerPhi3SwiGLUMLP.forward: ("down_proj",),
+    LigerGraniteSwiGLUMLP.forward: ("output_linear",),
+    LigerClampedSwishMLP.forward: ("down_proj",),
+}
 
 
-def _is_gated_mlp(module) -> bool:
-    """Whether a module runs the forward of a gated MLP of this package, which adapters are part of."""
+def _layers_of_gated_mlp(module) -> list[nn.Module | None]:
+    """The layers whose adapters are part of the operator of a gated MLP of this package; none of another module."""
     own = (cls for cls in type(module).__mro__ if cls.__module__.startswith("liger_kernel."))
     forward = next((vars(cls)["forward"] for cls in own if "forward" in vars(cls)), None)
-    return forward in (LigerSwiGLUMLP.forward, LigerMLP.forward, LigerGEGLUMLP.forward)
+    return [getattr(module, name, None) for name in _GATED_MLPS.get(forward, ())]
 
 
 def _is_matrix(module) -> bool:
@@ -267,10 +284,9 @@ def fuse_adapters(model, report: Report) -> None:
         else:
             report.note("lora", f"{type(module.base_layer).__name__} with an adapter", "addmm", 1)
     for module in model.modules():
-        of_mlp = [getattr(module, name, None) for name in _PROJECTIONS]
-        if _is_gated_mlp(module) and any(is_variant(type(layer), LoRALinear) for layer in of_mlp):
-            if all(_is_matrix(layer) for layer in of_mlp):
-                report.note("lora", "gated MLP with adapters", "gated_mlp", 1)
+        of_mlp = _layers_of_gated_mlp(module)
+        if any(is_variant(type(layer), LoRALinear) for layer in of_mlp) and all(map(_is_matrix, of_mlp)):
+            report.note("lora", "gated MLP with adapters", module.liger_operator, 1)
 
 
 def watch_adapters(model, report: Report) -> None:

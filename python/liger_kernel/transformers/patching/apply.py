@@ -304,11 +304,11 @@ class _Patcher:
             rotations.fuse(owners, self.report)
         if "layers" in self.on:
             for name in self.swaps:
-                if is_one_operator(getattr(self.namespace, name, None)):
-                    self.report.note("layers", name, "gated_mlp")
+                if is_one_operator(cls := getattr(self.namespace, name, None)):
+                    self.report.note("layers", name, cls.liger_operator)
             for module in self.modules:
                 if is_one_operator(type(module)):
-                    self.report.note("layers", original_class(module).__name__, "gated_mlp", 1)
+                    self.report.note("layers", original_class(module).__name__, module.liger_operator, 1)
             layers.fuse(owners, self.report)
         if "masks" in self.on:
             masks.count(owners, self.report)
