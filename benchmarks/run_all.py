@@ -153,7 +153,7 @@ def gather(run: Run, name: str, args) -> str | None:
     if not reports:
         return "no part is done"
     report = merged(reports)
-    if missing:
+    if missing and "rows" in report:  # a family that is missing has no entry
         report["missing"] = [part.arguments for part in missing]
     try:
         provenance(file_of(run, args), report)

@@ -201,6 +201,18 @@ def test_parts_of_another_machine_are_put_together(tmp_path, monkeypatch):
     assert run_all.done(runs.RUNS["gemm-bits"], run_all.arguments(line))
 
 
+def test_families_of_which_some_are_missing(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGER_COMMIT", "0123456789ab")
+    monkeypatch.setattr(run_all, "RESULTS", tmp_path / "results")
+    (there := tmp_path / "h200/0123456789ab/families-2").mkdir(parents=True)
+    machine = {"device": "NVIDIA H200", "date": "2026-01-02", "torch": "2.11", "commit": "0123456789ab"}
+    report = {"machine": machine, "settings": {"family": "phi3"}}
+    (there / "train.json").write_text(json.dumps(report))
+    line = ["--collect", "h200", "--work", str(tmp_path), "--only", "families", "--partial", "--no-tables"]
+    assert run_all.main(line) == 0
+    assert json.loads((tmp_path / "results/families-h200.json").read_text()) == {"phi3": report}
+
+
 def test_the_operators_of_bench_are_parts(monkeypatch):
     args = run_all.arguments([])
     args.device = "cuda"
