@@ -128,6 +128,9 @@ def work(run):
         import liger_kernel.memory
 
         liger_kernel.memory.plan_later(model, run.budget)
+    cap = comparison.cap_of(model)
+    if run.side in ("capped", "noise"):
+        comparison.cap_in_float(model)
     if run.side == "noise":
         comparison.flip_a_last_bit(model)
     if run.lora:
@@ -152,6 +155,7 @@ def work(run):
 
     with tempfile.TemporaryDirectory() as folder, tqdm(total=run.steps, desc=run.side) as bar:
         steps = comparison.Steps(run, bar, model)
+        steps.cap = cap
         trainer = Recorded(
             model=model,
             args=TrainingArguments(

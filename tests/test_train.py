@@ -280,6 +280,46 @@ def test_the_limit_is_ten_times_the_noise():
     assert later["same"] and later["steps"] == 2 and later["difference_of_all_steps"] == 3.0
 
 
+def test_a_cap_that_rounds_away(monkeypatch):
+    """Capped in float, logits of a Gemma 2 in bfloat16 have the mean and the gradient of the cap; plain's do not. A
+    model in float32 and one without a cap are left as they are."""
+    import torch
+    import transformers
+
+    small = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    make = lambda **own: transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(**small, num_key_value_heads=1, head_dim=16, initializer_range=0.3, **own)
+    )
+    torch.manual_seed(0)
+    model, ids = make(final_logit_softcapping=30.0).to(torch.bfloat16), torch.arange(40)[None]
+    plain = model(input_ids=ids).logits
+    uncapped = model.lm_head(model.model(input_ids=ids).last_hidden_state).float()
+    exact = 30 * torch.tanh(uncapped.double() / 30)
+    assert comparison.cap_of(model) == 30
+    comparison.cap_in_float(model)
+    logits = model(input_ids=ids).logits
+    assert logits.dtype == torch.float32 and (logits - exact).abs().max() <= 8 * 2**-24 * exact.abs().max()
+    assert (plain - exact).abs().max() > 2**-10 * exact.abs().max()
+    y = uncapped.bfloat16().requires_grad_()
+    dz = torch.randn_like(exact)
+    (dy,) = torch.autograd.grad(comparison._Cap.apply(y, 30.0), y, dz.float())
+    expected = dz * (1 - (exact / 30) ** 2)
+    assert (dy - expected).abs().max() <= 2**-8 * expected.abs().max()
+    for other in (make(final_logit_softcapping=30.0), make(final_logit_softcapping=None).to(torch.bfloat16)):
+        assert comparison.cap_of(other) is None
+        comparison.cap_in_float(other)
+        assert not other.lm_head._forward_hooks
+
+
+def test_a_model_that_caps_its_logits_is_compared_with_one_that_caps_in_float(tmp_path, prose):
+    done = run(tmp_path, "--text", prose, "--family", "gemma2", "--dtype", "bfloat16")
+    assert "Plain's logits are capped in float for this" in done.stdout, done.stdout + done.stderr
+    report = json.loads((tmp_path / "out/train.json").read_text())
+    assert report["plain"]["cap"] == 30 and len(report["capped"]["losses"]) == 6
+    steps = zip(report["capped"]["losses"], report["liger"]["losses"])
+    assert report["comparison"]["difference"] == max(abs(a - b) for a, b in steps)
+
+
 def test_no_noise_leaves_the_rounding_of_the_loss():
     plain = [8.0, 7.0]
     assert comparison.compare(plain, [8.0, 7.0 + 5 * 8 * EPS], plain, EPS, 100)["same"]
