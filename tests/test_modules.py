@@ -3,6 +3,7 @@
 import copy
 import itertools
 import pickle
+import types
 from types import SimpleNamespace
 
 import pytest
@@ -70,6 +71,24 @@ def test_mlp(cls):
     close(m(x), MLPS[cls](m, x))
     for other in (copy.deepcopy(m), pickle.loads(pickle.dumps(m))):
         close(other(x), m(x))
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [cls for cls in MLPS if cls.__module__.endswith("operators.mlp") and "Tiled" not in cls.__name__],
+    ids=lambda c: c.__name__,
+)
+def test_the_forward_of_an_mlp_on_another_module(cls):
+    """As patches of models that this package does not know bind it."""
+    hidden_act = "gelu_pytorch_tanh" if "GEGLU" in cls.__name__ else "silu"
+    made = cls(SimpleNamespace(**{**vars(CONFIG), "hidden_act": hidden_act}))
+    other = torch.nn.Module()
+    vars(other).update(vars(made))
+    x = torch.randn(2, 3, 16, requires_grad=True)
+    y = types.MethodType(cls.forward, other)(x)
+    close(y, MLPS[cls](made, x))
+    dy = torch.randn_like(y)
+    close(*(torch.autograd.grad(result, x, dy)[0] for result in (y, MLPS[cls](made, x))))
 
 
 def test_mlp_options():

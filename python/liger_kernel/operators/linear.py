@@ -151,7 +151,7 @@ def gated_mlp(
     layers = _three(x, (modules.get("gate_proj"), modules.get("up_proj"), modules.get("down_proj")))
     if layers is None:
         return None
-    if not (recompute or _are_adapted(layers) or is_recorded(x) and mlp.liger_whole):
+    if not (recompute or _are_adapted(layers) or is_recorded(x) and getattr(mlp, "liger_whole", True)):
         return None
     gate, up, down = layers
     scales = gate.weight_scale, up.weight_scale, down.weight_scale, gate.scale, up.scale, down.scale
@@ -171,7 +171,7 @@ def gated_linear(mlp: Any, name: str, x: Tensor, activation: int, *clamps: float
     layer = layer_of(mlp._modules.get(name), x)
     if layer is None or layer.dropout is not None:
         return None
-    if layer.a is None and not (is_recorded(x) and mlp.liger_whole):
+    if layer.a is None and not (is_recorded(x) and getattr(mlp, "liger_whole", True)):
         return None
     arguments, options = (*layer[:4], layer.weight_scale, layer.scale), (activation, 1.0, *clamps)
     if is_in_4_bits(layer.weight):
