@@ -107,7 +107,9 @@ def gated_linear_make(shape, options):
 
 
 def gated_linear_arguments(scale=2.0, activation="silu", gate_multiplier=1.0, **options):
-    return None, scale, ACTIVATIONS[activation][0], gate_multiplier, *({**GATE, **options}[name] for name in GATE)
+    clamps = {name: options[name] for name in GATE if name in options}  # of silu's gate
+    number = ACTIVATIONS["silu" if clamps else activation][0]
+    return None, scale, number, gate_multiplier, *{**GATE, **clamps}.values()
 
 
 def gated_linear_op(*inputs, **options):
