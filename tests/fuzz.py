@@ -170,14 +170,9 @@ def trial(seed, device="cpu", elements=8000, names=tuple(CASES)):
     last = gradients(out, inputs, upstream)
     for a, b, c in zip(found, again, last):
         assert torch.equal(a, b) or a.isnan().any(), f"{text}: a second backward differs"
-        eps, least = torch.finfo(a.dtype).eps, torch.finfo(a.dtype).smallest_normal
-        if options.get("chunk") and a.numel():
-            # The last backward writes over rows of all chunks, which may be aligned in another way than a buffer for
-            # one; that changes the order in which MKL sums, as that of torch's own products: a few units of the sum.
-            least = max(least, 4 * eps * a.abs().max().item())
-        assert torch.allclose(a, c, rtol=2 * eps, atol=least, equal_nan=True), (
-            f"{text}: backward without retain_graph differs"
-        )
+        assert torch.allclose(
+            a, c, rtol=2 * torch.finfo(a.dtype).eps, atol=torch.finfo(a.dtype).smallest_normal, equal_nan=True
+        ), f"{text}: backward without retain_graph differs"
     for t, old in zip(inputs, before):
         assert t is None or torch.equal(t, old) or t.is_floating_point() and t.isnan().any(), (
             f"{text}: an input was changed"

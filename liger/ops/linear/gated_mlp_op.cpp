@@ -174,7 +174,10 @@ struct GatedMLP {
   }
   static Gradients<Tensor> last_backward(const Upstream& upstream, const Saved& saved, const Gradients<bool>& wanted,
                                          const Options& options) {
-    const bool both = saved.gates.is_contiguous() && saved.ups.is_contiguous();
+    // Rows of all chunks may be aligned in another way than the buffer for one, which changes the order of a product's
+    // sums: in chunks, the last pass has the bits of earlier ones only if it leaves gate and up as they are.
+    const bool both = chunk_of(saved.gates.size(0), options) == saved.gates.size(0) && saved.gates.is_contiguous() &&
+                      saved.ups.is_contiguous();
     if (both) saved.gates.unsafeGetTensorImpl()->bump_version(), saved.ups.unsafeGetTensorImpl()->bump_version();
     return run_backward(upstream, saved, wanted, options, both);
   }
