@@ -1,8 +1,9 @@
 """Two runs of a training, plain and with this library: are their losses the same? What train.py and align.py share.
 
 Each run has a process of its own, the same seed and the same data. A third, shorter run is plain with one weight matrix
-changed in its last bit: how far it strays from the plain run is what "the same loss" means in this arithmetic. A model
-that caps its logits in 16 bits takes both steps with the cap in float (cap_in_float).
+changed in its last bit: how far it strays from the plain run is what "the same loss" means in this arithmetic. Where a
+model caps its logits in 16 bits, the third run and one more plain run, with whose loss the patched one's is then
+compared, cap them in float (cap_in_float).
 """
 
 import argparse

@@ -75,8 +75,8 @@ def test_a_step_as_the_modules_compute_it(family, dtype, patched):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gate_and_up_in_one_layer(dtype, patched):
-    """What follows the layer is one operator, where nobody waits for a call of the last one. The loss is the same to
-    the bit; the last layer's gradient is one of a product that is rounded as before."""
+    """What follows that layer is one operator, unless a hook waits for a call of down_proj. The loss is the same to the
+    bit: nothing is rounded elsewhere."""
     model = make("phi3").to(dtype)
     report = patched("phi3", model)
     layers = model.config.num_hidden_layers

@@ -70,8 +70,8 @@ class _OnQuantised(torch.autograd.Function):
     @staticmethod
     def forward(ctx, name, count, unfinished, options, x, *arguments):
         starts = unfinished is not None
-        rows = _OPERATORS[name]
-        last = rows.weight if starts else None
+        at = _OPERATORS[name]
+        last = at.weight if starts else None
         whole = [
             t if not is_in_4_bits(t) else _like_whole(t, x) if i == last else _whole(t, x.dtype)
             for i, t in enumerate(arguments)
@@ -79,7 +79,7 @@ class _OnQuantised(torch.autograd.Function):
         results = getattr(ops, f"{name}_start" if starts else f"{name}_forward")(x, *whole, *options)
         if starts:
             unfinished += results
-            results = results[: rows.results]
+            results = results[: at.results]
         kept, ctx.is_saved = results[count:], [isinstance(t, torch.Tensor) and not is_in_4_bits(t) for t in arguments]
         ctx.save_for_backward(x, *kept, *(t for t, is_saved in zip(arguments, ctx.is_saved) if is_saved))
         ctx.others = [None if is_saved else t for t, is_saved in zip(arguments, ctx.is_saved)]
