@@ -84,15 +84,15 @@ def _to_nf4(module):
 
     for name, child in list(module.named_children()):
         if name in TARGETS and isinstance(child, nn.Linear):
-            weight = bitsandbytes.nn.Params4bit(child.weight.data.cpu(), requires_grad=False, quant_type="nf4")
-            linear = bitsandbytes.nn.Linear4bit(
-                child.in_features, child.out_features, bias=child.bias is not None, compute_dtype=child.weight.dtype,
-                quant_type="nf4",
+            given, device = child.weight.data, child.weight.device
+            linear = bitsandbytes.nn.Linear4bit(  # on meta, where nobody draws the weights that are replaced
+                child.in_features, child.out_features, bias=child.bias is not None, compute_dtype=given.dtype,
+                quant_type="nf4", device="meta",
             )  # fmt: skip
-            linear.weight = weight
+            linear.weight = bitsandbytes.nn.Params4bit(given, requires_grad=False, quant_type="nf4", module=linear)
             if child.bias is not None:
                 linear.bias = nn.Parameter(child.bias.data, requires_grad=False)
-            setattr(module, name, linear.to(child.weight.device))
+            setattr(module, name, linear.to(device))
         else:
             _to_nf4(child)
 
