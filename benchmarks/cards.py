@@ -95,15 +95,17 @@ def _measured(file, report) -> Iterator[tuple[tuple[str, str, int, int | None], 
         return
     shared = method
     for row in report["rows"]:
-        method = shared + (f", at most {row['cap_gb']:.0f} GB" if row.get("cap_gb") else "")
+        limit = f", at most {row['cap_gb']:.0f} GB" if row.get("cap_gb") else ""
+        arm, method = row.get("arm", ""), shared + limit
         if "shape" in row:  # of lora.py
             batch, length = map(int, row["shape"].split("x"))
             batch = row["results"][0].get("batch", batch) if row.get("results") else batch
             speeds = [result["tokens_per_second"] for result in row.get("results", ())]  # none: out of memory
             found = Run(statistics.median(speeds), row["results"][0]["peak_gb"], batch) if speeds else None
-            base = "QLoRA (nf4)" if row.get("nf4", report.get("nf4")) else method
+            base = "QLoRA (nf4)" if row.get("nf4", report.get("nf4")) or "+nf4" in arm else shared
+            arm = arm.replace("+nf4", "")
             kept = ", checkpointed" * (row["checkpointing"] == "on")
-            key = row["model"], base + kept, length, None if row.get("cap_gb") else batch
+            key = row["model"], base + kept + limit, length, None if limit else batch
         elif "job" in row:  # of expert_parallel.py
             job, result = row["job"], row["result"]
             batch = job["tokens"] // job["length"]
@@ -112,7 +114,7 @@ def _measured(file, report) -> Iterator[tuple[tuple[str, str, int, int | None], 
             found = Run(result["tokens_per_second"], result["peak_gb"], batch)
             routing = "" if job["routing"] == "random" else f", {job['routing']} routing"
             key = f"qwen3-30b-a3b, {job['layers']} layers{routing}", method, job["length"], batch
-            row = {"arm": OVER_RANKS.get(job["arm"], job["arm"])}
+            arm = OVER_RANKS.get(job["arm"], job["arm"])
         else:
             result, graphs = row["result"], {"passes", "graph"} & {*row["arm"].split("+")}
             # A graph's memory is no part of the peak.
@@ -121,7 +123,7 @@ def _measured(file, report) -> Iterator[tuple[tuple[str, str, int, int | None], 
             # Shapes of one length are told apart by the batch, unless arms take what fits.
             fixed = file.startswith("e2e-small-")
             key = row["model"], method, row["length"], result["batch"] if result and fixed else None
-        yield key, row["arm"], found
+        yield key, arm, found
 
 
 def rows_of(file: str, report) -> list[Row]:

@@ -41,6 +41,7 @@ from tables import (
     step_parts,
     table,
     trl_steps,
+    what_fits,
     with_graphs,
 )
 from tabulate import tabulate
@@ -163,6 +164,8 @@ TABLES = (
         "memory.md", "long", "long-{card}.json",
         lambda r: in_turns(of_lora(r), "plain", **THREE, **{"ours+host": "ours, inputs on the host"}),
     ),
+    Table("memory.md", "lora_fits", "lora-fits-{card}.json", what_fits),
+    Table("memory.md", "weights_fit", "e2e-fits-{card}.json", what_fits),
     Table("graphs.md", "small", "e2e-small-{card}.json", lambda r: in_turns(with_graphs(r), "plain", **SMALL)),
 )  # fmt: skip
 #: Tables of numbers whose results are not kept as files: (page, heading).

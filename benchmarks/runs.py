@@ -85,7 +85,7 @@ RUNS = {
     ), 10, TINY_LORA + ",ours+plan", environment=SEGMENTS),
     "lora-fits": Run("lora-fits-{card}.json", LORA, tuple(
         f"--models llama-8b --checkpointing on --rounds 1 --shrink --cap-gb {cap} "
-        "--arms plain,triton,ours,ours+int8,plain+nf4,ours+nf4 {triton-liger}"
+        "--arms plain,triton,ours,ours+int8,plain+nf4,triton+nf4,ours+nf4 {triton-liger}"
         for cap in CAPS
     ), 10, TINY_LORA + " --shrink --cap-gb 16", environment=SEGMENTS),
     "long": Run("long-{card}.json", LORA, (

@@ -364,18 +364,21 @@ def invariant(report):
     return "\n".join(lines)
 
 
-def fits(report):
-    """The sequences that fit into the memory of smaller cards, and the peak: a row for each model and arm, a column for
-    each card; of rows of e2e.py and of lora.py."""
+def what_fits(report):
+    """The sequences of a step that fit into the memory of smaller cards, the peak and tokens/s: a row for each model
+    and arm, a column for each card; of rows of e2e.py and of lora.py."""
     names = {"plain": "plain", "triton": "liger (Triton)", "ours": "ours", "ours+int8": "ours, int8",
-             "plain+nf4": "plain, nf4", "ours+nf4": "ours, nf4"}  # fmt: skip
+             "plain+nf4": "plain, nf4", "triton+nf4": "liger (Triton), nf4", "ours+nf4": "ours, nf4"}  # fmt: skip
     caps, cells = sorted({row["cap_gb"] for row in report["rows"]}), {}
     for row, raw in zip(of_lora(report)["rows"] if "rank" in report else report["rows"], report["rows"]):
         found = row["result"]
-        words = f"{found['batch']} x {row['length']:,}, {found['peak_gb']:.1f} GB" if found else "out of memory"
-        cells.setdefault((row["model"], row["arm"]), {})[raw["cap_gb"]] = words
-    lines = [[model, names[arm], *map(of_caps.get, caps)] for (model, arm), of_caps in cells.items()]
-    headers = ["model", "", *(f"{cap:.0f} GB" for cap in caps)]
+        words = "out of memory"
+        if found:
+            words = f"{found['batch']} in {found['peak_gb']:.1f} GB, {found['tokens_per_second']:,.0f}"
+        cells.setdefault((f"{row['model']}, {row['length']:,}", row["arm"]), {})[raw["cap_gb"]] = words
+    order = sorted(cells, key=lambda of: (of[0], [*names].index(of[1])))
+    lines = [[model, names[arm], *map(cells[model, arm].get, caps)] for model, arm in order]
+    headers = ["model, tokens in a sequence", "", *(f"{cap:.0f} GB" for cap in caps)]
     return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
 
 

@@ -164,6 +164,23 @@ def test_a_new_card_gets_a_section(monkeypatch):
     assert "| llama | RTX4090 | all weights, checkpointed | llama-1b | 1.50x | |" in re.sub(" +", " ", cards.gains())
 
 
+def test_nf4_is_compared_with_plain_in_nf4(monkeypatch):
+    """Not with plain in bfloat16, in a result that has both, and what a process may take is named."""
+    run = lambda speed, batch: [{"tokens_per_second": speed, "peak_gb": 13.0, "batch": batch}]
+    shared = {"model": "llama-8b", "shape": "4x2048", "checkpointing": "on", "cap_gb": 24}
+    rows = [
+        {**shared, "arm": "plain", "results": run(1000.0, 1)},
+        {**shared, "arm": "plain+nf4", "results": run(2000.0, 2)},
+        {**shared, "arm": "ours+nf4", "results": run(3000.0, 4)},
+        {**shared, "arm": "ours+int8", "results": run(4000.0, 4)},
+    ]
+    report = {"machine": MACHINE, "rows": rows}
+    text = re.sub(" +", " ", cards._models(cards.rows_of("lora-fits-h100.json", report)))
+    assert "| QLoRA (nf4), checkpointed, at most 24 GB | 4 x 2,048 | 2,000, batch 2 | | 3,000 (1.50x) |" in text
+    method = "LoRA, checkpointed, at most 24 GB, base in int8"
+    assert f"| {method} | 4 x 2,048 | 1,000, batch 1 | | 4,000 (4.00x) |" in text
+
+
 def values(report, keys):
     """Every value of these keys, however deep."""
     if isinstance(report, dict):
@@ -221,20 +238,21 @@ def cells(text):
 
 def test_what_fits_on_smaller_cards():
     """Of rows of lora.py, which name a shape, and of e2e.py; the batch is that which fitted."""
-    run = lambda batch, peak: {"batch": batch, "tokens_per_second": 1.0, "peak_gb": peak}
+    run = lambda batch, peak: {"batch": batch, "tokens_per_second": 5000.0, "peak_gb": peak}
     shared = {"model": "llama-8b", "shape": "4x2048", "checkpointing": "on"}
     rows = [
         {**shared, "arm": "ours", "cap_gb": 16, "out_of_memory": True},
         {**shared, "arm": "ours", "cap_gb": 24, "results": [run(1, 20.04)]},
         {**shared, "arm": "ours+nf4", "cap_gb": 16, "results": [run(4, 12.5)]},
     ]
-    of_lora = cells(tables.fits({"rank": 16, "rows": rows}))
+    of_lora = cells(tables.what_fits({"rank": 16, "rows": rows}))
     assert of_lora == [
-        ["llama-8b", "ours", "out of memory", "1 x 2,048, 20.0 GB"], ["llama-8b", "ours, nf4", "4 x 2,048, 12.5 GB", ""]
+        ["llama-8b, 2,048", "ours", "out of memory", "1 in 20.0 GB, 5,000"],
+        ["llama-8b, 2,048", "ours, nf4", "4 in 12.5 GB, 5,000", ""],
     ]  # fmt: skip
     rows = [{"model": "llama-1b", "length": 2048, "arm": "plain", "cap_gb": 16, "result": result}
             for result in (run(2, 15.0),)]  # fmt: skip
-    assert cells(tables.fits({"rows": rows})) == [["llama-1b", "plain", "2 x 2,048, 15.0 GB"]]
+    assert cells(tables.what_fits({"rows": rows})) == [["llama-1b, 2,048", "plain", "2 in 15.0 GB, 5,000"]]
 
 
 def test_steps_of_trl():
