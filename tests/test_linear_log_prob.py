@@ -6,6 +6,7 @@ from liger_kernel._library import ops
 from liger_kernel.memory import head_peak_bytes, set_memory_budget
 from liger_kernel.ops.linear_log_prob import linear_log_prob
 from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 N, H, R, V = 40, 24, 4, 91
 
@@ -184,7 +185,7 @@ def test_softcap_is_rounded_once(device, softcap):
 def test_memory_budget_of_the_process(device):
     """What does not fit is made again in backward."""
     hidden, weight, ids = tensors(device)
-    kept = lambda: ops.linear_log_prob_forward(hidden, weight, None, ids, None, None, None, None, True)[-1].shape[0]
+    kept = lambda: ops.linear_log_prob_forward(hidden, weight, None, ids, None, None, None, None, -1)[-1].shape[0]
     assert kept() == N
     before = set_memory_budget(100)
     try:
@@ -222,6 +223,35 @@ def measured_peak(run, device):
         now += event.nbytes()
         most = max(most, now)
     return most
+
+
+def test_default_follows_the_memory_of_the_device(device):
+    """A GPU keeps logits of a sixteenth of its memory, and not more than 4 GiB."""
+    limit = min(4 << 30, torch.cuda.mem_get_info()[1] // 16) if device == "cuda" else 256 << 20
+    classes = 1 << 15
+    fits = limit // (2 * classes)
+    peak = lambda tokens: head_peak_bytes(tokens, 64, classes, device=device, trains_weight=False)
+    assert peak(fits) >= 2 * classes * fits and peak(fits + 1) < limit
+
+
+def test_a_compiler_sees_which_logits_are_kept(device):
+    """More than a CPU keeps, and less than a GPU: what waits for backward has the shape that a compiler was told."""
+    tokens, classes = 512, 140000
+    real = [torch.randn(tokens, 4, device=device), torch.randn(classes, 4, device=device)]
+    ids = torch.zeros(tokens, dtype=torch.long, device=device)
+
+    def saved(hidden, weight, ids):
+        shapes = []
+        keep = lambda t: shapes.append(tuple(t.shape)) or t
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            linear_log_prob(hidden.requires_grad_(), weight.requires_grad_(), ids)
+        return shapes
+
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(t) for t in (*real, ids)]
+        told = saved(*fakes)
+    assert told == saved(*real, ids)
+    assert ((tokens, classes) in told) == (device == "cuda")
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)

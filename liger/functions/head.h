@@ -19,7 +19,8 @@ CrossEntropyResult fused_linear_cross_entropy(const at::Tensor& hidden, const at
                                               const std::optional<at::Tensor>& normalizer = {});
 
 /// The bytes of logits that heads work on at once, or keep for backward, where a caller names no max_bytes: for the
-/// whole process; 0: the defaults. Returns what it was. Code that torch.compile has traced keeps what was set then.
+/// whole process; 0: the defaults, of which what is kept takes up to a sixteenth of a GPU's memory, but not more than 4
+/// GiB, and 256 MiB on a CPU. Returns what it was. Code that torch.compile has traced keeps what was set then.
 int64_t set_memory_budget(int64_t bytes);
 
 struct HeadPeakOptions {
@@ -52,8 +53,7 @@ struct LogProbOptions {
   bool log_tail = false;  // and ln Σ p of all other classes
   /// How many ids are not ignored, where the host knows it: then the device is not asked; -1: unknown.
   int64_t valid_count = -1;
-  /// Of logits at once, and of those that wait for backward; 0: set_memory_budget's, or 4 GiB on a GPU, 256 MiB on a
-  /// CPU.
+  /// Of logits at once, and of those that wait for backward; 0: set_memory_budget's.
   int64_t max_bytes = 0;
   /// A token's results have the same bits whatever else is in the batch: GEMMs of one shape.
   bool batch_invariant = false;

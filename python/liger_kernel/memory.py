@@ -14,8 +14,9 @@ def set_memory_budget(bytes: int) -> int:
     """Let heads work on, or keep for backward, `bytes` of logits at once where a caller names no max_bytes, in the
     whole process. Returns what it was.
 
-    0 stands for the defaults: what waits for backward takes up to 4 GiB on a GPU and 256 MiB on a CPU. Code that
-    torch.compile has traced keeps what was set then. Raises ValueError for a negative number.
+    0 stands for the defaults: what waits for backward takes up to a sixteenth of a GPU's memory, but not more than 4
+    GiB, and 256 MiB on a CPU. Code that torch.compile has traced keeps what was set then. Raises ValueError for a
+    negative number.
     """
     return ops.set_memory_budget(bytes)
 
@@ -30,9 +31,8 @@ def head_peak_bytes(
     CPU the scratch memory of 16-bit GEMMs comes on top. keeps_logits: of linear_log_prob and the losses of
     chunked_loss on it; False: of fused_linear_cross_entropy.
     """
-    cpu = torch.device(device).type == "cpu"
     trains = trains_hidden, trains_weight
-    return ops.head_peak_bytes(tokens, width, classes, dtype, cpu, *trains, keeps_logits, max_bytes)
+    return ops.head_peak_bytes(tokens, width, classes, dtype, torch.device(device), *trains, keeps_logits, max_bytes)
 
 
 def recompute(model: torch.nn.Module) -> Recomputed:

@@ -16,7 +16,7 @@ def patch(max_bytes: int = 0) -> Report:
     """Run GKD of ms-swift with `--gkd_logits_topk`, from a teacher in the process or from a server, without logits.
 
     ms-swift normalises both distributions over the teacher's K classes: no other class of the student is computed.
-    Logits of up to max_bytes (0: 4 GiB on a GPU, 256 MiB on a CPU) of a teacher in the process are held at once. The
+    Logits of up to max_bytes (0: as in memory.set_memory_budget) of a teacher in the process are held at once. The
     losses are ms-swift's. Under FSDP, ZeRO-3 and sequence parallelism there are logits, as before. The report has
     undo(). Raises ImportError without ms-swift.
     """

@@ -28,7 +28,7 @@ class _LinearLogProb(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, ids, temperature, softcap, logit_scale, outputs, max_bytes):
-        keep = any(wanted_gradients(ctx, hidden, weight, bias))
+        keep_bytes = -any(wanted_gradients(ctx, hidden, weight, bias))  # -1: of logits as many as max_bytes says
         ctx.dtype = autocast_dtype(hidden)
         ctx.options = dict(
             temperature=float(temperature),
@@ -40,7 +40,7 @@ class _LinearLogProb(torch.autograd.Function):
             **{ALL_OUTPUTS[name]: True for name in OUTPUTS if name in outputs},  # TRL may list "log_probs" too
         )  # no id is ignored, so that the device is not asked for their number
         logp, *found, stats, classes, logits = ops.linear_log_prob_forward(
-            hidden, weight, bias, ids, None, None, None, ctx.dtype, keep, **ctx.options
+            hidden, weight, bias, ids, None, None, None, ctx.dtype, keep_bytes, **ctx.options
         )
         found = dict(zip(RESULTS, found))
         ctx.save_for_backward(hidden, weight, bias, ids, stats, classes, logits)
@@ -356,7 +356,7 @@ def patch(max_bytes: int = 0) -> Report:
     policy and reference are then the same function before the first step, where DPO's loss is ln 2 and rewards are 0.
 
     Attributes of TRL's modules are replaced; trainers, models and configurations stay as they are, also those that
-    exist already. Logits of up to max_bytes (0: 4 GiB on a GPU, 256 MiB on a CPU) wait for backward, others are made
+    exist already. Logits of up to max_bytes (0: as in memory.set_memory_budget) wait for backward, others are made
     again. Where there are no kernels (float64, other devices), and where TRL's own are faster (a divergence with beta 0
     or 1 on a GPU), TRL's own functions run. The report says what was replaced, what this TRL does not have, and has
     undo(). Raises ImportError without TRL.

@@ -44,7 +44,7 @@ def patch(max_bytes: int = 0) -> Report:
     """Run `chunk_topk_distill_function` of VeOmni, which verl's distillation calls there, on linear_log_prob.
 
     The results are the original's: log-probabilities, entropies, the forward KL divergence over the teacher's classes,
-    and both masses. Logits of up to max_bytes (0: 4 GiB on a GPU, 256 MiB on a CPU) wait for backward. The report has
+    and both masses. Logits of up to max_bytes (0: as in memory.set_memory_budget) wait for backward. The report has
     undo(). Raises ImportError without VeOmni.
     """
     try:

@@ -142,7 +142,7 @@ def patch(max_bytes: int = 0) -> Report:
 
     To be called in every worker before it makes its model: from a module that actor_rollout_ref.model.external_lib
     names. The losses are those of verl's compute_forward_kl_topk in float; its counts of classes that are among the
-    most probable of both (overlap_*) are not computed. Logits of up to max_bytes (0: 4 GiB on a GPU, 256 MiB on a CPU)
+    most probable of both (overlap_*) are not computed. Logits of up to max_bytes (0: as in memory.set_memory_budget)
     wait for backward. Models that were made with the patch keep their forward after undo(), which the report has.
     Raises ImportError without verl.
     """

@@ -157,7 +157,7 @@ def test_no_logits_wait_under_no_grad(calls):
     tensors, targets = inputs()
     with torch.no_grad():
         found = both(tensors, targets, (0.7, 64), (False, False))[1][0]
-    assert not found[0].requires_grad and [args[-1] for args in calls["linear_log_prob_forward"]] == [False]
+    assert not found[0].requires_grad and [args[-1] for args in calls["linear_log_prob_forward"]] == [0]
 
 
 def test_masked_tokens_are_left_out_where_there_are_kernels(patched):

@@ -1,5 +1,8 @@
 #include "liger/ops/head/head_op.h"
+#include <ATen/DeviceAccelerator.h>
 #include <atomic>
+#include <mutex>
+#include <unordered_map>
 #include "liger/core/torch/batch_invariant.h"
 #include "liger/functions/head.h"
 
@@ -15,6 +18,8 @@ constexpr int64_t kTileBytes = 256 << 20;
 constexpr int64_t kMostTiles = 64;           // terms of a float sum: more would show in float32's gradients
 constexpr int64_t kBlock = 512;              // tokens of a GEMM whose result may not depend on their number
 constexpr double kWorthReadingCount = 1e12;  // FLOP from which waiting for a count on the device pays
+/// Of logits that wait for backward. A GPU keeps no more than a sixteenth of its memory for them: 1.5 GiB of 24.
+constexpr int64_t kMostKept = int64_t(4) << 30, kMostKeptOnHost = 256 << 20, kShareKept = 16;
 
 bool capturing(const Tensor& t) {
   bool yes = false;
@@ -23,6 +28,23 @@ bool capturing(const Tensor& t) {
 }
 
 std::atomic<int64_t> process_bytes = 0;
+
+/// The memory of a GPU, asked for once; of one that is not there, or whose backend does not tell, the largest number.
+int64_t memory_of(c10::Device device) {
+  static std::mutex mutex;
+  static std::unordered_map<c10::Device, int64_t> known;
+  constexpr int64_t kUnknown = std::numeric_limits<int64_t>::max();
+  if (at::accelerator::getAccelerator() != device.type() || at::accelerator::deviceCount() == 0) return kUnknown;
+  if (!device.has_index()) device.set_index(at::accelerator::getDeviceIndex());
+  const std::lock_guard lock(mutex);
+  const auto [found, added] = known.try_emplace(device, kUnknown);
+  if (added) {
+    try {
+      found->second = int64_t(at::accelerator::getMemoryInfo(device.index()).second);
+    } catch (const c10::Error&) {}
+  }
+  return found->second;
+}
 
 /// The size of `whole`'s parts, of at most `most` each: even, and multiples of a GEMM's tile where they are larger than
 /// that.
@@ -35,9 +57,9 @@ int64_t even_part(int64_t whole, int64_t most) {
 
 }  // namespace
 
-int64_t default_bytes(bool cpu) {
+int64_t default_bytes(c10::Device device) {
   if (const int64_t bytes = process_bytes) return bytes;
-  return cpu ? int64_t(256) << 20 : int64_t(4) << 30;
+  return device.is_cpu() ? kMostKeptOnHost : std::min(kMostKept, memory_of(device) / kShareKept);
 }
 
 int64_t budget(int64_t max_bytes) { return max_bytes > 0 ? max_bytes : process_bytes.load(); }
@@ -63,12 +85,13 @@ Plan plan(const Sizes& of, bool trains_weight, bool by_class, int64_t max_bytes)
 
 /// The bytes beyond inputs that forward and backward of linear_log_prob (keeps) or fused_linear_cross_entropy take at
 /// their peak, gradients included, but for tensors of a few numbers per token.
-int64_t peak_bytes(int64_t tokens, int64_t width, int64_t classes, at::ScalarType dtype, bool cpu, bool trains_hidden,
-                   bool trains_weight, bool keeps, int64_t max_bytes) {
+int64_t peak_bytes(int64_t tokens, int64_t width, int64_t classes, at::ScalarType dtype, c10::Device device,
+                   bool trains_hidden, bool trains_weight, bool keeps, int64_t max_bytes) {
+  const bool cpu = device.is_cpu();
   const Sizes of{tokens, width, classes, int64_t(c10::elementSize(dtype)), cpu};
   const int64_t a_float = 4, e = of.element_size, d_element = int64_t(c10::elementSize(gradient_dtype(dtype, dtype)));
   const int64_t logits = tokens * classes * e;
-  const bool kept = keeps && logits <= (budget(max_bytes) > 0 ? budget(max_bytes) : default_bytes(cpu));
+  const bool kept = keeps && logits <= (budget(max_bytes) > 0 ? budget(max_bytes) : default_bytes(device));
   const auto [chunk, tile] = kept ? Plan{tokens, classes} : plan(of, trains_weight, keeps, max_bytes);
   // Sums over several chunks are kept in float, with their rounded copies beside them; float16 gradients wait in float
   // in any case.
@@ -255,14 +278,14 @@ namespace liger {
 int64_t set_memory_budget(int64_t bytes) { return op::head::set_default_bytes(bytes); }
 
 int64_t head_peak_bytes(const HeadPeakOptions& o) {
-  return op::head::peak_bytes(o.tokens, o.width, o.classes, o.dtype, o.device.is_cpu(), o.trains_hidden,
-                              o.trains_weight, o.keeps_logits, o.max_bytes);
+  return op::head::peak_bytes(o.tokens, o.width, o.classes, o.dtype, o.device, o.trains_hidden, o.trains_weight,
+                              o.keeps_logits, o.max_bytes);
 }
 
 TORCH_LIBRARY_FRAGMENT(liger, m) {
   m.def("set_memory_budget(int bytes) -> int", op::head::set_default_bytes);
   m.def(
-      "head_peak_bytes(int tokens, int width, int classes, ScalarType dtype, bool cpu, bool trains_hidden, bool "
+      "head_peak_bytes(int tokens, int width, int classes, ScalarType dtype, Device device, bool trains_hidden, bool "
       "trains_weight, bool keeps_logits, int max_bytes) -> int",
       op::head::peak_bytes);
 }

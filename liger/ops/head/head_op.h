@@ -15,8 +15,8 @@ struct Gradients {
 };
 
 /// The largest bytes of logits that wait for backward, or are worked on at once where the caller names none: what the
-/// process was told, or 4 GiB on a GPU and 256 MiB on a CPU.
-int64_t default_bytes(bool cpu);
+/// process was told, or a sixteenth of a GPU's memory but not more than 4 GiB, and 256 MiB on a CPU.
+int64_t default_bytes(c10::Device device);
 
 /// max_bytes or, where a caller names none (0), what the process was told; 0: neither.
 int64_t budget(int64_t max_bytes);

@@ -36,8 +36,8 @@ struct LinearLogProb {
   struct Record {
     Operands of;
     OptDtype dtype;
-    bool keep;  // the logits, where they fit into the budget
-    LIGER_FIELDS(of, dtype, keep)
+    int64_t keep_bytes;  // of logits, where all of them fit into that; 0: none, -1: what max_bytes or the default says
+    LIGER_FIELDS(of, dtype, keep_bytes)
   };
   /// The numbers of each token, those that have a derivative first. class_logp is [..., count of class_ids], the last
   /// two are [..., top_k].
@@ -197,24 +197,29 @@ struct LinearLogProb {
     }
   }
 
-  /// Both passes must agree on the tokens that count; where it is not known what ids hold, both ask.
+  static int64_t most_kept(const Options& o, c10::Device device) {
+    return o.max_bytes > 0 ? o.max_bytes : head::default_bytes(device);
+  }
+
+  /// Both passes must agree on the tokens that count; where it is not known what ids hold, both ask. How much is kept
+  /// depends on the device, which is unknown in forward of a compiler's tensors: those are on `meta` there.
   static Record record(const Inputs& in, Options& o, const Gradients<bool>& wanted) {
     const bool keep = any(wanted);
     const Operands& of = in.of;
     if (in.main_grad) check(o, of, in.main_grad, in.dtype);
     if (keep && is_plain(of.ids) && is_plain(of.hidden) && of.weight.dim() == 2)
       o.valid_count = count_tokens(o, of.ids, of.weight);
-    return {of, in.dtype, keep};
+    return {of, in.dtype, keep ? most_kept(o, of.hidden.device()) : 0};
   }
 
   static Results forward(const Record& record, const Options& o) {
-    const auto& [of, asked, wants_logits] = record;
+    const auto& [of, asked, keep_bytes] = record;
     check(o, of, std::nullopt, asked);
     const auto floats = of.hidden.options().dtype(at::kFloat);
     const auto dtype = asked.value_or(of.hidden.scalar_type());
     const c10::SymInt all_tokens = of.ids.sym_numel();
-    const int64_t most = o.max_bytes > 0 ? o.max_bytes : head::default_bytes(of.hidden.is_cpu());
-    const bool keep = wants_logits && all_tokens * of.weight.sym_size(0) * int64_t(c10::elementSize(dtype)) <= most;
+    const int64_t most = keep_bytes < 0 ? most_kept(o, of.hidden.device()) : keep_bytes;
+    const bool keep = most > 0 && all_tokens * of.weight.sym_size(0) * int64_t(c10::elementSize(dtype)) <= most;
     Results results;
     results.logits = output(at::empty_symint({keep ? all_tokens : c10::SymInt(0), of.weight.sym_size(0)},
                                              of.hidden.options().dtype(dtype)));

@@ -104,10 +104,9 @@ def linear_log_prob(
 
     hidden [..., H] of any strides, weight [V, H], ids [...] integers, bias [V]. 0 where the id is ignore_index: such
     tokens cost nothing. logp, entropy, lse, mean_logits, those of class_ids and log_tail are differentiable with
-    respect to hidden, weight and bias, with any upstream gradient. Logits of up to max_bytes (0: set_memory_budget's,
-    else 4 GiB on a GPU, 256 MiB on a CPU) wait for backward, others are made again; valid_count is the number of ids
-    that are not ignored, where the host knows it; the weight's gradient is summed in float. Mixed dtypes compute in
-    hidden's.
+    respect to hidden, weight and bias, with any upstream gradient. Logits of up to max_bytes (0: as in
+    memory.set_memory_budget) wait for backward, others are made again; valid_count is the number of ids that are not
+    ignored, where the host knows it; the weight's gradient is summed in float. Mixed dtypes compute in hidden's.
 
     lora: (a [rank, H], b [V, rank], scale), of which the weight is weight + scale · b a; a and b get gradients, and a
     frozen weight none. main_grad [V, H], float: backward adds the weight's gradient to it instead of weight.grad,
