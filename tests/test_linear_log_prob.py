@@ -183,7 +183,7 @@ def test_softcap_is_rounded_once(device, softcap):
 
 
 def test_memory_budget_of_the_process(device):
-    """What does not fit is made again in backward."""
+    """What does not fit is recomputed in backward."""
     hidden, weight, ids = tensors(device)
     kept = lambda: ops.linear_log_prob_forward(hidden, weight, None, ids, None, None, None, None, -1)[-1].shape[0]
     assert kept() == N

@@ -194,7 +194,7 @@ def test_upstream_gradient(case, device):
 
 
 def test_checkpoint_stops_before_the_last_gemm():
-    """Of a layer that ends in gated_mlp, gradient checkpointing makes again what its node keeps, not its result."""
+    """Of a layer that ends in gated_mlp, gradient checkpointing recomputes what its node keeps, not its result."""
     torch.manual_seed(0)
     tokens, hidden, width, rank = 6, 8, 12, 2
     layers = [

@@ -139,7 +139,7 @@ def test_int8_head(dtype, at_once, max_bytes):
 
 
 def test_what_waits_for_backward_is_quantised():
-    """No slice of the dense weight is kept: it is made again in backward."""
+    """No slice of the dense weight is kept: it is recomputed in backward."""
     hidden, weight, _, ids, _ = batch()
     q, _ = quantised(weight)
     made = []

@@ -11,7 +11,7 @@ struct ExpertsOptions {
   bool transposed = false;                   // weights are [experts, in, out]
   bool interleaved = false;                  // gate and up are neighbouring columns; SiLU's
   GateOptions gate;                          // GPT-OSS: interleaved, {.limit = 7, .alpha = 1.702, .up_offset = 1}
-  bool recompute = true;                     // backward makes gate and up again; false: they are kept
+  bool recompute = true;                     // backward recomputes gate and up; false: they are kept
   double gate_up_scale = 1, down_scale = 1;  // of adapters
   int64_t most_rows = -1;                    // pairs that buffers have room for; -1: all
   LIGER_OPTIONS(activation, transposed, interleaved, gate, recompute, gate_up_scale, down_scale, most_rows)

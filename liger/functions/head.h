@@ -90,7 +90,7 @@ struct LowRank {
 /// log_tail are differentiable, with any upstream gradient; absent ones cost nothing. log_tail is a separate sum, so
 /// that it is exact where next to nothing is left; its gradient is that of a mass of at least exp(−80). A class that a
 /// token has twice gets both gradients. All results are 0 where the id is
-/// ignore_index, and such tokens cost nothing. Logits that fit into max_bytes wait for backward, others are made again
+/// ignore_index, and such tokens cost nothing. Logits that fit into max_bytes wait for backward, others are recomputed
 /// there. The weight's gradient is summed in float. An id that is neither a class nor ignore_index is an error:
 /// c10::IndexError on the CPU, a device assertion on CUDA. Mixed dtypes compute in hidden's, or in autocast's.
 LogProbResult linear_log_prob(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& ids,

@@ -41,13 +41,13 @@ struct MLPOptions {
   Activation activation = Activation::SiLU;
   double gate_multiplier = 1, down_multiplier = 1;  // m and d
   int64_t chunk = 0;                                // tokens worked on at once, which bounds the memory; 0: all
-  bool recompute = false;                           // backward makes gate and up again
+  bool recompute = false;                           // backward recomputes gate and up
   LIGER_OPTIONS(activation, gate_multiplier, down_multiplier, chunk, recompute)
 };
 
 /// A gated MLP of such layers:
 ///   y = d · down(act(m · gate(x)) · up(x))
-/// Backward keeps x, gate and up, or only x with `recompute`, and makes the rest again. Sums over chunks are in float.
+/// Backward keeps x, gate and up, or only x with `recompute`, and recomputes the rest. Sums over chunks are in float.
 at::Tensor gated_mlp(const at::Tensor& x, const AdaptedLinear& gate, const AdaptedLinear& up, const AdaptedLinear& down,
                      const MLPOptions& options = {});
 
@@ -60,7 +60,7 @@ struct GatedLinearOptions {
 
 /// The last layer of a gated MLP whose first one makes gate and up side by side, x [..., 2F] = [gate, up]:
 ///   y = layer(act(m · gate) · up)
-/// or with the clamps of GateOptions. Backward keeps x, and makes the product again.
+/// or with the clamps of GateOptions. Backward keeps x, and recomputes the product.
 at::Tensor gated_linear(const at::Tensor& x, const AdaptedLinear& layer, const GatedLinearOptions& options = {});
 
 [[deprecated("liger::linear")]] inline at::Tensor lora_linear(const at::Tensor& x, const AdaptedLinear& layer,

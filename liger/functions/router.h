@@ -29,7 +29,7 @@ struct Routed {
 /// [experts] int32, the tokens that have chosen each expert. bias [experts] (Wang et al. 2024, arXiv:2408.15664) counts
 /// in what is chosen only. With groups, the experts of the kept_groups groups take part whose group_best largest s +
 /// bias have the largest sum (DeepSeek-AI 2024, arXiv:2412.19437). Differentiable with respect to logits, through
-/// weights; backward makes the scores again.
+/// weights; backward recomputes the scores.
 ///
 /// given [..., top_k], of any integer type, replays a choice (Ma et al. 2025, arXiv:2510.11370): a token whose top_k
 /// ids there are different experts gets those, in that order, with the weights that its scores give. Any other token,

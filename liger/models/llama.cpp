@@ -83,7 +83,7 @@ std::string adapter_file(const std::string& folder) {
 /// What adapter_file calls a parameter.
 std::string name_in_file(const std::string& parameter) { return "base_model.model." + parameter + ".weight"; }
 
-/// A layer whose activations are made again in backward: only its input waits for that.
+/// A layer whose activations are recomputed in backward: only its input waits for that.
 struct Checkpointed : torch::autograd::Function<Checkpointed> {
   using Layer = std::function<Tensor(const Tensor&)>;
   struct Held : torch::CustomClassHolder {

@@ -14,7 +14,7 @@ class Log {
   Log(const Log&) = delete;
   Log& operator=(const Log&) = delete;
 
-  /// Opens log.jsonl. What it has of steps after `done`, which are made again, goes.
+  /// Opens log.jsonl. What it has of steps after `done`, which run again, goes.
   void open(int64_t done);
 
   /// A line of log.jsonl.

@@ -1,4 +1,4 @@
-"""Results that backward makes again instead of keeping; liger_kernel.memory.recompute."""
+"""Results that backward recomputes instead of keeping; liger_kernel.memory.recompute."""
 
 import threading
 from typing import Any
@@ -129,8 +129,8 @@ _counting = threading.Lock()  # without a global interpreter lock, an increment 
 
 
 def run(op, *arguments, needs_recipes: bool = False):
-    """op(*arguments). While a model records, backward makes the results again instead of keeping them. needs_recipes:
-    the operator keeps none of its arguments, which is worth it only where they are made again too."""
+    """op(*arguments). While a model records, backward recomputes the results instead of keeping them. needs_recipes:
+    the operator keeps none of its arguments, which is worth it only where they are recomputed too."""
     if not _recordings or torch.compiler.is_compiling():
         return op(*arguments)
     results = op(*arguments)
@@ -140,7 +140,7 @@ def run(op, *arguments, needs_recipes: bool = False):
 
 
 def note(op, arguments: tuple[Any, ...], result: Tensor) -> None:
-    """While a model records, backward makes a result again as op(*arguments)."""
+    """While a model records, backward recomputes a result as op(*arguments)."""
     if _recordings and (recording := getattr(_local, "recording", None)) is not None:
         recording.note(op, arguments, result, False)
 

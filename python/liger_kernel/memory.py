@@ -36,7 +36,7 @@ def head_peak_bytes(
 
 
 def recompute(model: torch.nn.Module) -> Recomputed:
-    """Have backward make again what this library's operators can make from what is kept anyway: the results of norms,
+    """Have backward recompute what this library's operators can from what is kept anyway: the results of norms,
     beside their inputs, the product of an MLP, beside gate and up, and rotated queries and keys whose norm is made
     again.
 

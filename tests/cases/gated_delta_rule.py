@@ -164,7 +164,7 @@ def errors():
 
 
 def flops(shape, options):
-    """Of the chunks' products; backward makes the states again."""
+    """Of the chunks' products; backward recomputes the states."""
     rows, tokens, key_heads, group, K, V = shape
     heads, C = key_heads * group, 64
     forward = heads * (6 * K * V + 4 * C * V + 2 * C * C / 3) + 4 * C * K * key_heads

@@ -98,7 +98,7 @@ CASES = [
         schema=schema,
         many_rows=(70000, 4, 8),
         shapes=[(1, 4, 3), (33, 16, 101), (40, 2, 120), (40, 64, 1000)],
-        # Logits that wait for backward, and such as are made again: of some tokens or, where there are more classes
+        # Logits that wait for backward, and logits that are recomputed: of some tokens or, where there are more classes
         # than tokens, of some classes at a time.
         options=[
             {},

@@ -15,7 +15,7 @@ __device__ auto product(const GateOf& gate) {
 
 ///   da = dc · u(b) · g'(a)
 ///   db = dc · g(a) · u'(b)
-/// of a, b and dc; g is made again. With kProduct, c is the third result.
+/// of a, b and dc; g is recomputed. With kProduct, c is the third result.
 template <class T, bool kProduct, class GateOf>
 __device__ auto gradients(const GateOf& gate) {
   return [&gate](const float (&x)[3], float (&d)[2 + kProduct]) {

@@ -103,7 +103,7 @@ struct FusedLinearCrossEntropy {
   static bool in_forward(const Inputs&, const Options& options) { return options.reduction != Reduction::None; }
   static Saved save(const Inputs& in) { return in; }
 
-  /// The gradients where every token has its own upstream gradient: the logits are made again.
+  /// The gradients where every token has its own upstream gradient: the logits are recomputed.
   static Gradients<Tensor> backward(const LossGradient& up, const Saved& in, const Gradients<bool>& wanted,
                                     const Options& given) {
     constexpr auto op = "fused_linear_cross_entropy_backward";

@@ -7,7 +7,7 @@
 namespace liger {
 namespace op {
 
-/// Logits that fit into the budget wait for backward, others are made again.
+/// Logits that fit into the budget wait for backward, others are recomputed.
 struct LinearLogProb {
   static constexpr Name kName = "linear_log_prob";
   static constexpr Autocast kAutocast = Autocast::Compute;

@@ -54,7 +54,7 @@ inline void add_gated_layer(LayersBackward<1>& layer, const Tensor& dy, const Te
   const auto gradients = [&](const Tensor& c) {
     gated::run_backward(product, of.gate, of.up, of.dgate, of.dup, of.d_stride, of.form, nullptr, c);
   };
-  // One kernel makes both gradients and the product again, over the gradient that it has read.
+  // One kernel makes both gradients and recomputes the product, over the gradient that it has read.
   const bool at_once = wanted.inner && wanted.of_products && !apart;
   if (wanted.of_products && !at_once) gated::run_forward(of.gate, of.up, product, of.form);
   const Tensor dproduct = wanted.inner ? product : Tensor();

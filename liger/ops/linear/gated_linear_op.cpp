@@ -3,7 +3,7 @@
 namespace liger {
 namespace op::linear {
 
-/// Keeps x, which has gate and up; their product is made again in backward.
+/// Keeps x, which has gate and up; their product is recomputed in backward.
 struct GatedLinear {
   static constexpr Name kName = "gated_linear";
   static constexpr Autocast kAutocast = Autocast::Cast;

@@ -3,7 +3,7 @@
 namespace liger {
 namespace op::linear {
 
-/// Keeps x, gate and up, and with `recompute` x; their product is made again in backward.
+/// Keeps x, gate and up, and with `recompute` x; their product is recomputed in backward.
 struct GatedMLP {
   static constexpr Name kName = "gated_mlp";
   static constexpr Autocast kAutocast = Autocast::Cast;

@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(256) rows_kernel(SelectiveLogSoftmax a) {
   stats[0] = v.max, stats[1] = v.sum, stats[2] = mean;
 }
 
-/// dx of a row chunk; the softmax is made again from the row's maximum and sum, which forward has kept.
+/// dx of a row chunk; the softmax is recomputed from the row's maximum and sum, which forward has kept.
 /// A block has the chunk, a thread four packs of it in flight. The limit is memory: x is read and dx written once.
 /// kPlain: the logits are x, and the mean of logits has no gradient.
 template <class T, bool kPlain>

@@ -81,7 +81,7 @@ constexpr int backward_threads(bool aligned) { return aligned ? 512 : 576; }
 /// dx, and the sums over rows of dw and db.
 /// A block, or a cluster, makes one partial sum: it walks along rows, blockDim.y at once, of which a thread has
 /// Layout's packs; it keeps their column sums in registers. Rows come through stages of shared memory. What makes a
-/// row's projections makes its dx, too: registers keep it of two whole packs, otherwise it is made again. The limit is
+/// row's projections makes its dx, too: registers keep it of two whole packs, otherwise it is recomputed. The limit is
 /// memory: x and dy are read once.
 template <class T, class Layout, Kind kKind>
 __global__ void __launch_bounds__(backward_threads(Layout::kAligned), 1) backward_kernel(NormBackward a, int stages) {

@@ -13,7 +13,7 @@ from liger_kernel._recompute import Recomputed
 #: What a layer may keep for backward, from most to least.
 LEVELS = {
     "all": "everything that backward reads",
-    "cheap": "all but what this library's operators make again from the rest",
+    "cheap": "all but what this library's operators recompute from the rest",
     "input": "its input (gradient checkpointing)",
     "host": "its input, in pinned memory of the host",
 }
@@ -93,7 +93,7 @@ class Layer:
         self.module._gradient_checkpointing_func = checkpointed
         if level == "cheap":
             self.recomputed = Recomputed(self.module)
-        for experts in self.experts():  # by default they make gate and up again
+        for experts in self.experts():  # by default they recompute gate and up
             experts.liger_keeps = level == "all"
 
     def experts(self) -> Iterator[nn.Module]:

@@ -64,7 +64,7 @@ def linear_distillation(
     tokens of ignore_index do not count and cost nothing. Forward makes the gradients of the student's tensors, the
     weight's summed in float. Logits of max_bytes are worked on at once (0: what is fastest). num_items: the divisor of
     the mean in place of the number of tokens that count, such as that of all tokens. reduction="none": each token's
-    numbers [...], the loss with any upstream gradient; backward then makes the logits again. Raises KeyError for an
+    numbers [...], the loss with any upstream gradient; backward then recomputes the logits. Raises KeyError for an
     unknown kind, ValueError for an unknown reduction and for hard_weight without labels, IndexError on the CPU for a
     label outside [0, V).
     """

@@ -46,7 +46,7 @@ def fused_experts(
     x [tokens, H], gate_up [E, 2 I, H], gate above up, down [E, H, I], biases [E, 2 I] and [E, H], all in one dtype;
     transposed: [E, H, 2 I] and [E, I, H]; interleaved: rows of gate and up in turn. index [tokens, k] integers, of
     which those outside [0, E) add nothing, weights [tokens, k], floating. All but index are differentiable; backward
-    keeps x and the routing and makes gate and up again, unless recompute=False. Adapters (LoRA, Hu et al. 2021,
+    keeps x and the routing and recomputes gate and up, unless recompute=False. Adapters (LoRA, Hu et al. 2021,
     arXiv:2106.09685) add scale · b_e a_e to the matrices of each expert, which stay as they are.
 
     limit, alpha and up_offset, of silu, are the clamped gate of GPT-OSS and DeepSeek-V4: gate' · σ(alpha · gate') ·
@@ -123,7 +123,7 @@ def computed(
     that waits for this call in the module's dict `liger_adapters` is taken out of it. Of the pairs in index, the share
     `liger_share` of the module, if it has one, is for these experts at most.
 
-    Backward makes gate and up again, unless the module's `liger_keeps` is true, or the layer is checkpointed: there it
+    Backward recomputes gate and up, unless the module's `liger_keeps` is true, or the layer is checkpointed: there it
     would make them a third time, and they are held for one layer at a time.
     """
     x, index, weights = (t.reshape(-1, t.shape[-1]) for t in (hidden_states, top_k_index, top_k_weights))

@@ -105,7 +105,7 @@ def linear_log_prob(
     hidden [..., H] of any strides, weight [V, H], ids [...] integers, bias [V]. 0 where the id is ignore_index: such
     tokens cost nothing. logp, entropy, lse, mean_logits, those of class_ids and log_tail are differentiable with
     respect to hidden, weight and bias, with any upstream gradient. Logits of up to max_bytes (0: as in
-    memory.set_memory_budget) wait for backward, others are made again; valid_count is the number of ids that are not
+    memory.set_memory_budget) wait for backward, others are recomputed; valid_count is the number of ids that are not
     ignored, where the host knows it; the weight's gradient is summed in float. Mixed dtypes compute in hidden's.
 
     lora: (a [rank, H], b [V, rank], scale), of which the weight is weight + scale · b a; a and b get gradients, and a
@@ -288,7 +288,7 @@ def quantised_linear_log_prob(
         rows = slice(first, min(first + classes_at_once, classes))
         make = lambda rows=rows: dequantise(rows).to(hidden.dtype)
         dense, own_bias = make(), None if bias is None else bias[rows]
-        # What the operator keeps for backward is the quantised slice: the dense one is made again there.
+        # What the operator keeps for backward is the quantised slice: the dense one is recomputed there.
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t, of=dense.data_ptr(), make=make: make if t.data_ptr() == of else t,
             lambda t: t() if callable(t) else t,

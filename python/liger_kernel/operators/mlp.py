@@ -205,7 +205,7 @@ class LigerMLPFunction:
         """(silu(gate_multiplier · input gate_weightᵀ) · input up_weightᵀ) down_weightᵀ · down_multiplier.
 
         input [..., D]; gate_weight and up_weight [I, D], down_weight [D, I], in input's dtype or under autocast; any
-        strides. backward makes gate and up again. Raises TypeError where dtypes differ.
+        strides. backward recomputes gate and up. Raises TypeError where dtypes differ.
         """
         weights = (gate_weight, None, None, None, up_weight, None, None, None, down_weight, None, None, None)
         options = SILU, float(gate_multiplier), float(down_multiplier), 0, True

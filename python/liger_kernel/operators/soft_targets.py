@@ -66,7 +66,7 @@ class LigerFusedLinearKLDivFunction(torch.autograd.Function):
 
         student_input [tokens, H] and student_weight [V, H] of one dtype, target [tokens, V]; tokens whose shift_labels
         [tokens] is ignore_index do not count. The gradients are made in forward, for "none" in backward, from logits
-        that are made again; the weight's is summed in float, whatever accum_dtype. Raises ValueError for another
+        that are recomputed; the weight's is summed in float, whatever accum_dtype. Raises ValueError for another
         reduction, a temperature that is not positive and shapes that do not agree.
         """
         if reduction not in ("batchmean", "mean", "sum", "none"):

@@ -155,7 +155,7 @@ __device__ void write_partials(const MHCCoefficientsBackward& a, float db_pre, f
 }
 
 /// dy and scale, and the sums over rows of db and dalpha.
-/// A block makes one partial sum and walks along its rows, whose factors it makes again and keeps in `factors`. Latency
+/// A block makes one partial sum and walks along its rows, whose factors it recomputes and keeps in `factors`. Latency
 /// is the limit.
 template <int kLanes>
 __global__ void __launch_bounds__(kThreads) backward_kernel(MHCCoefficientsBackward a) {
