@@ -7,9 +7,10 @@ import torch
 from conftest import assert_close, batch, can_be_made, make, run
 from liger_kernel.transformers import drop_masks_of_ones
 from liger_kernel.transformers.patching import ones
+from liger_kernel.transformers.patching.attention import makes_masks
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 FAMILIES = ("llama", "qwen3")
 #: Families whose mixers, or routers' losses, read the mask.
@@ -131,6 +132,52 @@ def test_what_keeps_a_mask(patched):
         dict(attention_mask=inputs["attention_mask"][:, None, None]),
     ):
         assert hook(**more) is None
+
+
+class Around(PreTrainedModel):
+    """A model that holds a language model, and gives it the mask."""
+
+    _supports_sdpa = True
+
+    def __init__(self, inner):
+        super().__init__(inner.config)
+        self.inner = inner
+
+    def forward(self, input_ids, attention_mask=None):
+        return self.inner(input_ids, attention_mask=attention_mask)
+
+
+class Reading(Around):
+    """As Qwen3-VL's in transformers 4.57."""
+
+    def forward(self, input_ids, attention_mask=None):
+        positions = None if attention_mask is None else attention_mask.cumsum(-1) // 4
+        return self.inner(input_ids, attention_mask=attention_mask, position_ids=positions)
+
+
+class Masking(Around):
+    """As PaliGemma's in transformers 4.57."""
+
+    def forward(self, input_ids, attention_mask=None):
+        return self.inner(input_ids, attention_mask=self._prefix(attention_mask))
+
+    def _prefix(self, attention_mask):
+        return attention_mask if attention_mask is None else attention_mask[:, None, None].expand(-1, -1, 10, -1)
+
+
+@pytest.mark.parametrize("around", [Around, Reading, Masking])
+def test_a_mask_that_a_model_around_reads_stays(around, patched):
+    model = model_of("llama")
+    patched("llama", model)
+    assert ones.takes_none(model) and ones.takes_none(around(model)) == (around is Around)
+
+
+def test_attention_with_a_mask_of_its_own():
+    """It does not say that it is causal where it is given no mask."""
+    from transformers.models.doge.modeling_doge import DogeAttention
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    assert makes_masks(DogeAttention) and not makes_masks(LlamaAttention)
 
 
 def test_a_note_is_of_values_that_have_not_changed(patched):

@@ -23,6 +23,7 @@ from liger_kernel.transformers.causal_lm import names_in, original_forward
 from liger_kernel.transformers.patching.report import Report
 
 IMPLEMENTATION = "liger_attention_sinks"
+_MASK_OF_ITS_OWN = re.compile(r"[(,]\s*attention_mask=(?!attention_mask\b|None\b)\w")
 _PASSED_ON = re.compile(r"(?<![\w.\[])attention_mask\s*(?=[,)])|(?<=[\s(,])attention_mask\s*=(?!=)")
 # GPT-OSS does not hand its positions to transformers' mask functions, which find documents by them.
 _positions: ContextVar[Tensor | None] = ContextVar("liger_positions", default=None)
@@ -218,23 +219,50 @@ AttentionInterface.register(IMPLEMENTATION, sinks_attention)
 AttentionMaskInterface.register(IMPLEMENTATION, sinks_mask)
 
 
+def _takes_mask(function: Any) -> bool:
+    code = getattr(function, "__code__", None)
+    return code is not None and "attention_mask" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+
+def _body(forward: Any) -> str | None:
+    """The source of a forward without its signature and comments; None where there is no source."""
+    try:
+        source = inspect.getsource(forward)
+    except (OSError, TypeError):
+        return None
+    source = re.sub(r'""".*?"""|#[^\n]*', "", source, flags=re.DOTALL)
+    signature = re.search(r"\)\s*(->[^\n]*)?:\s*\n", source)
+    return source[signature.end() :] if signature else source
+
+
 @functools.cache
 def passes_on(cls: type) -> bool:
     """Whether modules of a class do nothing with `attention_mask` but to give it to others."""
     forward = inspect.unwrap(original_forward(cls))
-    code = getattr(forward, "__code__", None)
-    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if code else ()
-    if "attention_mask" not in names:
+    if not _takes_mask(forward):
         return True
-    try:
-        source = inspect.getsource(forward)
-    except (OSError, TypeError):
-        return False
-    source = re.sub(r'""".*?"""|#[^\n]*', "", source, flags=re.DOTALL)
-    signature = re.search(r"\)\s*(->[^\n]*)?:\s*\n", source)
-    body = source[signature.end() :] if signature else source
+    body = _body(forward)
     sdpa = "scaled_dot_product_attention" in names_in(forward)  # with a mask that it knows
-    return not sdpa and not re.search(r"\battention_mask\b", _PASSED_ON.sub("", body))
+    return body is not None and not sdpa and not re.search(r"\battention_mask\b", _PASSED_ON.sub("", body))
+
+
+@functools.cache
+def passes_to_modules(cls: type) -> bool:
+    """As passes_on; nor do methods of the class take the mask, as those that compute positions from it."""
+    names = names_in(inspect.unwrap(original_forward(cls)))
+    methods = (inspect.getattr_static(cls, name, None) for name in names)
+    return passes_on(cls) and not any(map(_takes_mask, methods))
+
+
+@functools.cache
+def makes_masks(cls: type) -> bool:
+    """Whether modules of a class call attention with another mask than the one that they are given: where that is None,
+    nothing says that attention is causal. Doge's do."""
+    forward = inspect.unwrap(original_forward(cls)) if hasattr(cls, "forward") else None
+    if not _takes_mask(forward) or "ALL_ATTENTION_FUNCTIONS" not in names_in(forward):
+        return False
+    body = _body(forward)
+    return body is None or _MASK_OF_ITS_OWN.search(body) is not None
 
 
 def has_sinks(cls: Any) -> bool:

@@ -21,7 +21,13 @@ from transformers import PreTrainedModel, masking_utils, modeling_flash_attentio
 from liger_kernel.operators.attention import rows
 from liger_kernel.transformers.causal_lm import names_in
 from liger_kernel.transformers.patching import packed
-from liger_kernel.transformers.patching.attention import IMPLEMENTATION, given_positions, in_forward, is_packed_sequence
+from liger_kernel.transformers.patching.attention import (
+    IMPLEMENTATION,
+    given_positions,
+    in_forward,
+    is_packed_sequence,
+    makes_masks,
+)
 from liger_kernel.transformers.patching.place import NewForward, with_globals
 from liger_kernel.transformers.patching.report import Report
 
@@ -127,6 +133,12 @@ def is_counting(cls: Any) -> bool:
 
 def count(owners: Iterable[Any], report: Report) -> None:
     """Give live models, or classes of models, such forwards."""
+    owners = [*owners]
+    for model in [owner for owner in owners if isinstance(owner, PreTrainedModel) and counting_forward(type(owner))]:
+        classes: set[Any] = {type(module) for module in model.modules()}
+        if any(map(makes_masks, classes)):
+            report.skip("masks", type(model).__name__, "its attention makes a mask of its own")
+            owners.remove(model)
     report.edits.set(modeling_flash_attention_utils, "_is_packed_sequence", is_packed_sequence)
     packed.use(report)
     by = lambda forward: "masks without positions" if hasattr(forward, "liger_counts") else None

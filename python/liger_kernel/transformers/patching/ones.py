@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback  # type: ignore[import-not-found]
 from torch._dynamo.eval_frame import skip_code
+from transformers import PreTrainedModel
 
+from liger_kernel.transformers.patching.attention import passes_to_modules
 from liger_kernel.transformers.patching.report import Report
 
 #: The attribute of a mask of ones: its version when it was looked at. Changes in place give it another.
@@ -64,20 +66,38 @@ def drop_masks_of_ones(model: nn.Module) -> None:
 
     For a module that wraps a patched model and is compiled with it, such as PEFT's. A patched model itself drops such
     masks, and so does what accelerate or a Trainer has prepared. The mask stays where `position_ids` or a cache are
-    given, and where the call of the model is itself in a compiled function.
+    given, where the call of the model is itself in a compiled function, and where a model around the language model
+    reads it.
     """
-    if _without_ones not in model._forward_pre_hooks.values():
+    if not _is_read(model) and _without_ones not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_without_ones, with_kwargs=True)
 
 
-def counts(model: nn.Module) -> bool:
+def _counts(module: nn.Module) -> bool:
     """Whether a part of a model makes masks without positions where none are given (masks.py)."""
-    return any(hasattr(getattr(type(module), "forward", None), "liger_counts") for module in model.modules())
+    return any(hasattr(getattr(type(each), "forward", None), "liger_counts") for each in module.modules())
+
+
+def _is_read(model: nn.Module) -> bool:
+    """Whether a model of transformers around such a part does more with a mask than to give it to others. In
+    transformers 4.57, PaliGemma's lets the prefix be seen where there is a mask, and the positions that Qwen3-VL's
+    computes look like those of documents where there is none."""
+    around: set[Any] = {
+        type(module)
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel) and not hasattr(type(module).forward, "liger_counts") and _counts(module)
+    }
+    return not all(map(passes_to_modules, around))
+
+
+def takes_none(model: nn.Module) -> bool:
+    """Whether a model may be called without a mask of ones."""
+    return _counts(model) and not _is_read(model)
 
 
 def use(model: nn.Module | None, report: Report) -> None:
     """Drop masks of ones from calls of a patched model, and of models that accelerate prepares."""
-    if model is not None and counts(model) and _without_ones not in model._forward_pre_hooks.values():
+    if model is not None and takes_none(model) and _without_ones not in model._forward_pre_hooks.values():
         report.edits.set(model._forward_pre_hooks, _KEY, _without_ones)
         report.edits.set(model._forward_pre_hooks_with_kwargs, _KEY, True)
     if importlib.util.find_spec("accelerate"):
@@ -110,7 +130,7 @@ def _preparing(original: Any) -> Any:
     @functools.wraps(original)
     def prepare_model(*args: Any, **kwargs: Any) -> Any:
         model = original(*args, **kwargs)
-        if isinstance(model, nn.Module) and counts(model):
+        if isinstance(model, nn.Module) and takes_none(model):
             drop_masks_of_ones(model)
         return model
 
