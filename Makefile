@@ -14,7 +14,7 @@ sources := $(shell find liger python cmake -name '*.h' -o -name '*.cpp' -o -name
 
 SHELL := bash
 .SHELLFLAGS := -eo pipefail -c
-.PHONY: help format lint tidy docs test-docs train train-cpp align check test test-all nightly test-families test-torch test-hub downstream fuzz fuzz-hour fuzz-files sanitize nightly-families test-install test-fresh test-platforms test-without-research \
+.PHONY: help format lint tidy docs test-docs train train-cpp align check test test-all nightly test-families test-oldest test-torch test-hub downstream fuzz fuzz-hour fuzz-files sanitize nightly-families test-install test-fresh test-platforms test-without-research \
         bench measure install wheel test-wheel clean
 .DEFAULT_GOAL := help
 
@@ -53,7 +53,7 @@ check:  ## after a change, in a minute or two: what it touches (tests/which.py);
 .NOTPARALLEL: nightly
 nightly: test-all fuzz-hour fuzz-files sanitize nightly-families test-hub downstream test-without-research  ## every night: test-all, an hour of fuzz, broken files under ASan and UBSan, a GPU's sanitizers, other versions of transformers, other tools
 nightly-families:
-	$(MAKE) test-families VERSIONS="4.57.6 5.6.0 5.24.0"
+	$(MAKE) test-families VERSIONS="$(OLDEST) 5.6.0 5.24.0"
 
 # A virtual environment, where the target stands, that sees the first one's packages behind those installed into it.
 define environment_over_the_first
@@ -66,6 +66,10 @@ VERSIONS ?=
 test-families: $(ready) $(VERSIONS:%=build/transformers-%/ready)  ## every model family, with the installed transformers and with VERSIONS="4.57.6 5.6.0 ..."
 	for python in $(python) $(VERSIONS:%=build/transformers-%/bin/python); do \
 	  $(environment) LIGER_TESTS=all OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $$python -m pytest -q -n 2 -p no:cacheprovider tests/huggingface/test_{families,stands_for,convergence,experts,every_type,plan,recompute}.py --families all $(ARGS) || exit 1; done
+
+OLDEST = 4.57.6
+test-oldest: build/transformers-$(OLDEST)/ready  ## with every change: a family of each kind, masks and packed rows with the oldest transformers; two minutes
+	$(environment) OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $(<D)/bin/python -m pytest -q -n 2 -p no:cacheprovider tests/huggingface/test_{families,stands_for,every_type,ones,masks,packed}.py $(ARGS)
 
 build/transformers-%/ready: $(ready)
 	$(environment_over_the_first)
