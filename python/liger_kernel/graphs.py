@@ -307,9 +307,10 @@ class CapturedModel:
         self.before = vars(model).get("forward")
         self.modules = [*model.modules()]
         self.takes_cache = "use_cache" in inspect.signature(model.forward).parameters
-        # Models of transformers that make their masks without positions, and call their causal language model so.
-        forwards = (type(module).forward for module in model.modules() if hasattr(type(module), "forward"))
-        self.counts_positions = any(hasattr(forward, "liger_counts") for forward in forwards)
+        # Models of transformers whose parts make their masks without positions say where they need no mask of ones.
+        forwards = (getattr(type(module), "forward", None) for module in model.modules())
+        asked = (getattr(forward, "liger_takes_none", None) for forward in forwards)
+        self.takes_none = next((ask(model) for ask in asked if ask), False)
         self.graphs: dict[object, _Passes] = {}
         self.seen: Counter = Counter()
         self.reason: str | None = None
@@ -350,11 +351,11 @@ class CapturedModel:
         holds the mask that it was captured with. None where it masks something, or transformers would look for packed
         sequences without it. The host waits for the answer."""
         mask = kwargs.get("attention_mask")
-        if not self.counts_positions or kwargs.get("position_ids") is not None or len(args) > 1:
+        if not self.takes_none or kwargs.get("position_ids") is not None or len(args) > 1:
             return None
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or torch.cuda.is_current_stream_capturing():
             return None
-        return (args, {**kwargs, "attention_mask": None}) if bool(mask.all()) else None
+        return (args, {**kwargs, "attention_mask": None}) if bool((mask == 1).all()) else None
 
     def _passes(self, leaves, structure, only_captured=False):
         tensors = [t for t in leaves if isinstance(t, torch.Tensor)]

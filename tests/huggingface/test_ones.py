@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from conftest import assert_close, batch, can_be_made, make, run
+from liger_kernel.graphs import capture_model
 from liger_kernel.transformers import drop_masks_of_ones
 from liger_kernel.transformers.patching import ones
 from liger_kernel.transformers.patching.attention import makes_masks
@@ -169,7 +170,9 @@ class Masking(Around):
 def test_a_mask_that_a_model_around_reads_stays(around, patched):
     model = model_of("llama")
     patched("llama", model)
-    assert ones.takes_none(model) and ones.takes_none(around(model)) == (around is Around)
+    outer = around(model)
+    assert ones.takes_none(model) and ones.takes_none(outer) == (around is Around)
+    assert capture_model(outer).takes_none == (around is Around)
 
 
 def test_attention_with_a_mask_of_its_own():

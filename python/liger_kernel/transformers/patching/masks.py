@@ -28,6 +28,7 @@ from liger_kernel.transformers.patching.attention import (
     is_packed_sequence,
     makes_masks,
 )
+from liger_kernel.transformers.patching.ones import takes_none
 from liger_kernel.transformers.patching.place import NewForward, with_globals
 from liger_kernel.transformers.patching.report import Report
 
@@ -116,7 +117,7 @@ def _forward(original):
             chosen = placing if packed.takes(self) else original if given is not None else counting
             return chosen(self, *args, **kwargs)
 
-    vars(forward)["liger_counts"] = original
+    vars(forward).update(liger_counts=original, liger_takes_none=takes_none)
     return forward
 
 
