@@ -61,6 +61,30 @@ def test_the_operator_runs_once_a_layer(patched, family, kind, part):
     assert _calls(model, text())[0] == 2 and _calls(reference, text())[0] == 0
 
 
+def test_weights_of_all_experts():
+    """As routers of transformers 5.0.0 give them: those of the chosen experts count."""
+    torch.manual_seed(0)
+    experts = LigerExperts(transformers.MixtralConfig(hidden_size=16, intermediate_size=8, num_local_experts=4))
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter)
+    x, index = torch.randn(6, 16), torch.stack([torch.randperm(4)[:2] for _ in range(6)])
+    weights = torch.rand(6, 4, requires_grad=True)
+    exact = weights.detach().double().requires_grad_()
+    gate_up, down = experts.gate_up_proj.double(), experts.down_proj.double()
+    rows = []
+    for t in range(6):
+        y = torch.zeros(16, dtype=torch.float64)
+        for e in index[t]:
+            gate, up = (gate_up[e] @ x[t].double()).chunk(2)
+            y = y + exact[t, e] * (down[e] @ (torch.nn.functional.silu(gate) * up))
+        rows.append(y)
+    expected, found = torch.stack(rows), experts(x, index, weights)
+    assert_close(found.double(), expected)
+    found.sum().backward()
+    expected.sum().backward()
+    assert_close(weights.grad.double(), exact.grad)
+
+
 @pytest.mark.parametrize("family, kind, part", CASES)
 def test_another_implementation_is_kept(patched, family, kind, part):
     """Of a choice before the patch the report says so; one that is made later counts from the next forward on."""

@@ -127,6 +127,8 @@ def computed(
     would make them a third time, and they are held for one layer at a time.
     """
     x, index, weights = (t.reshape(-1, t.shape[-1]) for t in (hidden_states, top_k_index, top_k_weights))
+    if weights.shape[-1] > index.shape[-1]:  # those of all experts, as routers of transformers 5.0.0 give them
+        weights = weights.gather(1, index)
     grouped = getattr(getattr(experts, "config", None), "_experts_implementation", None) == "grouped_mm"
     autocast = torch.is_autocast_enabled(x.device.type)
     with torch.autocast(x.device.type, enabled=False) if grouped and autocast else contextlib.nullcontext():

@@ -50,13 +50,14 @@ def _is_all_causal(attention_mask: Any = None, past_key_values: Any = None, **ot
 
 
 def _without_positions(home: Any, name: str) -> Callable[..., Any]:
-    """The function that a modeling module calls `name` now, given no positions; with those that it gets by place, as in
-    Gemma 4 of 5.6, as it is."""
+    """The function that a modeling module calls `name` now, given no positions; with arguments that it gets by place,
+    as in Gemma 4 of 5.6 and in Granite's hybrids of 5.0, as it is."""
 
     def create(*args: Any, **kwargs: Any) -> Any:
         function = getattr(home, name)
         # What somebody else has put in its place may mask anything.
-        causal = function in (masking_utils.create_causal_mask, masking_utils.create_sliding_window_causal_mask)
+        known = masking_utils.create_causal_mask, masking_utils.create_sliding_window_causal_mask
+        causal = not args and function in known
         if causal and _is_all_causal(**kwargs):
             implementation = kwargs["config"]._attn_implementation
             if implementation == "sdpa" and function is masking_utils.create_causal_mask:
