@@ -1,6 +1,8 @@
 """Models that make their attention masks without a search for packed sequences."""
 
 import copy
+import inspect
+import types
 import warnings
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 from conftest import TOLERANCE, assert_close, batch, make, run
 from liger_kernel.graphs import capture_model
 from liger_kernel.transformers import apply_liger_kernel_to_llama
-from liger_kernel.transformers.patching.masks import is_counting
+from liger_kernel.transformers.patching.masks import _without_positions, is_counting
 from torch._dynamo.testing import CompileCounter
 from transformers import AttentionInterface, masking_utils, modeling_flash_attention_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -61,6 +63,21 @@ def test_a_mask_is_what_it_was(patched):
     mask[0, :3] = 0
     inputs = {**batch(), "attention_mask": mask}
     torch.testing.assert_close(run(model, **inputs)[0].loss, run(reference, **inputs)[0].loss, rtol=TOLERANCE, atol=0)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_arguments_by_place(attention):
+    """As Granite's hybrids of transformers 5.0.0 give them: the mask is transformers' own."""
+    model = make("llama")
+    model.set_attn_implementation(attention)
+    given = {"cache_position": torch.arange(10), "attention_mask": None, "past_key_values": None}
+    given |= dict.fromkeys(("input_embeds", "inputs_embeds"), torch.zeros(2, 10, 64)) | {"config": model.config}
+    function = masking_utils.create_causal_mask
+    names = [name for name, p in inspect.signature(function).parameters.items() if p.default is p.empty]
+    arguments = [given[name] for name in names]
+    home = types.SimpleNamespace(create_causal_mask=function)
+    found, expected = _without_positions(home, "create_causal_mask")(*arguments), function(*arguments)
+    assert found is expected is None if attention == "sdpa" else torch.equal(found, expected)
 
 
 def test_the_switch_and_undo(patched, searches):
