@@ -53,7 +53,7 @@ check:  ## after a change, in a minute or two: what it touches (tests/which.py);
 .NOTPARALLEL: nightly
 nightly: test-all fuzz-hour fuzz-files sanitize nightly-families test-hub downstream test-without-research  ## every night: test-all, an hour of fuzz, broken files under ASan and UBSan, a GPU's sanitizers, other versions of transformers, other tools
 nightly-families:
-	$(MAKE) test-families VERSIONS="$(OLDEST) 5.0.0 5.6.0 5.24.0"
+	$(MAKE) test-families VERSIONS="$(OLDEST) 5.6.0 5.24.0"
 
 # A virtual environment, where the target stands, that sees the first one's packages behind those installed into it.
 define environment_over_the_first
