@@ -1,6 +1,7 @@
 #include "liger/ops/head/head_op.h"
 #include <ATen/DeviceAccelerator.h>
 #include <atomic>
+#include <limits>
 #include <mutex>
 #include <unordered_map>
 #include "liger/core/torch/batch_invariant.h"
@@ -41,7 +42,8 @@ int64_t memory_of(c10::Device device) {
   if (added) {
     try {
       found->second = int64_t(at::accelerator::getMemoryInfo(device.index()).second);
-    } catch (const c10::Error&) {}
+    } catch (const c10::Error&) {  // an allocator that is plugged in need not tell
+    }
   }
   return found->second;
 }
