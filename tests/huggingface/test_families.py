@@ -110,8 +110,9 @@ def _step(model, inputs, **others):
 
 def assert_same_gradients(actual, expected):
     """To four times TOLERANCE (these models are deeper than those it was made for) and a rounding of the largest
-    gradient of the model, in whose size the sums behind a gradient that cancels are, as that of a bias of keys. An
-    expert of its own that padding alone reaches has a gradient of zeros, or none: nobody reads what padding becomes."""
+    gradient of the model, in whose size the sums behind a gradient that cancels are, as that of a bias of keys. Of
+    experts in a list, one that only padding reaches has a gradient of zeros, or none: no loss reads what padding
+    becomes."""
     assert actual.keys() >= expected.keys()
     assert not any(actual[name].any() for name in actual.keys() - expected.keys())
     largest = max(gradient.abs().max() for gradient in expected.values())
