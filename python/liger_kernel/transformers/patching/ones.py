@@ -73,7 +73,7 @@ def drop_masks_of_ones(model: nn.Module) -> None:
         model.register_forward_pre_hook(_without_ones, with_kwargs=True)
 
 
-def _counts(module: nn.Module) -> bool:
+def counts(module: nn.Module) -> bool:
     """Whether a part of a model makes masks without positions where none are given (masks.py)."""
     return any(hasattr(getattr(type(each), "forward", None), "liger_counts") for each in module.modules())
 
@@ -85,14 +85,14 @@ def _is_read(model: nn.Module) -> bool:
     around: set[Any] = {
         type(module)
         for module in model.modules()
-        if isinstance(module, PreTrainedModel) and not hasattr(type(module).forward, "liger_counts") and _counts(module)
+        if isinstance(module, PreTrainedModel) and not hasattr(type(module).forward, "liger_counts") and counts(module)
     }
     return not all(map(passes_to_modules, around))
 
 
 def takes_none(model: nn.Module) -> bool:
     """Whether a model may be called without a mask of ones."""
-    return _counts(model) and not _is_read(model)
+    return counts(model) and not _is_read(model)
 
 
 def use(model: nn.Module | None, report: Report) -> None:
