@@ -107,5 +107,6 @@ def test_tables_that_are_laid_out_otherwise_keep_the_rotary_embedding(monkeypatc
         monkeypatch.setattr(home, "OtherRotaryEmbedding", OtherRotaryEmbedding, raising=False)
         report = _apply_liger_kernel_to_instance(every_type.model_of(kind))
         assert ("rope" not in {entry.switch for entry in report.replaced}) == kept
-        reasons = [skip.reason for skip in report.skipped if skip.switch == "rope"]
+        # The router's source in transformers 4.57 is another.
+        reasons = [skip.reason for skip in report.skipped if skip.name != "Dots1TopkRouter"]
         assert reasons == ([every_type.TABLES] if kept else [])
