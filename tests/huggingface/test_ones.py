@@ -135,8 +135,8 @@ def test_what_keeps_a_mask(patched):
         assert hook(**more) is None
 
 
-class Around(PreTrainedModel):
-    """A model that holds a language model, and gives it the mask."""
+class Enclosing(PreTrainedModel):
+    """A model that encloses a language model, and passes it the mask."""
 
     _supports_sdpa = True
 
@@ -148,7 +148,7 @@ class Around(PreTrainedModel):
         return self.inner(input_ids, attention_mask=attention_mask)
 
 
-class Reading(Around):
+class Reading(Enclosing):
     """As Qwen3-VL's in transformers 4.57."""
 
     def forward(self, input_ids, attention_mask=None):
@@ -156,7 +156,7 @@ class Reading(Around):
         return self.inner(input_ids, attention_mask=attention_mask, position_ids=positions)
 
 
-class Masking(Around):
+class Masking(Enclosing):
     """As PaliGemma's in transformers 4.57."""
 
     def forward(self, input_ids, attention_mask=None):
@@ -166,17 +166,17 @@ class Masking(Around):
         return attention_mask if attention_mask is None else attention_mask[:, None, None].expand(-1, -1, 10, -1)
 
 
-@pytest.mark.parametrize("around", [Around, Reading, Masking])
-def test_a_mask_that_a_model_around_reads_stays(around, patched):
+@pytest.mark.parametrize("kind", [Enclosing, Reading, Masking])
+def test_a_mask_that_an_enclosing_model_reads_stays(kind, patched):
     model = model_of("llama")
     patched("llama", model)
-    outer = around(model)
-    assert ones.takes_none(model) and ones.takes_none(outer) == (around is Around)
-    assert capture_model(outer).takes_none == (around is Around)
+    outer = kind(model)
+    assert ones.takes_none(model) and ones.takes_none(outer) == (kind is Enclosing)
+    assert capture_model(outer).takes_none == (kind is Enclosing)
 
 
-def test_attention_with_a_mask_of_its_own():
-    """It does not say that it is causal where it is given no mask."""
+def test_attention_that_builds_its_own_mask():
+    """It is not causal unless it is given a mask."""
     from transformers.models.doge.modeling_doge import DogeAttention
     from transformers.models.llama.modeling_llama import LlamaAttention
 

@@ -23,7 +23,7 @@ from liger_kernel.transformers.causal_lm import names_in, original_forward
 from liger_kernel.transformers.patching.report import Report
 
 IMPLEMENTATION = "liger_attention_sinks"
-_MASK_OF_ITS_OWN = re.compile(r"[(,]\s*attention_mask=(?!attention_mask\b|None\b)\w")
+_OTHER_MASK = re.compile(r"[(,]\s*attention_mask=(?!attention_mask\b|None\b)\w")
 _PASSED_ON = re.compile(r"(?<![\w.\[])attention_mask\s*(?=[,)])|(?<=[\s(,])attention_mask\s*=(?!=)")
 # GPT-OSS does not hand its positions to transformers' mask functions, which find documents by them.
 _positions: ContextVar[Tensor | None] = ContextVar("liger_positions", default=None)
@@ -248,7 +248,7 @@ def passes_on(cls: type) -> bool:
 
 @functools.cache
 def passes_to_modules(cls: type) -> bool:
-    """As passes_on; nor do methods of the class take the mask, as those that compute positions from it."""
+    """As passes_on, and no method of the class takes the mask either, as one that computes positions from it does."""
     names = names_in(inspect.unwrap(original_forward(cls)))
     methods = (inspect.getattr_static(cls, name, None) for name in names)
     return passes_on(cls) and not any(map(_takes_mask, methods))
@@ -256,13 +256,13 @@ def passes_to_modules(cls: type) -> bool:
 
 @functools.cache
 def makes_masks(cls: type) -> bool:
-    """Whether modules of a class call attention with another mask than the one that they are given: where that is None,
-    nothing says that attention is causal. Doge's do."""
+    """Whether modules of a class call attention with another mask than the one that they get. Where that one is None,
+    such attention is not causal. Doge's do."""
     forward = inspect.unwrap(original_forward(cls)) if hasattr(cls, "forward") else None
     if not _takes_mask(forward) or "ALL_ATTENTION_FUNCTIONS" not in names_in(forward):
         return False
     body = _body(forward)
-    return body is None or _MASK_OF_ITS_OWN.search(body) is not None
+    return body is None or _OTHER_MASK.search(body) is not None
 
 
 def has_sinks(cls: Any) -> bool:

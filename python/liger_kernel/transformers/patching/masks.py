@@ -28,7 +28,7 @@ from liger_kernel.transformers.patching.attention import (
     is_packed_sequence,
     makes_masks,
 )
-from liger_kernel.transformers.patching.ones import takes_none
+from liger_kernel.transformers.patching.ones import is_counting, takes_none
 from liger_kernel.transformers.patching.place import NewForward, with_globals
 from liger_kernel.transformers.patching.report import Report
 
@@ -128,23 +128,19 @@ def counting_forward(cls: Any) -> Callable[..., Any] | None:
     return None if is_counting(cls) or not issubclass(cls, PreTrainedModel) else _forward(cls.forward)
 
 
-def is_counting(cls: Any) -> bool:
-    """Whether models of a class have such a forward."""
-    return hasattr(cls.forward, "liger_counts")
-
-
 def count(owners: Iterable[Any], report: Report) -> None:
     """Give live models, or classes of models, such forwards."""
-    owners = [*owners]
-    for model in [owner for owner in owners if isinstance(owner, PreTrainedModel) and counting_forward(type(owner))]:
-        classes: set[Any] = {type(module) for module in model.modules()}
-        if any(map(makes_masks, classes)):
-            report.skip("masks", type(model).__name__, "its attention makes a mask of its own")
-            owners.remove(model)
+
+    def fits(owner: Any, forward: Any) -> bool:
+        classes: set[Any] = set() if isinstance(owner, type) else {type(module) for module in owner.modules()}
+        if own := any(map(makes_masks, classes)):
+            report.skip("masks", type(owner).__name__, "its attention builds its own mask")
+        return not own
+
     report.edits.set(modeling_flash_attention_utils, "_is_packed_sequence", is_packed_sequence)
     packed.use(report)
     by = lambda forward: "masks without positions" if hasattr(forward, "liger_counts") else None
-    report.give_forwards(owners, counting, "masks", by)
+    report.give_forwards(owners, counting, "masks", by, fits)
 
 
 #: The part whose forward that is.

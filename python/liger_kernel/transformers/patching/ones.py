@@ -66,28 +66,32 @@ def drop_masks_of_ones(model: nn.Module) -> None:
 
     For a module that wraps a patched model and is compiled with it, such as PEFT's. A patched model itself drops such
     masks, and so does what accelerate or a Trainer has prepared. The mask stays where `position_ids` or a cache are
-    given, where the call of the model is itself in a compiled function, and where a model around the language model
-    reads it.
+    given, where the call of the model is itself in a compiled function, and where an enclosing model reads it.
     """
     if not _is_read(model) and _without_ones not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_without_ones, with_kwargs=True)
 
 
-def counts(module: nn.Module) -> bool:
-    """Whether a part of a model makes masks without positions where none are given (masks.py)."""
-    return any(hasattr(getattr(type(each), "forward", None), "liger_counts") for each in module.modules())
+def is_counting(cls: Any) -> bool:
+    """Whether models of a class make masks without positions where none are given (masks.py)."""
+    return hasattr(cls.forward, "liger_counts")
+
+
+def counts(model: nn.Module) -> bool:
+    """Whether a part of a model does."""
+    return any(is_counting(type(module)) for module in model.modules())
 
 
 def _is_read(model: nn.Module) -> bool:
-    """Whether a model of transformers around such a part does more with a mask than to give it to others. In
-    transformers 4.57, PaliGemma's lets the prefix be seen where there is a mask, and the positions that Qwen3-VL's
-    computes look like those of documents where there is none."""
-    around: set[Any] = {
+    """Whether a transformers model that encloses such a part does more with a mask than pass it on. In transformers
+    4.57, PaliGemma unmasks the prefix only where there is a mask, and Qwen3-VL computes positions that look like those
+    of packed documents where there is none."""
+    enclosing: set[Any] = {
         type(module)
         for module in model.modules()
-        if isinstance(module, PreTrainedModel) and not hasattr(type(module).forward, "liger_counts") and counts(module)
+        if isinstance(module, PreTrainedModel) and not is_counting(type(module)) and counts(module)
     }
-    return not all(map(passes_to_modules, around))
+    return not all(map(passes_to_modules, enclosing))
 
 
 def takes_none(model: nn.Module) -> bool:
