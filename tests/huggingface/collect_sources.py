@@ -54,6 +54,7 @@ CONFIG = types.SimpleNamespace(
     swiglu_limit=2.0,
     mlp_ratio=2,
     mlp_bias=True,
+    mlp_dropout=0.5,
     use_bias=False,
     use_clipped_linears=False,
     mlp_multipliers=(0.7, 1.3),
@@ -100,7 +101,7 @@ GATED_NORMS = ("gated_rms_norm", "gate_first_rms_norm", "float_gated_rms_norm")
 WEIGHTLESS_NORMS, LAYER_NORMS = ("weightless_rms_norm",), ("float_layer_norm",)
 MLPS = (
     *("gated_mlp", "packed_gated_mlp", "granite_gated_mlp", "top2_gated_mlp", "scaled_gated_mlp"),
-    *("gated_mlp_with_dropout", "clamped_gated_mlp", "clamped_swish_mlp"),
+    *("modernbert_mlp", "gated_mlp_with_dropout", "clamped_gated_mlp", "clamped_swish_mlp"),
 )
 EXPERTS = ("experts", "transposed_experts", "gpt_oss_experts", "clamped_experts", "clamped_swish_experts")
 ROUTERS = tuple(name for name in FORMULAS if name.endswith("_router"))
@@ -110,8 +111,18 @@ ROUNDS_LESS = {"scaled_gated_mlp", "clamped_swish_mlp"}
 # Sections of its tables differ in the two halves, of which the operator reads one.
 UNEQUAL_HALVES = {"modeling_hunyuan_vl"}
 # Compared by hand, for all that their branches do.
-REVIEWED = {"SeedOssMLP", "AriaExperts", "Glm5NextTextExperts", "HYV4Experts", "MiniMaxM3VLExperts", "XIELUActivation"}
-REVIEWED |= {f"{name}Experts" for name in ("DeepseekV4", "GptOss", "HunYuanMoEV1", "Mixtral", "Qwen3_5Moe")}
+REVIEWED = {
+    "SeedOssMLP",
+    "ModernBertMLP",
+    "AriaExperts",
+    "Glm5NextTextExperts",
+    "HYV4Experts",
+    "MiniMaxM3VLExperts",
+    "XIELUActivation",
+}
+REVIEWED |= {"ModernBertDecoderMLP"} | {
+    f"{name}Experts" for name in ("DeepseekV4", "GptOss", "HunYuanMoEV1", "Mixtral", "Qwen3_5Moe")
+}
 REVIEWED |= {f"{name}Experts" for name in ("Gemma4Text", "Glm4vMoeText", "Qwen3Moe", "Qwen3Next", "Qwen3VLMoeText")}
 REVIEWED |= {"Glm4vMoeTextNaiveMoe", "Glm4vMoeTextTopkRouter", "Gemma4RMSNorm", "MixtralBlockSparseTop2MLP"}
 REVIEWED |= {f"{name}TopKRouter" for name in ("Mixtral", "Qwen3Moe", "Qwen3Next", "Qwen3VLMoeText", "Qwen3_5Moe")}

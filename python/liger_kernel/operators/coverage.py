@@ -50,6 +50,9 @@ _CALLED = frozenset(
         "w3",
         "input_linear",
         "output_linear",
+        "Wi",
+        "Wo",
+        "drop",
         "parametrizations",
     )
 )

@@ -151,10 +151,10 @@ class LigerBlockSparseTop2MLP(nn.Module):
         return self.w2(LigerSiLUMulFunction.apply(self.w1(x), self.w3(x)))
 
 
-def _after_product(mlp, name, y, *clamps):
-    """layer(silu(gate) · up) for the layer `name` and y [..., 2F] = [gate, up]."""
-    z = gated_linear(mlp, name, y, SILU, *clamps)
-    return getattr(mlp, name)(run(ops.gated_packed, y, SILU, 1.0, False, *clamps)) if z is None else z
+def _after_product(mlp, name, y, *clamps, activation=SILU):
+    """layer(act(gate) · up) for the layer `name` and y [..., 2F] = [gate, up]."""
+    z = gated_linear(mlp, name, y, activation, *clamps)
+    return getattr(mlp, name)(run(ops.gated_packed, y, activation, 1.0, False, *clamps)) if z is None else z
 
 
 class LigerPhi3SwiGLUMLP(nn.Module):
@@ -194,6 +194,17 @@ class LigerGraniteSwiGLUMLP(LigerPhi3SwiGLUMLP):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return _after_product(self, "output_linear", self.input_linear(hidden_states))
+
+
+class LigerModernBertMLP(LigerPhi3SwiGLUMLP):
+    """Wo(drop(act(gate) · up)) with gate and up the halves of Wi's result, and act SiLU or either form of GELU: a
+    forward for MLPs of transformers."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        y, activation = self.Wi(hidden_states), self.liger_activation
+        if self.training and self.drop.p:
+            return self.Wo(self.drop(run(ops.gated_packed, y, activation, 1.0, False)))
+        return _after_product(self, "Wo", y, activation=activation)
 
 
 class LigerMLPFunction:

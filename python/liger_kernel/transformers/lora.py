@@ -28,6 +28,7 @@ from liger_kernel.operators.mlp import (
     LigerGEGLUMLP,
     LigerGraniteSwiGLUMLP,
     LigerMLP,
+    LigerModernBertMLP,
     LigerPhi3SwiGLUMLP,
     LigerSwiGLUMLP,
 )
@@ -204,6 +205,7 @@ _GATED_MLPS: dict[Any, tuple[str, ...]] = {
     LigerGEGLUMLP.forward: _PROJECTIONS,
     LigerPhi3SwiGLUMLP.forward: ("down_proj",),
     LigerGraniteSwiGLUMLP.forward: ("output_linear",),
+    LigerModernBertMLP.forward: ("Wo",),
     LigerClampedSwishMLP.forward: ("down_proj",),
 }
 

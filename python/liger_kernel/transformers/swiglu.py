@@ -7,6 +7,7 @@ from liger_kernel.operators.mlp import (
     LigerFalconH1SwiGLUMLP,
     LigerGraniteSwiGLUMLP,
     LigerHunyuanV1SwiGLUMLP,
+    LigerModernBertMLP,
     LigerPhi3SwiGLUMLP,
     LigerQwen3MoeSwiGLUMLP,
     LigerSeedOssSwiGLUMLP,
@@ -17,6 +18,7 @@ LigerSwiGLUMLPForMuseGlimmer = LigerSwiGLUMLP
 
 __all__ = [
     "LigerBlockSparseTop2MLP", "LigerClampedSwiGLUMLP", "LigerClampedSwishMLP", "LigerExperts",
-    "LigerFalconH1SwiGLUMLP", "LigerGraniteSwiGLUMLP", "LigerHunyuanV1SwiGLUMLP", "LigerPhi3SwiGLUMLP",
-    "LigerQwen3MoeSwiGLUMLP", "LigerSeedOssSwiGLUMLP", "LigerSwiGLUMLP", "LigerSwiGLUMLPForMuseGlimmer",
+    "LigerFalconH1SwiGLUMLP", "LigerGraniteSwiGLUMLP", "LigerHunyuanV1SwiGLUMLP", "LigerModernBertMLP",
+    "LigerPhi3SwiGLUMLP", "LigerQwen3MoeSwiGLUMLP", "LigerSeedOssSwiGLUMLP", "LigerSwiGLUMLP",
+    "LigerSwiGLUMLPForMuseGlimmer",
 ]  # fmt: skip

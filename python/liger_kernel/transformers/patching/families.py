@@ -189,12 +189,13 @@ _KINDS = (
 _EXPERTS = ("Transposed", "Clamped", "ClampedSwish")
 _MLPS = (
     *(f"swiglu.Liger{kind}MLP" for kind in _KINDS),
-    *("swiglu.LigerExperts", *(f"experts.Liger{kind}Experts" for kind in _EXPERTS)),
+    *("swiglu.LigerModernBertMLP", "swiglu.LigerExperts", *(f"experts.Liger{kind}Experts" for kind in _EXPERTS)),
 )
 SWIGLU = Swap("swiglu", _MLPS, ("silu", "swish"))
 GPT_OSS_EXPERTS = Swap("swiglu", "experts.LigerGptOssExperts")
-GEGLU = Swap("geglu", ("geglu.LigerGEGLUMLP", "experts.LigerGEGLUExperts"), ("gelu_pytorch_tanh", "gelu_new"))
-EXACT_GEGLU = Swap("geglu", "geglu.LigerGEGLUMLP", ("gelu",))
+_GEGLU_MLPS = "geglu.LigerGEGLUMLP", "swiglu.LigerModernBertMLP"
+GEGLU = Swap("geglu", (*_GEGLU_MLPS, "experts.LigerGEGLUExperts"), ("gelu_pytorch_tanh", "gelu_new"))
+EXACT_GEGLU = Swap("geglu", _GEGLU_MLPS, ("gelu",))
 RELU_SQUARED = {
     "transformers.activations.ReLUSquaredActivation": Swap(
         "relu_squared", "relu_squared.LigerReLUSquared", deferred=True

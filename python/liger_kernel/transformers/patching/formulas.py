@@ -72,6 +72,7 @@ FORMULAS = {
     "granite_gated_mlp": Formula(("swiglu.LigerGraniteSwiGLUMLP",)),
     "top2_gated_mlp": Formula(("swiglu.LigerBlockSparseTop2MLP",)),
     "scaled_gated_mlp": Formula(("swiglu.LigerFalconH1SwiGLUMLP",)),
+    "modernbert_mlp": Formula(("swiglu.LigerModernBertMLP",)),
     "gated_mlp_with_dropout": Formula(("swiglu.LigerSeedOssSwiGLUMLP",)),
     # gate and up clamped; gate · σ(alpha · gate) · (up + 1) of them
     "clamped_gated_mlp": Formula(("swiglu.LigerClampedSwiGLUMLP",)),

@@ -123,6 +123,12 @@ def _gelu(cls: Any, module: Any) -> dict[str, Any]:
     return {"approximate": "none"} if exact else {}
 
 
+def _activation(cls: Any, module: Any) -> dict[str, Any]:
+    """The number of the activation, where that is one of SiLU and the two forms of GELU."""
+    numbers, held = (("silu", activation.SILU), ("gelu", activation.GELU_ERF)), kinds_in(module)
+    return {"liger_activation": next((n for name, n in numbers if held <= kinds_of((name,))), activation.GELU_TANH)}
+
+
 def _dense_router(module: nn.Module, running: bool) -> str | None:
     weights = module.parameters() if running else ()
     return None if all(map(is_dense, weights)) else "its weight is sharded or quantised"
@@ -180,6 +186,7 @@ _PARTS: dict[type, Part] = {
     mlp.LigerGEGLUMLP: replace(_MLP, attributes=_gelu),
     mlp.LigerBlockSparseTop2MLP: _MLP,
     mlp.LigerPhi3SwiGLUMLP: _MLP,
+    mlp.LigerModernBertMLP: replace(_MLP, attributes=_activation),
     experts.Experts: Part(EXPERTS_KERNELS, experts.reason_to_keep),
     gated_delta_rule.ForgetGate: Part(CHANNEL_GATES_KERNELS, _known_bound),
     router.Router: _ROUTER,
