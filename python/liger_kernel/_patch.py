@@ -1,5 +1,6 @@
 """`liger_kernel.patch` and `liger_kernel.report`, for transformers' models of any type."""
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from liger_kernel.transformers import monkey_patch
@@ -7,18 +8,32 @@ from liger_kernel.transformers.patching.report import Report
 
 
 def _base_of(model):
-    """The transformers model that PEFT has wrapped, or the model itself; raises TypeError where it is none."""
+    """The transformers model itself, or the one that PEFT or another module holds; raises TypeError where there is not
+    one."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not isinstance(base, PreTrainedModel):
+    held = [*_models_in(base)]
+    if len(held) != 1:
+        names = ", ".join(type(each).__name__ for each in held)
         raise TypeError(
-            f"a {type(base).__name__} is no model of transformers: liger_kernel.transformers."
+            f"a {type(base).__name__} holds several models of transformers ({names}): patch each of them"
+            if held
+            else f"a {type(base).__name__} is no model of transformers, and holds none: liger_kernel.transformers."
             "apply_liger_kernel_by_structure(model) replaces the parts of other modules"
         )
-    return base
+    return held[0]
+
+
+def _models_in(module):
+    """The models of transformers in a module, but for those in one of them."""
+    if isinstance(module, PreTrainedModel):
+        yield module
+    elif isinstance(module, nn.Module):
+        for child in module.children():
+            yield from _models_in(child)
 
 
 def patch(
-    model: PreTrainedModel,
+    model: nn.Module,
     *,
     memory_budget: int | str | None = None,
     cuda_graphs: bool = False,
@@ -38,7 +53,8 @@ def patch(
     restores the model.
 
     Args:
-        model: a PreTrainedModel, or PEFT's wrapper of one; PEFT's layers then run on fused operators too.
+        model: a PreTrainedModel, PEFT's wrapper of one, or another module that holds one, such as a
+            SentenceTransformer or a LightningModule. PEFT's layers then run on fused operators too.
         memory_budget: bytes, or a text such as "70GiB", "90%" or "auto": layers keep for backward what fits into it
             (liger_kernel.memory.plan_later).
         cuda_graphs: run forward and backward as CUDA graphs (liger_kernel.graphs.capture_model).
@@ -48,8 +64,8 @@ def patch(
             cross_entropy, fused_linear_cross_entropy, ... A switch that the family does not have has no effect, with a
             warning if it is on. With by_source=False, only families with a row are patched.
 
-    Raises TypeError for a model that is none of transformers', for an unknown switch, and with by_source=False for a
-    type without a row; ValueError for a budget that is none and for an unknown base.
+    Raises TypeError where there is no model of transformers, or more than one, for an unknown switch, and with
+    by_source=False for a type without a row; ValueError for a budget that is none and for an unknown base.
     """
     inner = _base_of(model)
     report = monkey_patch._patch_instance(inner, memory_budget, cuda_graphs, base, switches)
@@ -58,9 +74,9 @@ def patch(
     return report
 
 
-def report(model: PreTrainedModel) -> Report | None:
+def report(model: nn.Module) -> Report | None:
     """The report of a model's last patch, by `patch` or by a trainer's `use_liger_kernel=True`; None without one.
 
-    Raises TypeError for a model that is none of transformers'.
+    Raises TypeError where there is no model of transformers, or more than one.
     """
     return Report.kept_on(_base_of(model))
