@@ -10,11 +10,11 @@ from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instan
 from liger_kernel.utils import warn_once
 from packaging.version import parse
 
-# In every run: one of each way to lay out a rotary embedding, to name an MLP, and to hold another model; and attention
-# that normalises the encoder's keys after its rotation (T5Gemma 2).
+# In every run: one of each way to lay out a rotary embedding, to name an MLP, and to hold another model; attention that
+# normalises the encoder's keys after its rotation (T5Gemma 2); and a masked language model.
 SOME = (
-    "aria axk1 bart cohere2_moe gpt2 helium lfm2_vl minicpm3 nanochat olmo phi4_multimodal qwen2_5_omni_thinker "
-    "t5gemma2".split()
+    "aria axk1 bart cohere2_moe gpt2 helium lfm2_vl minicpm3 modernbert nanochat olmo phi4_multimodal "
+    "qwen2_5_omni_thinker t5gemma2".split()
 )
 SAME = transformers.__version__ == documented_version()
 KINDS = [

@@ -1,4 +1,4 @@
-"""The fused-loss forward of causal language models.
+"""The fused-loss forward of causal and masked language models.
 
 The model's own forward runs, on a view of the model in which calling `lm_head` gives a `Logits`: a promise of logits
 that records what the forward does to them (a scale, a softcap, a slice). When the forward hands it to the model's loss
@@ -12,7 +12,7 @@ Who stands for whom in a call without logits:
     model.forward(self = _View of the model)
       self.lm_head        -> _Part of the head, whose call gives Logits
       self.loss_function  -> _Call.loss, which takes the Logits to the head's own call
-    and where the head belongs to a model inside, as of an image-text model:
+    and where the head belongs to a model inside, as of an image-text model, or to a module, as in BERT's `cls`:
       self.model          -> _Part of that model, whose forward gets a _View of it with its head as above
 """
 
@@ -30,10 +30,12 @@ from liger_kernel.transformers.logits import Logits, computed
 from liger_kernel.transformers.lora import casting_once, follow
 from liger_kernel.transformers.model import loss_utils, output_classes
 from liger_kernel.transformers.patching.families import CausalLM
-from liger_kernel.transformers.patching.place import Edits
+from liger_kernel.transformers.patching.place import Edits, replace_class
 from liger_kernel.transformers.tensor_parallel import is_vocab_parallel, vocab_parallel_loss
 from liger_kernel.utils import warn_once
 
+# What forwards that make a loss from logits name; the last is DistilBERT's, a torch.nn.CrossEntropyLoss.
+_LOSSES = {"loss_function", "CrossEntropyLoss", "mlm_loss_fct"}
 # Keywords that transformers' loss understands, those that only ours does, and which of these change its value.
 _SHARED = ("num_items_in_batch", "ignore_index", "shift_labels")
 _OURS = ("return_token_accuracy", "return_predicted_tokens", *loss_utils.OPTIONS)
@@ -58,21 +60,18 @@ def is_fused(model) -> bool:
 
 
 def uses_standard_loss(module):
-    """Whether a module computes its loss from its logits by transformers' loss of causal language models."""
-    known = LOSS_MAPPING.get(getattr(module, "loss_type", None)) is loss_utils.STANDARD_LOSS
+    """Whether a module computes its loss from its logits by one of transformers' losses of language models."""
+    known = loss_utils.ours_for(LOSS_MAPPING.get(getattr(module, "loss_type", None))) is not None
     return known and "loss_function" in names_in(original_forward(type(module)))
 
 
 def own_loss(model):
-    """The model's loss function if it is neither transformers' loss of causal language models nor ours, or None.
+    """The model's loss function if it is neither one of transformers' losses of language models nor ours, or None.
 
     What the attribute gives now decides: of the model, of its class, a method or a property. So do the functions that
-    transformers' loss calls, where somebody has replaced them.
+    transformers' losses call, where somebody has replaced them.
     """
-    function = getattr(model, "loss_function", loss_utils.STANDARD_LOSS)
-    if function is not loss_utils.STANDARD_LOSS and function is not loss_utils.causal_lm_loss:
-        return function
-    return loss_utils.replaced_function()
+    return loss_utils.replaced_function() if loss_utils.ours_of(model) else model.loss_function
 
 
 def own_class_loss(cls):
@@ -91,7 +90,7 @@ def hands_logits_over(forward) -> bool:
     """Whether a forward names its parameters and makes its loss from logits by the model's loss function, or by torch's
     cross entropy."""
     named = all(p.kind is not p.VAR_POSITIONAL for p in inspect.signature(forward).parameters.values())
-    return named and bool({"loss_function", "CrossEntropyLoss"} & names_in(forward))
+    return named and bool(_LOSSES & names_in(forward))
 
 
 def no_logits_of(forward, spec: CausalLM) -> str | None:
@@ -109,12 +108,43 @@ def names_in(forward) -> set[str]:
 
 @dataclass(frozen=True)
 class FusedLoss:
-    """The part that gives a causal language model the fused-loss forward."""
+    """The part that gives a language model the fused-loss forward."""
 
     spec: CausalLM
 
     def __call__(self, base):
         return base.__name__, (base,), {"forward": fused_forward(original_forward(base), self.spec)}
+
+
+@dataclass(frozen=True)
+class Hands:
+    """The part that gives a module between a model and its head, such as BertOnlyMLMHead, a forward which hands a
+    promise of logits on."""
+
+    spec: CausalLM
+
+    def __call__(self, base):
+        original, spec = original_forward(base), self.spec
+
+        @functools.wraps(original)
+        def forward(self, *args, liger_outer=None, **kwargs):
+            seen = self if liger_outer is None else _view(self, liger_outer.within(spec))
+            return original(seen, *args, **kwargs)
+
+        forward.liger_original = original
+        return base.__name__, (base,), {"forward": forward}
+
+
+def prepare_path(model, spec: CausalLM, edits: Edits) -> None:
+    """Make the modules between a model and its head, where these are no models, hand a promise of logits on."""
+    place, _, rest = spec.head.partition(".")
+    inner = getattr(model, place)
+    if not rest:
+        return
+    own = original_forward(type(inner))
+    if not (isinstance(inner, PreTrainedModel) or is_fused(inner)) and rest.partition(".")[0] in names_in(own):
+        replace_class(inner, Hands(CausalLM(rest)), edits)
+    prepare_path(inner, CausalLM(rest), edits)
 
 
 def fused_forward(original, spec: CausalLM, order: tuple[str, ...] = ()):
@@ -228,7 +258,9 @@ class _Call:
         self.model, self.options = model, options
         self.place, _, self.rest = spec.head.partition(".")
         self.outer = None
-        self.labels, self.shift_labels = kwargs.get("labels"), kwargs.get("shift_labels")
+        self.masked = loss_utils.ours_of(model) is loss_utils.masked_lm_loss  # whose labels are not shifted
+        self.labels = kwargs.get("labels")
+        self.shift_labels = self.labels if self.masked else kwargs.get("shift_labels")
         self.token_accuracy = self.predicted_tokens = None
         self.shifted, self.count = _count_ahead(self.labels, self.shift_labels, kwargs.get("ignore_index", -100))
 
@@ -253,8 +285,8 @@ class _Call:
             return self.model.loss_function(computed(logits), labels, vocab_size, **kwargs)
         arguments = {name: kwargs[name] for name in _SHARED if name in kwargs}
         shift_labels = arguments.pop("shift_labels", None)
-        if shift_labels is None:
-            shift_labels = self.shift_labels
+        if shift_labels is None or self.masked:
+            shift_labels = labels if self.masked else self.shift_labels
         if labels is self.labels and shift_labels is self.shift_labels and self.count is not None:
             shift_labels, arguments["valid_count"] = self.shifted, self.count()
         return self.reduced(logits, factors, labels=labels, shift_labels=shift_labels, **arguments)
@@ -274,10 +306,15 @@ class _Call:
 
 class _Inside:
     def __init__(self, call, spec):
-        self.call, self.place = call, spec.head
+        self.call = call
+        self.place, _, self.rest = spec.head.partition(".")
+
+    def within(self, spec):
+        return _Inside(self.call, spec)
 
     def part(self, model):
-        return _promising_head(getattr(model, self.place), self.call)
+        inner = getattr(model, self.place)
+        return _inner_model(inner, self) if self.rest else _promising_head(inner, self.call)
 
     def loss(self, *args, **kwargs):
         raise RuntimeError("a model inside another computes a loss of its own")
@@ -368,7 +405,10 @@ def _finished(call, output, outputs):
             *[None if isinstance(part, Logits) else part for part in output],
             *[extra for extra in extras.values() if extra is not None],
         )
-    fields = {name: value for name, value in output.items() if name != "logits"}
+    if output.get("loss") is None:  # BertForPreTraining wants two labels for one
+        fields = {name: computed(value) for name, value in output.items()}
+    else:
+        fields = {name: value for name, value in output.items() if name != "logits" and not isinstance(value, Logits)}
     return (
         _made(outputs[type(output)], {**fields, **extras}) if type(output) in outputs else _made(type(output), fields)
     )

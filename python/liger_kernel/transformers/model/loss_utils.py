@@ -39,8 +39,7 @@ def _as_written(function, module):
     return function if code is not None and code.co_filename == module.__file__ else None
 
 
-#: transformers' loss of causal language models, and the functions that it calls.
-STANDARD_LOSS = _as_written(standard.LOSS_MAPPING["ForCausalLM"], standard)
+#: The functions that transformers' losses of language models call.
 _FIXED = _as_written(standard.fixed_cross_entropy, standard)
 _CROSS_ENTROPY = _as_written(torch.nn.functional.cross_entropy, torch.nn.functional)
 
@@ -166,6 +165,11 @@ def LigerForCausalLMLoss(
     )
 
 
+def masked_lm_loss(logits, labels, vocab_size: int, num_items_in_batch=None, ignore_index: int = -100, **kwargs):
+    """transformers' loss of masked language models: causal_lm_loss with labels that are not shifted."""
+    return causal_lm_loss(logits, None, vocab_size, num_items_in_batch, ignore_index, shift_labels=labels)
+
+
 def causal_lm_loss(
     logits, labels, vocab_size: int, num_items_in_batch=None, ignore_index: int = -100, shift_labels=None, **kwargs
 ):
@@ -189,3 +193,22 @@ def causal_lm_loss(
         reduction="mean" if num_items_in_batch is None else "sum",
     )
     return _per_item(loss, num_items_in_batch)
+
+
+#: transformers' losses of language models, where nobody has replaced them, and what computes the same here.
+_LOSSES = tuple(
+    (written, ours)
+    for kind, ours in (("ForCausalLM", causal_lm_loss), ("ForMaskedLM", masked_lm_loss))
+    if (written := _as_written(standard.LOSS_MAPPING[kind], standard)) is not None
+)
+
+
+def ours_for(function):
+    """What computes one of transformers' losses of language models here; also for what this has returned. None for any
+    other function."""
+    return next((ours for written, ours in _LOSSES if function is written or function is ours), None)
+
+
+def ours_of(model):
+    """The same for a model's loss function; a model that has no such attribute is a causal language model."""
+    return ours_for(getattr(model, "loss_function", causal_lm_loss))

@@ -20,6 +20,7 @@ from liger_kernel.transformers.causal_lm import (
     original_forward,
     own_class_loss,
     own_loss,
+    prepare_path,
     same_code,
     uses_standard_loss,
 )
@@ -46,7 +47,7 @@ from liger_kernel.transformers.rms_norm import LigerRMSNorm
 from liger_kernel.utils import warn_once
 
 _LOSSES = {"cross_entropy", "fused_linear_cross_entropy"}
-_CLASS_LOSS = staticmethod(loss_utils.causal_lm_loss)
+_CLASS_LOSSES = staticmethod(loss_utils.causal_lm_loss), staticmethod(loss_utils.masked_lm_loss)
 _MISSING = "the installed transformers has none"
 UNKNOWN = "its source is none of those that the replacement was compared with"
 TABLES = "it is not known how its tables are laid out"
@@ -336,7 +337,8 @@ class _Patcher:
                 if reason:
                     self.report.skip(switch, name, reason)
                 elif switch == "cross_entropy":
-                    self.report.rebind(cls, "_loss_function", _CLASS_LOSS, switch, name, "causal_lm_loss")
+                    ours = _CLASS_LOSSES["ForMaskedLM" in name]  # transformers too goes by the name
+                    self.report.rebind(cls, "_loss_function", ours, switch, name, ours.__func__.__name__)
                 else:
                     if not is_fused(cls):
                         self.edits.set(cls, "forward", fused_forward(cls.forward, spec))
@@ -380,8 +382,9 @@ class _Patcher:
             return names_of_loss(function), None
         if not uses_standard_loss(owner):
             return "its forward makes no loss from logits", None
-        self.edits.set(owner, "_loss_function", loss_utils.causal_lm_loss)
-        return None, "causal_lm_loss"
+        ours = loss_utils.ours_of(owner)
+        self.edits.set(owner, "_loss_function", ours)
+        return None, ours.__name__
 
     def _fuse(self, owner, cls, spec):
         head = head_of(owner, spec)
@@ -394,6 +397,7 @@ class _Patcher:
             return names_of_loss(function), None
         if not prepare_head(head, self.edits, sharded):
             return f"{spec.head} is {describe(head)}", None
+        prepare_path(owner, spec, self.edits)
         if reason := inner_obstacle(owner, spec):
             return reason, None
         if not is_fused(type(owner)):

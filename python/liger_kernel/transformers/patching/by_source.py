@@ -189,7 +189,7 @@ def heads_of(model: nn.Module) -> tuple[dict[str, CausalLM], dict[str, str]]:
         cls = original_class(module)
         forward = original_forward(cls)
         if not hands_logits_over(forward):
-            reason = "its forward does not hand logits to transformers' loss of causal language models"
+            reason = "its forward does not hand logits to one of transformers' losses of language models"
         elif _asks_for_types(forward):  # a promise of logits is no tensor
             reason = "its forward may ask whether its logits are a tensor"
         else:
