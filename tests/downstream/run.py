@@ -66,6 +66,9 @@ TOOLS = {
     ),
     "megatron": Tool(("downstream/test_megatron.py",), ("megatron-core",)),
     "lightning": Tool(("downstream/test_lightning.py",), ("lightning", "transformers")),
+    "sentence-transformers": Tool(
+        ("downstream/test_sentence_transformers.py",), ("sentence-transformers", "transformers")
+    ),
     "quantised": Tool(("downstream/test_quantised.py",), ("bitsandbytes", "gptqmodel", "peft", "transformers")),
 }
 
