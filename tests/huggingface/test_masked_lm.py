@@ -2,6 +2,7 @@
 a model and its head. The reference is the unpatched model of transformers."""
 
 import copy
+import inspect
 import pickle
 
 import liger_kernel
@@ -9,6 +10,7 @@ import pytest
 import torch
 import transformers
 from conftest import assert_close, run
+from liger_kernel.transformers.causal_lm import fused_forward
 from liger_kernel.transformers.model import loss_utils
 from liger_kernel.transformers.patching.apply import patch
 from liger_kernel.transformers.patching.families import CausalLM, Family
@@ -237,6 +239,21 @@ def test_mlp_of_modernbert(activation, dropout):
     report = liger_kernel.patch(model)
     assert "LigerModernBertMLP" in {entry.by for entry in report.replaced}
     assert_same_step(model, reference, **inputs())
+
+
+@pytest.mark.parametrize("keywords", [True, False])
+def test_a_patched_forward_takes_the_keywords_of_its_own(keywords):
+    """Trainer asks the signature whether it may add num_items_in_batch; BERT's of transformers 4.57 takes none."""
+
+    def named(self, input_ids=None, labels=None):
+        return self.loss_function
+
+    def more(self, input_ids=None, labels=None, **kwargs):
+        return self.loss_function
+
+    forward = fused_forward(more if keywords else named, CausalLM())
+    kinds = {parameter.kind for parameter in inspect.signature(forward).parameters.values()}
+    assert (inspect.Parameter.VAR_KEYWORD in kinds) == keywords
 
 
 def test_trainer(available, tmp_path):

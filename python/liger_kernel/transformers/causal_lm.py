@@ -167,7 +167,9 @@ def fused_forward(original, spec: CausalLM, order: tuple[str, ...] = ()):
     added = [name for name in order if name not in known]
     names = [*order, *(name for name in rest if name not in order)]
     parameters = [known.get(name) or inspect.Parameter(name, kind, default=None) for name in (first, *names)]
-    parameters.append(inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD))
+    # Trainer adds num_items_in_batch for a forward that takes any keyword, which the original would refuse.
+    if any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
+        parameters.append(inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD))
     outputs = output_classes.extensions(original)
     takes_shifted = "loss_function" in names_in(original)
 
