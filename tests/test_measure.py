@@ -72,6 +72,25 @@ def test_adapters_and_an_arm_that_needs_a_gpu(config, tmp_path):
     assert captured["result"]["losses"] == pytest.approx(plain["result"]["losses"], rel=2**-17)
 
 
+@pytest.mark.parametrize("fields", [
+    {"model_type": "modernbert"}, {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+], ids=("masked alone", "told by its checkpoint"))  # fmt: skip
+def test_masked_language_models(fields, tmp_path):
+    """About a third of the tokens have a label; the patched model computes the same loss of them."""
+    file, out = tmp_path / "config.json", tmp_path / "measured.json"
+    sizes = {name: value for name, value in CONFIG.items() if name != "num_key_value_heads"}
+    tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0)
+    dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    file.write_text(json.dumps({**sizes, **tokens, **dropout, **fields}))
+    done = run(file, *SMALL, "--arms", "plain,patched", "--json", out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    plain, patched = (row["result"] for row in json.loads(out.read_text())["rows"])
+    assert patched["losses"] == pytest.approx(plain["losses"], rel=2**-17)
+    made = arm.Arm(job(file))
+    labels = made.batch(256, 4, 0)["labels"]
+    assert made.masked and 0.25 < (labels != -100).float().mean() < 0.35
+
+
 def job(config, **others):
     return {
         "model": str(config), "layers": None, "arm": "plain", "batch": 1, "lengths": [16], "warm_up": 1, "steps": 1,

@@ -51,6 +51,7 @@ BASES = {"bf16": None, "nf4": "nf4", "int8": "int8", "fp8": "fp8"}
 OPTIONS = ("compile", "adamw", "graph", "passes", "plan", "host", "packed", "padded", "ones", *BASES)
 FEWEST, MOST = 3, 20  # steps that are measured
 SECONDS = 5  # to measure for
+MASKED = 0.3  # of the tokens of a masked language model have a label, as in ModernBERT's training
 LONG = 20  # seconds of a step after which one more is measured
 
 
@@ -73,6 +74,7 @@ class Arm:
             total = torch.cuda.get_device_properties(self.device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, job["cap_gb"] * 1e9 / total))
         self.vocabulary = self.model.config.get_text_config().vocab_size
+        self.masked = getattr(self.model, "loss_type", None) == "ForMaskedLM"
         self.memory = Memory(job["device"])
         self.optimizer = self._make_optimizer()
         self.mixed = job["lora"] and job["dtype"] == "bfloat16"
@@ -108,6 +110,9 @@ class Arm:
         """Random tokens, which number, the rank and the shape draw."""
         generator = torch.Generator().manual_seed(number * self.ranks + self.rank)
         ids = torch.randint(self.vocabulary, (batch, length), generator=generator).to(self.device)
+        if self.masked:
+            chosen = torch.rand(batch, length, generator=generator) < MASKED
+            return {"input_ids": ids, "labels": ids.masked_fill(~chosen.to(self.device), -100)}
         if "padded" in self.options:
             counts = torch.randint(length // 2, length + 1, (batch, 1), generator=generator)
             mask = (torch.arange(length) < counts).long().to(self.device)

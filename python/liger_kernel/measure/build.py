@@ -62,8 +62,12 @@ def _load(job, device):
     config, weights = config_of(job["model"], job["layers"])
     config.use_cache = False
     dtype = getattr(torch, job["dtype"])
-    # A model that also sees images is no AutoModelForCausalLM; it is trained on text here.
-    kinds = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
+    # A model that also sees images is no AutoModelForCausalLM; it is trained on text here. A type may be causal and
+    # masked, as bert is: its checkpoint says which.
+    causal, masked = transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM
+    kinds = causal, transformers.AutoModelForImageTextToText, masked
+    if any(name.endswith("ForMaskedLM") for name in config.architectures or ()):
+        kinds = kinds[::-1]
     for kind in kinds:
         try:
             if weights:
