@@ -146,18 +146,21 @@ def test_the_loss_of_logits(name, monkeypatch):
     assert model.loss_function is reference.loss_function
 
 
-@pytest.mark.parametrize("switch", [FUSED, UNFUSED])
-def test_a_row_of_the_callers_own(switch, fused):
+@pytest.mark.parametrize(
+    "name, head, switch",
+    [
+        ("ModernBertForMaskedLM", "decoder", FUSED),
+        ("ModernBertForMaskedLM", "decoder", UNFUSED),
+        ("BertForMaskedLM", "cls.predictions.decoder", FUSED),
+    ],
+)
+def test_a_row_of_the_callers_own(name, head, switch, fused):
     """Classes that are patched before a model exists."""
-    reference = made("ModernBertForMaskedLM")
-    loss = {"ModernBertForMaskedLM": CausalLM("decoder")}
-    modeling = "transformers.models.modernbert.modeling_modernbert"
-    report = patch(
-        Family("modernbert", {}, loss, modeling=modeling), **{FUSED: switch == FUSED, UNFUSED: switch == UNFUSED}
-    )
+    reference, loss, kind = made(name), {name: CausalLM(head)}, MODELS[name]
+    modeling = f"transformers.models.{kind}.modeling_{kind}"
+    report = patch(Family(kind, {}, loss, modeling=modeling), **{FUSED: switch == FUSED, UNFUSED: switch == UNFUSED})
     try:
-        model = made("ModernBertForMaskedLM")
-        output, gradients = run(model, **inputs())
+        output, gradients = run(made(name), **inputs())
     finally:
         report.undo()
     expected, expected_gradients = run(reference, **inputs())

@@ -35,7 +35,7 @@ from liger_kernel.transformers.tensor_parallel import is_vocab_parallel, vocab_p
 from liger_kernel.utils import warn_once
 
 # What forwards that make a loss from logits name; the last is DistilBERT's, a torch.nn.CrossEntropyLoss.
-_LOSSES = {"loss_function", "CrossEntropyLoss", "mlm_loss_fct"}
+_LOSS_NAMES = {"loss_function", "CrossEntropyLoss", "mlm_loss_fct"}
 # Keywords that transformers' loss understands, those that only ours does, and which of these change its value.
 _SHARED = ("num_items_in_batch", "ignore_index", "shift_labels")
 _OURS = ("return_token_accuracy", "return_predicted_tokens", *loss_utils.OPTIONS)
@@ -90,7 +90,7 @@ def hands_logits_over(forward) -> bool:
     """Whether a forward names its parameters and makes its loss from logits by the model's loss function, or by torch's
     cross entropy."""
     named = all(p.kind is not p.VAR_POSITIONAL for p in inspect.signature(forward).parameters.values())
-    return named and bool(_LOSSES & names_in(forward))
+    return named and bool(_LOSS_NAMES & names_in(forward))
 
 
 def no_logits_of(forward, spec: CausalLM) -> str | None:
@@ -117,8 +117,8 @@ class FusedLoss:
 
 
 @dataclass(frozen=True)
-class Hands:
-    """The part that gives a module between a model and its head, such as BertOnlyMLMHead, a forward which hands a
+class PassesLogits:
+    """The part that gives a module between a model and its head, such as BertOnlyMLMHead, a forward that passes a
     promise of logits on."""
 
     spec: CausalLM
@@ -136,14 +136,14 @@ class Hands:
 
 
 def prepare_path(model, spec: CausalLM, edits: Edits) -> None:
-    """Make the modules between a model and its head, where these are no models, hand a promise of logits on."""
+    """Make the modules between a model and its head, where these are no models, pass a promise of logits on."""
     place, _, rest = spec.head.partition(".")
     inner = getattr(model, place)
     if not rest:
         return
     own = original_forward(type(inner))
     if not (isinstance(inner, PreTrainedModel) or is_fused(inner)) and rest.partition(".")[0] in names_in(own):
-        replace_class(inner, Hands(CausalLM(rest)), edits)
+        replace_class(inner, PassesLogits(CausalLM(rest)), edits)
     prepare_path(inner, CausalLM(rest), edits)
 
 
@@ -287,8 +287,10 @@ class _Call:
             return self.model.loss_function(computed(logits), labels, vocab_size, **kwargs)
         arguments = {name: kwargs[name] for name in _SHARED if name in kwargs}
         shift_labels = arguments.pop("shift_labels", None)
-        if shift_labels is None or self.masked:
-            shift_labels = labels if self.masked else self.shift_labels
+        if self.masked:
+            shift_labels = labels
+        elif shift_labels is None:
+            shift_labels = self.shift_labels
         if labels is self.labels and shift_labels is self.shift_labels and self.count is not None:
             shift_labels, arguments["valid_count"] = self.shifted, self.count()
         return self.reduced(logits, factors, labels=labels, shift_labels=shift_labels, **arguments)

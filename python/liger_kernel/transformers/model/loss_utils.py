@@ -165,11 +165,6 @@ def LigerForCausalLMLoss(
     )
 
 
-def masked_lm_loss(logits, labels, vocab_size: int, num_items_in_batch=None, ignore_index: int = -100, **kwargs):
-    """transformers' loss of masked language models: causal_lm_loss with labels that are not shifted."""
-    return causal_lm_loss(logits, None, vocab_size, num_items_in_batch, ignore_index, shift_labels=labels)
-
-
 def causal_lm_loss(
     logits, labels, vocab_size: int, num_items_in_batch=None, ignore_index: int = -100, shift_labels=None, **kwargs
 ):
@@ -195,18 +190,24 @@ def causal_lm_loss(
     return _per_item(loss, num_items_in_batch)
 
 
-#: transformers' losses of language models, where nobody has replaced them, and what computes the same here.
+def masked_lm_loss(logits, labels, vocab_size: int, num_items_in_batch=None, ignore_index: int = -100, **kwargs):
+    """transformers' loss of masked language models: causal_lm_loss with labels that are not shifted."""
+    return causal_lm_loss(logits, None, vocab_size, num_items_in_batch, ignore_index, shift_labels=labels)
+
+
+#: What computes each of transformers' losses of language models here, and that loss where nobody has replaced it.
 _LOSSES = tuple(
-    (written, ours)
+    (ours, _as_written(standard.LOSS_MAPPING[kind], standard))
     for kind, ours in (("ForCausalLM", causal_lm_loss), ("ForMaskedLM", masked_lm_loss))
-    if (written := _as_written(standard.LOSS_MAPPING[kind], standard)) is not None
 )
 
 
 def ours_for(function):
-    """What computes one of transformers' losses of language models here; also for what this has returned. None for any
+    """What computes one of transformers' losses of language models here, also where that is what is given; None for any
     other function."""
-    return next((ours for written, ours in _LOSSES if function is written or function is ours), None)
+    if function is None:  # also what stands for a loss that somebody has replaced
+        return None
+    return next((pair[0] for pair in _LOSSES if any(function is known for known in pair)), None)
 
 
 def ours_of(model):

@@ -424,6 +424,7 @@ class AfterInit:
             post_init(model)
             if self.spec is not None:
                 prepare_head(head_of(model, self.spec), Edits())
+                prepare_path(model, self.spec, Edits())
             if self.follows:
                 follow_later(model)
             if self.sinks:
