@@ -11,9 +11,10 @@ from liger_kernel.utils import warn_once
 from packaging.version import parse
 
 # In every run: one of each way to lay out a rotary embedding, to name an MLP, and to hold another model; attention that
-# normalises the encoder's keys after its rotation (T5Gemma 2); and a masked language model.
+# normalises the encoder's keys after its rotation (T5Gemma 2); a masked language model; and norms that hold their width
+# as a number (I-BERT).
 SOME = (
-    "aria axk1 bart cohere2_moe gpt2 helium lfm2_vl minicpm3 modernbert nanochat olmo phi4_multimodal "
+    "aria axk1 bart cohere2_moe gpt2 helium ibert lfm2_vl minicpm3 modernbert nanochat olmo phi4_multimodal "
     "qwen2_5_omni_thinker t5gemma2".split()
 )
 SAME = transformers.__version__ == documented_version()

@@ -92,8 +92,9 @@ def _of_layer_norm(module: Any, x: Tensor) -> Tensor | None:
 def _one_dimension(module: Any, running: bool) -> str | None:
     if running:
         return None
-    weight = getattr(module, "weight", None)
-    if len(getattr(module, "normalized_shape", (0,))) != 1 or (weight is not None and weight.dim() != 1):
+    weight, shape = getattr(module, "weight", None), getattr(module, "normalized_shape", 0)
+    dimensions = 1 if isinstance(shape, int) else len(shape)
+    if dimensions != 1 or (weight is not None and weight.dim() != 1):
         return "it normalises, or weighs, more than the last dimension"
     return None
 
