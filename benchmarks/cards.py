@@ -21,6 +21,7 @@ METHODS = {
     "e2e-sinks": "all weights",
     "e2e-packed": "all weights",
     "e2e-hybrids": "all weights",
+    "e2e-masked": "all weights, masked tokens",
     "families": "all weights",
     "lora": "LoRA",
     "long": "LoRA",

@@ -136,6 +136,11 @@ RUNS = {
         f"--models {model} --batch 4 --lengths 2048 --gpus 1 --no-checkpointing --arms plain,ours,ours+packed"
         for model in ("nemotron-h-2b", "lfm2-1.2b")
     ), 10, TINY_E2E + " --no-checkpointing --arms plain,ours,ours+packed"),
+    "e2e-masked": Run("e2e-masked-{card}.json", E2E, tuple(
+        f"--models modernbert-base --batch {batch} --lengths {length} --gpus 1 --no-checkpointing "
+        "--arms plain,plain+compile,ours,ours+compile"
+        for batch, length in ((32, 512), (4, 8192))
+    ), 10, TINY_E2E + " --no-checkpointing --arms plain,ours"),
     "e2e-small": Run("e2e-small-{card}.json", E2E, tuple(
         f"--models llama-1b --batch {batch} --lengths {length} --gpus 1 --no-checkpointing "
         "--arms plain,plain+compile,ours,ours+compile,ours+adamw+passes,ours+adamw+graph"
