@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from conftest import assert_close, run
+from liger_kernel.transformers import causal_lm
 from liger_kernel.transformers.causal_lm import fused_forward
 from liger_kernel.transformers.model import loss_utils
 from liger_kernel.transformers.patching.apply import patch
@@ -182,6 +183,24 @@ def test_what_changes_the_logits_on_their_way_is_honoured(name, fused):
             module.register_forward_hook(lambda module, given, result: 2 * result)
         output = assert_same_step(model, reference, **inputs())
         assert output.logits is not None and not fused
+
+
+@pytest.mark.parametrize("name", ["ModernBertForMaskedLM", "BertForMaskedLM", "XLMRobertaForMaskedLM"])
+def test_labels_are_counted_ahead(name, fused, monkeypatch):
+    """As on a GPU, where the head would wait for the number; also of labels that a forward flattens for torch's cross
+    entropy, and not of others."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = made(name).to(device)
+    reference = copy.deepcopy(model)
+    liger_kernel.patch(model)
+    if device == "cpu":
+        monkeypatch.setattr(causal_lm, "_count_ahead", lambda labels, *_: (labels, lambda: int((labels != -100).sum())))
+    given = {key: value.to(device) for key, value in inputs().items()}
+    assert_same_step(model, reference, **given)
+    assert fused[0]["valid_count"] == (given["labels"] != -100).sum()
+    call, flat = causal_lm._Call(model, CausalLM(""), {}, given), given["labels"].view(-1)
+    assert call.counted(flat, -100) == {"valid_count": fused[0]["valid_count"]}
+    assert call.counted(flat[3:], -100) == call.counted(flat.clone(), -100) == call.counted(flat, 0) == {}
 
 
 def test_no_loss_without_another_label():

@@ -264,7 +264,8 @@ class _Call:
         self.labels = kwargs.get("labels")
         self.shift_labels = self.labels if self.masked else kwargs.get("shift_labels")
         self.token_accuracy = self.predicted_tokens = None
-        self.shifted, self.count = _count_ahead(self.labels, self.shift_labels, kwargs.get("ignore_index", -100))
+        self.ignore_index = kwargs.get("ignore_index", -100)
+        self.shifted, self.count = _count_ahead(self.labels, self.shift_labels, self.ignore_index)
 
     def within(self, spec):
         """The same call, seen from the model inside the one that was called."""
@@ -294,6 +295,14 @@ class _Call:
         if labels is self.labels and shift_labels is self.shift_labels and self.count is not None:
             shift_labels, arguments["valid_count"] = self.shifted, self.count()
         return self.reduced(logits, factors, labels=labels, shift_labels=shift_labels, **arguments)
+
+    def counted(self, target, ignore_index):
+        """The number of valid targets as an argument of `reduced`, where they are the labels that were counted ahead,
+        flattened."""
+        if self.count is None or not self.masked or ignore_index != self.ignore_index:
+            return {}
+        same = (target.data_ptr(), target.numel()) == (self.labels.data_ptr(), self.labels.numel())
+        return {"valid_count": self.count()} if same else {}
 
     def reduced(self, logits, factors, **arguments):
         """The loss that the head computes of `logits` whose scale and cap are `factors`."""

@@ -134,7 +134,9 @@ def _cross_entropy(
     factors = logits.factors()
     if factors is None or not usual or logits.liger_hidden.dim() != 2 or logits.liger_call.own_loss():
         return None
-    loss = logits.liger_call.reduced(logits, factors, labels=None, shift_labels=target, ignore_index=ignore_index)
+    call = logits.liger_call
+    arguments = {"labels": None, "shift_labels": target, "ignore_index": ignore_index}
+    loss = call.reduced(logits, factors, **arguments, **call.counted(target, ignore_index))
     return loss if torch.is_autocast_enabled(loss.device.type) else loss.to(logits.dtype)  # as torch's has it
 
 
