@@ -140,7 +140,7 @@ RUNS = {
         f"--models modernbert-base --batch {batch} --lengths {length} --gpus 1 --no-checkpointing "
         "--arms plain,plain+compile,ours,ours+compile"
         for batch, length in ((32, 512), (4, 8192))
-    ), 10, TINY_E2E + " --no-checkpointing --arms plain,ours"),
+    ), 10, TINY_E2E + " --no-checkpointing"),
     "e2e-small": Run("e2e-small-{card}.json", E2E, tuple(
         f"--models llama-1b --batch {batch} --lengths {length} --gpus 1 --no-checkpointing "
         "--arms plain,plain+compile,ours,ours+compile,ours+adamw+passes,ours+adamw+graph"

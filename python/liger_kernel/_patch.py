@@ -10,14 +10,13 @@ from liger_kernel.transformers.patching.report import Report
 def _base_of(model):
     """The transformers model itself, or the one that PEFT or another module holds; raises TypeError where there is not
     one."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    held = [*_models_in(base)]
+    held = [*_models_in(model)]
     if len(held) != 1:
         names = ", ".join(type(each).__name__ for each in held)
         raise TypeError(
-            f"a {type(base).__name__} holds several models of transformers ({names}): patch each of them"
+            f"a {type(model).__name__} holds several models of transformers ({names}): patch each of them"
             if held
-            else f"a {type(base).__name__} is no model of transformers, and holds none: liger_kernel.transformers."
+            else f"a {type(model).__name__} is no model of transformers, and holds none: liger_kernel.transformers."
             "apply_liger_kernel_by_structure(model) replaces the parts of other modules"
         )
     return held[0]

@@ -111,18 +111,9 @@ ROUNDS_LESS = {"scaled_gated_mlp", "clamped_swish_mlp"}
 # Sections of its tables differ in the two halves, of which the operator reads one.
 UNEQUAL_HALVES = {"modeling_hunyuan_vl"}
 # Compared by hand, for all that their branches do.
-REVIEWED = {
-    "SeedOssMLP",
-    "ModernBertMLP",
-    "AriaExperts",
-    "Glm5NextTextExperts",
-    "HYV4Experts",
-    "MiniMaxM3VLExperts",
-    "XIELUActivation",
-}
-REVIEWED |= {"ModernBertDecoderMLP"} | {
-    f"{name}Experts" for name in ("DeepseekV4", "GptOss", "HunYuanMoEV1", "Mixtral", "Qwen3_5Moe")
-}
+REVIEWED = {"SeedOssMLP", "AriaExperts", "Glm5NextTextExperts", "HYV4Experts", "MiniMaxM3VLExperts", "XIELUActivation"}
+REVIEWED |= {f"{name}MLP" for name in ("ModernBert", "ModernBertDecoder")}
+REVIEWED |= {f"{name}Experts" for name in ("DeepseekV4", "GptOss", "HunYuanMoEV1", "Mixtral", "Qwen3_5Moe")}
 REVIEWED |= {f"{name}Experts" for name in ("Gemma4Text", "Glm4vMoeText", "Qwen3Moe", "Qwen3Next", "Qwen3VLMoeText")}
 REVIEWED |= {"Glm4vMoeTextNaiveMoe", "Glm4vMoeTextTopkRouter", "Gemma4RMSNorm", "MixtralBlockSparseTop2MLP"}
 REVIEWED |= {f"{name}TopKRouter" for name in ("Mixtral", "Qwen3Moe", "Qwen3Next", "Qwen3VLMoeText", "Qwen3_5Moe")}

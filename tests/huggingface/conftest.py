@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from liger_kernel.transformers.causal_lm import names_in
+from liger_kernel.transformers.model import loss_utils
 from liger_kernel.transformers.patching.apply import patch
 from liger_kernel.transformers.patching.families import FAMILIES
 from packaging.version import parse
@@ -119,6 +120,14 @@ def pytest_generate_tests(metafunc):
 @pytest.fixture(params=ENGINE)
 def family(request):
     return request.param
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """The arguments of the losses that are computed in a head."""
+    calls, loss = [], loss_utils.LigerForCausalLMLoss
+    monkeypatch.setattr(loss_utils, "LigerForCausalLMLoss", lambda **kwargs: calls.append(kwargs) or loss(**kwargs))
+    return calls
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import pytest
 import torch
 from conftest import COMMON, assert_close, batch, make, run
 from liger_kernel.transformers.causal_lm import fused_forward
-from liger_kernel.transformers.model import loss_utils
 from liger_kernel.transformers.patching.families import CausalLM
 from liger_kernel.transformers.patching.place import with_globals
 from torch import nn
@@ -94,14 +93,6 @@ def _with(forward, bias=False):
     model.__class__ = type("Fused", (type(model),), {"forward": fused_forward(forward, CausalLM())})
     reference.__class__ = type("Plain", (type(reference),), {"forward": forward})
     return model, reference
-
-
-@pytest.fixture
-def fused(monkeypatch):
-    """Counts the losses that are computed in a head."""
-    calls, loss = [], loss_utils.LigerForCausalLMLoss
-    monkeypatch.setattr(loss_utils, "LigerForCausalLMLoss", lambda **kwargs: calls.append(kwargs) or loss(**kwargs))
-    return calls
 
 
 def _assert_same(model, reference, **inputs):
