@@ -80,6 +80,13 @@ def synchronize(device):
         torch.cuda.synchronize()
 
 
+def empty_cache():
+    """Gives the device memory that nothing uses any more. The graphs of a case are in cycles of references, and their
+    pools of memory live as long as they do."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 def timed(f, device, seconds, least=3):
     """The median time of f in ms; each sample is a run of calls long enough for the clock."""
     f()
@@ -283,7 +290,7 @@ def measure(case, shape, options, args):
                 {c.name: [lambda c=c, i=i: c.run(mode, i) for i in range(rotate)] * turns for c in field}, args.rounds
             ).items():
                 rows[name][f"gpu {mode}"] = ms
-            torch.cuda.empty_cache()
+            empty_cache()
         # In turns: every contestant is timed in each of three rounds, and its median counts.
         eager, floors = {c.name: [] for c in field}, []
         for _ in range(3):
@@ -296,7 +303,7 @@ def measure(case, shape, options, args):
                     field.remove(c)
                     print(f"  {c.name} left out: out of memory", file=sys.stderr)
                     if args.device == "cuda":
-                        torch.cuda.empty_cache()
+                        empty_cache()
         for c in field:
             row = rows[c.name]
             row[f"eager {mode}"] = statistics.median(eager[c.name])
@@ -436,7 +443,7 @@ def main():
             save(rows, args)
             torch._dynamo.reset()
             if args.device == "cuda":
-                torch.cuda.empty_cache()
+                empty_cache()
         alone = name, tuple(case.shapes[1]), json.dumps(case.options[0]), True
         if (args.host or args.device == "cuda") and alone not in has:
             rows += measure_host(case, case.options[0], args)
