@@ -60,6 +60,7 @@ emulation sm_90 -k "$emulated" tests/test_ops.py tests/test_distributions.py tes
 emulation sm_90 -k rows_of_operators tests/test_batch_invariance.py
 emulation sm_90 -k "tiles or many_heads" tests/test_delta_rule.py
 emulation sm_90 -k "test_linear and bfloat16 or every_number or operator" tests/test_eight_bit.py tests/test_eight_bit_experts.py
+emulation sm_90 --import-mode=prepend tests/huggingface/gpu_traces.py
 # Devices with less shared memory, and without clusters: other kernels run there.
 for device in $limited; do
   emulation "$device" -k "$limits" tests/test_ops.py

@@ -1,4 +1,5 @@
 #include "device.h"
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
@@ -37,3 +38,9 @@ void check_launch(const Device& device, int threads, int shared_bytes, int clust
 }
 
 }  // namespace liger::emulation
+
+// For a GPU's fake tensors, with which torch's compiler traces: indexing guards the device also where there is none.
+namespace c10::impl {
+using CudaGuard = NoOpDeviceGuardImpl<DeviceType::CUDA>;
+C10_REGISTER_GUARD_IMPL(CUDA, CudaGuard)
+}  // namespace c10::impl

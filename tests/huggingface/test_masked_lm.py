@@ -57,6 +57,10 @@ def inputs(rows=3, length=12):
     return {"input_ids": ids, "labels": labels, "attention_mask": mask}
 
 
+def other_labels(name):
+    return {"next_sentence_label": torch.tensor([0, 1, 1])} if name == "BertForPreTraining" else {}
+
+
 def logits_of(output):
     return output.prediction_logits if hasattr(output, "prediction_logits") else output.logits
 
@@ -81,7 +85,7 @@ def test_the_loss_is_computed_in_the_head(name, fused):
     model = made(name)
     reference = copy.deepcopy(model)
     assert FUSED in switches(liger_kernel.patch(model))
-    more = {"next_sentence_label": torch.tensor([0, 1, 1])} if name == "BertForPreTraining" else {}
+    more = other_labels(name)
     output = assert_same_step(model, reference, **inputs(), **more)
     assert len(fused) == 1 and logits_of(output) is None
     # In evaluation and without labels there are logits, which are the plain model's.
@@ -218,14 +222,16 @@ def test_copies_pickles_and_undo(name, fused):
     assert [type(module) for module in model.modules()] == types
 
 
-@pytest.mark.parametrize("name", ["ModernBertForMaskedLM", "BertForMaskedLM"])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.full(when=lambda p: p["name"] not in ("ModernBertForMaskedLM", "BertForPreTraining"))
 def test_compiled(name, fused):
     model = made(name)
     reference = copy.deepcopy(model)
     liger_kernel.patch(model)
     torch._dynamo.reset()
-    output = assert_same_step(torch.compile(model, backend="aot_eager"), reference, **inputs())
-    assert output.logits is None and fused
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    output = assert_same_step(compiled, reference, **inputs(), **other_labels(name))
+    assert logits_of(output) is None and fused
 
 
 def test_adapters(fused):

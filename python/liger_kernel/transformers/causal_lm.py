@@ -26,7 +26,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 
 from liger_kernel.operators.coverage import is_transformed, result_changed_by
 from liger_kernel.transformers.head import describe, head_of, prepare_head
-from liger_kernel.transformers.logits import Logits, computed
+from liger_kernel.transformers.logits import Logits, computed, traceable
 from liger_kernel.transformers.lora import casting_once, follow
 from liger_kernel.transformers.model import loss_utils, output_classes
 from liger_kernel.transformers.patching.families import CausalLM
@@ -171,7 +171,7 @@ def fused_forward(original, spec: CausalLM, order: tuple[str, ...] = ()):
     if any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
         parameters.append(inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD))
     outputs = output_classes.extensions(original)
-    takes_shifted = "loss_function" in names_in(original)
+    takes_shifted, traced = "loss_function" in names_in(original), traceable(original)
 
     @casting_once
     def forward(self, *args, **kwargs):
@@ -194,8 +194,8 @@ def fused_forward(original, spec: CausalLM, order: tuple[str, ...] = ()):
             kwargs["labels"] = labels
         wanted = labels is not None and (self.training if skip_logits is None else skip_logits)
         if wanted and _can_fuse(self, spec, options):
-            call = _Call(self, spec, options, kwargs)
-            return _finished(call, original(_view(self, call), **kwargs), outputs)
+            call, run = _Call(self, spec, options, kwargs), traced if torch.compiler.is_compiling() else original
+            return _finished(call, run(_view(self, call), **kwargs), outputs)
         if labels is not None:
             _warn_of_lost(options)
         output = original(self if shift_labels is None else _view(self, _Shifted(self, spec, shift_labels)), **kwargs)

@@ -1,9 +1,14 @@
 """Logits that are not computed unless somebody needs their values."""
 
+import functools
+import inspect
+import types
+
 import torch
 from torch import nn
 
 from liger_kernel.transformers.head import head_linears
+from liger_kernel.transformers.patching.place import with_globals
 
 
 class Logits:
@@ -138,6 +143,32 @@ def _cross_entropy(
     arguments = {"labels": None, "shift_labels": target, "ignore_index": ignore_index}
     loss = call.reduced(logits, factors, **arguments, **call.counted(target, ignore_index))
     return loss if torch.is_autocast_enabled(loss.device.type) else loss.to(logits.dtype)  # as torch's has it
+
+
+_LOSS_OPTIONS = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+
+
+def _cross_entropy_loss(*args, **options):
+    """What stands for torch.nn.CrossEntropyLoss."""
+    return functools.partial(nn.functional.cross_entropy, **dict(zip(_LOSS_OPTIONS, args)), **options)
+
+
+_nn = types.ModuleType(nn.__name__, nn.__doc__)
+vars(_nn).update(vars(nn), CrossEntropyLoss=_cross_entropy_loss)
+
+
+def traceable(forward):
+    """A copy of a forward that torch's compiler traces with a promise of logits, or the forward where that one does.
+
+    The compiler has a rule of its own for torch.nn.CrossEntropyLoss, which takes tensors alone. The copy calls the
+    function under it, for which the compiler asks `__torch_function__`.
+    """
+    inner = inspect.unwrap(forward)
+    if "CrossEntropyLoss" not in getattr(getattr(inner, "__code__", None), "co_names", ()):
+        return forward
+    known = {"CrossEntropyLoss": (nn.CrossEntropyLoss, _cross_entropy_loss), "nn": (nn, _nn)}
+    names = {name: ours for name, (torchs, ours) in known.items() if inner.__globals__.get(name) is torchs}
+    return with_globals(forward, names) or forward
 
 
 def computed(x):

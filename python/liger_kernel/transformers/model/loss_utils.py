@@ -5,6 +5,7 @@ Both losses, and the operators under them, are looked up through their modules a
 """
 
 import torch
+from transformers import PreTrainedModel
 from transformers.loss import loss_utils as standard
 
 from liger_kernel.operators.coverage import HEAD_KERNELS, kernels_cover
@@ -211,5 +212,13 @@ def ours_for(function):
 
 
 def ours_of(model):
-    """The same for a model's loss function; a model that has no such attribute is a causal language model."""
+    """The same for a model's loss function; a model that has no such attribute is a causal language model.
+
+    So is one whose type of loss transformers does not know, as a BertForPreTraining. Its property would say so in a
+    warning, which nobody has asked for and which breaks a compiler's graph.
+    """
+    inherited = getattr(type(model), "loss_function", None) is PreTrainedModel.loss_function
+    given = not inherited or hasattr(model, "_loss_function")
+    if not given and getattr(model, "loss_type", None) not in standard.LOSS_MAPPING:
+        return ours_for(standard.LOSS_MAPPING["ForCausalLM"])
     return ours_for(getattr(model, "loss_function", causal_lm_loss))
