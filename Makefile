@@ -81,7 +81,7 @@ test-torch: $(VERSIONS:%=build/torch-%/ready)  ## operators, modules and model f
 	for folder in $(VERSIONS:%=build/torch-%); do \
 	  export LIGER_LIBRARY=$(CURDIR)/$$folder/build/libliger.so; \
 	  test="$$folder/bin/python -m pytest -q -n 2 -p no:cacheprovider $(ARGS)"; \
-	  $$test --import-mode=importlib tests/test_ops.py tests/test_modules.py && $$test tests/huggingface/test_families.py || exit 1; done
+	  $$test --import-mode=importlib tests/test_ops.py tests/test_cross_entropy.py tests/test_norms.py tests/test_modules.py && $$test tests/huggingface/test_families.py || exit 1; done
 
 build/torch-%/ready: $(ready)
 	$(environment_over_the_first)

@@ -43,6 +43,7 @@ fi
 suite "${parallel[@]}" --import-mode=importlib --ignore=tests/huggingface --ignore=tests/downstream --ignore=tests/hub --ignore=tests/test_large.py tests
 # The set of instructions that no newer machine chooses, which handles both 16-bit types alike.
 exact="exact and cpu"
+operators="tests/test_ops.py tests/test_cross_entropy.py tests/test_norms.py"
 emulated=test limited="sm_80 sm_89 sm_120" limits=test  # all of them
 if [ "${LIGER_TESTS:-}" != all ]; then
   exact+=" and (float32 or bfloat16)"
@@ -56,14 +57,14 @@ suite tests/test_large.py  # fills a GPU's memory: alone
 emulation() {
   CUDA_VISIBLE_DEVICES= LIGER_LIBRARY="$root/$BUILD/tests/libliger_emulated.so" LIGER_EMULATED_DEVICE="$1" suite "${parallel[@]}" --import-mode=importlib "${@:2}"
 }
-emulation sm_90 -k "$emulated" tests/test_ops.py tests/test_distributions.py tests/test_reads.py tests/test_optim.py tests/test_causal_conv1d.py tests/research/test_norms.py tests/research/test_sparsemax.py
+emulation sm_90 -k "$emulated" $operators tests/test_distributions.py tests/test_reads.py tests/test_optim.py tests/test_causal_conv1d.py tests/research/test_norms.py tests/research/test_sparsemax.py
 emulation sm_90 -k rows_of_operators tests/test_batch_invariance.py
 emulation sm_90 -k "tiles or many_heads" tests/test_delta_rule.py
 emulation sm_90 -k "test_linear and bfloat16 or every_number or operator" tests/test_eight_bit.py tests/test_eight_bit_experts.py
 emulation sm_90 --import-mode=prepend tests/huggingface/gpu_traces.py
 # Devices with less shared memory, and without clusters: other kernels run there.
 for device in $limited; do
-  emulation "$device" -k "$limits" tests/test_ops.py
+  emulation "$device" -k "$limits" $operators
   emulation "$device" -k "test_linear and bfloat16" tests/test_eight_bit.py
 done
 exit $failed
