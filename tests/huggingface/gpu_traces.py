@@ -22,7 +22,7 @@ USUAL = ("llama", "gemma2", "nemotron", "mixtral", "qwen3_next", "qwen2_audio", 
 FAMILIES = [
     (family, name) for family in tiny.TINY_MODELS if tiny.can_be_made(family) for name in tiny.TINY_MODELS[family]
 ]
-TYPES = ("modernbert", "bert")  # that have no row
+TYPES = ("modernbert", "bert", "recurrent_gemma", "mimo_v2_flash")  # that have no row
 
 
 def constant(value):

@@ -22,7 +22,9 @@ RECORDED = {
     "softcap_in_place": lambda x: _softcap_in_place(x),
     "scale_and_softcap": lambda x: torch.tanh(x * 0.4) * 3,
     "softcap_and_scale": lambda x: torch.tanh(x / 0.7) * 0.7 * 2 / 3,
+    "method": lambda x: x.tanh() * 2,
     "contiguous": lambda x: x.float().contiguous() / 2,
+    "functional": lambda x: F.tanh(x / 0.7) * 0.7,
 }
 COMPUTED = {
     "twice": lambda x: torch.tanh(torch.tanh(x)),
@@ -31,7 +33,6 @@ COMPUTED = {
     "negative": lambda x: -x,
     "negative_cap": lambda x: torch.tanh(x) * -2,
     "clamp": lambda x: x.clamp(-0.5, 0.5),
-    "method": lambda x: x.tanh() * 2,
     "tensor": lambda x: x * torch.linspace(0.5, 2, 128),
     "in_place": lambda x: (x.mul_(2), x)[1],
     "operator_in_place": lambda x: _plus_in_place(x),
@@ -169,7 +170,7 @@ def test_a_promise_looks_like_logits():
     assert model(**batch()).logits is None
 
 
-@pytest.mark.parametrize("name", [*RECORDED, "sum", "tensor"])
+@pytest.mark.parametrize("name", [*list(RECORDED)[:-1], "sum", "tensor"])  # F.tanh in a forward itself: gpu_traces.py
 @pytest.mark.full(when=lambda p: p["name"] not in ("nothing", "scale", "sum"))
 def test_compiled(name):
     model, reference = _pair({**RECORDED, **COMPUTED}[name])

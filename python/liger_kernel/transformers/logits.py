@@ -58,6 +58,9 @@ class Logits:
     def float(self):
         return self.compute().float() if self.liger_value is not None else self.step("float")
 
+    def tanh(self):
+        return self.liger_value.tanh() if self.liger_value is not None else self.step("tanh")
+
     def contiguous(self):
         return self if self.liger_value is None else self.liger_value.contiguous()
 
@@ -153,18 +156,23 @@ def _cross_entropy_loss(*args, **options):
     return functools.partial(nn.functional.cross_entropy, **dict(zip(_LOSS_OPTIONS, args)), **options)
 
 
-_nn = types.ModuleType(nn.__name__, nn.__doc__)
-vars(_nn).update(vars(nn), CrossEntropyLoss=_cross_entropy_loss)
+def _with(module, **names):
+    copy = types.ModuleType(module.__name__, module.__doc__)
+    vars(copy).update(vars(module), **names)
+    return copy
+
+
+_nn = _with(nn, CrossEntropyLoss=_cross_entropy_loss, functional=_with(nn.functional, tanh=torch.tanh))
 
 
 def traceable(forward):
     """A copy of a forward that torch's compiler traces with a promise of logits, or the forward where that one does.
 
-    The compiler has a rule of its own for torch.nn.CrossEntropyLoss, which takes tensors alone. The copy calls the
-    function under it, for which the compiler asks `__torch_function__`.
+    The compiler has rules of its own for torch.nn.CrossEntropyLoss and torch.nn.functional.tanh, which take tensors
+    alone. The copy calls functions for which the compiler asks `__torch_function__`.
     """
     inner = inspect.unwrap(forward)
-    if "CrossEntropyLoss" not in getattr(getattr(inner, "__code__", None), "co_names", ()):
+    if not {"CrossEntropyLoss", "tanh"} & {*getattr(getattr(inner, "__code__", None), "co_names", ())}:
         return forward
     known = {"CrossEntropyLoss": (nn.CrossEntropyLoss, _cross_entropy_loss), "nn": (nn, _nn)}
     names = {name: ours for name, (torchs, ours) in known.items() if inner.__globals__.get(name) is torchs}

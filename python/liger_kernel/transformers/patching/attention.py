@@ -112,9 +112,8 @@ def sinks_mask(batch_size: int, q_length: int | None = None, kv_length: int = 0,
 
     places = others.get("cache_position")  # in place of q_length, in transformers 4.57 and 5.0
     queries = q_length if places is None else places.shape[0]
-    if queries != kv_length or any(
-        not isinstance(offset := others.get(name, 0), int) or offset for name in ("q_offset", "kv_offset")
-    ):
+    offsets = others.get("q_offset", 0), others.get("kv_offset", 0)
+    if queries != kv_length or any(not isinstance(offset, int) or offset for offset in offsets):
         return dense()
     function = others.get("mask_function", masking_utils.causal_mask_function)
     if torch.compiler.is_compiling() and function is not masking_utils.causal_mask_function:

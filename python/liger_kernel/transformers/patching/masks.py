@@ -57,7 +57,7 @@ def _without_positions(home: Any, name: str) -> Callable[..., Any]:
         function = getattr(home, name)
         # What somebody else has put in its place may mask anything.
         known = masking_utils.create_causal_mask, masking_utils.create_sliding_window_causal_mask
-        causal = not args and function in known
+        causal = len(args) == 0 and function in known  # torch 2.11's compiler knows no `not` of a tuple
         if causal and _is_all_causal(**kwargs):
             implementation = kwargs["config"]._attn_implementation
             if implementation == "sdpa" and function is masking_utils.create_causal_mask:
@@ -83,7 +83,7 @@ def _with_documents(home: Any, name: str) -> Callable[..., Any]:
         windows: dict[Any, int | None] = {masking_utils.create_causal_mask: None}
         if (window := getattr(kwargs.get("config"), "sliding_window", None) or 0) > 1:
             windows[masking_utils.create_sliding_window_causal_mask] = window
-        causal = not args and function in windows and _is_all_causal(**{**kwargs, "attention_mask": None})
+        causal = len(args) == 0 and function in windows and _is_all_causal(**{**kwargs, "attention_mask": None})
         if causal and kwargs["config"]._attn_implementation == "sdpa":
             embeddings = kwargs["inputs_embeds" if "inputs_embeds" in kwargs else "input_embeds"]
             positions = kwargs.get("position_ids") if given else None
