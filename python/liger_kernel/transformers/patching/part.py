@@ -85,8 +85,11 @@ def _of_layer_norm(module: Any, x: Tensor) -> Tensor | None:
     """None where torch has no kernel for these dtypes."""
     if in_float_under_autocast(x.device):
         return x.float()
-    dtypes = {vector.dtype for vector in (module.weight, module.bias) if vector is not None}
-    return x if dtypes <= {x.dtype} or (x.is_cpu and dtypes == {torch.float32}) else None
+    weight, bias, dtype = module.weight, module.bias, x.dtype
+    if (weight is None or weight.dtype is dtype) and (bias is None or bias.dtype is dtype):  # told in a microsecond
+        return x
+    dtypes = {vector.dtype for vector in (weight, bias) if vector is not None}
+    return x if x.is_cpu and dtypes == {torch.float32} else None
 
 
 def _one_dimension(module: Any, running: bool) -> str | None:
